@@ -1,0 +1,32 @@
+# From a fresh clone: `make test` sets up everything it needs in .venv and runs the tests.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+# Tests run side by side, one torch thread each: faster than one test on all cores
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: test lint format clean
+
+test: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python tools/check_layers.py
+
+format: .venv/ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+.venv/ready: pyproject.toml requirements-dev.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "flashtile needs Python 3.10 or newer, this is " + sys.version)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@

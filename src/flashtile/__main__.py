@@ -1,0 +1,3 @@
+from flashtile.cli.main import app
+
+app()

@@ -1,0 +1,1 @@
+"""The ways to compute attention, and the choice among them (registry.py)."""

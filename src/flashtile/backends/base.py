@@ -1,0 +1,69 @@
+"""What a backend is: a name, a reason for every refusal, and the two passes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.problem import AttentionArgs, Problem
+
+
+class GradNeeds(NamedTuple):
+    """Which gradients the backward pass is asked for."""
+
+    dq: bool
+    dk: bool
+    dv: bool
+    dbias: bool
+    dsinks: bool
+
+
+class Grads(NamedTuple):
+    """The buffers of the backward pass, allocated by the op in the inputs' shapes; None where not needed."""
+
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+    dbias: Tensor | None
+    dsinks: Tensor | None
+
+    def wide(self, dtype: torch.dtype) -> Grads:
+        """Zeros of the same shapes to gather in: shares of many tiles and sequences are rounded once, at the end."""
+        return Grads(*(None if grad is None else torch.zeros(grad.shape, dtype=dtype, device=grad.device) for grad in self))
+
+    def fill(self, gathered: Grads) -> None:
+        for grad, sums in zip(self, gathered, strict=True):
+            if grad is not None and sums is not None:
+                grad.copy_(sums)
+
+
+class Backend(ABC):
+    """One way to compute attention. Every backend gives the same results, within rounding."""
+
+    name: str
+    summary: str
+    devices: tuple[str, ...]  # device types it runs on
+    is_automatic: bool = True  # False: only taken when asked for by name
+
+    @abstractmethod
+    def refuse(self, problem: Problem) -> str | None:
+        """Why this backend does not take the problem, or None if it does. Devices are checked by the registry."""
+
+    @abstractmethod
+    def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
+        """Fills `out` and `lse`, every element of them."""
+
+    @abstractmethod
+    def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
+        """Fills those of `grads` that are there. `out` and `lse` may be those of a larger problem that this is a part of."""
+
+    def details(self, problem: Problem) -> dict[str, str]:
+        """What `explain` says about how this backend would run the problem."""
+        return {}
+
+    def prepare(self, problem: Problem) -> None:
+        """Does ahead of time whatever the first call would wait for, such as compiling."""
+        return None

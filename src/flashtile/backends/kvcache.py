@@ -1,0 +1,135 @@
+"""Rotary embedding and the appending of keys to a cache, in PyTorch, without reading a length on the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.errors import dtype_name, type_error, value_error
+from flashtile.problem import LAYOUTS
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    """Rotates the first 2 * cos.shape[-1] elements of x (batch, rows, heads, dim) by the angles at positions (batch, rows).
+
+    Pairs are (0, 1), (2, 3), ... when interleaved, else (0, half), (1, half + 1), ...
+    """
+    half = cos.shape[-1]
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    positions = positions.long()
+    c, s = cos[positions].to(wide)[:, :, None], sin[positions].to(wide)[:, :, None]
+    turned, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
+    if interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    else:
+        first, second = turned[..., :half], turned[..., half:]
+    pair = (first * c - second * s, first * s + second * c)
+    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat([turned.to(x.dtype), rest], dim=-1)
+
+
+def append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    rotary_interleaved: bool,
+    layout: str,
+) -> None:
+    """Writes the new rows of k, rotated where asked, and v behind the first cache_seqlens rows of each sequence."""
+    if layout == "bhsd":
+        k_cache, v_cache, k, v = (tensor.transpose(1, 2) for tensor in (k_cache, v_cache, k, v))
+    batch, new, page = k.shape[0], k.shape[1], k_cache.shape[1]
+    if k.numel() == 0:
+        return
+    positions = cache_seqlens.long()[:, None] + torch.arange(new, device=k.device)
+    room = page if block_table is None else page * block_table.shape[1]
+    if k.device.type == "cpu":
+        _check_values(cache_seqlens, new, room, block_table, page, k_cache.shape[0], rotary_cos)
+    if rotary_cos is not None and rotary_sin is not None:
+        k = rotate(k, rotary_cos, rotary_sin, positions, rotary_interleaved)
+    if block_table is None:
+        rows = torch.arange(batch, device=k.device)[:, None].expand_as(positions), positions
+    else:
+        rows = block_table.long().gather(1, positions // page), positions % page
+    k_cache.index_put_(rows, k)
+    v_cache.index_put_(rows, v)
+
+
+def _check_values(
+    cache_seqlens: Tensor, new: int, room: int, block_table: Tensor | None, page: int, num_pages: int, rotary_cos: Tensor | None
+) -> None:
+    for b, length in enumerate(cache_seqlens.tolist()):
+        if not 0 <= length <= room - new:
+            raise value_error(
+                "cache_seqlens", f"{length} for sequence {b}", f"0 to {room - new}: the cache holds {room} rows and {new} are added"
+            )
+        if rotary_cos is not None and length + new > rotary_cos.shape[0]:
+            raise value_error("rotary_cos", f"{rotary_cos.shape[0]} positions", f"at least {length + new}, the end of sequence {b}")
+        if block_table is not None:
+            for slot in range(length // page, (length + new - 1) // page + 1):
+                if not 0 <= int(block_table[b, slot]) < num_pages:
+                    raise value_error("block_table", f"page {int(block_table[b, slot])} at [{b}, {slot}]", f"0 to {num_pages - 1}")
+
+
+def validate(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    rotary_interleaved: bool,
+    layout: str,
+) -> None:
+    """Checks sizes, dtypes and devices of an append; runs on symbolic sizes too."""
+    if layout not in LAYOUTS:
+        raise value_error("layout", repr(layout), " or ".join(repr(name) for name in LAYOUTS))
+    head, row = (2, 1) if layout == "bshd" else (1, 2)
+    for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if tensor.dtype != cache.dtype:
+            raise type_error(name, tensor.dtype, f"{dtype_name(cache.dtype)}, as {name}_cache")
+        if tensor.dim() != 4 or cache.dim() != 4:
+            raise value_error(name, f"shape {tuple(tensor.shape)} for a cache of shape {tuple(cache.shape)}", "4 dimensions each")
+        if tensor.device != cache.device:
+            raise value_error(name, f"device {tensor.device}", f"{cache.device}, where {name}_cache is")
+        if tensor.shape[head] != cache.shape[head] or tensor.shape[3] != cache.shape[3]:
+            raise value_error(name, f"shape {tuple(tensor.shape)}", f"the heads and head_dim of {name}_cache {tuple(cache.shape)}")
+    if v.shape[0] != k.shape[0] or v.shape[row] != k.shape[row]:
+        raise value_error("v", f"{v.shape[0]} x {v.shape[row]} new rows", f"{k.shape[0]} x {k.shape[row]}, as k")
+    if block_table is None and k_cache.shape[0] != k.shape[0]:
+        raise value_error("k", f"batch {k.shape[0]}", f"{k_cache.shape[0]}, as k_cache")
+    for name, index, rank in (("cache_seqlens", cache_seqlens, 1), ("block_table", block_table, 2)):
+        if index is None:
+            continue
+        if index.dtype != torch.int32:
+            raise type_error(name, index.dtype, "int32", f"Call {name}.to(torch.int32)")
+        if index.dim() != rank or index.shape[0] != k.shape[0]:
+            raise value_error(name, index, f"{rank} dimensions and {k.shape[0]} rows, one for each sequence")
+        if index.device != k_cache.device:
+            raise value_error(name, f"device {index.device}", f"{k_cache.device}, where k_cache is")
+    check_rotary(rotary_cos, rotary_sin, k)
+
+
+def check_rotary(cos: Tensor | None, sin: Tensor | None, k: Tensor) -> None:
+    """cos and sin come together: (positions, rotary_dim / 2), the rotated part no wider than a head."""
+    if cos is None and sin is None:
+        return
+    if cos is None or sin is None:
+        missing = "rotary_cos" if cos is None else "rotary_sin"
+        raise value_error(missing, "None", "rotary_cos and rotary_sin together, or neither")
+    for name, tensor in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if tensor.dtype not in (k.dtype, torch.float32):
+            raise type_error(name, tensor.dtype, f"{dtype_name(k.dtype)} (k's) or float32")
+        if tensor.dim() != 2 or 2 * tensor.shape[1] > k.shape[3]:
+            raise value_error(name, tensor, f"shape (positions, rotary_dim / 2) with rotary_dim at most {k.shape[3]}")
+        if tensor.device != k.device:
+            raise value_error(name, f"device {tensor.device}", f"{k.device}, where k is")
+    if cos.shape != sin.shape:
+        raise value_error("rotary_sin", sin, f"shape {tuple(cos.shape)}, as rotary_cos")

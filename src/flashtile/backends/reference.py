@@ -1,0 +1,141 @@
+"""The oracle: attention by its definition, in float64, with the whole score matrix in memory.
+
+    S = softcap(scale * Q K^T) - slope * |i + offset - j| + bias,   -inf where masked
+    P = exp(S - lse),   lse = log(sum_j exp(S) + exp(sink)),   O = dropout(P) V
+
+Everything is differentiable PyTorch, the backward formulas included: that is what second derivatives run on. The compute
+dtype is a parameter, so that the same lines in a low precision serve as the yardstick of the error rule.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.backends import dropout
+from flashtile.backends.base import Backend, Grads
+from flashtile.backends.segments import Segment, segments
+from flashtile.problem import AttentionArgs, Problem, key_window, shape_of, softmax_scale
+
+
+class ReferenceBackend(Backend):
+    name = "reference"
+    summary = "the definition in float64; it stores the N x N scores"
+    devices = ("cpu", "cuda")
+    is_automatic = False
+
+    def refuse(self, problem: Problem) -> str | None:
+        return None
+
+    def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
+        attend(args, out, lse, torch.float64)
+
+    def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
+        attend_backward(args, dout, dlse, out, lse, grads, torch.float64)
+
+    def details(self, problem: Problem) -> dict[str, str]:
+        shape = problem.shape
+        scores = 8 * shape.batch * shape.heads * shape.seqlen_q * shape.seqlen_k
+        return {"arithmetic": "float64", "memory": f"{scores / 2**20:.1f} MiB for each score matrix"}
+
+
+def attend(args: AttentionArgs, out: Tensor, lse: Tensor, dtype: torch.dtype) -> None:
+    """Fills out and lse, computing in `dtype` (the log-sum-exp in that of `lse`)."""
+    for segment in segments(args):
+        q, k, v = _inputs(args, segment, dtype)
+        s, keep = _scores(args, segment, q, k)
+        # The sink is one more column, -inf where there is none
+        sinks = s.new_full((s.shape[1],), -torch.inf) if args.sinks is None else args.sinks.to(dtype)
+        s = torch.cat([s.masked_fill(~keep, -torch.inf), sinks[:, None, None].expand(*s.shape[:-1], 1)], dim=-1)
+        # A row with nothing in it: output 0, lse -inf, no gradient
+        is_alive = (s != -torch.inf).any(-1)
+        s = torch.where(is_alive[..., None], s, 0.0)
+        p = torch.where(keep, torch.softmax(s, dim=-1)[..., :-1], 0.0)
+        segment.queries(out).copy_(p * _dropout_factor(args, segment, dtype) @ v)
+        segment.stats(lse).copy_(torch.where(is_alive, torch.logsumexp(s.to(lse.dtype), dim=-1), -torch.inf))
+
+
+def attend_backward(
+    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads, dtype: torch.dtype
+) -> None:
+    """Fills the gradients from the formulas of the backward pass, computing in `dtype`."""
+    sums = grads.wide(dtype)
+    for segment in segments(args):
+        q, k, v = _inputs(args, segment, dtype)
+        do, o, row_lse = segment.queries(dout).to(dtype), segment.queries(out).to(dtype), segment.stats(lse)
+        delta = (do * o).sum(-1)
+        if dlse is not None:
+            delta = torch.where(row_lse == -torch.inf, 0.0, delta - segment.stats(dlse).to(dtype))
+
+        s, keep = _scores(args, segment, q, k)
+        shift = torch.where(row_lse == -torch.inf, 0.0, row_lse)
+        p = torch.where(keep, torch.exp(torch.where(keep, s - shift[..., None], 0.0)), 0.0).to(dtype)
+        kept = _dropout_factor(args, segment, dtype)
+        dp = do @ v.transpose(-1, -2) * kept
+        ds = p * (dp - delta[..., None])
+
+        if sums.dv is not None:
+            segment.add_to_keys(sums.dv, _sum_groups(args, (p * kept).transpose(-1, -2) @ do))
+        if sums.dbias is not None:
+            part = segment.scores(sums.dbias)
+            part.add_(ds.sum_to_size(part.shape))
+        if sums.dsinks is not None and args.sinks is not None:
+            p_sink = torch.exp(args.sinks.to(dtype)[:, None] - shift).to(dtype)
+            sums.dsinks.sub_((p_sink * delta).sum((0, 2)))
+        if args.softcap:
+            ds = ds * (1 - torch.tanh(_raw_scores(args, q, k) / args.softcap) ** 2)
+        ds = ds * softmax_scale(args)
+        if sums.dq is not None:
+            segment.queries(sums.dq).copy_(ds @ k)
+        if sums.dk is not None:
+            segment.add_to_keys(sums.dk, _sum_groups(args, ds.transpose(-1, -2) @ q))
+    grads.fill(sums)
+
+
+def _inputs(args: AttentionArgs, segment: Segment, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of the segment in the compute dtype, k and v repeated to q's heads."""
+    q, k, v = segment.queries(args.q), segment.keys(args.k), segment.keys(args.v)
+    group = q.shape[1] // k.shape[1]
+    return q.to(dtype), k.to(dtype).repeat_interleave(group, dim=1), v.to(dtype).repeat_interleave(group, dim=1)
+
+
+def _sum_groups(args: AttentionArgs, grad: Tensor) -> Tensor:
+    """Adds up the query heads that share a key head."""
+    return grad.unflatten(1, (shape_of(args).heads_kv, -1)).sum(2)
+
+
+def _raw_scores(args: AttentionArgs, q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.transpose(-1, -2) * softmax_scale(args)
+
+
+def _scores(args: AttentionArgs, segment: Segment, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """S before masking, and which elements are kept."""
+    s = _raw_scores(args, q, k)
+    if args.softcap:
+        s = args.softcap * torch.tanh(s / args.softcap)
+    rows = torch.arange(segment.seqlen_q, device=q.device)[:, None] + segment.offset
+    columns = torch.arange(segment.seqlen_k, device=q.device)[None, :]
+    slopes = segment.slopes()
+    if slopes is not None:
+        s = s - slopes.to(s.dtype)[..., None, None] * (rows - columns).abs().to(s.dtype)
+    keep = torch.ones(s.shape, dtype=torch.bool, device=q.device)
+    if args.bias is not None:
+        bias = segment.scores(args.bias).to(s.dtype)
+        keep = keep & (bias != -torch.inf)
+        s = s + bias
+    if args.mask is not None:
+        keep = keep & segment.scores(args.mask)
+    left, right = key_window(args)
+    if left >= 0:
+        keep = keep & (columns >= rows - left)
+    if right >= 0:
+        keep = keep & (columns <= rows + right)
+    return s, keep
+
+
+def _dropout_factor(args: AttentionArgs, segment: Segment, dtype: torch.dtype) -> Tensor | float:
+    """What P is multiplied by: 0 where dropped, the keep factor elsewhere."""
+    if args.dropout_p == 0.0 or args.rng_state is None:
+        return 1.0
+    kept = dropout.keep_mask(args.rng_state, args.dropout_p, segment.batch_heads(), range(segment.seqlen_q), range(segment.seqlen_k))
+    return kept.to(dtype) * dropout.keep_factor(args.dropout_p)

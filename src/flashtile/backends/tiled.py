@@ -1,0 +1,212 @@
+"""FlashAttention-2's algorithm as one page of PyTorch: tiles, online softmax, memory linear in the sequence length.
+
+Forward: for each block of queries, walk over the blocks of keys that it may see and carry three things along: the running
+row maximum `m`, the running row sum `l` of exp(S - m), and the output `o` relative to the same maximum. When a block raises
+the maximum, what was gathered so far is scaled down by exp(m_old - m_new) before the block is added.
+
+Backward: for each block of keys, walk over the blocks of queries that see it and rebuild P = exp(S - lse) from the stored
+lse. With delta = rowsum(dO * O) - dlse the gradient of the scores is dS = P * (dP - delta); dK and dV grow in place over the
+walk, dQ gathers one share from every block of keys.
+
+Heads that share keys form the axis g. Letters: b batch, h key heads, g queries per key head, i queries, j keys, d dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flashtile.backends import dropout
+from flashtile.backends.base import Backend, Grads
+from flashtile.backends.segments import Segment, segments
+from flashtile.errors import dtype_name
+from flashtile.problem import AttentionArgs, Problem, key_window, softmax_scale
+
+BLOCK_M = 128  # queries per tile
+BLOCK_N = 256  # keys per tile
+
+
+class TiledBackend(Backend):
+    name = "tiled"
+    summary = "FlashAttention-2's algorithm in plain PyTorch, memory linear in the sequence length"
+    devices = ("cpu", "cuda")
+
+    def refuse(self, problem: Problem) -> str | None:
+        return None
+
+    def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
+        for segment in segments(args):
+            forward_segment(Tiles(args, segment), segment, out, lse)
+
+    def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
+        sums = grads.wide(compute_dtype(args.q.dtype))
+        for segment in segments(args):
+            backward_segment(Tiles(args, segment), segment, dout, dlse, out, lse, sums)
+        grads.fill(sums)
+
+    def details(self, problem: Problem) -> dict[str, str]:
+        return {"tile": f"{BLOCK_M} queries x {BLOCK_N} keys", "arithmetic": dtype_name(compute_dtype(problem.dtype))}
+
+
+class Tiles:
+    """The score tiles of one segment: which there are, and what stands in them."""
+
+    def __init__(self, args: AttentionArgs, segment: Segment):
+        self.args = args
+        self.dtype = compute_dtype(args.q.dtype)
+        self.k, self.v = segment.keys(args.k), segment.keys(args.v)
+        self.heads_kv = self.k.shape[1]
+        self.q = self.grouped(segment.queries(args.q))
+        self.scale, self.softcap = softmax_scale(args), args.softcap
+        self.window = key_window(args)
+        self.seqlen_q, self.seqlen_k, self.offset = segment.seqlen_q, segment.seqlen_k, segment.offset
+        slopes = segment.slopes()
+        self.slopes = None if slopes is None else self.grouped(slopes)[..., None, None]
+        self.sinks = None if args.sinks is None else self.grouped(args.sinks[None].to(self.dtype))[..., None]
+        self.bias = None if args.bias is None else self.grouped(segment.scores(args.bias))
+        self.mask = None if args.mask is None else self.grouped(segment.scores(args.mask))
+        self.batch_heads = self.grouped(segment.batch_heads()) if args.dropout_p else None
+
+    def grouped(self, tensor: Tensor) -> Tensor:
+        """Splits the head axis into (heads_kv, group); an axis of size 1 stays broadcastable."""
+        return tensor.unflatten(1, (1, 1) if tensor.shape[1] == 1 else (self.heads_kv, -1))
+
+    def query_blocks(self) -> Iterator[range]:
+        for start in range(0, self.seqlen_q, BLOCK_M):
+            yield range(start, min(start + BLOCK_M, self.seqlen_q))
+
+    def key_blocks(self) -> Iterator[range]:
+        for start in range(0, self.seqlen_k, BLOCK_N):
+            yield range(start, min(start + BLOCK_N, self.seqlen_k))
+
+    def is_empty(self, i: range, j: range) -> bool:
+        """No query of the tile sees any of its keys: the whole tile is skipped."""
+        left, right = self.window
+        return (right >= 0 and j.start > i.stop - 1 + self.offset + right) or (left >= 0 and j.stop - 1 < i.start + self.offset - left)
+
+    def load(self, tensor: Tensor, block: range) -> Tensor:
+        """A block of rows in the compute dtype."""
+        return tensor[..., block.start : block.stop, :].to(self.dtype)
+
+    def scores(self, i: range, j: range, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        """S of one tile, -inf where masked, and tanh of the softcap where there is one."""
+        s = torch.einsum("bhgid,bhjd->bhgij", q, k) * self.scale
+        capped = None
+        if self.softcap:
+            capped = torch.tanh(s / self.softcap)
+            s = capped * self.softcap
+        distance = torch.arange(i.start, i.stop, device=s.device)[:, None] + self.offset - torch.arange(j.start, j.stop, device=s.device)
+        if self.slopes is not None:
+            s = s - self.slopes.to(self.dtype) * distance.abs()
+        if self.bias is not None:
+            s = s + crop(self.bias, i, j)
+        left, right = self.window
+        if left >= 0:
+            s = s.masked_fill(distance > left, -torch.inf)
+        if right >= 0:
+            s = s.masked_fill(distance < -right, -torch.inf)
+        if self.mask is not None:
+            s = s.masked_fill(~crop(self.mask, i, j), -torch.inf)
+        return s, capped
+
+    def drop(self, p: Tensor, i: range, j: range) -> Tensor:
+        """Dropout of one tile of P or dP: zero or scaled up."""
+        if self.batch_heads is None or self.args.rng_state is None:
+            return p
+        keep = dropout.keep_mask(self.args.rng_state, self.args.dropout_p, self.batch_heads, i, j)
+        return torch.where(keep, p * dropout.keep_factor(self.args.dropout_p), 0.0)
+
+
+def forward_segment(tiles: Tiles, segment: Segment, out: Tensor, lse: Tensor) -> None:
+    out, lse = tiles.grouped(segment.queries(out)), tiles.grouped(segment.stats(lse))
+    for i in tiles.query_blocks():
+        q = tiles.load(tiles.q, i)
+        m = torch.full(q.shape[:-1], -torch.inf, dtype=q.dtype, device=q.device)
+        l = torch.zeros_like(m)
+        o = q.new_zeros(*q.shape[:-1], tiles.v.shape[-1])
+        for j in tiles.key_blocks():
+            if tiles.is_empty(i, j):
+                continue
+            s, _ = tiles.scores(i, j, q, tiles.load(tiles.k, j))
+            # Raise the maximum and scale down what was gathered under the old one
+            m_new = torch.maximum(m, s.amax(-1))
+            alpha = torch.exp(m - finite(m_new))
+            p = torch.exp(s - finite(m_new)[..., None])
+            # Gather this block
+            l = l * alpha + p.sum(-1)
+            o = o * alpha[..., None] + torch.einsum("bhgij,bhjd->bhgid", tiles.drop(p, i, j), tiles.load(tiles.v, j))
+            m = m_new
+        if tiles.sinks is not None:
+            # The sink is a key without a value: it joins the denominator only
+            m_new = torch.maximum(m, tiles.sinks)
+            alpha = torch.exp(m - finite(m_new))
+            l = l * alpha + torch.exp(tiles.sinks - finite(m_new))
+            o, m = o * alpha[..., None], m_new
+        # A row that saw no key has l = 0: output 0, lse -inf
+        out[..., i.start : i.stop, :] = o / torch.where(l == 0, 1.0, l)[..., None]
+        lse[..., i.start : i.stop] = m + torch.log(l)
+
+
+def backward_segment(tiles: Tiles, segment: Segment, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
+    dout, out, lse = tiles.grouped(segment.queries(dout)), tiles.grouped(segment.queries(out)), tiles.grouped(segment.stats(lse))
+    lse = lse.to(tiles.dtype)
+    delta = torch.empty_like(lse)
+    for i in tiles.query_blocks():
+        delta[..., i.start : i.stop] = (tiles.load(dout, i) * tiles.load(out, i)).sum(-1)
+    if dlse is not None:
+        delta = torch.where(lse == -torch.inf, 0.0, delta - tiles.grouped(segment.stats(dlse)))
+    dq = torch.zeros_like(tiles.q, dtype=tiles.dtype)
+    dk = torch.zeros_like(tiles.k, dtype=tiles.dtype)
+    dv = torch.zeros_like(tiles.v, dtype=tiles.dtype)
+    dbias = None if grads.dbias is None else tiles.grouped(segment.scores(grads.dbias))
+
+    for j in tiles.key_blocks():
+        k, v = tiles.load(tiles.k, j), tiles.load(tiles.v, j)
+        for i in tiles.query_blocks():
+            if tiles.is_empty(i, j):
+                continue
+            q, do = tiles.load(tiles.q, i), tiles.load(dout, i)
+            # Rebuild P from the stored lse
+            s, capped = tiles.scores(i, j, q, k)
+            p = torch.exp(s - finite(lse[..., i.start : i.stop])[..., None])
+            dv[:, :, j.start : j.stop] += torch.einsum("bhgij,bhgid->bhjd", tiles.drop(p, i, j), do)
+            # dS of the softmax, then of the softcap and the scale
+            dp = tiles.drop(torch.einsum("bhgid,bhjd->bhgij", do, v), i, j)
+            ds = p * (dp - delta[..., i.start : i.stop, None])
+            if dbias is not None:
+                part = crop(dbias, i, j)
+                part += ds.sum_to_size(part.shape)
+            if capped is not None:
+                ds = ds * (1 - capped * capped)
+            ds = ds * tiles.scale
+            dk[:, :, j.start : j.stop] += torch.einsum("bhgij,bhgid->bhjd", ds, q)
+            dq[..., i.start : i.stop, :] += torch.einsum("bhgij,bhjd->bhgid", ds, k)
+
+    if grads.dq is not None:
+        segment.queries(grads.dq).copy_(dq.flatten(1, 2))
+    if grads.dk is not None:
+        segment.add_to_keys(grads.dk, dk)
+    if grads.dv is not None:
+        segment.add_to_keys(grads.dv, dv)
+    if grads.dsinks is not None and tiles.sinks is not None:
+        grads.dsinks.sub_((torch.exp(tiles.sinks - finite(lse)) * delta).sum((0, 3)).flatten())
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def finite(maximum: Tensor) -> Tensor:
+    """Replaces -inf, the maximum of nothing, by 0, so that exp(-inf - maximum) is 0 and not NaN."""
+    return torch.where(maximum == -torch.inf, 0.0, maximum)
+
+
+def crop(tensor: Tensor, i: range, j: range) -> Tensor:
+    """The tile of a tensor that is broadcastable to the scores."""
+    if tensor.shape[-2] != 1:
+        tensor = tensor[..., i.start : i.stop, :]
+    if tensor.shape[-1] != 1:
+        tensor = tensor[..., j.start : j.stop]
+    return tensor

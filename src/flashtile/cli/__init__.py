@@ -1,0 +1,1 @@
+"""The command line: `flashtile`, also `python -m flashtile`."""

@@ -1,0 +1,59 @@
+"""The errors and warnings of flashtile, and the one form their messages take.
+
+Every refusal names the argument, what came, what is accepted and, where there is one, the way out:
+
+    k: got 3 heads; accepted: a divisor of q's 4 heads. Repeat or drop heads.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+
+class Unsupported(NotImplementedError):  # noqa: N818, the public name
+    """A valid request that no backend, or not the one asked for, can serve. The message says why."""
+
+
+class SlowPathWarning(UserWarning):
+    """A slower backend serves a call. Shown once per reason; an error under FLASHTILE_STRICT=1."""
+
+
+def message(argument: str, came: Any, accepted: str, way_out: str = "") -> str:
+    text = f"{argument}: got {describe(came)}; accepted: {accepted}."
+    return f"{text} {way_out}." if way_out else text
+
+
+def value_error(argument: str, came: Any, accepted: str, way_out: str = "") -> ValueError:
+    return ValueError(message(argument, came, accepted, way_out))
+
+
+def type_error(argument: str, came: Any, accepted: str, way_out: str = "") -> TypeError:
+    return TypeError(message(argument, came, accepted, way_out))
+
+
+def unsupported(argument: str, came: Any, accepted: str, way_out: str = "") -> Unsupported:
+    return Unsupported(message(argument, came, accepted, way_out))
+
+
+def describe(value: Any) -> str:
+    """What came, in words: a string is taken as it is, the rest is described by type and value."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, torch.Tensor):
+        return f"a {dtype_name(value.dtype)} tensor of shape {tuple(value.shape)} on {value.device}"
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    return f"{value!r} ({type(value).__name__})"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def renamed(error: Exception, names: dict[str, str]) -> Exception:
+    """The same error in the words of a function whose arguments have other names."""
+    pattern = r"\b(" + "|".join(re.escape(name) for name in names) + r")\b"
+    return type(error)(re.sub(pattern, lambda match: names[match[0]], str(error)))

@@ -1,0 +1,197 @@
+"""The three operators: `flashtile::forward`, `flashtile::backward`, `flashtile::append_kv`.
+
+Below the dispatcher sizes are plain integers: here a call becomes a Problem, a backend is selected and the outputs are
+allocated. Above it, autograd is one `autograd.Function` under the Autograd key; a call in which nothing requires grad
+goes below it at once. No schema argument has a default, so every kernel gets all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.backends import kvcache, reference, registry
+from flashtile.backends.base import GradNeeds, Grads
+from flashtile.errors import value_error
+from flashtile.problem import AttentionArgs, Problem, lse_dtype, validate
+
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? leftpad_k, Tensor? block_table, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? scale, str causal, SymInt window_left, SymInt window_right, "
+    "float softcap, float dropout_p, bool? deterministic, SymInt num_splits, ScalarType? out_dtype, str layout, str? backend"
+)
+
+_library = torch.library.Library("flashtile", "DEF")
+_library.define(f"forward({_ARGUMENTS}) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(
+    f"backward(Tensor dout, Tensor? dlse, {_ARGUMENTS}, Tensor out, Tensor lse, bool[] needs) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? block_table, "
+    "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, str layout) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+forward = torch.ops.flashtile.forward.default
+backward = torch.ops.flashtile.backward.default
+append_kv = torch.ops.flashtile.append_kv.default
+
+
+def empty_outputs(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    """out in q's shape and memory order with v's head_dim, and lse: (batch, heads, seqlen_q) or (heads, total_q)."""
+    q = args.q
+    sizes = [*q.shape[:-1], args.v.shape[-1]]
+    # A "bhsd" view of "bshd" memory gives such a view again, so that joining the heads afterwards copies nothing
+    is_swapped = q.stride(-3) < q.stride(-2)
+    if is_swapped:
+        sizes[-3], sizes[-2] = sizes[-2], sizes[-3]
+    out = q.new_empty(sizes, dtype=args.out_dtype or q.dtype)
+    lse_sizes = list(q.shape[:-1]) if args.layout == "bhsd" else [*q.shape[:-3], q.shape[-2], q.shape[-3]]
+    return (out.transpose(-2, -3) if is_swapped else out), q.new_empty(lse_sizes, dtype=lse_dtype(args))
+
+
+def empty_grads(args: AttentionArgs, needs: GradNeeds) -> Grads:
+    """Buffers in the inputs' shapes, dtypes and memory orders."""
+    inputs = (args.q, args.k, args.v, args.bias, args.sinks)
+    return Grads(*(torch.empty_like(tensor) if need and tensor is not None else None for tensor, need in zip(inputs, needs, strict=True)))
+
+
+def as_outputs(args: AttentionArgs, grads: Grads) -> tuple[Tensor, ...]:
+    """An op returns tensors: an empty one stands for a gradient that is not needed."""
+    return tuple(args.q.new_empty(0) if grad is None else grad for grad in grads)
+
+
+def _split(values: tuple[Any, ...]) -> tuple[Tensor, Tensor | None, AttentionArgs, Tensor, Tensor, GradNeeds]:
+    """The arguments of the backward op by their meaning."""
+    dout, dlse, *middle, out, lse, needs = values
+    args = AttentionArgs(*middle)
+    if len(needs) != len(GradNeeds._fields):
+        raise value_error("needs", f"{len(needs)} flags", f"{len(GradNeeds._fields)}: {', '.join(GradNeeds._fields)}")
+    for name, grad, like in (("dout", dout, out), ("dlse", dlse, lse)):
+        if grad is not None and grad.shape != like.shape:
+            raise value_error(name, grad, f"shape {tuple(like.shape)}")
+    return dout, dlse, args, out, lse, GradNeeds(*needs)
+
+
+# CPU and CUDA
+
+
+def _forward(*values: Any) -> tuple[Tensor, Tensor]:
+    args = AttentionArgs(*values)
+    backend = registry.select(Problem.of(args), args.backend)
+    out, lse = empty_outputs(args)
+    backend.forward(args, out, lse)
+    return out, lse
+
+
+def _backward(*values: Any) -> tuple[Tensor, ...]:
+    dout, dlse, args, out, lse, needs = _split(values)
+    backend = registry.select(Problem.of(args, needs_grad=True, has_bias_grad=needs.dbias), args.backend)
+    grads = empty_grads(args, needs)
+    backend.backward(args, dout, dlse, out, lse, grads)
+    return as_outputs(args, grads)
+
+
+def _append_kv(*values: Any) -> None:
+    kvcache.validate(*values)
+    kvcache.append(*values)
+
+
+_library.impl("forward", _forward, "CPU")
+_library.impl("forward", _forward, "CUDA")
+_library.impl("backward", _backward, "CPU")
+_library.impl("backward", _backward, "CUDA")
+_library.impl("append_kv", _append_kv, "CPU")
+_library.impl("append_kv", _append_kv, "CUDA")
+
+
+# Fake: the same checks, sizes and strides without data
+
+
+def _forward_fake(*values: Any) -> tuple[Tensor, Tensor]:
+    args = AttentionArgs(*values)
+    validate(args)
+    return empty_outputs(args)
+
+
+def _backward_fake(*values: Any) -> tuple[Tensor, ...]:
+    _, _, args, _, _, needs = _split(values)
+    validate(args)
+    return as_outputs(args, empty_grads(args, needs))
+
+
+def _append_kv_fake(*values: Any) -> None:
+    kvcache.validate(*values)
+
+
+torch.library.register_fake("flashtile::forward", _forward_fake, lib=_library)
+torch.library.register_fake("flashtile::backward", _backward_fake, lib=_library)
+torch.library.register_fake("flashtile::append_kv", _append_kv_fake, lib=_library)
+
+
+# Autograd
+
+_TENSORS = tuple(name for name, kind in zip(AttentionArgs._fields, _ARGUMENTS.split(", "), strict=True) if kind.startswith("Tensor"))
+_DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *values: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = forward(*values)
+        args = AttentionArgs(*values)
+        ctx.save_for_backward(*(getattr(args, name) for name in _TENSORS), out, lse)
+        ctx.others = {name: value for name, value in args._asdict().items() if name not in _TENSORS}
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs = dict(zip(AttentionArgs._fields, ctx.needs_input_grad, strict=True))
+        *tensors, out, lse = ctx.saved_tensors
+        args = AttentionArgs(**dict(zip(_TENSORS, tensors, strict=True)), **ctx.others)
+        if dout is None:
+            dout = torch.zeros_like(out)
+        wanted = [needs[name] for name in _DIFFERENTIABLE]
+        grads = dict(zip(_DIFFERENTIABLE, backward(dout, dlse, *args, out, lse, wanted), strict=True))
+        return tuple(grads[name] if need and name in grads else None for name, need in needs.items())
+
+
+def _requires_grad(values: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in values)
+
+
+def _forward_autograd(keyset: Any, *values: Any) -> Any:
+    if _requires_grad(values):
+        return _Attention.apply(*values)
+    with torch._C._AutoDispatchBelowAutograd():
+        return forward.redispatch(keyset & torch._C._after_autograd_keyset, *values)
+
+
+def _backward_autograd(keyset: Any, *values: Any) -> Any:
+    if _requires_grad(values):
+        return _differentiable_backward(*values)
+    with torch._C._AutoDispatchBelowAutograd():
+        return backward.redispatch(keyset & torch._C._after_autograd_keyset, *values)
+
+
+def _differentiable_backward(*values: Any) -> tuple[Tensor, ...]:
+    """Second derivatives: the backward formulas in PyTorch, which differentiates them, through out and lse too."""
+    dout, dlse, args, out, lse, needs = _split(values)
+    backend = registry.select(Problem.of(args, needs_grad=True, has_bias_grad=needs.dbias), args.backend)
+    if backend.name != "reference":
+        registry.announce_slow_path(f"{backend.name!r} has no second derivatives; 'reference' computes them and stores the N x N scores")
+    grads = empty_grads(args, needs)
+    reference.attend_backward(args, dout, dlse, out, lse, grads, torch.float64)
+    return as_outputs(args, grads)
+
+
+_library.impl("forward", _forward_autograd, "Autograd", with_keyset=True)
+_library.impl("backward", _backward_autograd, "Autograd", with_keyset=True)
+_library.impl("append_kv", torch.library.fallthrough_kernel, "Autograd")

@@ -1,0 +1,331 @@
+"""How results are checked, for our tests and for yours: problems to draw, the fp64 oracle, the error rule, dropout bits.
+
+    case = Case(dtype=torch.bfloat16, seqlen_q=100, causal="bottom_right", bias="1hqk")
+    inputs = case.make(seed=0)
+    assert_agrees(run(inputs), inputs)
+
+The error rule. `ref` is the math in float64, `yardstick` the same math in the input dtype. An output may be off by twice the
+yardstick's error plus rounding, a gradient by three times; the same holds for each row's norm with twice the factor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile import ops
+from flashtile.backends import dropout, reference
+from flashtile.backends.base import GradNeeds
+from flashtile.errors import value_error
+from flashtile.problem import AttentionArgs, shape_of, validate
+
+OUTPUTS = ("out", "lse")
+GRADS = ("dq", "dk", "dv", "dbias", "dsinks")
+_GRAD_OF = {"dq": "q", "dk": "k", "dv": "v", "dbias": "bias", "dsinks": "sinks"}
+
+
+def dropout_mask(rng_state: Tensor, dropout_p: float, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """The dropout bits of a call, True = kept: (batch, heads, seqlen_q, seqlen_k). In varlen calls i and j count within a sequence."""
+    batch_heads = torch.arange(batch * heads, device=rng_state.device).view(batch, heads)
+    return dropout.keep_mask(rng_state, dropout_p, batch_heads, range(seqlen_q), range(seqlen_k))
+
+
+class Inputs(NamedTuple):
+    """A call and the gradients that come into its backward pass."""
+
+    args: AttentionArgs
+    dout: Tensor
+    dlse: Tensor
+
+
+class Result(NamedTuple):
+    out: Tensor
+    lse: Tensor
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    dbias: Tensor | None = None
+    dsinks: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem in a few words. Its repr is a reproducer: `Case(...).make(seed)` gives the same tensors again.
+
+    kind    "dense"; "varlen" (packed); "used" (packed, seqused_k, NaN behind it); "paged" (pages in random order, NaN in unused
+            rows); "padded" (dense cache with seqused_k and leftpad_k, NaN around the kept rows)
+    memory  "contiguous"; "swapped" (heads and rows swapped in memory); "sliced" (rows, heads and dims cut from a larger tensor of
+            NaN); "expanded" (heads of stride 0); "offset" (a storage offset of one element)
+    mask    which axes of "bhqk" are there, the others being 1: "bhqk", "qk" and "b11k" alike; None = no mask. Same for bias.
+    """
+
+    dtype: torch.dtype = torch.float32
+    layout: str = "bhsd"
+    kind: str = "dense"
+    memory: str = "contiguous"
+    batch: int = 2
+    heads: int = 2
+    heads_kv: int = 2
+    seqlen_q: int = 64
+    seqlen_k: int = 64
+    head_dim: int = 32
+    head_dim_v: int = 32
+    causal: str = "none"
+    window: tuple[int, int] = (-1, -1)
+    scale: float | None = None
+    softcap: float = 0.0
+    mask: str | None = None
+    bias: str | None = None
+    is_bias_float32: bool = False
+    alibi: str | None = None  # "h" or "bh"
+    has_sinks: bool = False
+    dropout_p: float = 0.0
+    page_size: int = 16
+    backend: str | None = None
+
+    def make(self, seed: int, device: str = "cpu") -> Inputs:
+        """Random tensors, drawn on the CPU so that every device gets the same."""
+        return _Maker(self, seed, device).make()
+
+
+class _Maker:
+    def __init__(self, case: Case, seed: int, device: str):
+        self.case, self.device = case, device
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=self.generator)
+
+    def integers(self, low: int, high: int, count: int) -> Tensor:
+        """Int32 values from low to high, both included."""
+        return torch.randint(low, high + 1, (count,), generator=self.generator, dtype=torch.int32)
+
+    def make(self) -> Inputs:
+        case = self.case
+        q_sizes, k_sizes, v_sizes, lengths = self._lengths()
+        q = self._place(self.normal(*q_sizes))
+        k, v = self._place(self._poison(self.normal(*k_sizes), lengths)), self._place(self._poison(self.normal(*v_sizes), lengths))
+        slopes = None if case.alibi is None else self._to(self.normal(*self._sizes(case.alibi)).abs() * 0.3, torch.float32)
+        sinks = self._to(self.normal(case.heads), case.dtype) if case.has_sinks else None
+        args = AttentionArgs(
+            *(q, k, v, self._bias(), self._mask(), slopes, sinks, self._rng_state()),
+            scale=case.scale,
+            causal=case.causal,
+            window_left=case.window[0],
+            window_right=case.window[1],
+            softcap=case.softcap,
+            dropout_p=case.dropout_p,
+            layout=case.layout,
+            backend=case.backend,
+        )
+        args = _with(args, {name: tensor.to(self.device) for name, tensor in lengths.items()})
+        validate(args)
+        out, lse = ops.empty_outputs(args)
+        return Inputs(args, self._to(self.normal(*out.shape), out.dtype), self._to(self.normal(*lse.shape), lse.dtype))
+
+    def _to(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return tensor.to(dtype).to(self.device)
+
+    def _rng_state(self) -> Tensor | None:
+        if self.case.dropout_p == 0.0:
+            return None
+        return torch.randint(-(2**63), 2**63 - 1, (2,), generator=self.generator, dtype=torch.int64).to(self.device)
+
+    def _sizes(self, axes: str) -> list[int]:
+        sizes = {"b": self.case.batch, "h": self.case.heads, "q": self.case.seqlen_q, "k": self.case.seqlen_k, "1": 1}
+        return [sizes[axis] for axis in axes]
+
+    def _score_sizes(self, axes: str) -> list[int]:
+        return [size if axis in axes else 1 for axis, size in zip("bhqk", self._sizes("bhqk"), strict=True)]
+
+    def _mask(self) -> Tensor | None:
+        if self.case.mask is None:
+            return None
+        return (torch.rand(self._score_sizes(self.case.mask), generator=self.generator) < 0.7).to(self.device)
+
+    def _bias(self) -> Tensor | None:
+        """Random values, some of them -inf."""
+        case = self.case
+        if case.bias is None:
+            return None
+        sizes = self._score_sizes(case.bias)
+        bias = self.normal(*sizes).masked_fill(torch.rand(sizes, generator=self.generator) < 0.1, -torch.inf)
+        return self._to(bias, torch.float32 if case.is_bias_float32 else case.dtype)
+
+    def _lengths(self) -> tuple[list[int], list[int], list[int], dict[str, Tensor]]:
+        """Sizes of q, k and v as (batch, rows, heads, dim) or (rows, heads, dim), and the index tensors of the kind."""
+        case = self.case
+        q = [case.batch, case.seqlen_q, case.heads, case.head_dim]
+        k = [case.batch, case.seqlen_k, case.heads_kv, case.head_dim]
+        lengths: dict[str, Tensor] = {}
+        if case.kind == "padded":
+            used = self.integers(0, case.seqlen_k, case.batch)
+            lengths = {"seqused_k": used, "leftpad_k": (used * torch.rand(case.batch, generator=self.generator)).to(torch.int32)}
+        elif case.kind in ("varlen", "used", "paged"):
+            q_lengths, k_lengths = self.integers(0, case.seqlen_q, case.batch), self.integers(0, case.seqlen_k, case.batch)
+            lengths = {"cu_seqlens_q": _cumulative(q_lengths), "cu_seqlens_k": _cumulative(k_lengths)}
+            q[:2], k[:2] = [int(q_lengths.sum())], [int(k_lengths.sum())]
+            if case.kind == "used":
+                lengths["seqused_k"] = (k_lengths * torch.rand(case.batch, generator=self.generator)).to(torch.int32)
+            if case.kind == "paged":
+                per_sequence = -(-case.seqlen_k // case.page_size)
+                num_pages = per_sequence * case.batch + 2
+                order = torch.randperm(num_pages, generator=self.generator)[: per_sequence * case.batch]
+                lengths["block_table"] = order.to(torch.int32).view(case.batch, per_sequence)
+                k = [num_pages, case.page_size, case.heads_kv, case.head_dim]
+        elif case.kind != "dense":
+            raise value_error("kind", repr(case.kind), "'dense', 'varlen', 'used', 'paged' or 'padded'")
+        return q, k, [*k[:-1], case.head_dim_v], lengths
+
+    def _poison(self, keys: Tensor, lengths: dict[str, Tensor]) -> Tensor:
+        """NaN in every row of k or v that no sequence may read. Rows stand in the first dimensions here."""
+        if self.case.kind in ("dense", "varlen"):
+            return keys
+        is_kept = torch.zeros(keys.shape[: 1 if self.case.kind == "used" else 2], dtype=torch.bool)
+        for b in range(self.case.batch):
+            if self.case.kind == "padded":
+                is_kept[b, lengths["leftpad_k"][b] : lengths["seqused_k"][b]] = True
+                continue
+            start, end = lengths["cu_seqlens_k"][b : b + 2].tolist()
+            if self.case.kind == "used":
+                is_kept[start : start + int(lengths["seqused_k"][b])] = True
+            else:
+                rows = torch.arange(end - start)
+                is_kept[lengths["block_table"][b, rows // self.case.page_size].long(), rows % self.case.page_size] = True
+        keys[~is_kept] = torch.nan
+        return keys
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        """Casts (..., rows, heads, dim) and lays it out in memory as the case says."""
+        case = self.case
+        tensor = self._to(tensor if case.layout == "bshd" else tensor.transpose(-2, -3), case.dtype)
+        if case.memory == "contiguous":
+            return tensor.contiguous()
+        if case.memory == "swapped":
+            return tensor.transpose(-2, -3).contiguous().transpose(-2, -3)
+        if case.memory == "offset":
+            flat = tensor.new_full((tensor.numel() + 1,), torch.nan)
+            return flat[1:].view(tensor.shape).copy_(tensor)
+        if case.memory == "expanded":
+            head = -2 if case.layout == "bshd" else -3
+            return tensor.narrow(head, 0, 1).contiguous().expand(tensor.shape)
+        if case.memory == "sliced":
+            larger = tensor.new_full([size + 3 for size in tensor.shape], torch.nan)
+            return larger[tuple(slice(1, 1 + size) for size in tensor.shape)].copy_(tensor)
+        raise value_error("memory", repr(case.memory), "'contiguous', 'swapped', 'sliced', 'expanded' or 'offset'")
+
+
+def _cumulative(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
+
+
+def run(inputs: Inputs, *, has_backward: bool = True) -> Result:
+    """The call itself, through the ops and autograd."""
+    args, dout, dlse = inputs
+    if not has_backward:
+        return Result(*ops.forward(*args))
+    leaves = _leaves(args)
+    out, lse = ops.forward(*_with(args, leaves))
+    # A row that sees nothing has lse -inf: no gradient comes from there
+    grads = torch.autograd.grad((out, lse), tuple(leaves.values()), (dout, dlse), allow_unused=True)
+    return Result(out.detach(), lse.detach(), *_by_name(leaves, grads))
+
+
+def oracle(inputs: Inputs, *, has_backward: bool = True) -> Result:
+    """The definition in float64, differentiated by autograd: shares no backward formula with any backend."""
+    args, dout, dlse = inputs
+    leaves = _leaves(args, torch.float64)
+    out, lse = (torch.zeros_like(like, dtype=torch.float64) for like in ops.empty_outputs(args))
+    reference.attend(_with(args, leaves), out, lse, torch.float64)
+    if not has_backward:
+        return Result(out.detach(), lse.detach())
+    if not out.requires_grad:  # nothing was attended to at all
+        return Result(out, lse, *_by_name(leaves, tuple(torch.zeros_like(leaf) for leaf in leaves.values())))
+    finite_dlse = torch.where(lse == -torch.inf, 0.0, dlse.double())
+    grads = torch.autograd.grad((out, lse), tuple(leaves.values()), (dout.double(), finite_dlse), allow_unused=True)
+    filled = tuple(torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, leaves.values(), strict=True))
+    return Result(out.detach(), lse.detach(), *_by_name(leaves, filled))
+
+
+def yardstick(inputs: Inputs, *, has_backward: bool = True) -> Result:
+    """The same math in the input dtype, the stored output rounded to it before the backward pass uses it."""
+    args, dout, dlse = inputs
+    out, lse = ops.empty_outputs(args)
+    reference.attend(args, out, lse, args.q.dtype)
+    if not has_backward:
+        return Result(out, lse)
+    grads = ops.empty_grads(args, GradNeeds(True, True, True, args.bias is not None, args.sinks is not None))
+    reference.attend_backward(args, dout, dlse, out, lse, grads, args.q.dtype)
+    return Result(out, lse, *grads)
+
+
+def _leaves(args: AttentionArgs, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    tensors = {name: getattr(args, name) for name in _GRAD_OF.values()}
+    return {name: tensor.detach().to(dtype or tensor.dtype).requires_grad_() for name, tensor in tensors.items() if tensor is not None}
+
+
+def _with(args: AttentionArgs, tensors: dict[str, Tensor]) -> AttentionArgs:
+    changes: dict[str, Any] = dict(tensors)
+    return args._replace(**changes)
+
+
+def _by_name(leaves: dict[str, Tensor], grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    found = dict(zip(leaves, grads, strict=True))
+    return tuple(found.get(_GRAD_OF[name]) for name in GRADS)
+
+
+def disagreement(name: str, ours: Tensor, ref: Tensor, low: Tensor, dtype: torch.dtype) -> str | None:
+    """The error rule for one tensor of a problem whose inputs have `dtype`: what is wrong, or None."""
+    if ours.shape != ref.shape:
+        return f"{name}: shape {tuple(ours.shape)} instead of {tuple(ref.shape)}"
+    if ours.numel() == 0:
+        return None
+    eps = torch.finfo(ours.dtype if name == "lse" else dtype).eps
+    ours, ref, low = ours.double(), ref.double(), low.double()
+    is_infinite = torch.isinf(ref)
+    if not torch.equal(ours[is_infinite], ref[is_infinite]):
+        return f"{name}: not {ref[is_infinite][0]} where it should be"
+    if not torch.isfinite(ours[~is_infinite]).all():
+        return f"{name}: {int((~torch.isfinite(ours[~is_infinite])).sum())} values are NaN or infinite"
+    ours, ref, low = (tensor.masked_fill(is_infinite, 0.0) for tensor in (ours, ref, low))
+    largest = ref.abs().max().item()
+    is_grad = name in GRADS
+    factor = 3.0 if is_grad else 2.0
+    slack = 2 * eps * largest + (1e-5 * max(1.0, largest) if is_grad else 1e-6)
+    error, allowed = (ours - ref).abs(), factor * (low - ref).abs().max().item() + slack
+    if error.max().item() > allowed:
+        place = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+        return f"{name}: off by {error.max().item():.3e} at {place}, allowed {allowed:.3e}"
+    row_error, row_yardstick = (ours - ref).norm(dim=-1), (low - ref).norm(dim=-1)
+    # A row's own yardstick may be right by luck, above all a short row's: the typical row's counts if it is larger
+    row_yardstick = row_yardstick.clamp(min=row_yardstick.square().mean().sqrt().item())
+    excess = row_error - 2 * factor * row_yardstick - slack * ref.shape[-1] ** 0.5
+    if excess.max().item() > 0:
+        worst = int(excess.argmax())
+        return f"{name}: row {worst} has error norm {row_error.flatten()[worst]:.3e}, its yardstick {row_yardstick.flatten()[worst]:.3e}"
+    return None
+
+
+def disagreements(ours: Result, inputs: Inputs) -> list[str]:
+    """Every tensor of the result that breaks the error rule, in words."""
+    has_backward = any(getattr(ours, name) is not None for name in GRADS)
+    ref, low_precision = oracle(inputs, has_backward=has_backward), yardstick(inputs, has_backward=has_backward)
+    found: list[str | None] = []
+    for name in OUTPUTS + GRADS:
+        mine, right, low = getattr(ours, name), getattr(ref, name), getattr(low_precision, name)
+        if mine is None and right is not None:
+            found.append(f"{name}: missing")
+        elif mine is not None:
+            found.append(disagreement(name, mine, right, low, inputs.args.q.dtype))
+    return [text for text in found if text is not None]
+
+
+def assert_agrees(ours: Result, inputs: Inputs) -> None:
+    """Raises AssertionError naming every tensor that breaks the error rule."""
+    found = disagreements(ours, inputs)
+    if found:
+        shape = shape_of(inputs.args)
+        raise AssertionError("; ".join(found) + f" ({shape}, {inputs.args.q.dtype}, backend {inputs.args.backend})")
