@@ -15,7 +15,7 @@ from flashtile import ops
 from flashtile.backends import kvcache, registry
 from flashtile.backends.registry import Explanation
 from flashtile.errors import Unsupported, renamed, type_error, unsupported, value_error
-from flashtile.problem import LAYOUTS, AttentionArgs, Problem
+from flashtile.problem import LAYOUTS, AttentionArgs, Problem, check_values, validate
 
 Window = Sequence[int] | None
 Causal = bool | str
@@ -157,19 +157,21 @@ def attention_kvcache(
     """
     _require_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     _check_inference(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sinks=sinks)
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = _autocast_dtype(q)
+    if dtype is not None:
         q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
-    seqused, pages = _kvcache_rows(q, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, rotary_cos, rotary_sin, layout)
-    names = {} if cache_batch_idx is None else _KVCACHE_ROW_NAMES
-    if k is not None and v is not None and seqused is not None:
-        append = (k_cache, v_cache, k, v, seqused, pages, rotary_cos, rotary_sin, rotary_interleaved, layout)
-        _call_as(names, ops.append_kv, *append)
-        if rotary_cos is not None and rotary_sin is not None:
-            q = _rotate_queries(q, rotary_cos, rotary_sin, seqused, rotary_interleaved, causal, window, layout)
-        seqused = seqused + k.shape[1 if layout == "bshd" else 2]
+    lengths, pages = _kvcache_rows(q, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, rotary_cos, rotary_sin, layout)
     args = _args(q, k_cache, v_cache, causal, window, scale, None, None, alibi_slopes, softcap, sinks, 0.0, None, None, layout, backend)
-    args = args._replace(seqused_k=seqused, leftpad_k=cache_leftpad, block_table=pages, num_splits=num_splits)
+    args = args._replace(seqused_k=lengths, leftpad_k=cache_leftpad, block_table=pages, num_splits=num_splits)
+    names = {} if cache_batch_idx is None else _KVCACHE_ROW_NAMES
+    if k is not None and v is not None and lengths is not None:
+        # Whatever is wrong with the call shows before anything is written
+        _call_as({**_KVCACHE_NAMES, **names}, _check_ahead, args)
+        append = (k_cache, v_cache, k, v, lengths, pages, rotary_cos, rotary_sin, rotary_interleaved, layout)
+        _call_as(names, ops.append_kv, *append)
+        args = args._replace(seqused_k=lengths + k.shape[1 if layout == "bshd" else 2])
+        if rotary_cos is not None and rotary_sin is not None:
+            args = args._replace(q=_rotate_queries(q, rotary_cos, rotary_sin, lengths, rotary_interleaved, causal, window, layout))
     out, lse = _call_as({**_KVCACHE_NAMES, **names}, ops.forward, *args)
     return (out, lse) if return_lse else out
 
@@ -490,6 +492,12 @@ def _kvcache_rows(
     return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device), block_table
 
 
+def _check_ahead(args: AttentionArgs) -> None:
+    validate(args)
+    if args.q.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_values(args)
+
+
 def _rotate_queries(
     q: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, interleaved: bool, causal: Causal, window: Window, layout: str
 ) -> Tensor:
@@ -541,10 +549,17 @@ def _fold(tensor: Tensor, lead: Sequence[int]) -> Tensor:
 def _autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Under autocast q, k, v and bias are cast as scaled_dot_product_attention casts them."""
     _require_tensors(q=q, k=k, v=v)
-    if not torch.is_autocast_enabled(q.device.type):
+    dtype = _autocast_dtype(q)
+    if dtype is None:
         return q, k, v, bias
-    dtype = torch.get_autocast_dtype(q.device.type)
     return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype), _cast(bias, dtype)
+
+
+def _autocast_dtype(q: Tensor) -> torch.dtype | None:
+    device = q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def _cast(tensor: Any, dtype: torch.dtype) -> Any:

@@ -5,7 +5,9 @@
     assert_agrees(run(inputs), inputs)
 
 The error rule. `ref` is the math in float64, `yardstick` the same math in the input dtype. An output may be off by twice the
-yardstick's error plus rounding, a gradient by three times; the same holds for each row's norm with twice the factor.
+yardstick's error plus rounding, a gradient by three times; the same holds for each row's norm with twice the factor. The
+backward pass reads the output as it was stored, rounded: where everything else cancels (one visible key and dropout, say)
+that rounding is all there is, so gradients may also move by what it moves them.
 """
 
 from __future__ import annotations
@@ -262,6 +264,17 @@ def yardstick(inputs: Inputs, *, has_backward: bool = True) -> Result:
     return Result(out, lse, *grads)
 
 
+def shifted(inputs: Inputs, ref: Result) -> Result:
+    """The float64 gradients when every row's sum dO * O is off by the rounding of a stored O, to the worst side."""
+    args = _with(inputs.args, {name: leaf.detach() for name, leaf in _leaves(inputs.args, torch.float64).items()})
+    dout, dlse = inputs.dout.double(), inputs.dlse.double()
+    rounding = torch.finfo(inputs.args.q.dtype).eps * (dout * ref.out).abs().sum(-1)
+    dlse = dlse - (rounding if args.layout == "bhsd" else rounding.transpose(-1, -2))
+    grads = ops.empty_grads(args, GradNeeds(True, True, True, args.bias is not None, args.sinks is not None))
+    reference.attend_backward(args, dout, dlse, ref.out, ref.lse, grads, torch.float64)
+    return Result(ref.out, ref.lse, *grads)
+
+
 def _leaves(args: AttentionArgs, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     tensors = {name: getattr(args, name) for name in _GRAD_OF.values()}
     return {name: tensor.detach().to(dtype or tensor.dtype).requires_grad_() for name, tensor in tensors.items() if tensor is not None}
@@ -277,35 +290,39 @@ def _by_name(leaves: dict[str, Tensor], grads: tuple[Tensor, ...]) -> tuple[Tens
     return tuple(found.get(_GRAD_OF[name]) for name in GRADS)
 
 
-def disagreement(name: str, ours: Tensor, ref: Tensor, low: Tensor, dtype: torch.dtype) -> str | None:
-    """The error rule for one tensor of a problem whose inputs have `dtype`: what is wrong, or None."""
+def disagreement(name: str, ours: Tensor, ref: Tensor, low: Tensor, moved: Tensor, dtype: torch.dtype) -> str | None:
+    """The error rule for one tensor of a problem whose inputs have `dtype`: what is wrong, or None.
+
+    `low` is the yardstick's tensor, `moved` the reference's under the rounding of a stored output.
+    """
     if ours.shape != ref.shape:
         return f"{name}: shape {tuple(ours.shape)} instead of {tuple(ref.shape)}"
     if ours.numel() == 0:
         return None
     eps = torch.finfo(ours.dtype if name == "lse" else dtype).eps
-    ours, ref, low = ours.double(), ref.double(), low.double()
+    ours, ref, low, moved = ours.double(), ref.double(), low.double(), moved.double()
     is_infinite = torch.isinf(ref)
     if not torch.equal(ours[is_infinite], ref[is_infinite]):
         return f"{name}: not {ref[is_infinite][0]} where it should be"
     if not torch.isfinite(ours[~is_infinite]).all():
         return f"{name}: {int((~torch.isfinite(ours[~is_infinite])).sum())} values are NaN or infinite"
-    ours, ref, low = (tensor.masked_fill(is_infinite, 0.0) for tensor in (ours, ref, low))
+    ref = ref.masked_fill(is_infinite, 0.0)
+    error, low_error, move = (tensor.masked_fill(is_infinite, 0.0) - ref for tensor in (ours, low, moved))
     largest = ref.abs().max().item()
     is_grad = name in GRADS
     factor = 3.0 if is_grad else 2.0
-    slack = 2 * eps * largest + (1e-5 * max(1.0, largest) if is_grad else 1e-6)
-    error, allowed = (ours - ref).abs(), factor * (low - ref).abs().max().item() + slack
-    if error.max().item() > allowed:
-        place = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
-        return f"{name}: off by {error.max().item():.3e} at {place}, allowed {allowed:.3e}"
-    row_error, row_yardstick = (ours - ref).norm(dim=-1), (low - ref).norm(dim=-1)
+    slack = move.abs().max().item() + 2 * eps * largest + (1e-5 * max(1.0, largest) if is_grad else 1e-6)
+    allowed = factor * low_error.abs().max().item() + slack
+    if error.abs().max().item() > allowed:
+        place = tuple(int(i) for i in torch.unravel_index(error.abs().argmax(), error.shape))
+        return f"{name}: off by {error.abs().max().item():.3e} at {place}, allowed {allowed:.3e}"
+    row_error, row_low = error.norm(dim=-1), low_error.norm(dim=-1)
     # A row's own yardstick may be right by luck, above all a short row's: the typical row's counts if it is larger
-    row_yardstick = row_yardstick.clamp(min=row_yardstick.square().mean().sqrt().item())
-    excess = row_error - 2 * factor * row_yardstick - slack * ref.shape[-1] ** 0.5
+    row_low = row_low.clamp(min=row_low.square().mean().sqrt().item())
+    excess = row_error - 2 * factor * row_low - slack * ref.shape[-1] ** 0.5
     if excess.max().item() > 0:
         worst = int(excess.argmax())
-        return f"{name}: row {worst} has error norm {row_error.flatten()[worst]:.3e}, its yardstick {row_yardstick.flatten()[worst]:.3e}"
+        return f"{name}: row {worst} has error norm {row_error.flatten()[worst]:.3e}, its yardstick {row_low.flatten()[worst]:.3e}"
     return None
 
 
@@ -313,13 +330,14 @@ def disagreements(ours: Result, inputs: Inputs) -> list[str]:
     """Every tensor of the result that breaks the error rule, in words."""
     has_backward = any(getattr(ours, name) is not None for name in GRADS)
     ref, low_precision = oracle(inputs, has_backward=has_backward), yardstick(inputs, has_backward=has_backward)
+    moved = shifted(inputs, ref) if has_backward else ref
     found: list[str | None] = []
     for name in OUTPUTS + GRADS:
-        mine, right, low = getattr(ours, name), getattr(ref, name), getattr(low_precision, name)
+        mine, right = getattr(ours, name), getattr(ref, name)
         if mine is None and right is not None:
             found.append(f"{name}: missing")
         elif mine is not None:
-            found.append(disagreement(name, mine, right, low, inputs.args.q.dtype))
+            found.append(disagreement(name, mine, right, getattr(low_precision, name), getattr(moved, name), inputs.args.q.dtype))
     return [text for text in found if text is not None]
 
 

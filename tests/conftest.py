@@ -1,0 +1,32 @@
+"""Every test starts with poisoned memory: whatever torch.empty gives is NaN until somebody writes it."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "flashtile", deadline=None, derandomize=False, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+settings.load_profile("flashtile")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def seed() -> int:
+    """A fresh seed for each test and run, shown when the test fails. FLASHTILE_SEED repeats one."""
+    value = int(os.environ.get("FLASHTILE_SEED") or random.SystemRandom().randrange(2**31))
+    print(f"FLASHTILE_SEED={value}")
+    torch.manual_seed(value)
+    return value

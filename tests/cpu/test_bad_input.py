@@ -1,0 +1,387 @@
+"""Bad input: each case raises a typed error that names the argument, what came and what is accepted, and loses nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import flashtile
+
+
+def t(*sizes: int, dtype: torch.dtype = torch.float32, **options) -> torch.Tensor:
+    return torch.zeros(sizes, dtype=dtype, **options)
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def dense(q=None, k=None, v=None, **options) -> Callable:
+    q, k, v = t(2, 4, 5, 8) if q is None else q, t(2, 2, 7, 8) if k is None else k, t(2, 2, 7, 8) if v is None else v
+    return lambda: flashtile.attention(q, k, v, **options)
+
+
+def varlen(q=None, k=None, cu_q=None, cu_k=None, **options) -> Callable:
+    q, k = t(9, 4, 8) if q is None else q, t(9, 2, 8) if k is None else k
+    cu_q, cu_k = ints(0, 4, 9) if cu_q is None else cu_q, ints(0, 4, 9) if cu_k is None else cu_k
+    return lambda: flashtile.attention_varlen(q, k, k, cu_q, cu_k, **options)
+
+
+def paged(table, **options) -> Callable:
+    return lambda: flashtile.attention_varlen(
+        t(9, 4, 8), t(3, 4, 2, 8), t(3, 4, 2, 8), ints(0, 4, 9), ints(0, 4, 9), block_table=table, **options
+    )
+
+
+def cache(q=None, k_cache=None, v_cache=None, **options) -> Callable:
+    q = t(2, 1, 4, 8) if q is None else q
+    k_cache, v_cache = t(2, 10, 2, 8) if k_cache is None else k_cache, t(2, 10, 2, 8) if v_cache is None else v_cache
+    return lambda: flashtile.attention_kvcache(q, k_cache, v_cache, **options)
+
+
+def sdpa(*sizes: tuple[int, ...], **options) -> Callable:
+    return lambda: flashtile.scaled_dot_product_attention(*(t(*size) for size in sizes), **options)
+
+
+NEW = t(2, 1, 2, 8)
+CASES: dict[str, tuple[Callable, type[Exception], str]] = {
+    # Tensors
+    "no tensor": (dense(q=[1.0]), TypeError, "q: got [1.0] (list); accepted: a torch.Tensor."),
+    "v is None": (
+        lambda: flashtile.attention(t(1, 1, 2, 4), t(1, 1, 2, 4), None),
+        TypeError,
+        "v: got None (NoneType); accepted: a torch.Tensor.",
+    ),
+    "mask no tensor": (dense(mask="causal"), TypeError, "mask: got causal; accepted: a torch.Tensor or None."),
+    "rank 3": (
+        dense(q=t(4, 5, 8)),
+        ValueError,
+        "q: got 3 dimensions (4, 5, 8); accepted: 4 dimensions (batch, heads, seqlen_q, head_dim) for layout 'bhsd'.",
+    ),
+    "rank 5, bshd": (
+        dense(k=t(1, 2, 2, 7, 8), layout="bshd"),
+        ValueError,
+        "k: got 5 dimensions (1, 2, 2, 7, 8); accepted: 4 dimensions (batch, seqlen_k, heads_kv, head_dim) for layout 'bshd'.",
+    ),
+    "integers": (dense(q=t(2, 4, 5, 8, dtype=torch.int64)), TypeError, "q: got int64; accepted: float64, float32, bfloat16, float16."),
+    "complex": (dense(q=t(2, 4, 5, 8, dtype=torch.complex64)), TypeError, "q: got complex64; accepted: float64,"),
+    "dtype mismatch": (
+        dense(k=t(2, 2, 7, 8, dtype=torch.float16)),
+        TypeError,
+        "k: got float16; accepted: float32, as q. Convert q, k and v to one dtype.",
+    ),
+    "device mismatch": (dense(v=t(2, 2, 7, 8, device="meta")), ValueError, "v: got device meta; accepted: cpu, where q is. Move v there."),
+    "mask elsewhere": (dense(mask=t(5, 7, dtype=torch.bool, device="meta")), ValueError, "mask: got device meta; accepted: cpu"),
+    "sliced last dimension": (
+        dense(q=t(2, 4, 5, 16)[..., ::2]),
+        ValueError,
+        "q: got stride 2 in the last dimension; accepted: stride 1 there, any other strides. Call q.contiguous().",
+    ),
+    # Sizes
+    "heads": (dense(k=t(2, 3, 7, 8), v=t(2, 3, 7, 8)), ValueError, "k: got 3 heads; accepted: a divisor of q's 4 heads."),
+    "more key heads": (dense(k=t(2, 8, 7, 8), v=t(2, 8, 7, 8)), ValueError, "k: got 8 heads; accepted: a divisor of q's 4 heads."),
+    "no key heads": (dense(k=t(2, 0, 7, 8), v=t(2, 0, 7, 8)), ValueError, "k: got 0 heads; accepted: a divisor of q's 4 heads."),
+    "v heads": (dense(v=t(2, 4, 7, 8)), ValueError, "v: got 4 heads; accepted: 2, as k."),
+    "v keys": (dense(v=t(2, 2, 6, 8)), ValueError, "v: got 6 keys; accepted: 7, as k."),
+    "batch": (dense(k=t(3, 2, 7, 8)), ValueError, "k: got batch 3; accepted: 2, as q."),
+    "head_dim": (dense(k=t(2, 2, 7, 9)), ValueError, "k: got head_dim 9; accepted: 8, as q."),
+    "head_dim too large": (dense(q=t(2, 4, 5, 513), k=t(2, 2, 7, 513)), flashtile.Unsupported, "q: got head_dim 513; accepted: 1 to 512."),
+    "head_dim 0": (dense(q=t(2, 4, 5, 0), k=t(2, 2, 7, 0)), flashtile.Unsupported, "q: got head_dim 0; accepted: 1 to 512."),
+    "head_dim_v too large": (dense(v=t(2, 2, 7, 600)), flashtile.Unsupported, "v: got head_dim_v 600; accepted: 1 to 512."),
+    # Scalars
+    "NaN scale": (dense(scale=math.nan), ValueError, "scale: got nan (float); accepted: a finite number, or None for 1 / sqrt(head_dim)."),
+    "infinite scale": (dense(scale=math.inf), ValueError, "scale: got inf (float); accepted: a finite number"),
+    "scale of another type": (dense(scale="0.1"), TypeError, "scale: got 0.1; accepted: a number."),
+    "negative window": (dense(window=(-2, 0)), ValueError, "window: got left = -2; accepted: integers >= 0, or -1 for unbounded."),
+    "negative right window": (dense(window=(3, -5)), ValueError, "window: got right = -5; accepted: integers >= 0"),
+    "window of one number": (dense(window=5), TypeError, "window: got 5 (int); accepted: None or a pair (left, right) of integers."),
+    "window of three": (dense(window=(1, 2, 3)), TypeError, "window: got (1, 2, 3) (tuple); accepted: None or a pair"),
+    "window of floats": (dense(window=(1.5, 2)), TypeError, "window: got (1.5, 2) (tuple); accepted: None or a pair"),
+    "negative softcap": (dense(softcap=-1.0), ValueError, "softcap: got -1.0 (float); accepted: a finite number >= 0 (0 = none)."),
+    "NaN softcap": (dense(softcap=math.nan), ValueError, "softcap: got nan (float); accepted: a finite number >= 0"),
+    "dropout of 1": (dense(dropout_p=1.0), ValueError, "dropout_p: got 1.0 (float); accepted: a probability in [0, 1)."),
+    "negative dropout": (dense(dropout_p=-0.1), ValueError, "dropout_p: got -0.1 (float); accepted: a probability in [0, 1)."),
+    "dropout of another type": (dense(dropout_p=None), TypeError, "dropout_p: got None (NoneType); accepted: a number."),
+    "causal": (dense(causal="lower"), ValueError, "causal: got 'lower'; accepted: False, True, 'top_left' or 'bottom_right'."),
+    "layout": (dense(layout="sbhd"), ValueError, "layout: got 'sbhd'; accepted: 'bhsd' or 'bshd'."),
+    "backend": (dense(backend="cutlass"), ValueError, "backend: got 'cutlass'; accepted: None or one of 'tiled', 'reference'."),
+    "backend of another type": (dense(backend=3), TypeError, "backend: got 3 (int); accepted: None or a name."),
+    # Mask, bias, slopes, sinks, rng_state
+    "mask shape": (
+        dense(mask=t(5, 6, dtype=torch.bool)),
+        ValueError,
+        "mask: got shape (1, 1, 5, 6); accepted: at most 4 dimensions, broadcastable to (batch, heads, seqlen_q, seqlen_k) = (2, 4, 5, 7).",
+    ),
+    "mask rank": (
+        dense(mask=t(1, 2, 4, 5, 7, dtype=torch.bool)),
+        ValueError,
+        "mask: got shape (1, 2, 4, 5, 7); accepted: at most 4 dimensions",
+    ),
+    "mask dtype": (
+        dense(mask=t(5, 7, dtype=torch.uint8)),
+        TypeError,
+        "mask: got uint8; accepted: bool, True = attend. Pass values to be added as bias.",
+    ),
+    "bias shape": (dense(bias=t(2, 5, 7)), ValueError, "bias: got shape (1, 2, 5, 7); accepted: at most 4 dimensions, broadcastable to"),
+    "bias dtype": (
+        dense(bias=t(5, 7, dtype=torch.float16)),
+        TypeError,
+        "bias: got float16; accepted: float32. Pass a boolean mask as mask.",
+    ),
+    "bool bias": (dense(bias=t(5, 7, dtype=torch.bool)), TypeError, "bias: got bool; accepted: float32. Pass a boolean mask as mask."),
+    "slopes shape": (
+        dense(alibi_slopes=t(2)),
+        ValueError,
+        "alibi_slopes: got a float32 tensor of shape (2,) on cpu; accepted: shape (4,) or (2, 4).",
+    ),
+    "slopes dtype": (dense(alibi_slopes=t(4, dtype=torch.float64)), TypeError, "alibi_slopes: got float64; accepted: float32."),
+    "slopes with grad": (
+        dense(alibi_slopes=t(4, requires_grad=True)),
+        flashtile.Unsupported,
+        "alibi_slopes: got a tensor that requires grad; accepted: constants. Pass the term as bias to differentiate it.",
+    ),
+    "sinks shape": (dense(sinks=t(2, 4)), ValueError, "sinks: got a float32 tensor of shape (2, 4) on cpu; accepted: shape (4,)."),
+    "sinks dtype": (dense(sinks=t(4, dtype=torch.int32)), TypeError, "sinks: got int32; accepted: float32."),
+    "rng dtype": (
+        dense(dropout_p=0.1, rng_state=t(2, dtype=torch.int32)),
+        TypeError,
+        "rng_state: got int32; accepted: int64 (seed, offset).",
+    ),
+    "rng shape": (
+        dense(dropout_p=0.1, rng_state=t(3, dtype=torch.int64)),
+        ValueError,
+        "rng_state: got a int64 tensor of shape (3,) on cpu; accepted: shape (2,): seed, offset.",
+    ),
+    # Varlen
+    "not monotonic": (
+        varlen(cu_q=ints(0, 9, 4)),
+        ValueError,
+        "cu_seqlens_q: got 9 followed by 4 at position 2; accepted: values that never decrease.",
+    ),
+    "not to the end": (varlen(cu_k=ints(0, 4, 8)), ValueError, "cu_seqlens_k: got 8 at the end; accepted: 9, the number of packed rows."),
+    "not from 0": (varlen(cu_q=ints(1, 4, 9)), ValueError, "cu_seqlens_q: got 1 at the start; accepted: 0 there."),
+    "int64 lengths": (
+        varlen(cu_q=torch.tensor([0, 4, 9])),
+        TypeError,
+        "cu_seqlens_q: got int64; accepted: int32. Call cu_seqlens_q.to(torch.int32).",
+    ),
+    "lengths of rank 2": (
+        varlen(cu_k=ints(0, 4, 9)[None]),
+        ValueError,
+        "cu_seqlens_k: got a int32 tensor of shape (1, 3) on cpu; accepted: (batch + 1,).",
+    ),
+    "empty lengths": (
+        varlen(cu_q=ints()),
+        ValueError,
+        "cu_seqlens_q: got a int32 tensor of shape (0,) on cpu; accepted: (batch + 1,), starting with 0.",
+    ),
+    "two batches": (varlen(cu_k=ints(0, 4, 5, 9)), ValueError, "cu_seqlens_k: got 4 rows; accepted: 3, for batch 2."),
+    "no lengths": (
+        lambda: flashtile.attention_varlen(t(9, 4, 8), t(9, 2, 8), t(9, 2, 8), ints(0, 9), None),
+        ValueError,
+        "cu_seqlens_k: got None; accepted: (batch + 1,), or None where block_table and seqused_k are both given.",
+    ),
+    "lengths no tensor": (varlen(cu_q=[0, 4, 9]), TypeError, "cu_seqlens_q: got [0, 4, 9] (list); accepted: a torch.Tensor."),
+    "varlen rank": (
+        varlen(q=t(2, 9, 4, 8)),
+        ValueError,
+        "q: got 4 dimensions (2, 9, 4, 8); accepted: 3 dimensions (total_q, heads, head_dim) for layout 'bshd'.",
+    ),
+    "too many used": (varlen(seqused_k=ints(4, 6)), ValueError, "seqused_k: got 6 for sequence 1; accepted: 0 to 5."),
+    "negative used": (varlen(seqused_k=ints(-1, 5)), ValueError, "seqused_k: got -1 for sequence 0; accepted: 0 to 4."),
+    "max too small": (varlen(max_seqlen_q=4), ValueError, "max_seqlen_q: got 4 (int); accepted: at least 5, the longest sequence."),
+    "max of another type": (varlen(max_seqlen_k=5.0), TypeError, "max_seqlen_k: got 5.0 (float); accepted: an int, a tensor or None."),
+    "negative max": (varlen(max_seqlen_k=-1), ValueError, "max_seqlen_k: got -1 (int); accepted: an integer >= 0, or None."),
+    "short bias": (varlen(bias=t(4, 5)), ValueError, "bias: got 4 rows; accepted: 1, or at least 5, the longest sequence."),
+    "narrow mask": (
+        varlen(mask=t(5, 3, dtype=torch.bool)),
+        ValueError,
+        "mask: got 3 columns; accepted: 1, or at least 5, the longest sequence.",
+    ),
+    "bias beside max": (varlen(bias=t(6, 6), max_seqlen_q=5), ValueError, "bias: got shape (1, 1, 6, 6); accepted:"),
+    "page out of range": (paged(ints(0, 1, 2, 3).view(2, 2)), ValueError, "block_table: got page 3 at [1, 1]; accepted: 0 to 2."),
+    "negative page": (paged(ints(0, 1, -1, 0).view(2, 2)), ValueError, "block_table: got page -1 at [1, 0]; accepted: 0 to 2."),
+    "too few pages": (
+        paged(ints(0, 1).view(2, 1)),
+        ValueError,
+        "cu_seqlens_k: got 5 keys in sequence 1; accepted: at most 4, what its pages hold.",
+    ),
+    "table rank": (
+        paged(ints(0, 1)),
+        ValueError,
+        "block_table: got a int32 tensor of shape (2,) on cpu; accepted: (batch, pages_per_sequence).",
+    ),
+    "table rows": (paged(ints(0, 1, 2).view(3, 1)), ValueError, "block_table: got 3 rows; accepted: 2, for batch 2."),
+    "table dtype": (
+        paged(torch.tensor([[0, 1], [2, 0]])),
+        TypeError,
+        "block_table: got int64; accepted: int32. Call block_table.to(torch.int32).",
+    ),
+    # Cache, in the words of its arguments
+    "k without v": (cache(k=NEW, cache_seqlens=3), ValueError, "v: got None; accepted: k and v together, or neither."),
+    "append without lengths": (
+        cache(k=NEW, v=NEW),
+        ValueError,
+        "cache_seqlens: got None; accepted: the rows in use, wherever k and v are appended.",
+    ),
+    "cache full": (
+        cache(k=NEW, v=NEW, cache_seqlens=10),
+        ValueError,
+        "cache_seqlens: got 10 for sequence 0; accepted: 0 to 9: the cache holds 10 rows and 1 are added.",
+    ),
+    "lengths beyond the cache": (cache(cache_seqlens=ints(3, 11)), ValueError, "cache_seqlens: got 11 for sequence 1; accepted: 0 to 10."),
+    "lengths of another type": (
+        cache(cache_seqlens=3.0),
+        TypeError,
+        "cache_seqlens: got 3.0 (float); accepted: an int32 tensor, an int or None.",
+    ),
+    "lengths dtype": (cache(cache_seqlens=torch.tensor([3, 3])), TypeError, "cache_seqlens: got int64; accepted: int32."),
+    "left padding": (
+        cache(cache_seqlens=3, cache_leftpad=ints(0, 4)),
+        ValueError,
+        "cache_leftpad: got 4 for sequence 1; accepted: 0 to 3, its number of keys.",
+    ),
+    "cache dtype": (cache(k_cache=t(2, 10, 2, 8, dtype=torch.float16)), TypeError, "k_cache: got float16; accepted: float32, as q."),
+    "cache batch": (cache(k_cache=t(3, 10, 2, 8)), ValueError, "k_cache: got batch 3; accepted: 2, as q."),
+    "new heads": (
+        cache(k=t(2, 1, 4, 8), v=t(2, 1, 4, 8), cache_seqlens=0),
+        ValueError,
+        "k: got shape (2, 1, 4, 8); accepted: the heads and head_dim of k_cache",
+    ),
+    "new dtype": (cache(k=NEW.half(), v=NEW, cache_seqlens=0), TypeError, "k: got float16; accepted: float32, as k_cache."),
+    "batch index out of range": (cache(cache_batch_idx=ints(0, 2)), ValueError, "cache_batch_idx: got page 2 at [1, 0]; accepted: 0 to 1."),
+    "batch index dtype": (cache(cache_batch_idx=torch.tensor([0, 1])), TypeError, "cache_batch_idx: got int64; accepted: int32."),
+    "batch index shape": (
+        cache(cache_batch_idx=ints(0)),
+        ValueError,
+        "cache_batch_idx: got a int32 tensor of shape (1,) on cpu; accepted: shape (2,), one row of the cache for each sequence.",
+    ),
+    "batch index and table": (
+        cache(cache_batch_idx=ints(0, 1), block_table=ints(0, 1).view(2, 1)),
+        ValueError,
+        "cache_batch_idx: got it with block_table; accepted: one of the two.",
+    ),
+    "page of an append": (
+        cache(k=NEW, v=NEW, cache_seqlens=3, block_table=ints(0, 7).view(2, 1)),
+        ValueError,
+        "block_table: got page 7 at [1, 0]; accepted: 0 to 1.",
+    ),
+    "rotary alone": (
+        cache(rotary_cos=t(10, 4), rotary_sin=t(10, 4)),
+        ValueError,
+        "rotary_cos: got it without k and v; accepted: rotary embedding together with keys to append.",
+    ),
+    "rotary half": (
+        cache(k=NEW, v=NEW, cache_seqlens=0, rotary_cos=t(10, 4)),
+        ValueError,
+        "rotary_sin: got None; accepted: rotary_cos and rotary_sin together, or neither.",
+    ),
+    "rotary too wide": (
+        cache(k=NEW, v=NEW, cache_seqlens=0, rotary_cos=t(10, 5), rotary_sin=t(10, 5)),
+        ValueError,
+        "rotary_cos: got a float32 tensor of shape (10, 5) on cpu; accepted: shape (positions, rotary_dim / 2) with rotary_dim at most 8.",
+    ),
+    "rotary too short": (
+        cache(k=NEW, v=NEW, cache_seqlens=5, rotary_cos=t(5, 4), rotary_sin=t(5, 4)),
+        ValueError,
+        "rotary_cos: got 5 positions; accepted: at least 6, the end of sequence 0.",
+    ),
+    "cache with grad": (
+        cache(q=t(2, 1, 4, 8, requires_grad=True)),
+        flashtile.Unsupported,
+        "q: got a tensor that requires grad; accepted: inference only. Call it under torch.no_grad(), or train with attention",
+    ),
+    "negative splits": (cache(num_splits=-1), ValueError, "num_splits: got -1 (int); accepted: an integer >= 0 (0 = chosen)."),
+    "cache layout": (cache(layout="thd"), ValueError, "layout: got 'thd'; accepted: 'bhsd' or 'bshd'."),
+    # Facades, in the words of their arguments
+    "sdpa mask and causal": (
+        sdpa((1, 1, 3, 8), (1, 1, 3, 8), (1, 1, 3, 8), attn_mask=t(3, 3), is_causal=True),
+        ValueError,
+        "attn_mask: got it with is_causal=True; accepted: one of the two. Fold the causal mask into attn_mask.",
+    ),
+    "sdpa heads": (
+        sdpa((1, 4, 3, 8), (1, 2, 3, 8), (1, 2, 3, 8)),
+        ValueError,
+        "key: got head counts [2, 4]; accepted: equal ones. Pass enable_gqa=True to share key heads.",
+    ),
+    "sdpa head_dim": (sdpa((1, 1, 3, 8), (1, 1, 3, 9), (1, 1, 3, 9)), ValueError, "key: got head_dim 9; accepted: 8, as query."),
+    "sdpa mask": (
+        sdpa((1, 1, 3, 8), (1, 1, 3, 8), (1, 1, 3, 8), attn_mask=t(3, 4)),
+        ValueError,
+        "attn_mask: got shape (1, 1, 3, 4); accepted: at most 4 dimensions, broadcastable to",
+    ),
+    "sdpa rank": (
+        sdpa((8,), (3, 8), (3, 8)),
+        ValueError,
+        "query: got a float32 tensor of shape (8,) on cpu; accepted: at least 2 dimensions",
+    ),
+    "flash scale": (
+        lambda: flashtile.flash_attn_func(t(1, 3, 1, 8), t(1, 3, 1, 8), t(1, 3, 1, 8), softmax_scale=math.nan),
+        ValueError,
+        "softmax_scale: got nan (float); accepted: a finite number",
+    ),
+    "flash window": (
+        lambda: flashtile.flash_attn_func(t(1, 3, 1, 8), t(1, 3, 1, 8), t(1, 3, 1, 8), window_size=(-3, 0)),
+        ValueError,
+        "window_size: got left = -3; accepted: integers >= 0, or -1 for unbounded.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_error_says_what_is_wrong(name: str) -> None:
+    call, kind, text = CASES[name]
+    with pytest.raises(kind) as caught:
+        call()
+    assert type(caught.value) is kind
+    assert str(caught.value).startswith(text)
+
+
+def test_a_refused_append_changes_nothing() -> None:
+    k_cache, v_cache = torch.randn(2, 10, 2, 8), torch.randn(2, 10, 2, 8)
+    before = k_cache.clone(), v_cache.clone()
+    with pytest.raises(ValueError, match="cache_seqlens: got 10 for sequence 1"):
+        flashtile.attention_kvcache(
+            t(2, 1, 4, 8), k_cache, v_cache, k=torch.ones(2, 1, 2, 8), v=torch.ones(2, 1, 2, 8), cache_seqlens=ints(0, 10)
+        )
+    with pytest.raises(ValueError, match="cache_leftpad: got 4 for sequence 0"):
+        flashtile.attention_kvcache(
+            *(t(2, 1, 4, 8), k_cache, v_cache),
+            k=torch.ones(2, 1, 2, 8),
+            v=torch.ones(2, 1, 2, 8),
+            cache_seqlens=3,
+            cache_leftpad=ints(4, 0),
+        )
+    with pytest.raises(ValueError, match="alibi_slopes: got"):
+        flashtile.attention_kvcache(
+            t(2, 1, 4, 8), k_cache, v_cache, k=torch.ones(2, 1, 2, 8), v=torch.ones(2, 1, 2, 8), cache_seqlens=3, alibi_slopes=t(3)
+        )
+    assert torch.equal(k_cache, before[0])
+    assert torch.equal(v_cache, before[1])
+
+
+def test_unknown_options_are_type_errors() -> None:
+    with pytest.raises(TypeError, match="is_causal"):
+        flashtile.attention(t(1, 1, 2, 4), t(1, 1, 2, 4), t(1, 1, 2, 4), is_causal=True)
+
+
+def test_the_ops_check_too() -> None:
+    """Whoever calls the op itself gets the same errors."""
+    from flashtile import ops
+    from flashtile.problem import AttentionArgs
+
+    args = AttentionArgs(t(1, 1, 2, 4), t(1, 1, 2, 4), t(1, 1, 2, 4))
+    with pytest.raises(ValueError, match="causal: got 'maybe'"):
+        ops.forward(*args._replace(causal="maybe"))
+    with pytest.raises(ValueError, match="rng_state: got None; accepted: an int64"):
+        ops.forward(*args._replace(dropout_p=0.5))
+    with pytest.raises(TypeError, match="out_dtype: got float16; accepted: None, float32"):
+        ops.forward(*args._replace(out_dtype=torch.float16))
+    out, lse = ops.forward(*args)
+    with pytest.raises(ValueError, match="needs: got 3 flags; accepted: 5"):
+        ops.backward(out, None, *args, out, lse, [True] * 3)
+    with pytest.raises(ValueError, match="dout: got a float32 tensor"):
+        ops.backward(out[:, :, :1], None, *args, out, lse, [True] * 5)

@@ -1,0 +1,163 @@
+"""Every option, dtype and backend against fp64 by the error rule: one option at a time, then all of them together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashtile.testing import GRADS, Case, Inputs, Result, assert_agrees, disagreements, run
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+BACKENDS = ("tiled", "reference")
+
+# Lengths around the tiles of the tiled backend (128 x 256), so that every loop has a tail
+LONG = {"batch": 1, "seqlen_q": 150, "seqlen_k": 300}
+OPTIONS: dict[str, dict] = {
+    "plain": {},
+    "long": LONG,
+    "causal bottom right": {"causal": "bottom_right", **LONG},
+    "causal top left": {"causal": "top_left", **LONG},
+    "causal, more queries than keys": {"causal": "bottom_right", "seqlen_q": 90, "seqlen_k": 40},
+    "window": {"window": (40, 7), **LONG},
+    "window to the left only": {"window": (9, -1)},
+    "window with causal": {"window": (20, 30), "causal": "bottom_right", **LONG},
+    "window of one key": {"window": (0, 0)},
+    "scale": {"scale": 0.05},
+    "negative scale": {"scale": -0.3},
+    "softcap": {"softcap": 1.5, **LONG},
+    "mask": {"mask": "bhqk", **LONG},
+    "key mask": {"mask": "bk"},
+    "query mask": {"mask": "q"},
+    **{f"bias {axes}": {"bias": axes} for axes in ("bhqk", "hqk", "qk", "bqk", "bk", "hk", "k", "q", "h", "b", "1")},
+    "bias in float32": {"bias": "hqk", "is_bias_float32": True, **LONG},
+    "alibi per head": {"alibi": "h", **LONG},
+    "alibi per batch": {"alibi": "bh", "causal": "top_left"},
+    "sinks": {"has_sinks": True, **LONG},
+    "sinks with masked rows": {"has_sinks": True, "mask": "bq"},
+    "dropout": {"dropout_p": 0.2, **LONG},
+    "gqa": {"heads": 6, "heads_kv": 2},
+    "mqa": {"heads": 3, "heads_kv": 1, "bias": "hqk"},
+    "head dims 21 and 40": {"head_dim": 21, "head_dim_v": 40},
+    "head dims 1": {"head_dim": 1, "head_dim_v": 1},
+    "head dim 256": {"head_dim": 256, "head_dim_v": 8, "seqlen_q": 20},
+    "head dim 512": {"head_dim": 512, "head_dim_v": 512, "seqlen_q": 9, "seqlen_k": 9},
+    "one query": {"seqlen_q": 1},
+    "one key": {"seqlen_k": 1},
+    "no query": {"seqlen_q": 0},
+    "no key": {"seqlen_k": 0},
+    "no key, sinks": {"seqlen_k": 0, "has_sinks": True},
+    "no batch": {"batch": 0},
+    **{f"{memory} memory": {"memory": memory, "heads": 4} for memory in ("swapped", "sliced", "expanded", "offset")},
+    "varlen": {"kind": "varlen", "batch": 5, "causal": "bottom_right", "seqlen_q": 140, "seqlen_k": 140},
+    "varlen with bias": {"kind": "varlen", "batch": 4, "bias": "bhqk", "mask": "hqk", "alibi": "bh", "has_sinks": True},
+    "varlen with dropout": {"kind": "varlen", "batch": 4, "dropout_p": 0.3},
+    "used keys": {"kind": "used", "batch": 4, "causal": "bottom_right"},
+    "paged": {"kind": "paged", "batch": 4, "window": (20, 3)},
+    "paged, odd size": {"kind": "paged", "batch": 3, "page_size": 7, "bias": "bhqk"},
+    "paged, one key to a page": {"kind": "paged", "page_size": 1},
+    "padded": {"kind": "padded", "batch": 4, "causal": "bottom_right"},
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_each_option(option: str, dtype: torch.dtype, backend: str, seed: int) -> None:
+    layout = "bshd" if seed % 2 else "bhsd"
+    inputs = Case(dtype=dtype, layout=layout, backend=backend, **OPTIONS[option]).make(seed)
+    assert_agrees(run(inputs), inputs)
+
+
+AXES = st.lists(st.sampled_from("bhqk"), unique=True, max_size=4).map("".join)
+LENGTHS = st.one_of(st.integers(0, 20), st.integers(0, 300), st.sampled_from([1, 127, 128, 129, 255, 256, 257]))
+CASES = st.builds(
+    # Logits of a few units: with larger ones a handful of rows is too small a sample to judge a factor of two by
+    lambda groups, scaling, **fields: Case(
+        heads=fields["heads_kv"] * groups, scale=None if scaling is None else scaling / fields["head_dim"] ** 0.5, **fields
+    ),
+    groups=st.integers(1, 3),
+    scaling=st.one_of(st.none(), st.floats(-2, 2)),
+    heads_kv=st.integers(1, 3),
+    dtype=st.sampled_from(DTYPES),
+    layout=st.sampled_from(["bhsd", "bshd"]),
+    kind=st.sampled_from(["dense", "dense", "varlen", "used", "paged", "padded"]),
+    memory=st.sampled_from(["contiguous", "swapped", "sliced", "expanded", "offset"]),
+    batch=st.integers(0, 3),
+    seqlen_q=LENGTHS,
+    seqlen_k=LENGTHS,
+    head_dim=st.one_of(st.integers(1, 40), st.sampled_from([64, 96, 128])),
+    head_dim_v=st.one_of(st.integers(1, 40), st.sampled_from([64, 96, 128])),
+    causal=st.sampled_from(["none", "top_left", "bottom_right"]),
+    window=st.tuples(st.integers(-1, 80), st.integers(-1, 80)),
+    softcap=st.sampled_from([0.0, 0.0, 2.0, 30.0]),
+    mask=st.one_of(st.none(), AXES),
+    bias=st.one_of(st.none(), AXES),
+    is_bias_float32=st.booleans(),
+    alibi=st.sampled_from([None, "h", "bh"]),
+    has_sinks=st.booleans(),
+    dropout_p=st.sampled_from([0.0, 0.0, 0.1, 0.9]),
+    page_size=st.integers(1, 40),
+    backend=st.sampled_from(BACKENDS),
+)
+
+
+@settings(max_examples=400)
+@given(CASES, st.integers(0, 2**31))
+def test_options_together(case: Case, seed: int) -> None:
+    inputs = case.make(seed)
+    assert_agrees(run(inputs), inputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_logits_do_not_overflow(backend: str, seed: int) -> None:
+    inputs = Case(dtype=torch.float16, backend=backend, causal="bottom_right", **LONG).make(seed)
+    inputs = inputs._replace(args=inputs.args._replace(q=inputs.args.q * 30, k=inputs.args.k * 30))
+    assert_agrees(run(inputs), inputs)
+
+
+def spoil(name: str, inputs: Inputs, result: Result) -> Result:
+    """The result with one row of one tensor wrong by a little more than rounding."""
+    tensor = getattr(result, name).clone()
+    row = tensor[0, 0, 3] if tensor.dim() > 1 else tensor[:1]
+    row += 0.2 * row.abs().max() + 0.05
+    return result._replace(**{name: tensor})
+
+
+@pytest.mark.parametrize("name", ["out", "lse", *GRADS])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_rule_sees_one_wrong_row(name: str, dtype: torch.dtype, seed: int) -> None:
+    inputs = Case(dtype=dtype, bias="hqk", has_sinks=True).make(seed)
+    result = run(inputs)
+    assert disagreements(result, inputs) == []
+    (found,) = disagreements(spoil(name, inputs, result), inputs)
+    assert found.startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"causal": "top_left"},
+        {"window": (30, 20)},
+        {"softcap": 2.0},
+        {"scale": 0.2},
+        {"has_sinks": True},
+        {"alibi": "h"},
+        {"dropout_p": 0.1},
+    ],
+    ids=str,
+)
+def test_the_rule_sees_a_wrong_option(wrong: dict, seed: int) -> None:
+    case = Case(causal="bottom_right", seqlen_q=50, seqlen_k=60, dtype=torch.bfloat16)
+    inputs = case.make(seed)
+    other = dataclasses.replace(case, **wrong).make(seed)
+    mistaken = Inputs(other.args._replace(q=inputs.args.q, k=inputs.args.k, v=inputs.args.v), inputs.dout, inputs.dlse)
+    assert disagreements(run(mistaken)._replace(dsinks=None), inputs) != []
+
+
+def test_memory_is_poisoned() -> None:
+    assert torch.empty(7).isnan().all()
+    assert torch.ones(3).new_empty(7).isnan().all()

@@ -1,0 +1,190 @@
+"""The key-value cache: append, rotary, pages, batch indices, left padding, each against attention over the plain rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashtile
+
+B, CAPACITY, HEADS, HEADS_KV, D = 3, 24, 4, 2, 8
+LENGTHS = torch.tensor([5, 0, 17], dtype=torch.int32)
+
+
+def caches(*sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(*sizes, HEADS_KV, D), torch.randn(*sizes, HEADS_KV, D)
+
+
+def rows_attention(q, k, v, **options):
+    """One sequence: q (rows, heads, dim) over k and v (keys, heads_kv, dim)."""
+    return flashtile.attention(q[None], k[None], v[None], layout="bshd", return_lse=True, backend="reference", **options)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("new", [0, 1, 3])
+def test_append_and_attend(new: int, causal: bool, layout: str, seed: int) -> None:
+    k_cache, v_cache = caches(B, CAPACITY)
+    q, k, v = torch.randn(B, 2, HEADS, D), torch.randn(B, new, HEADS_KV, D), torch.randn(B, new, HEADS_KV, D)
+    k_before, v_before = k_cache.clone(), v_cache.clone()
+    swap = (lambda t: t.transpose(1, 2)) if layout == "bhsd" else (lambda t: t)
+    for b in range(B):  # rows behind the new ones hold NaN: nobody may read them
+        k_cache[b, LENGTHS[b] + new :] = v_cache[b, LENGTHS[b] + new :] = torch.nan
+    out, lse = flashtile.attention_kvcache(
+        *(swap(q), swap(k_cache), swap(v_cache)), k=swap(k), v=swap(v), cache_seqlens=LENGTHS, causal=causal, return_lse=True, layout=layout
+    )
+    for b, length in enumerate(LENGTHS.tolist()):
+        assert torch.equal(k_cache[b, :length], k_before[b, :length])
+        assert torch.equal(v_cache[b, :length], v_before[b, :length])
+        assert torch.equal(k_cache[b, length : length + new], k[b])
+        assert torch.equal(v_cache[b, length : length + new], v[b])
+        expected, expected_lse = rows_attention(q[b], k_cache[b, : length + new], v_cache[b, : length + new], causal=causal)
+        torch.testing.assert_close(swap(out)[b], expected[0])
+        torch.testing.assert_close(lse[b], expected_lse[0])
+
+
+def test_read_only(seed: int) -> None:
+    k_cache, v_cache = caches(B, CAPACITY)
+    q = torch.randn(B, 1, HEADS, D)
+    whole = flashtile.attention_kvcache(q, k_cache, v_cache)
+    torch.testing.assert_close(whole, flashtile.attention(q, k_cache, v_cache, layout="bshd"))
+    some = flashtile.attention_kvcache(q, k_cache, v_cache, cache_seqlens=9)
+    torch.testing.assert_close(some, flashtile.attention(q, k_cache[:, :9], v_cache[:, :9], layout="bshd"))
+
+
+@pytest.mark.parametrize("page", [1, 4, 8, 24])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_paged_is_bit_equal_to_dense(page: int, layout: str, seed: int) -> None:
+    k_cache, v_cache = caches(B, CAPACITY)
+    q, k, v = torch.randn(B, 3, HEADS, D), torch.randn(B, 3, HEADS_KV, D), torch.randn(B, 3, HEADS_KV, D)
+    per_sequence = CAPACITY // page
+    table = torch.randperm(B * per_sequence + 2)[: B * per_sequence].to(torch.int32).view(B, per_sequence)
+    k_pages, v_pages = (torch.full((B * per_sequence + 2, page, HEADS_KV, D), torch.nan) for _ in range(2))
+    k_pages[table.long()] = k_cache.unflatten(1, (per_sequence, page))
+    v_pages[table.long()] = v_cache.unflatten(1, (per_sequence, page))
+    table[1, -(-3 // page) :] = -99  # entries behind a sequence's last key may hold anything
+    swap = (lambda t: t.transpose(1, 2)) if layout == "bhsd" else (lambda t: t)
+    options = {"k": swap(k), "v": swap(v), "cache_seqlens": LENGTHS, "causal": True, "window": (6, 0), "layout": layout}
+    paged = flashtile.attention_kvcache(swap(q), swap(k_pages), swap(v_pages), block_table=table, **options)
+    dense = flashtile.attention_kvcache(swap(q), swap(k_cache), swap(v_cache), **options)
+    assert torch.equal(paged, dense)
+    for b, length in enumerate(LENGTHS.tolist()):
+        for row in range(length, length + 3):
+            assert torch.equal(k_pages[table[b, row // page], row % page], k[b, row - length])
+
+
+def test_batch_indices(seed: int) -> None:
+    k_cache, v_cache = caches(7, CAPACITY)
+    rows = torch.tensor([6, 2, 0], dtype=torch.int32)
+    k_before, v_before = k_cache.clone(), v_cache.clone()
+    q, k, v = torch.randn(B, 2, HEADS, D), torch.randn(B, 2, HEADS_KV, D), torch.randn(B, 2, HEADS_KV, D)
+    out = flashtile.attention_kvcache(q, k_cache, v_cache, k=k, v=v, cache_seqlens=LENGTHS, cache_batch_idx=rows, causal=True)
+    k_rows, v_rows = k_before[rows.long()], v_before[rows.long()]
+    expected = flashtile.attention_kvcache(q, k_rows, v_rows, k=k, v=v, cache_seqlens=LENGTHS, causal=True)
+    assert torch.equal(out, expected)
+    assert torch.equal(k_cache[rows.long()], k_rows)
+    others = [1, 3, 4, 5]
+    assert torch.equal(k_cache[others], k_before[others])
+    assert torch.equal(v_cache[others], v_before[others])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_left_padding(causal: bool, seed: int) -> None:
+    k_cache, v_cache = caches(B, CAPACITY)
+    leftpad = torch.tensor([2, 0, 17], dtype=torch.int32)
+    for b in range(B):
+        k_cache[b, : leftpad[b]] = v_cache[b, : leftpad[b]] = torch.nan
+    q, k, v = torch.randn(B, 2, HEADS, D), torch.randn(B, 2, HEADS_KV, D), torch.randn(B, 2, HEADS_KV, D)
+    slopes = torch.rand(HEADS)
+    out = flashtile.attention_kvcache(
+        q, k_cache, v_cache, k=k, v=v, cache_seqlens=LENGTHS, cache_leftpad=leftpad, causal=causal, alibi_slopes=slopes
+    )
+    for b in range(B):
+        kept = slice(int(leftpad[b]), int(LENGTHS[b]) + 2)
+        expected, _ = rows_attention(q[b], k_cache[b, kept], v_cache[b, kept], causal=causal, alibi_slopes=slopes)
+        torch.testing.assert_close(out[b], expected[0])
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position: int, interleaved: bool) -> torch.Tensor:
+    """One row (heads, dim) by complex multiplication."""
+    half = cos.shape[1]
+    turn = torch.complex(cos[position], sin[position])
+    head, rest = x[:, : 2 * half], x[:, 2 * half :]
+    if interleaved:
+        turned = torch.view_as_real(torch.view_as_complex(head.reshape(len(x), half, 2)) * turn).flatten(1)
+    else:
+        product = torch.complex(head[:, :half], head[:, half:]) * turn
+        turned = torch.cat([product.real, product.imag], dim=1)
+    return torch.cat([turned, rest], dim=1)
+
+
+@pytest.mark.parametrize("rotary_dim", [2, 4, 8])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, (4, 4))])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_rotary(layout: str, causal: bool, window, interleaved: bool, rotary_dim: int, seed: int) -> None:
+    k_cache, v_cache = caches(B, CAPACITY)
+    q, k, v = torch.randn(B, 3, HEADS, D), torch.randn(B, 3, HEADS_KV, D), torch.randn(B, 3, HEADS_KV, D)
+    angle = torch.rand(CAPACITY, rotary_dim // 2) * 6
+    cos, sin = angle.cos(), angle.sin()
+    swap = (lambda t: t.transpose(1, 2)) if layout == "bhsd" else (lambda t: t)
+    options = {"cache_seqlens": LENGTHS, "causal": causal, "window": window, "layout": layout}
+    k_plain, v_plain = k_cache.clone(), v_cache.clone()
+    out = flashtile.attention_kvcache(
+        *(swap(q), swap(k_cache), swap(v_cache)),
+        k=swap(k),
+        v=swap(v),
+        rotary_cos=cos,
+        rotary_sin=sin,
+        rotary_interleaved=interleaved,
+        **options,
+    )
+    for b, length in enumerate(LENGTHS.tolist()):
+        for i in range(3):
+            k[b, i] = rotated(k[b, i], cos, sin, length + i, interleaved)
+            is_ordered = causal or window is not None
+            q[b, i] = rotated(q[b, i], cos, sin, length + (i if is_ordered else 0), interleaved)
+    expected = flashtile.attention_kvcache(swap(q), swap(k_plain), swap(v_plain), k=swap(k), v=swap(v), **options)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(k_cache, k_plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision(dtype: torch.dtype, seed: int) -> None:
+    k_cache, v_cache = (cache.to(dtype) for cache in caches(B, CAPACITY))
+    q, k = torch.randn(B, 1, HEADS, D, dtype=dtype), torch.randn(B, 1, HEADS_KV, D, dtype=dtype)
+    out = flashtile.attention_kvcache(q, k_cache, v_cache, k=k, v=k, cache_seqlens=LENGTHS)
+    wide = flashtile.attention_kvcache(q.double(), k_cache.double(), v_cache.double(), cache_seqlens=LENGTHS + 1)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), wide, rtol=2e-2, atol=2e-2)
+
+
+def test_decoding_step_by_step_equals_prefill(seed: int) -> None:
+    steps = 10
+    q, k, v = torch.randn(1, steps, HEADS, D), torch.randn(1, steps, HEADS_KV, D), torch.randn(1, steps, HEADS_KV, D)
+    prefill = flashtile.attention(q, k, v, causal=True, layout="bshd")
+    k_cache, v_cache = torch.full((1, steps, HEADS_KV, D), torch.nan), torch.full((1, steps, HEADS_KV, D), torch.nan)
+    for i in range(steps):
+        row = slice(i, i + 1)
+        out = flashtile.attention_kvcache(q[:, row], k_cache, v_cache, k=k[:, row], v=v[:, row], cache_seqlens=i, causal=True)
+        torch.testing.assert_close(out, prefill[:, row])
+
+
+def test_facade(seed: int) -> None:
+    k_cache, v_cache = caches(B, CAPACITY)
+    q, k = torch.randn(B, 1, HEADS, D, requires_grad=True), torch.randn(B, 1, HEADS_KV, D)
+    out, lse = flashtile.flash_attn_with_kvcache(
+        q, k_cache.clone(), v_cache.clone(), k, k, cache_seqlens=LENGTHS, softmax_scale=0.3, window_size=(4, 4), return_softmax_lse=True
+    )
+    with torch.no_grad():
+        expected = flashtile.attention_kvcache(
+            q, k_cache, v_cache, k=k, v=k, cache_seqlens=LENGTHS, scale=0.3, window=(4, 4), return_lse=True
+        )
+    torch.testing.assert_close((out, lse), expected)
+    assert not out.requires_grad
+
+
+def test_num_splits_changes_nothing_here(seed: int) -> None:
+    k_cache, v_cache = caches(B, CAPACITY)
+    q = torch.randn(B, 1, HEADS, D)
+    assert torch.equal(flashtile.attention_kvcache(q, k_cache, v_cache, num_splits=3), flashtile.attention_kvcache(q, k_cache, v_cache))

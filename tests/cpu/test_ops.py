@@ -1,0 +1,214 @@
+"""The ops as torch sees them: opcheck, compile, export, strides, and the parts that ring attention stands on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import flashtile
+from flashtile import ops
+from flashtile.problem import AttentionArgs
+from flashtile.testing import Case
+
+CASES = {
+    "plain": Case(),
+    "options": Case(causal="bottom_right", window=(5, 5), bias="hqk", mask="qk", alibi="h", has_sinks=True, softcap=2.0, heads=4),
+    "bshd, swapped": Case(layout="bshd", memory="swapped", head_dim_v=5),
+    "bhsd, swapped": Case(memory="swapped", head_dim_v=5, dtype=torch.bfloat16),
+    "dropout": Case(dropout_p=0.3),
+    "varlen": Case(kind="varlen", layout="bshd", batch=3),
+    "paged": Case(kind="paged", batch=3),
+}
+
+
+def small(case: Case, **changes) -> Case:
+    return dataclasses.replace(case, seqlen_q=7, seqlen_k=9, head_dim=8, **changes)
+
+
+def with_grad(args: AttentionArgs) -> AttentionArgs:
+    names = [name for name in ("q", "k", "v", "bias", "sinks") if getattr(args, name) is not None]
+    return args._replace(**{name: getattr(args, name).nan_to_num(nan=0.0).requires_grad_() for name in names})
+
+
+def test_schema_and_arguments_agree() -> None:
+    names = [argument.name for argument in ops.forward._schema.arguments]
+    assert tuple(names) == AttentionArgs._fields
+    assert [argument.name for argument in ops.backward._schema.arguments] == ["dout", "dlse", *names, "out", "lse", "needs"]
+
+
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
+@pytest.mark.parametrize("name", CASES)
+def test_opcheck_forward(name: str, backend: str, seed: int) -> None:
+    args = with_grad(small(CASES[name], backend=backend).make(0).args)
+    opcheck(ops.forward, tuple(args))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_opcheck_backward(name: str, seed: int) -> None:
+    inputs = small(CASES[name], head_dim_v=8).make(0)
+    out, lse = ops.forward(*inputs.args)
+    needs = [True, False, True, inputs.args.bias is not None, inputs.args.sinks is not None]
+    opcheck(ops.backward, (inputs.dout, inputs.dlse, *inputs.args, out, lse, needs))
+    opcheck(ops.backward, (inputs.dout, None, *inputs.args, out, lse, [False] * 5))
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_opcheck_append_kv(is_paged: bool) -> None:
+    k_cache, v_cache = torch.randn(4, 6, 2, 8), torch.randn(4, 6, 2, 8)
+    table = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32) if is_paged else None
+    batch = 2 if is_paged else 4
+    k, v = torch.randn(batch, 2, 2, 8), torch.randn(batch, 2, 2, 8)
+    lengths, angle = torch.arange(batch, dtype=torch.int32), torch.rand(12, 3)
+    opcheck(ops.append_kv, (k_cache, v_cache, k, v, lengths, table, angle.cos(), angle.sin(), True, "bshd"))
+
+
+def test_gradients_that_are_not_needed_are_empty(seed: int) -> None:
+    inputs = small(CASES["options"]).make(seed)
+    out, lse = ops.forward(*inputs.args)
+    grads = ops.backward(inputs.dout[..., : out.shape[-1]], None, *inputs.args, out, lse, [False, True, False, False, False])
+    assert [grad.numel() > 0 for grad in grads] == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("memory", ["contiguous", "swapped"])
+def test_output_and_gradients_lie_in_memory_as_the_inputs(memory: str, layout: str, seed: int) -> None:
+    inputs = Case(layout=layout, memory=memory, seqlen_q=5, seqlen_k=7).make(seed)
+    args = with_grad(inputs.args._replace(q=inputs.args.q, k=inputs.args.k, v=inputs.args.v))
+    out, lse = ops.forward(*args)
+    assert out.stride() == inputs.args.q.stride()
+    assert lse.is_contiguous()
+    grads = torch.autograd.grad(out.sum(), (args.q, args.k, args.v))
+    for grad, tensor in zip(grads, inputs.args[:3], strict=True):
+        assert grad.stride() == tensor.stride()
+
+
+def attend(q, k, v, bias, slopes):
+    out, lse = flashtile.attention(q, k, v, causal=True, window=(20, -1), bias=bias, alibi_slopes=slopes, softcap=5.0, return_lse=True)
+    return out.square().sum() + lse.sin().sum()
+
+
+def leaves(batch: int, seqlen_q: int, seqlen_k: int):
+    q = torch.randn(batch, 4, seqlen_q, 16, requires_grad=True)
+    k, v = (torch.randn(batch, 2, seqlen_k, 16, requires_grad=True) for _ in range(2))
+    return q, k, v, torch.randn(4, seqlen_q, seqlen_k, requires_grad=True), torch.rand(4)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiled_once_for_all_shapes(compiler: str, seed: int) -> None:
+    torch._dynamo.reset()
+    count = 0
+
+    def counting(module, example_inputs):
+        nonlocal count
+        count += 1
+        return torch._dynamo.lookup_backend(compiler)(module, example_inputs)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counting)
+    # Sizes that differ from one another: dynamo ties together what is equal on the first call
+    for batch, seqlen_q, seqlen_k in ((3, 9, 12), (5, 30, 40), (7, 17, 170), (3, 33, 200)):
+        results = []
+        for function in (attend, compiled):
+            torch.manual_seed(seed)
+            inputs = leaves(batch, seqlen_q, seqlen_k)
+            loss = function(*inputs)
+            results.append((loss, *torch.autograd.grad(loss, inputs[:4])))
+        torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+    assert count == 1
+
+
+@pytest.mark.parametrize("name", ["varlen", "kvcache", "sdpa", "flash", "dropout"])
+def test_every_function_compiles_whole(name: str, seed: int) -> None:
+    torch._dynamo.reset()
+    cu = torch.tensor([0, 3, 10], dtype=torch.int32)
+    k_cache, v_cache = torch.randn(2, 16, 2, 8), torch.randn(2, 16, 2, 8)
+    new = torch.randn(2, 1, 2, 8)
+    angle = torch.rand(16, 4)
+
+    def varlen(q):
+        return flashtile.attention_varlen(q[0], q[0], q[0], cu, cu, causal=True, return_lse=True)
+
+    def kvcache(q):
+        caches = k_cache.clone(), v_cache.clone()
+        lengths = torch.tensor([4, 9], dtype=torch.int32)
+        out = flashtile.attention_kvcache(
+            q[:, :1], *caches, k=new, v=new, cache_seqlens=lengths, rotary_cos=angle.cos(), rotary_sin=angle.sin()
+        )
+        return out, *caches
+
+    def sdpa(q):
+        return flashtile.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    def flash(q):
+        return flashtile.flash_attn_func(q, q, q, window_size=(3, 3), return_attn_probs=True)
+
+    def dropout(q):
+        return flashtile.attention(q, q, q, dropout_p=0.5, rng_state=torch.tensor([1, 2]))
+
+    function = {"varlen": varlen, "kvcache": kvcache, "sdpa": sdpa, "flash": flash, "dropout": dropout}[name]
+    q = torch.randn(2, 10, 2, 8)
+    torch.testing.assert_close(torch.compile(function, fullgraph=True, backend="aot_eager")(q), function(q))
+
+
+def test_export(seed: int) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            return flashtile.attention(q, k, v, causal=True, return_lse=True)
+
+    batch, rows, keys = torch.export.Dim("batch"), torch.export.Dim("rows"), torch.export.Dim("keys")
+    example = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 12, 16), torch.randn(2, 2, 12, 16)
+    shapes = {"q": {0: batch, 2: rows}, "k": {0: batch, 2: keys}, "v": {0: batch, 2: keys}}
+    program = torch.export.export(Module(), example, dynamic_shapes=shapes)
+    assert sum(node.target is ops.forward for node in program.graph.nodes) == 1
+    other = torch.randn(3, 4, 20, 16), torch.randn(3, 2, 31, 16), torch.randn(3, 2, 31, 16)
+    torch.testing.assert_close(program.module()(*other), Module()(*other))
+
+
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
+def test_parts_merge_into_the_whole(backend: str, seed: int) -> None:
+    """Split the keys, attend to each part in float32, merge by lse; the backward of each part takes the whole's out and lse."""
+    inputs = Case(dtype=torch.bfloat16, seqlen_q=20, seqlen_k=50, backend=backend, softcap=3.0).make(seed)
+    whole, cuts = inputs.args._replace(out_dtype=torch.float32), ((0, 17), (17, 50))
+    out, lse = ops.forward(*whole)
+    parts = [whole._replace(k=whole.k[:, :, a:b], v=whole.v[:, :, a:b]) for a, b in cuts]
+    results = [ops.forward(*part) for part in parts]
+    assert out.dtype == results[0][0].dtype == torch.float32
+    merged_lse = torch.logaddexp(results[0][1], results[1][1])
+    merged = sum(part_out * (part_lse - merged_lse).exp()[..., None] for part_out, part_lse in results)
+    torch.testing.assert_close(merged_lse, lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(merged, out, rtol=1e-5, atol=1e-5)
+    dout, needs = inputs.dout.float(), [True, True, True, False, False]
+    dq, dk, dv, *_ = ops.backward(dout, inputs.dlse, *whole, out, lse, needs)
+    grads = [ops.backward(dout, inputs.dlse, *part, out, lse, needs) for part in parts]
+    torch.testing.assert_close(grads[0][0].float() + grads[1][0].float(), dq.float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(torch.cat([grads[0][1], grads[1][1]], dim=2), dk)
+    torch.testing.assert_close(torch.cat([grads[0][2], grads[1][2]], dim=2), dv)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
+def test_gradient_through_lse_alone(backend: str, seed: int) -> None:
+    q, k, v = (torch.randn(2, 2, 9, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    _, lse = flashtile.attention(q, k, v, return_lse=True, backend=backend)
+    dq, dk, dv = torch.autograd.grad(lse.sum(), (q, k, v), allow_unused=True)
+    expected = torch.autograd.grad(torch.logsumexp(q @ k.transpose(-1, -2) / 8**0.5, -1).sum(), (q, k))
+    torch.testing.assert_close((dq, dk), expected)
+    assert (dv == 0).all()
+
+
+def test_nothing_is_saved_without_grad(seed: int) -> None:
+    q = torch.randn(1, 1, 4, 8, requires_grad=True)
+    with torch.no_grad():
+        assert flashtile.attention(q, q, q).grad_fn is None
+    assert flashtile.attention(q.detach(), q.detach(), q.detach()).grad_fn is None
+    assert flashtile.attention(q, q.detach(), q.detach()).grad_fn is not None
+    with torch.inference_mode():
+        assert flashtile.attention(q, q, q).is_inference()
+
+
+def test_meta_tensors_give_shapes() -> None:
+    q, k, v = torch.empty(2, 4, 7, 16, device="meta"), torch.empty(2, 2, 9, 16, device="meta"), torch.empty(2, 2, 9, 5, device="meta")
+    out, lse = flashtile.attention(q, k, v, return_lse=True)
+    assert out.shape == (2, 4, 7, 5)
+    assert lse.shape == (2, 4, 7)

@@ -1,0 +1,132 @@
+"""Selection: explain, forced backends, refusals, the warning for slower paths, strict mode."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import flashtile
+from flashtile.backends import registry
+from flashtile.backends.tiled import TiledBackend
+
+
+class Picky(TiledBackend):
+    """A fast backend that takes plain calls only."""
+
+    name = "picky"
+    summary = "plain calls only"
+    devices = ("cpu",)
+
+    def refuse(self, problem):
+        return "softcap is not among its features" if problem.softcap else None
+
+    def prepare(self, problem):
+        self.prepared = problem
+
+
+@pytest.fixture
+def picky(monkeypatch: pytest.MonkeyPatch) -> Picky:
+    backend = Picky()
+    monkeypatch.setattr(registry, "BACKENDS", [backend, *registry.BACKENDS])
+    monkeypatch.setattr(registry, "_warned", set())
+    return backend
+
+
+def qkv(**options) -> list[torch.Tensor]:
+    return [torch.randn(2, 4, 9, 8, **options) for _ in range(3)]
+
+
+def test_explain_says_what_runs_and_why_not_the_rest(seed: int) -> None:
+    q, k, v = qkv(requires_grad=True)
+    answer = flashtile.explain(q, k, v, causal=True, softcap=3.0)
+    assert answer.backend == "tiled"
+    assert list(answer.refusals) == ["reference"]
+    assert "only taken by name" in answer.refusals["reference"]
+    text = str(answer)
+    for piece in (
+        "float32 on cpu",
+        "forward and backward",
+        "batch 2, heads 4 over 4",
+        "causal bottom_right",
+        "softcap 3.0",
+        "128 queries x 256 keys",
+    ):
+        assert piece in text
+
+
+def test_explain_of_a_forced_backend_and_of_varlen(seed: int) -> None:
+    answer = flashtile.explain(*qkv(), backend="reference")
+    assert answer.backend == "reference"
+    assert "was asked for" in answer.refusals["tiled"]
+    assert "MiB for each score matrix" in str(answer)
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    q = torch.randn(9, 4, 8)
+    answer = flashtile.explain(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    assert answer.problem.is_varlen
+    assert answer.problem.shape.batch == 2
+
+
+def test_explain_refuses_unknown_options() -> None:
+    with pytest.raises(TypeError, match=r"is_causal: got an unknown option; accepted: causal, window"):
+        flashtile.explain(*qkv(), is_causal=True)
+
+
+def test_the_first_that_takes_it_runs(picky: Picky, seed: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flashtile.attention(*qkv())
+    assert flashtile.explain(*qkv()).backend == "picky"
+
+
+def test_a_slower_path_warns_once(picky: Picky, seed: int) -> None:
+    with pytest.warns(flashtile.SlowPathWarning, match="'picky' refuses: softcap is not among its features; 'tiled' serves instead"):
+        flashtile.attention(*qkv(), softcap=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flashtile.attention(*qkv(), softcap=2.0)
+
+
+def test_strict_mode_raises_instead(picky: Picky, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHTILE_STRICT", "1")
+    flashtile.attention(*qkv())
+    with pytest.raises(flashtile.Unsupported, match=r"'picky' refuses: softcap.*FLASHTILE_STRICT=1"):
+        flashtile.attention(*qkv(), softcap=1.0)
+    assert flashtile.attention(*qkv(), softcap=1.0, backend="tiled").shape == (2, 4, 9, 8)
+
+
+def test_a_forced_backend_gives_its_reason(picky: Picky, seed: int) -> None:
+    with pytest.raises(
+        flashtile.Unsupported, match=r"backend: got 'picky', which refuses: softcap is not among its features. accepted: None"
+    ):
+        flashtile.attention(*qkv(), softcap=1.0, backend="picky")
+
+
+def test_a_backend_for_another_device_is_passed_over(picky: Picky, seed: int) -> None:
+    picky.devices = ("cuda",)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flashtile.attention(*qkv())
+    with pytest.raises(flashtile.Unsupported, match="it runs on cuda, and q is on cpu"):
+        flashtile.attention(*qkv(), backend="picky")
+
+
+def test_no_backend_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "BACKENDS", [])
+    with pytest.raises(flashtile.Unsupported, match=r"no backend takes this call\. none runs on cpu"):
+        flashtile.attention(*qkv())
+
+
+def test_prewarm_prepares_what_would_run(picky: Picky) -> None:
+    answer = flashtile.prewarm(*qkv())
+    assert answer.backend == "picky"
+    assert picky.prepared == answer.problem
+
+
+@pytest.mark.parametrize("switch", [None, True, False])
+def test_deterministic_follows_torch_unless_told(switch: bool | None) -> None:
+    torch.use_deterministic_algorithms(False)
+    assert flashtile.explain(*qkv(), deterministic=switch).problem.deterministic is bool(switch)
+    torch.use_deterministic_algorithms(True)
+    assert flashtile.explain(*qkv(), deterministic=switch).problem.deterministic is (switch is not False)

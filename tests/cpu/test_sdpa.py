@@ -1,0 +1,132 @@
+"""The facades: exact signatures, and agreement with torch wherever both are defined."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import flashtile
+
+SIGNATURES = {
+    "scaled_dot_product_attention": "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False",
+    "flash_attn_func": (
+        "q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+        "deterministic=False, return_attn_probs=False"
+    ),
+    "flash_attn_varlen_func": (
+        "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False, "
+        "window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None"
+    ),
+    "flash_attn_with_kvcache": (
+        "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, "
+        "cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+        "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name: str) -> None:
+    parameters = inspect.signature(getattr(flashtile, name)).parameters.values()
+    assert ", ".join(str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters) == SIGNATURES[name]
+
+
+def compare(dtype: torch.dtype, *sizes: tuple[int, ...], attn_mask: torch.Tensor | None = None, **options) -> None:
+    """flashtile's facade against torch's, outputs and gradients, the mask's too."""
+    q, k, v = (torch.randn(size, dtype=dtype) for size in sizes)
+    results = []
+    for function in (F.scaled_dot_product_attention, flashtile.scaled_dot_product_attention):
+        leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+        mask = attn_mask
+        if attn_mask is not None and attn_mask.is_floating_point():
+            mask = attn_mask.clone().requires_grad_()
+            leaves.append(mask)
+        torch.manual_seed(0)
+        out = function(*leaves[:3], attn_mask=mask, **options)
+        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+        results.append([out, *torch.autograd.grad(out, leaves, dout)])
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        assert ours.shape == theirs.shape
+        assert ours.dtype == theirs.dtype
+        tolerance = {torch.float64: 1e-10, torch.float32: 2e-5}.get(dtype, 3e-2)
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("rows", "keys"), [(64, 64), (33, 70), (70, 33), (1, 19)])
+def test_plain_and_causal(rows: int, keys: int, is_causal: bool, dtype: torch.dtype, seed: int) -> None:
+    compare(dtype, (2, 3, rows, 16), (2, 3, keys, 16), (2, 3, keys, 16), is_causal=is_causal)
+
+
+@pytest.mark.parametrize("shape", [(7, 9), (1, 9), (7, 1), (3, 7, 9), (2, 1, 7, 9), (2, 3, 7, 9), (1, 3, 1, 9)], ids=str)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks(kind: str, shape: tuple[int, ...], seed: int) -> None:
+    mask = torch.rand(shape) < 0.7 if kind == "bool" else torch.randn(shape)
+    if kind == "bool":
+        mask[..., 0] = True  # torch and flashtile agree on empty rows too, but not every torch version does
+    compare(torch.float32, (2, 3, 7, 8), (2, 3, 9, 8), (2, 3, 9, 8), attn_mask=mask)
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 2, 3), (2, 1, 2, 3)], ids=str)
+def test_leading_dimensions(lead: tuple[int, ...], seed: int) -> None:
+    compare(torch.float32, (*lead, 7, 8), (*lead, 9, 8), (*lead, 9, 5))
+    compare(torch.float32, (*lead, 7, 8), (*lead, 9, 8), (*lead, 9, 5), attn_mask=torch.randn(*lead, 7, 9))
+
+
+def test_broadcast_batch(seed: int) -> None:
+    compare(torch.float32, (4, 3, 7, 8), (1, 3, 9, 8), (4, 3, 9, 8))
+
+
+def test_scale_and_gqa(seed: int) -> None:
+    compare(torch.float32, (2, 6, 7, 8), (2, 2, 9, 8), (2, 2, 9, 8), enable_gqa=True, scale=0.1, is_causal=True)
+
+
+def test_autocast_casts_as_torch_does(seed: int) -> None:
+    q, k, v = (torch.randn(2, 2, 9, 8) for _ in range(3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, theirs = flashtile.scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(q, k, v)
+        assert ours.dtype == theirs.dtype == torch.bfloat16
+        torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-2)
+        biased = flashtile.attention(q, k, v, bias=torch.randn(9, 9), window=(2, 2))
+        assert biased.dtype == torch.bfloat16
+        assert flashtile.attention(q.double(), k.double(), v.double()).dtype == torch.float64
+
+
+def test_causal_meets_in_the_corner_that_is_named(seed: int) -> None:
+    q, k, v = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 5, 8), torch.randn(1, 1, 5, 8)
+    last_sees_all = torch.ones(3, 5, dtype=torch.bool).tril(2)
+    first_sees_one = torch.ones(3, 5, dtype=torch.bool).tril()
+    for causal, mask in ((True, last_sees_all), ("bottom_right", last_sees_all), ("top_left", first_sees_one)):
+        torch.testing.assert_close(flashtile.attention(q, k, v, causal=causal), flashtile.attention(q, k, v, mask=mask))
+    torch.testing.assert_close(
+        flashtile.scaled_dot_product_attention(q, k, v, is_causal=True), flashtile.attention(q, k, v, causal="top_left")
+    )
+
+
+def test_flash_attn_func(seed: int) -> None:
+    q, k, v = torch.randn(2, 7, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8)
+    slopes = torch.rand(4)
+    options = {"softcap": 2.0, "alibi_slopes": slopes}
+    out, lse, probabilities = flashtile.flash_attn_func(
+        q, k, v, softmax_scale=0.2, causal=True, window_size=(3, 0), deterministic=True, return_attn_probs=True, **options
+    )
+    expected, expected_lse = flashtile.attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), scale=0.2, causal=True, window=(3, -1), return_lse=True, **options
+    )
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+    torch.testing.assert_close(lse, expected_lse)
+    assert probabilities.numel() == 0
+    assert isinstance(flashtile.flash_attn_func(q, k, v), torch.Tensor)
+
+
+def test_flash_attn_varlen_func(seed: int) -> None:
+    q, k, v = torch.randn(7, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
+    cu_q, cu_k = torch.tensor([0, 3, 7], dtype=torch.int32), torch.tensor([0, 5, 9], dtype=torch.int32)
+    out, lse, _ = flashtile.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 4, 5, causal=True, return_attn_probs=True)
+    assert lse.shape == (4, 7)
+    for rows, keys in ((slice(0, 3), slice(0, 5)), (slice(3, 7), slice(5, 9))):
+        torch.testing.assert_close(out[rows], flashtile.flash_attn_func(q[None, rows], k[None, keys], v[None, keys], causal=True)[0])

@@ -1,0 +1,79 @@
+"""The command line and the layer check."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import flashtile
+from flashtile.cli.main import app
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_info_names_every_backend() -> None:
+    result = CliRunner().invoke(app, ["info"])
+    assert result.exit_code == 0
+    for word in ("tiled", "reference", "torch", "FLASHTILE_STRICT", flashtile.__version__):
+        assert word in result.output
+
+
+def test_info_as_json() -> None:
+    result = CliRunner().invoke(app, ["info", "--json"])
+    facts = json.loads(result.output)
+    assert facts["backends"]["tiled"]["cpu"] == "works"
+    assert facts["flashtile"] == flashtile.__version__
+
+
+def test_info_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    facts = json.loads(CliRunner().invoke(app, ["info", "--json"]).output)
+    assert facts["gpus"] == []
+    assert facts["backends"]["tiled"]["cuda"].startswith("no: ")
+
+
+def test_version_and_module() -> None:
+    result = subprocess.run([sys.executable, "-m", "flashtile", "--version"], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == f"flashtile {flashtile.__version__}"
+
+
+def layers():
+    spec = importlib.util.spec_from_file_location("check_layers", ROOT / "tools" / "check_layers.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_layers_are_clean() -> None:
+    assert layers().check(ROOT / "src" / "flashtile") == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "complaint"),
+    [
+        ("problem.py", "from flashtile.api import attention", "problem imports api"),
+        ("problem.py", "from flashtile import attention", "problem imports __init__"),
+        ("backends/tiled.py", "def f():\n    import flashtile.ops", "backends imports ops"),
+        ("api.py", "import flashtile.runtime.nvrtc", "only backends, cli, kernels may import runtime"),
+        ("api.py", "from . import ops", "relative import"),
+        ("news.py", "import os", "news is in no layer"),
+        ("bench/run.py", "from flashtile.ladder import steps", "bench imports ladder"),
+    ],
+)
+def test_the_layer_check_finds_violations(path: str, line: str, complaint: str, tmp_path: Path) -> None:
+    file = tmp_path / "flashtile" / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(line + "\n")
+    (found,) = layers().check(tmp_path / "flashtile")
+    assert complaint in found
