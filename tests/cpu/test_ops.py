@@ -95,11 +95,10 @@ def leaves(batch: int, seqlen_q: int, seqlen_k: int):
     return q, k, v, torch.randn(4, seqlen_q, seqlen_k, requires_grad=True), torch.rand(4)
 
 
+@torch._dynamo.config.patch(error_on_recompile=True)  # the first call compiles; a second compilation raises
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_compiled_once_for_all_shapes(compiler: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_once_for_all_shapes(compiler: str, seed: int) -> None:
     torch._dynamo.reset()
-    # The first call compiles; a second compilation raises
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=compiler)
     # Sizes that differ from one another: dynamo ties together what is equal on the first call
     for batch, seqlen_q, seqlen_k in ((3, 9, 12), (5, 30, 40), (7, 17, 170), (3, 33, 200)):
