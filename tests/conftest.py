@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from flashtile.backends import registry
+
 settings.register_profile(
     "flashtile", deadline=None, derandomize=False, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
@@ -17,6 +19,7 @@ settings.load_profile("flashtile")
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
+    registry._warned.clear()
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield

@@ -8,9 +8,11 @@ Every refusal names the argument, what came, what is accepted and, where there i
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+ErrorType = TypeVar("ErrorType", bound=Exception)
 
 
 class Unsupported(NotImplementedError):  # noqa: N818, the public name
@@ -27,15 +29,20 @@ def message(argument: str, came: Any, accepted: str, way_out: str = "") -> str:
 
 
 def value_error(argument: str, came: Any, accepted: str, way_out: str = "") -> ValueError:
-    return ValueError(message(argument, came, accepted, way_out))
+    return _marked(ValueError(message(argument, came, accepted, way_out)))
 
 
 def type_error(argument: str, came: Any, accepted: str, way_out: str = "") -> TypeError:
-    return TypeError(message(argument, came, accepted, way_out))
+    return _marked(TypeError(message(argument, came, accepted, way_out)))
 
 
 def unsupported(argument: str, came: Any, accepted: str, way_out: str = "") -> Unsupported:
-    return Unsupported(message(argument, came, accepted, way_out))
+    return _marked(Unsupported(message(argument, came, accepted, way_out)))
+
+
+def _marked(error: ErrorType) -> ErrorType:
+    error.names_argument = True  # type: ignore[attr-defined]
+    return error
 
 
 def describe(value: Any) -> str:
@@ -43,7 +50,7 @@ def describe(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, torch.Tensor):
-        return f"a {dtype_name(value.dtype)} tensor of shape {tuple(value.shape)} on {value.device}"
+        return f"shape {tuple(value.shape)} ({dtype_name(value.dtype)} on {value.device})"
     if isinstance(value, torch.dtype):
         return dtype_name(value)
     return f"{value!r} ({type(value).__name__})"
@@ -54,6 +61,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def renamed(error: Exception, names: dict[str, str]) -> Exception:
-    """The same error in the words of a function whose arguments have other names."""
+    """One of our errors in the words of a function whose arguments have other names; any other error as it is."""
+    if not names or not getattr(error, "names_argument", False):
+        return error
     pattern = r"\b(" + "|".join(re.escape(name) for name in names) + r")\b"
-    return type(error)(re.sub(pattern, lambda match: names[match[0]], str(error)))
+    text = re.sub(pattern, lambda match: names[match[0]], str(error))
+    return _marked(type(error)(text)).with_traceback(error.__traceback__)

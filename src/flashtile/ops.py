@@ -11,17 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashtile.backends import kvcache, reference, registry
 from flashtile.backends.base import GradNeeds, Grads
-from flashtile.errors import value_error
+from flashtile.errors import unsupported, value_error
 from flashtile.problem import AttentionArgs, Problem, lse_dtype, validate
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? leftpad_k, Tensor? block_table, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? scale, str causal, SymInt window_left, SymInt window_right, "
-    "float softcap, float dropout_p, bool? deterministic, SymInt num_splits, ScalarType? out_dtype, str layout, str? backend"
+    "float softcap, float dropout_p, bool? deterministic, SymInt num_splits, ScalarType? out_dtype, str layout, str? backend, "
+    "bool needs_grad, bool needs_bias_grad"
 )
 
 _library = torch.library.Library("flashtile", "DEF")
@@ -42,16 +44,22 @@ backward = torch.ops.flashtile.backward.default
 append_kv = torch.ops.flashtile.append_kv.default
 
 
-def empty_outputs(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    """out in q's shape and memory order with v's head_dim, and lse: (batch, heads, seqlen_q) or (heads, total_q)."""
+def output_sizes(args: AttentionArgs) -> tuple[list[int], list[int]]:
+    """Of out, as q with v's head_dim, and of lse: (batch, heads, seqlen_q) or (heads, total_q)."""
     q = args.q
-    sizes = [*q.shape[:-1], args.v.shape[-1]]
+    lse = list(q.shape[:-1]) if args.layout == "bhsd" else [*q.shape[:-3], q.shape[-2], q.shape[-3]]
+    return [*q.shape[:-1], args.v.shape[-1]], lse
+
+
+def empty_outputs(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    """out in q's memory order, and lse."""
+    q = args.q
+    sizes, lse_sizes = output_sizes(args)
     # A "bhsd" view of "bshd" memory gives such a view again, so that joining the heads afterwards copies nothing
-    is_swapped = q.stride(-3) < q.stride(-2)
+    is_swapped = 0 < q.stride(-3) < q.stride(-2)
     if is_swapped:
         sizes[-3], sizes[-2] = sizes[-2], sizes[-3]
     out = q.new_empty(sizes, dtype=args.out_dtype or q.dtype)
-    lse_sizes = list(q.shape[:-1]) if args.layout == "bhsd" else [*q.shape[:-3], q.shape[-2], q.shape[-3]]
     return (out.transpose(-2, -3) if is_swapped else out), q.new_empty(lse_sizes, dtype=lse_dtype(args))
 
 
@@ -72,9 +80,10 @@ def _split(values: tuple[Any, ...]) -> tuple[Tensor, Tensor | None, AttentionArg
     args = AttentionArgs(*middle)
     if len(needs) != len(GradNeeds._fields):
         raise value_error("needs", f"{len(needs)} flags", f"{len(GradNeeds._fields)}: {', '.join(GradNeeds._fields)}")
-    for name, grad, like in (("dout", dout, out), ("dlse", dlse, lse)):
-        if grad is not None and grad.shape != like.shape:
-            raise value_error(name, grad, f"shape {tuple(like.shape)}")
+    like_out, like_lse = output_sizes(args)
+    for name, tensor, sizes in (("out", out, like_out), ("dout", dout, like_out), ("lse", lse, like_lse), ("dlse", dlse, like_lse)):
+        if tensor is not None and list(tensor.shape) != sizes:
+            raise value_error(name, tensor, f"shape {tuple(sizes)}")
     return dout, dlse, args, out, lse, GradNeeds(*needs)
 
 
@@ -91,10 +100,14 @@ def _forward(*values: Any) -> tuple[Tensor, Tensor]:
 
 def _backward(*values: Any) -> tuple[Tensor, ...]:
     dout, dlse, args, out, lse, needs = _split(values)
-    backend = registry.select(Problem.of(args, needs_grad=True, has_bias_grad=needs.dbias), args.backend)
+    backend = registry.select(_backward_problem(args, needs), args.backend)
     grads = empty_grads(args, needs)
     backend.backward(args, dout, dlse, out, lse, grads)
     return as_outputs(args, grads)
+
+
+def _backward_problem(args: AttentionArgs, needs: GradNeeds) -> Problem:
+    return Problem.of(args._replace(needs_grad=True, needs_bias_grad=args.needs_bias_grad or needs.dbias))
 
 
 def _append_kv(*values: Any) -> None:
@@ -143,9 +156,10 @@ _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *values: Any) -> tuple[Tensor, Tensor]:
+        needs_bias_grad = ctx.needs_input_grad[AttentionArgs._fields.index("bias")]
+        args = AttentionArgs(*values)._replace(needs_grad=True, needs_bias_grad=needs_bias_grad)
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = forward(*values)
-        args = AttentionArgs(*values)
+            out, lse = forward(*args)
         ctx.save_for_backward(*(getattr(args, name) for name in _TENSORS), out, lse)
         ctx.others = {name: value for name, value in args._asdict().items() if name not in _TENSORS}
         ctx.set_materialize_grads(False)
@@ -163,19 +177,43 @@ class _Attention(torch.autograd.Function):
         return tuple(grads[name] if need and name in grads else None for name, need in needs.items())
 
 
-def _requires_grad(values: tuple[Any, ...]) -> bool:
+def requires_grad(values: tuple[Any, ...]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
+def is_transformed() -> bool:
+    """Inside forward-mode differentiation or a torch.func transform, which must see the Autograd key."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def attend(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    """The forward op as the public functions call it: below autograd at once where nothing requires grad."""
+    if torch.compiler.is_compiling() or requires_grad(args) or is_transformed():
+        return forward(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return forward(*args)
+
+
+def _check_transforms() -> None:
+    if is_transformed():
+        raise unsupported(
+            "attention",
+            "a call inside forward-mode differentiation or a torch.func transform",
+            "reverse mode: backward and torch.autograd.grad",
+        )
+
+
 def _forward_autograd(keyset: Any, *values: Any) -> Any:
-    if _requires_grad(values):
+    _check_transforms()
+    if requires_grad(values):
         return _Attention.apply(*values)
     with torch._C._AutoDispatchBelowAutograd():
         return forward.redispatch(keyset & torch._C._after_autograd_keyset, *values)
 
 
 def _backward_autograd(keyset: Any, *values: Any) -> Any:
-    if _requires_grad(values):
+    _check_transforms()
+    if requires_grad(values):
         return _differentiable_backward(*values)
     with torch._C._AutoDispatchBelowAutograd():
         return backward.redispatch(keyset & torch._C._after_autograd_keyset, *values)
@@ -184,7 +222,7 @@ def _backward_autograd(keyset: Any, *values: Any) -> Any:
 def _differentiable_backward(*values: Any) -> tuple[Tensor, ...]:
     """Second derivatives: the backward formulas in PyTorch, which differentiates them, through out and lse too."""
     dout, dlse, args, out, lse, needs = _split(values)
-    backend = registry.select(Problem.of(args, needs_grad=True, has_bias_grad=needs.dbias), args.backend)
+    backend = registry.select(_backward_problem(args, needs), args.backend)
     if backend.name != "reference":
         registry.announce_slow_path(f"{backend.name!r} has no second derivatives; 'reference' computes them and stores the N x N scores")
     grads = empty_grads(args, needs)

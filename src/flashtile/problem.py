@@ -22,6 +22,8 @@ LAYOUTS = ("bhsd", "bshd")
 CAUSAL_KINDS = ("none", "top_left", "bottom_right")
 MAX_HEAD_DIM = 512
 
+_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+
 _ACCEPTED_DTYPES = ", ".join(dtype_name(dtype) for dtype in DTYPES)
 
 
@@ -54,6 +56,8 @@ class AttentionArgs(NamedTuple):
     out_dtype: torch.dtype | None = None  # None = q's dtype; float32 to merge partial results without rounding them
     layout: str = "bhsd"  # one of LAYOUTS
     backend: str | None = None  # None = the best that takes the call
+    needs_grad: bool = False  # a backward pass will follow; set by autograd, so that one backend is chosen for both
+    needs_bias_grad: bool = False
 
 
 class Shape(NamedTuple):
@@ -87,7 +91,7 @@ class Problem:
     num_splits: int
     has_mask: bool
     bias_dtype: torch.dtype | None
-    has_bias_grad: bool
+    needs_bias_grad: bool
     has_alibi: bool
     has_sinks: bool
     is_varlen: bool
@@ -95,11 +99,11 @@ class Problem:
     page_size: int  # 0 = not paged
 
     @classmethod
-    def of(cls, args: AttentionArgs, *, needs_grad: bool = False, has_bias_grad: bool = False) -> Problem:
+    def of(cls, args: AttentionArgs) -> Problem:
         """Validates the arguments and sums them up."""
         shape = validate(args)
         return cls(
-            needs_grad=needs_grad,
+            needs_grad=args.needs_grad,
             device=args.q.device.type,
             dtype=args.q.dtype,
             out_dtype=args.out_dtype or args.q.dtype,
@@ -114,7 +118,7 @@ class Problem:
             num_splits=args.num_splits,
             has_mask=args.mask is not None,
             bias_dtype=None if args.bias is None else args.bias.dtype,
-            has_bias_grad=has_bias_grad,
+            needs_bias_grad=args.needs_bias_grad,
             has_alibi=args.alibi_slopes is not None,
             has_sinks=args.sinks is not None,
             is_varlen=args.cu_seqlens_q is not None,
@@ -153,12 +157,21 @@ def lse_dtype(args: AttentionArgs) -> torch.dtype:
 def page_size(args: AttentionArgs) -> int:
     if args.block_table is None:
         return 0
-    return args.k.shape[-3 if args.layout == "bshd" else -2]
+    return args.k.shape[row_axis(args.layout)]
+
+
+def head_axis(layout: str) -> int:
+    """The axis of the heads, counted from the end: the same for batched, packed and paged tensors."""
+    return -2 if layout == "bshd" else -3
+
+
+def row_axis(layout: str) -> int:
+    return -3 if layout == "bshd" else -2
 
 
 def shape_of(args: AttentionArgs) -> Shape:
     """The sizes, once the ranks are known to be right."""
-    head, row = (-2, -3) if args.layout == "bshd" else (-3, -2)
+    head, row = head_axis(args.layout), row_axis(args.layout)
     q, k, v = args.q, args.k, args.v
     if args.cu_seqlens_q is None:
         batch, seqlen_q = q.shape[0], q.shape[row]
@@ -185,9 +198,13 @@ def validate(args: AttentionArgs) -> Shape:
     return shape
 
 
+def check_layout(layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise value_error("layout", repr(layout), " or ".join(repr(name) for name in LAYOUTS))
+
+
 def _check_scalars(args: AttentionArgs) -> None:
-    if args.layout not in LAYOUTS:
-        raise value_error("layout", repr(args.layout), " or ".join(repr(name) for name in LAYOUTS))
+    check_layout(args.layout)
     if args.causal not in CAUSAL_KINDS:
         raise value_error("causal", repr(args.causal), "False, True, 'top_left' or 'bottom_right'")
     for side, value in (("left", args.window_left), ("right", args.window_right)):
@@ -195,8 +212,8 @@ def _check_scalars(args: AttentionArgs) -> None:
             raise value_error("window", f"{side} = {value}", "integers >= 0, or -1 for unbounded")
     if args.scale is not None and not (-math.inf < args.scale < math.inf):
         raise value_error("scale", args.scale, "a finite number, or None for 1 / sqrt(head_dim)")
-    if not (0.0 <= args.softcap < math.inf):
-        raise value_error("softcap", args.softcap, "a finite number >= 0 (0 = none)")
+    if not (0.0 <= args.softcap <= _LARGEST_FLOAT32):
+        raise value_error("softcap", args.softcap, "a float32 number >= 0 (0 = none)")
     if not (0.0 <= args.dropout_p < 1.0):
         raise value_error("dropout_p", args.dropout_p, "a probability in [0, 1)")
     if args.num_splits < 0:
@@ -282,7 +299,7 @@ def _check_index_tensors(args: AttentionArgs) -> None:
 
 def _check_sizes(args: AttentionArgs, shape: Shape) -> None:
     k, v = args.k, args.v
-    head, row = (-2, -3) if args.layout == "bshd" else (-3, -2)
+    head, row = head_axis(args.layout), row_axis(args.layout)
     if shape.head_dim < 1 or shape.head_dim > MAX_HEAD_DIM:
         raise unsupported("q", f"head_dim {shape.head_dim}", f"1 to {MAX_HEAD_DIM}")
     if shape.head_dim_v < 1 or shape.head_dim_v > MAX_HEAD_DIM:
@@ -311,26 +328,29 @@ def _check_sizes(args: AttentionArgs, shape: Shape) -> None:
 
 
 def _check_score_tensors(args: AttentionArgs, shape: Shape) -> None:
-    q_or_float32 = dtype_name(args.q.dtype) + ("" if args.q.dtype == torch.float32 else " (q's) or float32")
     if args.mask is not None:
         if args.mask.dtype != torch.bool:
-            raise type_error("mask", args.mask.dtype, "bool, True = attend", "Pass values to be added as bias")
+            raise type_error("mask", args.mask.dtype, "bool, True = attend", "Values to be added are a bias")
         _check_broadcast(args, "mask", args.mask, shape)
     if args.bias is not None:
         if args.bias.dtype not in (args.q.dtype, torch.float32):
-            raise type_error("bias", args.bias.dtype, q_or_float32, "Pass a boolean mask as mask")
+            raise type_error("bias", args.bias.dtype, q_or_float32(args.q.dtype), "A boolean tensor is a mask")
         _check_broadcast(args, "bias", args.bias, shape)
     for name, slopes in (("alibi_slopes", args.alibi_slopes), ("sinks", args.sinks)):
         if slopes is None:
             continue
         if slopes.dtype not in (args.q.dtype, torch.float32):
-            raise type_error(name, slopes.dtype, q_or_float32)
+            raise type_error(name, slopes.dtype, q_or_float32(args.q.dtype))
         per_head = slopes.dim() == 1 and slopes.shape[0] == shape.heads
         per_batch = slopes.dim() == 2 and slopes.shape[0] == shape.batch and slopes.shape[1] == shape.heads
         if not per_head and not (per_batch and name == "alibi_slopes"):
             accepted = f"shape ({shape.heads},)" + (f" or ({shape.batch}, {shape.heads})" if name == "alibi_slopes" else "")
             raise value_error(name, slopes, accepted)
         _check_device(args, name, slopes)
+
+
+def q_or_float32(dtype: torch.dtype) -> str:
+    return "float32" if dtype == torch.float32 else f"{dtype_name(dtype)} (q's) or float32"
 
 
 def _check_broadcast(args: AttentionArgs, name: str, tensor: Tensor, shape: Shape) -> None:
@@ -348,6 +368,8 @@ def _check_broadcast(args: AttentionArgs, name: str, tensor: Tensor, shape: Shap
 def check_values(args: AttentionArgs) -> list[SequenceSpan]:
     """Reads the index tensors on the host, checks them, and returns each sequence's place."""
     spans = _spans(args)
+    if args.cu_seqlens_q is None:
+        return spans
     for name, longest, given, tensor_axis in (
         ("max_seqlen_q", max((span.seqlen_q for span in spans), default=0), args.max_seqlen_q, 2),
         ("max_seqlen_k", max((span.seqlen_k for span in spans), default=0), args.max_seqlen_k, 3),
@@ -372,7 +394,7 @@ class SequenceSpan(NamedTuple):
 
 def _spans(args: AttentionArgs) -> list[SequenceSpan]:
     shape = shape_of(args)
-    row = -3 if args.layout == "bshd" else -2
+    row = row_axis(args.layout)
     is_packed = args.cu_seqlens_q is not None
     q_bounds = k_bounds = None
     if args.cu_seqlens_q is not None:

@@ -97,14 +97,24 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "scale of another type": (dense(scale="0.1"), TypeError, "scale: got 0.1; accepted: a number."),
     "negative window": (dense(window=(-2, 0)), ValueError, "window: got left = -2; accepted: integers >= 0, or -1 for unbounded."),
     "negative right window": (dense(window=(3, -5)), ValueError, "window: got right = -5; accepted: integers >= 0"),
-    "window of one number": (dense(window=5), TypeError, "window: got 5 (int); accepted: None or a pair (left, right) of integers."),
-    "window of three": (dense(window=(1, 2, 3)), TypeError, "window: got (1, 2, 3) (tuple); accepted: None or a pair"),
-    "window of floats": (dense(window=(1.5, 2)), TypeError, "window: got (1.5, 2) (tuple); accepted: None or a pair"),
-    "negative softcap": (dense(softcap=-1.0), ValueError, "softcap: got -1.0 (float); accepted: a finite number >= 0 (0 = none)."),
-    "NaN softcap": (dense(softcap=math.nan), ValueError, "softcap: got nan (float); accepted: a finite number >= 0"),
+    "window of one number": (dense(window=5), TypeError, "window: got 5; accepted: None or a pair (left, right) of integers."),
+    "window of three": (dense(window=(1, 2, 3)), TypeError, "window: got (1, 2, 3); accepted: None or a pair"),
+    "window of floats": (dense(window=(1.5, 2)), TypeError, "window: got 1.5 (float); accepted: None or a pair"),
+    "negative softcap": (dense(softcap=-1.0), ValueError, "softcap: got -1.0 (float); accepted: a float32 number >= 0 (0 = none)."),
+    "NaN softcap": (dense(softcap=math.nan), ValueError, "softcap: got nan (float); accepted: a float32 number >= 0"),
     "dropout of 1": (dense(dropout_p=1.0), ValueError, "dropout_p: got 1.0 (float); accepted: a probability in [0, 1)."),
     "negative dropout": (dense(dropout_p=-0.1), ValueError, "dropout_p: got -0.1 (float); accepted: a probability in [0, 1)."),
     "dropout of another type": (dense(dropout_p=None), TypeError, "dropout_p: got None (NoneType); accepted: a number."),
+    "softcap beyond float32": (dense(softcap=1e39), ValueError, "softcap: got 1e+39 (float); accepted: a float32 number >= 0 (0 = none)."),
+    "scale beyond floats": (dense(scale=10**400), ValueError, "scale: got an integer beyond all floats; accepted: a finite number."),
+    "window beyond 64 bits": (dense(window=(2**64, 0)), ValueError, "window: got 18446744073709551616 (int); accepted: None or a pair"),
+    "layout of another type": (dense(layout=3), TypeError, "layout: got 3 (int); accepted: a name."),
+    "deterministic of another type": (dense(deterministic="yes"), TypeError, "deterministic: got yes; accepted: True, False or None."),
+    "causal of another type": (
+        dense(causal=2.5),
+        TypeError,
+        "causal: got 2.5 (float); accepted: False, True, 'top_left' or 'bottom_right'.",
+    ),
     "causal": (dense(causal="lower"), ValueError, "causal: got 'lower'; accepted: False, True, 'top_left' or 'bottom_right'."),
     "layout": (dense(layout="sbhd"), ValueError, "layout: got 'sbhd'; accepted: 'bhsd' or 'bshd'."),
     "backend": (dense(backend="cutlass"), ValueError, "backend: got 'cutlass'; accepted: None or one of 'tiled', 'reference'."),
@@ -123,19 +133,19 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "mask dtype": (
         dense(mask=t(5, 7, dtype=torch.uint8)),
         TypeError,
-        "mask: got uint8; accepted: bool, True = attend. Pass values to be added as bias.",
+        "mask: got uint8; accepted: bool, True = attend. Values to be added are a bias.",
     ),
     "bias shape": (dense(bias=t(2, 5, 7)), ValueError, "bias: got shape (1, 2, 5, 7); accepted: at most 4 dimensions, broadcastable to"),
     "bias dtype": (
         dense(bias=t(5, 7, dtype=torch.float16)),
         TypeError,
-        "bias: got float16; accepted: float32. Pass a boolean mask as mask.",
+        "bias: got float16; accepted: float32. A boolean tensor is a mask.",
     ),
-    "bool bias": (dense(bias=t(5, 7, dtype=torch.bool)), TypeError, "bias: got bool; accepted: float32. Pass a boolean mask as mask."),
+    "bool bias": (dense(bias=t(5, 7, dtype=torch.bool)), TypeError, "bias: got bool; accepted: float32. A boolean tensor is a mask."),
     "slopes shape": (
         dense(alibi_slopes=t(2)),
         ValueError,
-        "alibi_slopes: got a float32 tensor of shape (2,) on cpu; accepted: shape (4,) or (2, 4).",
+        "alibi_slopes: got shape (2,) (float32 on cpu); accepted: shape (4,) or (2, 4).",
     ),
     "slopes dtype": (dense(alibi_slopes=t(4, dtype=torch.float64)), TypeError, "alibi_slopes: got float64; accepted: float32."),
     "slopes with grad": (
@@ -143,7 +153,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         flashtile.Unsupported,
         "alibi_slopes: got a tensor that requires grad; accepted: constants. Pass the term as bias to differentiate it.",
     ),
-    "sinks shape": (dense(sinks=t(2, 4)), ValueError, "sinks: got a float32 tensor of shape (2, 4) on cpu; accepted: shape (4,)."),
+    "sinks shape": (dense(sinks=t(2, 4)), ValueError, "sinks: got shape (2, 4) (float32 on cpu); accepted: shape (4,)."),
     "sinks dtype": (dense(sinks=t(4, dtype=torch.int32)), TypeError, "sinks: got int32; accepted: float32."),
     "rng dtype": (
         dense(dropout_p=0.1, rng_state=t(2, dtype=torch.int32)),
@@ -153,7 +163,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "rng shape": (
         dense(dropout_p=0.1, rng_state=t(3, dtype=torch.int64)),
         ValueError,
-        "rng_state: got a int64 tensor of shape (3,) on cpu; accepted: shape (2,): seed, offset.",
+        "rng_state: got shape (3,) (int64 on cpu); accepted: shape (2,): seed, offset.",
     ),
     # Varlen
     "not monotonic": (
@@ -171,12 +181,12 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "lengths of rank 2": (
         varlen(cu_k=ints(0, 4, 9)[None]),
         ValueError,
-        "cu_seqlens_k: got a int32 tensor of shape (1, 3) on cpu; accepted: (batch + 1,).",
+        "cu_seqlens_k: got shape (1, 3) (int32 on cpu); accepted: (batch + 1,).",
     ),
     "empty lengths": (
         varlen(cu_q=ints()),
         ValueError,
-        "cu_seqlens_q: got a int32 tensor of shape (0,) on cpu; accepted: (batch + 1,), starting with 0.",
+        "cu_seqlens_q: got shape (0,) (int32 on cpu); accepted: (batch + 1,), starting with 0.",
     ),
     "two batches": (varlen(cu_k=ints(0, 4, 5, 9)), ValueError, "cu_seqlens_k: got 4 rows; accepted: 3, for batch 2."),
     "no lengths": (
@@ -212,7 +222,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "table rank": (
         paged(ints(0, 1)),
         ValueError,
-        "block_table: got a int32 tensor of shape (2,) on cpu; accepted: (batch, pages_per_sequence).",
+        "block_table: got shape (2,) (int32 on cpu); accepted: (batch, pages_per_sequence).",
     ),
     "table rows": (paged(ints(0, 1, 2).view(3, 1)), ValueError, "block_table: got 3 rows; accepted: 2, for batch 2."),
     "table dtype": (
@@ -246,6 +256,35 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     ),
     "cache dtype": (cache(k_cache=t(2, 10, 2, 8, dtype=torch.float16)), TypeError, "k_cache: got float16; accepted: float32, as q."),
     "cache batch": (cache(k_cache=t(3, 10, 2, 8)), ValueError, "k_cache: got batch 3; accepted: 2, as q."),
+    "new batch": (
+        cache(k=t(3, 1, 2, 8), v=NEW, cache_seqlens=0),
+        ValueError,
+        "k: got shape (3, 1, 2, 8) (float32 on cpu); accepted: 4 dimensions and batch 2, as q.",
+    ),
+    "new rows beyond everything": (
+        cache(k=t(2, 11, 2, 8), v=t(2, 11, 2, 8), cache_seqlens=0),
+        ValueError,
+        "cache_seqlens: got 0 for sequence 0; accepted: nothing: the cache holds 10 rows and 11 are added.",
+    ),
+    "new rows are a list": (cache(k=[1], v=[2], cache_seqlens=0), TypeError, "k: got [1] (list); accepted: a torch.Tensor or None."),
+    "sinks are a list": (cache(sinks=[1]), TypeError, "sinks: got [1] (list); accepted: a torch.Tensor or None."),
+    "splits of another type": (cache(num_splits=1.5), TypeError, "num_splits: got 1.5 (float); accepted: an integer >= 0 (0 = chosen)."),
+    "huge length": (cache(cache_seqlens=2**40), ValueError, "cache_seqlens: got 1099511627776 (int); accepted: the number of rows in use."),
+    "expanded cache": (
+        cache(k_cache=t(1, 10, 2, 8).expand(2, -1, -1, -1), k=NEW, v=NEW, cache_seqlens=0),
+        ValueError,
+        "k_cache: got strides (0, 16, 8, 1); accepted: memory of its own for every row. Call clone() on an expanded cache.",
+    ),
+    "queries beyond the angles": (
+        cache(q=t(2, 4, 4, 8), k=NEW, v=NEW, cache_seqlens=5, rotary_cos=t(6, 4), rotary_sin=t(6, 4), causal=True),
+        ValueError,
+        "rotary_cos: got 6 positions; accepted: at least 9, where the longest sequence ends.",
+    ),
+    "angles with grad": (
+        cache(k=NEW, v=NEW, cache_seqlens=0, rotary_cos=t(6, 4, requires_grad=True), rotary_sin=t(6, 4)),
+        flashtile.Unsupported,
+        "rotary_cos: got a tensor that requires grad; accepted: inference only.",
+    ),
     "new heads": (
         cache(k=t(2, 1, 4, 8), v=t(2, 1, 4, 8), cache_seqlens=0),
         ValueError,
@@ -257,7 +296,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "batch index shape": (
         cache(cache_batch_idx=ints(0)),
         ValueError,
-        "cache_batch_idx: got a int32 tensor of shape (1,) on cpu; accepted: shape (2,), one row of the cache for each sequence.",
+        "cache_batch_idx: got shape (1,) (int32 on cpu); accepted: shape (2,), one row of the cache for each sequence.",
     ),
     "batch index and table": (
         cache(cache_batch_idx=ints(0, 1), block_table=ints(0, 1).view(2, 1)),
@@ -282,12 +321,12 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "rotary too wide": (
         cache(k=NEW, v=NEW, cache_seqlens=0, rotary_cos=t(10, 5), rotary_sin=t(10, 5)),
         ValueError,
-        "rotary_cos: got a float32 tensor of shape (10, 5) on cpu; accepted: shape (positions, rotary_dim / 2) with rotary_dim at most 8.",
+        "rotary_cos: got shape (10, 5) (float32 on cpu); accepted: shape (positions, rotary_dim / 2) with rotary_dim at most 8.",
     ),
     "rotary too short": (
         cache(k=NEW, v=NEW, cache_seqlens=5, rotary_cos=t(5, 4), rotary_sin=t(5, 4)),
         ValueError,
-        "rotary_cos: got 5 positions; accepted: at least 6, the end of sequence 0.",
+        "rotary_cos: got 5 positions; accepted: at least 6, where the longest sequence ends.",
     ),
     "cache with grad": (
         cache(q=t(2, 1, 4, 8, requires_grad=True)),
@@ -305,8 +344,25 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "sdpa heads": (
         sdpa((1, 4, 3, 8), (1, 2, 3, 8), (1, 2, 3, 8)),
         ValueError,
-        "key: got head counts [2, 4]; accepted: equal ones. Pass enable_gqa=True to share key heads.",
+        "key: got 2 heads; accepted: 4, as query. Pass enable_gqa=True to share key heads.",
     ),
+    "sdpa value heads": (sdpa((1, 4, 3, 8), (1, 4, 3, 8), (1, 2, 3, 8)), ValueError, "value: got 2 heads; accepted: 4, as key."),
+    "sdpa batch": (
+        sdpa((3, 1, 3, 8), (2, 1, 3, 8), (2, 1, 3, 8)),
+        ValueError,
+        "query: got leading dimensions (3,), (2,), (2,) of query, key, value; accepted: broadcastable ones.",
+    ),
+    "sdpa mask of another type": (
+        sdpa((1, 3, 8), (1, 3, 8), (1, 3, 8), attn_mask=[1]),
+        TypeError,
+        "attn_mask: got [1] (list); accepted: a torch.Tensor or None.",
+    ),
+    "sdpa integer mask": (
+        sdpa((1, 1, 3, 8), (1, 1, 3, 8), (1, 1, 3, 8), attn_mask=t(3, 3, dtype=torch.int32)),
+        TypeError,
+        "attn_mask: got int32; accepted: bool, or float32.",
+    ),
+    "sdpa causal of another type": (sdpa((3, 8), (3, 8), (3, 8), is_causal="x"), TypeError, "is_causal: got x; accepted: True or False."),
     "sdpa head_dim": (sdpa((1, 1, 3, 8), (1, 1, 3, 9), (1, 1, 3, 9)), ValueError, "key: got head_dim 9; accepted: 8, as query."),
     "sdpa mask": (
         sdpa((1, 1, 3, 8), (1, 1, 3, 8), (1, 1, 3, 8), attn_mask=t(3, 4)),
@@ -316,7 +372,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "sdpa rank": (
         sdpa((8,), (3, 8), (3, 8)),
         ValueError,
-        "query: got a float32 tensor of shape (8,) on cpu; accepted: at least 2 dimensions",
+        "query: got shape (8,) (float32 on cpu); accepted: at least 2 dimensions",
     ),
     "flash scale": (
         lambda: flashtile.flash_attn_func(t(1, 3, 1, 8), t(1, 3, 1, 8), t(1, 3, 1, 8), softmax_scale=math.nan),
@@ -383,5 +439,61 @@ def test_the_ops_check_too() -> None:
     out, lse = ops.forward(*args)
     with pytest.raises(ValueError, match="needs: got 3 flags; accepted: 5"):
         ops.backward(out, None, *args, out, lse, [True] * 3)
-    with pytest.raises(ValueError, match="dout: got a float32 tensor"):
+    with pytest.raises(ValueError, match=r"dout: got shape \(1, 1, 1, 4\)"):
         ops.backward(out[:, :, :1], None, *args, out, lse, [True] * 5)
+    with pytest.raises(ValueError, match=r"out: got shape \(1, 1, 1, 4\)"):
+        ops.backward(out[:, :, :1], None, *args, out[:, :, :1], lse, [True] * 5)
+    with pytest.raises(ValueError, match=r"lse: got shape \(1, 1, 1\)"):
+        ops.backward(out, None, *args, out, lse[..., :1], [True] * 5)
+
+
+def test_a_failure_that_is_not_the_callers_keeps_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashtile.backends.tiled import TiledBackend
+
+    def broken(*_):
+        raise ValueError("k and v are not what is wrong")
+
+    monkeypatch.setattr(TiledBackend, "forward", broken)
+    with pytest.raises(ValueError, match=r"^k and v are not what is wrong$"):
+        cache()()
+
+
+@pytest.mark.parametrize("transform", ["jvp", "make_dual", "grad", "vjp"])
+def test_transforms_are_refused_not_wrong(transform: str) -> None:
+    q, k, v = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 3, 4), torch.randn(1, 1, 3, 4)
+
+    def attend(q):
+        return flashtile.attention(q, k, v)
+
+    def dual(q):
+        with torch.autograd.forward_ad.dual_level():
+            return attend(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)))
+
+    call = {
+        "jvp": lambda: torch.func.jvp(attend, (q,), (torch.ones_like(q),)),
+        "make_dual": lambda: dual(q),
+        "grad": lambda: torch.func.grad(lambda q: attend(q).sum())(q),
+        "vjp": lambda: torch.func.vjp(attend, q),
+    }[transform]
+    with pytest.raises(flashtile.Unsupported, match="accepted: reverse mode"):
+        call()
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    numpy = pytest.importorskip("numpy")
+    q, k, v = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4)
+    ours = flashtile.attention(
+        *(q, k, v), scale=numpy.float32(0.25), window=(numpy.int64(2), numpy.int32(1)), causal=numpy.bool_(True), softcap=numpy.float64(2)
+    )
+    assert torch.equal(ours, flashtile.attention(q, k, v, scale=0.25, window=(2, 1), causal=True, softcap=2.0))
+    assert torch.equal(flashtile.attention(q, k, v, causal=1), flashtile.attention(q, k, v, causal=True))
+
+
+def test_a_refusing_backend_leaves_the_cache_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashtile.backends.tiled import TiledBackend
+
+    monkeypatch.setattr(TiledBackend, "refuse", lambda self, problem: "not today")
+    k_cache, v_cache = torch.zeros(2, 10, 2, 8), torch.zeros(2, 10, 2, 8)
+    with pytest.raises(flashtile.Unsupported, match="not today"):
+        flashtile.attention_kvcache(t(2, 1, 4, 8), k_cache, v_cache, k=NEW + 1, v=NEW + 1, cache_seqlens=0, backend="tiled")
+    assert (k_cache == 0).all()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashtile.testing import GRADS, Case, Inputs, Result, assert_agrees, disagreements, run
+from flashtile.testing import GRADS, Case, Inputs, Result, assert_agrees, disagreement, disagreements, oracle, run
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("tiled", "reference")
@@ -63,11 +63,11 @@ OPTIONS: dict[str, dict] = {
 }
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("option", OPTIONS)
-def test_each_option(option: str, dtype: torch.dtype, backend: str, seed: int) -> None:
-    layout = "bshd" if seed % 2 else "bhsd"
+def test_each_option(option: str, dtype: torch.dtype, backend: str, layout: str, seed: int) -> None:
     inputs = Case(dtype=dtype, layout=layout, backend=backend, **OPTIONS[option]).make(seed)
     assert_agrees(run(inputs), inputs)
 
@@ -156,6 +156,31 @@ def test_the_rule_sees_a_wrong_option(wrong: dict, seed: int) -> None:
     other = dataclasses.replace(case, **wrong).make(seed)
     mistaken = Inputs(other.args._replace(q=inputs.args.q, k=inputs.args.k, v=inputs.args.v), inputs.dout, inputs.dlse)
     assert disagreements(run(mistaken)._replace(dsinks=None), inputs) != []
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_the_rule_does_not_judge_by_a_broken_yardstick(broken: float) -> None:
+    ones = torch.ones(1, 1, 3, 4)
+    low = ones.clone()
+    low[0, 0, 0, 0] = broken
+    assert "nothing can be judged" in disagreement("out", ones, ones, low, ones, torch.float32)
+    assert "nothing can be judged" in disagreement("out", ones, torch.full_like(ones, torch.nan), ones, ones, torch.float32)
+    assert disagreement("out", ones, ones, ones, ones, torch.float32) is None
+
+
+@pytest.mark.parametrize("axes", ["1", "h", "k", "q"])
+def test_the_rule_sees_a_wrong_sum(axes: str, seed: int) -> None:
+    """Gradients that are summed over many elements: the slack must not grow with their number."""
+    inputs = Case(dtype=torch.bfloat16, bias=axes, seqlen_q=200, seqlen_k=200).make(seed)
+    result = run(inputs)
+    assert disagreements(result, inputs) == []
+    assert disagreements(result._replace(dbias=result.dbias + 0.3 * oracle(inputs).dbias.abs().max() + 0.3), inputs) != []
+
+
+def test_without_deterministic_algorithms(seed: int) -> None:
+    torch.use_deterministic_algorithms(False)
+    inputs = Case(kind="paged", batch=3, bias="hqk", dropout_p=0.1).make(seed)
+    assert_agrees(run(inputs), inputs)
 
 
 def test_memory_is_poisoned() -> None:

@@ -44,7 +44,7 @@ def function_of(case: Case, seed: int):
         out, lse = ops.forward(*args._replace(**dict(zip(names, tensors, strict=True))))
         return out, torch.where(lse == -torch.inf, 0.0, lse)
 
-    # Finite differences cannot step over -inf and NaN: put numbers there, and mask what -inf masked
+    # Finite differences cannot step over -inf and NaN: put numbers there
     leaves = []
     for name in names:
         leaf = torch.nan_to_num(getattr(args, name), nan=0.5, neginf=-2.0)

@@ -144,6 +144,29 @@ def test_every_function_compiles_whole(name: str, seed: int) -> None:
     torch.testing.assert_close(torch.compile(function, fullgraph=True, backend="aot_eager")(q), function(q))
 
 
+@torch._dynamo.config.patch(error_on_recompile=True)
+@pytest.mark.parametrize("name", ["sdpa 3-D", "sdpa 5-D", "flash", "varlen", "kvcache"])
+def test_facades_and_lengths_compile_once(name: str, seed: int) -> None:
+    torch._dynamo.reset()
+
+    def call(q, k_cache, v_cache, lengths, cu):
+        if name == "sdpa 3-D":
+            return flashtile.scaled_dot_product_attention(q.flatten(0, 1), q.flatten(0, 1), q.flatten(0, 1), is_causal=True)
+        if name == "sdpa 5-D":
+            return flashtile.scaled_dot_product_attention(q[None], q[None], q[None])
+        if name == "flash":
+            return flashtile.flash_attn_func(q, q, q, window_size=(3, 0))
+        if name == "varlen":
+            return flashtile.attention_varlen(q[0], q[0], q[0], cu, cu)
+        return flashtile.attention_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, causal=True)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch, rows, capacity in ((5, 7, 20), (6, 11, 31), (9, 13, 40)):
+        q, caches = torch.randn(batch, rows, 4, 16), [torch.randn(batch, capacity, 2, 16) for _ in range(2)]
+        inputs = q, *caches, torch.full((batch,), 15, dtype=torch.int32), torch.tensor([0, 2, rows], dtype=torch.int32)
+        torch.testing.assert_close(compiled(*inputs), call(*inputs))
+
+
 def test_export(seed: int) -> None:
     class Module(torch.nn.Module):
         def forward(self, q, k, v):

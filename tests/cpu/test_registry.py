@@ -96,6 +96,52 @@ def test_strict_mode_raises_instead(picky: Picky, seed: int, monkeypatch: pytest
     assert flashtile.attention(*qkv(), softcap=1.0, backend="tiled").shape == (2, 4, 9, 8)
 
 
+def test_explain_is_silent_and_works_in_strict_mode(picky: Picky, monkeypatch: pytest.MonkeyPatch) -> None:
+    for strict in ("0", "1"):
+        monkeypatch.setenv("FLASHTILE_STRICT", strict)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            answer = flashtile.explain(*qkv(), softcap=1.0)
+        assert answer.backend == "tiled"
+        assert answer.slow_paths == ("'picky' refuses: softcap is not among its features; 'tiled' serves instead",)
+    monkeypatch.setenv("FLASHTILE_STRICT", "0")
+    with pytest.warns(flashtile.SlowPathWarning):
+        flashtile.attention(*qkv(), softcap=1.0)
+
+
+def test_a_warning_made_an_error_comes_every_time(picky: Picky) -> None:
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(flashtile.SlowPathWarning):
+                flashtile.attention(*qkv(), softcap=1.0)
+
+
+def test_forward_and_backward_take_the_same_backend(picky: Picky, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Picky, "refuse", lambda self, problem: "no gradients" if problem.needs_grad else None)
+    q, k, v = qkv(requires_grad=True)
+    with pytest.warns(flashtile.SlowPathWarning, match="no gradients"):
+        out = flashtile.attention(q, k, v)
+    out.sum().backward()
+    assert flashtile.explain(q, k, v).backend == "tiled"
+    with pytest.raises(flashtile.Unsupported, match="no gradients"):
+        flashtile.attention(q, k, v, backend="picky")
+    with torch.no_grad():
+        assert flashtile.explain(q, k, v).backend == "picky"
+
+
+def test_explain_of_a_cache(seed: int) -> None:
+    q, cache = torch.randn(2, 1, 4, 8), torch.randn(2, 10, 2, 8)
+    answer = flashtile.explain(q, cache, cache, cache_seqlens=4, causal=True)
+    assert answer.problem.has_key_lengths
+    assert "key lengths yes" in str(answer)
+
+
+def test_explain_shows_a_window_that_is_causal_in_effect(seed: int) -> None:
+    assert "window (-1, 0)" in str(flashtile.explain(*qkv(), window=(-1, 0)))
+    assert "window" not in str(flashtile.explain(*qkv(), causal=True))
+
+
 def test_a_forced_backend_gives_its_reason(picky: Picky, seed: int) -> None:
     with pytest.raises(
         flashtile.Unsupported, match=r"backend: got 'picky', which refuses: softcap is not among its features. accepted: None"

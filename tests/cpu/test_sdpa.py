@@ -77,12 +77,48 @@ def test_leading_dimensions(lead: tuple[int, ...], seed: int) -> None:
     compare(torch.float32, (*lead, 7, 8), (*lead, 9, 8), (*lead, 9, 5), attn_mask=torch.randn(*lead, 7, 9))
 
 
-def test_broadcast_batch(seed: int) -> None:
-    compare(torch.float32, (4, 3, 7, 8), (1, 3, 9, 8), (4, 3, 9, 8))
+@pytest.mark.parametrize(
+    ("query", "key", "value"),
+    [
+        ((4, 3, 7, 8), (1, 3, 9, 8), (4, 3, 9, 8)),
+        ((2, 1, 7, 8), (2, 4, 9, 8), (2, 4, 9, 5)),
+        ((2, 4, 7, 8), (2, 1, 9, 8), (2, 1, 9, 5)),
+        ((2, 4, 7, 8), (2, 4, 9, 8), (2, 1, 9, 5)),
+        ((2, 4, 7, 8), (2, 1, 9, 8), (2, 4, 9, 5)),
+        ((2, 1, 7, 8), (2, 1, 9, 8), (2, 4, 9, 5)),
+        ((3, 7, 8), (2, 3, 9, 8), (2, 3, 9, 8)),
+    ],
+    ids=str,
+)
+def test_broadcasting(query: tuple, key: tuple, value: tuple, seed: int) -> None:
+    compare(torch.float32, query, key, value)
+
+
+@pytest.mark.parametrize(
+    ("query", "key"),
+    [
+        ((3, 0, 8), (3, 4, 8)),
+        ((0, 8), (4, 8)),
+        ((2, 2, 3, 0, 8), (2, 2, 3, 4, 8)),
+        ((3, 4, 8), (3, 0, 8)),
+        ((0, 2, 3, 8), (0, 2, 3, 8)),
+    ],
+    ids=str,
+)
+def test_empty(query: tuple, key: tuple) -> None:
+    q, k = torch.randn(query), torch.randn(key)
+    torch.testing.assert_close(flashtile.scaled_dot_product_attention(q, k, k), F.scaled_dot_product_attention(q, k, k).nan_to_num(0.0))
+
+
+def test_strided_last_dimension_is_copied_as_torch_does(seed: int) -> None:
+    q, k, v = (torch.randn(2, 3, 8, 8).transpose(-1, -2) for _ in range(3))
+    torch.testing.assert_close(flashtile.scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
+    flashtile.flash_attn_func(q, k, v)
 
 
 def test_scale_and_gqa(seed: int) -> None:
     compare(torch.float32, (2, 6, 7, 8), (2, 2, 9, 8), (2, 2, 9, 8), enable_gqa=True, scale=0.1, is_causal=True)
+    compare(torch.float32, (6, 7, 8), (2, 9, 8), (2, 9, 8), enable_gqa=True)
 
 
 def test_autocast_casts_as_torch_does(seed: int) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashtile.errors import dtype_name, type_error, value_error
-from flashtile.problem import LAYOUTS
+from flashtile.problem import check_layout, head_axis, q_or_float32, row_axis
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
@@ -28,6 +28,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
     return torch.cat([turned.to(x.dtype), rest], dim=-1)
 
 
+def rotate_queries(q: Tensor, cos: Tensor, sin: Tensor, cache_seqlens: Tensor, is_ordered: bool, interleaved: bool, layout: str) -> Tensor:
+    """Queries stand behind the cache, one position after the other if ordered, else all at its end."""
+    rows = q.shape[row_axis(layout)]
+    steps = torch.arange(rows, device=q.device) if is_ordered else torch.zeros(rows, dtype=torch.int64, device=q.device)
+    positions = cache_seqlens.long()[:, None] + steps
+    if layout == "bshd":
+        return rotate(q, cos, sin, positions, interleaved)
+    return rotate(q.transpose(1, 2), cos, sin, positions, interleaved).transpose(1, 2)
+
+
 def append(
     k_cache: Tensor,
     v_cache: Tensor,
@@ -44,12 +54,12 @@ def append(
     if layout == "bhsd":
         k_cache, v_cache, k, v = (tensor.transpose(1, 2) for tensor in (k_cache, v_cache, k, v))
     batch, new, page = k.shape[0], k.shape[1], k_cache.shape[1]
+    if k.device.type == "cpu":
+        _check_values(cache_seqlens, new, block_table, page, k_cache.shape[0])
+        check_positions(cache_seqlens, new, rotary_cos)
     if k.numel() == 0:
         return
     positions = cache_seqlens.long()[:, None] + torch.arange(new, device=k.device)
-    room = page if block_table is None else page * block_table.shape[1]
-    if k.device.type == "cpu":
-        _check_values(cache_seqlens, new, room, block_table, page, k_cache.shape[0], rotary_cos)
     if rotary_cos is not None and rotary_sin is not None:
         k = rotate(k, rotary_cos, rotary_sin, positions, rotary_interleaved)
     if block_table is None:
@@ -60,20 +70,24 @@ def append(
     v_cache.index_put_(rows, v)
 
 
-def _check_values(
-    cache_seqlens: Tensor, new: int, room: int, block_table: Tensor | None, page: int, num_pages: int, rotary_cos: Tensor | None
-) -> None:
+def check_positions(cache_seqlens: Tensor, new: int, rotary_cos: Tensor | None) -> None:
+    """Rotary angles must reach as far as the rows that are turned."""
+    end = 0 if rotary_cos is None or cache_seqlens.numel() == 0 or new == 0 else int(cache_seqlens.max()) + new
+    if rotary_cos is not None and end > rotary_cos.shape[0]:
+        raise value_error("rotary_cos", f"{rotary_cos.shape[0]} positions", f"at least {end}, where the longest sequence ends")
+
+
+def _check_values(cache_seqlens: Tensor, new: int, block_table: Tensor | None, page: int, num_pages: int) -> None:
+    room = page if block_table is None else page * block_table.shape[1]
     for b, length in enumerate(cache_seqlens.tolist()):
         if not 0 <= length <= room - new:
-            raise value_error(
-                "cache_seqlens", f"{length} for sequence {b}", f"0 to {room - new}: the cache holds {room} rows and {new} are added"
-            )
-        if rotary_cos is not None and length + new > rotary_cos.shape[0]:
-            raise value_error("rotary_cos", f"{rotary_cos.shape[0]} positions", f"at least {length + new}, the end of sequence {b}")
-        if block_table is not None:
-            for slot in range(length // page, (length + new - 1) // page + 1):
-                if not 0 <= int(block_table[b, slot]) < num_pages:
-                    raise value_error("block_table", f"page {int(block_table[b, slot])} at [{b}, {slot}]", f"0 to {num_pages - 1}")
+            accepted = f"0 to {room - new}" if new <= room else "nothing"
+            raise value_error("cache_seqlens", f"{length} for sequence {b}", f"{accepted}: the cache holds {room} rows and {new} are added")
+        if block_table is None or new == 0:
+            continue
+        for slot in range(length // page, (length + new - 1) // page + 1):
+            if not 0 <= int(block_table[b, slot]) < num_pages:
+                raise value_error("block_table", f"page {int(block_table[b, slot])} at [{b}, {slot}]", f"0 to {num_pages - 1}")
 
 
 def validate(
@@ -89,9 +103,8 @@ def validate(
     layout: str,
 ) -> None:
     """Checks sizes, dtypes and devices of an append; runs on symbolic sizes too."""
-    if layout not in LAYOUTS:
-        raise value_error("layout", repr(layout), " or ".join(repr(name) for name in LAYOUTS))
-    head, row = (2, 1) if layout == "bshd" else (1, 2)
+    check_layout(layout)
+    head, row = head_axis(layout), row_axis(layout)
     for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if tensor.dtype != cache.dtype:
             raise type_error(name, tensor.dtype, f"{dtype_name(cache.dtype)}, as {name}_cache")
@@ -99,6 +112,10 @@ def validate(
             raise value_error(name, f"shape {tuple(tensor.shape)} for a cache of shape {tuple(cache.shape)}", "4 dimensions each")
         if tensor.device != cache.device:
             raise value_error(name, f"device {tensor.device}", f"{cache.device}, where {name}_cache is")
+        if any(stride == 0 and size > 1 for stride, size in zip(cache.stride(), cache.shape, strict=True)):
+            raise value_error(
+                f"{name}_cache", f"strides {tuple(cache.stride())}", "memory of its own for every row", "Call clone() on an expanded cache"
+            )
         if tensor.shape[head] != cache.shape[head] or tensor.shape[3] != cache.shape[3]:
             raise value_error(name, f"shape {tuple(tensor.shape)}", f"the heads and head_dim of {name}_cache {tuple(cache.shape)}")
     if v.shape[0] != k.shape[0] or v.shape[row] != k.shape[row]:
@@ -126,7 +143,7 @@ def check_rotary(cos: Tensor | None, sin: Tensor | None, k: Tensor) -> None:
         raise value_error(missing, "None", "rotary_cos and rotary_sin together, or neither")
     for name, tensor in (("rotary_cos", cos), ("rotary_sin", sin)):
         if tensor.dtype not in (k.dtype, torch.float32):
-            raise type_error(name, tensor.dtype, f"{dtype_name(k.dtype)} (k's) or float32")
+            raise type_error(name, tensor.dtype, q_or_float32(k.dtype))
         if tensor.dim() != 2 or 2 * tensor.shape[1] > k.shape[3]:
             raise value_error(name, tensor, f"shape (positions, rotary_dim / 2) with rotary_dim at most {k.shape[3]}")
         if tensor.device != k.device:

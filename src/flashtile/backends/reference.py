@@ -63,9 +63,11 @@ def attend_backward(
     for segment in segments(args):
         q, k, v = _inputs(args, segment, dtype)
         do, o, row_lse = segment.queries(dout).to(dtype), segment.queries(out).to(dtype), segment.stats(lse)
+        # A row that saw nothing has no gradient, whatever comes into it
+        do = torch.where((row_lse == -torch.inf)[..., None], 0.0, do)
         delta = (do * o).sum(-1)
         if dlse is not None:
-            delta = torch.where(row_lse == -torch.inf, 0.0, delta - segment.stats(dlse).to(dtype))
+            delta = delta - torch.where(row_lse == -torch.inf, 0.0, segment.stats(dlse).to(dtype))
 
         s, keep = _scores(args, segment, q, k)
         shift = torch.where(row_lse == -torch.inf, 0.0, row_lse)
@@ -114,10 +116,10 @@ def _scores(args: AttentionArgs, segment: Segment, q: Tensor, k: Tensor) -> tupl
     if args.softcap:
         s = args.softcap * torch.tanh(s / args.softcap)
     rows = torch.arange(segment.seqlen_q, device=q.device)[:, None] + segment.offset
-    columns = torch.arange(segment.seqlen_k, device=q.device)[None, :]
+    distance = rows - torch.arange(segment.seqlen_k, device=q.device)
     slopes = segment.slopes()
     if slopes is not None:
-        s = s - slopes.to(s.dtype)[..., None, None] * (rows - columns).abs().to(s.dtype)
+        s = s - slopes.to(s.dtype)[..., None, None] * distance.abs().to(s.dtype)
     keep = torch.ones(s.shape, dtype=torch.bool, device=q.device)
     if args.bias is not None:
         bias = segment.scores(args.bias).to(s.dtype)
@@ -127,9 +129,9 @@ def _scores(args: AttentionArgs, segment: Segment, q: Tensor, k: Tensor) -> tupl
         keep = keep & segment.scores(args.mask)
     left, right = key_window(args)
     if left >= 0:
-        keep = keep & (columns >= rows - left)
+        keep = keep & (distance <= left)
     if right >= 0:
-        keep = keep & (columns <= rows + right)
+        keep = keep & (distance >= -right)
     return s, keep
 
 

@@ -38,26 +38,32 @@ def refusal(backend: Backend, problem: Problem) -> str | None:
     return backend.refuse(problem)
 
 
-def select(problem: Problem, name: str | None) -> Backend:
-    """The backend for the problem: the one asked for, or the first that takes it."""
+def choose(problem: Problem, name: str | None) -> tuple[Backend, list[str]]:
+    """The backend for the problem, the one asked for or the first that takes it, and why faster ones do not."""
     if name is not None:
         backend = find(name)
         reason = refusal(backend, problem)
         if reason is not None:
             raise Unsupported(f"backend: got {name!r}, which refuses: {reason}. accepted: None, or another of {', '.join(names())}.")
-        return backend
+        return backend, []
     reasons: list[str] = []
     for backend in BACKENDS:
         if not backend.is_automatic:
             continue
         reason = refusal(backend, problem)
         if reason is None:
-            for slow_reason in reasons:
-                announce_slow_path(f"{slow_reason}; {backend.name!r} serves instead")
-            return backend
+            return backend, [f"{slow}; {backend.name!r} serves instead" for slow in reasons]
         if problem.device in backend.devices:
             reasons.append(f"{backend.name!r} refuses: {reason}")
     raise Unsupported("no backend takes this call. " + "; ".join(reasons or [f"none runs on {problem.device}"]))
+
+
+def select(problem: Problem, name: str | None) -> Backend:
+    """The backend that will run, after saying so if it is a slower one."""
+    backend, reasons = choose(problem, name)
+    for reason in reasons:
+        announce_slow_path(reason)
+    return backend
 
 
 def announce_slow_path(reason: str) -> None:
@@ -65,8 +71,9 @@ def announce_slow_path(reason: str) -> None:
     if is_strict():
         raise Unsupported(f"{reason} (FLASHTILE_STRICT=1 forbids slower paths).")
     if reason not in _warned:
+        # From here to the caller of the public function
+        warnings.warn(reason, SlowPathWarning, stacklevel=7)
         _warned.add(reason)
-        warnings.warn(reason, SlowPathWarning, stacklevel=2)
 
 
 def is_strict() -> bool:
@@ -81,12 +88,13 @@ class Explanation:
     backend: str
     details: dict[str, str]
     refusals: dict[str, str]  # every other backend, with its reason
+    slow_paths: tuple[str, ...]  # what a warning, or in strict mode an error, would say
 
     def __str__(self) -> str:
         problem, shape = self.problem, self.problem.shape
         options = {
             "causal": problem.causal if problem.causal != "none" else "",
-            "window": str(problem.window) if problem.window != (-1, -1) and problem.window != (-1, 0) else "",
+            "window": str(problem.window) if problem.window != ((-1, -1) if problem.causal == "none" else (-1, 0)) else "",
             "softcap": str(problem.softcap) if problem.softcap else "",
             "dropout": str(problem.dropout_p) if problem.dropout_p else "",
             "mask": "yes" if problem.has_mask else "",
@@ -94,24 +102,27 @@ class Explanation:
             "alibi": "yes" if problem.has_alibi else "",
             "sinks": "yes" if problem.has_sinks else "",
             "varlen": "yes" if problem.is_varlen else "",
+            "key lengths": "yes" if problem.has_key_lengths else "",
             "page size": str(problem.page_size) if problem.page_size else "",
+            "deterministic": "yes" if problem.deterministic else "",
         }
-        given = ", ".join(f"{name} {value}" for name, value in options.items() if value) or "none"
+        given = ", ".join(f"{name} {value}" for name, value in options.items() if value)
         passes = "forward and backward" if problem.needs_grad else "forward"
         lines = [
             f"problem   {dtype_name(problem.dtype)} on {problem.device}, layout {problem.layout}, {passes}",
             f"sizes     batch {shape.batch}, heads {shape.heads} over {shape.heads_kv}, seqlen {shape.seqlen_q} x {shape.seqlen_k}, "
             f"head_dim {shape.head_dim} / {shape.head_dim_v}",
-            f"options   {given}",
+            f"options   scale {problem.scale:.4g}" + (f", {given}" if given else ""),
             f"backend   {self.backend}",
             *(f"  {name}: {value}" for name, value in self.details.items()),
             *(f"not       {name}: {reason}" for name, reason in self.refusals.items()),
+            *(f"slow      {reason}" for reason in self.slow_paths),
         ]
         return "\n".join(lines)
 
 
 def explain(problem: Problem, name: str | None) -> Explanation:
-    chosen = select(problem, name)
+    chosen, slow = choose(problem, name)
     refusals = {}
     for backend in BACKENDS:
         if backend is chosen:
@@ -122,4 +133,4 @@ def explain(problem: Problem, name: str | None) -> Explanation:
             if not backend.is_automatic:
                 reason = f"only taken by name: {backend.summary}"
         refusals[backend.name] = reason
-    return Explanation(problem, chosen.name, chosen.details(problem), refusals)
+    return Explanation(problem, chosen.name, chosen.details(problem), refusals, tuple(slow))

@@ -103,8 +103,8 @@ class Segment:
 
 
 def segments(args: AttentionArgs) -> list[Segment]:
-    spans = check_values(args)
-    is_uniform = args.cu_seqlens_q is None and args.seqused_k is None and args.leftpad_k is None and args.block_table is None
-    if is_uniform:
-        return [Segment(args, 0, len(spans), spans[0])] if spans else []
-    return [Segment(args, b, 1, span) for b, span in enumerate(spans)]
+    index_tensors = (args.cu_seqlens_q, args.seqused_k, args.leftpad_k, args.block_table)
+    if all(tensor is None for tensor in index_tensors):
+        shape = shape_of(args)
+        return [Segment(args, 0, shape.batch, SequenceSpan(0, shape.seqlen_q, 0, shape.seqlen_k))]
+    return [Segment(args, b, 1, span) for b, span in enumerate(check_values(args))]

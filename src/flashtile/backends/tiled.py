@@ -152,26 +152,32 @@ def forward_segment(tiles: Tiles, segment: Segment, out: Tensor, lse: Tensor) ->
 def backward_segment(tiles: Tiles, segment: Segment, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
     dout, out, lse = tiles.grouped(segment.queries(dout)), tiles.grouped(segment.queries(out)), tiles.grouped(segment.stats(lse))
     lse = lse.to(tiles.dtype)
-    delta = torch.empty_like(lse)
+    delta = torch.zeros_like(lse) if dlse is None else -tiles.grouped(segment.stats(dlse)).to(tiles.dtype)
     for i in tiles.query_blocks():
-        delta[..., i.start : i.stop] = (tiles.load(dout, i) * tiles.load(out, i)).sum(-1)
-    if dlse is not None:
-        delta = torch.where(lse == -torch.inf, 0.0, delta - tiles.grouped(segment.stats(dlse)))
-    dq = torch.zeros_like(tiles.q, dtype=tiles.dtype)
-    dk = torch.zeros_like(tiles.k, dtype=tiles.dtype)
-    dv = torch.zeros_like(tiles.v, dtype=tiles.dtype)
+        delta[..., i.start : i.stop] += (tiles.load(dout, i) * tiles.load(out, i)).sum(-1)
+    # A row that saw nothing has no gradient, whatever comes into it
+    is_empty = lse == -torch.inf
+    delta = torch.where(is_empty, 0.0, delta)
+    needs_ds = any(grad is not None for grad in (grads.dq, grads.dk, grads.dbias))
+    dq = None if grads.dq is None else tiles.grouped(segment.queries(grads.dq))
     dbias = None if grads.dbias is None else tiles.grouped(segment.scores(grads.dbias))
+    dk = None if grads.dk is None else torch.zeros_like(tiles.k, dtype=tiles.dtype)
+    dv = None if grads.dv is None else torch.zeros_like(tiles.v, dtype=tiles.dtype)
 
     for j in tiles.key_blocks():
         k, v = tiles.load(tiles.k, j), tiles.load(tiles.v, j)
         for i in tiles.query_blocks():
             if tiles.is_empty(i, j):
                 continue
-            q, do = tiles.load(tiles.q, i), tiles.load(dout, i)
+            q = tiles.load(tiles.q, i)
+            do = torch.where(is_empty[..., i.start : i.stop, None], 0.0, tiles.load(dout, i))
             # Rebuild P from the stored lse
             s, capped = tiles.scores(i, j, q, k)
             p = torch.exp(s - finite(lse[..., i.start : i.stop])[..., None])
-            dv[:, :, j.start : j.stop] += torch.einsum("bhgij,bhgid->bhjd", tiles.drop(p, i, j), do)
+            if dv is not None:
+                dv[:, :, j.start : j.stop] += torch.einsum("bhgij,bhgid->bhjd", tiles.drop(p, i, j), do)
+            if not needs_ds:
+                continue
             # dS of the softmax, then of the softcap and the scale
             dp = tiles.drop(torch.einsum("bhgid,bhjd->bhgij", do, v), i, j)
             ds = p * (dp - delta[..., i.start : i.stop, None])
@@ -181,14 +187,14 @@ def backward_segment(tiles: Tiles, segment: Segment, dout: Tensor, dlse: Tensor 
             if capped is not None:
                 ds = ds * (1 - capped * capped)
             ds = ds * tiles.scale
-            dk[:, :, j.start : j.stop] += torch.einsum("bhgij,bhgid->bhjd", ds, q)
-            dq[..., i.start : i.stop, :] += torch.einsum("bhgij,bhjd->bhgid", ds, k)
+            if dk is not None:
+                dk[:, :, j.start : j.stop] += torch.einsum("bhgij,bhgid->bhjd", ds, q)
+            if dq is not None:
+                dq[..., i.start : i.stop, :] += torch.einsum("bhgij,bhjd->bhgid", ds, k)
 
-    if grads.dq is not None:
-        segment.queries(grads.dq).copy_(dq.flatten(1, 2))
-    if grads.dk is not None:
+    if grads.dk is not None and dk is not None:
         segment.add_to_keys(grads.dk, dk)
-    if grads.dv is not None:
+    if grads.dv is not None and dv is not None:
         segment.add_to_keys(grads.dv, dv)
     if grads.dsinks is not None and tiles.sinks is not None:
         grads.dsinks.sub_((torch.exp(tiles.sinks - finite(lse)) * delta).sum((0, 3)).flatten())

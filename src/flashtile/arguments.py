@@ -1,0 +1,296 @@
+"""From what a caller may write to the op's arguments: types, defaults and words, nothing about sizes.
+
+No size becomes a plain value here and no tensor is read, so all of it traces with symbolic shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.backends import kvcache, registry
+from flashtile.errors import type_error, unsupported, value_error
+from flashtile.problem import AttentionArgs, check_layout
+
+Window = Sequence[int] | None
+Causal = bool | str
+
+
+def attention_args(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: Causal,
+    window: Window,
+    scale: float | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    softcap: float,
+    sinks: Tensor | None,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    deterministic: bool | None,
+    layout: str,
+    backend: str | None,
+) -> AttentionArgs:
+    require_tensors(q=q, k=k, v=v)
+    require_optional_tensors(mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, rng_state=rng_state)
+    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
+        raise unsupported("alibi_slopes", "a tensor that requires grad", "constants", "Pass the term as bias to differentiate it")
+    if backend is not None:
+        if not isinstance(backend, str):
+            raise type_error("backend", backend, "None or a name")
+        registry.find(backend)
+    if not isinstance(layout, str):
+        raise type_error("layout", layout, "a name")
+    softcap, dropout_p = number("softcap", softcap), number("dropout_p", dropout_p)
+    scale = None if scale is None else number("scale", scale)
+    deterministic = None if deterministic is None else flag("deterministic", deterministic, "True, False or None")
+    if rng_state is None and dropout_p > 0.0:
+        rng_state = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+    left, right = _window(window)
+    return AttentionArgs(
+        *(q, k, v, _to_4d(bias), _to_4d(mask), alibi_slopes, sinks, rng_state),
+        scale=scale,
+        causal=_causal(causal),
+        window_left=left,
+        window_right=right,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+        layout=layout,
+        backend=backend,
+    )
+
+
+def varlen_args(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    causal: Causal,
+    window: Window,
+    scale: float | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    softcap: float,
+    sinks: Tensor | None,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    deterministic: bool | None,
+    layout: str,
+    backend: str | None,
+) -> AttentionArgs:
+    require_tensors(cu_seqlens_q=cu_seqlens_q)
+    require_optional_tensors(cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, block_table=block_table)
+    args = attention_args(
+        q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic, layout, backend
+    )
+    return args._replace(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=_length_bound("max_seqlen_q", max_seqlen_q),
+        max_seqlen_k=_length_bound("max_seqlen_k", max_seqlen_k),
+        seqused_k=seqused_k,
+        block_table=block_table,
+    )
+
+
+def kvcache_args(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache_seqlens: Tensor | int | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    rotary_interleaved: bool,
+    num_splits: int,
+    causal: Causal,
+    window: Window,
+    scale: float | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    layout: str,
+    backend: str | None,
+) -> tuple[AttentionArgs, Append | None]:
+    """The arguments of the read before the append, and those of the append if there is one."""
+    require_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    require_optional_tensors(k=k, v=v, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table)
+    require_optional_tensors(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    dtype = autocast_dtype(q)
+    if dtype is not None:
+        q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
+    args = attention_args(
+        q, k_cache, v_cache, causal, window, scale, None, None, alibi_slopes, softcap, sinks, 0.0, None, None, layout, backend
+    )
+    check_layout(layout)
+    if (k is None) != (v is None):
+        raise value_error("k" if k is None else "v", "None", "k and v together, or neither")
+    if q.dim() != 4:
+        raise value_error("q", q, "4 dimensions")
+    if k is not None and cache_seqlens is None:
+        raise value_error("cache_seqlens", "None", "the rows in use, wherever k and v are appended")
+    if k is None and (rotary_cos is not None or rotary_sin is not None):
+        raise value_error("rotary_cos", "it without k and v", "rotary embedding together with keys to append")
+    if k is not None and (k.dim() != 4 or k.shape[0] != q.shape[0]):
+        raise value_error("k", k, f"4 dimensions and batch {q.shape[0]}, as q")
+    if cache_batch_idx is not None:
+        if block_table is not None:
+            raise value_error("cache_batch_idx", "it with block_table", "one of the two")
+        if cache_batch_idx.dtype != torch.int32:
+            raise type_error("cache_batch_idx", cache_batch_idx.dtype, "int32", "Call cache_batch_idx.to(torch.int32)")
+        if cache_batch_idx.dim() != 1 or cache_batch_idx.shape[0] != q.shape[0]:
+            raise value_error("cache_batch_idx", cache_batch_idx, f"shape ({q.shape[0]},), one row of the cache for each sequence")
+        # Rows of a larger cache are pages of one row each
+        block_table = cache_batch_idx[:, None]
+    if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
+        length = integer("cache_seqlens", cache_seqlens, "an int32 tensor, an int or None")
+        if length >= 2**31:
+            raise value_error("cache_seqlens", length, "the number of rows in use")
+        cache_seqlens = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
+    splits = integer("num_splits", num_splits, "an integer >= 0 (0 = chosen)")
+    args = args._replace(seqused_k=cache_seqlens, leftpad_k=cache_leftpad, block_table=block_table, num_splits=splits)
+    is_interleaved = flag("rotary_interleaved", rotary_interleaved)
+    if k is None or v is None or cache_seqlens is None:
+        return args, None
+    return args, Append(k_cache, v_cache, k, v, cache_seqlens, block_table, rotary_cos, rotary_sin, is_interleaved, layout)
+
+
+class Append(NamedTuple):
+    """The arguments of `flashtile::append_kv`, in schema order."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor
+    v: Tensor
+    cache_seqlens: Tensor
+    block_table: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    rotary_interleaved: bool
+    layout: str
+
+    def turn(self, args: AttentionArgs) -> Tensor:
+        """The queries, rotated as the new keys are. Where order does not matter they all stand at the end of the cache."""
+        if self.rotary_cos is None or self.rotary_sin is None:
+            return args.q
+        is_ordered = args.causal != "none" or (args.window_left, args.window_right) != (-1, -1)
+        rotary = (self.rotary_cos, self.rotary_sin, self.cache_seqlens, is_ordered, self.rotary_interleaved, self.layout)
+        return kvcache.rotate_queries(args.q, *rotary)
+
+
+def _length_bound(name: str, bound: Any) -> Any:
+    """An int is used; a tensor is not read (that would wait for the GPU), so the bound comes from the shapes instead."""
+    if bound is None or isinstance(bound, Tensor):
+        return None
+    return integer(name, bound, "an int, a tensor or None")
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Under autocast q, k, v and bias are cast as scaled_dot_product_attention casts them."""
+    require_tensors(q=q, k=k, v=v)
+    require_optional_tensors(bias=bias)
+    dtype = autocast_dtype(q)
+    if dtype is None:
+        return q, k, v, bias
+    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype), _cast(bias, dtype)
+
+
+def autocast_dtype(q: Tensor) -> torch.dtype | None:
+    device = q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _cast(tensor: Any, dtype: torch.dtype) -> Any:
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)
+
+
+def _causal(causal: Causal) -> str:
+    if isinstance(causal, str):
+        if causal not in ("top_left", "bottom_right"):
+            raise value_error("causal", repr(causal), "False, True, 'top_left' or 'bottom_right'")
+        return causal
+    return "bottom_right" if flag("causal", causal, "False, True, 'top_left' or 'bottom_right'") else "none"
+
+
+def _window(window: Window) -> tuple[int, int]:
+    if window is None:
+        return -1, -1
+    accepted = "None or a pair (left, right) of integers"
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise type_error("window", repr(window), accepted)
+    return integer("window", window[0], accepted), integer("window", window[1], accepted)
+
+
+def _to_4d(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None or tensor.dim() >= 4:
+        return tensor
+    return tensor[(None,) * (4 - tensor.dim())]
+
+
+def flag(name: str, value: Any, accepted: str = "True or False") -> bool:
+    """Booleans, numpy's among them, and the integers 0 and 1."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Integral) and value in (0, 1):
+        return bool(value)
+    if type(value).__name__ in ("bool_", "bool"):  # numpy's, without importing numpy
+        return bool(value)
+    raise type_error(name, value, accepted)
+
+
+def integer(name: str, value: Any, accepted: str) -> Any:
+    """A plain or symbolic integer that fits 64 bits; numpy's are converted."""
+    if isinstance(value, torch.SymInt):
+        return value
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise type_error(name, value, accepted)
+    value = int(value)
+    if not -(2**63) <= value < 2**63:
+        raise value_error(name, value, accepted + " of 64 bits")
+    return value
+
+
+def number(name: str, value: Any) -> Any:
+    """A plain or symbolic number; numpy's are converted."""
+    if isinstance(value, torch.SymFloat | torch.SymInt):
+        return value
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise type_error(name, value, "a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise value_error(name, "an integer beyond all floats", "a finite number") from None
+
+
+def require_tensors(**values: Any) -> None:
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise type_error(name, value, "a torch.Tensor")
+
+
+def require_optional_tensors(**values: Any) -> None:
+    for name, value in values.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise type_error(name, value, "a torch.Tensor or None")

@@ -1,0 +1,234 @@
+"""The conventions people already know, with their exact signatures. Errors come in the words of each convention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.api import attention, attention_kvcache, attention_varlen, call_as
+from flashtile.arguments import autocast_dtype, flag, require_optional_tensors, require_tensors
+from flashtile.errors import type_error, value_error
+from flashtile.problem import q_or_float32
+
+_SDPA_NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "causal": "is_causal"}
+_FLASH_NAMES = {"scale": "softmax_scale", "window": "window_size"}
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`, argument by argument: (..., heads, rows, dim), causal from the top left."""
+    require_tensors(query=query, key=key, value=value)
+    require_optional_tensors(attn_mask=attn_mask)
+    is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
+    if is_causal and attn_mask is not None:
+        raise value_error("attn_mask", "it with is_causal=True", "one of the two", "Fold the causal mask into attn_mask")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() < 2:
+            raise value_error(name, tensor, "at least 2 dimensions (..., rows, dim)")
+    q, k, v = (_at_least_3d(_last_contiguous(tensor)) for tensor in (query, key, value))
+    k, v, heads = _share_heads(q, k, v, enable_gqa)
+    lead = _broadcast_lead(q, k, v)
+    q, k, v = _fold(q, lead, heads), _fold(k, lead, k.shape[-3]), _fold(v, lead, v.shape[-3])
+    rank = max(query.dim(), key.dim(), value.dim())
+    if (attn_mask is not None and attn_mask.dim() > 4) or (attn_mask is not None and attn_mask.dim() == 4 and len(lead) > 1):
+        attn_mask = _fold(attn_mask, lead, attn_mask.shape[-3])
+    out = call_as(_SDPA_NAMES, _sdpa_4d, q, k, v, attn_mask, dropout_p, is_causal, scale)
+    if rank == 4:
+        return out
+    out = out.reshape(*lead, *out.shape[1:])
+    return out if rank > 2 else out[0]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn.flash_attn_func`, argument by argument: (batch, rows, heads, dim), causal from the bottom right.
+
+    return_attn_probs gives (out, lse, probabilities) with an empty third tensor: probabilities are never stored.
+    """
+    out, lse = call_as(
+        _FLASH_NAMES,
+        attention,
+        *(_last_contiguous(tensor) for tensor in (q, k, v)),
+        dropout_p=dropout_p,
+        scale=softmax_scale,
+        causal=causal,
+        window=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic or None,
+        return_lse=True,
+        layout="bshd",
+    )
+    return (out, lse, q.new_empty(0)) if return_attn_probs else out
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """`flash_attn.flash_attn_varlen_func`, argument by argument: (total, heads, dim) and cumulative lengths."""
+    out, lse = call_as(
+        _FLASH_NAMES,
+        attention_varlen,
+        *(_last_contiguous(tensor) for tensor in (q, k, v)),
+        *(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        block_table=block_table,
+        dropout_p=dropout_p,
+        scale=softmax_scale,
+        causal=causal,
+        window=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic or None,
+        return_lse=True,
+    )
+    return (out, lse, q.new_empty(0)) if return_attn_probs else out
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """`flash_attn.flash_attn_with_kvcache`, argument by argument. Like it, the result carries no gradient."""
+    with torch.no_grad():
+        return call_as(
+            _FLASH_NAMES,
+            attention_kvcache,
+            *(_last_contiguous(q), k_cache, v_cache),
+            k=k,
+            v=v,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad,
+            block_table=block_table,
+            scale=softmax_scale,
+            causal=causal,
+            window=window_size,
+            softcap=softcap,
+            rotary_interleaved=rotary_interleaved,
+            alibi_slopes=alibi_slopes,
+            num_splits=num_splits,
+            return_lse=return_softmax_lse,
+        )
+
+
+def _sdpa_4d(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    is_bool = attn_mask is not None and attn_mask.dtype == torch.bool
+    if attn_mask is not None and not is_bool and attn_mask.dtype not in (q.dtype, torch.float32) and autocast_dtype(q) is None:
+        raise type_error("mask", attn_mask.dtype, f"bool, or {q_or_float32(q.dtype)}")
+    return attention(
+        *(q, k, v),
+        causal="top_left" if is_causal else False,
+        mask=attn_mask if is_bool else None,
+        bias=None if is_bool else attn_mask,
+        dropout_p=dropout_p,
+        scale=scale,
+    )
+
+
+def _at_least_3d(tensor: Tensor) -> Tensor:
+    return tensor[None] if tensor.dim() == 2 else tensor
+
+
+def _last_contiguous(tensor: Tensor) -> Tensor:
+    """The facades copy what the functions they stand for would copy: a tensor whose last dimension is not contiguous."""
+    return tensor.contiguous() if tensor.dim() > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1 else tensor
+
+
+def _share_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, int]:
+    """k and v with one head count between them, and the head count of the output: heads of 1 are broadcast as torch does."""
+    heads_k, heads_v = k.shape[-3], v.shape[-3]
+    if heads_k != heads_v:
+        if enable_gqa and heads_k % heads_v == 0:
+            v = v.repeat_interleave(heads_k // heads_v, dim=-3)
+        elif enable_gqa and heads_v % heads_k == 0:
+            k = k.repeat_interleave(heads_v // heads_k, dim=-3)
+        elif heads_k == 1:
+            k = k.expand(*k.shape[:-3], heads_v, *k.shape[-2:])
+        elif heads_v == 1:
+            v = v.expand(*v.shape[:-3], heads_k, *v.shape[-2:])
+        else:
+            raise value_error("value", f"{heads_v} heads", f"{heads_k}, as key")
+    heads, heads_kv = q.shape[-3], k.shape[-3]
+    if heads == 1:
+        return k, v, heads_kv
+    if not enable_gqa and heads_kv != 1 and heads_kv != heads:
+        raise value_error("key", f"{heads_kv} heads", f"{heads}, as query", "Pass enable_gqa=True to share key heads")
+    return k, v, heads
+
+
+def _broadcast_lead(*tensors: Tensor) -> tuple[int, ...]:
+    """The leading dimensions of (..., heads, rows, dim), broadcast."""
+    try:
+        return torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in tensors))
+    except RuntimeError:
+        shapes = ", ".join(str(tuple(tensor.shape[:-3])) for tensor in tensors)
+        raise value_error("query", f"leading dimensions {shapes} of query, key, value", "broadcastable ones") from None
+
+
+def _fold(tensor: Tensor, lead: Sequence[int], heads: int) -> Tensor:
+    """(..., heads, rows, dim) with any number of leading dimensions as four dimensions."""
+    if tensor.dim() == 4 and len(lead) == 1 and tensor.shape[0] == lead[0] and tensor.shape[1] == heads:
+        return tensor
+    rows = tensor.shape[-2:]
+    if tensor.dim() > len(lead) + 3:
+        raise value_error("attn_mask", tensor, "no more dimensions than query, key and value have")
+    return tensor.expand(*lead, heads, *rows).reshape(math.prod(lead), heads, *rows)
