@@ -37,22 +37,17 @@ class _Part:
 
 
 class Check:
-    """The oracle and the yardstick of one point, computed when first asked for and used for every provider."""
+    """The oracle and the yardstick of one point, computed once and used for every provider."""
 
     def __init__(self, point: Point, inputs: Inputs):
-        self.point, self.has_backward = point, point.direction != "fwd"
-        self._part = _sample(point, inputs)
-        self._truth: tuple[testing.Result, testing.Result] | None = None
+        self.point, self._part = point, _sample(point, inputs)
+        has_backward = point.direction != "fwd"
+        self._ref = testing.oracle(self._part.inputs, has_backward=has_backward)
+        self._low = testing.yardstick(self._part.inputs, has_backward=has_backward)
 
     def verdict(self, out: Tensor, grads: tuple[Tensor, Tensor, Tensor] | None) -> Verdict:
         """`out` and the gradients as a provider returned them, (batch, heads, rows, dim)."""
-        part = self._part
-        if self._truth is None:
-            self._truth = (
-                testing.oracle(part.inputs, has_backward=self.has_backward),
-                testing.yardstick(part.inputs, has_backward=self.has_backward),
-            )
-        ref, low = self._truth
+        part, ref, low = self._part, self._ref, self._low
         ours = {"out": out[:1, : part.num_heads, part.rows]}
         if grads is not None:
             ours["dq"] = grads[0][:1, : part.num_heads, part.rows]
@@ -87,7 +82,7 @@ def _sample(point: Point, inputs: Inputs) -> _Part:
     rows = torch.linspace(0, point.seqlen_q - 1, count, device=inputs.q.device).round().long()
     mask = None
     if point.is_causal:
-        mask = torch.arange(point.seqlen_k, device=rows.device)[None, :] <= rows[:, None]
+        mask = (torch.arange(point.seqlen_k, device=rows.device)[None, :] <= rows[:, None])[None, None]
     q, dout = (tensor.detach()[:1, :num_heads, rows] for tensor in (inputs.q, inputs.dout))
     k, v = (tensor.detach()[:1, :num_heads_kv] for tensor in (inputs.k, inputs.v))
     dlse = torch.zeros(q.shape[:-1], device=q.device)

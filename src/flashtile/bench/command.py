@@ -34,6 +34,7 @@ from flashtile.bench.sweep import Settings, Sweep
 from flashtile.errors import Unsupported, value_error
 
 INTERRUPTED = 130
+_FILE_WIDTH = 150
 _DEFAULT_BUDGET_S = {"cpu": 0.4, "cuda": 0.08}
 _DEFAULT_CALL_LIMIT_S = {"cpu": 5.0, "cuda": 2.0}
 _DEFAULT_COMPILE_LIMIT_S = {"cpu": 60.0, "cuda": 150.0}
@@ -67,7 +68,7 @@ class Options:
 
 def run(options: Options, arguments: Sequence[str]) -> int:
     """Measures, and returns the exit status. Everything that can be refused is refused before anything is measured."""
-    console = Console(stderr=options.as_json)
+    console = _console(options.as_json)
     plan = make_plan(options)
     where, line = device.resolve(options.device)
     providers = choose(options.backends, is_grid=options.grid is not None)
@@ -75,7 +76,7 @@ def run(options: Options, arguments: Sequence[str]) -> int:
         raise value_error("--graph", f"it on {where}", "a GPU: it replays CUDA graphs", "Drop --graph")
     folder = writable_folder(options.out or Path("results") / device.slug(where))
     env = device.environment(where, arguments)
-    console.print(line, highlight=False)
+    console.print(line, highlight=False, soft_wrap=True)
     if options.has_overhead or options.has_cold:
         return _host_runs(options, plan.points[0], providers, where, env, folder, console)
     settings = Settings(
@@ -169,7 +170,7 @@ def run_compare(first: Path, second: Path, out: Path | None, as_json: bool) -> i
     found = compare.changes(before, after)
     if not found:
         raise value_error("--compare", "two runs without a common accurate row", "two CSVs of the same sweep")
-    console = Console(stderr=as_json)
+    console = _console(as_json)
     devices = {row.env.device for row in (*before, *after)}
     if len(devices) > 1:
         console.print(f"Different devices: {', '.join(sorted(devices))}.", highlight=False)
@@ -231,6 +232,12 @@ def writable_folder(folder: Path) -> Path:
     except OSError as error:
         raise value_error("--out", f"{folder} ({error.strerror})", "a folder that can be written", "Pass another --out") from error
     return folder
+
+
+def _console(as_json: bool) -> Console:
+    """Where tables and progress go; wide enough for a table when it is a file."""
+    console = Console(stderr=as_json)
+    return console if console.is_terminal else Console(stderr=as_json, width=_FILE_WIDTH)
 
 
 @contextmanager

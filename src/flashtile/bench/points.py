@@ -102,7 +102,7 @@ def length_sweep(point: Point, seqlens: tuple[int, ...], suffix: str = "") -> Pl
     stem = f"sdpa_Lsweep_B{point.batch}_H{point.heads}"
     stem += f"_Hkv{point.heads_kv}" if point.heads_kv != point.heads else ""
     stem += f"_d{point.head_dim}_{point.dtype}" + ("_causal" if point.is_causal else "")
-    stem += f"_{point.direction}" if point.direction != "fwd" else ""
+    stem += f"_{point.direction.replace('+', '')}" if point.direction != "fwd" else ""
     return Plan("Lsweep", stem + suffix, tuple(replace(point, seqlen_q=seqlen, seqlen_k=seqlen) for seqlen in seqlens))
 
 

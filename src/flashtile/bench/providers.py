@@ -138,7 +138,7 @@ def _compile(function: Callable[..., Any], point: Point, inputs: Inputs) -> tupl
         torch._dynamo.reset()
     if point.direction != "fwd":
         # Lets the backward pass run again on the same graph
-        torch._functorch.config.donated_buffer = False  # type: ignore[attr-defined,unused-ignore]
+        importlib.import_module("torch._functorch.config").donated_buffer = False  # type: ignore[attr-defined]
     compiled = torch.compile(function, dynamic=is_dynamic, fullgraph=True)
     return compiled, "dynamic shapes" if is_dynamic else "static shapes"
 
