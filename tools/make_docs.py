@@ -12,6 +12,7 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from flashtile.bench import plots, tables
@@ -62,11 +63,11 @@ def figures(results: Path, wanted: set[str]) -> tuple[list[Path], list[Path]]:
     return stale + absent, sorted(source for source in sources if source.exists())
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Fill README.md and docs/ from results/.")
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where something is out of date")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     results, complaints, wanted = options.root / "results", [], set()
     for page in pages(options.root):
         text = page.read_text(encoding="utf-8")

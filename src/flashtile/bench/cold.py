@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,6 +106,12 @@ def _report(request: dict[str, Any], begin: float, torch_at: float) -> dict[str,
 
 
 def _resident_peak() -> int:
-    """The most memory this process ever held, in bytes (Linux counts it in KiB, macOS in bytes)."""
+    """The most memory this process ever held, in bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        # ru_maxrss of a child starts at its parent's on Linux; VmHWM starts anew
+        match = re.search(r"VmHWM:\s*(\d+) kB", status.read_text())
+        if match:
+            return int(match[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
