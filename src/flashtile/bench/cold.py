@@ -93,7 +93,7 @@ def _report(request: dict[str, Any], begin: float, torch_at: float) -> dict[str,
     started_at = time.perf_counter()
     times = {"import_torch_s": torch_at - begin, "import_flashtile_s": flashtile_at - torch_at, "start_device_s": started_at - flashtile_at}
     try:
-        with refusing(device):
+        with refusing():
             before = _resident_peak()
             attend = provider.build(point, inputs)
             with attend.context(), torch.set_grad_enabled(has_grad):

@@ -38,7 +38,7 @@ def _measure(provider: Provider, point: Point, device: str, env: Environment, mo
     longest = _SMALL_SEQLEN + NUM_CALLS if is_growing else _SMALL_SEQLEN
     small = replace(point, seqlen_q=1 if is_growing else longest, seqlen_k=longest, has_growing_keys=is_growing, direction=direction)
     try:
-        with refusing(device):
+        with refusing():
             inputs = small.make(device, seed=0)
             attend = provider.build(replace(small, is_causal=point.is_causal and not is_growing), inputs)
             leaves = inputs.leaves(provider.layout, mode == "grad")

@@ -33,16 +33,17 @@ _STYLES: dict[str, tuple[str, str, str]] = {  # provider -> colour, line, marker
     "sdpa-math": (_BLUE, ":", "."),
     "eager": (_BLACK, ":", "."),
     "compiled": (_GREEN, "--", "."),
-    "flex": (_PINK, "-", "."),
+    "flex": (_GREY, "--", "."),
     "flash-attn-2": (_BLUE, "--", "."),
     "flash-attn-3": (_PINK, "--", "."),
-    "flash-attn-4": (_PINK, ":", "."),
+    "flash-attn-4": (_PINK, "-", "."),
     "xformers": (_SKY, "--", "."),
     "flashinfer": (_SKY, ":", "."),
 }
 _PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 
 Value = Callable[[Row], "float | None"]
+End = tuple[float, float, str, str, bool]  # y, x, provider, colour, is ours
 
 
 def require_matplotlib() -> None:
@@ -102,12 +103,13 @@ def _length_figures(csv_path: Path, rows: Sequence[Row]) -> list[Path]:
         figure = Figure(figsize=(8.4, 5.0), layout="constrained")
         axes = figure.add_subplot()
         has_band = what == "latency"
-        _lines(axes, rows, value, has_band)
+        ends = _lines(axes, rows, value, has_band)
         axes.set_ylabel(label)
         axes.set_xlabel("Sequence length L")
         axes.set_title(f"{label.partition(' (')[0]} against sequence length: {problem}\n", loc="left", fontweight="bold")
         note = "median, band p20 to p80" if has_band else ""
         _caption(axes, first, note)
+        _label_ends(axes, ends)
         written.append(_save(figure, csv_path, f"{what}_vs_L{suffix}.png"))
     return written
 
@@ -117,9 +119,9 @@ def _caption(axes: Any, row: Row, note: str = "") -> None:
     axes.text(0, 1.015, "; ".join(filter(None, texts)), transform=axes.transAxes, fontsize=8.5, color="#555555")
 
 
-def _lines(axes: Any, rows: Sequence[Row], value: Value, has_band: bool = False) -> None:
-    """One line for each provider on log axes, its name at the line's end."""
-    ends = []
+def _lines(axes: Any, rows: Sequence[Row], value: Value, has_band: bool = False) -> list[End]:
+    """One line for each provider on log axes; returns the lines' ends, to be labelled when all axes are final."""
+    ends: list[End] = []
     lengths = sorted({row.seqlen_k for row in rows})
     for name in dict.fromkeys(row.provider for row in rows):
         own = sorted((row for row in rows if row.provider == name and value(row)), key=lambda row: row.seqlen_k)
@@ -141,8 +143,7 @@ def _lines(axes: Any, rows: Sequence[Row], value: Value, has_band: bool = False)
     axes.set_yscale("log")
     axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.minorticks_off()
-    _plain_ticks(axes)
-    _label_ends(axes, ends)
+    return ends
 
 
 def _plain_ticks(axes: Any) -> None:
@@ -156,10 +157,11 @@ def _plain_ticks(axes: Any) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str, bool]]) -> None:
+def _label_ends(axes: Any, ends: Sequence[End]) -> None:
     """Names right of the lines' ends, pushed apart where they would overlap, each tied to its line."""
     if not ends:
         return
+    _plain_ticks(axes)
     figure = axes.figure
     figure.draw_without_rendering()
     height = axes.get_window_extent().height / figure.dpi * 72  # in points
@@ -226,12 +228,16 @@ def _small_multiples(csv_path: Path, rows: Sequence[Row], head_dim: int) -> Path
     passes, masks = list(dict.fromkeys(row.direction for row in here)), sorted({row.is_causal for row in here})
     figure = Figure(figsize=(6.2 * len(masks), 3.9 * len(passes) + 0.6), layout="constrained")
     panels = figure.subplots(len(passes), len(masks), squeeze=False, sharey="row")
+    ends: list[tuple[Any, list[End]]] = []
     for panel_row, direction in zip(panels, passes, strict=True):
         for axes, is_causal in zip(panel_row, masks, strict=True):
-            _lines(axes, [row for row in here if row.direction == direction and row.is_causal == is_causal], lambda row: row.tflops)
+            own = [row for row in here if row.direction == direction and row.is_causal == is_causal]
+            ends.append((axes, _lines(axes, own, lambda row: row.tflops)))
             axes.set_title(f"{_PASSES[direction]}, {'causal' if is_causal else 'full'}", loc="left")
             axes.set_xlabel("Sequence length L")
         panel_row[0].set_ylabel("Throughput (TFLOP/s)")
+    for axes, own_ends in ends:
+        _label_ends(axes, own_ends)
     first = here[0]
     figure.suptitle(
         f"d={head_dim} {first.dtype}, H={first.heads}, B*L={first.batch * first.seqlen_k}; {first.env.device}, torch {first.env.torch}",
@@ -249,11 +255,14 @@ def _decode_figure(csv_path: Path, rows: Sequence[Row]) -> Path:
     lines = -(-len(batches) // columns)
     figure = Figure(figsize=(6.2 * columns, 3.6 * lines + 0.6), layout="constrained")
     panels = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
+    ends: list[tuple[Any, list[End]]] = []
     for axes, batch in zip(panels, batches, strict=False):
-        _lines(axes, [row for row in rows if row.batch == batch], lambda row: row.gb_per_s)
+        ends.append((axes, _lines(axes, [row for row in rows if row.batch == batch], lambda row: row.gb_per_s)))
         axes.set_title(f"B={batch}", loc="left")
         axes.set_xlabel("Keys per sequence")
         axes.set_ylabel("Bandwidth (GB/s)")
+    for axes, own_ends in ends:
+        _label_ends(axes, own_ends)
     for axes in panels[len(batches) :]:
         axes.set_visible(False)
     first = rows[0]
@@ -279,9 +288,9 @@ def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
         return None
     lengths = sorted({row.seqlen_k for row in rows})
     kinds = list(dict.fromkeys(_heat_line(row) for row in rows))
-    columns = min(2, len(tables))
+    columns = min(4, len(tables))
     lines = -(-len(tables) // columns)
-    figure = Figure(figsize=(1.0 + 5.4 * columns, 0.8 + (1.2 + 0.36 * len(kinds)) * lines), layout="constrained")
+    figure = Figure(figsize=(2.4 + (0.6 + 0.52 * len(lengths)) * columns, 0.9 + (0.7 + 0.32 * len(kinds)) * lines), layout="constrained")
     panels = figure.subplots(lines, columns, squeeze=False).flatten()
     norm = TwoSlopeNorm(0.0, -1.5, 1.5)
     for axes, ((provider, peer), found) in zip(panels, tables.items(), strict=False):
@@ -292,16 +301,17 @@ def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
         axes.imshow(np.log2(values), cmap="PuOr", norm=norm, aspect="auto")
         for (line, column), value in np.ndenumerate(values):
             if not np.isnan(value):
-                shade = "white" if abs(np.log2(value)) > 0.9 else "black"
+                shade = "white" if abs(np.log2(value)) > 0.75 else "black"
                 axes.text(column, line, f"{value:.2f}", ha="center", va="center", fontsize=8.5, color=shade)
         axes.set_xticks(range(len(lengths)), [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in lengths])
-        axes.set_yticks(range(len(kinds)), kinds, fontsize=9)
+        is_left = axes.get_subplotspec().is_first_col()
+        axes.set_yticks(range(len(kinds)), kinds if is_left else [""] * len(kinds), fontsize=9)
         axes.grid(False)
         axes.tick_params(length=0)
         axes.set_title(f"{provider} over {peer}", loc="left", fontweight="bold")
     for axes in panels[len(tables) :]:
         axes.set_visible(False)
-    bar = figure.colorbar(ScalarMappable(norm, "PuOr"), ax=list(panels), shrink=0.6, ticks=[-1, 0, 1], label="times as fast")
+    bar = figure.colorbar(ScalarMappable(norm, "PuOr"), ax=list(panels), shrink=0.5, aspect=28, ticks=[-1, 0, 1], label="times as fast")
     bar.ax.set_yticklabels(["1/2", "1", "2"])
     first = rows[0]
     figure.suptitle(f"Speed ratios, {first.dtype}; {first.env.device}, torch {first.env.torch}", x=0.01, ha="left", fontweight="bold")

@@ -110,7 +110,8 @@ def _sdpa(pinned: SDPBackend | None, point: Point, inputs: Inputs) -> Attend:
 
     if pinned is not None:
         return Attend(call, partial(sdpa_kernel, pinned))
-    chosen = SDPBackend(torch._fused_sdp_choice(inputs.q, inputs.k, inputs.v, **options))
+    leaves = inputs.leaves("bhsd", point.direction != "fwd")
+    chosen = SDPBackend(torch._fused_sdp_choice(leaves.q, leaves.k, leaves.v, **options))
     return Attend(call, detail=f"takes {chosen.name.lower()}")
 
 
@@ -131,11 +132,11 @@ def _eager(point: Point, inputs: Inputs) -> Attend:
     return Attend(partial(eager, point.is_causal))
 
 
-def _compile(function: Callable[..., Any], point: Point, inputs: Inputs) -> tuple[Callable[..., Any], str]:
-    """torch.compile for this point alone on a GPU; on the CPU, where a compile takes long, once for all lengths."""
-    is_dynamic = inputs.q.device.type == "cpu" or point.has_growing_keys
-    if not is_dynamic:
-        torch._dynamo.reset()
+def _compile(function: Callable[..., Any], point: Point, is_dynamic: bool) -> tuple[Callable[..., Any], str]:
+    """torch.compile for this point alone, or once for all lengths."""
+    config = importlib.import_module("torch._dynamo.config")
+    # Beyond these torch would silently run the plain function
+    config.recompile_limit, config.accumulated_recompile_limit = 1024, 4096  # type: ignore[attr-defined]
     if point.direction != "fwd":
         # Lets the backward pass run again on the same graph
         importlib.import_module("torch._functorch.config").donated_buffer = False  # type: ignore[attr-defined]
@@ -144,7 +145,7 @@ def _compile(function: Callable[..., Any], point: Point, inputs: Inputs) -> tupl
 
 
 def _compiled(point: Point, inputs: Inputs) -> Attend:
-    call, detail = _compile(partial(eager, point.is_causal), point, inputs)
+    call, detail = _compile(partial(eager, point.is_causal), point, is_dynamic=True)
     return Attend(call, detail=detail)
 
 
@@ -156,7 +157,9 @@ def _flex(point: Point, inputs: Inputs) -> Attend:
     options: dict[str, Any] = {"enable_gqa": point.heads != point.heads_kv}
     if point.is_causal:
         options["block_mask"] = create_block_mask(_is_seen, None, None, point.seqlen_q, point.seqlen_k, device=inputs.q.device.type)
-    compiled, detail = _compile(flex_attention, point, inputs)
+    # Knowing the shape makes it faster, but on the CPU each compile takes half a minute
+    is_dynamic = inputs.q.device.type == "cpu" or point.has_growing_keys
+    compiled, detail = _compile(flex_attention, point, is_dynamic)
     return Attend(lambda q, k, v: compiled(q, k, v, **options), detail=detail)
 
 

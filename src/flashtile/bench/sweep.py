@@ -74,9 +74,7 @@ class Sweep:
         for index, point in enumerate(self.plan.points):
             refused = [self._row(p, point, "refused", absent[p.name]) for p in self.providers if p.name in absent and index == 0]
             yield self._measure(point, present, on_step) + refused
-            gc.collect()
-            if self.settings.device == "cuda":
-                torch.cuda.empty_cache()
+            self._release()
 
     def _measure(self, point: Point, present: Sequence[Provider], on_step: Callable[[Point, str], None]) -> list[Row]:
         device = self.settings.device
@@ -90,11 +88,19 @@ class Sweep:
                 outcomes[provider.name] = self._prepare(provider, point, copies, check)
             except Refusal as refusal:
                 outcomes[provider.name] = self._row(provider, point, refusal.status, refusal.reason)
+            if isinstance(outcomes[provider.name], Row):
+                self._release()
         on_step(point, "timing")
         measured = [outcome for outcome in outcomes.values() if isinstance(outcome, _Measured)]
         to_time = [one.contender for one in measured if not one.contender.seconds]
         timing.interleave(to_time, device, self.settings.budget_s)
         return [outcome if isinstance(outcome, Row) else self._timed_row(outcome, point, len(copies)) for outcome in outcomes.values()]
+
+    def _release(self) -> None:
+        """Gives memory back, so that the next one finds it free."""
+        gc.collect()
+        if self.settings.device == "cuda":
+            torch.cuda.empty_cache()
 
     def _look_ahead(self, provider: Provider, point: Point) -> None:
         """Refuses what is known to take too long."""
@@ -117,7 +123,7 @@ class Sweep:
         """Everything but the timing: build, first call, accuracy, memory, thunks."""
         device, has_grad = self.settings.device, point.direction != "fwd"
         stream = torch.cuda.Stream() if self.settings.use_graph else None
-        with refusing(device):
+        with refusing():
             attend = provider.build(point, copies[0])
             with self._context(attend, has_grad, stream):
                 leaves = [copy.leaves(provider.layout, has_grad) for copy in copies[: MAX_GRAPHS if has_grad else None]]
@@ -212,7 +218,7 @@ def _bhsd(tensor: Tensor, provider: Provider) -> Tensor:
 
 
 @contextmanager
-def refusing(device: str) -> Iterator[None]:
+def refusing() -> Iterator[None]:
     """Turns whatever a provider raises into a Refusal, with the warnings that came before it: SDPA explains itself there."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -226,7 +232,3 @@ def refusing(device: str) -> Iterator[None]:
                 raise Refusal("oom", f"out of memory: {reason[:300]}") from error
             said = [str(warning.message).partition(" (Triggered")[0] for warning in caught if issubclass(warning.category, UserWarning)]
             raise Refusal("refused", "; ".join([reason[:400], *dict.fromkeys(said)])[:800]) from error
-        finally:
-            if device == "cuda":
-                gc.collect()
-                torch.cuda.empty_cache()
