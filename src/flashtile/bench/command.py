@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,8 @@ class Options:
     has_cold: bool = False
 
 
-def run(options: Options, arguments: Sequence[str]) -> int:
-    """Measures, and returns the exit status. Everything that can be refused is refused before anything is measured."""
+def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
+    """The job the options ask for; running it returns the exit status. What can be refused is refused here, before any measuring."""
     console = _console(options.as_json)
     plan = make_plan(options)
     where, line = device.resolve(options.device)
@@ -78,7 +79,7 @@ def run(options: Options, arguments: Sequence[str]) -> int:
     env = device.environment(where, arguments)
     console.print(line, highlight=False, soft_wrap=True)
     if options.has_overhead or options.has_cold:
-        return _host_runs(options, plan.points[0], providers, where, env, folder, console)
+        return partial(_host_runs, options, plan.points[0], providers, where, env, folder, console)
     settings = Settings(
         device=where,
         cache_bytes=device.cache_bytes(where),
@@ -87,7 +88,7 @@ def run(options: Options, arguments: Sequence[str]) -> int:
         compile_limit_s=options.compile_limit if options.compile_limit is not None else _DEFAULT_COMPILE_LIMIT_S[where],
         use_graph=options.use_graph,
     )
-    return run_sweep(Sweep(plan, providers, settings, env), folder, console, options.as_json)
+    return partial(run_sweep, Sweep(plan, providers, settings, env), folder, console, options.as_json)
 
 
 def run_sweep(sweep: Sweep, folder: Path, console: Console, as_json: bool = False) -> int:
@@ -164,19 +165,23 @@ def _host_runs(options: Options, point: Point, providers: Sequence[Provider], wh
     return 0
 
 
-def run_compare(first: Path, second: Path, out: Path | None, as_json: bool) -> int:
-    """The ratios of two runs, shown and written beside the second."""
+def prepare_compare(first: Path, second: Path, out: Path | None, as_json: bool) -> Callable[[], int]:
+    """The job that shows the ratios of two runs and writes them beside the second."""
     before, after = read(first, Row), read(second, Row)
     found = compare.changes(before, after)
     if not found:
         raise value_error("--compare", "two runs without a common accurate row", "two CSVs of the same sweep")
+    devices = sorted({row.env.device for row in (*before, *after)})
+    path = writable_folder(out or second.parent) / f"compare_{first.stem}_{second.stem}.csv"
+    return partial(_compare, found, devices, path, as_json)
+
+
+def _compare(found: Sequence[compare.Change], devices: Sequence[str], path: Path, as_json: bool) -> int:
     console = _console(as_json)
-    devices = {row.env.device for row in (*before, *after)}
     if len(devices) > 1:
-        console.print(f"Different devices: {', '.join(sorted(devices))}.", highlight=False)
+        console.print(f"Different devices: {', '.join(devices)}.", highlight=False)
     for table in tables.change_tables(found):
         _show(console, table)
-    path = writable_folder(out or second.parent) / f"compare_{first.stem}_{second.stem}.csv"
     compare.write(path, found)
     _say_files(console, [path])
     if as_json:
@@ -251,7 +256,8 @@ def _progress(console: Console) -> Iterator[Progress]:
 def _show(console: Console, table: tables.Table) -> None:
     if not table.lines:
         return
-    shown = RichTable(title=table.title, title_justify="left", show_edge=False, pad_edge=False)
+    console.print(table.title.capitalize() if table.title.islower() else table.title, style="bold", highlight=False)
+    shown = RichTable(show_edge=False, pad_edge=False)
     for index, name in enumerate(table.header):
         is_text = index == 0 or table.header[-1] == "reason"
         shown.add_column(name, justify="left" if is_text else "right", overflow="fold")

@@ -6,7 +6,7 @@ import gc
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -147,12 +147,7 @@ class Sweep:
 
     @contextmanager
     def _context(self, attend: Attend, has_grad: bool, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        contexts: list[AbstractContextManager[Any]] = [attend.context(), torch.set_grad_enabled(has_grad)]
-        if stream is not None:
-            contexts.append(torch.cuda.stream(stream))
-        with ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context)
+        with attend.context(), torch.set_grad_enabled(has_grad), nullcontext() if stream is None else torch.cuda.stream(stream):
             yield
 
     def _timed_row(self, one: _Measured, point: Point, copies: int) -> Row:

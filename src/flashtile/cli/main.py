@@ -67,8 +67,8 @@ def bench(
         call_limit, compile_limit, overhead, cold,
     )  # fmt: skip
     try:
-        status = bench_command.run_compare(*compare, out, as_json) if compare else bench_command.run(options, sys.argv[1:])
+        job = bench_command.prepare_compare(*compare, out, as_json) if compare else bench_command.prepare(options, sys.argv[1:])
     except (ValueError, TypeError, Unsupported) as error:
         typer.secho(str(error), err=True, fg=typer.colors.RED)
         raise typer.Exit(2) from error
-    raise typer.Exit(status)
+    raise typer.Exit(job())
