@@ -41,6 +41,18 @@ _DEFAULT_CALL_LIMIT_S = {"cpu": 5.0, "cuda": 2.0}
 _DEFAULT_COMPILE_LIMIT_S = {"cpu": 60.0, "cuda": 150.0}
 
 
+_SWEEP_ONLY = {  # options that a grid sets itself
+    "--full": "is_full",
+    "--seqlens": "seqlens",
+    "--batch": "batch",
+    "--heads": "heads",
+    "--heads-kv": "heads_kv",
+    "--head-dim": "head_dim",
+    "--causal": "is_causal",
+    "--pass": "direction",
+}
+
+
 @dataclass(frozen=True)
 class Options:
     """The options of the command, as they were given. None = the default of the sweep or the device."""
@@ -197,6 +209,9 @@ def make_plan(options: Options) -> Plan:
     if options.grid is not None:
         if options.grid not in GRIDS:
             raise value_error("--grid", repr(options.grid), ", ".join(GRIDS))
+        for name, field in _SWEEP_ONLY.items():
+            if getattr(options, field) != getattr(Options(), field):
+                raise value_error(name, f"it with --grid {options.grid}", "a length sweep", f"Drop {name} or --grid")
         dtype = dtype_key(options.dtype or "bf16")
         return (paper_grid if options.grid == "paper" else decode_grid)(dtype, suffix)
     for name, size in (("--batch", options.batch), ("--heads", options.heads), ("--head-dim", options.head_dim)):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,4 +105,9 @@ def capture(thunks: Sequence[Thunk], stream: torch.cuda.Stream) -> Thunk:
     with torch.cuda.graph(graph, stream=stream):
         for thunk in thunks:
             thunk()
-    return graph.replay
+    return partial(_replay, graph, thunks)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, kept: Sequence[Thunk]) -> None:
+    """`kept` holds the tensors that the graph reads."""
+    graph.replay()
