@@ -43,7 +43,7 @@ def part(name: str, page: Path, results: Path) -> str:
         return f"{tables.overhead_table(overhead_rows).markdown()}\n\n{origin(overhead_rows[0])}"
     rows = read(path, Row)
     table = tables.of(rows, kind or "latency")
-    return f"{table.title.capitalize()}:\n\n{table.markdown()}\n\n{origin(rows[0])}"
+    return f"{table.title}:\n\n{table.markdown()}\n\n{origin(rows[0])}"
 
 
 def origin(row: Row | OverheadRow) -> str:

@@ -188,6 +188,22 @@ def test_a_call_expected_to_take_too_long_is_not_made():
     assert "over 0.06 s; raise --call-limit" in found[1].reason
 
 
+def test_a_call_that_would_exhaust_the_memory_is_not_made(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("flashtile.bench.sweep.free_bytes", lambda: 100_000)
+
+    def large(q, k, v):
+        return right(q, k, v) + torch.zeros(q.shape[2], q.shape[2] * 8).sum()
+
+    found = rows([provider("large", large), provider("small")], 32, 64)
+    assert [(row.provider, row.seqlen_k, row.status) for row in found] == [
+        ("large", 32, "ok"),
+        ("small", 32, "ok"),
+        ("large", 64, "oom"),
+        ("small", 64, "ok"),
+    ]
+    assert "0.0 GiB are free" in found[2].reason
+
+
 def test_compile_time_has_a_limit_too():
     seen = set()
 

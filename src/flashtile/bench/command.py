@@ -271,7 +271,7 @@ def _progress(console: Console) -> Iterator[Progress]:
 def _show(console: Console, table: tables.Table) -> None:
     if not table.lines:
         return
-    console.print(table.title.capitalize() if table.title.islower() else table.title, style="bold", highlight=False)
+    console.print(table.title, style="bold", highlight=False)
     shown = RichTable(show_edge=False, pad_edge=False)
     for index, name in enumerate(table.header):
         is_text = index == 0 or table.header[-1] == "reason"

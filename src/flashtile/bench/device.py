@@ -50,6 +50,14 @@ def _size(text: str) -> int:
     return int(number) * {"": 1, "K": 2**10, "M": 2**20}[unit]
 
 
+def free_bytes() -> int:
+    """Memory the CPU can still give without swapping; Linux promises more than it has, and kills whoever believes it."""
+    if not Path("/proc/meminfo").exists():
+        return 2**62
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    return int(match[1]) * 1024 if match else 2**62
+
+
 def name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else f"{_cpu_name()}, {torch.get_num_threads()} threads"
 

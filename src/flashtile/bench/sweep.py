@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flashtile.bench import memory, timing
 from flashtile.bench.accuracy import Check, Verdict
+from flashtile.bench.device import free_bytes
 from flashtile.bench.points import Inputs, Plan, Point
 from flashtile.bench.providers import Attend, Provider, missing
 from flashtile.bench.rows import Environment, Row
@@ -38,6 +39,15 @@ class Settings:
     use_graph: bool = False
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """What the last call of a provider took, and at which point."""
+
+    point: Point
+    seconds: float
+    memory_bytes: int
+
+
 @dataclass
 class _Measured:
     provider: Provider
@@ -58,13 +68,13 @@ class Refusal(Exception):  # noqa: N818, an outcome rather than an error
 
 @dataclass
 class Sweep:
-    """A run under way. It remembers how fast each provider was, so that it can tell what would take too long."""
+    """A run under way. It remembers what each provider took, so that it can tell what would be too much."""
 
     plan: Plan
     providers: Sequence[Provider]
     settings: Settings
     env: Environment
-    _speed: dict[tuple[Any, ...], tuple[float, float, int]] = field(default_factory=dict)  # key -> seconds, flops, seqlen_k
+    _seen: dict[tuple[Any, ...], _Seen] = field(default_factory=dict)
     _compile_s: dict[str, float] = field(default_factory=dict)
 
     def rows(self, on_step: Callable[[Point, str], None] = lambda point, name: None) -> Iterator[list[Row]]:
@@ -103,18 +113,20 @@ class Sweep:
             torch.cuda.empty_cache()
 
     def _look_ahead(self, provider: Provider, point: Point) -> None:
-        """Refuses what is known to take too long."""
+        """Refuses what is known to take too long, or more memory than there is."""
         spent, limit = self._compile_s.get(provider.name, 0.0), self.settings.compile_limit_s
         if spent > limit:
             raise Refusal("slow", f"its first calls took {spent:.0f} s of this run already, over {limit:g} s; raise --compile-limit")
-        if self._key(provider, point) in self._speed:
-            seconds, flops, seqlen = self._speed[self._key(provider, point)]
-            expected = seconds * point.flops() / flops
-            if expected > self.settings.call_limit_s:
-                reason = (
-                    f"a call would take about {expected:.1f} s ({seconds:.2g} s at seqlen {seqlen}), over {self.settings.call_limit_s:g} s"
-                )
-                raise Refusal("slow", reason + "; raise --call-limit")
+        seen = self._seen.get(self._key(provider, point))
+        if seen is None:
+            return
+        growth, limit = point.flops() / seen.point.flops(), self.settings.call_limit_s
+        if seen.seconds * growth > limit:
+            before = f"{seen.seconds:.2g} s at seqlen {seen.point.seqlen_k}"
+            raise Refusal("slow", f"a call would take about {seen.seconds * growth:.1f} s ({before}), over {limit:g} s; raise --call-limit")
+        if self.settings.device == "cpu" and seen.memory_bytes * growth > (free := free_bytes()):
+            need = f"{seen.memory_bytes * growth / 2**30:.1f} GiB if its memory grows as its work"
+            raise Refusal("oom", f"a call may need {need}, and {free / 2**30:.1f} GiB are free")
 
     def _key(self, provider: Provider, point: Point) -> tuple[Any, ...]:
         return provider.name, point.direction, point.head_dim, point.is_causal, point.dtype
@@ -138,7 +150,7 @@ class Sweep:
                 calls_per_thunk = 1
                 if stream is not None:
                     calls_per_thunk, thunks = len(thunks), [timing.capture(thunks, stream)]
-        self._speed[self._key(provider, point)] = call_s, point.flops(), point.seqlen_k
+        self._seen[self._key(provider, point)] = _Seen(point, call_s, peak)
         self._compile_s[provider.name] = self._compile_s.get(provider.name, 0.0) + max(0.0, first_s - 3.5 * call_s)
         contender = Contender(provider.name, thunks, call_s, partial(self._context, attend, has_grad, None), calls_per_thunk)
         if call_s > self.settings.call_limit_s:

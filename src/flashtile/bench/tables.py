@@ -31,11 +31,11 @@ def number(value: float) -> str:
 
 
 _CELLS: dict[str, tuple[str, Callable[[Row], float | None]]] = {
-    "latency": ("median time, ms", lambda row: row.median_ms),
+    "latency": ("Median time, ms", lambda row: row.median_ms),
     "throughput": ("TFLOP/s", lambda row: row.tflops),
     "bandwidth": ("GB/s", lambda row: row.gb_per_s),
-    "memory": ("peak memory over the inputs, MiB", lambda row: None if row.memory_bytes is None else row.memory_bytes / 2**20),
-    "accuracy": ("largest error against float64", lambda row: row.max_error),
+    "memory": ("Peak memory over the inputs, MiB", lambda row: None if row.memory_bytes is None else row.memory_bytes / 2**20),
+    "accuracy": ("Largest error against float64", lambda row: row.max_error),
 }
 KINDS = (*_CELLS, "ratios")
 
@@ -93,7 +93,7 @@ def ratio_table(rows: Sequence[Row]) -> Table:
         for one in compare.ratios(rows)
     )
     header = ("speed", "pass", "points", "geometric mean", "lowest", "highest")
-    return Table("speed against each peer: peer's time over ours, accurate rows only", header, lines)
+    return Table("Speed against each peer: peer's time over ours, accurate rows only", header, lines)
 
 
 def refusals(rows: Sequence[Row]) -> Table:
@@ -106,7 +106,7 @@ def refusals(rows: Sequence[Row]) -> Table:
         (provider, status, places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more", reason)
         for (provider, status, reason), places in where.items()
     )
-    return Table("not measured, or not counted", ("provider", "status", "where", "reason"), lines)
+    return Table("Not measured, or not counted", ("provider", "status", "where", "reason"), lines)
 
 
 def overhead_table(rows: Sequence[OverheadRow]) -> Table:
@@ -116,7 +116,7 @@ def overhead_table(rows: Sequence[OverheadRow]) -> Table:
         row.provider for row in rows if any(other.median_us is not None for other in rows if other.provider == row.provider)
     )
     lines = tuple((name, *(cells.get((name, *case), "") for case in cases)) for name in names)
-    return Table("host time of one call, microseconds", ("", *(f"{mode}, {case}" for mode, case in cases)), lines)
+    return Table("Host time of one call, microseconds", ("", *(f"{mode}, {case}" for mode, case in cases)), lines)
 
 
 def change_tables(found: Sequence[compare.Change]) -> list[Table]:
@@ -135,9 +135,9 @@ def change_tables(found: Sequence[compare.Change]) -> list[Table]:
     sums = tuple((provider, str(count), f"{mean:.3f}", f"{low:.3f}") for provider, count, mean, low in compare.means(found))
     return [
         Table(
-            "point by point; above 1 the second run is faster", ("provider", "pass", "problem", "first, ms", "second, ms", "speed"), lines
+            "Point by point; above 1 the second run is faster", ("provider", "pass", "problem", "first, ms", "second, ms", "speed"), lines
         ),
-        Table("in all", ("provider", "points", "geometric mean", "lowest"), sums),
+        Table("In all", ("provider", "points", "geometric mean", "lowest"), sums),
     ]
 
 
@@ -164,4 +164,4 @@ def cold_table(rows: Sequence[ColdRow]) -> Table:
         "second call",
         "resident, MiB",
     )
-    return Table("the first call of a new process, seconds", header, lines)
+    return Table("The first call of a new process, seconds", header, lines)
