@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests run side by side, one torch thread each: faster than one test on all cores
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: test lint format clean
+.PHONY: test lint format bench docs docs-check clean
 
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
@@ -19,6 +19,17 @@ lint: .venv/ready
 format: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The fast sweep, on the GPU if there is one; BENCH takes more options, as in `make bench BENCH=--full`
+bench: .venv/ready
+	$(BIN)/flashtile bench $(BENCH)
+
+# Tables and figures of README.md and docs/ from results/
+docs: .venv/ready
+	$(BIN)/python tools/make_docs.py
+
+docs-check: .venv/ready
+	$(BIN)/python tools/make_docs.py --check
 
 clean:
 	rm -rf .venv build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from flashtile.bench import command as bench_command
 from flashtile.cli import info as info_command
+from flashtile.errors import Unsupported
 from flashtile.version import __version__
 
 app = typer.Typer(name="flashtile", help="IO-aware attention for PyTorch.", no_args_is_help=True, add_completion=False)
@@ -29,3 +33,42 @@ def main(
 def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False) -> None:
     """What was found on this machine, what works here, and why the rest does not."""
     info_command.show(as_json)
+
+
+@app.command()
+def bench(
+    grid: Annotated[str | None, typer.Option(help="paper or decode: a whole grid of problems instead of one length sweep.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Sequence lengths up to 16384 instead of 2048.")] = False,
+    seqlens: Annotated[str | None, typer.Option(help="Sequence lengths, separated by commas.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 or fp64. Default: fp32, in a grid bf16.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 1,
+    heads_kv: Annotated[int | None, typer.Option(help="Key heads. Default: as many as --heads.")] = None,
+    head_dim: Annotated[int, typer.Option(help="Features of a head.")] = 64,
+    causal: Annotated[bool, typer.Option("--causal", help="Under a causal mask.")] = False,
+    direction: Annotated[str, typer.Option("--pass", help="fwd, bwd or fwd+bwd.")] = "fwd",
+    backends: Annotated[str | None, typer.Option(help="Names, separated by commas; also `ours` and `baselines`.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results. Default: results/<device>.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON; the tables go to stderr.")] = False,
+    graph: Annotated[bool, typer.Option("--graph", help="Replay CUDA graphs: kernels without the host.")] = False,
+    seconds: Annotated[float | None, typer.Option(help="Time budget of one provider at one point.")] = None,
+    call_limit: Annotated[float | None, typer.Option(help="Seconds of a call above which larger sizes are left out.")] = None,
+    compile_limit: Annotated[float | None, typer.Option(help="Seconds of first calls a provider may spend in all.")] = None,
+    overhead: Annotated[bool, typer.Option("--overhead", help="Measure the host time of a call instead.")] = False,
+    cold: Annotated[bool, typer.Option("--cold", help="Measure the first call of new processes instead.")] = False,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(metavar="A.csv B.csv", help="Print and write the ratios of two runs.")
+    ] = None,
+) -> None:
+    """Measure attention against its peers: CSV, plots and ratios."""
+    options = bench_command.Options(
+        grid, full, seqlens, dtype, batch, heads, heads_kv, head_dim, causal, direction, backends, device, out, as_json, graph, seconds,
+        call_limit, compile_limit, overhead, cold,
+    )  # fmt: skip
+    try:
+        job = bench_command.prepare_compare(*compare, out, as_json) if compare else bench_command.prepare(options, sys.argv[1:])
+    except (ValueError, TypeError, Unsupported) as error:
+        typer.secho(str(error), err=True, fg=typer.colors.RED)
+        raise typer.Exit(2) from error
+    raise typer.Exit(job())

@@ -1,0 +1,89 @@
+"""Accuracy of a result: against float64 on a part of it small enough to afford, by the error rule of flashtile.testing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashtile import testing
+from flashtile.bench.points import Inputs, Point
+from flashtile.problem import AttentionArgs
+
+MAX_ROWS = 256
+MAX_GROUPS = 2
+# Scores of one key head up to which all rows are checked, and with them dk and dv
+FULL_SCORES = {"cpu": 2**22, "cuda": 2**26}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    max_error: float
+    yardstick_error: float
+    complaint: str  # empty = accurate
+    checked: str
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A sample of the problem: some query rows of all the query heads that share some key heads, of the first sequence."""
+
+    inputs: testing.Inputs
+    rows: Tensor
+    num_heads: int
+    num_heads_kv: int
+    is_full: bool
+
+
+class Check:
+    """The oracle and the yardstick of one point, computed once and used for every provider."""
+
+    def __init__(self, point: Point, inputs: Inputs):
+        self.point, self._part = point, _sample(point, inputs)
+        has_backward = point.direction != "fwd"
+        self._ref = testing.oracle(self._part.inputs, has_backward=has_backward)
+        self._low = testing.yardstick(self._part.inputs, has_backward=has_backward)
+
+    def verdict(self, out: Tensor, grads: tuple[Tensor, Tensor, Tensor] | None) -> Verdict:
+        """`out` and the gradients as a provider returned them, (batch, heads, rows, dim)."""
+        part, ref, low = self._part, self._ref, self._low
+        ours = {"out": out[:1, : part.num_heads, part.rows]}
+        if grads is not None:
+            ours["dq"] = grads[0][:1, : part.num_heads, part.rows]
+            if part.is_full:
+                ours["dk"], ours["dv"] = (grad[:1, : part.num_heads_kv] for grad in grads[1:])
+        dtype = part.inputs.args.q.dtype
+        complaints = [testing.disagreement(name, ours[name], getattr(ref, name), getattr(low, name), dtype) for name in ours]
+        timed = [name for name in ours if name != "out"] or ["out"]
+        return Verdict(
+            max_error=max(_distance(ours[name], getattr(ref, name)) for name in timed),
+            yardstick_error=max(_distance(getattr(low, name), getattr(ref, name)) for name in timed),
+            complaint="; ".join(complaint for complaint in complaints if complaint),
+            checked=self._describe(list(ours)),
+        )
+
+    def _describe(self, names: list[str]) -> str:
+        part, point = self._part, self.point
+        rows = "all rows" if part.is_full else f"{len(part.rows)} of {point.seqlen_q} rows"
+        return f"{' '.join(names)}: {rows}, {part.num_heads} of {point.batch * point.heads} heads"
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return (one.double() - other.double()).abs().max().item()
+
+
+def _sample(point: Point, inputs: Inputs) -> _Part:
+    group = point.heads // point.heads_kv
+    is_full = group * point.seqlen_q * point.seqlen_k <= FULL_SCORES[inputs.q.device.type]
+    num_heads_kv = min(MAX_GROUPS, point.heads_kv) if not is_full else 1
+    num_heads = group * num_heads_kv
+    count = point.seqlen_q if is_full else min(MAX_ROWS, point.seqlen_q)
+    rows = torch.linspace(0, point.seqlen_q - 1, count, device=inputs.q.device).round().long()
+    mask = None
+    if point.is_causal:
+        mask = (torch.arange(point.seqlen_k, device=rows.device)[None, :] <= rows[:, None])[None, None]
+    q, dout = (tensor.detach()[:1, :num_heads, rows] for tensor in (inputs.q, inputs.dout))
+    k, v = (tensor.detach()[:1, :num_heads_kv] for tensor in (inputs.k, inputs.v))
+    dlse = torch.zeros(q.shape[:-1], device=q.device)
+    return _Part(testing.Inputs(AttentionArgs(q, k, v, mask=mask), dout, dlse), rows, num_heads, num_heads_kv, is_full)

@@ -1,0 +1,286 @@
+"""`flashtile bench`: what the options ask for, measured, written, drawn and shown."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
+
+from flashtile.bench import cold, compare, device, overhead, plots, tables
+from flashtile.bench.points import (
+    DIRECTIONS,
+    FAST_SEQLENS,
+    FULL_SEQLENS,
+    GRIDS,
+    Plan,
+    Point,
+    decode_grid,
+    dtype_key,
+    length_sweep,
+    paper_grid,
+)
+from flashtile.bench.providers import Provider, choose
+from flashtile.bench.rows import ColdRow, OverheadRow, Row, Writer, as_dict, read
+from flashtile.bench.sweep import Settings, Sweep
+from flashtile.errors import Unsupported, value_error
+
+INTERRUPTED = 130
+_FILE_WIDTH = 150
+_DEFAULT_BUDGET_S = {"cpu": 0.4, "cuda": 0.08}
+_DEFAULT_CALL_LIMIT_S = {"cpu": 5.0, "cuda": 2.0}
+_DEFAULT_COMPILE_LIMIT_S = {"cpu": 60.0, "cuda": 150.0}
+
+
+_SWEEP_ONLY = {  # options that a grid sets itself
+    "--full": "is_full",
+    "--seqlens": "seqlens",
+    "--batch": "batch",
+    "--heads": "heads",
+    "--heads-kv": "heads_kv",
+    "--head-dim": "head_dim",
+    "--causal": "is_causal",
+    "--pass": "direction",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of the command, as they were given. None = the default of the sweep or the device."""
+
+    grid: str | None = None
+    is_full: bool = False
+    seqlens: str | None = None
+    dtype: str | None = None
+    batch: int = 1
+    heads: int = 1
+    heads_kv: int | None = None
+    head_dim: int = 64
+    is_causal: bool = False
+    direction: str = "fwd"
+    backends: str | None = None
+    device: str | None = None
+    out: Path | None = None
+    as_json: bool = False
+    use_graph: bool = False
+    seconds: float | None = None
+    call_limit: float | None = None
+    compile_limit: float | None = None
+    has_overhead: bool = False
+    has_cold: bool = False
+
+
+def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
+    """The job the options ask for; running it returns the exit status. What can be refused is refused here, before any measuring."""
+    console = _console(options.as_json)
+    plan = make_plan(options)
+    where, line = device.resolve(options.device)
+    providers = choose(options.backends, is_grid=options.grid is not None)
+    if options.use_graph and where != "cuda":
+        raise value_error("--graph", f"it on {where}", "a GPU: it replays CUDA graphs", "Drop --graph")
+    folder = writable_folder(options.out or Path("results") / device.slug(where))
+    env = device.environment(where, arguments)
+    console.print(line, highlight=False, soft_wrap=True)
+    if options.has_overhead or options.has_cold:
+        return partial(_host_runs, options, plan.points[0], providers, where, env, folder, console)
+    settings = Settings(
+        device=where,
+        cache_bytes=device.cache_bytes(where),
+        budget_s=options.seconds if options.seconds is not None else _DEFAULT_BUDGET_S[where],
+        call_limit_s=options.call_limit if options.call_limit is not None else _DEFAULT_CALL_LIMIT_S[where],
+        compile_limit_s=options.compile_limit if options.compile_limit is not None else _DEFAULT_COMPILE_LIMIT_S[where],
+        use_graph=options.use_graph,
+    )
+    return partial(run_sweep, Sweep(plan, providers, settings, env), folder, console, options.as_json)
+
+
+def run_sweep(sweep: Sweep, folder: Path, console: Console, as_json: bool = False) -> int:
+    """Rows go to the CSV as they come; an interrupt ends the measuring, and what is there is drawn and shown."""
+    path, rows, is_interrupted = folder / f"{sweep.plan.stem}.csv", list[Row](), False
+    with Writer(path, Row) as writer, _progress(console) as progress:
+        task = progress.add_task("", total=len(sweep.plan.points))
+        try:
+            for found in sweep.rows(lambda point, name: progress.update(task, description=_describe(point, name))):
+                writer.add(found)
+                rows += found
+                progress.advance(task)
+        except KeyboardInterrupt:
+            is_interrupted = True
+    for table in _summary(rows):
+        _show(console, table)
+    written = [path]
+    try:
+        written += plots.draw(path, rows)
+    except Unsupported as error:
+        console.print(str(error), highlight=False, markup=False)
+    _say_files(console, written)
+    if is_interrupted:
+        console.print(f"Interrupted: {len(rows)} rows were kept.", highlight=False)
+    if as_json:
+        print(json.dumps({"rows": [as_dict(row) for row in rows], "ratios": [vars(one) for one in compare.ratios(rows)]}, indent=1))
+    return INTERRUPTED if is_interrupted else 0
+
+
+def _describe(point: Point, name: str) -> str:
+    return f"{point.direction} d={point.head_dim} {'causal' if point.is_causal else 'full'} B={point.batch} S={point.seqlen_k}: {name}"
+
+
+def _summary(rows: Sequence[Row]) -> Iterator[tables.Table]:
+    is_decode = bool(rows) and rows[0].sweep == "decode"
+    kinds = ("latency", "bandwidth") if is_decode else ("latency", "throughput", "memory", "accuracy")
+    for kind in (*kinds, "ratios"):
+        yield tables.of(rows, kind)
+    yield tables.refusals(rows)
+
+
+def _host_runs(options: Options, point: Point, providers: Sequence[Provider], where: str, env: Any, folder: Path, console: Console) -> int:
+    """--overhead and --cold: no sweep, one table each."""
+    written, payload = list[Path](), dict[str, list[dict[str, Any]]]()
+    try:
+        if options.has_overhead:
+            found = list[OverheadRow]()
+            written.append(folder / f"overhead_{point.dtype}.csv")
+            with Writer(written[-1], OverheadRow) as writer, _progress(console) as progress:
+                task = progress.add_task("", total=len(providers))
+                for some in overhead.rows(providers, point, where, env, lambda name: progress.update(task, description=name)):
+                    writer.add(some)
+                    found += some
+                    progress.advance(task)
+            _show(console, tables.overhead_table(found))
+            payload["overhead"] = [as_dict(row) for row in found]
+        if options.has_cold:
+            cold_rows = list[ColdRow]()
+            written.append(folder / f"cold_{point.dtype}.csv")
+            with Writer(written[-1], ColdRow) as cold_writer, _progress(console) as progress:
+                task = progress.add_task("", total=len(providers))
+                for some_cold in cold.rows(providers, point, where, env, lambda name: progress.update(task, description=name)):
+                    cold_writer.add(some_cold)
+                    cold_rows += some_cold
+                    progress.advance(task)
+            _show(console, tables.cold_table(cold_rows))
+            payload["cold"] = [as_dict(row) for row in cold_rows]
+    except KeyboardInterrupt:
+        console.print("Interrupted: the rows measured so far were kept.", highlight=False)
+        return INTERRUPTED
+    _say_files(console, written)
+    if options.as_json:
+        print(json.dumps(payload, indent=1))
+    return 0
+
+
+def prepare_compare(first: Path, second: Path, out: Path | None, as_json: bool) -> Callable[[], int]:
+    """The job that shows the ratios of two runs and writes them beside the second."""
+    before, after = read(first, Row), read(second, Row)
+    found = compare.changes(before, after)
+    if not found:
+        raise value_error("--compare", "two runs without a common accurate row", "two CSVs of the same sweep")
+    devices = sorted({row.env.device for row in (*before, *after)})
+    path = writable_folder(out or second.parent) / f"compare_{first.stem}_{second.stem}.csv"
+    return partial(_compare, found, devices, path, as_json)
+
+
+def _compare(found: Sequence[compare.Change], devices: Sequence[str], path: Path, as_json: bool) -> int:
+    console = _console(as_json)
+    if len(devices) > 1:
+        console.print(f"Different devices: {', '.join(devices)}.", highlight=False)
+    for table in tables.change_tables(found):
+        _show(console, table)
+    compare.write(path, found)
+    _say_files(console, [path])
+    if as_json:
+        print(json.dumps([vars(one) for one in found], indent=1))
+    return 0
+
+
+def make_plan(options: Options) -> Plan:
+    """The points the options ask for, and the file's name."""
+    if options.direction not in DIRECTIONS:
+        raise value_error("--pass", repr(options.direction), ", ".join(DIRECTIONS))
+    suffix = "_graph" if options.use_graph else ""
+    if options.grid is not None:
+        if options.grid not in GRIDS:
+            raise value_error("--grid", repr(options.grid), ", ".join(GRIDS))
+        for name, field in _SWEEP_ONLY.items():
+            if getattr(options, field) != getattr(Options(), field):
+                raise value_error(name, f"it with --grid {options.grid}", "a length sweep", f"Drop {name} or --grid")
+        dtype = dtype_key(options.dtype or "bf16")
+        return (paper_grid if options.grid == "paper" else decode_grid)(dtype, suffix)
+    for name, size in (("--batch", options.batch), ("--heads", options.heads), ("--head-dim", options.head_dim)):
+        if size < 1:
+            raise value_error(name, size, "an integer >= 1")
+    heads_kv = options.heads if options.heads_kv is None else options.heads_kv
+    if heads_kv < 1 or options.heads % heads_kv:
+        raise value_error("--heads-kv", heads_kv, f"a divisor of --heads {options.heads}")
+    seqlens: tuple[int, ...] = FULL_SEQLENS if options.is_full else FAST_SEQLENS
+    if options.seqlens is not None:
+        seqlens = _numbers(options.seqlens)
+    point = Point(
+        batch=options.batch,
+        heads=options.heads,
+        heads_kv=heads_kv,
+        head_dim=options.head_dim,
+        head_dim_v=options.head_dim,
+        dtype=dtype_key(options.dtype or "fp32"),
+        is_causal=options.is_causal,
+        direction=options.direction,
+    )
+    return length_sweep(point, seqlens, suffix + ("_full" if options.is_full else ""))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise value_error("--seqlens", repr(text), "lengths >= 1, separated by commas")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def writable_folder(folder: Path) -> Path:
+    """The folder, made if need be; an error now rather than after minutes of measuring."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise value_error("--out", f"{folder} ({error.strerror})", "a folder that can be written", "Pass another --out") from error
+    return folder
+
+
+def _console(as_json: bool) -> Console:
+    """Where tables and progress go; wide enough for a table when it is a file."""
+    console = Console(stderr=as_json)
+    return console if console.is_terminal else Console(stderr=as_json, width=_FILE_WIDTH)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Progress]:
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with warnings.catch_warnings(), Progress(*columns, console=console, transient=True) as progress:
+        warnings.simplefilter("ignore", UserWarning)
+        yield progress
+
+
+def _show(console: Console, table: tables.Table) -> None:
+    if not table.lines:
+        return
+    console.print(table.title, style="bold", highlight=False)
+    shown = RichTable(show_edge=False, pad_edge=False)
+    for index, name in enumerate(table.header):
+        is_text = index == 0 or table.header[-1] == "reason"
+        shown.add_column(name, justify="left" if is_text else "right", overflow="fold")
+    for line in table.lines:
+        shown.add_row(*line)
+    console.print(shown)
+    console.print()
+
+
+def _say_files(console: Console, written: Sequence[Path]) -> None:
+    console.print("Written: " + ", ".join(str(path) for path in written), highlight=False, markup=False, soft_wrap=True)

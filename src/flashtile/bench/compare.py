@@ -1,0 +1,101 @@
+"""Ratios: ours against each peer inside one run, and one run against another. Only accurate rows count."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from flashtile.bench.points import Point
+from flashtile.bench.rows import Row
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How much faster one provider is than another over the points both have: peer's time over its own."""
+
+    provider: str
+    peer: str
+    direction: str
+    num_points: int
+    geometric_mean: float
+    lowest: float
+    highest: float
+
+
+def ratios(rows: Sequence[Row]) -> list[Ratio]:
+    """Each of ours against each baseline, per direction."""
+    ours = dict.fromkeys(row.provider for row in rows if not row.is_baseline)
+    peers = dict.fromkeys(row.provider for row in rows if row.is_baseline)
+    found = []
+    for direction in dict.fromkeys(row.direction for row in rows):
+        for provider in ours:
+            for peer in peers:
+                values = list(speedups([row for row in rows if row.direction == direction], provider, peer).values())
+                if values:
+                    found.append(Ratio(provider, peer, direction, len(values), geometric_mean(values), min(values), max(values)))
+    return found
+
+
+def speedups(rows: Iterable[Row], provider: str, peer: str) -> dict[Point, float]:
+    """Peer's time over the provider's, at every point where both were measured and are accurate."""
+    times: dict[str, dict[Point, float]] = {provider: {}, peer: {}}
+    for row in rows:
+        if row.provider in times and row.is_ok and row.median_ms:
+            times[row.provider][row.point] = row.median_ms
+    return {point: times[peer][point] / ms for point, ms in times[provider].items() if point in times[peer]}
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+@dataclass(frozen=True)
+class Change:
+    """One provider at one point in two runs; above 1 the second run is faster."""
+
+    provider: str
+    direction: str
+    dtype: str
+    is_causal: bool
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    before_ms: float
+    after_ms: float
+    speedup: float
+
+
+def changes(before: Sequence[Row], after: Sequence[Row]) -> list[Change]:
+    known = {(row.provider, row.point): row for row in before if row.is_ok}
+    found = []
+    for row in after:
+        old = known.get((row.provider, row.point))
+        if old is None or not row.is_ok or old.median_ms is None or row.median_ms is None:
+            continue
+        point = row.point
+        shape = {field.name: getattr(point, field.name) for field in fields(Change) if hasattr(point, field.name)}
+        found.append(Change(row.provider, **shape, before_ms=old.median_ms, after_ms=row.median_ms, speedup=old.median_ms / row.median_ms))
+    return found
+
+
+def means(found: Sequence[Change]) -> list[tuple[str, int, float, float]]:
+    """Per provider: how many points, geometric mean and minimum of the speedups."""
+    grouped = defaultdict(list)
+    for change in found:
+        grouped[change.provider].append(change.speedup)
+    return [(provider, len(values), geometric_mean(values), min(values)) for provider, values in grouped.items()]
+
+
+def write(path: Path, found: Sequence[Change]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Change)], lineterminator="\n")
+        writer.writeheader()
+        for change in found:
+            writer.writerow({name: f"{value:.6g}" if isinstance(value, float) else value for name, value in asdict(change).items()})

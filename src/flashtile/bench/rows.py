@@ -1,0 +1,201 @@
+"""The row of the CSV: one frozen dataclass, whose field order is the column order."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, TypeVar, get_type_hints
+
+from flashtile.bench.points import Point
+from flashtile.errors import value_error
+
+STATUSES = ("ok", "refused", "oom", "slow", "inaccurate")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where and from what a row came."""
+
+    device: str
+    driver: str
+    torch: str
+    cuda: str
+    cudnn: str
+    triton: str
+    python: str
+    flashtile: str
+    commit: str
+    is_dirty: bool
+    date: str
+    command: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One provider at one point. Empty where nothing was measured; `reason` then says why."""
+
+    sweep: str
+    provider: str
+    is_baseline: bool
+    detail: str  # which kernel or backend served
+    direction: str  # fwd, bwd, fwd+bwd
+    dtype: str
+    is_causal: bool
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    status: str  # one of STATUSES
+    reason: str
+    median_ms: float | None
+    p20_ms: float | None
+    p80_ms: float | None
+    num_rounds: int | None
+    num_calls: int | None  # in each round
+    num_copies: int | None  # of the inputs, rotated
+    timer: str  # events, graph or perf_counter
+    first_call_ms: float | None
+    tflops: float | None
+    gb_per_s: float | None  # least bytes over the time
+    memory_bytes: int | None  # peak over the inputs
+    max_error: float | None  # against float64
+    yardstick_error: float | None  # of plain math in the input dtype
+    is_accurate: bool | None
+    checked: str  # what the accuracy was computed on
+    env: Environment
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status == "ok" and self.median_ms is not None
+
+    @property
+    def point(self) -> Point:
+        names = {field.name for field in dataclasses.fields(Point)} - {"has_growing_keys"}
+        return Point(**{name: getattr(self, name) for name in names})
+
+
+@dataclass(frozen=True)
+class OverheadRow:
+    """Host time of one call that does next to no work."""
+
+    provider: str
+    is_baseline: bool
+    mode: str  # no_grad or grad
+    case: str  # repeated: one shape; growing: seqlen_k one longer at every call
+    dtype: str
+    status: str
+    reason: str
+    median_us: float | None
+    p20_us: float | None
+    p80_us: float | None
+    env: Environment
+
+
+@dataclass(frozen=True)
+class ColdRow:
+    """The first call of a new process."""
+
+    provider: str
+    is_baseline: bool
+    cache: str  # empty or warm
+    direction: str
+    dtype: str
+    batch: int
+    heads: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    status: str
+    reason: str
+    import_torch_s: float | None
+    import_flashtile_s: float | None
+    start_device_s: float | None
+    first_call_s: float | None
+    second_call_s: float | None
+    resident_bytes: int | None  # growth of the process's resident peak during the first call
+    env: Environment
+
+
+AnyRow = TypeVar("AnyRow", Row, OverheadRow, ColdRow)
+
+
+def columns(kind: type[Any]) -> list[str]:
+    """The header: the fields in order, the environment's in place of `env`."""
+    names: list[str] = []
+    for field in dataclasses.fields(kind):
+        names += [inner.name for inner in dataclasses.fields(Environment)] if field.name == "env" else [field.name]
+    return names
+
+
+def as_dict(row: Row | OverheadRow | ColdRow) -> dict[str, Any]:
+    values = {field.name: getattr(row, field.name) for field in dataclasses.fields(row) if field.name != "env"}
+    return {**values, **dataclasses.asdict(row.env)}
+
+
+class Writer(Generic[AnyRow]):
+    """Writes each row as it comes, so that an interrupted run keeps what it measured."""
+
+    def __init__(self, path: Path, kind: type[AnyRow]):
+        self._file = path.open("w", newline="", encoding="utf-8")
+        self._writer = csv.DictWriter(self._file, columns(kind), lineterminator="\n")
+        self._writer.writeheader()
+        self._file.flush()
+
+    def add(self, rows: Iterable[AnyRow]) -> None:
+        for row in rows:
+            self._writer.writerow({name: _to_text(value) for name, value in as_dict(row).items()})
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> Writer[AnyRow]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+
+
+def read(path: Path, kind: type[AnyRow]) -> list[AnyRow]:
+    """The rows of a CSV that `Writer` wrote."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise value_error("file", f"{path.name} ({error.strerror})", "a CSV that `flashtile bench` wrote") from error
+    reader = csv.DictReader(text.splitlines())
+    if list(reader.fieldnames or ()) != columns(kind):
+        raise value_error("file", f"{path.name} with other columns", f"the columns of {kind.__name__}", "Measure again with this version")
+    hints = {**get_type_hints(kind), **get_type_hints(Environment)}
+    found = []
+    for record in reader:
+        values = {name: _from_text(text, str(hints[name])) for name, text in record.items()}
+        env = Environment(**{field.name: values.pop(field.name) for field in dataclasses.fields(Environment)})
+        found.append(kind(**values, env=env))
+    return found
+
+
+def _to_text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return " ".join(str(value).split())
+
+
+def _from_text(text: str, hint: str) -> Any:
+    """A cell back to its type; `hint` is the annotation as text."""
+    if "None" in hint and text == "":
+        return None
+    if "bool" in hint:
+        return text == "yes"
+    if "float" in hint:
+        return float(text)
+    return int(text) if "int" in hint else text

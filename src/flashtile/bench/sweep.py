@@ -1,0 +1,241 @@
+"""The measurement of a plan, point by point: build, check, meter and time every provider on the same inputs."""
+
+from __future__ import annotations
+
+import gc
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.bench import memory, timing
+from flashtile.bench.accuracy import Check, Verdict
+from flashtile.bench.device import free_bytes
+from flashtile.bench.points import Inputs, Plan, Point
+from flashtile.bench.providers import Attend, Provider, missing
+from flashtile.bench.rows import Environment, Row
+from flashtile.bench.timing import Contender, Thunk
+
+MAX_COPIES = 256
+MAX_GRAPHS = 8  # copies whose forward pass is kept for the backward to run on
+_ROTATION = 1.5  # times the cache
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run measures. Seconds are wall time."""
+
+    device: str
+    cache_bytes: int
+    budget_s: float  # timed calls of one provider at one point
+    call_limit_s: float  # a call expected to take longer is not made
+    compile_limit_s: float  # first calls of one provider, summed over the run
+    use_graph: bool = False
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the last call of a provider took, and at which point."""
+
+    point: Point
+    seconds: float
+    memory_bytes: int
+
+
+@dataclass
+class _Measured:
+    provider: Provider
+    attend: Attend
+    contender: Contender
+    first_s: float
+    memory_bytes: int
+    verdict: Verdict
+
+
+class Refusal(Exception):  # noqa: N818, an outcome rather than an error
+    """A provider that does not take part at a point: its status and the reason."""
+
+    def __init__(self, status: str, reason: str):
+        super().__init__(reason)
+        self.status, self.reason = status, reason
+
+
+@dataclass
+class Sweep:
+    """A run under way. It remembers what each provider took, so that it can tell what would be too much."""
+
+    plan: Plan
+    providers: Sequence[Provider]
+    settings: Settings
+    env: Environment
+    _seen: dict[tuple[Any, ...], _Seen] = field(default_factory=dict)
+    _compile_s: dict[str, float] = field(default_factory=dict)
+
+    def rows(self, on_step: Callable[[Point, str], None] = lambda point, name: None) -> Iterator[list[Row]]:
+        """The rows of one point after the other. A package that is not installed is refused once."""
+        absent = {provider.name: reason for provider in self.providers if (reason := missing(provider)) is not None}
+        present = [provider for provider in self.providers if provider.name not in absent]
+        for index, point in enumerate(self.plan.points):
+            refused = [self._row(p, point, "refused", absent[p.name]) for p in self.providers if p.name in absent and index == 0]
+            yield self._measure(point, present, on_step) + refused
+            self._release()
+
+    def _measure(self, point: Point, present: Sequence[Provider], on_step: Callable[[Point, str], None]) -> list[Row]:
+        device = self.settings.device
+        copies = [point.make(device, seed) for seed in range(num_copies(point, self.settings.cache_bytes))]
+        check = Check(point, copies[0])
+        outcomes: dict[str, Row | _Measured] = {}
+        for provider in present:
+            on_step(point, provider.name)
+            try:
+                self._look_ahead(provider, point)
+                outcomes[provider.name] = self._prepare(provider, point, copies, check)
+            except Refusal as refusal:
+                outcomes[provider.name] = self._row(provider, point, refusal.status, refusal.reason)
+            if isinstance(outcomes[provider.name], Row):
+                self._release()
+        on_step(point, "timing")
+        measured = [outcome for outcome in outcomes.values() if isinstance(outcome, _Measured)]
+        to_time = [one.contender for one in measured if not one.contender.seconds]
+        timing.interleave(to_time, device, self.settings.budget_s)
+        return [outcome if isinstance(outcome, Row) else self._timed_row(outcome, point, len(copies)) for outcome in outcomes.values()]
+
+    def _release(self) -> None:
+        """Gives memory back, so that the next one finds it free."""
+        gc.collect()
+        if self.settings.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def _look_ahead(self, provider: Provider, point: Point) -> None:
+        """Refuses what is known to take too long, or more memory than there is."""
+        spent, limit = self._compile_s.get(provider.name, 0.0), self.settings.compile_limit_s
+        if spent > limit:
+            raise Refusal("slow", f"its first calls took {spent:.0f} s of this run already, over {limit:g} s; raise --compile-limit")
+        seen = self._seen.get(self._key(provider, point))
+        if seen is None:
+            return
+        growth, limit = point.flops() / seen.point.flops(), self.settings.call_limit_s
+        if seen.seconds * growth > limit:
+            before = f"{seen.seconds:.2g} s at seqlen {seen.point.seqlen_k}"
+            raise Refusal("slow", f"a call would take about {seen.seconds * growth:.1f} s ({before}), over {limit:g} s; raise --call-limit")
+        if self.settings.device == "cpu" and seen.memory_bytes * growth > (free := free_bytes()):
+            need = f"{seen.memory_bytes * growth / 2**30:.1f} GiB if its memory grows as its work"
+            raise Refusal("oom", f"a call may need {need}, and {free / 2**30:.1f} GiB are free")
+
+    def _key(self, provider: Provider, point: Point) -> tuple[Any, ...]:
+        return provider.name, point.direction, point.head_dim, point.is_causal, point.dtype
+
+    def _prepare(self, provider: Provider, point: Point, copies: Sequence[Inputs], check: Check) -> _Measured:
+        """Everything but the timing: build, first call, accuracy, memory, thunks."""
+        device, has_grad = self.settings.device, point.direction != "fwd"
+        stream = torch.cuda.Stream() if self.settings.use_graph else None
+        with refusing():
+            attend = provider.build(point, copies[0])
+            with self._context(attend, has_grad, stream):
+                leaves = [copy.leaves(provider.layout, has_grad) for copy in copies[: MAX_GRAPHS if has_grad else None]]
+                (out, grads), first_s = timing.once(partial(run, attend, leaves[0], has_grad), device)
+                verdict = check.verdict(_bhsd(out, provider), None if grads is None else tuple(_bhsd(grad, provider) for grad in grads))  # type: ignore[arg-type]
+                del out, grads
+                thunks = [_thunk(attend, inputs, point.direction) for inputs in leaves]
+                call_s = timing.once(thunks[0], device)[1]
+                if call_s < 0.1:
+                    call_s = min(timing.once(thunks[-1], device)[1] for _ in range(2))
+                peak = memory.peak_bytes(partial(run, attend, leaves[0], has_grad), device)
+                calls_per_thunk = 1
+                if stream is not None:
+                    calls_per_thunk, thunks = len(thunks), [timing.capture(thunks, stream)]
+        self._seen[self._key(provider, point)] = _Seen(point, call_s, peak)
+        self._compile_s[provider.name] = self._compile_s.get(provider.name, 0.0) + max(0.0, first_s - 3.5 * call_s)
+        contender = Contender(provider.name, thunks, call_s, partial(self._context, attend, has_grad, None), calls_per_thunk)
+        if call_s > self.settings.call_limit_s:
+            contender.seconds.append(call_s)
+        return _Measured(provider, attend, contender, first_s, peak, verdict)
+
+    @contextmanager
+    def _context(self, attend: Attend, has_grad: bool, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        with attend.context(), torch.set_grad_enabled(has_grad), nullcontext() if stream is None else torch.cuda.stream(stream):
+            yield
+
+    def _timed_row(self, one: _Measured, point: Point, copies: int) -> Row:
+        contender, verdict, memory_bytes = one.contender, one.verdict, one.memory_bytes
+        median, p20, p80 = (timing.quantile(contender.seconds, fraction) for fraction in (0.5, 0.2, 0.8))
+        status = "inaccurate" if verdict.complaint else "ok"
+        return replace(
+            self._row(one.provider, point, status, verdict.complaint),
+            detail=one.attend.detail,
+            median_ms=median * 1e3,
+            p20_ms=p20 * 1e3,
+            p80_ms=p80 * 1e3,
+            num_rounds=len(contender.seconds),
+            num_calls=contender.num_calls * contender.calls_per_thunk,
+            num_copies=min(copies, MAX_GRAPHS) if point.direction != "fwd" else copies,
+            timer="graph" if self.settings.use_graph else {"cuda": "events", "cpu": "perf_counter"}[self.settings.device],
+            first_call_ms=one.first_s * 1e3,
+            tflops=point.flops() / median / 1e12,
+            gb_per_s=point.least_bytes() / median / 1e9,
+            memory_bytes=memory_bytes,
+            max_error=verdict.max_error,
+            yardstick_error=verdict.yardstick_error,
+            is_accurate=not verdict.complaint,
+            checked=verdict.checked,
+        )
+
+    def _row(self, provider: Provider, point: Point, status: str, reason: str) -> Row:
+        """A row without a measurement."""
+        empty: dict[str, Any] = {
+            entry.name: "" if entry.type == "str" else None
+            for entry in fields(Row)
+            if not hasattr(point, entry.name) and entry.name != "env"
+        }
+        empty.update(sweep=self.plan.sweep, provider=provider.name, is_baseline=provider.is_baseline, status=status, reason=reason)
+        shape = {entry.name: getattr(point, entry.name) for entry in fields(Row) if hasattr(point, entry.name)}
+        return Row(**empty, **shape, env=self.env)
+
+
+def num_copies(point: Point, cache_bytes: int) -> int:
+    """So many copies of the inputs that, used in turn, none is still in the cache."""
+    return max(1, min(MAX_COPIES, math.ceil(_ROTATION * cache_bytes / max(1, sum(point.sizes())))))
+
+
+def run(attend: Attend, inputs: Inputs, has_grad: bool) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    out = attend.call(inputs.q, inputs.k, inputs.v)
+    if not has_grad:
+        return out, None
+    return out.detach(), torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.dout)
+
+
+def _thunk(attend: Attend, inputs: Inputs, direction: str) -> Thunk:
+    """The call that is timed."""
+    if direction == "fwd":
+        return partial(attend.call, inputs.q, inputs.k, inputs.v)
+    if direction == "fwd+bwd":
+        return partial(run, attend, inputs, True)
+    out = attend.call(inputs.q, inputs.k, inputs.v)
+    return partial(torch.autograd.grad, out, (inputs.q, inputs.k, inputs.v), inputs.dout, retain_graph=True)
+
+
+def _bhsd(tensor: Tensor, provider: Provider) -> Tensor:
+    return tensor.transpose(1, 2) if provider.layout == "bshd" else tensor
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Turns whatever a provider raises into a Refusal, with the warnings that came before it: SDPA explains itself there."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield
+        except Refusal:
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in reason or "out of memory" in reason:
+                raise Refusal("oom", f"out of memory: {reason[:300]}") from error
+            said = [str(warning.message).partition(" (Triggered")[0] for warning in caught if issubclass(warning.category, UserWarning)]
+            raise Refusal("refused", "; ".join([reason[:400], *dict.fromkeys(said)])[:800]) from error

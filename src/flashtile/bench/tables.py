@@ -1,0 +1,167 @@
+"""Rows as small tables of text: what the terminal shows and what the documentation holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from flashtile.bench import compare
+from flashtile.bench.rows import ColdRow, OverheadRow, Row
+from flashtile.errors import value_error
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    header: tuple[str, ...]
+    lines: tuple[tuple[str, ...], ...]
+
+    def markdown(self) -> str:
+        rule = ["---", *("---:" for _ in self.header[1:])]
+        return "\n".join("| " + " | ".join(cells) + " |" for cells in (self.header, rule, *self.lines))
+
+
+def number(value: float) -> str:
+    """Three significant digits without an exponent where that reads well."""
+    if value == 0:
+        return "0"
+    if not 1e-4 <= abs(value) < 1e6:
+        return f"{value:.2e}"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+_CELLS: dict[str, tuple[str, Callable[[Row], float | None]]] = {
+    "latency": ("Median time, ms", lambda row: row.median_ms),
+    "throughput": ("TFLOP/s", lambda row: row.tflops),
+    "bandwidth": ("GB/s", lambda row: row.gb_per_s),
+    "memory": ("Peak memory over the inputs, MiB", lambda row: None if row.memory_bytes is None else row.memory_bytes / 2**20),
+    "accuracy": ("Largest error against float64", lambda row: row.max_error),
+}
+KINDS = (*_CELLS, "ratios")
+
+
+def of(rows: Sequence[Row], kind: str) -> Table:
+    """One of KINDS: providers in columns, points in lines; or the ratios."""
+    if kind == "ratios":
+        return ratio_table(rows)
+    if kind not in _CELLS:
+        raise value_error("table", repr(kind), ", ".join(KINDS))
+    title, value = _CELLS[kind]
+    names = [
+        name
+        for name in dict.fromkeys(row.provider for row in rows)
+        if any(row.median_ms is not None for row in rows if row.provider == name)
+    ]
+    labels = point_labels(rows)
+    lines = []
+    for label in dict.fromkeys(labels.values()):
+        cells = {row.provider: _cell(row, value) for row in rows if labels[id(row)] == label}
+        lines.append((label, *(cells.get(name, "") for name in names)))
+    return Table(title, ("", *names), tuple(lines))
+
+
+def _cell(row: Row, value: Callable[[Row], float | None]) -> str:
+    if row.status == "inaccurate":
+        return "inaccurate"
+    found = value(row)
+    return row.status if found is None else number(found)
+
+
+def point_labels(rows: Sequence[Row]) -> dict[int, str]:
+    """What tells each row's point from the others', by the row's id."""
+    parts: list[tuple[str, Callable[[Row], str]]] = [
+        ("direction", lambda row: row.direction),
+        ("head_dim", lambda row: f"d={row.head_dim}"),
+        ("is_causal", lambda row: "causal" if row.is_causal else "full"),
+        ("batch", lambda row: f"B={row.batch}"),
+        ("seqlen_k", lambda row: f"S={row.seqlen_k}"),
+    ]
+    varying = [text for name, text in parts if name == "seqlen_k" or len({getattr(row, name) for row in rows}) > 1]
+    return {id(row): " ".join(text(row) for text in varying) for row in rows}
+
+
+def ratio_table(rows: Sequence[Row]) -> Table:
+    lines = tuple(
+        (
+            f"{one.provider} over {one.peer}",
+            one.direction,
+            str(one.num_points),
+            number(one.geometric_mean),
+            number(one.lowest),
+            number(one.highest),
+        )
+        for one in compare.ratios(rows)
+    )
+    header = ("speed", "pass", "points", "geometric mean", "lowest", "highest")
+    return Table("Speed against each peer: peer's time over ours, accurate rows only", header, lines)
+
+
+def refusals(rows: Sequence[Row]) -> Table:
+    """Who did not take part, where and why; one line for each reason."""
+    labels, where = point_labels(rows), dict[tuple[str, str, str], list[str]]()
+    for row in rows:
+        if row.status != "ok":
+            where.setdefault((row.provider, row.status, row.reason), []).append(labels[id(row)])
+    lines = tuple(
+        (provider, status, places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more", reason)
+        for (provider, status, reason), places in where.items()
+    )
+    return Table("Not measured, or not counted", ("provider", "status", "where", "reason"), lines)
+
+
+def overhead_table(rows: Sequence[OverheadRow]) -> Table:
+    cases = [(mode, case) for mode in ("no_grad", "grad") for case in ("repeated", "growing")]
+    cells = {(row.provider, row.mode, row.case): row.status if row.median_us is None else number(row.median_us) for row in rows}
+    names = dict.fromkeys(
+        row.provider for row in rows if any(other.median_us is not None for other in rows if other.provider == row.provider)
+    )
+    lines = tuple((name, *(cells.get((name, *case), "") for case in cases)) for name in names)
+    return Table("Host time of one call, microseconds", ("", *(f"{mode}, {case}" for mode, case in cases)), lines)
+
+
+def change_tables(found: Sequence[compare.Change]) -> list[Table]:
+    lines = tuple(
+        (
+            one.provider,
+            one.direction,
+            f"B{one.batch} H{one.heads}/{one.heads_kv} {one.seqlen_q}x{one.seqlen_k} d{one.head_dim} {one.dtype}"
+            + (" causal" if one.is_causal else ""),
+            number(one.before_ms),
+            number(one.after_ms),
+            f"{one.speedup:.3f}",
+        )
+        for one in found
+    )
+    sums = tuple((provider, str(count), f"{mean:.3f}", f"{low:.3f}") for provider, count, mean, low in compare.means(found))
+    return [
+        Table(
+            "Point by point; above 1 the second run is faster", ("provider", "pass", "problem", "first, ms", "second, ms", "speed"), lines
+        ),
+        Table("In all", ("provider", "points", "geometric mean", "lowest"), sums),
+    ]
+
+
+def cold_table(rows: Sequence[ColdRow]) -> Table:
+    lines = tuple(
+        (
+            row.provider,
+            row.cache,
+            row.status,
+            *("" if value is None else number(value) for value in (row.import_torch_s, row.import_flashtile_s, row.start_device_s)),
+            *("" if value is None else number(value) for value in (row.first_call_s, row.second_call_s)),
+            "" if row.resident_bytes is None else number(row.resident_bytes / 2**20),
+        )
+        for row in rows
+    )
+    header = (
+        "provider",
+        "cache",
+        "status",
+        "import torch",
+        "import flashtile",
+        "start device",
+        "first call",
+        "second call",
+        "resident, MiB",
+    )
+    return Table("The first call of a new process, seconds", header, lines)

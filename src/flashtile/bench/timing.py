@@ -1,0 +1,113 @@
+"""Time: interleaved rounds over the contenders, and their quantiles."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+Thunk = Callable[[], Any]
+
+MIN_ROUNDS, MAX_ROUNDS = 3, 60
+MAX_CALLS = 200  # in one round: more would fill the launch queue of a GPU
+_SECONDS_PER_ROUND = 0.004
+_SHORT_SECONDS = 0.02  # a call below it gets an untimed one before each round
+
+
+def quantile(values: Sequence[float], fraction: float) -> float:
+    """Linear interpolation between the two nearest of the sorted values."""
+    ordered = sorted(values)
+    place = fraction * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+@dataclass
+class Contender:
+    """Someone to be timed: thunks over rotated copies of the inputs, and about how long one call takes."""
+
+    name: str
+    thunks: Sequence[Thunk]
+    call_s: float
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    calls_per_thunk: int = 1  # a captured graph holds several calls
+    seconds: list[float] = field(default_factory=list)  # per call, one entry a round
+    num_calls: int = 1
+    _next: int = 0
+
+    def run(self) -> None:
+        self.thunks[self._next % len(self.thunks)]()
+        self._next += 1
+
+
+def interleave(contenders: Sequence[Contender], device: str, budget_s: float) -> None:
+    """Fills `seconds` of each: in every round each contender has its turn, so that a drift of the clock meets all alike.
+
+    A slow contender takes part in fewer rounds, spread evenly, so that each one's time stays near the budget.
+    """
+    wanted = {}
+    for contender in contenders:
+        thunk_s = max(contender.call_s * contender.calls_per_thunk, 1e-7)
+        contender.num_calls = max(1, min(MAX_CALLS, round(_SECONDS_PER_ROUND / thunk_s)))
+        wanted[contender.name] = max(MIN_ROUNDS, min(MAX_ROUNDS, round(budget_s / (thunk_s * contender.num_calls))))
+    num_rounds = max(wanted.values(), default=0)
+    for index in range(num_rounds):
+        for contender in contenders:
+            share = wanted[contender.name] / num_rounds
+            if math.floor((index + 1) * share + 1e-9) > math.floor(index * share + 1e-9):
+                contender.seconds.append(_round(contender, device) / contender.calls_per_thunk)
+
+
+def _round(contender: Contender, device: str) -> float:
+    """Seconds per thunk over one batch of calls."""
+    with contender.context():
+        if contender.call_s < _SHORT_SECONDS:
+            contender.run()
+        if device == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(contender.num_calls):
+                contender.run()
+            end.record()
+            end.synchronize()
+            return start.elapsed_time(end) / 1e3 / contender.num_calls
+        begin = time.perf_counter_ns()
+        for _ in range(contender.num_calls):
+            contender.run()
+        return (time.perf_counter_ns() - begin) / 1e9 / contender.num_calls
+
+
+def once(thunk: Thunk, device: str) -> tuple[Any, float]:
+    """One call to its end: what it returns and the wall time."""
+    synchronize(device)
+    begin = time.perf_counter_ns()
+    result = thunk()
+    synchronize(device)
+    return result, (time.perf_counter_ns() - begin) / 1e9
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def capture(thunks: Sequence[Thunk], stream: torch.cuda.Stream) -> Thunk:
+    """One CUDA graph that holds a call of every thunk. Replaying it costs no host time per call."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        for thunk in thunks:
+            thunk()
+    return partial(_replay, graph, thunks)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, kept: Sequence[Thunk]) -> None:
+    """`kept` holds the tensors that the graph reads."""
+    graph.replay()

@@ -1,0 +1,90 @@
+"""tools/make_docs.py: pages follow results/, and a difference is found."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from bench_fakes import provider, sweep
+from rich.console import Console
+
+from flashtile.bench import plots
+from flashtile.bench.command import run_sweep
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_docs.py"
+STEM = "sdpa_Lsweep_B1_H1_d16_fp32"
+NAMES = (f"box/{STEM}:latency", f"box/{STEM}:ratios", f"box/latency_vs_L_{STEM.removeprefix('sdpa_Lsweep_')}.png")
+
+
+class Done(NamedTuple):
+    returncode: int
+    stderr: str
+
+
+def make_docs(root: Path, *arguments: str) -> Done:
+    spec = importlib.util.spec_from_file_location("make_docs", TOOL)
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        status = tool.main(["--root", str(root), *arguments])
+    return Done(status, stderr.getvalue())
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A small repository: one run's results, a README with markers and a page without."""
+    (tmp_path / "results" / "box").mkdir(parents=True)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "plain.md").write_text("nothing marked\n")
+    run_sweep(
+        sweep([provider("ours", is_baseline=False), provider("peer")], 32, 48), tmp_path / "results" / "box", Console(file=io.StringIO())
+    )
+    parts = "\n".join(f"<!-- bench:{name} -->\nold\n<!-- /bench:{name} -->\n" for name in NAMES)
+    (tmp_path / "README.md").write_text(f"before\n{parts}after\n")
+    return tmp_path
+
+
+def test_pages_are_filled_and_an_edit_is_found(root: Path):
+    assert make_docs(root, "--check").returncode == 1
+    assert make_docs(root).returncode == 0
+    text = (root / "README.md").read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "| ours over peer | fwd | 2 |" in text
+    assert f"(results/{NAMES[2]})" in text
+    done = make_docs(root, "--check")
+    assert done.returncode == 0, done.stderr
+
+    (root / "README.md").write_text(text.replace("| S=48 |", "| S=49 |"))
+    done = make_docs(root, "--check")
+    assert done.returncode == 1
+    assert "README.md: differs from results/" in done.stderr
+
+
+def test_a_stale_or_missing_figure_is_found_and_drawn_again(root: Path):
+    assert make_docs(root).returncode == 0
+    csv, figure = root / "results" / "box" / f"{STEM}.csv", root / "results" / NAMES[2]
+    csv.write_text(csv.read_text().replace("peer,yes", "sdpa,yes"))
+    assert not plots.is_current(figure)
+    done = make_docs(root, "--check")
+    assert done.returncode == 1
+    assert f"results/{NAMES[2]}: missing, or drawn from another CSV" in done.stderr
+    assert make_docs(root).returncode == 0
+    assert make_docs(root, "--check").returncode == 0
+    figure.unlink()
+    assert make_docs(root, "--check").returncode == 1
+
+
+def test_a_marker_without_its_partner_or_its_csv_is_an_error(root: Path):
+    (root / "docs" / "plain.md").write_text("<!-- bench:box/none:latency -->\n<!-- /bench:box/none:latency -->\n")
+    done = make_docs(root)
+    assert done.returncode == 1
+    assert "docs/plain.md: file: got none.csv" in done.stderr
+    (root / "docs" / "plain.md").write_text("<!-- bench:box/none:latency -->\n")
+    done = make_docs(root)
+    assert done.returncode == 1
+    assert "docs/plain.md: a bench marker without its partner" in done.stderr

@@ -1,0 +1,105 @@
+"""Fills README.md and docs/*.md from results/: everything between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`.
+
+NAME is <folder>/<csv stem>:<table>, such as nvidia-h200/sdpa_Lsweep_B1_H1_d64_fp32:latency (tables: latency, throughput, bandwidth,
+memory, accuracy, ratios, overhead), or <folder>/<figure>.png. Figures older than their CSV are drawn again.
+
+python tools/make_docs.py [--check] [--root FOLDER]     --check changes nothing and exits 1 where something is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from flashtile.bench import plots, tables
+from flashtile.bench.rows import OverheadRow, Row, read
+
+MARKED = re.compile(r"(<!-- bench:(?P<name>[^ ]+) -->\n)(?P<body>.*?)(<!-- /bench:(?P=name) -->)", re.DOTALL)
+OPENING = re.compile(r"^<!-- /?bench:[^ ]+ -->$", re.MULTILINE)
+
+
+def pages(root: Path) -> list[Path]:
+    return [path for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))) if path.exists()]
+
+
+def fill(text: str, page: Path, results: Path) -> str:
+    """The page with every marked part made anew."""
+    return MARKED.sub(lambda match: f"{match[1]}{part(match['name'], page, results)}\n{match[4]}", text)
+
+
+def part(name: str, page: Path, results: Path) -> str:
+    """What stands between the markers of that name."""
+    if name.endswith(".png"):
+        figure = results / name
+        return f"![{figure.stem.replace('_', ' ')}]({os.path.relpath(figure, page.parent)})"
+    stem, _, kind = name.partition(":")
+    path = results / f"{stem}.csv"
+    if kind == "overhead":
+        overhead_rows = read(path, OverheadRow)
+        return f"{tables.overhead_table(overhead_rows).markdown()}\n\n{origin(overhead_rows[0])}"
+    rows = read(path, Row)
+    table = tables.of(rows, kind or "latency")
+    return f"{table.title}:\n\n{table.markdown()}\n\n{origin(rows[0])}"
+
+
+def origin(row: Row | OverheadRow) -> str:
+    """Where the figures come from, in one line below them."""
+    env = row.env
+    versions = [f"torch {env.torch}", *(f"{key} {value}" for key, value in (("cuDNN", env.cudnn), ("driver", env.driver)) if value)]
+    commit = f"commit {env.commit or 'unknown'}{' with changes' if env.is_dirty else ''}"
+    return f"{env.device}; {', '.join(versions)}; flashtile {env.flashtile}, {commit}, {env.date[:10]}; `{env.command}`"
+
+
+def figures(results: Path, wanted: set[str]) -> tuple[list[Path], list[Path]]:
+    """The figures that are out of date or missing, and the CSVs to draw them from."""
+    stale = [path for path in sorted(results.glob("*/*.png")) if plots.HASH_KEY in plots.metadata(path) and not plots.is_current(path)]
+    absent = [results / name for name in sorted(wanted) if not (results / name).exists()]
+    sources = {path.with_name(plots.metadata(path)[plots.SOURCE_KEY]) for path in stale}
+    sources.update(source for path in absent for source in path.parent.glob("sdpa_*.csv"))
+    return stale + absent, sorted(source for source in sources if source.exists())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Fill README.md and docs/ from results/.")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where something is out of date")
+    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent)
+    options = parser.parse_args(arguments)
+    results, complaints, wanted = options.root / "results", [], set()
+    for page in pages(options.root):
+        text = page.read_text(encoding="utf-8")
+        name = page.relative_to(options.root)
+        found = [match["name"] for match in MARKED.finditer(text)]
+        wanted.update(entry for entry in found if entry.endswith(".png"))
+        if len(OPENING.findall(text)) != 2 * len(found):
+            complaints.append(f"{name}: a bench marker without its partner")
+            continue
+        try:
+            filled = fill(text, page, results)
+        except ValueError as error:
+            complaints.append(f"{name}: {error}")
+            continue
+        if filled == text:
+            continue
+        if options.check:
+            complaints.append(f"{name}: differs from results/")
+        else:
+            page.write_text(filled, encoding="utf-8")
+            print(f"{name}: written")
+    out_of_date, sources = figures(results, wanted)
+    if options.check:
+        complaints += [f"{path.relative_to(options.root)}: missing, or drawn from another CSV" for path in out_of_date]
+    else:
+        for source in sources:
+            print("\n".join(f"{path.relative_to(options.root)}: drawn" for path in plots.draw(source, read(source, Row))))
+        complaints += [f"{path.relative_to(options.root)}: no CSV to draw it from" for path in out_of_date if not plots.is_current(path)]
+    for complaint in complaints:
+        print(complaint + ("; run `make docs`" if options.check else ""), file=sys.stderr)
+    return 1 if complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
