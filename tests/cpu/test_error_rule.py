@@ -163,9 +163,9 @@ def test_the_rule_does_not_judge_by_a_broken_yardstick(broken: float) -> None:
     ones = torch.ones(1, 1, 3, 4)
     low = ones.clone()
     low[0, 0, 0, 0] = broken
-    assert "nothing can be judged" in disagreement("out", ones, ones, low, ones, torch.float32)
-    assert "nothing can be judged" in disagreement("out", ones, torch.full_like(ones, torch.nan), ones, ones, torch.float32)
-    assert disagreement("out", ones, ones, ones, ones, torch.float32) is None
+    assert "nothing can be judged" in disagreement("out", ones, ones, low, torch.float32)
+    assert "nothing can be judged" in disagreement("out", ones, torch.full_like(ones, torch.nan), ones, torch.float32)
+    assert disagreement("out", ones, ones, ones, torch.float32) is None
 
 
 @pytest.mark.parametrize("axes", ["1", "h", "k", "q"])

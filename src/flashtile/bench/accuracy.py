@@ -44,6 +44,7 @@ class Check:
         has_backward = point.direction != "fwd"
         self._ref = testing.oracle(self._part.inputs, has_backward=has_backward)
         self._low = testing.yardstick(self._part.inputs, has_backward=has_backward)
+        self._moved = testing.shifted(self._part.inputs, self._ref) if has_backward else self._ref
 
     def verdict(self, out: Tensor, grads: tuple[Tensor, Tensor, Tensor] | None) -> Verdict:
         """`out` and the gradients as a provider returned them, (batch, heads, rows, dim)."""
@@ -54,7 +55,10 @@ class Check:
             if part.is_full:
                 ours["dk"], ours["dv"] = (grad[:1, : part.num_heads_kv] for grad in grads[1:])
         dtype = part.inputs.args.q.dtype
-        complaints = [testing.disagreement(name, ours[name], getattr(ref, name), getattr(low, name), dtype) for name in ours]
+        complaints = [
+            testing.disagreement(name, ours[name], getattr(ref, name), getattr(low, name), dtype, getattr(self._moved, name))
+            for name in ours
+        ]
         timed = [name for name in ours if name != "out"] or ["out"]
         return Verdict(
             max_error=max(_distance(ours[name], getattr(ref, name)) for name in timed),

@@ -89,8 +89,8 @@ def _length_figures(csv_path: Path, rows: Sequence[Row]) -> list[Path]:
     first = rows[0]
     heads = f"H={first.heads}" if first.heads == first.heads_kv else f"H={first.heads}/{first.heads_kv}"
     problem = f"B={first.batch} {heads} d={first.head_dim} {first.dtype}{' causal' if first.is_causal else ''}, {_PASSES[first.direction]}"
-    suffix = csv_path.stem.removesuffix("_full").removeprefix("sdpa_Lsweep_")
-    suffix = "" if suffix == "B1_H1_d64_fp32" else f"_{suffix}"
+    suffix = "_" + csv_path.stem.removeprefix("sdpa_Lsweep_")
+    suffix = suffix.replace("_B1_H1_d64_fp32", "", 1)
     figures: list[tuple[str, str, Value]] = [
         ("latency", "Time per call (ms)", lambda row: row.median_ms),
         ("memory", "Peak memory over the inputs (MiB)", lambda row: None if row.memory_bytes is None else row.memory_bytes / 2**20),
