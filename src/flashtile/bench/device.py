@@ -121,11 +121,13 @@ def _driver() -> str:
 
 
 def _commit() -> tuple[str, bool]:
-    """The commit of this source and whether it was changed since; FLASHTILE_COMMIT where there is no repository."""
+    """The commit of this source and whether it was changed since. FLASHTILE_COMMIT says it for a copy of the source."""
+    if os.environ.get("FLASHTILE_COMMIT"):
+        return os.environ["FLASHTILE_COMMIT"], False
     here = Path(__file__).resolve().parent
     root = _output(["git", "-C", str(here), "rev-parse", "--show-toplevel"])
     if not root or not (Path(root) / "src" / "flashtile" / "bench").is_dir():
-        return os.environ.get("FLASHTILE_COMMIT", ""), False
+        return "", False
     changes = _output(["git", "-C", root, "status", "--porcelain", "--", ".", ":(exclude)results"])
     return _output(["git", "-C", root, "rev-parse", "--short=12", "HEAD"]), bool(changes)
 
