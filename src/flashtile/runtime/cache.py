@@ -1,0 +1,208 @@
+"""Keeps compiled kernels: in memory for the process, on disk for the next one.
+
+Directory: FLASHTILE_CACHE_DIR, else flashtile/ below XDG_CACHE_HOME or ~/.cache; FLASHTILE_CACHE=0 turns the disk off. It must belong to
+the user and be closed to everybody else. A file is a header (magic, format, SHA-256 of the rest), a length-prefixed JSON object and the
+cubin, and names the key it was stored under. It gets its name only when complete, so any number of processes may share the directory.
+Whatever is wrong with the disk costs one warning and a compilation; nothing here raises for it, and no doubtful file becomes a kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import stat
+import struct
+import tempfile
+import threading
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flashtile.runtime import nvrtc, toolchain
+from flashtile.runtime.nvrtc import Compiled
+from flashtile.runtime.toolchain import Toolchain
+
+_HEADER = struct.Struct("<8sI32s")
+_LENGTH = struct.Struct("<Q")
+_MAGIC = b"FLASHTIL"
+_FORMAT = 1
+
+
+class CacheWarning(UserWarning):
+    """The disk cache cannot be used, or a file in it cannot. Kernels are compiled instead."""
+
+
+class KernelCache:
+    """One directory of compiled kernels, or none."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self.directory = directory
+
+    @classmethod
+    def default(cls) -> KernelCache:
+        """The cache the environment asks for."""
+        if os.environ.get("FLASHTILE_CACHE") == "0":
+            return cls(None)
+        asked = os.environ.get("FLASHTILE_CACHE_DIR")
+        if asked:
+            return cls(Path(asked))
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        return cls(Path(home) / "flashtile")
+
+    @staticmethod
+    def key(parts: Sequence[str | bytes]) -> str:
+        """SHA-256 of the parts, each with its length, so that moving text from one to the next changes it."""
+        digest = hashlib.sha256()
+        for part in parts:
+            content = part.encode() if isinstance(part, str) else part
+            digest.update(_LENGTH.pack(len(content)) + content)
+        return digest.hexdigest()
+
+    def load(self, key: str) -> Compiled | None:
+        found = self._read(f"{key}.kernel", key)
+        if found is None:
+            return None
+        meta, cubin = found
+        return Compiled(meta["arch"], cubin, meta["symbols"], meta["log"])
+
+    def store(self, key: str, compiled: Compiled) -> None:
+        meta = {"key": key, "arch": compiled.arch, "symbols": compiled.symbols, "log": compiled.log}
+        self._write(f"{key}.kernel", meta, compiled.cubin)
+
+    def toolchain_digest(self, found: Toolchain) -> str:
+        """The toolchain's digest, remembered for as long as its files keep path, size and time."""
+        try:
+            states = [(path, path.stat()) for path in found.files]
+        except OSError:
+            return found.digest
+        key = self.key([f"{path} {state.st_size} {state.st_mtime_ns}" for path, state in states])
+        remembered = self._read(f"{key}.toolchain", key)
+        if remembered is not None:
+            return str(remembered[0]["digest"])
+        self._write(f"{key}.toolchain", {"key": key, "digest": found.digest}, b"")
+        return found.digest
+
+    def _read(self, name: str, key: str) -> tuple[dict[str, Any], bytes] | None:
+        """The JSON object and the bytes of a file that is whole, ours, and stored under this key."""
+        directory = self._usable()
+        if directory is None:
+            return None
+        path = directory / name
+        try:
+            with path.open("rb") as file:
+                if os.fstat(file.fileno()).st_uid != os.geteuid():
+                    raise ValueError("it belongs to another user")
+                return _unpack(file.read(), key)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            _warn_once(str(path), f"kernel cache: {path} is not usable ({error}); its content is made anew")
+            return None
+
+    def _write(self, name: str, meta: dict[str, Any], content: bytes) -> None:
+        directory = self._usable()
+        if directory is None:
+            return
+        temporary = None
+        try:
+            descriptor, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=directory)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(_pack(meta, content))
+            os.replace(temporary, directory / name)
+        except OSError as error:
+            if temporary is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+            _warn_once(f"write {directory}", f"kernel cache: cannot write to {directory} ({error}); kernels stay in memory")
+
+    def _usable(self) -> Path | None:
+        """The directory, made where it is missing, if it is the user's own and nobody else's."""
+        if self.directory is None:
+            return None
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            state = self.directory.stat()
+        except OSError as error:
+            reason = str(error)
+        else:
+            if state.st_uid != os.geteuid():
+                reason = f"it belongs to user {state.st_uid}"
+            elif stat.S_IMODE(state.st_mode) & 0o077:
+                reason = f"its mode {stat.S_IMODE(state.st_mode):04o} lets others in; run chmod 700, or set FLASHTILE_CACHE_DIR"
+            else:
+                return self.directory
+        _warn_once(f"use {self.directory}", f"kernel cache: {self.directory} is not used ({reason}); kernels stay in memory")
+        return None
+
+
+def compile_cached(source: str, arch: str, names: Sequence[str], defines: Sequence[str] = ()) -> Compiled:
+    """Compiles one unit, or takes it from memory or disk. Threads that want the same unit wait for one compilation."""
+    cache = KernelCache.default()
+    compiler = toolchain.find()
+    headers = include_digest(nvrtc.INCLUDE)
+    options = json.dumps([list(names), nvrtc.options(arch, defines)])
+    key = cache.key([headers, source, options, _toolchain_digest(cache.directory, compiler)])
+    with _guard:
+        lock = _locks.setdefault(key, threading.Lock())
+    with lock:
+        if key not in _memory:
+            found = cache.load(key)
+            if found is None:
+                found = nvrtc.compile_source(compiler, source, arch, names, defines)
+                # Headers edited since they were hashed went into this kernel: right for now, wrong under this key
+                if tree_digest(nvrtc.INCLUDE) == headers:
+                    cache.store(key, found)
+            _memory[key] = found
+        return _memory[key]
+
+
+def tree_digest(folder: Path) -> str:
+    """SHA-256 over path and content of every file below the folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return KernelCache.key([part for path in files for part in (path.relative_to(folder).as_posix(), path.read_bytes())])
+
+
+_memory: dict[str, Compiled] = {}
+_locks: dict[str, threading.Lock] = {}
+_guard = threading.Lock()
+_warned: set[str] = set()
+
+include_digest = functools.cache(tree_digest)
+
+
+@functools.cache
+def _toolchain_digest(directory: Path | None, compiler: Toolchain) -> str:
+    return KernelCache(directory).toolchain_digest(compiler)
+
+
+def _pack(meta: dict[str, Any], content: bytes) -> bytes:
+    head = json.dumps(meta).encode()
+    payload = _LENGTH.pack(len(head)) + head + content
+    return _HEADER.pack(_MAGIC, _FORMAT, hashlib.sha256(payload).digest()) + payload
+
+
+def _unpack(data: bytes, key: str) -> tuple[dict[str, Any], bytes]:
+    """The reverse of _pack. Raises ValueError unless the data is whole and was stored under the key."""
+    if len(data) < _HEADER.size + _LENGTH.size:
+        raise ValueError("truncated")
+    magic, version, digest = _HEADER.unpack_from(data)
+    if magic != _MAGIC or version != _FORMAT:
+        raise ValueError("not a file of this cache")
+    payload = data[_HEADER.size :]
+    if hashlib.sha256(payload).digest() != digest:
+        raise ValueError("corrupted or truncated")
+    start = _LENGTH.size + _LENGTH.unpack_from(payload)[0]
+    meta = json.loads(payload[_LENGTH.size : start])
+    if meta["key"] != key:
+        raise ValueError("stored under another key")
+    return meta, payload[start:]
+
+
+def _warn_once(reason: str, text: str) -> None:
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(text, CacheWarning, stacklevel=4)

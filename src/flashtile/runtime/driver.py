@@ -1,0 +1,208 @@
+"""Loads cubins and launches kernels through the CUDA driver, opened on first use. Device indices are torch's.
+
+A library is loaded once for all devices and stays for the life of the process. Launches go to the context current in the calling thread,
+which torch's device guards set; a thread that has none gets the primary context of torch's current device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
+
+import torch
+
+from flashtile.errors import unsupported
+
+_LIBRARY = "libcuda.so.1"
+_ARGUMENTS: dict[str, tuple[type, ...]] = {
+    "cuInit": (c_uint,),
+    "cuDriverGetVersion": (POINTER(c_int),),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuCtxGetCurrent": (POINTER(c_void_p),),
+    "cuCtxSetCurrent": (c_void_p,),
+    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
+    "cuLibraryLoadData": (POINTER(c_void_p), c_char_p, c_void_p, c_void_p, c_uint, c_void_p, c_void_p, c_uint),
+    "cuLibraryGetKernel": (POINTER(c_void_p), c_void_p, c_char_p),
+    "cuKernelGetFunction": (POINTER(c_void_p), c_void_p),
+    "cuKernelSetAttribute": (c_int, c_int, c_void_p, c_int),
+    "cuLaunchKernel": (c_void_p, *(c_uint,) * 7, c_void_p, POINTER(c_void_p), c_void_p),
+    "cuGetErrorName": (c_int, POINTER(c_char_p)),
+    "cuGetErrorString": (c_int, POINTER(c_char_p)),
+}
+_CAPTURE_MODE_RELAXED = 2
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+
+# CUdevice_attribute
+_ATTRIBUTES = {
+    "max_shared_bytes_per_block": 8,
+    "multiprocessor_count": 16,
+    "l2_bytes": 38,
+    "compute_capability_major": 75,
+    "compute_capability_minor": 76,
+    "max_shared_bytes_per_multiprocessor": 81,
+    "max_registers_per_multiprocessor": 82,
+    "max_shared_bytes_per_block_optin": 97,
+}
+
+
+class DriverError(RuntimeError):
+    """A call into the CUDA driver failed. The message names the call and the error."""
+
+
+class Library:
+    """A loaded cubin."""
+
+    def __init__(self, handle: c_void_p) -> None:
+        self._handle = handle
+
+    def function(self, symbol: str) -> Function:
+        handle = c_void_p()
+        with _relaxed_capture():
+            _call("cuLibraryGetKernel", byref(handle), self._handle, symbol.encode())
+        return Function(symbol, handle)
+
+
+class Function:
+    """A kernel of a loaded cubin, on every device."""
+
+    def __init__(self, symbol: str, handle: c_void_p) -> None:
+        self.symbol = symbol
+        self._handle = handle
+        self._launch: Callable[..., int] = _driver().cuLaunchKernel
+        self._shared_bytes: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def set_shared_bytes(self, device_index: int, num_bytes: int) -> None:
+        """Allows launches on the device to take so much dynamic shared memory. Call it with the device current, before the first launch."""
+        if self._shared_bytes.get(device_index, -1) >= num_bytes:
+            return
+        with self._lock, _relaxed_capture():
+            _ensure_context()
+            # A cubin reaches a device when it is first needed there: have that here, where a capture in progress allows it
+            _call("cuKernelGetFunction", byref(c_void_p()), self._handle)
+            if self._shared_bytes.get(device_index, -1) < num_bytes:
+                _call("cuKernelSetAttribute", _MAX_DYNAMIC_SHARED_SIZE_BYTES, num_bytes, self._handle, _device(device_index))
+                self._shared_bytes[device_index] = num_bytes
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        stream: int,
+        params: ctypes.Structure | int,
+    ) -> None:
+        """Launches on the stream of the current device. The kernel takes one argument, by value: `params`, a structure or its address."""
+        pointer = byref(c_void_p(params if isinstance(params, int) else ctypes.addressof(params)))
+        status = self._launch(self._handle, *grid, *block, shared_bytes, stream, pointer, None)
+        if status != 0:
+            if _ensure_context():
+                status = self._launch(self._handle, *grid, *block, shared_bytes, stream, pointer, None)
+            _check(status, f"cuLaunchKernel of {self.symbol}, grid {grid}, block {block}, {shared_bytes} bytes shared")
+
+
+def load(cubin: bytes) -> Library:
+    """Loads a cubin for all devices. May be called while the thread captures a graph."""
+    handle = c_void_p()
+    with _relaxed_capture():
+        _call("cuLibraryLoadData", byref(handle), cubin, None, None, 0, None, None, 0)
+    return Library(handle)
+
+
+def version() -> tuple[int, int]:
+    """The newest CUDA version the driver knows."""
+    number = c_int()
+    _call("cuDriverGetVersion", byref(number))
+    return number.value // 1000, number.value % 1000 // 10
+
+
+@functools.cache
+def attribute(device_index: int, name: str) -> int:
+    """One property of a device; the names are those of `_ATTRIBUTES`."""
+    value = c_int()
+    _call("cuDeviceGetAttribute", byref(value), _ATTRIBUTES[name], _device(device_index))
+    return value.value
+
+
+def compute_capability(device_index: int) -> tuple[int, int]:
+    return attribute(device_index, "compute_capability_major"), attribute(device_index, "compute_capability_minor")
+
+
+def multiprocessor_count(device_index: int) -> int:
+    return attribute(device_index, "multiprocessor_count")
+
+
+def max_shared_bytes(device_index: int) -> int:
+    """Dynamic shared memory one block may ask for."""
+    return attribute(device_index, "max_shared_bytes_per_block_optin")
+
+
+def l2_bytes(device_index: int) -> int:
+    return attribute(device_index, "l2_bytes")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    way_out = "Install an NVIDIA driver of version 525 or newer"
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+        for name, arguments in _ARGUMENTS.items():
+            getattr(library, name).argtypes = arguments
+    except (OSError, AttributeError) as error:
+        raise unsupported("CUDA driver", f"no usable {_LIBRARY} ({error})", "a driver that knows CUDA 12 or newer", way_out) from error
+    status = library.cuInit(0)
+    if status != 0:
+        raise unsupported("CUDA driver", f"{_describe(library, status)} from cuInit", "a driver with at least one usable GPU")
+    return library
+
+
+def _call(name: str, *arguments: object) -> None:
+    _check(getattr(_driver(), name)(*arguments), name)
+
+
+def _check(status: int, what: str) -> None:
+    if status != 0:
+        raise DriverError(f"{what} failed: {_describe(_driver(), status)}")
+
+
+def _describe(library: ctypes.CDLL, status: int) -> str:
+    """Name and text of a status. The driver knows no text for one newer than itself."""
+    name, text = c_char_p(), c_char_p()
+    library.cuGetErrorName(status, byref(name))
+    library.cuGetErrorString(status, byref(text))
+    return f"{(name.value or b'unknown error').decode()} ({status}), {(text.value or b'no description').decode()}"
+
+
+def _device(index: int) -> int:
+    device = c_int()
+    _call("cuDeviceGet", byref(device), index)
+    return device.value
+
+
+def _ensure_context() -> bool:
+    """Makes the primary context of torch's current device current if the thread has none. True if it had none."""
+    context = c_void_p()
+    _call("cuCtxGetCurrent", byref(context))
+    if context.value is not None:
+        return False
+    # Retained for the life of the process, as torch does
+    _call("cuDevicePrimaryCtxRetain", byref(context), _device(torch.cuda.current_device()))
+    _call("cuCtxSetCurrent", context)
+    return True
+
+
+@contextmanager
+def _relaxed_capture() -> Iterator[None]:
+    """Lets the thread make calls that a graph capture in progress would otherwise refuse."""
+    mode = c_int(_CAPTURE_MODE_RELAXED)
+    _call("cuThreadExchangeStreamCaptureMode", byref(mode))
+    try:
+        yield
+    finally:
+        _call("cuThreadExchangeStreamCaptureMode", byref(mode))

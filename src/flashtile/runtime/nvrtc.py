@@ -1,0 +1,108 @@
+"""Compiles CUDA C++ text to a cubin for one exact architecture, and reads what the compiler says about it."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashtile.errors import value_error
+from flashtile.runtime.toolchain import Toolchain
+
+INCLUDE = Path(__file__).resolve().parent.parent / "include"
+BASE_OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--device-as-default-execution-space")
+
+
+class CompileError(RuntimeError):
+    """The compiler refused. The message holds its whole log."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel takes, as ptxas reports it."""
+
+    registers: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    stack_bytes: int
+    static_shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A cubin, the symbol behind each name expression, and the compiler's log."""
+
+    arch: str
+    cubin: bytes
+    symbols: dict[str, str]
+    log: str
+
+    def resources(self, name: str) -> Resources:
+        return parse_log(self.log)[self.symbols[name]]
+
+    @property
+    def warnings(self) -> list[str]:
+        return [line for line in self.log.splitlines() if re.search(r"\bwarning\b|\bC75\d\d\b", line, re.IGNORECASE)]
+
+
+def options(arch: str, defines: Sequence[str] = ()) -> list[str]:
+    """Everything the compiler is told except where the headers are. Only an exact architecture gives a cubin."""
+    if not re.fullmatch(r"sm_\d+[af]?", arch):
+        raise value_error("arch", arch, 'an exact architecture such as "sm_80" or "sm_90a"')
+    return [f"--gpu-architecture={arch}", *BASE_OPTIONS, *(f"-D{define}" for define in defines)]
+
+
+def compile_source(toolchain: Toolchain, source: str, arch: str, names: Sequence[str], defines: Sequence[str] = ()) -> Compiled:
+    """Compiles one unit. `names` are C++ expressions of the kernels wanted, such as "flashtile::fwd_kernel<Config>"."""
+    nvrtc = toolchain.library
+    program = ctypes.c_void_p()
+    _check(toolchain, nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"flashtile.cu", 0, None, None))
+    try:
+        for name in names:
+            _check(toolchain, nvrtc.nvrtcAddNameExpression(program, name.encode()))
+        arguments = [f"--include-path={INCLUDE}".encode(), *(option.encode() for option in options(arch, defines))]
+        status = nvrtc.nvrtcCompileProgram(program, len(arguments), (ctypes.c_char_p * len(arguments))(*arguments))
+        log = _text(toolchain, program, "nvrtcGetProgramLog")
+        if status != 0:
+            raise CompileError(f"NVRTC {toolchain.version[0]}.{toolchain.version[1]} refused the kernel for {arch}:\n{log}")
+        symbols = {}
+        for name in names:
+            lowered = ctypes.c_char_p()
+            _check(toolchain, nvrtc.nvrtcGetLoweredName(program, name.encode(), ctypes.byref(lowered)))
+            symbols[name] = (lowered.value or b"").decode()
+        return Compiled(arch, _bytes(toolchain, program, "nvrtcGetCUBIN"), symbols, log)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def parse_log(log: str) -> dict[str, Resources]:
+    """Resources by symbol, from the lines ptxas prints under -v. Functions it did not inline follow their kernel and count as its own."""
+    found: dict[str, Resources] = {}
+    for section in re.split(r"Compiling entry function ", log)[1:]:
+        symbol = re.match(r"'([^']+)'", section)
+        frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", section)
+        used = re.search(r"Used (\d+) registers.*", section)
+        if symbol and used:
+            stack, stores, loads = (sum(map(int, column)) for column in zip(*frames, strict=True)) if frames else (0, 0, 0)
+            shared = re.search(r"(\d+) bytes smem", used[0])
+            found[symbol[1]] = Resources(int(used[1]), stores, loads, stack, int(shared[1]) if shared else 0)
+    return found
+
+
+def _bytes(toolchain: Toolchain, program: ctypes.c_void_p, function: str) -> bytes:
+    size = ctypes.c_size_t()
+    _check(toolchain, getattr(toolchain.library, function + "Size")(program, ctypes.byref(size)))
+    buffer = ctypes.create_string_buffer(size.value)
+    _check(toolchain, getattr(toolchain.library, function)(program, buffer))
+    return buffer.raw
+
+
+def _text(toolchain: Toolchain, program: ctypes.c_void_p, function: str) -> str:
+    return _bytes(toolchain, program, function).rstrip(b"\0").decode(errors="replace")
+
+
+def _check(toolchain: Toolchain, status: int) -> None:
+    if status != 0:
+        raise CompileError(f"NVRTC failed: {(toolchain.library.nvrtcGetErrorString(status) or b'?').decode()}")

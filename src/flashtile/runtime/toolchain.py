@@ -1,0 +1,118 @@
+"""Finds NVRTC, NVIDIA's compiler as a library: no toolkit and no host compiler needed.
+
+Looked for in this order: the file FLASHTILE_NVRTC names; the wheels that come with torch (nvidia/cu13, nvidia/cu12, nvidia/cuda_nvrtc)
+in any folder of sys.path; a toolkit in CUDA_HOME, CUDA_PATH or /usr/local/cuda; the loader's own search path.
+Finding opens nothing where it can be helped: a process that finds its kernels in the cache never loads the compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashtile.errors import Unsupported, unsupported
+
+_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
+_WHEEL_FOLDERS = ("nvidia/cu13/lib", "nvidia/cu12/lib", "nvidia/cuda_nvrtc/lib")
+_ACCEPTED = "libnvrtc of CUDA 12 or 13"
+_WAY_OUT = "Install the package nvidia-cuda-nvrtc, or set FLASHTILE_NVRTC to the library file"
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """One NVRTC library. The digest names it in cache keys: its version number has no patch level."""
+
+    path: str
+
+    @functools.cached_property
+    def files(self) -> tuple[Path, ...]:
+        """The library's builtins and the library itself, each file once, in the order they must be opened."""
+        path = Path(self.path)
+        return (*sorted({builtins.resolve() for builtins in path.parent.glob("libnvrtc-builtins.so*")}), path)
+
+    @functools.cached_property
+    def library(self) -> ctypes.CDLL:
+        """The library, opened after its builtins: NVRTC asks the loader for them by bare name."""
+        try:
+            opened = [ctypes.CDLL(str(path)) for path in self.files][-1]
+            opened.nvrtcGetErrorString.restype = ctypes.c_char_p
+        except (OSError, AttributeError) as error:
+            raise unsupported("NVRTC", f"{self.path}, which does not load ({error})", _ACCEPTED, _WAY_OUT) from error
+        return opened
+
+    @functools.cached_property
+    def version(self) -> tuple[int, int]:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self.library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        return major.value, minor.value
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 over every file of the compiler. Reads about 100 MB; `cache.KernelCache.toolchain_digest` remembers it."""
+        total = hashlib.sha256()
+        try:
+            for path in self.files:
+                with path.open("rb") as file:
+                    content = hashlib.sha256()
+                    while block := file.read(1 << 20):
+                        content.update(block)
+                total.update(content.digest())
+        except OSError as error:
+            raise unsupported("NVRTC", f"{self.path}, which cannot be read ({error})", _ACCEPTED, _WAY_OUT) from error
+        return total.hexdigest()
+
+
+def candidates() -> Iterator[Path]:
+    """Every place a library may be, the preferred first."""
+    for folder in map(Path, sys.path):
+        for inner in _WHEEL_FOLDERS:
+            yield from (folder / inner / name for name in _NAMES)
+    for root in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
+        if root:
+            yield from (Path(root) / "lib64" / name for name in _NAMES)
+
+
+@functools.cache
+def find() -> Toolchain:
+    """The NVRTC to compile with. Raises Unsupported with what was looked for when there is none."""
+    asked = os.environ.get("FLASHTILE_NVRTC")
+    if asked:
+        if not Path(asked).is_file():
+            raise unsupported("FLASHTILE_NVRTC", f"{asked}, which is no file", f"the path of a {_ACCEPTED}", _WAY_OUT)
+        return Toolchain(str(Path(asked).absolute()))
+    for path in candidates():
+        if path.is_file():
+            return Toolchain(str(path.absolute()))
+    for name in _NAMES:
+        if path_found := _on_loader_path(name):
+            return Toolchain(path_found)
+    raise _missing()
+
+
+def _missing() -> Unsupported:
+    came = (
+        f"none of {', '.join(_NAMES)} in the wheels beside torch ({', '.join(_WHEEL_FOLDERS)} below sys.path), "
+        "in lib64 of CUDA_HOME, CUDA_PATH or /usr/local/cuda, or on the loader's path"
+    )
+    return unsupported("NVRTC", came, _ACCEPTED, _WAY_OUT)
+
+
+class _DlInfo(ctypes.Structure):
+    _fields_ = (("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("symbol", ctypes.c_char_p), ("address", ctypes.c_void_p))
+
+
+def _on_loader_path(name: str) -> str | None:
+    """The file behind a bare library name. Only the loader knows, so this one is opened."""
+    try:
+        function = ctypes.CDLL(name).nvrtcVersion
+        info = _DlInfo()
+        found = ctypes.CDLL(None).dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(info))
+    except (OSError, AttributeError):
+        return None
+    return os.path.realpath(os.fsdecode(info.file)) if found and info.file else None
