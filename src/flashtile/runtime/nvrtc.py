@@ -44,7 +44,7 @@ class Compiled:
 
     @property
     def warnings(self) -> list[str]:
-        return [line for line in self.log.splitlines() if re.search(r"\bwarning\b|\bC75\d\d\b", line, re.IGNORECASE)]
+        return [line for line in self.log.splitlines() if re.search(r"\bwarning\s*[#:]|\bC75\d\d\b", line, re.IGNORECASE)]
 
 
 def options(arch: str, defines: Sequence[str] = ()) -> list[str]:

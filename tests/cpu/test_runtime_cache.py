@@ -1,0 +1,368 @@
+"""The kernel cache: what it keeps, what it refuses to trust, and that nothing about a disk stops a kernel from being compiled."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from flashtile.runtime import cache, nvrtc, toolchain
+from flashtile.runtime.cache import CacheWarning, KernelCache, compile_cached
+from flashtile.runtime.nvrtc import Compiled, CompileError
+
+SOURCE = '#include "factor.cuh"\ntemplate <int N> __global__ void scale(float* x) { x[threadIdx.x] *= N * FACTOR; }\n'
+UNIT = (SOURCE, "sm_90", ["scale<4>"], ["NAME=1"])
+KEY = KernelCache.key(["a kernel"])
+KERNEL = Compiled("sm_90a", bytes(range(256)) * 10, {"f<1>": "_Z1fILi1EEvv"}, "the log: ü\n")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    """An empty cache directory, a header tree of our own, and a process that remembers nothing."""
+    forget()
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "factor.cuh").write_text("#define FACTOR 2\n")
+    monkeypatch.setattr(nvrtc, "INCLUDE", tmp_path / "include")
+    monkeypatch.setenv("FLASHTILE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("FLASHTILE_CACHE", raising=False)
+    yield
+    forget()
+
+
+def forget():
+    """As a new process would start."""
+    cache._memory.clear()
+    cache._warned.clear()
+    cache._toolchain_digest.cache_clear()
+    cache.include_digest.cache_clear()
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """The architectures compiled so far."""
+    done, real = [], nvrtc.compile_source
+
+    def counted(toolchain, source, arch, names, defines=()):
+        done.append(arch)
+        return real(toolchain, source, arch, names, defines)
+
+    monkeypatch.setattr(nvrtc, "compile_source", counted)
+    return done
+
+
+def kernel_file(tmp_path, key=KEY) -> Path:
+    return tmp_path / "cache" / f"{key}.kernel"
+
+
+def quietly(function, *arguments):
+    """The result of a call that must not warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return function(*arguments)
+
+
+# The directory
+
+
+def test_directory_from_the_environment(monkeypatch, tmp_path):
+    assert KernelCache.default().directory == tmp_path / "cache"
+    monkeypatch.delenv("FLASHTILE_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert KernelCache.default().directory == tmp_path / "xdg" / "flashtile"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert KernelCache.default().directory == tmp_path / "home" / ".cache" / "flashtile"
+
+
+def test_off(monkeypatch, tmp_path):
+    monkeypatch.setenv("FLASHTILE_CACHE", "0")
+    quietly(KernelCache.default().store, KEY, KERNEL)
+    assert quietly(KernelCache.default().load, KEY) is None
+    assert not (tmp_path / "cache").exists()
+
+
+def test_round_trip_in_a_closed_directory(tmp_path):
+    assert quietly(KernelCache.default().load, KEY) is None
+    quietly(KernelCache.default().store, KEY, KERNEL)
+    assert quietly(KernelCache.default().load, KEY) == KERNEL
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+    assert kernel_file(tmp_path).stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path / "cache") == [f"{KEY}.kernel"]
+
+
+@pytest.mark.parametrize("mode", [0o750, 0o701, 0o777])
+def test_a_directory_open_to_others_is_not_used(tmp_path, mode):
+    KernelCache.default().store(KEY, KERNEL)
+    (tmp_path / "cache").chmod(mode)
+    with pytest.warns(CacheWarning, match=rf"is not used \(its mode 0{mode:o} lets others in; run chmod 700") as caught:
+        assert KernelCache.default().load(KEY) is None
+    assert len(caught) == 1
+    quietly(KernelCache.default().store, "0" * 64, KERNEL)
+    assert os.listdir(tmp_path / "cache") == [f"{KEY}.kernel"]
+
+
+def test_a_directory_of_somebody_else_is_not_used(monkeypatch):
+    KernelCache.default().store(KEY, KERNEL)
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.warns(CacheWarning, match=f"is not used .it belongs to user {owner}") as caught:
+        assert KernelCache.default().load(KEY) is None
+    assert len(caught) == 1
+    quietly(KernelCache.default().store, KEY, KERNEL)
+
+
+def test_a_file_of_somebody_else_is_not_used(monkeypatch):
+    KernelCache.default().store(KEY, KERNEL)
+    real = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda descriptor: os.stat_result((*real(descriptor)[:4], os.geteuid() + 1, *real(descriptor)[5:10])))
+    with pytest.warns(CacheWarning, match="belongs to another user"):
+        assert KernelCache.default().load(KEY) is None
+
+
+def test_a_directory_that_cannot_be_made(monkeypatch, tmp_path, compilations):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FLASHTILE_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.warns(CacheWarning, match=r"is not used .*Not a directory.*kernels stay in memory") as caught:
+        assert compile_cached(*UNIT) is compile_cached(*UNIT)
+    assert len(caught) == 1
+    assert compilations == ["sm_90"]
+
+
+# Bad files and bad disks
+
+
+def damaged(data: bytes, damage: str) -> bytes:
+    if damage == "empty":
+        return b""
+    if damage == "short header":
+        return data[:20]
+    if damage == "truncated":
+        return data[:-1]
+    if damage == "one bit":
+        return data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]
+    if damage == "another format":
+        return data[:8] + b"\xff" + data[9:]
+    assert damage == "foreign"
+    return b"\x7fELF" + data
+
+
+@pytest.mark.parametrize("damage", ["empty", "short header", "truncated", "one bit", "another format", "foreign"])
+def test_a_damaged_file_is_a_miss_and_is_replaced(tmp_path, damage):
+    store = KernelCache.default()
+    store.store(KEY, KERNEL)
+    kernel_file(tmp_path).write_bytes(damaged(kernel_file(tmp_path).read_bytes(), damage))
+    with pytest.warns(CacheWarning, match=f"{KEY}.kernel is not usable") as caught:
+        assert store.load(KEY) is None
+    assert len(caught) == 1
+    assert quietly(store.load, KEY) is None
+    quietly(store.store, KEY, KERNEL)
+    assert quietly(store.load, KEY) == KERNEL
+
+
+def test_no_single_wrong_byte_passes(tmp_path):
+    small = Compiled("sm_90", b"cubin", {"f": "g"}, "")
+    store = KernelCache.default()
+    store.store(KEY, small)
+    whole = kernel_file(tmp_path).read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for position in range(len(whole)):
+            kernel_file(tmp_path).write_bytes(whole[:position] + bytes([whole[position] ^ 0x10]) + whole[position + 1 :])
+            assert store.load(KEY) is None
+            kernel_file(tmp_path).write_bytes(whole[:position])
+            assert store.load(KEY) is None
+
+
+def test_a_file_under_the_wrong_key_is_a_miss(tmp_path):
+    KernelCache.default().store(KEY, KERNEL)
+    other = KernelCache.key(["another kernel"])
+    kernel_file(tmp_path).rename(kernel_file(tmp_path, other))
+    with pytest.warns(CacheWarning, match="stored under another key"):
+        assert KernelCache.default().load(other) is None
+
+
+def test_an_unreadable_file_is_a_miss(tmp_path):
+    (tmp_path / "cache").mkdir(mode=0o700)
+    kernel_file(tmp_path).mkdir()
+    with pytest.warns(CacheWarning, match="is not usable"):
+        assert KernelCache.default().load(KEY) is None
+    with pytest.warns(CacheWarning, match="cannot write"):
+        KernelCache.default().store(KEY, KERNEL)
+
+
+@pytest.mark.parametrize("failing", ["mkstemp", "write", "replace"])
+def test_a_disk_that_refuses_costs_one_warning(monkeypatch, tmp_path, compilations, failing):
+    def refuse(*_arguments, **_options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if failing == "mkstemp":
+        monkeypatch.setattr(cache.tempfile, "mkstemp", refuse)
+    elif failing == "replace":
+        monkeypatch.setattr(os, "replace", refuse)
+    else:
+        # A file whose writes fail, as on a full disk
+        real = os.fdopen
+        monkeypatch.setattr(os, "fdopen", lambda descriptor, mode: (os.close(descriptor), real(os.open("/dev/full", os.O_WRONLY), mode))[1])
+    with pytest.warns(CacheWarning, match=r"cannot write to .*No space left on device.*stay in memory") as caught:
+        first = compile_cached(*UNIT)
+    assert len(caught) == 1
+    quietly(compile_cached, SOURCE, "sm_80", ["scale<4>"])
+    assert quietly(compile_cached, *UNIT) is first
+    assert compilations == ["sm_90", "sm_80"]
+    # Nothing half-written stays behind
+    assert os.listdir(tmp_path / "cache") == []
+
+
+# Compiling through the cache
+
+
+def test_memory_then_disk(tmp_path, compilations):
+    first = quietly(compile_cached, *UNIT)
+    assert quietly(compile_cached, *UNIT) is first
+    forget()
+    second = quietly(compile_cached, *UNIT)
+    assert second is not first
+    assert second == first
+    assert compilations == ["sm_90"]
+
+
+def test_a_warm_process_neither_opens_nor_hashes_the_compiler(monkeypatch, compilations):
+    first = compile_cached(*UNIT)
+    forget()
+    found = toolchain.Toolchain(toolchain.find().path)
+    monkeypatch.setattr(toolchain, "find", lambda: found)
+    assert compile_cached(*UNIT) == first
+    assert {"library", "digest", "version"}.isdisjoint(vars(found))
+
+
+def test_a_damaged_kernel_is_compiled_again(tmp_path, compilations):
+    first = compile_cached(*UNIT)
+    (path,) = (tmp_path / "cache").glob("*.kernel")
+    path.write_bytes(path.read_bytes()[:-8])
+    forget()
+    with pytest.warns(CacheWarning, match="corrupted or truncated"):
+        assert compile_cached(*UNIT).cubin == first.cubin
+    forget()
+    assert quietly(compile_cached, *UNIT).cubin == first.cubin
+    assert len(compilations) == 2
+
+
+def test_a_damaged_toolchain_digest_is_made_anew(tmp_path, compilations):
+    compile_cached(*UNIT)
+    (path,) = (tmp_path / "cache").glob("*.toolchain")
+    path.write_bytes(path.read_bytes().replace(b'"digest": "', b'"digest": "0')[:-1])
+    forget()
+    with pytest.warns(CacheWarning, match=r"toolchain is not usable"):
+        compile_cached(*UNIT)
+    assert len(compilations) == 1
+
+
+def test_the_toolchain_digest_follows_the_library(tmp_path):
+    library = tmp_path / "libnvrtc.so.13"
+    library.write_bytes(b"one")
+    store = KernelCache.default()
+    first = store.toolchain_digest(toolchain.Toolchain(str(library)))
+    assert store.toolchain_digest(toolchain.Toolchain(str(library))) == first
+    library.write_bytes(b"two, longer")
+    assert store.toolchain_digest(toolchain.Toolchain(str(library))) not in (first, "")
+
+
+def test_the_key_follows_everything_that_reaches_the_compiler(tmp_path, compilations, monkeypatch):
+    def keys():
+        return {path.name for path in (tmp_path / "cache").glob("*.kernel")}
+
+    compile_cached(*UNIT)
+    for count, unit in enumerate(
+        [
+            (SOURCE + "//", "sm_90", ["scale<4>"], ["NAME=1"]),
+            (SOURCE, "sm_90a", ["scale<4>"], ["NAME=1"]),
+            (SOURCE, "sm_90", ["scale<5>"], ["NAME=1"]),
+            (SOURCE, "sm_90", ["scale<4>"], ["NAME=2"]),
+        ],
+        start=2,
+    ):
+        compile_cached(*unit)
+        assert len(keys()) == count
+    (tmp_path / "include" / "factor.cuh").write_text("#define FACTOR 3\n")
+    forget()
+    compile_cached(*UNIT)
+    assert len(keys()) == 6
+    (tmp_path / "include" / "factor.cuh").rename(tmp_path / "include" / "other.cuh")
+    (tmp_path / "include" / "factor.cuh").write_text('#include "other.cuh"\n')
+    forget()
+    compile_cached(*UNIT)
+    assert len(keys()) == 7
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_toolchain_digest", lambda directory, compiler: "another compiler")
+        compile_cached(*UNIT)
+    assert len(keys()) == 8
+
+
+def test_parts_of_a_key_do_not_run_together():
+    assert KernelCache.key(["ab", "c"]) != KernelCache.key(["a", "bc"]) != KernelCache.key(["abc"])
+    assert KernelCache.key(["ab"]) == KernelCache.key([b"ab"])
+    assert len(KEY) == 64
+
+
+def test_a_header_edited_while_the_process_runs_stays_out_of_the_cache(tmp_path, compilations):
+    cache.include_digest(nvrtc.INCLUDE)
+    (tmp_path / "include" / "factor.cuh").write_text("#define FACTOR 3\n")
+    compile_cached(*UNIT)
+    assert list((tmp_path / "cache").glob("*.kernel")) == []
+
+
+def test_threads_compile_a_unit_once(compilations):
+    barrier = threading.Barrier(8)
+
+    def work(_):
+        barrier.wait()
+        return compile_cached(*UNIT)
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(work, range(8)))
+    assert all(result is results[0] for result in results)
+    assert compilations == ["sm_90"]
+
+
+def test_an_error_is_raised_and_not_kept(tmp_path):
+    for _ in range(2):
+        with pytest.raises(CompileError, match="no_such_function"):
+            compile_cached("__global__ void f() { no_such_function(); }", "sm_90", ["f"])
+    assert list((tmp_path / "cache").glob("*.kernel")) == []
+
+
+def race(directory, include, barrier, results):
+    os.environ["FLASHTILE_CACHE_DIR"] = directory
+    nvrtc.INCLUDE = Path(include)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        barrier.wait()
+        unit = compile_cached(*UNIT)
+    results.put((unit.cubin, unit.symbols))
+
+
+def test_eight_processes_race_on_an_empty_cache(tmp_path, compilations):
+    # One server imports torch, and its forks start with no threads and no kernels
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["flashtile.runtime.cache", __name__])
+    barrier, results = context.Barrier(8), context.Queue()
+    arguments = (str(tmp_path / "cache"), str(tmp_path / "include"), barrier, results)
+    processes = [context.Process(target=race, args=arguments) for _ in range(8)]
+    for process in processes:
+        process.start()
+    units = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 8
+    assert all(unit == units[0] for unit in units)
+    # What they left is whole: one kernel, one digest, nothing temporary
+    kept = quietly(compile_cached, *UNIT)
+    assert (kept.cubin, kept.symbols) == units[0]
+    assert compilations == []
+    assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".kernel", ".toolchain"]

@@ -1,0 +1,123 @@
+"""Finding NVRTC: the order of places, what a refusal says, and how the library is opened."""
+
+from __future__ import annotations
+
+import ctypes.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashtile import Unsupported
+from flashtile.runtime import toolchain
+from flashtile.runtime.toolchain import Toolchain
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    for name in ("FLASHTILE_NVRTC", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    toolchain.find.cache_clear()
+    yield
+    toolchain.find.cache_clear()
+
+
+def nowhere(monkeypatch, tmp_path):
+    """No wheel, no toolkit, and a loader that knows none."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(toolchain, "_on_loader_path", lambda name: None)
+    monkeypatch.setattr(Path, "is_file", lambda path: tmp_path in path.parents and path.exists())
+
+
+def test_the_installed_wheel_is_found_without_being_opened():
+    found = toolchain.find()
+    assert Path(found.path).is_file()
+    assert "library" not in vars(found)
+    assert found.version >= (12, 0)
+    assert len(found.digest) == 64
+
+
+def test_missing_says_what_was_looked_for_and_what_to_install(monkeypatch, tmp_path):
+    nowhere(monkeypatch, tmp_path)
+    with pytest.raises(Unsupported) as caught:
+        toolchain.find()
+    for words in ("libnvrtc.so.13", "nvidia/cu13/lib", "CUDA_HOME", "/usr/local/cuda", "nvidia-cuda-nvrtc", "FLASHTILE_NVRTC"):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["nvidia/cu13/lib/libnvrtc.so.13", "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"])
+def test_wheels_are_found_below_sys_path(monkeypatch, tmp_path, place):
+    nowhere(monkeypatch, tmp_path)
+    (tmp_path / place).parent.mkdir(parents=True)
+    (tmp_path / place).touch()
+    assert toolchain.find().path == str(tmp_path / place)
+
+
+def test_a_toolkit_is_found_by_cuda_home(monkeypatch, tmp_path):
+    nowhere(monkeypatch, tmp_path)
+    library = tmp_path / "toolkit" / "lib64" / "libnvrtc.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    assert toolchain.find().path == str(library)
+
+
+def test_flashtile_nvrtc_comes_first(monkeypatch, tmp_path):
+    library = tmp_path / "libnvrtc.so.13"
+    library.touch()
+    monkeypatch.setenv("FLASHTILE_NVRTC", str(library))
+    assert toolchain.find().path == str(library)
+
+
+def test_flashtile_nvrtc_that_names_no_file(monkeypatch, tmp_path):
+    monkeypatch.setenv("FLASHTILE_NVRTC", str(tmp_path / "gone.so"))
+    with pytest.raises(Unsupported, match=r"FLASHTILE_NVRTC: got .*gone\.so, which is no file; accepted: .*nvidia-cuda-nvrtc"):
+        toolchain.find()
+
+
+def test_flashtile_nvrtc_that_is_no_library(monkeypatch, tmp_path):
+    (tmp_path / "libnvrtc.so.13").write_text("not a library")
+    monkeypatch.setenv("FLASHTILE_NVRTC", str(tmp_path / "libnvrtc.so.13"))
+    with pytest.raises(Unsupported, match=r"which does not load .*accepted: libnvrtc of CUDA 12 or 13\. Install .*FLASHTILE_NVRTC"):
+        _ = toolchain.find().library
+
+
+def test_a_library_that_is_another_one(monkeypatch):
+    with pytest.raises(Unsupported, match=r"which does not load .*nvrtcGetErrorString"):
+        _ = Toolchain(ctypes.util.find_library("c") or "libc.so.6").library
+
+
+def test_builtins_are_opened_first_and_once(monkeypatch, tmp_path):
+    opened = []
+
+    class Library:
+        def __init__(self, path):
+            opened.append(Path(path).name)
+            self.nvrtcGetErrorString = lambda status: b""
+
+    for name in ("libnvrtc.so.13", "libnvrtc-builtins.so.13.0.88"):
+        (tmp_path / name).touch()
+    (tmp_path / "libnvrtc-builtins.so.13.0").symlink_to("libnvrtc-builtins.so.13.0.88")
+    monkeypatch.setattr(toolchain.ctypes, "CDLL", Library)
+    _ = Toolchain(str(tmp_path / "libnvrtc.so.13")).library
+    assert opened == ["libnvrtc-builtins.so.13.0.88", "libnvrtc.so.13"]
+
+
+def test_the_digest_follows_every_file(tmp_path):
+    library, builtins = tmp_path / "libnvrtc.so.13", tmp_path / "libnvrtc-builtins.so.13.0"
+    library.write_bytes(b"one")
+    builtins.write_bytes(b"two")
+    digests = {Toolchain(str(library)).digest}
+    library.write_bytes(b"uno")
+    digests.add(Toolchain(str(library)).digest)
+    builtins.write_bytes(b"due")
+    digests.add(Toolchain(str(library)).digest)
+    assert len(digests) == 3
+
+
+def test_the_file_behind_a_bare_name(monkeypatch):
+    path = toolchain.find().path
+    _ = toolchain.find().library
+    # The loader knows a library that is already open by its bare name
+    assert toolchain._on_loader_path(Path(path).name) == str(Path(path).resolve())
+    assert toolchain._on_loader_path("libnvrtc-that-is-not-there.so") is None
