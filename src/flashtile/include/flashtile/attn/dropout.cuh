@@ -1,0 +1,47 @@
+// The dropout bits: Philox4x32-10 as docs/semantics.md states it. Scope: thread, but for the exchange within 8 lanes.
+#pragma once
+
+#include "flashtile/attn/sequence.cuh"
+
+namespace flashtile {
+
+FT_DEVICE uint4 philox(u32 key0, u32 key1, uint4 c) {
+#pragma unroll
+  for (i32 round = 0; round < 10; ++round) {
+    u32 high0 = __umulhi(0xD2511F53u, c.x), low0 = 0xD2511F53u * c.x;
+    u32 high1 = __umulhi(0xCD9E8D57u, c.z), low1 = 0xCD9E8D57u * c.z;
+    c = make_uint4(high1 ^ c.y ^ key0, low1, high0 ^ c.w ^ key1, low0);
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  return c;
+}
+
+struct DropoutBits {
+  u32 key0, key1, offset, batch_head, threshold;
+  float keep_factor;
+
+  FT_DEVICE DropoutBits(const Params& p, const Sequence& s, i32 head) {
+    u64 seed = static_cast<u64>(p.rng_state[0]);
+    key0 = static_cast<u32>(seed);
+    key1 = static_cast<u32>(seed >> 32);
+    offset = static_cast<u32>(p.rng_state[1]);
+    batch_head = static_cast<u32>(s.batch_idx * p.heads + head);
+    threshold = p.dropout_threshold;
+    keep_factor = p.keep_factor;
+  }
+
+  // The four words of the 8 elements j = 8 * group .. 8 * group + 7 of query i.
+  FT_DEVICE uint4 words(i32 i, i32 group) const {
+    return philox(key0, key1, make_uint4(static_cast<u32>(group), static_cast<u32>(i), batch_head, offset));
+  }
+
+  // 0 or the keep factor for element number lane of those 8.
+  FT_DEVICE float factor(uint4 w, i32 lane) const {
+    u32 word = lane < 4 ? (lane < 2 ? w.x : w.y) : (lane < 6 ? w.z : w.w);
+    u32 bits = (word >> (16 * (lane & 1))) & 0xffffu;
+    return bits < threshold ? 0.0f : keep_factor;
+  }
+};
+
+}  // namespace flashtile

@@ -1,0 +1,48 @@
+// From the dot product to the score in base 2: scale, softcap, ALiBi, bias. Scope: thread.
+#pragma once
+
+#include "flashtile/attn/sequence.cuh"
+
+namespace flashtile {
+
+template <class ScoreMod>
+struct Scorer {
+  using BiasElement = typename ScoreMod::BiasElement;
+  float factor;   // of the dot product: scale_log2, or scale / softcap
+  float cap;      // softcap * log2(e)
+  float slope;    // slope * log2(e)
+  const BiasElement* bias;
+  i64 bias_row_stride, bias_column_stride;
+  i32 offset;
+
+  FT_DEVICE Scorer(const Params& p, const Sequence& s, i32 head) : offset(s.offset) {
+    factor = ScoreMod::kHasSoftcap ? p.scale / p.softcap : p.scale_log2;
+    if constexpr (ScoreMod::kHasSoftcap) cap = p.softcap * kLog2e;
+    if constexpr (ScoreMod::kHasAlibi) slope = p.alibi_slopes[s.batch_idx * p.alibi_batch_stride + head] * kLog2e;
+    if constexpr (ScoreMod::kHasBias) {
+      bias = static_cast<const BiasElement*>(p.bias) + s.batch_idx * p.bias_strides[0] + head * p.bias_strides[1];
+      bias_row_stride = p.bias_strides[2];
+      bias_column_stride = p.bias_strides[3];
+    }
+  }
+
+  // The score of query i and key j, both inside the sequence, times log2(e). `tanh` is that of the softcap.
+  FT_DEVICE float score(float dot, i32 i, i32 j, float& tanh) const {
+    float s = dot * factor;
+    if constexpr (ScoreMod::kHasSoftcap) {
+      tanh = tanh_by_exp2(s);
+      s = cap * tanh;
+    }
+    if constexpr (ScoreMod::kHasAlibi) {
+      i32 distance = i + offset - j;
+      s -= slope * static_cast<float>(distance < 0 ? -distance : distance);
+    }
+    if constexpr (ScoreMod::kHasBias) s += to_float(bias[i * bias_row_stride + j * bias_column_stride]) * kLog2e;
+    return s;
+  }
+
+  // Whether score() may be asked about elements outside the sequence.
+  static constexpr bool kReadsMemory = ScoreMod::kHasBias;
+};
+
+}  // namespace flashtile

@@ -1,0 +1,20 @@
+// What an architecture has. The only file that looks at __CUDA_ARCH__.
+#pragma once
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
+#define FT_GRID_CONSTANT
+#else
+#define FT_GRID_CONSTANT __grid_constant__
+#endif
+
+namespace flashtile {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+constexpr bool kHasAsyncCopy = true;
+constexpr bool kHasBf16Convert = true;
+#else
+constexpr bool kHasAsyncCopy = false;
+constexpr bool kHasBf16Convert = false;
+#endif
+
+}  // namespace flashtile

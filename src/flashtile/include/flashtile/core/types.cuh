@@ -1,0 +1,28 @@
+// Integers, the two 16-bit float formats and the few macros, without any other header: NVRTC needs no search path for them.
+#pragma once
+
+#define FT_DEVICE __device__ __forceinline__
+
+namespace flashtile {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+using i64 = long long;
+
+// Storage only: arithmetic is float32.
+struct half_t {
+  u16 bits;
+};
+struct bf16_t {
+  u16 bits;
+};
+
+template <typename A, typename B>
+constexpr bool kIsSame = false;
+template <typename A>
+constexpr bool kIsSame<A, A> = true;
+
+}  // namespace flashtile

@@ -1,0 +1,332 @@
+// Attention backward in float32 arithmetic, deterministic: three kernels of one shape, each gradient summed by one block in a fixed order.
+//
+// bwd_dq_simt_kernel     a block owns kBlockM queries and walks over the keys they see:      dQ += dS K
+// bwd_dkdv_simt_kernel   a block owns kBlockM keys and walks over the queries that see them, of every head that shares them:
+//                        dV += P^T dO, dK += dS^T Q; its score tiles are transposed, so that all sums stay in registers
+// bwd_dbias_simt_kernel  a block owns a tile of the bias and walks over everything that is broadcast onto it
+// All rebuild P = 2^(S - lse) and dS = P * (dP - delta) from what bwd_preprocess_kernel left.
+// Shared: two tiles of the block's own rows, two of the streaming rows [rows][kRowStride], sP [kBlockM][kScoreStride], float32.
+#pragma once
+
+#include "flashtile/attn/dropout.cuh"
+#include "flashtile/attn/mask.cuh"
+#include "flashtile/attn/score_mod.cuh"
+#include "flashtile/tile/simt_gemm.cuh"
+
+namespace flashtile {
+
+template <class Config>
+struct BwdSimtStorage {
+  float sOwn[Config::kBlockM * Config::kRowStride];      // Q, or K
+  float sOwnGrad[Config::kBlockM * Config::kRowStride];  // dO, or V
+  float sStream[Config::kBlockN * Config::kRowStride];   // K, or Q
+  float sStreamGrad[Config::kBlockN * Config::kRowStride];  // V, or dO
+  float sP[Config::kBlockM * Config::kScoreStride];
+};
+
+template <class Config>
+using ScoreTile = float[Config::kRowsPerThread][Config::kColsPerThread];
+
+// One element: from the two dot products to P with dropout and to dS before the softcap; `chain` is what turns dS into that of the dot
+// product. Scope: thread.
+template <class ScoreMod>
+FT_DEVICE void backward_element(const Scorer<ScoreMod>& scorer, float scale, float dot, float dp, float drop, float lse_log2, float delta, i32 i, i32 j,
+                                float& p_dropped, float& ds, float& chain) {
+  float tanh = 0.0f;
+  float p = exp2_approx(scorer.score(dot, i, j, tanh) - lse_log2);
+  p_dropped = p * drop;
+  ds = p * (dp * drop - delta);
+  chain = ScoreMod::kHasSoftcap ? scale * (1.0f - tanh * tanh) : scale;
+}
+
+template <class Config>
+FT_DEVICE void clear(float4 (&rO)[Config::kRowsPerThread][Config::kVectorsPerThread]) {
+#pragma unroll
+  for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
+#pragma unroll
+    for (i32 u = 0; u < Config::kVectorsPerThread; ++u) rO[t][u] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+}
+
+// The scores' gradients of a tile whose rows are queries, in rS; its dot products come in rS (Q K^T) and rD (dO V^T). Scope: warp.
+template <class Config, class Mask, class ScoreMod, class Dropout, bool kIsMasked, bool kOfDot>
+FT_DEVICE void query_tile_ds(const Params& p, const Sequence& s, i32 head, const Scorer<ScoreMod>& scorer, i32 i_begin, i32 j_begin,
+                             const float (&lse_log2)[Config::kRowsPerThread], const float (&delta)[Config::kRowsPerThread], ScoreTile<Config>& rS,
+                             ScoreTile<Config>& rD) {
+  ScoreTile<Config> drop;
+#pragma unroll
+  for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
+#pragma unroll
+    for (i32 n = 0; n < Config::kColsPerThread; ++n) drop[t][n] = 1.0f;
+  }
+  if constexpr (Dropout::kIsOn) drop_scores<Config>(DropoutBits(p, s, head), i_begin, j_begin, drop);
+#pragma unroll
+  for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
+    i32 i = i_begin + row_of<Config>(t);
+#pragma unroll
+    for (i32 n = 0; n < Config::kColsPerThread; ++n) {
+      i32 j = j_begin + column_group() + 8 * n;
+      float p_dropped = 0.0f, ds = 0.0f, chain = 0.0f;
+      if (!kIsMasked || is_seen<Mask>(p, s, head, i, j)) {
+        backward_element<ScoreMod>(scorer, p.scale, rS[t][n], rD[t][n], drop[t][n], lse_log2[t], delta[t], i, j, p_dropped, ds, chain);
+      }
+      rS[t][n] = kOfDot ? ds * chain : ds;
+    }
+  }
+}
+
+// Both versions, masked and not, behind one name.
+template <class Config, class Mask, class ScoreMod, class Dropout, bool kOfDot>
+FT_DEVICE void query_tile(const Params& p, const Sequence& s, i32 head, const Scorer<ScoreMod>& scorer, i32 i_begin, i32 j_begin,
+                          const float (&lse_log2)[Config::kRowsPerThread], const float (&delta)[Config::kRowsPerThread], ScoreTile<Config>& rS,
+                          ScoreTile<Config>& rD) {
+  if (needs_mask<Mask>(p, s, i_begin, Config::kBlockM, j_begin, Config::kBlockN)) {
+    query_tile_ds<Config, Mask, ScoreMod, Dropout, true, kOfDot>(p, s, head, scorer, i_begin, j_begin, lse_log2, delta, rS, rD);
+  } else {
+    query_tile_ds<Config, Mask, ScoreMod, Dropout, false, kOfDot>(p, s, head, scorer, i_begin, j_begin, lse_log2, delta, rS, rD);
+  }
+}
+
+// Statistics of a thread's query rows; rows outside the sequence get those of a row that saw nothing.
+template <class Config>
+FT_DEVICE void load_stats(const Params& p, const Sequence& s, i32 head, i32 i_begin, float (&lse_log2)[Config::kRowsPerThread],
+                          float (&delta)[Config::kRowsPerThread]) {
+#pragma unroll
+  for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
+    i32 i = i_begin + row_of<Config>(t);
+    i64 at = s.stat_row + head * p.lse_head_stride + i;
+    lse_log2[t] = i < s.seqlen_q ? p.lse_log2[at] : infinity();
+    delta[t] = i < s.seqlen_q ? p.delta[at] : 0.0f;
+  }
+}
+
+template <class Config, class Load, typename Element>
+FT_DEVICE void store_rows(Element* base, i64 row_stride, i32 first, i32 num_rows, i32 num_columns,
+                          const float4 (&rO)[Config::kRowsPerThread][Config::kVectorsPerThread]) {
+#pragma unroll
+  for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
+    i32 r = first + row_of<Config>(t);
+    if (r >= num_rows) continue;
+#pragma unroll
+    for (i32 u = 0; u < Config::kVectorsPerThread; ++u) {
+      store_four<Element, Load::kIsWide>(base + r * row_stride, 4 * column_group() + 32 * u, num_columns, rO[t][u]);
+    }
+  }
+}
+
+template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
+__global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dq_simt_kernel(const FT_GRID_CONSTANT Params p) {
+  using T = typename Config::Element;
+  using Out = typename Config::OutElement;
+  extern __shared__ __align__(16) char shared_bytes[];
+  BwdSimtStorage<Config>& shared = *reinterpret_cast<BwdSimtStorage<Config>*>(shared_bytes);
+
+  // Find this block's queries
+  i32 num_m_blocks = ceil_div(p.seqlen_q, Config::kBlockM);
+  i32 i_begin = (num_m_blocks - 1 - static_cast<i32>(blockIdx.x % num_m_blocks)) * Config::kBlockM;
+  i32 head = blockIdx.x / num_m_blocks % p.heads;
+  Sequence s = find_sequence<SeqInfo>(p, blockIdx.x / num_m_blocks / p.heads);
+  if (i_begin >= s.seqlen_q) return;
+  i32 kv_head = head / (p.heads / p.heads_kv);
+  const T* gQ = query_rows(static_cast<const T*>(p.q), p.q_strides, s, head);
+  const Out* gdO = query_rows(static_cast<const Out*>(p.dout), p.dout_strides, s, head);
+  KeyRows<const T, KvSource> gK(static_cast<const T*>(p.k), p.k_strides, p, s, kv_head);
+  KeyRows<const T, KvSource> gV(static_cast<const T*>(p.v), p.v_strides, p, s, kv_head);
+  load_tile<Config, Load, Config::kBlockM, T>(shared.sOwn, i_begin, s.seqlen_q, p.head_dim, [&](i32 i) { return gQ + i * p.q_strides.row; });
+  load_tile<Config, Load, Config::kBlockM, Out>(shared.sOwnGrad, i_begin, s.seqlen_q, p.head_dim_v, [&](i32 i) { return gdO + i * p.dout_strides.row; });
+
+  float lse_log2[Config::kRowsPerThread], delta[Config::kRowsPerThread];
+  load_stats<Config>(p, s, head, i_begin, lse_log2, delta);
+  float4 rdQ[Config::kRowsPerThread][Config::kVectorsPerThread];
+  clear<Config>(rdQ);
+  Scorer<ScoreMod> scorer(p, s, head);
+  Range keys = key_range<Mask>(p, s, i_begin, min_of(i_begin + Config::kBlockM, s.seqlen_q));
+  for (i32 n = keys.begin / Config::kBlockN; n < ceil_div(keys.end, Config::kBlockN); ++n) {
+    i32 j_begin = n * Config::kBlockN;
+    // Load K and V
+    load_tile<Config, Load, Config::kBlockN, T>(shared.sStream, j_begin, s.seqlen_k, p.head_dim, [&](i32 j) { return gK.row(j); });
+    load_tile<Config, Load, Config::kBlockN, T>(shared.sStreamGrad, j_begin, s.seqlen_k, p.head_dim_v, [&](i32 j) { return gV.row(j); });
+    copy_commit();
+    copy_wait<0>();
+    __syncthreads();
+    // dS from S and dP
+    ScoreTile<Config> rS, rD;
+    product_abt<Config>(rS, shared.sOwn, shared.sStream);
+    product_abt<Config>(rD, shared.sOwnGrad, shared.sStreamGrad);
+    query_tile<Config, Mask, ScoreMod, Dropout, true>(p, s, head, scorer, i_begin, j_begin, lse_log2, delta, rS, rD);
+    // dQ += dS K
+    store_scores<Config>(shared.sP, rS);
+    product_pb<Config>(rdQ, shared.sP, shared.sStream);
+    __syncthreads();
+  }
+  copy_wait<0>();
+  store_rows<Config, Load>(query_rows(static_cast<T*>(p.dq), p.dq_strides, s, head), p.dq_strides.row, i_begin, s.seqlen_q, p.head_dim, rdQ);
+}
+
+template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
+__global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dkdv_simt_kernel(const FT_GRID_CONSTANT Params p) {
+  using T = typename Config::Element;
+  using Out = typename Config::OutElement;
+  extern __shared__ __align__(16) char shared_bytes[];
+  BwdSimtStorage<Config>& shared = *reinterpret_cast<BwdSimtStorage<Config>*>(shared_bytes);
+
+  // Find this block's keys: the first ones first, since under a causal mask most queries see them
+  i32 num_blocks = ceil_div(p.seqlen_k, Config::kBlockM);
+  i32 j_begin = static_cast<i32>(blockIdx.x % num_blocks) * Config::kBlockM;
+  i32 kv_head = blockIdx.x / num_blocks % p.heads_kv;
+  Sequence s = find_sequence<SeqInfo>(p, blockIdx.x / num_blocks / p.heads_kv);
+  if (j_begin >= s.seqlen_k) return;
+  KeyRows<const T, KvSource> gK(static_cast<const T*>(p.k), p.k_strides, p, s, kv_head);
+  KeyRows<const T, KvSource> gV(static_cast<const T*>(p.v), p.v_strides, p, s, kv_head);
+  load_tile<Config, Load, Config::kBlockM, T>(shared.sOwn, j_begin, s.seqlen_k, p.head_dim, [&](i32 j) { return gK.row(j); });
+  load_tile<Config, Load, Config::kBlockM, T>(shared.sOwnGrad, j_begin, s.seqlen_k, p.head_dim_v, [&](i32 j) { return gV.row(j); });
+
+  float4 rdK[Config::kRowsPerThread][Config::kVectorsPerThread], rdV[Config::kRowsPerThread][Config::kVectorsPerThread];
+  clear<Config>(rdK);
+  clear<Config>(rdV);
+  i32 group = p.heads / p.heads_kv;
+  Range queries = query_range<Mask>(p, s, j_begin, min_of(j_begin + Config::kBlockM, s.seqlen_k));
+  for (i32 head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+    const T* gQ = query_rows(static_cast<const T*>(p.q), p.q_strides, s, head);
+    const Out* gdO = query_rows(static_cast<const Out*>(p.dout), p.dout_strides, s, head);
+    Scorer<ScoreMod> scorer(p, s, head);
+    for (i32 m = queries.begin / Config::kBlockN; m < ceil_div(queries.end, Config::kBlockN); ++m) {
+      i32 i_begin = m * Config::kBlockN;
+      // Load Q and dO
+      load_tile<Config, Load, Config::kBlockN, T>(shared.sStream, i_begin, s.seqlen_q, p.head_dim, [&](i32 i) { return gQ + i * p.q_strides.row; });
+      load_tile<Config, Load, Config::kBlockN, Out>(shared.sStreamGrad, i_begin, s.seqlen_q, p.head_dim_v,
+                                                    [&](i32 i) { return gdO + i * p.dout_strides.row; });
+      copy_commit();
+      copy_wait<0>();
+      __syncthreads();
+      // P^T and dS^T from S^T and dP^T
+      ScoreTile<Config> rS, rD;
+      product_abt<Config>(rS, shared.sOwn, shared.sStream);
+      product_abt<Config>(rD, shared.sOwnGrad, shared.sStreamGrad);
+      bool is_masked = needs_mask<Mask>(p, s, i_begin, Config::kBlockN, j_begin, Config::kBlockM);
+#pragma unroll
+      for (i32 n = 0; n < Config::kColsPerThread; ++n) {
+        i32 i = i_begin + column_group() + 8 * n;
+        bool is_inside = i < s.seqlen_q;
+        i64 at = s.stat_row + head * p.lse_head_stride + i;
+        float lse_log2 = is_inside ? p.lse_log2[at] : infinity();
+        float delta = is_inside ? p.delta[at] : 0.0f;
+#pragma unroll
+        for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
+          i32 j = j_begin + row_of<Config>(t);
+          float p_dropped = 0.0f, ds = 0.0f, chain = 0.0f;
+          if (!is_masked || is_seen<Mask>(p, s, head, i, j)) {
+            float drop = 1.0f;
+            if constexpr (Dropout::kIsOn) {
+              DropoutBits bits(p, s, head);
+              drop = bits.factor(bits.words(i, j / 8), j % 8);
+            }
+            backward_element<ScoreMod>(scorer, p.scale, rS[t][n], rD[t][n], drop, lse_log2, delta, i, j, p_dropped, ds, chain);
+          }
+          rS[t][n] = p_dropped;
+          rD[t][n] = ds * chain;
+        }
+      }
+      // dV += P^T dO, dK += dS^T Q
+      store_scores<Config>(shared.sP, rS);
+      product_pb<Config>(rdV, shared.sP, shared.sStreamGrad);
+      store_scores<Config>(shared.sP, rD);
+      product_pb<Config>(rdK, shared.sP, shared.sStream);
+      __syncthreads();
+    }
+  }
+  copy_wait<0>();
+  KeyRows<T, KvSource> gdK(static_cast<T*>(p.dk), p.dk_strides, p, s, kv_head);
+  KeyRows<T, KvSource> gdV(static_cast<T*>(p.dv), p.dv_strides, p, s, kv_head);
+  store_rows<Config, Load>(gdK.base, p.dk_strides.row, j_begin, s.seqlen_k, p.head_dim, rdK);
+  store_rows<Config, Load>(gdV.base, p.dv_strides.row, j_begin, s.seqlen_k, p.head_dim_v, rdV);
+}
+
+template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
+__global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dbias_simt_kernel(const FT_GRID_CONSTANT Params p) {
+  using T = typename Config::Element;
+  using Out = typename Config::OutElement;
+  using BiasElement = typename ScoreMod::BiasElement;
+  extern __shared__ __align__(16) char shared_bytes[];
+  BwdSimtStorage<Config>& shared = *reinterpret_cast<BwdSimtStorage<Config>*>(shared_bytes);
+
+  // Find this block's tile of the bias; an axis of size 1 is walked over whole
+  bool all_b = p.bias_sizes[0] == 1, all_h = p.bias_sizes[1] == 1, all_i = p.bias_sizes[2] == 1, all_j = p.bias_sizes[3] == 1;
+  i32 num_m_blocks = ceil_div(p.seqlen_q, Config::kBlockM), num_n_blocks = ceil_div(p.seqlen_k, Config::kBlockN);
+  i32 tile = blockIdx.x;
+  i32 n_tile = all_j ? 0 : tile % num_n_blocks;
+  tile /= all_j ? 1 : num_n_blocks;
+  i32 m_tile = all_i ? 0 : tile % num_m_blocks;
+  tile /= all_i ? 1 : num_m_blocks;
+  i32 bias_head = tile % static_cast<i32>(p.bias_sizes[1]), bias_batch = tile / static_cast<i32>(p.bias_sizes[1]);
+
+  ScoreTile<Config> rSum;
+#pragma unroll
+  for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
+#pragma unroll
+    for (i32 n = 0; n < Config::kColsPerThread; ++n) rSum[t][n] = 0.0f;
+  }
+  for (i32 b = all_b ? 0 : bias_batch; b < (all_b ? p.batch : bias_batch + 1); ++b) {
+    Sequence s = find_sequence<SeqInfo>(p, b);
+    for (i32 head = all_h ? 0 : bias_head; head < (all_h ? p.heads : bias_head + 1); ++head) {
+      i32 kv_head = head / (p.heads / p.heads_kv);
+      const T* gQ = query_rows(static_cast<const T*>(p.q), p.q_strides, s, head);
+      const Out* gdO = query_rows(static_cast<const Out*>(p.dout), p.dout_strides, s, head);
+      KeyRows<const T, KvSource> gK(static_cast<const T*>(p.k), p.k_strides, p, s, kv_head);
+      KeyRows<const T, KvSource> gV(static_cast<const T*>(p.v), p.v_strides, p, s, kv_head);
+      Scorer<ScoreMod> scorer(p, s, head);
+      for (i32 m = m_tile; m < (all_i ? ceil_div(s.seqlen_q, Config::kBlockM) : m_tile + 1); ++m) {
+        i32 i_begin = m * Config::kBlockM;
+        Range keys = key_range<Mask>(p, s, i_begin, min_of(i_begin + Config::kBlockM, s.seqlen_q));
+        if (i_begin >= s.seqlen_q || keys.begin >= keys.end) continue;
+        // Load Q and dO
+        load_tile<Config, Load, Config::kBlockM, T>(shared.sOwn, i_begin, s.seqlen_q, p.head_dim, [&](i32 i) { return gQ + i * p.q_strides.row; });
+        load_tile<Config, Load, Config::kBlockM, Out>(shared.sOwnGrad, i_begin, s.seqlen_q, p.head_dim_v,
+                                                      [&](i32 i) { return gdO + i * p.dout_strides.row; });
+        float lse_log2[Config::kRowsPerThread], delta[Config::kRowsPerThread];
+        load_stats<Config>(p, s, head, i_begin, lse_log2, delta);
+        for (i32 n = n_tile; n < (all_j ? ceil_div(s.seqlen_k, Config::kBlockN) : n_tile + 1); ++n) {
+          i32 j_begin = n * Config::kBlockN;
+          if (j_begin >= keys.end || j_begin + Config::kBlockN <= keys.begin) continue;
+          // Load K and V
+          load_tile<Config, Load, Config::kBlockN, T>(shared.sStream, j_begin, s.seqlen_k, p.head_dim, [&](i32 j) { return gK.row(j); });
+          load_tile<Config, Load, Config::kBlockN, T>(shared.sStreamGrad, j_begin, s.seqlen_k, p.head_dim_v, [&](i32 j) { return gV.row(j); });
+          copy_commit();
+          copy_wait<0>();
+          __syncthreads();
+          ScoreTile<Config> rS, rD;
+          product_abt<Config>(rS, shared.sOwn, shared.sStream);
+          product_abt<Config>(rD, shared.sOwnGrad, shared.sStreamGrad);
+          query_tile<Config, Mask, ScoreMod, Dropout, false>(p, s, head, scorer, i_begin, j_begin, lse_log2, delta, rS, rD);
+#pragma unroll
+          for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
+#pragma unroll
+            for (i32 c = 0; c < Config::kColsPerThread; ++c) rSum[t][c] += rS[t][c];
+          }
+          __syncthreads();
+        }
+        copy_wait<0>();
+        __syncthreads();
+      }
+    }
+  }
+
+  // Sum over what is broadcast inside the tile, in shared memory, and store
+  store_scores<Config>(shared.sP, rSum);
+  __syncthreads();
+  i64 base = (bias_batch * p.bias_sizes[1] + bias_head) * p.bias_sizes[2] * p.bias_sizes[3];
+  i32 num_rows = all_i ? 1 : Config::kBlockM, num_columns = all_j ? 1 : Config::kBlockN;
+  for (i32 index = threadIdx.x; index < num_rows * num_columns; index += Config::kNumThreads) {
+    i32 r = index / num_columns, c = index % num_columns;
+    float sum = 0.0f;
+    for (i32 rr = r; rr < (all_i ? Config::kBlockM : r + 1); ++rr) {
+      for (i32 cc = c; cc < (all_j ? Config::kBlockN : c + 1); ++cc) sum += shared.sP[rr * Config::kScoreStride + cc];
+    }
+    i64 i = all_i ? 0 : m_tile * Config::kBlockM + r, j = all_j ? 0 : n_tile * Config::kBlockN + c;
+    if (i < p.bias_sizes[2] && j < p.bias_sizes[3]) {
+      static_cast<BiasElement*>(p.dbias)[base + i * p.bias_sizes[3] + j] = from_float<BiasElement>(sum);
+    }
+  }
+}
+
+}  // namespace flashtile

@@ -1,0 +1,174 @@
+// Attention forward in float32 arithmetic: FlashAttention-2's loop on FFMA, for every architecture and every option.
+//
+// Grid: one block for each (m_block, head, batch), in one dimension, m_block fastest so that neighbours share K and V in L2;
+// the last m_block first, since under a causal mask it has the most keys.
+// Block: kBlockM queries; each warp owns 4 * kRowsPerThread of them from scores to output, so P needs no block barrier.
+// Shared: sQ [kBlockM][kRowStride], sK and sV [kBlockN][kRowStride], sP [kBlockM][kScoreStride], float32.
+// Pipeline: K(n+1) is copied while P(n) V(n) is computed, V(n+1) while S(n+1) is, each into the buffer just freed.
+#pragma once
+
+#include "flashtile/attn/dropout.cuh"
+#include "flashtile/attn/mask.cuh"
+#include "flashtile/attn/score_mod.cuh"
+#include "flashtile/tile/simt_gemm.cuh"
+
+namespace flashtile {
+
+template <class Config>
+struct FwdSimtStorage {
+  float sQ[Config::kBlockM * Config::kRowStride];
+  float sK[Config::kBlockN * Config::kRowStride];
+  float sV[Config::kBlockN * Config::kRowStride];
+  float sP[Config::kBlockM * Config::kScoreStride];
+};
+
+// The running maximum (base 2), the running sum and the output of a thread's rows.
+template <class Config>
+struct FwdSimtState {
+  float m[Config::kRowsPerThread];
+  float l[Config::kRowsPerThread];
+  float4 rO[Config::kRowsPerThread][Config::kVectorsPerThread];
+};
+
+// One tile of scores: product, score modifiers, mask, online softmax; leaves P, with dropout, in shared memory. Scope: warp.
+template <class Config, class Mask, class ScoreMod, class Dropout, bool kIsMasked>
+FT_DEVICE void fwd_simt_scores(const Params& p, const Sequence& s, i32 head, const Scorer<ScoreMod>& scorer, i32 i_begin, i32 j_begin,
+                               FwdSimtStorage<Config>& shared, FwdSimtState<Config>& state, float (&rS)[Config::kRowsPerThread][Config::kColsPerThread]) {
+  constexpr i32 kCols = Config::kColsPerThread;
+#pragma unroll
+  for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
+    i32 i = i_begin + row_of<Config>(t);
+    // Scores in base 2, -inf where masked
+#pragma unroll
+    for (i32 n = 0; n < kCols; ++n) {
+      i32 j = j_begin + column_group() + 8 * n;
+      float tanh;
+      if constexpr (kIsMasked) {
+        bool seen = is_seen<Mask>(p, s, head, i, j);
+        rS[t][n] = seen ? scorer.score(rS[t][n], i, j, tanh) : -infinity();
+      } else {
+        rS[t][n] = scorer.score(rS[t][n], i, j, tanh);
+      }
+    }
+    // Raise the maximum and scale down what was gathered under the old one
+    float tile_max = rS[t][0];
+#pragma unroll
+    for (i32 n = 1; n < kCols; ++n) tile_max = fmaxf(tile_max, rS[t][n]);
+    float m_new = fmaxf(state.m[t], row_max(tile_max));
+    float shift = m_new == -infinity() ? 0.0f : m_new;
+    float alpha = exp2_approx(state.m[t] - shift);
+    float sum = 0.0f;
+#pragma unroll
+    for (i32 n = 0; n < kCols; ++n) {
+      rS[t][n] = exp2_approx(rS[t][n] - shift);
+      sum += rS[t][n];
+    }
+    state.m[t] = m_new;
+    state.l[t] = state.l[t] * alpha + row_sum(sum);
+#pragma unroll
+    for (i32 u = 0; u < Config::kVectorsPerThread; ++u) {
+      state.rO[t][u].x *= alpha;
+      state.rO[t][u].y *= alpha;
+      state.rO[t][u].z *= alpha;
+      state.rO[t][u].w *= alpha;
+    }
+  }
+  if constexpr (Dropout::kIsOn) drop_scores<Config>(DropoutBits(p, s, head), i_begin, j_begin, rS);
+  store_scores<Config>(shared.sP, rS);
+}
+
+template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
+__global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_simt_kernel(const FT_GRID_CONSTANT Params p) {
+  using T = typename Config::Element;
+  using Out = typename Config::OutElement;
+  extern __shared__ __align__(16) char shared_bytes[];
+  FwdSimtStorage<Config>& shared = *reinterpret_cast<FwdSimtStorage<Config>*>(shared_bytes);
+
+  // Find this block's queries
+  i32 num_m_blocks = ceil_div(p.seqlen_q, Config::kBlockM);
+  i32 m_block = num_m_blocks - 1 - static_cast<i32>(blockIdx.x % num_m_blocks);
+  i32 head = blockIdx.x / num_m_blocks % p.heads;
+  Sequence s = find_sequence<SeqInfo>(p, blockIdx.x / num_m_blocks / p.heads);
+  i32 i_begin = m_block * Config::kBlockM;
+  if (i_begin >= s.seqlen_q) return;
+  i32 kv_head = head / (p.heads / p.heads_kv);
+  const T* gQ = query_rows(static_cast<const T*>(p.q), p.q_strides, s, head);
+  KeyRows<const T, KvSource> gK(static_cast<const T*>(p.k), p.k_strides, p, s, kv_head);
+  KeyRows<const T, KvSource> gV(static_cast<const T*>(p.v), p.v_strides, p, s, kv_head);
+  Range keys = key_range<Mask>(p, s, i_begin, min_of(i_begin + Config::kBlockM, s.seqlen_q));
+  i32 n_begin = keys.begin / Config::kBlockN, n_end = ceil_div(keys.end, Config::kBlockN);
+
+  auto load_k = [&](i32 n) {
+    if (n < n_end) {
+      load_tile<Config, Load, Config::kBlockN, T>(shared.sK, n * Config::kBlockN, s.seqlen_k, p.head_dim, [&](i32 j) { return gK.row(j); });
+    }
+    copy_commit();
+  };
+  auto load_v = [&](i32 n) {
+    if (n < n_end) {
+      load_tile<Config, Load, Config::kBlockN, T>(shared.sV, n * Config::kBlockN, s.seqlen_k, p.head_dim_v, [&](i32 j) { return gV.row(j); });
+    }
+    copy_commit();
+  };
+
+  // Load Q and the first K and V
+  load_tile<Config, Load, Config::kBlockM, T>(shared.sQ, i_begin, s.seqlen_q, p.head_dim, [&](i32 i) { return gQ + i * p.q_strides.row; });
+  load_k(n_begin);
+  load_v(n_begin);
+
+  FwdSimtState<Config> state;
+#pragma unroll
+  for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
+    state.m[t] = -infinity();
+    state.l[t] = 0.0f;
+#pragma unroll
+    for (i32 u = 0; u < Config::kVectorsPerThread; ++u) state.rO[t][u] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+
+  Scorer<ScoreMod> scorer(p, s, head);
+  for (i32 n = n_begin; n < n_end; ++n) {
+    i32 j_begin = n * Config::kBlockN;
+    float rS[Config::kRowsPerThread][Config::kColsPerThread];
+    // Wait for the K tile, multiply, hand its buffer to the next one
+    copy_wait<1>();
+    __syncthreads();
+    product_abt<Config>(rS, shared.sQ, shared.sK);
+    __syncthreads();
+    load_k(n + 1);
+    // Softmax of the tile; only edges pay for the mask
+    if (needs_mask<Mask>(p, s, i_begin, Config::kBlockM, j_begin, Config::kBlockN)) {
+      fwd_simt_scores<Config, Mask, ScoreMod, Dropout, true>(p, s, head, scorer, i_begin, j_begin, shared, state, rS);
+    } else {
+      fwd_simt_scores<Config, Mask, ScoreMod, Dropout, false>(p, s, head, scorer, i_begin, j_begin, shared, state, rS);
+    }
+    // Wait for the V tile, multiply, hand its buffer to the next one
+    copy_wait<1>();
+    __syncthreads();
+    product_pb<Config>(state.rO, shared.sP, shared.sV);
+    __syncthreads();
+    load_v(n + 1);
+  }
+
+  // Let the sink join, normalise, store O and lse
+  float sink = p.sinks == nullptr ? -infinity() : p.sinks[head] * kLog2e;
+  Out* gO = query_rows(static_cast<Out*>(p.out), p.out_strides, s, head);
+#pragma unroll
+  for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
+    i32 i = i_begin + row_of<Config>(t);
+    float m_new = fmaxf(state.m[t], sink);
+    float shift = m_new == -infinity() ? 0.0f : m_new;
+    float alpha = exp2_approx(state.m[t] - shift);
+    float l = state.l[t] * alpha + exp2_approx(sink - shift);
+    float factor = l == 0.0f ? 0.0f : alpha / l;
+    if (i >= s.seqlen_q) continue;
+    if (column_group() == 0) p.lse[s.stat_row + head * p.lse_head_stride + i] = (m_new + log2_approx(l)) * kLn2;
+#pragma unroll
+    for (i32 u = 0; u < Config::kVectorsPerThread; ++u) {
+      float4 o = state.rO[t][u];
+      o = make_float4(o.x * factor, o.y * factor, o.z * factor, o.w * factor);
+      store_four<Out, Load::kIsWide>(gO + i * p.out_strides.row, 4 * column_group() + 32 * u, p.head_dim_v, o);
+    }
+  }
+}
+
+}  // namespace flashtile

@@ -1,0 +1,41 @@
+"""The Python mirror of include/flashtile/attn/params.cuh. The generated unit asserts that every offset agrees."""
+
+from __future__ import annotations
+
+import ctypes
+
+_POINTERS = (
+    *("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks", "lse_log2", "delta"),
+    *("bias", "mask", "alibi_slopes", "sinks", "rng_state", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table"),
+)
+_STRIDES = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+_SIZES = (
+    *("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "total_q", "total_k", "head_dim", "head_dim_v", "num_pages", "page_size"),
+    *("window_left", "window_right", "is_top_left"),
+)
+
+
+class Params(ctypes.Structure):
+    """Everything a kernel is told, by value."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((f"{name}_strides", ctypes.c_int64 * 3) for name in _STRIDES),
+        *((name, ctypes.c_int64) for name in ("lse_batch_stride", "lse_head_stride")),
+        *((name, ctypes.c_int64 * 4) for name in ("bias_strides", "mask_strides", "bias_sizes")),
+        *((name, ctypes.c_int64) for name in ("alibi_batch_stride", "table_stride")),
+        *((name, ctypes.c_int32) for name in _SIZES),
+        *((name, ctypes.c_float) for name in ("scale", "scale_log2", "softcap")),
+        ("dropout_threshold", ctypes.c_uint32),
+        ("keep_factor", ctypes.c_float),
+    ]
+
+
+def layout_asserts() -> str:
+    """static_asserts that tie the C++ struct to this one."""
+    lines = [f'static_assert(sizeof(flashtile::Params) == {ctypes.sizeof(Params)}, "Params: size");']
+    for name, *_ in Params._fields_:
+        offset = getattr(Params, name).offset
+        # NVRTC has no offsetof; __INTADDR__ of a member of a null struct is a constant expression in both of its front ends
+        lines.append(f'static_assert(__INTADDR__(&((flashtile::Params*)0)->{name}) == {offset}, "Params: {name}");')
+    return "\n".join(lines)

@@ -1,0 +1,85 @@
+"""What a kernel is: a row of the table (family, pass, dtype, head dim, tile) and the features it is compiled with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CPP_TYPES = {"float32": "float", "float16": "half_t", "bfloat16": "bf16_t"}
+_FLOAT = 4
+
+
+@dataclass(frozen=True)
+class Features:
+    """The options of a call as far as they change the code. A False costs nothing."""
+
+    has_band: bool = False
+    has_bool_mask: bool = False
+    has_softcap: bool = False
+    has_alibi: bool = False
+    bias_dtype: str | None = None
+    has_dropout: bool = False
+    has_lengths: bool = False
+    is_paged: bool = False
+    is_wide: bool = True
+
+    def policies(self) -> list[str]:
+        """The C++ policies, in the order of the kernels' template parameters."""
+        bias = "NoBias" if self.bias_dtype is None else CPP_TYPES[self.bias_dtype]
+        return [
+            f"Mask<{_cpp(self.has_band)}, {_cpp(self.has_bool_mask)}>",
+            f"ScoreMod<{_cpp(self.has_softcap)}, {_cpp(self.has_alibi)}, {bias}>",
+            f"Dropout<{_cpp(self.has_dropout)}>",
+            f"SeqInfo<{_cpp(self.has_lengths)}>",
+            f"KvSource<{_cpp(self.is_paged)}>",
+            f"Load<{_cpp(self.is_wide)}>",
+        ]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel of the simt family for one dtype, padded head dim and tile."""
+
+    kernel: str  # with _kernel, the function
+    dtype: str  # of q, k and v
+    out_dtype: str
+    head_dim: int
+    block_m: int  # rows that a block owns: queries, or keys in bwd_dkdv_simt
+    block_n: int  # rows that stream by
+    num_warps: int
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * self.num_warps
+
+    @property
+    def config(self) -> str:
+        return f"SimtConfig<{CPP_TYPES[self.dtype]}, {CPP_TYPES[self.out_dtype]}, {self.head_dim}, {self.block_m}, {self.block_n}, {self.num_warps}>"
+
+    @property
+    def shared_bytes(self) -> int:
+        """The size of the kernel's storage struct; the generated unit asserts it."""
+        own, streaming = _TILES[self.kernel]
+        rows = own * self.block_m + streaming * self.block_n
+        return _FLOAT * (rows * (self.head_dim + 4) + self.block_m * (self.block_n + 8))
+
+    @property
+    def header(self) -> str:
+        return "fwd_simt" if self.kernel == "fwd_simt" else "bwd_simt"
+
+    @property
+    def storage(self) -> str:
+        return _STORAGE[self.kernel]
+
+
+# Tiles of the head dimension in shared memory: of the block's own rows, and of the streaming rows. Scores come on top.
+_TILES = {"fwd_simt": (1, 2), "bwd_dq_simt": (2, 2), "bwd_dkdv_simt": (2, 2), "bwd_dbias_simt": (2, 2)}
+_STORAGE = {
+    "fwd_simt": "FwdSimtStorage",
+    "bwd_dq_simt": "BwdSimtStorage",
+    "bwd_dkdv_simt": "BwdSimtStorage",
+    "bwd_dbias_simt": "BwdSimtStorage",
+}
+
+
+def _cpp(flag: bool) -> str:
+    return "true" if flag else "false"
