@@ -80,6 +80,17 @@ def test_directory_from_the_environment(monkeypatch, tmp_path):
     assert KernelCache.default().directory == tmp_path / "home" / ".cache" / "flashtile"
 
 
+def test_no_home_directory(monkeypatch, tmp_path):
+    monkeypatch.delenv("FLASHTILE_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(CacheWarning, match="no home directory.*Set FLASHTILE_CACHE_DIR"):
+        assert KernelCache.default().directory is None
+    quietly(KernelCache.default().store, KEY, KERNEL)
+    assert os.listdir(tmp_path) == ["include"]
+
+
 def test_off(monkeypatch, tmp_path):
     monkeypatch.setenv("FLASHTILE_CACHE", "0")
     quietly(KernelCache.default().store, KEY, KERNEL)

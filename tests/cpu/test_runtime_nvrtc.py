@@ -65,6 +65,15 @@ def test_headers_are_found_below_the_include_folder(tmp_path, monkeypatch):
     assert compiled('#include "part.cuh"\n' + SCALE, names=["test::scale<1>"]).symbols
 
 
+def test_headers_in_the_working_directory_are_not_taken(tmp_path, monkeypatch):
+    for folder, content in (("ours", "#define FACTOR 3\n"), ("theirs", "#error wrong header\n")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "part.cuh").write_text(content)
+    monkeypatch.setattr(nvrtc, "INCLUDE", tmp_path / "ours")
+    monkeypatch.chdir(tmp_path / "theirs")
+    assert compiled('#include "part.cuh"\n' + SCALE, names=["test::scale<1>"]).symbols
+
+
 def test_an_error_shows_the_whole_log():
     with pytest.raises(CompileError) as caught:
         compiled("__global__ void f() { first_mistake(); }\n__global__ void g() { second_mistake(); }")
@@ -102,7 +111,10 @@ def test_warnings():
 
 def test_the_serialisation_notes_of_ptxas_count_as_warnings():
     note = "ptxas info    : (C7519) Potential Performance Loss: wgmma.mma_async instructions are serialized in function 'f'"
-    unit = nvrtc.Compiled("sm_90a", b"", {}, f"ptxas info    : Compiling entry function 'my_warning_kernel' for 'sm_90a'\n{note}\n")
+    others = (
+        "nvrtc: warning: Architectures prior to '<compute/sm>_75' are deprecated\nptxas info    : Compiling entry function 'my_warning'\n"
+    )
+    unit = nvrtc.Compiled("sm_90a", b"", {}, f"{others}{note}\n")
     assert unit.warnings == [note]
 
 

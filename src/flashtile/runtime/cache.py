@@ -51,6 +51,9 @@ class KernelCache:
         if asked:
             return cls(Path(asked))
         home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        if not os.path.isabs(home):
+            _warn_once("home", "kernel cache: the user has no home directory; kernels stay in memory. Set FLASHTILE_CACHE_DIR")
+            return cls(None)
         return cls(Path(home) / "flashtile")
 
     @staticmethod
@@ -63,6 +66,7 @@ class KernelCache:
         return digest.hexdigest()
 
     def load(self, key: str) -> Compiled | None:
+        """The kernel stored under the key, if there is one that can be trusted."""
         found = self._read(f"{key}.kernel", key)
         if found is None:
             return None
@@ -70,6 +74,7 @@ class KernelCache:
         return Compiled(meta["arch"], cubin, meta["symbols"], meta["log"])
 
     def store(self, key: str, compiled: Compiled) -> None:
+        """Keeps a kernel for other processes, where the disk allows it."""
         meta = {"key": key, "arch": compiled.arch, "symbols": compiled.symbols, "log": compiled.log}
         self._write(f"{key}.kernel", meta, compiled.cubin)
 

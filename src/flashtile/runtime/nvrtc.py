@@ -12,7 +12,10 @@ from flashtile.errors import value_error
 from flashtile.runtime.toolchain import Toolchain
 
 INCLUDE = Path(__file__).resolve().parent.parent / "include"
-BASE_OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--device-as-default-execution-space")
+# Without --no-source-include a header in the working directory would come before ours
+BASE_OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--device-as-default-execution-space", "--no-source-include")
+# What the compiler says of the code; "nvrtc: warning" speaks of the options, such as an architecture about to be dropped
+_WARNING = re.compile(r"(?<!nvrtc: )\bwarning\s*[#:]|\bC75\d\d\b", re.IGNORECASE)
 
 
 class CompileError(RuntimeError):
@@ -40,11 +43,13 @@ class Compiled:
     log: str
 
     def resources(self, name: str) -> Resources:
+        """What the kernel behind the name expression takes."""
         return parse_log(self.log)[self.symbols[name]]
 
     @property
     def warnings(self) -> list[str]:
-        return [line for line in self.log.splitlines() if re.search(r"\bwarning\s*[#:]|\bC75\d\d\b", line, re.IGNORECASE)]
+        """Warnings about the code, and the notes of ptxas on lost performance (C75xx)."""
+        return [line for line in self.log.splitlines() if _WARNING.search(line)]
 
 
 def options(arch: str, defines: Sequence[str] = ()) -> list[str]:
