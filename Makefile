@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests run side by side, one torch thread each: faster than one test on all cores
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: test lint format bench docs docs-check clean
+.PHONY: test lint format bench compile-all docs docs-check clean
 
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
@@ -23,6 +23,10 @@ format: .venv/ready
 # The fast sweep, on the GPU if there is one; BENCH takes more options, as in `make bench BENCH=--full`
 bench: .venv/ready
 	$(BIN)/flashtile bench $(BENCH)
+
+# Every kernel for every architecture that NVRTC knows, with the options in pairs; no GPU needed
+compile-all: .venv/ready
+	$(BIN)/flashtile compile --all
 
 # Tables and figures of README.md and docs/ from results/
 docs: .venv/ready

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from flashtile.bench import command as bench_command
+from flashtile.cli import compile as compile_command
 from flashtile.cli import info as info_command
 from flashtile.errors import Unsupported
 from flashtile.version import __version__
@@ -33,6 +34,25 @@ def main(
 def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False) -> None:
     """What was found on this machine, what works here, and why the rest does not."""
     info_command.show(as_json)
+
+
+@app.command("compile")
+def compile_kernels(
+    arch: Annotated[list[str] | None, typer.Option(help="As sm_90; may be repeated. Default: the GPUs found.")] = None,
+    all_of_it: Annotated[bool, typer.Option("--all", help="Every architecture the compiler knows, and variants with options.")] = False,
+    dtype: Annotated[list[str] | None, typer.Option(help="float32, float16 or bfloat16; may be repeated. Default: each.")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(help="May be repeated. Default: each the table has.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    jobs: Annotated[int | None, typer.Option(help="Kernels compiled at a time. Default: one for each core.")] = None,
+) -> None:
+    """Compile kernels ahead of their first use, without a GPU, and show registers, spills, shared memory and occupancy."""
+    options = compile_command.Options(arch or (), all_of_it, dtype or (), head_dim or (), as_json, jobs)
+    try:
+        job = compile_command.prepare(options)
+    except (ValueError, Unsupported) as error:
+        typer.secho(str(error), err=True, fg=typer.colors.RED)
+        raise typer.Exit(2) from error
+    raise typer.Exit(job())
 
 
 @app.command()

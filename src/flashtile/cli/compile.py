@@ -1,0 +1,403 @@
+"""`flashtile compile`: fills the kernel cache for given architectures, no GPU needed, and shows what each kernel takes.
+
+What is compiled comes from the launch plans, so a new row, kernel or step is covered as soon as a plan uses it. A kernel that spills,
+keeps a stack frame, makes the compiler warn or asks for more shared memory than the architecture has is a failure.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import itertools
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from flashtile.errors import value_error
+from flashtile.kernels import plan as plans
+from flashtile.kernels import table
+from flashtile.kernels.arch import ARCHS, Arch, arch_of
+from flashtile.kernels.plan import PlanKey, Step
+from flashtile.kernels.spec import Features
+from flashtile.runtime import cache, toolchain
+from flashtile.runtime.nvrtc import CompileError
+from flashtile.runtime.toolchain import Toolchain
+
+_FILE_WIDTH = 200
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel to compile: a step of a plan, and the key that led to it."""
+
+    step: Step
+    key: PlanKey
+
+    @property
+    def kernel(self) -> str:
+        return self.step.entry.split("<")[0].removeprefix("flashtile::").removesuffix("_kernel")
+
+    @property
+    def identity(self) -> tuple[str, str, str]:
+        return self.step.unit, self.step.entry, self.key.arch.name
+
+    @property
+    def has_tile(self) -> bool:
+        return self.step.shared_bytes > 0
+
+    @property
+    def features(self) -> str:
+        """The features that are not as in the plain variant, in words."""
+        pairs = ((field, getattr(self.key.features, field.name)) for field in dataclasses.fields(Features))
+        words = [field.name if value is True else f"{field.name}={value}" for field, value in pairs if value != field.default]
+        return ", ".join([*words, *([f"out={self.key.out_dtype}"] if self.key.out_dtype != self.key.dtype else [])])
+
+    def __str__(self) -> str:
+        tile = f" {self.step.block_rows}x{self.step.block_columns}" if self.has_tile else ""
+        what = f"{self.kernel} {self.key.dtype} head dim {self.key.head_dim}{tile} for {self.key.arch.name}"
+        return f"{what} ({self.features})" if self.features else what
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a job. `problems` is empty if the kernel may be used."""
+
+    job: Job
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+    blocks: int
+    seconds: float
+    problems: tuple[str, ...]
+
+    @property
+    def warps(self) -> int:
+        return self.blocks * self.job.step.num_threads // 32
+
+    def as_dict(self) -> dict[str, Any]:
+        job = self.job
+        return {
+            "kernel": job.kernel,
+            "arch": job.key.arch.name,
+            "dtype": job.key.dtype,
+            "head_dim": job.key.head_dim,
+            "tile": [job.step.block_rows, job.step.block_columns] if job.has_tile else None,
+            "features": job.features,
+            "threads": job.step.num_threads,
+            "registers": self.registers,
+            "spill_bytes": self.spill_bytes,
+            "stack_bytes": self.stack_bytes,
+            "shared_bytes": self.shared_bytes,
+            "blocks_per_multiprocessor": self.blocks,
+            "warps_per_multiprocessor": self.warps,
+            "seconds": round(self.seconds, 3),
+            "problems": list(self.problems),
+        }
+
+
+# What to compile
+
+
+def plain_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = table.DTYPES, head_dims: Sequence[int] = table.HEAD_DIMS) -> list[Job]:
+    """Every kernel of both passes without any option. One that exists only with an option comes with that option alone."""
+    keys = []
+    for arch, dtype, head_dim in itertools.product(archs, dtypes, head_dims):
+        forward = PlanKey(dtype, dtype, head_dim, Features(), arch)
+        backward = dataclasses.replace(forward, is_backward=True, needs_dsinks=True)
+        keys += [forward, backward, dataclasses.replace(backward, features=Features(bias_dtype=dtype), needs_dbias=True)]
+    return _jobs(keys)
+
+
+def covering_jobs(
+    archs: Iterable[Arch],
+    dtypes: Sequence[str] = table.DTYPES,
+    head_dims: Sequence[int] = table.HEAD_DIMS,
+    crosses_head_dims: bool = True,
+) -> list[Job]:
+    """Variants of each kernel in which every two values of its options and dtype meet; its head dims too, or else they take turns."""
+    keys = []
+    for arch, (is_backward, needs_dbias) in itertools.product(archs, ((False, False), (True, False), (True, True))):
+        factors: dict[str, Sequence[Any]] = {"head_dim": head_dims} if crosses_head_dims else {}
+        factors |= {"dtype": dtypes, "out_dtype": ("own", "float32")}
+        for field in dataclasses.fields(Features):
+            factors[field.name] = (False, True) if isinstance(field.default, bool) else _values_of(field.name)
+        if is_backward:
+            factors["is_paged"] = (False,)
+        if needs_dbias:
+            factors["bias_dtype"] = ("own", "float32")
+        for choice, turn in zip(pairwise(factors), itertools.cycle(head_dims), strict=False):
+            dtype, out_dtype, head_dim = choice.pop("dtype"), choice.pop("out_dtype"), choice.pop("head_dim", turn)
+            choice["bias_dtype"] = dtype if choice["bias_dtype"] == "own" else choice["bias_dtype"]
+            out_dtype = dtype if out_dtype == "own" else out_dtype
+            keys.append(PlanKey(dtype, out_dtype, head_dim, Features(**choice), arch, is_backward, needs_dbias))
+    return _jobs(keys)
+
+
+def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """A short list of choices in which every two values of two factors meet. The same factors always give the same list."""
+    names = list(factors)
+    missing = {
+        pair: None
+        for one, other in itertools.combinations(names, 2)
+        for pair in itertools.product(((one, value) for value in factors[one]), ((other, value) for value in factors[other]))
+    }
+    chosen = []
+    while missing:
+        choice = dict(next(iter(missing)))
+        for name in names:
+            if name not in choice:
+                gains = [len(missing.keys() & _pairs(names, {**choice, name: value}).keys()) for value in factors[name]]
+                choice[name] = factors[name][gains.index(max(gains))]
+        for pair in _pairs(names, choice):
+            missing.pop(pair, None)
+        chosen.append({name: choice[name] for name in names})
+    return chosen
+
+
+def _pairs(names: Sequence[str], choice: Mapping[str, Any]) -> dict[Any, None]:
+    return dict.fromkeys(itertools.combinations([(name, choice[name]) for name in names if name in choice], 2))
+
+
+def _values_of(feature: str) -> tuple[Any, ...]:
+    """The values of a feature that is more than a switch."""
+    return {"bias_dtype": (None, "own", "float32")}[feature]
+
+
+def _jobs(keys: Iterable[PlanKey]) -> list[Job]:
+    """The steps of the plans, each kernel once. Of a plan with a bias gradient, those it has for that gradient."""
+    found: dict[tuple[str, str, str], Job] = {}
+    for key in keys:
+        others = plans.plan(dataclasses.replace(key, needs_dbias=False)) if key.needs_dbias else ()
+        for step in plans.plan(key):
+            job = Job(step, key)
+            if step not in others:
+                found.setdefault(job.identity, job)
+    return list(found.values())
+
+
+# Which architectures
+
+
+def known_archs(compiler: Toolchain) -> set[int]:
+    """The numbers of the architectures the compiler can target."""
+    count = ctypes.c_int()
+    compiler.library.nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    numbers = (ctypes.c_int * count.value)()
+    compiler.library.nvrtcGetSupportedArchs(numbers)
+    return set(numbers)
+
+
+def why_unknown(arch: Arch, compiler: Toolchain) -> str:
+    major, minor = compiler.version
+    known = sorted(known_archs(compiler))
+    span = f"it compiles for sm_{known[0]} to sm_{known[-1]}"
+    if arch.number < known[0]:
+        return f"NVRTC {major}.{minor} no longer knows {arch.name}: {span}. NVRTC 12.9 does: nvidia-cuda-nvrtc-cu12, FLASHTILE_NVRTC"
+    return f"NVRTC {major}.{minor} does not know {arch.name}: {span}. A newer one may: nvidia-cuda-nvrtc, FLASHTILE_NVRTC"
+
+
+def _asked_archs(names: Sequence[str], compiler: Toolchain) -> list[Arch]:
+    archs = []
+    accepted = f"one of {', '.join(arch.name for arch in ARCHS.values())}"
+    for name in names:
+        digits = name.removeprefix("sm_")
+        arch = arch_of(int(digits) // 10, int(digits) % 10) if digits.isdigit() else None
+        if arch is None:
+            raise value_error("--arch", name, accepted)
+        if arch.number not in known_archs(compiler):
+            raise value_error("--arch", name, "an architecture the compiler knows", why_unknown(arch, compiler))
+        archs.append(arch)
+    return archs
+
+
+def _archs_found() -> list[Arch]:
+    """The architectures of the GPUs here."""
+    capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+    archs = [arch for arch in (arch_of(*capability) for capability in capabilities) if arch is not None]
+    if not archs:
+        way_out = f"Name what to compile for, as in --arch sm_90, or take --all; known: {', '.join(arch.name for arch in ARCHS.values())}"
+        raise value_error("--arch", "none, and no GPU to take it from", "the architecture of a GPU, once or more", way_out)
+    return list(dict.fromkeys(archs))
+
+
+# How well it will run
+
+
+def blocks_per_multiprocessor(arch: Arch, num_threads: int, registers: int, shared_bytes: int) -> int:
+    """How many blocks a multiprocessor can hold at a time, by warps, registers and shared memory."""
+    limits = _MULTIPROCESSOR.get(arch.number, _MULTIPROCESSOR[90])
+    warps = -(-num_threads // 32)
+    # Registers are handed out to a warp in units, and each of four schedulers has a quarter of them
+    per_warp = max(1, -(-registers * 32 // _REGISTER_UNIT)) * _REGISTER_UNIT
+    by_registers = _REGISTERS // _SCHEDULERS // per_warp * _SCHEDULERS // warps
+    shared = -(-shared_bytes // _SHARED_UNIT) * _SHARED_UNIT + limits.reserved_shared_bytes
+    by_shared = arch.shared_bytes_per_multiprocessor // shared if shared else limits.blocks
+    return min(limits.warps // warps, limits.blocks, by_registers, by_shared)
+
+
+@dataclass(frozen=True)
+class _Multiprocessor:
+    warps: int
+    blocks: int
+    reserved_shared_bytes: int  # the system's own share of each block
+
+
+_REGISTERS, _REGISTER_UNIT, _SCHEDULERS, _SHARED_UNIT = 65536, 256, 4, 128
+_MULTIPROCESSOR = {
+    61: _Multiprocessor(64, 32, 0),
+    75: _Multiprocessor(32, 16, 0),
+    80: _Multiprocessor(64, 32, 1024),
+    86: _Multiprocessor(48, 16, 1024),
+    89: _Multiprocessor(48, 24, 1024),
+    90: _Multiprocessor(64, 32, 1024),
+    100: _Multiprocessor(64, 32, 1024),
+    120: _Multiprocessor(48, 24, 1024),
+}
+
+
+# Compiling
+
+
+def compile_job(job: Job) -> Result:
+    """Compiles one kernel, or takes it from the cache, and judges it."""
+    start = time.perf_counter()
+    arch, step = job.key.arch, job.step
+    try:
+        compiled = cache.compile_cached(step.unit, arch.name, [step.entry])
+    except CompileError as error:
+        return Result(job, 0, 0, 0, step.shared_bytes, 0, time.perf_counter() - start, (str(error),))
+    used = compiled.resources(step.entry)
+    spill_bytes, shared_bytes = used.spill_store_bytes + used.spill_load_bytes, step.shared_bytes + used.static_shared_bytes
+    problems = list(compiled.warnings)
+    if spill_bytes:
+        problems.append(f"spills registers: {used.spill_store_bytes} bytes stored, {used.spill_load_bytes} loaded")
+    if used.stack_bytes:
+        problems.append(f"keeps a stack frame of {used.stack_bytes} bytes")
+    if shared_bytes > arch.shared_bytes:
+        problems.append(f"needs {shared_bytes} bytes of shared memory; a block of {arch.name} has {arch.shared_bytes}")
+    blocks = blocks_per_multiprocessor(arch, step.num_threads, used.registers, shared_bytes)
+    if not blocks:
+        problems.append(
+            f"does not fit a multiprocessor: {step.num_threads} threads of {used.registers} registers, {shared_bytes} bytes shared"
+        )
+    seconds = time.perf_counter() - start
+    return Result(job, used.registers, spill_bytes, used.stack_bytes, shared_bytes, blocks, seconds, tuple(problems))
+
+
+def compile_jobs(jobs: Sequence[Job], num_threads: int) -> Iterator[Result]:
+    """The results as they come. NVRTC works outside Python's lock, so threads are enough."""
+    with ThreadPoolExecutor(max(1, num_threads)) as pool:
+        futures = [pool.submit(compile_job, job) for job in jobs]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+# The command
+
+
+@dataclass(frozen=True)
+class Options:
+    archs: Sequence[str] = ()
+    is_all: bool = False
+    dtypes: Sequence[str] = ()
+    head_dims: Sequence[int] = ()
+    as_json: bool = False
+    num_threads: int | None = None
+
+
+def prepare(options: Options) -> Callable[[], int]:
+    """Checks the options. What it returns does the work and gives the exit status."""
+    compiler = toolchain.find()
+    for dtype in options.dtypes:
+        if dtype not in table.DTYPES:
+            raise value_error("--dtype", dtype, f"one of {', '.join(table.DTYPES)}")
+    head_dims = []
+    for head_dim in options.head_dims:
+        padded = table.padded_head_dim(head_dim) if head_dim > 0 else None
+        if padded is None:
+            raise value_error("--head-dim", str(head_dim), f"1 to {table.HEAD_DIMS[-1]}")
+        head_dims.append(padded)
+    if options.num_threads is not None and options.num_threads < 1:
+        raise value_error("--jobs", str(options.num_threads), "1 or more")
+    skipped = []
+    if options.archs:
+        archs = _asked_archs(options.archs, compiler)
+    elif options.is_all:
+        known = known_archs(compiler)
+        archs = [arch for arch in ARCHS.values() if arch.number in known]
+        skipped = [why_unknown(arch, compiler) for arch in ARCHS.values() if arch.number not in known]
+    else:
+        archs = _archs_found()
+    chosen = (archs, options.dtypes or table.DTYPES, head_dims or table.HEAD_DIMS)
+    jobs = plain_jobs(*chosen)
+    if options.is_all:
+        seen = {job.identity for job in jobs}
+        jobs += [job for job in covering_jobs(*chosen) if job.identity not in seen]
+    return lambda: _run(jobs, skipped, options)
+
+
+def _run(jobs: Sequence[Job], skipped: Sequence[str], options: Options) -> int:
+    console = Console(stderr=options.as_json)
+    console = console if console.is_terminal else Console(stderr=options.as_json, width=_FILE_WIDTH)
+    for reason in skipped:
+        console.print(f"skipped: {escape(reason)}", highlight=False)
+    num_threads = options.num_threads or os.cpu_count() or 1
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    results, start = {}, time.perf_counter()
+    with warnings.catch_warnings(), Progress(*columns, console=console, transient=True) as progress:
+        warnings.showwarning = lambda text, *_: progress.console.print(f"[yellow]warning: {escape(str(text))}")
+        task = progress.add_task("", total=len(jobs))
+        for result in compile_jobs(jobs, num_threads):
+            results[result.job] = result
+            progress.update(task, advance=1, description=str(result.job))
+    ordered = [results[job] for job in jobs]
+    failed = [result for result in ordered if result.problems]
+    if options.as_json:
+        print(json.dumps({"kernels": [result.as_dict() for result in ordered], "skipped": list(skipped)}, indent=2))
+    else:
+        console.print(_table(ordered))
+    directory = cache.KernelCache.default().directory
+    where = "kept in no file" if directory is None else f"in {directory}"
+    console.print(f"{len(ordered)} kernels in {time.perf_counter() - start:.1f} s on {num_threads} threads, {where}", highlight=False)
+    for result in failed:
+        for problem in result.problems:
+            console.print(f"[red]{escape(f'{result.job}: {problem}')}", highlight=False, soft_wrap=True)
+    return 1 if failed else 0
+
+
+def _table(results: Sequence[Result]) -> Table:
+    shown = Table("kernel", "arch", "dtype", "dim", "tile", title="what each kernel takes", title_justify="left")
+    for name in ("threads", "registers", "spills", "stack", "shared KB", "blocks / SM", "warps / SM", "seconds"):
+        shown.add_column(name, justify="right")
+    has_features = any(result.job.features for result in results)
+    if has_features:
+        shown.add_column("features")
+    for result in results:
+        job, step = result.job, result.job.step
+        tile = f"{step.block_rows} x {step.block_columns}" if job.has_tile else "-"
+        cells = [job.kernel, job.key.arch.name, job.key.dtype, str(job.key.head_dim), tile]
+        cells += [str(step.num_threads), str(result.registers), str(result.spill_bytes), str(result.stack_bytes)]
+        cells += [
+            f"{result.shared_bytes / 1024:.1f}",
+            str(result.blocks),
+            str(result.blocks * step.num_threads // 32),
+            f"{result.seconds:.2f}",
+        ]
+        shown.add_row(*cells, *([job.features] if has_features else []), style="red" if result.problems else None)
+    return shown
