@@ -5,8 +5,10 @@ No length is read on the host and nothing waits for the GPU. Kernels are compile
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,7 +24,7 @@ from flashtile.kernels.arch import Arch, arch_of
 from flashtile.kernels.params import Params
 from flashtile.kernels.plan import PlanKey, Step
 from flashtile.kernels.spec import Features
-from flashtile.problem import AttentionArgs, Problem, head_axis, key_window, page_size, row_axis, shape_of, softmax_scale
+from flashtile.problem import AttentionArgs, Problem, head_axis, is_deterministic, key_window, page_size, row_axis, shape_of, softmax_scale
 from flashtile.runtime import cache, driver, toolchain
 
 _UNBOUNDED = 1 << 30  # a window at least this wide hides nothing, and sums with positions stay in 32 bits
@@ -45,7 +47,17 @@ class CudaBackend(Backend):
 
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
         params, features = _fill(args, out, lse)
-        _run(args, plans.plan(_key(args, out, features)), params)
+        is_small = _is_small(params, args.q.device.index or 0)
+        steps = plans.plan(_key(args, out, features, is_small=is_small))
+        params.num_splits = _num_splits(args, steps[0], params)
+        if params.num_splits > 1:
+            params.kept["partial_out"] = torch.empty(
+                (params.num_splits, lse.numel(), params.head_dim_v), dtype=torch.float32, device=lse.device
+            )
+            params.kept["partial_lse"] = torch.empty((params.num_splits, lse.numel()), dtype=torch.float32, device=lse.device)
+            params.partial_out = params.kept["partial_out"].data_ptr()
+            params.partial_lse = params.kept["partial_lse"].data_ptr()
+        _run(args, steps, params)
 
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         # Kernels read rows whose last dimension is contiguous, and statistics that are contiguous throughout
@@ -83,10 +95,24 @@ class CudaBackend(Backend):
         for kernel in kernels:
             if kernel == "bwd_dbias_simt" and not problem.needs_bias_grad:
                 continue
-            row = table.select(kernel, dtype_name(problem.dtype), dtype_name(problem.out_dtype), padded, arch)
+            features = _problem_features(problem)
+            row = table.select(kernel, dtype_name(problem.dtype), dtype_name(problem.out_dtype), padded, features, arch)
             tile = f"tile {row.block_m} x {row.block_n}, head dim {row.head_dim}, {row.num_warps} warps"
             found[f"{kernel}_kernel"] = f"{tile}, {row.shared_bytes / 1024:.0f} KiB of shared memory, {arch.name}"
         return found
+
+    def prepare(self, problem: Problem) -> None:
+        """Compiles for tensors whose rows are aligned, if their head dims allow that."""
+        arch = _arch(torch.cuda.current_device())
+        assert arch is not None
+        names, shape = (dtype_name(problem.dtype), dtype_name(problem.out_dtype)), problem.shape
+        key = PlanKey(*names, max(shape.head_dim, shape.head_dim_v), _problem_features(problem), arch)
+        keys = [key, dataclasses.replace(key, is_small=True)]
+        if problem.needs_grad:
+            keys.append(dataclasses.replace(key, is_backward=True, needs_dbias=problem.needs_bias_grad, needs_dsinks=problem.has_sinks))
+        steps = {step for key in keys for step in plans.plan(key)}
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda step: _function(step.unit, step.entry, arch.name), steps))
 
 
 # What is there
@@ -95,6 +121,11 @@ class CudaBackend(Backend):
 @functools.cache
 def _arch(device_index: int) -> Arch | None:
     return arch_of(*torch.cuda.get_device_capability(device_index))
+
+
+@functools.cache
+def _num_multiprocessors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
 @functools.cache
@@ -128,10 +159,43 @@ def _features(args: AttentionArgs, is_wide: bool) -> Features:
     )
 
 
-def _key(args: AttentionArgs, out: Tensor, features: Features, **needs: bool) -> PlanKey:
+def _problem_features(problem: Problem) -> Features:
+    size, shape = problem.dtype.itemsize, problem.shape
+    return Features(
+        has_band=problem.window != (-1, -1),
+        has_bool_mask=problem.has_mask,
+        has_softcap=problem.softcap > 0.0,
+        has_alibi=problem.has_alibi,
+        bias_dtype=None if problem.bias_dtype is None else dtype_name(problem.bias_dtype),
+        has_dropout=problem.dropout_p > 0.0,
+        has_lengths=problem.is_varlen or problem.has_key_lengths,
+        is_paged=problem.page_size > 0,
+        is_wide=shape.head_dim * size % 16 == 0 and shape.head_dim_v * size % 16 == 0,
+    )
+
+
+def _is_small(params: Params, device_index: int) -> bool:
+    """The grid of a large tile would leave multiprocessors idle."""
+    large = 2 * table.SMALL_BLOCK_M
+    return -(-params.seqlen_q // large) * params.heads * params.batch < _num_multiprocessors(device_index)
+
+
+def _num_splits(args: AttentionArgs, step: Step, params: Params) -> int:
+    """Over how many blocks the keys of a row are spread: what the caller says, one if the result may not depend on the batch, else
+    as many as fill the GPU twice over, each with a tile of keys at least."""
+    num_tiles = -(-params.seqlen_k // step.block_columns)
+    if args.num_splits:
+        return max(1, min(args.num_splits, num_tiles))
+    num_blocks = -(-params.seqlen_q // step.block_rows) * params.heads * params.batch
+    if is_deterministic(args) or num_blocks == 0:
+        return 1
+    return max(1, min(2 * _num_multiprocessors(args.q.device.index or 0) // num_blocks, num_tiles))
+
+
+def _key(args: AttentionArgs, out: Tensor, features: Features, **more: bool) -> PlanKey:
     arch = _arch(args.q.device.index or 0)
     assert arch is not None
-    return PlanKey(dtype_name(args.q.dtype), dtype_name(out.dtype), max(args.q.shape[-1], args.v.shape[-1]), features, arch, **needs)
+    return PlanKey(dtype_name(args.q.dtype), dtype_name(out.dtype), max(args.q.shape[-1], args.v.shape[-1]), features, arch, **more)
 
 
 # Parameters
@@ -173,7 +237,7 @@ def _fill(args: AttentionArgs, out: Tensor, lse: Tensor, **more: Tensor) -> tupl
         getattr(params, f"{name}_strides")[:] = _strides(tensor, args.layout)
     params.lse = lse.data_ptr()
     params.lse_batch_stride = lse.stride(0) if lse.dim() == 3 else 0
-    params.lse_head_stride = lse.stride(-2)
+    params.lse_head_stride, params.lse_size, params.num_splits = lse.stride(-2), lse.numel(), 1
     for name in ("rng_state", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k"):
         setattr(params, name, _pointer(getattr(args, name)))
     if args.bias is not None:
@@ -219,8 +283,11 @@ def _function(unit: str, entry: str, arch: str) -> driver.Function:
 
 
 def _num_blocks(step: Step, params: Params) -> int:
-    if step.grid == "queries":
-        return -(-params.seqlen_q // step.block_rows) * params.heads * params.batch
+    if step.grid == "combine" and params.num_splits == 1:
+        return 0
+    if step.grid in ("queries", "splits", "combine"):
+        splits = params.num_splits if step.grid == "splits" else 1
+        return splits * -(-params.seqlen_q // step.block_rows) * params.heads * params.batch
     if step.grid == "keys":
         return -(-params.seqlen_k // step.block_rows) * params.heads_kv * params.batch
     if step.grid == "heads":

@@ -6,12 +6,13 @@ import ctypes
 
 _POINTERS = (
     *("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks", "lse_log2", "delta"),
+    *("partial_out", "partial_lse"),
     *("bias", "mask", "alibi_slopes", "sinks", "rng_state", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table"),
 )
 _STRIDES = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 _SIZES = (
     *("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "total_q", "total_k", "head_dim", "head_dim_v", "num_pages", "page_size"),
-    *("window_left", "window_right", "is_top_left"),
+    *("num_splits", "window_left", "window_right", "is_top_left"),
 )
 
 
@@ -21,7 +22,7 @@ class Params(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((f"{name}_strides", ctypes.c_int64 * 3) for name in _STRIDES),
-        *((name, ctypes.c_int64) for name in ("lse_batch_stride", "lse_head_stride")),
+        *((name, ctypes.c_int64) for name in ("lse_batch_stride", "lse_head_stride", "lse_size")),
         *((name, ctypes.c_int64 * 4) for name in ("bias_strides", "mask_strides", "bias_sizes")),
         *((name, ctypes.c_int64) for name in ("alibi_batch_stride", "table_stride")),
         *((name, ctypes.c_int32) for name in _SIZES),

@@ -10,6 +10,7 @@ from flashtile.kernels.arch import Arch
 from flashtile.kernels.spec import Features
 
 PREPROCESS_ROWS, PREPROCESS_THREADS = 64, 128
+COMBINE_ROWS, COMBINE_THREADS = 4, 128
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Step:
 
     unit: str
     entry: str
-    grid: str  # "queries" or "keys": a block for each block_rows of them, head and sequence; "bias": for each tile; "heads"
+    grid: str  # "queries" or "keys": a block for each block_rows of them, head and sequence; "splits": and split of the keys;
+    # "combine": as "queries", left out where there is one split; "bias": a block for each tile of it; "heads"
     block_rows: int
     block_columns: int
     num_threads: int
@@ -34,6 +36,7 @@ class PlanKey:
     head_dim: int  # the larger of head_dim and head_dim_v
     features: Features
     arch: Arch
+    is_small: bool = False  # the grid of the preferred tile would not fill the GPU
     is_backward: bool = False
     needs_dbias: bool = False
     needs_dsinks: bool = False
@@ -41,12 +44,14 @@ class PlanKey:
 
 @functools.cache
 def plan(key: PlanKey) -> tuple[Step, ...]:
+    out, lengths = source.cpp_type(key.out_dtype), "flashtile::" + key.features.policies()[3]
     if not key.is_backward:
-        return (_tile_step(key, "fwd_simt", "queries"),)
-    lengths = key.features.policies()[3]
-    steps = [_preprocess_step(key, f"bwd_preprocess_kernel<{source.cpp_type(key.out_dtype)}, flashtile::{lengths}>", "queries")]
+        combine = _plain_step("fwd_combine", f"fwd_combine_kernel<{out}, {lengths}>", "combine", COMBINE_ROWS, COMBINE_THREADS)
+        return _tile_step(key, "fwd_simt", "splits"), combine
+    preprocess = f"bwd_preprocess_kernel<{out}, {lengths}>"
+    steps = [_plain_step("bwd_preprocess", preprocess, "queries", PREPROCESS_ROWS, PREPROCESS_THREADS)]
     if key.needs_dsinks:
-        steps.append(_preprocess_step(key, f"bwd_dsinks_kernel<flashtile::{lengths}>", "heads"))
+        steps.append(_plain_step("bwd_preprocess", f"bwd_dsinks_kernel<{lengths}>", "heads", 1, PREPROCESS_THREADS))
     steps += [_tile_step(key, "bwd_dkdv_simt", "keys"), _tile_step(key, "bwd_dq_simt", "queries")]
     if key.needs_dbias:
         steps.append(_tile_step(key, "bwd_dbias_simt", "bias"))
@@ -56,11 +61,11 @@ def plan(key: PlanKey) -> tuple[Step, ...]:
 def _tile_step(key: PlanKey, kernel: str, grid: str) -> Step:
     padded = table.padded_head_dim(key.head_dim)
     assert padded is not None
-    row = table.select(kernel, key.dtype, key.out_dtype, padded, key.arch)
+    row = table.select(kernel, key.dtype, key.out_dtype, padded, key.features, key.arch, key.is_small)
     entry = source.entry(row, key.features)
     return Step(source.unit(row, key.features), entry, grid, row.block_m, row.block_n, row.num_threads, row.shared_bytes)
 
 
-def _preprocess_step(key: PlanKey, entry: str, grid: str) -> Step:
+def _plain_step(header: str, entry: str, grid: str, block_rows: int, num_threads: int) -> Step:
     entry = f"flashtile::{entry}"
-    return Step(source.plain_unit("bwd_preprocess", entry), entry, grid, PREPROCESS_ROWS, 1, PREPROCESS_THREADS, 0)
+    return Step(source.plain_unit(header, entry), entry, grid, block_rows, 1, num_threads, 0)

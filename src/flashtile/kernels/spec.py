@@ -22,6 +22,11 @@ class Features:
     is_paged: bool = False
     is_wide: bool = True
 
+    @property
+    def num_options(self) -> int:
+        """How many options there are that take registers in the inner loop."""
+        return sum((self.has_bool_mask, self.has_softcap, self.has_alibi, self.bias_dtype is not None, self.has_dropout, self.is_paged))
+
     def policies(self) -> list[str]:
         """The C++ policies, in the order of the kernels' template parameters."""
         bias = "NoBias" if self.bias_dtype is None else CPP_TYPES[self.bias_dtype]
@@ -53,7 +58,8 @@ class Row:
 
     @property
     def config(self) -> str:
-        return f"SimtConfig<{CPP_TYPES[self.dtype]}, {CPP_TYPES[self.out_dtype]}, {self.head_dim}, {self.block_m}, {self.block_n}, {self.num_warps}>"
+        sizes = f"{self.head_dim}, {self.block_m}, {self.block_n}, {self.num_warps}"
+        return f"SimtConfig<{CPP_TYPES[self.dtype]}, {CPP_TYPES[self.out_dtype]}, {sizes}>"
 
     @property
     def shared_bytes(self) -> int:
@@ -68,17 +74,11 @@ class Row:
 
     @property
     def storage(self) -> str:
-        return _STORAGE[self.kernel]
+        return "FwdSimtStorage" if self.kernel == "fwd_simt" else "BwdSimtStorage"
 
 
 # Tiles of the head dimension in shared memory: of the block's own rows, and of the streaming rows. Scores come on top.
 _TILES = {"fwd_simt": (1, 2), "bwd_dq_simt": (2, 2), "bwd_dkdv_simt": (2, 2), "bwd_dbias_simt": (2, 2)}
-_STORAGE = {
-    "fwd_simt": "FwdSimtStorage",
-    "bwd_dq_simt": "BwdSimtStorage",
-    "bwd_dkdv_simt": "BwdSimtStorage",
-    "bwd_dbias_simt": "BwdSimtStorage",
-}
 
 
 def _cpp(flag: bool) -> str:

@@ -3,31 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from flashtile.kernels.arch import Arch
-from flashtile.kernels.spec import Row
+from flashtile.kernels.spec import Features, Row
 
 DTYPES = ("float32", "float16", "bfloat16")
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 PASSES = {"forward": ("fwd_simt",), "backward": ("bwd_dq_simt", "bwd_dkdv_simt", "bwd_dbias_simt")}
+SMALL_BLOCK_M = 64  # of a tile that is taken when the grid would not fill the GPU
 
-# (block_m, block_n, num_warps), the fastest first; a GPU takes the first whose shared memory it has. 64 x 64 is the reference tile.
-_SMALL = ((32, 32, 4), (16, 16, 4), (16, 8, 4), (8, 8, 2))
-_FWD_TILES = {
-    32: ((128, 64, 4), (64, 64, 4), *_SMALL),
-    64: ((128, 64, 4), (64, 64, 4), *_SMALL),
-    96: ((64, 64, 4), *_SMALL),
-    128: ((64, 64, 4), (64, 32, 4), *_SMALL),
-    192: ((64, 32, 4), *_SMALL),
-    256: ((64, 32, 4), *_SMALL),
-}
-_BWD_TILES = {
-    32: ((64, 64, 4), *_SMALL),
-    64: ((64, 64, 4), *_SMALL),
-    96: ((64, 32, 4), *_SMALL),
-    128: ((64, 32, 4), *_SMALL),
-    192: ((32, 32, 4), *_SMALL),
-    256: ((32, 32, 4), *_SMALL),
+
+class Tile(NamedTuple):
+    """One tile, and how many of the options that cost registers it holds without a spill."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    max_options: int = 99
+
+
+# The fastest first; a call takes the first that holds its options and whose shared memory its GPU has. 64 x 64 is the reference tile.
+# Measured on an NVIDIA H200 at B=4 H=16 S=4096, float32: docs/simt.md.
+_SMALL = (Tile(32, 32, 4), Tile(16, 16, 4), Tile(16, 8, 4), Tile(8, 8, 2))
+_TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
+    "fwd_simt": {
+        32: (Tile(128, 64, 4, max_options=1), Tile(64, 64, 4), *_SMALL),
+        64: (Tile(128, 64, 4, max_options=0), Tile(64, 64, 4), *_SMALL),
+        96: (Tile(64, 64, 4), *_SMALL),
+        128: (Tile(128, 64, 8), Tile(64, 32, 4), *_SMALL),
+        192: (Tile(64, 32, 4), *_SMALL),
+        256: (Tile(64, 32, 4, max_options=1), *_SMALL),
+    },
+    "bwd_dq_simt": {
+        32: (Tile(64, 64, 4), *_SMALL),
+        64: (Tile(128, 32, 4, max_options=0), Tile(64, 64, 4), *_SMALL),
+        96: (Tile(64, 32, 4), *_SMALL),
+        128: (Tile(64, 32, 4), *_SMALL),
+        192: _SMALL,
+        256: _SMALL,
+    },
+    "bwd_dkdv_simt": {
+        32: (Tile(64, 64, 4), *_SMALL),
+        64: (Tile(64, 64, 4), *_SMALL),
+        96: (Tile(64, 32, 4), *_SMALL),
+        128: (Tile(64, 32, 4, max_options=1), *_SMALL),
+        192: _SMALL,
+        256: _SMALL,
+    },
+    "bwd_dbias_simt": {
+        32: (Tile(64, 64, 4, max_options=1), *_SMALL),
+        64: (Tile(64, 64, 4, max_options=1), *_SMALL),
+        96: (Tile(64, 32, 4), *_SMALL),
+        128: (Tile(64, 32, 4), *_SMALL),
+        192: _SMALL,
+        256: _SMALL,
+    },
 }
 
 
@@ -36,13 +67,14 @@ def padded_head_dim(head_dim: int) -> int | None:
     return next((known for known in HEAD_DIMS if head_dim <= known), None)
 
 
-def candidates(kernel: str, dtype: str, out_dtype: str, head_dim: int) -> Iterator[Row]:
-    """Every row for a padded head dim, the preferred first."""
-    tiles = _FWD_TILES if kernel == "fwd_simt" else _BWD_TILES
-    for block_m, block_n, num_warps in tiles[head_dim]:
-        yield Row(kernel, dtype, out_dtype, head_dim, block_m, block_n, num_warps)
+def candidates(kernel: str, dtype: str, out_dtype: str, head_dim: int, features: Features) -> Iterator[Row]:
+    """Every row for a padded head dim that takes the features, the preferred first."""
+    for tile in _TILES[kernel][head_dim]:
+        if features.num_options <= tile.max_options:
+            yield Row(kernel, dtype, out_dtype, head_dim, tile.block_m, tile.block_n, tile.num_warps)
 
 
-def select(kernel: str, dtype: str, out_dtype: str, head_dim: int, arch: Arch) -> Row:
-    """The first row that fits the architecture."""
-    return next(row for row in candidates(kernel, dtype, out_dtype, head_dim) if row.shared_bytes <= arch.shared_bytes)
+def select(kernel: str, dtype: str, out_dtype: str, head_dim: int, features: Features, arch: Arch, is_small: bool = False) -> Row:
+    """The first row that fits the architecture; with is_small, of those with a small tile."""
+    rows = [row for row in candidates(kernel, dtype, out_dtype, head_dim, features) if row.shared_bytes <= arch.shared_bytes]
+    return next((row for row in rows if row.block_m <= SMALL_BLOCK_M), rows[-1]) if is_small else rows[0]

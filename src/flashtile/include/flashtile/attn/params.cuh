@@ -25,6 +25,8 @@ struct Params {
   float* dsinks;      // (heads)
   float* lse_log2;    // as lse: lse * log2(e), +inf for a row that saw nothing
   float* delta;       // as lse: rowsum(dO * O) - dlse
+  float* partial_out; // (num_splits, as lse, head_dim_v): each split's own output
+  float* partial_lse; // (num_splits, as lse)
   const void* bias;          // (batch, heads, seqlen_q, seqlen_k) by strides, stride 0 where broadcast
   const u8* mask;            // likewise; nonzero = attend
   const float* alibi_slopes; // (heads) or (batch, heads)
@@ -36,10 +38,11 @@ struct Params {
   const i32* leftpad_k;      // (batch) or null
   const i32* block_table;    // (batch, pages per sequence) or null
   Strides q_strides, k_strides, v_strides, out_strides, dout_strides, dq_strides, dk_strides, dv_strides;
-  i64 lse_batch_stride, lse_head_stride;
+  i64 lse_batch_stride, lse_head_stride, lse_size;
   i64 bias_strides[4], mask_strides[4], bias_sizes[4];
   i64 alibi_batch_stride, table_stride;
   i32 batch, heads, heads_kv, seqlen_q, seqlen_k, total_q, total_k, head_dim, head_dim_v, num_pages, page_size;
+  i32 num_splits;                              // of the keys, over blocks
   i32 window_left, window_right, is_top_left;  // windows: -1 = unbounded
   float scale, scale_log2, softcap;
   u32 dropout_threshold;

@@ -1,7 +1,8 @@
 // Attention forward in float32 arithmetic: FlashAttention-2's loop on FFMA, for every architecture and every option.
 //
-// Grid: one block for each (m_block, head, batch), in one dimension, m_block fastest so that neighbours share K and V in L2;
-// the last m_block first, since under a causal mask it has the most keys.
+// Grid: one block for each (m_block, split of the keys, head, batch), in one dimension, m_block fastest so that neighbours share K and V
+// in L2; the last m_block first, since under a causal mask it has the most keys. Where there are splits, each leaves its own output and
+// lse for fwd_combine_kernel.
 // Block: kBlockM queries; each warp owns 4 * kRowsPerThread of them from scores to output, so P needs no block barrier.
 // Shared: sQ [kBlockM][kRowStride], sK and sV [kBlockN][kRowStride], sP [kBlockM][kScoreStride], float32.
 // Pipeline: K(n+1) is copied while P(n) V(n) is computed, V(n+1) while S(n+1) is, each into the buffer just freed.
@@ -87,8 +88,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_simt_kernel(const 
   // Find this block's queries
   i32 num_m_blocks = ceil_div(p.seqlen_q, Config::kBlockM);
   i32 m_block = num_m_blocks - 1 - static_cast<i32>(blockIdx.x % num_m_blocks);
-  i32 head = blockIdx.x / num_m_blocks % p.heads;
-  Sequence s = find_sequence<SeqInfo>(p, blockIdx.x / num_m_blocks / p.heads);
+  i32 rest = blockIdx.x / num_m_blocks;
+  i32 split = rest % p.num_splits;
+  i32 head = rest / p.num_splits % p.heads;
+  Sequence s = find_sequence<SeqInfo>(p, rest / p.num_splits / p.heads);
   i32 i_begin = m_block * Config::kBlockM;
   if (i_begin >= s.seqlen_q) return;
   i32 kv_head = head / (p.heads / p.heads_kv);
@@ -97,6 +100,11 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_simt_kernel(const 
   KeyRows<const T, KvSource> gV(static_cast<const T*>(p.v), p.v_strides, p, s, kv_head);
   Range keys = key_range<Mask>(p, s, i_begin, min_of(i_begin + Config::kBlockM, s.seqlen_q));
   i32 n_begin = keys.begin / Config::kBlockN, n_end = ceil_div(keys.end, Config::kBlockN);
+  if (p.num_splits > 1) {
+    i32 share = ceil_div(max_of(n_end - n_begin, 0), p.num_splits);
+    n_begin += split * share;
+    n_end = min_of(n_end, n_begin + share);
+  }
 
   auto load_k = [&](i32 n) {
     if (n < n_end) {
@@ -149,8 +157,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_simt_kernel(const 
     load_v(n + 1);
   }
 
-  // Let the sink join, normalise, store O and lse
-  float sink = p.sinks == nullptr ? -infinity() : p.sinks[head] * kLog2e;
+  // Let the sink join (once: in the combination, where there is one), normalise, store O and lse
+  bool is_part = p.num_splits > 1;
+  float sink = p.sinks == nullptr || is_part ? -infinity() : p.sinks[head] * kLog2e;
   Out* gO = query_rows(static_cast<Out*>(p.out), p.out_strides, s, head);
 #pragma unroll
   for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
@@ -161,12 +170,18 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_simt_kernel(const 
     float l = state.l[t] * alpha + exp2_approx(sink - shift);
     float factor = l == 0.0f ? 0.0f : alpha / l;
     if (i >= s.seqlen_q) continue;
-    if (column_group() == 0) p.lse[s.stat_row + head * p.lse_head_stride + i] = (m_new + log2_approx(l)) * kLn2;
+    i64 stat = s.stat_row + head * p.lse_head_stride + i;
+    i64 part = split * p.lse_size + stat;
+    if (column_group() == 0) (is_part ? p.partial_lse[part] : p.lse[stat]) = (m_new + log2_approx(l)) * kLn2;
 #pragma unroll
     for (i32 u = 0; u < Config::kVectorsPerThread; ++u) {
       float4 o = state.rO[t][u];
       o = make_float4(o.x * factor, o.y * factor, o.z * factor, o.w * factor);
-      store_four<Out, Load::kIsWide>(gO + i * p.out_strides.row, 4 * column_group() + 32 * u, p.head_dim_v, o);
+      if (is_part) {
+        store_four<float, Load::kIsWide>(p.partial_out + part * p.head_dim_v, 4 * column_group() + 32 * u, p.head_dim_v, o);
+      } else {
+        store_four<Out, Load::kIsWide>(gO + i * p.out_strides.row, 4 * column_group() + 32 * u, p.head_dim_v, o);
+      }
     }
   }
 }
