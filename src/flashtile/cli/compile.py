@@ -153,13 +153,17 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
         for one, other in itertools.combinations(names, 2)
         for pair in itertools.product(((one, value) for value in factors[one]), ((other, value) for value in factors[other]))
     }
-    chosen = []
+    chosen: list[dict[str, Any]] = []
     while missing:
         choice = dict(next(iter(missing)))
         for name in names:
             if name not in choice:
-                gains = [len(missing.keys() & _pairs(names, {**choice, name: value}).keys()) for value in factors[name]]
-                choice[name] = factors[name][gains.index(max(gains))]
+                # The value that brings most new pairs; of equals, the one taken least so far
+                ranks = [
+                    (len(missing.keys() & _pairs(names, {**choice, name: value}).keys()), -sum(old[name] == value for old in chosen))
+                    for value in factors[name]
+                ]
+                choice[name] = factors[name][ranks.index(max(ranks))]
         for pair in _pairs(names, choice):
             missing.pop(pair, None)
         chosen.append({name: choice[name] for name in names})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import warnings
 from typing import Any
 
 import torch
@@ -12,10 +13,19 @@ from rich.console import Console
 from rich.table import Table
 
 from flashtile.backends import registry
+from flashtile.cli import compile as compile_command
+from flashtile.errors import Unsupported
+from flashtile.kernels.arch import ARCHS, arch_of
+from flashtile.runtime import driver, toolchain
+from flashtile.runtime.cache import KernelCache
 from flashtile.version import __version__
 
 SWITCHES = {
     "FLASHTILE_STRICT": "1: a call that only a slower path can serve raises instead of warning",
+    "FLASHTILE_NVRTC": "the libnvrtc file to compile with, instead of the one found",
+    "FLASHTILE_CACHE_DIR": "where compiled kernels are kept, instead of flashtile/ below XDG_CACHE_HOME or ~/.cache",
+    "FLASHTILE_CACHE": "0: compiled kernels stay in memory",
+    "FLASHTILE_COMMIT": "the commit that results name, for a copy of the source without its history",
 }
 
 
@@ -29,6 +39,10 @@ def collect() -> dict[str, Any]:
         "torch_cuda": torch.version.cuda,
         "cpu_threads": torch.get_num_threads(),
         "gpus": _gpus(),
+        "driver": _driver(),
+        "nvrtc": _nvrtc(),
+        "cache": _cache(),
+        "archs": _archs(),
         "backends": {
             backend.name: {device: _status(backend.devices, device) for device in ("cpu", "cuda")} for backend in registry.BACKENDS
         },
@@ -46,9 +60,59 @@ def _gpus() -> list[dict[str, Any]]:
                 "name": properties.name,
                 "compute_capability": f"{properties.major}.{properties.minor}",
                 "memory_bytes": properties.total_memory,
+                "arch": getattr(arch_of(properties.major, properties.minor), "name", None),
             }
         )
     return found
+
+
+def _driver() -> dict[str, Any]:
+    try:
+        major, minor = driver.version()
+    except (Unsupported, driver.DriverError) as error:
+        return {"cuda": None, "reason": str(error)}
+    return {"cuda": f"{major}.{minor}", "reason": None}
+
+
+def _nvrtc() -> dict[str, Any]:
+    path = None
+    try:
+        found = toolchain.find()
+        path = found.path
+        major, minor = found.version
+    except Unsupported as error:
+        return {"path": path, "version": None, "reason": str(error)}
+    return {"path": path, "version": f"{major}.{minor}", "reason": None}
+
+
+def _cache() -> dict[str, Any]:
+    """Where kernels are kept, and the word usable or why not. Makes no directory."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kept = KernelCache.default()
+        exists = kept.directory is not None and kept.directory.exists()
+        is_usable = not exists or kept._usable() is not None
+    facts = {"directory": kept.directory and str(kept.directory), "status": "usable", "files": 0, "bytes": 0}
+    if kept.directory is None:
+        facts["status"] = "off: FLASHTILE_CACHE=0" if os.environ.get("FLASHTILE_CACHE") == "0" else "off: the user has no home directory"
+    elif not is_usable:
+        facts["status"] = str(caught[0].message) if caught else "not usable"
+    elif not exists:
+        facts["status"] = "not there yet: made when the first kernel is compiled"
+    else:
+        sizes = [path.stat().st_size for path in kept.directory.glob("*.kernel")]
+        facts |= {"files": len(sizes), "bytes": sum(sizes)}
+    return facts
+
+
+def _archs() -> dict[str, str]:
+    """For each architecture with kernels, the word works or what is missing."""
+    try:
+        compiler = toolchain.find()
+        known = compile_command.known_archs(compiler)
+    except Unsupported:
+        return {arch.name: "no: without NVRTC nothing can be compiled" for arch in ARCHS.values()}
+    return {arch.name: "works" if arch.number in known else f"no: {compile_command.why_unknown(arch, compiler)}" for arch in ARCHS.values()}
 
 
 def _status(devices: tuple[str, ...], device: str) -> str:
@@ -79,9 +143,21 @@ def show(as_json: bool) -> None:
             if gpu is None
             else f"{gpu['name']}, compute capability {gpu['compute_capability']}, {gpu['memory_bytes'] / 2**30:.0f} GiB",
         )
+    found.add_row("CUDA of the driver", facts["driver"]["cuda"] or f"none: {facts['driver']['reason']}")
+    nvrtc, kept = facts["nvrtc"], facts["cache"]
+    found.add_row("NVRTC", f"{nvrtc['version']}, {nvrtc['path']}" if nvrtc["version"] else f"none: {nvrtc['reason']}")
+    held = f"{kept['files']} kernels, {kept['bytes'] / 2**20:.1f} MB"
+    found.add_row("kernel cache", f"{kept['directory'] or 'none'}, {kept['status']}, {held}")
+    works = [name for name, status in facts["archs"].items() if status == "works"]
+    found.add_row("compiles for", ", ".join(works) or "nothing")
+    for name, status in facts["archs"].items():
+        if status != "works":
+            found.add_row(name, status)
     for name, meaning in SWITCHES.items():
         found.add_row(name, f"{facts['switches'][name] or 'not set'} ({meaning})")
     backends = Table("backend", "cpu", "cuda", "what it is", title="backends, the preferred first", title_justify="left")
     for name, status in facts["backends"].items():
         backends.add_row(name, status["cpu"], status["cuda"], facts["summaries"][name])
+    # A path is wrapped, not cut
+    found.columns[1].overflow = "fold"
     console.print(found, backends)
