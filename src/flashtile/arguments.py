@@ -38,7 +38,6 @@ def attention_args(
     layout: str,
     backend: str | None,
 ) -> AttentionArgs:
-    require_tensors(q=q, k=k, v=v)
     require_optional_tensors(mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, rng_state=rng_state)
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise unsupported("alibi_slopes", "a tensor that requires grad", "constants", "Pass the term as bias to differentiate it")
@@ -274,6 +273,8 @@ def integer(name: str, value: Any, accepted: str) -> Any:
 
 def number(name: str, value: Any) -> Any:
     """A plain or symbolic number; numpy's are converted."""
+    if type(value) is float:
+        return value
     if isinstance(value, torch.SymFloat | torch.SymInt):
         return value
     if isinstance(value, bool) or not isinstance(value, Real):

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashtile.backends import kvcache, reference, registry
-from flashtile.backends.base import GradNeeds, Grads
+from flashtile.backends.base import Forward, GradNeeds, Grads
 from flashtile.errors import unsupported, value_error
-from flashtile.problem import AttentionArgs, Problem, lse_dtype, validate
+from flashtile.problem import NUM_TENSORS, AttentionArgs, Problem, lse_dtype, signature, validate
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state, "
@@ -90,11 +90,29 @@ def _split(values: tuple[Any, ...]) -> tuple[Tensor, Tensor | None, AttentionArg
 # CPU and CUDA
 
 
+# Forward passes made ready for a call's shapes: what a repeated call saves is every check, choice and size
+_bound: dict[tuple[object, ...] | None, Forward] = {}
+_MAX_BOUND = 4096
+
+
 def _forward(*values: Any) -> tuple[Tensor, Tensor]:
     args = AttentionArgs(*values)
-    backend = registry.select(Problem.of(args), args.backend)
+    key = signature(args) if args.q.is_cuda else None
+    bound = _bound.get(key)
+    if bound is not None:
+        out, lse = empty_outputs(args)
+        bound(args, out, lse)
+        return out, lse
+    problem = Problem.of(args)
+    backend = registry.select(problem, args.backend)
     out, lse = empty_outputs(args)
     backend.forward(args, out, lse)
+    if key is not None and not registry.choose(problem, args.backend)[1]:
+        bound = backend.bind(args, out, lse)
+        if bound is not None:
+            if len(_bound) >= _MAX_BOUND:
+                _bound.clear()
+            _bound[key] = bound
     return out, lse
 
 
@@ -149,7 +167,7 @@ torch.library.register_fake("flashtile::append_kv", _append_kv_fake, lib=_librar
 
 # Autograd
 
-_TENSORS = tuple(name for name, kind in zip(AttentionArgs._fields, _ARGUMENTS.split(", "), strict=True) if kind.startswith("Tensor"))
+_TENSORS = AttentionArgs._fields[:NUM_TENSORS]
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 
 
@@ -178,7 +196,9 @@ class _Attention(torch.autograd.Function):
 
 
 def requires_grad(values: tuple[Any, ...]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in values)
+    if not torch.is_grad_enabled():
+        return False
+    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
 def is_transformed() -> bool:
@@ -188,7 +208,7 @@ def is_transformed() -> bool:
 
 def attend(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """The forward op as the public functions call it: below autograd at once where nothing requires grad."""
-    if torch.compiler.is_compiling() or requires_grad(args) or is_transformed():
+    if torch.compiler.is_compiling() or requires_grad(args[:7]) or is_transformed():
         return forward(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return forward(*args)

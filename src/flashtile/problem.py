@@ -60,6 +60,9 @@ class AttentionArgs(NamedTuple):
     needs_bias_grad: bool = False
 
 
+NUM_TENSORS = 13  # they come first
+
+
 class Shape(NamedTuple):
     """The sizes of a call. For packed or paged inputs the sequence lengths are upper bounds."""
 
@@ -125,6 +128,17 @@ class Problem:
             has_key_lengths=args.seqused_k is not None or args.leftpad_k is not None,
             page_size=page_size(args),
         )
+
+
+def signature(args: AttentionArgs) -> tuple[object, ...]:
+    """What two calls share when they differ in the values of their tensors alone (and torch's switches agree)."""
+    parts: list[object] = [torch.are_deterministic_algorithms_enabled(), args[NUM_TENSORS:]]
+    for value in args[:NUM_TENSORS]:
+        if value is None:
+            parts.append(None)
+        else:
+            parts += (value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15)
+    return tuple(parts)
 
 
 # What the options mean, for everyone who asks.

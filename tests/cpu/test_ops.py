@@ -10,7 +10,7 @@ from torch.library import opcheck
 
 import flashtile
 from flashtile import ops
-from flashtile.problem import AttentionArgs
+from flashtile.problem import NUM_TENSORS, AttentionArgs
 from flashtile.testing import Case
 
 CASES = {
@@ -36,6 +36,8 @@ def with_grad(args: AttentionArgs) -> AttentionArgs:
 def test_schema_and_arguments_agree() -> None:
     names = [argument.name for argument in ops.forward._schema.arguments]
     assert tuple(names) == AttentionArgs._fields
+    kinds = [str(argument.type) for argument in ops.forward._schema.arguments]
+    assert all(("Tensor" in kind) == (place < NUM_TENSORS) for place, kind in enumerate(kinds))
     assert [argument.name for argument in ops.backward._schema.arguments] == ["dout", "dlse", *names, "out", "lse", "needs"]
 
 

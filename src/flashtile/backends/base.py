@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,9 @@ class Grads(NamedTuple):
                 grad.copy_(sums)
 
 
+Forward = Callable[[AttentionArgs, Tensor, Tensor], None]
+
+
 class Backend(ABC):
     """One way to compute attention. Every backend gives the same results, within rounding."""
 
@@ -59,6 +63,13 @@ class Backend(ABC):
     @abstractmethod
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         """Fills those of `grads` that are there. `out` and `lse` may be those of a larger problem that this is a part of."""
+
+    def bind(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> Forward | None:
+        """A forward pass for every call that differs from this one in the values of its tensors alone, or None.
+
+        Tensors keep their shapes, strides, dtypes, devices and their address modulo 16 bytes; what it returns is kept and called again.
+        """
+        return None
 
     def details(self, problem: Problem) -> dict[str, str]:
         """What `explain` says about how this backend would run the problem."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends import dropout
-from flashtile.backends.base import Backend, Grads
+from flashtile.backends.base import Backend, Forward, Grads
 from flashtile.errors import Unsupported, dtype_name
 from flashtile.kernels import plan as plans
 from flashtile.kernels import table
@@ -46,18 +46,15 @@ class CudaBackend(Backend):
         return _missing()
 
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
-        params, features = _fill(args, out, lse)
-        is_small = _is_small(params, args.q.device.index or 0)
-        steps = plans.plan(_key(args, out, features, is_small=is_small))
-        params.num_splits = _num_splits(args, steps[0], params)
-        if params.num_splits > 1:
-            params.kept["partial_out"] = torch.empty(
-                (params.num_splits, lse.numel(), params.head_dim_v), dtype=torch.float32, device=lse.device
-            )
-            params.kept["partial_lse"] = torch.empty((params.num_splits, lse.numel()), dtype=torch.float32, device=lse.device)
-            params.partial_out = params.kept["partial_out"].data_ptr()
-            params.partial_lse = params.kept["partial_lse"].data_ptr()
+        params, steps = _forward_plan(args, out, lse)
+        partial = _allocate_partial(params, lse)
         _run(args, steps, params)
+        del partial
+
+    def bind(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> Forward | None:
+        if any(tensor is not None for tensor in (args.alibi_slopes, args.sinks, args.block_table)):
+            return None  # these may need a copy of their own in every call
+        return _Bound(args, out, lse)
 
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         # Kernels read rows whose last dimension is contiguous, and statistics that are contiguous throughout
@@ -273,7 +270,58 @@ def _fill(args: AttentionArgs, out: Tensor, lse: Tensor, **more: Tensor) -> tupl
     return params, _features(args, all(_is_wide(tensor) for tensor in tensors.values()))
 
 
+def _forward_plan(args: AttentionArgs, out: Tensor, lse: Tensor) -> tuple[Params, tuple[Step, ...]]:
+    params, features = _fill(args, out, lse)
+    steps = plans.plan(_key(args, out, features, is_small=_is_small(params, args.q.device.index or 0)))
+    params.num_splits = _num_splits(args, steps[0], params)
+    return params, steps
+
+
+def _allocate_partial(params: Params, lse: Tensor) -> Tensor | None:
+    """Room for the outputs and statistics of the splits, behind each other; must live until the launches are queued."""
+    if params.num_splits == 1:
+        return None
+    num_rows = params.num_splits * params.lse_size
+    partial = torch.empty(num_rows * (params.head_dim_v + 1), dtype=torch.float32, device=lse.device)
+    params.partial_out = partial.data_ptr()
+    params.partial_lse = params.partial_out + 4 * num_rows * params.head_dim_v
+    return partial
+
+
 # Launch
+
+
+class _Bound:
+    """The forward pass of one signature: parameters filled but for the addresses, kernels loaded, grids known."""
+
+    def __init__(self, args: AttentionArgs, out: Tensor, lse: Tensor):
+        params, steps = _forward_plan(args, out, lse)
+        self.template = bytes(params)
+        self.pointers = [
+            (AttentionArgs._fields.index(name), name)
+            for name in ("q", "k", "v", "bias", "mask", "rng_state", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k")
+            if getattr(args, name) is not None
+        ]
+        self.num_splits, self.index = params.num_splits, args.q.device.index or 0
+        arch = _arch(self.index)
+        assert arch is not None
+        self.launches = [
+            (_function(step.unit, step.entry, arch.name).launch, (num_blocks, 1, 1), (step.num_threads, 1, 1), step.shared_bytes)
+            for step in steps
+            if (num_blocks := _num_blocks(step, params)) > 0
+        ]
+
+    def __call__(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
+        params = Params.from_buffer_copy(self.template)
+        for place, name in self.pointers:
+            setattr(params, name, args[place].data_ptr())  # type: ignore[union-attr]
+        params.out, params.lse = out.data_ptr(), lse.data_ptr()
+        partial = _allocate_partial(params, lse) if self.num_splits > 1 else None
+        with nullcontext() if torch.cuda.current_device() == self.index else torch.cuda.device(self.index):
+            stream = torch._C._cuda_getCurrentRawStream(self.index)
+            for launch, grid, block, shared_bytes in self.launches:
+                launch(grid, block, shared_bytes, stream, params)
+        del partial
 
 
 @functools.cache
