@@ -1,6 +1,8 @@
 # From a fresh clone: `make test` sets up everything it needs in .venv and runs the tests.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# Beside the pinned one, to see that kernels compile by the newest too
+NVRTC_NEWEST ?= nvidia-cuda-nvrtc==13.4.92
 BIN := .venv/bin
 # Tests run side by side, one torch thread each: faster than one test on all cores
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
@@ -43,5 +45,6 @@ clean:
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/nvrtc-newest $(NVRTC_NEWEST)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@

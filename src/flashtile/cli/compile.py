@@ -57,6 +57,10 @@ class Job:
         return self.step.shared_bytes > 0
 
     @property
+    def tile(self) -> tuple[int, int, int]:
+        return self.step.block_rows, self.step.block_columns, self.step.num_threads
+
+    @property
     def features(self) -> str:
         """The features that are not as in the plain variant, in words."""
         pairs = ((field, getattr(self.key.features, field.name)) for field in dataclasses.fields(Features))
@@ -109,6 +113,8 @@ class Result:
 
 # What to compile
 
+_PASSES = ((False, False), (True, False), (True, True))  # is_backward, needs_dbias
+
 
 def plain_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = table.DTYPES, head_dims: Sequence[int] = table.HEAD_DIMS) -> list[Job]:
     """Every kernel of both passes without any option. One that exists only with an option comes with that option alone."""
@@ -116,7 +122,8 @@ def plain_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = table.DTYPES, head
     for arch, dtype, head_dim in itertools.product(archs, dtypes, head_dims):
         forward = PlanKey(dtype, dtype, head_dim, Features(), arch)
         backward = dataclasses.replace(forward, is_backward=True, needs_dsinks=True)
-        keys += [forward, backward, dataclasses.replace(backward, features=Features(bias_dtype=dtype), needs_dbias=True)]
+        keys += [forward, dataclasses.replace(forward, is_small=True), backward]
+        keys.append(dataclasses.replace(backward, features=Features(bias_dtype=dtype), needs_dbias=True))
     return _jobs(keys)
 
 
@@ -128,21 +135,40 @@ def covering_jobs(
 ) -> list[Job]:
     """Variants of each kernel in which every two values of its options and dtype meet; its head dims too, or else they take turns."""
     keys = []
-    for arch, (is_backward, needs_dbias) in itertools.product(archs, ((False, False), (True, False), (True, True))):
+    for arch, (is_backward, needs_dbias) in itertools.product(archs, _PASSES):
         factors: dict[str, Sequence[Any]] = {"head_dim": head_dims} if crosses_head_dims else {}
-        factors |= {"dtype": dtypes, "out_dtype": ("own", "float32")}
+        factors |= {"dtype": dtypes, "out_dtype": ("own", "float32"), "is_small": (False, True)}
         for field in dataclasses.fields(Features):
             factors[field.name] = (False, True) if isinstance(field.default, bool) else _values_of(field.name)
         if is_backward:
-            factors["is_paged"] = (False,)
+            factors |= {"is_paged": (False,), "is_small": (False,)}
         if needs_dbias:
             factors["bias_dtype"] = ("own", "float32")
         for choice, turn in zip(pairwise(factors), itertools.cycle(head_dims), strict=False):
             dtype, out_dtype, head_dim = choice.pop("dtype"), choice.pop("out_dtype"), choice.pop("head_dim", turn)
             choice["bias_dtype"] = dtype if choice["bias_dtype"] == "own" else choice["bias_dtype"]
-            out_dtype = dtype if out_dtype == "own" else out_dtype
-            keys.append(PlanKey(dtype, out_dtype, head_dim, Features(**choice), arch, is_backward, needs_dbias))
+            is_small, out_dtype = choice.pop("is_small"), dtype if out_dtype == "own" else out_dtype
+            key = PlanKey(dtype, out_dtype, head_dim, Features(**choice), arch, is_small=is_small)
+            keys.append(dataclasses.replace(key, is_backward=is_backward, needs_dbias=needs_dbias))
     return _jobs(keys)
+
+
+def edge_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = table.DTYPES, head_dims: Sequence[int] = table.HEAD_DIMS) -> list[Job]:
+    """Variants with few options, of the tiles that take only so many: these are closest to a spill. With many, the tile is another."""
+    found = []
+    for arch, dtype, head_dim, (is_backward, needs_dbias) in itertools.product(archs, dtypes, head_dims, _PASSES):
+        base = PlanKey(dtype, dtype, head_dim, Features(), arch, is_backward=is_backward, needs_dbias=needs_dbias)
+        bias = dtype if needs_dbias else None
+        # A band, lengths and narrow loads are no options of the table's kind: every tile takes them
+        plain = Features(has_band=True, has_lengths=True, is_wide=False, bias_dtype=bias)
+        switches = [field.name for field in dataclasses.fields(Features) if field.default is False and not getattr(plain, field.name)]
+        single = [Features(**(dataclasses.asdict(plain) | {name: True})) for name in switches if not (is_backward and name == "is_paged")]
+        features = [plain, dataclasses.replace(plain, is_wide=True), *single, dataclasses.replace(plain, bias_dtype=dtype)]
+        most = dataclasses.replace(plain, bias_dtype=dtype, **dict.fromkeys(switches, True))
+        tiles = {job.kernel: job.tile for job in _jobs([dataclasses.replace(base, features=most)])}
+        jobs = _jobs(dataclasses.replace(base, features=some) for some in features)
+        found += [job for job in jobs if job.has_tile and job.tile != tiles[job.kernel]]
+    return list({job.identity: job for job in found}.values())
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -352,6 +378,8 @@ def prepare(options: Options) -> Callable[[], int]:
     jobs = plain_jobs(*chosen)
     if options.is_all:
         seen = {job.identity for job in jobs}
+        jobs += [job for job in edge_jobs(*chosen) if job.identity not in seen]
+        seen |= {job.identity for job in jobs}
         jobs += [job for job in covering_jobs(*chosen) if job.identity not in seen]
     return lambda: _run(jobs, skipped, options)
 

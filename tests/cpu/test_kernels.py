@@ -1,0 +1,141 @@
+"""Every kernel compiles without a GPU, keeps its registers, fits its architecture, and agrees with Python about its layout."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashtile.cli import compile as compile_command
+from flashtile.kernels import source, table
+from flashtile.kernels.arch import ARCHS
+from flashtile.kernels.params import Params
+from flashtile.kernels.spec import Features
+from flashtile.runtime import nvrtc, toolchain
+from flashtile.runtime.nvrtc import CompileError
+
+# Under xdist the workers already share the cores
+NUM_THREADS = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
+MAIN_ARCH = ARCHS[90]
+# Architectures with the limits of an earlier one take the same tiles: a third of the head dims is enough there
+DISTINCT = {arch.shared_bytes: arch for arch in reversed(ARCHS.values())}.values()
+NVRTC_12 = next((path for folder in sys.path for path in Path(folder).glob("nvidia/cuda_nvrtc/lib/libnvrtc.so.12")), None)
+NVRTC_NEWEST = next(Path(sys.prefix).glob("nvrtc-newest/nvidia/cu13/lib/libnvrtc.so.13"), None)
+
+
+@pytest.fixture(autouse=True)
+def kernel_cache(request, monkeypatch):
+    """Unchanged kernels are compiled once, not on every run of the tests."""
+    folder = request.config.cache.mkdir("kernels")
+    folder.chmod(0o700)
+    monkeypatch.setenv("FLASHTILE_CACHE_DIR", str(folder))
+
+
+def assert_clean(jobs):
+    results = list(compile_command.compile_jobs(jobs, NUM_THREADS))
+    assert len(results) == len(jobs) > 0
+    problems = [f"{result.job}: {problem}" for result in results for problem in result.problems]
+    assert not problems, "\n" + "\n".join(problems)
+    for result in results:
+        assert 0 < result.registers <= 255, result.job
+        assert result.shared_bytes <= result.job.key.arch.shared_bytes, result.job
+        assert result.blocks > 0, result.job
+
+
+# One test for each architecture and half of the head dims, so that workers share the load
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS.values() if arch.number >= 75], ids=lambda arch: arch.name)
+def test_plain_float32(arch, half):
+    head_dims = table.HEAD_DIMS[half::2] if arch in DISTINCT else (table.HEAD_DIMS[(2 * half + arch.number) % len(table.HEAD_DIMS)],)
+    assert_clean(compile_command.plain_jobs([arch], ["float32"], head_dims))
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in table.DTYPES if dtype != "float32"])
+def test_plain_16_bit(dtype):
+    head_dims = table.HEAD_DIMS[table.DTYPES.index(dtype) % 2 :: 2]
+    assert_clean(compile_command.plain_jobs([MAIN_ARCH], [dtype], head_dims))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_features_in_pairs(part):
+    jobs = compile_command.covering_jobs([MAIN_ARCH], crosses_head_dims=False)
+    assert {job.kernel for job in jobs} >= {kernel for kernels in table.PASSES.values() for kernel in kernels}
+    assert_clean(jobs[part::4])
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_few_options_on_the_largest_tiles(part):
+    assert_clean(compile_command.edge_jobs([MAIN_ARCH], ["float32"])[part::2])
+
+
+# Other compilers, each in a process of its own
+
+
+def compile_by(library, *options):
+    environment = os.environ | {"FLASHTILE_NVRTC": str(library)}
+    command = [sys.executable, "-m", "flashtile", "compile", "--json", "--jobs", str(NUM_THREADS), "--dtype", "float32", *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return json.loads(done.stdout)["kernels"]
+
+
+@pytest.mark.skipif(NVRTC_12 is None, reason="nvidia-cuda-nvrtc-cu12 is not installed; `make test` does it")
+def test_sm_61_by_nvrtc_12():
+    kernels = compile_by(NVRTC_12, "--arch", "sm_61")
+    assert {kernel["head_dim"] for kernel in kernels} == set(table.HEAD_DIMS)
+    assert all(kernel["shared_bytes"] <= ARCHS[61].shared_bytes for kernel in kernels)
+
+
+@pytest.mark.skipif(NVRTC_NEWEST is None, reason="no newer NVRTC in nvrtc-newest/ of this environment; `make test` puts it there")
+def test_one_head_dim_by_the_newest_nvrtc():
+    kernels = compile_by(NVRTC_NEWEST, "--arch", MAIN_ARCH.name, "--head-dim", "64")
+    assert "fwd_simt" in {kernel["kernel"] for kernel in kernels}
+
+
+# Python and C++ agree, or nothing compiles
+
+
+def refusal(unit, entry):
+    with pytest.raises(CompileError) as refused:
+        nvrtc.compile_source(toolchain.find(), unit, MAIN_ARCH.name, [entry])
+    return str(refused.value)
+
+
+def mirror(fields):
+    return type("Params", (ctypes.Structure,), {"_fields_": fields})
+
+
+def plain_row():
+    return table.select("fwd_simt", "float32", "float32", 64, Features(), MAIN_ARCH)
+
+
+@pytest.mark.parametrize("change", ["swapped", "narrower", "missing"])
+def test_layout_drift_is_a_compile_error(monkeypatch, change):
+    fields = list(Params._fields_)
+    index = next(i for i, (name, *_) in enumerate(fields) if name == "batch")
+    if change == "swapped":
+        fields[index], fields[index + 1] = fields[index + 1], fields[index]
+    elif change == "narrower":
+        fields[index : index + 2] = [("batch", ctypes.c_int16), ("heads", ctypes.c_int16)]
+    else:
+        del fields[index]
+    monkeypatch.setattr("flashtile.kernels.params.Params", mirror(fields))
+    row = plain_row()
+    log = refusal(source.unit(row, Features()), source.entry(row, Features()))
+    assert "static assertion failed" in log
+    assert {"swapped": "Params: batch", "narrower": "Params: heads", "missing": "Params: heads"}[change] in log
+
+
+def test_wrong_shared_bytes_are_a_compile_error():
+    row = plain_row()
+    unit = source.unit(row, Features())
+    wrong = unit.replace(f"== {row.shared_bytes},", f"== {row.shared_bytes + 16},")
+    assert wrong != unit
+    assert '"shared bytes"' in refusal(wrong, source.entry(row, Features()))
