@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -133,7 +133,8 @@ class Problem:
 def signature(args: AttentionArgs) -> tuple[object, ...]:
     """What two calls share when they differ in the values of their tensors alone (and torch's switches agree)."""
     parts: list[object] = [torch.are_deterministic_algorithms_enabled(), args[NUM_TENSORS:]]
-    for value in args[:NUM_TENSORS]:
+    tensors: tuple[Any, ...] = args[:NUM_TENSORS]
+    for value in tensors:
         if value is None:
             parts.append(None)
         else:

@@ -305,11 +305,12 @@ class _Bound:
         self.num_splits, self.index = params.num_splits, args.q.device.index or 0
         arch = _arch(self.index)
         assert arch is not None
-        self.launches = [
-            (_function(step.unit, step.entry, arch.name).launch, (num_blocks, 1, 1), (step.num_threads, 1, 1), step.shared_bytes)
-            for step in steps
-            if (num_blocks := _num_blocks(step, params)) > 0
-        ]
+        self.launches = []
+        for step in steps:
+            if (num_blocks := _num_blocks(step, params)) > 0:
+                function = _function(step.unit, step.entry, arch.name)
+                function.set_shared_bytes(self.index, step.shared_bytes)
+                self.launches.append((function.launch, (num_blocks, 1, 1), (step.num_threads, 1, 1), step.shared_bytes))
 
     def __call__(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
         params = Params.from_buffer_copy(self.template)

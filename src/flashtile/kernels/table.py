@@ -45,7 +45,7 @@ _TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
     },
     "bwd_dkdv_simt": {
         32: (Tile(64, 64, 4), *_SMALL),
-        64: (Tile(64, 64, 4), *_SMALL),
+        64: (Tile(64, 64, 4, max_options=1), Tile(64, 32, 4), *_SMALL),
         96: (Tile(64, 32, 4), *_SMALL),
         128: (Tile(64, 32, 4, max_options=1), *_SMALL),
         192: _SMALL,
