@@ -163,7 +163,9 @@ def edge_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = table.DTYPES, head_
         plain = Features(has_band=True, has_lengths=True, is_wide=False, bias_dtype=bias)
         switches = [field.name for field in dataclasses.fields(Features) if field.default is False and not getattr(plain, field.name)]
         single = [Features(**(dataclasses.asdict(plain) | {name: True})) for name in switches if not (is_backward and name == "is_paged")]
-        features = [plain, dataclasses.replace(plain, is_wide=True), *single, dataclasses.replace(plain, bias_dtype=dtype)]
+        wide = dataclasses.replace(plain, is_wide=True)
+        features = [plain, wide, dataclasses.replace(wide, has_lengths=False), dataclasses.replace(wide, has_band=False)]
+        features += [*single, dataclasses.replace(plain, bias_dtype=dtype)]
         most = dataclasses.replace(plain, bias_dtype=dtype, **dict.fromkeys(switches, True))
         tiles = {job.kernel: job.tile for job in _jobs([dataclasses.replace(base, features=most)])}
         jobs = _jobs(dataclasses.replace(base, features=some) for some in features)
@@ -267,7 +269,7 @@ def _archs_found() -> list[Arch]:
 
 def blocks_per_multiprocessor(arch: Arch, num_threads: int, registers: int, shared_bytes: int) -> int:
     """How many blocks a multiprocessor can hold at a time, by warps, registers and shared memory."""
-    limits = _MULTIPROCESSOR.get(arch.number, _MULTIPROCESSOR[90])
+    limits = _MULTIPROCESSOR[max(number for number in _MULTIPROCESSOR if number <= arch.number)]
     warps = -(-num_threads // 32)
     # Registers are handed out to a warp in units, and each of four schedulers has a quarter of them
     per_warp = max(1, -(-registers * 32 // _REGISTER_UNIT)) * _REGISTER_UNIT
