@@ -7,10 +7,14 @@ BIN := .venv/bin
 # Tests run side by side, one torch thread each: faster than one test on all cores
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: test lint format bench compile-all docs docs-check clean
+.PHONY: test test-gpu lint format bench compile-all docs docs-check clean
 
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+# With a GPU, in the environment that has it: every kernel against fp64, memory, determinism, streams, graphs
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
 
 lint: .venv/ready
 	$(BIN)/ruff check .

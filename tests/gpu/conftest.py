@@ -1,0 +1,67 @@
+"""GPU tests: kernels are compiled ahead, side by side; what was covered is written to results/<device>/ at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashtile.backends import cuda
+from flashtile.bench import device as facts
+from flashtile.testing import Case, Inputs, assert_agrees, run
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+covered: dict[str, set[str]] = {"problems": set(), "kernels": set(), "features": set()}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        raise pytest.UsageError("tests/gpu needs a GPU that torch sees; tests/cpu runs without one")
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if not covered["problems"]:
+        return
+    env = asdict(facts.environment("cuda", []))
+    env["command"] = "make test-gpu"
+    counts = {name: len(found) for name, found in covered.items()}
+    report = {"tests": session.testscollected, "failed": session.testsfailed, **counts, "all_features": sorted(covered["features"]), **env}
+    folder = RESULTS / facts.slug("cuda")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "test_gpu.json").write_text(json.dumps(report, indent=1, default=str) + "\n")
+
+
+@pytest.fixture(autouse=True)
+def free_switches():
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def has_backward(case: Case) -> bool:
+    return case.kind != "paged"
+
+
+def precompile(problems: Iterable[tuple[Case, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiles every kernel that the problems will ask for, in as many threads as there are cores."""
+    units: dict[tuple[str, str], None] = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda, "_run", lambda args, steps, params: units.update({(step.unit, step.entry): None for step in steps}))
+        patch.setattr(cuda.CudaBackend, "bind", lambda *_: None)
+        for case, seed in problems:
+            run(case.make(seed, "cuda"), has_backward=has_backward(case))
+    arch = cuda._arch(0)
+    assert arch is not None
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda unit: cuda._function(*unit, arch.name), units))
+
+
+def check(case: Case, seed: int) -> None:
+    """One problem, forward and backward, by the error rule."""
+    inputs: Inputs = case.make(seed, "cuda")
+    assert_agrees(run(inputs, has_backward=has_backward(case)), inputs)
+    covered["problems"].add(f"{case} {seed}")

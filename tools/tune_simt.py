@@ -1,0 +1,116 @@
+"""Times every tile of the simt family by itself, plain and causal, float32, B=4 H=16 S=4096: where the order in kernels/table.py comes from.
+
+PYTHONPATH=src python tools/tune_simt.py        writes results/<device>/simt_tiles.csv
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from flashtile.backends import cuda
+from flashtile.bench import device as facts
+from flashtile.kernels import source
+from flashtile.kernels.plan import Step
+from flashtile.kernels.spec import Features, Row
+from flashtile.problem import AttentionArgs
+
+BATCH, HEADS, SEQLEN, ROUNDS = 4, 16, 4096, 7
+GRIDS = {"fwd_simt": "splits", "bwd_dq_simt": "queries", "bwd_dkdv_simt": "keys"}
+PRODUCTS = {"fwd_simt": 2, "bwd_dq_simt": 3, "bwd_dkdv_simt": 4}  # matrix products of 2 * S * S * d operations in each
+TILES = {
+    "fwd_simt": {
+        64: ((128, 64, 4), (64, 64, 4), (128, 64, 8), (128, 32, 4), (64, 32, 4)),
+        128: ((128, 64, 8), (64, 64, 4), (128, 32, 4), (64, 32, 4)),
+    },
+    "bwd_dq_simt": {64: ((128, 32, 4), (64, 64, 4), (64, 32, 4)), 128: ((64, 32, 4), (64, 64, 8), (32, 32, 4))},
+    "bwd_dkdv_simt": {64: ((64, 64, 4), (64, 32, 4), (32, 64, 4)), 128: ((64, 32, 4), (64, 64, 8), (32, 32, 4))},
+}
+
+
+def step_of(row: Row, is_causal: bool) -> Step:
+    features = Features(has_band=is_causal)
+    unit, entry = source.unit(row, features), source.entry(row, features)
+    return Step(unit, entry, GRIDS[row.kernel], row.block_m, row.block_n, row.num_threads, row.shared_bytes)
+
+
+def interleaved_ms(thunks: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """The median of two calls in a row, each thunk once in every round."""
+    times: dict[str, list[float]] = {name: [] for name in thunks}
+    for _ in range(ROUNDS):
+        for name, thunk in thunks.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            thunk()
+            start.record()
+            thunk()
+            thunk()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) / 2)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def main() -> None:
+    arch = cuda._arch(0)
+    assert arch is not None
+    rows = [Row(kernel, "float32", "float32", d, *tile) for kernel, dims in TILES.items() for d, tiles in dims.items() for tile in tiles]
+    steps = {(row, is_causal): step_of(row, is_causal) for row in rows for is_causal in (False, True)}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda step: cuda._function(step.unit, step.entry, arch.name), steps.values()))
+    environment = asdict(facts.environment("cuda", [])) | {"command": "python tools/tune_simt.py"}
+    found = []
+    for head_dim in (64, 128):
+        for is_causal in (False, True):
+            q, k, v, dout, dq, dk, dv = (torch.randn(BATCH, HEADS, SEQLEN, head_dim, device="cuda") for _ in range(7))
+            args = AttentionArgs(q, k, v, causal="top_left" if is_causal else "none")
+            out, (lse, lse_log2, delta) = torch.empty_like(q), torch.randn(3, BATCH, HEADS, SEQLEN, device="cuda").unbind()
+            params, _ = cuda._fill(args, out, lse, dout=dout, dq=dq, dk=dk, dv=dv)
+            params.lse_log2, params.delta = lse_log2.data_ptr(), delta.data_ptr()
+            chosen = {row: step for (row, causal), step in steps.items() if causal == is_causal and row.head_dim == head_dim}
+            thunks = {
+                str(row): (lambda step=step, args=args, params=params: cuda._run(args, (step,), params)) for row, step in chosen.items()
+            }
+            for row, step in chosen.items():
+                compiled = cuda.cache.compile_cached(step.unit, arch.name, [step.entry]).resources(step.entry)
+                found.append(
+                    {"row": row, "is_causal": is_causal, "registers": compiled.registers, "spill_bytes": compiled.spill_store_bytes}
+                )
+            for name, ms in interleaved_ms(thunks).items():
+                entry = next(entry for entry in found if str(entry["row"]) == name and entry["is_causal"] == is_causal)
+                flops = PRODUCTS[entry["row"].kernel] * 2 * BATCH * HEADS * SEQLEN**2 * head_dim / (2 if is_causal else 1)
+                entry |= {"median_ms": round(ms, 3), "tflops": round(flops / ms / 1e9, 1)}
+    folder = Path(__file__).resolve().parent.parent / "results" / facts.slug("cuda")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "simt_tiles.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        head = (
+            "kernel",
+            "head_dim",
+            "is_causal",
+            "block_m",
+            "block_n",
+            "num_warps",
+            "shared_bytes",
+            "registers",
+            "spill_bytes",
+            "median_ms",
+            "tflops",
+        )
+        writer.writerow((*head, *environment))
+        for entry in found:
+            row = entry["row"]
+            tile = (row.kernel, row.head_dim, entry["is_causal"], row.block_m, row.block_n, row.num_warps, row.shared_bytes)
+            writer.writerow((*tile, *(entry[name] for name in head[7:]), *environment.values()))
+            print(
+                f"{row.kernel:14} d={row.head_dim:<4}{'causal' if entry['is_causal'] else 'full':7}{row.block_m:4} x {row.block_n:<3}{row.num_warps} warps  {entry['median_ms']:8.3f} ms  {entry['tflops']:5.1f} TFLOP/s  {entry['registers']} registers"
+            )
+
+
+if __name__ == "__main__":
+    main()
