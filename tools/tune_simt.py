@@ -1,4 +1,4 @@
-"""Times every tile of the simt family by itself, plain and causal, float32, B=4 H=16 S=4096: where the order in kernels/table.py comes from.
+"""Times every tile of the simt family by itself, full and causal, float32, B=4 H=16 S=4096: the order in kernels/table.py is theirs.
 
 PYTHONPATH=src python tools/tune_simt.py        writes results/<device>/simt_tiles.csv
 """
@@ -107,9 +107,9 @@ def main() -> None:
             row = entry["row"]
             tile = (row.kernel, row.head_dim, entry["is_causal"], row.block_m, row.block_n, row.num_warps, row.shared_bytes)
             writer.writerow((*tile, *(entry[name] for name in head[7:]), *environment.values()))
-            print(
-                f"{row.kernel:14} d={row.head_dim:<4}{'causal' if entry['is_causal'] else 'full':7}{row.block_m:4} x {row.block_n:<3}{row.num_warps} warps  {entry['median_ms']:8.3f} ms  {entry['tflops']:5.1f} TFLOP/s  {entry['registers']} registers"
-            )
+            mask, tile_text = "causal" if entry["is_causal"] else "full", f"{row.block_m} x {row.block_n}, {row.num_warps} warps"
+            speed = f"{entry['median_ms']:8.3f} ms {entry['tflops']:6.1f} TFLOP/s"
+            print(f"{row.kernel:14} d={row.head_dim:<4}{mask:7}{tile_text:18}{speed}  {entry['registers']} registers")
 
 
 if __name__ == "__main__":
