@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashtile.backends import kvcache, reference, registry
-from flashtile.backends.base import Backend, Forward, GradNeeds, Grads
+from flashtile.backends.base import Backend, BoundForward, GradNeeds, Grads
 from flashtile.errors import unsupported, value_error
 from flashtile.problem import NUM_TENSORS, AttentionArgs, Problem, lse_dtype, signature, validate
 
@@ -90,8 +90,8 @@ def _split(values: tuple[Any, ...]) -> tuple[Tensor, Tensor | None, AttentionArg
 # CPU and CUDA
 
 
-# Forward passes made ready for a call's shapes: what a repeated call saves is every check, choice and size
-_bound: dict[tuple[object, ...] | None, Forward] = {}
+# BoundForward passes made ready for a call's shapes: what a repeated call saves is every check, choice and size
+_bound: dict[tuple[object, ...] | None, BoundForward] = {}
 _seen: set[tuple[object, ...]] = set()
 _MAX_BOUND = 4096
 
@@ -101,9 +101,7 @@ def _forward(*values: Any) -> tuple[Tensor, Tensor]:
     key = signature(args) if args.q.is_cuda else None
     bound = _bound.get(key)
     if bound is not None:
-        out, lse = empty_outputs(args)
-        bound(args, out, lse)
-        return out, lse
+        return bound(args)
     problem = Problem.of(args)
     backend = registry.select(problem, args.backend)
     out, lse = empty_outputs(args)
@@ -120,7 +118,7 @@ def _remember(key: tuple[object, ...], problem: Problem, backend: Backend, args:
             _seen.clear()
         _seen.add(key)
     elif not registry.choose(problem, args.backend)[1]:  # a slower path speaks up every time
-        bound = backend.bind(args, out, lse)
+        bound = backend.bind(args, out, lse)  # their shapes and strides are those of every later call
         if bound is not None:
             if len(_bound) >= _MAX_BOUND:
                 _bound.clear()
@@ -221,6 +219,9 @@ def attend(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """The forward op as the public functions call it: below autograd at once where nothing requires grad."""
     if torch.compiler.is_compiling() or requires_grad(args[:7]) or is_transformed():
         return forward(*args)
+    if args.q.is_cuda and type(args.q) is Tensor and torch._C._len_torch_dispatch_stack() == 0:
+        # Nobody between here and the kernel: the dispatcher would take a quarter of the host time of a repeated call
+        return _forward(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return forward(*args)
 

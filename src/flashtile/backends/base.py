@@ -41,7 +41,7 @@ class Grads(NamedTuple):
                 grad.copy_(sums)
 
 
-Forward = Callable[[AttentionArgs, Tensor, Tensor], None]
+BoundForward = Callable[[AttentionArgs], tuple[Tensor, Tensor]]
 
 
 class Backend(ABC):
@@ -64,10 +64,11 @@ class Backend(ABC):
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         """Fills those of `grads` that are there. `out` and `lse` may be those of a larger problem that this is a part of."""
 
-    def bind(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> Forward | None:
+    def bind(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> BoundForward | None:
         """A forward pass for every call that differs from this one in the values of its tensors alone, or None.
 
-        Tensors keep their shapes, strides, dtypes, devices and their address modulo 16 bytes; what it returns is kept and called again.
+        Tensors keep their shapes, strides, dtypes, devices and their address modulo 16 bytes. What is returned allocates out and lse like the
+        given ones; it is kept and called again.
         """
         return None
 

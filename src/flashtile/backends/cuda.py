@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends import dropout
-from flashtile.backends.base import Backend, Forward, Grads
+from flashtile.backends.base import Backend, BoundForward, Grads
 from flashtile.errors import Unsupported, dtype_name
 from flashtile.kernels import plan as plans
 from flashtile.kernels import table
@@ -51,7 +51,7 @@ class CudaBackend(Backend):
         _run(args, steps, params)
         del partial
 
-    def bind(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> Forward | None:
+    def bind(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> BoundForward | None:
         if any(tensor is not None for tensor in (args.alibi_slopes, args.sinks, args.block_table)):
             return None  # these may need a copy of their own in every call
         return _Bound(args, out, lse)
@@ -297,6 +297,8 @@ class _Bound:
     def __init__(self, args: AttentionArgs, out: Tensor, lse: Tensor):
         params, steps = _forward_plan(args, out, lse)
         self.template = bytes(params)
+        self.allocate_out = functools.partial(torch.empty_strided, out.shape, out.stride(), dtype=out.dtype, device=out.device)
+        self.allocate_lse = functools.partial(torch.empty_strided, lse.shape, lse.stride(), dtype=lse.dtype, device=lse.device)
         self.pointers = [
             (AttentionArgs._fields.index(name), name)
             for name in ("q", "k", "v", "bias", "mask", "rng_state", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k")
@@ -312,7 +314,8 @@ class _Bound:
                 function.set_shared_bytes(self.index, step.shared_bytes)
                 self.launches.append((function.launch, (num_blocks, 1, 1), (step.num_threads, 1, 1), step.shared_bytes))
 
-    def __call__(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
+    def __call__(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
+        out, lse = self.allocate_out(), self.allocate_lse()
         params = Params.from_buffer_copy(self.template)
         for place, name in self.pointers:
             setattr(params, name, args[place].data_ptr())  # type: ignore[union-attr]
@@ -323,6 +326,7 @@ class _Bound:
             for launch, grid, block, shared_bytes in self.launches:
                 launch(grid, block, shared_bytes, stream, params)
         del partial
+        return out, lse
 
 
 @functools.cache

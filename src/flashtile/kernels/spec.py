@@ -24,8 +24,18 @@ class Features:
 
     @property
     def num_options(self) -> int:
-        """How many options there are that take registers in the inner loop."""
-        return sum((self.has_bool_mask, self.has_softcap, self.has_alibi, self.bias_dtype is not None, self.has_dropout, self.is_paged))
+        """How many options there are that take registers in the inner loop. A band, which the masked loop alone knows, is none."""
+        return sum(
+            (
+                self.has_bool_mask,
+                self.has_softcap,
+                self.has_alibi,
+                self.bias_dtype is not None,
+                self.has_dropout,
+                self.has_lengths,
+                self.is_paged,
+            )
+        )
 
     def policies(self) -> list[str]:
         """The C++ policies, in the order of the kernels' template parameters."""

@@ -28,7 +28,7 @@ class Tile(NamedTuple):
 _SMALL = (Tile(32, 32, 4), Tile(16, 16, 4), Tile(16, 8, 4), Tile(8, 8, 2))
 _TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
     "fwd_simt": {
-        32: (Tile(128, 64, 4, max_options=1), Tile(64, 64, 4), *_SMALL),
+        32: (Tile(128, 64, 4, max_options=0), Tile(64, 64, 4), *_SMALL),
         64: (Tile(128, 64, 4, max_options=0), Tile(64, 64, 4), *_SMALL),
         96: (Tile(64, 64, 4), *_SMALL),
         128: (Tile(128, 64, 8), Tile(64, 32, 4), *_SMALL),
@@ -52,8 +52,8 @@ _TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
         256: _SMALL,
     },
     "bwd_dbias_simt": {
-        32: (Tile(64, 64, 4, max_options=1), *_SMALL),
-        64: (Tile(64, 64, 4, max_options=1), *_SMALL),
+        32: (Tile(64, 32, 4), *_SMALL),
+        64: (Tile(64, 32, 4), *_SMALL),
         96: (Tile(64, 32, 4), *_SMALL),
         128: (Tile(64, 32, 4), *_SMALL),
         192: _SMALL,

@@ -4,6 +4,7 @@
 
 #include "flashtile/attn/config.cuh"
 #include "flashtile/attn/params.cuh"
+#include "flashtile/core/math.cuh"
 
 namespace flashtile {
 

@@ -4,9 +4,8 @@
 // its output columns 4 * column_group + 32 * u + (0..3): 8 lanes read 128 consecutive bytes, the row groups read by broadcast.
 #pragma once
 
-#include "flashtile/attn/config.cuh"
-#include "flashtile/attn/dropout.cuh"
 #include "flashtile/core/vec.cuh"
+#include "flashtile/tile/simt_config.cuh"
 
 namespace flashtile {
 
@@ -90,25 +89,6 @@ FT_DEVICE void store_scores(float* sP, const float (&rS)[Config::kRowsPerThread]
     for (i32 n = 0; n < Config::kColsPerThread; ++n) row[8 * n] = rS[t][n];
   }
   __syncwarp();
-}
-
-// Dropout of a tile whose rows are queries: every element times 0 or the keep factor. The 8 lanes of a row draw the words of one
-// group of 8 columns each and pass them around.
-template <class Config>
-FT_DEVICE void drop_scores(const DropoutBits& bits, i32 i_begin, i32 j_begin, float (&rS)[Config::kRowsPerThread][Config::kColsPerThread]) {
-  constexpr i32 kCols = Config::kColsPerThread;
-  static_assert(kCols <= 8);
-#pragma unroll
-  for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
-    uint4 mine = bits.words(i_begin + row_of<Config>(t), j_begin / 8 + column_group());
-#pragma unroll
-    for (i32 n = 0; n < kCols; ++n) {
-      i32 source = 8 * row_group() + n;
-      uint4 w = make_uint4(__shfl_sync(0xffffffffu, mine.x, source), __shfl_sync(0xffffffffu, mine.y, source),
-                           __shfl_sync(0xffffffffu, mine.z, source), __shfl_sync(0xffffffffu, mine.w, source));
-      rS[t][n] *= bits.factor(w, column_group());
-    }
-  }
 }
 
 // Reductions over the 8 lanes that share a row.
