@@ -67,8 +67,8 @@ class Backend(ABC):
     def bind(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> BoundForward | None:
         """A forward pass for every call that differs from this one in the values of its tensors alone, or None.
 
-        Tensors keep their shapes, strides, dtypes, devices and their address modulo 16 bytes. What is returned allocates out and lse like the
-        given ones; it is kept and called again.
+        Tensors keep their shapes, strides, dtypes, devices and their address modulo 16 bytes. What is returned allocates out and lse
+        like the given ones; it is kept and called again.
         """
         return None
 
