@@ -213,7 +213,7 @@ def peak(function) -> int:
 
 @pytest.mark.parametrize("seqlen", [8192, 65536])
 def test_memory_is_linear(seqlen: int) -> None:
-    """Beyond inputs and outputs: lse alone in the forward pass, two more numbers for each row in the backward pass."""
+    """Beyond inputs and outputs: lse alone in the forward pass (keys not split), two more numbers for each row in the backward pass."""
     q, k, v = (torch.randn(1, 1, seqlen, 64, device="cuda", requires_grad=True) for _ in range(3))
     dout, rows, stats, slack = torch.randn(1, 1, seqlen, 64, device="cuda"), 4 * seqlen * 64, 4 * seqlen, 4096
     with torch.no_grad():
