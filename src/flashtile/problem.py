@@ -8,6 +8,7 @@ checks what stands inside the index tensors. `Problem` is the frozen summary tha
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -378,6 +379,11 @@ def _check_broadcast(args: AttentionArgs, name: str, tensor: Tensor, shape: Shap
         return
     accepted = "at most 4 dimensions, broadcastable to (batch, heads, seqlen_q, seqlen_k) = " + str(tuple(full))
     raise value_error(name, f"shape {tuple(tensor.shape)}", accepted)
+
+
+def is_checking() -> bool:
+    """FLASHTILE_CHECK=1: index tensors on a GPU are read and checked too, which waits for it. Kernels clamp bad values otherwise."""
+    return os.environ.get("FLASHTILE_CHECK", "0") not in ("", "0")
 
 
 def check_values(args: AttentionArgs) -> list[SequenceSpan]:

@@ -24,7 +24,19 @@ from flashtile.kernels.arch import Arch, arch_of
 from flashtile.kernels.params import Params
 from flashtile.kernels.plan import PlanKey, Step
 from flashtile.kernels.spec import Features
-from flashtile.problem import AttentionArgs, Problem, head_axis, is_deterministic, key_window, page_size, row_axis, shape_of, softmax_scale
+from flashtile.problem import (
+    AttentionArgs,
+    Problem,
+    check_values,
+    head_axis,
+    is_checking,
+    is_deterministic,
+    key_window,
+    page_size,
+    row_axis,
+    shape_of,
+    softmax_scale,
+)
 from flashtile.runtime import cache, driver, toolchain
 
 _UNBOUNDED = 1 << 30  # a window at least this wide hides nothing, and sums with positions stay in 32 bits
@@ -46,6 +58,8 @@ class CudaBackend(Backend):
         return _missing()
 
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
+        if is_checking():
+            check_values(args)
         params, steps = _forward_plan(args, out, lse)
         partial = _allocate_partial(params, lse)
         _run(args, steps, params)
@@ -57,6 +71,8 @@ class CudaBackend(Backend):
         return _Bound(args, out, lse)
 
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
+        if is_checking():
+            check_values(args)
         # Kernels read rows whose last dimension is contiguous, and statistics that are contiguous throughout
         dout, out = _rows(dout.to(out.dtype)), _rows(out)
         lse, dlse = lse.contiguous(), None if dlse is None else dlse.to(torch.float32).contiguous()

@@ -22,6 +22,7 @@ from flashtile.version import __version__
 
 SWITCHES = {
     "FLASHTILE_STRICT": "1: a call that only a slower path can serve raises instead of warning",
+    "FLASHTILE_CHECK": "1: lengths and block tables on a GPU are read and checked, which waits for it",
     "FLASHTILE_NVRTC": "the libnvrtc file to compile with, instead of the one found",
     "FLASHTILE_CACHE_DIR": "where compiled kernels are kept, instead of flashtile/ below XDG_CACHE_HOME or ~/.cache",
     "FLASHTILE_CACHE": "0: compiled kernels stay in memory",
