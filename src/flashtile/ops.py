@@ -90,7 +90,7 @@ def _split(values: tuple[Any, ...]) -> tuple[Tensor, Tensor | None, AttentionArg
 # CPU and CUDA
 
 
-# BoundForward passes made ready for a call's shapes: what a repeated call saves is every check, choice and size
+# Forward passes made ready for a call's shapes: what a repeated call saves is every check, choice and size
 _bound: dict[tuple[object, ...] | None, BoundForward] = {}
 _seen: set[tuple[object, ...]] = set()
 _MAX_BOUND = 4096

@@ -15,10 +15,11 @@ from flashtile.cli import info as info_command
 from flashtile.cli.main import app
 from flashtile.errors import unsupported
 from flashtile.kernels import table
-from flashtile.kernels.arch import ARCHS
+from flashtile.kernels.arch import ARCHS, Arch
 from flashtile.kernels.spec import Features
 from flashtile.runtime import cache, toolchain
 from flashtile.runtime.nvrtc import Compiled, CompileError
+from flashtile.runtime.toolchain import Toolchain
 
 LOG = """ptxas info    : Compiling entry function 'symbol' for 'sm_90'
     {stack} bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
@@ -70,7 +71,7 @@ def test_asks_for_an_arch():
     ],
 )
 def test_refusals(options, words, monkeypatch):
-    monkeypatch.setattr(compile_command, "known_archs", lambda found: set(ARCHS) - {61})
+    monkeypatch.setattr(Toolchain, "archs", property(lambda self: frozenset(ARCHS) - {61}))
     result = run(*options)
     assert result.exit_code == 2
     assert words in result.output
@@ -119,7 +120,7 @@ def test_a_refused_kernel_shows_the_log(monkeypatch):
 
 
 def test_all_skips_what_the_compiler_does_not_know(monkeypatch, compiler):
-    monkeypatch.setattr(compile_command, "known_archs", lambda found: {80, 90})
+    monkeypatch.setattr(Toolchain, "archs", property(lambda self: frozenset({80, 90})))
     result = run("--all", "--dtype", "float32", "--head-dim", "64")
     assert result.exit_code == 0
     assert {arch for _, arch in compiler["called"]} == {"sm_80", "sm_90"}
@@ -147,7 +148,7 @@ def test_covering_meets_every_feature():
 
 
 def test_blocks_per_multiprocessor():
-    blocks = compile_command.blocks_per_multiprocessor
+    blocks = Arch.blocks_per_multiprocessor
     assert blocks(ARCHS[90], 128, 32, 0) == 16  # 64 warps
     assert blocks(ARCHS[75], 128, 32, 0) == 8  # 32 warps
     assert blocks(ARCHS[86], 128, 32, 0) == 12  # 48 warps

@@ -6,7 +6,6 @@ keeps a stack frame, makes the compiler warn or asks for more shared memory than
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import itertools
 import json
@@ -222,18 +221,9 @@ def _jobs(keys: Iterable[PlanKey]) -> list[Job]:
 # Which architectures
 
 
-def known_archs(compiler: Toolchain) -> set[int]:
-    """The numbers of the architectures the compiler can target."""
-    count = ctypes.c_int()
-    compiler.library.nvrtcGetNumSupportedArchs(ctypes.byref(count))
-    numbers = (ctypes.c_int * count.value)()
-    compiler.library.nvrtcGetSupportedArchs(numbers)
-    return set(numbers)
-
-
 def why_unknown(arch: Arch, compiler: Toolchain) -> str:
     major, minor = compiler.version
-    known = sorted(known_archs(compiler))
+    known = sorted(compiler.archs)
     span = f"it compiles for sm_{known[0]} to sm_{known[-1]}"
     if arch.number < known[0]:
         return f"NVRTC {major}.{minor} no longer knows {arch.name}: {span}. NVRTC 12.9 does: nvidia-cuda-nvrtc-cu12, FLASHTILE_NVRTC"
@@ -248,7 +238,7 @@ def _asked_archs(names: Sequence[str], compiler: Toolchain) -> list[Arch]:
         arch = arch_of(int(digits) // 10, int(digits) % 10) if digits.isdigit() else None
         if arch is None:
             raise value_error("--arch", name, accepted)
-        if arch.number not in known_archs(compiler):
+        if arch.number not in compiler.archs:
             raise value_error("--arch", name, "an architecture the compiler knows", why_unknown(arch, compiler))
         archs.append(arch)
     return archs
@@ -265,38 +255,6 @@ def _archs_found() -> list[Arch]:
 
 
 # How well it will run
-
-
-def blocks_per_multiprocessor(arch: Arch, num_threads: int, registers: int, shared_bytes: int) -> int:
-    """How many blocks a multiprocessor can hold at a time, by warps, registers and shared memory."""
-    limits = _MULTIPROCESSOR[max(number for number in _MULTIPROCESSOR if number <= arch.number)]
-    warps = -(-num_threads // 32)
-    # Registers are handed out to a warp in units, and each of four schedulers has a quarter of them
-    per_warp = max(1, -(-registers * 32 // _REGISTER_UNIT)) * _REGISTER_UNIT
-    by_registers = _REGISTERS // _SCHEDULERS // per_warp * _SCHEDULERS // warps
-    shared = -(-shared_bytes // _SHARED_UNIT) * _SHARED_UNIT + limits.reserved_shared_bytes
-    by_shared = arch.shared_bytes_per_multiprocessor // shared if shared else limits.blocks
-    return min(limits.warps // warps, limits.blocks, by_registers, by_shared)
-
-
-@dataclass(frozen=True)
-class _Multiprocessor:
-    warps: int
-    blocks: int
-    reserved_shared_bytes: int  # the system's own share of each block
-
-
-_REGISTERS, _REGISTER_UNIT, _SCHEDULERS, _SHARED_UNIT = 65536, 256, 4, 128
-_MULTIPROCESSOR = {
-    61: _Multiprocessor(64, 32, 0),
-    75: _Multiprocessor(32, 16, 0),
-    80: _Multiprocessor(64, 32, 1024),
-    86: _Multiprocessor(48, 16, 1024),
-    89: _Multiprocessor(48, 24, 1024),
-    90: _Multiprocessor(64, 32, 1024),
-    100: _Multiprocessor(64, 32, 1024),
-    120: _Multiprocessor(48, 24, 1024),
-}
 
 
 # Compiling
@@ -319,7 +277,7 @@ def compile_job(job: Job) -> Result:
         problems.append(f"keeps a stack frame of {used.stack_bytes} bytes")
     if shared_bytes > arch.shared_bytes:
         problems.append(f"needs {shared_bytes} bytes of shared memory; a block of {arch.name} has {arch.shared_bytes}")
-    blocks = blocks_per_multiprocessor(arch, step.num_threads, used.registers, shared_bytes)
+    blocks = arch.blocks_per_multiprocessor(step.num_threads, used.registers, shared_bytes)
     if not blocks:
         problems.append(
             f"does not fit a multiprocessor: {step.num_threads} threads of {used.registers} registers, {shared_bytes} bytes shared"
@@ -371,7 +329,7 @@ def prepare(options: Options) -> Callable[[], int]:
     if options.archs:
         archs = _asked_archs(options.archs, compiler)
     elif options.is_all:
-        known = known_archs(compiler)
+        known = compiler.archs
         archs = [arch for arch in ARCHS.values() if arch.number in known]
         skipped = [why_unknown(arch, compiler) for arch in ARCHS.values() if arch.number not in known]
     else:

@@ -110,7 +110,7 @@ def _archs() -> dict[str, str]:
     """For each architecture with kernels, the word works or what is missing."""
     try:
         compiler = toolchain.find()
-        known = compile_command.known_archs(compiler)
+        known = compiler.archs
     except Unsupported:
         return {arch.name: "no: without NVRTC nothing can be compiled" for arch in ARCHS.values()}
     return {arch.name: "works" if arch.number in known else f"no: {compile_command.why_unknown(arch, compiler)}" for arch in ARCHS.values()}

@@ -53,6 +53,15 @@ class Toolchain:
         return major.value, minor.value
 
     @functools.cached_property
+    def archs(self) -> frozenset[int]:
+        """The numbers of the architectures it compiles for."""
+        count = ctypes.c_int()
+        self.library.nvrtcGetNumSupportedArchs(ctypes.byref(count))
+        numbers = (ctypes.c_int * count.value)()
+        self.library.nvrtcGetSupportedArchs(numbers)
+        return frozenset(numbers)
+
+    @functools.cached_property
     def digest(self) -> str:
         """SHA-256 over every file of the compiler. Reads about 100 MB; `cache.KernelCache.toolchain_digest` remembers it."""
         total = hashlib.sha256()
