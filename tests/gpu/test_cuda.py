@@ -150,7 +150,7 @@ def test_every_row(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for place in range(8):
 
         def choose(kernel, dtype, out_dtype, padded, features, arch, is_small=False, place=place):
-            rows = [row for row in table.candidates(kernel, dtype, out_dtype, padded, features) if row.shared_bytes <= arch.shared_bytes]
+            rows = [row for row in table.candidates(kernel, dtype, out_dtype, padded, features) if table.fits(row, arch)]
             return rows[min(place, len(rows) - 1)]
 
         monkeypatch.setattr(table, "select", choose)

@@ -15,6 +15,7 @@ class Arch:
     max_warps: int
     max_blocks: int
     reserved_shared_bytes: int  # the system's own share of each block
+    max_thread_scores: int = 64  # of a tile, that the compiler keeps in a thread's registers without a spill
 
     @property
     def name(self) -> str:
@@ -42,8 +43,8 @@ ARCHS = {
         Arch(86, 99 * _KB, 100 * _KB, 48, 16, _KB),
         Arch(89, 99 * _KB, 100 * _KB, 48, 24, _KB),
         Arch(90, 227 * _KB, 228 * _KB, 64, 32, _KB),
-        Arch(100, 227 * _KB, 228 * _KB, 64, 32, _KB),
-        Arch(120, 99 * _KB, 100 * _KB, 48, 24, _KB),
+        Arch(100, 227 * _KB, 228 * _KB, 64, 32, _KB, max_thread_scores=32),
+        Arch(120, 99 * _KB, 100 * _KB, 48, 24, _KB, max_thread_scores=32),
     )
 }
 

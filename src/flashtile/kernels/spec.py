@@ -67,6 +67,11 @@ class Row:
         return 32 * self.num_warps
 
     @property
+    def thread_scores(self) -> int:
+        """Scores that one thread holds."""
+        return self.block_m * self.block_n // self.num_threads
+
+    @property
     def config(self) -> str:
         sizes = f"{self.head_dim}, {self.block_m}, {self.block_n}, {self.num_warps}"
         return f"SimtConfig<{CPP_TYPES[self.dtype]}, {CPP_TYPES[self.out_dtype]}, {sizes}>"

@@ -74,7 +74,11 @@ def candidates(kernel: str, dtype: str, out_dtype: str, head_dim: int, features:
             yield Row(kernel, dtype, out_dtype, head_dim, tile.block_m, tile.block_n, tile.num_warps)
 
 
+def fits(row: Row, arch: Arch) -> bool:
+    return row.shared_bytes <= arch.shared_bytes and row.thread_scores <= arch.max_thread_scores
+
+
 def select(kernel: str, dtype: str, out_dtype: str, head_dim: int, features: Features, arch: Arch, is_small: bool = False) -> Row:
     """The first row that fits the architecture; with is_small, of those with a small tile."""
-    rows = [row for row in candidates(kernel, dtype, out_dtype, head_dim, features) if row.shared_bytes <= arch.shared_bytes]
+    rows = [row for row in candidates(kernel, dtype, out_dtype, head_dim, features) if fits(row, arch)]
     return next((row for row in rows if row.block_m <= SMALL_BLOCK_M), rows[-1]) if is_small else rows[0]
