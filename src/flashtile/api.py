@@ -14,7 +14,7 @@ from flashtile.arguments import Append, Causal, Window, attention_args, autocast
 from flashtile.backends import kvcache, registry
 from flashtile.backends.registry import Explanation
 from flashtile.errors import Unsupported, renamed, type_error, unsupported
-from flashtile.problem import AttentionArgs, Problem, check_values, row_axis
+from flashtile.problem import AttentionArgs, Problem, check_values, is_checking, row_axis
 
 _KVCACHE_NAMES = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad"}
 _KVCACHE_ROW_NAMES = {"block_table": "cache_batch_idx"}
@@ -229,7 +229,7 @@ def _check_ahead(args: AttentionArgs, append: Append) -> None:
     if torch.compiler.is_compiling():
         return
     registry.select(Problem.of(args), args.backend)
-    if args.q.device.type == "cpu":
+    if args.q.device.type == "cpu" or is_checking():
         check_values(args)
         kvcache.check_positions(append.cache_seqlens, args.q.shape[row_axis(append.layout)], append.rotary_cos)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashtile.errors import dtype_name, type_error, value_error
-from flashtile.problem import check_layout, head_axis, q_or_float32, row_axis
+from flashtile.problem import check_layout, head_axis, is_checking, q_or_float32, row_axis
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
@@ -54,7 +54,7 @@ def append(
     if layout == "bhsd":
         k_cache, v_cache, k, v = (tensor.transpose(1, 2) for tensor in (k_cache, v_cache, k, v))
     batch, new, page = k.shape[0], k.shape[1], k_cache.shape[1]
-    if k.device.type == "cpu":
+    if k.device.type == "cpu" or is_checking():
         _check_values(cache_seqlens, new, block_table, page, k_cache.shape[0])
         check_positions(cache_seqlens, new, rotary_cos)
     if k.numel() == 0:
