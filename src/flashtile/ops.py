@@ -220,7 +220,7 @@ def attend(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling() or requires_grad(args[:7]) or is_transformed():
         return forward(*args)
     if args.q.is_cuda and type(args.q) is Tensor and torch._C._len_torch_dispatch_stack() == 0:
-        # Nobody between here and the kernel: the dispatcher would take a quarter of the host time of a repeated call
+        # Nobody listens between here and the kernel: spare the host the dispatcher
         return _forward(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return forward(*args)

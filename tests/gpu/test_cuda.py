@@ -15,7 +15,6 @@ import flashtile
 from flashtile.backends import cuda
 from flashtile.kernels import table
 from flashtile.kernels.plan import plan
-from flashtile.kernels.spec import Features
 from flashtile.testing import Case
 
 SEED = int(os.environ.get("FLASHTILE_SEED") or random.SystemRandom().randrange(2**31))
@@ -326,8 +325,6 @@ def test_explain_and_prewarm() -> None:
     answer = flashtile.prewarm(q, k, v, causal=True, softcap=11.0)
     assert answer.backend == "cuda"
     assert "fwd_simt_kernel: tile" in str(answer)
-    features = dataclasses.asdict(Features())
-    assert features["is_wide"]
 
 
 def test_what_it_refuses_lands_on_tiled() -> None:

@@ -40,9 +40,6 @@ struct Scorer {
     if constexpr (ScoreMod::kHasBias) s += to_float(bias[i * bias_row_stride + j * bias_column_stride]) * kLog2e;
     return s;
   }
-
-  // Whether score() may be asked about elements outside the sequence.
-  static constexpr bool kReadsMemory = ScoreMod::kHasBias;
 };
 
 }  // namespace flashtile
