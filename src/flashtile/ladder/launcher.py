@@ -1,0 +1,123 @@
+"""Compiles a rung for a GPU and launches it on torch's stream: float32 (batch, heads, seqlen, head_dim), contiguous."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashtile.errors import unsupported, value_error
+from flashtile.kernels.arch import Arch, arch_of
+from flashtile.ladder.rungs import Rung, Tile, Variables
+from flashtile.runtime import cache, driver
+from flashtile.runtime.nvrtc import Compiled, Resources
+
+
+class Params(ctypes.Structure):
+    """The one argument of every rung. `layout_asserts` ties it to the struct in the file."""
+
+    _fields_ = (
+        ("q", ctypes.c_void_p),
+        ("k", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("o", ctypes.c_void_p),
+        ("seqlen", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("scale_log2", ctypes.c_float),
+        ("is_causal", ctypes.c_int32),
+    )
+
+
+def layout_asserts() -> str:
+    """C++ that refuses to compile where the file's Params differ from ours."""
+    lines = [f'static_assert(sizeof(Params) == {ctypes.sizeof(Params)}, "Params: as in the files of the ladder");']
+    for name, _ in Params._fields_:
+        lines.append(f'static_assert(__INTADDR__(&(static_cast<Params*>(nullptr)->{name})) == {getattr(Params, name).offset}, "Params: {name}");')
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled rung."""
+
+    rung: Rung
+    arch: Arch
+    tile: Tile
+    compiled: Compiled
+    is_debug: bool
+
+    @property
+    def resources(self) -> Resources:
+        return self.compiled.resources(self.rung.function)
+
+    @property
+    def occupancy(self) -> float:
+        """Resident warps over what a multiprocessor can hold, by registers and shared memory."""
+        blocks = self.arch.blocks_per_multiprocessor(self.tile.num_threads, self.resources.registers, self.tile.shared_bytes)
+        return blocks * -(-self.tile.num_threads // 32) / self.arch.max_warps
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, out: Tensor | None = None) -> Tensor:
+        """Attention, into `out` where there is one."""
+        out = torch.empty_like(q) if out is None else out
+        batch, heads, seqlen, head_dim = q.shape
+        scale_log2 = math.log2(math.e) / math.sqrt(head_dim)
+        params = Params(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), seqlen, head_dim, scale_log2, is_causal)
+        grid = batch * heads * -(-seqlen // self.tile.block_m)
+        if grid == 0:
+            return out
+        index = q.device.index or 0
+        function = _function(self.compiled.cubin, self.compiled.symbols[self.rung.function])
+        with torch.cuda.device(index):
+            function.set_shared_bytes(index, self.tile.shared_bytes)
+            stream = torch.cuda.current_stream().cuda_stream
+            function.launch((grid, 1, 1), (self.tile.num_threads, 1, 1), self.tile.shared_bytes, stream, params)
+            if self.is_debug:
+                print(f"{self.rung.name}: grid {grid}, block {self.tile.num_threads}, shared {self.tile.shared_bytes}", file=sys.stderr)
+                torch.cuda.synchronize()
+        return out
+
+
+@functools.cache
+def _function(cubin: bytes, symbol: str) -> driver.Function:
+    return driver.load(cubin).function(symbol)
+
+
+def compile_rung(rung: Rung, head_dim: int, arch: Arch, variables: Variables, is_wide: bool | None = None) -> Kernel:
+    """Compiles for one head dim; needs no GPU. A refusal of the compiler is raised with its whole log."""
+    tile = rung.tile(head_dim, arch, variables)
+    is_wide = head_dim % 4 == 0 if is_wide is None else is_wide
+    unit = f'#line 1 "{rung.path.name}"\n{rung.source}\n#line 1 "launcher"\n{layout_asserts()}\n'
+    compiled = cache.compile_cached(unit, arch.name, [rung.function], tile.defines(is_wide))
+    kernel = Kernel(rung, arch, tile, compiled, variables.is_debug)
+    if variables.is_debug:
+        print(f"{rung.name}: {rung.path}, {' '.join(tile.defines(is_wide))}\n{compiled.log.strip()}", file=sys.stderr)
+    return kernel
+
+
+def kernel_for(rung: Rung, q: Tensor, k: Tensor, v: Tensor, variables: Variables) -> Kernel:
+    """The kernel for a call, after its tensors were checked."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dtype != torch.float32:
+            raise unsupported(name, tensor.dtype, "float32: all rungs so far compute and store it")
+        if tensor.dim() != 4 or tensor.shape != q.shape:
+            raise value_error(name, tensor, "(batch, heads, seqlen, head_dim), the same for q, k and v")
+        if not tensor.is_contiguous():
+            raise value_error(name, f"strides {tensor.stride()}", "a contiguous tensor", "Call .contiguous()")
+        if tensor.device != q.device or tensor.device.type != "cuda":
+            raise unsupported(name, f"it on {tensor.device}", "one CUDA device")
+    is_aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (q, k, v))
+    return compile_rung(rung, q.shape[-1], current_arch(q.device.index or 0), variables, q.shape[-1] % 4 == 0 and is_aligned)
+
+
+@functools.cache
+def current_arch(index: int = 0) -> Arch:
+    major, minor = torch.cuda.get_device_capability(index)
+    arch = arch_of(major, minor)
+    if arch is None:
+        raise unsupported("GPU", f"compute capability {major}.{minor}", "6.1 or newer")
+    return arch
