@@ -22,12 +22,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("facades",),
     ("__init__",),
     ("testing",),
-    ("bench", "profile", "ladder", "integrations", "distributed"),
+    ("bench", "profile", "integrations", "distributed"),
+    ("ladder",),
     ("cli",),
     ("__main__",),
 )
 # Each of these may be imported by the named layers only, whatever their order.
-ONLY_FOR = {"runtime": {"kernels", "backends", "cli"}}
+ONLY_FOR = {"runtime": {"kernels", "backends", "ladder", "cli"}}
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
 
 

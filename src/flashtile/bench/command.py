@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table as RichTable
 
 from flashtile.bench import cold, compare, device, overhead, plots, tables
 from flashtile.bench.points import (
@@ -32,10 +28,10 @@ from flashtile.bench.points import (
 from flashtile.bench.providers import Provider, choose
 from flashtile.bench.rows import ColdRow, OverheadRow, Row, Writer, as_dict, read
 from flashtile.bench.sweep import Settings, Sweep
+from flashtile.bench.terminal import make_console, progress_bar, say_files, show
 from flashtile.errors import Unsupported, value_error
 
 INTERRUPTED = 130
-_FILE_WIDTH = 150
 _DEFAULT_BUDGET_S = {"cpu": 0.4, "cuda": 0.08}
 _DEFAULT_CALL_LIMIT_S = {"cpu": 5.0, "cuda": 2.0}
 _DEFAULT_COMPILE_LIMIT_S = {"cpu": 60.0, "cuda": 150.0}
@@ -81,7 +77,7 @@ class Options:
 
 def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     """The job the options ask for; running it returns the exit status. What can be refused is refused here, before any measuring."""
-    console = _console(options.as_json)
+    console = make_console(options.as_json)
     plan = make_plan(options)
     where, line = device.resolve(options.device)
     providers = choose(options.backends, is_grid=options.grid is not None)
@@ -106,7 +102,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
 def run_sweep(sweep: Sweep, folder: Path, console: Console, as_json: bool = False) -> int:
     """Rows go to the CSV as they come; an interrupt ends the measuring, and what is there is drawn and shown."""
     path, rows, is_interrupted = folder / f"{sweep.plan.stem}.csv", list[Row](), False
-    with Writer(path, Row) as writer, _progress(console) as progress:
+    with Writer(path, Row) as writer, progress_bar(console) as progress:
         task = progress.add_task("", total=len(sweep.plan.points))
         try:
             for found in sweep.rows(lambda point, name: progress.update(task, description=_describe(point, name))):
@@ -116,13 +112,13 @@ def run_sweep(sweep: Sweep, folder: Path, console: Console, as_json: bool = Fals
         except KeyboardInterrupt:
             is_interrupted = True
     for table in _summary(rows):
-        _show(console, table)
+        show(console, table)
     written = [path]
     try:
         written += plots.draw(path, rows)
     except Unsupported as error:
         console.print(str(error), highlight=False, markup=False)
-    _say_files(console, written)
+    say_files(console, written)
     if is_interrupted:
         console.print(f"Interrupted: {len(rows)} rows were kept.", highlight=False)
     if as_json:
@@ -149,29 +145,29 @@ def _host_runs(options: Options, point: Point, providers: Sequence[Provider], wh
         if options.has_overhead:
             found = list[OverheadRow]()
             written.append(folder / f"overhead_{point.dtype}.csv")
-            with Writer(written[-1], OverheadRow) as writer, _progress(console) as progress:
+            with Writer(written[-1], OverheadRow) as writer, progress_bar(console) as progress:
                 task = progress.add_task("", total=len(providers))
                 for some in overhead.rows(providers, point, where, env, lambda name: progress.update(task, description=name)):
                     writer.add(some)
                     found += some
                     progress.advance(task)
-            _show(console, tables.overhead_table(found))
+            show(console, tables.overhead_table(found))
             payload["overhead"] = [as_dict(row) for row in found]
         if options.has_cold:
             cold_rows = list[ColdRow]()
             written.append(folder / f"cold_{point.dtype}.csv")
-            with Writer(written[-1], ColdRow) as cold_writer, _progress(console) as progress:
+            with Writer(written[-1], ColdRow) as cold_writer, progress_bar(console) as progress:
                 task = progress.add_task("", total=len(providers))
                 for some_cold in cold.rows(providers, point, where, env, lambda name: progress.update(task, description=name)):
                     cold_writer.add(some_cold)
                     cold_rows += some_cold
                     progress.advance(task)
-            _show(console, tables.cold_table(cold_rows))
+            show(console, tables.cold_table(cold_rows))
             payload["cold"] = [as_dict(row) for row in cold_rows]
     except KeyboardInterrupt:
         console.print("Interrupted: the rows measured so far were kept.", highlight=False)
         return INTERRUPTED
-    _say_files(console, written)
+    say_files(console, written)
     if options.as_json:
         print(json.dumps(payload, indent=1))
     return 0
@@ -189,13 +185,13 @@ def prepare_compare(first: Path, second: Path, out: Path | None, as_json: bool) 
 
 
 def _compare(found: Sequence[compare.Change], devices: Sequence[str], path: Path, as_json: bool) -> int:
-    console = _console(as_json)
+    console = make_console(as_json)
     if len(devices) > 1:
         console.print(f"Different devices: {', '.join(devices)}.", highlight=False)
     for table in tables.change_tables(found):
-        _show(console, table)
+        show(console, table)
     compare.write(path, found)
-    _say_files(console, [path])
+    say_files(console, [path])
     if as_json:
         print(json.dumps([vars(one) for one in found], indent=1))
     return 0
@@ -252,35 +248,3 @@ def writable_folder(folder: Path) -> Path:
     except OSError as error:
         raise value_error("--out", f"{folder} ({error.strerror})", "a folder that can be written", "Pass another --out") from error
     return folder
-
-
-def _console(as_json: bool) -> Console:
-    """Where tables and progress go; wide enough for a table when it is a file."""
-    console = Console(stderr=as_json)
-    return console if console.is_terminal else Console(stderr=as_json, width=_FILE_WIDTH)
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
-    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with warnings.catch_warnings(), Progress(*columns, console=console, transient=True) as progress:
-        warnings.simplefilter("ignore", UserWarning)
-        yield progress
-
-
-def _show(console: Console, table: tables.Table) -> None:
-    if not table.lines:
-        return
-    console.print(table.title, style="bold", highlight=False)
-    shown = RichTable(show_edge=False, pad_edge=False)
-    for index, name in enumerate(table.header):
-        is_text = index == 0 or table.header[-1] == "reason"
-        shown.add_column(name, justify="left" if is_text else "right", overflow="fold")
-    for line in table.lines:
-        shown.add_row(*line)
-    console.print(shown)
-    console.print()
-
-
-def _say_files(console: Console, written: Sequence[Path]) -> None:
-    console.print("Written: " + ", ".join(str(path) for path in written), highlight=False, markup=False, soft_wrap=True)

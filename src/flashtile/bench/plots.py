@@ -58,7 +58,7 @@ def draw(csv_path: Path, rows: Sequence[Row]) -> list[Path]:
     require_matplotlib()
     import matplotlib
 
-    with matplotlib.rc_context(_look()):
+    with matplotlib.rc_context(look()):
         timed = [row for row in rows if row.is_ok]
         if not timed:
             raise Unsupported("plots: no row was measured; there is nothing to draw. The reasons stand in the CSV.")
@@ -67,7 +67,7 @@ def draw(csv_path: Path, rows: Sequence[Row]) -> list[Path]:
         return _grid_figures(csv_path, timed)
 
 
-def _look() -> dict[str, Any]:
+def look() -> dict[str, Any]:
     return {
         "font.size": 11,
         "axes.spines.top": False,
@@ -109,8 +109,8 @@ def _length_figures(csv_path: Path, rows: Sequence[Row]) -> list[Path]:
         axes.set_title(f"{label.partition(' (')[0]} against sequence length: {problem}\n", loc="left", fontweight="bold")
         note = "median, band p20 to p80" if has_band else ""
         _caption(axes, first, note)
-        _label_ends(axes, ends)
-        written.append(_save(figure, csv_path, f"{what}_vs_L{suffix}.png"))
+        label_ends(axes, ends)
+        written.append(save(figure, csv_path, f"{what}_vs_L{suffix}.png"))
     return written
 
 
@@ -157,7 +157,7 @@ def _plain_ticks(axes: Any) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _label_ends(axes: Any, ends: Sequence[End]) -> None:
+def label_ends(axes: Any, ends: Sequence[End]) -> None:
     """Names right of the lines' ends, pushed apart where they would overlap, each tied to its line."""
     if not ends:
         return
@@ -237,13 +237,13 @@ def _small_multiples(csv_path: Path, rows: Sequence[Row], head_dim: int) -> Path
             axes.set_xlabel("Sequence length L")
         panel_row[0].set_ylabel("Throughput (TFLOP/s)")
     for axes, own_ends in ends:
-        _label_ends(axes, own_ends)
+        label_ends(axes, own_ends)
     first = here[0]
     figure.suptitle(
         f"d={head_dim} {first.dtype}, H={first.heads}, B*L={first.batch * first.seqlen_k}; {first.env.device}, torch {first.env.torch}",
         x=0.01, ha="left", fontweight="bold",
     )  # fmt: skip
-    return _save(figure, csv_path, f"{csv_path.stem.removeprefix('sdpa_')}_d{head_dim}.png")
+    return save(figure, csv_path, f"{csv_path.stem.removeprefix('sdpa_')}_d{head_dim}.png")
 
 
 def _decode_figure(csv_path: Path, rows: Sequence[Row]) -> Path:
@@ -262,13 +262,13 @@ def _decode_figure(csv_path: Path, rows: Sequence[Row]) -> Path:
         axes.set_xlabel("Keys per sequence")
         axes.set_ylabel("Bandwidth (GB/s)")
     for axes, own_ends in ends:
-        _label_ends(axes, own_ends)
+        label_ends(axes, own_ends)
     for axes in panels[len(batches) :]:
         axes.set_visible(False)
     first = rows[0]
     problem = f"H={first.heads}/{first.heads_kv} d={first.head_dim} {first.dtype}"
     figure.suptitle(f"Decoding, one query: {problem}; {first.env.device}, torch {first.env.torch}", x=0.01, ha="left", fontweight="bold")
-    return _save(figure, csv_path, f"{csv_path.stem.removeprefix('sdpa_')}.png")
+    return save(figure, csv_path, f"{csv_path.stem.removeprefix('sdpa_')}.png")
 
 
 def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
@@ -315,7 +315,7 @@ def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
     bar.ax.set_yticklabels(["1/2", "1", "2"])
     first = rows[0]
     figure.suptitle(f"Speed ratios, {first.dtype}; {first.env.device}, torch {first.env.torch}", x=0.01, ha="left", fontweight="bold")
-    return _save(figure, csv_path, f"{csv_path.stem.removeprefix('sdpa_')}_ratios.png")
+    return save(figure, csv_path, f"{csv_path.stem.removeprefix('sdpa_')}_ratios.png")
 
 
 def _heat_line(row: Row) -> str:
@@ -327,7 +327,7 @@ def _heat_line(row: Row) -> str:
 # Files
 
 
-def _save(figure: Any, csv_path: Path, name: str) -> Path:
+def save(figure: Any, csv_path: Path, name: str) -> Path:
     path = csv_path.with_name(name)
     figure.savefig(path, dpi=130, metadata={SOURCE_KEY: csv_path.name, HASH_KEY: sha256(csv_path), "Software": None})
     return path

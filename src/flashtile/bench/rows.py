@@ -124,7 +124,7 @@ class ColdRow:
     env: Environment
 
 
-AnyRow = TypeVar("AnyRow", Row, OverheadRow, ColdRow)
+AnyRow = TypeVar("AnyRow")  # a frozen dataclass like those above: numbers, texts and `env`
 
 
 def columns(kind: type[Any]) -> list[str]:
@@ -135,7 +135,7 @@ def columns(kind: type[Any]) -> list[str]:
     return names
 
 
-def as_dict(row: Row | OverheadRow | ColdRow) -> dict[str, Any]:
+def as_dict(row: Any) -> dict[str, Any]:
     values = {field.name: getattr(row, field.name) for field in dataclasses.fields(row) if field.name != "env"}
     return {**values, **dataclasses.asdict(row.env)}
 
@@ -170,13 +170,18 @@ def read(path: Path, kind: type[AnyRow]) -> list[AnyRow]:
         raise value_error("file", f"{path.name} ({error.strerror})", "a CSV that `flashtile bench` wrote") from error
     reader = csv.DictReader(text.splitlines())
     if list(reader.fieldnames or ()) != columns(kind):
-        raise value_error("file", f"{path.name} with other columns", f"the columns of {kind.__name__}", "Measure again with this version")
+        raise value_error(
+            "file",
+            f"{path.name} with other columns",
+            f"the columns of {kind.__name__}",
+            "Measure again with this version",
+        )
     hints = {**get_type_hints(kind), **get_type_hints(Environment)}
     found = []
     for record in reader:
         values = {name: _from_text(text, str(hints[name])) for name, text in record.items()}
         env = Environment(**{field.name: values.pop(field.name) for field in dataclasses.fields(Environment)})
-        found.append(kind(**values, env=env))
+        found.append(kind(**values, env=env))  # type: ignore[call-arg]
     return found
 
 

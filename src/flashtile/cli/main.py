@@ -12,6 +12,8 @@ from flashtile.bench import command as bench_command
 from flashtile.cli import compile as compile_command
 from flashtile.cli import info as info_command
 from flashtile.errors import Unsupported
+from flashtile.ladder import command as ladder_command
+from flashtile.runtime.nvrtc import CompileError
 from flashtile.version import __version__
 
 app = typer.Typer(name="flashtile", help="IO-aware attention for PyTorch.", no_args_is_help=True, add_completion=False)
@@ -89,6 +91,27 @@ def bench(
     try:
         job = bench_command.prepare_compare(*compare, out, as_json) if compare else bench_command.prepare(options, sys.argv[1:])
     except (ValueError, TypeError, Unsupported) as error:
+        typer.secho(str(error), err=True, fg=typer.colors.RED)
+        raise typer.Exit(2) from error
+    raise typer.Exit(job())
+
+
+@app.command()
+def ladder(
+    is_list: Annotated[bool, typer.Option("--list", help="Show the rungs and what they take, without a GPU.")] = False,
+    only: Annotated[str | None, typer.Option(help="Names or numbers of rungs, separated by commas.")] = None,
+    dtype: Annotated[str, typer.Option(help="fp32, so far.")] = "fp32",
+    causal: Annotated[bool | None, typer.Option("--causal/--no-causal", help="Only causal problems, or none. Default: both.")] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Read hardware counters with Nsight Compute.")] = False,
+    arch: Annotated[str | None, typer.Option(help="For --list, as sm_90. Default: the GPU's, else sm_90.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results. Default: results/<device>.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON; the tables go to stderr.")] = False,
+) -> None:
+    """The optimisation steps: each kernel checked, measured beside SDPA, and profiled."""
+    options = ladder_command.Options(is_list, only, dtype, causal, profile, arch, out, as_json)
+    try:
+        job = ladder_command.prepare(options, sys.argv[1:])
+    except (ValueError, TypeError, Unsupported, CompileError) as error:
         typer.secho(str(error), err=True, fg=typer.colors.RED)
         raise typer.Exit(2) from error
     raise typer.Exit(job())

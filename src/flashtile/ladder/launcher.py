@@ -37,7 +37,8 @@ def layout_asserts() -> str:
     """C++ that refuses to compile where the file's Params differ from ours."""
     lines = [f'static_assert(sizeof(Params) == {ctypes.sizeof(Params)}, "Params: as in the files of the ladder");']
     for name, _ in Params._fields_:
-        lines.append(f'static_assert(__INTADDR__(&(static_cast<Params*>(nullptr)->{name})) == {getattr(Params, name).offset}, "Params: {name}");')
+        address = f"__INTADDR__(&(static_cast<Params*>(nullptr)->{name}))"
+        lines.append(f'static_assert({address} == {getattr(Params, name).offset}, "Params: {name} as in the files of the ladder");')
     return "\n".join(lines)
 
 

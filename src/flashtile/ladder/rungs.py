@@ -2,10 +2,10 @@
 
     // launch: block_m=64 block_n=64|32 threads=256 shared=4*2*block_n*d arch=61
 
-`block_m` queries and `threads` make a block, `block_n` is the tile of keys (the preferred first, what else it takes behind it), `shared` the
-dynamic shared memory in bytes, `arch` the oldest architecture. Values are arithmetic over d (head_dim rounded up to a multiple of 32), arch,
-block_m and block_n, with `A if x < y else B` in parentheses; the line may be continued by another one. The compiler gets HEAD_DIM, BLOCK_M,
-BLOCK_N, NUM_THREADS, SHARED_BYTES and IS_WIDE (rows start on 16 bytes) from here, so a tile is written down once.
+`block_m` queries and `threads` make a block; `block_n` is the tile of keys, the preferred first and what else the kernel takes behind it;
+`shared` is the dynamic shared memory in bytes, `arch` the oldest architecture. Values are arithmetic over d (head_dim rounded up to a
+multiple of 32), arch, block_m and block_n, with `(A if x < y else B)`; a second such line continues the first. The compiler gets HEAD_DIM,
+BLOCK_M, BLOCK_N, NUM_THREADS, SHARED_BYTES and IS_WIDE (rows start on 16 bytes) from here, so a tile is written down once.
 """
 
 from __future__ import annotations
@@ -133,11 +133,11 @@ class Rung:
             for block_n in accepted
         ]
         fitting = [tile for tile in tiles if tile.shared_bytes <= budget]
-        limit = f"{budget // 1024} KiB" + (" of FLASH_SMEM_KB" if variables.shared_kb is not None else f" that a block of {arch.name} may have")
+        limit = f"{budget // 1024} KiB" + (" of FLASH_SMEM_KB" if variables.shared_kb else f" that a block of {arch.name} may have")
         if variables.block_n is not None:
             if variables.block_n not in accepted:
-                choices = ", ".join(map(str, accepted))
-                raise value_error("FLASH_BLOCK_N", variables.block_n, f"{choices} in {self.path.name}", "Its launch line lists what it takes")
+                choices = f"{', '.join(map(str, accepted))} in {self.path.name}"
+                raise value_error("FLASH_BLOCK_N", str(variables.block_n), choices, "Its launch line lists what it takes")
             tile = tiles[accepted.index(variables.block_n)]
             if tile not in fitting:
                 came = f"{tile.block_n}, a tile of {tile.shared_bytes / 1024:.1f} KiB at head_dim {head_dim}, over the {limit}"

@@ -1,0 +1,244 @@
+"""`flashtile ladder`: every rung checked, measured beside the SDPA baselines, profiled if asked, written, drawn and shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from flashtile.bench import device
+from flashtile.bench import tables as bench_tables
+from flashtile.bench.command import INTERRUPTED, writable_folder
+from flashtile.bench.points import Point
+from flashtile.bench.rows import Environment, Row, Writer, as_dict
+from flashtile.bench.sweep import Settings, Sweep
+from flashtile.bench.terminal import make_console, progress_bar, say_files, show
+from flashtile.errors import Unsupported, unsupported, value_error
+from flashtile.kernels.arch import ARCHS, Arch
+from flashtile.ladder import ceilings, counters, figures, launcher, measure, probe, tables
+from flashtile.ladder.rows import Counters, HbmRow, RungRow
+from flashtile.ladder.rungs import Rung, Variables
+from flashtile.runtime.nvrtc import CompileError
+
+_BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S = 0.08, 6.0, 150.0
+_DEFAULT_ARCH = 90
+_HBM_SEQLENS = (512, 1024, 2048, 4096, 8192)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of the command, as they were given."""
+
+    is_list: bool = False
+    only: str | None = None
+    dtype: str = "fp32"
+    is_causal: bool | None = None  # None = both
+    has_profile: bool = False
+    arch: str | None = None  # of --list
+    out: Path | None = None
+    as_json: bool = False
+
+
+def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
+    """The job the options and the environment ask for. What can be refused is refused here, before anything runs on the GPU."""
+    variables = Variables.read()
+    measure.check_dtype(options.dtype)
+    chosen = measure.chosen(options.only, variables)
+    if options.is_list:
+        return partial(_list, chosen, _arch(options.arch), variables, options.as_json)
+    if options.arch is not None:
+        raise value_error("--arch", options.arch, "it with --list; kernels are measured on the GPU at hand")
+    where, line = device.resolve(None)
+    if where != "cuda":
+        way_out = "`flashtile ladder --list` needs none and shows what each kernel takes"
+        raise unsupported("flashtile ladder", "no GPU here", "a GPU that torch sees", way_out)
+    if options.has_profile:
+        counters.find()
+    folder = writable_folder(options.out or Path("results") / device.slug(where))
+    arch, console = launcher.current_arch(), make_console(options.as_json)
+    fitting, refusals = with_tiles(chosen, measure.LARGE.head_dim, arch, variables)
+    # Side by side: a compile error ends the command here, with the compiler's log
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda rung: launcher.compile_rung(rung, measure.LARGE.head_dim, arch, variables), fitting))
+    for text in (line, *refusals):
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    return Run(options, variables, fitting, folder, device.environment(where, arguments), console).start
+
+
+def with_tiles(chosen: Sequence[Rung], head_dim: int, arch: Arch, variables: Variables) -> tuple[list[Rung], list[str]]:
+    """Those that have a tile under the experiment's limits, and why the others have none. The user's own must have one, and so must any."""
+    fitting, refusals = list[Rung](), list[Exception]()
+    for rung in chosen:
+        try:
+            rung.tile(head_dim, arch, variables)
+            fitting.append(rung)
+        except (ValueError, Unsupported) as error:
+            if rung.path == variables.source:
+                raise
+            refusals.append(error)
+    if not fitting:
+        raise refusals[0]
+    return fitting, [str(error) for error in refusals]
+
+
+@dataclass
+class Run:
+    """A run under way."""
+
+    options: Options
+    variables: Variables
+    chosen: Sequence[Rung]
+    folder: Path
+    env: Environment
+    console: Console
+
+    def start(self) -> int:
+        try:
+            return self._all()
+        except probe.KernelFault as fault:
+            self.console.print(str(fault), style="red", highlight=False, markup=False, soft_wrap=True)
+            return 1
+        except KeyboardInterrupt:
+            self._say("Interrupted: the files hold what was measured so far.")
+            return INTERRUPTED
+
+    def _all(self) -> int:
+        self._check()
+        roofs = ceilings.measure()
+        self._say(
+            f"Measured ceilings: {roofs.fma_tflops:.1f} TFLOP/s of FMA, {roofs.dram_gb_per_s:.0f} GB/s of device memory, "
+            f"{roofs.shared_gb_per_s:.0f} GB/s of shared memory."
+        )
+        times = self.folder / f"ladder_{self.options.dtype}.csv"
+        rows = self._measure(times)
+        counted, refusal = self._profile()
+        kernels = self._kernel_rows(rows, roofs, counted)
+        written = [times, self.folder / f"ladder_kernels_{self.options.dtype}.csv"]
+        with Writer(written[1], RungRow) as writer:
+            writer.add(kernels)
+        hbm = self._hbm() if counted else []
+        if hbm:
+            written.append(self.folder / f"ladder_hbm_{self.options.dtype}.csv")
+            with Writer(written[2], HbmRow) as hbm_writer:
+                hbm_writer.add(hbm)
+        for kind in tables.KINDS:
+            show(self.console, tables.of(rows, kernels, kind))
+        show(self.console, bench_tables.of([row for row in rows if row.batch * row.heads == 1], "latency"))
+        show(self.console, bench_tables.refusals(rows))
+        if hbm:
+            show(self.console, tables.hbm_table(hbm))
+        if refusal:
+            self.console.print(refusal, style="red", highlight=False, markup=False, soft_wrap=True)
+        try:
+            written += [path for source in tuple(written) for path in figures.draw(source)]
+        except Unsupported as error:
+            self._say(str(error))
+        say_files(self.console, written)
+        if self.options.as_json:
+            print(json.dumps({"rows": [as_dict(row) for row in rows], "kernels": [as_dict(row) for row in kernels]}, indent=1))
+        return 1 if refusal or any(row.status == "inaccurate" for row in rows if not row.is_baseline) else 0
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _check(self) -> None:
+        """Every rung against float64 at odd lengths, with guard zones; the user's own in a process of its own."""
+        errors = []
+        for rung in self.chosen:
+            is_own = rung.path == self.variables.source
+            check = probe.check_apart if is_own else probe.check
+            errors.append(check(rung, measure.LARGE.head_dim, self.variables))
+        names = ", ".join(f"{rung.name} {error:.2g}" for rung, error in zip(self.chosen, errors, strict=True))
+        self._say(f"Checked against float64 at lengths {', '.join(map(str, probe.SEQLENS))}, largest errors: {names}.")
+
+    def _measure(self, path: Path) -> list[Row]:
+        """Everyone interleaved in one run; rows go to the file as they come."""
+        plan = measure.plan(self.options.dtype, self.options.is_causal)
+        providers = [*measure.rung_providers(self.variables, self.chosen), *measure.baselines()]
+        settings = Settings("cuda", device.cache_bytes("cuda"), _BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S)
+        rows: list[Row] = []
+        with Writer(path, Row) as writer, progress_bar(self.console) as progress:
+            task = progress.add_task("", total=len(plan.points))
+            sweep = Sweep(plan, providers, settings, self.env)
+            for found in sweep.rows(lambda point, name: progress.update(task, description=f"S={point.seqlen_q}: {name}")):
+                writer.add(found)
+                rows += found
+                progress.advance(task)
+        return rows
+
+    def _points(self) -> list[Point]:
+        return list(measure.plan(self.options.dtype, self.options.is_causal).points[: 2 if self.options.is_causal is None else 1])
+
+    def _profile(self) -> tuple[dict[tuple[str, bool], Counters], str]:
+        """The counters of every rung at the large problem, and why there are none."""
+        if not self.options.has_profile:
+            return {}, ""
+        calls = [counters.Call(rung.name, point) for point in self._points() for rung in self.chosen]
+        try:
+            found = counters.profile(calls)
+        except Unsupported as error:
+            return {}, str(error)
+        return {(call.provider, call.point.is_causal): one for call, one in zip(calls, found, strict=True)}, ""
+
+    def _kernel_rows(self, rows: Sequence[Row], roofs: ceilings.Ceilings, counted: dict[tuple[str, bool], Counters]) -> list[RungRow]:
+        found = []
+        for point in self._points():
+            for rung in self.chosen:
+                timed = next((row for row in rows if row.provider == rung.name and row.point == point and row.is_ok), None)
+                counts = counted.get((rung.name, point.is_causal), Counters())
+                found.append(measure.rung_row(rung, point, self.variables, timed, roofs, counts, self.env))
+        return found
+
+    def _hbm(self) -> list[HbmRow]:
+        """Device memory traffic over the length: eager, and the last rung."""
+        calls = [
+            counters.Call(name, replace(measure.LARGE, seqlen_q=seqlen, seqlen_k=seqlen))
+            for name in ("eager", self.chosen[-1].name)
+            for seqlen in _HBM_SEQLENS
+        ]
+        found = []
+        for call, (dram_bytes, num_kernels) in zip(calls, counters.device_bytes(calls), strict=True):
+            point = call.point
+            shape = (point.dtype, point.batch, point.heads, point.seqlen_q, point.head_dim)
+            scores = 4 * point.batch * point.heads * point.seqlen_q * point.seqlen_k
+            found.append(HbmRow(call.provider, *shape, num_kernels, dram_bytes, point.least_bytes(), scores, self.env))
+        return found
+
+
+def _arch(name: str | None) -> Arch:
+    if name is None:
+        return launcher.current_arch() if torch.cuda.is_available() else ARCHS[_DEFAULT_ARCH]
+    known = {arch.name: arch for arch in ARCHS.values()}
+    if name not in known:
+        raise value_error("--arch", repr(name), ", ".join(known))
+    return known[name]
+
+
+def _list(chosen: Sequence[Rung], arch: Arch, variables: Variables, as_json: bool) -> int:
+    """What there is, and what each kernel takes on the architecture; compiles, and needs no GPU."""
+    console = make_console(as_json)
+    found, lines, failures = list[dict[str, object]](), list[tuple[str, ...]](), 0
+    for rung in chosen:
+        try:
+            kernel = launcher.compile_rung(rung, measure.LARGE.head_dim, arch, variables)
+        except (Unsupported, ValueError, CompileError) as error:
+            failures += 0 if isinstance(error, Unsupported) else 1
+            found.append({"rung": rung.name, "title": rung.title, "refusal": str(error)})
+            lines.append((rung.name, "", "", "", "", "", "", str(error)))
+            continue
+        tile, resources = kernel.tile, kernel.resources
+        spills = resources.spill_store_bytes + resources.spill_load_bytes
+        takes = (str(tile.num_threads), str(resources.registers), str(spills), f"{tile.shared_bytes / 1024:.1f}", f"{kernel.occupancy:.0%}")
+        lines.append((rung.name, f"{tile.block_m} x {tile.block_n}", *takes, rung.title))
+        facts = {"registers": resources.registers, "spill_bytes": spills, "occupancy": kernel.occupancy, "arch": arch.name}
+        found.append({"rung": rung.name, "title": rung.title, **vars(tile), **facts})
+    show(console, replace(tables.kernel_table(lines), title=f"The ladder for {arch.name}, d={measure.LARGE.head_dim}"))
+    if as_json:
+        print(json.dumps({"rungs": found}, indent=1))
+    return 1 if failures else 0

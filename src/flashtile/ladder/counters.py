@@ -1,0 +1,187 @@
+"""Hardware counters by Nsight Compute: a child process runs under `ncu`, one profiled call after the other, and its table is read back."""
+
+from __future__ import annotations
+
+import csv
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from flashtile.bench import providers
+from flashtile.bench.points import Point
+from flashtile.errors import Unsupported, unsupported
+from flashtile.ladder.launcher import current_arch
+from flashtile.ladder.measure import rung_providers
+from flashtile.ladder.rows import Counters
+from flashtile.ladder.rungs import Variables
+from flashtile.runtime import cache, driver
+
+LIMIT_S = 300.0
+_MARKER = "ladder_marker_kernel"
+_MARKER_SOURCE = f'extern "C" __global__ void {_MARKER}(const int) {{}}\n'
+_CHILD = "import sys; from flashtile.ladder import counters; counters.child(sys.argv[1])"
+_STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+_STALLS = (
+    "barrier", "branch_resolving", "dispatch_stall", "drain", "imc_miss", "lg_throttle", "long_scoreboard", "math_pipe_throttle",
+    "membar", "mio_throttle", "misc", "no_instruction", "not_selected", "short_scoreboard", "sleeping", "tex_throttle", "wait",
+)  # fmt: skip
+_BYTES = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+_METRICS = {
+    "duration": "gpu__time_duration.sum",
+    "l2_bytes": "lts__t_bytes.sum",
+    "l2_percent": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "shared_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
+    "shared_percent": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum.pct_of_peak_sustained_elapsed",
+    "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
+    "occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "fma_percent": "sm__pipe_fma_cycles_active.avg.pct_of_peak_sustained_active",
+    "sectors_per_load": "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio",
+    "divergent_branches": "smsp__sass_branch_targets_threads_divergent.sum",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call to be profiled: a rung or a baseline by name, and the problem."""
+
+    provider: str
+    point: Point
+
+
+def find() -> str:
+    """The profiler. Raises Unsupported where there is none."""
+    folders = ["/usr/local/cuda/bin", *map(str, sorted(Path("/opt/nvidia/nsight-compute").glob("*"), reverse=True))]
+    found = shutil.which("ncu") or next((path for folder in folders if (path := shutil.which("ncu", path=folder))), None)
+    if found is None:
+        way_out = "Install it, or drop --profile: all but the counters is measured"
+        raise unsupported("--profile", "no ncu on PATH", "Nsight Compute", way_out)
+    return found
+
+
+def profile(calls: Sequence[Call]) -> list[Counters]:
+    """The counters of calls of rungs, each of them one kernel."""
+    metrics = [*_BYTES, *_METRICS.values(), *map(_STALL.format, _STALLS)]
+    groups = _run(calls, metrics, "all")
+    return [_counters(kernels[0]) for kernels in groups]
+
+
+def device_bytes(calls: Sequence[Call]) -> list[tuple[float, int]]:
+    """Bytes read from and written to device memory by each call, over all its kernels, and how many those were."""
+    groups = _run(calls, _BYTES, "none")
+    return [(sum(kernel[name] for kernel in kernels for name in _BYTES), len(kernels)) for kernels in groups]
+
+
+def _counters(kernel: Mapping[str, float]) -> Counters:
+    stalls = {name: kernel[_STALL.format(name)] for name in _STALLS}
+    top = max(stalls, key=lambda name: stalls[name])
+    value = {name: kernel[metric] for name, metric in _METRICS.items()}
+    return Counters(
+        profiled_ms=value["duration"] / 1e6,
+        dram_bytes=sum(kernel[name] for name in _BYTES),
+        l2_bytes=value["l2_bytes"],
+        l2_percent=value["l2_percent"],
+        shared_wavefronts=value["shared_wavefronts"],
+        shared_percent=value["shared_percent"],
+        bank_conflicts=value["bank_conflicts"],
+        achieved_occupancy=value["occupancy"] / 100,
+        fma_percent=value["fma_percent"],
+        sectors_per_load=value["sectors_per_load"],
+        divergent_branches=value["divergent_branches"],
+        top_stall=top,
+        top_stall_share=stalls[top] / max(sum(stalls.values()), 1e-9),
+    )
+
+
+def _run(calls: Sequence[Call], metrics: Iterable[str], cache_control: str) -> list[list[dict[str, float]]]:
+    """The kernels of each call, each with its metrics."""
+    request = json.dumps([{"provider": call.provider, "point": asdict(call.point)} for call in calls])
+    options = ["--profile-from-start", "off", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
+    command = [find(), *options, "--cache-control", cache_control, "--metrics", ",".join(metrics), sys.executable, "-c", _CHILD, request]
+    package = str(Path(__file__).resolve().parents[2])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment)
+    except subprocess.TimeoutExpired as error:
+        came = f"no answer of ncu within {LIMIT_S:.0f} s"
+        raise unsupported("--profile", came, "one", "Take fewer rungs with --only") from error
+    if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
+        way_out = "Run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0; drop --profile to measure the rest"
+        raise unsupported("--profile", "ERR_NVGPUCTRPERM: this user may not read the counters", "a user who may", way_out)
+    groups = group(parse(done.stdout))
+    if done.returncode != 0 or len(groups) != len(calls) or not all(groups):
+        said = " ".join((done.stderr + "\n".join(line for line in done.stdout.splitlines() if line.startswith("=="))).split())
+        raise Unsupported(f"--profile: got no counters from ncu (exit status {done.returncode}): {said[-600:]}")
+    return groups
+
+
+def parse(text: str) -> list[tuple[str, dict[str, float]]]:
+    """Kernel names and metrics of ncu's raw CSV: a header, a line of units, a line for each kernel."""
+    table = list(csv.reader(line for line in text.splitlines() if line.startswith('"')))
+    if len(table) < 2:
+        return []
+    header = table[0]
+    name_at = header.index("Kernel Name")
+    found = []
+    for line in table[2:]:
+        values = {column: number for column, cell in zip(header, line, strict=True) if (number := _number(cell)) is not None}
+        found.append((line[name_at], values))
+    return found
+
+
+def group(kernels: Iterable[tuple[str, dict[str, float]]]) -> list[list[dict[str, float]]]:
+    """Kernels between markers: each marker begins a call."""
+    groups: list[list[dict[str, float]]] = []
+    for name, values in kernels:
+        if _MARKER in name:
+            groups.append([])
+        elif groups:
+            groups[-1].append(values)
+    return groups
+
+
+def _number(cell: str) -> float | None:
+    try:
+        return float(cell.replace(",", ""))
+    except ValueError:
+        return None
+
+
+# The child under ncu
+
+
+class _Nothing(ctypes.Structure):
+    _fields_ = (("nothing", ctypes.c_int32),)
+
+
+def child(request: str) -> None:
+    """Makes the calls that the request lists, with a marker kernel before each; only they are profiled."""
+    variables = Variables.read()
+    known = [*rung_providers(variables), *providers.providers()]
+    arch = current_arch()
+    compiled = cache.compile_cached(_MARKER_SOURCE, arch.name, [_MARKER])
+    marker = driver.load(compiled.cubin).function(compiled.symbols[_MARKER])
+    for entry in json.loads(request):
+        point = Point(**entry["point"])
+        provider = providers.by_name(entry["provider"], known)
+        inputs = point.make("cuda", 0)
+        attend = provider.build(point, inputs)
+        with attend.context(), torch.no_grad():
+            if provider.is_baseline:
+                # Libraries set themselves up on their first call; a rung has nothing to set up and may be slow
+                attend.call(inputs.q, inputs.k, inputs.v)
+            torch.cuda.synchronize()
+            torch.cuda.profiler.start()
+            marker.launch((1, 1, 1), (1, 1, 1), 0, torch.cuda.current_stream().cuda_stream, _Nothing())
+            attend.call(inputs.q, inputs.k, inputs.v)
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
+        del inputs, attend
+        torch.cuda.empty_cache()

@@ -1,0 +1,109 @@
+"""Rungs as providers of the benchmark, the problems of the ladder, and the row of each kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+
+from torch import Tensor
+
+from flashtile.bench import providers
+from flashtile.bench.points import DTYPES, FAST_SEQLENS, Inputs, Plan, Point
+from flashtile.bench.providers import Attend, Provider
+from flashtile.bench.rows import Environment, Row
+from flashtile.errors import unsupported, value_error
+from flashtile.ladder import launcher, rungs
+from flashtile.ladder.ceilings import Ceilings
+from flashtile.ladder.rows import Counters, RungRow
+from flashtile.ladder.rungs import Rung, Variables
+
+BASELINES = ("cuda", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math")
+LARGE = Point(4, 16, 16, 4096, 4096, 64, 64)
+SMALL = Point(1, 1, 1, 512, 512, 64, 64)
+
+
+def plan(dtype: str, is_causal: bool | None) -> Plan:
+    """The large problem and the lengths of the fast sweep, full and causal or one of them. The large one first: it tells what is slow."""
+    masks = (False, True) if is_causal is None else (is_causal,)
+    points = [replace(LARGE, dtype=dtype, is_causal=mask) for mask in masks]
+    points += [replace(SMALL, dtype=dtype, is_causal=mask, seqlen_q=size, seqlen_k=size) for mask in masks for size in FAST_SEQLENS]
+    return Plan("ladder", f"ladder_{dtype}", tuple(points))
+
+
+def check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise value_error("--dtype", repr(dtype), "fp32")
+    if dtype != "fp32":
+        raise unsupported("--dtype", dtype, "fp32: every rung so far computes and stores float32")
+
+
+def chosen(only: str | None, variables: Variables) -> list[Rung]:
+    """The rungs that take part: those whose number or name the list has, else all; the user's own kernel always."""
+    known, own = rungs.rungs(), rungs.own(variables)
+    if only is None:
+        found = list(known)
+    else:
+        words = [word.strip() for word in only.split(",") if word.strip()]
+        by_word = {word: [rung for rung in known if word in (rung.name, rung.name[:2])] for word in words}
+        unknown = [word for word, matches in by_word.items() if not matches]
+        if unknown or not words:
+            names = ", ".join(rung.name for rung in known)
+            raise value_error("--only", repr(unknown[0] if unknown else only), f"{names}, or their numbers")
+        found = [rung for rung in known if any(rung in matches for matches in by_word.values())]
+    return found if own is None else [*found, own]
+
+
+def rung_providers(variables: Variables, chosen_rungs: Sequence[Rung] | None = None) -> list[Provider]:
+    taken = chosen(None, variables) if chosen_rungs is None else chosen_rungs
+    return [Provider(rung.name, False, partial(_build, rung, variables)) for rung in taken]
+
+
+def baselines() -> list[Provider]:
+    return [providers.by_name(name) for name in BASELINES]
+
+
+def _build(rung: Rung, variables: Variables, point: Point, inputs: Inputs) -> Attend:
+    if point.direction != "fwd":
+        raise unsupported("--pass", point.direction, "fwd: the ladder has no backward pass")
+    kernel = launcher.kernel_for(rung, inputs.q, inputs.k, inputs.v, variables)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return kernel(q, k, v, point.is_causal)
+
+    tile = kernel.tile
+    return Attend(call, detail=f"tile {tile.block_m} x {tile.block_n}, {tile.num_threads} threads, {tile.shared_bytes} bytes shared")
+
+
+def rung_row(
+    rung: Rung, point: Point, variables: Variables, timed: Row | None, roofs: Ceilings, counted: Counters, env: Environment
+) -> RungRow:
+    kernel = launcher.compile_rung(rung, point.head_dim, launcher.current_arch(), variables)
+    resources, tile = kernel.resources, kernel.tile
+    return RungRow(
+        rung=rung.name,
+        title=rung.title,
+        dtype=point.dtype,
+        is_causal=point.is_causal,
+        batch=point.batch,
+        heads=point.heads,
+        seqlen=point.seqlen_q,
+        head_dim=point.head_dim,
+        arch=kernel.arch.name,
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        num_threads=tile.num_threads,
+        registers=resources.registers,
+        spill_bytes=resources.spill_store_bytes + resources.spill_load_bytes,
+        shared_bytes=tile.shared_bytes + resources.static_shared_bytes,
+        occupancy=kernel.occupancy,
+        median_ms=None if timed is None else timed.median_ms,
+        tflops=None if timed is None else timed.tflops,
+        flops=point.flops(),
+        least_bytes=point.least_bytes(),
+        fma_ceiling_tflops=roofs.fma_tflops,
+        dram_ceiling_gb_per_s=roofs.dram_gb_per_s,
+        shared_ceiling_gb_per_s=roofs.shared_gb_per_s,
+        **asdict(counted),
+        env=env,
+    )

@@ -1,0 +1,114 @@
+"""Whether a kernel does what it should: small odd problems, guard zones around its output, numbers against float64.
+
+A kernel that faults poisons the CUDA context of its process, and one that hangs never gives it back, so a kernel that is not ours is tried
+in a process of its own first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flashtile.bench.accuracy import Check
+from flashtile.bench.points import Inputs, Point
+from flashtile.errors import Unsupported
+from flashtile.ladder import launcher, rungs
+from flashtile.ladder.rungs import Rung, Variables
+from flashtile.runtime.driver import DriverError
+from flashtile.runtime.nvrtc import CompileError
+
+SEQLENS = (1, 77, 200)
+LIMIT_S = 120.0
+_GUARD = 2**16  # floats before and behind the output
+_CHILD = "import sys; from flashtile.ladder import probe; probe.child(int(sys.argv[1]))"
+
+
+class KernelFault(RuntimeError):  # noqa: N818, what it is
+    """A kernel that faults, hangs, writes where it must not, leaves output unwritten or computes wrong numbers; the message says which."""
+
+
+def check(rung: Rung, head_dim: int, variables: Variables) -> float:
+    """Runs the kernel on problems of odd lengths, full and causal. Returns its largest error; raises KernelFault."""
+    worst = 0.0
+    for seed, seqlen in enumerate(SEQLENS):
+        for is_causal in (False, True):
+            point = Point(2, 3, 3, seqlen, seqlen, head_dim, head_dim, "fp32", is_causal)
+            inputs = point.make("cuda", seed)
+            where = f"{rung.name} at batch 2, heads 3, seqlen {seqlen}, head_dim {head_dim}{', causal' if is_causal else ''}"
+            out = _guarded(launcher.kernel_for(rung, inputs.q, inputs.k, inputs.v, variables), inputs, is_causal, where)
+            verdict = Check(point, inputs).verdict(out, None)
+            if verdict.complaint:
+                error = f"largest error against float64 {verdict.max_error:.3g}, plain float32 has {verdict.yardstick_error:.3g}"
+                raise KernelFault(f"{where}: wrong numbers: {verdict.complaint} ({error})")
+            worst = max(worst, verdict.max_error)
+    return worst
+
+
+def _guarded(kernel: launcher.Kernel, inputs: Inputs, is_causal: bool, where: str) -> Tensor:
+    """The output, poisoned before and fenced by zones that must not change."""
+    size = inputs.q.numel()
+    room = torch.full((size + 2 * _GUARD,), torch.nan, device="cuda")
+    before = [tensor.clone() for tensor in (inputs.q, inputs.k, inputs.v)]
+    out = room[_GUARD : _GUARD + size].view(inputs.q.shape)
+    try:
+        kernel(inputs.q, inputs.k, inputs.v, is_causal, out)
+        torch.cuda.synchronize()
+    except (DriverError, RuntimeError) as error:
+        raise KernelFault(f"{where}: the kernel failed: {_first_line(error)}") from error
+    for name, zone in (("before", room[:_GUARD]), ("behind", room[-_GUARD:])):
+        touched = (~zone.isnan()).nonzero()
+        if len(touched):
+            first = int(touched[0]) - (_GUARD if name == "before" else 0)
+            raise KernelFault(f"{where}: it wrote out of bounds, {len(touched)} floats {name} its output (first at offset {first})")
+    for name, tensor, copy in zip("qkv", (inputs.q, inputs.k, inputs.v), before, strict=True):
+        if not torch.equal(tensor, copy):
+            raise KernelFault(f"{where}: it changed its input {name}")
+    unwritten = int(out.isnan().sum())
+    if unwritten:
+        raise KernelFault(f"{where}: {unwritten} of {size} output values are NaN: never written, or computed so")
+    return out
+
+
+def check_apart(rung: Rung, head_dim: int, variables: Variables) -> float:
+    """The same in a process of its own, which may fault or hang without harm to this one."""
+    launcher.compile_rung(rung, head_dim, launcher.current_arch(), variables)
+    package = str(Path(__file__).resolve().parents[2])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _CHILD, str(head_dim)], capture_output=True, text=True, timeout=LIMIT_S, env=environment
+        )
+    except subprocess.TimeoutExpired as error:
+        raise KernelFault(f"{rung.name}: it did not end within {LIMIT_S:.0f} s; look for a loop or barrier without an end") from error
+    try:
+        report = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, json.JSONDecodeError):
+        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise KernelFault(f"{rung.name}: its process ended with {done.returncode}: {last[0]}") from None
+    if "fault" in report:
+        raise KernelFault(report["fault"])
+    return float(report["max_error"])
+
+
+def child(head_dim: int) -> None:
+    """The side of the process of its own: checks the kernel that the environment names, and prints what came of it."""
+    variables = Variables.read()
+    rung = rungs.own(variables)
+    assert rung is not None
+    try:
+        report: dict[str, object] = {"max_error": check(rung, head_dim, variables)}
+    except (KernelFault, CompileError, Unsupported, ValueError) as error:
+        report = {"fault": str(error)}
+    print(json.dumps(report), flush=True)
+    # A poisoned context makes the usual way out of the process complain
+    os._exit(0)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

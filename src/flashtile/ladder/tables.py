@@ -1,0 +1,118 @@
+"""The ladder's tables: times against the step before and against SDPA, what each kernel takes, what was counted, bytes over the length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flashtile.bench.rows import Row
+from flashtile.bench.tables import Table, number
+from flashtile.errors import value_error
+from flashtile.ladder.rows import HbmRow, RungRow
+
+KINDS = ("ladder", "ladder-causal", "counters", "counters-causal")
+
+
+def of(rows: Sequence[Row], kernels: Sequence[RungRow], kind: str) -> Table:
+    """One of KINDS. `rows` are the times of everyone, `kernels` the rungs' own rows."""
+    if kind not in KINDS:
+        raise value_error("table", repr(kind), ", ".join(KINDS))
+    is_causal = kind.endswith("causal")
+    chosen = [kernel for kernel in kernels if kernel.is_causal == is_causal]
+    return counter_table(chosen) if kind.startswith("counters") else ladder_table(rows, chosen)
+
+
+def ladder_table(rows: Sequence[Row], kernels: Sequence[RungRow]) -> Table:
+    """Each rung at the large problem, and the baselines below them."""
+    if not kernels:
+        return Table("", (), ())
+    first = kernels[0]
+    same = [row for row in rows if _is_at(row, first)]
+    baselines = {row.provider: row.median_ms for row in same if row.provider.startswith("sdpa") and row.is_ok}
+    lines, before = [], None
+    for kernel in kernels:
+        ms = kernel.median_ms
+        speed = (
+            [number(ms), number(kernel.tflops or 0.0), _percent((kernel.tflops or 0.0) / kernel.fma_ceiling_tflops)] if ms else ["", "", ""]
+        )
+        ratios = [_ratio(before, ms), *(_ratio(peer, ms) for peer in baselines.values())]
+        takes = [str(kernel.registers), str(kernel.spill_bytes), f"{kernel.shared_bytes / 1024:.1f}", _percent(kernel.occupancy)]
+        lines.append((kernel.rung, *speed, *ratios, *takes))
+        before = ms or before
+    for row in same:
+        if row.is_ok and row.median_ms and row.provider not in {kernel.rung for kernel in kernels}:
+            share = _percent((row.tflops or 0.0) / first.fma_ceiling_tflops)
+            ratios = ["", *(_ratio(peer, row.median_ms) for peer in baselines.values())]
+            lines.append((row.provider, number(row.median_ms), number(row.tflops or 0.0), share, *ratios, "", "", "", ""))
+    header = ("", "ms", "TFLOP/s", "of FMA ceiling", "x step before", *(f"x {name}" for name in baselines))
+    title = f"B={first.batch} H={first.heads} S={first.seqlen} d={first.head_dim} {first.dtype}, {'causal' if first.is_causal else 'full'}"
+    return Table(title, (*header, "registers", "spill bytes", "shared KiB", "occupancy"), tuple(lines))
+
+
+def counter_table(kernels: Sequence[RungRow]) -> Table:
+    """What Nsight Compute counted, for the rungs it was asked about."""
+    lines = []
+    for kernel in kernels:
+        if kernel.dram_bytes is None or kernel.l2_bytes is None:
+            continue
+        lines.append(
+            (
+                kernel.rung,
+                number(kernel.dram_bytes / kernel.least_bytes),
+                number(kernel.l2_bytes / 1e9),
+                _number(kernel.l2_percent),
+                _number(kernel.shared_percent),
+                _conflicts(kernel),
+                _number(kernel.fma_percent),
+                _percent(kernel.achieved_occupancy or 0.0),
+                _number(kernel.sectors_per_load),
+                _number(kernel.divergent_branches),
+                f"{kernel.top_stall} {_percent(kernel.top_stall_share or 0.0)}",
+            )
+        )
+    header = (
+        "", "DRAM bytes over least", "L2 GB", "L2 %", "shared %", "bank conflicts", "FMA pipe %", "occupancy", "sectors per load",
+        "divergent branches", "top stall",
+    )  # fmt: skip
+    mask = "causal" if kernels and kernels[0].is_causal else "full"
+    return Table(f"Counters, {mask}", header, tuple(lines))
+
+
+def hbm_table(rows: Sequence[HbmRow]) -> Table:
+    names = list(dict.fromkeys(row.provider for row in rows))
+    lines = []
+    for seqlen in sorted({row.seqlen for row in rows}):
+        here = {row.provider: row for row in rows if row.seqlen == seqlen}
+        least = next(iter(here.values())).least_bytes
+        cells = [number(here[name].dram_bytes / 1e6) if name in here else "" for name in names]
+        lines.append((f"S={seqlen}", number(least / 1e6), *cells))
+    return Table("Bytes through device memory, MB", ("", "least", *names), tuple(lines))
+
+
+def kernel_table(lines: Sequence[tuple[str, ...]]) -> Table:
+    header = ("rung", "tile", "threads", "registers", "spill bytes", "shared KiB", "occupancy", "what it does")
+    return Table("The ladder", header, tuple(lines))
+
+
+def _is_at(row: Row, kernel: RungRow) -> bool:
+    return (row.batch, row.heads, row.seqlen_q, row.head_dim, row.is_causal) == (
+        kernel.batch, kernel.heads, kernel.seqlen, kernel.head_dim, kernel.is_causal,
+    )  # fmt: skip
+
+
+def _ratio(peer: float | None, own: float | None) -> str:
+    return number(peer / own) if peer and own else ""
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.095 else f"{100 * share:.2g} %"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else number(value)
+
+
+def _conflicts(kernel: RungRow) -> str:
+    """As a share of all the pipe's cycles: a few come from requests that merely overlap."""
+    if not kernel.shared_wavefronts:
+        return "0 %"
+    return _percent((kernel.bank_conflicts or 0.0) / kernel.shared_wavefronts)
