@@ -7,6 +7,7 @@ backends; only taken by name. With NUMBA_ENABLE_CUDASIM=1 it runs on the CPU, in
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from typing import Any
 
@@ -61,7 +62,9 @@ class NumbaBackend(Backend):
 
 @functools.cache
 def missing(device: str) -> str | None:
-    """Why Numba cannot run on tensors of the device, or None."""
+    """Why Numba cannot run on tensors of the device, or None. Imports it only where it may run."""
+    if device == "cpu" and os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
+        return "on the CPU it runs in Numba's simulator only; set NUMBA_ENABLE_CUDASIM=1 before Numba is imported"
     try:
         from numba import config, cuda
     except Exception as error:  # Numba raises SystemError, ImportError or AttributeError beside a NumPy it does not know
@@ -72,7 +75,7 @@ def missing(device: str) -> str | None:
     if config.ENABLE_CUDASIM:
         return None if device == "cpu" else "Numba's simulator is on (NUMBA_ENABLE_CUDASIM=1) and takes tensors on the CPU"
     if device == "cpu":
-        return "on the CPU it runs in Numba's simulator only; set NUMBA_ENABLE_CUDASIM=1 before Numba is imported"
+        return "Numba was imported before NUMBA_ENABLE_CUDASIM=1 was set, so its simulator is off"
     return None if cuda.is_available() else f"Numba finds no usable CUDA: {_cuda_error(cuda)}"
 
 

@@ -10,22 +10,24 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from flashtile.bench import timing
 from flashtile.bench.accuracy import Check
 from flashtile.bench.points import Inputs, Point
 from flashtile.errors import Unsupported
 from flashtile.ladder import launcher, rungs
 from flashtile.ladder.rungs import Rung, Variables
-from flashtile.runtime.driver import DriverError
 from flashtile.runtime.nvrtc import CompileError
 
 SEQLENS = (1, 77, 200)
 LIMIT_S = 120.0
-_GUARD = 2**16  # floats before and behind the output
+GUARD = 2**16  # floats before and behind the output
 _CHILD = "import sys; from flashtile.ladder import probe; probe.child(int(sys.argv[1]))"
 
 
@@ -35,14 +37,22 @@ class KernelFault(RuntimeError):  # noqa: N818, what it is
 
 def check(rung: Rung, head_dim: int, variables: Variables) -> float:
     """Runs the kernel on problems of odd lengths, full and causal. Returns its largest error; raises KernelFault."""
+
+    def call(inputs: Inputs, is_causal: bool, out: Tensor) -> None:
+        launcher.kernel_for(rung, inputs.q, inputs.k, inputs.v, variables)(inputs.q, inputs.k, inputs.v, is_causal, out)
+
+    return check_call(call, rung.name, head_dim, "cuda")
+
+
+def check_call(call: Callable[[Inputs, bool, Tensor], None], name: str, head_dim: int, device: str) -> float:
+    """The same for anything that fills an output."""
     worst = 0.0
     for seed, seqlen in enumerate(SEQLENS):
         for is_causal in (False, True):
             point = Point(2, 3, 3, seqlen, seqlen, head_dim, head_dim, "fp32", is_causal)
-            inputs = point.make("cuda", seed)
-            where = f"{rung.name} at batch 2, heads 3, seqlen {seqlen}, head_dim {head_dim}{', causal' if is_causal else ''}"
-            out = _guarded(launcher.kernel_for(rung, inputs.q, inputs.k, inputs.v, variables), inputs, is_causal, where)
-            verdict = Check(point, inputs).verdict(out, None)
+            inputs = point.make(device, seed)
+            where = f"{name} at batch 2, heads 3, seqlen {seqlen}, head_dim {head_dim}{', causal' if is_causal else ''}"
+            verdict = Check(point, inputs).verdict(_guarded(partial(call, inputs, is_causal), inputs, where), None)
             if verdict.complaint:
                 error = f"largest error against float64 {verdict.max_error:.3g}, plain float32 has {verdict.yardstick_error:.3g}"
                 raise KernelFault(f"{where}: wrong numbers: {verdict.complaint} ({error})")
@@ -50,21 +60,23 @@ def check(rung: Rung, head_dim: int, variables: Variables) -> float:
     return worst
 
 
-def _guarded(kernel: launcher.Kernel, inputs: Inputs, is_causal: bool, where: str) -> Tensor:
+def _guarded(call: Callable[[Tensor], None], inputs: Inputs, where: str) -> Tensor:
     """The output, poisoned before and fenced by zones that must not change."""
-    size = inputs.q.numel()
-    room = torch.full((size + 2 * _GUARD,), torch.nan, device="cuda")
+    size, device = inputs.q.numel(), inputs.q.device
+    room = torch.full((size + 2 * GUARD,), torch.nan, device=device)
     before = [tensor.clone() for tensor in (inputs.q, inputs.k, inputs.v)]
-    out = room[_GUARD : _GUARD + size].view(inputs.q.shape)
+    out = room[GUARD : GUARD + size].view(inputs.q.shape)
     try:
-        kernel(inputs.q, inputs.k, inputs.v, is_causal, out)
-        torch.cuda.synchronize()
-    except (DriverError, RuntimeError) as error:
+        call(out)
+        timing.synchronize(device.type)
+    except (CompileError, Unsupported):
+        raise
+    except RuntimeError as error:
         raise KernelFault(f"{where}: the kernel failed: {_first_line(error)}") from error
-    for name, zone in (("before", room[:_GUARD]), ("behind", room[-_GUARD:])):
+    for name, zone in (("before", room[:GUARD]), ("behind", room[-GUARD:])):
         touched = (~zone.isnan()).nonzero()
         if len(touched):
-            first = int(touched[0]) - (_GUARD if name == "before" else 0)
+            first = int(touched[0]) - (GUARD if name == "before" else 0)
             raise KernelFault(f"{where}: it wrote out of bounds, {len(touched)} floats {name} its output (first at offset {first})")
     for name, tensor, copy in zip("qkv", (inputs.q, inputs.k, inputs.v), before, strict=True):
         if not torch.equal(tensor, copy):
@@ -76,10 +88,10 @@ def _guarded(kernel: launcher.Kernel, inputs: Inputs, is_causal: bool, where: st
 
 
 def check_apart(rung: Rung, head_dim: int, variables: Variables) -> float:
-    """The same in a process of its own, which may fault or hang without harm to this one."""
-    launcher.compile_rung(rung, head_dim, launcher.current_arch(), variables)
+    """`check` of the user's kernel in a process of its own, which may fault or hang without harm to this one."""
     package = str(Path(__file__).resolve().parents[2])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
+    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    environment = os.environ | variables.environment() | {"PYTHONPATH": path}
     try:
         done = subprocess.run(
             [sys.executable, "-c", _CHILD, str(head_dim)], capture_output=True, text=True, timeout=LIMIT_S, env=environment
@@ -90,7 +102,7 @@ def check_apart(rung: Rung, head_dim: int, variables: Variables) -> float:
         report = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, json.JSONDecodeError):
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise KernelFault(f"{rung.name}: its process ended with {done.returncode}: {last[0]}") from None
+        raise KernelFault(f"{rung.name}: the process that ran it ended with {done.returncode}: {last[0]}") from None
     if "fault" in report:
         raise KernelFault(report["fault"])
     return float(report["max_error"])

@@ -58,6 +58,17 @@ class Variables:
             function or None,
         )
 
+    def environment(self) -> dict[str, str]:
+        """The same as environment variables, for another process."""
+        values = {
+            "FLASH_DEBUG": "1" if self.is_debug else None,
+            "FLASH_SMEM_KB": self.shared_kb,
+            "FLASH_BLOCK_N": self.block_n,
+            "FLASH_KERNEL_SRC": self.source,
+            "FLASH_KERNEL_FN": self.function,
+        }
+        return {name: "" if value is None else str(value) for name, value in values.items()}
+
 
 def _positive(environment: Mapping[str, str], name: str) -> int | None:
     text = environment.get(name, "")

@@ -1,0 +1,553 @@
+"""The ladder without a GPU: every rung compiles for its architectures, every wrong value is explained, counters and figures are read and drawn."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from bench_fakes import ENV, SETTINGS, provider
+from typer.testing import CliRunner
+
+from flashtile import Unsupported
+from flashtile.bench import plots
+from flashtile.bench.points import Plan, Point
+from flashtile.bench.rows import Row, Writer, read
+from flashtile.bench.sweep import Sweep
+from flashtile.cli.main import app
+from flashtile.kernels.arch import ARCHS
+from flashtile.ladder import command, counters, figures, launcher, measure, probe, rungs, tables
+from flashtile.ladder.ceilings import Ceilings
+from flashtile.ladder.probe import GUARD, KernelFault
+from flashtile.ladder.rows import Counters, HbmRow, RungRow
+from flashtile.ladder.rungs import Variables
+from flashtile.runtime.nvrtc import CompileError
+
+RUNGS = rungs.rungs()
+IDS = [rung.name for rung in RUNGS]
+NVRTC_12 = next((path for folder in sys.path for path in Path(folder).glob("nvidia/cuda_nvrtc/lib/libnvrtc.so.12")), None)
+SIMPLE = """// own: a kernel for tests.
+// launch: block_m=64 block_n=64|32 threads=64 shared=4*block_n*d arch=75
+struct Params { const float *q, *k, *v; float* o; int seqlen, head_dim; float scale_log2; int is_causal; };
+extern "C" __global__ void own_kernel(const Params p) { p.o[blockIdx.x] = p.q[threadIdx.x] * p.scale_log2; }
+"""
+
+
+@pytest.fixture(autouse=True)
+def kernel_cache(request, monkeypatch):
+    """Unchanged kernels are compiled once, not on every run of the tests; the caller's experiments do not count."""
+    folder = request.config.cache.mkdir("kernels")
+    folder.chmod(0o700)
+    monkeypatch.setenv("FLASHTILE_CACHE_DIR", str(folder))
+    for name in Variables().environment():
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def own(tmp_path) -> Path:
+    path = tmp_path / "own.cu"
+    path.write_text(SIMPLE)
+    return path
+
+
+def ladder(*arguments: str, **environment: str):
+    return CliRunner().invoke(app, ["ladder", *arguments], env=environment)
+
+
+# The files
+
+
+def test_the_rungs_are_numbered_from_zero():
+    assert [int(rung.name[:2]) for rung in RUNGS] == list(range(len(RUNGS)))
+    assert len(RUNGS) >= 6
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=IDS)
+def test_every_file_says_what_it_does_and_what_was_expected(rung):
+    assert rung.function == f"{rung.name[3:]}_kernel"
+    assert rung.title.startswith(rung.name[3:].replace("_", " "))
+    for word in ("Changed", "Why", "Predicted", "Measured"):
+        assert len(rung.note(word)) > 20, word
+    assert len(rung.source.splitlines()) <= 230
+    # Readable alone
+    assert "#include" not in rung.source
+
+
+def assert_clean(rung, head_dim, arch, is_wide=None):
+    kernel = launcher.compile_rung(rung, head_dim, arch, Variables(), is_wide)
+    resources = kernel.resources
+    assert (resources.spill_store_bytes, resources.spill_load_bytes, resources.stack_bytes) == (0, 0, 0)
+    assert kernel.compiled.warnings == []
+    assert kernel.tile.shared_bytes <= arch.shared_bytes
+    assert kernel.occupancy > 0
+
+
+@pytest.mark.parametrize("head_dim", [128, 64, 33])
+@pytest.mark.parametrize("rung", RUNGS, ids=IDS)
+def test_every_rung_compiles_without_a_spill(rung, head_dim):
+    assert_clean(rung, head_dim, ARCHS[90])
+
+
+@pytest.mark.parametrize("number", [75, 80, 86, 100, 120])
+def test_every_architecture(number):
+    for rung in RUNGS:
+        if rung.min_arch > number:
+            with pytest.raises(Unsupported, match=f"{rung.name}: got sm_{number}; accepted: sm_{rung.min_arch} or newer"):
+                rung.tile(64, ARCHS[number], Variables())
+        else:
+            assert_clean(rung, 64, ARCHS[number])
+
+
+@pytest.mark.skipif(NVRTC_12 is None, reason="nvidia-cuda-nvrtc-cu12 is not installed; `make test` does it")
+def test_the_first_rungs_for_sm_61():
+    early = [rung.name for rung in RUNGS if rung.min_arch <= 61]
+    assert len(early) >= 3
+    arguments = ["ladder", "--list", "--json", "--arch", "sm_61", "--only", ",".join(early)]
+    done = subprocess.run(
+        [sys.executable, "-m", "flashtile", *arguments], capture_output=True, text=True, env=os.environ | {"FLASHTILE_NVRTC": str(NVRTC_12)}
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    found = json.loads(done.stdout)["rungs"]
+    assert [entry["rung"] for entry in found] == early
+    for entry in found:
+        assert (entry["arch"], entry["spill_bytes"]) == ("sm_61", 0), entry
+        assert entry["shared_bytes"] <= ARCHS[61].shared_bytes
+
+
+# The launch line and the environment
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("4 * (d + 1)", 260), ("(128 if d<=64 else 256)", 128), ("(1 if arch >= 100 else 2)", 2), ("d // 32 - 1", 1)]
+)
+def test_arithmetic(text, value):
+    assert rungs.evaluate(text, {"d": 64, "arch": 90}) == value
+
+
+@pytest.mark.parametrize("text", ["d(", "__import__('os')", "e", "d / 2", "2.5", "d // 0", "d < 1 < 2", ""])
+def test_anything_else_is_refused(text):
+    with pytest.raises(ValueError):  # noqa: PT011, each has words of its own
+        rungs.evaluate(text, {"d": 64})
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"FLASH_DEBUG": "yes"}, "FLASH_DEBUG: got 'yes'; accepted: 0 or 1"),
+        ({"FLASH_SMEM_KB": "0"}, "FLASH_SMEM_KB: got '0'; accepted: an integer >= 1"),
+        ({"FLASH_SMEM_KB": "48k"}, "FLASH_SMEM_KB: got '48k'; accepted: an integer >= 1"),
+        ({"FLASH_BLOCK_N": "-64"}, "FLASH_BLOCK_N: got '-64'; accepted: an integer >= 1"),
+        ({"FLASH_KERNEL_SRC": "no/such.cu"}, "FLASH_KERNEL_SRC: got no/such.cu, which is no file; accepted: the path of a .cu file"),
+        ({"FLASH_KERNEL_FN": "f"}, "FLASH_KERNEL_FN: got 'f' alone; accepted: it beside FLASH_KERNEL_SRC"),
+    ],
+)
+def test_wrong_variables_are_explained(environment, words):
+    result = ladder("--list", **environment)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_variables_reach_another_process(own):
+    variables = Variables(True, 32, 16, own, "own_kernel")
+    assert Variables.read(variables.environment()) == variables
+    assert Variables.read(Variables().environment()) == Variables()
+
+
+def rung_of(text: str):
+    return next(rung for rung in RUNGS if rung.name.startswith(text))
+
+
+def test_a_tile_is_made_to_fit():
+    rung = rung_of("04")
+    assert rung.tile(64, ARCHS[90], Variables()).block_n == 64
+    assert rung.tile(64, ARCHS[61], Variables()).block_n < 64
+    small = rung.tile(64, ARCHS[90], Variables(shared_kb=48))
+    assert small.block_n < 64
+    assert small.shared_bytes <= 48 * 1024
+    assert rung.tile(64, ARCHS[90], Variables(block_n=16)).block_n == 16
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        (Variables(block_n=48), r"FLASH_BLOCK_N: got 48; accepted: 64, 32, 16 in 04_register_blocks.cu\. Its launch line lists"),
+        (
+            Variables(block_n=64, shared_kb=48),
+            r"FLASH_BLOCK_N: got 64, a tile of 69.0 KiB at head_dim 64, over the 48 KiB of FLASH_SMEM_KB",
+        ),
+        (Variables(shared_kb=500), r"FLASH_SMEM_KB: got 500 \(int\); accepted: at most 227, what a block of sm_90 may have"),
+        (Variables(shared_kb=4), r"04_register_blocks: got a tile of .* KiB at head_dim 64, its smallest, over the 4 KiB of FLASH_SMEM_KB"),
+    ],
+)
+def test_a_tile_that_does_not_fit_is_explained(variables, words):
+    with pytest.raises((ValueError, Unsupported), match=words):
+        rung_of("04").tile(64, ARCHS[90], variables)
+
+
+def test_a_head_dim_that_is_too_large():
+    with pytest.raises(Unsupported, match=r"head_dim: got 129 \(int\); accepted: 1 to 128 in the ladder"):
+        rung_of("00").tile(129, ARCHS[90], Variables())
+
+
+def test_rungs_without_the_tile_asked_for_are_left_out():
+    fitting, refusals = command.with_tiles(RUNGS, 64, ARCHS[90], Variables(block_n=16))
+    assert 0 < len(fitting) < len(RUNGS)
+    assert len(refusals) == len(RUNGS) - len(fitting)
+    with pytest.raises(ValueError, match="FLASH_BLOCK_N: got 3"):
+        command.with_tiles(RUNGS, 64, ARCHS[90], Variables(block_n=3))
+
+
+# A kernel of the user's own
+
+
+def test_an_own_kernel_stands_behind_the_others(own):
+    result = ladder("--list", "--json", "--only", "00", FLASH_KERNEL_SRC=str(own))
+    assert result.exit_code == 0, result.output
+    assert [entry["rung"] for entry in json.loads(result.stdout)["rungs"]] == ["00_naive", "own"]
+    with pytest.raises(ValueError, match="FLASH_BLOCK_N: got 16"):
+        command.with_tiles([*RUNGS, rungs.read(own, None)], 64, ARCHS[90], Variables(block_n=16, source=own))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "function", "words"),
+    [
+        ("own_kernel", "own_kernel", "other", "FLASH_KERNEL_FN: got 'other'; accepted: a kernel of own.cu: own_kernel"),
+        ("__global__", "", "", "FLASH_KERNEL_FN: got nothing, and own.cu has 0 kernels (none)"),
+        (
+            "// launch:",
+            "// lunch:",
+            "",
+            "launch line: got own.cu with none; accepted: one that gives block_m, block_n, threads, shared, arch",
+        ),
+        ("threads=64 ", "", "", "launch line: got own.cu with block_m, block_n, shared, arch; accepted: one that gives"),
+        ("4*block_n*d", "4*block_n*e", "", "launch line: got '4*block_n*e' in own.cu"),
+        ("p.q[threadIdx.x]", "nothing_there", "", 'own.cu(4): error: identifier "nothing_there" is undefined'),
+        ("int seqlen, head_dim", "int head_dim, seqlen", "", "Params: seqlen as in the files of the ladder"),
+        ("float scale_log2; ", "", "", 'class "Params" has no member "scale_log2"'),
+        ("int is_causal;", "int is_causal, more[4];", "", "Params: as in the files of the ladder"),
+    ],
+)
+def test_a_wrong_own_kernel_is_explained(own, old, new, function, words):
+    own.write_text(SIMPLE.replace(old, new))
+    result = ladder("--list", "--only", "00", FLASH_KERNEL_SRC=str(own), FLASH_KERNEL_FN=function)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_a_compile_error_shows_the_whole_log(own):
+    own.write_text(SIMPLE.replace("p.o[", "first_mistake; second_mistake; p.o["))
+    with pytest.raises(CompileError) as refused:
+        launcher.compile_rung(rungs.read(own, None), 64, ARCHS[90], Variables())
+    for words in ("first_mistake", "second_mistake", "own.cu(4)", "sm_90"):
+        assert words in str(refused.value)
+
+
+def test_debug_prints_log_and_defines(own, capsys):
+    launcher.compile_rung(rungs.read(own, None), 64, ARCHS[90], Variables(is_debug=True))
+    text = capsys.readouterr().err
+    for words in (str(own), "HEAD_DIM=64", "BLOCK_N=64", "Used", "registers"):
+        assert words in text
+
+
+# What a kernel may do wrong
+
+
+def attend(inputs, is_causal, out):
+    out.copy_(F.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, is_causal=is_causal))
+
+
+def outside(offset):
+    def call(inputs, is_causal, out):
+        attend(inputs, is_causal, out)
+        torch.as_strided(out, (1,), (1,), GUARD + (out.numel() + offset - 1 if offset > 0 else offset)).fill_(0.0)
+
+    return call
+
+
+def wrong(inputs, is_causal, out):
+    attend(inputs, False, out)
+
+
+def unwritten(inputs, is_causal, out):
+    attend(inputs, is_causal, out)
+    out[..., -1, :] = torch.nan
+
+
+def meddling(inputs, is_causal, out):
+    attend(inputs, is_causal, out)
+    inputs.k.view(-1)[0] = 7.0
+
+
+def failing(inputs, is_causal, out):
+    raise RuntimeError("an illegal memory access was encountered\nmore words")
+
+
+def test_a_right_kernel_passes(seed):
+    assert 0 <= probe.check_call(attend, "right", 8, "cpu") < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (outside(1), r"it wrote out of bounds, 1 floats behind its output \(first at offset 0\)"),
+        (outside(-3), r"it wrote out of bounds, 1 floats before its output \(first at offset -3\)"),
+        (wrong, r"wrong numbers: out: off by .* \(largest error against float64 [\d.e-]+, plain float32 has"),
+        (unwritten, r"48 of 48 output values are NaN"),
+        (meddling, "it changed its input k"),
+        (failing, "the kernel failed: an illegal memory access was encountered$"),
+    ],
+)
+def test_a_wrong_kernel_is_explained(call, words):
+    with pytest.raises(KernelFault, match=words) as fault:
+        probe.check_call(call, "own", 8, "cpu")
+    assert str(fault.value).startswith("own at batch 2, heads 3, seqlen ")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [
+        (subprocess.CompletedProcess([], 0, 'noise\n{"fault": "own at batch 2: it wrote out of bounds"}\n', ""), "it wrote out of bounds"),
+        (
+            subprocess.CompletedProcess([], -11, "", "many\nSegmentation fault\n"),
+            "the process that ran it ended with -11: Segmentation fault",
+        ),
+        (subprocess.TimeoutExpired([], 1), "it did not end within 120 s"),
+    ],
+)
+def test_a_process_of_its_own_that_goes_wrong(own, monkeypatch, outcome, words):
+    def run(*arguments, **options):
+        assert options["env"]["FLASH_KERNEL_SRC"] == str(own)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(probe.subprocess, "run", run)
+    with pytest.raises(KernelFault, match=words):
+        probe.check_apart(rungs.read(own, None), 64, Variables(source=own))
+
+
+def test_a_process_of_its_own_that_goes_well(own, monkeypatch):
+    monkeypatch.setattr(probe.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, '{"max_error": 1e-7}', ""))
+    assert probe.check_apart(rungs.read(own, None), 64, Variables(source=own)) == 1e-7
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": torch.float16}, "q: got float16; accepted: float32"),
+        ({"size": (2, 8, 4)}, "q: got shape"),
+        ({}, "q: got it on cpu; accepted: one CUDA device"),
+    ],
+)
+def test_tensors_are_checked(change, words):
+    tensors = [torch.zeros(change.get("size", (1, 2, 8, 4)), dtype=change.get("dtype", torch.float32)) for _ in range(3)]
+    with pytest.raises((ValueError, Unsupported), match=words):
+        launcher.kernel_for(RUNGS[0], *tensors, Variables())
+
+
+# The command
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu():
+    result = ladder()
+    assert result.exit_code == 2
+    assert "flashtile ladder: got no GPU here; accepted: a GPU that torch sees." in result.output
+    assert "`flashtile ladder --list` needs none" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--only", "99"], "--only: got '99'; accepted: 00_naive"),
+        (["--dtype", "bf16"], "--dtype: got bf16; accepted: fp32: every rung so far computes and stores float32"),
+        (["--dtype", "int8"], "--dtype: got 'int8'; accepted: fp32"),
+        (["--list", "--arch", "sm_12"], "--arch: got 'sm_12'; accepted: sm_61"),
+        (["--arch", "sm_90"], "--arch: got sm_90; accepted: it with --list"),
+    ],
+)
+def test_wrong_options_are_explained(arguments, words):
+    result = ladder(*arguments)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_a_list_by_number_and_by_name():
+    result = ladder("--list", "--only", f"00, {IDS[2]}")
+    assert result.exit_code == 0
+    assert IDS[0] in result.output
+    assert IDS[2] in result.output
+    assert IDS[1] not in result.output
+
+
+def test_the_plan_has_the_large_problem_first():
+    points = measure.plan("fp32", None).points
+    assert [(point.batch, point.heads, point.seqlen_q, point.is_causal) for point in points[:2]] == [
+        (4, 16, 4096, False),
+        (4, 16, 4096, True),
+    ]
+    assert {(point.batch, point.seqlen_q) for point in points[2:]} == {(1, 512), (1, 1024), (1, 1536), (1, 2048)}
+    assert all(point.is_causal for point in measure.plan("fp32", True).points)
+
+
+# Counters
+
+HEADER = ["ID", "Kernel Name", "Metric A", *counters._BYTES, *counters._METRICS.values(), *map(counters._STALL.format, counters._STALLS)]
+
+
+def csv_of(*kernels):
+    lines = ['"' + '","'.join(HEADER) + '"', '"' + '","'.join("" for _ in HEADER) + '"']
+    for name, value in kernels:
+        cells = {"ID": "0", "Kernel Name": name, counters._STALL.format("barrier"): "9"}
+        lines.append('"' + '","'.join(cells.get(column, value) for column in HEADER) + '"')
+    return "==PROF== Connected to process 1\n" + "\n".join(lines) + "\n==PROF== Disconnected\n"
+
+
+MARKER = "ladder_marker_kernel(int)"
+
+
+@pytest.fixture
+def ncu(monkeypatch):
+    """Puts a profiler there that answers what the test says."""
+
+    def answer(stdout="", stderr="", returncode=0):
+        def run(command, **options):
+            assert command[0] == "ncu"
+            return subprocess.CompletedProcess(command, returncode, stdout, stderr)
+
+        monkeypatch.setattr(counters, "find", lambda: "ncu")
+        monkeypatch.setattr(counters.subprocess, "run", run)
+
+    return answer
+
+
+def test_counters_are_read(ncu):
+    ncu(csv_of((MARKER, "1"), ("first", "1,234.5"), (MARKER, "1"), ("second", "2")))
+    one, two = counters.profile([counters.Call("00_naive", Point()), counters.Call("01_shared_tiles", Point())])
+    assert one.dram_bytes == 2469.0
+    assert one.profiled_ms == 1234.5e-6
+    assert two.achieved_occupancy == 0.02
+    assert two.top_stall == "barrier"
+    assert two.top_stall_share == pytest.approx(9 / (9 + 2 * (len(counters._STALLS) - 1)))
+
+
+def test_bytes_are_summed_over_the_kernels_of_a_call(ncu):
+    ncu(csv_of((MARKER, "1"), ("a", "10"), ("b", "20"), (MARKER, "1"), ("c", "1")))
+    calls = [counters.Call("eager", Point()), counters.Call("00_naive", Point())]
+    assert counters.device_bytes(calls) == [(60.0, 2), (2.0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("stdout", "stderr", "returncode", "words"),
+    [
+        ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", "", 1, "ERR_NVGPUCTRPERM.*Run as root, or load the driver"),
+        ("==ERROR== Failed to find metric x", "", 1, r"got no counters from ncu \(exit status 1\): ==ERROR== Failed to find metric x"),
+        (csv_of((MARKER, "1")), "", 0, "got no counters"),
+        ("", "Traceback: no module", 1, "no module"),
+    ],
+)
+def test_a_profiler_that_does_not_answer(ncu, stdout, stderr, returncode, words):
+    ncu(stdout, stderr, returncode)
+    with pytest.raises(Unsupported, match=words):
+        counters.profile([counters.Call("00_naive", Point())])
+
+
+def test_no_profiler(monkeypatch):
+    monkeypatch.setattr(counters.shutil, "which", lambda *_, **__: None)
+    with pytest.raises(Unsupported, match="--profile: got no ncu on PATH; accepted: Nsight Compute. Install it, or drop --profile"):
+        counters.find()
+
+
+# Tables and figures
+
+
+def kernel_row(rung, is_causal, ms, **counted) -> RungRow:
+    return RungRow(
+        rung=rung.name, title=rung.title, dtype="fp32", is_causal=is_causal, batch=2, heads=2, seqlen=32, head_dim=16, arch="sm_90", block_m=64,
+        block_n=64, num_threads=256, registers=100, spill_bytes=0, shared_bytes=70656, occupancy=0.25, median_ms=ms, tflops=10 / ms, flops=1e9,
+        least_bytes=10**6, fma_ceiling_tflops=20.0, dram_ceiling_gb_per_s=4000.0, shared_ceiling_gb_per_s=30000.0, env=ENV, **counted,
+    )  # fmt: skip
+
+
+COUNTED = {
+    "profiled_ms": 1.0, "dram_bytes": 3e6, "l2_bytes": 9e9, "l2_percent": 12.0, "shared_wavefronts": 1e6, "shared_percent": 80.0,
+    "bank_conflicts": 5e5, "achieved_occupancy": 0.2, "fma_percent": 40.0, "sectors_per_load": 16.0, "divergent_branches": 0.0,
+    "top_stall": "mio_throttle", "top_stall_share": 0.5,
+}  # fmt: skip
+
+
+@pytest.fixture
+def results(tmp_path) -> Path:
+    """The three CSVs of a small run on the CPU; its kernels are made up."""
+    point = Point(2, 2, 2, 32, 32, 16, 16)
+    plan = Plan(
+        "ladder", "ladder_fp32", (point, replace(point, is_causal=True), Point(head_dim=16, head_dim_v=16, seqlen_q=32, seqlen_k=32))
+    )
+
+    def call_for(point, inputs):
+        return provider("x", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=point.is_causal)).build(point, inputs)
+
+    names = [(rung.name, False) for rung in RUNGS[:2]] + [("sdpa-math", True)]
+    fakes = [replace(provider(name, is_baseline=is_baseline), build=call_for) for name, is_baseline in names]
+    rows = [row for found in Sweep(plan, fakes, SETTINGS, ENV).rows() for row in found]
+    kernels = [kernel_row(rung, causal, ms, **COUNTED) for causal in (False, True) for rung, ms in zip(RUNGS, (4.0, 2.0), strict=False)]
+    hbm = [
+        HbmRow(name, "fp32", 4, 16, size, 64, 3, factor * size, 100 * size, size * size, ENV)
+        for name, factor in (("eager", 1e5), ("last", 1e3))
+        for size in (512, 1024)
+    ]
+    for stem, kind, found in (("ladder_fp32", Row, rows), ("ladder_kernels_fp32", RungRow, kernels), ("ladder_hbm_fp32", HbmRow, hbm)):
+        with Writer(tmp_path / f"{stem}.csv", kind) as writer:
+            writer.add(found)
+        assert read(tmp_path / f"{stem}.csv", kind)[0].env == ENV
+    return tmp_path
+
+
+def test_tables(results):
+    rows, kernels = read(results / "ladder_fp32.csv", Row), read(results / "ladder_kernels_fp32.csv", RungRow)
+    assert kernels[0].dram_bytes == 3e6
+    table = tables.of(rows, kernels, "ladder")
+    assert table.header[:6] == ("", "ms", "TFLOP/s", "of FMA ceiling", "x step before", "x sdpa-math")
+    first, second, baseline = table.lines
+    assert first[:5] == ("00_naive", "4", "2.5", "12 %", "")
+    assert second[:5] == ("01_shared_tiles", "2", "5", "25 %", "2")
+    assert second[-4:] == ("100", "0", "69.0", "25 %")
+    assert baseline[0] == "sdpa-math"
+    assert "causal" in tables.of(rows, kernels, "ladder-causal").title
+    counted = tables.of(rows, kernels, "counters").lines[0]
+    assert counted[1:6] == ("3", "9", "12", "80", "50 %")
+    assert counted[-1] == "mio_throttle 50 %"
+    assert tables.of(rows, [replace(kernel, **vars(Counters())) for kernel in kernels], "counters").lines == ()
+    hbm = tables.hbm_table(read(results / "ladder_hbm_fp32.csv", HbmRow))
+    assert hbm.lines[0] == ("S=512", "0.0512", "51.2", "0.512")
+    with pytest.raises(ValueError, match="table: got 'x'"):
+        tables.of(rows, kernels, "x")
+
+
+def test_figures(results):
+    written = [path for stem in ("ladder_fp32", "ladder_kernels_fp32", "ladder_hbm_fp32") for path in figures.draw(results / f"{stem}.csv")]
+    names = {path.name for path in written}
+    assert names == {
+        "ladder_fp32_times.png",
+        "ladder_roofline_fp32.png",
+        "ladder_00_naive.png",
+        "ladder_01_shared_tiles.png",
+        "ladder_hbm_fp32.png",
+    }
+    assert all(plots.is_current(path) for path in written)
+
+
+def test_a_row_of_a_kernel(monkeypatch):
+    monkeypatch.setattr(launcher, "current_arch", lambda index=0: ARCHS[90])
+    rung, point = rung_of("04"), replace(measure.LARGE, is_causal=True)
+    row = measure.rung_row(rung, point, Variables(), None, Ceilings(60.0, 4000.0, 30000.0), Counters(), ENV)
+    assert (row.block_m, row.block_n, row.num_threads, row.shared_bytes) == (64, 64, 256, 70656)
+    assert row.least_bytes == 4 * 4 * 16 * 4096 * 64 * 4
+    assert row.median_ms is None
+    assert row.top_stall == ""

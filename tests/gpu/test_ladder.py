@@ -1,0 +1,93 @@
+"""The ladder on a GPU: every rung by the error rule with guard zones, kernels that go wrong in a process of their own, and Numba."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashtile
+from flashtile.backends import numba
+from flashtile.ladder import launcher, probe, rungs
+from flashtile.ladder.probe import KernelFault
+from flashtile.ladder.rungs import Variables
+from flashtile.testing import Case, assert_agrees, run
+
+HEAD_DIMS = (64, 128, 33, 40, 96, 1)
+RUNGS = [rung for rung in rungs.rungs() if torch.cuda.is_available() and rung.min_arch <= launcher.current_arch().number]
+IDS = [rung.name for rung in RUNGS]
+OWN = """// own: a kernel that goes wrong.
+// launch: block_m=1 block_n=1 threads=32 shared=0 arch=61
+struct Params { const float *q, *k, *v; float* o; int seqlen, head_dim; float scale_log2; int is_causal; };
+extern "C" __global__ void own_kernel(const Params p) {
+  long long size = (long long)gridDim.x * p.head_dim, first = (long long)blockIdx.x * p.head_dim;
+  for (int c = threadIdx.x; c < p.head_dim; c += 32) p.o[first + c] = 1.0f;
+  MISTAKE
+}
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """Everything side by side, ahead."""
+    jobs = [(rung, head_dim) for rung in RUNGS for head_dim in HEAD_DIMS]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda job: launcher.compile_rung(*job, launcher.current_arch(), Variables()), jobs))
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=IDS)
+def test_every_rung(rung):
+    for head_dim in HEAD_DIMS:
+        assert probe.check(rung, head_dim, Variables()) < 1e-5
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=IDS)
+def test_every_tile_of_a_rung(rung):
+    for block_n in map(int, dict(rung.launch)["block_n"].split("|")):
+        assert probe.check(rung, 64, Variables(block_n=block_n)) < 1e-5
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=IDS)
+def test_tensors_that_are_not_aligned(rung):
+    q, k, v = (torch.randn(2 * 77 * 64 + 1, device="cuda")[1:].view(1, 2, 77, 64) for _ in range(3))
+    out = launcher.kernel_for(rung, q, k, v, Variables())(q, k, v, True)
+    want = flashtile.attention(q, k, v, causal=True, backend="reference")
+    assert (out - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("", "wrong numbers"),
+        ("if (first + p.head_dim == size) p.o[size + threadIdx.x] = 0.0f;", "it wrote out of bounds, 32 floats behind its output"),
+        ("if (blockIdx.x == 0) p.o[-1 - (int)threadIdx.x] = 0.0f;", "it wrote out of bounds, 32 floats before its output"),
+        ("p.o[(1ll << 40) + threadIdx.x] = 0.0f;", "the kernel failed: .*illegal"),
+    ],
+)
+def test_a_kernel_that_goes_wrong_harms_nobody(tmp_path, mistake, words):
+    path = Path(tmp_path / "own.cu")
+    path.write_text(OWN.replace("MISTAKE", mistake))
+    variables = Variables(source=path)
+    rung = rungs.own(variables)
+    assert rung is not None
+    with pytest.raises(KernelFault, match=words):
+        probe.check_apart(rung, 64, variables)
+    assert probe.check(RUNGS[0], 64, Variables()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(batch=1, heads=4, heads_kv=2, seqlen_q=19, seqlen_k=35, head_dim=20, head_dim_v=9, causal="bottom_right"),
+        Case(seqlen_q=133, seqlen_k=67, head_dim=64, head_dim_v=64, causal="bottom_right", layout="bshd"),
+        Case(seqlen_q=100, seqlen_k=100, head_dim=64, head_dim_v=64, window=(30, 5), memory="sliced"),
+        Case(kind="varlen", seqlen_q=200, seqlen_k=200, head_dim=128, head_dim_v=128),
+    ],
+)
+def test_numba(case, seed):
+    if (reason := numba.missing("cuda")) is not None:
+        pytest.skip(reason)
+    inputs = Case(**{**vars(case), "backend": "numba"}).make(seed, "cuda")
+    assert_agrees(run(inputs, has_backward=False), inputs)
