@@ -1,4 +1,4 @@
-"""The ladder without a GPU: every rung compiles for its architectures, every wrong value is explained, counters and figures are read and drawn."""
+"""The ladder without a GPU: every rung compiles for its architectures, wrong values are explained, counters are read, figures drawn."""
 
 from __future__ import annotations
 
@@ -460,7 +460,7 @@ def test_a_profiler_that_does_not_answer(ncu, stdout, stderr, returncode, words)
 
 def test_no_profiler(monkeypatch):
     monkeypatch.setattr(counters.shutil, "which", lambda *_, **__: None)
-    with pytest.raises(Unsupported, match="--profile: got no ncu on PATH; accepted: Nsight Compute. Install it, or drop --profile"):
+    with pytest.raises(Unsupported, match=r"--profile: got no ncu on PATH; accepted: Nsight Compute\. Install it, or drop"):
         counters.find()
 
 
@@ -469,9 +469,10 @@ def test_no_profiler(monkeypatch):
 
 def kernel_row(rung, is_causal, ms, **counted) -> RungRow:
     return RungRow(
-        rung=rung.name, title=rung.title, dtype="fp32", is_causal=is_causal, batch=2, heads=2, seqlen=32, head_dim=16, arch="sm_90", block_m=64,
-        block_n=64, num_threads=256, registers=100, spill_bytes=0, shared_bytes=70656, occupancy=0.25, median_ms=ms, tflops=10 / ms, flops=1e9,
-        least_bytes=10**6, fma_ceiling_tflops=20.0, dram_ceiling_gb_per_s=4000.0, shared_ceiling_gb_per_s=30000.0, env=ENV, **counted,
+        rung=rung.name, title=rung.title, dtype="fp32", is_causal=is_causal, batch=2, heads=2, seqlen=32, head_dim=16, arch="sm_90",
+        block_m=64, block_n=64, num_threads=256, registers=100, spill_bytes=0, shared_bytes=70656, occupancy=0.25, median_ms=ms,
+        tflops=10 / ms, flops=1e9, least_bytes=10**6, fma_ceiling_tflops=20.0, dram_ceiling_gb_per_s=4000.0,
+        shared_ceiling_gb_per_s=30000.0, env=ENV, **counted,
     )  # fmt: skip
 
 

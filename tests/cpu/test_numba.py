@@ -18,12 +18,14 @@ from flashtile.backends.numba import NumbaBackend
 SIMULATED = """
 import sys
 from flashtile.testing import Case, assert_agrees, run
-for case in (
-    Case(batch=1, heads=2, heads_kv=1, seqlen_q=17, seqlen_k=19, head_dim=18, head_dim_v=5, backend="numba"),
-    Case(batch=1, heads=1, heads_kv=1, seqlen_q=18, seqlen_k=3, head_dim=4, head_dim_v=4, causal="bottom_right", layout="bshd", backend="numba"),
-    Case(batch=1, heads=1, heads_kv=1, seqlen_q=17, seqlen_k=17, head_dim=4, head_dim_v=4, window=(3, 1), memory="sliced", backend="numba"),
-    Case(kind="varlen", batch=2, heads=1, heads_kv=1, seqlen_q=9, seqlen_k=9, head_dim=4, head_dim_v=4, causal="top_left", backend="numba"),
+small = {"batch": 1, "heads": 1, "heads_kv": 1, "head_dim": 4, "head_dim_v": 4, "backend": "numba"}
+for options in (
+    {"heads": 2, "seqlen_q": 17, "seqlen_k": 19, "head_dim": 18, "head_dim_v": 5},
+    {"seqlen_q": 18, "seqlen_k": 3, "causal": "bottom_right", "layout": "bshd"},
+    {"seqlen_q": 17, "seqlen_k": 17, "window": (3, 1), "memory": "sliced"},
+    {"kind": "varlen", "batch": 2, "seqlen_q": 9, "seqlen_k": 9, "causal": "top_left"},
 ):
+    case = Case(**{**small, **options})
     inputs = case.make(int(sys.argv[1]))
     assert_agrees(run(inputs, has_backward=False), inputs)
 print("agrees")
