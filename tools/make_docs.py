@@ -1,7 +1,8 @@
 """Fills README.md and docs/*.md from results/: everything between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`.
 
 NAME is <folder>/<csv stem>:<table>, such as nvidia-h200/sdpa_Lsweep_B1_H1_d64_fp32:latency (tables: latency, throughput, bandwidth,
-memory, accuracy, ratios, overhead), or <folder>/<figure>.png. Figures older than their CSV are drawn again.
+memory, accuracy, ratios, overhead; of the ladder: ladder, ladder-causal, counters, counters-causal, hbm), or <folder>/<figure>.png, or
+rung/<name>, what the head of that kernel of the ladder says. Figures older than their CSV are drawn again.
 
 python tools/make_docs.py [--check] [--root FOLDER]     --check changes nothing and exits 1 where something is out of date
 """
@@ -17,6 +18,11 @@ from pathlib import Path
 
 from flashtile.bench import plots, tables
 from flashtile.bench.rows import OverheadRow, Row, read
+from flashtile.ladder import figures as ladder_figures
+from flashtile.ladder import tables as ladder_tables
+from flashtile.ladder.rows import HbmRow, RungRow
+from flashtile.ladder.rungs import FOLDER
+from flashtile.ladder.rungs import read as read_rung
 
 MARKED = re.compile(r"(<!-- bench:(?P<name>[^ ]+) -->\n)(?P<body>.*?)(<!-- /bench:(?P=name) -->)", re.DOTALL)
 OPENING = re.compile(r"^<!-- /?bench:[^ ]+ -->$", re.MULTILINE)
@@ -36,8 +42,19 @@ def part(name: str, page: Path, results: Path) -> str:
     if name.endswith(".png"):
         figure = results / name
         return f"![{figure.stem.replace('_', ' ')}]({os.path.relpath(figure, page.parent)})"
+    if name.startswith("rung/"):
+        rung = read_rung(FOLDER / f"{name.removeprefix('rung/')}.cu", None)
+        return "\n\n".join(f"**{word}.** {rung.note(word)}" for word in ("Changed", "Why", "Predicted", "Measured"))
     stem, _, kind = name.partition(":")
     path = results / f"{stem}.csv"
+    if kind in ladder_tables.KINDS:
+        rows = read(path, Row)
+        kernels = read(path.with_name(path.name.replace("ladder_", "ladder_kernels_")), RungRow)
+        ladder_table = ladder_tables.of(rows, kernels, kind)
+        return f"{ladder_table.title}:\n\n{ladder_table.markdown()}\n\n{origin(rows[0])}"
+    if kind == "hbm":
+        hbm_rows = read(path, HbmRow)
+        return f"{ladder_tables.hbm_table(hbm_rows).markdown()}\n\n{origin(hbm_rows[0])}"
     if kind == "overhead":
         overhead_rows = read(path, OverheadRow)
         return f"{tables.overhead_table(overhead_rows).markdown()}\n\n{origin(overhead_rows[0])}"
@@ -46,7 +63,7 @@ def part(name: str, page: Path, results: Path) -> str:
     return f"{table.title}:\n\n{table.markdown()}\n\n{origin(rows[0])}"
 
 
-def origin(row: Row | OverheadRow) -> str:
+def origin(row: Row | OverheadRow | HbmRow) -> str:
     """Where the figures come from, in one line below them."""
     env = row.env
     versions = [f"torch {env.torch}", *(f"{key} {value}" for key, value in (("cuDNN", env.cudnn), ("driver", env.driver)) if value)]
@@ -59,8 +76,14 @@ def figures(results: Path, wanted: set[str]) -> tuple[list[Path], list[Path]]:
     stale = [path for path in sorted(results.glob("*/*.png")) if plots.HASH_KEY in plots.metadata(path) and not plots.is_current(path)]
     absent = [results / name for name in sorted(wanted) if not (results / name).exists()]
     sources = {path.with_name(plots.metadata(path)[plots.SOURCE_KEY]) for path in stale}
-    sources.update(source for path in absent for source in path.parent.glob("sdpa_*.csv"))
+    sources.update(
+        source for path in absent for source in path.parent.glob("ladder_*.csv" if path.stem.startswith("ladder") else "sdpa_*.csv")
+    )
     return stale + absent, sorted(source for source in sources if source.exists())
+
+
+def draw(source: Path) -> list[Path]:
+    return ladder_figures.draw(source) if source.stem.startswith("ladder") else plots.draw(source, read(source, Row))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complaints += [f"{path.relative_to(options.root)}: missing, or drawn from another CSV" for path in out_of_date]
     else:
         for source in sources:
-            print("\n".join(f"{path.relative_to(options.root)}: drawn" for path in plots.draw(source, read(source, Row))))
+            print("\n".join(f"{path.relative_to(options.root)}: drawn" for path in draw(source)))
         complaints += [f"{path.relative_to(options.root)}: no CSV to draw it from" for path in out_of_date if not plots.is_current(path)]
     for complaint in complaints:
         print(complaint + ("; run `make docs`" if options.check else ""), file=sys.stderr)

@@ -477,9 +477,9 @@ def kernel_row(rung, is_causal, ms, **counted) -> RungRow:
 
 
 COUNTED = {
-    "profiled_ms": 1.0, "dram_bytes": 3e6, "l2_bytes": 9e9, "l2_percent": 12.0, "shared_wavefronts": 1e6, "shared_percent": 80.0,
-    "bank_conflicts": 5e5, "achieved_occupancy": 0.2, "fma_percent": 40.0, "sectors_per_load": 16.0, "divergent_branches": 0.0,
-    "top_stall": "mio_throttle", "top_stall_share": 0.5,
+    "profiled_ms": 1.0, "dram_bytes": 3e6, "l2_bytes": 9e9, "l2_percent": 12.0, "shared_loads": 1e7, "shared_wavefronts": 1e6,
+    "shared_percent": 80.0, "bank_conflicts": 5e5, "achieved_occupancy": 0.2, "fma_percent": 40.0, "sectors_per_load": 16.0,
+    "divergent_branches": 0.0, "top_stall": "mio_throttle", "top_stall_share": 0.5, "global_stall_share": 0.25,
 }  # fmt: skip
 
 
@@ -522,7 +522,7 @@ def test_tables(results):
     assert baseline[0] == "sdpa-math"
     assert "causal" in tables.of(rows, kernels, "ladder-causal").title
     counted = tables.of(rows, kernels, "counters").lines[0]
-    assert counted[1:6] == ("3", "9", "12", "80", "50 %")
+    assert counted[1:7] == ("3", "9", "12", "80", "0.64", "50 %")
     assert counted[-1] == "mio_throttle 50 %"
     assert tables.of(rows, [replace(kernel, **vars(Counters())) for kernel in kernels], "counters").lines == ()
     hbm = tables.hbm_table(read(results / "ladder_hbm_fp32.csv", HbmRow))

@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) production_tile_ker
     __syncthreads();
     // S = Q K^T, four columns of the head dim at a time
     float rS[kRows][kCols] = {};
-#pragma unroll 2
+#pragma unroll 1
     for (int c = 0; c < kHeadDim; c += 4) {
       float4 rQ[kRows];
 #pragma unroll

@@ -29,15 +29,17 @@ _MARKER = "ladder_marker_kernel"
 _MARKER_SOURCE = f'extern "C" __global__ void {_MARKER}(const int) {{}}\n'
 _CHILD = "import sys; from flashtile.ladder import counters; counters.child(sys.argv[1])"
 _STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+# What a warp waits for; not_selected, being ready beside another one, is no wait
 _STALLS = (
     "barrier", "branch_resolving", "dispatch_stall", "drain", "imc_miss", "lg_throttle", "long_scoreboard", "math_pipe_throttle",
-    "membar", "mio_throttle", "misc", "no_instruction", "not_selected", "short_scoreboard", "sleeping", "tex_throttle", "wait",
+    "membar", "mio_throttle", "misc", "no_instruction", "short_scoreboard", "sleeping", "tex_throttle", "wait",
 )  # fmt: skip
 _BYTES = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 _METRICS = {
     "duration": "gpu__time_duration.sum",
     "l2_bytes": "lts__t_bytes.sum",
     "l2_percent": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "shared_loads": "smsp__inst_executed_op_shared_ld.sum",
     "shared_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
     "shared_percent": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum.pct_of_peak_sustained_elapsed",
     "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
@@ -81,13 +83,14 @@ def device_bytes(calls: Sequence[Call]) -> list[tuple[float, int]]:
 
 def _counters(kernel: Mapping[str, float]) -> Counters:
     stalls = {name: kernel[_STALL.format(name)] for name in _STALLS}
-    top = max(stalls, key=lambda name: stalls[name])
+    top, total = max(stalls, key=lambda name: stalls[name]), max(sum(stalls.values()), 1e-9)
     value = {name: kernel[metric] for name, metric in _METRICS.items()}
     return Counters(
         profiled_ms=value["duration"] / 1e6,
         dram_bytes=sum(kernel[name] for name in _BYTES),
         l2_bytes=value["l2_bytes"],
         l2_percent=value["l2_percent"],
+        shared_loads=value["shared_loads"],
         shared_wavefronts=value["shared_wavefronts"],
         shared_percent=value["shared_percent"],
         bank_conflicts=value["bank_conflicts"],
@@ -96,7 +99,8 @@ def _counters(kernel: Mapping[str, float]) -> Counters:
         sectors_per_load=value["sectors_per_load"],
         divergent_branches=value["divergent_branches"],
         top_stall=top,
-        top_stall_share=stalls[top] / max(sum(stalls.values()), 1e-9),
+        top_stall_share=stalls[top] / total,
+        global_stall_share=stalls["long_scoreboard"] / total,
     )
 
 

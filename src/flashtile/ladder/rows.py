@@ -44,6 +44,7 @@ class Counters:
     dram_bytes: float | None = None  # read and written
     l2_bytes: float | None = None
     l2_percent: float | None = None  # of the peak throughput
+    shared_loads: float | None = None  # warp instructions that read shared memory
     shared_wavefronts: float | None = None  # cycles of the shared-memory pipe, over all multiprocessors
     shared_percent: float | None = None  # of the peak throughput
     bank_conflicts: float | None = None  # wavefronts that conflicts added
@@ -53,6 +54,7 @@ class Counters:
     divergent_branches: float | None = None
     top_stall: str = ""
     top_stall_share: float | None = None  # of the cycles that warps waited
+    global_stall_share: float | None = None  # waits for global memory (long scoreboard), likewise
 
 
 @dataclass(frozen=True, kw_only=True)

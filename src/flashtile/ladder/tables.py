@@ -61,17 +61,19 @@ def counter_table(kernels: Sequence[RungRow]) -> Table:
                 number(kernel.l2_bytes / 1e9),
                 _number(kernel.l2_percent),
                 _number(kernel.shared_percent),
+                number((kernel.shared_loads or 0.0) / (kernel.flops / 64)),
                 _conflicts(kernel),
                 _number(kernel.fma_percent),
                 _percent(kernel.achieved_occupancy or 0.0),
                 _number(kernel.sectors_per_load),
                 _number(kernel.divergent_branches),
+                _percent(kernel.global_stall_share or 0.0),
                 f"{kernel.top_stall} {_percent(kernel.top_stall_share or 0.0)}",
             )
         )
     header = (
-        "", "DRAM bytes over least", "L2 GB", "L2 %", "shared %", "bank conflicts", "FMA pipe %", "occupancy", "sectors per load",
-        "divergent branches", "top stall",
+        "", "DRAM bytes over least", "L2 GB", "L2 %", "shared %", "shared loads per FMA", "bank conflicts", "FMA pipe %", "occupancy",
+        "sectors per load", "divergent branches", "waits for global", "waits most for",
     )  # fmt: skip
     mask = "causal" if kernels and kernels[0].is_causal else "full"
     return Table(f"Counters, {mask}", header, tuple(lines))
