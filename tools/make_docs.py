@@ -1,8 +1,8 @@
 """Fills README.md and docs/*.md from results/: everything between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`.
 
 NAME is <folder>/<csv stem>:<table>, such as nvidia-h200/sdpa_Lsweep_B1_H1_d64_fp32:latency (tables: latency, throughput, bandwidth,
-memory, accuracy, ratios, overhead; of the ladder: ladder, ladder-causal, counters, counters-causal, hbm), or <folder>/<figure>.png, or
-rung/<name>, what the head of that kernel of the ladder says. Figures older than their CSV are drawn again.
+memory, accuracy, ratios, overhead; of the ladder: ladder, ladder-causal, counters, counters-causal, one-head, hbm), or
+<folder>/<figure>.png, or rung/<name>, what the head of that kernel of the ladder says. Figures older than their CSV are drawn again.
 
 python tools/make_docs.py [--check] [--root FOLDER]     --check changes nothing and exits 1 where something is out of date
 """

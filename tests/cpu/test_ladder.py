@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bench_fakes import ENV, SETTINGS, provider
+from test_bench_docs import make_docs
 from typer.testing import CliRunner
 
 from flashtile import Unsupported
@@ -542,6 +543,24 @@ def test_figures(results):
         "ladder_hbm_fp32.png",
     }
     assert all(plots.is_current(path) for path in written)
+
+
+def test_pages_are_filled(results, tmp_path_factory):
+    root = tmp_path_factory.mktemp("root")
+    (root / "docs").mkdir()
+    (root / "results").mkdir()
+    (root / "results" / "box").symlink_to(results)
+    names = [f"box/ladder_fp32:{kind}" for kind in tables.KINDS]
+    names += ["box/ladder_hbm_fp32:hbm", "rung/00_naive", "box/ladder_fp32_times.png", "box/ladder_00_naive.png"]
+    page = root / "docs" / "ladder.md"
+    page.write_text("".join(f"<!-- bench:{name} -->\n<!-- /bench:{name} -->\n" for name in names))
+    assert make_docs(root, "--check").returncode == 1
+    done = make_docs(root)
+    assert done.returncode == 0, done.stderr
+    text = page.read_text()
+    for words in ("| 01_shared_tiles | 2 | 5 |", "mio_throttle", "| S=512 | 0.0512 |", "**Predicted.** ", "ladder_fp32_times.png)"):
+        assert words in text
+    assert make_docs(root, "--check").returncode == 0
 
 
 def test_a_row_of_a_kernel(monkeypatch):

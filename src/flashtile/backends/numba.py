@@ -70,8 +70,8 @@ def missing(device: str) -> str | None:
     except Exception as error:  # Numba raises SystemError, ImportError or AttributeError beside a NumPy it does not know
         import numpy
 
-        came = " ".join(str(error).split())
-        return f"numba cannot be imported beside numpy {numpy.__version__}: {came}. Install numba, which as of 0.68 takes numpy up to 2.4"
+        came, way_out = " ".join(str(error).split()), "pip install 'flashtile[numba]'; Numba 0.68 takes numpy up to 2.4"
+        return f"numba cannot be imported beside numpy {numpy.__version__}: {came}. {way_out}"
     if config.ENABLE_CUDASIM:
         return None if device == "cpu" else "Numba's simulator is on (NUMBA_ENABLE_CUDASIM=1) and takes tensors on the CPU"
     if device == "cpu":

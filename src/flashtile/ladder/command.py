@@ -132,7 +132,6 @@ class Run:
                 hbm_writer.add(hbm)
         for kind in tables.KINDS:
             show(self.console, tables.of(rows, kernels, kind))
-        show(self.console, bench_tables.of([row for row in rows if row.batch * row.heads == 1], "latency"))
         show(self.console, bench_tables.refusals(rows))
         if hbm:
             show(self.console, tables.hbm_table(hbm))

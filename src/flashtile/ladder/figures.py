@@ -12,6 +12,7 @@ from flashtile.bench.tables import number
 from flashtile.ladder.rows import HbmRow, RungRow
 
 OURS, STEP_BEFORE, PEER = "#D55E00", "#9a9a9a", "#0072B2"
+_WAVEFRONT_BYTES = 128  # that the shared-memory pipe moves in one cycle
 
 
 def draw(csv_path: Path) -> list[Path]:
@@ -52,8 +53,8 @@ def _times(csv_path: Path, rows: Sequence[Row]) -> Path:
             axes.barh(place, ms, color=PEER if row.is_baseline else OURS, height=0.68, alpha=0.55 if name == "cuda" else 1.0)
             axes.text(ms * 1.12, place, f"{number(ms)} ms", va="center", fontsize=9)
         axes.set_xscale("log")
-        low, high = axes.get_xlim()
-        axes.set_xlim(max(low, 1.0), high * 3)
+        times = [row.median_ms or 1.0 for row in here.values()]
+        axes.set_xlim(min(times) * 0.6, max(times) * 6)
         axes.set_yticks(range(len(names)), names)
         axes.grid(False, axis="y")
         axes.set_xlabel("Time per call (ms)")
@@ -66,40 +67,52 @@ def _times(csv_path: Path, rows: Sequence[Row]) -> Path:
 
 
 def _roofline(csv_path: Path, kernels: Sequence[RungRow]) -> Path:
-    """Throughput over arithmetic intensity, of device memory as counted (else as at least), under the measured roofs."""
-    import numpy as np
+    """Throughput over arithmetic intensity under the measured roofs: of device memory, as counted or as at best, and of shared memory."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.4, 5.0), layout="constrained")
-    axes = figure.add_subplot()
-    first = kernels[0]
-    full = [kernel for kernel in kernels if not kernel.is_causal and kernel.tflops]
-    points = [(kernel.flops / (kernel.dram_bytes or kernel.least_bytes), kernel.tflops or 0.0, kernel.rung) for kernel in full]
-    xs = np.logspace(np.log10(min(0.5, *(x for x, _, _ in points)) / 2), np.log10(max(2000.0, *(x for x, _, _ in points)) * 2), 200)
-    axes.plot(xs, np.minimum(xs * first.dram_ceiling_gb_per_s / 1e3, first.fma_ceiling_tflops), color="#000000", linewidth=1.5)
-    axes.text(xs[-1], first.fma_ceiling_tflops * 1.08, f"FMA, {number(first.fma_ceiling_tflops)} TFLOP/s", ha="right", fontsize=9)
-    at = first.fma_ceiling_tflops / first.dram_ceiling_gb_per_s * 1e3
-    axes.text(
-        at * 0.75, first.fma_ceiling_tflops * 0.85, f"device memory, {number(first.dram_ceiling_gb_per_s)} GB/s", ha="right", fontsize=9
-    )
-    for x, y, _ in points:
-        axes.plot(x, y, "o", color=OURS, markersize=7)
-    places = plots.spread([float(np.log10(y)) for _, y, _ in sorted(points, key=lambda one: one[1])], 0.13)
-    for (x, y, name), place in zip(sorted(points, key=lambda one: one[1]), places, strict=True):
+    full = [kernel for kernel in kernels if not kernel.is_causal and kernel.tflops] or [kernel for kernel in kernels if kernel.tflops]
+    first = full[0]
+    device = [(kernel.flops / (kernel.dram_bytes or kernel.least_bytes), kernel) for kernel in full]
+    shared = [
+        (kernel.flops / (_WAVEFRONT_BYTES * kernel.shared_wavefronts), kernel)
+        for kernel in full
+        if kernel.shared_bytes and kernel.shared_wavefronts
+    ]
+    panels = [(device, "device memory", first.dram_ceiling_gb_per_s, "as counted" if first.dram_bytes else "at best")]
+    if shared:
+        panels.append((shared, "shared memory", first.shared_ceiling_gb_per_s, "as counted"))
+    figure = Figure(figsize=(6.4 * len(panels), 5.0), layout="constrained")
+    for axes, (points, name, roof, how) in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
+        _roof_panel(axes, points, name, roof)
+        axes.set_xlabel(f"FLOP for each byte of {name}, {how}")
+        axes.set_ylabel("TFLOP/s")
+    problem = f"B={first.batch} H={first.heads} S={first.seqlen} d={first.head_dim} {first.dtype}{', causal' if first.is_causal else ''}"
+    figure.suptitle(f"Roofline, roofs as measured: {problem}; {first.env.device}", x=0.01, ha="left", fontweight="bold", fontsize=11)
+    return plots.save(figure, csv_path, f"{csv_path.stem.replace('kernels', 'roofline')}.png")
+
+
+def _roof_panel(axes: Any, points: Sequence[tuple[float, RungRow]], name: str, gb_per_s: float) -> None:
+    import numpy as np
+
+    top = points[0][1].fma_ceiling_tflops
+    ridge = top / gb_per_s * 1e3
+    low, high = min(ridge, *(x for x, _ in points)) / 8, max(ridge, *(x for x, _ in points)) * 40
+    xs = np.logspace(np.log10(low), np.log10(high), 200)
+    axes.plot(xs, np.minimum(xs * gb_per_s / 1e3, top), color="#000000", linewidth=1.5)
+    axes.text(high, top * 1.08, f"FMA, {number(top)} TFLOP/s", ha="right", fontsize=9)
+    axes.text(low * 1.1, top * 1.08, f"{name}, {number(gb_per_s)} GB/s", fontsize=9)
+    ordered = sorted(points, key=lambda one: one[1].tflops or 0.0)
+    places = plots.spread([float(np.log10(kernel.tflops or 1.0)) for _, kernel in ordered], 0.13)
+    right = max(x for x, _ in points)
+    for (x, kernel), place in zip(ordered, places, strict=True):
+        axes.plot(x, kernel.tflops, "o", color=OURS, markersize=7)
         axes.annotate(
-            name, xy=(x, y), xytext=(x * 1.25, 10**place), fontsize=9, va="center",
+            kernel.rung, xy=(x, kernel.tflops), xytext=(right * 1.8, 10**place), fontsize=9, va="center",
             arrowprops={"arrowstyle": "-", "color": STEP_BEFORE, "linewidth": 0.6},
         )  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlim(xs[0], xs[-1])
-    axes.set_xlabel(
-        "FLOP for each byte of device memory, as counted" if full[0].dram_bytes else "FLOP for each byte of device memory, at best"
-    )
-    axes.set_ylabel("TFLOP/s")
-    problem = f"B={first.batch} H={first.heads} S={first.seqlen} d={first.head_dim} {first.dtype}, full"
-    axes.set_title(f"Roofline, roofs as measured: {problem}; {first.env.device}", loc="left", fontweight="bold", fontsize=11)
-    return plots.save(figure, csv_path, f"{csv_path.stem.replace('kernels', 'roofline')}.png")
+    axes.set_xlim(low, high)
 
 
 def _counter_figure(csv_path: Path, kernel: RungRow, before: RungRow | None) -> Path:
@@ -113,7 +126,7 @@ def _counter_figure(csv_path: Path, kernel: RungRow, before: RungRow | None) -> 
         ("occupancy", lambda one: 100 * one.achieved_occupancy),
         ("TFLOP/s of FMA ceiling", lambda one: 100 * (one.tflops or 0.0) / one.fma_ceiling_tflops),
     ]
-    figure = Figure(figsize=(7.6, 2.5), layout="constrained")
+    figure = Figure(figsize=(7.6, 2.7), layout="constrained")
     axes = figure.add_subplot()
     for place, (_, value) in enumerate(values):
         axes.barh(place - 0.19, value(kernel), color=OURS, height=0.36)
@@ -126,10 +139,10 @@ def _counter_figure(csv_path: Path, kernel: RungRow, before: RungRow | None) -> 
     axes.set_xlabel("%")
     axes.grid(False, axis="y")
     axes.invert_yaxis()
-    step = f", {before.rung} in grey" if before is not None else ""
-    times = f"{number(kernel.median_ms)} ms" if kernel.median_ms else ""
+    step = f"; {before.rung} in grey" if before is not None else ""
+    times = f"{number(kernel.median_ms)} ms, " if kernel.median_ms else ""
     stall = f"waits most for {kernel.top_stall.replace('_', ' ')}"
-    axes.set_title(f"{kernel.rung}: {times}, {stall}{step}", loc="left", fontweight="bold", fontsize=10.5)
+    figure.suptitle(f"{kernel.rung}: {times}{stall}{step}", x=0.01, ha="left", fontweight="bold", fontsize=10.5)
     return plots.save(figure, csv_path, f"ladder_{kernel.rung}.png")
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flashtile.bench import tables as bench_tables
 from flashtile.bench.rows import Row
 from flashtile.bench.tables import Table, number
 from flashtile.errors import value_error
 from flashtile.ladder.rows import HbmRow, RungRow
 
-KINDS = ("ladder", "ladder-causal", "counters", "counters-causal")
+KINDS = ("ladder", "ladder-causal", "counters", "counters-causal", "one-head")
 
 
 def of(rows: Sequence[Row], kernels: Sequence[RungRow], kind: str) -> Table:
     """One of KINDS. `rows` are the times of everyone, `kernels` the rungs' own rows."""
     if kind not in KINDS:
         raise value_error("table", repr(kind), ", ".join(KINDS))
+    if kind == "one-head":
+        return bench_tables.of([row for row in rows if row.batch * row.heads == 1], "latency")
     is_causal = kind.endswith("causal")
     chosen = [kernel for kernel in kernels if kernel.is_causal == is_causal]
     return counter_table(chosen) if kind.startswith("counters") else ladder_table(rows, chosen)
