@@ -126,7 +126,8 @@ class Rung:
     def note(self, word: str) -> str:
         """What the head says under Changed, Why, Predicted or Measured."""
         match = re.search(rf"^// {word}:\s+(.*?)(?=^// \w+:|^//\n|^// *$|^[^/])", self.source, re.MULTILINE | re.DOTALL)
-        return " ".join(line.removeprefix("//").strip() for line in match[1].splitlines()) if match else ""
+        text = " ".join(line.removeprefix("//").strip() for line in match[1].splitlines()) if match else ""
+        return text[:1].upper() + text[1:]
 
     def tile(self, head_dim: int, arch: Arch, variables: Variables) -> Tile:
         """The first tile that fits the shared memory there is, or the one that FLASH_BLOCK_N asks for."""
