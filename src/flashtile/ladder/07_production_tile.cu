@@ -3,7 +3,7 @@
 // Changed:   four warps instead of eight share a tile twice as tall, so a thread has 8 x 8 scores. K and V have one buffer each again and
 //            are copied half an iteration apart: K(n + 1) while P(n) V(n) is computed, V(n + 1) while S(n + 1) is. The exponential is the
 //            bare ex2 instruction. This is the tile of the production kernel, include/flashtile/kernels/fwd_simt.cuh.
-// Why:       06 is bound by shared loads, 2 bytes for each FMA, and pays for its second buffers with occupancy.
+// Why:       06 is bound by shared loads, near 2 bytes for each FMA; a larger block of scores for each thread halves them.
 // Predicted: shared bytes per FMA from 2 to 1: FMA issue binds. 104 KiB and 128 threads a block: two blocks, 8 warps, 12 % occupancy, and
 //            that is enough since each warp has 64 independent FMA. The production kernel takes 7.3 ms; so should this.
 // Measured:  6.66 ms full and 3.72 causal, 1.29 and 1.20 times as fast, and 1.18 and 1.13 times as fast as torch's memory-efficient kernel,
