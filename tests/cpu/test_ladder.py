@@ -75,7 +75,7 @@ def test_every_file_says_what_it_does_and_what_was_expected(rung):
     assert rung.title.startswith(rung.name[3:].replace("_", " "))
     for word in ("Changed", "Why", "Predicted", "Measured"):
         assert len(rung.note(word)) > 20, word
-    assert len(rung.source.splitlines()) <= 230
+    assert len(rung.source.splitlines()) <= 240
     # Readable alone
     assert "#include" not in rung.source
 

@@ -106,17 +106,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) production_tile_ker
   int column_group = threadIdx.x % 8;
 
   // One group of copies for each tile, empty ones behind the last, so that the number under way is always known
-  auto copy_k = [&](int j_begin) {
-    if (j_begin < num_keys) copy_tile<kBlockN>(shared.sK, p.k + head, j_begin, p);
-    copy_commit();
-  };
-  auto copy_v = [&](int j_begin) {
-    if (j_begin < num_keys) copy_tile<kBlockN>(shared.sV, p.v + head, j_begin, p);
+  auto copy_keys = [&](float(*tile)[kRowStride], const float* tensor, int j_begin) {
+    if (j_begin < num_keys) copy_tile<kBlockN>(tile, tensor + head, j_begin, p);
     copy_commit();
   };
   copy_tile<kBlockM>(shared.sQ, p.q + head, i_begin, p);
-  copy_k(0);
-  copy_v(0);
+  copy_keys(shared.sK, p.k, 0);
+  copy_keys(shared.sV, p.v, 0);
   float m[kRows], l[kRows];
   float4 rO[kRows][kVectors];
 #pragma unroll
@@ -149,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) production_tile_ker
     }
     // Hand the K buffer to the next tile
     __syncthreads();
-    copy_k(j_begin + kBlockN);
+    copy_keys(shared.sK, p.k, j_begin + kBlockN);
 
     // Mask, only in tiles that the diagonal or the end cuts
     if (j_begin + kBlockN > p.seqlen || (p.is_causal && j_begin + kBlockN > i_begin + 1)) {
@@ -208,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) production_tile_ker
     }
     // Hand the V buffer to the next tile
     __syncthreads();
-    copy_v(j_begin + kBlockN);
+    copy_keys(shared.sV, p.v, j_begin + kBlockN);
   }
   // Normalise and store
 #pragma unroll

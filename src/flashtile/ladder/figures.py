@@ -28,8 +28,9 @@ def draw(csv_path: Path) -> list[Path]:
             figures = [_roofline(csv_path, kernels)] if any(kernel.tflops for kernel in kernels) else []
             counted = [kernel for kernel in kernels if kernel.dram_bytes is not None and not kernel.is_causal]
             before: RungRow | None = None
+            causal = {kernel.rung: kernel.median_ms for kernel in kernels if kernel.is_causal}
             for kernel in counted:
-                figures.append(_counter_figure(csv_path, kernel, before))
+                figures.append(_counter_figure(csv_path, kernel, before, causal.get(kernel.rung)))
                 before = kernel
             return figures
         return [_times(csv_path, [row for row in read(csv_path, Row) if row.is_ok and row.batch * row.heads > 1])]
@@ -115,7 +116,7 @@ def _roof_panel(axes: Any, points: Sequence[tuple[float, RungRow]], name: str, g
     axes.set_xlim(low, high)
 
 
-def _counter_figure(csv_path: Path, kernel: RungRow, before: RungRow | None) -> Path:
+def _counter_figure(csv_path: Path, kernel: RungRow, before: RungRow | None, causal_ms: float | None) -> Path:
     """A rung's counters as percentages, the step before in grey."""
     from matplotlib.figure import Figure
 
@@ -124,26 +125,30 @@ def _counter_figure(csv_path: Path, kernel: RungRow, before: RungRow | None) -> 
         ("shared memory throughput", lambda one: one.shared_percent),
         ("L2 throughput", lambda one: one.l2_percent),
         ("occupancy", lambda one: 100 * one.achieved_occupancy),
+        ("waits for global memory", lambda one: 100 * one.global_stall_share),
         ("TFLOP/s of FMA ceiling", lambda one: 100 * (one.tflops or 0.0) / one.fma_ceiling_tflops),
     ]
-    figure = Figure(figsize=(7.6, 2.7), layout="constrained")
+    figure = Figure(figsize=(7.6, 3.1), layout="constrained")
     axes = figure.add_subplot()
     for place, (_, value) in enumerate(values):
         axes.barh(place - 0.19, value(kernel), color=OURS, height=0.36)
-        axes.text(value(kernel) + 1, place - 0.19, f"{value(kernel):.0f}", va="center", fontsize=8.5)
+        axes.text(value(kernel) + 1, place - 0.19, _digits(value(kernel)), va="center", fontsize=8.5)
         if before is not None:
             axes.barh(place + 0.19, value(before), color=STEP_BEFORE, height=0.36)
-            axes.text(value(before) + 1, place + 0.19, f"{value(before):.0f}", va="center", fontsize=8.5, color="#666666")
+            axes.text(value(before) + 1, place + 0.19, _digits(value(before)), va="center", fontsize=8.5, color="#666666")
     axes.set_yticks(range(len(values)), [name for name, _ in values])
     axes.set_xlim(0, 108)
-    axes.set_xlabel("%")
+    axes.set_xlabel(f"%, full; warps wait most for {kernel.top_stall.replace('_', ' ')}")
     axes.grid(False, axis="y")
     axes.invert_yaxis()
-    step = f"; {before.rung} in grey" if before is not None else ""
-    times = f"{number(kernel.median_ms)} ms, " if kernel.median_ms else ""
-    stall = f"waits most for {kernel.top_stall.replace('_', ' ')}"
-    figure.suptitle(f"{kernel.rung}: {times}{stall}{step}", x=0.01, ha="left", fontweight="bold", fontsize=10.5)
+    step = f"; in grey {before.rung}" if before is not None else ""
+    times = [f"{name}{number(ms)} ms" for name, ms in (("", kernel.median_ms), ("causal ", causal_ms)) if ms]
+    figure.suptitle(f"{kernel.rung}: {', '.join(times)}{step}", x=0.01, ha="left", fontweight="bold", fontsize=10.5)
     return plots.save(figure, csv_path, f"ladder_{kernel.rung}.png")
+
+
+def _digits(percent: float) -> str:
+    return f"{percent:.0f}" if percent >= 1 or percent == 0 else f"{percent:.1g}"
 
 
 def _bytes_figure(csv_path: Path, rows: Sequence[HbmRow]) -> Path:
