@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 _POINTERS = (
     *("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks", "lse_log2", "delta"),
@@ -14,6 +15,9 @@ _SIZES = (
     *("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "total_q", "total_k", "head_dim", "head_dim_v", "num_pages", "page_size"),
     *("num_splits", "window_left", "window_right", "is_top_left"),
 )
+
+
+_CODES = {ctypes.c_void_p: "P", ctypes.c_int64: "q", ctypes.c_int32: "i", ctypes.c_uint32: "I", ctypes.c_float: "f"}
 
 
 class Params(ctypes.Structure):
@@ -30,6 +34,13 @@ class Params(ctypes.Structure):
         ("dropout_threshold", ctypes.c_uint32),
         ("keep_factor", ctypes.c_float),
     ]
+
+
+def place(name: str, index: int = 0) -> tuple[int, str]:
+    """The offset of a field, or of one element of it, and its code in the struct module."""
+    kind: Any = next(kind for field, kind, *_ in Params._fields_ if field == name)
+    element = getattr(kind, "_type_", kind) if issubclass(kind, ctypes.Array) else kind
+    return getattr(Params, name).offset + index * ctypes.sizeof(element), _CODES[element]
 
 
 def layout_asserts() -> str:
