@@ -19,6 +19,8 @@ from flashtile.backends.base import Backend, BoundForward, Grads
 from flashtile.errors import Unsupported, dtype_name
 from flashtile.kernels import plan as plans
 from flashtile.kernels import table
+from flashtile.kernels.append import AppendKey
+from flashtile.kernels.append import plan as append_plan
 from flashtile.kernels.arch import Arch, arch_of
 from flashtile.kernels.plan import Form, PlanKey
 from flashtile.kernels.spec import Features
@@ -92,6 +94,38 @@ class CudaBackend(Backend):
         kernels = {(step.unit, step.entry, key.arch.name) for key in _problem_keys(problem) for step in plans.kernels(key)}
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda kernel: executor.function(*kernel), kernels))
+
+
+# The cache
+
+
+def takes_append(dtype: torch.dtype) -> bool:
+    return dtype_name(dtype) in table.DTYPES and _missing() is None
+
+
+def append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    rotary_interleaved: bool,
+    layout: str,
+) -> None:
+    """As kvcache.append, bit for bit; rows that the cache has no room for are dropped."""
+    given = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": cache_seqlens}
+    optional = {"block_table": block_table, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+    given |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+    angle_dtype = dtype_name(k.dtype if rotary_cos is None else rotary_cos.dtype)
+    key = AppendKey(dtype_name(k.dtype), angle_dtype, layout, block_table is not None, rotary_cos is not None)
+    index = k.device.index or 0
+    arch = _arch(index)
+    assert arch is not None  # else refused
+    splits = executor.Splits(1, _num_multiprocessors(index))
+    executor.execute(append_plan(key), given, {"is_interleaved": rotary_interleaved}, splits, arch.name)
 
 
 # What is there

@@ -174,7 +174,7 @@ def execute(plan: LaunchPlan, given: Tensors, scalars: Scalars, splits: Splits, 
     """One call, from its tensors to its launches on the current stream of their device."""
     tensors = prepare(plan, given)
     values = evaluate(plan, tensors, scalars, splits)
-    device = tensors["q"].device
+    device = next(iter(tensors.values())).device
     found = room(plan, values)
     # Must live until the launches are queued, no longer: torch's allocator orders reuse on the same stream
     workspace = found.allocate(device)

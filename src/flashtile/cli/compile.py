@@ -24,8 +24,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flashtile.errors import value_error
+from flashtile.kernels import append, table
 from flashtile.kernels import plan as plans
-from flashtile.kernels import table
 from flashtile.kernels.arch import ARCHS, Arch, arch_of
 from flashtile.kernels.plan import PlanKey, Step
 from flashtile.kernels.spec import Features
@@ -116,14 +116,15 @@ _PASSES = (None, ("dq", "dk", "dv"), ("dbias",))  # forward, and the gradients o
 
 
 def plain_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = table.DTYPES, head_dims: Sequence[int] = table.HEAD_DIMS) -> list[Job]:
-    """Every kernel of both passes without any option. One that exists only with an option comes with that option alone."""
-    keys = []
+    """Every kernel without any option. One that exists only with an option comes with that option alone."""
+    keys, appends = [], []
     for arch, dtype, head_dim in itertools.product(archs, dtypes, head_dims):
         forward = PlanKey(dtype, dtype, head_dim, head_dim, Features(), arch)
         backward = dataclasses.replace(forward, grads=("dq", "dk", "dv", "dsinks"))
         keys += [forward, dataclasses.replace(forward, is_small=True), backward]
         keys.append(dataclasses.replace(forward, features=Features(bias_dtype=dtype), grads=("dbias",)))
-    return _jobs(keys)
+        appends += [(append.kernel(dtype, angle_dtype), forward) for angle_dtype in dict.fromkeys((dtype, "float32"))]
+    return [*_jobs(keys), *_once(Job(step, key) for step, key in appends)]
 
 
 def covering_jobs(
@@ -170,7 +171,7 @@ def edge_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = table.DTYPES, head_
         tiles = {job.kernel: job.tile for job in _jobs([dataclasses.replace(base, features=most)])}
         jobs = _jobs(dataclasses.replace(base, features=some) for some in features)
         found += [job for job in jobs if job.has_tile and job.tile != tiles[job.kernel]]
-    return list({job.identity: job for job in found}.values())
+    return _once(found)
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -209,7 +210,10 @@ def _values_of(feature: str) -> tuple[Any, ...]:
 
 def _jobs(keys: Iterable[PlanKey]) -> list[Job]:
     """The kernels of the plans, each once."""
-    jobs = (Job(step, key) for key in keys for step in plans.kernels(key))
+    return _once(Job(step, key) for key in keys for step in plans.kernels(key))
+
+
+def _once(jobs: Iterable[Job]) -> list[Job]:
     found: dict[tuple[str, str, str], Job] = {}
     for job in jobs:
         found.setdefault(job.identity, job)

@@ -214,7 +214,7 @@ def _tile_step(key: PlanKey, kernel: str) -> Step:
 
 def _plain_step(header: str, entry: str, grid: tuple[tuple[str, int], ...], num_threads: int, is_for_splits: bool = False) -> Step:
     entry = f"flashtile::{entry}"
-    return Step(source.plain_unit(header, entry), entry, grid, 1, 1, num_threads, 0, is_for_splits)
+    return Step(source.plain_unit(header, entry, Params), entry, grid, 1, 1, num_threads, 0, is_for_splits)
 
 
 # Plans
@@ -317,7 +317,7 @@ def _values(form: Form) -> tuple[tuple[str, tuple[Rule, ...]], ...]:
 
 
 def _patch(name: str, rule: Rule, index: int = 0) -> Patch:
-    return Patch(*place(name, index), rule)
+    return Patch(*place(Params, name, index), rule)
 
 
 def _tensor_patches(name: str, form: Form) -> list[Patch]:
