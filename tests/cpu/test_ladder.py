@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -13,12 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bench_fakes import ENV, SETTINGS, provider
+from rich.console import Console
 from test_bench_docs import make_docs
 from typer.testing import CliRunner
 
 from flashtile import Unsupported
 from flashtile.bench import plots
 from flashtile.bench.points import Plan, Point
+from flashtile.bench.providers import Attend, Provider
 from flashtile.bench.rows import Row, Writer, read
 from flashtile.bench.sweep import Sweep
 from flashtile.cli.main import app
@@ -212,7 +215,7 @@ def test_an_own_kernel_stands_behind_the_others(own):
     assert result.exit_code == 0, result.output
     assert [entry["rung"] for entry in json.loads(result.stdout)["rungs"]] == ["00_naive", "own"]
     with pytest.raises(ValueError, match="FLASH_BLOCK_N: got 16"):
-        command.with_tiles([*RUNGS, rungs.read(own, None)], 64, ARCHS[90], Variables(block_n=16, source=own))
+        command.with_tiles([*RUNGS, rungs.own(Variables(source=own))], 64, ARCHS[90], Variables(block_n=16, source=own))
 
 
 @pytest.mark.parametrize(
@@ -239,6 +242,14 @@ def test_a_wrong_own_kernel_is_explained(own, old, new, function, words):
     result = ladder("--list", "--only", "00", FLASH_KERNEL_SRC=str(own), FLASH_KERNEL_FN=function)
     assert result.exit_code == 2
     assert words in result.output
+
+
+def test_an_own_kernel_needs_a_name_of_its_own(tmp_path):
+    path = tmp_path / "00_naive.cu"
+    path.write_text(SIMPLE)
+    result = ladder("--list", FLASH_KERNEL_SRC=str(path))
+    assert result.exit_code == 2
+    assert "FLASH_KERNEL_SRC: got 00_naive.cu, the name of a rung; accepted: a file of another name" in result.output
 
 
 def test_a_compile_error_shows_the_whole_log(own):
@@ -430,7 +441,7 @@ def ncu(monkeypatch):
 
 def test_counters_are_read(ncu):
     ncu(csv_of((MARKER, "1"), ("first", "1,234.5"), (MARKER, "1"), ("second", "2")))
-    one, two = counters.profile([counters.Call("00_naive", Point()), counters.Call("01_shared_tiles", Point())])
+    one, two = counters.profile([counters.Call("00_naive", Point()), counters.Call("01_shared_tiles", Point())], Variables())
     assert one.dram_bytes == 2469.0
     assert one.profiled_ms == 1234.5e-6
     assert two.achieved_occupancy == 0.02
@@ -441,7 +452,7 @@ def test_counters_are_read(ncu):
 def test_bytes_are_summed_over_the_kernels_of_a_call(ncu):
     ncu(csv_of((MARKER, "1"), ("a", "10"), ("b", "20"), (MARKER, "1"), ("c", "1")))
     calls = [counters.Call("eager", Point()), counters.Call("00_naive", Point())]
-    assert counters.device_bytes(calls) == [(60.0, 2), (2.0, 1)]
+    assert counters.device_bytes(calls, Variables()) == [(60.0, 2), (2.0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -456,13 +467,86 @@ def test_bytes_are_summed_over_the_kernels_of_a_call(ncu):
 def test_a_profiler_that_does_not_answer(ncu, stdout, stderr, returncode, words):
     ncu(stdout, stderr, returncode)
     with pytest.raises(Unsupported, match=words):
-        counters.profile([counters.Call("00_naive", Point())])
+        counters.profile([counters.Call("00_naive", Point())], Variables())
 
 
 def test_no_profiler(monkeypatch):
     monkeypatch.setattr(counters.shutil, "which", lambda *_, **__: None)
     with pytest.raises(Unsupported, match=r"--profile: got no ncu on PATH; accepted: Nsight Compute\. Install it, or drop"):
         counters.find()
+
+
+# A run, with a CPU in place of the GPU
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs the first two rungs, fakes of them, on small problems; the profiler answers what the test says."""
+    point = Point(2, 2, 2, 32, 32, 16, 16)
+
+    def attend(point, inputs):
+        return Attend(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=point.is_causal))
+
+    def fakes(names, is_baseline):
+        return [Provider(name, is_baseline, attend) for name in names]
+
+    def start(profiled=None, variables=None, **options):
+        def profile(calls, variables):
+            if isinstance(profiled, Exception):
+                raise profiled
+            return [Counters(**COUNTED) for _ in calls]
+
+        monkeypatch.setattr(command, "Settings", lambda *_: SETTINGS)
+        monkeypatch.setattr(command.device, "cache_bytes", lambda where: 0)
+        plan = Plan("ladder", "ladder_fp32", (point, replace(point, is_causal=True), replace(point, batch=1, heads=1, heads_kv=1)))
+        monkeypatch.setattr(measure, "plan", lambda dtype, is_causal: plan)
+        monkeypatch.setattr(measure, "rung_providers", lambda variables, chosen: fakes([rung.name for rung in chosen], False))
+        monkeypatch.setattr(measure, "baselines", lambda: fakes(["sdpa-math"], True))
+        monkeypatch.setattr(command.ceilings, "measure", lambda: Ceilings(60.0, 4000.0, 30000.0))
+        monkeypatch.setattr(probe, "check", lambda rung, head_dim, variables: 1e-7)
+        monkeypatch.setattr(launcher, "current_arch", lambda index=0: ARCHS[90])
+        monkeypatch.setattr(counters, "profile", profile)
+        monkeypatch.setattr(counters, "device_bytes", lambda calls, variables: [(1e9, 3)] * len(calls))
+        monkeypatch.setattr(figures, "draw", lambda source: [source.with_suffix(".png")])
+        text = io.StringIO()
+        job = command.Run(command.Options(**options), variables or Variables(), RUNGS[:2], tmp_path, ENV, Console(file=text, width=200))
+        return job.start(), text.getvalue(), {path.name for path in tmp_path.iterdir()}
+
+    return start
+
+
+def test_a_whole_run(run):
+    status, text, files = run(has_profile=True)
+    assert status == 0, text
+    assert files == {"ladder_fp32.csv", "ladder_kernels_fp32.csv", "ladder_hbm_fp32.csv"}
+    assert "ladder_hbm_fp32.png" in text
+    for words in ("largest errors: 00_naive 1e-07", "Measured ceilings: 60.0 TFLOP/s", "x sdpa-math", "Counters, causal", "S=8192"):
+        assert words in text
+
+
+def test_a_part_of_the_ladder_leaves_the_whole_alone(run):
+    for options in ({"only": "00,01"}, {"is_causal": True}, {"variables": Variables(shared_kb=48)}):
+        status, text, files = run(**options)
+        assert status == 0, text
+        assert files == {"ladder_fp32_part.csv", "ladder_kernels_fp32_part.csv"}
+
+
+def test_a_run_without_counters_says_why(run):
+    status, text, files = run(profiled=Unsupported("--profile: got ERR_NVGPUCTRPERM"), has_profile=True)
+    assert status == 1
+    assert "--profile: got ERR_NVGPUCTRPERM" in text
+    assert "ladder_fp32.csv" in files
+    assert "ladder_hbm_fp32.csv" not in files
+
+
+def test_a_fault_ends_the_run(run, monkeypatch):
+    def fault(*_):
+        raise KernelFault("own at batch 2: it wrote out of bounds")
+
+    monkeypatch.setattr(command.Run, "_check", fault)
+    status, text, files = run()
+    assert (status, files) == (1, set())
+    assert "own at batch 2: it wrote out of bounds" in text
 
 
 # Tables and figures

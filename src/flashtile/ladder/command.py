@@ -52,7 +52,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     if options.is_list:
         arch = _arch(options.arch)
         for rung in chosen:
-            if rung.path == variables.source:
+            if rung.is_own:
                 launcher.compile_rung(rung, measure.LARGE.head_dim, arch, variables)
         return partial(_list, chosen, arch, variables, options.as_json)
     if options.arch is not None:
@@ -82,7 +82,7 @@ def with_tiles(chosen: Sequence[Rung], head_dim: int, arch: Arch, variables: Var
             rung.tile(head_dim, arch, variables)
             fitting.append(rung)
         except (ValueError, Unsupported) as error:
-            if rung.path == variables.source:
+            if rung.is_own:
                 raise
             refusals.append(error)
     if not fitting:
@@ -118,16 +118,17 @@ class Run:
             f"Measured ceilings: {roofs.fma_tflops:.1f} TFLOP/s of FMA, {roofs.dram_gb_per_s:.0f} GB/s of device memory, "
             f"{roofs.shared_gb_per_s:.0f} GB/s of shared memory."
         )
-        times = self.folder / f"ladder_{self.options.dtype}.csv"
-        rows = self._measure(times)
-        counted, refusal = self._profile()
+        # A part of the ladder has files of its own, beside those of the whole
+        is_whole = self.options.only is None and self.options.is_causal is None and self.variables == Variables(self.variables.is_debug)
+        stem = self.options.dtype + ("" if is_whole else "_part")
+        written = [self.folder / f"ladder_{stem}.csv", self.folder / f"ladder_kernels_{stem}.csv"]
+        rows = self._measure(written[0])
+        counted, hbm, refusal = self._profile()
         kernels = self._kernel_rows(rows, roofs, counted)
-        written = [times, self.folder / f"ladder_kernels_{self.options.dtype}.csv"]
         with Writer(written[1], RungRow) as writer:
             writer.add(kernels)
-        hbm = self._hbm() if counted else []
         if hbm:
-            written.append(self.folder / f"ladder_hbm_{self.options.dtype}.csv")
+            written.append(self.folder / f"ladder_hbm_{stem}.csv")
             with Writer(written[2], HbmRow) as hbm_writer:
                 hbm_writer.add(hbm)
         for kind in tables.KINDS:
@@ -153,8 +154,7 @@ class Run:
         """Every rung against float64 at odd lengths, with guard zones; the user's own in a process of its own."""
         errors = []
         for rung in self.chosen:
-            is_own = rung.path == self.variables.source
-            check = probe.check_apart if is_own else probe.check
+            check = probe.check_apart if rung.is_own else probe.check
             errors.append(check(rung, measure.LARGE.head_dim, self.variables))
         names = ", ".join(f"{rung.name} {error:.2g}" for rung, error in zip(self.chosen, errors, strict=True))
         self._say(f"Checked against float64 at lengths {', '.join(map(str, probe.SEQLENS))}, largest errors: {names}.")
@@ -177,16 +177,18 @@ class Run:
     def _points(self) -> list[Point]:
         return list(measure.plan(self.options.dtype, self.options.is_causal).points[: 2 if self.options.is_causal is None else 1])
 
-    def _profile(self) -> tuple[dict[tuple[str, bool], Counters], str]:
-        """The counters of every rung at the large problem, and why there are none."""
+    def _profile(self) -> tuple[dict[tuple[str, bool], Counters], list[HbmRow], str]:
+        """The counters of every rung at the large problem, the bytes over the length, and why there are none."""
         if not self.options.has_profile:
-            return {}, ""
+            return {}, [], ""
+        counted: dict[tuple[str, bool], Counters] = {}
         calls = [counters.Call(rung.name, point) for point in self._points() for rung in self.chosen]
         try:
-            found = counters.profile(calls)
+            found = counters.profile(calls, self.variables)
+            counted = {(call.provider, call.point.is_causal): one for call, one in zip(calls, found, strict=True)}
+            return counted, self._hbm(), ""
         except Unsupported as error:
-            return {}, str(error)
-        return {(call.provider, call.point.is_causal): one for call, one in zip(calls, found, strict=True)}, ""
+            return counted, [], str(error)
 
     def _kernel_rows(self, rows: Sequence[Row], roofs: ceilings.Ceilings, counted: dict[tuple[str, bool], Counters]) -> list[RungRow]:
         found = []
@@ -205,7 +207,7 @@ class Run:
             for seqlen in _HBM_SEQLENS
         ]
         found = []
-        for call, (dram_bytes, num_kernels) in zip(calls, counters.device_bytes(calls), strict=True):
+        for call, (dram_bytes, num_kernels) in zip(calls, counters.device_bytes(calls, self.variables), strict=True):
             point = call.point
             shape = (point.dtype, point.batch, point.heads, point.seqlen_q, point.head_dim)
             scores = 4 * point.batch * point.heads * point.seqlen_q * point.seqlen_k

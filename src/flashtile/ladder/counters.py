@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import ctypes
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -68,25 +67,27 @@ def find() -> str:
     return found
 
 
-def profile(calls: Sequence[Call]) -> list[Counters]:
+def profile(calls: Sequence[Call], variables: Variables) -> list[Counters]:
     """The counters of calls of rungs, each of them one kernel."""
     metrics = [*_BYTES, *_METRICS.values(), *map(_STALL.format, _STALLS)]
-    groups = _run(calls, metrics, "all")
+    groups = _run(calls, variables, metrics, "all")
     return [_counters(kernels[0]) for kernels in groups]
 
 
-def device_bytes(calls: Sequence[Call]) -> list[tuple[float, int]]:
+def device_bytes(calls: Sequence[Call], variables: Variables) -> list[tuple[float, int]]:
     """Bytes read from and written to device memory by each call, over all its kernels, and how many those were."""
-    groups = _run(calls, _BYTES, "none")
+    groups = _run(calls, variables, _BYTES, "none")
     return [(sum(kernel[name] for kernel in kernels for name in _BYTES), len(kernels)) for kernels in groups]
 
 
 def _counters(kernel: Mapping[str, float]) -> Counters:
-    stalls = {name: kernel[_STALL.format(name)] for name in _STALLS}
+    """Some architectures do not count everything: what is missing stays empty."""
+    stalls = {name: kernel.get(_STALL.format(name), 0.0) for name in _STALLS}
     top, total = max(stalls, key=lambda name: stalls[name]), max(sum(stalls.values()), 1e-9)
-    value = {name: kernel[metric] for name, metric in _METRICS.items()}
+    value = {name: kernel.get(metric) for name, metric in _METRICS.items()}
+    duration, occupancy = value["duration"], value["occupancy"]
     return Counters(
-        profiled_ms=value["duration"] / 1e6,
+        profiled_ms=None if duration is None else duration / 1e6,
         dram_bytes=sum(kernel[name] for name in _BYTES),
         l2_bytes=value["l2_bytes"],
         l2_percent=value["l2_percent"],
@@ -94,7 +95,7 @@ def _counters(kernel: Mapping[str, float]) -> Counters:
         shared_wavefronts=value["shared_wavefronts"],
         shared_percent=value["shared_percent"],
         bank_conflicts=value["bank_conflicts"],
-        achieved_occupancy=value["occupancy"] / 100,
+        achieved_occupancy=None if occupancy is None else occupancy / 100,
         fma_percent=value["fma_percent"],
         sectors_per_load=value["sectors_per_load"],
         divergent_branches=value["divergent_branches"],
@@ -104,15 +105,13 @@ def _counters(kernel: Mapping[str, float]) -> Counters:
     )
 
 
-def _run(calls: Sequence[Call], metrics: Iterable[str], cache_control: str) -> list[list[dict[str, float]]]:
+def _run(calls: Sequence[Call], variables: Variables, metrics: Iterable[str], cache_control: str) -> list[list[dict[str, float]]]:
     """The kernels of each call, each with its metrics."""
     request = json.dumps([{"provider": call.provider, "point": asdict(call.point)} for call in calls])
     options = ["--profile-from-start", "off", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
     command = [find(), *options, "--cache-control", cache_control, "--metrics", ",".join(metrics), sys.executable, "-c", _CHILD, request]
-    package = str(Path(__file__).resolve().parents[2])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=variables.child_environment())
     except subprocess.TimeoutExpired as error:
         came = f"no answer of ncu within {LIMIT_S:.0f} s"
         raise unsupported("--profile", came, "one", "Take fewer rungs with --only") from error
@@ -120,7 +119,8 @@ def _run(calls: Sequence[Call], metrics: Iterable[str], cache_control: str) -> l
         way_out = "Run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0; drop --profile to measure the rest"
         raise unsupported("--profile", "ERR_NVGPUCTRPERM: this user may not read the counters", "a user who may", way_out)
     groups = group(parse(done.stdout))
-    if done.returncode != 0 or len(groups) != len(calls) or not all(groups):
+    has_bytes = all(name in kernel for kernels in groups for kernel in kernels for name in _BYTES)
+    if done.returncode != 0 or len(groups) != len(calls) or not all(groups) or not has_bytes:
         said = " ".join((done.stderr + "\n".join(line for line in done.stdout.splitlines() if line.startswith("=="))).split())
         raise Unsupported(f"--profile: got no counters from ncu (exit status {done.returncode}): {said[-600:]}")
     return groups

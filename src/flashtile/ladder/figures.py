@@ -26,7 +26,7 @@ def draw(csv_path: Path) -> list[Path]:
         if csv_path.stem.startswith("ladder_kernels"):
             kernels = read(csv_path, RungRow)
             figures = [_roofline(csv_path, kernels)] if any(kernel.tflops for kernel in kernels) else []
-            counted = [kernel for kernel in kernels if kernel.dram_bytes is not None and not kernel.is_causal]
+            counted = [kernel for kernel in kernels if kernel.fma_percent is not None and not kernel.is_causal]
             before: RungRow | None = None
             causal = {kernel.rung: kernel.median_ms for kernel in kernels if kernel.is_causal}
             for kernel in counted:
@@ -122,10 +122,10 @@ def _counter_figure(csv_path: Path, kernel: RungRow, before: RungRow | None, cau
 
     values: list[tuple[str, Any]] = [
         ("FMA pipe busy", lambda one: one.fma_percent),
-        ("shared memory throughput", lambda one: one.shared_percent),
-        ("L2 throughput", lambda one: one.l2_percent),
-        ("occupancy", lambda one: 100 * one.achieved_occupancy),
-        ("waits for global memory", lambda one: 100 * one.global_stall_share),
+        ("shared memory throughput", lambda one: one.shared_percent or 0.0),
+        ("L2 throughput", lambda one: one.l2_percent or 0.0),
+        ("occupancy", lambda one: 100 * (one.achieved_occupancy or 0.0)),
+        ("waits for global memory", lambda one: 100 * (one.global_stall_share or 0.0)),
         ("TFLOP/s of FMA ceiling", lambda one: 100 * (one.tflops or 0.0) / one.fma_ceiling_tflops),
     ]
     figure = Figure(figsize=(7.6, 3.1), layout="constrained")
@@ -144,7 +144,8 @@ def _counter_figure(csv_path: Path, kernel: RungRow, before: RungRow | None, cau
     step = f"; in grey {before.rung}" if before is not None else ""
     times = [f"{name}{number(ms)} ms" for name, ms in (("", kernel.median_ms), ("causal ", causal_ms)) if ms]
     figure.suptitle(f"{kernel.rung}: {', '.join(times)}{step}", x=0.01, ha="left", fontweight="bold", fontsize=10.5)
-    return plots.save(figure, csv_path, f"ladder_{kernel.rung}.png")
+    suffix = csv_path.stem.removeprefix(f"ladder_kernels_{kernel.dtype}")
+    return plots.save(figure, csv_path, f"ladder_{kernel.rung}{suffix}.png")
 
 
 def _digits(percent: float) -> str:

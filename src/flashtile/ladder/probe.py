@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -89,13 +88,9 @@ def _guarded(call: Callable[[Tensor], None], inputs: Inputs, where: str) -> Tens
 
 def check_apart(rung: Rung, head_dim: int, variables: Variables) -> float:
     """`check` of the user's kernel in a process of its own, which may fault or hang without harm to this one."""
-    package = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    environment = os.environ | variables.environment() | {"PYTHONPATH": path}
+    command = [sys.executable, "-c", _CHILD, str(head_dim)]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _CHILD, str(head_dim)], capture_output=True, text=True, timeout=LIMIT_S, env=environment
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=variables.child_environment())
     except subprocess.TimeoutExpired as error:
         raise KernelFault(f"{rung.name}: it did not end within {LIMIT_S:.0f} s; look for a loop or barrier without an end") from error
     try:

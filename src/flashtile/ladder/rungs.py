@@ -16,7 +16,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class Variables:
         )
 
     def environment(self) -> dict[str, str]:
-        """The same as environment variables, for another process."""
+        """The same as environment variables."""
         values = {
             "FLASH_DEBUG": "1" if self.is_debug else None,
             "FLASH_SMEM_KB": self.shared_kb,
@@ -68,6 +68,11 @@ class Variables:
             "FLASH_KERNEL_FN": self.function,
         }
         return {name: "" if value is None else str(value) for name, value in values.items()}
+
+    def child_environment(self) -> dict[str, str]:
+        """The environment of a process that runs this package with the same variables."""
+        path = os.pathsep.join(filter(None, (str(FOLDER.parents[1]), os.environ.get("PYTHONPATH"))))
+        return os.environ | self.environment() | {"PYTHONPATH": path}
 
 
 def _positive(environment: Mapping[str, str], name: str) -> int | None:
@@ -108,6 +113,7 @@ class Rung:
     source: str
     function: str
     launch: tuple[tuple[str, str], ...]  # the fields and their expressions
+    is_own: bool = False  # the user's, not one of the ladder's
 
     @property
     def name(self) -> str:
@@ -187,7 +193,12 @@ def rungs() -> tuple[Rung, ...]:
 
 def own(variables: Variables) -> Rung | None:
     """The user's kernel, if FLASH_KERNEL_SRC names one."""
-    return None if variables.source is None else read(variables.source, variables.function)
+    if variables.source is None:
+        return None
+    found = replace(read(variables.source, variables.function), is_own=True)
+    if found.name in (rung.name for rung in rungs()):
+        raise value_error("FLASH_KERNEL_SRC", f"{found.path.name}, the name of a rung", "a file of another name", "Rename your copy")
+    return found
 
 
 def read(path: Path, function: str | None) -> Rung:
