@@ -54,7 +54,8 @@ def part(name: str, page: Path, results: Path) -> str:
         return f"{ladder_table.title}:\n\n{ladder_table.markdown()}\n\n{origin(rows[0])}"
     if kind == "hbm":
         hbm_rows = read(path, HbmRow)
-        return f"{ladder_tables.hbm_table(hbm_rows).markdown()}\n\n{origin(hbm_rows[0])}"
+        hbm_table = ladder_tables.hbm_table(hbm_rows)
+        return f"{hbm_table.title}:\n\n{hbm_table.markdown()}\n\n{origin(hbm_rows[0])}"
     if kind == "overhead":
         overhead_rows = read(path, OverheadRow)
         return f"{tables.overhead_table(overhead_rows).markdown()}\n\n{origin(overhead_rows[0])}"
