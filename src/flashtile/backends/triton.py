@@ -56,16 +56,16 @@ class Config:
 # Kernel -> bytes of an element -> padded head dim up to -> configuration, for GPUs with 163 KB of shared memory a block or more
 _CONFIGS: dict[str, dict[int, dict[int, Config]]] = {
     "fwd": {
-        2: {64: Config(128, 128, 4, 3), 128: Config(128, 64, 4, 3), 256: Config(128, 64, 8, 2)},
-        4: {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2), 256: Config(64, 16, 4, 2)},
+        2: {64: Config(128, 128, 8, 3), 128: Config(128, 128, 8, 2), 256: Config(128, 64, 8, 2)},
+        4: {64: Config(128, 64, 8, 2), 128: Config(64, 32, 4, 2), 256: Config(64, 16, 8, 2)},
     },
     "bwd_dkdv": {
-        2: {64: Config(64, 128, 4, 2), 128: Config(64, 128, 8, 2), 256: Config(32, 64, 8, 2)},
-        4: {64: Config(32, 64, 4, 2), 128: Config(32, 32, 4, 1), 256: Config(16, 32, 8, 1)},
+        2: {64: Config(64, 128, 8, 3), 128: Config(64, 128, 8, 3), 256: Config(32, 64, 8, 2)},
+        4: {64: Config(32, 128, 8, 2), 128: Config(16, 64, 4, 1), 256: Config(16, 32, 8, 1)},
     },
     "bwd_dq": {
-        2: {64: Config(128, 64, 4, 2), 128: Config(128, 64, 8, 2), 256: Config(64, 32, 8, 2)},
-        4: {64: Config(64, 32, 4, 2), 128: Config(32, 32, 4, 1), 256: Config(32, 16, 8, 1)},
+        2: {64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 2), 256: Config(64, 32, 4, 2)},
+        4: {64: Config(128, 32, 8, 2), 128: Config(64, 16, 4, 1), 256: Config(32, 16, 8, 1)},
     },
     "bwd_dbias": {
         2: {64: Config(64, 64, 4, 1), 128: Config(64, 64, 4, 1), 256: Config(32, 32, 4, 1)},
@@ -320,7 +320,7 @@ def _arguments(kernel: str, args: AttentionArgs, tensors: dict[str, Tensor]) -> 
         "rng_state": args.rng_state,
         "lengths": kernels.Lengths(*(None if tensor is None else tensor.contiguous() for tensor in index_tensors)),
         "heads": shape.heads,
-        "group": shape.heads // shape.heads_kv,
+        "GROUP": shape.heads // shape.heads_kv,
         "seqlen_q": seqlen_q,
         "seqlen_k": seqlen_k,
         "total_q": args.q.shape[row],
@@ -368,8 +368,16 @@ def _preprocess_call(
     num_blocks = _num_blocks(rows, _PREPROCESS_ROWS)
     arguments = {
         **_row_arguments(args.layout, {"out": out, "dout": dout}),
-        **{"dlse": dlse, "lse": lse, "lse_log2": lse_log2, "delta": delta, "heads": heads, "rows": rows, "num_blocks": num_blocks},
-        **{"DV": out.shape[-1], "BLOCK_DV": _padded(out.shape[-1]), "BLOCK_M": _PREPROCESS_ROWS},
+        "dlse": dlse,
+        "lse": lse,
+        "lse_log2": lse_log2,
+        "delta": delta,
+        "heads": heads,
+        "rows": rows,
+        "num_blocks": num_blocks,
+        "DV": out.shape[-1],
+        "BLOCK_DV": _padded(out.shape[-1]),
+        "BLOCK_M": _PREPROCESS_ROWS,
     }
     batch = lse.shape[0] if lse.dim() == 3 else 1
     return "bwd_preprocess", num_blocks * heads * batch, Config(_PREPROCESS_ROWS, 0, 4, 1), arguments
@@ -409,11 +417,22 @@ def _dbias(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Tensor, d
     num_splits = max(1, min(num_pairs, 4 * _num_multiprocessors(args.q.device) // max(1, num_tiles)))
     sums = dbias if num_splits == 1 else torch.empty((num_splits, *dbias.shape), dtype=torch.float32, device=dbias.device)
     arguments |= {
-        **{"lse_log2": lse_log2, "delta": delta, "dbias": _kernels().Scores(sums, *sums.stride()[-4:])},
-        **{"split_stride": 0 if num_splits == 1 else sums.stride(0), "num_splits": num_splits},
-        **{"num_pairs": num_pairs, "pair_heads": pair_heads, "dbias_heads": heads, "dbias_rows": rows, "dbias_columns": columns},
-        **{"num_m_blocks": num_m_blocks, "num_n_blocks": num_n_blocks},
-        **{"SHARES_BATCH": batch == 1, "SHARES_HEADS": heads == 1, "SHARES_ROWS": rows == 1, "SHARES_COLUMNS": columns == 1},
+        "lse_log2": lse_log2,
+        "delta": delta,
+        "dbias": _kernels().Scores(sums, *sums.stride()[-4:]),
+        "split_stride": 0 if num_splits == 1 else sums.stride(0),
+        "num_splits": num_splits,
+        "num_pairs": num_pairs,
+        "pair_heads": pair_heads,
+        "dbias_heads": heads,
+        "dbias_rows": rows,
+        "dbias_columns": columns,
+        "num_m_blocks": num_m_blocks,
+        "num_n_blocks": num_n_blocks,
+        "SHARES_BATCH": batch == 1,
+        "SHARES_HEADS": heads == 1,
+        "SHARES_ROWS": rows == 1,
+        "SHARES_COLUMNS": columns == 1,
     }
     _launch("bwd_dbias", num_tiles * num_splits, config, arguments)
     if num_splits > 1:

@@ -22,6 +22,12 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+# Integers that no kernel is compiled for
+RUNTIME = [
+    *("alibi_batch", "heads", "rows", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right", "drop_threshold"),
+    *("num_blocks", "num_m_blocks", "num_n_blocks", "num_splits", "split_stride", "num_pairs", "pair_heads"),
+    *("dbias_heads", "dbias_rows", "dbias_columns"),
+]
 
 
 class Rows(NamedTuple):
@@ -119,6 +125,18 @@ def query_parts(n0, seqlen_q, seqlen_k, offset, window_left, window_right, BLOCK
 
 
 @triton.jit
+def seeing_queries(seqlen_q, seqlen_k, offset, window_left, window_right, HAS_LEFT, HAS_RIGHT):
+    """[low, high): the queries that the window shows a key at all."""
+    low = offset * 0
+    high = seqlen_q
+    if HAS_RIGHT:
+        low = tl.maximum(-offset - window_right, 0)
+    if HAS_LEFT:
+        high = tl.minimum(seqlen_k - offset + window_left, seqlen_q)
+    return low, high
+
+
+@triton.jit
 def pointer_to(rows, b, h, row, UNIT):
     """The first element of a row, by 64-bit offsets."""
     return rows.data + (b.to(tl.int64) * rows.batch + h.to(tl.int64) * rows.head + row.to(tl.int64) * rows.row) * UNIT
@@ -134,13 +152,13 @@ def tile_offsets(rows, BLOCK, BLOCK_D, UNIT, FAR):
 
 
 @triton.jit
-def load_tile(pointer, offsets, num_rows, D, BLOCK, BLOCK_D, IS_CUT):
-    """Rows of a tile, 0 behind the last one and behind head dim D."""
+def load_tile(pointer, offsets, is_there, D, BLOCK_D, IS_CUT):
+    """Rows of a tile, 0 behind head dim D and, if the tile is cut, in rows that are not there."""
     if IS_CUT:
-        is_there = (tl.arange(0, BLOCK) < num_rows)[:, None]
+        mask = is_there[:, None]
         if D < BLOCK_D:
-            is_there = is_there & (tl.arange(0, BLOCK_D) < D)[None, :]
-        tile = tl.load(pointer + offsets, mask=is_there, other=0.0)
+            mask = mask & (tl.arange(0, BLOCK_D) < D)[None, :]
+        tile = tl.load(pointer + offsets, mask=mask, other=0.0)
     elif D < BLOCK_D:
         tile = tl.load(pointer + offsets, mask=(tl.arange(0, BLOCK_D) < D)[None, :], other=0.0)
     else:
@@ -149,11 +167,11 @@ def load_tile(pointer, offsets, num_rows, D, BLOCK, BLOCK_D, IS_CUT):
 
 
 @triton.jit
-def store_tile(pointer, offsets, tile, num_rows, D, BLOCK, BLOCK_D):
-    is_there = (tl.arange(0, BLOCK) < num_rows)[:, None]
+def store_tile(pointer, offsets, tile, is_there, D, BLOCK_D):
+    mask = is_there[:, None]
     if D < BLOCK_D:
-        is_there = is_there & (tl.arange(0, BLOCK_D) < D)[None, :]
-    tl.store(pointer + offsets, tile.to(pointer.dtype.element_ty), mask=is_there)
+        mask = mask & (tl.arange(0, BLOCK_D) < D)[None, :]
+    tl.store(pointer + offsets, tile.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -182,22 +200,21 @@ def tanh(x, IS_FLOAT32):
 
 
 @triton.jit
-def score_tile(s, i, j, place, options, tensors, flags, IS_CUT, IS_RAW):
+def score_tile(s, i, j, bias, mask, place, options, flags, IS_CUT, HAS_END, IS_RAW):
     """From the product q.k to scores in base 2, -inf where unseen, and tanh of the softcap where there is one.
 
-    i and j stand crosswise, in either order. IS_RAW leaves the scale to the caller.
+    i and j stand crosswise, in either order. HAS_END: some keys may be none. IS_RAW leaves the scale to the caller.
     """
     b, h, offset, seqlen_q, seqlen_k = place
-    scale, softcap, window_left, window_right = options
-    bias, mask, slope = tensors
-    HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, IS_FLOAT32 = flags
+    scale, softcap, slope, window_left, window_right = options
+    HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, IS_FLOAT32 = flags
     capped = s
     if HAS_SOFTCAP:
         capped = tanh(s * (scale / softcap), IS_FLOAT32)
         s = capped * (softcap * LOG2E)
     elif not IS_RAW:
         s = s * (scale * LOG2E)
-    if slope is not None:
+    if HAS_ALIBI:
         s -= (slope * LOG2E) * tl.abs(i + offset - j).to(tl.float32)
     # What a tile has too much is read from its last row and column
     i_inside = tl.minimum(i, seqlen_q - 1)
@@ -207,12 +224,13 @@ def score_tile(s, i, j, place, options, tensors, flags, IS_CUT, IS_RAW):
     if mask is not None:
         s = tl.where(load_scores(mask, b, h, i_inside, j_inside) != 0, s, float("-inf"))
     if IS_CUT:
-        seen = (i < seqlen_q) & (j < seqlen_k)
+        # Queries behind the end need no mask: nobody stores what they give
+        if HAS_END:
+            s = tl.where(j < seqlen_k, s, float("-inf"))
         if HAS_LEFT:
-            seen = seen & (i + offset - j <= window_left)
+            s = tl.where(i + offset - j <= window_left, s, float("-inf"))
         if HAS_RIGHT:
-            seen = seen & (j - i - offset <= window_right)
-        s = tl.where(seen, s, float("-inf"))
+            s = tl.where(j - i - offset <= window_right, s, float("-inf"))
     return s, capped
 
 
@@ -234,7 +252,7 @@ def kept(rng_state, batch_head, m0, n0, threshold, BLOCK_M, BLOCK_N):
 
 @triton.jit
 def load_slope(alibi_slopes, alibi_batch, b, h):
-    slope = None
+    slope = h * 0.0
     if alibi_slopes is not None:
         slope = tl.load(alibi_slopes + b * alibi_batch + h)
     return slope
@@ -243,10 +261,7 @@ def load_slope(alibi_slopes, alibi_batch, b, h):
 # Forward
 
 
-@triton.jit(
-    do_not_specialize=["alibi_batch", "heads", "group", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right"]
-    + ["drop_threshold", "num_m_blocks"]
-)
+@triton.jit(do_not_specialize=RUNTIME)
 def fwd_triton_kernel(
     q,
     k,
@@ -261,7 +276,6 @@ def fwd_triton_kernel(
     rng_state,
     lengths,
     heads,
-    group,
     seqlen_q,
     seqlen_k,
     total_q,
@@ -273,6 +287,7 @@ def fwd_triton_kernel(
     window_right,
     drop_threshold,
     keep_factor,
+    GROUP: tl.constexpr,  # query heads for each key head
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -306,18 +321,19 @@ def fwd_triton_kernel(
     offset = seqlen_k - seqlen_q
     if IS_TOP_LEFT:
         offset = offset * 0
-    k_pointer = pointer_to(k, b, h // group, k_first, UNIT)
-    v_pointer = pointer_to(v, b, h // group, k_first, UNIT)
+    k_pointer = pointer_to(k, b, h // GROUP, k_first, UNIT)
+    v_pointer = pointer_to(v, b, h // GROUP, k_first, UNIT)
     k_offsets = tile_offsets(k, BLOCK_N, BLOCK_D, UNIT, FAR)
     v_offsets = tile_offsets(v, BLOCK_N, BLOCK_DV, UNIT, FAR)
     place = (b, h, offset, seqlen_q, seqlen_k)
-    options = (scale, softcap, window_left, window_right)
-    tensors = (bias, mask, load_slope(alibi_slopes, alibi_batch, b, h))
-    flags = (HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, IS_FLOAT32)
+    options = (scale, softcap, load_slope(alibi_slopes, alibi_batch, b, h), window_left, window_right)
+    flags = (HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, alibi_slopes is not None, IS_FLOAT32)
     i = m0 + tl.arange(0, BLOCK_M)
     q_tile = load_tile(
-        pointer_to(q, b, h, q_first + m0, UNIT), tile_offsets(q, BLOCK_M, BLOCK_D, UNIT, FAR), seqlen_q - m0, D, BLOCK_M, BLOCK_D, True
+        pointer_to(q, b, h, q_first + m0, UNIT), tile_offsets(q, BLOCK_M, BLOCK_D, UNIT, FAR), i < seqlen_q, D, BLOCK_D, True
     )
+
+    unit = scale * LOG2E if IS_RAW else 1.0
 
     # A sink is a key without a value: the walk starts from it instead of from nothing
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -335,28 +351,22 @@ def fwd_triton_kernel(
             ):
                 n0 = tl.multiple_of(n0, BLOCK_N)
                 j = n0 + tl.arange(0, BLOCK_N)
-                k_tile = load_tile(k_pointer + n0.to(tl.int64) * k.row * UNIT, k_offsets, seqlen_k - n0, D, BLOCK_N, BLOCK_D, part != 1)
+                k_tile = load_tile(k_pointer + n0.to(tl.int64) * k.row * UNIT, k_offsets, j < seqlen_k, D, BLOCK_D, part != 1)
                 s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-                s, _ = score_tile(s, i[:, None], j[None, :], place, options, tensors, flags, part != 1, IS_RAW)
+                s, _ = score_tile(s, i[:, None], j[None, :], bias, mask, place, options, flags, part != 1, True, IS_RAW)
                 # Raise the maximum, 0 standing in for the maximum of nothing
-                if IS_RAW:
-                    m_new = tl.maximum(m, tl.max(s, 1) * (scale * LOG2E))
-                else:
-                    m_new = tl.maximum(m, tl.max(s, 1))
+                m_new = tl.maximum(m, tl.max(s, 1) * unit)
                 m_finite = m_new
                 if part != 1 or mask is not None or bias is not None:
                     m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
-                if IS_RAW:
-                    p = tl.exp2(s * (scale * LOG2E) - m_finite[:, None])
-                else:
-                    p = tl.exp2(s - m_finite[:, None])
+                p = tl.exp2(s * unit - m_finite[:, None])
                 # Scale down what was gathered under the old one, and gather this tile
                 alpha = tl.exp2(m - m_finite)
                 l = l * alpha + tl.sum(p, 1)
                 o = o * alpha[:, None]
                 if HAS_DROPOUT:
                     p = tl.where(kept(rng_state, b * heads + h, m0, n0, drop_threshold, BLOCK_M, BLOCK_N), p, 0.0)
-                v_tile = load_tile(v_pointer + n0.to(tl.int64) * v.row * UNIT, v_offsets, seqlen_k - n0, DV, BLOCK_N, BLOCK_DV, part != 1)
+                v_tile = load_tile(v_pointer + n0.to(tl.int64) * v.row * UNIT, v_offsets, j < seqlen_k, DV, BLOCK_DV, part != 1)
                 o = tl.dot(p.to(v_tile.dtype), v_tile, o, input_precision=PRECISION)
                 m = m_new
 
@@ -366,9 +376,8 @@ def fwd_triton_kernel(
         pointer_to(out, b, h, q_first + m0, UNIT),
         tile_offsets(out, BLOCK_M, BLOCK_DV, UNIT, FAR),
         o,
-        seqlen_q - m0,
+        i < seqlen_q,
         DV,
-        BLOCK_M,
         BLOCK_DV,
     )
     lse_pointer = lse + (lse_batch.to(tl.int64) * heads + h) * lse_rows + q_first + m0
@@ -378,7 +387,7 @@ def fwd_triton_kernel(
 # Backward
 
 
-@triton.jit(do_not_specialize=["heads", "rows", "num_blocks"])
+@triton.jit(do_not_specialize=RUNTIME)
 def bwd_preprocess_triton_kernel(
     out,
     dout,
@@ -399,11 +408,11 @@ def bwd_preprocess_triton_kernel(
     m0 = block % num_blocks * BLOCK_M
     h = block // num_blocks % heads
     b = block // num_blocks // heads
-    o_offsets, do_offsets = tile_offsets(out, BLOCK_M, BLOCK_DV, UNIT, FAR), tile_offsets(dout, BLOCK_M, BLOCK_DV, UNIT, FAR)
-    o_tile = load_tile(pointer_to(out, b, h, m0, UNIT), o_offsets, rows - m0, DV, BLOCK_M, BLOCK_DV, True)
-    do_tile = load_tile(pointer_to(dout, b, h, m0, UNIT), do_offsets, rows - m0, DV, BLOCK_M, BLOCK_DV, True)
-    total = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     is_there = m0 + tl.arange(0, BLOCK_M) < rows
+    o_offsets, do_offsets = tile_offsets(out, BLOCK_M, BLOCK_DV, UNIT, FAR), tile_offsets(dout, BLOCK_M, BLOCK_DV, UNIT, FAR)
+    o_tile = load_tile(pointer_to(out, b, h, m0, UNIT), o_offsets, is_there, DV, BLOCK_DV, True)
+    do_tile = load_tile(pointer_to(dout, b, h, m0, UNIT), do_offsets, is_there, DV, BLOCK_DV, True)
+    total = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     place = (b.to(tl.int64) * heads + h) * rows + m0 + tl.arange(0, BLOCK_M)
     row_lse = tl.load(lse + place, mask=is_there)
     if dlse is not None:
@@ -414,10 +423,7 @@ def bwd_preprocess_triton_kernel(
     tl.store(delta + place, tl.where(is_empty, 0.0, total), mask=is_there)
 
 
-@triton.jit(
-    do_not_specialize=["alibi_batch", "heads", "group", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right"]
-    + ["drop_threshold", "num_n_blocks"]
-)
+@triton.jit(do_not_specialize=RUNTIME)
 def bwd_dkdv_triton_kernel(
     q,
     k,
@@ -434,7 +440,6 @@ def bwd_dkdv_triton_kernel(
     rng_state,
     lengths,
     heads,
-    group,
     seqlen_q,
     seqlen_k,
     total_q,
@@ -446,6 +451,7 @@ def bwd_dkdv_triton_kernel(
     window_right,
     drop_threshold,
     keep_factor,
+    GROUP: tl.constexpr,  # query heads for each key head
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -464,7 +470,7 @@ def bwd_dkdv_triton_kernel(
 ):
     # The first keys of a head first: under a causal mask most queries see them
     block = tl.program_id(0)
-    heads_kv = heads // group
+    heads_kv = heads // GROUP
     n0 = block % num_n_blocks * BLOCK_N
     h_kv = block // num_n_blocks % heads_kv
     b = block // num_n_blocks // heads_kv
@@ -479,22 +485,25 @@ def bwd_dkdv_triton_kernel(
     offset = seqlen_k - seqlen_q
     if IS_TOP_LEFT:
         offset = offset * 0
+    j = n0 + tl.arange(0, BLOCK_N)
+    is_key = j < seqlen_k
     k_offsets, v_offsets = tile_offsets(k, BLOCK_N, BLOCK_D, UNIT, FAR), tile_offsets(v, BLOCK_N, BLOCK_DV, UNIT, FAR)
-    k_tile = load_tile(pointer_to(k, b, h_kv, k_first + n0, UNIT), k_offsets, seqlen_k - n0, D, BLOCK_N, BLOCK_D, True)
-    v_tile = load_tile(pointer_to(v, b, h_kv, k_first + n0, UNIT), v_offsets, seqlen_k - n0, DV, BLOCK_N, BLOCK_DV, True)
+    k_tile = load_tile(pointer_to(k, b, h_kv, k_first + n0, UNIT), k_offsets, is_key, D, BLOCK_D, True)
+    v_tile = load_tile(pointer_to(v, b, h_kv, k_first + n0, UNIT), v_offsets, is_key, DV, BLOCK_DV, True)
     q_offsets, do_offsets = tile_offsets(q, BLOCK_M, BLOCK_D, UNIT, FAR), tile_offsets(dout, BLOCK_M, BLOCK_DV, UNIT, FAR)
-    options = (scale, softcap, window_left, window_right)
-    flags = (HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, IS_FLOAT32)
+    flags = (HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, alibi_slopes is not None, IS_FLOAT32)
     # Keys behind the end have rows of their own in every product, which are not stored: they only need a place to read scores from
-    j = tl.minimum(n0 + tl.arange(0, BLOCK_N), seqlen_k - 1)
+    j = tl.minimum(j, seqlen_k - 1)
     dk_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_tile = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
+    # Queries outside the window of every key have no gradient, whatever comes into them
+    low, high = seeing_queries(seqlen_q, seqlen_k, offset, window_left, window_right, HAS_LEFT, HAS_RIGHT)
     first, whole, cut, last = query_parts(n0, seqlen_q, seqlen_k, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
-    for g in tl.range(0, group):
-        h = h_kv * group + g
+    for g in tl.range(0, GROUP):
+        h = h_kv * GROUP + g
         place = (b, h, offset, seqlen_q, seqlen_k)
-        tensors = (bias, mask, load_slope(alibi_slopes, alibi_batch, b, h))
+        options = (scale, softcap, load_slope(alibi_slopes, alibi_batch, b, h), window_left, window_right)
         q_pointer, do_pointer = pointer_to(q, b, h, q_first, UNIT), pointer_to(dout, b, h, q_first, UNIT)
         stats = (lse_batch.to(tl.int64) * heads + h) * lse_rows + q_first
         for part in tl.static_range(3):
@@ -504,21 +513,20 @@ def bwd_dkdv_triton_kernel(
                 for m0 in tl.range(begin, end, BLOCK_M):
                     m0 = tl.multiple_of(m0, BLOCK_M)
                     i = m0 + tl.arange(0, BLOCK_M)
-                    q_tile = load_tile(q_pointer + m0.to(tl.int64) * q.row * UNIT, q_offsets, seqlen_q - m0, D, BLOCK_M, BLOCK_D, part != 1)
+                    is_query = (i >= low) & (i < high)
+                    q_tile = load_tile(q_pointer + m0.to(tl.int64) * q.row * UNIT, q_offsets, is_query, D, BLOCK_D, part != 1)
                     if part != 1:
-                        row_lse = tl.load(lse_log2 + stats + i, mask=i < seqlen_q, other=float("inf"))
-                        row_delta = tl.load(delta + stats + i, mask=i < seqlen_q, other=0.0)
+                        row_lse = tl.load(lse_log2 + stats + i, mask=is_query, other=float("inf"))
+                        row_delta = tl.load(delta + stats + i, mask=is_query, other=0.0)
                     else:
                         row_lse = tl.load(lse_log2 + stats + i)
                         row_delta = tl.load(delta + stats + i)
                     # Rebuild P^T from the stored lse
                     s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-                    s, capped = score_tile(s, i[None, :], j[:, None], place, options, tensors, flags, part != 1, False)
+                    s, capped = score_tile(s, i[None, :], j[:, None], bias, mask, place, options, flags, part != 1, False, False)
                     p = tl.exp2(s - row_lse[None, :])
-                    do_tile = load_tile(
-                        do_pointer + m0.to(tl.int64) * dout.row * UNIT, do_offsets, seqlen_q - m0, DV, BLOCK_M, BLOCK_DV, part != 1
-                    )
-                    if part != 1 or mask is not None or bias is not None:
+                    do_tile = load_tile(do_pointer + m0.to(tl.int64) * dout.row * UNIT, do_offsets, is_query, DV, BLOCK_DV, part != 1)
+                    if mask is not None or bias is not None:
                         do_tile = tl.where((row_lse == float("inf"))[:, None], 0.0, do_tile)
                     # dV
                     if HAS_DROPOUT:
@@ -539,14 +547,11 @@ def bwd_dkdv_triton_kernel(
 
     dk_offsets, dv_offsets = tile_offsets(dk, BLOCK_N, BLOCK_D, UNIT, FAR), tile_offsets(dv, BLOCK_N, BLOCK_DV, UNIT, FAR)
     dk_pointer, dv_pointer = pointer_to(dk, b, h_kv, k_first + n0, UNIT), pointer_to(dv, b, h_kv, k_first + n0, UNIT)
-    store_tile(dk_pointer, dk_offsets, dk_tile * scale, seqlen_k - n0, D, BLOCK_N, BLOCK_D)
-    store_tile(dv_pointer, dv_offsets, dv_tile, seqlen_k - n0, DV, BLOCK_N, BLOCK_DV)
+    store_tile(dk_pointer, dk_offsets, dk_tile * scale, is_key, D, BLOCK_D)
+    store_tile(dv_pointer, dv_offsets, dv_tile, is_key, DV, BLOCK_DV)
 
 
-@triton.jit(
-    do_not_specialize=["alibi_batch", "heads", "group", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right"]
-    + ["drop_threshold", "num_m_blocks"]
-)
+@triton.jit(do_not_specialize=RUNTIME)
 def bwd_dq_triton_kernel(
     q,
     k,
@@ -562,7 +567,6 @@ def bwd_dq_triton_kernel(
     rng_state,
     lengths,
     heads,
-    group,
     seqlen_q,
     seqlen_k,
     total_q,
@@ -574,6 +578,7 @@ def bwd_dq_triton_kernel(
     window_right,
     drop_threshold,
     keep_factor,
+    GROUP: tl.constexpr,  # query heads for each key head
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -606,18 +611,17 @@ def bwd_dq_triton_kernel(
     if IS_TOP_LEFT:
         offset = offset * 0
     place = (b, h, offset, seqlen_q, seqlen_k)
-    options = (scale, softcap, window_left, window_right)
-    tensors = (bias, mask, load_slope(alibi_slopes, alibi_batch, b, h))
-    flags = (HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, IS_FLOAT32)
+    options = (scale, softcap, load_slope(alibi_slopes, alibi_batch, b, h), window_left, window_right)
+    flags = (HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, alibi_slopes is not None, IS_FLOAT32)
     i = m0 + tl.arange(0, BLOCK_M)
     stats = (lse_batch.to(tl.int64) * heads + h) * lse_rows + q_first
     row_lse = tl.load(lse_log2 + stats + i, mask=i < seqlen_q, other=float("inf"))
     row_delta = tl.load(delta + stats + i, mask=i < seqlen_q, other=0.0)
     q_offsets, do_offsets = tile_offsets(q, BLOCK_M, BLOCK_D, UNIT, FAR), tile_offsets(dout, BLOCK_M, BLOCK_DV, UNIT, FAR)
-    q_tile = load_tile(pointer_to(q, b, h, q_first + m0, UNIT), q_offsets, seqlen_q - m0, D, BLOCK_M, BLOCK_D, True)
-    do_tile = load_tile(pointer_to(dout, b, h, q_first + m0, UNIT), do_offsets, seqlen_q - m0, DV, BLOCK_M, BLOCK_DV, True)
+    q_tile = load_tile(pointer_to(q, b, h, q_first + m0, UNIT), q_offsets, i < seqlen_q, D, BLOCK_D, True)
+    do_tile = load_tile(pointer_to(dout, b, h, q_first + m0, UNIT), do_offsets, i < seqlen_q, DV, BLOCK_DV, True)
     do_tile = tl.where((row_lse == float("inf"))[:, None], 0.0, do_tile)
-    k_pointer, v_pointer = pointer_to(k, b, h // group, k_first, UNIT), pointer_to(v, b, h // group, k_first, UNIT)
+    k_pointer, v_pointer = pointer_to(k, b, h // GROUP, k_first, UNIT), pointer_to(v, b, h // GROUP, k_first, UNIT)
     k_offsets, v_offsets = tile_offsets(k, BLOCK_N, BLOCK_D, UNIT, FAR), tile_offsets(v, BLOCK_N, BLOCK_DV, UNIT, FAR)
     dq_tile = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
@@ -629,11 +633,11 @@ def bwd_dq_triton_kernel(
             for n0 in tl.range(begin, end, BLOCK_N):
                 n0 = tl.multiple_of(n0, BLOCK_N)
                 j = n0 + tl.arange(0, BLOCK_N)
-                k_tile = load_tile(k_pointer + n0.to(tl.int64) * k.row * UNIT, k_offsets, seqlen_k - n0, D, BLOCK_N, BLOCK_D, part != 1)
-                v_tile = load_tile(v_pointer + n0.to(tl.int64) * v.row * UNIT, v_offsets, seqlen_k - n0, DV, BLOCK_N, BLOCK_DV, part != 1)
+                k_tile = load_tile(k_pointer + n0.to(tl.int64) * k.row * UNIT, k_offsets, j < seqlen_k, D, BLOCK_D, part != 1)
+                v_tile = load_tile(v_pointer + n0.to(tl.int64) * v.row * UNIT, v_offsets, j < seqlen_k, DV, BLOCK_DV, part != 1)
                 # Rebuild P from the stored lse
                 s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-                s, capped = score_tile(s, i[:, None], j[None, :], place, options, tensors, flags, part != 1, False)
+                s, capped = score_tile(s, i[:, None], j[None, :], bias, mask, place, options, flags, part != 1, True, False)
                 p = tl.exp2(s - row_lse[:, None])
                 # dS of the softmax, then of the softcap; the scale comes at the end
                 dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
@@ -646,14 +650,10 @@ def bwd_dq_triton_kernel(
                 dq_tile = tl.dot(ds.to(k_tile.dtype), k_tile, dq_tile, input_precision=PRECISION)
 
     dq_offsets = tile_offsets(dq, BLOCK_M, BLOCK_D, UNIT, FAR)
-    store_tile(pointer_to(dq, b, h, q_first + m0, UNIT), dq_offsets, dq_tile * scale, seqlen_q - m0, D, BLOCK_M, BLOCK_D)
+    store_tile(pointer_to(dq, b, h, q_first + m0, UNIT), dq_offsets, dq_tile * scale, i < seqlen_q, D, BLOCK_D)
 
 
-@triton.jit(
-    do_not_specialize=["alibi_batch", "heads", "group", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right"]
-    + ["drop_threshold", "split_stride", "num_splits", "num_pairs", "pair_heads", "dbias_heads", "dbias_rows", "dbias_columns"]
-    + ["num_m_blocks", "num_n_blocks"]
-)
+@triton.jit(do_not_specialize=RUNTIME)
 def bwd_dbias_triton_kernel(
     q,
     k,
@@ -678,7 +678,6 @@ def bwd_dbias_triton_kernel(
     rng_state,
     lengths,
     heads,
-    group,
     seqlen_q,
     seqlen_k,
     total_q,
@@ -689,6 +688,7 @@ def bwd_dbias_triton_kernel(
     window_right,
     drop_threshold,
     keep_factor,
+    GROUP: tl.constexpr,  # query heads for each key head
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -719,8 +719,7 @@ def bwd_dbias_triton_kernel(
     max_seqlen_q = seqlen_q
     max_seqlen_k = seqlen_k
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    options = (scale, softcap, window_left, window_right)
-    flags = (HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, IS_FLOAT32)
+    flags = (HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, alibi_slopes is not None, IS_FLOAT32)
 
     for pair in tl.range(split, num_pairs, num_splits):
         b = pair // pair_heads if SHARES_BATCH else bias_b
@@ -735,7 +734,7 @@ def bwd_dbias_triton_kernel(
         if IS_TOP_LEFT:
             offset = offset * 0
         place = (b, h, offset, seqlen_q, seqlen_k)
-        tensors = (bias, mask, load_slope(alibi_slopes, alibi_batch, b, h))
+        options = (scale, softcap, load_slope(alibi_slopes, alibi_batch, b, h), window_left, window_right)
         stats = (lse_batch.to(tl.int64) * heads + h) * lse_rows + q_first
         for m0 in tl.range(
             0 if SHARES_ROWS else m_block * BLOCK_M, seqlen_q if SHARES_ROWS else tl.minimum((m_block + 1) * BLOCK_M, seqlen_q), BLOCK_M
@@ -744,22 +743,20 @@ def bwd_dbias_triton_kernel(
             row_lse = tl.load(lse_log2 + stats + i, mask=i < seqlen_q, other=float("inf"))
             row_delta = tl.load(delta + stats + i, mask=i < seqlen_q, other=0.0)
             q_offsets, do_offsets = tile_offsets(q, BLOCK_M, BLOCK_D, UNIT, FAR), tile_offsets(dout, BLOCK_M, BLOCK_DV, UNIT, FAR)
-            q_tile = load_tile(pointer_to(q, b, h, q_first + m0, UNIT), q_offsets, seqlen_q - m0, D, BLOCK_M, BLOCK_D, True)
-            do_tile = load_tile(pointer_to(dout, b, h, q_first + m0, UNIT), do_offsets, seqlen_q - m0, DV, BLOCK_M, BLOCK_DV, True)
+            q_tile = load_tile(pointer_to(q, b, h, q_first + m0, UNIT), q_offsets, i < seqlen_q, D, BLOCK_D, True)
+            do_tile = load_tile(pointer_to(dout, b, h, q_first + m0, UNIT), do_offsets, i < seqlen_q, DV, BLOCK_DV, True)
             do_tile = tl.where((row_lse == float("inf"))[:, None], 0.0, do_tile)
-            first, whole, cut, last = key_parts(
-                m0, seqlen_q, seqlen_k, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
-            )
+            first, _whole, _cut, last = key_parts(m0, seqlen_q, seqlen_k, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
             if not SHARES_COLUMNS:
                 first = tl.maximum(first, n_block * BLOCK_N)
                 last = tl.minimum(last, (n_block + 1) * BLOCK_N)
             for n0 in tl.range(first, last, BLOCK_N):
                 j = n0 + tl.arange(0, BLOCK_N)
                 k_offsets, v_offsets = tile_offsets(k, BLOCK_N, BLOCK_D, UNIT, FAR), tile_offsets(v, BLOCK_N, BLOCK_DV, UNIT, FAR)
-                k_tile = load_tile(pointer_to(k, b, h // group, k_first + n0, UNIT), k_offsets, seqlen_k - n0, D, BLOCK_N, BLOCK_D, True)
-                v_tile = load_tile(pointer_to(v, b, h // group, k_first + n0, UNIT), v_offsets, seqlen_k - n0, DV, BLOCK_N, BLOCK_DV, True)
+                k_tile = load_tile(pointer_to(k, b, h // GROUP, k_first + n0, UNIT), k_offsets, j < seqlen_k, D, BLOCK_D, True)
+                v_tile = load_tile(pointer_to(v, b, h // GROUP, k_first + n0, UNIT), v_offsets, j < seqlen_k, DV, BLOCK_DV, True)
                 s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-                s, _ = score_tile(s, i[:, None], j[None, :], place, options, tensors, flags, True, False)
+                s, _ = score_tile(s, i[:, None], j[None, :], bias, mask, place, options, flags, True, True, False)
                 p = tl.exp2(s - row_lse[:, None])
                 dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
                 if HAS_DROPOUT:
