@@ -53,18 +53,19 @@ class Config:
     num_stages: int  # tiles in flight
 
 
-# Kernel -> bytes of an element -> padded head dim up to -> configuration, for GPUs with 163 KB of shared memory a block or more
+# Kernel -> bytes of an element -> padded head dim up to -> configuration, for GPUs with 227 KB of shared memory a block. Those of head
+# dims up to 128 are the fastest of results/nvidia-h200/triton_tiles.csv; those of 256 spill least.
 _CONFIGS: dict[str, dict[int, dict[int, Config]]] = {
     "fwd": {
-        2: {64: Config(128, 128, 8, 3), 128: Config(128, 128, 8, 2), 256: Config(128, 64, 8, 2)},
-        4: {64: Config(128, 64, 8, 2), 128: Config(64, 32, 4, 2), 256: Config(64, 16, 8, 2)},
+        2: {64: Config(128, 64, 8, 3), 128: Config(64, 64, 4, 3), 256: Config(128, 64, 8, 2)},
+        4: {64: Config(128, 64, 8, 2), 128: Config(128, 32, 8, 2), 256: Config(64, 16, 8, 2)},
     },
     "bwd_dkdv": {
-        2: {64: Config(64, 128, 8, 3), 128: Config(64, 128, 8, 3), 256: Config(32, 64, 8, 2)},
-        4: {64: Config(32, 128, 8, 2), 128: Config(16, 64, 4, 1), 256: Config(16, 16, 4, 1)},
+        2: {64: Config(64, 64, 4, 2), 128: Config(64, 128, 8, 3), 256: Config(32, 64, 8, 2)},
+        4: {64: Config(32, 128, 8, 2), 128: Config(32, 64, 8, 1), 256: Config(16, 16, 4, 1)},
     },
     "bwd_dq": {
-        2: {64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 2), 256: Config(64, 32, 4, 2)},
+        2: {64: Config(64, 64, 4, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 2)},
         4: {64: Config(128, 32, 8, 2), 128: Config(64, 16, 4, 1), 256: Config(16, 16, 4, 1)},
     },
     "bwd_dbias": {
@@ -72,9 +73,26 @@ _CONFIGS: dict[str, dict[int, dict[int, Config]]] = {
         4: {64: Config(32, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)},
     },
 }
-# The same for GPUs with 99 KB
-_SMALL_CONFIGS = _CONFIGS
-_LARGE_SHARED_BYTES = 163 * 1024
+# The same for every other GPU, small enough for 99 KB; compiled for them and not run
+_SMALL_CONFIGS: dict[str, dict[int, dict[int, Config]]] = {
+    "fwd": {
+        2: {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2), 256: Config(32, 32, 4, 1)},
+        4: {64: Config(32, 32, 4, 2), 128: Config(32, 16, 4, 1), 256: Config(16, 16, 4, 1)},
+    },
+    "bwd_dkdv": {
+        2: {64: Config(32, 64, 4, 2), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)},
+        4: {64: Config(16, 32, 4, 1), 128: Config(16, 16, 4, 1), 256: Config(16, 16, 4, 1)},
+    },
+    "bwd_dq": {
+        2: {64: Config(64, 32, 4, 2), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)},
+        4: {64: Config(32, 16, 4, 1), 128: Config(16, 16, 4, 1), 256: Config(16, 16, 4, 1)},
+    },
+    "bwd_dbias": {
+        2: {64: Config(32, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)},
+        4: {64: Config(16, 16, 4, 1), 128: Config(16, 16, 4, 1), 256: Config(16, 16, 4, 1)},
+    },
+}
+_LARGE_SHARED_BYTES = 227 * 1024
 
 
 class TritonBackend(Backend):
@@ -136,7 +154,8 @@ class TritonBackend(Backend):
             names += ["bwd_dkdv", "bwd_dq", "bwd_dbias"] if problem.needs_bias_grad else ["bwd_dkdv", "bwd_dq"]
         found = {}
         for name in names:
-            config = _config(name, problem.dtype, problem.shape, torch.device(problem.device))
+            has_score_tensors = problem.has_mask or problem.bias_dtype is not None
+            config = _config(name, problem.dtype, problem.shape, torch.device(problem.device), has_score_tensors)
             tile = f"tile {config.block_m} x {config.block_n}, head dim {_padded(max(problem.shape.head_dim, problem.shape.head_dim_v))}"
             found[f"{name}_triton_kernel"] = f"{tile}, {config.num_warps} warps, {config.num_stages} stages"
         found["products"] = _precision(problem.dtype, self.is_interpreted) if problem.dtype == torch.float32 else dtype_name(problem.dtype)
@@ -185,7 +204,7 @@ def _missing(is_interpreted: bool) -> str | None:
 
 @functools.cache
 def _is_large(device: torch.device) -> bool:
-    """Its blocks may use as much shared memory as the larger tiles need."""
+    """Its blocks may use as much shared memory as the tuned tiles need."""
     if device.type == "cpu":
         return True
     arch = arch_of(*torch.cuda.get_device_capability(device))
@@ -250,13 +269,16 @@ def _padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def _config(kernel: str, dtype: torch.dtype, shape: Shape, device: torch.device) -> Config:
+def _config(kernel: str, dtype: torch.dtype, shape: Shape, device: torch.device, has_score_tensors: bool) -> Config:
     table = _CONFIGS if _is_large(device) else _SMALL_CONFIGS
     padded = _padded(max(shape.head_dim, shape.head_dim_v))
     config = next(config for limit, config in table[kernel][dtype.itemsize].items() if padded <= limit)
     if kernel == "fwd" and shape.seqlen_q <= 16:
         # A few queries, as in decoding: most of a larger tile would be padding
-        return replace(config, block_m=16, num_warps=4)
+        config = replace(config, block_m=16, num_warps=4)
+    if has_score_tensors:
+        # Tiles of bias and mask want room in shared memory too
+        config = replace(config, num_stages=max(1, config.num_stages - 1))
     return config
 
 
@@ -303,7 +325,7 @@ def _score_strides(tensor: Tensor) -> tuple[int, ...]:
 def _arguments(kernel: str, args: AttentionArgs, tensors: dict[str, Tensor]) -> tuple[Config, dict[str, Any]]:
     """What the kernels that walk over scores share. `tensors` are those of rows, besides q, k and v."""
     shape, kernels, row = shape_of(args), _kernels(), row_axis(args.layout)
-    config = _config(kernel, args.q.dtype, shape, args.q.device)
+    config = _config(kernel, args.q.dtype, shape, args.q.device, args.bias is not None or args.mask is not None)
     window_left, window_right = (-1 if reach >= _UNBOUNDED else reach for reach in key_window(args))
     # No sequence of a packed call is longer than its bias and mask have rows and columns
     score_tensors = [tensor for tensor in (args.bias, args.mask) if tensor is not None]

@@ -746,7 +746,9 @@ def bwd_dbias_triton_kernel(
             q_tile = load_tile(pointer_to(q, b, h, q_first + m0, UNIT), q_offsets, i < seqlen_q, D, BLOCK_D, True)
             do_tile = load_tile(pointer_to(dout, b, h, q_first + m0, UNIT), do_offsets, i < seqlen_q, DV, BLOCK_DV, True)
             do_tile = tl.where((row_lse == float("inf"))[:, None], 0.0, do_tile)
-            first, _whole, _cut, last = key_parts(m0, seqlen_q, seqlen_k, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
+            first, _whole, _cut, last = key_parts(
+                m0, seqlen_q, seqlen_k, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
+            )
             if not SHARES_COLUMNS:
                 first = tl.maximum(first, n_block * BLOCK_N)
                 last = tl.minimum(last, (n_block + 1) * BLOCK_N)
