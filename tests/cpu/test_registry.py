@@ -42,7 +42,7 @@ def test_explain_says_what_runs_and_why_not_the_rest(seed: int) -> None:
     q, k, v = qkv(requires_grad=True)
     answer = flashtile.explain(q, k, v, causal=True, softcap=3.0)
     assert answer.backend == "tiled"
-    assert list(answer.refusals) == ["cuda", "numba", "reference"]
+    assert list(answer.refusals) == ["cuda", "triton", "numba", "reference"]
     assert answer.refusals["cuda"] == "it runs on cuda, and q is on cpu"
     assert "only taken by name" in answer.refusals["reference"]
     text = str(answer)

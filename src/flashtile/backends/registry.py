@@ -15,10 +15,11 @@ from flashtile.backends.cuda import CudaBackend
 from flashtile.backends.numba import NumbaBackend
 from flashtile.backends.reference import ReferenceBackend
 from flashtile.backends.tiled import TiledBackend
+from flashtile.backends.triton import TritonBackend
 from flashtile.errors import SlowPathWarning, Unsupported, dtype_name, value_error
 from flashtile.problem import Problem
 
-BACKENDS: list[Backend] = [CudaBackend(), TiledBackend(), NumbaBackend(), ReferenceBackend()]
+BACKENDS: list[Backend] = [CudaBackend(), TritonBackend(), TiledBackend(), NumbaBackend(), ReferenceBackend()]
 
 _warned: set[str] = set()
 

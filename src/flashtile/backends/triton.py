@@ -1,0 +1,504 @@
+"""The Triton engine: a second implementation for GPUs, independent of the CUDA one, which it is there to check.
+
+This file joins a call to the kernels of triton_kernels.py: what they take, in which tiles, and what is refused. It shares nothing
+with the CUDA engine but the meaning of the options. Triton is imported when a call first needs it, never by `import flashtile`.
+With TRITON_INTERPRET=1 set before the import, the kernels run on the CPU in Triton's interpreter, taken by name only.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import shutil
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.backends import dropout
+from flashtile.backends.base import Backend, BoundForward, Grads
+from flashtile.errors import dtype_name
+from flashtile.kernels.arch import arch_of
+from flashtile.problem import (
+    AttentionArgs,
+    Problem,
+    Shape,
+    check_values,
+    head_axis,
+    is_checking,
+    key_window,
+    row_axis,
+    shape_of,
+    softmax_scale,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 256
+OLDEST_TRITON = (3, 6)
+OLDEST_CAPABILITY = (8, 0)
+_UNBOUNDED = 1 << 30  # a window at least this wide hides nothing, and sums with positions stay in 32 bits
+_PREPROCESS_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Config:
+    """The tile of a kernel and how it is run."""
+
+    block_m: int  # queries
+    block_n: int  # keys
+    num_warps: int
+    num_stages: int  # tiles in flight
+
+
+# Kernel -> bytes of an element -> padded head dim up to -> configuration, for GPUs with 227 KB of shared memory a block. Those of head
+# dims up to 128 are the fastest of results/nvidia-h200/triton_tiles.csv; those of 256 spill least.
+_CONFIGS: dict[str, dict[int, dict[int, Config]]] = {
+    "fwd": {
+        2: {64: Config(128, 64, 8, 3), 128: Config(64, 64, 4, 3), 256: Config(128, 64, 8, 2)},
+        4: {64: Config(128, 64, 8, 2), 128: Config(128, 32, 8, 2), 256: Config(64, 16, 8, 2)},
+    },
+    "bwd_dkdv": {
+        2: {64: Config(64, 64, 4, 2), 128: Config(64, 128, 8, 3), 256: Config(32, 64, 8, 2)},
+        4: {64: Config(32, 128, 8, 2), 128: Config(32, 64, 8, 1), 256: Config(16, 16, 4, 1)},
+    },
+    "bwd_dq": {
+        2: {64: Config(64, 64, 4, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 2)},
+        4: {64: Config(128, 32, 8, 2), 128: Config(64, 16, 4, 1), 256: Config(16, 16, 4, 1)},
+    },
+    "bwd_dbias": {
+        2: {64: Config(64, 64, 4, 1), 128: Config(64, 64, 4, 1), 256: Config(32, 32, 4, 1)},
+        4: {64: Config(32, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)},
+    },
+}
+# The same for every other GPU, small enough for 99 KB; compiled for them and not run
+_SMALL_CONFIGS: dict[str, dict[int, dict[int, Config]]] = {
+    "fwd": {
+        2: {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2), 256: Config(32, 32, 4, 1)},
+        4: {64: Config(32, 32, 4, 2), 128: Config(32, 16, 4, 1), 256: Config(16, 16, 4, 1)},
+    },
+    "bwd_dkdv": {
+        2: {64: Config(32, 64, 4, 2), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)},
+        4: {64: Config(16, 32, 4, 1), 128: Config(16, 16, 4, 1), 256: Config(16, 16, 4, 1)},
+    },
+    "bwd_dq": {
+        2: {64: Config(64, 32, 4, 2), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)},
+        4: {64: Config(32, 16, 4, 1), 128: Config(16, 16, 4, 1), 256: Config(16, 16, 4, 1)},
+    },
+    "bwd_dbias": {
+        2: {64: Config(32, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)},
+        4: {64: Config(16, 16, 4, 1), 128: Config(16, 16, 4, 1), 256: Config(16, 16, 4, 1)},
+    },
+}
+_LARGE_SHARED_BYTES = 227 * 1024
+
+
+class TritonBackend(Backend):
+    name = "triton"
+    summary = "FlashAttention-2 in Triton, independent of the CUDA kernels; memory linear in the sequence length"
+
+    def __init__(self) -> None:
+        # Triton reads the same switch when it is imported
+        self.is_interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "y", "yes", "on", "true")
+        self.devices = ("cpu",) if self.is_interpreted else ("cuda",)
+        self.is_automatic = not self.is_interpreted
+
+    def refuse(self, problem: Problem) -> str | None:
+        if problem.dtype not in DTYPES:
+            return f"{dtype_name(problem.dtype)} is not among its dtypes ({', '.join(dtype_name(dtype) for dtype in DTYPES)})"
+        largest = max(problem.shape.head_dim, problem.shape.head_dim_v)
+        if largest > MAX_HEAD_DIM:
+            return f"head_dim {largest} is over its {MAX_HEAD_DIM}"
+        if problem.page_size:
+            return "paged keys are not among its features"
+        if self.is_interpreted and problem.dtype == torch.bfloat16:
+            return "Triton's interpreter does not multiply bfloat16 as a GPU does"
+        return _missing(self.is_interpreted)
+
+    def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
+        if self.is_interpreted or is_checking():
+            check_values(args)
+        with _device_of(args):
+            _launch(*_forward_call(args, out, lse))
+
+    def bind(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> BoundForward | None:
+        small = (args.alibi_slopes, args.sinks, args.rng_state, args.cu_seqlens_q, args.seqused_k, args.leftpad_k)
+        if any(tensor is not None for tensor in small):
+            return None  # some of these need a copy of their own in every call
+        return _Bound(args, out, lse)
+
+    def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
+        if self.is_interpreted or is_checking():
+            check_values(args)
+        lse, dlse = lse.contiguous(), None if dlse is None else dlse.to(torch.float32).contiguous()
+        lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
+        with _device_of(args):
+            _launch(*_preprocess_call(args, _rows(out), _rows(dout), dlse, lse, lse_log2, delta))
+            # Products take operands of one dtype
+            dout = _rows(dout.to(args.q.dtype))
+            if grads.dk is not None or grads.dv is not None:
+                _launch(*_dkdv_call(args, dout, lse_log2, delta, grads))
+            if grads.dq is not None:
+                _launch(*_dq_call(args, dout, lse_log2, delta, grads.dq))
+            if grads.dbias is not None:
+                _dbias(args, dout, lse_log2, delta, grads.dbias)
+        if grads.dsinks is not None and args.sinks is not None:
+            shares = torch.where(lse == -torch.inf, 0.0, torch.exp(args.sinks.float()[:, None] - lse) * delta)
+            grads.dsinks.copy_(-shares.sum(-1 if lse.dim() == 2 else (0, 2)))
+
+    def details(self, problem: Problem) -> dict[str, str]:
+        names = ["fwd"]
+        if problem.needs_grad:
+            names += ["bwd_dkdv", "bwd_dq", "bwd_dbias"] if problem.needs_bias_grad else ["bwd_dkdv", "bwd_dq"]
+        found = {}
+        for name in names:
+            has_score_tensors = problem.has_mask or problem.bias_dtype is not None
+            config = _config(name, problem.dtype, problem.shape, torch.device(problem.device), has_score_tensors)
+            tile = f"tile {config.block_m} x {config.block_n}, head dim {_padded(max(problem.shape.head_dim, problem.shape.head_dim_v))}"
+            found[f"{name}_triton_kernel"] = f"{tile}, {config.num_warps} warps, {config.num_stages} stages"
+        found["products"] = _precision(problem.dtype, self.is_interpreted) if problem.dtype == torch.float32 else dtype_name(problem.dtype)
+        return found
+
+    def prepare(self, problem: Problem) -> None:
+        """Compiles by running short contiguous tensors of the problem's kind."""
+        args = _short_args(problem)
+        out = args.q.new_zeros((*args.q.shape[:-1], args.v.shape[-1]), dtype=problem.out_dtype)
+        lse = args.q.new_zeros((*args.q.shape[:-3], problem.shape.heads, args.q.shape[row_axis(args.layout)]), dtype=torch.float32)
+        self.forward(args, out, lse)
+        if problem.needs_grad:
+            dbias = torch.empty_like(args.bias) if args.bias is not None and problem.needs_bias_grad else None
+            dq, dk, dv = (torch.empty_like(tensor) for tensor in (args.q, args.k, args.v))
+            self.backward(args, out, None, out, lse, Grads(dq, dk, dv, dbias, None))
+
+
+# What is there
+
+
+@functools.cache
+def _kernels() -> Any:
+    return importlib.import_module("flashtile.backends.triton_kernels")
+
+
+@functools.cache
+def _missing(is_interpreted: bool) -> str | None:
+    """Why no kernel can be compiled or launched here, or None."""
+    try:
+        version = importlib.import_module("triton").__version__
+    except ImportError as error:
+        return f"triton cannot be imported: {error}"
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRITON:
+        return f"triton {version} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+    if is_interpreted:
+        return None
+    capability = torch.cuda.get_device_capability()
+    if capability < OLDEST_CAPABILITY:
+        return (
+            f"compute capability {'.'.join(map(str, capability))} is older than Triton's oldest ({'.'.join(map(str, OLDEST_CAPABILITY))})"
+        )
+    if not any(shutil.which(compiler) for compiler in (os.environ.get("CC", "cc"), "gcc", "clang")):
+        return "Triton needs a C compiler to launch kernels, and none is here (CC, gcc, clang)"
+    return None
+
+
+@functools.cache
+def _is_large(device: torch.device) -> bool:
+    """Its blocks may use as much shared memory as the tuned tiles need."""
+    if device.type == "cpu":
+        return True
+    arch = arch_of(*torch.cuda.get_device_capability(device))
+    return arch is not None and arch.shared_bytes >= _LARGE_SHARED_BYTES
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _device_of(args: AttentionArgs) -> AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    device = args.q.device
+    if device.type == "cpu" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def _short_args(problem: Problem) -> AttentionArgs:
+    """A call of the problem's kind on one short sequence of zeros."""
+    shape, zeros = problem.shape, functools.partial(torch.zeros, device=problem.device)
+    rows_q, rows_k = min(shape.seqlen_q, 128), min(shape.seqlen_k, 128)
+
+    def rows(heads: int, length: int, dim: int) -> Tensor:
+        sizes = (heads, length, dim) if problem.layout == "bhsd" else (length, heads, dim)
+        return zeros(sizes if problem.is_varlen else (1, *sizes), dtype=problem.dtype)
+
+    def scores(dtype: torch.dtype | None) -> Tensor | None:
+        return None if dtype is None else zeros((1, shape.heads, rows_q, rows_k), dtype=dtype)
+
+    def ends(*values: int, is_there: bool) -> Tensor | None:
+        return torch.tensor(values, dtype=torch.int32, device=problem.device) if is_there else None
+
+    return AttentionArgs(
+        rows(shape.heads, rows_q, shape.head_dim),
+        rows(shape.heads_kv, rows_k, shape.head_dim),
+        rows(shape.heads_kv, rows_k, shape.head_dim_v),
+        bias=scores(problem.bias_dtype),
+        mask=scores(torch.bool if problem.has_mask else None),
+        alibi_slopes=zeros(shape.heads) if problem.has_alibi else None,
+        sinks=zeros(shape.heads) if problem.has_sinks else None,
+        rng_state=zeros(2, dtype=torch.int64) if problem.dropout_p else None,
+        cu_seqlens_q=ends(0, rows_q, is_there=problem.is_varlen),
+        cu_seqlens_k=ends(0, rows_k, is_there=problem.is_varlen),
+        seqused_k=ends(rows_k, is_there=problem.has_key_lengths),
+        scale=problem.scale,
+        causal=problem.causal,
+        window_left=problem.window[0],
+        window_right=problem.window[1],
+        softcap=problem.softcap,
+        dropout_p=problem.dropout_p,
+        layout=problem.layout,
+    )
+
+
+# Choices
+
+
+def _padded(head_dim: int) -> int:
+    """Tiles are powers of two, and a product takes 16 at least."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _config(kernel: str, dtype: torch.dtype, shape: Shape, device: torch.device, has_score_tensors: bool) -> Config:
+    table = _CONFIGS if _is_large(device) else _SMALL_CONFIGS
+    padded = _padded(max(shape.head_dim, shape.head_dim_v))
+    config = next(config for limit, config in table[kernel][dtype.itemsize].items() if padded <= limit)
+    if kernel == "fwd" and shape.seqlen_q <= 16:
+        # A few queries, as in decoding: most of a larger tile would be padding
+        config = replace(config, block_m=16, num_warps=4)
+    if has_score_tensors:
+        # Tiles of bias and mask want room in shared memory too
+        config = replace(config, num_stages=max(1, config.num_stages - 1))
+    return config
+
+
+def _precision(dtype: torch.dtype, is_interpreted: bool) -> str:
+    """How float32 operands are multiplied; the others have one way only."""
+    if dtype != torch.float32 or is_interpreted:
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+# Arguments. A call is a kernel's name, the number of its programs, its configuration and its arguments by name
+
+Call = tuple[str, int, Config, dict[str, Any]]
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Kernels read rows whose last dimension is contiguous."""
+    return tensor if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _row_strides(tensor: Tensor, layout: str) -> tuple[int, int, int]:
+    """(batch, head, row); 0 where there is one only, and for the batch of a packed tensor."""
+    head, row = head_axis(layout), row_axis(layout)
+    batch = tensor.stride(0) if tensor.dim() == 4 and tensor.shape[0] > 1 else 0
+    return batch, tensor.stride(head) if tensor.shape[head] > 1 else 0, tensor.stride(row) if tensor.shape[row] > 1 else 0
+
+
+def _row_arguments(layout: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    strides = {name: _row_strides(tensor, layout) for name, tensor in tensors.items()}
+    every = [stride for found in strides.values() for stride in found]
+    unit = 8 if any(stride % 16 for stride in every) and all(stride % 8 == 0 for stride in every) else 1
+    rows = _kernels().Rows
+    return {
+        **{name: rows(tensor, *(stride // unit for stride in strides[name])) for name, tensor in tensors.items()},
+        "UNIT": unit,
+        "FAR": max((found[2] for found in strides.values()), default=0) * MAX_HEAD_DIM >= 2**31,
+    }
+
+
+def _score_strides(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(0 if length == 1 else stride for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _arguments(kernel: str, args: AttentionArgs, tensors: dict[str, Tensor]) -> tuple[Config, dict[str, Any]]:
+    """What the kernels that walk over scores share. `tensors` are those of rows, besides q, k and v."""
+    shape, kernels, row = shape_of(args), _kernels(), row_axis(args.layout)
+    config = _config(kernel, args.q.dtype, shape, args.q.device, args.bias is not None or args.mask is not None)
+    window_left, window_right = (-1 if reach >= _UNBOUNDED else reach for reach in key_window(args))
+    # No sequence of a packed call is longer than its bias and mask have rows and columns
+    score_tensors = [tensor for tensor in (args.bias, args.mask) if tensor is not None]
+    seqlen_q = min([shape.seqlen_q, *(tensor.shape[2] for tensor in score_tensors if tensor.shape[2] != 1)])
+    seqlen_k = min([shape.seqlen_k, *(tensor.shape[3] for tensor in score_tensors if tensor.shape[3] != 1)])
+    index_tensors = (args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k, args.leftpad_k)
+    slopes = args.alibi_slopes
+    return config, {
+        **_row_arguments(args.layout, {"q": args.q, "k": args.k, "v": args.v, **tensors}),
+        "bias": None if args.bias is None else kernels.Scores(args.bias, *_score_strides(args.bias)),
+        "mask": None if args.mask is None else kernels.Scores(args.mask.view(torch.uint8), *_score_strides(args.mask)),
+        "alibi_slopes": None if slopes is None else slopes.float().contiguous(),
+        "alibi_batch": shape.heads if slopes is not None and slopes.dim() == 2 else 0,
+        "rng_state": args.rng_state,
+        "lengths": kernels.Lengths(*(None if tensor is None else tensor.contiguous() for tensor in index_tensors)),
+        "heads": shape.heads,
+        "GROUP": shape.heads // shape.heads_kv,
+        "seqlen_q": seqlen_q,
+        "seqlen_k": seqlen_k,
+        "total_q": args.q.shape[row],
+        "total_k": args.k.shape[row],
+        "scale": softmax_scale(args),
+        "softcap": args.softcap,
+        "window_left": window_left,
+        "window_right": window_right,
+        "drop_threshold": dropout.threshold(args.dropout_p),
+        "keep_factor": dropout.keep_factor(args.dropout_p),
+        "D": shape.head_dim,
+        "DV": shape.head_dim_v,
+        "BLOCK_D": _padded(shape.head_dim),
+        "BLOCK_DV": _padded(shape.head_dim_v),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "IS_TOP_LEFT": args.causal == "top_left",
+        "HAS_LEFT": window_left >= 0,
+        "HAS_RIGHT": window_right >= 0,
+        "HAS_SOFTCAP": args.softcap > 0.0,
+        "HAS_DROPOUT": args.dropout_p > 0.0,
+        "IS_FLOAT32": args.q.dtype == torch.float32,
+        "PRECISION": _precision(args.q.dtype, args.q.device.type == "cpu"),
+    }
+
+
+def _num_blocks(length: int, block: int) -> int:
+    return -(-length // block)
+
+
+def _forward_call(args: AttentionArgs, out: Tensor, lse: Tensor) -> Call:
+    shape = shape_of(args)
+    config, arguments = _arguments("fwd", args, {"out": out})
+    num_m_blocks = _num_blocks(shape.seqlen_q, config.block_m)
+    is_raw = softmax_scale(args) > 0.0 and args.softcap == 0.0 and args.alibi_slopes is None and args.bias is None
+    sinks = None if args.sinks is None else args.sinks.float().contiguous()
+    arguments |= {"lse": lse, "sinks": sinks, "num_m_blocks": num_m_blocks, "IS_RAW": is_raw}
+    return "fwd", num_m_blocks * shape.heads * shape.batch, config, arguments
+
+
+def _preprocess_call(
+    args: AttentionArgs, out: Tensor, dout: Tensor, dlse: Tensor | None, lse: Tensor, lse_log2: Tensor, delta: Tensor
+) -> Call:
+    heads, rows = lse.shape[-2:]
+    num_blocks = _num_blocks(rows, _PREPROCESS_ROWS)
+    arguments = {
+        **_row_arguments(args.layout, {"out": out, "dout": dout}),
+        "dlse": dlse,
+        "lse": lse,
+        "lse_log2": lse_log2,
+        "delta": delta,
+        "heads": heads,
+        "rows": rows,
+        "num_blocks": num_blocks,
+        "DV": out.shape[-1],
+        "BLOCK_DV": _padded(out.shape[-1]),
+        "BLOCK_M": _PREPROCESS_ROWS,
+    }
+    batch = lse.shape[0] if lse.dim() == 3 else 1
+    return "bwd_preprocess", num_blocks * heads * batch, Config(_PREPROCESS_ROWS, 0, 4, 1), arguments
+
+
+def _dkdv_call(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Tensor, grads: Grads) -> Call:
+    shape = shape_of(args)
+    dk = torch.empty_like(args.k) if grads.dk is None else grads.dk
+    dv = torch.empty_like(args.v) if grads.dv is None else grads.dv
+    if args.cu_seqlens_q is not None or args.seqused_k is not None or args.leftpad_k is not None:
+        # Keys outside every sequence have no program
+        dk.zero_()
+        dv.zero_()
+    config, arguments = _arguments("bwd_dkdv", args, {"dout": dout, "dk": dk, "dv": dv})
+    num_n_blocks = _num_blocks(shape.seqlen_k, config.block_n)
+    arguments |= {"lse_log2": lse_log2, "delta": delta, "num_n_blocks": num_n_blocks}
+    return "bwd_dkdv", num_n_blocks * shape.heads_kv * shape.batch, config, arguments
+
+
+def _dq_call(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Tensor, dq: Tensor) -> Call:
+    shape = shape_of(args)
+    config, arguments = _arguments("bwd_dq", args, {"dout": dout, "dq": dq})
+    num_m_blocks = _num_blocks(shape.seqlen_q, config.block_m)
+    arguments |= {"lse_log2": lse_log2, "delta": delta, "num_m_blocks": num_m_blocks}
+    return "bwd_dq", num_m_blocks * shape.heads * shape.batch, config, arguments
+
+
+def _dbias(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Tensor, dbias: Tensor) -> None:
+    """Where the tiles of a broadcast bias are too few to fill the GPU, the batches and heads that share them are split over programs."""
+    shape = shape_of(args)
+    config, arguments = _arguments("bwd_dbias", args, {"dout": dout})
+    batch, heads, rows, columns = dbias.shape
+    pair_heads = shape.heads if heads == 1 else 1
+    num_pairs = pair_heads * (shape.batch if batch == 1 else 1)
+    num_m_blocks, num_n_blocks = _num_blocks(rows, config.block_m), _num_blocks(columns, config.block_n)
+    num_tiles = batch * heads * num_m_blocks * num_n_blocks
+    num_splits = max(1, min(num_pairs, 4 * _num_multiprocessors(args.q.device) // max(1, num_tiles)))
+    sums = dbias if num_splits == 1 else torch.empty((num_splits, *dbias.shape), dtype=torch.float32, device=dbias.device)
+    arguments |= {
+        "lse_log2": lse_log2,
+        "delta": delta,
+        "dbias": _kernels().Scores(sums, *sums.stride()[-4:]),
+        "split_stride": 0 if num_splits == 1 else sums.stride(0),
+        "num_splits": num_splits,
+        "num_pairs": num_pairs,
+        "pair_heads": pair_heads,
+        "dbias_heads": heads,
+        "dbias_rows": rows,
+        "dbias_columns": columns,
+        "num_m_blocks": num_m_blocks,
+        "num_n_blocks": num_n_blocks,
+        "SHARES_BATCH": batch == 1,
+        "SHARES_HEADS": heads == 1,
+        "SHARES_ROWS": rows == 1,
+        "SHARES_COLUMNS": columns == 1,
+    }
+    _launch("bwd_dbias", num_tiles * num_splits, config, arguments)
+    if num_splits > 1:
+        dbias.copy_(sums.sum(0))
+
+
+def _launch(kernel: str, num_programs: int, config: Config, arguments: dict[str, Any]) -> None:
+    if num_programs > 0:
+        function = getattr(_kernels(), f"{kernel}_triton_kernel")
+        function[(num_programs,)](**arguments, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+class _Bound:
+    """The forward pass of one signature: kernel compiled, every argument in place but the addresses."""
+
+    def __init__(self, args: AttentionArgs, out: Tensor, lse: Tensor):
+        self.sizes = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (out, lse)]
+        self.prepare(args, out, lse)
+
+    def prepare(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
+        self.precision = _precision(args.q.dtype, False)
+        kernel, self.num_programs, config, arguments = _forward_call(args, out, lse)
+        function = getattr(_kernels(), f"{kernel}_triton_kernel")
+        self.arguments = [arguments[name] for name in function.arg_names]
+        # (place among the arguments, tensor, its strides)
+        self.tensors = [
+            (function.arg_names.index(name), name, arguments[name][1:]) for name in ("q", "k", "v", "bias", "mask") if arguments[name]
+        ]
+        self.out, self.lse = function.arg_names.index("out"), function.arg_names.index("lse")
+        if self.num_programs > 0:
+            with _device_of(args):
+                compiled = function.warmup(**arguments, grid=(1,), num_warps=config.num_warps, num_stages=config.num_stages)
+                self.launch = compiled[(self.num_programs, 1, 1)]
+
+    def __call__(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
+        out, lse = (torch.empty_strided(size, stride, dtype=dtype, device=args.q.device) for size, stride, dtype in self.sizes)
+        if self.precision != _precision(args.q.dtype, False):
+            self.prepare(args, out, lse)
+        if self.num_programs > 0:
+            arguments = self.arguments.copy()
+            for place, name, strides in self.tensors:
+                arguments[place] = (getattr(args, name).data_ptr(), *strides)
+            arguments[self.out] = (out.data_ptr(), *arguments[self.out][1:])
+            arguments[self.lse] = lse.data_ptr()
+            with _device_of(args):
+                self.launch(*arguments)
+        return out, lse

@@ -1,0 +1,173 @@
+"""Times every configuration of the triton backend's kernels by itself, B=4 H=16 S=4096: backends/triton.py has the fastest.
+
+PYTHONPATH=src python tools/tune_triton.py [dtype,... [head_dim,...]]        writes results/<device>/triton_tiles.csv
+"""
+
+from __future__ import annotations
+
+import csv
+import multiprocessing
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashtile.backends import triton as backend
+from flashtile.backends.base import Grads
+from flashtile.backends.triton import Config
+from flashtile.bench import device as facts
+from flashtile.problem import AttentionArgs
+
+BATCH, HEADS, SEQLEN, ROUNDS = 4, 16, 4096, 7
+PRODUCTS = {"fwd": 2, "bwd_dkdv": 4, "bwd_dq": 3}  # matrix products of 2 * S * S * d operations in each
+CONFIGS: dict[tuple[str, int, int], tuple[tuple[int, int, int, int], ...]] = {
+    ("fwd", 2, 64): (
+        (128, 128, 8, 2),
+        (128, 128, 8, 3),
+        (128, 128, 4, 3),
+        (128, 64, 4, 3),
+        (64, 64, 4, 3),
+        (64, 128, 4, 2),
+        (128, 64, 8, 3),
+    ),
+    ("fwd", 2, 128): (
+        (128, 128, 8, 2),
+        (128, 128, 8, 3),
+        (128, 64, 8, 3),
+        (128, 64, 8, 2),
+        (128, 64, 4, 3),
+        (64, 64, 4, 2),
+        (64, 64, 4, 3),
+    ),
+    ("fwd", 2, 256): ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3)),
+    ("bwd_dkdv", 2, 64): ((64, 128, 8, 3), (64, 128, 8, 2), (64, 128, 4, 2), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2)),
+    ("bwd_dkdv", 2, 128): ((64, 128, 8, 3), (64, 128, 8, 2), (32, 128, 8, 3), (32, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2)),
+    ("bwd_dkdv", 2, 256): ((32, 64, 8, 2), (32, 128, 8, 1), (64, 64, 8, 1), (32, 64, 8, 1)),
+    ("bwd_dq", 2, 64): ((128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
+    ("bwd_dq", 2, 128): ((128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (128, 128, 8, 1)),
+    ("bwd_dq", 2, 256): ((128, 32, 8, 2), (64, 32, 4, 2), (64, 64, 8, 1), (64, 32, 8, 2)),
+    ("fwd", 4, 64): ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2), (64, 64, 4, 2)),
+    ("fwd", 4, 128): ((128, 32, 8, 2), (64, 32, 4, 2), (64, 16, 4, 2), (128, 16, 8, 2)),
+    ("bwd_dkdv", 4, 64): ((32, 128, 8, 2), (32, 64, 4, 2), (16, 64, 4, 2), (16, 128, 8, 2)),
+    ("bwd_dkdv", 4, 128): ((16, 64, 4, 2), (16, 64, 4, 1), (32, 64, 8, 1), (16, 128, 8, 1)),
+    ("bwd_dq", 4, 64): ((128, 32, 8, 2), (64, 32, 4, 2), (64, 16, 4, 2)),
+    ("bwd_dq", 4, 128): ((64, 16, 4, 1), (64, 16, 4, 2), (64, 32, 8, 1), (128, 16, 8, 1)),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    kernel: str
+    dtype: str
+    head_dim: int
+    is_causal: bool
+    config: Config
+    precision: str
+
+
+def trials(dtypes: list[str], head_dims: list[int]) -> list[Trial]:
+    """Full everywhere, causal too where it matters most; float32 by three products of tf32, and the forward pass by FFMA as well."""
+    found = []
+    for (kernel, size, head_dim), configs in CONFIGS.items():
+        for dtype in dtypes:
+            if getattr(torch, dtype).itemsize != size or head_dim not in head_dims:
+                continue
+            masks = (False, True) if (size, head_dim) == (2, 128) else (False,)
+            precisions = ("ieee",) if size == 2 else (("tf32x3", "ieee") if (kernel, head_dim) == ("fwd", 64) else ("tf32x3",))
+            found += [
+                Trial(kernel, dtype, head_dim, is_causal, Config(*config), precision)
+                for config in configs
+                for is_causal in masks
+                for precision in precisions
+            ]
+    return found
+
+
+def call(trial: Trial, args: AttentionArgs, tensors: list[torch.Tensor], lse: torch.Tensor) -> Callable[[], Any]:
+    out, dq, dk, dv = tensors
+    name = trial.kernel
+    backend._config = lambda *_: trial.config  # type: ignore[assignment]
+    backend._precision = lambda *_: trial.precision  # type: ignore[assignment]
+    if name == "fwd":
+        made = backend._forward_call(args, out, lse)
+    elif name == "bwd_dkdv":
+        made = backend._dkdv_call(args, out, lse, lse, Grads(None, dk, dv, None, None))
+    else:
+        made = backend._dq_call(args, out, lse, lse, dq)
+    function = getattr(backend._kernels(), f"{name}_triton_kernel")
+    _, num_programs, config, arguments = made
+    return lambda: function[(num_programs,)](**arguments, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+def inputs(trial: Trial, seqlen: int) -> tuple[AttentionArgs, list[torch.Tensor], torch.Tensor]:
+    make = lambda: torch.randn(BATCH, HEADS, seqlen, trial.head_dim, device="cuda", dtype=getattr(torch, trial.dtype))  # noqa: E731
+    args = AttentionArgs(make(), make(), make(), causal="top_left" if trial.is_causal else "none")
+    return args, [make() for _ in range(4)], torch.randn(BATCH, HEADS, seqlen, device="cuda")
+
+
+def compile_one(trial: Trial) -> tuple[int, int, int, str]:
+    """Registers, spilled bytes and shared bytes; or why it does not run. Triton keeps the kernel on disk."""
+    try:
+        compiled = call(trial, *inputs(trial, 256))()
+        torch.cuda.synchronize()
+        return compiled.n_regs, 4 * compiled.n_spills, compiled.metadata.shared, ""
+    except Exception as error:
+        return 0, 0, 0, f"{type(error).__name__}: {error}"[:80]
+
+
+def interleaved_ms(thunks: dict[Trial, Callable[[], Any]]) -> dict[Trial, float]:
+    """The median of two calls in a row, each thunk once in every round."""
+    times: dict[Trial, list[float]] = {trial: [] for trial in thunks}
+    for _ in range(ROUNDS):
+        for trial, thunk in thunks.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            thunk()
+            start.record()
+            thunk()
+            thunk()
+            end.record()
+            end.synchronize()
+            times[trial].append(start.elapsed_time(end) / 2)
+    return {trial: statistics.median(found) for trial, found in times.items()}
+
+
+def main() -> None:
+    dtypes = sys.argv[1].split(",") if len(sys.argv) > 1 else ["bfloat16", "float32"]
+    head_dims = [int(part) for part in sys.argv[2].split(",")] if len(sys.argv) > 2 else [64, 128, 256]
+    chosen = trials(dtypes, head_dims)
+    with ProcessPoolExecutor(max(1, min(15, (os.cpu_count() or 2) - 1)), multiprocessing.get_context("spawn")) as pool:
+        resources = dict(zip(chosen, pool.map(compile_one, chosen), strict=True))
+    environment = asdict(facts.environment("cuda", [])) | {"command": " ".join(["python tools/tune_triton.py", *sys.argv[1:]])}
+    medians: dict[Trial, float] = {}
+    groups = {(trial.dtype, trial.head_dim, trial.is_causal): [] for trial in chosen}
+    for trial in chosen:
+        if not resources[trial][3]:
+            groups[trial.dtype, trial.head_dim, trial.is_causal].append(trial)
+    for group in groups.values():
+        if group:
+            tensors = inputs(group[0], SEQLEN)
+            medians |= interleaved_ms({trial: call(trial, *tensors) for trial in group})
+    folder = Path(__file__).resolve().parent.parent / "results" / facts.slug("cuda")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "triton_tiles.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        head = ("kernel", "dtype", "head_dim", "is_causal", "precision", "block_m", "block_n", "num_warps", "num_stages")
+        writer.writerow((*head, "registers", "spill_bytes", "shared_bytes", "reason", "median_ms", "tflops", *environment))
+        for trial in sorted(chosen, key=lambda t: (t.dtype, t.head_dim, t.kernel, t.is_causal, medians.get(t, 1e9))):
+            flops = PRODUCTS[trial.kernel] * 2 * BATCH * HEADS * SEQLEN**2 * trial.head_dim / (2 if trial.is_causal else 1)
+            ms = medians.get(trial)
+            speed = ("", "") if ms is None else (round(ms, 4), round(flops / ms / 1e9, 1))
+            tile = (trial.config.block_m, trial.config.block_n, trial.config.num_warps, trial.config.num_stages)
+            row = (trial.kernel, trial.dtype, trial.head_dim, trial.is_causal, trial.precision, *tile, *resources[trial], *speed)
+            writer.writerow((*row, *environment.values()))
+            print(*row)
+
+
+if __name__ == "__main__":
+    main()
