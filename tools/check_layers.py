@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__",),
     ("testing",),
     ("bench", "profile", "ladder", "integrations", "distributed"),
+    ("check",),
     ("cli",),
     ("__main__",),
 )

@@ -46,6 +46,8 @@ class CudaBackend(Backend):
     name = "cuda"
     summary = "hand-written CUDA kernels, compiled for this GPU on first use; memory linear in the sequence length"
     devices = ("cuda",)
+    is_compiled = True
+    has_faults = True
 
     def refuse(self, problem: Problem) -> str | None:
         if dtype_name(problem.dtype) not in table.DTYPES:
@@ -113,6 +115,12 @@ class CudaBackend(Backend):
             tile = f"tile {row.block_m} x {row.block_n}, head dim {row.head_dim}, {row.num_warps} warps"
             found[f"{kernel}_kernel"] = f"{tile}, {row.shared_bytes / 1024:.0f} KiB of shared memory, {arch.name}"
         return found
+
+    def tile_sizes(self) -> frozenset[int]:
+        return table.tile_sizes()
+
+    def loaded_kernels(self) -> frozenset[str]:
+        return frozenset(_loaded)
 
     def prepare(self, problem: Problem) -> None:
         """Compiles for tensors whose rows are aligned, if their head dims allow that."""
@@ -345,9 +353,13 @@ class _Bound:
         return out, lse
 
 
+_loaded: set[str] = set()
+
+
 @functools.cache
 def _function(unit: str, entry: str, arch: str) -> driver.Function:
     compiled = cache.compile_cached(unit, arch, [entry])
+    _loaded.add(entry)
     return driver.load(compiled.cubin).function(compiled.symbols[entry])
 
 

@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
+from flashtile.kernels import mutation
 from flashtile.kernels.params import layout_asserts
 from flashtile.kernels.spec import CPP_TYPES, Features, Row
-
-_mutation: str | None = None
-
-
-@contextmanager
-def mutated(name: str) -> Iterator[None]:
-    """Units written inside have that fault (core/mutation.cuh). For tests of the tests; plans made before must be forgotten."""
-    global _mutation
-    outer, _mutation = _mutation, name
-    try:
-        yield
-    finally:
-        _mutation = outer
 
 
 def entry(row: Row, features: Features) -> str:
@@ -35,9 +20,9 @@ def cpp_type(dtype: str) -> str:
 
 def plain_unit(header: str, entry: str) -> str:
     """A unit for a kernel without a tile."""
-    fault = [] if _mutation is None else [f"#define FT_MUTATION {_mutation}"]
     include = f'#include "flashtile/kernels/{header}.cuh"'
-    return "\n".join([*fault, include, layout_asserts(), f"template __global__ void {entry}(const FT_GRID_CONSTANT flashtile::Params);", ""])
+    kernel = f"template __global__ void {entry}(const FT_GRID_CONSTANT flashtile::Params);"
+    return "\n".join([*mutation.defines(), include, layout_asserts(), kernel, ""])
 
 
 def unit(row: Row, features: Features) -> str:

@@ -1,0 +1,66 @@
+"""How many problems it takes to notice each fault that can be planted in a kernel: the check of the check."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from flashtile import ops
+from flashtile.check.session import Report, Settings, check
+from flashtile.kernels import plan as plans
+from flashtile.kernels.mutation import Mutation, planted
+
+# A fault is most often seen at once: few problems are compiled for at a time, most of them with options of their own
+CHUNK, REUSE = 16, 2
+
+
+@dataclass(frozen=True)
+class Hunt:
+    """A fault, and the first problem that showed it."""
+
+    mutation: Mutation
+    is_found: bool
+    num_problems: int
+    report: Report
+
+    def as_dict(self) -> dict[str, Any]:
+        first = self.report.failures[0] if self.is_found else None
+        return {
+            "mutation": self.mutation.name,
+            "what": self.mutation.what,
+            "found": self.is_found,
+            "problems": self.num_problems,
+            "complaint": "" if first is None else "; ".join(first.complaints),
+            "case": "" if first is None else str(first.trial),
+            "seconds": round(self.report.total_s, 1),
+        }
+
+
+def hunt(mutations: Sequence[Mutation], settings: Settings, progress: Callable[[Mutation], None] = lambda mutation: None) -> Iterator[Hunt]:
+    """Each fault is planted and checked for until a problem fails."""
+    settings = dataclasses.replace(settings, chunk=CHUNK, reuse=REUSE, stops_at_failure=True)
+    for mutation in mutations:
+        progress(mutation)
+        with broken(mutation.name):
+            report = check(settings)
+        yield Hunt(mutation, bool(report.failures), report.num_problems, report)
+
+
+@contextmanager
+def broken(name: str) -> Iterator[None]:
+    """Every kernel that is made inside has the fault, and none that was made outside is used."""
+    try:
+        with planted(name):
+            forget()
+            yield
+    finally:
+        forget()
+
+
+def forget() -> None:
+    """Drops what is kept of kernels: plans, and forward passes made ready."""
+    plans.plan.cache_clear()
+    ops.forget()
