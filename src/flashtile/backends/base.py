@@ -52,7 +52,7 @@ class Backend(ABC):
     devices: tuple[str, ...]  # device types it runs on
     is_automatic: bool = True  # False: only taken when asked for by name
     is_compiled: bool = False  # True: the first call of a kind waits for a compiler
-    has_faults: bool = False  # True: its kernels can be broken on purpose (kernels/mutation.py)
+    takes_mutations: bool = False  # True: its kernels can be broken on purpose (kernels/mutation.py)
 
     @abstractmethod
     def refuse(self, problem: Problem) -> str | None:

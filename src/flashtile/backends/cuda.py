@@ -47,7 +47,7 @@ class CudaBackend(Backend):
     summary = "hand-written CUDA kernels, compiled for this GPU on first use; memory linear in the sequence length"
     devices = ("cuda",)
     is_compiled = True
-    has_faults = True
+    takes_mutations = True
 
     def refuse(self, problem: Problem) -> str | None:
         if dtype_name(problem.dtype) not in table.DTYPES:

@@ -81,7 +81,9 @@ def warm(trial: Trial, backends: Sequence[Backend], device: str) -> None:
         for call in [Call("trial", inputs), *_companions(trial, inputs)]:
             has_backward = trial.has_backward and call.what == "trial"
             # Below autograd, whose backward passes of one device all run in one thread
-            args = _for(backend, call.inputs.args)._replace(needs_grad=has_backward, needs_bias_grad=has_backward)
+            args = _for(backend, call.inputs.args)._replace(
+                needs_grad=has_backward, needs_bias_grad=has_backward and call.inputs.args.bias is not None
+            )
             with torch.no_grad():
                 out, lse = ops.forward(*args)
                 if has_backward:

@@ -165,7 +165,7 @@ def _backends(names: str | None, device: str, has_fault: bool) -> list[Backend]:
     """Those that run on the device; under a fault, those that compile our kernels."""
     here = [backend for backend in registry.BACKENDS if device in backend.devices]
     if has_fault:
-        here = [backend for backend in here if backend.has_faults]
+        here = [backend for backend in here if backend.takes_mutations]
         if not here:
             raise value_error("--mutate", f"it on {device}", "a GPU: faults are planted in CUDA kernels")
     if names is None:
