@@ -51,7 +51,8 @@ class Trial:
                 else:
                     options[name] = _value(_FIELDS[name].type, value)
             except (ValueError, KeyError) as error:
-                accepted = "forward or backward" if name == "pass" else str(_FIELDS[name].type) if name in _FIELDS else "an integer"
+                accepted = {"pass": "forward or backward", "seed": "an integer", "dtype": ", ".join(map(dtype_name, DTYPES))}.get(name)
+                accepted = accepted or str(_FIELDS[name].type)
                 raise value_error("--case", repr(word), accepted) from error
         return cls(Case(**options), seed, has_backward)
 

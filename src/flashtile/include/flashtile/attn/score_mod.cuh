@@ -18,7 +18,7 @@ struct Scorer {
 
   FT_DEVICE Scorer(const Params& p, const Sequence& s, i32 head) : offset(s.offset) {
     factor = ScoreMod::kHasSoftcap ? p.scale / p.softcap : p.scale_log2;
-    if constexpr (mutates(Mutation::score_base)) factor = ScoreMod::kHasSoftcap ? factor : p.scale;
+    if constexpr (mutates(Mutation::score_base)) factor *= kLn2;
     if constexpr (ScoreMod::kHasSoftcap) cap = p.softcap * kLog2e;
     if constexpr (ScoreMod::kHasAlibi) slope = p.alibi_slopes[s.batch_idx * p.alibi_batch_stride + head] * kLog2e;
     if constexpr (ScoreMod::kHasBias) {
