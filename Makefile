@@ -18,11 +18,11 @@ test-gpu:
 
 # A minute of random problems on the CPU; CHECK takes more options, as in `make check CHECK="--seed 7"`
 check: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/flashtile check --device cpu --seconds 60 $(CHECK)
+	OMP_NUM_THREADS=1 $(BIN)/flashtile check --device cpu --seconds 60 --jobs $(JOBS) $(CHECK)
 
 # With a GPU: every kernel under compute-sanitizer, and each of its tools against a fault on purpose
 sanitize:
-	PYTHONPATH=src $(PYTHON) tools/sanitize.py --out results $(SANITIZE)
+	PYTHONPATH=src $(PYTHON) tools/sanitize.py $(SANITIZE)
 
 lint: .venv/ready
 	$(BIN)/ruff check .

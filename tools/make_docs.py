@@ -1,7 +1,8 @@
 """Fills README.md and docs/*.md from results/: everything between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`.
 
 NAME is <folder>/<csv stem>:<table>, such as nvidia-h200/sdpa_Lsweep_B1_H1_d64_fp32:latency (tables: latency, throughput, bandwidth,
-memory, accuracy, ratios, overhead), or <folder>/<figure>.png. Figures older than their CSV are drawn again.
+memory, accuracy, ratios, overhead), <folder>/<figure>.png, or the record of a check: <folder>/check.json, mutations.json or
+sanitize.json. Figures older than their CSV are drawn again.
 
 python tools/make_docs.py [--check] [--root FOLDER]     --check changes nothing and exits 1 where something is out of date
 """
@@ -9,6 +10,7 @@ python tools/make_docs.py [--check] [--root FOLDER]     --check changes nothing 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -16,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flashtile.bench import plots, tables
-from flashtile.bench.rows import OverheadRow, Row, read
+from flashtile.bench.rows import Environment, OverheadRow, Row, read
+from flashtile.errors import value_error
 
 MARKED = re.compile(r"(<!-- bench:(?P<name>[^ ]+) -->\n)(?P<body>.*?)(<!-- /bench:(?P=name) -->)", re.DOTALL)
 OPENING = re.compile(r"^<!-- /?bench:[^ ]+ -->$", re.MULTILINE)
@@ -36,19 +39,50 @@ def part(name: str, page: Path, results: Path) -> str:
     if name.endswith(".png"):
         figure = results / name
         return f"![{figure.stem.replace('_', ' ')}]({os.path.relpath(figure, page.parent)})"
+    if name.endswith(".json"):
+        return record(results / name)
     stem, _, kind = name.partition(":")
     path = results / f"{stem}.csv"
     if kind == "overhead":
         overhead_rows = read(path, OverheadRow)
-        return f"{tables.overhead_table(overhead_rows).markdown()}\n\n{origin(overhead_rows[0])}"
+        return f"{tables.overhead_table(overhead_rows).markdown()}\n\n{origin(overhead_rows[0].env)}"
     rows = read(path, Row)
     table = tables.of(rows, kind or "latency")
-    return f"{table.title}:\n\n{table.markdown()}\n\n{origin(rows[0])}"
+    return f"{table.title}:\n\n{table.markdown()}\n\n{origin(rows[0].env)}"
 
 
-def origin(row: Row | OverheadRow) -> str:
+def record(path: Path) -> str:
+    """What a check, a hunt for faults or a run under the sanitizers found, and where."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise value_error("results", f"no {path.name} ({error.strerror})", "the file that the docs name") from error
+    if path.stem == "mutations":
+        header, align = ["fault", "what is wrong", "problems", "seen as"], "--|--|--:|--"
+        rows = [
+            [f"`{one['mutation']}`", one["what"], one["problems"] if one["found"] else "not found", one["complaint"].split("; ")[0]]
+            for one in found["mutations"]
+        ]
+    elif path.stem == "sanitize":
+        header, align = ["tool", "kernels", "reports", "fault planted", "reports then"], "--|--:|--:|--|--:"
+        rows = [
+            [name, one["clean"]["kernels"], one["clean"]["errors"], f"`{one['fault']}`", one["planted"]["errors"]]
+            for name, one in found["tools"].items()
+        ]
+    else:
+        header, align = ["backend", "problems", "refused", "failed", "kernels"], "--|--:|--:|--:|--:"
+        refused = {name: sum(reasons.values()) for name, reasons in found["refused"].items()}
+        rows = [
+            [name, ran, refused.get(name, 0), found["failed"][name], found["kernels"].get(name, "")] for name, ran in found["ran"].items()
+        ]
+    lines = [" | ".join(map(str, row)) for row in (header, *rows)]
+    table = "\n".join(f"| {line} |" for line in (lines[0], align.replace("|", " | "), *lines[1:]))
+    seed = f"seed {found['seed']}, {found['total_s']:.0f} s; " if path.stem == "check" else ""
+    return f"{table}\n\n{seed}{origin(Environment(**found['environment']))}"
+
+
+def origin(env: Environment) -> str:
     """Where the figures come from, in one line below them."""
-    env = row.env
     versions = [f"torch {env.torch}", *(f"{key} {value}" for key, value in (("cuDNN", env.cudnn), ("driver", env.driver)) if value)]
     commit = f"commit {env.commit or 'unknown'}{' with changes' if env.is_dirty else ''}"
     return f"{env.device}; {', '.join(versions)}; flashtile {env.flashtile}, {commit}, {env.date[:10]}; `{env.command}`"

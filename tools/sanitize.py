@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tools", default=",".join(TOOLS), help=f"some of {', '.join(TOOLS)}")
     parser.add_argument("--head-dims", default=",".join(map(str, table.HEAD_DIMS)))
     parser.add_argument("--dtypes", default=",".join(table.DTYPES))
-    parser.add_argument("--out", type=Path, help="folder to write sanitize.json into")
+    parser.add_argument("--out", type=Path, help="folder to write sanitize.json into; default: results/<device>")
     parser.add_argument("--rows", action="store_true", help="launch every row, watched or not")
     parser.add_argument("--fault", help="launch kernels with this fault, watched or not")
     options = parser.parse_args(arguments)
@@ -188,10 +188,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report["tools"][tool] = {"clean": clean, "fault": fault, "planted": planted}
             words = ["clean" if is_clean else f"NOT CLEAN: {clean}", f"{fault} {'seen' if is_seen else f'NOT SEEN: {planted}'}"]
             print(f"{tool:10} {words[0]} ({clean['seconds']} s), {words[1]} ({planted['seconds']} s)", flush=True)
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        environment = dataclasses.asdict(facts.environment("cuda", [])) | {"command": "make sanitize"}
-        (options.out / "sanitize.json").write_text(json.dumps(report | {"environment": environment}, indent=1) + "\n")
+    folder = options.out or Path("results") / facts.slug("cuda")
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = dataclasses.asdict(facts.environment("cuda", [])) | {"command": "make sanitize"}
+    (folder / "sanitize.json").write_text(json.dumps(report | {"environment": environment}, indent=1) + "\n")
     return 0 if is_good else 1
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from flashtile import ops
-from flashtile.check.session import Report, Settings, check
+from flashtile.check.session import Report, Settings, check, processes
 from flashtile.kernels import plan as plans
 from flashtile.kernels.mutation import Mutation, planted
 
 # A fault is most often seen at once: few problems are compiled for at a time, most of them with options of their own
-CHUNK, REUSE = 16, 2
+CHUNK, REUSE = 8, 2
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,18 @@ class Hunt:
         }
 
 
-def hunt(mutations: Sequence[Mutation], settings: Settings, progress: Callable[[Mutation], None] = lambda mutation: None) -> Iterator[Hunt]:
-    """Each fault is planted and checked for until a problem fails."""
-    settings = dataclasses.replace(settings, chunk=CHUNK, reuse=REUSE, stops_at_failure=True)
-    for mutation in mutations:
-        progress(mutation)
-        with broken(mutation.name):
-            report = check(settings)
-        yield Hunt(mutation, bool(report.failures), report.num_problems, report)
+def hunt(mutations: Sequence[Mutation], settings: Settings) -> Iterator[Hunt]:
+    """Each fault is planted and checked for until a problem fails, in processes of their own. As they come."""
+    alone = dataclasses.replace(settings, chunk=CHUNK, reuse=REUSE, jobs=1, stops_at_failure=True)
+    with processes(settings.jobs) as pool:
+        for future in as_completed([pool.submit(hunt_one, mutation, alone) for mutation in mutations]):
+            yield future.result()
+
+
+def hunt_one(mutation: Mutation, settings: Settings) -> Hunt:
+    with broken(mutation.name):
+        report = check(settings)
+    return Hunt(mutation, bool(report.failures), report.num_problems, report)
 
 
 @contextmanager

@@ -1,13 +1,18 @@
-"""A whole check: draw, compile ahead, judge, shrink what fails, count."""
+"""A whole check: draw, compile ahead, judge, shrink what fails, count.
+
+Problems are small, so Python takes most of the time: with `jobs`, processes of their own judge them, while this one compiles for the next.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import multiprocessing
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,8 +27,9 @@ from flashtile.check.shrink import shrink
 from flashtile.check.trial import Trial
 
 _CHUNK = 500  # problems whose kernels are compiled side by side, before the first of them is judged
+_BATCH = 10  # problems that are given to a process at a time
 _SHRINK_S = 60.0
-_MAX_SHRUNK = 5  # failures that are made small; the rest is counted and shown as it came
+_MAX_SHRUNK = 5  # failures that are made small; the rest is shown as it came
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class Settings:
     direction: str = "both"
     reuse: int = 1
     chunk: int = _CHUNK
+    jobs: int = 1
     stops_at_failure: bool = False  # at the first, as it came
 
 
@@ -74,12 +81,23 @@ class Report:
     ran: Counter[str] = field(default_factory=Counter)
     refused: dict[str, Counter[str]] = field(default_factory=dict)
     failed: Counter[str] = field(default_factory=Counter)
-    kernels: dict[str, int] = field(default_factory=dict)
+    kernels: dict[str, set[str]] = field(default_factory=dict)
     values: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
     compile_s: float = 0.0
     total_s: float = 0.0
     lost: str = ""  # why the GPU is gone, if it is
+
+    def add(self, other: Report) -> None:
+        self.num_problems += other.num_problems
+        for mine, its in ((self.ran, other.ran), (self.failed, other.failed), (self.values, other.values)):
+            mine.update(its)
+        for name, reasons in other.refused.items():
+            self.refused.setdefault(name, Counter()).update(reasons)
+        for name, kernels in other.kernels.items():
+            self.kernels.setdefault(name, set()).update(kernels)
+        self.failures += other.failures
+        self.lost = self.lost or other.lost
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -87,7 +105,7 @@ class Report:
             "ran": dict(self.ran),
             "failed": {name: self.failed[name] for name in self.ran},
             "refused": {name: dict(reasons.most_common()) for name, reasons in self.refused.items()},
-            "kernels": self.kernels,
+            "kernels": {name: len(kernels) for name, kernels in self.kernels.items()},
             "values": dict(self.values.most_common()),
             "compile_s": round(self.compile_s, 1),
             "total_s": round(self.total_s, 1),
@@ -96,6 +114,7 @@ class Report:
         }
 
 
+_NOTHING = Settings(backends=(), device="cpu", seed=0)
 Progress = Callable[[str, int], None]  # what goes on, and how many problems are done
 
 
@@ -108,62 +127,82 @@ def check(settings: Settings, progress: Progress = lambda what, done: None) -> R
 
 def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress = lambda what, done: None) -> Report:
     """Judges these problems."""
-    report, start = Report(), time.monotonic()
-    before = {backend.name: backend.loaded_kernels() for backend in settings.backends}
-    remaining = iter(trials)
+    report, start, remaining = Report(), time.monotonic(), iter(trials)
+    deadline: float | None = None
 
     def is_over() -> bool:
-        return settings.seconds is not None and time.monotonic() - start > settings.seconds
+        has_enough = bool(report.lost) or (settings.stops_at_failure and bool(report.failures))
+        return has_enough or (deadline is not None and time.monotonic() > deadline)
 
-    with _fresh_memory(settings.device), suppress(KeyboardInterrupt):
-        while not is_over() and not report.lost and (chunk := list(itertools.islice(remaining, settings.chunk))):
+    def take(batch: Report) -> None:
+        report.add(batch)
+        progress("", report.num_problems)
+
+    with _fresh_memory(settings.device), _judges(settings) as submit, suppress(KeyboardInterrupt):
+        # Time counts from when all processes are there
+        deadline = None if settings.seconds is None else time.monotonic() + settings.seconds
+        pending = set[Future[Report]]()
+        while not is_over() and (chunk := list(itertools.islice(remaining, settings.chunk))):
             compile_start = time.monotonic()
             _compile(chunk, settings, lambda: progress("compiling", report.num_problems))
             report.compile_s += time.monotonic() - compile_start
-            for trial in chunk:
-                if is_over() or (settings.stops_at_failure and report.failures):
+            for batch in _batches(chunk, _BATCH if settings.jobs > 1 else 1):
+                if is_over():
                     break
-                progress(f"{trial.case.kind} {trial.case.values}", report.num_problems)
-                _judge(trial, settings, report)
-                if report.lost:
-                    break
-            if settings.stops_at_failure and report.failures:
-                break
-    report.kernels = {backend.name: len(backend.loaded_kernels() - before[backend.name]) for backend in settings.backends}
-    report.kernels = {name: count for name, count in report.kernels.items() if count}
+                pending.add(submit(batch, deadline))
+                # No more than the processes can begin with: a limit of time holds for all
+                while len(pending) > 2 * settings.jobs:
+                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        take(future.result())
+        for future in pending:
+            take(future.result())
+    with _fresh_memory(settings.device):
+        if not settings.stops_at_failure and not report.lost:
+            report.failures = [_made_small(failure, settings) for failure in report.failures[:_MAX_SHRUNK]] + report.failures[_MAX_SHRUNK:]
     report.total_s = time.monotonic() - start
     return report
 
 
+def judge_all(trials: Sequence[Trial], settings: Settings, deadline: float | None = None) -> Report:
+    """Judges trials one after the other."""
+    report = Report()
+    with _fresh_memory(settings.device):
+        for trial in trials:
+            if report.lost or (deadline is not None and time.monotonic() > deadline):
+                break
+            _judge(trial, settings, report)
+    report.kernels = {backend.name: set(backend.loaded_kernels()) for backend in settings.backends if backend.loaded_kernels()}
+    return report
+
+
 def _judge(trial: Trial, settings: Settings, report: Report) -> None:
+    report.num_problems += 1
+    report.values[trial.case.values] += 1
     try:
         verdict = judge(trial, settings.backends, settings.device)
     except DeviceLost as error:
         report.lost = str(error)
-        report.num_problems += 1
-        report.failures.append(Failure("a backend that ran before", (report.lost,), trial, trial, (report.lost,)))
+        names = ",".join(backend.name for backend in settings.backends)
+        report.failures.append(Failure(names, (report.lost,), trial, trial, (report.lost,)))
         return
-    report.num_problems += 1
-    report.values[trial.case.values] += 1
     for name, reason in verdict.refusals.items():
         report.refused.setdefault(name, Counter())[reason] += 1
     for name, complaints in verdict.complaints.items():
         report.ran[name] += 1
         if complaints:
             report.failed[name] += 1
-            is_shrunk = not settings.stops_at_failure and len(report.failures) < _MAX_SHRUNK
-            report.failures.append(_failure(trial, name, complaints, settings, is_shrunk))
+            report.failures.append(Failure(name, tuple(complaints), trial, trial, tuple(complaints)))
 
 
-def _failure(trial: Trial, name: str, complaints: Sequence[str], settings: Settings, is_shrunk: bool) -> Failure:
-    backend = registry.find(name)
-    latest = list(complaints)
+def _made_small(failure: Failure, settings: Settings) -> Failure:
+    backend, latest = registry.find(failure.backend), list(failure.complaints)
 
     def fails(smaller: Trial) -> bool:
         # Twice: what depends on the timing of threads need not fail every time
         for _ in range(2):
             try:
-                found = judge(smaller, [backend], settings.device).complaints.get(name)
+                found = judge(smaller, [backend], settings.device).complaints.get(backend.name)
             except (ValueError, TypeError, NotImplementedError):
                 return False  # no such problem
             if found:
@@ -171,8 +210,40 @@ def _failure(trial: Trial, name: str, complaints: Sequence[str], settings: Setti
                 return True
         return False
 
-    smallest = shrink(trial, fails, _SHRINK_S) if is_shrunk else trial
-    return Failure(name, tuple(complaints), trial, smallest, tuple(latest))
+    smallest = shrink(failure.trial, fails, _SHRINK_S)
+    return dataclasses.replace(failure, smallest=smallest, smallest_complaints=tuple(latest))
+
+
+def _batches(trials: Sequence[Trial], size: int) -> Iterator[Sequence[Trial]]:
+    for first in range(0, len(trials), size):
+        yield trials[first : first + size]
+
+
+@contextmanager
+def _judges(settings: Settings) -> Iterator[Callable[[Sequence[Trial], float | None], Future[Report]]]:
+    """Where trials are judged: here, or in processes of their own."""
+    if settings.jobs == 1:
+
+        def here(trials: Sequence[Trial], deadline: float | None) -> Future[Report]:
+            done: Future[Report] = Future()
+            done.set_result(judge_all(trials, settings, deadline))
+            return done
+
+        yield here
+        return
+    with processes(settings.jobs) as pool:
+        yield lambda trials, deadline: pool.submit(judge_all, trials, settings, deadline)
+
+
+@contextmanager
+def processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Fresh processes, since a GPU's context cannot be forked; those not done are dropped at the end."""
+    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        wait([pool.submit(judge_all, (), _NOTHING) for _ in range(jobs)])
+        yield pool
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _compile(trials: Sequence[Trial], settings: Settings, tick: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ _OPTIONS = (
     "num_splits", "has_max_lengths", "is_out_float32", "is_bias_float32", "alibi", "has_sinks", "softcap", "dropout_p", "mask", "bias",
     "scale", "window", "causal", "deterministic", "values", "memory", "kind", "page_size", "layout", "dtype",
 )  # fmt: skip
-_SIZES = ("batch", "heads", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
+_SIZES = ("batch", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
 
 
 def shrink(trial: Trial, fails: Callable[[Trial], bool], seconds: float) -> Trial:
@@ -46,17 +46,14 @@ def candidates(trial: Trial) -> Iterator[Trial]:
 
     if trial.has_backward:
         yield dataclasses.replace(trial, has_backward=False)
+    group = case.heads // case.heads_kv
+    for heads_kv in _below(case.heads_kv):
+        yield change(heads=heads_kv * group, heads_kv=heads_kv)
+    for smaller_group in _below(group):
+        yield change(heads=case.heads_kv * smaller_group)
     for name in _SIZES:
-        size = getattr(case, name)
-        for smaller in dict.fromkeys((1, size // 4, size // 2, size - 1)):
-            if 0 < smaller < size:
-                if name == "heads":
-                    # Sharing keys is kept for as long as it can be: heads fall to a multiple of heads_kv, or both to one number
-                    for heads_kv in dict.fromkeys((min(case.heads_kv, smaller), smaller)):
-                        if smaller % heads_kv == 0:
-                            yield change(heads=smaller, heads_kv=heads_kv)
-                else:
-                    yield change(**{name: smaller})
+        for size in _below(getattr(case, name)):
+            yield change(**{name: size})
     for name in _OPTIONS:
         if getattr(case, name) != getattr(_PLAIN, name):
             yield change(**{name: getattr(_PLAIN, name)})
@@ -69,3 +66,8 @@ def candidates(trial: Trial) -> Iterator[Trial]:
     for smaller_window in dict.fromkeys(((left // 2, right), (left, right // 2))):
         if smaller_window != case.window and min(smaller_window) >= -1:
             yield change(window=smaller_window)
+
+
+def _below(size: int) -> list[int]:
+    """Smaller sizes to try, the smallest first."""
+    return [smaller for smaller in dict.fromkeys((1, size // 4, size // 2, size - 1)) if 0 < smaller < size]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,11 +27,13 @@ from flashtile.check.session import Report, Settings, check, check_trials
 from flashtile.check.trial import Trial
 from flashtile.errors import value_error
 from flashtile.kernels.mutation import Mutation, mutations
+from flashtile.runtime import cache
 
 FOUND, NOTHING_CHECKED = 1, 2
 _FILE_WIDTH = 200
 _DEFAULT_PROBLEMS = 200
 _MUTANT_PROBLEMS = 400
+_GPU_JOBS = 6
 _REUSE = 25  # problems to a set of options, where a new set costs a compiler's time
 
 
@@ -44,6 +47,7 @@ class Options:
     backends: str | None = None
     direction: str = "both"
     device: str | None = None
+    jobs: int | None = None
     case: str | None = None
     mutate: str | None = None
     out: Path | None = None
@@ -54,7 +58,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     """Checks the options. What it returns does the work and gives the exit status."""
     if options.direction not in PASSES:
         raise value_error("--pass", repr(options.direction), ", ".join(PASSES))
-    for name, number in (("--problems", options.problems), ("--seconds", options.seconds)):
+    for name, number in (("--problems", options.problems), ("--seconds", options.seconds), ("--jobs", options.jobs)):
         if number is not None and number <= 0:
             raise value_error(name, number, "a number above 0")
     where, line = facts.resolve(options.device)
@@ -69,6 +73,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         seconds=options.seconds,
         direction=options.direction,
         reuse=_REUSE if any(backend.is_compiled for backend in backends) else 1,
+        jobs=_default_jobs(where) if options.jobs is None else options.jobs,
     )
     trial = None if options.case is None else Trial.parse(options.case)
     faults = None if options.mutate is None else _faults(options.mutate)
@@ -113,9 +118,10 @@ class Command:
         settings = dataclasses.replace(self.settings, problems=self.settings.problems or _MUTANT_PROBLEMS)
         hunts = list[Hunt]()
         with self._progress(len(faults)) as (progress, task):
-            for found in hunt(faults, settings, lambda fault: progress.update(task, description=fault.name)):
+            for found in hunt(faults, settings):
                 hunts.append(found)
-                progress.advance(task)
+                progress.update(task, advance=1, description=found.mutation.name)
+        hunts.sort(key=lambda found: faults.index(found.mutation))
         self.console.print(_hunts(hunts))
         missed = [found.mutation.name for found in hunts if not found.is_found]
         self.console.print(
@@ -181,6 +187,11 @@ def _backends(names: str | None, device: str, has_fault: bool) -> list[Backend]:
     return chosen
 
 
+def _default_jobs(device: str) -> int:
+    """On a GPU a few processes, which share the kernels on disk; where none are kept there, each would compile its own."""
+    return max(1, min(_GPU_JOBS, (os.cpu_count() or 1) // 2)) if device == "cuda" and cache.KernelCache.default().directory else 1
+
+
 def _faults(names: str) -> list[Mutation]:
     known = {fault.name: fault for fault in mutations() if fault.tool is None}
     if names == "all":
@@ -200,7 +211,7 @@ def _summary(report: Report, settings: Settings) -> Table:
     for backend in settings.backends:
         name = backend.name
         refused, failed = sum(report.refused.get(name, {}).values()), report.failed[name]
-        cells = [name, str(report.ran[name]), str(refused), str(failed), str(report.kernels.get(name, "-"))]
+        cells = [name, str(report.ran[name]), str(refused), str(failed), str(len(report.kernels.get(name, ())) or "-")]
         table.add_row(*cells, style="red" if failed else None)
     return table
 
