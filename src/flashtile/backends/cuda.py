@@ -307,8 +307,8 @@ def _allocate_partial(params: Params, lse: Tensor) -> Tensor | None:
         return None
     num_rows = params.num_splits * params.lse_size
     partial = torch.empty(num_rows * (params.head_dim_v + 1), dtype=torch.float32, device=lse.device)
-    params.partial_out = partial.data_ptr()
-    params.partial_lse = params.partial_out + 4 * num_rows * params.head_dim_v
+    address = partial.data_ptr()
+    params.partial_out, params.partial_lse = address, address + 4 * num_rows * params.head_dim_v
     return partial
 
 

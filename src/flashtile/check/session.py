@@ -28,7 +28,7 @@ from flashtile.check.trial import Trial
 
 _CHUNK = 500  # problems whose kernels are compiled side by side, before the first of them is judged
 _BATCH = 10  # problems that are given to a process at a time
-_SHRINK_S = 60.0
+_SHRINK_S = 30.0
 _MAX_SHRUNK = 5  # failures that are made small; the rest is shown as it came
 
 
@@ -157,10 +157,12 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
                         take(future.result())
         for future in pending:
             take(future.result())
-    with _fresh_memory(settings.device):
-        if not settings.stops_at_failure and not report.lost:
-            report.failures = [_made_small(failure, settings) for failure in report.failures[:_MAX_SHRUNK]] + report.failures[_MAX_SHRUNK:]
     report.total_s = time.monotonic() - start
+    if not settings.stops_at_failure and not report.lost:
+        with _fresh_memory(settings.device), suppress(KeyboardInterrupt):
+            for place, failure in enumerate(report.failures[:_MAX_SHRUNK]):
+                progress(f"making failure {place + 1} smaller", report.num_problems)
+                report.failures[place] = _made_small(failure, settings)
     return report
 
 

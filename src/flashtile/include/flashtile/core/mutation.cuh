@@ -22,7 +22,7 @@ enum class Mutation {
   lse_base,            // lse stored as a logarithm to base 2
   drop_last_tile,      // the last tile of keys is left out
   empty_row,           // a row that saw nothing is divided by its sum of 0
-  missing_barrier,     // threads wait for their own part of the K tile only
+  missing_barrier,     // threads that sum up dQ wait for their own part of the K and V tiles only
   mask_offset,         // causal and window masks one key to the right
   window_edge,         // the last key of a window is hidden
   tail_key,            // one key behind the end of the sequence counts

@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dq_simt_kernel(con
     load_tile<Config, Load, Config::kBlockN, T>(shared.sStreamGrad, j_begin, s.seqlen_k, p.head_dim_v, [&](i32 j) { return gV.row(j); });
     copy_commit();
     copy_wait<0>();
-    __syncthreads();
+    if constexpr (!mutates(Mutation::missing_barrier)) __syncthreads();
     // dS from S and dP
     ScoreTile<Config> rS, rD;
     product_abt<Config>(rS, shared.sOwn, shared.sStream);

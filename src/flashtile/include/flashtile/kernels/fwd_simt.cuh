@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_simt_kernel(const 
     float rS[Config::kRowsPerThread][Config::kColsPerThread];
     // Wait for the K tile, multiply, hand its buffer to the next one
     copy_wait<1>();
-    if constexpr (!mutates(Mutation::missing_barrier)) __syncthreads();
+    __syncthreads();
     product_abt<Config>(rS, shared.sQ, shared.sK);
     __syncthreads();
     load_k(n + 1);
