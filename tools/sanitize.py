@@ -51,13 +51,16 @@ TIMEOUT_S = 600
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def trials(dtype: str, head_dim: int) -> list[Trial]:
-    """Two tiles of keys and a tail, shared heads; with a bias, and with what takes its own way through memory."""
-    plain = Case(DTYPES[dtype], batch=1, heads=2, heads_kv=1, seqlen_q=35, seqlen_k=70, head_dim=head_dim, head_dim_v=head_dim)
-    return [
-        Trial(dataclasses.replace(plain, causal="bottom_right"), 0, True),
-        Trial(dataclasses.replace(plain, bias="hqk", has_sinks=dtype == "float32"), 1, True),
-    ]
+# One that exists only with an option, and those that a plain call launches
+BIAS_KERNELS = [kernel for kernels in table.PASSES.values() for kernel in kernels if "dbias" in kernel]
+PLAIN_KERNELS = [kernel for kernels in table.PASSES.values() for kernel in kernels if kernel not in BIAS_KERNELS]
+
+
+def trial(dtype: str, head_dim: int, has_bias: bool) -> Trial:
+    """Two tiles of keys and a tail, shared heads."""
+    case = Case(DTYPES[dtype], batch=1, heads=2, heads_kv=1, seqlen_q=35, seqlen_k=70, head_dim=head_dim, head_dim_v=head_dim)
+    changes: dict[str, Any] = {"bias": "hqk", "has_sinks": dtype == "float32"} if has_bias else {"causal": "bottom_right"}
+    return Trial(dataclasses.replace(case, **changes), int(has_bias), True)
 
 
 def special_trials() -> list[Trial]:
@@ -73,23 +76,22 @@ def special_trials() -> list[Trial]:
     return [Trial(dataclasses.replace(plain, **change), 2, change.get("kind") not in ("cache", "paged")) for change in changes]
 
 
-def num_places(dtype: str, head_dim: int) -> int:
-    """How many tiles the kernel with the most has for this GPU."""
-    return max(len(rows(kernel, dtype, head_dim)) for kernels in table.PASSES.values() for kernel in kernels)
-
-
-def rows(kernel: str, dtype: str, head_dim: int, features: Features = Features()) -> list[Any]:  # noqa: B008, it is frozen
+def rows(kernel: str, dtype: str, head_dim: int, has_bias: bool) -> list[Any]:
+    """Those of the table that this GPU can run."""
     arch = arch_of(*torch.cuda.get_device_capability())
     assert arch is not None
+    features = Features(bias_dtype=dtype if has_bias else None)
     return [row for row in table.candidates(kernel, dtype, dtype, head_dim, features) if table.fits(row, arch)]
 
 
 @contextmanager
-def choosing(place: int) -> Iterator[None]:
-    """Every call takes the tile at this place of its list, or the last."""
+def choosing(kernels: Sequence[str], place: int) -> Iterator[None]:
+    """Calls take the tile at this place of the list of each of these kernels, or the last."""
     select = table.select
 
     def choose(kernel: str, dtype: str, out_dtype: str, head_dim: int, features: Features, arch: Any, is_small: bool = False) -> Any:
+        if kernel not in kernels:
+            return select(kernel, dtype, out_dtype, head_dim, features, arch, is_small)
         found = [row for row in table.candidates(kernel, dtype, out_dtype, head_dim, features) if table.fits(row, arch)]
         return found[min(place, len(found) - 1)]
 
@@ -106,12 +108,13 @@ def run_rows(dtypes: Sequence[str], head_dims: Sequence[int], num_threads: int) 
     """Launches every row; returns how many kernels that were."""
     backend = registry.find(BACKEND)
     torch.set_num_threads(1)
-    pairs = list(itertools.product(dtypes, head_dims))
-    for place in range(max(num_places(*pair) for pair in pairs)):
-        with choosing(place), ThreadPoolExecutor(num_threads) as pool:
-            some = [trial for pair in pairs if place < num_places(*pair) for trial in trials(*pair)]
-            list(pool.map(lambda trial: warm(trial, [backend], "cuda"), some))
     with ThreadPoolExecutor(num_threads) as pool:
+        for kernels, has_bias in ((PLAIN_KERNELS, False), (BIAS_KERNELS, True)):
+            sizes = [(dtype, head_dim, has_bias) for dtype, head_dim in itertools.product(dtypes, head_dims)]
+            num_places = {size: max(len(rows(kernel, *size)) for kernel in kernels) for size in sizes}
+            for place in range(max(num_places.values())):
+                with choosing(kernels, place):
+                    list(pool.map(lambda size: warm(trial(*size), [backend], "cuda"), [size for size in sizes if place < num_places[size]]))
         list(pool.map(lambda trial: warm(trial, [backend], "cuda"), special_trials()))
     torch.cuda.synchronize()
     return len(backend.loaded_kernels())
@@ -120,7 +123,7 @@ def run_rows(dtypes: Sequence[str], head_dims: Sequence[int], num_threads: int) 
 def run_fault(name: str) -> None:
     with mutants.broken(name):
         for dtype in ("bfloat16", "float32"):
-            warm(trials(dtype, 64)[0], [registry.find(BACKEND)], "cuda")
+            warm(trial(dtype, 64, False), [registry.find(BACKEND)], "cuda")
             torch.cuda.synchronize()
 
 
@@ -179,10 +182,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{num_kernels} kernels compiled in {time.monotonic() - start:.0f} s", flush=True)
         report: dict[str, Any] = {"kernels": num_kernels, "tools": {}}
         is_good = True
+        # Side by side: most of the time goes into patching kernels, on the host
+        every = ["--rows", "--dtypes", options.dtypes, "--head-dims", options.head_dims]
+        with ThreadPoolExecutor() as pool:
+            clean_runs = {tool: pool.submit(watch, program, tool, every) for tool in tools}
+            fault_runs = {tool: pool.submit(watch, program, tool, ["--fault", TOOLS[tool][0]]) for tool in tools}
         for tool in tools:
-            fault = TOOLS[tool][0]
-            clean = watch(program, tool, ["--rows", "--dtypes", options.dtypes, "--head-dims", options.head_dims])
-            planted = watch(program, tool, ["--fault", fault])
+            clean, planted, fault = clean_runs[tool].result(), fault_runs[tool].result(), TOOLS[tool][0]
             is_clean, is_seen = clean["errors"] == 0 and clean["kernels"] == num_kernels, bool(planted["errors"])
             is_good = is_good and is_clean and is_seen
             report["tools"][tool] = {"clean": clean, "fault": fault, "planted": planted}
