@@ -35,6 +35,7 @@ from flashtile.check.trial import Trial
 from flashtile.kernels import table
 from flashtile.kernels.arch import arch_of
 from flashtile.kernels.spec import Features
+from flashtile.runtime.cache import KernelCache
 from flashtile.testing import Case
 
 # The fault that each tool must see, and what its last line looks like
@@ -104,8 +105,8 @@ def choosing(kernels: Sequence[str], place: int) -> Iterator[None]:
         mutants.forget()
 
 
-def run_rows(dtypes: Sequence[str], head_dims: Sequence[int], num_threads: int) -> int:
-    """Launches every row; returns how many kernels that were."""
+def run_rows(dtypes: Sequence[str], head_dims: Sequence[int], num_threads: int) -> frozenset[str]:
+    """Launches every row; returns the kernels that were."""
     backend = registry.find(BACKEND)
     torch.set_num_threads(1)
     with ThreadPoolExecutor(num_threads) as pool:
@@ -117,7 +118,7 @@ def run_rows(dtypes: Sequence[str], head_dims: Sequence[int], num_threads: int) 
                     list(pool.map(lambda size: warm(trial(*size), [backend], "cuda"), [size for size in sizes if place < num_places[size]]))
         list(pool.map(lambda trial: warm(trial, [backend], "cuda"), special_trials()))
     torch.cuda.synchronize()
-    return len(backend.loaded_kernels())
+    return backend.loaded_kernels()
 
 
 def run_fault(name: str) -> None:
@@ -128,7 +129,7 @@ def run_fault(name: str) -> None:
 
 
 def watch(program: str, tool: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """This script under one tool: how many errors it reports, and its first words about them."""
+    """This script under one tool: how many errors it reports, its first words about them, and the kernels it saw launched."""
     names = [] if tool in UNFILTERED else ["--kernel-name", "kns=flashtile"]
     command = [program, "--tool", tool, *names, "--report-api-errors", "no", "--print-limit", "3", sys.executable, __file__, *arguments]
     start = time.monotonic()
@@ -136,15 +137,25 @@ def watch(program: str, tool: str, arguments: Sequence[str]) -> dict[str, Any]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
         output = done.stdout + done.stderr
     except subprocess.TimeoutExpired:
-        return {"errors": None, "seconds": TIMEOUT_S, "said": f"not done in {TIMEOUT_S} s"}
+        return {"errors": None, "seconds": TIMEOUT_S, "said": f"not done in {TIMEOUT_S} s", "kernels": []}
     found = TOOLS[tool][1].search(output)
-    launched = re.search(r"launched (\d+) kernels", output)
     said = [line.lstrip("= ") for line in output.splitlines() if line.startswith("=========") and line.strip("= ")]
     return {
         "errors": int(found[1]) if found else None,
-        "kernels": int(launched[1]) if launched else None,
+        "kernels": re.findall(r"^launched (.*)$", output, re.MULTILINE),
         "seconds": round(time.monotonic() - start, 1),
-        "said": "; ".join(said[1:4]) if found and int(found[1]) else ("" if found else output[-2000:]),
+        "said": "; ".join(said[:3]) if found and int(found[1]) else ("" if found else output[-2000:]),
+    }
+
+
+def joined(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Runs of one tool as one: no errors only where each run was seen to end without."""
+    errors = [run["errors"] for run in runs]
+    return {
+        "errors": None if None in errors else sum(errors),
+        "kernels": sorted({kernel for run in runs for kernel in run["kernels"]}),
+        "seconds": max(run["seconds"] for run in runs),
+        "said": "; ".join(filter(None, (run["said"] for run in runs))),
     }
 
 
@@ -163,37 +174,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("sanitize: got no GPU; accepted: a machine with one", file=sys.stderr)
         return 2
     if options.rows:
-        print(f"launched {run_rows(dtypes, head_dims, 1)} kernels", flush=True)
+        print("\n".join(f"launched {kernel}" for kernel in sorted(run_rows(dtypes, head_dims, 1))), flush=True)
         return 0
     if options.fault:
         run_fault(options.fault)
         return 0
     unknown = [tool for tool in tools if tool not in TOOLS]
     program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
-    if unknown or program is None:
-        what = f"--tools: got {unknown[0]}; accepted: {', '.join(TOOLS)}" if unknown else "compute-sanitizer: not found"
-        print(f"{what}. It comes with the CUDA toolkit; put its bin folder on PATH.", file=sys.stderr)
+    if unknown:
+        print(f"--tools: got {unknown[0]}; accepted: {', '.join(TOOLS)}.", file=sys.stderr)
+        return 2
+    if program is None:
+        print("compute-sanitizer: not found. It comes with the CUDA toolkit; put its bin folder on PATH.", file=sys.stderr)
         return 2
 
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ.update(FLASHTILE_CACHE_DIR=cache, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    with tempfile.TemporaryDirectory() as folder_of_kernels:
+        if KernelCache.default().directory is None:
+            os.environ.update(FLASHTILE_CACHE_DIR=folder_of_kernels, FLASHTILE_CACHE="1")
+        os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         start = time.monotonic()
-        num_kernels = run_rows(dtypes, head_dims, os.cpu_count() or 1)
-        print(f"{num_kernels} kernels compiled in {time.monotonic() - start:.0f} s", flush=True)
-        report: dict[str, Any] = {"kernels": num_kernels, "tools": {}}
-        is_good = True
+        kernels = run_rows(dtypes, head_dims, os.cpu_count() or 1)
+        print(f"{len(kernels)} kernels compiled in {time.monotonic() - start:.0f} s", flush=True)
         # Side by side: most of the time goes into patching kernels, on the host
-        every = ["--rows", "--dtypes", options.dtypes, "--head-dims", options.head_dims]
-        with ThreadPoolExecutor() as pool:
-            clean_runs = {tool: pool.submit(watch, program, tool, every) for tool in tools}
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1))) as pool:
+            clean_runs = {
+                tool: [
+                    pool.submit(watch, program, tool, ["--rows", "--dtypes", dtype, "--head-dims", options.head_dims]) for dtype in dtypes
+                ]
+                for tool in tools
+            }
             fault_runs = {tool: pool.submit(watch, program, tool, ["--fault", TOOLS[tool][0]]) for tool in tools}
-        for tool in tools:
-            clean, planted, fault = clean_runs[tool].result(), fault_runs[tool].result(), TOOLS[tool][0]
-            is_clean, is_seen = clean["errors"] == 0 and clean["kernels"] == num_kernels, bool(planted["errors"])
-            is_good = is_good and is_clean and is_seen
-            report["tools"][tool] = {"clean": clean, "fault": fault, "planted": planted}
-            words = ["clean" if is_clean else f"NOT CLEAN: {clean}", f"{fault} {'seen' if is_seen else f'NOT SEEN: {planted}'}"]
-            print(f"{tool:10} {words[0]} ({clean['seconds']} s), {words[1]} ({planted['seconds']} s)", flush=True)
+    report: dict[str, Any] = {"kernels": len(kernels), "tools": {}}
+    is_good = True
+    for tool in tools:
+        clean, planted, fault = joined([run.result() for run in clean_runs[tool]]), joined([fault_runs[tool].result()]), TOOLS[tool][0]
+        is_clean, is_seen = clean["errors"] == 0 and set(clean["kernels"]) == kernels, bool(planted["errors"])
+        is_good = is_good and is_clean and is_seen
+        clean["kernels"], planted["kernels"] = len(clean["kernels"]), len(planted["kernels"])
+        report["tools"][tool] = {"clean": clean, "fault": fault, "planted": planted}
+        words = ["clean" if is_clean else f"NOT CLEAN: {clean}", f"{fault} {'seen' if is_seen else f'NOT SEEN: {planted}'}"]
+        print(f"{tool:10} {words[0]} ({clean['seconds']} s), {words[1]} ({planted['seconds']} s)", flush=True)
     folder = options.out or Path("results") / facts.slug("cuda")
     folder.mkdir(parents=True, exist_ok=True)
     environment = dataclasses.asdict(facts.environment("cuda", [])) | {"command": "make sanitize"}

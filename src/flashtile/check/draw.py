@@ -39,6 +39,34 @@ class Options:
     has_dropout: bool
 
 
+def most_different(trials: Sequence[Trial]) -> list[Trial]:
+    """Of the trials of each set of options those that are most likely to need kernels of their own: the largest and smallest grids."""
+    sets: dict[tuple[Any, ...], list[Trial]] = {}
+    for trial in trials:
+        case = trial.case
+        shared = (
+            case.dtype,
+            case.layout,
+            case.kind,
+            case.memory,
+            case.head_dim,
+            case.head_dim_v,
+            case.is_bias_float32,
+            case.is_out_float32,
+        )
+        options = (case.causal != "none" or case.window != (-1, -1), case.softcap > 0, case.mask, case.bias, case.alibi, case.dropout_p > 0)
+        sets.setdefault((*shared, *(bool(option) for option in options), case.has_sinks, trial.has_backward), []).append(trial)
+    chosen = dict[Trial, None]()
+    for some in sets.values():
+        for trial in (some[0], *(extreme(some, key=_num_rows) for extreme in (min, max)), max(some, key=lambda trial: trial.case.seqlen_k)):
+            chosen[trial] = None
+    return list(chosen)
+
+
+def _num_rows(trial: Trial) -> int:
+    return trial.case.batch * trial.case.heads * trial.case.seqlen_q
+
+
 class Drawer:
     """Draws problems for one device. `edges` are lengths at which tiles end; `reuse` problems share a set of options."""
 
@@ -120,7 +148,8 @@ class Drawer:
             "bias": bias,
             "dropout_p": pick.choice((0.1, 0.2, 0.5)) if options.has_dropout else 0.0,
             "has_max_lengths": self.chance(0.5),
-            "num_splits": pick.randint(1, 5) if not options.has_backward and self.chance(0.3) else 0,
+            # Left to the backend, problems as small as these would be split until no block has a second tile
+            "num_splits": pick.choice((0, 0, 0, 1, 1, pick.randint(2, 5))),
         }
         changes["values"] = pick.choice(("normal", "normal", *self.values(options)))
         if changes["values"] == "overflow":
@@ -134,8 +163,9 @@ class Drawer:
             unfit.update(FORWARD_ONLY)
         if options.plain.dtype == torch.float64:
             unfit.add("overflow")  # no sum comes near its largest number, and no rounding of the oracle's is smaller
-        if options.has_bias or options.plain.alibi:
-            unfit.add("huge")  # its sums with other terms are rounded, and each way rounds them by itself
+        # Sums with other terms are rounded, and so is lse, from which the backward pass starts: in float32 that is all the error there is
+        if options.has_bias or options.plain.alibi or (options.has_backward and options.plain.dtype in (torch.float32, torch.float64)):
+            unfit.add("huge")
         if not (options.has_mask and options.has_bias):
             unfit.add("masked")
         if not (options.has_mask and options.plain.kind == "dense"):

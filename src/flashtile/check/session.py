@@ -21,7 +21,7 @@ import torch
 
 from flashtile.backends import registry
 from flashtile.backends.base import Backend
-from flashtile.check.draw import Drawer
+from flashtile.check.draw import Drawer, most_different
 from flashtile.check.judge import DeviceLost, judge, warm
 from flashtile.check.shrink import shrink
 from flashtile.check.trial import Trial
@@ -150,8 +150,8 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
                 if is_over():
                     break
                 pending.add(submit(batch, deadline))
-                # No more than the processes can begin with: a limit of time holds for all
-                while len(pending) > 2 * settings.jobs:
+                # No more than the processes can begin with, so that the end is seen in time
+                while len(pending) > (2 * settings.jobs if settings.jobs > 1 else 0):
                     done, pending = wait(pending, return_when=FIRST_COMPLETED)
                     for future in done:
                         take(future.result())
@@ -249,12 +249,12 @@ def processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _compile(trials: Sequence[Trial], settings: Settings, tick: Callable[[], None]) -> None:
-    """Makes the calls of all trials once on backends that compile, in as many threads as there are cores."""
+    """Makes calls once on backends that compile, in as many threads as there are cores. What is left compiles when it is judged."""
     compiled = [backend for backend in settings.backends if backend.is_compiled]
     if not compiled:
         return
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = [pool.submit(warm, trial, [backend], settings.device) for trial in trials for backend in compiled]
+        jobs = [pool.submit(warm, trial, [backend], settings.device) for trial in most_different(trials) for backend in compiled]
         try:
             for job in jobs:
                 with suppress(Exception):  # shown when the trial is judged

@@ -69,7 +69,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         backends=backends,
         device=where,
         seed=seed,
-        problems=options.problems if has_limit else _DEFAULT_PROBLEMS,
+        problems=options.problems if has_limit else _DEFAULT_PROBLEMS if options.mutate is None else _MUTANT_PROBLEMS,
         seconds=options.seconds,
         direction=options.direction,
         reuse=_REUSE if any(backend.is_compiled for backend in backends) else 1,
@@ -115,10 +115,9 @@ class Command:
 
     def hunt(self, faults: Sequence[Mutation]) -> int:
         """Each fault planted, until a problem shows it."""
-        settings = dataclasses.replace(self.settings, problems=self.settings.problems or _MUTANT_PROBLEMS)
         hunts = list[Hunt]()
         with self._progress(len(faults)) as (progress, task):
-            for found in hunt(faults, settings):
+            for found in hunt(faults, self.settings):
                 hunts.append(found)
                 progress.update(task, advance=1, description=found.mutation.name)
         hunts.sort(key=lambda found: faults.index(found.mutation))
@@ -127,7 +126,7 @@ class Command:
         self.console.print(
             f"{len(hunts) - len(missed)} of {len(hunts)} faults found" + (f"; missed: {', '.join(missed)}" if missed else "")
         )
-        self._keep("mutations.json", {"seed": settings.seed, "mutations": [found.as_dict() for found in hunts]})
+        self._keep("mutations.json", {"seed": self.settings.seed, "mutations": [found.as_dict() for found in hunts]})
         return FOUND if missed else 0
 
     def _show_failures(self, report: Report) -> None:
