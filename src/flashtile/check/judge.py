@@ -46,7 +46,24 @@ class Call(NamedTuple):
 
 
 def judge(trial: Trial, backends: Sequence[Backend], device: str) -> Verdict:
-    """Runs the trial on every backend that takes it."""
+    """Runs the trial on every backend that takes it. Raises DeviceLost where nothing can be run any more."""
+    try:
+        return _judge(trial, backends, device)
+    except Exception as error:
+        if not is_alive(device):
+            raise DeviceLost(str(error)) from error
+        raise
+
+
+def is_alive(device: str) -> bool:
+    """The device still takes work."""
+    try:
+        return torch.ones(1, device=device).item() == 1.0
+    except RuntimeError:
+        return False
+
+
+def _judge(trial: Trial, backends: Sequence[Backend], device: str) -> Verdict:
     verdict, inputs = Verdict(), trial.make(device)
     takers = [backend for backend in backends if _takes(backend, inputs, trial.has_backward, verdict)]
     if not takers:
@@ -68,7 +85,8 @@ def judge(trial: Trial, backends: Sequence[Backend], device: str) -> Verdict:
                 found += _differences(_run(pages, backend, False), _run(rows, backend, False), "pages give other bits than plain rows")
         except Exception as error:
             found.append(f"raised {type(error).__name__}: {error}")
-            _check_device(device, error)
+            if not is_alive(device):
+                raise
     return verdict
 
 
@@ -139,14 +157,6 @@ def _differences(one: Result, other: Result, what: str) -> list[str]:
 def _wrong_bits(ours: Tensor, right: Tensor) -> list[str]:
     wrong = int((ours != right).sum())
     return [f"dropout: {wrong} of {right.numel()} bits are not those of the definition"] if wrong else []
-
-
-def _check_device(device: str, error: Exception) -> None:
-    if device == "cuda":
-        try:
-            torch.cuda.synchronize()
-        except Exception:
-            raise DeviceLost(str(error)) from error
 
 
 def dropout_probe(inputs: Inputs, seed: int) -> Inputs:

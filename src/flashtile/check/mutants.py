@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashtile import ops
+from flashtile.check.judge import is_alive
 from flashtile.check.session import Report, Settings, check, processes
 from flashtile.kernels import plan as plans
 from flashtile.kernels.mutation import Mutation, planted
@@ -43,12 +44,21 @@ class Hunt:
 def hunt(mutations: Sequence[Mutation], settings: Settings) -> Iterator[Hunt]:
     """Each fault is planted and checked for until a problem fails, in processes of their own. As they come."""
     alone = dataclasses.replace(settings, chunk=CHUNK, reuse=REUSE, jobs=1, stops_at_failure=True)
-    with processes(settings.jobs) as pool:
-        for future in as_completed([pool.submit(hunt_one, mutation, alone) for mutation in mutations]):
-            yield future.result()
+    remaining = list(mutations)
+    while remaining:
+        with processes(settings.jobs) as pool:
+            for future in as_completed([pool.submit(hunt_one, mutation, alone) for mutation in remaining]):
+                found = future.result()
+                if found.num_problems:
+                    remaining.remove(found.mutation)
+                    yield found
+                if found.report.lost:
+                    break  # its process cannot use the GPU any more: the rest goes on in new ones
 
 
 def hunt_one(mutation: Mutation, settings: Settings) -> Hunt:
+    if not is_alive(settings.device):
+        return Hunt(mutation, False, 0, Report(lost="an earlier fault took the GPU from this process"))
     with broken(mutation.name):
         report = check(settings)
     return Hunt(mutation, bool(report.failures), report.num_problems, report)
