@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import multiprocessing
 import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -87,6 +88,7 @@ class Report:
     compile_s: float = 0.0
     total_s: float = 0.0
     lost: str = ""  # why the GPU is gone, if it is
+    is_interrupted: bool = False
 
     def add(self, other: Report) -> None:
         self.num_problems += other.num_problems
@@ -111,6 +113,7 @@ class Report:
             "total_s": round(self.total_s, 1),
             "failures": [failure.as_dict() for failure in self.failures],
             "lost": self.lost,
+            "is_interrupted": self.is_interrupted,
         }
 
 
@@ -138,7 +141,7 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
         report.add(batch)
         progress("", report.num_problems)
 
-    with _fresh_memory(settings.device), _judges(settings) as submit, suppress(KeyboardInterrupt):
+    with _fresh_memory(settings.device), _judges(settings) as submit, _interruptible(report):
         # Time counts from when all processes are there
         deadline = None if settings.seconds is None else time.monotonic() + settings.seconds
         pending = set[Future[Report]]()
@@ -150,20 +153,29 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
                 if is_over():
                     break
                 pending.add(submit(batch, deadline))
-                # No more than the processes can begin with, so that the end is seen in time
-                while len(pending) > (2 * settings.jobs if settings.jobs > 1 else 0):
+                # One chunk is judged while the next is compiled for
+                while len(pending) > (settings.chunk // _BATCH if settings.jobs > 1 else 0):
                     done, pending = wait(pending, return_when=FIRST_COMPLETED)
                     for future in done:
                         take(future.result())
         for future in pending:
             take(future.result())
     report.total_s = time.monotonic() - start
-    if not settings.stops_at_failure and not report.lost:
-        with _fresh_memory(settings.device), suppress(KeyboardInterrupt):
+    if not (settings.stops_at_failure or report.lost or report.is_interrupted):
+        with _fresh_memory(settings.device), _interruptible(report):
             for place, failure in enumerate(report.failures[:_MAX_SHRUNK]):
                 progress(f"making failure {place + 1} smaller", report.num_problems)
                 report.failures[place] = _made_small(failure, settings)
     return report
+
+
+@contextmanager
+def _interruptible(report: Report) -> Iterator[None]:
+    """An interrupt ends the work inside, and what was found so far is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        report.is_interrupted = True
 
 
 def judge_all(trials: Sequence[Trial], settings: Settings, deadline: float | None = None) -> Report:
@@ -240,7 +252,9 @@ def _judges(settings: Settings) -> Iterator[Callable[[Sequence[Trial], float | N
 @contextmanager
 def processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
     """Fresh processes, since a GPU's context cannot be forked; those not done are dropped at the end."""
-    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+    # An interrupt is for this process, which ends the others
+    ignore = (signal.SIGINT, signal.SIG_IGN)
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=signal.signal, initargs=ignore)
     try:
         wait([pool.submit(judge_all, (), _NOTHING) for _ in range(jobs)])
         yield pool

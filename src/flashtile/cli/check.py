@@ -20,7 +20,7 @@ from rich.table import Table
 from flashtile.backends import registry
 from flashtile.backends.base import Backend
 from flashtile.bench import device as facts
-from flashtile.bench.command import writable_folder
+from flashtile.bench.command import INTERRUPTED, writable_folder
 from flashtile.check.draw import PASSES
 from flashtile.check.mutants import Hunt, hunt
 from flashtile.check.session import Report, Settings, check, check_trials
@@ -111,6 +111,9 @@ class Command:
             reasons = [f"{name}: {reason}" for name, found in report.refused.items() for reason in found]
             self.console.print("[red]Nothing was checked. " + escape("; ".join(reasons)), highlight=False, soft_wrap=True)
         self._keep("check.json", {"seed": self.settings.seed, **report.as_dict()})
+        if report.is_interrupted:
+            self.console.print(f"Interrupted after {report.num_problems} problems.", highlight=False)
+            return INTERRUPTED
         return FOUND if report.failures else 0 if report.ran else NOTHING_CHECKED
 
     def hunt(self, faults: Sequence[Mutation]) -> int:
