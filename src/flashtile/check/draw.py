@@ -151,7 +151,13 @@ class Drawer:
             # Left to the backend, problems as small as these would be split until no block has a second tile
             "num_splits": pick.choice((0, 0, 0, 1, 1, pick.randint(2, 5))),
         }
-        changes["values"] = pick.choice(("normal", "normal", *self.values(options)))
+        fit = self.values(options)
+        changes["values"] = pick.choice(("normal", "normal", *fit, *(["huge"] * 3 if "huge" in fit else [])))
+        if changes["values"] == "huge":
+            # What it is for shows where one block walks over several tiles
+            sizes["seqlen_k"] = max(sizes["seqlen_k"], self.length(), self.length())
+            _shrink_to(sizes, MAX_SCORES[self.device])
+            changes |= {**sizes, "num_splits": pick.choice((1, 1, changes["num_splits"]))}
         if changes["values"] == "overflow":
             changes["dropout_p"] = min(changes["dropout_p"], 0.2)
         return Trial(dataclasses.replace(plain, **changes), pick.randrange(1 << 31), options.has_backward)
