@@ -144,7 +144,7 @@ def watch(program: str, tool: str, arguments: Sequence[str]) -> dict[str, Any]:
         "errors": int(found[1]) if found else None,
         "kernels": re.findall(r"^launched (.*)$", output, re.MULTILINE),
         "seconds": round(time.monotonic() - start, 1),
-        "said": "; ".join(said[:3]) if found and int(found[1]) else ("" if found else output[-2000:]),
+        "said": "; ".join(said[:3])[:400] if found and int(found[1]) else ("" if found else output[-2000:]),
     }
 
 
@@ -216,7 +216,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{tool:10} {words[0]} ({clean['seconds']} s), {words[1]} ({planted['seconds']} s)", flush=True)
     folder = options.out or Path("results") / facts.slug("cuda")
     folder.mkdir(parents=True, exist_ok=True)
-    environment = dataclasses.asdict(facts.environment("cuda", [])) | {"command": "make sanitize"}
+    given = sys.argv[1:] if arguments is None else arguments
+    command = f"python tools/sanitize.py {' '.join(given)}" if given else "make sanitize"
+    environment = dataclasses.asdict(facts.environment("cuda", [])) | {"command": command}
     (folder / "sanitize.json").write_text(json.dumps(report | {"environment": environment}, indent=1) + "\n")
     return 0 if is_good else 1
 
