@@ -7,6 +7,8 @@
 // A test strips them by that rule and finds the same machine code, byte by byte.
 #pragma once
 
+#include "flashtile/core/types.cuh"
+
 #ifndef FT_MUTATION
 #define FT_MUTATION none
 #endif
@@ -49,6 +51,6 @@ enum class Mutation {
   divergent_barrier,   // synccheck: half of the threads go to a barrier
 };
 
-constexpr bool mutates(Mutation fault) { return fault == Mutation::FT_MUTATION; }
+FT_DEVICE constexpr bool mutates(Mutation fault) { return fault == Mutation::FT_MUTATION; }
 
 }  // namespace flashtile
