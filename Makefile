@@ -7,7 +7,7 @@ BIN := .venv/bin
 # Tests run side by side, one torch thread each: faster than one test on all cores
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: test test-gpu lint format bench compile-all docs docs-check clean
+.PHONY: test test-gpu check sanitize lint format bench compile-all docs docs-check clean
 
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
@@ -15,6 +15,14 @@ test: .venv/ready
 # With a GPU, in the environment that has it: every kernel against fp64, memory, determinism, streams, graphs
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+
+# A minute of random problems on the CPU; CHECK takes more options, as in `make check CHECK="--seed 7"`
+check: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/flashtile check --device cpu --seconds 60 --jobs $(JOBS) $(CHECK)
+
+# With a GPU: every kernel under compute-sanitizer, and each of its tools against a fault on purpose
+sanitize:
+	PYTHONPATH=src $(PYTHON) tools/sanitize.py $(SANITIZE)
 
 lint: .venv/ready
 	$(BIN)/ruff check .

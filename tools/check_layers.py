@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("testing",),
     ("bench", "profile", "integrations", "distributed"),
     ("ladder",),
+    ("check",),
     ("cli",),
     ("__main__",),
 )

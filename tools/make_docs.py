@@ -1,8 +1,9 @@
 """Fills README.md and docs/*.md from results/: everything between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`.
 
 NAME is <folder>/<csv stem>:<table>, such as nvidia-h200/sdpa_Lsweep_B1_H1_d64_fp32:latency (tables: latency, throughput, bandwidth,
-memory, accuracy, ratios, overhead; of the ladder: ladder, ladder-causal, counters, counters-causal, one-head, hbm), or
-<folder>/<figure>.png, or rung/<name>, what the head of that kernel of the ladder says. Figures older than their CSV are drawn again.
+memory, accuracy, ratios, overhead; of the ladder: ladder, ladder-causal, counters, counters-causal, one-head, hbm), <folder>/<figure>.png,
+rung/<name>, what the head of that kernel of the ladder says, or the record of a check: <folder>/check.json, mutations.json or
+sanitize.json. Figures older than their CSV are drawn again.
 
 python tools/make_docs.py [--check] [--root FOLDER]     --check changes nothing and exits 1 where something is out of date
 """
@@ -10,6 +11,7 @@ python tools/make_docs.py [--check] [--root FOLDER]     --check changes nothing 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -17,7 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flashtile.bench import plots, tables
-from flashtile.bench.rows import OverheadRow, Row, read
+from flashtile.bench.rows import Environment, OverheadRow, Row, read
+from flashtile.errors import value_error
 from flashtile.ladder import figures as ladder_figures
 from flashtile.ladder import tables as ladder_tables
 from flashtile.ladder.rows import HbmRow, RungRow
@@ -45,28 +48,59 @@ def part(name: str, page: Path, results: Path) -> str:
     if name.startswith("rung/"):
         rung = read_rung(FOLDER / f"{name.removeprefix('rung/')}.cu", None)
         return "\n\n".join(f"**{word}.** {rung.note(word)}" for word in ("Changed", "Why", "Predicted", "Measured"))
+    if name.endswith(".json"):
+        return record(results / name)
     stem, _, kind = name.partition(":")
     path = results / f"{stem}.csv"
     if kind in ladder_tables.KINDS:
         rows = read(path, Row)
         kernels = read(path.with_name(path.name.replace("ladder_", "ladder_kernels_")), RungRow)
         ladder_table = ladder_tables.of(rows, kernels, kind)
-        return f"{ladder_table.title}:\n\n{ladder_table.markdown()}\n\n{origin(rows[0])}"
+        return f"{ladder_table.title}:\n\n{ladder_table.markdown()}\n\n{origin(rows[0].env)}"
     if kind == "hbm":
         hbm_rows = read(path, HbmRow)
         hbm_table = ladder_tables.hbm_table(hbm_rows)
-        return f"{hbm_table.title}:\n\n{hbm_table.markdown()}\n\n{origin(hbm_rows[0])}"
+        return f"{hbm_table.title}:\n\n{hbm_table.markdown()}\n\n{origin(hbm_rows[0].env)}"
     if kind == "overhead":
         overhead_rows = read(path, OverheadRow)
-        return f"{tables.overhead_table(overhead_rows).markdown()}\n\n{origin(overhead_rows[0])}"
+        return f"{tables.overhead_table(overhead_rows).markdown()}\n\n{origin(overhead_rows[0].env)}"
     rows = read(path, Row)
     table = tables.of(rows, kind or "latency")
-    return f"{table.title}:\n\n{table.markdown()}\n\n{origin(rows[0])}"
+    return f"{table.title}:\n\n{table.markdown()}\n\n{origin(rows[0].env)}"
 
 
-def origin(row: Row | OverheadRow | HbmRow) -> str:
+def record(path: Path) -> str:
+    """What a check, a hunt for faults or a run under the sanitizers found, and where."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise value_error("results", f"no {path.name} ({error.strerror})", "the file that the docs name") from error
+    if path.stem == "mutations":
+        header, align = ["fault", "what is wrong", "problems", "seen as"], "--|--|--:|--"
+        rows = [
+            [f"`{one['mutation']}`", one["what"], one["problems"] if one["found"] else "not found", one["complaint"].split("; ")[0]]
+            for one in found["mutations"]
+        ]
+    elif path.stem == "sanitize":
+        header, align = ["tool", "kernels", "reports", "fault planted", "reports then"], "--|--:|--:|--|--:"
+        rows = [
+            [name, one["clean"]["kernels"], one["clean"]["errors"], f"`{one['fault']}`", one["planted"]["errors"]]
+            for name, one in found["tools"].items()
+        ]
+    else:
+        header, align = ["backend", "problems", "refused", "failed", "kernels"], "--|--:|--:|--:|--:"
+        refused = {name: sum(reasons.values()) for name, reasons in found["refused"].items()}
+        rows = [
+            [name, ran, refused.get(name, 0), found["failed"][name], found["kernels"].get(name, "")] for name, ran in found["ran"].items()
+        ]
+    lines = [" | ".join(map(str, row)) for row in (header, *rows)]
+    table = "\n".join(f"| {line} |" for line in (lines[0], align.replace("|", " | "), *lines[1:]))
+    seed = f"seed {found['seed']}, {found['total_s']:.0f} s; " if path.stem == "check" else ""
+    return f"{table}\n\n{seed}{origin(Environment(**found['environment']))}"
+
+
+def origin(env: Environment) -> str:
     """Where the figures come from, in one line below them."""
-    env = row.env
     versions = [f"torch {env.torch}", *(f"{key} {value}" for key, value in (("cuDNN", env.cudnn), ("driver", env.driver)) if value)]
     commit = f"commit {env.commit or 'unknown'}{' with changes' if env.is_dirty else ''}"
     return f"{env.device}; {', '.join(versions)}; flashtile {env.flashtile}, {commit}, {env.date[:10]}; `{env.command}`"

@@ -125,6 +125,12 @@ def _remember(key: tuple[object, ...], problem: Problem, backend: Backend, args:
             _bound[key] = bound
 
 
+def forget() -> None:
+    """Drops every forward pass made ready, as when kernels are to be made anew."""
+    _bound.clear()
+    _seen.clear()
+
+
 def _backward(*values: Any) -> tuple[Tensor, ...]:
     dout, dlse, args, out, lse, needs = _split(values)
     backend = registry.select(_backward_problem(args, needs), args.backend)

@@ -12,6 +12,7 @@ that rounding is all there is, so gradients may also move by what it moves them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +27,21 @@ from flashtile.problem import AttentionArgs, shape_of, validate
 
 OUTPUTS = ("out", "lse")
 GRADS = ("dq", "dk", "dv", "dbias", "dsinks")
+KINDS = ("dense", "varlen", "used", "paged", "cache", "padded")
+MEMORIES = ("contiguous", "swapped", "sliced", "expanded", "offset")
+VALUES = {
+    "normal": "the normal distribution",
+    "tiny": "logits of 1e-7: all keys weigh alike",
+    "huge": "logits from about -300 to 300 in steps of 100, rising or falling: exponentials overflow unless the maximum is taken off",
+    "dominant": "one key 8 times as long as the others",
+    "ties": "every key the same",
+    "constant": "every row the same number throughout",
+    "denormal": "numbers below the smallest normal one",
+    "overflow": "v near the largest number of the dtype, as far as sums of it can be held (forward pass only)",
+    "masked": "infinities and NaN in the bias wherever the mask hides it",
+    "masked_keys": "infinities and NaN in the keys that the mask hides from every query (forward pass only)",
+}
+FORWARD_ONLY = ("overflow", "masked_keys")
 _GRAD_OF = {"dq": "q", "dk": "k", "dv": "v", "dbias": "bias", "dsinks": "sinks"}
 
 
@@ -57,11 +73,13 @@ class Result(NamedTuple):
 class Case:
     """A problem in a few words. Its repr is a reproducer: `Case(...).make(seed)` gives the same tensors again.
 
-    kind    "dense"; "varlen" (packed); "used" (packed, seqused_k, NaN behind it); "paged" (pages in random order, NaN in unused
-            rows); "padded" (dense cache with seqused_k and leftpad_k, NaN around the kept rows)
+    kind    "dense"; "varlen" (packed); "used" (packed, seqused_k, NaN behind it); "paged" (packed queries, pages in random order, NaN
+            in unused rows); "cache" (the same under dense queries, seqused_k and leftpad_k); "padded" (dense cache with seqused_k and
+            leftpad_k, NaN around the kept rows)
     memory  "contiguous"; "swapped" (heads and rows swapped in memory); "sliced" (rows, heads and dims cut from a larger tensor of
             NaN); "expanded" (heads of stride 0); "offset" (a storage offset of one element)
     mask    which axes of "bhqk" are there, the others being 1: "bhqk", "qk" and "b11k" alike; None = no mask. Same for bias.
+    values  what stands in q, k and v (VALUES): "normal", or one of the ways to break a kernel that is right for normal numbers
     """
 
     dtype: torch.dtype = torch.float32
@@ -86,6 +104,11 @@ class Case:
     has_sinks: bool = False
     dropout_p: float = 0.0
     page_size: int = 16
+    values: str = "normal"
+    has_max_lengths: bool = False  # max_seqlen_q and max_seqlen_k are given
+    is_out_float32: bool = False
+    deterministic: bool | None = None
+    num_splits: int = 0
     backend: str | None = None
 
     def make(self, seed: int, device: str = "cpu") -> Inputs:
@@ -108,18 +131,26 @@ class _Maker:
     def make(self) -> Inputs:
         case = self.case
         q_sizes, k_sizes, v_sizes, lengths = self._lengths()
-        q = self._place(self.normal(*q_sizes))
-        k, v = self._place(self._poison(self.normal(*k_sizes), lengths)), self._place(self._poison(self.normal(*v_sizes), lengths))
-        slopes = None if case.alibi is None else self._to(self.normal(*self._sizes(case.alibi)).abs() * 0.3, torch.float32)
+        mask = self._mask()
+        q, k, v = self._values(self.normal(*q_sizes), self.normal(*k_sizes), self.normal(*v_sizes), mask)
+        q, k, v = self._place(q), self._place(self._poison(k, lengths)), self._place(self._poison(v, lengths))
+        # As far as scores of the farthest keys stay in the tens: rounded larger ones say nothing about a backend
+        steepest = min(0.3, 20 / max(case.seqlen_q, case.seqlen_k, 1))
+        slopes = None if case.alibi is None else self._to(self.normal(*self._sizes(case.alibi)).abs() * steepest, torch.float32)
         sinks = self._to(self.normal(case.heads), case.dtype) if case.has_sinks else None
         args = AttentionArgs(
-            *(q, k, v, self._bias(), self._mask(), slopes, sinks, self._rng_state()),
+            *(q, k, v, self._bias(mask), None if mask is None else mask.to(self.device), slopes, sinks, self._rng_state()),
+            max_seqlen_q=case.seqlen_q if case.has_max_lengths and "cu_seqlens_q" in lengths else None,
+            max_seqlen_k=case.seqlen_k if case.has_max_lengths and "cu_seqlens_q" in lengths else None,
             scale=case.scale,
             causal=case.causal,
             window_left=case.window[0],
             window_right=case.window[1],
             softcap=case.softcap,
             dropout_p=case.dropout_p,
+            deterministic=case.deterministic,
+            num_splits=case.num_splits,
+            out_dtype=torch.float32 if case.is_out_float32 else None,
             layout=case.layout,
             backend=case.backend,
         )
@@ -146,16 +177,62 @@ class _Maker:
     def _mask(self) -> Tensor | None:
         if self.case.mask is None:
             return None
-        return (torch.rand(self._score_sizes(self.case.mask), generator=self.generator) < 0.7).to(self.device)
+        return torch.rand(self._score_sizes(self.case.mask), generator=self.generator) < 0.7
 
-    def _bias(self) -> Tensor | None:
+    def _bias(self, mask: Tensor | None) -> Tensor | None:
         """Random values, some of them -inf."""
         case = self.case
         if case.bias is None:
             return None
         sizes = self._score_sizes(case.bias)
         bias = self.normal(*sizes).masked_fill(torch.rand(sizes, generator=self.generator) < 0.1, -torch.inf)
+        if case.values == "masked" and mask is not None:
+            bias = torch.where(self._is_hidden(mask, case.bias), self._junk(*sizes), bias)
         return self._to(bias, torch.float32 if case.is_bias_float32 else case.dtype)
+
+    def _is_hidden(self, mask: Tensor, axes: str) -> Tensor:
+        """What the mask hides, as a tensor of these axes: hidden along all the others."""
+        is_hidden = ~mask.expand(self._score_sizes("bhqk"))
+        for axis, name in enumerate("bhqk"):
+            is_hidden = is_hidden if name in axes else is_hidden.all(axis, keepdim=True)
+        return is_hidden
+
+    def _junk(self, *sizes: int) -> Tensor:
+        """Infinities of both signs and NaN."""
+        return torch.tensor([torch.inf, -torch.inf, torch.nan])[torch.randint(3, sizes, generator=self.generator)]
+
+    def _values(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Turns normal numbers into what the case says. Sizes are (..., rows, heads, dim)."""
+        case, finite = self.case, torch.finfo(self.case.dtype)
+        if case.values == "tiny":
+            return q * 2.0**-12, k * 2.0**-12, v
+        if case.values in ("huge", "dominant", "constant"):
+            # Few bits to a number: products and their sums are exact, and no order of summation is luckier than another
+            q, k = (q * 4).round() / 4, (k * 4).round() / 4
+        if case.values == "huge":
+            scale = abs(case.scale or case.head_dim**-0.5)
+            step = 2.0 ** round(math.log2(100 / (case.head_dim * scale)))
+            # They rise with the keys, or fall where q is negative: every tile has a new maximum
+            rising = torch.linspace(-3, 3, k.shape[-3])[:, None, None] + k[..., :1] / 2
+            return q[..., :1].sign().expand(q.shape), rising.round().clamp(-3, 3).expand(k.shape) * step, v
+        if case.values == "dominant" and k.shape[-3] > 0:
+            k[..., int(self.integers(0, k.shape[-3] - 1, 1)), :, :] *= 8
+        elif case.values == "ties":
+            k = k[..., :1, :1, :].expand(k.shape).clone()
+        elif case.values == "constant":
+            k = k * 2.0 ** -round(math.log2(case.head_dim) / 2)  # or else logits grow with the head dim
+            return tuple(tensor[..., :1].expand(tensor.shape).clone() for tensor in (q, k, v))  # type: ignore[return-value]
+        elif case.values == "denormal":
+            return tuple(tensor.double() * finite.smallest_normal / 8 for tensor in (q, k, v))  # type: ignore[return-value]
+        elif case.values == "overflow":
+            # Kernels sum in float32 before they divide by the row sum, of up to one for each key
+            largest = finite.max / 4 if case.dtype == torch.float16 else torch.finfo(torch.float32).max / (8 * max(case.seqlen_k, 1))
+            v = v.sign() * (0.5 + 0.5 * torch.rand(v.shape, generator=self.generator)) * largest
+        elif case.values == "masked_keys" and case.kind == "dense" and mask is not None:
+            k = torch.where(self._is_hidden(mask, "bk")[:, 0, 0, :, None, None], self._junk(*k.shape), k)
+        elif case.values not in VALUES:
+            raise value_error("values", repr(case.values), ", ".join(VALUES))
+        return q, k, v
 
     def _lengths(self) -> tuple[list[int], list[int], list[int], dict[str, Tensor]]:
         """Sizes of q, k and v as (batch, rows, heads, dim) or (rows, heads, dim), and the index tensors of the kind."""
@@ -163,7 +240,7 @@ class _Maker:
         q = [case.batch, case.seqlen_q, case.heads, case.head_dim]
         k = [case.batch, case.seqlen_k, case.heads_kv, case.head_dim]
         lengths: dict[str, Tensor] = {}
-        if case.kind == "padded":
+        if case.kind in ("padded", "cache"):
             used = self.integers(0, case.seqlen_k, case.batch)
             lengths = {"seqused_k": used, "leftpad_k": (used * torch.rand(case.batch, generator=self.generator)).to(torch.int32)}
         elif case.kind in ("varlen", "used", "paged"):
@@ -172,14 +249,14 @@ class _Maker:
             q[:2], k[:2] = [int(q_lengths.sum())], [int(k_lengths.sum())]
             if case.kind == "used":
                 lengths["seqused_k"] = (k_lengths * torch.rand(case.batch, generator=self.generator)).to(torch.int32)
-            if case.kind == "paged":
-                per_sequence = -(-case.seqlen_k // case.page_size)
-                num_pages = per_sequence * case.batch + 2
-                order = torch.randperm(num_pages, generator=self.generator)[: per_sequence * case.batch]
-                lengths["block_table"] = order.to(torch.int32).view(case.batch, per_sequence)
-                k = [num_pages, case.page_size, case.heads_kv, case.head_dim]
         elif case.kind != "dense":
-            raise value_error("kind", repr(case.kind), "'dense', 'varlen', 'used', 'paged' or 'padded'")
+            raise value_error("kind", repr(case.kind), ", ".join(KINDS))
+        if case.kind in ("paged", "cache"):
+            per_sequence = -(-case.seqlen_k // case.page_size)
+            num_pages = per_sequence * case.batch + 2
+            order = torch.randperm(num_pages, generator=self.generator)[: per_sequence * case.batch]
+            lengths["block_table"] = order.to(torch.int32).view(case.batch, per_sequence)
+            k = [num_pages, case.page_size, case.heads_kv, case.head_dim]
         return q, k, [*k[:-1], case.head_dim_v], lengths
 
     def _poison(self, keys: Tensor, lengths: dict[str, Tensor]) -> Tensor:
@@ -188,36 +265,46 @@ class _Maker:
             return keys
         is_kept = torch.zeros(keys.shape[: 1 if self.case.kind == "used" else 2], dtype=torch.bool)
         for b in range(self.case.batch):
+            if "leftpad_k" in lengths:
+                first, last = int(lengths["leftpad_k"][b]), int(lengths["seqused_k"][b])
+            else:
+                first, last = 0, int(lengths["cu_seqlens_k"][b + 1] - lengths["cu_seqlens_k"][b])
             if self.case.kind == "padded":
-                is_kept[b, lengths["leftpad_k"][b] : lengths["seqused_k"][b]] = True
-                continue
-            start, end = lengths["cu_seqlens_k"][b : b + 2].tolist()
-            if self.case.kind == "used":
+                is_kept[b, first:last] = True
+            elif self.case.kind == "used":
+                start = int(lengths["cu_seqlens_k"][b])
                 is_kept[start : start + int(lengths["seqused_k"][b])] = True
             else:
-                rows = torch.arange(end - start)
+                rows = torch.arange(first, last)
                 is_kept[lengths["block_table"][b, rows // self.case.page_size].long(), rows % self.case.page_size] = True
         keys[~is_kept] = torch.nan
         return keys
 
     def _place(self, tensor: Tensor) -> Tensor:
-        """Casts (..., rows, heads, dim) and lays it out in memory as the case says."""
+        """Casts (..., rows, heads, dim) and lays it out in memory as the case says; what goes to the device is a plain copy."""
         case = self.case
-        tensor = self._to(tensor if case.layout == "bshd" else tensor.transpose(-2, -3), case.dtype)
+        tensor = (tensor if case.layout == "bshd" else tensor.transpose(-2, -3)).to(case.dtype)
         if case.memory == "contiguous":
-            return tensor.contiguous()
+            return _compact(tensor).to(self.device)
         if case.memory == "swapped":
-            return tensor.transpose(-2, -3).contiguous().transpose(-2, -3)
+            return _compact(tensor.transpose(-2, -3)).to(self.device).transpose(-2, -3)
         if case.memory == "offset":
-            flat = tensor.new_full((tensor.numel() + 1,), torch.nan)
-            return flat[1:].view(tensor.shape).copy_(tensor)
+            flat = torch.cat([tensor.new_full((1,), torch.nan), tensor.flatten()])
+            return flat.to(self.device)[1:].view(tensor.shape)
         if case.memory == "expanded":
             head = -2 if case.layout == "bshd" else -3
-            return tensor.narrow(head, 0, 1).contiguous().expand(tensor.shape)
+            return _compact(tensor.narrow(head, 0, 1)).to(self.device).expand(tensor.shape)
         if case.memory == "sliced":
             larger = tensor.new_full([size + 3 for size in tensor.shape], torch.nan)
-            return larger[tuple(slice(1, 1 + size) for size in tensor.shape)].copy_(tensor)
-        raise value_error("memory", repr(case.memory), "'contiguous', 'swapped', 'sliced', 'expanded' or 'offset'")
+            place = tuple(slice(1, 1 + size) for size in tensor.shape)
+            larger[place] = tensor
+            return larger.to(self.device)[place]
+        raise value_error("memory", repr(case.memory), ", ".join(MEMORIES))
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """Without strides of 0, which an empty tensor may keep as contiguous."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _cumulative(lengths: Tensor) -> Tensor:
@@ -337,18 +424,30 @@ def disagreement(name: str, ours: Tensor, ref: Tensor, low: Tensor, dtype: torch
     return None
 
 
-def disagreements(ours: Result, inputs: Inputs) -> list[str]:
-    """Every tensor of the result that breaks the error rule, in words."""
+class Expected(NamedTuple):
+    """What results of one problem are judged by."""
+
+    ref: Result
+    low: Result  # the yardstick
+    moved: Result  # the reference under the rounding of a stored output
+
+
+def expect(inputs: Inputs, *, has_backward: bool = True) -> Expected:
+    ref = oracle(inputs, has_backward=has_backward)
+    return Expected(ref, yardstick(inputs, has_backward=has_backward), shifted(inputs, ref) if has_backward else ref)
+
+
+def disagreements(ours: Result, inputs: Inputs, expected: Expected | None = None) -> list[str]:
+    """Every tensor of the result that breaks the error rule, in words. `expected` spares the oracle where it ran already."""
     has_backward = any(getattr(ours, name) is not None for name in GRADS)
-    ref, low_precision = oracle(inputs, has_backward=has_backward), yardstick(inputs, has_backward=has_backward)
-    moved = shifted(inputs, ref) if has_backward else ref
+    ref, low, moved = expected or expect(inputs, has_backward=has_backward)
     found: list[str | None] = []
     for name in OUTPUTS + GRADS:
         mine, right = getattr(ours, name), getattr(ref, name)
         if mine is None and right is not None:
             found.append(f"{name}: missing")
         elif mine is not None:
-            found.append(disagreement(name, mine, right, getattr(low_precision, name), inputs.args.q.dtype, getattr(moved, name)))
+            found.append(disagreement(name, mine, right, getattr(low, name), inputs.args.q.dtype, getattr(moved, name)))
     return [text for text in found if text is not None]
 
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from bench_fakes import provider, sweep
 from rich.console import Console
+from typer.testing import CliRunner
 
 from flashtile.bench import plots
 from flashtile.bench.command import run_sweep
+from flashtile.check.mutants import Hunt
+from flashtile.check.session import Report
+from flashtile.cli.main import app
+from flashtile.kernels.mutation import Mutation
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_docs.py"
 STEM = "sdpa_Lsweep_B1_H1_d16_fp32"
@@ -88,3 +94,26 @@ def test_a_marker_without_its_partner_or_its_csv_is_an_error(root: Path):
     done = make_docs(root)
     assert done.returncode == 1
     assert "docs/plain.md: a bench marker without its partner" in done.stderr
+
+
+def test_records_of_checks_are_filled_in(root: Path):
+    folder, fault = root / "results" / "box", Mutation("skip_rescale", "not scaled down", None)
+    assert CliRunner().invoke(app, ["check", "--device", "cpu", "--problems", "2", "--seed", "4", "--out", str(folder)]).exit_code == 0
+    env = json.loads((folder / "check.json").read_text())["environment"]
+    hunts = [Hunt(fault, False, 7, Report()).as_dict()]
+    (folder / "mutations.json").write_text(json.dumps({"mutations": hunts, "environment": env}))
+    runs = {"clean": {"kernels": 12, "errors": 0}, "fault": "out_of_bounds", "planted": {"errors": 5}}
+    (folder / "sanitize.json").write_text(json.dumps({"tools": {"memcheck": runs}, "environment": env}))
+    names = ("check", "mutations", "sanitize")
+    (root / "docs" / "plain.md").write_text("".join(f"<!-- bench:box/{name}.json -->\n<!-- /bench:box/{name}.json -->\n" for name in names))
+    assert make_docs(root).returncode == 0
+    text = (root / "docs" / "plain.md").read_text()
+    assert "| tiled | 2 | 0 | 0 |  |" in text
+    assert "seed 4, " in text
+    assert "| `skip_rescale` | not scaled down | not found |  |" in text
+    assert "| memcheck | 12 | 0 | `out_of_bounds` | 5 |" in text
+    assert make_docs(root, "--check").returncode == 0
+    (folder / "check.json").unlink()
+    done = make_docs(root)
+    assert done.returncode == 1
+    assert "results: got no check.json" in done.stderr

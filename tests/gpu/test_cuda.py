@@ -153,8 +153,7 @@ def test_every_row(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
             return rows[min(place, len(rows) - 1)]
 
         monkeypatch.setattr(table, "select", choose)
-        plans.kernels.cache_clear()
-        plans.plan.cache_clear()
+        plans.forget()
         problems = [
             (Case(dtype=dtype, backend="cuda", head_dim=head_dim, head_dim_v=head_dim, causal="bottom_right", bias=bias, **LONG), place)
             for dtype in (torch.float32, torch.bfloat16)
@@ -163,8 +162,7 @@ def test_every_row(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
         precompile(problems, monkeypatch)
         found += failures(problems)
     monkeypatch.setattr(table, "select", select)
-    plans.kernels.cache_clear()
-    plans.plan.cache_clear()
+    plans.forget()
     assert found == []
 
 

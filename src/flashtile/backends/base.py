@@ -51,6 +51,8 @@ class Backend(ABC):
     summary: str
     devices: tuple[str, ...]  # device types it runs on
     is_automatic: bool = True  # False: only taken when asked for by name
+    is_compiled: bool = False  # True: the first call of a kind waits for a compiler
+    takes_mutations: bool = False  # True: its kernels can be broken on purpose (kernels/mutation.py)
 
     @abstractmethod
     def refuse(self, problem: Problem) -> str | None:
@@ -75,6 +77,14 @@ class Backend(ABC):
     def details(self, problem: Problem) -> dict[str, str]:
         """What `explain` says about how this backend would run the problem."""
         return {}
+
+    def tile_sizes(self) -> frozenset[int]:
+        """Lengths at which tiles of its kernels end: one less, as many and one more keys or queries take different ways."""
+        return frozenset()
+
+    def loaded_kernels(self) -> frozenset[str]:
+        """Every kernel that this process has compiled or loaded so far."""
+        return frozenset()
 
     def prepare(self, problem: Problem) -> None:
         """Does ahead of time whatever the first call would wait for, such as compiling."""

@@ -44,6 +44,8 @@ class CudaBackend(Backend):
     name = "cuda"
     summary = "hand-written CUDA kernels, compiled for this GPU on first use; memory linear in the sequence length"
     devices = ("cuda",)
+    is_compiled = True
+    takes_mutations = True
 
     def refuse(self, problem: Problem) -> str | None:
         if dtype_name(problem.dtype) not in table.DTYPES:
@@ -88,6 +90,12 @@ class CudaBackend(Backend):
                     tile = f"tile {step.block_rows} x {step.block_columns}, {step.num_threads // 32} warps"
                     found[step.name] = f"{tile}, {step.shared_bytes / 1024:.0f} KiB of shared memory, {key.arch.name}"
         return found
+
+    def tile_sizes(self) -> frozenset[int]:
+        return table.tile_sizes()
+
+    def loaded_kernels(self) -> frozenset[str]:
+        return frozenset(executor.loaded)
 
     def prepare(self, problem: Problem) -> None:
         """Compiles for tensors whose rows are aligned, if their head dims allow that."""

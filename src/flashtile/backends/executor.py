@@ -163,10 +163,14 @@ def num_blocks(step: Step, values: dict[str, int]) -> int:
 # Launches
 
 
+loaded: set[str] = set()  # the entries of every kernel so far
+
+
 @functools.cache
 def function(unit: str, entry: str, arch: str) -> driver.Function:
     """A kernel, compiled if it is not in the cache, loaded for every device."""
     compiled = cache.compile_cached(unit, arch, [entry])
+    loaded.add(entry)
     return driver.load(compiled.cubin).function(compiled.symbols[entry])
 
 

@@ -46,6 +46,9 @@ class TiledBackend(Backend):
             backward_segment(Tiles(args, segment), segment, dout, dlse, out, lse, sums)
         grads.fill(sums)
 
+    def tile_sizes(self) -> frozenset[int]:
+        return frozenset((BLOCK_M, BLOCK_N))
+
     def details(self, problem: Problem) -> dict[str, str]:
         return {"tile": f"{BLOCK_M} queries x {BLOCK_N} keys", "arithmetic": dtype_name(compute_dtype(problem.dtype))}
 

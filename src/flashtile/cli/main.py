@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from flashtile.bench import command as bench_command
+from flashtile.cli import check as check_command
 from flashtile.cli import compile as compile_command
 from flashtile.cli import info as info_command
 from flashtile.errors import Unsupported
@@ -52,6 +53,30 @@ def compile_kernels(
     try:
         job = compile_command.prepare(options)
     except (ValueError, Unsupported) as error:
+        typer.secho(str(error), err=True, fg=typer.colors.RED)
+        raise typer.Exit(2) from error
+    raise typer.Exit(job())
+
+
+@app.command()
+def check(
+    problems: Annotated[int | None, typer.Option(help="How many problems. Default: 200, or what --seconds allows.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="No new problem is begun after that.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Draws the same problems again. Default: drawn, and shown.")] = None,
+    backends: Annotated[str | None, typer.Option(help="Names, separated by commas. Default: all for the device.")] = None,
+    direction: Annotated[str, typer.Option("--pass", help="forward, backward or both.")] = "both",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Processes that judge. Default: 1, on a GPU up to 6.")] = None,
+    case: Annotated[str | None, typer.Option(help="One problem, as a failure shows it, instead of drawn ones.")] = None,
+    mutate: Annotated[str | None, typer.Option(help="all, or names: break the kernels on purpose and see that it is noticed.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write check.json or mutations.json into.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; the tables go to stderr.")] = False,
+) -> None:
+    """Run random problems on every backend and compare with fp64 and with each other. Exits 1 if one disagrees."""
+    options = check_command.Options(problems, seconds, seed, backends, direction, device, jobs, case, mutate, out, as_json)
+    try:
+        job = check_command.prepare(options, sys.argv[1:])
+    except (ValueError, TypeError, Unsupported) as error:
         typer.secho(str(error), err=True, fg=typer.colors.RED)
         raise typer.Exit(2) from error
     raise typer.Exit(job())

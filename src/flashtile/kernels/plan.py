@@ -337,3 +337,9 @@ def _optional_patches(form: Form) -> list[Patch]:
     if "block_table" in form.given:
         patches.append(_patch("table_stride", Stride("block_table", -2)))
     return patches
+
+
+def forget() -> None:
+    """Drops every plan: units written from now on may differ (kernels/mutation.py)."""
+    kernels.cache_clear()
+    plan.cache_clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashtile.kernels import mutation
 from flashtile.kernels.params import Params, Struct, layout_asserts
 from flashtile.kernels.spec import CPP_TYPES, Features, Row
 
@@ -21,7 +22,7 @@ def plain_unit(header: str, entry: str, struct: Struct) -> str:
     """A unit for a kernel without a tile."""
     include = f'#include "flashtile/kernels/{header}.cuh"'
     instance = f"template __global__ void {entry}(const FT_GRID_CONSTANT flashtile::{struct.__name__});"
-    return "\n".join([include, layout_asserts(struct), instance, ""])
+    return "\n".join([*mutation.defines(), include, layout_asserts(struct), instance, ""])
 
 
 def unit(row: Row, features: Features) -> str:

@@ -62,6 +62,12 @@ _TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
 }
 
 
+def tile_sizes() -> frozenset[int]:
+    """Every length of a tile of any kernel, in queries or keys."""
+    tiles = (tile for kernel in _TILES.values() for row in kernel.values() for tile in row)
+    return frozenset(size for tile in tiles for size in (tile.block_m, tile.block_n))
+
+
 def padded_head_dim(head_dim: int) -> int | None:
     """The smallest head dim of the table that holds it."""
     return next((known for known in HEAD_DIMS if head_dim <= known), None)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flashtile/attn/sequence.cuh"
+#include "flashtile/core/mutation.cuh"
 #include "flashtile/tile/simt_gemm.cuh"
 
 namespace flashtile {
@@ -39,6 +40,7 @@ struct DropoutBits {
 
   // 0 or the keep factor for element number lane of those 8.
   FT_DEVICE float factor(uint4 w, i32 lane) const {
+    if constexpr (mutates(Mutation::dropout_lane)) lane ^= 1;
     u32 word = lane < 4 ? (lane < 2 ? w.x : w.y) : (lane < 6 ? w.z : w.w);
     u32 bits = (word >> (16 * (lane & 1))) & 0xffffu;
     return bits < threshold ? 0.0f : keep_factor;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flashtile/attn/sequence.cuh"
+#include "flashtile/core/mutation.cuh"
 
 namespace flashtile {
 
@@ -46,9 +47,12 @@ FT_DEVICE bool needs_mask(const Params& p, const Sequence& s, i32 i, i32 num_row
 template <class Mask>
 FT_DEVICE bool is_seen(const Params& p, const Sequence& s, i32 head, i32 i, i32 j) {
   bool seen = j < s.seqlen_k && i < s.seqlen_q;
+  if constexpr (mutates(Mutation::tail_key)) seen = j <= s.seqlen_k && i < s.seqlen_q;
   if constexpr (Mask::kHasBand) {
     i32 distance = i + s.offset - j;
+    if constexpr (mutates(Mutation::mask_offset)) distance += 1;
     seen = seen && (p.window_left < 0 || distance <= p.window_left) && (p.window_right < 0 || -distance <= p.window_right);
+    if constexpr (mutates(Mutation::window_edge)) seen = seen && (p.window_left < 0 || distance < p.window_left);
   }
   if constexpr (Mask::kHasBool) {
     if (seen) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flashtile/attn/sequence.cuh"
+#include "flashtile/core/mutation.cuh"
 
 namespace flashtile {
 
@@ -17,6 +18,7 @@ struct Scorer {
 
   FT_DEVICE Scorer(const Params& p, const Sequence& s, i32 head) : offset(s.offset) {
     factor = ScoreMod::kHasSoftcap ? p.scale / p.softcap : p.scale_log2;
+    if constexpr (mutates(Mutation::score_base)) factor *= kLn2;
     if constexpr (ScoreMod::kHasSoftcap) cap = p.softcap * kLog2e;
     if constexpr (ScoreMod::kHasAlibi) slope = p.alibi_slopes[s.batch_idx * p.alibi_batch_stride + head] * kLog2e;
     if constexpr (ScoreMod::kHasBias) {
@@ -35,8 +37,10 @@ struct Scorer {
     }
     if constexpr (ScoreMod::kHasAlibi) {
       i32 distance = i + offset - j;
+      if constexpr (mutates(Mutation::alibi_offset)) distance -= offset;
       s -= slope * static_cast<float>(distance < 0 ? -distance : distance);
     }
+    if constexpr (mutates(Mutation::bias_row)) i = max_of(i - 1, 0);
     if constexpr (ScoreMod::kHasBias) s += to_float(bias[i * bias_row_stride + j * bias_column_stride]) * kLog2e;
     return s;
   }

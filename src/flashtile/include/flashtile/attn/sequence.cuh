@@ -5,6 +5,7 @@
 #include "flashtile/attn/config.cuh"
 #include "flashtile/attn/params.cuh"
 #include "flashtile/core/math.cuh"
+#include "flashtile/core/mutation.cuh"
 
 namespace flashtile {
 
@@ -32,6 +33,7 @@ FT_DEVICE Sequence find_sequence(const Params& p, i32 batch_idx) {
       i32 start = clamp(p.cu_seqlens_k[batch_idx], 0, total);
       s.seqlen_k = min_of(clamp(p.cu_seqlens_k[batch_idx + 1], start, total) - start, p.seqlen_k);
       s.k_row = p.block_table != nullptr ? 0 : start;
+      if constexpr (mutates(Mutation::neighbour_length)) s.seqlen_k = min_of(start - p.cu_seqlens_k[max_of(batch_idx - 1, 0)], total - start);
     }
     if (p.seqused_k != nullptr) s.seqlen_k = clamp(p.seqused_k[batch_idx], 0, s.seqlen_k);
     if (p.leftpad_k != nullptr) {
@@ -74,6 +76,7 @@ struct KeyRows {
   FT_DEVICE T* row(i32 j) const {
     if constexpr (KvSource::kIsPaged) {
       i32 at = first + j;
+      if constexpr (mutates(Mutation::page_index)) at -= at < page_size ? 0 : page_size;
       i64 page = clamp(table[at / page_size], 0, num_pages - 1);
       return base + page * page_stride + (at % page_size) * row_stride;
     } else {

@@ -59,11 +59,14 @@ FT_DEVICE float log2_approx(float x) {
   return y;
 }
 
-// tanh to float32 accuracy relative to 1, which is what a softcap needs.
+// tanh to float32 accuracy. A softcap multiplies it by the cap: an error relative to 1 would become one of the cap's size.
 FT_DEVICE float tanh_by_exp2(float x) {
+  // Up to 0.55, where 1 - 2 / (e^2x + 1) cancels: x + x^3 P(x^2), with P of the least relative error (3.5e-8)
+  float z = x * x;
+  float p = fmaf(fmaf(fmaf(0.0164587628f, z, -0.0526841469f), z, 0.133209422f), z, -0.333329588f);
   float a = x < 0.0f ? -x : x;
   float t = 1.0f - 2.0f / (exp2_approx(2.0f * kLog2e * a) + 1.0f);
-  return x < 0.0f ? -t : t;
+  return a < 0.55f ? fmaf(p * z, x, x) : (x < 0.0f ? -t : t);
 }
 
 FT_DEVICE float max_of(float a, float b) { return fmaxf(a, b); }

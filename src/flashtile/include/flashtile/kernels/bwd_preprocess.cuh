@@ -5,6 +5,7 @@
 #pragma once
 
 #include "flashtile/attn/sequence.cuh"
+#include "flashtile/core/mutation.cuh"
 
 namespace flashtile {
 
@@ -28,8 +29,9 @@ __global__ void __launch_bounds__(kPreprocessThreads) bwd_preprocess_kernel(cons
       i64 at = s.stat_row + head * p.lse_head_stride + i;
       // A row that saw nothing has no gradient: 2^(score - inf) = 0, and its delta is 0 whatever came in
       bool is_empty = p.lse[at] == -infinity();
-      if (p.dlse != nullptr) sum -= p.dlse[at];
-      p.delta[at] = is_empty ? 0.0f : sum;
+      if constexpr (mutates(Mutation::delta_missing)) sum = 0.0f;
+      if constexpr (!mutates(Mutation::dlse_ignored)) if (p.dlse != nullptr) sum -= p.dlse[at];
+      if constexpr (!mutates(Mutation::uninitialised)) p.delta[at] = is_empty ? 0.0f : sum;
       p.lse_log2[at] = is_empty ? infinity() : p.lse[at] * kLog2e;
     }
   }
@@ -45,6 +47,7 @@ __global__ void __launch_bounds__(kPreprocessThreads) bwd_dsinks_kernel(const FT
     for (i32 i = threadIdx.x; i < s.seqlen_q; i += kPreprocessThreads) {
       i64 at = s.stat_row + head * p.lse_head_stride + i;
       sum -= exp2_approx(sink - p.lse_log2[at]) * p.delta[at];
+      if constexpr (mutates(Mutation::dsinks_sign)) sum += 2.0f * exp2_approx(sink - p.lse_log2[at]) * p.delta[at];
     }
   }
   partial[threadIdx.x] = sum;

@@ -11,6 +11,7 @@
 #include "flashtile/attn/dropout.cuh"
 #include "flashtile/attn/mask.cuh"
 #include "flashtile/attn/score_mod.cuh"
+#include "flashtile/core/mutation.cuh"
 #include "flashtile/tile/simt_gemm.cuh"
 
 namespace flashtile {
@@ -37,6 +38,7 @@ FT_DEVICE void backward_element(const Scorer<ScoreMod>& scorer, float scale, flo
   p_dropped = p * drop;
   ds = p * (dp * drop - delta);
   chain = ScoreMod::kHasSoftcap ? scale * (1.0f - tanh * tanh) : scale;
+  if constexpr (mutates(Mutation::softcap_derivative)) chain = scale;
 }
 
 template <class Config>
@@ -143,12 +145,13 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dq_simt_kernel(con
   Range keys = key_range<Mask>(p, s, i_begin, min_of(i_begin + Config::kBlockM, s.seqlen_q));
   for (i32 n = keys.begin / Config::kBlockN; n < ceil_div(keys.end, Config::kBlockN); ++n) {
     i32 j_begin = n * Config::kBlockN;
+    if constexpr (mutates(Mutation::dq_tile)) if (n == 1) continue;
     // Load K and V
     load_tile<Config, Load, Config::kBlockN, T>(shared.sStream, j_begin, s.seqlen_k, p.head_dim, [&](i32 j) { return gK.row(j); });
     load_tile<Config, Load, Config::kBlockN, T>(shared.sStreamGrad, j_begin, s.seqlen_k, p.head_dim_v, [&](i32 j) { return gV.row(j); });
     copy_commit();
     copy_wait<0>();
-    __syncthreads();
+    if constexpr (!mutates(Mutation::missing_barrier)) __syncthreads();
     // dS from S and dP
     ScoreTile<Config> rS, rD;
     product_abt<Config>(rS, shared.sOwn, shared.sStream);
@@ -187,6 +190,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dkdv_simt_kernel(c
   i32 group = p.heads / p.heads_kv;
   Range queries = query_range<Mask>(p, s, j_begin, min_of(j_begin + Config::kBlockM, s.seqlen_k));
   for (i32 head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+    if constexpr (mutates(Mutation::dk_group)) if (head != kv_head * group) continue;
     const T* gQ = query_rows(static_cast<const T*>(p.q), p.q_strides, s, head);
     const Out* gdO = query_rows(static_cast<const Out*>(p.dout), p.dout_strides, s, head);
     Scorer<ScoreMod> scorer(p, s, head);
@@ -220,6 +224,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dkdv_simt_kernel(c
             if constexpr (Dropout::kIsOn) {
               DropoutBits bits(p, s, head);
               drop = bits.factor(bits.words(i, j / 8), j % 8);
+              if constexpr (mutates(Mutation::dropout_backward)) drop = 1.0f;
             }
             backward_element<ScoreMod>(scorer, p.scale, rS[t][n], rD[t][n], drop, lse_log2, delta, i, j, p_dropped, ds, chain);
           }
@@ -269,6 +274,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dbias_simt_kernel(
   for (i32 b = all_b ? 0 : bias_batch; b < (all_b ? p.batch : bias_batch + 1); ++b) {
     Sequence s = find_sequence<SeqInfo>(p, b);
     for (i32 head = all_h ? 0 : bias_head; head < (all_h ? p.heads : bias_head + 1); ++head) {
+      if constexpr (mutates(Mutation::dbias_head)) if (all_h && head == p.heads - 1) continue;
       i32 kv_head = head / (p.heads / p.heads_kv);
       const T* gQ = query_rows(static_cast<const T*>(p.q), p.q_strides, s, head);
       const Out* gdO = query_rows(static_cast<const Out*>(p.dout), p.dout_strides, s, head);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "flashtile/attn/sequence.cuh"
+#include "flashtile/core/mutation.cuh"
 
 namespace flashtile {
 
@@ -32,7 +33,9 @@ __global__ void __launch_bounds__(32 * kCombineRows) fwd_combine_kernel(const FT
     float sum = 0.0f;
     for (i32 split = 0; split < p.num_splits; ++split) {
       i64 part = split * p.lse_size + stat;
-      sum += exp2_approx(p.partial_lse[part] * kLog2e - shift) * factor * p.partial_out[part * p.head_dim_v + d];
+      float weight = exp2_approx(p.partial_lse[part] * kLog2e - shift) * factor;
+      if constexpr (mutates(Mutation::combine_weight)) weight = 1.0f / static_cast<float>(p.num_splits);
+      sum += weight * p.partial_out[part * p.head_dim_v + d];
     }
     gO[d] = from_float<Out>(sum);
   }

@@ -11,6 +11,7 @@
 #include "flashtile/attn/dropout.cuh"
 #include "flashtile/attn/mask.cuh"
 #include "flashtile/attn/score_mod.cuh"
+#include "flashtile/core/mutation.cuh"
 #include "flashtile/tile/simt_gemm.cuh"
 
 namespace flashtile {
@@ -56,8 +57,10 @@ FT_DEVICE void fwd_simt_scores(const Params& p, const Sequence& s, i32 head, con
 #pragma unroll
     for (i32 n = 1; n < kCols; ++n) tile_max = fmaxf(tile_max, rS[t][n]);
     float m_new = fmaxf(state.m[t], row_max(tile_max));
+    if constexpr (mutates(Mutation::stale_max)) m_new = state.m[t] == -infinity() ? m_new : state.m[t];
     float shift = m_new == -infinity() ? 0.0f : m_new;
     float alpha = exp2_approx(state.m[t] - shift);
+    if constexpr (mutates(Mutation::skip_rescale)) alpha = 1.0f;
     float sum = 0.0f;
 #pragma unroll
     for (i32 n = 0; n < kCols; ++n) {
@@ -95,11 +98,13 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_simt_kernel(const 
   i32 i_begin = m_block * Config::kBlockM;
   if (i_begin >= s.seqlen_q) return;
   i32 kv_head = head / (p.heads / p.heads_kv);
+  if constexpr (mutates(Mutation::gqa_head)) kv_head = head % p.heads_kv;
   const T* gQ = query_rows(static_cast<const T*>(p.q), p.q_strides, s, head);
   KeyRows<const T, KvSource> gK(static_cast<const T*>(p.k), p.k_strides, p, s, kv_head);
   KeyRows<const T, KvSource> gV(static_cast<const T*>(p.v), p.v_strides, p, s, kv_head);
   Range keys = key_range<Mask>(p, s, i_begin, min_of(i_begin + Config::kBlockM, s.seqlen_q));
   i32 n_begin = keys.begin / Config::kBlockN, n_end = ceil_div(keys.end, Config::kBlockN);
+  if constexpr (mutates(Mutation::drop_last_tile)) n_end = n_end - 1 > n_begin ? n_end - 1 : n_end;
   if (p.num_splits > 1) {
     i32 share = ceil_div(max_of(n_end - n_begin, 0), p.num_splits);
     n_begin += split * share;
@@ -134,6 +139,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_simt_kernel(const 
   }
 
   Scorer<ScoreMod> scorer(p, s, head);
+  if constexpr (mutates(Mutation::divergent_barrier)) if (threadIdx.x % 2 == 0) __syncthreads();
   for (i32 n = n_begin; n < n_end; ++n) {
     i32 j_begin = n * Config::kBlockN;
     float rS[Config::kRowsPerThread][Config::kColsPerThread];
@@ -168,11 +174,15 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_simt_kernel(const 
     float shift = m_new == -infinity() ? 0.0f : m_new;
     float alpha = exp2_approx(state.m[t] - shift);
     float l = state.l[t] * alpha + exp2_approx(sink - shift);
+    if constexpr (mutates(Mutation::sink_twice)) l += exp2_approx(sink - shift);
     float factor = l == 0.0f ? 0.0f : alpha / l;
+    if constexpr (mutates(Mutation::empty_row)) factor = alpha / l;
     if (i >= s.seqlen_q) continue;
     i64 stat = s.stat_row + head * p.lse_head_stride + i;
     i64 part = split * p.lse_size + stat;
     if (column_group() == 0) (is_part ? p.partial_lse[part] : p.lse[stat]) = (m_new + log2_approx(l)) * kLn2;
+    if constexpr (mutates(Mutation::lse_base)) (is_part ? p.partial_lse[part] : p.lse[stat]) = m_new + log2_approx(l);
+    if constexpr (mutates(Mutation::out_of_bounds)) p.lse[p.lse_size] = 0.0f;
 #pragma unroll
     for (i32 u = 0; u < Config::kVectorsPerThread; ++u) {
       float4 o = state.rO[t][u];

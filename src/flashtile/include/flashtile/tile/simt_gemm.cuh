@@ -4,6 +4,7 @@
 // its output columns 4 * column_group + 32 * u + (0..3): 8 lanes read 128 consecutive bytes, the row groups read by broadcast.
 #pragma once
 
+#include "flashtile/core/mutation.cuh"
 #include "flashtile/core/vec.cuh"
 #include "flashtile/tile/simt_config.cuh"
 
@@ -113,6 +114,7 @@ FT_DEVICE void load_tile(float* sTile, i32 first, i32 num_rows, i32 num_columns,
   for (i32 index = threadIdx.x; index < kRows * kPerRow; index += Config::kNumThreads) {
     i32 r = index / kPerRow, column = index % kPerRow * kElements;
     bool is_valid = first + r < num_rows && column < num_columns;
+    if constexpr (mutates(Mutation::tail_column)) is_valid = first + r < num_rows;
     const T* source = is_valid ? row_at(first + r) + column : row_at(0);
     copy_access<T, Load::kIsWide>(sTile + r * Config::kRowStride + column, source, is_valid);
   }

@@ -1,0 +1,199 @@
+"""One problem on several backends: what each gives, by the error rule against fp64, and bit by bit where that is promised.
+
+Promised bits: the dropout mask is the same on every backend; with deterministic=True a second run gives the same tensors; keys in pages
+give what the same keys give in plain rows, wherever the backend says that it runs both in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile import ops
+from flashtile.backends import registry
+from flashtile.backends.base import Backend, GradNeeds
+from flashtile.backends.segments import segments
+from flashtile.check.trial import Trial
+from flashtile.problem import AttentionArgs, Problem, page_size, row_axis
+from flashtile.testing import GRADS, OUTPUTS, Inputs, Result, disagreements, expect, oracle, run
+
+
+class DeviceLost(RuntimeError):  # noqa: N818, it is what happened
+    """The GPU takes no more work: a kernel read or wrote where it must not."""
+
+
+@dataclass
+class Verdict:
+    """What came of a trial: complaints by backend, empty where all is well, and why the others did not run."""
+
+    complaints: dict[str, list[str]] = field(default_factory=dict)
+    refusals: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> list[str]:
+        return [name for name, found in self.complaints.items() if found]
+
+
+class Call(NamedTuple):
+    """One call that a trial makes on a backend, beside the trial's own."""
+
+    what: str
+    inputs: Inputs
+
+
+def judge(trial: Trial, backends: Sequence[Backend], device: str) -> Verdict:
+    """Runs the trial on every backend that takes it. Raises DeviceLost where nothing can be run any more."""
+    try:
+        return _judge(trial, backends, device)
+    except Exception as error:
+        if not is_alive(device):
+            raise DeviceLost(str(error)) from error
+        raise
+
+
+def is_alive(device: str) -> bool:
+    """The device still takes work."""
+    try:
+        return torch.ones(1, device=device).item() == 1.0
+    except RuntimeError:
+        return False
+
+
+def _judge(trial: Trial, backends: Sequence[Backend], device: str) -> Verdict:
+    verdict, inputs = Verdict(), trial.make(device)
+    takers = [backend for backend in backends if _takes(backend, inputs, trial.has_backward, verdict)]
+    if not takers:
+        return verdict
+    expected = expect(inputs, has_backward=trial.has_backward)
+    probe = dropout_probe(inputs, trial.seed) if trial.case.dropout_p > 0.0 else None
+    bits = None if probe is None else oracle(probe, has_backward=False).out != 0
+    pages, rows = paged_and_plain(inputs) if trial.case.kind in ("paged", "cache") else (None, None)
+    for backend in takers:
+        found = verdict.complaints[backend.name] = list[str]()
+        try:
+            result = _run(inputs, backend, trial.has_backward)
+            found += disagreements(result, inputs, expected)
+            if trial.case.deterministic:
+                found += _differences(result, _run(inputs, backend, trial.has_backward), "a second run gives other bits")
+            if probe is not None and bits is not None:
+                found += _wrong_bits(_run(probe, backend, False).out != 0, bits)
+            if pages is not None and rows is not None and _details(backend, pages) == _details(backend, rows):
+                found += _differences(_run(pages, backend, False), _run(rows, backend, False), "pages give other bits than plain rows")
+        except Exception as error:
+            found.append(f"raised {type(error).__name__}: {error}")
+            if not is_alive(device):
+                raise
+    return verdict
+
+
+def warm(trial: Trial, backends: Sequence[Backend], device: str) -> None:
+    """Makes every call of the trial once, so that whatever compiles, compiles now. What goes wrong shows when the trial is judged."""
+    inputs, ignored = trial.make(device), Verdict()
+    for backend in backends:
+        if not _takes(backend, inputs, trial.has_backward, ignored):
+            continue
+        for call in [Call("trial", inputs), *_companions(trial, inputs)]:
+            has_backward = trial.has_backward and call.what == "trial"
+            # Below autograd, whose backward passes of one device all run in one thread
+            args = _for(backend, call.inputs.args)._replace(
+                needs_grad=has_backward, needs_bias_grad=has_backward and call.inputs.args.bias is not None
+            )
+            with torch.no_grad():
+                out, lse = ops.forward(*args)
+                if has_backward:
+                    needs = GradNeeds(True, True, True, args.bias is not None, args.sinks is not None)
+                    ops.backward(call.inputs.dout, call.inputs.dlse, *args, out, lse, list(needs))
+
+
+def _companions(trial: Trial, inputs: Inputs) -> Iterator[Call]:
+    if trial.case.dropout_p > 0.0:
+        yield Call("dropout", dropout_probe(inputs, trial.seed))
+    if trial.case.kind in ("paged", "cache"):
+        pages, rows = paged_and_plain(inputs)
+        yield Call("pages", pages)
+        yield Call("rows", rows)
+
+
+def _for(backend: Backend, args: AttentionArgs) -> AttentionArgs:
+    return args._replace(backend=backend.name)
+
+
+def _takes(backend: Backend, inputs: Inputs, has_backward: bool, verdict: Verdict) -> bool:
+    needs_bias_grad = has_backward and inputs.args.bias is not None
+    reason = registry.refusal(backend, Problem.of(inputs.args._replace(needs_grad=has_backward, needs_bias_grad=needs_bias_grad)))
+    if reason is not None:
+        verdict.refusals[backend.name] = reason
+    return reason is None
+
+
+def _details(backend: Backend, inputs: Inputs) -> dict[str, str]:
+    return backend.details(Problem.of(inputs.args))
+
+
+def _run(inputs: Inputs, backend: Backend, has_backward: bool) -> Result:
+    _poison(inputs, has_backward)
+    return run(Inputs(_for(backend, inputs.args), inputs.dout, inputs.dlse), has_backward=has_backward)
+
+
+def _poison(inputs: Inputs, has_backward: bool) -> None:
+    """NaN into the memory that the results will most likely be given: what a backend leaves unwritten is seen."""
+    blocks = list(ops.empty_outputs(inputs.args))
+    if has_backward:
+        grads = ops.empty_grads(inputs.args, GradNeeds(True, True, True, inputs.args.bias is not None, inputs.args.sinks is not None))
+        blocks += [grad for grad in grads if grad is not None]
+    for block in blocks:
+        block.fill_(torch.nan)
+
+
+def _differences(one: Result, other: Result, what: str) -> list[str]:
+    pairs = [(name, getattr(one, name), getattr(other, name)) for name in OUTPUTS + GRADS]
+    return [f"{name}: {what}" for name, a, b in pairs if a is not None and not torch.equal(a, b)]
+
+
+def _wrong_bits(ours: Tensor, right: Tensor) -> list[str]:
+    wrong = int((ours != right).sum())
+    return [f"dropout: {wrong} of {right.numel()} bits are not those of the definition"] if wrong else []
+
+
+def dropout_probe(inputs: Inputs, seed: int) -> Inputs:
+    """The same call with all scores 0 and one key to each column of v: out is 0 exactly where its key is hidden or dropped."""
+    args, rows = inputs.args, row_axis(inputs.args.layout)
+    num_rows, dim = args.v.shape[rows], args.v.shape[-1]
+    first = seed % max(1, num_rows - dim + 1)
+    ones = torch.zeros(num_rows, dim, dtype=args.v.dtype, device=args.v.device)
+    ones[first:].fill_diagonal_(1)
+    ones = ones if args.layout == "bhsd" else ones[:, None]
+
+    def zero(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else torch.where(torch.isfinite(tensor), 0.0, tensor)
+
+    changed = args._replace(
+        q=torch.zeros_like(args.q),
+        v=torch.where(args.v.isnan(), args.v, ones),  # rows that must not be read stay so
+        bias=zero(args.bias),
+        alibi_slopes=zero(args.alibi_slopes),
+        sinks=zero(args.sinks),
+    )
+    return inputs._replace(args=changed)
+
+
+def paged_and_plain(inputs: Inputs) -> tuple[Inputs, Inputs]:
+    """A paged call with one split of the keys, and the same call over the same keys as plain rows."""
+    args = inputs.args._replace(deterministic=True, num_splits=0)
+    assert args.block_table is not None
+    pages = tuple(tensor if args.layout == "bshd" else tensor.transpose(1, 2) for tensor in (args.k, args.v))
+    if args.cu_seqlens_q is not None:
+        found = segments(args)
+        rows = [
+            torch.cat([none[:0].flatten(0, 1), *(segment.keys(tensor)[0].transpose(0, 1) for segment in found)])
+            for tensor, none in zip((args.k, args.v), pages, strict=True)
+        ]
+    else:
+        at = torch.arange(args.block_table.shape[1] * page_size(args), device=args.k.device)
+        rows = [tensor[args.block_table[:, at // page_size(args)].long(), at % page_size(args)] for tensor in pages]
+    k, v = (tensor.contiguous() if args.layout == "bshd" else tensor.transpose(-2, -3).contiguous() for tensor in rows)
+    return inputs._replace(args=args), inputs._replace(args=args._replace(k=k, v=v, block_table=None))

@@ -1,0 +1,81 @@
+"""How many problems it takes to notice each fault that can be planted in a kernel: the check of the check."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from concurrent.futures import as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from flashtile import ops
+from flashtile.check.judge import is_alive
+from flashtile.check.session import Report, Settings, check, processes
+from flashtile.kernels import plan as plans
+from flashtile.kernels.mutation import Mutation, planted
+
+# A fault is most often seen at once: few problems are compiled for at a time, most of them with options of their own
+CHUNK, REUSE = 8, 2
+
+
+@dataclass(frozen=True)
+class Hunt:
+    """A fault, and the first problem that showed it."""
+
+    mutation: Mutation
+    is_found: bool
+    num_problems: int
+    report: Report
+
+    def as_dict(self) -> dict[str, Any]:
+        first = self.report.failures[0] if self.is_found else None
+        return {
+            "mutation": self.mutation.name,
+            "what": self.mutation.what,
+            "found": self.is_found,
+            "problems": self.num_problems,
+            "complaint": "" if first is None else "; ".join(first.complaints),
+            "case": "" if first is None else str(first.trial),
+            "seconds": round(self.report.total_s, 1),
+        }
+
+
+def hunt(mutations: Sequence[Mutation], settings: Settings) -> Iterator[Hunt]:
+    """Each fault is planted and checked for until a problem fails, in processes of their own. As they come."""
+    alone = dataclasses.replace(settings, chunk=CHUNK, reuse=REUSE, jobs=1, stops_at_failure=True)
+    remaining = list(mutations)
+    while remaining:
+        with processes(settings.jobs) as pool:
+            for future in as_completed([pool.submit(hunt_one, mutation, alone) for mutation in remaining]):
+                found = future.result()
+                if found.num_problems:
+                    remaining.remove(found.mutation)
+                    yield found
+                if found.report.lost:
+                    break  # its process cannot use the GPU any more: the rest goes on in new ones
+
+
+def hunt_one(mutation: Mutation, settings: Settings) -> Hunt:
+    if not is_alive(settings.device):
+        return Hunt(mutation, False, 0, Report(lost="an earlier fault took the GPU from this process"))
+    with broken(mutation.name):
+        report = check(settings)
+    return Hunt(mutation, bool(report.failures), report.num_problems, report)
+
+
+@contextmanager
+def broken(name: str) -> Iterator[None]:
+    """Every kernel that is made inside has the fault, and none that was made outside is used."""
+    try:
+        with planted(name):
+            forget()
+            yield
+    finally:
+        forget()
+
+
+def forget() -> None:
+    """Drops what is kept of kernels: plans, and forward passes made ready."""
+    plans.forget()
+    ops.forget()

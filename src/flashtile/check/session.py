@@ -1,0 +1,296 @@
+"""A whole check: draw, compile ahead, judge, shrink what fails, count.
+
+Problems are small, so Python takes most of the time: with `jobs`, processes of their own judge them, while this one compiles for the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flashtile.backends import registry
+from flashtile.backends.base import Backend
+from flashtile.check.draw import Drawer, most_different
+from flashtile.check.judge import DeviceLost, judge, warm
+from flashtile.check.shrink import shrink
+from flashtile.check.trial import Trial
+
+_CHUNK = 500  # problems whose kernels are compiled side by side, before the first of them is judged
+_BATCH = 10  # problems that are given to a process at a time
+_SHRINK_S = 30.0
+_MAX_SHRUNK = 5  # failures that are made small; the rest is shown as it came
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is checked, and for how long: whichever of problems and seconds comes first."""
+
+    backends: Sequence[Backend]
+    device: str
+    seed: int
+    problems: int | None = None
+    seconds: float | None = None
+    direction: str = "both"
+    reuse: int = 1
+    chunk: int = _CHUNK
+    jobs: int = 1
+    stops_at_failure: bool = False  # at the first, as it came
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A trial that a backend fails, and the smallest one found that it fails too."""
+
+    backend: str
+    complaints: tuple[str, ...]
+    trial: Trial
+    smallest: Trial
+    smallest_complaints: tuple[str, ...]
+
+    @property
+    def reproducer(self) -> str:
+        return f"flashtile check --case '{self.smallest}' --backends {self.backend}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "backend": self.backend,
+            "complaints": list(self.complaints),
+            "case": str(self.trial),
+            "smallest": str(self.smallest),
+            "smallest_complaints": list(self.smallest_complaints),
+            "reproducer": self.reproducer,
+        }
+
+
+@dataclass
+class Report:
+    """What was run and what came of it."""
+
+    num_problems: int = 0
+    ran: Counter[str] = field(default_factory=Counter)
+    refused: dict[str, Counter[str]] = field(default_factory=dict)
+    failed: Counter[str] = field(default_factory=Counter)
+    kernels: dict[str, set[str]] = field(default_factory=dict)
+    values: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+    compile_s: float = 0.0
+    total_s: float = 0.0
+    lost: str = ""  # why the GPU is gone, if it is
+    is_interrupted: bool = False
+
+    def add(self, other: Report) -> None:
+        self.num_problems += other.num_problems
+        for mine, its in ((self.ran, other.ran), (self.failed, other.failed), (self.values, other.values)):
+            mine.update(its)
+        for name, reasons in other.refused.items():
+            self.refused.setdefault(name, Counter()).update(reasons)
+        for name, kernels in other.kernels.items():
+            self.kernels.setdefault(name, set()).update(kernels)
+        self.failures += other.failures
+        self.lost = self.lost or other.lost
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "problems": self.num_problems,
+            "ran": dict(self.ran),
+            "failed": {name: self.failed[name] for name in self.ran},
+            "refused": {name: dict(reasons.most_common()) for name, reasons in self.refused.items()},
+            "kernels": {name: len(kernels) for name, kernels in self.kernels.items()},
+            "values": dict(self.values.most_common()),
+            "compile_s": round(self.compile_s, 1),
+            "total_s": round(self.total_s, 1),
+            "failures": [failure.as_dict() for failure in self.failures],
+            "lost": self.lost,
+            "is_interrupted": self.is_interrupted,
+        }
+
+
+_NOTHING = Settings(backends=(), device="cpu", seed=0)
+Progress = Callable[[str, int], None]  # what goes on, and how many problems are done
+
+
+def check(settings: Settings, progress: Progress = lambda what, done: None) -> Report:
+    """Draws and judges problems until there are enough of them or the time is over."""
+    edges = sorted(set[int]().union(*(backend.tile_sizes() for backend in settings.backends)))
+    drawer = Drawer(settings.seed, settings.device, settings.direction, edges, settings.reuse)
+    return check_trials(itertools.islice(drawer, settings.problems), settings, progress)
+
+
+def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress = lambda what, done: None) -> Report:
+    """Judges these problems."""
+    report, start, remaining = Report(), time.monotonic(), iter(trials)
+    deadline: float | None = None
+
+    def is_over() -> bool:
+        has_enough = bool(report.lost) or (settings.stops_at_failure and bool(report.failures))
+        return has_enough or (deadline is not None and time.monotonic() > deadline)
+
+    def take(batch: Report) -> None:
+        report.add(batch)
+        progress("", report.num_problems)
+
+    with _fresh_memory(settings.device), _judges(settings) as submit, _interruptible(report):
+        # Time counts from when all processes are there
+        deadline = None if settings.seconds is None else time.monotonic() + settings.seconds
+        pending = set[Future[Report]]()
+        while not is_over() and (chunk := list(itertools.islice(remaining, settings.chunk))):
+            compile_start = time.monotonic()
+            _compile(chunk, settings, lambda: progress("compiling", report.num_problems))
+            report.compile_s += time.monotonic() - compile_start
+            for batch in _batches(chunk, _BATCH if settings.jobs > 1 else 1):
+                if is_over():
+                    break
+                pending.add(submit(batch, deadline))
+                # One chunk is judged while the next is compiled for
+                while len(pending) > (settings.chunk // _BATCH if settings.jobs > 1 else 0):
+                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        take(future.result())
+        for future in pending:
+            take(future.result())
+    report.total_s = time.monotonic() - start
+    if not (settings.stops_at_failure or report.lost or report.is_interrupted):
+        with _fresh_memory(settings.device), _interruptible(report):
+            for place, failure in enumerate(report.failures[:_MAX_SHRUNK]):
+                progress(f"making failure {place + 1} smaller", report.num_problems)
+                report.failures[place] = _made_small(failure, settings)
+    return report
+
+
+@contextmanager
+def _interruptible(report: Report) -> Iterator[None]:
+    """An interrupt ends the work inside, and what was found so far is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        report.is_interrupted = True
+
+
+def judge_all(trials: Sequence[Trial], settings: Settings, deadline: float | None = None) -> Report:
+    """Judges trials one after the other."""
+    report = Report()
+    with _fresh_memory(settings.device):
+        for trial in trials:
+            if report.lost or (deadline is not None and time.monotonic() > deadline):
+                break
+            _judge(trial, settings, report)
+    report.kernels = {backend.name: set(backend.loaded_kernels()) for backend in settings.backends if backend.loaded_kernels()}
+    return report
+
+
+def _judge(trial: Trial, settings: Settings, report: Report) -> None:
+    report.num_problems += 1
+    report.values[trial.case.values] += 1
+    try:
+        verdict = judge(trial, settings.backends, settings.device)
+    except DeviceLost as error:
+        report.lost = str(error)
+        names = ",".join(backend.name for backend in settings.backends)
+        report.failures.append(Failure(names, (report.lost,), trial, trial, (report.lost,)))
+        return
+    for name, reason in verdict.refusals.items():
+        report.refused.setdefault(name, Counter())[reason] += 1
+    for name, complaints in verdict.complaints.items():
+        report.ran[name] += 1
+        if complaints:
+            report.failed[name] += 1
+            report.failures.append(Failure(name, tuple(complaints), trial, trial, tuple(complaints)))
+
+
+def _made_small(failure: Failure, settings: Settings) -> Failure:
+    backend, latest = registry.find(failure.backend), list(failure.complaints)
+
+    def fails(smaller: Trial) -> bool:
+        # Twice: what depends on the timing of threads need not fail every time
+        for _ in range(2):
+            try:
+                found = judge(smaller, [backend], settings.device).complaints.get(backend.name)
+            except (ValueError, TypeError, NotImplementedError):
+                return False  # no such problem
+            if found:
+                latest[:] = found
+                return True
+        return False
+
+    smallest = shrink(failure.trial, fails, _SHRINK_S)
+    return dataclasses.replace(failure, smallest=smallest, smallest_complaints=tuple(latest))
+
+
+def _batches(trials: Sequence[Trial], size: int) -> Iterator[Sequence[Trial]]:
+    for first in range(0, len(trials), size):
+        yield trials[first : first + size]
+
+
+@contextmanager
+def _judges(settings: Settings) -> Iterator[Callable[[Sequence[Trial], float | None], Future[Report]]]:
+    """Where trials are judged: here, or in processes of their own."""
+    if settings.jobs == 1:
+
+        def here(trials: Sequence[Trial], deadline: float | None) -> Future[Report]:
+            done: Future[Report] = Future()
+            done.set_result(judge_all(trials, settings, deadline))
+            return done
+
+        yield here
+        return
+    with processes(settings.jobs) as pool:
+        yield lambda trials, deadline: pool.submit(judge_all, trials, settings, deadline)
+
+
+@contextmanager
+def processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Fresh processes, since a GPU's context cannot be forked; those not done are dropped at the end."""
+    # An interrupt is for this process, which ends the others
+    ignore = (signal.SIGINT, signal.SIG_IGN)
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=signal.signal, initargs=ignore)
+    try:
+        wait([pool.submit(judge_all, (), _NOTHING) for _ in range(jobs)])
+        yield pool
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _compile(trials: Sequence[Trial], settings: Settings, tick: Callable[[], None]) -> None:
+    """Makes calls once on backends that compile, in as many threads as there are cores. What is left compiles when it is judged."""
+    compiled = [backend for backend in settings.backends if backend.is_compiled]
+    if not compiled:
+        return
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [pool.submit(warm, trial, [backend], settings.device) for trial in most_different(trials) for backend in compiled]
+        try:
+            for job in jobs:
+                with suppress(Exception):  # shown when the trial is judged
+                    job.result()
+                tick()
+        finally:
+            for job in jobs:
+                job.cancel()
+
+
+@contextmanager
+def _fresh_memory(device: str) -> Iterator[None]:
+    """On the CPU whatever torch.empty gives is NaN. One thread: problems are small, and many are drawn."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    was_deterministic, fill = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    if device == "cpu":
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.set_num_threads(threads)

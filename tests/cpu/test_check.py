@@ -1,0 +1,312 @@
+"""`flashtile check`: what it draws, that it finds backends that are wrong, how small it makes a failure, and its reproducers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import shlex
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from flashtile.backends import dropout, registry
+from flashtile.backends.tiled import BLOCK_N, TiledBackend
+from flashtile.check.draw import MAX_SCORES, Drawer
+from flashtile.check.judge import judge
+from flashtile.check.session import Settings, check, check_trials
+from flashtile.check.shrink import candidates
+from flashtile.check.trial import Trial
+from flashtile.cli.main import app
+from flashtile.kernels import table
+from flashtile.problem import shape_of
+from flashtile.testing import FORWARD_ONLY, KINDS, MEMORIES, VALUES, Case
+
+EDGES = (64, 128)
+
+
+def draw(count: int, seed: int = 3, direction: str = "both", **options) -> list[Trial]:
+    return list(itertools.islice(Drawer(seed, "cpu", direction, EDGES, **options), count))
+
+
+# What is drawn
+
+
+def test_the_same_seed_draws_the_same_problems() -> None:
+    assert draw(50) == draw(50)
+    assert draw(50) != draw(50, seed=4)
+
+
+def test_everything_is_drawn() -> None:
+    drawn = draw(3000)
+    cases = [trial.case for trial in drawn]
+    assert {case.values for case in cases} == set(VALUES)
+    assert {case.kind for case in cases} == set(KINDS)
+    assert {case.memory for case in cases} == set(MEMORIES)
+    assert {edge + step for edge in EDGES for step in (-1, 0, 1)} <= {case.seqlen_k for case in cases}
+    assert {trial.has_backward for trial in drawn} == {True, False}
+    for name in (
+        "causal",
+        "layout",
+        "mask",
+        "bias",
+        "alibi",
+        "has_sinks",
+        "dropout_p",
+        "softcap",
+        "deterministic",
+        "num_splits",
+        "is_out_float32",
+    ):
+        assert len({getattr(case, name) for case in cases}) > 1, name
+    assert all(case.batch * case.heads * case.seqlen_q * case.seqlen_k <= MAX_SCORES["cpu"] for case in cases)
+    assert not any(trial.has_backward and trial.case.values in FORWARD_ONLY for trial in drawn)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_passes(direction: str) -> None:
+    assert {trial.has_backward for trial in draw(50, direction=direction)} == {direction == "backward"}
+
+
+def test_options_are_kept_for_some_problems() -> None:
+    drawn = draw(60, reuse=20)
+    shared = [
+        {(trial.case.dtype, trial.case.head_dim, trial.case.kind, trial.case.softcap > 0) for trial in drawn[i : i + 20]}
+        for i in (0, 20, 40)
+    ]
+    assert [len(some) for some in shared] == [1, 1, 1]
+    assert len(set(drawn)) == 60
+
+
+def test_edges_come_from_the_kernels() -> None:
+    sizes = frozenset().union(*(backend.tile_sizes() for backend in registry.BACKENDS))
+    assert sizes >= table.tile_sizes() | {BLOCK_N}
+    assert {8, 64, 128} <= table.tile_sizes()
+
+
+# Adversarial values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("values", VALUES)
+def test_values_are_what_they_say(values: str, dtype: torch.dtype, seed: int) -> None:
+    case = Case(dtype=dtype, values=values, mask="bk", bias="bhqk" if values == "masked" else None, head_dim=16, head_dim_v=16)
+    args = case.make(seed).args
+    q, k, v = (tensor.double() for tensor in (args.q, args.k, args.v))
+    logits = q @ k.transpose(-1, -2) / 4
+    limits = torch.finfo(dtype)
+    if values == "tiny":
+        assert logits.abs().max() < 1e-5
+    elif values == "huge":
+        assert logits.max() - logits.min() > 200
+    elif values == "ties":
+        assert torch.equal(logits.amax(-1), logits.amin(-1))
+    elif values == "dominant":
+        assert k.norm(dim=-1).amax(-1).min() > 3 * k.norm(dim=-1).median()
+    elif values == "constant":
+        assert all(torch.equal(tensor.amax(-1), tensor.amin(-1)) for tensor in (q, k, v))
+    elif values == "denormal":
+        assert 0 < v.abs().max() < limits.smallest_normal
+    elif values == "overflow":
+        assert v.abs().max() > (limits.max / 8 if dtype == torch.float16 else limits.max / 1100)
+    elif values == "masked":
+        assert args.mask is not None
+        assert args.bias is not None
+        assert not args.bias[(~args.mask).expand(args.bias.shape)].isfinite().any()
+        assert args.bias.isnan().any()
+    elif values == "masked_keys":
+        assert args.mask is not None
+        hidden = (~args.mask)[:, 0, 0]
+        assert not k.transpose(1, 2)[hidden].isfinite().any()
+        assert k.transpose(1, 2)[~hidden].isfinite().all()
+
+
+# Text
+
+
+def test_text_brings_a_problem_back() -> None:
+    for trial in draw(500):
+        assert Trial.parse(str(trial)) == trial
+    assert Trial.parse("") == Trial(Case(), 0, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("seqlen=3", "'seqlen=3'; accepted: name=value, the name one of dtype, "),
+        ("causal", "'causal'; accepted: name=value"),
+        ("dtype=bf16", "'dtype=bf16'; accepted: float64, float32, bfloat16, float16"),
+        ("seqlen_q=many", "'seqlen_q=many'; accepted: int"),
+        ("has_sinks=1", "'has_sinks=1'; accepted: bool"),
+        ("window=3", "'window=3'; accepted: tuple[int, int]"),
+        ("seed=x", "'seed=x'; accepted: an integer"),
+        ("pass=both", "'pass=both'; accepted: forward or backward"),
+    ],
+)
+def test_bad_text(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match="--case: got ") as refused:
+        Trial.parse(text)
+    assert words in str(refused.value)
+
+
+# Backends that are wrong
+
+
+class Wrong(TiledBackend):
+    """The tiled backend, but for one mistake."""
+
+    name = "wrong"
+
+    def __init__(self, mistake: str) -> None:
+        self.mistake, self.calls = mistake, 0
+
+    def forward(self, args, out, lse):
+        self.calls += 1
+        if self.mistake == "window" and args.window_left > 0:
+            args = args._replace(window_left=args.window_left - 1)
+        if self.mistake == "dropout bits" and args.rng_state is not None:
+            args = args._replace(rng_state=args.rng_state + 1)
+        if self.mistake == "pages" and args.block_table is not None:
+            args = args._replace(block_table=args.block_table.flip(0))
+        super().forward(args, out, lse)
+        if self.mistake == "tail" and shape_of(args).seqlen_k > BLOCK_N:
+            out.mul_(1.1)
+        if self.mistake == "unwritten" and args.layout == "bhsd" and out.numel():
+            out[..., -1:, :] = torch.empty_like(out[..., -1:, :])
+        if self.mistake == "noise":
+            lse.add_(self.calls % 2 * 1e-6)
+        if self.mistake == "raises" and args.softcap:
+            raise RuntimeError("no softcap today")
+        if self.mistake == "lse":
+            lse.mul_(1.4427)
+
+    def backward(self, args, dout, dlse, out, lse, grads):
+        super().backward(args, dout, None if self.mistake == "dlse" else dlse, out, lse, grads)
+        if self.mistake == "heads" and shape_of(args).heads != shape_of(args).heads_kv and grads.dk is not None:
+            grads.dk.mul_(0.5)
+
+
+SMALLEST = {
+    # mistake: what the smallest problem must and need not have
+    "window": lambda case: case.window[0] > 0 and case.seqlen_q <= 2 and case.kind == "dense" and case.head_dim == 1,
+    "dropout bits": lambda case: case.dropout_p > 0 and case.seqlen_q <= 4 and case.bias is None,
+    "pages": lambda case: case.kind in ("paged", "cache") and case.batch >= 2 and case.softcap == 0,
+    "tail": lambda case: BLOCK_N < case.seqlen_k <= BLOCK_N + 8 and case.seqlen_q == 1 and case.heads == 1,
+    "unwritten": lambda case: case.layout == "bhsd" and case.seqlen_k == 1 and case.seqlen_q == 1 and case.batch == 1,
+    "noise": lambda case: (case.deterministic or case.kind == "paged") and case.seqlen_q <= 2 and case.mask is None,
+    "raises": lambda case: case.softcap > 0 and case.batch == case.heads == case.seqlen_q == case.seqlen_k == 1,
+    "lse": lambda case: case.seqlen_q == 1 and case.batch == 1 and case.bias is None,
+    "dlse": lambda case: case.seqlen_q <= 4 and case.batch == 1 and case.kind == "dense",
+    "heads": lambda case: case.heads == 2 and case.heads_kv == 1,
+}
+
+
+@pytest.fixture
+def put_in(monkeypatch: pytest.MonkeyPatch):
+    def put(mistake: str) -> Wrong:
+        backend = Wrong(mistake)
+        monkeypatch.setattr(registry, "BACKENDS", [backend, *registry.BACKENDS])
+        return backend
+
+    return put
+
+
+@pytest.mark.parametrize("mistake", SMALLEST)
+def test_a_wrong_backend_is_found_and_the_failure_made_small(mistake: str, put_in) -> None:
+    settings = Settings([put_in(mistake)], "cpu", seed=11, stops_at_failure=True)
+    found = check(settings)
+    assert found.failed["wrong"] == 1
+    settings = dataclasses.replace(settings, stops_at_failure=False)
+    (failure,) = check_trials([found.failures[0].trial], settings).failures
+    assert SMALLEST[mistake](failure.smallest.case), failure.smallest
+    assert failure.smallest_complaints
+    # The reproducer is the command that shows it again
+    program, *arguments = shlex.split(failure.reproducer)
+    assert program == "flashtile"
+    again = CliRunner().invoke(app, [*arguments, "--device", "cpu"])
+    assert again.exit_code == 1
+    assert "wrong: " in again.output
+
+
+def test_a_right_backend_is_not_complained_about() -> None:
+    for trial in draw(25, seed=5):
+        verdict = judge(trial, [registry.find("tiled"), registry.find("reference")], "cpu")
+        assert verdict.failed == [], (verdict, str(trial))
+
+
+def test_candidates_are_smaller() -> None:
+    trial = draw(1, seed=8)[0]
+    assert all(len(str(smaller)) > 0 and smaller != trial for smaller in candidates(trial))
+    assert list(candidates(Trial(Case(batch=1, heads=1, heads_kv=1, seqlen_q=1, seqlen_k=1, head_dim=1, head_dim_v=1), 0, False))) == []
+
+
+# The command
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, ["check", "--device", "cpu", *arguments])
+
+
+def test_command(tmp_path) -> None:
+    result = invoke("--problems", "6", "--seed", "2", "--json", "--out", str(tmp_path))
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert report["problems"] == 6
+    assert report["ran"] == {"tiled": 6, "reference": 6}
+    assert report["failures"] == []
+    assert report["environment"]["torch"] == torch.__version__
+    assert json.loads((tmp_path / "check.json").read_text()) == report
+
+
+def test_command_reports_failures(put_in) -> None:
+    put_in("lse")
+    result = invoke("--problems", "3", "--seed", "1", "--backends", "wrong", "--json", "--pass", "forward")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert report["failed"] == {"wrong": len(report["failures"])}
+    assert report["failures"][0]["reproducer"].startswith("flashtile check --case '")
+
+
+def test_command_stops_in_time() -> None:
+    report = json.loads(invoke("--seconds", "0.5", "--json").stdout)
+    assert report["problems"] > 0
+    assert report["total_s"] < 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--backends", "cuda"], "those for cpu here: "),
+        (["--backends", "fast"], "backend: got 'fast'"),
+        (["--backends", ","], "separated by commas"),
+        (["--pass", "fwd"], "--pass: got 'fwd'; accepted: forward, backward, both"),
+        (["--problems", "0"], "--problems: got 0"),
+        (["--mutate", "all"], "--mutate: got it on cpu; accepted: a GPU"),
+        (["--case", "window=3"], "--case: got 'window=3'"),
+    ],
+)
+def test_command_refuses(arguments: list[str], words: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_nothing_to_check_is_not_a_success(put_in, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(put_in("lse"), "refuse", lambda problem: "it is closed today")
+    result = invoke("--problems", "2", "--backends", "wrong")
+    assert result.exit_code == 2
+    assert "Nothing was checked. wrong: it is closed today" in result.output
+
+
+def test_dropout_bits_are_probed_where_the_output_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One lane wrong in one place: too little for the error rule over a long row of equal weights."""
+    real = dropout.keep_mask
+
+    def swapped(rng_state, dropout_p, batch_heads, rows, columns):
+        kept = real(rng_state, dropout_p, batch_heads, rows, columns)
+        return kept.roll(1, -1) if len(columns) == 129 else kept
+
+    trial = Trial(Case(seqlen_q=4, seqlen_k=BLOCK_N + 129, dropout_p=0.5, values="ties", head_dim_v=512), 1, False)
+    monkeypatch.setattr("flashtile.backends.tiled.dropout.keep_mask", swapped)
+    assert any("bits" in text for text in judge(trial, [registry.find("tiled")], "cpu").complaints["tiled"])

@@ -1,0 +1,122 @@
+"""Faults on purpose: each changes the machine code of a kernel; planting none leaves it as if the source had no faults in it."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+from collections import Counter
+from contextlib import nullcontext
+
+import pytest
+
+from flashtile.check import mutants
+from flashtile.kernels import plan as plans
+from flashtile.kernels import source, table
+from flashtile.kernels.arch import ARCHS
+from flashtile.kernels.mutation import mutations, planted
+from flashtile.kernels.plan import PlanKey
+from flashtile.kernels.spec import Features
+from flashtile.runtime import cache, nvrtc, toolchain
+
+ARCH = ARCHS[90]
+NAMES = [mutation.name for mutation in mutations()]
+USE = re.compile(r"mutates\(Mutation::(\w+)\)")
+# How a fault stands in the source: a line to be left out, or words before a statement
+WRONG_LINE = re.compile(r"^ *if constexpr \(mutates\(Mutation::\w+\)\).*\n", re.MULTILINE)
+WORDS_BEFORE = re.compile(r"if constexpr \(!mutates\(Mutation::\w+\)\) ")
+# NVRTC puts hashes of the text and its process into the names of symbols
+PRIVATE = re.compile(rb"_INTERNAL_[0-9a-f]+_\d+_flashtile_cu_[0-9a-f]+_\d+")
+# The options that a fault needs to matter at all, and no others: each costs seconds of compiling
+NEEDED = {
+    "mask_offset": Features(has_band=True),
+    "window_edge": Features(has_band=True),
+    "neighbour_length": Features(has_lengths=True),
+    "page_index": Features(has_lengths=True, is_paged=True),
+    "bias_row": Features(bias_dtype="float32"),
+    "dbias_head": Features(bias_dtype="float32"),
+    "alibi_offset": Features(has_alibi=True),
+    "dropout_lane": Features(has_dropout=True),
+    "dropout_backward": Features(has_dropout=True),
+    "softcap_derivative": Features(has_softcap=True),
+}
+BIASED = Features(bias_dtype="float32")
+
+
+def headers():
+    return [path for path in nvrtc.INCLUDE.rglob("*.cuh") if path.name != "mutation.cuh"]
+
+
+def write(features: Features) -> dict[str, tuple[str, str]]:
+    """(unit, entry) of each kernel on its smallest tile, which compiles fastest."""
+    plans.forget()
+    found = {}
+    for grads in (None, ("dq", "dk", "dv", "dsinks")):
+        for step in plans.kernels(PlanKey("float32", "float32", 32, 32, features, ARCH, grads=grads)):
+            found[step.name] = (step.unit, step.entry)
+    plans.forget()
+    for kernel in (kernel for kernels in table.PASSES.values() for kernel in kernels):
+        needed = BIASED if "dbias" in kernel else features
+        *_, row = table.candidates(kernel, "float32", "float32", 32, needed)
+        found[f"{kernel}_kernel"] = (source.unit(row, needed), source.entry(row, needed))
+    return found
+
+
+def units(fault: str | None = None, features: Features = BIASED) -> dict[str, tuple[str, str]]:
+    with planted(fault) if fault else nullcontext():
+        return write(features)
+
+
+@functools.cache
+def machine_code(unit: tuple[str, str]) -> bytes:
+    return PRIVATE.sub(b"", nvrtc.compile_source(toolchain.find(), unit[0], ARCH.name, [unit[1]]).cubin)
+
+
+def kernels_with(fault: str) -> list[str]:
+    """Kernels whose own header has the fault; one of those that share it, where it is in a shared header."""
+    (owner,) = [path.stem for path in headers() if fault in USE.findall(path.read_text())]
+    found = [name for name, (unit, _) in units().items() if f"/{owner}.cuh" in unit]
+    return found or ["fwd_simt_kernel"]
+
+
+def test_there_are_enough_and_each_is_planted_once():
+    assert len(NAMES) == len(set(NAMES)) >= 16
+    assert {mutation.tool for mutation in mutations()} == {None, "memcheck", "initcheck", "synccheck"}
+    uses = Counter(name for path in headers() for name in USE.findall(path.read_text()))
+    assert uses == Counter(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fault_changes_the_machine_code(name: str) -> None:
+    features = NEEDED.get(name, Features())
+    plain, broken = units(None, features), units(name, features)
+    assert any(machine_code(broken[kernel]) != machine_code(plain[kernel]) for kernel in kernels_with(name))
+
+
+def test_without_faults_the_headers_give_the_same_machine_code(tmp_path, monkeypatch) -> None:
+    expected = {name: machine_code(unit) for name, unit in units().items()}
+    machine_code.cache_clear()
+    shutil.copytree(nvrtc.INCLUDE, tmp_path / "include")
+    monkeypatch.setattr(nvrtc, "INCLUDE", tmp_path / "include")
+    (tmp_path / "include" / "flashtile" / "core" / "mutation.cuh").write_text("#pragma once\n")
+    for path in headers():
+        path.write_text(WORDS_BEFORE.sub("", WRONG_LINE.sub("", path.read_text())))
+        assert "mutates" not in path.read_text()
+    assert {name: machine_code(unit) for name, unit in units().items()} == expected
+
+
+def test_a_fault_has_its_own_place_in_the_cache(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("FLASHTILE_CACHE_DIR", str(tmp_path))
+    tmp_path.chmod(0o700)
+    name = "fwd_combine_kernel"
+    for unit in (units()[name], units("combine_weight")[name]):
+        cache.compile_cached(unit[0], ARCH.name, [unit[1]])
+    assert len(list(tmp_path.glob("*.kernel"))) == 2
+
+
+def test_plans_do_not_cross() -> None:
+    key = PlanKey("float32", "float32", 64, 64, Features(), ARCH)
+    before = plans.kernels(key)
+    with mutants.broken("skip_rescale"):
+        assert "#define FT_MUTATION skip_rescale\n" in repr(plans.kernels(key)).replace("\\n", "\n")
+    assert plans.kernels(key) == before
