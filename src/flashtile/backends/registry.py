@@ -11,13 +11,14 @@ import warnings
 from dataclasses import dataclass
 
 from flashtile.backends.base import Backend
+from flashtile.backends.cpu import CpuBackend
 from flashtile.backends.cuda import CudaBackend
 from flashtile.backends.reference import ReferenceBackend
 from flashtile.backends.tiled import TiledBackend
 from flashtile.errors import SlowPathWarning, Unsupported, dtype_name, value_error
 from flashtile.problem import Problem
 
-BACKENDS: list[Backend] = [CudaBackend(), TiledBackend(), ReferenceBackend()]
+BACKENDS: list[Backend] = [CudaBackend(), CpuBackend(), TiledBackend(), ReferenceBackend()]
 
 _warned: set[str] = set()
 
