@@ -34,7 +34,16 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     SOURCES["cpu/engine_avx2.cpp"] = avx2
     SOURCES["cpu/engine_avx512.cpp"] = [*avx2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 # Products and sums are fused where the processor can. GCC's own AVX-512 headers warn of values they leave undefined on purpose
-FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-maybe-uninitialized"]
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-Wno-maybe-uninitialized",
+]
 TORCH_TARGET_VERSION = "0x020a000000000000"  # 2.10
 PYTHON_TAG = "cp310"  # with the limited API of that version
 
@@ -79,7 +88,9 @@ def extensions() -> list[Extension]:
     wanted = os.environ.get("FLASHTILE_EXTENSION")
     torch = find_torch()
     if wanted == "0" or (torch is None and wanted != "1"):
-        print("flashtile: building without the C++ extension:", "FLASHTILE_EXTENSION=0" if wanted == "0" else "no torch 2.10 or newer found")
+        print(
+            "flashtile: building without the C++ extension:", "FLASHTILE_EXTENSION=0" if wanted == "0" else "no torch 2.10 or newer found"
+        )
         return []
     if torch is None:
         sys.exit("flashtile: FLASHTILE_EXTENSION=1, and no torch 2.10 or newer was found")

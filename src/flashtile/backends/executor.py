@@ -188,6 +188,20 @@ def execute(plan: LaunchPlan, given: Tensors, scalars: Scalars, splits: Splits, 
     finish(plan, given, tensors)
 
 
+def execute_on_host(plan: LaunchPlan, given: Tensors, scalars: Scalars, run: Callable[[int], None]) -> None:
+    """One call of a plan without kernels: `run` gets the address of the parameters."""
+    tensors = prepare(plan, given)
+    values = evaluate(plan, tensors, scalars, Splits(1, 1))
+    found = room(plan, values)
+    workspace = found.allocate(torch.device("cpu"))
+    image = fill(plan, tensors, scalars, values, addresses(tensors, found, workspace))
+    for step in plan.steps:
+        assert isinstance(step, Memset)
+        tensors[step.tensor].zero_()
+    run(_address(image))
+    finish(plan, given, tensors)
+
+
 def launch(step: Step, values: dict[str, int], image: bytearray, index: int, arch: str) -> None:
     """Launches on the current stream of the current device; nothing where the grid is empty."""
     if (blocks := num_blocks(step, values)) > 0:
