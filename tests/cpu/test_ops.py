@@ -41,7 +41,7 @@ def test_schema_and_arguments_agree() -> None:
     assert [argument.name for argument in ops.backward._schema.arguments] == ["dout", "dlse", *names, "out", "lse", "needs"]
 
 
-@pytest.mark.parametrize("backend", ["tiled", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck_forward(name: str, backend: str, seed: int) -> None:
     args = with_grad(small(CASES[name], backend=backend).make(0).args)
@@ -183,7 +183,7 @@ def test_export(seed: int) -> None:
     torch.testing.assert_close(program.module()(*other), Module()(*other))
 
 
-@pytest.mark.parametrize("backend", ["tiled", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
 def test_parts_merge_into_the_whole(backend: str, seed: int) -> None:
     """Split the keys, attend to each part in float32, merge by lse; the backward of each part takes the whole's out and lse."""
     inputs = Case(dtype=torch.bfloat16, seqlen_q=20, seqlen_k=50, backend=backend, softcap=3.0).make(seed)
