@@ -117,7 +117,11 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     ),
     "causal": (dense(causal="lower"), ValueError, "causal: got 'lower'; accepted: False, True, 'top_left' or 'bottom_right'."),
     "layout": (dense(layout="sbhd"), ValueError, "layout: got 'sbhd'; accepted: 'bhsd' or 'bshd'."),
-    "backend": (dense(backend="cutlass"), ValueError, "backend: got 'cutlass'; accepted: None or one of 'cuda', 'cpu', 'tiled', 'reference'."),
+    "backend": (
+        dense(backend="cutlass"),
+        ValueError,
+        "backend: got 'cutlass'; accepted: None or one of 'cuda', 'cpu', 'tiled', 'reference'.",
+    ),
     "backend of another type": (dense(backend=3), TypeError, "backend: got 3 (int); accepted: None or a name."),
     # Mask, bias, slopes, sinks, rng_state
     "mask shape": (

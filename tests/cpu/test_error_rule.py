@@ -79,7 +79,9 @@ CASES = st.builds(
     lambda groups, scaling, pair, **fields: Case(
         backend=pair[0],
         dtype=pair[1],
-        heads=fields["heads_kv"] * groups, scale=None if scaling is None else scaling / fields["head_dim"] ** 0.5, **fields
+        heads=fields["heads_kv"] * groups,
+        scale=None if scaling is None else scaling / fields["head_dim"] ** 0.5,
+        **fields,
     ),
     groups=st.integers(1, 3),
     scaling=st.one_of(st.none(), st.floats(-2, 2)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 
 import torch
@@ -11,6 +12,7 @@ from flashtile.backends import executor
 from flashtile.backends.base import Backend, Grads
 from flashtile.backends.call import form_of, scalars_of, tensors_of
 from flashtile.errors import dtype_name
+from flashtile.kernels.params import Params
 from flashtile.kernels.plan import HostKey, host_plan
 from flashtile.problem import AttentionArgs, Problem, check_values, is_deterministic, shape_of
 from flashtile.runtime import extension
@@ -26,7 +28,10 @@ class CpuBackend(Backend):
     def refuse(self, problem: Problem) -> str | None:
         if problem.dtype not in _ELEMENTS:
             return f"{dtype_name(problem.dtype)} is not among its dtypes ({', '.join(dtype_name(dtype) for dtype in _ELEMENTS)})"
-        return extension.missing()
+        reason = extension.missing()
+        if reason is None and extension.params_bytes() != ctypes.sizeof(Params):
+            return "the C++ extension was built from other sources; `pip install .` builds it anew"
+        return reason
 
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
         args, spans = _with_spans(args)

@@ -25,11 +25,13 @@ FT_INLINE float to_float(half_t x) {
 #if defined(__F16C__)
   return _cvtsh_ss(x.bits);
 #else
-  // Exponent and fraction moved to float32's place are the number times 2^-112; infinity and NaN keep the largest exponent
-  u32 magnitude = x.bits & 0x7fffu;
-  float y = float_of_bits(magnitude << 13) * 0x1p112f;
-  u32 bits = magnitude >= 0x7c00u ? (magnitude << 13) | 0x7f800000u : bits_of_float(y);
-  return float_of_bits(bits | static_cast<u32>(x.bits & 0x8000u) << 16);
+  // Exponent and fraction moved to float32's place, the exponent by 112. Without an exponent the leading 1 comes off again; the largest
+  // one is infinity or NaN. No step has a denormal float32
+  u32 magnitude = x.bits & 0x7fffu, sign = static_cast<u32>(x.bits & 0x8000u) << 16, moved = magnitude << 13;
+  u32 bits = moved + 0x38000000u;
+  if (magnitude < 0x400u) bits = bits_of_float(float_of_bits(moved + 0x38800000u) - 0x1p-14f);
+  if (magnitude >= 0x7c00u) bits = moved | 0x7f800000u;
+  return float_of_bits(bits | sign);
 #endif
 }
 
