@@ -7,14 +7,25 @@ BIN := .venv/bin
 # Tests run side by side, one torch thread each: faster than one test on all cores
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: test test-gpu lint format bench compile-all docs docs-check clean
+EXTENSION_SOURCES := setup.py $(wildcard src/flashtile/csrc/* src/flashtile/csrc/cpu/*) src/flashtile/include/flashtile/attn/params.cuh
 
-test: .venv/ready
+.PHONY: test test-gpu sanitize-cpu lint format bench compile-all docs docs-check clean
+
+test: .venv/extension
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 # With a GPU, in the environment that has it: every kernel against fp64, memory, determinism, streams, graphs
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+
+# The CPU engine's tests under AddressSanitizer, then under UndefinedBehaviorSanitizer
+sanitize-cpu: sanitize-address sanitize-undefined
+
+sanitize-%: .venv/ready
+	rm -rf build/$@ && mkdir -p build/$@ && cp -r src/flashtile build/$@/
+	FLASHTILE_EXTENSION=1 FLASHTILE_SANITIZE=$* $(BIN)/python setup.py --quiet build_ext --build-lib build/$@ --build-temp build/$@/objects
+	LD_PRELOAD=$$($${CXX:-g++} -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 PYTHONPATH=build/$@ \
+		$(BIN)/python -m pytest -n $(JOBS) tests/cpu/test_cpu_engine.py tests/cpu/test_masked_rows.py tests/cpu/test_error_rule.py -k "cpu or isa or together"
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -27,7 +38,7 @@ format: .venv/ready
 	$(BIN)/ruff format .
 
 # The fast sweep, on the GPU if there is one; BENCH takes more options, as in `make bench BENCH=--full`
-bench: .venv/ready
+bench: .venv/extension
 	$(BIN)/flashtile bench $(BENCH)
 
 # Every kernel for every architecture that NVRTC knows, with the options in pairs; no GPU needed
@@ -50,5 +61,9 @@ clean:
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/nvrtc-newest $(NVRTC_NEWEST)
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	FLASHTILE_EXTENSION=0 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+.venv/extension: .venv/ready $(EXTENSION_SOURCES)
+	FLASHTILE_EXTENSION=1 $(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@

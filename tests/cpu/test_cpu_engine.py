@@ -30,7 +30,7 @@ OPTIONS: dict[str, dict] = {
     "causal, top left, swapped": {"causal": "top_left", "memory": "swapped", **LONG},
     "window": {"window": (40, 7), **LONG},
     "softcap": {"softcap": 1.5, **LONG},
-    "a wide softcap": {"softcap": 80.0, "scale": 3.0, **LONG},
+    "a wide softcap": {"softcap": 30.0, **LONG},
     "mask, bias and alibi": {"mask": "hqk", "bias": "bhqk", "alibi": "h", "has_sinks": True, **LONG},
     "a bias of one row": {"bias": "k", **LONG},
     "a bias of one column, float32": {"bias": "bq", "is_bias_float32": True, "causal": "bottom_right", **LONG},

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from flashtile.backends import executor
-from flashtile.backends.base import Backend, Grads
+from flashtile.backends.base import Backend, BoundForward, Grads
 from flashtile.backends.call import form_of, scalars_of, tensors_of
 from flashtile.errors import dtype_name
 from flashtile.kernels.params import Params
-from flashtile.kernels.plan import HostKey, host_plan
-from flashtile.problem import AttentionArgs, Problem, check_values, is_deterministic, shape_of
+from flashtile.kernels.plan import HostKey, LaunchPlan, host_plan
+from flashtile.problem import NUM_TENSORS, AttentionArgs, Problem, check_values, is_deterministic, shape_of
 from flashtile.runtime import extension
 
 _ELEMENTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc/cpu/engine.h: Element
@@ -36,9 +37,19 @@ class CpuBackend(Backend):
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
         args, spans = _with_spans(args)
         given = tensors_of(args) | {"out": out, "lse": lse}
-        plan = host_plan(HostKey(dtype_name(out.dtype), args.q.shape[-1], args.v.shape[-1]), form_of(args, given))
         more = _more(args, spans, out)
-        executor.execute_on_host(plan, given, scalars_of(args), lambda params: extension.cpu_forward(params, *more))
+        executor.execute_on_host(
+            _forward_plan(args, given), given, scalars_of(args), lambda params: extension.cpu_forward(params, *more, _isa())
+        )
+
+    def bind(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> BoundForward | None:
+        given = tensors_of(args) | {"out": out, "lse": lse}
+        plan = _forward_plan(args, given)
+        if _has_lengths(args) or not executor.is_bindable(plan, given):
+            return None  # lengths are read in every call
+        more, places = _more(args, None, out), {name: place for place, name in enumerate(AttentionArgs._fields[:NUM_TENSORS])}
+        run: Callable[[int], None] = lambda params: extension.cpu_forward(params, *more, _isa())  # noqa: E731
+        return executor.HostBound(plan, given, scalars_of(args), run, places, ("out", "lse"))
 
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         args, spans = _with_spans(args)
@@ -55,9 +66,20 @@ class CpuBackend(Backend):
         return {"instructions": extension.instruction_set(), "arithmetic": "float32"}
 
 
+_isa = extension.instruction_set
+
+
+def _forward_plan(args: AttentionArgs, given: dict[str, Tensor]) -> LaunchPlan:
+    return host_plan(HostKey(dtype_name(given["out"].dtype), args.q.shape[-1], args.v.shape[-1]), form_of(args, given))
+
+
+def _has_lengths(args: AttentionArgs) -> bool:
+    return any(tensor is not None for tensor in (args.cu_seqlens_q, args.seqused_k, args.leftpad_k, args.block_table))
+
+
 def _with_spans(args: AttentionArgs) -> tuple[AttentionArgs, array[int] | None]:
     """The place of every sequence (csrc/cpu/engine.h: Span), checked, so that no value in an index tensor leads out of bounds."""
-    if all(tensor is None for tensor in (args.cu_seqlens_q, args.seqused_k, args.leftpad_k, args.block_table)):
+    if not _has_lengths(args):
         return args, None
     spans = check_values(args)
     if args.cu_seqlens_q is not None:
@@ -65,12 +87,12 @@ def _with_spans(args: AttentionArgs) -> tuple[AttentionArgs, array[int] | None]:
     return args, array("i", [number for span in spans for number in span])
 
 
-def _more(args: AttentionArgs, spans: array[int] | None, out: Tensor) -> tuple[int | str, ...]:
-    """What csrc/module.cpp takes beside the parameters."""
+def _more(args: AttentionArgs, spans: array[int] | None, out: Tensor) -> tuple[int, ...]:
+    """What csrc/module.cpp takes between the parameters and the instruction set."""
     address = 0 if spans is None else spans.buffer_info()[0]
     bias = torch.float32 if args.bias is None else args.bias.dtype
     key_grad = args.q.dtype if args.block_table is None else torch.float32
-    return address, *(_ELEMENTS[dtype] for dtype in (args.q.dtype, out.dtype, bias, key_grad)), extension.instruction_set()
+    return address, *(_ELEMENTS[dtype] for dtype in (args.q.dtype, out.dtype, bias, key_grad))
 
 
 def _num_splits(args: AttentionArgs) -> int:

@@ -270,11 +270,34 @@ class Bound:
             base = workspace.data_ptr()
             for offset, start in self.workspaces:
                 patch(image, offset, base + start)
-        with on_device(self.index):
-            stream, address = torch._C._cuda_getCurrentRawStream(self.index), _address(image)
-            for start_kernel, grid, block, shared_bytes in self.launches:
-                start_kernel(grid, block, shared_bytes, stream, address)
+        self.start(_address(image))
         return tuple(made)
+
+    def start(self, params: int) -> None:
+        """Launches everything with the parameters at that address."""
+        with on_device(self.index):
+            stream = torch._C._cuda_getCurrentRawStream(self.index)
+            for start_kernel, grid, block, shared_bytes in self.launches:
+                start_kernel(grid, block, shared_bytes, stream, params)
+
+
+class HostBound(Bound):
+    """The same for a plan without kernels: `run` gets the address of the parameters."""
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        given: Tensors,
+        scalars: Scalars,
+        run: Callable[[int], None],
+        places: Mapping[str, int],
+        outputs: tuple[str, ...],
+    ):
+        super().__init__(plan, given, scalars, Splits(1, 1), "", places, outputs)
+        self.run = run
+
+    def start(self, params: int) -> None:
+        self.run(params)
 
 
 def is_bindable(plan: LaunchPlan, given: Tensors) -> bool:
