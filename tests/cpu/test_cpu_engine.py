@@ -208,7 +208,7 @@ def test_without_the_extension(error: Exception | None, words: str, monkeypatch:
         with pytest.warns(flashtile.SlowPathWarning, match=f"'cpu' refuses: .*{words}.*'tiled' serves instead"):
             out = flashtile.attention(q, q, q)
         with pytest.raises(flashtile.Unsupported, match=words):
-            extension.cpu_forward()
+            extension.cpu_forward(0)
     extension._load.cache_clear()
     assert torch.equal(out, flashtile.attention(q, q, q, backend="tiled"))
     assert flashtile.explain(q, q, q).backend == "cpu"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -38,18 +37,19 @@ class CpuBackend(Backend):
         args, spans = _with_spans(args)
         given = tensors_of(args) | {"out": out, "lse": lse}
         more = _more(args, spans, out)
-        executor.execute_on_host(
-            _forward_plan(args, given), given, scalars_of(args), lambda params: extension.cpu_forward(params, *more, _isa())
-        )
+        executor.execute_on_host(_forward_plan(args, given), given, scalars_of(args), lambda params: extension.cpu_forward(params, *more))
 
     def bind(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> BoundForward | None:
         given = tensors_of(args) | {"out": out, "lse": lse}
         plan = _forward_plan(args, given)
         if _has_lengths(args) or not executor.is_bindable(plan, given):
             return None  # lengths are read in every call
-        more, places = _more(args, None, out), {name: place for place, name in enumerate(AttentionArgs._fields[:NUM_TENSORS])}
-        run: Callable[[int], None] = lambda params: extension.cpu_forward(params, *more, _isa())  # noqa: E731
-        return executor.HostBound(plan, given, scalars_of(args), run, places, ("out", "lse"))
+        more = _more(args, None, out)
+
+        def run(params: int) -> None:
+            extension.cpu_forward(params, *more)
+
+        return executor.HostBound(plan, given, scalars_of(args), run, AttentionArgs._fields[:NUM_TENSORS], ("out", "lse"))
 
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         args, spans = _with_spans(args)
@@ -64,9 +64,6 @@ class CpuBackend(Backend):
 
     def details(self, problem: Problem) -> dict[str, str]:
         return {"instructions": extension.instruction_set(), "arithmetic": "float32"}
-
-
-_isa = extension.instruction_set
 
 
 def _forward_plan(args: AttentionArgs, given: dict[str, Tensor]) -> LaunchPlan:
@@ -88,7 +85,7 @@ def _with_spans(args: AttentionArgs) -> tuple[AttentionArgs, array[int] | None]:
 
 
 def _more(args: AttentionArgs, spans: array[int] | None, out: Tensor) -> tuple[int, ...]:
-    """What csrc/module.cpp takes between the parameters and the instruction set."""
+    """What csrc/module.cpp takes beside the parameters."""
     address = 0 if spans is None else spans.buffer_info()[0]
     bias = torch.float32 if args.bias is None else args.bias.dtype
     key_grad = args.q.dtype if args.block_table is None else torch.float32

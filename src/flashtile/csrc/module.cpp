@@ -15,7 +15,7 @@ PyObject* result_of(const char* error) {
   return nullptr;
 }
 
-// (address of Params, address of Spans or 0, element, out, bias, key_grad, is_deterministic, isa)
+// (address of Params, address of Spans or 0, Element of q, of out, of bias, of dk and dv, instruction set)
 bool parse(PyObject* args, Call& call, const char*& isa) {
   unsigned long long params = 0, spans = 0;
   int element = 0, out = 0, bias = 0, key_grad = 0;

@@ -60,9 +60,10 @@ def instruction_set() -> str:
     return wanted
 
 
-def cpu_forward(*values: Any) -> None:
-    _module().cpu_forward(*values)
+def cpu_forward(params: int, *more: int) -> None:
+    """Runs a forward pass; the arguments are those of csrc/module.cpp."""
+    _module().cpu_forward(params, *more, instruction_set())
 
 
-def cpu_backward(*values: Any) -> None:
-    _module().cpu_backward(*values)
+def cpu_backward(params: int, *more: int) -> None:
+    _module().cpu_backward(params, *more, instruction_set())

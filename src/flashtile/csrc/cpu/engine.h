@@ -21,7 +21,6 @@ struct Call {
   Element element, out_element, bias_element;  // of q, k, v and their gradients; of out and dout; of bias and dbias
   Element key_grad_element;                // of dk and dv: float32 where pages gather what several sequences add to them
   i32 num_threads;
-  i32 is_deterministic;
 };
 
 struct Pass {
