@@ -18,14 +18,17 @@ test: .venv/extension
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
 
-# The CPU engine's tests under AddressSanitizer, then under UndefinedBehaviorSanitizer
+# The CPU engine's tests under AddressSanitizer and under UndefinedBehaviorSanitizer
 sanitize-cpu: sanitize-address sanitize-undefined
 
+# Python itself is not built for AddressSanitizer: its library comes first, and the C++ library whose exceptions it watches
+PRELOAD = $(if $(filter sanitize-address,$@),$(foreach lib,libasan.so libstdc++.so,$(shell g++ -print-file-name=$(lib))))
 sanitize-%: .venv/ready
-	rm -rf build/$@ && mkdir -p build/$@ && cp -r src/flashtile build/$@/
+	rm -rf build/$@ && mkdir -p build/$@ && cp -r src/flashtile build/$@/ && rm -f build/$@/flashtile/*.so
 	FLASHTILE_EXTENSION=1 FLASHTILE_SANITIZE=$* $(BIN)/python setup.py --quiet build_ext --build-lib build/$@ --build-temp build/$@/objects
-	LD_PRELOAD=$$($${CXX:-g++} -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 PYTHONPATH=build/$@ \
-		$(BIN)/python -m pytest -n $(JOBS) tests/cpu/test_cpu_engine.py tests/cpu/test_masked_rows.py tests/cpu/test_error_rule.py -k "cpu or isa or together"
+	LD_PRELOAD="$(PRELOAD)" ASAN_OPTIONS=detect_leaks=0:log_path=build/$@/report UBSAN_OPTIONS=print_stacktrace=1:log_path=build/$@/report \
+		OMP_NUM_THREADS=1 PYTHONPATH=build/$@ $(BIN)/python -m pytest -p no:cacheprovider -n $(JOBS) -k "cpu or together" \
+		tests/cpu/test_cpu_engine.py tests/cpu/test_masked_rows.py tests/cpu/test_error_rule.py || { cat build/$@/report*; exit 1; }
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -33,16 +33,10 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     avx2 = ["-mavx2", "-mfma", "-mf16c"]
     SOURCES["cpu/engine_avx2.cpp"] = avx2
     SOURCES["cpu/engine_avx512.cpp"] = [*avx2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
-# Products and sums are fused where the processor can. GCC's own AVX-512 headers warn of values they leave undefined on purpose
 FLAGS = [
-    "-std=c++17",
-    "-O3",
-    "-ffp-contract=fast",
-    "-fno-math-errno",
-    "-fvisibility=hidden",
-    "-Wall",
-    "-Wextra",
-    "-Wno-maybe-uninitialized",
+    *("-std=c++17", "-O2", "-ftree-vectorize", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"),
+    *("-ffp-contract=fast", "-fno-math-errno"),  # products and sums are fused where the processor can
+    "-Wno-maybe-uninitialized",  # of GCC's own AVX-512 headers, which leave values undefined on purpose
 ]
 TORCH_TARGET_VERSION = "0x020a000000000000"  # 2.10
 PYTHON_TAG = "cp310"  # with the limited API of that version
@@ -65,9 +59,11 @@ class BuildExtension(build_ext):
         compiler, include = self.compiler, [*ext.include_dirs, *self.compiler.include_dirs]
         sanitizer = os.environ.get("FLASHTILE_SANITIZE")
         extra = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-g", "-O1"] if sanitizer else []
+        is_gcc = "clang" not in " ".join(compiler.compiler_so_cxx)
+        cost = ["-fvect-cost-model=dynamic"] if is_gcc else []  # else -O2 leaves most loops alone
 
         def compile_one(source: str) -> list[str]:
-            flags = [*FLAGS, *SOURCES[Path(source).relative_to(CSRC).as_posix()], *extra]
+            flags = [*FLAGS, *cost, *SOURCES[Path(source).relative_to(CSRC).as_posix()], *extra]
             return compiler.compile([source], self.build_temp, ext.define_macros, include, extra_postargs=flags)
 
         with ThreadPoolExecutor() as pool:
