@@ -39,6 +39,11 @@ def _module() -> Any:
     return module
 
 
+def path() -> str:
+    """The file of the extension."""
+    return str(_module().__file__)
+
+
 def params_bytes() -> int:
     """The size of the C++ struct of parameters."""
     return int(_module().PARAMS_BYTES)
