@@ -1,14 +1,17 @@
 """Builds the C++ extension flashtile._C where torch's headers and a C++ compiler are there; without them flashtile is pure Python.
 
 FLASHTILE_EXTENSION=0 leaves the extension out; 1 makes it an error if it cannot be built. FLASHTILE_SANITIZE=address or undefined
-builds it for that sanitizer.
+builds it for that sanitizer. FLASHTILE_ARCHS=sm_80,sm_90 puts compiled CUDA kernels for those architectures into the package.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
+import shutil
 import site
+import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +19,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 try:
     from setuptools.command.bdist_wheel import bdist_wheel
@@ -74,6 +78,20 @@ class BuildExtension(build_ext):
         )
 
 
+class BuildPython(build_py):
+    """Adds CUDA kernels where they are asked for, made by `flashtile compile` with the torch and NVRTC that are installed."""
+
+    def run(self) -> None:
+        super().run()
+        target = Path("src" if self.editable_mode else self.build_lib, "flashtile", "embedded").resolve()
+        shutil.rmtree(target, ignore_errors=True)
+        archs = re.findall(r"[^\s,;]+", os.environ.get("FLASHTILE_ARCHS", ""))
+        if archs:
+            # An isolated build hides torch by its PYTHONPATH
+            command = [sys.executable, "-m", "flashtile", "compile", "--embed", str(target), *(f"--arch={arch}" for arch in archs)]
+            subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(Path("src").resolve())})
+
+
 class Abi3Wheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, plat = super().get_tag()
@@ -105,4 +123,4 @@ def extensions() -> list[Extension]:
     return [extension]
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExtension, "bdist_wheel": Abi3Wheel})
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExtension, "build_py": BuildPython, "bdist_wheel": Abi3Wheel})

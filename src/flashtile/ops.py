@@ -233,7 +233,9 @@ def attend(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """The forward op as the public functions call it: below autograd at once where nothing requires grad."""
     if torch.compiler.is_compiling() or requires_grad(args[:7]) or is_transformed():
         return forward(*args)
-    if args.q.is_cuda and type(args.q) is Tensor and torch._C._len_torch_dispatch_stack() == 0:
+    q = args.q
+    is_plain = type(q) is Tensor and (q.is_cuda or q.is_cpu)
+    if is_plain and torch._C._len_torch_dispatch_stack() == 0 and torch._C._get_tracing_state() is None:
         # Nobody listens between here and the kernel: spare the host the dispatcher
         return _forward(*args)
     with torch._C._AutoDispatchBelowAutograd():

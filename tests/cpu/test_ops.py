@@ -214,6 +214,16 @@ def test_gradient_through_lse_alone(backend: str, seed: int) -> None:
     assert (dv == 0).all()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_jit_trace_sees_the_op(seed: int) -> None:
+    """A repeated call goes past the dispatcher, but not while somebody records."""
+    q, k, v = (torch.randn(1, 2, 9, 8) for _ in range(3))
+    for _ in range(3):
+        flashtile.attention(q, k, v, causal=True)
+    traced = torch.jit.trace(lambda q, k, v: flashtile.attention(q, k, v, causal=True), (q, k, v), check_trace=False)
+    torch.testing.assert_close(traced(2 * q, k, v), flashtile.attention(2 * q, k, v, causal=True))
+
+
 def test_nothing_is_saved_without_grad(seed: int) -> None:
     q = torch.randn(1, 1, 4, 8, requires_grad=True)
     with torch.no_grad():

@@ -34,7 +34,7 @@ from flashtile.problem import (
     key_window,
     shape_of,
 )
-from flashtile.runtime import toolchain
+from flashtile.runtime import cache, toolchain
 
 
 class CudaBackend(Backend):
@@ -151,6 +151,8 @@ def _missing() -> str | None:
     if arch is None:
         major, minor = torch.cuda.get_device_capability()
         return f"compute capability {major}.{minor} is older than its kernels (6.1)"
+    if cache.is_embedded(arch.name):
+        return None
     try:
         toolchain.find()
     except Unsupported as error:

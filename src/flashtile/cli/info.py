@@ -18,7 +18,7 @@ from flashtile.cli import compile as compile_command
 from flashtile.errors import Unsupported
 from flashtile.kernels.arch import ARCHS, arch_of
 from flashtile.runtime import driver, extension, toolchain
-from flashtile.runtime.cache import KernelCache
+from flashtile.runtime.cache import KernelCache, embedded_archs
 from flashtile.version import __version__
 
 SWITCHES = {
@@ -46,6 +46,7 @@ def collect() -> dict[str, Any]:
         "driver": _driver(),
         "nvrtc": _nvrtc(),
         "cache": _cache(),
+        "embedded": embedded_archs(),
         "archs": _archs(),
         "backends": {backend.name: {device: _status(backend, device) for device in ("cpu", "cuda")} for backend in registry.BACKENDS},
         "summaries": {backend.name: backend.summary for backend in registry.BACKENDS},
@@ -166,6 +167,8 @@ def show(as_json: bool) -> None:
     found.add_row("NVRTC", f"{nvrtc['version']}, {nvrtc['path']}" if nvrtc["version"] else f"none: {nvrtc['reason']}")
     held = f"{kept['files']} kernels, {kept['bytes'] / 2**20:.1f} MB"
     found.add_row("kernel cache", f"{kept['directory'] or 'none'}, {kept['status']}, {held}")
+    embedded = ", ".join(f"{count} for {name}" for name, count in facts["embedded"].items())
+    found.add_row("embedded kernels", embedded or "none: built without FLASHTILE_ARCHS")
     works = [name for name, status in facts["archs"].items() if status == "works"]
     found.add_row("compiles for", ", ".join(works) or "nothing")
     for name, status in facts["archs"].items():

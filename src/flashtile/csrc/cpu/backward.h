@@ -248,7 +248,7 @@ void sequence_gradients(const Call& call, MainScratch& t, const Sequence& s, i32
 
 void main_task(const Call& call, i64 task, float* base) {
   const Params& p = *call.params;
-  FlushDenormals flush;
+  [[maybe_unused]] FlushDenormals flush;
   MainScratch t(call, base);
   i32 split = static_cast<i32>(task % p.num_splits), head_kv = static_cast<i32>(task / p.num_splits % p.heads_kv);
   // Sequences that may share pages are one task
@@ -299,7 +299,7 @@ struct BiasScratch {
 
 void bias_task(const Call& call, i64 task, float* base) {
   const Params& p = *call.params;
-  FlushDenormals flush;
+  [[maybe_unused]] FlushDenormals flush;
   BiasScratch t(call, base);
   BackwardTile& tile = t.tile;
   i32 block_m = tile.plan.block_m, block_n = tile.plan.block_n;
