@@ -14,7 +14,7 @@ namespace {
 struct BackwardPlan {
   i32 block_m, block_n;
 
-  explicit BackwardPlan(const Params& p) { block_m = block_n = max_of(p.head_dim, p.head_dim_v) <= 64 ? 128 : 64; }
+  explicit BackwardPlan(const Params& p) { block_m = block_n = max_of(p.head_dim, p.head_dim_v) <= 128 ? 128 : 64; }
 };
 
 // The tiles of a block of queries and a block of keys, and what is computed from them.
