@@ -51,7 +51,9 @@ struct KeyTile {
   }
 
   // Panels of the rows that load_rows gave.
-  void transpose(Right from, i32 count) { transpose_rows(panels, panel_stride(), from.b, from.row_stride, round_up(count, kLanes), round_up(dim, 4)); }
+  void transpose(Right from, i32 count) {
+    transpose_rows(panels, panel_stride(), from.b, from.row_stride, round_up(count, kLanes), round_up(dim, 4));
+  }
 
   i64 panel_stride() const { return static_cast<i64>(kPanel) * dims; }
   Right panels_from(i32 column) const { return {panels + column / kPanel * panel_stride(), kPanel, panel_stride()}; }
