@@ -96,6 +96,19 @@ def test_rounding_is_to_nearest_even(isa: str, seed: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("isa", ISAS)
+def test_nan_is_not_hidden(isa: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query of NaN gives NaN, to itself alone; a key of NaN to every query that sees it."""
+    monkeypatch.setenv("FLASHTILE_CPU_ISA", isa)
+    q, k, v = (torch.randn(1, 1, 40, 24) for _ in range(3))
+    q[0, 0, 7, 3] = torch.nan
+    is_nan = flashtile.attention(q, k, v, backend="cpu").isnan().all(-1)[0, 0]
+    assert is_nan.nonzero().flatten().tolist() == [7]
+    k[0, 0, 30, 5] = torch.nan
+    out, lse = flashtile.attention(q, k, v, causal=True, return_lse=True, backend="cpu")
+    assert out.isnan().all(-1)[0, 0].tolist() == lse.isnan()[0, 0].tolist() == [i == 7 or i >= 30 for i in range(40)]
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_the_dropout_bits(isa: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal scores and v = the unit matrix: out is the mask itself."""
     monkeypatch.setenv("FLASHTILE_CPU_ISA", isa)

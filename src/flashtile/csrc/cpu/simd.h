@@ -96,12 +96,12 @@ FT_INLINE vf exp2_of(vf x) {
   // VREDUCE takes the fraction above floor(x), VSCALEF multiplies by 2^floor(x)
   return _mm512_scalef_ps(exp2_fraction(_mm512_reduce_ps(x, 1)), x);
 #else
-  // Adding 1.5 * 2^23 leaves the integer in the low bits. Below 2^-126 there is 0
+  // Adding 1.5 * 2^23 leaves the integer in the low bits. Below 2^-126 there is 0; NaN stays NaN
   constexpr float kMagic = 12582912.0f;
   vf shifted = (x - 0.5f) + kMagic;
   vf y = exp2_fraction(x - (shifted - kMagic));
   vi bits = reinterpret_cast<vi>(y) + (reinterpret_cast<vi>(shifted) << 23);
-  return reinterpret_cast<vf>(bits & reinterpret_cast<vi>(x >= -126.0f));
+  return reinterpret_cast<vf>(bits & ~reinterpret_cast<vi>(x < -126.0f));
 #endif
 }
 
