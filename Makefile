@@ -7,9 +7,11 @@ BIN := .venv/bin
 # Tests run side by side, one torch thread each: faster than one test on all cores
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: test test-gpu check sanitize lint format bench compile-all docs docs-check clean
+EXTENSION_SOURCES := setup.py $(wildcard src/flashtile/csrc/* src/flashtile/csrc/cpu/*) src/flashtile/include/flashtile/attn/params.cuh
 
-test: .venv/ready
+.PHONY: test test-gpu check sanitize sanitize-cpu lint format bench compile-all docs docs-check clean
+
+test: .venv/extension
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 # With a GPU, in the environment that has it: every kernel against fp64, memory, determinism, streams, graphs
@@ -17,12 +19,24 @@ test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
 
 # A minute of random problems on the CPU; CHECK takes more options, as in `make check CHECK="--seed 7"`
-check: .venv/ready
+check: .venv/extension
 	OMP_NUM_THREADS=1 $(BIN)/flashtile check --device cpu --seconds 60 --jobs $(JOBS) $(CHECK)
 
 # With a GPU: every kernel under compute-sanitizer, and each of its tools against a fault on purpose
 sanitize:
 	PYTHONPATH=src $(PYTHON) tools/sanitize.py $(SANITIZE)
+
+# The CPU engine's tests under AddressSanitizer and under UndefinedBehaviorSanitizer
+sanitize-cpu: sanitize-address sanitize-undefined
+
+# Python itself is not built for AddressSanitizer: its library comes first, and the C++ library whose exceptions it watches
+PRELOAD = $(if $(filter sanitize-address,$@),$(foreach lib,libasan.so libstdc++.so,$(shell g++ -print-file-name=$(lib))))
+sanitize-%: .venv/ready
+	rm -rf build/$@ && mkdir -p build/$@ && cp -r src/flashtile build/$@/ && rm -f build/$@/flashtile/*.so
+	FLASHTILE_EXTENSION=1 FLASHTILE_SANITIZE=$* $(BIN)/python setup.py --quiet build_ext --build-lib build/$@ --build-temp build/$@/objects
+	LD_PRELOAD="$(PRELOAD)" ASAN_OPTIONS=detect_leaks=0:log_path=build/$@/report UBSAN_OPTIONS=print_stacktrace=1:log_path=build/$@/report \
+		OMP_NUM_THREADS=1 PYTHONPATH=build/$@ $(BIN)/python -m pytest -p no:cacheprovider -n $(JOBS) -k "cpu or together" \
+		tests/cpu/test_cpu_engine.py tests/cpu/test_masked_rows.py tests/cpu/test_error_rule.py || { cat build/$@/report*; exit 1; }
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -35,7 +49,7 @@ format: .venv/ready
 	$(BIN)/ruff format .
 
 # The fast sweep, on the GPU if there is one; BENCH takes more options, as in `make bench BENCH=--full`
-bench: .venv/ready
+bench: .venv/extension
 	$(BIN)/flashtile bench $(BENCH)
 
 # Every kernel for every architecture that NVRTC knows, with the options in pairs; no GPU needed
@@ -58,5 +72,9 @@ clean:
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/nvrtc-newest $(NVRTC_NEWEST)
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	FLASHTILE_EXTENSION=0 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+.venv/extension: .venv/ready $(EXTENSION_SOURCES)
+	FLASHTILE_EXTENSION=1 $(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@

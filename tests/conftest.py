@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from flashtile import ops
 from flashtile.backends import registry
 
 settings.register_profile(
@@ -20,6 +21,8 @@ settings.load_profile("flashtile")
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     registry._warned.clear()
+    ops._bound.clear()
+    ops._seen.clear()
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield

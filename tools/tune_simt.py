@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from flashtile.backends import cuda, executor
+from flashtile.backends import call, cuda, executor
 from flashtile.bench import device as facts
 from flashtile.kernels import plan as plans
 from flashtile.kernels import source
@@ -71,12 +71,12 @@ def main() -> None:
             q, k, v, dout, dq, dk, dv = (torch.randn(BATCH, HEADS, SEQLEN, head_dim, device="cuda") for _ in range(7))
             args = AttentionArgs(q, k, v, causal="top_left" if is_causal else "none")
             out, (lse, lse_log2, delta) = torch.empty_like(q), torch.randn(3, BATCH, HEADS, SEQLEN, device="cuda").unbind()
-            given = cuda._tensors(args) | {"out": out, "lse": lse, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
+            given = call.tensors_of(args) | {"out": out, "lse": lse, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
             # One filled image serves both passes: the backward one has every field of the forward one, without splits
-            plan = plans.plan(cuda._key(args, given, grads=("dq", "dk", "dv")), cuda._form(args, given))
-            values = executor.evaluate(plan, given, cuda._scalars(args), cuda._splits(args))
+            plan = plans.plan(cuda._key(args, given, grads=("dq", "dk", "dv")), call.form_of(args, given))
+            values = executor.evaluate(plan, given, call.scalars_of(args), cuda._splits(args))
             pointers = {name: tensor.data_ptr() for name, tensor in (given | {"lse_log2": lse_log2, "delta": delta}).items()}
-            image = executor.fill(plan, given, cuda._scalars(args), values, pointers)
+            image = executor.fill(plan, given, call.scalars_of(args), values, pointers)
             chosen = {row: step for (row, causal), step in steps.items() if causal == is_causal and row.head_dim == head_dim}
             thunks = {
                 str(row): (lambda step=step, values=values, image=image: executor.launch(step, values, image, 0, arch.name))

@@ -91,14 +91,14 @@ def _split(values: tuple[Any, ...]) -> tuple[Tensor, Tensor | None, AttentionArg
 
 
 # Forward passes made ready for a call's shapes: what a repeated call saves is every check, choice and size
-_bound: dict[tuple[object, ...] | None, BoundForward] = {}
+_bound: dict[tuple[object, ...], BoundForward] = {}
 _seen: set[tuple[object, ...]] = set()
 _MAX_BOUND = 4096
 
 
 def _forward(*values: Any) -> tuple[Tensor, Tensor]:
     args = AttentionArgs(*values)
-    key = signature(args) if args.q.is_cuda else None
+    key = signature(args)
     bound = _bound.get(key)
     if bound is not None:
         return bound(args)
@@ -106,7 +106,7 @@ def _forward(*values: Any) -> tuple[Tensor, Tensor]:
     backend = registry.select(problem, args.backend)
     out, lse = empty_outputs(args)
     backend.forward(args, out, lse)
-    if key is not None and not is_checking():
+    if not is_checking():
         _remember(key, problem, backend, args, out, lse)
     return out, lse
 
@@ -239,7 +239,9 @@ def attend(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """The forward op as the public functions call it: below autograd at once where nothing requires grad."""
     if torch.compiler.is_compiling() or requires_grad(args[:7]) or is_transformed():
         return forward(*args)
-    if args.q.is_cuda and type(args.q) is Tensor and torch._C._len_torch_dispatch_stack() == 0:
+    q = args.q
+    is_plain = type(q) is Tensor and (q.is_cuda or q.is_cpu)
+    if is_plain and torch._C._len_torch_dispatch_stack() == 0 and torch._C._get_tracing_state() is None:
         # Nobody listens between here and the kernel: spare the host the dispatcher
         return _forward(*args)
     with torch._C._AutoDispatchBelowAutograd():

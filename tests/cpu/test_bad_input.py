@@ -117,7 +117,11 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     ),
     "causal": (dense(causal="lower"), ValueError, "causal: got 'lower'; accepted: False, True, 'top_left' or 'bottom_right'."),
     "layout": (dense(layout="sbhd"), ValueError, "layout: got 'sbhd'; accepted: 'bhsd' or 'bshd'."),
-    "backend": (dense(backend="cutlass"), ValueError, "backend: got 'cutlass'; accepted: None or one of 'cuda', 'tiled', 'reference'."),
+    "backend": (
+        dense(backend="cutlass"),
+        ValueError,
+        "backend: got 'cutlass'; accepted: None or one of 'cuda', 'cpu', 'tiled', 'reference'.",
+    ),
     "backend of another type": (dense(backend=3), TypeError, "backend: got 3 (int); accepted: None or a name."),
     # Mask, bias, slopes, sinks, rng_state
     "mask shape": (
@@ -448,12 +452,12 @@ def test_the_ops_check_too() -> None:
 
 
 def test_a_failure_that_is_not_the_callers_keeps_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashtile.backends.tiled import TiledBackend
+    from flashtile.backends.cpu import CpuBackend
 
     def broken(*_):
         raise ValueError("k and v are not what is wrong")
 
-    monkeypatch.setattr(TiledBackend, "forward", broken)
+    monkeypatch.setattr(CpuBackend, "forward", broken)
     with pytest.raises(ValueError, match=r"^k and v are not what is wrong$"):
         cache()()
 

@@ -262,7 +262,7 @@ def test_the_default_set_of_a_grid_leaves_the_slow_ones_out():
     names = {one.name for one in choose(None, is_grid=True)}
     assert names.isdisjoint({"tiled", "reference", "sdpa-math", "eager"})
     assert names >= {"sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex", "compiled", "flash-attn-4"}
-    assert [one.name for one in choose("eager, ours", is_grid=True)] == ["cuda", "triton", "tiled", "numba", "reference", "eager"]
+    assert [one.name for one in choose("eager, ours", is_grid=True)] == ["cuda", "triton", "cpu", "tiled", "numba", "reference", "eager"]
     assert len({one.name for one in providers()}) == len(providers())
     with pytest.raises(ValueError, match="--backends: got 'nobody'; accepted: ours, baselines, cuda"):
         choose("nobody", is_grid=False)

@@ -154,7 +154,7 @@ def test_low_precision(dtype: torch.dtype, seed: int) -> None:
     k_cache, v_cache = (cache.to(dtype) for cache in caches(B, CAPACITY))
     q, k = torch.randn(B, 1, HEADS, D, dtype=dtype), torch.randn(B, 1, HEADS_KV, D, dtype=dtype)
     out = flashtile.attention_kvcache(q, k_cache, v_cache, k=k, v=k, cache_seqlens=LENGTHS)
-    wide = flashtile.attention_kvcache(q.double(), k_cache.double(), v_cache.double(), cache_seqlens=LENGTHS + 1)
+    wide = flashtile.attention_kvcache(q.double(), k_cache.double(), v_cache.double(), cache_seqlens=LENGTHS + 1, backend="tiled")
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), wide, rtol=2e-2, atol=2e-2)
 

@@ -7,7 +7,7 @@ import torch
 
 import flashtile
 
-BACKENDS = ["tiled", "reference"]
+BACKENDS = ["cpu", "tiled", "reference"]
 
 
 def leaves(*sizes: int) -> list[torch.Tensor]:

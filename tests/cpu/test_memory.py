@@ -1,4 +1,4 @@
-"""`tiled` needs memory linear in the sequence length, and reads both layouts in place."""
+"""`cpu` and `tiled` need memory linear in the sequence length, and read both layouts in place."""
 
 from __future__ import annotations
 
@@ -50,13 +50,15 @@ TILES, ROWS = 12 * 2 * 128 * 256, 2 * 16 * 8  # a dozen tiles of two heads; a fe
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("options", [{}, {"causal": "bottom_right"}, {"softcap": 1.0, "window": (100, 100)}], ids=str)
-def test_tiled_needs_a_few_tiles_and_linear_memory(layout: str, options: dict) -> None:
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
+def test_a_few_tiles_and_linear_memory(backend: str, layout: str, options: dict) -> None:
     for seqlen in (2048, 4096):
-        assert peak(seqlen, "tiled", layout=layout, **options) <= TILES + seqlen * ROWS < seqlen * seqlen
+        assert peak(seqlen, backend, layout=layout, **options) <= TILES + seqlen * ROWS < seqlen * seqlen
 
 
-def test_tiled_draws_dropout_by_the_tile() -> None:
-    assert peak(2048, "tiled", dropout_p=0.1) <= 2 * TILES + 2048 * ROWS < 2048 * 2048
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
+def test_dropout_is_drawn_by_the_tile(backend: str) -> None:
+    assert peak(2048, backend, dropout_p=0.1) <= 2 * TILES + 2048 * ROWS < 2048 * 2048
 
 
 def test_the_meter_sees_the_scores_of_the_reference() -> None:
@@ -87,7 +89,8 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("is_swapped", [False, True])
-def test_inputs_are_read_in_place(layout: str, is_swapped: bool) -> None:
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
+def test_inputs_are_read_in_place(backend: str, layout: str, is_swapped: bool) -> None:
     seqlen = 2048
     case = Case(
         layout=layout, memory="swapped" if is_swapped else "contiguous", seqlen_q=seqlen, seqlen_k=seqlen, head_dim=64, head_dim_v=64
@@ -95,5 +98,5 @@ def test_inputs_are_read_in_place(layout: str, is_swapped: bool) -> None:
     args = case.make(0).args
     out, lse = ops.empty_outputs(args)
     with Copies(args.q.numel()) as meter:
-        registry.find("tiled").forward(args, out, lse)
+        registry.find(backend).forward(args, out, lse)
     assert meter.found == []

@@ -41,7 +41,7 @@ def test_schema_and_arguments_agree() -> None:
     assert [argument.name for argument in ops.backward._schema.arguments] == ["dout", "dlse", *names, "out", "lse", "needs"]
 
 
-@pytest.mark.parametrize("backend", ["tiled", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck_forward(name: str, backend: str, seed: int) -> None:
     args = with_grad(small(CASES[name], backend=backend).make(0).args)
@@ -183,7 +183,7 @@ def test_export(seed: int) -> None:
     torch.testing.assert_close(program.module()(*other), Module()(*other))
 
 
-@pytest.mark.parametrize("backend", ["tiled", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
 def test_parts_merge_into_the_whole(backend: str, seed: int) -> None:
     """Split the keys, attend to each part in float32, merge by lse; the backward of each part takes the whole's out and lse."""
     inputs = Case(dtype=torch.bfloat16, seqlen_q=20, seqlen_k=50, backend=backend, softcap=3.0).make(seed)
@@ -212,6 +212,16 @@ def test_gradient_through_lse_alone(backend: str, seed: int) -> None:
     expected = torch.autograd.grad(torch.logsumexp(q @ k.transpose(-1, -2) / 8**0.5, -1).sum(), (q, k))
     torch.testing.assert_close((dq, dk), expected)
     assert (dv == 0).all()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_jit_trace_sees_the_op(seed: int) -> None:
+    """A repeated call goes past the dispatcher, but not while somebody records."""
+    q, k, v = (torch.randn(1, 2, 9, 8) for _ in range(3))
+    for _ in range(3):
+        flashtile.attention(q, k, v, causal=True)
+    traced = torch.jit.trace(lambda q, k, v: flashtile.attention(q, k, v, causal=True), (q, k, v), check_trace=False)
+    torch.testing.assert_close(traced(2 * q, k, v), flashtile.attention(2 * q, k, v, causal=True))
 
 
 def test_nothing_is_saved_without_grad(seed: int) -> None:

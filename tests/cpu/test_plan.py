@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flashtile import ops
-from flashtile.backends import cuda, dropout, executor
+from flashtile.backends import call, cuda, dropout, executor
 from flashtile.kernels import plan as plans
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.params import Params
@@ -104,10 +104,10 @@ def differences(image: bytearray, params: Params) -> dict[str, tuple[Any, Any]]:
 def filled(args: AttentionArgs, given: dict[str, torch.Tensor], plan: plans.LaunchPlan) -> tuple[bytearray, Params, dict[str, int]]:
     """(what the plan fills, what is expected, the plan's values)"""
     tensors = executor.prepare(plan, given)
-    values = executor.evaluate(plan, tensors, cuda._scalars(args), cuda._splits(args))
+    values = executor.evaluate(plan, tensors, call.scalars_of(args), cuda._splits(args))
     room = executor.room(plan, values)
     pointers = executor.addresses(tensors, room, room.allocate(args.q.device))
-    image = executor.fill(plan, tensors, cuda._scalars(args), values, pointers)
+    image = executor.fill(plan, tensors, call.scalars_of(args), values, pointers)
     return image, expected(args, tensors, pointers, values["num_splits"]), values
 
 
@@ -122,8 +122,8 @@ def test_a_thousand_calls_are_filled_as_they_should(part: int) -> None:
             args = args._replace(max_seqlen_q=case.seqlen_q, max_seqlen_k=case.seqlen_k)
         args = args._replace(num_splits=pick.choice([0, 0, 3]), deterministic=pick.random() < 0.2)
         out, lse = ops.empty_outputs(args)
-        given = cuda._tensors(args) | {"out": out, "lse": lse}
-        image, params, values = filled(args, given, plans.plan(cuda._forward_key(args, given), cuda._form(args, given)))
+        given = call.tensors_of(args) | {"out": out, "lse": lse}
+        image, params, values = filled(args, given, plans.plan(cuda._forward_key(args, given), call.form_of(args, given)))
         assert differences(image, params) == {}, case
         assert values["num_splits"] == 1 or not (args.deterministic and args.num_splits == 0)
         if args.block_table is not None:
@@ -131,19 +131,19 @@ def test_a_thousand_calls_are_filled_as_they_should(part: int) -> None:
         needs = ops.GradNeeds(*(pick.random() < 0.8 for _ in range(3)), args.bias is not None, args.sinks is not None)
         grads = {name: grad for name, grad in zip(GRADS, ops.empty_grads(args, needs), strict=True) if grad is not None}
         given |= {"dout": inputs.dout, **grads} | ({"dlse": inputs.dlse} if pick.random() < 0.5 else {})
-        image, params, _ = filled(args, given, plans.plan(cuda._key(args, given, grads=tuple(grads)), cuda._form(args, given)))
+        image, params, _ = filled(args, given, plans.plan(cuda._key(args, given, grads=tuple(grads)), call.form_of(args, given)))
         assert differences(image, params) == {}, case
 
 
 def plan_of(case: Case, grads: tuple[str, ...] = ()) -> tuple[AttentionArgs, dict[str, torch.Tensor], plans.LaunchPlan]:
     inputs = case.make(0)
     out, lse = ops.empty_outputs(inputs.args)
-    given = cuda._tensors(inputs.args) | {"out": out, "lse": lse}
+    given = call.tensors_of(inputs.args) | {"out": out, "lse": lse}
     if grads:
         made = ops.empty_grads(inputs.args, ops.GradNeeds(*(name in grads for name in GRADS)))
         given |= {"dout": inputs.dout} | {name: grad for name, grad in made._asdict().items() if grad is not None}
     key = cuda._key(inputs.args, given, grads=grads) if grads else cuda._forward_key(inputs.args, given)
-    return inputs.args, given, plans.plan(key, cuda._form(inputs.args, given))
+    return inputs.args, given, plans.plan(key, call.form_of(inputs.args, given))
 
 
 def test_a_plan_holds_no_length() -> None:
@@ -153,7 +153,7 @@ def test_a_plan_holds_no_length() -> None:
 
 def test_grids_and_splits() -> None:
     args, given, plan = plan_of(Case(batch=2, heads=4, heads_kv=4, seqlen_q=130, seqlen_k=1000))
-    values = executor.evaluate(plan, given, cuda._scalars(args), executor.Splits(0, NUM_MULTIPROCESSORS))
+    values = executor.evaluate(plan, given, call.scalars_of(args), executor.Splits(0, NUM_MULTIPROCESSORS))
     kernel, combine = (step for step in plan.steps if isinstance(step, Step))
     tiles, key_tiles = -(-130 // kernel.block_rows), -(-1000 // kernel.block_columns)
     assert values["num_splits"] == min(2 * NUM_MULTIPROCESSORS // (tiles * 8), key_tiles) > 1
@@ -206,7 +206,7 @@ def test_results_written_elsewhere_come_back() -> None:
 
 def test_a_workspace_that_is_not_needed_is_not_allocated() -> None:
     args, given, plan = plan_of(Case(seqlen_q=64, seqlen_k=4096))
-    values = executor.evaluate(plan, given, cuda._scalars(args), executor.Splits(4, NUM_MULTIPROCESSORS))
+    values = executor.evaluate(plan, given, call.scalars_of(args), executor.Splits(4, NUM_MULTIPROCESSORS))
     found = executor.room(plan, values)
     assert values["num_splits"] == 4
     assert found.num_bytes >= 4 * 4 * given["lse"].numel() * (32 + 1)

@@ -28,6 +28,9 @@ def test_info_as_json() -> None:
     result = CliRunner().invoke(app, ["info", "--json"])
     facts = json.loads(result.output)
     assert facts["backends"]["tiled"]["cpu"] == "works"
+    assert facts["backends"]["cpu"] == {"cpu": "works", "cuda": "no: it runs on cpu"}
+    assert facts["extension"]["path"].endswith(".so")
+    assert facts["extension"]["instruction_sets"][-1] == "baseline"
     assert facts["flashtile"] == flashtile.__version__
 
 
@@ -39,6 +42,16 @@ def test_info_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = json.loads(CliRunner().invoke(app, ["info", "--json"]).output)
     assert facts["gpus"] == []
     assert facts["backends"]["tiled"]["cuda"].startswith("no: ")
+
+
+def test_info_says_why_there_is_no_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashtile.runtime import extension
+
+    monkeypatch.setattr(extension, "missing", lambda: "nobody built it")
+    facts = json.loads(CliRunner().invoke(app, ["info", "--json"]).output)
+    assert facts["extension"] == {"path": None, "instruction_sets": [], "reason": "nobody built it"}
+    assert facts["backends"]["cpu"]["cpu"] == "no: nobody built it"
+    assert "none: nobody built it" in CliRunner().invoke(app, ["info"]).output
 
 
 def test_version_and_module() -> None:

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile.backends import dropout, executor
+from flashtile.backends import executor
 from flashtile.backends.base import Backend, BoundForward, Grads
+from flashtile.backends.call import form_of, scalars_of, tensors_of
 from flashtile.errors import Unsupported, dtype_name
 from flashtile.kernels import plan as plans
 from flashtile.kernels import table
 from flashtile.kernels.append import AppendKey
 from flashtile.kernels.append import plan as append_plan
 from flashtile.kernels.arch import Arch, arch_of
-from flashtile.kernels.plan import Form, PlanKey
+from flashtile.kernels.plan import PlanKey
 from flashtile.kernels.spec import Features
 from flashtile.problem import (
     NUM_TENSORS,
@@ -33,11 +33,8 @@ from flashtile.problem import (
     is_deterministic,
     key_window,
     shape_of,
-    softmax_scale,
 )
-from flashtile.runtime import toolchain
-
-_UNBOUNDED = 1 << 30  # a window at least this wide hides nothing, and sums with positions stay in 32 bits
+from flashtile.runtime import cache, toolchain
 
 
 class CudaBackend(Backend):
@@ -60,27 +57,27 @@ class CudaBackend(Backend):
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
         if is_checking():
             check_values(args)
-        given = _tensors(args) | {"out": out, "lse": lse}
-        plan = plans.plan(_forward_key(args, given), _form(args, given))
-        executor.execute(plan, given, _scalars(args), _splits(args), _arch_of(args).name)
+        given = tensors_of(args) | {"out": out, "lse": lse}
+        plan = plans.plan(_forward_key(args, given), form_of(args, given))
+        executor.execute(plan, given, scalars_of(args), _splits(args), _arch_of(args).name)
 
     def bind(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> BoundForward | None:
-        given = _tensors(args) | {"out": out, "lse": lse}
-        plan = plans.plan(_forward_key(args, given), _form(args, given))
+        given = tensors_of(args) | {"out": out, "lse": lse}
+        plan = plans.plan(_forward_key(args, given), form_of(args, given))
         if not executor.is_bindable(plan, given):
             return None
         inputs = AttentionArgs._fields[:NUM_TENSORS]
-        return executor.Bound(plan, given, _scalars(args), _splits(args), _arch_of(args).name, inputs, ("out", "lse"))
+        return executor.Bound(plan, given, scalars_of(args), _splits(args), _arch_of(args).name, inputs, ("out", "lse"))
 
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         if is_checking():
             check_values(args)
         wanted = {name: tensor for name, tensor in grads._asdict().items() if tensor is not None}
-        given = _tensors(args) | {"out": out, "lse": lse, "dout": dout} | wanted
+        given = tensors_of(args) | {"out": out, "lse": lse, "dout": dout} | wanted
         if dlse is not None:
             given["dlse"] = dlse
-        plan = plans.plan(_key(args, given, grads=tuple(wanted)), _form(args, given))
-        executor.execute(plan, given, _scalars(args), _splits(args), _arch_of(args).name)
+        plan = plans.plan(_key(args, given, grads=tuple(wanted)), form_of(args, given))
+        executor.execute(plan, given, scalars_of(args), _splits(args), _arch_of(args).name)
 
     def details(self, problem: Problem) -> dict[str, str]:
         found = {}
@@ -162,6 +159,8 @@ def _missing() -> str | None:
     if arch is None:
         major, minor = torch.cuda.get_device_capability()
         return f"compute capability {major}.{minor} is older than its kernels (6.1)"
+    if cache.is_embedded(arch.name):
+        return None
     try:
         toolchain.find()
     except Unsupported as error:
@@ -214,11 +213,6 @@ def _forward_key(args: AttentionArgs, given: dict[str, Tensor]) -> PlanKey:
     return _key(args, given, is_small=num_blocks < _num_multiprocessors(args.q.device.index or 0))
 
 
-def _form(args: AttentionArgs, given: dict[str, Tensor]) -> Form:
-    optional = tuple(name for name in given if name not in ("q", "k", "v", "out", "lse", "dout", *plans.GRADS))
-    return Form(args.layout, optional, args.max_seqlen_q is not None, args.max_seqlen_k is not None, args.causal == "top_left")
-
-
 def _problem_keys(problem: Problem) -> list[PlanKey]:
     """Of a forward pass over large grids and over small ones, and of the backward pass if one will follow."""
     arch, shape = _arch(torch.cuda.current_device()), problem.shape
@@ -233,26 +227,6 @@ def _problem_keys(problem: Problem) -> list[PlanKey]:
 
 
 # What an executor is told
-
-
-def _tensors(args: AttentionArgs) -> dict[str, Tensor]:
-    """The tensors of a call that are there."""
-    return {name: tensor for name, tensor in zip(args._fields[:NUM_TENSORS], args[:NUM_TENSORS], strict=True) if tensor is not None}  # type: ignore[misc]
-
-
-def _scalars(args: AttentionArgs) -> dict[str, float | int]:
-    scale, (left, right) = softmax_scale(args), (-1 if reach >= _UNBOUNDED else reach for reach in key_window(args))
-    return {
-        "window_left": left,
-        "window_right": right,
-        "scale": scale,
-        "scale_log2": scale * math.log2(math.e),
-        "softcap": args.softcap,
-        "dropout_threshold": dropout.threshold(args.dropout_p),
-        "keep_factor": dropout.keep_factor(args.dropout_p),
-        "max_seqlen_q": args.max_seqlen_q or 0,
-        "max_seqlen_k": args.max_seqlen_k or 0,
-    }
 
 
 def _splits(args: AttentionArgs) -> executor.Splits:

@@ -192,6 +192,20 @@ def execute(plan: LaunchPlan, given: Tensors, scalars: Scalars, splits: Splits, 
     finish(plan, given, tensors)
 
 
+def execute_on_host(plan: LaunchPlan, given: Tensors, scalars: Scalars, run: Callable[[int], None]) -> None:
+    """One call of a plan without kernels: `run` gets the address of the parameters."""
+    tensors = prepare(plan, given)
+    values = evaluate(plan, tensors, scalars, Splits(1, 1))
+    found = room(plan, values)
+    workspace = found.allocate(torch.device("cpu"))
+    image = fill(plan, tensors, scalars, values, addresses(tensors, found, workspace))
+    for step in plan.steps:
+        assert isinstance(step, Memset)
+        tensors[step.tensor].zero_()
+    run(_address(image))
+    finish(plan, given, tensors)
+
+
 def launch(step: Step, values: dict[str, int], image: bytearray, index: int, arch: str) -> None:
     """Launches on the current stream of the current device; nothing where the grid is empty."""
     if (blocks := num_blocks(step, values)) > 0:
@@ -264,11 +278,34 @@ class Bound:
             base = workspace.data_ptr()
             for offset, start in self.workspaces:
                 patch(image, offset, base + start)
-        with on_device(self.index):
-            stream, address = torch._C._cuda_getCurrentRawStream(self.index), _address(image)
-            for start_kernel, grid, block, shared_bytes in self.launches:
-                start_kernel(grid, block, shared_bytes, stream, address)
+        self.start(_address(image))
         return tuple(made)
+
+    def start(self, params: int) -> None:
+        """Launches everything with the parameters at that address."""
+        with on_device(self.index):
+            stream = torch._C._cuda_getCurrentRawStream(self.index)
+            for start_kernel, grid, block, shared_bytes in self.launches:
+                start_kernel(grid, block, shared_bytes, stream, params)
+
+
+class HostBound(Bound):
+    """The same for a plan without kernels: `run` gets the address of the parameters."""
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        given: Tensors,
+        scalars: Scalars,
+        run: Callable[[int], None],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+    ):
+        super().__init__(plan, given, scalars, Splits(1, 1), "", inputs, outputs)
+        self.run = run
+
+    def start(self, params: int) -> None:
+        self.run(params)
 
 
 def is_bindable(plan: LaunchPlan, given: Tensors) -> bool:

@@ -11,6 +11,7 @@ import warnings
 from dataclasses import dataclass
 
 from flashtile.backends.base import Backend
+from flashtile.backends.cpu import CpuBackend
 from flashtile.backends.cuda import CudaBackend
 from flashtile.backends.numba import NumbaBackend
 from flashtile.backends.reference import ReferenceBackend
@@ -19,7 +20,7 @@ from flashtile.backends.triton import TritonBackend
 from flashtile.errors import SlowPathWarning, Unsupported, dtype_name, value_error
 from flashtile.problem import Problem
 
-BACKENDS: list[Backend] = [CudaBackend(), TritonBackend(), TiledBackend(), NumbaBackend(), ReferenceBackend()]
+BACKENDS: list[Backend] = [CudaBackend(), TritonBackend(), CpuBackend(), TiledBackend(), NumbaBackend(), ReferenceBackend()]
 
 _warned: set[str] = set()
 

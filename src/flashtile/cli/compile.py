@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -311,6 +312,7 @@ class Options:
     head_dims: Sequence[int] = ()
     as_json: bool = False
     num_threads: int | None = None
+    embed: Path | None = None
 
 
 def prepare(options: Options) -> Callable[[], int]:
@@ -366,7 +368,10 @@ def _run(jobs: Sequence[Job], skipped: Sequence[str], options: Options) -> int:
         print(json.dumps({"kernels": [result.as_dict() for result in ordered], "skipped": list(skipped)}, indent=2))
     else:
         console.print(_table(ordered))
-    directory = cache.KernelCache.default().directory
+    if options.embed is not None and not failed:
+        for job in jobs:
+            cache.embed(options.embed, job.step.unit, job.key.arch.name, [job.step.entry])
+    directory = options.embed or cache.KernelCache.default().directory
     where = "kept in no file" if directory is None else f"in {directory}"
     console.print(f"{len(ordered)} kernels in {time.perf_counter() - start:.1f} s on {num_threads} threads, {where}", highlight=False)
     for result in failed:

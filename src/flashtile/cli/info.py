@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from flashtile.backends import registry
+from flashtile.backends.base import Backend
 from flashtile.cli import compile as compile_command
 from flashtile.errors import Unsupported
 from flashtile.kernels.arch import ARCHS, arch_of
-from flashtile.runtime import driver, toolchain
-from flashtile.runtime.cache import KernelCache
+from flashtile.runtime import driver, extension, toolchain
+from flashtile.runtime.cache import KernelCache, embedded_archs
 from flashtile.version import __version__
 
 SWITCHES = {
@@ -26,6 +27,7 @@ SWITCHES = {
     "FLASHTILE_NVRTC": "the libnvrtc file to compile with, instead of the one found",
     "FLASHTILE_CACHE_DIR": "where compiled kernels are kept, instead of flashtile/ below XDG_CACHE_HOME or ~/.cache",
     "FLASHTILE_CACHE": "0: compiled kernels stay in memory",
+    "FLASHTILE_CPU_ISA": "the instruction set of the CPU engine, instead of the best: avx512, avx2 or baseline",
     "FLASHTILE_COMMIT": "the commit that results name, for a copy of the source without its history",
 }
 
@@ -39,16 +41,26 @@ def collect() -> dict[str, Any]:
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "cpu_threads": torch.get_num_threads(),
+        "extension": _extension(),
         "gpus": _gpus(),
         "driver": _driver(),
         "nvrtc": _nvrtc(),
         "cache": _cache(),
+        "embedded": embedded_archs(),
         "archs": _archs(),
-        "backends": {
-            backend.name: {device: _status(backend.devices, device) for device in ("cpu", "cuda")} for backend in registry.BACKENDS
-        },
+        "backends": {backend.name: {device: _status(backend, device) for device in ("cpu", "cuda")} for backend in registry.BACKENDS},
         "summaries": {backend.name: backend.summary for backend in registry.BACKENDS},
         "switches": {name: os.environ.get(name) for name in SWITCHES},
+    }
+
+
+def _extension() -> dict[str, Any]:
+    """Where the C++ extension is and what it can use, or why there is none."""
+    reason = extension.missing()
+    return {
+        "path": None if reason else extension.path(),
+        "instruction_sets": [] if reason else list(extension.instruction_sets()),
+        "reason": reason,
     }
 
 
@@ -116,10 +128,12 @@ def _archs() -> dict[str, str]:
     return {arch.name: "works" if arch.number in known else f"no: {compile_command.why_unknown(arch, compiler)}" for arch in ARCHS.values()}
 
 
-def _status(devices: tuple[str, ...], device: str) -> str:
+def _status(backend: Backend, device: str) -> str:
     """The word works, or why not."""
-    if device not in devices:
-        return f"no: it runs on {' and '.join(devices)}"
+    if device not in backend.devices:
+        return f"no: it runs on {' and '.join(backend.devices)}"
+    if backend.name == "cpu" and (reason := extension.missing()):
+        return f"no: {reason}"
     if device == "cuda" and torch.version.cuda is None:
         return "no: this torch was built without CUDA"
     if device == "cuda" and not torch.cuda.is_available():
@@ -136,6 +150,10 @@ def show(as_json: bool) -> None:
     found = Table("what", "found", title=f"flashtile {facts['flashtile']}", title_justify="left")
     found.add_row("python", f"{facts['python']} on {facts['platform']}")
     found.add_row("torch", f"{facts['torch']}, {facts['cpu_threads']} CPU threads")
+    built = facts["extension"]
+    found.add_row(
+        "C++ extension", f"none: {built['reason']}" if built["reason"] else f"{', '.join(built['instruction_sets'])}; {built['path']}"
+    )
     found.add_row("CUDA of torch", facts["torch_cuda"] or "none: a CPU build")
     for gpu in facts["gpus"] or [None]:
         found.add_row(
@@ -149,6 +167,8 @@ def show(as_json: bool) -> None:
     found.add_row("NVRTC", f"{nvrtc['version']}, {nvrtc['path']}" if nvrtc["version"] else f"none: {nvrtc['reason']}")
     held = f"{kept['files']} kernels, {kept['bytes'] / 2**20:.1f} MB"
     found.add_row("kernel cache", f"{kept['directory'] or 'none'}, {kept['status']}, {held}")
+    embedded = ", ".join(f"{count} for {name}" for name, count in facts["embedded"].items())
+    found.add_row("embedded kernels", embedded or "none: built without FLASHTILE_ARCHS")
     works = [name for name, status in facts["archs"].items() if status == "works"]
     found.add_row("compiles for", ", ".join(works) or "nothing")
     for name, status in facts["archs"].items():

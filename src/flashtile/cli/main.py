@@ -47,9 +47,10 @@ def compile_kernels(
     head_dim: Annotated[list[int] | None, typer.Option(help="May be repeated. Default: each the table has.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     jobs: Annotated[int | None, typer.Option(help="Kernels compiled at a time. Default: one for each core.")] = None,
+    embed: Annotated[Path | None, typer.Option(help="Also put them into this folder, as a build with FLASHTILE_ARCHS does.")] = None,
 ) -> None:
     """Compile kernels ahead of their first use, without a GPU, and show registers, spills, shared memory and occupancy."""
-    options = compile_command.Options(arch or (), all_of_it, dtype or (), head_dim or (), as_json, jobs)
+    options = compile_command.Options(arch or (), all_of_it, dtype or (), head_dim or (), as_json, jobs, embed)
     try:
         job = compile_command.prepare(options)
     except (ValueError, Unsupported) as error:

@@ -249,7 +249,59 @@ def plan(key: PlanKey, form: Form) -> LaunchPlan:
         if "dlse" in form.given:
             operands.append(Operand("dlse", strides="contiguous", dtype="float32"))
         memsets = _memsets(key.grads, form)
-    values = _values(form)
+    return _assembled((*memsets, *steps), operands, tensors, _values(form), splits, workspaces, (key.head_dim, key.head_dim_v), form)
+
+
+class HostKey(NamedTuple):
+    """What decides a pass on the CPU, where one function of the C++ extension does everything."""
+
+    out_dtype: str
+    head_dim: int
+    head_dim_v: int
+    grads: tuple[str, ...] | None = None  # of a backward pass: those of GRADS that are wanted
+
+
+HOST_PAD = 16  # head dims in workspaces are padded to a multiple of this (csrc/cpu/tiles.h)
+
+
+@functools.lru_cache(maxsize=4096)
+def host_plan(key: HostKey, form: Form) -> LaunchPlan:
+    """The plan of a pass on the CPU: no kernels. Backward, the numbers num_splits and num_shares come with the call."""
+    tensors = ["q", "k", "v", "out"]
+    operands = [Operand("q"), Operand("k"), Operand("v"), Operand("out", is_written=key.grads is None)]
+    operands.append(Operand("lse", strides="contiguous", is_written=key.grads is None))
+    operands += [operand for operand in _OPTIONAL if operand.name in form.given]
+    values, workspaces, memsets = _values(form), [], []
+    if key.grads is not None:
+        # Sequences may share pages: what they add to them is rounded once, at the end
+        is_paged = "block_table" in form.given
+        key_grads = [name for name in ("dk", "dv") if name in key.grads]
+        tensors += ["dout", *(name for name in ("dq", "dk", "dv") if name in key.grads)]
+        operands += [Operand("dout", dtype=key.out_dtype), *(Operand("dq", is_written=True) for name in key.grads if name == "dq")]
+        operands += [Operand(name, dtype="float32" if is_paged else None, is_written=True) for name in key_grads]
+        operands += [Operand("dbias", strides="contiguous", is_written=True) for name in key.grads if name == "dbias"]
+        operands += [Operand("dsinks", strides="contiguous", dtype="float32", is_written=True) for name in key.grads if name == "dsinks"]
+        operands += [Operand("dlse", strides="contiguous", dtype="float32") for name in form.given if name == "dlse"]
+        padded = -(-key.head_dim // HOST_PAD) * HOST_PAD
+        values += (("num_splits", (Scalar("num_splits"),)), ("num_shares", (Scalar("num_shares"),)))
+        workspaces = [Workspace("lse_log2", 4, ("lse_size",)), Workspace("delta", 4, ("lse_size",))]
+        workspaces.append(Workspace("partial_out", 4 * padded, ("num_shares", "lse_size")))
+        memsets = [memset for memset in _memsets(key.grads, form) if memset.tensor != "dbias"]
+        memsets += [Memset(name) for name in key_grads if is_paged and Memset(name) not in memsets]
+    return _assembled(tuple(memsets), operands, tensors, values, None, workspaces, (key.head_dim, key.head_dim_v), form)
+
+
+def _assembled(
+    steps: tuple[Memset | Step, ...],
+    operands: list[Operand],
+    tensors: list[str],  # the operands with strides in the parameters
+    values: tuple[tuple[str, tuple[Rule, ...]], ...],
+    splits: tuple[int, int] | None,
+    workspaces: list[Workspace],
+    head_dims: tuple[int, int],
+    form: Form,
+) -> LaunchPlan:
+    """The plan with the image and the patches of its parameters."""
     patches = [patch for name in tensors for patch in _tensor_patches(name, form)]
     patches += [_patch(operand.name, Pointer(operand.name)) for operand in operands if operand.name not in tensors]
     patches += [_patch(workspace.name, Pointer(workspace.name)) for workspace in workspaces]
@@ -260,8 +312,8 @@ def plan(key: PlanKey, form: Form) -> LaunchPlan:
     ]
     patches += [_patch(name, Scalar(name)) for name in _SCALARS]
     patches += _optional_patches(form)
-    image = Params(num_splits=1, head_dim=key.head_dim, head_dim_v=key.head_dim_v, is_top_left=form.is_top_left)
-    return LaunchPlan((*memsets, *steps), tuple(operands), values, splits, tuple(workspaces), bytes(image), tuple(patches))
+    image = Params(num_splits=1, head_dim=head_dims[0], head_dim_v=head_dims[1], is_top_left=form.is_top_left)
+    return LaunchPlan(steps, tuple(operands), values, splits, tuple(workspaces), bytes(image), tuple(patches))
 
 
 def _grad_operands(grads: tuple[str, ...]) -> list[Operand]:

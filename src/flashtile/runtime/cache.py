@@ -1,13 +1,17 @@
-"""Keeps compiled kernels: in memory for the process, on disk for the next one.
+"""Keeps compiled kernels: in memory for the process, on disk for the next one, and in the package where it was built with some.
 
 Directory: FLASHTILE_CACHE_DIR, else flashtile/ below XDG_CACHE_HOME or ~/.cache; FLASHTILE_CACHE=0 turns the disk off. It must belong to
 the user and be closed to everybody else. A file is a header (magic, format, SHA-256 of the rest), a length-prefixed JSON object and the
 cubin, and names the key it was stored under. It gets its name only when complete, so any number of processes may share the directory.
 Whatever is wrong with the disk costs one warning and a compilation; nothing here raises for it, and no doubtful file becomes a kernel.
+
+A package built with FLASHTILE_ARCHS holds kernels for those architectures (EMBEDDED), in files of the same form. Their key leaves the
+compiler out: where the headers, the unit and the options are the same, they are taken, and no compiler is looked for.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import hashlib
@@ -30,6 +34,7 @@ _HEADER = struct.Struct("<8sI32s")
 _LENGTH = struct.Struct("<Q")
 _MAGIC = b"FLASHTIL"
 _FORMAT = 1
+EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
 
 
 class CacheWarning(UserWarning):
@@ -145,11 +150,13 @@ class KernelCache:
 
 
 def compile_cached(source: str, arch: str, names: Sequence[str], defines: Sequence[str] = ()) -> Compiled:
-    """Compiles one unit, or takes it from memory or disk. Threads that want the same unit wait for one compilation."""
-    cache = KernelCache.default()
-    compiler = toolchain.find()
+    """Compiles one unit, or takes it from the package, memory or disk. Threads that want the same unit wait for one compilation."""
     headers = include_digest(nvrtc.INCLUDE)
     options = json.dumps([list(names), nvrtc.options(arch, defines)])
+    if is_embedded(arch) and (ready := _load_embedded(arch, KernelCache.key([headers, source, options]))) is not None:
+        return ready
+    cache = KernelCache.default()
+    compiler = toolchain.find()
     key = cache.key([headers, source, options, _toolchain_digest(cache.directory, compiler)])
     with _guard:
         lock = _locks.setdefault(key, threading.Lock())
@@ -163,6 +170,39 @@ def compile_cached(source: str, arch: str, names: Sequence[str], defines: Sequen
                     cache.store(key, found)
             _memory[key] = found
         return _memory[key]
+
+
+def embed(folder: Path, source: str, arch: str, names: Sequence[str]) -> None:
+    """Compiles a unit, or takes it from wherever it is, and puts it into a folder that is to become EMBEDDED."""
+    compiled = compile_cached(source, arch, names)
+    key = KernelCache.key([tree_digest(nvrtc.INCLUDE), source, json.dumps([list(names), nvrtc.options(arch)])])
+    meta = {"key": key, "arch": arch, "symbols": compiled.symbols, "log": compiled.log}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{arch}-{key}.kernel").write_bytes(_pack(meta, compiled.cubin))
+
+
+@functools.cache
+def embedded_archs() -> dict[str, int]:
+    """The architectures that the package holds kernels for, and how many."""
+    files = sorted(EMBEDDED.glob("*.kernel")) if EMBEDDED.is_dir() else []
+    return dict(collections.Counter(path.name.split("-")[0] for path in files))
+
+
+def is_embedded(arch: str) -> bool:
+    return arch in embedded_archs()
+
+
+@functools.cache
+def _load_embedded(arch: str, key: str) -> Compiled | None:
+    path = EMBEDDED / f"{arch}-{key}.kernel"
+    try:
+        meta, cubin = _unpack(path.read_bytes(), key)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        _warn_once(str(path), f"embedded kernels: {path} is not usable ({error}); the kernel is compiled instead")
+        return None
+    return Compiled(arch, cubin, meta["symbols"], meta["log"])
 
 
 def tree_digest(folder: Path) -> str:

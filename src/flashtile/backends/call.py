@@ -1,0 +1,38 @@
+"""What an executor is told of a call: its tensors by name, its form, its numbers. The same for every backend that runs a plan."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from flashtile.backends import dropout
+from flashtile.kernels.plan import GRADS, Form
+from flashtile.problem import NUM_TENSORS, AttentionArgs, key_window, softmax_scale
+
+_UNBOUNDED = 1 << 30  # a window at least this wide hides nothing, and sums with positions stay in 32 bits
+
+
+def tensors_of(args: AttentionArgs) -> dict[str, Tensor]:
+    """The tensors of a call that are there."""
+    return {name: tensor for name, tensor in zip(args._fields[:NUM_TENSORS], args[:NUM_TENSORS], strict=True) if tensor is not None}  # type: ignore[misc]
+
+
+def form_of(args: AttentionArgs, given: dict[str, Tensor]) -> Form:
+    optional = tuple(name for name in given if name not in ("q", "k", "v", "out", "lse", "dout", *GRADS))
+    return Form(args.layout, optional, args.max_seqlen_q is not None, args.max_seqlen_k is not None, args.causal == "top_left")
+
+
+def scalars_of(args: AttentionArgs) -> dict[str, float | int]:
+    scale, (left, right) = softmax_scale(args), (-1 if reach >= _UNBOUNDED else reach for reach in key_window(args))
+    return {
+        "window_left": left,
+        "window_right": right,
+        "scale": scale,
+        "scale_log2": scale * math.log2(math.e),
+        "softcap": args.softcap,
+        "dropout_threshold": dropout.threshold(args.dropout_p),
+        "keep_factor": dropout.keep_factor(args.dropout_p),
+        "max_seqlen_q": args.max_seqlen_q or 0,
+        "max_seqlen_k": args.max_seqlen_k or 0,
+    }

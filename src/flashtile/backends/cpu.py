@@ -1,0 +1,102 @@
+"""The CPU engine: from a call to the parameters of its plan, and one call into the C++ extension (csrc/cpu) that runs it."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+
+import torch
+from torch import Tensor
+
+from flashtile.backends import executor
+from flashtile.backends.base import Backend, BoundForward, Grads
+from flashtile.backends.call import form_of, scalars_of, tensors_of
+from flashtile.errors import dtype_name
+from flashtile.kernels.params import Params
+from flashtile.kernels.plan import HostKey, LaunchPlan, host_plan
+from flashtile.problem import NUM_TENSORS, AttentionArgs, Problem, check_values, is_deterministic, shape_of
+from flashtile.runtime import extension
+
+_ELEMENTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc/cpu/engine.h: Element
+
+
+class CpuBackend(Backend):
+    name = "cpu"
+    summary = "C++ for AVX-512, AVX2 or any processor, chosen at run time; memory linear in the sequence length"
+    devices = ("cpu",)
+
+    def refuse(self, problem: Problem) -> str | None:
+        if problem.dtype not in _ELEMENTS:
+            return f"{dtype_name(problem.dtype)} is not among its dtypes ({', '.join(dtype_name(dtype) for dtype in _ELEMENTS)})"
+        reason = extension.missing()
+        if reason is None and extension.params_bytes() != ctypes.sizeof(Params):
+            return "the C++ extension was built from other sources; `pip install .` builds it anew"
+        return reason
+
+    def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
+        args, spans = _with_spans(args)
+        given = tensors_of(args) | {"out": out, "lse": lse}
+        more = _more(args, spans, out)
+        executor.execute_on_host(_forward_plan(args, given), given, scalars_of(args), lambda params: extension.cpu_forward(params, *more))
+
+    def bind(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> BoundForward | None:
+        given = tensors_of(args) | {"out": out, "lse": lse}
+        plan = _forward_plan(args, given)
+        if _has_lengths(args) or not executor.is_bindable(plan, given):
+            return None  # lengths are read in every call
+        more = _more(args, None, out)
+
+        def run(params: int) -> None:
+            extension.cpu_forward(params, *more)
+
+        return executor.HostBound(plan, given, scalars_of(args), run, AttentionArgs._fields[:NUM_TENSORS], ("out", "lse"))
+
+    def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
+        args, spans = _with_spans(args)
+        wanted = {name: tensor for name, tensor in grads._asdict().items() if tensor is not None}
+        given = tensors_of(args) | {"out": out, "lse": lse, "dout": dout} | wanted
+        if dlse is not None:
+            given["dlse"] = dlse
+        key = HostKey(dtype_name(out.dtype), args.q.shape[-1], args.v.shape[-1], tuple(wanted))
+        num_splits, more = _num_splits(args), _more(args, spans, out)
+        scalars = scalars_of(args) | {"num_splits": num_splits, "num_shares": num_splits if num_splits > 1 else 0}
+        executor.execute_on_host(host_plan(key, form_of(args, given)), given, scalars, lambda params: extension.cpu_backward(params, *more))
+
+    def details(self, problem: Problem) -> dict[str, str]:
+        return {"instructions": extension.instruction_set(), "arithmetic": "float32"}
+
+
+def _forward_plan(args: AttentionArgs, given: dict[str, Tensor]) -> LaunchPlan:
+    return host_plan(HostKey(dtype_name(given["out"].dtype), args.q.shape[-1], args.v.shape[-1]), form_of(args, given))
+
+
+def _has_lengths(args: AttentionArgs) -> bool:
+    return any(tensor is not None for tensor in (args.cu_seqlens_q, args.seqused_k, args.leftpad_k, args.block_table))
+
+
+def _with_spans(args: AttentionArgs) -> tuple[AttentionArgs, array[int] | None]:
+    """The place of every sequence (csrc/cpu/engine.h: Span), checked, so that no value in an index tensor leads out of bounds."""
+    if not _has_lengths(args):
+        return args, None
+    spans = check_values(args)
+    if args.cu_seqlens_q is not None:
+        args = args._replace(max_seqlen_q=max((span.seqlen_q for span in spans), default=0))
+    return args, array("i", [number for span in spans for number in span])
+
+
+def _more(args: AttentionArgs, spans: array[int] | None, out: Tensor) -> tuple[int, ...]:
+    """What csrc/module.cpp takes beside the parameters."""
+    address = 0 if spans is None else spans.buffer_info()[0]
+    bias = torch.float32 if args.bias is None else args.bias.dtype
+    key_grad = args.q.dtype if args.block_table is None else torch.float32
+    return address, *(_ELEMENTS[dtype] for dtype in (args.q.dtype, out.dtype, bias, key_grad))
+
+
+def _num_splits(args: AttentionArgs) -> int:
+    """Over how many tasks of the backward pass the keys of a head are dealt out: one where there is a head for every thread, or where
+    the result may not depend on their number."""
+    shape = shape_of(args)
+    num_tasks = shape.heads_kv * shape.batch
+    if is_deterministic(args) or args.block_table is not None or num_tasks == 0:
+        return 1
+    return max(1, min(-(-torch.get_num_threads() // num_tasks), -(-shape.seqlen_k // 128)))

@@ -1,0 +1,274 @@
+// Backward, in passes: per row delta = rowsum(dO * O) - dlse and lse in base 2; dQ, dK and dV; the gradients of bias and sinks.
+//
+// The main pass: a task is a key head of one sequence. For each block of keys it walks over the blocks of queries that see it, of all
+// heads that share it: dV += P^T dO, dK += dS^T Q, dQ += dS K. dK and dV gather in scratch, dQ in scratch as long as the task's queries,
+// all in a fixed order. Where there are fewer key heads than threads the blocks of keys are dealt out to several tasks (num_splits),
+// whose shares of dQ are then added. (FlashAttention-2, section 3.2)
+#pragma once
+
+#include "backward_tile.h"
+
+namespace flashtile {
+namespace {
+
+// Preprocess: delta and lse_log2 of one head of one sequence
+
+void preprocess_task(const Call& call, i64 task, float* base) {
+  const Params& p = *call.params;
+  i32 head = static_cast<i32>(task % p.heads), dims = padded(p.head_dim_v);
+  Sequence s = find_sequence(call, static_cast<i32>(task / p.heads));
+  float *out = base, *dout = base + dims;
+  for (i32 i = 0; i < s.span.seqlen_q; ++i) {
+    i64 stat = make_query(p, s, head, i).stat;
+    // A row that saw nothing: 2^(score - inf) = 0
+    bool is_empty = p.lse[stat] == -kInfinity;
+    p.lse_log2[stat] = is_empty ? kInfinity : p.lse[stat] * kLog2e;
+    p.delta[stat] = 0.0f;
+    if (is_empty) continue;
+    load_row(out, query_row(p.out, p.out_strides, call.out_element, s, head, i), call.out_element, p.head_dim_v, dims, 1.0f);
+    load_row(dout, query_row(p.dout, p.dout_strides, call.out_element, s, head, i), call.out_element, p.head_dim_v, dims, 1.0f);
+    vf sum = {};
+    for (i32 c = 0; c < dims; c += kLanes) sum += load(out + c) * load(dout + c);
+    p.delta[stat] = sum_across(sum) - (p.dlse == nullptr ? 0.0f : p.dlse[stat]);
+  }
+}
+
+Pass preprocess_pass(const Call& call) {
+  const Params& p = *call.params;
+  return {static_cast<i64>(p.batch) * p.heads, 2 * padded(p.head_dim_v), preprocess_task};
+}
+
+// dQ, dK, dV
+
+struct MainScratch {
+  BackwardTile tile;
+  float *dk, *dv, *dq;
+
+  MainScratch(const Call& call, float* base) : tile(call, base) {
+    const Params& p = *call.params;
+    dk = tile.scratch.take(static_cast<i64>(tile.plan.block_n) * tile.k.dims);
+    dv = tile.scratch.take(static_cast<i64>(tile.plan.block_n) * tile.v.dims);
+    // All queries of the heads that share a key head
+    i64 dq_rows = p.dq == nullptr || p.num_splits > 1 ? 0 : static_cast<i64>(p.heads / p.heads_kv) * p.seqlen_q;
+    dq = tile.scratch.take(dq_rows * tile.k.dims);
+  }
+
+  // Where dQ of query 0 of a head gathers.
+  float* dq_rows(const Sequence& s, i32 head, i32 split) const {
+    const Params& p = tile.p;
+    if (p.num_splits == 1) return dq + static_cast<i64>(head % (p.heads / p.heads_kv)) * p.seqlen_q * tile.k.dims;
+    return p.partial_out + (split * p.lse_size + make_query(p, s, head, 0).stat) * tile.k.dims;
+  }
+};
+
+// dK and dV of a block of keys to their tensors: stored, or added where several sequences may share pages.
+void store_key_grads(const Call& call, const Sequence& s, void* tensor, const Strides& strides, i32 head_kv, i32 j, i32 count, const float* rows,
+                     i32 dim, float factor) {
+  const Params& p = *call.params;
+  for (i32 n = 0; n < count; ++n) {
+    char* to = key_row(p, tensor, strides, call.key_grad_element, s, head_kv, j + n);
+    const float* row = rows + static_cast<i64>(n) * padded(dim);
+    if (p.block_table != nullptr) {
+      add_row(reinterpret_cast<float*>(to), row, dim, factor);
+    } else {
+      store_row(to, row, call.key_grad_element, dim, factor);
+    }
+  }
+}
+
+void sequence_gradients(const Call& call, MainScratch& t, const Sequence& s, i32 head_kv, i32 split) {
+  const Params& p = *call.params;
+  BackwardTile& tile = t.tile;
+  i32 block_m = tile.plan.block_m, block_n = tile.plan.block_n, dims = tile.k.dims, dims_v = tile.v.dims;
+  i32 first_head = head_kv * (p.heads / p.heads_kv), last_head = first_head + p.heads / p.heads_kv;
+  i64 num_dq = static_cast<i64>(s.span.seqlen_q) * dims;
+  if (p.dq != nullptr) {
+    for (i32 head = first_head; head < last_head; ++head) fill(t.dq_rows(s, head, split), num_dq, 0.0f);
+  }
+
+  for (i32 j = split * block_n; j < s.span.seqlen_k; j += p.num_splits * block_n) {
+    i32 count = min_of(block_n, s.span.seqlen_k - j);
+    fill(t.dk, static_cast<i64>(count) * dims, 0.0f);
+    fill(t.dv, static_cast<i64>(count) * dims_v, 0.0f);
+    Range seeing = query_range(p, s, j, j + count);
+    Right k_rows = {};
+    if (seeing.begin < seeing.end) k_rows = tile.load_keys(s, head_kv, j, count);
+    for (i32 head = first_head; head < last_head; ++head) {
+      for (i32 i = round_down(seeing.begin, block_m); i < seeing.end; i += block_m) {
+        tile.load_queries(s, head, i, min_of(block_m, s.span.seqlen_q - i));
+        tile.score_gradients(s, j, count, false);
+        // dQ += dS K, over the keys that each group of queries sees
+        if (p.dq != nullptr) {
+          for (i32 row = 0; row < tile.num_rows; row += kRows) {
+            i32 rows = min_of(kRows, tile.num_rows - row);
+            Range seen = Columns(tile.queries + row, rows, j, count).seen;
+            if (seen.begin >= seen.end) continue;
+            product<Into::kAdd>(rows, dims, seen.end - seen.begin, {tile.ds + static_cast<i64>(row) * block_n + seen.begin, block_n, 1},
+                                {k_rows.b + seen.begin * k_rows.row_stride, k_rows.row_stride, k_rows.panel_stride},
+                                t.dq_rows(s, head, split) + static_cast<i64>(i + row) * dims, dims);
+          }
+        }
+        // dV += P^T dO and dK += dS^T Q, over the queries that see each group of keys
+        for (i32 column = 0; column < count; column += kRows) {
+          i32 columns = min_of(kRows, count - column);
+          Range rows = query_range(p, s, j + column, j + column + columns);
+          rows = {max_of(rows.begin - i, 0), min_of(rows.end - i, tile.num_rows)};
+          if (rows.begin >= rows.end) continue;
+          i64 at = static_cast<i64>(rows.begin) * block_n + column;
+          if (p.dv != nullptr) {
+            product<Into::kAdd>(columns, dims_v, rows.end - rows.begin, {tile.prob + at, 1, block_n},
+                                {tile.dout + static_cast<i64>(rows.begin) * dims_v, dims_v, kPanel},
+                                t.dv + static_cast<i64>(column) * dims_v, dims_v);
+          }
+          if (p.dk != nullptr) {
+            product<Into::kAdd>(columns, dims, rows.end - rows.begin, {tile.ds + at, 1, block_n},
+                                {tile.q + static_cast<i64>(rows.begin) * dims, dims, kPanel}, t.dk + static_cast<i64>(column) * dims, dims);
+          }
+        }
+      }
+    }
+    // Q came scaled by query_factor: what is left of the scale
+    if (p.dk != nullptr) {
+      store_key_grads(call, s, p.dk, p.dk_strides, head_kv, j, count, t.dk, p.head_dim, p.softcap > 0.0f ? p.softcap : kLn2);
+    }
+    if (p.dv != nullptr) store_key_grads(call, s, p.dv, p.dv_strides, head_kv, j, count, t.dv, p.head_dim_v, 1.0f);
+  }
+
+  if (p.dq != nullptr && p.num_splits == 1) {
+    for (i32 head = first_head; head < last_head; ++head) {
+      for (i32 i = 0; i < s.span.seqlen_q; ++i) {
+        store_row(query_row(p.dq, p.dq_strides, call.element, s, head, i), t.dq_rows(s, head, 0) + static_cast<i64>(i) * dims, call.element,
+                  p.head_dim, p.scale);
+      }
+    }
+  }
+}
+
+void main_task(const Call& call, i64 task, float* base) {
+  const Params& p = *call.params;
+  [[maybe_unused]] FlushDenormals flush;
+  MainScratch t(call, base);
+  i32 split = static_cast<i32>(task % p.num_splits), head_kv = static_cast<i32>(task / p.num_splits % p.heads_kv);
+  // Sequences that may share pages are one task
+  i32 first = static_cast<i32>(task / p.num_splits / p.heads_kv), last = p.block_table != nullptr ? p.batch : first + 1;
+  for (i32 b = first; b < last; ++b) sequence_gradients(call, t, find_sequence(call, b), head_kv, split);
+}
+
+Pass main_pass(const Call& call) {
+  const Params& p = *call.params;
+  i64 sequences = p.block_table != nullptr ? min_of(p.batch, 1) : p.batch;
+  bool is_needed = p.dq != nullptr || p.dk != nullptr || p.dv != nullptr;
+  return {is_needed ? sequences * p.heads_kv * p.num_splits : 0, MainScratch(call, nullptr).tile.scratch.used, main_task};
+}
+
+// dQ from the shares of the splits: one head of one sequence
+
+void reduce_task(const Call& call, i64 task, float* row) {
+  const Params& p = *call.params;
+  i32 head = static_cast<i32>(task % p.heads), dims = padded(p.head_dim);
+  Sequence s = find_sequence(call, static_cast<i32>(task / p.heads));
+  for (i32 i = 0; i < s.span.seqlen_q; ++i) {
+    const float* share = p.partial_out + make_query(p, s, head, i).stat * dims;
+    for (i32 c = 0; c < dims; c += kLanes) {
+      vf sum = load(share + c);
+      for (i32 split = 1; split < p.num_splits; ++split) sum += load(share + split * p.lse_size * dims + c);
+      store(row + c, sum);
+    }
+    store_row(query_row(p.dq, p.dq_strides, call.element, s, head, i), row, call.element, p.head_dim, p.scale);
+  }
+}
+
+Pass reduce_pass(const Call& call) {
+  const Params& p = *call.params;
+  bool is_needed = p.dq != nullptr && p.num_splits > 1;
+  return {is_needed ? static_cast<i64>(p.batch) * p.heads : 0, padded(p.head_dim), reduce_task};
+}
+
+// dbias: a task is a tile of it, over whatever is broadcast onto that tile
+
+struct BiasScratch {
+  BackwardTile tile;
+  float* sums;
+
+  BiasScratch(const Call& call, float* base) : tile(call, base) {
+    sums = tile.scratch.take(static_cast<i64>(tile.plan.block_m) * tile.plan.block_n);
+  }
+};
+
+void bias_task(const Call& call, i64 task, float* base) {
+  const Params& p = *call.params;
+  [[maybe_unused]] FlushDenormals flush;
+  BiasScratch t(call, base);
+  BackwardTile& tile = t.tile;
+  i32 block_m = tile.plan.block_m, block_n = tile.plan.block_n;
+  bool has_batch = p.bias_sizes[0] != 1, has_heads = p.bias_sizes[1] != 1, has_rows = p.bias_sizes[2] != 1, has_columns = p.bias_sizes[3] != 1;
+  i64 n_blocks = ceil_div(p.bias_sizes[3], block_n), m_blocks = ceil_div(p.bias_sizes[2], block_m);
+  i32 own_j = static_cast<i32>(task % n_blocks) * block_n, own_i = static_cast<i32>(task / n_blocks % m_blocks) * block_m;
+  i32 own_head = static_cast<i32>(task / n_blocks / m_blocks % p.bias_sizes[1]);
+  i32 own_batch = static_cast<i32>(task / n_blocks / m_blocks / p.bias_sizes[1]);
+  fill(t.sums, static_cast<i64>(block_m) * block_n, 0.0f);
+
+  for (i32 b = has_batch ? own_batch : 0; b < (has_batch ? own_batch + 1 : p.batch); ++b) {
+    Sequence s = find_sequence(call, b);
+    i32 j_end = has_columns ? min_of(own_j + block_n, s.span.seqlen_k) : s.span.seqlen_k;
+    for (i32 head = has_heads ? own_head : 0; head < (has_heads ? own_head + 1 : p.heads); ++head) {
+      for (i32 j = own_j; j < j_end; j += block_n) {
+        i32 count = min_of(block_n, s.span.seqlen_k - j);
+        Range seeing = query_range(p, s, j, j + count);
+        i32 i_end = has_rows ? min_of(own_i + block_m, seeing.end) : seeing.end;
+        i32 i_begin = has_rows ? own_i : round_down(seeing.begin, block_m);
+        if (i_begin < i_end) tile.load_keys(s, head / (p.heads / p.heads_kv), j, count);
+        for (i32 i = i_begin; i < i_end; i += block_m) {
+          tile.load_queries(s, head, i, min_of(block_m, s.span.seqlen_q - i));
+          tile.score_gradients(s, j, count, true);
+          for (i32 r = 0; r < tile.num_rows; ++r) {
+            float* sums = t.sums + (has_rows ? static_cast<i64>(r) * block_n : 0);
+            const float* ds = tile.ds + static_cast<i64>(r) * block_n;
+            for (i32 c = 0; c < count; c += kLanes) store(sums + c, load(sums + c) + load(ds + c));
+          }
+        }
+      }
+    }
+  }
+
+  i64 at = (static_cast<i64>(own_batch) * p.bias_sizes[1] + own_head) * p.bias_sizes[2] * p.bias_sizes[3];
+  for (i32 r = 0; r < (has_rows ? min_of<i64>(block_m, p.bias_sizes[2] - own_i) : 1); ++r) {
+    float* sums = t.sums + static_cast<i64>(r) * block_n;
+    if (!has_columns) {
+      float sum = 0.0f;
+      for (i32 c = 0; c < block_n; ++c) sum += sums[c];
+      sums[0] = sum;
+    }
+    i32 columns = has_columns ? static_cast<i32>(min_of<i64>(block_n, p.bias_sizes[3] - own_j)) : 1;
+    i64 place = at + (own_i + r) * p.bias_sizes[3] + own_j;
+    store_row(static_cast<char*>(p.dbias) + place * bytes_of(call.bias_element), sums, call.bias_element, columns, 1.0f);
+  }
+}
+
+Pass bias_pass(const Call& call) {
+  const Params& p = *call.params;
+  BiasScratch t(call, nullptr);
+  i64 tiles = p.bias_sizes[0] * p.bias_sizes[1] * ceil_div(p.bias_sizes[2], t.tile.plan.block_m) * ceil_div(p.bias_sizes[3], t.tile.plan.block_n);
+  return {p.dbias == nullptr ? 0 : tiles, t.tile.scratch.used, bias_task};
+}
+
+// dsinks: a task is a head
+
+void sinks_task(const Call& call, i64 task, float*) {
+  const Params& p = *call.params;
+  i32 head = static_cast<i32>(task);
+  float sink = p.sinks[head] * kLog2e, sum = 0.0f;
+  for (i32 b = 0; b < p.batch; ++b) {
+    Sequence s = find_sequence(call, b);
+    for (i32 i = 0; i < s.span.seqlen_q; ++i) {
+      i64 stat = make_query(p, s, head, i).stat;
+      sum -= exp2_of(sink - p.lse_log2[stat]) * p.delta[stat];
+    }
+  }
+  p.dsinks[head] = sum;
+}
+
+Pass sinks_pass(const Call& call) { return {call.params->dsinks == nullptr ? 0 : call.params->heads, 0, sinks_task}; }
+
+}  // namespace
+}  // namespace flashtile

@@ -1,0 +1,9 @@
+// The CPU engine for AVX2, FMA and F16C.
+#include "backward.h"
+#include "forward.h"
+
+namespace flashtile {
+
+extern const Engine kAvx2Engine = {forward_pass, {preprocess_pass, main_pass, reduce_pass, bias_pass, sinks_pass}};
+
+}  // namespace flashtile

@@ -1,0 +1,85 @@
+// The one matrix product: C (+)= A B, a few rows of A at a time, sums in registers. Scope: thread.
+//
+// Rows of B stream by as vectors; elements of A are broadcast and may have any strides, so that A is also read transposed. All
+// operands are float32 in scratch, B and C padded to whole vectors.
+#pragma once
+
+#include "simd.h"
+
+namespace flashtile {
+namespace {
+
+constexpr i32 kRows = 6;  // rows of A at a time
+
+enum class Into { kStore, kAdd, kScaled };  // C = A B;  C += A B;  C = factors * C + A B, one factor for each row
+
+// Element (row, depth) of A stands at a[row * row_stride + depth * depth_stride].
+struct Left {
+  const float* a;
+  i64 row_stride, depth_stride;
+};
+
+// Vector number n of row depth of B stands at b[depth * row_stride + n * kLanes], within a panel; panels follow each other.
+struct Right {
+  const float* b;
+  i64 row_stride, panel_stride;
+};
+
+template <i32 kNumRows, i32 kNumVectors, Into kInto>
+void multiply(i32 depth, Left a, const float* b, i64 b_stride, float* c, i64 c_stride, const float* factors) {
+  vf sum[kNumRows][kNumVectors] = {};
+  const float* at = a.a;
+  for (i32 t = 0; t < depth; ++t) {
+    vf row[kNumVectors];
+#pragma GCC unroll 4
+    for (i32 n = 0; n < kNumVectors; ++n) row[n] = load(b + n * kLanes);
+#pragma GCC unroll 8
+    for (i32 r = 0; r < kNumRows; ++r) {
+      vf x = splat(at[r * a.row_stride]);
+#pragma GCC unroll 4
+      for (i32 n = 0; n < kNumVectors; ++n) sum[r][n] += x * row[n];
+    }
+    at += a.depth_stride;
+    b += b_stride;
+  }
+#pragma GCC unroll 8
+  for (i32 r = 0; r < kNumRows; ++r) {
+#pragma GCC unroll 4
+    for (i32 n = 0; n < kNumVectors; ++n) {
+      float* place = c + r * c_stride + n * kLanes;
+      if (kInto == Into::kAdd) sum[r][n] += load(place);
+      if (kInto == Into::kScaled) sum[r][n] += load(place) * factors[r];
+      store(place, sum[r][n]);
+    }
+  }
+}
+
+template <i32 kNumRows, Into kInto>
+void multiply_rows(i32 vectors, i32 depth, Left a, const float* b, i64 b_stride, float* c, i64 c_stride, const float* factors) {
+  static_assert(kVectors <= 4);
+  if (vectors == kVectors) return multiply<kNumRows, kVectors, kInto>(depth, a, b, b_stride, c, c_stride, factors);
+  if (vectors == 1) return multiply<kNumRows, 1, kInto>(depth, a, b, b_stride, c, c_stride, factors);
+  if (vectors == 2) return multiply<kNumRows, 2, kInto>(depth, a, b, b_stride, c, c_stride, factors);
+  multiply<kNumRows, 3, kInto>(depth, a, b, b_stride, c, c_stride, factors);
+}
+
+// At most kRows rows of C, `columns` a multiple of kLanes.
+template <Into kInto>
+void product(i32 rows, i32 columns, i32 depth, Left a, Right b, float* c, i64 c_stride, const float* factors = nullptr) {
+  static_assert(kRows == 6);
+  for (i32 column = 0; column < columns; column += kPanel, b.b += b.panel_stride) {
+    i32 vectors = min_of(columns - column, kPanel) / kLanes;
+    float* place = c + column;
+    switch (rows) {
+      case 6: multiply_rows<6, kInto>(vectors, depth, a, b.b, b.row_stride, place, c_stride, factors); break;
+      case 5: multiply_rows<5, kInto>(vectors, depth, a, b.b, b.row_stride, place, c_stride, factors); break;
+      case 4: multiply_rows<4, kInto>(vectors, depth, a, b.b, b.row_stride, place, c_stride, factors); break;
+      case 3: multiply_rows<3, kInto>(vectors, depth, a, b.b, b.row_stride, place, c_stride, factors); break;
+      case 2: multiply_rows<2, kInto>(vectors, depth, a, b.b, b.row_stride, place, c_stride, factors); break;
+      default: multiply_rows<1, kInto>(vectors, depth, a, b.b, b.row_stride, place, c_stride, factors);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flashtile

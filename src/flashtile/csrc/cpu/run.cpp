@@ -1,0 +1,95 @@
+#include "run.h"
+
+#include <torch/csrc/stable/c/shim.h>
+
+#include <atomic>
+#include <cstring>
+
+namespace flashtile {
+namespace {
+
+// Uninitialised floats from torch's CPU allocator, on a 64-byte boundary.
+class Workspace {
+ public:
+  ~Workspace() {
+    if (tensor_ != nullptr) aoti_torch_delete_tensor_object(tensor_);
+  }
+
+  float* allocate(i64 count) {
+    int64_t size = count, stride = 1;
+    void* data = nullptr;
+    if (aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, &tensor_) != 0) return nullptr;
+    if (aoti_torch_get_data_ptr(tensor_, &data) != 0) return nullptr;
+    return static_cast<float*>(data);
+  }
+
+ private:
+  AtenTensorHandle tensor_ = nullptr;
+};
+
+// Threads draw tasks one by one, so that a slow one holds up nobody.
+struct Queue {
+  const Call& call;
+  Pass pass;
+  float* scratch;
+  std::atomic<i64> next{0};
+};
+
+void work(int64_t begin, int64_t end, void* context) {
+  Queue& queue = *static_cast<Queue*>(context);
+  for (int64_t worker = begin; worker < end; ++worker) {
+    float* scratch = queue.scratch + worker * queue.pass.scratch_floats;
+    for (i64 task = queue.next++; task < queue.pass.num_tasks; task = queue.next++) queue.pass.run(queue.call, task, scratch);
+  }
+}
+
+const char* run_pass(const Call& call, Pass pass) {
+  if (pass.num_tasks == 0) return nullptr;
+  i64 workers = call.num_threads < pass.num_tasks ? call.num_threads : pass.num_tasks;
+  Workspace workspace;
+  float* scratch = workspace.allocate(workers * pass.scratch_floats);
+  if (scratch == nullptr && pass.scratch_floats != 0) return "torch gave no memory for the scratch of the CPU engine";
+  Queue queue{call, pass, scratch};
+  return torch_parallel_for(0, workers, 1, work, &queue) == 0 ? nullptr : "torch's parallel_for failed in the CPU engine";
+}
+
+bool set_threads(Call& call) {
+  uint32_t threads = 1;
+  if (torch_get_num_threads(&threads) != 0) return false;
+  call.num_threads = static_cast<i32>(threads);
+  return true;
+}
+
+constexpr const char* kNoThreads = "torch did not tell its number of threads";
+
+}  // namespace
+
+const Engine* find_engine(const char* name) {
+#if defined(__x86_64__)
+  if (std::strcmp(name, "avx512") == 0) {
+    bool has_it = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
+    return has_it ? &kAvx512Engine : nullptr;
+  }
+  if (std::strcmp(name, "avx2") == 0) {
+    bool has_it = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    return has_it ? &kAvx2Engine : nullptr;
+  }
+#endif
+  return std::strcmp(name, "baseline") == 0 ? &kBaselineEngine : nullptr;
+}
+
+const char* run_forward(const Engine& engine, Call& call) {
+  return set_threads(call) ? run_pass(call, engine.forward(call)) : kNoThreads;
+}
+
+const char* run_backward(const Engine& engine, Call& call) {
+  if (!set_threads(call)) return kNoThreads;
+  for (auto make : engine.backward) {
+    const char* error = run_pass(call, make(call));
+    if (error != nullptr) return error;
+  }
+  return nullptr;
+}
+
+}  // namespace flashtile

@@ -1,0 +1,152 @@
+// From dot products to scores in base 2, a row of a tile at a time: softcap, ALiBi, bias, masks; and the dropout bits.
+// Scope: thread.
+#pragma once
+
+#include "pack.h"
+
+namespace flashtile {
+namespace {
+
+struct Sequence {
+  i32 batch_idx;
+  Span span;
+  i64 offset;  // query i stands at key i + offset
+};
+
+Sequence find_sequence(const Call& call, i32 batch_idx) {
+  const Params& p = *call.params;
+  Span span = call.spans == nullptr ? Span{0, p.seqlen_q, 0, p.seqlen_k} : call.spans[batch_idx];
+  return {batch_idx, span, p.is_top_left ? 0 : static_cast<i64>(span.seqlen_k) - span.seqlen_q};
+}
+
+struct Range {
+  i32 begin, end;
+};
+
+FT_INLINE Range clamped(i64 begin, i64 end, i32 length) {
+  begin = max_of<i64>(0, min_of<i64>(begin, length));
+  end = max_of<i64>(begin, min_of<i64>(end, length));
+  return {static_cast<i32>(begin), static_cast<i32>(end)};
+}
+
+// The keys that queries [i_begin, i_end) may see, by causal and window.
+FT_INLINE Range key_range(const Params& p, const Sequence& s, i32 i_begin, i32 i_end) {
+  i64 begin = p.window_left < 0 ? 0 : i_begin + s.offset - p.window_left;
+  i64 end = p.window_right < 0 ? s.span.seqlen_k : i_end + s.offset + p.window_right;
+  return clamped(begin, end, s.span.seqlen_k);
+}
+
+// The queries that may see any of the keys [j_begin, j_end).
+FT_INLINE Range query_range(const Params& p, const Sequence& s, i32 j_begin, i32 j_end) {
+  i64 begin = p.window_right < 0 ? 0 : j_begin - s.offset - p.window_right;
+  i64 end = p.window_left < 0 ? s.span.seqlen_q : j_end - s.offset + p.window_left;
+  return clamped(begin, end, s.span.seqlen_q);
+}
+
+// One query of a task.
+struct Query {
+  i32 head, i;
+  Range keys;  // that it may see
+  i64 stat;    // its place in lse
+};
+
+Query make_query(const Params& p, const Sequence& s, i32 head, i32 i) {
+  i64 stat = s.batch_idx * p.lse_batch_stride + head * p.lse_head_stride + s.span.q_start + i;
+  return {head, i, key_range(p, s, i, i + 1), stat};
+}
+
+FT_INLINE char* query_row(const void* tensor, const Strides& strides, Element element, const Sequence& s, i32 head, i32 i) {
+  i64 at = s.batch_idx * strides.batch + head * strides.head + (static_cast<i64>(s.span.q_start) + i) * strides.row;
+  return static_cast<char*>(const_cast<void*>(tensor)) + at * bytes_of(element);
+}
+
+FT_INLINE char* key_row(const Params& p, const void* tensor, const Strides& strides, Element element, const Sequence& s, i32 head_kv, i32 j) {
+  i64 batch = s.batch_idx, row = static_cast<i64>(s.span.k_start) + j;
+  if (p.block_table != nullptr) {
+    batch = p.block_table[s.batch_idx * p.table_stride + row / p.page_size];
+    row %= p.page_size;
+  }
+  return static_cast<char*>(const_cast<void*>(tensor)) + (batch * strides.batch + head_kv * strides.head + row * strides.row) * bytes_of(element);
+}
+
+// What the dot product is multiplied by (within Q), so that it is the score in base 2, or the argument of the softcap's tanh.
+FT_INLINE float query_factor(const Params& p) { return p.softcap > 0.0f ? p.scale / p.softcap : p.scale_log2; }
+
+// Columns [columns.begin, columns.end) of one row of a tile whose first column is key j_begin: `s` comes as dot products and leaves as
+// scores in base 2, -inf where the query does not see the key. With a softcap `slope` gets its derivative.
+void finish_row(const Call& call, const Sequence& sequence, const Query& query, i32 j_begin, Range columns, float* s, float* slope) {
+  const Params& p = *call.params;
+  if (p.softcap > 0.0f) {
+    for (i32 c = columns.begin; c < columns.end; c += kLanes) {
+      vf t = tanh_of(load(s + c));
+      store(s + c, t * (p.softcap * kLog2e));
+      if (slope != nullptr) store(slope + c, 1.0f - t * t);
+    }
+  }
+  Range seen{max_of(query.keys.begin - j_begin, columns.begin), min_of(query.keys.end - j_begin, columns.end)};
+  if (p.alibi_slopes != nullptr) {
+    float alibi = p.alibi_slopes[sequence.batch_idx * p.alibi_batch_stride + query.head] * kLog2e;
+    i32 position = static_cast<i32>(query.i + sequence.offset - j_begin);
+    for (i32 c = seen.begin; c < seen.end; ++c) s[c] -= alibi * static_cast<float>(position < c ? c - position : position - c);
+  }
+  if (p.bias != nullptr) {
+    i64 at = sequence.batch_idx * p.bias_strides[0] + query.head * p.bias_strides[1] + query.i * p.bias_strides[2] + j_begin * p.bias_strides[3];
+    with_element(call.bias_element, [&](auto* type) {
+      auto* bias = static_cast<const decltype(type)>(const_cast<void*>(p.bias)) + at;
+      if (p.bias_strides[3] == 1) {
+        for (i32 c = seen.begin; c < seen.end; ++c) s[c] += to_float(bias[c]) * kLog2e;
+      } else {
+        for (i32 c = seen.begin; c < seen.end; ++c) s[c] += to_float(bias[c * p.bias_strides[3]]) * kLog2e;
+      }
+    });
+  }
+  if (p.mask != nullptr) {
+    const u8* mask = p.mask + sequence.batch_idx * p.mask_strides[0] + query.head * p.mask_strides[1] + query.i * p.mask_strides[2];
+    mask += j_begin * p.mask_strides[3];
+    for (i32 c = seen.begin; c < seen.end; ++c) s[c] = mask[c * p.mask_strides[3]] != 0 ? s[c] : -kInfinity;
+  }
+  for (i32 c = columns.begin; c < min_of(seen.begin, columns.end); ++c) s[c] = -kInfinity;
+  for (i32 c = max_of(seen.end, columns.begin); c < columns.end; ++c) s[c] = -kInfinity;
+}
+
+FT_INLINE bool has_options(const Params& p) {
+  return p.softcap > 0.0f || p.alibi_slopes != nullptr || p.bias != nullptr || p.mask != nullptr;
+}
+
+constexpr i32 kDropoutGroup = 8;  // consecutive keys that share the four words of one Philox block
+
+// 0 or the keep factor for columns [columns.begin, columns.end), both multiples of 4, of the tile's row. docs/semantics.md has the bits.
+void keep_factors(const Params& p, const Sequence& sequence, const Query& query, i32 j_begin, Range columns, float* factors) {
+  constexpr i32 kGroups = 16;  // at a time, for the sake of the vectors
+  u64 seed = static_cast<u64>(p.rng_state[0]);
+  u32 batch_head = static_cast<u32>(sequence.batch_idx * p.heads + query.head), offset = static_cast<u32>(p.rng_state[1]);
+  i32 last = (columns.end + kDropoutGroup - 1) / kDropoutGroup;
+  for (i32 first = columns.begin / kDropoutGroup; first < last; first += kGroups) {
+    u32 w[4][kGroups], key0 = static_cast<u32>(seed), key1 = static_cast<u32>(seed >> 32);
+    for (i32 g = 0; g < kGroups; ++g) {
+      w[0][g] = static_cast<u32>(j_begin / kDropoutGroup + first + g);
+      w[1][g] = static_cast<u32>(query.i);
+      w[2][g] = batch_head;
+      w[3][g] = offset;
+    }
+    for (i32 round = 0; round < 10; ++round, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u) {
+      for (i32 g = 0; g < kGroups; ++g) {
+        u64 product0 = static_cast<u64>(w[0][g]) * 0xD2511F53u, product1 = static_cast<u64>(w[2][g]) * 0xCD9E8D57u;
+        w[0][g] = static_cast<u32>(product1 >> 32) ^ w[1][g] ^ key0;
+        w[1][g] = static_cast<u32>(product1);
+        w[2][g] = static_cast<u32>(product0 >> 32) ^ w[3][g] ^ key1;
+        w[3][g] = static_cast<u32>(product0);
+      }
+    }
+    i32 groups = min_of(kGroups, last - first);
+    for (i32 g = 0; g < groups; ++g) {
+      for (i32 lane = 0; lane < kDropoutGroup; ++lane) {
+        u32 bits = w[lane / 2][g] >> (16 * (lane % 2)) & 0xffffu;
+        factors[(first + g) * kDropoutGroup + lane] = bits < p.dropout_threshold ? 0.0f : p.keep_factor;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flashtile

@@ -1,0 +1,87 @@
+// What the passes share: tile sizes, scratch, and the blocks of keys and queries as float32 tiles. Scope: thread.
+#pragma once
+
+#include "gemm.h"
+#include "score.h"
+
+namespace flashtile {
+namespace {
+
+constexpr i32 kPad = 16;          // head dims in scratch are padded to a multiple of this
+constexpr i32 kMaxBlockRows = 128;  // queries of a task
+
+// Cuts arrays from a task's scratch. Counting and cutting run the same code: from null it only counts.
+struct Scratch {
+  float* base;
+  i64 used = 0;
+
+  float* take(i64 count) {
+    float* at = base == nullptr ? nullptr : base + used;
+    used += ceil_div(count, kPad) * kPad;
+    return at;
+  }
+};
+
+FT_INLINE i32 padded(i32 head_dim) { return round_up(head_dim, kPad); }
+
+// A block of keys: rows as they are, and transposed to panels.
+struct KeyTile {
+  float *rows, *panels;
+  i32 dim, dims;  // and padded
+
+  void cut(Scratch& scratch, i32 block_n, i32 dim_) {
+    dim = dim_;
+    dims = padded(dim);
+    rows = scratch.take(static_cast<i64>(block_n) * dims);
+    panels = scratch.take(static_cast<i64>(block_n) * dims);
+  }
+
+  // The rows of keys [j, j + count) of k or v, then zeros up to a whole vector of keys. Read in place where they are such a tile already.
+  Right load_rows(const Call& call, const Sequence& s, const void* tensor, const Strides& strides, i32 head_kv, i32 j, i32 count) {
+    const Params& p = *call.params;
+    bool is_tile = call.element == Element::kFloat32 && p.block_table == nullptr && strides.row == dims && dim == dims && count % kLanes == 0;
+    if (is_tile) {
+      return {reinterpret_cast<const float*>(key_row(p, tensor, strides, call.element, s, head_kv, j)), dims, kPanel};
+    }
+    for (i32 n = 0; n < count; ++n) {
+      load_row(rows + static_cast<i64>(n) * dims, key_row(p, tensor, strides, call.element, s, head_kv, j + n), call.element, dim, dims, 1.0f);
+    }
+    fill(rows + static_cast<i64>(count) * dims, static_cast<i64>(round_up(count, kLanes) - count) * dims, 0.0f);
+    return {rows, dims, kPanel};
+  }
+
+  // Panels of the rows that load_rows gave.
+  void transpose(Right from, i32 count) {
+    transpose_rows(panels, panel_stride(), from.b, from.row_stride, round_up(count, kLanes), round_up(dim, 4));
+  }
+
+  i64 panel_stride() const { return static_cast<i64>(kPanel) * dims; }
+  Right panels_from(i32 column) const { return {panels + column / kPanel * panel_stride(), kPanel, panel_stride()}; }
+};
+
+// The columns of a tile of keys [j, j + count) that a group of rows sees: exactly, and in whole vectors.
+struct Columns {
+  Range seen, vectors;
+  bool is_edge;  // some row sees less than those vectors
+
+  Columns(const Query* queries, i32 rows, i32 j, i32 count) : seen{count, 0}, is_edge(false) {
+    for (i32 r = 0; r < rows; ++r) {
+      seen.begin = min_of(seen.begin, max_of(queries[r].keys.begin - j, 0));
+      seen.end = max_of(seen.end, min_of(queries[r].keys.end - j, count));
+    }
+    vectors = {round_down(seen.begin, kLanes), round_up(seen.end, kLanes)};
+    for (i32 r = 0; r < rows; ++r) is_edge |= queries[r].keys.begin > j + vectors.begin || queries[r].keys.end < j + vectors.end;
+  }
+
+  bool is_empty() const { return seen.begin >= seen.end; }
+  i32 panel_begin() const { return round_down(vectors.begin, kPanel); }
+};
+
+// S = A K^T for the columns of a group of rows.
+FT_INLINE void multiply_panels(i32 rows, const Columns& columns, Left a, const KeyTile& keys, float* s, i64 stride) {
+  i32 begin = columns.panel_begin();
+  product<Into::kStore>(rows, columns.vectors.end - begin, keys.dim, a, keys.panels_from(begin), s + begin, stride);
+}
+
+}  // namespace
+}  // namespace flashtile

@@ -1,0 +1,74 @@
+"""The C++ extension flashtile._C: there or not, why not, and its functions. Whoever needs it asks `missing` first."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from types import ModuleType
+from typing import Any
+
+from flashtile.errors import unsupported, value_error
+
+_NAME = "flashtile._C"
+_ISA_SWITCH = "FLASHTILE_CPU_ISA"
+
+
+@functools.cache
+def _load() -> tuple[ModuleType | None, str | None]:
+    """The module, or the reason why there is none."""
+    try:
+        return importlib.import_module(_NAME), None
+    except ModuleNotFoundError as error:
+        if error.name != _NAME:
+            raise
+        return None, "the C++ extension is not built; `pip install .` with a C++ compiler and torch 2.10 or newer in place builds it"
+    except ImportError as error:
+        return None, f"the C++ extension does not load: {error}; `pip install .` builds it anew"
+
+
+def missing() -> str | None:
+    """Why there is no extension, or None."""
+    return _load()[1]
+
+
+def _module() -> Any:
+    module, reason = _load()
+    if module is None:
+        raise unsupported("extension", str(reason), "a built extension")
+    return module
+
+
+def path() -> str:
+    """The file of the extension."""
+    return str(_module().__file__)
+
+
+def params_bytes() -> int:
+    """The size of the C++ struct of parameters."""
+    return int(_module().PARAMS_BYTES)
+
+
+@functools.cache
+def instruction_sets() -> tuple[str, ...]:
+    """What both this build and this processor have, the best first."""
+    return tuple(_module().instruction_sets())
+
+
+def instruction_set() -> str:
+    """The one that runs: the best, or what FLASHTILE_CPU_ISA names."""
+    known, wanted = instruction_sets(), os.environ.get(_ISA_SWITCH)
+    if not wanted:
+        return known[0]
+    if wanted not in known:
+        raise value_error(_ISA_SWITCH, repr(wanted), ", ".join(known), "Unset it")
+    return wanted
+
+
+def cpu_forward(params: int, *more: int) -> None:
+    """Runs a forward pass; the arguments are those of csrc/module.cpp."""
+    _module().cpu_forward(params, *more, instruction_set())
+
+
+def cpu_backward(params: int, *more: int) -> None:
+    _module().cpu_backward(params, *more, instruction_set())

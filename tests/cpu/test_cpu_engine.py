@@ -1,0 +1,234 @@
+"""The CPU engine: every instruction set by the error rule, threads, splits, what it says of itself, and what happens without it."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import itertools
+import random
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import flashtile
+from flashtile import ops
+from flashtile.kernels.params import Params
+from flashtile.runtime import extension
+from flashtile.testing import Case, Result, assert_agrees, dropout_mask, run
+
+ISAS = extension.instruction_sets() if extension.missing() is None else ("none",)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Lengths around its tiles (128 queries, 64 or 128 keys), groups of 6 rows and vectors of 4 to 16
+LONG = {"batch": 1, "seqlen_q": 135, "seqlen_k": 203}
+OPTIONS: dict[str, dict] = {
+    "plain": LONG,
+    "whole tiles": {"batch": 1, "seqlen_q": 128, "seqlen_k": 256, "head_dim": 64, "head_dim_v": 64},
+    "causal": {"causal": "bottom_right", **LONG},
+    "causal, top left, swapped": {"causal": "top_left", "memory": "swapped", **LONG},
+    "window": {"window": (40, 7), **LONG},
+    "softcap": {"softcap": 1.5, **LONG},
+    "a wide softcap": {"softcap": 30.0, **LONG},
+    "mask, bias and alibi": {"mask": "hqk", "bias": "bhqk", "alibi": "h", "has_sinks": True, **LONG},
+    "a bias of one row": {"bias": "k", **LONG},
+    "a bias of one column, float32": {"bias": "bq", "is_bias_float32": True, "causal": "bottom_right", **LONG},
+    "dropout": {"dropout_p": 0.2, **LONG},
+    "few queries of many heads": {"heads": 12, "seqlen_q": 3, "seqlen_k": 90, "causal": "bottom_right", "bias": "hqk"},
+    "head dims 21 and 40": {"head_dim": 21, "head_dim_v": 40, "seqlen_q": 70, "memory": "sliced"},
+    "head dims 200 and 70": {"head_dim": 200, "head_dim_v": 70, "seqlen_q": 40, "seqlen_k": 140},
+    "varlen": {"kind": "varlen", "batch": 4, "causal": "bottom_right", "seqlen_q": 140, "seqlen_k": 140, "bias": "bhqk"},
+    "paged": {"kind": "paged", "batch": 3, "page_size": 7, "window": (20, 3)},
+    "padded": {"kind": "padded", "batch": 4, "layout": "bshd"},
+}
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Whatever a test sets, the next one starts as this one did."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_extension_is_built() -> None:
+    """Where the tests run it must be: make installs it, or says why not."""
+    assert extension.missing() is None
+    assert extension.instruction_sets()[-1] == "baseline"
+    assert extension.params_bytes() == ctypes.sizeof(Params)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_instruction_set(option: str, isa: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHTILE_CPU_ISA", isa)
+    for dtype in DTYPES:
+        inputs = Case(dtype=dtype, backend="cpu", **OPTIONS[option]).make(seed)
+        assert_agrees(run(inputs), inputs)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_conversion(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key: the output is v, converted there and back. Every 16-bit pattern; denormal results may be rounded to zero."""
+    monkeypatch.setenv("FLASHTILE_CPU_ISA", isa)
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.float16, torch.bfloat16):
+        v = patterns.view(dtype).view(1, 128, 1, 512)
+        q = k = torch.ones(1, 128, 1, 8, dtype=dtype)
+        out = flashtile.attention(q, k, v, backend="cpu")
+        kept = v.isfinite() & ((v == 0) | (v.float().abs() >= torch.finfo(torch.float32).tiny))
+        assert torch.equal(out[kept], v[kept])
+        wide, _ = ops.forward(*Case(dtype=dtype, batch=1, heads=128, heads_kv=128, backend="cpu").make(0).args._replace(
+            q=q, k=k, v=v, out_dtype=torch.float32))  # fmt: skip
+        assert torch.equal(wide[kept], v[kept].float())
+        assert out[v.isnan()].isnan().all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_rounding_is_to_nearest_even(isa: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """out = (v1 + v2) / 2 of two equal keys, exact in float32, rounded as torch rounds."""
+    monkeypatch.setenv("FLASHTILE_CPU_ISA", isa)
+    for dtype in (torch.float16, torch.bfloat16):
+        v = (torch.randn(4, 8, 2, 512) * 10 ** torch.linspace(-5, 4, 512)).to(dtype)
+        out = flashtile.attention(torch.zeros(4, 8, 1, 8, dtype=dtype), torch.zeros(4, 8, 2, 8, dtype=dtype), v, backend="cpu")
+        assert torch.equal(out, v.float().mean(2, keepdim=True).to(dtype))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_nan_is_not_hidden(isa: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query of NaN gives NaN, to itself alone; a key of NaN to every query that sees it."""
+    monkeypatch.setenv("FLASHTILE_CPU_ISA", isa)
+    q, k, v = (torch.randn(1, 1, 40, 24) for _ in range(3))
+    q[0, 0, 7, 3] = torch.nan
+    is_nan = flashtile.attention(q, k, v, backend="cpu").isnan().all(-1)[0, 0]
+    assert is_nan.nonzero().flatten().tolist() == [7]
+    k[0, 0, 30, 5] = torch.nan
+    out, lse = flashtile.attention(q, k, v, causal=True, return_lse=True, backend="cpu")
+    assert out.isnan().all(-1)[0, 0].tolist() == lse.isnan()[0, 0].tolist() == [i == 7 or i >= 30 for i in range(40)]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_dropout_bits(isa: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal scores and v = the unit matrix: out is the mask itself."""
+    monkeypatch.setenv("FLASHTILE_CPU_ISA", isa)
+    keys, rng = 203, torch.tensor([seed << 20, seed])
+    q, k, v = torch.zeros(2, 3, 9, 4), torch.zeros(2, 3, keys, 4), torch.eye(keys).expand(2, 3, keys, keys)
+    out = flashtile.attention(q, k, v, dropout_p=0.3, rng_state=rng, backend="cpu")
+    assert torch.equal(out > 0, dropout_mask(rng, 0.3, 2, 3, 9, keys))
+
+
+def bits(result: Result) -> list[torch.Tensor]:
+    return [tensor for tensor in result if tensor is not None]
+
+
+@pytest.mark.parametrize("case", [Case(batch=3, heads=6, heads_kv=2), Case(batch=1, heads=1, heads_kv=1, bias="k", seqlen_k=700)])
+def test_the_number_of_threads_changes_no_bit(case: Case, threads: None, seed: int) -> None:
+    """Deterministic, as the tests are. The second has fewer heads than threads."""
+    inputs = dataclasses.replace(case, seqlen_q=300, causal="bottom_right", has_sinks=True, backend="cpu").make(seed)
+    results = []
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        results.append(bits(run(inputs)))
+    for one, other in itertools.pairwise(results):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["dense", "varlen", "padded"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_keys_dealt_out_to_several_tasks(dtype: torch.dtype, kind: str, threads: None, seed: int) -> None:
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(4)
+    case = Case(dtype=dtype, kind=kind, batch=1, heads=2, heads_kv=1, seqlen_q=100, seqlen_k=600, head_dim=21, bias="hqk", backend="cpu")
+    inputs = case.make(seed)
+    assert_agrees(run(inputs), inputs)
+
+
+def test_a_call_among_others_gives_the_same_bits(seed: int) -> None:
+    """Rows are computed alike, whatever shares their task or batch."""
+    inputs = Case(batch=3, heads=8, heads_kv=2, seqlen_q=5, seqlen_k=150, causal="bottom_right").make(seed)
+    q, k, v = inputs.args.q, inputs.args.k, inputs.args.v
+    whole = flashtile.attention(q, k, v, causal=True, backend="cpu")
+    for b, h, i in ((0, 0, 4), (2, 5, 0), (1, 3, 2)):
+        mine = slice(h // 4, h // 4 + 1)
+        row = flashtile.attention(
+            *(q[b : b + 1, h : h + 1, i : i + 1], k[b : b + 1, mine, : 146 + i], v[b : b + 1, mine, : 146 + i]), backend="cpu"
+        )
+        assert torch.equal(row[0, 0, 0], whole[b, h, i])
+
+
+def test_the_far_tail_of_a_softmax_is_zero_and_fast(seed: int) -> None:
+    """Scores hundreds below the maximum, where 2^x is denormal or less."""
+    q = torch.full((1, 1, 4, 1), 1.0)
+    k = -torch.arange(0.0, 400.0, 2.0)[None, None, :, None]
+    v = torch.randn(1, 1, 200, 5)
+    out, lse = flashtile.attention(q, k, v, scale=1.0, return_lse=True, backend="cpu")
+    expected = flashtile.attention(q.double(), k.double(), v.double(), scale=1.0, backend="reference")
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-6)
+    assert lse.isfinite().all()
+
+
+def test_only_wanted_gradients(seed: int) -> None:
+    inputs = Case(bias="hqk", has_sinks=True, backend="cpu", seqlen_q=70).make(seed)
+    args = inputs.args
+    out, lse = ops.forward(*args)
+    everything = ops.backward(inputs.dout, inputs.dlse, *args, out, lse, [True] * 5)
+    for _ in range(6):
+        needs = [random.random() < 0.5 for _ in range(5)]
+        some = ops.backward(inputs.dout, inputs.dlse, *args, out, lse, needs)
+        for is_wanted, mine, whole in zip(needs, some, everything, strict=True):
+            assert torch.equal(mine, whole) if is_wanted else mine.numel() == 0
+
+
+def test_float64_goes_to_tiled_with_a_warning(seed: int) -> None:
+    q = torch.randn(1, 1, 4, 8, dtype=torch.float64)
+    with pytest.warns(flashtile.SlowPathWarning, match="'cpu' refuses: float64 is not among its dtypes"):
+        flashtile.attention(q, q, q)
+
+
+def test_an_unknown_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHTILE_CPU_ISA", "sse9")
+    q = torch.randn(1, 1, 4, 8)
+    with pytest.raises(ValueError, match=r"FLASHTILE_CPU_ISA: got 'sse9'; accepted: .*baseline"):
+        flashtile.attention(q, q, q)
+
+
+class Blocker:
+    """Stands in the way of one import."""
+
+    def __init__(self, error: Exception | None):
+        self.error = error
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "flashtile._C":
+            raise self.error or ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (None, "the C\\+\\+ extension is not built"),
+        (ImportError("undefined symbol: torch_parallel_for"), "does not load: undefined symbol: torch_parallel_for"),
+    ],
+)
+def test_without_the_extension(error: Exception | None, words: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Everything works through `tiled`, with one warning that says why."""
+    q = torch.randn(1, 1, 4, 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "meta_path", [Blocker(error), *sys.meta_path])
+        patch.delitem(sys.modules, "flashtile._C", raising=False)
+        extension._load.cache_clear()
+        with pytest.warns(flashtile.SlowPathWarning, match=f"'cpu' refuses: .*{words}.*'tiled' serves instead"):
+            out = flashtile.attention(q, q, q)
+        with pytest.raises(flashtile.Unsupported, match=words):
+            extension.cpu_forward(0)
+    extension._load.cache_clear()
+    assert torch.equal(out, flashtile.attention(q, q, q, backend="tiled"))
+    assert flashtile.explain(q, q, q).backend == "cpu"
+
+
+def test_a_stale_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "params_bytes", lambda: 8)
+    q = torch.randn(1, 1, 4, 8)
+    with pytest.raises(flashtile.Unsupported, match="built from other sources"):
+        flashtile.attention(q, q, q, backend="cpu")

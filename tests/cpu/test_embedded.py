@@ -1,0 +1,97 @@
+"""Kernels in the package: taken without a compiler, only where nothing they were made from differs, and listed by info."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flashtile.backends import cuda
+from flashtile.cli.main import app
+from flashtile.errors import Unsupported
+from flashtile.kernels.arch import ARCHS
+from flashtile.runtime import cache, nvrtc, toolchain
+
+SOURCE = 'extern "C" __global__ void add_one(float* x) { x[threadIdx.x] += 1.0f; }'
+
+
+@pytest.fixture(autouse=True)
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder of embedded kernels, and no other cache."""
+    forget()
+    monkeypatch.setattr(cache, "EMBEDDED", tmp_path / "embedded")
+    monkeypatch.setattr(cache, "_memory", {})
+    monkeypatch.setattr(cache, "_warned", set())
+    monkeypatch.setenv("FLASHTILE_CACHE", "0")
+    yield tmp_path / "embedded"
+    forget()
+
+
+def forget() -> None:
+    cache.embedded_archs.cache_clear()
+    cache._load_embedded.cache_clear()
+
+
+@pytest.fixture
+def no_compiler(package: Path, monkeypatch: pytest.MonkeyPatch) -> nvrtc.Compiled:
+    """One kernel is embedded, then the compiler goes. Returns that kernel."""
+    cache.embed(package, SOURCE, "sm_90", ["add_one"])
+    compiled = cache.compile_cached(SOURCE, "sm_90", ["add_one"])
+    cache._memory.clear()
+    forget()
+    monkeypatch.setattr(toolchain, "find", nothing)
+    return compiled
+
+
+def nothing() -> toolchain.Toolchain:
+    raise Unsupported("NVRTC: none here")
+
+
+def test_an_embedded_kernel_needs_no_compiler(no_compiler: nvrtc.Compiled) -> None:
+    assert cache.compile_cached(SOURCE, "sm_90", ["add_one"]) == no_compiler
+    assert cache.embedded_archs() == {"sm_90": 1}
+
+
+@pytest.mark.parametrize(
+    ("source", "arch", "defines"), [(SOURCE + " ", "sm_90", ()), (SOURCE, "sm_80", ()), (SOURCE, "sm_90", ("FT_X=1",))], ids=str
+)
+def test_anything_else_is_compiled(source: str, arch: str, defines: tuple[str, ...], no_compiler: nvrtc.Compiled) -> None:
+    with pytest.raises(Unsupported, match="none here"):
+        cache.compile_cached(source, arch, ["add_one"], defines)
+
+
+def test_other_headers_are_another_kernel(no_compiler: nvrtc.Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "include_digest", lambda folder: "of headers that were edited")
+    with pytest.raises(Unsupported, match="none here"):
+        cache.compile_cached(SOURCE, "sm_90", ["add_one"])
+
+
+def test_a_damaged_file_costs_a_compilation(package: Path) -> None:
+    cache.embed(package, SOURCE, "sm_90", ["add_one"])
+    forget()
+    (path,) = package.glob("sm_90-*.kernel")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.warns(cache.CacheWarning, match="not usable .corrupted or truncated.; the kernel is compiled instead"):
+        assert cache.compile_cached(SOURCE, "sm_90", ["add_one"]).cubin
+
+
+def test_the_backend_works_without_a_compiler_for_embedded_architectures(
+    no_compiler: nvrtc.Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    for number, reason in ((90, None), (80, "NVRTC: none here")):
+        monkeypatch.setattr(cuda, "_arch", lambda index, number=number: ARCHS[number])
+        assert cuda._missing.__wrapped__() == reason
+
+
+def test_compile_embeds_and_info_lists(package: Path) -> None:
+    options = ["--arch", "sm_90", "--dtype", "float32", "--head-dim", "32", "--embed", str(package), "--json"]
+    result = CliRunner().invoke(app, ["compile", *options])
+    assert result.exit_code == 0
+    count = len(json.loads(result.stdout)["kernels"])
+    forget()
+    assert json.loads(CliRunner().invoke(app, ["info", "--json"]).stdout)["embedded"] == {"sm_90": count}
+    assert f"{count} for sm_90" in CliRunner().invoke(app, ["info"]).stdout
