@@ -9,9 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
 
 import torch
 
@@ -33,9 +33,14 @@ _ARGUMENTS: dict[str, tuple[type, ...] | None] = {
     "cuKernelSetAttribute": (c_int, c_int, c_void_p, c_int),
     # Converting by declared types would cost another 1.5 us a launch; the call below passes pointers as c_void_p
     "cuLaunchKernel": None,
+    "cuTensorMapEncodeTiled": None,
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
 }
+TENSOR_MAP_BYTES = 128
+# CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
+_MAP_TYPES = {"float16": 6, "bfloat16": 9}
+_MAP_SWIZZLE_128, _MAP_PROMOTION_256 = 3, 3
 _CAPTURE_MODE_RELAXED = 2
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
@@ -114,6 +119,23 @@ def load(cubin: bytes) -> Library:
     with _relaxed_capture():
         _call("cuLibraryLoadData", byref(handle), cubin, None, None, 0, None, None, 0)
     return Library(handle)
+
+
+def encode_tensor_map(
+    destination: int, dtype: str, address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
+) -> None:
+    """Writes a tensor map of TENSOR_MAP_BYTES to the destination, an address on a 64-byte boundary.
+
+    `sizes` and `box` count elements from the fastest axis on; `strides` are those of the other axes, in bytes, multiples of 16. Boxes are
+    128-byte swizzled in shared memory; what lies outside the sizes arrives as zeros.
+    """
+    rank = len(sizes)
+    status = _driver().cuTensorMapEncodeTiled(
+        *(c_void_p(destination), _MAP_TYPES[dtype], rank, c_void_p(address)),
+        *((c_uint64 * rank)(*sizes), (c_uint64 * (rank - 1))(*strides), (c_uint32 * rank)(*box), (c_uint32 * rank)(*(1,) * rank)),
+        *(0, _MAP_SWIZZLE_128, _MAP_PROMOTION_256, 0),
+    )
+    _check(status, f"cuTensorMapEncodeTiled of sizes {tuple(sizes)}, strides {tuple(strides)}, box {tuple(box)}")
 
 
 def version() -> tuple[int, int]:
