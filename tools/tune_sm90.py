@@ -29,7 +29,7 @@ TILES = {
     },
     128: {
         False: [(128, 128, 2, True, False), (128, 128, 2, False, False), (128, 176, 2, True, False), (128, 160, 2, True, False), (128, 128, 2, True, True)],
-        True: [(128, 128, 2, True, False), (128, 128, 2, False, False), (128, 128, 2, True, True)],
+        True: [(128, 128, 2, True, False), (128, 128, 2, False, False), (128, 128, 2, True, True), (128, 176, 2, True, False)],
     },
     256: {
         False: [(128, 80, 2, False, True), (128, 80, 2, True, True), (128, 80, 2, False, False), (128, 64, 2, False, True)],
@@ -53,7 +53,7 @@ class Launch:
         self.resources = compiled.resources(entry)
         self.function = driver.load(compiled.cubin).function(compiled.symbols[entry])
         slabs = -(-head_dim // 64)
-        self.shared_bytes = -(-(slabs * 128 * (block_m + 2 * stages * block_n) + 256) // 1024) * 1024
+        self.shared_bytes = -(-(slabs * 128 * (block_m + 2 * stages * block_n) + 2048) // 1024) * 1024
         self.function.set_shared_bytes(0, self.shared_bytes)
 
     def __str__(self) -> str:

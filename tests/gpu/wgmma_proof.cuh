@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(128, 1) wgmma_proof_kernel(const FT_GRID_CONST
   __syncthreads();
   mbarrier_wait(full, 0);
   float rD[kColumns / 2];
-  u64 a = slab_descriptor(sA, 64 * 128), b = slab_descriptor(sB, kRowsB * 128);
+  u32 a = tile_base(sA, 64 * 128), b = tile_base(sB, kRowsB * 128);
   u32 rA[kDepth / 4];
   // The A fragment by hand: row r, 16-byte piece c of a slab lies at piece c ^ (r % 8)
   for (i32 step = 0; step < kDepth / 16; ++step) {
@@ -46,10 +46,11 @@ __global__ void __launch_bounds__(128, 1) wgmma_proof_kernel(const FT_GRID_CONST
   for (i32 step = 0; step < kDepth / 16; ++step) {
     if constexpr (kIsTransposed) {
       const u32* f = rA + 4 * step;
-      Wgmma<T, kColumns>::template rs<true>(rD, f[0], f[1], f[2], f[3], b + step * (16 * 128 >> 4), step != 0);
+      Wgmma<T, kColumns>::template rs<true>(rD, f[0], f[1], f[2], f[3], tile_descriptor(b + step * (16 * 128 >> 4)), step != 0);
     } else {
       i32 slab = step / 4, column = step % 4 * 2;
-      Wgmma<T, kColumns>::template ss<false>(rD, a + slab * (64 * 128 >> 4) + column, b + slab * (kRowsB * 128 >> 4) + column, step != 0);
+      Wgmma<T, kColumns>::template ss<false>(rD, tile_descriptor(a + slab * (64 * 128 >> 4) + column),
+                                             tile_descriptor(b + slab * (kRowsB * 128 >> 4) + column), step != 0);
     }
   }
   wgmma_commit();

@@ -26,7 +26,31 @@ struct FwdSm90Params {
   Params base;
 };
 
-template <class Config, class Mask>
+// What producer and consumers must agree on: the sequence, the first query and the tiles of keys of one tile of work.
+template <class Config, class Mask, class SeqInfo>
+struct FwdSm90Work {
+  static constexpr i32 kBlockN = Config::kBlockN;
+  TileCoord tile;
+  Sequence s;
+  i32 i_begin;
+  i32 n_begin, n_end;
+
+  FT_DEVICE FwdSm90Work(const Params& p, const TileOrder<Mask, Config::kBlockM>& order, i32 index)
+      : tile(order.at(p, index)), s(find_sequence<SeqInfo>(p, tile.batch)), i_begin(tile.m_block * Config::kBlockM) {
+    Range keys = key_range<Mask>(p, s, i_begin, min_of(i_begin + Config::kBlockM, s.seqlen_q));
+    n_begin = keys.begin / kBlockN;
+    n_end = ceil_div(keys.end, kBlockN);
+    if (p.num_splits > 1) {
+      i32 share = ceil_div(max_of(n_end - n_begin, 0), p.num_splits);
+      n_begin += tile.split * share;
+      n_end = min_of(n_end, n_begin + share);
+    }
+  }
+  FT_DEVICE bool has_queries() const { return i_begin < s.seqlen_q; }
+  FT_DEVICE bool has_keys() const { return n_begin < n_end; }
+};
+
+template <class Config, class Mask, class SeqInfo>
 struct alignas(1024) FwdSm90Storage {
   using T = typename Config::Element;
   T sQ[Config::kElementsQ];
@@ -36,6 +60,9 @@ struct alignas(1024) FwdSm90Storage {
   u64 full_k[Config::kNumStages], empty_k[Config::kNumStages];
   u64 full_v[Config::kNumStages], empty_v[Config::kNumStages];
   TileOrder<Mask, Config::kBlockM> order;
+  // Of each consumer warp: what it would not have the registers for
+  char work[4 * Config::kNumConsumers][sizeof(FwdSm90Work<Config, Mask, SeqInfo>)];
+  Range n_free[4 * Config::kNumConsumers];
 };
 
 // Named barriers; 0 is __syncthreads.
@@ -46,34 +73,13 @@ template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo
 struct FwdSm90 {
   using T = typename Config::Element;
   using Out = typename Config::OutElement;
-  using Storage = FwdSm90Storage<Config, Mask>;
+  using Storage = FwdSm90Storage<Config, Mask, SeqInfo>;
   using Stages = Ring<Config::kNumStages>;
   using Order = TileOrder<Mask, Config::kBlockM>;
+  using Work = FwdSm90Work<Config, Mask, SeqInfo>;
   static constexpr i32 kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers of a thread
   static constexpr bool kHasScoreMod = ScoreMod::kHasSoftcap || ScoreMod::kHasAlibi || ScoreMod::kHasBias;
-
-  // What producer and consumers must agree on: the sequence, the first query and the tiles of keys of one tile of work.
-  struct Work {
-    TileCoord tile;
-    Sequence s;
-    i32 i_begin;
-    i32 n_begin, n_end;
-
-    FT_DEVICE Work(const Params& p, const Order& order, i32 index) : tile(order.at(p, index)), s(find_sequence<SeqInfo>(p, tile.batch)) {
-      i_begin = tile.m_block * kBlockM;
-      Range keys = key_range<Mask>(p, s, i_begin, min_of(i_begin + kBlockM, s.seqlen_q));
-      n_begin = keys.begin / kBlockN;
-      n_end = ceil_div(keys.end, kBlockN);
-      if (p.num_splits > 1) {
-        i32 share = ceil_div(max_of(n_end - n_begin, 0), p.num_splits);
-        n_begin += tile.split * share;
-        n_end = min_of(n_end, n_begin + share);
-      }
-    }
-    FT_DEVICE bool has_queries() const { return i_begin < s.seqlen_q; }
-    FT_DEVICE bool has_keys() const { return n_begin < n_end; }
-  };
 
   // ---- Producer. Scope: one thread.
 
@@ -88,7 +94,7 @@ struct FwdSm90 {
     const Params& p = params.base;
     const Order& order = shared.order;
     u32 num_k = 0, num_v = 0, num_q = 0;
-    for (i32 index = order.first(); index < order.num_tiles; index = order.next(index)) {
+    for (i32 index = order.first(); index < order.num_indices; index = order.next(index)) {
       Work work(p, order, index);
       if (!work.has_queries() || !work.has_keys()) continue;
       i32 q_batch = 0, k_batch = 0;
@@ -130,23 +136,24 @@ struct FwdSm90 {
   };
 
   // S = Q K^T, under way on return.
-  FT_DEVICE static void product_qk(float (&rS)[kScores], u64 q, u64 k) {
+  FT_DEVICE static void product_qk(float (&rS)[kScores], u32 q, u32 k) {
     wgmma_fence();
 #pragma unroll
     for (i32 step = 0; step < Config::kHeadDim / 16; ++step) {
       i32 slab = step / 4, column = step % 4 * 2;
-      Wgmma<T, kBlockN>::template ss<false>(rS, q + slab * (kBlockM * 128 >> 4) + column, k + slab * (kBlockN * 128 >> 4) + column, step != 0);
+      Wgmma<T, kBlockN>::template ss<false>(rS, tile_descriptor(q + slab * (kBlockM * 128 >> 4) + column),
+                                            tile_descriptor(k + slab * (kBlockN * 128 >> 4) + column), step != 0);
     }
     wgmma_commit();
   }
 
   // O += P V, under way on return.
-  FT_DEVICE static void product_pv(float (&rO)[kOutputs], const u32 (&rP)[kScores / 2], u64 v) {
+  FT_DEVICE static void product_pv(float (&rO)[kOutputs], const u32 (&rP)[kScores / 2], u32 v) {
     wgmma_fence();
 #pragma unroll
     for (i32 step = 0; step < kBlockN / 16; ++step) {
       const u32* a = rP + 4 * step;
-      Wgmma<T, Config::kHeadDimV>::template rs<true>(rO, a[0], a[1], a[2], a[3], v + step * (16 * 128 >> 4), 1);
+      Wgmma<T, Config::kHeadDimV>::template rs<true>(rO, a[0], a[1], a[2], a[3], tile_descriptor(v + step * (16 * 128 >> 4)), 1);
     }
     wgmma_commit();
   }
@@ -159,26 +166,22 @@ struct FwdSm90 {
     for (i32 r = 0; r < kRows; ++r) {
       // Rows behind the last query compute, but must not read behind it
       i32 i = min_of(i_first + 8 * r, work.s.seqlen_q - 1);
-      Range seen = key_range<Mask>(p, work.s, i, i + 1);
       i32 j_first = j_begin + fragment_column();
+      Range seen = key_range<Mask>(p, work.s, i, i + 1);
+      i32 low = seen.begin - j_first, high = seen.end - j_first;
 #pragma unroll
       for (i32 b = 0; b < kBlockN / 8; ++b) {
 #pragma unroll
         for (i32 e = 0; e < 2; ++e) {
-          i32 j = j_first + 8 * b + e;
+          i32 place = 8 * b + e;
           float& x = rS[4 * b + 2 * r + e];
-          float tanh;
-          if constexpr (kIsMasked) {
-            bool is_kept = j >= seen.begin && j < seen.end;
-            if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, work.s, work.tile.head, i, j);
-            if constexpr (kHasScoreMod) {
-              x = is_kept ? scorer.score(x, i, j, tanh) : -infinity();
-            } else {
-              x = is_kept ? x : -infinity();
-            }
-          } else {
-            x = scorer.score(x, i, j, tanh);
+          bool is_kept = !kIsMasked || (place >= low && place < high);
+          if constexpr (kIsMasked && Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, work.s, work.tile.head, i, j_first + place);
+          if constexpr (kHasScoreMod) {
+            float tanh;
+            if (is_kept) x = scorer.score(x, i, j_first + place, tanh);
           }
+          if constexpr (kIsMasked) x = is_kept ? x : -infinity();
         }
       }
     }
@@ -262,33 +265,45 @@ struct FwdSm90 {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
   }
 
+  // Finds the work of one index, and the tiles n_free.begin .. n_free.end - 1 that need no mask for the rows of the group. Scope: warp.
+  FT_DEVICE static void find_work(const Params& p, const Order& order, i32 index, i32 group, Work& work, Range& n_free) {
+    Work found(p, order, index);
+    i32 i_group = found.i_begin + 64 * group;
+    Range free = common_key_range<Mask>(p, found.s, i_group, i_group + 64);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      work = found;
+      n_free = Range{ceil_div(free.begin, kBlockN), Mask::kHasBool ? 0 : free.end / kBlockN};
+    }
+    __syncwarp();
+  }
+
   FT_DEVICE static void consume(const FwdSm90Params& params, Storage& shared, i32 group) {
     const Params& p = params.base;
     const Order& order = shared.order;
     u32 num_k = 0, num_q = 0;  // tiles so far; V is one behind K
-    u64 q_desc = slab_descriptor(shared.sQ + group * 64 * 64, kBlockM * 128);
-    u64 k_desc = slab_descriptor(shared.sK, kBlockN * 128);
-    u64 v_desc = slab_descriptor(shared.sV, kBlockN * 128);
-    auto k_tile = [&](u32 count) { return k_desc + Stages::stage(count) * (Config::kElementsK * 2 >> 4); };
-    auto v_tile = [&](u32 count) { return v_desc + Stages::stage(count) * (Config::kElementsV * 2 >> 4); };
+    u32 q_base = tile_base(shared.sQ + group * 64 * 64, kBlockM * 128);
+    u32 k_base = tile_base(shared.sK, kBlockN * 128);
+    u32 v_base = tile_base(shared.sV, kBlockN * 128);
+    auto k_tile = [&](u32 count) { return k_base + Stages::stage(count) * (Config::kElementsK * 2 >> 4); };
+    auto v_tile = [&](u32 count) { return v_base + Stages::stage(count) * (Config::kElementsV * 2 >> 4); };
     // The first turn is that of group 0
     if (Config::kTakesTurns && group == Config::kNumConsumers - 1) named_barrier_arrive(kTurnBarrier, 256);
 
-    for (i32 index = order.first(); index < order.num_tiles; index = order.next(index)) {
+    for (i32 index = order.first(); index < order.num_indices; index = order.next(index)) {
       float rO[kOutputs];
       Softmax softmax{{-infinity(), -infinity()}, {0.0f, 0.0f}, {1.0f, 1.0f}};
       float factor = kHasScoreMod ? 1.0f : p.scale_log2;
 #pragma unroll
       for (i32 x = 0; x < kOutputs; ++x) rO[x] = 0.0f;
 
-      Work work(p, order, index);
+      Work& work = *reinterpret_cast<Work*>(shared.work[threadIdx.x / 32]);
+      const Range& n_free = shared.n_free[threadIdx.x / 32];
+      find_work(p, order, index, group, work, shared.n_free[threadIdx.x / 32]);
       if (!work.has_queries()) continue;
+      i32 i_first = work.i_begin + 64 * group + fragment_row();
       if (work.has_keys()) {
-        i32 i_group = work.i_begin + 64 * group, i_first = i_group + fragment_row();
         Scorer<ScoreMod> scorer(p, work.s, work.tile.head);
-        // Tiles n_free.begin .. n_free.end - 1 need no mask for the rows of this group
-        Range free = common_key_range<Mask>(p, work.s, i_group, i_group + 64);
-        Range n_free{ceil_div(free.begin, kBlockN), Mask::kHasBool ? 0 : free.end / kBlockN};
         u32 rP[kScores / 2];
         i32 n = work.n_end - 1;
 
@@ -297,7 +312,7 @@ struct FwdSm90 {
           float rS[kScores];
           mbarrier_wait(shared.full_q, num_q % 2);
           wait_k(shared, num_k);
-          product_qk(rS, q_desc, k_tile(num_k));
+          product_qk(rS, q_base, k_tile(num_k));
           wgmma_wait<0>();
           pin_registers(rS);
           release(shared.empty_k[Stages::stage(num_k)]);
@@ -323,7 +338,7 @@ struct FwdSm90 {
           float rS[kScores];
           wait_k(shared, num_k);
           if constexpr (Config::kTakesTurns) named_barrier_sync(kTurnBarrier + group, 256);
-          product_qk(rS, q_desc, k_tile(num_k));
+          product_qk(rS, q_base, k_tile(num_k));
           if constexpr (Config::kScalesLate) rescale(softmax, rO);
           wait_v(shared, num_k - 1);
           product_pv(rO, rP, v_tile(num_k - 1));
@@ -360,10 +375,7 @@ struct FwdSm90 {
         pin_registers(rO);
         release(shared.empty_v[Stages::stage(num_k - 1)]);
       }
-      // Where the tile lies is found anew: kept, it would cost the mainloop its registers
-      hide_value(index);
-      Work same(p, order, index);
-      store(p, same, same.i_begin + 64 * group + fragment_row(), factor, softmax, rO);
+      store(p, work, i_first, factor, softmax, rO);
     }
   }
 
@@ -415,7 +427,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_sm90_kernel(const 
   static_assert(!KvSource::kIsPaged && Load::kIsWide, "pages and narrow rows are the simt family's");
   using Kernel = FwdSm90<Config, Mask, ScoreMod, Dropout, SeqInfo>;
   extern __shared__ __align__(1024) char shared_bytes[];
-  FwdSm90Storage<Config, Mask>& shared = *reinterpret_cast<FwdSm90Storage<Config, Mask>*>(shared_bytes);
+  FwdSm90Storage<Config, Mask, SeqInfo>& shared = *reinterpret_cast<FwdSm90Storage<Config, Mask, SeqInfo>*>(shared_bytes);
 
   if (threadIdx.x == 0) {
     constexpr i32 kConsumerWarps = 4 * Config::kNumConsumers;
@@ -429,7 +441,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_sm90_kernel(const 
     }
     mbarrier_init_fence();
     fence_proxy_async();
-    shared.order.init(params.base, sizeof(typename Config::Element));
+    shared.order.init(params.base);
   }
   __syncthreads();
 

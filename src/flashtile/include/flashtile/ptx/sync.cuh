@@ -52,9 +52,6 @@ FT_DEVICE bool elect_lane() {
   return is_elected != 0;
 }
 
-// Makes the compiler forget what it knows of a value, so that it computes anew what depends on it. No instruction. Scope: thread.
-FT_DEVICE void hide_value(i32& x) { asm volatile("" : "+r"(x)); }
-
 FT_DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
 }  // namespace flashtile

@@ -29,13 +29,14 @@ FT_DEVICE void pin_registers(float (&r)[kCount]) {
   for (i32 i = 0; i < kCount; ++i) asm volatile("" : "+f"(r[i])::"memory");
 }
 
-// A tile in shared memory, 128-byte swizzled: slabs of 64 16-bit columns, each [rows][128 bytes], on 1024-byte boundaries.
-// (PTX ISA: Matrix Descriptor Format)
-FT_DEVICE u64 slab_descriptor(const void* tile, u32 slab_bytes) {
+// The descriptor of a tile in shared memory, 128-byte swizzled: slabs of 64 16-bit columns, each [rows][128 bytes], on 1024-byte boundaries.
+// Its low half says where: start address, and the distance of slabs, which matters where the columns are the N axis. Offsets inside the tile,
+// in units of 16 bytes, are added to it. Its high half is always the same. (PTX ISA: Matrix Descriptor Format)
+FT_DEVICE u32 tile_base(const void* tile, u32 slab_bytes) { return (slab_bytes >> 4) << 16 | (shared_address(tile) & 0x3ffff) >> 4; }
+FT_DEVICE u64 tile_descriptor(u32 base) {
   constexpr u64 kSwizzle128 = 1ull << 62;
   constexpr u64 kEightRows = static_cast<u64>(1024 >> 4) << 32;
-  // The distance of slabs matters where the columns are the N axis only; K steps move the start address instead
-  return kSwizzle128 | kEightRows | static_cast<u64>(slab_bytes >> 4) << 16 | static_cast<u64>((shared_address(tile) & 0x3ffff) >> 4);
+  return kSwizzle128 | kEightRows | base;
 }
 
 }  // namespace flashtile
