@@ -21,20 +21,35 @@ from flashtile.kernels.spec import Features
 from flashtile.runtime import driver, nvrtc, toolchain
 
 MAPS = 3 * driver.TENSOR_MAP_BYTES
-# head dim -> is_causal -> (block_m, block_n, stages, takes_turns, scales_late)
+# head dim -> is_causal -> (block_m, block_n, stages, takes_turns, scales_late, scales_lazily)
 TILES = {
-    64: {
-        False: [(192, 128, 2, True, False), (192, 128, 2, False, False), (128, 128, 2, True, False), (128, 192, 2, True, False), (192, 112, 2, True, False)],
-        True: [(192, 128, 2, True, False), (192, 128, 2, False, False), (128, 128, 2, True, False), (192, 112, 2, True, False)],
-    },
-    128: {
-        False: [(128, 128, 2, True, False), (128, 128, 2, False, False), (128, 176, 2, True, False), (128, 160, 2, True, False), (128, 128, 2, True, True)],
-        True: [(128, 128, 2, True, False), (128, 128, 2, False, False), (128, 128, 2, True, True), (128, 176, 2, True, False)],
-    },
-    256: {
-        False: [(128, 80, 2, False, True), (128, 80, 2, True, True), (128, 80, 2, False, False), (128, 64, 2, False, True)],
-        True: [(128, 80, 2, False, True), (128, 80, 2, True, True), (128, 64, 2, False, True)],
-    },
+    64: dict.fromkeys(
+        (False, True),
+        [
+            (192, 128, 2, True, False, False),
+            (192, 128, 2, True, False, True),
+            (192, 128, 4, True, False, True),
+            (192, 128, 2, True, True, True),
+            (256, 64, 2, True, False, True),
+            (256, 80, 2, True, False, True),
+        ],
+    ),
+    128: dict.fromkeys(
+        (False, True),
+        [
+            (128, 128, 2, True, False, False),
+            (128, 128, 2, True, False, True),
+            (128, 160, 2, True, False, True),
+            (128, 176, 2, True, False, False),
+            (128, 176, 2, True, False, True),
+            (128, 192, 2, True, False, True),
+            (192, 80, 2, True, False, True),
+        ],
+    ),
+    256: dict.fromkeys(
+        (False, True),
+        [(128, 80, 2, True, True, False), (128, 80, 2, True, True, True), (128, 80, 2, True, False, True), (128, 80, 2, False, True, True)],
+    ),
 }
 
 
@@ -43,9 +58,9 @@ class Launch:
 
     def __init__(self, dtype: str, head_dim: int, tile: tuple, is_causal: bool, defines: tuple[str, ...] = ()):
         self.dtype, self.head_dim, self.tile, self.is_causal = dtype, head_dim, tile, is_causal
-        block_m, block_n, stages, turns, late = tile
+        block_m, block_n, stages, *flags = tile
         name = {"bfloat16": "bf16_t", "float16": "half_t"}[dtype]
-        config = f"Sm90Config<{name}, {name}, {head_dim}, {head_dim}, {block_m}, {block_n}, {stages}, {str(turns).lower()}, {str(late).lower()}>"
+        config = f"Sm90Config<{name}, {name}, {head_dim}, {head_dim}, {block_m}, {block_n}, {stages}, {', '.join(str(flag).lower() for flag in flags)}>"
         policies = Features(has_band=is_causal).policies()
         entry = _qualified("flashtile::fwd_sm90_kernel<" + ", ".join(f"flashtile::{name}" for name in [config, *policies]) + ">")
         unit = f'#include "flashtile/kernels/fwd_sm90.cuh"\ntemplate __global__ void {entry}(const FT_GRID_CONSTANT flashtile::FwdSm90Params);\n'
@@ -57,16 +72,16 @@ class Launch:
         self.function.set_shared_bytes(0, self.shared_bytes)
 
     def __str__(self) -> str:
-        block_m, block_n, stages, turns, late = self.tile
+        block_m, block_n, stages, turns, late, lazy = self.tile
         spills = self.resources.spill_store_bytes
-        return f"{block_m}x{block_n}/{stages}{' turns' if turns else ''}{' late' if late else ''}{f' SPILLS {spills}' if spills else ''}"
+        return f"{block_m}x{block_n}/{stages}{' turns' if turns else ''}{' late' if late else ''}{' lazy' if lazy else ''}{f' SPILLS {spills}' if spills else ''}"
 
     def bind(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Callable[[], None]:
         batch, heads, seqlen, head_dim = q.shape
         block_m, block_n = self.tile[:2]
         image = (ctypes.c_char * (MAPS + ctypes.sizeof(Params) + 64))()
         start = -(-ctypes.addressof(image) // 64) * 64
-        for place, (tensor, rows) in enumerate(((q, block_m), (k, block_n), (v, block_n))):
+        for place, (tensor, rows) in enumerate(((q, 64), (k, block_n), (v, block_n))):
             sizes = (head_dim, tensor.shape[2], tensor.shape[1], tensor.shape[0])
             strides = tuple(2 * tensor.stride(axis) for axis in (2, 1, 0))
             driver.encode_tensor_map(start + place * driver.TENSOR_MAP_BYTES, self.dtype, tensor.data_ptr(), sizes, strides, (64, rows, 1, 1))

@@ -2,8 +2,9 @@
 //
 // Threads: warpgroups 0 .. kNumConsumers - 1 are consumers with 64 queries each, from scores to output; in the last warpgroup one lane
 // is the producer and issues every copy. setmaxnreg moves registers from that group to the consumers.
-// Shared: sQ [slab][kBlockM][64], sK and sV [stage][slab][kBlockN][64] in 128-byte swizzled slabs of 64 columns, then the barriers.
-// Barriers: full_* are raised by the copies' bytes, empty_* by one lane of each consumer warp. K and V have rings of their own.
+// Shared: sQ [group][slab][64][64], sK and sV [stage][slab][kBlockN][64] in 128-byte swizzled slabs of 64 columns, then the barriers.
+// Barriers: full_* are raised by the copies' bytes, empty_* by one lane of each consumer warp. K and V have rings of their own, and each
+// consumer its Q, so that the next tile's is on its way as soon as that group is done.
 // Mainloop (FlashAttention-3, section 3.2): S(n) = Q K(n)^T and O += P(n+1) V(n+1) are under way together, and the softmax of S(n) runs
 // while the second is; consumers take turns at issuing. Keys go from the last tile to the first, masked tiles in a body of their own.
 // Epilogue: quads exchange registers so that every lane stores 16 bytes; no shared memory, so the next tile's Q is on its way.
@@ -22,7 +23,7 @@
 namespace flashtile {
 
 struct FwdSm90Params {
-  TensorMap q_map, k_map, v_map;  // (head_dim, rows, heads, batch), boxes of 64 columns and a tile's rows
+  TensorMap q_map, k_map, v_map;  // (head_dim, rows, heads, batch), boxes of 64 columns and 64 or kBlockN rows
   Params base;
 };
 
@@ -53,10 +54,10 @@ struct FwdSm90Work {
 template <class Config, class Mask, class SeqInfo>
 struct alignas(1024) FwdSm90Storage {
   using T = typename Config::Element;
-  T sQ[Config::kElementsQ];
+  T sQ[Config::kNumConsumers][Config::kElementsQ];
   T sK[Config::kNumStages][Config::kElementsK];
   T sV[Config::kNumStages][Config::kElementsV];
-  u64 full_q, empty_q;
+  u64 full_q[Config::kNumConsumers], empty_q[Config::kNumConsumers];
   u64 full_k[Config::kNumStages], empty_k[Config::kNumStages];
   u64 full_v[Config::kNumStages], empty_v[Config::kNumStages];
   TileOrder<Mask, Config::kBlockM> order;
@@ -67,7 +68,7 @@ struct alignas(1024) FwdSm90Storage {
 
 // Named barriers; 0 is __syncthreads.
 constexpr i32 kTurnBarrier = 1;  // and one for each further consumer
-constexpr i32 kGroupBarrier = 4;
+constexpr i32 kGroupBarrier = 8;
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo>
 struct FwdSm90 {
@@ -116,10 +117,14 @@ struct FwdSm90 {
         ++num_v;
       };
 
-      // Load Q, then K and V in the order in which the consumers want and free them
-      mbarrier_wait(shared.empty_q, ++num_q % 2);
-      load_tile<kBlockM, Config::kSlabsQK>(shared.sQ, params.q_map, shared.full_q, static_cast<i32>(work.s.q_row) + work.i_begin, work.tile.head, q_batch);
+      // Load the first K, Q group by group, then K and V in the order in which the consumers want and free them
       load_k(work.n_end - 1);
+      ++num_q;
+      for (i32 group = 0; group < Config::kNumConsumers; ++group) {
+        i32 row = static_cast<i32>(work.s.q_row) + work.i_begin + 64 * group;
+        mbarrier_wait(shared.empty_q[group], num_q % 2);
+        load_tile<64, Config::kSlabsQK>(shared.sQ[group], params.q_map, shared.full_q[group], row, work.tile.head, q_batch);
+      }
       for (i32 n = work.n_end - 2; n >= work.n_begin; --n) {
         load_k(n);
         load_v(n + 1);
@@ -133,7 +138,9 @@ struct FwdSm90 {
   // Running maximum (of what `factor` is to be multiplied with), this thread's part of the running sum, and the last rescale of O, by row.
   struct Softmax {
     float m[2], l[2], alpha[2];
+    bool is_raised;  // some row of the warp has another maximum than before
   };
+  static constexpr float kSlack = 8.0f;  // in base 2: probabilities grow to 256 before a maximum is raised
 
   // S = Q K^T, under way on return.
   FT_DEVICE static void product_qk(float (&rS)[kScores], u32 q, u32 k) {
@@ -141,7 +148,7 @@ struct FwdSm90 {
 #pragma unroll
     for (i32 step = 0; step < Config::kHeadDim / 16; ++step) {
       i32 slab = step / 4, column = step % 4 * 2;
-      Wgmma<T, kBlockN>::template ss<false>(rS, tile_descriptor(q + slab * (kBlockM * 128 >> 4) + column),
+      Wgmma<T, kBlockN>::template ss<false>(rS, tile_descriptor(q + slab * (64 * 128 >> 4) + column),
                                             tile_descriptor(k + slab * (kBlockN * 128 >> 4) + column), step != 0);
     }
     wgmma_commit();
@@ -190,6 +197,7 @@ struct FwdSm90 {
   // Raises the maximum, turns scores into probabilities and adds them up. With kMayBeEmpty a row may have seen nothing yet.
   template <bool kIsFirst, bool kMayBeEmpty>
   FT_DEVICE static void exponentiate(float factor, Softmax& softmax, float (&rS)[kScores]) {
+    float m_new[2];
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
       float tile_max[2] = {rS[2 * r], rS[2 * r + 1]};
@@ -198,12 +206,23 @@ struct FwdSm90 {
         tile_max[0] = fmaxf(tile_max[0], rS[4 * b + 2 * r]);
         tile_max[1] = fmaxf(tile_max[1], rS[4 * b + 2 * r + 1]);
       }
-      float m_new = quad_max(fmaxf(tile_max[0], tile_max[1]));
-      if constexpr (!kIsFirst) m_new = fmaxf(softmax.m[r], m_new);
-      float shift = m_new * factor;
-      if constexpr (kMayBeEmpty) shift = m_new == -infinity() ? 0.0f : shift;
+      m_new[r] = quad_max(fmaxf(tile_max[0], tile_max[1]));
+      if constexpr (!kIsFirst) m_new[r] = fmaxf(softmax.m[r], m_new[r]);
+    }
+    if constexpr (Config::kScalesLazily && !kIsFirst) {
+      // Keep the old maxima as long as they will do for every row of the warp
+      bool is_far = (m_new[0] - softmax.m[0]) * factor > kSlack || (m_new[1] - softmax.m[1]) * factor > kSlack;
+      softmax.is_raised = __any_sync(0xffffffffu, is_far);
+    } else {
+      softmax.is_raised = true;
+    }
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      if (!softmax.is_raised) m_new[r] = softmax.m[r];
+      float shift = m_new[r] * factor;
+      if constexpr (kMayBeEmpty) shift = m_new[r] == -infinity() ? 0.0f : shift;
       if constexpr (!kIsFirst) softmax.alpha[r] = exp2_approx(softmax.m[r] * factor - shift);
-      softmax.m[r] = m_new;
+      softmax.m[r] = m_new[r];
       float sum = 0.0f;
 #pragma unroll
       for (i32 b = 0; b < kBlockN / 8; ++b) {
@@ -219,6 +238,7 @@ struct FwdSm90 {
   }
 
   FT_DEVICE static void rescale(const Softmax& softmax, float (&rO)[kOutputs]) {
+    if (!softmax.is_raised) return;
 #pragma unroll
     for (i32 x = 0; x < kOutputs; ++x) rO[x] *= softmax.alpha[x / 2 % 2];
   }
@@ -282,7 +302,7 @@ struct FwdSm90 {
     const Params& p = params.base;
     const Order& order = shared.order;
     u32 num_k = 0, num_q = 0;  // tiles so far; V is one behind K
-    u32 q_base = tile_base(shared.sQ + group * 64 * 64, kBlockM * 128);
+    u32 q_base = tile_base(shared.sQ[group], 64 * 128);
     u32 k_base = tile_base(shared.sK, kBlockN * 128);
     u32 v_base = tile_base(shared.sV, kBlockN * 128);
     auto k_tile = [&](u32 count) { return k_base + Stages::stage(count) * (Config::kElementsK * 2 >> 4); };
@@ -292,7 +312,7 @@ struct FwdSm90 {
 
     for (i32 index = order.first(); index < order.num_indices; index = order.next(index)) {
       float rO[kOutputs];
-      Softmax softmax{{-infinity(), -infinity()}, {0.0f, 0.0f}, {1.0f, 1.0f}};
+      Softmax softmax{{-infinity(), -infinity()}, {0.0f, 0.0f}, {1.0f, 1.0f}, false};
       float factor = kHasScoreMod ? 1.0f : p.scale_log2;
 #pragma unroll
       for (i32 x = 0; x < kOutputs; ++x) rO[x] = 0.0f;
@@ -310,7 +330,7 @@ struct FwdSm90 {
         {
           // First tile: S = Q K^T, softmax
           float rS[kScores];
-          mbarrier_wait(shared.full_q, num_q % 2);
+          mbarrier_wait(shared.full_q[group], num_q % 2);
           wait_k(shared, num_k);
           product_qk(rS, q_base, k_tile(num_k));
           wgmma_wait<0>();
@@ -366,7 +386,7 @@ struct FwdSm90 {
         }
 
         // Hand back Q, add the last P V
-        release(shared.empty_q);
+        release(shared.empty_q[group]);
         ++num_q;
         if constexpr (Config::kScalesLate) rescale(softmax, rO);
         wait_v(shared, num_k - 1);
@@ -431,8 +451,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_sm90_kernel(const 
 
   if (threadIdx.x == 0) {
     constexpr i32 kConsumerWarps = 4 * Config::kNumConsumers;
-    mbarrier_init(shared.full_q, 1);
-    mbarrier_init(shared.empty_q, kConsumerWarps);
+    for (i32 group = 0; group < Config::kNumConsumers; ++group) {
+      mbarrier_init(shared.full_q[group], 1);
+      mbarrier_init(shared.empty_q[group], 4);
+    }
     for (i32 stage = 0; stage < Config::kNumStages; ++stage) {
       mbarrier_init(shared.full_k[stage], 1);
       mbarrier_init(shared.full_v[stage], 1);

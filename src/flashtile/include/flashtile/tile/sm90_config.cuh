@@ -8,7 +8,8 @@ namespace flashtile {
 // Each consumer warpgroup owns 64 of the kBlockM queries; a warpgroup more holds the producer. With kTakesTurns the consumers issue their
 // products one after the other, so that one has the tensor cores while the others are at their softmax. With kScalesLate, O is
 // rescaled after the next S = Q K^T was issued instead of before.
-template <typename T, typename Out, i32 kHeadDim_, i32 kHeadDimV_, i32 kBlockM_, i32 kBlockN_, i32 kNumStages_, bool kTakesTurns_, bool kScalesLate_>
+template <typename T, typename Out, i32 kHeadDim_, i32 kHeadDimV_, i32 kBlockM_, i32 kBlockN_, i32 kNumStages_, bool kTakesTurns_, bool kScalesLate_,
+          bool kScalesLazily_>
 struct Sm90Config {
   using Element = T;
   using OutElement = Out;
@@ -19,15 +20,16 @@ struct Sm90Config {
   static constexpr i32 kNumStages = kNumStages_;  // of K and of V
   static constexpr bool kTakesTurns = kTakesTurns_;
   static constexpr bool kScalesLate = kScalesLate_;
+  static constexpr bool kScalesLazily = kScalesLazily_;
   static constexpr i32 kNumConsumers = kBlockM / 64;  // warpgroups
   static constexpr i32 kNumThreads = 128 * (kNumConsumers + 1);
   // What setmaxnreg hands out of the 65536 registers
-  static constexpr i32 kProducerRegisters = kNumConsumers == 3 ? 32 : kNumConsumers == 2 ? 24 : 56;
-  static constexpr i32 kConsumerRegisters = kNumConsumers == 3 ? 160 : kNumConsumers == 2 ? 240 : 256;
+  static constexpr i32 kProducerRegisters = kNumConsumers == 3 ? 32 : kNumConsumers == 1 ? 56 : 24;
+  static constexpr i32 kConsumerRegisters = kNumConsumers == 4 ? 120 : kNumConsumers == 3 ? 160 : kNumConsumers == 2 ? 240 : 256;
   // Tiles lie in slabs of 64 columns; the last one may be padded
   static constexpr i32 kSlabsQK = (kHeadDim + 63) / 64;
   static constexpr i32 kSlabsV = (kHeadDimV + 63) / 64;
-  static constexpr i32 kElementsQ = kBlockM * 64 * kSlabsQK;
+  static constexpr i32 kElementsQ = 64 * 64 * kSlabsQK;  // of one consumer
   static constexpr i32 kElementsK = kBlockN * 64 * kSlabsQK;
   static constexpr i32 kElementsV = kBlockN * 64 * kSlabsV;
   static_assert(sizeof(T) == 2 && kHeadDim % 16 == 0 && kHeadDimV % 32 == 0);
