@@ -62,7 +62,7 @@ struct alignas(1024) FwdSm90Storage {
   u64 full_v[Config::kNumStages], empty_v[Config::kNumStages];
   TileOrder<Mask, Config::kBlockM> order;
   // Of each consumer warp: what it would not have the registers for
-  char work[4 * Config::kNumConsumers][sizeof(FwdSm90Work<Config, Mask, SeqInfo>)];
+  alignas(16) char work[4 * Config::kNumConsumers][sizeof(FwdSm90Work<Config, Mask, SeqInfo>)];
   Range n_free[4 * Config::kNumConsumers];
 };
 
