@@ -15,12 +15,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from flashtile.kernels.params import Params
+from flashtile.kernels.params import FwdSm90Params
 from flashtile.kernels.source import _qualified
 from flashtile.kernels.spec import Features
 from flashtile.runtime import driver, nvrtc, toolchain
 
-MAPS = 3 * driver.TENSOR_MAP_BYTES
 # head dim -> is_causal -> (block_m, block_n, stages, takes_turns, scales_late, scales_lazily)
 TILES = {
     64: dict.fromkeys(
@@ -30,8 +29,6 @@ TILES = {
             (192, 128, 2, True, False, True),
             (192, 128, 4, True, False, True),
             (192, 128, 2, True, True, True),
-            (256, 64, 2, True, False, True),
-            (256, 80, 2, True, False, True),
         ],
     ),
     128: dict.fromkeys(
@@ -79,13 +76,13 @@ class Launch:
     def bind(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Callable[[], None]:
         batch, heads, seqlen, head_dim = q.shape
         block_m, block_n = self.tile[:2]
-        image = (ctypes.c_char * (MAPS + ctypes.sizeof(Params) + 64))()
-        start = -(-ctypes.addressof(image) // 64) * 64
-        for place, (tensor, rows) in enumerate(((q, 64), (k, block_n), (v, block_n))):
+        image = FwdSm90Params()
+        for name, tensor, rows in (("q", q, 64), ("k", k, block_n), ("v", v, block_n)):
             sizes = (head_dim, tensor.shape[2], tensor.shape[1], tensor.shape[0])
             strides = tuple(2 * tensor.stride(axis) for axis in (2, 1, 0))
-            driver.encode_tensor_map(start + place * driver.TENSOR_MAP_BYTES, self.dtype, tensor.data_ptr(), sizes, strides, (64, rows, 1, 1))
-        p = Params.from_address(start + MAPS)
+            encoded = driver.TensorMap(self.dtype, sizes, strides, (64, rows, 1, 1)).encode(tensor.data_ptr())
+            ctypes.memmove(ctypes.addressof(image) + getattr(FwdSm90Params, f"{name}_map").offset, encoded, len(encoded))
+        p = image.base
         for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
             setattr(p, name, tensor.data_ptr())
             getattr(p, f"{name}_strides")[:] = (tensor.stride(0), tensor.stride(1), tensor.stride(2))
@@ -99,9 +96,8 @@ class Launch:
         grid, block = (min(tiles, driver.multiprocessor_count(0)), 1, 1), (2 * block_m + 128, 1, 1)
 
         def call() -> None:
-            self.function.launch(grid, block, self.shared_bytes, torch.cuda.current_stream().cuda_stream, start)
+            self.function.launch(grid, block, self.shared_bytes, torch.cuda.current_stream().cuda_stream, image)
 
-        call.kept = image  # type: ignore[attr-defined]
         return call
 
 

@@ -22,17 +22,16 @@ def product(a: torch.Tensor, b: torch.Tensor, is_transposed: bool) -> torch.Tens
     compiled = nvrtc.compile_source(toolchain.find(), PROOF, "sm_90a", [entry])
     function = driver.load(compiled.cubin).function(compiled.symbols[entry])
     d = torch.full((64, columns), float("nan"), device="cuda")
-    image = (ctypes.c_char * (2 * driver.TENSOR_MAP_BYTES + 128))()
-    start = -(-ctypes.addressof(image) // 64) * 64
-    for place, tensor in enumerate((a, b)):
+    image = b""
+    for tensor in (a, b):
         sizes, strides = (tensor.shape[1], tensor.shape[0], 1, 1), (2 * tensor.stride(0), 16, 16)
-        box, where = (64, tensor.shape[0], 1, 1), start + place * driver.TENSOR_MAP_BYTES
-        driver.encode_tensor_map(where, str(a.dtype).removeprefix("torch."), tensor.data_ptr(), sizes, strides, box)
-    ctypes.c_uint64.from_address(start + 2 * driver.TENSOR_MAP_BYTES).value = d.data_ptr()
+        tensor_map = driver.TensorMap(str(a.dtype).removeprefix("torch."), sizes, strides, (64, tensor.shape[0], 1, 1))
+        image += tensor_map.encode(tensor.data_ptr())
+    image = ctypes.create_string_buffer(image + d.data_ptr().to_bytes(8, "little"))
     slabs_b = -(-b.shape[1] // 64)
     shared_bytes = 2 * 64 * (64 * slabs + b.shape[0] * slabs_b) + 64
     function.set_shared_bytes(0, shared_bytes)
-    function.launch((1, 1, 1), (128, 1, 1), shared_bytes, torch.cuda.current_stream().cuda_stream, start)
+    function.launch((1, 1, 1), (128, 1, 1), shared_bytes, torch.cuda.current_stream().cuda_stream, ctypes.addressof(image))
     torch.cuda.synchronize()
     return d
 

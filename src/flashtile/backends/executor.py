@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.errors import dtype_name
 from flashtile.kernels import plan as plans
-from flashtile.kernels.plan import LaunchPlan, Memset, Operand, Step
+from flashtile.kernels.plan import LaunchPlan, MapPatch, Memset, Operand, Step
 from flashtile.runtime import cache, driver
 
 Tensors = Mapping[str, Tensor]
@@ -103,7 +104,7 @@ _EVALUATE: dict[type, Callable[[Any, _Call], float | int]] = {
 
 def evaluate(plan: LaunchPlan, tensors: Tensors, scalars: Scalars, splits: Splits) -> dict[str, int]:
     """The plan's values for a call."""
-    values: dict[str, int] = {"num_splits": 1}
+    values: dict[str, int] = {"num_splits": 1, "num_multiprocessors": splits.num_multiprocessors}
     call = _Call(tensors, scalars, values, {})
     for name, rules in plan.values:
         values[name] = math.prod(int(_EVALUATE[type(rule)](rule, call)) for rule in rules)
@@ -157,7 +158,25 @@ def addresses(tensors: Tensors, found: Room, workspace: Tensor | None) -> dict[s
 def num_blocks(step: Step, values: dict[str, int]) -> int:
     if step.is_for_splits and values["num_splits"] == 1:
         return 0
-    return math.prod(-(-values[name] // divisor) for name, divisor in step.grid)
+    blocks = math.prod(-(-values[name] // divisor) for name, divisor in step.grid)
+    return min(blocks, values["num_multiprocessors"]) if step.is_persistent else blocks
+
+
+def tensor_map(patch: MapPatch, tensor: Tensor) -> driver.TensorMap:
+    """A map of the tensor that lacks its address alone."""
+    size, axes = tensor.element_size(), [axis if tensor.dim() >= -axis else None for axis in patch.axes]
+    lengths = [1 if axis is None else tensor.shape[axis] for axis in axes]
+    # The stride along an axis of length 1 is never used, but must be a valid one
+    strides = [16 if axis is None or length == 1 else tensor.stride(axis) * size for axis, length in zip(axes, lengths, strict=True)]
+    return driver.TensorMap(dtype_name(tensor.dtype), (tensor.shape[-1], *lengths), strides, (64, patch.box_rows, 1, 1))
+
+
+def encode_maps(plan: LaunchPlan, tensors: Tensors, image: bytearray) -> None:
+    """Puts the tensor maps into the parameters. An empty tensor is never read and gets none."""
+    for patch in plan.maps:
+        tensor = tensors[patch.tensor]
+        if tensor.numel():
+            image[patch.offset : patch.offset + driver.TENSOR_MAP_BYTES] = tensor_map(patch, tensor).encode(tensor.data_ptr())
 
 
 # Launches
@@ -180,6 +199,7 @@ def execute(plan: LaunchPlan, given: Tensors, scalars: Scalars, splits: Splits, 
     workspace = found.allocate(device)
     image = fill(plan, tensors, scalars, values, addresses(tensors, found, workspace))
     with on_device(device.index or 0):
+        encode_maps(plan, tensors, image)
         for step in plan.steps:
             if isinstance(step, Memset):
                 tensors[step.tensor].zero_()
@@ -235,6 +255,7 @@ class Bound:
         self.inputs = [(offset, places[name]) for name, offset in pointers.items() if name in places]
         self.outputs = [(pointers[name], _allocator(given[name])) for name in outputs]
         self.workspaces = [(pointers[name], offset) for name, offset in self.room.offsets.items()]
+        self.maps = [(patch.offset, places[patch.tensor], tensor_map(patch, given[patch.tensor])) for patch in plan.maps]
         self.launches = []
         for step in plan.steps:
             assert isinstance(step, Step)
@@ -251,6 +272,8 @@ class Bound:
         for offset, allocate in self.outputs:
             made.append(tensor := allocate())
             patch(image, offset, tensor.data_ptr())
+        for offset, place, tensor_map in self.maps:
+            image[offset : offset + driver.TENSOR_MAP_BYTES] = tensor_map.encode(inputs[place].data_ptr())
         workspace = self.room.allocate(self.device)
         if workspace is not None:
             base = workspace.data_ptr()
@@ -266,4 +289,5 @@ class Bound:
 def is_bindable(plan: LaunchPlan, given: Tensors) -> bool:
     """Every tensor is read and written in place, and there is nothing to do but launches."""
     is_in_place = all(operand.like is None and is_fitting(operand, given[operand.name]) for operand in plan.operands)
-    return is_in_place and not any(isinstance(step, Memset) for step in plan.steps)
+    has_empty_map = any(given[patch.tensor].numel() == 0 for patch in plan.maps)
+    return is_in_place and not has_empty_map and not any(isinstance(step, Memset) for step in plan.steps)

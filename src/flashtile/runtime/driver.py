@@ -37,7 +37,7 @@ _ARGUMENTS: dict[str, tuple[type, ...] | None] = {
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
 }
-TENSOR_MAP_BYTES = 128
+TENSOR_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 # CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
 _MAP_TYPES = {"float16": 6, "bfloat16": 9}
 _MAP_SWIZZLE_128, _MAP_PROMOTION_256 = 3, 3
@@ -113,29 +113,33 @@ class Function:
             _check(status, f"cuLaunchKernel of {self.symbol}, grid {grid}, block {block}, {shared_bytes} bytes shared")
 
 
+class TensorMap:
+    """What the copy engine is told of a tensor, but for its address: sizes and box count elements from the fastest axis on, strides are
+    those of the other axes in bytes, multiples of 16. Boxes are 128-byte swizzled in shared memory; what lies outside arrives as zeros."""
+
+    def __init__(self, dtype: str, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> None:
+        rank = len(sizes)
+        self._encode: Callable[..., int] = _driver().cuTensorMapEncodeTiled
+        self._kind = _MAP_TYPES[dtype], rank
+        arrays = ((c_uint64 * rank)(*sizes), (c_uint64 * (rank - 1))(*strides), (c_uint32 * rank)(*box), (c_uint32 * rank)(*(1,) * rank))
+        self._layout = *arrays, 0, _MAP_SWIZZLE_128, _MAP_PROMOTION_256, 0
+        self._text = f"sizes {tuple(sizes)}, strides {tuple(strides)}, box {tuple(box)}"
+
+    def encode(self, address: int) -> bytes:
+        """The map of a tensor at the address, a multiple of 16."""
+        buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _MAP_ALIGNMENT)
+        place = -ctypes.addressof(buffer) % _MAP_ALIGNMENT
+        status = self._encode(c_void_p(ctypes.addressof(buffer) + place), *self._kind, c_void_p(address), *self._layout)
+        _check(status, f"cuTensorMapEncodeTiled of {self._text}, address {address:#x}")
+        return buffer.raw[place : place + TENSOR_MAP_BYTES]
+
+
 def load(cubin: bytes) -> Library:
     """Loads a cubin for all devices. May be called while the thread captures a graph."""
     handle = c_void_p()
     with _relaxed_capture():
         _call("cuLibraryLoadData", byref(handle), cubin, None, None, 0, None, None, 0)
     return Library(handle)
-
-
-def encode_tensor_map(
-    destination: int, dtype: str, address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
-) -> None:
-    """Writes a tensor map of TENSOR_MAP_BYTES to the destination, an address on a 64-byte boundary.
-
-    `sizes` and `box` count elements from the fastest axis on; `strides` are those of the other axes, in bytes, multiples of 16. Boxes are
-    128-byte swizzled in shared memory; what lies outside the sizes arrives as zeros.
-    """
-    rank = len(sizes)
-    status = _driver().cuTensorMapEncodeTiled(
-        *(c_void_p(destination), _MAP_TYPES[dtype], rank, c_void_p(address)),
-        *((c_uint64 * rank)(*sizes), (c_uint64 * (rank - 1))(*strides), (c_uint32 * rank)(*box), (c_uint32 * rank)(*(1,) * rank)),
-        *(0, _MAP_SWIZZLE_128, _MAP_PROMOTION_256, 0),
-    )
-    _check(status, f"cuTensorMapEncodeTiled of sizes {tuple(sizes)}, strides {tuple(strides)}, box {tuple(box)}")
 
 
 def version() -> tuple[int, int]:

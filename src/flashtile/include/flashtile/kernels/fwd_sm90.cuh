@@ -23,8 +23,8 @@
 namespace flashtile {
 
 struct FwdSm90Params {
-  TensorMap q_map, k_map, v_map;  // (head_dim, rows, heads, batch), boxes of 64 columns and 64 or kBlockN rows
   Params base;
+  TensorMap q_map, k_map, v_map;  // (head_dim, rows, heads, batch), boxes of 64 columns and 64 or kBlockN rows
 };
 
 // What producer and consumers must agree on: the sequence, the first query and the tiles of keys of one tile of work.
@@ -81,6 +81,8 @@ struct FwdSm90 {
   static constexpr i32 kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers of a thread
   static constexpr bool kHasScoreMod = ScoreMod::kHasSoftcap || ScoreMod::kHasAlibi || ScoreMod::kHasBias;
+  // Beside the options a mask costs little: one body for all tiles keeps the code short
+  static constexpr bool kMasksAlways = kHasScoreMod || Mask::kHasBool || Dropout::kIsOn;
 
   // ---- Producer. Scope: one thread.
 
@@ -166,11 +168,9 @@ struct FwdSm90 {
   }
 
   // Score modifiers, then -inf for what is not seen.
-  template <bool kIsMasked>
   FT_DEVICE static void modify_scores(const Params& p, const Work& work, const Scorer<ScoreMod>& scorer, i32 i_first, i32 j_begin, float (&rS)[kScores]) {
-    constexpr i32 kRows = kIsMasked || kHasScoreMod ? 2 : 0;
 #pragma unroll
-    for (i32 r = 0; r < kRows; ++r) {
+    for (i32 r = 0; r < 2; ++r) {
       // Rows behind the last query compute, but must not read behind it
       i32 i = min_of(i_first + 8 * r, work.s.seqlen_q - 1);
       i32 j_first = j_begin + fragment_column();
@@ -182,13 +182,13 @@ struct FwdSm90 {
         for (i32 e = 0; e < 2; ++e) {
           i32 place = 8 * b + e;
           float& x = rS[4 * b + 2 * r + e];
-          bool is_kept = !kIsMasked || (place >= low && place < high);
-          if constexpr (kIsMasked && Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, work.s, work.tile.head, i, j_first + place);
+          bool is_kept = place >= low && place < high;
+          if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, work.s, work.tile.head, i, j_first + place);
           if constexpr (kHasScoreMod) {
             float tanh;
             if (is_kept) x = scorer.score(x, i, j_first + place, tanh);
           }
-          if constexpr (kIsMasked) x = is_kept ? x : -infinity();
+          x = is_kept ? x : -infinity();
         }
       }
     }
@@ -336,11 +336,7 @@ struct FwdSm90 {
           wgmma_wait<0>();
           pin_registers(rS);
           release(shared.empty_k[Stages::stage(num_k)]);
-          if (n >= n_free.end || n < n_free.begin) {
-            modify_scores<true>(p, work, scorer, i_first, n * kBlockN, rS);
-          } else {
-            modify_scores<false>(p, work, scorer, i_first, n * kBlockN, rS);
-          }
+          if (kMasksAlways || n >= n_free.end || n < n_free.begin) modify_scores(p, work, scorer, i_first, n * kBlockN, rS);
           exponentiate<true, true>(factor, softmax, rS);
           pack_probabilities(p, work, i_first, n * kBlockN, rS, rP);
         }
@@ -367,8 +363,8 @@ struct FwdSm90 {
           wgmma_wait<1>();
           pin_registers(rS);
           release(shared.empty_k[Stages::stage(num_k)]);
-          modify_scores<kIsMasked>(p, work, scorer, i_first, n * kBlockN, rS);
-          exponentiate<false, kIsMasked || ScoreMod::kHasBias>(factor, softmax, rS);
+          if constexpr (kIsMasked) modify_scores(p, work, scorer, i_first, n * kBlockN, rS);
+          exponentiate<false, kIsMasked>(factor, softmax, rS);
           pin_registers(rS);
           wgmma_wait<0>();
           pin_registers(rO);
@@ -378,10 +374,10 @@ struct FwdSm90 {
           ++num_k;
         };
         for (--n; n >= work.n_begin; --n) {
-          if (n >= n_free.end || n < n_free.begin) {
+          if (kMasksAlways || n >= n_free.end || n < n_free.begin) {
             step(Constant<true>());
           } else {
-            step(Constant<false>());
+            step(Constant<kMasksAlways>());
           }
         }
 

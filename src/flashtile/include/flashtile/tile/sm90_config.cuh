@@ -25,7 +25,9 @@ struct Sm90Config {
   static constexpr i32 kNumThreads = 128 * (kNumConsumers + 1);
   // What setmaxnreg hands out of the 65536 registers
   static constexpr i32 kProducerRegisters = kNumConsumers == 3 ? 32 : kNumConsumers == 1 ? 56 : 24;
-  static constexpr i32 kConsumerRegisters = kNumConsumers == 4 ? 120 : kNumConsumers == 3 ? 160 : kNumConsumers == 2 ? 240 : 256;
+  static constexpr i32 kConsumerRegisters = kNumConsumers == 4 ? 112 : kNumConsumers == 3 ? 160 : kNumConsumers == 2 ? 240 : 256;
+  // More than the block was launched with would wait forever
+  static_assert(kNumConsumers * kConsumerRegisters + kProducerRegisters <= 65536 / kNumThreads / 8 * 8 * (kNumConsumers + 1));
   // Tiles lie in slabs of 64 columns; the last one may be padded
   static constexpr i32 kSlabsQK = (kHeadDim + 63) / 64;
   static constexpr i32 kSlabsV = (kHeadDimV + 63) / 64;
