@@ -20,33 +20,18 @@ from flashtile.kernels.source import _qualified
 from flashtile.kernels.spec import Features
 from flashtile.runtime import driver, nvrtc, toolchain
 
-# head dim -> is_causal -> (block_m, block_n, stages, takes_turns, scales_late, scales_lazily)
+# head dim -> (block_m, block_n, stages, takes_turns, scales_lazily)
 TILES = {
-    64: dict.fromkeys(
-        (False, True),
-        [
-            (192, 128, 2, True, False, False),
-            (192, 128, 2, True, False, True),
-            (192, 128, 4, True, False, True),
-            (192, 128, 2, True, True, True),
-        ],
-    ),
-    128: dict.fromkeys(
-        (False, True),
-        [
-            (128, 128, 2, True, False, False),
-            (128, 128, 2, True, False, True),
-            (128, 160, 2, True, False, True),
-            (128, 176, 2, True, False, False),
-            (128, 176, 2, True, False, True),
-            (128, 192, 2, True, False, True),
-            (192, 80, 2, True, False, True),
-        ],
-    ),
-    256: dict.fromkeys(
-        (False, True),
-        [(128, 80, 2, True, True, False), (128, 80, 2, True, True, True), (128, 80, 2, True, False, True), (128, 80, 2, False, True, True)],
-    ),
+    64: [(192, 128, 2, True, False), (192, 128, 2, True, True), (192, 128, 2, False, False), (128, 128, 2, True, False)],
+    128: [
+        (128, 128, 2, True, False),
+        (128, 128, 2, True, True),
+        (128, 128, 2, False, False),
+        (128, 160, 2, True, False),
+        (128, 176, 2, True, False),
+        (192, 80, 2, True, False),
+    ],
+    256: [(128, 80, 2, True, False), (128, 80, 2, True, True), (128, 80, 2, False, True)],
 }
 
 
@@ -69,9 +54,9 @@ class Launch:
         self.function.set_shared_bytes(0, self.shared_bytes)
 
     def __str__(self) -> str:
-        block_m, block_n, stages, turns, late, lazy = self.tile
+        block_m, block_n, stages, turns, lazy = self.tile
         spills = self.resources.spill_store_bytes
-        return f"{block_m}x{block_n}/{stages}{' turns' if turns else ''}{' late' if late else ''}{' lazy' if lazy else ''}{f' SPILLS {spills}' if spills else ''}"
+        return f"{block_m}x{block_n}/{stages}{' turns' if turns else ''}{' lazy' if lazy else ''}{f' SPILLS {spills}' if spills else ''}"
 
     def bind(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Callable[[], None]:
         batch, heads, seqlen, head_dim = q.shape
@@ -149,7 +134,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    jobs = [(options.dtype, dim, tile, is_causal) for dim in options.dims for is_causal in (False, True) for tile in TILES[dim][is_causal]]
+    jobs = [(options.dtype, dim, tile, is_causal) for dim in options.dims for is_causal in (False, True) for tile in TILES[dim]]
     torch.cuda.init()
     torch.empty(1, device="cuda")
     with ThreadPoolExecutor() as pool:

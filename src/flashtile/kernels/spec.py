@@ -110,7 +110,7 @@ class Sm90Row:
 
     @property
     def config(self) -> str:
-        sizes = f"{self.head_dim}, {self.head_dim_v}, {self.block_m}, {self.block_n}, {self.num_stages}, {_cpp(self.takes_turns)}"
+        sizes = f"{self.head_dim}, {self.head_dim_v}, {self.block_m}, {self.block_n}, {self.num_stages}, {_cpp(self.takes_turns)}, true"
         return f"Sm90Config<{CPP_TYPES[self.dtype]}, {CPP_TYPES[self.out_dtype]}, {sizes}>"
 
     @property

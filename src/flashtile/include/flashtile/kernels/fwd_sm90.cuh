@@ -51,6 +51,12 @@ struct FwdSm90Work {
   FT_DEVICE bool has_keys() const { return n_begin < n_end; }
 };
 
+// Which of the tiles of keys matter to the 64 rows of one consumer: those from `end` on hide everything, those inside `free` nothing.
+struct FwdSm90Tiles {
+  Range free;
+  i32 end;
+};
+
 template <class Config, class Mask, class SeqInfo>
 struct alignas(1024) FwdSm90Storage {
   using T = typename Config::Element;
@@ -63,7 +69,7 @@ struct alignas(1024) FwdSm90Storage {
   TileOrder<Mask, Config::kBlockM> order;
   // Of each consumer warp: what it would not have the registers for
   alignas(16) char work[4 * Config::kNumConsumers][sizeof(FwdSm90Work<Config, Mask, SeqInfo>)];
-  Range n_free[4 * Config::kNumConsumers];
+  FwdSm90Tiles tiles[4 * Config::kNumConsumers];
 };
 
 // Named barriers; 0 is __syncthreads.
@@ -278,120 +284,144 @@ struct FwdSm90 {
     named_barrier_sync(kGroupBarrier + group, 128);
   }
 
-  FT_DEVICE static void wait_k(Storage& shared, u32 num_k) { mbarrier_wait(shared.full_k[Stages::stage(num_k)], Stages::phase(num_k)); }
-  FT_DEVICE static void wait_v(Storage& shared, u32 num_v) { mbarrier_wait(shared.full_v[Stages::stage(num_v)], Stages::phase(num_v)); }
+  FT_DEVICE static void wait_k(Storage& shared, u32 count) { mbarrier_wait(shared.full_k[Stages::stage(count)], Stages::phase(count)); }
+  FT_DEVICE static void wait_v(Storage& shared, u32 count) { mbarrier_wait(shared.full_v[Stages::stage(count)], Stages::phase(count)); }
   // One lane of each warp hands a tile back.
   FT_DEVICE static void release(u64& empty) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
   }
+  // Turns go round the consumers; each has as many in a tile of work as there are tiles of keys but one.
+  FT_DEVICE static void take_turn(i32 group) {
+    if constexpr (Config::kTakesTurns) named_barrier_sync(kTurnBarrier + group, 256);
+  }
+  FT_DEVICE static void pass_turn(i32 group) {
+    if constexpr (Config::kTakesTurns) named_barrier_arrive(kTurnBarrier + (group + 1) % Config::kNumConsumers, 256);
+  }
 
-  // Finds the work of one index, and the tiles n_free.begin .. n_free.end - 1 that need no mask for the rows of the group. Scope: warp.
-  FT_DEVICE static void find_work(const Params& p, const Order& order, i32 index, i32 group, Work& work, Range& n_free) {
+  // Finds the work of one index, and which tiles matter to the rows of the group. Scope: warp.
+  FT_DEVICE static void find_work(const Params& p, const Order& order, i32 index, i32 group, Work& work, FwdSm90Tiles& tiles) {
     Work found(p, order, index);
     i32 i_group = found.i_begin + 64 * group;
+    Range seen = key_range<Mask>(p, found.s, i_group, i_group + 64);
     Range free = common_key_range<Mask>(p, found.s, i_group, i_group + 64);
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
       work = found;
-      n_free = Range{ceil_div(free.begin, kBlockN), Mask::kHasBool ? 0 : free.end / kBlockN};
+      tiles.free = Range{ceil_div(free.begin, kBlockN), Mask::kHasBool ? 0 : free.end / kBlockN};
+      tiles.end = i_group < found.s.seqlen_q ? min_of(found.n_end, ceil_div(seen.end, kBlockN)) : found.n_begin;
     }
     __syncwarp();
+  }
+
+  // All tiles of keys of one tile of work. num_k counts the tiles of K so far; V is one behind.
+  FT_DEVICE static void mainloop(const Params& p, Storage& shared, i32 group, const Work& work, const FwdSm90Tiles& tiles, u32& num_k, float factor,
+                                 Softmax& softmax, float (&rO)[kOutputs]) {
+    u32 q_base = tile_base(shared.sQ[group], 64 * 128), k_base = tile_base(shared.sK, kBlockN * 128), v_base = tile_base(shared.sV, kBlockN * 128);
+    auto k_tile = [&](u32 count) { return k_base + Stages::stage(count) * (Config::kElementsK * 2 >> 4); };
+    auto v_tile = [&](u32 count) { return v_base + Stages::stage(count) * (Config::kElementsV * 2 >> 4); };
+    auto needs_mask = [&](i32 n) { return kMasksAlways || n >= tiles.free.end || n < tiles.free.begin; };
+    i32 i_first = work.i_begin + 64 * group + fragment_row(), n = work.n_end - 1;
+    Scorer<ScoreMod> scorer(p, work.s, work.tile.head);
+
+    // Tiles that hide everything from this group: hand them back, and the turn on
+    for (; n >= tiles.end && n >= work.n_begin; --n, ++num_k) {
+      wait_k(shared, num_k);
+      release(shared.empty_k[Stages::stage(num_k)]);
+      wait_v(shared, num_k);
+      release(shared.empty_v[Stages::stage(num_k)]);
+      if (n > work.n_begin) {
+        take_turn(group);
+        pass_turn(group);
+      }
+    }
+    if (n < work.n_begin) {
+      release(shared.empty_q[group]);
+      return;
+    }
+
+    // First tile: S = Q K^T, softmax
+    u32 rP[kScores / 2];
+    {
+      float rS[kScores];
+      wait_k(shared, num_k);
+      product_qk(rS, q_base, k_tile(num_k));
+      wgmma_wait<0>();
+      pin_registers(rS);
+      release(shared.empty_k[Stages::stage(num_k)]);
+      if (needs_mask(n)) modify_scores(p, work, scorer, i_first, n * kBlockN, rS);
+      exponentiate<true, true>(factor, softmax, rS);
+      pack_probabilities(p, work, i_first, n * kBlockN, rS, rP);
+    }
+    if constexpr (SeqInfo::kHasLengths) {
+      if ((n + 1) * kBlockN > work.s.seqlen_k) {
+        wait_v(shared, num_k);
+        clear_tail(shared.sV[Stages::stage(num_k)], work.s.seqlen_k - n * kBlockN, group);
+      }
+    }
+    ++num_k;
+
+    // S of one tile and O += P V of the tile before it, under way together
+    auto step = [&](auto is_masked) {
+      constexpr bool kIsMasked = decltype(is_masked)::kValue;
+      float rS[kScores];
+      wait_k(shared, num_k);
+      take_turn(group);
+      product_qk(rS, q_base, k_tile(num_k));
+      wait_v(shared, num_k - 1);
+      product_pv(rO, rP, v_tile(num_k - 1));
+      pass_turn(group);
+      // Softmax while the second product is under way
+      wgmma_wait<1>();
+      pin_registers(rS);
+      release(shared.empty_k[Stages::stage(num_k)]);
+      if constexpr (kIsMasked) modify_scores(p, work, scorer, i_first, n * kBlockN, rS);
+      exponentiate<false, kIsMasked>(factor, softmax, rS);
+      order_after(softmax.l[0] + softmax.l[1]);
+      wgmma_wait<0>();
+      pin_registers(rO);
+      release(shared.empty_v[Stages::stage(num_k - 1)]);
+      rescale(softmax, rO);
+      pack_probabilities(p, work, i_first, n * kBlockN, rS, rP);
+      ++num_k;
+    };
+    for (--n; n >= work.n_begin; --n) {
+      if (needs_mask(n)) {
+        step(Constant<true>());
+      } else {
+        step(Constant<kMasksAlways>());
+      }
+    }
+
+    // Hand back Q, add the last P V
+    release(shared.empty_q[group]);
+    wait_v(shared, num_k - 1);
+    product_pv(rO, rP, v_tile(num_k - 1));
+    wgmma_wait<0>();
+    pin_registers(rO);
+    release(shared.empty_v[Stages::stage(num_k - 1)]);
   }
 
   FT_DEVICE static void consume(const FwdSm90Params& params, Storage& shared, i32 group) {
     const Params& p = params.base;
     const Order& order = shared.order;
-    u32 num_k = 0, num_q = 0;  // tiles so far; V is one behind K
-    u32 q_base = tile_base(shared.sQ[group], 64 * 128);
-    u32 k_base = tile_base(shared.sK, kBlockN * 128);
-    u32 v_base = tile_base(shared.sV, kBlockN * 128);
-    auto k_tile = [&](u32 count) { return k_base + Stages::stage(count) * (Config::kElementsK * 2 >> 4); };
-    auto v_tile = [&](u32 count) { return v_base + Stages::stage(count) * (Config::kElementsV * 2 >> 4); };
+    Work& work = *reinterpret_cast<Work*>(shared.work[threadIdx.x / 32]);
+    FwdSm90Tiles& tiles = shared.tiles[threadIdx.x / 32];
+    float factor = kHasScoreMod ? 1.0f : p.scale_log2;
+    u32 num_k = 0, num_q = 0;
     // The first turn is that of group 0
-    if (Config::kTakesTurns && group == Config::kNumConsumers - 1) named_barrier_arrive(kTurnBarrier, 256);
-
+    if (group == Config::kNumConsumers - 1) pass_turn(group);
     for (i32 index = order.first(); index < order.num_indices; index = order.next(index)) {
-      float rO[kOutputs];
+      find_work(p, order, index, group, work, tiles);
+      if (!work.has_queries()) continue;
       Softmax softmax{{-infinity(), -infinity()}, {0.0f, 0.0f}, {1.0f, 1.0f}, false};
-      float factor = kHasScoreMod ? 1.0f : p.scale_log2;
+      float rO[kOutputs];
 #pragma unroll
       for (i32 x = 0; x < kOutputs; ++x) rO[x] = 0.0f;
-
-      Work& work = *reinterpret_cast<Work*>(shared.work[threadIdx.x / 32]);
-      const Range& n_free = shared.n_free[threadIdx.x / 32];
-      find_work(p, order, index, group, work, shared.n_free[threadIdx.x / 32]);
-      if (!work.has_queries()) continue;
-      i32 i_first = work.i_begin + 64 * group + fragment_row();
       if (work.has_keys()) {
-        Scorer<ScoreMod> scorer(p, work.s, work.tile.head);
-        u32 rP[kScores / 2];
-        i32 n = work.n_end - 1;
-
-        {
-          // First tile: S = Q K^T, softmax
-          float rS[kScores];
-          mbarrier_wait(shared.full_q[group], num_q % 2);
-          wait_k(shared, num_k);
-          product_qk(rS, q_base, k_tile(num_k));
-          wgmma_wait<0>();
-          pin_registers(rS);
-          release(shared.empty_k[Stages::stage(num_k)]);
-          if (kMasksAlways || n >= n_free.end || n < n_free.begin) modify_scores(p, work, scorer, i_first, n * kBlockN, rS);
-          exponentiate<true, true>(factor, softmax, rS);
-          pack_probabilities(p, work, i_first, n * kBlockN, rS, rP);
-        }
-        if constexpr (SeqInfo::kHasLengths) {
-          if ((n + 1) * kBlockN > work.s.seqlen_k) {
-            wait_v(shared, num_k);
-            clear_tail(shared.sV[Stages::stage(num_k)], work.s.seqlen_k - n * kBlockN, group);
-          }
-        }
-        ++num_k;
-
-        // S of one tile and O += P V of the tile before it, under way together
-        auto step = [&](auto is_masked) {
-          constexpr bool kIsMasked = decltype(is_masked)::kValue;
-          float rS[kScores];
-          wait_k(shared, num_k);
-          if constexpr (Config::kTakesTurns) named_barrier_sync(kTurnBarrier + group, 256);
-          product_qk(rS, q_base, k_tile(num_k));
-          if constexpr (Config::kScalesLate) rescale(softmax, rO);
-          wait_v(shared, num_k - 1);
-          product_pv(rO, rP, v_tile(num_k - 1));
-          if constexpr (Config::kTakesTurns) named_barrier_arrive(kTurnBarrier + (group + 1) % Config::kNumConsumers, 256);
-          // Softmax while the second product is under way
-          wgmma_wait<1>();
-          pin_registers(rS);
-          release(shared.empty_k[Stages::stage(num_k)]);
-          if constexpr (kIsMasked) modify_scores(p, work, scorer, i_first, n * kBlockN, rS);
-          exponentiate<false, kIsMasked>(factor, softmax, rS);
-          pin_registers(rS);
-          wgmma_wait<0>();
-          pin_registers(rO);
-          release(shared.empty_v[Stages::stage(num_k - 1)]);
-          if constexpr (!Config::kScalesLate) rescale(softmax, rO);
-          pack_probabilities(p, work, i_first, n * kBlockN, rS, rP);
-          ++num_k;
-        };
-        for (--n; n >= work.n_begin; --n) {
-          if (kMasksAlways || n >= n_free.end || n < n_free.begin) {
-            step(Constant<true>());
-          } else {
-            step(Constant<kMasksAlways>());
-          }
-        }
-
-        // Hand back Q, add the last P V
-        release(shared.empty_q[group]);
-        ++num_q;
-        if constexpr (Config::kScalesLate) rescale(softmax, rO);
-        wait_v(shared, num_k - 1);
-        product_pv(rO, rP, v_tile(num_k - 1));
-        wgmma_wait<0>();
-        pin_registers(rO);
-        release(shared.empty_v[Stages::stage(num_k - 1)]);
+        mbarrier_wait(shared.full_q[group], num_q++ % 2);
+        mainloop(p, shared, group, work, tiles, num_k, factor, softmax, rO);
       }
-      store(p, work, i_first, factor, softmax, rO);
+      store(p, work, work.i_begin + 64 * group + fragment_row(), factor, softmax, rO);
     }
   }
 

@@ -6,10 +6,9 @@
 namespace flashtile {
 
 // Each consumer warpgroup owns 64 of the kBlockM queries; a warpgroup more holds the producer. With kTakesTurns the consumers issue their
-// products one after the other, so that one has the tensor cores while the others are at their softmax. With kScalesLate, O is
-// rescaled after the next S = Q K^T was issued instead of before.
-template <typename T, typename Out, i32 kHeadDim_, i32 kHeadDimV_, i32 kBlockM_, i32 kBlockN_, i32 kNumStages_, bool kTakesTurns_, bool kScalesLate_,
-          bool kScalesLazily_>
+// products one after the other, so that one has the tensor cores while the others are at their softmax. With kScalesLazily a row's maximum
+// is raised, and O rescaled, only when the old one is too far off.
+template <typename T, typename Out, i32 kHeadDim_, i32 kHeadDimV_, i32 kBlockM_, i32 kBlockN_, i32 kNumStages_, bool kTakesTurns_, bool kScalesLazily_>
 struct Sm90Config {
   using Element = T;
   using OutElement = Out;
@@ -19,7 +18,6 @@ struct Sm90Config {
   static constexpr i32 kBlockN = kBlockN_;
   static constexpr i32 kNumStages = kNumStages_;  // of K and of V
   static constexpr bool kTakesTurns = kTakesTurns_;
-  static constexpr bool kScalesLate = kScalesLate_;
   static constexpr bool kScalesLazily = kScalesLazily_;
   static constexpr i32 kNumConsumers = kBlockM / 64;  // warpgroups
   static constexpr i32 kNumThreads = 128 * (kNumConsumers + 1);
