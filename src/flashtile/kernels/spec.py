@@ -101,6 +101,7 @@ class Sm90Row:
     block_n: int  # keys
     num_stages: int  # of K and of V
     takes_turns: bool
+    scales_lazily: bool
 
     kernel = header = "fwd_sm90"
 
@@ -110,8 +111,9 @@ class Sm90Row:
 
     @property
     def config(self) -> str:
-        sizes = f"{self.head_dim}, {self.head_dim_v}, {self.block_m}, {self.block_n}, {self.num_stages}, {_cpp(self.takes_turns)}, true"
-        return f"Sm90Config<{CPP_TYPES[self.dtype]}, {CPP_TYPES[self.out_dtype]}, {sizes}>"
+        sizes = f"{self.head_dim}, {self.head_dim_v}, {self.block_m}, {self.block_n}, {self.num_stages}"
+        flags = f"{_cpp(self.takes_turns)}, {_cpp(self.scales_lazily)}"
+        return f"Sm90Config<{CPP_TYPES[self.dtype]}, {CPP_TYPES[self.out_dtype]}, {sizes}, {flags}>"
 
     @property
     def shared_bytes(self) -> int:
@@ -123,7 +125,7 @@ class Sm90Row:
         return -(-(tiles + barriers + order + consumers * _SM90_GROUP_BYTES) // 1024) * 1024
 
 
-_SM90_GROUP_BYTES = 4 * (72 + 8)  # of a consumer's warps: what they are working on
+_SM90_GROUP_BYTES = 4 * (72 + 12)  # of a consumer's warps: what they are working on
 
 
 # Tiles of the head dimension in shared memory: of the block's own rows, and of the streaming rows. Scores come on top.

@@ -94,8 +94,8 @@ class Sm90Tile(NamedTuple):
     block_n: int
     num_stages: int = 2
     takes_turns: bool = True
+    scales_lazily: bool = False
     max_options: int = 99
-    takes_dropout: bool = True
 
 
 # By padded head_dim and head_dim_v; the first that holds a call's options is taken. Measured on an NVIDIA H200: docs/sm90.md.
@@ -128,8 +128,8 @@ def why_not_sm90(dtype: str, head_dim: int, head_dim_v: int, features: Features,
 def sm90_rows(dtype: str, out_dtype: str, head_dim: int, head_dim_v: int, features: Features) -> list[Sm90Row]:
     """Every row that takes the call, the preferred first."""
     dims = min(pair for pair in _SM90_TILES if head_dim <= pair[0] and head_dim_v <= pair[1])
-    tiles = [tile for tile in _SM90_TILES[dims] if features.num_options <= tile.max_options and (tile.takes_dropout or not features.has_dropout)]
-    return [Sm90Row(dtype, out_dtype, *dims, tile.block_m, tile.block_n, tile.num_stages, tile.takes_turns) for tile in tiles]
+    tiles = [tile for tile in _SM90_TILES[dims] if features.num_options <= tile.max_options]
+    return [Sm90Row(dtype, out_dtype, *dims, *tile[:-1]) for tile in tiles]
 
 
 def select_sm90(dtype: str, out_dtype: str, head_dim: int, head_dim_v: int, features: Features) -> Sm90Row:

@@ -200,9 +200,15 @@ struct FwdSm90 {
     }
   }
 
-  // Raises the maximum, turns scores into probabilities and adds them up. With kMayBeEmpty a row may have seen nothing yet.
+  // What a row's scores are lowered by. With kMayBeEmpty the row may have seen nothing yet.
+  template <bool kMayBeEmpty>
+  FT_DEVICE static float shift_of(float m, float factor) {
+    return kMayBeEmpty && m == -infinity() ? 0.0f : m * factor;
+  }
+
+  // The new maxima, and what to rescale by.
   template <bool kIsFirst, bool kMayBeEmpty>
-  FT_DEVICE static void exponentiate(float factor, Softmax& softmax, float (&rS)[kScores]) {
+  FT_DEVICE static void raise_maximum(float factor, Softmax& softmax, const float (&rS)[kScores]) {
     float m_new[2];
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
@@ -215,21 +221,26 @@ struct FwdSm90 {
       m_new[r] = quad_max(fmaxf(tile_max[0], tile_max[1]));
       if constexpr (!kIsFirst) m_new[r] = fmaxf(softmax.m[r], m_new[r]);
     }
+    softmax.is_raised = true;
     if constexpr (Config::kScalesLazily && !kIsFirst) {
       // Keep the old maxima as long as they will do for every row of the warp
       bool is_far = (m_new[0] - softmax.m[0]) * factor > kSlack || (m_new[1] - softmax.m[1]) * factor > kSlack;
       softmax.is_raised = __any_sync(0xffffffffu, is_far);
-    } else {
-      softmax.is_raised = true;
     }
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
-      if (!softmax.is_raised) m_new[r] = softmax.m[r];
-      float shift = m_new[r] * factor;
-      if constexpr (kMayBeEmpty) shift = m_new[r] == -infinity() ? 0.0f : shift;
-      if constexpr (!kIsFirst) softmax.alpha[r] = exp2_approx(softmax.m[r] * factor - shift);
-      softmax.m[r] = m_new[r];
-      float sum = 0.0f;
+      float m_old = softmax.m[r];
+      if (softmax.is_raised) softmax.m[r] = m_new[r];
+      if constexpr (!kIsFirst) softmax.alpha[r] = exp2_approx(fmaf(m_old, factor, -shift_of<kMayBeEmpty>(softmax.m[r], factor)));
+    }
+  }
+
+  // Turns scores into probabilities and adds them up.
+  template <bool kIsFirst, bool kMayBeEmpty>
+  FT_DEVICE static void exponentiate(float factor, Softmax& softmax, float (&rS)[kScores]) {
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      float shift = shift_of<kMayBeEmpty>(softmax.m[r], factor), sum = 0.0f;
 #pragma unroll
       for (i32 b = 0; b < kBlockN / 8; ++b) {
 #pragma unroll
@@ -349,6 +360,7 @@ struct FwdSm90 {
       pin_registers(rS);
       release(shared.empty_k[Stages::stage(num_k)]);
       if (needs_mask(n)) modify_scores(p, work, scorer, i_first, n * kBlockN, rS);
+      raise_maximum<true, true>(factor, softmax, rS);
       exponentiate<true, true>(factor, softmax, rS);
       pack_probabilities(p, work, i_first, n * kBlockN, rS, rP);
     }
@@ -375,12 +387,13 @@ struct FwdSm90 {
       pin_registers(rS);
       release(shared.empty_k[Stages::stage(num_k)]);
       if constexpr (kIsMasked) modify_scores(p, work, scorer, i_first, n * kBlockN, rS);
-      exponentiate<false, kIsMasked>(factor, softmax, rS);
-      order_after(softmax.l[0] + softmax.l[1]);
+      raise_maximum<false, kIsMasked>(factor, softmax, rS);
+      // Not after the exponentials: rescaling and packing fill the gaps between them
       wgmma_wait<0>();
       pin_registers(rO);
       release(shared.empty_v[Stages::stage(num_k - 1)]);
       rescale(softmax, rO);
+      exponentiate<false, kIsMasked>(factor, softmax, rS);
       pack_probabilities(p, work, i_first, n * kBlockN, rS, rP);
       ++num_k;
     };

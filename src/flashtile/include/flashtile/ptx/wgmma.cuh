@@ -29,12 +29,6 @@ FT_DEVICE void pin_registers(float (&r)[kCount]) {
   for (i32 i = 0; i < kCount; ++i) asm volatile("" : "+f"(r[i])::"memory");
 }
 
-// Keeps ptxas from moving a wait for products up over the arithmetic that x, never negative, is the end of: a loop that is left at once.
-// Scope: thread.
-FT_DEVICE void order_after(float x) {
-  while (x < 0.0f) asm volatile("nanosleep.u32 32;" : "+f"(x)::"memory");
-}
-
 // The descriptor of a tile in shared memory, 128-byte swizzled: slabs of 64 16-bit columns, each [rows][128 bytes], on 1024-byte boundaries.
 // Its low half says where: start address, and the distance of slabs, which matters where the columns are the N axis. Offsets inside the tile,
 // in units of 16 bytes, are added to it. Its high half is always the same. (PTX ISA: Matrix Descriptor Format)
