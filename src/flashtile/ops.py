@@ -217,9 +217,11 @@ class _Attention(torch.autograd.Function):
 
 
 def requires_grad(values: tuple[Any, ...]) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
+    if torch.is_grad_enabled():
+        for value in values:
+            if isinstance(value, Tensor) and value.requires_grad:
+                return True
+    return False
 
 
 def is_transformed() -> bool:

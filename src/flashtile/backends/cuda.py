@@ -67,8 +67,8 @@ class CudaBackend(Backend):
         plan = plans.plan(_forward_key(args, given), _form(args, given))
         if not executor.is_bindable(plan, given):
             return None
-        places = {name: place for place, name in enumerate(AttentionArgs._fields[:NUM_TENSORS])}
-        return executor.Bound(plan, given, _scalars(args), _splits(args), _arch_of(args).name, places, ("out", "lse"))
+        inputs = AttentionArgs._fields[:NUM_TENSORS]
+        return executor.Bound(plan, given, _scalars(args), _splits(args), _arch_of(args).name, inputs, ("out", "lse"))
 
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         if is_checking():

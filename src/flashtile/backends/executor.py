@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from struct import Struct
 from typing import Any, NamedTuple
@@ -225,15 +225,18 @@ def _address(image: bytearray) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(image))
 
 
-def _allocator(like: Tensor) -> Callable[[], Tensor]:
-    return functools.partial(torch.empty_strided, like.shape, like.stride(), dtype=like.dtype, device=like.device)
+def _allocator(like: Tensor, first: Tensor) -> Callable[[Tensor], Tensor]:
+    """Allocates a tensor like another, given the call's first one."""
+    shape, strides, dtype, device = tuple(like.shape), like.stride(), like.dtype, like.device
+    if dtype == first.dtype:
+        return lambda first: first.new_empty_strided(shape, strides)  # the fastest way there is
+    return lambda _: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 class Bound:
     """A plan made ready for every call whose tensors differ from these in their addresses alone: what is left is to patch those.
 
-    Inputs come as one tuple in each call; `places` says where in it each stands. Tensors of `outputs` are allocated in each call, like the
-    given ones, and returned.
+    Inputs come as one tuple in each call, in the order of `inputs`. Tensors of `outputs` are allocated in each call, like the given ones.
     """
 
     def __init__(
@@ -243,17 +246,18 @@ class Bound:
         scalars: Scalars,
         splits: Splits,
         arch: str,
-        places: Mapping[str, int],
-        outputs: tuple[str, ...],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
     ):
         assert is_bindable(plan, given)
         values = evaluate(plan, given, scalars, splits)
-        self.room, self.device = room(plan, values), given["q"].device
+        first = given[inputs[0]]
+        self.room, self.device = room(plan, values), first.device
         self.index = self.device.index or 0
         self.image = bytes(fill(plan, given, scalars, values, {}))
         pointers = {patch.rule.name: patch.offset for patch in plan.patches if isinstance(patch.rule, plans.Pointer)}
-        self.inputs = [(offset, places[name]) for name, offset in pointers.items() if name in places]
-        self.outputs = [(pointers[name], _allocator(given[name])) for name in outputs]
+        self.inputs = [(pointers[name], place) for place, name in enumerate(inputs) if name in given]
+        self.outputs = [(pointers[name], _allocator(given[name], first)) for name in outputs]
         self.workspaces = [(pointers[name], offset) for name, offset in self.room.offsets.items()]
         self.maps = [(patch.offset, places[patch.tensor], tensor_map(patch, given[patch.tensor])) for patch in plan.maps]
         self.launches = []
@@ -270,7 +274,7 @@ class Bound:
         for offset, place in self.inputs:
             patch(image, offset, inputs[place].data_ptr())
         for offset, allocate in self.outputs:
-            made.append(tensor := allocate())
+            made.append(tensor := allocate(inputs[0]))
             patch(image, offset, tensor.data_ptr())
         for offset, place, tensor_map in self.maps:
             image[offset : offset + driver.TENSOR_MAP_BYTES] = tensor_map.encode(inputs[place].data_ptr())
