@@ -1,4 +1,4 @@
-"""Writes include/flashtile/ptx/wgmma_ops.cuh: one wrapper for each wgmma shape and dtype. `--check` fails if the file is not what this writes."""
+"""Writes include/flashtile/ptx/wgmma_ops.cuh: one wrapper for each wgmma shape and dtype. `--check` fails if the file is another."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ from flashtile.problem import (
     is_checking,
     is_deterministic,
     key_window,
+    row_axis,
     shape_of,
     softmax_scale,
 )
@@ -198,7 +199,10 @@ def _problem_features(problem: Problem) -> Features:
 def _key(args: AttentionArgs, given: dict[str, Tensor], **more: Any) -> PlanKey:
     dtypes = dtype_name(args.q.dtype), dtype_name(given["out"].dtype)
     is_wide = all(_is_wide(given[name]) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv") if name in given)
-    more["is_scale_positive"] = softmax_scale(args) > 0.0
+    more |= {
+        "is_scale_positive": softmax_scale(args) > 0.0,
+        "has_own_rows": all(_has_own_rows(x, args.layout) for x in (args.q, args.k, args.v)),
+    }
     return PlanKey(*dtypes, args.q.shape[-1], args.v.shape[-1], _features(args, is_wide), _arch_of(args), **more)
 
 
@@ -254,6 +258,11 @@ def _scalars(args: AttentionArgs) -> dict[str, float | int]:
 def _splits(args: AttentionArgs) -> executor.Splits:
     """What the caller says; else none where a result may not depend on the batch."""
     return executor.Splits(args.num_splits or int(is_deterministic(args)), _num_multiprocessors(args.q.device.index or 0))
+
+
+def _has_own_rows(tensor: Tensor, layout: str) -> bool:
+    row = row_axis(layout)
+    return tensor.shape[row] <= 1 or tensor.stride(row) >= tensor.shape[-1]
 
 
 def _is_wide(tensor: Tensor) -> bool:

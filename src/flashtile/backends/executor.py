@@ -25,6 +25,7 @@ Tensors = Mapping[str, Tensor]
 Scalars = Mapping[str, float | int]
 
 _WORKSPACE_ALIGNMENT = 256
+_ANY_STRIDE = 16  # bytes, along an axis of length 1
 _STRUCTS = {code: Struct(code) for code in "PqiIf"}
 
 
@@ -163,11 +164,10 @@ def num_blocks(step: Step, values: dict[str, int]) -> int:
 
 
 def tensor_map(patch: MapPatch, tensor: Tensor) -> driver.TensorMap:
-    """A map of the tensor that lacks its address alone."""
-    size, axes = tensor.element_size(), [axis if tensor.dim() >= -axis else None for axis in patch.axes]
-    lengths = [1 if axis is None else tensor.shape[axis] for axis in axes]
-    # The stride along an axis of length 1 is never used, but must be a valid one
-    strides = [16 if axis is None or length == 1 else tensor.stride(axis) * size for axis, length in zip(axes, lengths, strict=True)]
+    """A map of the tensor that lacks its address alone. An axis of stride 0 is one of length 1: kernels ask for its first element."""
+    axes = [axis for axis in patch.axes if tensor.dim() >= -axis and tensor.stride(axis) > 0 and tensor.shape[axis] > 1]
+    lengths = [tensor.shape[axis] if axis in axes else 1 for axis in patch.axes]
+    strides = [tensor.stride(axis) * tensor.element_size() if axis in axes else _ANY_STRIDE for axis in patch.axes]
     return driver.TensorMap(dtype_name(tensor.dtype), (tensor.shape[-1], *lengths), strides, (64, patch.box_rows, 1, 1))
 
 
@@ -259,7 +259,7 @@ class Bound:
         self.inputs = [(pointers[name], place) for place, name in enumerate(inputs) if name in given]
         self.outputs = [(pointers[name], _allocator(given[name], first)) for name in outputs]
         self.workspaces = [(pointers[name], offset) for name, offset in self.room.offsets.items()]
-        self.maps = [(patch.offset, places[patch.tensor], tensor_map(patch, given[patch.tensor])) for patch in plan.maps]
+        self.maps = [(patch.offset, list(inputs).index(patch.tensor), tensor_map(patch, given[patch.tensor])) for patch in plan.maps]
         self.launches = []
         for step in plan.steps:
             assert isinstance(step, Step)

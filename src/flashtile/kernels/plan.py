@@ -33,8 +33,9 @@ class PlanKey:
     features: Features
     arch: Arch
     is_small: bool = False  # the grid of the preferred tile would not fill the GPU
-    is_scale_positive: bool = True
     grads: tuple[str, ...] | None = None  # of a backward pass: those of GRADS that are wanted
+    is_scale_positive: bool = True
+    has_own_rows: bool = True  # no two rows of q, k or v overlap in memory
 
 
 class Form(NamedTuple):
@@ -120,7 +121,7 @@ class MapPatch(NamedTuple):
 
     offset: int
     tensor: str
-    axes: tuple[int, int, int]  # row, head, batch, from the end; an axis that the tensor has not is of length 1
+    axes: tuple[int, int, int]  # row, head, batch, from the end; one that the tensor has not, or of stride 0, is of length 1
     box_rows: int
 
 
@@ -220,6 +221,8 @@ def why_not_sm90(key: PlanKey) -> str | None:
     """Why the Hopper forward does not take the call, or None."""
     if not key.is_scale_positive:
         return "a scale that is not positive"
+    if not key.has_own_rows:
+        return "rows that overlap in memory"
     return table.why_not_sm90(key.dtype, key.head_dim, key.head_dim_v, key.features, key.arch)
 
 

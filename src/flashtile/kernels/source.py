@@ -27,11 +27,12 @@ def plain_unit(header: str, entry: str, struct: Struct) -> str:
 def unit(row: Row | Sm90Row, features: Features) -> str:
     """The text that is compiled. Equal texts are equal kernels, whatever the shapes."""
     config = _qualified("flashtile::" + row.config)
+    struct: Struct = Params
     if isinstance(row, Sm90Row):
         mask, lengths = (f"flashtile::{features.policies()[place]}" for place in (0, 3))
         struct, storage = FwdSm90Params, f"FwdSm90Storage<{config}, {mask}, {lengths}>"
     else:
-        struct, storage = Params, f"{'FwdSimtStorage' if row.kernel == 'fwd_simt' else 'BwdSimtStorage'}<{config}>"
+        storage = f"{'FwdSimtStorage' if row.kernel == 'fwd_simt' else 'BwdSimtStorage'}<{config}>"
     size = f'static_assert(sizeof(flashtile::{storage}) == {row.shared_bytes}, "shared bytes");\n'
     return plain_unit(row.header, entry(row, features), struct) + size
 

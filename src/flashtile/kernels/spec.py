@@ -88,7 +88,6 @@ class Row:
         return "fwd_simt" if self.kernel == "fwd_simt" else "bwd_simt"
 
 
-
 @dataclass(frozen=True)
 class Sm90Row:
     """The Hopper forward for one dtype, two padded head dims and one tile."""

@@ -92,11 +92,13 @@ struct FwdSm90 {
 
   // ---- Producer. Scope: one thread.
 
+  // A map has one head or batch where the stride along them is 0: broadcast, or packed.
   template <i32 kRows, i32 kSlabs>
-  FT_DEVICE static void load_tile(T* tile, const TensorMap& map, u64& full, i32 row, i32 head, i32 batch) {
+  FT_DEVICE static void load_tile(T* tile, const TensorMap& map, const Strides& strides, u64& full, i32 row, i32 head, const Work& work) {
+    i32 map_head = strides.head == 0 ? 0 : head, map_batch = strides.batch == 0 ? 0 : work.tile.batch;
     mbarrier_arrive_expect(full, kRows * kSlabs * 128);
 #pragma unroll
-    for (i32 slab = 0; slab < kSlabs; ++slab) load_box(tile + slab * kRows * 64, map, full, slab * 64, row, head, batch);
+    for (i32 slab = 0; slab < kSlabs; ++slab) load_box(tile + slab * kRows * 64, map, full, slab * 64, row, map_head, map_batch);
   }
 
   FT_DEVICE static void produce(const FwdSm90Params& params, Storage& shared) {
@@ -106,22 +108,18 @@ struct FwdSm90 {
     for (i32 index = order.first(); index < order.num_indices; index = order.next(index)) {
       Work work(p, order, index);
       if (!work.has_queries() || !work.has_keys()) continue;
-      i32 q_batch = 0, k_batch = 0;
-      if (!SeqInfo::kHasLengths || p.cu_seqlens_q == nullptr) q_batch = work.tile.batch;
-      if (!SeqInfo::kHasLengths || p.cu_seqlens_k == nullptr) k_batch = work.tile.batch;
-      i32 kv_head = work.tile.head / (p.heads / p.heads_kv);
-      i32 k_row = static_cast<i32>(work.s.k_row);
+      i32 kv_head = work.tile.head / (p.heads / p.heads_kv), k_row = static_cast<i32>(work.s.k_row);
 
       auto load_k = [&](i32 n) {
         u32 stage = Stages::stage(num_k);
         mbarrier_wait(shared.empty_k[stage], Stages::phase(num_k) ^ 1);
-        load_tile<kBlockN, Config::kSlabsQK>(shared.sK[stage], params.k_map, shared.full_k[stage], k_row + n * kBlockN, kv_head, k_batch);
+        load_tile<kBlockN, Config::kSlabsQK>(shared.sK[stage], params.k_map, p.k_strides, shared.full_k[stage], k_row + n * kBlockN, kv_head, work);
         ++num_k;
       };
       auto load_v = [&](i32 n) {
         u32 stage = Stages::stage(num_v);
         mbarrier_wait(shared.empty_v[stage], Stages::phase(num_v) ^ 1);
-        load_tile<kBlockN, Config::kSlabsV>(shared.sV[stage], params.v_map, shared.full_v[stage], k_row + n * kBlockN, kv_head, k_batch);
+        load_tile<kBlockN, Config::kSlabsV>(shared.sV[stage], params.v_map, p.v_strides, shared.full_v[stage], k_row + n * kBlockN, kv_head, work);
         ++num_v;
       };
 
@@ -131,7 +129,7 @@ struct FwdSm90 {
       for (i32 group = 0; group < Config::kNumConsumers; ++group) {
         i32 row = static_cast<i32>(work.s.q_row) + work.i_begin + 64 * group;
         mbarrier_wait(shared.empty_q[group], num_q % 2);
-        load_tile<64, Config::kSlabsQK>(shared.sQ[group], params.q_map, shared.full_q[group], row, work.tile.head, q_batch);
+        load_tile<64, Config::kSlabsQK>(shared.sQ[group], params.q_map, p.q_strides, shared.full_q[group], row, work.tile.head, work);
       }
       for (i32 n = work.n_end - 2; n >= work.n_begin; --n) {
         load_k(n);
