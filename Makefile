@@ -43,6 +43,7 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/check_layers.py
+	$(BIN)/python tools/make_wgmma.py --check
 
 format: .venv/ready
 	$(BIN)/ruff check --fix .

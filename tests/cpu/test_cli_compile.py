@@ -81,7 +81,7 @@ def test_takes_the_arch_of_the_gpu(monkeypatch, compiler):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     assert run("--dtype", "float32", "--head-dim", "64").exit_code == 0
-    assert {arch for _, arch in compiler["called"]} == {"sm_90"}
+    assert {arch for _, arch in compiler["called"]} == {"sm_90a"}
 
 
 def test_json(compiler):
@@ -98,7 +98,7 @@ def test_json(compiler):
     [
         ({"stores": 12, "loads": 8}, "spills registers: 12 bytes stored, 8 loaded"),
         ({"stack": 24}, "keeps a stack frame of 24 bytes"),
-        ({"shared": 230 * 1024}, "of shared memory; a block of sm_90 has 232448"),
+        ({"shared": 230 * 1024}, "of shared memory; a block of sm_90a has 232448"),
         ({"note": "ptxas info : (C7519) Potential Performance Loss"}, "C7519"),
     ],
 )
@@ -123,7 +123,7 @@ def test_all_skips_what_the_compiler_does_not_know(monkeypatch, compiler):
     monkeypatch.setattr(Toolchain, "archs", property(lambda self: frozenset({80, 90})))
     result = run("--all", "--dtype", "float32", "--head-dim", "64")
     assert result.exit_code == 0
-    assert {arch for _, arch in compiler["called"]} == {"sm_80", "sm_90"}
+    assert {arch for _, arch in compiler["called"]} == {"sm_80", "sm_90a"}
     assert "no longer knows sm_61" in result.output
     assert "does not know sm_120" in result.output
     assert len(compiler["called"]) == len(set(compiler["called"]))

@@ -46,22 +46,22 @@ def has_backward(case: Case) -> bool:
     return case.kind != "paged"
 
 
-def precompile(problems: Iterable[tuple[Case, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def precompile(problems: Iterable[tuple[Case, int]], monkeypatch: pytest.MonkeyPatch, is_forward: bool = False) -> None:
     """Compiles every kernel that the problems will ask for, in as many threads as there are cores."""
     units: dict[tuple[str, str], None] = {}
     with monkeypatch.context() as patch:
         patch.setattr(executor, "launch", lambda step, *_: units.update({(step.unit, step.entry): None}))
         patch.setattr(cuda.CudaBackend, "bind", lambda *_: None)
         for case, seed in problems:
-            run(case.make(seed, "cuda"), has_backward=has_backward(case))
+            run(case.make(seed, "cuda"), has_backward=has_backward(case) and not is_forward)
     arch = cuda._arch(0)
     assert arch is not None
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda unit: executor.function(*unit, arch.name), units))
 
 
-def check(case: Case, seed: int) -> None:
-    """One problem, forward and backward, by the error rule."""
+def check(case: Case, seed: int, is_forward: bool = False) -> None:
+    """One problem, forward and backward or forward alone, by the error rule."""
     inputs: Inputs = case.make(seed, "cuda")
-    assert_agrees(run(inputs, has_backward=has_backward(case)), inputs)
+    assert_agrees(run(inputs, has_backward=has_backward(case) and not is_forward), inputs)
     covered["problems"].add(f"{case} {seed}")

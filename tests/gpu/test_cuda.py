@@ -324,7 +324,9 @@ def test_explain_and_prewarm() -> None:
     q, k, v = (torch.randn(2, 4, 500, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     answer = flashtile.prewarm(q, k, v, causal=True, softcap=11.0)
     assert answer.backend == "cuda"
-    assert "fwd_simt_kernel: tile" in str(answer)
+    arch = cuda._arch(0)
+    assert arch is not None
+    assert f"fwd_{'sm90' if arch.has_wgmma else 'simt'}_kernel: tile" in str(answer)
 
 
 def test_what_it_refuses_lands_on_tiled() -> None:

@@ -32,7 +32,9 @@ from flashtile.problem import (
     is_checking,
     is_deterministic,
     key_window,
+    row_axis,
     shape_of,
+    softmax_scale,
 )
 from flashtile.runtime import cache, toolchain
 
@@ -82,6 +84,8 @@ class CudaBackend(Backend):
     def details(self, problem: Problem) -> dict[str, str]:
         found = {}
         for key in _problem_keys(problem):
+            if key.arch.has_wgmma and key.grads is None and (reason := plans.why_not_sm90(key)) is not None:
+                found["fwd_sm90_kernel"] = f"not taken: {reason}"
             for step in plans.kernels(key):
                 if not key.is_small and step.shared_bytes:
                     tile = f"tile {step.block_rows} x {step.block_columns}, {step.num_threads // 32} warps"
@@ -203,6 +207,10 @@ def _problem_features(problem: Problem) -> Features:
 def _key(args: AttentionArgs, given: dict[str, Tensor], **more: Any) -> PlanKey:
     dtypes = dtype_name(args.q.dtype), dtype_name(given["out"].dtype)
     is_wide = all(_is_wide(given[name]) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv") if name in given)
+    more |= {
+        "is_scale_positive": softmax_scale(args) > 0.0,
+        "has_own_rows": all(_has_own_rows(x, args.layout) for x in (args.q, args.k, args.v)),
+    }
     return PlanKey(*dtypes, args.q.shape[-1], args.v.shape[-1], _features(args, is_wide), _arch_of(args), **more)
 
 
@@ -218,7 +226,8 @@ def _problem_keys(problem: Problem) -> list[PlanKey]:
     arch, shape = _arch(torch.cuda.current_device()), problem.shape
     assert arch is not None  # else refused
     dtypes = dtype_name(problem.dtype), dtype_name(problem.out_dtype)
-    key = PlanKey(*dtypes, shape.head_dim, shape.head_dim_v, _problem_features(problem), arch)
+    features = _problem_features(problem)
+    key = PlanKey(*dtypes, shape.head_dim, shape.head_dim_v, features, arch, is_scale_positive=problem.scale > 0.0)
     keys = [key, dataclasses.replace(key, is_small=True)]
     if problem.needs_grad:
         is_wanted = {"dbias": problem.needs_bias_grad, "dsinks": problem.has_sinks}
@@ -232,6 +241,11 @@ def _problem_keys(problem: Problem) -> list[PlanKey]:
 def _splits(args: AttentionArgs) -> executor.Splits:
     """What the caller says; else none where a result may not depend on the batch."""
     return executor.Splits(args.num_splits or int(is_deterministic(args)), _num_multiprocessors(args.q.device.index or 0))
+
+
+def _has_own_rows(tensor: Tensor, layout: str) -> bool:
+    row = row_axis(layout)
+    return tensor.shape[row] <= 1 or tensor.stride(row) >= tensor.shape[-1]
 
 
 def _is_wide(tensor: Tensor) -> bool:

@@ -16,14 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.errors import dtype_name
 from flashtile.kernels import plan as plans
-from flashtile.kernels.plan import LaunchPlan, Memset, Operand, Step
+from flashtile.kernels.plan import LaunchPlan, MapPatch, Memset, Operand, Step
 from flashtile.runtime import cache, driver
 
 Tensors = Mapping[str, Tensor]
 Scalars = Mapping[str, float | int]
 
 _WORKSPACE_ALIGNMENT = 256
+_ANY_STRIDE = 16  # bytes, along an axis of length 1
 _STRUCTS = {code: Struct(code) for code in "PqiIf"}
 
 
@@ -103,7 +105,7 @@ _EVALUATE: dict[type, Callable[[Any, _Call], float | int]] = {
 
 def evaluate(plan: LaunchPlan, tensors: Tensors, scalars: Scalars, splits: Splits) -> dict[str, int]:
     """The plan's values for a call."""
-    values: dict[str, int] = {"num_splits": 1}
+    values: dict[str, int] = {"num_splits": 1, "num_multiprocessors": splits.num_multiprocessors}
     call = _Call(tensors, scalars, values, {})
     for name, rules in plan.values:
         values[name] = math.prod(int(_EVALUATE[type(rule)](rule, call)) for rule in rules)
@@ -157,7 +159,24 @@ def addresses(tensors: Tensors, found: Room, workspace: Tensor | None) -> dict[s
 def num_blocks(step: Step, values: dict[str, int]) -> int:
     if step.is_for_splits and values["num_splits"] == 1:
         return 0
-    return math.prod(-(-values[name] // divisor) for name, divisor in step.grid)
+    blocks = math.prod(-(-values[name] // divisor) for name, divisor in step.grid)
+    return min(blocks, values["num_multiprocessors"]) if step.is_persistent else blocks
+
+
+def tensor_map(patch: MapPatch, tensor: Tensor) -> driver.TensorMap:
+    """A map of the tensor that lacks its address alone. An axis of stride 0 is one of length 1: kernels ask for its first element."""
+    axes = [axis for axis in patch.axes if tensor.dim() >= -axis and tensor.stride(axis) > 0 and tensor.shape[axis] > 1]
+    lengths = [tensor.shape[axis] if axis in axes else 1 for axis in patch.axes]
+    strides = [tensor.stride(axis) * tensor.element_size() if axis in axes else _ANY_STRIDE for axis in patch.axes]
+    return driver.TensorMap(dtype_name(tensor.dtype), (tensor.shape[-1], *lengths), strides, (64, patch.box_rows, 1, 1))
+
+
+def encode_maps(plan: LaunchPlan, tensors: Tensors, image: bytearray) -> None:
+    """Puts the tensor maps into the parameters. An empty tensor is never read and gets none."""
+    for patch in plan.maps:
+        tensor = tensors[patch.tensor]
+        if tensor.numel():
+            image[patch.offset : patch.offset + driver.TENSOR_MAP_BYTES] = tensor_map(patch, tensor).encode(tensor.data_ptr())
 
 
 # Launches
@@ -184,6 +203,7 @@ def execute(plan: LaunchPlan, given: Tensors, scalars: Scalars, splits: Splits, 
     workspace = found.allocate(device)
     image = fill(plan, tensors, scalars, values, addresses(tensors, found, workspace))
     with on_device(device.index or 0):
+        encode_maps(plan, tensors, image)
         for step in plan.steps:
             if isinstance(step, Memset):
                 tensors[step.tensor].zero_()
@@ -257,6 +277,7 @@ class Bound:
         self.inputs = [(pointers[name], place) for place, name in enumerate(inputs) if name in given]
         self.outputs = [(pointers[name], _allocator(given[name], first)) for name in outputs]
         self.workspaces = [(pointers[name], offset) for name, offset in self.room.offsets.items()]
+        self.maps = [(patch.offset, list(inputs).index(patch.tensor), tensor_map(patch, given[patch.tensor])) for patch in plan.maps]
         self.launches = []
         for step in plan.steps:
             assert isinstance(step, Step)
@@ -273,6 +294,8 @@ class Bound:
         for offset, allocate in self.outputs:
             made.append(tensor := allocate(inputs[0]))
             patch(image, offset, tensor.data_ptr())
+        for offset, place, tensor_map in self.maps:
+            image[offset : offset + driver.TENSOR_MAP_BYTES] = tensor_map.encode(inputs[place].data_ptr())
         workspace = self.room.allocate(self.device)
         if workspace is not None:
             base = workspace.data_ptr()
@@ -311,4 +334,5 @@ class HostBound(Bound):
 def is_bindable(plan: LaunchPlan, given: Tensors) -> bool:
     """Every tensor is read and written in place, and there is nothing to do but launches."""
     is_in_place = all(operand.like is None and is_fitting(operand, given[operand.name]) for operand in plan.operands)
-    return is_in_place and not any(isinstance(step, Memset) for step in plan.steps)
+    has_empty_map = any(given[patch.tensor].numel() == 0 for patch in plan.maps)
+    return is_in_place and not has_empty_map and not any(isinstance(step, Memset) for step in plan.steps)

@@ -237,7 +237,7 @@ def _asked_archs(names: Sequence[str], compiler: Toolchain) -> list[Arch]:
     archs = []
     accepted = f"one of {', '.join(arch.name for arch in ARCHS.values())}"
     for name in names:
-        digits = name.removeprefix("sm_")
+        digits = name.removeprefix("sm_").removesuffix("a")
         arch = arch_of(int(digits) // 10, int(digits) % 10) if digits.isdigit() else None
         if arch is None:
             raise value_error("--arch", name, accepted)

@@ -16,10 +16,12 @@ class Arch:
     max_blocks: int
     reserved_shared_bytes: int  # the system's own share of each block
     max_thread_scores: int = 64  # of a tile, that the compiler keeps in a thread's registers without a spill
+    suffix: str = ""  # "a": with the instructions that only this architecture has
+    has_wgmma: bool = False
 
     @property
     def name(self) -> str:
-        return f"sm_{self.number}"
+        return f"sm_{self.number}{self.suffix}"
 
     def blocks_per_multiprocessor(self, num_threads: int, registers: int, shared_bytes: int) -> int:
         """How many blocks a multiprocessor can hold at a time, by warps, registers and shared memory."""
@@ -42,7 +44,7 @@ ARCHS = {
         Arch(80, 163 * _KB, 164 * _KB, 64, 32, _KB),
         Arch(86, 99 * _KB, 100 * _KB, 48, 16, _KB),
         Arch(89, 99 * _KB, 100 * _KB, 48, 24, _KB),
-        Arch(90, 227 * _KB, 228 * _KB, 64, 32, _KB),
+        Arch(90, 227 * _KB, 228 * _KB, 64, 32, _KB, suffix="a", has_wgmma=True),
         Arch(100, 227 * _KB, 228 * _KB, 64, 32, _KB, max_thread_scores=32),
         Arch(120, 99 * _KB, 100 * _KB, 48, 24, _KB, max_thread_scores=32),
     )

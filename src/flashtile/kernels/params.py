@@ -51,7 +51,17 @@ class AppendParams(ctypes.Structure):
     ]
 
 
-Struct = type[Params] | type[AppendParams]
+class FwdSm90Params(ctypes.Structure):
+    """What fwd_sm90_kernel is told: the same, and behind it tensor maps on 64-byte boundaries."""
+
+    _fields_ = [
+        ("base", Params),
+        ("_padding", ctypes.c_char * (-ctypes.sizeof(Params) % 64)),
+        *((f"{name}_map", ctypes.c_uint64 * 16) for name in ("q", "k", "v")),
+    ]
+
+
+Struct = type[Params] | type[AppendParams] | type[FwdSm90Params]
 
 
 def place(struct: Struct, name: str, index: int = 0) -> tuple[int, str]:
@@ -65,7 +75,11 @@ def layout_asserts(struct: Struct) -> str:
     """static_asserts that tie the C++ struct of the same name to this one."""
     cpp = f"flashtile::{struct.__name__}"
     lines = [f'static_assert(sizeof({cpp}) == {ctypes.sizeof(struct)}, "{struct.__name__}: size");']
-    for name, *_ in struct._fields_:
+    for name, kind, *_ in struct._fields_:
+        if name.startswith("_"):
+            continue
+        if kind is Params:
+            lines.append(layout_asserts(Params))
         offset = getattr(struct, name).offset
         # NVRTC has no offsetof; __INTADDR__ of a member of a null struct is a constant expression in both of its front ends
         lines.append(f'static_assert(__INTADDR__(&(({cpp}*)0)->{name}) == {offset}, "{struct.__name__}: {name}");')

@@ -6,13 +6,15 @@ them needs to know what attention is.
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from flashtile.kernels import source, table
 from flashtile.kernels.arch import Arch
-from flashtile.kernels.params import Params, place
+from flashtile.kernels.params import FwdSm90Params, Params, place
 from flashtile.kernels.spec import Features
 
 PREPROCESS_ROWS, PREPROCESS_THREADS = 64, 128
@@ -33,6 +35,8 @@ class PlanKey:
     arch: Arch
     is_small: bool = False  # the grid of the preferred tile would not fill the GPU
     grads: tuple[str, ...] | None = None  # of a backward pass: those of GRADS that are wanted
+    is_scale_positive: bool = True
+    has_own_rows: bool = True  # no two rows of q, k or v overlap in memory
 
 
 class Form(NamedTuple):
@@ -113,6 +117,15 @@ class Patch(NamedTuple):
     rule: Rule
 
 
+class MapPatch(NamedTuple):
+    """A tensor map in the parameters: a tensor as (last, row, head, batch), in boxes of 64 elements of its last axis and box_rows rows."""
+
+    offset: int
+    tensor: str
+    axes: tuple[int, int, int]  # row, head, batch, from the end; one that the tensor has not, or of stride 0, is of length 1
+    box_rows: int
+
+
 class Operand(NamedTuple):
     """A tensor of the call, and what kernels expect of it. One that is not so is replaced by a copy, and copied back if it is written."""
 
@@ -149,6 +162,7 @@ class Step:
     num_threads: int
     shared_bytes: int
     is_for_splits: bool = False  # left out where the keys are not split
+    is_persistent: bool = False  # at most one block for each multiprocessor
 
     @property
     def name(self) -> str:
@@ -165,6 +179,7 @@ class LaunchPlan:
     workspaces: tuple[Workspace, ...]  # of a plan with splits: not needed where there is one
     image: bytes
     patches: tuple[Patch, ...]
+    maps: tuple[MapPatch, ...] = ()
 
 
 # Kernels
@@ -176,7 +191,7 @@ def kernels(key: PlanKey) -> tuple[Step, ...]:
     out, lengths = source.cpp_type(key.out_dtype), "flashtile::" + key.features.policies()[3]
     if key.grads is None:
         combine = f"fwd_combine_kernel<{out}, {lengths}>"
-        return _tile_step(key, "fwd_simt"), _plain_step("fwd_combine", combine, _rows(COMBINE_ROWS), COMBINE_THREADS, is_for_splits=True)
+        return _forward_step(key), _plain_step("fwd_combine", combine, _rows(COMBINE_ROWS), COMBINE_THREADS, is_for_splits=True)
     preprocess = f"bwd_preprocess_kernel<{out}, {lengths}>"
     steps = [_plain_step("bwd_preprocess", preprocess, _rows(PREPROCESS_ROWS), PREPROCESS_THREADS)]
     if "dsinks" in key.grads:
@@ -201,6 +216,24 @@ def grid_of(kernel: str, block_m: int, block_n: int) -> tuple[tuple[str, int], .
 
 def _rows(block_rows: int) -> tuple[tuple[str, int], ...]:
     return ("seqlen_q", block_rows), ("heads", 1), ("batch", 1)
+
+
+def why_not_sm90(key: PlanKey) -> str | None:
+    """Why the Hopper forward does not take the call, or None."""
+    if not key.is_scale_positive:
+        return "a scale that is not positive"
+    if not key.has_own_rows:
+        return "rows that overlap in memory"
+    return table.why_not_sm90(key.dtype, key.head_dim, key.head_dim_v, key.features, key.arch)
+
+
+def _forward_step(key: PlanKey) -> Step:
+    if why_not_sm90(key) is not None:
+        return _tile_step(key, "fwd_simt")
+    row = table.select_sm90(key.dtype, key.out_dtype, key.head_dim, key.head_dim_v, key.features)
+    unit, entry = source.unit(row, key.features), source.entry(row, key.features)
+    grid = (("num_splits", 1), *_rows(row.block_m))
+    return Step(unit, entry, grid, row.block_m, row.block_n, row.num_threads, row.shared_bytes, is_persistent=True)
 
 
 def _tile_step(key: PlanKey, kernel: str) -> Step:
@@ -238,7 +271,7 @@ def plan(key: PlanKey, form: Form) -> LaunchPlan:
     operands += [operand for operand in _OPTIONAL if operand.name in form.given]
     splits, memsets = None, []
     if key.grads is None:
-        splits = steps[0].block_rows, steps[0].block_columns
+        splits = _splits(steps[0])
         split_rows = ("num_splits", "lse_size")
         workspaces = [Workspace("partial_out", 4 * key.head_dim_v, split_rows), Workspace("partial_lse", 4, split_rows)]
     else:
@@ -249,7 +282,10 @@ def plan(key: PlanKey, form: Form) -> LaunchPlan:
         if "dlse" in form.given:
             operands.append(Operand("dlse", strides="contiguous", dtype="float32"))
         memsets = _memsets(key.grads, form)
-    return _assembled((*memsets, *steps), operands, tensors, _values(form), splits, workspaces, (key.head_dim, key.head_dim_v), form)
+    dims = key.head_dim, key.head_dim_v
+    plain = _assembled((*memsets, *steps), operands, tensors, _values(form), splits, workspaces, dims, form)
+    maps = _maps(steps, form)
+    return dataclasses.replace(plain, image=plain.image.ljust(ctypes.sizeof(FwdSm90Params), b"\0"), maps=maps) if maps else plain
 
 
 class HostKey(NamedTuple):
@@ -314,6 +350,20 @@ def _assembled(
     patches += _optional_patches(form)
     image = Params(num_splits=1, head_dim=head_dims[0], head_dim_v=head_dims[1], is_top_left=form.is_top_left)
     return LaunchPlan(steps, tuple(operands), values, splits, tuple(workspaces), bytes(image), tuple(patches))
+
+
+def _splits(step: Step) -> tuple[int, int]:
+    """As if by tiles of half the queries and four times the keys where a block fills a multiprocessor: blocks of half the number are wanted
+    then, and each split should have a few tiles of keys."""
+    return (step.block_rows // 2, 4 * step.block_columns) if step.is_persistent else (step.block_rows, step.block_columns)
+
+
+def _maps(steps: tuple[Step, ...], form: Form) -> tuple[MapPatch, ...]:
+    if not steps[0].is_persistent:
+        return ()
+    head, row = _axes(form)
+    boxes = {"q": 64, "k": steps[0].block_columns, "v": steps[0].block_columns}
+    return tuple(MapPatch(getattr(FwdSm90Params, f"{name}_map").offset, name, (row, head, -4), rows) for name, rows in boxes.items())
 
 
 def _grad_operands(grads: tuple[str, ...]) -> list[Operand]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from flashtile.kernels import mutation
-from flashtile.kernels.params import Params, Struct, layout_asserts
-from flashtile.kernels.spec import CPP_TYPES, Features, Row
+from flashtile.kernels.params import FwdSm90Params, Params, Struct, layout_asserts
+from flashtile.kernels.spec import CPP_TYPES, Features, Row, Sm90Row
 
 
-def entry(row: Row, features: Features) -> str:
+def entry(row: Row | Sm90Row, features: Features) -> str:
     """The C++ name of the kernel."""
     arguments = ", ".join(f"flashtile::{name}" for name in [row.config, *features.policies()])
     return _qualified(f"flashtile::{row.kernel}_kernel<{arguments}>")
@@ -25,10 +25,17 @@ def plain_unit(header: str, entry: str, struct: Struct) -> str:
     return "\n".join([*mutation.defines(), include, layout_asserts(struct), instance, ""])
 
 
-def unit(row: Row, features: Features) -> str:
+def unit(row: Row | Sm90Row, features: Features) -> str:
     """The text that is compiled. Equal texts are equal kernels, whatever the shapes."""
-    size = f"sizeof(flashtile::{row.storage}<{_qualified('flashtile::' + row.config)}>)"
-    return plain_unit(row.header, entry(row, features), Params) + f'static_assert({size} == {row.shared_bytes}, "shared bytes");\n'
+    config = _qualified("flashtile::" + row.config)
+    struct: Struct = Params
+    if isinstance(row, Sm90Row):
+        mask, lengths = (f"flashtile::{features.policies()[place]}" for place in (0, 3))
+        struct, storage = FwdSm90Params, f"FwdSm90Storage<{config}, {mask}, {lengths}>"
+    else:
+        storage = f"{'FwdSimtStorage' if row.kernel == 'fwd_simt' else 'BwdSimtStorage'}<{config}>"
+    size = f'static_assert(sizeof(flashtile::{storage}) == {row.shared_bytes}, "shared bytes");\n'
+    return plain_unit(row.header, entry(row, features), struct) + size
 
 
 def _qualified(text: str) -> str:

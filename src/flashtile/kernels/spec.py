@@ -87,9 +87,44 @@ class Row:
     def header(self) -> str:
         return "fwd_simt" if self.kernel == "fwd_simt" else "bwd_simt"
 
+
+@dataclass(frozen=True)
+class Sm90Row:
+    """The Hopper forward for one dtype, two padded head dims and one tile."""
+
+    dtype: str
+    out_dtype: str
+    head_dim: int
+    head_dim_v: int
+    block_m: int  # queries, 64 for each consumer warpgroup
+    block_n: int  # keys
+    num_stages: int  # of K and of V
+    takes_turns: bool
+    scales_lazily: bool
+
+    kernel = header = "fwd_sm90"
+
     @property
-    def storage(self) -> str:
-        return "FwdSimtStorage" if self.kernel == "fwd_simt" else "BwdSimtStorage"
+    def num_threads(self) -> int:
+        return 2 * self.block_m + 128
+
+    @property
+    def config(self) -> str:
+        sizes = f"{self.head_dim}, {self.head_dim_v}, {self.block_m}, {self.block_n}, {self.num_stages}"
+        flags = f"{_cpp(self.takes_turns)}, {_cpp(self.scales_lazily)}"
+        return f"Sm90Config<{CPP_TYPES[self.dtype]}, {CPP_TYPES[self.out_dtype]}, {sizes}, {flags}>"
+
+    @property
+    def shared_bytes(self) -> int:
+        """The size of the kernel's storage struct; the generated unit asserts it."""
+        slabs, slabs_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
+        tiles = 128 * (slabs * self.block_m + self.num_stages * self.block_n * (slabs + slabs_v))
+        consumers = self.block_m // 64
+        barriers, order = 16 * consumers + 32 * self.num_stages, 16
+        return -(-(tiles + barriers + order + consumers * _SM90_GROUP_BYTES) // 1024) * 1024
+
+
+_SM90_GROUP_BYTES = 4 * (72 + 12)  # of a consumer's warps: what they are working on
 
 
 # Tiles of the head dimension in shared memory: of the block's own rows, and of the streaming rows. Scores come on top.

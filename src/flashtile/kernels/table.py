@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from flashtile.kernels.arch import Arch
-from flashtile.kernels.spec import Features, Row
+from flashtile.kernels.spec import Features, Row, Sm90Row
 
 DTYPES = ("float32", "float16", "bfloat16")
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
@@ -64,8 +64,9 @@ _TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
 
 def tile_sizes() -> frozenset[int]:
     """Every length of a tile of any kernel, in queries or keys."""
-    tiles = (tile for kernel in _TILES.values() for row in kernel.values() for tile in row)
-    return frozenset(size for tile in tiles for size in (tile.block_m, tile.block_n))
+    simt = (tile for kernel in _TILES.values() for tiles in kernel.values() for tile in tiles)
+    sm90 = (tile for tiles in _SM90_TILES.values() for tile in tiles)
+    return frozenset(size for tile in (*simt, *sm90) for size in (tile.block_m, tile.block_n))
 
 
 def padded_head_dim(head_dim: int) -> int | None:
@@ -88,3 +89,60 @@ def select(kernel: str, dtype: str, out_dtype: str, head_dim: int, features: Fea
     """The first row that fits the architecture; with is_small, of those with a small tile."""
     rows = [row for row in candidates(kernel, dtype, out_dtype, head_dim, features) if fits(row, arch)]
     return next((row for row in rows if row.block_m <= SMALL_BLOCK_M), rows[-1]) if is_small else rows[0]
+
+
+# The Hopper forward
+
+
+class Sm90Tile(NamedTuple):
+    """One tile, and which calls take it."""
+
+    block_m: int
+    block_n: int
+    num_stages: int = 2
+    takes_turns: bool = True
+    scales_lazily: bool = False
+    takes_band: bool = True
+    takes_options: bool = True  # those that change scores or probabilities
+
+
+# By padded head_dim and head_dim_v; the first that takes a call is chosen. Measured on an NVIDIA H200: docs/sm90.md.
+_SM90_TILES: dict[tuple[int, int], tuple[Sm90Tile, ...]] = {
+    (64, 64): (Sm90Tile(192, 128, takes_options=False), Sm90Tile(128, 128)),
+    (96, 96): (Sm90Tile(128, 128),),
+    (128, 128): (Sm90Tile(192, 80, scales_lazily=True, takes_band=False, takes_options=False), Sm90Tile(128, 128)),
+    (192, 128): (Sm90Tile(128, 128),),
+    (192, 192): (Sm90Tile(128, 96, scales_lazily=True),),
+    (256, 256): (Sm90Tile(128, 80, scales_lazily=True, takes_options=False), Sm90Tile(128, 64)),
+}
+SM90_DTYPES = ("float16", "bfloat16")
+
+
+def why_not_sm90(dtype: str, head_dim: int, head_dim_v: int, features: Features, arch: Arch) -> str | None:
+    """Why the Hopper forward does not take a call, or None."""
+    if not arch.has_wgmma:
+        return f"{arch.name} has no warpgroup products"
+    if dtype not in SM90_DTYPES:
+        return f"{dtype} is not among its dtypes ({', '.join(SM90_DTYPES)})"
+    if not any(head_dim <= known and head_dim_v <= known_v for known, known_v in _SM90_TILES):
+        return f"head_dim {max(head_dim, head_dim_v)} is over its 256"
+    if features.is_paged:
+        return "keys in pages"
+    if not features.is_wide:
+        return "rows that are not multiples of 16 bytes on 16-byte boundaries"
+    return None
+
+
+def sm90_rows(dtype: str, out_dtype: str, head_dim: int, head_dim_v: int, features: Features) -> list[Sm90Row]:
+    """Every row that takes the call, the preferred first."""
+    dims = min(pair for pair in _SM90_TILES if head_dim <= pair[0] and head_dim_v <= pair[1])
+    has_options = features.num_options > features.has_lengths
+    return [
+        Sm90Row(dtype, out_dtype, *dims, tile.block_m, tile.block_n, tile.num_stages, tile.takes_turns, tile.scales_lazily)
+        for tile in _SM90_TILES[dims]
+        if (tile.takes_band or not features.has_band) and (tile.takes_options or not has_options)
+    ]
+
+
+def select_sm90(dtype: str, out_dtype: str, head_dim: int, head_dim_v: int, features: Features) -> Sm90Row:
+    return sm90_rows(dtype, out_dtype, head_dim, head_dim_v, features)[0]

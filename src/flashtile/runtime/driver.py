@@ -9,9 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
 
 import torch
 
@@ -33,9 +33,14 @@ _ARGUMENTS: dict[str, tuple[type, ...] | None] = {
     "cuKernelSetAttribute": (c_int, c_int, c_void_p, c_int),
     # Converting by declared types would cost another 1.5 us a launch; the call below passes pointers as c_void_p
     "cuLaunchKernel": None,
+    "cuTensorMapEncodeTiled": None,
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
 }
+TENSOR_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+# CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
+_MAP_TYPES = {"float16": 6, "bfloat16": 9}
+_MAP_SWIZZLE_128, _MAP_PROMOTION_256 = 3, 3
 _CAPTURE_MODE_RELAXED = 2
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
@@ -106,6 +111,27 @@ class Function:
             if _ensure_context():
                 status = self._launch(self._handle, *grid, *block, shared_bytes, c_void_p(stream), pointer, None)
             _check(status, f"cuLaunchKernel of {self.symbol}, grid {grid}, block {block}, {shared_bytes} bytes shared")
+
+
+class TensorMap:
+    """What the copy engine is told of a tensor, but for its address: sizes and box count elements from the fastest axis on, strides are
+    those of the other axes in bytes, multiples of 16. Boxes are 128-byte swizzled in shared memory; what lies outside arrives as zeros."""
+
+    def __init__(self, dtype: str, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> None:
+        rank = len(sizes)
+        self._encode: Callable[..., int] = _driver().cuTensorMapEncodeTiled
+        self._kind = _MAP_TYPES[dtype], rank
+        arrays = ((c_uint64 * rank)(*sizes), (c_uint64 * (rank - 1))(*strides), (c_uint32 * rank)(*box), (c_uint32 * rank)(*(1,) * rank))
+        self._layout = *arrays, 0, _MAP_SWIZZLE_128, _MAP_PROMOTION_256, 0
+        self._text = f"sizes {tuple(sizes)}, strides {tuple(strides)}, box {tuple(box)}"
+
+    def encode(self, address: int) -> bytes:
+        """The map of a tensor at the address, a multiple of 16."""
+        buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _MAP_ALIGNMENT)
+        place = -ctypes.addressof(buffer) % _MAP_ALIGNMENT
+        status = self._encode(c_void_p(ctypes.addressof(buffer) + place), *self._kind, c_void_p(address), *self._layout)
+        _check(status, f"cuTensorMapEncodeTiled of {self._text}, address {address:#x}")
+        return buffer.raw[place : place + TENSOR_MAP_BYTES]
 
 
 def load(cubin: bytes) -> Library:

@@ -21,6 +21,17 @@ FT_DEVICE Range key_range(const Params& p, const Sequence& s, i32 i_begin, i32 i
   return r;
 }
 
+// The keys that each of the queries [i_begin, i_end) sees, a bool mask aside.
+template <class Mask>
+FT_DEVICE Range common_key_range(const Params& p, const Sequence& s, i32 i_begin, i32 i_end) {
+  Range r{0, s.seqlen_k};
+  if constexpr (Mask::kHasBand) {
+    if (p.window_left >= 0) r.begin = clamp(i_end - 1 + s.offset - p.window_left, 0, s.seqlen_k);
+    if (p.window_right >= 0) r.end = clamp(i_begin + 1 + s.offset + p.window_right, 0, s.seqlen_k);
+  }
+  return r;
+}
+
 // The queries that may see any of the keys [j_begin, j_end).
 template <class Mask>
 FT_DEVICE Range query_range(const Params& p, const Sequence& s, i32 j_begin, i32 j_end) {

@@ -25,4 +25,10 @@ constexpr bool kIsSame = false;
 template <typename A>
 constexpr bool kIsSame<A, A> = true;
 
+// A compile-time value as an argument.
+template <bool kValue_>
+struct Constant {
+  static constexpr bool kValue = kValue_;
+};
+
 }  // namespace flashtile

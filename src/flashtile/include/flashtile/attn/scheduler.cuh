@@ -1,0 +1,50 @@
+// Which tiles of work a persistent block takes, and in which order. Scope: thread (uniform in a block).
+//
+// Tiles of a head follow each other, so that blocks side by side share K and V in L2, and each block takes every gridDim.x-th unit. Without a
+// band a unit is one tile. Under a band the last queries of a head may see all keys and the first ones hardly any: a unit is then a tile
+// of one head and its mirror image of the next head, so that units cost the same. Where there is a block for every tile, tiles stay single.
+#pragma once
+
+#include "flashtile/attn/config.cuh"
+#include "flashtile/attn/params.cuh"
+#include "flashtile/core/math.cuh"
+
+namespace flashtile {
+
+struct TileCoord {
+  i32 m_block, split, head, batch;
+};
+
+template <class Mask, i32 kBlockM>
+struct TileOrder {
+  i32 num_m_blocks, num_indices;
+  bool is_paired;
+
+  FT_DEVICE void init(const Params& p) {
+    num_m_blocks = ceil_div(p.seqlen_q, kBlockM);
+    i32 num_rows = p.num_splits * p.heads * p.batch;
+    is_paired = Mask::kHasBand && num_m_blocks * num_rows > static_cast<i32>(gridDim.x);
+    num_indices = num_m_blocks * (is_paired ? 2 * ceil_div(num_rows, 2) : num_rows);
+  }
+
+  // A unit of two tiles has two indices, 2 u and 2 u + 1.
+  FT_DEVICE i32 first() const { return static_cast<i32>(blockIdx.x) * (is_paired ? 2 : 1); }
+  FT_DEVICE i32 next(i32 index) const {
+    i32 grid = static_cast<i32>(gridDim.x);
+    if (!is_paired) return index + grid;
+    return index % 2 == 0 ? index + 1 : index - 1 + 2 * grid;
+  }
+
+  // Where an odd number of heads leaves one without a partner, the partner's tiles lie behind the last query.
+  FT_DEVICE TileCoord at(const Params& p, i32 index) const {
+    i32 unit = is_paired ? index / 2 : index, m_block = unit % num_m_blocks, row = unit / num_m_blocks;
+    if (is_paired) {
+      row = 2 * row + index % 2;
+      if (index % 2 == 0) m_block = num_m_blocks - 1 - m_block;
+      if (row == p.num_splits * p.heads * p.batch) m_block = num_m_blocks, row = 0;
+    }
+    return {m_block, row % p.num_splits, row / p.num_splits % p.heads, row / p.num_splits / p.heads};
+  }
+};
+
+}  // namespace flashtile

@@ -1,0 +1,41 @@
+// Barriers in shared memory that count arrivals and bytes. Scope: thread. (PTX ISA: Parallel Synchronization and Communication, mbarrier)
+#pragma once
+
+#include "flashtile/ptx/sync.cuh"
+
+namespace flashtile {
+
+FT_DEVICE void mbarrier_init(u64& barrier, u32 num_arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(num_arrivals) : "memory");
+}
+
+// Makes the initialised barriers visible to the copy engine. (PTX ISA: fence.mbarrier_init)
+FT_DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+FT_DEVICE void mbarrier_arrive(u64& barrier) {
+  jitter();
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+
+// Arrives, and holds the phase open until so many bytes were copied.
+FT_DEVICE void mbarrier_arrive_expect(u64& barrier, u32 num_bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(num_bytes) : "memory");
+}
+
+// One bounded wait for the end of the phase of the given parity.
+FT_DEVICE bool mbarrier_try_wait(u64& barrier, u32 parity) {
+  u32 is_done;
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
+               : "=r"(is_done)
+               : "r"(shared_address(&barrier)), "r"(parity)
+               : "memory");
+  return is_done != 0;
+}
+
+FT_DEVICE void mbarrier_wait(u64& barrier, u32 parity) {
+  jitter();
+  while (!mbarrier_try_wait(barrier, parity)) {
+  }
+}
+
+}  // namespace flashtile

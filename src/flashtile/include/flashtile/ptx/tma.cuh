@@ -1,0 +1,28 @@
+// The copy engine: boxes of a tensor, described by a map the host encodes, to shared memory. Scope: thread.
+// (PTX ISA: Data Movement, cp.async.bulk.tensor)
+#pragma once
+
+#include "flashtile/ptx/mbarrier.cuh"
+
+namespace flashtile {
+
+// What cuTensorMapEncodeTiled writes. Kernels take it as a grid constant.
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
+// (PTX ISA: prefetch.tensormap)
+FT_DEVICE void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// The box that starts at (column, row, head, batch); what lies outside the tensor arrives as zeros. Its bytes count on the barrier.
+FT_DEVICE void load_box(void* shared, const TensorMap& map, u64& barrier, i32 column, i32 row, i32 head, i32 batch) {
+  jitter();
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
+                   shared_address(shared)),
+               "l"(&map), "r"(shared_address(&barrier)), "r"(column), "r"(row), "r"(head), "r"(batch)
+               : "memory");
+}
+
+}  // namespace flashtile

@@ -1,0 +1,194 @@
+"""The Hopper family: what its instructions mean, bit by bit, and its kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import check, precompile
+
+import flashtile
+from flashtile.backends import cuda, executor
+from flashtile.kernels.plan import Step
+from flashtile.runtime import cache, driver, nvrtc, toolchain
+from flashtile.testing import Case
+
+pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of compute capability 9.0")
+PROOF = (Path(__file__).parent / "wgmma_proof.cuh").read_text()
+
+
+def product(a: torch.Tensor, b: torch.Tensor, is_transposed: bool) -> torch.Tensor:
+    """A B where B is transposed in shared memory and A in registers, else A B^T, by one warpgroup."""
+    columns, slabs = (b.shape[1] if is_transposed else b.shape[0]), a.shape[1] // 64
+    name = {torch.bfloat16: "bf16_t", torch.float16: "half_t"}[a.dtype]
+    entry = f"flashtile::wgmma_proof_kernel<flashtile::{name}, {columns}, {slabs}, {str(is_transposed).lower()}>"
+    compiled = nvrtc.compile_source(toolchain.find(), PROOF, "sm_90a", [entry])
+    function = driver.load(compiled.cubin).function(compiled.symbols[entry])
+    d = torch.full((64, columns), float("nan"), device="cuda")
+    image = b""
+    for tensor in (a, b):
+        sizes, strides = (tensor.shape[1], tensor.shape[0], 1, 1), (2 * tensor.stride(0), 16, 16)
+        tensor_map = driver.TensorMap(str(a.dtype).removeprefix("torch."), sizes, strides, (64, tensor.shape[0], 1, 1))
+        image += tensor_map.encode(tensor.data_ptr())
+    image = ctypes.create_string_buffer(image + d.data_ptr().to_bytes(8, "little"))
+    slabs_b = -(-b.shape[1] // 64)
+    shared_bytes = 2 * 64 * (64 * slabs + b.shape[0] * slabs_b) + 64
+    function.set_shared_bytes(0, shared_bytes)
+    function.launch((1, 1, 1), (128, 1, 1), shared_bytes, torch.cuda.current_stream().cuda_stream, ctypes.addressof(image))
+    torch.cuda.synchronize()
+    return d
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("slabs", [1, 2])
+@pytest.mark.parametrize("columns", [64, 80, 96, 128, 176, 192, 256])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_descriptors(dtype: torch.dtype, slabs: int, columns: int, is_transposed: bool) -> None:
+    """Small integers: the product is exact, so that one wrong element is seen."""
+    torch.manual_seed(slabs * columns)
+    a = torch.randint(-4, 5, (64, 64 * slabs), device="cuda").to(dtype)
+    b = torch.randint(-4, 5, (64 * slabs, columns) if is_transposed else (columns, 64 * slabs), device="cuda").to(dtype)
+    expected = a.double() @ (b.double() if is_transposed else b.double().T)
+    assert torch.equal(product(a, b, is_transposed).double(), expected)
+
+
+# Kernels
+
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (8, 8), (40, 72), (136, 200))
+LENGTHS = ((1, 1), (1, 700), (63, 300), (200, 64), (193, 1025), (1000, 513))
+FEATURES: dict[str, dict] = {
+    "plain": {},
+    "causal": {"causal": "bottom_right"},
+    "top left": {"causal": "top_left"},
+    "window": {"window": (70, 30)},
+    "window and causal": {"window": (150, 0), "causal": "bottom_right"},
+    "gqa": {"heads": 6, "heads_kv": 2, "causal": "bottom_right"},
+    "softcap": {"softcap": 1.5, "causal": "bottom_right"},
+    "mask": {"mask": "bhqk"},
+    "bias": {"bias": "hqk", "causal": "bottom_right"},
+    "bias in float32": {"bias": "bk", "is_bias_float32": True},
+    "alibi": {"alibi": "bh", "causal": "bottom_right"},
+    "sinks": {"has_sinks": True, "window": (20, 0)},
+    "dropout": {"dropout_p": 0.2, "causal": "bottom_right"},
+    "varlen": {"kind": "varlen", "batch": 5, "causal": "bottom_right"},
+    "varlen without a band": {"kind": "varlen", "batch": 3, "heads": 4},
+    "used keys": {"kind": "used", "batch": 4, "causal": "bottom_right"},
+    "padded": {"kind": "padded", "batch": 4},
+    "everything": {
+        "kind": "varlen",
+        "batch": 3,
+        "bias": "bhqk",
+        "mask": "hqk",
+        "alibi": "bh",
+        "has_sinks": True,
+        "dropout_p": 0.1,
+        "softcap": 3.0,
+    },
+    "swapped": {"memory": "swapped", "heads": 4},
+    "sliced": {"memory": "sliced", "heads": 4},
+    "expanded": {"memory": "expanded", "heads": 4},
+}
+
+
+def cases(feature: str) -> list[tuple[Case, int]]:
+    """The common features meet every pair of head dims, others a third of them; lengths, dtypes and layouts take turns."""
+    start = list(FEATURES).index(feature)
+    found = []
+    for place, (head_dim, head_dim_v) in enumerate(HEAD_DIMS):
+        if feature in ("plain", "causal", "varlen") or place % 3 == start % 3:
+            number = place + start
+            seqlen_q, seqlen_k = LENGTHS[number % len(LENGTHS)]
+            sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": head_dim, "head_dim_v": head_dim_v}
+            case = Case(dtype=DTYPES[number % 2], layout=("bhsd", "bshd")[number // 2 % 2], backend="cuda", **(sizes | FEATURES[feature]))
+            found.append((case, number))
+    return found
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    names, real = [], executor.launch
+
+    def launch(step: Step, *rest: object) -> None:
+        names.append(step.name)
+        real(step, *rest)
+
+    monkeypatch.setattr(executor, "launch", launch)
+    monkeypatch.setattr(cuda.CudaBackend, "bind", lambda *_: None)
+    return names
+
+
+def test_error_rule(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = [problem for feature in FEATURES for problem in cases(feature)]
+    precompile(problems, monkeypatch, is_forward=True)
+    found = []
+    for case, seed in problems:
+        launched.clear()
+        try:
+            check(case, seed, is_forward=True)
+        except AssertionError as error:
+            found.append(f"{case}.make({seed}): {error}")
+        assert "fwd_sm90_kernel" in launched, case
+    assert found == []
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_tiles_of_many_heads(head_dim: int, causal: bool) -> None:
+    """More tiles than blocks, so that each block takes several: against float64 on a few heads."""
+    q, k, v = (torch.randn(3, 40, 1500, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    out, lse = flashtile.attention(q, k, v, causal=causal, return_lse=True)
+    for batch, head in ((0, 0), (1, 17), (2, 39)):
+        scores = q[batch, head].double() @ k[batch, head].double().T * head_dim**-0.5
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+        torch.testing.assert_close(lse[batch, head].double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out[batch, head].double(), scores.softmax(-1) @ v[batch, head].double(), rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_jitter_changes_nothing(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses of random length before every barrier, copy and product: the same bits over 200 runs, dense and packed."""
+    q, k, v = (torch.randn(2, 9, 700, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    packed = [x.transpose(1, 2).reshape(1400, 9, head_dim) for x in (q, k, v)]
+    cu = torch.tensor([0, 333, 1400], dtype=torch.int32, device="cuda")
+
+    def results() -> list[torch.Tensor]:
+        dense = [flashtile.attention(q, k, v, causal=causal) for causal in (False, True)]
+        return [*dense, flashtile.attention_varlen(*packed, cu, cu, causal=True)]
+
+    expected, functions = results(), {}
+    monkeypatch.setattr(cuda.CudaBackend, "bind", lambda *_: None)
+    monkeypatch.setattr(flashtile.ops, "_bound", {})
+
+    def jittered(unit: str, entry: str, arch: str) -> driver.Function:
+        if unit not in functions:
+            compiled = cache.compile_cached(unit, arch, [entry], ["FT_JITTER"])
+            functions[unit] = driver.load(compiled.cubin).function(compiled.symbols[entry])
+        return functions[unit]
+
+    monkeypatch.setattr(executor, "function", jittered)
+    for _ in range(200):
+        assert all(torch.equal(one, other) for one, other in zip(results(), expected, strict=True))
+    assert functions
+
+
+def test_nothing_behind_the_tails_is_read() -> None:
+    """Rows around q, k and v are NaN."""
+    for head_dim, seqlen_q, seqlen_k in ((64, 100, 130), (128, 257, 300), (256, 65, 81)):
+        tensors = []
+        for seqlen in (seqlen_q, seqlen_k, seqlen_k):
+            around = torch.full((2, 3, seqlen + 70, head_dim), float("nan"), device="cuda", dtype=torch.bfloat16)
+            tensors.append(around[:, :, 35:-35].normal_())
+        assert torch.isfinite(flashtile.attention(*tensors, causal=True)).all()
+
+
+def test_refusals_name_their_reason() -> None:
+    q, k, v = (torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    assert "fwd_sm90_kernel: tile" in str(flashtile.explain(q, k, v))
+    assert "fwd_sm90_kernel: not taken: a scale that is not positive" in str(flashtile.explain(q, k, v, scale=-1.0))
+    assert "fwd_sm90_kernel: not taken: float32 is not among its dtypes" in str(flashtile.explain(q.float(), k.float(), v.float()))
+    odd = [torch.randn(1, 2, 64, 63, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    assert "fwd_sm90_kernel: not taken: rows that are not multiples of 16 bytes" in str(flashtile.explain(*odd))
