@@ -64,9 +64,9 @@ _TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
 
 def tile_sizes() -> frozenset[int]:
     """Every length of a tile of any kernel, in queries or keys."""
-    simt = (tile for kernel in _TILES.values() for tiles in kernel.values() for tile in tiles)
-    sm90 = (tile for tiles in _SM90_TILES.values() for tile in tiles)
-    return frozenset(size for tile in (*simt, *sm90) for size in (tile.block_m, tile.block_n))
+    simt = [tile[:2] for kernel in _TILES.values() for tiles in kernel.values() for tile in tiles]
+    sm90 = [tile[:2] for tiles in _SM90_TILES.values() for tile in tiles]
+    return frozenset(size for tile in simt + sm90 for size in tile)
 
 
 def padded_head_dim(head_dim: int) -> int | None:
