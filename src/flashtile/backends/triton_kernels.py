@@ -500,50 +500,51 @@ def bwd_dkdv_triton_kernel(
     # Queries outside the window of every key have no gradient, whatever comes into them
     low, high = seeing_queries(seqlen_q, seqlen_k, offset, window_left, window_right, HAS_LEFT, HAS_RIGHT)
     first, whole, cut, last = query_parts(n0, seqlen_q, seqlen_k, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
-    for g in tl.range(0, GROUP):
-        h = h_kv * GROUP + g
-        place = (b, h, offset, seqlen_q, seqlen_k)
-        options = (scale, softcap, load_slope(alibi_slopes, alibi_batch, b, h), window_left, window_right)
-        q_pointer, do_pointer = pointer_to(q, b, h, q_first, UNIT), pointer_to(dout, b, h, q_first, UNIT)
-        stats = (lse_batch.to(tl.int64) * heads + h) * lse_rows + q_first
-        for part in tl.static_range(3):
-            if part > 0 or HAS_RIGHT:
-                begin = first if part == 0 else (whole if part == 1 else cut)
-                end = whole if part == 0 else (cut if part == 1 else last)
-                for m0 in tl.range(begin, end, BLOCK_M):
-                    m0 = tl.multiple_of(m0, BLOCK_M)
-                    i = m0 + tl.arange(0, BLOCK_M)
-                    is_query = (i >= low) & (i < high)
-                    q_tile = load_tile(q_pointer + m0.to(tl.int64) * q.row * UNIT, q_offsets, is_query, D, BLOCK_D, part != 1)
-                    if part != 1:
-                        row_lse = tl.load(lse_log2 + stats + i, mask=is_query, other=float("inf"))
-                        row_delta = tl.load(delta + stats + i, mask=is_query, other=0.0)
-                    else:
-                        row_lse = tl.load(lse_log2 + stats + i)
-                        row_delta = tl.load(delta + stats + i)
-                    # Rebuild P^T from the stored lse
-                    s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-                    s, capped = score_tile(s, i[None, :], j[:, None], bias, mask, place, options, flags, part != 1, False, False)
-                    p = tl.exp2(s - row_lse[None, :])
-                    do_tile = load_tile(do_pointer + m0.to(tl.int64) * dout.row * UNIT, do_offsets, is_query, DV, BLOCK_DV, part != 1)
-                    if mask is not None or bias is not None:
-                        do_tile = tl.where((row_lse == float("inf"))[:, None], 0.0, do_tile)
-                    # dV
-                    if HAS_DROPOUT:
-                        keep = tl.trans(kept(rng_state, b * heads + h, m0, n0, drop_threshold, BLOCK_M, BLOCK_N))
-                        dropped = tl.where(keep, p * keep_factor, 0.0)
-                        dv_tile = tl.dot(dropped.to(do_tile.dtype), do_tile, dv_tile, input_precision=PRECISION)
-                    else:
-                        dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, dv_tile, input_precision=PRECISION)
-                    # dS^T of the softmax, then of the softcap; the scale comes at the end
-                    dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
-                    if HAS_DROPOUT:
-                        dp = tl.where(keep, dp * keep_factor, 0.0)
-                    ds = p * (dp - row_delta[None, :])
-                    if HAS_SOFTCAP:
-                        ds = ds * (1 - capped * capped)
-                    # dK
-                    dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision=PRECISION)
+    for part in tl.static_range(3):
+        if part > 0 or HAS_RIGHT:
+            begin = first if part == 0 else (whole if part == 1 else cut)
+            end = whole if part == 0 else (cut if part == 1 else last)
+            # Heads that share the keys follow each other in one loop
+            num_tiles = tl.maximum(end - begin + BLOCK_M - 1, 0) // BLOCK_M
+            for step in tl.range(0 if GROUP > 1 else begin, GROUP * num_tiles if GROUP > 1 else end, 1 if GROUP > 1 else BLOCK_M):
+                h = h_kv * GROUP + step // num_tiles if GROUP > 1 else h_kv
+                m0 = tl.multiple_of(begin + step % num_tiles * BLOCK_M if GROUP > 1 else step, BLOCK_M)
+                place = (b, h, offset, seqlen_q, seqlen_k)
+                options = (scale, softcap, load_slope(alibi_slopes, alibi_batch, b, h), window_left, window_right)
+                q_pointer, do_pointer = pointer_to(q, b, h, q_first, UNIT), pointer_to(dout, b, h, q_first, UNIT)
+                stats = (lse_batch.to(tl.int64) * heads + h) * lse_rows + q_first
+                i = m0 + tl.arange(0, BLOCK_M)
+                is_query = (i >= low) & (i < high)
+                q_tile = load_tile(q_pointer + m0.to(tl.int64) * q.row * UNIT, q_offsets, is_query, D, BLOCK_D, part != 1)
+                if part != 1:
+                    row_lse = tl.load(lse_log2 + stats + i, mask=is_query, other=float("inf"))
+                    row_delta = tl.load(delta + stats + i, mask=is_query, other=0.0)
+                else:
+                    row_lse = tl.load(lse_log2 + stats + i)
+                    row_delta = tl.load(delta + stats + i)
+                # Rebuild P^T from the stored lse
+                s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+                s, capped = score_tile(s, i[None, :], j[:, None], bias, mask, place, options, flags, part != 1, False, False)
+                p = tl.exp2(s - row_lse[None, :])
+                do_tile = load_tile(do_pointer + m0.to(tl.int64) * dout.row * UNIT, do_offsets, is_query, DV, BLOCK_DV, part != 1)
+                if mask is not None or bias is not None:
+                    do_tile = tl.where((row_lse == float("inf"))[:, None], 0.0, do_tile)
+                # dV
+                if HAS_DROPOUT:
+                    keep = tl.trans(kept(rng_state, b * heads + h, m0, n0, drop_threshold, BLOCK_M, BLOCK_N))
+                    dropped = tl.where(keep, p * keep_factor, 0.0)
+                    dv_tile = tl.dot(dropped.to(do_tile.dtype), do_tile, dv_tile, input_precision=PRECISION)
+                else:
+                    dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, dv_tile, input_precision=PRECISION)
+                # dS^T of the softmax, then of the softcap; the scale comes at the end
+                dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
+                if HAS_DROPOUT:
+                    dp = tl.where(keep, dp * keep_factor, 0.0)
+                ds = p * (dp - row_delta[None, :])
+                if HAS_SOFTCAP:
+                    ds = ds * (1 - capped * capped)
+                # dK
+                dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision=PRECISION)
 
     dk_offsets, dv_offsets = tile_offsets(dk, BLOCK_N, BLOCK_D, UNIT, FAR), tile_offsets(dv, BLOCK_N, BLOCK_DV, UNIT, FAR)
     dk_pointer, dv_pointer = pointer_to(dk, b, h_kv, k_first + n0, UNIT), pointer_to(dv, b, h_kv, k_first + n0, UNIT)
