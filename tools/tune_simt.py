@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 
-from flashtile.backends import cuda
+from flashtile.backends import cuda, executor
 from flashtile.bench import device as facts
+from flashtile.kernels import plan as plans
 from flashtile.kernels import source
 from flashtile.kernels.plan import Step
 from flashtile.kernels.spec import Features, Row
 from flashtile.problem import AttentionArgs
 
 BATCH, HEADS, SEQLEN, ROUNDS = 4, 16, 4096, 7
-GRIDS = {"fwd_simt": "splits", "bwd_dq_simt": "queries", "bwd_dkdv_simt": "keys"}
 PRODUCTS = {"fwd_simt": 2, "bwd_dq_simt": 3, "bwd_dkdv_simt": 4}  # matrix products of 2 * S * S * d operations in each
 TILES = {
     "fwd_simt": {
@@ -37,7 +37,8 @@ TILES = {
 def step_of(row: Row, is_causal: bool) -> Step:
     features = Features(has_band=is_causal)
     unit, entry = source.unit(row, features), source.entry(row, features)
-    return Step(unit, entry, GRIDS[row.kernel], row.block_m, row.block_n, row.num_threads, row.shared_bytes)
+    grid = plans.grid_of(row.kernel, row.block_m, row.block_n)
+    return Step(unit, entry, grid, row.block_m, row.block_n, row.num_threads, row.shared_bytes)
 
 
 def interleaved_ms(thunks: dict[str, Callable[[], None]]) -> dict[str, float]:
@@ -62,7 +63,7 @@ def main() -> None:
     rows = [Row(kernel, "float32", "float32", d, *tile) for kernel, dims in TILES.items() for d, tiles in dims.items() for tile in tiles]
     steps = {(row, is_causal): step_of(row, is_causal) for row in rows for is_causal in (False, True)}
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda step: cuda._function(step.unit, step.entry, arch.name), steps.values()))
+        list(pool.map(lambda step: executor.function(step.unit, step.entry, arch.name), steps.values()))
     environment = asdict(facts.environment("cuda", [])) | {"command": "python tools/tune_simt.py"}
     found = []
     for head_dim in (64, 128):
@@ -70,14 +71,19 @@ def main() -> None:
             q, k, v, dout, dq, dk, dv = (torch.randn(BATCH, HEADS, SEQLEN, head_dim, device="cuda") for _ in range(7))
             args = AttentionArgs(q, k, v, causal="top_left" if is_causal else "none")
             out, (lse, lse_log2, delta) = torch.empty_like(q), torch.randn(3, BATCH, HEADS, SEQLEN, device="cuda").unbind()
-            params, _ = cuda._fill(args, out, lse, dout=dout, dq=dq, dk=dk, dv=dv)
-            params.lse_log2, params.delta = lse_log2.data_ptr(), delta.data_ptr()
+            given = cuda._tensors(args) | {"out": out, "lse": lse, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
+            # One filled image serves both passes: the backward one has every field of the forward one, without splits
+            plan = plans.plan(cuda._key(args, given, grads=("dq", "dk", "dv")), cuda._form(args, given))
+            values = executor.evaluate(plan, given, cuda._scalars(args), cuda._splits(args))
+            pointers = {name: tensor.data_ptr() for name, tensor in (given | {"lse_log2": lse_log2, "delta": delta}).items()}
+            image = executor.fill(plan, given, cuda._scalars(args), values, pointers)
             chosen = {row: step for (row, causal), step in steps.items() if causal == is_causal and row.head_dim == head_dim}
             thunks = {
-                str(row): (lambda step=step, args=args, params=params: cuda._run(args, (step,), params)) for row, step in chosen.items()
+                str(row): (lambda step=step, values=values, image=image: executor.launch(step, values, image, 0, arch.name))
+                for row, step in chosen.items()
             }
             for row, step in chosen.items():
-                compiled = cuda.cache.compile_cached(step.unit, arch.name, [step.entry]).resources(step.entry)
+                compiled = executor.cache.compile_cached(step.unit, arch.name, [step.entry]).resources(step.entry)
                 found.append(
                     {"row": row, "is_causal": is_causal, "registers": compiled.registers, "spill_bytes": compiled.spill_store_bytes}
                 )

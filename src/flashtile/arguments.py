@@ -204,8 +204,10 @@ def _length_bound(name: str, bound: Any) -> Any:
 
 def autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Under autocast q, k, v and bias are cast as scaled_dot_product_attention casts them."""
-    require_tensors(q=q, k=k, v=v)
-    require_optional_tensors(bias=bias)
+    # Looked at one by one first: this stands on the path of every call
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and (bias is None or isinstance(bias, Tensor))):
+        require_tensors(q=q, k=k, v=v)
+        require_optional_tensors(bias=bias)
     dtype = autocast_dtype(q)
     if dtype is None:
         return q, k, v, bias

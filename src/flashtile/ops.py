@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flashtile.backends import kvcache, reference, registry
+from flashtile.backends import cuda, kvcache, reference, registry
 from flashtile.backends.base import Backend, BoundForward, GradNeeds, Grads
 from flashtile.errors import unsupported, value_error
 from flashtile.problem import NUM_TENSORS, AttentionArgs, Problem, is_checking, lse_dtype, signature, validate
@@ -145,6 +145,18 @@ def _backward_problem(args: AttentionArgs, needs: GradNeeds) -> Problem:
 
 def _append_kv(*values: Any) -> None:
     kvcache.validate(*values)
+    if is_checking():
+        kvcache.check_values(*values)
+    k_cache = values[0]
+    if cuda.takes_append(k_cache.dtype):
+        cuda.append(*values)
+    else:
+        kvcache.append(*values)
+
+
+def _append_kv_cpu(*values: Any) -> None:
+    kvcache.validate(*values)
+    kvcache.check_values(*values)
     kvcache.append(*values)
 
 
@@ -152,7 +164,7 @@ _library.impl("forward", _forward, "CPU")
 _library.impl("forward", _forward, "CUDA")
 _library.impl("backward", _backward, "CPU")
 _library.impl("backward", _backward, "CUDA")
-_library.impl("append_kv", _append_kv, "CPU")
+_library.impl("append_kv", _append_kv_cpu, "CPU")
 _library.impl("append_kv", _append_kv, "CUDA")
 
 
@@ -211,9 +223,11 @@ class _Attention(torch.autograd.Function):
 
 
 def requires_grad(values: tuple[Any, ...]) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
+    if torch.is_grad_enabled():
+        for value in values:
+            if isinstance(value, Tensor) and value.requires_grad:
+                return True
+    return False
 
 
 def is_transformed() -> bool:

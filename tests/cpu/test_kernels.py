@@ -127,7 +127,7 @@ def test_layout_drift_is_a_compile_error(monkeypatch, change):
         fields[index : index + 2] = [("batch", ctypes.c_int16), ("heads", ctypes.c_int16)]
     else:
         del fields[index]
-    monkeypatch.setattr("flashtile.kernels.params.Params", mirror(fields))
+    monkeypatch.setattr(source, "Params", mirror(fields))
     row = plain_row()
     log = refusal(source.unit(row, Features()), source.entry(row, Features()))
     assert "static assertion failed" in log

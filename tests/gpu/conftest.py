@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashtile.backends import cuda
+from flashtile.backends import cuda, executor
 from flashtile.bench import device as facts
 from flashtile.testing import Case, Inputs, assert_agrees, run
 
@@ -50,14 +50,14 @@ def precompile(problems: Iterable[tuple[Case, int]], monkeypatch: pytest.MonkeyP
     """Compiles every kernel that the problems will ask for, in as many threads as there are cores."""
     units: dict[tuple[str, str], None] = {}
     with monkeypatch.context() as patch:
-        patch.setattr(cuda, "_run", lambda args, steps, params: units.update({(step.unit, step.entry): None for step in steps}))
+        patch.setattr(executor, "launch", lambda step, *_: units.update({(step.unit, step.entry): None}))
         patch.setattr(cuda.CudaBackend, "bind", lambda *_: None)
         for case, seed in problems:
             run(case.make(seed, "cuda"), has_backward=has_backward(case))
     arch = cuda._arch(0)
     assert arch is not None
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda unit: cuda._function(*unit, arch.name), units))
+        list(pool.map(lambda unit: executor.function(*unit, arch.name), units))
 
 
 def check(case: Case, seed: int) -> None:

@@ -13,8 +13,8 @@ from conftest import check, covered, precompile
 
 import flashtile
 from flashtile.backends import cuda
+from flashtile.kernels import plan as plans
 from flashtile.kernels import table
-from flashtile.kernels.plan import plan
 from flashtile.testing import Case
 
 SEED = int(os.environ.get("FLASHTILE_SEED") or random.SystemRandom().randrange(2**31))
@@ -109,10 +109,10 @@ def random_problems(count: int) -> list[tuple[Case, int]]:
 def record_features(monkeypatch: pytest.MonkeyPatch):
     real = cuda._key
 
-    def key(args, out, features, **more):
-        covered["features"].update(f"{field}={value}" for field, value in dataclasses.asdict(features).items())
-        found = real(args, out, features, **more)
-        covered["kernels"].update(step.entry for step in plan(found))
+    def key(args, given, **more):
+        found = real(args, given, **more)
+        covered["features"].update(f"{field}={value}" for field, value in dataclasses.asdict(found.features).items())
+        covered["kernels"].update(step.entry for step in plans.kernels(found))
         return found
 
     monkeypatch.setattr(cuda, "_key", key)
@@ -153,7 +153,8 @@ def test_every_row(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
             return rows[min(place, len(rows) - 1)]
 
         monkeypatch.setattr(table, "select", choose)
-        plan.cache_clear()
+        plans.kernels.cache_clear()
+        plans.plan.cache_clear()
         problems = [
             (Case(dtype=dtype, backend="cuda", head_dim=head_dim, head_dim_v=head_dim, causal="bottom_right", bias=bias, **LONG), place)
             for dtype in (torch.float32, torch.bfloat16)
@@ -162,7 +163,8 @@ def test_every_row(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
         precompile(problems, monkeypatch)
         found += failures(problems)
     monkeypatch.setattr(table, "select", select)
-    plan.cache_clear()
+    plans.kernels.cache_clear()
+    plans.plan.cache_clear()
     assert found == []
 
 

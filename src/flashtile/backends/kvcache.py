@@ -1,4 +1,4 @@
-"""Rotary embedding and the appending of keys to a cache, in PyTorch, without reading a length on the host."""
+"""Rotary embedding and the appending of keys to a cache: checks, and the operations in PyTorch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashtile.errors import dtype_name, type_error, value_error
-from flashtile.problem import check_layout, head_axis, is_checking, q_or_float32, row_axis
+from flashtile.problem import check_layout, head_axis, q_or_float32, row_axis
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
@@ -16,7 +16,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
     """
     half = cos.shape[-1]
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    positions = positions.long()
+    positions = positions.long().clamp(0, cos.shape[0] - 1)  # on the CPU they have been checked
     c, s = cos[positions].to(wide)[:, :, None], sin[positions].to(wide)[:, :, None]
     turned, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
     if interleaved:
@@ -54,9 +54,6 @@ def append(
     if layout == "bhsd":
         k_cache, v_cache, k, v = (tensor.transpose(1, 2) for tensor in (k_cache, v_cache, k, v))
     batch, new, page = k.shape[0], k.shape[1], k_cache.shape[1]
-    if k.device.type == "cpu" or is_checking():
-        _check_values(cache_seqlens, new, block_table, page, k_cache.shape[0])
-        check_positions(cache_seqlens, new, rotary_cos)
     if k.numel() == 0:
         return
     positions = cache_seqlens.long()[:, None] + torch.arange(new, device=k.device)
@@ -70,6 +67,24 @@ def append(
     v_cache.index_put_(rows, v)
 
 
+def check_values(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    rotary_interleaved: bool,
+    layout: str,
+) -> None:
+    """Reads lengths and pages on the host and refuses what the cache has no room for."""
+    row = row_axis(layout)
+    _check_room(cache_seqlens, k.shape[row], block_table, k_cache.shape[row], k_cache.shape[0])
+    check_positions(cache_seqlens, k.shape[row], rotary_cos)
+
+
 def check_positions(cache_seqlens: Tensor, new: int, rotary_cos: Tensor | None) -> None:
     """Rotary angles must reach as far as the rows that are turned."""
     end = 0 if rotary_cos is None or cache_seqlens.numel() == 0 or new == 0 else int(cache_seqlens.max()) + new
@@ -77,7 +92,7 @@ def check_positions(cache_seqlens: Tensor, new: int, rotary_cos: Tensor | None) 
         raise value_error("rotary_cos", f"{rotary_cos.shape[0]} positions", f"at least {end}, where the longest sequence ends")
 
 
-def _check_values(cache_seqlens: Tensor, new: int, block_table: Tensor | None, page: int, num_pages: int) -> None:
+def _check_room(cache_seqlens: Tensor, new: int, block_table: Tensor | None, page: int, num_pages: int) -> None:
     room = page if block_table is None else page * block_table.shape[1]
     for b, length in enumerate(cache_seqlens.tolist()):
         if not 0 <= length <= room - new:

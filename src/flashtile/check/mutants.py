@@ -77,5 +77,6 @@ def broken(name: str) -> Iterator[None]:
 
 def forget() -> None:
     """Drops what is kept of kernels: plans, and forward passes made ready."""
-    plans.plan.cache_clear()
+    for kept in (plans.kernels, plans.plan):
+        kept.cache_clear()
     ops.forget()

@@ -24,8 +24,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flashtile.errors import value_error
+from flashtile.kernels import append, table
 from flashtile.kernels import plan as plans
-from flashtile.kernels import table
 from flashtile.kernels.arch import ARCHS, Arch, arch_of
 from flashtile.kernels.plan import PlanKey, Step
 from flashtile.kernels.spec import Features
@@ -45,7 +45,7 @@ class Job:
 
     @property
     def kernel(self) -> str:
-        return self.step.entry.split("<")[0].removeprefix("flashtile::").removesuffix("_kernel")
+        return self.step.name.removesuffix("_kernel")
 
     @property
     def identity(self) -> tuple[str, str, str]:
@@ -112,18 +112,19 @@ class Result:
 
 # What to compile
 
-_PASSES = ((False, False), (True, False), (True, True))  # is_backward, needs_dbias
+_PASSES = (None, ("dq", "dk", "dv"), ("dbias",))  # forward, and the gradients of a backward pass
 
 
 def plain_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = table.DTYPES, head_dims: Sequence[int] = table.HEAD_DIMS) -> list[Job]:
-    """Every kernel of both passes without any option. One that exists only with an option comes with that option alone."""
-    keys = []
+    """Every kernel without any option. One that exists only with an option comes with that option alone."""
+    keys, appends = [], []
     for arch, dtype, head_dim in itertools.product(archs, dtypes, head_dims):
-        forward = PlanKey(dtype, dtype, head_dim, Features(), arch)
-        backward = dataclasses.replace(forward, is_backward=True, needs_dsinks=True)
+        forward = PlanKey(dtype, dtype, head_dim, head_dim, Features(), arch)
+        backward = dataclasses.replace(forward, grads=("dq", "dk", "dv", "dsinks"))
         keys += [forward, dataclasses.replace(forward, is_small=True), backward]
-        keys.append(dataclasses.replace(backward, features=Features(bias_dtype=dtype), needs_dbias=True))
-    return _jobs(keys)
+        keys.append(dataclasses.replace(forward, features=Features(bias_dtype=dtype), grads=("dbias",)))
+        appends += [(append.kernel(dtype, angle_dtype), forward) for angle_dtype in dict.fromkeys((dtype, "float32"))]
+    return [*_jobs(keys), *_once(Job(step, key) for step, key in appends)]
 
 
 def covering_jobs(
@@ -134,34 +135,35 @@ def covering_jobs(
 ) -> list[Job]:
     """Variants of each kernel in which every two values of its options and dtype meet; its head dims too, or else they take turns."""
     keys = []
-    for arch, (is_backward, needs_dbias) in itertools.product(archs, _PASSES):
+    for arch, grads in itertools.product(archs, _PASSES):
         factors: dict[str, Sequence[Any]] = {"head_dim": head_dims} if crosses_head_dims else {}
         factors |= {"dtype": dtypes, "out_dtype": ("own", "float32"), "is_small": (False, True)}
         for field in dataclasses.fields(Features):
             factors[field.name] = (False, True) if isinstance(field.default, bool) else _values_of(field.name)
-        if is_backward:
+        if grads is not None:
             factors |= {"is_paged": (False,), "is_small": (False,)}
-        if needs_dbias:
+        if grads == ("dbias",):
             factors["bias_dtype"] = ("own", "float32")
         for choice, turn in zip(pairwise(factors), itertools.cycle(head_dims), strict=False):
             dtype, out_dtype, head_dim = choice.pop("dtype"), choice.pop("out_dtype"), choice.pop("head_dim", turn)
             choice["bias_dtype"] = dtype if choice["bias_dtype"] == "own" else choice["bias_dtype"]
             is_small, out_dtype = choice.pop("is_small"), dtype if out_dtype == "own" else out_dtype
-            key = PlanKey(dtype, out_dtype, head_dim, Features(**choice), arch, is_small=is_small)
-            keys.append(dataclasses.replace(key, is_backward=is_backward, needs_dbias=needs_dbias))
+            keys.append(PlanKey(dtype, out_dtype, head_dim, head_dim, Features(**choice), arch, is_small, grads))
     return _jobs(keys)
 
 
 def edge_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = table.DTYPES, head_dims: Sequence[int] = table.HEAD_DIMS) -> list[Job]:
     """Variants with few options, of the tiles that take only so many: these are closest to a spill. With many, the tile is another."""
     found = []
-    for arch, dtype, head_dim, (is_backward, needs_dbias) in itertools.product(archs, dtypes, head_dims, _PASSES):
-        base = PlanKey(dtype, dtype, head_dim, Features(), arch, is_backward=is_backward, needs_dbias=needs_dbias)
-        bias = dtype if needs_dbias else None
+    for arch, dtype, head_dim, grads in itertools.product(archs, dtypes, head_dims, _PASSES):
+        base = PlanKey(dtype, dtype, head_dim, head_dim, Features(), arch, grads=grads)
+        bias = dtype if grads == ("dbias",) else None
         # A band, lengths and narrow loads are no options of the table's kind: every tile takes them
         plain = Features(has_band=True, has_lengths=True, is_wide=False, bias_dtype=bias)
         switches = [field.name for field in dataclasses.fields(Features) if field.default is False and not getattr(plain, field.name)]
-        single = [Features(**(dataclasses.asdict(plain) | {name: True})) for name in switches if not (is_backward and name == "is_paged")]
+        single = [
+            Features(**(dataclasses.asdict(plain) | {name: True})) for name in switches if not (grads is not None and name == "is_paged")
+        ]
         wide = dataclasses.replace(plain, is_wide=True)
         features = [plain, wide, dataclasses.replace(wide, has_lengths=False), dataclasses.replace(wide, has_band=False)]
         features += [*single, dataclasses.replace(plain, bias_dtype=dtype)]
@@ -169,7 +171,7 @@ def edge_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = table.DTYPES, head_
         tiles = {job.kernel: job.tile for job in _jobs([dataclasses.replace(base, features=most)])}
         jobs = _jobs(dataclasses.replace(base, features=some) for some in features)
         found += [job for job in jobs if job.has_tile and job.tile != tiles[job.kernel]]
-    return list({job.identity: job for job in found}.values())
+    return _once(found)
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -207,14 +209,14 @@ def _values_of(feature: str) -> tuple[Any, ...]:
 
 
 def _jobs(keys: Iterable[PlanKey]) -> list[Job]:
-    """The steps of the plans, each kernel once. Of a plan with a bias gradient, those it has for that gradient."""
+    """The kernels of the plans, each once."""
+    return _once(Job(step, key) for key in keys for step in plans.kernels(key))
+
+
+def _once(jobs: Iterable[Job]) -> list[Job]:
     found: dict[tuple[str, str, str], Job] = {}
-    for key in keys:
-        others = plans.plan(dataclasses.replace(key, needs_dbias=False)) if key.needs_dbias else ()
-        for step in plans.plan(key):
-            job = Job(step, key)
-            if step not in others:
-                found.setdefault(job.identity, job)
+    for job in jobs:
+        found.setdefault(job.identity, job)
     return list(found.values())
 
 

@@ -1,8 +1,9 @@
-"""The Python mirror of include/flashtile/attn/params.cuh. The generated unit asserts that every offset agrees."""
+"""The Python mirrors of what kernels take (attn/params.cuh, kernels/append_kv.cuh). Generated units assert that every offset agrees."""
 
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 _POINTERS = (
     *("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks", "lse_log2", "delta"),
@@ -15,9 +16,16 @@ _SIZES = (
     *("num_splits", "window_left", "window_right", "is_top_left"),
 )
 
+_APPEND_POINTERS = ("k_cache", "v_cache", "k", "v", "cache_seqlens", "block_table", "rotary_cos", "rotary_sin")
+_APPEND_SIZES = (
+    *("batch", "new_rows", "heads_kv", "head_dim", "head_dim_v", "num_pages", "page_size", "pages_per_sequence"),
+    *("num_positions", "rotary_half", "is_interleaved"),
+)
+_CODES = {ctypes.c_void_p: "P", ctypes.c_int64: "q", ctypes.c_int32: "i", ctypes.c_uint32: "I", ctypes.c_float: "f"}
+
 
 class Params(ctypes.Structure):
-    """Everything a kernel is told, by value."""
+    """Everything a kernel of the two passes is told, by value."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
@@ -32,11 +40,33 @@ class Params(ctypes.Structure):
     ]
 
 
-def layout_asserts() -> str:
-    """static_asserts that tie the C++ struct to this one."""
-    lines = [f'static_assert(sizeof(flashtile::Params) == {ctypes.sizeof(Params)}, "Params: size");']
-    for name, *_ in Params._fields_:
-        offset = getattr(Params, name).offset
+class AppendParams(ctypes.Structure):
+    """What append_kv_kernel is told, by value."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _APPEND_POINTERS),
+        *((f"{name}_strides", ctypes.c_int64 * 4) for name in ("k_cache", "v_cache", "k", "v")),
+        ("table_stride", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in _APPEND_SIZES),
+    ]
+
+
+Struct = type[Params] | type[AppendParams]
+
+
+def place(struct: Struct, name: str, index: int = 0) -> tuple[int, str]:
+    """The offset of a field, or of one element of it, and its code in the struct module."""
+    kind: Any = next(kind for field, kind, *_ in struct._fields_ if field == name)
+    element = getattr(kind, "_type_", kind) if issubclass(kind, ctypes.Array) else kind
+    return getattr(struct, name).offset + index * ctypes.sizeof(element), _CODES[element]
+
+
+def layout_asserts(struct: Struct) -> str:
+    """static_asserts that tie the C++ struct of the same name to this one."""
+    cpp = f"flashtile::{struct.__name__}"
+    lines = [f'static_assert(sizeof({cpp}) == {ctypes.sizeof(struct)}, "{struct.__name__}: size");']
+    for name, *_ in struct._fields_:
+        offset = getattr(struct, name).offset
         # NVRTC has no offsetof; __INTADDR__ of a member of a null struct is a constant expression in both of its front ends
-        lines.append(f'static_assert(__INTADDR__(&((flashtile::Params*)0)->{name}) == {offset}, "Params: {name}");')
+        lines.append(f'static_assert(__INTADDR__(&(({cpp}*)0)->{name}) == {offset}, "{struct.__name__}: {name}");')
     return "\n".join(lines)

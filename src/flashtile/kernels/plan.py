@@ -1,16 +1,140 @@
-"""How a pass is launched: a list of steps as data. A plan knows no sequence length; grids and sizes are filled in for each call."""
+"""How a pass is launched, as data: steps, workspaces, an image of the parameters, and a table of what is patched into it.
+
+A plan knows no sequence length. Whoever executes it (backends/executor.py) evaluates the rules below for the tensors of a call; none of
+them needs to know what attention is.
+"""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flashtile.kernels import source, table
 from flashtile.kernels.arch import Arch
+from flashtile.kernels.params import Params, place
 from flashtile.kernels.spec import Features
 
 PREPROCESS_ROWS, PREPROCESS_THREADS = 64, 128
 COMBINE_ROWS, COMBINE_THREADS = 4, 128
+
+# What decides a plan
+
+
+@dataclass(frozen=True)
+class PlanKey:
+    """What decides the kernels of a pass."""
+
+    dtype: str
+    out_dtype: str
+    head_dim: int
+    head_dim_v: int
+    features: Features
+    arch: Arch
+    is_small: bool = False  # the grid of the preferred tile would not fill the GPU
+    grads: tuple[str, ...] | None = None  # of a backward pass: those of GRADS that are wanted
+
+
+class Form(NamedTuple):
+    """How the tensors of a call are laid out, and which of them there are: what decides the patch table."""
+
+    layout: str
+    given: tuple[str, ...]  # optional tensors
+    has_max_seqlen_q: bool = False
+    has_max_seqlen_k: bool = False
+    is_top_left: bool = False
+
+
+GRADS = ("dq", "dk", "dv", "dbias", "dsinks")
+
+# Rules: each gives one number of a call
+
+
+class Pointer(NamedTuple):
+    """The address of a tensor or workspace."""
+
+    name: str
+
+
+class Stride(NamedTuple):
+    """In elements; 0 along an axis that the tensor has not."""
+
+    tensor: str
+    axis: int  # from the end
+
+
+class BroadcastStride(NamedTuple):
+    """In elements; 0 along an axis of length 1."""
+
+    tensor: str
+    axis: int
+
+
+class Size(NamedTuple):
+    tensor: str
+    axis: int
+    plus: int = 0
+
+
+class Elements(NamedTuple):
+    """The number of elements."""
+
+    tensor: str
+
+
+class Spread(NamedTuple):
+    """1 where a tensor is broadcast along the axis, else the value."""
+
+    tensor: str
+    axis: int
+    value: str
+
+
+class Value(NamedTuple):
+    """One of the plan's values."""
+
+    name: str
+
+
+class Scalar(NamedTuple):
+    """A number that comes with the call."""
+
+    name: str
+
+
+Rule = Pointer | Stride | BroadcastStride | Size | Elements | Spread | Value | Scalar
+
+
+class Patch(NamedTuple):
+    """One field of the parameters."""
+
+    offset: int
+    code: str  # of the struct module: P pointer, q int64, i int32, I uint32, f float32
+    rule: Rule
+
+
+class Operand(NamedTuple):
+    """A tensor of the call, and what kernels expect of it. One that is not so is replaced by a copy, and copied back if it is written."""
+
+    name: str
+    strides: str = "rows"  # "rows": the last dimension is contiguous; "contiguous": all are; "any"
+    dtype: str | None = None  # None: its own
+    is_written: bool = False
+    like: str | None = None  # not a tensor of the call: room for what a kernel writes and nobody wants, in the shape of another
+
+
+class Workspace(NamedTuple):
+    """Memory for one call: element_bytes times the product of the values."""
+
+    name: str
+    element_bytes: int
+    values: tuple[str, ...]
+
+
+class Memset(NamedTuple):
+    """Zeros for a tensor that kernels do not write everywhere."""
+
+    tensor: str
 
 
 @dataclass(frozen=True)
@@ -19,53 +143,197 @@ class Step:
 
     unit: str
     entry: str
-    grid: str  # "queries" or "keys": a block for each block_rows of them, head and sequence; "splits": and split of the keys;
-    # "combine": as "queries", left out where there is one split; "bias": a block for each tile of it; "heads"
+    grid: tuple[tuple[str, int], ...]  # (value, divisor): the number of blocks is the product of the quotients, rounded up
     block_rows: int
     block_columns: int
     num_threads: int
     shared_bytes: int
+    is_for_splits: bool = False  # left out where the keys are not split
+
+    @property
+    def name(self) -> str:
+        """The kernel without its template arguments."""
+        return self.entry.split("<")[0].removeprefix("flashtile::")
 
 
 @dataclass(frozen=True)
-class PlanKey:
-    """Everything that decides a plan."""
+class LaunchPlan:
+    steps: tuple[Memset | Step, ...]
+    operands: tuple[Operand, ...]
+    values: tuple[tuple[str, tuple[Rule, ...]], ...]  # a product each; a rule may ask for the values before it
+    splits: tuple[int, int] | None  # rows and columns of the tiles whose keys may be split; the executor adds the value num_splits
+    workspaces: tuple[Workspace, ...]  # of a plan with splits: not needed where there is one
+    image: bytes
+    patches: tuple[Patch, ...]
 
-    dtype: str
-    out_dtype: str
-    head_dim: int  # the larger of head_dim and head_dim_v
-    features: Features
-    arch: Arch
-    is_small: bool = False  # the grid of the preferred tile would not fill the GPU
-    is_backward: bool = False
-    needs_dbias: bool = False
-    needs_dsinks: bool = False
+
+# Kernels
 
 
 @functools.cache
-def plan(key: PlanKey) -> tuple[Step, ...]:
+def kernels(key: PlanKey) -> tuple[Step, ...]:
+    """The kernels of a pass, in the order of their launch."""
     out, lengths = source.cpp_type(key.out_dtype), "flashtile::" + key.features.policies()[3]
-    if not key.is_backward:
-        combine = _plain_step("fwd_combine", f"fwd_combine_kernel<{out}, {lengths}>", "combine", COMBINE_ROWS, COMBINE_THREADS)
-        return _tile_step(key, "fwd_simt", "splits"), combine
+    if key.grads is None:
+        combine = f"fwd_combine_kernel<{out}, {lengths}>"
+        return _tile_step(key, "fwd_simt"), _plain_step("fwd_combine", combine, _rows(COMBINE_ROWS), COMBINE_THREADS, is_for_splits=True)
     preprocess = f"bwd_preprocess_kernel<{out}, {lengths}>"
-    steps = [_plain_step("bwd_preprocess", preprocess, "queries", PREPROCESS_ROWS, PREPROCESS_THREADS)]
-    if key.needs_dsinks:
-        steps.append(_plain_step("bwd_preprocess", f"bwd_dsinks_kernel<{lengths}>", "heads", 1, PREPROCESS_THREADS))
-    steps += [_tile_step(key, "bwd_dkdv_simt", "keys"), _tile_step(key, "bwd_dq_simt", "queries")]
-    if key.needs_dbias:
-        steps.append(_tile_step(key, "bwd_dbias_simt", "bias"))
+    steps = [_plain_step("bwd_preprocess", preprocess, _rows(PREPROCESS_ROWS), PREPROCESS_THREADS)]
+    if "dsinks" in key.grads:
+        steps.append(_plain_step("bwd_preprocess", f"bwd_dsinks_kernel<{lengths}>", (("heads", 1),), PREPROCESS_THREADS))
+    if "dk" in key.grads or "dv" in key.grads:
+        steps.append(_tile_step(key, "bwd_dkdv_simt"))
+    if "dq" in key.grads:
+        steps.append(_tile_step(key, "bwd_dq_simt"))
+    if "dbias" in key.grads:
+        steps.append(_tile_step(key, "bwd_dbias_simt"))
     return tuple(steps)
 
 
-def _tile_step(key: PlanKey, kernel: str, grid: str) -> Step:
-    padded = table.padded_head_dim(key.head_dim)
+def grid_of(kernel: str, block_m: int, block_n: int) -> tuple[tuple[str, int], ...]:
+    """The blocks of a kernel with tiles."""
+    if kernel == "bwd_dkdv_simt":
+        return ("seqlen_k", block_m), ("heads_kv", 1), ("batch", 1)
+    if kernel == "bwd_dbias_simt":
+        return ("bias_batch", 1), ("bias_heads", 1), ("bias_rows", block_m), ("bias_columns", block_n)
+    return (("num_splits", 1), *_rows(block_m)) if kernel == "fwd_simt" else _rows(block_m)
+
+
+def _rows(block_rows: int) -> tuple[tuple[str, int], ...]:
+    return ("seqlen_q", block_rows), ("heads", 1), ("batch", 1)
+
+
+def _tile_step(key: PlanKey, kernel: str) -> Step:
+    padded = table.padded_head_dim(max(key.head_dim, key.head_dim_v))
     assert padded is not None
     row = table.select(kernel, key.dtype, key.out_dtype, padded, key.features, key.arch, key.is_small)
-    entry = source.entry(row, key.features)
-    return Step(source.unit(row, key.features), entry, grid, row.block_m, row.block_n, row.num_threads, row.shared_bytes)
+    unit, entry = source.unit(row, key.features), source.entry(row, key.features)
+    grid = grid_of(kernel, row.block_m, row.block_n)
+    return Step(unit, entry, grid, row.block_m, row.block_n, row.num_threads, row.shared_bytes)
 
 
-def _plain_step(header: str, entry: str, grid: str, block_rows: int, num_threads: int) -> Step:
+def _plain_step(header: str, entry: str, grid: tuple[tuple[str, int], ...], num_threads: int, is_for_splits: bool = False) -> Step:
     entry = f"flashtile::{entry}"
-    return Step(source.plain_unit(header, entry), entry, grid, block_rows, 1, num_threads, 0)
+    return Step(source.plain_unit(header, entry, Params), entry, grid, 1, 1, num_threads, 0, is_for_splits)
+
+
+# Plans
+
+# What kernels expect of the optional tensors
+_OPTIONAL = (
+    *(Operand(name, strides="any") for name in ("bias", "mask")),
+    *(Operand(name, strides="contiguous", dtype="float32") for name in ("alibi_slopes", "sinks")),
+    *(Operand(name, strides="contiguous") for name in ("rng_state", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k")),
+    Operand("block_table"),
+)
+_SCALARS = ("window_left", "window_right", "scale", "scale_log2", "softcap", "dropout_threshold", "keep_factor")
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(key: PlanKey, form: Form) -> LaunchPlan:
+    steps = kernels(key)
+    tensors = ["q", "k", "v", "out"]
+    operands = [Operand("q"), Operand("k"), Operand("v"), Operand("out", is_written=key.grads is None)]
+    operands.append(Operand("lse", strides="contiguous", is_written=key.grads is None))
+    operands += [operand for operand in _OPTIONAL if operand.name in form.given]
+    splits, memsets = None, []
+    if key.grads is None:
+        splits = steps[0].block_rows, steps[0].block_columns
+        split_rows = ("num_splits", "lse_size")
+        workspaces = [Workspace("partial_out", 4 * key.head_dim_v, split_rows), Workspace("partial_lse", 4, split_rows)]
+    else:
+        workspaces = [Workspace("lse_log2", 4, ("lse_size",)), Workspace("delta", 4, ("lse_size",))]
+        grads = _grad_operands(key.grads)
+        tensors += ["dout", *(operand.name for operand in grads if operand.name in ("dq", "dk", "dv"))]
+        operands += [Operand("dout", dtype=key.out_dtype), *grads]
+        if "dlse" in form.given:
+            operands.append(Operand("dlse", strides="contiguous", dtype="float32"))
+        memsets = _memsets(key.grads, form)
+    values = _values(form)
+    patches = [patch for name in tensors for patch in _tensor_patches(name, form)]
+    patches += [_patch(operand.name, Pointer(operand.name)) for operand in operands if operand.name not in tensors]
+    patches += [_patch(workspace.name, Pointer(workspace.name)) for workspace in workspaces]
+    patches += [_patch(f"lse_{name}_stride", Stride("lse", axis)) for name, axis in (("batch", -3), ("head", -2))]
+    fields = {name for name, *_ in Params._fields_}
+    patches += [
+        _patch(name, Value(name)) for name in (*(name for name, _ in values), *(["num_splits"] if splits else [])) if name in fields
+    ]
+    patches += [_patch(name, Scalar(name)) for name in _SCALARS]
+    patches += _optional_patches(form)
+    image = Params(num_splits=1, head_dim=key.head_dim, head_dim_v=key.head_dim_v, is_top_left=form.is_top_left)
+    return LaunchPlan((*memsets, *steps), tuple(operands), values, splits, tuple(workspaces), bytes(image), tuple(patches))
+
+
+def _grad_operands(grads: tuple[str, ...]) -> list[Operand]:
+    found = [Operand(name, is_written=True) for name in ("dq", "dk", "dv") if name in grads]
+    # dK and dV come from one kernel
+    for name, other in (("dk", "dv"), ("dv", "dk")):
+        if name in grads and other not in grads:
+            found.append(Operand(other, like=other[1]))
+    if "dbias" in grads:
+        found.append(Operand("dbias", strides="contiguous", is_written=True))
+    if "dsinks" in grads:
+        found.append(Operand("dsinks", strides="contiguous", dtype="float32", is_written=True))
+    return found
+
+
+def _memsets(grads: tuple[str, ...], form: Form) -> list[Memset]:
+    """Keys outside every sequence have no owner, and neither have the scores there."""
+    has_lengths = any(name in form.given for name in ("cu_seqlens_q", "seqused_k", "leftpad_k"))
+    names = [name for name in ("dk", "dv") if has_lengths and name in grads]
+    return [Memset(name) for name in (*names, *(["dbias"] if "dbias" in grads else []))]
+
+
+def _axes(form: Form) -> tuple[int, int]:
+    """(head, row), from the end."""
+    return (-2, -3) if form.layout == "bshd" else (-3, -2)
+
+
+def _values(form: Form) -> tuple[tuple[str, tuple[Rule, ...]], ...]:
+    head, row = _axes(form)
+    is_packed, is_paged = "cu_seqlens_q" in form.given, "block_table" in form.given
+    seqlen_q: tuple[Rule, ...] = (Size("q", row),)
+    seqlen_k: tuple[Rule, ...] = (Size("k", row), Size("block_table", -1)) if is_paged else (Size("k", row),)
+    if is_packed and form.has_max_seqlen_q:
+        seqlen_q = (Scalar("max_seqlen_q"),)
+    if is_packed and form.has_max_seqlen_k:
+        seqlen_k = (Scalar("max_seqlen_k"),)
+    values: list[tuple[str, tuple[Rule, ...]]] = [
+        ("batch", (Size("cu_seqlens_q", -1, plus=-1) if is_packed else Size("q", -4),)),
+        ("heads", (Size("q", head),)),
+        ("heads_kv", (Size("k", head),)),
+        ("seqlen_q", seqlen_q),
+        ("seqlen_k", seqlen_k),
+        ("total_q", (Size("q", row),)),
+        ("total_k", (Size("k", row),)),
+        ("lse_size", (Elements("lse"),)),
+    ]
+    if is_paged:
+        values += [("num_pages", (Size("k", -4),)), ("page_size", (Size("k", row),))]
+    if "bias" in form.given:
+        values += [("bias_batch", (Size("bias", -4),)), ("bias_heads", (Size("bias", -3),))]
+        values += [("bias_rows", (Spread("bias", -2, "seqlen_q"),)), ("bias_columns", (Spread("bias", -1, "seqlen_k"),))]
+    return tuple(values)
+
+
+def _patch(name: str, rule: Rule, index: int = 0) -> Patch:
+    return Patch(*place(Params, name, index), rule)
+
+
+def _tensor_patches(name: str, form: Form) -> list[Patch]:
+    axes = (-4, *_axes(form))  # batch or page, head, row
+    return [_patch(name, Pointer(name)), *(_patch(f"{name}_strides", Stride(name, axis), index) for index, axis in enumerate(axes))]
+
+
+def _optional_patches(form: Form) -> list[Patch]:
+    patches = []
+    for name in ("bias", "mask"):
+        if name in form.given:
+            patches += [_patch(f"{name}_strides", BroadcastStride(name, axis), axis + 4) for axis in (-4, -3, -2, -1)]
+    if "bias" in form.given:
+        patches += [_patch("bias_sizes", Size("bias", axis), axis + 4) for axis in (-4, -3, -2, -1)]
+    if "alibi_slopes" in form.given:
+        patches.append(_patch("alibi_batch_stride", Stride("alibi_slopes", -2)))
+    if "block_table" in form.given:
+        patches.append(_patch("table_stride", Stride("block_table", -2)))
+    return patches

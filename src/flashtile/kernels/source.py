@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashtile.kernels import mutation
-from flashtile.kernels.params import layout_asserts
+from flashtile.kernels.params import Params, Struct, layout_asserts
 from flashtile.kernels.spec import CPP_TYPES, Features, Row
 
 
@@ -18,17 +18,17 @@ def cpp_type(dtype: str) -> str:
     return name if name == "float" else f"flashtile::{name}"
 
 
-def plain_unit(header: str, entry: str) -> str:
+def plain_unit(header: str, entry: str, struct: Struct) -> str:
     """A unit for a kernel without a tile."""
     include = f'#include "flashtile/kernels/{header}.cuh"'
-    kernel = f"template __global__ void {entry}(const FT_GRID_CONSTANT flashtile::Params);"
-    return "\n".join([*mutation.defines(), include, layout_asserts(), kernel, ""])
+    instance = f"template __global__ void {entry}(const FT_GRID_CONSTANT flashtile::{struct.__name__});"
+    return "\n".join([*mutation.defines(), include, layout_asserts(struct), instance, ""])
 
 
 def unit(row: Row, features: Features) -> str:
     """The text that is compiled. Equal texts are equal kernels, whatever the shapes."""
     size = f"sizeof(flashtile::{row.storage}<{_qualified('flashtile::' + row.config)}>)"
-    return plain_unit(row.header, entry(row, features)) + f'static_assert({size} == {row.shared_bytes}, "shared bytes");\n'
+    return plain_unit(row.header, entry(row, features), Params) + f'static_assert({size} == {row.shared_bytes}, "shared bytes");\n'
 
 
 def _qualified(text: str) -> str:

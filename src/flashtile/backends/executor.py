@@ -1,0 +1,277 @@
+"""Executes a launch plan for the tensors of one call: replaces what kernels cannot read, evaluates the plan's rules, launches its steps.
+
+It knows tensors, bytes and grids, and nothing about attention. Up to the launches it works on any device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from struct import Struct
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.kernels import plan as plans
+from flashtile.kernels.plan import LaunchPlan, Memset, Operand, Step
+from flashtile.runtime import cache, driver
+
+Tensors = Mapping[str, Tensor]
+Scalars = Mapping[str, float | int]
+
+_WORKSPACE_ALIGNMENT = 256
+_STRUCTS = {code: Struct(code) for code in "PqiIf"}
+
+
+class Splits(NamedTuple):
+    """How the number of splits is found: what the caller asks for (0 = chosen, 1 = none), and what would fill the GPU."""
+
+    asked: int
+    num_multiprocessors: int
+
+
+# Tensors
+
+
+def prepare(plan: LaunchPlan, given: Tensors) -> dict[str, Tensor]:
+    """The tensors that kernels read and write: those given, or copies where kernels expect another form."""
+    return {operand.name: _fitting(operand, given) for operand in plan.operands}
+
+
+def _fitting(operand: Operand, given: Tensors) -> Tensor:
+    if operand.like is not None:
+        return torch.empty_like(given[operand.like])
+    tensor = given[operand.name]
+    if is_fitting(operand, tensor):
+        return tensor
+    dtype = tensor.dtype if operand.dtype is None else getattr(torch, operand.dtype)
+    if operand.is_written:
+        return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+    return tensor.to(dtype).contiguous()
+
+
+def is_fitting(operand: Operand, tensor: Tensor) -> bool:
+    if operand.dtype is not None and tensor.dtype != getattr(torch, operand.dtype):
+        return False
+    if operand.strides == "contiguous":
+        return tensor.is_contiguous()
+    return operand.strides == "any" or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
+
+
+def finish(plan: LaunchPlan, given: Tensors, tensors: Tensors) -> None:
+    """Copies results back that were written elsewhere."""
+    for operand in plan.operands:
+        if operand.is_written and tensors[operand.name] is not given[operand.name]:
+            given[operand.name].copy_(tensors[operand.name])
+
+
+# Rules
+
+
+class _Call(NamedTuple):
+    tensors: Tensors
+    scalars: Scalars
+    values: dict[str, int]
+    pointers: Mapping[str, int]
+
+
+def _stride(rule: plans.Stride, call: _Call) -> int:
+    tensor = call.tensors[rule.tensor]
+    return tensor.stride(rule.axis) if tensor.dim() >= -rule.axis else 0
+
+
+def _broadcast_stride(rule: plans.BroadcastStride, call: _Call) -> int:
+    tensor = call.tensors[rule.tensor]
+    return 0 if tensor.shape[rule.axis] == 1 else tensor.stride(rule.axis)
+
+
+_EVALUATE: dict[type, Callable[[Any, _Call], float | int]] = {
+    plans.Pointer: lambda rule, call: call.pointers[rule.name],
+    plans.Stride: _stride,
+    plans.BroadcastStride: _broadcast_stride,
+    plans.Size: lambda rule, call: call.tensors[rule.tensor].shape[rule.axis] + rule.plus,
+    plans.Elements: lambda rule, call: call.tensors[rule.tensor].numel(),
+    plans.Spread: lambda rule, call: 1 if call.tensors[rule.tensor].shape[rule.axis] == 1 else call.values[rule.value],
+    plans.Value: lambda rule, call: call.values[rule.name],
+    plans.Scalar: lambda rule, call: call.scalars[rule.name],
+}
+
+
+def evaluate(plan: LaunchPlan, tensors: Tensors, scalars: Scalars, splits: Splits) -> dict[str, int]:
+    """The plan's values for a call."""
+    values: dict[str, int] = {"num_splits": 1}
+    call = _Call(tensors, scalars, values, {})
+    for name, rules in plan.values:
+        values[name] = math.prod(int(_EVALUATE[type(rule)](rule, call)) for rule in rules)
+    if plan.splits is not None:
+        block_rows, block_columns = plan.splits
+        num_tiles = -(-values["seqlen_k"] // block_columns)
+        # Left to us: as many as fill the GPU twice over, each with a tile of keys at least
+        num_blocks = -(-values["seqlen_q"] // block_rows) * values["heads"] * values["batch"]
+        wanted = splits.asked or 2 * splits.num_multiprocessors // max(1, num_blocks)
+        values["num_splits"] = max(1, min(wanted, num_tiles))
+    return values
+
+
+class Room(NamedTuple):
+    """One allocation for the workspaces of a call, and where each stands in it."""
+
+    num_bytes: int
+    offsets: dict[str, int]
+
+    def allocate(self, device: torch.device) -> Tensor | None:
+        return torch.empty(self.num_bytes, dtype=torch.uint8, device=device) if self.num_bytes else None
+
+
+def room(plan: LaunchPlan, values: dict[str, int]) -> Room:
+    offsets, end = {}, 0
+    if plan.splits is None or values["num_splits"] > 1:
+        for workspace in plan.workspaces:
+            offsets[workspace.name] = end
+            num_bytes = workspace.element_bytes * math.prod(values[name] for name in workspace.values)
+            end += -(-num_bytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+    return Room(end, offsets)
+
+
+def fill(plan: LaunchPlan, tensors: Tensors, scalars: Scalars, values: dict[str, int], pointers: Mapping[str, int]) -> bytearray:
+    """The parameters of a call. A workspace that is not needed has no pointer: it stays null."""
+    image, call = bytearray(plan.image), _Call(tensors, scalars, values, pointers)
+    for offset, code, rule in plan.patches:
+        if type(rule) is not plans.Pointer or rule.name in pointers:
+            _STRUCTS[code].pack_into(image, offset, _EVALUATE[type(rule)](rule, call))
+    return image
+
+
+def addresses(tensors: Tensors, found: Room, workspace: Tensor | None) -> dict[str, int]:
+    pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    if workspace is not None:
+        base = workspace.data_ptr()
+        pointers |= {name: base + offset for name, offset in found.offsets.items()}
+    return pointers
+
+
+def num_blocks(step: Step, values: dict[str, int]) -> int:
+    if step.is_for_splits and values["num_splits"] == 1:
+        return 0
+    return math.prod(-(-values[name] // divisor) for name, divisor in step.grid)
+
+
+# Launches
+
+
+loaded: set[str] = set()  # the kernels of this process, by their C++ names
+
+
+@functools.cache
+def function(unit: str, entry: str, arch: str) -> driver.Function:
+    """A kernel, compiled if it is not in the cache, loaded for every device."""
+    compiled = cache.compile_cached(unit, arch, [entry])
+    loaded.add(entry)
+    return driver.load(compiled.cubin).function(compiled.symbols[entry])
+
+
+def execute(plan: LaunchPlan, given: Tensors, scalars: Scalars, splits: Splits, arch: str) -> None:
+    """One call, from its tensors to its launches on the current stream of their device."""
+    tensors = prepare(plan, given)
+    values = evaluate(plan, tensors, scalars, splits)
+    device = next(iter(tensors.values())).device
+    found = room(plan, values)
+    # Must live until the launches are queued, no longer: torch's allocator orders reuse on the same stream
+    workspace = found.allocate(device)
+    image = fill(plan, tensors, scalars, values, addresses(tensors, found, workspace))
+    with on_device(device.index or 0):
+        for step in plan.steps:
+            if isinstance(step, Memset):
+                tensors[step.tensor].zero_()
+            else:
+                launch(step, values, image, device.index or 0, arch)
+    finish(plan, given, tensors)
+
+
+def launch(step: Step, values: dict[str, int], image: bytearray, index: int, arch: str) -> None:
+    """Launches on the current stream of the current device; nothing where the grid is empty."""
+    if (blocks := num_blocks(step, values)) > 0:
+        kernel = function(step.unit, step.entry, arch)
+        kernel.set_shared_bytes(index, step.shared_bytes)
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        kernel.launch((blocks, 1, 1), (step.num_threads, 1, 1), step.shared_bytes, stream, _address(image))
+
+
+def on_device(index: int) -> AbstractContextManager[Any]:
+    return nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index)
+
+
+def _address(image: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(image))
+
+
+def _allocator(like: Tensor, first: Tensor) -> Callable[[Tensor], Tensor]:
+    """Allocates a tensor like another, given the call's first one."""
+    shape, strides, dtype, device = tuple(like.shape), like.stride(), like.dtype, like.device
+    if dtype == first.dtype:
+        return lambda first: first.new_empty_strided(shape, strides)  # the fastest way there is
+    return lambda _: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+class Bound:
+    """A plan made ready for every call whose tensors differ from these in their addresses alone: what is left is to patch those.
+
+    Inputs come as one tuple in each call, in the order of `inputs`. Tensors of `outputs` are allocated in each call, like the given ones.
+    """
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        given: Tensors,
+        scalars: Scalars,
+        splits: Splits,
+        arch: str,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+    ):
+        assert is_bindable(plan, given)
+        values = evaluate(plan, given, scalars, splits)
+        first = given[inputs[0]]
+        self.room, self.device = room(plan, values), first.device
+        self.index = self.device.index or 0
+        self.image = bytes(fill(plan, given, scalars, values, {}))
+        pointers = {patch.rule.name: patch.offset for patch in plan.patches if isinstance(patch.rule, plans.Pointer)}
+        self.inputs = [(pointers[name], place) for place, name in enumerate(inputs) if name in given]
+        self.outputs = [(pointers[name], _allocator(given[name], first)) for name in outputs]
+        self.workspaces = [(pointers[name], offset) for name, offset in self.room.offsets.items()]
+        self.launches = []
+        for step in plan.steps:
+            assert isinstance(step, Step)
+            if (blocks := num_blocks(step, values)) > 0:
+                kernel = function(step.unit, step.entry, arch)
+                kernel.set_shared_bytes(self.index, step.shared_bytes)
+                self.launches.append((kernel.launch, (blocks, 1, 1), (step.num_threads, 1, 1), step.shared_bytes))
+
+    def __call__(self, inputs: tuple[Any, ...]) -> Any:
+        """A tuple of the outputs."""
+        image, patch, made = bytearray(self.image), _STRUCTS["P"].pack_into, []
+        for offset, place in self.inputs:
+            patch(image, offset, inputs[place].data_ptr())
+        for offset, allocate in self.outputs:
+            made.append(tensor := allocate(inputs[0]))
+            patch(image, offset, tensor.data_ptr())
+        workspace = self.room.allocate(self.device)
+        if workspace is not None:
+            base = workspace.data_ptr()
+            for offset, start in self.workspaces:
+                patch(image, offset, base + start)
+        with on_device(self.index):
+            stream, address = torch._C._cuda_getCurrentRawStream(self.index), _address(image)
+            for start_kernel, grid, block, shared_bytes in self.launches:
+                start_kernel(grid, block, shared_bytes, stream, address)
+        return tuple(made)
+
+
+def is_bindable(plan: LaunchPlan, given: Tensors) -> bool:
+    """Every tensor is read and written in place, and there is nothing to do but launches."""
+    is_in_place = all(operand.like is None and is_fitting(operand, given[operand.name]) for operand in plan.operands)
+    return is_in_place and not any(isinstance(step, Memset) for step in plan.steps)

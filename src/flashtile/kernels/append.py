@@ -1,0 +1,64 @@
+"""The plan of `append_kv`: one kernel that writes new rows of k and v into a cache."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from flashtile.kernels import source
+from flashtile.kernels.params import AppendParams, place
+from flashtile.kernels.plan import LaunchPlan, Operand, Patch, Pointer, Rule, Scalar, Size, Step, Stride, Value
+
+APPEND_THREADS = 128
+
+
+class AppendKey(NamedTuple):
+    """What decides the plan."""
+
+    dtype: str
+    angle_dtype: str  # of rotary_cos and rotary_sin; dtype where there are none
+    layout: str
+    is_paged: bool
+    has_rotary: bool
+
+
+def kernel(dtype: str, angle_dtype: str) -> Step:
+    entry = f"flashtile::append_kv_kernel<{source.cpp_type(dtype)}, {source.cpp_type(angle_dtype)}>"
+    unit = source.plain_unit("append_kv", entry, AppendParams)
+    return Step(unit, entry, (("batch", 1), ("new_rows", 1)), 1, 1, APPEND_THREADS, 0)
+
+
+@functools.cache
+def plan(key: AppendKey) -> LaunchPlan:
+    head, row = (-2, -3) if key.layout == "bshd" else (-3, -2)
+    tensors = ("k_cache", "v_cache", "k", "v")
+    operands = [Operand(name, strides="any", is_written=name.endswith("cache")) for name in tensors]
+    operands.append(Operand("cache_seqlens", strides="contiguous"))
+    values: list[tuple[str, tuple[Rule, ...]]] = [
+        ("batch", (Size("k", -4),)),
+        ("new_rows", (Size("k", row),)),
+        ("heads_kv", (Size("k", head),)),
+        ("head_dim", (Size("k", -1),)),
+        ("head_dim_v", (Size("v", -1),)),
+        ("num_pages", (Size("k_cache", -4),)),
+        ("page_size", (Size("k_cache", row),)),
+    ]
+    if key.is_paged:
+        operands.append(Operand("block_table"))
+        values.append(("pages_per_sequence", (Size("block_table", -1),)))
+    if key.has_rotary:
+        operands += [Operand(name, strides="contiguous") for name in ("rotary_cos", "rotary_sin")]
+        values += [("num_positions", (Size("rotary_cos", -2),)), ("rotary_half", (Size("rotary_cos", -1),))]
+    patches = [_patch(operand.name, Pointer(operand.name)) for operand in operands]
+    for name in tensors:
+        patches += [_patch(f"{name}_strides", Stride(name, axis), index) for index, axis in enumerate((-4, row, head, -1))]
+    patches += [_patch(name, Value(name)) for name, _ in values]
+    patches.append(_patch("is_interleaved", Scalar("is_interleaved")))
+    if key.is_paged:
+        patches.append(_patch("table_stride", Stride("block_table", -2)))
+    image = AppendParams(pages_per_sequence=1)
+    return LaunchPlan((kernel(key.dtype, key.angle_dtype),), tuple(operands), tuple(values), None, (), bytes(image), tuple(patches))
+
+
+def _patch(name: str, rule: Rule, index: int = 0) -> Patch:
+    return Patch(*place(AppendParams, name, index), rule)

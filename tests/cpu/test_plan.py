@@ -1,0 +1,213 @@
+"""A plan as data: its rules fill the parameters of any call as attention's own words would, without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from flashtile import ops
+from flashtile.backends import cuda, dropout, executor
+from flashtile.kernels import plan as plans
+from flashtile.kernels.arch import ARCHS
+from flashtile.kernels.params import Params
+from flashtile.kernels.plan import Memset, Step
+from flashtile.problem import AttentionArgs, head_axis, key_window, page_size, row_axis, shape_of, softmax_scale
+from flashtile.testing import GRADS, Case
+
+NUM_MULTIPROCESSORS = 132
+
+
+@pytest.fixture(autouse=True)
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_arch", lambda index: ARCHS[90])
+    monkeypatch.setattr(cuda, "_num_multiprocessors", lambda index: NUM_MULTIPROCESSORS)
+
+
+def draw(pick: random.Random) -> Case:
+    heads_kv = pick.choice([1, 2, 3])
+    kind = pick.choice(["dense", "dense", "varlen", "used", "paged", "padded"])
+    return Case(
+        dtype=pick.choice([torch.float32, torch.float16, torch.bfloat16]),
+        layout=pick.choice(["bhsd", "bshd"]),
+        kind=kind,
+        memory="contiguous" if kind != "dense" else pick.choice(["contiguous", "swapped", "sliced", "expanded", "offset"]),
+        batch=pick.choice([1, 2, 3]),
+        heads=heads_kv * pick.choice([1, 2]),
+        heads_kv=heads_kv,
+        seqlen_q=pick.choice([0, 1, 7, 64]),
+        seqlen_k=pick.choice([1, 33, 64, 200]),
+        head_dim=pick.choice([1, 8, 21, 64]),
+        head_dim_v=pick.choice([1, 8, 21, 64]),
+        causal=pick.choice(["none", "top_left", "bottom_right"]),
+        window=pick.choice([(-1, -1), (5, 3), (1 << 40, -1)]),
+        scale=pick.choice([None, 0.3]),
+        softcap=pick.choice([0.0, 2.0]),
+        mask=pick.choice([None, "bhqk", "k"]),
+        bias=pick.choice([None, "bhqk", "hqk", "q"]),
+        is_bias_float32=pick.random() < 0.5,
+        alibi=pick.choice([None, "h", "bh"]),
+        has_sinks=pick.random() < 0.3,
+        dropout_p=pick.choice([0.0, 0.25]),
+    )
+
+
+def expected(args: AttentionArgs, tensors: dict[str, torch.Tensor], pointers: dict[str, int], num_splits: int) -> Params:
+    """The parameters, field by field, from what they mean."""
+    shape, params = shape_of(args), Params(num_splits=num_splits)
+    for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
+        if name in tensors:
+            tensor = tensors[name]
+            batch = tensor.stride(0) if tensor.dim() == 4 else 0
+            getattr(params, f"{name}_strides")[:] = batch, tensor.stride(head_axis(args.layout)), tensor.stride(row_axis(args.layout))
+    for name, address in pointers.items():
+        setattr(params, name, address)
+    lse = tensors["lse"]
+    params.lse_batch_stride = lse.stride(0) if lse.dim() == 3 else 0
+    params.lse_head_stride, params.lse_size = lse.stride(-2), lse.numel()
+    for name in ("bias", "mask"):
+        if (tensor := getattr(args, name)) is not None:
+            strides = zip(tensor.stride(), tensor.shape, strict=True)
+            getattr(params, f"{name}_strides")[:] = [0 if length == 1 else stride for stride, length in strides]
+    if args.bias is not None:
+        params.bias_sizes[:] = tuple(args.bias.shape)
+    if args.alibi_slopes is not None and args.alibi_slopes.dim() == 2:
+        params.alibi_batch_stride = tensors["alibi_slopes"].stride(0)
+    if args.block_table is not None:
+        params.table_stride = tensors["block_table"].stride(0)
+        params.num_pages, params.page_size = args.k.shape[0], page_size(args)
+    params.batch, params.heads, params.heads_kv = shape.batch, shape.heads, shape.heads_kv
+    params.seqlen_q, params.seqlen_k = shape.seqlen_q, shape.seqlen_k
+    params.total_q, params.total_k = args.q.shape[row_axis(args.layout)], args.k.shape[row_axis(args.layout)]
+    params.head_dim, params.head_dim_v = shape.head_dim, shape.head_dim_v
+    params.window_left, params.window_right = (-1 if reach >= 1 << 30 else reach for reach in key_window(args))
+    params.is_top_left, params.softcap = args.causal == "top_left", args.softcap
+    params.scale, params.scale_log2 = softmax_scale(args), softmax_scale(args) * math.log2(math.e)
+    params.dropout_threshold, params.keep_factor = dropout.threshold(args.dropout_p), dropout.keep_factor(args.dropout_p)
+    return params
+
+
+def differences(image: bytearray, params: Params) -> dict[str, tuple[Any, Any]]:
+    ours, found = Params.from_buffer_copy(image), {}
+    for name, *_ in Params._fields_:
+        one, other = (getattr(each, name) for each in (ours, params))
+        one, other = (list(each) if isinstance(each, ctypes.Array) else each for each in (one, other))
+        if one != other:
+            found[name] = one, other
+    return found
+
+
+def filled(args: AttentionArgs, given: dict[str, torch.Tensor], plan: plans.LaunchPlan) -> tuple[bytearray, Params, dict[str, int]]:
+    """(what the plan fills, what is expected, the plan's values)"""
+    tensors = executor.prepare(plan, given)
+    values = executor.evaluate(plan, tensors, cuda._scalars(args), cuda._splits(args))
+    room = executor.room(plan, values)
+    pointers = executor.addresses(tensors, room, room.allocate(args.q.device))
+    image = executor.fill(plan, tensors, cuda._scalars(args), values, pointers)
+    return image, expected(args, tensors, pointers, values["num_splits"]), values
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_thousand_calls_are_filled_as_they_should(part: int) -> None:
+    pick = random.Random(part)
+    for number in range(250):
+        case = draw(pick)
+        inputs = case.make(number)
+        args = inputs.args
+        if args.cu_seqlens_q is not None and pick.random() < 0.5:
+            args = args._replace(max_seqlen_q=case.seqlen_q, max_seqlen_k=case.seqlen_k)
+        args = args._replace(num_splits=pick.choice([0, 0, 3]), deterministic=pick.random() < 0.2)
+        out, lse = ops.empty_outputs(args)
+        given = cuda._tensors(args) | {"out": out, "lse": lse}
+        image, params, values = filled(args, given, plans.plan(cuda._forward_key(args, given), cuda._form(args, given)))
+        assert differences(image, params) == {}, case
+        assert values["num_splits"] == 1 or not (args.deterministic and args.num_splits == 0)
+        if args.block_table is not None:
+            continue
+        needs = ops.GradNeeds(*(pick.random() < 0.8 for _ in range(3)), args.bias is not None, args.sinks is not None)
+        grads = {name: grad for name, grad in zip(GRADS, ops.empty_grads(args, needs), strict=True) if grad is not None}
+        given |= {"dout": inputs.dout, **grads} | ({"dlse": inputs.dlse} if pick.random() < 0.5 else {})
+        image, params, _ = filled(args, given, plans.plan(cuda._key(args, given, grads=tuple(grads)), cuda._form(args, given)))
+        assert differences(image, params) == {}, case
+
+
+def plan_of(case: Case, grads: tuple[str, ...] = ()) -> tuple[AttentionArgs, dict[str, torch.Tensor], plans.LaunchPlan]:
+    inputs = case.make(0)
+    out, lse = ops.empty_outputs(inputs.args)
+    given = cuda._tensors(inputs.args) | {"out": out, "lse": lse}
+    if grads:
+        made = ops.empty_grads(inputs.args, ops.GradNeeds(*(name in grads for name in GRADS)))
+        given |= {"dout": inputs.dout} | {name: grad for name, grad in made._asdict().items() if grad is not None}
+    key = cuda._key(inputs.args, given, grads=grads) if grads else cuda._forward_key(inputs.args, given)
+    return inputs.args, given, plans.plan(key, cuda._form(inputs.args, given))
+
+
+def test_a_plan_holds_no_length() -> None:
+    """Calls that differ in their lengths share one plan."""
+    assert plan_of(Case(seqlen_q=50, seqlen_k=60))[2] is plan_of(Case(seqlen_q=51, seqlen_k=999))[2]
+
+
+def test_grids_and_splits() -> None:
+    args, given, plan = plan_of(Case(batch=2, heads=4, heads_kv=4, seqlen_q=130, seqlen_k=1000))
+    values = executor.evaluate(plan, given, cuda._scalars(args), executor.Splits(0, NUM_MULTIPROCESSORS))
+    kernel, combine = (step for step in plan.steps if isinstance(step, Step))
+    tiles, key_tiles = -(-130 // kernel.block_rows), -(-1000 // kernel.block_columns)
+    assert values["num_splits"] == min(2 * NUM_MULTIPROCESSORS // (tiles * 8), key_tiles) > 1
+    assert executor.num_blocks(kernel, values) == values["num_splits"] * tiles * 8
+    assert executor.num_blocks(combine, values) == -(-130 // plans.COMBINE_ROWS) * 8
+    assert executor.num_blocks(combine, values | {"num_splits": 1}) == 0
+
+
+def test_only_wanted_gradients_are_launched() -> None:
+    def names(*grads: str) -> list[str]:
+        steps = plan_of(Case(bias="hqk", has_sinks=True), grads)[2].steps
+        return [step.name.removesuffix("_kernel") for step in steps if isinstance(step, Step)]
+
+    assert names("dq") == ["bwd_preprocess", "bwd_dq_simt"]
+    assert names("dv") == ["bwd_preprocess", "bwd_dkdv_simt"]
+    assert names(*GRADS) == ["bwd_preprocess", "bwd_dsinks", "bwd_dkdv_simt", "bwd_dq_simt", "bwd_dbias_simt"]
+
+
+def test_gradients_outside_every_sequence_are_zeroed() -> None:
+    assert [step for step in plan_of(Case(kind="varlen", bias="k"), GRADS[:4])[2].steps if isinstance(step, Memset)] == [
+        Memset("dk"),
+        Memset("dv"),
+        Memset("dbias"),
+    ]
+    assert not any(isinstance(step, Memset) for step in plan_of(Case(), GRADS[:3])[2].steps)
+
+
+def test_a_copy_where_kernels_expect_another_form() -> None:
+    case = Case(dtype=torch.bfloat16, kind="varlen", has_sinks=True)
+    _, given, plan = plan_of(case)
+    assert not executor.is_bindable(plan, given)  # bfloat16 sinks
+    spread = torch.stack([given["cu_seqlens_k"], given["cu_seqlens_k"]], dim=1)[:, 0]
+    tensors = executor.prepare(plan, given | {"cu_seqlens_k": spread})
+    assert tensors["sinks"].dtype == torch.float32
+    assert torch.equal(tensors["sinks"], given["sinks"].float())
+    assert tensors["cu_seqlens_k"].is_contiguous()
+    assert torch.equal(tensors["cu_seqlens_k"], spread)
+    assert tensors["q"] is given["q"]
+    assert tensors["out"] is given["out"]
+
+
+def test_results_written_elsewhere_come_back() -> None:
+    _, given, plan = plan_of(Case(dtype=torch.bfloat16, has_sinks=True), (*GRADS[:3], "dsinks"))
+    tensors = executor.prepare(plan, given)
+    assert tensors["dsinks"].dtype == torch.float32
+    tensors["dsinks"].fill_(1.5)
+    executor.finish(plan, given, tensors)
+    assert given["dsinks"].tolist() == [1.5, 1.5]
+
+
+def test_a_workspace_that_is_not_needed_is_not_allocated() -> None:
+    args, given, plan = plan_of(Case(seqlen_q=64, seqlen_k=4096))
+    values = executor.evaluate(plan, given, cuda._scalars(args), executor.Splits(4, NUM_MULTIPROCESSORS))
+    found = executor.room(plan, values)
+    assert values["num_splits"] == 4
+    assert found.num_bytes >= 4 * 4 * given["lse"].numel() * (32 + 1)
+    assert executor.room(plan, values | {"num_splits": 1}).num_bytes == 0
