@@ -15,7 +15,7 @@ from flashtile.backends import dropout, registry
 from flashtile.backends.tiled import BLOCK_N, TiledBackend
 from flashtile.check.draw import MAX_SCORES, Drawer
 from flashtile.check.judge import judge
-from flashtile.check.session import Settings, check, check_trials
+from flashtile.check.runner import Settings, check, check_trials
 from flashtile.check.shrink import candidates
 from flashtile.check.trial import Trial
 from flashtile.cli.main import app

@@ -9,7 +9,7 @@ import pytest
 
 from flashtile.backends import registry
 from flashtile.check.mutants import hunt_one
-from flashtile.check.session import Settings, check
+from flashtile.check.runner import Settings, check
 from flashtile.kernels.mutation import mutations
 
 SEED = int(os.environ.get("FLASHTILE_SEED") or random.SystemRandom().randrange(2**31))

@@ -182,7 +182,7 @@ def encode_maps(plan: LaunchPlan, tensors: Tensors, image: bytearray) -> None:
 # Launches
 
 
-loaded: set[str] = set()  # the entries of every kernel so far
+loaded: set[str] = set()  # the kernels of this process, by their C++ names
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import Any
 
 from flashtile import ops
 from flashtile.check.judge import is_alive
-from flashtile.check.session import Report, Settings, check, processes
+from flashtile.check.runner import Report, Settings, check, processes
 from flashtile.kernels import plan as plans
 from flashtile.kernels.mutation import Mutation, planted
 

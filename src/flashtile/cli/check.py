@@ -23,7 +23,7 @@ from flashtile.bench import device as facts
 from flashtile.bench.command import INTERRUPTED, writable_folder
 from flashtile.check.draw import PASSES
 from flashtile.check.mutants import Hunt, hunt
-from flashtile.check.session import Report, Settings, check, check_trials
+from flashtile.check.runner import Report, Settings, check, check_trials
 from flashtile.check.trial import Trial
 from flashtile.errors import value_error
 from flashtile.kernels.mutation import Mutation, mutations
