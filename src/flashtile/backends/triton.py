@@ -98,6 +98,7 @@ _LARGE_SHARED_BYTES = 227 * 1024
 class TritonBackend(Backend):
     name = "triton"
     summary = "FlashAttention-2 in Triton, independent of the CUDA kernels; memory linear in the sequence length"
+    is_compiled = True
 
     def __init__(self) -> None:
         # Triton reads the same switch when it is imported
@@ -160,6 +161,19 @@ class TritonBackend(Backend):
             found[f"{name}_triton_kernel"] = f"{tile}, {config.num_warps} warps, {config.num_stages} stages"
         found["products"] = _precision(problem.dtype, self.is_interpreted) if problem.dtype == torch.float32 else dtype_name(problem.dtype)
         return found
+
+    def tile_sizes(self) -> frozenset[int]:
+        configs = (
+            config
+            for table in (_CONFIGS, _SMALL_CONFIGS)
+            for sizes in table.values()
+            for dims in sizes.values()
+            for config in dims.values()
+        )
+        return frozenset(size for config in configs for size in (config.block_m, config.block_n))
+
+    def loaded_kernels(self) -> frozenset[str]:
+        return frozenset(_loaded)
 
     def prepare(self, problem: Problem) -> None:
         """Compiles by running short contiguous tensors of the problem's kind."""
@@ -288,6 +302,8 @@ def _precision(dtype: torch.dtype, is_interpreted: bool) -> str:
         return "ieee"
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
+
+_loaded: set[str] = set()  # the kernels of this process
 
 # Arguments. A call is a kernel's name, the number of its programs, its configuration and its arguments by name
 
@@ -464,7 +480,9 @@ def _dbias(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Tensor, d
 def _launch(kernel: str, num_programs: int, config: Config, arguments: dict[str, Any]) -> None:
     if num_programs > 0:
         function = getattr(_kernels(), f"{kernel}_triton_kernel")
-        function[(num_programs,)](**arguments, num_warps=config.num_warps, num_stages=config.num_stages)
+        compiled = function[(num_programs,)](**arguments, num_warps=config.num_warps, num_stages=config.num_stages)
+        if compiled is not None:  # as in the interpreter
+            _loaded.add(f"{kernel}_triton_kernel {compiled.hash}")
 
 
 class _Bound:
