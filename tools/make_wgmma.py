@@ -7,7 +7,7 @@ from pathlib import Path
 
 FILE = Path(__file__).resolve().parent.parent / "src/flashtile/include/flashtile/ptx/wgmma_ops.cuh"
 # Keys of a tile for S = Q K^T, and head dims for O = P V
-COLUMNS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
+COLUMNS = (32, 64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
 DTYPES = {"bf16_t": "bf16", "half_t": "f16"}
 HEAD = """\
 // wgmma.mma_async.sync.aligned.m64nNk16 with float32 accumulators, for every N and dtype in use. Written by tools/make_wgmma.py.

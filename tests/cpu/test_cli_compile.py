@@ -139,9 +139,12 @@ def test_pairwise_covers_every_pair():
 
 
 def test_covering_meets_every_feature():
-    jobs = compile_command.covering_jobs([ARCHS[90]])
+    jobs = compile_command.covering_jobs([ARCHS[80], ARCHS[90]])
+    hopper = [job.key.features for job in jobs if job.kernel == "fwd_sm90"]
+    for field in dataclasses.fields(Features):
+        assert (len({getattr(features, field.name) for features in hopper}) >= 2) is (field.name not in ("is_paged", "is_wide")), field.name
     for kernel in table.PASSES["forward"]:
-        keys = [job.key for job in jobs if job.kernel == kernel]
+        keys = [job.key for job in jobs if job.kernel == kernel and job.key.arch == ARCHS[80]]
         for field in dataclasses.fields(Features):
             assert len({getattr(key.features, field.name) for key in keys}) >= 2, field.name
         assert {(key.head_dim, key.dtype) for key in keys} == set(itertools.product(table.HEAD_DIMS, table.DTYPES))

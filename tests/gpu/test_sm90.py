@@ -88,7 +88,6 @@ FEATURES: dict[str, dict] = {
         "softcap": 3.0,
     },
     "swapped": {"memory": "swapped", "heads": 4},
-    "sliced": {"memory": "sliced", "heads": 4},
     "expanded": {"memory": "expanded", "heads": 4},
 }
 

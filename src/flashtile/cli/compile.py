@@ -129,20 +129,24 @@ def plain_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = table.DTYPES, head
 
 
 def covering_jobs(
-    archs: Iterable[Arch],
+    archs: Sequence[Arch],
     dtypes: Sequence[str] = table.DTYPES,
     head_dims: Sequence[int] = table.HEAD_DIMS,
     crosses_head_dims: bool = True,
 ) -> list[Job]:
     """Variants of each kernel in which every two values of its options and dtype meet; its head dims too, or else they take turns."""
     keys = []
-    for arch, grads in itertools.product(archs, _PASSES):
+    hopper = [(arch, None, True) for arch in archs if arch.has_wgmma and set(dtypes) & set(table.SM90_DTYPES)]
+    for arch, grads, is_hopper in [*((arch, grads, False) for arch in archs for grads in _PASSES), *hopper]:
         factors: dict[str, Sequence[Any]] = {"head_dim": head_dims} if crosses_head_dims else {}
         factors |= {"dtype": dtypes, "out_dtype": ("own", "float32"), "is_small": (False, True)}
         for field in dataclasses.fields(Features):
             factors[field.name] = (False, True) if isinstance(field.default, bool) else _values_of(field.name)
         if grads is not None:
             factors |= {"is_paged": (False,), "is_small": (False,)}
+        if is_hopper:
+            factors |= {"dtype": [dtype for dtype in dtypes if dtype in table.SM90_DTYPES], "is_small": (False,)}
+            factors |= {"is_paged": (False,), "is_wide": (True,)}
         if grads == ("dbias",):
             factors["bias_dtype"] = ("own", "float32")
         for choice, turn in zip(pairwise(factors), itertools.cycle(head_dims), strict=False):

@@ -103,17 +103,17 @@ class Sm90Tile(NamedTuple):
     takes_turns: bool = True
     scales_lazily: bool = False
     takes_band: bool = True
-    takes_options: bool = True  # those that change scores or probabilities
+    max_options: int = 99  # of those that change scores or probabilities, that it holds without a spill
 
 
 # By padded head_dim and head_dim_v; the first that takes a call is chosen. Measured on an NVIDIA H200: docs/sm90.md.
 _SM90_TILES: dict[tuple[int, int], tuple[Sm90Tile, ...]] = {
-    (64, 64): (Sm90Tile(192, 128, takes_options=False), Sm90Tile(128, 128)),
+    (64, 64): (Sm90Tile(192, 128, max_options=0), Sm90Tile(128, 128)),
     (96, 96): (Sm90Tile(128, 128),),
-    (128, 128): (Sm90Tile(192, 80, scales_lazily=True, takes_band=False, takes_options=False), Sm90Tile(128, 128)),
+    (128, 128): (Sm90Tile(192, 80, scales_lazily=True, takes_band=False, max_options=0), Sm90Tile(128, 128)),
     (192, 128): (Sm90Tile(128, 128),),
     (192, 192): (Sm90Tile(128, 96, scales_lazily=True),),
-    (256, 256): (Sm90Tile(128, 80, scales_lazily=True, takes_options=False), Sm90Tile(128, 64)),
+    (256, 256): (Sm90Tile(128, 80, scales_lazily=True, max_options=0), Sm90Tile(128, 64, max_options=1), Sm90Tile(128, 32)),
 }
 SM90_DTYPES = ("float16", "bfloat16")
 
@@ -136,11 +136,11 @@ def why_not_sm90(dtype: str, head_dim: int, head_dim_v: int, features: Features,
 def sm90_rows(dtype: str, out_dtype: str, head_dim: int, head_dim_v: int, features: Features) -> list[Sm90Row]:
     """Every row that takes the call, the preferred first."""
     dims = min(pair for pair in _SM90_TILES if head_dim <= pair[0] and head_dim_v <= pair[1])
-    has_options = features.num_options > features.has_lengths
+    num_options = features.num_options - features.has_lengths
     return [
         Sm90Row(dtype, out_dtype, *dims, tile.block_m, tile.block_n, tile.num_stages, tile.takes_turns, tile.scales_lazily)
         for tile in _SM90_TILES[dims]
-        if (tile.takes_band or not features.has_band) and (tile.takes_options or not has_options)
+        if (tile.takes_band or not features.has_band) and num_options <= tile.max_options
     ]
 
 

@@ -509,10 +509,13 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_sm90_kernel(const 
   if (group == Config::kNumConsumers) {
     lower_registers<Config::kProducerRegisters>();
     if (threadIdx.x / 32 == 4 * Config::kNumConsumers && elect_lane()) {
-      prefetch_map(params.q_map);
-      prefetch_map(params.k_map);
-      prefetch_map(params.v_map);
-      Kernel::produce(params, shared);
+      // Where there are no keys their maps are empty
+      if (params.base.seqlen_k > 0) {
+        prefetch_map(params.q_map);
+        prefetch_map(params.k_map);
+        prefetch_map(params.v_map);
+        Kernel::produce(params, shared);
+      }
     }
   } else {
     raise_registers<Config::kConsumerRegisters>();
