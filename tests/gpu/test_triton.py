@@ -109,11 +109,11 @@ def test_memory_is_linear() -> None:
 
 
 def test_offsets_beyond_31_bits() -> None:
-    keys = torch.randn(1, 1, 33_600_000, 64, device="cuda", dtype=torch.bfloat16)
+    keys = torch.zeros(1, 1, 33_600_000, 64, device="cuda", dtype=torch.bfloat16)
     assert keys.numel() > 2**31
-    out = flashtile.attention(keys[:, :, -70:], keys, keys, backend="triton")
-    weights = torch.softmax(keys[0, 0, -3:].float() @ keys[0, 0].float().T / 8, -1)
-    torch.testing.assert_close(out[0, 0, -3:].float(), weights @ keys[0, 0].float(), rtol=2e-2, atol=2e-3)
+    # Each query sees its own key, at the far end, and hardly anything else: sums over so many keys have no digits to spare
+    own = keys[:, :, -70:].normal_()
+    torch.testing.assert_close(flashtile.attention(8 * own, keys, keys, backend="triton"), own, rtol=2e-2, atol=2e-3)
 
 
 def test_rows_far_apart() -> None:
