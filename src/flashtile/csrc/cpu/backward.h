@@ -99,8 +99,8 @@ void sequence_gradients(const Call& call, MainScratch& t, const Sequence& s, i32
         tile.score_gradients(s, j, count, false);
         // dQ += dS K, over the keys that each group of queries sees
         if (p.dq != nullptr) {
-          for (i32 row = 0; row < tile.num_rows; row += kRows) {
-            i32 rows = min_of(kRows, tile.num_rows - row);
+          for (i32 row = 0; row < tile.num_rows; row += kGroupRows) {
+            i32 rows = min_of(kGroupRows, tile.num_rows - row);
             Range seen = Columns(tile.queries + row, rows, j, count).seen;
             if (seen.begin >= seen.end) continue;
             product<Into::kAdd>(rows, dims, seen.end - seen.begin, {tile.ds + static_cast<i64>(row) * block_n + seen.begin, block_n, 1},
@@ -109,8 +109,8 @@ void sequence_gradients(const Call& call, MainScratch& t, const Sequence& s, i32
           }
         }
         // dV += P^T dO and dK += dS^T Q, over the queries that see each group of keys
-        for (i32 column = 0; column < count; column += kRows) {
-          i32 columns = min_of(kRows, count - column);
+        for (i32 column = 0; column < count; column += kGroupRows) {
+          i32 columns = min_of(kGroupRows, count - column);
           Range rows = query_range(p, s, j + column, j + column + columns);
           rows = {max_of(rows.begin - i, 0), min_of(rows.end - i, tile.num_rows)};
           if (rows.begin >= rows.end) continue;

@@ -48,7 +48,7 @@ template <typename T>
 FT_INLINE T max_of(T a, T b) {
   return a > b ? a : b;
 }
-FT_INLINE i32 round_up(i32 x, i32 unit) { return (x + unit - 1) / unit * unit; }
+FT_INLINE constexpr i32 round_up(i32 x, i32 unit) { return (x + unit - 1) / unit * unit; }
 FT_INLINE i32 round_down(i32 x, i32 unit) { return x / unit * unit; }
 FT_INLINE i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 
