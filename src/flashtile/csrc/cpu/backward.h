@@ -221,10 +221,15 @@ void bias_task(const Call& call, i64 task, float* base) {
         for (i32 i = i_begin; i < i_end; i += block_m) {
           tile.load_queries(s, head, i, min_of(block_m, s.span.seqlen_q - i));
           tile.score_gradients(s, j, count, true);
-          for (i32 r = 0; r < tile.num_rows; ++r) {
-            float* sums = t.sums + (has_rows ? static_cast<i64>(r) * block_n : 0);
-            const float* ds = tile.ds + static_cast<i64>(r) * block_n;
-            for (i32 c = 0; c < count; c += kLanes) store(sums + c, load(sums + c) + load(ds + c));
+          // Rows that share one are summed by themselves first: a long sum of short sums is the more accurate
+          i32 shared = has_rows ? 1 : tile.num_rows;
+          for (i32 r = 0; r < tile.num_rows; r += shared) {
+            for (i32 c = 0; c < count; c += kLanes) {
+              vf sum = {};
+              for (i32 n = r; n < r + shared; ++n) sum += load(tile.ds + static_cast<i64>(n) * block_n + c);
+              float* place = t.sums + static_cast<i64>(has_rows ? r : 0) * block_n + c;
+              store(place, load(place) + sum);
+            }
           }
         }
       }
@@ -257,7 +262,8 @@ Pass bias_pass(const Call& call) {
 void sinks_task(const Call& call, i64 task, float*) {
   const Params& p = *call.params;
   i32 head = static_cast<i32>(task);
-  float sink = p.sinks[head] * kLog2e, sum = 0.0f;
+  float sink = p.sinks[head] * kLog2e;
+  double sum = 0.0;
   for (i32 b = 0; b < p.batch; ++b) {
     Sequence s = find_sequence(call, b);
     for (i32 i = 0; i < s.span.seqlen_q; ++i) {
@@ -265,7 +271,7 @@ void sinks_task(const Call& call, i64 task, float*) {
       sum -= exp2_of(sink - p.lse_log2[stat]) * p.delta[stat];
     }
   }
-  p.dsinks[head] = sum;
+  p.dsinks[head] = static_cast<float>(sum);
 }
 
 Pass sinks_pass(const Call& call) { return {call.params->dsinks == nullptr ? 0 : call.params->heads, 0, sinks_task}; }
