@@ -99,8 +99,8 @@ void sequence_gradients(const Call& call, MainScratch& t, const Sequence& s, i32
         tile.score_gradients(s, j, count, false);
         // dQ += dS K, over the keys that each group of queries sees
         if (p.dq != nullptr) {
-          for (i32 row = 0; row < tile.num_rows; row += kRows) {
-            i32 rows = min_of(kRows, tile.num_rows - row);
+          for (i32 row = 0; row < tile.num_rows; row += kGroupRows) {
+            i32 rows = min_of(kGroupRows, tile.num_rows - row);
             Range seen = Columns(tile.queries + row, rows, j, count).seen;
             if (seen.begin >= seen.end) continue;
             product<Into::kAdd>(rows, dims, seen.end - seen.begin, {tile.ds + static_cast<i64>(row) * block_n + seen.begin, block_n, 1},
@@ -109,8 +109,8 @@ void sequence_gradients(const Call& call, MainScratch& t, const Sequence& s, i32
           }
         }
         // dV += P^T dO and dK += dS^T Q, over the queries that see each group of keys
-        for (i32 column = 0; column < count; column += kRows) {
-          i32 columns = min_of(kRows, count - column);
+        for (i32 column = 0; column < count; column += kGroupRows) {
+          i32 columns = min_of(kGroupRows, count - column);
           Range rows = query_range(p, s, j + column, j + column + columns);
           rows = {max_of(rows.begin - i, 0), min_of(rows.end - i, tile.num_rows)};
           if (rows.begin >= rows.end) continue;
@@ -221,10 +221,15 @@ void bias_task(const Call& call, i64 task, float* base) {
         for (i32 i = i_begin; i < i_end; i += block_m) {
           tile.load_queries(s, head, i, min_of(block_m, s.span.seqlen_q - i));
           tile.score_gradients(s, j, count, true);
-          for (i32 r = 0; r < tile.num_rows; ++r) {
-            float* sums = t.sums + (has_rows ? static_cast<i64>(r) * block_n : 0);
-            const float* ds = tile.ds + static_cast<i64>(r) * block_n;
-            for (i32 c = 0; c < count; c += kLanes) store(sums + c, load(sums + c) + load(ds + c));
+          // Rows that share one are summed by themselves first: a long sum of short sums is the more accurate
+          i32 shared = has_rows ? 1 : tile.num_rows;
+          for (i32 r = 0; r < tile.num_rows; r += shared) {
+            for (i32 c = 0; c < count; c += kLanes) {
+              vf sum = {};
+              for (i32 n = r; n < r + shared; ++n) sum += load(tile.ds + static_cast<i64>(n) * block_n + c);
+              float* place = t.sums + static_cast<i64>(has_rows ? r : 0) * block_n + c;
+              store(place, load(place) + sum);
+            }
           }
         }
       }
@@ -257,7 +262,8 @@ Pass bias_pass(const Call& call) {
 void sinks_task(const Call& call, i64 task, float*) {
   const Params& p = *call.params;
   i32 head = static_cast<i32>(task);
-  float sink = p.sinks[head] * kLog2e, sum = 0.0f;
+  float sink = p.sinks[head] * kLog2e;
+  double sum = 0.0;
   for (i32 b = 0; b < p.batch; ++b) {
     Sequence s = find_sequence(call, b);
     for (i32 i = 0; i < s.span.seqlen_q; ++i) {
@@ -265,7 +271,7 @@ void sinks_task(const Call& call, i64 task, float*) {
       sum -= exp2_of(sink - p.lse_log2[stat]) * p.delta[stat];
     }
   }
-  p.dsinks[head] = sum;
+  p.dsinks[head] = static_cast<float>(sum);
 }
 
 Pass sinks_pass(const Call& call) { return {call.params->dsinks == nullptr ? 0 : call.params->heads, 0, sinks_task}; }

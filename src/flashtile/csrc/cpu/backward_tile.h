@@ -65,8 +65,8 @@ struct BackwardTile {
   // softcap where the bias wants it, else of the dot product, but for the scale.
   void score_gradients(const Sequence& s, i32 j, i32 count, bool is_for_bias) {
     Range all{0, round_up(count, kLanes)};
-    for (i32 row = 0; row < num_rows; row += kRows) {
-      i32 rows = min_of(kRows, num_rows - row);
+    for (i32 row = 0; row < num_rows; row += kGroupRows) {
+      i32 rows = min_of(kGroupRows, num_rows - row);
       float *p_rows = prob + static_cast<i64>(row) * plan.block_n, *ds_rows = ds + static_cast<i64>(row) * plan.block_n;
       Columns columns(queries + row, rows, j, count);
       Range range = columns.is_empty() ? Range{0, 0} : columns.vectors;

@@ -1,5 +1,5 @@
 // Forward: a task is a block of queries of one head, or of the few queries of several heads that share their keys. It walks over the
-// blocks of keys that any of them sees. For six queries at a time: scores of the block, running maximum m and sum l, P, then
+// blocks of keys that any of them sees. For 24 queries at a time: scores of the block, running maximum m and sum l, P, then
 // O = alpha * O + P V with O in scratch. (FlashAttention-2, section 3.1)
 #pragma once
 
@@ -36,7 +36,7 @@ struct ForwardScratch {
     v.cut(scratch, plan.block_n, p.head_dim_v);
     q = scratch.take(static_cast<i64>(plan.block_m) * k.dims);
     o = scratch.take(static_cast<i64>(plan.block_m) * v.dims);
-    s = scratch.take(static_cast<i64>(kRows) * plan.block_n);
+    s = scratch.take(static_cast<i64>(kGroupRows) * plan.block_n);
     m = scratch.take(plan.block_m);
     l = scratch.take(static_cast<i64>(plan.block_m) * kLanes);
     factors = scratch.take(plan.block_n);
@@ -45,7 +45,7 @@ struct ForwardScratch {
 
 // P = 2^(S - m) for a group of rows, in place; raises m, adds to l, and leaves in alpha what O must be scaled by.
 FT_INLINE void softmax_rows(i32 rows, Range columns, float* s, i64 stride, float* m, float* l, float* alpha) {
-  float safe[kPad];
+  float safe[kGroupRows];
   for (i32 r = 0; r < rows; ++r) {
     const float* row = s + r * stride;
     vf largest = load(row + columns.begin);
@@ -104,8 +104,8 @@ void forward_task(const Call& call, i64 task, float* base) {
     i32 count = min_of(plan.block_n, s.span.seqlen_k - j);
     t.k.transpose(t.k.load_rows(call, s, p.k, p.k_strides, head_kv, j, count), count);
     Right v = t.v.load_rows(call, s, p.v, p.v_strides, head_kv, j, count);
-    for (i32 row = 0; row < num_rows; row += kRows) {
-      i32 rows = min_of(kRows, num_rows - row);
+    for (i32 row = 0; row < num_rows; row += kGroupRows) {
+      i32 rows = min_of(kGroupRows, num_rows - row);
       Columns columns(queries + row, rows, j, count);
       if (columns.is_empty()) continue;
       // S = Q K^T
@@ -114,7 +114,7 @@ void forward_task(const Call& call, i64 task, float* base) {
         for (i32 r = 0; r < rows; ++r) finish_row(call, s, queries[row + r], j, columns.vectors, t.s + r * plan.block_n, nullptr);
       }
       // P and the running maximum and sum
-      float alpha[kPad];
+      float alpha[round_up(kGroupRows, kPad)];
       softmax_rows(rows, columns.vectors, t.s, plan.block_n, t.m + row, t.l + row * kLanes, alpha);
       if (p.dropout_threshold != 0) {
         for (i32 r = 0; r < rows; ++r) {

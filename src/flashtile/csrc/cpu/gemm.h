@@ -9,7 +9,8 @@
 namespace flashtile {
 namespace {
 
-constexpr i32 kRows = 6;  // rows of A at a time
+constexpr i32 kRows = 6;         // rows of A at a time
+constexpr i32 kGroupRows = 24;   // rows of A that use a panel of B while the first cache holds it
 
 enum class Into { kStore, kAdd, kScaled };  // C = A B;  C += A B;  C = factors * C + A B, one factor for each row
 
@@ -63,20 +64,29 @@ void multiply_rows(i32 vectors, i32 depth, Left a, const float* b, i64 b_stride,
   multiply<kNumRows, 3, kInto>(depth, a, b, b_stride, c, c_stride, factors);
 }
 
-// At most kRows rows of C, `columns` a multiple of kLanes.
+// At most kRows rows of C and one panel of columns.
+template <Into kInto>
+FT_INLINE void multiply_some(i32 rows, i32 vectors, i32 depth, Left a, const float* b, i64 b_stride, float* c, i64 c_stride, const float* factors) {
+  static_assert(kRows == 6);
+  switch (rows) {
+    case 6: return multiply_rows<6, kInto>(vectors, depth, a, b, b_stride, c, c_stride, factors);
+    case 5: return multiply_rows<5, kInto>(vectors, depth, a, b, b_stride, c, c_stride, factors);
+    case 4: return multiply_rows<4, kInto>(vectors, depth, a, b, b_stride, c, c_stride, factors);
+    case 3: return multiply_rows<3, kInto>(vectors, depth, a, b, b_stride, c, c_stride, factors);
+    case 2: return multiply_rows<2, kInto>(vectors, depth, a, b, b_stride, c, c_stride, factors);
+    default: return multiply_rows<1, kInto>(vectors, depth, a, b, b_stride, c, c_stride, factors);
+  }
+}
+
+// C of any number of rows, `columns` a multiple of kLanes.
 template <Into kInto>
 void product(i32 rows, i32 columns, i32 depth, Left a, Right b, float* c, i64 c_stride, const float* factors = nullptr) {
-  static_assert(kRows == 6);
   for (i32 column = 0; column < columns; column += kPanel, b.b += b.panel_stride) {
     i32 vectors = min_of(columns - column, kPanel) / kLanes;
-    float* place = c + column;
-    switch (rows) {
-      case 6: multiply_rows<6, kInto>(vectors, depth, a, b.b, b.row_stride, place, c_stride, factors); break;
-      case 5: multiply_rows<5, kInto>(vectors, depth, a, b.b, b.row_stride, place, c_stride, factors); break;
-      case 4: multiply_rows<4, kInto>(vectors, depth, a, b.b, b.row_stride, place, c_stride, factors); break;
-      case 3: multiply_rows<3, kInto>(vectors, depth, a, b.b, b.row_stride, place, c_stride, factors); break;
-      case 2: multiply_rows<2, kInto>(vectors, depth, a, b.b, b.row_stride, place, c_stride, factors); break;
-      default: multiply_rows<1, kInto>(vectors, depth, a, b.b, b.row_stride, place, c_stride, factors);
+    for (i32 row = 0; row < rows; row += kRows) {
+      Left left{a.a + row * a.row_stride, a.row_stride, a.depth_stride};
+      const float* own = kInto == Into::kScaled ? factors + row : nullptr;
+      multiply_some<kInto>(min_of(rows - row, kRows), vectors, depth, left, b.b, b.row_stride, c + row * c_stride + column, c_stride, own);
     }
   }
 }
