@@ -120,7 +120,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "backend": (
         dense(backend="cutlass"),
         ValueError,
-        "backend: got 'cutlass'; accepted: None or one of 'cuda', 'cpu', 'tiled', 'reference'.",
+        "backend: got 'cutlass'; accepted: None or one of 'cuda', 'triton', 'cpu', 'tiled', 'numba', 'reference'.",
     ),
     "backend of another type": (dense(backend=3), TypeError, "backend: got 3 (int); accepted: None or a name."),
     # Mask, bias, slopes, sinks, rng_state

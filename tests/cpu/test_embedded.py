@@ -15,6 +15,7 @@ from flashtile.errors import Unsupported
 from flashtile.kernels.arch import ARCHS
 from flashtile.runtime import cache, nvrtc, toolchain
 
+HOPPER = ARCHS[90].name
 SOURCE = 'extern "C" __global__ void add_one(float* x) { x[threadIdx.x] += 1.0f; }'
 
 
@@ -38,8 +39,8 @@ def forget() -> None:
 @pytest.fixture
 def no_compiler(package: Path, monkeypatch: pytest.MonkeyPatch) -> nvrtc.Compiled:
     """One kernel is embedded, then the compiler goes. Returns that kernel."""
-    cache.embed(package, SOURCE, "sm_90", ["add_one"])
-    compiled = cache.compile_cached(SOURCE, "sm_90", ["add_one"])
+    cache.embed(package, SOURCE, HOPPER, ["add_one"])
+    compiled = cache.compile_cached(SOURCE, HOPPER, ["add_one"])
     cache._memory.clear()
     forget()
     monkeypatch.setattr(toolchain, "find", nothing)
@@ -51,12 +52,12 @@ def nothing() -> toolchain.Toolchain:
 
 
 def test_an_embedded_kernel_needs_no_compiler(no_compiler: nvrtc.Compiled) -> None:
-    assert cache.compile_cached(SOURCE, "sm_90", ["add_one"]) == no_compiler
-    assert cache.embedded_archs() == {"sm_90": 1}
+    assert cache.compile_cached(SOURCE, HOPPER, ["add_one"]) == no_compiler
+    assert cache.embedded_archs() == {HOPPER: 1}
 
 
 @pytest.mark.parametrize(
-    ("source", "arch", "defines"), [(SOURCE + " ", "sm_90", ()), (SOURCE, "sm_80", ()), (SOURCE, "sm_90", ("FT_X=1",))], ids=str
+    ("source", "arch", "defines"), [(SOURCE + " ", HOPPER, ()), (SOURCE, "sm_80", ()), (SOURCE, HOPPER, ("FT_X=1",))], ids=str
 )
 def test_anything_else_is_compiled(source: str, arch: str, defines: tuple[str, ...], no_compiler: nvrtc.Compiled) -> None:
     with pytest.raises(Unsupported, match="none here"):
@@ -66,16 +67,16 @@ def test_anything_else_is_compiled(source: str, arch: str, defines: tuple[str, .
 def test_other_headers_are_another_kernel(no_compiler: nvrtc.Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "include_digest", lambda folder: "of headers that were edited")
     with pytest.raises(Unsupported, match="none here"):
-        cache.compile_cached(SOURCE, "sm_90", ["add_one"])
+        cache.compile_cached(SOURCE, HOPPER, ["add_one"])
 
 
 def test_a_damaged_file_costs_a_compilation(package: Path) -> None:
-    cache.embed(package, SOURCE, "sm_90", ["add_one"])
+    cache.embed(package, SOURCE, HOPPER, ["add_one"])
     forget()
-    (path,) = package.glob("sm_90-*.kernel")
+    (path,) = package.glob(f"{HOPPER}-*.kernel")
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.warns(cache.CacheWarning, match="not usable .corrupted or truncated.; the kernel is compiled instead"):
-        assert cache.compile_cached(SOURCE, "sm_90", ["add_one"]).cubin
+        assert cache.compile_cached(SOURCE, HOPPER, ["add_one"]).cubin
 
 
 def test_the_backend_works_without_a_compiler_for_embedded_architectures(
@@ -93,5 +94,5 @@ def test_compile_embeds_and_info_lists(package: Path) -> None:
     assert result.exit_code == 0
     count = len(json.loads(result.stdout)["kernels"])
     forget()
-    assert json.loads(CliRunner().invoke(app, ["info", "--json"]).stdout)["embedded"] == {"sm_90": count}
-    assert f"{count} for sm_90" in CliRunner().invoke(app, ["info"]).stdout
+    assert json.loads(CliRunner().invoke(app, ["info", "--json"]).stdout)["embedded"] == {HOPPER: count}
+    assert f"{count} for {HOPPER}" in CliRunner().invoke(app, ["info"]).stdout

@@ -185,7 +185,7 @@ def test_a_tile_is_made_to_fit():
             Variables(block_n=64, shared_kb=48),
             r"FLASH_BLOCK_N: got 64, a tile of 69.0 KiB at head_dim 64, over the 48 KiB of FLASH_SMEM_KB",
         ),
-        (Variables(shared_kb=500), r"FLASH_SMEM_KB: got 500 \(int\); accepted: at most 227, what a block of sm_90 may have"),
+        (Variables(shared_kb=500), r"FLASH_SMEM_KB: got 500 \(int\); accepted: at most 227, what a block of sm_90a may have"),
         (Variables(shared_kb=4), r"04_register_blocks: got a tile of .* KiB at head_dim 64, its smallest, over the 4 KiB of FLASH_SMEM_KB"),
     ],
 )

@@ -107,6 +107,7 @@ def test_without_faults_the_headers_give_the_same_machine_code(tmp_path, monkeyp
 
 def test_a_fault_has_its_own_place_in_the_cache(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("FLASHTILE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cache, "_memory", {})
     tmp_path.chmod(0o700)
     name = "fwd_combine_kernel"
     for unit in (units()[name], units("combine_weight")[name]):
