@@ -6,8 +6,6 @@ PYTHONPATH=src python tools/tune_simt.py        writes results/<device>/simt_til
 from __future__ import annotations
 
 import csv
-import statistics
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 
 from flashtile.backends import call, cuda, executor
 from flashtile.bench import device as facts
+from flashtile.bench.timing import median_ms
 from flashtile.kernels import plan as plans
 from flashtile.kernels import source
 from flashtile.kernels.plan import Step
@@ -39,22 +38,6 @@ def step_of(row: Row, is_causal: bool) -> Step:
     unit, entry = source.unit(row, features), source.entry(row, features)
     grid = plans.grid_of(row.kernel, row.block_m, row.block_n)
     return Step(unit, entry, grid, row.block_m, row.block_n, row.num_threads, row.shared_bytes)
-
-
-def interleaved_ms(thunks: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """The median of two calls in a row, each thunk once in every round."""
-    times: dict[str, list[float]] = {name: [] for name in thunks}
-    for _ in range(ROUNDS):
-        for name, thunk in thunks.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            thunk()
-            start.record()
-            thunk()
-            thunk()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) / 2)
-    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def main() -> None:
@@ -87,7 +70,7 @@ def main() -> None:
                 found.append(
                     {"row": row, "is_causal": is_causal, "registers": compiled.registers, "spill_bytes": compiled.spill_store_bytes}
                 )
-            for name, ms in interleaved_ms(thunks).items():
+            for name, ms in median_ms(thunks, ROUNDS).items():
                 entry = next(entry for entry in found if str(entry["row"]) == name and entry["is_causal"] == is_causal)
                 flops = PRODUCTS[entry["row"].kernel] * 2 * BATCH * HEADS * SEQLEN**2 * head_dim / (2 if is_causal else 1)
                 entry |= {"median_ms": round(ms, 3), "tflops": round(flops / ms / 1e9, 1)}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from flashtile.bench.timing import median_ms
 from flashtile.kernels import source
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.params import FwdSm90Params
@@ -107,22 +107,6 @@ def check(launch: Launch, seqlen: int) -> str:
     return f"{ours:.2e} (cudnn {theirs:.2e}) lse {stat:.1e}"
 
 
-def time_ms(thunks: dict[str, Callable[[], object]], rounds: int, calls: int) -> dict[str, float]:
-    """Medians over interleaved rounds."""
-    times: dict[str, list[float]] = {name: [] for name in thunks}
-    for _ in range(rounds):
-        for name, thunk in thunks.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            thunk()
-            start.record()
-            for _ in range(calls):
-                thunk()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) / calls)
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--lengths", type=int, nargs="*", default=[2048, 8192])
@@ -146,7 +130,7 @@ def main() -> None:
                 thunks: dict[str, Callable[[], object]] = {"cudnn": lambda q=q, k=k, v=v, c=is_causal: cudnn(q, k, v, c)}
                 chosen = [one for one in launches if (one.row.head_dim, one.is_causal) == (head_dim, is_causal)]
                 thunks |= {str(one): one.bind(q, k, v, out, lse) for one in chosen}
-                found = time_ms(thunks, options.rounds, max(2, 8192 // seqlen))
+                found = median_ms(thunks, options.rounds, max(2, 8192 // seqlen))
                 flops = 4 * BENCH_TOKENS * seqlen * BENCH_WIDTH / (2 if is_causal else 1)
                 cells = [f"{name} {flops / ms / 1e9:.0f} ({found['cudnn'] / ms:.2f}x)" for name, ms in found.items()]
                 print(f"TFLOP/s d={head_dim} S={seqlen} {'causal' if is_causal else 'full'}: " + "; ".join(cells), flush=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import multiprocessing
 import os
-import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -22,6 +21,7 @@ from flashtile.backends import triton as backend
 from flashtile.backends.base import Grads
 from flashtile.backends.triton import Config
 from flashtile.bench import device as facts
+from flashtile.bench.timing import median_ms
 from flashtile.problem import AttentionArgs
 
 BATCH, HEADS, SEQLEN, ROUNDS = 4, 16, 4096, 7
@@ -121,22 +121,6 @@ def compile_one(trial: Trial) -> tuple[int, int, int, str]:
         return 0, 0, 0, f"{type(error).__name__}: {error}"[:80]
 
 
-def interleaved_ms(thunks: dict[Trial, Callable[[], Any]]) -> dict[Trial, float]:
-    """The median of two calls in a row, each thunk once in every round."""
-    times: dict[Trial, list[float]] = {trial: [] for trial in thunks}
-    for _ in range(ROUNDS):
-        for trial, thunk in thunks.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            thunk()
-            start.record()
-            thunk()
-            thunk()
-            end.record()
-            end.synchronize()
-            times[trial].append(start.elapsed_time(end) / 2)
-    return {trial: statistics.median(found) for trial, found in times.items()}
-
-
 def main() -> None:
     dtypes = sys.argv[1].split(",") if len(sys.argv) > 1 else ["bfloat16", "float32"]
     head_dims = [int(part) for part in sys.argv[2].split(",")] if len(sys.argv) > 2 else [64, 128, 256]
@@ -152,7 +136,7 @@ def main() -> None:
     for group in groups.values():
         if group:
             tensors = inputs(group[0], SEQLEN)
-            medians |= interleaved_ms({trial: call(trial, *tensors) for trial in group})
+            medians |= median_ms({trial: call(trial, *tensors) for trial in group}, ROUNDS)
     folder = Path(__file__).resolve().parent.parent / "results" / facts.slug("cuda")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "triton_tiles.csv").open("w", newline="") as file:

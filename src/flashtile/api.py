@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from flashtile import ops
-from flashtile.arguments import Append, Causal, Window, attention_args, autocast, kvcache_args, varlen_args
+from flashtile.arguments import Causal, Window, attention_args, autocast, kvcache_args, varlen_args
 from flashtile.backends import kvcache, registry
+from flashtile.backends.kvcache import AppendArgs
 from flashtile.backends.registry import Explanation
 from flashtile.errors import Unsupported, renamed, type_error, unsupported
 from flashtile.problem import AttentionArgs, Problem, check_values, is_checking, row_axis
@@ -224,7 +225,7 @@ def _check_inference(**tensors: Tensor | None) -> None:
             )
 
 
-def _check_ahead(args: AttentionArgs, append: Append) -> None:
+def _check_ahead(args: AttentionArgs, append: AppendArgs) -> None:
     """What the read after the append would refuse."""
     if torch.compiler.is_compiling():
         return

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile.backends import kvcache, registry
+from flashtile.backends import registry
+from flashtile.backends.kvcache import AppendArgs
 from flashtile.errors import type_error, unsupported, value_error
 from flashtile.problem import AttentionArgs, check_layout
 
@@ -128,7 +129,7 @@ def kvcache_args(
     sinks: Tensor | None,
     layout: str,
     backend: str | None,
-) -> tuple[AttentionArgs, Append | None]:
+) -> tuple[AttentionArgs, AppendArgs | None]:
     """The arguments of the read before the append, and those of the append if there is one."""
     require_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     require_optional_tensors(k=k, v=v, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table)
@@ -169,30 +170,7 @@ def kvcache_args(
     is_interleaved = flag("rotary_interleaved", rotary_interleaved)
     if k is None or v is None or cache_seqlens is None:
         return args, None
-    return args, Append(k_cache, v_cache, k, v, cache_seqlens, block_table, rotary_cos, rotary_sin, is_interleaved, layout)
-
-
-class Append(NamedTuple):
-    """The arguments of `flashtile::append_kv`, in schema order."""
-
-    k_cache: Tensor
-    v_cache: Tensor
-    k: Tensor
-    v: Tensor
-    cache_seqlens: Tensor
-    block_table: Tensor | None
-    rotary_cos: Tensor | None
-    rotary_sin: Tensor | None
-    rotary_interleaved: bool
-    layout: str
-
-    def turn(self, args: AttentionArgs) -> Tensor:
-        """The queries, rotated as the new keys are. Where order does not matter they all stand at the end of the cache."""
-        if self.rotary_cos is None or self.rotary_sin is None:
-            return args.q
-        is_ordered = args.causal != "none" or (args.window_left, args.window_right) != (-1, -1)
-        rotary = (self.rotary_cos, self.rotary_sin, self.cache_seqlens, is_ordered, self.rotary_interleaved, self.layout)
-        return kvcache.rotate_queries(args.q, *rotary)
+    return args, AppendArgs(k_cache, v_cache, k, v, cache_seqlens, block_table, rotary_cos, rotary_sin, is_interleaved, layout)
 
 
 def _length_bound(name: str, bound: Any) -> Any:

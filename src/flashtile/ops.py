@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from flashtile.backends import cuda, kvcache, reference, registry
 from flashtile.backends.base import Backend, BoundForward, GradNeeds, Grads
+from flashtile.backends.kvcache import AppendArgs
 from flashtile.errors import unsupported, value_error
 from flashtile.problem import NUM_TENSORS, AttentionArgs, Problem, is_checking, lse_dtype, signature, validate
 
@@ -144,20 +145,21 @@ def _backward_problem(args: AttentionArgs, needs: GradNeeds) -> Problem:
 
 
 def _append_kv(*values: Any) -> None:
-    kvcache.validate(*values)
+    args = AppendArgs(*values)
+    kvcache.validate(args)
     if is_checking():
-        kvcache.check_values(*values)
-    k_cache = values[0]
-    if cuda.takes_append(k_cache.dtype):
-        cuda.append(*values)
+        kvcache.check_values(args)
+    if cuda.takes_append(args.k.dtype):
+        cuda.append(args)
     else:
-        kvcache.append(*values)
+        kvcache.append(args)
 
 
 def _append_kv_cpu(*values: Any) -> None:
-    kvcache.validate(*values)
-    kvcache.check_values(*values)
-    kvcache.append(*values)
+    args = AppendArgs(*values)
+    kvcache.validate(args)
+    kvcache.check_values(args)
+    kvcache.append(args)
 
 
 _library.impl("forward", _forward, "CPU")
@@ -184,7 +186,7 @@ def _backward_fake(*values: Any) -> tuple[Tensor, ...]:
 
 
 def _append_kv_fake(*values: Any) -> None:
-    kvcache.validate(*values)
+    kvcache.validate(AppendArgs(*values))
 
 
 torch.library.register_fake("flashtile::forward", _forward_fake, lib=_library)

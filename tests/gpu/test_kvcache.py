@@ -38,7 +38,7 @@ def test_same_bits_as_pytorch(dtype: torch.dtype, layout: str, page: int | None,
         cos, sin = (turn(angles).to(dtype if rotary == "own" else torch.float32) for turn in (torch.cos, torch.sin))
     for interleaved in (False, True):
         expected = k_cache.clone(), v_cache.clone()
-        kvcache.append(*expected, k, v, lengths, table, cos, sin, interleaved, layout)
+        kvcache.append(kvcache.AppendArgs(*expected, k, v, lengths, table, cos, sin, interleaved, layout))
         ours = k_cache.clone(), v_cache.clone()
         torch.ops.flashtile.append_kv(*ours, k, v, lengths, table, cos, sin, interleaved, layout)
         assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))

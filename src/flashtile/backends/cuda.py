@@ -16,6 +16,7 @@ from torch import Tensor
 from flashtile.backends import executor
 from flashtile.backends.base import Backend, BoundForward, Grads
 from flashtile.backends.call import form_of, scalars_of, tensors_of
+from flashtile.backends.kvcache import AppendArgs
 from flashtile.errors import Unsupported, dtype_name
 from flashtile.kernels import plan as plans
 from flashtile.kernels import table
@@ -112,29 +113,17 @@ def takes_append(dtype: torch.dtype) -> bool:
     return dtype_name(dtype) in table.DTYPES and _missing() is None
 
 
-def append(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache_seqlens: Tensor,
-    block_table: Tensor | None,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    rotary_interleaved: bool,
-    layout: str,
-) -> None:
+def append(args: AppendArgs) -> None:
     """As kvcache.append, bit for bit; rows that the cache has no room for are dropped."""
-    given = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": cache_seqlens}
-    optional = {"block_table": block_table, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
-    given |= {name: tensor for name, tensor in optional.items() if tensor is not None}
-    angle_dtype = dtype_name(k.dtype if rotary_cos is None else rotary_cos.dtype)
-    key = AppendKey(dtype_name(k.dtype), angle_dtype, layout, block_table is not None, rotary_cos is not None)
-    index = k.device.index or 0
+    given = {name: value for name, value in args._asdict().items() if isinstance(value, Tensor)}
+    has_rotary, dtype = args.rotary_cos is not None, dtype_name(args.k.dtype)
+    angle_dtype = dtype if args.rotary_cos is None else dtype_name(args.rotary_cos.dtype)
+    key = AppendKey(dtype, angle_dtype, args.layout, args.block_table is not None, has_rotary)
+    index = args.k.device.index or 0
     arch = _arch(index)
     assert arch is not None  # else refused
     splits = executor.Splits(1, _num_multiprocessors(index))
-    executor.execute(append_plan(key), given, {"is_interleaved": rotary_interleaved}, splits, arch.name)
+    executor.execute(append_plan(key), given, {"is_interleaved": args.rotary_interleaved}, splits, arch.name)
 
 
 # What is there

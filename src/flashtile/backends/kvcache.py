@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from flashtile.errors import dtype_name, type_error, value_error
-from flashtile.problem import check_layout, head_axis, q_or_float32, row_axis
+from flashtile.problem import AttentionArgs, check_layout, head_axis, q_or_float32, row_axis
+
+
+class AppendArgs(NamedTuple):
+    """The arguments of `flashtile::append_kv`, in schema order. The shapes are those of layout "bshd"."""
+
+    k_cache: Tensor  # (batch, capacity, heads_kv, head_dim), or pages (num_pages, page_size, heads_kv, head_dim)
+    v_cache: Tensor  # as k_cache, with head_dim_v
+    k: Tensor  # (batch, new rows, heads_kv, head_dim)
+    v: Tensor  # as k, with head_dim_v
+    cache_seqlens: Tensor  # (batch,) int32: rows that each sequence has
+    block_table: Tensor | None  # (batch, pages_per_sequence) int32
+    rotary_cos: Tensor | None  # (positions, rotary_dim / 2)
+    rotary_sin: Tensor | None
+    rotary_interleaved: bool
+    layout: str
+
+    def turn(self, args: AttentionArgs) -> Tensor:
+        """The queries, rotated as the new keys are. Where order does not matter they all stand at the end of the cache."""
+        if self.rotary_cos is None or self.rotary_sin is None:
+            return args.q
+        is_ordered = args.causal != "none" or (args.window_left, args.window_right) != (-1, -1)
+        rotary = (self.rotary_cos, self.rotary_sin, self.cache_seqlens, is_ordered, self.rotary_interleaved, self.layout)
+        return rotate_queries(args.q, *rotary)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
@@ -38,19 +63,9 @@ def rotate_queries(q: Tensor, cos: Tensor, sin: Tensor, cache_seqlens: Tensor, i
     return rotate(q.transpose(1, 2), cos, sin, positions, interleaved).transpose(1, 2)
 
 
-def append(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache_seqlens: Tensor,
-    block_table: Tensor | None,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    rotary_interleaved: bool,
-    layout: str,
-) -> None:
+def append(args: AppendArgs) -> None:
     """Writes the new rows of k, rotated where asked, and v behind the first cache_seqlens rows of each sequence."""
+    k_cache, v_cache, k, v, cache_seqlens, block_table, rotary_cos, rotary_sin, rotary_interleaved, layout = args
     if layout == "bhsd":
         k_cache, v_cache, k, v = (tensor.transpose(1, 2) for tensor in (k_cache, v_cache, k, v))
     batch, new, page = k.shape[0], k.shape[1], k_cache.shape[1]
@@ -67,22 +82,11 @@ def append(
     v_cache.index_put_(rows, v)
 
 
-def check_values(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache_seqlens: Tensor,
-    block_table: Tensor | None,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    rotary_interleaved: bool,
-    layout: str,
-) -> None:
+def check_values(args: AppendArgs) -> None:
     """Reads lengths and pages on the host and refuses what the cache has no room for."""
-    row = row_axis(layout)
-    _check_room(cache_seqlens, k.shape[row], block_table, k_cache.shape[row], k_cache.shape[0])
-    check_positions(cache_seqlens, k.shape[row], rotary_cos)
+    row = row_axis(args.layout)
+    _check_room(args.cache_seqlens, args.k.shape[row], args.block_table, args.k_cache.shape[row], args.k_cache.shape[0])
+    check_positions(args.cache_seqlens, args.k.shape[row], args.rotary_cos)
 
 
 def check_positions(cache_seqlens: Tensor, new: int, rotary_cos: Tensor | None) -> None:
@@ -105,19 +109,9 @@ def _check_room(cache_seqlens: Tensor, new: int, block_table: Tensor | None, pag
                 raise value_error("block_table", f"page {int(block_table[b, slot])} at [{b}, {slot}]", f"0 to {num_pages - 1}")
 
 
-def validate(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache_seqlens: Tensor,
-    block_table: Tensor | None,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    rotary_interleaved: bool,
-    layout: str,
-) -> None:
+def validate(args: AppendArgs) -> None:
     """Checks sizes, dtypes and devices of an append; runs on symbolic sizes too."""
+    k_cache, v_cache, k, v, cache_seqlens, block_table, rotary_cos, rotary_sin, _, layout = args
     check_layout(layout)
     head, row = head_axis(layout), row_axis(layout)
     for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 Thunk = Callable[[], Any]
+Key = TypeVar("Key", bound=Hashable)
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 60
 MAX_CALLS = 200  # in one round: more would fill the launch queue of a GPU
@@ -82,6 +84,22 @@ def _round(contender: Contender, device: str) -> float:
         for _ in range(contender.num_calls):
             contender.run()
         return (time.perf_counter_ns() - begin) / 1e9 / contender.num_calls
+
+
+def median_ms(thunks: Mapping[Key, Thunk], rounds: int, calls: int = 2) -> dict[Key, float]:
+    """Of kernels that are launched again and again: the median over interleaved rounds of a few calls each, after one that is not timed."""
+    times: dict[Key, list[float]] = {key: [] for key in thunks}
+    for _ in range(rounds):
+        for key, thunk in thunks.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            thunk()
+            start.record()
+            for _ in range(calls):
+                thunk()
+            end.record()
+            end.synchronize()
+            times[key].append(start.elapsed_time(end) / calls)
+    return {key: statistics.median(found) for key, found in times.items()}
 
 
 def once(thunk: Thunk, device: str) -> tuple[Any, float]:

@@ -25,8 +25,8 @@ void preprocess_task(const Call& call, i64 task, float* base) {
     p.lse_log2[stat] = is_empty ? kInfinity : p.lse[stat] * kLog2e;
     p.delta[stat] = 0.0f;
     if (is_empty) continue;
-    load_row(out, query_row(p.out, p.out_strides, call.out_element, s, head, i), call.out_element, p.head_dim_v, dims, 1.0f);
-    load_row(dout, query_row(p.dout, p.dout_strides, call.out_element, s, head, i), call.out_element, p.head_dim_v, dims, 1.0f);
+    load_row(out, query_row(p.out, p.out_strides, call.out_element, s, head, i), call.out_element, p.head_dim_v, dims);
+    load_row(dout, query_row(p.dout, p.dout_strides, call.out_element, s, head, i), call.out_element, p.head_dim_v, dims);
     vf sum = {};
     for (i32 c = 0; c < dims; c += kLanes) sum += load(out + c) * load(dout + c);
     p.delta[stat] = sum_across(sum) - (p.dlse == nullptr ? 0.0f : p.dlse[stat]);
@@ -127,10 +127,7 @@ void sequence_gradients(const Call& call, MainScratch& t, const Sequence& s, i32
         }
       }
     }
-    // Q came scaled by query_factor: what is left of the scale
-    if (p.dk != nullptr) {
-      store_key_grads(call, s, p.dk, p.dk_strides, head_kv, j, count, t.dk, p.head_dim, p.softcap > 0.0f ? p.softcap : kLn2);
-    }
+    if (p.dk != nullptr) store_key_grads(call, s, p.dk, p.dk_strides, head_kv, j, count, t.dk, p.head_dim, p.scale);
     if (p.dv != nullptr) store_key_grads(call, s, p.dv, p.dv_strides, head_kv, j, count, t.dv, p.head_dim_v, 1.0f);
   }
 

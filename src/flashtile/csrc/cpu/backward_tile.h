@@ -44,19 +44,18 @@ struct BackwardTile {
     return rows;
   }
 
-  // Q, scaled, and dO of queries [i, i + count). A row that saw nothing has no gradient, whatever comes into it.
+  // Q and dO of queries [i, i + count). A row that saw nothing has no gradient, whatever comes into it.
   void load_queries(const Sequence& s, i32 head, i32 i, i32 count) {
     num_rows = count;
     i_begin = i;
     for (i32 r = 0; r < count; ++r) {
       queries[r] = make_query(p, s, head, i + r);
-      load_row(q + static_cast<i64>(r) * k.dims, query_row(p.q, p.q_strides, call.element, s, head, i + r), call.element, p.head_dim, k.dims,
-               query_factor(p));
+      load_row(q + static_cast<i64>(r) * k.dims, query_row(p.q, p.q_strides, call.element, s, head, i + r), call.element, p.head_dim, k.dims);
       float* row = dout + static_cast<i64>(r) * v.dims;
       if (p.lse_log2[queries[r].stat] == kInfinity) {
         fill(row, v.dims, 0.0f);
       } else {
-        load_row(row, query_row(p.dout, p.dout_strides, call.out_element, s, head, i + r), call.out_element, p.head_dim_v, v.dims, 1.0f);
+        load_row(row, query_row(p.dout, p.dout_strides, call.out_element, s, head, i + r), call.out_element, p.head_dim_v, v.dims);
       }
     }
   }
@@ -72,8 +71,8 @@ struct BackwardTile {
       Range range = columns.is_empty() ? Range{0, 0} : columns.vectors;
       if (!columns.is_empty()) {
         // S = Q K^T and dP = dO V^T
-        multiply_panels(rows, columns, {q + static_cast<i64>(row) * k.dims, k.dims, 1}, k, p_rows, plan.block_n);
-        multiply_panels(rows, columns, {dout + static_cast<i64>(row) * v.dims, v.dims, 1}, v, ds_rows, plan.block_n);
+        multiply_panels(rows, columns, {q + static_cast<i64>(row) * k.dims, k.dims, 1}, k, dot_factor(p), p_rows, plan.block_n);
+        multiply_panels(rows, columns, {dout + static_cast<i64>(row) * v.dims, v.dims, 1}, v, 1.0f, ds_rows, plan.block_n);
       }
       for (i32 r = 0; r < rows; ++r) {
         float *p_row = p_rows + r * plan.block_n, *ds_row = ds_rows + r * plan.block_n;

@@ -85,13 +85,13 @@ void forward_task(const Call& call, i64 task, float* base) {
   i32 i_begin = m_block * plan.block_m, i_end = min_of(i_begin + plan.block_m, s.span.seqlen_q);
   if (i_begin >= i_end) return;
 
-  // Load Q, scaled
+  // Load Q
   Query queries[kMaxBlockRows];
   i32 num_rows = 0;
   for (i32 head = first_head; head < last_head; ++head) {
     for (i32 i = i_begin; i < i_end; ++i, ++num_rows) {
       queries[num_rows] = make_query(p, s, head, i);
-      load_row(t.q + num_rows * t.k.dims, query_row(p.q, p.q_strides, call.element, s, head, i), call.element, p.head_dim, t.k.dims, query_factor(p));
+      load_row(t.q + num_rows * t.k.dims, query_row(p.q, p.q_strides, call.element, s, head, i), call.element, p.head_dim, t.k.dims);
     }
   }
   fill(t.o, static_cast<i64>(num_rows) * t.v.dims, 0.0f);
@@ -109,7 +109,7 @@ void forward_task(const Call& call, i64 task, float* base) {
       Columns columns(queries + row, rows, j, count);
       if (columns.is_empty()) continue;
       // S = Q K^T
-      multiply_panels(rows, columns, {t.q + row * t.k.dims, t.k.dims, 1}, t.k, t.s, plan.block_n);
+      multiply_panels(rows, columns, {t.q + row * t.k.dims, t.k.dims, 1}, t.k, dot_factor(p), t.s, plan.block_n);
       if (!is_plain || columns.is_edge) {
         for (i32 r = 0; r < rows; ++r) finish_row(call, s, queries[row + r], j, columns.vectors, t.s + r * plan.block_n, nullptr);
       }

@@ -12,7 +12,8 @@ namespace {
 constexpr i32 kRows = 6;         // rows of A at a time
 constexpr i32 kGroupRows = 24;   // rows of A that use a panel of B while the first cache holds it
 
-enum class Into { kStore, kAdd, kScaled };  // C = A B;  C += A B;  C = factors * C + A B, one factor for each row
+// C = A B;  C += A B;  C = factors * C + A B;  C = factors * A B. There is one factor for each row
+enum class Into { kStore, kAdd, kScaled, kTimes };
 
 // Element (row, depth) of A stands at a[row * row_stride + depth * depth_stride].
 struct Left {
@@ -50,6 +51,7 @@ void multiply(i32 depth, Left a, const float* b, i64 b_stride, float* c, i64 c_s
       float* place = c + r * c_stride + n * kLanes;
       if (kInto == Into::kAdd) sum[r][n] += load(place);
       if (kInto == Into::kScaled) sum[r][n] += load(place) * factors[r];
+      if (kInto == Into::kTimes) sum[r][n] *= splat(factors[r]);
       store(place, sum[r][n]);
     }
   }
@@ -85,7 +87,7 @@ void product(i32 rows, i32 columns, i32 depth, Left a, Right b, float* c, i64 c_
     i32 vectors = min_of(columns - column, kPanel) / kLanes;
     for (i32 row = 0; row < rows; row += kRows) {
       Left left{a.a + row * a.row_stride, a.row_stride, a.depth_stride};
-      const float* own = kInto == Into::kScaled ? factors + row : nullptr;
+      const float* own = kInto == Into::kScaled || kInto == Into::kTimes ? factors + row : nullptr;
       multiply_some<kInto>(min_of(rows - row, kRows), vectors, depth, left, b.b, b.row_stride, c + row * c_stride + column, c_stride, own);
     }
   }

@@ -94,13 +94,13 @@ FT_INLINE void with_element(Element element, F f) {
 
 FT_INLINE i64 bytes_of(Element element) { return element == Element::kFloat32 ? 4 : 2; }
 
-// One row times a factor, zeros from `count` to `padded`.
-void load_row(float* row, const void* source, Element element, i32 count, i32 padded, float factor) {
+// One row, zeros from `count` to `padded`.
+void load_row(float* row, const void* source, Element element, i32 count, i32 padded) {
   with_element(element, [&](auto* type) {
     auto* from = static_cast<const decltype(type)>(const_cast<void*>(source));
     i32 c = 0;
-    for (; c + kLanes <= count; c += kLanes) store(row + c, load_vector(from + c) * factor);
-    for (; c < count; ++c) row[c] = to_float(from[c]) * factor;
+    for (; c + kLanes <= count; c += kLanes) store(row + c, load_vector(from + c));
+    for (; c < count; ++c) row[c] = to_float(from[c]);
     for (; c < padded; ++c) row[c] = 0.0f;
   });
 }

@@ -69,10 +69,11 @@ FT_INLINE char* key_row(const Params& p, const void* tensor, const Strides& stri
   return static_cast<char*>(const_cast<void*>(tensor)) + (batch * strides.batch + head_kv * strides.head + row * strides.row) * bytes_of(element);
 }
 
-// What the dot product is multiplied by (within Q), so that it is the score in base 2, or the argument of the softcap's tanh.
-FT_INLINE float query_factor(const Params& p) { return p.softcap > 0.0f ? p.scale / p.softcap : p.scale_log2; }
+// What a dot product is multiplied by, so that it is the score in base 2, or the argument of the softcap's tanh. Not within Q: the
+// roundings of a scaled Q would add up over head_dim.
+FT_INLINE float dot_factor(const Params& p) { return p.softcap > 0.0f ? p.scale / p.softcap : p.scale_log2; }
 
-// Columns [columns.begin, columns.end) of one row of a tile whose first column is key j_begin: `s` comes as dot products and leaves as
+// Columns [columns.begin, columns.end) of one row of a tile whose first column is key j_begin: `s` comes as dot products times dot_factor and leaves as
 // scores in base 2, -inf where the query does not see the key. With a softcap `slope` gets its derivative.
 void finish_row(const Call& call, const Sequence& sequence, const Query& query, i32 j_begin, Range columns, float* s, float* slope) {
   const Params& p = *call.params;

@@ -44,7 +44,7 @@ struct KeyTile {
       return {reinterpret_cast<const float*>(key_row(p, tensor, strides, call.element, s, head_kv, j)), dims, kPanel};
     }
     for (i32 n = 0; n < count; ++n) {
-      load_row(rows + static_cast<i64>(n) * dims, key_row(p, tensor, strides, call.element, s, head_kv, j + n), call.element, dim, dims, 1.0f);
+      load_row(rows + static_cast<i64>(n) * dims, key_row(p, tensor, strides, call.element, s, head_kv, j + n), call.element, dim, dims);
     }
     fill(rows + static_cast<i64>(count) * dims, static_cast<i64>(round_up(count, kLanes) - count) * dims, 0.0f);
     return {rows, dims, kPanel};
@@ -78,9 +78,11 @@ struct Columns {
 };
 
 // S = A K^T for the columns of a group of rows.
-FT_INLINE void multiply_panels(i32 rows, const Columns& columns, Left a, const KeyTile& keys, float* s, i64 stride) {
+FT_INLINE void multiply_panels(i32 rows, const Columns& columns, Left a, const KeyTile& keys, float factor, float* s, i64 stride) {
   i32 begin = columns.panel_begin();
-  product<Into::kStore>(rows, columns.vectors.end - begin, keys.dim, a, keys.panels_from(begin), s + begin, stride);
+  float factors[kGroupRows];
+  for (float& each : factors) each = factor;
+  product<Into::kTimes>(rows, columns.vectors.end - begin, keys.dim, a, keys.panels_from(begin), s + begin, stride, factors);
 }
 
 }  // namespace
