@@ -7,6 +7,7 @@ import math
 from torch import Tensor
 
 from flashtile.backends import dropout
+from flashtile.backends.base import Grads
 from flashtile.kernels.plan import GRADS, Form
 from flashtile.problem import NUM_TENSORS, AttentionArgs, key_window, softmax_scale
 
@@ -16,6 +17,12 @@ _UNBOUNDED = 1 << 30  # a window at least this wide hides nothing, and sums with
 def tensors_of(args: AttentionArgs) -> dict[str, Tensor]:
     """The tensors of a call that are there."""
     return {name: tensor for name, tensor in zip(args._fields[:NUM_TENSORS], args[:NUM_TENSORS], strict=True) if tensor is not None}  # type: ignore[misc]
+
+
+def backward_tensors(args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> dict[str, Tensor]:
+    """The same for a backward pass, with the gradients that are wanted."""
+    others = {"out": out, "lse": lse, "dout": dout, "dlse": dlse, **grads._asdict()}
+    return tensors_of(args) | {name: tensor for name, tensor in others.items() if tensor is not None}
 
 
 def form_of(args: AttentionArgs, given: dict[str, Tensor]) -> Form:

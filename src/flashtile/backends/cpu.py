@@ -10,10 +10,10 @@ from torch import Tensor
 
 from flashtile.backends import executor
 from flashtile.backends.base import Backend, BoundForward, Grads
-from flashtile.backends.call import form_of, scalars_of, tensors_of
+from flashtile.backends.call import backward_tensors, form_of, scalars_of, tensors_of
 from flashtile.errors import dtype_name
 from flashtile.kernels.params import Params
-from flashtile.kernels.plan import HostKey, LaunchPlan, host_plan
+from flashtile.kernels.plan import GRADS, HostKey, LaunchPlan, host_plan
 from flashtile.problem import NUM_TENSORS, AttentionArgs, Problem, check_values, is_deterministic, shape_of
 from flashtile.runtime import extension
 
@@ -53,11 +53,9 @@ class CpuBackend(Backend):
 
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         args, spans = _with_spans(args)
-        wanted = {name: tensor for name, tensor in grads._asdict().items() if tensor is not None}
-        given = tensors_of(args) | {"out": out, "lse": lse, "dout": dout} | wanted
-        if dlse is not None:
-            given["dlse"] = dlse
-        key = HostKey(dtype_name(out.dtype), args.q.shape[-1], args.v.shape[-1], tuple(wanted))
+        given = backward_tensors(args, dout, dlse, out, lse, grads)
+        wanted = tuple(name for name in GRADS if name in given)
+        key = HostKey(dtype_name(out.dtype), args.q.shape[-1], args.v.shape[-1], wanted)
         num_splits, more = _num_splits(args), _more(args, spans, out)
         scalars = scalars_of(args) | {"num_splits": num_splits, "num_shares": num_splits if num_splits > 1 else 0}
         executor.execute_on_host(host_plan(key, form_of(args, given)), given, scalars, lambda params: extension.cpu_backward(params, *more))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashtile.backends import executor
 from flashtile.backends.base import Backend, BoundForward, Grads
-from flashtile.backends.call import form_of, scalars_of, tensors_of
+from flashtile.backends.call import backward_tensors, form_of, scalars_of, tensors_of
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.errors import Unsupported, dtype_name
 from flashtile.kernels import plan as plans
@@ -23,7 +23,7 @@ from flashtile.kernels import table
 from flashtile.kernels.append import AppendKey
 from flashtile.kernels.append import plan as append_plan
 from flashtile.kernels.arch import Arch, arch_of
-from flashtile.kernels.plan import PlanKey
+from flashtile.kernels.plan import GRADS, PlanKey
 from flashtile.kernels.spec import Features
 from flashtile.problem import (
     NUM_TENSORS,
@@ -75,11 +75,9 @@ class CudaBackend(Backend):
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         if is_checking():
             check_values(args)
-        wanted = {name: tensor for name, tensor in grads._asdict().items() if tensor is not None}
-        given = tensors_of(args) | {"out": out, "lse": lse, "dout": dout} | wanted
-        if dlse is not None:
-            given["dlse"] = dlse
-        plan = plans.plan(_key(args, given, grads=tuple(wanted)), form_of(args, given))
+        given = backward_tensors(args, dout, dlse, out, lse, grads)
+        wanted = tuple(name for name in GRADS if name in given)
+        plan = plans.plan(_key(args, given, grads=wanted), form_of(args, given))
         executor.execute(plan, given, scalars_of(args), _splits(args), _arch_of(args).name)
 
     def details(self, problem: Problem) -> dict[str, str]:
@@ -220,7 +218,7 @@ def _problem_keys(problem: Problem) -> list[PlanKey]:
     keys = [key, dataclasses.replace(key, is_small=True)]
     if problem.needs_grad:
         is_wanted = {"dbias": problem.needs_bias_grad, "dsinks": problem.has_sinks}
-        keys.append(dataclasses.replace(key, grads=tuple(name for name in plans.GRADS if is_wanted.get(name, True))))
+        keys.append(dataclasses.replace(key, grads=tuple(name for name in GRADS if is_wanted.get(name, True))))
     return keys
 
 

@@ -193,15 +193,27 @@ def function(unit: str, entry: str, arch: str) -> driver.Function:
     return driver.load(compiled.cubin).function(compiled.symbols[entry])
 
 
-def execute(plan: LaunchPlan, given: Tensors, scalars: Scalars, splits: Splits, arch: str) -> None:
-    """One call, from its tensors to its launches on the current stream of their device."""
+class _Ready(NamedTuple):
+    """A call whose parameters are filled."""
+
+    tensors: dict[str, Tensor]
+    values: dict[str, int]
+    device: torch.device
+    workspace: Tensor | None  # must live until the launches are queued, no longer: torch's allocator orders reuse on the same stream
+    image: bytearray
+
+
+def _ready(plan: LaunchPlan, given: Tensors, scalars: Scalars, splits: Splits) -> _Ready:
     tensors = prepare(plan, given)
     values = evaluate(plan, tensors, scalars, splits)
-    device = next(iter(tensors.values())).device
-    found = room(plan, values)
-    # Must live until the launches are queued, no longer: torch's allocator orders reuse on the same stream
+    device, found = next(iter(tensors.values())).device, room(plan, values)
     workspace = found.allocate(device)
-    image = fill(plan, tensors, scalars, values, addresses(tensors, found, workspace))
+    return _Ready(tensors, values, device, workspace, fill(plan, tensors, scalars, values, addresses(tensors, found, workspace)))
+
+
+def execute(plan: LaunchPlan, given: Tensors, scalars: Scalars, splits: Splits, arch: str) -> None:
+    """One call, from its tensors to its launches on the current stream of their device."""
+    tensors, values, device, _workspace, image = _ready(plan, given, scalars, splits)
     with on_device(device.index or 0):
         encode_maps(plan, tensors, image)
         for step in plan.steps:
@@ -214,11 +226,7 @@ def execute(plan: LaunchPlan, given: Tensors, scalars: Scalars, splits: Splits, 
 
 def execute_on_host(plan: LaunchPlan, given: Tensors, scalars: Scalars, run: Callable[[int], None]) -> None:
     """One call of a plan without kernels: `run` gets the address of the parameters."""
-    tensors = prepare(plan, given)
-    values = evaluate(plan, tensors, scalars, Splits(1, 1))
-    found = room(plan, values)
-    workspace = found.allocate(torch.device("cpu"))
-    image = fill(plan, tensors, scalars, values, addresses(tensors, found, workspace))
+    tensors, _, _, _workspace, image = _ready(plan, given, scalars, Splits(1, 1))
     for step in plan.steps:
         assert isinstance(step, Memset)
         tensors[step.tensor].zero_()

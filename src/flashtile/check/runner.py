@@ -217,8 +217,10 @@ def _made_small(failure: Failure, settings: Settings) -> Failure:
         for _ in range(2):
             try:
                 found = judge(smaller, [backend], settings.device).complaints.get(backend.name)
-            except (ValueError, TypeError, NotImplementedError):
-                return False  # no such problem
+            except (ValueError, TypeError, NotImplementedError) as error:
+                if not hasattr(error, "names_argument"):
+                    raise
+                return False  # validate refuses such a problem
             if found:
                 latest[:] = found
                 return True
