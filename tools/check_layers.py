@@ -24,12 +24,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("testing",),
     ("bench", "profile", "integrations", "distributed"),
     ("ladder",),
+    ("tiles",),
     ("check",),
     ("cli",),
     ("__main__",),
 )
 # Each of these may be imported by the named layers only, whatever their order.
-ONLY_FOR = {"runtime": {"kernels", "backends", "ladder", "cli"}}
+ONLY_FOR = {"runtime": {"kernels", "backends", "ladder", "tiles", "cli"}}
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
 
 

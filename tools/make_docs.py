@@ -1,9 +1,9 @@
 """Fills README.md and docs/*.md from results/: everything between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`.
 
 NAME is <folder>/<csv stem>:<table>, such as nvidia-h200/sdpa_Lsweep_B1_H1_d64_fp32:latency (tables: latency, throughput, bandwidth,
-memory, accuracy, ratios, overhead; of the ladder: ladder, ladder-causal, counters, counters-causal, one-head, hbm), <folder>/<figure>.png,
-rung/<name>, what the head of that kernel of the ladder says, or the record of a check: <folder>/check.json, mutations.json or
-sanitize.json. Figures older than their CSV are drawn again.
+memory, accuracy, ratios, overhead; of the ladder: ladder, ladder-causal, counters, counters-causal, one-head, hbm; of the study of
+tiles: tiles), <folder>/<figure>.png, rung/<name>, what the head of that kernel of the ladder says, or the record of a check:
+<folder>/check.json, mutations.json or sanitize.json. Figures older than their CSV are drawn again.
 
 python tools/make_docs.py [--check] [--root FOLDER]     --check changes nothing and exits 1 where something is out of date
 """
@@ -26,6 +26,9 @@ from flashtile.ladder import tables as ladder_tables
 from flashtile.ladder.rows import HbmRow, RungRow
 from flashtile.ladder.rungs import FOLDER
 from flashtile.ladder.rungs import read as read_rung
+from flashtile.tiles import figures as tile_figures
+from flashtile.tiles import tables as tile_tables
+from flashtile.tiles.rows import TileRow
 
 MARKED = re.compile(r"(<!-- bench:(?P<name>[^ ]+) -->\n)(?P<body>.*?)(<!-- /bench:(?P=name) -->)", re.DOTALL)
 OPENING = re.compile(r"^<!-- /?bench:[^ ]+ -->$", re.MULTILINE)
@@ -61,6 +64,10 @@ def part(name: str, page: Path, results: Path) -> str:
         hbm_rows = read(path, HbmRow)
         hbm_table = ladder_tables.hbm_table(hbm_rows)
         return f"{hbm_table.title}:\n\n{hbm_table.markdown()}\n\n{origin(hbm_rows[0].env)}"
+    if kind == "tiles":
+        tile_rows = read(path, TileRow)
+        tile_table = tile_tables.study_table(tile_rows)
+        return f"{tile_table.title}:\n\n{tile_table.markdown()}\n\n{origin(tile_rows[0].env)}"
     if kind == "overhead":
         overhead_rows = read(path, OverheadRow)
         return f"{tables.overhead_table(overhead_rows).markdown()}\n\n{origin(overhead_rows[0].env)}"
@@ -111,14 +118,19 @@ def figures(results: Path, wanted: set[str]) -> tuple[list[Path], list[Path]]:
     stale = [path for path in sorted(results.glob("*/*.png")) if plots.HASH_KEY in plots.metadata(path) and not plots.is_current(path)]
     absent = [results / name for name in sorted(wanted) if not (results / name).exists()]
     sources = {path.with_name(plots.metadata(path)[plots.SOURCE_KEY]) for path in stale}
-    sources.update(
-        source for path in absent for source in path.parent.glob("ladder_*.csv" if path.stem.startswith("ladder") else "sdpa_*.csv")
-    )
+    sources.update(source for path in absent for source in path.parent.glob(f"{_kind(path)}_*.csv"))
     return stale + absent, sorted(source for source in sources if source.exists())
 
 
+def _kind(path: Path) -> str:
+    """What the names of a figure's CSVs begin with."""
+    return next((kind for kind in ("ladder", "tiles") if path.stem.startswith(kind)), "sdpa")
+
+
 def draw(source: Path) -> list[Path]:
-    return ladder_figures.draw(source) if source.stem.startswith("ladder") else plots.draw(source, read(source, Row))
+    if _kind(source) == "sdpa":
+        return plots.draw(source, read(source, Row))
+    return (ladder_figures if _kind(source) == "ladder" else tile_figures).draw(source)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,6 +1,6 @@
-"""Times every tile of the simt family by itself, full and causal, float32, B=4 H=16 S=4096: the order in kernels/table.py is theirs.
+"""Times the tiles of the simt backward kernels, full and causal, float32, B=4 H=16 S=4096: the order in kernels/table.py is theirs.
 
-PYTHONPATH=src python tools/tune_simt.py        writes results/<device>/simt_tiles.csv
+PYTHONPATH=src python tools/tune_simt.py        writes results/<device>/simt_tiles.csv; of the forward: flashtile bench --tiles
 """
 
 from __future__ import annotations
@@ -16,35 +16,22 @@ from flashtile.backends import call, cuda, executor
 from flashtile.bench import device as facts
 from flashtile.bench.timing import median_ms
 from flashtile.kernels import plan as plans
-from flashtile.kernels import source
-from flashtile.kernels.plan import Step
 from flashtile.kernels.spec import Features, Row
 from flashtile.problem import AttentionArgs
 
 BATCH, HEADS, SEQLEN, ROUNDS = 4, 16, 4096, 7
-PRODUCTS = {"fwd_simt": 2, "bwd_dq_simt": 3, "bwd_dkdv_simt": 4}  # matrix products of 2 * S * S * d operations in each
+PRODUCTS = {"bwd_dq_simt": 3, "bwd_dkdv_simt": 4}  # matrix products of 2 * S * S * d operations in each
 TILES = {
-    "fwd_simt": {
-        64: ((128, 64, 4), (64, 64, 4), (128, 64, 8), (128, 32, 4), (64, 32, 4)),
-        128: ((128, 64, 8), (64, 64, 4), (128, 32, 4), (64, 32, 4)),
-    },
     "bwd_dq_simt": {64: ((128, 32, 4), (64, 64, 4), (64, 32, 4)), 128: ((64, 32, 4), (64, 64, 8), (32, 32, 4))},
     "bwd_dkdv_simt": {64: ((64, 64, 4), (64, 32, 4), (32, 64, 4)), 128: ((64, 32, 4), (64, 64, 8), (32, 32, 4))},
 }
-
-
-def step_of(row: Row, is_causal: bool) -> Step:
-    features = Features(has_band=is_causal)
-    unit, entry = source.unit(row, features), source.entry(row, features)
-    grid = plans.grid_of(row.kernel, row.block_m, row.block_n)
-    return Step(unit, entry, grid, row.block_m, row.block_n, row.num_threads, row.shared_bytes)
 
 
 def main() -> None:
     arch = cuda._arch(0)
     assert arch is not None
     rows = [Row(kernel, "float32", "float32", d, *tile) for kernel, dims in TILES.items() for d, tiles in dims.items() for tile in tiles]
-    steps = {(row, is_causal): step_of(row, is_causal) for row in rows for is_causal in (False, True)}
+    steps = {(row, is_causal): plans.step_of(row, Features(has_band=is_causal)) for row in rows for is_causal in (False, True)}
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda step: executor.function(step.unit, step.entry, arch.name), steps.values()))
     environment = asdict(facts.environment("cuda", [])) | {"command": "python tools/tune_simt.py"}
@@ -55,7 +42,6 @@ def main() -> None:
             args = AttentionArgs(q, k, v, causal="top_left" if is_causal else "none")
             out, (lse, lse_log2, delta) = torch.empty_like(q), torch.randn(3, BATCH, HEADS, SEQLEN, device="cuda").unbind()
             given = call.tensors_of(args) | {"out": out, "lse": lse, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
-            # One filled image serves both passes: the backward one has every field of the forward one, without splits
             plan = plans.plan(cuda._key(args, given, grads=("dq", "dk", "dv")), call.form_of(args, given))
             values = executor.evaluate(plan, given, call.scalars_of(args), cuda._splits(args))
             pointers = {name: tensor.data_ptr() for name, tensor in (given | {"lse_log2": lse_log2, "delta": delta}).items()}

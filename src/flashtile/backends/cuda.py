@@ -23,8 +23,8 @@ from flashtile.kernels import table
 from flashtile.kernels.append import AppendKey
 from flashtile.kernels.append import plan as append_plan
 from flashtile.kernels.arch import Arch, arch_of
-from flashtile.kernels.plan import GRADS, PlanKey
-from flashtile.kernels.spec import Features
+from flashtile.kernels.plan import GRADS, Form, LaunchPlan, PlanKey
+from flashtile.kernels.spec import Features, Row, Sm90Row
 from flashtile.problem import (
     NUM_TENSORS,
     AttentionArgs,
@@ -102,6 +102,18 @@ class CudaBackend(Backend):
         kernels = {(step.unit, step.entry, key.arch.name) for key in _problem_keys(problem) for step in plans.kernels(key)}
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda kernel: executor.function(*kernel), kernels))
+
+
+def row_plan(row: Row | Sm90Row, args: AttentionArgs, out: Tensor, lse: Tensor) -> LaunchPlan:
+    """The plan of a forward pass by one kernel that need not be in the table, without splits."""
+    given = tensors_of(args) | {"out": out, "lse": lse}
+    key = _key(args, given)
+    return _row_plan(row, key, form_of(args, given))
+
+
+@functools.lru_cache(maxsize=256)
+def _row_plan(row: Row | Sm90Row, key: PlanKey, form: Form) -> LaunchPlan:
+    return plans.plan_of(key, form, (plans.step_of(row, key.features),))
 
 
 # The cache

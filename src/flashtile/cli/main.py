@@ -15,6 +15,7 @@ from flashtile.cli import info as info_command
 from flashtile.errors import Unsupported
 from flashtile.ladder import command as ladder_command
 from flashtile.runtime.nvrtc import CompileError
+from flashtile.tiles import command as tiles_command
 from flashtile.version import __version__
 
 app = typer.Typer(name="flashtile", help="IO-aware attention for PyTorch.", no_args_is_help=True, add_completion=False)
@@ -105,6 +106,7 @@ def bench(
     compile_limit: Annotated[float | None, typer.Option(help="Seconds of first calls a provider may spend in all.")] = None,
     overhead: Annotated[bool, typer.Option("--overhead", help="Measure the host time of a call instead.")] = False,
     cold: Annotated[bool, typer.Option("--cold", help="Measure the first call of new processes instead.")] = False,
+    tiles: Annotated[bool, typer.Option("--tiles", help="Compare tiles of the forward kernels; takes --dtype, --out and --json.")] = False,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(metavar="A.csv B.csv", help="Print and write the ratios of two runs.")
     ] = None,
@@ -115,8 +117,11 @@ def bench(
         call_limit, compile_limit, overhead, cold,
     )  # fmt: skip
     try:
-        job = bench_command.prepare_compare(*compare, out, as_json) if compare else bench_command.prepare(options, sys.argv[1:])
-    except (ValueError, TypeError, Unsupported) as error:
+        if compare:
+            job = bench_command.prepare_compare(*compare, out, as_json)
+        else:
+            job = (tiles_command if tiles else bench_command).prepare(options, sys.argv[1:])
+    except (ValueError, TypeError, Unsupported, CompileError) as error:
         typer.secho(str(error), err=True, fg=typer.colors.RED)
         raise typer.Exit(2) from error
     raise typer.Exit(job())

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from flashtile.kernels import source, table
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.params import FwdSm90Params, Params, place
-from flashtile.kernels.spec import Features
+from flashtile.kernels.spec import Features, Row, Sm90Row
 
 PREPROCESS_ROWS, PREPROCESS_THREADS = 64, 128
 COMBINE_ROWS, COMBINE_THREADS = 4, 128
@@ -211,7 +211,7 @@ def grid_of(kernel: str, block_m: int, block_n: int) -> tuple[tuple[str, int], .
         return ("seqlen_k", block_m), ("heads_kv", 1), ("batch", 1)
     if kernel == "bwd_dbias_simt":
         return ("bias_batch", 1), ("bias_heads", 1), ("bias_rows", block_m), ("bias_columns", block_n)
-    return (("num_splits", 1), *_rows(block_m)) if kernel == "fwd_simt" else _rows(block_m)
+    return (("num_splits", 1), *_rows(block_m)) if kernel.startswith("fwd") else _rows(block_m)
 
 
 def _rows(block_rows: int) -> tuple[tuple[str, int], ...]:
@@ -230,19 +230,21 @@ def why_not_sm90(key: PlanKey) -> str | None:
 def _forward_step(key: PlanKey) -> Step:
     if why_not_sm90(key) is not None:
         return _tile_step(key, "fwd_simt")
-    row = table.select_sm90(key.dtype, key.out_dtype, key.head_dim, key.head_dim_v, key.features)
-    unit, entry = source.unit(row, key.features), source.entry(row, key.features)
-    grid = (("num_splits", 1), *_rows(row.block_m))
-    return Step(unit, entry, grid, row.block_m, row.block_n, row.num_threads, row.shared_bytes, is_persistent=True)
+    return step_of(table.select_sm90(key.dtype, key.out_dtype, key.head_dim, key.head_dim_v, key.features), key.features)
 
 
 def _tile_step(key: PlanKey, kernel: str) -> Step:
     padded = table.padded_head_dim(max(key.head_dim, key.head_dim_v))
     assert padded is not None
-    row = table.select(kernel, key.dtype, key.out_dtype, padded, key.features, key.arch, key.is_small)
-    unit, entry = source.unit(row, key.features), source.entry(row, key.features)
-    grid = grid_of(kernel, row.block_m, row.block_n)
-    return Step(unit, entry, grid, row.block_m, row.block_n, row.num_threads, row.shared_bytes)
+    return step_of(table.select(kernel, key.dtype, key.out_dtype, padded, key.features, key.arch, key.is_small), key.features)
+
+
+def step_of(row: Row | Sm90Row, features: Features) -> Step:
+    """The launch of a kernel with tiles, whether or not its row is in the table."""
+    unit, entry = source.unit(row, features), source.entry(row, features)
+    is_persistent = isinstance(row, Sm90Row)
+    grid = grid_of(row.kernel, row.block_m, row.block_n)
+    return Step(unit, entry, grid, row.block_m, row.block_n, row.num_threads, row.shared_bytes, is_persistent=is_persistent)
 
 
 def _plain_step(header: str, entry: str, grid: tuple[tuple[str, int], ...], num_threads: int, is_for_splits: bool = False) -> Step:
@@ -264,7 +266,11 @@ _SCALARS = ("window_left", "window_right", "scale", "scale_log2", "softcap", "dr
 
 @functools.lru_cache(maxsize=4096)
 def plan(key: PlanKey, form: Form) -> LaunchPlan:
-    steps = kernels(key)
+    return plan_of(key, form, kernels(key))
+
+
+def plan_of(key: PlanKey, form: Form, steps: tuple[Step, ...]) -> LaunchPlan:
+    """The plan of a pass with these kernels."""
     tensors = ["q", "k", "v", "out"]
     operands = [Operand("q"), Operand("k"), Operand("v"), Operand("out", is_written=key.grads is None)]
     operands.append(Operand("lse", strides="contiguous", is_written=key.grads is None))

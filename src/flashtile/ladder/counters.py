@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import ctypes
+import importlib
 import json
 import shutil
 import subprocess
@@ -18,7 +19,6 @@ from flashtile.bench import providers
 from flashtile.bench.points import Point
 from flashtile.errors import Unsupported, unsupported
 from flashtile.ladder.launcher import current_arch
-from flashtile.ladder.measure import rung_providers
 from flashtile.ladder.rows import Counters
 from flashtile.ladder.rungs import Variables
 from flashtile.runtime import cache, driver
@@ -26,7 +26,8 @@ from flashtile.runtime import cache, driver
 LIMIT_S = 300.0
 _MARKER = "ladder_marker_kernel"
 _MARKER_SOURCE = f'extern "C" __global__ void {_MARKER}(const int) {{}}\n'
-_CHILD = "import sys; from flashtile.ladder import counters; counters.child(sys.argv[1])"
+_CHILD = "import sys; from flashtile.ladder import counters; counters.child(*sys.argv[1:])"
+_SOURCE = "flashtile.ladder.measure"  # the module whose profiled_providers() a call's name is looked up in
 _STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 # What a warp waits for; not_selected, being ready beside another one, is no wait
 _STALLS = (
@@ -51,7 +52,7 @@ _METRICS = {
 
 @dataclass(frozen=True)
 class Call:
-    """One call to be profiled: a rung or a baseline by name, and the problem."""
+    """One call to be profiled: a provider by name, and the problem."""
 
     provider: str
     point: Point
@@ -62,21 +63,20 @@ def find() -> str:
     folders = ["/usr/local/cuda/bin", *map(str, sorted(Path("/opt/nvidia/nsight-compute").glob("*"), reverse=True))]
     found = shutil.which("ncu") or next((path for folder in folders if (path := shutil.which("ncu", path=folder))), None)
     if found is None:
-        way_out = "Install it, or drop --profile: all but the counters is measured"
-        raise unsupported("--profile", "no ncu on PATH", "Nsight Compute", way_out)
+        raise unsupported("Nsight Compute", "no ncu on PATH", "an installed one", "Install it; all but the counters is measured without")
     return found
 
 
-def profile(calls: Sequence[Call], variables: Variables) -> list[Counters]:
-    """The counters of calls of rungs, each of them one kernel."""
+def profile(calls: Sequence[Call], variables: Variables | None = None, source: str = _SOURCE) -> list[Counters]:
+    """The counters of calls that are one kernel each."""
     metrics = [*_BYTES, *_METRICS.values(), *map(_STALL.format, _STALLS)]
-    groups = _run(calls, variables, metrics, "all")
+    groups = _run(calls, variables or Variables.read(), metrics, "all", source)
     return [_counters(kernels[0]) for kernels in groups]
 
 
 def device_bytes(calls: Sequence[Call], variables: Variables) -> list[tuple[float, int]]:
     """Bytes read from and written to device memory by each call, over all its kernels, and how many those were."""
-    groups = _run(calls, variables, _BYTES, "none")
+    groups = _run(calls, variables, _BYTES, "none", _SOURCE)
     return [(sum(kernel[name] for kernel in kernels for name in _BYTES), len(kernels)) for kernels in groups]
 
 
@@ -105,24 +105,27 @@ def _counters(kernel: Mapping[str, float]) -> Counters:
     )
 
 
-def _run(calls: Sequence[Call], variables: Variables, metrics: Iterable[str], cache_control: str) -> list[list[dict[str, float]]]:
+def _run(
+    calls: Sequence[Call], variables: Variables, metrics: Iterable[str], cache_control: str, source: str
+) -> list[list[dict[str, float]]]:
     """The kernels of each call, each with its metrics."""
     request = json.dumps([{"provider": call.provider, "point": asdict(call.point)} for call in calls])
     options = ["--profile-from-start", "off", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
-    command = [find(), *options, "--cache-control", cache_control, "--metrics", ",".join(metrics), sys.executable, "-c", _CHILD, request]
+    options += ["--cache-control", cache_control, "--metrics", ",".join(metrics)]
+    command = [find(), *options, sys.executable, "-c", _CHILD, source, request]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=variables.child_environment())
     except subprocess.TimeoutExpired as error:
         came = f"no answer of ncu within {LIMIT_S:.0f} s"
-        raise unsupported("--profile", came, "one", "Take fewer rungs with --only") from error
+        raise unsupported("Nsight Compute", came, "one", "Measure less at a time") from error
     if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
-        way_out = "Run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0; drop --profile to measure the rest"
-        raise unsupported("--profile", "ERR_NVGPUCTRPERM: this user may not read the counters", "a user who may", way_out)
+        way_out = "Run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0"
+        raise unsupported("Nsight Compute", "ERR_NVGPUCTRPERM: this user may not read the counters", "a user who may", way_out)
     groups = group(parse(done.stdout))
     has_bytes = all(name in kernel for kernels in groups for kernel in kernels for name in _BYTES)
     if done.returncode != 0 or len(groups) != len(calls) or not all(groups) or not has_bytes:
         said = " ".join((done.stderr + "\n".join(line for line in done.stdout.splitlines() if line.startswith("=="))).split())
-        raise Unsupported(f"--profile: got no counters from ncu (exit status {done.returncode}): {said[-600:]}")
+        raise Unsupported(f"Nsight Compute: got no counters from ncu (exit status {done.returncode}): {said[-600:]}")
     return groups
 
 
@@ -165,10 +168,9 @@ class _Nothing(ctypes.Structure):
     _fields_ = (("nothing", ctypes.c_int32),)
 
 
-def child(request: str) -> None:
+def child(source: str, request: str) -> None:
     """Makes the calls that the request lists, with a marker kernel before each; only they are profiled."""
-    variables = Variables.read()
-    known = [*rung_providers(variables), *providers.providers()]
+    known = importlib.import_module(source).profiled_providers()
     arch = current_arch()
     compiled = cache.compile_cached(_MARKER_SOURCE, arch.name, [_MARKER])
     marker = driver.load(compiled.cubin).function(compiled.symbols[_MARKER])

@@ -59,6 +59,11 @@ def rung_providers(variables: Variables, chosen_rungs: Sequence[Rung] | None = N
     return [Provider(rung.name, False, partial(_build, rung, variables)) for rung in taken]
 
 
+def profiled_providers() -> list[Provider]:
+    """Everyone who can be named in a child of ladder.counters."""
+    return [*rung_providers(Variables.read()), *providers.providers()]
+
+
 def baselines() -> list[Provider]:
     return [providers.by_name(name) for name in BASELINES]
 

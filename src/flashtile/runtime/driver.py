@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 
 import torch
 
@@ -31,6 +31,7 @@ _ARGUMENTS: dict[str, tuple[type, ...] | None] = {
     "cuLibraryGetKernel": (POINTER(c_void_p), c_void_p, c_char_p),
     "cuKernelGetFunction": (POINTER(c_void_p), c_void_p),
     "cuKernelSetAttribute": (c_int, c_int, c_void_p, c_int),
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor": (POINTER(c_int), c_void_p, c_int, c_size_t),
     # Converting by declared types would cost another 1.5 us a launch; the call below passes pointers as c_void_p
     "cuLaunchKernel": None,
     "cuTensorMapEncodeTiled": None,
@@ -95,6 +96,12 @@ class Function:
             if self._shared_bytes.get(device_index, -1) < num_bytes:
                 _call("cuKernelSetAttribute", _MAX_DYNAMIC_SHARED_SIZE_BYTES, num_bytes, self._handle, _device(device_index))
                 self._shared_bytes[device_index] = num_bytes
+
+    def blocks_per_multiprocessor(self, num_threads: int, shared_bytes: int) -> int:
+        """How many blocks a multiprocessor of the current device holds at a time, as the driver counts. Call `set_shared_bytes` first."""
+        found = c_int()
+        _call("cuOccupancyMaxActiveBlocksPerMultiprocessor", byref(found), self._handle, num_threads, shared_bytes)
+        return found.value
 
     def launch(
         self,

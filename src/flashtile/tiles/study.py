@@ -1,0 +1,229 @@
+"""Which tiles are studied, on which problems, and each of them as a provider of the benchmark. The product's selection knows none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from flashtile.backends import cuda, executor
+from flashtile.backends.call import scalars_of, tensors_of
+from flashtile.bench import providers
+from flashtile.bench.points import DTYPES, Inputs, Plan, Point
+from flashtile.bench.providers import Attend, Provider
+from flashtile.errors import dtype_name, unsupported, value_error
+from flashtile.kernels import plan as plans
+from flashtile.kernels import table
+from flashtile.kernels.arch import Arch
+from flashtile.kernels.plan import Step
+from flashtile.kernels.spec import Features, Row, Sm90Row
+from flashtile.ladder.launcher import current_arch
+from flashtile.problem import AttentionArgs
+from flashtile.runtime import cache
+from flashtile.runtime.nvrtc import Resources
+
+AnyRow = Row | Sm90Row
+
+# head dim -> (block_m, block_n, num_warps)
+_SIMT_TILES = {
+    64: (
+        (32, 32, 4), (64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8), (128, 128, 4), (128, 128, 8),
+        (256, 64, 8),
+    ),
+    128: ((32, 32, 4), (64, 32, 4), (64, 64, 4), (64, 64, 8), (128, 32, 4), (128, 32, 8), (128, 64, 4), (128, 64, 8), (256, 32, 8)),
+    256: ((16, 16, 4), (32, 32, 4), (64, 32, 4), (64, 32, 8), (64, 64, 8), (128, 16, 8), (128, 32, 8)),
+}  # fmt: skip
+# head dim -> (block_m, block_n, takes_turns, scales_lazily), two stages each
+_SM90_TILES = {
+    64: (
+        (128, 64, True, False), (128, 128, True, False), (128, 192, True, False), (192, 96, True, False), (192, 128, True, False),
+        (192, 128, True, True), (192, 128, False, False), (192, 160, True, False), (256, 64, True, False),
+    ),
+    128: (
+        (128, 64, True, False), (128, 96, True, False), (128, 128, True, False), (128, 128, True, True), (128, 160, True, False),
+        (128, 176, True, False), (192, 64, True, True), (192, 80, True, False), (192, 80, True, True), (192, 96, True, True),
+    ),
+    256: (
+        (64, 64, False, True), (64, 80, False, True), (64, 96, False, True), (128, 32, True, True), (128, 64, True, True),
+        (128, 80, True, False), (128, 80, True, True),
+    ),
+}  # fmt: skip
+_BATCH, _SEQLEN = 4, 4096
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kernel whose tiles are compared, in one dtype, and the peer that is timed beside them."""
+
+    kernel: str
+    dtype: str  # one of bench.points.DTYPES
+    peer: str
+    rows: tuple[AnyRow, ...]
+
+    @property
+    def head_dims(self) -> list[int]:
+        return sorted({row.head_dim for row in self.rows})
+
+    def heads(self, head_dim: int) -> int:
+        """Of the Hopper forward so many that the work is the same for each head dim, as in the paper's grid; the slower kernel has 16."""
+        return 2048 // head_dim if self.kernel == "fwd_sm90" else 16
+
+    def plan(self, head_dim: int) -> Plan:
+        """Full and causal."""
+        heads = self.heads(head_dim)
+        shape = (_BATCH, heads, heads, _SEQLEN, _SEQLEN, head_dim, head_dim, self.dtype)
+        return Plan("tiles", f"tiles_{self.dtype}", (Point(*shape), Point(*shape, is_causal=True)))
+
+    def trials(self, head_dim: int) -> list[Trial]:
+        return [Trial(row) for row in self.rows if row.head_dim == head_dim]
+
+
+FAMILIES = (
+    Family(
+        "fwd_simt",
+        "fp32",
+        "sdpa-efficient",
+        tuple(Row("fwd_simt", "float32", "float32", head_dim, *tile) for head_dim, tiles in _SIMT_TILES.items() for tile in tiles),
+    ),
+    Family(
+        "fwd_sm90",
+        "bf16",
+        "sdpa-cudnn",
+        tuple(
+            Sm90Row("bfloat16", "bfloat16", head_dim, head_dim, block_m, block_n, 2, *flags)
+            for head_dim, tiles in _SM90_TILES.items()
+            for block_m, block_n, *flags in tiles
+        ),
+    ),
+)
+
+
+def families(dtype: str | None) -> list[Family]:
+    """The one of a dtype, or all."""
+    found = [family for family in FAMILIES if dtype in (None, family.dtype)]
+    if not found:
+        raise value_error("--dtype", repr(dtype), ", ".join(family.dtype for family in FAMILIES) + " with --tiles")
+    return found
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One tile of one kernel."""
+
+    row: AnyRow
+
+    @property
+    def name(self) -> str:
+        """What tells it from the other tiles of its kernel and head dim."""
+        row = self.row
+        if isinstance(row, Row):
+            return f"{row.block_m} x {row.block_n}, {row.num_warps} warps"
+        flags = [*([] if row.takes_turns else ["no turns"]), *(["lazy"] if row.scales_lazily else [])]
+        return ", ".join([f"{row.block_m} x {row.block_n}, {row.num_threads // 32} warps", *flags])
+
+    @property
+    def provider_name(self) -> str:
+        return f"{self.row.kernel} d={self.row.head_dim} {self.name}"
+
+    def step(self, is_causal: bool) -> Step:
+        return plans.step_of(self.row, Features(has_band=is_causal))
+
+    def is_chosen(self, is_causal: bool, arch: Arch) -> bool:
+        """Whether a large plain call takes this tile."""
+        row, features = self.row, Features(has_band=is_causal)
+        if isinstance(row, Sm90Row):
+            return table.select_sm90(row.dtype, row.out_dtype, row.head_dim, row.head_dim_v, features) == row
+        return table.select(row.kernel, row.dtype, row.out_dtype, row.head_dim, features, arch) == row
+
+    def why_not(self, arch: Arch) -> str | None:
+        """Why it cannot run on the architecture, or None."""
+        if isinstance(self.row, Sm90Row) and not arch.has_wgmma:
+            return f"{arch.name} has no warpgroup products"
+        if self.row.shared_bytes > arch.shared_bytes:
+            return (
+                f"{self.row.shared_bytes / 1024:.0f} KiB of shared memory, and a block of {arch.name} may have {arch.shared_bytes // 1024}"
+            )
+        return None
+
+    def facts(self, is_causal: bool, arch: Arch) -> TileUse:
+        """What the compiled kernel takes; the driver is asked on the GPU at hand."""
+        step = self.step(is_causal)
+        resources = cache.compile_cached(step.unit, arch.name, [step.entry]).resources(step.entry)
+        function = executor.function(step.unit, step.entry, arch.name)
+        function.set_shared_bytes(torch.cuda.current_device(), step.shared_bytes)
+        blocks = function.blocks_per_multiprocessor(step.num_threads, step.shared_bytes)
+        return TileUse(step, resources, arch, blocks)
+
+    def provider(self) -> Provider:
+        return Provider(self.provider_name, False, partial(_build, self))
+
+
+@dataclass(frozen=True)
+class TileUse:
+    """What a tile takes of a multiprocessor."""
+
+    step: Step
+    resources: Resources
+    arch: Arch
+    blocks: int  # that a multiprocessor holds at a time, by the driver
+
+    @property
+    def occupancy(self) -> float:
+        return self._share(self.blocks)
+
+    @cached_property
+    def computed_occupancy(self) -> float:
+        """By kernels/arch.py, which knows no driver."""
+        return self._share(self.arch.blocks_per_multiprocessor(self.step.num_threads, self.resources.registers, self.step.shared_bytes))
+
+    def _share(self, blocks: int) -> float:
+        # A persistent grid has one block for each multiprocessor, whatever would fit
+        blocks = min(blocks, 1) if self.step.is_persistent else blocks
+        return blocks * (self.step.num_threads // 32) / self.arch.max_warps
+
+
+def profiled_providers() -> list[Provider]:
+    """Everyone who can be named in a child of ladder.counters."""
+    return [Trial(row).provider() for family in FAMILIES for row in family.rows]
+
+
+def peer(family: Family) -> Provider:
+    return providers.by_name(family.peer)
+
+
+def compile_all(chosen: Sequence[Family], arch: Arch) -> None:
+    """Every kernel of the study that the architecture can run, side by side."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda step: executor.function(step.unit, step.entry, arch.name), steps(chosen, arch)))
+
+
+def steps(chosen: Sequence[Family], arch: Arch) -> Iterator[Step]:
+    for family in chosen:
+        for row in family.rows:
+            if Trial(row).why_not(arch) is None:
+                yield from (Trial(row).step(is_causal) for is_causal in (False, True))
+
+
+def _build(trial: Trial, point: Point, inputs: Inputs) -> Attend:
+    arch, row = current_arch(), trial.row
+    if (row.dtype, row.head_dim) != (dtype_name(DTYPES[point.dtype]), point.head_dim):
+        raise unsupported("tile", f"{point.dtype}, head_dim {point.head_dim}", f"{row.dtype}, head_dim {row.head_dim}")
+    reason = trial.why_not(arch)
+    if reason is not None:
+        raise unsupported("tile", reason, "one that fits")
+    causal = "top_left" if point.is_causal else "none"
+    num_multiprocessors = torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        args = AttentionArgs(q, k, v, causal=causal)
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        plan = cuda.row_plan(row, args, out, lse)
+        given = tensors_of(args) | {"out": out, "lse": lse}
+        executor.execute(plan, given, scalars_of(args), executor.Splits(1, num_multiprocessors), arch.name)
+        return out
+
+    return Attend(call, detail=f"tile {trial.name}")
