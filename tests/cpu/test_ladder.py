@@ -472,7 +472,7 @@ def test_a_profiler_that_does_not_answer(ncu, stdout, stderr, returncode, words)
 
 def test_no_profiler(monkeypatch):
     monkeypatch.setattr(counters.shutil, "which", lambda *_, **__: None)
-    with pytest.raises(Unsupported, match=r"--profile: got no ncu on PATH; accepted: Nsight Compute\. Install it, or drop"):
+    with pytest.raises(Unsupported, match=r"Nsight Compute: got no ncu on PATH; accepted: an installed one\. Install it"):
         counters.find()
 
 

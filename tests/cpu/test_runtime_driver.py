@@ -99,6 +99,10 @@ class FakeDriver:
         assert (attribute, kernel.value) == (8, 88)
         self.shared = (device, value)
 
+    def do_cuOccupancyMaxActiveBlocksPerMultiprocessor(self, out, kernel, num_threads, shared):  # noqa: N802
+        assert kernel.value == 88
+        out._obj.value = (num_threads, shared) == (128, 1000) and 3
+
     def do_cuLaunchKernel(self, kernel, gx, gy, gz, bx, by, bz, shared, stream, params, extra):  # noqa: N802
         if not self.context:
             return 201
@@ -133,6 +137,13 @@ def fake(monkeypatch):
 @pytest.fixture
 def function(fake):
     return driver.load(b"\x7fELF\0cubin").function("kernel")
+
+
+def test_the_driver_counts_blocks(fake, function):
+    assert function.blocks_per_multiprocessor(128, 1000) == 3
+    fake.fail["cuOccupancyMaxActiveBlocksPerMultiprocessor"] = 1
+    with pytest.raises(DriverError, match="cuOccupancyMaxActiveBlocksPerMultiprocessor failed: CUDA_ERROR_INVALID_VALUE"):
+        function.blocks_per_multiprocessor(128, 1000)
 
 
 def test_missing_driver(monkeypatch):
