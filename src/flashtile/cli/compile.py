@@ -128,6 +128,13 @@ def plain_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = table.DTYPES, head
     return [*_jobs(keys), *_once(Job(step, key) for step, key in appends)]
 
 
+def embedded_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = table.DTYPES, head_dims: Sequence[int] = table.HEAD_DIMS) -> list[Job]:
+    """The kernels that come with a package: those without an option, and causal ones."""
+    plain = plain_jobs(archs, dtypes, head_dims)
+    causal = [dataclasses.replace(job.key, features=dataclasses.replace(job.key.features, has_band=True)) for job in plain]
+    return _once([*plain, *_jobs(causal)])
+
+
 def covering_jobs(
     archs: Sequence[Arch],
     dtypes: Sequence[str] = table.DTYPES,
@@ -343,7 +350,7 @@ def prepare(options: Options) -> Callable[[], int]:
     else:
         archs = _archs_found()
     chosen = (archs, options.dtypes or table.DTYPES, head_dims or table.HEAD_DIMS)
-    jobs = plain_jobs(*chosen)
+    jobs = plain_jobs(*chosen) if options.embed is None else embedded_jobs(*chosen)
     if options.is_all:
         seen = {job.identity for job in jobs}
         jobs += [job for job in edge_jobs(*chosen) if job.identity not in seen]
