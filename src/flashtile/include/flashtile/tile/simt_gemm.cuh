@@ -21,7 +21,7 @@ FT_DEVICE i32 row_of(i32 t) {
 }
 
 // S = A B^T over the head dimension: rows of A are the block's, rows of B the streaming ones.
-template <class Config>
+template <class Config, i32 kUnroll = 2>
 FT_DEVICE void product_abt(float (&rS)[Config::kRowsPerThread][Config::kColsPerThread], const float* sA, const float* sB) {
   constexpr i32 kRows = Config::kRowsPerThread, kCols = Config::kColsPerThread, kStride = Config::kRowStride;
   const float* a = sA + row_of<Config>(0) * kStride;
@@ -31,7 +31,7 @@ FT_DEVICE void product_abt(float (&rS)[Config::kRowsPerThread][Config::kColsPerT
 #pragma unroll
     for (i32 n = 0; n < kCols; ++n) rS[t][n] = 0.0f;
   }
-#pragma unroll 2
+#pragma unroll kUnroll
   for (i32 d = 0; d < Config::kHeadDim; d += 4) {
     float4 rA[kRows];
 #pragma unroll
@@ -51,12 +51,12 @@ FT_DEVICE void product_abt(float (&rS)[Config::kRowsPerThread][Config::kColsPerT
 }
 
 // O += P B: P are the warp's own scores in shared memory, rows of B the streaming ones.
-template <class Config>
+template <class Config, i32 kUnroll = 1>
 FT_DEVICE void product_pb(float4 (&rO)[Config::kRowsPerThread][Config::kVectorsPerThread], const float* sP, const float* sB) {
   constexpr i32 kRows = Config::kRowsPerThread, kVectors = Config::kVectorsPerThread;
   const float* p = sP + row_of<Config>(0) * Config::kScoreStride;
   const float* b = sB + 4 * column_group();
-#pragma unroll 1
+#pragma unroll kUnroll
   for (i32 j = 0; j < Config::kBlockN; j += 4) {
     float4 rP[kRows];
 #pragma unroll
