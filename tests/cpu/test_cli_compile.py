@@ -150,6 +150,11 @@ def test_covering_meets_every_feature():
         assert {(key.head_dim, key.dtype) for key in keys} == set(itertools.product(table.HEAD_DIMS, table.DTYPES))
 
 
+def test_edges_of_a_dtype_with_two_kernels():
+    kernels = {job.kernel for job in compile_command.edge_jobs([ARCHS[90]], ["bfloat16"])}
+    assert {"fwd_sm90", "bwd_dq_simt", "bwd_dkdv_simt"} <= kernels
+
+
 def test_blocks_per_multiprocessor():
     blocks = Arch.blocks_per_multiprocessor
     assert blocks(ARCHS[90], 128, 32, 0) == 16  # 64 warps

@@ -182,7 +182,7 @@ def edge_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = table.DTYPES, head_
         most = dataclasses.replace(plain, bias_dtype=dtype, **dict.fromkeys(switches, True))
         tiles = {job.kernel: job.tile for job in _jobs([dataclasses.replace(base, features=most)])}
         jobs = _jobs(dataclasses.replace(base, features=some) for some in features)
-        found += [job for job in jobs if job.has_tile and job.tile != tiles[job.kernel]]
+        found += [job for job in jobs if job.has_tile and job.tile != tiles.get(job.kernel)]
     return _once(found)
 
 

@@ -30,7 +30,7 @@ _TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
     "fwd_simt": {
         32: (Tile(128, 64, 4, max_options=0), Tile(64, 64, 4), *_SMALL),
         64: (Tile(128, 64, 4, max_options=0), Tile(64, 64, 4), *_SMALL),
-        96: (Tile(64, 64, 4), *_SMALL),
+        96: (Tile(64, 64, 4, max_options=2), Tile(64, 32, 4), *_SMALL),
         128: (Tile(128, 64, 8), Tile(64, 32, 4), *_SMALL),
         192: (Tile(64, 32, 4), *_SMALL),
         256: (Tile(128, 32, 8, max_options=1), Tile(64, 32, 4, max_options=1), *_SMALL),
