@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from bench_fakes import ENV, SETTINGS
 from rich.console import Console
 from typer.testing import CliRunner
 
+from flashtile.backends import cuda, executor
 from flashtile.bench import plots
 from flashtile.bench.points import Plan, Point
 from flashtile.bench.providers import Attend, Provider
@@ -88,6 +91,21 @@ def test_a_tile_refuses_other_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     for point in (Point(head_dim=128, head_dim_v=128), Point(dtype="bf16")):
         with pytest.raises(Unsupported, match=r"tile: got .*; accepted: float32, head_dim 64"):
             provider.build(point, point.make("cpu", 0))
+
+
+@pytest.mark.parametrize(("family", "num_blocks"), [(SIMT, 20), (SM90, 4)], ids=("fwd_simt", "fwd_sm90"))
+def test_a_call_launches_the_tile(family: Family, num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    monkeypatch.setattr(study, "current_arch", lambda: HOPPER)
+    monkeypatch.setattr(cuda, "_arch", lambda index: HOPPER)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
+    monkeypatch.setattr(executor, "on_device", lambda index: nullcontext())
+    monkeypatch.setattr(executor, "encode_maps", lambda *_: None)
+    monkeypatch.setattr(executor, "launch", lambda step, values, *_: launched.append((step, executor.num_blocks(step, values))))
+    trial, point = family.trials(64)[0], Point(1, 2, 2, 300, 300, 64, 64, family.dtype, is_causal=True)
+    inputs = point.make("cpu", 0)
+    assert trial.provider().build(point, inputs).call(inputs.q, inputs.k, inputs.v).shape == inputs.q.shape
+    assert launched == [(trial.step(is_causal=True), num_blocks)]  # of a persistent grid, one for each multiprocessor
 
 
 def test_names_are_found_again_by_the_process_under_the_profiler() -> None:

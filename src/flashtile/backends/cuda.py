@@ -23,7 +23,7 @@ from flashtile.kernels import table
 from flashtile.kernels.append import AppendKey
 from flashtile.kernels.append import plan as append_plan
 from flashtile.kernels.arch import Arch, arch_of
-from flashtile.kernels.plan import GRADS, Form, LaunchPlan, PlanKey
+from flashtile.kernels.plan import GRADS, LaunchPlan, PlanKey
 from flashtile.kernels.spec import Features, Row, Sm90Row
 from flashtile.problem import (
     NUM_TENSORS,
@@ -108,12 +108,7 @@ def row_plan(row: Row | Sm90Row, args: AttentionArgs, out: Tensor, lse: Tensor) 
     """The plan of a forward pass by one kernel that need not be in the table, without splits."""
     given = tensors_of(args) | {"out": out, "lse": lse}
     key = _key(args, given)
-    return _row_plan(row, key, form_of(args, given))
-
-
-@functools.lru_cache(maxsize=256)
-def _row_plan(row: Row | Sm90Row, key: PlanKey, form: Form) -> LaunchPlan:
-    return plans.plan_of(key, form, (plans.step_of(row, key.features),))
+    return plans.plan_of(key, form_of(args, given), (plans.step_of(row, key.features),))
 
 
 # The cache

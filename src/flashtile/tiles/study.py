@@ -215,15 +215,19 @@ def _build(trial: Trial, point: Point, inputs: Inputs) -> Attend:
     reason = trial.why_not(arch)
     if reason is not None:
         raise unsupported("tile", reason, "one that fits")
-    causal = "top_left" if point.is_causal else "none"
     num_multiprocessors = torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
+    plan = cuda.row_plan(row, *_call(point, inputs.q, inputs.k, inputs.v))
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        args = AttentionArgs(q, k, v, causal=causal)
-        out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        plan = cuda.row_plan(row, args, out, lse)
+        args, out, lse = _call(point, q, k, v)
         given = tensors_of(args) | {"out": out, "lse": lse}
         executor.execute(plan, given, scalars_of(args), executor.Splits(1, num_multiprocessors), arch.name)
         return out
 
     return Attend(call, detail=f"tile {trial.name}")
+
+
+def _call(point: Point, q: Tensor, k: Tensor, v: Tensor) -> tuple[AttentionArgs, Tensor, Tensor]:
+    """The arguments of a call, and room for out and lse."""
+    args = AttentionArgs(q, k, v, causal="top_left" if point.is_causal else "none")
+    return args, torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
