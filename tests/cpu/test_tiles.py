@@ -29,6 +29,7 @@ from flashtile.kernels.spec import Features, Row
 from flashtile.ladder import counters
 from flashtile.ladder.rows import Counters
 from flashtile.runtime import cache
+from flashtile.runtime.nvrtc import CompileError
 from flashtile.tiles import command, figures, study, tables
 from flashtile.tiles.rows import TileRow
 from flashtile.tiles.study import FAMILIES, Family, TileUse, Trial
@@ -106,6 +107,18 @@ def test_a_call_launches_the_tile(family: Family, num_blocks: int, monkeypatch: 
     inputs = point.make("cpu", 0)
     assert trial.provider().build(point, inputs).call(inputs.q, inputs.k, inputs.v).shape == inputs.q.shape
     assert launched == [(trial.step(is_causal=True), num_blocks)]  # of a persistent grid, one for each multiprocessor
+
+
+def test_a_tile_that_does_not_compile_is_left_to_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def fail(unit: str, entry: str, arch: str) -> None:
+        asked.append(entry)
+        raise CompileError("no such tile")
+
+    monkeypatch.setattr(executor, "function", fail)
+    study.compile_all([replace(SM90, rows=SM90.rows[:2])], HOPPER)
+    assert len(asked) == 4
 
 
 def test_names_are_found_again_by_the_process_under_the_profiler() -> None:

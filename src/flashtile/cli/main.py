@@ -121,7 +121,7 @@ def bench(
             job = bench_command.prepare_compare(*compare, out, as_json)
         else:
             job = (tiles_command if tiles else bench_command).prepare(options, sys.argv[1:])
-    except (ValueError, TypeError, Unsupported, CompileError) as error:
+    except (ValueError, TypeError, Unsupported) as error:
         typer.secho(str(error), err=True, fg=typer.colors.RED)
         raise typer.Exit(2) from error
     raise typer.Exit(job())

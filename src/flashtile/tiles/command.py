@@ -117,7 +117,7 @@ class Run:
         return {call.provider: one for call, one in zip(calls, found, strict=True)}, ""
 
     def _row(self, trial: Trial, row: Row, counted: Counters, why: str, peer: str, peer_tflops: float | None) -> TileRow:
-        use = None if trial.why_not(self.arch) else trial.facts(row.is_causal, self.arch)
+        use = None if row.status == "refused" else trial.facts(row.is_causal, self.arch)
         spills = None if use is None else use.resources.spill_store_bytes + use.resources.spill_load_bytes
         return TileRow(
             kernel=trial.row.kernel,
