@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtile import ops
 from flashtile.arguments import Causal, Window, attention_args, autocast, kvcache_args, varlen_args
-from flashtile.backends import kvcache, registry
+from flashtile.backends import kvcache, native, registry
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.backends.registry import Explanation
 from flashtile.errors import Unsupported, renamed, type_error, unsupported
@@ -61,10 +61,17 @@ def attention(
 
     Returns out in q's layout, or (out, lse). docs/semantics.md has the formulas.
     """
-    q, k, v, bias = autocast(q, k, v, bias)
-    args = attention_args(
-        q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic, layout, backend
-    )
+    args = None
+    if not torch.compiler.is_compiling():
+        # Taken apart in C++ where there is nothing to change: this stands on the path of every call
+        args = native.arguments(
+            q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic, layout, backend
+        )
+    if args is None:
+        q, k, v, bias = autocast(q, k, v, bias)
+        args = attention_args(
+            q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic, layout, backend
+        )
     out, lse = ops.attend(args)
     return (out, lse) if return_lse else out
 

@@ -77,6 +77,11 @@ class Library:
 class Function:
     """A kernel of a loaded cubin, on every device."""
 
+    @property
+    def address(self) -> int:
+        """What the driver knows it by."""
+        return self._handle.value or 0
+
     def __init__(self, symbol: str, handle: c_void_p) -> None:
         self.symbol = symbol
         self._handle = handle
@@ -110,7 +115,7 @@ class Function:
         if status != 0:
             if _ensure_context():
                 status = self._launch(self._handle, *grid, *block, shared_bytes, c_void_p(stream), pointer, None)
-            _check(status, f"cuLaunchKernel of {self.symbol}, grid {grid}, block {block}, {shared_bytes} bytes shared")
+            check(status, f"cuLaunchKernel of {self.symbol}, grid {grid}, block {block}, {shared_bytes} bytes shared")
 
 
 class TensorMap:
@@ -130,7 +135,7 @@ class TensorMap:
         buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _MAP_ALIGNMENT)
         place = -ctypes.addressof(buffer) % _MAP_ALIGNMENT
         status = self._encode(c_void_p(ctypes.addressof(buffer) + place), *self._kind, c_void_p(address), *self._layout)
-        _check(status, f"cuTensorMapEncodeTiled of {self._text}, address {address:#x}")
+        check(status, f"cuTensorMapEncodeTiled of {self._text}, address {address:#x}")
         return buffer.raw[place : place + TENSOR_MAP_BYTES]
 
 
@@ -174,6 +179,11 @@ def l2_bytes(device_index: int) -> int:
     return attribute(device_index, "l2_bytes")
 
 
+def library() -> str:
+    """The file of the driver."""
+    return _LIBRARY
+
+
 @functools.cache
 def _driver() -> ctypes.CDLL:
     way_out = "Install an NVIDIA driver of version 525 or newer"
@@ -190,10 +200,11 @@ def _driver() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: object) -> None:
-    _check(getattr(_driver(), name)(*arguments), name)
+    check(getattr(_driver(), name)(*arguments), name)
 
 
-def _check(status: int, what: str) -> None:
+def check(status: int, what: str) -> None:
+    """Raises what a call into the driver returned, unless it is 0."""
     if status != 0:
         raise DriverError(f"{what} failed: {_describe(_driver(), status)}")
 
