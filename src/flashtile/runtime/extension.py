@@ -104,7 +104,7 @@ def open_executor(device_type: str) -> str | None:
             torch._C._are_functorch_transforms_active,
             lambda: forward_ad._current_level >= 0,
         )
-        exchange = torch.Tensor.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
+        exchange = torch.Tensor.__dlpack_c_exchange_api__
     except AttributeError as error:
         return f"torch {torch.__version__} has no {error.name}"
     dtypes = tuple(getattr(torch, name) for name in DTYPES)
