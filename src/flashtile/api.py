@@ -72,7 +72,7 @@ def attention(
         args = attention_args(
             q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic, layout, backend
         )
-    out, lse = ops.attend(args)
+    out, lse = ops.attend(args, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -120,7 +120,7 @@ def attention_varlen(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, block_table, causal, window, scale),
         *(mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic, layout, backend),
     )
-    out, lse = ops.attend(args)
+    out, lse = ops.attend(args, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -174,7 +174,7 @@ def attention_kvcache(
         call_as(names, _check_ahead, args, append)
         call_as(row_names, ops.append_kv, *append)
         args = args._replace(q=append.turn(args), seqused_k=append.cache_seqlens + append.k.shape[row_axis(layout)])
-    out, lse = call_as(names, ops.attend, args)
+    out, lse = call_as(names, ops.attend, args, return_lse)
     return (out, lse) if return_lse else out
 
 

@@ -233,7 +233,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, values: tuple[Any, ...]) -> Any:
         args = (*values[:-2], True, ctx.needs_input_grad[3])
-        out, lse = native.attend(args) or _forward_below_autograd(args)
+        out, lse = native.attend(args, True) or _forward_below_autograd(args)
         ctx.save_for_backward(*args[:NUM_TENSORS], out, lse)
         ctx.others = args[NUM_TENSORS:]
         ctx.set_materialize_grads(False)
@@ -275,11 +275,12 @@ def is_transformed() -> bool:
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
-def attend(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """The forward op as the public functions call it: below autograd at once where nothing requires grad."""
+def attend(args: tuple[Any, ...], wants_lse: bool = True) -> tuple[Tensor, Tensor]:
+    """The forward op as the public functions call it: below autograd at once where nothing requires grad. Without wants_lse there may be
+    none."""
     if torch.compiler.is_compiling():
         return forward(*args)
-    served = native.attend(args)
+    served = native.attend(args, wants_lse)
     if served is True:
         return _apply(args[0], args[1], args[2], args[3], args[6], args)
     if served:

@@ -371,6 +371,19 @@ def test_a_kernel_that_was_not_needed_yet_is_made_when_it_is(served: list[str]) 
     assert len(served) == 2
 
 
+def test_what_is_returned_belongs_to_the_caller_alone(served: list[str]) -> None:
+    q, k, v = make(2, 4, 64, 64)
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    alone, dout = torch.empty(1)._use_count(), torch.randn(2, 4, 64, 64, dtype=torch.bfloat16)
+    for _ in range(2):
+        with torch.no_grad():
+            out, lse = flashtile.attention(q, k, v, return_lse=True)
+            without = flashtile.attention(q, k, v)
+        grads = torch.autograd.grad(flashtile.attention(*leaves), leaves, dout)
+    assert len(served) == 3
+    assert [tensor._use_count() for tensor in (out, lse, without, *grads)] == [alone] * 6
+
+
 def test_both_passes(served: list[str]) -> None:
     q, k, v = make(2, 4, 64, 64, requires_grad=True)
     dout = torch.randn(2, 4, 64, 64, dtype=torch.bfloat16)
@@ -547,9 +560,9 @@ def test_whoever_listens_hears_the_op(served: list[str]) -> None:
         flashtile.attention(torch.autograd.forward_ad.make_dual(q, k), k, v)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert flashtile.attention(q.float(), k.float(), v.float()).dtype == torch.bfloat16
-    assert native.attend(tuple(AttentionArgs(q, k, v.as_subclass(Sub)))) is None
-    assert native.attend(tuple(AttentionArgs(q, k, v, causal="sideways"))) is None
-    assert isinstance(native.attend(tuple(AttentionArgs(q, k, v))), tuple)
+    assert native.attend(tuple(AttentionArgs(q, k, v.as_subclass(Sub))), True) is None
+    assert native.attend(tuple(AttentionArgs(q, k, v, causal="sideways")), True) is None
+    assert isinstance(native.attend(tuple(AttentionArgs(q, k, v)), True), tuple)
 
 
 def test_tracing_goes_through_the_op(served: list[str]) -> None:

@@ -148,11 +148,12 @@ def test_forward_and_backward_in_a_graph() -> None:
 def test_a_cache_is_appended_to_by_both_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     k, v = (torch.randn(2, 1, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     angles = torch.rand(64, 16, device="cuda")
+    cos, sin = angles.cos(), angles.sin()
     lengths = torch.tensor([3, 9], dtype=torch.int32, device="cuda")
 
     def call() -> torch.Tensor:
         caches = torch.zeros(2, 2, 32, 4, 64, device="cuda", dtype=torch.bfloat16)
-        ops.append_kv(caches[0], caches[1], k, v, lengths, None, angles.cos(), angles.sin(), True, "bshd")
+        ops.append_kv(caches[0], caches[1], k, v, lengths, None, cos, sin, True, "bshd")
         return caches
 
     call()

@@ -92,7 +92,7 @@ def open_executor(device_type: str) -> str | None:
     """From now on calls on such devices are served. Why they cannot be, or None."""
     try:
         internals = (
-            torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr,
+            torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs,
             driver.check,
             torch._C._get_deterministic_algorithms,
             torch._C._get_float32_matmul_precision,

@@ -98,7 +98,7 @@ struct Plan::Filled {
   alignas(64) u8 image[kMaxImageBytes];
   i64 values[kMaxValues];
   i64 offsets[kMaxValues];  // of the workspaces
-  Owned workspace;
+  Scratch workspace;
   u8* base = nullptr;  // of the workspaces, or null
 };
 
@@ -208,12 +208,8 @@ bool Plan::allocate(Call& call, Owned* owned, Filled& filled) const {
     end += divide_up(bytes, kWorkspaceAlignment) * kWorkspaceAlignment;
   }
   if (end == 0) return true;
-  View room;
-  room.sizes[kMaxDim - 1] = end, room.strides[kMaxDim - 1] = 1;
-  room.dim = 1, room.dtype = Dtype::kUint8, room.device = call.device;
-  if (!filled.workspace.allocate(room)) return false;
-  filled.base = static_cast<u8*>(room.data);
-  return true;
+  filled.base = static_cast<u8*>(filled.workspace.allocate(end, call.device));
+  return filled.base != nullptr;
 }
 
 bool Plan::fill(const Call& call, Filled& filled) const {

@@ -64,7 +64,7 @@ struct State {
   Driver driver;
   i32 device_type = 0;  // of the tensors that are served
   PyObject *tensor_type = nullptr, *parameter_type = nullptr;
-  PyObject* wrap = nullptr;              // from a capsule with a tensor's handle to the tensor
+  PyObject* wrap = nullptr;              // from a list of capsules with tensors' handles, which it takes, to a list of the tensors
   PyObject* fail = nullptr;              // raises for (status, text)
   PyObject* is_deterministic = nullptr;  // torch's switch
   PyObject* matmul_precision = nullptr;  // torch's switch
@@ -283,13 +283,33 @@ class OnDevice {
   DeviceGuardHandle guard_ = nullptr;
 };
 
-PyObject* wrapped(Owned& tensor) {
-  if (tensor.get() == nullptr) Py_RETURN_NONE;
-  PyObject* capsule = PyCapsule_New(tensor.release(), nullptr, nullptr);
-  if (capsule == nullptr) return nullptr;
-  PyObject* result = PyObject_CallFunctionObjArgs(state.wrap, capsule, nullptr);
-  Py_DECREF(capsule);
-  return result;
+// A tuple of the tensors as Python knows them, None where there is none.
+PyObject* wrapped(Owned* tensors, i32 count) {
+  PyObject* handles = PyList_New(0);
+  if (handles == nullptr) return nullptr;
+  bool is_there[kMaxTensors] = {};
+  for (i32 place = 0; place < count; ++place) {
+    is_there[place] = tensors[place].get() != nullptr;
+    if (!is_there[place]) continue;
+    PyObject* handle = PyCapsule_New(tensors[place].get(), nullptr, nullptr);
+    bool is_added = handle != nullptr && PyList_Append(handles, handle) == 0;
+    Py_XDECREF(handle);
+    if (!is_added) {
+      Py_DECREF(handles);
+      return nullptr;
+    }
+  }
+  for (i32 place = 0; place < count; ++place) tensors[place].release();
+  PyObject* made = PyObject_CallFunctionObjArgs(state.wrap, handles, nullptr);
+  Py_DECREF(handles);
+  PyObject* results = made == nullptr ? nullptr : PyTuple_New(count);
+  for (i32 place = 0, next = 0; results != nullptr && place < count; ++place) {
+    PyObject* tensor = is_there[place] ? PyList_GetItem(made, next++) : Py_None;
+    Py_XINCREF(tensor);
+    if (tensor == nullptr || PyTuple_SetItem(results, place, tensor) != 0) Py_CLEAR(results);
+  }
+  Py_XDECREF(made);
+  return results;
 }
 
 PyObject* failed(const Failure& failure) {
@@ -309,7 +329,7 @@ bool is_heard() {
   return false;
 }
 
-PyObject* serve(Pass pass, PyObject* args) {
+PyObject* serve(Pass pass, PyObject* args, bool wants_lse = true) {
   Request request;
   if (!state.is_open || is_heard()) Py_RETURN_NONE;
   Reading reading = read(pass, args, request);
@@ -323,13 +343,19 @@ PyObject* serve(Pass pass, PyObject* args) {
   }
   i32 first = pass == Pass::kForward ? kOut : kDq, count = pass == Pass::kForward ? 2 : pass == Pass::kBackward ? kNumGrads : 0;
   Owned owned[kMaxTensors];
+  Scratch lse;
   Failure failure;
   Outcome outcome = Outcome::kDone;
   Py_BEGIN_ALLOW_THREADS;
   OnDevice guard(call.device);
   for (i32 place = first; place < first + count; ++place) {
     View& view = call.tensors[place];
-    if (view.is_given() && !owned[place].allocate(view)) outcome = Outcome::kNotServed;
+    if (place == kLse && !wants_lse) {
+      view.data = lse.allocate(view.numel() * size_of(view.dtype), call.device);
+      if (view.data == nullptr) outcome = Outcome::kNotServed;
+    } else if (view.is_given() && !owned[place].allocate(view)) {
+      outcome = Outcome::kNotServed;
+    }
   }
   // A gradient that a plan needs room for and nobody wants is not returned
   bool is_returned[kMaxTensors] = {};
@@ -342,15 +368,7 @@ PyObject* serve(Pass pass, PyObject* args) {
   if (outcome == Outcome::kNotServed) Py_RETURN_NONE;
   if (outcome == Outcome::kIncomplete) Py_RETURN_FALSE;
   if (outcome == Outcome::kFailed) return failed(failure);
-  PyObject* results = PyTuple_New(count);
-  for (i32 place = 0; results != nullptr && place < count; ++place) {
-    PyObject* tensor = wrapped(owned[first + place]);
-    if (tensor == nullptr || PyTuple_SetItem(results, place, tensor) != 0) {
-      Py_DECREF(results);
-      return nullptr;
-    }
-  }
-  return results;
+  return wrapped(owned + first, count);
 }
 
 PyObject* forward(PyObject*, PyObject* args) { return serve(Pass::kForward, args); }
@@ -363,10 +381,12 @@ PyObject* backward(PyObject*, PyObject* args) {
 
 PyObject* append_kv(PyObject*, PyObject* args) { return serve(Pass::kAppend, args); }
 
-// The forward pass as the public functions call it, above autograd.
-PyObject* attend(PyObject*, PyObject* args) {
-  if (!state.is_open || !is_tuple_of(args, kNumArguments)) Py_RETURN_NONE;
-  if (!aoti_torch_grad_mode_is_enabled()) return serve(Pass::kForward, args);
+// The forward pass as the public functions call it, above autograd: (arguments, whether lse is wanted).
+PyObject* attend(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (!state.is_open || count != 2 || !is_tuple_of(given[0], kNumArguments)) Py_RETURN_NONE;
+  PyObject* args = given[0];
+  bool wants_lse = given[1] != Py_False;
+  if (!aoti_torch_grad_mode_is_enabled()) return serve(Pass::kForward, args, wants_lse);
   bool needs_grad = false;
   for (i32 place = 0; place <= kSinks; ++place) {
     PyObject* tensor = PyTuple_GetItem(args, place);
@@ -377,7 +397,7 @@ PyObject* attend(PyObject*, PyObject* args) {
     needs_grad = needs_grad || answer == Py_True;
     Py_DECREF(answer);
   }
-  if (!needs_grad) return serve(Pass::kForward, args);
+  if (!needs_grad) return serve(Pass::kForward, args, wants_lse);
   if (is_heard()) Py_RETURN_NONE;
   for (i32 place = 0; place < kNumInputs; ++place) {
     View view;
@@ -500,7 +520,7 @@ PyObject* close_executor(PyObject*, PyObject*) {
 }
 
 PyMethodDef kMethods[] = {
-    {"attend", attend, METH_O, nullptr},
+    {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attend)), METH_FASTCALL, nullptr},
     {"forward", forward, METH_O, nullptr},
     {"backward", backward, METH_O, nullptr},
     {"append_kv", append_kv, METH_O, nullptr},

@@ -79,4 +79,20 @@ class Owned {
   AtenTensorHandle handle_ = nullptr;
 };
 
+// Memory for one call: it lives until the launches are queued, no longer, since torch's allocator orders reuse on the same stream.
+class Scratch {
+ public:
+  Scratch() = default;
+  ~Scratch();
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  // On the current stream of the device, which is the current one. Null where torch gives none.
+  void* allocate(i64 bytes, Device device);
+
+ private:
+  void* raw_ = nullptr;  // from the caching allocator itself
+  Owned owned_;          // where that cannot be reached
+};
+
 }  // namespace flashtile
