@@ -133,7 +133,7 @@ def flat(launch: Launch, values: dict[str, int], tensors: Sequence[str], scalars
         kernel = None
         if executor.num_blocks(step, values) > 0:
             kernel = executor.function(step.unit, step.entry, launch.arch)
-        numbers += [1, 0 if kernel is None else kernel.address, len(step.grid)]
+        numbers += [1, 0 if kernel is None else kernel.address(launch.device_index), len(step.grid)]
         numbers += [number for name, divisor in step.grid for number in (value_names.index(name), divisor)]
         numbers += [step.num_threads, step.shared_bytes, step.is_for_splits, step.is_persistent]
         symbols.append(step.name if kernel is None else kernel.symbol)
