@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from flashtile import ops
 from flashtile.arguments import Causal, Window, attention_args, autocast, kvcache_args, varlen_args
@@ -61,18 +62,21 @@ def attention(
 
     Returns out in q's layout, or (out, lse). docs/semantics.md has the formulas.
     """
-    args = None
-    if not torch.compiler.is_compiling():
-        # Taken apart in C++ where there is nothing to change: this stands on the path of every call
-        args = native.arguments(
-            q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic, layout, backend
-        )
-    if args is None:
+    found = None
+    if not is_compiling():
+        # In C++ where there is nothing to change: this is the path of most calls
+        found = native.attention(
+            q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic,
+            layout, backend, return_lse,
+        )  # fmt: skip
+    if found is None:
         q, k, v, bias = autocast(q, k, v, bias)
-        args = attention_args(
+        found = attention_args(
             q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic, layout, backend
         )
-    out, lse = ops.attend(args, return_lse)
+    if len(found) == 1:
+        found = ops.differentiable(found[0])
+    out, lse = found if len(found) == 2 else ops.attend(found, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -234,7 +238,7 @@ def _check_inference(**tensors: Tensor | None) -> None:
 
 def _check_ahead(args: AttentionArgs, append: AppendArgs) -> None:
     """What the read after the append would refuse."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     registry.select(Problem.of(args), args.backend)
     if args.q.device.type == "cpu" or is_checking():
@@ -244,7 +248,7 @@ def _check_ahead(args: AttentionArgs, append: AppendArgs) -> None:
 
 def call_as(names: dict[str, str], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a function and words its refusals with the caller's argument names."""
-    if torch.compiler.is_compiling() or not names:
+    if is_compiling() or not names:
         return function(*args, **kwargs)
     try:
         return function(*args, **kwargs)

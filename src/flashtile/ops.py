@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from flashtile.backends import cuda, kvcache, native, reference, registry
 from flashtile.backends.base import Backend, BoundForward, GradNeeds, Grads
@@ -227,28 +228,32 @@ torch.library.register_fake("flashtile::append_kv", _append_kv_fake, lib=_librar
 _DIFFERENTIABLE = [AttentionArgs._fields.index(name) for name in ("q", "k", "v", "bias", "sinks")]
 
 
+_NO_OPTIONS = (None,) * (NUM_TENSORS - 3)
+
+
 class _Attention(torch.autograd.Function):
-    """Of the inputs that have a gradient, and of all arguments once more: each input of a Function costs time."""
+    """Of the inputs that have a gradient, and of all arguments once more: each input and each saved tensor costs time."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, values: tuple[Any, ...]) -> Any:
         args = (*values[:-2], True, ctx.needs_input_grad[3])
         out, lse = native.attend(args, True) or _forward_below_autograd(args)
-        ctx.save_for_backward(*args[:NUM_TENSORS], out, lse)
-        ctx.others = args[NUM_TENSORS:]
+        count = 3 if args[3:NUM_TENSORS] == _NO_OPTIONS else NUM_TENSORS
+        ctx.save_for_backward(*args[:count], out, lse)
+        ctx.others = args[count:]
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:-1]
+        args, wanted = (*tensors, *ctx.others), ctx.needs_input_grad[:-1]
         if dout is None:
             dout = torch.zeros_like(out)
-        served = native.backward((dout, dlse, (*tensors, *ctx.others), out, lse, wanted))
+        served = native.backward((dout, dlse, args, out, lse, wanted))
         if served:
             return *served, None
-        grads = backward(dout, dlse, *tensors, *ctx.others, out, lse, wanted)
+        grads = backward(dout, dlse, *args, out, lse, wanted)
         return *(grad if is_wanted else None for grad, is_wanted in zip(grads, wanted, strict=True)), None
 
 
@@ -275,14 +280,20 @@ def is_transformed() -> bool:
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
+def differentiable(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """The forward op with its place in the graph, where nobody but autograd listens."""
+    result: tuple[Tensor, Tensor] = _apply(args[0], args[1], args[2], args[3], args[6], args)
+    return result
+
+
 def attend(args: tuple[Any, ...], wants_lse: bool = True) -> tuple[Tensor, Tensor]:
     """The forward op as the public functions call it: below autograd at once where nothing requires grad. Without wants_lse there may be
     none."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return forward(*args)
     served = native.attend(args, wants_lse)
     if served is True:
-        return _apply(args[0], args[1], args[2], args[3], args[6], args)
+        return differentiable(args)
     if served:
         return served
     if requires_grad(args[:7]) or is_transformed():

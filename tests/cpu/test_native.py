@@ -287,6 +287,26 @@ def test_rows_that_overlap_and_gradients_of_odd_memory(recorder: Recorder) -> No
             assert differences(launch, one, other, GRADS) == [], (q.stride(), wanted)
 
 
+def test_lse_that_nobody_wants_has_room_of_its_own(recorder: Recorder) -> None:
+    for changes in ({}, {"num_splits": 1}):
+        args = Case(**{**{name: getattr(PLAIN, name) for name in PLAIN.__dataclass_fields__}, **changes}).make(0).args
+        launch = cuda.forward_launch(args, *ops.empty_outputs(args))
+        one, other = by_python(recorder, launch, ()), by_cpp(recorder, native.FORWARD, tuple(args), launch)
+        assert other is not None
+        recorder.reset(len(launch.plan.image))
+        out, lse = native.attend(tuple(args), False)
+        assert lse is None
+        offsets = {patch.rule.name: patch.offset for patch in launch.plan.patches if isinstance(patch.rule, plans.Pointer)}
+        allocated = [name for name in offsets if name in ("out", "lse") or name in [workspace.name for workspace in launch.plan.workspaces]]
+        for (_, image), (_, expected) in zip(recorder.launches(), one.launches, strict=True):
+            addresses = [int.from_bytes(image[offsets[name] : offsets[name] + 8], "little") for name in allocated]
+            assert len(set(addresses) - {0}) == (2 if changes else len(allocated))
+            assert addresses[allocated.index("out")] == out.data_ptr()
+            for name in allocated:
+                image[offsets[name] : offsets[name] + 8] = expected[offsets[name] : offsets[name] + 8] = bytes(8)
+            assert image == expected
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("is_paged", [False, True])
 @pytest.mark.parametrize("rotary", [None, torch.float32, torch.bfloat16])
@@ -490,7 +510,7 @@ def test_bad_input_is_refused_in_the_same_words(served: list[str], monkeypatch: 
     calls = wrong_calls()
     for _ in range(2):
         found = {name: outcome(call) for name, call in calls}
-    for name in ("arguments", "attend", "forward", "backward", "append_kv"):
+    for name in ("attention", "attend", "forward", "backward", "append_kv"):
         monkeypatch.setattr(native, name, native._unserved)
     monkeypatch.setattr(native, "missing", lambda: "Python")
     expected = {name: outcome(call) for name, call in calls}

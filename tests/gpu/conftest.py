@@ -48,7 +48,7 @@ def has_backward(case: Case) -> bool:
 
 def use_python(patch: pytest.MonkeyPatch) -> None:
     """Every call goes through the Python executor, and the C++ one learns nothing."""
-    for name in ("arguments", "attend", "forward", "backward", "append_kv"):
+    for name in ("attention", "attend", "forward", "backward", "append_kv"):
         patch.setattr(native, name, native._unserved)
     patch.setattr(native, "missing", lambda: "a test wants the Python executor")
 

@@ -36,8 +36,9 @@ def _function(name: str) -> Callable[..., Any]:
 # Each takes the arguments of an op as a tuple and returns its results in a tuple, or: None where Python has to serve the call, False where
 # it also has to make the plan, True (attend alone) where the call is to be differentiated
 attend, forward, backward, append_kv = (_function(name) for name in ("attend", "forward", "backward", "append_kv"))
-# What `flashtile.attention` was given as the arguments of the op, or None where they need a closer look
-arguments = _function("arguments")
+# `flashtile.attention`: its two results; or the arguments of the op, in a tuple of their own where it is to be differentiated; or None
+# where what it was given needs a closer look
+attention = _function("attention")
 
 
 @functools.cache
@@ -48,6 +49,8 @@ def missing() -> str | None:
         raise value_error(_SWITCH, repr(wanted), "c++ or python", "Unset it")
     if wanted == "python":
         return f"{_SWITCH}=python"
+    if extension.missing() is None and _unserved in (attention, attend, forward, backward, append_kv):
+        return "the C++ extension was built from other sources; `pip install .` builds it anew"
     return extension.missing() or extension.open_executor("cuda")
 
 

@@ -220,12 +220,12 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
   return true;
 }
 
-bool prepare_append(bool is_bshd, bool is_interleaved, Call& call, Key& key) {
+bool prepare_append(const Options& options, Call& call, Key& key) {
   const View *tensors = call.tensors, &k = tensors[kNewK], &v = tensors[kNewV], &k_cache = tensors[kKCache], &v_cache = tensors[kVCache];
   const View &table = tensors[kTable], &cos = tensors[kRotaryCos], &sin = tensors[kRotarySin];
   call.device = k_cache.device;
   if (!is_on_one_device(call, kNumAppendTensors)) return false;
-  Axes axes = axes_of(is_bshd);
+  Axes axes = axes_of(options.is_bshd);
   for (i32 place : {kKCache, kVCache, kNewK, kNewV}) {
     if (tensors[place].dim != kMaxDim || tensors[place].numel() == 0) return false;
   }
@@ -241,10 +241,10 @@ bool prepare_append(bool is_bshd, bool is_interleaved, Call& call, Key& key) {
   if (tensors[kCacheSeqlens].size(-1) != k.size(-4) || (table.is_given() && (table.size(-2) != k.size(-4) || table.numel() == 0))) return false;
   if (cos.is_given() != sin.is_given()) return false;
   if (cos.is_given() && (2 * cos.size(-1) > k.size(-1) || !has_sizes_of(cos, sin) || cos.numel() == 0)) return false;
-  call.scalars[0] = is_interleaved;
+  call.scalars[0] = options.is_interleaved;
   key.pass = Pass::kAppend;
   note_tensors(call, kNumAppendTensors, key);
-  key.flags = is_bshd;
+  key.flags = options.is_bshd;
   return true;
 }
 

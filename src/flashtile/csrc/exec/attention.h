@@ -50,6 +50,7 @@ struct Options {
   bool needs_grad = false, needs_bias_grad = false;
   char matmul_precision = 0;         // the first letter of torch's switch, for float32
   bool is_wanted[kNumGrads] = {};  // of a backward pass
+  bool is_interleaved = false;       // of an append
 };
 
 // What a device is: what selection looks at beside the call.
@@ -75,6 +76,6 @@ inline bool operator==(const Key& a, const Key& b) { return std::memcmp(&a, &b, 
 // Checks a call of the two passes, fills its numbers and lays out the tensors it returns. False: not served.
 bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& call, Key& key);
 // The same for append_kv, which returns nothing.
-bool prepare_append(bool is_bshd, bool is_interleaved, Call& call, Key& key);
+bool prepare_append(const Options& options, Call& call, Key& key);
 
 }  // namespace flashtile

@@ -98,8 +98,9 @@ struct Plan::Filled {
   alignas(64) u8 image[kMaxImageBytes];
   i64 values[kMaxValues];
   i64 offsets[kMaxValues];  // of the workspaces
-  Scratch workspace;
-  u8* base = nullptr;  // of the workspaces, or null
+  bool has_workspaces;
+  Scratch room;
+  u8* base = nullptr;  // of the room
 };
 
 Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& names) : image_(std::move(image)) {
@@ -197,18 +198,25 @@ bool Plan::allocate(Call& call, Owned* owned, Filled& filled) const {
     lay_out_like(call.tensors[operand.like], view);
     if (!owned[operand.tensor].allocate(view)) return false;
   }
-  if (split_rows_ != 0 && filled.values[kNumSplits] == 1) return true;
   i64 end = 0;
-  for (size_t place = 0; place < workspaces_.size(); ++place) {
+  auto place_bytes = [&](i64 bytes) {
+    i64 start = end;
+    end += divide_up(bytes, kWorkspaceAlignment) * kWorkspaceAlignment;
+    return start;
+  };
+  View* unwanted = call.unwanted < 0 ? nullptr : &call.tensors[call.unwanted];
+  if (unwanted != nullptr) place_bytes(unwanted->numel() * size_of(unwanted->dtype));
+  filled.has_workspaces = split_rows_ == 0 || filled.values[kNumSplits] > 1;
+  for (size_t place = 0; filled.has_workspaces && place < workspaces_.size(); ++place) {
     i64 bytes = workspaces_[place].element_bytes;
     for (i32 value : workspaces_[place].values) {
       if (!multiply(bytes, filled.values[value])) return false;
     }
-    filled.offsets[place] = end;
-    end += divide_up(bytes, kWorkspaceAlignment) * kWorkspaceAlignment;
+    filled.offsets[place] = place_bytes(bytes);
   }
   if (end == 0) return true;
-  filled.base = static_cast<u8*>(filled.workspace.allocate(end, call.device));
+  filled.base = static_cast<u8*>(filled.room.allocate(end, call.device));
+  if (unwanted != nullptr) unwanted->data = filled.base;
   return filled.base != nullptr;
 }
 
@@ -220,7 +228,7 @@ bool Plan::fill(const Call& call, Filled& filled) const {
     if (patch.code == 'P') {
       // A workspace that is not needed stays null
       void* address = call.tensors[rule.index].data;
-      if (rule.kind == RuleKind::kWorkspace) address = filled.base == nullptr ? nullptr : filled.base + filled.offsets[rule.index];
+      if (rule.kind == RuleKind::kWorkspace) address = filled.has_workspaces ? filled.base + filled.offsets[rule.index] : nullptr;
       std::memcpy(place, &address, sizeof(address));
       continue;
     }

@@ -20,6 +20,7 @@ struct Call {
   View tensors[kMaxTensors];
   double scalars[kMaxScalars] = {};
   i64 asked_splits = 0;  // 0: the plan's choice
+  i32 unwanted = -1;     // a tensor that is written and not returned: it has its room among the workspaces
   Device device;
   void* stream = nullptr;
 };

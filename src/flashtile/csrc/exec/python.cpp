@@ -76,7 +76,7 @@ struct State {
 State state;
 Plans plans;
 Gpu gpus[kMaxGpus];
-PyObject *text_requires_grad, *text_none, *text_top_left, *text_bottom_right;
+PyObject *text_requires_grad, *text_none, *text_top_left, *text_bottom_right, *unbounded, *zero;
 
 // Arguments
 
@@ -171,16 +171,26 @@ struct Request {
 bool is_tuple_of(PyObject* value, Py_ssize_t size) { return PyTuple_Check(value) && PyTuple_Size(value) == size; }
 
 // The arguments of flashtile::forward (problem.py: AttentionArgs).
-bool read_attention(PyObject* args, Request& request) {
-  if (!is_tuple_of(args, kNumArguments)) return false;
+struct Arguments {
+  PyObject* values[kNumArguments];
+
+  // False where it is no tuple of them.
+  bool take(PyObject* tuple) {
+    if (!is_tuple_of(tuple, kNumArguments)) return false;
+    for (i32 place = 0; place < kNumArguments; ++place) values[place] = PyTuple_GetItem(tuple, place);
+    return true;
+  }
+};
+
+bool read_attention(const Arguments& args, Request& request) {
   for (i32 place = 0; place < kNumInputs; ++place) {
-    if (!view_of(PyTuple_GetItem(args, place), request.call.tensors[place])) return false;
+    if (!view_of(args.values[place], request.call.tensors[place])) return false;
   }
   const View& q = request.call.tensors[kQ];
   if (!q.is_given() || !request.call.tensors[kK].is_given() || !request.call.tensors[kV].is_given()) return false;
   if (q.device.type != state.device_type) return false;
   Options& options = request.options;
-  auto argument = [&](i32 place) { return PyTuple_GetItem(args, place); };
+  auto argument = [&](i32 place) { return args.values[place]; };
   if (!length_of(argument(13), options.max_seqlen_q) || !length_of(argument(14), options.max_seqlen_k)) return false;
   options.has_scale = argument(15) != Py_None;
   if (options.has_scale && !number_of(argument(15), options.scale)) return false;
@@ -221,7 +231,8 @@ bool read_attention(PyObject* args, Request& request) {
 
 // (dout, dlse, arguments of the forward pass, out, lse, which gradients)
 bool read_backward(PyObject* args, Request& request) {
-  if (!is_tuple_of(args, 6) || !read_attention(PyTuple_GetItem(args, 2), request)) return false;
+  Arguments forward;
+  if (!is_tuple_of(args, 6) || !forward.take(PyTuple_GetItem(args, 2)) || !read_attention(forward, request)) return false;
   constexpr std::pair<i32, Tensor> kPlaces[] = {{0, kDout}, {1, kDlse}, {3, kOut}, {4, kLse}};
   for (auto [place, tensor] : kPlaces) {
     if (!view_of(PyTuple_GetItem(args, place), request.call.tensors[tensor])) return false;
@@ -237,30 +248,45 @@ bool read_backward(PyObject* args, Request& request) {
   return is_any;
 }
 
+// The arguments of flashtile::append_kv (backends/kvcache.py: AppendArgs).
+bool read_append(PyObject* args, Request& request) {
+  if (!is_tuple_of(args, kNumAppendTensors + 2)) return false;
+  for (i32 place = 0; place < kNumAppendTensors; ++place) {
+    View& view = request.call.tensors[place];
+    if (!view_of(PyTuple_GetItem(args, place), view) || (place < kTable && !view.is_given())) return false;
+  }
+  PyObject *is_interleaved = PyTuple_GetItem(args, kNumAppendTensors), *layout = PyTuple_GetItem(args, kNumAppendTensors + 1);
+  request.options.is_bshd = is_text(layout, "bshd");
+  if (!flag_of(is_interleaved, request.options.is_interleaved) || (!request.options.is_bshd && !is_text(layout, "bhsd"))) return false;
+  return request.call.tensors[kKCache].device.type == state.device_type;
+}
+
 enum class Reading { kFine, kUnserved, kUnknownGpu };
 
-// Everything up to the key of the plan.
-Reading read(Pass pass, PyObject* args, Request& request) {
-  const char* checking = std::getenv("FLASHTILE_CHECK");
-  if (checking != nullptr && checking[0] != '\0' && std::strcmp(checking, "0") != 0) return Reading::kUnserved;
-  if (pass == Pass::kAppend) {
-    bool is_interleaved = false;
-    if (!is_tuple_of(args, kNumAppendTensors + 2)) return Reading::kUnserved;
-    for (i32 place = 0; place < kNumAppendTensors; ++place) {
-      View& view = request.call.tensors[place];
-      if (!view_of(PyTuple_GetItem(args, place), view) || (place < kTable && !view.is_given())) return Reading::kUnserved;
-    }
-    PyObject* layout = PyTuple_GetItem(args, kNumAppendTensors + 1);
-    bool is_bshd = is_text(layout, "bshd");
-    if (!flag_of(PyTuple_GetItem(args, kNumAppendTensors), is_interleaved) || (!is_bshd && !is_text(layout, "bhsd"))) return Reading::kUnserved;
-    if (request.call.tensors[kKCache].device.type != state.device_type) return Reading::kUnserved;
-    return prepare_append(is_bshd, is_interleaved, request.call, request.key) ? Reading::kFine : Reading::kUnserved;
-  }
-  if (!(pass == Pass::kForward ? read_attention(args, request) : read_backward(args, request))) return Reading::kUnserved;
+// From what was read to the key of the plan.
+Reading prepare(Pass pass, Request& request) {
+  Gpu gpu;
+  if (pass == Pass::kAppend) return prepare_append(request.options, request.call, request.key) ? Reading::kFine : Reading::kUnserved;
   i32 index = request.call.tensors[kQ].device.index;
   if (index < 0 || index >= kMaxGpus) return Reading::kUnserved;
-  if (gpus[index].num_multiprocessors == 0) return Reading::kUnknownGpu;
-  return prepare_attention(pass, request.options, gpus[index], request.call, request.key) ? Reading::kFine : Reading::kUnserved;
+  gpu = gpus[index];
+  if (gpu.num_multiprocessors == 0) return Reading::kUnknownGpu;
+  return prepare_attention(pass, request.options, gpu, request.call, request.key) ? Reading::kFine : Reading::kUnserved;
+}
+
+// FLASHTILE_CHECK=1: Python reads and checks index tensors in every call.
+bool is_checking() {
+  const char* value = std::getenv("FLASHTILE_CHECK");
+  return value != nullptr && value[0] != '\0' && std::strcmp(value, "0") != 0;
+}
+
+Reading read(Pass pass, PyObject* args, Request& request) {
+  Arguments forward;
+  bool is_read = false;
+  if (pass == Pass::kForward) is_read = forward.take(args) && read_attention(forward, request);
+  if (pass == Pass::kBackward) is_read = read_backward(args, request);
+  if (pass == Pass::kAppend) is_read = read_append(args, request);
+  return is_read && !is_checking() ? prepare(pass, request) : Reading::kUnserved;
 }
 
 // Calls
@@ -329,10 +355,7 @@ bool is_heard() {
   return false;
 }
 
-PyObject* serve(Pass pass, PyObject* args, bool wants_lse = true) {
-  Request request;
-  if (!state.is_open || is_heard()) Py_RETURN_NONE;
-  Reading reading = read(pass, args, request);
+PyObject* run(Pass pass, Request& request, Reading reading, bool wants_lse) {
   if (reading == Reading::kUnserved) Py_RETURN_NONE;
   std::shared_ptr<const Plan> plan = reading == Reading::kUnknownGpu ? nullptr : plans.find(request.key);
   if (plan == nullptr) Py_RETURN_FALSE;
@@ -343,19 +366,14 @@ PyObject* serve(Pass pass, PyObject* args, bool wants_lse = true) {
   }
   i32 first = pass == Pass::kForward ? kOut : kDq, count = pass == Pass::kForward ? 2 : pass == Pass::kBackward ? kNumGrads : 0;
   Owned owned[kMaxTensors];
-  Scratch lse;
   Failure failure;
   Outcome outcome = Outcome::kDone;
+  if (pass == Pass::kForward && !wants_lse) call.unwanted = kLse;
   Py_BEGIN_ALLOW_THREADS;
   OnDevice guard(call.device);
   for (i32 place = first; place < first + count; ++place) {
     View& view = call.tensors[place];
-    if (place == kLse && !wants_lse) {
-      view.data = lse.allocate(view.numel() * size_of(view.dtype), call.device);
-      if (view.data == nullptr) outcome = Outcome::kNotServed;
-    } else if (view.is_given() && !owned[place].allocate(view)) {
-      outcome = Outcome::kNotServed;
-    }
+    if (place != call.unwanted && view.is_given() && !owned[place].allocate(view)) outcome = Outcome::kNotServed;
   }
   // A gradient that a plan needs room for and nobody wants is not returned
   bool is_returned[kMaxTensors] = {};
@@ -371,6 +389,12 @@ PyObject* serve(Pass pass, PyObject* args, bool wants_lse = true) {
   return wrapped(owned + first, count);
 }
 
+PyObject* serve(Pass pass, PyObject* args) {
+  Request request;
+  if (!state.is_open || is_heard()) Py_RETURN_NONE;
+  return run(pass, request, read(pass, args, request), true);
+}
+
 PyObject* forward(PyObject*, PyObject* args) { return serve(Pass::kForward, args); }
 
 // Not where it is to be differentiated itself.
@@ -381,15 +405,12 @@ PyObject* backward(PyObject*, PyObject* args) {
 
 PyObject* append_kv(PyObject*, PyObject* args) { return serve(Pass::kAppend, args); }
 
-// The forward pass as the public functions call it, above autograd: (arguments, whether lse is wanted).
-PyObject* attend(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  if (!state.is_open || count != 2 || !is_tuple_of(given[0], kNumArguments)) Py_RETURN_NONE;
-  PyObject* args = given[0];
-  bool wants_lse = given[1] != Py_False;
-  if (!aoti_torch_grad_mode_is_enabled()) return serve(Pass::kForward, args, wants_lse);
+// The forward pass as the public functions call it, above autograd.
+PyObject* attend(const Arguments& args, bool wants_lse) {
   bool needs_grad = false;
-  for (i32 place = 0; place <= kSinks; ++place) {
-    PyObject* tensor = PyTuple_GetItem(args, place);
+  if (is_heard()) Py_RETURN_NONE;
+  for (i32 place = 0; place <= kSinks && aoti_torch_grad_mode_is_enabled(); ++place) {
+    PyObject* tensor = args.values[place];
     if (tensor == Py_None) continue;
     if (!is_plain_tensor(tensor)) Py_RETURN_NONE;
     PyObject* answer = PyObject_GetAttr(tensor, text_requires_grad);
@@ -397,20 +418,25 @@ PyObject* attend(PyObject*, PyObject* const* given, Py_ssize_t count) {
     needs_grad = needs_grad || answer == Py_True;
     Py_DECREF(answer);
   }
-  if (!needs_grad) return serve(Pass::kForward, args, wants_lse);
-  if (is_heard()) Py_RETURN_NONE;
-  for (i32 place = 0; place < kNumInputs; ++place) {
-    View view;
-    if (!view_of(PyTuple_GetItem(args, place), view) || (place == kQ && view.device.type != state.device_type)) Py_RETURN_NONE;
-  }
-  Py_RETURN_TRUE;
+  Request request;
+  bool is_read = read_attention(args, request);
+  if (is_read && needs_grad) Py_RETURN_TRUE;
+  return run(Pass::kForward, request, is_read && !is_checking() ? prepare(Pass::kForward, request) : Reading::kUnserved, wants_lse);
 }
 
-// What `flashtile.attention` was given, as the arguments of the op, where arguments.py would change nothing but defaults; else None.
-// (q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic, layout, backend)
-PyObject* arguments(PyObject*, PyObject* const* given, Py_ssize_t count) {
+// (arguments, whether lse is wanted)
+PyObject* attend_arguments(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  Arguments args;
+  if (!state.is_open || count != 2 || !args.take(given[0])) Py_RETURN_NONE;
+  return attend(args, given[1] != Py_False);
+}
+
+// `flashtile.attention`: its two results; or, where they cannot be had here, the arguments of the op, in a tuple of their own where the call
+// is to be differentiated; or None where arguments.py has more to do than to put in defaults. (q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic,
+// layout, backend, whether lse is wanted)
+PyObject* attention(PyObject*, PyObject* const* given, Py_ssize_t count) {
   bool is_autocasting = true;
-  if (!state.is_open || count != 16 || !ask(state.is_autocasting, is_autocasting) || is_autocasting) Py_RETURN_NONE;
+  if (!state.is_open || count != 17 || !ask(state.is_autocasting, is_autocasting) || is_autocasting) Py_RETURN_NONE;
   PyObject *causal = given[3], *window = given[4], *scale = given[5], *mask = given[6], *bias = given[7], *slopes = given[8];
   PyObject *sinks = given[10], *rng_state = given[12], *deterministic = given[13], *layout = given[14], *backend = given[15];
   if (!is_plain_tensor(given[0]) || !is_plain_tensor(given[1]) || !is_plain_tensor(given[2])) Py_RETURN_NONE;
@@ -432,17 +458,22 @@ PyObject* arguments(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (word == nullptr && is_text(causal, "top_left")) word = text_top_left;
   if (word == nullptr && is_text(causal, "bottom_right")) word = text_bottom_right;
   if (word == nullptr) Py_RETURN_NONE;
-  PyObject *unbounded = PyLong_FromLong(-1), *zero = PyLong_FromLong(0);
-  PyObject* values[kNumArguments] = {
-      given[0], given[1], given[2], bias, mask, slopes, sinks, rng_state, Py_None, Py_None, Py_None, Py_None, Py_None, Py_None,
-      Py_None, scale, word, unbounded, unbounded, given[9], given[11], deterministic, zero, Py_None, layout, backend, Py_False, Py_False};
+  const Arguments args = {{given[0],  given[1], given[2],  bias,      mask,      slopes,  sinks,         rng_state, Py_None, Py_None,
+                           Py_None,   Py_None,  Py_None,   Py_None,   Py_None,   scale,   word,          unbounded, unbounded, given[9],
+                           given[11], deterministic, zero, Py_None,   layout,    backend, Py_False,      Py_False}};
+  PyObject* served = attend(args, given[16] != Py_False);
+  if (served == nullptr || PyTuple_Check(served)) return served;
   PyObject* result = PyTuple_New(kNumArguments);
   for (i32 place = 0; result != nullptr && place < kNumArguments; ++place) {
-    Py_INCREF(values[place]);
-    PyTuple_SetItem(result, place, values[place]);
+    Py_INCREF(args.values[place]);
+    PyTuple_SetItem(result, place, args.values[place]);
   }
-  Py_DECREF(unbounded);
-  Py_DECREF(zero);
+  if (result != nullptr && served == Py_True) {
+    PyObject* alone = PyTuple_New(1);
+    if (alone == nullptr || PyTuple_SetItem(alone, 0, result) != 0) return nullptr;
+    result = alone;
+  }
+  Py_DECREF(served);
   return result;
 }
 
@@ -456,7 +487,7 @@ PyObject* learn(PyObject*, PyObject* args) {
   Py_ssize_t num_bytes = 0, image_bytes = 0;
   if (!PyArg_ParseTuple(args, "iOy#y#s", &pass, &arguments, &numbers, &num_bytes, &image, &image_bytes, &names)) return nullptr;
   Request request;
-  if (read(static_cast<Pass>(pass), arguments, request) != Reading::kFine) Py_RETURN_FALSE;
+  if (!state.is_open || read(static_cast<Pass>(pass), arguments, request) != Reading::kFine) Py_RETURN_FALSE;
   std::vector<i64> values(static_cast<size_t>(num_bytes) / sizeof(i64));
   std::memcpy(values.data(), numbers, values.size() * sizeof(i64));
   try {
@@ -520,11 +551,11 @@ PyObject* close_executor(PyObject*, PyObject*) {
 }
 
 PyMethodDef kMethods[] = {
-    {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attend)), METH_FASTCALL, nullptr},
+    {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attend_arguments)), METH_FASTCALL, nullptr},
+    {"attention", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attention)), METH_FASTCALL, nullptr},
     {"forward", forward, METH_O, nullptr},
     {"backward", backward, METH_O, nullptr},
     {"append_kv", append_kv, METH_O, nullptr},
-    {"arguments", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(arguments)), METH_FASTCALL, nullptr},
     {"learn", learn, METH_VARARGS, nullptr},
     {"forget", forget, METH_NOARGS, nullptr},
     {"num_plans", num_plans, METH_NOARGS, nullptr},
@@ -550,6 +581,8 @@ bool add_executor(PyObject* module) {
   text_none = PyUnicode_InternFromString("none");
   text_top_left = PyUnicode_InternFromString("top_left");
   text_bottom_right = PyUnicode_InternFromString("bottom_right");
+  unbounded = PyLong_FromLong(-1);
+  zero = PyLong_FromLong(0);
   return PyModule_AddFunctions(module, kMethods) == 0 && add_names(module, "TENSORS", kTensorNames) &&
          add_names(module, "APPEND_TENSORS", kAppendNames) && add_names(module, "SCALARS", kScalarNames) &&
          add_names(module, "APPEND_SCALARS", kAppendScalarNames);
