@@ -62,7 +62,7 @@ def attention(
 
     Returns out in q's layout, or (out, lse). docs/semantics.md has the formulas.
     """
-    found = None
+    found: Any = None
     if not is_compiling():
         # In C++ where there is nothing to change: this is the path of most calls
         found = native.attention(
