@@ -170,7 +170,7 @@ def _backward_problem(args: AttentionArgs, needs: GradNeeds) -> Problem:
 
 
 def _append_kv(*values: Any) -> None:
-    if native.append_kv(values):
+    if isinstance(native.append_kv(values), tuple):  # an empty one
         return
     args = AppendArgs(*values)
     kvcache.validate(args)

@@ -427,6 +427,15 @@ def test_both_passes(served: list[str]) -> None:
         assert len(served) == count + 1  # a call without gradients has a key of its own
 
 
+def test_an_append_is_launched_once(served: list[str], recorder: Recorder) -> None:
+    caches, new = torch.zeros(2, 3, 16, 2, 64), torch.randn(2, 3, 1, 2, 64)
+    for turn in range(3):
+        recorder.reset(0)
+        ops._append_kv(*caches, *new, torch.zeros(3, dtype=torch.int32), None, None, None, True, "bshd")
+        assert len(recorder.launches()) == 1
+        assert len(served) == 1, turn
+
+
 def test_a_backward_pass_that_is_differentiated_is_left_to_python(served: list[str]) -> None:
     q, k, v = make(1, 2, 16, 64, requires_grad=True)
     out, dout = flashtile.attention(q, k, v), torch.randn(1, 2, 16, 64, dtype=torch.bfloat16)

@@ -103,7 +103,9 @@ bool check_broadcast(const View& tensor, const Shape& shape, const Options& opti
 bool check_score_tensors(const Options& options, const Call& call, const Shape& shape) {
   const View *tensors = call.tensors, &slopes = tensors[kAlibiSlopes], &sinks = tensors[kSinks];
   bool is_packed = tensors[kCuSeqlensQ].is_given();
-  if (!check_broadcast(tensors[kBias], shape, options, is_packed) || !check_broadcast(tensors[kMask], shape, options, is_packed)) return false;
+  for (Tensor place : {kBias, kMask}) {
+    if (!check_broadcast(tensors[place], shape, options, is_packed)) return false;
+  }
   if (sinks.is_given() && sinks.size(-1) != shape.heads) return false;
   if (!slopes.is_given()) return true;
   return slopes.size(-1) == shape.heads && (slopes.dim == 1 || slopes.size(-2) == shape.batch);
@@ -210,7 +212,9 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
   note(options.needs_bias_grad);
   note(scale > 0.0);
   bool is_aligned = true, is_apart = true;
-  for (Tensor place : {kQ, kK, kV, kOut, kDout, kDq, kDk, kDv}) is_aligned = is_aligned && (!tensors[place].is_given() || is_wide(tensors[place]));
+  for (Tensor place : {kQ, kK, kV, kOut, kDout, kDq, kDk, kDv}) {
+    is_aligned = is_aligned && (!tensors[place].is_given() || is_wide(tensors[place]));
+  }
   for (Tensor place : {kQ, kK, kV}) is_apart = is_apart && has_own_rows(tensors[place], axes);
   note(is_aligned);
   note(is_apart);
@@ -238,7 +242,8 @@ bool prepare_append(const Options& options, Call& call, Key& key) {
   if (v.size(axes.head) != v_cache.size(axes.head) || v.size(-1) != v_cache.size(-1)) return false;
   if (v.size(-4) != k.size(-4) || v.size(axes.row) != k.size(axes.row)) return false;
   if (!table.is_given() && k_cache.size(-4) != k.size(-4)) return false;
-  if (tensors[kCacheSeqlens].size(-1) != k.size(-4) || (table.is_given() && (table.size(-2) != k.size(-4) || table.numel() == 0))) return false;
+  if (tensors[kCacheSeqlens].size(-1) != k.size(-4)) return false;
+  if (table.is_given() && (table.size(-2) != k.size(-4) || table.numel() == 0)) return false;
   if (cos.is_given() != sin.is_given()) return false;
   if (cos.is_given() && (2 * cos.size(-1) > k.size(-1) || !has_sizes_of(cos, sin) || cos.numel() == 0)) return false;
   call.scalars[0] = options.is_interleaved;

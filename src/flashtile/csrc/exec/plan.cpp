@@ -132,7 +132,8 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
     patch.offset = in.index(static_cast<i32>(image_.size()) - 3);
     patch.code = static_cast<char>(in.index(128));
     patch.rule = in.rule();
-    if ((patch.code == 'P' || patch.code == 'q') && patch.offset + 8 > static_cast<i32>(image_.size())) throw std::out_of_range("a plan patches outside of its parameters");
+    bool is_wide = patch.code == 'P' || patch.code == 'q';
+    if (is_wide && patch.offset + 8 > static_cast<i32>(image_.size())) throw std::out_of_range("a plan patches outside of its parameters");
   }
   maps_.resize(in.index(8));
   for (MapPatch& map : maps_) {

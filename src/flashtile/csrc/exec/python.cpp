@@ -151,7 +151,8 @@ bool view_of(PyObject* value, View& view) {
   }
   view.dtype = dtype_of(tensor.dtype);
   bool is_cuda = tensor.device_type == dlpack::kCuda;
-  if (view.dtype == Dtype::kNone || tensor.ndim > kMaxDim || tensor.ndim < 1 || (!is_cuda && tensor.device_type != dlpack::kCpu)) return false;
+  if (view.dtype == Dtype::kNone || tensor.ndim > kMaxDim || tensor.ndim < 1) return false;
+  if (!is_cuda && tensor.device_type != dlpack::kCpu) return false;
   view.device = {is_cuda ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu(), tensor.device_id};
   view.data = static_cast<u8*>(tensor.data) + tensor.byte_offset;
   view.dim = tensor.ndim;
@@ -204,7 +205,9 @@ bool read_attention(const Arguments& args, Request& request) {
   if (!whole_of(argument(17), options.window_left) || !whole_of(argument(18), options.window_right)) return false;
   if (!number_of(argument(19), options.softcap) || !number_of(argument(20), options.dropout_p)) return false;
   PyObject* deterministic = argument(21);
-  if (deterministic == Py_None ? !ask(state.is_deterministic, options.is_deterministic) : !flag_of(deterministic, options.is_deterministic)) return false;
+  bool follows = deterministic == Py_None;
+  if (follows && !ask(state.is_deterministic, options.is_deterministic)) return false;
+  if (!follows && !flag_of(deterministic, options.is_deterministic)) return false;
   if (!whole_of(argument(22), options.num_splits)) return false;
   if (argument(23) != Py_None) {
     for (i32 dtype = 1; dtype < static_cast<i32>(Dtype::kCount); ++dtype) {
@@ -265,13 +268,11 @@ enum class Reading { kFine, kUnserved, kUnknownGpu };
 
 // From what was read to the key of the plan.
 Reading prepare(Pass pass, Request& request) {
-  Gpu gpu;
   if (pass == Pass::kAppend) return prepare_append(request.options, request.call, request.key) ? Reading::kFine : Reading::kUnserved;
   i32 index = request.call.tensors[kQ].device.index;
   if (index < 0 || index >= kMaxGpus) return Reading::kUnserved;
-  gpu = gpus[index];
-  if (gpu.num_multiprocessors == 0) return Reading::kUnknownGpu;
-  return prepare_attention(pass, request.options, gpu, request.call, request.key) ? Reading::kFine : Reading::kUnserved;
+  if (gpus[index].num_multiprocessors == 0) return Reading::kUnknownGpu;
+  return prepare_attention(pass, request.options, gpus[index], request.call, request.key) ? Reading::kFine : Reading::kUnserved;
 }
 
 // FLASHTILE_CHECK=1: Python reads and checks index tensors in every call.
@@ -296,8 +297,8 @@ class OnDevice {
  public:
   explicit OnDevice(Device device) {
     int32_t current = 0;
-    if (device.type == aoti_torch_device_type_cpu() || aoti_torch_get_current_device_index(&current) != 0 || current == device.index) return;
-    aoti_torch_create_device_guard(device.index, &guard_);
+    if (device.type == aoti_torch_device_type_cpu() || aoti_torch_get_current_device_index(&current) != 0) return;
+    if (current != device.index) aoti_torch_create_device_guard(device.index, &guard_);
   }
   ~OnDevice() {
     if (guard_ != nullptr) aoti_torch_delete_device_guard(guard_);
@@ -361,9 +362,8 @@ PyObject* run(Pass pass, Request& request, Reading reading, bool wants_lse) {
   if (plan == nullptr) Py_RETURN_FALSE;
   Call& call = request.call;
   if (!plan->takes(call)) Py_RETURN_NONE;
-  if (call.device.type != aoti_torch_device_type_cpu() && state.exchange->current_stream(dlpack::kCuda, call.device.index, &call.stream) != 0) {
-    return nullptr;
-  }
+  bool is_gpu = call.device.type != aoti_torch_device_type_cpu();
+  if (is_gpu && state.exchange->current_stream(dlpack::kCuda, call.device.index, &call.stream) != 0) return nullptr;
   i32 first = pass == Pass::kForward ? kOut : kDq, count = pass == Pass::kForward ? 2 : pass == Pass::kBackward ? kNumGrads : 0;
   Owned owned[kMaxTensors];
   Failure failure;
@@ -431,9 +431,10 @@ PyObject* attend_arguments(PyObject*, PyObject* const* given, Py_ssize_t count) 
   return attend(args, given[1] != Py_False);
 }
 
-// `flashtile.attention`: its two results; or, where they cannot be had here, the arguments of the op, in a tuple of their own where the call
-// is to be differentiated; or None where arguments.py has more to do than to put in defaults. (q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic,
-// layout, backend, whether lse is wanted)
+// `flashtile.attention`: its two results; or, where they cannot be had here, the arguments of the op, in a tuple of their own where the
+// call is to be differentiated; or None where arguments.py has more to do than to put in defaults.
+// (q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic, layout, backend, whether
+// lse is wanted)
 PyObject* attention(PyObject*, PyObject* const* given, Py_ssize_t count) {
   bool is_autocasting = true;
   if (!state.is_open || count != 17 || !ask(state.is_autocasting, is_autocasting) || is_autocasting) Py_RETURN_NONE;
