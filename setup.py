@@ -29,6 +29,11 @@ except ImportError:  # setuptools before 70.1
 CSRC = Path("src/flashtile/csrc")
 SOURCES = {
     "module.cpp": [],
+    "exec/attention.cpp": [],
+    "exec/driver.cpp": [],
+    "exec/plan.cpp": [],
+    "exec/python.cpp": [],
+    "exec/tensor.cpp": [],
     "cpu/run.cpp": [],
     "cpu/engine_baseline.cpp": [],
 }

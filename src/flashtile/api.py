@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from flashtile import ops
 from flashtile.arguments import Causal, Window, attention_args, autocast, kvcache_args, varlen_args
-from flashtile.backends import kvcache, registry
+from flashtile.backends import kvcache, native, registry
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.backends.registry import Explanation
 from flashtile.errors import Unsupported, renamed, type_error, unsupported
@@ -61,11 +62,21 @@ def attention(
 
     Returns out in q's layout, or (out, lse). docs/semantics.md has the formulas.
     """
-    q, k, v, bias = autocast(q, k, v, bias)
-    args = attention_args(
-        q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic, layout, backend
-    )
-    out, lse = ops.attend(args)
+    found: Any = None
+    if not is_compiling():
+        # In C++ where there is nothing to change: this is the path of most calls
+        found = native.attention(
+            q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic,
+            layout, backend, return_lse,
+        )  # fmt: skip
+    if found is None:
+        q, k, v, bias = autocast(q, k, v, bias)
+        found = attention_args(
+            q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic, layout, backend
+        )
+    if len(found) == 1:
+        found = ops.differentiable(found[0])
+    out, lse = found if len(found) == 2 else ops.attend(found, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -113,7 +124,7 @@ def attention_varlen(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, block_table, causal, window, scale),
         *(mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic, layout, backend),
     )
-    out, lse = ops.attend(args)
+    out, lse = ops.attend(args, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -167,7 +178,7 @@ def attention_kvcache(
         call_as(names, _check_ahead, args, append)
         call_as(row_names, ops.append_kv, *append)
         args = args._replace(q=append.turn(args), seqused_k=append.cache_seqlens + append.k.shape[row_axis(layout)])
-    out, lse = call_as(names, ops.attend, args)
+    out, lse = call_as(names, ops.attend, args, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -227,7 +238,7 @@ def _check_inference(**tensors: Tensor | None) -> None:
 
 def _check_ahead(args: AttentionArgs, append: AppendArgs) -> None:
     """What the read after the append would refuse."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     registry.select(Problem.of(args), args.backend)
     if args.q.device.type == "cpu" or is_checking():
@@ -237,7 +248,7 @@ def _check_ahead(args: AttentionArgs, append: AppendArgs) -> None:
 
 def call_as(names: dict[str, str], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a function and words its refusals with the caller's argument names."""
-    if torch.compiler.is_compiling() or not names:
+    if is_compiling() or not names:
         return function(*args, **kwargs)
     try:
         return function(*args, **kwargs)

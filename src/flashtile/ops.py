@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
-from flashtile.backends import cuda, kvcache, reference, registry
+from flashtile.backends import cuda, kvcache, native, reference, registry
 from flashtile.backends.base import Backend, BoundForward, GradNeeds, Grads
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.errors import unsupported, value_error
+from flashtile.kernels import plan as plans
 from flashtile.problem import NUM_TENSORS, AttentionArgs, Problem, is_checking, lse_dtype, signature, validate
 
 _ARGUMENTS = (
@@ -98,7 +100,12 @@ _MAX_BOUND = 4096
 
 
 def _forward(*values: Any) -> tuple[Tensor, Tensor]:
-    args = AttentionArgs(*values)
+    served = native.forward(values)
+    return served if served else _forward_by_python(AttentionArgs(*values))
+
+
+def _forward_by_python(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    """Any forward pass. The C++ executor learns what it can take over."""
     key = signature(args)
     bound = _bound.get(key)
     if bound is not None:
@@ -107,7 +114,11 @@ def _forward(*values: Any) -> tuple[Tensor, Tensor]:
     backend = registry.select(problem, args.backend)
     out, lse = empty_outputs(args)
     backend.forward(args, out, lse)
-    if not is_checking():
+    if is_checking():
+        return out, lse
+    if backend.name == "cuda" and native.missing() is None:
+        native.learn(native.FORWARD, args, cuda.forward_launch(args, out, lse))
+    else:
         _remember(key, problem, backend, args, out, lse)
     return out, lse
 
@@ -132,12 +143,26 @@ def forget() -> None:
     _seen.clear()
 
 
+plans.on_forget.append(forget)
+
+
 def _backward(*values: Any) -> tuple[Tensor, ...]:
     dout, dlse, args, out, lse, needs = _split(values)
+    grads = _differentiate(dout, dlse, args, out, lse, needs)
+    return as_outputs(args, grads)
+
+
+def _differentiate(dout: Tensor, dlse: Tensor | None, args: AttentionArgs, out: Tensor, lse: Tensor, needs: GradNeeds) -> Grads:
+    call = (dout, dlse, args, out, lse, tuple(needs))
+    served = native.backward(call)
+    if served:
+        return Grads(*served)
     backend = registry.select(_backward_problem(args, needs), args.backend)
     grads = empty_grads(args, needs)
     backend.backward(args, dout, dlse, out, lse, grads)
-    return as_outputs(args, grads)
+    if backend.name == "cuda" and not is_checking():
+        native.learn(native.BACKWARD, call, cuda.backward_launch(args, dout, dlse, out, lse, grads))
+    return grads
 
 
 def _backward_problem(args: AttentionArgs, needs: GradNeeds) -> Problem:
@@ -145,12 +170,16 @@ def _backward_problem(args: AttentionArgs, needs: GradNeeds) -> Problem:
 
 
 def _append_kv(*values: Any) -> None:
+    if isinstance(native.append_kv(values), tuple):  # an empty one
+        return
     args = AppendArgs(*values)
     kvcache.validate(args)
     if is_checking():
         kvcache.check_values(args)
     if cuda.takes_append(args.k.dtype):
         cuda.append(args)
+        if not is_checking():
+            native.learn(native.APPEND, args, cuda.append_launch(args))
     else:
         kvcache.append(args)
 
@@ -196,32 +225,42 @@ torch.library.register_fake("flashtile::append_kv", _append_kv_fake, lib=_librar
 
 # Autograd
 
-_TENSORS = AttentionArgs._fields[:NUM_TENSORS]
-_DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
+_DIFFERENTIABLE = [AttentionArgs._fields.index(name) for name in ("q", "k", "v", "bias", "sinks")]
+
+
+_NO_OPTIONS = (None,) * (NUM_TENSORS - 3)
 
 
 class _Attention(torch.autograd.Function):
+    """Of the inputs that have a gradient, and of all arguments once more: each input and each saved tensor costs time."""
+
     @staticmethod
-    def forward(ctx: Any, *values: Any) -> tuple[Tensor, Tensor]:
-        needs_bias_grad = ctx.needs_input_grad[AttentionArgs._fields.index("bias")]
-        args = AttentionArgs(*values)._replace(needs_grad=True, needs_bias_grad=needs_bias_grad)
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = forward(*args)
-        ctx.save_for_backward(*(getattr(args, name) for name in _TENSORS), out, lse)
-        ctx.others = {name: value for name, value in args._asdict().items() if name not in _TENSORS}
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, values: tuple[Any, ...]) -> Any:
+        args = (*values[:-2], True, ctx.needs_input_grad[3])
+        out, lse = native.attend(args, True) or _forward_below_autograd(args)
+        count = 3 if args[3:NUM_TENSORS] == _NO_OPTIONS else NUM_TENSORS
+        ctx.save_for_backward(*args[:count], out, lse)
+        ctx.others = args[count:]
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs = dict(zip(AttentionArgs._fields, ctx.needs_input_grad, strict=True))
         *tensors, out, lse = ctx.saved_tensors
-        args = AttentionArgs(**dict(zip(_TENSORS, tensors, strict=True)), **ctx.others)
+        args, wanted = (*tensors, *ctx.others), ctx.needs_input_grad[:-1]
         if dout is None:
             dout = torch.zeros_like(out)
-        wanted = [needs[name] for name in _DIFFERENTIABLE]
-        grads = dict(zip(_DIFFERENTIABLE, backward(dout, dlse, *args, out, lse, wanted), strict=True))
-        return tuple(grads[name] if need and name in grads else None for name, need in needs.items())
+        served = native.backward((dout, dlse, args, out, lse, wanted))
+        if served:
+            return *served, None
+        grads = backward(dout, dlse, *args, out, lse, wanted)
+        return *(grad if is_wanted else None for grad, is_wanted in zip(grads, wanted, strict=True)), None
+
+
+def _forward_below_autograd(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        result: tuple[Tensor, Tensor] = forward(*args)
+    return result
 
 
 def requires_grad(values: tuple[Any, ...]) -> bool:
@@ -237,17 +276,34 @@ def is_transformed() -> bool:
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
-def attend(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    """The forward op as the public functions call it: below autograd at once where nothing requires grad."""
-    if torch.compiler.is_compiling() or requires_grad(args[:7]) or is_transformed():
+# `apply` without what it does for torch.func transforms
+_apply = super(torch.autograd.Function, _Attention).apply
+
+
+def differentiable(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """The forward op with its place in the graph, where nobody but autograd listens."""
+    result: tuple[Tensor, Tensor] = _apply(args[0], args[1], args[2], args[3], args[6], args)
+    return result
+
+
+def attend(args: tuple[Any, ...], wants_lse: bool = True) -> tuple[Tensor, Tensor]:
+    """The forward op as the public functions call it: below autograd at once where nothing requires grad. Without wants_lse there may be
+    none."""
+    if is_compiling():
         return forward(*args)
-    q = args.q
+    served = native.attend(args, wants_lse)
+    if served is True:
+        return differentiable(args)
+    if served:
+        return served
+    if requires_grad(args[:7]) or is_transformed():
+        return forward(*args)
+    q = args[0]
     is_plain = type(q) is Tensor and (q.is_cuda or q.is_cpu)
     if is_plain and torch._C._len_torch_dispatch_stack() == 0 and torch._C._get_tracing_state() is None:
         # Nobody listens between here and the kernel: spare the host the dispatcher
-        return _forward(*args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return forward(*args)
+        return _forward_by_python(AttentionArgs(*args))
+    return _forward_below_autograd(args)
 
 
 def _check_transforms() -> None:
@@ -262,7 +318,7 @@ def _check_transforms() -> None:
 def _forward_autograd(keyset: Any, *values: Any) -> Any:
     _check_transforms()
     if requires_grad(values):
-        return _Attention.apply(*values)
+        return _Attention.apply(*(values[place] for place in _DIFFERENTIABLE), values)
     with torch._C._AutoDispatchBelowAutograd():
         return forward.redispatch(keyset & torch._C._after_autograd_keyset, *values)
 

@@ -233,7 +233,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path):
     assert "Interrupted: 4 rows were kept" in output.getvalue()
 
 
-def test_overhead_has_four_cases_for_each_provider():
+def test_overhead_has_six_cases_for_each_provider(monkeypatch):
     def no_grad_only(q, k, v):
         if torch.is_grad_enabled():
             raise NotImplementedError("inference only")
@@ -245,17 +245,26 @@ def test_overhead_has_four_cases_for_each_provider():
         lengths.append(k.shape[2])
         return right(q, k, v)
 
+    monkeypatch.setattr(overhead, "NUM_ROUNDS", 3)
     found = [row for some in overhead.rows([provider("one", growing), provider("two", no_grad_only)], Point(), "cpu", ENV) for row in some]
-    assert [(row.provider, row.mode, row.case, row.status) for row in found[:5]] == [
+    assert [(row.provider, row.mode, row.case, row.status) for row in found[:6]] == [
         ("one", "no_grad", "repeated", "ok"),
-        ("one", "no_grad", "growing", "ok"),
-        ("one", "grad", "repeated", "ok"),
-        ("one", "grad", "growing", "ok"),
         ("two", "no_grad", "repeated", "ok"),
+        ("one", "no_grad", "growing", "ok"),
+        ("two", "no_grad", "growing", "ok"),
+        ("one", "grad", "repeated", "ok"),
+        ("two", "grad", "repeated", "refused"),
     ]
-    assert found[6].reason == "inference only"
+    assert [(row.mode, row.case) for row in found[::2]] == list(itertools.product(overhead.MODES, overhead.CASES))
+    assert found[5].reason == "inference only"
     assert all(row.p20_us <= row.median_us <= row.p80_us for row in found if row.status == "ok")
-    assert len(set(lengths)) == overhead.NUM_CALLS + 1
+    # In every mode one length again and again, then one that is new in every call
+    num_calls = (3 + overhead.NUM_WARM) * overhead.NUM_CALLS
+    assert len(lengths) == 6 * num_calls
+    for mode in range(3):
+        repeated, grown = lengths[2 * mode * num_calls :][:num_calls], lengths[(2 * mode + 1) * num_calls :][:num_calls]
+        assert set(repeated) == {64}
+        assert grown == list(range(65, 65 + num_calls))
 
 
 def test_the_default_set_of_a_grid_leaves_the_slow_ones_out():

@@ -49,12 +49,12 @@ def headers():
 
 def write(features: Features) -> dict[str, tuple[str, str]]:
     """(unit, entry) of each kernel on its smallest tile, which compiles fastest."""
-    mutants.forget()
+    plans.forget()
     found = {}
     for grads in (None, ("dq", "dk", "dv", "dsinks")):
         for step in plans.kernels(PlanKey("float32", "float32", 32, 32, features, ARCH, grads=grads)):
             found[step.name] = (step.unit, step.entry)
-    mutants.forget()
+    plans.forget()
     for kernel in (kernel for kernels in table.PASSES.values() for kernel in kernels):
         needed = BIASED if "dbias" in kernel else features
         *_, row = table.candidates(kernel, "float32", "float32", 32, needed)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import check, precompile
+from conftest import check, precompile, use_python
 
 import flashtile
 from flashtile.backends import cuda, executor
@@ -108,6 +108,7 @@ def cases(feature: str) -> list[tuple[Case, int]]:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    use_python(monkeypatch)
     names, real = [], executor.launch
 
     def launch(step: Step, *rest: object) -> None:

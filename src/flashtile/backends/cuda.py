@@ -16,6 +16,7 @@ from torch import Tensor
 from flashtile.backends import executor
 from flashtile.backends.base import Backend, BoundForward, Grads
 from flashtile.backends.call import backward_tensors, form_of, scalars_of, tensors_of
+from flashtile.backends.executor import Launch
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.errors import Unsupported, dtype_name
 from flashtile.kernels import plan as plans
@@ -60,25 +61,18 @@ class CudaBackend(Backend):
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
         if is_checking():
             check_values(args)
-        given = tensors_of(args) | {"out": out, "lse": lse}
-        plan = plans.plan(_forward_key(args, given), form_of(args, given))
-        executor.execute(plan, given, scalars_of(args), _splits(args), _arch_of(args).name)
+        executor.execute(forward_launch(args, out, lse))
 
     def bind(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> BoundForward | None:
-        given = tensors_of(args) | {"out": out, "lse": lse}
-        plan = plans.plan(_forward_key(args, given), form_of(args, given))
-        if not executor.is_bindable(plan, given):
+        launch = forward_launch(args, out, lse)
+        if not executor.is_bindable(launch.plan, launch.given):
             return None
-        inputs = AttentionArgs._fields[:NUM_TENSORS]
-        return executor.Bound(plan, given, scalars_of(args), _splits(args), _arch_of(args).name, inputs, ("out", "lse"))
+        return executor.Bound(launch, AttentionArgs._fields[:NUM_TENSORS], ("out", "lse"))
 
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         if is_checking():
             check_values(args)
-        given = backward_tensors(args, dout, dlse, out, lse, grads)
-        wanted = tuple(name for name in GRADS if name in given)
-        plan = plans.plan(_key(args, given, grads=wanted), form_of(args, given))
-        executor.execute(plan, given, scalars_of(args), _splits(args), _arch_of(args).name)
+        executor.execute(backward_launch(args, dout, dlse, out, lse, grads))
 
     def details(self, problem: Problem) -> dict[str, str]:
         found = {}
@@ -120,6 +114,26 @@ def takes_append(dtype: torch.dtype) -> bool:
 
 def append(args: AppendArgs) -> None:
     """As kvcache.append, bit for bit; rows that the cache has no room for are dropped."""
+    executor.execute(append_launch(args))
+
+
+# From a call to what an executor is told
+
+
+def forward_launch(args: AttentionArgs, out: Tensor, lse: Tensor) -> Launch:
+    given = tensors_of(args) | {"out": out, "lse": lse}
+    plan = plans.plan(_forward_key(args, given), form_of(args, given))
+    return Launch(plan, given, scalars_of(args), _splits(args), _arch_of(args).name)
+
+
+def backward_launch(args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> Launch:
+    given = backward_tensors(args, dout, dlse, out, lse, grads)
+    wanted = tuple(name for name in GRADS if name in given)
+    plan = plans.plan(_key(args, given, grads=wanted), form_of(args, given))
+    return Launch(plan, given, scalars_of(args), _splits(args), _arch_of(args).name)
+
+
+def append_launch(args: AppendArgs) -> Launch:
     given = {name: value for name, value in args._asdict().items() if isinstance(value, Tensor)}
     has_rotary, dtype = args.rotary_cos is not None, dtype_name(args.k.dtype)
     angle_dtype = dtype if args.rotary_cos is None else dtype_name(args.rotary_cos.dtype)
@@ -128,7 +142,7 @@ def append(args: AppendArgs) -> None:
     arch = _arch(index)
     assert arch is not None  # else refused
     splits = executor.Splits(1, _num_multiprocessors(index))
-    executor.execute(append_plan(key), given, {"is_interleaved": args.rotary_interleaved}, splits, arch.name)
+    return Launch(append_plan(key), given, {"is_interleaved": args.rotary_interleaved}, splits, arch.name)
 
 
 # What is there
@@ -166,7 +180,7 @@ def _missing() -> str | None:
     return None
 
 
-# From a call to its plan
+# The key of a plan
 
 
 def _features(args: AttentionArgs, is_wide: bool) -> Features:
@@ -229,7 +243,7 @@ def _problem_keys(problem: Problem) -> list[PlanKey]:
     return keys
 
 
-# What an executor is told
+# What the key and the executor are told
 
 
 def _splits(args: AttentionArgs) -> executor.Splits:

@@ -36,6 +36,20 @@ class Splits(NamedTuple):
     num_multiprocessors: int
 
 
+class Launch(NamedTuple):
+    """A call: its plan and what the plan is executed for."""
+
+    plan: LaunchPlan
+    given: Tensors
+    scalars: Scalars
+    splits: Splits
+    arch: str
+
+    @property
+    def device_index(self) -> int:
+        return next(iter(self.given.values())).device.index or 0
+
+
 # Tensors
 
 
@@ -198,7 +212,6 @@ class _Ready(NamedTuple):
 
     tensors: dict[str, Tensor]
     values: dict[str, int]
-    device: torch.device
     workspace: Tensor | None  # must live until the launches are queued, no longer: torch's allocator orders reuse on the same stream
     image: bytearray
 
@@ -206,27 +219,28 @@ class _Ready(NamedTuple):
 def _ready(plan: LaunchPlan, given: Tensors, scalars: Scalars, splits: Splits) -> _Ready:
     tensors = prepare(plan, given)
     values = evaluate(plan, tensors, scalars, splits)
-    device, found = next(iter(tensors.values())).device, room(plan, values)
-    workspace = found.allocate(device)
-    return _Ready(tensors, values, device, workspace, fill(plan, tensors, scalars, values, addresses(tensors, found, workspace)))
+    found = room(plan, values)
+    workspace = found.allocate(next(iter(tensors.values())).device)
+    return _Ready(tensors, values, workspace, fill(plan, tensors, scalars, values, addresses(tensors, found, workspace)))
 
 
-def execute(plan: LaunchPlan, given: Tensors, scalars: Scalars, splits: Splits, arch: str) -> None:
+def execute(call: Launch) -> None:
     """One call, from its tensors to its launches on the current stream of their device."""
-    tensors, values, device, _workspace, image = _ready(plan, given, scalars, splits)
-    with on_device(device.index or 0):
+    plan, index = call.plan, call.device_index
+    tensors, values, _workspace, image = _ready(plan, call.given, call.scalars, call.splits)
+    with on_device(index):
         encode_maps(plan, tensors, image)
         for step in plan.steps:
             if isinstance(step, Memset):
                 tensors[step.tensor].zero_()
             else:
-                launch(step, values, image, device.index or 0, arch)
-    finish(plan, given, tensors)
+                launch(step, values, image, index, call.arch)
+    finish(plan, call.given, tensors)
 
 
 def execute_on_host(plan: LaunchPlan, given: Tensors, scalars: Scalars, run: Callable[[int], None]) -> None:
     """One call of a plan without kernels: `run` gets the address of the parameters."""
-    tensors, _, _, _workspace, image = _ready(plan, given, scalars, Splits(1, 1))
+    tensors, _, _workspace, image = _ready(plan, given, scalars, Splits(1, 1))
     for step in plan.steps:
         assert isinstance(step, Memset)
         tensors[step.tensor].zero_()
@@ -239,8 +253,12 @@ def launch(step: Step, values: dict[str, int], image: bytearray, index: int, arc
     if (blocks := num_blocks(step, values)) > 0:
         kernel = function(step.unit, step.entry, arch)
         kernel.set_shared_bytes(index, step.shared_bytes)
-        stream = torch._C._cuda_getCurrentRawStream(index)
+        stream = current_stream(index)
         kernel.launch((blocks, 1, 1), (step.num_threads, 1, 1), step.shared_bytes, stream, _address(image))
+
+
+def current_stream(index: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(index)
 
 
 def on_device(index: int) -> AbstractContextManager[Any]:
@@ -267,14 +285,11 @@ class Bound:
 
     def __init__(
         self,
-        plan: LaunchPlan,
-        given: Tensors,
-        scalars: Scalars,
-        splits: Splits,
-        arch: str,
+        call: Launch,
         inputs: Sequence[str],
         outputs: Sequence[str],
     ):
+        plan, given, scalars, splits, arch = call
         assert is_bindable(plan, given)
         values = evaluate(plan, given, scalars, splits)
         first = given[inputs[0]]
@@ -315,7 +330,7 @@ class Bound:
     def start(self, params: int) -> None:
         """Launches everything with the parameters at that address."""
         with on_device(self.index):
-            stream = torch._C._cuda_getCurrentRawStream(self.index)
+            stream = current_stream(self.index)
             for start_kernel, grid, block, shared_bytes in self.launches:
                 start_kernel(grid, block, shared_bytes, stream, params)
 
@@ -332,7 +347,7 @@ class HostBound(Bound):
         inputs: Sequence[str],
         outputs: Sequence[str],
     ):
-        super().__init__(plan, given, scalars, Splits(1, 1), "", inputs, outputs)
+        super().__init__(Launch(plan, given, scalars, Splits(1, 1), ""), inputs, outputs)
         self.run = run
 
     def start(self, params: int) -> None:

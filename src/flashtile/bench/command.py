@@ -146,7 +146,7 @@ def _host_runs(options: Options, point: Point, providers: Sequence[Provider], wh
             found = list[OverheadRow]()
             written.append(folder / f"overhead_{point.dtype}.csv")
             with Writer(written[-1], OverheadRow) as writer, progress_bar(console) as progress:
-                task = progress.add_task("", total=len(providers))
+                task = progress.add_task("", total=len(overhead.MODES) * len(overhead.CASES))
                 for some in overhead.rows(providers, point, where, env, lambda name: progress.update(task, description=name)):
                     writer.add(some)
                     found += some

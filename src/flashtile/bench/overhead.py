@@ -1,66 +1,118 @@
-"""Host time of one call: no_grad and grad, one repeated shape and keys that grow by one at every call."""
+"""Host time of one call: forward without and with grad, and both passes; one repeated shape, and keys that grow by one at every call."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from flashtile.bench import timing
-from flashtile.bench.points import Point
+from flashtile.bench.points import Inputs, Point
 from flashtile.bench.providers import Attend, Provider, missing
 from flashtile.bench.rows import Environment, OverheadRow
 from flashtile.bench.sweep import Refusal, refusing
 
-NUM_ROUNDS = 20
-NUM_CALLS = 50  # few enough to fit in the launch queue of a GPU
+NUM_ROUNDS, NUM_WARM = 20, 2
+NUM_CALLS = 50  # in a round: few enough to fit in the launch queue of a GPU
+MODES = ("no_grad", "grad", "fwd+bwd")
+CASES = ("repeated", "growing")
 _SMALL_SEQLEN = 64
+
+Call = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass
+class Contender:
+    """A provider in one case: what it calls, and the seconds of a call in each round."""
+
+    row: OverheadRow
+    attend: Attend
+    inputs: Inputs
+    layout: str
+    seconds: list[float] = field(default_factory=list)
 
 
 def rows(
     providers: Sequence[Provider], point: Point, device: str, env: Environment, on_step: Callable[[str], None] = lambda name: None
 ) -> Iterator[list[OverheadRow]]:
-    """Four rows for each provider."""
+    """For each mode and case a row for each provider."""
+    for mode in MODES:
+        for case in CASES:
+            on_step(f"{mode}, {case}")
+            yield _measure(providers, point, device, env, mode, case)
+
+
+def _measure(providers: Sequence[Provider], point: Point, device: str, env: Environment, mode: str, case: str) -> list[OverheadRow]:
+    """Interleaved: in every round each provider has its turn."""
+    found, contenders = dict[str, OverheadRow](), list[Contender]()
     for provider in providers:
-        on_step(provider.name)
-        yield [_measure(provider, point, device, env, mode, case) for mode in ("no_grad", "grad") for case in ("repeated", "growing")]
+        row = OverheadRow(provider.name, provider.is_baseline, mode, case, point.dtype, "refused", "", None, None, None, env)
+        found[provider.name] = row
+        try:
+            contenders.append(_build(provider, row, point, device))
+        except Refusal as refusal:
+            found[provider.name] = replace(row, status=refusal.status, reason=refusal.reason)
+    for number in range(NUM_WARM + NUM_ROUNDS):
+        for contender in list(contenders):
+            try:
+                with refusing():
+                    contender.seconds.append(_round(contender, number, device))
+            except Refusal as refusal:
+                found[contender.row.provider] = replace(contender.row, status=refusal.status, reason=refusal.reason)
+                contenders.remove(contender)
+    for contender in contenders:
+        seconds = contender.seconds[NUM_WARM:]
+        median, p20, p80 = (timing.quantile(seconds, fraction) * 1e6 for fraction in (0.5, 0.2, 0.8))
+        found[contender.row.provider] = replace(contender.row, status="ok", median_us=median, p20_us=p20, p80_us=p80)
+    return list(found.values())
 
 
-def _measure(provider: Provider, point: Point, device: str, env: Environment, mode: str, case: str) -> OverheadRow:
-    empty = OverheadRow(provider.name, provider.is_baseline, mode, case, point.dtype, "refused", "", None, None, None, env)
+def _build(provider: Provider, row: OverheadRow, point: Point, device: str) -> Contender:
     absent = missing(provider)
     if absent is not None:
-        return replace(empty, reason=absent)
-    is_growing = case == "growing"
-    direction = "fwd" if mode == "no_grad" else "fwd+bwd"
-    longest = _SMALL_SEQLEN + NUM_CALLS if is_growing else _SMALL_SEQLEN
-    small = replace(point, seqlen_q=1 if is_growing else longest, seqlen_k=longest, has_growing_keys=is_growing, direction=direction)
-    try:
-        with refusing():
-            inputs = small.make(device, seed=0)
-            attend = provider.build(replace(small, is_causal=point.is_causal and not is_growing), inputs)
-            leaves = inputs.leaves(provider.layout, mode == "grad")
-            rows_axis = 1 if provider.layout == "bshd" else 2
-            lengths = range(_SMALL_SEQLEN + 1, longest + 1) if is_growing else [longest] * NUM_CALLS
-            calls = [(leaves.q, leaves.k.narrow(rows_axis, 0, n), leaves.v.narrow(rows_axis, 0, n)) for n in lengths]
-            seconds = _time(attend, calls, device, mode == "grad")
-    except Refusal as refusal:
-        return replace(empty, status=refusal.status, reason=refusal.reason)
-    median, p20, p80 = (timing.quantile(seconds, fraction) * 1e6 for fraction in (0.5, 0.2, 0.8))
-    return replace(empty, status="ok", median_us=median, p20_us=p20, p80_us=p80)
+        raise Refusal("refused", absent)
+    is_growing = row.case == "growing"
+    longest = _SMALL_SEQLEN + (NUM_WARM + NUM_ROUNDS) * NUM_CALLS if is_growing else _SMALL_SEQLEN
+    small = replace(
+        point,
+        seqlen_q=1 if is_growing else longest,
+        seqlen_k=longest,
+        is_causal=point.is_causal and not is_growing,
+        has_growing_keys=is_growing,
+        direction="fwd" if row.mode == "no_grad" else "fwd+bwd",
+    )
+    with refusing():
+        inputs = small.make(device, seed=0)
+        return Contender(row, provider.build(small, inputs), inputs.leaves(provider.layout, False), provider.layout)
 
 
-def _time(attend: Attend, calls: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], device: str, has_grad: bool) -> list[float]:
-    """Seconds per call until the host is free again, one entry a round."""
-    seconds = []
-    with attend.context(), torch.set_grad_enabled(has_grad):
-        for _ in range(NUM_ROUNDS + 2):
-            timing.synchronize(device)
-            begin = time.perf_counter_ns()
-            for q, k, v in calls:
-                attend.call(q, k, v)
-            seconds.append((time.perf_counter_ns() - begin) / 1e9 / len(calls))
-    timing.synchronize(device)
-    return seconds[2:]
+def _calls(contender: Contender, number: int) -> list[Call]:
+    """The inputs of a round. Keys that grow have lengths that no call before has had."""
+    q, k, v = contender.inputs.q, contender.inputs.k, contender.inputs.v
+    rows_axis, needs_grad = 1 if contender.layout == "bshd" else 2, contender.row.mode != "no_grad"
+    first = _SMALL_SEQLEN + 1 + number * NUM_CALLS if contender.row.case == "growing" else None
+    lengths = [_SMALL_SEQLEN] * NUM_CALLS if first is None else range(first, first + NUM_CALLS)
+    calls = []
+    for length in lengths:
+        tensors = (q.detach(), k.narrow(rows_axis, 0, length), v.narrow(rows_axis, 0, length))
+        calls.append(tuple(tensor.requires_grad_(needs_grad) for tensor in tensors))
+    return calls  # type: ignore[return-value]
+
+
+def _round(contender: Contender, number: int, device: str) -> float:
+    """Seconds per call until the host is free again."""
+    call, dout, calls = contender.attend.call, contender.inputs.dout, _calls(contender, number)
+    has_backward = contender.row.mode == "fwd+bwd"
+    with contender.attend.context(), torch.set_grad_enabled(contender.row.mode != "no_grad"):
+        timing.synchronize(device)
+        begin = time.perf_counter_ns()
+        for inputs in calls:
+            out = call(*inputs)
+            if has_backward:
+                torch.autograd.grad(out, inputs, dout)
+        seconds = (time.perf_counter_ns() - begin) / 1e9 / len(calls)
+        timing.synchronize(device)
+    return seconds

@@ -88,8 +88,8 @@ class OverheadRow:
 
     provider: str
     is_baseline: bool
-    mode: str  # no_grad or grad
-    case: str  # repeated: one shape; growing: seqlen_k one longer at every call
+    mode: str  # one of overhead.MODES
+    case: str  # repeated: one shape; growing: one query, and a seqlen_k one longer at every call, never seen before
     dtype: str
     status: str
     reason: str

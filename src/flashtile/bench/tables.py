@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flashtile.bench import compare
+from flashtile.bench import compare, overhead
 from flashtile.bench.rows import ColdRow, OverheadRow, Row
 from flashtile.errors import value_error
 
@@ -110,7 +110,7 @@ def refusals(rows: Sequence[Row]) -> Table:
 
 
 def overhead_table(rows: Sequence[OverheadRow]) -> Table:
-    cases = [(mode, case) for mode in ("no_grad", "grad") for case in ("repeated", "growing")]
+    cases = [(mode, case) for mode in overhead.MODES for case in overhead.CASES]
     cells = {(row.provider, row.mode, row.case): row.status if row.median_us is None else number(row.median_us) for row in rows}
     names = dict.fromkeys(
         row.provider for row in rows if any(other.median_us is not None for other in rows if other.provider == row.provider)

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from flashtile import ops
 from flashtile.check.judge import is_alive
 from flashtile.check.runner import Report, Settings, check, processes
 from flashtile.kernels import plan as plans
@@ -69,13 +68,7 @@ def broken(name: str) -> Iterator[None]:
     """Every kernel that is made inside has the fault, and none that was made outside is used."""
     try:
         with planted(name):
-            forget()
+            plans.forget()
             yield
     finally:
-        forget()
-
-
-def forget() -> None:
-    """Drops what is kept of kernels: plans, and forward passes made ready."""
-    plans.forget()
-    ops.forget()
+        plans.forget()

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from flashtile.backends import registry
+from flashtile.backends import native, registry
 from flashtile.backends.base import Backend
 from flashtile.cli import compile as compile_command
 from flashtile.errors import Unsupported
@@ -27,6 +27,7 @@ SWITCHES = {
     "FLASHTILE_NVRTC": "the libnvrtc file to compile with, instead of the one found",
     "FLASHTILE_CACHE_DIR": "where compiled kernels are kept, instead of flashtile/ below XDG_CACHE_HOME or ~/.cache",
     "FLASHTILE_CACHE": "0: compiled kernels stay in memory",
+    "FLASHTILE_EXECUTOR": "python: CUDA kernels are launched from Python, instead of by the C++ extension",
     "FLASHTILE_CPU_ISA": "the instruction set of the CPU engine, instead of the best: avx512, avx2 or baseline",
     "FLASHTILE_COMMIT": "the commit that results name, for a copy of the source without its history",
 }
@@ -42,6 +43,7 @@ def collect() -> dict[str, Any]:
         "torch_cuda": torch.version.cuda,
         "cpu_threads": torch.get_num_threads(),
         "extension": _extension(),
+        "executor": _executor(),
         "gpus": _gpus(),
         "driver": _driver(),
         "nvrtc": _nvrtc(),
@@ -62,6 +64,12 @@ def _extension() -> dict[str, Any]:
         "instruction_sets": [] if reason else list(extension.instruction_sets()),
         "reason": reason,
     }
+
+
+def _executor() -> dict[str, Any]:
+    """Who launches CUDA kernels, and why not the C++ extension."""
+    reason = native.missing()
+    return {"language": "c++" if reason is None else "python", "reason": reason}
 
 
 def _gpus() -> list[dict[str, Any]]:
@@ -154,6 +162,8 @@ def show(as_json: bool) -> None:
     found.add_row(
         "C++ extension", f"none: {built['reason']}" if built["reason"] else f"{', '.join(built['instruction_sets'])}; {built['path']}"
     )
+    launcher = facts["executor"]
+    found.add_row("CUDA kernels", f"launched by {launcher['language']}" + (f": {launcher['reason']}" if launcher["reason"] else ""))
     found.add_row("CUDA of torch", facts["torch_cuda"] or "none: a CPU build")
     for gpu in facts["gpus"] or [None]:
         found.add_row(

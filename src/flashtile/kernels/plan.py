@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -447,7 +448,12 @@ def _optional_patches(form: Form) -> list[Patch]:
     return patches
 
 
+on_forget: list[Callable[[], None]] = []  # of those who keep what they made from plans
+
+
 def forget() -> None:
-    """Drops every plan: units written from now on may differ (kernels/mutation.py)."""
+    """Drops every plan, and what others made from it: units written from now on may differ (kernels/mutation.py)."""
     kernels.cache_clear()
     plan.cache_clear()
+    for drop in on_forget:
+        drop()

@@ -8,10 +8,16 @@ import os
 from types import ModuleType
 from typing import Any
 
+import torch
+from torch.autograd import forward_ad
+
 from flashtile.errors import unsupported, value_error
+from flashtile.runtime import driver
 
 _NAME = "flashtile._C"
 _ISA_SWITCH = "FLASHTILE_CPU_ISA"
+# As csrc/exec/tensor.h: Dtype, from 1 on
+DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "bool", "uint8")
 
 
 @functools.cache
@@ -72,3 +78,37 @@ def cpu_forward(params: int, *more: int) -> None:
 
 def cpu_backward(params: int, *more: int) -> None:
     _module().cpu_backward(params, *more, instruction_set())
+
+
+# The executor (csrc/exec)
+
+
+def executor() -> Any:
+    """The module with its functions, or None."""
+    return _load()[0]
+
+
+def open_executor(device_type: str) -> str | None:
+    """From now on calls on such devices are served. Why they cannot be, or None."""
+    try:
+        internals = (
+            torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs,
+            driver.check,
+            torch._C._get_deterministic_algorithms,
+            torch._C._get_float32_matmul_precision,
+            torch._C._is_any_autocast_enabled,
+        )
+        listeners = (
+            torch._C._len_torch_dispatch_stack,
+            torch._C._get_tracing_state,
+            torch._C._are_functorch_transforms_active,
+            lambda: forward_ad._current_level >= 0,
+        )
+        exchange = torch.Tensor.__dlpack_c_exchange_api__
+    except AttributeError as error:
+        return f"torch {torch.__version__} has no {error.name}"
+    dtypes = tuple(getattr(torch, name) for name in DTYPES)
+    reason: str | None = _module().open_executor(
+        driver.library(), device_type, exchange, (torch.Tensor, torch.nn.Parameter), dtypes, *internals, listeners
+    )
+    return reason

@@ -1,0 +1,143 @@
+"""The C++ executor (csrc/exec) as the ops use it: whether it is there, and what it learns.
+
+It looks a call up by everything that the choice of a plan depends on, checks what is left, and launches without Python. A call that it
+has no plan for goes through backends/executor.py, which it learns the plan from; a call that it does not serve goes there every time.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flashtile.backends import executor
+from flashtile.backends.executor import Launch
+from flashtile.errors import value_error
+from flashtile.kernels import plan as plans
+from flashtile.kernels import table
+from flashtile.kernels.plan import Memset
+from flashtile.runtime import extension
+
+_SWITCH = "FLASHTILE_EXECUTOR"
+FORWARD, BACKWARD, APPEND = range(3)  # csrc/exec/attention.h: Pass
+
+
+def _unserved(*args: Any) -> Any:
+    """Stands in for a function of an extension that is not there."""
+    return None
+
+
+def _function(name: str) -> Callable[..., Any]:
+    return getattr(extension.executor(), name, _unserved)
+
+
+# Each takes the arguments of an op as a tuple and returns its results in a tuple, or: None where Python has to serve the call, False where
+# it also has to make the plan, True (attend alone) where the call is to be differentiated
+attend, forward, backward, append_kv = (_function(name) for name in ("attend", "forward", "backward", "append_kv"))
+# `flashtile.attention`: its two results; or the arguments of the op, in a tuple of their own where it is to be differentiated; or None
+# where what it was given needs a closer look
+attention = _function("attention")
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why calls are launched by Python, or None. Starts the C++ executor; FLASHTILE_EXECUTOR is read once."""
+    wanted = os.environ.get(_SWITCH) or "c++"
+    if wanted not in ("c++", "python"):
+        raise value_error(_SWITCH, repr(wanted), "c++ or python", "Unset it")
+    if wanted == "python":
+        return f"{_SWITCH}=python"
+    if extension.missing() is None and _unserved in (attention, attend, forward, backward, append_kv):
+        return "the C++ extension was built from other sources; `pip install .` builds it anew"
+    return extension.missing() or extension.open_executor("cuda")
+
+
+def learn(kind: int, args: tuple[Any, ...], launch: Launch) -> None:
+    """What calls like this one take from now on. It has been executed, so its kernels are loaded."""
+    if missing() is not None:
+        return
+    module, plan = extension.executor(), launch.plan
+    module.set_gpu(launch.device_index, launch.splits.num_multiprocessors, 2 * table.SMALL_BLOCK_M)
+    names = (module.APPEND_TENSORS, module.APPEND_SCALARS) if kind == APPEND else (module.TENSORS, module.SCALARS)
+    values = executor.evaluate(plan, executor.prepare(plan, launch.given), launch.scalars, launch.splits)
+    numbers, symbols = flat(launch, values, *names)
+    module.learn(kind, args, array("q", numbers).tobytes(), plan.image, "".join(f"{symbol}\n" for symbol in symbols))
+
+
+def forget() -> None:
+    _function("forget")()
+
+
+plans.on_forget.append(forget)
+
+
+# A plan as numbers, in the order that csrc/exec/plan.cpp reads them
+
+_LAYOUTS = ("rows", "contiguous", "any")
+_RULES = ("tensor", "workspace", "stride", "broadcast_stride", "size", "elements", "spread", "value", "scalar")
+
+
+def flat(launch: Launch, values: dict[str, int], tensors: Sequence[str], scalars: Sequence[str]) -> tuple[list[int], list[str]]:
+    """The plan with tensors and scalars by their places in those lists, and the names of its kernels. A kernel that the call with these
+    values does not launch may not be compiled: it is left out until one does."""
+    plan, splits = launch.plan, launch.splits
+    value_names = ["num_splits", "num_multiprocessors", *(name for name, _ in plan.values)]
+    workspaces = [workspace.name for workspace in plan.workspaces]
+
+    def rule(rule: plans.Rule) -> list[int]:
+        match rule:
+            case plans.Pointer(name) if name in workspaces:
+                return [_RULES.index("workspace"), workspaces.index(name), 0, 0]
+            case plans.Pointer(name):
+                return [_RULES.index("tensor"), tensors.index(name), 0, 0]
+            case plans.Stride(name, axis):
+                return [_RULES.index("stride"), tensors.index(name), -1 - axis, 0]
+            case plans.BroadcastStride(name, axis):
+                return [_RULES.index("broadcast_stride"), tensors.index(name), -1 - axis, 0]
+            case plans.Size(name, axis, plus):
+                return [_RULES.index("size"), tensors.index(name), -1 - axis, plus]
+            case plans.Elements(name):
+                return [_RULES.index("elements"), tensors.index(name), 0, 0]
+            case plans.Spread(name, axis, value):
+                return [_RULES.index("spread"), tensors.index(name), -1 - axis, value_names.index(value)]
+            case plans.Value(name):
+                return [_RULES.index("value"), value_names.index(name), 0, 0]
+            case plans.Scalar(name):
+                return [_RULES.index("scalar"), scalars.index(name), 0, 0]
+
+    numbers = [splits.num_multiprocessors, *(plan.splits or (0, 0))]
+    numbers += [value_names.index(name) if plan.splits else 0 for name in ("seqlen_q", "seqlen_k", "heads", "batch")]
+    numbers.append(len(plan.operands))
+    for operand in plan.operands:
+        dtype = 0 if operand.dtype is None else 1 + extension.DTYPES.index(operand.dtype)
+        like = 0 if operand.like is None else 1 + tensors.index(operand.like)
+        numbers += [tensors.index(operand.name), _LAYOUTS.index(operand.strides), dtype, like]
+    numbers.append(len(plan.values))
+    for _, factors in plan.values:
+        numbers += [len(factors), *(number for factor in factors for number in rule(factor))]
+    numbers.append(len(workspaces))
+    for workspace in plan.workspaces:
+        numbers += [workspace.element_bytes, len(workspace.values), *(value_names.index(name) for name in workspace.values)]
+    numbers.append(len(plan.patches))
+    for patch in plan.patches:
+        numbers += [patch.offset, ord(patch.code), *rule(patch.rule)]
+    numbers.append(len(plan.maps))
+    for tensor_map in plan.maps:
+        axes = (-1 - axis for axis in tensor_map.axes)
+        numbers += [tensor_map.offset, tensors.index(tensor_map.tensor), *axes, tensor_map.box_rows]
+    numbers.append(len(plan.steps))
+    symbols = []
+    for step in plan.steps:
+        if isinstance(step, Memset):
+            numbers += [0, tensors.index(step.tensor)]
+            continue
+        kernel = None
+        if executor.num_blocks(step, values) > 0:
+            kernel = executor.function(step.unit, step.entry, launch.arch)
+        numbers += [1, 0 if kernel is None else kernel.address(launch.device_index), len(step.grid)]
+        numbers += [number for name, divisor in step.grid for number in (value_names.index(name), divisor)]
+        numbers += [step.num_threads, step.shared_bytes, step.is_for_splits, step.is_persistent]
+        symbols.append(step.name if kernel is None else kernel.symbol)
+    return numbers, symbols

@@ -1,0 +1,256 @@
+#include "attention.h"
+
+#include <cmath>
+#include <limits>
+
+namespace flashtile {
+namespace {
+
+constexpr i64 kUnbounded = 1 << 30;  // a window at least this wide hides nothing
+constexpr i64 kMaxLength = std::numeric_limits<i32>::max();
+constexpr i64 kMaxHeadDim = 512;
+constexpr double kLog2e = 1.4426950408889634;
+
+struct Axes {
+  i32 head, row;
+};
+
+Axes axes_of(bool is_bshd) { return is_bshd ? Axes{-2, -3} : Axes{-3, -2}; }
+
+struct Shape {
+  i64 batch, heads, heads_kv, seqlen_q, seqlen_k;
+};
+
+bool is_on_one_device(const Call& call, i32 count) {
+  for (i32 place = 0; place < count; ++place) {
+    if (call.tensors[place].is_given() && !(call.tensors[place].device == call.device)) return false;
+  }
+  return true;
+}
+
+bool has_plain_rows(const View& tensor) { return tensor.size(-1) <= 1 || tensor.stride(-1) == 1; }
+
+// Every row starts on a 16-byte boundary and is a multiple of 16 bytes long.
+bool is_wide(const View& tensor) {
+  i64 size = size_of(tensor.dtype);
+  if (reinterpret_cast<u64>(tensor.data) % 16 != 0 || tensor.size(-1) * size % 16 != 0) return false;
+  for (i32 axis = -tensor.dim; axis < -1; ++axis) {
+    if (tensor.size(axis) > 1 && tensor.stride(axis) * size % 16 != 0) return false;
+  }
+  return true;
+}
+
+bool has_own_rows(const View& tensor, Axes axes) { return tensor.size(axes.row) <= 1 || tensor.stride(axes.row) >= tensor.size(-1); }
+
+Shape shape_of(const Options& options, const Call& call, Axes axes) {
+  const View *tensors = call.tensors, &q = tensors[kQ], &k = tensors[kK];
+  bool is_packed = tensors[kCuSeqlensQ].is_given();
+  Shape shape{q.size(-4), q.size(axes.head), k.size(axes.head), q.size(axes.row), k.size(axes.row)};
+  if (tensors[kBlockTable].is_given()) shape.seqlen_k *= tensors[kBlockTable].size(-1);
+  if (is_packed) {
+    shape.batch = tensors[kCuSeqlensQ].size(-1) - 1;
+    if (options.max_seqlen_q >= 0) shape.seqlen_q = options.max_seqlen_q;
+    if (options.max_seqlen_k >= 0) shape.seqlen_k = options.max_seqlen_k;
+  }
+  return shape;
+}
+
+bool check_scalars(const Options& options) {
+  if (options.window_left < -1 || options.window_right < -1 || options.num_splits < 0) return false;
+  if (options.has_scale && !std::isfinite(options.scale)) return false;
+  if (!(options.softcap >= 0.0 && options.softcap <= std::numeric_limits<float>::max())) return false;
+  if (!(options.dropout_p >= 0.0 && options.dropout_p < 1.0)) return false;
+  return options.max_seqlen_q <= kMaxLength && options.max_seqlen_k <= kMaxLength;
+}
+
+bool check_sizes(const Call& call, const Shape& shape, Axes axes) {
+  const View *tensors = call.tensors, &q = tensors[kQ], &k = tensors[kK], &v = tensors[kV];
+  for (const View* tensor : {&q, &k, &v}) {
+    // What is empty is rare and needs care
+    if (tensor->numel() == 0 || !has_plain_rows(*tensor)) return false;
+    for (i64 size : tensor->sizes) {
+      if (size > kMaxLength) return false;
+    }
+  }
+  if (q.size(-1) > kMaxHeadDim || v.size(-1) > kMaxHeadDim || k.size(-1) != q.size(-1)) return false;
+  if (shape.heads % shape.heads_kv != 0 || v.size(axes.head) != shape.heads_kv || v.size(axes.row) != k.size(axes.row)) return false;
+  if (shape.batch < 1 || v.size(-4) != k.size(-4)) return false;
+  bool is_packed = tensors[kCuSeqlensQ].is_given(), is_paged = tensors[kBlockTable].is_given();
+  if (!is_packed && !is_paged && k.size(-4) != shape.batch) return false;
+  struct {
+    Tensor tensor;
+    i64 rows;
+  } lists[] = {{kCuSeqlensK, shape.batch + 1}, {kSequsedK, shape.batch}, {kLeftpadK, shape.batch}};
+  for (auto [place, rows] : lists) {
+    if (tensors[place].is_given() && tensors[place].size(-1) != rows) return false;
+  }
+  if (is_paged && tensors[kBlockTable].size(-2) != shape.batch) return false;
+  return !tensors[kRngState].is_given() || tensors[kRngState].size(-1) == 2;
+}
+
+// (batch, heads, seqlen_q, seqlen_k), each 1 or whole. Packed rows and keys without a bound may exceed every length.
+bool check_broadcast(const View& tensor, const Shape& shape, const Options& options, bool is_packed) {
+  if (!tensor.is_given()) return true;
+  i64 full[] = {shape.batch, shape.heads, shape.seqlen_q, shape.seqlen_k};
+  for (i32 axis = 0; axis < kMaxDim; ++axis) {
+    bool is_open = is_packed && ((axis == 2 && options.max_seqlen_q < 0) || (axis == 3 && options.max_seqlen_k < 0));
+    if (tensor.sizes[axis] != 1 && tensor.sizes[axis] != full[axis] && !is_open) return false;
+    if (tensor.sizes[axis] == 0) return false;
+  }
+  return true;
+}
+
+bool check_score_tensors(const Options& options, const Call& call, const Shape& shape) {
+  const View *tensors = call.tensors, &slopes = tensors[kAlibiSlopes], &sinks = tensors[kSinks];
+  bool is_packed = tensors[kCuSeqlensQ].is_given();
+  for (Tensor place : {kBias, kMask}) {
+    if (!check_broadcast(tensors[place], shape, options, is_packed)) return false;
+  }
+  if (sinks.is_given() && sinks.size(-1) != shape.heads) return false;
+  if (!slopes.is_given()) return true;
+  return slopes.size(-1) == shape.heads && (slopes.dim == 1 || slopes.size(-2) == shape.batch);
+}
+
+void lay_out_outputs(const Options& options, Call& call, Axes axes) {
+  const View& q = call.tensors[kQ];
+  View &out = call.tensors[kOut], &lse = call.tensors[kLse];
+  out = q;
+  out.data = nullptr;
+  out.dtype = options.out_dtype == Dtype::kNone ? q.dtype : options.out_dtype;
+  out.sizes[kMaxDim - 1] = call.tensors[kV].size(-1);
+  // A "bhsd" view of "bshd" memory gives such a view again, so that joining the heads afterwards copies nothing
+  bool is_swapped = 0 < q.stride(-3) && q.stride(-3) < q.stride(-2);
+  if (is_swapped) std::swap(out.sizes[1], out.sizes[2]);
+  out.make_contiguous();
+  if (is_swapped) std::swap(out.sizes[1], out.sizes[2]), std::swap(out.strides[1], out.strides[2]);
+  lse = View{};
+  lse.dim = q.dim - 1, lse.dtype = Dtype::kFloat32, lse.device = q.device;
+  lse.sizes[3] = q.size(axes.row), lse.sizes[2] = q.size(axes.head), lse.sizes[1] = q.size(-4);
+  lse.make_contiguous();
+}
+
+bool has_sizes_of(const View& tensor, const View& other) {
+  return tensor.dim == other.dim && std::memcmp(tensor.sizes, other.sizes, sizeof(tensor.sizes)) == 0;
+}
+
+// A backward pass gets out and lse, and returns gradients like the inputs.
+bool lay_out_grads(const Options& options, Call& call, Axes axes) {
+  View out = call.tensors[kOut], lse = call.tensors[kLse];
+  lay_out_outputs(options, call, axes);
+  std::swap(out, call.tensors[kOut]), std::swap(lse, call.tensors[kLse]);
+  const View *tensors = call.tensors, &dlse = tensors[kDlse];
+  if (!has_sizes_of(tensors[kOut], out) || !has_sizes_of(tensors[kDout], out) || !has_sizes_of(tensors[kLse], lse)) return false;
+  if (dlse.is_given() && !has_sizes_of(dlse, lse)) return false;
+  constexpr Tensor kOf[] = {kQ, kK, kV, kBias, kSinks};
+  for (i32 place = 0; place < kNumGrads; ++place) {
+    if (options.is_wanted[place] && tensors[kOf[place]].is_given()) lay_out_like(tensors[kOf[place]], call.tensors[kDq + place]);
+  }
+  return true;
+}
+
+void fill_scalars(const Options& options, Call& call, double scale) {
+  i64 right = options.causal == Causal::kNone ? options.window_right : 0;
+  // Half to even, as Python rounds
+  double threshold = std::fmin(std::nearbyint(options.dropout_p * 65536.0), 65535.0);
+  call.scalars[kWindowLeft] = static_cast<double>(options.window_left >= kUnbounded ? -1 : options.window_left);
+  call.scalars[kWindowRight] = static_cast<double>(right >= kUnbounded ? -1 : right);
+  call.scalars[kScale] = scale;
+  call.scalars[kScaleLog2] = scale * kLog2e;
+  call.scalars[kSoftcap] = options.softcap;
+  call.scalars[kDropoutThreshold] = threshold;
+  call.scalars[kKeepFactor] = 65536.0 / (65536.0 - threshold);
+  call.scalars[kMaxSeqlenQ] = static_cast<double>(options.max_seqlen_q < 0 ? 0 : options.max_seqlen_q);
+  call.scalars[kMaxSeqlenK] = static_cast<double>(options.max_seqlen_k < 0 ? 0 : options.max_seqlen_k);
+  call.asked_splits = options.num_splits != 0 ? options.num_splits : static_cast<i64>(options.is_deterministic);
+}
+
+void note_tensors(const Call& call, i32 count, Key& key) {
+  key.device = static_cast<u8>(call.device.index);
+  for (i32 place = 0; place < count; ++place) {
+    const View& tensor = call.tensors[place];
+    if (tensor.is_given()) key.tensors[place] = static_cast<u8>(static_cast<i32>(tensor.dtype) * 8 + tensor.dim);
+  }
+}
+
+}  // namespace
+
+bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& call, Key& key) {
+  const View *tensors = call.tensors, &q = tensors[kQ];
+  call.device = q.device;
+  Axes axes = axes_of(options.is_bshd);
+  if (!check_scalars(options) || !is_on_one_device(call, kMaxTensors)) return false;
+  Shape shape = shape_of(options, call, axes);
+  if (!check_sizes(call, shape, axes) || !check_score_tensors(options, call, shape)) return false;
+  bool is_backward = pass == Pass::kBackward;
+  if (!is_backward) lay_out_outputs(options, call, axes);
+  if (is_backward && !lay_out_grads(options, call, axes)) return false;
+  double scale = options.has_scale ? options.scale : 1.0 / std::sqrt(static_cast<double>(q.size(-1)));
+  fill_scalars(options, call, scale);
+
+  key.pass = pass;
+  note_tensors(call, kMaxTensors, key);
+  key.matmul_precision = options.matmul_precision;
+  key.out_dtype = static_cast<u8>(options.out_dtype);
+  key.head_dim = static_cast<i32>(q.size(-1)), key.head_dim_v = static_cast<i32>(tensors[kV].size(-1));
+  u32 bit = 1;
+  auto note = [&](bool flag) {
+    key.flags |= flag ? bit : 0;
+    bit <<= 1;
+  };
+  note(options.is_bshd);
+  note(options.causal != Causal::kNone);
+  note(options.causal == Causal::kTopLeft);
+  note(options.window_left != -1);
+  note(options.window_right != -1);
+  note(options.softcap > 0.0);
+  note(options.dropout_p > 0.0);
+  note(options.max_seqlen_q >= 0);
+  note(options.max_seqlen_k >= 0);
+  note(options.is_named);
+  note(options.is_deterministic);
+  note(options.needs_grad);
+  note(options.needs_bias_grad);
+  note(scale > 0.0);
+  bool is_aligned = true, is_apart = true;
+  for (Tensor place : {kQ, kK, kV, kOut, kDout, kDq, kDk, kDv}) {
+    is_aligned = is_aligned && (!tensors[place].is_given() || is_wide(tensors[place]));
+  }
+  for (Tensor place : {kQ, kK, kV}) is_apart = is_apart && has_own_rows(tensors[place], axes);
+  note(is_aligned);
+  note(is_apart);
+  i64 num_blocks = (shape.seqlen_q + gpu.small_rows - 1) / gpu.small_rows * shape.heads * shape.batch;
+  note(!is_backward && num_blocks < gpu.num_multiprocessors);
+  for (bool is_wanted : options.is_wanted) note(is_wanted);
+  return true;
+}
+
+bool prepare_append(const Options& options, Call& call, Key& key) {
+  const View *tensors = call.tensors, &k = tensors[kNewK], &v = tensors[kNewV], &k_cache = tensors[kKCache], &v_cache = tensors[kVCache];
+  const View &table = tensors[kTable], &cos = tensors[kRotaryCos], &sin = tensors[kRotarySin];
+  call.device = k_cache.device;
+  if (!is_on_one_device(call, kNumAppendTensors)) return false;
+  Axes axes = axes_of(options.is_bshd);
+  for (i32 place : {kKCache, kVCache, kNewK, kNewV}) {
+    if (tensors[place].dim != kMaxDim || tensors[place].numel() == 0) return false;
+  }
+  for (const View* cache : {&k_cache, &v_cache}) {
+    for (i32 axis = 0; axis < kMaxDim; ++axis) {
+      if (cache->strides[axis] == 0 && cache->sizes[axis] > 1) return false;
+    }
+  }
+  if (k.size(axes.head) != k_cache.size(axes.head) || k.size(-1) != k_cache.size(-1)) return false;
+  if (v.size(axes.head) != v_cache.size(axes.head) || v.size(-1) != v_cache.size(-1)) return false;
+  if (v.size(-4) != k.size(-4) || v.size(axes.row) != k.size(axes.row)) return false;
+  if (!table.is_given() && k_cache.size(-4) != k.size(-4)) return false;
+  if (tensors[kCacheSeqlens].size(-1) != k.size(-4)) return false;
+  if (table.is_given() && (table.size(-2) != k.size(-4) || table.numel() == 0)) return false;
+  if (cos.is_given() != sin.is_given()) return false;
+  if (cos.is_given() && (2 * cos.size(-1) > k.size(-1) || !has_sizes_of(cos, sin) || cos.numel() == 0)) return false;
+  call.scalars[0] = options.is_interleaved;
+  key.pass = Pass::kAppend;
+  note_tensors(call, kNumAppendTensors, key);
+  key.flags = options.is_bshd;
+  return true;
+}
+
+}  // namespace flashtile

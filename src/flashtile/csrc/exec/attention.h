@@ -1,0 +1,81 @@
+// A call of the ops: what it is told, whether C++ may serve it, the key of its plan, and the tensors it returns.
+//
+// The checks are those of problem.py: validate and backends/kvcache.py: validate, less what the key holds. A call that fails one is not
+// served: Python looks at it again and says what is wrong.
+#pragma once
+
+#include <cstring>
+
+#include "plan.h"
+
+namespace flashtile {
+
+enum class Pass : u8 { kForward, kBackward, kAppend };
+
+// Places of the tensors of the two passes. Their names, and those of the other lists, are what a plan's names are looked up in.
+enum Tensor : i32 {
+  kQ, kK, kV, kBias, kMask, kAlibiSlopes, kSinks, kRngState, kCuSeqlensQ, kCuSeqlensK, kSequsedK, kLeftpadK, kBlockTable,
+  kOut, kLse, kDout, kDlse, kDq, kDk, kDv, kDbias, kDsinks
+};
+constexpr i32 kNumInputs = 13, kNumGrads = 5;
+constexpr const char* kTensorNames[] = {
+    "q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "rng_state", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k",
+    "block_table", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks"};
+enum AppendTensor : i32 { kKCache, kVCache, kNewK, kNewV, kCacheSeqlens, kTable, kRotaryCos, kRotarySin };
+constexpr i32 kNumAppendTensors = 8;
+constexpr const char* kAppendNames[] = {"k_cache", "v_cache", "k", "v", "cache_seqlens", "block_table", "rotary_cos", "rotary_sin"};
+
+enum Scalar : i32 {
+  kWindowLeft, kWindowRight, kScale, kScaleLog2, kSoftcap, kDropoutThreshold, kKeepFactor, kMaxSeqlenQ, kMaxSeqlenK
+};
+constexpr const char* kScalarNames[] = {
+    "window_left", "window_right", "scale", "scale_log2", "softcap", "dropout_threshold", "keep_factor", "max_seqlen_q", "max_seqlen_k"};
+constexpr const char* kAppendScalarNames[] = {"is_interleaved"};
+
+enum class Causal : u8 { kNone, kTopLeft, kBottomRight };
+
+// The arguments of a call that are no tensors; what an op calls None is -1, or no scale.
+struct Options {
+  i64 max_seqlen_q = -1, max_seqlen_k = -1;
+  bool has_scale = false;
+  double scale = 0.0;
+  Causal causal = Causal::kNone;
+  i64 window_left = -1, window_right = -1;
+  double softcap = 0.0, dropout_p = 0.0;
+  bool is_deterministic = false;
+  i64 num_splits = 0;
+  Dtype out_dtype = Dtype::kNone;
+  bool is_bshd = false;
+  bool is_named = false;  // the backend was asked for by name
+  bool needs_grad = false, needs_bias_grad = false;
+  char matmul_precision = 0;         // the first letter of torch's switch, for float32
+  bool is_wanted[kNumGrads] = {};  // of a backward pass
+  bool is_interleaved = false;       // of an append
+};
+
+// What a device is: what selection looks at beside the call.
+struct Gpu {
+  i64 num_multiprocessors = 0;  // 0: not known yet
+  i64 small_rows = 0;           // rows of the large tile, whose grid may be too small
+};
+
+// Everything that Python's choice of a plan looks at. No length is in it.
+struct Key {
+  Pass pass = Pass::kForward;
+  u8 device = 0;
+  u8 tensors[kMaxTensors + 2] = {};  // dtype and rank, 0 where there is none; as many as leave no padding, since keys are compared as bytes
+  char matmul_precision = 0;
+  u8 out_dtype = 0;
+  i32 head_dim = 0, head_dim_v = 0;
+  u32 flags = 0;
+};
+static_assert(sizeof(Key) == 40, "Key: no padding");
+
+inline bool operator==(const Key& a, const Key& b) { return std::memcmp(&a, &b, sizeof(Key)) == 0; }
+
+// Checks a call of the two passes, fills its numbers and lays out the tensors it returns. False: not served.
+bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& call, Key& key);
+// The same for append_kv, which returns nothing.
+bool prepare_append(const Options& options, Call& call, Key& key);
+
+}  // namespace flashtile

@@ -1,0 +1,25 @@
+// The few functions of the CUDA driver that a launch needs, from the library that runtime/driver.py has opened as well.
+#pragma once
+
+#include "flashtile/core/types.cuh"
+
+namespace flashtile {
+
+constexpr i32 kTensorMapBytes = 128;
+
+struct Driver {
+  using Handle = void*;
+  int (*cuLaunchKernel)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void**, void**) = nullptr;
+  int (*cuTensorMapEncodeTiled)(void*, int, u32, void*, const u64*, const u64*, const u32*, const u32*, int, int, int, int) = nullptr;
+  int (*cuCtxGetCurrent)(Handle*) = nullptr;
+  int (*cuCtxSetCurrent)(Handle) = nullptr;
+  int (*cuDeviceGet)(int*, int) = nullptr;
+  int (*cuDevicePrimaryCtxRetain)(Handle*, int) = nullptr;
+
+  // Null, or the name of what is missing.
+  const char* open(const char* library);
+  // Makes the device's primary context current if the thread has none. True if it had none.
+  bool ensure_context(i32 device_index) const;
+};
+
+}  // namespace flashtile

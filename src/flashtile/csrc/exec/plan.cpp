@@ -1,0 +1,352 @@
+#include "plan.h"
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+
+namespace flashtile {
+namespace {
+
+constexpr i64 kWorkspaceAlignment = 256;
+constexpr u64 kAnyStride = 16;  // bytes, along an axis of length 1
+// CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
+constexpr int kMapFloat16 = 6, kMapBfloat16 = 9, kMapSwizzle128 = 3, kMapPromotion256 = 3;
+constexpr u32 kBoxColumns = 64;
+// The first values are not the plan's own
+constexpr i32 kNumSplits = 0, kNumMultiprocessors = 1, kFirstValue = 2;
+
+class Reader {
+ public:
+  Reader(const i64* numbers, i64 count) : next_(numbers), end_(numbers + count) {}
+  i64 number() {
+    if (next_ == end_) throw std::out_of_range("a plan ends too early");
+    return *next_++;
+  }
+  i32 index(i32 limit) {
+    i64 found = number();
+    if (found < 0 || found >= limit) throw std::out_of_range("a plan names something that is not there");
+    return static_cast<i32>(found);
+  }
+  Rule rule() {
+    auto kind = static_cast<RuleKind>(index(static_cast<i32>(RuleKind::kScalar) + 1));
+    i32 limit = kMaxTensors;
+    if (kind == RuleKind::kValue || kind == RuleKind::kWorkspace) limit = kMaxValues;
+    if (kind == RuleKind::kScalar) limit = kMaxScalars;
+    i32 place = index(limit);
+    i32 axis = -1 - index(kMaxDim);
+    i64 more = kind == RuleKind::kSpread ? index(kMaxValues) : number();
+    return {kind, place, axis, more};
+  }
+  bool is_done() const { return next_ == end_; }
+
+ private:
+  const i64 *next_, *end_;
+};
+
+i64 divide_up(i64 a, i64 b) { return (a + b - 1) / b; }
+
+bool multiply(i64& product, i64 factor) { return !__builtin_mul_overflow(product, factor, &product); }
+
+// A rule that is neither a pointer nor a scalar.
+i64 whole(const Rule& rule, const Call& call, const i64* values) {
+  const View& tensor = call.tensors[rule.index];
+  switch (rule.kind) {
+    case RuleKind::kStride:
+      return tensor.stride(rule.axis);
+    case RuleKind::kBroadcastStride:
+      return tensor.size(rule.axis) == 1 ? 0 : tensor.stride(rule.axis);
+    case RuleKind::kSize:
+      return tensor.size(rule.axis) + rule.more;
+    case RuleKind::kElements:
+      return tensor.numel();
+    case RuleKind::kSpread:
+      return tensor.size(rule.axis) == 1 ? 1 : values[rule.more];
+    case RuleKind::kValue:
+      return values[rule.index];
+    case RuleKind::kScalar:
+      return static_cast<i64>(call.scalars[rule.index]);
+    default:
+      return 0;
+  }
+}
+
+template <typename T>
+bool put(u8* place, i64 number) {
+  if (number < static_cast<i64>(std::numeric_limits<T>::min()) || number > static_cast<i64>(std::numeric_limits<T>::max())) return false;
+  T value = static_cast<T>(number);
+  std::memcpy(place, &value, sizeof(T));
+  return true;
+}
+
+bool put_float(u8* place, double number) {
+  if (std::isfinite(number) && std::fabs(number) > std::numeric_limits<float>::max()) return false;
+  float value = static_cast<float>(number);
+  std::memcpy(place, &value, sizeof(value));
+  return true;
+}
+
+bool is_fitting(const Operand& operand, const View& tensor) {
+  if (operand.dtype != Dtype::kNone && operand.dtype != tensor.dtype) return false;
+  if (operand.layout == Layout::kContiguous) return tensor.is_contiguous();
+  return operand.layout == Layout::kAny || tensor.size(-1) <= 1 || tensor.stride(-1) == 1;
+}
+
+}  // namespace
+
+struct Plan::Filled {
+  alignas(64) u8 image[kMaxImageBytes];
+  i64 values[kMaxValues];
+  i64 offsets[kMaxValues];  // of the workspaces
+  bool has_workspaces;
+  Scratch room;
+  u8* base = nullptr;  // of the room
+};
+
+Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& names) : image_(std::move(image)) {
+  if (image_.size() > kMaxImageBytes) throw std::out_of_range("a plan has more parameters than a launch takes");
+  Reader in(numbers, count);
+  num_multiprocessors_ = in.number();
+  split_rows_ = in.number(), split_columns_ = in.number();
+  seqlen_q_ = in.index(kMaxValues), seqlen_k_ = in.index(kMaxValues), heads_ = in.index(kMaxValues), batch_ = in.index(kMaxValues);
+  operands_.resize(in.index(kMaxTensors + 1));
+  for (Operand& operand : operands_) {
+    operand.tensor = in.index(kMaxTensors);
+    operand.layout = static_cast<Layout>(in.index(3));
+    operand.dtype = static_cast<Dtype>(in.index(static_cast<i32>(Dtype::kCount)));
+    operand.like = in.index(kMaxTensors + 1) - 1;
+  }
+  values_.resize(in.index(kMaxValues - kFirstValue + 1));
+  for (Product& value : values_) {
+    value.rules.resize(in.index(8));
+    for (Rule& rule : value.rules) rule = in.rule();
+  }
+  workspaces_.resize(in.index(kMaxValues));
+  for (Workspace& workspace : workspaces_) {
+    workspace.element_bytes = in.number();
+    workspace.values.resize(in.index(8));
+    for (i32& value : workspace.values) value = in.index(kMaxValues);
+  }
+  patches_.resize(in.index(1024));
+  for (Patch& patch : patches_) {
+    patch.offset = in.index(static_cast<i32>(image_.size()) - 3);
+    patch.code = static_cast<char>(in.index(128));
+    patch.rule = in.rule();
+    bool is_wide = patch.code == 'P' || patch.code == 'q';
+    if (is_wide && patch.offset + 8 > static_cast<i32>(image_.size())) throw std::out_of_range("a plan patches outside of its parameters");
+  }
+  maps_.resize(in.index(8));
+  for (MapPatch& map : maps_) {
+    map.offset = in.index(static_cast<i32>(image_.size()) - kTensorMapBytes + 1);
+    map.tensor = in.index(kMaxTensors);
+    for (i32& axis : map.axes) axis = -1 - in.index(kMaxDim);
+    map.box_rows = static_cast<u32>(in.number());
+  }
+  steps_.resize(in.index(32));
+  size_t start = 0;
+  for (Step& step : steps_) {
+    step.is_memset = in.index(2) == 0;
+    if (step.is_memset) {
+      step.tensor = in.index(kMaxTensors);
+      continue;
+    }
+    step.kernel = reinterpret_cast<void*>(in.number());
+    step.grid.resize(in.index(8));
+    for (auto& [value, divisor] : step.grid) value = in.index(kMaxValues), divisor = in.number();
+    step.num_threads = static_cast<unsigned>(in.number());
+    step.shared_bytes = static_cast<unsigned>(in.number());
+    step.is_for_splits = in.index(2) != 0;
+    step.is_persistent = in.index(2) != 0;
+    size_t end = names.find('\n', start);
+    step.name = names.substr(start, end - start);
+    start = end + 1;
+  }
+  if (!in.is_done()) throw std::out_of_range("a plan does not end where it should");
+}
+
+bool Plan::takes(const Call& call) const {
+  for (const Operand& operand : operands_) {
+    if (operand.like < 0 && !is_fitting(operand, call.tensors[operand.tensor])) return false;
+  }
+  return true;
+}
+
+bool Plan::evaluate(const Call& call, i64* values) const {
+  values[kNumSplits] = 1, values[kNumMultiprocessors] = num_multiprocessors_;
+  i64* next = values + kFirstValue;
+  for (const Product& value : values_) {
+    i64 product = 1;
+    for (const Rule& rule : value.rules) {
+      if (!multiply(product, whole(rule, call, values))) return false;
+    }
+    *next++ = product;
+  }
+  if (split_rows_ != 0) {
+    // Left to us: as many as fill the GPU twice over, each with a tile of keys at least
+    i64 tiles = divide_up(values[seqlen_k_], split_columns_), blocks = divide_up(values[seqlen_q_], split_rows_);
+    if (!multiply(blocks, values[heads_]) || !multiply(blocks, values[batch_])) return false;
+    i64 wanted = call.asked_splits != 0 ? call.asked_splits : 2 * num_multiprocessors_ / (blocks > 1 ? blocks : 1);
+    i64 splits = wanted < tiles ? wanted : tiles;
+    values[kNumSplits] = splits > 1 ? splits : 1;
+  }
+  return true;
+}
+
+bool Plan::allocate(Call& call, Owned* owned, Filled& filled) const {
+  for (const Operand& operand : operands_) {
+    if (operand.like < 0) continue;
+    View& view = call.tensors[operand.tensor];
+    lay_out_like(call.tensors[operand.like], view);
+    if (!owned[operand.tensor].allocate(view)) return false;
+  }
+  i64 end = 0;
+  auto place_bytes = [&](i64 bytes) {
+    i64 start = end;
+    end += divide_up(bytes, kWorkspaceAlignment) * kWorkspaceAlignment;
+    return start;
+  };
+  View* unwanted = call.unwanted < 0 ? nullptr : &call.tensors[call.unwanted];
+  if (unwanted != nullptr) place_bytes(unwanted->numel() * size_of(unwanted->dtype));
+  filled.has_workspaces = split_rows_ == 0 || filled.values[kNumSplits] > 1;
+  for (size_t place = 0; filled.has_workspaces && place < workspaces_.size(); ++place) {
+    i64 bytes = workspaces_[place].element_bytes;
+    for (i32 value : workspaces_[place].values) {
+      if (!multiply(bytes, filled.values[value])) return false;
+    }
+    filled.offsets[place] = place_bytes(bytes);
+  }
+  if (end == 0) return true;
+  filled.base = static_cast<u8*>(filled.room.allocate(end, call.device));
+  if (unwanted != nullptr) unwanted->data = filled.base;
+  return filled.base != nullptr;
+}
+
+bool Plan::fill(const Call& call, Filled& filled) const {
+  std::memcpy(filled.image, image_.data(), image_.size());
+  for (const Patch& patch : patches_) {
+    u8* place = filled.image + patch.offset;
+    const Rule& rule = patch.rule;
+    if (patch.code == 'P') {
+      // A workspace that is not needed stays null
+      void* address = call.tensors[rule.index].data;
+      if (rule.kind == RuleKind::kWorkspace) address = filled.has_workspaces ? filled.base + filled.offsets[rule.index] : nullptr;
+      std::memcpy(place, &address, sizeof(address));
+      continue;
+    }
+    bool is_in_range = true;
+    if (patch.code == 'f') is_in_range = put_float(place, call.scalars[rule.index]);
+    if (patch.code == 'q') is_in_range = put<int64_t>(place, whole(rule, call, filled.values));
+    if (patch.code == 'i') is_in_range = put<i32>(place, whole(rule, call, filled.values));
+    if (patch.code == 'I') is_in_range = put<u32>(place, whole(rule, call, filled.values));
+    if (!is_in_range) return false;
+  }
+  return true;
+}
+
+bool Plan::encode_maps(const Call& call, Filled& filled, const Driver& driver, Failure& failure) const {
+  for (const MapPatch& map : maps_) {
+    const View& tensor = call.tensors[map.tensor];
+    u64 sizes[kMaxDim] = {static_cast<u64>(tensor.size(-1)), 1, 1, 1}, strides[kMaxDim - 1] = {kAnyStride, kAnyStride, kAnyStride};
+    u32 box[kMaxDim] = {kBoxColumns, map.box_rows, 1, 1}, steps[kMaxDim] = {1, 1, 1, 1};
+    for (i32 place = 0; place < 3; ++place) {
+      // An axis of stride 0 is one of length 1: kernels ask for its first element
+      i64 size = tensor.size(map.axes[place]), stride = tensor.stride(map.axes[place]);
+      if (stride <= 0 || size <= 1) continue;
+      sizes[place + 1] = size;
+      strides[place] = stride * size_of(tensor.dtype);
+    }
+    int type = tensor.dtype == Dtype::kFloat16 ? kMapFloat16 : kMapBfloat16;
+    failure.status = driver.cuTensorMapEncodeTiled(
+        filled.image + map.offset, type, kMaxDim, tensor.data, sizes, strides, box, steps, 0, kMapSwizzle128, kMapPromotion256, 0);
+    if (failure.status != 0) {
+      failure.text = "cuTensorMapEncodeTiled";
+      return false;
+    }
+  }
+  return true;
+}
+
+i64 Plan::num_blocks(const Step& step, const i64* values) const {
+  if (step.is_for_splits && values[kNumSplits] == 1) return 0;
+  i64 blocks = 1;
+  for (auto [value, divisor] : step.grid) {
+    if (!multiply(blocks, divide_up(values[value], divisor))) return -1;
+  }
+  return step.is_persistent && blocks > num_multiprocessors_ ? num_multiprocessors_ : blocks;
+}
+
+Outcome Plan::run(Call& call, Owned* owned, const Driver& driver, Failure& failure) const {
+  Filled filled;
+  if (!evaluate(call, filled.values)) return Outcome::kNotServed;
+  for (const Step& step : steps_) {
+    i64 blocks = step.is_memset ? 0 : num_blocks(step, filled.values);
+    if (blocks < 0 || blocks > std::numeric_limits<i32>::max()) return Outcome::kNotServed;
+    if (blocks > 0 && step.kernel == nullptr) return Outcome::kIncomplete;
+  }
+  if (!allocate(call, owned, filled) || !fill(call, filled)) return Outcome::kNotServed;
+  if (!encode_maps(call, filled, driver, failure)) return Outcome::kFailed;
+  for (const Step& step : steps_) {
+    if (step.is_memset) {
+      if (!owned[step.tensor].zero()) {
+        failure = {-1, "zeros for a gradient"};
+        return Outcome::kFailed;
+      }
+      continue;
+    }
+    auto blocks = static_cast<unsigned>(num_blocks(step, filled.values));
+    if (blocks == 0) continue;
+    void* params[] = {filled.image};
+    auto launch = [&] {
+      return driver.cuLaunchKernel(step.kernel, blocks, 1, 1, step.num_threads, 1, 1, step.shared_bytes, call.stream, params, nullptr);
+    };
+    failure.status = launch();
+    if (failure.status != 0 && driver.ensure_context(call.device.index)) failure.status = launch();
+    if (failure.status != 0) {
+      failure.text = "cuLaunchKernel of " + step.name + ", grid (" + std::to_string(blocks) + ", 1, 1), block (" +
+                     std::to_string(step.num_threads) + ", 1, 1), " + std::to_string(step.shared_bytes) + " bytes shared";
+      return Outcome::kFailed;
+    }
+  }
+  return Outcome::kDone;
+}
+
+void lay_out_like(const View& from, View& to) {
+  to = from;
+  to.data = nullptr;
+  // Axes from the fastest; an axis of stride 0 keeps its place among its neighbours
+  i32 order[kMaxDim], count = from.dim;
+  for (i32 place = 0; place < count; ++place) order[place] = kMaxDim - 1 - place;
+  auto is_slower = [&](i32 a, i32 b) {
+    i64 stride_a = from.strides[a], stride_b = from.strides[b];
+    if (stride_a == 0 || stride_b == 0) return 0;
+    if (stride_a != stride_b) return stride_a > stride_b ? 1 : -1;
+    return from.sizes[a] > from.sizes[b] ? 1 : 0;
+  };
+  for (i32 end = 1; end < count; ++end) {
+    i32 moving = end;
+    for (i32 place = end - 1; place >= 0; --place) {
+      i32 verdict = is_slower(order[place], order[moving]);
+      if (verdict < 0) break;
+      if (verdict > 0) std::swap(order[place], order[moving]), moving = place;
+    }
+  }
+  i64 stride = 1;
+  i64 dense[kMaxDim];
+  for (i32 place = 0; place < count; ++place) {
+    dense[order[place]] = stride;
+    if (from.sizes[order[place]] > 1) stride *= from.sizes[order[place]];
+  }
+  // Memory without gaps is taken as it is, odd strides along axes of length 1 and all
+  i64 covered = 1;
+  for (bool is_found = true; is_found;) {
+    is_found = false;
+    for (i32 axis = kMaxDim - count; axis < kMaxDim && !is_found; ++axis) {
+      is_found = from.sizes[axis] > 1 && from.strides[axis] == covered;
+      if (is_found) covered *= from.sizes[axis];
+    }
+  }
+  if (covered == from.numel()) return;
+  for (i32 axis = kMaxDim - count; axis < kMaxDim; ++axis) to.strides[axis] = dense[axis];
+}
+
+}  // namespace flashtile

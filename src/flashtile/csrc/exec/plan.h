@@ -1,0 +1,119 @@
+// A launch plan (kernels/plan.py) in C++: evaluated for the tensors of a call, as backends/executor.py does, and launched.
+//
+// It comes as a list of numbers (backends/native.py: flat), which names tensors, values and numbers of a call by their places. It knows
+// tensors, bytes and grids, and nothing about attention.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "driver.h"
+#include "tensor.h"
+
+namespace flashtile {
+
+constexpr i32 kMaxTensors = 22, kMaxScalars = 9, kMaxValues = 24;
+constexpr i32 kMaxImageBytes = 4096;  // what a launch may pass
+
+// What a plan is evaluated for.
+struct Call {
+  View tensors[kMaxTensors];
+  double scalars[kMaxScalars] = {};
+  i64 asked_splits = 0;  // 0: the plan's choice
+  i32 unwanted = -1;     // a tensor that is written and not returned: it has its room among the workspaces
+  Device device;
+  void* stream = nullptr;
+};
+
+enum class RuleKind : u8 { kTensor, kWorkspace, kStride, kBroadcastStride, kSize, kElements, kSpread, kValue, kScalar };
+
+struct Rule {
+  RuleKind kind;
+  i32 index;  // of the tensor, workspace, value or number
+  i32 axis;   // from the end
+  i64 more;   // kSize: what is added; kSpread: the value
+};
+
+enum class Layout : u8 { kRows, kContiguous, kAny };
+
+struct Operand {
+  i32 tensor;
+  Layout layout;
+  Dtype dtype;  // kNone: its own
+  i32 like;     // -1, or the tensor in whose shape there is room for what nobody wants
+};
+
+struct Product {
+  std::vector<Rule> rules;
+};
+
+struct Workspace {
+  i64 element_bytes;
+  std::vector<i32> values;
+};
+
+struct Patch {
+  i32 offset;
+  char code;  // of Python's struct module
+  Rule rule;
+};
+
+struct MapPatch {
+  i32 offset, tensor;
+  i32 axes[3];
+  u32 box_rows;
+};
+
+struct Step {
+  bool is_memset;
+  i32 tensor;    // of a memset
+  void* kernel;  // of a launch, as all below; null: not compiled yet
+  std::vector<std::pair<i32, i64>> grid;
+  unsigned num_threads, shared_bytes;
+  bool is_for_splits, is_persistent;
+  std::string name;
+};
+
+// What a launch failed with; text names the kernel.
+struct Failure {
+  int status = 0;
+  std::string text;
+};
+
+enum class Outcome { kDone, kNotServed, kIncomplete, kFailed };
+
+class Plan {
+ public:
+  // From numbers, the image of the parameters and the names of the kernels, one a line. Throws std::out_of_range where they do not fit.
+  Plan(const i64* numbers, i64 count, std::string image, const std::string& names);
+
+  // Every tensor can be read and written in place.
+  bool takes(const Call& call) const;
+  // Launches everything. `owned` are the tensors that the call writes. Nothing was launched and Python has to look at the call where the
+  // outcome is kNotServed, or kIncomplete: a kernel is not there yet.
+  Outcome run(Call& call, Owned* owned, const Driver& driver, Failure& failure) const;
+
+ private:
+  struct Filled;
+  bool evaluate(const Call& call, i64* values) const;
+  bool allocate(Call& call, Owned* owned, Filled& filled) const;
+  bool fill(const Call& call, Filled& filled) const;
+  bool encode_maps(const Call& call, Filled& filled, const Driver& driver, Failure& failure) const;
+  i64 num_blocks(const Step& step, const i64* values) const;
+
+  std::string image_;
+  i64 num_multiprocessors_ = 0;
+  i64 split_rows_ = 0, split_columns_ = 0;  // 0: keys are not split
+  i32 seqlen_q_ = 0, seqlen_k_ = 0, heads_ = 0, batch_ = 0;  // which values they are, where keys are split
+  std::vector<Operand> operands_;
+  std::vector<Product> values_;
+  std::vector<Workspace> workspaces_;
+  std::vector<Patch> patches_;
+  std::vector<MapPatch> maps_;
+  std::vector<Step> steps_;
+};
+
+// The strides that torch.empty_like would choose.
+void lay_out_like(const View& from, View& to);
+
+}  // namespace flashtile

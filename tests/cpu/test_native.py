@@ -1,0 +1,666 @@
+"""The C++ executor against the Python one, without a GPU: a driver that writes down what is launched, and CPU tensors in its calls."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import threading
+import types
+from array import array
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flashtile
+from flashtile import ops
+from flashtile.backends import cuda, executor, native
+from flashtile.backends.executor import Launch
+from flashtile.backends.kvcache import AppendArgs
+from flashtile.check.draw import Drawer
+from flashtile.kernels import plan as plans
+from flashtile.kernels import table
+from flashtile.kernels.arch import ARCHS
+from flashtile.problem import AttentionArgs
+from flashtile.runtime import cache, driver, extension
+from flashtile.testing import GRADS, Case
+
+NUM_MULTIPROCESSORS = (132, 16, 4, 132)  # of the GPU that is pretended; with few, grids of few tiles are large
+NUMBERS = 10  # of a launch, before its parameters
+
+
+class Recorder:
+    """The fake driver's own functions."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = ctypes.CDLL(str(library))
+        self.library.fake_log.restype = ctypes.c_void_p
+        self.library.fake_log_end.restype = ctypes.c_uint64
+        self.library.fake_reset.argtypes = [ctypes.c_uint64]
+
+    def reset(self, image_bytes: int) -> None:
+        self.image_bytes = image_bytes
+        self.library.fake_reset(image_bytes)
+
+    def launches(self) -> list[tuple[tuple[int, ...], bytearray]]:
+        """(numbers, parameters) of each launch."""
+        log = ctypes.string_at(self.library.fake_log(), self.library.fake_log_end())
+        size = 8 * NUMBERS + self.image_bytes
+        parts = [log[start : start + size] for start in range(0, len(log), size)]
+        return [(tuple(memoryview(part[: 8 * NUMBERS]).cast("Q")), bytearray(part[8 * NUMBERS :])) for part in parts]
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fake") / "libfake_cuda.so"
+    source = Path(__file__).with_name("fake_cuda.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o", str(path), str(source)], check=True)
+    return path
+
+
+@pytest.fixture
+def recorder(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    """A GPU to both executors: CPU tensors are on it, kernels cost nothing to compile, and nothing is computed."""
+    monkeypatch.setattr(driver, "_LIBRARY", str(library))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cuda, "_arch", lambda index: ARCHS[90])
+    monkeypatch.setattr(cuda, "_num_multiprocessors", lambda index: NUM_MULTIPROCESSORS[0])
+    monkeypatch.setattr(cuda, "_missing", lambda: None)
+    monkeypatch.setattr(cuda.CudaBackend, "devices", ("cuda", "cpu"))
+    monkeypatch.setattr(executor, "current_stream", lambda index: 0)
+    monkeypatch.setattr(executor, "on_device", lambda index: nullcontext())
+    monkeypatch.setattr(
+        cache, "compile_cached", lambda unit, arch, names: types.SimpleNamespace(cubin=b"", symbols={name: name for name in names})
+    )
+    monkeypatch.setattr(native, "missing", lambda: None)
+    clear()
+    assert extension.open_executor("cpu") is None
+    found = Recorder(library)
+    found.reset(0)
+    yield found
+    extension.executor().close_executor()
+    clear()
+
+
+def clear() -> None:
+    executor.function.cache_clear()
+    driver._driver.cache_clear()
+    plans.forget()
+
+
+# Byte by byte
+
+
+class Done(NamedTuple):
+    """What a call has launched and returned."""
+
+    launches: list[tuple[tuple[int, ...], bytearray]]
+    results: tuple[Tensor | None, ...]
+
+
+def by_python(recorder: Recorder, launch: Launch, results: tuple[Tensor | None, ...]) -> Done:
+    recorder.reset(len(launch.plan.image))
+    executor.execute(launch)
+    return Done(recorder.launches(), results)
+
+
+def by_cpp(recorder: Recorder, kind: int, args: tuple[Any, ...], launch: Launch) -> Done | None:
+    """None where C++ leaves the call to Python."""
+    call = (native.forward, native.backward, native.append_kv)[kind]
+    recorder.reset(len(launch.plan.image))
+    with torch.no_grad():
+        served = call(args)
+        if served is False:
+            assert recorder.launches() == []
+            native.learn(kind, args, launch)
+            served = call(args)
+    assert served is not False
+    return None if served is None else Done(recorder.launches(), served)
+
+
+def differences(launch: Launch, one: Done, other: Done, names: tuple[str, ...]) -> list[str]:
+    """What differs beside the addresses of what each has allocated."""
+    found = []
+    for name, a, b in zip(names, one.results, other.results, strict=True):
+        if (a is None) != (b is None):
+            found.append(f"{name}: {a is None} and {b is None}")
+        elif a is not None and b is not None:
+            if (a.shape, a.stride(), a.dtype, a.device) != (b.shape, b.stride(), b.dtype, b.device):
+                found.append(f"{name}: {a.shape} {a.stride()} {a.dtype} and {b.shape} {b.stride()} {b.dtype}")
+            if plans.Memset(name) in launch.plan.steps and not (torch.equal(a, torch.zeros_like(a)) and torch.equal(a, b)):
+                found.append(f"{name}: not zeros")
+    if [numbers for numbers, _ in one.launches] != [numbers for numbers, _ in other.launches]:
+        return [*found, f"launches {[x for x, _ in one.launches]} and {[x for x, _ in other.launches]}"]
+    pointers = {patch.rule.name: patch.offset for patch in launch.plan.patches if isinstance(patch.rule, plans.Pointer)}
+    workspaces = {workspace.name for workspace in launch.plan.workspaces}
+    scratch = {operand.name for operand in launch.plan.operands if operand.like is not None}
+    for (_, a), (_, b) in zip(one.launches, other.launches, strict=True):
+        bases = None
+        for name, offset in pointers.items():
+            x, y = (int.from_bytes(image[offset : offset + 8], "little") for image in (a, b))
+            if name in workspaces:
+                is_same = (x == 0) == (y == 0) and (bases is None or x == 0 or x - bases[0] == y - bases[1])
+                bases = bases or ((x, y) if x else None)
+            elif name in scratch:
+                is_same = x != 0 and y != 0
+            elif name in names:
+                result, another = (done.results[names.index(name)] for done in (one, other))
+                is_same = result is not None and another is not None and (x, y) == (result.data_ptr(), another.data_ptr())
+            else:
+                continue  # compared with all the rest
+            if not is_same:
+                found.append(f"{name}: at {x:#x} and {y:#x}")
+            a[offset : offset + 8] = b[offset : offset + 8] = bytes(8)
+        if a != b:
+            found.append(f"bytes {[place for place in range(len(a)) if a[place] != b[place]]}")
+    return found
+
+
+def problems(seed: int) -> Iterator[tuple[Case, int, bool]]:
+    for trial in Drawer(seed, "cpu", edges=sorted(table.tile_sizes()), reuse=8):
+        if trial.case.dtype != torch.float64 and max(trial.case.head_dim, trial.case.head_dim_v) <= table.HEAD_DIMS[-1]:
+            yield trial.case, trial.seed, trial.has_backward and trial.case.kind not in ("paged", "cache")
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_thousand_calls_are_launched_alike(part: int, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward; what one executor has learned of one call serves many others."""
+    monkeypatch.setattr(cuda, "_num_multiprocessors", lambda index: NUM_MULTIPROCESSORS[part])
+    served, left, kernels, num_backward = 0, 0, set(), 0
+    source = problems(part)
+    while served < 250:
+        case, seed, has_backward = next(source)
+        inputs = case.make(seed)
+        args = inputs.args
+        out, lse = ops.empty_outputs(args)
+        launch = cuda.forward_launch(args, out, lse)
+        one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, native.FORWARD, tuple(args), launch)
+        if other is None:
+            left += 1
+            continue
+        assert differences(launch, one, other, ("out", "lse")) == [], (case, seed)
+        kernels |= {step.name for step in launch.plan.steps if isinstance(step, plans.Step)}
+        served += 1
+        if not has_backward:
+            continue
+        wanted = (True, seed % 3 != 0, seed % 5 != 0, args.bias is not None, args.sinks is not None)
+        grads = ops.empty_grads(args, ops.GradNeeds(*wanted))
+        dlse = inputs.dlse if seed % 2 else None
+        launch = cuda.backward_launch(args, inputs.dout, dlse, out, lse, grads)
+        one = by_python(recorder, launch, tuple(grads))
+        other = by_cpp(recorder, native.BACKWARD, (inputs.dout, dlse, tuple(args), out, lse, wanted), launch)
+        if other is not None:
+            assert differences(launch, one, other, GRADS) == [], (case, seed)
+            num_backward += 1
+    assert left < 250
+    assert num_backward > 20
+    assert {"fwd_sm90_kernel", "fwd_simt_kernel"} <= kernels
+    assert extension.executor().num_plans() < served + num_backward - 20  # the others met a plan of an earlier call
+
+
+PLAIN = Case(dtype=torch.bfloat16, head_dim=64, head_dim_v=64, seqlen_q=32, seqlen_k=640, batch=1, deterministic=False)
+# Calls that differ in one thing from the plain one, or from their neighbour; each has a plan of its own or may not take another's
+VARIATIONS: list[dict[str, Any]] = [
+    {},
+    {"dtype": torch.float32},
+    {"dtype": torch.float16},
+    {"is_out_float32": True},
+    {"layout": "bshd"},
+    {"memory": "offset"},
+    {"memory": "swapped"},
+    {"head_dim": 72},
+    {"head_dim_v": 128},
+    {"head_dim_v": 21},
+    {"causal": "bottom_right"},
+    {"causal": "top_left"},
+    {"window": (5, -1)},
+    {"window": (-1, 5)},
+    {"window": (1 << 40, 3)},
+    {"softcap": 2.0},
+    {"scale": -0.5},
+    {"scale": 0.5},
+    {"dropout_p": 0.3},
+    {"mask": "qk"},
+    {"bias": "qk"},
+    {"bias": "qk", "is_bias_float32": True},
+    {"alibi": "h"},
+    {"alibi": "bh"},
+    {"has_sinks": True, "dtype": torch.float32},
+    {"kind": "varlen"},
+    {"kind": "varlen", "has_max_lengths": True},
+    {"kind": "used"},
+    {"kind": "padded"},
+    {"kind": "paged"},
+    {"kind": "cache"},
+    {"num_splits": 1},
+    {"num_splits": 5},
+    {"deterministic": True},
+    {"batch": 3, "heads": 6, "seqlen_q": 300, "seqlen_k": 40},
+    {"batch": 3, "heads": 6, "heads_kv": 3, "seqlen_q": 1000, "seqlen_k": 30},
+]
+
+
+def test_calls_that_differ_in_one_thing(recorder: Recorder) -> None:
+    """Each twice, among all the others: a plan that serves the wrong one shows in what is launched."""
+    for turn in range(2):
+        for changes in VARIATIONS:
+            case = Case(**{**{name: getattr(PLAIN, name) for name in PLAIN.__dataclass_fields__}, **changes})
+            args = case.make(turn).args
+            out, lse = ops.empty_outputs(args)
+            launch = cuda.forward_launch(args, out, lse)
+            one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, native.FORWARD, tuple(args), launch)
+            assert other is not None, changes
+            assert differences(launch, one, other, ("out", "lse")) == [], changes
+
+
+def test_rows_that_overlap_and_gradients_of_odd_memory(recorder: Recorder) -> None:
+    rows = torch.randn(1, 2, 40, 64, dtype=torch.bfloat16)
+    overlapping = torch.randn(6400, dtype=torch.bfloat16).as_strided((1, 2, 40, 64), (5000, 2560, 32, 1))
+    packed = torch.randn(2, 7, 3, 4, 64, dtype=torch.bfloat16)  # (batch, rows, q k v, heads, dim)
+    sequences = [
+        (rows, rows, rows),
+        (overlapping, rows, rows),
+        (rows, overlapping, rows),
+        tuple(packed[:, :, place].transpose(1, 2) for place in range(3)),
+        (rows.expand(3, 2, 40, 64), rows.expand(3, 2, 40, 64), rows.expand(3, 2, 40, 64)),
+        (torch.randn(40, 1, 2, 64).permute(1, 2, 0, 3), rows.float(), rows.float()),
+        (torch.randn(2, 1, 64, 1).transpose(1, 3).transpose(1, 2)[..., :1],) * 3,
+    ]
+    for q, k, v in sequences:
+        args = AttentionArgs(q, k, v)
+        out, lse = ops.empty_outputs(args)
+        launch = cuda.forward_launch(args, out, lse)
+        one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, native.FORWARD, tuple(args), launch)
+        assert other is not None
+        assert differences(launch, one, other, ("out", "lse")) == []
+        for wanted in ((True, True, True, False, False), (False, True, False, False, False), (False, False, True, False, False)):
+            grads, dout = ops.empty_grads(args, ops.GradNeeds(*wanted)), torch.randn(out.shape).to(out.dtype)
+            launch = cuda.backward_launch(args, dout, None, out, lse, grads)
+            one = by_python(recorder, launch, tuple(grads))
+            other = by_cpp(recorder, native.BACKWARD, (dout, None, tuple(args), out, lse, wanted), launch)
+            assert other is not None
+            assert differences(launch, one, other, GRADS) == [], (q.stride(), wanted)
+
+
+def test_lse_that_nobody_wants_has_room_of_its_own(recorder: Recorder) -> None:
+    for changes in ({}, {"num_splits": 1}):
+        args = Case(**{**{name: getattr(PLAIN, name) for name in PLAIN.__dataclass_fields__}, **changes}).make(0).args
+        launch = cuda.forward_launch(args, *ops.empty_outputs(args))
+        one, other = by_python(recorder, launch, ()), by_cpp(recorder, native.FORWARD, tuple(args), launch)
+        assert other is not None
+        recorder.reset(len(launch.plan.image))
+        out, lse = native.attend(tuple(args), False)
+        assert lse is None
+        offsets = {patch.rule.name: patch.offset for patch in launch.plan.patches if isinstance(patch.rule, plans.Pointer)}
+        allocated = [name for name in offsets if name in ("out", "lse") or name in [workspace.name for workspace in launch.plan.workspaces]]
+        for (_, image), (_, expected) in zip(recorder.launches(), one.launches, strict=True):
+            addresses = [int.from_bytes(image[offsets[name] : offsets[name] + 8], "little") for name in allocated]
+            assert len(set(addresses) - {0}) == (2 if changes else len(allocated))
+            assert addresses[allocated.index("out")] == out.data_ptr()
+            for name in allocated:
+                image[offsets[name] : offsets[name] + 8] = expected[offsets[name] : offsets[name] + 8] = bytes(8)
+            assert image == expected
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("is_paged", [False, True])
+@pytest.mark.parametrize("rotary", [None, torch.float32, torch.bfloat16])
+def test_appends_are_launched_alike(rotary: torch.dtype | None, is_paged: bool, layout: str, recorder: Recorder) -> None:
+    def tensor(batch: int, rows: int) -> Tensor:
+        shape = (batch, rows, 2, 64) if layout == "bshd" else (batch, 2, rows, 64)
+        return torch.randn(shape).to(torch.bfloat16)
+
+    table_of_pages = torch.zeros(3, 2, dtype=torch.int32) if is_paged else None
+    for new in (1, 5):
+        angles = None if rotary is None else torch.rand(50, 8).to(rotary)
+        lengths = torch.zeros(3, dtype=torch.int32)
+        caches = [tensor(7 if is_paged else 3, 16) for _ in range(2)]
+        args = AppendArgs(*caches, tensor(3, new), tensor(3, new), lengths, table_of_pages, angles, angles, new == 5, layout)
+        launch = cuda.append_launch(args)
+        one, other = by_python(recorder, launch, ()), by_cpp(recorder, native.APPEND, args, launch)
+        assert other is not None
+        assert differences(launch, one, other, ()) == []
+    assert extension.executor().num_plans() == 1
+
+
+def test_a_plan_that_is_not_whole_is_refused(recorder: Recorder) -> None:
+    args = PLAIN.make(0).args
+    launch = cuda.forward_launch(args, *ops.empty_outputs(args))
+    executor.execute(launch)
+    module = extension.executor()
+    values = executor.evaluate(launch.plan, launch.given, launch.scalars, launch.splits)
+    numbers, _ = native.flat(launch, values, module.TENSORS, module.SCALARS)
+    native.learn(native.FORWARD, tuple(args), launch)
+    for wrong in (numbers[:-1], [*numbers, 0], [*numbers[:3], 99, *numbers[4:]]):
+        with pytest.raises(ValueError, match="a plan"):
+            module.learn(native.FORWARD, tuple(args), array("q", wrong).tobytes(), launch.plan.image, "a\nb\n")
+
+
+# As the public functions call it
+
+
+@pytest.fixture
+def served(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls that the Python executor has run, as the steps they launched."""
+    names: list[str] = []
+    execute = executor.execute
+
+    def counted(call: Launch) -> None:
+        names.append("+".join(step.name for step in call.plan.steps if isinstance(step, plans.Step)))
+        execute(call)
+
+    monkeypatch.setattr(executor, "execute", counted)
+    torch.use_deterministic_algorithms(False)
+    return names
+
+
+def make(*shape: int, **options: Any) -> list[Tensor]:
+    return [torch.randn(*shape, dtype=torch.bfloat16, **options) for _ in range(3)]
+
+
+def test_python_runs_the_first_call_only(served: list[str], recorder: Recorder) -> None:
+    q, k, v = make(2, 4, 64, 64)
+    first = flashtile.attention(q, k, v, causal=True)
+    assert len(served) == 1
+    recorder.reset(0)
+    again, lse = flashtile.attention(q, k, v, causal=True, return_lse=True)
+    assert len(served) == 1
+    assert len(recorder.launches()) == 1
+    assert (again.shape, again.dtype, lse.shape, lse.dtype) == (first.shape, first.dtype, (2, 4, 64), torch.float32)
+    # Lengths that were never seen before, as long as no other kernel is needed
+    for length in range(65, 90):
+        flashtile.attention(q, *(torch.randn(2, 4, length, 64, dtype=torch.bfloat16) for _ in range(2)), causal=True)
+    assert len(served) == 1
+
+
+def test_a_kernel_that_was_not_needed_yet_is_made_when_it_is(served: list[str]) -> None:
+    q, k, v = make(1, 1, 1, 64)
+    flashtile.attention(q, k, v)
+    flashtile.attention(q, k, v)
+    assert len(served) == 1
+    longer = torch.randn(1, 1, 4000, 64, dtype=torch.bfloat16)  # split, and combined
+    flashtile.attention(q, longer, longer)
+    assert len(served) == 2
+    flashtile.attention(q, longer, longer)
+    flashtile.attention(q, k, v)
+    assert len(served) == 2
+
+
+def test_what_is_returned_belongs_to_the_caller_alone(served: list[str]) -> None:
+    q, k, v = make(2, 4, 64, 64)
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    alone, dout = torch.empty(1)._use_count(), torch.randn(2, 4, 64, 64, dtype=torch.bfloat16)
+    for _ in range(2):
+        with torch.no_grad():
+            out, lse = flashtile.attention(q, k, v, return_lse=True)
+            without = flashtile.attention(q, k, v)
+        grads = torch.autograd.grad(flashtile.attention(*leaves), leaves, dout)
+    assert len(served) == 3
+    assert [tensor._use_count() for tensor in (out, lse, without, *grads)] == [alone] * 6
+
+
+def test_both_passes(served: list[str]) -> None:
+    q, k, v = make(2, 4, 64, 64, requires_grad=True)
+    dout = torch.randn(2, 4, 64, 64, dtype=torch.bfloat16)
+    for _ in range(3):
+        out = flashtile.attention(q, k, v)
+        assert out.requires_grad
+        grads = torch.autograd.grad(out, (q, k, v), dout)
+        assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+    assert len(served) == 2  # one of each pass
+    # Of k alone; then through lse alone
+    out = flashtile.attention(q.detach(), k, v.detach())
+    assert torch.autograd.grad(out, (k,), dout)[0].shape == k.shape
+    assert torch.autograd.grad(flashtile.attention(q, k, v, return_lse=True)[1].sum(), (q,))[0].shape == q.shape
+    parameter = torch.nn.Parameter(torch.randn(2, 4, 64, 64, dtype=torch.bfloat16))
+    flashtile.attention(parameter, k, v).backward(dout)
+    assert parameter.grad is not None
+    with torch.no_grad():
+        count = len(served)
+        assert not flashtile.attention(parameter, k, v).requires_grad
+        assert not flashtile.attention(parameter, k, v).requires_grad
+        assert len(served) == count + 1  # a call without gradients has a key of its own
+
+
+def test_an_append_is_launched_once(served: list[str], recorder: Recorder) -> None:
+    caches, new = torch.zeros(2, 3, 16, 2, 64), torch.randn(2, 3, 1, 2, 64)
+    for turn in range(3):
+        recorder.reset(0)
+        ops._append_kv(*caches, *new, torch.zeros(3, dtype=torch.int32), None, None, None, True, "bshd")
+        assert len(recorder.launches()) == 1
+        assert len(served) == 1, turn
+
+
+def test_a_backward_pass_that_is_differentiated_is_left_to_python(served: list[str]) -> None:
+    q, k, v = make(1, 2, 16, 64, requires_grad=True)
+    out, dout = flashtile.attention(q, k, v), torch.randn(1, 2, 16, 64, dtype=torch.bfloat16)
+    args = (dout, None, tuple(AttentionArgs(q.detach(), k.detach(), v.detach())), out.detach(), torch.randn(1, 2, 16), (True,) * 5)
+    with torch.no_grad():
+        assert native.backward(args) is False
+    assert native.backward(args) is None
+    with pytest.warns(flashtile.SlowPathWarning, match="no second derivatives"):
+        grads = torch.autograd.grad(out, (q, k, v), dout, create_graph=True)
+    assert all(grad.requires_grad for grad in grads)
+
+
+def wrong_calls() -> list[tuple[str, Any]]:
+    q, k, v = make(2, 4, 16, 64)
+    bias, mask, sinks = torch.randn(2, 4, 16, 16), torch.ones(2, 4, 16, 16, dtype=torch.bool), torch.randn(4)
+    rng, cu = torch.zeros(2, dtype=torch.int64), torch.tensor([0, 7, 16], dtype=torch.int32)
+    packed = torch.randn(16, 4, 64, dtype=torch.bfloat16)
+    pages, lengths = torch.randn(5, 8, 4, 64, dtype=torch.bfloat16), torch.tensor([3, 4], dtype=torch.int32)
+    block_table, slopes = torch.zeros(2, 2, dtype=torch.int32), torch.rand(2, 4)
+    attention, varlen, kvcache = flashtile.attention, flashtile.attention_varlen, flashtile.attention_kvcache
+
+    def cached(**changes: Any) -> Tensor:
+        options = {"cache_seqlens": lengths, "block_table": block_table, **changes}
+        return kvcache(q.transpose(1, 2), pages, pages, **options)  # type: ignore[return-value]
+
+    # The first of each group is right
+    return [
+        ("plain", lambda: attention(q, k, v)),
+        ("rows of v", lambda: attention(q, k, v[:, :, :15])),
+        ("heads of k", lambda: attention(q, k[:, :3], v[:, :3])),
+        ("heads of v", lambda: attention(q, k, v[:, :2])),
+        ("batch of k and v", lambda: attention(q, k[:1], v[:1])),
+        ("head_dim of k", lambda: attention(q, k[..., :56], v)),
+        ("rows of stride 2", lambda: attention(q, k, torch.randn(2, 4, 16, 128, dtype=torch.bfloat16)[..., ::2])),
+        ("dtype of v", lambda: attention(q, k, v.half())),
+        ("dtype of q", lambda: attention(q.long(), k.long(), v.long())),
+        ("three dimensions", lambda: attention(q[0], k[0], v[0])),
+        ("another device", lambda: attention(q, k.to("meta"), v)),
+        ("no heads", lambda: attention(q[:, :0], k, v)),
+        ("window", lambda: attention(q, k, v, window=(-7, 0))),
+        ("scale", lambda: attention(q, k, v, scale=float("inf"))),
+        ("softcap", lambda: attention(q, k, v, softcap=-1.0)),
+        ("dropout_p", lambda: attention(q, k, v, dropout_p=1.0, rng_state=rng)),
+        ("layout", lambda: attention(q, k, v, layout="sbhd")),
+        ("causal", lambda: attention(q, k, v, causal="left")),
+        ("backend", lambda: attention(q, k, v, backend="cudnn")),
+        ("no tensor", lambda: attention(q, k, 1.0)),
+        ("bias", lambda: attention(q, k, v, bias=bias)),
+        ("columns of bias", lambda: attention(q, k, v, bias=bias[..., :15])),
+        ("heads of bias", lambda: attention(q, k, v, bias=bias[:, :2])),
+        ("mask", lambda: attention(q, k, v, mask=mask)),
+        ("rows of mask", lambda: attention(q, k, v, mask=mask[:, :, :9])),
+        ("sinks", lambda: attention(q, k, v, sinks=sinks)),
+        ("number of sinks", lambda: attention(q, k, v, sinks=sinks[:3])),
+        ("slopes", lambda: attention(q, k, v, alibi_slopes=slopes)),
+        ("batch of slopes", lambda: attention(q, k, v, alibi_slopes=slopes[:1])),
+        ("dropout", lambda: attention(q, k, v, dropout_p=0.5, rng_state=rng)),
+        ("rng_state", lambda: attention(q, k, v, dropout_p=0.5, rng_state=torch.zeros(3, dtype=torch.int64))),
+        ("varlen", lambda: varlen(packed, packed, packed, cu, cu)),
+        ("cu_seqlens_k", lambda: varlen(packed, packed, packed, cu, cu[:2])),
+        ("cu_seqlens_q of nothing", lambda: varlen(packed, packed, packed, cu[:0], cu)),
+        ("max_seqlen_q", lambda: varlen(packed, packed, packed, cu, cu, -5, 9)),
+        ("paged", cached),
+        ("rows of block_table", lambda: cached(block_table=block_table[:1])),
+        ("cache_seqlens", lambda: cached(cache_seqlens=lengths[:1])),
+        ("num_splits", lambda: cached(num_splits=-1)),
+    ]
+
+
+def test_bad_input_is_refused_in_the_same_words(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After calls that are right, so that there is a plan to take by mistake."""
+
+    def outcome(call: Any) -> tuple[str, str]:
+        try:
+            with torch.no_grad():
+                call()
+        except Exception as error:
+            return type(error).__name__, str(error)
+        return "", ""
+
+    calls = wrong_calls()
+    for _ in range(2):
+        found = {name: outcome(call) for name, call in calls}
+    for name in ("attention", "attend", "forward", "backward", "append_kv"):
+        monkeypatch.setattr(native, name, native._unserved)
+    monkeypatch.setattr(native, "missing", lambda: "Python")
+    expected = {name: outcome(call) for name, call in calls}
+    assert found == expected
+    right = {"plain", "bias", "mask", "sinks", "slopes", "dropout", "varlen", "paged"}
+    assert {name for name, (kind, _) in found.items() if not kind} == right
+
+
+def test_checking_reads_lengths_in_every_call(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, cu = torch.randn(16, 4, 64, dtype=torch.bfloat16), torch.tensor([0, 7, 16], dtype=torch.int32)
+    bad = torch.tensor([0, 9, 5], dtype=torch.int32)
+    for lengths in (cu, cu, bad):  # kernels clamp what nobody has checked
+        flashtile.attention_varlen(packed, packed, packed, lengths, lengths)
+    assert len(served) == 1
+    monkeypatch.setenv("FLASHTILE_CHECK", "1")
+    with pytest.raises(ValueError, match="never decrease"):
+        flashtile.attention_varlen(packed, packed, packed, bad, bad)
+    monkeypatch.setenv("FLASHTILE_CHECK", "0")
+    flashtile.attention_varlen(packed, packed, packed, bad, bad)
+
+
+def test_the_deterministic_switch_counts_in_every_call(served: list[str], recorder: Recorder) -> None:
+    q, k, v = torch.randn(1, 1, 1, 64), torch.randn(1, 1, 4000, 64), torch.randn(1, 1, 4000, 64)
+    found = []
+    for is_deterministic in (False, True, False, True):
+        torch.use_deterministic_algorithms(is_deterministic)
+        flashtile.attention(q, k, v)
+        recorder.reset(0)
+        flashtile.attention(q, k, v)
+        found.append([numbers[1] for numbers, _ in recorder.launches()])
+    torch.use_deterministic_algorithms(False)
+    assert found[0] == found[2] != found[1] == found[3]
+    assert len(found[0]) == 2  # split, and combined
+    assert found[1] == [1]
+
+
+class Sees(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class Sub(Tensor):
+    pass
+
+
+def test_whoever_listens_hears_the_op(served: list[str]) -> None:
+    q, k, v = make(2, 4, 16, 64)
+    for _ in range(2):
+        flashtile.attention(q, k, v)
+    with Sees() as mode:
+        flashtile.attention(q, k, v)
+    assert "flashtile.forward.default" in mode.names
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    for _ in range(2):
+        flashtile.attention(*leaves).sum().backward()
+    with Sees() as mode:
+        flashtile.attention(*leaves).sum().backward()
+    assert {"flashtile.forward.default", "flashtile.backward.default"} <= set(mode.names)
+    with pytest.raises(flashtile.Unsupported, match=r"torch\.func transform"):
+        torch.func.grad(lambda x: flashtile.attention(x, k, v).sum())(q)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(flashtile.Unsupported, match="forward-mode"):
+        flashtile.attention(torch.autograd.forward_ad.make_dual(q, k), k, v)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert flashtile.attention(q.float(), k.float(), v.float()).dtype == torch.bfloat16
+    assert native.attend(tuple(AttentionArgs(q, k, v.as_subclass(Sub))), True) is None
+    assert native.attend(tuple(AttentionArgs(q, k, v, causal="sideways")), True) is None
+    assert isinstance(native.attend(tuple(AttentionArgs(q, k, v)), True), tuple)
+
+
+def test_tracing_goes_through_the_op(served: list[str]) -> None:
+    q, k, v = make(2, 4, 16, 64)
+    flashtile.attention(q, k, v)
+    exported = torch.export.export(Attends(), (q, k, v))
+    assert "flashtile.forward.default" in [str(node.target) for node in exported.graph.nodes]
+    compiled = torch.compile(Attends(), fullgraph=True, backend="aot_eager")
+    assert compiled(q, k, v).shape == q.shape
+
+
+class Attends(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flashtile.attention(q, k, v, causal=True)
+
+
+def test_a_failed_launch_names_its_kernel(served: list[str], recorder: Recorder) -> None:
+    q, k, v = make(2, 4, 16, 64)
+    flashtile.attention(q, k, v, deterministic=True)
+    recorder.library.fake_fail_next(700)
+    words = r"cuLaunchKernel of .*fwd_sm90_kernel.*, grid \(\d+, 1, 1\).* failed: CUDA_ERROR_FAKE \(700\)"
+    with pytest.raises(driver.DriverError, match=words):
+        flashtile.attention(q, k, v, deterministic=True)
+    flashtile.attention(q, k, v, deterministic=True)
+    assert len(served) == 1
+
+
+def test_forgetting(served: list[str]) -> None:
+    q, k, v = make(2, 4, 16, 64)
+    for _ in range(2):
+        flashtile.attention(q, k, v)
+    plans.forget()
+    assert extension.executor().num_plans() == 0
+    flashtile.attention(q, k, v)
+    assert len(served) == 2
+
+
+def test_threads(served: list[str], recorder: Recorder) -> None:
+    """Each begins without a context of its own; plans come and go meanwhile."""
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(60):
+                q, k, v = make(1, 2, 16 + (number + turn) % 5, 64)
+                out = flashtile.attention(q, k, v, causal=bool(turn % 2), deterministic=True)
+                assert out.shape == q.shape  # type: ignore[union-attr]
+                recorder.library.fake_reset(0)
+                if turn % 20 == number:
+                    plans.forget()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_the_python_executor_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHTILE_EXECUTOR", "python")
+    assert native.missing.__wrapped__() == "FLASHTILE_EXECUTOR=python"
+    monkeypatch.setenv("FLASHTILE_EXECUTOR", "rust")
+    with pytest.raises(ValueError, match=r"FLASHTILE_EXECUTOR: got 'rust'.*accepted: c\+\+ or python"):
+        native.missing.__wrapped__()
+
+
+def test_a_torch_that_lacks_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_get_tracing_state")
+    assert extension.open_executor("cpu") == f"torch {torch.__version__} has no _get_tracing_state"
