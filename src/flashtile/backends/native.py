@@ -107,8 +107,9 @@ def flat(launch: Launch, values: dict[str, int], tensors: Sequence[str], scalars
             case plans.Scalar(name):
                 return [_RULES.index("scalar"), scalars.index(name), 0, 0]
 
-    numbers = [splits.num_multiprocessors, *(plan.splits or (0, 0))]
-    numbers += [value_names.index(name) if plan.splits else 0 for name in ("seqlen_q", "seqlen_k", "heads", "batch")]
+    split = plan.splits
+    numbers = [splits.num_multiprocessors, *((split.block_rows, split.block_columns, split.blocks) if split else (0, 0, 0))]
+    numbers += [value_names.index(name) for name in ("seqlen_q", "seqlen_k", split.heads, "batch")] if split else [0] * 4
     numbers.append(len(plan.operands))
     for operand in plan.operands:
         dtype = 0 if operand.dtype is None else 1 + extension.DTYPES.index(operand.dtype)
@@ -126,7 +127,7 @@ def flat(launch: Launch, values: dict[str, int], tensors: Sequence[str], scalars
     numbers.append(len(plan.maps))
     for tensor_map in plan.maps:
         axes = (-1 - axis for axis in tensor_map.axes)
-        numbers += [tensor_map.offset, tensors.index(tensor_map.tensor), *axes, tensor_map.box_rows]
+        numbers += [tensor_map.offset, tensors.index(tensor_map.tensor), *axes, tensor_map.box_rows, tensor_map.box_heads]
     numbers.append(len(plan.steps))
     symbols = []
     for step in plan.steps:

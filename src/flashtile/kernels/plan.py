@@ -38,6 +38,8 @@ class PlanKey:
     grads: tuple[str, ...] | None = None  # of a backward pass: those of GRADS that are wanted
     is_scale_positive: bool = True
     has_own_rows: bool = True  # no two rows of q, k or v overlap in memory
+    packed_heads: int = 1  # of q, that share a KV head and should share a tile too (table.packed_heads)
+    is_ragged: bool = False  # large tiles would have many rows without a query (table.is_ragged)
 
 
 class Form(NamedTuple):
@@ -119,12 +121,14 @@ class Patch(NamedTuple):
 
 
 class MapPatch(NamedTuple):
-    """A tensor map in the parameters: a tensor as (last, row, head, batch), in boxes of 64 elements of its last axis and box_rows rows."""
+    """A tensor map in the parameters: a tensor as (last, row, head, batch), in boxes of 64 elements of its last axis, box_rows rows and
+    box_heads heads."""
 
     offset: int
     tensor: str
     axes: tuple[int, int, int]  # row, head, batch, from the end; one that the tensor has not, or of stride 0, is of length 1
     box_rows: int
+    box_heads: int = 1
 
 
 class Operand(NamedTuple):
@@ -143,6 +147,15 @@ class Workspace(NamedTuple):
     name: str
     element_bytes: int
     values: tuple[str, ...]
+
+
+class SplitRule(NamedTuple):
+    """The tiles whose keys may be split; the executor adds the value num_splits."""
+
+    block_rows: int
+    block_columns: int
+    heads: str = "heads"  # the value that counts the heads of which each has its own tiles
+    blocks: int = 2  # for each multiprocessor, that should have work
 
 
 class Memset(NamedTuple):
@@ -164,6 +177,7 @@ class Step:
     shared_bytes: int
     is_for_splits: bool = False  # left out where the keys are not split
     is_persistent: bool = False  # at most one block for each multiprocessor
+    has_out_map: bool = False  # the output leaves by the copy engine
 
     @property
     def name(self) -> str:
@@ -176,7 +190,7 @@ class LaunchPlan:
     steps: tuple[Memset | Step, ...]
     operands: tuple[Operand, ...]
     values: tuple[tuple[str, tuple[Rule, ...]], ...]  # a product each; a rule may ask for the values before it
-    splits: tuple[int, int] | None  # rows and columns of the tiles whose keys may be split; the executor adds the value num_splits
+    splits: SplitRule | None
     workspaces: tuple[Workspace, ...]  # of a plan with splits: not needed where there is one
     image: bytes
     patches: tuple[Patch, ...]
@@ -212,11 +226,11 @@ def grid_of(kernel: str, block_m: int, block_n: int) -> tuple[tuple[str, int], .
         return ("seqlen_k", block_m), ("heads_kv", 1), ("batch", 1)
     if kernel == "bwd_dbias_simt":
         return ("bias_batch", 1), ("bias_heads", 1), ("bias_rows", block_m), ("bias_columns", block_n)
-    return (("num_splits", 1), *_rows(block_m)) if kernel.startswith("fwd") else _rows(block_m)
+    return (("num_splits", 1), *_rows(block_m)) if kernel == "fwd_simt" else _rows(block_m)
 
 
-def _rows(block_rows: int) -> tuple[tuple[str, int], ...]:
-    return ("seqlen_q", block_rows), ("heads", 1), ("batch", 1)
+def _rows(block_rows: int, heads: str = "heads") -> tuple[tuple[str, int], ...]:
+    return ("seqlen_q", block_rows), (heads, 1), ("batch", 1)
 
 
 def why_not_sm90(key: PlanKey) -> str | None:
@@ -231,7 +245,9 @@ def why_not_sm90(key: PlanKey) -> str | None:
 def _forward_step(key: PlanKey) -> Step:
     if why_not_sm90(key) is not None:
         return _tile_step(key, "fwd_simt")
-    return step_of(table.select_sm90(key.dtype, key.out_dtype, key.head_dim, key.head_dim_v, key.features), key.features)
+    dims = key.head_dim, key.head_dim_v
+    row = table.select_sm90(key.dtype, key.out_dtype, *dims, key.features, key.packed_heads > 1, key.is_ragged)
+    return step_of(row, key.features, key.packed_heads)
 
 
 def _tile_step(key: PlanKey, kernel: str) -> Step:
@@ -240,12 +256,14 @@ def _tile_step(key: PlanKey, kernel: str) -> Step:
     return step_of(table.select(kernel, key.dtype, key.out_dtype, padded, key.features, key.arch, key.is_small), key.features)
 
 
-def step_of(row: Row | Sm90Row, features: Features) -> Step:
+def step_of(row: Row | Sm90Row, features: Features, packed_heads: int = 1) -> Step:
     """The launch of a kernel with tiles, whether or not its row is in the table."""
     unit, entry = source.unit(row, features), source.entry(row, features)
-    is_persistent = isinstance(row, Sm90Row)
-    grid = grid_of(row.kernel, row.block_m, row.block_n)
-    return Step(unit, entry, grid, row.block_m, row.block_n, row.num_threads, row.shared_bytes, is_persistent=is_persistent)
+    sizes = row.block_m, row.block_n, row.num_threads, row.shared_bytes
+    if not isinstance(row, Sm90Row):
+        return Step(unit, entry, grid_of(row.kernel, row.block_m, row.block_n), *sizes)
+    rows = _rows(row.queries(packed_heads), "heads_kv") if row.packs_heads else _rows(row.block_m)
+    return Step(unit, entry, (("num_splits", 1), *rows), *sizes, is_persistent=True, has_out_map=row.stores_by_tma(features))
 
 
 def _plain_step(header: str, entry: str, grid: tuple[tuple[str, int], ...], num_threads: int, is_for_splits: bool = False) -> Step:
@@ -278,7 +296,7 @@ def plan_of(key: PlanKey, form: Form, steps: tuple[Step, ...]) -> LaunchPlan:
     operands += [operand for operand in _OPTIONAL if operand.name in form.given]
     splits, memsets = None, []
     if key.grads is None:
-        splits = _splits(steps[0])
+        splits = _splits(steps[0], key.packed_heads)
         split_rows = ("num_splits", "lse_size")
         workspaces = [Workspace("partial_out", 4 * key.head_dim_v, split_rows), Workspace("partial_stats", 8, split_rows)]
     else:
@@ -291,7 +309,7 @@ def plan_of(key: PlanKey, form: Form, steps: tuple[Step, ...]) -> LaunchPlan:
         memsets = _memsets(key.grads, form)
     dims = key.head_dim, key.head_dim_v
     plain = _assembled((*memsets, *steps), operands, tensors, _values(form), splits, workspaces, dims, form)
-    maps = _maps(steps, form)
+    maps = _maps(steps[0], form, key.packed_heads)
     return dataclasses.replace(plain, image=plain.image.ljust(ctypes.sizeof(FwdSm90Params), b"\0"), maps=maps) if maps else plain
 
 
@@ -339,7 +357,7 @@ def _assembled(
     operands: list[Operand],
     tensors: list[str],  # the operands with strides in the parameters
     values: tuple[tuple[str, tuple[Rule, ...]], ...],
-    splits: tuple[int, int] | None,
+    splits: SplitRule | None,
     workspaces: list[Workspace],
     head_dims: tuple[int, int],
     form: Form,
@@ -359,18 +377,24 @@ def _assembled(
     return LaunchPlan(steps, tuple(operands), values, splits, tuple(workspaces), bytes(image), tuple(patches))
 
 
-def _splits(step: Step) -> tuple[int, int]:
-    """As if by tiles of half the queries and four times the keys where a block fills a multiprocessor: blocks of half the number are wanted
-    then, and each split should have a few tiles of keys."""
-    return (step.block_rows // 2, 4 * step.block_columns) if step.is_persistent else (step.block_rows, step.block_columns)
+def _splits(step: Step, packed_heads: int) -> SplitRule:
+    """Where a block fills a multiprocessor one for each is enough, and each split should have a few tiles of keys."""
+    if not step.is_persistent:
+        return SplitRule(step.block_rows, step.block_columns)
+    if packed_heads > 1:
+        return SplitRule(step.block_rows // 64 * (64 // packed_heads), 2 * step.block_columns, "heads_kv", blocks=1)
+    return SplitRule(step.block_rows, 4 * step.block_columns, blocks=1)
 
 
-def _maps(steps: tuple[Step, ...], form: Form) -> tuple[MapPatch, ...]:
-    if not steps[0].is_persistent:
+def _maps(step: Step, form: Form, packed_heads: int) -> tuple[MapPatch, ...]:
+    if not step.is_persistent:
         return ()
-    head, row = _axes(form)
-    boxes = {"q": 64, "k": steps[0].block_columns, "v": steps[0].block_columns}
-    return tuple(MapPatch(getattr(FwdSm90Params, f"{name}_map").offset, name, (row, head, -4), rows) for name, rows in boxes.items())
+    boxes = {"q": (64 // packed_heads, packed_heads), "k": (step.block_columns, 1), "v": (step.block_columns, 1)}
+    if step.has_out_map:
+        boxes["out"] = (16, 1)  # of one warp
+    head_axis, row_axis = _axes(form)
+    axes = row_axis, head_axis, -4
+    return tuple(MapPatch(getattr(FwdSm90Params, f"{name}_map").offset, name, axes, *box) for name, box in boxes.items())
 
 
 def _grad_operands(grads: tuple[str, ...]) -> list[Operand]:

@@ -38,7 +38,7 @@ _SIMT_TILES = {
     128: ((32, 32, 4), (64, 32, 4), (64, 64, 4), (64, 64, 8), (128, 32, 4), (128, 32, 8), (128, 64, 4), (128, 64, 8), (256, 32, 8)),
     256: ((16, 16, 4), (32, 32, 4), (64, 32, 4), (64, 32, 8), (64, 64, 8), (128, 16, 8), (128, 32, 8)),
 }  # fmt: skip
-# head dim -> (block_m, block_n, takes_turns, scales_lazily), two stages each
+# head dim -> (block_m, block_n, takes_turns, scales_lazily, stores_p), two stages each
 _SM90_TILES = {
     64: (
         (128, 64, True, False), (128, 128, True, False), (128, 192, True, False), (192, 96, True, False), (192, 128, True, False),
@@ -47,6 +47,7 @@ _SM90_TILES = {
     128: (
         (128, 64, True, False), (128, 96, True, False), (128, 128, True, False), (128, 128, True, True), (128, 160, True, False),
         (128, 176, True, False), (192, 64, True, True), (192, 80, True, False), (192, 80, True, True), (192, 96, True, True),
+        (192, 128, True, True, True),
     ),
     256: (
         (64, 64, False, True), (64, 80, False, True), (64, 96, False, True), (128, 32, True, True), (128, 64, True, True),
@@ -124,6 +125,7 @@ class Trial:
         if isinstance(row, Row):
             return f"{row.block_m} x {row.block_n}, {row.num_warps} warps"
         flags = [*([] if row.takes_turns else ["no turns"]), *(["lazy"] if row.scales_lazily else [])]
+        flags += ["P in shared memory"] if row.stores_p else []
         return ", ".join([f"{row.block_m} x {row.block_n}, {row.num_threads // 32} warps", *flags])
 
     @property

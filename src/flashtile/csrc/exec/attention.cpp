@@ -42,6 +42,18 @@ bool is_wide(const View& tensor) {
 
 bool has_own_rows(const View& tensor, Axes axes) { return tensor.size(axes.row) <= 1 || tensor.stride(axes.row) >= tensor.size(-1); }
 
+// The two classes of lengths that the Hopper forward tells apart, as kernels/table.py: packed_heads and is_ragged.
+u8 packed_heads(const Shape& shape) {
+  i64 num_heads = shape.heads / shape.heads_kv;
+  if (num_heads <= 1 || num_heads > 64) return 1;
+  i64 rows = 64 / num_heads, num_packed = (shape.seqlen_q + rows - 1) / rows, num_single = num_heads * ((shape.seqlen_q + 127) / 128);
+  return static_cast<u8>(num_packed < num_single ? num_heads : 1);
+}
+
+bool is_ragged(const Shape& shape) {
+  return static_cast<double>((shape.seqlen_q + 191) / 192 * 192) > 1.05 * static_cast<double>((shape.seqlen_q + 127) / 128 * 128);
+}
+
 Shape shape_of(const Options& options, const Call& call, Axes axes) {
   const View *tensors = call.tensors, &q = tensors[kQ], &k = tensors[kK];
   bool is_packed = tensors[kCuSeqlensQ].is_given();
@@ -220,6 +232,9 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
   note(is_apart);
   i64 num_blocks = (shape.seqlen_q + gpu.small_rows - 1) / gpu.small_rows * shape.heads * shape.batch;
   note(!is_backward && num_blocks < gpu.num_multiprocessors);
+  note(!is_backward && is_ragged(shape));
+  // A box of the copy engine has no room for heads that are one in memory
+  if (!is_backward) key.packed_heads = q.stride(axes.head) == 0 ? 1 : packed_heads(shape);
   for (bool is_wanted : options.is_wanted) note(is_wanted);
   return true;
 }

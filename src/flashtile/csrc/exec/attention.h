@@ -59,11 +59,12 @@ struct Gpu {
   i64 small_rows = 0;           // rows of the large tile, whose grid may be too small
 };
 
-// Everything that Python's choice of a plan looks at. No length is in it.
+// Everything that Python's choice of a plan looks at. No length is in it, but classes of lengths are.
 struct Key {
   Pass pass = Pass::kForward;
   u8 device = 0;
-  u8 tensors[kMaxTensors + 2] = {};  // dtype and rank, 0 where there is none; as many as leave no padding, since keys are compared as bytes
+  u8 tensors[kMaxTensors + 1] = {};  // dtype and rank, 0 where there is none; as many as leave no padding, since keys are compared as bytes
+  u8 packed_heads = 0;               // of a forward pass
   char matmul_precision = 0;
   u8 out_dtype = 0;
   i32 head_dim = 0, head_dim_v = 0;

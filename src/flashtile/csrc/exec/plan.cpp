@@ -107,7 +107,7 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
   if (image_.size() > kMaxImageBytes) throw std::out_of_range("a plan has more parameters than a launch takes");
   Reader in(numbers, count);
   num_multiprocessors_ = in.number();
-  split_rows_ = in.number(), split_columns_ = in.number();
+  split_rows_ = in.number(), split_columns_ = in.number(), split_blocks_ = in.number();
   seqlen_q_ = in.index(kMaxValues), seqlen_k_ = in.index(kMaxValues), heads_ = in.index(kMaxValues), batch_ = in.index(kMaxValues);
   operands_.resize(in.index(kMaxTensors + 1));
   for (Operand& operand : operands_) {
@@ -140,7 +140,7 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
     map.offset = in.index(static_cast<i32>(image_.size()) - kTensorMapBytes + 1);
     map.tensor = in.index(kMaxTensors);
     for (i32& axis : map.axes) axis = -1 - in.index(kMaxDim);
-    map.box_rows = static_cast<u32>(in.number());
+    map.box_rows = static_cast<u32>(in.number()), map.box_heads = static_cast<u32>(in.number());
   }
   steps_.resize(in.index(32));
   size_t start = 0;
@@ -182,10 +182,10 @@ bool Plan::evaluate(const Call& call, i64* values) const {
     *next++ = product;
   }
   if (split_rows_ != 0) {
-    // Left to us: as many as fill the GPU twice over, each with a tile of keys at least
+    // Left to us: as many as give every multiprocessor its blocks, each with a tile of keys at least
     i64 tiles = divide_up(values[seqlen_k_], split_columns_), blocks = divide_up(values[seqlen_q_], split_rows_);
     if (!multiply(blocks, values[heads_]) || !multiply(blocks, values[batch_])) return false;
-    i64 wanted = call.asked_splits != 0 ? call.asked_splits : 2 * num_multiprocessors_ / (blocks > 1 ? blocks : 1);
+    i64 wanted = call.asked_splits != 0 ? call.asked_splits : split_blocks_ * num_multiprocessors_ / (blocks > 1 ? blocks : 1);
     i64 splits = wanted < tiles ? wanted : tiles;
     values[kNumSplits] = splits > 1 ? splits : 1;
   }
@@ -247,7 +247,7 @@ bool Plan::encode_maps(const Call& call, Filled& filled, const Driver& driver, F
   for (const MapPatch& map : maps_) {
     const View& tensor = call.tensors[map.tensor];
     u64 sizes[kMaxDim] = {static_cast<u64>(tensor.size(-1)), 1, 1, 1}, strides[kMaxDim - 1] = {kAnyStride, kAnyStride, kAnyStride};
-    u32 box[kMaxDim] = {kBoxColumns, map.box_rows, 1, 1}, steps[kMaxDim] = {1, 1, 1, 1};
+    u32 box[kMaxDim] = {kBoxColumns, map.box_rows, map.box_heads, 1}, steps[kMaxDim] = {1, 1, 1, 1};
     for (i32 place = 0; place < 3; ++place) {
       // An axis of stride 0 is one of length 1: kernels ask for its first element
       i64 size = tensor.size(map.axes[place]), stride = tensor.stride(map.axes[place]);

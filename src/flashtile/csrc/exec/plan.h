@@ -61,7 +61,7 @@ struct Patch {
 struct MapPatch {
   i32 offset, tensor;
   i32 axes[3];
-  u32 box_rows;
+  u32 box_rows, box_heads;
 };
 
 struct Step {
@@ -103,7 +103,7 @@ class Plan {
 
   std::string image_;
   i64 num_multiprocessors_ = 0;
-  i64 split_rows_ = 0, split_columns_ = 0;  // 0: keys are not split
+  i64 split_rows_ = 0, split_columns_ = 0, split_blocks_ = 0;  // 0: keys are not split
   i32 seqlen_q_ = 0, seqlen_k_ = 0, heads_ = 0, batch_ = 0;  // which values they are, where keys are split
   std::vector<Operand> operands_;
   std::vector<Product> values_;
