@@ -324,11 +324,10 @@ def _row_strides(tensor: Tensor, layout: str) -> tuple[int, int, int]:
 
 def _row_arguments(layout: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     strides = {name: _row_strides(tensor, layout) for name, tensor in tensors.items()}
-    every = [stride for found in strides.values() for stride in found]
-    unit = 8 if any(stride % 16 for stride in every) and all(stride % 8 == 0 for stride in every) else 1
-    rows = _kernels().Rows
+    unit = 8 if all(stride % 8 == 0 for found in strides.values() for stride in found) else 1
+    rows, coded = _kernels().Rows, _kernels().coded
     return {
-        **{name: rows(tensor, *(stride // unit for stride in strides[name])) for name, tensor in tensors.items()},
+        **{name: rows(tensor, *(coded(stride // unit) for stride in strides[name])) for name, tensor in tensors.items()},
         "UNIT": unit,
         "FAR": max((found[2] for found in strides.values()), default=0) * MAX_HEAD_DIM >= 2**31,
     }

@@ -11,8 +11,8 @@ No program adds to what another one writes, so every result is the same on every
 an edge (the window, the diagonal, the end of a sequence), tiles that are seen whole, and cut tiles again; only cut tiles compare
 positions. Rows behind an end are never read. Tensors come with their strides in `Rows` and `Scores`; what is None is compiled away.
 
-Triton compiles anew for an integer that is 1 or a multiple of 16: lengths are kept from that, strides are not, since wide loads
-depend on theirs. Strides that are multiples of 8 only come divided by UNIT = 8, so that their rows are known to be aligned too.
+Triton compiles anew for an integer that is 1 or a multiple of 16. Lengths are kept from that. Strides of rows come as odd numbers above
+1 (`coded`), in units of 8 elements where all of them are multiples of 8: that is all that loads of 16 bytes depend on.
 """
 
 from typing import Any, NamedTuple
@@ -34,9 +34,13 @@ class Rows(NamedTuple):
     """A tensor of rows with a contiguous last dimension: q, k, v, out and their gradients."""
 
     data: Any
-    batch: int  # strides, in units of UNIT elements; the batch's is 0 where sequences are packed
+    batch: int  # strides, coded and in units of UNIT elements; the batch's is 0 where sequences are packed
     head: int
     row: int
+
+
+def coded(stride: int) -> int:
+    return 2 * stride + 3
 
 
 class Scores(NamedTuple):
@@ -137,18 +141,30 @@ def seeing_queries(seqlen_q, seqlen_k, offset, window_left, window_right, HAS_LE
 
 
 @triton.jit
+def stride_of(code):
+    return (code >> 1) - 1
+
+
+@triton.jit
+def row_offset(rows, row, UNIT):
+    """Elements from the first row to another, in 64 bits."""
+    return row.to(tl.int64) * stride_of(rows.row) * UNIT
+
+
+@triton.jit
 def pointer_to(rows, b, h, row, UNIT):
     """The first element of a row, by 64-bit offsets."""
-    return rows.data + (b.to(tl.int64) * rows.batch + h.to(tl.int64) * rows.head + row.to(tl.int64) * rows.row) * UNIT
+    head = b.to(tl.int64) * stride_of(rows.batch) + h.to(tl.int64) * stride_of(rows.head)
+    return rows.data + head * UNIT + row_offset(rows, row, UNIT)
 
 
 @triton.jit
 def tile_offsets(rows, BLOCK, BLOCK_D, UNIT, FAR):
     """Elements of a tile of rows, counted from its first. FAR: its rows are so far apart that they need 64 bits."""
-    row = tl.arange(0, BLOCK)
+    stride = stride_of(rows.row)
     if FAR:
-        row = row.to(tl.int64)
-    return row[:, None] * (rows.row * UNIT) + tl.arange(0, BLOCK_D)[None, :]
+        stride = stride.to(tl.int64)
+    return tl.arange(0, BLOCK)[:, None] * (stride * UNIT) + tl.arange(0, BLOCK_D)[None, :]
 
 
 @triton.jit
@@ -351,7 +367,7 @@ def fwd_triton_kernel(
             ):
                 n0 = tl.multiple_of(n0, BLOCK_N)
                 j = n0 + tl.arange(0, BLOCK_N)
-                k_tile = load_tile(k_pointer + n0.to(tl.int64) * k.row * UNIT, k_offsets, j < seqlen_k, D, BLOCK_D, part != 1)
+                k_tile = load_tile(k_pointer + row_offset(k, n0, UNIT), k_offsets, j < seqlen_k, D, BLOCK_D, part != 1)
                 s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                 s, _ = score_tile(s, i[:, None], j[None, :], bias, mask, place, options, flags, part != 1, True, IS_RAW)
                 # Raise the maximum, 0 standing in for the maximum of nothing
@@ -366,7 +382,7 @@ def fwd_triton_kernel(
                 o = o * alpha[:, None]
                 if HAS_DROPOUT:
                     p = tl.where(kept(rng_state, b * heads + h, m0, n0, drop_threshold, BLOCK_M, BLOCK_N), p, 0.0)
-                v_tile = load_tile(v_pointer + n0.to(tl.int64) * v.row * UNIT, v_offsets, j < seqlen_k, DV, BLOCK_DV, part != 1)
+                v_tile = load_tile(v_pointer + row_offset(v, n0, UNIT), v_offsets, j < seqlen_k, DV, BLOCK_DV, part != 1)
                 o = tl.dot(p.to(v_tile.dtype), v_tile, o, input_precision=PRECISION)
                 m = m_new
 
@@ -515,7 +531,7 @@ def bwd_dkdv_triton_kernel(
                 stats = (lse_batch.to(tl.int64) * heads + h) * lse_rows + q_first
                 i = m0 + tl.arange(0, BLOCK_M)
                 is_query = (i >= low) & (i < high)
-                q_tile = load_tile(q_pointer + m0.to(tl.int64) * q.row * UNIT, q_offsets, is_query, D, BLOCK_D, part != 1)
+                q_tile = load_tile(q_pointer + row_offset(q, m0, UNIT), q_offsets, is_query, D, BLOCK_D, part != 1)
                 if part != 1:
                     row_lse = tl.load(lse_log2 + stats + i, mask=is_query, other=float("inf"))
                     row_delta = tl.load(delta + stats + i, mask=is_query, other=0.0)
@@ -526,7 +542,7 @@ def bwd_dkdv_triton_kernel(
                 s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
                 s, capped = score_tile(s, i[None, :], j[:, None], bias, mask, place, options, flags, part != 1, False, False)
                 p = tl.exp2(s - row_lse[None, :])
-                do_tile = load_tile(do_pointer + m0.to(tl.int64) * dout.row * UNIT, do_offsets, is_query, DV, BLOCK_DV, part != 1)
+                do_tile = load_tile(do_pointer + row_offset(dout, m0, UNIT), do_offsets, is_query, DV, BLOCK_DV, part != 1)
                 if mask is not None or bias is not None:
                     do_tile = tl.where((row_lse == float("inf"))[:, None], 0.0, do_tile)
                 # dV
@@ -634,8 +650,8 @@ def bwd_dq_triton_kernel(
             for n0 in tl.range(begin, end, BLOCK_N):
                 n0 = tl.multiple_of(n0, BLOCK_N)
                 j = n0 + tl.arange(0, BLOCK_N)
-                k_tile = load_tile(k_pointer + n0.to(tl.int64) * k.row * UNIT, k_offsets, j < seqlen_k, D, BLOCK_D, part != 1)
-                v_tile = load_tile(v_pointer + n0.to(tl.int64) * v.row * UNIT, v_offsets, j < seqlen_k, DV, BLOCK_DV, part != 1)
+                k_tile = load_tile(k_pointer + row_offset(k, n0, UNIT), k_offsets, j < seqlen_k, D, BLOCK_D, part != 1)
+                v_tile = load_tile(v_pointer + row_offset(v, n0, UNIT), v_offsets, j < seqlen_k, DV, BLOCK_DV, part != 1)
                 # Rebuild P from the stored lse
                 s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                 s, capped = score_tile(s, i[:, None], j[None, :], bias, mask, place, options, flags, part != 1, True, False)
