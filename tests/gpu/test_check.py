@@ -9,7 +9,8 @@ import pytest
 
 from flashtile.backends import registry
 from flashtile.check.mutants import hunt_one
-from flashtile.check.runner import Settings, check
+from flashtile.check.runner import Settings, check, check_trials
+from flashtile.check.trial import Trial
 from flashtile.kernels.mutation import mutations
 
 SEED = int(os.environ.get("FLASHTILE_SEED") or random.SystemRandom().randrange(2**31))
@@ -32,3 +33,18 @@ def test_all_backends_agree() -> None:
 def test_a_fault_is_noticed(name: str) -> None:
     (mutation,) = [mutation for mutation in mutations() if mutation.name == name]
     assert hunt_one(mutation, settings("cuda", problems=200, chunk=8, reuse=2, stops_at_failure=True)).is_found
+
+
+# Many keys tie at logits near 300 and stand in two splits: weights from each split's lse had no digits left
+SPLIT_TIES = [
+    "layout=bshd,kind=cache,batch=4,heads=9,heads_kv=3,seqlen_q=1,seqlen_k=129,head_dim=128,head_dim_v=128,scale=-0.09857728018210414,page_size=7,"
+    "values=huge,deterministic=True,num_splits=2,seed=1584098272,pass=forward",
+    "seqlen_q=1,seqlen_k=129,head_dim=1,head_dim_v=7,scale=-0.09857728018210414,values=huge,seed=1584098272,pass=forward",
+]
+
+
+@pytest.mark.parametrize("case", SPLIT_TIES)
+def test_splits_with_large_logits_keep_their_weights(case: str) -> None:
+    report = check_trials([Trial.parse(case)], settings("cuda"))
+    assert report.ran["cuda"] == 1
+    assert [failure.complaints for failure in report.failures] == []

@@ -7,7 +7,7 @@ from typing import Any
 
 _POINTERS = (
     *("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks", "lse_log2", "delta"),
-    *("partial_out", "partial_lse"),
+    *("partial_out", "partial_stats"),
     *("bias", "mask", "alibi_slopes", "sinks", "rng_state", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table"),
 )
 _STRIDES = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")

@@ -273,7 +273,7 @@ def plan(key: PlanKey, form: Form) -> LaunchPlan:
     if key.grads is None:
         splits = _splits(steps[0])
         split_rows = ("num_splits", "lse_size")
-        workspaces = [Workspace("partial_out", 4 * key.head_dim_v, split_rows), Workspace("partial_lse", 4, split_rows)]
+        workspaces = [Workspace("partial_out", 4 * key.head_dim_v, split_rows), Workspace("partial_stats", 8, split_rows)]
     else:
         workspaces = [Workspace("lse_log2", 4, ("lse_size",)), Workspace("delta", 4, ("lse_size",))]
         grads = _grad_operands(key.grads)

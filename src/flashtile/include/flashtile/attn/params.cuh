@@ -25,8 +25,8 @@ struct Params {
   float* dsinks;      // (heads)
   float* lse_log2;    // as lse: lse * log2(e), +inf for a row that saw nothing
   float* delta;       // as lse: rowsum(dO * O) - dlse
-  float* partial_out; // (num_splits, as lse, head_dim_v): each split's own output
-  float* partial_lse; // (num_splits, as lse)
+  float* partial_out; // (num_splits, as lse, head_dim_v): each split's sum of P V
+  float* partial_stats; // (num_splits, as lse, 2): each split's m (base 2) and l
   const void* bias;          // (batch, heads, seqlen_q, seqlen_k) by strides, stride 0 where broadcast
   const u8* mask;            // likewise; nonzero = attend
   const float* alibi_slopes; // (heads) or (batch, heads)

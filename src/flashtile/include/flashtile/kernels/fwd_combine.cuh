@@ -1,10 +1,10 @@
-// Joins the outputs of the splits of the keys: o = sum_s 2^(lse_s - lse) o_s, lse = log sum_s exp(lse_s) + exp(sink).
+// Joins the sums over the splits of the keys: o = sum_s 2^(m_s - m) o_s / l, l = sum_s 2^(m_s - m) l_s + 2^(sink - m), m the greatest of all.
 //
 // Grid: one block of 4 warps for each (4 rows, head, batch), one warp to a row; splits are summed in their order.
 #pragma once
 
+#include "flashtile/attn/merge.cuh"
 #include "flashtile/attn/sequence.cuh"
-#include "flashtile/core/mutation.cuh"
 
 namespace flashtile {
 
@@ -21,11 +21,14 @@ __global__ void __launch_bounds__(32 * kCombineRows) fwd_combine_kernel(const FT
 
   // The common maximum and sum, base 2
   float m = p.sinks == nullptr ? -infinity() : p.sinks[head] * kLog2e;
-  for (i32 split = 0; split < p.num_splits; ++split) m = max_of(m, p.partial_lse[split * p.lse_size + stat] * kLog2e);
+  for (i32 split = 0; split < p.num_splits; ++split) m = max_of(m, partial_stats(p, split * p.lse_size + stat).x);
   float shift = m == -infinity() ? 0.0f : m;
   float l = p.sinks == nullptr ? 0.0f : exp2_approx(p.sinks[head] * kLog2e - shift);
-  for (i32 split = 0; split < p.num_splits; ++split) l += exp2_approx(p.partial_lse[split * p.lse_size + stat] * kLog2e - shift);
-  if (lane == 0) p.lse[stat] = (m + log2_approx(l)) * kLn2;
+  for (i32 split = 0; split < p.num_splits; ++split) {
+    float2 part = partial_stats(p, split * p.lse_size + stat);
+    l += exp2_approx(part.x - shift) * part.y;
+  }
+  if (lane == 0) p.lse[stat] = lse_of(m, l);
 
   Out* gO = query_rows(static_cast<Out*>(p.out), p.out_strides, s, head) + i * p.out_strides.row;
   float factor = l == 0.0f ? 0.0f : 1.0f / l;
@@ -33,8 +36,8 @@ __global__ void __launch_bounds__(32 * kCombineRows) fwd_combine_kernel(const FT
     float sum = 0.0f;
     for (i32 split = 0; split < p.num_splits; ++split) {
       i64 part = split * p.lse_size + stat;
-      float weight = exp2_approx(p.partial_lse[part] * kLog2e - shift) * factor;
-      if constexpr (mutates(Mutation::combine_weight)) weight = 1.0f / static_cast<float>(p.num_splits);
+      float weight = exp2_approx(partial_stats(p, part).x - shift) * factor;
+      if constexpr (mutates(Mutation::combine_weight)) weight = factor;
       sum += weight * p.partial_out[part * p.head_dim_v + d];
     }
     gO[d] = from_float<Out>(sum);

@@ -1,8 +1,8 @@
 // Attention forward in float32 arithmetic: FlashAttention-2's loop on FFMA, for every architecture and every option.
 //
 // Grid: one block for each (m_block, split of the keys, head, batch), in one dimension, m_block fastest so that neighbours share K and V
-// in L2; the last m_block first, since under a causal mask it has the most keys. Where there are splits, each leaves its own output and
-// lse for fwd_combine_kernel.
+// in L2; the last m_block first, since under a causal mask it has the most keys. Where there are splits, each leaves its sum of P V, its
+// m and its l for fwd_combine_kernel.
 // Block: kBlockM queries; each warp owns 4 * kRowsPerThread of them from scores to output, so P needs no block barrier.
 // Shared: sQ [kBlockM][kRowStride], sK and sV [kBlockN][kRowStride], sP [kBlockM][kScoreStride], float32.
 // Pipeline: K(n+1) is copied while P(n) V(n) is computed, V(n+1) while S(n+1) is, each into the buffer just freed.
@@ -10,6 +10,7 @@
 
 #include "flashtile/attn/dropout.cuh"
 #include "flashtile/attn/mask.cuh"
+#include "flashtile/attn/merge.cuh"
 #include "flashtile/attn/score_mod.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/tile/simt_gemm.cuh"
@@ -177,11 +178,11 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_simt_kernel(const 
     if constexpr (mutates(Mutation::sink_twice)) l += exp2_approx(sink - shift);
     float factor = l == 0.0f ? 0.0f : alpha / l;
     if constexpr (mutates(Mutation::empty_row)) factor = alpha / l;
+    if (is_part) factor = 1.0f;
     if (i >= s.seqlen_q) continue;
     i64 stat = s.stat_row + head * p.lse_head_stride + i;
     i64 part = split * p.lse_size + stat;
-    if (column_group() == 0) (is_part ? p.partial_lse[part] : p.lse[stat]) = (m_new + log2_approx(l)) * kLn2;
-    if constexpr (mutates(Mutation::lse_base)) (is_part ? p.partial_lse[part] : p.lse[stat]) = m_new + log2_approx(l);
+    if (column_group() == 0) store_stats(p, is_part, part, stat, m_new, l);
     if constexpr (mutates(Mutation::out_of_bounds)) p.lse[p.lse_size] = 0.0f;
 #pragma unroll
     for (i32 u = 0; u < Config::kVectorsPerThread; ++u) {

@@ -12,6 +12,7 @@
 
 #include "flashtile/attn/dropout.cuh"
 #include "flashtile/attn/mask.cuh"
+#include "flashtile/attn/merge.cuh"
 #include "flashtile/attn/scheduler.cuh"
 #include "flashtile/attn/score_mod.cuh"
 #include "flashtile/ptx/tma.cuh"
@@ -436,7 +437,7 @@ struct FwdSm90 {
     }
   }
 
-  // Lets the sink join (once: in the combination, where there is one), normalises, stores O and lse. Scope: warp.
+  // Lets the sink join (once: in the combination, where there is one), normalises, stores O and lse; of a split, sum, m and l. Scope: warp.
   FT_DEVICE static void store(const Params& p, const Work& work, i32 i_first, float factor, const Softmax& softmax, const float (&rO)[kOutputs]) {
     bool is_part = p.num_splits > 1;
     i32 head = work.tile.head;
@@ -449,11 +450,11 @@ struct FwdSm90 {
       float shift = m_new == -infinity() ? 0.0f : m_new;
       float alpha = exp2_approx(m - shift);
       float l = quad_sum(softmax.l[r]) * alpha + exp2_approx(sink - shift);
-      float norm = l == 0.0f ? 0.0f : alpha / l;
+      float norm = is_part ? 1.0f : l == 0.0f ? 0.0f : alpha / l;
       i64 stat = work.s.stat_row + head * p.lse_head_stride + i;
       i64 part = work.tile.split * p.lse_size + stat;
       bool is_inside = i < work.s.seqlen_q;
-      if (is_inside && threadIdx.x % 4 == 0) (is_part ? p.partial_lse[part] : p.lse[stat]) = (m_new + log2_approx(l)) * kLn2;
+      if (is_inside && threadIdx.x % 4 == 0) store_stats(p, is_part, part, stat, m_new, l);
       if (is_part || kIsSame<Out, float>) {
         float* gO = is_part ? p.partial_out + part * p.head_dim_v
                             : reinterpret_cast<float*>(query_rows(static_cast<Out*>(p.out), p.out_strides, work.s, head) + i * p.out_strides.row);
