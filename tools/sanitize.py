@@ -115,8 +115,8 @@ def run_rows(dtypes: Sequence[str], head_dims: Sequence[int], num_threads: int) 
             num_places = {size: max(len(rows(kernel, *size)) for kernel in kernels) for size in sizes}
             for place in range(max(num_places.values())):
                 with choosing(kernels, place):
-                    list(pool.map(lambda size: warm(trial(*size), [backend], "cuda"), [size for size in sizes if place < num_places[size]]))
-        list(pool.map(lambda trial: warm(trial, [backend], "cuda"), special_trials()))
+                    list(pool.map(lambda size: warm(trial(*size), backend, "cuda"), [size for size in sizes if place < num_places[size]]))
+        list(pool.map(lambda trial: warm(trial, backend, "cuda"), special_trials()))
     torch.cuda.synchronize()
     return backend.loaded_kernels()
 
@@ -124,7 +124,7 @@ def run_rows(dtypes: Sequence[str], head_dims: Sequence[int], num_threads: int) 
 def run_fault(name: str) -> None:
     with mutants.broken(name):
         for dtype in ("bfloat16", "float32"):
-            warm(trial(dtype, 64, False), [registry.find(BACKEND)], "cuda")
+            warm(trial(dtype, 64, False), registry.find(BACKEND), "cuda")
             torch.cuda.synchronize()
 
 

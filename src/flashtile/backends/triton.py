@@ -11,6 +11,7 @@ import functools
 import importlib
 import os
 import shutil
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,11 +55,12 @@ class Config:
 
 
 # Kernel -> bytes of an element -> padded head dim up to -> configuration, for GPUs with 227 KB of shared memory a block. Those of head
-# dims up to 128 are the fastest of results/nvidia-h200/triton_tiles.csv; those of 256 spill least.
+# dims up to 128 are the fastest of results/nvidia-h200/triton_tiles.csv; those of 256 spill least. Not 64 x 16 with 8 warps for float32:
+# Triton 3.6 makes a product of it that reads behind its shared memory.
 _CONFIGS: dict[str, dict[int, dict[int, Config]]] = {
     "fwd": {
         2: {64: Config(128, 64, 8, 3), 128: Config(64, 64, 4, 3), 256: Config(128, 64, 8, 2)},
-        4: {64: Config(128, 64, 8, 2), 128: Config(128, 32, 8, 2), 256: Config(64, 16, 8, 2)},
+        4: {64: Config(128, 64, 8, 2), 128: Config(128, 32, 8, 2), 256: Config(32, 16, 4, 2)},
     },
     "bwd_dkdv": {
         2: {64: Config(64, 64, 4, 2), 128: Config(64, 128, 8, 3), 256: Config(32, 64, 8, 2)},
@@ -104,7 +106,7 @@ class TritonBackend(Backend):
         # Triton reads the same switch when it is imported
         self.is_interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "y", "yes", "on", "true")
         self.devices = ("cpu",) if self.is_interpreted else ("cuda",)
-        self.is_automatic = not self.is_interpreted
+        self.is_automatic = self.has_compile_jobs = not self.is_interpreted
 
     def refuse(self, problem: Problem) -> str | None:
         if problem.dtype not in DTYPES:
@@ -133,21 +135,22 @@ class TritonBackend(Backend):
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         if self.is_interpreted or is_checking():
             check_values(args)
-        lse, dlse = lse.contiguous(), None if dlse is None else dlse.to(torch.float32).contiguous()
-        lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
         with _device_of(args):
-            _launch(*_preprocess_call(args, _rows(out), _rows(dout), dlse, lse, lse_log2, delta))
-            # Products take operands of one dtype
-            dout = _rows(dout.to(args.q.dtype))
-            if grads.dk is not None or grads.dv is not None:
-                _launch(*_dkdv_call(args, dout, lse_log2, delta, grads))
-            if grads.dq is not None:
-                _launch(*_dq_call(args, dout, lse_log2, delta, grads.dq))
-            if grads.dbias is not None:
-                _dbias(args, dout, lse_log2, delta, grads.dbias)
-        if grads.dsinks is not None and args.sinks is not None:
-            shares = torch.where(lse == -torch.inf, 0.0, torch.exp(args.sinks.float()[:, None] - lse) * delta)
-            grads.dsinks.copy_(-shares.sum(-1 if lse.dim() == 2 else (0, 2)))
+            for call in _backward_calls(args, dout, dlse, out, lse, grads):
+                _launch(*call)
+
+    def compile_jobs(
+        self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads | None
+    ) -> dict[Hashable, Callable[[], None]]:
+        calls = [_forward_call(args, out, lse)]
+        if grads is not None:
+            calls += _backward_calls(args, dout, dlse, out, lse, grads)
+        jobs: dict[Hashable, Callable[[], None]] = {}
+        for kernel, num_programs, config, arguments in calls:
+            if num_programs > 0:
+                named = {name: _without_memory(value) for name, value in arguments.items()}
+                jobs[_variant(kernel, config, named)] = functools.partial(_compile, kernel, config, named)
+        return jobs
 
     def details(self, problem: Problem) -> dict[str, str]:
         names = ["fwd"]
@@ -442,7 +445,7 @@ def _dq_call(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Tensor,
     return "bwd_dq", num_m_blocks * shape.heads * shape.batch, config, arguments
 
 
-def _dbias(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Tensor, dbias: Tensor) -> None:
+def _dbias_calls(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Tensor, dbias: Tensor) -> Iterator[Call]:
     """Where the tiles of a broadcast bias are too few to fill the GPU, the batches and heads that share them are split over programs."""
     shape = shape_of(args)
     config, arguments = _arguments("bwd_dbias", args, {"dout": dout})
@@ -471,9 +474,69 @@ def _dbias(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Tensor, d
         "SHARES_ROWS": rows == 1,
         "SHARES_COLUMNS": columns == 1,
     }
-    _launch("bwd_dbias", num_tiles * num_splits, config, arguments)
+    yield "bwd_dbias", num_tiles * num_splits, config, arguments
     if num_splits > 1:
         dbias.copy_(sums.sum(0))
+
+
+def _backward_calls(args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> Iterator[Call]:
+    """In the order of their launch; what PyTorch does between two of them is done when the next is asked for."""
+    lse, dlse = lse.contiguous(), None if dlse is None else dlse.to(torch.float32).contiguous()
+    lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
+    yield _preprocess_call(args, _rows(out), _rows(dout), dlse, lse, lse_log2, delta)
+    # Products take operands of one dtype
+    dout = _rows(dout.to(args.q.dtype))
+    if grads.dk is not None or grads.dv is not None:
+        yield _dkdv_call(args, dout, lse_log2, delta, grads)
+    if grads.dq is not None:
+        yield _dq_call(args, dout, lse_log2, delta, grads.dq)
+    if grads.dbias is not None:
+        yield from _dbias_calls(args, dout, lse_log2, delta, grads.dbias)
+    if grads.dsinks is not None and args.sinks is not None:
+        shares = torch.where(lse == -torch.inf, 0.0, torch.exp(args.sinks.float()[:, None] - lse) * delta)
+        grads.dsinks.copy_(-shares.sum(-1 if lse.dim() == 2 else (0, 2)))
+
+
+# From a call to a kernel
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """A tensor as far as a kernel is compiled for it."""
+
+    dtype: torch.dtype
+    is_aligned: bool
+
+    def data_ptr(self) -> int:
+        return 0 if self.is_aligned else self.dtype.itemsize
+
+
+def _without_memory(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _Memory(value.dtype, value.data_ptr() % 16 == 0)
+    if isinstance(value, tuple):  # with names
+        return type(value)(*map(_without_memory, value))
+    return value
+
+
+def _variant(kernel: str, config: Config, arguments: dict[str, Any]) -> Hashable:
+    """What Triton compiles a kernel anew for: everything but the values of numbers, whether they are 1 or multiples of 16 included."""
+
+    def kind(value: Any) -> Hashable:
+        if isinstance(value, tuple):
+            return tuple(map(kind, value))
+        if isinstance(value, float):
+            return float
+        return (value == 1, value % 16 == 0, value >= 2**31) if isinstance(value, int) else value
+
+    runtime = _kernels().RUNTIME
+    return kernel, config, *((name, value if name.isupper() else kind(value)) for name, value in arguments.items() if name not in runtime)
+
+
+def _compile(kernel: str, config: Config, arguments: dict[str, Any]) -> None:
+    """Leaves the kernel, and the module that launches it, in Triton's folder of kernels."""
+    function = getattr(_kernels(), f"{kernel}_triton_kernel")
+    function.warmup(**arguments, grid=(1,), num_warps=config.num_warps, num_stages=config.num_stages)[(1, 1, 1)]
 
 
 def _launch(kernel: str, num_programs: int, config: Config, arguments: dict[str, Any]) -> None:
