@@ -45,10 +45,23 @@ enum class Mutation {
   dk_group,            // dK and dV come from one query head of a group
   dbias_head,          // a bias shared by all heads loses the gradient of the last
   dsinks_sign,         // the gradient of the sinks has the wrong sign
+  // The same in the Hopper forward, where it has its own way to do it
+  hopper_rescale,      // the output is not scaled down when the maximum rises
+  hopper_stale_max,    // the maximum stays that of the first tile
+  hopper_last_tile,    // the last tile of keys is left out
+  hopper_early_q,      // the first product does not wait for Q
+  hopper_mask_offset,  // causal and window masks one key to the right
+  hopper_tail,         // rows of V behind the last key are not cleared
+  hopper_gqa_head,     // query heads take key heads in turn instead of in groups
+  hopper_dropout,      // two of four words of dropout bits are swapped
   // Seen by a tool of compute-sanitizer, as missing_barrier is by racecheck
   out_of_bounds,       // memcheck: a float is written behind the end of lse
   uninitialised,       // initcheck: delta is read where nobody wrote it
   divergent_barrier,   // synccheck: half of the threads go to a barrier
+  hopper_out_of_bounds,      // memcheck: a float is written behind the end of lse
+  hopper_race,               // racecheck: the order of tiles is written while others read it
+  hopper_uninitialised,      // initcheck: lse is read before it is written
+  hopper_divergent_barrier,  // synccheck: half of the threads go to a barrier
 };
 
 FT_DEVICE constexpr bool mutates(Mutation fault) { return fault == Mutation::FT_MUTATION; }

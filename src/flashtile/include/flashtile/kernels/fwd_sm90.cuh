@@ -15,6 +15,7 @@
 #include "flashtile/attn/merge.cuh"
 #include "flashtile/attn/scheduler.cuh"
 #include "flashtile/attn/score_mod.cuh"
+#include "flashtile/core/mutation.cuh"
 #include "flashtile/ptx/tma.cuh"
 #include "flashtile/ptx/wgmma.cuh"
 #include "flashtile/tile/fragment.cuh"
@@ -42,6 +43,7 @@ struct FwdSm90Work {
     Range keys = key_range<Mask>(p, s, i_begin, min_of(i_begin + Config::kBlockM, s.seqlen_q));
     n_begin = keys.begin / kBlockN;
     n_end = ceil_div(keys.end, kBlockN);
+    if constexpr (mutates(Mutation::hopper_last_tile)) n_end = n_end - 1 > n_begin ? n_end - 1 : n_end;
     if (p.num_splits > 1) {
       i32 share = ceil_div(max_of(n_end - n_begin, 0), p.num_splits);
       n_begin += tile.split * share;
@@ -110,6 +112,7 @@ struct FwdSm90 {
       Work work(p, order, index);
       if (!work.has_queries() || !work.has_keys()) continue;
       i32 kv_head = work.tile.head / (p.heads / p.heads_kv), k_row = static_cast<i32>(work.s.k_row);
+      if constexpr (mutates(Mutation::hopper_gqa_head)) kv_head = work.tile.head % p.heads_kv;
 
       auto load_k = [&](i32 n) {
         u32 stage = Stages::stage(num_k);
@@ -181,6 +184,7 @@ struct FwdSm90 {
       i32 j_first = j_begin + fragment_column();
       Range seen = key_range<Mask>(p, work.s, i, i + 1);
       i32 low = seen.begin - j_first, high = seen.end - j_first;
+      if constexpr (mutates(Mutation::hopper_mask_offset)) if (Mask::kHasBand) high += 1;
 #pragma unroll
       for (i32 b = 0; b < kBlockN / 8; ++b) {
 #pragma unroll
@@ -221,6 +225,7 @@ struct FwdSm90 {
       if constexpr (!kIsFirst) m_new[r] = fmaxf(softmax.m[r], m_new[r]);
     }
     softmax.is_raised = true;
+    if constexpr (mutates(Mutation::hopper_stale_max)) if (!kIsFirst) m_new[0] = softmax.m[0], m_new[1] = softmax.m[1];
     if constexpr (Config::kScalesLazily && !kIsFirst) {
       // Keep the old maxima as long as they will do for every row of the warp
       bool is_far = (m_new[0] - softmax.m[0]) * factor > kSlack || (m_new[1] - softmax.m[1]) * factor > kSlack;
@@ -255,6 +260,7 @@ struct FwdSm90 {
 
   FT_DEVICE static void rescale(const Softmax& softmax, float (&rO)[kOutputs]) {
     if (!softmax.is_raised) return;
+    if constexpr (mutates(Mutation::hopper_rescale)) return;
 #pragma unroll
     for (i32 x = 0; x < kOutputs; ++x) rO[x] *= softmax.alpha[x / 2 % 2];
   }
@@ -271,6 +277,7 @@ struct FwdSm90 {
           // Each lane of a quad draws the four words of one group of 8 columns; word t belongs to lane t
           uint4 drawn = bits.words(i_first + 8 * r, j_begin / 8 + b + threadIdx.x % 4);
           u32 words[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
+          if constexpr (mutates(Mutation::hopper_dropout)) words[0] = drawn.y, words[1] = drawn.x;
           quad_transpose(words);
 #pragma unroll
           for (i32 g = 0; g < 4; ++g) {
@@ -286,6 +293,7 @@ struct FwdSm90 {
 
   // Zeros the rows of V behind the last key: what lies there belongs to others, and 0 times it need not be 0.
   FT_DEVICE static void clear_tail(T* sV, i32 num_rows, i32 group) {
+    if constexpr (mutates(Mutation::hopper_tail)) num_rows = kBlockN;
     for (i32 slab = 0; slab < Config::kSlabsV; ++slab) {
       uint4* rows = reinterpret_cast<uint4*>(sV + slab * kBlockN * 64);
       for (i32 x = num_rows * 8 + threadIdx.x % 128; x < kBlockN * 8; x += 128) rows[x] = make_uint4(0, 0, 0, 0);
@@ -430,7 +438,7 @@ struct FwdSm90 {
 #pragma unroll
       for (i32 x = 0; x < kOutputs; ++x) rO[x] = 0.0f;
       if (work.has_keys()) {
-        mbarrier_wait(shared.full_q[group], num_q++ % 2);
+        if constexpr (!mutates(Mutation::hopper_early_q)) mbarrier_wait(shared.full_q[group], num_q++ % 2);
         mainloop(p, shared, group, work, tiles, num_k, factor, softmax, rO);
       }
       store(p, work, work.i_begin + 64 * group + fragment_row(), factor, softmax, rO);
@@ -454,6 +462,8 @@ struct FwdSm90 {
       i64 stat = work.s.stat_row + head * p.lse_head_stride + i;
       i64 part = work.tile.split * p.lse_size + stat;
       bool is_inside = i < work.s.seqlen_q;
+      if constexpr (mutates(Mutation::hopper_uninitialised)) if (is_inside) l += p.lse[stat] == 1.5f ? 1.0f : 0.0f;
+      if constexpr (mutates(Mutation::hopper_out_of_bounds)) p.lse[p.lse_size] = 0.0f;
       if (is_inside && threadIdx.x % 4 == 0) store_stats(p, is_part, part, stat, m_new, l);
       if (is_part || kIsSame<Out, float>) {
         float* gO = is_part ? p.partial_out + part * p.head_dim_v
@@ -504,6 +514,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_sm90_kernel(const 
     shared.order.init(params.base);
   }
   __syncthreads();
+  if constexpr (mutates(Mutation::hopper_race)) if (threadIdx.x == 0) shared.order.init(params.base);
+  if constexpr (mutates(Mutation::hopper_divergent_barrier)) if (threadIdx.x % 2 == 0) __syncthreads();
 
   // Every lane of a warp knows the same number, and the compiler that they do
   i32 group = __shfl_sync(0xffffffffu, static_cast<i32>(threadIdx.x / 128), 0);
