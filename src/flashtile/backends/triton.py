@@ -282,8 +282,8 @@ def _short_args(problem: Problem) -> AttentionArgs:
 
 
 def _padded(head_dim: int) -> int:
-    """Tiles are powers of two, and a product takes 16 at least."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+    """Tiles are powers of two. Not 16: Triton 3.6 makes wrong products of such tiles where they are not copied 16 bytes at a time."""
+    return max(32, 1 << (head_dim - 1).bit_length())
 
 
 def _config(kernel: str, dtype: torch.dtype, shape: Shape, device: torch.device, has_score_tensors: bool) -> Config:
@@ -319,19 +319,16 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _row_strides(tensor: Tensor, layout: str) -> tuple[int, int, int]:
-    """(batch, head, row); 0 where there is one only, and for the batch of a packed tensor."""
-    head, row = head_axis(layout), row_axis(layout)
-    batch = tensor.stride(0) if tensor.dim() == 4 and tensor.shape[0] > 1 else 0
-    return batch, tensor.stride(head) if tensor.shape[head] > 1 else 0, tensor.stride(row) if tensor.shape[row] > 1 else 0
+    """(batch, head, row); where there is one only, that of a row of this length, and 0 for the batch of a packed tensor."""
+    axes = (0 if tensor.dim() == 4 else None, head_axis(layout), row_axis(layout))
+    return tuple(0 if axis is None else tensor.stride(axis) if tensor.shape[axis] > 1 else tensor.shape[-1] for axis in axes)  # type: ignore[return-value]
 
 
 def _row_arguments(layout: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     strides = {name: _row_strides(tensor, layout) for name, tensor in tensors.items()}
-    unit = 8 if all(stride % 8 == 0 for found in strides.values() for stride in found) else 1
     rows, coded = _kernels().Rows, _kernels().coded
     return {
-        **{name: rows(tensor, *(coded(stride // unit) for stride in strides[name])) for name, tensor in tensors.items()},
-        "UNIT": unit,
+        **{name: rows(tensor, *coded(strides[name])) for name, tensor in tensors.items()},
         "FAR": max((found[2] for found in strides.values()), default=0) * MAX_HEAD_DIM >= 2**31,
     }
 

@@ -22,7 +22,11 @@ from flashtile.testing import GRADS, OUTPUTS, Inputs, Result, disagreements, exp
 
 
 class DeviceLost(RuntimeError):  # noqa: N818, it is what happened
-    """The GPU takes no more work: a kernel read or wrote where it must not."""
+    """The GPU takes no more work from this process: a kernel read or wrote where it must not."""
+
+    def __init__(self, backends: str, reason: str) -> None:
+        super().__init__(reason)
+        self.backends = backends  # whose it was, with commas between if it may be any of several
 
 
 @dataclass
@@ -41,9 +45,11 @@ def judge(trial: Trial, backends: Sequence[Backend], device: str) -> Verdict:
     """Runs the trial on every backend that takes it. Raises DeviceLost where nothing can be run any more."""
     try:
         return _judge(trial, backends, device)
+    except DeviceLost:
+        raise
     except Exception as error:
         if not is_alive(device):
-            raise DeviceLost(str(error)) from error
+            raise DeviceLost(",".join(backend.name for backend in backends), str(error)) from error
         raise
 
 
@@ -78,7 +84,7 @@ def _judge(trial: Trial, backends: Sequence[Backend], device: str) -> Verdict:
         except Exception as error:
             found.append(f"raised {type(error).__name__}: {error}")
             if not is_alive(device):
-                raise
+                raise DeviceLost(backend.name, str(error)) from error
     return verdict
 
 

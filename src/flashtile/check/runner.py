@@ -24,7 +24,7 @@ import torch
 from flashtile.backends import registry
 from flashtile.backends.base import Backend
 from flashtile.check.draw import Drawer, most_different
-from flashtile.check.judge import DeviceLost, compile_jobs, judge, warm
+from flashtile.check.judge import DeviceLost, compile_jobs, is_alive, judge, warm
 from flashtile.check.shrink import shrink
 from flashtile.check.trial import Trial
 
@@ -186,8 +186,10 @@ def _interruptible(report: Report) -> Iterator[None]:
 
 
 def judge_all(trials: Sequence[Trial], settings: Settings, deadline: float | None = None) -> Report:
-    """Judges trials one after the other."""
+    """Judges trials one after the other; none in a process that lost the GPU."""
     report = Report()
+    if trials and not is_alive(settings.device):
+        return report
     with _fresh_memory(settings.device):
         for trial in trials:
             if report.lost or (deadline is not None and time.monotonic() > deadline):
@@ -204,8 +206,7 @@ def _judge(trial: Trial, settings: Settings, report: Report) -> None:
         verdict = judge(trial, settings.backends, settings.device)
     except DeviceLost as error:
         report.lost = str(error)
-        names = ",".join(backend.name for backend in settings.backends)
-        report.failures.append(Failure(names, (report.lost,), trial, trial, (report.lost,)))
+        report.failures.append(Failure(error.backends, (report.lost,), trial, trial, (report.lost,)))
         return
     for name, reason in verdict.refusals.items():
         report.refused.setdefault(name, Counter())[reason] += 1
