@@ -55,8 +55,7 @@ class Config:
 
 
 # Kernel -> bytes of an element -> padded head dim up to -> configuration, for GPUs with 227 KB of shared memory a block. Those of head
-# dims up to 128 are the fastest of results/nvidia-h200/triton_tiles.csv; those of 256 spill least. Not 64 x 16 with 8 warps for float32:
-# Triton 3.6 makes a product of it that reads behind its shared memory.
+# dims up to 128 are the fastest of results/nvidia-h200/triton_tiles.csv; those of 256 spill least. Not 64 x 16 with 8 warps: see _padded.
 _CONFIGS: dict[str, dict[int, dict[int, Config]]] = {
     "fwd": {
         2: {64: Config(128, 64, 8, 3), 128: Config(64, 64, 4, 3), 256: Config(128, 64, 8, 2)},
@@ -159,7 +158,8 @@ class TritonBackend(Backend):
         found = {}
         for name in names:
             has_score_tensors = problem.has_mask or problem.bias_dtype is not None
-            config = _config(name, problem.dtype, problem.shape, torch.device(problem.device), has_score_tensors)
+            is_wide = problem.shape.head_dim % 8 == 0 and problem.shape.head_dim_v % 8 == 0
+            config = _config(name, problem.dtype, problem.shape, torch.device(problem.device), has_score_tensors, is_wide)
             tile = f"tile {config.block_m} x {config.block_n}, head dim {_padded(max(problem.shape.head_dim, problem.shape.head_dim_v))}"
             found[f"{name}_triton_kernel"] = f"{tile}, {config.num_warps} warps, {config.num_stages} stages"
         found["products"] = _precision(problem.dtype, self.is_interpreted) if problem.dtype == torch.float32 else dtype_name(problem.dtype)
@@ -282,14 +282,18 @@ def _short_args(problem: Problem) -> AttentionArgs:
 
 
 def _padded(head_dim: int) -> int:
-    """Tiles are powers of two. Not 16: Triton 3.6 makes wrong products of such tiles where they are not copied 16 bytes at a time."""
+    """Tiles are powers of two. Not 16: the products of 8 warps, 64 rows and 16 columns that Triton 3.6 makes read behind their tiles."""
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
-def _config(kernel: str, dtype: torch.dtype, shape: Shape, device: torch.device, has_score_tensors: bool) -> Config:
+def _config(kernel: str, dtype: torch.dtype, shape: Shape, device: torch.device, has_score_tensors: bool, is_wide: bool) -> Config:
     table = _CONFIGS if _is_large(device) else _SMALL_CONFIGS
     padded = _padded(max(shape.head_dim, shape.head_dim_v))
     config = next(config for limit, config in table[kernel][dtype.itemsize].items() if padded <= limit)
+    if dtype.itemsize == 2 and not (is_wide and _padded(shape.head_dim) == _padded(shape.head_dim_v)):
+        # Elements of 2 bytes that are copied one by one pass through registers, and Triton 3.6 makes wrong products of such tiles for
+        # warpgroups (wgmma), above all where K and V differ in size. It takes those from 64 rows on: 32 go to mma.sync
+        config = replace(config, num_warps=4, **{"block_n" if kernel == "bwd_dkdv" else "block_m": 32})
     if kernel == "fwd" and shape.seqlen_q <= 16:
         # A few queries, as in decoding: most of a larger tile would be padding
         config = replace(config, block_m=16, num_warps=4)
@@ -318,6 +322,12 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def _is_wide(tensor: Tensor) -> bool:
+    """Its rows can be copied 16 bytes at a time."""
+    strides = (stride for stride, length in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if length > 1)
+    return tensor.data_ptr() % 16 == 0 and tensor.shape[-1] % 8 == 0 and all(stride % 8 == 0 for stride in strides)
+
+
 def _row_strides(tensor: Tensor, layout: str) -> tuple[int, int, int]:
     """(batch, head, row); where there is one only, that of a row of this length, and 0 for the batch of a packed tensor."""
     axes = (0 if tensor.dim() == 4 else None, head_axis(layout), row_axis(layout))
@@ -340,7 +350,8 @@ def _score_strides(tensor: Tensor) -> tuple[int, ...]:
 def _arguments(kernel: str, args: AttentionArgs, tensors: dict[str, Tensor]) -> tuple[Config, dict[str, Any]]:
     """What the kernels that walk over scores share. `tensors` are those of rows, besides q, k and v."""
     shape, kernels, row = shape_of(args), _kernels(), row_axis(args.layout)
-    config = _config(kernel, args.q.dtype, shape, args.q.device, args.bias is not None or args.mask is not None)
+    is_wide = all(_is_wide(tensor) for tensor in (args.q, args.k, args.v, *tensors.values()))
+    config = _config(kernel, args.q.dtype, shape, args.q.device, args.bias is not None or args.mask is not None, is_wide)
     window_left, window_right = (-1 if reach >= _UNBOUNDED else reach for reach in key_window(args))
     # No sequence of a packed call is longer than its bias and mask have rows and columns
     score_tensors = [tensor for tensor in (args.bias, args.mask) if tensor is not None]
