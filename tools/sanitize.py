@@ -1,7 +1,7 @@
 """Every row of the kernel table under compute-sanitizer: memcheck, racecheck, initcheck, synccheck. Needs a GPU.
 
-Each tool must be silent about our kernels, and must speak about a fault planted for it in each family (core/mutation.cuh): a tool that
-cannot see the kernels would be silent too. Problems are as small as a tile allows. Kernels are compiled before any tool watches, then
+Each tool must be silent about our kernels, and must speak about the faults planted for it (core/mutation.cuh): a tool that cannot see the
+kernels would be silent too. Problems are as small as a tile allows. Kernels are compiled before any tool watches, then
 the tools run side by side, each in several processes.
 
 python tools/sanitize.py [--tools memcheck,racecheck] [--head-dims 64,128] [--dtypes float32] [--out FOLDER]
@@ -201,7 +201,7 @@ def compile_jobs(jobs: Sequence[Job], arch: Arch) -> frozenset[str]:
 
 
 def faults(tool: str, arch: Arch) -> list[str]:
-    """What is planted for a tool: one fault in each family of kernels here."""
+    """What is planted for a tool: a fault in the kernels of every GPU, and one in those of Hopper where they run."""
     tools = {mutation.name: mutation.tool for mutation in mutations()} | {"missing_barrier": "racecheck"}
     return [name for name, its in tools.items() if its == tool and (arch.has_wgmma or not name.startswith("hopper_"))]
 

@@ -70,10 +70,10 @@ def test_options_are_launched_once_for_each_family(sanitize) -> None:
 def test_each_tool_has_a_fault_in_each_family(sanitize) -> None:
     known = {mutation.name: mutation.tool for mutation in mutations()}
     for tool in sanitize.TOOLS:
-        simt, hopper = sanitize.faults(tool, ARCH)
+        simt, *hopper = sanitize.faults(tool, ARCH)
         assert known[simt] in (tool, None)
-        assert known[hopper] == tool
-        assert hopper.startswith("hopper_")
+        # Threads that miss a barrier there would wait for each other for ever
+        assert [(known[name], name.split("_")[0]) for name in hopper] == ([] if tool == "synccheck" else [(tool, "hopper")])
         assert sanitize.faults(tool, ARCHS[80]) == [simt]
 
 

@@ -51,6 +51,11 @@ def test_every_option() -> None:
     assert failures(problems) == []
 
 
+@pytest.mark.parametrize("causal", ["none", "bottom_right"])
+def test_no_queries_of_heads_that_share_keys(causal: str) -> None:
+    check(Case(dtype=torch.bfloat16, heads=6, heads_kv=2, seqlen_q=0, seqlen_k=140, causal=causal, backend="triton"), SEED)
+
+
 def test_random_problems() -> None:
     problems = [(dataclasses.replace(case, backend="triton"), seed) for case, seed in random_problems(65) if case.kind != "paged"]
     assert failures(problems) == []

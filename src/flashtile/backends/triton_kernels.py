@@ -519,9 +519,10 @@ def bwd_dkdv_triton_kernel(
             end = whole if part == 0 else (cut if part == 1 else last)
             # Heads that share the keys follow each other in one loop
             num_tiles = tl.maximum(end - begin + BLOCK_M - 1, 0) // BLOCK_M
+            divisor = tl.maximum(num_tiles, 1)  # what stands before a loop is computed for an empty one too
             for step in tl.range(0 if GROUP > 1 else begin, GROUP * num_tiles if GROUP > 1 else end, 1 if GROUP > 1 else BLOCK_M):
-                h = h_kv * GROUP + step // num_tiles if GROUP > 1 else h_kv
-                m0 = tl.multiple_of(begin + step % num_tiles * BLOCK_M if GROUP > 1 else step, BLOCK_M)
+                h = h_kv * GROUP + step // divisor if GROUP > 1 else h_kv
+                m0 = tl.multiple_of(begin + step % divisor * BLOCK_M if GROUP > 1 else step, BLOCK_M)
                 place = (b, h, offset, seqlen_q, seqlen_k)
                 options = (scale, softcap, load_slope(alibi_slopes, alibi_batch, b, h), window_left, window_right)
                 q_pointer, do_pointer = pointer_to(q, b, h, q_first), pointer_to(dout, b, h, q_first)

@@ -58,10 +58,9 @@ enum class Mutation {
   out_of_bounds,       // memcheck: a float is written behind the end of lse
   uninitialised,       // initcheck: delta is read where nobody wrote it
   divergent_barrier,   // synccheck: half of the threads go to a barrier
-  hopper_out_of_bounds,      // memcheck: a float is written behind the end of lse
-  hopper_race,               // racecheck: the order of tiles is written while others read it
-  hopper_uninitialised,      // initcheck: lse is read before it is written
-  hopper_divergent_barrier,  // synccheck: half of the threads go to a barrier
+  hopper_out_of_bounds,  // memcheck: a float is written behind the end of lse
+  hopper_race,           // racecheck: the order of tiles is written while others read it
+  hopper_uninitialised,  // initcheck: lse is read before it is written
 };
 
 FT_DEVICE constexpr bool mutates(Mutation fault) { return fault == Mutation::FT_MUTATION; }

@@ -515,7 +515,6 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_sm90_kernel(const 
   }
   __syncthreads();
   if constexpr (mutates(Mutation::hopper_race)) if (threadIdx.x == 0) shared.order.init(params.base);
-  if constexpr (mutates(Mutation::hopper_divergent_barrier)) if (threadIdx.x % 2 == 0) __syncthreads();
 
   // Every lane of a warp knows the same number, and the compiler that they do
   i32 group = __shfl_sync(0xffffffffu, static_cast<i32>(threadIdx.x / 128), 0);
