@@ -107,17 +107,11 @@ def all_jobs(arch: Arch, dtypes: Sequence[str], head_dims: Sequence[int]) -> lis
 
 
 def hopper_jobs(dtype: str, head_dims: Sequence[int]) -> Iterator[Job]:
-    """Every tile of every pair of head dims, and a few queries, which may have a tile of their own."""
-    dims = itertools.product(head_dims, repeat=2)
-    pairs = {(row.head_dim, row.head_dim_v): None for pair in dims for row in hopper_rows(dtype, *pair)}
-    for head_dim, head_dim_v in pairs:
-        for place, row in enumerate(hopper_rows(dtype, head_dim, head_dim_v)):
+    """Every tile of every pair of head dims, and that of a few queries, whose heads share a tile."""
+    for head_dim, head_dim_v in dict.fromkeys(dims for dims, _, _ in table.all_sm90_tiles() if max(dims) in head_dims):
+        for place, row in enumerate(table.sm90_rows(dtype, dtype, head_dim, head_dim_v, Features(), is_packed=False, is_ragged=False)):
             yield Job(trial(dtype, head_dim, head_dim_v, row.block_m, False), (HOPPER,), place)
-        yield Job(trial(dtype, head_dim, head_dim_v, 128, False, seqlen_q=3))
-
-
-def hopper_rows(dtype: str, head_dim: int, head_dim_v: int) -> list[Any]:
-    return table.sm90_rows(dtype, dtype, head_dim, head_dim_v, Features())
+        yield Job(trial(dtype, head_dim, head_dim_v, 128, False, seqlen_q=3), (HOPPER,))
 
 
 def special_trials(arch: Arch, dtypes: Sequence[str]) -> list[Trial]:
@@ -164,9 +158,10 @@ def choosing(kernels: Sequence[str], place: int) -> Iterator[None]:
         found = [row for row in table.candidates(kernel, dtype, out_dtype, head_dim, features) if table.fits(row, arch)]
         return found[min(place, len(found) - 1)]
 
-    def choose_hopper(*call: Any, **options: Any) -> Any:
-        found = table.sm90_rows(*call, **options)
-        return found[min(place, len(found) - 1)] if HOPPER in kernels else select_sm90(*call, **options)
+    def choose_hopper(*call: Any) -> Any:
+        *kind, is_packed, _is_ragged = call
+        found = table.sm90_rows(*kind, is_packed=is_packed, is_ragged=False)
+        return found[min(place, len(found) - 1)] if HOPPER in kernels else select_sm90(*call)
 
     table.select, table.select_sm90 = choose, choose_hopper
     mutants.forget()

@@ -21,18 +21,18 @@ from flashtile.kernels.params import FwdSm90Params
 from flashtile.kernels.spec import Features, Sm90Row
 from flashtile.runtime import cache, driver
 
-# head dim -> (block_m, block_n, num_stages, takes_turns, scales_lazily)
-TILES = {
-    64: [(192, 128, 2, True, False), (192, 128, 2, True, True), (192, 128, 2, False, False), (128, 128, 2, True, False)],
+# head dim -> (block_m, block_n, num_stages, takes_turns, scales_lazily, stores_p)
+Tile = tuple[int, int, int, bool, bool, bool]
+TILES: dict[int, list[Tile]] = {
+    64: [(192, 128, 2, True, False, False), (192, 128, 2, True, False, True), (128, 128, 2, True, False, False)],
     128: [
-        (128, 128, 2, True, False),
-        (128, 128, 2, True, True),
-        (128, 160, 2, True, False),
-        (128, 176, 2, True, False),
-        (192, 80, 2, True, False),
-        (192, 80, 2, True, True),
+        (128, 128, 2, True, False, False),
+        (128, 128, 2, True, True, False),
+        (192, 80, 2, True, True, False),
+        (192, 112, 2, True, True, True),
+        (192, 128, 2, True, True, True),
     ],
-    256: [(128, 80, 2, True, False), (128, 80, 2, True, True), (128, 64, 2, True, True)],
+    256: [(128, 80, 2, True, True, False), (128, 64, 2, True, True, False)],
 }
 BENCH_TOKENS, BENCH_WIDTH = 16384, 2048
 CHECK_LENGTHS = (128, 387, 1024)
@@ -41,8 +41,8 @@ CHECK_LENGTHS = (128, 387, 1024)
 class Launch:
     """One compiled tile."""
 
-    def __init__(self, dtype: str, head_dim: int, tile: tuple[int, int, int, bool, bool], is_causal: bool):
-        self.row = Sm90Row(dtype, dtype, head_dim, head_dim, *tile)
+    def __init__(self, dtype: str, head_dim: int, tile: Tile, is_causal: bool):
+        self.row = Sm90Row(dtype, dtype, head_dim, head_dim, *tile, packs_heads=False)
         self.is_causal, features = is_causal, Features(has_band=is_causal)
         unit, entry = source.unit(self.row, features), source.entry(self.row, features)
         compiled = cache.compile_cached(unit, ARCHS[90].name, [entry])
@@ -56,13 +56,14 @@ class Launch:
             f"{row.block_m}x{row.block_n}/{row.num_stages}",
             *(["turns"] if row.takes_turns else []),
             *(["lazy"] if row.scales_lazily else []),
+            *(["P shared"] if row.stores_p else []),
         ]
         return " ".join([*words, *([f"spills {self.spills}"] if self.spills else [])])
 
     def bind(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Callable[[], None]:
         batch, heads, seqlen, head_dim = q.shape
         row, params = self.row, FwdSm90Params()
-        for name, tensor, rows in (("q", q, 64), ("k", k, row.block_n), ("v", v, row.block_n)):
+        for name, tensor, rows in (("q", q, 64), ("k", k, row.block_n), ("v", v, row.block_n), ("out", out, 16)):
             sizes, strides = (head_dim, *(tensor.shape[axis] for axis in (2, 1, 0))), tuple(2 * tensor.stride(axis) for axis in (2, 1, 0))
             encoded = driver.TensorMap(row.dtype, sizes, strides, (64, rows, 1, 1)).encode(tensor.data_ptr())
             ctypes.memmove(ctypes.addressof(params) + getattr(FwdSm90Params, f"{name}_map").offset, encoded, len(encoded))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,7 @@ from flashtile.kernels import source, table
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.params import Params
 from flashtile.kernels.spec import Features
-from flashtile.runtime import nvrtc, toolchain
+from flashtile.runtime import cache, nvrtc, toolchain
 from flashtile.runtime.nvrtc import CompileError
 
 # Under xdist the workers already share the cores
@@ -74,6 +76,62 @@ def test_features_in_pairs(part):
 @pytest.mark.parametrize("part", range(2))
 def test_few_options_on_the_largest_tiles(part):
     assert_clean(compile_command.edge_jobs([MAIN_ARCH], ["float32"])[part::2])
+
+
+# The machine code of the Hopper family
+
+
+NVDISASM = next(
+    (path for folder in sys.path for path in Path(folder).glob("triton/backends/nvidia/bin/nvdisasm")), shutil.which("nvdisasm")
+)
+needs_nvdisasm = pytest.mark.skipif(
+    NVDISASM is None and sys.platform != "linux", reason="nvdisasm comes with Triton, which has packages for Linux alone"
+)
+
+
+def opcodes(cubin, folder):
+    """What a kernel is made of: the names of its instructions, without their suffixes."""
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    text = subprocess.run([str(NVDISASM), "-c", str(file)], capture_output=True, text=True, check=True).stdout
+    return {name.split(".")[0] for name in re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\w[\w.]*)", text, re.MULTILINE)}
+
+
+LOCAL_MEMORY = {"LDL", "STL"}
+
+
+def hopper_features(tile):
+    """A band, lengths where O does not leave by the copy engine, and as many options as the tile takes, or none if that is any number."""
+    options = ("has_softcap", "has_alibi")[: min(tile.max_options, 2)] if tile.max_options < 99 else ()
+    return Features(has_band=tile.takes_band, has_lengths=not tile.stores_p, **dict.fromkeys(options, True))
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize(("dims", "tile", "is_packed"), table.all_sm90_tiles(), ids=str)
+def test_hopper_code_has_warpgroup_products_and_no_local_memory(dims, tile, is_packed, tmp_path):
+    dtype = table.SM90_DTYPES[dims[0] // 32 % 2]
+    features = hopper_features(tile)
+    rows = table.sm90_rows(dtype, dtype, *dims, features, is_packed, is_ragged=False)
+    row = next(row for row in rows if (row.block_m, row.block_n, row.stores_p) == (tile.block_m, tile.block_n, tile.stores_p))
+    compiled = cache.compile_cached(source.unit(row, features), MAIN_ARCH.name, [source.entry(row, features)])
+    found = opcodes(compiled.cubin, tmp_path)
+    assert {"HGMMA", "UTMALDG", "SYNCS"} <= found
+    assert ("UTMASTG" in found) is row.stores_by_tma(features)
+    assert not found & LOCAL_MEMORY
+
+
+@needs_nvdisasm
+def test_local_memory_would_be_seen(tmp_path):
+    unit = """extern "C" __global__ void spill(float* out, int index) {
+      float kept[64];
+      for (int i = 0; i < 64; ++i) kept[i] = out[i * 7];
+      kept[index] = 1.0f;
+      for (int i = 0; i < 64; ++i) out[i] = kept[(i * index) % 64];
+    }"""
+    compiled = nvrtc.compile_source(toolchain.find(), unit, MAIN_ARCH.name, [])
+    found = opcodes(compiled.cubin, tmp_path)
+    assert found >= LOCAL_MEMORY
+    assert "HGMMA" not in found
 
 
 # Other compilers, each in a process of its own

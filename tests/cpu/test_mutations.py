@@ -63,7 +63,7 @@ def write(features: Features) -> dict[str, tuple[str, str]]:
         *_, row = table.candidates(kernel, "float32", "float32", 32, needed)
         found[f"{kernel}_kernel"] = (source.unit(row, needed), source.entry(row, needed))
     if not features.is_paged:
-        *_, hopper = table.sm90_rows("bfloat16", "bfloat16", 64, 64, features)
+        *_, hopper = table.sm90_rows("bfloat16", "bfloat16", 64, 64, features, is_packed=False, is_ragged=False)
         found["fwd_sm90_kernel"] = (source.unit(hopper, features), source.entry(hopper, features))
     return found
 

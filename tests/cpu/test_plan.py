@@ -13,6 +13,7 @@ import torch
 from flashtile import ops
 from flashtile.backends import call, cuda, dropout, executor
 from flashtile.kernels import plan as plans
+from flashtile.kernels import table
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.params import Params
 from flashtile.kernels.plan import Memset, Step
@@ -160,6 +161,35 @@ def test_grids_and_splits() -> None:
     assert executor.num_blocks(kernel, values) == values["num_splits"] * tiles * 8
     assert executor.num_blocks(combine, values) == -(-130 // plans.COMBINE_ROWS) * 8
     assert executor.num_blocks(combine, values | {"num_splits": 1}) == 0
+
+
+def test_packed_heads_where_they_make_fewer_tiles() -> None:
+    assert [table.packed_heads(seqlen_q, 32, 8) for seqlen_q in (1, 16, 48, 49, 64, 65, 128, 1000)] == [4, 4, 4, 1, 1, 1, 1, 1]
+    assert [table.packed_heads(1, heads, heads_kv) for heads, heads_kv in ((8, 8), (6, 2), (64, 1), (65, 1))] == [1, 3, 64, 1]
+    assert [table.packed_heads(seqlen_q, 3, 1) for seqlen_q in (21, 42, 43)] == [3, 3, 1]
+
+
+def test_a_tile_of_packed_heads() -> None:
+    """14 heads over 2: 7 heads of 9 queries each in a tile of 64 rows."""
+    args, given, plan = plan_of(
+        Case(dtype=torch.bfloat16, batch=3, heads=14, heads_kv=2, seqlen_q=20, seqlen_k=5000, head_dim=64, head_dim_v=64)
+    )
+    maps = {patch.tensor: patch for patch in plan.maps}
+    assert (maps["q"].box_rows, maps["q"].box_heads) == (9, 7)
+    assert (maps["k"].box_rows, maps["k"].box_heads) == (128, 1)
+    values = executor.evaluate(plan, given, call.scalars_of(args), executor.Splits(0, NUM_MULTIPROCESSORS))
+    assert values["num_splits"] == NUM_MULTIPROCESSORS // (3 * 2 * 3)
+    assert executor.num_blocks(plan.steps[0], values) == values["num_splits"] * 3 * 2 * 3  # type: ignore[arg-type]
+    # A box cannot hold heads that are one in memory
+    spread = given["q"][:, :1].expand(-1, 14, -1, -1)
+    assert cuda._forward_key(args._replace(q=spread), given | {"q": spread}).packed_heads == 1
+
+
+def test_an_output_that_leaves_by_the_copy_engine_has_a_map() -> None:
+    case = {"dtype": torch.bfloat16, "seqlen_q": 300, "seqlen_k": 300, "head_dim": 128, "head_dim_v": 128}
+    names = [patch.tensor for patch in plan_of(Case(**case))[2].maps]
+    assert names == ["q", "k", "v", "out"]
+    assert [patch.tensor for patch in plan_of(Case(kind="varlen", **case))[2].maps] == names[:3]
 
 
 def test_only_wanted_gradients_are_launched() -> None:

@@ -37,12 +37,14 @@ def test_every_row_is_chosen(sanitize) -> None:
         with sanitize.choosing(job.kernels, job.place):
             for kernel in job.kernels:
                 if kernel == sanitize.HOPPER:
-                    row = table.select_sm90(dtype, dtype, case.head_dim, case.head_dim_v, Features())
+                    is_packed = table.packed_heads(case.seqlen_q, case.heads, case.heads_kv) > 1
+                    is_ragged = table.is_ragged(case.seqlen_q)
+                    row = table.select_sm90(dtype, dtype, case.head_dim, case.head_dim_v, Features(), is_packed, is_ragged)
                 else:
                     row = table.select(kernel, dtype, dtype, case.head_dim, Features(bias_dtype=dtype if case.bias else None), ARCH)
                 # There is a second tile of keys, and of queries where those are walked over
-                assert case.seqlen_q > row.block_m or "dkdv" in kernel
-                assert case.seqlen_k > max(row.block_m, row.block_n) * (2 if case.seqlen_q > 3 else 1)
+                assert case.seqlen_q > row.block_m or "dkdv" in kernel or case.seqlen_q == 3
+                assert case.seqlen_k > 2 * row.block_n
                 chosen.add(row)
         assert table.select is select
     expected = set()
@@ -50,8 +52,8 @@ def test_every_row_is_chosen(sanitize) -> None:
         for kernel in kernels:
             features = Features(bias_dtype=dtype if "dbias" in kernel else None)
             expected |= {row for row in table.candidates(kernel, dtype, dtype, head_dim, features) if table.fits(row, ARCH)}
-    for dtype, head_dim, head_dim_v in itertools.product(table.SM90_DTYPES, table.HEAD_DIMS, table.HEAD_DIMS):
-        expected.update(table.sm90_rows(dtype, dtype, head_dim, head_dim_v, Features()))
+    for dtype, (dims, _, is_packed) in itertools.product(table.SM90_DTYPES, table.all_sm90_tiles()):
+        expected.update(table.sm90_rows(dtype, dtype, *dims, Features(), is_packed, is_ragged=False))
     assert chosen == expected
 
 

@@ -231,9 +231,10 @@ def test_a_long_sequence_is_right() -> None:
 
 
 def test_offsets_beyond_31_bits() -> None:
+    """The keys are split: tensor cores truncate their sums, and over so many keys in one chain that adds up (docs/sm90.md)."""
     keys = torch.randn(1, 1, 33_600_000, 64, device="cuda", dtype=torch.bfloat16)
     assert keys.numel() > 2**31
-    out = flashtile.attention(keys[:, :, -70:], keys, keys)
+    out = flashtile.attention(keys[:, :, -70:], keys, keys, deterministic=False)
     weights = torch.softmax(keys[0, 0, -3:].float() @ keys[0, 0].float().T / 8, -1)
     torch.testing.assert_close(out[0, 0, -3:].float(), weights @ keys[0, 0].float(), rtol=2e-2, atol=2e-3)
 

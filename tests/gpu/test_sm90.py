@@ -58,7 +58,7 @@ def test_descriptors(dtype: torch.dtype, slabs: int, columns: int, is_transposed
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (8, 8), (40, 72), (136, 200))
-LENGTHS = ((1, 1), (1, 700), (63, 300), (200, 64), (193, 1025), (1000, 513))
+LENGTHS = ((1, 1), (1, 700), (150, 300), (200, 64), (193, 1025), (1000, 513), (370, 700))
 FEATURES: dict[str, dict] = {
     "plain": {},
     "causal": {"causal": "bottom_right"},
@@ -106,31 +106,60 @@ def cases(feature: str) -> list[tuple[Case, int]]:
     return found
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    names, real = [], executor.launch
+def assert_accurate(problems: list[tuple[Case, int]], kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every problem by the error rule, and by a kernel whose name has these words."""
+    precompile(problems, monkeypatch, is_forward=True)
+    launched, found, real = [], [], executor.launch
 
     def launch(step: Step, *rest: object) -> None:
-        names.append(step.name)
+        launched.append(step.entry)
         real(step, *rest)
 
     monkeypatch.setattr(executor, "launch", launch)
     monkeypatch.setattr(cuda.CudaBackend, "bind", lambda *_: None)
-    return names
-
-
-def test_error_rule(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    problems = [problem for feature in FEATURES for problem in cases(feature)]
-    precompile(problems, monkeypatch, is_forward=True)
-    found = []
     for case, seed in problems:
         launched.clear()
         try:
             check(case, seed, is_forward=True)
         except AssertionError as error:
             found.append(f"{case}.make({seed}): {error}")
-        assert "fwd_sm90_kernel" in launched, case
+        assert any(kernel in entry for entry in launched), (case, launched)
     assert found == []
+
+
+def test_error_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_accurate([problem for feature in FEATURES for problem in cases(feature)], "fwd_sm90_kernel", monkeypatch)
+
+
+def packed_cases() -> list[tuple[Case, int]]:
+    """Few queries of heads that share a KV head, with every feature; groups that do and do not divide a tile take turns."""
+    found = []
+    for number, feature in enumerate(name for name in FEATURES if name not in ("gqa", "swapped", "expanded")):
+        heads, heads_kv = ((8, 2), (3, 1), (32, 8), (14, 2), (64, 1))[number % 5]
+        seqlen_q, seqlen_k = ((1, 700), (5, 333), (16, 64), (40, 1025))[number % 4]
+        head_dim, head_dim_v = HEAD_DIMS[number % len(HEAD_DIMS)]
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": head_dim, "head_dim_v": head_dim_v}
+        options = FEATURES[feature] | {"heads": heads, "heads_kv": heads_kv}
+        found.append((Case(dtype=DTYPES[number % 2], layout=("bhsd", "bshd")[number // 2 % 2], backend="cuda", **sizes | options), number))
+    return found
+
+
+def test_packed_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_accurate(packed_cases(), "false, true>, flashtile::Mask", monkeypatch)
+
+
+def test_p_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiles that keep P there, and send O from there where its rows have no neighbours: dense, used lengths, other head dims, GQA."""
+    features = ("plain", "causal", "window", "used keys", "padded", "sinks", "swapped", "expanded")
+    problems = []
+    for number, (feature, head_dim) in enumerate((feature, head_dim) for feature in features for head_dim in (96, 72, 128, 120)):
+        if head_dim > 96 and feature in ("causal", "window", "sinks", "used keys"):
+            continue  # a band takes another tile there
+        sizes = {"seqlen_q": (190, 370, 700, 1340)[number % 4], "seqlen_k": (700, 333, 1)[number % 3], "heads": 4, "heads_kv": 2}
+        sizes |= {"head_dim": head_dim, "head_dim_v": head_dim - 8 * (number % 2)}
+        layout = ("bhsd", "bshd")[number // 2 % 2]
+        problems.append((Case(dtype=DTYPES[number % 2], layout=layout, backend="cuda", **FEATURES[feature] | sizes), number))
+    assert_accurate(problems, "192, 128, 2, true, true, true, false>", monkeypatch)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

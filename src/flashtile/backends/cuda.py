@@ -30,6 +30,7 @@ from flashtile.problem import (
     AttentionArgs,
     Problem,
     check_values,
+    head_axis,
     is_checking,
     is_deterministic,
     key_window,
@@ -88,6 +89,8 @@ class CudaBackend(Backend):
             for step in plans.kernels(key):
                 if not key.is_small and step.shared_bytes:
                     tile = f"tile {step.block_rows} x {step.block_columns}, {step.num_threads // 32} warps"
+                    if step.is_persistent and key.packed_heads > 1:
+                        tile += f", the queries of {key.packed_heads} heads of a KV head in one tile"
                     found[step.name] = f"{tile}, {step.shared_bytes / 1024:.0f} KiB of shared memory, {key.arch.name}"
         return found
 
@@ -205,7 +208,10 @@ def _forward_key(args: AttentionArgs, given: dict[str, Tensor]) -> PlanKey:
     # The grid of a large tile would leave multiprocessors idle
     shape = shape_of(args)
     num_blocks = -(-shape.seqlen_q // (2 * table.SMALL_BLOCK_M)) * shape.heads * shape.batch
-    return _key(args, given, is_small=num_blocks < _num_multiprocessors(args.q.device.index or 0))
+    is_small = num_blocks < _num_multiprocessors(args.q.device.index or 0)
+    is_spread = args.q.stride(head_axis(args.layout)) == 0  # a box of the copy engine has no room for that
+    packed_heads = 1 if is_spread else table.packed_heads(shape.seqlen_q, shape.heads, shape.heads_kv)
+    return _key(args, given, is_small=is_small, packed_heads=packed_heads, is_ragged=table.is_ragged(shape.seqlen_q))
 
 
 def _problem_keys(problem: Problem) -> list[PlanKey]:
@@ -215,7 +221,9 @@ def _problem_keys(problem: Problem) -> list[PlanKey]:
     dtypes = dtype_name(problem.dtype), dtype_name(problem.out_dtype)
     features = _problem_features(problem)
     key = PlanKey(*dtypes, shape.head_dim, shape.head_dim_v, features, arch, is_scale_positive=problem.scale > 0.0)
-    keys = [key, dataclasses.replace(key, is_small=True)]
+    packed_heads = table.packed_heads(shape.seqlen_q, shape.heads, shape.heads_kv)
+    forward = dataclasses.replace(key, packed_heads=packed_heads, is_ragged=table.is_ragged(shape.seqlen_q))
+    keys = [forward, dataclasses.replace(forward, is_small=True)]
     if problem.needs_grad:
         is_wanted = {"dbias": problem.needs_bias_grad, "dsinks": problem.has_sinks}
         keys.append(dataclasses.replace(key, grads=tuple(name for name in GRADS if is_wanted.get(name, True))))

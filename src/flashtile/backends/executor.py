@@ -110,11 +110,11 @@ def evaluate(plan: LaunchPlan, tensors: Tensors, scalars: Scalars, splits: Split
     for name, rules in plan.values:
         values[name] = math.prod(int(_EVALUATE[type(rule)](rule, call)) for rule in rules)
     if plan.splits is not None:
-        block_rows, block_columns = plan.splits
-        num_tiles = -(-values["seqlen_k"] // block_columns)
-        # Left to us: as many as fill the GPU twice over, each with a tile of keys at least
-        num_blocks = -(-values["seqlen_q"] // block_rows) * values["heads"] * values["batch"]
-        wanted = splits.asked or 2 * splits.num_multiprocessors // max(1, num_blocks)
+        rule = plan.splits
+        num_tiles = -(-values["seqlen_k"] // rule.block_columns)
+        # Left to us: as many as give every multiprocessor its blocks, each with a tile of keys at least
+        num_blocks = -(-values["seqlen_q"] // rule.block_rows) * values[rule.heads] * values["batch"]
+        wanted = splits.asked or rule.blocks * splits.num_multiprocessors // max(1, num_blocks)
         values["num_splits"] = max(1, min(wanted, num_tiles))
     return values
 
@@ -168,7 +168,7 @@ def tensor_map(patch: MapPatch, tensor: Tensor) -> driver.TensorMap:
     axes = [axis for axis in patch.axes if tensor.dim() >= -axis and tensor.stride(axis) > 0 and tensor.shape[axis] > 1]
     lengths = [tensor.shape[axis] if axis in axes else 1 for axis in patch.axes]
     strides = [tensor.stride(axis) * tensor.element_size() if axis in axes else _ANY_STRIDE for axis in patch.axes]
-    return driver.TensorMap(dtype_name(tensor.dtype), (tensor.shape[-1], *lengths), strides, (64, patch.box_rows, 1, 1))
+    return driver.TensorMap(dtype_name(tensor.dtype), (tensor.shape[-1], *lengths), strides, (64, patch.box_rows, patch.box_heads, 1))
 
 
 def encode_maps(plan: LaunchPlan, tensors: Tensors, image: bytearray) -> None:
@@ -285,7 +285,9 @@ class Bound:
         self.inputs = [(pointers[name], place) for place, name in enumerate(inputs) if name in given]
         self.outputs = [(pointers[name], _allocator(given[name], first)) for name in outputs]
         self.workspaces = [(pointers[name], offset) for name, offset in self.room.offsets.items()]
-        self.maps = [(patch.offset, list(inputs).index(patch.tensor), tensor_map(patch, given[patch.tensor])) for patch in plan.maps]
+        maps = [(patch, tensor_map(patch, given[patch.tensor])) for patch in plan.maps]
+        self.maps = [(patch.offset, list(inputs).index(patch.tensor), one) for patch, one in maps if patch.tensor in inputs]
+        self.output_maps = [(patch.offset, list(outputs).index(patch.tensor), one) for patch, one in maps if patch.tensor in outputs]
         self.launches = []
         for step in plan.steps:
             assert isinstance(step, Step)
@@ -304,6 +306,8 @@ class Bound:
             patch(image, offset, tensor.data_ptr())
         for offset, place, tensor_map in self.maps:
             image[offset : offset + driver.TENSOR_MAP_BYTES] = tensor_map.encode(inputs[place].data_ptr())
+        for offset, place, tensor_map in self.output_maps:
+            image[offset : offset + driver.TENSOR_MAP_BYTES] = tensor_map.encode(made[place].data_ptr())
         workspace = self.room.allocate(self.device)
         if workspace is not None:
             base = workspace.data_ptr()

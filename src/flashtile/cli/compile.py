@@ -35,6 +35,8 @@ from flashtile.runtime.nvrtc import CompileError
 from flashtile.runtime.toolchain import Toolchain
 
 _FILE_WIDTH = 200
+_PACKED_HEADS = 4  # any number above 1: kernels do not know it
+_BUCKETS: tuple[dict[str, Any], ...] = ({"is_small": True}, {"is_ragged": True}, {"packed_heads": _PACKED_HEADS})  # of lengths
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def plain_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = table.DTYPES, head
     for arch, dtype, head_dim in itertools.product(archs, dtypes, head_dims):
         forward = PlanKey(dtype, dtype, head_dim, head_dim, Features(), arch)
         backward = dataclasses.replace(forward, grads=("dq", "dk", "dv", "dsinks"))
-        keys += [forward, dataclasses.replace(forward, is_small=True), backward]
+        keys += [forward, *(dataclasses.replace(forward, **bucket) for bucket in _BUCKETS), backward]
         keys.append(dataclasses.replace(forward, features=Features(bias_dtype=dtype), grads=("dbias",)))
         appends += [(append.kernel(dtype, angle_dtype), forward) for angle_dtype in dict.fromkeys((dtype, "float32"))]
     return [*_jobs(keys), *_once(Job(step, key) for step, key in appends)]
@@ -146,14 +148,15 @@ def covering_jobs(
             factors |= {"is_paged": (False,), "is_small": (False,)}
         if is_hopper:
             factors |= {"dtype": [dtype for dtype in dtypes if dtype in table.SM90_DTYPES], "is_small": (False,)}
-            factors |= {"is_paged": (False,), "is_wide": (True,)}
+            factors |= {"is_paged": (False,), "is_wide": (True,), "packed_heads": (1, _PACKED_HEADS), "is_ragged": (False, True)}
         if grads == ("dbias",):
             factors["bias_dtype"] = ("own", "float32")
         for choice, turn in zip(pairwise(factors), itertools.cycle(head_dims), strict=False):
             dtype, out_dtype, head_dim = choice.pop("dtype"), choice.pop("out_dtype"), choice.pop("head_dim", turn)
             choice["bias_dtype"] = dtype if choice["bias_dtype"] == "own" else choice["bias_dtype"]
             is_small, out_dtype = choice.pop("is_small"), dtype if out_dtype == "own" else out_dtype
-            keys.append(PlanKey(dtype, out_dtype, head_dim, head_dim, Features(**choice), arch, is_small, grads))
+            bucket = {name: choice.pop(name) for name in ("packed_heads", "is_ragged") if name in choice}
+            keys.append(PlanKey(dtype, out_dtype, head_dim, head_dim, Features(**choice), arch, is_small, grads, **bucket))
     return _jobs(keys)
 
 

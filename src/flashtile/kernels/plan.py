@@ -15,7 +15,7 @@ from typing import NamedTuple
 from flashtile.kernels import source, table
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.params import FwdSm90Params, Params, place
-from flashtile.kernels.spec import Features
+from flashtile.kernels.spec import Features, Sm90Row
 
 PREPROCESS_ROWS, PREPROCESS_THREADS = 64, 128
 COMBINE_ROWS, COMBINE_THREADS = 4, 128
@@ -37,6 +37,8 @@ class PlanKey:
     grads: tuple[str, ...] | None = None  # of a backward pass: those of GRADS that are wanted
     is_scale_positive: bool = True
     has_own_rows: bool = True  # no two rows of q, k or v overlap in memory
+    packed_heads: int = 1  # of q, that share a KV head and should share a tile too (table.packed_heads)
+    is_ragged: bool = False  # large tiles would have many rows without a query (table.is_ragged)
 
 
 class Form(NamedTuple):
@@ -118,12 +120,14 @@ class Patch(NamedTuple):
 
 
 class MapPatch(NamedTuple):
-    """A tensor map in the parameters: a tensor as (last, row, head, batch), in boxes of 64 elements of its last axis and box_rows rows."""
+    """A tensor map in the parameters: a tensor as (last, row, head, batch), in boxes of 64 elements of its last axis, box_rows rows and
+    box_heads heads."""
 
     offset: int
     tensor: str
     axes: tuple[int, int, int]  # row, head, batch, from the end; one that the tensor has not, or of stride 0, is of length 1
     box_rows: int
+    box_heads: int = 1
 
 
 class Operand(NamedTuple):
@@ -142,6 +146,15 @@ class Workspace(NamedTuple):
     name: str
     element_bytes: int
     values: tuple[str, ...]
+
+
+class SplitRule(NamedTuple):
+    """The tiles whose keys may be split; the executor adds the value num_splits."""
+
+    block_rows: int
+    block_columns: int
+    heads: str = "heads"  # the value that counts the heads of which each has its own tiles
+    blocks: int = 2  # for each multiprocessor, that should have work
 
 
 class Memset(NamedTuple):
@@ -175,7 +188,7 @@ class LaunchPlan:
     steps: tuple[Memset | Step, ...]
     operands: tuple[Operand, ...]
     values: tuple[tuple[str, tuple[Rule, ...]], ...]  # a product each; a rule may ask for the values before it
-    splits: tuple[int, int] | None  # rows and columns of the tiles whose keys may be split; the executor adds the value num_splits
+    splits: SplitRule | None
     workspaces: tuple[Workspace, ...]  # of a plan with splits: not needed where there is one
     image: bytes
     patches: tuple[Patch, ...]
@@ -214,8 +227,8 @@ def grid_of(kernel: str, block_m: int, block_n: int) -> tuple[tuple[str, int], .
     return (("num_splits", 1), *_rows(block_m)) if kernel == "fwd_simt" else _rows(block_m)
 
 
-def _rows(block_rows: int) -> tuple[tuple[str, int], ...]:
-    return ("seqlen_q", block_rows), ("heads", 1), ("batch", 1)
+def _rows(block_rows: int, heads: str = "heads") -> tuple[tuple[str, int], ...]:
+    return ("seqlen_q", block_rows), (heads, 1), ("batch", 1)
 
 
 def why_not_sm90(key: PlanKey) -> str | None:
@@ -227,13 +240,17 @@ def why_not_sm90(key: PlanKey) -> str | None:
     return table.why_not_sm90(key.dtype, key.head_dim, key.head_dim_v, key.features, key.arch)
 
 
+def _sm90_row(key: PlanKey) -> Sm90Row:
+    return table.select_sm90(key.dtype, key.out_dtype, key.head_dim, key.head_dim_v, key.features, key.packed_heads > 1, key.is_ragged)
+
+
 def _forward_step(key: PlanKey) -> Step:
     if why_not_sm90(key) is not None:
         return _tile_step(key, "fwd_simt")
-    row = table.select_sm90(key.dtype, key.out_dtype, key.head_dim, key.head_dim_v, key.features)
+    row = _sm90_row(key)
     unit, entry = source.unit(row, key.features), source.entry(row, key.features)
-    grid = (("num_splits", 1), *_rows(row.block_m))
-    return Step(unit, entry, grid, row.block_m, row.block_n, row.num_threads, row.shared_bytes, is_persistent=True)
+    rows = _rows(row.queries(key.packed_heads), "heads_kv") if row.packs_heads else _rows(row.block_m)
+    return Step(unit, entry, (("num_splits", 1), *rows), row.block_m, row.block_n, row.num_threads, row.shared_bytes, is_persistent=True)
 
 
 def _tile_step(key: PlanKey, kernel: str) -> Step:
@@ -271,7 +288,7 @@ def plan(key: PlanKey, form: Form) -> LaunchPlan:
     operands += [operand for operand in _OPTIONAL if operand.name in form.given]
     splits, memsets = None, []
     if key.grads is None:
-        splits = _splits(steps[0])
+        splits = _splits(steps[0], key.packed_heads)
         split_rows = ("num_splits", "lse_size")
         workspaces = [Workspace("partial_out", 4 * key.head_dim_v, split_rows), Workspace("partial_stats", 8, split_rows)]
     else:
@@ -284,7 +301,7 @@ def plan(key: PlanKey, form: Form) -> LaunchPlan:
         memsets = _memsets(key.grads, form)
     dims = key.head_dim, key.head_dim_v
     plain = _assembled((*memsets, *steps), operands, tensors, _values(form), splits, workspaces, dims, form)
-    maps = _maps(steps, form)
+    maps = _maps(key, form) if steps[0].is_persistent else ()
     return dataclasses.replace(plain, image=plain.image.ljust(ctypes.sizeof(FwdSm90Params), b"\0"), maps=maps) if maps else plain
 
 
@@ -332,7 +349,7 @@ def _assembled(
     operands: list[Operand],
     tensors: list[str],  # the operands with strides in the parameters
     values: tuple[tuple[str, tuple[Rule, ...]], ...],
-    splits: tuple[int, int] | None,
+    splits: SplitRule | None,
     workspaces: list[Workspace],
     head_dims: tuple[int, int],
     form: Form,
@@ -352,18 +369,23 @@ def _assembled(
     return LaunchPlan(steps, tuple(operands), values, splits, tuple(workspaces), bytes(image), tuple(patches))
 
 
-def _splits(step: Step) -> tuple[int, int]:
-    """As if by tiles of half the queries and four times the keys where a block fills a multiprocessor: blocks of half the number are wanted
-    then, and each split should have a few tiles of keys."""
-    return (step.block_rows // 2, 4 * step.block_columns) if step.is_persistent else (step.block_rows, step.block_columns)
+def _splits(step: Step, packed_heads: int) -> SplitRule:
+    """Where a block fills a multiprocessor one for each is enough, and each split should have a few tiles of keys."""
+    if not step.is_persistent:
+        return SplitRule(step.block_rows, step.block_columns)
+    if packed_heads > 1:
+        return SplitRule(step.block_rows // 64 * (64 // packed_heads), 2 * step.block_columns, "heads_kv", blocks=1)
+    return SplitRule(step.block_rows, 4 * step.block_columns, blocks=1)
 
 
-def _maps(steps: tuple[Step, ...], form: Form) -> tuple[MapPatch, ...]:
-    if not steps[0].is_persistent:
-        return ()
-    head, row = _axes(form)
-    boxes = {"q": 64, "k": steps[0].block_columns, "v": steps[0].block_columns}
-    return tuple(MapPatch(getattr(FwdSm90Params, f"{name}_map").offset, name, (row, head, -4), rows) for name, rows in boxes.items())
+def _maps(key: PlanKey, form: Form) -> tuple[MapPatch, ...]:
+    row = _sm90_row(key)
+    boxes = {"q": (64 // key.packed_heads, key.packed_heads), "k": (row.block_n, 1), "v": (row.block_n, 1)}
+    if row.stores_by_tma(key.features):
+        boxes["out"] = (16, 1)  # of one warp
+    head_axis, row_axis = _axes(form)
+    axes = row_axis, head_axis, -4
+    return tuple(MapPatch(getattr(FwdSm90Params, f"{name}_map").offset, name, axes, *box) for name, box in boxes.items())
 
 
 def _grad_operands(grads: tuple[str, ...]) -> list[Operand]:

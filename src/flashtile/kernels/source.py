@@ -30,12 +30,16 @@ def unit(row: Row | Sm90Row, features: Features) -> str:
     config = _qualified("flashtile::" + row.config)
     struct: Struct = Params
     if isinstance(row, Sm90Row):
-        mask, lengths = (f"flashtile::{features.policies()[place]}" for place in (0, 3))
+        mask, score_mod, dropout, lengths = (_qualified(f"flashtile::{policy}") for policy in features.policies()[:4])
         struct, storage = FwdSm90Params, f"FwdSm90Storage<{config}, {mask}, {lengths}>"
+        kernel = f"flashtile::FwdSm90<{config}, {mask}, {score_mod}, {dropout}, {lengths}>"
+        has_map = str(row.stores_by_tma(features)).lower()
+        facts = f'static_assert({kernel}::kStoresByTma == {has_map}, "map of the output");\n'
     else:
+        facts = ""
         storage = f"{'FwdSimtStorage' if row.kernel == 'fwd_simt' else 'BwdSimtStorage'}<{config}>"
     size = f'static_assert(sizeof(flashtile::{storage}) == {row.shared_bytes}, "shared bytes");\n'
-    return plain_unit(row.header, entry(row, features), struct) + size
+    return plain_unit(row.header, entry(row, features), struct) + size + facts
 
 
 def _qualified(text: str) -> str:

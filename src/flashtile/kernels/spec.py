@@ -101,6 +101,8 @@ class Sm90Row:
     num_stages: int  # of K and of V
     takes_turns: bool
     scales_lazily: bool
+    stores_p: bool  # in shared memory, not in registers
+    packs_heads: bool
 
     kernel = header = "fwd_sm90"
 
@@ -108,10 +110,18 @@ class Sm90Row:
     def num_threads(self) -> int:
         return 2 * self.block_m + 128
 
+    def queries(self, packed_heads: int) -> int:
+        """Queries of a tile that holds so many heads."""
+        return self.block_m // 64 * (64 // packed_heads)
+
+    def stores_by_tma(self, features: Features) -> bool:
+        """O leaves by the copy engine, and the parameters hold a map of it; the generated unit asserts it."""
+        return self.stores_p and not features.has_lengths and self.out_dtype == self.dtype
+
     @property
     def config(self) -> str:
         sizes = f"{self.head_dim}, {self.head_dim_v}, {self.block_m}, {self.block_n}, {self.num_stages}"
-        flags = f"{_cpp(self.takes_turns)}, {_cpp(self.scales_lazily)}"
+        flags = f"{_cpp(self.takes_turns)}, {_cpp(self.scales_lazily)}, {_cpp(self.stores_p)}, {_cpp(self.packs_heads)}"
         return f"Sm90Config<{CPP_TYPES[self.dtype]}, {CPP_TYPES[self.out_dtype]}, {sizes}, {flags}>"
 
     @property
@@ -120,11 +130,12 @@ class Sm90Row:
         slabs, slabs_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
         tiles = 128 * (slabs * self.block_m + self.num_stages * self.block_n * (slabs + slabs_v))
         consumers = self.block_m // 64
-        barriers, order = 16 * consumers + 32 * self.num_stages, 16
+        tiles += 128 * self.block_m * -(-self.block_n // 64) if self.stores_p else 16 * self.block_m // 64
+        barriers, order = 16 * consumers + 32 * self.num_stages, 16 + 80
         return -(-(tiles + barriers + order + consumers * _SM90_GROUP_BYTES) // 1024) * 1024
 
 
-_SM90_GROUP_BYTES = 4 * (72 + 12)  # of a consumer's warps: what they are working on
+_SM90_GROUP_BYTES = 2 * 96  # of a consumer: what it is working on, and what it may still be storing
 
 
 # Tiles of the head dimension in shared memory: of the block's own rows, and of the streaming rows. Scores come on top.

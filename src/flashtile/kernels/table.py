@@ -65,7 +65,7 @@ _TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
 def tile_sizes() -> frozenset[int]:
     """Every length of a tile of any kernel, in queries or keys."""
     simt = [tile[:2] for kernel in _TILES.values() for tiles in kernel.values() for tile in tiles]
-    sm90 = [tile[:2] for tiles in _SM90_TILES.values() for tile in tiles]
+    sm90 = [tile[:2] for tiles in (*_SM90_TILES.values(), _SM90_PACKED.values()) for tile in tiles]
     return frozenset(size for tile in simt + sm90 for size in tile)
 
 
@@ -102,15 +102,29 @@ class Sm90Tile(NamedTuple):
     num_stages: int = 2
     takes_turns: bool = True
     scales_lazily: bool = False
+    stores_p: bool = False
     takes_band: bool = True
+    takes_ragged: bool = True
     max_options: int = 99  # of those that change scores or probabilities, that it holds without a spill
 
 
+# Short queries of heads that share a KV head, packed: what counts is how fast keys arrive.
+_SM90_PACKED = {
+    (64, 64): Sm90Tile(64, 128, num_stages=4, takes_turns=False),
+    (96, 96): Sm90Tile(64, 128, takes_turns=False),
+    (128, 128): Sm90Tile(64, 128, takes_turns=False),
+    (192, 128): Sm90Tile(64, 128, takes_turns=False),
+    (192, 192): Sm90Tile(64, 96, takes_turns=False),
+    (256, 256): Sm90Tile(64, 64, takes_turns=False),
+}
 # By padded head_dim and head_dim_v; the first that takes a call is chosen. Measured on an NVIDIA H200: docs/sm90.md.
 _SM90_TILES: dict[tuple[int, int], tuple[Sm90Tile, ...]] = {
     (64, 64): (Sm90Tile(192, 128, max_options=0), Sm90Tile(128, 128)),
-    (96, 96): (Sm90Tile(128, 128),),
-    (128, 128): (Sm90Tile(192, 80, scales_lazily=True, takes_band=False, max_options=0), Sm90Tile(128, 128)),
+    (96, 96): (Sm90Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0), Sm90Tile(128, 128)),
+    (128, 128): (
+        Sm90Tile(192, 128, scales_lazily=True, stores_p=True, takes_band=False, takes_ragged=False, max_options=0),
+        Sm90Tile(128, 128),
+    ),
     (192, 128): (Sm90Tile(128, 128),),
     (192, 192): (Sm90Tile(128, 96, scales_lazily=True),),
     (256, 256): (Sm90Tile(128, 80, scales_lazily=True, max_options=0), Sm90Tile(128, 64, max_options=1), Sm90Tile(128, 32)),
@@ -133,16 +147,52 @@ def why_not_sm90(dtype: str, head_dim: int, head_dim_v: int, features: Features,
     return None
 
 
-def sm90_rows(dtype: str, out_dtype: str, head_dim: int, head_dim_v: int, features: Features) -> list[Sm90Row]:
+def packed_heads(seqlen_q: int, heads: int, heads_kv: int) -> int:
+    """How many heads should share a tile: all that share a KV head, if that makes fewer tiles, else 1."""
+    num_heads = heads // heads_kv
+    if not 1 < num_heads <= 64:
+        return 1
+    num_packed, num_single = -(-seqlen_q // (64 // num_heads)), num_heads * -(-seqlen_q // 128)
+    return num_heads if num_packed < num_single else 1
+
+
+def is_ragged(seqlen_q: int) -> bool:
+    """Tiles of 192 queries would have over 5 % more rows than tiles of 128."""
+    return -(-seqlen_q // 192) * 192 > 1.05 * (-(-seqlen_q // 128) * 128)
+
+
+def sm90_rows(
+    dtype: str, out_dtype: str, head_dim: int, head_dim_v: int, features: Features, is_packed: bool, is_ragged: bool
+) -> list[Sm90Row]:
     """Every row that takes the call, the preferred first."""
     dims = min(pair for pair in _SM90_TILES if head_dim <= pair[0] and head_dim_v <= pair[1])
     num_options = features.num_options - features.has_lengths
+    tiles = (_SM90_PACKED[dims],) if is_packed else _SM90_TILES[dims]
     return [
-        Sm90Row(dtype, out_dtype, *dims, tile.block_m, tile.block_n, tile.num_stages, tile.takes_turns, tile.scales_lazily)
-        for tile in _SM90_TILES[dims]
-        if (tile.takes_band or not features.has_band) and num_options <= tile.max_options
+        Sm90Row(
+            dtype,
+            out_dtype,
+            *dims,
+            tile.block_m,
+            tile.block_n,
+            tile.num_stages,
+            tile.takes_turns,
+            tile.scales_lazily,
+            tile.stores_p,
+            packs_heads=is_packed,
+        )
+        for tile in tiles
+        if (tile.takes_band or not features.has_band) and (tile.takes_ragged or not is_ragged) and num_options <= tile.max_options
     ]
 
 
-def select_sm90(dtype: str, out_dtype: str, head_dim: int, head_dim_v: int, features: Features) -> Sm90Row:
-    return sm90_rows(dtype, out_dtype, head_dim, head_dim_v, features)[0]
+def all_sm90_tiles() -> list[tuple[tuple[int, int], Sm90Tile, bool]]:
+    """Every tile of the Hopper forward: its head dims, and whether it is one of packed heads."""
+    single = [(dims, tile, False) for dims, tiles in _SM90_TILES.items() for tile in tiles]
+    return [*single, *((dims, tile, True) for dims, tile in _SM90_PACKED.items())]
+
+
+def select_sm90(
+    dtype: str, out_dtype: str, head_dim: int, head_dim_v: int, features: Features, is_packed: bool = False, is_ragged: bool = False
+) -> Sm90Row:
+    return sm90_rows(dtype, out_dtype, head_dim, head_dim_v, features, is_packed, is_ragged)[0]

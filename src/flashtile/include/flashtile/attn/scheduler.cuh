@@ -3,6 +3,7 @@
 // Tiles of a head follow each other, so that blocks side by side share K and V in L2, and each block takes every gridDim.x-th unit. Without a
 // band a unit is one tile. Under a band the last queries of a head may see all keys and the first ones hardly any: a unit is then a tile
 // of one head and its mirror image of the next head, so that units cost the same. Where there is a block for every tile, tiles stay single.
+// Where a tile holds queries of all heads that share a KV head, heads are KV heads.
 #pragma once
 
 #include "flashtile/attn/config.cuh"
@@ -15,14 +16,16 @@ struct TileCoord {
   i32 m_block, split, head, batch;
 };
 
-template <class Mask, i32 kBlockM>
+template <class Mask, bool kPacksHeads>
 struct TileOrder {
   i32 num_m_blocks, num_indices;
   bool is_paired;
 
-  FT_DEVICE void init(const Params& p) {
-    num_m_blocks = ceil_div(p.seqlen_q, kBlockM);
-    i32 num_rows = p.num_splits * p.heads * p.batch;
+  FT_DEVICE static i32 num_heads(const Params& p) { return kPacksHeads ? p.heads_kv : p.heads; }
+
+  FT_DEVICE void init(const Params& p, i32 block_queries) {
+    num_m_blocks = ceil_div(p.seqlen_q, block_queries);
+    i32 num_rows = p.num_splits * num_heads(p) * p.batch;
     is_paired = Mask::kHasBand && num_m_blocks * num_rows > static_cast<i32>(gridDim.x);
     num_indices = num_m_blocks * (is_paired ? 2 * ceil_div(num_rows, 2) : num_rows);
   }
@@ -41,9 +44,9 @@ struct TileOrder {
     if (is_paired) {
       row = 2 * row + index % 2;
       if (index % 2 == 0) m_block = num_m_blocks - 1 - m_block;
-      if (row == p.num_splits * p.heads * p.batch) m_block = num_m_blocks, row = 0;
+      if (row == p.num_splits * num_heads(p) * p.batch) m_block = num_m_blocks, row = 0;
     }
-    return {m_block, row % p.num_splits, row / p.num_splits % p.heads, row / p.num_splits / p.heads};
+    return {m_block, row % p.num_splits, row / p.num_splits % num_heads(p), row / p.num_splits / num_heads(p)};
   }
 };
 

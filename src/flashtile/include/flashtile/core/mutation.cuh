@@ -49,7 +49,6 @@ enum class Mutation {
   hopper_rescale,      // the output is not scaled down when the maximum rises
   hopper_stale_max,    // the maximum stays that of the first tile
   hopper_last_tile,    // the last tile of keys is left out
-  hopper_early_q,      // the first product does not wait for Q
   hopper_mask_offset,  // causal and window masks one key to the right
   hopper_tail,         // rows of V behind the last key are not cleared
   hopper_gqa_head,     // query heads take key heads in turn instead of in groups

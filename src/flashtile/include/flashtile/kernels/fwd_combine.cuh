@@ -1,6 +1,7 @@
 // Joins the sums over the splits of the keys: o = sum_s 2^(m_s - m) o_s / l, l = sum_s 2^(m_s - m) l_s + 2^(sink - m), m the greatest of all.
 //
-// Grid: one block of 4 warps for each (4 rows, head, batch), one warp to a row; splits are summed in their order.
+// Grid: one block of 4 warps for each (4 rows, head, batch), one warp to a row. Lanes share the splits for m and l, and the columns for o; every
+// sum has the same order in every run.
 #pragma once
 
 #include "flashtile/attn/merge.cuh"
@@ -9,6 +10,7 @@
 namespace flashtile {
 
 constexpr i32 kCombineRows = 4;
+constexpr i32 kCombineColumns = 8;  // of a lane, at most
 
 template <typename Out, class SeqInfo>
 __global__ void __launch_bounds__(32 * kCombineRows) fwd_combine_kernel(const FT_GRID_CONSTANT Params p) {
@@ -21,26 +23,39 @@ __global__ void __launch_bounds__(32 * kCombineRows) fwd_combine_kernel(const FT
 
   // The common maximum and sum, base 2
   float m = p.sinks == nullptr ? -infinity() : p.sinks[head] * kLog2e;
-  for (i32 split = 0; split < p.num_splits; ++split) m = max_of(m, partial_stats(p, split * p.lse_size + stat).x);
-  float shift = m == -infinity() ? 0.0f : m;
-  float l = p.sinks == nullptr ? 0.0f : exp2_approx(p.sinks[head] * kLog2e - shift);
-  for (i32 split = 0; split < p.num_splits; ++split) {
+  float sink = m;
+  for (i32 split = lane; split < p.num_splits; split += 32) m = max_of(m, partial_stats(p, split * p.lse_size + stat).x);
+#pragma unroll
+  for (i32 distance = 16; distance > 0; distance /= 2) m = max_of(m, __shfl_xor_sync(0xffffffffu, m, distance));
+  float shift = m == -infinity() ? 0.0f : m, l = 0.0f;
+  for (i32 split = lane; split < p.num_splits; split += 32) {
     float2 part = partial_stats(p, split * p.lse_size + stat);
     l += exp2_approx(part.x - shift) * part.y;
   }
+#pragma unroll
+  for (i32 distance = 16; distance > 0; distance /= 2) l += __shfl_xor_sync(0xffffffffu, l, distance);
+  l += exp2_approx(sink - shift);
   if (lane == 0) p.lse[stat] = lse_of(m, l);
 
   Out* gO = query_rows(static_cast<Out*>(p.out), p.out_strides, s, head) + i * p.out_strides.row;
   float factor = l == 0.0f ? 0.0f : 1.0f / l;
-  for (i32 d = lane; d < p.head_dim_v; d += 32) {
-    float sum = 0.0f;
-    for (i32 split = 0; split < p.num_splits; ++split) {
-      i64 part = split * p.lse_size + stat;
-      float weight = exp2_approx(partial_stats(p, part).x - shift) * factor;
-      if constexpr (mutates(Mutation::combine_weight)) weight = factor;
-      sum += weight * p.partial_out[part * p.head_dim_v + d];
+  float sums[kCombineColumns] = {};
+#pragma unroll 4
+  for (i32 split = 0; split < p.num_splits; ++split) {
+    i64 part = split * p.lse_size + stat;
+    float weight = exp2_approx(partial_stats(p, part).x - shift) * factor;
+    if constexpr (mutates(Mutation::combine_weight)) weight = factor;
+    const float* partial = p.partial_out + part * p.head_dim_v;
+#pragma unroll
+    for (i32 x = 0; x < kCombineColumns; ++x) {
+      i32 d = lane + 32 * x;
+      if (d < p.head_dim_v) sums[x] += weight * partial[d];
     }
-    gO[d] = from_float<Out>(sum);
+  }
+#pragma unroll
+  for (i32 x = 0; x < kCombineColumns; ++x) {
+    i32 d = lane + 32 * x;
+    if (d < p.head_dim_v) gO[d] = from_float<Out>(sums[x]);
   }
 }
 

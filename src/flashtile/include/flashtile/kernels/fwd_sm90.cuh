@@ -1,13 +1,14 @@
-// Attention forward on Hopper: wgmma products, tiles brought by TMA, a producer and 2 or 3 consumer warpgroups, a persistent grid.
+// Attention forward on Hopper: wgmma products, tiles brought by TMA, a producer and 1 to 3 consumer warpgroups, a persistent grid.
 //
 // Threads: warpgroups 0 .. kNumConsumers - 1 are consumers with 64 queries each, from scores to output; in the last warpgroup one lane
-// is the producer and issues every copy. setmaxnreg moves registers from that group to the consumers.
-// Shared: sQ [group][slab][64][64], sK and sV [stage][slab][kBlockN][64] in 128-byte swizzled slabs of 64 columns, then the barriers.
+// is the producer: it finds the tiles of work, tells the consumers, and issues every copy. setmaxnreg moves registers from that group to them.
+// Shared: sQ and sP [group][slab][64][64], sK and sV [stage][slab][kBlockN][64] in 128-byte swizzled slabs of 64 columns, the barriers, orders.
 // Barriers: full_* are raised by the copies' bytes, empty_* by one lane of each consumer warp. K and V have rings of their own, and each
-// consumer its Q, so that the next tile's is on its way as soon as that group is done.
+// consumer its Q, so that the next tile's is on its way as soon as that group is done. What a tile of work is about comes with its Q.
 // Mainloop (FlashAttention-3, section 3.2): S(n) = Q K(n)^T and O += P(n+1) V(n+1) are under way together, and the softmax of S(n) runs
 // while the second is; consumers take turns at issuing. Keys go from the last tile to the first, masked tiles in a body of their own.
-// Epilogue: quads exchange registers so that every lane stores 16 bytes; no shared memory, so the next tile's Q is on its way.
+// Epilogue: by the copy engine, 16 rows of a warp at a time, where P has room in shared memory that O can leave by; else quads exchange
+// registers so that every lane stores 16 bytes.
 #pragma once
 
 #include "flashtile/attn/dropout.cuh"
@@ -26,21 +27,33 @@ namespace flashtile {
 
 struct FwdSm90Params {
   Params base;
-  TensorMap q_map, k_map, v_map;  // (head_dim, rows, heads, batch), boxes of 64 columns and 64 or kBlockN rows
+  TensorMap q_map;         // (head_dim, rows, heads, batch), boxes of 64 columns and 64 rows; packed, of as many rows of each of the heads as fit
+  TensorMap k_map, v_map;  // likewise, kBlockN rows
+  TensorMap out_map;       // likewise, 16 rows; only with kStoresByTma
+};
+
+// Which heads and queries the 64 rows of a consumer are: 64 queries of one head, or, packed, as many queries as fit of every head that
+// shares a KV head, head by head. Scope: thread.
+template <class Config>
+struct FwdSm90Packing {
+  FT_DEVICE static i32 num_heads(const Params& p) { return Config::kPacksHeads ? p.heads / p.heads_kv : 1; }
+  FT_DEVICE static i32 num_queries(const Params& p) { return Config::kPacksHeads ? 64 / num_heads(p) : 64; }
+  FT_DEVICE static i32 block_queries(const Params& p) { return Config::kNumConsumers * num_queries(p); }
 };
 
 // What producer and consumers must agree on: the sequence, the first query and the tiles of keys of one tile of work.
 template <class Config, class Mask, class SeqInfo>
 struct FwdSm90Work {
   static constexpr i32 kBlockN = Config::kBlockN;
+  using Packing = FwdSm90Packing<Config>;
   TileCoord tile;
   Sequence s;
   i32 i_begin;
   i32 n_begin, n_end;
 
-  FT_DEVICE FwdSm90Work(const Params& p, const TileOrder<Mask, Config::kBlockM>& order, i32 index)
-      : tile(order.at(p, index)), s(find_sequence<SeqInfo>(p, tile.batch)), i_begin(tile.m_block * Config::kBlockM) {
-    Range keys = key_range<Mask>(p, s, i_begin, min_of(i_begin + Config::kBlockM, s.seqlen_q));
+  FT_DEVICE FwdSm90Work(const Params& p, const TileOrder<Mask, Config::kPacksHeads>& order, i32 index)
+      : tile(order.at(p, index)), s(find_sequence<SeqInfo>(p, tile.batch)), i_begin(tile.m_block * Packing::block_queries(p)) {
+    Range keys = key_range<Mask>(p, s, i_begin, min_of(i_begin + Packing::block_queries(p), s.seqlen_q));
     n_begin = keys.begin / kBlockN;
     n_end = ceil_div(keys.end, kBlockN);
     if constexpr (mutates(Mutation::hopper_last_tile)) n_end = n_end - 1 > n_begin ? n_end - 1 : n_end;
@@ -60,19 +73,30 @@ struct FwdSm90Tiles {
   i32 end;
 };
 
+// What a consumer is told with its Q. It lies in shared memory and is read at every use: registers are scarce.
+template <class Work>
+struct FwdSm90Order {
+  Work work;
+  FwdSm90Tiles tiles;
+  i32 group;
+  u32 parity;  // of the number of orders before
+  bool is_end;
+};
+
 template <class Config, class Mask, class SeqInfo>
 struct alignas(1024) FwdSm90Storage {
   using T = typename Config::Element;
   T sQ[Config::kNumConsumers][Config::kElementsQ];
   T sK[Config::kNumStages][Config::kElementsK];
   T sV[Config::kNumStages][Config::kElementsV];
+  T sP[Config::kNumConsumers][Config::kElementsP];
   u64 full_q[Config::kNumConsumers], empty_q[Config::kNumConsumers];
   u64 full_k[Config::kNumStages], empty_k[Config::kNumStages];
   u64 full_v[Config::kNumStages], empty_v[Config::kNumStages];
-  TileOrder<Mask, Config::kBlockM> order;
-  // Of each consumer warp: what it would not have the registers for
-  alignas(16) char work[4 * Config::kNumConsumers][sizeof(FwdSm90Work<Config, Mask, SeqInfo>)];
-  FwdSm90Tiles tiles[4 * Config::kNumConsumers];
+  TileOrder<Mask, Config::kPacksHeads> tile_order;
+  alignas(16) char work[sizeof(FwdSm90Work<Config, Mask, SeqInfo>)];  // the producer's
+  // Of each consumer: the order whose Q it has, and the one before, whose O it may still be storing
+  alignas(16) char orders[Config::kNumConsumers][2][sizeof(FwdSm90Order<FwdSm90Work<Config, Mask, SeqInfo>>)];
 };
 
 // Named barriers; 0 is __syncthreads.
@@ -85,56 +109,89 @@ struct FwdSm90 {
   using Out = typename Config::OutElement;
   using Storage = FwdSm90Storage<Config, Mask, SeqInfo>;
   using Stages = Ring<Config::kNumStages>;
-  using Order = TileOrder<Mask, Config::kBlockM>;
   using Work = FwdSm90Work<Config, Mask, SeqInfo>;
+  using Order = FwdSm90Order<Work>;
+  using Packing = FwdSm90Packing<Config>;
   static constexpr i32 kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers of a thread
   static constexpr bool kHasScoreMod = ScoreMod::kHasSoftcap || ScoreMod::kHasAlibi || ScoreMod::kHasBias;
   // Beside the options a mask costs little: one body for all tiles keeps the code short
   static constexpr bool kMasksAlways = kHasScoreMod || Mask::kHasBool || Dropout::kIsOn;
+  // O leaves by the copy engine, by way of sP. Not where the rows behind a sequence's last are another's: a box does not end there.
+  static constexpr bool kStoresByTma = Config::kStoresP && !SeqInfo::kHasLengths && kIsSame<Out, T>;
+  static_assert(!kStoresByTma || Config::kElementsP >= 64 * 64 * Config::kSlabsV);
 
   // ---- Producer. Scope: one thread.
 
-  // A map has one head or batch where the stride along them is 0: broadcast, or packed.
+  // A map has one head or batch where the stride along them is 0: broadcast, or packed. Its boxes have num_rows of a tile's kRows rows.
   template <i32 kRows, i32 kSlabs>
-  FT_DEVICE static void load_tile(T* tile, const TensorMap& map, const Strides& strides, u64& full, i32 row, i32 head, const Work& work) {
+  FT_DEVICE static void load_tile(T* tile, const TensorMap& map, const Strides& strides, u64& full, i32 num_rows, i32 row, i32 head, const Work& work) {
     i32 map_head = strides.head == 0 ? 0 : head, map_batch = strides.batch == 0 ? 0 : work.tile.batch;
-    mbarrier_arrive_expect(full, kRows * kSlabs * 128);
+    mbarrier_arrive_expect(full, num_rows * kSlabs * 128);
 #pragma unroll
     for (i32 slab = 0; slab < kSlabs; ++slab) load_box(tile + slab * kRows * 64, map, full, slab * 64, row, map_head, map_batch);
   }
 
+  FT_DEVICE static Order* order_at(Storage& shared, i32 group, u32 parity) { return reinterpret_cast<Order*>(shared.orders[group][parity]); }
+
+  // Which of the tiles of keys matter to the rows of one consumer.
+  FT_DEVICE static FwdSm90Tiles find_tiles(const Params& p, const Work& work, i32 i_group) {
+    Range seen = key_range<Mask>(p, work.s, i_group, i_group + Packing::num_queries(p));
+    Range free = common_key_range<Mask>(p, work.s, i_group, i_group + Packing::num_queries(p));
+    return {Range{ceil_div(free.begin, kBlockN), Mask::kHasBool ? 0 : free.end / kBlockN},
+            i_group < work.s.seqlen_q ? min_of(work.n_end, ceil_div(seen.end, kBlockN)) : work.n_begin};
+  }
+
   FT_DEVICE static void produce(const FwdSm90Params& params, Storage& shared) {
     const Params& p = params.base;
-    const Order& order = shared.order;
+    const auto& tile_order = shared.tile_order;
+    Work& work = *reinterpret_cast<Work*>(shared.work);
     u32 num_k = 0, num_v = 0, num_q = 0;
-    for (i32 index = order.first(); index < order.num_indices; index = order.next(index)) {
-      Work work(p, order, index);
-      if (!work.has_queries() || !work.has_keys()) continue;
-      i32 kv_head = work.tile.head / (p.heads / p.heads_kv), k_row = static_cast<i32>(work.s.k_row);
+    for (i32 index = tile_order.first();; index = tile_order.next(index)) {
+      bool is_end = index >= tile_order.num_indices;
+      if (!is_end) {
+        work = Work(p, tile_order, index);
+        if (!work.has_queries()) continue;
+      }
+      i32 kv_head = Config::kPacksHeads ? work.tile.head : work.tile.head / (p.heads / p.heads_kv), k_row = static_cast<i32>(work.s.k_row);
       if constexpr (mutates(Mutation::hopper_gqa_head)) kv_head = work.tile.head % p.heads_kv;
-
       auto load_k = [&](i32 n) {
         u32 stage = Stages::stage(num_k);
         mbarrier_wait(shared.empty_k[stage], Stages::phase(num_k) ^ 1);
-        load_tile<kBlockN, Config::kSlabsQK>(shared.sK[stage], params.k_map, p.k_strides, shared.full_k[stage], k_row + n * kBlockN, kv_head, work);
+        load_tile<kBlockN, Config::kSlabsQK>(shared.sK[stage], params.k_map, p.k_strides, shared.full_k[stage], kBlockN, k_row + n * kBlockN, kv_head, work);
         ++num_k;
       };
       auto load_v = [&](i32 n) {
         u32 stage = Stages::stage(num_v);
         mbarrier_wait(shared.empty_v[stage], Stages::phase(num_v) ^ 1);
-        load_tile<kBlockN, Config::kSlabsV>(shared.sV[stage], params.v_map, p.v_strides, shared.full_v[stage], k_row + n * kBlockN, kv_head, work);
+        load_tile<kBlockN, Config::kSlabsV>(shared.sV[stage], params.v_map, p.v_strides, shared.full_v[stage], kBlockN, k_row + n * kBlockN, kv_head, work);
         ++num_v;
       };
-
+      bool has_keys = !is_end && work.has_keys();
       // Load the first K, Q group by group, then K and V in the order in which the consumers want and free them
-      load_k(work.n_end - 1);
-      ++num_q;
+      if (has_keys) load_k(work.n_end - 1);
       for (i32 group = 0; group < Config::kNumConsumers; ++group) {
-        i32 row = static_cast<i32>(work.s.q_row) + work.i_begin + 64 * group;
-        mbarrier_wait(shared.empty_q[group], num_q % 2);
-        load_tile<64, Config::kSlabsQK>(shared.sQ[group], params.q_map, p.q_strides, shared.full_q[group], row, work.tile.head, work);
+        i32 num_heads = Packing::num_heads(p), num_queries = Packing::num_queries(p), i_group = work.i_begin + num_queries * group;
+        mbarrier_wait(shared.empty_q[group], num_q % 2 ^ 1);
+        // Word by word: the producer has few registers
+        Order& order = *order_at(shared, group, num_q % 2);
+        const u64* from = reinterpret_cast<const u64*>(shared.work);
+#pragma unroll 1
+        for (i32 x = 0; x < static_cast<i32>(sizeof(Work) / 8); ++x) reinterpret_cast<u64*>(&order.work)[x] = from[x];
+        order.tiles = find_tiles(p, work, i_group);
+        order.group = group;
+        order.parity = num_q % 2;
+        order.is_end = is_end;
+        if (has_keys) {
+          load_tile<64, Config::kSlabsQK>(shared.sQ[group], params.q_map, p.q_strides, shared.full_q[group], num_heads * num_queries,
+                                          static_cast<i32>(work.s.q_row) + i_group, work.tile.head * num_heads, work);
+        } else {
+          mbarrier_arrive(shared.full_q[group]);
+        }
       }
+      ++num_q;
+      if (is_end) return;
+      if (!has_keys) continue;
       for (i32 n = work.n_end - 2; n >= work.n_begin; --n) {
         load_k(n);
         load_v(n + 1);
@@ -164,23 +221,50 @@ struct FwdSm90 {
     wgmma_commit();
   }
 
-  // O += P V, under way on return.
-  FT_DEVICE static void product_pv(float (&rO)[kOutputs], const u32 (&rP)[kScores / 2], u32 v) {
+  // O += P V, under way on return. P is in registers, or in shared memory at p.
+  FT_DEVICE static void product_pv(float (&rO)[kOutputs], const u32 (&rP)[kScores / 2], u32 p, u32 v) {
     wgmma_fence();
 #pragma unroll
     for (i32 step = 0; step < kBlockN / 16; ++step) {
-      const u32* a = rP + 4 * step;
-      Wgmma<T, Config::kHeadDimV>::template rs<true>(rO, a[0], a[1], a[2], a[3], tile_descriptor(v + step * (16 * 128 >> 4)), 1);
+      u64 b = tile_descriptor(v + step * (16 * 128 >> 4));
+      if constexpr (Config::kStoresP) {
+        Wgmma<T, Config::kHeadDimV>::template ss<true>(rO, tile_descriptor(p + step / 4 * (64 * 128 >> 4) + step % 4 * 2), b, 1);
+      } else {
+        const u32* a = rP + 4 * step;
+        Wgmma<T, Config::kHeadDimV>::template rs<true>(rO, a[0], a[1], a[2], a[3], b, 1);
+      }
     }
     wgmma_commit();
   }
 
+  // The query and the head of each of this thread's two rows; a row that is none has a query behind the last, and a head that exists.
+  struct Rows {
+    i32 i[2], packed_head[2];
+    FT_DEVICE Rows(const Params& p, const Work& work, i32 group) {
+      i32 num_heads = Packing::num_heads(p), num_queries = Packing::num_queries(p);
+#pragma unroll
+      for (i32 r = 0; r < 2; ++r) {
+        i32 row = fragment_row() + 8 * r;
+        i[r] = work.i_begin + num_queries * group + row;
+        if constexpr (Config::kPacksHeads) {
+          i32 head = row / num_queries;
+          i[r] = head < num_heads ? i[r] - head * num_queries : p.seqlen_q;
+          packed_head[r] = work.tile.head * num_heads + min_of(head, num_heads - 1);
+        }
+      }
+    }
+    FT_DEVICE i32 head(const Work& work, i32 r) const { return Config::kPacksHeads ? packed_head[r] : work.tile.head; }
+  };
+
   // Score modifiers, then -inf for what is not seen.
-  FT_DEVICE static void modify_scores(const Params& p, const Work& work, const Scorer<ScoreMod>& scorer, i32 i_first, i32 j_begin, float (&rS)[kScores]) {
+  FT_DEVICE static void modify_scores(const Params& p, const Work& work, i32 group, i32 j_begin,
+                                      float (&rS)[kScores]) {
+    Rows rows(p, work, group);
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
       // Rows behind the last query compute, but must not read behind it
-      i32 i = min_of(i_first + 8 * r, work.s.seqlen_q - 1);
+      i32 i = min_of(rows.i[r], work.s.seqlen_q - 1), head = rows.head(work, r);
+      Scorer<ScoreMod> scorer(p, work.s, head);
       i32 j_first = j_begin + fragment_column();
       Range seen = key_range<Mask>(p, work.s, i, i + 1);
       i32 low = seen.begin - j_first, high = seen.end - j_first;
@@ -192,7 +276,7 @@ struct FwdSm90 {
           i32 place = 8 * b + e;
           float& x = rS[4 * b + 2 * r + e];
           bool is_kept = place >= low && place < high;
-          if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, work.s, work.tile.head, i, j_first + place);
+          if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, work.s, head, i, j_first + place);
           if constexpr (kHasScoreMod) {
             float tanh;
             if (is_kept) x = scorer.score(x, i, j_first + place, tanh);
@@ -266,16 +350,17 @@ struct FwdSm90 {
   }
 
   // P to 16 bits, with dropout.
-  FT_DEVICE static void pack_probabilities(const Params& p, const Work& work, i32 i_first, i32 j_begin, float (&rS)[kScores], u32 (&rP)[kScores / 2]) {
+  FT_DEVICE static void pack_probabilities(const Params& p, const Work& work, i32 group, i32 j_begin, float (&rS)[kScores], u32 (&rP)[kScores / 2]) {
     if constexpr (Dropout::kIsOn) {
       static_assert(kBlockN % 32 == 0);
-      DropoutBits bits(p, work.s, work.tile.head);
+      Rows rows(p, work, group);
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
+        DropoutBits bits(p, work.s, rows.head(work, r));
 #pragma unroll
         for (i32 b = 0; b < kBlockN / 8; b += 4) {
           // Each lane of a quad draws the four words of one group of 8 columns; word t belongs to lane t
-          uint4 drawn = bits.words(i_first + 8 * r, j_begin / 8 + b + threadIdx.x % 4);
+          uint4 drawn = bits.words(rows.i[r], j_begin / 8 + b + threadIdx.x % 4);
           u32 words[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
           if constexpr (mutates(Mutation::hopper_dropout)) words[0] = drawn.y, words[1] = drawn.x;
           quad_transpose(words);
@@ -316,30 +401,17 @@ struct FwdSm90 {
     if constexpr (Config::kTakesTurns) named_barrier_arrive(kTurnBarrier + (group + 1) % Config::kNumConsumers, 256);
   }
 
-  // Finds the work of one index, and which tiles matter to the rows of the group. Scope: warp.
-  FT_DEVICE static void find_work(const Params& p, const Order& order, i32 index, i32 group, Work& work, FwdSm90Tiles& tiles) {
-    Work found(p, order, index);
-    i32 i_group = found.i_begin + 64 * group;
-    Range seen = key_range<Mask>(p, found.s, i_group, i_group + 64);
-    Range free = common_key_range<Mask>(p, found.s, i_group, i_group + 64);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-      work = found;
-      tiles.free = Range{ceil_div(free.begin, kBlockN), Mask::kHasBool ? 0 : free.end / kBlockN};
-      tiles.end = i_group < found.s.seqlen_q ? min_of(found.n_end, ceil_div(seen.end, kBlockN)) : found.n_begin;
-    }
-    __syncwarp();
-  }
-
   // All tiles of keys of one tile of work. num_k counts the tiles of K so far; V is one behind.
-  FT_DEVICE static void mainloop(const Params& p, Storage& shared, i32 group, const Work& work, const FwdSm90Tiles& tiles, u32& num_k, float factor,
-                                 Softmax& softmax, float (&rO)[kOutputs]) {
-    u32 q_base = tile_base(shared.sQ[group], 64 * 128), k_base = tile_base(shared.sK, kBlockN * 128), v_base = tile_base(shared.sV, kBlockN * 128);
-    auto k_tile = [&](u32 count) { return k_base + Stages::stage(count) * (Config::kElementsK * 2 >> 4); };
-    auto v_tile = [&](u32 count) { return v_base + Stages::stage(count) * (Config::kElementsV * 2 >> 4); };
+  FT_DEVICE static void mainloop(const Params& p, Storage& shared, const Order& order, u32& num_k, float factor, Softmax& softmax,
+                                 float (&rO)[kOutputs]) {
+    const Work& work = order.work;
+    const FwdSm90Tiles& tiles = order.tiles;
+    auto q_tile = [&] { return uniform(tile_base(shared.sQ[order.group], 64 * 128)); };
+    auto p_tile = [&] { return uniform(tile_base(shared.sP[order.group], 64 * 128)); };
+    auto k_tile = [&](u32 count) { return uniform(tile_base(shared.sK[Stages::stage(count)], kBlockN * 128)); };
+    auto v_tile = [&](u32 count) { return uniform(tile_base(shared.sV[Stages::stage(count)], kBlockN * 128)); };
     auto needs_mask = [&](i32 n) { return kMasksAlways || n >= tiles.free.end || n < tiles.free.begin; };
-    i32 i_first = work.i_begin + 64 * group + fragment_row(), n = work.n_end - 1;
-    Scorer<ScoreMod> scorer(p, work.s, work.tile.head);
+    i32 n = work.n_end - 1;
 
     // Tiles that hide everything from this group: hand them back, and the turn on
     for (; n >= tiles.end && n >= work.n_begin; --n, ++num_k) {
@@ -348,12 +420,12 @@ struct FwdSm90 {
       wait_v(shared, num_k);
       release(shared.empty_v[Stages::stage(num_k)]);
       if (n > work.n_begin) {
-        take_turn(group);
-        pass_turn(group);
+        take_turn(order.group);
+        pass_turn(order.group);
       }
     }
     if (n < work.n_begin) {
-      release(shared.empty_q[group]);
+      release(shared.empty_q[order.group]);
       return;
     }
 
@@ -362,19 +434,23 @@ struct FwdSm90 {
     {
       float rS[kScores];
       wait_k(shared, num_k);
-      product_qk(rS, q_base, k_tile(num_k));
+      product_qk(rS, q_tile(), k_tile(num_k));
       wgmma_wait<0>();
       pin_registers(rS);
       release(shared.empty_k[Stages::stage(num_k)]);
-      if (needs_mask(n)) modify_scores(p, work, scorer, i_first, n * kBlockN, rS);
+      if (needs_mask(n)) modify_scores(p, work, order.group, n * kBlockN, rS);
       raise_maximum<true, true>(factor, softmax, rS);
       exponentiate<true, true>(factor, softmax, rS);
-      pack_probabilities(p, work, i_first, n * kBlockN, rS, rP);
+      pack_probabilities(p, work, order.group, n * kBlockN, rS, rP);
+      if constexpr (Config::kStoresP) {
+        await_stored_rows();
+        store_fragment(shared.sP[order.group], rP);
+      }
     }
     if constexpr (SeqInfo::kHasLengths) {
       if ((n + 1) * kBlockN > work.s.seqlen_k) {
         wait_v(shared, num_k);
-        clear_tail(shared.sV[Stages::stage(num_k)], work.s.seqlen_k - n * kBlockN, group);
+        clear_tail(shared.sV[Stages::stage(num_k)], work.s.seqlen_k - n * kBlockN, order.group);
       }
     }
     ++num_k;
@@ -383,39 +459,44 @@ struct FwdSm90 {
     auto step = [&](auto is_masked) {
       constexpr bool kIsMasked = decltype(is_masked)::kValue;
       float rS[kScores];
+      u32 q = q_tile(), k = k_tile(num_k);
       wait_k(shared, num_k);
-      take_turn(group);
-      product_qk(rS, q_base, k_tile(num_k));
+      take_turn(order.group);
+      product_qk(rS, q, k);
       wait_v(shared, num_k - 1);
-      product_pv(rO, rP, v_tile(num_k - 1));
-      pass_turn(group);
+      product_pv(rO, rP, p_tile(), v_tile(num_k - 1));
+      pass_turn(order.group);
       // Softmax while the second product is under way
       wgmma_wait<1>();
       pin_registers(rS);
       release(shared.empty_k[Stages::stage(num_k)]);
-      if constexpr (kIsMasked) modify_scores(p, work, scorer, i_first, n * kBlockN, rS);
+      if constexpr (kIsMasked) modify_scores(p, work, order.group, n * kBlockN, rS);
       raise_maximum<false, kIsMasked>(factor, softmax, rS);
       // Not after the exponentials: rescaling and packing fill the gaps between them
       wgmma_wait<0>();
       pin_registers(rO);
       release(shared.empty_v[Stages::stage(num_k - 1)]);
-      rescale(softmax, rO);
       exponentiate<false, kIsMasked>(factor, softmax, rS);
-      pack_probabilities(p, work, i_first, n * kBlockN, rS, rP);
+      pack_probabilities(p, work, order.group, n * kBlockN, rS, rP);
+      if constexpr (Config::kStoresP) store_fragment(shared.sP[order.group], rP);
+      rescale(softmax, rO);
       ++num_k;
     };
     for (--n; n >= work.n_begin; --n) {
-      if (needs_mask(n)) {
-        step(Constant<true>());
-      } else {
-        step(Constant<kMasksAlways>());
+      // Without a band only the first tile has an edge
+      if constexpr (Mask::kHasBand && !kMasksAlways) {
+        if (needs_mask(n)) {
+          step(Constant<true>());
+          continue;
+        }
       }
+      step(Constant<kMasksAlways>());
     }
 
     // Hand back Q, add the last P V
-    release(shared.empty_q[group]);
+    release(shared.empty_q[order.group]);
     wait_v(shared, num_k - 1);
-    product_pv(rO, rP, v_tile(num_k - 1));
+    product_pv(rO, rP, p_tile(), v_tile(num_k - 1));
     wgmma_wait<0>();
     pin_registers(rO);
     release(shared.empty_v[Stages::stage(num_k - 1)]);
@@ -423,55 +504,72 @@ struct FwdSm90 {
 
   FT_DEVICE static void consume(const FwdSm90Params& params, Storage& shared, i32 group) {
     const Params& p = params.base;
-    const Order& order = shared.order;
-    Work& work = *reinterpret_cast<Work*>(shared.work[threadIdx.x / 32]);
-    FwdSm90Tiles& tiles = shared.tiles[threadIdx.x / 32];
     float factor = kHasScoreMod ? 1.0f : p.scale_log2;
-    u32 num_k = 0, num_q = 0;
+    u32 num_k = 0;
     // The first turn is that of group 0
     if (group == Config::kNumConsumers - 1) pass_turn(group);
-    for (i32 index = order.first(); index < order.num_indices; index = order.next(index)) {
-      find_work(p, order, index, group, work, tiles);
-      if (!work.has_queries()) continue;
+    const Order* order = order_at(shared, group, 0);
+    mbarrier_wait(shared.full_q[group], 0);
+    while (!order->is_end) {
       Softmax softmax{{-infinity(), -infinity()}, {0.0f, 0.0f}, {1.0f, 1.0f}, false};
       float rO[kOutputs];
 #pragma unroll
       for (i32 x = 0; x < kOutputs; ++x) rO[x] = 0.0f;
-      if (work.has_keys()) {
-        if constexpr (!mutates(Mutation::hopper_early_q)) mbarrier_wait(shared.full_q[group], num_q++ % 2);
-        mainloop(p, shared, group, work, tiles, num_k, factor, softmax, rO);
+      if (order->work.has_keys()) {
+        mainloop(p, shared, *order, num_k, factor, softmax, rO);
+      } else {
+        release(shared.empty_q[order->group]);
       }
-      store(p, work, work.i_begin + 64 * group + fragment_row(), factor, softmax, rO);
+      store(params, shared, *order, factor, softmax, rO);
+      u32 parity = order->parity ^ 1;
+      mbarrier_wait(shared.full_q[order->group], parity);
+      order = order_at(shared, order->group, parity);
     }
+    if constexpr (kStoresByTma) await_stored_rows();
   }
 
   // Lets the sink join (once: in the combination, where there is one), normalises, stores O and lse; of a split, sum, m and l. Scope: warp.
-  FT_DEVICE static void store(const Params& p, const Work& work, i32 i_first, float factor, const Softmax& softmax, const float (&rO)[kOutputs]) {
+  FT_DEVICE static void store(const FwdSm90Params& params, Storage& shared, const Order& order, float factor,
+                              const Softmax& softmax, const float (&rO)[kOutputs]) {
+    const Params& p = params.base;
+    const Work& work = order.work;
+    Rows rows(p, work, order.group);
     bool is_part = p.num_splits > 1;
-    i32 head = work.tile.head;
-    float sink = p.sinks == nullptr || is_part ? -infinity() : p.sinks[head] * kLog2e;
+    float norm[2];
+    i64 part[2];
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
-      i32 i = i_first + 8 * r;
+      i32 i = rows.i[r], head = rows.head(work, r);
+      float sink = p.sinks == nullptr || is_part ? -infinity() : p.sinks[head] * kLog2e;
       float m = softmax.m[r] * factor;
       float m_new = fmaxf(m, sink);
       float shift = m_new == -infinity() ? 0.0f : m_new;
       float alpha = exp2_approx(m - shift);
       float l = quad_sum(softmax.l[r]) * alpha + exp2_approx(sink - shift);
-      float norm = is_part ? 1.0f : l == 0.0f ? 0.0f : alpha / l;
+      norm[r] = is_part ? 1.0f : l == 0.0f ? 0.0f : alpha / l;
       i64 stat = work.s.stat_row + head * p.lse_head_stride + i;
-      i64 part = work.tile.split * p.lse_size + stat;
-      bool is_inside = i < work.s.seqlen_q;
-      if constexpr (mutates(Mutation::hopper_uninitialised)) if (is_inside) l += p.lse[stat] == 1.5f ? 1.0f : 0.0f;
+      part[r] = work.tile.split * p.lse_size + stat;
+      if constexpr (mutates(Mutation::hopper_uninitialised)) if (i < work.s.seqlen_q) l += p.lse[stat] == 1.5f ? 1.0f : 0.0f;
       if constexpr (mutates(Mutation::hopper_out_of_bounds)) p.lse[p.lse_size] = 0.0f;
-      if (is_inside && threadIdx.x % 4 == 0) store_stats(p, is_part, part, stat, m_new, l);
+      if (i < work.s.seqlen_q && threadIdx.x % 4 == 0) store_stats(p, is_part, part[r], stat, m_new, l);
+    }
+    if constexpr (kStoresByTma) {
+      if (!is_part) {
+        store_by_tma(params, shared, order, norm, rO);
+        return;
+      }
+    }
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      i32 i = rows.i[r], head = rows.head(work, r);
+      bool is_inside = i < work.s.seqlen_q;
       if (is_part || kIsSame<Out, float>) {
-        float* gO = is_part ? p.partial_out + part * p.head_dim_v
+        float* gO = is_part ? p.partial_out + part[r] * p.head_dim_v
                             : reinterpret_cast<float*>(query_rows(static_cast<Out*>(p.out), p.out_strides, work.s, head) + i * p.out_strides.row);
 #pragma unroll
         for (i32 b = 0; b < Config::kHeadDimV / 8; ++b) {
           i32 column = 8 * b + fragment_column();
-          float2 two = make_float2(rO[4 * b + 2 * r] * norm, rO[4 * b + 2 * r + 1] * norm);
+          float2 two = make_float2(rO[4 * b + 2 * r] * norm[r], rO[4 * b + 2 * r + 1] * norm[r]);
           if (is_inside && column < p.head_dim_v) *reinterpret_cast<float2*>(gO + column) = two;
         }
       } else if constexpr (!kIsSame<Out, float>) {
@@ -480,13 +578,36 @@ struct FwdSm90 {
         for (i32 b = 0; b < Config::kHeadDimV / 8; b += 4) {
           u32 words[4];
 #pragma unroll
-          for (i32 g = 0; g < 4; ++g) words[g] = pack_two<Out>(rO[4 * (b + g) + 2 * r] * norm, rO[4 * (b + g) + 2 * r + 1] * norm);
+          for (i32 g = 0; g < 4; ++g) words[g] = pack_two<Out>(rO[4 * (b + g) + 2 * r] * norm[r], rO[4 * (b + g) + 2 * r + 1] * norm[r]);
           quad_transpose(words);
           i32 column = 8 * (b + static_cast<i32>(threadIdx.x % 4));
           if (is_inside && column < p.head_dim_v) *reinterpret_cast<uint4*>(gO + column) = make_uint4(words[0], words[1], words[2], words[3]);
         }
       }
     }
+  }
+
+  // O by way of sP, 16 rows of a warp at a time; rows and columns outside the tensor are dropped. Under way on return. Scope: warp.
+  FT_DEVICE static void store_by_tma(const FwdSm90Params& params, Storage& shared, const Order& order, const float (&norm)[2],
+                                     const float (&rO)[kOutputs]) {
+    u32 packed[kOutputs / 2];
+#pragma unroll
+    for (i32 x = 0; x < kOutputs / 2; ++x) packed[x] = pack_two<T>(rO[2 * x] * norm[x % 2], rO[2 * x + 1] * norm[x % 2]);
+    await_stored_rows();
+    store_fragment(shared.sP[order.group], packed);
+    if (threadIdx.x % 32 == 0) {
+      i32 first = threadIdx.x % 128 / 32 * 16, row = order.work.i_begin + 64 * order.group + first;
+#pragma unroll
+      for (i32 slab = 0; slab < Config::kSlabsV; ++slab) {
+        store_box(shared.sP[order.group] + (slab * 64 + first) * 64, params.out_map, slab * 64, row, order.work.tile.head, order.work.tile.batch);
+      }
+      bulk_commit();
+    }
+  }
+  // Until this warp's last rows have left sP. Scope: warp.
+  FT_DEVICE static void await_stored_rows() {
+    if (threadIdx.x % 32 == 0) bulk_wait_read<0>();
+    __syncwarp();
   }
 };
 
@@ -511,13 +632,12 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_sm90_kernel(const 
     }
     mbarrier_init_fence();
     fence_proxy_async();
-    shared.order.init(params.base);
+    shared.tile_order.init(params.base, FwdSm90Packing<Config>::block_queries(params.base));
   }
   __syncthreads();
-  if constexpr (mutates(Mutation::hopper_race)) if (threadIdx.x == 0) shared.order.init(params.base);
+  if constexpr (mutates(Mutation::hopper_race)) if (threadIdx.x == 0) shared.tile_order.init(params.base, FwdSm90Packing<Config>::block_queries(params.base));
 
-  // Every lane of a warp knows the same number, and the compiler that they do
-  i32 group = __shfl_sync(0xffffffffu, static_cast<i32>(threadIdx.x / 128), 0);
+  i32 group = uniform(threadIdx.x / 128);
   if (group == Config::kNumConsumers) {
     lower_registers<Config::kProducerRegisters>();
     if (threadIdx.x / 32 == 4 * Config::kNumConsumers && elect_lane()) {
@@ -526,8 +646,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_sm90_kernel(const 
         prefetch_map(params.q_map);
         prefetch_map(params.k_map);
         prefetch_map(params.v_map);
-        Kernel::produce(params, shared);
+        if constexpr (Kernel::kStoresByTma) prefetch_map(params.out_map);
       }
+      Kernel::produce(params, shared);
     }
   } else {
     raise_registers<Config::kConsumerRegisters>();

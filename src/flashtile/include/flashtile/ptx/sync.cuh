@@ -52,6 +52,10 @@ FT_DEVICE bool elect_lane() {
   return is_elected != 0;
 }
 
+// The same number, where the lanes of a warp agree on it: the compiler then knows that they do, and may keep it in a uniform register.
+// Scope: warp.
+FT_DEVICE i32 uniform(i32 x) { return __shfl_sync(0xffffffffu, x, 0); }
+
 FT_DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
 }  // namespace flashtile

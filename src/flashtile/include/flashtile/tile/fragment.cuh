@@ -6,6 +6,7 @@
 #pragma once
 
 #include "flashtile/core/math.cuh"
+#include "flashtile/ptx/sync.cuh"
 
 namespace flashtile {
 
@@ -13,6 +14,23 @@ namespace flashtile {
 FT_DEVICE i32 fragment_row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 // The first of its two columns in every 8.
 FT_DEVICE i32 fragment_column() { return threadIdx.x % 4 * 2; }
+
+// A packed fragment to shared memory as a tile of swizzled slabs of 64 columns, ready for the copy engine and, from rows of its own warp, for
+// its products. Scope: warp. (PTX ISA: stmatrix)
+template <typename T, i32 kCount>
+FT_DEVICE void store_fragment(T* tile, const u32 (&packed)[kCount]) {
+  i32 lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+  // Chunk c of 16 bytes of a row lies in place c ^ (row % 8)
+  u32 first = shared_address(tile) + row * 128 + (lane / 16 ^ row % 8) * 16;
+#pragma unroll
+  for (i32 step = 0; step < kCount / 4; ++step) {
+    const u32* a = packed + 4 * step;
+    u32 address = (first ^ step % 4 * 32) + step / 4 * (64 * 128);
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
+  }
+  fence_proxy_async();
+  __syncwarp();
+}
 
 // Two values to one register, the first in the low half. (PTX ISA: cvt)
 template <typename T>
