@@ -36,6 +36,7 @@ from flashtile.bench import device as facts
 from flashtile.check import mutants
 from flashtile.check.judge import warm
 from flashtile.check.trial import Trial
+from flashtile.kernels import plan as plans
 from flashtile.kernels import table
 from flashtile.kernels.arch import Arch, arch_of
 from flashtile.kernels.mutation import mutations
@@ -163,13 +164,17 @@ def choosing(kernels: Sequence[str], place: int) -> Iterator[None]:
         found = table.sm90_rows(*kind, is_packed=is_packed, is_ragged=False)
         return found[min(place, len(found) - 1)] if HOPPER in kernels else select_sm90(*call)
 
+    def forget() -> None:
+        plans.forget()
+        ops.forget()
+
     table.select, table.select_sm90 = choose, choose_hopper
-    mutants.forget()
+    forget()
     try:
         yield
     finally:
         table.select, table.select_sm90 = select, select_sm90
-        mutants.forget()
+        forget()
 
 
 def run_jobs(jobs: Sequence[Job]) -> frozenset[str]:
