@@ -73,6 +73,7 @@ def test_without_matplotlib_the_csv_is_written_and_the_way_out_named(tmp_path: P
         (["--backends", "nobody"], "--backends: got 'nobody'"),
         (["--batch", "0"], "--batch: got 0"),
         (["--grid", "paper", "--causal"], "--causal: got it with --grid paper; accepted: a length sweep"),
+        (["--grid", "decode", "--pass", "bwd"], "--pass: got 'bwd' with --grid decode; accepted: fwd"),
     ],
 )
 def test_what_it_cannot_do_is_refused_before_anything_is_measured(arguments: list[str], complaint: str, tmp_path: Path):

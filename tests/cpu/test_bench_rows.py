@@ -91,6 +91,9 @@ def test_flops_and_bytes_follow_the_convention():
 def test_grids_hold_what_they_promise():
     paper = paper_grid("bf16").points
     assert len(paper) == len(set(paper)) == 72
+    forward = paper_grid("fp16", only="fwd")
+    assert forward.stem == "sdpa_paper_fp16_fwd"
+    assert [point.direction for point in forward.points] == 36 * ["fwd"]
     assert all(point.batch * point.seqlen_k == 16384 and point.heads * point.head_dim == 2048 for point in paper)
     decode = decode_grid("bf16").points
     assert all((point.seqlen_q, point.heads, point.heads_kv, point.head_dim) == (1, 32, 8, 128) for point in decode)

@@ -216,6 +216,8 @@ def test_nothing_behind_the_tails_is_read() -> None:
 def test_refusals_name_their_reason() -> None:
     q, k, v = (torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     assert "fwd_sm90_kernel: tile" in str(flashtile.explain(q, k, v))
+    queries = torch.randn(1, 8, 3, 64, device="cuda", dtype=torch.bfloat16)
+    assert "tile 64 x 128, 8 warps, the queries of 4 heads of a KV head in one tile" in str(flashtile.explain(queries, k, v))
     assert "fwd_sm90_kernel: not taken: a scale that is not positive" in str(flashtile.explain(q, k, v, scale=-1.0))
     assert "fwd_sm90_kernel: not taken: float32 is not among its dtypes" in str(flashtile.explain(q.float(), k.float(), v.float()))
     odd = [torch.randn(1, 2, 64, 63, device="cuda", dtype=torch.bfloat16) for _ in range(3)]

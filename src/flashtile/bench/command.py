@@ -45,7 +45,6 @@ _SWEEP_ONLY = {  # options that a grid sets itself
     "--heads-kv": "heads_kv",
     "--head-dim": "head_dim",
     "--causal": "is_causal",
-    "--pass": "direction",
 }
 
 
@@ -62,7 +61,7 @@ class Options:
     heads_kv: int | None = None
     head_dim: int = 64
     is_causal: bool = False
-    direction: str = "fwd"
+    direction: str | None = None
     backends: str | None = None
     device: str | None = None
     out: Path | None = None
@@ -199,7 +198,7 @@ def _compare(found: Sequence[compare.Change], devices: Sequence[str], path: Path
 
 def make_plan(options: Options) -> Plan:
     """The points the options ask for, and the file's name."""
-    if options.direction not in DIRECTIONS:
+    if options.direction not in (None, *DIRECTIONS):
         raise value_error("--pass", repr(options.direction), ", ".join(DIRECTIONS))
     suffix = "_graph" if options.use_graph else ""
     if options.grid is not None:
@@ -209,7 +208,11 @@ def make_plan(options: Options) -> Plan:
             if getattr(options, field) != getattr(Options(), field):
                 raise value_error(name, f"it with --grid {options.grid}", "a length sweep", f"Drop {name} or --grid")
         dtype = dtype_key(options.dtype or "bf16")
-        return (paper_grid if options.grid == "paper" else decode_grid)(dtype, suffix)
+        if options.grid == "paper":
+            return paper_grid(dtype, suffix, options.direction)
+        if options.direction not in (None, "fwd"):
+            raise value_error("--pass", f"{options.direction!r} with --grid {options.grid}", "fwd")
+        return decode_grid(dtype, suffix)
     for name, size in (("--batch", options.batch), ("--heads", options.heads), ("--head-dim", options.head_dim)):
         if size < 1:
             raise value_error(name, size, "an integer >= 1")
@@ -227,7 +230,7 @@ def make_plan(options: Options) -> Plan:
         head_dim_v=options.head_dim,
         dtype=dtype_key(options.dtype or "fp32"),
         is_causal=options.is_causal,
-        direction=options.direction,
+        direction=options.direction or "fwd",
     )
     return length_sweep(point, seqlens, suffix + ("_full" if options.is_full else ""))
 

@@ -106,17 +106,17 @@ def length_sweep(point: Point, seqlens: tuple[int, ...], suffix: str = "") -> Pl
     return Plan("Lsweep", stem + suffix, tuple(replace(point, seqlen_q=seqlen, seqlen_k=seqlen) for seqlen in seqlens))
 
 
-def paper_grid(dtype: str, suffix: str = "") -> Plan:
-    """The grid of the FlashAttention papers: 16384 tokens, 2048 features, d 64 to 256, full and causal, both passes."""
+def paper_grid(dtype: str, suffix: str = "", only: str | None = None) -> Plan:
+    """The grid of the FlashAttention papers: 16384 tokens, 2048 features, d 64 to 256, full and causal, both passes or only one."""
     tokens, features = 16384, 2048
     points = tuple(
         Point(tokens // seqlen, heads, heads, seqlen, seqlen, head_dim, head_dim, dtype, is_causal, direction)
-        for direction in ("fwd", "bwd")
+        for direction in (("fwd", "bwd") if only is None else (only,))
         for head_dim, heads in ((d, features // d) for d in (64, 128, 256))
         for is_causal in (False, True)
         for seqlen in (512, 1024, 2048, 4096, 8192, 16384)
     )
-    return Plan("paper", f"sdpa_paper_{dtype}{suffix}", points)
+    return Plan("paper", f"sdpa_paper_{dtype}" + (f"_{only.replace('+', '')}" if only else "") + suffix, points)
 
 
 def decode_grid(dtype: str, suffix: str = "") -> Plan:

@@ -94,7 +94,9 @@ def bench(
     heads_kv: Annotated[int | None, typer.Option(help="Key heads. Default: as many as --heads.")] = None,
     head_dim: Annotated[int, typer.Option(help="Features of a head.")] = 64,
     causal: Annotated[bool, typer.Option("--causal", help="Under a causal mask.")] = False,
-    direction: Annotated[str, typer.Option("--pass", help="fwd, bwd or fwd+bwd.")] = "fwd",
+    direction: Annotated[
+        str | None, typer.Option("--pass", help="fwd, bwd or fwd+bwd; default fwd, and of the paper's grid fwd and bwd.")
+    ] = None,
     backends: Annotated[str | None, typer.Option(help="Names, separated by commas; also `ours` and `baselines`.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the results. Default: results/<device>.")] = None,

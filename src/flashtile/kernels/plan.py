@@ -15,7 +15,7 @@ from typing import NamedTuple
 from flashtile.kernels import source, table
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.params import FwdSm90Params, Params, place
-from flashtile.kernels.spec import Features, Sm90Row
+from flashtile.kernels.spec import Features, Row, Sm90Row
 
 PREPROCESS_ROWS, PREPROCESS_THREADS = 64, 128
 COMBINE_ROWS, COMBINE_THREADS = 4, 128
@@ -176,6 +176,7 @@ class Step:
     shared_bytes: int
     is_for_splits: bool = False  # left out where the keys are not split
     is_persistent: bool = False  # at most one block for each multiprocessor
+    has_out_map: bool = False  # the output leaves by the copy engine
 
     @property
     def name(self) -> str:
@@ -240,26 +241,28 @@ def why_not_sm90(key: PlanKey) -> str | None:
     return table.why_not_sm90(key.dtype, key.head_dim, key.head_dim_v, key.features, key.arch)
 
 
-def _sm90_row(key: PlanKey) -> Sm90Row:
-    return table.select_sm90(key.dtype, key.out_dtype, key.head_dim, key.head_dim_v, key.features, key.packed_heads > 1, key.is_ragged)
-
-
 def _forward_step(key: PlanKey) -> Step:
     if why_not_sm90(key) is not None:
         return _tile_step(key, "fwd_simt")
-    row = _sm90_row(key)
-    unit, entry = source.unit(row, key.features), source.entry(row, key.features)
-    rows = _rows(row.queries(key.packed_heads), "heads_kv") if row.packs_heads else _rows(row.block_m)
-    return Step(unit, entry, (("num_splits", 1), *rows), row.block_m, row.block_n, row.num_threads, row.shared_bytes, is_persistent=True)
+    dims = key.head_dim, key.head_dim_v
+    row = table.select_sm90(key.dtype, key.out_dtype, *dims, key.features, key.packed_heads > 1, key.is_ragged)
+    return step_of(row, key.features, key.packed_heads)
 
 
 def _tile_step(key: PlanKey, kernel: str) -> Step:
     padded = table.padded_head_dim(max(key.head_dim, key.head_dim_v))
     assert padded is not None
-    row = table.select(kernel, key.dtype, key.out_dtype, padded, key.features, key.arch, key.is_small)
-    unit, entry = source.unit(row, key.features), source.entry(row, key.features)
-    grid = grid_of(kernel, row.block_m, row.block_n)
-    return Step(unit, entry, grid, row.block_m, row.block_n, row.num_threads, row.shared_bytes)
+    return step_of(table.select(kernel, key.dtype, key.out_dtype, padded, key.features, key.arch, key.is_small), key.features)
+
+
+def step_of(row: Row | Sm90Row, features: Features, packed_heads: int = 1) -> Step:
+    """The launch of a kernel with tiles, whether or not its row is in the table."""
+    unit, entry = source.unit(row, features), source.entry(row, features)
+    sizes = row.block_m, row.block_n, row.num_threads, row.shared_bytes
+    if not isinstance(row, Sm90Row):
+        return Step(unit, entry, grid_of(row.kernel, row.block_m, row.block_n), *sizes)
+    rows = _rows(row.queries(packed_heads), "heads_kv") if row.packs_heads else _rows(row.block_m)
+    return Step(unit, entry, (("num_splits", 1), *rows), *sizes, is_persistent=True, has_out_map=row.stores_by_tma(features))
 
 
 def _plain_step(header: str, entry: str, grid: tuple[tuple[str, int], ...], num_threads: int, is_for_splits: bool = False) -> Step:
@@ -301,7 +304,7 @@ def plan(key: PlanKey, form: Form) -> LaunchPlan:
         memsets = _memsets(key.grads, form)
     dims = key.head_dim, key.head_dim_v
     plain = _assembled((*memsets, *steps), operands, tensors, _values(form), splits, workspaces, dims, form)
-    maps = _maps(key, form) if steps[0].is_persistent else ()
+    maps = _maps(steps[0], form, key.packed_heads)
     return dataclasses.replace(plain, image=plain.image.ljust(ctypes.sizeof(FwdSm90Params), b"\0"), maps=maps) if maps else plain
 
 
@@ -378,10 +381,11 @@ def _splits(step: Step, packed_heads: int) -> SplitRule:
     return SplitRule(step.block_rows, 4 * step.block_columns, blocks=1)
 
 
-def _maps(key: PlanKey, form: Form) -> tuple[MapPatch, ...]:
-    row = _sm90_row(key)
-    boxes = {"q": (64 // key.packed_heads, key.packed_heads), "k": (row.block_n, 1), "v": (row.block_n, 1)}
-    if row.stores_by_tma(key.features):
+def _maps(step: Step, form: Form, packed_heads: int) -> tuple[MapPatch, ...]:
+    if not step.is_persistent:
+        return ()
+    boxes = {"q": (64 // packed_heads, packed_heads), "k": (step.block_columns, 1), "v": (step.block_columns, 1)}
+    if step.has_out_map:
         boxes["out"] = (16, 1)  # of one warp
     head_axis, row_axis = _axes(form)
     axes = row_axis, head_axis, -4

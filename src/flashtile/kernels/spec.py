@@ -101,8 +101,8 @@ class Sm90Row:
     num_stages: int  # of K and of V
     takes_turns: bool
     scales_lazily: bool
-    stores_p: bool  # in shared memory, not in registers
-    packs_heads: bool
+    stores_p: bool = False  # in shared memory, not in registers
+    packs_heads: bool = False
 
     kernel = header = "fwd_sm90"
 
