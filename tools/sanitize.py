@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -54,7 +55,7 @@ TOOLS = {
 # initcheck must see what other kernels write, or all that they wrote would count as never written
 UNFILTERED = ("initcheck",)
 BACKEND = "cuda"
-TIMEOUT_S = 600
+LIMIT_S = 600.0
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Those that exist only with an option, those that a plain call launches, and the Hopper forward
 BIAS_KERNELS = tuple(kernel for kernels in table.PASSES.values() for kernel in kernels if "dbias" in kernel)
@@ -79,9 +80,9 @@ class Job:
             # The gradient of the bias alone: the other kernels are reached without one
             inputs = self.trial.make("cuda")
             args = inputs.args._replace(needs_grad=True, needs_bias_grad=True)
+            out, lse = map(torch.zeros_like, ops.empty_outputs(args))
+            needs = GradNeeds(dq=False, dk=False, dv=False, dbias=True, dsinks=False)
             with torch.no_grad():
-                out, lse = ops.forward(*args._replace(backend="reference"))
-                needs = GradNeeds(dq=False, dk=False, dv=False, dbias=True, dsinks=False)
                 ops.backward(inputs.dout, inputs.dlse, *args._replace(backend=BACKEND), out, lse, list(needs))
 
 
@@ -213,16 +214,19 @@ def run_fault(name: str) -> None:
         torch.cuda.synchronize()
 
 
-def watch(program: str, tool: str, arguments: Sequence[str]) -> dict[str, Any]:
+def watch(program: str, tool: str, arguments: Sequence[str], limit_s: float) -> dict[str, Any]:
     """This script under one tool: how many errors it reports, its first words about them, and the kernels it saw launched."""
     names = [] if tool in UNFILTERED else ["--kernel-name", "kns=flashtile"]
     command = [program, "--tool", tool, *names, "--report-api-errors", "no", "--print-limit", "3", sys.executable, __file__, *arguments]
     start = time.monotonic()
+    # A group of their own: the tool's end is not that of the process it watches
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-        output = done.stdout + done.stderr
+        output, _ = running.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        return {"errors": None, "seconds": TIMEOUT_S, "said": f"not done in {TIMEOUT_S} s", "kernels": []}
+        os.killpg(running.pid, signal.SIGKILL)
+        running.communicate()
+        return {"errors": None, "seconds": limit_s, "said": f"not done in {limit_s:g} s", "kernels": []}
     found = TOOLS[tool].search(output)
     said = [line.lstrip("= ") for line in output.splitlines() if line.startswith("=========") and line.strip("= ")]
     return {
@@ -250,6 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--head-dims", default=",".join(map(str, table.HEAD_DIMS)))
     parser.add_argument("--dtypes", default=",".join(table.DTYPES))
     parser.add_argument("--out", type=Path, help="folder to write sanitize.json into; default: results/<device>")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that one process under a tool may take")
     parser.add_argument("--share", help="launch one share of the rows, watched or not: 2/4 is the second of four")
     parser.add_argument("--fault", help="launch kernels with this fault, watched or not")
     options = parser.parse_args(arguments)
@@ -289,9 +294,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = ["--dtypes", options.dtypes, "--head-dims", options.head_dims]
         shares = [["--share", f"{which + 1}/{num_shares}", *chosen] for which in range(num_shares)]
         with ThreadPoolExecutor(num_shares * len(tools)) as pool:
-            clean_runs = {tool: [pool.submit(watch, program, tool, share) for share in shares] for tool in tools}
+            clean_runs = {tool: [pool.submit(watch, program, tool, share, options.limit) for share in shares] for tool in tools}
             fault_runs = {
-                tool: {name: pool.submit(watch, program, tool, ["--fault", name]) for name in faults(tool, arch)} for tool in tools
+                tool: {name: pool.submit(watch, program, tool, ["--fault", name], options.limit) for name in faults(tool, arch)}
+                for tool in tools
             }
     report: dict[str, Any] = {"kernels": len(kernels), "tools": {}}
     is_good = True

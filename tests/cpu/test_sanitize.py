@@ -92,10 +92,17 @@ def test_what_a_tool_says(sanitize, tmp_path: Path, tool: str, output: str, erro
     program = tmp_path / "compute-sanitizer"
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{output}\nEND\n")
     program.chmod(0o755)
-    found = sanitize.watch(str(program), tool, ["--share", "1/2"])
+    found = sanitize.watch(str(program), tool, ["--share", "1/2"], 60.0)
     assert found["errors"] == errors
     assert found["kernels"] == (["a<1>", "b<2>"] if "launched" in output else [])
     assert bool(found["said"]) == (errors != 0)
+
+
+def test_a_process_has_its_time(sanitize, tmp_path: Path) -> None:
+    program = tmp_path / "compute-sanitizer"
+    program.write_text("#!/bin/sh\nsleep 60 &\nwait\n")
+    program.chmod(0o755)
+    assert sanitize.watch(str(program), "memcheck", [], 0.2) == {"errors": None, "seconds": 0.2, "said": "not done in 0.2 s", "kernels": []}
 
 
 def test_runs_of_one_tool_count_as_one(sanitize) -> None:

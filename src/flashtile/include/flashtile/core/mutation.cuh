@@ -17,7 +17,15 @@ namespace flashtile {
 
 enum class Mutation {
   none,
-  // Found by `flashtile check`
+  // Found by `flashtile check`: in the Hopper forward, where it has its own way to do something
+  hopper_rescale,      // the output is not scaled down when the maximum rises
+  hopper_stale_max,    // the maximum stays that of the first tile
+  hopper_last_tile,    // the last tile of keys is left out
+  hopper_mask_offset,  // causal and window masks one key to the right
+  hopper_tail,         // rows of V behind the last key are not cleared
+  hopper_gqa_head,     // query heads take key heads in turn instead of in groups
+  hopper_dropout,      // two of four words of dropout bits are swapped
+  // and in the other kernels, or in what all share
   skip_rescale,        // the output and the sum are not scaled down when the maximum rises
   stale_max,           // the maximum stays that of the first tile: right until an exponential overflows
   score_base,          // scores in base e under exponentials in base 2
@@ -45,14 +53,6 @@ enum class Mutation {
   dk_group,            // dK and dV come from one query head of a group
   dbias_head,          // a bias shared by all heads loses the gradient of the last
   dsinks_sign,         // the gradient of the sinks has the wrong sign
-  // The same in the Hopper forward, where it has its own way to do it
-  hopper_rescale,      // the output is not scaled down when the maximum rises
-  hopper_stale_max,    // the maximum stays that of the first tile
-  hopper_last_tile,    // the last tile of keys is left out
-  hopper_mask_offset,  // causal and window masks one key to the right
-  hopper_tail,         // rows of V behind the last key are not cleared
-  hopper_gqa_head,     // query heads take key heads in turn instead of in groups
-  hopper_dropout,      // two of four words of dropout bits are swapped
   // Seen by a tool of compute-sanitizer, as missing_barrier is by racecheck
   out_of_bounds,       // memcheck: a float is written behind the end of lse
   uninitialised,       // initcheck: delta is read where nobody wrote it
