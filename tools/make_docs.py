@@ -89,11 +89,11 @@ def record(path: Path) -> str:
             for one in found["mutations"]
         ]
     elif path.stem == "sanitize":
-        header, align = ["tool", "kernels", "reports", "fault planted", "reports then"], "--|--:|--:|--|--:"
-        rows = [
-            [name, one["clean"]["kernels"], one["clean"]["errors"], f"`{one['fault']}`", one["planted"]["errors"]]
-            for name, one in found["tools"].items()
-        ]
+        header, align = ["tool", "kernels", "reports", "fault planted: reports then"], "--|--:|--:|--"
+        rows = []
+        for name, one in found["tools"].items():
+            planted = ", ".join(f"`{fault}`: {run['errors']}" for fault, run in one["planted"].items())
+            rows.append([name, one["clean"]["kernels"], one["clean"]["errors"], planted])
     else:
         header, align = ["backend", "problems", "refused", "failed", "kernels"], "--|--:|--:|--:|--:"
         refused = {name: sum(reasons.values()) for name, reasons in found["refused"].items()}

@@ -102,7 +102,7 @@ def test_records_of_checks_are_filled_in(root: Path):
     env = json.loads((folder / "check.json").read_text())["environment"]
     hunts = [Hunt(fault, False, 7, Report()).as_dict()]
     (folder / "mutations.json").write_text(json.dumps({"mutations": hunts, "environment": env}))
-    runs = {"clean": {"kernels": 12, "errors": 0}, "fault": "out_of_bounds", "planted": {"errors": 5}}
+    runs = {"clean": {"kernels": 12, "errors": 0}, "planted": {"out_of_bounds": {"errors": 5}}}
     (folder / "sanitize.json").write_text(json.dumps({"tools": {"memcheck": runs}, "environment": env}))
     names = ("check", "mutations", "sanitize")
     (root / "docs" / "plain.md").write_text("".join(f"<!-- bench:box/{name}.json -->\n<!-- /bench:box/{name}.json -->\n" for name in names))
@@ -111,7 +111,7 @@ def test_records_of_checks_are_filled_in(root: Path):
     assert "| tiled | 2 | 0 | 0 |  |" in text
     assert "seed 4, " in text
     assert "| `skip_rescale` | not scaled down | not found |  |" in text
-    assert "| memcheck | 12 | 0 | `out_of_bounds` | 5 |" in text
+    assert "| memcheck | 12 | 0 | `out_of_bounds`: 5 |" in text
     assert make_docs(root, "--check").returncode == 0
     (folder / "check.json").unlink()
     done = make_docs(root)

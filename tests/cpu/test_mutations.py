@@ -39,6 +39,9 @@ NEEDED = {
     "dropout_lane": Features(has_dropout=True),
     "dropout_backward": Features(has_dropout=True),
     "softcap_derivative": Features(has_softcap=True),
+    "hopper_mask_offset": Features(has_band=True),
+    "hopper_tail": Features(has_lengths=True),
+    "hopper_dropout": Features(has_dropout=True),
 }
 BIASED = Features(bias_dtype="float32")
 
@@ -59,6 +62,9 @@ def write(features: Features) -> dict[str, tuple[str, str]]:
         needed = BIASED if "dbias" in kernel else features
         *_, row = table.candidates(kernel, "float32", "float32", 32, needed)
         found[f"{kernel}_kernel"] = (source.unit(row, needed), source.entry(row, needed))
+    if not features.is_paged:
+        *_, hopper = table.sm90_rows("bfloat16", "bfloat16", 64, 64, features, is_packed=False, is_ragged=False)
+        found["fwd_sm90_kernel"] = (source.unit(hopper, features), source.entry(hopper, features))
     return found
 
 
@@ -81,7 +87,7 @@ def kernels_with(fault: str) -> list[str]:
 
 def test_there_are_enough_and_each_is_planted_once():
     assert len(NAMES) == len(set(NAMES)) >= 16
-    assert {mutation.tool for mutation in mutations()} == {None, "memcheck", "initcheck", "synccheck"}
+    assert {mutation.tool for mutation in mutations()} == {None, "memcheck", "racecheck", "initcheck", "synccheck"}
     uses = Counter(name for path in headers() for name in USE.findall(path.read_text()))
     assert uses == Counter(NAMES)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,38 +24,59 @@ def sanitize(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: divmod(ARCH.number, 10))
     spec = importlib.util.spec_from_file_location("sanitize", TOOL)
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "sanitize", module)
     spec.loader.exec_module(module)
     return module
 
 
-def test_every_row_is_chosen(sanitize, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_row_is_chosen(sanitize) -> None:
     chosen = set()
-
-    def warm(trial, backends, device):
-        case = trial.case
-        dtype = str(case.dtype).removeprefix("torch.")
-        for kernel in sanitize.BIAS_KERNELS if case.bias else sanitize.PLAIN_KERNELS:
-            features = Features(bias_dtype=dtype if case.bias else None)
-            chosen.add(table.select(kernel, dtype, dtype, case.head_dim, features, ARCH))
-
-    monkeypatch.setattr(sanitize, "warm", warm)
-    monkeypatch.setattr(sanitize, "special_trials", list)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    select = table.select
-    sanitize.run_rows(table.DTYPES, table.HEAD_DIMS, 1)
-    assert table.select is select
+    for job in sanitize.all_jobs(ARCH, table.DTYPES, table.HEAD_DIMS):
+        case, dtype = job.trial.case, str(job.trial.case.dtype).removeprefix("torch.")
+        select = table.select
+        with sanitize.choosing(job.kernels, job.place):
+            for kernel in job.kernels:
+                if kernel == sanitize.HOPPER:
+                    is_packed = table.packed_heads(case.seqlen_q, case.heads, case.heads_kv) > 1
+                    is_ragged = table.is_ragged(case.seqlen_q)
+                    row = table.select_sm90(dtype, dtype, case.head_dim, case.head_dim_v, Features(), is_packed, is_ragged)
+                else:
+                    row = table.select(kernel, dtype, dtype, case.head_dim, Features(bias_dtype=dtype if case.bias else None), ARCH)
+                # There is a second tile of keys, and of queries where those are walked over
+                assert case.seqlen_q > row.block_m or "dkdv" in kernel or case.seqlen_q == 3
+                assert case.seqlen_k > 2 * row.block_n
+                chosen.add(row)
+        assert table.select is select
     expected = set()
     for dtype, head_dim, kernels in itertools.product(table.DTYPES, table.HEAD_DIMS, table.PASSES.values()):
         for kernel in kernels:
             features = Features(bias_dtype=dtype if "dbias" in kernel else None)
             expected |= {row for row in table.candidates(kernel, dtype, dtype, head_dim, features) if table.fits(row, ARCH)}
+    for dtype, (dims, _, is_packed) in itertools.product(table.SM90_DTYPES, table.all_sm90_tiles()):
+        expected.update(table.sm90_rows(dtype, dtype, *dims, Features(), is_packed, is_ragged=False))
     assert chosen == expected
 
 
-def test_each_tool_has_a_fault(sanitize) -> None:
-    tools = {mutation.name: mutation.tool for mutation in mutations()}
-    for tool, (fault, _) in sanitize.TOOLS.items():
-        assert tools[fault] in (tool, None)
+def test_options_are_launched_once_for_each_family(sanitize) -> None:
+    hopper, others = (
+        [trial.case for trial in sanitize.special_trials(ARCH, table.DTYPES) if (trial.case.dtype != torch.float32) == is_hopper]
+        for is_hopper in (True, False)
+    )
+    for cases in (hopper, others):
+        for name in ("bias", "mask", "alibi", "softcap", "dropout_p", "has_sinks", "num_splits"):
+            assert any(getattr(case, name) for case in cases), name
+    assert {case.kind for case in others} >= {"varlen", "padded", "cache", "paged", "dense"}
+    assert sanitize.special_trials(ARCHS[80], ["bfloat16"]) == []
+
+
+def test_each_tool_has_a_fault_in_each_family(sanitize) -> None:
+    known = {mutation.name: mutation.tool for mutation in mutations()}
+    for tool in sanitize.TOOLS:
+        simt, *hopper = sanitize.faults(tool, ARCH)
+        assert known[simt] in (tool, None)
+        # Threads that miss a barrier there would wait for each other for ever
+        assert [(known[name], name.split("_")[0]) for name in hopper] == ([] if tool == "synccheck" else [(tool, "hopper")])
+        assert sanitize.faults(tool, ARCHS[80]) == [simt]
 
 
 @pytest.mark.parametrize(
@@ -70,10 +92,17 @@ def test_what_a_tool_says(sanitize, tmp_path: Path, tool: str, output: str, erro
     program = tmp_path / "compute-sanitizer"
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{output}\nEND\n")
     program.chmod(0o755)
-    found = sanitize.watch(str(program), tool, ["--rows"])
+    found = sanitize.watch(str(program), tool, ["--share", "1/2"], 60.0)
     assert found["errors"] == errors
     assert found["kernels"] == (["a<1>", "b<2>"] if "launched" in output else [])
     assert bool(found["said"]) == (errors != 0)
+
+
+def test_a_process_has_its_time(sanitize, tmp_path: Path) -> None:
+    program = tmp_path / "compute-sanitizer"
+    program.write_text("#!/bin/sh\nsleep 60 &\nwait\n")
+    program.chmod(0o755)
+    assert sanitize.watch(str(program), "memcheck", [], 0.2) == {"errors": None, "seconds": 0.2, "said": "not done in 0.2 s", "kernels": []}
 
 
 def test_runs_of_one_tool_count_as_one(sanitize) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 import flashtile
+from flashtile import ops
 from flashtile.backends import triton as backend
+from flashtile.backends.base import GradNeeds
 from flashtile.problem import Problem
 from flashtile.testing import Case
 
@@ -75,3 +78,34 @@ def test_on_the_cpu_it_names_its_device() -> None:
     q = torch.randn(1, 1, 4, 8)
     with pytest.raises(flashtile.Unsupported, match="backend: got 'triton', which refuses: it runs on cuda, and q is on cpu"):
         flashtile.attention(q, q, q, backend="triton")
+
+
+def jobs(has_backward: bool = True, **options) -> dict:
+    inputs = Case(**options).make(0)
+    grads = ops.empty_grads(inputs.args, GradNeeds(True, True, True, inputs.args.bias is not None, False)) if has_backward else None
+    return backend.TritonBackend().compile_jobs(inputs.args, inputs.dout, inputs.dlse, *ops.empty_outputs(inputs.args), grads)
+
+
+def test_every_kernel_of_a_call_can_be_compiled_elsewhere() -> None:
+    pytest.importorskip("triton")
+    found = jobs(bias="hqk", dropout_p=0.1)
+    assert sorted(key[0] for key in found) == ["bwd_dbias", "bwd_dkdv", "bwd_dq", "bwd_preprocess", "fwd"]
+    assert [pickle.loads(pickle.dumps(job)).args == job.args for job in found.values()] == [True] * 5
+    assert [key[0] for key in jobs(has_backward=False)] == ["fwd"]
+    assert jobs(seqlen_q=0, seqlen_k=0) == {}
+
+
+@pytest.mark.parametrize("head_dim", [20, 64])
+def test_sizes_compile_nothing_anew(head_dim: int) -> None:
+    pytest.importorskip("triton")
+    dims = {"head_dim": head_dim, "head_dim_v": head_dim}
+    sizes = [
+        {},
+        {"batch": 1},
+        {"heads": 1, "heads_kv": 1},
+        {"seqlen_q": 33, "seqlen_k": 129},
+        {"memory": "swapped", "heads": 3, "heads_kv": 3},
+    ]
+    assert len({frozenset(jobs(**dims, **size)) for size in sizes}) == 1
+    others = [{"memory": "offset"}, {"dtype": torch.bfloat16}, {"causal": "top_left"}, {"heads": 4}, {"head_dim_v": 100}]
+    assert len({frozenset(jobs(**{**dims, **other})) for other in [{}, *others]}) == 1 + len(others)

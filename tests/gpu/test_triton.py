@@ -16,7 +16,10 @@ from conftest import check, covered
 from test_cuda import DTYPES, OPTIONS, SEED, random_problems
 
 import flashtile
-from flashtile.testing import Case, run
+from flashtile import ops
+from flashtile.backends import registry
+from flashtile.backends.base import GradNeeds
+from flashtile.testing import Case, assert_agrees, run
 
 pytest.importorskip("triton")
 PROCESSES = max(1, min(14, (os.cpu_count() or 2) - 1))
@@ -46,6 +49,11 @@ def test_every_option() -> None:
         for number, dtype in enumerate(DTYPES)
     ]
     assert failures(problems) == []
+
+
+@pytest.mark.parametrize("causal", ["none", "bottom_right"])
+def test_no_queries_of_heads_that_share_keys(causal: str) -> None:
+    check(Case(dtype=torch.bfloat16, heads=6, heads_kv=2, seqlen_q=0, seqlen_k=140, causal=causal, backend="triton"), SEED)
 
 
 def test_random_problems() -> None:
@@ -88,6 +96,21 @@ def test_no_length_compiles_anew() -> None:
         flashtile.attention(q, k, v, causal=True, backend="triton")
         counts.add(num_compiled())
     assert len(counts) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"head_dim": 20, "head_dim_v": 33, "bias": "hqk", "causal": "bottom_right"}, {"kind": "varlen"}])
+def test_what_is_compiled_ahead_is_what_runs(options: dict) -> None:
+    kernels = __import__("flashtile.backends.triton_kernels", fromlist=["fwd_triton_kernel"])
+    functions = [value for name, value in vars(kernels).items() if name.endswith("_triton_kernel")]
+    inputs = Case(dtype=torch.float16, backend="triton", softcap=7.0, **options).make(SEED, "cuda")
+    grads = ops.empty_grads(inputs.args, GradNeeds(True, True, True, inputs.args.bias is not None, False))
+    backend = registry.find("triton")
+    jobs = backend.compile_jobs(inputs.args, inputs.dout, inputs.dlse, *ops.empty_outputs(inputs.args), grads)
+    for job in jobs.values():
+        job()
+    compiled = [sum(len(cache[0]) for cache in function.device_caches.values()) for function in functions]
+    assert_agrees(run(inputs), inputs)
+    assert [sum(len(cache[0]) for cache in function.device_caches.values()) for function in functions] == compiled
 
 
 def test_memory_is_linear() -> None:

@@ -142,7 +142,7 @@ def test_it_is_taken_by_name_only(seed: int) -> None:
     q, k, v = (torch.randn(1, 1, 40, 16, requires_grad=True) for _ in range(3))
     assert flashtile.explain(q, k, v).backend != "triton"
     answer = flashtile.prewarm(q, k, v, backend="triton", causal=True)
-    assert answer.details["bwd_dkdv_triton_kernel"] == "tile 32 x 32, head dim 16, 4 warps, 1 stages"
+    assert answer.details["bwd_dkdv_triton_kernel"] == "tile 32 x 32, head dim 32, 4 warps, 1 stages"
     with pytest.raises(flashtile.Unsupported, match="does not multiply bfloat16"):
         flashtile.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), backend="triton")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
@@ -52,6 +52,7 @@ class Backend(ABC):
     devices: tuple[str, ...]  # device types it runs on
     is_automatic: bool = True  # False: only taken when asked for by name
     is_compiled: bool = False  # True: the first call of a kind waits for a compiler
+    has_compile_jobs: bool = False  # True: other processes can compile for it (compile_jobs)
     takes_mutations: bool = False  # True: its kernels can be broken on purpose (kernels/mutation.py)
 
     @abstractmethod
@@ -85,6 +86,15 @@ class Backend(ABC):
     def loaded_kernels(self) -> frozenset[str]:
         """Every kernel that this process has compiled or loaded so far."""
         return frozenset()
+
+    def compile_jobs(
+        self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads | None
+    ) -> dict[Hashable, Callable[[], None]]:
+        """What a call would wait for, as jobs for other processes, by the kernel that each compiles; grads is None in a forward pass.
+
+        Of backends whose compiler leaves its kernels on disk and keeps Python's other threads waiting. The others are compiled by calls.
+        """
+        return {}
 
     def prepare(self, problem: Problem) -> None:
         """Does ahead of time whatever the first call would wait for, such as compiling."""

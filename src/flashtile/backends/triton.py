@@ -11,6 +11,7 @@ import functools
 import importlib
 import os
 import shutil
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,11 +55,11 @@ class Config:
 
 
 # Kernel -> bytes of an element -> padded head dim up to -> configuration, for GPUs with 227 KB of shared memory a block. Those of head
-# dims up to 128 are the fastest of results/nvidia-h200/triton_tiles.csv; those of 256 spill least.
+# dims up to 128 are the fastest of results/nvidia-h200/triton_tiles.csv; those of 256 spill least. Not 64 x 16 with 8 warps: see _padded.
 _CONFIGS: dict[str, dict[int, dict[int, Config]]] = {
     "fwd": {
         2: {64: Config(128, 64, 8, 3), 128: Config(64, 64, 4, 3), 256: Config(128, 64, 8, 2)},
-        4: {64: Config(128, 64, 8, 2), 128: Config(128, 32, 8, 2), 256: Config(64, 16, 8, 2)},
+        4: {64: Config(128, 64, 8, 2), 128: Config(128, 32, 8, 2), 256: Config(32, 16, 4, 2)},
     },
     "bwd_dkdv": {
         2: {64: Config(64, 64, 4, 2), 128: Config(64, 128, 8, 3), 256: Config(32, 64, 8, 2)},
@@ -104,7 +105,7 @@ class TritonBackend(Backend):
         # Triton reads the same switch when it is imported
         self.is_interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "y", "yes", "on", "true")
         self.devices = ("cpu",) if self.is_interpreted else ("cuda",)
-        self.is_automatic = not self.is_interpreted
+        self.is_automatic = self.has_compile_jobs = not self.is_interpreted
 
     def refuse(self, problem: Problem) -> str | None:
         if problem.dtype not in DTYPES:
@@ -133,21 +134,22 @@ class TritonBackend(Backend):
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         if self.is_interpreted or is_checking():
             check_values(args)
-        lse, dlse = lse.contiguous(), None if dlse is None else dlse.to(torch.float32).contiguous()
-        lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
         with _device_of(args):
-            _launch(*_preprocess_call(args, _rows(out), _rows(dout), dlse, lse, lse_log2, delta))
-            # Products take operands of one dtype
-            dout = _rows(dout.to(args.q.dtype))
-            if grads.dk is not None or grads.dv is not None:
-                _launch(*_dkdv_call(args, dout, lse_log2, delta, grads))
-            if grads.dq is not None:
-                _launch(*_dq_call(args, dout, lse_log2, delta, grads.dq))
-            if grads.dbias is not None:
-                _dbias(args, dout, lse_log2, delta, grads.dbias)
-        if grads.dsinks is not None and args.sinks is not None:
-            shares = torch.where(lse == -torch.inf, 0.0, torch.exp(args.sinks.float()[:, None] - lse) * delta)
-            grads.dsinks.copy_(-shares.sum(-1 if lse.dim() == 2 else (0, 2)))
+            for call in _backward_calls(args, dout, dlse, out, lse, grads):
+                _launch(*call)
+
+    def compile_jobs(
+        self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads | None
+    ) -> dict[Hashable, Callable[[], None]]:
+        calls = [_forward_call(args, out, lse)]
+        if grads is not None:
+            calls += _backward_calls(args, dout, dlse, out, lse, grads)
+        jobs: dict[Hashable, Callable[[], None]] = {}
+        for kernel, num_programs, config, arguments in calls:
+            if num_programs > 0:
+                named = {name: _without_memory(value) for name, value in arguments.items()}
+                jobs[_variant(kernel, config, named)] = functools.partial(_compile, kernel, config, named)
+        return jobs
 
     def details(self, problem: Problem) -> dict[str, str]:
         names = ["fwd"]
@@ -156,7 +158,8 @@ class TritonBackend(Backend):
         found = {}
         for name in names:
             has_score_tensors = problem.has_mask or problem.bias_dtype is not None
-            config = _config(name, problem.dtype, problem.shape, torch.device(problem.device), has_score_tensors)
+            is_wide = problem.shape.head_dim % 8 == 0 and problem.shape.head_dim_v % 8 == 0
+            config = _config(name, problem.dtype, problem.shape, torch.device(problem.device), has_score_tensors, is_wide)
             tile = f"tile {config.block_m} x {config.block_n}, head dim {_padded(max(problem.shape.head_dim, problem.shape.head_dim_v))}"
             found[f"{name}_triton_kernel"] = f"{tile}, {config.num_warps} warps, {config.num_stages} stages"
         found["products"] = _precision(problem.dtype, self.is_interpreted) if problem.dtype == torch.float32 else dtype_name(problem.dtype)
@@ -279,14 +282,18 @@ def _short_args(problem: Problem) -> AttentionArgs:
 
 
 def _padded(head_dim: int) -> int:
-    """Tiles are powers of two, and a product takes 16 at least."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+    """Tiles are powers of two. Not 16: the products of 8 warps, 64 rows and 16 columns that Triton 3.6 makes read behind their tiles."""
+    return max(32, 1 << (head_dim - 1).bit_length())
 
 
-def _config(kernel: str, dtype: torch.dtype, shape: Shape, device: torch.device, has_score_tensors: bool) -> Config:
+def _config(kernel: str, dtype: torch.dtype, shape: Shape, device: torch.device, has_score_tensors: bool, is_wide: bool) -> Config:
     table = _CONFIGS if _is_large(device) else _SMALL_CONFIGS
     padded = _padded(max(shape.head_dim, shape.head_dim_v))
     config = next(config for limit, config in table[kernel][dtype.itemsize].items() if padded <= limit)
+    if dtype.itemsize == 2 and not (is_wide and _padded(shape.head_dim) == _padded(shape.head_dim_v)):
+        # Elements of 2 bytes that are copied one by one pass through registers, and Triton 3.6 makes wrong products of such tiles for
+        # warpgroups (wgmma), above all where K and V differ in size. It takes those from 64 rows on: 32 go to mma.sync
+        config = replace(config, num_warps=4, **{"block_n" if kernel == "bwd_dkdv" else "block_m": 32})
     if kernel == "fwd" and shape.seqlen_q <= 16:
         # A few queries, as in decoding: most of a larger tile would be padding
         config = replace(config, block_m=16, num_warps=4)
@@ -315,21 +322,23 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def _is_wide(tensor: Tensor) -> bool:
+    """Its rows can be copied 16 bytes at a time."""
+    strides = (stride for stride, length in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if length > 1)
+    return tensor.data_ptr() % 16 == 0 and tensor.shape[-1] % 8 == 0 and all(stride % 8 == 0 for stride in strides)
+
+
 def _row_strides(tensor: Tensor, layout: str) -> tuple[int, int, int]:
-    """(batch, head, row); 0 where there is one only, and for the batch of a packed tensor."""
-    head, row = head_axis(layout), row_axis(layout)
-    batch = tensor.stride(0) if tensor.dim() == 4 and tensor.shape[0] > 1 else 0
-    return batch, tensor.stride(head) if tensor.shape[head] > 1 else 0, tensor.stride(row) if tensor.shape[row] > 1 else 0
+    """(batch, head, row); where there is one only, that of a row of this length, and 0 for the batch of a packed tensor."""
+    axes = (0 if tensor.dim() == 4 else None, head_axis(layout), row_axis(layout))
+    return tuple(0 if axis is None else tensor.stride(axis) if tensor.shape[axis] > 1 else tensor.shape[-1] for axis in axes)  # type: ignore[return-value]
 
 
 def _row_arguments(layout: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     strides = {name: _row_strides(tensor, layout) for name, tensor in tensors.items()}
-    every = [stride for found in strides.values() for stride in found]
-    unit = 8 if any(stride % 16 for stride in every) and all(stride % 8 == 0 for stride in every) else 1
-    rows = _kernels().Rows
+    rows, coded = _kernels().Rows, _kernels().coded
     return {
-        **{name: rows(tensor, *(stride // unit for stride in strides[name])) for name, tensor in tensors.items()},
-        "UNIT": unit,
+        **{name: rows(tensor, *coded(strides[name])) for name, tensor in tensors.items()},
         "FAR": max((found[2] for found in strides.values()), default=0) * MAX_HEAD_DIM >= 2**31,
     }
 
@@ -341,7 +350,8 @@ def _score_strides(tensor: Tensor) -> tuple[int, ...]:
 def _arguments(kernel: str, args: AttentionArgs, tensors: dict[str, Tensor]) -> tuple[Config, dict[str, Any]]:
     """What the kernels that walk over scores share. `tensors` are those of rows, besides q, k and v."""
     shape, kernels, row = shape_of(args), _kernels(), row_axis(args.layout)
-    config = _config(kernel, args.q.dtype, shape, args.q.device, args.bias is not None or args.mask is not None)
+    is_wide = all(_is_wide(tensor) for tensor in (args.q, args.k, args.v, *tensors.values()))
+    config = _config(kernel, args.q.dtype, shape, args.q.device, args.bias is not None or args.mask is not None, is_wide)
     window_left, window_right = (-1 if reach >= _UNBOUNDED else reach for reach in key_window(args))
     # No sequence of a packed call is longer than its bias and mask have rows and columns
     score_tensors = [tensor for tensor in (args.bias, args.mask) if tensor is not None]
@@ -443,7 +453,7 @@ def _dq_call(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Tensor,
     return "bwd_dq", num_m_blocks * shape.heads * shape.batch, config, arguments
 
 
-def _dbias(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Tensor, dbias: Tensor) -> None:
+def _dbias_calls(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Tensor, dbias: Tensor) -> Iterator[Call]:
     """Where the tiles of a broadcast bias are too few to fill the GPU, the batches and heads that share them are split over programs."""
     shape = shape_of(args)
     config, arguments = _arguments("bwd_dbias", args, {"dout": dout})
@@ -472,9 +482,69 @@ def _dbias(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Tensor, d
         "SHARES_ROWS": rows == 1,
         "SHARES_COLUMNS": columns == 1,
     }
-    _launch("bwd_dbias", num_tiles * num_splits, config, arguments)
+    yield "bwd_dbias", num_tiles * num_splits, config, arguments
     if num_splits > 1:
         dbias.copy_(sums.sum(0))
+
+
+def _backward_calls(args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> Iterator[Call]:
+    """In the order of their launch; what PyTorch does between two of them is done when the next is asked for."""
+    lse, dlse = lse.contiguous(), None if dlse is None else dlse.to(torch.float32).contiguous()
+    lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
+    yield _preprocess_call(args, _rows(out), _rows(dout), dlse, lse, lse_log2, delta)
+    # Products take operands of one dtype
+    dout = _rows(dout.to(args.q.dtype))
+    if grads.dk is not None or grads.dv is not None:
+        yield _dkdv_call(args, dout, lse_log2, delta, grads)
+    if grads.dq is not None:
+        yield _dq_call(args, dout, lse_log2, delta, grads.dq)
+    if grads.dbias is not None:
+        yield from _dbias_calls(args, dout, lse_log2, delta, grads.dbias)
+    if grads.dsinks is not None and args.sinks is not None:
+        shares = torch.where(lse == -torch.inf, 0.0, torch.exp(args.sinks.float()[:, None] - lse) * delta)
+        grads.dsinks.copy_(-shares.sum(-1 if lse.dim() == 2 else (0, 2)))
+
+
+# From a call to a kernel
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """A tensor as far as a kernel is compiled for it."""
+
+    dtype: torch.dtype
+    is_aligned: bool
+
+    def data_ptr(self) -> int:
+        return 0 if self.is_aligned else self.dtype.itemsize
+
+
+def _without_memory(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _Memory(value.dtype, value.data_ptr() % 16 == 0)
+    if isinstance(value, tuple):  # with names
+        return type(value)(*map(_without_memory, value))
+    return value
+
+
+def _variant(kernel: str, config: Config, arguments: dict[str, Any]) -> Hashable:
+    """What Triton compiles a kernel anew for: everything but the values of numbers, whether they are 1 or multiples of 16 included."""
+
+    def kind(value: Any) -> Hashable:
+        if isinstance(value, tuple):
+            return tuple(map(kind, value))
+        if isinstance(value, float):
+            return float
+        return (value == 1, value % 16 == 0, value >= 2**31) if isinstance(value, int) else value
+
+    runtime = _kernels().RUNTIME
+    return kernel, config, *((name, value if name.isupper() else kind(value)) for name, value in arguments.items() if name not in runtime)
+
+
+def _compile(kernel: str, config: Config, arguments: dict[str, Any]) -> None:
+    """Leaves the kernel, and the module that launches it, in Triton's folder of kernels."""
+    function = getattr(_kernels(), f"{kernel}_triton_kernel")
+    function.warmup(**arguments, grid=(1,), num_warps=config.num_warps, num_stages=config.num_stages)[(1, 1, 1)]
 
 
 def _launch(kernel: str, num_programs: int, config: Config, arguments: dict[str, Any]) -> None:

@@ -11,8 +11,8 @@ No program adds to what another one writes, so every result is the same on every
 an edge (the window, the diagonal, the end of a sequence), tiles that are seen whole, and cut tiles again; only cut tiles compare
 positions. Rows behind an end are never read. Tensors come with their strides in `Rows` and `Scores`; what is None is compiled away.
 
-Triton compiles anew for an integer that is 1 or a multiple of 16: lengths are kept from that, strides are not, since wide loads
-depend on theirs. Strides that are multiples of 8 only come divided by UNIT = 8, so that their rows are known to be aligned too.
+Triton compiles anew for an integer that is 1 or a multiple of 16. Lengths are kept from that. Strides of rows come `coded`: what loads of
+16 bytes depend on, that all strides of a tensor are multiples of 8, is all that a kernel is compiled for.
 """
 
 from typing import Any, NamedTuple
@@ -34,9 +34,15 @@ class Rows(NamedTuple):
     """A tensor of rows with a contiguous last dimension: q, k, v, out and their gradients."""
 
     data: Any
-    batch: int  # strides, in units of UNIT elements; the batch's is 0 where sequences are packed
+    batch: int  # strides, coded; the batch's is 0 where sequences are packed
     head: int
     row: int
+
+
+def coded(strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Twice the strides: multiples of 16 where all are multiples of 8, else odd numbers."""
+    is_aligned = all(stride % 8 == 0 for stride in strides)
+    return tuple(2 * stride if is_aligned else 2 * stride + 1 for stride in strides)
 
 
 class Scores(NamedTuple):
@@ -137,18 +143,30 @@ def seeing_queries(seqlen_q, seqlen_k, offset, window_left, window_right, HAS_LE
 
 
 @triton.jit
-def pointer_to(rows, b, h, row, UNIT):
-    """The first element of a row, by 64-bit offsets."""
-    return rows.data + (b.to(tl.int64) * rows.batch + h.to(tl.int64) * rows.head + row.to(tl.int64) * rows.row) * UNIT
+def stride_of(code):
+    return code >> 1
 
 
 @triton.jit
-def tile_offsets(rows, BLOCK, BLOCK_D, UNIT, FAR):
+def row_offset(rows, row):
+    """Elements from the first row to another, in 64 bits."""
+    return row.to(tl.int64) * stride_of(rows.row)
+
+
+@triton.jit
+def pointer_to(rows, b, h, row):
+    """The first element of a row, by 64-bit offsets."""
+    head = b.to(tl.int64) * stride_of(rows.batch) + h.to(tl.int64) * stride_of(rows.head)
+    return rows.data + head + row_offset(rows, row)
+
+
+@triton.jit
+def tile_offsets(rows, BLOCK, BLOCK_D, FAR):
     """Elements of a tile of rows, counted from its first. FAR: its rows are so far apart that they need 64 bits."""
     row = tl.arange(0, BLOCK)
     if FAR:
         row = row.to(tl.int64)
-    return row[:, None] * (rows.row * UNIT) + tl.arange(0, BLOCK_D)[None, :]
+    return row[:, None] * stride_of(rows.row) + tl.arange(0, BLOCK_D)[None, :]
 
 
 @triton.jit
@@ -294,7 +312,6 @@ def fwd_triton_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    UNIT: tl.constexpr,
     FAR: tl.constexpr,
     IS_TOP_LEFT: tl.constexpr,
     HAS_LEFT: tl.constexpr,
@@ -321,17 +338,15 @@ def fwd_triton_kernel(
     offset = seqlen_k - seqlen_q
     if IS_TOP_LEFT:
         offset = offset * 0
-    k_pointer = pointer_to(k, b, h // GROUP, k_first, UNIT)
-    v_pointer = pointer_to(v, b, h // GROUP, k_first, UNIT)
-    k_offsets = tile_offsets(k, BLOCK_N, BLOCK_D, UNIT, FAR)
-    v_offsets = tile_offsets(v, BLOCK_N, BLOCK_DV, UNIT, FAR)
+    k_pointer = pointer_to(k, b, h // GROUP, k_first)
+    v_pointer = pointer_to(v, b, h // GROUP, k_first)
+    k_offsets = tile_offsets(k, BLOCK_N, BLOCK_D, FAR)
+    v_offsets = tile_offsets(v, BLOCK_N, BLOCK_DV, FAR)
     place = (b, h, offset, seqlen_q, seqlen_k)
     options = (scale, softcap, load_slope(alibi_slopes, alibi_batch, b, h), window_left, window_right)
     flags = (HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, alibi_slopes is not None, IS_FLOAT32)
     i = m0 + tl.arange(0, BLOCK_M)
-    q_tile = load_tile(
-        pointer_to(q, b, h, q_first + m0, UNIT), tile_offsets(q, BLOCK_M, BLOCK_D, UNIT, FAR), i < seqlen_q, D, BLOCK_D, True
-    )
+    q_tile = load_tile(pointer_to(q, b, h, q_first + m0), tile_offsets(q, BLOCK_M, BLOCK_D, FAR), i < seqlen_q, D, BLOCK_D, True)
 
     unit = scale * LOG2E if IS_RAW else 1.0
 
@@ -351,7 +366,7 @@ def fwd_triton_kernel(
             ):
                 n0 = tl.multiple_of(n0, BLOCK_N)
                 j = n0 + tl.arange(0, BLOCK_N)
-                k_tile = load_tile(k_pointer + n0.to(tl.int64) * k.row * UNIT, k_offsets, j < seqlen_k, D, BLOCK_D, part != 1)
+                k_tile = load_tile(k_pointer + row_offset(k, n0), k_offsets, j < seqlen_k, D, BLOCK_D, part != 1)
                 s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                 s, _ = score_tile(s, i[:, None], j[None, :], bias, mask, place, options, flags, part != 1, True, IS_RAW)
                 # Raise the maximum, 0 standing in for the maximum of nothing
@@ -366,15 +381,15 @@ def fwd_triton_kernel(
                 o = o * alpha[:, None]
                 if HAS_DROPOUT:
                     p = tl.where(kept(rng_state, b * heads + h, m0, n0, drop_threshold, BLOCK_M, BLOCK_N), p, 0.0)
-                v_tile = load_tile(v_pointer + n0.to(tl.int64) * v.row * UNIT, v_offsets, j < seqlen_k, DV, BLOCK_DV, part != 1)
+                v_tile = load_tile(v_pointer + row_offset(v, n0), v_offsets, j < seqlen_k, DV, BLOCK_DV, part != 1)
                 o = tl.dot(p.to(v_tile.dtype), v_tile, o, input_precision=PRECISION)
                 m = m_new
 
     # A row that saw nothing has l = 0: output 0, lse -inf
     o = o * (keep_factor / tl.where(l == 0, 1.0, l))[:, None]
     store_tile(
-        pointer_to(out, b, h, q_first + m0, UNIT),
-        tile_offsets(out, BLOCK_M, BLOCK_DV, UNIT, FAR),
+        pointer_to(out, b, h, q_first + m0),
+        tile_offsets(out, BLOCK_M, BLOCK_DV, FAR),
         o,
         i < seqlen_q,
         DV,
@@ -401,7 +416,6 @@ def bwd_preprocess_triton_kernel(
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    UNIT: tl.constexpr,
     FAR: tl.constexpr,
 ):
     block = tl.program_id(0)
@@ -409,9 +423,9 @@ def bwd_preprocess_triton_kernel(
     h = block // num_blocks % heads
     b = block // num_blocks // heads
     is_there = m0 + tl.arange(0, BLOCK_M) < rows
-    o_offsets, do_offsets = tile_offsets(out, BLOCK_M, BLOCK_DV, UNIT, FAR), tile_offsets(dout, BLOCK_M, BLOCK_DV, UNIT, FAR)
-    o_tile = load_tile(pointer_to(out, b, h, m0, UNIT), o_offsets, is_there, DV, BLOCK_DV, True)
-    do_tile = load_tile(pointer_to(dout, b, h, m0, UNIT), do_offsets, is_there, DV, BLOCK_DV, True)
+    o_offsets, do_offsets = tile_offsets(out, BLOCK_M, BLOCK_DV, FAR), tile_offsets(dout, BLOCK_M, BLOCK_DV, FAR)
+    o_tile = load_tile(pointer_to(out, b, h, m0), o_offsets, is_there, DV, BLOCK_DV, True)
+    do_tile = load_tile(pointer_to(dout, b, h, m0), do_offsets, is_there, DV, BLOCK_DV, True)
     total = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     place = (b.to(tl.int64) * heads + h) * rows + m0 + tl.arange(0, BLOCK_M)
     row_lse = tl.load(lse + place, mask=is_there)
@@ -458,7 +472,6 @@ def bwd_dkdv_triton_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    UNIT: tl.constexpr,
     FAR: tl.constexpr,
     IS_TOP_LEFT: tl.constexpr,
     HAS_LEFT: tl.constexpr,
@@ -487,10 +500,10 @@ def bwd_dkdv_triton_kernel(
         offset = offset * 0
     j = n0 + tl.arange(0, BLOCK_N)
     is_key = j < seqlen_k
-    k_offsets, v_offsets = tile_offsets(k, BLOCK_N, BLOCK_D, UNIT, FAR), tile_offsets(v, BLOCK_N, BLOCK_DV, UNIT, FAR)
-    k_tile = load_tile(pointer_to(k, b, h_kv, k_first + n0, UNIT), k_offsets, is_key, D, BLOCK_D, True)
-    v_tile = load_tile(pointer_to(v, b, h_kv, k_first + n0, UNIT), v_offsets, is_key, DV, BLOCK_DV, True)
-    q_offsets, do_offsets = tile_offsets(q, BLOCK_M, BLOCK_D, UNIT, FAR), tile_offsets(dout, BLOCK_M, BLOCK_DV, UNIT, FAR)
+    k_offsets, v_offsets = tile_offsets(k, BLOCK_N, BLOCK_D, FAR), tile_offsets(v, BLOCK_N, BLOCK_DV, FAR)
+    k_tile = load_tile(pointer_to(k, b, h_kv, k_first + n0), k_offsets, is_key, D, BLOCK_D, True)
+    v_tile = load_tile(pointer_to(v, b, h_kv, k_first + n0), v_offsets, is_key, DV, BLOCK_DV, True)
+    q_offsets, do_offsets = tile_offsets(q, BLOCK_M, BLOCK_D, FAR), tile_offsets(dout, BLOCK_M, BLOCK_DV, FAR)
     flags = (HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, alibi_slopes is not None, IS_FLOAT32)
     # Keys behind the end have rows of their own in every product, which are not stored: they only need a place to read scores from
     j = tl.minimum(j, seqlen_k - 1)
@@ -506,16 +519,17 @@ def bwd_dkdv_triton_kernel(
             end = whole if part == 0 else (cut if part == 1 else last)
             # Heads that share the keys follow each other in one loop
             num_tiles = tl.maximum(end - begin + BLOCK_M - 1, 0) // BLOCK_M
+            divisor = tl.maximum(num_tiles, 1)  # what stands before a loop is computed for an empty one too
             for step in tl.range(0 if GROUP > 1 else begin, GROUP * num_tiles if GROUP > 1 else end, 1 if GROUP > 1 else BLOCK_M):
-                h = h_kv * GROUP + step // num_tiles if GROUP > 1 else h_kv
-                m0 = tl.multiple_of(begin + step % num_tiles * BLOCK_M if GROUP > 1 else step, BLOCK_M)
+                h = h_kv * GROUP + step // divisor if GROUP > 1 else h_kv
+                m0 = tl.multiple_of(begin + step % divisor * BLOCK_M if GROUP > 1 else step, BLOCK_M)
                 place = (b, h, offset, seqlen_q, seqlen_k)
                 options = (scale, softcap, load_slope(alibi_slopes, alibi_batch, b, h), window_left, window_right)
-                q_pointer, do_pointer = pointer_to(q, b, h, q_first, UNIT), pointer_to(dout, b, h, q_first, UNIT)
+                q_pointer, do_pointer = pointer_to(q, b, h, q_first), pointer_to(dout, b, h, q_first)
                 stats = (lse_batch.to(tl.int64) * heads + h) * lse_rows + q_first
                 i = m0 + tl.arange(0, BLOCK_M)
                 is_query = (i >= low) & (i < high)
-                q_tile = load_tile(q_pointer + m0.to(tl.int64) * q.row * UNIT, q_offsets, is_query, D, BLOCK_D, part != 1)
+                q_tile = load_tile(q_pointer + row_offset(q, m0), q_offsets, is_query, D, BLOCK_D, part != 1)
                 if part != 1:
                     row_lse = tl.load(lse_log2 + stats + i, mask=is_query, other=float("inf"))
                     row_delta = tl.load(delta + stats + i, mask=is_query, other=0.0)
@@ -526,7 +540,7 @@ def bwd_dkdv_triton_kernel(
                 s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
                 s, capped = score_tile(s, i[None, :], j[:, None], bias, mask, place, options, flags, part != 1, False, False)
                 p = tl.exp2(s - row_lse[None, :])
-                do_tile = load_tile(do_pointer + m0.to(tl.int64) * dout.row * UNIT, do_offsets, is_query, DV, BLOCK_DV, part != 1)
+                do_tile = load_tile(do_pointer + row_offset(dout, m0), do_offsets, is_query, DV, BLOCK_DV, part != 1)
                 if mask is not None or bias is not None:
                     do_tile = tl.where((row_lse == float("inf"))[:, None], 0.0, do_tile)
                 # dV
@@ -546,8 +560,8 @@ def bwd_dkdv_triton_kernel(
                 # dK
                 dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision=PRECISION)
 
-    dk_offsets, dv_offsets = tile_offsets(dk, BLOCK_N, BLOCK_D, UNIT, FAR), tile_offsets(dv, BLOCK_N, BLOCK_DV, UNIT, FAR)
-    dk_pointer, dv_pointer = pointer_to(dk, b, h_kv, k_first + n0, UNIT), pointer_to(dv, b, h_kv, k_first + n0, UNIT)
+    dk_offsets, dv_offsets = tile_offsets(dk, BLOCK_N, BLOCK_D, FAR), tile_offsets(dv, BLOCK_N, BLOCK_DV, FAR)
+    dk_pointer, dv_pointer = pointer_to(dk, b, h_kv, k_first + n0), pointer_to(dv, b, h_kv, k_first + n0)
     store_tile(dk_pointer, dk_offsets, dk_tile * scale, is_key, D, BLOCK_D)
     store_tile(dv_pointer, dv_offsets, dv_tile, is_key, DV, BLOCK_DV)
 
@@ -586,7 +600,6 @@ def bwd_dq_triton_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    UNIT: tl.constexpr,
     FAR: tl.constexpr,
     IS_TOP_LEFT: tl.constexpr,
     HAS_LEFT: tl.constexpr,
@@ -618,12 +631,12 @@ def bwd_dq_triton_kernel(
     stats = (lse_batch.to(tl.int64) * heads + h) * lse_rows + q_first
     row_lse = tl.load(lse_log2 + stats + i, mask=i < seqlen_q, other=float("inf"))
     row_delta = tl.load(delta + stats + i, mask=i < seqlen_q, other=0.0)
-    q_offsets, do_offsets = tile_offsets(q, BLOCK_M, BLOCK_D, UNIT, FAR), tile_offsets(dout, BLOCK_M, BLOCK_DV, UNIT, FAR)
-    q_tile = load_tile(pointer_to(q, b, h, q_first + m0, UNIT), q_offsets, i < seqlen_q, D, BLOCK_D, True)
-    do_tile = load_tile(pointer_to(dout, b, h, q_first + m0, UNIT), do_offsets, i < seqlen_q, DV, BLOCK_DV, True)
+    q_offsets, do_offsets = tile_offsets(q, BLOCK_M, BLOCK_D, FAR), tile_offsets(dout, BLOCK_M, BLOCK_DV, FAR)
+    q_tile = load_tile(pointer_to(q, b, h, q_first + m0), q_offsets, i < seqlen_q, D, BLOCK_D, True)
+    do_tile = load_tile(pointer_to(dout, b, h, q_first + m0), do_offsets, i < seqlen_q, DV, BLOCK_DV, True)
     do_tile = tl.where((row_lse == float("inf"))[:, None], 0.0, do_tile)
-    k_pointer, v_pointer = pointer_to(k, b, h // GROUP, k_first, UNIT), pointer_to(v, b, h // GROUP, k_first, UNIT)
-    k_offsets, v_offsets = tile_offsets(k, BLOCK_N, BLOCK_D, UNIT, FAR), tile_offsets(v, BLOCK_N, BLOCK_DV, UNIT, FAR)
+    k_pointer, v_pointer = pointer_to(k, b, h // GROUP, k_first), pointer_to(v, b, h // GROUP, k_first)
+    k_offsets, v_offsets = tile_offsets(k, BLOCK_N, BLOCK_D, FAR), tile_offsets(v, BLOCK_N, BLOCK_DV, FAR)
     dq_tile = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     first, whole, cut, last = key_parts(m0, seqlen_q, seqlen_k, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
@@ -634,8 +647,8 @@ def bwd_dq_triton_kernel(
             for n0 in tl.range(begin, end, BLOCK_N):
                 n0 = tl.multiple_of(n0, BLOCK_N)
                 j = n0 + tl.arange(0, BLOCK_N)
-                k_tile = load_tile(k_pointer + n0.to(tl.int64) * k.row * UNIT, k_offsets, j < seqlen_k, D, BLOCK_D, part != 1)
-                v_tile = load_tile(v_pointer + n0.to(tl.int64) * v.row * UNIT, v_offsets, j < seqlen_k, DV, BLOCK_DV, part != 1)
+                k_tile = load_tile(k_pointer + row_offset(k, n0), k_offsets, j < seqlen_k, D, BLOCK_D, part != 1)
+                v_tile = load_tile(v_pointer + row_offset(v, n0), v_offsets, j < seqlen_k, DV, BLOCK_DV, part != 1)
                 # Rebuild P from the stored lse
                 s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                 s, capped = score_tile(s, i[:, None], j[None, :], bias, mask, place, options, flags, part != 1, True, False)
@@ -650,8 +663,8 @@ def bwd_dq_triton_kernel(
                     ds = ds * (1 - capped * capped)
                 dq_tile = tl.dot(ds.to(k_tile.dtype), k_tile, dq_tile, input_precision=PRECISION)
 
-    dq_offsets = tile_offsets(dq, BLOCK_M, BLOCK_D, UNIT, FAR)
-    store_tile(pointer_to(dq, b, h, q_first + m0, UNIT), dq_offsets, dq_tile * scale, i < seqlen_q, D, BLOCK_D)
+    dq_offsets = tile_offsets(dq, BLOCK_M, BLOCK_D, FAR)
+    store_tile(pointer_to(dq, b, h, q_first + m0), dq_offsets, dq_tile * scale, i < seqlen_q, D, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -696,7 +709,6 @@ def bwd_dbias_triton_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    UNIT: tl.constexpr,
     FAR: tl.constexpr,
     IS_TOP_LEFT: tl.constexpr,
     HAS_LEFT: tl.constexpr,
@@ -743,9 +755,9 @@ def bwd_dbias_triton_kernel(
             i = m0 + tl.arange(0, BLOCK_M)
             row_lse = tl.load(lse_log2 + stats + i, mask=i < seqlen_q, other=float("inf"))
             row_delta = tl.load(delta + stats + i, mask=i < seqlen_q, other=0.0)
-            q_offsets, do_offsets = tile_offsets(q, BLOCK_M, BLOCK_D, UNIT, FAR), tile_offsets(dout, BLOCK_M, BLOCK_DV, UNIT, FAR)
-            q_tile = load_tile(pointer_to(q, b, h, q_first + m0, UNIT), q_offsets, i < seqlen_q, D, BLOCK_D, True)
-            do_tile = load_tile(pointer_to(dout, b, h, q_first + m0, UNIT), do_offsets, i < seqlen_q, DV, BLOCK_DV, True)
+            q_offsets, do_offsets = tile_offsets(q, BLOCK_M, BLOCK_D, FAR), tile_offsets(dout, BLOCK_M, BLOCK_DV, FAR)
+            q_tile = load_tile(pointer_to(q, b, h, q_first + m0), q_offsets, i < seqlen_q, D, BLOCK_D, True)
+            do_tile = load_tile(pointer_to(dout, b, h, q_first + m0), do_offsets, i < seqlen_q, DV, BLOCK_DV, True)
             do_tile = tl.where((row_lse == float("inf"))[:, None], 0.0, do_tile)
             first, _whole, _cut, last = key_parts(
                 m0, seqlen_q, seqlen_k, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
@@ -755,9 +767,9 @@ def bwd_dbias_triton_kernel(
                 last = tl.minimum(last, (n_block + 1) * BLOCK_N)
             for n0 in tl.range(first, last, BLOCK_N):
                 j = n0 + tl.arange(0, BLOCK_N)
-                k_offsets, v_offsets = tile_offsets(k, BLOCK_N, BLOCK_D, UNIT, FAR), tile_offsets(v, BLOCK_N, BLOCK_DV, UNIT, FAR)
-                k_tile = load_tile(pointer_to(k, b, h // GROUP, k_first + n0, UNIT), k_offsets, j < seqlen_k, D, BLOCK_D, True)
-                v_tile = load_tile(pointer_to(v, b, h // GROUP, k_first + n0, UNIT), v_offsets, j < seqlen_k, DV, BLOCK_DV, True)
+                k_offsets, v_offsets = tile_offsets(k, BLOCK_N, BLOCK_D, FAR), tile_offsets(v, BLOCK_N, BLOCK_DV, FAR)
+                k_tile = load_tile(pointer_to(k, b, h // GROUP, k_first + n0), k_offsets, j < seqlen_k, D, BLOCK_D, True)
+                v_tile = load_tile(pointer_to(v, b, h // GROUP, k_first + n0), v_offsets, j < seqlen_k, DV, BLOCK_DV, True)
                 s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                 s, _ = score_tile(s, i[:, None], j[None, :], bias, mask, place, options, flags, True, True, False)
                 p = tl.exp2(s - row_lse[:, None])

@@ -30,12 +30,12 @@ MAX_SCORES = {"cpu": 1 << 16, "cuda": 1 << 20}
 class Options:
     """What a set of problems shares: everything that changes the code of a kernel."""
 
-    plain: Case  # dtype, layout, kind, memory, head dims and the like
+    plain: Case  # dtype, layout, kind, memory, head dims, axes of mask and bias, and the like
     has_backward: bool
-    has_band: bool
+    group: int  # query heads for each key head
+    band: tuple[str, bool, bool]  # causal, and whether a window ends to the left and to the right
+    is_scale_negative: bool
     has_softcap: bool
-    has_mask: bool
-    has_bias: bool
     has_dropout: bool
 
 
@@ -99,6 +99,8 @@ class Drawer:
             memory=pick.choice(("contiguous", *MEMORIES)),
             head_dim=head_dim,
             head_dim_v=head_dim if self.chance(0.7) else self.head_dim(),
+            mask=self.axes() if kind != "cache" and self.chance(0.35) else None,
+            bias=self.axes() if has_bias else None,
             is_bias_float32=has_bias and self.chance(0.4),
             alibi=pick.choice(("h", "bh")) if self.chance(0.2) else None,
             has_sinks=self.chance(0.25),
@@ -109,10 +111,10 @@ class Drawer:
         return Options(
             plain=plain,
             has_backward=has_backward,
-            has_band=self.chance(0.5),
+            group=pick.choice((1, 1, 2, 3)),
+            band=self.band() if self.chance(0.5) else ("none", False, False),
+            is_scale_negative=self.chance(0.2),
             has_softcap=self.chance(0.25),
-            has_mask=kind != "cache" and self.chance(0.35),
-            has_bias=has_bias,
             has_dropout=kind != "cache" and self.chance(0.3),
         )
 
@@ -126,7 +128,7 @@ class Drawer:
         heads_kv = pick.choice((1, 1, 2, 3))
         sizes = {
             "batch": pick.choice((1, 1, 2, 3, 4)) if self.chance(0.98) else 0,
-            "heads": heads_kv * pick.choice((1, 1, 2, 3)),
+            "heads": heads_kv * options.group,
             "heads_kv": heads_kv,
             "seqlen_q": self.length(),
             "seqlen_k": self.length(),
@@ -134,18 +136,15 @@ class Drawer:
         if plain.kind in ("padded", "cache") and self.chance(0.5):
             sizes["seqlen_q"] = pick.randint(1, 4)  # decoding
         _shrink_to(sizes, MAX_SCORES[self.device])
-        causal, window = self.band() if options.has_band else ("none", (-1, -1))
-        mask = self.axes() if options.has_mask else None
-        bias = self.axes() if options.has_bias else None
+        causal, has_left, has_right = options.band
+        # Logits of a few units: with larger ones a handful of rows is too small a sample to judge a factor of two by
+        scale = (-1 if options.is_scale_negative else 1) * pick.uniform(0.1, 2) / plain.head_dim**0.5
         changes: dict[str, Any] = {
             **sizes,
             "causal": causal,
-            "window": window,
-            # Logits of a few units: with larger ones a handful of rows is too small a sample to judge a factor of two by
-            "scale": None if self.chance(0.6) else pick.choice((-1, 1)) * pick.uniform(0.1, 2) / plain.head_dim**0.5,
+            "window": (pick.choice((0, 3, 17, 64, 100)) if has_left else -1, pick.choice((0, 5, 33)) if has_right else -1),
+            "scale": None if self.chance(0.7) and not options.is_scale_negative else scale,
             "softcap": pick.choice((2.0, 15.0, 30.0)) if options.has_softcap else 0.0,
-            "mask": mask,
-            "bias": bias,
             "dropout_p": pick.choice((0.1, 0.2, 0.5)) if options.has_dropout else 0.0,
             "has_max_lengths": self.chance(0.5),
             # Left to the backend, problems as small as these would be split until no block has a second tile
@@ -171,11 +170,11 @@ class Drawer:
             unfit.add("overflow")  # no sum comes near its largest number, and no rounding of the oracle's is smaller
         # Where all error of float32 is a rounding or two, their luck decides: of capped scores, of sums with other terms, of the stored lse
         is_float32_backward = options.has_backward and options.plain.dtype in (torch.float32, torch.float64)
-        if options.has_softcap or options.has_bias or options.plain.alibi or is_float32_backward:
+        if options.has_softcap or options.plain.bias or options.plain.alibi or is_float32_backward:
             unfit.add("huge")
-        if not (options.has_mask and options.has_bias):
+        if not (options.plain.mask and options.plain.bias):
             unfit.add("masked")
-        if not (options.has_mask and options.plain.kind == "dense"):
+        if not (options.plain.mask and options.plain.kind == "dense"):
             unfit.add("masked_keys")
         return [name for name in VALUES if name not in unfit]
 
@@ -187,12 +186,12 @@ class Drawer:
             return self.pick.randint(1, 9)
         return self.pick.choice(self.lengths) if draw < 0.7 else self.pick.randint(1, 300)
 
-    def band(self) -> tuple[str, tuple[int, int]]:
+    def band(self) -> tuple[str, bool, bool]:
         causal = self.pick.choice(("none", "bottom_right", "top_left"))
         if causal != "none" and self.chance(0.5):
-            return causal, (-1, -1)
-        left, right = self.pick.choice((-1, 0, 3, 17, 64, 100)), self.pick.choice((-1, 0, 5, 33))
-        return causal, (left, right if left >= 0 or right >= 0 else 5)
+            return causal, False, False
+        has_left, has_right = self.pick.choice(((True, True), (True, True), (True, False), (False, True)))
+        return causal, has_left, has_right
 
     def axes(self) -> str:
         return self.pick.choice(("bhqk", "hqk", "qk", "bk", "k", "q", "h", "bhq", "1"))

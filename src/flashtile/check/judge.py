@@ -6,9 +6,8 @@ give what the same keys give in plain rows, wherever the backend says that it ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +22,11 @@ from flashtile.testing import GRADS, OUTPUTS, Inputs, Result, disagreements, exp
 
 
 class DeviceLost(RuntimeError):  # noqa: N818, it is what happened
-    """The GPU takes no more work: a kernel read or wrote where it must not."""
+    """The GPU takes no more work from this process: a kernel read or wrote where it must not."""
+
+    def __init__(self, backends: str, reason: str) -> None:
+        super().__init__(reason)
+        self.backends = backends  # whose it was, with commas between if it may be any of several
 
 
 @dataclass
@@ -38,20 +41,15 @@ class Verdict:
         return [name for name, found in self.complaints.items() if found]
 
 
-class Call(NamedTuple):
-    """One call that a trial makes on a backend, beside the trial's own."""
-
-    what: str
-    inputs: Inputs
-
-
 def judge(trial: Trial, backends: Sequence[Backend], device: str) -> Verdict:
     """Runs the trial on every backend that takes it. Raises DeviceLost where nothing can be run any more."""
     try:
         return _judge(trial, backends, device)
+    except DeviceLost:
+        raise
     except Exception as error:
         if not is_alive(device):
-            raise DeviceLost(str(error)) from error
+            raise DeviceLost(",".join(backend.name for backend in backends), str(error)) from error
         raise
 
 
@@ -86,36 +84,50 @@ def _judge(trial: Trial, backends: Sequence[Backend], device: str) -> Verdict:
         except Exception as error:
             found.append(f"raised {type(error).__name__}: {error}")
             if not is_alive(device):
-                raise
+                raise DeviceLost(backend.name, str(error)) from error
     return verdict
 
 
-def warm(trial: Trial, backends: Sequence[Backend], device: str) -> None:
+def warm(trial: Trial, backend: Backend, device: str) -> None:
     """Makes every call of the trial once, so that whatever compiles, compiles now. What goes wrong shows when the trial is judged."""
-    inputs, ignored = trial.make(device), Verdict()
-    for backend in backends:
-        if not _takes(backend, inputs, trial.has_backward, ignored):
-            continue
-        for call in [Call("trial", inputs), *_companions(trial, inputs)]:
-            has_backward = trial.has_backward and call.what == "trial"
-            # Below autograd, whose backward passes of one device all run in one thread
-            args = _for(backend, call.inputs.args)._replace(
-                needs_grad=has_backward, needs_bias_grad=has_backward and call.inputs.args.bias is not None
-            )
-            with torch.no_grad():
-                out, lse = ops.forward(*args)
-                if has_backward:
-                    needs = GradNeeds(True, True, True, args.bias is not None, args.sinks is not None)
-                    ops.backward(call.inputs.dout, call.inputs.dlse, *args, out, lse, list(needs))
+    for args, call, has_backward in _calls(trial, backend, device):
+        # Below autograd, whose backward passes of one device all run in one thread
+        with torch.no_grad():
+            out, lse = ops.forward(*args)
+            if has_backward:
+                ops.backward(call.dout, call.dlse, *args, out, lse, list(_needs(args)))
 
 
-def _companions(trial: Trial, inputs: Inputs) -> Iterator[Call]:
+def compile_jobs(trial: Trial, backend: Backend, device: str) -> dict[Hashable, Callable[[], None]]:
+    """What the calls of the trial would wait for, as jobs for other processes."""
+    jobs: dict[Hashable, Callable[[], None]] = {}
+    for args, call, has_backward in _calls(trial, backend, device):
+        grads = ops.empty_grads(args, _needs(args)) if has_backward else None
+        jobs |= backend.compile_jobs(args, call.dout, call.dlse, *ops.empty_outputs(args), grads)
+    return jobs
+
+
+def _calls(trial: Trial, backend: Backend, device: str) -> Iterator[tuple[AttentionArgs, Inputs, bool]]:
+    """Those that judging the trial makes on a backend, if that takes it; the last says whether a backward pass follows."""
+    inputs = trial.make(device)
+    if not _takes(backend, inputs, trial.has_backward, Verdict()):
+        return
+    for call in (inputs, *_companions(trial, inputs)):
+        has_backward = trial.has_backward and call is inputs
+        needs_bias_grad = has_backward and call.args.bias is not None
+        yield _for(backend, call.args)._replace(needs_grad=has_backward, needs_bias_grad=needs_bias_grad), call, has_backward
+
+
+def _needs(args: AttentionArgs) -> GradNeeds:
+    return GradNeeds(True, True, True, args.bias is not None, args.sinks is not None)
+
+
+def _companions(trial: Trial, inputs: Inputs) -> Iterator[Inputs]:
+    """The calls that a trial makes beside its own."""
     if trial.case.dropout_p > 0.0:
-        yield Call("dropout", dropout_probe(inputs, trial.seed))
+        yield dropout_probe(inputs, trial.seed)
     if trial.case.kind in ("paged", "cache"):
-        pages, rows = paged_and_plain(inputs)
-        yield Call("pages", pages)
-        yield Call("rows", rows)
+        yield from paged_and_plain(inputs)
 
 
 def _for(backend: Backend, args: AttentionArgs) -> AttentionArgs:
@@ -143,7 +155,7 @@ def _poison(inputs: Inputs, has_backward: bool) -> None:
     """NaN into the memory that the results will most likely be given: what a backend leaves unwritten is seen."""
     blocks = list(ops.empty_outputs(inputs.args))
     if has_backward:
-        grads = ops.empty_grads(inputs.args, GradNeeds(True, True, True, inputs.args.bias is not None, inputs.args.sinks is not None))
+        grads = ops.empty_grads(inputs.args, _needs(inputs.args))
         blocks += [grad for grad in grads if grad is not None]
     for block in blocks:
         block.fill_(torch.nan)

@@ -1,6 +1,7 @@
 """A whole check: draw, compile ahead, judge, shrink what fails, count.
 
 Problems are small, so Python takes most of the time: with `jobs`, processes of their own judge them, while this one compiles for the next.
+Kernels of backends that have jobs for compilers are compiled by processes too, as many as there are cores.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ import torch
 from flashtile.backends import registry
 from flashtile.backends.base import Backend
 from flashtile.check.draw import Drawer, most_different
-from flashtile.check.judge import DeviceLost, judge, warm
+from flashtile.check.judge import DeviceLost, compile_jobs, is_alive, judge, warm
 from flashtile.check.shrink import shrink
 from flashtile.check.trial import Trial
 
@@ -141,13 +142,18 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
         report.add(batch)
         progress("", report.num_problems)
 
-    with _fresh_memory(settings.device), _judges(settings) as submit, _interruptible(report):
+    with _fresh_memory(settings.device), _judges(settings) as submit, _compilers(settings) as start_compiling, _interruptible(report):
         # Time counts from when all processes are there
         deadline = None if settings.seconds is None else time.monotonic() + settings.seconds
         pending = set[Future[Report]]()
-        while not is_over() and (chunk := list(itertools.islice(remaining, settings.chunk))):
+        # One chunk is compiled for ahead of that which is waited for, so that no process is without work
+        chunk = list(itertools.islice(remaining, settings.chunk))
+        compiling = start_compiling(chunk)
+        while not is_over() and chunk:
             compile_start = time.monotonic()
-            _compile(chunk, settings, lambda: progress("compiling", report.num_problems))
+            following = list(itertools.islice(remaining, settings.chunk))
+            compiling_next = start_compiling(following)
+            _compile(chunk, settings, compiling, lambda: progress("compiling", report.num_problems))
             report.compile_s += time.monotonic() - compile_start
             for batch in _batches(chunk, _BATCH if settings.jobs > 1 else 1):
                 if is_over():
@@ -158,6 +164,7 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
                     done, pending = wait(pending, return_when=FIRST_COMPLETED)
                     for future in done:
                         take(future.result())
+            chunk, compiling = following, compiling_next
         for future in pending:
             take(future.result())
     report.total_s = time.monotonic() - start
@@ -179,8 +186,10 @@ def _interruptible(report: Report) -> Iterator[None]:
 
 
 def judge_all(trials: Sequence[Trial], settings: Settings, deadline: float | None = None) -> Report:
-    """Judges trials one after the other."""
+    """Judges trials one after the other; none in a process that lost the GPU."""
     report = Report()
+    if trials and not is_alive(settings.device):
+        return report
     with _fresh_memory(settings.device):
         for trial in trials:
             if report.lost or (deadline is not None and time.monotonic() > deadline):
@@ -197,8 +206,7 @@ def _judge(trial: Trial, settings: Settings, report: Report) -> None:
         verdict = judge(trial, settings.backends, settings.device)
     except DeviceLost as error:
         report.lost = str(error)
-        names = ",".join(backend.name for backend in settings.backends)
-        report.failures.append(Failure(names, (report.lost,), trial, trial, (report.lost,)))
+        report.failures.append(Failure(error.backends, (report.lost,), trial, trial, (report.lost,)))
         return
     for name, reason in verdict.refusals.items():
         report.refused.setdefault(name, Counter())[reason] += 1
@@ -252,27 +260,48 @@ def _judges(settings: Settings) -> Iterator[Callable[[Sequence[Trial], float | N
 
 
 @contextmanager
-def processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """Fresh processes, since a GPU's context cannot be forked; those not done are dropped at the end."""
+def processes(jobs: int, is_ready: bool = True) -> Iterator[ProcessPoolExecutor]:
+    """Fresh processes, since a GPU's context cannot be forked; those not done are dropped at the end. is_ready: all have started."""
     # An interrupt is for this process, which ends the others
     ignore = (signal.SIGINT, signal.SIG_IGN)
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=signal.signal, initargs=ignore)
     try:
-        wait([pool.submit(judge_all, (), _NOTHING) for _ in range(jobs)])
+        if is_ready:
+            wait([pool.submit(judge_all, (), _NOTHING) for _ in range(jobs)])
         yield pool
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _compile(trials: Sequence[Trial], settings: Settings, tick: Callable[[], None]) -> None:
-    """Makes calls once on backends that compile, in as many threads as there are cores. What is left compiles when it is judged."""
-    compiled = [backend for backend in settings.backends if backend.is_compiled]
-    if not compiled:
-        return
+@contextmanager
+def _compilers(settings: Settings) -> Iterator[Callable[[Sequence[Trial]], list[Future[None]]]]:
+    """Starts to compile for trials in processes of their own, each kernel once."""
+    backends = [backend for backend in settings.backends if backend.has_compile_jobs]
+    started = set[Hashable]()
+    with processes(os.cpu_count() or 1, is_ready=False) as pool:
+
+        def start(trials: Sequence[Trial]) -> list[Future[None]]:
+            jobs: dict[Hashable, Callable[[], None]] = {}
+            for trial, backend in itertools.product(trials, backends):
+                with suppress(Exception):  # shown when the trial is judged
+                    jobs |= compile_jobs(trial, backend, settings.device)
+            new = {kernel: job for kernel, job in jobs.items() if kernel not in started}
+            started.update(new)
+            return [pool.submit(job) for job in new.values()]
+
+        yield start
+
+
+def _compile(trials: Sequence[Trial], settings: Settings, compiling: Sequence[Future[None]], tick: Callable[[], None]) -> None:
+    """Makes calls once on the other backends that compile, in as many threads as there are cores, and waits for those that compile already.
+
+    What is left compiles when it is judged.
+    """
+    called = [backend for backend in settings.backends if backend.is_compiled and not backend.has_compile_jobs]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = [pool.submit(warm, trial, [backend], settings.device) for trial in most_different(trials) for backend in compiled]
+        jobs = [pool.submit(warm, trial, backend, settings.device) for trial in most_different(trials) for backend in called]
         try:
-            for job in jobs:
+            for job in (*jobs, *compiling):
                 with suppress(Exception):  # shown when the trial is judged
                     job.result()
                 tick()

@@ -33,8 +33,8 @@ FOUND, NOTHING_CHECKED = 1, 2
 _FILE_WIDTH = 200
 _DEFAULT_PROBLEMS = 200
 _MUTANT_PROBLEMS = 400
-_GPU_JOBS = 6
-_REUSE = 25  # problems to a set of options, where a new set costs a compiler's time
+_GPU_JOBS = 8
+_NUM_SETS, _MIN_REUSE, _REUSE = 40, 10, 25  # sets of options, where a new one costs a compiler's time; problems to a set
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         problems=options.problems if has_limit else _DEFAULT_PROBLEMS if options.mutate is None else _MUTANT_PROBLEMS,
         seconds=options.seconds,
         direction=options.direction,
-        reuse=_REUSE if any(backend.is_compiled for backend in backends) else 1,
+        reuse=_reuse(options.problems if has_limit else _DEFAULT_PROBLEMS) if any(backend.is_compiled for backend in backends) else 1,
         jobs=_default_jobs(where) if options.jobs is None else options.jobs,
     )
     trial = None if options.case is None else Trial.parse(options.case)
@@ -118,19 +118,22 @@ class Command:
 
     def hunt(self, faults: Sequence[Mutation]) -> int:
         """Each fault planted, until a problem shows it."""
-        hunts = list[Hunt]()
+        hunts, is_interrupted = list[Hunt](), False
         with self._progress(len(faults)) as (progress, task):
-            for found in hunt(faults, self.settings):
-                hunts.append(found)
-                progress.update(task, advance=1, description=found.mutation.name)
+            try:
+                for found in hunt(faults, self.settings):
+                    hunts.append(found)
+                    progress.update(task, advance=1, description=found.mutation.name)
+            except KeyboardInterrupt:
+                is_interrupted = True
         hunts.sort(key=lambda found: faults.index(found.mutation))
         self.console.print(_hunts(hunts))
         missed = [found.mutation.name for found in hunts if not found.is_found]
         self.console.print(
-            f"{len(hunts) - len(missed)} of {len(hunts)} faults found" + (f"; missed: {', '.join(missed)}" if missed else "")
+            f"{len(hunts) - len(missed)} of {len(faults)} faults found" + (f"; missed: {', '.join(missed)}" if missed else "")
         )
         self._keep("mutations.json", {"seed": self.settings.seed, "mutations": [found.as_dict() for found in hunts]})
-        return FOUND if missed else 0
+        return INTERRUPTED if is_interrupted else FOUND if missed else 0
 
     def _show_failures(self, report: Report) -> None:
         for failure in report.failures:
@@ -187,6 +190,11 @@ def _backends(names: str | None, device: str, has_fault: bool) -> list[Backend]:
     if not chosen:
         raise value_error("--backends", repr(names), f"names of {', '.join(known.name for known in here)}, separated by commas")
     return chosen
+
+
+def _reuse(problems: int | None) -> int:
+    """How many problems share a set of options."""
+    return _REUSE if problems is None else max(_MIN_REUSE, problems // _NUM_SETS)
 
 
 def _default_jobs(device: str) -> int:

@@ -68,7 +68,7 @@ def check(
     backends: Annotated[str | None, typer.Option(help="Names, separated by commas. Default: all for the device.")] = None,
     direction: Annotated[str, typer.Option("--pass", help="forward, backward or both.")] = "both",
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
-    jobs: Annotated[int | None, typer.Option(help="Processes that judge. Default: 1, on a GPU up to 6.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Processes that judge. Default: 1, on a GPU up to 8.")] = None,
     case: Annotated[str | None, typer.Option(help="One problem, as a failure shows it, instead of drawn ones.")] = None,
     mutate: Annotated[str | None, typer.Option(help="all, or names: break the kernels on purpose and see that it is noticed.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write check.json or mutations.json into.")] = None,

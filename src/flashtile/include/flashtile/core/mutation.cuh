@@ -17,7 +17,15 @@ namespace flashtile {
 
 enum class Mutation {
   none,
-  // Found by `flashtile check`
+  // Found by `flashtile check`: in the Hopper forward, where it has its own way to do something
+  hopper_rescale,      // the output is not scaled down when the maximum rises
+  hopper_stale_max,    // the maximum stays that of the first tile
+  hopper_last_tile,    // the last tile of keys is left out
+  hopper_mask_offset,  // causal and window masks one key to the right
+  hopper_tail,         // rows of V behind the last key are not cleared
+  hopper_gqa_head,     // query heads take key heads in turn instead of in groups
+  hopper_dropout,      // two of four words of dropout bits are swapped
+  // and in the other kernels, or in what all share
   skip_rescale,        // the output and the sum are not scaled down when the maximum rises
   stale_max,           // the maximum stays that of the first tile: right until an exponential overflows
   score_base,          // scores in base e under exponentials in base 2
@@ -49,6 +57,9 @@ enum class Mutation {
   out_of_bounds,       // memcheck: a float is written behind the end of lse
   uninitialised,       // initcheck: delta is read where nobody wrote it
   divergent_barrier,   // synccheck: half of the threads go to a barrier
+  hopper_out_of_bounds,  // memcheck: a float is written behind the end of lse
+  hopper_race,           // racecheck: the order of tiles is written while others read it
+  hopper_uninitialised,  // initcheck: lse is read before it is written
 };
 
 FT_DEVICE constexpr bool mutates(Mutation fault) { return fault == Mutation::FT_MUTATION; }

@@ -16,6 +16,7 @@
 #include "flashtile/attn/merge.cuh"
 #include "flashtile/attn/scheduler.cuh"
 #include "flashtile/attn/score_mod.cuh"
+#include "flashtile/core/mutation.cuh"
 #include "flashtile/ptx/tma.cuh"
 #include "flashtile/ptx/wgmma.cuh"
 #include "flashtile/tile/fragment.cuh"
@@ -55,6 +56,7 @@ struct FwdSm90Work {
     Range keys = key_range<Mask>(p, s, i_begin, min_of(i_begin + Packing::block_queries(p), s.seqlen_q));
     n_begin = keys.begin / kBlockN;
     n_end = ceil_div(keys.end, kBlockN);
+    if constexpr (mutates(Mutation::hopper_last_tile)) n_end = n_end - 1 > n_begin ? n_end - 1 : n_end;
     if (p.num_splits > 1) {
       i32 share = ceil_div(max_of(n_end - n_begin, 0), p.num_splits);
       n_begin += tile.split * share;
@@ -152,6 +154,7 @@ struct FwdSm90 {
         if (!work.has_queries()) continue;
       }
       i32 kv_head = Config::kPacksHeads ? work.tile.head : work.tile.head / (p.heads / p.heads_kv), k_row = static_cast<i32>(work.s.k_row);
+      if constexpr (mutates(Mutation::hopper_gqa_head)) kv_head = work.tile.head % p.heads_kv;
       auto load_k = [&](i32 n) {
         u32 stage = Stages::stage(num_k);
         mbarrier_wait(shared.empty_k[stage], Stages::phase(num_k) ^ 1);
@@ -265,6 +268,7 @@ struct FwdSm90 {
       i32 j_first = j_begin + fragment_column();
       Range seen = key_range<Mask>(p, work.s, i, i + 1);
       i32 low = seen.begin - j_first, high = seen.end - j_first;
+      if constexpr (mutates(Mutation::hopper_mask_offset)) if (Mask::kHasBand) high += 1;
 #pragma unroll
       for (i32 b = 0; b < kBlockN / 8; ++b) {
 #pragma unroll
@@ -305,6 +309,7 @@ struct FwdSm90 {
       if constexpr (!kIsFirst) m_new[r] = fmaxf(softmax.m[r], m_new[r]);
     }
     softmax.is_raised = true;
+    if constexpr (mutates(Mutation::hopper_stale_max)) if (!kIsFirst) m_new[0] = softmax.m[0], m_new[1] = softmax.m[1];
     if constexpr (Config::kScalesLazily && !kIsFirst) {
       // Keep the old maxima as long as they will do for every row of the warp
       bool is_far = (m_new[0] - softmax.m[0]) * factor > kSlack || (m_new[1] - softmax.m[1]) * factor > kSlack;
@@ -339,6 +344,7 @@ struct FwdSm90 {
 
   FT_DEVICE static void rescale(const Softmax& softmax, float (&rO)[kOutputs]) {
     if (!softmax.is_raised) return;
+    if constexpr (mutates(Mutation::hopper_rescale)) return;
 #pragma unroll
     for (i32 x = 0; x < kOutputs; ++x) rO[x] *= softmax.alpha[x / 2 % 2];
   }
@@ -356,6 +362,7 @@ struct FwdSm90 {
           // Each lane of a quad draws the four words of one group of 8 columns; word t belongs to lane t
           uint4 drawn = bits.words(rows.i[r], j_begin / 8 + b + threadIdx.x % 4);
           u32 words[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
+          if constexpr (mutates(Mutation::hopper_dropout)) words[0] = drawn.y, words[1] = drawn.x;
           quad_transpose(words);
 #pragma unroll
           for (i32 g = 0; g < 4; ++g) {
@@ -371,6 +378,7 @@ struct FwdSm90 {
 
   // Zeros the rows of V behind the last key: what lies there belongs to others, and 0 times it need not be 0.
   FT_DEVICE static void clear_tail(T* sV, i32 num_rows, i32 group) {
+    if constexpr (mutates(Mutation::hopper_tail)) num_rows = kBlockN;
     for (i32 slab = 0; slab < Config::kSlabsV; ++slab) {
       uint4* rows = reinterpret_cast<uint4*>(sV + slab * kBlockN * 64);
       for (i32 x = num_rows * 8 + threadIdx.x % 128; x < kBlockN * 8; x += 128) rows[x] = make_uint4(0, 0, 0, 0);
@@ -541,6 +549,8 @@ struct FwdSm90 {
       norm[r] = is_part ? 1.0f : l == 0.0f ? 0.0f : alpha / l;
       i64 stat = work.s.stat_row + head * p.lse_head_stride + i;
       part[r] = work.tile.split * p.lse_size + stat;
+      if constexpr (mutates(Mutation::hopper_uninitialised)) if (i < work.s.seqlen_q) l += p.lse[stat] == 1.5f ? 1.0f : 0.0f;
+      if constexpr (mutates(Mutation::hopper_out_of_bounds)) p.lse[p.lse_size] = 0.0f;
       if (i < work.s.seqlen_q && threadIdx.x % 4 == 0) store_stats(p, is_part, part[r], stat, m_new, l);
     }
     if constexpr (kStoresByTma) {
@@ -625,6 +635,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_sm90_kernel(const 
     shared.tile_order.init(params.base, FwdSm90Packing<Config>::block_queries(params.base));
   }
   __syncthreads();
+  if constexpr (mutates(Mutation::hopper_race)) if (threadIdx.x == 0) shared.tile_order.init(params.base, FwdSm90Packing<Config>::block_queries(params.base));
 
   i32 group = uniform(threadIdx.x / 128);
   if (group == Config::kNumConsumers) {
