@@ -336,7 +336,7 @@ def test_a_plan_that_is_not_whole_is_refused(recorder: Recorder) -> None:
     values = executor.evaluate(launch.plan, launch.given, launch.scalars, launch.splits)
     numbers, _ = native.flat(launch, values, module.TENSORS, module.SCALARS)
     native.learn(native.FORWARD, tuple(args), launch)
-    for wrong in (numbers[:-1], [*numbers, 0], [*numbers[:3], 99, *numbers[4:]]):
+    for wrong in (numbers[:-1], [*numbers, 0], [*numbers[:4], 99, *numbers[5:]]):
         with pytest.raises(ValueError, match="a plan"):
             module.learn(native.FORWARD, tuple(args), array("q", wrong).tobytes(), launch.plan.image, "a\nb\n")
 

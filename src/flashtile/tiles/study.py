@@ -42,7 +42,7 @@ _SIMT_TILES = {
 _SM90_TILES = {
     64: (
         (128, 64, True, False), (128, 128, True, False), (128, 192, True, False), (192, 96, True, False), (192, 128, True, False),
-        (192, 128, True, True), (192, 128, False, False), (192, 160, True, False), (256, 64, True, False),
+        (192, 128, True, True), (192, 128, False, False), (192, 160, True, False),
     ),
     128: (
         (128, 64, True, False), (128, 96, True, False), (128, 128, True, False), (128, 128, True, True), (128, 160, True, False),
@@ -223,13 +223,13 @@ def _build(trial: Trial, point: Point, inputs: Inputs) -> Attend:
     reason = trial.why_not(arch)
     if reason is not None:
         raise unsupported("tile", reason, "one that fits")
-    num_multiprocessors = torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
+    splits = executor.Splits(1, torch.cuda.get_device_properties(inputs.q.device).multi_processor_count)
     plan = cuda.row_plan(row, *_call(point, inputs.q, inputs.k, inputs.v))
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         args, out, lse = _call(point, q, k, v)
         given = tensors_of(args) | {"out": out, "lse": lse}
-        executor.execute(plan, given, scalars_of(args), executor.Splits(1, num_multiprocessors), arch.name)
+        executor.execute(executor.Launch(plan, given, scalars_of(args), splits, arch.name))
         return out
 
     return Attend(call, detail=f"tile {trial.name}")
