@@ -31,6 +31,7 @@ from flashtile.runtime import cache, driver, extension
 from flashtile.testing import GRADS, Case
 
 NUM_MULTIPROCESSORS = (132, 16, 4, 132)  # of the GPU that is pretended; with few, grids of few tiles are large
+MAP_ADDRESS = 88  # where fake_cuda.c puts the address into a tensor map
 NUMBERS = 10  # of a launch, before its parameters
 
 
@@ -136,12 +137,13 @@ def differences(launch: Launch, one: Done, other: Done, names: tuple[str, ...]) 
                 found.append(f"{name}: not zeros")
     if [numbers for numbers, _ in one.launches] != [numbers for numbers, _ in other.launches]:
         return [*found, f"launches {[x for x, _ in one.launches]} and {[x for x, _ in other.launches]}"]
-    pointers = {patch.rule.name: patch.offset for patch in launch.plan.patches if isinstance(patch.rule, plans.Pointer)}
+    pointers = [(patch.rule.name, patch.offset) for patch in launch.plan.patches if isinstance(patch.rule, plans.Pointer)]
+    pointers += [(patch.tensor, patch.offset + MAP_ADDRESS) for patch in launch.plan.maps]
     workspaces = {workspace.name for workspace in launch.plan.workspaces}
     scratch = {operand.name for operand in launch.plan.operands if operand.like is not None}
     for (_, a), (_, b) in zip(one.launches, other.launches, strict=True):
         bases = None
-        for name, offset in pointers.items():
+        for name, offset in pointers:
             x, y = (int.from_bytes(image[offset : offset + 8], "little") for image in (a, b))
             if name in workspaces:
                 is_same = (x == 0) == (y == 0) and (bases is None or x == 0 or x - bases[0] == y - bases[1])
@@ -242,6 +244,11 @@ VARIATIONS: list[dict[str, Any]] = [
     {"deterministic": True},
     {"batch": 3, "heads": 6, "seqlen_q": 300, "seqlen_k": 40},
     {"batch": 3, "heads": 6, "heads_kv": 3, "seqlen_q": 1000, "seqlen_k": 30},
+    # Classes of lengths: tiles of 192 rows with a map of out, tiles of 128; heads in one tile, heads in their own
+    *({"head_dim": 128, "head_dim_v": 128, "seqlen_q": length} for length in (192, 128, 384, 200)),
+    *({"heads": 8, "heads_kv": 2, "seqlen_q": length} for length in (3, 600, 16)),
+    {"heads": 8, "heads_kv": 4, "seqlen_q": 3},
+    {"heads": 8, "heads_kv": 2, "seqlen_q": 3, "memory": "expanded"},
 ]
 
 

@@ -118,23 +118,26 @@ class Result:
 _PASSES = (None, ("dq", "dk", "dv"), ("dbias",))  # forward, and the gradients of a backward pass
 
 
-def plain_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = table.DTYPES, head_dims: Sequence[int] = table.HEAD_DIMS) -> list[Job]:
-    """Every kernel without any option. One that exists only with an option comes with that option alone."""
+def plain_jobs(
+    archs: Iterable[Arch],
+    dtypes: Sequence[str] = table.DTYPES,
+    head_dims: Sequence[int] = table.HEAD_DIMS,
+    has_band: bool = False,
+) -> list[Job]:
+    """Every kernel without any option, or causal. One that exists only with an option comes with that option alone."""
     keys, appends = [], []
     for arch, dtype, head_dim in itertools.product(archs, dtypes, head_dims):
-        forward = PlanKey(dtype, dtype, head_dim, head_dim, Features(), arch)
+        forward = PlanKey(dtype, dtype, head_dim, head_dim, Features(has_band=has_band), arch)
         backward = dataclasses.replace(forward, grads=("dq", "dk", "dv", "dsinks"))
         keys += [forward, *(dataclasses.replace(forward, **bucket) for bucket in _BUCKETS), backward]
-        keys.append(dataclasses.replace(forward, features=Features(bias_dtype=dtype), grads=("dbias",)))
+        keys.append(dataclasses.replace(forward, features=Features(has_band=has_band, bias_dtype=dtype), grads=("dbias",)))
         appends += [(append.kernel(dtype, angle_dtype), forward) for angle_dtype in dict.fromkeys((dtype, "float32"))]
     return [*_jobs(keys), *_once(Job(step, key) for step, key in appends)]
 
 
-def embedded_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = table.DTYPES, head_dims: Sequence[int] = table.HEAD_DIMS) -> list[Job]:
+def embedded_jobs(archs: Sequence[Arch], dtypes: Sequence[str] = table.DTYPES, head_dims: Sequence[int] = table.HEAD_DIMS) -> list[Job]:
     """The kernels that come with a package: those without an option, and causal ones."""
-    plain = plain_jobs(archs, dtypes, head_dims)
-    causal = [dataclasses.replace(job.key, features=dataclasses.replace(job.key.features, has_band=True)) for job in plain]
-    return _once([*plain, *_jobs(causal)])
+    return _once(job for has_band in (False, True) for job in plain_jobs(archs, dtypes, head_dims, has_band))
 
 
 def covering_jobs(
