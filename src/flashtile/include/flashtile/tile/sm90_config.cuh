@@ -25,8 +25,8 @@ struct Sm90Config {
   static constexpr i32 kNumConsumers = kBlockM / 64;  // warpgroups
   static constexpr i32 kNumThreads = 128 * (kNumConsumers + 1);
   // What setmaxnreg hands out of the 65536 registers
-  static constexpr i32 kProducerRegisters = kNumConsumers == 3 ? 32 : 40;
-  static constexpr i32 kConsumerRegisters = kNumConsumers == 3 ? 160 : 232;
+  static constexpr i32 kProducerRegisters = kNumConsumers == 3 ? 32 : kNumConsumers == 2 ? 40 : 64;
+  static constexpr i32 kConsumerRegisters = kNumConsumers == 3 ? 160 : kNumConsumers == 2 ? 232 : 248;
   // More than the block was launched with would wait forever
   static_assert(kNumConsumers * kConsumerRegisters + kProducerRegisters <= 65536 / kNumThreads / 8 * 8 * (kNumConsumers + 1));
   // Tiles lie in slabs of 64 columns; the last one may be padded
