@@ -24,7 +24,7 @@ from flashtile.tiles import figures, study, tables
 from flashtile.tiles.rows import TileRow
 from flashtile.tiles.study import Family, Trial
 
-_BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S = 0.15, 6.0, 150.0
+_BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S = 0.05, 6.0, 150.0
 
 
 def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
