@@ -120,8 +120,9 @@ _SM90_PACKED = {
 # By padded head_dim and head_dim_v; the first that takes a call is chosen. Measured on an NVIDIA H200: docs/sm90.md.
 _SM90_TILES: dict[tuple[int, int], tuple[Sm90Tile, ...]] = {
     (64, 64): (Sm90Tile(192, 128, max_options=0), Sm90Tile(128, 128)),
-    (96, 96): (Sm90Tile(128, 128)),
+    (96, 96): (Sm90Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0), Sm90Tile(128, 128)),
     (128, 128): (
+        Sm90Tile(192, 128, scales_lazily=True, stores_p=True, takes_band=False, takes_ragged=False, max_options=0),
         Sm90Tile(128, 128),
     ),
     (192, 128): (Sm90Tile(128, 128),),
