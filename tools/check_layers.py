@@ -22,10 +22,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("facades",),
     ("__init__",),
     ("testing",),
-    ("bench", "profile", "integrations", "distributed"),
+    ("bench", "check", "profile", "integrations", "distributed"),
     ("ladder",),
     ("tiles",),
-    ("check",),
     ("cli",),
     ("__main__",),
 )

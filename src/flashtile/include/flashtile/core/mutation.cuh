@@ -1,5 +1,5 @@
 // Faults on purpose. A checker that was never seen to fail proves nothing, so test builds break one thing at a time: a unit that begins with
-// `#define FT_MUTATION skip_rescale` has that fault, any other unit has none. Python reads the list below (kernels/source.py).
+// `#define FT_MUTATION skip_rescale` has that fault, any other unit has none. Python reads the list below (kernels/mutation.py).
 //
 // In the kernels a fault is a line of its own, in one of two forms:
 //   if constexpr (mutates(Mutation::name)) something wrong;            without faults the line is not there
