@@ -58,22 +58,22 @@ def part(name: str, page: Path, results: Path) -> str:
     if kind in ladder_tables.KINDS:
         rows = read(path, Row)
         kernels = read(path.with_name(path.name.replace("ladder_", "ladder_kernels_")), RungRow)
-        ladder_table = ladder_tables.of(rows, kernels, kind)
-        return f"{ladder_table.title}:\n\n{ladder_table.markdown()}\n\n{origin(rows[0].env)}"
+        return titled(ladder_tables.of(rows, kernels, kind), rows[0].env)
     if kind == "hbm":
         hbm_rows = read(path, HbmRow)
-        hbm_table = ladder_tables.hbm_table(hbm_rows)
-        return f"{hbm_table.title}:\n\n{hbm_table.markdown()}\n\n{origin(hbm_rows[0].env)}"
+        return titled(ladder_tables.hbm_table(hbm_rows), hbm_rows[0].env)
     if kind == "tiles":
         tile_rows = read(path, TileRow)
-        tile_table = tile_tables.study_table(tile_rows)
-        return f"{tile_table.title}:\n\n{tile_table.markdown()}\n\n{origin(tile_rows[0].env)}"
+        return titled(tile_tables.study_table(tile_rows), tile_rows[0].env)
     if kind == "overhead":
         overhead_rows = read(path, OverheadRow)
         return f"{tables.overhead_table(overhead_rows).markdown()}\n\n{origin(overhead_rows[0].env)}"
     rows = read(path, Row)
-    table = tables.of(rows, kind or "latency")
-    return f"{table.title}:\n\n{table.markdown()}\n\n{origin(rows[0].env)}"
+    return titled(tables.of(rows, kind or "latency"), rows[0].env)
+
+
+def titled(table: tables.Table, env: Environment) -> str:
+    return f"{table.title}:\n\n{table.markdown()}\n\n{origin(env)}"
 
 
 def record(path: Path) -> str:
