@@ -601,6 +601,24 @@ def test_whoever_listens_hears_the_op(served: list[str]) -> None:
     assert isinstance(native.attend(tuple(AttentionArgs(q, k, v)), True), tuple)
 
 
+def test_tensors_whose_memory_does_not_hold_their_values_are_left_to_python(served: list[str]) -> None:
+    q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    bias, dout, lse = torch.randn(1, 2, 8, 8), torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8)
+    args, needs = AttentionArgs(q, k, v, bias), (True,) * 5
+    imaginary = torch.randn(1, 2, 8, 8, dtype=torch.complex64).conj().imag  # a negation that is yet to be done
+    zeros = torch._efficientzerotensor(1, 2, 8, 16)  # without memory
+    with torch.no_grad():
+        ops._forward(*args)
+        ops._backward(dout, None, *args, q, lse, needs)
+        count = len(served)
+        assert native.attend(tuple(args._replace(bias=imaginary.resolve_neg())), True)
+        assert native.backward((dout, None, args, q, lse, needs))
+        for wrong in (args._replace(bias=imaginary), args._replace(q=zeros), args._replace(v=zeros)):
+            assert native.attend(tuple(wrong), True) is None
+        assert native.backward((zeros, None, args, q, lse, needs)) is None
+    assert len(served) == count
+
+
 def test_tracing_goes_through_the_op(served: list[str]) -> None:
     q, k, v = make(2, 4, 16, 64)
     flashtile.attention(q, k, v)
