@@ -336,6 +336,18 @@ def test_appends_are_launched_alike(rotary: torch.dtype | None, is_paged: bool, 
     assert extension.executor().num_plans() == 1
 
 
+def test_angles_of_two_dtypes_are_read_as_one(recorder: Recorder) -> None:
+    cache, new = torch.zeros(1, 16, 2, 64, dtype=torch.bfloat16), torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16)
+    angles, lengths = torch.rand(50, 8), torch.zeros(1, dtype=torch.int32)
+    for cos, sin in ((angles, angles.bfloat16()), (angles.bfloat16(), angles)):
+        args = AppendArgs(cache, cache, new, new, lengths, None, cos, sin, True, "bshd")
+        launch = cuda.append_launch(args)
+        tensors = executor.prepare(launch.plan, launch.given)
+        assert tensors["rotary_cos"].dtype == tensors["rotary_sin"].dtype == torch.float32
+        assert "float>" in launch.plan.steps[0].entry  # type: ignore[union-attr]
+        assert by_cpp(recorder, native.APPEND, args, launch) is None
+
+
 def test_a_plan_that_is_not_whole_is_refused(recorder: Recorder) -> None:
     args = PLAIN.make(0).args
     launch = cuda.forward_launch(args, *ops.empty_outputs(args))
@@ -454,6 +466,22 @@ def test_an_append_is_launched_once(served: list[str], recorder: Recorder) -> No
         ops._append_kv(*caches, *new, torch.zeros(3, dtype=torch.int32), None, None, None, True, "bshd")
         assert len(recorder.launches()) == 1
         assert len(served) == 1, turn
+
+
+def test_an_append_to_caches_that_differ_is_refused(served: list[str], recorder: Recorder) -> None:
+    cache, new, lengths = torch.zeros(3, 16, 2, 64), torch.randn(3, 1, 2, 64), torch.zeros(3, dtype=torch.int32)
+    table_of_pages = torch.zeros(3, 1, dtype=torch.int32)
+    wrong = [(cache[:, :15], new, None), (cache[:, :, :1], new[:, :, :1], None), (cache[:2], new, table_of_pages)]
+    for _ in range(2):
+        for v_cache, v, pages in wrong:
+            recorder.reset(0)
+            with pytest.raises(ValueError, match="v_cache: got shape"):
+                ops._append_kv(cache, v_cache, new, v, lengths, pages, None, None, True, "bshd")
+            assert recorder.launches() == []
+        with pytest.raises(TypeError, match="v_cache: got float16; accepted: float32, as k_cache"):
+            ops._append_kv(cache, cache.half(), new, new.half(), lengths, None, None, None, True, "bshd")
+        for pages in (None, table_of_pages):
+            ops._append_kv(cache, cache.clone(), new, new, lengths, pages, None, None, True, "bshd")
 
 
 def test_a_backward_pass_that_is_differentiated_is_left_to_python(served: list[str]) -> None:
