@@ -266,6 +266,21 @@ def test_calls_that_differ_in_one_thing(recorder: Recorder) -> None:
             assert differences(launch, one, other, ("out", "lse")) == [], changes
 
 
+def test_options_that_a_case_gives_together(recorder: Recorder) -> None:
+    """Either bound of the lengths alone; dropout bits without dropout."""
+    plain = {name: getattr(PLAIN, name) for name in PLAIN.__dataclass_fields__}
+    packed, dropping = (Case(**{**plain, **changes}).make(0).args for changes in ({"kind": "varlen", "batch": 3}, {"dropout_p": 0.3}))
+    rows, keys = packed.q.shape[-2] - 1, packed.k.shape[-2] - 1  # of the same class as what stands in for a bound
+    bounds = ((None, None), (rows, None), (None, keys), (rows, keys))
+    calls = [packed._replace(max_seqlen_q=bound, max_seqlen_k=other) for bound, other in bounds]
+    for args in 2 * [*calls, dropping, dropping._replace(dropout_p=0.0)]:
+        out, lse = ops.empty_outputs(args)
+        launch = cuda.forward_launch(args, out, lse)
+        one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, native.FORWARD, tuple(args), launch)
+        assert other is not None
+        assert differences(launch, one, other, ("out", "lse")) == [], args[13:]
+
+
 def test_rows_that_overlap_and_gradients_of_odd_memory(recorder: Recorder) -> None:
     rows = torch.randn(1, 2, 40, 64, dtype=torch.bfloat16)
     overlapping = torch.randn(6400, dtype=torch.bfloat16).as_strided((1, 2, 40, 64), (5000, 2560, 32, 1))
