@@ -499,6 +499,43 @@ def test_an_append_to_caches_that_differ_is_refused(served: list[str], recorder:
             ops._append_kv(cache, cache.clone(), new, new, lengths, pages, None, None, True, "bshd")
 
 
+def test_sizes_are_checked_where_a_plan_is_known(served: list[str]) -> None:
+    """What the public functions cannot get wrong: sizes of an append, and of what a backward pass is given."""
+    cache, new, lengths = torch.zeros(3, 16, 2, 64), torch.randn(3, 1, 2, 64), torch.zeros(3, dtype=torch.int32)
+    pages, angles = torch.zeros(3, 1, dtype=torch.int32), torch.rand(50, 8)
+    dense = AppendArgs(cache, cache.clone(), new, new, lengths, None, angles, angles, True, "bshd")
+    paged = dense._replace(block_table=pages)
+    expanded = cache[:1].expand(3, 16, 2, 64)
+    appends = [
+        *(dense._replace(**{name: expanded}) for name in ("k_cache", "v_cache")),
+        *(dense._replace(**{name: wrong}) for name in ("k", "v") for wrong in (new[:2], new[:, :, :1], new[..., :32], new[:, :0])),
+        dense._replace(k=new.expand(3, 2, 2, 64)),
+        dense._replace(k=new[:2], v=new[:2], cache_seqlens=lengths[:2]),
+        dense._replace(cache_seqlens=lengths[:2]),
+        *(paged._replace(block_table=wrong) for wrong in (pages[:2], pages[:, :0])),
+        dense._replace(rotary_sin=angles[:49]),
+        dense._replace(rotary_cos=torch.rand(50, 33), rotary_sin=torch.rand(50, 33)),
+    ]
+    q, k, v = make(1, 2, 16, 64)
+    lse, needs = torch.randn(1, 2, 16), (True, True, True, False, False)
+    args = tuple(AttentionArgs(q, k, v))
+    with torch.no_grad():
+        for append in (dense, paged):
+            ops._append_kv(*append)
+            assert native.append_kv(tuple(append)) == ()
+        for append in appends:
+            assert native.append_kv(tuple(append)) is None
+        ops._backward(q, lse, *args, q, lse, needs)
+        assert native.backward((q, lse, args, q, lse, needs))
+        for dout, dlse, out, stats in (
+            (q[:, :, :15], lse, q, lse),
+            (q, torch.randn(1, 2, 15), q, lse),
+            (q, lse, q[..., :32], lse),
+            (q, lse, q, lse[:, :1]),
+        ):
+            assert native.backward((dout, dlse, args, out, stats, needs)) is None
+
+
 def test_a_backward_pass_that_is_differentiated_is_left_to_python(served: list[str]) -> None:
     q, k, v = make(1, 2, 16, 64, requires_grad=True)
     out, dout = flashtile.attention(q, k, v), torch.randn(1, 2, 16, 64, dtype=torch.bfloat16)
