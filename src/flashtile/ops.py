@@ -299,11 +299,16 @@ def attend(args: tuple[Any, ...], wants_lse: bool = True) -> tuple[Tensor, Tenso
     if requires_grad(args[:7]) or is_transformed():
         return forward(*args)
     q = args[0]
-    is_plain = type(q) is Tensor and (q.is_cuda or q.is_cpu)
+    is_plain = all(tensor is None or _is_plain(tensor) for tensor in args[:NUM_TENSORS]) and (q.is_cuda or q.is_cpu)
     if is_plain and torch._C._len_torch_dispatch_stack() == 0 and torch._C._get_tracing_state() is None:
         # Nobody listens between here and the kernel: spare the host the dispatcher
         return _forward_by_python(AttentionArgs(*args))
     return _forward_below_autograd(args)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Its memory holds its values; else the dispatcher knows what to do."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_neg() and not tensor._is_zerotensor()
 
 
 def _check_transforms() -> None:

@@ -24,6 +24,7 @@ CAUSAL_KINDS = ("none", "top_left", "bottom_right")
 MAX_HEAD_DIM = 512
 
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+_LARGEST_INT32 = torch.iinfo(torch.int32).max
 
 _ACCEPTED_DTYPES = ", ".join(dtype_name(dtype) for dtype in DTYPES)
 
@@ -235,8 +236,8 @@ def _check_scalars(args: AttentionArgs) -> None:
     if args.num_splits < 0:
         raise value_error("num_splits", args.num_splits, "an integer >= 0 (0 = chosen)")
     for name, length in (("max_seqlen_q", args.max_seqlen_q), ("max_seqlen_k", args.max_seqlen_k)):
-        if length is not None and length < 0:
-            raise value_error(name, length, "an integer >= 0, or None")
+        if length is not None and not (0 <= length <= _LARGEST_INT32):
+            raise value_error(name, length, f"an integer of 0 to {_LARGEST_INT32}, or None")
 
 
 def _check_qkv(args: AttentionArgs) -> None:

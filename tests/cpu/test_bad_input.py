@@ -208,7 +208,8 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "negative used": (varlen(seqused_k=ints(-1, 5)), ValueError, "seqused_k: got -1 for sequence 0; accepted: 0 to 4."),
     "max too small": (varlen(max_seqlen_q=4), ValueError, "max_seqlen_q: got 4 (int); accepted: at least 5, the longest sequence."),
     "max of another type": (varlen(max_seqlen_k=5.0), TypeError, "max_seqlen_k: got 5.0 (float); accepted: an int, a tensor or None."),
-    "negative max": (varlen(max_seqlen_k=-1), ValueError, "max_seqlen_k: got -1 (int); accepted: an integer >= 0, or None."),
+    "negative max": (varlen(max_seqlen_k=-1), ValueError, "max_seqlen_k: got -1 (int); accepted: an integer of 0 to 2147483647, or None."),
+    "max beyond 32 bits": (varlen(max_seqlen_k=2**31), ValueError, "max_seqlen_k: got 2147483648 (int); accepted: an integer of 0 to"),
     "short bias": (varlen(bias=t(4, 5)), ValueError, "bias: got 4 rows; accepted: 1, or at least 5, the longest sequence."),
     "narrow mask": (
         varlen(mask=t(5, 3, dtype=torch.bool)),

@@ -120,8 +120,9 @@ def by_cpp(recorder: Recorder, kind: int, args: tuple[Any, ...], launch: Launch)
             assert recorder.launches() == []
             native.learn(kind, args, launch)
             served = call(args)
-    assert served is not False
-    return None if served is None else Done(recorder.launches(), served)
+    if served is False:  # a call that needs a copy
+        assert any(executor.prepare(launch.plan, launch.given)[name] is not launch.given[name] for name in launch.given)
+    return Done(recorder.launches(), served) if isinstance(served, tuple) else None
 
 
 def differences(launch: Launch, one: Done, other: Done, names: tuple[str, ...]) -> list[str]:
@@ -265,6 +266,21 @@ def test_calls_that_differ_in_one_thing(recorder: Recorder) -> None:
             assert differences(launch, one, other, ("out", "lse")) == [], changes
 
 
+def test_options_that_a_case_gives_together(recorder: Recorder) -> None:
+    """Either bound of the lengths alone; dropout bits without dropout."""
+    plain = {name: getattr(PLAIN, name) for name in PLAIN.__dataclass_fields__}
+    packed, dropping = (Case(**{**plain, **changes}).make(0).args for changes in ({"kind": "varlen", "batch": 3}, {"dropout_p": 0.3}))
+    rows, keys = packed.q.shape[-2] - 1, packed.k.shape[-2] - 1  # of the same class as what stands in for a bound
+    bounds = ((None, None), (rows, None), (None, keys), (rows, keys))
+    calls = [packed._replace(max_seqlen_q=bound, max_seqlen_k=other) for bound, other in bounds]
+    for args in 2 * [*calls, dropping, dropping._replace(dropout_p=0.0)]:
+        out, lse = ops.empty_outputs(args)
+        launch = cuda.forward_launch(args, out, lse)
+        one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, native.FORWARD, tuple(args), launch)
+        assert other is not None
+        assert differences(launch, one, other, ("out", "lse")) == [], args[13:]
+
+
 def test_rows_that_overlap_and_gradients_of_odd_memory(recorder: Recorder) -> None:
     rows = torch.randn(1, 2, 40, 64, dtype=torch.bfloat16)
     overlapping = torch.randn(6400, dtype=torch.bfloat16).as_strided((1, 2, 40, 64), (5000, 2560, 32, 1))
@@ -335,6 +351,18 @@ def test_appends_are_launched_alike(rotary: torch.dtype | None, is_paged: bool, 
     assert extension.executor().num_plans() == 1
 
 
+def test_angles_of_two_dtypes_are_read_as_one(recorder: Recorder) -> None:
+    cache, new = torch.zeros(1, 16, 2, 64, dtype=torch.bfloat16), torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16)
+    angles, lengths = torch.rand(50, 8), torch.zeros(1, dtype=torch.int32)
+    for cos, sin in ((angles, angles.bfloat16()), (angles.bfloat16(), angles)):
+        args = AppendArgs(cache, cache, new, new, lengths, None, cos, sin, True, "bshd")
+        launch = cuda.append_launch(args)
+        tensors = executor.prepare(launch.plan, launch.given)
+        assert tensors["rotary_cos"].dtype == tensors["rotary_sin"].dtype == torch.float32
+        assert "float>" in launch.plan.steps[0].entry  # type: ignore[union-attr]
+        assert by_cpp(recorder, native.APPEND, args, launch) is None
+
+
 def test_a_plan_that_is_not_whole_is_refused(recorder: Recorder) -> None:
     args = PLAIN.make(0).args
     launch = cuda.forward_launch(args, *ops.empty_outputs(args))
@@ -398,6 +426,18 @@ def test_a_kernel_that_was_not_needed_yet_is_made_when_it_is(served: list[str]) 
     assert len(served) == 2
 
 
+def test_a_call_that_needs_a_copy_teaches_nothing(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make(1, 2, 1, 64)
+    longer, slopes = torch.randn(1, 2, 4000, 64, dtype=torch.bfloat16), torch.rand(4)
+    copies: list[dict[str, Tensor]] = []
+    prepare = executor.prepare
+    monkeypatch.setattr(executor, "prepare", lambda plan, given: copies.append(prepare(plan, given)) or copies[-1])
+    for _ in range(2):
+        flashtile.attention(q, longer, longer, alibi_slopes=slopes[:2])  # split, and combined
+        flashtile.attention(q, k, v, alibi_slopes=slopes[::2])  # not contiguous
+    assert len(served) == len(copies) == 3
+
+
 def test_what_is_returned_belongs_to_the_caller_alone(served: list[str]) -> None:
     q, k, v = make(2, 4, 64, 64)
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
@@ -441,6 +481,59 @@ def test_an_append_is_launched_once(served: list[str], recorder: Recorder) -> No
         ops._append_kv(*caches, *new, torch.zeros(3, dtype=torch.int32), None, None, None, True, "bshd")
         assert len(recorder.launches()) == 1
         assert len(served) == 1, turn
+
+
+def test_an_append_to_caches_that_differ_is_refused(served: list[str], recorder: Recorder) -> None:
+    cache, new, lengths = torch.zeros(3, 16, 2, 64), torch.randn(3, 1, 2, 64), torch.zeros(3, dtype=torch.int32)
+    table_of_pages = torch.zeros(3, 1, dtype=torch.int32)
+    wrong = [(cache[:, :15], new, None), (cache[:, :, :1], new[:, :, :1], None), (cache[:2], new, table_of_pages)]
+    for _ in range(2):
+        for v_cache, v, pages in wrong:
+            recorder.reset(0)
+            with pytest.raises(ValueError, match="v_cache: got shape"):
+                ops._append_kv(cache, v_cache, new, v, lengths, pages, None, None, True, "bshd")
+            assert recorder.launches() == []
+        with pytest.raises(TypeError, match="v_cache: got float16; accepted: float32, as k_cache"):
+            ops._append_kv(cache, cache.half(), new, new.half(), lengths, None, None, None, True, "bshd")
+        for pages in (None, table_of_pages):
+            ops._append_kv(cache, cache.clone(), new, new, lengths, pages, None, None, True, "bshd")
+
+
+def test_sizes_are_checked_where_a_plan_is_known(served: list[str]) -> None:
+    """What the public functions cannot get wrong: sizes of an append, and of what a backward pass is given."""
+    cache, new, lengths = torch.zeros(3, 16, 2, 64), torch.randn(3, 1, 2, 64), torch.zeros(3, dtype=torch.int32)
+    pages, angles = torch.zeros(3, 1, dtype=torch.int32), torch.rand(50, 8)
+    dense = AppendArgs(cache, cache.clone(), new, new, lengths, None, angles, angles, True, "bshd")
+    paged = dense._replace(block_table=pages)
+    expanded = cache[:1].expand(3, 16, 2, 64)
+    appends = [
+        *(dense._replace(**{name: expanded}) for name in ("k_cache", "v_cache")),
+        *(dense._replace(**{name: wrong}) for name in ("k", "v") for wrong in (new[:2], new[:, :, :1], new[..., :32], new[:, :0])),
+        dense._replace(k=new.expand(3, 2, 2, 64)),
+        dense._replace(k=new[:2], v=new[:2], cache_seqlens=lengths[:2]),
+        dense._replace(cache_seqlens=lengths[:2]),
+        *(paged._replace(block_table=wrong) for wrong in (pages[:2], pages[:, :0])),
+        dense._replace(rotary_sin=angles[:49]),
+        dense._replace(rotary_cos=torch.rand(50, 33), rotary_sin=torch.rand(50, 33)),
+    ]
+    q, k, v = make(1, 2, 16, 64)
+    lse, needs = torch.randn(1, 2, 16), (True, True, True, False, False)
+    args = tuple(AttentionArgs(q, k, v))
+    with torch.no_grad():
+        for append in (dense, paged):
+            ops._append_kv(*append)
+            assert native.append_kv(tuple(append)) == ()
+        for append in appends:
+            assert native.append_kv(tuple(append)) is None
+        ops._backward(q, lse, *args, q, lse, needs)
+        assert native.backward((q, lse, args, q, lse, needs))
+        for dout, dlse, out, stats in (
+            (q[:, :, :15], lse, q, lse),
+            (q, torch.randn(1, 2, 15), q, lse),
+            (q, lse, q[..., :32], lse),
+            (q, lse, q, lse[:, :1]),
+        ):
+            assert native.backward((dout, dlse, args, out, stats, needs)) is None
 
 
 def test_a_backward_pass_that_is_differentiated_is_left_to_python(served: list[str]) -> None:
@@ -599,6 +692,24 @@ def test_whoever_listens_hears_the_op(served: list[str]) -> None:
     assert native.attend(tuple(AttentionArgs(q, k, v.as_subclass(Sub))), True) is None
     assert native.attend(tuple(AttentionArgs(q, k, v, causal="sideways")), True) is None
     assert isinstance(native.attend(tuple(AttentionArgs(q, k, v)), True), tuple)
+
+
+def test_tensors_whose_memory_does_not_hold_their_values_are_left_to_python(served: list[str]) -> None:
+    q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    bias, dout, lse = torch.randn(1, 2, 8, 8), torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8)
+    args, needs = AttentionArgs(q, k, v, bias), (True,) * 5
+    imaginary = torch.randn(1, 2, 8, 8, dtype=torch.complex64).conj().imag  # a negation that is yet to be done
+    zeros = torch._efficientzerotensor(1, 2, 8, 16)  # without memory
+    with torch.no_grad():
+        ops._forward(*args)
+        ops._backward(dout, None, *args, q, lse, needs)
+        count = len(served)
+        assert native.attend(tuple(args._replace(bias=imaginary.resolve_neg())), True)
+        assert native.backward((dout, None, args, q, lse, needs))
+        for wrong in (args._replace(bias=imaginary), args._replace(q=zeros), args._replace(v=zeros)):
+            assert native.attend(tuple(wrong), True) is None
+        assert native.backward((zeros, None, args, q, lse, needs)) is None
+    assert len(served) == count
 
 
 def test_tracing_goes_through_the_op(served: list[str]) -> None:

@@ -224,6 +224,20 @@ def test_jit_trace_sees_the_op(seed: int) -> None:
     torch.testing.assert_close(traced(2 * q, k, v), flashtile.attention(2 * q, k, v, causal=True))
 
 
+def test_tensors_whose_memory_does_not_hold_their_values() -> None:
+    """A negation that is yet to be done, and zeros that have no memory."""
+    q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    bias = torch.randn(1, 2, 8, 8, dtype=torch.complex64).conj().imag
+    assert bias.is_neg()
+    torch.testing.assert_close(flashtile.attention(q, k, v, bias=bias), flashtile.attention(q, k, v, bias=bias.resolve_neg()))
+    zeros = torch._efficientzerotensor(1, 2, 8, 16)
+    with pytest.raises(ValueError, match="v: got stride 0 in the last dimension"):  # as torch makes them real
+        flashtile.attention(q, k, zeros)
+    leaf = q.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(flashtile.attention(leaf, k, v), leaf, zeros)
+    torch.testing.assert_close(grad, torch.zeros(1, 2, 8, 16))
+
+
 def test_nothing_is_saved_without_grad(seed: int) -> None:
     q = torch.randn(1, 1, 4, 8, requires_grad=True)
     with torch.no_grad():

@@ -138,9 +138,10 @@ def backward_launch(args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out:
 
 def append_launch(args: AppendArgs) -> Launch:
     given = {name: value for name, value in args._asdict().items() if isinstance(value, Tensor)}
-    has_rotary, dtype = args.rotary_cos is not None, dtype_name(args.k.dtype)
-    angle_dtype = dtype if args.rotary_cos is None else dtype_name(args.rotary_cos.dtype)
-    key = AppendKey(dtype, angle_dtype, args.layout, args.block_table is not None, has_rotary)
+    dtype = dtype_name(args.k.dtype)
+    angle_dtypes = {dtype_name(angles.dtype) for angles in (args.rotary_cos, args.rotary_sin) if angles is not None}
+    angle_dtype = "float32" if len(angle_dtypes) == 2 else next(iter(angle_dtypes), dtype)
+    key = AppendKey(dtype, angle_dtype, args.layout, args.block_table is not None, bool(angle_dtypes))
     index = args.k.device.index or 0
     arch = _arch(index)
     assert arch is not None  # else refused

@@ -127,6 +127,12 @@ def validate(args: AppendArgs) -> None:
             )
         if tensor.shape[head] != cache.shape[head] or tensor.shape[3] != cache.shape[3]:
             raise value_error(name, f"shape {tuple(tensor.shape)}", f"the heads and head_dim of {name}_cache {tuple(cache.shape)}")
+    if v_cache.dtype != k_cache.dtype:
+        raise type_error("v_cache", v_cache.dtype, f"{dtype_name(k_cache.dtype)}, as k_cache")
+    if v_cache.device != k_cache.device:
+        raise value_error("v_cache", f"device {v_cache.device}", f"{k_cache.device}, where k_cache is")
+    if v_cache.shape[:3] != k_cache.shape[:3]:
+        raise value_error("v_cache", f"shape {tuple(v_cache.shape)}", f"{tuple(k_cache.shape)} but for head_dim, as k_cache")
     if v.shape[0] != k.shape[0] or v.shape[row] != k.shape[row]:
         raise value_error("v", f"{v.shape[0]} x {v.shape[row]} new rows", f"{k.shape[0]} x {k.shape[row]}, as k")
     if block_table is None and k_cache.shape[0] != k.shape[0]:

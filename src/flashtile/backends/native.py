@@ -55,13 +55,15 @@ def missing() -> str | None:
 
 
 def learn(kind: int, args: tuple[Any, ...], launch: Launch) -> None:
-    """What calls like this one take from now on. It has been executed, so its kernels are loaded."""
+    """What calls like this one take from now on, unless it needs a copy. It has been executed, so its kernels are loaded."""
     if missing() is not None:
         return
     module, plan = extension.executor(), launch.plan
     module.set_gpu(launch.device_index, launch.splits.num_multiprocessors, 2 * table.SMALL_BLOCK_M)
+    if not all(operand.like or executor.is_fitting(operand, launch.given[operand.name]) for operand in plan.operands):
+        return
     names = (module.APPEND_TENSORS, module.APPEND_SCALARS) if kind == APPEND else (module.TENSORS, module.SCALARS)
-    values = executor.evaluate(plan, executor.prepare(plan, launch.given), launch.scalars, launch.splits)
+    values = executor.evaluate(plan, launch.given, launch.scalars, launch.splits)
     numbers, symbols = flat(launch, values, *names)
     module.learn(kind, args, array("q", numbers).tobytes(), plan.image, "".join(f"{symbol}\n" for symbol in symbols))
 

@@ -47,7 +47,7 @@ def plan(key: AppendKey) -> LaunchPlan:
         operands.append(Operand("block_table"))
         values.append(("pages_per_sequence", (Size("block_table", -1),)))
     if key.has_rotary:
-        operands += [Operand(name, strides="contiguous") for name in ("rotary_cos", "rotary_sin")]
+        operands += [Operand(name, strides="contiguous", dtype=key.angle_dtype) for name in ("rotary_cos", "rotary_sin")]
         values += [("num_positions", (Size("rotary_cos", -2),)), ("rotary_half", (Size("rotary_cos", -1),))]
     patches = [_patch(operand.name, Pointer(operand.name)) for operand in operands]
     for name in tensors:

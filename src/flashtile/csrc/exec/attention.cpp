@@ -255,6 +255,9 @@ bool prepare_append(const Options& options, Call& call, Key& key) {
   }
   if (k.size(axes.head) != k_cache.size(axes.head) || k.size(-1) != k_cache.size(-1)) return false;
   if (v.size(axes.head) != v_cache.size(axes.head) || v.size(-1) != v_cache.size(-1)) return false;
+  for (i32 axis : {-4, -3, -2}) {
+    if (v_cache.size(axis) != k_cache.size(axis)) return false;
+  }
   if (v.size(-4) != k.size(-4) || v.size(axes.row) != k.size(axes.row)) return false;
   if (!table.is_given() && k_cache.size(-4) != k.size(-4)) return false;
   if (tensors[kCacheSeqlens].size(-1) != k.size(-4)) return false;

@@ -76,7 +76,7 @@ struct State {
 State state;
 Plans plans;
 Gpu gpus[kMaxGpus];
-PyObject *text_requires_grad, *text_none, *text_top_left, *text_bottom_right, *unbounded, *zero;
+PyObject *text_requires_grad, *text_is_neg, *text_none, *text_top_left, *text_bottom_right, *unbounded, *zero;
 
 // Arguments
 
@@ -140,6 +140,20 @@ Dtype dtype_of(dlpack::DataType dtype) {
   }
 }
 
+// Not so: zeros that have no memory, and a part of a complex conjugate whose negation is yet to be done; only parts of complex numbers,
+// which have even strides alone, are asked.
+bool is_in_memory(PyObject* value, const View& view) {
+  if (view.data == nullptr) return view.numel() == 0;
+  for (i32 axis = 0; axis < kMaxDim; ++axis) {
+    if (view.sizes[axis] > 1 && view.strides[axis] % 2 != 0) return true;
+  }
+  if (view.dtype != Dtype::kFloat64 && view.dtype != Dtype::kFloat32 && view.dtype != Dtype::kFloat16) return true;
+  PyObject* answer = PyObject_CallMethodObjArgs(value, text_is_neg, nullptr);
+  Py_XDECREF(answer);
+  if (answer == nullptr) PyErr_Clear();
+  return answer == Py_False;
+}
+
 // False where it is no plain tensor that a plan could take. None is no tensor.
 bool view_of(PyObject* value, View& view) {
   if (value == Py_None) return true;
@@ -160,7 +174,7 @@ bool view_of(PyObject* value, View& view) {
     view.sizes[kMaxDim - tensor.ndim + axis] = tensor.shape[axis];
     view.strides[kMaxDim - tensor.ndim + axis] = tensor.strides[axis];
   }
-  return true;
+  return is_in_memory(value, view);
 }
 
 struct Request {
@@ -579,6 +593,7 @@ bool add_names(PyObject* module, const char* name, const char* const (&names)[kC
 
 bool add_executor(PyObject* module) {
   text_requires_grad = PyUnicode_InternFromString("requires_grad");
+  text_is_neg = PyUnicode_InternFromString("is_neg");
   text_none = PyUnicode_InternFromString("none");
   text_top_left = PyUnicode_InternFromString("top_left");
   text_bottom_right = PyUnicode_InternFromString("bottom_right");
