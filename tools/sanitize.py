@@ -165,17 +165,13 @@ def choosing(kernels: Sequence[str], place: int) -> Iterator[None]:
         found = table.sm90_rows(*kind, is_packed=is_packed, is_ragged=False)
         return found[min(place, len(found) - 1)] if HOPPER in kernels else select_sm90(*call)
 
-    def forget() -> None:
-        plans.forget()
-        ops.forget()
-
     table.select, table.select_sm90 = choose, choose_hopper
-    forget()
+    plans.forget()
     try:
         yield
     finally:
         table.select, table.select_sm90 = select, select_sm90
-        forget()
+        plans.forget()
 
 
 def run_jobs(jobs: Sequence[Job]) -> frozenset[str]:

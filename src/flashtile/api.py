@@ -71,12 +71,15 @@ def attention(
         )  # fmt: skip
     if found is None:
         q, k, v, bias = autocast(q, k, v, bias)
-        found = attention_args(
+        args = attention_args(
             q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic, layout, backend
         )
-    if len(found) == 1:
+        found = ops.attend(args, return_lse)
+    elif len(found) == 1:
         found = ops.differentiable(found[0])
-    out, lse = found if len(found) == 2 else ops.attend(found, return_lse)
+    elif len(found) > 2:
+        found = ops.attend_by_python(found)
+    out, lse = found
     return (out, lse) if return_lse else out
 
 

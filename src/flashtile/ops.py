@@ -105,7 +105,7 @@ def _forward(*values: Any) -> tuple[Tensor, Tensor]:
 
 
 def _forward_by_python(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    """Any forward pass. The C++ executor learns what it can take over."""
+    """Any forward pass, made ready for the next one where the C++ executor does not take it over."""
     key = signature(args)
     bound = _bound.get(key)
     if bound is not None:
@@ -114,11 +114,8 @@ def _forward_by_python(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     backend = registry.select(problem, args.backend)
     out, lse = empty_outputs(args)
     backend.forward(args, out, lse)
-    if is_checking():
-        return out, lse
-    if backend.name == "cuda" and native.missing() is None:
-        native.learn(native.FORWARD, args, cuda.forward_launch(args, out, lse))
-    else:
+    is_native = backend.name == "cuda" and native.missing() is None  # the backend has told the C++ executor
+    if not is_native and not is_checking():
         _remember(key, problem, backend, args, out, lse)
     return out, lse
 
@@ -153,15 +150,13 @@ def _backward(*values: Any) -> tuple[Tensor, ...]:
 
 
 def _differentiate(dout: Tensor, dlse: Tensor | None, args: AttentionArgs, out: Tensor, lse: Tensor, needs: GradNeeds) -> Grads:
-    call = (dout, dlse, args, out, lse, tuple(needs))
-    served = native.backward(call)
+    wanted = tuple(need and args[place] is not None for place, need in zip(_DIFFERENTIABLE, needs, strict=True))
+    served = native.backward((dout, dlse, args, out, lse, wanted))
     if served:
         return Grads(*served)
     backend = registry.select(_backward_problem(args, needs), args.backend)
     grads = empty_grads(args, needs)
     backend.backward(args, dout, dlse, out, lse, grads)
-    if backend.name == "cuda" and not is_checking():
-        native.learn(native.BACKWARD, call, cuda.backward_launch(args, dout, dlse, out, lse, grads))
     return grads
 
 
@@ -178,8 +173,6 @@ def _append_kv(*values: Any) -> None:
         kvcache.check_values(args)
     if cuda.takes_append(args.k.dtype):
         cuda.append(args)
-        if not is_checking():
-            native.learn(native.APPEND, args, cuda.append_launch(args))
     else:
         kvcache.append(args)
 
@@ -294,8 +287,11 @@ def attend(args: tuple[Any, ...], wants_lse: bool = True) -> tuple[Tensor, Tenso
     served = native.attend(args, wants_lse)
     if served is True:
         return differentiable(args)
-    if served:
-        return served
+    return served or attend_by_python(args)
+
+
+def attend_by_python(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """The same where the C++ executor has been asked already."""
     if requires_grad(args[:7]) or is_transformed():
         return forward(*args)
     q = args[0]

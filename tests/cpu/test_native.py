@@ -697,7 +697,7 @@ def test_whoever_listens_hears_the_op(served: list[str]) -> None:
 def test_tensors_whose_memory_does_not_hold_their_values_are_left_to_python(served: list[str]) -> None:
     q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
     bias, dout, lse = torch.randn(1, 2, 8, 8), torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8)
-    args, needs = AttentionArgs(q, k, v, bias), (True,) * 5
+    args, needs = AttentionArgs(q, k, v, bias), (True, True, True, True, False)
     imaginary = torch.randn(1, 2, 8, 8, dtype=torch.complex64).conj().imag  # a negation that is yet to be done
     zeros = torch._efficientzerotensor(1, 2, 8, 16)  # without memory
     with torch.no_grad():

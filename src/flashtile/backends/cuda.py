@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends import executor
+from flashtile.backends import executor, native
 from flashtile.backends.base import Backend, BoundForward, Grads
 from flashtile.backends.call import backward_tensors, form_of, scalars_of, tensors_of
 from flashtile.backends.executor import Launch
@@ -62,7 +62,7 @@ class CudaBackend(Backend):
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
         if is_checking():
             check_values(args)
-        executor.execute(forward_launch(args, out, lse))
+        _execute(native.FORWARD, args, forward_launch(args, out, lse))
 
     def bind(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> BoundForward | None:
         launch = forward_launch(args, out, lse)
@@ -73,7 +73,8 @@ class CudaBackend(Backend):
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         if is_checking():
             check_values(args)
-        executor.execute(backward_launch(args, dout, dlse, out, lse, grads))
+        wanted = tuple(grad is not None for grad in grads)
+        _execute(native.BACKWARD, (dout, dlse, args, out, lse, wanted), backward_launch(args, dout, dlse, out, lse, grads))
 
     def details(self, problem: Problem) -> dict[str, str]:
         found = {}
@@ -117,7 +118,14 @@ def takes_append(dtype: torch.dtype) -> bool:
 
 def append(args: AppendArgs) -> None:
     """As kvcache.append, bit for bit; rows that the cache has no room for are dropped."""
-    executor.execute(append_launch(args))
+    _execute(native.APPEND, args, append_launch(args))
+
+
+def _execute(kind: int, args: tuple[Any, ...], launch: Launch) -> None:
+    """Here, and by the C++ executor from the next call like it on."""
+    executor.execute(launch)
+    if not is_checking():
+        native.learn(kind, args, launch)
 
 
 # From a call to what an executor is told

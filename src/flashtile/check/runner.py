@@ -27,6 +27,7 @@ from flashtile.check.draw import Drawer, most_different
 from flashtile.check.judge import DeviceLost, compile_jobs, is_alive, judge, warm
 from flashtile.check.shrink import shrink
 from flashtile.check.trial import Trial
+from flashtile.errors import Unsupported
 
 _CHUNK = 500  # problems whose kernels are compiled side by side, before the first of them is judged
 _BATCH = 10  # problems that are given to a process at a time
@@ -225,7 +226,7 @@ def _made_small(failure: Failure, settings: Settings) -> Failure:
         for _ in range(2):
             try:
                 found = judge(smaller, [backend], settings.device).complaints.get(backend.name)
-            except (ValueError, TypeError, NotImplementedError) as error:
+            except (ValueError, TypeError, Unsupported) as error:
                 if not hasattr(error, "names_argument"):
                     raise
                 return False  # validate refuses such a problem
