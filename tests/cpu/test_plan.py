@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import random
+import re
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.params import Params
 from flashtile.kernels.plan import Memset, Step
 from flashtile.problem import AttentionArgs, head_axis, key_window, page_size, row_axis, shape_of, softmax_scale
+from flashtile.runtime import nvrtc
 from flashtile.testing import GRADS, Case
 
 NUM_MULTIPROCESSORS = 132
@@ -241,3 +243,12 @@ def test_a_workspace_that_is_not_needed_is_not_allocated() -> None:
     assert values["num_splits"] == 4
     assert found.num_bytes >= 4 * 4 * given["lse"].numel() * (32 + 1)
     assert executor.room(plan, values | {"num_splits": 1}).num_bytes == 0
+
+
+def test_kernels_without_tiles_have_the_sizes_that_plans_launch_them_with() -> None:
+    """A combination that no lane has a column for would be left out without a word."""
+    text = "".join((nvrtc.INCLUDE / "flashtile" / "kernels" / f"{name}.cuh").read_text() for name in ("fwd_combine", "bwd_preprocess"))
+    sizes = {name: int(value) for name, value in re.findall(r"constexpr i32 (k\w+) = (\d+);", text)}
+    assert (sizes["kCombineRows"], 32 * sizes["kCombineRows"]) == (plans.COMBINE_ROWS, plans.COMBINE_THREADS)
+    assert (sizes["kPreprocessRows"], sizes["kPreprocessThreads"]) == (plans.PREPROCESS_ROWS, plans.PREPROCESS_THREADS)
+    assert 32 * sizes["kCombineColumns"] >= table.HEAD_DIMS[-1]
