@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashtile.testing import GRADS, Case, Inputs, Result, assert_agrees, disagreement, disagreements, oracle, run
+from flashtile.testing import GRADS, Case, Inputs, Result, assert_agrees, disagreement, disagreements, expect, run
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("cpu", "tiled", "reference")
@@ -176,9 +176,11 @@ def test_the_rule_does_not_judge_by_a_broken_yardstick(broken: float) -> None:
 def test_the_rule_sees_a_wrong_sum(axes: str, seed: int) -> None:
     """Gradients that are summed over many elements: the slack must not grow with their number."""
     inputs = Case(dtype=torch.bfloat16, bias=axes, seqlen_q=200, seqlen_k=200).make(seed)
-    result = run(inputs)
-    assert disagreements(result, inputs) == []
-    assert disagreements(result._replace(dbias=result.dbias + 0.3 * oracle(inputs).dbias.abs().max() + 0.3), inputs) != []
+    result, expected = run(inputs), expect(inputs)
+    assert disagreements(result, inputs, expected) == []
+    right, low = expected.ref.dbias, expected.low.dbias
+    wrong = right + 3 * (low - right).abs().max() + 0.3 * right.abs().max() + 0.3
+    assert disagreements(result._replace(dbias=wrong), inputs, expected) != []
 
 
 def test_without_deterministic_algorithms(seed: int) -> None:

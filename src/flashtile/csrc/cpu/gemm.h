@@ -9,11 +9,13 @@
 namespace flashtile {
 namespace {
 
-constexpr i32 kRows = 6;         // rows of A at a time
-constexpr i32 kGroupRows = 24;   // rows of A that use a panel of B while the first cache holds it
+constexpr i32 kRows = 6;        // rows of A at a time
+constexpr i32 kGroupRows = 24;  // rows of A that use a panel of B while the first cache holds it
+constexpr i32 kMaxTerms = 128;  // terms added one after the other; a longer sum is a sum of such sums, which rounds less
 
-// C = A B;  C += A B;  C = factors * C + A B;  C = factors * A B. There is one factor for each row
-enum class Into { kStore, kAdd, kScaled, kTimes };
+// C = A B;  C += A B;  C = factors * C + A B;  C = factors * A B;  C += factors * A B. There is one factor for each row
+enum class Into { kStore, kAdd, kScaled, kTimes, kAddTimes };
+constexpr bool has_factors(Into into) { return into == Into::kScaled || into == Into::kTimes || into == Into::kAddTimes; }
 
 // Element (row, depth) of A stands at a[row * row_stride + depth * depth_stride].
 struct Left {
@@ -52,6 +54,7 @@ void multiply(i32 depth, Left a, const float* b, i64 b_stride, float* c, i64 c_s
       if (kInto == Into::kAdd) sum[r][n] += load(place);
       if (kInto == Into::kScaled) sum[r][n] += load(place) * factors[r];
       if (kInto == Into::kTimes) sum[r][n] *= splat(factors[r]);
+      if (kInto == Into::kAddTimes) sum[r][n] = load(place) + sum[r][n] * factors[r];
       store(place, sum[r][n]);
     }
   }
@@ -83,12 +86,20 @@ FT_INLINE void multiply_some(i32 rows, i32 vectors, i32 depth, Left a, const flo
 // C of any number of rows, `columns` a multiple of kLanes.
 template <Into kInto>
 void product(i32 rows, i32 columns, i32 depth, Left a, Right b, float* c, i64 c_stride, const float* factors = nullptr) {
+  constexpr Into kMore = kInto == Into::kTimes || kInto == Into::kAddTimes ? Into::kAddTimes : Into::kAdd;
   for (i32 column = 0; column < columns; column += kPanel, b.b += b.panel_stride) {
     i32 vectors = min_of(columns - column, kPanel) / kLanes;
     for (i32 row = 0; row < rows; row += kRows) {
       Left left{a.a + row * a.row_stride, a.row_stride, a.depth_stride};
-      const float* own = kInto == Into::kScaled || kInto == Into::kTimes ? factors + row : nullptr;
-      multiply_some<kInto>(min_of(rows - row, kRows), vectors, depth, left, b.b, b.row_stride, c + row * c_stride + column, c_stride, own);
+      const float *right = b.b, *own = has_factors(kInto) ? factors + row : nullptr;
+      float* place = c + row * c_stride + column;
+      i32 count = min_of(rows - row, kRows);
+      multiply_some<kInto>(count, vectors, min_of(depth, kMaxTerms), left, right, b.row_stride, place, c_stride, own);
+      for (i32 done = kMaxTerms; done < depth; done += kMaxTerms) {
+        left.a += kMaxTerms * a.depth_stride;
+        right += kMaxTerms * b.row_stride;
+        multiply_some<kMore>(count, vectors, min_of(depth - done, kMaxTerms), left, right, b.row_stride, place, c_stride, own);
+      }
     }
   }
 }
