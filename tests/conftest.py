@@ -12,8 +12,13 @@ from hypothesis import HealthCheck, settings
 from flashtile import ops
 from flashtile.backends import registry
 
+SEED = os.environ.get("FLASHTILE_SEED")
 settings.register_profile(
-    "flashtile", deadline=None, derandomize=False, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    "flashtile",
+    deadline=None,
+    derandomize=bool(SEED),
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("flashtile")
 
@@ -31,8 +36,8 @@ def poisoned_memory():
 
 @pytest.fixture
 def seed() -> int:
-    """A fresh seed for each test and run, shown when the test fails. FLASHTILE_SEED repeats one."""
-    value = int(os.environ.get("FLASHTILE_SEED") or random.SystemRandom().randrange(2**31))
+    """A fresh seed for each test and run, shown when the test fails. FLASHTILE_SEED repeats one, and makes hypothesis draw the same always."""
+    value = int(SEED or random.SystemRandom().randrange(2**31))
     print(f"FLASHTILE_SEED={value}")
     torch.manual_seed(value)
     return value

@@ -225,20 +225,21 @@ _NO_OPTIONS = (None,) * (NUM_TENSORS - 3)
 
 
 class _Attention(torch.autograd.Function):
-    """Of the inputs that have a gradient, and of all arguments once more: each input and each saved tensor costs time."""
+    """Of the inputs that have a gradient, and of the call: all arguments once more, (out, lse) where the pass has run already, and whether
+    lse is wanted. Each input, output and saved tensor costs time; lse is an output only where it is wanted."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, values: tuple[Any, ...]) -> Any:
-        args = (*values[:-2], True, ctx.needs_input_grad[3])
-        out, lse = native.attend(args, True) or _forward_below_autograd(args)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, call: tuple[Any, Any, bool]) -> Any:
+        args, made, wants_lse = call
+        out, lse = made or _forward_below_autograd(args)
         count = 3 if args[3:NUM_TENSORS] == _NO_OPTIONS else NUM_TENSORS
         ctx.save_for_backward(*args[:count], out, lse)
         ctx.others = args[count:]
         ctx.set_materialize_grads(False)
-        return out, lse
+        return (out, lse) if wants_lse else out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
         args, wanted = (*tensors, *ctx.others), ctx.needs_input_grad[:-1]
         if dout is None:
@@ -246,8 +247,14 @@ class _Attention(torch.autograd.Function):
         served = native.backward((dout, dlse, args, out, lse, wanted))
         if served:
             return *served, None
+        if torch.is_grad_enabled() and not lse.requires_grad:
+            out, lse = forward(*args)  # to be differentiated a second time, through lse too
         grads = backward(dout, dlse, *args, out, lse, wanted)
         return *(grad if is_wanted else None for grad, is_wanted in zip(grads, wanted, strict=True)), None
+
+
+# What autograd calls: `backward` itself, without two frames that look it up
+_Attention._backward_cls.apply = _Attention.backward  # type: ignore[attr-defined]
 
 
 def _forward_below_autograd(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -273,20 +280,21 @@ def is_transformed() -> bool:
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
-def differentiable(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """The forward op with its place in the graph, where nobody but autograd listens."""
-    result: tuple[Tensor, Tensor] = _apply(args[0], args[1], args[2], args[3], args[6], args)
-    return result
+def differentiable(call: tuple[Any, Any, bool]) -> tuple[Tensor, Any]:
+    """A call's place in the graph, where nobody but autograd listens: `native.attend` has found that, and left the rest."""
+    args = call[0]
+    result: Any = _apply(args[0], args[1], args[2], args[3], args[6], call)
+    return result if call[2] else (result, None)
 
 
-def attend(args: tuple[Any, ...], wants_lse: bool = True) -> tuple[Tensor, Tensor]:
+def attend(args: tuple[Any, ...], wants_lse: bool = True) -> tuple[Tensor, Any]:
     """The forward op as the public functions call it: below autograd at once where nothing requires grad. Without wants_lse there may be
     none."""
     if is_compiling():
         return forward(*args)
     served = native.attend(args, wants_lse)
-    if served is True:
-        return differentiable(args)
+    if served and len(served) == 1:
+        return differentiable(served[0])
     return served or attend_by_python(args)
 
 
@@ -319,7 +327,9 @@ def _check_transforms() -> None:
 def _forward_autograd(keyset: Any, *values: Any) -> Any:
     _check_transforms()
     if requires_grad(values):
-        return _Attention.apply(*(values[place] for place in _DIFFERENTIABLE), values)
+        bias = values[3]
+        args = (*values[:-2], True, bias is not None and bias.requires_grad)
+        return _Attention.apply(*(values[place] for place in _DIFFERENTIABLE), (args, None, True))
     with torch._C._AutoDispatchBelowAutograd():
         return forward.redispatch(keyset & torch._C._after_autograd_keyset, *values)
 

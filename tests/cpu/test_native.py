@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
 import threading
-import types
 from array import array
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fake_gpu
 import pytest
 import torch
+from fake_gpu import MAP_ADDRESS, Recorder
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,73 +23,23 @@ from flashtile.backends.kvcache import AppendArgs
 from flashtile.check.draw import Drawer
 from flashtile.kernels import plan as plans
 from flashtile.kernels import table
-from flashtile.kernels.arch import ARCHS
 from flashtile.problem import AttentionArgs
-from flashtile.runtime import cache, driver, extension
+from flashtile.runtime import driver, extension
 from flashtile.testing import GRADS, Case
 
-NUM_MULTIPROCESSORS = (132, 16, 4, 132)  # of the GPU that is pretended; with few, grids of few tiles are large
-MAP_ADDRESS = 88  # where fake_cuda.c puts the address into a tensor map
-NUMBERS = 10  # of a launch, before its parameters
-
-
-class Recorder:
-    """The fake driver's own functions."""
-
-    def __init__(self, library: Path) -> None:
-        self.library = ctypes.CDLL(str(library))
-        self.library.fake_log.restype = ctypes.c_void_p
-        self.library.fake_log_end.restype = ctypes.c_uint64
-        self.library.fake_reset.argtypes = [ctypes.c_uint64]
-
-    def reset(self, image_bytes: int) -> None:
-        self.image_bytes = image_bytes
-        self.library.fake_reset(image_bytes)
-
-    def launches(self) -> list[tuple[tuple[int, ...], bytearray]]:
-        """(numbers, parameters) of each launch."""
-        log = ctypes.string_at(self.library.fake_log(), self.library.fake_log_end())
-        size = 8 * NUMBERS + self.image_bytes
-        parts = [log[start : start + size] for start in range(0, len(log), size)]
-        return [(tuple(memoryview(part[: 8 * NUMBERS]).cast("Q")), bytearray(part[8 * NUMBERS :])) for part in parts]
+# Of the GPU that is pretended; with few, grids of few tiles are large
+NUM_MULTIPROCESSORS = (fake_gpu.NUM_MULTIPROCESSORS, 16, 4, fake_gpu.NUM_MULTIPROCESSORS)
 
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("fake") / "libfake_cuda.so"
-    source = Path(__file__).with_name("fake_cuda.c")
-    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o", str(path), str(source)], check=True)
-    return path
+    return fake_gpu.build(tmp_path_factory.mktemp("fake"))
 
 
 @pytest.fixture
 def recorder(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    """A GPU to both executors: CPU tensors are on it, kernels cost nothing to compile, and nothing is computed."""
-    monkeypatch.setattr(driver, "_LIBRARY", str(library))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cuda, "_arch", lambda index: ARCHS[90])
-    monkeypatch.setattr(cuda, "_num_multiprocessors", lambda index: NUM_MULTIPROCESSORS[0])
-    monkeypatch.setattr(cuda, "_missing", lambda: None)
-    monkeypatch.setattr(cuda.CudaBackend, "devices", ("cuda", "cpu"))
-    monkeypatch.setattr(executor, "current_stream", lambda index: 0)
-    monkeypatch.setattr(executor, "on_device", lambda index: nullcontext())
-    monkeypatch.setattr(
-        cache, "compile_cached", lambda unit, arch, names: types.SimpleNamespace(cubin=b"", symbols={name: name for name in names})
-    )
-    monkeypatch.setattr(native, "missing", lambda: None)
-    clear()
-    assert extension.open_executor("cpu") is None
-    found = Recorder(library)
-    found.reset(0)
-    yield found
-    extension.executor().close_executor()
-    clear()
-
-
-def clear() -> None:
-    executor.function.cache_clear()
-    driver._driver.cache_clear()
-    plans.forget()
+    yield fake_gpu.plug_in(library, monkeypatch.setattr)
+    fake_gpu.unplug()
 
 
 # Byte by byte

@@ -34,10 +34,11 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 # Each takes the arguments of an op as a tuple and returns its results in a tuple, or: None where Python has to serve the call, False where
-# it also has to make the plan, True (attend alone) where the call is to be differentiated
+# it also has to make the plan. `attend` stands above autograd: where the call is to be differentiated, it returns
+# ((arguments, results or None, whether lse is wanted),)
 attend, forward, backward, append_kv = (_function(name) for name in ("attend", "forward", "backward", "append_kv"))
-# `flashtile.attention`: its two results; or the arguments of the op, in a tuple of their own where it is to be differentiated; or None
-# where what it was given needs a closer look
+# `flashtile.attention`: what `attend` returns; or the arguments of the op where C++ does not serve it; or None where what it was given
+# needs a closer look
 attention = _function("attention")
 
 

@@ -4,7 +4,8 @@
 // function takes the arguments of an op as one tuple and returns the op's results, or
 //   None   C++ does not serve this call: Python has to
 //   False  there is no plan for it yet: Python makes one and hands it to `learn`
-//   True   (attend alone) it is to be differentiated
+// `attend` and `attention` stand above autograd. Where a call is to be differentiated they return ((arguments, results, whether lse is
+// wanted),): the arguments say that a backward pass follows, and the results, not yet in a graph, are None where C++ does not serve it.
 #include "python.h"
 
 #include <cstdlib>
@@ -19,7 +20,7 @@
 namespace flashtile {
 namespace {
 
-constexpr i32 kNumArguments = 28, kMaxGpus = 64;
+constexpr i32 kNumArguments = 28, kNeedsGrad = 26, kNeedsBiasGrad = 27, kMaxGpus = 64;
 
 struct KeyHash {
   size_t operator()(const Key& key) const {
@@ -233,7 +234,7 @@ bool read_attention(const Arguments& args, Request& request) {
   if (!options.is_bshd && !is_text(argument(24), "bhsd")) return false;
   options.is_named = argument(25) != Py_None;
   if (options.is_named && !is_text(argument(25), "cuda")) return false;
-  if (!flag_of(argument(26), options.needs_grad) || !flag_of(argument(27), options.needs_bias_grad)) return false;
+  if (!flag_of(argument(kNeedsGrad), options.needs_grad) || !flag_of(argument(kNeedsBiasGrad), options.needs_bias_grad)) return false;
   if (q.dtype == Dtype::kFloat32) {
     PyObject* precision = PyObject_CallNoArgs(state.matmul_precision);
     if (precision == nullptr) {
@@ -419,9 +420,18 @@ PyObject* backward(PyObject*, PyObject* args) {
 
 PyObject* append_kv(PyObject*, PyObject* args) { return serve(Pass::kAppend, args); }
 
-// The forward pass as the public functions call it, above autograd.
-PyObject* attend(const Arguments& args, bool wants_lse) {
-  bool needs_grad = false;
+PyObject* tuple_of(const Arguments& args) {
+  PyObject* tuple = PyTuple_New(kNumArguments);
+  for (i32 place = 0; tuple != nullptr && place < kNumArguments; ++place) {
+    Py_INCREF(args.values[place]);
+    PyTuple_SetItem(tuple, place, args.values[place]);
+  }
+  return tuple;
+}
+
+// The forward pass as the public functions call it.
+PyObject* attend(Arguments& args, bool wants_lse) {
+  bool needs_grad = false, needs_bias_grad = false;
   if (is_heard()) Py_RETURN_NONE;
   for (i32 place = 0; place <= kSinks && aoti_torch_grad_mode_is_enabled(); ++place) {
     PyObject* tensor = args.values[place];
@@ -430,12 +440,19 @@ PyObject* attend(const Arguments& args, bool wants_lse) {
     PyObject* answer = PyObject_GetAttr(tensor, text_requires_grad);
     if (answer == nullptr) return nullptr;
     needs_grad = needs_grad || answer == Py_True;
+    if (place == kBias) needs_bias_grad = answer == Py_True;
     Py_DECREF(answer);
   }
+  if (needs_grad) args.values[kNeedsGrad] = Py_True, args.values[kNeedsBiasGrad] = needs_bias_grad ? Py_True : Py_False;
   Request request;
   bool is_read = read_attention(args, request);
-  if (is_read && needs_grad) Py_RETURN_TRUE;
-  return run(Pass::kForward, request, is_read && !is_checking() ? prepare(Pass::kForward, request) : Reading::kUnserved, wants_lse);
+  if (needs_grad && !is_read) Py_RETURN_NONE;
+  Reading reading = is_read && !is_checking() ? prepare(Pass::kForward, request) : Reading::kUnserved;
+  PyObject* results = run(Pass::kForward, request, reading, wants_lse || needs_grad);
+  if (!needs_grad || results == nullptr) return results;
+  PyObject* result = Py_BuildValue("((NOO))", tuple_of(args), PyTuple_Check(results) ? results : Py_None, wants_lse ? Py_True : Py_False);
+  Py_DECREF(results);
+  return result;
 }
 
 // (arguments, whether lse is wanted)
@@ -445,8 +462,8 @@ PyObject* attend_arguments(PyObject*, PyObject* const* given, Py_ssize_t count) 
   return attend(args, given[1] != Py_False);
 }
 
-// `flashtile.attention`: its two results; or, where they cannot be had here, the arguments of the op, in a tuple of their own where the
-// call is to be differentiated; or None where arguments.py has more to do than to put in defaults.
+// `flashtile.attention`: what `attend` returns; or the arguments of the op where C++ does not serve it; or None where arguments.py has more to
+// do than to put in defaults.
 // (q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic, layout, backend, whether
 // lse is wanted)
 PyObject* attention(PyObject*, PyObject* const* given, Py_ssize_t count) {
@@ -473,23 +490,13 @@ PyObject* attention(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (word == nullptr && is_text(causal, "top_left")) word = text_top_left;
   if (word == nullptr && is_text(causal, "bottom_right")) word = text_bottom_right;
   if (word == nullptr) Py_RETURN_NONE;
-  const Arguments args = {{given[0],  given[1], given[2],  bias,      mask,      slopes,  sinks,         rng_state, Py_None, Py_None,
-                           Py_None,   Py_None,  Py_None,   Py_None,   Py_None,   scale,   word,          unbounded, unbounded, given[9],
-                           given[11], deterministic, zero, Py_None,   layout,    backend, Py_False,      Py_False}};
+  Arguments args = {{given[0],  given[1], given[2],  bias,      mask,      slopes,  sinks,         rng_state, Py_None, Py_None,
+                     Py_None,   Py_None,  Py_None,   Py_None,   Py_None,   scale,   word,          unbounded, unbounded, given[9],
+                     given[11], deterministic, zero, Py_None,   layout,    backend, Py_False,      Py_False}};
   PyObject* served = attend(args, given[16] != Py_False);
   if (served == nullptr || PyTuple_Check(served)) return served;
-  PyObject* result = PyTuple_New(kNumArguments);
-  for (i32 place = 0; result != nullptr && place < kNumArguments; ++place) {
-    Py_INCREF(args.values[place]);
-    PyTuple_SetItem(result, place, args.values[place]);
-  }
-  if (result != nullptr && served == Py_True) {
-    PyObject* alone = PyTuple_New(1);
-    if (alone == nullptr || PyTuple_SetItem(alone, 0, result) != 0) return nullptr;
-    result = alone;
-  }
   Py_DECREF(served);
-  return result;
+  return tuple_of(args);
 }
 
 // Plans

@@ -1,0 +1,82 @@
+"""What a call costs the host without a GPU: the CUDA backend behind a driver that launches nothing, CPU tensors in its calls.
+
+python tools/host_time.py [--rounds 600]
+
+One batch, one head, 64 queries over 64 keys, d = 64. Prints the least time of a call in microseconds over rounds of 30 calls,
+interleaved: without a gradient, to be differentiated, with both passes by `torch.autograd.grad`, and the same of an `autograd.Function`
+that does nothing. What a real driver takes to launch and autograd's way to a GPU's thread are not in it: `flashtile bench --overhead` has
+both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "cpu"))
+import fake_gpu
+
+import flashtile
+
+CALLS = 30
+COLUMNS = ("no_grad", "grad", "fwd+bwd", "nothing, grad", "nothing, fwd+bwd")
+
+
+class Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, out: tuple[Any]) -> Any:
+        return out[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any) -> tuple[Any, ...]:
+        return dout, dout, dout, None
+
+
+def cases(dtype: torch.dtype) -> list[Callable[[], object]]:
+    q, k, v = (torch.randn(1, 1, 64, 64, dtype=dtype) for _ in range(3))
+    leaves = tuple(tensor.clone().requires_grad_() for tensor in (q, k, v))
+    dout, out = torch.randn_like(q), (torch.randn_like(q),)
+    apply = super(torch.autograd.Function, Nothing).apply
+    found = [
+        lambda: flashtile.attention(q, k, v, backend="cuda"),
+        lambda: flashtile.attention(*leaves, backend="cuda"),
+        lambda: torch.autograd.grad(flashtile.attention(*leaves, backend="cuda"), leaves, dout),
+        lambda: apply(*leaves, out),
+        lambda: torch.autograd.grad(apply(*leaves, out), leaves, dout),
+    ]
+    for call in found:
+        call()  # makes the plans
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=600)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = fake_gpu.plug_in(fake_gpu.build(Path(folder)), setattr)
+        print(f"{'':9}" + "".join(f"{name:>18}" for name in COLUMNS))
+        for dtype in (torch.bfloat16, torch.float32):
+            calls = cases(dtype)
+            least = [float("inf")] * len(calls)
+            for _ in range(rounds):
+                for place, call in enumerate(calls):
+                    recorder.reset(0)
+                    start = time.perf_counter()
+                    for _ in range(CALLS):
+                        call()
+                    least[place] = min(least[place], (time.perf_counter() - start) / CALLS * 1e6)
+            print(f"{str(dtype)[6:]:9}" + "".join(f"{micros:>18.1f}" for micros in least))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
