@@ -8,10 +8,12 @@
 namespace flashtile {
 namespace {
 
+constexpr i32 kMaxBlock = 128;  // queries, and keys, of a tile
+
 struct BackwardPlan {
   i32 block_m, block_n;
 
-  explicit BackwardPlan(const Params& p) { block_m = block_n = max_of(p.head_dim, p.head_dim_v) <= 128 ? 128 : 64; }
+  explicit BackwardPlan(const Params& p) { block_m = block_n = max_of(p.head_dim, p.head_dim_v) <= 128 ? kMaxBlock : 64; }
 };
 
 // The tiles of a block of queries and a block of keys, and what is computed from them.
@@ -22,7 +24,7 @@ struct BackwardTile {
   Scratch scratch;
   KeyTile k, v;
   float *q, *dout, *prob, *ds, *slopes, *factors;
-  Query queries[kMaxBlockRows];
+  Query queries[kMaxBlock];
   i32 num_rows = 0, i_begin = 0;
 
   BackwardTile(const Call& call_, float* base) : call(call_), p(*call_.params), plan(p), scratch{base} {

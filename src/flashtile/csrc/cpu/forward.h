@@ -8,19 +8,35 @@
 namespace flashtile {
 namespace {
 
+constexpr i32 kMaxBlockRows = 16 * kGroupRows;  // queries of a task
+constexpr i32 kPackRows = 12;                   // what it takes to pack a block of keys, in rows of queries
+
 struct ForwardPlan {
   i32 block_m, block_n, heads_per_task, chunks, m_blocks;  // chunks of heads for each key head; blocks of queries for each head
 
   explicit ForwardPlan(const Call& call) {
     const Params& p = *call.params;
     i32 group = p.heads / p.heads_kv;
-    block_m = kMaxBlockRows;
     block_n = max_of(p.head_dim, p.head_dim_v) <= 128 ? 128 : 64;
+    choose_rows(p, call.num_threads);
     // Share packed keys among heads, but leave a task for every thread
     i64 most = ceil_div(static_cast<i64>(p.batch) * p.heads, call.num_threads);
-    heads_per_task = static_cast<i32>(max_of<i64>(1, min_of<i64>(min_of(group, block_m / max_of(p.seqlen_q, 1)), most)));
-    chunks = static_cast<i32>(ceil_div(group, heads_per_task));
+    chunks = static_cast<i32>(ceil_div(group, max_of<i64>(1, min_of<i64>(kMaxBlockRows / max_of(p.seqlen_q, 1), most))));
+    heads_per_task = static_cast<i32>(ceil_div(group, chunks));
+    if (heads_per_task > 1) block_m = heads_per_task * p.seqlen_q;
     m_blocks = static_cast<i32>(ceil_div(p.seqlen_q, block_m));
+  }
+
+  // Many rows share a block of keys once it is packed, few leave no thread without work: the least time of the thread that has most, in
+  // rows. Whole groups, so that a row has the same neighbours, and bits, whatever the number of threads.
+  void choose_rows(const Params& p, i32 num_threads) {
+    i64 heads = static_cast<i64>(p.batch) * p.heads, least = 0;
+    for (i64 blocks = ceil_div(max_of(p.seqlen_q, 1), kMaxBlockRows);; ++blocks) {
+      i32 rows = max_of(round_up(static_cast<i32>(ceil_div(p.seqlen_q, blocks)), kGroupRows), kGroupRows);
+      i64 time = ceil_div(heads * ceil_div(p.seqlen_q, rows), num_threads) * (rows + kPackRows);
+      if (least == 0 || time < least) least = time, block_m = rows;
+      if (rows <= kGroupRows || heads * blocks >= 8 * num_threads) return;
+    }
   }
 
   i64 num_tasks(const Params& p) const { return static_cast<i64>(p.batch) * p.heads_kv * chunks * m_blocks; }

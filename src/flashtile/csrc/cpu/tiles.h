@@ -7,8 +7,7 @@
 namespace flashtile {
 namespace {
 
-constexpr i32 kPad = 16;          // head dims in scratch are padded to a multiple of this
-constexpr i32 kMaxBlockRows = 128;  // queries of a task
+constexpr i32 kPad = 16;  // head dims in scratch are padded to a multiple of this
 
 // Cuts arrays from a task's scratch. Counting and cutting run the same code: from null it only counts.
 struct Scratch {
