@@ -20,6 +20,7 @@ LONG = {"batch": 1, "seqlen_q": 150, "seqlen_k": 300}
 OPTIONS: dict[str, dict] = {
     "plain": {},
     "long": LONG,
+    "queries of several tasks of the CPU engine": {"batch": 1, "seqlen_q": 800, "seqlen_k": 60, "causal": "top_left"},
     "causal bottom right": {"causal": "bottom_right", **LONG},
     "causal top left": {"causal": "top_left", **LONG},
     "causal, more queries than keys": {"causal": "bottom_right", "seqlen_q": 90, "seqlen_k": 40},
@@ -49,6 +50,7 @@ OPTIONS: dict[str, dict] = {
     "one query": {"seqlen_q": 1},
     "one key": {"seqlen_k": 1},
     "no query": {"seqlen_q": 0},
+    "no query, gqa": {"seqlen_q": 0, "heads": 4, "heads_kv": 2},
     "no key": {"seqlen_k": 0},
     "no key, sinks": {"seqlen_k": 0, "has_sinks": True},
     "no batch": {"batch": 0},

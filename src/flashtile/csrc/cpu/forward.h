@@ -23,7 +23,7 @@ struct ForwardPlan {
     i64 most = ceil_div(static_cast<i64>(p.batch) * p.heads, call.num_threads);
     chunks = static_cast<i32>(ceil_div(group, max_of<i64>(1, min_of<i64>(kMaxBlockRows / max_of(p.seqlen_q, 1), most))));
     heads_per_task = static_cast<i32>(ceil_div(group, chunks));
-    if (heads_per_task > 1) block_m = heads_per_task * p.seqlen_q;
+    if (heads_per_task > 1) block_m = max_of(block_m, heads_per_task * p.seqlen_q);
     m_blocks = static_cast<i32>(ceil_div(p.seqlen_q, block_m));
   }
 
