@@ -15,10 +15,11 @@ import flashtile
 from flashtile import ops
 from flashtile.backends import triton as backend
 from flashtile.backends.base import GradNeeds
-from flashtile.problem import Problem
+from flashtile.problem import Problem, shape_of
 from flashtile.testing import Case
 
 ROOT = Path(__file__).resolve().parents[2]
+DROPOUT_SHAPES = [(dim, dim_v, queries) for dim in (40, 64, 100, 200) for dim_v in (40, 200) for queries in (10, 100)]
 
 
 def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -97,6 +98,22 @@ def test_every_kernel_of_a_call_can_be_compiled_elsewhere() -> None:
     assert [pickle.loads(pickle.dumps(job)).args == job.args for job in found.values()] == [True] * 5
     assert [key[0] for key in jobs(has_backward=False)] == ["fwd"]
     assert jobs(seqlen_q=0, seqlen_k=0) == {}
+
+
+def test_threads_that_share_dropout_words_have_a_call_each() -> None:
+    """Triton 3.6 hands out wrong words where there are more threads than calls of Philox, one for eight keys."""
+    kernels = pytest.importorskip("flashtile.backends.triton_kernels")
+    found = [
+        backend._config(kernel, dtype, shape_of(case.make(0).args), torch.device("cpu"), False, is_wide)
+        for kernel in backend._CONFIGS
+        for dtype in backend.DTYPES
+        for is_wide in (False, True)
+        for case in (Case(head_dim=dim, head_dim_v=dim_v, seqlen_q=queries) for dim, dim_v, queries in DROPOUT_SHAPES)
+    ]
+    found += [config for by_bytes in backend._SMALL_CONFIGS.values() for by_dim in by_bytes.values() for config in by_dim.values()]
+    sharing = [config for config in found if config.block_m * config.block_n >= kernels.SHARES_WORDS.value]
+    assert all(config.block_m * config.block_n // 8 >= 32 * config.num_warps for config in sharing)
+    assert len(sharing) < len(found)
 
 
 @pytest.mark.parametrize("head_dim", [20, 64])

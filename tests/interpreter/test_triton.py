@@ -101,8 +101,17 @@ def test_options_together(dtype: torch.dtype, seed: int) -> None:
     assert_agrees(run(inputs), inputs)
 
 
-def test_every_dropout_bit(seed: int) -> None:
+def test_dropout_in_tiles_of_few_words(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As large head dims have them in float32: each key draws for itself."""
+    monkeypatch.setattr(backend, "_config", lambda *_: backend.Config(16, 32, 4, 1))
+    inputs = Case(backend="triton", dropout_p=0.3, bias="bhqk", batch=1, heads=2, heads_kv=1, seqlen_q=40, seqlen_k=50).make(seed)
+    assert_agrees(run(inputs), inputs)
+
+
+@pytest.mark.parametrize("block", [16, 32])
+def test_every_dropout_bit(block: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal weights and one value a key: what comes out is the mask itself."""
+    monkeypatch.setattr(backend, "_config", lambda *_: backend.Config(block, block, 4, 1))
     rng_state = torch.tensor([-(2**62) - seed, 2**40 + 5])
     q, k, v = torch.zeros(2, 3, 37, 4), torch.zeros(2, 3, 53, 4), torch.eye(53).expand(2, 3, 53, 53)
     out = flashtile.attention(q, k, v, dropout_p=0.37, rng_state=rng_state, backend="triton")

@@ -22,6 +22,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+SHARES_WORDS = tl.constexpr(1024)  # elements of a tile, from which on its threads have a Philox call each or more
 # Integers that no kernel is compiled for
 RUNTIME = [
     *("alibi_batch", "heads", "rows", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right", "drop_threshold"),
@@ -253,18 +254,31 @@ def score_tile(s, i, j, bias, mask, place, options, flags, IS_CUT, HAS_END, IS_R
 
 
 @triton.jit
-def kept(rng_state, batch_head, m0, n0, threshold, BLOCK_M, BLOCK_N):
-    """Dropout bits of a tile (queries x keys), True = kept: one Philox call for eight neighbouring keys."""
-    seed = tl.load(rng_state)
-    row = (m0 + tl.arange(0, BLOCK_M)).to(tl.uint32)[:, None]
-    eight = (n0 // 8 + tl.arange(0, BLOCK_N // 8)).to(tl.uint32)[None, :]
+def draw(rng_state, batch_head, row, eight):
+    """The four Philox words of each row and eight neighbouring keys."""
     zero = row * 0 + eight * 0
-    word0, word1, word2, word3 = tl.philox(
-        seed, eight + zero, row + zero, batch_head.to(tl.uint32) + zero, tl.load(rng_state + 1).to(tl.uint32) + zero
+    return tl.philox(
+        tl.load(rng_state), eight + zero, row + zero, batch_head.to(tl.uint32) + zero, tl.load(rng_state + 1).to(tl.uint32) + zero
     )
-    # Words 0 to 3 side by side, then the low and high half of each
-    words = tl.join(tl.join(word0, word2), tl.join(word1, word3)).reshape(BLOCK_M, BLOCK_N // 2)
-    lanes = tl.join(words & 0xFFFF, words >> 16).reshape(BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def kept(rng_state, batch_head, m0, n0, threshold, BLOCK_M, BLOCK_N):
+    """Dropout bits of a tile (queries x keys), True = kept: of the words of eight keys, the low and high half of each in turn."""
+    row = (m0 + tl.arange(0, BLOCK_M)).to(tl.uint32)[:, None]
+    if BLOCK_M * BLOCK_N >= SHARES_WORDS:
+        eight = (n0 // 8 + tl.arange(0, BLOCK_N // 8)).to(tl.uint32)[None, :]
+        word0, word1, word2, word3 = draw(rng_state, batch_head, row, eight)
+        # Words 0 to 3 side by side, then the halves of each
+        words = tl.join(tl.join(word0, word2), tl.join(word1, word3)).reshape(BLOCK_M, BLOCK_N // 2)
+        lanes = tl.join(words & 0xFFFF, words >> 16).reshape(BLOCK_M, BLOCK_N)
+    else:
+        # Each key draws for itself: with fewer words than threads Triton 3.6 was seen to hand out wrong ones
+        key = (n0 + tl.arange(0, BLOCK_N)).to(tl.uint32)[None, :]
+        word0, word1, word2, word3 = draw(rng_state, batch_head, row, key // 8)
+        place = key % 8
+        word = tl.where(place < 4, tl.where(place < 2, word0, word1), tl.where(place < 6, word2, word3))
+        lanes = tl.where(place % 2 == 0, word & 0xFFFF, word >> 16)
     return lanes.to(tl.int32) >= threshold
 
 
