@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from flashtile import ops
-from flashtile.backends import registry
+from flashtile.backends import native, registry
 
 SEED = os.environ.get("FLASHTILE_SEED")
 settings.register_profile(
@@ -28,6 +28,7 @@ def poisoned_memory():
     registry._warned.clear()
     ops._bound.clear()
     ops._seen.clear()
+    native.forget()
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield

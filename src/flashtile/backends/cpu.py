@@ -8,13 +8,14 @@ from array import array
 import torch
 from torch import Tensor
 
-from flashtile.backends import executor
+from flashtile.backends import executor, native
 from flashtile.backends.base import Backend, BoundForward, Grads
 from flashtile.backends.call import backward_tensors, form_of, scalars_of, tensors_of
+from flashtile.backends.executor import Launch, Splits
 from flashtile.errors import dtype_name
 from flashtile.kernels.params import Params
 from flashtile.kernels.plan import GRADS, HostKey, LaunchPlan, host_plan
-from flashtile.problem import NUM_TENSORS, AttentionArgs, Problem, check_values, is_deterministic, shape_of
+from flashtile.problem import NUM_TENSORS, AttentionArgs, Problem, check_values, is_checking, is_deterministic, shape_of
 from flashtile.runtime import extension
 
 _ELEMENTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc/cpu/engine.h: Element
@@ -37,7 +38,10 @@ class CpuBackend(Backend):
         args, spans = _with_spans(args)
         given = tensors_of(args) | {"out": out, "lse": lse}
         more = _more(args, spans, out)
-        executor.execute_on_host(_forward_plan(args, given), given, scalars_of(args), lambda params: extension.cpu_forward(params, *more))
+        plan, scalars = _forward_plan(args, given), scalars_of(args)
+        executor.execute_on_host(plan, given, scalars, lambda params: extension.cpu_forward(params, *more))
+        if spans is None and not is_checking():
+            native.learn_on_host(tuple(args), Launch(plan, given, scalars, Splits(1, 1), ""), more[1:4])
 
     def bind(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> BoundForward | None:
         given = tensors_of(args) | {"out": out, "lse": lse}

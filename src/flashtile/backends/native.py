@@ -42,9 +42,8 @@ attend, forward, backward, append_kv = (_function(name) for name in ("attend", "
 attention = _function("attention")
 
 
-@functools.cache
-def missing() -> str | None:
-    """Why calls are launched by Python, or None. Starts the C++ executor; FLASHTILE_EXECUTOR is read once."""
+def _unavailable() -> str | None:
+    """Why Python executes every plan, or None."""
     wanted = os.environ.get(_SWITCH) or "c++"
     if wanted not in ("c++", "python"):
         raise value_error(_SWITCH, repr(wanted), "c++ or python", "Unset it")
@@ -52,20 +51,42 @@ def missing() -> str | None:
         return f"{_SWITCH}=python"
     if extension.missing() is None and _unserved in (attention, attend, forward, backward, append_kv):
         return "the C++ extension was built from other sources; `pip install .` builds it anew"
-    return extension.missing() or extension.open_executor("cuda")
+    return extension.missing()
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why calls are launched by Python, or None. Starts the C++ executor; FLASHTILE_EXECUTOR is read once."""
+    return _unavailable() or extension.open_executor("cuda")
+
+
+@functools.cache
+def missing_on_host() -> str | None:
+    """The same for calls of the CPU engine."""
+    return _unavailable() or extension.open_executor("host")
 
 
 def learn(kind: int, args: tuple[Any, ...], launch: Launch) -> None:
     """What calls like this one take from now on, unless it needs a copy. It has been executed, so its kernels are loaded."""
-    if missing() is not None:
-        return
+    if missing() is None:
+        module = extension.executor()
+        module.set_gpu(launch.device_index, launch.splits.num_multiprocessors, 2 * table.SMALL_BLOCK_M)
+        _hand_over(kind, args, launch, [])
+
+
+def learn_on_host(args: tuple[Any, ...], launch: Launch, elements: Sequence[int]) -> None:
+    """The same for a forward pass of the CPU engine, which is told the elements of q, out and bias."""
+    if missing_on_host() is None:
+        _hand_over(FORWARD, args, launch, [_ENGINE, *elements])
+
+
+def _hand_over(kind: int, args: tuple[Any, ...], launch: Launch, last_step: list[int]) -> None:
     module, plan = extension.executor(), launch.plan
-    module.set_gpu(launch.device_index, launch.splits.num_multiprocessors, 2 * table.SMALL_BLOCK_M)
     if not all(operand.like or executor.is_fitting(operand, launch.given[operand.name]) for operand in plan.operands):
         return
     names = (module.APPEND_TENSORS, module.APPEND_SCALARS) if kind == APPEND else (module.TENSORS, module.SCALARS)
     values = executor.evaluate(plan, launch.given, launch.scalars, launch.splits)
-    numbers, symbols = flat(launch, values, *names)
+    numbers, symbols = flat(launch, values, *names, last_step)
     module.learn(kind, args, array("q", numbers).tobytes(), plan.image, "".join(f"{symbol}\n" for symbol in symbols))
 
 
@@ -79,12 +100,15 @@ plans.on_forget.append(forget)
 # A plan as numbers, in the order that csrc/exec/plan.cpp reads them
 
 _LAYOUTS = ("rows", "contiguous", "any")
+_MEMSET, _KERNEL, _ENGINE = range(3)  # csrc/exec/plan.h: StepKind
 _RULES = ("tensor", "workspace", "stride", "broadcast_stride", "size", "elements", "spread", "value", "scalar")
 
 
-def flat(launch: Launch, values: dict[str, int], tensors: Sequence[str], scalars: Sequence[str]) -> tuple[list[int], list[str]]:
+def flat(
+    launch: Launch, values: dict[str, int], tensors: Sequence[str], scalars: Sequence[str], last_step: Sequence[int] = ()
+) -> tuple[list[int], list[str]]:
     """The plan with tensors and scalars by their places in those lists, and the names of its kernels. A kernel that the call with these
-    values does not launch may not be compiled: it is left out until one does."""
+    values does not launch may not be compiled: it is left out until one does. `last_step` is one that the plan itself has not."""
     plan, splits = launch.plan, launch.splits
     value_names = ["num_splits", "num_multiprocessors", *(name for name, _ in plan.values)]
     workspaces = [workspace.name for workspace in plan.workspaces]
@@ -131,17 +155,17 @@ def flat(launch: Launch, values: dict[str, int], tensors: Sequence[str], scalars
     for tensor_map in plan.maps:
         axes = (-1 - axis for axis in tensor_map.axes)
         numbers += [tensor_map.offset, tensors.index(tensor_map.tensor), *axes, tensor_map.box_rows, tensor_map.box_heads]
-    numbers.append(len(plan.steps))
+    numbers.append(len(plan.steps) + bool(last_step))
     symbols = []
     for step in plan.steps:
         if isinstance(step, Memset):
-            numbers += [0, tensors.index(step.tensor)]
+            numbers += [_MEMSET, tensors.index(step.tensor)]
             continue
         kernel = None
         if executor.num_blocks(step, values) > 0:
             kernel = executor.function(step.unit, step.entry, launch.arch)
-        numbers += [1, 0 if kernel is None else kernel.address(launch.device_index), len(step.grid)]
+        numbers += [_KERNEL, 0 if kernel is None else kernel.address(launch.device_index), len(step.grid)]
         numbers += [number for name, divisor in step.grid for number in (value_names.index(name), divisor)]
         numbers += [step.num_threads, step.shared_bytes, step.is_for_splits, step.is_persistent]
         symbols.append(step.name if kernel is None else kernel.symbol)
-    return numbers, symbols
+    return [*numbers, *last_step], symbols

@@ -1,5 +1,7 @@
 #include "run.h"
 
+#include "host.h"
+
 #include <torch/csrc/stable/c/shim.h>
 
 #include <atomic>
@@ -81,6 +83,20 @@ const Engine* find_engine(const char* name) {
 
 const char* run_forward(const Engine& engine, Call& call) {
   return set_threads(call) ? run_pass(call, engine.forward(call)) : kNoThreads;
+}
+
+const char* run_on_host(const void* params, const int (&elements)[3]) {
+  static const Engine* const best = [] {
+    const Engine* found = nullptr;
+    for (const char* name : kInstructionSets) found = found != nullptr ? found : find_engine(name);
+    return found;
+  }();
+  Call call{};
+  call.params = static_cast<const Params*>(params);
+  call.element = static_cast<Element>(elements[0]);
+  call.out_element = static_cast<Element>(elements[1]);
+  call.bias_element = static_cast<Element>(elements[2]);
+  return run_forward(*best, call);
 }
 
 const char* run_backward(const Engine& engine, Call& call) {

@@ -1,5 +1,7 @@
 #include "plan.h"
 
+#include "../cpu/host.h"
+
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -145,11 +147,12 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
   steps_.resize(in.index(32));
   size_t start = 0;
   for (Step& step : steps_) {
-    step.is_memset = in.index(2) == 0;
-    if (step.is_memset) {
-      step.tensor = in.index(kMaxTensors);
-      continue;
+    step.kind = static_cast<StepKind>(in.index(3));
+    if (step.kind == StepKind::kMemset) step.tensor = in.index(kMaxTensors);
+    if (step.kind == StepKind::kEngine) {
+      for (int& element : step.elements) element = in.index(3);
     }
+    if (step.kind != StepKind::kKernel) continue;
     step.kernel = reinterpret_cast<void*>(in.number());
     step.grid.resize(in.index(8));
     for (auto& [value, divisor] : step.grid) value = in.index(kMaxValues), divisor = in.number();
@@ -279,16 +282,23 @@ Outcome Plan::run(Call& call, Owned* owned, const Driver& driver, Failure& failu
   Filled filled;
   if (!evaluate(call, filled.values)) return Outcome::kNotServed;
   for (const Step& step : steps_) {
-    i64 blocks = step.is_memset ? 0 : num_blocks(step, filled.values);
+    i64 blocks = step.kind == StepKind::kKernel ? num_blocks(step, filled.values) : 0;
     if (blocks < 0 || blocks > std::numeric_limits<i32>::max()) return Outcome::kNotServed;
     if (blocks > 0 && step.kernel == nullptr) return Outcome::kIncomplete;
   }
   if (!allocate(call, owned, filled) || !fill(call, filled)) return Outcome::kNotServed;
   if (!encode_maps(call, filled, driver, failure)) return Outcome::kFailed;
   for (const Step& step : steps_) {
-    if (step.is_memset) {
+    if (step.kind == StepKind::kMemset) {
       if (!owned[step.tensor].zero()) {
         failure = {-1, "zeros for a gradient"};
+        return Outcome::kFailed;
+      }
+      continue;
+    }
+    if (step.kind == StepKind::kEngine) {
+      if (const char* error = run_on_host(filled.image, step.elements)) {
+        failure = {-1, error};
         return Outcome::kFailed;
       }
       continue;

@@ -64,10 +64,13 @@ struct MapPatch {
   u32 box_rows, box_heads;
 };
 
+enum class StepKind : u8 { kMemset, kKernel, kEngine };
+
 struct Step {
-  bool is_memset;
-  i32 tensor;    // of a memset
-  void* kernel;  // of a launch, as all below; null: not compiled yet
+  StepKind kind;
+  i32 tensor;       // of a memset
+  int elements[3];  // of a pass of the CPU engine: cpu/host.h
+  void* kernel;     // of a launch, as all below; null: not compiled yet
   std::vector<std::pair<i32, i64>> grid;
   unsigned num_threads, shared_bytes;
   bool is_for_splits, is_persistent;

@@ -21,6 +21,8 @@ namespace flashtile {
 namespace {
 
 constexpr i32 kNumArguments = 28, kNeedsGrad = 26, kNeedsBiasGrad = 27, kMaxGpus = 64;
+constexpr u8 kHostDevice = 255;  // among those of keys
+constexpr Gpu kHost{1, 1};       // no plan of the CPU engine looks at it
 
 struct KeyHash {
   size_t operator()(const Key& key) const {
@@ -60,10 +62,11 @@ class Plans {
 
 // What `open_executor` was told. References are kept for the life of the process.
 struct State {
-  bool is_open = false;
+  bool is_open = false;       // for the tensors of device_type, by kernels
+  bool is_host_open = false;  // for CPU tensors, by the CPU engine
   const dlpack::ExchangeApi* exchange = nullptr;
   Driver driver;
-  i32 device_type = 0;  // of the tensors that are served
+  i32 device_type = -1;
   PyObject *tensor_type = nullptr, *parameter_type = nullptr;
   PyObject* wrap = nullptr;              // from a list of capsules with tensors' handles, which it takes, to a list of the tensors
   PyObject* fail = nullptr;              // raises for (status, text)
@@ -182,7 +185,16 @@ struct Request {
   Options options;
   Call call;
   Key key{};
+  bool is_on_host = false;  // the CPU engine's
 };
+
+bool is_any_open() { return state.is_open || state.is_host_open; }
+
+// A switch that is set.
+bool is_on(const char* name) {
+  const char* value = std::getenv(name);
+  return value != nullptr && value[0] != '\0' && std::strcmp(value, "0") != 0;
+}
 
 bool is_tuple_of(PyObject* value, Py_ssize_t size) { return PyTuple_Check(value) && PyTuple_Size(value) == size; }
 
@@ -204,7 +216,15 @@ bool read_attention(const Arguments& args, Request& request) {
   }
   const View& q = request.call.tensors[kQ];
   if (!q.is_given() || !request.call.tensors[kK].is_given() || !request.call.tensors[kV].is_given()) return false;
-  if (q.device.type != state.device_type) return false;
+  request.is_on_host = state.is_host_open && q.device.type == aoti_torch_device_type_cpu();
+  if (!request.is_on_host && !(state.is_open && q.device.type == state.device_type)) return false;
+  if (request.is_on_host) {
+    // Lengths are read and checked in Python; so is which instructions to use
+    for (i32 place = kCuSeqlensQ; place < kNumInputs; ++place) {
+      if (request.call.tensors[place].is_given()) return false;
+    }
+    if (is_on("FLASHTILE_CPU_ISA")) return false;
+  }
   Options& options = request.options;
   auto argument = [&](i32 place) { return args.values[place]; };
   if (!length_of(argument(13), options.max_seqlen_q) || !length_of(argument(14), options.max_seqlen_k)) return false;
@@ -233,9 +253,9 @@ bool read_attention(const Arguments& args, Request& request) {
   options.is_bshd = is_text(argument(24), "bshd");
   if (!options.is_bshd && !is_text(argument(24), "bhsd")) return false;
   options.is_named = argument(25) != Py_None;
-  if (options.is_named && !is_text(argument(25), "cuda")) return false;
+  if (options.is_named && !is_text(argument(25), request.is_on_host ? "cpu" : "cuda")) return false;
   if (!flag_of(argument(kNeedsGrad), options.needs_grad) || !flag_of(argument(kNeedsBiasGrad), options.needs_bias_grad)) return false;
-  if (q.dtype == Dtype::kFloat32) {
+  if (q.dtype == Dtype::kFloat32 && !request.is_on_host) {
     PyObject* precision = PyObject_CallNoArgs(state.matmul_precision);
     if (precision == nullptr) {
       PyErr_Clear();
@@ -276,7 +296,7 @@ bool read_append(PyObject* args, Request& request) {
   PyObject *is_interleaved = PyTuple_GetItem(args, kNumAppendTensors), *layout = PyTuple_GetItem(args, kNumAppendTensors + 1);
   request.options.is_bshd = is_text(layout, "bshd");
   if (!flag_of(is_interleaved, request.options.is_interleaved) || (!request.options.is_bshd && !is_text(layout, "bhsd"))) return false;
-  return request.call.tensors[kKCache].device.type == state.device_type;
+  return state.is_open && request.call.tensors[kKCache].device.type == state.device_type;
 }
 
 enum class Reading { kFine, kUnserved, kUnknownGpu };
@@ -284,17 +304,19 @@ enum class Reading { kFine, kUnserved, kUnknownGpu };
 // From what was read to the key of the plan.
 Reading prepare(Pass pass, Request& request) {
   if (pass == Pass::kAppend) return prepare_append(request.options, request.call, request.key) ? Reading::kFine : Reading::kUnserved;
+  if (request.is_on_host) {
+    bool is_served = pass == Pass::kForward && prepare_attention(pass, request.options, kHost, request.call, request.key);
+    request.key.device = kHostDevice;
+    return is_served ? Reading::kFine : Reading::kUnserved;
+  }
   i32 index = request.call.tensors[kQ].device.index;
   if (index < 0 || index >= kMaxGpus) return Reading::kUnserved;
   if (gpus[index].num_multiprocessors == 0) return Reading::kUnknownGpu;
   return prepare_attention(pass, request.options, gpus[index], request.call, request.key) ? Reading::kFine : Reading::kUnserved;
 }
 
-// FLASHTILE_CHECK=1: Python reads and checks index tensors in every call.
-bool is_checking() {
-  const char* value = std::getenv("FLASHTILE_CHECK");
-  return value != nullptr && value[0] != '\0' && std::strcmp(value, "0") != 0;
-}
+// Python reads and checks index tensors in every call.
+bool is_checking() { return is_on("FLASHTILE_CHECK"); }
 
 Reading read(Pass pass, PyObject* args, Request& request) {
   Arguments forward;
@@ -406,7 +428,7 @@ PyObject* run(Pass pass, Request& request, Reading reading, bool wants_lse) {
 
 PyObject* serve(Pass pass, PyObject* args) {
   Request request;
-  if (!state.is_open || is_heard()) Py_RETURN_NONE;
+  if (!is_any_open() || is_heard()) Py_RETURN_NONE;
   return run(pass, request, read(pass, args, request), true);
 }
 
@@ -458,7 +480,7 @@ PyObject* attend(Arguments& args, bool wants_lse) {
 // (arguments, whether lse is wanted)
 PyObject* attend_arguments(PyObject*, PyObject* const* given, Py_ssize_t count) {
   Arguments args;
-  if (!state.is_open || count != 2 || !args.take(given[0])) Py_RETURN_NONE;
+  if (!is_any_open() || count != 2 || !args.take(given[0])) Py_RETURN_NONE;
   return attend(args, given[1] != Py_False);
 }
 
@@ -468,7 +490,7 @@ PyObject* attend_arguments(PyObject*, PyObject* const* given, Py_ssize_t count) 
 // lse is wanted)
 PyObject* attention(PyObject*, PyObject* const* given, Py_ssize_t count) {
   bool is_autocasting = true;
-  if (!state.is_open || count != 17 || !ask(state.is_autocasting, is_autocasting) || is_autocasting) Py_RETURN_NONE;
+  if (!is_any_open() || count != 17 || !ask(state.is_autocasting, is_autocasting) || is_autocasting) Py_RETURN_NONE;
   PyObject *causal = given[3], *window = given[4], *scale = given[5], *mask = given[6], *bias = given[7], *slopes = given[8];
   PyObject *sinks = given[10], *rng_state = given[12], *deterministic = given[13], *layout = given[14], *backend = given[15];
   if (!is_plain_tensor(given[0]) || !is_plain_tensor(given[1]) || !is_plain_tensor(given[2])) Py_RETURN_NONE;
@@ -485,7 +507,7 @@ PyObject* attention(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (!number_of(given[9], softcap) || !number_of(given[11], dropout_p) || (dropout_p > 0.0 && rng_state == Py_None)) Py_RETURN_NONE;
   if (window != Py_None || (scale != Py_None && !number_of(scale, number))) Py_RETURN_NONE;
   if ((deterministic != Py_None && !flag_of(deterministic, flag)) || !PyUnicode_Check(layout)) Py_RETURN_NONE;
-  if (backend != Py_None && !is_text(backend, "cuda")) Py_RETURN_NONE;
+  if (backend != Py_None && !is_text(backend, "cuda") && !is_text(backend, "cpu")) Py_RETURN_NONE;
   PyObject* word = causal == Py_False ? text_none : causal == Py_True ? text_bottom_right : nullptr;
   if (word == nullptr && is_text(causal, "top_left")) word = text_top_left;
   if (word == nullptr && is_text(causal, "bottom_right")) word = text_bottom_right;
@@ -509,7 +531,7 @@ PyObject* learn(PyObject*, PyObject* args) {
   Py_ssize_t num_bytes = 0, image_bytes = 0;
   if (!PyArg_ParseTuple(args, "iOy#y#s", &pass, &arguments, &numbers, &num_bytes, &image, &image_bytes, &names)) return nullptr;
   Request request;
-  if (!state.is_open || read(static_cast<Pass>(pass), arguments, request) != Reading::kFine) Py_RETURN_FALSE;
+  if (!is_any_open() || read(static_cast<Pass>(pass), arguments, request) != Reading::kFine) Py_RETURN_FALSE;
   std::vector<i64> values(static_cast<size_t>(num_bytes) / sizeof(i64));
   std::memcpy(values.data(), numbers, values.size() * sizeof(i64));
   try {
@@ -537,7 +559,7 @@ PyObject* set_gpu(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// (library of the driver, type of the device, exchange API, tensor types, dtypes, then the functions of State in their order)
+// (library of the driver, type of the device or "host" for the CPU engine, which needs no driver, exchange API, tensor types, dtypes, then the functions of State in their order)
 PyObject* open_executor(PyObject*, PyObject* args) {
   State found;
   const char* library = nullptr;
@@ -549,20 +571,27 @@ PyObject* open_executor(PyObject*, PyObject* args) {
           &found.listeners)) {
     return nullptr;
   }
-  found.device_type = std::strcmp(device_type, "cuda") == 0 ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
+  bool is_host = std::strcmp(device_type, "host") == 0;
   found.exchange = static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(exchange, "dlpack_exchange_api"));
   if (found.exchange == nullptr) return nullptr;
   if (found.exchange->major != dlpack::kMajorVersion || found.exchange->tensor_from_python == nullptr) {
     return PyUnicode_FromString("its DLPack functions are not those of version 1");
   }
-  if (const char* missing = found.driver.open(library)) return PyUnicode_FromFormat("%s cannot be found", missing);
+  if (is_host) {
+    found.driver = state.driver, found.is_open = state.is_open, found.device_type = state.device_type;
+  } else {
+    if (const char* missing = found.driver.open(library)) return PyUnicode_FromFormat("%s cannot be found", missing);
+    found.device_type = std::strcmp(device_type, "cuda") == 0 ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
+    found.is_open = true;
+  }
+  // CPU tensors that stand in for a GPU's are not the CPU engine's
+  found.is_host_open = (is_host || state.is_host_open) && !(found.is_open && found.device_type == aoti_torch_device_type_cpu());
   for (Py_ssize_t place = 0; place < PyTuple_Size(dtypes) && place + 1 < static_cast<Py_ssize_t>(Dtype::kCount); ++place) {
     found.dtypes[place + 1] = PyTuple_GetItem(dtypes, place);
   }
-  found.is_open = true;
   Py_INCREF(args);  // and with it all that it holds
   state = found;
-  plans.forget();
+  if (!is_host) plans.forget();
   Py_RETURN_NONE;
 }
 

@@ -1,0 +1,190 @@
+"""The C++ executor on CPU tensors: the bits of the Python one, from the second call of a kind on, whatever its lengths."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flashtile
+from flashtile import ops
+from flashtile.backends import native
+from flashtile.problem import AttentionArgs
+from flashtile.runtime import extension
+from flashtile.testing import Case
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OPTIONS: dict[str, dict] = {
+    "plain": {},
+    "long": {"batch": 1, "seqlen_q": 500, "seqlen_k": 300},
+    "causal": {"causal": "bottom_right", "seqlen_q": 70},
+    "causal top left": {"causal": "top_left"},
+    "window": {"window": (9, 3), "causal": "bottom_right"},
+    "scale": {"scale": -0.3},
+    "softcap": {"softcap": 1.5},
+    "mask": {"mask": "bhqk"},
+    "bias": {"bias": "hqk"},
+    "bias in float32": {"bias": "bk", "is_bias_float32": True},
+    "alibi": {"alibi": "bh"},
+    "sinks": {"has_sinks": True, "mask": "bq"},
+    "dropout": {"dropout_p": 0.3},
+    "gqa": {"heads": 6, "heads_kv": 2},
+    "head dims 21 and 40": {"head_dim": 21, "head_dim_v": 40},
+    "one query": {"seqlen_q": 1, "heads": 4, "heads_kv": 1},
+    "output in float32": {"out_float32": True},
+    "swapped memory": {"memory": "swapped", "heads": 4},
+    "expanded memory": {"memory": "expanded", "heads": 4},
+    "offset memory": {"memory": "offset"},
+}
+
+
+@pytest.fixture(autouse=True)
+def on_host() -> Iterator[None]:
+    assert extension.open_executor("host") is None
+    native.forget()
+    yield
+    native.forget()
+
+
+def by_python(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    ops.forget()
+    return ops._forward_by_python(args)
+
+
+def served(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    """By C++, which has learned it from the call before."""
+    by_python(args)
+    found = native.forward(tuple(args))
+    assert isinstance(found, tuple)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_bits_of_the_python_executor(option: str, dtype: torch.dtype, layout: str, seed: int) -> None:
+    fields = dict(OPTIONS[option])
+    is_wide = fields.pop("out_float32", False)
+    args = Case(dtype=dtype, layout=layout, **fields).make(seed).args._replace(out_dtype=torch.float32 if is_wide else None)
+    if args.sinks is not None:
+        args = args._replace(sinks=args.sinks.float())  # others are copied, in Python
+    for ours, theirs in zip(served(args), by_python(args), strict=True):
+        assert (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
+        assert torch.equal(ours, theirs)
+
+
+def test_lengths_share_a_plan(seed: int) -> None:
+    k, v, q = torch.randn(2, 4, 300, 32), torch.randn(2, 4, 300, 32), torch.randn(2, 8, 1, 32)
+    flashtile.attention(q, k[:, :, :7], v[:, :, :7])
+    assert extension.executor().num_plans() == 1
+    for length in (1, 8, 129, 300):
+        args = AttentionArgs(q, k[:, :, :length], v[:, :, :length])
+        found = native.forward(tuple(args))
+        assert torch.equal(found[0], by_python(args)[0])
+    assert extension.executor().num_plans() == 1
+
+
+def test_public_functions_are_served(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(1, 2, 9, 16)
+    expected = flashtile.attention(q, q, q, causal=True, return_lse=True)
+    flashtile.attention(q, q, q, causal=True, backend="cpu")
+    monkeypatch.setattr(ops, "_forward_by_python", None)  # nobody asks it any more
+    for one, other in zip(flashtile.attention(q, q, q, causal=True, return_lse=True), expected, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(flashtile.attention(q, q, q, causal=True), expected[0])
+    assert torch.equal(flashtile.attention(q, q, q, causal=True, backend="cpu"), expected[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients(dtype: torch.dtype, seed: int) -> None:
+    """The first call makes the plan, the second one takes it."""
+    for turn in range(2):
+        inputs = Case(dtype=dtype, bias="hqk", causal="bottom_right", dropout_p=0.1).make(seed + turn)
+        args = inputs.args
+        leaves = {name: getattr(args, name).detach().clone().requires_grad_() for name in ("q", "k", "v", "bias")}
+        out = flashtile.attention(**leaves, causal=True, dropout_p=0.1, rng_state=args.rng_state, layout=args.layout)
+        again = ops.forward(*args._replace(**leaves))[0]
+        assert torch.equal(out, again)
+        grads = (torch.autograd.grad(each, tuple(leaves.values()), inputs.dout) for each in (out, again))
+        assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
+class Heard(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_left_to_python(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, lengths = torch.randn(2, 2, 9, 16), torch.tensor([4, 9], dtype=torch.int32)
+    args = AttentionArgs(q, q, q)
+    assert native.forward(tuple(args)) is False  # no plan yet
+    served(args)
+    assert native.forward(tuple(args._replace(seqused_k=lengths))) is None
+    assert native.forward(tuple(args._replace(backend="cuda"))) is None
+    assert native.forward(tuple(args._replace(backend="tiled"))) is None
+    assert native.forward(tuple(args._replace(q=q[:, :, :0]))) is None
+    assert native.backward((q, None, tuple(args), q, torch.zeros(2, 2, 9), (True,) * 3 + (False,) * 2)) is None
+    assert native.forward(tuple(AttentionArgs(*(tensor.double() for tensor in (q, q, q))))) is False
+    with Heard() as mode:
+        mode.names = []
+        flashtile.attention(q, q, q)
+    assert "forward.default" in mode.names
+    for name, value in (("FLASHTILE_CPU_ISA", "baseline"), ("FLASHTILE_CHECK", "1")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert native.forward(tuple(args)) is None
+            torch.testing.assert_close(flashtile.attention(q, q, q), flashtile.attention(q, q, q, backend="reference"))
+
+
+def test_wrong_calls_are_refused_in_the_same_words(seed: int) -> None:
+    q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16)
+    wrong = [
+        {"q": torch.randn(2, 3, 9, 16)},
+        {"k": torch.randn(2, 2, 9, 8)},
+        {"v": torch.randn(2, 2, 8, 16)},
+        {"q": torch.randn(1, 4, 9, 16)},
+        {"mask": torch.ones(2, 1, 9, 8, dtype=torch.bool)},
+        {"bias": torch.randn(2, 3, 9, 9)},
+        {"softcap": -1.0},
+        {"scale": float("nan")},
+        {"v": torch.randn(2, 2, 9, 32)[..., ::2]},
+        {"k": torch.randn(2, 2, 9, 16, dtype=torch.bfloat16)},
+    ]
+    right = {"q": q, "k": k, "v": k}
+
+    def words(options: dict) -> str:
+        with pytest.raises((ValueError, TypeError, NotImplementedError)) as found:
+            flashtile.attention(**{**right, **options})
+        return str(found.value)
+
+    before = [words(options) for options in wrong]
+    mask, bias = torch.ones(2, 1, 9, 9, dtype=torch.bool), torch.randn(2, 4, 9, 9)
+    for options in ({}, {"mask": mask}, {"bias": bias}, {"softcap": 1.0}, {"scale": 0.5}):
+        for _ in range(2):
+            flashtile.attention(**right, **options)
+    assert [words(options) for options in wrong] == before
+
+
+def test_threads(seed: int) -> None:
+    tensors = [torch.randn(1, 2, 50 + n, 32) for n in range(8)]
+    expected = [flashtile.attention(tensor, tensor, tensor) for tensor in tensors]
+    wrong: list[int] = []
+
+    def work(n: int) -> None:
+        with torch.no_grad() if n % 2 else nullcontext():
+            for _ in range(100):
+                if not torch.equal(flashtile.attention(tensors[n], tensors[n], tensors[n]), expected[n]):
+                    wrong.append(n)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
