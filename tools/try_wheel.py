@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ("test_cpu_engine.py", "test_masked_rows.py", "test_error_rule.py")
+TESTS = ("test_cpu_engine.py", "test_host.py", "test_masked_rows.py", "test_error_rule.py")
 LOADS = """
 import pathlib, platform, sys, torch, flashtile
 from flashtile.runtime import extension

@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
 from flashtile import ops
-from flashtile.backends import native
-from flashtile.problem import AttentionArgs
+from flashtile.backends import native, registry
+from flashtile.backends.base import GradNeeds, Grads
+from flashtile.problem import AttentionArgs, Problem
 from flashtile.runtime import extension
-from flashtile.testing import Case
+from flashtile.testing import Case, Inputs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPTIONS: dict[str, dict] = {
@@ -51,6 +52,13 @@ def on_host() -> Iterator[None]:
     native.forget()
 
 
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 def by_python(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     ops.forget()
     return ops._forward_by_python(args)
@@ -76,6 +84,36 @@ def test_the_bits_of_the_python_executor(option: str, dtype: torch.dtype, layout
     for ours, theirs in zip(served(args), by_python(args), strict=True):
         assert (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
         assert torch.equal(ours, theirs)
+
+
+def backward_by_python(inputs: Inputs, out: Tensor, lse: Tensor, needs: GradNeeds) -> Grads:
+    backend, grads = registry.select(Problem.of(inputs.args), None), ops.empty_grads(inputs.args, needs)
+    assert backend.name == "cpu"
+    backend.backward(inputs.args, inputs.dout, inputs.dlse, out, lse, grads)
+    return grads
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("option", [option for option, fields in OPTIONS.items() if "out_float32" not in fields])
+def test_the_bits_of_its_backward_pass(option: str, dtype: torch.dtype, layout: str, num_threads: int, threads: None, seed: int) -> None:
+    """With four threads the keys of a head are dealt out to several tasks where there are few heads."""
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(num_threads)
+    fields = {"batch": 1, "heads": 1, "heads_kv": 1, "seqlen_k": 600, **OPTIONS[option]}
+    inputs = Case(dtype=dtype, layout=layout, **fields).make(seed)
+    sinks = None if inputs.args.sinks is None else inputs.args.sinks.float()
+    args = inputs.args._replace(sinks=sinks, needs_grad=True, needs_bias_grad=inputs.args.bias is not None)
+    inputs = inputs._replace(args=args)
+    out, lse = by_python(args)
+    for needs in (GradNeeds(True, True, True, args.bias is not None, sinks is not None), GradNeeds(False, True, False, False, False)):
+        theirs = backward_by_python(inputs, out, lse, needs)
+        with torch.no_grad():
+            ours = native.backward((inputs.dout, inputs.dlse, tuple(args), out, lse, tuple(needs)))
+        for one, other in zip(ours, theirs, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or (torch.equal(one, other) and one.stride() == other.stride() and one.dtype == other.dtype)
 
 
 def test_lengths_share_a_plan(seed: int) -> None:
@@ -129,7 +167,6 @@ def test_what_is_left_to_python(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert native.forward(tuple(args._replace(backend="cuda"))) is None
     assert native.forward(tuple(args._replace(backend="tiled"))) is None
     assert native.forward(tuple(args._replace(q=q[:, :, :0]))) is None
-    assert native.backward((q, None, tuple(args), q, torch.zeros(2, 2, 9), (True,) * 3 + (False,) * 2)) is None
     assert native.forward(tuple(AttentionArgs(*(tensor.double() for tensor in (q, q, q))))) is False
     with Heard() as mode:
         mode.names = []

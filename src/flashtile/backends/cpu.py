@@ -41,7 +41,7 @@ class CpuBackend(Backend):
         plan, scalars = _forward_plan(args, given), scalars_of(args)
         executor.execute_on_host(plan, given, scalars, lambda params: extension.cpu_forward(params, *more))
         if spans is None and not is_checking():
-            native.learn_on_host(tuple(args), Launch(plan, given, scalars, Splits(1, 1), ""), more[1:4])
+            native.learn_on_host(native.FORWARD, tuple(args), Launch(plan, given, scalars, Splits(1, 1), ""), more[1:])
 
     def bind(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> BoundForward | None:
         given = tensors_of(args) | {"out": out, "lse": lse}
@@ -62,7 +62,11 @@ class CpuBackend(Backend):
         key = HostKey(dtype_name(out.dtype), args.q.shape[-1], args.v.shape[-1], wanted)
         num_splits, more = _num_splits(args), _more(args, spans, out)
         scalars = scalars_of(args) | {"num_splits": num_splits, "num_shares": num_splits if num_splits > 1 else 0}
-        executor.execute_on_host(host_plan(key, form_of(args, given)), given, scalars, lambda params: extension.cpu_backward(params, *more))
+        plan = host_plan(key, form_of(args, given))
+        executor.execute_on_host(plan, given, scalars, lambda params: extension.cpu_backward(params, *more))
+        if spans is None and not is_checking():
+            call = (dout, dlse, tuple(args), out, lse, tuple(grad is not None for grad in grads))
+            native.learn_on_host(native.BACKWARD, call, Launch(plan, given, scalars, Splits(1, 1), ""), more[1:])
 
     def details(self, problem: Problem) -> dict[str, str]:
         return {"instructions": extension.instruction_set(), "arithmetic": "float32"}

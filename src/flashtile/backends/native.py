@@ -74,10 +74,10 @@ def learn(kind: int, args: tuple[Any, ...], launch: Launch) -> None:
         _hand_over(kind, args, launch, [])
 
 
-def learn_on_host(args: tuple[Any, ...], launch: Launch, elements: Sequence[int]) -> None:
-    """The same for a forward pass of the CPU engine, which is told the elements of q, out and bias."""
+def learn_on_host(kind: int, args: tuple[Any, ...], launch: Launch, elements: Sequence[int]) -> None:
+    """The same for a pass of the CPU engine, which is told the elements of q, of out, of bias, of dk and dv."""
     if missing_on_host() is None:
-        _hand_over(FORWARD, args, launch, [_ENGINE, *elements])
+        _hand_over(kind, args, launch, [_ENGINE, int(kind == BACKWARD), *elements])
 
 
 def _hand_over(kind: int, args: tuple[Any, ...], launch: Launch, last_step: list[int]) -> None:
@@ -110,7 +110,8 @@ def flat(
     """The plan with tensors and scalars by their places in those lists, and the names of its kernels. A kernel that the call with these
     values does not launch may not be compiled: it is left out until one does. `last_step` is one that the plan itself has not."""
     plan, splits = launch.plan, launch.splits
-    value_names = ["num_splits", "num_multiprocessors", *(name for name, _ in plan.values)]
+    value_names = ("num_splits", "num_multiprocessors", *(name for name, _ in plan.values))
+    values_at = {name: place for place, name in enumerate(value_names)}  # a plan's own number of splits comes last
     workspaces = [workspace.name for workspace in plan.workspaces]
 
     def rule(rule: plans.Rule) -> list[int]:
@@ -128,15 +129,15 @@ def flat(
             case plans.Elements(name):
                 return [_RULES.index("elements"), tensors.index(name), 0, 0]
             case plans.Spread(name, axis, value):
-                return [_RULES.index("spread"), tensors.index(name), -1 - axis, value_names.index(value)]
+                return [_RULES.index("spread"), tensors.index(name), -1 - axis, values_at[value]]
             case plans.Value(name):
-                return [_RULES.index("value"), value_names.index(name), 0, 0]
+                return [_RULES.index("value"), values_at[name], 0, 0]
             case plans.Scalar(name):
                 return [_RULES.index("scalar"), scalars.index(name), 0, 0]
 
     split = plan.splits
     numbers = [splits.num_multiprocessors, *((split.block_rows, split.block_columns, split.blocks) if split else (0, 0, 0))]
-    numbers += [value_names.index(name) for name in ("seqlen_q", "seqlen_k", split.heads, "batch")] if split else [0] * 4
+    numbers += [values_at[name] for name in ("seqlen_q", "seqlen_k", split.heads, "batch")] if split else [0] * 4
     numbers.append(len(plan.operands))
     for operand in plan.operands:
         dtype = 0 if operand.dtype is None else 1 + extension.DTYPES.index(operand.dtype)
@@ -147,7 +148,7 @@ def flat(
         numbers += [len(factors), *(number for factor in factors for number in rule(factor))]
     numbers.append(len(workspaces))
     for workspace in plan.workspaces:
-        numbers += [workspace.element_bytes, len(workspace.values), *(value_names.index(name) for name in workspace.values)]
+        numbers += [workspace.element_bytes, len(workspace.values), *(values_at[name] for name in workspace.values)]
     numbers.append(len(plan.patches))
     for patch in plan.patches:
         numbers += [patch.offset, ord(patch.code), *rule(patch.rule)]
@@ -165,7 +166,7 @@ def flat(
         if executor.num_blocks(step, values) > 0:
             kernel = executor.function(step.unit, step.entry, launch.arch)
         numbers += [_KERNEL, 0 if kernel is None else kernel.address(launch.device_index), len(step.grid)]
-        numbers += [number for name, divisor in step.grid for number in (value_names.index(name), divisor)]
+        numbers += [number for name, divisor in step.grid for number in (values_at[name], divisor)]
         numbers += [step.num_threads, step.shared_bytes, step.is_for_splits, step.is_persistent]
         symbols.append(step.name if kernel is None else kernel.symbol)
     return [*numbers, *last_step], symbols

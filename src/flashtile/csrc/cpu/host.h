@@ -3,8 +3,8 @@
 
 namespace flashtile {
 
-// A forward pass over whole sequences by the best engine of this processor: Params, and the Element of q, of out and of bias (engine.h).
+// A pass over whole sequences by the best engine of this processor: Params, and the Element of q, of out, of bias, of dk and dv (engine.h).
 // Null, or what failed.
-const char* run_on_host(const void* params, const int (&elements)[3]);
+const char* run_on_host(bool is_backward, const void* params, const int (&elements)[4]);
 
 }  // namespace flashtile

@@ -85,7 +85,16 @@ const char* run_forward(const Engine& engine, Call& call) {
   return set_threads(call) ? run_pass(call, engine.forward(call)) : kNoThreads;
 }
 
-const char* run_on_host(const void* params, const int (&elements)[3]) {
+const char* run_backward(const Engine& engine, Call& call) {
+  if (!set_threads(call)) return kNoThreads;
+  for (auto make : engine.backward) {
+    const char* error = run_pass(call, make(call));
+    if (error != nullptr) return error;
+  }
+  return nullptr;
+}
+
+const char* run_on_host(bool is_backward, const void* params, const int (&elements)[4]) {
   static const Engine* const best = [] {
     const Engine* found = nullptr;
     for (const char* name : kInstructionSets) found = found != nullptr ? found : find_engine(name);
@@ -96,16 +105,8 @@ const char* run_on_host(const void* params, const int (&elements)[3]) {
   call.element = static_cast<Element>(elements[0]);
   call.out_element = static_cast<Element>(elements[1]);
   call.bias_element = static_cast<Element>(elements[2]);
-  return run_forward(*best, call);
-}
-
-const char* run_backward(const Engine& engine, Call& call) {
-  if (!set_threads(call)) return kNoThreads;
-  for (auto make : engine.backward) {
-    const char* error = run_pass(call, make(call));
-    if (error != nullptr) return error;
-  }
-  return nullptr;
+  call.key_grad_element = static_cast<Element>(elements[3]);
+  return is_backward ? run_backward(*best, call) : run_forward(*best, call);
 }
 
 }  // namespace flashtile

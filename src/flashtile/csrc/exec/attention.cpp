@@ -176,6 +176,15 @@ void fill_scalars(const Options& options, Call& call, double scale) {
   call.asked_splits = options.num_splits != 0 ? options.num_splits : static_cast<i64>(options.is_deterministic);
 }
 
+// Over how many tasks of the CPU engine's backward pass the keys of a head are dealt out, as backends/cpu.py: _num_splits.
+void fill_splits(const Options& options, const Shape& shape, i64 num_threads, Call& call) {
+  i64 tasks = shape.heads_kv * shape.batch, wanted = (num_threads + tasks - 1) / tasks, blocks = (shape.seqlen_k + 127) / 128;
+  i64 splits = wanted < blocks ? wanted : blocks;
+  if (splits < 1 || options.is_deterministic) splits = 1;
+  call.scalars[kKeySplits] = static_cast<double>(splits);
+  call.scalars[kKeyShares] = static_cast<double>(splits > 1 ? splits : 0);
+}
+
 void note_tensors(const Call& call, i32 count, Key& key) {
   key.device = static_cast<u8>(call.device.index);
   for (i32 place = 0; place < count; ++place) {
@@ -198,6 +207,7 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
   if (is_backward && !lay_out_grads(options, call, axes)) return false;
   double scale = options.has_scale ? options.scale : 1.0 / std::sqrt(static_cast<double>(q.size(-1)));
   fill_scalars(options, call, scale);
+  fill_splits(options, shape, gpu.num_threads, call);
 
   key.pass = pass;
   note_tensors(call, kMaxTensors, key);

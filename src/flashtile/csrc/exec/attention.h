@@ -26,10 +26,12 @@ constexpr i32 kNumAppendTensors = 8;
 constexpr const char* kAppendNames[] = {"k_cache", "v_cache", "k", "v", "cache_seqlens", "block_table", "rotary_cos", "rotary_sin"};
 
 enum Scalar : i32 {
-  kWindowLeft, kWindowRight, kScale, kScaleLog2, kSoftcap, kDropoutThreshold, kKeepFactor, kMaxSeqlenQ, kMaxSeqlenK
+  kWindowLeft, kWindowRight, kScale, kScaleLog2, kSoftcap, kDropoutThreshold, kKeepFactor, kMaxSeqlenQ, kMaxSeqlenK,
+  kKeySplits, kKeyShares
 };
 constexpr const char* kScalarNames[] = {
-    "window_left", "window_right", "scale", "scale_log2", "softcap", "dropout_threshold", "keep_factor", "max_seqlen_q", "max_seqlen_k"};
+    "window_left", "window_right", "scale", "scale_log2", "softcap", "dropout_threshold", "keep_factor", "max_seqlen_q", "max_seqlen_k",
+    "num_splits", "num_shares"};
 constexpr const char* kAppendScalarNames[] = {"is_interleaved"};
 
 enum class Causal : u8 { kNone, kTopLeft, kBottomRight };
@@ -57,6 +59,7 @@ struct Options {
 struct Gpu {
   i64 num_multiprocessors = 0;  // 0: not known yet
   i64 small_rows = 0;           // rows of the large tile, whose grid may be too small
+  i64 num_threads = 0;          // of the CPU engine, where that is the device
 };
 
 // Everything that Python's choice of a plan looks at. No length is in it, but classes of lengths are.

@@ -150,6 +150,7 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
     step.kind = static_cast<StepKind>(in.index(3));
     if (step.kind == StepKind::kMemset) step.tensor = in.index(kMaxTensors);
     if (step.kind == StepKind::kEngine) {
+      step.is_backward = in.index(2) != 0;
       for (int& element : step.elements) element = in.index(3);
     }
     if (step.kind != StepKind::kKernel) continue;
@@ -297,7 +298,7 @@ Outcome Plan::run(Call& call, Owned* owned, const Driver& driver, Failure& failu
       continue;
     }
     if (step.kind == StepKind::kEngine) {
-      if (const char* error = run_on_host(filled.image, step.elements)) {
+      if (const char* error = run_on_host(step.is_backward, filled.image, step.elements)) {
         failure = {-1, error};
         return Outcome::kFailed;
       }

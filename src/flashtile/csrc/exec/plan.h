@@ -12,7 +12,7 @@
 
 namespace flashtile {
 
-constexpr i32 kMaxTensors = 22, kMaxScalars = 9, kMaxValues = 24;
+constexpr i32 kMaxTensors = 22, kMaxScalars = 11, kMaxValues = 24;
 constexpr i32 kMaxImageBytes = 4096;  // what a launch may pass
 
 // What a plan is evaluated for.
@@ -68,9 +68,10 @@ enum class StepKind : u8 { kMemset, kKernel, kEngine };
 
 struct Step {
   StepKind kind;
-  i32 tensor;       // of a memset
-  int elements[3];  // of a pass of the CPU engine: cpu/host.h
-  void* kernel;     // of a launch, as all below; null: not compiled yet
+  i32 tensor;        // of a memset
+  bool is_backward;  // of a pass of the CPU engine, as the next: cpu/host.h
+  int elements[4];
+  void* kernel;      // of a launch, as all below; null: not compiled yet
   std::vector<std::pair<i32, i64>> grid;
   unsigned num_threads, shared_bytes;
   bool is_for_splits, is_persistent;

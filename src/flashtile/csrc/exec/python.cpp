@@ -22,7 +22,6 @@ namespace {
 
 constexpr i32 kNumArguments = 28, kNeedsGrad = 26, kNeedsBiasGrad = 27, kMaxGpus = 64;
 constexpr u8 kHostDevice = 255;  // among those of keys
-constexpr Gpu kHost{1, 1};       // no plan of the CPU engine looks at it
 
 struct KeyHash {
   size_t operator()(const Key& key) const {
@@ -305,7 +304,9 @@ enum class Reading { kFine, kUnserved, kUnknownGpu };
 Reading prepare(Pass pass, Request& request) {
   if (pass == Pass::kAppend) return prepare_append(request.options, request.call, request.key) ? Reading::kFine : Reading::kUnserved;
   if (request.is_on_host) {
-    bool is_served = pass == Pass::kForward && prepare_attention(pass, request.options, kHost, request.call, request.key);
+    uint32_t num_threads = 1;
+    if (torch_get_num_threads(&num_threads) != 0) return Reading::kUnserved;
+    bool is_served = prepare_attention(pass, request.options, {1, 1, num_threads}, request.call, request.key);
     request.key.device = kHostDevice;
     return is_served ? Reading::kFine : Reading::kUnserved;
   }
