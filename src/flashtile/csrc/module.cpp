@@ -14,7 +14,7 @@ PyObject* result_of(const char* error) {
 }
 
 // (address of Params, address of Spans or 0, Element of q, of out, of bias, of dk and dv, instruction set)
-bool parse(PyObject* args, Call& call, const char*& isa) {
+bool parse(PyObject* args, EngineCall& call, const char*& isa) {
   unsigned long long params = 0, spans = 0;
   int element = 0, out = 0, bias = 0, key_grad = 0;
   if (!PyArg_ParseTuple(args, "KKiiiis", &params, &spans, &element, &out, &bias, &key_grad, &isa)) return false;
@@ -27,8 +27,8 @@ bool parse(PyObject* args, Call& call, const char*& isa) {
   return true;
 }
 
-PyObject* run_call(PyObject* args, const char* (*run)(const Engine&, Call&)) {
-  Call call{};
+PyObject* run_call(PyObject* args, const char* (*run)(const Engine&, EngineCall&)) {
+  EngineCall call{};
   const char* isa = nullptr;
   if (!parse(args, call, isa)) return nullptr;
   const Engine* engine = find_engine(isa);

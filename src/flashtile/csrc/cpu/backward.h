@@ -13,7 +13,7 @@ namespace {
 
 // Preprocess: delta and lse_log2 of one head of one sequence
 
-void preprocess_task(const Call& call, i64 task, float* base) {
+void preprocess_task(const EngineCall& call, i64 task, float* base) {
   const Params& p = *call.params;
   i32 head = static_cast<i32>(task % p.heads), dims = padded(p.head_dim_v);
   Sequence s = find_sequence(call, static_cast<i32>(task / p.heads));
@@ -33,7 +33,7 @@ void preprocess_task(const Call& call, i64 task, float* base) {
   }
 }
 
-Pass preprocess_pass(const Call& call) {
+EnginePass preprocess_pass(const EngineCall& call) {
   const Params& p = *call.params;
   return {static_cast<i64>(p.batch) * p.heads, 2 * padded(p.head_dim_v), preprocess_task};
 }
@@ -44,7 +44,7 @@ struct MainScratch {
   BackwardTile tile;
   float *dk, *dv, *dq;
 
-  MainScratch(const Call& call, float* base) : tile(call, base) {
+  MainScratch(const EngineCall& call, float* base) : tile(call, base) {
     const Params& p = *call.params;
     dk = tile.scratch.take(static_cast<i64>(tile.plan.block_n) * tile.k.dims);
     dv = tile.scratch.take(static_cast<i64>(tile.plan.block_n) * tile.v.dims);
@@ -62,8 +62,8 @@ struct MainScratch {
 };
 
 // dK and dV of a block of keys to their tensors: stored, or added where several sequences may share pages.
-void store_key_grads(const Call& call, const Sequence& s, void* tensor, const Strides& strides, i32 head_kv, i32 j, i32 count, const float* rows,
-                     i32 dim, float factor) {
+void store_key_grads(const EngineCall& call, const Sequence& s, void* tensor, const Strides& strides, i32 head_kv, i32 j, i32 count,
+                     const float* rows, i32 dim, float factor) {
   const Params& p = *call.params;
   for (i32 n = 0; n < count; ++n) {
     char* to = key_row(p, tensor, strides, call.key_grad_element, s, head_kv, j + n);
@@ -76,7 +76,7 @@ void store_key_grads(const Call& call, const Sequence& s, void* tensor, const St
   }
 }
 
-void sequence_gradients(const Call& call, MainScratch& t, const Sequence& s, i32 head_kv, i32 split) {
+void sequence_gradients(const EngineCall& call, MainScratch& t, const Sequence& s, i32 head_kv, i32 split) {
   const Params& p = *call.params;
   BackwardTile& tile = t.tile;
   i32 block_m = tile.plan.block_m, block_n = tile.plan.block_n, dims = tile.k.dims, dims_v = tile.v.dims;
@@ -141,7 +141,7 @@ void sequence_gradients(const Call& call, MainScratch& t, const Sequence& s, i32
   }
 }
 
-void main_task(const Call& call, i64 task, float* base) {
+void main_task(const EngineCall& call, i64 task, float* base) {
   const Params& p = *call.params;
   [[maybe_unused]] FlushDenormals flush;
   MainScratch t(call, base);
@@ -151,7 +151,7 @@ void main_task(const Call& call, i64 task, float* base) {
   for (i32 b = first; b < last; ++b) sequence_gradients(call, t, find_sequence(call, b), head_kv, split);
 }
 
-Pass main_pass(const Call& call) {
+EnginePass main_pass(const EngineCall& call) {
   const Params& p = *call.params;
   i64 sequences = p.block_table != nullptr ? min_of(p.batch, 1) : p.batch;
   bool is_needed = p.dq != nullptr || p.dk != nullptr || p.dv != nullptr;
@@ -160,7 +160,7 @@ Pass main_pass(const Call& call) {
 
 // dQ from the shares of the splits: one head of one sequence
 
-void reduce_task(const Call& call, i64 task, float* row) {
+void reduce_task(const EngineCall& call, i64 task, float* row) {
   const Params& p = *call.params;
   i32 head = static_cast<i32>(task % p.heads), dims = padded(p.head_dim);
   Sequence s = find_sequence(call, static_cast<i32>(task / p.heads));
@@ -175,7 +175,7 @@ void reduce_task(const Call& call, i64 task, float* row) {
   }
 }
 
-Pass reduce_pass(const Call& call) {
+EnginePass reduce_pass(const EngineCall& call) {
   const Params& p = *call.params;
   bool is_needed = p.dq != nullptr && p.num_splits > 1;
   return {is_needed ? static_cast<i64>(p.batch) * p.heads : 0, padded(p.head_dim), reduce_task};
@@ -187,12 +187,12 @@ struct BiasScratch {
   BackwardTile tile;
   float* sums;
 
-  BiasScratch(const Call& call, float* base) : tile(call, base) {
+  BiasScratch(const EngineCall& call, float* base) : tile(call, base) {
     sums = tile.scratch.take(static_cast<i64>(tile.plan.block_m) * tile.plan.block_n);
   }
 };
 
-void bias_task(const Call& call, i64 task, float* base) {
+void bias_task(const EngineCall& call, i64 task, float* base) {
   const Params& p = *call.params;
   [[maybe_unused]] FlushDenormals flush;
   BiasScratch t(call, base);
@@ -247,7 +247,7 @@ void bias_task(const Call& call, i64 task, float* base) {
   }
 }
 
-Pass bias_pass(const Call& call) {
+EnginePass bias_pass(const EngineCall& call) {
   const Params& p = *call.params;
   BiasScratch t(call, nullptr);
   i64 tiles = p.bias_sizes[0] * p.bias_sizes[1] * ceil_div(p.bias_sizes[2], t.tile.plan.block_m) * ceil_div(p.bias_sizes[3], t.tile.plan.block_n);
@@ -256,7 +256,7 @@ Pass bias_pass(const Call& call) {
 
 // dsinks: a task is a head
 
-void sinks_task(const Call& call, i64 task, float*) {
+void sinks_task(const EngineCall& call, i64 task, float*) {
   const Params& p = *call.params;
   i32 head = static_cast<i32>(task);
   float sink = p.sinks[head] * kLog2e;
@@ -271,7 +271,7 @@ void sinks_task(const Call& call, i64 task, float*) {
   p.dsinks[head] = static_cast<float>(sum);
 }
 
-Pass sinks_pass(const Call& call) { return {call.params->dsinks == nullptr ? 0 : call.params->heads, 0, sinks_task}; }
+EnginePass sinks_pass(const EngineCall& call) { return {call.params->dsinks == nullptr ? 0 : call.params->heads, 0, sinks_task}; }
 
 }  // namespace
 }  // namespace flashtile

@@ -18,7 +18,7 @@ struct BackwardPlan {
 
 // The tiles of a block of queries and a block of keys, and what is computed from them.
 struct BackwardTile {
-  const Call& call;
+  const EngineCall& call;
   const Params& p;
   BackwardPlan plan;
   Scratch scratch;
@@ -27,7 +27,7 @@ struct BackwardTile {
   Query queries[kMaxBlock];
   i32 num_rows = 0, i_begin = 0;
 
-  BackwardTile(const Call& call_, float* base) : call(call_), p(*call_.params), plan(p), scratch{base} {
+  BackwardTile(const EngineCall& call_, float* base) : call(call_), p(*call_.params), plan(p), scratch{base} {
     k.cut(scratch, plan.block_n, p.head_dim);
     v.cut(scratch, plan.block_n, p.head_dim_v);
     q = scratch.take(static_cast<i64>(plan.block_m) * k.dims);

@@ -15,7 +15,7 @@ struct Span {
   i32 q_start, seqlen_q, k_start, seqlen_k;
 };
 
-struct Call {
+struct EngineCall {
   const Params* params;
   const Span* spans;                       // (batch), or null: all rows and keys
   Element element, out_element, bias_element;  // of q, k, v and their gradients; of out and dout; of bias and dbias
@@ -23,17 +23,17 @@ struct Call {
   i32 num_threads;
 };
 
-struct Pass {
+struct EnginePass {
   i64 num_tasks;
   i64 scratch_floats;  // for each task that runs at a time
-  void (*run)(const Call& call, i64 task, float* scratch);
+  void (*run)(const EngineCall& call, i64 task, float* scratch);
 };
 
 constexpr i32 kNumBackwardPasses = 5;
 
 struct Engine {
-  Pass (*forward)(const Call& call);
-  Pass (*backward[kNumBackwardPasses])(const Call& call);  // to be run one after the other
+  EnginePass (*forward)(const EngineCall& call);
+  EnginePass (*backward[kNumBackwardPasses])(const EngineCall& call);  // to be run one after the other
 };
 
 extern const Engine kBaselineEngine;

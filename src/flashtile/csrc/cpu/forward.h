@@ -14,7 +14,7 @@ constexpr i32 kPackRows = 12;                   // what it takes to pack a block
 struct ForwardPlan {
   i32 block_m, block_n, heads_per_task, chunks, m_blocks;  // chunks of heads for each key head; blocks of queries for each head
 
-  explicit ForwardPlan(const Call& call) {
+  explicit ForwardPlan(const EngineCall& call) {
     const Params& p = *call.params;
     i32 group = p.heads / p.heads_kv;
     block_n = max_of(p.head_dim, p.head_dim_v) <= 128 ? 128 : 64;
@@ -85,7 +85,7 @@ FT_INLINE void softmax_rows(i32 rows, Range columns, float* s, i64 stride, float
   }
 }
 
-void forward_task(const Call& call, i64 task, float* base) {
+void forward_task(const EngineCall& call, i64 task, float* base) {
   const Params& p = *call.params;
   ForwardPlan plan(call);
   ForwardScratch t(p, plan, base);
@@ -163,7 +163,7 @@ void forward_task(const Call& call, i64 task, float* base) {
   }
 }
 
-Pass forward_pass(const Call& call) {
+EnginePass forward_pass(const EngineCall& call) {
   ForwardPlan plan(call);
   return {plan.num_tasks(*call.params), ForwardScratch(*call.params, plan, nullptr).scratch.used, forward_task};
 }

@@ -31,8 +31,8 @@ class Workspace {
 
 // Threads draw tasks one by one, so that a slow one holds up nobody.
 struct Queue {
-  const Call& call;
-  Pass pass;
+  const EngineCall& call;
+  EnginePass pass;
   float* scratch;
   std::atomic<i64> next{0};
 };
@@ -45,7 +45,7 @@ void work(int64_t begin, int64_t end, void* context) {
   }
 }
 
-const char* run_pass(const Call& call, Pass pass) {
+const char* run_pass(const EngineCall& call, EnginePass pass) {
   if (pass.num_tasks == 0) return nullptr;
   i64 workers = call.num_threads < pass.num_tasks ? call.num_threads : pass.num_tasks;
   Workspace workspace;
@@ -55,7 +55,7 @@ const char* run_pass(const Call& call, Pass pass) {
   return torch_parallel_for(0, workers, 1, work, &queue) == 0 ? nullptr : "torch's parallel_for failed in the CPU engine";
 }
 
-bool set_threads(Call& call) {
+bool set_threads(EngineCall& call) {
   uint32_t threads = 1;
   if (torch_get_num_threads(&threads) != 0) return false;
   call.num_threads = static_cast<i32>(threads);
@@ -81,11 +81,11 @@ const Engine* find_engine(const char* name) {
   return std::strcmp(name, "baseline") == 0 ? &kBaselineEngine : nullptr;
 }
 
-const char* run_forward(const Engine& engine, Call& call) {
+const char* run_forward(const Engine& engine, EngineCall& call) {
   return set_threads(call) ? run_pass(call, engine.forward(call)) : kNoThreads;
 }
 
-const char* run_backward(const Engine& engine, Call& call) {
+const char* run_backward(const Engine& engine, EngineCall& call) {
   if (!set_threads(call)) return kNoThreads;
   for (auto make : engine.backward) {
     const char* error = run_pass(call, make(call));
@@ -100,7 +100,7 @@ const char* run_on_host(bool is_backward, const void* params, const int (&elemen
     for (const char* name : kInstructionSets) found = found != nullptr ? found : find_engine(name);
     return found;
   }();
-  Call call{};
+  EngineCall call{};
   call.params = static_cast<const Params*>(params);
   call.element = static_cast<Element>(elements[0]);
   call.out_element = static_cast<Element>(elements[1]);

@@ -12,7 +12,7 @@ constexpr const char* kInstructionSets[] = {"avx512", "avx2", "baseline"};
 const Engine* find_engine(const char* name);
 
 // Null, or what failed.
-const char* run_forward(const Engine& engine, Call& call);
-const char* run_backward(const Engine& engine, Call& call);
+const char* run_forward(const Engine& engine, EngineCall& call);
+const char* run_backward(const Engine& engine, EngineCall& call);
 
 }  // namespace flashtile

@@ -13,7 +13,7 @@ struct Sequence {
   i64 offset;  // query i stands at key i + offset
 };
 
-Sequence find_sequence(const Call& call, i32 batch_idx) {
+Sequence find_sequence(const EngineCall& call, i32 batch_idx) {
   const Params& p = *call.params;
   Span span = call.spans == nullptr ? Span{0, p.seqlen_q, 0, p.seqlen_k} : call.spans[batch_idx];
   return {batch_idx, span, p.is_top_left ? 0 : static_cast<i64>(span.seqlen_k) - span.seqlen_q};
@@ -75,7 +75,7 @@ FT_INLINE float dot_factor(const Params& p) { return p.softcap > 0.0f ? p.scale 
 
 // Columns [columns.begin, columns.end) of one row of a tile whose first column is key j_begin: `s` comes as dot products times dot_factor and leaves as
 // scores in base 2, -inf where the query does not see the key. With a softcap `slope` gets its derivative.
-void finish_row(const Call& call, const Sequence& sequence, const Query& query, i32 j_begin, Range columns, float* s, float* slope) {
+void finish_row(const EngineCall& call, const Sequence& sequence, const Query& query, i32 j_begin, Range columns, float* s, float* slope) {
   const Params& p = *call.params;
   if (p.softcap > 0.0f) {
     for (i32 c = columns.begin; c < columns.end; c += kLanes) {

@@ -36,7 +36,7 @@ struct KeyTile {
   }
 
   // The rows of keys [j, j + count) of k or v, then zeros up to a whole vector of keys. Read in place where they are such a tile already.
-  Right load_rows(const Call& call, const Sequence& s, const void* tensor, const Strides& strides, i32 head_kv, i32 j, i32 count) {
+  Right load_rows(const EngineCall& call, const Sequence& s, const void* tensor, const Strides& strides, i32 head_kv, i32 j, i32 count) {
     const Params& p = *call.params;
     bool is_tile = call.element == Element::kFloat32 && p.block_table == nullptr && strides.row == dims && dim == dims && count % kLanes == 0;
     if (is_tile) {
