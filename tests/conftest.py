@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -42,3 +43,11 @@ def seed() -> int:
     print(f"FLASHTILE_SEED={value}")
     torch.manual_seed(value)
     return value
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Whatever a test sets, the next one starts as this one did."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

@@ -114,14 +114,9 @@ def _forward_by_python(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     backend = registry.select(problem, args.backend)
     out, lse = empty_outputs(args)
     backend.forward(args, out, lse)
-    if not _is_native(backend) and not is_checking():
+    if not backend.is_native() and not is_checking():
         _remember(key, problem, backend, args, out, lse)
     return out, lse
-
-
-def _is_native(backend: Backend) -> bool:
-    """It has told the C++ executor, which serves the next call."""
-    return (backend.name == "cuda" and native.missing() is None) or (backend.name == "cpu" and native.missing_on_host() is None)
 
 
 def _remember(key: tuple[object, ...], problem: Problem, backend: Backend, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import random
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -42,14 +41,6 @@ OPTIONS: dict[str, dict] = {
     "paged": {"kind": "paged", "batch": 3, "page_size": 7, "window": (20, 3)},
     "padded": {"kind": "padded", "batch": 4, "layout": "bshd"},
 }
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Whatever a test sets, the next one starts as this one did."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_the_extension_is_built() -> None:

@@ -75,6 +75,10 @@ class Backend(ABC):
         """
         return None
 
+    def is_native(self) -> bool:
+        """It hands its calls to the C++ executor, which serves the next of their kind: nothing needs to be bound."""
+        return False
+
     def details(self, problem: Problem) -> dict[str, str]:
         """What `explain` says about how this backend would run the problem."""
         return {}

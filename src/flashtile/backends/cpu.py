@@ -68,6 +68,9 @@ class CpuBackend(Backend):
             call = (dout, dlse, tuple(args), out, lse, tuple(grad is not None for grad in grads))
             native.learn_on_host(native.BACKWARD, call, Launch(plan, given, scalars, Splits(1, 1), ""), more[1:])
 
+    def is_native(self) -> bool:
+        return native.missing_on_host() is None
+
     def details(self, problem: Problem) -> dict[str, str]:
         return {"instructions": extension.instruction_set(), "arithmetic": "float32"}
 

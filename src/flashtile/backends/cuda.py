@@ -76,6 +76,9 @@ class CudaBackend(Backend):
         wanted = tuple(grad is not None for grad in grads)
         _execute(native.BACKWARD, (dout, dlse, args, out, lse, wanted), backward_launch(args, dout, dlse, out, lse, grads))
 
+    def is_native(self) -> bool:
+        return native.missing() is None
+
     def details(self, problem: Problem) -> dict[str, str]:
         found = {}
         for key in _problem_keys(problem):

@@ -1,7 +1,5 @@
 #include "run.h"
 
-#include "host.h"
-
 #include <torch/csrc/stable/c/shim.h>
 
 #include <atomic>
@@ -94,7 +92,7 @@ const char* run_backward(const Engine& engine, EngineCall& call) {
   return nullptr;
 }
 
-const char* run_on_host(bool is_backward, const void* params, const int (&elements)[4]) {
+const char* run_best(bool is_backward, const void* params, const int (&elements)[4]) {
   static const Engine* const best = [] {
     const Engine* found = nullptr;
     for (const char* name : kInstructionSets) found = found != nullptr ? found : find_engine(name);

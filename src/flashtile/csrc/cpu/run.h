@@ -14,5 +14,7 @@ const Engine* find_engine(const char* name);
 // Null, or what failed.
 const char* run_forward(const Engine& engine, EngineCall& call);
 const char* run_backward(const Engine& engine, EngineCall& call);
+// Either by the best engine, over whole sequences: Params, and the Element of q, of out, of bias, of dk and dv.
+const char* run_best(bool is_backward, const void* params, const int (&elements)[4]);
 
 }  // namespace flashtile

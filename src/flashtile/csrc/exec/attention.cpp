@@ -207,7 +207,8 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
   if (is_backward && !lay_out_grads(options, call, axes)) return false;
   double scale = options.has_scale ? options.scale : 1.0 / std::sqrt(static_cast<double>(q.size(-1)));
   fill_scalars(options, call, scale);
-  fill_splits(options, shape, gpu.num_threads, call);
+  bool is_on_host = gpu.num_threads > 0;
+  if (is_on_host && is_backward) fill_splits(options, shape, gpu.num_threads, call);
 
   key.pass = pass;
   note_tensors(call, kMaxTensors, key);
@@ -241,10 +242,12 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
   note(is_aligned);
   note(is_apart);
   i64 num_blocks = (shape.seqlen_q + gpu.small_rows - 1) / gpu.small_rows * shape.heads * shape.batch;
-  note(!is_backward && num_blocks < gpu.num_multiprocessors);
-  note(!is_backward && is_ragged(shape));
+  // Classes of lengths, which the plans of a GPU's forward pass alone tell apart
+  bool has_classes = !is_backward && !is_on_host;
+  note(has_classes && num_blocks < gpu.num_multiprocessors);
+  note(has_classes && is_ragged(shape));
   // A box of the copy engine has no room for heads that are one in memory
-  if (!is_backward) key.packed_heads = q.stride(axes.head) == 0 ? 1 : packed_heads(shape);
+  if (has_classes) key.packed_heads = q.stride(axes.head) == 0 ? 1 : packed_heads(shape);
   for (bool is_wanted : options.is_wanted) note(is_wanted);
   return true;
 }

@@ -1,6 +1,6 @@
 #include "plan.h"
 
-#include "../cpu/host.h"
+#include "../cpu/run.h"
 
 #include <cmath>
 #include <cstring>
@@ -298,7 +298,7 @@ Outcome Plan::run(Call& call, Owned* owned, const Driver& driver, Failure& failu
       continue;
     }
     if (step.kind == StepKind::kEngine) {
-      if (const char* error = run_on_host(step.is_backward, filled.image, step.elements)) {
+      if (const char* error = run_best(step.is_backward, filled.image, step.elements)) {
         failure = {-1, error};
         return Outcome::kFailed;
       }

@@ -69,7 +69,7 @@ enum class StepKind : u8 { kMemset, kKernel, kEngine };
 struct Step {
   StepKind kind;
   i32 tensor;        // of a memset
-  bool is_backward;  // of a pass of the CPU engine, as the next: cpu/host.h
+  bool is_backward;  // of a pass of the CPU engine, as the next: cpu/run.h
   int elements[4];
   void* kernel;      // of a launch, as all below; null: not compiled yet
   std::vector<std::pair<i32, i64>> grid;

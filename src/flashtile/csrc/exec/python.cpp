@@ -189,10 +189,10 @@ struct Request {
 
 bool is_any_open() { return state.is_open || state.is_host_open; }
 
-// A switch that is set.
-bool is_on(const char* name) {
+// What a variable of the environment says, or null.
+const char* text_of(const char* name) {
   const char* value = std::getenv(name);
-  return value != nullptr && value[0] != '\0' && std::strcmp(value, "0") != 0;
+  return value != nullptr && value[0] != '\0' ? value : nullptr;
 }
 
 bool is_tuple_of(PyObject* value, Py_ssize_t size) { return PyTuple_Check(value) && PyTuple_Size(value) == size; }
@@ -222,7 +222,7 @@ bool read_attention(const Arguments& args, Request& request) {
     for (i32 place = kCuSeqlensQ; place < kNumInputs; ++place) {
       if (request.call.tensors[place].is_given()) return false;
     }
-    if (is_on("FLASHTILE_CPU_ISA")) return false;
+    if (text_of("FLASHTILE_CPU_ISA") != nullptr) return false;
   }
   Options& options = request.options;
   auto argument = [&](i32 place) { return args.values[place]; };
@@ -317,7 +317,10 @@ Reading prepare(Pass pass, Request& request) {
 }
 
 // Python reads and checks index tensors in every call.
-bool is_checking() { return is_on("FLASHTILE_CHECK"); }
+bool is_checking() {
+  const char* value = text_of("FLASHTILE_CHECK");
+  return value != nullptr && std::strcmp(value, "0") != 0;
+}
 
 Reading read(Pass pass, PyObject* args, Request& request) {
   Arguments forward;
