@@ -68,12 +68,8 @@ def test_an_old_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (Case(dtype=torch.float64), "float64 is not among its dtypes (float32, bfloat16, float16)"),
         (Case(head_dim=257), "head_dim 257 is over its 256"),
         (Case(kind="paged"), "paged keys are not among its features"),
-        (
-            Case(head_dim=40, head_dim_v=129, dropout_p=0.1),
-            "float32 with dropout and head_dim 129: Triton 3.6 makes wrong kernels of it (over 128)",
-        ),
     ],
-    ids=["dtype", "head dim", "paged", "dropout"],
+    ids=["dtype", "head dim", "paged"],
 )
 def test_refusals(case: Case, reason: str) -> None:
     assert backend.TritonBackend().refuse(Problem.of(case.make(0).args)) == reason

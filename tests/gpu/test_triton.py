@@ -61,6 +61,19 @@ def test_random_problems() -> None:
     assert failures(problems) == []
 
 
+def test_dropout_in_tiles_whose_threads_outnumber_its_words() -> None:
+    """Float32 over head dim 128: Triton 3.6 handed out wrong words there while keys shared them."""
+    options = [{}, {"mask": "bhqk"}, {"causal": "bottom_right"}, {"bias": "hqk", "softcap": 20.0}, {"kind": "varlen"}, {"heads_kv": 1}]
+    dims = [(160, 160), (40, 160), (256, 64), (129, 200)]
+    problems = [
+        (Case(head_dim=dim, head_dim_v=dim_v, seqlen_q=queries, seqlen_k=190, dropout_p=0.3, backend="triton", **option), SEED + place)
+        for place, option in enumerate(options)
+        for dim, dim_v in dims
+        for queries in (10, 150)
+    ]
+    assert failures(problems) == []
+
+
 @pytest.mark.parametrize("precision", ["highest", "high"])
 def test_float32_precision_follows_torch(precision: str) -> None:
     q, k, v = (torch.randn(2, 4, 600, 64, device="cuda") for _ in range(3))

@@ -115,8 +115,6 @@ class TritonBackend(Backend):
             return f"head_dim {largest} is over its {MAX_HEAD_DIM}"
         if problem.page_size:
             return "paged keys are not among its features"
-        if not self.is_interpreted and problem.dtype == torch.float32 and problem.dropout_p > 0.0 and _padded(largest) == MAX_HEAD_DIM:
-            return f"float32 with dropout and head_dim {largest}: Triton 3.6 makes wrong kernels of it (over 128)"
         if self.is_interpreted and problem.dtype == torch.bfloat16:
             return "Triton's interpreter does not multiply bfloat16 as a GPU does"
         return _missing(self.is_interpreted)
