@@ -224,36 +224,45 @@ _NO_OPTIONS = (None,) * (NUM_TENSORS - 3)
 
 
 class _Attention(torch.autograd.Function):
-    """Of the inputs that have a gradient, and of the call: all arguments once more, (out, lse) where the pass has run already, and whether
-    lse is wanted. Each input, output and saved tensor costs time; lse is an output only where it is wanted."""
+    """Of the inputs that have a gradient, and of the call: all arguments once more, (out, lse), and whether lse is wanted. Each input,
+    output and saved tensor costs time; lse is an output only where it is wanted. Where the C++ executor is there, it takes the place of
+    both methods (csrc/exec/python.cpp: forward_of_node, backward_of_node)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, call: tuple[Any, Any, bool]) -> Any:
-        args, made, wants_lse = call
-        out, lse = made or _forward_below_autograd(args)
+        args, results, wants_lse = call
         count = 3 if args[3:NUM_TENSORS] == _NO_OPTIONS else NUM_TENSORS
-        ctx.save_for_backward(*args[:count], out, lse)
+        ctx.save_for_backward(*args[:count], *results)
         ctx.others = args[count:]
         ctx.set_materialize_grads(False)
-        return (out, lse) if wants_lse else out
+        return results if wants_lse else results[0]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        *tensors, out, lse = ctx.saved_tensors
-        args, wanted = (*tensors, *ctx.others), ctx.needs_input_grad[:-1]
-        if dout is None:
-            dout = torch.zeros_like(out)
-        served = native.backward((dout, dlse, args, out, lse, wanted))
-        if served:
-            return *served, None
-        if torch.is_grad_enabled() and not lse.requires_grad:
-            out, lse = forward(*args)  # to be differentiated a second time, through lse too
-        grads = backward(dout, dlse, *args, out, lse, wanted)
-        return *(grad if is_wanted else None for grad, is_wanted in zip(grads, wanted, strict=True)), None
+        return _backward_of_node(ctx.saved_tensors, ctx.others, ctx.needs_input_grad, dout, dlse)
 
 
-# What autograd calls: `backward` itself, without two frames that look it up
-_Attention._backward_cls.apply = _Attention.backward  # type: ignore[attr-defined]
+def _backward_of_node(
+    saved: tuple[Any, ...], others: tuple[Any, ...], needs: tuple[bool, ...], dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a node's inputs, by what its context holds."""
+    *tensors, out, lse = saved
+    args, wanted = (*tensors, *others), needs[:-1]
+    if dout is None:
+        dout = torch.zeros_like(out)
+    if torch.is_grad_enabled() and not lse.requires_grad:
+        out, lse = forward(*args)  # to be differentiated a second time, through lse too
+    grads = backward(dout, dlse, *args, out, lse, wanted)
+    return *(grad if is_wanted else None for grad, is_wanted in zip(grads, wanted, strict=True)), None
+
+
+native.serve_nodes(_Attention, _Attention._backward_cls, _backward_of_node)
+
+
+def _results(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Of a forward pass whose place in the graph is made afterwards."""
+    with torch.no_grad():
+        return _forward_below_autograd(args)
 
 
 def _forward_below_autograd(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -281,9 +290,11 @@ _apply = super(torch.autograd.Function, _Attention).apply
 
 def differentiable(call: tuple[Any, Any, bool]) -> tuple[Tensor, Any]:
     """A call's place in the graph, where nobody but autograd listens: `native.attend` has found that, and left the rest."""
-    args = call[0]
+    args, results, wants_lse = call
+    if results is None:
+        call = (args, _results(args), wants_lse)
     result: Any = _apply(args[0], args[1], args[2], args[3], args[6], call)
-    return result if call[2] else (result, None)
+    return result if wants_lse else (result, None)
 
 
 def attend(args: tuple[Any, ...], wants_lse: bool = True) -> tuple[Tensor, Any]:
@@ -328,7 +339,7 @@ def _forward_autograd(keyset: Any, *values: Any) -> Any:
     if requires_grad(values):
         bias = values[3]
         args = (*values[:-2], True, bias is not None and bias.requires_grad)
-        return _Attention.apply(*(values[place] for place in _DIFFERENTIABLE), (args, None, True))
+        return _Attention.apply(*(values[place] for place in _DIFFERENTIABLE), (args, _results(args), True))
     with torch._C._AutoDispatchBelowAutograd():
         return forward.redispatch(keyset & torch._C._after_autograd_keyset, *values)
 

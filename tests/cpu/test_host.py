@@ -141,6 +141,61 @@ def test_gradients(dtype: torch.dtype, seed: int) -> None:
         assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
 
 
+def test_nodes_have_the_gradients_of_the_python_executor(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"causal": "bottom_right", "has_sinks": True, "bias": "hqk"}
+    for option, wants_lse in ((), True), (("bias",), False), (tuple(options), True):
+        inputs = Case(**{name: options[name] for name in option}).make(seed)
+        needs = GradNeeds(True, True, True, "bias" in option, "has_sinks" in option)
+        names = ("q", "k", "v", *(name for name in ("bias", "sinks") if getattr(inputs.args, name) is not None))
+        leaves = {name: getattr(inputs.args, name).clone().requires_grad_() for name in names}
+        args = inputs.args._replace(**leaves)
+        for turn in range(2):  # the second time it is C++ that autograd calls
+            if turn == 1:
+                monkeypatch.setattr(ops, "_differentiate", None)
+            out, lse = ops.attend(args, wants_lse)
+            outputs, douts = ((out, lse), (inputs.dout, inputs.dlse)) if wants_lse else ((out,), (inputs.dout,))
+            found = torch.autograd.grad(outputs, tuple(leaves.values()), douts)
+        monkeypatch.undo()
+        with torch.no_grad():
+            expected = backward_by_python(inputs if wants_lse else inputs._replace(dlse=None), *by_python(inputs.args), needs)
+        assert all(torch.equal(grad, getattr(expected, f"d{name}")) for name, grad in zip(leaves, found, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*has no second derivatives:flashtile.SlowPathWarning")
+@pytest.mark.parametrize("is_known", [False, True], ids=["the first call", "served"])
+def test_nodes_keep_the_rules_of_autograd(is_known: bool) -> None:
+    q, k, v = (torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(3))
+    unpacked: list[int] = []
+    for _ in range(1 + is_known):
+        torch.autograd.grad(flashtile.attention(q, k, v).sum(), (q, k, v))
+
+    def unpack(tensor: Tensor) -> Tensor:
+        unpacked.append(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        out = flashtile.attention(q, k, v)
+    out.sum().backward()
+    assert len(unpacked) == len(set(unpacked)) == 5
+    with pytest.raises(RuntimeError, match="second time"):
+        out.sum().backward()
+    changed = k.detach().clone().requires_grad_()
+    out = flashtile.attention(q, changed, v)
+    with torch.no_grad():
+        changed.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    # One of two results, then one of three inputs; through the gradient itself
+    lse = flashtile.attention(q, k, v, return_lse=True)[1]
+    expected = flashtile.attention(q, k, v, return_lse=True, backend="reference")[1]
+    torch.testing.assert_close(*(torch.autograd.grad(each.sum(), (k,))[0] for each in (lse, expected)))
+    second = []
+    for backend in (None, "reference"):
+        (dq,) = torch.autograd.grad(flashtile.attention(q, k, v, backend=backend).square().sum(), (q,), create_graph=True)
+        second.append(torch.autograd.grad(dq.square().sum(), (k,))[0])
+    torch.testing.assert_close(*second, rtol=1e-4, atol=1e-5)
+
+
 class Heard(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(func.__name__)

@@ -40,6 +40,8 @@ attend, forward, backward, append_kv = (_function(name) for name in ("attend", "
 # `flashtile.attention`: what `attend` returns; or the arguments of the op where C++ does not serve it; or None where what it was given
 # needs a closer look
 attention = _function("attention")
+# Puts C++ in the place of the methods of a torch.autograd.Function and its nodes; backward passes that it leaves go to a function
+serve_nodes = _function("serve_nodes")
 
 
 def _unavailable() -> str | None:

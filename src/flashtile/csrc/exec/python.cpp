@@ -6,6 +6,7 @@
 //   False  there is no plan for it yet: Python makes one and hands it to `learn`
 // `attend` and `attention` stand above autograd. Where a call is to be differentiated they return ((arguments, results, whether lse is
 // wanted),): the arguments say that a backward pass follows, and the results, not yet in a graph, are None where C++ does not serve it.
+// `serve_nodes` puts C++ into autograd's graph.
 #include "python.h"
 
 #include <cstdlib>
@@ -79,6 +80,8 @@ struct State {
 State state;
 Plans plans;
 Gpu gpus[kMaxGpus];
+PyObject* python_backward_of_node = nullptr;  // ops.py: _backward_of_node
+PyObject *text_to_save, *text_saved_tensors, *text_materialize_grads, *text_needs_input_grad, *text_others;  // of autograd's contexts
 PyObject *text_requires_grad, *text_is_neg, *text_none, *text_top_left, *text_bottom_right, *unbounded, *zero;
 
 // Arguments
@@ -266,23 +269,33 @@ bool read_attention(const Arguments& args, Request& request) {
   return true;
 }
 
-// (dout, dlse, arguments of the forward pass, out, lse, which gradients)
-bool read_backward(PyObject* args, Request& request) {
-  Arguments forward;
-  if (!is_tuple_of(args, 6) || !forward.take(PyTuple_GetItem(args, 2)) || !read_attention(forward, request)) return false;
-  constexpr std::pair<i32, Tensor> kPlaces[] = {{0, kDout}, {1, kDlse}, {3, kOut}, {4, kLse}};
-  for (auto [place, tensor] : kPlaces) {
-    if (!view_of(PyTuple_GetItem(args, place), request.call.tensors[tensor])) return false;
+// What a backward pass is told beside the arguments of its forward pass; `wanted` is a tuple that begins with a flag for each gradient.
+struct BackwardArguments {
+  PyObject *dout, *dlse, *out, *lse, *wanted;
+};
+
+bool read_backward(const Arguments& forward, const BackwardArguments& args, Request& request) {
+  if (!read_attention(forward, request)) return false;
+  const std::pair<PyObject*, Tensor> kTensors[] = {{args.dout, kDout}, {args.dlse, kDlse}, {args.out, kOut}, {args.lse, kLse}};
+  for (auto [value, tensor] : kTensors) {
+    if (!view_of(value, request.call.tensors[tensor])) return false;
     if (tensor != kDlse && !request.call.tensors[tensor].is_given()) return false;
   }
-  PyObject* wanted = PyTuple_GetItem(args, 5);
-  if (!is_tuple_of(wanted, kNumGrads)) return false;
   bool is_any = false;
   for (i32 place = 0; place < kNumGrads; ++place) {
-    if (!flag_of(PyTuple_GetItem(wanted, place), request.options.is_wanted[place])) return false;
+    if (!flag_of(PyTuple_GetItem(args.wanted, place), request.options.is_wanted[place])) return false;
     is_any = is_any || request.options.is_wanted[place];
   }
   return is_any;
+}
+
+// (dout, dlse, arguments of the forward pass, out, lse, which gradients)
+bool read_backward(PyObject* args, Request& request) {
+  Arguments forward;
+  if (!is_tuple_of(args, 6) || !forward.take(PyTuple_GetItem(args, 2))) return false;
+  auto argument = [&](i32 place) { return PyTuple_GetItem(args, place); };
+  if (!is_tuple_of(argument(5), kNumGrads)) return false;
+  return read_backward(forward, {argument(0), argument(1), argument(3), argument(4), argument(5)}, request);
 }
 
 // The arguments of flashtile::append_kv (backends/kvcache.py: AppendArgs).
@@ -351,8 +364,8 @@ class OnDevice {
   DeviceGuardHandle guard_ = nullptr;
 };
 
-// A tuple of the tensors as Python knows them, None where there is none.
-PyObject* wrapped(Owned* tensors, i32 count) {
+// A tuple of the tensors as Python knows them, None where there is none, and as many more as `num_more`.
+PyObject* wrapped(Owned* tensors, i32 count, i32 num_more) {
   PyObject* handles = PyList_New(0);
   if (handles == nullptr) return nullptr;
   bool is_there[kMaxTensors] = {};
@@ -370,9 +383,9 @@ PyObject* wrapped(Owned* tensors, i32 count) {
   for (i32 place = 0; place < count; ++place) tensors[place].release();
   PyObject* made = PyObject_CallFunctionObjArgs(state.wrap, handles, nullptr);
   Py_DECREF(handles);
-  PyObject* results = made == nullptr ? nullptr : PyTuple_New(count);
-  for (i32 place = 0, next = 0; results != nullptr && place < count; ++place) {
-    PyObject* tensor = is_there[place] ? PyList_GetItem(made, next++) : Py_None;
+  PyObject* results = made == nullptr ? nullptr : PyTuple_New(count + num_more);
+  for (i32 place = 0, next = 0; results != nullptr && place < count + num_more; ++place) {
+    PyObject* tensor = place < count && is_there[place] ? PyList_GetItem(made, next++) : Py_None;
     Py_XINCREF(tensor);
     if (tensor == nullptr || PyTuple_SetItem(results, place, tensor) != 0) Py_CLEAR(results);
   }
@@ -397,7 +410,7 @@ bool is_heard() {
   return false;
 }
 
-PyObject* run(Pass pass, Request& request, Reading reading, bool wants_lse) {
+PyObject* run(Pass pass, Request& request, Reading reading, bool wants_lse, i32 num_more = 0) {
   if (reading == Reading::kUnserved) Py_RETURN_NONE;
   std::shared_ptr<const Plan> plan = reading == Reading::kUnknownGpu ? nullptr : plans.find(request.key);
   if (plan == nullptr) Py_RETURN_FALSE;
@@ -427,7 +440,7 @@ PyObject* run(Pass pass, Request& request, Reading reading, bool wants_lse) {
   if (outcome == Outcome::kNotServed) Py_RETURN_NONE;
   if (outcome == Outcome::kIncomplete) Py_RETURN_FALSE;
   if (outcome == Outcome::kFailed) return failed(failure);
-  return wrapped(owned + first, count);
+  return wrapped(owned + first, count, num_more);
 }
 
 PyObject* serve(Pass pass, PyObject* args) {
@@ -525,6 +538,97 @@ PyObject* attention(PyObject*, PyObject* const* given, Py_ssize_t count) {
   return tuple_of(args);
 }
 
+// Nodes of autograd's graph (ops.py: _Attention)
+
+// A context keeps all arguments of the forward pass and its results, tensors where autograd watches over them: `saved` are the first of
+// the arguments, then out and lse; `others` are the rest.
+PyObject* forward_of_node(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  Arguments args;
+  PyObject* call = count == 0 ? nullptr : given[count - 1];
+  PyObject* results = call != nullptr && is_tuple_of(call, 3) ? PyTuple_GetItem(call, 1) : nullptr;
+  if (results == nullptr || !is_tuple_of(results, 2) || !args.take(PyTuple_GetItem(call, 0))) {
+    PyErr_SetString(PyExc_TypeError, "a node of attention takes (arguments, (out, lse), whether lse is wanted) last");
+    return nullptr;
+  }
+  i32 num_saved = kBias;
+  for (i32 place = kBias; place < kNumInputs; ++place) {
+    if (args.values[place] != Py_None) num_saved = kNumInputs;
+  }
+  PyObject* saved = PyTuple_New(num_saved + 2);
+  for (i32 place = 0; saved != nullptr && place < num_saved + 2; ++place) {
+    PyTuple_SetItem(saved, place, Py_NewRef(place < num_saved ? args.values[place] : PyTuple_GetItem(results, place - num_saved)));
+  }
+  PyObject* others = PyTuple_GetSlice(PyTuple_GetItem(call, 0), num_saved, kNumArguments);
+  // As save_for_backward and set_materialize_grads do
+  bool is_kept = saved != nullptr && others != nullptr && PyObject_SetAttr(given[0], text_to_save, saved) == 0 &&
+                 PyObject_SetAttr(given[0], text_others, others) == 0 && PyObject_SetAttr(given[0], text_materialize_grads, Py_False) == 0;
+  Py_XDECREF(saved), Py_XDECREF(others);
+  return is_kept ? Py_NewRef(PyTuple_GetItem(call, 2) == Py_True ? results : PyTuple_GetItem(results, 0)) : nullptr;
+}
+
+// What a context has for the backward pass.
+class Context {
+ public:
+  explicit Context(PyObject* node)
+      : saved(PyObject_GetAttr(node, text_saved_tensors)),
+        others(saved == nullptr ? nullptr : PyObject_GetAttr(node, text_others)),
+        wanted(others == nullptr ? nullptr : PyObject_GetAttr(node, text_needs_input_grad)) {}
+  ~Context() { Py_XDECREF(saved), Py_XDECREF(others), Py_XDECREF(wanted); }
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+
+  // False with an exception set, as where what was saved is gone.
+  bool is_whole() const { return wanted != nullptr; }
+
+  bool read(PyObject* dout, PyObject* dlse, Request& request) const {
+    if (!PyTuple_Check(saved) || !PyTuple_Check(others) || !is_tuple_of(wanted, kNumGrads + 1)) return false;
+    Py_ssize_t num_saved = PyTuple_Size(saved) - 2;
+    if (num_saved < 0 || num_saved + PyTuple_Size(others) != kNumArguments) return false;
+    Arguments forward;
+    for (Py_ssize_t place = 0; place < kNumArguments; ++place) {
+      forward.values[place] = place < num_saved ? PyTuple_GetItem(saved, place) : PyTuple_GetItem(others, place - num_saved);
+    }
+    return read_backward(forward, {dout, dlse, PyTuple_GetItem(saved, num_saved), PyTuple_GetItem(saved, num_saved + 1), wanted}, request);
+  }
+
+  PyObject *saved, *others, *wanted;
+};
+
+// (dout, and dlse where lse is a result). Not served where it is to be differentiated itself: Python gets all that the context has.
+PyObject* backward_of_node(PyObject* node, PyObject* const* given, Py_ssize_t count) {
+  if (count != 1 && count != 2) return PyErr_Format(PyExc_TypeError, "a node of attention takes one or two gradients, not %zd", count);
+  PyObject *dout = given[0], *dlse = count == 2 ? given[1] : Py_None;
+  Context context(node);
+  if (!context.is_whole()) return nullptr;
+  Request request;
+  if (is_any_open() && !aoti_torch_grad_mode_is_enabled() && !is_heard() && context.read(dout, dlse, request) && !is_checking()) {
+    PyObject* grads = run(Pass::kBackward, request, prepare(Pass::kBackward, request), true, 1);  // and None for the call
+    if (grads == nullptr || PyTuple_Check(grads)) return grads;
+    Py_DECREF(grads);
+  }
+  return PyObject_CallFunctionObjArgs(python_backward_of_node, context.saved, context.others, context.wanted, dout, dlse, nullptr);
+}
+
+using FastFunction = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);  // METH_FASTCALL
+
+PyCFunction as_method(FastFunction function) { return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)); }
+
+// (a torch.autograd.Function whose last argument is the call, the function of Python that takes over backward passes)
+PyObject* serve_nodes(PyObject*, PyObject* args) {
+  static PyMethodDef forward = {"forward", as_method(forward_of_node), METH_FASTCALL, nullptr};
+  static PyMethodDef backward = {"apply", as_method(backward_of_node), METH_FASTCALL, nullptr};
+  PyObject *function = nullptr, *nodes = nullptr, *fallback = nullptr;
+  if (!PyArg_ParseTuple(args, "OO!O", &function, &PyType_Type, &nodes, &fallback)) return nullptr;
+  PyObject* of_function = PyCFunction_NewEx(&forward, nullptr, nullptr);
+  PyObject* of_nodes = PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(nodes), &backward);  // the method that autograd calls
+  bool is_set = of_function != nullptr && of_nodes != nullptr && PyObject_SetAttrString(function, "forward", of_function) == 0 &&
+                PyObject_SetAttrString(nodes, "apply", of_nodes) == 0;
+  Py_XDECREF(of_function), Py_XDECREF(of_nodes);
+  if (!is_set) return nullptr;
+  Py_XDECREF(std::exchange(python_backward_of_node, Py_NewRef(fallback)));
+  Py_RETURN_NONE;
+}
+
 // Plans
 
 // (pass, arguments as of that pass, numbers of a plan, image, names): from now on calls with the same key are served.
@@ -606,11 +710,12 @@ PyObject* close_executor(PyObject*, PyObject*) {
 }
 
 PyMethodDef kMethods[] = {
-    {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attend_arguments)), METH_FASTCALL, nullptr},
-    {"attention", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attention)), METH_FASTCALL, nullptr},
+    {"attend", as_method(attend_arguments), METH_FASTCALL, nullptr},
+    {"attention", as_method(attention), METH_FASTCALL, nullptr},
     {"forward", forward, METH_O, nullptr},
     {"backward", backward, METH_O, nullptr},
     {"append_kv", append_kv, METH_O, nullptr},
+    {"serve_nodes", serve_nodes, METH_VARARGS, nullptr},
     {"learn", learn, METH_VARARGS, nullptr},
     {"forget", forget, METH_NOARGS, nullptr},
     {"num_plans", num_plans, METH_NOARGS, nullptr},
@@ -633,6 +738,11 @@ bool add_names(PyObject* module, const char* name, const char* const (&names)[kC
 
 bool add_executor(PyObject* module) {
   text_requires_grad = PyUnicode_InternFromString("requires_grad");
+  text_saved_tensors = PyUnicode_InternFromString("saved_tensors");
+  text_others = PyUnicode_InternFromString("others");
+  text_needs_input_grad = PyUnicode_InternFromString("needs_input_grad");
+  text_to_save = PyUnicode_InternFromString("to_save");
+  text_materialize_grads = PyUnicode_InternFromString("materialize_grads");
   text_is_neg = PyUnicode_InternFromString("is_neg");
   text_none = PyUnicode_InternFromString("none");
   text_top_left = PyUnicode_InternFromString("top_left");
