@@ -73,13 +73,12 @@ struct FwdSm90Tiles {
   i32 end;
 };
 
-// What a consumer is told with its Q. It lies in shared memory and is read at every use: registers are scarce.
-template <class Work>
+// What a tile of work is about. It lies in shared memory and is read at every use: registers are scarce.
+template <class Config, class Mask, class SeqInfo>
 struct FwdSm90Order {
-  Work work;
-  FwdSm90Tiles tiles;
-  i32 group;
-  u32 parity;  // of the number of orders before
+  FwdSm90Work<Config, Mask, SeqInfo> work;
+  FwdSm90Tiles tiles[Config::kNumConsumers];
+  u32 place;  // among all orders, this one's
   bool is_end;
 };
 
@@ -94,9 +93,8 @@ struct alignas(1024) FwdSm90Storage {
   u64 full_k[Config::kNumStages], empty_k[Config::kNumStages];
   u64 full_v[Config::kNumStages], empty_v[Config::kNumStages];
   TileOrder<Mask, Config::kPacksHeads> tile_order;
-  alignas(16) char work[sizeof(FwdSm90Work<Config, Mask, SeqInfo>)];  // the producer's
-  // Of each consumer: the order whose Q it has, and the one before, whose O it may still be storing
-  alignas(16) char orders[Config::kNumConsumers][2][sizeof(FwdSm90Order<FwdSm90Work<Config, Mask, SeqInfo>>)];
+  // The one whose Q a consumer has, the one before, whose O it may still be storing, and the one to come
+  alignas(16) char orders[3][sizeof(FwdSm90Order<Config, Mask, SeqInfo>)];
 };
 
 // Named barriers; 0 is __syncthreads.
@@ -110,7 +108,7 @@ struct FwdSm90 {
   using Storage = FwdSm90Storage<Config, Mask, SeqInfo>;
   using Stages = Ring<Config::kNumStages>;
   using Work = FwdSm90Work<Config, Mask, SeqInfo>;
-  using Order = FwdSm90Order<Work>;
+  using Order = FwdSm90Order<Config, Mask, SeqInfo>;
   using Packing = FwdSm90Packing<Config>;
   static constexpr i32 kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers of a thread
@@ -132,7 +130,7 @@ struct FwdSm90 {
     for (i32 slab = 0; slab < kSlabs; ++slab) load_box(tile + slab * kRows * 64, map, full, slab * 64, row, map_head, map_batch);
   }
 
-  FT_DEVICE static Order* order_at(Storage& shared, i32 group, u32 parity) { return reinterpret_cast<Order*>(shared.orders[group][parity]); }
+  FT_DEVICE static Order& order_at(Storage& shared, u32 place) { return *reinterpret_cast<Order*>(shared.orders[place % 3]); }
 
   // Which of the tiles of keys matter to the rows of one consumer.
   FT_DEVICE static FwdSm90Tiles find_tiles(const Params& p, const Work& work, i32 i_group) {
@@ -145,10 +143,14 @@ struct FwdSm90 {
   FT_DEVICE static void produce(const FwdSm90Params& params, Storage& shared) {
     const Params& p = params.base;
     const auto& tile_order = shared.tile_order;
-    Work& work = *reinterpret_cast<Work*>(shared.work);
     u32 num_k = 0, num_v = 0, num_q = 0;
     for (i32 index = tile_order.first();; index = tile_order.next(index)) {
-      bool is_end = index >= tile_order.num_indices;
+      // Its last reader was done when it handed back the Q of two orders before
+      Order& order = order_at(shared, num_q);
+      Work& work = order.work;
+      order.place = num_q;
+      order.is_end = index >= tile_order.num_indices;
+      bool is_end = order.is_end;
       if (!is_end) {
         work = Work(p, tile_order, index);
         if (!work.has_queries()) continue;
@@ -170,21 +172,15 @@ struct FwdSm90 {
       bool has_keys = !is_end && work.has_keys();
       // Load the first K, Q group by group, then K and V in the order in which the consumers want and free them
       if (has_keys) load_k(work.n_end - 1);
+      i32 num_heads = Packing::num_heads(p), num_queries = Packing::num_queries(p);
+      for (i32 group = 0; group < Config::kNumConsumers && !is_end; ++group) {
+        order.tiles[group] = find_tiles(p, work, work.i_begin + num_queries * group);
+      }
       for (i32 group = 0; group < Config::kNumConsumers; ++group) {
-        i32 num_heads = Packing::num_heads(p), num_queries = Packing::num_queries(p), i_group = work.i_begin + num_queries * group;
         mbarrier_wait(shared.empty_q[group], num_q % 2 ^ 1);
-        // Word by word: the producer has few registers
-        Order& order = *order_at(shared, group, num_q % 2);
-        const u64* from = reinterpret_cast<const u64*>(shared.work);
-#pragma unroll 1
-        for (i32 x = 0; x < static_cast<i32>(sizeof(Work) / 8); ++x) reinterpret_cast<u64*>(&order.work)[x] = from[x];
-        order.tiles = find_tiles(p, work, i_group);
-        order.group = group;
-        order.parity = num_q % 2;
-        order.is_end = is_end;
         if (has_keys) {
           load_tile<64, Config::kSlabsQK>(shared.sQ[group], params.q_map, p.q_strides, shared.full_q[group], num_heads * num_queries,
-                                          static_cast<i32>(work.s.q_row) + i_group, work.tile.head * num_heads, work);
+                                          static_cast<i32>(work.s.q_row) + work.i_begin + num_queries * group, work.tile.head * num_heads, work);
         } else {
           mbarrier_arrive(shared.full_q[group]);
         }
@@ -402,12 +398,12 @@ struct FwdSm90 {
   }
 
   // All tiles of keys of one tile of work. num_k counts the tiles of K so far; V is one behind.
-  FT_DEVICE static void mainloop(const Params& p, Storage& shared, const Order& order, u32& num_k, float factor, Softmax& softmax,
+  FT_DEVICE static void mainloop(const Params& p, Storage& shared, const Order& order, i32 group, u32& num_k, float factor, Softmax& softmax,
                                  float (&rO)[kOutputs]) {
     const Work& work = order.work;
-    const FwdSm90Tiles& tiles = order.tiles;
-    auto q_tile = [&] { return uniform(tile_base(shared.sQ[order.group], 64 * 128)); };
-    auto p_tile = [&] { return uniform(tile_base(shared.sP[order.group], 64 * 128)); };
+    const FwdSm90Tiles& tiles = order.tiles[group];
+    auto q_tile = [&] { return uniform(tile_base(shared.sQ[group], 64 * 128)); };
+    auto p_tile = [&] { return uniform(tile_base(shared.sP[group], 64 * 128)); };
     auto k_tile = [&](u32 count) { return uniform(tile_base(shared.sK[Stages::stage(count)], kBlockN * 128)); };
     auto v_tile = [&](u32 count) { return uniform(tile_base(shared.sV[Stages::stage(count)], kBlockN * 128)); };
     auto needs_mask = [&](i32 n) { return kMasksAlways || n >= tiles.free.end || n < tiles.free.begin; };
@@ -420,14 +416,20 @@ struct FwdSm90 {
       wait_v(shared, num_k);
       release(shared.empty_v[Stages::stage(num_k)]);
       if (n > work.n_begin) {
-        take_turn(order.group);
-        pass_turn(order.group);
+        take_turn(group);
+        pass_turn(group);
       }
     }
     if (n < work.n_begin) {
-      release(shared.empty_q[order.group]);
+      release(shared.empty_q[group]);
       return;
     }
+
+    // K of a tile whose scores are there, with the last one Q too
+    auto release_operands = [&] {
+      release(shared.empty_k[Stages::stage(num_k)]);
+      if (n == work.n_begin) release(shared.empty_q[group]);
+    };
 
     // First tile: S = Q K^T, softmax
     u32 rP[kScores / 2];
@@ -437,20 +439,20 @@ struct FwdSm90 {
       product_qk(rS, q_tile(), k_tile(num_k));
       wgmma_wait<0>();
       pin_registers(rS);
-      release(shared.empty_k[Stages::stage(num_k)]);
-      if (needs_mask(n)) modify_scores(p, work, order.group, n * kBlockN, rS);
+      release_operands();
+      if (needs_mask(n)) modify_scores(p, work, group, n * kBlockN, rS);
       raise_maximum<true, true>(factor, softmax, rS);
       exponentiate<true, true>(factor, softmax, rS);
-      pack_probabilities(p, work, order.group, n * kBlockN, rS, rP);
+      pack_probabilities(p, work, group, n * kBlockN, rS, rP);
       if constexpr (Config::kStoresP) {
         await_stored_rows();
-        store_fragment(shared.sP[order.group], rP);
+        store_fragment(shared.sP[group], rP);
       }
     }
     if constexpr (SeqInfo::kHasLengths) {
       if ((n + 1) * kBlockN > work.s.seqlen_k) {
         wait_v(shared, num_k);
-        clear_tail(shared.sV[Stages::stage(num_k)], work.s.seqlen_k - n * kBlockN, order.group);
+        clear_tail(shared.sV[Stages::stage(num_k)], work.s.seqlen_k - n * kBlockN, group);
       }
     }
     ++num_k;
@@ -461,24 +463,24 @@ struct FwdSm90 {
       float rS[kScores];
       u32 q = q_tile(), k = k_tile(num_k);
       wait_k(shared, num_k);
-      take_turn(order.group);
+      take_turn(group);
       product_qk(rS, q, k);
       wait_v(shared, num_k - 1);
       product_pv(rO, rP, p_tile(), v_tile(num_k - 1));
-      pass_turn(order.group);
+      pass_turn(group);
       // Softmax while the second product is under way
       wgmma_wait<1>();
       pin_registers(rS);
-      release(shared.empty_k[Stages::stage(num_k)]);
-      if constexpr (kIsMasked) modify_scores(p, work, order.group, n * kBlockN, rS);
+      release_operands();
+      if constexpr (kIsMasked) modify_scores(p, work, group, n * kBlockN, rS);
       raise_maximum<false, kIsMasked>(factor, softmax, rS);
       // Not after the exponentials: rescaling and packing fill the gaps between them
       wgmma_wait<0>();
       pin_registers(rO);
       release(shared.empty_v[Stages::stage(num_k - 1)]);
       exponentiate<false, kIsMasked>(factor, softmax, rS);
-      pack_probabilities(p, work, order.group, n * kBlockN, rS, rP);
-      if constexpr (Config::kStoresP) store_fragment(shared.sP[order.group], rP);
+      pack_probabilities(p, work, group, n * kBlockN, rS, rP);
+      if constexpr (Config::kStoresP) store_fragment(shared.sP[group], rP);
       rescale(softmax, rO);
       ++num_k;
     };
@@ -493,8 +495,7 @@ struct FwdSm90 {
       step(Constant<kMasksAlways>());
     }
 
-    // Hand back Q, add the last P V
-    release(shared.empty_q[order.group]);
+    // Add the last P V
     wait_v(shared, num_k - 1);
     product_pv(rO, rP, p_tile(), v_tile(num_k - 1));
     wgmma_wait<0>();
@@ -508,7 +509,7 @@ struct FwdSm90 {
     u32 num_k = 0;
     // The first turn is that of group 0
     if (group == Config::kNumConsumers - 1) pass_turn(group);
-    const Order* order = order_at(shared, group, 0);
+    const Order* order = &order_at(shared, 0);
     mbarrier_wait(shared.full_q[group], 0);
     while (!order->is_end) {
       Softmax softmax{{-infinity(), -infinity()}, {0.0f, 0.0f}, {1.0f, 1.0f}, false};
@@ -516,24 +517,23 @@ struct FwdSm90 {
 #pragma unroll
       for (i32 x = 0; x < kOutputs; ++x) rO[x] = 0.0f;
       if (order->work.has_keys()) {
-        mainloop(p, shared, *order, num_k, factor, softmax, rO);
+        mainloop(p, shared, *order, group, num_k, factor, softmax, rO);
       } else {
-        release(shared.empty_q[order->group]);
+        release(shared.empty_q[group]);
       }
-      store(params, shared, *order, factor, softmax, rO);
-      u32 parity = order->parity ^ 1;
-      mbarrier_wait(shared.full_q[order->group], parity);
-      order = order_at(shared, order->group, parity);
+      store(params, shared, order->work, group, factor, softmax, rO);
+      u32 next = order->place + 1;
+      mbarrier_wait(shared.full_q[group], next % 2);
+      order = &order_at(shared, next);
     }
     if constexpr (kStoresByTma) await_stored_rows();
   }
 
   // Lets the sink join (once: in the combination, where there is one), normalises, stores O and lse; of a split, sum, m and l. Scope: warp.
-  FT_DEVICE static void store(const FwdSm90Params& params, Storage& shared, const Order& order, float factor,
+  FT_DEVICE static void store(const FwdSm90Params& params, Storage& shared, const Work& work, i32 group, float factor,
                               const Softmax& softmax, const float (&rO)[kOutputs]) {
     const Params& p = params.base;
-    const Work& work = order.work;
-    Rows rows(p, work, order.group);
+    Rows rows(p, work, group);
     bool is_part = p.num_splits > 1;
     float norm[2];
     i64 part[2];
@@ -555,7 +555,7 @@ struct FwdSm90 {
     }
     if constexpr (kStoresByTma) {
       if (!is_part) {
-        store_by_tma(params, shared, order, norm, rO);
+        store_by_tma(params, shared, work, group, norm, rO);
         return;
       }
     }
@@ -588,18 +588,18 @@ struct FwdSm90 {
   }
 
   // O by way of sP, 16 rows of a warp at a time; rows and columns outside the tensor are dropped. Under way on return. Scope: warp.
-  FT_DEVICE static void store_by_tma(const FwdSm90Params& params, Storage& shared, const Order& order, const float (&norm)[2],
+  FT_DEVICE static void store_by_tma(const FwdSm90Params& params, Storage& shared, const Work& work, i32 group, const float (&norm)[2],
                                      const float (&rO)[kOutputs]) {
     u32 packed[kOutputs / 2];
 #pragma unroll
     for (i32 x = 0; x < kOutputs / 2; ++x) packed[x] = pack_two<T>(rO[2 * x] * norm[x % 2], rO[2 * x + 1] * norm[x % 2]);
     await_stored_rows();
-    store_fragment(shared.sP[order.group], packed);
+    store_fragment(shared.sP[group], packed);
     if (threadIdx.x % 32 == 0) {
-      i32 first = threadIdx.x % 128 / 32 * 16, row = order.work.i_begin + 64 * order.group + first;
+      i32 first = threadIdx.x % 128 / 32 * 16, row = work.i_begin + 64 * group + first;
 #pragma unroll
       for (i32 slab = 0; slab < Config::kSlabsV; ++slab) {
-        store_box(shared.sP[order.group] + (slab * 64 + first) * 64, params.out_map, slab * 64, row, order.work.tile.head, order.work.tile.batch);
+        store_box(shared.sP[group] + (slab * 64 + first) * 64, params.out_map, slab * 64, row, work.tile.head, work.tile.batch);
       }
       bulk_commit();
     }
