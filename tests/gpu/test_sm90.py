@@ -132,6 +132,19 @@ def test_error_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_accurate([problem for feature in FEATURES for problem in cases(feature)], "fwd_sm90_kernel", monkeypatch)
 
 
+def test_lengths_around_a_tile_under_a_band(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first tile is the one with fewer queries: its consumers may have none, or some."""
+    lengths = (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 321, 385, 449)
+    features = ("causal", "top left", "window and causal", "varlen", "window", "gqa")
+    problems = []
+    for place, seqlen in enumerate(lengths):
+        for number, head_dim in enumerate((64, 96, 128, 256), start=place):
+            sizes = {"seqlen_q": seqlen, "seqlen_k": (seqlen, 300, 700)[number % 3], "head_dim": head_dim, "head_dim_v": head_dim}
+            options = FEATURES[features[(number + place) % len(features)]]
+            problems.append((Case(dtype=DTYPES[number % 2], layout=("bhsd", "bshd")[place % 2], backend="cuda", **sizes | options), number))
+    assert_accurate(problems, "fwd_sm90_kernel", monkeypatch)
+
+
 def packed_cases() -> list[tuple[Case, int]]:
     """Few queries of heads that share a KV head, with every feature; groups that do and do not divide a tile take turns."""
     found = []
@@ -180,9 +193,10 @@ def test_many_tiles_of_many_heads(head_dim: int, causal: bool) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_jitter_changes_nothing(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses of random length before every barrier, copy and product: the same bits over 200 runs, dense and packed."""
-    q, k, v = (torch.randn(2, 9, 700, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    packed = [x.transpose(1, 2).reshape(1400, 9, head_dim) for x in (q, k, v)]
-    cu = torch.tensor([0, 333, 1400], dtype=torch.int32, device="cuda")
+    # Several tiles of work for each block, so that orders and stages are used again
+    q, k, v = (torch.randn(4, 64, 300, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    packed = [x.transpose(1, 2).reshape(1200, 64, head_dim) for x in (q, k, v)]
+    cu = torch.tensor([0, 333, 340, 1200], dtype=torch.int32, device="cuda")
 
     def results() -> list[torch.Tensor]:
         dense = [flashtile.attention(q, k, v, causal=causal) for causal in (False, True)]

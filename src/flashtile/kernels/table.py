@@ -119,7 +119,7 @@ _SM90_PACKED = {
 }
 # By padded head_dim and head_dim_v; the first that takes a call is chosen. Measured on an NVIDIA H200: docs/sm90.md.
 _SM90_TILES: dict[tuple[int, int], tuple[Sm90Tile, ...]] = {
-    (64, 64): (Sm90Tile(192, 128, max_options=0), Sm90Tile(128, 128)),
+    (64, 64): (Sm90Tile(192, 128, num_stages=4, max_options=0), Sm90Tile(128, 128)),
     (96, 96): (Sm90Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0), Sm90Tile(128, 128)),
     (128, 128): (
         Sm90Tile(192, 128, scales_lazily=True, stores_p=True, takes_band=False, takes_ragged=False, max_options=0),
@@ -182,7 +182,9 @@ def sm90_rows(
             packs_heads=is_packed,
         )
         for tile in tiles
-        if (tile.takes_band or not features.has_band) and (tile.takes_ragged or not is_ragged) and num_options <= tile.max_options
+        if (tile.takes_band or not features.has_band)
+        and (tile.takes_ragged or features.has_band or not is_ragged)
+        and num_options <= tile.max_options
     ]
 
 

@@ -38,20 +38,21 @@ _SIMT_TILES = {
     128: ((32, 32, 4), (64, 32, 4), (64, 64, 4), (64, 64, 8), (128, 32, 4), (128, 32, 8), (128, 64, 4), (128, 64, 8), (256, 32, 8)),
     256: ((16, 16, 4), (32, 32, 4), (64, 32, 4), (64, 32, 8), (64, 64, 8), (128, 16, 8), (128, 32, 8)),
 }  # fmt: skip
-# head dim -> (block_m, block_n, takes_turns, scales_lazily, stores_p), two stages each
+# head dim -> (block_m, block_n, num_stages, takes_turns, scales_lazily, stores_p)
 _SM90_TILES = {
     64: (
-        (128, 64, True, False), (128, 128, True, False), (128, 192, True, False), (192, 96, True, False), (192, 128, True, False),
-        (192, 128, True, True), (192, 128, False, False), (192, 160, True, False),
+        (128, 64, 2, True, False), (128, 128, 2, True, False), (128, 192, 2, True, False), (192, 96, 2, True, False),
+        (192, 128, 2, True, False), (192, 128, 4, True, False), (192, 128, 4, True, True), (192, 128, 4, False, False),
+        (192, 160, 2, True, False),
     ),
     128: (
-        (128, 64, True, False), (128, 96, True, False), (128, 128, True, False), (128, 128, True, True), (128, 160, True, False),
-        (128, 176, True, False), (192, 64, True, True), (192, 80, True, False), (192, 80, True, True), (192, 96, True, True),
-        (192, 128, True, True, True),
+        (128, 64, 2, True, False), (128, 96, 2, True, False), (128, 128, 2, True, False), (128, 128, 2, True, True),
+        (128, 160, 2, True, False), (128, 176, 2, True, False), (192, 64, 2, True, True), (192, 80, 2, True, False),
+        (192, 80, 2, True, True), (192, 96, 2, True, True), (192, 128, 2, True, True, True),
     ),
     256: (
-        (64, 64, False, True), (64, 80, False, True), (64, 96, False, True), (128, 32, True, True), (128, 64, True, True),
-        (128, 80, True, False), (128, 80, True, True),
+        (64, 64, 2, False, True), (64, 80, 2, False, True), (64, 96, 2, False, True), (128, 32, 2, True, True),
+        (128, 64, 2, True, True), (128, 80, 2, True, False), (128, 80, 2, True, True),
     ),
 }  # fmt: skip
 _BATCH, _SEQLEN = 4, 4096
@@ -95,11 +96,7 @@ FAMILIES = (
         "fwd_sm90",
         "bf16",
         "sdpa-cudnn",
-        tuple(
-            Sm90Row("bfloat16", "bfloat16", head_dim, head_dim, block_m, block_n, 2, *flags)
-            for head_dim, tiles in _SM90_TILES.items()
-            for block_m, block_n, *flags in tiles
-        ),
+        tuple(Sm90Row("bfloat16", "bfloat16", head_dim, head_dim, *tile) for head_dim, tiles in _SM90_TILES.items() for tile in tiles),
     ),
 )
 
@@ -124,7 +121,11 @@ class Trial:
         row = self.row
         if isinstance(row, Row):
             return f"{row.block_m} x {row.block_n}, {row.num_warps} warps"
-        flags = [*([] if row.takes_turns else ["no turns"]), *(["lazy"] if row.scales_lazily else [])]
+        flags = [
+            *([] if row.num_stages == 2 else [f"{row.num_stages} stages"]),
+            *([] if row.takes_turns else ["no turns"]),
+            *(["lazy"] if row.scales_lazily else []),
+        ]
         flags += ["P in shared memory"] if row.stores_p else []
         return ", ".join([f"{row.block_m} x {row.block_n}, {row.num_threads // 32} warps", *flags])
 

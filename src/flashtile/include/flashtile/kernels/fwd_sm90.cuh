@@ -48,12 +48,15 @@ struct FwdSm90Work {
   using Packing = FwdSm90Packing<Config>;
   TileCoord tile;
   Sequence s;
-  i32 i_begin;
+  i32 i_begin;  // of the first consumer; negative where that has no queries
   i32 n_begin, n_end;
 
   FT_DEVICE FwdSm90Work(const Params& p, const TileOrder<Mask, Config::kPacksHeads>& order, i32 index)
       : tile(order.at(p, index)), s(find_sequence<SeqInfo>(p, tile.batch)), i_begin(tile.m_block * Packing::block_queries(p)) {
-    Range keys = key_range<Mask>(p, s, i_begin, min_of(i_begin + Packing::block_queries(p), s.seqlen_q));
+    i32 block = Packing::block_queries(p);
+    // Under a band it is not the last tile whose consumers are left without queries but the first, which sees the fewest keys
+    if constexpr (Mask::kHasBand && !Config::kPacksHeads) i_begin -= (ceil_div(s.seqlen_q, block) * block - s.seqlen_q) / 64 * 64;
+    Range keys = key_range<Mask>(p, s, max_of(i_begin, 0), min_of(i_begin + block, s.seqlen_q));
     n_begin = keys.begin / kBlockN;
     n_end = ceil_div(keys.end, kBlockN);
     if constexpr (mutates(Mutation::hopper_last_tile)) n_end = n_end - 1 > n_begin ? n_end - 1 : n_end;
@@ -136,8 +139,9 @@ struct FwdSm90 {
   FT_DEVICE static FwdSm90Tiles find_tiles(const Params& p, const Work& work, i32 i_group) {
     Range seen = key_range<Mask>(p, work.s, i_group, i_group + Packing::num_queries(p));
     Range free = common_key_range<Mask>(p, work.s, i_group, i_group + Packing::num_queries(p));
+    bool has_queries = i_group >= 0 && i_group < work.s.seqlen_q;
     return {Range{ceil_div(free.begin, kBlockN), Mask::kHasBool ? 0 : free.end / kBlockN},
-            i_group < work.s.seqlen_q ? min_of(work.n_end, ceil_div(seen.end, kBlockN)) : work.n_begin};
+            has_queries ? min_of(work.n_end, ceil_div(seen.end, kBlockN)) : work.n_begin};
   }
 
   FT_DEVICE static void produce(const FwdSm90Params& params, Storage& shared) {
@@ -233,7 +237,7 @@ struct FwdSm90 {
     wgmma_commit();
   }
 
-  // The query and the head of each of this thread's two rows; a row that is none has a query behind the last, and a head that exists.
+  // The query and the head of each of this thread's two rows; a row that is none has a query outside the sequence, and a head that exists.
   struct Rows {
     i32 i[2], packed_head[2];
     FT_DEVICE Rows(const Params& p, const Work& work, i32 group) {
@@ -249,6 +253,7 @@ struct FwdSm90 {
         }
       }
     }
+    FT_DEVICE bool is_query(const Work& work, i32 r) const { return static_cast<u32>(i[r]) < static_cast<u32>(work.s.seqlen_q); }
     FT_DEVICE i32 head(const Work& work, i32 r) const { return Config::kPacksHeads ? packed_head[r] : work.tile.head; }
   };
 
@@ -402,10 +407,10 @@ struct FwdSm90 {
                                  float (&rO)[kOutputs]) {
     const Work& work = order.work;
     const FwdSm90Tiles& tiles = order.tiles[group];
-    auto q_tile = [&] { return uniform(tile_base(shared.sQ[group], 64 * 128)); };
-    auto p_tile = [&] { return uniform(tile_base(shared.sP[group], 64 * 128)); };
-    auto k_tile = [&](u32 count) { return uniform(tile_base(shared.sK[Stages::stage(count)], kBlockN * 128)); };
-    auto v_tile = [&](u32 count) { return uniform(tile_base(shared.sV[Stages::stage(count)], kBlockN * 128)); };
+    auto q_tile = [&] { return tile_base(shared.sQ[group], 64 * 128); };
+    auto p_tile = [&] { return tile_base(shared.sP[group], 64 * 128); };
+    auto k_tile = [&](u32 count) { return tile_base(shared.sK[Stages::stage(count)], kBlockN * 128); };
+    auto v_tile = [&](u32 count) { return tile_base(shared.sV[Stages::stage(count)], kBlockN * 128); };
     auto needs_mask = [&](i32 n) { return kMasksAlways || n >= tiles.free.end || n < tiles.free.begin; };
     i32 n = work.n_end - 1;
 
@@ -549,9 +554,9 @@ struct FwdSm90 {
       norm[r] = is_part ? 1.0f : l == 0.0f ? 0.0f : alpha / l;
       i64 stat = work.s.stat_row + head * p.lse_head_stride + i;
       part[r] = work.tile.split * p.lse_size + stat;
-      if constexpr (mutates(Mutation::hopper_uninitialised)) if (i < work.s.seqlen_q) l += p.lse[stat] == 1.5f ? 1.0f : 0.0f;
+      if constexpr (mutates(Mutation::hopper_uninitialised)) if (rows.is_query(work, r)) l += p.lse[stat] == 1.5f ? 1.0f : 0.0f;
       if constexpr (mutates(Mutation::hopper_out_of_bounds)) p.lse[p.lse_size] = 0.0f;
-      if (i < work.s.seqlen_q && threadIdx.x % 4 == 0) store_stats(p, is_part, part[r], stat, m_new, l);
+      if (rows.is_query(work, r) && threadIdx.x % 4 == 0) store_stats(p, is_part, part[r], stat, m_new, l);
     }
     if constexpr (kStoresByTma) {
       if (!is_part) {
@@ -562,7 +567,7 @@ struct FwdSm90 {
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
       i32 i = rows.i[r], head = rows.head(work, r);
-      bool is_inside = i < work.s.seqlen_q;
+      bool is_inside = rows.is_query(work, r);
       if (is_part || kIsSame<Out, float>) {
         float* gO = is_part ? p.partial_out + part[r] * p.head_dim_v
                             : reinterpret_cast<float*>(query_rows(static_cast<Out*>(p.out), p.out_strides, work.s, head) + i * p.out_strides.row);
@@ -595,8 +600,8 @@ struct FwdSm90 {
     for (i32 x = 0; x < kOutputs / 2; ++x) packed[x] = pack_two<T>(rO[2 * x] * norm[x % 2], rO[2 * x + 1] * norm[x % 2]);
     await_stored_rows();
     store_fragment(shared.sP[group], packed);
-    if (threadIdx.x % 32 == 0) {
-      i32 first = threadIdx.x % 128 / 32 * 16, row = work.i_begin + 64 * group + first;
+    i32 first = threadIdx.x % 128 / 32 * 16, row = work.i_begin + 64 * group + first;
+    if (threadIdx.x % 32 == 0 && row >= 0) {
 #pragma unroll
       for (i32 slab = 0; slab < Config::kSlabsV; ++slab) {
         store_box(shared.sP[group] + (slab * 64 + first) * 64, params.out_map, slab * 64, row, work.tile.head, work.tile.batch);
