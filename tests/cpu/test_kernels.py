@@ -103,7 +103,7 @@ LOCAL_MEMORY = {"LDL", "STL"}
 def hopper_features(tile):
     """A band, lengths where O does not leave by the copy engine, and as many options as the tile takes, or none if that is any number."""
     options = ("has_softcap", "has_alibi")[: min(tile.max_options, 2)] if tile.max_options < 99 else ()
-    return Features(has_band=tile.takes_band, has_lengths=not tile.stores_p, **dict.fromkeys(options, True))
+    return Features(has_band=True, has_lengths=not tile.stores_p, **dict.fromkeys(options, True))
 
 
 @needs_nvdisasm

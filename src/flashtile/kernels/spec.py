@@ -131,11 +131,12 @@ class Sm90Row:
         tiles = 128 * (slabs * self.block_m + self.num_stages * self.block_n * (slabs + slabs_v))
         consumers = self.block_m // 64
         tiles += 128 * self.block_m * -(-self.block_n // 64) if self.stores_p else 16 * self.block_m // 64
-        barriers, order = 16 * consumers + 32 * self.num_stages, 16 + 80
-        return -(-(tiles + barriers + order + consumers * _SM90_GROUP_BYTES) // 1024) * 1024
+        barriers, tile_order = 16 * consumers + 32 * self.num_stages, 16
+        orders = 3 * (_SM90_WORK_BYTES + 12 * consumers + 8)
+        return -(-(tiles + barriers + tile_order + orders) // 1024) * 1024
 
 
-_SM90_GROUP_BYTES = 2 * 96  # of a consumer: what it is working on, and what it may still be storing
+_SM90_WORK_BYTES = 72  # what a tile of work is about
 
 
 # Tiles of the head dimension in shared memory: of the block's own rows, and of the streaming rows. Scores come on top.

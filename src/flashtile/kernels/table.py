@@ -103,8 +103,7 @@ class Sm90Tile(NamedTuple):
     takes_turns: bool = True
     scales_lazily: bool = False
     stores_p: bool = False
-    takes_band: bool = True
-    takes_ragged: bool = True
+    takes_ragged: bool = True  # without a band; under one it is the shortest tile that has fewer queries
     max_options: int = 99  # of those that change scores or probabilities, that it holds without a spill
 
 
@@ -122,7 +121,7 @@ _SM90_TILES: dict[tuple[int, int], tuple[Sm90Tile, ...]] = {
     (64, 64): (Sm90Tile(192, 128, num_stages=4, max_options=0), Sm90Tile(128, 128)),
     (96, 96): (Sm90Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0), Sm90Tile(128, 128)),
     (128, 128): (
-        Sm90Tile(192, 128, scales_lazily=True, stores_p=True, takes_band=False, takes_ragged=False, max_options=0),
+        Sm90Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0),
         Sm90Tile(128, 128),
     ),
     (192, 128): (Sm90Tile(128, 128),),
@@ -182,9 +181,7 @@ def sm90_rows(
             packs_heads=is_packed,
         )
         for tile in tiles
-        if (tile.takes_band or not features.has_band)
-        and (tile.takes_ragged or features.has_band or not is_ragged)
-        and num_options <= tile.max_options
+        if (tile.takes_ragged or features.has_band or not is_ragged) and num_options <= tile.max_options
     ]
 
 
