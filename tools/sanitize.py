@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from flashtile import ops
-from flashtile.backends import executor, registry
+from flashtile.backends import executor, native, registry
 from flashtile.backends.base import GradNeeds
 from flashtile.bench import device as facts
 from flashtile.check import mutants
@@ -187,11 +187,13 @@ def compile_jobs(jobs: Sequence[Job], arch: Arch) -> frozenset[str]:
     """Compiles what the calls would launch, in as many threads as there are cores; returns the kernels."""
     units: dict[tuple[str, str], None] = {}
     launch: Callable[..., None] = executor.launch
+    learn: Callable[..., None] = native.learn
     executor.launch = lambda step, *_: units.update({(step.unit, step.entry): None})
+    native.learn = lambda *_: None  # no kernel is loaded yet that the C++ executor could launch
     try:
         run_jobs(jobs)
     finally:
-        executor.launch = launch
+        executor.launch, native.learn = launch, learn
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda unit: executor.function(*unit, arch.name), units))
     return registry.find(BACKEND).loaded_kernels()

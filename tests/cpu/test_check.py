@@ -6,20 +6,26 @@ import dataclasses
 import itertools
 import json
 import shlex
+import time
+from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from flashtile.backends import dropout, registry
 from flashtile.backends.tiled import BLOCK_N, TiledBackend
 from flashtile.check.draw import MAX_SCORES, Drawer
 from flashtile.check.judge import judge
-from flashtile.check.runner import Settings, check, check_trials
+from flashtile.check.mutants import Hunt
+from flashtile.check.runner import Report, Settings, check, check_trials, processes
 from flashtile.check.shrink import candidates
 from flashtile.check.trial import Trial
+from flashtile.cli import check as command
 from flashtile.cli.main import app
 from flashtile.kernels import table
+from flashtile.kernels.mutation import mutations
 from flashtile.problem import shape_of
 from flashtile.testing import FORWARD_ONLY, KINDS, MEMORIES, VALUES, Case
 
@@ -297,6 +303,39 @@ def test_nothing_to_check_is_not_a_success(put_in, monkeypatch: pytest.MonkeyPat
     result = invoke("--problems", "2", "--backends", "wrong")
     assert result.exit_code == 2
     assert "Nothing was checked. wrong: it is closed today" in result.output
+
+
+def test_an_interrupt_ends_what_runs() -> None:
+    def interrupted() -> None:
+        with processes(1) as pool:
+            pool.submit(time.sleep, 600)
+            raise KeyboardInterrupt
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, RuntimeError])
+def test_faults_that_were_found_are_kept_whatever_becomes_of_the_others(
+    ending: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = mutations()[:2]
+
+    def hunt(*_: object):
+        yield Hunt(faults[0], False, 5, Report())
+        raise ending
+
+    monkeypatch.setattr(command, "hunt", hunt)
+    settings = Settings(backends=[], device="cpu", seed=3)
+    hunting = command.Command(settings, Console(quiet=True), False, tmp_path, {})
+    if ending is KeyboardInterrupt:
+        assert hunting.hunt(faults) == command.INTERRUPTED
+    else:
+        with pytest.raises(RuntimeError):
+            hunting.hunt(faults)
+    assert [found["mutation"] for found in json.loads((tmp_path / "mutations.json").read_text())["mutations"]] == [faults[0].name]
 
 
 def test_dropout_bits_are_probed_where_the_output_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:

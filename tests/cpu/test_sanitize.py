@@ -7,13 +7,16 @@ import itertools
 import sys
 from pathlib import Path
 
+import fake_gpu
 import pytest
 import torch
 
+from flashtile.check import judge
 from flashtile.kernels import table
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.mutation import mutations
 from flashtile.kernels.spec import Features
+from flashtile.runtime import extension
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "sanitize.py"
 ARCH = ARCHS[90]
@@ -55,6 +58,18 @@ def test_every_row_is_chosen(sanitize) -> None:
     for dtype, (dims, _, is_packed) in itertools.product(table.SM90_DTYPES, table.all_sm90_tiles()):
         expected.update(table.sm90_rows(dtype, dtype, *dims, Features(), is_packed, is_ragged=False))
     assert chosen == expected
+
+
+def test_compiling_launches_nothing_and_teaches_nothing(sanitize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = fake_gpu.plug_in(fake_gpu.build(tmp_path), monkeypatch.setattr)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(sanitize, "warm", lambda trial, backend, _: judge.warm(trial, backend, "cpu"))
+    try:
+        assert sanitize.compile_jobs(sanitize.all_jobs(ARCH, ["float32"], [64])[:2], ARCH)
+        assert not recorder.launches()
+        assert extension.executor().num_plans() == 0
+    finally:
+        fake_gpu.unplug()
 
 
 def test_options_are_launched_once_for_each_family(sanitize) -> None:

@@ -262,7 +262,8 @@ def _judges(settings: Settings) -> Iterator[Callable[[Sequence[Trial], float | N
 
 @contextmanager
 def processes(jobs: int, is_ready: bool = True) -> Iterator[ProcessPoolExecutor]:
-    """Fresh processes, since a GPU's context cannot be forked; those not done are dropped at the end. is_ready: all have started."""
+    """Fresh processes, since a GPU's context cannot be forked. What waits is dropped at the end; an interrupt ends what runs, too.
+    is_ready: all have started."""
     # An interrupt is for this process, which ends the others
     ignore = (signal.SIGINT, signal.SIG_IGN)
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=signal.signal, initargs=ignore)
@@ -270,6 +271,10 @@ def processes(jobs: int, is_ready: bool = True) -> Iterator[ProcessPoolExecutor]
         if is_ready:
             wait([pool.submit(judge_all, (), _NOTHING) for _ in range(jobs)])
         yield pool
+    except KeyboardInterrupt:
+        for process in list(pool._processes.values()):
+            process.kill()
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

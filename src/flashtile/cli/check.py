@@ -124,6 +124,7 @@ class Command:
                 for found in hunt(faults, self.settings):
                     hunts.append(found)
                     progress.update(task, advance=1, description=found.mutation.name)
+                    self._write("mutations.json", self._hunted(hunts))  # whatever becomes of the others
             except KeyboardInterrupt:
                 is_interrupted = True
         hunts.sort(key=lambda found: faults.index(found.mutation))
@@ -132,8 +133,11 @@ class Command:
         self.console.print(
             f"{len(hunts) - len(missed)} of {len(faults)} faults found" + (f"; missed: {', '.join(missed)}" if missed else "")
         )
-        self._keep("mutations.json", {"seed": self.settings.seed, "mutations": [found.as_dict() for found in hunts]})
+        self._keep("mutations.json", self._hunted(hunts))
         return INTERRUPTED if is_interrupted else FOUND if missed else 0
+
+    def _hunted(self, hunts: Sequence[Hunt]) -> dict[str, Any]:
+        return {"seed": self.settings.seed, "mutations": [found.as_dict() for found in hunts]}
 
     def _show_failures(self, report: Report) -> None:
         for failure in report.failures:
@@ -145,13 +149,21 @@ class Command:
             self.console.print("[red]The GPU takes no more work; run the last problem alone, or under compute-sanitizer.", highlight=False)
 
     def _keep(self, name: str, content: dict[str, Any]) -> None:
-        text = json.dumps({**content, "environment": self.environment}, indent=1)
         if self.as_json:
-            print(text)
-        if self.out is not None:
-            path = self.out / name
-            path.write_text(text + "\n", encoding="utf-8")
+            print(self._text(content))
+        path = self._write(name, content)
+        if path is not None:
             self.console.print(f"Written: {path}", highlight=False, markup=False, soft_wrap=True)
+
+    def _write(self, name: str, content: dict[str, Any]) -> Path | None:
+        if self.out is None:
+            return None
+        path = self.out / name
+        path.write_text(self._text(content) + "\n", encoding="utf-8")
+        return path
+
+    def _text(self, content: dict[str, Any]) -> str:
+        return json.dumps({**content, "environment": self.environment}, indent=1)
 
     def _progress(self, total: int | None) -> _Bar:
         return _Bar(self.console, total)
