@@ -113,6 +113,8 @@ def hopper_jobs(dtype: str, head_dims: Sequence[int]) -> Iterator[Job]:
     for head_dim, head_dim_v in dict.fromkeys(dims for dims, _, _ in table.all_sm90_tiles() if max(dims) in head_dims):
         for place, row in enumerate(table.sm90_rows(dtype, dtype, head_dim, head_dim_v, Features(), is_packed=False, is_ragged=False)):
             yield Job(trial(dtype, head_dim, head_dim_v, row.block_m, False), (HOPPER,), place)
+            if row.stores_p:  # under a band O does not leave where a consumer has no queries
+                yield Job(trial(dtype, head_dim, head_dim_v, row.block_m, False, causal="bottom_right"), (HOPPER,), place)
         yield Job(trial(dtype, head_dim, head_dim_v, 128, False, seqlen_q=3), (HOPPER,))
 
 
@@ -133,6 +135,9 @@ def special_trials(arch: Arch, dtypes: Sequence[str]) -> list[Trial]:
         {"kind": "padded", "bias": "hqk", "has_sinks": True},
         {"causal": "bottom_right", "num_splits": 2},
         {"mask": "qk", "softcap": 5.0, "alibi": "bh", "is_out_float32": True},
+        # More tiles of work than four for each block: orders lie where others lay
+        {"causal": "bottom_right", "batch": 10, "heads": 60, "heads_kv": 60, "seqlen_q": 180, "seqlen_k": 140},
+        {"kind": "varlen", "causal": "bottom_right", "batch": 20, "heads": 60, "heads_kv": 60, "seqlen_q": 40, "seqlen_k": 9},
     ]
     kinds = [("float32", plain, changes)]
     if arch.has_wgmma:

@@ -225,8 +225,8 @@ _NO_OPTIONS = (None,) * (NUM_TENSORS - 3)
 
 class _Attention(torch.autograd.Function):
     """Of the inputs that have a gradient, and of the call: all arguments once more, (out, lse), and whether lse is wanted. Each input,
-    output and saved tensor costs time; lse is an output only where it is wanted. Where the C++ executor is there, it takes the place of
-    both methods (csrc/exec/python.cpp: forward_of_node, backward_of_node)."""
+    output and saved tensor costs time; lse is an output only where it is wanted. Where the C++ extension is there, it takes the place of
+    both methods, whoever launches (csrc/exec/python.cpp: forward_of_node, backward_of_node)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, call: tuple[Any, Any, bool]) -> Any:
@@ -314,7 +314,7 @@ def attend_by_python(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         return forward(*args)
     q = args[0]
     is_plain = all(tensor is None or _is_plain(tensor) for tensor in args[:NUM_TENSORS]) and (q.is_cuda or q.is_cpu)
-    if is_plain and torch._C._len_torch_dispatch_stack() == 0 and torch._C._get_tracing_state() is None:
+    if is_plain and not native.is_heard():
         # Nobody listens between here and the kernel: spare the host the dispatcher
         return _forward_by_python(AttentionArgs(*args))
     return _forward_below_autograd(args)

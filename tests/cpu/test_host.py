@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
@@ -221,6 +222,18 @@ def test_what_is_left_to_python(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
             patch.setenv(name, value)
             assert native.forward(tuple(args)) is None
             torch.testing.assert_close(flashtile.attention(q, q, q), flashtile.attention(q, q, q, backend="reference"))
+
+
+@pytest.mark.parametrize("is_served", [False, True])
+def test_tracing_before_the_dispatcher_records_the_op(is_served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, other = torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16)
+    if not is_served:
+        monkeypatch.setattr(native, "attention", native._unserved)
+        monkeypatch.setattr(native, "attend", native._unserved)
+    for _ in range(2):
+        expected = flashtile.attention(other, other, other)
+    traced = make_fx(lambda x: flashtile.attention(x, x, x), pre_dispatch=True)(q)
+    assert torch.equal(traced(other), expected)
 
 
 def test_wrong_calls_are_refused_in_the_same_words(seed: int) -> None:

@@ -195,10 +195,11 @@ def test_jitter_changes_nothing(head_dim: int, monkeypatch: pytest.MonkeyPatch) 
     q, k, v = (torch.randn(4, 64, 300, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     packed = [x.transpose(1, 2).reshape(1200, 64, head_dim) for x in (q, k, v)]
     cu = torch.tensor([0, 333, 340, 1200], dtype=torch.int32, device="cuda")
+    cu_k = torch.tensor([0, 0, 300, 1200], dtype=torch.int32, device="cuda")  # queries without keys
 
     def results() -> list[torch.Tensor]:
         dense = [flashtile.attention(q, k, v, causal=causal) for causal in (False, True)]
-        return [*dense, flashtile.attention_varlen(*packed, cu, cu, causal=True)]
+        return [*dense, *(flashtile.attention_varlen(*packed, cu, keys, causal=True) for keys in (cu, cu_k))]
 
     expected, functions = results(), {}
     use_python(monkeypatch)

@@ -12,6 +12,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from flashtile.backends import executor
 from flashtile.backends.executor import Launch
 from flashtile.errors import value_error
@@ -44,6 +46,12 @@ attention = _function("attention")
 serve_nodes = _function("serve_nodes")
 
 
+def is_heard() -> bool:
+    """A dispatch mode or a tracer listens between a call and its kernel; C++ asks the same, and more (extension.py: open_executor)."""
+    is_traced = extension.is_traced_before_dispatch() or torch._C._get_tracing_state() is not None
+    return is_traced or torch._C._len_torch_dispatch_stack() > 0
+
+
 def _unavailable() -> str | None:
     """Why Python executes every plan, or None."""
     wanted = os.environ.get(_SWITCH) or "c++"
@@ -51,7 +59,7 @@ def _unavailable() -> str | None:
         raise value_error(_SWITCH, repr(wanted), "c++ or python", "Unset it")
     if wanted == "python":
         return f"{_SWITCH}=python"
-    if extension.missing() is None and _unserved in (attention, attend, forward, backward, append_kv):
+    if extension.missing() is None and _unserved in (attention, attend, forward, backward, append_kv, serve_nodes):
         return "the C++ extension was built from other sources; `pip install .` builds it anew"
     return extension.missing()
 

@@ -158,8 +158,9 @@ class Command:
     def _write(self, name: str, content: dict[str, Any]) -> Path | None:
         if self.out is None:
             return None
-        path = self.out / name
-        path.write_text(self._text(content) + "\n", encoding="utf-8")
+        path, part = self.out / name, self.out / f"{name}.part"
+        part.write_text(self._text(content) + "\n", encoding="utf-8")
+        os.replace(part, path)  # never half of it
         return path
 
     def _text(self, content: dict[str, Any]) -> str:

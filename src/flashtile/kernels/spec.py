@@ -132,7 +132,7 @@ class Sm90Row:
         consumers = self.block_m // 64
         tiles += 128 * self.block_m * -(-self.block_n // 64) if self.stores_p else 16 * self.block_m // 64
         barriers, tile_order = 16 * consumers + 32 * self.num_stages, 16
-        orders = 3 * (_SM90_WORK_BYTES + 12 * consumers + 8)
+        orders = 3 * (_SM90_WORK_BYTES + -(-(12 * consumers + 8) // 8) * 8)
         return -(-(tiles + barriers + tile_order + orders) // 1024) * 1024
 
 

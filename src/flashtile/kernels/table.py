@@ -103,7 +103,7 @@ class Sm90Tile(NamedTuple):
     takes_turns: bool = True
     scales_lazily: bool = False
     stores_p: bool = False
-    takes_ragged: bool = True  # without a band; under one it is the shortest tile that has fewer queries
+    takes_ragged: bool = True  # without a band; under one it is mostly the tile with the fewest keys that has fewer queries
     max_options: int = 99  # of those that change scores or probabilities, that it holds without a spill
 
 

@@ -88,6 +88,10 @@ def executor() -> Any:
     return _load()[0]
 
 
+# A mode of `make_fx(..., pre_dispatch=True)` listens
+is_traced_before_dispatch = functools.partial(torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch)
+
+
 def open_executor(device_type: str) -> str | None:
     """From now on calls on such devices are served. Why they cannot be, or None."""
     try:
@@ -100,6 +104,7 @@ def open_executor(device_type: str) -> str | None:
         )
         listeners = (
             torch._C._len_torch_dispatch_stack,
+            is_traced_before_dispatch,
             torch._C._get_tracing_state,
             torch._C._are_functorch_transforms_active,
             lambda: forward_ad._current_level >= 0,

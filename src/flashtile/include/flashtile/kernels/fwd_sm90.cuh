@@ -54,8 +54,10 @@ struct FwdSm90Work {
   FT_DEVICE FwdSm90Work(const Params& p, const TileOrder<Mask, Config::kPacksHeads>& order, i32 index)
       : tile(order.at(p, index)), s(find_sequence<SeqInfo>(p, tile.batch)), i_begin(tile.m_block * Packing::block_queries(p)) {
     i32 block = Packing::block_queries(p);
-    // Under a band it is not the last tile whose consumers are left without queries but the first, which sees the fewest keys
-    if constexpr (Mask::kHasBand && !Config::kPacksHeads) i_begin -= (ceil_div(s.seqlen_q, block) * block - s.seqlen_q) / 64 * 64;
+    // Where the first queries see the fewest keys, it is not the last tile whose consumers are left without queries but the first
+    if constexpr (Mask::kHasBand && !Config::kPacksHeads) {
+      if (p.window_right >= 0) i_begin -= (ceil_div(s.seqlen_q, block) * block - s.seqlen_q) / 64 * 64;
+    }
     Range keys = key_range<Mask>(p, s, max_of(i_begin, 0), min_of(i_begin + block, s.seqlen_q));
     n_begin = keys.begin / kBlockN;
     n_end = ceil_div(keys.end, kBlockN);
@@ -149,7 +151,7 @@ struct FwdSm90 {
     const auto& tile_order = shared.tile_order;
     u32 num_k = 0, num_v = 0, num_q = 0;
     for (i32 index = tile_order.first();; index = tile_order.next(index)) {
-      // Its last reader was done when it handed back the Q of two orders before
+      // Its readers were done when they handed back the Q of two orders before this
       Order& order = order_at(shared, num_q);
       Work& work = order.work;
       order.place = num_q;
@@ -394,6 +396,11 @@ struct FwdSm90 {
   FT_DEVICE static void release(u64& empty) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
   }
+  // Without a product between, lanes may still be reading the order before, which the producer may then write over.
+  FT_DEVICE static void release_unused_q(Storage& shared, i32 group) {
+    __syncwarp();
+    release(shared.empty_q[group]);
+  }
   // Turns go round the consumers; each has as many in a tile of work as there are tiles of keys but one.
   FT_DEVICE static void take_turn(i32 group) {
     if constexpr (Config::kTakesTurns) named_barrier_sync(kTurnBarrier + group, 256);
@@ -426,7 +433,7 @@ struct FwdSm90 {
       }
     }
     if (n < work.n_begin) {
-      release(shared.empty_q[group]);
+      release_unused_q(shared, group);
       return;
     }
 
@@ -524,7 +531,7 @@ struct FwdSm90 {
       if (order->work.has_keys()) {
         mainloop(p, shared, *order, group, num_k, factor, softmax, rO);
       } else {
-        release(shared.empty_q[group]);
+        release_unused_q(shared, group);
       }
       store(params, shared, order->work, group, factor, softmax, rO);
       u32 next = order->place + 1;
