@@ -15,7 +15,7 @@ from flashtile.kernels import plan as plans
 from flashtile.kernels.mutation import Mutation, planted
 
 # A fault is most often seen at once: few problems are compiled for at a time, most of them with options of their own
-CHUNK, REUSE = 8, 2
+CHUNK, REUSE = 4, 2
 
 
 @dataclass(frozen=True)
