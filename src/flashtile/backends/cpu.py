@@ -11,14 +11,12 @@ from torch import Tensor
 from flashtile.backends import executor, native
 from flashtile.backends.base import Backend, BoundForward, Grads
 from flashtile.backends.call import backward_tensors, form_of, scalars_of, tensors_of
-from flashtile.backends.executor import Launch, Splits
+from flashtile.backends.executor import Launch, Scalars, Splits
 from flashtile.errors import dtype_name
 from flashtile.kernels.params import Params
-from flashtile.kernels.plan import GRADS, HostKey, LaunchPlan, host_plan
+from flashtile.kernels.plan import ENGINE_DTYPES, GRADS, HostKey, host_plan
 from flashtile.problem import NUM_TENSORS, AttentionArgs, Problem, check_values, is_checking, is_deterministic, shape_of
 from flashtile.runtime import extension
-
-_ELEMENTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc/cpu/engine.h: Element
 
 
 class CpuBackend(Backend):
@@ -27,8 +25,8 @@ class CpuBackend(Backend):
     devices = ("cpu",)
 
     def refuse(self, problem: Problem) -> str | None:
-        if problem.dtype not in _ELEMENTS:
-            return f"{dtype_name(problem.dtype)} is not among its dtypes ({', '.join(dtype_name(dtype) for dtype in _ELEMENTS)})"
+        if dtype_name(problem.dtype) not in ENGINE_DTYPES:
+            return f"{dtype_name(problem.dtype)} is not among its dtypes ({', '.join(ENGINE_DTYPES)})"
         reason = extension.missing()
         if reason is None and extension.params_bytes() != ctypes.sizeof(Params):
             return "the C++ extension was built from other sources; `pip install .` builds it anew"
@@ -37,36 +35,28 @@ class CpuBackend(Backend):
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
         args, spans = _with_spans(args)
         given = tensors_of(args) | {"out": out, "lse": lse}
-        more = _more(args, spans, out)
-        plan, scalars = _forward_plan(args, given), scalars_of(args)
-        executor.execute_on_host(plan, given, scalars, lambda params: extension.cpu_forward(params, *more))
+        launch = _launch(args, given, scalars_of(args))
+        executor.execute_on_host(launch, _address(spans))
         if spans is None and not is_checking():
-            native.learn_on_host(native.FORWARD, tuple(args), Launch(plan, given, scalars, Splits(1, 1), ""), more[1:])
+            native.learn_on_host(native.FORWARD, tuple(args), launch)
 
     def bind(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> BoundForward | None:
         given = tensors_of(args) | {"out": out, "lse": lse}
-        plan = _forward_plan(args, given)
-        if _has_lengths(args) or not executor.is_bindable(plan, given):
+        launch = _launch(args, given, scalars_of(args))
+        if _has_lengths(args) or not executor.is_bindable(launch.plan, given):
             return None  # lengths are read in every call
-        more = _more(args, None, out)
-
-        def run(params: int) -> None:
-            extension.cpu_forward(params, *more)
-
-        return executor.HostBound(plan, given, scalars_of(args), run, AttentionArgs._fields[:NUM_TENSORS], ("out", "lse"))
+        return executor.HostBound(launch, AttentionArgs._fields[:NUM_TENSORS], ("out", "lse"))
 
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         args, spans = _with_spans(args)
         given = backward_tensors(args, dout, dlse, out, lse, grads)
-        wanted = tuple(name for name in GRADS if name in given)
-        key = HostKey(dtype_name(out.dtype), args.q.shape[-1], args.v.shape[-1], wanted)
-        num_splits, more = _num_splits(args), _more(args, spans, out)
+        num_splits = _num_splits(args)
         scalars = scalars_of(args) | {"num_splits": num_splits, "num_shares": num_splits if num_splits > 1 else 0}
-        plan = host_plan(key, form_of(args, given))
-        executor.execute_on_host(plan, given, scalars, lambda params: extension.cpu_backward(params, *more))
+        launch = _launch(args, given, scalars, tuple(name for name in GRADS if name in given))
+        executor.execute_on_host(launch, _address(spans))
         if spans is None and not is_checking():
             call = (dout, dlse, tuple(args), out, lse, tuple(grad is not None for grad in grads))
-            native.learn_on_host(native.BACKWARD, call, Launch(plan, given, scalars, Splits(1, 1), ""), more[1:])
+            native.learn_on_host(native.BACKWARD, call, launch)
 
     def is_native(self) -> bool:
         return native.missing_on_host() is None
@@ -75,8 +65,10 @@ class CpuBackend(Backend):
         return {"instructions": extension.instruction_set(), "arithmetic": "float32"}
 
 
-def _forward_plan(args: AttentionArgs, given: dict[str, Tensor]) -> LaunchPlan:
-    return host_plan(HostKey(dtype_name(given["out"].dtype), args.q.shape[-1], args.v.shape[-1]), form_of(args, given))
+def _launch(args: AttentionArgs, given: dict[str, Tensor], scalars: Scalars, grads: tuple[str, ...] | None = None) -> Launch:
+    bias = None if args.bias is None else dtype_name(args.bias.dtype)
+    key = HostKey(dtype_name(args.q.dtype), dtype_name(given["out"].dtype), bias, args.q.shape[-1], args.v.shape[-1], grads)
+    return Launch(host_plan(key, form_of(args, given)), given, scalars, Splits(1, 1), "")
 
 
 def _has_lengths(args: AttentionArgs) -> bool:
@@ -93,12 +85,8 @@ def _with_spans(args: AttentionArgs) -> tuple[AttentionArgs, array[int] | None]:
     return args, array("i", [number for span in spans for number in span])
 
 
-def _more(args: AttentionArgs, spans: array[int] | None, out: Tensor) -> tuple[int, ...]:
-    """What csrc/module.cpp takes beside the parameters."""
-    address = 0 if spans is None else spans.buffer_info()[0]
-    bias = torch.float32 if args.bias is None else args.bias.dtype
-    key_grad = args.q.dtype if args.block_table is None else torch.float32
-    return address, *(_ELEMENTS[dtype] for dtype in (args.q.dtype, out.dtype, bias, key_grad))
+def _address(spans: array[int] | None) -> int:
+    return 0 if spans is None else spans.buffer_info()[0]
 
 
 def _num_splits(args: AttentionArgs) -> int:

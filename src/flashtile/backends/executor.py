@@ -18,8 +18,8 @@ from torch import Tensor
 
 from flashtile.errors import dtype_name
 from flashtile.kernels import plan as plans
-from flashtile.kernels.plan import LaunchPlan, MapPatch, Memset, Operand, Step
-from flashtile.runtime import cache, driver
+from flashtile.kernels.plan import EnginePass, LaunchPlan, MapPatch, Memset, Operand, Step
+from flashtile.runtime import cache, driver, extension
 
 Tensors = Mapping[str, Tensor]
 Scalars = Mapping[str, float | int]
@@ -233,19 +233,25 @@ def execute(call: Launch) -> None:
         for step in plan.steps:
             if isinstance(step, Memset):
                 tensors[step.tensor].zero_()
-            else:
+            elif isinstance(step, Step):
                 launch(step, values, image, index, call.arch)
     finish(plan, call.given, tensors)
 
 
-def execute_on_host(plan: LaunchPlan, given: Tensors, scalars: Scalars, run: Callable[[int], None]) -> None:
-    """One call of a plan without kernels: `run` gets the address of the parameters."""
-    tensors, _, _workspace, image = _ready(plan, given, scalars, Splits(1, 1))
-    for step in plan.steps:
-        assert isinstance(step, Memset)
-        tensors[step.tensor].zero_()
-    run(_address(image))
-    finish(plan, given, tensors)
+def execute_on_host(call: Launch, spans: int = 0) -> None:
+    """The same on the CPU. `spans`: the address of the place of every sequence (csrc/cpu/engine.h: Span), where they have lengths."""
+    tensors, _, _workspace, image = _ready(call.plan, call.given, call.scalars, call.splits)
+    for step in call.plan.steps:
+        if isinstance(step, Memset):
+            tensors[step.tensor].zero_()
+        elif isinstance(step, EnginePass):
+            run_engine(step, _address(image), spans)
+    finish(call.plan, call.given, tensors)
+
+
+def run_engine(step: EnginePass, params: int, spans: int = 0) -> None:
+    run = extension.cpu_backward if step.is_backward else extension.cpu_forward
+    run(params, spans, *step.elements)
 
 
 def launch(step: Step, values: dict[str, int], image: bytearray, index: int, arch: str) -> None:
@@ -305,8 +311,7 @@ class Bound:
         self.output_maps = [(patch.offset, list(outputs).index(patch.tensor), one) for patch, one in maps if patch.tensor in outputs]
         self.launches = []
         for step in plan.steps:
-            assert isinstance(step, Step)
-            if (blocks := num_blocks(step, values)) > 0:
+            if isinstance(step, Step) and (blocks := num_blocks(step, values)) > 0:
                 kernel = function(step.unit, step.entry, arch)
                 kernel.set_shared_bytes(self.index, step.shared_bytes)
                 self.launches.append((kernel.launch, (blocks, 1, 1), (step.num_threads, 1, 1), step.shared_bytes))
@@ -340,22 +345,15 @@ class Bound:
 
 
 class HostBound(Bound):
-    """The same for a plan without kernels: `run` gets the address of the parameters."""
+    """The same on the CPU, without lengths."""
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        given: Tensors,
-        scalars: Scalars,
-        run: Callable[[int], None],
-        inputs: Sequence[str],
-        outputs: Sequence[str],
-    ):
-        super().__init__(Launch(plan, given, scalars, Splits(1, 1), ""), inputs, outputs)
-        self.run = run
+    def __init__(self, call: Launch, inputs: Sequence[str], outputs: Sequence[str]):
+        super().__init__(call, inputs, outputs)
+        self.passes = [step for step in call.plan.steps if isinstance(step, EnginePass)]
 
     def start(self, params: int) -> None:
-        self.run(params)
+        for step in self.passes:
+            run_engine(step, params)
 
 
 def is_bindable(plan: LaunchPlan, given: Tensors) -> bool:

@@ -19,7 +19,7 @@ from flashtile.backends.executor import Launch
 from flashtile.errors import value_error
 from flashtile.kernels import plan as plans
 from flashtile.kernels import table
-from flashtile.kernels.plan import Memset
+from flashtile.kernels.plan import EnginePass, Memset
 from flashtile.runtime import extension
 
 _SWITCH = "FLASHTILE_EXECUTOR"
@@ -81,22 +81,22 @@ def learn(kind: int, args: tuple[Any, ...], launch: Launch) -> None:
     if missing() is None:
         module = extension.executor()
         module.set_gpu(launch.device_index, launch.splits.num_multiprocessors, 2 * table.SMALL_BLOCK_M)
-        _hand_over(kind, args, launch, [])
+        _hand_over(kind, args, launch)
 
 
-def learn_on_host(kind: int, args: tuple[Any, ...], launch: Launch, elements: Sequence[int]) -> None:
-    """The same for a pass of the CPU engine, which is told the elements of q, of out, of bias, of dk and dv."""
+def learn_on_host(kind: int, args: tuple[Any, ...], launch: Launch) -> None:
+    """The same for a pass of the CPU engine."""
     if missing_on_host() is None:
-        _hand_over(kind, args, launch, [_ENGINE, int(kind == BACKWARD), *elements])
+        _hand_over(kind, args, launch)
 
 
-def _hand_over(kind: int, args: tuple[Any, ...], launch: Launch, last_step: list[int]) -> None:
+def _hand_over(kind: int, args: tuple[Any, ...], launch: Launch) -> None:
     module, plan = extension.executor(), launch.plan
     if not all(operand.like or executor.is_fitting(operand, launch.given[operand.name]) for operand in plan.operands):
         return
     names = (module.APPEND_TENSORS, module.APPEND_SCALARS) if kind == APPEND else (module.TENSORS, module.SCALARS)
     values = executor.evaluate(plan, launch.given, launch.scalars, launch.splits)
-    numbers, symbols = flat(launch, values, *names, last_step)
+    numbers, symbols = flat(launch, values, *names)
     module.learn(kind, args, array("q", numbers).tobytes(), plan.image, "".join(f"{symbol}\n" for symbol in symbols))
 
 
@@ -114,11 +114,9 @@ _MEMSET, _KERNEL, _ENGINE = range(3)  # csrc/exec/plan.h: StepKind
 _RULES = ("tensor", "workspace", "stride", "broadcast_stride", "size", "elements", "spread", "value", "scalar")
 
 
-def flat(
-    launch: Launch, values: dict[str, int], tensors: Sequence[str], scalars: Sequence[str], last_step: Sequence[int] = ()
-) -> tuple[list[int], list[str]]:
+def flat(launch: Launch, values: dict[str, int], tensors: Sequence[str], scalars: Sequence[str]) -> tuple[list[int], list[str]]:
     """The plan with tensors and scalars by their places in those lists, and the names of its kernels. A kernel that the call with these
-    values does not launch may not be compiled: it is left out until one does. `last_step` is one that the plan itself has not."""
+    values does not launch may not be compiled: it is left out until one does."""
     plan, splits = launch.plan, launch.splits
     value_names = ("num_splits", "num_multiprocessors", *(name for name, _ in plan.values))
     values_at = {name: place for place, name in enumerate(value_names)}  # a plan's own number of splits comes last
@@ -166,11 +164,14 @@ def flat(
     for tensor_map in plan.maps:
         axes = (-1 - axis for axis in tensor_map.axes)
         numbers += [tensor_map.offset, tensors.index(tensor_map.tensor), *axes, tensor_map.box_rows, tensor_map.box_heads]
-    numbers.append(len(plan.steps) + bool(last_step))
+    numbers.append(len(plan.steps))
     symbols = []
     for step in plan.steps:
         if isinstance(step, Memset):
             numbers += [_MEMSET, tensors.index(step.tensor)]
+            continue
+        if isinstance(step, EnginePass):
+            numbers += [_ENGINE, step.is_backward, *step.elements]
             continue
         kernel = None
         if executor.num_blocks(step, values) > 0:
@@ -179,4 +180,4 @@ def flat(
         numbers += [number for name, divisor in step.grid for number in (values_at[name], divisor)]
         numbers += [step.num_threads, step.shared_bytes, step.is_for_splits, step.is_persistent]
         symbols.append(step.name if kernel is None else kernel.symbol)
-    return [*numbers, *last_step], symbols
+    return numbers, symbols

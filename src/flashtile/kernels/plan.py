@@ -185,9 +185,19 @@ class Step:
         return self.entry.split("<")[0].removeprefix("flashtile::")
 
 
+ENGINE_DTYPES = ("float32", "float16", "bfloat16")  # csrc/cpu/engine.h: Element
+
+
+class EnginePass(NamedTuple):
+    """A whole pass of the CPU engine."""
+
+    is_backward: bool
+    elements: tuple[int, ...]  # of q, of out, of bias, of dk and dv: places in ENGINE_DTYPES
+
+
 @dataclass(frozen=True)
 class LaunchPlan:
-    steps: tuple[Memset | Step, ...]
+    steps: tuple[Memset | Step | EnginePass, ...]
     operands: tuple[Operand, ...]
     values: tuple[tuple[str, tuple[Rule, ...]], ...]  # a product each; a rule may ask for the values before it
     splits: SplitRule | None
@@ -314,9 +324,11 @@ def plan_of(key: PlanKey, form: Form, steps: tuple[Step, ...]) -> LaunchPlan:
 
 
 class HostKey(NamedTuple):
-    """What decides a pass on the CPU, where one function of the C++ extension does everything."""
+    """What decides a pass on the CPU."""
 
+    dtype: str
     out_dtype: str
+    bias_dtype: str | None
     head_dim: int
     head_dim_v: int
     grads: tuple[str, ...] | None = None  # of a backward pass: those of GRADS that are wanted
@@ -327,15 +339,15 @@ HOST_PAD = 16  # head dims in workspaces are padded to a multiple of this (csrc/
 
 @functools.lru_cache(maxsize=4096)
 def host_plan(key: HostKey, form: Form) -> LaunchPlan:
-    """The plan of a pass on the CPU: no kernels. Backward, the numbers num_splits and num_shares come with the call."""
+    """The plan of a pass on the CPU: one of its engine. Backward, the numbers num_splits and num_shares come with the call."""
     tensors = ["q", "k", "v", "out"]
     operands = [Operand("q"), Operand("k"), Operand("v"), Operand("out", is_written=key.grads is None)]
     operands.append(Operand("lse", strides="contiguous", is_written=key.grads is None))
     operands += [operand for operand in _OPTIONAL if operand.name in form.given]
     values, workspaces, memsets = _values(form), [], []
+    # Sequences may share pages: what they add to them is rounded once, at the end
+    is_paged = "block_table" in form.given
     if key.grads is not None:
-        # Sequences may share pages: what they add to them is rounded once, at the end
-        is_paged = "block_table" in form.given
         key_grads = [name for name in ("dk", "dv") if name in key.grads]
         tensors += ["dout", *(name for name in ("dq", "dk", "dv") if name in key.grads)]
         operands += [Operand("dout", dtype=key.out_dtype), *(Operand("dq", is_written=True) for name in key.grads if name == "dq")]
@@ -349,11 +361,13 @@ def host_plan(key: HostKey, form: Form) -> LaunchPlan:
         workspaces.append(Workspace("partial_out", 4 * padded, ("num_shares", "lse_size")))
         memsets = [memset for memset in _memsets(key.grads, form) if memset.tensor != "dbias"]
         memsets += [Memset(name) for name in key_grads if is_paged and Memset(name) not in memsets]
-    return _assembled(tuple(memsets), operands, tensors, values, None, workspaces, (key.head_dim, key.head_dim_v), form)
+    dtypes = (key.dtype, key.out_dtype, key.bias_dtype or "float32", "float32" if is_paged else key.dtype)
+    engine = EnginePass(key.grads is not None, tuple(map(ENGINE_DTYPES.index, dtypes)))
+    return _assembled((*memsets, engine), operands, tensors, values, None, workspaces, (key.head_dim, key.head_dim_v), form)
 
 
 def _assembled(
-    steps: tuple[Memset | Step, ...],
+    steps: tuple[Memset | Step | EnginePass, ...],
     operands: list[Operand],
     tensors: list[str],  # the operands with strides in the parameters
     values: tuple[tuple[str, tuple[Rule, ...]], ...],
