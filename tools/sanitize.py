@@ -192,13 +192,12 @@ def compile_jobs(jobs: Sequence[Job], arch: Arch) -> frozenset[str]:
     """Compiles what the calls would launch, in as many threads as there are cores; returns the kernels."""
     units: dict[tuple[str, str], None] = {}
     launch: Callable[..., None] = executor.launch
-    learn: Callable[..., None] = native.learn
     executor.launch = lambda step, *_: units.update({(step.unit, step.entry): None})
-    native.learn = lambda *_: None  # no kernel is loaded yet that the C++ executor could launch
     try:
-        run_jobs(jobs)
+        with native.set_aside():
+            run_jobs(jobs)
     finally:
-        executor.launch, native.learn = launch, learn
+        executor.launch = launch
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda unit: executor.function(*unit, arch.name), units))
     return registry.find(BACKEND).loaded_kernels()

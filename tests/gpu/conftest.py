@@ -46,19 +46,10 @@ def has_backward(case: Case) -> bool:
     return case.kind != "paged"
 
 
-def use_python(patch: pytest.MonkeyPatch) -> None:
-    """Every call goes through the Python executor, and the C++ one learns nothing."""
-    for name in ("attention", "attend", "forward", "backward", "append_kv"):
-        patch.setattr(native, name, native._unserved)
-    native.forget()  # nodes of autograd's graph, which call C++ themselves, find no plan
-    patch.setattr(native, "missing", lambda: "a test wants the Python executor")
-
-
 def precompile(problems: Iterable[tuple[Case, int]], monkeypatch: pytest.MonkeyPatch, is_forward: bool = False) -> None:
     """Compiles every kernel that the problems will ask for, in as many threads as there are cores."""
     units: dict[tuple[str, str], None] = {}
-    with monkeypatch.context() as patch:
-        use_python(patch)
+    with monkeypatch.context() as patch, native.set_aside():
         patch.setattr(executor, "launch", lambda step, *_: units.update({(step.unit, step.entry): None}))
         patch.setattr(cuda.CudaBackend, "bind", lambda *_: None)
         for case, seed in problems:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import use_python
 
 import flashtile
 from flashtile import ops
@@ -55,8 +54,7 @@ def test_both_executors_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     with monkeypatch.context() as patch:
         patch.setattr(executor, "execute", None)  # the first call was Python's last
         served = results(CASES[name])
-    with monkeypatch.context() as patch:
-        use_python(patch)
+    with native.set_aside():
         expected = results(CASES[name])
     for one, other in zip(served, expected, strict=True):
         assert one.stride() == other.stride()
@@ -160,8 +158,7 @@ def test_a_cache_is_appended_to_by_both_alike(monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patch:
         patch.setattr(executor, "execute", None)
         served = call()
-    with monkeypatch.context() as patch:
-        use_python(patch)
+    with native.set_aside():
         assert torch.equal(served, call())
     assert served.count_nonzero() > 0
 

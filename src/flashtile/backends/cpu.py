@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from flashtile.backends import executor, native
-from flashtile.backends.base import Backend, BoundForward, Grads
+from flashtile.backends.base import Backend, Grads
 from flashtile.backends.call import backward_tensors, form_of, scalars_of, tensors_of
 from flashtile.backends.executor import Launch, Scalars, Splits
 from flashtile.errors import dtype_name
 from flashtile.kernels.params import Params
 from flashtile.kernels.plan import ENGINE_DTYPES, GRADS, HostKey, host_plan
-from flashtile.problem import NUM_TENSORS, AttentionArgs, Problem, check_values, is_checking, is_deterministic, shape_of
+from flashtile.problem import AttentionArgs, Problem, check_values, is_checking, is_deterministic, shape_of
 from flashtile.runtime import extension
 
 
@@ -39,13 +39,6 @@ class CpuBackend(Backend):
         executor.execute_on_host(launch, _address(spans))
         if spans is None and not is_checking():
             native.learn_on_host(native.FORWARD, tuple(args), launch)
-
-    def bind(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> BoundForward | None:
-        given = tensors_of(args) | {"out": out, "lse": lse}
-        launch = _launch(args, given, scalars_of(args))
-        if _has_lengths(args) or not executor.is_bindable(launch.plan, given):
-            return None  # lengths are read in every call
-        return executor.HostBound(launch, AttentionArgs._fields[:NUM_TENSORS], ("out", "lse"))
 
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         args, spans = _with_spans(args)

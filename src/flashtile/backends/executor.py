@@ -245,13 +245,9 @@ def execute_on_host(call: Launch, spans: int = 0) -> None:
         if isinstance(step, Memset):
             tensors[step.tensor].zero_()
         elif isinstance(step, EnginePass):
-            run_engine(step, _address(image), spans)
+            run = extension.cpu_backward if step.is_backward else extension.cpu_forward
+            run(_address(image), spans, *step.elements)
     finish(call.plan, call.given, tensors)
-
-
-def run_engine(step: EnginePass, params: int, spans: int = 0) -> None:
-    run = extension.cpu_backward if step.is_backward else extension.cpu_forward
-    run(params, spans, *step.elements)
 
 
 def launch(step: Step, values: dict[str, int], image: bytearray, index: int, arch: str) -> None:
@@ -311,7 +307,8 @@ class Bound:
         self.output_maps = [(patch.offset, list(outputs).index(patch.tensor), one) for patch, one in maps if patch.tensor in outputs]
         self.launches = []
         for step in plan.steps:
-            if isinstance(step, Step) and (blocks := num_blocks(step, values)) > 0:
+            assert isinstance(step, Step)
+            if (blocks := num_blocks(step, values)) > 0:
                 kernel = function(step.unit, step.entry, arch)
                 kernel.set_shared_bytes(self.index, step.shared_bytes)
                 self.launches.append((kernel.launch, (blocks, 1, 1), (step.num_threads, 1, 1), step.shared_bytes))
@@ -342,18 +339,6 @@ class Bound:
             stream = current_stream(self.index)
             for start_kernel, grid, block, shared_bytes in self.launches:
                 start_kernel(grid, block, shared_bytes, stream, params)
-
-
-class HostBound(Bound):
-    """The same on the CPU, without lengths."""
-
-    def __init__(self, call: Launch, inputs: Sequence[str], outputs: Sequence[str]):
-        super().__init__(call, inputs, outputs)
-        self.passes = [step for step in call.plan.steps if isinstance(step, EnginePass)]
-
-    def start(self, params: int) -> None:
-        for step in self.passes:
-            run_engine(step, params)
 
 
 def is_bindable(plan: LaunchPlan, given: Tensors) -> bool:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -105,6 +107,21 @@ def forget() -> None:
 
 
 plans.on_forget.append(forget)
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Inside, every call goes through the Python executor, and C++ learns nothing: where launches are watched, or not to be made."""
+    module = sys.modules[__name__]
+    served = dict.fromkeys(("attention", "attend", "forward", "backward", "append_kv"), _unserved)
+    changed = served | dict.fromkeys(("missing", "missing_on_host"), lambda: "set aside")
+    kept = {name: getattr(module, name) for name in changed}
+    forget()  # the nodes of autograd's graph, which C++ serves by itself, find no plan
+    vars(module).update(changed)
+    try:
+        yield
+    finally:
+        vars(module).update(kept)
 
 
 # A plan as numbers, in the order that csrc/exec/plan.cpp reads them

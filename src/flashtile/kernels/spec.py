@@ -132,11 +132,11 @@ class Sm90Row:
         consumers = self.block_m // 64
         tiles += 128 * self.block_m * -(-self.block_n // 64) if self.stores_p else 16 * self.block_m // 64
         barriers, tile_order = 16 * consumers + 32 * self.num_stages, 16
-        orders = 3 * (_SM90_WORK_BYTES + -(-(12 * consumers + 8) // 8) * 8)
+        orders = _SM90_ORDERS * (_SM90_WORK_BYTES + -(-(12 * consumers + 8) // 8) * 8)
         return -(-(tiles + barriers + tile_order + orders) // 1024) * 1024
 
 
-_SM90_WORK_BYTES = 72  # what a tile of work is about
+_SM90_ORDERS, _SM90_WORK_BYTES = 3, 72  # FwdSm90Storage, FwdSm90Work
 
 
 # Tiles of the head dimension in shared memory: of the block's own rows, and of the streaming rows. Scores come on top.

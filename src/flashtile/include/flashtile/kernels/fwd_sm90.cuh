@@ -99,7 +99,8 @@ struct alignas(1024) FwdSm90Storage {
   u64 full_v[Config::kNumStages], empty_v[Config::kNumStages];
   TileOrder<Mask, Config::kPacksHeads> tile_order;
   // The one whose Q a consumer has, the one before, whose O it may still be storing, and the one to come
-  alignas(16) char orders[3][sizeof(FwdSm90Order<Config, Mask, SeqInfo>)];
+  static constexpr u32 kNumOrders = 3;
+  alignas(16) char orders[kNumOrders][sizeof(FwdSm90Order<Config, Mask, SeqInfo>)];
 };
 
 // Named barriers; 0 is __syncthreads.
@@ -135,7 +136,7 @@ struct FwdSm90 {
     for (i32 slab = 0; slab < kSlabs; ++slab) load_box(tile + slab * kRows * 64, map, full, slab * 64, row, map_head, map_batch);
   }
 
-  FT_DEVICE static Order& order_at(Storage& shared, u32 place) { return *reinterpret_cast<Order*>(shared.orders[place % 3]); }
+  FT_DEVICE static Order& order_at(Storage& shared, u32 place) { return *reinterpret_cast<Order*>(shared.orders[place % Storage::kNumOrders]); }
 
   // Which of the tiles of keys matter to the rows of one consumer.
   FT_DEVICE static FwdSm90Tiles find_tiles(const Params& p, const Work& work, i32 i_group) {
