@@ -70,6 +70,14 @@ def test_everything_is_drawn() -> None:
     assert not any(trial.has_backward and trial.case.values in FORWARD_ONLY for trial in drawn)
 
 
+def test_long_keys_and_crowds_are_drawn() -> None:
+    drawn = itertools.islice(Drawer(3, "cuda", "forward", EDGES), 400)
+    cases = [trial.case for trial in drawn if trial.case.dtype == torch.bfloat16]
+    # The Hopper forward splits keys of more than 512; its blocks, one to a multiprocessor, have three orders before they write over one
+    assert any(case.seqlen_k > 1024 and case.num_splits > 1 for case in cases)
+    assert any(case.batch * case.heads > 3 * 132 for case in cases)
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_passes(direction: str) -> None:
     assert {trial.has_backward for trial in draw(50, direction=direction)} == {direction == "backward"}

@@ -89,7 +89,8 @@ def test_there_are_enough_and_each_is_planted_once():
     assert len(NAMES) == len(set(NAMES)) >= 16
     assert {mutation.tool for mutation in mutations()} == {None, "memcheck", "racecheck", "initcheck", "synccheck"}
     uses = Counter(name for path in headers() for name in USE.findall(path.read_text()))
-    assert uses == Counter(NAMES)
+    # A race shows where a warp is late: that one is in two lines
+    assert uses == Counter([*NAMES, "missing_barrier"])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import fake_gpu
 import pytest
 import torch
 
-from flashtile.check import judge
+from flashtile.backends import executor
+from flashtile.check.trial import Trial
 from flashtile.kernels import table
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.mutation import mutations
@@ -60,16 +62,33 @@ def test_every_row_is_chosen(sanitize) -> None:
     assert chosen == expected
 
 
-def test_compiling_launches_nothing_and_teaches_nothing(sanitize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = fake_gpu.plug_in(fake_gpu.build(tmp_path), monkeypatch.setattr)
+@pytest.fixture
+def recorder(sanitize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_gpu.Recorder]:
+    make = Trial.make
+    monkeypatch.setattr(Trial, "make", lambda trial, _: make(trial, "cpu"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(sanitize, "warm", lambda trial, backend, _: judge.warm(trial, backend, "cpu"))
-    try:
-        assert sanitize.compile_jobs(sanitize.all_jobs(ARCH, ["float32"], [64])[:2], ARCH)
-        assert not recorder.launches()
-        assert extension.executor().num_plans() == 0
-    finally:
-        fake_gpu.unplug()
+    monkeypatch.setattr(executor, "loaded", set())
+    yield fake_gpu.plug_in(fake_gpu.build(tmp_path), monkeypatch.setattr)
+    fake_gpu.unplug()
+
+
+def test_compiling_launches_nothing_and_teaches_nothing(sanitize, recorder: fake_gpu.Recorder) -> None:
+    assert sanitize.compile_jobs(sanitize.all_jobs(ARCH, ["float32"], [64])[:2], ARCH)
+    assert not recorder.launches()
+    assert extension.executor().num_plans() == 0
+
+
+def test_what_is_compiled_is_what_the_shares_launch(sanitize, recorder: fake_gpu.Recorder) -> None:
+    jobs, launched = sanitize.all_jobs(ARCH, table.DTYPES, table.HEAD_DIMS), set()
+    compiled = sanitize.compile_jobs(jobs, ARCH)
+    for which in range(4):
+        executor.loaded.clear()
+        fake_gpu.clear()
+        launched |= sanitize.run_jobs(jobs[which::4])
+    assert launched == compiled
+    # Keys are split in both families, with and without lengths
+    for dtype, lengths in itertools.product(("float", "flashtile::bf16_t"), ("true", "false")):
+        assert f"flashtile::fwd_combine_kernel<{dtype}, flashtile::SeqInfo<{lengths}>>" in compiled
 
 
 def test_options_are_launched_once_for_each_family(sanitize) -> None:

@@ -135,6 +135,11 @@ class Drawer:
         }
         if plain.kind in ("padded", "cache") and self.chance(0.5):
             sizes["seqlen_q"] = pick.randint(1, 4)  # decoding
+        shape = pick.random()
+        if shape < 0.12:
+            sizes["seqlen_k"] = pick.randint(300, 4000)  # enough for every kernel's splits, and many tiles without
+        elif shape < 0.22:
+            sizes |= self.crowd(options.group)
         _shrink_to(sizes, MAX_SCORES[self.device])
         causal, has_left, has_right = options.band
         # Logits of a few units: with larger ones a handful of rows is too small a sample to judge a factor of two by
@@ -177,6 +182,12 @@ class Drawer:
         if not (options.plain.mask and options.plain.kind == "dense"):
             unfit.add("masked_keys")
         return [name for name in VALUES if name not in unfit]
+
+    def crowd(self, group: int) -> dict[str, int]:
+        """Short sequences of many heads: more tiles than there are persistent blocks, each of which takes several."""
+        heads_kv = self.pick.randint(40, 60) // group
+        batch, (seqlen_q, seqlen_k) = self.pick.randint(12, 20), (self.pick.randint(1, 30) for _ in range(2))
+        return {"batch": batch, "heads": heads_kv * group, "heads_kv": heads_kv, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
 
     def length(self) -> int:
         draw = self.pick.random()

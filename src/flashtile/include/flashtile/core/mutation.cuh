@@ -25,6 +25,8 @@ enum class Mutation {
   hopper_tail,         // rows of V behind the last key are not cleared
   hopper_gqa_head,     // query heads take key heads in turn instead of in groups
   hopper_dropout,      // two of four words of dropout bits are swapped
+  hopper_split,        // every split of the keys is the first
+  hopper_later_tile,   // a block does its first tile of work again instead of its fourth
   // and in the other kernels, or in what all share
   skip_rescale,        // the output and the sum are not scaled down when the maximum rises
   stale_max,           // the maximum stays that of the first tile: right until an exponential overflows
@@ -32,7 +34,7 @@ enum class Mutation {
   lse_base,            // lse stored as a logarithm to base 2
   drop_last_tile,      // the last tile of keys is left out
   empty_row,           // a row that saw nothing is divided by its sum of 0
-  missing_barrier,     // threads that sum up dQ wait for their own part of the K and V tiles only
+  missing_barrier,     // threads that sum up dQ wait for their own part of the K and V tiles only, and one warp is late
   mask_offset,         // causal and window masks one key to the right
   window_edge,         // the last key of a window is hidden
   tail_key,            // one key behind the end of the sequence counts

@@ -65,6 +65,7 @@ struct FwdSm90Work {
     if (p.num_splits > 1) {
       i32 share = ceil_div(max_of(n_end - n_begin, 0), p.num_splits);
       n_begin += tile.split * share;
+      if constexpr (mutates(Mutation::hopper_split)) n_begin -= tile.split * share;
       n_end = min_of(n_end, n_begin + share);
     }
   }
@@ -160,6 +161,7 @@ struct FwdSm90 {
       bool is_end = order.is_end;
       if (!is_end) {
         work = Work(p, tile_order, index);
+        if constexpr (mutates(Mutation::hopper_later_tile)) if (num_q == 3) work = Work(p, tile_order, tile_order.first());
         if (!work.has_queries()) continue;
       }
       i32 kv_head = Config::kPacksHeads ? work.tile.head : work.tile.head / (p.heads / p.heads_kv), k_row = static_cast<i32>(work.s.k_row);
@@ -397,8 +399,8 @@ struct FwdSm90 {
   FT_DEVICE static void release(u64& empty) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
   }
-  // Without a product between, lanes may still be reading the order before, which the producer may then write over.
-  FT_DEVICE static void release_unused_q(Storage& shared, i32 group) {
+  // Q too, once no lane reads the order before this one any more: the producer may then write over it.
+  FT_DEVICE static void release_q(Storage& shared, i32 group) {
     __syncwarp();
     release(shared.empty_q[group]);
   }
@@ -434,14 +436,14 @@ struct FwdSm90 {
       }
     }
     if (n < work.n_begin) {
-      release_unused_q(shared, group);
+      release_q(shared, group);
       return;
     }
 
     // K of a tile whose scores are there, with the last one Q too
     auto release_operands = [&] {
       release(shared.empty_k[Stages::stage(num_k)]);
-      if (n == work.n_begin) release(shared.empty_q[group]);
+      if (n == work.n_begin) release_q(shared, group);
     };
 
     // First tile: S = Q K^T, softmax
@@ -532,7 +534,7 @@ struct FwdSm90 {
       if (order->work.has_keys()) {
         mainloop(p, shared, *order, group, num_k, factor, softmax, rO);
       } else {
-        release_unused_q(shared, group);
+        release_q(shared, group);
       }
       store(params, shared, order->work, group, factor, softmax, rO);
       u32 next = order->place + 1;
