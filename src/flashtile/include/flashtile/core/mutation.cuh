@@ -66,4 +66,9 @@ enum class Mutation {
 
 FT_DEVICE constexpr bool mutates(Mutation fault) { return fault == Mutation::FT_MUTATION; }
 
+// A few microseconds: what a missing barrier needs to show.
+FT_DEVICE void be_late() {
+  for (long long begin = clock64(); clock64() - begin < 10000;) {}
+}
+
 }  // namespace flashtile

@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dq_simt_kernel(con
   for (i32 n = keys.begin / Config::kBlockN; n < ceil_div(keys.end, Config::kBlockN); ++n) {
     i32 j_begin = n * Config::kBlockN;
     if constexpr (mutates(Mutation::dq_tile)) if (n == 1) continue;
-    if constexpr (mutates(Mutation::missing_barrier)) if (threadIdx.x < 32) __nanosleep(1000);
+    if constexpr (mutates(Mutation::missing_barrier)) if (threadIdx.x < 32) be_late();
     // Load K and V
     load_tile<Config, Load, Config::kBlockN, T>(shared.sStream, j_begin, s.seqlen_k, p.head_dim, [&](i32 j) { return gK.row(j); });
     load_tile<Config, Load, Config::kBlockN, T>(shared.sStreamGrad, j_begin, s.seqlen_k, p.head_dim_v, [&](i32 j) { return gV.row(j); });
