@@ -213,12 +213,14 @@ def compile_jobs(jobs: Sequence[Job], arch: Arch) -> frozenset[str]:
 
 def faults(tool: str, arch: Arch) -> list[str]:
     """What is planted for a tool: a fault in the kernels of every GPU, and one in those of Hopper where they run."""
-    tools = {mutation.name: mutation.tool for mutation in mutations()} | {"missing_barrier": "racecheck"}
-    return [name for name, its in tools.items() if its == tool and (arch.has_wgmma or not name.startswith("hopper_"))]
+    tools = {"missing_barrier": "racecheck"}
+    known = [mutation for mutation in mutations() if arch.has_wgmma or not mutation.is_hopper]
+    return [mutation.name for mutation in known if tools.get(mutation.name, mutation.tool) == tool]
 
 
 def run_fault(name: str) -> None:
-    dtype = "bfloat16" if name.startswith("hopper_") else "float32"
+    (mutation,) = (mutation for mutation in mutations() if mutation.name == name)
+    dtype = "bfloat16" if mutation.is_hopper else "float32"
     with mutants.broken(name):
         warm(trial(dtype, 64, 64, 64, dtype == "float32"), registry.find(BACKEND), "cuda")
         torch.cuda.synchronize()

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from flashtile.backends import dropout, registry
 from flashtile.backends.tiled import BLOCK_N, TiledBackend
+from flashtile.check import mutants
 from flashtile.check.draw import MAX_SCORES, Drawer
 from flashtile.check.judge import judge
 from flashtile.check.mutants import Hunt
@@ -344,6 +345,17 @@ def test_faults_that_were_found_are_kept_whatever_becomes_of_the_others(
         with pytest.raises(RuntimeError):
             hunting.hunt(faults)
     assert [found["mutation"] for found in json.loads((tmp_path / "mutations.json").read_text())["mutations"]] == [faults[0].name]
+
+
+@pytest.mark.parametrize("name", ["skip_rescale", "hopper_rescale"])
+def test_a_fault_is_looked_for_where_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (fault,) = (mutation for mutation in mutations() if mutation.name == name)
+    judged = list[Trial]()
+    monkeypatch.setattr(mutants, "check_trials", lambda trials, _: judged.extend(trials) or Report(num_problems=len(judged)))
+    found = mutants.hunt_one(fault, Settings(backends=[], device="cpu", seed=3, problems=40))
+    assert found.num_problems == len(judged) == 40
+    assert {trial.has_backward for trial in judged} == ({False} if fault.is_hopper else {True, False})
+    assert ({trial.case.dtype for trial in judged} <= {torch.float16, torch.bfloat16}) == fault.is_hopper
 
 
 def test_dropout_bits_are_probed_where_the_output_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:

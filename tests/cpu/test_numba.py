@@ -107,3 +107,15 @@ def test_a_numba_that_cannot_be_imported(monkeypatch):
         flashtile.Unsupported, match=r"numba cannot be imported beside numpy [\d.]+: Numba needs NumPy 2.4 or less. Got NumPy 2.5."
     ):
         flashtile.attention(*qkv(), backend="numba")
+
+
+def test_a_numba_that_cannot_compile(monkeypatch):
+    cuda = pytest.importorskip("numba.cuda")
+
+    def failing(*_):
+        raise AttributeError("module 'numpy' has no attribute 'row_stack'")
+
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "compile_ptx_for_current_device", failing)
+    assert "numba cannot compile beside numpy" in numba.missing("cuda")
+    assert "has no attribute 'row_stack'. pip install" in numba.missing("cuda")

@@ -68,15 +68,29 @@ def missing(device: str) -> str | None:
     try:
         from numba import config, cuda
     except Exception as error:  # Numba raises SystemError, ImportError or AttributeError beside a NumPy it does not know
-        import numpy
-
-        came, way_out = " ".join(str(error).split()), "pip install 'flashtile[numba]'; Numba 0.68 takes numpy up to 2.4"
-        return f"numba cannot be imported beside numpy {numpy.__version__}: {came}. {way_out}"
+        return _misfit("be imported", error)
     if config.ENABLE_CUDASIM:
         return None if device == "cpu" else "Numba's simulator is on (NUMBA_ENABLE_CUDASIM=1) and takes tensors on the CPU"
     if device == "cpu":
         return "Numba was imported before NUMBA_ENABLE_CUDASIM=1 was set, so its simulator is off"
-    return None if cuda.is_available() else f"Numba finds no usable CUDA: {_cuda_error(cuda)}"
+    if not cuda.is_available():
+        return f"Numba finds no usable CUDA: {_cuda_error(cuda)}"
+    try:
+        cuda.compile_ptx_for_current_device(_nothing, ())
+    except Exception as error:  # parts of Numba are imported when it first compiles, some of which fail beside a newer NumPy
+        return _misfit("compile", error)
+    return None
+
+
+def _misfit(verb: str, error: Exception) -> str:
+    import numpy
+
+    came, way_out = " ".join(str(error).split()), "pip install 'flashtile[numba]'; Numba 0.68 takes numpy up to 2.4"
+    return f"numba cannot {verb} beside numpy {numpy.__version__}: {came}. {way_out}"
+
+
+def _nothing() -> None:
+    pass
 
 
 def _cuda_error(cuda: Any) -> str:

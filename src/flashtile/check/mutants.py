@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
 from contextlib import contextmanager
@@ -10,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashtile.check.judge import is_alive
-from flashtile.check.runner import Report, Settings, check, processes
+from flashtile.check.runner import Report, Settings, check_trials, drawn, processes
+from flashtile.errors import dtype_name
 from flashtile.kernels import plan as plans
+from flashtile.kernels import table
 from flashtile.kernels.mutation import Mutation, planted
 
 # A fault is most often seen at once: few problems are compiled for at a time, most of them with options of their own
@@ -58,8 +61,11 @@ def hunt(mutations: Sequence[Mutation], settings: Settings) -> Iterator[Hunt]:
 def hunt_one(mutation: Mutation, settings: Settings) -> Hunt:
     if not is_alive(settings.device):
         return Hunt(mutation, False, 0, Report(lost="an earlier fault took the GPU from this process"))
+    trials = drawn(settings)
+    if mutation.is_hopper:  # others would not reach the kernel
+        trials = (dataclasses.replace(trial, has_backward=False) for trial in trials if dtype_name(trial.case.dtype) in table.SM90_DTYPES)
     with broken(mutation.name):
-        report = check(settings)
+        report = check_trials(itertools.islice(trials, settings.problems), settings)
     return Hunt(mutation, bool(report.failures), report.num_problems, report)
 
 

@@ -125,9 +125,13 @@ Progress = Callable[[str, int], None]  # what goes on, and how many problems are
 
 def check(settings: Settings, progress: Progress = lambda what, done: None) -> Report:
     """Draws and judges problems until there are enough of them or the time is over."""
+    return check_trials(itertools.islice(drawn(settings), settings.problems), settings, progress)
+
+
+def drawn(settings: Settings) -> Iterator[Trial]:
+    """Problems without end, with lengths at which the backends' tiles end."""
     edges = sorted(set[int]().union(*(backend.tile_sizes() for backend in settings.backends)))
-    drawer = Drawer(settings.seed, settings.device, settings.direction, edges, settings.reuse)
-    return check_trials(itertools.islice(drawer, settings.problems), settings, progress)
+    return iter(Drawer(settings.seed, settings.device, settings.direction, edges, settings.reuse))
 
 
 def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress = lambda what, done: None) -> Report:

@@ -24,6 +24,11 @@ class Mutation:
     what: str
     tool: str | None  # of compute-sanitizer, where that alone is sure to see it
 
+    @property
+    def is_hopper(self) -> bool:
+        """It is in the Hopper forward alone."""
+        return self.name.startswith("hopper_")
+
 
 def mutations() -> list[Mutation]:
     """Every fault that can be planted."""
