@@ -395,9 +395,9 @@ struct FwdSm90 {
 
   FT_DEVICE static void wait_k(Storage& shared, u32 count) { mbarrier_wait(shared.full_k[Stages::stage(count)], Stages::phase(count)); }
   FT_DEVICE static void wait_v(Storage& shared, u32 count) { mbarrier_wait(shared.full_v[Stages::stage(count)], Stages::phase(count)); }
-  // One lane of each warp hands a tile back.
+  // One lane of each warp hands a tile back: the last, whose reads are those of a warp that racecheck remembers.
   FT_DEVICE static void release(u64& empty) {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
+    if (threadIdx.x % 32 == 31) mbarrier_arrive(empty);
   }
   // Q too, once no lane reads the order before this one any more: the producer may then write over it.
   FT_DEVICE static void release_q(Storage& shared, i32 group) {
