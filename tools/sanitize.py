@@ -328,8 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.out or Path("results") / facts.slug("cuda")
     folder.mkdir(parents=True, exist_ok=True)
     given = sys.argv[1:] if arguments is None else arguments
-    command = f"python tools/sanitize.py {' '.join(given)}" if given else "make sanitize"
-    environment = dataclasses.asdict(facts.environment("cuda", [])) | {"command": command}
+    environment = dataclasses.asdict(facts.environment("cuda", given, "python tools/sanitize.py" if given else "make sanitize"))
     (folder / "sanitize.json").write_text(json.dumps(report | {"environment": environment}, indent=1) + "\n")
     return 0 if is_good else 1
 

@@ -38,7 +38,7 @@ def thunk(provider: Provider, point: Point) -> Thunk:
 
 def main() -> None:
     head_dims = [int(part) for part in sys.argv[1].split(",")] if len(sys.argv) > 1 else [128, 64]
-    environment = asdict(facts.environment("cuda", [])) | {"command": " ".join(["python tools/triton_flex.py", *sys.argv[1:]])}
+    environment = asdict(facts.environment("cuda", sys.argv[1:], "python tools/triton_flex.py"))
     providers = choose(",".join(NAMES), is_grid=False)
     rows: list[dict[str, Any]] = []
     for head_dim, is_causal, direction in itertools.product(head_dims, (False, True), ("fwd", "bwd")):

@@ -34,7 +34,7 @@ def main() -> None:
     steps = {(row, is_causal): plans.step_of(row, Features(has_band=is_causal)) for row in rows for is_causal in (False, True)}
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda step: executor.function(step.unit, step.entry, arch.name), steps.values()))
-    environment = asdict(facts.environment("cuda", [])) | {"command": "python tools/tune_simt.py"}
+    environment = asdict(facts.environment("cuda", [], "python tools/tune_simt.py"))
     found = []
     for head_dim in (64, 128):
         for is_causal in (False, True):

@@ -127,7 +127,7 @@ def main() -> None:
     chosen = trials(dtypes, head_dims)
     with ProcessPoolExecutor(max(1, min(15, (os.cpu_count() or 2) - 1)), multiprocessing.get_context("spawn")) as pool:
         resources = dict(zip(chosen, pool.map(compile_one, chosen), strict=True))
-    environment = asdict(facts.environment("cuda", [])) | {"command": " ".join(["python tools/tune_triton.py", *sys.argv[1:]])}
+    environment = asdict(facts.environment("cuda", sys.argv[1:], "python tools/tune_triton.py"))
     medians: dict[Trial, float] = {}
     groups = {(trial.dtype, trial.head_dim, trial.is_causal): [] for trial in chosen}
     for trial in chosen:

@@ -107,6 +107,7 @@ def test_two_runs_are_compared(tmp_path: Path):
 def test_the_recorded_command_names_no_path_of_this_machine():
     recorded = device.command_line(["bench", "--out", "/home/me/x", "--out=/srv/y", "--backends", "ours", "results/a"])
     assert recorded == "flashtile bench --out x --out=y --backends ours results/a"
+    assert device.command_line(["--out", "/home/me/a b"], "python tools/x.py") == "python tools/x.py --out 'a b'"
 
 
 @pytest.mark.parametrize(

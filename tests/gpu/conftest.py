@@ -27,8 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if not covered["problems"]:
         return
-    env = asdict(facts.environment("cuda", []))
-    env["command"] = "make test-gpu"
+    env = asdict(facts.environment("cuda", [], "make test-gpu"))
     counts = {name: len(found) for name, found in covered.items()}
     report = {"tests": session.testscollected, "failed": session.testsfailed, **counts, "all_features": sorted(covered["features"]), **env}
     folder = RESULTS / facts.slug("cuda")

@@ -78,7 +78,7 @@ def _cpu_name() -> str:
     return " ".join(text.split())
 
 
-def environment(device: str, arguments: Sequence[str]) -> Environment:
+def environment(device: str, arguments: Sequence[str], program: str = "flashtile") -> Environment:
     commit, is_dirty = _commit()
     cudnn = torch.backends.cudnn.version() if device == "cuda" else None
     return Environment(
@@ -93,11 +93,11 @@ def environment(device: str, arguments: Sequence[str]) -> Environment:
         commit=commit,
         is_dirty=is_dirty,
         date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        command=command_line(arguments),
+        command=command_line(arguments, program),
     )
 
 
-def command_line(arguments: Sequence[str]) -> str:
+def command_line(arguments: Sequence[str], program: str = "flashtile") -> str:
     """The command as anyone could type it: a path of this machine is cut to its last part."""
 
     def portable(argument: str) -> str:
@@ -105,7 +105,7 @@ def command_line(arguments: Sequence[str]) -> str:
         is_path = Path(value).is_absolute() or value.startswith("~") or ".." in Path(value).parts
         return option + equals + (Path(value).name if is_path else value)
 
-    return shlex.join(["flashtile", *map(portable, arguments)])
+    return " ".join([program, *map(shlex.quote, map(portable, arguments))])
 
 
 def _version(package: str) -> str:

@@ -399,11 +399,6 @@ struct FwdSm90 {
   FT_DEVICE static void release(u64& empty) {
     if (threadIdx.x % 32 == 31) mbarrier_arrive(empty);
   }
-  // Q too, once no lane reads the order before this one any more: the producer may then write over it.
-  FT_DEVICE static void release_q(Storage& shared, i32 group) {
-    __syncwarp();
-    release(shared.empty_q[group]);
-  }
   // Turns go round the consumers; each has as many in a tile of work as there are tiles of keys but one.
   FT_DEVICE static void take_turn(i32 group) {
     if constexpr (Config::kTakesTurns) named_barrier_sync(kTurnBarrier + group, 256);
@@ -436,14 +431,14 @@ struct FwdSm90 {
       }
     }
     if (n < work.n_begin) {
-      release_q(shared, group);
+      release(shared.empty_q[group]);
       return;
     }
 
     // K of a tile whose scores are there, with the last one Q too
     auto release_operands = [&] {
       release(shared.empty_k[Stages::stage(num_k)]);
-      if (n == work.n_begin) release_q(shared, group);
+      if (n == work.n_begin) release(shared.empty_q[group]);
     };
 
     // First tile: S = Q K^T, softmax
@@ -534,10 +529,12 @@ struct FwdSm90 {
       if (order->work.has_keys()) {
         mainloop(p, shared, *order, group, num_k, factor, softmax, rO);
       } else {
-        release_q(shared, group);
+        release(shared.empty_q[group]);
       }
       store(params, shared, order->work, group, factor, softmax, rO);
       u32 next = order->place + 1;
+      // Once the next Q is handed back the producer may write over this order: no lane may be reading it then
+      __syncwarp();
       mbarrier_wait(shared.full_q[group], next % 2);
       order = &order_at(shared, next);
     }
