@@ -162,6 +162,19 @@ def test_nodes_have_the_gradients_of_the_python_executor(seed: int, monkeypatch:
         assert all(torch.equal(grad, getattr(expected, f"d{name}")) for name, grad in zip(leaves, found, strict=True))
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_the_gradient_of_a_sum_is_served(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a stride of 0 along every axis."""
+    qkv = [torch.randn(2, 9, 8, 16, requires_grad=True) for _ in range(3)]
+    for turn in range(2):
+        if turn == 1:
+            monkeypatch.setattr(ops, "_differentiate", None)
+        found = torch.autograd.grad(flashtile.attention(*qkv, layout=layout).sum(), qkv)
+    monkeypatch.undo()
+    expected = torch.autograd.grad(flashtile.attention(*qkv, layout=layout), qkv, torch.ones(2, 9, 8, 16))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 @pytest.mark.filterwarnings("ignore:.*has no second derivatives:flashtile.SlowPathWarning")
 @pytest.mark.parametrize("is_known", [False, True], ids=["the first call", "served"])
 def test_nodes_keep_the_rules_of_autograd(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,3 +294,23 @@ def test_threads(seed: int) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))
     assert wrong == []
+
+
+def test_an_interrupt_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = Case().make(1).args
+    served(args)
+    coming = [KeyboardInterrupt()]
+
+    def interrupted() -> bool:
+        if coming:
+            raise coming.pop()
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(extension, "is_traced_before_dispatch", interrupted)
+        assert extension.open_executor("host") is None
+        with pytest.raises(KeyboardInterrupt):
+            ops.forward(*args)
+            torch.ones(1).add(1)  # wherever Python next looks for signals
+    assert not coming
+    assert extension.open_executor("host") is None

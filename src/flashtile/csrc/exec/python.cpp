@@ -82,7 +82,7 @@ Plans plans;
 Gpu gpus[kMaxGpus];
 PyObject* python_backward_of_node = nullptr;  // ops.py: _backward_of_node
 PyObject *text_to_save, *text_saved_tensors, *text_materialize_grads, *text_needs_input_grad, *text_others;  // of autograd's contexts
-PyObject *text_requires_grad, *text_is_neg, *text_none, *text_top_left, *text_bottom_right, *unbounded, *zero;
+PyObject *text_requires_grad, *text_is_neg, *text_contiguous, *text_none, *text_top_left, *text_bottom_right, *unbounded, *zero;
 
 // Arguments
 
@@ -114,12 +114,19 @@ bool flag_of(PyObject* value, bool& flag) {
 // None leaves the number as it is.
 bool length_of(PyObject* value, i64& number) { return value == Py_None || (whole_of(value, number) && number >= 0); }
 
+// The call goes on in Python, which raises by itself; an interrupt is not its own and comes again there.
+void forget_error() {
+  bool is_interrupt = PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) != 0;
+  PyErr_Clear();
+  if (is_interrupt) PyErr_SetInterrupt();
+}
+
 // What a function without arguments says; false, with no exception left, where it raises.
 bool ask(PyObject* function, bool& answer) {
   PyObject* result = PyObject_CallNoArgs(function);
   int truth = result == nullptr ? -1 : PyObject_IsTrue(result);
   Py_XDECREF(result);
-  if (truth < 0) PyErr_Clear();
+  if (truth < 0) forget_error();
   answer = truth > 0;
   return truth >= 0;
 }
@@ -156,7 +163,7 @@ bool is_in_memory(PyObject* value, const View& view) {
   if (view.dtype != Dtype::kFloat64 && view.dtype != Dtype::kFloat32 && view.dtype != Dtype::kFloat16) return true;
   PyObject* answer = PyObject_CallMethodObjArgs(value, text_is_neg, nullptr);
   Py_XDECREF(answer);
-  if (answer == nullptr) PyErr_Clear();
+  if (answer == nullptr) forget_error();
   return answer == Py_False;
 }
 
@@ -166,7 +173,7 @@ bool view_of(PyObject* value, View& view) {
   if (!is_plain_tensor(value)) return false;
   dlpack::Tensor tensor;
   if (state.exchange->tensor_from_python(value, &tensor) != 0) {
-    PyErr_Clear();
+    forget_error();
     return false;
   }
   view.dtype = dtype_of(tensor.dtype);
@@ -260,7 +267,7 @@ bool read_attention(const Arguments& args, Request& request) {
   if (q.dtype == Dtype::kFloat32 && !request.is_on_host) {
     PyObject* precision = PyObject_CallNoArgs(state.matmul_precision);
     if (precision == nullptr) {
-      PyErr_Clear();
+      forget_error();
       return false;
     }
     options.matmul_precision = static_cast<char>(PyUnicode_ReadChar(precision, 0));
@@ -594,19 +601,36 @@ class Context {
   PyObject *saved, *others, *wanted;
 };
 
+// A tensor whose elements of a row follow each other, as those of the gradient of a sum do not: itself, or a copy. A new reference, or null.
+PyObject* with_whole_rows(PyObject* tensor) {
+  View view;
+  bool has_whole_rows = !view_of(tensor, view) || view.sizes[kMaxDim - 1] <= 1 || view.strides[kMaxDim - 1] == 1;
+  return has_whole_rows ? Py_NewRef(tensor) : PyObject_CallMethodObjArgs(tensor, text_contiguous, nullptr);
+}
+
 // (dout, and dlse where lse is a result). Not served where it is to be differentiated itself: Python gets all that the context has.
 PyObject* backward_of_node(PyObject* node, PyObject* const* given, Py_ssize_t count) {
   if (count != 1 && count != 2) return PyErr_Format(PyExc_TypeError, "a node of attention takes one or two gradients, not %zd", count);
   PyObject *dout = given[0], *dlse = count == 2 ? given[1] : Py_None;
   Context context(node);
   if (!context.is_whole()) return nullptr;
+  bool may_serve = is_any_open() && !aoti_torch_grad_mode_is_enabled() && !is_heard();
+  PyObject* whole = may_serve ? with_whole_rows(dout) : Py_NewRef(dout);
+  if (whole == nullptr) return nullptr;
   Request request;
-  if (is_any_open() && !aoti_torch_grad_mode_is_enabled() && !is_heard() && context.read(dout, dlse, request) && !is_checking()) {
-    PyObject* grads = run(Pass::kBackward, request, prepare(Pass::kBackward, request), true, 1);  // and None for the call
-    if (grads == nullptr || PyTuple_Check(grads)) return grads;
-    Py_DECREF(grads);
+  PyObject* grads = nullptr;
+  if (may_serve && context.read(whole, dlse, request) && !is_checking()) {
+    grads = run(Pass::kBackward, request, prepare(Pass::kBackward, request), true, 1);  // and None for the call
+  } else {
+    grads = Py_NewRef(Py_None);
   }
-  return PyObject_CallFunctionObjArgs(python_backward_of_node, context.saved, context.others, context.wanted, dout, dlse, nullptr);
+  // Not served, Python learns it from the same tensors
+  if (grads != nullptr && !PyTuple_Check(grads)) {
+    Py_DECREF(grads);
+    grads = PyObject_CallFunctionObjArgs(python_backward_of_node, context.saved, context.others, context.wanted, whole, dlse, nullptr);
+  }
+  Py_DECREF(whole);
+  return grads;
 }
 
 using FastFunction = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);  // METH_FASTCALL
@@ -744,6 +768,7 @@ bool add_executor(PyObject* module) {
   text_to_save = PyUnicode_InternFromString("to_save");
   text_materialize_grads = PyUnicode_InternFromString("materialize_grads");
   text_is_neg = PyUnicode_InternFromString("is_neg");
+  text_contiguous = PyUnicode_InternFromString("contiguous");
   text_none = PyUnicode_InternFromString("none");
   text_top_left = PyUnicode_InternFromString("top_left");
   text_bottom_right = PyUnicode_InternFromString("bottom_right");
