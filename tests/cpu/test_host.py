@@ -311,6 +311,5 @@ def test_an_interrupt_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
         assert extension.open_executor("host") is None
         with pytest.raises(KeyboardInterrupt):
             ops.forward(*args)
-            torch.ones(1).add(1)  # wherever Python next looks for signals
     assert not coming
     assert extension.open_executor("host") is None
