@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import shlex
+import signal
 import time
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from flashtile.cli import check as command
 from flashtile.cli.main import app
 from flashtile.kernels import table
 from flashtile.kernels.mutation import mutations
-from flashtile.problem import shape_of
+from flashtile.problem import Problem, shape_of
 from flashtile.testing import FORWARD_ONLY, KINDS, MEMORIES, VALUES, Case
 
 EDGES = (64, 128)
@@ -312,6 +314,48 @@ def test_nothing_to_check_is_not_a_success(put_in, monkeypatch: pytest.MonkeyPat
     result = invoke("--problems", "2", "--backends", "wrong")
     assert result.exit_code == 2
     assert "Nothing was checked. wrong: it is closed today" in result.output
+
+
+class Deadly(TiledBackend):
+    """It kills its process where scores are capped, and takes its time where the cap is high."""
+
+    def refuse(self, problem: Problem) -> str | None:
+        if problem.softcap > 10.0:
+            time.sleep(60)
+        elif problem.softcap > 0.0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+
+def with_softcap(trial: Trial, softcap: float) -> Trial:
+    return dataclasses.replace(trial, case=dataclasses.replace(trial.case, softcap=softcap))
+
+
+def test_a_process_that_dies_takes_nothing_with_it() -> None:
+    harmless = [with_softcap(trial, 0.0) for trial in draw(24, seed=4, direction="forward")]
+    deadly = with_softcap(harmless[7], 2.0)
+    settings = Settings([Deadly()], "cpu", seed=4, jobs=2)
+    report = check_trials([*harmless[:12], deadly, *harmless[12:]], settings)
+    assert report.num_problems == 25
+    assert report.ran == {"tiled": 24}
+    assert report.num_deaths == 1
+    (failure,) = report.failures
+    assert failure.trial == failure.smallest == deadly
+    assert failure.complaints == ("the process that judged it died",)
+    assert failure.reproducer.endswith("--backends tiled")
+
+
+def test_an_interrupt_ends_a_check_and_keeps_what_it_found() -> None:
+    def interrupt(_: str, done: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    drawn, start = draw(20, seed=4, direction="forward"), time.monotonic()
+    trials = [with_softcap(trial, 0.0 if place < 10 else 20.0) for place, trial in enumerate(drawn)]
+    report = check_trials(trials, Settings([Deadly()], "cpu", seed=4, jobs=2, chunk=20), interrupt)
+    assert report.is_interrupted
+    assert report.num_problems == 10
+    assert time.monotonic() - start < 100
 
 
 def test_an_interrupt_ends_what_runs() -> None:

@@ -14,8 +14,9 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +61,7 @@ class Failure:
     trial: Trial
     smallest: Trial
     smallest_complaints: tuple[str, ...]
+    is_deadly: bool = False  # to the process that judges it: it stays as it came
 
     @property
     def reproducer(self) -> str:
@@ -90,10 +92,12 @@ class Report:
     compile_s: float = 0.0
     total_s: float = 0.0
     lost: str = ""  # why the GPU is gone, if it is
+    num_deaths: int = 0  # of processes that judged
     is_interrupted: bool = False
 
     def add(self, other: Report) -> None:
         self.num_problems += other.num_problems
+        self.num_deaths += other.num_deaths
         for mine, its in ((self.ran, other.ran), (self.failed, other.failed), (self.values, other.values)):
             mine.update(its)
         for name, reasons in other.refused.items():
@@ -115,6 +119,7 @@ class Report:
             "total_s": round(self.total_s, 1),
             "failures": [failure.as_dict() for failure in self.failures],
             "lost": self.lost,
+            "deaths": self.num_deaths,
             "is_interrupted": self.is_interrupted,
         }
 
@@ -147,7 +152,7 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
         report.add(batch)
         progress("", report.num_problems)
 
-    with _fresh_memory(settings.device), _judges(settings) as submit, _compilers(settings) as start_compiling, _interruptible(report):
+    with _interruptible(report), _fresh_memory(settings.device), _Judges(settings) as judges, _compilers(settings) as start_compiling:
         # Time counts from when all processes are there
         deadline = None if settings.seconds is None else time.monotonic() + settings.seconds
         pending = set[Future[Report]]()
@@ -163,19 +168,21 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
             for batch in _batches(chunk, _BATCH if settings.jobs > 1 else 1):
                 if is_over():
                     break
-                pending.add(submit(batch, deadline))
+                pending.add(judges.submit(batch, deadline))
                 # One chunk is judged while the next is compiled for
                 while len(pending) > (settings.chunk // _BATCH if settings.jobs > 1 else 0):
                     done, pending = wait(pending, return_when=FIRST_COMPLETED)
                     for future in done:
-                        take(future.result())
+                        take(judges.result(future))
             chunk, compiling = following, compiling_next
-        for future in pending:
-            take(future.result())
+        for future in as_completed(pending):
+            take(judges.result(future))
     report.total_s = time.monotonic() - start
     if not (settings.stops_at_failure or report.lost or report.is_interrupted):
-        with _fresh_memory(settings.device), _interruptible(report):
+        with _interruptible(report), _fresh_memory(settings.device):
             for place, failure in enumerate(report.failures[:_MAX_SHRUNK]):
+                if failure.is_deadly:
+                    continue
                 progress(f"making failure {place + 1} smaller", report.num_problems)
                 report.failures[place] = _made_small(failure, settings)
     return report
@@ -248,20 +255,61 @@ def _batches(trials: Sequence[Trial], size: int) -> Iterator[Sequence[Trial]]:
         yield trials[first : first + size]
 
 
-@contextmanager
-def _judges(settings: Settings) -> Iterator[Callable[[Sequence[Trial], float | None], Future[Report]]]:
-    """Where trials are judged: here, or in processes of their own."""
-    if settings.jobs == 1:
+class _Judges:
+    """Where trials are judged: here, or in processes of their own, which may die of it."""
 
-        def here(trials: Sequence[Trial], deadline: float | None) -> Future[Report]:
-            done: Future[Report] = Future()
-            done.set_result(judge_all(trials, settings, deadline))
-            return done
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.pools = settings, ExitStack()
+        self.pool: ProcessPoolExecutor | None = None
+        self.apart: ProcessPoolExecutor | None = None
+        self.given: dict[Future[Report], tuple[ProcessPoolExecutor | None, Sequence[Trial]]] = {}
 
-        yield here
-        return
-    with processes(settings.jobs) as pool:
-        yield lambda trials, deadline: pool.submit(judge_all, trials, settings, deadline)
+    def __enter__(self) -> _Judges:
+        if self.settings.jobs > 1:
+            self.pool = self._open(self.settings.jobs)
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self.pools.__exit__(*error)
+
+    def submit(self, trials: Sequence[Trial], deadline: float | None) -> Future[Report]:
+        done: Future[Report] = Future()
+        if self.pool is None:
+            done.set_result(judge_all(trials, self.settings, deadline))
+        else:
+            try:
+                done = self.pool.submit(judge_all, trials, self.settings, deadline)
+            except BrokenProcessPool as error:
+                done.set_exception(error)
+        self.given[done] = self.pool, trials
+        return done
+
+    def result(self, done: Future[Report]) -> Report:
+        pool, trials = self.given.pop(done)
+        try:
+            return done.result()
+        except BrokenProcessPool:
+            pass
+        # One death ends a whole pool, and with it what others were at
+        report = Report(num_deaths=int(pool is self.pool))
+        if pool is self.pool:
+            self.pool = self._open(self.settings.jobs)
+        for trial in trials:
+            report.add(self._judge_apart(trial))
+        return report
+
+    def _judge_apart(self, trial: Trial) -> Report:
+        """Alone in a process, so that it is known of which trial that dies."""
+        self.apart = self.apart or self._open(1)
+        try:
+            return self.apart.submit(judge_all, [trial], self.settings).result()
+        except BrokenProcessPool:
+            self.apart = None
+        complaints, names = ("the process that judged it died",), ",".join(backend.name for backend in self.settings.backends)
+        return Report(num_problems=1, failures=[Failure(names, complaints, trial, trial, complaints, is_deadly=True)])
+
+    def _open(self, jobs: int) -> ProcessPoolExecutor:
+        return self.pools.enter_context(processes(jobs))
 
 
 @contextmanager
@@ -297,7 +345,10 @@ def _compilers(settings: Settings) -> Iterator[Callable[[Sequence[Trial]], list[
                     jobs |= compile_jobs(trial, backend, settings.device)
             new = {kernel: job for kernel, job in jobs.items() if kernel not in started}
             started.update(new)
-            return [pool.submit(job) for job in new.values()]
+            try:
+                return [pool.submit(job) for job in new.values()]
+            except BrokenProcessPool:
+                return []  # they compile when they are judged
 
         yield start
 

@@ -145,6 +145,9 @@ class Command:
                 f"[red]{escape(failure.backend)}: {escape('; '.join(failure.smallest_complaints))}", highlight=False, soft_wrap=True
             )
             self.console.print(escape(f"  {failure.reproducer}"), highlight=False, soft_wrap=True)
+        if report.num_deaths:
+            words = "died, of a crash or for want of memory; what they were at was judged again"
+            self.console.print(f"[yellow]{report.num_deaths} of the processes {words}.", highlight=False, soft_wrap=True)
         if report.lost:
             self.console.print("[red]The GPU takes no more work; run the last problem alone, or under compute-sanitizer.", highlight=False)
 
