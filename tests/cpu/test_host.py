@@ -170,9 +170,14 @@ def test_the_gradient_of_a_sum_is_served(layout: str, monkeypatch: pytest.Monkey
         if turn == 1:
             monkeypatch.setattr(ops, "_differentiate", None)
         found = torch.autograd.grad(flashtile.attention(*qkv, layout=layout).sum(), qkv)
+        out, lse = flashtile.attention(*qkv, layout=layout, return_lse=True)
+        both = torch.autograd.grad(out.sum() + lse.sum(), qkv)
     monkeypatch.undo()
-    expected = torch.autograd.grad(flashtile.attention(*qkv, layout=layout), qkv, torch.ones(2, 9, 8, 16))
+    ones = torch.ones(out.shape), torch.ones(lse.shape)
+    expected = torch.autograd.grad(flashtile.attention(*qkv, layout=layout), qkv, ones[:1])
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    expected = torch.autograd.grad(flashtile.attention(*qkv, layout=layout, return_lse=True), qkv, ones)
+    assert all(torch.equal(one, other) for one, other in zip(both, expected, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:.*has no second derivatives:flashtile.SlowPathWarning")
@@ -296,20 +301,29 @@ def test_threads(seed: int) -> None:
     assert wrong == []
 
 
-def test_an_interrupt_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = Case().make(1).args
-    served(args)
-    coming = [KeyboardInterrupt()]
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, TimeoutError])
+def test_what_a_signal_raises_is_not_lost(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv = [torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(3)]
+    torch.autograd.grad(flashtile.attention(*qkv).sum(), qkv)
+    out, coming = flashtile.attention(*qkv), [error]
 
     def interrupted() -> bool:
         if coming:
             raise coming.pop()
         return False
 
+    calls = (
+        lambda: flashtile.attention(*qkv),
+        lambda: ops.forward(*AttentionArgs(*(tensor.detach() for tensor in qkv))),
+        lambda: torch.autograd.grad(out, qkv, torch.ones_like(out), retain_graph=True),
+    )
     with monkeypatch.context() as patch:
         patch.setattr(extension, "is_traced_before_dispatch", interrupted)
         assert extension.open_executor("host") is None
-        with pytest.raises(KeyboardInterrupt):
-            ops.forward(*args)
-    assert not coming
+        for call in calls:
+            coming[:] = [error]
+            with pytest.raises(error):
+                call()
+            assert not coming
+            call()
     assert extension.open_executor("host") is None

@@ -77,8 +77,10 @@ def missing(device: str) -> str | None:
         return f"Numba finds no usable CUDA: {_cuda_error(cuda)}"
     try:
         cuda.compile_ptx_for_current_device(_nothing, ())
-    except Exception as error:  # parts of Numba are imported when it first compiles, some of which fail beside a newer NumPy
+    except (ImportError, AttributeError, SystemError) as error:  # parts of Numba are imported when it first compiles
         return _misfit("compile", error)
+    except Exception as error:
+        return f"Numba cannot compile here: {' '.join(str(error).split())}"
     return None
 
 

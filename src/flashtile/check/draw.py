@@ -185,8 +185,9 @@ class Drawer:
 
     def crowd(self, group: int) -> dict[str, int]:
         """Short sequences of many heads: more tiles than there are persistent blocks, each of which takes several."""
-        heads_kv = self.pick.randint(40, 60) // group
-        batch, (seqlen_q, seqlen_k) = self.pick.randint(12, 20), (self.pick.randint(1, 30) for _ in range(2))
+        heads_kv, batch = self.pick.randint(40, 60), self.pick.randint(12, 20)
+        # A tile may hold the queries of a whole group, which therefore adds no tiles
+        seqlen_q, seqlen_k = (self.pick.randint(1, 30 // group) for _ in range(2))
         return {"batch": batch, "heads": heads_kv * group, "heads_kv": heads_kv, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
 
     def length(self) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from flashtile.kernels.mutation import Mutation, planted
 
 # A fault is most often seen at once: few problems are compiled for at a time, most of them with options of their own
 CHUNK, REUSE = 4, 2
+MAX_DEATHS = 3  # of processes, until it is no accident
 
 
 @dataclass(frozen=True)
@@ -47,22 +49,28 @@ def hunt(mutations: Sequence[Mutation], settings: Settings) -> Iterator[Hunt]:
     """Each fault is planted and checked for until a problem fails, in processes of their own. As they come."""
     alone = dataclasses.replace(settings, chunk=CHUNK, reuse=REUSE, jobs=1, stops_at_failure=True)
     remaining = list(mutations)
+    num_deaths = 0
     while remaining:
-        with processes(settings.jobs) as pool:
-            for future in as_completed([pool.submit(hunt_one, mutation, alone) for mutation in remaining]):
-                found = future.result()
-                if found.num_problems:
-                    remaining.remove(found.mutation)
-                    yield found
-                if found.report.lost:
-                    break  # its process cannot use the GPU any more: the rest goes on in new ones
+        try:
+            with processes(settings.jobs) as pool:
+                for future in as_completed([pool.submit(hunt_one, mutation, alone) for mutation in remaining]):
+                    found = future.result()
+                    if found.num_problems:
+                        remaining.remove(found.mutation)
+                        yield found
+                    if found.report.lost:
+                        break  # its process cannot use the GPU any more: the rest goes on in new ones
+        except BrokenProcessPool:
+            num_deaths += 1
+            if num_deaths == MAX_DEATHS:
+                raise
 
 
 def hunt_one(mutation: Mutation, settings: Settings) -> Hunt:
     if not is_alive(settings.device):
         return Hunt(mutation, False, 0, Report(lost="an earlier fault took the GPU from this process"))
     trials = drawn(settings)
-    if mutation.is_hopper:  # others would not reach the kernel
+    if mutation.is_hopper:  # other dtypes would not reach the kernel, and a backward pass only costs time
         trials = (dataclasses.replace(trial, has_backward=False) for trial in trials if dtype_name(trial.case.dtype) in table.SM90_DTYPES)
     with broken(mutation.name):
         report = check_trials(itertools.islice(trials, settings.problems), settings)

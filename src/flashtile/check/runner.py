@@ -14,10 +14,12 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -156,35 +158,51 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
         # Time counts from when all processes are there
         deadline = None if settings.seconds is None else time.monotonic() + settings.seconds
         pending = set[Future[Report]]()
-        # One chunk is compiled for ahead of that which is waited for, so that no process is without work
-        chunk = list(itertools.islice(remaining, settings.chunk))
-        compiling = start_compiling(chunk)
-        while not is_over() and chunk:
-            compile_start = time.monotonic()
-            following = list(itertools.islice(remaining, settings.chunk))
-            compiling_next = start_compiling(following)
-            _compile(chunk, settings, compiling, lambda: progress("compiling", report.num_problems))
-            report.compile_s += time.monotonic() - compile_start
-            for batch in _batches(chunk, _BATCH if settings.jobs > 1 else 1):
-                if is_over():
-                    break
-                pending.add(judges.submit(batch, deadline))
-                # One chunk is judged while the next is compiled for
-                while len(pending) > (settings.chunk // _BATCH if settings.jobs > 1 else 0):
-                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        take(judges.result(future))
-            chunk, compiling = following, compiling_next
-        for future in as_completed(pending):
-            take(judges.result(future))
+
+        def collect(timeout: float | None = None) -> None:
+            """Takes what is done; without a timeout, at least one."""
+            for future in wait(pending, timeout, FIRST_COMPLETED).done:
+                result = judges.result(future)
+                pending.discard(future)
+                pending.update(judges.started_again())
+                take(result)
+
+        def tick() -> None:
+            collect(timeout=0)
+            progress("compiling", report.num_problems)
+
+        try:
+            # One chunk is compiled for ahead of that which is waited for, so that no process is without work
+            chunk = list(itertools.islice(remaining, settings.chunk))
+            compiling = start_compiling(chunk)
+            while not is_over() and chunk:
+                compile_start = time.monotonic()
+                following = list(itertools.islice(remaining, settings.chunk))
+                compiling_next = start_compiling(following)
+                _compile(chunk, settings, compiling, tick)
+                report.compile_s += time.monotonic() - compile_start
+                for batch in _batches(chunk, _BATCH if settings.jobs > 1 else 1):
+                    if is_over():
+                        break
+                    pending.add(judges.submit(batch, deadline))
+                    # One chunk is judged while the next is compiled for
+                    while len(pending) > (settings.chunk // _BATCH if settings.jobs > 1 else 0):
+                        collect()
+                chunk, compiling = following, compiling_next
+            while pending:
+                collect()
+        except KeyboardInterrupt:
+            for future in pending:
+                if future.done() and future.exception() is None:
+                    report.add(future.result())
+            raise
     report.total_s = time.monotonic() - start
     if not (settings.stops_at_failure or report.lost or report.is_interrupted):
         with _interruptible(report), _fresh_memory(settings.device):
-            for place, failure in enumerate(report.failures[:_MAX_SHRUNK]):
-                if failure.is_deadly:
-                    continue
-                progress(f"making failure {place + 1} smaller", report.num_problems)
-                report.failures[place] = _made_small(failure, settings)
+            places = [place for place, failure in enumerate(report.failures) if not failure.is_deadly]
+            for number, place in enumerate(places[:_MAX_SHRUNK]):
+                progress(f"making failure {number + 1} smaller", report.num_problems)
+                report.failures[place] = _made_small_apart(report.failures[place], settings)
     return report
 
 
@@ -229,6 +247,15 @@ def _judge(trial: Trial, settings: Settings, report: Report) -> None:
             report.failures.append(Failure(name, tuple(complaints), trial, trial, tuple(complaints)))
 
 
+def _made_small_apart(failure: Failure, settings: Settings) -> Failure:
+    """In a process of its own where there are such: a smaller problem may kill it, and the failure stays as it came."""
+    if settings.jobs == 1:
+        return _made_small(failure, settings)
+    with suppress(BrokenProcessPool), processes(1) as pool:
+        return pool.submit(_made_small, failure, settings).result()
+    return failure
+
+
 def _made_small(failure: Failure, settings: Settings) -> Failure:
     backend, latest = registry.find(failure.backend), list(failure.complaints)
 
@@ -255,61 +282,102 @@ def _batches(trials: Sequence[Trial], size: int) -> Iterator[Sequence[Trial]]:
         yield trials[first : first + size]
 
 
+@dataclass(frozen=True)
+class _Task:
+    """Trials that were given to processes. The mark is a file that is there while one of them judges."""
+
+    pool: ProcessPoolExecutor | None
+    mark: Path
+    trials: Sequence[Trial]
+    deadline: float | None
+
+
 class _Judges:
-    """Where trials are judged: here, or in processes of their own, which may die of it."""
+    """Where trials are judged: here, or in processes of their own, which may die of it.
+
+    One death ends a whole pool. Trials that were being judged then are judged again one by one, the others as if nothing had been.
+    """
 
     def __init__(self, settings: Settings) -> None:
-        self.settings, self.pools = settings, ExitStack()
+        self.settings, self.opened = settings, ExitStack()
         self.pool: ProcessPoolExecutor | None = None
         self.apart: ProcessPoolExecutor | None = None
-        self.given: dict[Future[Report], tuple[ProcessPoolExecutor | None, Sequence[Trial]]] = {}
+        self.tasks: dict[Future[Report], _Task] = {}
+        self.again = set[Future[Report]]()
+        self.marks = Path(), itertools.count()
 
     def __enter__(self) -> _Judges:
         if self.settings.jobs > 1:
+            self.marks = Path(self.opened.enter_context(TemporaryDirectory())), itertools.count()
             self.pool = self._open(self.settings.jobs)
         return self
 
     def __exit__(self, *error: Any) -> bool | None:
-        return self.pools.__exit__(*error)
+        return self.opened.__exit__(*error)
 
     def submit(self, trials: Sequence[Trial], deadline: float | None) -> Future[Report]:
+        folder, numbers = self.marks
+        task = _Task(self.pool, folder / str(next(numbers)), trials, deadline)
         done: Future[Report] = Future()
         if self.pool is None:
             done.set_result(judge_all(trials, self.settings, deadline))
         else:
             try:
-                done = self.pool.submit(judge_all, trials, self.settings, deadline)
+                done = self.pool.submit(_judge_marked, task.mark, trials, self.settings, deadline)
             except BrokenProcessPool as error:
                 done.set_exception(error)
-        self.given[done] = self.pool, trials
+        self.tasks[done] = task
         return done
 
     def result(self, done: Future[Report]) -> Report:
-        pool, trials = self.given.pop(done)
+        """Of what is done. Where it ended with its pool, it is nothing yet, and `started_again` has it, or it is judged here and now."""
+        task = self.tasks.pop(done)
         try:
             return done.result()
         except BrokenProcessPool:
-            pass
-        # One death ends a whole pool, and with it what others were at
-        report = Report(num_deaths=int(pool is self.pool))
-        if pool is self.pool:
+            report = Report(num_deaths=int(task.pool is self.pool))
+        if task.pool is self.pool:
             self.pool = self._open(self.settings.jobs)
-        for trial in trials:
-            report.add(self._judge_apart(trial))
+        if task.mark.exists():
+            for trial in task.trials:
+                report.add(self._judge_apart(trial, task.deadline))
+        else:
+            self.again.add(self.submit(task.trials, task.deadline))
         return report
 
-    def _judge_apart(self, trial: Trial) -> Report:
-        """Alone in a process, so that it is known of which trial that dies."""
+    def started_again(self) -> set[Future[Report]]:
+        """Those that ended with their pool before they began, since the last time this was asked."""
+        again, self.again = self.again, set()
+        return again
+
+    def _judge_apart(self, trial: Trial, deadline: float | None) -> Report:
+        """Alone in a process; where that dies, each backend in a fresh one, so that it is known of which."""
         self.apart = self.apart or self._open(1)
         try:
-            return self.apart.submit(judge_all, [trial], self.settings).result()
+            return self.apart.submit(judge_all, [trial], self.settings, deadline).result()
         except BrokenProcessPool:
             self.apart = None
-        complaints, names = ("the process that judged it died",), ",".join(backend.name for backend in self.settings.backends)
-        return Report(num_problems=1, failures=[Failure(names, complaints, trial, trial, complaints, is_deadly=True)])
+        report = Report(num_problems=1, num_deaths=1, values=Counter([trial.case.values]))
+        for backend in self.settings.backends:
+            try:
+                with processes(1) as pool:
+                    found = pool.submit(judge_all, [trial], dataclasses.replace(self.settings, backends=[backend])).result()
+                report.add(dataclasses.replace(found, num_problems=0, values=Counter()))
+            except BrokenProcessPool:
+                complaints = ("the process that judged it died",)
+                deadly = Failure(backend.name, complaints, trial, trial, complaints, is_deadly=True)
+                report.add(Report(ran=Counter([backend.name]), failed=Counter([backend.name]), failures=[deadly], num_deaths=1))
+        return report
 
     def _open(self, jobs: int) -> ProcessPoolExecutor:
-        return self.pools.enter_context(processes(jobs))
+        return self.opened.enter_context(processes(jobs))
+
+
+def _judge_marked(mark: Path, trials: Sequence[Trial], settings: Settings, deadline: float | None) -> Report:
+    mark.touch()
+    report = judge_all(trials, settings, deadline)
+    mark.unlink()
+    return report
 
 
 @contextmanager
@@ -321,7 +389,8 @@ def processes(jobs: int, is_ready: bool = True) -> Iterator[ProcessPoolExecutor]
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=signal.signal, initargs=ignore)
     try:
         if is_ready:
-            wait([pool.submit(judge_all, (), _NOTHING) for _ in range(jobs)])
+            for started in [pool.submit(judge_all, (), _NOTHING) for _ in range(jobs)]:
+                started.result()
         yield pool
     except KeyboardInterrupt:
         for process in list(pool._processes.values()):

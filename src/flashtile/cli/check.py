@@ -7,11 +7,13 @@ import json
 import os
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -26,6 +28,7 @@ from flashtile.check.mutants import Hunt, hunt
 from flashtile.check.runner import Report, Settings, check, check_trials
 from flashtile.check.trial import Trial
 from flashtile.errors import value_error
+from flashtile.kernels.arch import Arch, arch_of
 from flashtile.kernels.mutation import Mutation, mutations
 from flashtile.runtime import cache
 
@@ -76,15 +79,13 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         jobs=_default_jobs(where) if options.jobs is None else options.jobs,
     )
     trial = None if options.case is None else Trial.parse(options.case)
-    faults = None if options.mutate is None else _faults(options.mutate)
+    faults = None if options.mutate is None else _faults(options.mutate, arch_of(*torch.cuda.get_device_capability()))
     if options.out is not None:
         writable_folder(options.out)
     console = _console(options.as_json)
     console.print(line, highlight=False, soft_wrap=True)
     command = Command(settings, console, options.as_json, options.out, dataclasses.asdict(facts.environment(where, arguments)))
-    if faults is not None:
-        return partial(command.hunt, faults)
-    return partial(command.check, trial)
+    return partial(command.start, partial(command.check, trial) if faults is None else partial(command.hunt, faults))
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,14 @@ class Command:
     as_json: bool
     out: Path | None
     environment: dict[str, Any]
+
+    def start(self, work: Callable[[], int]) -> int:
+        try:
+            return work()
+        except BrokenProcessPool:
+            words = "Its processes died as they started. Pass --jobs 1, or fewer than now where memory is short."
+            self.console.print(f"[red]{words}", highlight=False, soft_wrap=True)
+            return NOTHING_CHECKED
 
     def check(self, trial: Trial | None) -> int:
         """One given problem, or as many as were asked for."""
@@ -218,8 +227,9 @@ def _default_jobs(device: str) -> int:
     return max(1, min(_GPU_JOBS, (os.cpu_count() or 1) // 2)) if device == "cuda" and cache.KernelCache.default().directory else 1
 
 
-def _faults(names: str) -> list[Mutation]:
-    known = {fault.name: fault for fault in mutations() if fault.tool is None}
+def _faults(names: str, arch: Arch | None) -> list[Mutation]:
+    is_hopper = arch is not None and arch.has_wgmma
+    known = {fault.name: fault for fault in mutations() if fault.tool is None and (is_hopper or not fault.is_hopper)}
     if names == "all":
         return list(known.values())
     chosen = [name.strip() for name in names.split(",") if name.strip()]

@@ -114,19 +114,11 @@ bool flag_of(PyObject* value, bool& flag) {
 // None leaves the number as it is.
 bool length_of(PyObject* value, i64& number) { return value == Py_None || (whole_of(value, number) && number >= 0); }
 
-// The call goes on in Python, which raises by itself; an interrupt is not its own and comes again there.
-void forget_error() {
-  bool is_interrupt = PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) != 0;
-  PyErr_Clear();
-  if (is_interrupt) PyErr_SetInterrupt();
-}
-
-// What a function without arguments says; false, with no exception left, where it raises.
+// What a function without arguments says; false where it raises, as a handler of signals may in it. The exception is the caller's.
 bool ask(PyObject* function, bool& answer) {
   PyObject* result = PyObject_CallNoArgs(function);
   int truth = result == nullptr ? -1 : PyObject_IsTrue(result);
   Py_XDECREF(result);
-  if (truth < 0) forget_error();
   answer = truth > 0;
   return truth >= 0;
 }
@@ -163,7 +155,7 @@ bool is_in_memory(PyObject* value, const View& view) {
   if (view.dtype != Dtype::kFloat64 && view.dtype != Dtype::kFloat32 && view.dtype != Dtype::kFloat16) return true;
   PyObject* answer = PyObject_CallMethodObjArgs(value, text_is_neg, nullptr);
   Py_XDECREF(answer);
-  if (answer == nullptr) forget_error();
+  if (answer == nullptr) PyErr_Clear();
   return answer == Py_False;
 }
 
@@ -173,7 +165,7 @@ bool view_of(PyObject* value, View& view) {
   if (!is_plain_tensor(value)) return false;
   dlpack::Tensor tensor;
   if (state.exchange->tensor_from_python(value, &tensor) != 0) {
-    forget_error();
+    PyErr_Clear();
     return false;
   }
   view.dtype = dtype_of(tensor.dtype);
@@ -267,7 +259,7 @@ bool read_attention(const Arguments& args, Request& request) {
   if (q.dtype == Dtype::kFloat32 && !request.is_on_host) {
     PyObject* precision = PyObject_CallNoArgs(state.matmul_precision);
     if (precision == nullptr) {
-      forget_error();
+      PyErr_Clear();
       return false;
     }
     options.matmul_precision = static_cast<char>(PyUnicode_ReadChar(precision, 0));
@@ -407,7 +399,7 @@ PyObject* failed(const Failure& failure) {
   return nullptr;
 }
 
-// One of the listeners says yes.
+// One of the listeners says yes, or raises.
 bool is_heard() {
   Py_ssize_t count = PyTuple_Size(state.listeners);
   for (Py_ssize_t place = 0; place < count; ++place) {
@@ -417,8 +409,11 @@ bool is_heard() {
   return false;
 }
 
+// None; null where what was asked has raised.
+PyObject* unserved() { return PyErr_Occurred() != nullptr ? nullptr : Py_NewRef(Py_None); }
+
 PyObject* run(Pass pass, Request& request, Reading reading, bool wants_lse, i32 num_more = 0) {
-  if (reading == Reading::kUnserved) Py_RETURN_NONE;
+  if (reading == Reading::kUnserved) return unserved();
   std::shared_ptr<const Plan> plan = reading == Reading::kUnknownGpu ? nullptr : plans.find(request.key);
   if (plan == nullptr) Py_RETURN_FALSE;
   Call& call = request.call;
@@ -452,7 +447,7 @@ PyObject* run(Pass pass, Request& request, Reading reading, bool wants_lse, i32 
 
 PyObject* serve(Pass pass, PyObject* args) {
   Request request;
-  if (!is_any_open() || is_heard()) Py_RETURN_NONE;
+  if (!is_any_open() || is_heard()) return unserved();
   return run(pass, request, read(pass, args, request), true);
 }
 
@@ -478,7 +473,7 @@ PyObject* tuple_of(const Arguments& args) {
 // The forward pass as the public functions call it.
 PyObject* attend(Arguments& args, bool wants_lse) {
   bool needs_grad = false, needs_bias_grad = false;
-  if (is_heard()) Py_RETURN_NONE;
+  if (is_heard()) return unserved();
   for (i32 place = 0; place <= kSinks && aoti_torch_grad_mode_is_enabled(); ++place) {
     PyObject* tensor = args.values[place];
     if (tensor == Py_None) continue;
@@ -492,7 +487,7 @@ PyObject* attend(Arguments& args, bool wants_lse) {
   if (needs_grad) args.values[kNeedsGrad] = Py_True, args.values[kNeedsBiasGrad] = needs_bias_grad ? Py_True : Py_False;
   Request request;
   bool is_read = read_attention(args, request);
-  if (needs_grad && !is_read) Py_RETURN_NONE;
+  if (needs_grad && !is_read) return unserved();
   Reading reading = is_read && !is_checking() ? prepare(Pass::kForward, request) : Reading::kUnserved;
   PyObject* results = run(Pass::kForward, request, reading, wants_lse || needs_grad);
   if (!needs_grad || results == nullptr) return results;
@@ -514,7 +509,7 @@ PyObject* attend_arguments(PyObject*, PyObject* const* given, Py_ssize_t count) 
 // lse is wanted)
 PyObject* attention(PyObject*, PyObject* const* given, Py_ssize_t count) {
   bool is_autocasting = true;
-  if (!is_any_open() || count != 17 || !ask(state.is_autocasting, is_autocasting) || is_autocasting) Py_RETURN_NONE;
+  if (!is_any_open() || count != 17 || !ask(state.is_autocasting, is_autocasting) || is_autocasting) return unserved();
   PyObject *causal = given[3], *window = given[4], *scale = given[5], *mask = given[6], *bias = given[7], *slopes = given[8];
   PyObject *sinks = given[10], *rng_state = given[12], *deterministic = given[13], *layout = given[14], *backend = given[15];
   if (!is_plain_tensor(given[0]) || !is_plain_tensor(given[1]) || !is_plain_tensor(given[2])) Py_RETURN_NONE;
@@ -601,35 +596,38 @@ class Context {
   PyObject *saved, *others, *wanted;
 };
 
-// A tensor whose elements of a row follow each other, as those of the gradient of a sum do not: itself, or a copy. A new reference, or null.
-PyObject* with_whole_rows(PyObject* tensor) {
+// The tensor, or a copy of it where its elements do not follow each other, or, of `rows`, those of a row: the gradient of a sum has strides
+// of 0. A new reference, or null.
+PyObject* compact(PyObject* tensor, bool rows) {
   View view;
-  bool has_whole_rows = !view_of(tensor, view) || view.sizes[kMaxDim - 1] <= 1 || view.strides[kMaxDim - 1] == 1;
-  return has_whole_rows ? Py_NewRef(tensor) : PyObject_CallMethodObjArgs(tensor, text_contiguous, nullptr);
+  bool is_compact = !view_of(tensor, view) || view.is_contiguous() || (rows && (view.size(-1) <= 1 || view.stride(-1) == 1));
+  return is_compact ? Py_NewRef(tensor) : PyObject_CallMethodObjArgs(tensor, text_contiguous, nullptr);
 }
 
 // (dout, and dlse where lse is a result). Not served where it is to be differentiated itself: Python gets all that the context has.
 PyObject* backward_of_node(PyObject* node, PyObject* const* given, Py_ssize_t count) {
   if (count != 1 && count != 2) return PyErr_Format(PyExc_TypeError, "a node of attention takes one or two gradients, not %zd", count);
-  PyObject *dout = given[0], *dlse = count == 2 ? given[1] : Py_None;
   Context context(node);
   if (!context.is_whole()) return nullptr;
   bool may_serve = is_any_open() && !aoti_torch_grad_mode_is_enabled() && !is_heard();
-  PyObject* whole = may_serve ? with_whole_rows(dout) : Py_NewRef(dout);
-  if (whole == nullptr) return nullptr;
-  Request request;
-  PyObject* grads = nullptr;
-  if (may_serve && context.read(whole, dlse, request) && !is_checking()) {
-    grads = run(Pass::kBackward, request, prepare(Pass::kBackward, request), true, 1);  // and None for the call
-  } else {
-    grads = Py_NewRef(Py_None);
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  PyObject *given_dlse = count == 2 ? given[1] : Py_None, *dlse = nullptr, *grads = nullptr;
+  PyObject* dout = may_serve ? compact(given[0], true) : Py_NewRef(given[0]);
+  if (dout != nullptr) dlse = may_serve ? compact(given_dlse, false) : Py_NewRef(given_dlse);
+  if (dlse != nullptr) {
+    Request request;
+    if (may_serve && context.read(dout, dlse, request) && !is_checking()) {
+      grads = run(Pass::kBackward, request, prepare(Pass::kBackward, request), true, 1);  // and None for the call
+    } else {
+      grads = unserved();
+    }
+    // Not served, Python learns it from the same tensors
+    if (grads != nullptr && !PyTuple_Check(grads)) {
+      Py_DECREF(grads);
+      grads = PyObject_CallFunctionObjArgs(python_backward_of_node, context.saved, context.others, context.wanted, dout, dlse, nullptr);
+    }
   }
-  // Not served, Python learns it from the same tensors
-  if (grads != nullptr && !PyTuple_Check(grads)) {
-    Py_DECREF(grads);
-    grads = PyObject_CallFunctionObjArgs(python_backward_of_node, context.saved, context.others, context.wanted, whole, dlse, nullptr);
-  }
-  Py_DECREF(whole);
+  Py_XDECREF(dout), Py_XDECREF(dlse);
   return grads;
 }
 
@@ -663,7 +661,9 @@ PyObject* learn(PyObject*, PyObject* args) {
   Py_ssize_t num_bytes = 0, image_bytes = 0;
   if (!PyArg_ParseTuple(args, "iOy#y#s", &pass, &arguments, &numbers, &num_bytes, &image, &image_bytes, &names)) return nullptr;
   Request request;
-  if (!is_any_open() || read(static_cast<Pass>(pass), arguments, request) != Reading::kFine) Py_RETURN_FALSE;
+  if (!is_any_open() || read(static_cast<Pass>(pass), arguments, request) != Reading::kFine) {
+    return PyErr_Occurred() != nullptr ? nullptr : Py_NewRef(Py_False);
+  }
   std::vector<i64> values(static_cast<size_t>(num_bytes) / sizeof(i64));
   std::memcpy(values.data(), numbers, values.size() * sizeof(i64));
   try {

@@ -393,6 +393,12 @@ struct FwdSm90 {
     named_barrier_sync(kGroupBarrier + group, 128);
   }
 
+  // All lanes together: once one of them hands this Q back, the producer may write over the order before, which none may be reading then,
+  // and end the next phase, in which none may be waiting for this one.
+  FT_DEVICE static void wait_q(Storage& shared, i32 group, u32 place) {
+    mbarrier_wait(shared.full_q[group], place % 2);
+    __syncwarp();
+  }
   FT_DEVICE static void wait_k(Storage& shared, u32 count) { mbarrier_wait(shared.full_k[Stages::stage(count)], Stages::phase(count)); }
   FT_DEVICE static void wait_v(Storage& shared, u32 count) { mbarrier_wait(shared.full_v[Stages::stage(count)], Stages::phase(count)); }
   // One lane of each warp hands a tile back: the last, whose reads are those of a warp that racecheck remembers.
@@ -422,8 +428,10 @@ struct FwdSm90 {
     // Tiles that hide everything from this group: hand them back, and the turn on
     for (; n >= tiles.end && n >= work.n_begin; --n, ++num_k) {
       wait_k(shared, num_k);
+      __syncwarp();
       release(shared.empty_k[Stages::stage(num_k)]);
       wait_v(shared, num_k);
+      __syncwarp();
       release(shared.empty_v[Stages::stage(num_k)]);
       if (n > work.n_begin) {
         take_turn(group);
@@ -520,7 +528,7 @@ struct FwdSm90 {
     // The first turn is that of group 0
     if (group == Config::kNumConsumers - 1) pass_turn(group);
     const Order* order = &order_at(shared, 0);
-    mbarrier_wait(shared.full_q[group], 0);
+    wait_q(shared, group, 0);
     while (!order->is_end) {
       Softmax softmax{{-infinity(), -infinity()}, {0.0f, 0.0f}, {1.0f, 1.0f}, false};
       float rO[kOutputs];
@@ -533,9 +541,7 @@ struct FwdSm90 {
       }
       store(params, shared, order->work, group, factor, softmax, rO);
       u32 next = order->place + 1;
-      // Once the next Q is handed back the producer may write over this order: no lane may be reading it then
-      __syncwarp();
-      mbarrier_wait(shared.full_q[group], next % 2);
+      wait_q(shared, group, next);
       order = &order_at(shared, next);
     }
     if constexpr (kStoresByTma) await_stored_rows();
