@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -15,8 +17,15 @@ from flashtile.backends import cuda, executor, native
 from flashtile.bench import device as facts
 from flashtile.testing import Case, Inputs, assert_agrees, run
 
+SEED = int(os.environ.get("FLASHTILE_SEED") or random.SystemRandom().randrange(2**31))
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 covered: dict[str, set[str]] = {"problems": set(), "kernels": set(), "features": set()}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """At once: these tests take minutes, and what ends them early would take the reasons with it."""
+    if report.failed:
+        print(f"\n{report.nodeid}, FLASHTILE_SEED={SEED}\n{report.longreprtext}", flush=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import random
-
 import pytest
+from conftest import SEED
 
 from flashtile.backends import registry
 from flashtile.check.mutants import hunt_one
@@ -13,11 +11,8 @@ from flashtile.check.runner import Settings, check, check_trials
 from flashtile.check.trial import Trial
 from flashtile.kernels.mutation import mutations
 
-SEED = int(os.environ.get("FLASHTILE_SEED") or random.SystemRandom().randrange(2**31))
-
 
 def settings(*names: str, **options) -> Settings:
-    print(f"FLASHTILE_SEED={SEED}")
     backends = [backend for backend in registry.BACKENDS if "cuda" in backend.devices and (not names or backend.name in names)]
     return Settings(backends, "cuda", SEED, **options)
 

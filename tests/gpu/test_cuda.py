@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
 import threading
 
 import pytest
 import torch
-from conftest import check, covered, precompile
+from conftest import SEED, check, covered, precompile
 
 import flashtile
 from flashtile.backends import cuda
@@ -17,7 +16,6 @@ from flashtile.kernels import plan as plans
 from flashtile.kernels import table
 from flashtile.testing import Case
 
-SEED = int(os.environ.get("FLASHTILE_SEED") or random.SystemRandom().randrange(2**31))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = (1, 21, 32, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256)
 
@@ -116,7 +114,6 @@ def record_features(monkeypatch: pytest.MonkeyPatch):
         return found
 
     monkeypatch.setattr(cuda, "_key", key)
-    print(f"FLASHTILE_SEED={SEED}")
 
 
 def failures(problems: list[tuple[Case, int]]) -> list[str]:

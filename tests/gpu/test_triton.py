@@ -12,8 +12,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
-from conftest import check, covered
-from test_cuda import DTYPES, OPTIONS, SEED, random_problems
+from conftest import SEED, check, covered
+from test_cuda import DTYPES, OPTIONS, random_problems
 
 import flashtile
 from flashtile import ops
