@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,7 +41,6 @@ from flashtile.kernels import plan as plans
 from flashtile.kernels import table
 from flashtile.kernels.arch import Arch, arch_of
 from flashtile.kernels.mutation import mutations
-from flashtile.kernels.plan import Step
 from flashtile.kernels.spec import Features
 from flashtile.runtime.cache import KernelCache
 from flashtile.testing import Case
@@ -193,19 +192,8 @@ def run_jobs(jobs: Sequence[Job]) -> frozenset[str]:
 
 def compile_jobs(jobs: Sequence[Job], arch: Arch) -> frozenset[str]:
     """Compiles what the calls would launch, in as many threads as there are cores; returns the kernels."""
-    units: dict[tuple[str, str], None] = {}
-    launch: Callable[..., None] = executor.launch
-
-    def note(step: Step, values: dict[str, int], *_: Any) -> None:
-        if executor.num_blocks(step, values) > 0:
-            units[step.unit, step.entry] = None
-
-    executor.launch = note
-    try:
-        with native.set_aside():
-            run_jobs(jobs)
-    finally:
-        executor.launch = launch
+    with native.noted() as units:
+        run_jobs(jobs)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda unit: executor.function(*unit, arch.name), units))
     return registry.find(BACKEND).loaded_kernels()
@@ -214,8 +202,7 @@ def compile_jobs(jobs: Sequence[Job], arch: Arch) -> frozenset[str]:
 def faults(tool: str, arch: Arch) -> list[str]:
     """What is planted for a tool: a fault in the kernels of every GPU, and one in those of Hopper where they run."""
     tools = {"missing_barrier": "racecheck"}
-    known = [mutation for mutation in mutations() if arch.has_wgmma or not mutation.is_hopper]
-    return [mutation.name for mutation in known if tools.get(mutation.name, mutation.tool) == tool]
+    return [mutation.name for mutation in mutations() if mutation.is_on(arch) and tools.get(mutation.name, mutation.tool) == tool]
 
 
 def run_fault(name: str) -> None:

@@ -56,9 +56,7 @@ def has_backward(case: Case) -> bool:
 
 def precompile(problems: Iterable[tuple[Case, int]], monkeypatch: pytest.MonkeyPatch, is_forward: bool = False) -> None:
     """Compiles every kernel that the problems will ask for, in as many threads as there are cores."""
-    units: dict[tuple[str, str], None] = {}
-    with monkeypatch.context() as patch, native.set_aside():
-        patch.setattr(executor, "launch", lambda step, *_: units.update({(step.unit, step.entry): None}))
+    with monkeypatch.context() as patch, native.noted() as units:
         patch.setattr(cuda.CudaBackend, "bind", lambda *_: None)
         for case, seed in problems:
             run(case.make(seed, "cuda"), has_backward=has_backward(case) and not is_forward)

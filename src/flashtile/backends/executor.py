@@ -233,7 +233,8 @@ def execute(call: Launch) -> None:
         for step in plan.steps:
             if isinstance(step, Memset):
                 tensors[step.tensor].zero_()
-            elif isinstance(step, Step):
+            else:
+                assert isinstance(step, Step)
                 launch(step, values, image, index, call.arch)
     finish(plan, call.given, tensors)
 
@@ -244,7 +245,8 @@ def execute_on_host(call: Launch, spans: int = 0) -> None:
     for step in call.plan.steps:
         if isinstance(step, Memset):
             tensors[step.tensor].zero_()
-        elif isinstance(step, EnginePass):
+        else:
+            assert isinstance(step, EnginePass)
             run = extension.cpu_backward if step.is_backward else extension.cpu_forward
             run(_address(image), spans, *step.elements)
     finish(call.plan, call.given, tensors)

@@ -21,7 +21,7 @@ from flashtile.backends.executor import Launch
 from flashtile.errors import value_error
 from flashtile.kernels import plan as plans
 from flashtile.kernels import table
-from flashtile.kernels.plan import EnginePass, Memset
+from flashtile.kernels.plan import EnginePass, Memset, Step
 from flashtile.runtime import extension
 
 _SWITCH = "FLASHTILE_EXECUTOR"
@@ -122,6 +122,24 @@ def set_aside() -> Iterator[None]:
         yield
     finally:
         vars(module).update(kept)
+
+
+@contextmanager
+def noted() -> Iterator[dict[tuple[str, str], None]]:
+    """Inside, kernels are not launched but noted: (unit, entry) of each that would be."""
+    found: dict[tuple[str, str], None] = {}
+    launch = executor.launch
+
+    def note(step: Step, values: dict[str, int], image: bytearray, index: int, arch: str) -> None:
+        if executor.num_blocks(step, values) > 0:
+            found[step.unit, step.entry] = None
+
+    executor.launch = note
+    try:
+        with set_aside():
+            yield found
+    finally:
+        executor.launch = launch
 
 
 # A plan as numbers, in the order that csrc/exec/plan.cpp reads them

@@ -157,18 +157,9 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
     with _interruptible(report), _fresh_memory(settings.device), _Judges(settings) as judges, _compilers(settings) as start_compiling:
         # Time counts from when all processes are there
         deadline = None if settings.seconds is None else time.monotonic() + settings.seconds
-        pending = set[Future[Report]]()
-
-        def collect(timeout: float | None = None) -> None:
-            """Takes what is done; without a timeout, at least one."""
-            for future in wait(pending, timeout, FIRST_COMPLETED).done:
-                result = judges.result(future)
-                pending.discard(future)
-                pending.update(judges.started_again())
-                take(result)
 
         def tick() -> None:
-            collect(timeout=0)
+            judges.collect(take, timeout=0)
             progress("compiling", report.num_problems)
 
         try:
@@ -184,15 +175,15 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
                 for batch in _batches(chunk, _BATCH if settings.jobs > 1 else 1):
                     if is_over():
                         break
-                    pending.add(judges.submit(batch, deadline))
+                    judges.submit(batch, deadline)
                     # One chunk is judged while the next is compiled for
-                    while len(pending) > (settings.chunk // _BATCH if settings.jobs > 1 else 0):
-                        collect()
+                    while len(judges.tasks) > (settings.chunk // _BATCH if settings.jobs > 1 else 0):
+                        judges.collect(take)
                 chunk, compiling = following, compiling_next
-            while pending:
-                collect()
+            while judges.tasks:
+                judges.collect(take)
         except KeyboardInterrupt:
-            for future in pending:
+            for future in judges.tasks:
                 if future.done() and future.exception() is None:
                     report.add(future.result())
             raise
@@ -302,22 +293,21 @@ class _Judges:
         self.settings, self.opened = settings, ExitStack()
         self.pool: ProcessPoolExecutor | None = None
         self.apart: ProcessPoolExecutor | None = None
-        self.tasks: dict[Future[Report], _Task] = {}
-        self.again = set[Future[Report]]()
-        self.marks = Path(), itertools.count()
+        self.tasks: dict[Future[Report], _Task] = {}  # what is not collected
+        self.num_tasks = 0
 
     def __enter__(self) -> _Judges:
+        self.folder = Path(self.opened.enter_context(TemporaryDirectory()))
         if self.settings.jobs > 1:
-            self.marks = Path(self.opened.enter_context(TemporaryDirectory())), itertools.count()
             self.pool = self._open(self.settings.jobs)
         return self
 
     def __exit__(self, *error: Any) -> bool | None:
         return self.opened.__exit__(*error)
 
-    def submit(self, trials: Sequence[Trial], deadline: float | None) -> Future[Report]:
-        folder, numbers = self.marks
-        task = _Task(self.pool, folder / str(next(numbers)), trials, deadline)
+    def submit(self, trials: Sequence[Trial], deadline: float | None) -> None:
+        self.num_tasks += 1
+        task = _Task(self.pool, self.folder / str(self.num_tasks), trials, deadline)
         done: Future[Report] = Future()
         if self.pool is None:
             done.set_result(judge_all(trials, self.settings, deadline))
@@ -327,11 +317,15 @@ class _Judges:
             except BrokenProcessPool as error:
                 done.set_exception(error)
         self.tasks[done] = task
-        return done
 
-    def result(self, done: Future[Report]) -> Report:
-        """Of what is done. Where it ended with its pool, it is nothing yet, and `started_again` has it, or it is judged here and now."""
-        task = self.tasks.pop(done)
+    def collect(self, take: Callable[[Report], None], timeout: float | None = None) -> None:
+        """Hands over what is done; without a timeout, at least one."""
+        for done in wait(self.tasks, timeout, FIRST_COMPLETED).done:
+            report = self._result(done, self.tasks[done])
+            del self.tasks[done]
+            take(report)
+
+    def _result(self, done: Future[Report], task: _Task) -> Report:
         try:
             return done.result()
         except BrokenProcessPool:
@@ -342,13 +336,8 @@ class _Judges:
             for trial in task.trials:
                 report.add(self._judge_apart(trial, task.deadline))
         else:
-            self.again.add(self.submit(task.trials, task.deadline))
+            self.submit(task.trials, task.deadline)
         return report
-
-    def started_again(self) -> set[Future[Report]]:
-        """Those that ended with their pool before they began, since the last time this was asked."""
-        again, self.again = self.again, set()
-        return again
 
     def _judge_apart(self, trial: Trial, deadline: float | None) -> Report:
         """Alone in a process; where that dies, each backend in a fresh one, so that it is known of which."""

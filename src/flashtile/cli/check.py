@@ -102,7 +102,7 @@ class Command:
         try:
             return work()
         except BrokenProcessPool:
-            words = "Its processes died as they started. Pass --jobs 1, or fewer than now where memory is short."
+            words = "Its processes died. Pass --jobs 1, or fewer than now where memory is short."
             self.console.print(f"[red]{words}", highlight=False, soft_wrap=True)
             return NOTHING_CHECKED
 
@@ -228,8 +228,7 @@ def _default_jobs(device: str) -> int:
 
 
 def _faults(names: str, arch: Arch | None) -> list[Mutation]:
-    is_hopper = arch is not None and arch.has_wgmma
-    known = {fault.name: fault for fault in mutations() if fault.tool is None and (is_hopper or not fault.is_hopper)}
+    known = {fault.name: fault for fault in mutations() if fault.tool is None and (arch is None or fault.is_on(arch))}
     if names == "all":
         return list(known.values())
     chosen = [name.strip() for name in names.split(",") if name.strip()]

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashtile.kernels.arch import Arch
+
 _LIST = Path(__file__).resolve().parent.parent / "include" / "flashtile" / "core" / "mutation.cuh"
 _ENTRY = re.compile(r"^ +(\w+), +// (?:(memcheck|racecheck|initcheck|synccheck): )?(.*)$", re.MULTILINE)
 _planted: str | None = None
@@ -28,6 +30,10 @@ class Mutation:
     def is_hopper(self) -> bool:
         """It is in the Hopper forward alone."""
         return self.name.startswith("hopper_")
+
+    def is_on(self, arch: Arch) -> bool:
+        """It can show there."""
+        return arch.has_wgmma or not self.is_hopper
 
 
 def mutations() -> list[Mutation]:

@@ -596,39 +596,44 @@ class Context {
   PyObject *saved, *others, *wanted;
 };
 
-// The tensor, or a copy of it where its elements do not follow each other, or, of `rows`, those of a row: the gradient of a sum has strides
-// of 0. A new reference, or null.
-PyObject* compact(PyObject* tensor, bool rows) {
-  View view;
-  bool is_compact = !view_of(tensor, view) || view.is_contiguous() || (rows && (view.size(-1) <= 1 || view.stride(-1) == 1));
-  return is_compact ? Py_NewRef(tensor) : PyObject_CallMethodObjArgs(tensor, text_contiguous, nullptr);
-}
+// A gradient that autograd hands over, and a copy of it where a plan must have one: that of a sum has strides of 0.
+struct Gradient {
+  explicit Gradient(PyObject* given) : tensor(Py_NewRef(given)) {}
+  ~Gradient() { Py_DECREF(tensor); }
+  Gradient(const Gradient&) = delete;
+  Gradient& operator=(const Gradient&) = delete;
+
+  // Takes the copy's place unless `is_fine`. False with an exception set.
+  bool copy_unless(bool is_fine, View& view) {
+    if (is_fine) return true;
+    PyObject* copy = PyObject_CallMethodObjArgs(tensor, text_contiguous, nullptr);
+    if (copy == nullptr) return false;
+    Py_DECREF(std::exchange(tensor, copy));
+    view = View();
+    return view_of(tensor, view);
+  }
+
+  PyObject* tensor;
+};
 
 // (dout, and dlse where lse is a result). Not served where it is to be differentiated itself: Python gets all that the context has.
 PyObject* backward_of_node(PyObject* node, PyObject* const* given, Py_ssize_t count) {
   if (count != 1 && count != 2) return PyErr_Format(PyExc_TypeError, "a node of attention takes one or two gradients, not %zd", count);
   Context context(node);
   if (!context.is_whole()) return nullptr;
-  bool may_serve = is_any_open() && !aoti_torch_grad_mode_is_enabled() && !is_heard();
-  if (PyErr_Occurred() != nullptr) return nullptr;
-  PyObject *given_dlse = count == 2 ? given[1] : Py_None, *dlse = nullptr, *grads = nullptr;
-  PyObject* dout = may_serve ? compact(given[0], true) : Py_NewRef(given[0]);
-  if (dout != nullptr) dlse = may_serve ? compact(given_dlse, false) : Py_NewRef(given_dlse);
-  if (dlse != nullptr) {
-    Request request;
-    if (may_serve && context.read(dout, dlse, request) && !is_checking()) {
-      grads = run(Pass::kBackward, request, prepare(Pass::kBackward, request), true, 1);  // and None for the call
-    } else {
-      grads = unserved();
-    }
-    // Not served, Python learns it from the same tensors
-    if (grads != nullptr && !PyTuple_Check(grads)) {
-      Py_DECREF(grads);
-      grads = PyObject_CallFunctionObjArgs(python_backward_of_node, context.saved, context.others, context.wanted, dout, dlse, nullptr);
-    }
+  Gradient dout(given[0]), dlse(count == 2 ? given[1] : Py_None);
+  Request request;
+  if (is_any_open() && !aoti_torch_grad_mode_is_enabled() && !is_heard() && context.read(dout.tensor, dlse.tensor, request) && !is_checking()) {
+    View &of_dout = request.call.tensors[kDout], &of_dlse = request.call.tensors[kDlse];
+    bool has_rows = of_dout.size(-1) <= 1 || of_dout.stride(-1) == 1;
+    if (!dout.copy_unless(has_rows, of_dout) || !dlse.copy_unless(of_dlse.is_contiguous(), of_dlse)) return nullptr;
+    PyObject* grads = run(Pass::kBackward, request, prepare(Pass::kBackward, request), true, 1);  // and None for the call
+    if (grads == nullptr || PyTuple_Check(grads)) return grads;
+    Py_DECREF(grads);
   }
-  Py_XDECREF(dout), Py_XDECREF(dlse);
-  return grads;
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  // From the same tensors, so that the next one is served
+  return PyObject_CallFunctionObjArgs(python_backward_of_node, context.saved, context.others, context.wanted, dout.tensor, dlse.tensor, nullptr);
 }
 
 using FastFunction = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);  // METH_FASTCALL

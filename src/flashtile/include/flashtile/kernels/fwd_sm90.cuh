@@ -425,7 +425,7 @@ struct FwdSm90 {
     auto needs_mask = [&](i32 n) { return kMasksAlways || n >= tiles.free.end || n < tiles.free.begin; };
     i32 n = work.n_end - 1;
 
-    // Tiles that hide everything from this group: hand them back, and the turn on
+    // Tiles that hide everything from this group: hand them back, lanes together as in wait_q, and the turn on
     for (; n >= tiles.end && n >= work.n_begin; --n, ++num_k) {
       wait_k(shared, num_k);
       __syncwarp();
