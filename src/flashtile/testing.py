@@ -33,6 +33,7 @@ VALUES = {
     "normal": "the normal distribution",
     "tiny": "logits of 1e-7: all keys weigh alike",
     "huge": "logits from about -300 to 300 in steps of 100, rising or falling: exponentials overflow unless the maximum is taken off",
+    "rising": "logits that rise or fall by 3 from the first key to the last: every tile has a maximum a hair above the last one's",
     "dominant": "one key 8 times as long as the others",
     "ties": "every key the same",
     "constant": "every row the same number throughout",
@@ -209,12 +210,13 @@ class _Maker:
         if case.values in ("huge", "dominant", "constant"):
             # Few bits to a number: products and their sums are exact, and no order of summation is luckier than another
             q, k = (q * 4).round() / 4, (k * 4).round() / 4
-        if case.values == "huge":
-            scale = abs(case.scale or case.head_dim**-0.5)
-            step = 2.0 ** round(math.log2(100 / (case.head_dim * scale)))
+        if case.values in ("huge", "rising"):
             # They rise with the keys, or fall where q is negative: every tile has a new maximum
-            rising = torch.linspace(-3, 3, k.shape[-3])[:, None, None] + k[..., :1] / 2
-            return q[..., :1].sign().expand(q.shape), rising.round().clamp(-3, 3).expand(k.shape) * step, v
+            is_huge, scale = case.values == "huge", abs(case.scale or case.head_dim**-0.5)
+            rising = torch.linspace(-3, 3, k.shape[-3])[:, None, None]
+            rising = (rising + k[..., :1] / 2).round().clamp(-3, 3) if is_huge else (rising * 1024).round() / 1024
+            step = 2.0 ** round(math.log2((100 if is_huge else 0.5) / (case.head_dim * scale)))
+            return q[..., :1].sign().expand(q.shape), rising.expand(k.shape) * step, v
         if case.values == "dominant" and k.shape[-3] > 0:
             k[..., int(self.integers(0, k.shape[-3] - 1, 1)), :, :] *= 8
         elif case.values == "ties":

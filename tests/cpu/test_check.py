@@ -74,7 +74,7 @@ def test_everything_is_drawn() -> None:
 
 
 def test_long_keys_and_crowds_are_drawn() -> None:
-    drawn = itertools.islice(Drawer(3, "cuda", "forward", EDGES), 400)
+    drawn = itertools.islice(Drawer(3, "cuda", "forward", EDGES), 1000)
     cases = [trial.case for trial in drawn if trial.case.dtype == torch.bfloat16]
     # The Hopper forward splits keys of more than 512; its blocks, one to a multiprocessor, have three orders before they write over one
     assert any(case.seqlen_k > 1024 and case.num_splits > 1 for case in cases)
@@ -118,6 +118,10 @@ def test_values_are_what_they_say(values: str, dtype: torch.dtype, seed: int) ->
         assert logits.abs().max() < 1e-5
     elif values == "huge":
         assert logits.max() - logits.min() > 200
+    elif values == "rising":
+        steps = logits.diff(dim=-1) * q[..., :1].sign()
+        assert 0 <= steps.min() < steps.max() < 0.2
+        assert 2 < steps.sum(-1).min() <= steps.sum(-1).max() < 5
     elif values == "ties":
         assert torch.equal(logits.amax(-1), logits.amin(-1))
     elif values == "dominant":

@@ -86,6 +86,12 @@ def test_float32_precision_follows_torch(precision: str) -> None:
     assert all(error < 4e-6 for error in errors) if precision == "highest" else all(1e-5 < error < 1e-2 for error in errors)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_maximum_that_rises_with_every_tile(head_dim: int) -> None:
+    case = Case(batch=1, seqlen_q=5, seqlen_k=64000, head_dim=head_dim, head_dim_v=head_dim, values="rising", backend="triton")
+    check(case, seed=3, is_forward=True)
+
+
 def test_repeats_are_bit_equal() -> None:
     q, k, v = (torch.randn(2, 4, 700, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     bias, sinks = torch.randn(4, 1, 700, device="cuda", requires_grad=True), torch.randn(4, device="cuda", requires_grad=True)

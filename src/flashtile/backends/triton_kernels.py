@@ -383,8 +383,10 @@ def fwd_triton_kernel(
                 k_tile = load_tile(k_pointer + row_offset(k, n0), k_offsets, j < seqlen_k, D, BLOCK_D, part != 1)
                 s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                 s, _ = score_tile(s, i[:, None], j[None, :], bias, mask, place, options, flags, part != 1, True, IS_RAW)
-                # Raise the maximum, 0 standing in for the maximum of nothing
-                m_new = tl.maximum(m, tl.max(s, 1) * unit)
+                # Raise the maximum, 0 standing in for the maximum of nothing. In float32 only if p would be above 2: what is scaled down
+                # with every tile, as under ALiBi, gathers the error of every factor
+                m_new = tl.max(s, 1) * unit
+                m_new = tl.where(m_new > m + 1.0, m_new, m) if IS_FLOAT32 else tl.maximum(m, m_new)
                 m_finite = m_new
                 if part != 1 or mask is not None or bias is not None:
                     m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)

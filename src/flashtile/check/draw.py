@@ -157,9 +157,12 @@ class Drawer:
         }
         fit = self.values(options)
         changes["values"] = pick.choice(("normal", "normal", *fit, *(["huge"] * 3 if "huge" in fit else [])))
-        if changes["values"] == "huge":
-            # What it is for shows where one block walks over several tiles
-            sizes["seqlen_k"] = max(sizes["seqlen_k"], self.length(), self.length())
+        if changes["values"] in ("huge", "rising"):
+            # What they are for shows where one block walks over several tiles, or over very many
+            if changes["values"] == "huge":
+                sizes["seqlen_k"] = max(sizes["seqlen_k"], self.length(), self.length())
+            else:
+                sizes |= {"seqlen_q": pick.randint(1, 4), "seqlen_k": pick.randint(500, MAX_SCORES[self.device] // 64)}
             _shrink_to(sizes, MAX_SCORES[self.device])
             changes |= {**sizes, "num_splits": pick.choice((1, 1, changes["num_splits"]))}
         if changes["values"] == "overflow":

@@ -66,7 +66,8 @@ FT_INLINE void softmax_rows(i32 rows, Range columns, float* s, i64 stride, float
     const float* row = s + r * stride;
     vf largest = load(row + columns.begin);
     for (i32 c = columns.begin + kLanes; c < columns.end; c += kLanes) largest = max_vectors(largest, load(row + c));
-    float raised = max_of(m[r], max_across(largest));
+    // The old maximum will do as long as no P is above 2: what is scaled down with every tile, as under ALiBi, gathers the error of every factor
+    float in_tile = max_across(largest), raised = in_tile > m[r] + 1.0f ? in_tile : m[r];
     // The maximum of nothing is replaced by 0, so that 2^(-inf - maximum) is 0 and not NaN
     safe[r] = raised == -kInfinity ? 0.0f : raised;
     alpha[r] = m[r] - safe[r];
@@ -75,13 +76,14 @@ FT_INLINE void softmax_rows(i32 rows, Range columns, float* s, i64 stride, float
   for (i32 r = 0; r < rows; r += kLanes) store(alpha + r, exp2_of(load(alpha + r)));
   for (i32 r = 0; r < rows; ++r) {
     float* row = s + r * stride;
-    vf sum = load(l + r * kLanes) * alpha[r];
+    vf sum = splat(0.0f);
     for (i32 c = columns.begin; c < columns.end; c += kLanes) {
       vf p = exp2_of(load(row + c) - safe[r]);
       sum += p;
       store(row + c, p);
     }
-    store(l + r * kLanes, sum);
+    // A tile's sum is gathered apart: added one by one to that of all keys before, probabilities would lose digits
+    store(l + r * kLanes, load(l + r * kLanes) * alpha[r] + sum);
   }
 }
 
