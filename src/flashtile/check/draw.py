@@ -162,7 +162,8 @@ class Drawer:
             if changes["values"] == "huge":
                 sizes["seqlen_k"] = max(sizes["seqlen_k"], self.length(), self.length())
             else:
-                sizes |= {"seqlen_q": pick.randint(1, 4), "seqlen_k": pick.randint(500, MAX_SCORES[self.device] // 64)}
+                sizes = {"batch": pick.randint(1, 3), "heads": options.group, "heads_kv": 1, "seqlen_q": pick.randint(1, 4)}
+                sizes["seqlen_k"] = pick.randint(500, MAX_SCORES[self.device] // 64)
             _shrink_to(sizes, MAX_SCORES[self.device])
             changes |= {**sizes, "num_splits": pick.choice((1, 1, changes["num_splits"]))}
         if changes["values"] == "overflow":
