@@ -207,7 +207,7 @@ class _Maker:
         case, finite = self.case, torch.finfo(self.case.dtype)
         if case.values == "tiny":
             return q * 2.0**-12, k * 2.0**-12, v
-        if case.values in ("huge", "dominant", "constant"):
+        if case.values in ("huge", "dominant", "constant", "overflow"):
             # Few bits to a number: products and their sums are exact, and no order of summation is luckier than another
             q, k = (q * 4).round() / 4, (k * 4).round() / 4
         if case.values in ("huge", "rising"):

@@ -185,10 +185,20 @@ EnginePass reduce_pass(const EngineCall& call) {
 
 struct BiasScratch {
   BackwardTile tile;
-  float* sums;
+  float *sums, *lost;  // what was added up so far, and what rounding took from it
 
   BiasScratch(const EngineCall& call, float* base) : tile(call, base) {
-    sums = tile.scratch.take(static_cast<i64>(tile.plan.block_m) * tile.plan.block_n);
+    sums = tile.scratch.take(size());
+    lost = tile.scratch.take(size());
+  }
+
+  i64 size() const { return static_cast<i64>(tile.plan.block_m) * tile.plan.block_n; }
+
+  // All heads and batches may share an element, whose gradients cancel: two floats keep what one would lose (Knuth's two-sum)
+  FT_INLINE void add(i64 at, vf x) {
+    vf old = load(sums + at), sum = old + x, added = sum - old;
+    store(sums + at, sum);
+    store(lost + at, load(lost + at) + ((old - (sum - added)) + (x - added)));
   }
 };
 
@@ -203,7 +213,8 @@ void bias_task(const EngineCall& call, i64 task, float* base) {
   i32 own_j = static_cast<i32>(task % n_blocks) * block_n, own_i = static_cast<i32>(task / n_blocks % m_blocks) * block_m;
   i32 own_head = static_cast<i32>(task / n_blocks / m_blocks % p.bias_sizes[1]);
   i32 own_batch = static_cast<i32>(task / n_blocks / m_blocks / p.bias_sizes[1]);
-  fill(t.sums, static_cast<i64>(block_m) * block_n, 0.0f);
+  fill(t.sums, t.size(), 0.0f);
+  fill(t.lost, t.size(), 0.0f);
 
   for (i32 b = has_batch ? own_batch : 0; b < (has_batch ? own_batch + 1 : p.batch); ++b) {
     Sequence s = find_sequence(call, b);
@@ -224,8 +235,7 @@ void bias_task(const EngineCall& call, i64 task, float* base) {
             for (i32 c = 0; c < count; c += kLanes) {
               vf sum = {};
               for (i32 n = r; n < r + shared; ++n) sum += load(tile.ds + static_cast<i64>(n) * block_n + c);
-              float* place = t.sums + static_cast<i64>(has_rows ? r : 0) * block_n + c;
-              store(place, load(place) + sum);
+              t.add(static_cast<i64>(has_rows ? r : 0) * block_n + c, sum);
             }
           }
         }
@@ -235,12 +245,14 @@ void bias_task(const EngineCall& call, i64 task, float* base) {
 
   i64 at = (static_cast<i64>(own_batch) * p.bias_sizes[1] + own_head) * p.bias_sizes[2] * p.bias_sizes[3];
   for (i32 r = 0; r < (has_rows ? min_of<i64>(block_m, p.bias_sizes[2] - own_i) : 1); ++r) {
-    float* sums = t.sums + static_cast<i64>(r) * block_n;
-    if (!has_columns) {
-      float sum = 0.0f;
-      for (i32 c = 0; c < block_n; ++c) sum += sums[c];
-      sums[0] = sum;
+    float *sums = t.sums + static_cast<i64>(r) * block_n, *lost = t.lost + static_cast<i64>(r) * block_n;
+    double all = 0.0;
+    for (i32 c = 0; c < block_n; ++c) {
+      float rest = lost[c] == lost[c] ? lost[c] : 0.0f;  // of an infinite sum it is NaN
+      all += static_cast<double>(sums[c]) + rest;
+      sums[c] += rest;
     }
+    if (!has_columns) sums[0] = static_cast<float>(all);
     i32 columns = has_columns ? static_cast<i32>(min_of<i64>(block_n, p.bias_sizes[3] - own_j)) : 1;
     i64 place = at + (own_i + r) * p.bias_sizes[3] + own_j;
     store_row(static_cast<char*>(p.dbias) + place * bytes_of(call.bias_element), sums, call.bias_element, columns, 1.0f);
