@@ -33,7 +33,7 @@ VALUES = {
     "normal": "the normal distribution",
     "tiny": "logits of 1e-7: all keys weigh alike",
     "huge": "logits from about -300 to 300 in steps of 100, rising or falling: exponentials overflow unless the maximum is taken off",
-    "rising": "logits that rise or fall by 3 from the first key to the last: every tile has a maximum a hair above the last one's",
+    "rising": "logits that rise or fall by 3 over all keys (of a page, if paged): every tile's maximum is a hair above the last one's",
     "dominant": "one key 8 times as long as the others",
     "ties": "every key the same",
     "constant": "every row the same number throughout",
@@ -227,7 +227,7 @@ class _Maker:
         elif case.values == "denormal":
             return tuple(tensor.double() * finite.smallest_normal / 8 for tensor in (q, k, v))  # type: ignore[return-value]
         elif case.values == "overflow":
-            # Kernels sum in float32 before they divide by the row sum, of up to one for each key
+            # Kernels sum in float32 before they divide by the row sum: up to 2 for each key (docs/simt.md), 2.5 under dropout
             largest = finite.max / 4 if case.dtype == torch.float16 else torch.finfo(torch.float32).max / (8 * max(case.seqlen_k, 1))
             v = v.sign() * (0.5 + 0.5 * torch.rand(v.shape, generator=self.generator)) * largest
         elif case.values == "masked_keys" and case.kind == "dense" and mask is not None:

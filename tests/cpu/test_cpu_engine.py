@@ -137,7 +137,7 @@ def test_keys_dealt_out_to_several_tasks(dtype: torch.dtype, kind: str, threads:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_maximum_that_rises_with_every_tile(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is scaled down 500 times must not gather the error of 500 factors: lse was off by 1.3e-5, of 4e-6 allowed."""
+    """What is scaled down 500 times must not gather the error of 500 factors: lse was off by 1.4e-5, of 4e-6 allowed."""
     monkeypatch.setenv("FLASHTILE_CPU_ISA", isa)
     for seed, head_dim in enumerate((64, 128)):
         case = Case(batch=1, seqlen_q=5, seqlen_k=64000, head_dim=head_dim, head_dim_v=head_dim, values="rising", backend="cpu")

@@ -214,7 +214,7 @@ def test_nodes_keep_the_rules_of_autograd(is_known: bool, monkeypatch: pytest.Mo
     for backend in (None, "reference"):
         (dq,) = torch.autograd.grad(flashtile.attention(q, k, v, backend=backend).square().sum(), (q,), create_graph=True)
         second.append(torch.autograd.grad(dq.square().sum(), (k,))[0])
-    torch.testing.assert_close(*second, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*second, rtol=0, atol=2e-5 * second[1].abs().max().item())  # 2.3e-6 at most in 300 draws
 
 
 class Heard(TorchDispatchMode):

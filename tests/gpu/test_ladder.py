@@ -84,6 +84,7 @@ def test_a_kernel_that_goes_wrong_harms_nobody(tmp_path, mistake, words):
         Case(seqlen_q=133, seqlen_k=67, head_dim=64, head_dim_v=64, causal="bottom_right", layout="bshd"),
         Case(seqlen_q=100, seqlen_k=100, head_dim=64, head_dim_v=64, window=(30, 5), memory="sliced"),
         Case(kind="varlen", seqlen_q=200, seqlen_k=200, head_dim=128, head_dim_v=128),
+        Case(batch=1, seqlen_q=5, seqlen_k=64000, head_dim=64, head_dim_v=64, values="rising"),
     ],
 )
 def test_numba(case, seed):

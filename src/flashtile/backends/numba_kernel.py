@@ -67,22 +67,25 @@ def _kernel(num_columns: int) -> Any:
             is_seen = j < seqlen_k and (left < 0 or distance <= left) and (right < 0 or distance >= -right)
             sP[y, x] = s * scale if is_seen else -math.inf
             cuda.syncthreads()
-            # Raise the maximum and scale down what was gathered under the old one; 0 stands for the maximum of nothing
-            m_new = m
-            for n in range(tile):
-                m_new = max(m_new, sP[y, n])
+            # Raise the maximum if a weight would be above e, and scale down what was gathered under the old one (raised by a hair with
+            # every tile, it would gather the error of every factor); 0 stands for the maximum of nothing
+            tile_max = sP[y, 0]
+            for n in range(1, tile):
+                tile_max = max(tile_max, sP[y, n])
+            m_new = tile_max if tile_max > m + float32(1.0) else m
             shift = m_new if m_new > -math.inf else float32(0.0)
             alpha = math.exp(m - shift)
             m = m_new
-            l *= alpha
             for u in range(num_columns):
                 rO[u] *= alpha
-            # Add the tile's values
+            # Add the tile's values, its weights apart: a sum of short sums rounds less
+            total = float32(0.0)
             for n in range(tile):
                 weight = math.exp(sP[y, n] - shift)
-                l += weight
+                total += weight
                 for u in range(num_columns):
                     rO[u] += weight * sV[n, x + tile * u]
+            l = l * alpha + total
 
         # Normalise and store; a row that saw no key has output 0, lse -inf
         if i < seqlen_q:

@@ -76,7 +76,7 @@ FT_INLINE void softmax_rows(i32 rows, Range columns, float* s, i64 stride, float
   for (i32 r = 0; r < rows; r += kLanes) store(alpha + r, exp2_of(load(alpha + r)));
   for (i32 r = 0; r < rows; ++r) {
     float* row = s + r * stride;
-    vf sum = splat(0.0f);
+    vf sum = {};
     for (i32 c = columns.begin; c < columns.end; c += kLanes) {
       vf p = exp2_of(load(row + c) - safe[r]);
       sum += p;

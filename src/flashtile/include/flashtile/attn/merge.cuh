@@ -1,5 +1,6 @@
 // What a row leaves behind: its lse, or, where its keys are split over blocks, the maximum and the sum by which fwd_combine_kernel joins them.
-// Two numbers and not each split's lse: near 300 a float32 has no digits left for the difference of two lse, while maxima are exact.
+// Two numbers and not each split's lse: near 300 a float32 has no digits left for the difference of two lse, while maxima are exact. "Maximum" is
+// whatever the row's exponentials were lowered by: one of its scores, which may be below the largest, by 1 at most (Hopper: 8).
 #pragma once
 
 #include "flashtile/attn/params.cuh"
