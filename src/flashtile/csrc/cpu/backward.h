@@ -246,13 +246,14 @@ void bias_task(const EngineCall& call, i64 task, float* base) {
   i64 at = (static_cast<i64>(own_batch) * p.bias_sizes[1] + own_head) * p.bias_sizes[2] * p.bias_sizes[3];
   for (i32 r = 0; r < (has_rows ? min_of<i64>(block_m, p.bias_sizes[2] - own_i) : 1); ++r) {
     float *sums = t.sums + static_cast<i64>(r) * block_n, *lost = t.lost + static_cast<i64>(r) * block_n;
-    double all = 0.0;
-    for (i32 c = 0; c < block_n; ++c) {
-      float rest = lost[c] == lost[c] ? lost[c] : 0.0f;  // of an infinite sum it is NaN
-      all += static_cast<double>(sums[c]) + rest;
-      sums[c] += rest;
+    for (i32 c = 0; c < block_n; ++c) lost[c] = lost[c] == lost[c] ? lost[c] : 0.0f;  // of an infinite sum it is NaN
+    if (has_columns) {
+      for (i32 c = 0; c < block_n; ++c) sums[c] += lost[c];
+    } else {
+      double all = 0.0;
+      for (i32 c = 0; c < block_n; ++c) all += static_cast<double>(sums[c]) + lost[c];
+      sums[0] = static_cast<float>(all);
     }
-    if (!has_columns) sums[0] = static_cast<float>(all);
     i32 columns = has_columns ? static_cast<i32>(min_of<i64>(block_n, p.bias_sizes[3] - own_j)) : 1;
     i64 place = at + (own_i + r) * p.bias_sizes[3] + own_j;
     store_row(static_cast<char*>(p.dbias) + place * bytes_of(call.bias_element), sums, call.bias_element, columns, 1.0f);

@@ -34,7 +34,7 @@ struct FwdSimtState {
 };
 
 // The maximum (base 2) after a tile whose own is tile_max: the old one as long as no probability is above 2. Raised by a hair with every tile, as
-// under ALiBi, it would scale the first keys down once a tile, by a factor off by the same bit each time: 5.9e-6 of an lse after 61 tiles on an
+// under ALiBi, it would scale the first keys down once a tile, by a factor off by the same bit each time: 5.9e-6 of an lse over 122 tiles on an
 // NVIDIA H200. Now what has been scaled twice weighs at most a quarter. Scope: thread.
 FT_DEVICE float raised_max(float m, float tile_max) { return tile_max > m + 1.0f ? tile_max : m; }
 
