@@ -229,7 +229,7 @@ def test_a_long_sequence_is_right() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_maximum_that_rises_with_every_tile(head_dim: int) -> None:
-    """What is scaled down 1000 or 2000 times must not gather the error of as many factors: lse was off by 1e-5 and 2e-5, of 4e-6 allowed."""
+    """What is scaled down 1000 or 2000 times must not gather as many errors: lse was off by 1e-5 and 2e-5, of 4e-6 allowed."""
     case = Case(batch=1, seqlen_q=5, seqlen_k=64000, head_dim=head_dim, head_dim_v=head_dim, values="rising", num_splits=1, backend="cuda")
     check(case, seed=3, is_forward=True)
 
