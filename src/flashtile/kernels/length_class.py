@@ -1,0 +1,74 @@
+"""Length classes: the only way in which the choice of a kernel may look at the sizes of a call.
+
+A plan's key holds no length. A family (kernels/families/) lists the classes it looks at, and the key holds one small number for each. The thresholds
+are data: the C++ executor gets `serialized` and computes the same numbers (csrc/exec/length_class.h), so a threshold is
+written once. A new kind of class is one type here and one case there; tests/cpu/test_length_class.py compares the two.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flashtile.problem import Shape
+
+
+class SmallGrid(NamedTuple):
+    """1 where tiles of `block_rows` queries make fewer blocks than the GPU has multiprocessors."""
+
+    block_rows: int
+
+    def of(self, shape: Shape, num_multiprocessors: int) -> int:
+        num_blocks = -(-shape.seqlen_q // self.block_rows) * shape.heads * shape.batch
+        return int(num_blocks < num_multiprocessors)
+
+    def serialized(self) -> tuple[int, int, int, int]:
+        return 0, self.block_rows, 0, 0
+
+
+class PackedHeads(NamedTuple):
+    """How many heads should share a tile of `tile_rows` rows: all that share a KV head if that makes fewer tiles than
+    blocks of `block_rows` queries would, else 1."""
+
+    tile_rows: int
+    block_rows: int
+
+    def of(self, shape: Shape, num_multiprocessors: int) -> int:
+        num_heads = shape.heads // shape.heads_kv
+        if not 1 < num_heads <= self.tile_rows:
+            return 1
+        num_packed = -(-shape.seqlen_q // (self.tile_rows // num_heads))
+        num_single = num_heads * -(-shape.seqlen_q // self.block_rows)
+        return num_heads if num_packed < num_single else 1
+
+    def serialized(self) -> tuple[int, int, int, int]:
+        return 1, self.tile_rows, self.block_rows, 0
+
+
+class RaggedQueries(NamedTuple):
+    """1 where blocks of `large` queries would hold over `percent` percent of the rows that blocks of `small` would."""
+
+    large: int
+    small: int
+    percent: int
+
+    def of(self, shape: Shape, num_multiprocessors: int) -> int:
+        rows = -(-shape.seqlen_q // self.large) * self.large
+        return int(100 * rows > self.percent * -(-shape.seqlen_q // self.small) * self.small)
+
+    def serialized(self) -> tuple[int, int, int, int]:
+        return 2, self.large, self.small, self.percent
+
+
+class ManyScores(NamedTuple):
+    """1 where a call has at least 2 ** log2 scores over all heads."""
+
+    log2: int
+
+    def of(self, shape: Shape, num_multiprocessors: int) -> int:
+        return int(shape.batch * shape.heads * shape.seqlen_q * shape.seqlen_k >= 1 << self.log2)
+
+    def serialized(self) -> tuple[int, int, int, int]:
+        return 3, self.log2, 0, 0
+
+
+LengthClass = SmallGrid | PackedHeads | RaggedQueries | ManyScores
