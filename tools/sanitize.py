@@ -1,4 +1,4 @@
-"""Every row of the kernel table under compute-sanitizer: memcheck, racecheck, initcheck, synccheck. Needs a GPU.
+"""Every row of every kernel family under compute-sanitizer: memcheck, racecheck, initcheck, synccheck. Needs a GPU.
 
 Each tool must be silent about our kernels, and must speak about the faults planted for it (core/mutation.cuh): a tool that cannot see the
 kernels would be silent too. Problems are as small as a tile allows. Kernels are compiled before any tool watches, then
@@ -37,11 +37,12 @@ from flashtile.bench import device as facts
 from flashtile.check import mutants
 from flashtile.check.judge import warm
 from flashtile.check.trial import Trial
-from flashtile.kernels import plan as plans
-from flashtile.kernels import table
-from flashtile.kernels.arch import Arch, arch_of
+from flashtile.cli.compile import head_dims
+from flashtile.kernels import assemble, families
+from flashtile.kernels.arch import Arch, arch_here
+from flashtile.kernels.families import Family
 from flashtile.kernels.mutation import mutations
-from flashtile.kernels.spec import Features
+from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
 from flashtile.runtime.cache import KernelCache
 from flashtile.testing import Case
 
@@ -56,129 +57,123 @@ TOOLS = {
 UNFILTERED = ("initcheck",)
 BACKEND = "cuda"
 LIMIT_S = 600.0
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# Those that exist only with an option, those that a plain call launches, and the Hopper forward
-BIAS_KERNELS = tuple(kernel for kernels in table.PASSES.values() for kernel in kernels if "dbias" in kernel)
-PLAIN_KERNELS = tuple(kernel for kernels in table.PASSES.values() for kernel in kernels if kernel not in BIAS_KERNELS)
-HOPPER = "fwd_sm90"
+GRAD_NAMES = GradNeeds._fields
 
 
 @dataclass(frozen=True)
 class Job:
-    """One call. `kernels` take the tile at this place among those that would do, or the last."""
+    """One call of one family, whose kernels take the row at this index among those that would do, or the last."""
 
     trial: Trial
-    kernels: tuple[str, ...] = ()
-    place: int = 0
+    family: str
+    grads: tuple[str, ...] = ()  # of a backward family: those that are wanted
+    row: int | None = None  # None: the rows that a call takes
 
     def run(self) -> None:
-        backend = registry.find(BACKEND)
-        with choosing(self.kernels, self.place):
-            if self.kernels != BIAS_KERNELS:
+        backend, family = registry.find(BACKEND), families.find(self.family)
+        with choosing(family, self.row):
+            if family.op == "forward" or not self.grads:
                 warm(self.trial, backend, "cuda")
                 return
-            # The gradient of the bias alone: the other kernels are reached without one
+            # These gradients alone: other families are reached by their own jobs
             inputs = self.trial.make("cuda")
-            args = inputs.args._replace(needs_grad=True, needs_bias_grad=True)
+            args = inputs.args._replace(needs_grad=True, needs_bias_grad="dbias" in self.grads)
             out, lse = map(torch.zeros_like, ops.empty_outputs(args))
-            needs = GradNeeds(dq=False, dk=False, dv=False, dbias=True, dsinks=False)
+            needs = [name in self.grads for name in GRAD_NAMES]
             with torch.no_grad():
-                ops.backward(inputs.dout, inputs.dlse, *args._replace(backend=BACKEND), out, lse, list(needs))
+                ops.backward(inputs.dout, inputs.dlse, *args._replace(backend=BACKEND), out, lse, needs)
+
+
+@contextmanager
+def choosing(family: Family[Any], row: int | None) -> Iterator[None]:
+    """Calls take the family, and the row at this index for each of its kernels."""
+    rows = {} if row is None else dict.fromkeys(family.kernels, row)
+    assemble.clear_plans()
+    try:
+        with families.forced(family.name), families.forced_rows(rows):
+            yield
+    finally:
+        assemble.clear_plans()
 
 
 def trial(dtype: str, head_dim: int, head_dim_v: int, tile: int, has_backward: bool, **options: Any) -> Trial:
     """A tile of queries and a tail, two tiles of keys and a tail, heads that share keys."""
     sizes = {"seqlen_q": tile + 3, "seqlen_k": 2 * tile + 6, "head_dim": head_dim, "head_dim_v": head_dim_v}
-    return Trial(Case(**{"dtype": DTYPES[dtype], "batch": 1, "heads": 2, "heads_kv": 1, **sizes, **options}), 1, has_backward)
+    given = {"dtype": getattr(torch, dtype), "batch": 1, "heads": 2, "heads_kv": 1, **sizes, **options}
+    return Trial(Case(**given), 1, has_backward)
 
 
 def all_jobs(arch: Arch, dtypes: Sequence[str], head_dims: Sequence[int]) -> list[Job]:
-    """Calls that launch every row of the table that the architecture can run, then every option once."""
-    jobs = []
-    for dtype, head_dim in itertools.product(dtypes, head_dims):
-        for kernels, options in ((PLAIN_KERNELS, {"scale": -0.1}), (BIAS_KERNELS, {"bias": "hqk"})):
-            # A negative scale is nothing that the Hopper forward takes
-            found = [rows(kernel, dtype, head_dim, Features(bias_dtype=dtype if "bias" in options else None), arch) for kernel in kernels]
-            for place in range(max(map(len, found))):
-                tile = max(max(row.block_m, row.block_n) for some in found for row in some[min(place, len(some) - 1) :][:1])
-                jobs.append(Job(trial(dtype, head_dim, head_dim, tile, True, **options), kernels, place))
-    if arch.has_wgmma:
-        for dtype in filter(table.SM90_DTYPES.__contains__, dtypes):
-            jobs += hopper_jobs(dtype, head_dims)
-    return jobs + [Job(one) for one in special_trials(arch, dtypes)]
+    """Calls that launch every row of every family that the architecture can run, then every option once."""
+    jobs: list[Job] = []
+    for family in families.all_families():
+        if not family.runs_on(arch):
+            continue
+        for dtype, dims in itertools.product(family.dtypes, family.head_dims):
+            if dtype in dtypes and max(dims) in head_dims:
+                jobs += row_jobs(family, dtype, dims, arch)
+        if own := [dtype for dtype in family.dtypes if dtype in dtypes]:
+            jobs += special_jobs(family, "float32" if "float32" in own else own[-1], arch)
+    return jobs
 
 
-def hopper_jobs(dtype: str, head_dims: Sequence[int]) -> Iterator[Job]:
-    """Every tile of every pair of head dims, and that of a few queries, whose heads share a tile."""
-    for head_dim, head_dim_v in dict.fromkeys(dims for dims, _, _ in table.all_sm90_tiles() if max(dims) in head_dims):
-        for place, row in enumerate(table.sm90_rows(dtype, dtype, head_dim, head_dim_v, Features(), is_packed=False, is_ragged=False)):
-            yield Job(trial(dtype, head_dim, head_dim_v, row.block_m, False), (HOPPER,), place)
-            if row.stores_p:  # under a band O does not leave where a consumer has no queries
-                yield Job(trial(dtype, head_dim, head_dim_v, row.block_m, False, causal="bottom_right"), (HOPPER,), place)
-        yield Job(trial(dtype, head_dim, head_dim_v, 128, False, seqlen_q=3), (HOPPER,))
+def row_jobs(family: Family[Any], dtype: str, dims: tuple[int, int], arch: Arch) -> Iterator[Job]:
+    for grads in family.grad_sets or ((),):
+        options: dict[str, Any] = {"bias": "hqk"} if "dbias" in grads else {}
+        options |= {"has_sinks": True} if "dsinks" in grads else {}
+        key = key_of(dtype, dims, arch, grads)
+        launched = {step.name.removesuffix("_kernel") for step in family.launch(key, CallLayout("bhsd", ())).steps}
+        found = [family.rows(kernel, key) for kernel in family.kernels if kernel in launched]
+        for index in range(max(map(len, found))):
+            rows = [some[min(index, len(some) - 1)] for some in found]
+            tile = max(max(row.block_m, row.block_n) for row in rows)
+            yield Job(trial(dtype, *dims, tile, False, **options), family.name, grads, index)
+            if family.op == "forward":  # a band has its own ways through the epilogue
+                yield Job(trial(dtype, *dims, tile, False, causal="bottom_right"), family.name, grads, index)
+    if family.op == "forward":  # few queries, whose heads may share a tile
+        yield Job(trial(dtype, *dims, 128, False, seqlen_q=3), family.name)
 
 
-def special_trials(arch: Arch, dtypes: Sequence[str]) -> list[Trial]:
-    """Lengths, pages, splits, narrow loads, masks and dropout, on the tile that a call would take."""
-    plain = Case(batch=2, heads=2, heads_kv=1, seqlen_q=20, seqlen_k=150, head_dim=40, head_dim_v=24)
-    changes: list[dict[str, Any]] = [
-        {"kind": "varlen", "dropout_p": 0.2, "mask": "bhqk"},
-        {"kind": "padded", "softcap": 5.0, "alibi": "bh"},
-        {"kind": "cache", "num_splits": 3, "page_size": 7},
-        {"kind": "paged", "window": (20, 3)},
-        {"memory": "offset", "head_dim": 37, "num_splits": 2},
-        {"bias": "hqk", "has_sinks": True, "causal": "bottom_right"},
-    ]
-    # Those that the Hopper forward takes, over more than one tile of its keys
-    hopper: list[dict[str, Any]] = [
-        {"kind": "varlen", "dropout_p": 0.2},
-        {"kind": "padded", "bias": "hqk", "has_sinks": True},
-        # Long enough for its splits; the second has heads that share a tile
-        {"causal": "bottom_right", "num_splits": 2, "seqlen_k": 1100},
-        {"kind": "used", "num_splits": 2, "seqlen_q": 3, "seqlen_k": 2000},
-        {"mask": "qk", "softcap": 5.0, "alibi": "bh", "is_out_float32": True},
-        # More tiles of work than four for each block: orders lie where others lay
-        {"causal": "bottom_right", "batch": 10, "heads": 60, "heads_kv": 60, "seqlen_q": 180, "seqlen_k": 140},
-        {"kind": "varlen", "causal": "bottom_right", "batch": 20, "heads": 60, "heads_kv": 60, "seqlen_q": 40, "seqlen_k": 9},
-    ]
-    kinds = [("float32", plain, changes)]
-    if arch.has_wgmma:
-        kinds.append(("bfloat16", dataclasses.replace(plain, seqlen_q=200, seqlen_k=300), hopper))
-    trials = []
-    for dtype, case, some in kinds:
-        for change in some if dtype in dtypes else ():
-            has_backward = dtype == "float32" and change.get("kind") not in ("cache", "paged")
-            trials.append(Trial(dataclasses.replace(case, dtype=DTYPES[dtype], **change), 2, has_backward))
-    return trials
+def key_of(dtype: str, dims: tuple[int, int], arch: Arch, grads: tuple[str, ...]) -> PlanKey:
+    features = Features(bias_dtype=dtype if "dbias" in grads else None)
+    return PlanKey(dtype, dtype, *dims, features, arch, grads or None)
 
 
-def rows(kernel: str, dtype: str, head_dim: int, features: Features, arch: Arch) -> list[Any]:
-    return [row for row in table.candidates(kernel, dtype, dtype, head_dim, features) if table.fits(row, arch)]
+# (what a case changes, the features that a family must take)
+SPECIAL: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    ({"kind": "varlen", "dropout_p": 0.2, "mask": "bhqk"}, ()),
+    ({"kind": "padded", "softcap": 5.0, "alibi": "bh"}, ()),
+    ({"bias": "hqk", "has_sinks": True, "causal": "bottom_right"}, ()),
+    ({"memory": "offset", "head_dim": 37, "num_splits": 2}, ("is_aligned16",)),
+    ({"kind": "cache", "num_splits": 3, "page_size": 7}, ("is_paged",)),
+    ({"kind": "paged", "window": (20, 3)}, ("is_paged",)),
+)
+FORWARD_SPECIAL: tuple[dict[str, Any], ...] = (
+    # Long enough for splits of the largest tiles; the second has heads that share a tile
+    {"causal": "bottom_right", "num_splits": 2, "seqlen_k": 1100},
+    {"kind": "used", "num_splits": 2, "seqlen_q": 3, "seqlen_k": 2000},
+    {"mask": "qk", "softcap": 5.0, "alibi": "bh", "is_out_float32": True},
+)
+# More than four work items for each block of a persistent grid: their slots are used again
+CROWDS: tuple[dict[str, Any], ...] = (
+    {"causal": "bottom_right", "batch": 10, "heads": 60, "heads_kv": 60, "seqlen_q": 180, "seqlen_k": 140},
+    {"kind": "varlen", "causal": "bottom_right", "batch": 20, "heads": 60, "heads_kv": 60, "seqlen_q": 40, "seqlen_k": 9},
+)
 
 
-@contextmanager
-def choosing(kernels: Sequence[str], place: int) -> Iterator[None]:
-    """Calls take the tile at this place of the list of each of these kernels, or the last."""
-    select, select_sm90 = table.select, table.select_sm90
-
-    def choose(kernel: str, dtype: str, out_dtype: str, head_dim: int, features: Features, arch: Any, is_small: bool = False) -> Any:
-        if kernel not in kernels:
-            return select(kernel, dtype, out_dtype, head_dim, features, arch, is_small)
-        found = [row for row in table.candidates(kernel, dtype, out_dtype, head_dim, features) if table.fits(row, arch)]
-        return found[min(place, len(found) - 1)]
-
-    def choose_hopper(*call: Any) -> Any:
-        *kind, is_packed, _is_ragged = call
-        found = table.sm90_rows(*kind, is_packed=is_packed, is_ragged=False)
-        return found[min(place, len(found) - 1)] if HOPPER in kernels else select_sm90(*call)
-
-    table.select, table.select_sm90 = choose, choose_hopper
-    plans.forget()
-    try:
-        yield
-    finally:
-        table.select, table.select_sm90 = select, select_sm90
-        plans.forget()
+def special_jobs(family: Family[Any], dtype: str, arch: Arch) -> Iterator[Job]:
+    """Lengths, pages, splits, narrow loads, masks and dropout, on the rows that a call would take."""
+    rows = [row for row in family.every_row(dtype) if row.unfit(arch) is None]
+    sizes = {"seqlen_q": max(row.block_m for row in rows) + 8, "seqlen_k": 2 * max(row.block_n for row in rows) + 44}
+    plain = Case(batch=2, heads=2, heads_kv=1, head_dim=40, head_dim_v=24, dtype=getattr(torch, dtype), **sizes)
+    is_forward = family.op == "forward"
+    changes = [change for change, features in SPECIAL if set(features) <= family.features]
+    if is_forward:
+        changes += FORWARD_SPECIAL
+        if family.launch(key_of(dtype, family.head_dims[0], arch, ()), CallLayout("bhsd", ())).steps[0].max_blocks:
+            changes += CROWDS
+    for change in changes:
+        yield Job(Trial(dataclasses.replace(plain, **change), 2, not is_forward), family.name)
 
 
 def run_jobs(jobs: Sequence[Job]) -> frozenset[str]:
@@ -200,16 +195,18 @@ def compile_jobs(jobs: Sequence[Job], arch: Arch) -> frozenset[str]:
 
 
 def faults(tool: str, arch: Arch) -> list[str]:
-    """What is planted for a tool: a fault in the kernels of every GPU, and one in those of Hopper where they run."""
+    """What is planted for a tool: a fault in the kernels of every GPU, and one in those of a family where it runs."""
     tools = {"missing_barrier": "racecheck"}
-    return [mutation.name for mutation in mutations() if mutation.is_on(arch) and tools.get(mutation.name, mutation.tool) == tool]
+    reachable = [mutation for mutation in mutations() if families.is_reachable(mutation, arch)]
+    return [mutation.name for mutation in reachable if tools.get(mutation.name, mutation.tool) == tool]
 
 
 def run_fault(name: str) -> None:
     (mutation,) = (mutation for mutation in mutations() if mutation.name == name)
-    dtype = "bfloat16" if mutation.is_hopper else "float32"
+    dtype = "float32" if mutation.family is None else families.find(mutation.family).dtypes[-1]
+    has_backward = mutation.family is None or families.find(mutation.family).op == "backward"
     with mutants.broken(name):
-        warm(trial(dtype, 64, 64, 64, dtype == "float32"), registry.find(BACKEND), "cuda")
+        warm(trial(dtype, 64, 64, 64, has_backward), registry.find(BACKEND), "cuda")
         torch.cuda.synchronize()
 
 
@@ -251,21 +248,21 @@ def joined(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Every kernel under compute-sanitizer.")
     parser.add_argument("--tools", default=",".join(TOOLS), help=f"some of {', '.join(TOOLS)}")
-    parser.add_argument("--head-dims", default=",".join(map(str, table.HEAD_DIMS)))
-    parser.add_argument("--dtypes", default=",".join(table.DTYPES))
+    parser.add_argument("--head-dims", default=",".join(map(str, head_dims())))
+    parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--out", type=Path, help="folder to write sanitize.json into; default: results/<device>")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that one process under a tool may take")
     parser.add_argument("--share", help="launch one share of the rows, watched or not: 2/4 is the second of four")
     parser.add_argument("--fault", help="launch kernels with this fault, watched or not")
     options = parser.parse_args(arguments)
     tools, dtypes = options.tools.split(","), options.dtypes.split(",")
-    head_dims = [int(text) for text in options.head_dims.split(",")]
+    dims = [int(text) for text in options.head_dims.split(",")]
     if not torch.cuda.is_available():
         print("sanitize: got no GPU; accepted: a machine with one", file=sys.stderr)
         return 2
-    arch = arch_of(*torch.cuda.get_device_capability())
+    arch = arch_here(*torch.cuda.get_device_capability())
     assert arch is not None
-    jobs = all_jobs(arch, dtypes, head_dims)
+    jobs = all_jobs(arch, dtypes, dims)
     if options.share:
         which, of = map(int, options.share.split("/"))
         print("\n".join(f"launched {kernel}" for kernel in sorted(run_jobs(jobs[which - 1 :: of]))), flush=True)

@@ -1,4 +1,4 @@
-"""Times the tiles of the simt backward kernels, full and causal, float32, B=4 H=16 S=4096: the order in kernels/table.py is theirs.
+"""Times the tiles of the simt backward kernels, full and causal, float32, B=4 H=16 S=4096: the order in kernels/families/bwd_simt.py is theirs.
 
 PYTHONPATH=src python tools/tune_simt.py        writes results/<device>/simt_tiles.csv; of the forward: flashtile bench --tiles
 """
@@ -15,8 +15,9 @@ import torch
 from flashtile.backends import call, cuda, executor
 from flashtile.bench import device as facts
 from flashtile.bench.timing import median_ms
-from flashtile.kernels import plan as plans
-from flashtile.kernels.spec import Features, Row
+from flashtile.kernels import assemble, families
+from flashtile.kernels.families.simt import SimtRow
+from flashtile.kernels.spec import CallLayout, Features, PlanKey
 from flashtile.problem import AttentionArgs
 
 BATCH, HEADS, SEQLEN, ROUNDS = 4, 16, 4096, 7
@@ -30,8 +31,18 @@ TILES = {
 def main() -> None:
     arch = cuda._arch(0)
     assert arch is not None
-    rows = [Row(kernel, "float32", "float32", d, *tile) for kernel, dims in TILES.items() for d, tiles in dims.items() for tile in tiles]
-    steps = {(row, is_causal): plans.step_of(row, Features(has_band=is_causal)) for row in rows for is_causal in (False, True)}
+    rows = [
+        SimtRow(kernel, "float32", "float32", d, d, *tile)
+        for kernel, dims in TILES.items()
+        for d, tiles in dims.items()
+        for tile in tiles
+    ]
+    family, steps = families.find("bwd_simt"), {}
+    for row in rows:
+        for is_causal in (False, True):
+            dims = row.head_dim, row.head_dim_v
+            key = PlanKey("float32", "float32", *dims, Features(has_band=is_causal), arch, ("dq", "dk", "dv"))
+            (steps[row, is_causal],) = family.launch_row(row, key, CallLayout("bhsd", ())).steps
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda step: executor.function(step.unit, step.entry, arch.name), steps.values()))
     environment = asdict(facts.environment("cuda", [], "python tools/tune_simt.py"))
@@ -42,7 +53,7 @@ def main() -> None:
             args = AttentionArgs(q, k, v, causal="top_left" if is_causal else "none")
             out, (lse, lse_log2, delta) = torch.empty_like(q), torch.randn(3, BATCH, HEADS, SEQLEN, device="cuda").unbind()
             given = call.tensors_of(args) | {"out": out, "lse": lse, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
-            plan = plans.plan(cuda._key(args, given, grads=("dq", "dk", "dv")), call.form_of(args, given))
+            plan = assemble.plan(cuda._key(args, given, ("dq", "dk", "dv")), call.layout_of(args, given))
             values = executor.evaluate(plan, given, call.scalars_of(args), cuda._splits(args))
             pointers = {name: tensor.data_ptr() for name, tensor in (given | {"lse_log2": lse_log2, "delta": delta}).items()}
             image = executor.fill(plan, given, call.scalars_of(args), values, pointers)

@@ -15,11 +15,10 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flashtile.backends import cuda, kvcache, native, reference, registry
-from flashtile.backends.base import Backend, BoundForward, GradNeeds, Grads
+from flashtile.backends.base import GradNeeds, Grads
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.errors import unsupported, value_error
-from flashtile.kernels import plan as plans
-from flashtile.problem import NUM_TENSORS, AttentionArgs, Problem, is_checking, lse_dtype, signature, validate
+from flashtile.problem import NUM_TENSORS, AttentionArgs, Problem, is_checking, lse_dtype, validate
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state, "
@@ -93,53 +92,17 @@ def _split(values: tuple[Any, ...]) -> tuple[Tensor, Tensor | None, AttentionArg
 # CPU and CUDA
 
 
-# Forward passes made ready for a call's shapes: what a repeated call saves is every check, choice and size
-_bound: dict[tuple[object, ...], BoundForward] = {}
-_seen: set[tuple[object, ...]] = set()
-_MAX_BOUND = 4096
-
-
 def _forward(*values: Any) -> tuple[Tensor, Tensor]:
     served = native.forward(values)
     return served if served else _forward_by_python(AttentionArgs(*values))
 
 
 def _forward_by_python(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    """Any forward pass, made ready for the next one where the C++ executor does not take it over."""
-    key = signature(args)
-    bound = _bound.get(key)
-    if bound is not None:
-        return bound(args)
-    problem = Problem.of(args)
-    backend = registry.select(problem, args.backend)
+    """Any forward pass."""
+    backend = registry.select(Problem.of(args), args.backend)
     out, lse = empty_outputs(args)
     backend.forward(args, out, lse)
-    if not backend.is_native() and not is_checking():
-        _remember(key, problem, backend, args, out, lse)
     return out, lse
-
-
-def _remember(key: tuple[object, ...], problem: Problem, backend: Backend, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
-    """Makes the second call of a signature ready for all later ones. Lengths that grow with every call never get that far."""
-    if key not in _seen:
-        if len(_seen) >= _MAX_BOUND:
-            _seen.clear()
-        _seen.add(key)
-    elif not registry.choose(problem, args.backend)[1]:  # a slower path speaks up every time
-        bound = backend.bind(args, out, lse)  # their shapes and strides are those of every later call
-        if bound is not None:
-            if len(_bound) >= _MAX_BOUND:
-                _bound.clear()
-            _bound[key] = bound
-
-
-def forget() -> None:
-    """Drops every forward pass made ready, as when kernels are to be made anew."""
-    _bound.clear()
-    _seen.clear()
-
-
-plans.on_forget.append(forget)
 
 
 def _backward(*values: Any) -> tuple[Tensor, ...]:
@@ -153,7 +116,7 @@ def _differentiate(dout: Tensor, dlse: Tensor | None, args: AttentionArgs, out: 
     served = native.backward((dout, dlse, args, out, lse, wanted))
     if served:
         return Grads(*served)
-    backend = registry.select(_backward_problem(args, needs), args.backend)
+    backend = registry.select(_backward_problem(args, needs), args.backend, "backward")
     grads = empty_grads(args, needs)
     backend.backward(args, dout, dlse, out, lse, grads)
     return grads
@@ -170,7 +133,7 @@ def _append_kv(*values: Any) -> None:
     kvcache.validate(args)
     if is_checking():
         kvcache.check_values(args)
-    if cuda.takes_append(args.k.dtype):
+    if cuda.takes_append(args.k):
         cuda.append(args)
     else:
         kvcache.append(args)
@@ -355,7 +318,7 @@ def _backward_autograd(keyset: Any, *values: Any) -> Any:
 def _differentiable_backward(*values: Any) -> tuple[Tensor, ...]:
     """Second derivatives: the backward formulas in PyTorch, which differentiates them, through out and lse too."""
     dout, dlse, args, out, lse, needs = _split(values)
-    backend = registry.select(_backward_problem(args, needs), args.backend)
+    backend = registry.select(_backward_problem(args, needs), args.backend, "backward")
     if backend.name != "reference":
         registry.announce_slow_path(f"{backend.name!r} has no second derivatives; 'reference' computes them and stores the N x N scores")
     grads = empty_grads(args, needs)

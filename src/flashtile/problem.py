@@ -83,6 +83,7 @@ class Problem:
 
     needs_grad: bool
     device: str
+    device_index: int
     dtype: torch.dtype
     out_dtype: torch.dtype
     shape: Shape
@@ -102,14 +103,23 @@ class Problem:
     is_varlen: bool
     has_key_lengths: bool
     page_size: int  # 0 = not paged
+    is_aligned16: bool  # every row of q, k and v starts on a 16-byte boundary and is a multiple of 16 bytes long
+    rows_disjoint: bool  # no two rows of q, k or v overlap in memory
+    heads_disjoint: bool  # no two heads of q share memory
 
     @classmethod
     def of(cls, args: AttentionArgs) -> Problem:
         """Validates the arguments and sums them up."""
-        shape = validate(args)
+        return cls.summary(args, validate(args))
+
+    @classmethod
+    def summary(cls, args: AttentionArgs, shape: Shape) -> Problem:
+        """Of arguments that are known to be valid."""
+        tensors = (args.q, args.k, args.v)
         return cls(
             needs_grad=args.needs_grad,
             device=args.q.device.type,
+            device_index=args.q.device.index or 0,
             dtype=args.q.dtype,
             out_dtype=args.out_dtype or args.q.dtype,
             shape=shape,
@@ -129,7 +139,24 @@ class Problem:
             is_varlen=args.cu_seqlens_q is not None,
             has_key_lengths=args.seqused_k is not None or args.leftpad_k is not None,
             page_size=page_size(args),
+            is_aligned16=all(map(is_aligned16, tensors)),
+            rows_disjoint=all(_rows_disjoint(tensor, args.layout) for tensor in tensors),
+            heads_disjoint=args.q.stride(head_axis(args.layout)) != 0,
         )
+
+
+def is_aligned16(tensor: Tensor) -> bool:
+    """Every row starts on a 16-byte boundary and is a multiple of 16 bytes long."""
+    size = tensor.element_size()
+    if tensor.data_ptr() % 16 or tensor.shape[-1] * size % 16:
+        return False
+    strides = zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
+    return all(stride * size % 16 == 0 for stride, length in strides if length > 1)
+
+
+def _rows_disjoint(tensor: Tensor, layout: str) -> bool:
+    row = row_axis(layout)
+    return tensor.shape[row] <= 1 or tensor.stride(row) >= tensor.shape[-1]
 
 
 def signature(args: AttentionArgs) -> tuple[object, ...]:

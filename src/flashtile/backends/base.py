@@ -9,7 +9,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.errors import dtype_name
+from flashtile.kernels import speeds
 from flashtile.problem import AttentionArgs, Problem
+
+
+def kind_of(problem: Problem, op: str) -> speeds.Kind:
+    """The kind of calls that the problem is compared with."""
+    shape = problem.shape
+    has = {
+        "mask": problem.has_mask,
+        "bias": problem.bias_dtype is not None,
+        "alibi": problem.has_alibi,
+        "softcap": problem.softcap > 0.0,
+        "dropout": problem.dropout_p > 0.0,
+        "lengths": problem.is_varlen or problem.has_key_lengths,
+        "paged": problem.page_size > 0,
+    }
+    arch = problem.device
+    if arch == "cuda":
+        major, minor = torch.cuda.get_device_capability(problem.device_index)
+        arch = f"sm_{major}{minor}"
+    options = tuple(name for name in speeds.OPTIONS if has[name])
+    head_dim, is_large = max(shape.head_dim, shape.head_dim_v), bool(speeds.SIZE.of(shape, 0))
+    return speeds.Kind(arch, op, dtype_name(problem.dtype), head_dim, options, is_large)
 
 
 class GradNeeds(NamedTuple):
@@ -41,9 +64,6 @@ class Grads(NamedTuple):
                 grad.copy_(sums)
 
 
-BoundForward = Callable[[AttentionArgs], tuple[Tensor, Tensor]]
-
-
 class Backend(ABC):
     """One way to compute attention. Every backend gives the same results, within rounding."""
 
@@ -56,30 +76,27 @@ class Backend(ABC):
     takes_mutations: bool = False  # True: its kernels can be broken on purpose (kernels/mutation.py)
 
     @abstractmethod
-    def refuse(self, problem: Problem) -> str | None:
-        """Why this backend does not take the problem, or None if it does. Devices are checked by the registry."""
+    def refuse(self, problem: Problem, op: str) -> str | None:
+        """Why this backend does not take the op ("forward" or "backward") of the problem, or None if it does. Devices are
+        checked by the registry."""
+
+    def time_us(self, problem: Problem, op: str) -> float | None:
+        """Its measured time for calls like this one (kernels/speeds.py), None where it is not known. Asked for problems
+        that it does not refuse."""
+        return speeds.time_us(self.name, kind_of(problem, op))
 
     @abstractmethod
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
         """Fills `out` and `lse`, every element of them."""
 
     @abstractmethod
-    def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
-        """Fills those of `grads` that are there. `out` and `lse` may be those of a larger problem that this is a part of."""
+    def backward(
+        self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
+    ) -> None:
+        """Fills those of `grads` that are there. `out` and `lse` may be those of a larger problem that this is a part of,
+        and of another backend."""
 
-    def bind(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> BoundForward | None:
-        """A forward pass for every call that differs from this one in the values of its tensors alone, or None.
-
-        Tensors keep their shapes, strides, dtypes, devices and their address modulo 16 bytes. What is returned allocates out and lse
-        like the given ones; it is kept and called again.
-        """
-        return None
-
-    def is_native(self) -> bool:
-        """It hands its calls to the C++ executor, which serves the next of their kind: nothing needs to be bound."""
-        return False
-
-    def details(self, problem: Problem) -> dict[str, str]:
+    def details(self, problem: Problem, op: str) -> dict[str, str]:
         """What `explain` says about how this backend would run the problem."""
         return {}
 

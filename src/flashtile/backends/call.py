@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flashtile.backends import dropout
 from flashtile.backends.base import Grads
-from flashtile.kernels.plan import GRADS, Form
+from flashtile.kernels.spec import GRADS, CallLayout
 from flashtile.problem import NUM_TENSORS, AttentionArgs, key_window, softmax_scale
 
 _UNBOUNDED = 1 << 30  # a window at least this wide hides nothing, and sums with positions stay in 32 bits
@@ -25,9 +25,9 @@ def backward_tensors(args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out
     return tensors_of(args) | {name: tensor for name, tensor in others.items() if tensor is not None}
 
 
-def form_of(args: AttentionArgs, given: dict[str, Tensor]) -> Form:
-    optional = tuple(name for name in given if name not in ("q", "k", "v", "out", "lse", "dout", *GRADS))
-    return Form(args.layout, optional, args.max_seqlen_q is not None, args.max_seqlen_k is not None, args.causal == "top_left")
+def layout_of(args: AttentionArgs, tensors: dict[str, Tensor]) -> CallLayout:
+    optional = tuple(name for name in tensors if name not in ("q", "k", "v", "out", "lse", "dout", *GRADS))
+    return CallLayout(args.layout, optional, args.max_seqlen_q is not None, args.max_seqlen_k is not None, args.causal == "top_left")
 
 
 def scalars_of(args: AttentionArgs) -> dict[str, float | int]:

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from flashtile.backends import executor, native
 from flashtile.backends.base import Backend, Grads
-from flashtile.backends.call import backward_tensors, form_of, scalars_of, tensors_of
+from flashtile.backends.call import backward_tensors, layout_of, scalars_of, tensors_of
 from flashtile.backends.executor import Launch, Scalars, Splits
 from flashtile.errors import dtype_name
 from flashtile.kernels.params import Params
-from flashtile.kernels.plan import ENGINE_DTYPES, GRADS, HostKey, host_plan
+from flashtile.kernels.plan import ENGINE_DTYPES
+from flashtile.kernels.spec import GRADS
+from flashtile.kernels.host import HostKey, host_plan
 from flashtile.problem import AttentionArgs, Problem, check_values, is_checking, is_deterministic, shape_of
 from flashtile.runtime import extension
 
@@ -24,7 +26,7 @@ class CpuBackend(Backend):
     summary = "C++ for AVX-512, AVX2 or any processor, chosen at run time; memory linear in the sequence length"
     devices = ("cpu",)
 
-    def refuse(self, problem: Problem) -> str | None:
+    def refuse(self, problem: Problem, op: str) -> str | None:
         if dtype_name(problem.dtype) not in ENGINE_DTYPES:
             return f"{dtype_name(problem.dtype)} is not among its dtypes ({', '.join(ENGINE_DTYPES)})"
         reason = extension.missing()
@@ -51,17 +53,14 @@ class CpuBackend(Backend):
             call = (dout, dlse, tuple(args), out, lse, tuple(grad is not None for grad in grads))
             native.learn_on_host(native.BACKWARD, call, launch)
 
-    def is_native(self) -> bool:
-        return native.missing_on_host() is None
-
-    def details(self, problem: Problem) -> dict[str, str]:
+    def details(self, problem: Problem, op: str) -> dict[str, str]:
         return {"instructions": extension.instruction_set(), "arithmetic": "float32"}
 
 
 def _launch(args: AttentionArgs, given: dict[str, Tensor], scalars: Scalars, grads: tuple[str, ...] | None = None) -> Launch:
     bias = None if args.bias is None else dtype_name(args.bias.dtype)
     key = HostKey(dtype_name(args.q.dtype), dtype_name(given["out"].dtype), bias, args.q.shape[-1], args.v.shape[-1], grads)
-    return Launch(host_plan(key, form_of(args, given)), given, scalars, Splits(1, 1), "")
+    return Launch(host_plan(key, layout_of(args, given)), given, scalars, Splits(1, 1), "")
 
 
 def _has_lengths(args: AttentionArgs) -> bool:

@@ -111,7 +111,7 @@ _EVALUATE: dict[type, Callable[[Any, _Call], float | int]] = {
     plans.BroadcastStride: _broadcast_stride,
     plans.Size: lambda rule, call: call.tensors[rule.tensor].shape[rule.axis] + rule.plus,
     plans.Elements: lambda rule, call: call.tensors[rule.tensor].numel(),
-    plans.Spread: lambda rule, call: 1 if call.tensors[rule.tensor].shape[rule.axis] == 1 else call.values[rule.value],
+    plans.BroadcastSize: lambda rule, call: 1 if call.tensors[rule.tensor].shape[rule.axis] == 1 else call.values[rule.value],
     plans.Value: lambda rule, call: call.values[rule.name],
     plans.Scalar: lambda rule, call: call.scalars[rule.name],
 }
@@ -125,7 +125,7 @@ def evaluate(plan: LaunchPlan, tensors: Tensors, scalars: Scalars, splits: Split
         values[name] = math.prod(int(_EVALUATE[type(rule)](rule, call)) for rule in rules)
     if plan.splits is not None:
         rule = plan.splits
-        num_tiles = -(-values["seqlen_k"] // rule.block_columns)
+        num_tiles = -(-values["seqlen_k"] // rule.split_keys)
         # Left to us: as many as give every multiprocessor its blocks, each with a tile of keys at least
         num_blocks = -(-values["seqlen_q"] // rule.block_rows) * values[rule.heads] * values["batch"]
         wanted = splits.asked or rule.blocks * splits.num_multiprocessors // max(1, num_blocks)
@@ -174,7 +174,7 @@ def num_blocks(step: Step, values: dict[str, int]) -> int:
     if step.is_for_splits and values["num_splits"] == 1:
         return 0
     blocks = math.prod(-(-values[name] // divisor) for name, divisor in step.grid)
-    return min(blocks, values["num_multiprocessors"]) if step.is_persistent else blocks
+    return min(blocks, step.max_blocks * values["num_multiprocessors"]) if step.max_blocks else blocks
 
 
 def tensor_map(patch: MapPatch, tensor: Tensor) -> driver.TensorMap:

@@ -20,7 +20,7 @@ from flashtile.backends import executor
 from flashtile.backends.executor import Launch
 from flashtile.errors import value_error
 from flashtile.kernels import plan as plans
-from flashtile.kernels import table
+from flashtile.kernels import assemble, families
 from flashtile.kernels.plan import EnginePass, Memset, Step
 from flashtile.runtime import extension
 
@@ -82,7 +82,7 @@ def learn(kind: int, args: tuple[Any, ...], launch: Launch) -> None:
     """What calls like this one take from now on, unless it needs a copy. It has been executed, so its kernels are loaded."""
     if missing() is None:
         module = extension.executor()
-        module.set_gpu(launch.device_index, launch.splits.num_multiprocessors, 2 * table.SMALL_BLOCK_M)
+        module.set_gpu(launch.device_index, launch.splits.num_multiprocessors, 128)
         _hand_over(kind, args, launch)
 
 
@@ -106,7 +106,7 @@ def forget() -> None:
     _function("forget")()
 
 
-plans.on_forget.append(forget)
+assemble.on_clear.append(forget)
 
 
 @contextmanager
@@ -171,7 +171,7 @@ def flat(launch: Launch, values: dict[str, int], tensors: Sequence[str], scalars
                 return [_RULES.index("size"), tensors.index(name), -1 - axis, plus]
             case plans.Elements(name):
                 return [_RULES.index("elements"), tensors.index(name), 0, 0]
-            case plans.Spread(name, axis, value):
+            case plans.BroadcastSize(name, axis, value):
                 return [_RULES.index("spread"), tensors.index(name), -1 - axis, values_at[value]]
             case plans.Value(name):
                 return [_RULES.index("value"), values_at[name], 0, 0]
@@ -179,7 +179,7 @@ def flat(launch: Launch, values: dict[str, int], tensors: Sequence[str], scalars
                 return [_RULES.index("scalar"), scalars.index(name), 0, 0]
 
     split = plan.splits
-    numbers = [splits.num_multiprocessors, *((split.block_rows, split.block_columns, split.blocks) if split else (0, 0, 0))]
+    numbers = [splits.num_multiprocessors, *((split.block_rows, split.split_keys, split.blocks) if split else (0, 0, 0))]
     numbers += [values_at[name] for name in ("seqlen_q", "seqlen_k", split.heads, "batch")] if split else [0] * 4
     numbers.append(len(plan.operands))
     for operand in plan.operands:
@@ -213,6 +213,6 @@ def flat(launch: Launch, values: dict[str, int], tensors: Sequence[str], scalars
             kernel = executor.function(step.unit, step.entry, launch.arch)
         numbers += [_KERNEL, 0 if kernel is None else kernel.address(launch.device_index), len(step.grid)]
         numbers += [number for name, divisor in step.grid for number in (values_at[name], divisor)]
-        numbers += [step.num_threads, step.shared_bytes, step.is_for_splits, step.is_persistent]
+        numbers += [step.num_threads, step.shared_bytes, step.is_for_splits, step.max_blocks]
         symbols.append(step.name if kernel is None else kernel.symbol)
     return numbers, symbols

@@ -28,7 +28,7 @@ class NumbaBackend(Backend):
     devices = ("cuda", "cpu")
     is_automatic = False
 
-    def refuse(self, problem: Problem) -> str | None:
+    def refuse(self, problem: Problem, op: str) -> str | None:
         largest = max(problem.shape.head_dim, problem.shape.head_dim_v)
         options = {
             "a mask": problem.has_mask,
@@ -41,7 +41,7 @@ class NumbaBackend(Backend):
         asked = [name for name, is_on in options.items() if is_on]
         if problem.dtype != torch.float32 or problem.out_dtype != torch.float32:
             return f"it computes and stores float32, and this is {dtype_name(problem.dtype)} to {dtype_name(problem.out_dtype)}"
-        if problem.needs_grad:
+        if op == "backward":
             return "it has no backward pass"
         if asked:
             return f"it does not know {' and '.join(asked)}"
@@ -56,7 +56,7 @@ class NumbaBackend(Backend):
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         raise Unsupported("backend: got 'numba' in a backward pass; accepted: another one. It has no backward pass.")
 
-    def details(self, problem: Problem) -> dict[str, str]:
+    def details(self, problem: Problem, op: str) -> dict[str, str]:
         return {"compiled by": "Numba's simulator, not at all" if problem.device == "cpu" else "Numba"}
 
 

@@ -1,16 +1,18 @@
-"""Which backend runs a problem, and why not the others.
+"""Which backend runs an op of a problem, and why not the others.
 
-Backends stand in order of preference. Selection takes the first automatic one that does not refuse; when that is not the
-first one meant for the device, a slower backend serves, and the caller hears about it once per reason.
+Of the automatic backends that do not refuse, the fastest is taken by kernels/speeds.csv, forward and backward each; those whose time is
+not known come last, in the order below. A call that is served more than speeds.SLOW times slower than the fastest known way, torch's
+kernels among them, warns once per reason.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from dataclasses import dataclass
 
-from flashtile.backends.base import Backend
+from flashtile.backends.base import Backend, kind_of
 from flashtile.backends.cpu import CpuBackend
 from flashtile.backends.cuda import CudaBackend
 from flashtile.backends.numba import NumbaBackend
@@ -18,6 +20,7 @@ from flashtile.backends.reference import ReferenceBackend
 from flashtile.backends.tiled import TiledBackend
 from flashtile.backends.triton import TritonBackend
 from flashtile.errors import SlowPathWarning, Unsupported, dtype_name, value_error
+from flashtile.kernels import speeds
 from flashtile.problem import Problem
 
 BACKENDS: list[Backend] = [CudaBackend(), TritonBackend(), CpuBackend(), TiledBackend(), NumbaBackend(), ReferenceBackend()]
@@ -36,44 +39,68 @@ def find(name: str) -> Backend:
     raise value_error("backend", repr(name), "None or one of " + ", ".join(repr(known) for known in names()))
 
 
-def refusal(backend: Backend, problem: Problem) -> str | None:
+def refusal(backend: Backend, problem: Problem, op: str) -> str | None:
     if problem.device not in backend.devices:
         return f"it runs on {' and '.join(backend.devices)}, and q is on {problem.device}"
-    return backend.refuse(problem)
+    return backend.refuse(problem, op)
 
 
-def choose(problem: Problem, name: str | None) -> tuple[Backend, list[str]]:
-    """The backend for the problem, the one asked for or the first that takes it, and why faster ones do not."""
+def choose(problem: Problem, name: str | None, op: str = "forward") -> tuple[Backend, list[str]]:
+    """The backend for an op of the problem: the one asked for, or the fastest that takes it; and why it is slow, if it is."""
     if name is not None:
         backend = find(name)
-        reason = refusal(backend, problem)
-        if reason is not None:
-            raise Unsupported(f"backend: got {name!r}, which refuses: {reason}. accepted: None, or another of {', '.join(names())}.")
+        for each in ("forward", "backward") if problem.needs_grad else ("forward",):
+            reason = refusal(backend, problem, each)
+            if reason is not None:
+                accepted = f"None, or another of {', '.join(names())}"
+                raise Unsupported(f"backend: got {name!r}, which refuses: {reason}. accepted: {accepted}.")
         return backend, []
-    reasons: list[str] = []
-    for backend in BACKENDS:
-        if not backend.is_automatic:
+    taken: list[tuple[float, int, Backend]] = []
+    reasons: dict[int, str] = {}  # of those that refuse
+    for index, backend in enumerate(BACKENDS):
+        if not backend.is_automatic or problem.device not in backend.devices:
             continue
-        reason = refusal(backend, problem)
+        reason = backend.refuse(problem, op)
         if reason is None:
-            return backend, [f"{slow}; {backend.name!r} serves instead" for slow in reasons]
-        if problem.device in backend.devices:
-            reasons.append(f"{backend.name!r} refuses: {reason}")
-    raise Unsupported("no backend takes this call. " + "; ".join(reasons or [f"none runs on {problem.device}"]))
+            us = backend.time_us(problem, op)
+            taken.append((math.inf if us is None else us, index, backend))
+        else:
+            reasons[index] = f"{backend.name!r} refuses: {reason}"
+    if not taken:
+        said = reasons.values() or [f"none runs on {problem.device}"]
+        raise Unsupported("no backend takes this call. " + "; ".join(said))
+    us, chosen, backend = min(taken, key=lambda found: found[:2])
+    before = [reason for index, reason in reasons.items() if index < chosen]
+    return backend, _slow_paths(problem, op, backend, us, before)
 
 
-def select(problem: Problem, name: str | None) -> Backend:
-    """The backend that will run, after saying so if it is a slower one."""
-    backend, reasons = choose(problem, name)
+def _slow_paths(problem: Problem, op: str, backend: Backend, us: float, refusals: list[str]) -> list[str]:
+    """What is to be said of a backend that is far behind the fastest known way, or, where nothing is known of such calls, one
+    that serves because preferred ones refuse."""
+    kind = kind_of(problem, op)
+    best = speeds.best_known(kind)
+    if best is None or us == math.inf:
+        return [f"{reason}; {backend.name!r} serves instead" for reason in refusals]
+    provider, best_us = best
+    if us <= speeds.SLOW * best_us:
+        return []
+    what = ", ".join([f"{kind.dtype} {op}", f"head_dim {kind.head_dim}", *kind.options])
+    times = f"{us / best_us:.0f} times slower than {provider}, the fastest known"
+    return ["; ".join([f"{backend.name!r} serves this call ({what}) {times}", *refusals])]
+
+
+def select(problem: Problem, name: str | None, op: str = "forward") -> Backend:
+    """The backend that will run, after saying so if it is slow."""
+    backend, reasons = choose(problem, name, op)
     for reason in reasons:
         announce_slow_path(reason)
     return backend
 
 
 def announce_slow_path(reason: str) -> None:
-    """A slower way than the best serves a call: an error in strict mode, else one warning per reason."""
+    """A call is served far slower than it could be: an error in strict mode, else one warning per reason."""
     if is_strict():
-        raise Unsupported(f"{reason} (FLASHTILE_STRICT=1 forbids slower paths).")
+        raise Unsupported(f"{reason} (FLASHTILE_STRICT=1 forbids slow paths).")
     if reason not in _warned:
         # From here to the caller of the public function
         warnings.warn(reason, SlowPathWarning, stacklevel=7)
@@ -127,14 +154,19 @@ class Explanation:
 
 def explain(problem: Problem, name: str | None) -> Explanation:
     chosen, slow = choose(problem, name)
+    details = chosen.details(problem, "forward")
+    if problem.needs_grad:
+        backward, slow_backward = choose(problem, name, "backward")
+        slow = [*slow, *slow_backward]
+        details |= {"backward": backward.name} | backward.details(problem, "backward")
     refusals = {}
     for backend in BACKENDS:
         if backend is chosen:
             continue
-        reason = refusal(backend, problem)
+        reason = refusal(backend, problem, "forward")
         if reason is None:
-            reason = f"{chosen.name!r} was asked for" if name is not None else f"{chosen.name!r} comes first"
+            reason = f"{chosen.name!r} was asked for" if name is not None else f"{chosen.name!r} is faster"
             if not backend.is_automatic:
                 reason = f"only taken by name: {backend.summary}"
         refusals[backend.name] = reason
-    return Explanation(problem, chosen.name, chosen.details(problem), refusals, tuple(slow))
+    return Explanation(problem, chosen.name, details, refusals, tuple(slow))

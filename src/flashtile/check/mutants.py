@@ -14,8 +14,7 @@ from typing import Any
 from flashtile.check.judge import is_alive
 from flashtile.check.runner import Report, Settings, check_trials, drawn, processes
 from flashtile.errors import dtype_name
-from flashtile.kernels import plan as plans
-from flashtile.kernels import table
+from flashtile.kernels import assemble, families
 from flashtile.kernels.mutation import Mutation, planted
 
 # A fault is most often seen at once: few problems are compiled for at a time, most of them with options of their own
@@ -70,8 +69,12 @@ def hunt_one(mutation: Mutation, settings: Settings) -> Hunt:
     if not is_alive(settings.device):
         return Hunt(mutation, False, 0, Report(lost="an earlier fault took the GPU from this process"))
     trials = drawn(settings)
-    if mutation.is_hopper:  # other dtypes would not reach the kernel, and a backward pass only costs time
-        trials = (dataclasses.replace(trial, has_backward=False) for trial in trials if dtype_name(trial.case.dtype) in table.SM90_DTYPES)
+    if mutation.family is not None:
+        # Other dtypes would not reach the kernel, and a backward pass only costs time where it is in the forward
+        family = families.find(mutation.family)
+        reaching = (trial for trial in trials if dtype_name(trial.case.dtype) in family.dtypes)
+        is_forward = family.op == "forward"
+        trials = (dataclasses.replace(trial, has_backward=False) if is_forward else trial for trial in reaching)
     with broken(mutation.name):
         report = check_trials(itertools.islice(trials, settings.problems), settings)
     return Hunt(mutation, bool(report.failures), report.num_problems, report)
@@ -82,7 +85,7 @@ def broken(name: str) -> Iterator[None]:
     """Every kernel that is made inside has the fault, and none that was made outside is used."""
     try:
         with planted(name):
-            plans.forget()
+            assemble.clear_plans()
             yield
     finally:
-        plans.forget()
+        assemble.clear_plans()

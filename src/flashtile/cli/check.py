@@ -29,6 +29,7 @@ from flashtile.check.runner import Report, Settings, check, check_trials
 from flashtile.check.trial import Trial
 from flashtile.errors import value_error
 from flashtile.kernels.arch import Arch, arch_of
+from flashtile.kernels import families
 from flashtile.kernels.mutation import Mutation, mutations
 from flashtile.runtime import cache
 
@@ -228,7 +229,7 @@ def _default_jobs(device: str) -> int:
 
 
 def _faults(names: str, arch: Arch | None) -> list[Mutation]:
-    known = {fault.name: fault for fault in mutations() if fault.tool is None and (arch is None or fault.is_on(arch))}
+    known = {fault.name: fault for fault in mutations() if fault.tool is None and (arch is None or families.is_reachable(fault, arch))}
     if names == "all":
         return list(known.values())
     chosen = [name.strip() for name in names.split(",") if name.strip()]

@@ -1,7 +1,7 @@
 """`flashtile compile`: fills the kernel cache for given architectures, no GPU needed, and shows what each kernel takes.
 
-What is compiled comes from the launch plans, so a new row, kernel or step is covered as soon as a plan uses it. A kernel that spills,
-keeps a stack frame, makes the compiler warn or asks for more shared memory than the architecture has is a failure.
+What is compiled comes from the families, so a new row, kernel or step is covered as soon as a family launches it. A kernel that
+spills, keeps a stack frame, makes the compiler warn or asks for more shared memory than the architecture has is a failure.
 """
 
 from __future__ import annotations
@@ -25,26 +25,31 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flashtile.errors import value_error
-from flashtile.kernels import append, table
-from flashtile.kernels import plan as plans
-from flashtile.kernels.arch import ARCHS, Arch, arch_of
-from flashtile.kernels.plan import PlanKey, Step
-from flashtile.kernels.spec import Features
+from flashtile.kernels import append_kv, families
+from flashtile.kernels.arch import ARCHS, Arch, arch_named, arch_of
+from flashtile.kernels.families import Family
+from flashtile.kernels.plan import Step
+from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
 from flashtile.runtime import cache, toolchain
 from flashtile.runtime.nvrtc import CompileError
 from flashtile.runtime.toolchain import Toolchain
 
 _FILE_WIDTH = 200
-_PACKED_HEADS = 4  # any number above 1: kernels do not know it
-_BUCKETS: tuple[dict[str, Any], ...] = ({"is_small": True}, {"is_ragged": True}, {"packed_heads": _PACKED_HEADS})  # of lengths
+_LAYOUT = CallLayout("bhsd", ())  # kernels do not depend on it
 
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel to compile: a step of a plan, and the key that led to it."""
+    """One kernel to compile: a step of a family's launch, and the key that led to it."""
 
     step: Step
     key: PlanKey
+    family: Family[Any] | None = None  # None: no family's
+
+    @property
+    def is_chosen(self) -> bool:
+        """Calls with this key take the kernel, as long as they are plain."""
+        return self.family is None or families.select(self.key) is self.family
 
     @property
     def kernel(self) -> str:
@@ -115,84 +120,142 @@ class Result:
 
 # What to compile
 
-_PASSES = (None, ("dq", "dk", "dv"), ("dbias",))  # forward, and the gradients of a backward pass
+
+def head_dims() -> tuple[int, ...]:
+    """Every padded head dim of every family."""
+    return tuple(sorted({dim for family in families.all_families() for pair in family.head_dims for dim in pair}))
 
 
 def plain_jobs(
     archs: Iterable[Arch],
-    dtypes: Sequence[str] = table.DTYPES,
-    head_dims: Sequence[int] = table.HEAD_DIMS,
+    dtypes: Sequence[str] = DTYPES,
+    dims: Sequence[int] | None = None,
     has_band: bool = False,
 ) -> list[Job]:
-    """Every kernel without any option, or causal. One that exists only with an option comes with that option alone."""
-    keys, appends = [], []
-    for arch, dtype, head_dim in itertools.product(archs, dtypes, head_dims):
-        forward = PlanKey(dtype, dtype, head_dim, head_dim, Features(has_band=has_band), arch)
-        backward = dataclasses.replace(forward, grads=("dq", "dk", "dv", "dsinks"))
-        keys += [forward, *(dataclasses.replace(forward, **bucket) for bucket in _BUCKETS), backward]
-        keys.append(dataclasses.replace(forward, features=Features(has_band=has_band, bias_dtype=dtype), grads=("dbias",)))
-        appends += [(append.kernel(dtype, angle_dtype), forward) for angle_dtype in dict.fromkeys((dtype, "float32"))]
-    return [*_jobs(keys), *_once(Job(step, key) for step, key in appends)]
+    """Every kernel without any option, or causal, for every class of lengths. One that exists only with an option comes with
+    that option alone."""
+    jobs = []
+    for arch in archs:
+        for family, dtype, pair in _tables(arch, dtypes, dims):
+            for grads in _grad_sets(family):
+                bias = dtype if grads == ("dbias",) else None
+                key = PlanKey(dtype, dtype, *pair, Features(has_band=has_band, bias_dtype=bias), arch, grads)
+                jobs += _jobs(family, [key, *_other_lengths(family, key)])
+        for dtype in dtypes:
+            key = PlanKey(dtype, dtype, 0, 0, Features(), arch)
+            angle_dtypes = dict.fromkeys((dtype, "float32"))
+            jobs += [Job(append_kv.kernel(dtype, angle_dtype), key) for angle_dtype in angle_dtypes]
+    return _once(jobs)
 
 
-def embedded_jobs(archs: Sequence[Arch], dtypes: Sequence[str] = table.DTYPES, head_dims: Sequence[int] = table.HEAD_DIMS) -> list[Job]:
-    """The kernels that come with a package: those without an option, and causal ones."""
-    return _once(job for has_band in (False, True) for job in plain_jobs(archs, dtypes, head_dims, has_band))
+def embedded_jobs(archs: Sequence[Arch], dtypes: Sequence[str] = DTYPES, dims: Sequence[int] | None = None) -> list[Job]:
+    """The kernels that come with a package: those without an option, and causal ones, of the families that calls take."""
+    jobs = (job for has_band in (False, True) for job in plain_jobs(archs, dtypes, dims, has_band))
+    return _once(job for job in jobs if job.is_chosen)
 
 
 def covering_jobs(
     archs: Sequence[Arch],
-    dtypes: Sequence[str] = table.DTYPES,
-    head_dims: Sequence[int] = table.HEAD_DIMS,
+    dtypes: Sequence[str] = DTYPES,
+    dims: Sequence[int] | None = None,
     crosses_head_dims: bool = True,
 ) -> list[Job]:
-    """Variants of each kernel in which every two values of its options and dtype meet; its head dims too, or else they take turns."""
-    keys = []
-    hopper = [(arch, None, True) for arch in archs if arch.has_wgmma and set(dtypes) & set(table.SM90_DTYPES)]
-    for arch, grads, is_hopper in [*((arch, grads, False) for arch in archs for grads in _PASSES), *hopper]:
-        factors: dict[str, Sequence[Any]] = {"head_dim": head_dims} if crosses_head_dims else {}
-        factors |= {"dtype": dtypes, "out_dtype": ("own", "float32"), "is_small": (False, True)}
-        for field in dataclasses.fields(Features):
-            factors[field.name] = (False, True) if isinstance(field.default, bool) else _values_of(field.name)
-        if grads is not None:
-            factors |= {"is_paged": (False,), "is_small": (False,)}
-        if is_hopper:
-            factors |= {"dtype": [dtype for dtype in dtypes if dtype in table.SM90_DTYPES], "is_small": (False,)}
-            factors |= {"is_paged": (False,), "is_wide": (True,), "packed_heads": (1, _PACKED_HEADS), "is_ragged": (False, True)}
-        if grads == ("dbias",):
-            factors["bias_dtype"] = ("own", "float32")
-        for choice, turn in zip(pairwise(factors), itertools.cycle(head_dims), strict=False):
-            dtype, out_dtype, head_dim = choice.pop("dtype"), choice.pop("out_dtype"), choice.pop("head_dim", turn)
-            choice["bias_dtype"] = dtype if choice["bias_dtype"] == "own" else choice["bias_dtype"]
-            is_small, out_dtype = choice.pop("is_small"), dtype if out_dtype == "own" else out_dtype
-            bucket = {name: choice.pop(name) for name in ("packed_heads", "is_ragged") if name in choice}
-            keys.append(PlanKey(dtype, out_dtype, head_dim, head_dim, Features(**choice), arch, is_small, grads, **bucket))
-    return _jobs(keys)
+    """Variants of each kernel in which every two values of its options, dtype and length classes meet; its head dims too, or
+    else they take turns."""
+    jobs: list[Job] = []
+    for arch, family in itertools.product(archs, families.all_families()):
+        own_dtypes = [dtype for dtype in dtypes if dtype in family.dtypes]
+        pairs = [pair for pair in family.head_dims if dims is None or max(pair) in dims]
+        if not family.runs_on(arch) or not own_dtypes or not pairs:
+            continue
+        for grads in _grad_sets(family):
+            factors = {"head_dim": pairs} if crosses_head_dims else {}
+            factors |= {"dtype": own_dtypes, "out_dtype": ("own", "float32")} | _feature_values(family, grads)
+            factors |= {which: which.values for which in family.length_classes}
+            for choice, turn in zip(pairwise(factors), itertools.cycle(pairs), strict=False):
+                jobs += _jobs(family, [_chosen_key(family, choice, turn, arch, grads)])
+    return _once(jobs)
 
 
-def edge_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = table.DTYPES, head_dims: Sequence[int] = table.HEAD_DIMS) -> list[Job]:
-    """Variants with few options, of the tiles that take only so many: these are closest to a spill. With many, the tile is another."""
+def edge_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = DTYPES, dims: Sequence[int] | None = None) -> list[Job]:
+    """Variants with few options, of the tiles that take only so many: these are closest to a spill. With many, the tile is
+    another."""
     found = []
-    for arch, dtype, head_dim, grads in itertools.product(archs, dtypes, head_dims, _PASSES):
-        base = PlanKey(dtype, dtype, head_dim, head_dim, Features(), arch, grads=grads)
-        bias = dtype if grads == ("dbias",) else None
-        # A band, lengths and narrow loads are no options of the table's kind: every tile takes them
-        plain = Features(has_band=True, has_lengths=True, is_wide=False, bias_dtype=bias)
-        switches = [field.name for field in dataclasses.fields(Features) if field.default is False and not getattr(plain, field.name)]
-        single = [
-            Features(**(dataclasses.asdict(plain) | {name: True})) for name in switches if not (grads is not None and name == "is_paged")
-        ]
-        wide = dataclasses.replace(plain, is_wide=True)
-        features = [plain, wide, dataclasses.replace(wide, has_lengths=False), dataclasses.replace(wide, has_band=False)]
-        features += [*single, dataclasses.replace(plain, bias_dtype=dtype)]
-        most = dataclasses.replace(plain, bias_dtype=dtype, **dict.fromkeys(switches, True))
-        tiles = {job.kernel: job.tile for job in _jobs([dataclasses.replace(base, features=most)])}
-        jobs = _jobs(dataclasses.replace(base, features=some) for some in features)
-        found += [job for job in jobs if job.has_tile and job.tile != tiles.get(job.kernel)]
+    for arch in archs:
+        for family, dtype, pair in _tables(arch, dtypes, dims):
+            for grads in _grad_sets(family):
+                base = PlanKey(dtype, dtype, *pair, Features(), arch, grads)
+                # A band, lengths and narrow loads cost no registers of the table's kind: every tile takes them
+                wanted = {"has_band": True, "has_lengths": True, "is_aligned16": False}
+                plain = Features(
+                    bias_dtype=dtype if grads == ("dbias",) else None,
+                    **{name: value for name, value in wanted.items() if name in family.features},  # type: ignore[arg-type]
+                )
+                wide = dataclasses.replace(plain, is_aligned16=True)
+                switches = [
+                    field.name
+                    for field in dataclasses.fields(Features)
+                    if field.default is False and field.name in family.features and not getattr(plain, field.name)
+                ]
+                features = [plain, wide]
+                features += [dataclasses.replace(wide, **{name: False}) for name in ("has_lengths", "has_band")]
+                features += [dataclasses.replace(plain, **{name: True}) for name in switches]
+                features += [dataclasses.replace(plain, bias_dtype=dtype)]
+                most = dataclasses.replace(plain, bias_dtype=dtype, **dict.fromkeys(switches, True))
+                tiles = {job.kernel: job.tile for job in _jobs(family, [dataclasses.replace(base, features=most)])}
+                jobs = _jobs(family, [dataclasses.replace(base, features=some) for some in features])
+                found += [job for job in jobs if job.has_tile and job.tile != tiles.get(job.kernel)]
     return _once(found)
 
 
-def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+def _tables(
+    arch: Arch, dtypes: Sequence[str], dims: Sequence[int] | None
+) -> Iterator[tuple[Family[Any], str, tuple[int, int]]]:
+    """Every family that runs on the architecture, with each of its dtypes and pairs of head dims."""
+    for family in families.all_families():
+        if family.runs_on(arch):
+            for dtype, pair in itertools.product(family.dtypes, family.head_dims):
+                if dtype in dtypes and (dims is None or max(pair) in dims):
+                    yield family, dtype, pair
+
+
+def _grad_sets(family: Family[Any]) -> tuple[tuple[str, ...] | None, ...]:
+    return family.grad_sets or (None,)
+
+
+def _other_lengths(family: Family[Any], key: PlanKey) -> list[PlanKey]:
+    """The keys of calls that differ in the class of their lengths alone."""
+    return [
+        dataclasses.replace(key, classes=((which, value),))
+        for which in family.length_classes
+        for value in which.values[1:]
+    ]
+
+
+def _feature_values(family: Family[Any], grads: tuple[str, ...] | None) -> dict[str, Sequence[Any]]:
+    """The values that each feature of the family may have."""
+    values: dict[str, Sequence[Any]] = {}
+    for field in dataclasses.fields(Features):
+        if field.name not in family.features:
+            values[field.name] = (field.default,)
+        elif field.name == "bias_dtype":
+            values[field.name] = ("own", "float32") if grads == ("dbias",) else (None, "own", "float32")
+        else:
+            values[field.name] = (False, True)
+    return values
+
+
+def _chosen_key(
+    family: Family[Any], choice: dict[Any, Any], turn: tuple[int, int], arch: Arch, grads: tuple[str, ...] | None
+) -> PlanKey:
+    dtype, out_dtype, pair = choice.pop("dtype"), choice.pop("out_dtype"), choice.pop("head_dim", turn)
+    classes = tuple((which, choice.pop(which)) for which in family.length_classes)
+    choice["bias_dtype"] = dtype if choice["bias_dtype"] == "own" else choice["bias_dtype"]
+    out_dtype = dtype if out_dtype == "own" else out_dtype
+    return PlanKey(dtype, out_dtype, *pair, Features(**choice), arch, grads, classes=classes)
+
+
+def pairwise(factors: Mapping[Any, Sequence[Any]]) -> list[dict[Any, Any]]:
     """A short list of choices in which every two values of two factors meet. The same factors always give the same list."""
     names = list(factors)
     missing = {
@@ -200,7 +263,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
         for one, other in itertools.combinations(names, 2)
         for pair in itertools.product(((one, value) for value in factors[one]), ((other, value) for value in factors[other]))
     }
-    chosen: list[dict[str, Any]] = []
+    chosen: list[dict[Any, Any]] = []
     while missing:
         choice = dict(next(iter(missing)))
         for name in names:
@@ -217,18 +280,13 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     return chosen
 
 
-def _pairs(names: Sequence[str], choice: Mapping[str, Any]) -> dict[Any, None]:
+def _pairs(names: Sequence[Any], choice: Mapping[Any, Any]) -> dict[Any, None]:
     return dict.fromkeys(itertools.combinations([(name, choice[name]) for name in names if name in choice], 2))
 
 
-def _values_of(feature: str) -> tuple[Any, ...]:
-    """The values of a feature that is more than a switch."""
-    return {"bias_dtype": (None, "own", "float32")}[feature]
-
-
-def _jobs(keys: Iterable[PlanKey]) -> list[Job]:
-    """The kernels of the plans, each once."""
-    return _once(Job(step, key) for key in keys for step in plans.kernels(key))
+def _jobs(family: Family[Any], keys: Iterable[PlanKey]) -> list[Job]:
+    """The kernels that the family launches, each once."""
+    return _once(Job(step, key, family) for key in keys for step in family.launch(key, _LAYOUT).steps)
 
 
 def _once(jobs: Iterable[Job]) -> list[Job]:
@@ -254,8 +312,7 @@ def _asked_archs(names: Sequence[str], compiler: Toolchain) -> list[Arch]:
     archs = []
     accepted = f"one of {', '.join(arch.name for arch in ARCHS.values())}"
     for name in names:
-        digits = name.removeprefix("sm_").removesuffix("a")
-        arch = arch_of(int(digits) // 10, int(digits) % 10) if digits.isdigit() else None
+        arch = arch_named(name)
         if arch is None:
             raise value_error("--arch", name, accepted)
         if arch.number not in compiler.archs:
@@ -272,9 +329,6 @@ def _archs_found() -> list[Arch]:
         way_out = f"Name what to compile for, as in --arch sm_90, or take --all; known: {', '.join(arch.name for arch in ARCHS.values())}"
         raise value_error("--arch", "none, and no GPU to take it from", "the architecture of a GPU, once or more", way_out)
     return list(dict.fromkeys(archs))
-
-
-# How well it will run
 
 
 # Compiling
@@ -336,14 +390,15 @@ def prepare(options: Options) -> Callable[[], int]:
     """Checks the options. What it returns does the work and gives the exit status."""
     compiler = toolchain.find()
     for dtype in options.dtypes:
-        if dtype not in table.DTYPES:
-            raise value_error("--dtype", dtype, f"one of {', '.join(table.DTYPES)}")
-    head_dims = []
+        if dtype not in DTYPES:
+            raise value_error("--dtype", dtype, f"one of {', '.join(DTYPES)}")
+    known_dims = head_dims()
+    dims = []
     for head_dim in options.head_dims:
-        padded = table.padded_head_dim(head_dim) if head_dim > 0 else None
+        padded = next((known for known in known_dims if 0 < head_dim <= known), None)
         if padded is None:
-            raise value_error("--head-dim", str(head_dim), f"1 to {table.HEAD_DIMS[-1]}")
-        head_dims.append(padded)
+            raise value_error("--head-dim", str(head_dim), f"1 to {known_dims[-1]}")
+        dims.append(padded)
     if options.num_threads is not None and options.num_threads < 1:
         raise value_error("--jobs", str(options.num_threads), "1 or more")
     skipped = []
@@ -355,7 +410,7 @@ def prepare(options: Options) -> Callable[[], int]:
         skipped = [why_unknown(arch, compiler) for arch in ARCHS.values() if arch.number not in known]
     else:
         archs = _archs_found()
-    chosen = (archs, options.dtypes or table.DTYPES, head_dims or table.HEAD_DIMS)
+    chosen = (archs, options.dtypes or DTYPES, dims or known_dims)
     jobs = plain_jobs(*chosen) if options.embed is None else embedded_jobs(*chosen)
     if options.is_all:
         seen = {job.identity for job in jobs}

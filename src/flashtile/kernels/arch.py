@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
+
+from flashtile.errors import value_error
 
 
 @dataclass(frozen=True)
@@ -18,10 +21,12 @@ class Arch:
     max_thread_scores: int = 64  # of a tile, that the compiler keeps in a thread's registers without a spill
     suffix: str = ""  # "a": with the instructions that only this architecture has
     has_wgmma: bool = False
+    target: str = ""  # what is compiled for, where it is not the architecture itself (FLASHTILE_ARCH)
 
     @property
     def name(self) -> str:
-        return f"sm_{self.number}{self.suffix}"
+        """The compile target."""
+        return self.target or f"sm_{self.number}{self.suffix}"
 
     def blocks_per_multiprocessor(self, num_threads: int, registers: int, shared_bytes: int) -> int:
         """How many blocks a multiprocessor can hold at a time, by warps, registers and shared memory."""
@@ -52,7 +57,7 @@ ARCHS = {
 
 
 def arch_of(major: int, minor: int) -> Arch | None:
-    """The target for a GPU: its own number, else the closest older one of its major version with its own number as the name."""
+    """The target for a GPU: its own number, else the closest older one of its major version under its own number."""
     number = 10 * major + minor
     if number in ARCHS:
         return ARCHS[number]
@@ -60,3 +65,25 @@ def arch_of(major: int, minor: int) -> Arch | None:
     if not older:
         return None
     return replace(max(older, key=lambda arch: arch.number), number=number)
+
+
+_SWITCH = "FLASHTILE_ARCH"
+
+
+def arch_named(name: str) -> Arch | None:
+    """The architecture of a name such as sm_80 or sm_90a, or None."""
+    digits = name.removeprefix("sm_").removesuffix("a")
+    return arch_of(int(digits) // 10, int(digits) % 10) if digits.isdigit() else None
+
+
+def arch_here(major: int, minor: int) -> Arch | None:
+    """What a GPU is taken for: itself, or under FLASHTILE_ARCH a GPU of that architecture, with its rows and its limits,
+    whose kernels are compiled for this one. For tests, check and bench."""
+    own, name = arch_of(major, minor), os.environ.get(_SWITCH)
+    if not name or own is None:
+        return own
+    other = arch_named(name)
+    if other is None or other.shared_bytes > own.shared_bytes:
+        known = [arch.name for arch in ARCHS.values() if arch.shared_bytes <= own.shared_bytes]
+        raise value_error(_SWITCH, repr(name), f"one that fits this GPU: {', '.join(known)}", "Unset it")
+    return replace(other, target=own.name)

@@ -1,8 +1,10 @@
 """Length classes: the only way in which the choice of a kernel may look at the sizes of a call.
 
-A plan's key holds no length. A family (kernels/families/) lists the classes it looks at, and the key holds one small number for each. The thresholds
-are data: the C++ executor gets `serialized` and computes the same numbers (csrc/exec/length_class.h), so a threshold is
-written once. A new kind of class is one type here and one case there; tests/cpu/test_length_class.py compares the two.
+A plan's key holds no length. A family (kernels/families/) lists the classes it looks at, and the key holds one small
+number for each. The thresholds are data: the C++ executor gets `serialized` and computes the same numbers
+(csrc/exec/length_class.h), so a threshold is written once. A new kind of class is one type here and one case there;
+tests/cpu/test_length_class.py compares the two. `values` are those that lead to different kernels, the value of a long
+call first.
 """
 
 from __future__ import annotations
@@ -16,6 +18,10 @@ class SmallGrid(NamedTuple):
     """1 where tiles of `block_rows` queries make fewer blocks than the GPU has multiprocessors."""
 
     block_rows: int
+
+    @property
+    def values(self) -> tuple[int, int]:
+        return (0, 1)
 
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
         num_blocks = -(-shape.seqlen_q // self.block_rows) * shape.heads * shape.batch
@@ -31,6 +37,10 @@ class PackedHeads(NamedTuple):
 
     tile_rows: int
     block_rows: int
+
+    @property
+    def values(self) -> tuple[int, int]:
+        return (1, 4)  # any number above 1: kernels do not know it
 
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
         num_heads = shape.heads // shape.heads_kv
@@ -51,6 +61,10 @@ class RaggedQueries(NamedTuple):
     small: int
     percent: int
 
+    @property
+    def values(self) -> tuple[int, int]:
+        return (0, 1)
+
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
         rows = -(-shape.seqlen_q // self.large) * self.large
         return int(100 * rows > self.percent * -(-shape.seqlen_q // self.small) * self.small)
@@ -63,6 +77,10 @@ class ManyScores(NamedTuple):
     """1 where a call has at least 2 ** log2 scores over all heads."""
 
     log2: int
+
+    @property
+    def values(self) -> tuple[int, int]:
+        return (1, 0)
 
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
         return int(shape.batch * shape.heads * shape.seqlen_q * shape.seqlen_k >= 1 << self.log2)

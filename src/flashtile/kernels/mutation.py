@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashtile.kernels.arch import Arch
-
 _LIST = Path(__file__).resolve().parent.parent / "include" / "flashtile" / "core" / "mutation.cuh"
 _ENTRY = re.compile(r"^ +(\w+), +// (?:(memcheck|racecheck|initcheck|synccheck): )?(.*)$", re.MULTILINE)
 _planted: str | None = None
@@ -27,13 +25,9 @@ class Mutation:
     tool: str | None  # of compute-sanitizer, where that alone is sure to see it
 
     @property
-    def is_hopper(self) -> bool:
-        """It is in the Hopper forward alone."""
-        return self.name.startswith("hopper_")
-
-    def is_on(self, arch: Arch) -> bool:
-        """It can show there."""
-        return arch.has_wgmma or not self.is_hopper
+    def family(self) -> str | None:
+        """The family whose kernel alone has it, by its prefix."""
+        return "fwd_sm90" if self.name.startswith("hopper_") else None
 
 
 def mutations() -> list[Mutation]:

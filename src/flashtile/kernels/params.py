@@ -64,7 +64,7 @@ class FwdSm90Params(ctypes.Structure):
 Struct = type[Params] | type[AppendParams] | type[FwdSm90Params]
 
 
-def place(struct: Struct, name: str, index: int = 0) -> tuple[int, str]:
+def field_at(struct: Struct, name: str, index: int = 0) -> tuple[int, str]:
     """The offset of a field, or of one element of it, and its code in the struct module."""
     kind: Any = next(kind for field, kind, *_ in struct._fields_ if field == name)
     element = getattr(kind, "_type_", kind) if issubclass(kind, ctypes.Array) else kind

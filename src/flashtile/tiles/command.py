@@ -22,7 +22,7 @@ from flashtile.ladder.launcher import current_arch
 from flashtile.ladder.rows import Counters
 from flashtile.tiles import figures, study, tables
 from flashtile.tiles.rows import TileRow
-from flashtile.tiles.study import Family, Trial
+from flashtile.tiles.study import Study, Trial
 
 _BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S = 0.05, 6.0, 150.0
 
@@ -31,7 +31,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     """The job; what can be refused is refused here, before anything is measured."""
     if replace(options, dtype=None, out=None, as_json=False) != Options():
         raise value_error("--tiles", "options of a sweep beside it", "--dtype, --out and --json", "Drop the others")
-    chosen = study.families(None if options.dtype is None else dtype_key(options.dtype))
+    chosen = study.studies(None if options.dtype is None else dtype_key(options.dtype))
     where, line = device.resolve(None)
     if where != "cuda":
         way_out = "`flashtile compile` needs none and shows what the kernels of the table take"
@@ -47,7 +47,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
 class Run:
     """A study under way."""
 
-    chosen: Sequence[Family]
+    chosen: Sequence[Study]
     arch: Arch
     folder: Path
     env: Environment
@@ -57,9 +57,9 @@ class Run:
     def start(self) -> int:
         rows, written = list[TileRow](), list[Path]()
         try:
-            for family in self.chosen:
-                path = self.folder / f"tiles_{family.dtype}.csv"
-                found = self._family(family)
+            for one in self.chosen:
+                path = self.folder / f"tiles_{one.dtype}.csv"
+                found = self._study(one)
                 with Writer(path, TileRow) as writer:
                     writer.add(found)
                 rows += found
@@ -83,26 +83,26 @@ class Run:
         for text in reasons:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def _family(self, family: Family) -> list[TileRow]:
+    def _study(self, chosen: Study) -> list[TileRow]:
         """Each head dim by itself: its tiles and the peer take turns in every round."""
         timed = list[Row]()
         with progress_bar(self.console) as progress:
-            task = progress.add_task("", total=2 * len(family.head_dims))
-            for head_dim in family.head_dims:
-                contenders = [*(trial.provider() for trial in family.trials(head_dim)), study.peer(family)]
+            task = progress.add_task("", total=2 * len(chosen.head_dims))
+            for head_dim in chosen.head_dims:
+                contenders = [*(trial.provider() for trial in chosen.trials(head_dim)), study.peer(chosen)]
                 settings = Settings("cuda", device.cache_bytes("cuda"), _BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S)
-                sweep = Sweep(family.plan(head_dim), contenders, settings, self.env)
+                sweep = Sweep(chosen.plan(head_dim), contenders, settings, self.env)
                 for found in sweep.rows(lambda point, name: progress.update(task, description=f"d={point.head_dim}: {name}")):
                     timed += found
                     progress.advance(task)
         counted, reason = self._count(timed)
-        trials = {trial.provider_name: trial for head_dim in family.head_dims for trial in family.trials(head_dim)}
+        trials = {trial.provider_name: trial for head_dim in chosen.head_dims for trial in chosen.trials(head_dim)}
         peers = {row.point: row.tflops for row in timed if row.is_baseline and row.is_ok}
         studied = []
         for row in timed:
             if not row.is_baseline:
                 counts, why = (Counters(), "counted in the full call") if row.is_causal else (counted.get(row.provider, Counters()), reason)
-                studied.append(self._row(trials[row.provider], row, counts, why, family.peer, peers.get(row.point)))
+                studied.append(self._row(trials[row.provider], row, counts, why, chosen.peer, peers.get(row.point)))
         return studied
 
     def _count(self, timed: Sequence[Row]) -> tuple[dict[str, Counters], str]:

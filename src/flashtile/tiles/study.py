@@ -17,18 +17,19 @@ from flashtile.bench import providers
 from flashtile.bench.points import DTYPES, Inputs, Plan, Point
 from flashtile.bench.providers import Attend, Provider
 from flashtile.errors import dtype_name, unsupported, value_error
-from flashtile.kernels import plan as plans
-from flashtile.kernels import table
+from flashtile.kernels import families
 from flashtile.kernels.arch import Arch
+from flashtile.kernels.families import Row
+from flashtile.kernels.families.fwd_sm90 import Sm90Row
+from flashtile.kernels.families.simt import SimtRow
 from flashtile.kernels.plan import Step
-from flashtile.kernels.spec import Features, Row, Sm90Row
+from flashtile.kernels.spec import CallLayout, Features, PlanKey
 from flashtile.ladder.launcher import current_arch
 from flashtile.problem import AttentionArgs
 from flashtile.runtime import cache
 from flashtile.runtime.nvrtc import CompileError, Resources
 
-AnyRow = Row | Sm90Row
-
+_LAYOUT = CallLayout("bhsd", ())
 # head dim -> (block_m, block_n, num_warps)
 _SIMT_TILES = {
     64: (
@@ -59,103 +60,90 @@ _BATCH, _SEQLEN = 4, 4096
 
 
 @dataclass(frozen=True)
-class Family:
-    """A kernel whose tiles are compared, in one dtype, and the peer that is timed beside them."""
+class Study:
+    """A family whose tiles are compared, in one dtype, and the peer that is timed beside them."""
 
-    kernel: str
+    family: str  # its name
     dtype: str  # one of bench.points.DTYPES
     peer: str
-    rows: tuple[AnyRow, ...]
+    work: int  # heads times head dim
+    rows: tuple[Row, ...]
 
     @property
     def head_dims(self) -> list[int]:
         return sorted({row.head_dim for row in self.rows})
 
-    def heads(self, head_dim: int) -> int:
-        """Of the Hopper forward so many that the work is the same for each head dim, as in the paper's grid; the slower kernel has 16."""
-        return 2048 // head_dim if self.kernel == "fwd_sm90" else 16
-
     def plan(self, head_dim: int) -> Plan:
         """Full and causal."""
-        heads = self.heads(head_dim)
+        heads = self.work // head_dim
         shape = (_BATCH, heads, heads, _SEQLEN, _SEQLEN, head_dim, head_dim, self.dtype)
         return Plan("tiles", f"tiles_{self.dtype}", (Point(*shape), Point(*shape, is_causal=True)))
 
     def trials(self, head_dim: int) -> list[Trial]:
-        return [Trial(row) for row in self.rows if row.head_dim == head_dim]
+        return [Trial(self.family, row) for row in self.rows if row.head_dim == head_dim]
 
 
-FAMILIES = (
-    Family(
-        "fwd_simt",
-        "fp32",
-        "sdpa-efficient",
-        tuple(Row("fwd_simt", "float32", "float32", head_dim, *tile) for head_dim, tiles in _SIMT_TILES.items() for tile in tiles),
-    ),
-    Family(
-        "fwd_sm90",
-        "bf16",
-        "sdpa-cudnn",
-        tuple(Sm90Row("bfloat16", "bfloat16", head_dim, head_dim, *tile) for head_dim, tiles in _SM90_TILES.items() for tile in tiles),
-    ),
+def _simt_rows() -> tuple[Row, ...]:
+    tiles = ((dim, tile) for dim, some in _SIMT_TILES.items() for tile in some)
+    return tuple(SimtRow("fwd_simt", "float32", "float32", dim, dim, *tile) for dim, tile in tiles)
+
+
+def _sm90_rows() -> tuple[Row, ...]:
+    tiles = ((dim, tile) for dim, some in _SM90_TILES.items() for tile in some)
+    return tuple(Sm90Row("fwd_sm90", "bfloat16", "bfloat16", dim, dim, *tile) for dim, tile in tiles)
+
+
+STUDIES = (
+    Study("fwd_simt", "fp32", "sdpa-efficient", 1024, _simt_rows()),
+    Study("fwd_sm90", "bf16", "sdpa-cudnn", 2048, _sm90_rows()),
 )
 
 
-def families(dtype: str | None) -> list[Family]:
+def studies(dtype: str | None) -> list[Study]:
     """The one of a dtype, or all."""
-    found = [family for family in FAMILIES if dtype in (None, family.dtype)]
+    found = [study for study in STUDIES if dtype in (None, study.dtype)]
     if not found:
-        raise value_error("--dtype", repr(dtype), ", ".join(family.dtype for family in FAMILIES) + " with --tiles")
+        raise value_error("--dtype", repr(dtype), ", ".join(study.dtype for study in STUDIES) + " with --tiles")
     return found
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One tile of one kernel."""
+    """One tile of one family."""
 
-    row: AnyRow
+    family: str
+    row: Row
 
     @property
     def name(self) -> str:
-        """What tells it from the other tiles of its kernel and head dim."""
-        row = self.row
-        if isinstance(row, Row):
-            return f"{row.block_m} x {row.block_n}, {row.num_warps} warps"
-        flags = [
-            *([] if row.num_stages == 2 else [f"{row.num_stages} stages"]),
-            *([] if row.takes_turns else ["no turns"]),
-            *(["lazy"] if row.scales_lazily else []),
-        ]
-        flags += ["P in shared memory"] if row.stores_p else []
-        return ", ".join([f"{row.block_m} x {row.block_n}, {row.num_threads // 32} warps", *flags])
+        return self.row.label
 
     @property
     def provider_name(self) -> str:
         return f"{self.row.kernel} d={self.row.head_dim} {self.name}"
 
-    def step(self, is_causal: bool) -> Step:
-        return plans.step_of(self.row, Features(has_band=is_causal))
+    def key(self, is_causal: bool, arch: Arch) -> PlanKey:
+        """Of a large plain call."""
+        row = self.row
+        return PlanKey(
+            row.dtype, row.out_dtype, row.head_dim, row.head_dim_v, Features(has_band=is_causal), arch
+        )
+
+    def step(self, is_causal: bool, arch: Arch) -> Step:
+        (step,) = families.find(self.family).launch_row(self.row, self.key(is_causal, arch), _LAYOUT).steps
+        return step
 
     def is_chosen(self, is_causal: bool, arch: Arch) -> bool:
         """Whether a large plain call takes this tile."""
-        row, features = self.row, Features(has_band=is_causal)
-        if isinstance(row, Sm90Row):
-            return table.select_sm90(row.dtype, row.out_dtype, row.head_dim, row.head_dim_v, features) == row
-        return table.select(row.kernel, row.dtype, row.out_dtype, row.head_dim, features, arch) == row
+        return families.find(self.family).select(self.row.kernel, self.key(is_causal, arch)) == self.row
 
     def why_not(self, arch: Arch) -> str | None:
         """Why it cannot run on the architecture, or None."""
-        if isinstance(self.row, Sm90Row) and not arch.has_wgmma:
-            return f"{arch.name} has no warpgroup products"
-        if self.row.shared_bytes > arch.shared_bytes:
-            return (
-                f"{self.row.shared_bytes / 1024:.0f} KiB of shared memory, and a block of {arch.name} may have {arch.shared_bytes // 1024}"
-            )
-        return None
+        return families.find(self.family).refuse_arch(arch) or self.row.unfit(arch)
 
     def facts(self, is_causal: bool, arch: Arch) -> TileUse:
         """What the compiled kernel takes; the driver is asked on the GPU at hand."""
-        step = self.step(is_causal)
+        step = self.step(is_causal, arch)
         resources = cache.compile_cached(step.unit, arch.name, [step.entry]).resources(step.entry)
         function = executor.function(step.unit, step.entry, arch.name)
         function.set_shared_bytes(torch.cuda.current_device(), step.shared_bytes)
@@ -185,21 +173,21 @@ class TileUse:
         return self._share(self.arch.blocks_per_multiprocessor(self.step.num_threads, self.resources.registers, self.step.shared_bytes))
 
     def _share(self, blocks: int) -> float:
-        # A persistent grid has one block for each multiprocessor, whatever would fit
-        blocks = min(blocks, 1) if self.step.is_persistent else blocks
+        # A persistent grid has so many blocks for each multiprocessor, whatever would fit
+        blocks = min(blocks, self.step.max_blocks) if self.step.max_blocks else blocks
         return blocks * (self.step.num_threads // 32) / self.arch.max_warps
 
 
 def profiled_providers() -> list[Provider]:
     """Everyone who can be named in a child of ladder.counters."""
-    return [Trial(row).provider() for family in FAMILIES for row in family.rows]
+    return [Trial(study.family, row).provider() for study in STUDIES for row in study.rows]
 
 
-def peer(family: Family) -> Provider:
-    return providers.by_name(family.peer)
+def peer(study: Study) -> Provider:
+    return providers.by_name(study.peer)
 
 
-def compile_all(chosen: Sequence[Family], arch: Arch) -> None:
+def compile_all(chosen: Sequence[Study], arch: Arch) -> None:
     """Every kernel of the study that the architecture can run, side by side. One that does not compile says so where it is called."""
 
     def compile_one(step: Step) -> None:
@@ -210,11 +198,12 @@ def compile_all(chosen: Sequence[Family], arch: Arch) -> None:
         list(pool.map(compile_one, steps(chosen, arch)))
 
 
-def steps(chosen: Sequence[Family], arch: Arch) -> Iterator[Step]:
-    for family in chosen:
-        for row in family.rows:
-            if Trial(row).why_not(arch) is None:
-                yield from (Trial(row).step(is_causal) for is_causal in (False, True))
+def steps(chosen: Sequence[Study], arch: Arch) -> Iterator[Step]:
+    for study in chosen:
+        for row in study.rows:
+            trial = Trial(study.family, row)
+            if trial.why_not(arch) is None:
+                yield from (trial.step(is_causal, arch) for is_causal in (False, True))
 
 
 def _build(trial: Trial, point: Point, inputs: Inputs) -> Attend:
@@ -225,7 +214,7 @@ def _build(trial: Trial, point: Point, inputs: Inputs) -> Attend:
     if reason is not None:
         raise unsupported("tile", reason, "one that fits")
     splits = executor.Splits(1, torch.cuda.get_device_properties(inputs.q.device).multi_processor_count)
-    plan = cuda.row_plan(row, *_call(point, inputs.q, inputs.k, inputs.v))
+    plan = cuda.row_plan(families.find(trial.family), row, *_call(point, inputs.q, inputs.k, inputs.v))
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         args, out, lse = _call(point, q, k, v)

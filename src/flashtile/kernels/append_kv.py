@@ -6,7 +6,7 @@ import functools
 from typing import NamedTuple
 
 from flashtile.kernels import source
-from flashtile.kernels.params import AppendParams, place
+from flashtile.kernels.params import AppendParams, field_at
 from flashtile.kernels.plan import LaunchPlan, Operand, Patch, Pointer, Rule, Scalar, Size, Step, Stride, Value
 
 APPEND_THREADS = 128
@@ -61,4 +61,4 @@ def plan(key: AppendKey) -> LaunchPlan:
 
 
 def _patch(name: str, rule: Rule, index: int = 0) -> Patch:
-    return Patch(*place(AppendParams, name, index), rule)
+    return Patch(*field_at(AppendParams, name, index), rule)

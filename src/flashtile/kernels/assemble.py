@@ -1,0 +1,194 @@
+"""From a key and a layout to a launch plan: operands, values, the image of the parameters and its patches.
+
+The family says what is launched (families/base.py: Launch); what every pass is told of its tensors is here, written once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+
+from flashtile.kernels import families
+from flashtile.kernels.families.base import Launch
+from flashtile.kernels.params import Params, field_at
+from flashtile.kernels.plan import (
+    BroadcastSize,
+    BroadcastStride,
+    Elements,
+    EnginePass,
+    LaunchPlan,
+    MapPatch,
+    Memset,
+    Operand,
+    Patch,
+    Pointer,
+    Rule,
+    Scalar,
+    Size,
+    SplitRule,
+    Step,
+    Stride,
+    Value,
+    Workspace,
+)
+from flashtile.kernels.spec import CallLayout, PlanKey
+
+# What kernels expect of the optional tensors
+_OPTIONAL = (
+    *(Operand(name, strides="any") for name in ("bias", "mask")),
+    *(Operand(name, strides="contiguous", dtype="float32") for name in ("alibi_slopes", "sinks")),
+    *(
+        Operand(name, strides="contiguous")
+        for name in ("rng_state", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k")
+    ),
+    Operand("block_table"),
+)
+_SCALARS = ("window_left", "window_right", "scale", "scale_log2", "softcap", "dropout_threshold", "keep_factor")
+Values = tuple[tuple[str, tuple[Rule, ...]], ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(key: PlanKey, layout: CallLayout) -> LaunchPlan:
+    """The plan of a pass by the family that takes it."""
+    return plan_of(key, layout, families.select(key).launch(key, layout))
+
+
+def plan_of(key: PlanKey, layout: CallLayout, launch: Launch) -> LaunchPlan:
+    """The plan of a pass by these launches."""
+    operands = forward_operands(layout, is_written=key.grads is None)
+    tensors = ["q", "k", "v", "out"]
+    if key.grads is not None:
+        operands += [Operand("dout", dtype=key.out_dtype), *_grad_operands(key.grads), *launch.scratch]
+        operands += [Operand("dlse", strides="contiguous", dtype="float32")] if "dlse" in layout.tensors else []
+        tensors += ["dout", *(operand.name for operand in operands if operand.name in ("dq", "dk", "dv"))]
+    steps = (*(Memset(name) for name in launch.zeroed), *launch.steps)
+    dims, size = (key.head_dim, key.head_dim_v), ctypes.sizeof(launch.struct)
+    return assembled(
+        steps, operands, tensors, call_values(layout), launch.splits, launch.workspaces, dims, layout, launch.maps, size
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def kernels(key: PlanKey) -> tuple[Step, ...]:
+    """The kernels of a pass, in the order of their launch."""
+    layout = CallLayout("bhsd", ())
+    return families.select(key).launch(key, layout).steps
+
+
+def forward_operands(layout: CallLayout, is_written: bool) -> list[Operand]:
+    """q, k, v, out, lse and the optional tensors of a call."""
+    operands = [Operand("q"), Operand("k"), Operand("v"), Operand("out", is_written=is_written)]
+    operands.append(Operand("lse", strides="contiguous", is_written=is_written))
+    return operands + [operand for operand in _OPTIONAL if operand.name in layout.tensors]
+
+
+def _grad_operands(grads: Sequence[str]) -> list[Operand]:
+    found = [Operand(name, is_written=True) for name in ("dq", "dk", "dv") if name in grads]
+    if "dbias" in grads:
+        found.append(Operand("dbias", strides="contiguous", is_written=True))
+    if "dsinks" in grads:
+        found.append(Operand("dsinks", strides="contiguous", dtype="float32", is_written=True))
+    return found
+
+
+def assembled(
+    steps: tuple[Memset | Step | EnginePass, ...],
+    operands: Sequence[Operand],
+    tensors: Sequence[str],  # the operands with strides in the parameters
+    values: Values,
+    splits: SplitRule | None,
+    workspaces: Sequence[Workspace],
+    head_dims: tuple[int, int],
+    layout: CallLayout,
+    maps: tuple[MapPatch, ...] = (),
+    num_bytes: int = ctypes.sizeof(Params),
+) -> LaunchPlan:
+    """The plan with the image and the patches of its parameters."""
+    patches = [patch for name in tensors for patch in _tensor_patches(name, layout)]
+    patches += [_patch(operand.name, Pointer(operand.name)) for operand in operands if operand.name not in tensors]
+    patches += [_patch(workspace.name, Pointer(workspace.name)) for workspace in workspaces]
+    patches += [_patch(f"lse_{name}_stride", Stride("lse", axis)) for name, axis in (("batch", -3), ("head", -2))]
+    fields = {name for name, *_ in Params._fields_}
+    names = [name for name, _ in values] + (["num_splits"] if splits else [])
+    patches += [_patch(name, Value(name)) for name in names if name in fields]
+    patches += [_patch(name, Scalar(name)) for name in _SCALARS]
+    patches += _optional_patches(layout)
+    image = Params(num_splits=1, head_dim=head_dims[0], head_dim_v=head_dims[1], is_top_left=layout.is_top_left)
+    return LaunchPlan(
+        steps,
+        tuple(operands),
+        values,
+        splits,
+        tuple(workspaces),
+        bytes(image).ljust(num_bytes, b"\0"),
+        tuple(patches),
+        maps,
+    )
+
+
+def call_values(layout: CallLayout) -> Values:
+    """The sizes of a call, each a product of rules."""
+    head, row = layout.axes
+    is_packed, is_paged = "cu_seqlens_q" in layout.tensors, "block_table" in layout.tensors
+    seqlen_q: tuple[Rule, ...] = (Size("q", row),)
+    seqlen_k: tuple[Rule, ...] = (Size("k", row), Size("block_table", -1)) if is_paged else (Size("k", row),)
+    if is_packed and layout.has_max_seqlen_q:
+        seqlen_q = (Scalar("max_seqlen_q"),)
+    if is_packed and layout.has_max_seqlen_k:
+        seqlen_k = (Scalar("max_seqlen_k"),)
+    values: list[tuple[str, tuple[Rule, ...]]] = [
+        ("batch", (Size("cu_seqlens_q", -1, plus=-1) if is_packed else Size("q", -4),)),
+        ("heads", (Size("q", head),)),
+        ("heads_kv", (Size("k", head),)),
+        ("seqlen_q", seqlen_q),
+        ("seqlen_k", seqlen_k),
+        ("total_q", (Size("q", row),)),
+        ("total_k", (Size("k", row),)),
+        ("lse_size", (Elements("lse"),)),
+    ]
+    if is_paged:
+        values += [("num_pages", (Size("k", -4),)), ("page_size", (Size("k", row),))]
+    if "bias" in layout.tensors:
+        values += [("bias_batch", (Size("bias", -4),)), ("bias_heads", (Size("bias", -3),))]
+        values.append(("bias_rows", (BroadcastSize("bias", -2, "seqlen_q"),)))
+        values.append(("bias_columns", (BroadcastSize("bias", -1, "seqlen_k"),)))
+    return tuple(values)
+
+
+def _patch(name: str, rule: Rule, index: int = 0) -> Patch:
+    return Patch(*field_at(Params, name, index), rule)
+
+
+def _tensor_patches(name: str, layout: CallLayout) -> list[Patch]:
+    strides = [
+        _patch(f"{name}_strides", Stride(name, axis), index)
+        for index, axis in enumerate((-4, *layout.axes))  # batch or page, head, row
+    ]
+    return [_patch(name, Pointer(name)), *strides]
+
+
+def _optional_patches(layout: CallLayout) -> list[Patch]:
+    patches = []
+    for name in ("bias", "mask"):
+        if name in layout.tensors:
+            patches += [_patch(f"{name}_strides", BroadcastStride(name, axis), axis + 4) for axis in (-4, -3, -2, -1)]
+    if "bias" in layout.tensors:
+        patches += [_patch("bias_sizes", Size("bias", axis), axis + 4) for axis in (-4, -3, -2, -1)]
+    if "alibi_slopes" in layout.tensors:
+        patches.append(_patch("alibi_batch_stride", Stride("alibi_slopes", -2)))
+    if "block_table" in layout.tensors:
+        patches.append(_patch("table_stride", Stride("block_table", -2)))
+    return patches
+
+
+on_clear: list[Callable[[], None]] = []  # of those who keep what they made from plans
+
+
+def clear_plans() -> None:
+    """Drops every plan, and what others made from it: units written from now on may differ (kernels/mutation.py), and so
+    may the choice of a family."""
+    kernels.cache_clear()
+    plan.cache_clear()
+    for clear in on_clear:
+        clear()

@@ -1,0 +1,213 @@
+"""What a kernel family is: one object that knows everything about one kernel of one op, or a group launched together.
+
+A family says why it refuses a call, which rows (tiles) it has, which features it takes, and what its plan launches. Everything else
+loops over the families: selection, plans, `compile`, `explain`, `check`, `bench --tiles`, the sanitizers, prewarm and the support table
+of README. docs/map.md, "Adding a kernel", has the list of files.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from flashtile.kernels.arch import Arch
+from flashtile.kernels.length_class import LengthClass
+from flashtile.kernels.params import Params, Struct
+from flashtile.kernels.plan import MapPatch, Operand, SplitRule, Step, Workspace
+from flashtile.kernels.source import unit
+from flashtile.kernels.spec import CallLayout, Features, PlanKey
+
+
+@dataclass(frozen=True)
+class Row(ABC):
+    """One kernel for one dtype, padded head dims and tile: a row of a family's table."""
+
+    kernel: str  # with `_kernel` behind it, the C++ function
+    dtype: str  # of q, k and v
+    out_dtype: str
+    head_dim: int  # padded
+    head_dim_v: int
+    block_m: int  # rows that a block owns: queries, or keys in a kernel that loops over queries
+    block_n: int  # rows that stream by
+
+    @property
+    @abstractmethod
+    def header(self) -> str:
+        """The .cuh under include/flashtile/kernels/, without its ending."""
+
+    @property
+    def struct(self) -> Struct:
+        """What the kernel is passed."""
+        return Params
+
+    @property
+    @abstractmethod
+    def num_threads(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def shared_bytes(self) -> int:
+        """The size of the kernel's storage struct; `facts` asserts it."""
+
+    @property
+    @abstractmethod
+    def config(self) -> str:
+        """The C++ config type, without its namespace."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """What tells it from the other tiles of its kernel and head dims, in words."""
+
+    @abstractmethod
+    def facts(self, features: Features) -> dict[str, tuple[str, object]]:
+        """What Python and C++ must agree on: the message of the static_assert -> (C++ expression, value)."""
+
+    @property
+    def num_scores(self) -> int:
+        """Scores of a tile that one thread holds, as far as the compiler must keep them in registers; 0: not a limit."""
+        return 0
+
+    def unfit(self, arch: Arch) -> str | None:
+        """Why the row does not fit the architecture, or None."""
+        if self.shared_bytes > arch.shared_bytes:
+            kib, limit = self.shared_bytes / 1024, arch.shared_bytes // 1024
+            return f"{kib:.0f} KiB of shared memory, and a block of {arch.name} may have {limit}"
+        if self.num_scores > arch.max_thread_scores:
+            return f"{self.num_scores} scores in a thread's registers, and {arch.name} keeps {arch.max_thread_scores}"
+        return None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a family contributes to a plan; kernels/assemble.py adds operands, values and patches."""
+
+    steps: tuple[Step, ...]
+    workspaces: tuple[Workspace, ...] = ()  # of a plan with splits: not allocated where there is one split
+    splits: SplitRule | None = None
+    maps: tuple[MapPatch, ...] = ()
+    scratch: tuple[Operand, ...] = ()  # outputs that a kernel writes and the call does not want
+    zeroed: tuple[str, ...] = ()  # outputs that the kernels do not write everywhere
+    struct: Struct = Params
+
+
+RowT = TypeVar("RowT", bound=Row)
+
+
+class Family(ABC, Generic[RowT]):
+    """One family. Its name is the stem of its .cuh and what FLASHTILE_FAMILY names."""
+
+    name: str
+    op: str  # "forward" or "backward"
+    summary: str  # one line, for docs and `explain`
+    kernels: tuple[str, ...]  # those with tiles
+    dtypes: tuple[str, ...]
+    head_dims: tuple[tuple[int, int], ...]  # padded (head_dim, head_dim_v), in rising order
+    features: frozenset[str] = frozenset(item.name for item in fields(Features))  # that need not have their defaults
+    length_classes: tuple[LengthClass, ...] = ()
+    grad_sets: tuple[tuple[str, ...], ...] = ()  # of a backward family: gradients that together launch every kernel
+    include_dir: Path | None = None  # of the .cuh of a family that is not part of this package
+
+    def runs_on(self, arch: Arch) -> bool:
+        return self.refuse_arch(arch) is None
+
+    def refuse_arch(self, arch: Arch) -> str | None:
+        """Why the family has nothing for the architecture, or None."""
+        return None
+
+    def refuse(self, key: PlanKey) -> str | None:
+        """Why the family does not take the call, or None. Subclasses add their own reasons."""
+        reason = self.refuse_arch(key.arch)
+        if reason is not None:
+            return reason
+        if key.dtype not in self.dtypes:
+            return f"{key.dtype} is not among its dtypes ({', '.join(self.dtypes)})"
+        if self.padded(key.head_dim, key.head_dim_v) is None:
+            return f"head_dim {key.head_dim}, {key.head_dim_v} is over its {', '.join(map(str, self.head_dims[-1]))}"
+        for item in fields(Features):
+            if item.name not in self.features and getattr(key.features, item.name) != item.default:
+                return REFUSED_FEATURES[item.name]
+        return None
+
+    def padded(self, head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
+        """The first pair of head dims that holds a call's, or None."""
+        return next((pair for pair in self.head_dims if head_dim <= pair[0] and head_dim_v <= pair[1]), None)
+
+    @abstractmethod
+    def every_row(self, dtype: str) -> Iterator[RowT]:
+        """The whole table, with results in the same dtype."""
+
+    def tile_sizes(self) -> frozenset[int]:
+        """Every length of a tile, in queries or keys: where lengths take different ways."""
+        return frozenset(size for row in self.every_row(self.dtypes[0]) for size in (row.block_m, row.block_n))
+
+    @abstractmethod
+    def candidates(self, kernel: str, key: PlanKey) -> Iterator[RowT]:
+        """Every row of one of its kernels that takes the call, the preferred first, whether or not it fits the GPU."""
+
+    def rows(self, kernel: str, key: PlanKey) -> list[RowT]:
+        """The candidates that fit the GPU."""
+        return [row for row in self.candidates(kernel, key) if row.unfit(key.arch) is None]
+
+    def select(self, kernel: str, key: PlanKey) -> RowT:
+        """The row that a call takes."""
+        rows = self.rows(kernel, key)
+        return rows[min(_forced_rows.get(kernel, 0), len(rows) - 1)]
+
+    @abstractmethod
+    def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
+        """What the plan of a call launches."""
+
+    @abstractmethod
+    def launch_row(self, row: RowT, key: PlanKey, layout: CallLayout) -> Launch:
+        """The same by one row, which need not be one that `candidates` gives, without splits."""
+
+    def support(self) -> str:
+        """One line of README's support table: which features it takes."""
+        return "all options" if self.features == Family.features else "all options but " + ", ".join(
+            REFUSED_FEATURES[item.name] for item in fields(Features) if item.name not in self.features
+        )
+
+
+# What a call has that a family without the feature refuses
+REFUSED_FEATURES = {
+    "has_band": "causal and window",
+    "has_bool_mask": "boolean masks",
+    "has_softcap": "softcap",
+    "has_alibi": "ALiBi",
+    "bias_dtype": "a bias",
+    "has_dropout": "dropout",
+    "has_lengths": "sequence lengths",
+    "is_paged": "paged keys",
+    "is_aligned16": "rows that are not multiples of 16 bytes on 16-byte boundaries",
+}
+
+
+def tile_step(row: Row, features: Features, grid: Sequence[tuple[str, int]], max_blocks: int = 0) -> Step:
+    """The launch of a kernel with tiles."""
+    text, entry = unit(row.header, row.kernel, row.config, row.struct, features, row.facts(features))
+    return Step(text, entry, tuple(grid), row.block_m, row.block_n, row.num_threads, row.shared_bytes, max_blocks=max_blocks)
+
+
+# Rows other than the preferred, for the sanitizers
+
+
+_forced_rows: dict[str, int] = {}
+
+
+@contextmanager
+def forced_rows(indices: dict[str, int]) -> Iterator[None]:
+    """Inside, each of these kernels takes the row at this index among those that would do, or the last. Plans made before or
+    inside must not cross: see families.clear_plans."""
+    before = dict(_forced_rows)
+    _forced_rows.clear()
+    _forced_rows.update(indices)
+    try:
+        yield
+    finally:
+        _forced_rows.clear()
+        _forced_rows.update(before)

@@ -1,0 +1,50 @@
+"""The forward pass in float32 arithmetic: include/flashtile/kernels/fwd_simt.cuh, docs/simt.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flashtile.kernels.families.base import Launch, tile_step
+from flashtile.kernels.families.simt import SMALL_TILES, SimtFamily, SimtRow, Tile
+from flashtile.kernels.families.steps import combine, query_grid
+from flashtile.kernels.length_class import SmallGrid
+from flashtile.kernels.plan import SplitRule, Step, Workspace
+from flashtile.kernels.spec import CallLayout, PlanKey
+
+_SMALL_GRID, _SMALL_BLOCK_M = SmallGrid(128), 64
+
+
+class FwdSimt(SimtFamily):
+    name = "fwd_simt"
+    op = "forward"
+    summary = "float32 arithmetic on CUDA cores, on every GPU"
+    kernels = ("fwd_simt",)
+    length_classes = (_SMALL_GRID,)
+    # Measured on an NVIDIA H200 at B=4 H=16 S=4096, float32: docs/simt.md
+    tiles = {
+        "fwd_simt": {
+            32: (Tile(128, 64, 4, max_options=0), Tile(64, 64, 4), *SMALL_TILES),
+            64: (Tile(128, 64, 4, max_options=0), Tile(64, 64, 4), *SMALL_TILES),
+            96: (Tile(64, 64, 4, max_options=2), Tile(64, 32, 4), *SMALL_TILES),
+            128: (Tile(128, 64, 8), Tile(64, 32, 4), *SMALL_TILES),
+            192: (Tile(64, 32, 4), *SMALL_TILES),
+            256: (Tile(128, 32, 8, max_options=1), Tile(64, 32, 4, max_options=1), *SMALL_TILES),
+        },
+    }
+
+    def candidates(self, kernel: str, key: PlanKey) -> Iterator[SimtRow]:
+        """Where a large tile would leave multiprocessors idle, it comes last."""
+        rows, is_small = super().candidates(kernel, key), key.length(_SMALL_GRID)
+        yield from sorted(rows, key=lambda row: bool(is_small and row.block_m > _SMALL_BLOCK_M))
+
+    def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
+        row = self.select("fwd_simt", key)
+        rows = ("num_splits", "lse_size")
+        workspaces = (Workspace("partial_out", 4 * key.head_dim_v, rows), Workspace("partial_stats", 8, rows))
+        return Launch((self._step(row, key), combine(key)), workspaces, SplitRule(row.block_m, row.block_n))
+
+    def launch_row(self, row: SimtRow, key: PlanKey, layout: CallLayout) -> Launch:
+        return Launch((self._step(row, key),))
+
+    def _step(self, row: SimtRow, key: PlanKey) -> Step:
+        return tile_step(row, key.features, (("num_splits", 1), *query_grid(row.block_m)))

@@ -1,0 +1,206 @@
+"""The Hopper forward pass by wgmma and TMA: include/flashtile/kernels/fwd_sm90.cuh, docs/sm90.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flashtile.kernels.arch import Arch
+from flashtile.kernels.families.base import Family, Launch, Row, tile_step
+from flashtile.kernels.families.steps import combine, query_grid
+from flashtile.kernels.length_class import PackedHeads, RaggedQueries
+from flashtile.kernels.params import FwdSm90Params, Struct
+from flashtile.kernels.plan import MapPatch, SplitRule, Step, Workspace
+from flashtile.kernels.source import qualified
+from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
+
+_PACKED_HEADS, _RAGGED = PackedHeads(64, 128), RaggedQueries(192, 128, 105)
+_WARP_ROWS = 16  # rows of O that a warp stores
+_WARPGROUP_ROWS = 64
+_WORK_ITEMS, _WORK_ITEM_BYTES = 3, 72  # FwdSm90Storage, FwdSm90Work
+
+
+class Tile(NamedTuple):
+    """One tile, and which calls take it."""
+
+    block_m: int
+    block_n: int
+    num_stages: int = 2
+    takes_turns: bool = True
+    scales_lazily: bool = False
+    stores_p: bool = False
+    takes_ragged: bool = True  # without a band; under one, larger tiles are mostly faster all the same
+    max_options: int = 99  # that change scores or probabilities, that it holds without a spill
+
+
+# By padded head_dim and head_dim_v; the first that takes a call is chosen. Measured on an NVIDIA H200: docs/sm90.md.
+_TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
+    (64, 64): (Tile(192, 128, num_stages=4, max_options=0), Tile(128, 128)),
+    (96, 96): (
+        Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0),
+        Tile(128, 128),
+    ),
+    (128, 128): (
+        Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0),
+        Tile(128, 128),
+    ),
+    (192, 128): (Tile(128, 128),),
+    (192, 192): (Tile(128, 96, scales_lazily=True),),
+    (256, 256): (
+        Tile(128, 80, scales_lazily=True, max_options=0),
+        Tile(128, 64, max_options=1),
+        Tile(128, 32),
+    ),
+}
+# Few queries of heads that share a KV head, packed into one tile: what counts is how fast keys arrive.
+_PACKED_TILES = {
+    (64, 64): Tile(64, 128, num_stages=4, takes_turns=False),
+    (96, 96): Tile(64, 128, takes_turns=False),
+    (128, 128): Tile(64, 128, takes_turns=False),
+    (192, 128): Tile(64, 128, takes_turns=False),
+    (192, 192): Tile(64, 96, takes_turns=False),
+    (256, 256): Tile(64, 64, takes_turns=False),
+}
+
+
+@dataclass(frozen=True)
+class Sm90Row(Row):
+    num_stages: int  # of K and of V
+    takes_turns: bool  # warpgroups alternate between products and softmax
+    scales_lazily: bool
+    stores_p: bool = False  # in shared memory, not in registers
+    packs_heads: bool = False
+
+    @property
+    def header(self) -> str:
+        return "fwd_sm90"
+
+    @property
+    def struct(self) -> Struct:
+        return FwdSm90Params
+
+    @property
+    def num_threads(self) -> int:
+        return 2 * self.block_m + 128
+
+    def queries(self, packed_heads: int) -> int:
+        """Queries of a tile that holds so many heads."""
+        return self.block_m // _WARPGROUP_ROWS * (_WARPGROUP_ROWS // packed_heads)
+
+    def stores_by_tma(self, features: Features) -> bool:
+        """O is stored by TMA, and the parameters hold a map of it."""
+        return self.stores_p and not features.has_lengths and self.out_dtype == self.dtype
+
+    @property
+    def config(self) -> str:
+        sizes = f"{self.head_dim}, {self.head_dim_v}, {self.block_m}, {self.block_n}, {self.num_stages}"
+        flags = ", ".join(map(cpp_bool, (self.takes_turns, self.scales_lazily, self.stores_p, self.packs_heads)))
+        return f"Sm90Config<{CPP_TYPES[self.dtype]}, {CPP_TYPES[self.out_dtype]}, {sizes}, {flags}>"
+
+    @property
+    def label(self) -> str:
+        words = [f"{self.block_m} x {self.block_n}, {self.num_threads // 32} warps"]
+        words += [] if self.num_stages == 2 else [f"{self.num_stages} stages"]
+        words += [] if self.takes_turns else ["no turns"]
+        words += ["lazy"] if self.scales_lazily else []
+        words += ["P in shared memory"] if self.stores_p else []
+        return ", ".join(words)
+
+    @property
+    def shared_bytes(self) -> int:
+        slabs, slabs_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
+        tiles = 128 * (slabs * self.block_m + self.num_stages * self.block_n * (slabs + slabs_v))
+        consumers = self.block_m // _WARPGROUP_ROWS
+        tiles += 128 * self.block_m * -(-self.block_n // 64) if self.stores_p else 16 * self.block_m // 64
+        barriers, tile_order = 16 * consumers + 32 * self.num_stages, 16
+        items = _WORK_ITEMS * (_WORK_ITEM_BYTES + -(-(12 * consumers + 8) // 8) * 8)
+        return -(-(tiles + barriers + tile_order + items) // 1024) * 1024
+
+    def facts(self, features: Features) -> dict[str, tuple[str, object]]:
+        config = "flashtile::" + self.config
+        mask, score_mod, dropout, lengths = (qualified(f"flashtile::{policy}") for policy in features.policies()[:4])
+        kernel = f"flashtile::FwdSm90<{config}, {mask}, {score_mod}, {dropout}, {lengths}>"
+        return {
+            "shared bytes": (f"sizeof(flashtile::FwdSm90Storage<{config}, {mask}, {lengths}>)", self.shared_bytes),
+            "map of the output": (f"{kernel}::kStoresByTma", self.stores_by_tma(features)),
+        }
+
+
+class FwdSm90(Family[Sm90Row]):
+    name = "fwd_sm90"
+    op = "forward"
+    summary = "wgmma, TMA and warp specialisation, on Hopper"
+    kernels = ("fwd_sm90",)
+    dtypes = ("float16", "bfloat16")
+    head_dims = tuple(sorted(_TILES))
+    features = Family.features - {"is_paged", "is_aligned16"}
+    length_classes = (_PACKED_HEADS, _RAGGED)
+
+    def refuse_arch(self, arch: Arch) -> str | None:
+        return None if arch.has_wgmma else f"{arch.name} has no wgmma"
+
+    def refuse(self, key: PlanKey) -> str | None:
+        reason = super().refuse(key)
+        if reason is None and not key.is_scale_positive:
+            return "a scale that is not positive"
+        if reason is None and not key.rows_disjoint:
+            return "rows that overlap in memory"
+        return reason
+
+    def packed_heads(self, key: PlanKey) -> int:
+        """How many heads share a tile. Heads that share memory cannot be packed: a TMA box has no stride of 0."""
+        return key.length(_PACKED_HEADS) if key.heads_disjoint else 1
+
+    def every_row(self, dtype: str) -> Iterator[Sm90Row]:
+        for dims, tiles in _TILES.items():
+            for tile in tiles:
+                yield _row(tile, dtype, dtype, dims)
+            yield _row(_PACKED_TILES[dims], dtype, dtype, dims, packs_heads=True)
+
+    def candidates(self, kernel: str, key: PlanKey) -> Iterator[Sm90Row]:
+        dims = self.padded(key.head_dim, key.head_dim_v)
+        assert dims is not None  # else refused
+        is_packed = self.packed_heads(key) > 1
+        for tile in (_PACKED_TILES[dims],) if is_packed else _tiles(dims, key):
+            if key.features.num_score_options <= tile.max_options:
+                yield _row(tile, key.dtype, key.out_dtype, dims, is_packed)
+
+    def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
+        row = self.select("fwd_sm90", key)
+        plain, packed_heads, rows = self.launch_row(row, key, layout), self.packed_heads(key), ("num_splits", "lse_size")
+        # A block fills a multiprocessor, and each split should have a few tiles of keys
+        splits = SplitRule(row.block_m, 4 * row.block_n, blocks=1)
+        if packed_heads > 1:
+            splits = SplitRule(row.queries(packed_heads), 2 * row.block_n, "heads_kv", blocks=1)
+        workspaces = (Workspace("partial_out", 4 * key.head_dim_v, rows), Workspace("partial_stats", 8, rows))
+        return Launch((*plain.steps, combine(key)), workspaces, splits, plain.maps, struct=FwdSm90Params)
+
+    def launch_row(self, row: Sm90Row, key: PlanKey, layout: CallLayout) -> Launch:
+        packed_heads = self.packed_heads(key) if row.packs_heads else 1
+        maps = _maps(row, key.features, layout, packed_heads)
+        return Launch((self._step(row, key, packed_heads),), maps=maps, struct=FwdSm90Params)
+
+    def _step(self, row: Sm90Row, key: PlanKey, packed_heads: int) -> Step:
+        grid = query_grid(row.queries(packed_heads), "heads_kv") if row.packs_heads else query_grid(row.block_m)
+        return tile_step(row, key.features, (("num_splits", 1), *grid), max_blocks=1)
+
+
+def _tiles(dims: tuple[int, int], key: PlanKey) -> list[Tile]:
+    """The tiles in order of preference: where a tile would have many rows without a query, it comes last."""
+    is_ragged = key.length(_RAGGED) and not key.features.has_band
+    return sorted(_TILES[dims], key=lambda tile: bool(is_ragged and not tile.takes_ragged))
+
+
+def _row(tile: Tile, dtype: str, out_dtype: str, dims: tuple[int, int], packs_heads: bool = False) -> Sm90Row:
+    flags = tile.takes_turns, tile.scales_lazily, tile.stores_p, packs_heads
+    return Sm90Row("fwd_sm90", dtype, out_dtype, *dims, tile.block_m, tile.block_n, tile.num_stages, *flags)
+
+
+def _maps(row: Sm90Row, features: Features, layout: CallLayout, packed_heads: int) -> tuple[MapPatch, ...]:
+    boxes = {"q": (_WARPGROUP_ROWS // packed_heads, packed_heads), "k": (row.block_n, 1), "v": (row.block_n, 1)}
+    if row.stores_by_tma(features):
+        boxes["out"] = (_WARP_ROWS, 1)
+    head_axis, row_axis = layout.axes
+    axes = row_axis, head_axis, -4
+    return tuple(MapPatch(getattr(FwdSm90Params, f"{name}_map").offset, name, axes, *box) for name, box in boxes.items())

@@ -1,0 +1,54 @@
+"""The plan of a pass on the CPU: one pass of its engine (csrc/cpu), with the parameters that kernels get."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from flashtile.kernels.assemble import assembled, call_values, forward_operands
+from flashtile.kernels.plan import ENGINE_DTYPES, EnginePass, LaunchPlan, Memset, Operand, Scalar, Workspace
+from flashtile.kernels.spec import CallLayout
+
+HOST_PAD = 16  # head dims in workspaces are padded to a multiple of this (csrc/cpu/tiles.h)
+
+
+class HostKey(NamedTuple):
+    """What decides a pass on the CPU."""
+
+    dtype: str
+    out_dtype: str
+    bias_dtype: str | None
+    head_dim: int
+    head_dim_v: int
+    grads: tuple[str, ...] | None = None  # of a backward pass: those of GRADS that are wanted
+
+
+@functools.lru_cache(maxsize=4096)
+def host_plan(key: HostKey, layout: CallLayout) -> LaunchPlan:
+    """Backward, the numbers num_splits and num_shares come with the call."""
+    tensors = ["q", "k", "v", "out"]
+    operands = forward_operands(layout, is_written=key.grads is None)
+    values, workspaces, zeroed = call_values(layout), list[Workspace](), list[str]()
+    # Sequences may share pages: what they add to them is rounded once, at the end
+    is_paged = "block_table" in layout.tensors
+    if key.grads is not None:
+        key_grads = [name for name in ("dk", "dv") if name in key.grads]
+        tensors += ["dout", *(name for name in ("dq", "dk", "dv") if name in key.grads)]
+        operands.append(Operand("dout", dtype=key.out_dtype))
+        operands += [Operand("dq", is_written=True)] if "dq" in key.grads else []
+        operands += [Operand(name, dtype="float32" if is_paged else None, is_written=True) for name in key_grads]
+        operands += [Operand("dbias", strides="contiguous", is_written=True)] if "dbias" in key.grads else []
+        if "dsinks" in key.grads:
+            operands.append(Operand("dsinks", strides="contiguous", dtype="float32", is_written=True))
+        if "dlse" in layout.tensors:
+            operands.append(Operand("dlse", strides="contiguous", dtype="float32"))
+        padded = -(-key.head_dim // HOST_PAD) * HOST_PAD
+        values += (("num_splits", (Scalar("num_splits"),)), ("num_shares", (Scalar("num_shares"),)))
+        workspaces = [Workspace("lse_log2", 4, ("lse_size",)), Workspace("delta", 4, ("lse_size",))]
+        workspaces.append(Workspace("partial_out", 4 * padded, ("num_shares", "lse_size")))
+        # Keys outside every sequence have no owner
+        zeroed = key_grads if layout.has_lengths or is_paged else []
+    dtypes = (key.dtype, key.out_dtype, key.bias_dtype or "float32", "float32" if is_paged else key.dtype)
+    engine = EnginePass(key.grads is not None, tuple(map(ENGINE_DTYPES.index, dtypes)))
+    steps = (*(Memset(name) for name in zeroed), engine)
+    return assembled(steps, operands, tensors, values, None, workspaces, (key.head_dim, key.head_dim_v), layout)

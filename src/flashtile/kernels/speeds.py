@@ -1,0 +1,112 @@
+"""How fast what is known to be: the measured time of every family, backend and torch kernel, from speeds.csv.
+
+tools/measure_speeds.py writes the table on a GPU. A row is the median time in microseconds of one reference call: an arch or "cpu", an op,
+a dtype, a head dim, an option, and a size. "large" calls are bound by their arithmetic; "small" ones, under ManyScores' limit, by the
+host's launch. Times are compared within one kind of call and say nothing about others.
+
+Selection takes the fastest that accepts a call; what is more than SLOW times behind the best known warns (backends/registry.py).
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+from flashtile.kernels.length_class import ManyScores
+from flashtile.kernels.spec import Features
+
+TABLE = Path(__file__).with_name("speeds.csv")
+SIZE = ManyScores(22)  # 4 million scores: under that, launches take longer than the products of any kernel
+SLOW = 2.0
+MEASURED_ARCH = "sm_90"  # stands in for GPUs that are not in the table
+OPS = ("forward", "backward")
+
+
+class Kind(NamedTuple):
+    """The calls whose times are compared."""
+
+    arch: str  # sm_90 and so on, without a suffix, or "cpu"
+    op: str
+    dtype: str
+    head_dim: int  # the larger of the two
+    options: tuple[str, ...]  # some of OPTIONS; none: plain, causal or with a window
+    is_large: bool
+
+
+OPTIONS = ("mask", "bias", "alibi", "softcap", "dropout", "lengths", "paged")  # the slowest of a call counts
+PLAIN = "plain"
+
+
+def options_of(features: Features) -> tuple[str, ...]:
+    has = {
+        "mask": features.has_bool_mask,
+        "bias": features.bias_dtype is not None,
+        "alibi": features.has_alibi,
+        "softcap": features.has_softcap,
+        "dropout": features.has_dropout,
+        "lengths": features.has_lengths,
+        "paged": features.is_paged,
+    }
+    return tuple(name for name in OPTIONS if has[name])
+
+
+class _Row(NamedTuple):
+    arch: str
+    op: str
+    dtype: str
+    option: str
+    size: str
+    head_dim: int
+    us: dict[str, float]  # by provider
+
+
+@functools.cache
+def _table() -> tuple[_Row, ...]:
+    found: dict[tuple[str, ...], dict[str, float]] = {}
+    if TABLE.exists():
+        with TABLE.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(line for line in file if not line.startswith("#")):
+                key = (row["arch"], row["op"], row["dtype"], row["option"], row["size"], row["head_dim"])
+                found.setdefault(key, {})[row["provider"]] = float(row["us"])
+    return tuple(_Row(*key[:5], int(key[5]), us) for key, us in found.items())
+
+
+@functools.cache
+def _rows(kind: Kind, option: str) -> dict[str, float]:
+    """Times by provider for one option: of the smallest measured head dim that holds the call's, else of the largest."""
+    archs = {row.arch for row in _table()}
+    arch = kind.arch if kind.arch in archs else MEASURED_ARCH
+    same = [
+        row
+        for row in _table()
+        if (row.arch, row.op, row.dtype, row.option) == (arch, kind.op, kind.dtype, option)
+        and row.size == ("large" if kind.is_large else "small")
+    ]
+    if not same or (arch != kind.arch and kind.arch == "cpu"):
+        return {}
+    holding = [row for row in same if row.head_dim >= kind.head_dim]
+    chosen = min(holding, key=lambda row: row.head_dim) if holding else max(same, key=lambda row: row.head_dim)
+    return chosen.us
+
+
+def time_us(provider: str, kind: Kind) -> float | None:
+    """The provider's time for this kind of call, that of its slowest option; None where it is not known."""
+    times = [_rows(kind, option).get(provider) for option in kind.options or (PLAIN,)]
+    known = [us for us in times if us is not None]
+    return max(known) if known else _rows(kind, PLAIN).get(provider)
+
+
+def best_known(kind: Kind) -> tuple[str, float] | None:
+    """(provider, its time): the fastest of all that were measured for this kind of call, torch's kernels among them."""
+    providers = {name for option in kind.options or (PLAIN,) for name in _rows(kind, option)}
+    times = [(name, us) for name in providers if (us := _slowest(name, kind)) is not None]
+    return min(times, key=lambda pair: (pair[1], pair[0])) if times else None
+
+
+def _slowest(provider: str, kind: Kind) -> float | None:
+    """None where one of the options was not measured: the provider may not take it."""
+    times = [_rows(kind, option).get(provider) for option in kind.options or (PLAIN,)]
+    known = [us for us in times if us is not None]
+    return max(known) if len(known) == len(times) else None
