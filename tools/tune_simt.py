@@ -1,4 +1,5 @@
-"""Times the tiles of the simt backward kernels, full and causal, float32, B=4 H=16 S=4096: the order in kernels/families/bwd_simt.py is theirs.
+"""Times the tiles of the simt backward kernels, full and causal, float32, B=4 H=16 S=4096. They order the rows of
+kernels/families/bwd_simt.py.
 
 PYTHONPATH=src python tools/tune_simt.py        writes results/<device>/simt_tiles.csv; of the forward: flashtile bench --tiles
 """

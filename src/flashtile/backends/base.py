@@ -76,7 +76,7 @@ class Backend(ABC):
     takes_mutations: bool = False  # True: its kernels can be broken on purpose (kernels/mutation.py)
 
     @abstractmethod
-    def refuse(self, problem: Problem, op: str) -> str | None:
+    def refuse(self, problem: Problem, op: str = "forward") -> str | None:
         """Why this backend does not take the op ("forward" or "backward") of the problem, or None if it does. Devices are
         checked by the registry."""
 
@@ -96,7 +96,7 @@ class Backend(ABC):
         """Fills those of `grads` that are there. `out` and `lse` may be those of a larger problem that this is a part of,
         and of another backend."""
 
-    def details(self, problem: Problem, op: str) -> dict[str, str]:
+    def details(self, problem: Problem, op: str = "forward") -> dict[str, str]:
         """What `explain` says about how this backend would run the problem."""
         return {}
 

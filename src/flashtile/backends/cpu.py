@@ -13,10 +13,10 @@ from flashtile.backends.base import Backend, Grads
 from flashtile.backends.call import backward_tensors, layout_of, scalars_of, tensors_of
 from flashtile.backends.executor import Launch, Scalars, Splits
 from flashtile.errors import dtype_name
+from flashtile.kernels.host import HostKey, host_plan
 from flashtile.kernels.params import Params
 from flashtile.kernels.plan import ENGINE_DTYPES
 from flashtile.kernels.spec import GRADS
-from flashtile.kernels.host import HostKey, host_plan
 from flashtile.problem import AttentionArgs, Problem, check_values, is_checking, is_deterministic, shape_of
 from flashtile.runtime import extension
 
@@ -26,7 +26,7 @@ class CpuBackend(Backend):
     summary = "C++ for AVX-512, AVX2 or any processor, chosen at run time; memory linear in the sequence length"
     devices = ("cpu",)
 
-    def refuse(self, problem: Problem, op: str) -> str | None:
+    def refuse(self, problem: Problem, op: str = "forward") -> str | None:
         if dtype_name(problem.dtype) not in ENGINE_DTYPES:
             return f"{dtype_name(problem.dtype)} is not among its dtypes ({', '.join(ENGINE_DTYPES)})"
         reason = extension.missing()
@@ -53,7 +53,7 @@ class CpuBackend(Backend):
             call = (dout, dlse, tuple(args), out, lse, tuple(grad is not None for grad in grads))
             native.learn_on_host(native.BACKWARD, call, launch)
 
-    def details(self, problem: Problem, op: str) -> dict[str, str]:
+    def details(self, problem: Problem, op: str = "forward") -> dict[str, str]:
         return {"instructions": extension.instruction_set(), "arithmetic": "float32"}
 
 

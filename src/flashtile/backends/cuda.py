@@ -72,7 +72,7 @@ class CudaBackend(Backend):
         launch = backward_launch(args, dout, dlse, out, lse, grads)
         _execute(native.BACKWARD, (dout, dlse, args, out, lse, wanted), launch)
 
-    def details(self, problem: Problem, op: str) -> dict[str, str]:
+    def details(self, problem: Problem, op: str = "forward") -> dict[str, str]:
         key, found = problem_key(problem, op), {}
         chosen = families.select(key)
         for step in assemble.kernels(key):

@@ -19,8 +19,8 @@ import torch
 from flashtile.backends import executor
 from flashtile.backends.executor import Launch
 from flashtile.errors import value_error
+from flashtile.kernels import assemble
 from flashtile.kernels import plan as plans
-from flashtile.kernels import assemble, families
 from flashtile.kernels.plan import EnginePass, Memset, Step
 from flashtile.runtime import extension
 

@@ -28,7 +28,7 @@ class NumbaBackend(Backend):
     devices = ("cuda", "cpu")
     is_automatic = False
 
-    def refuse(self, problem: Problem, op: str) -> str | None:
+    def refuse(self, problem: Problem, op: str = "forward") -> str | None:
         largest = max(problem.shape.head_dim, problem.shape.head_dim_v)
         options = {
             "a mask": problem.has_mask,
@@ -56,7 +56,7 @@ class NumbaBackend(Backend):
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         raise Unsupported("backend: got 'numba' in a backward pass; accepted: another one. It has no backward pass.")
 
-    def details(self, problem: Problem, op: str) -> dict[str, str]:
+    def details(self, problem: Problem, op: str = "forward") -> dict[str, str]:
         return {"compiled by": "Numba's simulator, not at all" if problem.device == "cpu" else "Numba"}
 
 

@@ -24,7 +24,7 @@ class ReferenceBackend(Backend):
     devices = ("cpu", "cuda")
     is_automatic = False
 
-    def refuse(self, problem: Problem, op: str) -> str | None:
+    def refuse(self, problem: Problem, op: str = "forward") -> str | None:
         return None
 
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
@@ -33,7 +33,7 @@ class ReferenceBackend(Backend):
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         attend_backward(args, dout, dlse, out, lse, grads, torch.float64)
 
-    def details(self, problem: Problem, op: str) -> dict[str, str]:
+    def details(self, problem: Problem, op: str = "forward") -> dict[str, str]:
         shape = problem.shape
         scores = 8 * shape.batch * shape.heads * shape.seqlen_q * shape.seqlen_k
         return {"arithmetic": "float64", "memory": f"{scores / 2**20:.1f} MiB for each score matrix"}

@@ -39,21 +39,22 @@ def find(name: str) -> Backend:
     raise value_error("backend", repr(name), "None or one of " + ", ".join(repr(known) for known in names()))
 
 
-def refusal(backend: Backend, problem: Problem, op: str) -> str | None:
+def refusal(backend: Backend, problem: Problem) -> str | None:
+    """Why the backend does not take the problem, in the backward pass either if one will follow, or None."""
     if problem.device not in backend.devices:
         return f"it runs on {' and '.join(backend.devices)}, and q is on {problem.device}"
-    return backend.refuse(problem, op)
+    ops = ("forward", "backward") if problem.needs_grad else ("forward",)
+    return next((reason for op in ops if (reason := backend.refuse(problem, op)) is not None), None)
 
 
 def choose(problem: Problem, name: str | None, op: str = "forward") -> tuple[Backend, list[str]]:
     """The backend for an op of the problem: the one asked for, or the fastest that takes it; and why it is slow, if it is."""
     if name is not None:
         backend = find(name)
-        for each in ("forward", "backward") if problem.needs_grad else ("forward",):
-            reason = refusal(backend, problem, each)
-            if reason is not None:
-                accepted = f"None, or another of {', '.join(names())}"
-                raise Unsupported(f"backend: got {name!r}, which refuses: {reason}. accepted: {accepted}.")
+        reason = refusal(backend, problem)
+        if reason is not None:
+            accepted = f"None, or another of {', '.join(names())}"
+            raise Unsupported(f"backend: got {name!r}, which refuses: {reason}. accepted: {accepted}.")
         return backend, []
     taken: list[tuple[float, int, Backend]] = []
     reasons: dict[int, str] = {}  # of those that refuse
@@ -163,7 +164,7 @@ def explain(problem: Problem, name: str | None) -> Explanation:
     for backend in BACKENDS:
         if backend is chosen:
             continue
-        reason = refusal(backend, problem, "forward")
+        reason = refusal(backend, problem)
         if reason is None:
             reason = f"{chosen.name!r} was asked for" if name is not None else f"{chosen.name!r} is faster"
             if not backend.is_automatic:

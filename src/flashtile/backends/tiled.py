@@ -33,7 +33,7 @@ class TiledBackend(Backend):
     summary = "FlashAttention-2's algorithm in plain PyTorch, memory linear in the sequence length"
     devices = ("cpu", "cuda")
 
-    def refuse(self, problem: Problem, op: str) -> str | None:
+    def refuse(self, problem: Problem, op: str = "forward") -> str | None:
         return None
 
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
@@ -49,7 +49,7 @@ class TiledBackend(Backend):
     def tile_sizes(self) -> frozenset[int]:
         return frozenset((BLOCK_M, BLOCK_N))
 
-    def details(self, problem: Problem, op: str) -> dict[str, str]:
+    def details(self, problem: Problem, op: str = "forward") -> dict[str, str]:
         return {"tile": f"{BLOCK_M} queries x {BLOCK_N} keys", "arithmetic": dtype_name(compute_dtype(problem.dtype))}
 
 

@@ -107,7 +107,7 @@ class TritonBackend(Backend):
         self.devices = ("cpu",) if self.is_interpreted else ("cuda",)
         self.is_automatic = self.has_compile_jobs = not self.is_interpreted
 
-    def refuse(self, problem: Problem, op: str) -> str | None:
+    def refuse(self, problem: Problem, op: str = "forward") -> str | None:
         if problem.dtype not in DTYPES:
             return f"{dtype_name(problem.dtype)} is not among its dtypes ({', '.join(dtype_name(dtype) for dtype in DTYPES)})"
         largest = max(problem.shape.head_dim, problem.shape.head_dim_v)
@@ -145,7 +145,7 @@ class TritonBackend(Backend):
                 jobs[_variant(kernel, config, named)] = functools.partial(_compile, kernel, config, named)
         return jobs
 
-    def details(self, problem: Problem, op: str) -> dict[str, str]:
+    def details(self, problem: Problem, op: str = "forward") -> dict[str, str]:
         names = ["fwd"]
         if problem.needs_grad:
             names += ["bwd_dkdv", "bwd_dq", "bwd_dbias"] if problem.needs_bias_grad else ["bwd_dkdv", "bwd_dq"]

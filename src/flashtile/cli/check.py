@@ -28,8 +28,8 @@ from flashtile.check.mutants import Hunt, hunt
 from flashtile.check.runner import Report, Settings, check, check_trials
 from flashtile.check.trial import Trial
 from flashtile.errors import value_error
-from flashtile.kernels.arch import Arch, arch_of
 from flashtile.kernels import families
+from flashtile.kernels.arch import Arch, arch_of
 from flashtile.kernels.mutation import Mutation, mutations
 from flashtile.runtime import cache
 

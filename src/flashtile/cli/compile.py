@@ -189,7 +189,7 @@ def edge_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = DTYPES, dims: Seque
                 wanted = {"has_band": True, "has_lengths": True, "is_aligned16": False}
                 plain = Features(
                     bias_dtype=dtype if grads == ("dbias",) else None,
-                    **{name: value for name, value in wanted.items() if name in family.features},  # type: ignore[arg-type]
+                    **{name: value for name, value in wanted.items() if name in family.features},
                 )
                 wide = dataclasses.replace(plain, is_aligned16=True)
                 switches = [
@@ -198,10 +198,11 @@ def edge_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = DTYPES, dims: Seque
                     if field.default is False and field.name in family.features and not getattr(plain, field.name)
                 ]
                 features = [plain, wide]
-                features += [dataclasses.replace(wide, **{name: False}) for name in ("has_lengths", "has_band")]
-                features += [dataclasses.replace(plain, **{name: True}) for name in switches]
+                features += [dataclasses.replace(wide, has_lengths=False), dataclasses.replace(wide, has_band=False)]
+                features += [Features(**(dataclasses.asdict(plain) | {name: True})) for name in switches]
                 features += [dataclasses.replace(plain, bias_dtype=dtype)]
-                most = dataclasses.replace(plain, bias_dtype=dtype, **dict.fromkeys(switches, True))
+                all_on = dict.fromkeys(switches, True) | {"bias_dtype": dtype}
+                most = Features(**(dataclasses.asdict(plain) | all_on))
                 tiles = {job.kernel: job.tile for job in _jobs(family, [dataclasses.replace(base, features=most)])}
                 jobs = _jobs(family, [dataclasses.replace(base, features=some) for some in features])
                 found += [job for job in jobs if job.has_tile and job.tile != tiles.get(job.kernel)]
@@ -246,13 +247,13 @@ def _feature_values(family: Family[Any], grads: tuple[str, ...] | None) -> dict[
 
 
 def _chosen_key(
-    family: Family[Any], choice: dict[Any, Any], turn: tuple[int, int], arch: Arch, grads: tuple[str, ...] | None
+    family: Family[Any], choice: dict[Any, Any], pair: tuple[int, int], arch: Arch, grads: tuple[str, ...] | None
 ) -> PlanKey:
-    dtype, out_dtype, pair = choice.pop("dtype"), choice.pop("out_dtype"), choice.pop("head_dim", turn)
+    dtype, out_dtype, pair = choice.pop("dtype"), choice.pop("out_dtype"), choice.pop("head_dim", pair)
     classes = tuple((which, choice.pop(which)) for which in family.length_classes)
     choice["bias_dtype"] = dtype if choice["bias_dtype"] == "own" else choice["bias_dtype"]
     out_dtype = dtype if out_dtype == "own" else out_dtype
-    return PlanKey(dtype, out_dtype, *pair, Features(**choice), arch, grads, classes=classes)
+    return PlanKey(dtype, out_dtype, pair[0], pair[1], Features(**choice), arch, grads, classes=classes)
 
 
 def pairwise(factors: Mapping[Any, Sequence[Any]]) -> list[dict[Any, Any]]:

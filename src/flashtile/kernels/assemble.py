@@ -13,10 +13,10 @@ from flashtile.kernels import families
 from flashtile.kernels.families.base import Launch
 from flashtile.kernels.params import Params, field_at
 from flashtile.kernels.plan import (
+    AnyStep,
     BroadcastSize,
     BroadcastStride,
     Elements,
-    EnginePass,
     LaunchPlan,
     MapPatch,
     Memset,
@@ -62,7 +62,7 @@ def plan_of(key: PlanKey, layout: CallLayout, launch: Launch) -> LaunchPlan:
         operands += [Operand("dout", dtype=key.out_dtype), *_grad_operands(key.grads), *launch.scratch]
         operands += [Operand("dlse", strides="contiguous", dtype="float32")] if "dlse" in layout.tensors else []
         tensors += ["dout", *(operand.name for operand in operands if operand.name in ("dq", "dk", "dv"))]
-    steps = (*(Memset(name) for name in launch.zeroed), *launch.steps)
+    steps: tuple[AnyStep, ...] = (*(Memset(name) for name in launch.zeroed), *launch.steps)
     dims, size = (key.head_dim, key.head_dim_v), ctypes.sizeof(launch.struct)
     return assembled(
         steps, operands, tensors, call_values(layout), launch.splits, launch.workspaces, dims, layout, launch.maps, size
@@ -93,7 +93,7 @@ def _grad_operands(grads: Sequence[str]) -> list[Operand]:
 
 
 def assembled(
-    steps: tuple[Memset | Step | EnginePass, ...],
+    steps: tuple[AnyStep, ...],
     operands: Sequence[Operand],
     tensors: Sequence[str],  # the operands with strides in the parameters
     values: Values,

@@ -6,7 +6,7 @@ import functools
 from typing import NamedTuple
 
 from flashtile.kernels.assemble import assembled, call_values, forward_operands
-from flashtile.kernels.plan import ENGINE_DTYPES, EnginePass, LaunchPlan, Memset, Operand, Scalar, Workspace
+from flashtile.kernels.plan import ENGINE_DTYPES, AnyStep, EnginePass, LaunchPlan, Memset, Operand, Scalar, Workspace
 from flashtile.kernels.spec import CallLayout
 
 HOST_PAD = 16  # head dims in workspaces are padded to a multiple of this (csrc/cpu/tiles.h)
@@ -32,7 +32,7 @@ def host_plan(key: HostKey, layout: CallLayout) -> LaunchPlan:
     # Sequences may share pages: what they add to them is rounded once, at the end
     is_paged = "block_table" in layout.tensors
     if key.grads is not None:
-        key_grads = [name for name in ("dk", "dv") if name in key.grads]
+        key_grads: list[str] = [name for name in ("dk", "dv") if name in key.grads]
         tensors += ["dout", *(name for name in ("dq", "dk", "dv") if name in key.grads)]
         operands.append(Operand("dout", dtype=key.out_dtype))
         operands += [Operand("dq", is_written=True)] if "dq" in key.grads else []
@@ -50,5 +50,5 @@ def host_plan(key: HostKey, layout: CallLayout) -> LaunchPlan:
         zeroed = key_grads if layout.has_lengths or is_paged else []
     dtypes = (key.dtype, key.out_dtype, key.bias_dtype or "float32", "float32" if is_paged else key.dtype)
     engine = EnginePass(key.grads is not None, tuple(map(ENGINE_DTYPES.index, dtypes)))
-    steps = (*(Memset(name) for name in zeroed), engine)
+    steps: tuple[AnyStep, ...] = (*(Memset(name) for name in zeroed), engine)
     return assembled(steps, operands, tensors, values, None, workspaces, (key.head_dim, key.head_dim_v), layout)

@@ -155,9 +155,12 @@ class EnginePass(NamedTuple):
     elements: tuple[int, ...]  # of q, of out, of bias, of dk and dv: indices into ENGINE_DTYPES
 
 
+AnyStep = Memset | Step | EnginePass
+
+
 @dataclass(frozen=True)
 class LaunchPlan:
-    steps: tuple[Memset | Step | EnginePass, ...]
+    steps: tuple[AnyStep, ...]
     operands: tuple[Operand, ...]
     values: tuple[tuple[str, tuple[Rule, ...]], ...]  # a product each; a rule may ask for the values before it
     splits: SplitRule | None

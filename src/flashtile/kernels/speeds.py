@@ -64,13 +64,13 @@ class _Row(NamedTuple):
 
 @functools.cache
 def _table() -> tuple[_Row, ...]:
-    found: dict[tuple[str, ...], dict[str, float]] = {}
+    found: dict[tuple[str, str, str, str, str, int], dict[str, float]] = {}
     if TABLE.exists():
         with TABLE.open(encoding="utf-8", newline="") as file:
             for row in csv.DictReader(line for line in file if not line.startswith("#")):
-                key = (row["arch"], row["op"], row["dtype"], row["option"], row["size"], row["head_dim"])
+                key = (row["arch"], row["op"], row["dtype"], row["option"], row["size"], int(row["head_dim"]))
                 found.setdefault(key, {})[row["provider"]] = float(row["us"])
-    return tuple(_Row(*key[:5], int(key[5]), us) for key, us in found.items())
+    return tuple(_Row(*key, us) for key, us in found.items())
 
 
 @functools.cache

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from flashtile.errors import Unsupported, value_error
+from flashtile.kernels import speeds
+from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, forced_rows
 from flashtile.kernels.families.bwd_simt import BwdSimt
 from flashtile.kernels.families.fwd_simt import FwdSimt
 from flashtile.kernels.families.fwd_sm90 import FwdSm90
-from flashtile.kernels import speeds
-from flashtile.kernels.arch import Arch
 from flashtile.kernels.length_class import LengthClass
 from flashtile.kernels.mutation import Mutation
 from flashtile.kernels.spec import PlanKey

@@ -6,6 +6,8 @@ wanted. Every result has one owner, so all of it is deterministic.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.simt import SMALL_TILES, SimtFamily, SimtRow, Tile
 from flashtile.kernels.families.steps import dsinks, preprocess, query_grid
@@ -21,7 +23,7 @@ class BwdSimt(SimtFamily):
     features = Family.features - {"is_paged"}
     grad_sets = (("dq", "dk", "dv", "dsinks"), ("dbias",))
     # Measured on an NVIDIA H200 at B=4 H=16 S=4096, float32: docs/simt.md
-    tiles = {
+    tiles: ClassVar = {
         "bwd_dq_simt": {
             32: (Tile(64, 64, 4), *SMALL_TILES),
             64: (Tile(128, 32, 4, max_options=0), Tile(64, 64, 4), *SMALL_TILES),
@@ -63,9 +65,9 @@ class BwdSimt(SimtFamily):
             if name in key.grads and other not in key.grads
         ]
         # Keys outside every sequence have no owner, and neither have the scores there
-        zeroed = [name for name in ("dk", "dv") if layout.has_lengths and name in key.grads]
-        zeroed += ["dbias"] if "dbias" in key.grads else []
-        return Launch(tuple(steps), _WORKSPACES, scratch=tuple(scratch), zeroed=tuple(zeroed))
+        unowned = ("dk", "dv", "dbias") if layout.has_lengths else ("dbias",)
+        zeroed = tuple(name for name in unowned if name in key.grads)
+        return Launch(tuple(steps), _WORKSPACES, scratch=tuple(scratch), zeroed=zeroed)
 
     def launch_row(self, row: SimtRow, key: PlanKey, layout: CallLayout) -> Launch:
         return Launch((self._step(row, key),), _WORKSPACES)

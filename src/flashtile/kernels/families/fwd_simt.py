@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from flashtile.kernels.families.base import Launch, tile_step
 from flashtile.kernels.families.simt import SMALL_TILES, SimtFamily, SimtRow, Tile
@@ -21,7 +22,7 @@ class FwdSimt(SimtFamily):
     kernels = ("fwd_simt",)
     length_classes = (_SMALL_GRID,)
     # Measured on an NVIDIA H200 at B=4 H=16 S=4096, float32: docs/simt.md
-    tiles = {
+    tiles: ClassVar = {
         "fwd_simt": {
             32: (Tile(128, 64, 4, max_options=0), Tile(64, 64, 4), *SMALL_TILES),
             64: (Tile(128, 64, 4, max_options=0), Tile(64, 64, 4), *SMALL_TILES),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from flashtile.kernels.families.base import Family, Row
 from flashtile.kernels.spec import CPP_TYPES, DTYPES, Features, PlanKey
@@ -67,7 +67,7 @@ class SimtRow(Row):
 class SimtFamily(Family[SimtRow]):
     dtypes = DTYPES
     head_dims = tuple((dim, dim) for dim in HEAD_DIMS)
-    tiles: Mapping[str, Mapping[int, tuple[Tile, ...]]]  # kernel -> padded head dim -> the fastest first
+    tiles: ClassVar[Mapping[str, Mapping[int, tuple[Tile, ...]]]]  # kernel -> padded head dim -> the fastest first
 
     def every_row(self, dtype: str) -> Iterator[SimtRow]:
         for kernel, by_dim in self.tiles.items():
