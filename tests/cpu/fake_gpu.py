@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from flashtile.backends import cuda, executor, native
-from flashtile.kernels import plan as plans
+from flashtile.kernels import assemble
 from flashtile.kernels.arch import ARCHS
 from flashtile.runtime import cache, driver, extension
 
@@ -56,7 +56,7 @@ def plug_in(library: Path, patch: Callable[[object, str, object], None]) -> Reco
     patch(torch.cuda, "current_device", lambda: 0)
     patch(cuda, "_arch", lambda index: ARCHS[90])
     patch(cuda, "_num_multiprocessors", lambda index: NUM_MULTIPROCESSORS)
-    patch(cuda, "_missing", lambda: None)
+    patch(cuda, "_missing", lambda index: None)
     patch(cuda.CudaBackend, "devices", ("cuda", "cpu"))
     patch(executor, "current_stream", lambda index: 0)
     patch(executor, "on_device", lambda index: nullcontext())
@@ -79,4 +79,4 @@ def unplug() -> None:
 def clear() -> None:
     executor.function.cache_clear()
     driver._driver.cache_clear()
-    plans.forget()
+    assemble.clear_plans()

@@ -27,7 +27,7 @@ from flashtile.check.shrink import candidates
 from flashtile.check.trial import Trial
 from flashtile.cli import check as command
 from flashtile.cli.main import app
-from flashtile.kernels import table
+from flashtile.kernels import families
 from flashtile.kernels.mutation import mutations
 from flashtile.problem import Problem, shape_of
 from flashtile.testing import FORWARD_ONLY, KINDS, MEMORIES, VALUES, Case
@@ -99,8 +99,8 @@ def test_options_are_kept_for_some_problems() -> None:
 
 def test_edges_come_from_the_kernels() -> None:
     sizes = frozenset().union(*(backend.tile_sizes() for backend in registry.BACKENDS))
-    assert sizes >= table.tile_sizes() | {BLOCK_N}
-    assert {8, 64, 128} <= table.tile_sizes()
+    assert sizes >= families.tile_sizes() | {BLOCK_N}
+    assert {8, 64, 128} <= families.tile_sizes()
 
 
 # Adversarial values
@@ -432,8 +432,8 @@ def test_a_fault_is_looked_for_where_it_is(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(mutants, "check_trials", lambda trials, _: judged.extend(trials) or Report(num_problems=len(judged)))
     found = mutants.hunt_one(fault, Settings(backends=[], device="cpu", seed=3, problems=40))
     assert found.num_problems == len(judged) == 40
-    assert {trial.has_backward for trial in judged} == ({False} if fault.is_hopper else {True, False})
-    assert ({trial.case.dtype for trial in judged} <= {torch.float16, torch.bfloat16}) == fault.is_hopper
+    assert {trial.has_backward for trial in judged} == ({False} if fault.family else {True, False})
+    assert ({trial.case.dtype for trial in judged} <= {torch.float16, torch.bfloat16}) == bool(fault.family)
 
 
 def test_dropout_bits_are_probed_where_the_output_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:

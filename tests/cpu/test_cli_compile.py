@@ -14,9 +14,10 @@ from flashtile.cli import compile as compile_command
 from flashtile.cli import info as info_command
 from flashtile.cli.main import app
 from flashtile.errors import unsupported
-from flashtile.kernels import table
+from flashtile.kernels import families
 from flashtile.kernels.arch import ARCHS, Arch
-from flashtile.kernels.spec import Features
+from flashtile.kernels.families.simt import HEAD_DIMS
+from flashtile.kernels.spec import DTYPES, Features
 from flashtile.runtime import cache, toolchain
 from flashtile.runtime.nvrtc import Compiled, CompileError
 from flashtile.runtime.toolchain import Toolchain
@@ -88,8 +89,10 @@ def test_json(compiler):
     result = run("--arch", "sm_90", "--dtype", "float32", "--head-dim", "60", "--json")
     assert result.exit_code == 0
     kernels = json.loads(result.stdout)["kernels"]
-    assert {kernel["head_dim"] for kernel in kernels} == {64}
-    assert {kernel["kernel"] for kernel in kernels} >= {name for names in table.PASSES.values() for name in names}
+    assert {kernel["head_dim"] for kernel in kernels} == {64, 0}  # 0: append_kv, which takes any
+    assert {kernel["kernel"] for kernel in kernels} >= {
+        name for family in families.all_families() for name in family.kernels if "float32" in family.dtypes
+    }
     assert all(kernel["registers"] == 128 and kernel["problems"] == [] for kernel in kernels)
 
 
@@ -142,12 +145,11 @@ def test_covering_meets_every_feature():
     jobs = compile_command.covering_jobs([ARCHS[80], ARCHS[90]])
     hopper = [job.key.features for job in jobs if job.kernel == "fwd_sm90"]
     for field in dataclasses.fields(Features):
-        assert (len({getattr(features, field.name) for features in hopper}) >= 2) is (field.name not in ("is_paged", "is_wide")), field.name
-    for kernel in table.PASSES["forward"]:
-        keys = [job.key for job in jobs if job.kernel == kernel and job.key.arch == ARCHS[80]]
-        for field in dataclasses.fields(Features):
-            assert len({getattr(key.features, field.name) for key in keys}) >= 2, field.name
-        assert {(key.head_dim, key.dtype) for key in keys} == set(itertools.product(table.HEAD_DIMS, table.DTYPES))
+        assert (len({getattr(features, field.name) for features in hopper}) >= 2) is (field.name not in ("is_paged", "is_aligned16")), field.name
+    keys = [job.key for job in jobs if job.kernel == "fwd_simt" and job.key.arch == ARCHS[80]]
+    for field in dataclasses.fields(Features):
+        assert len({getattr(key.features, field.name) for key in keys}) >= 2, field.name
+    assert {(key.head_dim, key.dtype) for key in keys} == set(itertools.product(HEAD_DIMS, DTYPES))
 
 
 def test_edges_of_a_dtype_with_two_kernels():

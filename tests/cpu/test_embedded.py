@@ -15,11 +15,10 @@ from flashtile.backends import cuda
 from flashtile.cli import compile as compile_command
 from flashtile.cli.main import app
 from flashtile.errors import Unsupported
-from flashtile.kernels import plan as plans
-from flashtile.kernels import table
+from flashtile.kernels import assemble
 from flashtile.kernels.arch import ARCHS
-from flashtile.kernels.plan import PlanKey
-from flashtile.kernels.spec import Features
+from flashtile.kernels.length_class import SmallGrid
+from flashtile.kernels.spec import DTYPES, Features, PlanKey
 from flashtile.runtime import cache, nvrtc, toolchain
 
 HOPPER = ARCHS[90].name
@@ -89,19 +88,18 @@ def test_a_damaged_file_costs_a_compilation(package: Path) -> None:
 def test_the_backend_works_without_a_compiler_for_embedded_architectures(
     no_compiler: nvrtc.Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     for number, reason in ((90, None), (80, "NVRTC: none here")):
         monkeypatch.setattr(cuda, "_arch", lambda index, number=number: ARCHS[number])
-        assert cuda._missing.__wrapped__() == reason
+        assert cuda._missing.__wrapped__(0) == reason
 
 
 def test_plain_and_causal_calls_need_nothing_else() -> None:
     embedded = {job.identity for job in compile_command.embedded_jobs([ARCHS[90]])}
-    for dtype, head_dim, has_band in itertools.product(table.DTYPES, (8, 64, 72, 128, 200, 256), (False, True)):
+    for dtype, head_dim, has_band in itertools.product(DTYPES, (8, 64, 72, 128, 200, 256), (False, True)):
         forward = PlanKey(dtype, dtype, head_dim, head_dim, Features(has_band=has_band), ARCHS[90])
         backward = replace(forward, grads=("dq", "dk", "dv", "dsinks"))
-        for key in (forward, replace(forward, is_small=True), backward):
-            for step in plans.kernels(key):
+        for key in (forward, replace(forward, classes=((SmallGrid(128), 1),)), backward):
+            for step in assemble.kernels(key):
                 assert (step.unit, step.entry, HOPPER) in embedded, (step.entry, key)
 
 

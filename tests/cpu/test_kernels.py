@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from flashtile.cli import compile as compile_command
-from flashtile.kernels import source, table
+from flashtile.kernels import assemble, families
 from flashtile.kernels.arch import ARCHS
+from flashtile.kernels.families.simt import HEAD_DIMS, SimtRow
 from flashtile.kernels.params import Params
-from flashtile.kernels.spec import Features
+from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
 from flashtile.runtime import cache, nvrtc, toolchain
 from flashtile.runtime.nvrtc import CompileError
 
@@ -55,13 +56,13 @@ def assert_clean(jobs):
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS.values() if arch.number >= 75], ids=lambda arch: arch.name)
 def test_plain_float32(arch, half):
-    head_dims = table.HEAD_DIMS[half::2] if arch in DISTINCT else (table.HEAD_DIMS[(2 * half + arch.number) % len(table.HEAD_DIMS)],)
+    head_dims = HEAD_DIMS[half::2] if arch in DISTINCT else (HEAD_DIMS[(2 * half + arch.number) % len(HEAD_DIMS)],)
     assert_clean(compile_command.plain_jobs([arch], ["float32"], head_dims))
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in table.DTYPES if dtype != "float32"])
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "float32"])
 def test_plain_16_bit(dtype):
-    head_dims = table.HEAD_DIMS[table.DTYPES.index(dtype) :: 3]
+    head_dims = HEAD_DIMS[DTYPES.index(dtype) :: 3]
     assert_clean(compile_command.plain_jobs([MAIN_ARCH], [dtype], head_dims))
 
 
@@ -69,7 +70,7 @@ def test_plain_16_bit(dtype):
 def test_features_in_pairs(part):
     # The two 16-bit dtypes differ in conversions only
     jobs = compile_command.covering_jobs([MAIN_ARCH], ["float32", "bfloat16"], crosses_head_dims=False)
-    assert {job.kernel for job in jobs} >= {kernel for kernels in table.PASSES.values() for kernel in kernels}
+    assert {job.kernel for job in jobs} >= {kernel for family in families.all_families() for kernel in family.kernels}
     assert_clean(jobs[part::4])
 
 
@@ -100,21 +101,22 @@ def opcodes(cubin, folder):
 LOCAL_MEMORY = {"LDL", "STL"}
 
 
-def hopper_features(tile):
-    """A band, lengths where O does not leave by the copy engine, and as many options as the tile takes, or none if that is any number."""
-    options = ("has_softcap", "has_alibi")[: min(tile.max_options, 2)] if tile.max_options < 99 else ()
-    return Features(has_band=True, has_lengths=not tile.stores_p, **dict.fromkeys(options, True))
+HOPPER = families.find("fwd_sm90")
+HOPPER_ROWS = [row for index, dtype in enumerate(HOPPER.dtypes) for row in list(HOPPER.every_row(dtype))[index::2]]
+
+
+def compiled_row(family, row, features):
+    key = PlanKey(row.dtype, row.out_dtype, row.head_dim, row.head_dim_v, features, MAIN_ARCH)
+    (step,) = family.launch_row(row, key, CallLayout("bhsd", ())).steps
+    return cache.compile_cached(step.unit, MAIN_ARCH.name, [step.entry])
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize(("dims", "tile", "is_packed"), table.all_sm90_tiles(), ids=str)
-def test_hopper_code_has_warpgroup_products_and_no_local_memory(dims, tile, is_packed, tmp_path):
-    dtype = table.SM90_DTYPES[dims[0] // 32 % 2]
-    features = hopper_features(tile)
-    rows = table.sm90_rows(dtype, dtype, *dims, features, is_packed, is_ragged=False)
-    row = next(row for row in rows if (row.block_m, row.block_n, row.stores_p) == (tile.block_m, tile.block_n, tile.stores_p))
-    compiled = cache.compile_cached(source.unit(row, features), MAIN_ARCH.name, [source.entry(row, features)])
-    found = opcodes(compiled.cubin, tmp_path)
+@pytest.mark.parametrize("row", HOPPER_ROWS, ids=lambda row: f"{row.dtype}-{row.head_dim}-{row.head_dim_v}-{row.label}")
+def test_hopper_code_has_warpgroup_products_and_no_local_memory(row, tmp_path):
+    """With a band, and lengths where O is not stored by TMA."""
+    features = Features(has_band=True, has_lengths=not row.stores_p)
+    found = opcodes(compiled_row(HOPPER, row, features).cubin, tmp_path)
     assert {"HGMMA", "UTMALDG", "SYNCS"} <= found
     assert ("UTMASTG" in found) is row.stores_by_tma(features)
     assert not found & LOCAL_MEMORY
@@ -148,7 +150,7 @@ def compile_by(library, *options):
 @pytest.mark.skipif(NVRTC_12 is None, reason="nvidia-cuda-nvrtc-cu12 is not installed; `make test` does it")
 def test_sm_61_by_nvrtc_12():
     kernels = compile_by(NVRTC_12, "--arch", "sm_61")
-    assert {kernel["head_dim"] for kernel in kernels} == set(table.HEAD_DIMS)
+    assert {kernel["head_dim"] for kernel in kernels} == set(HEAD_DIMS)
     assert all(kernel["shared_bytes"] <= ARCHS[61].shared_bytes for kernel in kernels)
 
 
@@ -171,8 +173,10 @@ def mirror(fields):
     return type("Params", (ctypes.Structure,), {"_fields_": fields})
 
 
-def plain_row():
-    return table.select("fwd_simt", "float32", "float32", 64, Features(), MAIN_ARCH)
+def plain_step():
+    key = PlanKey("float32", "float32", 64, 64, Features(), MAIN_ARCH)
+    assemble.clear_plans()
+    return assemble.kernels(key)[0]
 
 
 @pytest.mark.parametrize("change", ["swapped", "narrower", "missing"])
@@ -185,16 +189,17 @@ def test_layout_drift_is_a_compile_error(monkeypatch, change):
         fields[index : index + 2] = [("batch", ctypes.c_int16), ("heads", ctypes.c_int16)]
     else:
         del fields[index]
-    monkeypatch.setattr(source, "Params", mirror(fields))
-    row = plain_row()
-    log = refusal(source.unit(row, Features()), source.entry(row, Features()))
+    drifted = mirror(fields)
+    monkeypatch.setattr(SimtRow, "struct", drifted)
+    step = plain_step()
+    assemble.clear_plans()
+    log = refusal(step.unit, step.entry)
     assert "static assertion failed" in log
     assert {"swapped": "Params: batch", "narrower": "Params: heads", "missing": "Params: heads"}[change] in log
 
 
 def test_wrong_shared_bytes_are_a_compile_error():
-    row = plain_row()
-    unit = source.unit(row, Features())
-    wrong = unit.replace(f"== {row.shared_bytes},", f"== {row.shared_bytes + 16},")
-    assert wrong != unit
-    assert '"shared bytes"' in refusal(wrong, source.entry(row, Features()))
+    step = plain_step()
+    wrong = step.unit.replace(f"== {step.shared_bytes},", f"== {step.shared_bytes + 16},")
+    assert wrong != step.unit
+    assert '"shared bytes"' in refusal(wrong, step.entry)

@@ -11,12 +11,10 @@ from contextlib import nullcontext
 import pytest
 
 from flashtile.check import mutants
-from flashtile.kernels import plan as plans
-from flashtile.kernels import source, table
+from flashtile.kernels import assemble, families
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.mutation import mutations, planted
-from flashtile.kernels.plan import PlanKey
-from flashtile.kernels.spec import Features
+from flashtile.kernels.spec import CallLayout, Features, PlanKey
 from flashtile.runtime import cache, nvrtc, toolchain
 
 ARCH = ARCHS[90]
@@ -52,19 +50,21 @@ def headers():
 
 def write(features: Features) -> dict[str, tuple[str, str]]:
     """(unit, entry) of each kernel on its smallest tile, which compiles fastest."""
-    plans.forget()
+    assemble.clear_plans()
     found = {}
     for grads in (None, ("dq", "dk", "dv", "dsinks")):
-        for step in plans.kernels(PlanKey("float32", "float32", 32, 32, features, ARCH, grads=grads)):
+        for step in assemble.kernels(PlanKey("float32", "float32", 32, 32, features, ARCH, grads=grads)):
             found[step.name] = (step.unit, step.entry)
-    plans.forget()
-    for kernel in (kernel for kernels in table.PASSES.values() for kernel in kernels):
-        needed = BIASED if "dbias" in kernel else features
-        *_, row = table.candidates(kernel, "float32", "float32", 32, needed)
-        found[f"{kernel}_kernel"] = (source.unit(row, needed), source.entry(row, needed))
-    if not features.is_paged:
-        *_, hopper = table.sm90_rows("bfloat16", "bfloat16", 64, 64, features, is_packed=False, is_ragged=False)
-        found["fwd_sm90_kernel"] = (source.unit(hopper, features), source.entry(hopper, features))
+    assemble.clear_plans()
+    for family in families.all_families():
+        dtype, grads = family.dtypes[-1] if "float32" not in family.dtypes else "float32", (family.grad_sets or (None,))[0]
+        for kernel in family.kernels:
+            needed = BIASED if "dbias" in kernel else features
+            key = PlanKey(dtype, dtype, *family.head_dims[0], needed, ARCH, grads)
+            if family.refuse(key) is None:
+                *_, row = family.candidates(kernel, key)
+                (step,) = family.launch_row(row, key, CallLayout("bhsd", ())).steps
+                found[f"{kernel}_kernel"] = (step.unit, step.entry)
     return found
 
 
@@ -124,7 +124,7 @@ def test_a_fault_has_its_own_place_in_the_cache(monkeypatch, tmp_path) -> None:
 
 def test_plans_do_not_cross() -> None:
     key = PlanKey("float32", "float32", 64, 64, Features(), ARCH)
-    before = plans.kernels(key)
+    before = assemble.kernels(key)
     with mutants.broken("skip_rescale"):
-        assert all(step.unit.startswith("#define FT_MUTATION skip_rescale\n") for step in plans.kernels(key))
-    assert plans.kernels(key) == before
+        assert all(step.unit.startswith("#define FT_MUTATION skip_rescale\n") for step in assemble.kernels(key))
+    assert assemble.kernels(key) == before

@@ -21,8 +21,9 @@ from flashtile.backends import cuda, executor, native
 from flashtile.backends.executor import Launch
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.check.draw import Drawer
+from flashtile.kernels import assemble, families
 from flashtile.kernels import plan as plans
-from flashtile.kernels import table
+from flashtile.kernels.families.simt import HEAD_DIMS
 from flashtile.problem import AttentionArgs
 from flashtile.runtime import driver, extension
 from flashtile.testing import GRADS, Case
@@ -113,8 +114,8 @@ def differences(launch: Launch, one: Done, other: Done, names: tuple[str, ...]) 
 
 
 def problems(seed: int) -> Iterator[tuple[Case, int, bool]]:
-    for trial in Drawer(seed, "cpu", edges=sorted(table.tile_sizes()), reuse=8):
-        if trial.case.dtype != torch.float64 and max(trial.case.head_dim, trial.case.head_dim_v) <= table.HEAD_DIMS[-1]:
+    for trial in Drawer(seed, "cpu", edges=sorted(families.tile_sizes()), reuse=8):
+        if trial.case.dtype != torch.float64 and max(trial.case.head_dim, trial.case.head_dim_v) <= HEAD_DIMS[-1]:
             yield trial.case, trial.seed, trial.has_backward and trial.case.kind not in ("paged", "cache")
 
 
@@ -687,7 +688,7 @@ def test_forgetting(served: list[str]) -> None:
     q, k, v = make(2, 4, 16, 64)
     for _ in range(2):
         flashtile.attention(q, k, v)
-    plans.forget()
+    assemble.clear_plans()
     assert extension.executor().num_plans() == 0
     flashtile.attention(q, k, v)
     assert len(served) == 2
@@ -705,7 +706,7 @@ def test_threads(served: list[str], recorder: Recorder) -> None:
                 assert out.shape == q.shape  # type: ignore[union-attr]
                 recorder.library.fake_reset(0)
                 if turn % 20 == number:
-                    plans.forget()
+                    assemble.clear_plans()
         except BaseException as error:
             errors.append(error)
 

@@ -13,12 +13,14 @@ import torch
 
 from flashtile import ops
 from flashtile.backends import call, cuda, dropout, executor
-from flashtile.kernels import plan as plans
-from flashtile.kernels import table
+from flashtile.kernels import assemble
 from flashtile.kernels.arch import ARCHS
+from flashtile.kernels.families import steps as family_steps
+from flashtile.kernels.families.simt import HEAD_DIMS
+from flashtile.kernels.length_class import PackedHeads
 from flashtile.kernels.params import Params
-from flashtile.kernels.plan import Memset, Step
-from flashtile.problem import AttentionArgs, head_axis, key_window, page_size, row_axis, shape_of, softmax_scale
+from flashtile.kernels.plan import LaunchPlan, Memset, Step
+from flashtile.problem import AttentionArgs, Shape, head_axis, key_window, page_size, row_axis, shape_of, softmax_scale
 from flashtile.runtime import nvrtc
 from flashtile.testing import GRADS, Case
 
@@ -104,7 +106,7 @@ def differences(image: bytearray, params: Params) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def filled(args: AttentionArgs, given: dict[str, torch.Tensor], plan: plans.LaunchPlan) -> tuple[bytearray, Params, dict[str, int]]:
+def filled(args: AttentionArgs, given: dict[str, torch.Tensor], plan: LaunchPlan) -> tuple[bytearray, Params, dict[str, int]]:
     """(what the plan fills, what is expected, the plan's values)"""
     tensors = executor.prepare(plan, given)
     values = executor.evaluate(plan, tensors, call.scalars_of(args), cuda._splits(args))
@@ -126,7 +128,7 @@ def test_a_thousand_calls_are_filled_as_they_should(part: int) -> None:
         args = args._replace(num_splits=pick.choice([0, 0, 3]), deterministic=pick.random() < 0.2)
         out, lse = ops.empty_outputs(args)
         given = call.tensors_of(args) | {"out": out, "lse": lse}
-        image, params, values = filled(args, given, plans.plan(cuda._forward_key(args, given), call.form_of(args, given)))
+        image, params, values = filled(args, given, assemble.plan(cuda._key(args, given), call.layout_of(args, given)))
         assert differences(image, params) == {}, case
         assert values["num_splits"] == 1 or not (args.deterministic and args.num_splits == 0)
         if args.block_table is not None:
@@ -134,19 +136,19 @@ def test_a_thousand_calls_are_filled_as_they_should(part: int) -> None:
         needs = ops.GradNeeds(*(pick.random() < 0.8 for _ in range(3)), args.bias is not None, args.sinks is not None)
         grads = {name: grad for name, grad in zip(GRADS, ops.empty_grads(args, needs), strict=True) if grad is not None}
         given |= {"dout": inputs.dout, **grads} | ({"dlse": inputs.dlse} if pick.random() < 0.5 else {})
-        image, params, _ = filled(args, given, plans.plan(cuda._key(args, given, grads=tuple(grads)), call.form_of(args, given)))
+        image, params, _ = filled(args, given, assemble.plan(cuda._key(args, given, tuple(grads)), call.layout_of(args, given)))
         assert differences(image, params) == {}, case
 
 
-def plan_of(case: Case, grads: tuple[str, ...] = ()) -> tuple[AttentionArgs, dict[str, torch.Tensor], plans.LaunchPlan]:
+def plan_of(case: Case, grads: tuple[str, ...] = ()) -> tuple[AttentionArgs, dict[str, torch.Tensor], LaunchPlan]:
     inputs = case.make(0)
     out, lse = ops.empty_outputs(inputs.args)
     given = call.tensors_of(inputs.args) | {"out": out, "lse": lse}
     if grads:
         made = ops.empty_grads(inputs.args, ops.GradNeeds(*(name in grads for name in GRADS)))
         given |= {"dout": inputs.dout} | {name: grad for name, grad in made._asdict().items() if grad is not None}
-    key = cuda._key(inputs.args, given, grads=grads) if grads else cuda._forward_key(inputs.args, given)
-    return inputs.args, given, plans.plan(key, call.form_of(inputs.args, given))
+    key = cuda._key(inputs.args, given, grads or None)
+    return inputs.args, given, assemble.plan(key, call.layout_of(inputs.args, given))
 
 
 def test_a_plan_holds_no_length() -> None:
@@ -161,14 +163,17 @@ def test_grids_and_splits() -> None:
     tiles, key_tiles = -(-130 // kernel.block_rows), -(-1000 // kernel.block_columns)
     assert values["num_splits"] == min(2 * NUM_MULTIPROCESSORS // (tiles * 8), key_tiles) > 1
     assert executor.num_blocks(kernel, values) == values["num_splits"] * tiles * 8
-    assert executor.num_blocks(combine, values) == -(-130 // plans.COMBINE_ROWS) * 8
+    assert executor.num_blocks(combine, values) == -(-130 // family_steps.COMBINE_ROWS) * 8
     assert executor.num_blocks(combine, values | {"num_splits": 1}) == 0
 
 
 def test_packed_heads_where_they_make_fewer_tiles() -> None:
-    assert [table.packed_heads(seqlen_q, 32, 8) for seqlen_q in (1, 16, 48, 49, 64, 65, 128, 1000)] == [4, 4, 4, 1, 1, 1, 1, 1]
-    assert [table.packed_heads(1, heads, heads_kv) for heads, heads_kv in ((8, 8), (6, 2), (64, 1), (65, 1))] == [1, 3, 64, 1]
-    assert [table.packed_heads(seqlen_q, 3, 1) for seqlen_q in (21, 42, 43)] == [3, 3, 1]
+    def packed_heads(seqlen_q: int, heads: int, heads_kv: int) -> int:
+        return PackedHeads(64, 128).of(Shape(1, heads, heads_kv, seqlen_q, 1, 64, 64), NUM_MULTIPROCESSORS)
+
+    assert [packed_heads(seqlen_q, 32, 8) for seqlen_q in (1, 16, 48, 49, 64, 65, 128, 1000)] == [4, 4, 4, 1, 1, 1, 1, 1]
+    assert [packed_heads(1, heads, heads_kv) for heads, heads_kv in ((8, 8), (6, 2), (64, 1), (65, 1))] == [1, 3, 64, 1]
+    assert [packed_heads(seqlen_q, 3, 1) for seqlen_q in (21, 42, 43)] == [3, 3, 1]
 
 
 def test_a_tile_of_packed_heads() -> None:
@@ -184,7 +189,9 @@ def test_a_tile_of_packed_heads() -> None:
     assert executor.num_blocks(plan.steps[0], values) == values["num_splits"] * 3 * 2 * 3  # type: ignore[arg-type]
     # A box cannot hold heads that are one in memory
     spread = given["q"][:, :1].expand(-1, 14, -1, -1)
-    assert cuda._forward_key(args._replace(q=spread), given | {"q": spread}).packed_heads == 1
+    args, given = args._replace(q=spread), given | {"q": spread}
+    maps = {patch.tensor: patch for patch in assemble.plan(cuda._key(args, given), call.layout_of(args, given)).maps}
+    assert (maps["q"].box_rows, maps["q"].box_heads) == (64, 1)
 
 
 def test_an_output_that_leaves_by_the_copy_engine_has_a_map() -> None:
@@ -216,7 +223,6 @@ def test_gradients_outside_every_sequence_are_zeroed() -> None:
 def test_a_copy_where_kernels_expect_another_form() -> None:
     case = Case(dtype=torch.bfloat16, kind="varlen", has_sinks=True)
     _, given, plan = plan_of(case)
-    assert not executor.is_bindable(plan, given)  # bfloat16 sinks
     spread = torch.stack([given["cu_seqlens_k"], given["cu_seqlens_k"]], dim=1)[:, 0]
     tensors = executor.prepare(plan, given | {"cu_seqlens_k": spread})
     assert tensors["sinks"].dtype == torch.float32
@@ -249,6 +255,6 @@ def test_kernels_without_tiles_have_the_sizes_that_plans_launch_them_with() -> N
     """A combination that no lane has a column for would be left out without a word."""
     text = "".join((nvrtc.INCLUDE / "flashtile" / "kernels" / f"{name}.cuh").read_text() for name in ("fwd_combine", "bwd_preprocess"))
     sizes = {name: int(value) for name, value in re.findall(r"constexpr i32 (k\w+) = (\d+);", text)}
-    assert (sizes["kCombineRows"], 32 * sizes["kCombineRows"]) == (plans.COMBINE_ROWS, plans.COMBINE_THREADS)
-    assert (sizes["kPreprocessRows"], sizes["kPreprocessThreads"]) == (plans.PREPROCESS_ROWS, plans.PREPROCESS_THREADS)
-    assert 32 * sizes["kCombineColumns"] >= table.HEAD_DIMS[-1]
+    assert (sizes["kCombineRows"], 32 * sizes["kCombineRows"]) == (family_steps.COMBINE_ROWS, family_steps.COMBINE_THREADS)
+    assert (sizes["kPreprocessRows"], sizes["kPreprocessThreads"]) == (family_steps.PREPROCESS_ROWS, family_steps.PREPROCESS_THREADS)
+    assert 32 * sizes["kCombineColumns"] >= HEAD_DIMS[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 import flashtile
 from flashtile.backends import registry
 from flashtile.backends.tiled import TiledBackend
+from flashtile.kernels import speeds
 
 
 class Picky(TiledBackend):
@@ -19,7 +21,7 @@ class Picky(TiledBackend):
     summary = "plain calls only"
     devices = ("cpu",)
 
-    def refuse(self, problem):
+    def refuse(self, problem, op="forward"):
         return "softcap is not among its features" if problem.softcap else None
 
     def prepare(self, problem):
@@ -27,7 +29,22 @@ class Picky(TiledBackend):
 
 
 @pytest.fixture
-def picky(monkeypatch: pytest.MonkeyPatch) -> Picky:
+def known_speeds(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
+    """Times by provider of small float32 calls on a CPU, instead of those of the table."""
+    us = {"picky": 1.0, "cpu": 30.0, "tiled": 200.0, "sdpa-flash": 10.0}
+    rows = tuple(
+        speeds._Row("cpu", op, "float32", option, "small", 64, us)
+        for op in speeds.OPS
+        for option in (speeds.PLAIN, *speeds.OPTIONS)
+    )
+    speeds._rows.cache_clear()
+    monkeypatch.setattr(speeds, "_table", lambda: rows)
+    yield us
+    speeds._rows.cache_clear()
+
+
+@pytest.fixture
+def picky(monkeypatch: pytest.MonkeyPatch, known_speeds: dict[str, float]) -> Picky:
     backend = Picky()
     monkeypatch.setattr(registry, "BACKENDS", [backend, *registry.BACKENDS])
     monkeypatch.setattr(registry, "_warned", set())
@@ -75,15 +92,21 @@ def test_explain_refuses_unknown_options() -> None:
         flashtile.explain(*qkv(), is_causal=True)
 
 
-def test_the_first_that_takes_it_runs(picky: Picky, seed: int) -> None:
+def test_the_fastest_that_takes_it_runs(picky: Picky, seed: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         flashtile.attention(*qkv())
     assert flashtile.explain(*qkv()).backend == "picky"
 
 
-def test_a_slower_path_warns_once(picky: Picky, seed: int) -> None:
-    with pytest.warns(flashtile.SlowPathWarning, match="'picky' refuses: softcap is not among its features; 'cpu' serves instead"):
+SLOW = (
+    r"'cpu' serves this call \(float32 forward, head_dim 8, softcap\) 30 times slower than picky, the fastest known; "
+    r"'picky' refuses: softcap is not among its features"
+)
+
+
+def test_a_slow_path_warns_once(picky: Picky, seed: int) -> None:
+    with pytest.warns(flashtile.SlowPathWarning, match=SLOW):
         flashtile.attention(*qkv(), softcap=1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -105,7 +128,7 @@ def test_explain_is_silent_and_works_in_strict_mode(picky: Picky, monkeypatch: p
             warnings.simplefilter("error")
             answer = flashtile.explain(*qkv(), softcap=1.0)
         assert answer.backend == "cpu"
-        assert answer.slow_paths == ("'picky' refuses: softcap is not among its features; 'cpu' serves instead",)
+        assert answer.slow_paths == (SLOW.replace("\\", ""),)
     monkeypatch.setenv("FLASHTILE_STRICT", "0")
     with pytest.warns(flashtile.SlowPathWarning):
         flashtile.attention(*qkv(), softcap=1.0)
@@ -119,17 +142,41 @@ def test_a_warning_made_an_error_comes_every_time(picky: Picky) -> None:
                 flashtile.attention(*qkv(), softcap=1.0)
 
 
-def test_forward_and_backward_take_the_same_backend(picky: Picky, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Picky, "refuse", lambda self, problem: "no gradients" if problem.needs_grad else None)
+def test_forward_and_backward_each_take_the_fastest(picky: Picky, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse = lambda self, problem, op="forward": "no gradients" if op == "backward" else None  # noqa: E731
+    monkeypatch.setattr(Picky, "refuse", refuse)
     q, k, v = qkv(requires_grad=True)
-    with pytest.warns(flashtile.SlowPathWarning, match="no gradients"):
-        out = flashtile.attention(q, k, v)
-    out.sum().backward()
-    assert flashtile.explain(q, k, v).backend == "cpu"
+    answer = flashtile.explain(q, k, v)
+    assert (answer.backend, answer.details["backward"]) == ("picky", "cpu")
+    out = flashtile.attention(q, k, v)
+    with pytest.warns(flashtile.SlowPathWarning, match=r"'cpu' serves this call \(float32 backward.*'picky' refuses: no gradients"):
+        out.sum().backward()
     with pytest.raises(flashtile.Unsupported, match="no gradients"):
         flashtile.attention(q, k, v, backend="picky")
     with torch.no_grad():
-        assert flashtile.explain(q, k, v).backend == "picky"
+        assert "backward" not in flashtile.explain(q, k, v).details
+
+
+def test_a_path_that_is_not_far_behind_is_silent(picky: Picky, known_speeds: dict[str, float]) -> None:
+    known_speeds["picky"] = known_speeds["sdpa-flash"] = 15.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flashtile.attention(*qkv(), softcap=1.0)
+
+
+def test_torch_is_among_the_fastest_known(picky: Picky, known_speeds: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "BACKENDS", registry.BACKENDS[1:])
+    del known_speeds["picky"]
+    known_speeds["cpu"] = 21.0
+    with pytest.warns(flashtile.SlowPathWarning, match="2 times slower than sdpa-flash"):
+        flashtile.attention(*qkv())
+
+
+def test_unknown_speeds_leave_the_order_of_the_registry(picky: Picky, known_speeds: dict[str, float]) -> None:
+    known_speeds.clear()
+    assert flashtile.explain(*qkv()).backend == "picky"
+    words = "'picky' refuses: softcap is not among its features; 'cpu' serves instead"
+    assert flashtile.explain(*qkv(), softcap=1.0).slow_paths == (words,)
 
 
 def test_explain_of_a_cache(seed: int) -> None:
@@ -151,8 +198,10 @@ def test_a_forced_backend_gives_its_reason(picky: Picky, seed: int) -> None:
         flashtile.attention(*qkv(), softcap=1.0, backend="picky")
 
 
-def test_a_backend_for_another_device_is_passed_over(picky: Picky, seed: int) -> None:
+def test_a_backend_for_another_device_is_passed_over(picky: Picky, known_speeds: dict[str, float], seed: int) -> None:
     picky.devices = ("cuda",)
+    known_speeds["picky"] = known_speeds["cpu"]
+    known_speeds["sdpa-flash"] = known_speeds["cpu"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         flashtile.attention(*qkv())

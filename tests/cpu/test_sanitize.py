@@ -14,10 +14,11 @@ import torch
 
 from flashtile.backends import executor
 from flashtile.check.trial import Trial
-from flashtile.kernels import table
+from flashtile.cli.compile import head_dims
+from flashtile.kernels import families
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.mutation import mutations
-from flashtile.kernels.spec import Features
+from flashtile.kernels.spec import DTYPES, CallLayout
 from flashtile.runtime import extension
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "sanitize.py"
@@ -35,31 +36,37 @@ def sanitize(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_every_row_is_chosen(sanitize) -> None:
+    """Every family's whole table, as far as it fits, with a second tile of keys, and of queries where those are walked over."""
     chosen = set()
-    for job in sanitize.all_jobs(ARCH, table.DTYPES, table.HEAD_DIMS):
-        case, dtype = job.trial.case, str(job.trial.case.dtype).removeprefix("torch.")
-        select = table.select
-        with sanitize.choosing(job.kernels, job.place):
-            for kernel in job.kernels:
-                if kernel == sanitize.HOPPER:
-                    is_packed = table.packed_heads(case.seqlen_q, case.heads, case.heads_kv) > 1
-                    is_ragged = table.is_ragged(case.seqlen_q)
-                    row = table.select_sm90(dtype, dtype, case.head_dim, case.head_dim_v, Features(), is_packed, is_ragged)
-                else:
-                    row = table.select(kernel, dtype, dtype, case.head_dim, Features(bias_dtype=dtype if case.bias else None), ARCH)
-                # There is a second tile of keys, and of queries where those are walked over
-                assert case.seqlen_q > row.block_m or "dkdv" in kernel or case.seqlen_q == 3
-                assert case.seqlen_k > 2 * row.block_n
-                chosen.add(row)
-        assert table.select is select
-    expected = set()
-    for dtype, head_dim, kernels in itertools.product(table.DTYPES, table.HEAD_DIMS, table.PASSES.values()):
-        for kernel in kernels:
-            features = Features(bias_dtype=dtype if "dbias" in kernel else None)
-            expected |= {row for row in table.candidates(kernel, dtype, dtype, head_dim, features) if table.fits(row, ARCH)}
-    for dtype, (dims, _, is_packed) in itertools.product(table.SM90_DTYPES, table.all_sm90_tiles()):
-        expected.update(table.sm90_rows(dtype, dtype, *dims, Features(), is_packed, is_ragged=False))
+    for job in sanitize.all_jobs(ARCH, DTYPES, head_dims()):
+        if job.row is None:
+            continue
+        family, case = families.find(job.family), job.trial.case
+        dtype = str(case.dtype).removeprefix("torch.")
+        key = sanitize.key_of(dtype, (case.head_dim, case.head_dim_v), ARCH, job.grads)
+        with sanitize.choosing(family, job.row):
+            for step in family.launch(key, CallLayout("bhsd", ())).steps:
+                kernel = step.name.removesuffix("_kernel")
+                if kernel in family.kernels:
+                    row = family.select(kernel, key)
+                    assert case.seqlen_q > row.block_m or "dkdv" in kernel
+                    assert case.seqlen_k > 2 * row.block_n
+                    chosen.add(row)
+    expected = {
+        row
+        for family in families.all_families()
+        for dtype in family.dtypes
+        for row in family.every_row(dtype)
+        if row.unfit(ARCH) is None and not row.spills(ARCH) and not getattr(row, "packs_heads", False)
+    }
     assert chosen == expected
+
+
+def test_few_queries_are_launched_for_every_pair_of_head_dims(sanitize) -> None:
+    """Heads that share a KV head then share a tile."""
+    jobs = [job for job in sanitize.all_jobs(ARCH, ["bfloat16"], head_dims()) if job.trial.case.seqlen_q == 3]
+    found = {(job.trial.case.head_dim, job.trial.case.head_dim_v) for job in jobs if job.family == "fwd_sm90"}
+    assert found > set(families.find("fwd_sm90").head_dims)  # and those of the special calls
 
 
 @pytest.fixture
@@ -79,7 +86,7 @@ def test_compiling_launches_nothing_and_teaches_nothing(sanitize, recorder: fake
 
 
 def test_what_is_compiled_is_what_the_shares_launch(sanitize, recorder: fake_gpu.Recorder) -> None:
-    jobs, launched = sanitize.all_jobs(ARCH, table.DTYPES, table.HEAD_DIMS), set()
+    jobs, launched = sanitize.all_jobs(ARCH, DTYPES, head_dims()), set()
     compiled = sanitize.compile_jobs(jobs, ARCH)
     for which in range(4):
         executor.loaded.clear()
@@ -91,16 +98,18 @@ def test_what_is_compiled_is_what_the_shares_launch(sanitize, recorder: fake_gpu
         assert f"flashtile::fwd_combine_kernel<{dtype}, flashtile::SeqInfo<{lengths}>>" in compiled
 
 
-def test_options_are_launched_once_for_each_family(sanitize) -> None:
-    hopper, others = (
-        [trial.case for trial in sanitize.special_trials(ARCH, table.DTYPES) if (trial.case.dtype != torch.float32) == is_hopper]
-        for is_hopper in (True, False)
-    )
-    for cases in (hopper, others):
-        for name in ("bias", "mask", "alibi", "softcap", "dropout_p", "has_sinks", "num_splits"):
-            assert any(getattr(case, name) for case in cases), name
-    assert {case.kind for case in others} >= {"varlen", "padded", "cache", "paged", "dense"}
-    assert sanitize.special_trials(ARCHS[80], ["bfloat16"]) == []
+@pytest.mark.parametrize("family", families.all_families(), ids=lambda family: family.name)
+def test_options_are_launched_for_each_family(sanitize, family) -> None:
+    cases = [job.trial.case for job in sanitize.special_jobs(family, family.dtypes[0], ARCH)]
+    for name in ("bias", "mask", "alibi", "softcap", "dropout_p", "has_sinks"):
+        assert any(getattr(case, name) for case in cases), name
+    assert {case.kind for case in cases} >= {"varlen", "padded", "dense"}
+    assert ("paged" in {case.kind for case in cases}) is ("is_paged" in family.features)
+    assert any(case.num_splits for case in cases)
+
+
+def test_families_that_do_not_run_there_have_no_jobs(sanitize) -> None:
+    assert "fwd_sm90" not in {job.family for job in sanitize.all_jobs(ARCHS[80], ["bfloat16"], [64])}
 
 
 def test_each_tool_has_a_fault_in_each_family(sanitize) -> None:

@@ -23,23 +23,23 @@ from flashtile.bench.providers import Attend, Provider
 from flashtile.bench.rows import read
 from flashtile.cli.main import app
 from flashtile.errors import Unsupported
-from flashtile.kernels import table
+from flashtile.kernels import families
 from flashtile.kernels.arch import ARCHS
-from flashtile.kernels.spec import Features, Row
+from flashtile.kernels.families.simt import SimtRow
 from flashtile.ladder import counters
 from flashtile.ladder.rows import Counters
 from flashtile.runtime import cache
 from flashtile.runtime.nvrtc import CompileError
 from flashtile.tiles import command, figures, study, tables
 from flashtile.tiles.rows import TileRow
-from flashtile.tiles.study import FAMILIES, Family, TileUse, Trial
+from flashtile.tiles.study import STUDIES, Study, TileUse, Trial
 
 HOPPER = ARCHS[90]
-SIMT, SM90 = FAMILIES
+SIMT, SM90 = STUDIES
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.kernel)
-def test_six_shapes_and_more_for_each_of_three_head_dims(family: Family) -> None:
+@pytest.mark.parametrize("family", STUDIES, ids=lambda study: study.family)
+def test_six_shapes_and_more_for_each_of_three_head_dims(family: Study) -> None:
     assert family.head_dims == [64, 128, 256]
     assert len(set(family.rows)) == len(family.rows)
     for head_dim in family.head_dims:
@@ -53,15 +53,15 @@ def test_six_shapes_and_more_for_each_of_three_head_dims(family: Family) -> None
 
 
 def test_the_reference_tile_is_studied_and_most_are_not_in_the_table() -> None:
-    simt = {(row.head_dim, row.block_m, row.block_n, row.num_warps) for row in SIMT.rows if isinstance(row, Row)}
+    simt = {(row.head_dim, row.block_m, row.block_n, row.num_warps) for row in SIMT.rows if isinstance(row, SimtRow)}
     assert (64, 64, 64, 4) in simt
-    known = {row for d in SIMT.head_dims for row in table.candidates("fwd_simt", "float32", "float32", d, Features())}
+    known = set(families.find("fwd_simt").every_row("float32"))
     assert len(set(SIMT.rows) - known) > len(SIMT.rows) / 2
 
 
 def test_a_tile_outside_the_table_compiles_and_its_shared_memory_is_as_stated() -> None:
     (trial,) = (trial for trial in SIMT.trials(64) if trial.name == "128 x 128, 4 warps")
-    step = trial.step(is_causal=False)
+    step = trial.step(False, HOPPER)
     resources = cache.compile_cached(step.unit, HOPPER.name, [step.entry]).resources(step.entry)
     assert resources.spill_store_bytes > 0  # what it is there to show
     use = TileUse(step, resources, HOPPER, blocks=1)
@@ -70,15 +70,15 @@ def test_a_tile_outside_the_table_compiles_and_its_shared_memory_is_as_stated() 
 
 def test_a_persistent_kernel_has_one_block_on_a_multiprocessor() -> None:
     (trial,) = (trial for trial in SM90.trials(64) if trial.name == "128 x 64, 12 warps")
-    assert TileUse(trial.step(False), None, HOPPER, blocks=2).occupancy == 12 / 64  # type: ignore[arg-type]
+    assert TileUse(trial.step(False, HOPPER), None, HOPPER, blocks=2).occupancy == 12 / 64  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("family", "number", "words"),
-    [(SIMT, 86, "104 KiB of shared memory, and a block of sm_86 may have 99"), (SM90, 80, "sm_80 has no warpgroup products")],
+    [(SIMT, 86, "104 KiB of shared memory, and a block of sm_86 may have 99"), (SM90, 80, "sm_80 has no wgmma")],
     ids=("shared", "wgmma"),
 )
-def test_why_a_tile_cannot_run(family: Family, number: int, words: str) -> None:
+def test_why_a_tile_cannot_run(family: Study, number: int, words: str) -> None:
     names = {"128 x 64, 4 warps", "128 x 64, 12 warps"}
     (trial,) = (trial for trial in family.trials(64) if trial.name in names)
     assert trial.why_not(ARCHS[number]) == words
@@ -95,7 +95,7 @@ def test_a_tile_refuses_other_problems(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("family", "num_blocks"), [(SIMT, 20), (SM90, 4)], ids=("fwd_simt", "fwd_sm90"))
-def test_a_call_launches_the_tile(family: Family, num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_launches_the_tile(family: Study, num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
     monkeypatch.setattr(study, "current_arch", lambda: HOPPER)
     monkeypatch.setattr(cuda, "_arch", lambda index: HOPPER)
@@ -106,7 +106,7 @@ def test_a_call_launches_the_tile(family: Family, num_blocks: int, monkeypatch: 
     trial, point = family.trials(64)[0], Point(1, 2, 2, 300, 300, 64, 64, family.dtype, is_causal=True)
     inputs = point.make("cpu", 0)
     assert trial.provider().build(point, inputs).call(inputs.q, inputs.k, inputs.v).shape == inputs.q.shape
-    assert launched == [(trial.step(is_causal=True), num_blocks)]  # of a persistent grid, one for each multiprocessor
+    assert launched == [(trial.step(True, HOPPER), num_blocks)]  # of a persistent grid, one for each multiprocessor
 
 
 def test_a_tile_that_does_not_compile_is_left_to_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,10 +135,10 @@ COUNTED = Counters(achieved_occupancy=0.123, fma_percent=67.0, shared_percent=50
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Two tiles of d = 64 and one that does not fit, on small problems; the profiler answers what the test says."""
     rows = tuple(trial.row for trial in SIMT.trials(64) if trial.name in ("64 x 64, 4 warps", "128 x 64, 4 warps"))
-    too_large = Row("fwd_simt", "float32", "float32", 64, 256, 256, 8)
+    too_large = SimtRow("fwd_simt", "float32", "float32", 64, 64, 256, 256, 8)
     family = replace(SIMT, peer="sdpa-math", rows=(*rows, too_large))
     shape = (1, 2, 2, 32, 32, 64, 64)
-    monkeypatch.setattr(Family, "plan", lambda self, d: Plan("tiles", "tiles_fp32", (Point(*shape), Point(*shape, is_causal=True))))
+    monkeypatch.setattr(Study, "plan", lambda self, d: Plan("tiles", "tiles_fp32", (Point(*shape), Point(*shape, is_causal=True))))
 
     def attend(trial: Trial, point: Point) -> Attend:
         if trial.why_not(HOPPER):
@@ -149,7 +149,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         return Provider(trial.provider_name, False, lambda point, inputs: attend(trial, point))
 
     def use(trial: Trial, is_causal: bool, arch: object) -> TileUse:
-        step = trial.step(is_causal)
+        step = trial.step(is_causal, HOPPER)
         resources = cache.compile_cached(step.unit, HOPPER.name, [step.entry]).resources(step.entry)
         return TileUse(step, resources, HOPPER, blocks=2)
 

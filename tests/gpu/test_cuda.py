@@ -12,8 +12,8 @@ from conftest import SEED, check, covered, precompile
 
 import flashtile
 from flashtile.backends import cuda
-from flashtile.kernels import plan as plans
-from flashtile.kernels import table
+from flashtile.kernels import assemble, families
+from flashtile.kernels.families.simt import HEAD_DIMS as SIMT_HEAD_DIMS
 from flashtile.testing import Case
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -107,10 +107,10 @@ def random_problems(count: int) -> list[tuple[Case, int]]:
 def record_features(monkeypatch: pytest.MonkeyPatch):
     real = cuda._key
 
-    def key(args, given, **more):
-        found = real(args, given, **more)
+    def key(args, tensors, grads=None):
+        found = real(args, tensors, grads)
         covered["features"].update(f"{field}={value}" for field, value in dataclasses.asdict(found.features).items())
-        covered["kernels"].update(step.entry for step in plans.kernels(found))
+        covered["kernels"].update(step.entry for step in assemble.kernels(found))
         return found
 
     monkeypatch.setattr(cuda, "_key", key)
@@ -138,28 +138,22 @@ def test_random_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failures(problems) == []
 
 
-@pytest.mark.parametrize("head_dim", table.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", SIMT_HEAD_DIMS)
 def test_every_row(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tile, those for other GPUs too, by making the table choose it."""
-    select, arch, found = table.select, cuda._arch(0), []
-    assert arch is not None
-    for place in range(8):
-
-        def choose(kernel, dtype, out_dtype, padded, features, arch, is_small=False, place=place):
-            rows = [row for row in table.candidates(kernel, dtype, out_dtype, padded, features) if table.fits(row, arch)]
-            return rows[min(place, len(rows) - 1)]
-
-        monkeypatch.setattr(table, "select", choose)
-        plans.forget()
-        problems = [
-            (Case(dtype=dtype, backend="cuda", head_dim=head_dim, head_dim_v=head_dim, causal="bottom_right", bias=bias, **LONG), place)
-            for dtype in (torch.float32, torch.bfloat16)
-            for bias in (None, "hqk")
-        ]
-        precompile(problems, monkeypatch)
-        found += failures(problems)
-    monkeypatch.setattr(table, "select", select)
-    plans.forget()
+    """Every tile of the simt families, those for other GPUs too, by making them choose it."""
+    found = []
+    for index in range(8):
+        rows = {kernel: index for family in families.all_families() for kernel in family.kernels if "simt" in kernel}
+        with families.forced("fwd_simt", "bwd_simt"), families.forced_rows(rows):
+            assemble.clear_plans()
+            problems = [
+                (Case(dtype=dtype, backend="cuda", head_dim=head_dim, head_dim_v=head_dim, causal="bottom_right", bias=bias, **LONG), index)
+                for dtype in (torch.float32, torch.bfloat16)
+                for bias in (None, "hqk")
+            ]
+            precompile(problems, monkeypatch)
+            found += failures(problems)
+    assemble.clear_plans()
     assert found == []
 
 

@@ -11,7 +11,7 @@ import torch
 import flashtile
 from flashtile import ops
 from flashtile.backends import executor, native
-from flashtile.kernels import plan as plans
+from flashtile.kernels import assemble
 from flashtile.problem import AttentionArgs
 from flashtile.runtime import extension
 from flashtile.testing import Case
@@ -62,7 +62,7 @@ def test_both_executors_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_lengths_never_seen_before_need_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans.forget()
+    assemble.clear_plans()
     q, cache = torch.randn(1, 4, 1, 64, device="cuda"), torch.randn(2, 1, 4, 3000, 64, device="cuda")
     flashtile.attention(q, cache[0, :, :, :2000], cache[1, :, :, :2000])
     monkeypatch.setattr(executor, "execute", None)

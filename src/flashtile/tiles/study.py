@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class Study:
     family: str  # its name
     dtype: str  # one of bench.points.DTYPES
     peer: str
-    work: int  # heads times head dim
+    heads: Mapping[int, int]  # by head dim
     rows: tuple[Row, ...]
 
     @property
@@ -75,7 +75,7 @@ class Study:
 
     def plan(self, head_dim: int) -> Plan:
         """Full and causal."""
-        heads = self.work // head_dim
+        heads = self.heads[head_dim]
         shape = (_BATCH, heads, heads, _SEQLEN, _SEQLEN, head_dim, head_dim, self.dtype)
         return Plan("tiles", f"tiles_{self.dtype}", (Point(*shape), Point(*shape, is_causal=True)))
 
@@ -94,8 +94,8 @@ def _sm90_rows() -> tuple[Row, ...]:
 
 
 STUDIES = (
-    Study("fwd_simt", "fp32", "sdpa-efficient", 1024, _simt_rows()),
-    Study("fwd_sm90", "bf16", "sdpa-cudnn", 2048, _sm90_rows()),
+    Study("fwd_simt", "fp32", "sdpa-efficient", dict.fromkeys(_SIMT_TILES, 16), _simt_rows()),
+    Study("fwd_sm90", "bf16", "sdpa-cudnn", {dim: 2048 // dim for dim in _SM90_TILES}, _sm90_rows()),
 )
 
 

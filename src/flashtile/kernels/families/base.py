@@ -67,19 +67,16 @@ class Row(ABC):
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
         """What Python and C++ must agree on: the message of the static_assert -> (C++ expression, value)."""
 
-    @property
-    def num_scores(self) -> int:
-        """Scores of a tile that one thread holds, as far as the compiler must keep them in registers; 0: not a limit."""
-        return 0
-
     def unfit(self, arch: Arch) -> str | None:
-        """Why the row does not fit the architecture, or None."""
+        """Why the row cannot run on the architecture, or None."""
         if self.shared_bytes > arch.shared_bytes:
             kib, limit = self.shared_bytes / 1024, arch.shared_bytes // 1024
             return f"{kib:.0f} KiB of shared memory, and a block of {arch.name} may have {limit}"
-        if self.num_scores > arch.max_thread_scores:
-            return f"{self.num_scores} scores in a thread's registers, and {arch.name} keeps {arch.max_thread_scores}"
         return None
+
+    def spills(self, arch: Arch) -> bool:
+        """It is known to spill registers there, so that it is not taken."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -151,7 +148,8 @@ class Family(ABC, Generic[RowT]):
 
     def rows(self, kernel: str, key: PlanKey) -> list[RowT]:
         """The candidates that fit the GPU."""
-        return [row for row in self.candidates(kernel, key) if row.unfit(key.arch) is None]
+        found = self.candidates(kernel, key)
+        return [row for row in found if row.unfit(key.arch) is None and not row.spills(key.arch)]
 
     def select(self, kernel: str, key: PlanKey) -> RowT:
         """The row that a call takes."""

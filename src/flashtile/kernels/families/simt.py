@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Row
 from flashtile.kernels.spec import CPP_TYPES, DTYPES, Features, PlanKey
 
@@ -40,9 +41,8 @@ class SimtRow(Row):
     def num_threads(self) -> int:
         return 32 * self.num_warps
 
-    @property
-    def num_scores(self) -> int:
-        return self.block_m * self.block_n // self.num_threads
+    def spills(self, arch: Arch) -> bool:
+        return self.block_m * self.block_n // self.num_threads > arch.max_thread_scores
 
     @property
     def config(self) -> str:
