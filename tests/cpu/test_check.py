@@ -315,7 +315,7 @@ def test_command_refuses(arguments: list[str], words: str) -> None:
 
 
 def test_nothing_to_check_is_not_a_success(put_in, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(put_in("lse"), "refuse", lambda problem: "it is closed today")
+    monkeypatch.setattr(put_in("lse"), "refuse", lambda problem, op: "it is closed today")
     result = invoke("--problems", "2", "--backends", "wrong")
     assert result.exit_code == 2
     assert "Nothing was checked. wrong: it is closed today" in result.output
@@ -324,7 +324,7 @@ def test_nothing_to_check_is_not_a_success(put_in, monkeypatch: pytest.MonkeyPat
 class Deadly(TiledBackend):
     """It kills its process where scores are capped, and takes its time where the cap is high."""
 
-    def refuse(self, problem: Problem) -> str | None:
+    def refuse(self, problem: Problem, op: str = "forward") -> str | None:
         if problem.softcap > 10.0:
             time.sleep(12)
         elif problem.softcap > 0.0:

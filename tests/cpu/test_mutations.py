@@ -52,7 +52,7 @@ def write(features: Features) -> dict[str, tuple[str, str]]:
     """(unit, entry) of each kernel on its smallest tile, which compiles fastest."""
     assemble.clear_plans()
     found = {}
-    for grads in (None, ("dq", "dk", "dv", "dsinks")):
+    for grads in (None, *([] if features.is_paged else [("dq", "dk", "dv", "dsinks")])):
         for step in assemble.kernels(PlanKey("float32", "float32", 32, 32, features, ARCH, grads=grads)):
             found[step.name] = (step.unit, step.entry)
     assemble.clear_plans()
