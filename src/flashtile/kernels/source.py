@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from flashtile.kernels import mutation
 from flashtile.kernels.params import Struct, layout_asserts
@@ -14,15 +15,15 @@ def cpp_type(dtype: str) -> str:
     return name if name == "float" else f"flashtile::{name}"
 
 
-def plain_unit(header: str, entry: str, struct: Struct) -> str:
-    """A unit for a kernel without a tile."""
-    include = f'#include "flashtile/kernels/{header}.cuh"'
+def plain_unit(header: str | Path, entry: str, struct: Struct) -> str:
+    """A unit for a kernel without a tile. A header that is not part of this package is put in whole."""
+    include = header.read_text(encoding="utf-8") if isinstance(header, Path) else f'#include "flashtile/kernels/{header}.cuh"'
     instance = f"template __global__ void {entry}(const FT_GRID_CONSTANT flashtile::{struct.__name__});"
     return "\n".join([*mutation.defines(), include, layout_asserts(struct), instance, ""])
 
 
 def unit(
-    header: str,
+    header: str | Path,
     kernel: str,
     config: str,
     struct: Struct,

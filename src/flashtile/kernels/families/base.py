@@ -36,8 +36,8 @@ class Row(ABC):
 
     @property
     @abstractmethod
-    def header(self) -> str:
-        """The .cuh under include/flashtile/kernels/, without its ending."""
+    def header(self) -> str | Path:
+        """The .cuh under include/flashtile/kernels/, without its ending; a path where it is not part of this package."""
 
     @property
     def struct(self) -> Struct:
@@ -107,7 +107,6 @@ class Family(ABC, Generic[RowT]):
     features: frozenset[str] = frozenset(item.name for item in fields(Features))  # that need not have their defaults
     length_classes: tuple[LengthClass, ...] = ()
     grad_sets: tuple[tuple[str, ...], ...] = ()  # of a backward family: gradients that together launch every kernel
-    include_dir: Path | None = None  # of the .cuh of a family that is not part of this package
 
     def runs_on(self, arch: Arch) -> bool:
         return self.refuse_arch(arch) is None

@@ -1,0 +1,187 @@
+"""Families: what they refuse, how one is chosen, the switches, and one from outside the package that everything takes up."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import fake_gpu
+import pytest
+
+import flashtile
+from flashtile.backends import cuda
+from flashtile.cli import compile as compile_command
+from flashtile.errors import Unsupported
+from flashtile.kernels import assemble, families, speeds
+from flashtile.kernels.arch import ARCHS, arch_here, arch_named
+from flashtile.kernels.length_class import ManyScores
+from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
+from flashtile.testing import Case
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy_family"))
+from toy import FwdToy
+
+HOPPER = ARCHS[90]
+PLAIN = PlanKey("bfloat16", "bfloat16", 128, 128, Features(), HOPPER)
+
+
+def change(key: PlanKey = PLAIN, **changes: object) -> PlanKey:
+    """The key with fields of its own or of its features changed."""
+    of_features = {name: value for name, value in changes.items() if name in Features.__dataclass_fields__}
+    own = {name: value for name, value in changes.items() if name not in of_features}
+    return dataclasses.replace(key, features=dataclasses.replace(key.features, **of_features), **own)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"has_band": True, "has_dropout": True, "has_lengths": True, "bias_dtype": "float32"}, None),
+        ({"dtype": "float32"}, "float32 is not among its dtypes (float16, bfloat16)"),
+        ({"arch": ARCHS[80]}, "sm_80 has no wgmma"),
+        ({"head_dim": 264}, "head_dim 264, 128 is over its 256, 256"),
+        ({"is_paged": True}, "paged keys"),
+        ({"is_aligned16": False}, "rows that are not multiples of 16 bytes on 16-byte boundaries"),
+        ({"is_scale_positive": False}, "a scale that is not positive"),
+        ({"rows_disjoint": False}, "rows that overlap in memory"),
+    ],
+)
+def test_what_the_hopper_forward_refuses(changes: dict[str, object], reason: str | None) -> None:
+    assert families.find("fwd_sm90").refuse(change(**changes)) == reason
+
+
+def test_simt_takes_every_dtype_on_every_arch() -> None:
+    for arch in ARCHS.values():
+        for dtype in DTYPES:
+            for op, grads in (("fwd_simt", None), ("bwd_simt", ("dq", "dk", "dv"))):
+                key = change(dtype=dtype, arch=arch, grads=grads)
+                assert families.find(op).refuse(key) is None
+                assert families.find(op).launch(key, CallLayout("bhsd", ())).steps
+
+
+@pytest.mark.parametrize("family", families.all_families(), ids=lambda family: family.name)
+def test_rows_fit_some_architecture_and_labels_tell_them_apart(family: families.Family) -> None:
+    rows = list(family.every_row(family.dtypes[0]))
+    assert len({(row.kernel, row.head_dim, row.head_dim_v, row.label) for row in rows}) == len(rows) == len(set(rows))
+    assert all(any(row.unfit(arch) is None for arch in ARCHS.values() if family.runs_on(arch)) for row in rows)
+    assert set(family.kernels) == {row.kernel for row in rows}
+
+
+# Choice
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
+    """Times of large bfloat16 forward calls, instead of those of the table."""
+    us: dict[str, float] = {}
+    row = speeds._Row("sm_90", "forward", "bfloat16", speeds.PLAIN, "large", 128, us)
+    speeds._rows.cache_clear()
+    monkeypatch.setattr(speeds, "_table", lambda: (row,))
+    yield us
+    speeds._rows.cache_clear()
+
+
+def test_the_fastest_is_taken_and_the_unknown_comes_last(times: dict[str, float]) -> None:
+    assert families.select(PLAIN).name == "fwd_sm90"  # nothing is known: the first
+    times["fwd_simt"] = 10.0
+    assert families.select(PLAIN).name == "fwd_simt"
+    times["fwd_sm90"] = 5.0
+    assert families.select(PLAIN).name == "fwd_sm90"
+    assert families.select(change(is_aligned16=False)).name == "fwd_simt"
+
+
+def test_no_family_at_all_says_why_for_each() -> None:
+    with pytest.raises(Unsupported, match=r"'fwd_sm90' refuses: float64 is not.*'fwd_simt' refuses: float64 is not"):
+        families.select(change(dtype="float64"))
+
+
+def test_a_switch_names_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHTILE_FAMILY", "fwd_simt")
+    assert families.select(PLAIN).name == "fwd_simt"
+    assert families.refusals(PLAIN)["fwd_sm90"] == "FLASHTILE_FAMILY names fwd_simt"
+    assert families.select(change(grads=("dq",))).name == "bwd_simt"  # of another op: not concerned
+    monkeypatch.setenv("FLASHTILE_FAMILY", "fwd_sm90")
+    with pytest.raises(Unsupported, match="'fwd_simt' refuses: FLASHTILE_FAMILY names fwd_sm90"):
+        families.select(change(is_paged=True))
+    monkeypatch.setenv("FLASHTILE_FAMILY", "fwd_sm91")
+    with pytest.raises(ValueError, match="FLASHTILE_FAMILY: got 'fwd_sm91'; accepted: fwd_sm90, fwd_simt, bwd_simt"):
+        families.select(PLAIN)
+
+
+def test_a_switch_names_another_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert arch_here(9, 0) == HOPPER
+    monkeypatch.setenv("FLASHTILE_ARCH", "sm_86")
+    arch = arch_here(9, 0)
+    assert arch is not None
+    assert (arch.shared_bytes, arch.has_wgmma, arch.name) == (99 * 1024, False, "sm_90a")
+    step = families.select(change(arch=arch)).launch(change(arch=arch), CallLayout("bhsd", ())).steps[0]
+    assert step.shared_bytes <= 99 * 1024
+    for name in ("sm_1", "volta"):
+        monkeypatch.setenv("FLASHTILE_ARCH", name)
+        with pytest.raises(ValueError, match=f"FLASHTILE_ARCH: got '{name}'; accepted: one that fits this GPU: sm_61"):
+            arch_here(9, 0)
+    monkeypatch.setenv("FLASHTILE_ARCH", "sm_90")
+    with pytest.raises(ValueError, match="FLASHTILE_ARCH"):  # more shared memory than an sm_86 has
+        arch_here(8, 6)
+    assert arch_named("sm_90a") == HOPPER
+
+
+def test_few_scores_are_of_another_size() -> None:
+    assert families.kind_of(PLAIN).is_large
+    assert not families.kind_of(change(classes=((speeds.SIZE, 0),))).is_large
+    assert ManyScores(22) == speeds.SIZE
+
+
+# From outside
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[FwdToy]:
+    family = FwdToy()
+    families.register(family)
+    assemble.clear_plans()
+    yield family
+    families.unregister(family)
+    assemble.clear_plans()
+
+
+def test_a_name_is_given_once(toy: FwdToy) -> None:
+    with pytest.raises(ValueError, match="family: got 'fwd_toy'; accepted: a name that no family has"):
+        families.register(FwdToy())
+
+
+def test_a_toy_family_is_taken_up_by_everything(toy: FwdToy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert toy.tile_sizes() <= families.tile_sizes()
+    jobs = compile_command.plain_jobs([HOPPER], ["float32"], [32])
+    assert "fwd_toy" in {job.kernel for job in jobs}
+    assert "fwd_toy" in {job.kernel for job in compile_command.covering_jobs([HOPPER], ["float32"], crosses_head_dims=False)}
+    recorder = fake_gpu.plug_in(fake_gpu.build(tmp_path), monkeypatch.setattr)
+    try:
+        args = Case(seqlen_q=100, seqlen_k=70, head_dim=24, head_dim_v=32, causal="bottom_right").make(0).args
+        with families.forced("fwd_toy"):
+            assemble.clear_plans()
+            explained = flashtile.explain(args.q, args.k, args.v, causal=True, backend="cuda")
+            assert explained.details["fwd_toy_kernel"].startswith("tile 64 x 16, 2 warps, 4 KiB of shared memory")
+            flashtile.attention(args.q, args.k, args.v, causal=True, backend="cuda")
+        (numbers, _), *more = recorder.launches()
+        assert not more
+        blocks = -(-100 // 64) * args.q.shape[0] * args.q.shape[1]
+        assert blocks in numbers
+        # By itself it is not taken: its speed is not known, and that of another family is
+        assert "fwd_toy" not in [step.name for step in assemble.kernels(cuda.problem_key(explained.problem, "forward"))]
+    finally:
+        fake_gpu.unplug()
+
+
+def test_a_toy_family_compiles_and_python_and_c_plus_plus_agree(toy: FwdToy) -> None:
+    key = PlanKey("float32", "float32", 32, 32, Features(has_band=True, has_lengths=True, is_aligned16=False), HOPPER)
+    (step,) = toy.launch(key, CallLayout("bhsd", ())).steps
+    job = compile_command.Job(step, key, toy)
+    result = compile_command.compile_job(job)
+    assert result.problems == ()
+    wrong = dataclasses.replace(step, unit=step.unit.replace("== 4096", "== 4097"))
+    assert wrong != step
+    assert any("shared bytes" in problem for problem in compile_command.compile_job(dataclasses.replace(job, step=wrong)).problems)
+
