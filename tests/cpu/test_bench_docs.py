@@ -1,4 +1,4 @@
-"""tools/make_docs.py: pages follow results/, and a difference is found."""
+"""tools/make_docs.py fills pages from results/ and reports differences."""
 
 from __future__ import annotations
 
@@ -83,6 +83,20 @@ def test_a_stale_or_missing_figure_is_found_and_drawn_again(root: Path):
     assert make_docs(root, "--check").returncode == 0
     figure.unlink()
     assert make_docs(root, "--check").returncode == 1
+
+
+def test_redraw_draws_current_figures_again(root: Path):
+    assert make_docs(root).returncode == 0
+    figure = root / "results" / NAMES[2]
+    drawn = figure.read_bytes()
+    entries = plots.metadata(figure)
+    figure.write_bytes(drawn + b"changed")  # behind the last chunk, where no reader looks
+    assert plots.is_current(figure)
+    assert make_docs(root).returncode == 0
+    assert figure.read_bytes() != drawn
+    assert make_docs(root, "--redraw").returncode == 0
+    assert plots.metadata(figure) == entries
+    assert not figure.read_bytes().endswith(b"changed")
 
 
 def test_a_marker_without_its_partner_or_its_csv_is_an_error(root: Path):
