@@ -53,7 +53,7 @@ _CELLS: dict[str, tuple[str, Callable[[Row], float | None]]] = {
     "latency": ("Median time, ms", lambda row: row.median_ms),
     "throughput": ("TFLOP/s", lambda row: row.tflops),
     "bandwidth": ("GB/s", lambda row: row.gb_per_s),
-    "memory": ("Peak memory over the inputs, MiB", lambda row: None if row.memory_bytes is None else row.memory_bytes / 2**20),
+    "memory": ("Peak memory beyond the inputs, MiB", lambda row: None if row.memory_bytes is None else row.memory_bytes / 2**20),
     "accuracy": ("Largest error against float64", lambda row: row.max_error),
 }
 KINDS = (*_CELLS, "ratios")
