@@ -1,8 +1,9 @@
-"""Fill README.md and the pages under docs/ from results/: everything between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`.
+"""Fill README.md and the pages under docs/ from results/.
 
-NAME is one of
-- <folder>/<csv stem>:<table>, such as nvidia-h200/sdpa_Lsweep_B1_H1_d64_fp32:latency. Tables: latency, throughput, bandwidth, memory,
-  accuracy, ratios, overhead; of the ladder: ladder, ladder-causal, counters, counters-causal, one-head, hbm; of the tile study: tiles;
+Everything between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` is filled in. NAME is one of
+- <folder>/<csv stem>:<table>, such as nvidia-h200/sdpa_Lsweep_B1_H1_d64_fp32:latency. Tables: latency, throughput,
+  bandwidth, memory, accuracy, ratios, overhead; of the ladder: ladder, ladder-causal, counters, counters-causal,
+  one-head, hbm; of the tile study: tiles;
 - <folder>/<figure>.png;
 - rung/<name>: the notes at the head of that kernel of the ladder;
 - <folder>/check.json, mutations.json or sanitize.json: the record of a check.
@@ -126,7 +127,7 @@ def origin(env: Environment) -> str:
 
 
 def figures(results: Path, wanted: set[str], is_redraw: bool = False) -> tuple[list[Path], list[Path]]:
-    """The figures that are out of date or missing, and the CSVs to draw them from. `is_redraw` counts all of them as out of date."""
+    """The figures that are out of date (with is_redraw all) or missing, and the CSVs to draw them from."""
     drawn = [path for path in sorted(results.glob("*/*.png")) if plots.HASH_KEY in plots.metadata(path)]
     stale = [path for path in drawn if is_redraw or not plots.is_current(path)]
     absent = [results / name for name in sorted(wanted) if not (results / name).exists()]

@@ -178,7 +178,7 @@ def test_tables_print_labels_and_refusals_print_the_names_of_the_option(measured
     assert {line[0] for line in change.lines} == {"flashtile", "peer"}
 
 
-def test_throughput_has_a_linear_axis_from_0_and_our_label(measured: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_throughput_is_linear_from_0_with_our_label(measured: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     figures = {}
 
     def keep(figure, csv_path: Path, name: str) -> Path:

@@ -1,5 +1,6 @@
-"""The figures of a CSV. The metadata of each PNG holds the name and the hash of its CSV, so that a stale figure is detected.
+"""The figures of a CSV.
 
+The metadata of each PNG holds the name and the hash of its CSV, so that a stale figure is detected.
 Throughput and bandwidth have a linear axis from 0. Time and memory span several decades and have a log axis.
 """
 
@@ -129,7 +130,7 @@ def _caption(axes: Any, row: Row, note: str = "") -> None:
 
 
 def _lines(axes: Any, rows: Sequence[Row], value: Value, has_band: bool = False, is_linear: bool = False) -> list[End]:
-    """Plot one line for each provider. Returns the right ends of the lines; `label_ends` labels them once all axes are final."""
+    """Plot one line for each provider; return the lines' right ends, for `label_ends` once all axes are final."""
     ends: list[End] = []
     names = measured_labels(rows)
     lengths = sorted({row.seqlen_k for row in rows})
@@ -155,7 +156,7 @@ def _lines(axes: Any, rows: Sequence[Row], value: Value, has_band: bool = False,
 
 
 def _plain_ticks(axes: Any) -> None:
-    """Ticks at 1, 2, 5 and their multiples by powers of ten, as plain numbers; only the powers of ten on a long axis."""
+    """Ticks at 1, 2 and 5 times powers of ten, as plain numbers; on a long axis only the powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     low, high = axes.get_ylim()
@@ -273,13 +274,14 @@ def _decode_figure(csv_path: Path, rows: Sequence[Row]) -> Path:
         axes.set_visible(False)
     first = rows[0]
     problem = f"H={first.heads}/{first.heads_kv} d={first.head_dim} {first.dtype}"
-    title = f"Decoding, one query per sequence: {problem}; {first.env.device}, torch {first.env.torch}; higher is better"
+    where = f"{first.env.device}, torch {first.env.torch}"
+    title = f"Decoding, one query per sequence: {problem}; {where}; higher is better"
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     return save(figure, csv_path, f"{csv_path.stem.removeprefix('sdpa_')}.png")
 
 
 def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
-    """Speed ratios at every point: each of our backends over each baseline, or each baseline over `sdpa` where none of ours ran."""
+    """Speed ratios at every point: our backends over each baseline, or the baselines over `sdpa` if none of ours ran."""
     import numpy as np
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import TwoSlopeNorm
