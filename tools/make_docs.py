@@ -1,11 +1,17 @@
-"""Fills README.md and docs/*.md from results/: everything between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`.
+"""Fill README.md and the pages under docs/ from results/.
 
-NAME is <folder>/<csv stem>:<table>, such as nvidia-h200/sdpa_Lsweep_B1_H1_d64_fp32:latency (tables: latency, throughput, bandwidth,
-memory, accuracy, ratios, overhead; of the ladder: ladder, ladder-causal, counters, counters-causal, one-head, hbm; of the study of
-tiles: tiles), <folder>/<figure>.png, rung/<name>, what the head of that kernel of the ladder says, or the record of a check:
-<folder>/check.json, mutations.json or sanitize.json. Figures older than their CSV are drawn again.
+Everything between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` is filled in. NAME is one of
+- <folder>/<csv stem>:<table>, such as nvidia-h200/sdpa_Lsweep_B1_H1_d64_fp32:latency. Tables: latency, throughput,
+  bandwidth, memory, accuracy, ratios, overhead; of the ladder: ladder, ladder-causal, counters, counters-causal,
+  one-head, hbm; of the tile study: tiles;
+- <folder>/<figure>.png;
+- rung/<name>: the notes at the head of that kernel of the ladder;
+- <folder>/check.json, mutations.json or sanitize.json: the record of a check.
+A figure whose CSV has changed is drawn again.
 
-python tools/make_docs.py [--check] [--root FOLDER]     --check changes nothing and exits 1 where something is out of date
+python tools/make_docs.py [--check | --redraw] [--root FOLDER]
+    --check    change nothing; exit 1 where something is out of date
+    --redraw   draw every figure again, as after a change of the drawing code
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from flashtile.bench import plots, tables
@@ -35,16 +42,16 @@ OPENING = re.compile(r"^<!-- /?bench:[^ ]+ -->$", re.MULTILINE)
 
 
 def pages(root: Path) -> list[Path]:
-    return [path for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))) if path.exists()]
+    return [path for path in (root / "README.md", *sorted((root / "docs").rglob("*.md"))) if path.exists()]
 
 
 def fill(text: str, page: Path, results: Path) -> str:
-    """The page with every marked part made anew."""
+    """The page with every marked part filled in again."""
     return MARKED.sub(lambda match: f"{match[1]}{part(match['name'], page, results)}\n{match[4]}", text)
 
 
 def part(name: str, page: Path, results: Path) -> str:
-    """What stands between the markers of that name."""
+    """The text between the markers of that name."""
     if name.endswith(".png"):
         figure = results / name
         return f"![{figure.stem.replace('_', ' ')}]({os.path.relpath(figure, page.parent)})"
@@ -56,7 +63,7 @@ def part(name: str, page: Path, results: Path) -> str:
     stem, _, kind = name.partition(":")
     path = results / f"{stem}.csv"
     if kind in ladder_tables.KINDS:
-        rows = read(path, Row)
+        rows = named(read(path, Row))
         kernels = read(path.with_name(path.name.replace("ladder_", "ladder_kernels_")), RungRow)
         return titled(ladder_tables.of(rows, kernels, kind), rows[0].env)
     if kind == "hbm":
@@ -72,12 +79,18 @@ def part(name: str, page: Path, results: Path) -> str:
     return titled(tables.of(rows, kind or "latency"), rows[0].env)
 
 
+def named(rows: Sequence[Row]) -> list[Row]:
+    """The rows with the printed names of their providers, for tables that print a provider as it is."""
+    names = tables.labels(row.provider for row in rows)
+    return [replace(row, provider=names[row.provider]) for row in rows]
+
+
 def titled(table: tables.Table, env: Environment) -> str:
     return f"{table.title}:\n\n{table.markdown()}\n\n{origin(env)}"
 
 
 def record(path: Path) -> str:
-    """What a check, a hunt for faults or a run under the sanitizers found, and where."""
+    """The result of a check, of a run with planted faults or of a sanitizer run, and where it ran."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -107,15 +120,16 @@ def record(path: Path) -> str:
 
 
 def origin(env: Environment) -> str:
-    """Where the figures come from, in one line below them."""
+    """One line with the device, the versions, the commit and the command."""
     versions = [f"torch {env.torch}", *(f"{key} {value}" for key, value in (("cuDNN", env.cudnn), ("driver", env.driver)) if value)]
     commit = f"commit {env.commit or 'unknown'}{' with changes' if env.is_dirty else ''}"
     return f"{env.device}; {', '.join(versions)}; flashtile {env.flashtile}, {commit}, {env.date[:10]}; `{env.command}`"
 
 
-def figures(results: Path, wanted: set[str]) -> tuple[list[Path], list[Path]]:
-    """The figures that are out of date or missing, and the CSVs to draw them from."""
-    stale = [path for path in sorted(results.glob("*/*.png")) if plots.HASH_KEY in plots.metadata(path) and not plots.is_current(path)]
+def figures(results: Path, wanted: set[str], is_redraw: bool = False) -> tuple[list[Path], list[Path]]:
+    """The figures that are out of date (with is_redraw all) or missing, and the CSVs to draw them from."""
+    drawn = [path for path in sorted(results.glob("*/*.png")) if plots.HASH_KEY in plots.metadata(path)]
+    stale = [path for path in drawn if is_redraw or not plots.is_current(path)]
     absent = [results / name for name in sorted(wanted) if not (results / name).exists()]
     sources = {path.with_name(plots.metadata(path)[plots.SOURCE_KEY]) for path in stale}
     sources.update(source for path in absent for source in path.parent.glob(f"{_kind(path)}_*.csv"))
@@ -123,7 +137,7 @@ def figures(results: Path, wanted: set[str]) -> tuple[list[Path], list[Path]]:
 
 
 def _kind(path: Path) -> str:
-    """What the names of a figure's CSVs begin with."""
+    """The prefix of the names of a figure's CSVs."""
     return next((kind for kind in ("ladder", "tiles") if path.stem.startswith(kind)), "sdpa")
 
 
@@ -135,7 +149,9 @@ def draw(source: Path) -> list[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Fill README.md and docs/ from results/.")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where something is out of date")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--check", action="store_true", help="change nothing; exit 1 where something is out of date")
+    mode.add_argument("--redraw", action="store_true", help="draw every figure again")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent)
     options = parser.parse_args(arguments)
     results, complaints, wanted = options.root / "results", [], set()
@@ -159,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             page.write_text(filled, encoding="utf-8")
             print(f"{name}: written")
-    out_of_date, sources = figures(results, wanted)
+    out_of_date, sources = figures(results, wanted, options.redraw)
     if options.check:
         complaints += [f"{path.relative_to(options.root)}: missing, or drawn from another CSV" for path in out_of_date]
     else:

@@ -38,7 +38,7 @@ def test_without_a_gpu_it_runs_on_the_cpu_and_says_so(tmp_path: Path):
         ("tiled", 48, "ok"),
         ("sdpa-math", 48, "ok"),
     ]
-    assert "tiled over sdpa-math" in result.output
+    assert "flashtile (tiled) over sdpa-math" in result.output
     assert all(plots.is_current(tmp_path / name) for name in names if name.endswith(".png"))
     assert str(tmp_path) not in (tmp_path / "sdpa_Lsweep_B1_H1_d64_fp32.csv").read_text()
 

@@ -1,4 +1,4 @@
-"""tools/make_docs.py: pages follow results/, and a difference is found."""
+"""tools/make_docs.py fills pages from results/ and reports differences."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,8 @@ from flashtile.check.runner import Report
 from flashtile.cli.main import app
 from flashtile.kernels.mutation import Mutation
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_docs.py"
+REPOSITORY = Path(__file__).resolve().parents[2]
+TOOL = REPOSITORY / "tools" / "make_docs.py"
 STEM = "sdpa_Lsweep_B1_H1_d16_fp32"
 NAMES = (f"box/{STEM}:latency", f"box/{STEM}:ratios", f"box/latency_vs_L_{STEM.removeprefix('sdpa_Lsweep_')}.png")
 
@@ -85,6 +87,20 @@ def test_a_stale_or_missing_figure_is_found_and_drawn_again(root: Path):
     assert make_docs(root, "--check").returncode == 1
 
 
+def test_redraw_draws_current_figures_again(root: Path):
+    assert make_docs(root).returncode == 0
+    figure = root / "results" / NAMES[2]
+    drawn = figure.read_bytes()
+    entries = plots.metadata(figure)
+    figure.write_bytes(drawn + b"changed")  # behind the last chunk, where no reader looks
+    assert plots.is_current(figure)
+    assert make_docs(root).returncode == 0
+    assert figure.read_bytes() != drawn
+    assert make_docs(root, "--redraw").returncode == 0
+    assert plots.metadata(figure) == entries
+    assert not figure.read_bytes().endswith(b"changed")
+
+
 def test_a_marker_without_its_partner_or_its_csv_is_an_error(root: Path):
     (root / "docs" / "plain.md").write_text("<!-- bench:box/none:latency -->\n<!-- /bench:box/none:latency -->\n")
     done = make_docs(root)
@@ -117,3 +133,29 @@ def test_records_of_checks_are_filled_in(root: Path):
     done = make_docs(root)
     assert done.returncode == 1
     assert "results: got no check.json" in done.stderr
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(f"{page.name}: {link}")
+    return broken
+
+
+def test_links_between_pages_lead_somewhere(tmp_path: Path):
+    pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
+    assert [link for page in pages for link in broken_links(page)] == []
+    page = tmp_path / "page.md"
+    page.write_text("# A page: one\n[good](#a-page-one) [good](page.md) [bad](#b) [bad](none.md) [far](https://example.org/x)\n")
+    assert broken_links(page) == ["page.md: #b", "page.md: none.md"]

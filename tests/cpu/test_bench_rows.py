@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from bench_fakes import ENV, provider, rows
 
-from flashtile.bench import compare, tables
+from flashtile.bench import compare, plots, tables
 from flashtile.bench.points import Point, decode_grid, dtype_key, paper_grid
 from flashtile.bench.rows import OverheadRow, Row, Writer, as_dict, columns, read
 
@@ -146,3 +146,55 @@ def test_tables_name_what_was_not_measured(measured: list[Row]):
     assert [cells[0] for cells in latency.lines] == ["S=32", "S=48"]
     with pytest.raises(ValueError, match="table: got 'colour'"):
         tables.of(measured, "colour")
+
+
+def renamed(measured: list[Row], names: dict[str, str]) -> list[Row]:
+    return [dataclasses.replace(row, provider=names.get(row.provider, row.provider)) for row in measured]
+
+
+@pytest.mark.parametrize(
+    ("names", "printed"),
+    [
+        (["cuda", "sdpa"], ["flashtile", "sdpa"]),
+        (["sdpa", "cpu", "cpu"], ["sdpa", "flashtile"]),
+        (["cuda", "triton", "flex"], ["flashtile (cuda)", "flashtile (triton)", "flex"]),
+        (["triton", "flex"], ["flashtile (triton)", "flex"]),
+        (["00_naive", "cuda"], ["00_naive", "flashtile"]),
+        ([], []),
+    ],
+)
+def test_our_default_is_called_flashtile_where_it_is_alone(names: list[str], printed: list[str]):
+    assert list(tables.labels(names).values()) == printed
+
+
+def test_tables_print_labels_and_refusals_print_the_names_of_the_option(measured: list[Row]):
+    default = renamed(measured, {"ours": "cuda", "absent": "triton"})
+    assert tables.of(default, "latency").header == ("", "flashtile", "peer")
+    assert tables.of(default, "ratios").lines[0][0] == "flashtile over peer"
+    assert tables.refusals(default).lines[0][0] == "triton"
+    several = [*default, *renamed([row for row in measured if row.provider == "ours"], {"ours": "tiled"})]
+    assert tables.of(several, "latency").header == ("", "flashtile (cuda)", "peer", "flashtile (tiled)")
+    (change, _) = tables.change_tables(compare.changes(default, default))
+    assert {line[0] for line in change.lines} == {"flashtile", "peer"}
+
+
+def test_throughput_is_linear_from_0_with_our_label(measured: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    figures = {}
+
+    def keep(figure, csv_path: Path, name: str) -> Path:
+        figures[name.partition("_")[0]] = figure.axes[0]
+        return csv_path.with_name(name)
+
+    monkeypatch.setattr(plots, "save", keep)
+    plots.draw(tmp_path / "sdpa_Lsweep_B1_H1_d16_fp32.csv", renamed(measured, {"ours": "cuda"}))
+    assert set(figures) == {"latency", "memory", "throughput"}
+    assert figures["throughput"].get_yscale() == "linear"
+    assert figures["throughput"].get_ylim()[0] == 0
+    assert figures["latency"].get_yscale() == "log"
+    for axes in figures.values():
+        assert {text.get_text() for text in axes.texts} >= {"flashtile", "peer"}
+
+
+def test_labels_of_lines_stay_above_the_floor():
+    assert plots.spread([0.0, 0.0, 0.01, 0.5], 0.1, 0.0) == pytest.approx([0.0, 0.1, 0.2, 0.5])
+    assert plots.spread([0.0, 0.0], 0.1) == pytest.approx([-0.05, 0.05])

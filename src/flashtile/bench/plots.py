@@ -1,8 +1,13 @@
-"""The figures of a CSV. Each PNG names its CSV and that file's hash in its metadata, so that a stale one can be told."""
+"""The figures of a CSV.
+
+The metadata of each PNG holds the name and the hash of its CSV, so that a stale figure is detected.
+Throughput and bandwidth have a linear axis from 0. Time and memory span several decades and have a log axis.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -11,11 +16,12 @@ from typing import Any
 
 from flashtile.bench.compare import speedups
 from flashtile.bench.rows import Row
+from flashtile.bench.tables import DEFAULT_BACKENDS, measured_labels
 from flashtile.errors import Unsupported, unsupported
 
 SOURCE_KEY, HASH_KEY = "flashtile:csv", "flashtile:sha256"
 
-# Okabe and Ito's colours: told apart with every kind of colour vision
+# The palette of Okabe and Ito, safe for every kind of colour vision
 _BLACK, _ORANGE, _SKY, _GREEN, _BLUE, _RED, _PINK, _GREY = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#767676",
 )  # fmt: skip
@@ -43,7 +49,7 @@ _STYLES: dict[str, tuple[str, str, str]] = {  # provider -> colour, line, marker
 _PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 
 Value = Callable[[Row], "float | None"]
-End = tuple[float, float, str, str, bool]  # y, x, provider, colour, is ours
+End = tuple[float, float, str, str, bool]  # y, x, label, colour, is emphasised
 
 
 def require_matplotlib() -> None:
@@ -54,7 +60,7 @@ def require_matplotlib() -> None:
 
 
 def draw(csv_path: Path, rows: Sequence[Row]) -> list[Path]:
-    """Every figure of a run, beside its CSV."""
+    """Draw every figure of a run beside its CSV and return their paths."""
     require_matplotlib()
     import matplotlib
 
@@ -91,23 +97,27 @@ def _length_figures(csv_path: Path, rows: Sequence[Row]) -> list[Path]:
     problem = f"B={first.batch} {heads} d={first.head_dim} {first.dtype}{' causal' if first.is_causal else ''}, {_PASSES[first.direction]}"
     suffix = "_" + csv_path.stem.removeprefix("sdpa_Lsweep_")
     suffix = suffix.replace("_B1_H1_d64_fp32", "", 1)
-    figures: list[tuple[str, str, Value]] = [
-        ("latency", "Time per call (ms)", lambda row: row.median_ms),
-        ("memory", "Peak memory over the inputs (MiB)", lambda row: None if row.memory_bytes is None else row.memory_bytes / 2**20),
-        ("throughput", "Throughput (TFLOP/s)", lambda row: row.tflops),
+    prefix, factor = ("T", 1.0) if max(row.tflops or 0.0 for row in rows) >= 1 else ("G", 1e3)
+    figures: list[tuple[str, str, str, Value]] = [
+        ("latency", "Time per call (ms)", "median, band p20 to p80; lower is better", lambda row: row.median_ms),
+        (
+            "memory",
+            "Peak memory beyond the inputs (MiB)",
+            "lower is better",
+            lambda row: None if row.memory_bytes is None else row.memory_bytes / 2**20,
+        ),
+        ("throughput", f"Throughput ({prefix}FLOP/s)", "higher is better", lambda row: (row.tflops or 0.0) * factor),
     ]
     from matplotlib.figure import Figure
 
     written = []
-    for what, label, value in figures:
-        figure = Figure(figsize=(8.4, 5.0), layout="constrained")
+    for what, label, note, value in figures:
+        figure = Figure(figsize=(9.0, 5.0), layout="constrained")
         axes = figure.add_subplot()
-        has_band = what == "latency"
-        ends = _lines(axes, rows, value, has_band)
+        ends = _lines(axes, rows, value, has_band=what == "latency", is_linear=what == "throughput")
         axes.set_ylabel(label)
-        axes.set_xlabel("Sequence length L")
-        axes.set_title(f"{label.partition(' (')[0]} against sequence length: {problem}\n", loc="left", fontweight="bold")
-        note = "median, band p20 to p80" if has_band else ""
+        axes.set_xlabel("Sequence length S")
+        axes.set_title(f"{label.partition(' (')[0]}: {problem}\n", loc="left", fontweight="bold")
         _caption(axes, first, note)
         label_ends(axes, ends)
         written.append(save(figure, csv_path, f"{what}_vs_L{suffix}.png"))
@@ -119,35 +129,34 @@ def _caption(axes: Any, row: Row, note: str = "") -> None:
     axes.text(0, 1.015, "; ".join(filter(None, texts)), transform=axes.transAxes, fontsize=8.5, color="#555555")
 
 
-def _lines(axes: Any, rows: Sequence[Row], value: Value, has_band: bool = False) -> list[End]:
-    """One line for each provider on log axes; returns the lines' ends, to be labelled when all axes are final."""
+def _lines(axes: Any, rows: Sequence[Row], value: Value, has_band: bool = False, is_linear: bool = False) -> list[End]:
+    """Plot one line for each provider; return the lines' right ends, for `label_ends` once all axes are final."""
     ends: list[End] = []
+    names = measured_labels(rows)
     lengths = sorted({row.seqlen_k for row in rows})
-    for name in dict.fromkeys(row.provider for row in rows):
+    for name, label in names.items():
         own = sorted((row for row in rows if row.provider == name and value(row)), key=lambda row: row.seqlen_k)
         if not own:
             continue
         colour, line, marker = _STYLES.get(name, (_GREY, "-.", "."))
-        is_ours = not own[0].is_baseline
+        is_default = name in DEFAULT_BACKENDS
         xs, ys = [row.seqlen_k for row in own], [value(row) or 0.0 for row in own]
-        width = 2.6 if is_ours else 1.5
-        axes.plot(
-            xs, ys, color=colour, linestyle=line, marker=marker, linewidth=width, markersize=6 if is_ours else 5, zorder=3 if is_ours else 2
-        )
+        width, size, order = (2.8, 7, 3) if is_default else (1.5, 5, 2)
+        axes.plot(xs, ys, color=colour, linestyle=line, marker=marker, linewidth=width, markersize=size, zorder=order)
         if has_band:
             axes.fill_between(
                 xs, [row.p20_ms or 0.0 for row in own], [row.p80_ms or 0.0 for row in own], color=colour, alpha=0.15, linewidth=0
             )
-        ends.append((ys[-1], xs[-1], name, colour, is_ours))
+        ends.append((ys[-1], xs[-1], label, colour, is_default))
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    axes.set_yscale("linear" if is_linear else "log")
     axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.minorticks_off()
     return ends
 
 
 def _plain_ticks(axes: Any) -> None:
-    """1, 2, 5 and their tens, as plain numbers; at least about two of them on a short axis."""
+    """Ticks at 1, 2 and 5 times powers of ten, as plain numbers; on a long axis only the powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     low, high = axes.get_ylim()
@@ -158,10 +167,13 @@ def _plain_ticks(axes: Any) -> None:
 
 
 def label_ends(axes: Any, ends: Sequence[End]) -> None:
-    """Names right of the lines' ends, pushed apart where they would overlap, each tied to its line."""
+    """Write each label to the right of its line, apart from its neighbours, with a thin line between the two."""
     if not ends:
         return
-    _plain_ticks(axes)
+    if axes.get_yscale() == "log":
+        _plain_ticks(axes)
+    else:
+        axes.set_ylim(bottom=0)
     figure = axes.figure
     figure.draw_without_rendering()
     height = axes.get_window_extent().height / figure.dpi * 72  # in points
@@ -169,43 +181,37 @@ def label_ends(axes: Any, ends: Sequence[End]) -> None:
     to_axes = axes.transData + axes.transAxes.inverted()
     ordered = sorted(ends)
     wanted = [float(to_axes.transform((x, y))[1]) for y, x, *_ in ordered]
-    places = spread(wanted, gap)
-    for (y, x, name, colour, is_ours), place in zip(ordered, places, strict=True):
+    places = spread(wanted, gap, 0.0)
+    for (y, x, label, colour, is_emphasised), place in zip(ordered, places, strict=True):
         axes.annotate(
-            name,
+            label,
             xy=(x, y),
             xycoords="data",
             xytext=(1.045, place),
             textcoords="axes fraction",
             color=colour,
             fontsize=9.5,
-            fontweight="bold" if is_ours else "normal",
+            fontweight="bold" if is_emphasised else "normal",
             va="center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.6, "shrinkA": 1, "shrinkB": 3},
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.6, "relpos": (0, 0.5), "shrinkB": 3},
         )
 
 
-def spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Sorted places moved as little as possible so that neighbours are at least a gap apart."""
-    groups: list[list[float]] = []  # sum of (wanted - own offset), count
-    for place in wanted:
-        groups.append([place, 1])
-        while len(groups) > 1 and _top(groups[-2], gap) > _bottom(groups[-1], gap) - gap + 1e-12:
+def spread(wanted: Sequence[float], gap: float, floor: float = -math.inf) -> list[float]:
+    """Sorted positions moved as little as possible: neighbours at least a gap apart, none below the floor."""
+    groups: list[tuple[float, int]] = []  # the sum of the wanted positions of a run of neighbours, and their count
+
+    def bottom(group: tuple[float, int]) -> float:
+        total, count = group
+        return max(floor, total / count - gap * (count - 1) / 2)
+
+    for position in wanted:
+        groups.append((position, 1))
+        while len(groups) > 1 and bottom(groups[-2]) + gap * groups[-2][1] > bottom(groups[-1]) + 1e-12:
             total, count = groups.pop()
-            groups[-1] = [groups[-1][0] + total, groups[-1][1] + count]
-    found = []
-    for group in groups:
-        found += [_bottom(group, gap) + index * gap for index in range(int(group[1]))]
-    return found
-
-
-def _bottom(group: Sequence[float], gap: float) -> float:
-    return group[0] / group[1] - gap * (group[1] - 1) / 2
-
-
-def _top(group: Sequence[float], gap: float) -> float:
-    return _bottom(group, gap) + gap * (group[1] - 1)
+            groups[-1] = (groups[-1][0] + total, groups[-1][1] + count)
+    return [bottom(group) + index * gap for group in groups for index in range(group[1])]
 
 
 # Grids
@@ -221,7 +227,7 @@ def _grid_figures(csv_path: Path, rows: Sequence[Row]) -> list[Path]:
 
 
 def _small_multiples(csv_path: Path, rows: Sequence[Row], head_dim: int) -> Path:
-    """Throughput over the length for one head_dim: passes below each other, masks side by side."""
+    """Throughput over the sequence length for one head_dim: a row of panels for each pass, a column for each mask."""
     from matplotlib.figure import Figure
 
     here = [row for row in rows if row.head_dim == head_dim]
@@ -232,22 +238,23 @@ def _small_multiples(csv_path: Path, rows: Sequence[Row], head_dim: int) -> Path
     for panel_row, direction in zip(panels, passes, strict=True):
         for axes, is_causal in zip(panel_row, masks, strict=True):
             own = [row for row in here if row.direction == direction and row.is_causal == is_causal]
-            ends.append((axes, _lines(axes, own, lambda row: row.tflops)))
+            ends.append((axes, _lines(axes, own, lambda row: row.tflops, is_linear=True)))
             axes.set_title(f"{_PASSES[direction]}, {'causal' if is_causal else 'full'}", loc="left")
-            axes.set_xlabel("Sequence length L")
+            axes.set_xlabel("Sequence length S")
         panel_row[0].set_ylabel("Throughput (TFLOP/s)")
     for axes, own_ends in ends:
         label_ends(axes, own_ends)
     first = here[0]
     figure.suptitle(
-        f"d={head_dim} {first.dtype}, H={first.heads}, B*L={first.batch * first.seqlen_k}; {first.env.device}, torch {first.env.torch}",
+        f"Attention, {first.dtype}, d={head_dim}, H={first.heads}, {first.batch * first.seqlen_k} tokens; "
+        f"{first.env.device}, torch {first.env.torch}; higher is better",
         x=0.01, ha="left", fontweight="bold",
     )  # fmt: skip
     return save(figure, csv_path, f"{csv_path.stem.removeprefix('sdpa_')}_d{head_dim}.png")
 
 
 def _decode_figure(csv_path: Path, rows: Sequence[Row]) -> Path:
-    """Bandwidth over the cache's length, one panel for each batch."""
+    """Bandwidth over the number of keys, one panel for each batch size."""
     from matplotlib.figure import Figure
 
     batches = sorted({row.batch for row in rows})
@@ -257,7 +264,7 @@ def _decode_figure(csv_path: Path, rows: Sequence[Row]) -> Path:
     panels = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
     ends: list[tuple[Any, list[End]]] = []
     for axes, batch in zip(panels, batches, strict=False):
-        ends.append((axes, _lines(axes, [row for row in rows if row.batch == batch], lambda row: row.gb_per_s)))
+        ends.append((axes, _lines(axes, [row for row in rows if row.batch == batch], lambda row: row.gb_per_s, is_linear=True)))
         axes.set_title(f"B={batch}", loc="left")
         axes.set_xlabel("Keys per sequence")
         axes.set_ylabel("Bandwidth (GB/s)")
@@ -267,18 +274,20 @@ def _decode_figure(csv_path: Path, rows: Sequence[Row]) -> Path:
         axes.set_visible(False)
     first = rows[0]
     problem = f"H={first.heads}/{first.heads_kv} d={first.head_dim} {first.dtype}"
-    figure.suptitle(f"Decoding, one query: {problem}; {first.env.device}, torch {first.env.torch}", x=0.01, ha="left", fontweight="bold")
+    where = f"{first.env.device}, torch {first.env.torch}"
+    title = f"Decoding, one query per sequence: {problem}; {where}; higher is better"
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     return save(figure, csv_path, f"{csv_path.stem.removeprefix('sdpa_')}.png")
 
 
 def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
-    """Speed ratios at every point: each of ours over each peer, or, where none of ours ran, everyone over `sdpa`."""
+    """Speed ratios at every point: our backends over each baseline, or the baselines over `sdpa` if none of ours ran."""
     import numpy as np
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
 
-    names = dict.fromkeys(row.provider for row in rows)
+    names = measured_labels(rows)
     ours = list(dict.fromkeys(row.provider for row in rows if not row.is_baseline))
     pairs = (
         [(one, peer) for one in ours for peer in names if peer not in ours] if ours else [(one, "sdpa") for one in names if one != "sdpa"]
@@ -288,9 +297,9 @@ def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
         return None
     lengths = sorted({row.seqlen_k for row in rows})
     kinds = list(dict.fromkeys(_heat_line(row) for row in rows))
-    columns = min(4, len(tables))
-    lines = -(-len(tables) // columns)
-    figure = Figure(figsize=(2.4 + (0.6 + 0.52 * len(lengths)) * columns, 0.9 + (0.7 + 0.32 * len(kinds)) * lines), layout="constrained")
+    lines = -(-len(tables) // 4)
+    columns = -(-len(tables) // lines)
+    figure = Figure(figsize=(2.4 + (0.6 + 0.52 * len(lengths)) * columns, 1.1 + (0.9 + 0.32 * len(kinds)) * lines), layout="constrained")
     panels = figure.subplots(lines, columns, squeeze=False).flatten()
     norm = TwoSlopeNorm(0.0, -1.5, 1.5)
     for axes, ((provider, peer), found) in zip(panels, tables.items(), strict=False):
@@ -308,13 +317,15 @@ def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
         axes.set_yticks(range(len(kinds)), kinds if is_left else [""] * len(kinds), fontsize=9)
         axes.grid(False)
         axes.tick_params(length=0)
-        axes.set_title(f"{provider} over {peer}", loc="left", fontweight="bold")
+        axes.set_title(f"{names[provider]} over {names[peer]}", loc="left", fontweight="bold")
+        axes.set_xlabel("Keys per sequence" if rows[0].sweep == "decode" else "Sequence length S")
     for axes in panels[len(tables) :]:
         axes.set_visible(False)
-    bar = figure.colorbar(ScalarMappable(norm, "PuOr"), ax=list(panels), shrink=0.5, aspect=28, ticks=[-1, 0, 1], label="times as fast")
+    bar = figure.colorbar(ScalarMappable(norm, "PuOr"), ax=list(panels), shrink=0.5, aspect=28, ticks=[-1, 0, 1], label="speed ratio")
     bar.ax.set_yticklabels(["1/2", "1", "2"])
     first = rows[0]
-    figure.suptitle(f"Speed ratios, {first.dtype}; {first.env.device}, torch {first.env.torch}", x=0.01, ha="left", fontweight="bold")
+    title = f"Speed ratio; above 1 the first is faster\n{first.dtype}; {first.env.device}, torch {first.env.torch}"
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     return save(figure, csv_path, f"{csv_path.stem.removeprefix('sdpa_')}_ratios.png")
 
 
@@ -350,7 +361,7 @@ def metadata(path: Path) -> dict[str, str]:
 
 
 def is_current(path: Path) -> bool:
-    """Whether a figure exists and was drawn from its CSV as that file is now."""
+    """Whether the figure exists and was drawn from the present contents of its CSV."""
     if not path.exists():
         return False
     entries = metadata(path)

@@ -1,4 +1,4 @@
-"""What is measured: one problem is a Point, a benchmark is a list of them."""
+"""What is measured. A Point is one problem and one pass; a Plan is the list of points of a run."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Point:
     dtype: str = "fp32"  # one of DTYPES
     is_causal: bool = False
     direction: str = "fwd"  # one of DIRECTIONS
-    has_growing_keys: bool = False  # another seqlen_k at every call: what is compiled must not depend on it
+    has_growing_keys: bool = False  # seqlen_k differs in every call, so nothing may be compiled per length
 
     def flops(self) -> float:
-        """Two matrix products, half of them under a causal mask; the backward pass counts 2.5 times the forward."""
+        """Two matrix products, half of that under a causal mask; a backward pass counts as 2.5 forward passes."""
         forward = 2.0 * self.batch * self.heads * self.seqlen_q * self.seqlen_k * (self.head_dim + self.head_dim_v)
         forward /= 2 if self.is_causal else 1
         return forward * {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}[self.direction]
 
     def least_bytes(self) -> int:
-        """What must cross the memory bus if every input is read once and every output is written once."""
+        """The bytes moved if every input is read once and every output is written once."""
         q, k, v, out = self.sizes()
         forward, backward = q + k + v + out, 2 * (q + k + v) + 2 * out
         return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[self.direction]
@@ -66,7 +66,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of one call, (batch, heads, rows, dim), and the gradient that comes into its backward pass."""
+    """The tensors of one call, (batch, heads, rows, dim), and the gradient of its output."""
 
     q: Tensor
     k: Tensor
@@ -74,7 +74,7 @@ class Inputs:
     dout: Tensor
 
     def leaves(self, layout: str, needs_grad: bool) -> Inputs:
-        """The same values in the layout a provider takes, as fresh leaves."""
+        """The same values as new autograd leaves, in the provider's layout."""
         q, k, v, dout = (tensor.detach() for tensor in (self.q, self.k, self.v, self.dout))
         if layout == "bshd":
             q, k, v, dout = (tensor.transpose(1, 2).contiguous() for tensor in (q, k, v, dout))
@@ -90,7 +90,7 @@ def dtype_key(name: str) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """The points of a run, and how its files are called."""
+    """The points of a run and the names of its files."""
 
     sweep: str  # "Lsweep", "paper" or "decode"
     stem: str  # of the CSV
@@ -120,7 +120,7 @@ def paper_grid(dtype: str, suffix: str = "", only: str | None = None) -> Plan:
 
 
 def decode_grid(dtype: str, suffix: str = "") -> Plan:
-    """One new query per sequence over a long cache: 32 query heads over 8 key heads, d 128."""
+    """One query per sequence over a long cache: 32 query heads, 8 key heads, d 128."""
     points = tuple(
         Point(batch, 32, 8, 1, seqlen, 128, 128, dtype)
         for batch in (1, 8, 32, 128)

@@ -1,13 +1,19 @@
-"""Rows as small tables of text: what the terminal shows and what the documentation holds."""
+"""Rows as small text tables, for the terminal and for the documentation.
+
+CSV files keep the provider names as measured (`cuda`, `cpu`, ...). Tables and figures print `labels` instead.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from flashtile.backends import registry
 from flashtile.bench import compare, overhead
 from flashtile.bench.rows import ColdRow, OverheadRow, Row
 from flashtile.errors import value_error
+
+DEFAULT_BACKENDS = ("cuda", "cpu")  # what `backend=None` takes on each device
 
 
 @dataclass(frozen=True)
@@ -21,8 +27,21 @@ class Table:
         return "\n".join("| " + " | ".join(cells) + " |" for cells in (self.header, rule, *self.lines))
 
 
+def labels(names: Iterable[str]) -> dict[str, str]:
+    """The printed name of each provider in one table or figure.
+
+    A default backend is `flashtile` where it is the only backend of ours; where several are compared each is
+    `flashtile (<backend>)`. Baselines and the rungs of the ladder keep their names.
+    """
+    known = registry.names()
+    unique = list(dict.fromkeys(names))
+    ours = [name for name in unique if name in known]
+    is_alone = len(ours) == 1 and ours[0] in DEFAULT_BACKENDS
+    return {name: name if name not in ours else "flashtile" if is_alone else f"flashtile ({name})" for name in unique}
+
+
 def number(value: float) -> str:
-    """Three significant digits without an exponent where that reads well."""
+    """Three significant digits, without an exponent between 1e-4 and 1e6."""
     if value == 0:
         return "0"
     if not 1e-4 <= abs(value) < 1e6:
@@ -34,30 +53,32 @@ _CELLS: dict[str, tuple[str, Callable[[Row], float | None]]] = {
     "latency": ("Median time, ms", lambda row: row.median_ms),
     "throughput": ("TFLOP/s", lambda row: row.tflops),
     "bandwidth": ("GB/s", lambda row: row.gb_per_s),
-    "memory": ("Peak memory over the inputs, MiB", lambda row: None if row.memory_bytes is None else row.memory_bytes / 2**20),
+    "memory": ("Peak memory beyond the inputs, MiB", lambda row: None if row.memory_bytes is None else row.memory_bytes / 2**20),
     "accuracy": ("Largest error against float64", lambda row: row.max_error),
 }
 KINDS = (*_CELLS, "ratios")
 
 
 def of(rows: Sequence[Row], kind: str) -> Table:
-    """One of KINDS: providers in columns, points in lines; or the ratios."""
+    """The table of that name, one of KINDS. A column for each measured provider, a line for each point."""
     if kind == "ratios":
         return ratio_table(rows)
     if kind not in _CELLS:
         raise value_error("table", repr(kind), ", ".join(KINDS))
     title, value = _CELLS[kind]
-    names = [
-        name
-        for name in dict.fromkeys(row.provider for row in rows)
-        if any(row.median_ms is not None for row in rows if row.provider == name)
-    ]
-    labels = point_labels(rows)
+    names = measured_labels(rows)
+    points = point_labels(rows)
     lines = []
-    for label in dict.fromkeys(labels.values()):
-        cells = {row.provider: _cell(row, value) for row in rows if labels[id(row)] == label}
-        lines.append((label, *(cells.get(name, "") for name in names)))
-    return Table(title, ("", *names), tuple(lines))
+    for point in dict.fromkeys(points.values()):
+        cells = {row.provider: _cell(row, value) for row in rows if points[id(row)] == point}
+        lines.append((point, *(cells.get(name, "") for name in names)))
+    return Table(title, ("", *names.values()), tuple(lines))
+
+
+def measured_labels(rows: Sequence[Row]) -> dict[str, str]:
+    """The labels of the providers that were timed at one point or more, in the order of the rows."""
+    timed = {row.provider for row in rows if row.median_ms is not None}
+    return labels(row.provider for row in rows if row.provider in timed)
 
 
 def _cell(row: Row, value: Callable[[Row], float | None]) -> str:
@@ -68,7 +89,7 @@ def _cell(row: Row, value: Callable[[Row], float | None]) -> str:
 
 
 def point_labels(rows: Sequence[Row]) -> dict[int, str]:
-    """What tells each row's point from the others', by the row's id."""
+    """A short name for each row's point, by the row's id: only the parts that vary between the rows."""
     parts: list[tuple[str, Callable[[Row], str]]] = [
         ("direction", lambda row: row.direction),
         ("head_dim", lambda row: f"d={row.head_dim}"),
@@ -81,9 +102,10 @@ def point_labels(rows: Sequence[Row]) -> dict[int, str]:
 
 
 def ratio_table(rows: Sequence[Row]) -> Table:
+    names = measured_labels(rows)
     lines = tuple(
         (
-            f"{one.provider} over {one.peer}",
+            f"{names[one.provider]} over {names[one.peer]}",
             one.direction,
             str(one.num_points),
             number(one.geometric_mean),
@@ -97,11 +119,11 @@ def ratio_table(rows: Sequence[Row]) -> Table:
 
 
 def refusals(rows: Sequence[Row]) -> Table:
-    """Who did not take part, where and why; one line for each reason."""
-    labels, where = point_labels(rows), dict[tuple[str, str, str], list[str]]()
+    """Which providers were not measured, where and why; one line for each reason. Names are those of `--backends`."""
+    points, where = point_labels(rows), dict[tuple[str, str, str], list[str]]()
     for row in rows:
         if row.status != "ok":
-            where.setdefault((row.provider, row.status, row.reason), []).append(labels[id(row)])
+            where.setdefault((row.provider, row.status, row.reason), []).append(points[id(row)])
     lines = tuple(
         (provider, status, places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more", reason)
         for (provider, status, reason), places in where.items()
@@ -112,17 +134,17 @@ def refusals(rows: Sequence[Row]) -> Table:
 def overhead_table(rows: Sequence[OverheadRow]) -> Table:
     cases = [(mode, case) for mode in overhead.MODES for case in overhead.CASES]
     cells = {(row.provider, row.mode, row.case): row.status if row.median_us is None else number(row.median_us) for row in rows}
-    names = dict.fromkeys(
-        row.provider for row in rows if any(other.median_us is not None for other in rows if other.provider == row.provider)
-    )
-    lines = tuple((name, *(cells.get((name, *case), "") for case in cases)) for name in names)
+    timed = {row.provider for row in rows if row.median_us is not None}
+    names = labels(row.provider for row in rows if row.provider in timed)
+    lines = tuple((label, *(cells.get((name, *case), "") for case in cases)) for name, label in names.items())
     return Table("Host time of one call, microseconds", ("", *(f"{mode}, {case}" for mode, case in cases)), lines)
 
 
 def change_tables(found: Sequence[compare.Change]) -> list[Table]:
+    names = labels(one.provider for one in found)
     lines = tuple(
         (
-            one.provider,
+            names[one.provider],
             one.direction,
             f"B{one.batch} H{one.heads}/{one.heads_kv} {one.seqlen_q}x{one.seqlen_k} d{one.head_dim} {one.dtype}"
             + (" causal" if one.is_causal else ""),
@@ -132,19 +154,20 @@ def change_tables(found: Sequence[compare.Change]) -> list[Table]:
         )
         for one in found
     )
-    sums = tuple((provider, str(count), f"{mean:.3f}", f"{low:.3f}") for provider, count, mean, low in compare.means(found))
+    sums = tuple((names[provider], str(count), f"{mean:.3f}", f"{low:.3f}") for provider, count, mean, low in compare.means(found))
     return [
         Table(
             "Point by point; above 1 the second run is faster", ("provider", "pass", "problem", "first, ms", "second, ms", "speed"), lines
         ),
-        Table("In all", ("provider", "points", "geometric mean", "lowest"), sums),
+        Table("Over all points", ("provider", "points", "geometric mean", "lowest"), sums),
     ]
 
 
 def cold_table(rows: Sequence[ColdRow]) -> Table:
+    names = labels(row.provider for row in rows)
     lines = tuple(
         (
-            row.provider,
+            names[row.provider],
             row.cache,
             row.status,
             *("" if value is None else number(value) for value in (row.import_torch_s, row.import_flashtile_s, row.start_device_s)),

@@ -1,4 +1,4 @@
-"""Where tables, progress and the names of written files go."""
+"""Terminal output: tables, progress bars and the list of written files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FILE_WIDTH = 150
 
 
 def make_console(as_json: bool) -> Console:
-    """Where tables and progress go; wide enough for a table when it is a file."""
+    """The console for tables and progress: stderr under --json, and wide enough for a table when it is a file."""
     console = Console(stderr=as_json)
     return console if console.is_terminal else Console(stderr=as_json, width=_FILE_WIDTH)
 
