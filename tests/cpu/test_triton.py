@@ -107,7 +107,7 @@ def test_threads_that_share_dropout_words_have_a_call_each() -> None:
         for case in (Case(head_dim=dim, head_dim_v=dim_v, seqlen_q=queries) for dim, dim_v, queries in DROPOUT_SHAPES)
     ]
     found += [config for by_bytes in backend._SMALL_CONFIGS.values() for by_dim in by_bytes.values() for config in by_dim.values()]
-    sharing = [config for config in found if config.block_m * config.block_n >= kernels.SHARES_WORDS.value]
+    sharing = [config for config in found if config.block_m * config.block_n >= kernels.MIN_SHARED_PHILOX_TILE.value]
     assert all(config.block_m * config.block_n // 8 >= 32 * config.num_warps for config in sharing)
     assert len(sharing) < len(found)
 

@@ -336,10 +336,10 @@ def _row_strides(tensor: Tensor, layout: str) -> tuple[int, int, int]:
 
 def _row_arguments(layout: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     strides = {name: _row_strides(tensor, layout) for name, tensor in tensors.items()}
-    rows, coded = _kernels().Rows, _kernels().coded
+    row_tensor, encode_strides = _kernels().RowTensor, _kernels().encode_strides
     return {
-        **{name: rows(tensor, *coded(strides[name])) for name, tensor in tensors.items()},
-        "FAR": max((found[2] for found in strides.values()), default=0) * MAX_HEAD_DIM >= 2**31,
+        **{name: row_tensor(tensor, *encode_strides(strides[name])) for name, tensor in tensors.items()},
+        "USE_INT64": max((found[2] for found in strides.values()), default=0) * MAX_HEAD_DIM >= 2**31,
     }
 
 
@@ -361,10 +361,10 @@ def _arguments(kernel: str, args: AttentionArgs, tensors: dict[str, Tensor]) -> 
     slopes = args.alibi_slopes
     return config, {
         **_row_arguments(args.layout, {"q": args.q, "k": args.k, "v": args.v, **tensors}),
-        "bias": None if args.bias is None else kernels.Scores(args.bias, *_score_strides(args.bias)),
-        "mask": None if args.mask is None else kernels.Scores(args.mask.view(torch.uint8), *_score_strides(args.mask)),
+        "bias": None if args.bias is None else kernels.ScoreTensor(args.bias, *_score_strides(args.bias)),
+        "mask": None if args.mask is None else kernels.ScoreTensor(args.mask.view(torch.uint8), *_score_strides(args.mask)),
         "alibi_slopes": None if slopes is None else slopes.float().contiguous(),
-        "alibi_batch": shape.heads if slopes is not None and slopes.dim() == 2 else 0,
+        "alibi_batch_stride": shape.heads if slopes is not None and slopes.dim() == 2 else 0,
         "rng_state": args.rng_state,
         "lengths": kernels.Lengths(*(None if tensor is None else tensor.contiguous() for tensor in index_tensors)),
         "heads": shape.heads,
@@ -403,9 +403,9 @@ def _forward_call(args: AttentionArgs, out: Tensor, lse: Tensor) -> Call:
     shape = shape_of(args)
     config, arguments = _arguments("fwd", args, {"out": out})
     num_m_blocks = _num_blocks(shape.seqlen_q, config.block_m)
-    is_raw = softmax_scale(args) > 0.0 and args.softcap == 0.0 and args.alibi_slopes is None and args.bias is None
+    has_plain_scores = softmax_scale(args) > 0.0 and args.softcap == 0.0 and args.alibi_slopes is None and args.bias is None
     sinks = None if args.sinks is None else args.sinks.float().contiguous()
-    arguments |= {"lse": lse, "sinks": sinks, "num_m_blocks": num_m_blocks, "IS_RAW": is_raw}
+    arguments |= {"lse": lse, "sinks": sinks, "num_m_blocks": num_m_blocks, "SCALE_IN_EXPONENT": has_plain_scores}
     return "fwd", num_m_blocks * shape.heads * shape.batch, config, arguments
 
 
@@ -467,7 +467,7 @@ def _dbias_calls(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Ten
     arguments |= {
         "lse_log2": lse_log2,
         "delta": delta,
-        "dbias": _kernels().Scores(sums, *sums.stride()[-4:]),
+        "dbias": _kernels().ScoreTensor(sums, *sums.stride()[-4:]),
         "split_stride": 0 if num_splits == 1 else sums.stride(0),
         "num_splits": num_splits,
         "num_pairs": num_pairs,
@@ -477,10 +477,10 @@ def _dbias_calls(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Ten
         "dbias_columns": columns,
         "num_m_blocks": num_m_blocks,
         "num_n_blocks": num_n_blocks,
-        "SHARES_BATCH": batch == 1,
-        "SHARES_HEADS": heads == 1,
-        "SHARES_ROWS": rows == 1,
-        "SHARES_COLUMNS": columns == 1,
+        "BROADCAST_BATCH": batch == 1,
+        "BROADCAST_HEADS": heads == 1,
+        "BROADCAST_ROWS": rows == 1,
+        "BROADCAST_COLUMNS": columns == 1,
     }
     yield "bwd_dbias", num_tiles * num_splits, config, arguments
     if num_splits > 1:
@@ -537,7 +537,7 @@ def _variant(kernel: str, config: Config, arguments: dict[str, Any]) -> Hashable
             return float
         return (value == 1, value % 16 == 0, value >= 2**31) if isinstance(value, int) else value
 
-    runtime = _kernels().RUNTIME
+    runtime = _kernels().NOT_SPECIALIZED
     return kernel, config, *((name, value if name.isupper() else kind(value)) for name, value in arguments.items() if name not in runtime)
 
 
