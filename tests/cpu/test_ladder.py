@@ -83,8 +83,8 @@ def test_every_file_says_what_it_does_and_what_was_expected(rung):
     assert "#include" not in rung.source
 
 
-def assert_clean(rung, head_dim, arch, is_wide=None):
-    kernel = launcher.compile_rung(rung, head_dim, arch, Variables(), is_wide)
+def assert_clean(rung, head_dim, arch, is_aligned16=None):
+    kernel = launcher.compile_rung(rung, head_dim, arch, Variables(), is_aligned16)
     resources = kernel.resources
     assert (resources.spill_store_bytes, resources.spill_load_bytes, resources.stack_bytes) == (0, 0, 0)
     assert kernel.compiled.warnings == []

@@ -1,4 +1,4 @@
-"""The ladder's figures: time of every rung, the roofline, each rung's counters beside the step before, bytes over the length."""
+"""The ladder's figures: times, roofline, counters of each rung and its predecessor, bytes by sequence length."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from flashtile.bench.tables import number
 from flashtile.ladder.rows import HbmRow, RungRow
 
 OURS, STEP_BEFORE, PEER = "#D55E00", "#9a9a9a", "#0072B2"
-_WAVEFRONT_BYTES = 128  # that the shared-memory pipe moves in one cycle
+_WAVEFRONT_BYTES = 128  # bytes that the shared-memory pipe moves in one cycle
 
 
 def draw(csv_path: Path) -> list[Path]:
-    """Every figure of one of the ladder's CSVs, beside it."""
+    """Draws every figure of one of the ladder's CSVs into its folder."""
     plots.require_matplotlib()
     import matplotlib
 
@@ -37,7 +37,7 @@ def draw(csv_path: Path) -> list[Path]:
 
 
 def _times(csv_path: Path, rows: Sequence[Row]) -> Path:
-    """Bars of the large problem, full and causal, on a log axis: each step's factor is a length."""
+    """Bars of the large problem, full and causal, on a log axis: equal speedups have equal lengths."""
     from matplotlib.figure import Figure
 
     masks = sorted({row.is_causal for row in rows})
@@ -68,7 +68,10 @@ def _times(csv_path: Path, rows: Sequence[Row]) -> Path:
 
 
 def _roofline(csv_path: Path, kernels: Sequence[RungRow]) -> Path:
-    """Throughput over arithmetic intensity under the measured roofs: of device memory, as counted or as at best, and of shared memory."""
+    """Throughput by arithmetic intensity, with measured ceilings. One panel each for device and for shared memory.
+
+    Device memory bytes are counted or, without a profile, the least possible.
+    """
     from matplotlib.figure import Figure
 
     full = [kernel for kernel in kernels if not kernel.is_causal and kernel.tflops] or [kernel for kernel in kernels if kernel.tflops]
@@ -117,7 +120,7 @@ def _roof_panel(axes: Any, points: Sequence[tuple[float, RungRow]], name: str, g
 
 
 def _counter_figure(csv_path: Path, kernel: RungRow, before: RungRow | None, causal_ms: float | None) -> Path:
-    """A rung's counters as percentages, the step before in grey."""
+    """Counters of a rung as percentages, with the previous rung in grey."""
     from matplotlib.figure import Figure
 
     values: list[tuple[str, Any]] = [
@@ -153,7 +156,7 @@ def _digits(percent: float) -> str:
 
 
 def _bytes_figure(csv_path: Path, rows: Sequence[HbmRow]) -> Path:
-    """Bytes through device memory over the length: quadratic where scores are stored, linear where they are not."""
+    """Device memory traffic by sequence length: quadratic if scores are stored, else linear."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.4, 5.0), layout="constrained")
