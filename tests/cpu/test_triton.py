@@ -30,7 +30,8 @@ def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProce
 
 @pytest.mark.parametrize("selection", ["each_option", "not each_option"])
 def test_in_the_interpreter(selection: str) -> None:
-    done = run_python("-m", "pytest", "tests/interpreter", "-k", selection, "-p", "no:xdist", "-p", "no:cacheprovider", TRITON_INTERPRET="1")
+    options = ("-k", selection, "-p", "no:xdist", "-p", "no:cacheprovider")
+    done = run_python("-m", "pytest", "tests/interpreter", *options, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout

@@ -88,8 +88,8 @@ def missing(device: str) -> str | None:
 def _incompatible(verb: str, error: Exception) -> str:
     import numpy
 
-    came, way_out = " ".join(str(error).split()), "pip install 'flashtile[numba]'; Numba 0.68 takes numpy up to 2.4"
-    return f"numba cannot {verb} beside numpy {numpy.__version__}: {came}. {way_out}"
+    got, hint = " ".join(str(error).split()), "pip install 'flashtile[numba]'; Numba 0.68 takes numpy up to 2.4"
+    return f"numba cannot {verb} beside numpy {numpy.__version__}: {got}. {hint}"
 
 
 def _empty_kernel() -> None:

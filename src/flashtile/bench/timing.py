@@ -25,10 +25,10 @@ _SHORT_SECONDS = 0.02  # faster calls get an untimed warm-up call before each ro
 def quantile(values: Sequence[float], fraction: float) -> float:
     """The quantile, with linear interpolation between neighbouring values."""
     ordered = sorted(values)
-    place = fraction * (len(ordered) - 1)
-    low = math.floor(place)
+    position = fraction * (len(ordered) - 1)
+    low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 @dataclass

@@ -43,7 +43,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON ob
 @app.command("compile")
 def compile_kernels(
     arch: Annotated[list[str] | None, typer.Option(help="Such as sm_90; may be repeated. Default: the GPUs found.")] = None,
-    all_of_it: Annotated[bool, typer.Option("--all", help="Every architecture that the compiler supports, and variants with options.")] = False,
+    all_of_it: Annotated[bool, typer.Option("--all", help="Every architecture the compiler supports, and variants with options.")] = False,
     dtype: Annotated[list[str] | None, typer.Option(help="float32, float16 or bfloat16; may be repeated. Default: all.")] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="May be repeated. Default: all in the kernel table.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
@@ -69,7 +69,7 @@ def check(
     direction: Annotated[str, typer.Option("--pass", help="forward, backward or both.")] = "both",
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Worker processes. Default: 1, on a GPU up to 8.")] = None,
-    case: Annotated[str | None, typer.Option(help="Run this one problem, as printed by a failure, instead of random ones.")] = None,
+    case: Annotated[str | None, typer.Option(help="Run this problem, as a failure prints it, instead of random ones.")] = None,
     mutate: Annotated[str | None, typer.Option(help="all, or names: plant these faults in the kernels and check that each is found.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write check.json or mutations.json into.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; the tables go to stderr.")] = False,

@@ -59,8 +59,8 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         raise value_error("--arch", options.arch, "it with --list; kernels are measured on the GPU at hand")
     where, line = device.resolve(None)
     if where != "cuda":
-        way_out = "`flashtile ladder --list` needs none and shows what each kernel takes"
-        raise unsupported("flashtile ladder", "no GPU here", "a GPU that torch sees", way_out)
+        hint = "`flashtile ladder --list` needs none and shows what each kernel takes"
+        raise unsupported("flashtile ladder", "no GPU here", "a GPU that torch sees", hint)
     if options.has_profile:
         counters.find()
     folder = writable_folder(options.out or Path("results") / device.slug(where))

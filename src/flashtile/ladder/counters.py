@@ -116,11 +116,11 @@ def _run(
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=variables.child_environment())
     except subprocess.TimeoutExpired as error:
-        came = f"no answer of ncu within {LIMIT_S:.0f} s"
-        raise unsupported("Nsight Compute", came, "one", "Measure less at a time") from error
+        got = f"no answer of ncu within {LIMIT_S:.0f} s"
+        raise unsupported("Nsight Compute", got, "one", "Measure less at a time") from error
     if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
-        way_out = "Run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0"
-        raise unsupported("Nsight Compute", "ERR_NVGPUCTRPERM: this user may not read the counters", "a user who may", way_out)
+        hint = "Run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0"
+        raise unsupported("Nsight Compute", "ERR_NVGPUCTRPERM: this user may not read the counters", "a user who may", hint)
     groups = group(parse(done.stdout))
     has_bytes = all(name in kernel for kernels in groups for kernel in kernels for name in _BYTES)
     if done.returncode != 0 or len(groups) != len(calls) or not all(groups) or not has_bytes:

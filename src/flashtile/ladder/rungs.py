@@ -159,13 +159,13 @@ class Rung:
                 raise value_error("FLASH_BLOCK_N", str(variables.block_n), choices, "Its launch line lists what it takes")
             tile = tiles[accepted.index(variables.block_n)]
             if tile not in fitting:
-                came = f"{tile.block_n}, a tile of {tile.shared_bytes / 1024:.1f} KiB at head_dim {head_dim}, over the {limit}"
-                raise value_error("FLASH_BLOCK_N", came, self._largest(fitting), "Take a smaller tile, or raise FLASH_SMEM_KB")
+                got = f"{tile.block_n}, a tile of {tile.shared_bytes / 1024:.1f} KiB at head_dim {head_dim}, over the {limit}"
+                raise value_error("FLASH_BLOCK_N", got, self._largest(fitting), "Take a smaller tile, or raise FLASH_SMEM_KB")
             return tile
         if not fitting:
             smallest = min(tiles, key=lambda tile: tile.shared_bytes)
-            came = f"a tile of {smallest.shared_bytes / 1024:.1f} KiB at head_dim {head_dim}, its smallest, over the {limit}"
-            raise unsupported(self.name, came, "a tile that fits", "Raise FLASH_SMEM_KB, or take another rung")
+            got = f"a tile of {smallest.shared_bytes / 1024:.1f} KiB at head_dim {head_dim}, its smallest, over the {limit}"
+            raise unsupported(self.name, got, "a tile that fits", "Raise FLASH_SMEM_KB, or take another rung")
         return fitting[0]
 
     def _budget(self, arch: Arch, variables: Variables) -> int:
@@ -221,8 +221,8 @@ def _launch_line(path: Path, source: str) -> tuple[tuple[str, str], ...]:
     text = " ".join(re.findall(r"^// launch:(.*)$", source, re.MULTILINE))
     found = {name: value.strip() for name, value in re.findall(r"(\w+)=((?:\([^()]* if [^()]* else [^()]*\)|\S)+)", text)}
     if sorted(found) != sorted(_FIELDS):
-        came = f"{path.name} with {', '.join(found) or 'none'}"
-        raise value_error("launch line", came, f"one that gives {', '.join(_FIELDS)}", f"Write it into a comment, such as\n{_EXAMPLE}\n")
+        got = f"{path.name} with {', '.join(found) or 'none'}"
+        raise value_error("launch line", got, f"one that gives {', '.join(_FIELDS)}", f"Write it into a comment, such as\n{_EXAMPLE}\n")
     return tuple((name, found[name]) for name in _FIELDS)
 
 

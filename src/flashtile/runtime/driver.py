@@ -201,13 +201,13 @@ def library() -> str:
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    way_out = "Install an NVIDIA driver of version 525 or newer"
+    hint = "Install an NVIDIA driver of version 525 or newer"
     try:
         library = ctypes.CDLL(_LIBRARY)
         for name, arguments in _ARGUMENTS.items():
             getattr(library, name).argtypes = arguments
     except (OSError, AttributeError) as error:
-        raise unsupported("CUDA driver", f"no usable {_LIBRARY} ({error})", "a driver that supports CUDA 12 or newer", way_out) from error
+        raise unsupported("CUDA driver", f"no usable {_LIBRARY} ({error})", "a driver that supports CUDA 12 or newer", hint) from error
     status = library.cuInit(0)
     if status != 0:
         raise unsupported("CUDA driver", f"{_describe(library, status)} from cuInit", "a driver with at least one usable GPU")

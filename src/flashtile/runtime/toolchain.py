@@ -21,7 +21,7 @@ from flashtile.errors import Unsupported, unsupported
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 _WHEEL_FOLDERS = ("nvidia/cu13/lib", "nvidia/cu12/lib", "nvidia/cuda_nvrtc/lib")
 _ACCEPTED = "libnvrtc of CUDA 12 or 13"
-_WAY_OUT = "Install the package nvidia-cuda-nvrtc, or set FLASHTILE_NVRTC to the library file"
+_HINT = "Install the package nvidia-cuda-nvrtc, or set FLASHTILE_NVRTC to the library file"
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Toolchain:
             opened = [ctypes.CDLL(str(path)) for path in self.files][-1]
             opened.nvrtcGetErrorString.restype = ctypes.c_char_p
         except (OSError, AttributeError) as error:
-            raise unsupported("NVRTC", f"{self.path}, which does not load ({error})", _ACCEPTED, _WAY_OUT) from error
+            raise unsupported("NVRTC", f"{self.path}, which does not load ({error})", _ACCEPTED, _HINT) from error
         return opened
 
     @functools.cached_property
@@ -73,7 +73,7 @@ class Toolchain:
                         content.update(block)
                 total.update(content.digest())
         except OSError as error:
-            raise unsupported("NVRTC", f"{self.path}, which cannot be read ({error})", _ACCEPTED, _WAY_OUT) from error
+            raise unsupported("NVRTC", f"{self.path}, which cannot be read ({error})", _ACCEPTED, _HINT) from error
         return total.hexdigest()
 
 
@@ -93,7 +93,7 @@ def find() -> Toolchain:
     asked = os.environ.get("FLASHTILE_NVRTC")
     if asked:
         if not Path(asked).is_file():
-            raise unsupported("FLASHTILE_NVRTC", f"{asked}, which is no file", f"the path of a {_ACCEPTED}", _WAY_OUT)
+            raise unsupported("FLASHTILE_NVRTC", f"{asked}, which is no file", f"the path of a {_ACCEPTED}", _HINT)
         return Toolchain(str(Path(asked).absolute()))
     for path in candidates():
         if path.is_file():
@@ -105,11 +105,11 @@ def find() -> Toolchain:
 
 
 def _missing() -> Unsupported:
-    came = (
+    got = (
         f"none of {', '.join(_NAMES)} in the wheels beside torch ({', '.join(_WHEEL_FOLDERS)} below sys.path), "
         "in lib64 of CUDA_HOME, CUDA_PATH or /usr/local/cuda, or on the loader's path"
     )
-    return unsupported("NVRTC", came, _ACCEPTED, _WAY_OUT)
+    return unsupported("NVRTC", got, _ACCEPTED, _HINT)
 
 
 class _DlInfo(ctypes.Structure):
