@@ -70,7 +70,7 @@ def check(
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Worker processes. Default: 1, on a GPU up to 8.")] = None,
     case: Annotated[str | None, typer.Option(help="Run this problem, as a failure prints it, instead of random ones.")] = None,
-    mutate: Annotated[str | None, typer.Option(help="all, or names: plant these faults in the kernels and check that each is found.")] = None,
+    mutate: Annotated[str | None, typer.Option(help="all, or names: plant faults in the kernels and check that they are found.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write check.json or mutations.json into.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; the tables go to stderr.")] = False,
 ) -> None:
