@@ -38,9 +38,13 @@ sanitize-%: .venv/ready
 		OMP_NUM_THREADS=1 PYTHONPATH=build/$@ $(BIN)/python -m pytest -p no:cacheprovider -n $(JOBS) -k "cpu or together" \
 		tests/cpu/test_cpu_engine.py tests/cpu/test_host.py tests/cpu/test_masked_rows.py tests/cpu/test_error_rule.py || { cat build/$@/report*; exit 1; }
 
+# Tracked C++ and CUDA files; .clang-format-ignore names the generated one
+LIST_NATIVE_SOURCES := git ls-files -z '*.h' '*.cpp' '*.cuh' '*.cu'
+
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(LIST_NATIVE_SOURCES) | xargs -0 $(BIN)/clang-format --dry-run --Werror
 	$(BIN)/mypy
 	$(BIN)/python tools/check_layers.py
 	$(BIN)/python tools/make_wgmma.py --check
@@ -48,6 +52,7 @@ lint: .venv/ready
 format: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(LIST_NATIVE_SOURCES) | xargs -0 $(BIN)/clang-format -i
 
 # The fast sweep, on the GPU if there is one; BENCH takes more options, as in `make bench BENCH=--full`
 bench: .venv/extension

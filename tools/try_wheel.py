@@ -1,8 +1,8 @@
-"""Runs a wheel under the Python and torch at hand, which need not be those that built it: the extension's tests and a check of 20 seconds.
+"""Tests a wheel with the current Python and torch: the extension's tests, and `flashtile check` for 20 seconds.
 
-python tools/try_wheel.py dist/flashtile-0.1.0-cp310-abi3-linux_x86_64.whl [options of pytest]
+python tools/try_wheel.py dist/flashtile-0.1.0-cp310-abi3-linux_x86_64.whl [pytest options]
 
-The wheel is unpacked into a folder of its own; nothing is installed. Exits 1 if it does not load or something fails.
+The wheel is unpacked into a temporary folder; nothing is installed. Exits 1 if it does not load or a test fails.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ("test_cpu_engine.py", "test_host.py", "test_masked_rows.py", "test_error_rule.py")
-LOADS = """
+LOAD_CHECK = """
 import pathlib, platform, sys, torch, flashtile
 from flashtile.runtime import extension
 assert pathlib.Path(flashtile.__file__).is_relative_to(sys.argv[1]), flashtile.__file__
@@ -34,7 +34,7 @@ def main() -> int:
         environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         tests = [str(ROOT / "tests" / "cpu" / name) for name in TESTS]
         for arguments in (
-            ["-c", LOADS, folder],
+            ["-c", LOAD_CHECK, folder],
             ["-m", "pytest", "-p", "no:cacheprovider", "-k", "cpu or together", *options, *tests],
             ["-m", "flashtile", "check", "--device", "cpu", "--seconds", "20"],
         ):

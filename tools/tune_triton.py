@@ -1,4 +1,6 @@
-"""Times every configuration of the triton backend's kernels by itself, B=4 H=16 S=4096: backends/triton.py has the fastest.
+"""Times each configuration of each kernel of the triton backend, B=4 H=16 S=4096. Needs a GPU.
+
+The table in backends/triton.py holds the fastest ones.
 
 PYTHONPATH=src python tools/tune_triton.py [dtype,... [head_dim,...]]        writes results/<device>/triton_tiles.csv
 """
@@ -25,8 +27,9 @@ from flashtile.bench.timing import median_ms
 from flashtile.problem import AttentionArgs
 
 BATCH, HEADS, SEQLEN, ROUNDS = 4, 16, 4096, 7
-PRODUCTS = {"fwd": 2, "bwd_dkdv": 4, "bwd_dq": 3}  # matrix products of 2 * S * S * d operations in each
-CONFIGS: dict[tuple[str, int, int], tuple[tuple[int, int, int, int], ...]] = {
+PRODUCTS = {"fwd": 2, "bwd_dkdv": 4, "bwd_dq": 3}  # matrix products in each kernel, 2 * S * S * d FLOPs each
+ConfigTuple = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
+CONFIGS: dict[tuple[str, int, int], tuple[ConfigTuple, ...]] = {  # by kernel, element bytes and head dim
     ("fwd", 2, 64): (
         (128, 128, 8, 2),
         (128, 128, 8, 3),
@@ -72,7 +75,10 @@ class Trial:
 
 
 def trials(dtypes: list[str], head_dims: list[int]) -> list[Trial]:
-    """Full everywhere, causal too where it matters most; float32 by three products of tf32, and the forward pass by FFMA as well."""
+    """Every configuration without a mask, and 2-byte dtypes at head dim 128 also with a causal one.
+
+    float32 products use tf32x3; the forward pass at head dim 64 is also timed with ieee.
+    """
     found = []
     for (kernel, size, head_dim), configs in CONFIGS.items():
         for dtype in dtypes:
@@ -112,7 +118,7 @@ def inputs(trial: Trial, seqlen: int) -> tuple[AttentionArgs, list[torch.Tensor]
 
 
 def compile_one(trial: Trial) -> tuple[int, int, int, str]:
-    """Registers, spilled bytes and shared bytes; or why it does not run. Triton keeps the kernel on disk."""
+    """Registers, spilled bytes, shared bytes, and the error if it does not run. Fills Triton's disk cache."""
     try:
         compiled = call(trial, *inputs(trial, 256))()
         torch.cuda.synchronize()

@@ -1,6 +1,6 @@
-"""The errors and warnings of flashtile, and the one form their messages take.
+"""The errors and warnings of flashtile, and the format of their messages.
 
-Every refusal names the argument, what came, what is accepted and, where there is one, the way out:
+Every error names the argument, what it got, what is accepted and, if possible, what to do:
 
     k: got 3 heads; accepted: a divisor of q's 4 heads. Repeat or drop heads.
 """
@@ -16,28 +16,28 @@ ErrorType = TypeVar("ErrorType", bound=Exception)
 
 
 class Unsupported(NotImplementedError):  # noqa: N818, the public name
-    """A valid request that no backend, or not the one asked for, can serve. The message says why."""
+    """A valid call that no backend, or not the requested one, can handle. The message says why."""
 
 
 class SlowPathWarning(UserWarning):
-    """A slower backend serves a call. Shown once per reason; an error under FLASHTILE_STRICT=1."""
+    """A call falls back to a slower backend. Shown once per reason; an error under FLASHTILE_STRICT=1."""
 
 
-def message(argument: str, came: Any, accepted: str, way_out: str = "") -> str:
-    text = f"{argument}: got {describe(came)}; accepted: {accepted}."
-    return f"{text} {way_out}." if way_out else text
+def message(argument: str, got: Any, accepted: str, hint: str = "") -> str:
+    text = f"{argument}: got {describe(got)}; accepted: {accepted}."
+    return f"{text} {hint}." if hint else text
 
 
-def value_error(argument: str, came: Any, accepted: str, way_out: str = "") -> ValueError:
-    return _marked(ValueError(message(argument, came, accepted, way_out)))
+def value_error(argument: str, got: Any, accepted: str, hint: str = "") -> ValueError:
+    return _marked(ValueError(message(argument, got, accepted, hint)))
 
 
-def type_error(argument: str, came: Any, accepted: str, way_out: str = "") -> TypeError:
-    return _marked(TypeError(message(argument, came, accepted, way_out)))
+def type_error(argument: str, got: Any, accepted: str, hint: str = "") -> TypeError:
+    return _marked(TypeError(message(argument, got, accepted, hint)))
 
 
-def unsupported(argument: str, came: Any, accepted: str, way_out: str = "") -> Unsupported:
-    return _marked(Unsupported(message(argument, came, accepted, way_out)))
+def unsupported(argument: str, got: Any, accepted: str, hint: str = "") -> Unsupported:
+    return _marked(Unsupported(message(argument, got, accepted, hint)))
 
 
 def _marked(error: ErrorType) -> ErrorType:
@@ -46,7 +46,7 @@ def _marked(error: ErrorType) -> ErrorType:
 
 
 def describe(value: Any) -> str:
-    """What came, in words: a string is taken as it is, the rest is described by type and value."""
+    """The value as text: a string as it is, anything else by type and value."""
     if isinstance(value, str):
         return value
     if isinstance(value, torch.Tensor):
@@ -61,7 +61,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def renamed(error: Exception, names: dict[str, str]) -> Exception:
-    """One of our errors in the words of a function whose arguments have other names; any other error as it is."""
+    """The error with argument names replaced, for functions whose arguments have other names.
+
+    Errors that do not come from this module are returned as they are.
+    """
     if not names or not getattr(error, "names_argument", False):
         return error
     pattern = r"\b(" + "|".join(re.escape(name) for name in names) + r")\b"

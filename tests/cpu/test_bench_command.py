@@ -1,4 +1,4 @@
-"""`flashtile bench` as it is typed."""
+"""`flashtile bench`, called as a command line."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_json_is_alone_on_stdout(tmp_path: Path):
     assert (tmp_path / "sdpa_Lsweep_B1_H1_d64_bf16_causal_bwd.csv").exists()
 
 
-def test_without_matplotlib_the_csv_is_written_and_the_way_out_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_matplotlib_the_csv_is_written_and_a_hint_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
     result = invoke(*SMALL, "--out", tmp_path)
     assert result.exit_code == 0

@@ -1,4 +1,4 @@
-"""The sweep: what is measured, what is refused and why, and what an interrupt leaves."""
+"""The sweep: what is measured, what is refused and why, and what remains after an interrupt."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_meter_sees_known_allocations_exactly():
 
 
 def test_the_meter_agrees_with_the_resident_peak(tmp_path: Path):
-    """Two score matrices of 256 MiB, seen by the profiler here and by the kernel in a child process."""
+    """Two score matrices of 256 MiB: the profiler here and the resident peak of a child process agree on them."""
     point = Point(seqlen_q=8192, seqlen_k=8192)
     inputs = point.make("cpu", 0)
     call = by_name("eager").build(point, inputs).call
@@ -166,7 +166,7 @@ def test_a_large_problem_is_checked_on_rows(monkeypatch: pytest.MonkeyPatch):
     assert row.status == "inaccurate"
 
 
-def test_everyone_agrees_on_grouped_heads_and_one_query():
+def test_all_providers_agree_on_grouped_heads_and_one_query():
     point = Point(batch=2, heads=4, heads_kv=2, seqlen_q=1, seqlen_k=33, head_dim=16, head_dim_v=16, dtype="bf16")
     everyone = [by_name(name) for name in ("tiled", "reference", "sdpa", "sdpa-math", "eager")]
     found = next(Sweep(Plan("decode", "x", (point,)), everyone, SETTINGS, ENV).rows())
@@ -258,7 +258,7 @@ def test_overhead_has_six_cases_for_each_provider(monkeypatch):
     assert [(row.mode, row.case) for row in found[::2]] == list(itertools.product(overhead.MODES, overhead.CASES))
     assert found[5].reason == "inference only"
     assert all(row.p20_us <= row.median_us <= row.p80_us for row in found if row.status == "ok")
-    # In every mode one length again and again, then one that is new in every call
+    # Each mode: first one length repeatedly, then a new length in every call
     num_calls = (3 + overhead.NUM_WARM) * overhead.NUM_CALLS
     assert len(lengths) == 6 * num_calls
     for mode in range(3):

@@ -364,7 +364,7 @@ def test_processes_that_cannot_start_are_no_failures(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(signal, "SIG_IGN", "no handler")  # what each process begins with
     result = invoke("--problems", "3", "--device", "cpu", "--jobs", "2")
     assert result.exit_code == 2
-    assert "Its processes died. Pass --jobs 1, or fewer than now where memory is short." in result.output
+    assert "Worker processes died. Pass --jobs 1, or fewer jobs if memory is short." in result.output
 
 
 def test_an_interrupt_ends_a_check_and_keeps_what_it_found() -> None:

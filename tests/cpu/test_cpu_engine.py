@@ -1,4 +1,4 @@
-"""The CPU engine: every instruction set by the error rule, threads, splits, what it says of itself, and what happens without it."""
+"""The CPU engine: accuracy on every instruction set, threads, splits, its details, and the fallback without it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flashtile.testing import Case, Result, assert_agrees, dropout_mask, run
 ISAS = extension.instruction_sets() if extension.missing() is None else ("none",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Lengths around its tiles (128 queries, 64 or 128 keys), groups of 6 rows and vectors of 4 to 16
+# Lengths around its tiles (128 queries, 64 or 128 keys), micro-kernel rows (6) and vectors (4 to 16)
 LONG = {"batch": 1, "seqlen_q": 135, "seqlen_k": 203}
 OPTIONS: dict[str, dict] = {
     "plain": LONG,
@@ -44,7 +44,7 @@ OPTIONS: dict[str, dict] = {
 
 
 def test_the_extension_is_built() -> None:
-    """Where the tests run it must be: make installs it, or says why not."""
+    """The tests need the extension; `make` builds it or says why not."""
     assert extension.missing() is None
     assert extension.instruction_sets()[-1] == "baseline"
     assert extension.params_bytes() == ctypes.sizeof(Params)
@@ -61,7 +61,7 @@ def test_every_instruction_set(option: str, isa: str, seed: int, monkeypatch: py
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_conversion(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One key: the output is v, converted there and back. Every 16-bit pattern; denormal results may be rounded to zero."""
+    """With one key the output is v, converted to float32 and back. Every 16-bit pattern; denormals may become 0."""
     monkeypatch.setenv("FLASHTILE_CPU_ISA", isa)
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     for dtype in (torch.float16, torch.bfloat16):
@@ -78,7 +78,7 @@ def test_every_conversion(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_rounding_is_to_nearest_even(isa: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """out = (v1 + v2) / 2 of two equal keys, exact in float32, rounded as torch rounds."""
+    """With two equal keys out = (v1 + v2) / 2, exact in float32, must round as torch does."""
     monkeypatch.setenv("FLASHTILE_CPU_ISA", isa)
     for dtype in (torch.float16, torch.bfloat16):
         v = (torch.randn(4, 8, 2, 512) * 10 ** torch.linspace(-5, 4, 512)).to(dtype)
@@ -88,7 +88,7 @@ def test_rounding_is_to_nearest_even(isa: str, seed: int, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_nan_is_not_hidden(isa: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A query of NaN gives NaN, to itself alone; a key of NaN to every query that sees it."""
+    """A NaN in a query affects that query only; a NaN in a key affects every query that sees it."""
     monkeypatch.setenv("FLASHTILE_CPU_ISA", isa)
     q, k, v = (torch.randn(1, 1, 40, 24) for _ in range(3))
     q[0, 0, 7, 3] = torch.nan
@@ -101,7 +101,7 @@ def test_nan_is_not_hidden(isa: str, seed: int, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_the_dropout_bits(isa: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal scores and v = the unit matrix: out is the mask itself."""
+    """With equal scores and v the identity, out is the dropout mask."""
     monkeypatch.setenv("FLASHTILE_CPU_ISA", isa)
     keys, rng = 203, torch.tensor([seed << 20, seed])
     q, k, v = torch.zeros(2, 3, 9, 4), torch.zeros(2, 3, keys, 4), torch.eye(keys).expand(2, 3, keys, keys)
@@ -127,7 +127,7 @@ def test_the_number_of_threads_changes_no_bit(case: Case, threads: None, seed: i
 
 @pytest.mark.parametrize("kind", ["dense", "varlen", "padded"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_keys_dealt_out_to_several_tasks(dtype: torch.dtype, kind: str, threads: None, seed: int) -> None:
+def test_keys_split_over_several_tasks(dtype: torch.dtype, kind: str, threads: None, seed: int) -> None:
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(4)
     case = Case(dtype=dtype, kind=kind, batch=1, heads=2, heads_kv=1, seqlen_q=100, seqlen_k=600, head_dim=21, bias="hqk", backend="cpu")
@@ -137,7 +137,7 @@ def test_keys_dealt_out_to_several_tasks(dtype: torch.dtype, kind: str, threads:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_maximum_that_rises_with_every_tile(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is scaled down 500 times must not gather the error of 500 factors: lse was off by 1.4e-5, of 4e-6 allowed."""
+    """500 rescalings must not accumulate 500 rounding errors."""
     monkeypatch.setenv("FLASHTILE_CPU_ISA", isa)
     for seed, head_dim in enumerate((64, 128)):
         case = Case(batch=1, seqlen_q=5, seqlen_k=64000, head_dim=head_dim, head_dim_v=head_dim, values="rising", backend="cpu")
@@ -145,8 +145,8 @@ def test_a_maximum_that_rises_with_every_tile(isa: str, monkeypatch: pytest.Monk
         assert_agrees(run(inputs, has_backward=False), inputs)
 
 
-def test_a_bias_that_everything_shares() -> None:
-    """Its gradient is a sum of 56,160 terms that cancel: off by 5.1e-5, of 1.3e-5 allowed, when one float32 held it."""
+def test_a_bias_broadcast_along_every_axis() -> None:
+    """Its gradient is a sum of 56,160 terms that cancel: a plain float32 sum is too inaccurate."""
     options = {"mask": "h", "bias": "1", "alibi": "h", "dropout_p": 0.2, "causal": "top_left", "values": "denormal", "backend": "cpu"}
     sizes = {"batch": 4, "heads": 156, "heads_kv": 52, "seqlen_q": 10, "seqlen_k": 9, "head_dim": 160, "head_dim_v": 160}
     inputs = Case(layout="bshd", kind="padded", memory="offset", **sizes, **options).make(1505709744)
@@ -163,7 +163,7 @@ def test_an_infinite_gradient_of_a_bias() -> None:
 
 
 def test_a_call_among_others_gives_the_same_bits(seed: int) -> None:
-    """Rows are computed alike, whatever shares their task or batch."""
+    """The bits of a row do not depend on the other rows of its task or batch."""
     inputs = Case(batch=3, heads=8, heads_kv=2, seqlen_q=5, seqlen_k=150, causal="bottom_right").make(seed)
     q, k, v = inputs.args.q, inputs.args.k, inputs.args.v
     whole = flashtile.attention(q, k, v, causal=True, backend="cpu")
@@ -176,7 +176,7 @@ def test_a_call_among_others_gives_the_same_bits(seed: int) -> None:
 
 
 def test_the_far_tail_of_a_softmax_is_zero_and_fast(seed: int) -> None:
-    """Scores hundreds below the maximum, where 2^x is denormal or less."""
+    """Scores hundreds below the maximum, where 2^x is denormal or 0."""
     q = torch.full((1, 1, 4, 1), 1.0)
     k = -torch.arange(0.0, 400.0, 2.0)[None, None, :, None]
     v = torch.randn(1, 1, 200, 5)
@@ -212,7 +212,7 @@ def test_an_unknown_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Blocker:
-    """Stands in the way of one import."""
+    """Makes one import fail."""
 
     def __init__(self, error: Exception | None):
         self.error = error
@@ -230,7 +230,7 @@ class Blocker:
     ],
 )
 def test_without_the_extension(error: Exception | None, words: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Everything works through `tiled`, with one warning that says why."""
+    """Calls fall back to `tiled`, with one warning that says why."""
     q = torch.randn(1, 1, 4, 8)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "meta_path", [Blocker(error), *sys.meta_path])

@@ -1,4 +1,4 @@
-"""The definition once more, element by element in Python floats, sharing no code with any backend."""
+"""An independent implementation of the definition, in Python floats, that shares no code with any backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashtile.testing import Case, dropout_mask, run
 
 
 def rows_of(args, b: int):
-    """Row getters q(h, i), k(h, j), v(h, j) of sequence b and its lengths, from the layout and the index tensors alone."""
+    """Functions q(h, i), k(h, j), v(h, j) that return rows of sequence b, and its lengths."""
     swap = (lambda t: t.transpose(-2, -3)) if args.layout == "bshd" else (lambda t: t)
     q, k, v = swap(args.q), swap(args.k), swap(args.v)
     if args.cu_seqlens_q is not None:

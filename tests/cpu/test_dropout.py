@@ -1,4 +1,4 @@
-"""The dropout bits against a Philox4x32-10 of the test's own, and its known answers."""
+"""The dropout bits against an independent Philox4x32-10 and its known answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ladder without a GPU: every rung compiles for its architectures, wrong values are explained, counters are read, figures drawn."""
+"""The ladder without a GPU: rungs compile for their architectures, errors, counters, tables and figures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ extern "C" __global__ void own_kernel(const Params p) { p.o[blockIdx.x] = p.q[th
 
 @pytest.fixture(autouse=True)
 def kernel_cache(request, monkeypatch):
-    """Unchanged kernels are compiled once, not on every run of the tests; the caller's experiments do not count."""
+    """Keeps compiled kernels between test runs, and ignores the FLASH_* variables of the caller."""
     folder = request.config.cache.mkdir("kernels")
     folder.chmod(0o700)
     monkeypatch.setenv("FLASHTILE_CACHE_DIR", str(folder))
@@ -83,8 +83,8 @@ def test_every_file_says_what_it_does_and_what_was_expected(rung):
     assert "#include" not in rung.source
 
 
-def assert_clean(rung, head_dim, arch, is_wide=None):
-    kernel = launcher.compile_rung(rung, head_dim, arch, Variables(), is_wide)
+def assert_clean(rung, head_dim, arch, is_aligned16=None):
+    kernel = launcher.compile_rung(rung, head_dim, arch, Variables(), is_aligned16)
     resources = kernel.resources
     assert (resources.spill_store_bytes, resources.spill_load_bytes, resources.stack_bytes) == (0, 0, 0)
     assert kernel.compiled.warnings == []
@@ -124,7 +124,7 @@ def test_the_first_rungs_for_sm_61():
         assert entry["shared_bytes"] <= ARCHS[61].shared_bytes
 
 
-# The launch line and the environment
+# Launch line and environment
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_arithmetic(text, value):
 
 
 @pytest.mark.parametrize("text", ["d(", "__import__('os')", "e", "d / 2", "2.5", "d // 0", "d < 1 < 2", ""])
-def test_anything_else_is_refused(text):
-    with pytest.raises(ValueError):  # noqa: PT011, each has words of its own
+def test_other_expressions_are_refused(text):
+    with pytest.raises(ValueError):  # noqa: PT011, each has its own message
         rungs.evaluate(text, {"d": 64})
 
 
@@ -167,7 +167,7 @@ def rung_of(text: str):
     return next(rung for rung in RUNGS if rung.name.startswith(text))
 
 
-def test_a_tile_is_made_to_fit():
+def test_the_first_tile_that_fits_is_chosen():
     rung = rung_of("04")
     assert rung.tile(64, ARCHS[90], Variables()).block_n == 64
     assert rung.tile(64, ARCHS[61], Variables()).block_n < 64
@@ -207,10 +207,10 @@ def test_rungs_without_the_tile_asked_for_are_left_out():
         command.with_tiles(RUNGS, 64, ARCHS[90], Variables(block_n=3))
 
 
-# A kernel of the user's own
+# The user's own kernel
 
 
-def test_an_own_kernel_stands_behind_the_others(own):
+def test_an_own_kernel_comes_after_the_rungs(own):
     result = ladder("--list", "--json", "--only", "00", FLASH_KERNEL_SRC=str(own))
     assert result.exit_code == 0, result.output
     assert [entry["rung"] for entry in json.loads(result.stdout)["rungs"]] == ["00_naive", "own"]
@@ -267,7 +267,7 @@ def test_debug_prints_log_and_defines(own, capsys):
         assert words in text
 
 
-# What a kernel may do wrong
+# Faulty kernels
 
 
 def attend(inputs, is_causal, out):
@@ -332,7 +332,7 @@ def test_a_wrong_kernel_is_explained(call, words):
         (subprocess.TimeoutExpired([], 1), "it did not end within 120 s"),
     ],
 )
-def test_a_process_of_its_own_that_goes_wrong(own, monkeypatch, outcome, words):
+def test_faults_in_the_child_process_are_reported(own, monkeypatch, outcome, words):
     def run(*arguments, **options):
         assert options["env"]["FLASH_KERNEL_SRC"] == str(own)
         if isinstance(outcome, Exception):
@@ -344,7 +344,7 @@ def test_a_process_of_its_own_that_goes_wrong(own, monkeypatch, outcome, words):
         probe.check_apart(rungs.read(own, None), 64, Variables(source=own))
 
 
-def test_a_process_of_its_own_that_goes_well(own, monkeypatch):
+def test_the_child_process_reports_the_error_of_a_correct_kernel(own, monkeypatch):
     monkeypatch.setattr(probe.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, '{"max_error": 1e-7}', ""))
     assert probe.check_apart(rungs.read(own, None), 64, Variables(source=own)) == 1e-7
 
@@ -426,7 +426,7 @@ MARKER = "ladder_marker_kernel(int)"
 
 @pytest.fixture
 def ncu(monkeypatch):
-    """Puts a profiler there that answers what the test says."""
+    """Installs a fake profiler that returns the given output."""
 
     def answer(stdout="", stderr="", returncode=0):
         def run(command, **options):
@@ -476,12 +476,12 @@ def test_no_profiler(monkeypatch):
         counters.find()
 
 
-# A run, with a CPU in place of the GPU
+# A run on the CPU in place of the GPU
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs the first two rungs, fakes of them, on small problems; the profiler answers what the test says."""
+    """Runs fakes of the first two rungs on small problems, with a fake profiler."""
     point = Point(2, 2, 2, 32, 32, 16, 16)
 
     def attend(point, inputs):
@@ -524,7 +524,7 @@ def test_a_whole_run(run):
         assert words in text
 
 
-def test_a_part_of_the_ladder_leaves_the_whole_alone(run):
+def test_a_partial_run_keeps_the_files_of_a_full_one(run):
     for options in ({"only": "00,01"}, {"is_causal": True}, {"variables": Variables(shared_kb=48)}):
         status, text, files = run(**options)
         assert status == 0, text
@@ -570,7 +570,7 @@ COUNTED = {
 
 @pytest.fixture
 def results(tmp_path) -> Path:
-    """The three CSVs of a small run on the CPU; its kernels are made up."""
+    """The three CSVs of a small run on the CPU with fake kernels."""
     point = Point(2, 2, 2, 32, 32, 16, 16)
     plan = Plan(
         "ladder", "ladder_fp32", (point, replace(point, is_causal=True), Point(head_dim=16, head_dim_v=16, seqlen_q=32, seqlen_k=32))

@@ -1,4 +1,4 @@
-"""Rows that see nothing: output 0, lse -inf or the sink, gradients 0, never NaN."""
+"""Fully masked rows: output 0, lse -inf or the sink, gradients 0, never NaN."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_row_without_keys(how: str, backend: str, seed: int) -> None:
         "mask": {"mask": torch.tensor([True, False, True, False, True, True])[:, None]},
         "bias": {"bias": torch.tensor([0.0, -torch.inf, 0.0, -torch.inf, 0.0, 0.0], requires_grad=True)[:, None]},
         "causal": {"causal": True},  # two more queries than keys: the first two see nothing
-        "window": {"window": (0, 0), "causal": "top_left"},  # queries 4 and 5 stand behind the last key
+        "window": {"window": (0, 0), "causal": "top_left"},  # queries 4 and 5 are past the last key
         "no keys": {},
     }[how]
     empty = {"mask": [1, 3], "bias": [1, 3], "causal": [0, 1], "window": [4, 5], "no keys": [0, 1, 2, 3, 4, 5]}[how]
@@ -36,7 +36,7 @@ def test_a_row_without_keys(how: str, backend: str, seed: int) -> None:
     grads = torch.autograd.grad(out.square().sum() + lse.square().masked_fill(is_empty, 0.0).sum(), inputs, retain_graph=True)
     assert all(grad.isfinite().all() for grad in grads)
     assert (grads[0][:, :, is_empty] == 0).all()
-    # Whatever comes into an empty row stays there
+    # Whatever dO holds in a masked row has no effect
     dout = torch.where(is_empty[:, None], torch.inf, torch.ones(8)).expand_as(out)
     dlse = torch.where(lse == -torch.inf, torch.inf, 1.0)
     grads = torch.autograd.grad((out, lse), inputs, (dout, dlse))
@@ -69,7 +69,7 @@ def test_a_sink_of_minus_infinity_is_none(backend: str, seed: int) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_masked_scores_may_hold_anything(backend: str, seed: int) -> None:
-    """A key that nobody sees may give infinite or NaN scores: they are replaced, not added to."""
+    """Masked keys may have infinite or NaN scores: they are replaced by -inf, not added to."""
     q, k, v = (tensor.detach() for tensor in leaves(5, 7, 7))
     mask = torch.ones(7, dtype=torch.bool)
     mask[3] = False

@@ -15,7 +15,7 @@ from flashtile.testing import Case
 
 
 class Peak(TorchDispatchMode):
-    """Elements in all storages that live at once, at the most, of those made under it."""
+    """Peak number of elements in all storages that are allocated within it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Peak(TorchDispatchMode):
 
 
 def peak(seqlen: int, backend: str, **options) -> int:
-    """Elements that a forward and a backward pass hold at the most. Modes end at an op: call below it."""
+    """Peak elements of a forward and a backward pass. Calls the backend: modes do not see inside an op."""
     args, dout, dlse = Case(batch=1, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=16, head_dim_v=16, **options).make(0)
     out, lse = ops.empty_outputs(args)
     grads = ops.empty_grads(args, GradNeeds(True, True, True, False, False))
@@ -72,7 +72,7 @@ def test_the_meter_sees_tiles_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Copies(TorchDispatchMode):
-    """Operations that give as much as a whole input in new memory."""
+    """Records operations that allocate as much memory as a whole input."""
 
     def __init__(self, elements: int) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ import flashtile
 from flashtile.backends import numba, registry
 from flashtile.backends.numba import NumbaBackend
 
-# Odd lengths, more rows than keys (rows that see nothing), grouped heads, both layouts, packed sequences
+# Odd lengths, more queries than keys (fully masked rows), several heads, both layouts, packed sequences
 SIMULATED = """
 import sys
 from flashtile.testing import Case, assert_agrees, run

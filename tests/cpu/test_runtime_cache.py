@@ -1,4 +1,4 @@
-"""The kernel cache: what it keeps, what it refuses to trust, and that nothing about a disk stops a kernel from being compiled."""
+"""The kernel cache: what it stores, which files it rejects, and that disk errors never prevent a compilation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KERNEL = Compiled("sm_90a", bytes(range(256)) * 10, {"f<1>": "_Z1fILi1EEvv"}, "t
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
-    """An empty cache directory, a header tree of our own, and a process that remembers nothing."""
+    """An empty cache directory, a header tree for tests, and a process without cached state."""
     forget()
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "factor.cuh").write_text("#define FACTOR 2\n")
@@ -36,7 +36,7 @@ def fresh(monkeypatch, tmp_path):
 
 
 def forget():
-    """As a new process would start."""
+    """Clears all in-process state, as in a new process."""
     cache._memory.clear()
     cache._warned.clear()
     cache._toolchain_digest.cache_clear()
@@ -45,7 +45,7 @@ def forget():
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """The architectures compiled so far."""
+    """Records the architecture of every compilation."""
     done, real = [], nvrtc.compile_source
 
     def counted(toolchain, source, arch, names, defines=()):
@@ -61,7 +61,7 @@ def kernel_file(tmp_path, key=KEY) -> Path:
 
 
 def quietly(function, *arguments):
-    """The result of a call that must not warn."""
+    """Returns the result of a call that must not warn."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return function(*arguments)
@@ -91,7 +91,7 @@ def test_no_home_directory(monkeypatch, tmp_path):
     assert os.listdir(tmp_path) == ["include"]
 
 
-def test_off(monkeypatch, tmp_path):
+def test_disk_cache_turned_off(monkeypatch, tmp_path):
     monkeypatch.setenv("FLASHTILE_CACHE", "0")
     quietly(KernelCache.default().store, KEY, KERNEL)
     assert quietly(KernelCache.default().load, KEY) is None
@@ -118,7 +118,7 @@ def test_a_directory_open_to_others_is_not_used(tmp_path, mode):
     assert os.listdir(tmp_path / "cache") == [f"{KEY}.kernel"]
 
 
-def test_a_directory_of_somebody_else_is_not_used(monkeypatch):
+def test_a_directory_of_another_user_is_not_used(monkeypatch):
     KernelCache.default().store(KEY, KERNEL)
     owner = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
@@ -128,7 +128,7 @@ def test_a_directory_of_somebody_else_is_not_used(monkeypatch):
     quietly(KernelCache.default().store, KEY, KERNEL)
 
 
-def test_a_file_of_somebody_else_is_not_used(monkeypatch):
+def test_a_file_of_another_user_is_not_used(monkeypatch):
     KernelCache.default().store(KEY, KERNEL)
     real = os.fstat
     monkeypatch.setattr(os, "fstat", lambda descriptor: os.stat_result((*real(descriptor)[:4], os.geteuid() + 1, *real(descriptor)[5:10])))
@@ -208,7 +208,7 @@ def test_an_unreadable_file_is_a_miss(tmp_path):
 
 
 @pytest.mark.parametrize("failing", ["mkstemp", "write", "replace"])
-def test_a_disk_that_refuses_costs_one_warning(monkeypatch, tmp_path, compilations, failing):
+def test_a_failing_write_costs_one_warning(monkeypatch, tmp_path, compilations, failing):
     def refuse(*_arguments, **_options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -226,7 +226,7 @@ def test_a_disk_that_refuses_costs_one_warning(monkeypatch, tmp_path, compilatio
     quietly(compile_cached, SOURCE, "sm_80", ["scale<4>"])
     assert quietly(compile_cached, *UNIT) is first
     assert compilations == ["sm_90", "sm_80"]
-    # Nothing half-written stays behind
+    # No partial file remains
     assert os.listdir(tmp_path / "cache") == []
 
 
@@ -264,7 +264,7 @@ def test_a_damaged_kernel_is_compiled_again(tmp_path, compilations):
     assert len(compilations) == 2
 
 
-def test_a_damaged_toolchain_digest_is_made_anew(tmp_path, compilations):
+def test_a_damaged_toolchain_digest_is_replaced(tmp_path, compilations):
     compile_cached(*UNIT)
     (path,) = (tmp_path / "cache").glob("*.toolchain")
     path.write_bytes(path.read_bytes().replace(b'"digest": "', b'"digest": "0')[:-1])
@@ -341,7 +341,7 @@ def test_threads_compile_a_unit_once(compilations):
     assert compilations == ["sm_90"]
 
 
-def test_an_error_is_raised_and_not_kept(tmp_path):
+def test_a_compile_error_is_not_cached(tmp_path):
     for _ in range(2):
         with pytest.raises(CompileError, match="no_such_function"):
             compile_cached("__global__ void f() { no_such_function(); }", "sm_90", ["f"])
@@ -359,7 +359,7 @@ def race(directory, include, barrier, results):
 
 
 def test_eight_processes_race_on_an_empty_cache(tmp_path, compilations):
-    # One server imports torch, and its forks start with no threads and no kernels
+    # A fork server imports torch once; its forks start without threads and kernels
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["flashtile.runtime.cache", __name__])
     barrier, results = context.Barrier(8), context.Queue()
@@ -372,7 +372,7 @@ def test_eight_processes_race_on_an_empty_cache(tmp_path, compilations):
         process.join(60)
     assert [process.exitcode for process in processes] == [0] * 8
     assert all(unit == units[0] for unit in units)
-    # What they left is whole: one kernel, one digest, nothing temporary
+    # They leave one kernel, one digest and no temporary file
     kept = quietly(compile_cached, *UNIT)
     assert (kept.cubin, kept.symbols) == units[0]
     assert compilations == []

@@ -1,4 +1,4 @@
-"""Loading and launching against a driver of our own making: what is called, in which order, and what an error says."""
+"""Loading and launching with a fake driver: the calls, their order, and error messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Params(ctypes.Structure):
 
 
 class FakeDriver:
-    """Two devices with contexts 1000 and 1001, one capture mode and one current context per thread."""
+    """Two devices with contexts 1000 and 1001; capture mode and current context are per thread."""
 
     def __init__(self):
         self.calls, self.fail, self.state = [], {}, threading.local()
@@ -36,7 +36,7 @@ class FakeDriver:
             setattr(self, name, self.call(name))
 
     def call(self, name):
-        # A function, not a method: ctypes functions take attributes
+        # A function, not a method, because ctypes functions accept attributes
         def call(*arguments):
             self.calls.append(name)
             return self.fail.get(name) or (getattr(type(self), "do_" + name)(self, *arguments) or 0)
@@ -224,7 +224,7 @@ def test_a_thread_without_a_context_gets_that_of_torchs_current_device(fake, fun
     assert seen == [1001]
     assert fake.calls.count("cuLaunchKernel") == 3
     assert fake.calls.count("cuDevicePrimaryCtxRetain") == 1
-    # This thread's own stays
+    # The context of this thread is unchanged
     function.launch(GRID, BLOCK, 0, 0, Params())
     assert fake.launched[-1] == 1000
 

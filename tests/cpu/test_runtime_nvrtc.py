@@ -20,7 +20,7 @@ __global__ void shared(float* x) {
 }
 }
 """
-# 200 values live across a barrier, 32 registers to hold them
+# 200 values live across a barrier, with 32 registers
 SPILL = """
 __global__ void __launch_bounds__(1024, 2) spill(float* x) {
   float r[200];

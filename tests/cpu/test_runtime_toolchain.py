@@ -1,4 +1,4 @@
-"""Finding NVRTC: the order of places, what a refusal says, and how the library is opened."""
+"""Finding NVRTC: search order, error messages, and how the library is opened."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fresh(monkeypatch):
 
 
 def nowhere(monkeypatch, tmp_path):
-    """No wheel, no toolkit, and a loader that knows none."""
+    """No wheel, no toolkit, and nothing on the loader's path."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setattr(toolchain, "_on_loader_path", lambda name: None)
     monkeypatch.setattr(Path, "is_file", lambda path: tmp_path in path.parents and path.exists())
@@ -118,6 +118,6 @@ def test_the_digest_follows_every_file(tmp_path):
 def test_the_file_behind_a_bare_name(monkeypatch):
     path = toolchain.find().path
     _ = toolchain.find().library
-    # The loader knows a library that is already open by its bare name
+    # The loader finds an open library by its bare name
     assert toolchain._on_loader_path(Path(path).name) == str(Path(path).resolve())
     assert toolchain._on_loader_path("libnvrtc-that-is-not-there.so") is None

@@ -1,4 +1,4 @@
-"""The Triton engine without a GPU: its refusals here, its kernels in Triton's interpreter, in processes of their own."""
+"""The Triton engine without a GPU: its refusals, and its kernels in Triton's interpreter (in other processes)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProce
     )
 
 
-@pytest.mark.parametrize("chosen", ["each_option", "not each_option"])
-def test_in_the_interpreter(chosen: str) -> None:
-    done = run_python("-m", "pytest", "tests/interpreter", "-k", chosen, "-p", "no:xdist", "-p", "no:cacheprovider", TRITON_INTERPRET="1")
+@pytest.mark.parametrize("selection", ["each_option", "not each_option"])
+def test_in_the_interpreter(selection: str) -> None:
+    options = ("-k", selection, "-p", "no:xdist", "-p", "no:cacheprovider")
+    done = run_python("-m", "pytest", "tests/interpreter", *options, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout
@@ -87,7 +88,7 @@ def jobs(has_backward: bool = True, **options) -> dict:
     return backend.TritonBackend().compile_jobs(inputs.args, inputs.dout, inputs.dlse, *ops.empty_outputs(inputs.args), grads)
 
 
-def test_every_kernel_of_a_call_can_be_compiled_elsewhere() -> None:
+def test_compile_jobs_cover_every_kernel_and_can_be_pickled() -> None:
     pytest.importorskip("triton")
     found = jobs(bias="hqk", dropout_p=0.1)
     assert sorted(key[0] for key in found) == ["bwd_dbias", "bwd_dkdv", "bwd_dq", "bwd_preprocess", "fwd"]
@@ -96,24 +97,24 @@ def test_every_kernel_of_a_call_can_be_compiled_elsewhere() -> None:
     assert jobs(seqlen_q=0, seqlen_k=0) == {}
 
 
-def test_threads_that_share_dropout_words_have_a_call_each() -> None:
-    """Triton 3.6 hands out wrong words where there are more threads than calls of Philox, one for eight keys."""
+def test_tiles_that_share_philox_words_have_a_call_for_each_thread() -> None:
+    """Triton 3.6 returns wrong words when a tile has more threads than Philox calls (one for eight keys)."""
     kernels = pytest.importorskip("flashtile.backends.triton_kernels")
     found = [
-        backend._config(kernel, dtype, shape_of(case.make(0).args), torch.device("cpu"), False, is_wide)
+        backend._config(kernel, dtype, shape_of(case.make(0).args), torch.device("cpu"), False, is_aligned16)
         for kernel in backend._CONFIGS
         for dtype in backend.DTYPES
-        for is_wide in (False, True)
+        for is_aligned16 in (False, True)
         for case in (Case(head_dim=dim, head_dim_v=dim_v, seqlen_q=queries) for dim, dim_v, queries in DROPOUT_SHAPES)
     ]
     found += [config for by_bytes in backend._SMALL_CONFIGS.values() for by_dim in by_bytes.values() for config in by_dim.values()]
-    sharing = [config for config in found if config.block_m * config.block_n >= kernels.SHARES_WORDS.value]
+    sharing = [config for config in found if config.block_m * config.block_n >= kernels.MIN_SHARED_PHILOX_TILE.value]
     assert all(config.block_m * config.block_n // 8 >= 32 * config.num_warps for config in sharing)
     assert len(sharing) < len(found)
 
 
 @pytest.mark.parametrize("head_dim", [20, 64])
-def test_sizes_compile_nothing_anew(head_dim: int) -> None:
+def test_sizes_do_not_select_a_variant(head_dim: int) -> None:
     pytest.importorskip("triton")
     dims = {"head_dim": head_dim, "head_dim_v": head_dim}
     sizes = [

@@ -1,7 +1,7 @@
 """The Triton kernels on the CPU, in Triton's interpreter, against fp64: every option, forward and backward.
 
-Runs only with TRITON_INTERPRET=1 set before Triton is imported, so tests/cpu/test_triton.py starts it in processes of its own.
-Tiles of 32 x 32 make short sequences have inner, cut and last tiles.
+Runs only with TRITON_INTERPRET=1 set before Triton is imported: tests/cpu/test_triton.py starts it in new processes.
+With tiles of 32 x 32 even short sequences have full, partial and last tiles.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_each_option(option: str, seed: int) -> None:
-    """In one dtype and layout, the next option in the other."""
-    place = list(OPTIONS).index(option)
-    inputs = Case(dtype=DTYPES[place % 2], layout=("bhsd", "bshd")[place // 2 % 2], backend="triton", **OPTIONS[option]).make(seed)
+    """Dtype and layout alternate from one option to the next."""
+    index = list(OPTIONS).index(option)
+    inputs = Case(dtype=DTYPES[index % 2], layout=("bhsd", "bshd")[index // 2 % 2], backend="triton", **OPTIONS[option]).make(seed)
     assert_agrees(run(inputs), inputs)
 
 
@@ -101,8 +101,8 @@ def test_options_together(dtype: torch.dtype, seed: int) -> None:
     assert_agrees(run(inputs), inputs)
 
 
-def test_dropout_in_tiles_of_few_words(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As large head dims have them in float32: each key draws for itself."""
+def test_dropout_in_tiles_with_one_philox_call_per_key(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such tiles are used for large head dims in float32."""
     monkeypatch.setattr(backend, "_config", lambda *_: backend.Config(16, 32, 4, 1))
     inputs = Case(backend="triton", dropout_p=0.3, bias="bhqk", batch=1, heads=2, heads_kv=1, seqlen_q=40, seqlen_k=50).make(seed)
     assert_agrees(run(inputs), inputs)
@@ -110,7 +110,7 @@ def test_dropout_in_tiles_of_few_words(seed: int, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("block", [16, 32])
 def test_every_dropout_bit(block: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal weights and one value a key: what comes out is the mask itself."""
+    """With equal weights and V the identity, the nonzero outputs are the dropout mask."""
     monkeypatch.setattr(backend, "_config", lambda *_: backend.Config(block, block, 4, 1))
     rng_state = torch.tensor([-(2**62) - seed, 2**40 + 5])
     q, k, v = torch.zeros(2, 3, 37, 4), torch.zeros(2, 3, 53, 4), torch.eye(53).expand(2, 3, 53, 53)
@@ -118,7 +118,7 @@ def test_every_dropout_bit(block: int, seed: int, monkeypatch: pytest.MonkeyPatc
     assert torch.equal(out != 0, dropout_mask(rng_state, 0.37, 2, 3, 37, 53))
 
 
-def test_nothing_comes_out_of_rows_that_see_nothing(seed: int) -> None:
+def test_fully_masked_rows_have_zero_output_and_gradients(seed: int) -> None:
     inputs = Case(
         dtype=torch.float32, backend="triton", causal="bottom_right", batch=1, heads=1, heads_kv=1, seqlen_q=70, seqlen_k=30
     ).make(seed)
@@ -131,13 +131,13 @@ def test_nothing_comes_out_of_rows_that_see_nothing(seed: int) -> None:
     assert all(grad.isfinite().all() for grad in (result.dq, result.dk, result.dv))
 
 
-def test_a_nan_that_is_seen_is_not_hidden(seed: int) -> None:
+def test_a_visible_nan_propagates(seed: int) -> None:
     q, k, v = (torch.randn(1, 1, 40, 16) for _ in range(3))
     k[0, 0, 35] = torch.nan
     assert flashtile.attention(q, k, v, backend="triton").isnan().all()
 
 
-def test_partial_results_stay_unrounded(seed: int) -> None:
+def test_float32_output_of_float16_inputs_is_not_rounded(seed: int) -> None:
     inputs = Case(dtype=torch.float16, backend="triton", seqlen_q=20, seqlen_k=20).make(seed)
     args = inputs.args._replace(out_dtype=torch.float32)
     out, _ = ops.forward(*args)
@@ -147,7 +147,7 @@ def test_partial_results_stay_unrounded(seed: int) -> None:
     assert_agrees(run(inputs), inputs)
 
 
-def test_it_is_taken_by_name_only(seed: int) -> None:
+def test_the_interpreter_is_only_used_by_name(seed: int) -> None:
     q, k, v = (torch.randn(1, 1, 40, 16, requires_grad=True) for _ in range(3))
     assert flashtile.explain(q, k, v).backend != "triton"
     answer = flashtile.prewarm(q, k, v, backend="triton", causal=True)

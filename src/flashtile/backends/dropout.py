@@ -6,7 +6,7 @@ Element (b, h, i, j) of the score matrix owns one 16-bit lane:
     counter = (j // 8, i, b * heads + h, offset), 32 bits each
     lane    = 16 bits number j % 8 of the four output words, low half of each word first
 
-It is dropped iff lane < threshold. Seed and offset stay on their device: nothing here waits for a GPU.
+It is dropped iff lane < threshold. Seed and offset are read on their device, without a host synchronisation.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _ROUNDS = 10
 
 
 def threshold(dropout_p: float) -> int:
-    """How many of the 65536 lane values drop. Kept below 65536, so that something can always be kept."""
+    """Number of the 65536 lane values that drop an element; at most 65535, so that some are kept."""
     return min(round(dropout_p * 65536), 65535)
 
 
 def keep_factor(dropout_p: float) -> float:
-    """What kept values are multiplied by."""
+    """The factor of kept values."""
     return 65536 / (65536 - threshold(dropout_p))
 
 
 def keep_mask(rng_state: Tensor, dropout_p: float, batch_heads: Tensor, rows: range, columns: range) -> Tensor:
-    """True where kept, for score rows and columns of the given b * heads + h indices: (*batch_heads.shape, rows, columns)."""
+    """True where kept: (*batch_heads.shape, rows, columns). `batch_heads` holds indices b * heads + h."""
     first, last = columns.start // _LANES, (columns.stop + _LANES - 1) // _LANES
     device = rng_state.device
     groups = torch.arange(first, last, device=device)
@@ -44,7 +44,7 @@ def keep_mask(rng_state: Tensor, dropout_p: float, batch_heads: Tensor, rows: ra
 
 
 def _philox(rng_state: Tensor, counter: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    # 32-bit words live in int64 tensors. A product of two wraps modulo 2**64, which keeps all of its bits.
+    # 32-bit words are stored in int64 tensors. Their product wraps modulo 2**64, which keeps all of its bits.
     key = [rng_state[0] & _WORD, (rng_state[0] >> 32) & _WORD]
     words = [word.clone() for word in torch.broadcast_tensors(*counter)]
     for _ in range(_ROUNDS):

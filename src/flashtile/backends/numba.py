@@ -1,7 +1,8 @@
-"""FlashAttention's forward pass as a CUDA kernel in Python, compiled by Numba: tiles of K and V in shared memory, online softmax.
+"""FlashAttention's forward pass as a CUDA kernel in Python, compiled by Numba.
 
-The kernel is in numba_kernel.py, which is imported on first use: Numba is optional. Written to be read and to cross-check the other
-backends; only taken by name. With NUMBA_ENABLE_CUDASIM=1 it runs on the CPU, in Numba's simulator.
+The kernel is in numba_kernel.py, which is imported on first use because Numba is optional. It is written to be read and
+to cross-check the other backends, and has to be asked for by name. With NUMBA_ENABLE_CUDASIM=1 it runs on the CPU, in
+Numba's simulator.
 """
 
 from __future__ import annotations
@@ -62,13 +63,13 @@ class NumbaBackend(Backend):
 
 @functools.cache
 def missing(device: str) -> str | None:
-    """Why Numba cannot run on tensors of the device, or None. Imports it only where it may run."""
+    """Why Numba cannot run on tensors of the device, or None. Imports Numba only if it may run there."""
     if device == "cpu" and os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
         return "on the CPU it runs in Numba's simulator only; set NUMBA_ENABLE_CUDASIM=1 before Numba is imported"
     try:
         from numba import config, cuda
-    except Exception as error:  # Numba raises SystemError, ImportError or AttributeError beside a NumPy it does not know
-        return _misfit("be imported", error)
+    except Exception as error:  # SystemError, ImportError or AttributeError with a NumPy that Numba does not support
+        return _incompatible("be imported", error)
     if config.ENABLE_CUDASIM:
         return None if device == "cpu" else "Numba's simulator is on (NUMBA_ENABLE_CUDASIM=1) and takes tensors on the CPU"
     if device == "cpu":
@@ -76,22 +77,22 @@ def missing(device: str) -> str | None:
     if not cuda.is_available():
         return f"Numba finds no usable CUDA: {_cuda_error(cuda)}"
     try:
-        cuda.compile_ptx_for_current_device(_nothing, ())
-    except (ImportError, AttributeError, SystemError) as error:  # parts of Numba are imported when it first compiles
-        return _misfit("compile", error)
+        cuda.compile_ptx_for_current_device(_empty_kernel, ())
+    except (ImportError, AttributeError, SystemError) as error:  # Numba imports parts of itself on first compilation
+        return _incompatible("compile", error)
     except Exception as error:
         return f"Numba cannot compile here: {' '.join(str(error).split())}"
     return None
 
 
-def _misfit(verb: str, error: Exception) -> str:
+def _incompatible(verb: str, error: Exception) -> str:
     import numpy
 
-    came, way_out = " ".join(str(error).split()), "pip install 'flashtile[numba]'; Numba 0.68 takes numpy up to 2.4"
-    return f"numba cannot {verb} beside numpy {numpy.__version__}: {came}. {way_out}"
+    got, hint = " ".join(str(error).split()), "pip install 'flashtile[numba]'; Numba 0.68 takes numpy up to 2.4"
+    return f"numba cannot {verb} beside numpy {numpy.__version__}: {got}. {hint}"
 
 
-def _nothing() -> None:
+def _empty_kernel() -> None:
     pass
 
 
@@ -101,7 +102,7 @@ def _cuda_error(cuda: Any) -> str:
 
 
 def _forward_segment(args: AttentionArgs, segment: Segment, out: Tensor, lse: Tensor) -> None:
-    """One dense part of the call. `out` is (batch, heads, seqlen_q, head_dim_v), `lse` (batch, heads, seqlen_q)."""
+    """Fills `out` (batch, heads, seqlen_q, head_dim_v) and `lse` (batch, heads, seqlen_q) of one segment."""
     q, k, v = segment.queries(args.q), segment.keys(args.k), segment.keys(args.v)
     batch, heads, seqlen_q, head_dim = q.shape
     from flashtile.backends.numba_kernel import TILE, kernel_for
@@ -122,7 +123,7 @@ def _forward_segment(args: AttentionArgs, segment: Segment, out: Tensor, lse: Te
     from numba import cuda
 
     with torch.cuda.device(q.device), cuda.gpus[q.device.index or 0], warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a grid smaller than the GPU is no mistake of the caller
+        warnings.simplefilter("ignore")  # Numba warns about grids smaller than the GPU
         stream = cuda.external_stream(torch.cuda.current_stream().cuda_stream)
         arrays = [cuda.as_cuda_array(tensor.detach(), sync=False) for tensor in (q, k, v, out, lse)]
         kernel[num_blocks, (TILE, TILE), stream](*arrays, *numbers)

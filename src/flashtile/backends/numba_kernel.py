@@ -1,7 +1,8 @@
-"""The Numba kernel: one tile of queries a block, tiles of keys streaming by, online softmax. Imports Numba: imported on first use only.
+"""The Numba kernel: one tile of queries per block, a loop over tiles of keys, online softmax. Imported on first use.
 
-A block of 16 x 16 threads owns 16 queries and walks over tiles of 16 keys. Thread (y, x) computes the score of query y and key x, and holds
-columns x, x + 16, ... of the output of query y. Shared memory: sQ, sK, sV [16][d + 1], sP [16][16].
+A block of 16 x 16 threads owns 16 queries and loops over tiles of 16 keys. Thread (y, x) computes the score of query y
+and key x, and holds columns x, x + 16, ... of the output of query y.
+Shared memory: sQ, sK, sV [16][d + 1], sP [16][16].
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ TILE = 16
 
 
 def kernel_for(head_dim: int) -> Any:
-    """The kernel for head dims up to this one, rounded up to whole tiles: sizes of shared and local arrays must be constants."""
+    """The kernel for this head dim, rounded up to whole tiles: shared and local arrays have compile-time sizes."""
     return _kernel(max(1, -(-head_dim // TILE)))
 
 
 @functools.cache
 def _kernel(num_columns: int) -> Any:
-    tile, width = TILE, TILE * num_columns + 1  # rows of one more float put 16 rows on different banks
+    tile, width = TILE, TILE * num_columns + 1  # one float of padding puts 16 rows on different banks
 
     @cuda.jit
     def fwd_numba_kernel(q, k, v, out, lse, scale, left, right, offset):  # type: ignore[no-untyped-def]
@@ -42,7 +43,7 @@ def _kernel(num_columns: int) -> Any:
         b, h = rest // heads, rest % heads
         h_kv = h // (heads // heads_kv)
 
-        # Load Q, zeros behind the end
+        # Load Q, with zeros past the end
         for u in range(num_columns):
             c = x + tile * u
             sQ[y, c] = q[b, h, i, c] if i < seqlen_q and c < head_dim else 0.0
@@ -67,8 +68,8 @@ def _kernel(num_columns: int) -> Any:
             is_seen = j < seqlen_k and (left < 0 or distance <= left) and (right < 0 or distance >= -right)
             sP[y, x] = s * scale if is_seen else -math.inf
             cuda.syncthreads()
-            # Raise the maximum if a weight would be above e, and scale down what was gathered under the old one (raised by a hair with
-            # every tile, it would gather the error of every factor); 0 stands for the maximum of nothing
+            # Update the row maximum, only if a weight would exceed e: rescaling in every tile would accumulate a
+            # rounding error each time. 0 replaces the maximum of a row without keys
             tile_max = sP[y, 0]
             for n in range(1, tile):
                 tile_max = max(tile_max, sP[y, n])
@@ -78,7 +79,7 @@ def _kernel(num_columns: int) -> Any:
             m = m_new
             for u in range(num_columns):
                 rO[u] *= alpha
-            # Add the tile's values, its weights apart: a sum of short sums rounds less
+            # Add the tile. Its weights are summed separately first: a sum of short sums rounds less
             total = float32(0.0)
             for n in range(tile):
                 weight = math.exp(sP[y, n] - shift)
@@ -87,7 +88,7 @@ def _kernel(num_columns: int) -> Any:
                     rO[u] += weight * sV[n, x + tile * u]
             l = l * alpha + total
 
-        # Normalise and store; a row that saw no key has output 0, lse -inf
+        # Normalise and store; a fully masked row has output 0, lse -inf
         if i < seqlen_q:
             for u in range(num_columns):
                 c = x + tile * u

@@ -3,8 +3,8 @@
     S = softcap(scale * Q K^T) - slope * |i + offset - j| + bias,   -inf where masked
     P = exp(S - lse),   lse = log(sum_j exp(S) + exp(sink)),   O = dropout(P) V
 
-Everything is differentiable PyTorch, the backward formulas included: that is what second derivatives run on. The compute
-dtype is a parameter, so that the same lines in a low precision serve as the yardstick of the error rule.
+Everything is differentiable PyTorch, including the backward formulas: second derivatives use them. The compute dtype is
+a parameter: in the input dtype the same code gives the baseline error that the error rule compares with.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class ReferenceBackend(Backend):
 
 
 def attend(args: AttentionArgs, out: Tensor, lse: Tensor, dtype: torch.dtype) -> None:
-    """Fills out and lse, computing in `dtype` (the log-sum-exp in that of `lse`)."""
+    """Fills out and lse, computing in `dtype` (the log-sum-exp in the dtype of `lse`)."""
     for segment in segments(args):
         q, k, v = _inputs(args, segment, dtype)
         s, keep = _scores(args, segment, q, k)
-        # The sink is one more column, -inf where there is none
+        # The sink is an extra column; -inf without sinks
         sinks = s.new_full((s.shape[1],), -torch.inf) if args.sinks is None else args.sinks.to(dtype)
         s = torch.cat([s.masked_fill(~keep, -torch.inf), sinks[:, None, None].expand(*s.shape[:-1], 1)], dim=-1)
-        # A row with nothing in it: output 0, lse -inf, no gradient
+        # A fully masked row without a sink: output 0, lse -inf, no gradient
         is_alive = (s != -torch.inf).any(-1)
         s = torch.where(is_alive[..., None], s, 0.0)
         p = torch.where(keep, torch.softmax(s, dim=-1)[..., :-1], 0.0)
@@ -63,7 +63,7 @@ def attend_backward(
     for segment in segments(args):
         q, k, v = _inputs(args, segment, dtype)
         do, o, row_lse = segment.queries(dout).to(dtype), segment.queries(out).to(dtype), segment.stats(lse)
-        # A row that saw nothing has no gradient, whatever comes into it
+        # A fully masked row has no gradient, whatever dO and dlse hold
         do = torch.where((row_lse == -torch.inf)[..., None], 0.0, do)
         delta = (do * o).sum(-1)
         if dlse is not None:
@@ -95,14 +95,14 @@ def attend_backward(
 
 
 def _inputs(args: AttentionArgs, segment: Segment, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of the segment in the compute dtype, k and v repeated to q's heads."""
+    """q, k and v of the segment in the compute dtype, with k and v repeated for every query head."""
     q, k, v = segment.queries(args.q), segment.keys(args.k), segment.keys(args.v)
     group = q.shape[1] // k.shape[1]
     return q.to(dtype), k.to(dtype).repeat_interleave(group, dim=1), v.to(dtype).repeat_interleave(group, dim=1)
 
 
 def _sum_groups(args: AttentionArgs, grad: Tensor) -> Tensor:
-    """Adds up the query heads that share a key head."""
+    """Sums over the query heads that share a key head."""
     return grad.unflatten(1, (shape_of(args).heads_kv, -1)).sum(2)
 
 
@@ -136,7 +136,7 @@ def _scores(args: AttentionArgs, segment: Segment, q: Tensor, k: Tensor) -> tupl
 
 
 def _dropout_factor(args: AttentionArgs, segment: Segment, dtype: torch.dtype) -> Tensor | float:
-    """What P is multiplied by: 0 where dropped, the keep factor elsewhere."""
+    """The factor of P: 0 where dropped, the keep factor elsewhere."""
     if args.dropout_p == 0.0 or args.rng_state is None:
         return 1.0
     kept = dropout.keep_mask(args.rng_state, args.dropout_p, segment.batch_heads(), range(segment.seqlen_q), range(segment.seqlen_k))

@@ -1,9 +1,9 @@
-"""Any call as a list of dense segments, for the backends written in PyTorch.
+"""Splits a call into dense segments, for the backends written in PyTorch.
 
-Dense, packed, padded and paged inputs differ only in where the rows of a sequence stand. A Segment knows that place and
-shows every tensor of the call in one form, (batch, heads, rows, dim). A plain dense call is one segment with its whole
-batch; otherwise each sequence is a segment of batch 1. Queries, outputs and statistics are always views; keys are views
-unless they are paged. The lengths are read on the host, so on a GPU packed and paged calls wait for it here.
+Dense, packed, padded and paged inputs differ only in where the rows of a sequence are stored. A Segment hides that: it
+returns its part of any tensor as (batch, heads, rows, dim). A dense call is one segment with the whole batch; otherwise
+each sequence is a segment of batch 1. Queries, outputs and statistics are always views; keys are views unless they are
+paged. The host reads the lengths, so packed, padded and paged calls synchronise with the GPU here.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """FlashAttention-2's algorithm as one page of PyTorch: tiles, online softmax, memory linear in the sequence length.
 
-Forward: for each block of queries, walk over the blocks of keys that it may see and carry three things along: the running
-row maximum `m`, the running row sum `l` of exp(S - m), and the output `o` relative to the same maximum. When a block raises
-the maximum, what was gathered so far is scaled down by exp(m_old - m_new) before the block is added.
+Forward: each block of queries loops over the blocks of keys that it may see. It keeps the row maximum `m`, the row sum
+`l` of exp(S - m) and the unnormalised output `o`. When a block raises the maximum, `l` and `o` are rescaled by
+exp(m_old - m_new) before the block is added.
 
-Backward: for each block of keys, walk over the blocks of queries that see it and rebuild P = exp(S - lse) from the stored
-lse. With delta = rowsum(dO * O) - dlse the gradient of the scores is dS = P * (dP - delta); dK and dV grow in place over the
-walk, dQ gathers one share from every block of keys.
+Backward: each block of keys loops over the blocks of queries that see it and recomputes P = exp(S - lse) from the
+stored lse. With delta = rowsum(dO * O) - dlse the gradient of the scores is dS = P * (dP - delta). dK and dV of the
+block are accumulated over the loop; every block of keys adds its share to dQ.
 
-Heads that share keys form the axis g. Letters: b batch, h key heads, g queries per key head, i queries, j keys, d dim.
+Axes in einsum: b batch, h key heads, g query heads per key head, i queries, j keys, d head dim.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TiledBackend(Backend):
 
 
 class Tiles:
-    """The score tiles of one segment: which there are, and what stands in them."""
+    """The score tiles of one segment: the blocks they cover, and their scores."""
 
     def __init__(self, args: AttentionArgs, segment: Segment):
         self.args = args
@@ -73,7 +73,7 @@ class Tiles:
         self.batch_heads = self.grouped(segment.batch_heads()) if args.dropout_p else None
 
     def grouped(self, tensor: Tensor) -> Tensor:
-        """Splits the head axis into (heads_kv, group); an axis of size 1 stays broadcastable."""
+        """Splits the head axis into (heads_kv, group); a head axis of size 1 becomes (1, 1)."""
         return tensor.unflatten(1, (1, 1) if tensor.shape[1] == 1 else (self.heads_kv, -1))
 
     def query_blocks(self) -> Iterator[range]:
@@ -85,7 +85,7 @@ class Tiles:
             yield range(start, min(start + BLOCK_N, self.seqlen_k))
 
     def is_empty(self, i: range, j: range) -> bool:
-        """No query of the tile sees any of its keys: the whole tile is skipped."""
+        """Whether no query of the tile sees any of its keys, so that the tile can be skipped."""
         left, right = self.window
         return (right >= 0 and j.start > i.stop - 1 + self.offset + right) or (left >= 0 and j.stop - 1 < i.start + self.offset - left)
 
@@ -94,7 +94,7 @@ class Tiles:
         return tensor[..., block.start : block.stop, :].to(self.dtype)
 
     def scores(self, i: range, j: range, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
-        """S of one tile, -inf where masked, and tanh of the softcap where there is one."""
+        """S of one tile, -inf where masked, and the softcap's tanh if there is a softcap."""
         s = torch.einsum("bhgid,bhjd->bhgij", q, k) * self.scale
         capped = None
         if self.softcap:
@@ -115,7 +115,7 @@ class Tiles:
         return s, capped
 
     def drop(self, p: Tensor, i: range, j: range) -> Tensor:
-        """Dropout of one tile of P or dP: zero or scaled up."""
+        """Applies dropout to one tile of P or dP."""
         if self.batch_heads is None or self.args.rng_state is None:
             return p
         keep = dropout.keep_mask(self.args.rng_state, self.args.dropout_p, self.batch_heads, i, j)
@@ -133,11 +133,11 @@ def forward_segment(tiles: Tiles, segment: Segment, out: Tensor, lse: Tensor) ->
             if tiles.is_empty(i, j):
                 continue
             s, _ = tiles.scores(i, j, q, tiles.load(tiles.k, j))
-            # Raise the maximum and scale down what was gathered under the old one
+            # Update the row maximum
             m_new = torch.maximum(m, s.amax(-1))
             alpha = torch.exp(m - finite(m_new))
             p = torch.exp(s - finite(m_new)[..., None])
-            # Gather this block
+            # Rescale l and O to the new maximum and add this block
             l = l * alpha + p.sum(-1)
             o = o * alpha[..., None] + torch.einsum("bhgij,bhjd->bhgid", tiles.drop(p, i, j), tiles.load(tiles.v, j))
             m = m_new
@@ -147,7 +147,7 @@ def forward_segment(tiles: Tiles, segment: Segment, out: Tensor, lse: Tensor) ->
             alpha = torch.exp(m - finite(m_new))
             l = l * alpha + torch.exp(tiles.sinks - finite(m_new))
             o, m = o * alpha[..., None], m_new
-        # A row that saw no key has l = 0: output 0, lse -inf
+        # A fully masked row has l = 0: output 0, lse -inf
         out[..., i.start : i.stop, :] = o / torch.where(l == 0, 1.0, l)[..., None]
         lse[..., i.start : i.stop] = m + torch.log(l)
 
@@ -158,7 +158,7 @@ def backward_segment(tiles: Tiles, segment: Segment, dout: Tensor, dlse: Tensor 
     delta = torch.zeros_like(lse) if dlse is None else -tiles.grouped(segment.stats(dlse)).to(tiles.dtype)
     for i in tiles.query_blocks():
         delta[..., i.start : i.stop] += (tiles.load(dout, i) * tiles.load(out, i)).sum(-1)
-    # A row that saw nothing has no gradient, whatever comes into it
+    # A fully masked row has no gradient, whatever dO and dlse hold
     is_empty = lse == -torch.inf
     delta = torch.where(is_empty, 0.0, delta)
     needs_ds = any(grad is not None for grad in (grads.dq, grads.dk, grads.dbias))
@@ -174,14 +174,14 @@ def backward_segment(tiles: Tiles, segment: Segment, dout: Tensor, dlse: Tensor 
                 continue
             q = tiles.load(tiles.q, i)
             do = torch.where(is_empty[..., i.start : i.stop, None], 0.0, tiles.load(dout, i))
-            # Rebuild P from the stored lse
+            # Recompute P from the stored lse
             s, capped = tiles.scores(i, j, q, k)
             p = torch.exp(s - finite(lse[..., i.start : i.stop])[..., None])
             if dv is not None:
                 dv[:, :, j.start : j.stop] += torch.einsum("bhgij,bhgid->bhjd", tiles.drop(p, i, j), do)
             if not needs_ds:
                 continue
-            # dS of the softmax, then of the softcap and the scale
+            # dS through the softmax, then through the softcap and the scale
             dp = tiles.drop(torch.einsum("bhgid,bhjd->bhgij", do, v), i, j)
             ds = p * (dp - delta[..., i.start : i.stop, None])
             if dbias is not None:
@@ -208,12 +208,12 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def finite(maximum: Tensor) -> Tensor:
-    """Replaces -inf, the maximum of nothing, by 0, so that exp(-inf - maximum) is 0 and not NaN."""
+    """Replaces -inf, the maximum of a row without keys, by 0: exp(-inf - 0) is 0, exp(-inf + inf) would be NaN."""
     return torch.where(maximum == -torch.inf, 0.0, maximum)
 
 
 def crop(tensor: Tensor, i: range, j: range) -> Tensor:
-    """The tile of a tensor that is broadcastable to the scores."""
+    """The tile of a tensor that broadcasts to the scores."""
     if tensor.shape[-2] != 1:
         tensor = tensor[..., i.start : i.stop, :]
     if tensor.shape[-1] != 1:

@@ -1,8 +1,9 @@
-"""The Triton engine: a second implementation for GPUs, independent of the CUDA one, which it is there to check.
+"""The Triton engine: a second GPU implementation, independent of the CUDA one and used to check it.
 
-This file joins a call to the kernels of triton_kernels.py: what they take, in which tiles, and what is refused. It shares nothing
-with the CUDA engine but the meaning of the options. Triton is imported when a call first needs it, never by `import flashtile`.
-With TRITON_INTERPRET=1 set before the import, the kernels run on the CPU in Triton's interpreter, taken by name only.
+This file turns a call into launches of the kernels in triton_kernels/: it refuses what they cannot do, chooses tiles
+and builds arguments. It shares nothing with the CUDA engine but the meaning of the options. Triton is imported by the
+first call that needs it, never by `import flashtile`. With TRITON_INTERPRET=1 set before that import the kernels run on
+the CPU in Triton's interpreter; the backend then has to be asked for by name.
 """
 
 from __future__ import annotations
@@ -40,22 +41,23 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 OLDEST_TRITON = (3, 6)
 OLDEST_CAPABILITY = (8, 0)
-_UNBOUNDED = 1 << 30  # a window at least this wide hides nothing, and sums with positions stay in 32 bits
+_UNBOUNDED = 1 << 30  # a window this wide masks nothing; smaller ones plus a position fit in 32 bits
 _PREPROCESS_ROWS = 64
 
 
 @dataclass(frozen=True)
 class Config:
-    """The tile of a kernel and how it is run."""
+    """Tile and launch configuration of a kernel."""
 
     block_m: int  # queries
     block_n: int  # keys
     num_warps: int
-    num_stages: int  # tiles in flight
+    num_stages: int  # depth of Triton's load pipeline
 
 
-# Kernel -> bytes of an element -> padded head dim up to -> configuration, for GPUs with 227 KB of shared memory a block. Those of head
-# dims up to 128 are the fastest of results/nvidia-h200/triton_tiles.csv; those of 256 spill least. Not 64 x 16 with 8 warps: see _padded.
+# Kernel -> element size in bytes -> largest padded head dim -> configuration, for GPUs with 227 KB of shared memory per
+# block. Up to head dim 128 they are the fastest of results/nvidia-h200/triton_tiles.csv; at 256 they spill least.
+# 64 x 16 with 8 warps is excluded: see _padded.
 _CONFIGS: dict[str, dict[int, dict[int, Config]]] = {
     "fwd": {
         2: {64: Config(128, 64, 8, 3), 128: Config(64, 64, 4, 3), 256: Config(128, 64, 8, 2)},
@@ -74,7 +76,7 @@ _CONFIGS: dict[str, dict[int, dict[int, Config]]] = {
         4: {64: Config(32, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)},
     },
 }
-# The same for every other GPU, small enough for 99 KB; compiled for them and not run
+# For every other GPU: small enough for 99 KB of shared memory. Compiled for them, but not run on one
 _SMALL_CONFIGS: dict[str, dict[int, dict[int, Config]]] = {
     "fwd": {
         2: {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2), 256: Config(32, 32, 4, 1)},
@@ -102,7 +104,7 @@ class TritonBackend(Backend):
     is_compiled = True
 
     def __init__(self) -> None:
-        # Triton reads the same switch when it is imported
+        # Triton reads the same variable when it is imported
         self.is_interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "y", "yes", "on", "true")
         self.devices = ("cpu",) if self.is_interpreted else ("cuda",)
         self.is_automatic = self.has_compile_jobs = not self.is_interpreted
@@ -152,8 +154,8 @@ class TritonBackend(Backend):
         found = {}
         for name in names:
             has_score_tensors = problem.has_mask or problem.bias_dtype is not None
-            is_wide = problem.shape.head_dim % 8 == 0 and problem.shape.head_dim_v % 8 == 0
-            config = _config(name, problem.dtype, problem.shape, torch.device(problem.device), has_score_tensors, is_wide)
+            is_aligned16 = problem.shape.head_dim % 8 == 0 and problem.shape.head_dim_v % 8 == 0
+            config = _config(name, problem.dtype, problem.shape, torch.device(problem.device), has_score_tensors, is_aligned16)
             tile = f"tile {config.block_m} x {config.block_n}, head dim {_padded(max(problem.shape.head_dim, problem.shape.head_dim_v))}"
             found[f"{name}_triton_kernel"] = f"{tile}, {config.num_warps} warps, {config.num_stages} stages"
         found["products"] = _precision(problem.dtype, self.is_interpreted) if problem.dtype == torch.float32 else dtype_name(problem.dtype)
@@ -173,7 +175,7 @@ class TritonBackend(Backend):
         return frozenset(_loaded)
 
     def prepare(self, problem: Problem) -> None:
-        """Compiles by running short contiguous tensors of the problem's kind."""
+        """Compiles the kernels by running the problem on short contiguous tensors."""
         args = _short_args(problem)
         out = args.q.new_zeros((*args.q.shape[:-1], args.v.shape[-1]), dtype=problem.out_dtype)
         lse = args.q.new_zeros((*args.q.shape[:-3], problem.shape.heads, args.q.shape[row_axis(args.layout)]), dtype=torch.float32)
@@ -184,7 +186,7 @@ class TritonBackend(Backend):
             self.backward(args, out, None, out, lse, Grads(dq, dk, dv, dbias, None))
 
 
-# What is there
+# Availability
 
 
 @functools.cache
@@ -215,7 +217,7 @@ def _missing(is_interpreted: bool) -> str | None:
 
 @functools.cache
 def _is_large(device: torch.device) -> bool:
-    """Its blocks may use as much shared memory as the tuned tiles need."""
+    """Whether a block may use as much shared memory as the tuned tiles need."""
     if device.type == "cpu":
         return True
     arch = arch_of(*torch.cuda.get_device_capability(device))
@@ -228,7 +230,7 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 
 def _device_of(args: AttentionArgs) -> AbstractContextManager[Any]:
-    """Triton launches on the current device."""
+    """Makes the tensors' device current: Triton launches on the current device."""
     device = args.q.device
     if device.type == "cpu" or device.index == torch.cuda.current_device():
         return nullcontext()
@@ -236,7 +238,7 @@ def _device_of(args: AttentionArgs) -> AbstractContextManager[Any]:
 
 
 def _short_args(problem: Problem) -> AttentionArgs:
-    """A call of the problem's kind on one short sequence of zeros."""
+    """A call with the problem's dtypes and options on one short sequence of zeros."""
     shape, zeros = problem.shape, functools.partial(torch.zeros, device=problem.device)
     rows_q, rows_k = min(shape.seqlen_q, 128), min(shape.seqlen_k, 128)
 
@@ -272,68 +274,76 @@ def _short_args(problem: Problem) -> AttentionArgs:
     )
 
 
-# Choices
+# Tile selection
 
 
 def _padded(head_dim: int) -> int:
-    """Tiles are powers of two. Not 16: the products of 8 warps, 64 rows and 16 columns that Triton 3.6 makes read behind their tiles."""
+    """The head dim of the tile: a power of two, at least 32.
+
+    16 is excluded: with 8 warps Triton 3.6 compiles a product of 64 rows and 16 columns that reads past its tile.
+    """
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
-def _config(kernel: str, dtype: torch.dtype, shape: Shape, device: torch.device, has_score_tensors: bool, is_wide: bool) -> Config:
+def _config(kernel: str, dtype: torch.dtype, shape: Shape, device: torch.device, has_score_tensors: bool, is_aligned16: bool) -> Config:
     table = _CONFIGS if _is_large(device) else _SMALL_CONFIGS
     padded = _padded(max(shape.head_dim, shape.head_dim_v))
     config = next(config for limit, config in table[kernel][dtype.itemsize].items() if padded <= limit)
-    if dtype.itemsize == 2 and not (is_wide and _padded(shape.head_dim) == _padded(shape.head_dim_v)):
-        # Elements of 2 bytes that are copied one by one pass through registers, and Triton 3.6 makes wrong products of such tiles for
-        # warpgroups (wgmma), above all where K and V differ in size. It takes those from 64 rows on: 32 go to mma.sync
+    if dtype.itemsize == 2 and not (is_aligned16 and _padded(shape.head_dim) == _padded(shape.head_dim_v)):
+        # 2-byte elements that cannot be copied 16 bytes at a time pass through registers. Triton 3.6 compiles wrong
+        # wgmma products of such tiles, mostly where K and V differ in size. It uses wgmma from 64 rows on; 32 rows use
+        # mma.sync
         config = replace(config, num_warps=4, **{"block_n" if kernel == "bwd_dkdv" else "block_m": 32})
     if kernel == "fwd" and shape.seqlen_q <= 16:
-        # A few queries, as in decoding: most of a larger tile would be padding
+        # Few queries, as in decoding: a larger tile would be mostly padding
         config = replace(config, block_m=16, num_warps=4)
     if has_score_tensors:
-        # Tiles of bias and mask want room in shared memory too
+        # Tiles of bias and mask need shared memory too
         config = replace(config, num_stages=max(1, config.num_stages - 1))
     return config
 
 
 def _precision(dtype: torch.dtype, is_interpreted: bool) -> str:
-    """How float32 operands are multiplied; the others have one way only."""
+    """The input precision of float32 products; other dtypes have only one."""
     if dtype != torch.float32 or is_interpreted:
         return "ieee"
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-_loaded: set[str] = set()  # the kernels of this process
+_loaded: set[str] = set()  # kernels that this process has compiled or loaded
 
-# Arguments. A call is a kernel's name, the number of its programs, its configuration and its arguments by name
+# Kernel arguments
 
-Call = tuple[str, int, Config, dict[str, Any]]
+Call = tuple[str, int, Config, dict[str, Any]]  # kernel, number of programs, configuration, arguments by name
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """Kernels read rows whose last dimension is contiguous."""
+def _contiguous_rows(tensor: Tensor) -> Tensor:
+    """The tensor, copied if its last dimension is not contiguous."""
     return tensor if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _is_wide(tensor: Tensor) -> bool:
-    """Its rows can be copied 16 bytes at a time."""
+def _is_aligned16(tensor: Tensor) -> bool:
+    """Whether rows can be copied 16 bytes at a time."""
     strides = (stride for stride, length in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if length > 1)
     return tensor.data_ptr() % 16 == 0 and tensor.shape[-1] % 8 == 0 and all(stride % 8 == 0 for stride in strides)
 
 
 def _row_strides(tensor: Tensor, layout: str) -> tuple[int, int, int]:
-    """(batch, head, row); where there is one only, that of a row of this length, and 0 for the batch of a packed tensor."""
+    """Strides of (batch, head, row).
+
+    An axis of length 1 gets the row length, so that it does not change the alignment class. The missing batch axis of
+    a packed tensor gets 0.
+    """
     axes = (0 if tensor.dim() == 4 else None, head_axis(layout), row_axis(layout))
     return tuple(0 if axis is None else tensor.stride(axis) if tensor.shape[axis] > 1 else tensor.shape[-1] for axis in axes)  # type: ignore[return-value]
 
 
 def _row_arguments(layout: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     strides = {name: _row_strides(tensor, layout) for name, tensor in tensors.items()}
-    rows, coded = _kernels().Rows, _kernels().coded
+    row_tensor, encode_strides = _kernels().RowTensor, _kernels().encode_strides
     return {
-        **{name: rows(tensor, *coded(strides[name])) for name, tensor in tensors.items()},
-        "FAR": max((found[2] for found in strides.values()), default=0) * MAX_HEAD_DIM >= 2**31,
+        **{name: row_tensor(tensor, *encode_strides(strides[name])) for name, tensor in tensors.items()},
+        "USE_INT64": max((found[2] for found in strides.values()), default=0) * MAX_HEAD_DIM >= 2**31,
     }
 
 
@@ -342,12 +352,12 @@ def _score_strides(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _arguments(kernel: str, args: AttentionArgs, tensors: dict[str, Tensor]) -> tuple[Config, dict[str, Any]]:
-    """What the kernels that walk over scores share. `tensors` are those of rows, besides q, k and v."""
+    """Configuration and arguments that all kernels but preprocess take. `tensors`: row tensors besides q, k and v."""
     shape, kernels, row = shape_of(args), _kernels(), row_axis(args.layout)
-    is_wide = all(_is_wide(tensor) for tensor in (args.q, args.k, args.v, *tensors.values()))
-    config = _config(kernel, args.q.dtype, shape, args.q.device, args.bias is not None or args.mask is not None, is_wide)
+    is_aligned16 = all(_is_aligned16(tensor) for tensor in (args.q, args.k, args.v, *tensors.values()))
+    config = _config(kernel, args.q.dtype, shape, args.q.device, args.bias is not None or args.mask is not None, is_aligned16)
     window_left, window_right = (-1 if reach >= _UNBOUNDED else reach for reach in key_window(args))
-    # No sequence of a packed call is longer than its bias and mask have rows and columns
+    # In a packed call no sequence is longer than the rows and columns of bias and mask
     score_tensors = [tensor for tensor in (args.bias, args.mask) if tensor is not None]
     seqlen_q = min([shape.seqlen_q, *(tensor.shape[2] for tensor in score_tensors if tensor.shape[2] != 1)])
     seqlen_k = min([shape.seqlen_k, *(tensor.shape[3] for tensor in score_tensors if tensor.shape[3] != 1)])
@@ -355,10 +365,10 @@ def _arguments(kernel: str, args: AttentionArgs, tensors: dict[str, Tensor]) -> 
     slopes = args.alibi_slopes
     return config, {
         **_row_arguments(args.layout, {"q": args.q, "k": args.k, "v": args.v, **tensors}),
-        "bias": None if args.bias is None else kernels.Scores(args.bias, *_score_strides(args.bias)),
-        "mask": None if args.mask is None else kernels.Scores(args.mask.view(torch.uint8), *_score_strides(args.mask)),
+        "bias": None if args.bias is None else kernels.ScoreTensor(args.bias, *_score_strides(args.bias)),
+        "mask": None if args.mask is None else kernels.ScoreTensor(args.mask.view(torch.uint8), *_score_strides(args.mask)),
         "alibi_slopes": None if slopes is None else slopes.float().contiguous(),
-        "alibi_batch": shape.heads if slopes is not None and slopes.dim() == 2 else 0,
+        "alibi_batch_stride": shape.heads if slopes is not None and slopes.dim() == 2 else 0,
         "rng_state": args.rng_state,
         "lengths": kernels.Lengths(*(None if tensor is None else tensor.contiguous() for tensor in index_tensors)),
         "heads": shape.heads,
@@ -397,9 +407,9 @@ def _forward_call(args: AttentionArgs, out: Tensor, lse: Tensor) -> Call:
     shape = shape_of(args)
     config, arguments = _arguments("fwd", args, {"out": out})
     num_m_blocks = _num_blocks(shape.seqlen_q, config.block_m)
-    is_raw = softmax_scale(args) > 0.0 and args.softcap == 0.0 and args.alibi_slopes is None and args.bias is None
+    has_plain_scores = softmax_scale(args) > 0.0 and args.softcap == 0.0 and args.alibi_slopes is None and args.bias is None
     sinks = None if args.sinks is None else args.sinks.float().contiguous()
-    arguments |= {"lse": lse, "sinks": sinks, "num_m_blocks": num_m_blocks, "IS_RAW": is_raw}
+    arguments |= {"lse": lse, "sinks": sinks, "num_m_blocks": num_m_blocks, "SCALE_IN_EXPONENT": has_plain_scores}
     return "fwd", num_m_blocks * shape.heads * shape.batch, config, arguments
 
 
@@ -430,7 +440,7 @@ def _dkdv_call(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Tenso
     dk = torch.empty_like(args.k) if grads.dk is None else grads.dk
     dv = torch.empty_like(args.v) if grads.dv is None else grads.dv
     if args.cu_seqlens_q is not None or args.seqused_k is not None or args.leftpad_k is not None:
-        # Keys outside every sequence have no program
+        # Keys outside every sequence belong to no program
         dk.zero_()
         dv.zero_()
     config, arguments = _arguments("bwd_dkdv", args, {"dout": dout, "dk": dk, "dv": dv})
@@ -448,7 +458,7 @@ def _dq_call(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Tensor,
 
 
 def _dbias_calls(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Tensor, dbias: Tensor) -> Iterator[Call]:
-    """Where the tiles of a broadcast bias are too few to fill the GPU, the batches and heads that share them are split over programs."""
+    """If a broadcast bias has too few tiles to fill the GPU, programs share the (batch, head) pairs of a tile."""
     shape = shape_of(args)
     config, arguments = _arguments("bwd_dbias", args, {"dout": dout})
     batch, heads, rows, columns = dbias.shape
@@ -461,7 +471,7 @@ def _dbias_calls(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Ten
     arguments |= {
         "lse_log2": lse_log2,
         "delta": delta,
-        "dbias": _kernels().Scores(sums, *sums.stride()[-4:]),
+        "dbias": _kernels().ScoreTensor(sums, *sums.stride()[-4:]),
         "split_stride": 0 if num_splits == 1 else sums.stride(0),
         "num_splits": num_splits,
         "num_pairs": num_pairs,
@@ -471,10 +481,10 @@ def _dbias_calls(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Ten
         "dbias_columns": columns,
         "num_m_blocks": num_m_blocks,
         "num_n_blocks": num_n_blocks,
-        "SHARES_BATCH": batch == 1,
-        "SHARES_HEADS": heads == 1,
-        "SHARES_ROWS": rows == 1,
-        "SHARES_COLUMNS": columns == 1,
+        "BROADCAST_BATCH": batch == 1,
+        "BROADCAST_HEADS": heads == 1,
+        "BROADCAST_ROWS": rows == 1,
+        "BROADCAST_COLUMNS": columns == 1,
     }
     yield "bwd_dbias", num_tiles * num_splits, config, arguments
     if num_splits > 1:
@@ -482,12 +492,12 @@ def _dbias_calls(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Ten
 
 
 def _backward_calls(args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> Iterator[Call]:
-    """In the order of their launch; what PyTorch does between two of them is done when the next is asked for."""
+    """Calls in launch order. PyTorch work between two launches runs when the iterator advances."""
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.to(torch.float32).contiguous()
     lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
-    yield _preprocess_call(args, _rows(out), _rows(dout), dlse, lse, lse_log2, delta)
-    # Products take operands of one dtype
-    dout = _rows(dout.to(args.q.dtype))
+    yield _preprocess_call(args, _contiguous_rows(out), _contiguous_rows(dout), dlse, lse, lse_log2, delta)
+    # Products need operands of one dtype
+    dout = _contiguous_rows(dout.to(args.q.dtype))
     if grads.dk is not None or grads.dv is not None:
         yield _dkdv_call(args, dout, lse_log2, delta, grads)
     if grads.dq is not None:
@@ -499,12 +509,12 @@ def _backward_calls(args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out:
         grads.dsinks.copy_(-shares.sum(-1 if lse.dim() == 2 else (0, 2)))
 
 
-# From a call to a kernel
+# Compiling and launching
 
 
 @dataclass(frozen=True)
 class _Memory:
-    """A tensor as far as a kernel is compiled for it."""
+    """The properties of a tensor that a compiled kernel depends on."""
 
     dtype: torch.dtype
     is_aligned: bool
@@ -516,13 +526,16 @@ class _Memory:
 def _without_memory(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _Memory(value.dtype, value.data_ptr() % 16 == 0)
-    if isinstance(value, tuple):  # with names
+    if isinstance(value, tuple):  # a NamedTuple
         return type(value)(*map(_without_memory, value))
     return value
 
 
 def _variant(kernel: str, config: Config, arguments: dict[str, Any]) -> Hashable:
-    """What Triton compiles a kernel anew for: everything but the values of numbers, whether they are 1 or multiples of 16 included."""
+    """A key for the compiled variant: two calls share it exactly if Triton compiles one kernel for both.
+
+    Triton does not look at the values of numbers, except whether an integer is 1, a multiple of 16, or over 32 bits.
+    """
 
     def kind(value: Any) -> Hashable:
         if isinstance(value, tuple):
@@ -531,12 +544,13 @@ def _variant(kernel: str, config: Config, arguments: dict[str, Any]) -> Hashable
             return float
         return (value == 1, value % 16 == 0, value >= 2**31) if isinstance(value, int) else value
 
-    runtime = _kernels().RUNTIME
-    return kernel, config, *((name, value if name.isupper() else kind(value)) for name, value in arguments.items() if name not in runtime)
+    ignored = _kernels().NOT_SPECIALIZED
+    specialized = {name: value for name, value in arguments.items() if name not in ignored}
+    return kernel, config, *((name, value if name.isupper() else kind(value)) for name, value in specialized.items())
 
 
 def _compile(kernel: str, config: Config, arguments: dict[str, Any]) -> None:
-    """Leaves the kernel, and the module that launches it, in Triton's folder of kernels."""
+    """Puts the kernel and its launcher into Triton's disk cache."""
     function = getattr(_kernels(), f"{kernel}_triton_kernel")
     function.warmup(**arguments, grid=(1,), num_warps=config.num_warps, num_stages=config.num_stages)[(1, 1, 1)]
 
@@ -545,5 +559,5 @@ def _launch(kernel: str, num_programs: int, config: Config, arguments: dict[str,
     if num_programs > 0:
         function = getattr(_kernels(), f"{kernel}_triton_kernel")
         compiled = function[(num_programs,)](**arguments, num_warps=config.num_warps, num_stages=config.num_stages)
-        if compiled is not None:  # as in the interpreter
+        if compiled is not None:  # None in the interpreter
             _loaded.add(f"{kernel}_triton_kernel {compiled.hash}")

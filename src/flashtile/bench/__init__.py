@@ -1,1 +1,1 @@
-"""The benchmark: ours and its peers on the same inputs, side by side in one run. docs/bench.md says how it measures."""
+"""The benchmark: our backends and their peers on the same inputs, interleaved in one run. Method: docs/bench.md."""

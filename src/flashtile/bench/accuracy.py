@@ -1,4 +1,4 @@
-"""Accuracy of a result: against float64 on a part of it small enough to afford, by the error rule of flashtile.testing."""
+"""Accuracy of a result against float64, on a sample of its rows, by the error rule of flashtile.testing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashtile.problem import AttentionArgs
 
 MAX_ROWS = 256
 MAX_GROUPS = 2
-# Scores of one key head up to which all rows are checked, and with them dk and dv
+# All rows, and with them dk and dv, are checked if a key head has at most this many scores
 FULL_SCORES = {"cpu": 2**22, "cuda": 2**26}
 
 
@@ -21,13 +21,13 @@ FULL_SCORES = {"cpu": 2**22, "cuda": 2**26}
 class Verdict:
     max_error: float
     yardstick_error: float
-    complaint: str  # empty = accurate
+    complaint: str  # empty if accurate
     checked: str
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A sample of the problem: some query rows of all the query heads that share some key heads, of the first sequence."""
+    """A sample of the problem: some query rows of the first sequence, for all query heads of some key heads."""
 
     inputs: testing.Inputs
     rows: Tensor
@@ -37,7 +37,7 @@ class _Part:
 
 
 class Check:
-    """The oracle and the yardstick of one point, computed once and used for every provider."""
+    """Oracle and yardstick of one point, computed once for all providers."""
 
     def __init__(self, point: Point, inputs: Inputs):
         self.point, self._part = point, _sample(point, inputs)
@@ -47,7 +47,7 @@ class Check:
         self._moved = testing.shifted(self._part.inputs, self._ref) if has_backward else self._ref
 
     def verdict(self, out: Tensor, grads: tuple[Tensor, Tensor, Tensor] | None) -> Verdict:
-        """`out` and the gradients as a provider returned them, (batch, heads, rows, dim)."""
+        """Judges `out` and the gradients of a provider, (batch, heads, rows, dim)."""
         part, ref, low = self._part, self._ref, self._low
         ours = {"out": out[:1, : part.num_heads, part.rows]}
         if grads is not None:

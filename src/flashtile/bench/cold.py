@@ -1,6 +1,6 @@
-"""The first call of a new process, with an empty and with a warm kernel cache.
+"""Time of the first call in a new process, with an empty and with a warm kernel cache.
 
-Each measurement is a child process that starts its clock, imports torch and flashtile, and prints one JSON object.
+Each measurement is a child process that starts a clock, imports torch and flashtile, and prints one JSON object.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CACHE_VARIABLES = ("FLASHTILE_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CA
 def rows(
     providers: Sequence[Provider], point: Point, device: str, env: Environment, on_step: Callable[[str], None] = lambda name: None
 ) -> Iterator[list[ColdRow]]:
-    """Two rows for each provider: its caches empty, then filled by that first run."""
+    """Two rows per provider: with empty caches, then with the caches that the first run filled."""
     for provider in providers:
         on_step(provider.name)
         empty = ColdRow(
@@ -64,7 +64,7 @@ def rows(
 
 
 def in_child(provider: str, point: Point, device: str, cache_folder: str) -> dict[str, Any]:
-    """What a fresh process reports about its first call; its caches live below the folder."""
+    """The report of a new process about its first call. Its caches are below the folder."""
     variables = {name: os.path.join(cache_folder, name.lower()) for name in _CACHE_VARIABLES}
     request = json.dumps({"provider": provider, "device": device, "point": asdict(point)})
     command = [sys.executable, "-c", _CHILD, request]
@@ -80,7 +80,7 @@ def in_child(provider: str, point: Point, device: str, cache_folder: str) -> dic
 
 
 def child(request: str, begin: float, torch_at: float) -> None:
-    """The child's side: prints its report. The clock was started before torch was imported."""
+    """Runs in the child and prints its report. The clock was started before torch was imported."""
     print(json.dumps(_report(json.loads(request), begin, torch_at)))
 
 
@@ -106,10 +106,10 @@ def _report(request: dict[str, Any], begin: float, torch_at: float) -> dict[str,
 
 
 def _resident_peak() -> int:
-    """The most memory this process ever held, in bytes."""
+    """Peak resident memory of this process, in bytes."""
     status = Path("/proc/self/status")
     if status.exists():
-        # ru_maxrss of a child starts at its parent's on Linux; VmHWM starts anew
+        # On Linux ru_maxrss of a child starts at its parent's value; VmHWM starts at 0
         match = re.search(r"VmHWM:\s*(\d+) kB", status.read_text())
         if match:
             return int(match[1]) * 1024

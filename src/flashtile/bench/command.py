@@ -1,4 +1,4 @@
-"""`flashtile bench`: what the options ask for, measured, written, drawn and shown."""
+"""`flashtile bench`: measures what the options select, writes CSVs, draws figures, prints tables."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _DEFAULT_CALL_LIMIT_S = {"cpu": 5.0, "cuda": 2.0}
 _DEFAULT_COMPILE_LIMIT_S = {"cpu": 60.0, "cuda": 150.0}
 
 
-_SWEEP_ONLY = {  # options that a grid sets itself
+_SWEEP_ONLY = {  # options that a grid does not accept
     "--full": "is_full",
     "--seqlens": "seqlens",
     "--batch": "batch",
@@ -50,7 +50,7 @@ _SWEEP_ONLY = {  # options that a grid sets itself
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command, as they were given. None = the default of the sweep or the device."""
+    """The options of the command line. None selects the default of the sweep or the device."""
 
     grid: str | None = None
     is_full: bool = False
@@ -75,7 +75,7 @@ class Options:
 
 
 def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
-    """The job the options ask for; running it returns the exit status. What can be refused is refused here, before any measuring."""
+    """Checks the options and returns the job, which returns the exit status. Errors in options are raised here."""
     console = make_console(options.as_json)
     plan = make_plan(options)
     where, line = device.resolve(options.device)
@@ -99,7 +99,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
 
 
 def run_sweep(sweep: Sweep, folder: Path, console: Console, as_json: bool = False) -> int:
-    """Rows go to the CSV as they come; an interrupt ends the measuring, and what is there is drawn and shown."""
+    """Writes rows as they are measured. After an interrupt the results so far are drawn and shown."""
     path, rows, is_interrupted = folder / f"{sweep.plan.stem}.csv", list[Row](), False
     with Writer(path, Row) as writer, progress_bar(console) as progress:
         task = progress.add_task("", total=len(sweep.plan.points))
@@ -138,7 +138,7 @@ def _summary(rows: Sequence[Row]) -> Iterator[tables.Table]:
 
 
 def _host_runs(options: Options, point: Point, providers: Sequence[Provider], where: str, env: Any, folder: Path, console: Console) -> int:
-    """--overhead and --cold: no sweep, one table each."""
+    """Runs --overhead and --cold: one table each instead of a sweep."""
     written, payload = list[Path](), dict[str, list[dict[str, Any]]]()
     try:
         if options.has_overhead:
@@ -173,7 +173,7 @@ def _host_runs(options: Options, point: Point, providers: Sequence[Provider], wh
 
 
 def prepare_compare(first: Path, second: Path, out: Path | None, as_json: bool) -> Callable[[], int]:
-    """The job that shows the ratios of two runs and writes them beside the second."""
+    """The job that shows the ratios of two runs and writes them to the folder of the second."""
     before, after = read(first, Row), read(second, Row)
     found = compare.changes(before, after)
     if not found:
@@ -197,7 +197,7 @@ def _compare(found: Sequence[compare.Change], devices: Sequence[str], path: Path
 
 
 def make_plan(options: Options) -> Plan:
-    """The points the options ask for, and the file's name."""
+    """The points that the options select, and the file name."""
     if options.direction not in (None, *DIRECTIONS):
         raise value_error("--pass", repr(options.direction), ", ".join(DIRECTIONS))
     suffix = "_graph" if options.use_graph else ""
@@ -243,7 +243,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def writable_folder(folder: Path) -> Path:
-    """The folder, made if need be; an error now rather than after minutes of measuring."""
+    """Creates the folder and checks that it is writable, before minutes of measuring."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -1,4 +1,4 @@
-"""Ratios: ours against each peer inside one run, and one run against another. Only accurate rows count."""
+"""Speed ratios: our backends against each peer within a run, and one run against another. Uses accurate rows only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashtile.bench.rows import Row
 
 @dataclass(frozen=True)
 class Ratio:
-    """How much faster one provider is than another over the points both have: peer's time over its own."""
+    """Speedup of a provider over a peer at the points that both have: the peer's time over its own."""
 
     provider: str
     peer: str
@@ -27,7 +27,7 @@ class Ratio:
 
 
 def ratios(rows: Sequence[Row]) -> list[Ratio]:
-    """Each of ours against each baseline, per direction."""
+    """Each of our backends against each baseline, per direction."""
     ours = dict.fromkeys(row.provider for row in rows if not row.is_baseline)
     peers = dict.fromkeys(row.provider for row in rows if row.is_baseline)
     found = []
@@ -41,7 +41,7 @@ def ratios(rows: Sequence[Row]) -> list[Ratio]:
 
 
 def speedups(rows: Iterable[Row], provider: str, peer: str) -> dict[Point, float]:
-    """Peer's time over the provider's, at every point where both were measured and are accurate."""
+    """The peer's time over the provider's, at every point where both are accurate."""
     times: dict[str, dict[Point, float]] = {provider: {}, peer: {}}
     for row in rows:
         if row.provider in times and row.is_ok and row.median_ms:
@@ -55,7 +55,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Change:
-    """One provider at one point in two runs; above 1 the second run is faster."""
+    """One provider at one point in two runs. A ratio above 1 means that the second run is faster."""
 
     provider: str
     direction: str
@@ -86,7 +86,7 @@ def changes(before: Sequence[Row], after: Sequence[Row]) -> list[Change]:
 
 
 def means(found: Sequence[Change]) -> list[tuple[str, int, float, float]]:
-    """Per provider: how many points, geometric mean and minimum of the speedups."""
+    """Per provider: number of points, geometric mean and minimum of the speedups."""
     grouped = defaultdict(list)
     for change in found:
         grouped[change.provider].append(change.speedup)

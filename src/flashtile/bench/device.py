@@ -1,4 +1,4 @@
-"""The machine a run is on: which device, its cache, and the facts every row carries."""
+"""The machine of a run: its device, its cache, and the environment that every row records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FALLBACK_CACHE_BYTES = 32 * 2**20
 
 
 def resolve(wanted: str | None) -> tuple[str, str]:
-    """The device type to run on, and the one line to say about it."""
+    """The device type to run on, and a line that describes it."""
     if wanted not in (None, "cpu", "cuda"):
         raise value_error("--device", repr(wanted), "cpu or cuda")
     if wanted == "cpu":
@@ -38,7 +38,7 @@ def resolve(wanted: str | None) -> tuple[str, str]:
 
 
 def cache_bytes(device: str) -> int:
-    """The last cache before memory."""
+    """Size of the last-level cache."""
     if device == "cuda":
         return int(torch.cuda.get_device_properties(0).L2_cache_size)
     sizes = [_size(path.read_text()) for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
@@ -51,7 +51,7 @@ def _size(text: str) -> int:
 
 
 def free_bytes() -> int:
-    """Memory the CPU can still give without swapping; Linux promises more than it has, and kills whoever believes it."""
+    """Memory available without swapping. Linux overcommits, so a larger allocation may succeed and be killed later."""
     if not Path("/proc/meminfo").exists():
         return 2**62
     match = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
@@ -63,7 +63,7 @@ def name(device: str) -> str:
 
 
 def slug(device: str) -> str:
-    """The folder's name under results/, such as nvidia-h200 or cpu-intel-xeon-2.80ghz."""
+    """Name of the folder under results/, such as nvidia-h200 or cpu-intel-xeon-2.80ghz."""
     text = torch.cuda.get_device_name() if device == "cuda" else f"cpu {_cpu_name()}"
     text = re.sub(r"\((r|tm|c)\)|\b(processor|cpu(?!$| )|@|\d+-core)", " ", text.lower())
     return re.sub(r"[^a-z0-9.]+", "-", text).strip("-.")
@@ -98,7 +98,7 @@ def environment(device: str, arguments: Sequence[str], program: str = "flashtile
 
 
 def command_line(arguments: Sequence[str], program: str = "flashtile") -> str:
-    """The command as anyone could type it: a path of this machine is cut to its last part."""
+    """The command line, with paths of this machine reduced to their last part."""
 
     def portable(argument: str) -> str:
         option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
@@ -121,7 +121,7 @@ def _driver() -> str:
 
 
 def _commit() -> tuple[str, bool]:
-    """The commit of this source and whether it was changed since. FLASHTILE_COMMIT says it for a copy of the source."""
+    """The commit of this source, and whether it has changes. FLASHTILE_COMMIT names it for a source copy."""
     if os.environ.get("FLASHTILE_COMMIT"):
         return os.environ["FLASHTILE_COMMIT"], False
     here = Path(__file__).resolve().parent
@@ -133,7 +133,7 @@ def _commit() -> tuple[str, bool]:
 
 
 def _output(command: list[str]) -> str:
-    """What a command prints, or nothing where it cannot run."""
+    """The output of a command, or "" if it cannot run."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""Peak memory of one call over what was there before it."""
+"""Peak memory of one call beyond what was allocated before it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(thunk: Callable[[], Any], device: str) -> int:
-    """On a GPU what torch's allocator saw; on the CPU the running sum of the profiler's memory events."""
+    """On a GPU from torch's allocator statistics; on the CPU from the profiler's memory events."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -36,7 +36,7 @@ def peak_bytes(thunk: Callable[[], Any], device: str) -> int:
 
 @contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """The profiler of some builds announces itself on stderr, past Python."""
+    """Silences stderr: the profiler of some builds prints to it from C++."""
     saved = os.dup(2)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)

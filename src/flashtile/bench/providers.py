@@ -1,4 +1,4 @@
-"""Who is measured: our backends by their names, and the baselines. Adding one is one entry of a table."""
+"""The providers: our backends by name, and the baselines. A new one is one table entry."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from flashtile.errors import Unsupported, value_error
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-SLOW_BACKENDS = ("tiled", "reference")  # plain PyTorch: grids leave them out unless they are asked for
+SLOW_BACKENDS = ("tiled", "reference")  # plain PyTorch: grids include them only by name
 
 
 @dataclass(frozen=True)
 class Attend:
-    """What a provider builds for a point: the call, the context it runs in, and which kernel serves."""
+    """What a provider builds for a point: the call, its context, and the kernel or backend that runs."""
 
     call: Call
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -35,18 +35,18 @@ class Attend:
 
 @dataclass(frozen=True)
 class Provider:
-    """One way to compute attention. `build` raises Unsupported, with the reason, where it cannot."""
+    """One way to compute attention. `build` raises Unsupported, with the reason, if it cannot."""
 
     name: str
     is_baseline: bool
     build: Callable[[Point, Inputs], Attend]
     layout: str = "bhsd"
-    is_fast: bool = True  # belongs to the default set of a grid
+    is_fast: bool = True  # in the default set of a grid
     requires: str = ""  # the module that must be importable
 
 
 def providers() -> list[Provider]:
-    """Everyone: ours first."""
+    """All providers, our backends first."""
     ours = [
         Provider(backend.name, False, partial(_ours, backend.name), is_fast=backend.is_automatic and backend.name not in SLOW_BACKENDS)
         for backend in registry.BACKENDS
@@ -55,7 +55,7 @@ def providers() -> list[Provider]:
 
 
 def choose(text: str | None, is_grid: bool) -> list[Provider]:
-    """The providers of a comma-separated list of names, `ours` and `baselines`; None = the default set."""
+    """The providers of a comma-separated list of names, `ours` and `baselines`. None: the default set."""
     known = providers()
     if text is None:
         return [provider for provider in known if provider.is_fast or not is_grid]
@@ -82,7 +82,7 @@ def missing(provider: Provider) -> str | None:
     return None
 
 
-# Ours
+# Our backends
 
 
 def _ours(name: str, point: Point, inputs: Inputs) -> Attend:
@@ -116,7 +116,7 @@ def _sdpa(pinned: SDPBackend | None, point: Point, inputs: Inputs) -> Attend:
 
 
 def eager(is_causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Matrix product, softmax, matrix product, in the dtype of the inputs; stores the scores."""
+    """Product, softmax, product in the dtype of the inputs; stores the scores."""
     batch, heads, seqlen_q, head_dim = q.shape
     heads_kv, seqlen_k = k.shape[1], k.shape[2]
     grouped = (q * head_dim**-0.5).reshape(batch, heads_kv, heads // heads_kv * seqlen_q, head_dim)
@@ -133,9 +133,9 @@ def _eager(point: Point, inputs: Inputs) -> Attend:
 
 
 def _compile(function: Callable[..., Any], point: Point, is_dynamic: bool) -> tuple[Callable[..., Any], str]:
-    """torch.compile for this point alone, or once for all lengths."""
+    """Compiles for this point only, or once for all lengths."""
     config = importlib.import_module("torch._dynamo.config")
-    # Beyond these torch would silently run the plain function
+    # Beyond these limits torch would silently run the uncompiled function
     config.recompile_limit, config.accumulated_recompile_limit = 1024, 4096  # type: ignore[attr-defined]
     if point.direction != "fwd":
         # Lets the backward pass run again on the same graph
@@ -157,7 +157,7 @@ def _flex(point: Point, inputs: Inputs) -> Attend:
     options: dict[str, Any] = {"enable_gqa": point.heads != point.heads_kv}
     if point.is_causal:
         options["block_mask"] = create_block_mask(_is_seen, None, None, point.seqlen_q, point.seqlen_k, device=inputs.q.device.type)
-    # Knowing the shape makes it faster, but on the CPU each compile takes half a minute
+    # Static shapes are faster, but on the CPU each compilation takes half a minute
     is_dynamic = inputs.q.device.type == "cpu" or point.has_growing_keys
     compiled, detail = _compile(flex_attention, point, is_dynamic)
     return Attend(lambda q, k, v: compiled(q, k, v, **options), detail=detail)

@@ -1,4 +1,4 @@
-"""The row of the CSV: one frozen dataclass, whose field order is the column order."""
+"""CSV rows as frozen dataclasses; the field order is the column order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATUSES = ("ok", "refused", "oom", "slow", "inaccurate")
 
 @dataclass(frozen=True)
 class Environment:
-    """Where and from what a row came."""
+    """The machine and software that a row was measured with."""
 
     device: str
     driver: str
@@ -37,12 +37,12 @@ class Environment:
 
 @dataclass(frozen=True)
 class Row:
-    """One provider at one point. Empty where nothing was measured; `reason` then says why."""
+    """One provider at one point. Without a measurement fields are None, and `reason` says why."""
 
     sweep: str
     provider: str
     is_baseline: bool
-    detail: str  # which kernel or backend served
+    detail: str  # the kernel or backend that ran
     direction: str  # fwd, bwd, fwd+bwd
     dtype: str
     is_causal: bool
@@ -59,13 +59,13 @@ class Row:
     p20_ms: float | None
     p80_ms: float | None
     num_rounds: int | None
-    num_calls: int | None  # in each round
-    num_copies: int | None  # of the inputs, rotated
+    num_calls: int | None  # per round
+    num_copies: int | None  # copies of the inputs, used in rotation
     timer: str  # events, graph or perf_counter
     first_call_ms: float | None
     tflops: float | None
-    gb_per_s: float | None  # least bytes over the time
-    memory_bytes: int | None  # peak over the inputs
+    gb_per_s: float | None  # least possible bytes over the time
+    memory_bytes: int | None  # peak beyond the inputs
     max_error: float | None  # against float64
     yardstick_error: float | None  # of plain math in the input dtype
     is_accurate: bool | None
@@ -89,7 +89,7 @@ class OverheadRow:
     provider: str
     is_baseline: bool
     mode: str  # one of overhead.MODES
-    case: str  # repeated: one shape; growing: one query, and a seqlen_k one longer at every call, never seen before
+    case: str  # repeated: one shape; growing: one query, with seqlen_k one longer in every call
     dtype: str
     status: str
     reason: str
@@ -120,15 +120,15 @@ class ColdRow:
     start_device_s: float | None
     first_call_s: float | None
     second_call_s: float | None
-    resident_bytes: int | None  # growth of the process's resident peak during the first call
+    resident_bytes: int | None  # growth of peak resident memory during the first call
     env: Environment
 
 
-AnyRow = TypeVar("AnyRow")  # a frozen dataclass like those above: numbers, texts and `env`
+AnyRow = TypeVar("AnyRow")  # a frozen dataclass as above: numbers, strings and `env`
 
 
 def columns(kind: type[Any]) -> list[str]:
-    """The header: the fields in order, the environment's in place of `env`."""
+    """The header: field names in order, with those of Environment in place of `env`."""
     names: list[str] = []
     for field in dataclasses.fields(kind):
         names += [inner.name for inner in dataclasses.fields(Environment)] if field.name == "env" else [field.name]
@@ -141,7 +141,7 @@ def as_dict(row: Any) -> dict[str, Any]:
 
 
 class Writer(Generic[AnyRow]):
-    """Writes each row as it comes, so that an interrupted run keeps what it measured."""
+    """Writes rows as they are measured, so that an interrupted run keeps them."""
 
     def __init__(self, path: Path, kind: type[AnyRow]):
         self._file = path.open("w", newline="", encoding="utf-8")
@@ -163,7 +163,7 @@ class Writer(Generic[AnyRow]):
 
 
 def read(path: Path, kind: type[AnyRow]) -> list[AnyRow]:
-    """The rows of a CSV that `Writer` wrote."""
+    """Reads a CSV that `Writer` wrote."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -196,7 +196,7 @@ def _to_text(value: Any) -> str:
 
 
 def _from_text(text: str, hint: str) -> Any:
-    """A cell back to its type; `hint` is the annotation as text."""
+    """Converts a cell to its type; `hint` is the annotation as text."""
     if "None" in hint and text == "":
         return None
     if "bool" in hint:

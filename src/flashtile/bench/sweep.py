@@ -1,4 +1,4 @@
-"""The measurement of a plan, point by point: build, check, meter and time every provider on the same inputs."""
+"""Measures a plan point by point: accuracy, memory and time of every provider on the same inputs."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from flashtile.bench.rows import Environment, Row
 from flashtile.bench.timing import Contender, Thunk
 
 MAX_COPIES = 256
-MAX_GRAPHS = 8  # copies whose forward pass is kept for the backward to run on
-_ROTATION = 1.5  # times the cache
+MAX_GRAPHS = 8  # copies whose autograd graph is kept for the backward pass
+_ROTATION = 1.5  # bytes of all copies over the cache size
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a run measures. Seconds are wall time."""
+    """Limits of a run. Seconds are wall time."""
 
     device: str
     cache_bytes: int
-    budget_s: float  # timed calls of one provider at one point
-    call_limit_s: float  # a call expected to take longer is not made
+    budget_s: float  # for the timed calls of one provider at one point
+    call_limit_s: float  # calls expected to take longer are skipped
     compile_limit_s: float  # first calls of one provider, summed over the run
     use_graph: bool = False
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What the last call of a provider took, and at which point."""
+class _LastCall:
+    """Time and memory of the last call of a provider, and its point."""
 
     point: Point
     seconds: float
@@ -59,7 +59,7 @@ class _Measured:
 
 
 class Refusal(Exception):  # noqa: N818, an outcome rather than an error
-    """A provider that does not take part at a point: its status and the reason."""
+    """A provider is not measured at a point. Has the status and the reason."""
 
     def __init__(self, status: str, reason: str):
         super().__init__(reason)
@@ -68,17 +68,17 @@ class Refusal(Exception):  # noqa: N818, an outcome rather than an error
 
 @dataclass
 class Sweep:
-    """A run under way. It remembers what each provider took, so that it can tell what would be too much."""
+    """A run. It records time and memory of each provider, to predict and skip calls that exceed the limits."""
 
     plan: Plan
     providers: Sequence[Provider]
     settings: Settings
     env: Environment
-    _seen: dict[tuple[Any, ...], _Seen] = field(default_factory=dict)
+    _seen: dict[tuple[Any, ...], _LastCall] = field(default_factory=dict)
     _compile_s: dict[str, float] = field(default_factory=dict)
 
     def rows(self, on_step: Callable[[Point, str], None] = lambda point, name: None) -> Iterator[list[Row]]:
-        """The rows of one point after the other. A package that is not installed is refused once."""
+        """Yields the rows of each point. A package that is not installed gets one row, at the first point."""
         absent = {provider.name: reason for provider in self.providers if (reason := missing(provider)) is not None}
         present = [provider for provider in self.providers if provider.name not in absent]
         for index, point in enumerate(self.plan.points):
@@ -94,7 +94,7 @@ class Sweep:
         for provider in present:
             on_step(point, provider.name)
             try:
-                self._look_ahead(provider, point)
+                self._check_limits(provider, point)
                 outcomes[provider.name] = self._prepare(provider, point, copies, check)
             except Refusal as refusal:
                 outcomes[provider.name] = self._row(provider, point, refusal.status, refusal.reason)
@@ -107,13 +107,13 @@ class Sweep:
         return [outcome if isinstance(outcome, Row) else self._timed_row(outcome, point, len(copies)) for outcome in outcomes.values()]
 
     def _release(self) -> None:
-        """Gives memory back, so that the next one finds it free."""
+        """Frees memory for the next provider."""
         gc.collect()
         if self.settings.device == "cuda":
             torch.cuda.empty_cache()
 
-    def _look_ahead(self, provider: Provider, point: Point) -> None:
-        """Refuses what is known to take too long, or more memory than there is."""
+    def _check_limits(self, provider: Provider, point: Point) -> None:
+        """Raises Refusal if the call is predicted to take too long, or more memory than is free."""
         spent, limit = self._compile_s.get(provider.name, 0.0), self.settings.compile_limit_s
         if spent > limit:
             raise Refusal("slow", f"its first calls took {spent:.0f} s of this run already, over {limit:g} s; raise --compile-limit")
@@ -132,7 +132,7 @@ class Sweep:
         return provider.name, point.direction, point.head_dim, point.is_causal, point.dtype
 
     def _prepare(self, provider: Provider, point: Point, copies: Sequence[Inputs], check: Check) -> _Measured:
-        """Everything but the timing: build, first call, accuracy, memory, thunks."""
+        """Everything but the timing: build, first call, accuracy, memory, thunks to time."""
         device, has_grad = self.settings.device, point.direction != "fwd"
         stream = torch.cuda.Stream() if self.settings.use_graph else None
         with refusing():
@@ -150,7 +150,7 @@ class Sweep:
                 calls_per_thunk = 1
                 if stream is not None:
                     calls_per_thunk, thunks = len(thunks), [timing.capture(thunks, stream)]
-        self._seen[self._key(provider, point)] = _Seen(point, call_s, peak)
+        self._seen[self._key(provider, point)] = _LastCall(point, call_s, peak)
         self._compile_s[provider.name] = self._compile_s.get(provider.name, 0.0) + max(0.0, first_s - 3.5 * call_s)
         contender = Contender(provider.name, thunks, call_s, partial(self._context, attend, has_grad, None), calls_per_thunk)
         if call_s > self.settings.call_limit_s:
@@ -199,7 +199,7 @@ class Sweep:
 
 
 def num_copies(point: Point, cache_bytes: int) -> int:
-    """So many copies of the inputs that, used in turn, none is still in the cache."""
+    """Number of input copies so that, used in rotation, none is still in the cache."""
     return max(1, min(MAX_COPIES, math.ceil(_ROTATION * cache_bytes / max(1, sum(point.sizes())))))
 
 
@@ -211,7 +211,7 @@ def run(attend: Attend, inputs: Inputs, has_grad: bool) -> tuple[Tensor, tuple[T
 
 
 def _thunk(attend: Attend, inputs: Inputs, direction: str) -> Thunk:
-    """The call that is timed."""
+    """The function to time."""
     if direction == "fwd":
         return partial(attend.call, inputs.q, inputs.k, inputs.v)
     if direction == "fwd+bwd":
@@ -226,7 +226,7 @@ def _bhsd(tensor: Tensor, provider: Provider) -> Tensor:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Turns whatever a provider raises into a Refusal, with the warnings that came before it: SDPA explains itself there."""
+    """Turns any exception of a provider into a Refusal. Includes its warnings: SDPA gives its reasons there."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -1,4 +1,4 @@
-"""Time: interleaved rounds over the contenders, and their quantiles."""
+"""Timing: interleaved rounds over the contenders, and quantiles."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ Thunk = Callable[[], Any]
 Key = TypeVar("Key", bound=Hashable)
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 60
-MAX_CALLS = 200  # in one round: more would fill the launch queue of a GPU
+MAX_CALLS = 200  # per round: more would fill the launch queue of a GPU
 _SECONDS_PER_ROUND = 0.004
-_SHORT_SECONDS = 0.02  # a call below it gets an untimed one before each round
+_SHORT_SECONDS = 0.02  # faster calls get an untimed warm-up call before each round
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
-    """Linear interpolation between the two nearest of the sorted values."""
+    """The quantile, with linear interpolation between neighbouring values."""
     ordered = sorted(values)
-    place = fraction * (len(ordered) - 1)
-    low = math.floor(place)
+    position = fraction * (len(ordered) - 1)
+    low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 @dataclass
 class Contender:
-    """Someone to be timed: thunks over rotated copies of the inputs, and about how long one call takes."""
+    """A function to time: one thunk per copy of the inputs, and the estimated time of a call."""
 
     name: str
     thunks: Sequence[Thunk]
     call_s: float
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     calls_per_thunk: int = 1  # a captured graph holds several calls
-    seconds: list[float] = field(default_factory=list)  # per call, one entry a round
+    seconds: list[float] = field(default_factory=list)  # per call, one entry per round
     num_calls: int = 1
     _next: int = 0
 
@@ -50,9 +50,9 @@ class Contender:
 
 
 def interleave(contenders: Sequence[Contender], device: str, budget_s: float) -> None:
-    """Fills `seconds` of each: in every round each contender has its turn, so that a drift of the clock meets all alike.
+    """Fills `seconds` of each contender. Every round runs all contenders, so that clock drift affects all alike.
 
-    A slow contender takes part in fewer rounds, spread evenly, so that each one's time stays near the budget.
+    A slow contender takes part in fewer, evenly spread rounds, so that its total time stays near the budget.
     """
     wanted = {}
     for contender in contenders:
@@ -68,7 +68,7 @@ def interleave(contenders: Sequence[Contender], device: str, budget_s: float) ->
 
 
 def _round(contender: Contender, device: str) -> float:
-    """Seconds per thunk over one batch of calls."""
+    """Average seconds per thunk over one batch of calls."""
     with contender.context():
         if contender.call_s < _SHORT_SECONDS:
             contender.run()
@@ -87,7 +87,7 @@ def _round(contender: Contender, device: str) -> float:
 
 
 def median_ms(thunks: Mapping[Key, Thunk], rounds: int, calls: int = 2) -> dict[Key, float]:
-    """Of kernels that are launched again and again: the median over interleaved rounds of a few calls each, after one that is not timed."""
+    """Median time of each thunk over interleaved rounds of a few calls, each after an untimed call."""
     times: dict[Key, list[float]] = {key: [] for key in thunks}
     for _ in range(rounds):
         for key, thunk in thunks.items():
@@ -103,7 +103,7 @@ def median_ms(thunks: Mapping[Key, Thunk], rounds: int, calls: int = 2) -> dict[
 
 
 def once(thunk: Thunk, device: str) -> tuple[Any, float]:
-    """One call to its end: what it returns and the wall time."""
+    """Runs one call to completion. Returns its result and the wall time."""
     synchronize(device)
     begin = time.perf_counter_ns()
     result = thunk()
@@ -117,7 +117,7 @@ def synchronize(device: str) -> None:
 
 
 def capture(thunks: Sequence[Thunk], stream: torch.cuda.Stream) -> Thunk:
-    """One CUDA graph that holds a call of every thunk. Replaying it costs no host time per call."""
+    """A CUDA graph that contains a call of every thunk. A replay has no host time per call."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
@@ -127,5 +127,5 @@ def capture(thunks: Sequence[Thunk], stream: torch.cuda.Stream) -> Thunk:
 
 
 def _replay(graph: torch.cuda.CUDAGraph, kept: Sequence[Thunk]) -> None:
-    """`kept` holds the tensors that the graph reads."""
+    """Replays a graph. `kept` keeps alive the tensors that the graph reads."""
     graph.replay()

@@ -1,4 +1,4 @@
-"""`flashtile check`: the options, the progress bar, the tables and the files of a check."""
+"""`flashtile check`: options, progress bar, tables and result files."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ _FILE_WIDTH = 200
 _DEFAULT_PROBLEMS = 200
 _MUTANT_PROBLEMS = 400
 _GPU_JOBS = 8
-_NUM_SETS, _MIN_REUSE, _REUSE = 40, 10, 25  # sets of options, where a new one costs a compiler's time; problems to a set
+# Backends that compile: sets of options in a run, least problems per set, and problems per set of an unlimited run
+_NUM_SETS, _MIN_REUSE, _REUSE = 40, 10, 25
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command, as they were given."""
+    """The options of the command line."""
 
     problems: int | None = None
     seconds: float | None = None
@@ -59,7 +60,7 @@ class Options:
 
 
 def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
-    """Checks the options. What it returns does the work and gives the exit status."""
+    """Checks the options and returns the job, which returns the exit status."""
     if options.direction not in PASSES:
         raise value_error("--pass", repr(options.direction), ", ".join(PASSES))
     for name, number in (("--problems", options.problems), ("--seconds", options.seconds), ("--jobs", options.jobs)):
@@ -91,7 +92,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
 
 @dataclass(frozen=True)
 class Command:
-    """A check and where its results go."""
+    """One run of the command."""
 
     settings: Settings
     console: Console
@@ -103,12 +104,12 @@ class Command:
         try:
             return work()
         except BrokenProcessPool:
-            words = "Its processes died. Pass --jobs 1, or fewer than now where memory is short."
+            words = "Worker processes died. Pass --jobs 1, or fewer jobs if memory is short."
             self.console.print(f"[red]{words}", highlight=False, soft_wrap=True)
             return NOTHING_CHECKED
 
     def check(self, trial: Trial | None) -> int:
-        """One given problem, or as many as were asked for."""
+        """Checks the given problem, or random ones."""
         if trial is not None:
             report = check_trials([trial], self.settings)
         else:
@@ -127,14 +128,14 @@ class Command:
         return FOUND if report.failures else 0 if report.ran else NOTHING_CHECKED
 
     def hunt(self, faults: Sequence[Mutation]) -> int:
-        """Each fault planted, until a problem shows it."""
+        """Plants each fault and runs problems until one detects it."""
         hunts, is_interrupted = list[Hunt](), False
         with self._progress(len(faults)) as (progress, task):
             try:
                 for found in hunt(faults, self.settings):
                     hunts.append(found)
                     progress.update(task, advance=1, description=found.mutation.name)
-                    self._write("mutations.json", self._hunted(hunts))  # whatever becomes of the others
+                    self._write("mutations.json", self._hunted(hunts))  # keep the results so far
             except KeyboardInterrupt:
                 is_interrupted = True
         hunts.sort(key=lambda found: faults.index(found.mutation))
@@ -156,10 +157,10 @@ class Command:
             )
             self.console.print(escape(f"  {failure.reproducer}"), highlight=False, soft_wrap=True)
         if report.num_deaths:
-            words = "died, of a crash or for want of memory; what they were at was judged again"
-            self.console.print(f"[yellow]{report.num_deaths} of the processes {words}.", highlight=False, soft_wrap=True)
+            words = "died (a crash, or out of memory); their problems were run again"
+            self.console.print(f"[yellow]{report.num_deaths} worker processes {words}.", highlight=False, soft_wrap=True)
         if report.lost:
-            self.console.print("[red]The GPU takes no more work; run the last problem alone, or under compute-sanitizer.", highlight=False)
+            self.console.print("[red]The GPU no longer works; run the last problem alone, or under compute-sanitizer.", highlight=False)
 
     def _keep(self, name: str, content: dict[str, Any]) -> None:
         if self.as_json:
@@ -173,7 +174,7 @@ class Command:
             return None
         path, part = self.out / name, self.out / f"{name}.part"
         part.write_text(self._text(content) + "\n", encoding="utf-8")
-        os.replace(part, path)  # never half of it
+        os.replace(part, path)  # atomic: readers never see a partial file
         return path
 
     def _text(self, content: dict[str, Any]) -> str:
@@ -199,7 +200,7 @@ class _Bar:
 
 
 def _backends(names: str | None, device: str, has_fault: bool) -> list[Backend]:
-    """Those that run on the device; under a fault, those that compile our kernels."""
+    """The selected backends that run on the device; with a fault, only those whose kernels can have one."""
     here = [backend for backend in registry.BACKENDS if device in backend.devices]
     if has_fault:
         here = [backend for backend in here if backend.takes_mutations]
@@ -219,12 +220,12 @@ def _backends(names: str | None, device: str, has_fault: bool) -> list[Backend]:
 
 
 def _reuse(problems: int | None) -> int:
-    """How many problems share a set of options."""
+    """Number of problems that share a set of options."""
     return _REUSE if problems is None else max(_MIN_REUSE, problems // _NUM_SETS)
 
 
 def _default_jobs(device: str) -> int:
-    """On a GPU a few processes, which share the kernels on disk; where none are kept there, each would compile its own."""
+    """Several processes on a GPU, if they can share kernels through the disk cache; else one."""
     return max(1, min(_GPU_JOBS, (os.cpu_count() or 1) // 2)) if device == "cuda" and cache.KernelCache.default().directory else 1
 
 

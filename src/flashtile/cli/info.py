@@ -1,4 +1,4 @@
-"""`flashtile info`: what was found, which backends work on which device here, and why not."""
+"""`flashtile info`: what was found on this machine, and which backends work on which device."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from flashtile.runtime.cache import KernelCache, embedded_archs
 from flashtile.version import __version__
 
 SWITCHES = {
-    "FLASHTILE_STRICT": "1: a call that only a slower path can serve raises instead of warning",
-    "FLASHTILE_CHECK": "1: lengths and block tables on a GPU are read and checked, which waits for it",
-    "FLASHTILE_NVRTC": "the libnvrtc file to compile with, instead of the one found",
-    "FLASHTILE_CACHE_DIR": "where compiled kernels are kept, instead of flashtile/ below XDG_CACHE_HOME or ~/.cache",
-    "FLASHTILE_CACHE": "0: compiled kernels stay in memory",
-    "FLASHTILE_EXECUTOR": "python: CUDA kernels are launched from Python, instead of by the C++ extension",
-    "FLASHTILE_CPU_ISA": "the instruction set of the CPU engine, instead of the best: avx512, avx2 or baseline",
-    "FLASHTILE_COMMIT": "the commit that results name, for a copy of the source without its history",
+    "FLASHTILE_STRICT": "1: a call that would fall back to a slower path raises instead of warning",
+    "FLASHTILE_CHECK": "1: check lengths and block tables on a GPU, which synchronises with it",
+    "FLASHTILE_NVRTC": "the libnvrtc file to compile with; default: the first one found",
+    "FLASHTILE_CACHE_DIR": "folder of compiled kernels; default: flashtile/ below XDG_CACHE_HOME or ~/.cache",
+    "FLASHTILE_CACHE": "0: keep compiled kernels in memory only",
+    "FLASHTILE_EXECUTOR": "python: launch CUDA kernels from Python instead of from the C++ extension",
+    "FLASHTILE_CPU_ISA": "the instruction set of the CPU engine: avx512, avx2 or baseline; default: the best",
+    "FLASHTILE_COMMIT": "the commit that result files name, for a source copy without git history",
 }
 
 
 def collect() -> dict[str, Any]:
-    """Everything `info` shows, as plain data."""
+    """Everything that `info` shows, as plain data."""
     return {
         "flashtile": __version__,
         "python": platform.python_version(),
@@ -57,7 +57,7 @@ def collect() -> dict[str, Any]:
 
 
 def _extension() -> dict[str, Any]:
-    """Where the C++ extension is and what it can use, or why there is none."""
+    """Path and instruction sets of the C++ extension, or why it is not available."""
     reason = extension.missing()
     return {
         "path": None if reason else extension.path(),
@@ -67,7 +67,7 @@ def _extension() -> dict[str, Any]:
 
 
 def _executor() -> dict[str, Any]:
-    """Who launches CUDA kernels, and why not the C++ extension."""
+    """Which language launches CUDA kernels and, if Python, why not C++."""
     reason = native.missing()
     return {"language": "c++" if reason is None else "python", "reason": reason}
 
@@ -107,7 +107,7 @@ def _nvrtc() -> dict[str, Any]:
 
 
 def _cache() -> dict[str, Any]:
-    """Where kernels are kept, and the word usable or why not. Makes no directory."""
+    """Directory, status and size of the kernel cache. Creates no directory."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         kept = KernelCache.default()
@@ -127,7 +127,7 @@ def _cache() -> dict[str, Any]:
 
 
 def _archs() -> dict[str, str]:
-    """For each architecture with kernels, the word works or what is missing."""
+    """For each architecture with kernels: "works", or what is missing."""
     try:
         compiler = toolchain.find()
         known = compiler.archs
@@ -137,7 +137,7 @@ def _archs() -> dict[str, str]:
 
 
 def _status(backend: Backend, device: str) -> str:
-    """The word works, or why not."""
+    """Returns "works", or why it does not."""
     if device not in backend.devices:
         return f"no: it runs on {' and '.join(backend.devices)}"
     if backend.name == "cpu" and (reason := extension.missing()):
@@ -189,6 +189,6 @@ def show(as_json: bool) -> None:
     backends = Table("backend", "cpu", "cuda", "what it is", title="backends, the preferred first", title_justify="left")
     for name, status in facts["backends"].items():
         backends.add_row(name, status["cpu"], status["cuda"], facts["summaries"][name])
-    # A path is wrapped, not cut
+    # Wrap long paths instead of truncating them
     found.columns[1].overflow = "fold"
     console.print(found, backends)

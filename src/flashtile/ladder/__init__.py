@@ -1,1 +1,1 @@
-"""The ladder: attention rebuilt step by step, one teaching kernel in one file for each step, and what checks and measures them."""
+"""The ladder: attention optimised step by step, one self-contained kernel per step, checked and measured."""

@@ -1,4 +1,4 @@
-"""The roofs of the roofline, measured on the GPU at hand: FMA rate, bandwidth of device memory and of shared memory."""
+"""The ceilings of the roofline, measured on the current GPU: FMA rate, device and shared memory bandwidth."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _BUDGET_S = 0.06
 
 @dataclass(frozen=True)
 class Ceilings:
-    fma_tflops: float  # an FMA counts two
-    dram_gb_per_s: float  # of a copy, bytes read and written
+    fma_tflops: float  # an FMA counts as two operations
+    dram_gb_per_s: float  # bytes read plus bytes written by a copy
     shared_gb_per_s: float  # of 16-byte reads
 
 
@@ -32,7 +32,7 @@ class _Params(ctypes.Structure):
 
 
 def measure() -> Ceilings:
-    """The best of several rounds each: a roof is what was reached once."""
+    """Takes the best of several rounds: a ceiling is the highest rate that was reached."""
     out = torch.zeros(1, device="cuda")
     source = torch.empty(_COPY_BYTES // 4, device="cuda").normal_()
     target = torch.empty_like(source)

@@ -1,4 +1,4 @@
-"""`flashtile ladder`: every rung checked, measured beside the SDPA baselines, profiled if asked, written, drawn and shown."""
+"""`flashtile ladder`: checks every rung, times it beside SDPA, profiles it on request, writes the results."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ _HBM_SEQLENS = (512, 1024, 2048, 4096, 8192)
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command, as they were given."""
+    """The options of the command line."""
 
     is_list: bool = False
     only: str | None = None
     dtype: str = "fp32"
     is_causal: bool | None = None  # None = both
     has_profile: bool = False
-    arch: str | None = None  # of --list
+    arch: str | None = None  # only with --list
     out: Path | None = None
     as_json: bool = False
 
 
 def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
-    """The job the options and the environment ask for. What can be refused is refused here, before anything runs on the GPU."""
+    """Checks options and environment and returns the job. Errors in them are raised here, before the GPU is used."""
     variables = Variables.read()
     measure.check_dtype(options.dtype)
     chosen = measure.chosen(options.only, variables)
@@ -59,14 +59,14 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         raise value_error("--arch", options.arch, "it with --list; kernels are measured on the GPU at hand")
     where, line = device.resolve(None)
     if where != "cuda":
-        way_out = "`flashtile ladder --list` needs none and shows what each kernel takes"
-        raise unsupported("flashtile ladder", "no GPU here", "a GPU that torch sees", way_out)
+        hint = "`flashtile ladder --list` needs none and shows what each kernel takes"
+        raise unsupported("flashtile ladder", "no GPU here", "a GPU that torch sees", hint)
     if options.has_profile:
         counters.find()
     folder = writable_folder(options.out or Path("results") / device.slug(where))
     arch, console = launcher.current_arch(), make_console(options.as_json)
     fitting, refusals = with_tiles(chosen, measure.LARGE.head_dim, arch, variables)
-    # Side by side: a compile error ends the command here, with the compiler's log
+    # Compile in parallel. A compile error ends the command here, with the compiler's log
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda rung: launcher.compile_rung(rung, measure.LARGE.head_dim, arch, variables), fitting))
     for text in (line, *refusals):
@@ -75,7 +75,10 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
 
 
 def with_tiles(chosen: Sequence[Rung], head_dim: int, arch: Arch, variables: Variables) -> tuple[list[Rung], list[str]]:
-    """Those that have a tile under the experiment's limits, and why the others have none. The user's own must have one, and so must any."""
+    """The rungs that have a tile within the limits, and why the others have none.
+
+    Raises if the user's own kernel has no tile, or if no rung has one.
+    """
     fitting, refusals = list[Rung](), list[Exception]()
     for rung in chosen:
         try:
@@ -92,7 +95,7 @@ def with_tiles(chosen: Sequence[Rung], head_dim: int, arch: Arch, variables: Var
 
 @dataclass
 class Run:
-    """A run under way."""
+    """One run of the command."""
 
     options: Options
     variables: Variables
@@ -118,7 +121,7 @@ class Run:
             f"Measured ceilings: {roofs.fma_tflops:.1f} TFLOP/s of FMA, {roofs.dram_gb_per_s:.0f} GB/s of device memory, "
             f"{roofs.shared_gb_per_s:.0f} GB/s of shared memory."
         )
-        # A part of the ladder has files of its own, beside those of the whole
+        # A partial run does not overwrite the files of a full one
         is_whole = self.options.only is None and self.options.is_causal is None and self.variables == Variables(self.variables.is_debug)
         stem = self.options.dtype + ("" if is_whole else "_part")
         written = [self.folder / f"ladder_{stem}.csv", self.folder / f"ladder_kernels_{stem}.csv"]
@@ -151,7 +154,7 @@ class Run:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _check(self) -> None:
-        """Every rung against float64 at odd lengths, with guard zones; the user's own in a process of its own."""
+        """Checks every rung against float64 at odd lengths, with guard zones; the user's in a separate process."""
         errors = []
         for rung in self.chosen:
             check = probe.check_apart if rung.is_own else probe.check
@@ -160,7 +163,7 @@ class Run:
         self._say(f"Checked against float64 at lengths {', '.join(map(str, probe.SEQLENS))}, largest errors: {names}.")
 
     def _measure(self, path: Path) -> list[Row]:
-        """Everyone interleaved in one run; rows go to the file as they come."""
+        """Times all providers, interleaved. Rows are written as they are measured."""
         plan = measure.plan(self.options.dtype, self.options.is_causal)
         providers = [*measure.rung_providers(self.variables, self.chosen), *measure.baselines()]
         settings = Settings("cuda", device.cache_bytes("cuda"), _BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S)
@@ -178,7 +181,7 @@ class Run:
         return list(measure.plan(self.options.dtype, self.options.is_causal).points[: 2 if self.options.is_causal is None else 1])
 
     def _profile(self) -> tuple[dict[tuple[str, bool], Counters], list[HbmRow], str]:
-        """The counters of every rung at the large problem, the bytes over the length, and why there are none."""
+        """Counters of every rung at the large problem, bytes by sequence length, and the error if there are none."""
         if not self.options.has_profile:
             return {}, [], ""
         counted: dict[tuple[str, bool], Counters] = {}
@@ -200,7 +203,7 @@ class Run:
         return found
 
     def _hbm(self) -> list[HbmRow]:
-        """Device memory traffic over the length: eager, and the last rung."""
+        """Device memory traffic by sequence length, of eager attention and of the last rung."""
         calls = [
             counters.Call(name, replace(measure.LARGE, seqlen_q=seqlen, seqlen_k=seqlen))
             for name in ("eager", self.chosen[-1].name)
@@ -225,7 +228,7 @@ def _arch(name: str | None) -> Arch:
 
 
 def _list(chosen: Sequence[Rung], arch: Arch, variables: Variables, as_json: bool) -> int:
-    """What there is, and what each kernel takes on the architecture; compiles, and needs no GPU."""
+    """Lists the rungs and the resources of each on the architecture. Compiles them; needs no GPU."""
     console = make_console(as_json)
     found, lines = list[dict[str, object]](), list[tuple[str, ...]]()
     for rung in chosen:

@@ -1,4 +1,4 @@
-"""Hardware counters by Nsight Compute: a child process runs under `ncu`, one profiled call after the other, and its table is read back."""
+"""Hardware counters from Nsight Compute: runs a child process under `ncu` and parses its CSV output."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ LIMIT_S = 300.0
 _MARKER = "ladder_marker_kernel"
 _MARKER_SOURCE = f'extern "C" __global__ void {_MARKER}(const int) {{}}\n'
 _CHILD = "import sys; from flashtile.ladder import counters; counters.child(*sys.argv[1:])"
-_SOURCE = "flashtile.ladder.measure"  # the module whose profiled_providers() a call's name is looked up in
+_SOURCE = "flashtile.ladder.measure"  # module whose profiled_providers() resolve the name in a Call
 _STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-# What a warp waits for; not_selected, being ready beside another one, is no wait
+# Stall reasons of a warp. not_selected is left out: such a warp was ready, but another one was issued
 _STALLS = (
     "barrier", "branch_resolving", "dispatch_stall", "drain", "imc_miss", "lg_throttle", "long_scoreboard", "math_pipe_throttle",
     "membar", "mio_throttle", "misc", "no_instruction", "short_scoreboard", "sleeping", "tex_throttle", "wait",
@@ -52,14 +52,14 @@ _METRICS = {
 
 @dataclass(frozen=True)
 class Call:
-    """One call to be profiled: a provider by name, and the problem."""
+    """A call to profile: provider name and problem."""
 
     provider: str
     point: Point
 
 
 def find() -> str:
-    """The profiler. Raises Unsupported where there is none."""
+    """The path of the profiler. Raises Unsupported if it is not installed."""
     folders = ["/usr/local/cuda/bin", *map(str, sorted(Path("/opt/nvidia/nsight-compute").glob("*"), reverse=True))]
     found = shutil.which("ncu") or next((path for folder in folders if (path := shutil.which("ncu", path=folder))), None)
     if found is None:
@@ -68,20 +68,20 @@ def find() -> str:
 
 
 def profile(calls: Sequence[Call], variables: Variables | None = None, source: str = _SOURCE) -> list[Counters]:
-    """The counters of calls that are one kernel each."""
+    """The counters of calls that launch one kernel each."""
     metrics = [*_BYTES, *_METRICS.values(), *map(_STALL.format, _STALLS)]
     groups = _run(calls, variables or Variables.read(), metrics, "all", source)
     return [_counters(kernels[0]) for kernels in groups]
 
 
 def device_bytes(calls: Sequence[Call], variables: Variables) -> list[tuple[float, int]]:
-    """Bytes read from and written to device memory by each call, over all its kernels, and how many those were."""
+    """For each call: bytes read from and written to device memory by all its kernels, and the number of kernels."""
     groups = _run(calls, variables, _BYTES, "none", _SOURCE)
     return [(sum(kernel[name] for kernel in kernels for name in _BYTES), len(kernels)) for kernels in groups]
 
 
 def _counters(kernel: Mapping[str, float]) -> Counters:
-    """Some architectures do not count everything: what is missing stays empty."""
+    """Counters from metrics. Those that an architecture does not have stay None."""
     stalls = {name: kernel.get(_STALL.format(name), 0.0) for name in _STALLS}
     top, total = max(stalls, key=lambda name: stalls[name]), max(sum(stalls.values()), 1e-9)
     value = {name: kernel.get(metric) for name, metric in _METRICS.items()}
@@ -108,7 +108,7 @@ def _counters(kernel: Mapping[str, float]) -> Counters:
 def _run(
     calls: Sequence[Call], variables: Variables, metrics: Iterable[str], cache_control: str, source: str
 ) -> list[list[dict[str, float]]]:
-    """The kernels of each call, each with its metrics."""
+    """Metrics of every kernel of each call."""
     request = json.dumps([{"provider": call.provider, "point": asdict(call.point)} for call in calls])
     options = ["--profile-from-start", "off", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
     options += ["--cache-control", cache_control, "--metrics", ",".join(metrics)]
@@ -116,11 +116,11 @@ def _run(
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=variables.child_environment())
     except subprocess.TimeoutExpired as error:
-        came = f"no answer of ncu within {LIMIT_S:.0f} s"
-        raise unsupported("Nsight Compute", came, "one", "Measure less at a time") from error
+        got = f"no answer of ncu within {LIMIT_S:.0f} s"
+        raise unsupported("Nsight Compute", got, "one", "Measure less at a time") from error
     if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
-        way_out = "Run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0"
-        raise unsupported("Nsight Compute", "ERR_NVGPUCTRPERM: this user may not read the counters", "a user who may", way_out)
+        hint = "Run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0"
+        raise unsupported("Nsight Compute", "ERR_NVGPUCTRPERM: this user may not read the counters", "a user who may", hint)
     groups = group(parse(done.stdout))
     has_bytes = all(name in kernel for kernels in groups for kernel in kernels for name in _BYTES)
     if done.returncode != 0 or len(groups) != len(calls) or not all(groups) or not has_bytes:
@@ -130,7 +130,7 @@ def _run(
 
 
 def parse(text: str) -> list[tuple[str, dict[str, float]]]:
-    """Kernel names and metrics of ncu's raw CSV: a header, a line of units, a line for each kernel."""
+    """Kernel names and metrics from ncu's raw CSV: a header, a line of units, one line per kernel."""
     table = list(csv.reader(line for line in text.splitlines() if line.startswith('"')))
     if len(table) < 2:
         return []
@@ -144,7 +144,7 @@ def parse(text: str) -> list[tuple[str, dict[str, float]]]:
 
 
 def group(kernels: Iterable[tuple[str, dict[str, float]]]) -> list[list[dict[str, float]]]:
-    """Kernels between markers: each marker begins a call."""
+    """Splits kernels into calls: each marker kernel begins a call."""
     groups: list[list[dict[str, float]]] = []
     for name, values in kernels:
         if _MARKER in name:
@@ -161,15 +161,15 @@ def _number(cell: str) -> float | None:
         return None
 
 
-# The child under ncu
+# The child process that runs under ncu
 
 
-class _Nothing(ctypes.Structure):
-    _fields_ = (("nothing", ctypes.c_int32),)
+class _NoParams(ctypes.Structure):
+    _fields_ = (("unused", ctypes.c_int32),)
 
 
 def child(source: str, request: str) -> None:
-    """Makes the calls that the request lists, with a marker kernel before each; only they are profiled."""
+    """Runs the calls of the request, each after a marker kernel. Nothing else is profiled."""
     known = importlib.import_module(source).profiled_providers()
     arch = current_arch()
     compiled = cache.compile_cached(_MARKER_SOURCE, arch.name, [_MARKER])
@@ -181,11 +181,11 @@ def child(source: str, request: str) -> None:
         attend = provider.build(point, inputs)
         with attend.context(), torch.no_grad():
             if provider.is_baseline:
-                # Libraries set themselves up on their first call; a rung has nothing to set up and may be slow
+                # Libraries initialise on their first call. Rungs do not, and a warm-up call of a slow rung takes long
                 attend.call(inputs.q, inputs.k, inputs.v)
             torch.cuda.synchronize()
             torch.cuda.profiler.start()
-            marker.launch((1, 1, 1), (1, 1, 1), 0, torch.cuda.current_stream().cuda_stream, _Nothing())
+            marker.launch((1, 1, 1), (1, 1, 1), 0, torch.cuda.current_stream().cuda_stream, _NoParams())
             attend.call(inputs.q, inputs.k, inputs.v)
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()

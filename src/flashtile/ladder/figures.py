@@ -1,4 +1,4 @@
-"""The ladder's figures: time of every rung, the roofline, each rung's counters beside the step before, bytes over the length."""
+"""The ladder's figures: times, roofline, counters of each rung and its predecessor, bytes by sequence length."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from flashtile.bench.tables import number
 from flashtile.ladder.rows import HbmRow, RungRow
 
 OURS, STEP_BEFORE, PEER = "#D55E00", "#9a9a9a", "#0072B2"
-_WAVEFRONT_BYTES = 128  # that the shared-memory pipe moves in one cycle
+_WAVEFRONT_BYTES = 128  # bytes that the shared-memory pipe moves in one cycle
 
 
 def draw(csv_path: Path) -> list[Path]:
-    """Every figure of one of the ladder's CSVs, beside it."""
+    """Draws every figure of one of the ladder's CSVs into its folder."""
     plots.require_matplotlib()
     import matplotlib
 
@@ -37,7 +37,7 @@ def draw(csv_path: Path) -> list[Path]:
 
 
 def _times(csv_path: Path, rows: Sequence[Row]) -> Path:
-    """Bars of the large problem, full and causal, on a log axis: each step's factor is a length."""
+    """Bars of the large problem, full and causal, on a log axis: equal speedups have equal lengths."""
     from matplotlib.figure import Figure
 
     masks = sorted({row.is_causal for row in rows})
@@ -46,13 +46,13 @@ def _times(csv_path: Path, rows: Sequence[Row]) -> Path:
     panels = figure.subplots(1, len(masks), squeeze=False, sharey=True)[0]
     for axes, is_causal in zip(panels, masks, strict=True):
         here = {row.provider: row for row in rows if row.is_causal == is_causal}
-        for place, name in enumerate(names):
+        for y, name in enumerate(names):
             if name not in here:
                 continue
             row = here[name]
             ms = row.median_ms or 0.0
-            axes.barh(place, ms, color=PEER if row.is_baseline else OURS, height=0.68, alpha=0.55 if name == "cuda" else 1.0)
-            axes.text(ms * 1.12, place, f"{number(ms)} ms", va="center", fontsize=9)
+            axes.barh(y, ms, color=PEER if row.is_baseline else OURS, height=0.68, alpha=0.55 if name == "cuda" else 1.0)
+            axes.text(ms * 1.12, y, f"{number(ms)} ms", va="center", fontsize=9)
         axes.set_xscale("log")
         times = [row.median_ms or 1.0 for row in here.values()]
         axes.set_xlim(min(times) * 0.6, max(times) * 6)
@@ -68,7 +68,10 @@ def _times(csv_path: Path, rows: Sequence[Row]) -> Path:
 
 
 def _roofline(csv_path: Path, kernels: Sequence[RungRow]) -> Path:
-    """Throughput over arithmetic intensity under the measured roofs: of device memory, as counted or as at best, and of shared memory."""
+    """Throughput by arithmetic intensity, with measured ceilings. One panel each for device and for shared memory.
+
+    Device memory bytes are counted or, without a profile, the least possible.
+    """
     from matplotlib.figure import Figure
 
     full = [kernel for kernel in kernels if not kernel.is_causal and kernel.tflops] or [kernel for kernel in kernels if kernel.tflops]
@@ -103,12 +106,12 @@ def _roof_panel(axes: Any, points: Sequence[tuple[float, RungRow]], name: str, g
     axes.text(high, top * 1.08, f"FMA, {number(top)} TFLOP/s", ha="right", fontsize=9)
     axes.text(low * 1.1, top * 1.08, f"{name}, {number(gb_per_s)} GB/s", fontsize=9)
     ordered = sorted(points, key=lambda one: one[1].tflops or 0.0)
-    places = plots.spread([float(np.log10(kernel.tflops or 1.0)) for _, kernel in ordered], 0.13)
+    label_ys = plots.spread([float(np.log10(kernel.tflops or 1.0)) for _, kernel in ordered], 0.13)
     right = max(x for x, _ in points)
-    for (x, kernel), place in zip(ordered, places, strict=True):
+    for (x, kernel), label_y in zip(ordered, label_ys, strict=True):
         axes.plot(x, kernel.tflops, "o", color=OURS, markersize=7)
         axes.annotate(
-            kernel.rung, xy=(x, kernel.tflops), xytext=(right * 1.8, 10**place), fontsize=9, va="center",
+            kernel.rung, xy=(x, kernel.tflops), xytext=(right * 1.8, 10**label_y), fontsize=9, va="center",
             arrowprops={"arrowstyle": "-", "color": STEP_BEFORE, "linewidth": 0.6},
         )  # fmt: skip
     axes.set_xscale("log")
@@ -117,7 +120,7 @@ def _roof_panel(axes: Any, points: Sequence[tuple[float, RungRow]], name: str, g
 
 
 def _counter_figure(csv_path: Path, kernel: RungRow, before: RungRow | None, causal_ms: float | None) -> Path:
-    """A rung's counters as percentages, the step before in grey."""
+    """Counters of a rung as percentages, with the previous rung in grey."""
     from matplotlib.figure import Figure
 
     values: list[tuple[str, Any]] = [
@@ -130,12 +133,12 @@ def _counter_figure(csv_path: Path, kernel: RungRow, before: RungRow | None, cau
     ]
     figure = Figure(figsize=(7.6, 3.1), layout="constrained")
     axes = figure.add_subplot()
-    for place, (_, value) in enumerate(values):
-        axes.barh(place - 0.19, value(kernel), color=OURS, height=0.36)
-        axes.text(value(kernel) + 1, place - 0.19, _digits(value(kernel)), va="center", fontsize=8.5)
+    for y, (_, value) in enumerate(values):
+        axes.barh(y - 0.19, value(kernel), color=OURS, height=0.36)
+        axes.text(value(kernel) + 1, y - 0.19, _digits(value(kernel)), va="center", fontsize=8.5)
         if before is not None:
-            axes.barh(place + 0.19, value(before), color=STEP_BEFORE, height=0.36)
-            axes.text(value(before) + 1, place + 0.19, _digits(value(before)), va="center", fontsize=8.5, color="#666666")
+            axes.barh(y + 0.19, value(before), color=STEP_BEFORE, height=0.36)
+            axes.text(value(before) + 1, y + 0.19, _digits(value(before)), va="center", fontsize=8.5, color="#666666")
     axes.set_yticks(range(len(values)), [name for name, _ in values])
     axes.set_xlim(0, 108)
     axes.set_xlabel(f"%, full; warps wait most for {kernel.top_stall.replace('_', ' ')}")
@@ -153,7 +156,7 @@ def _digits(percent: float) -> str:
 
 
 def _bytes_figure(csv_path: Path, rows: Sequence[HbmRow]) -> Path:
-    """Bytes through device memory over the length: quadratic where scores are stored, linear where they are not."""
+    """Device memory traffic by sequence length: quadratic if scores are stored, else linear."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.4, 5.0), layout="constrained")

@@ -1,4 +1,4 @@
-"""Compiles a rung for a GPU and launches it on torch's stream: float32 (batch, heads, seqlen, head_dim), contiguous."""
+"""Compiles a rung and launches it on torch's stream, for contiguous float32 (batch, heads, seqlen, head_dim)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashtile.runtime.nvrtc import Compiled, Resources
 
 
 class Params(ctypes.Structure):
-    """The one argument of every rung. `layout_asserts` ties it to the struct in the file."""
+    """The argument of every rung. `layout_asserts` checks it against the struct in the file."""
 
     _fields_ = (
         ("q", ctypes.c_void_p),
@@ -34,7 +34,7 @@ class Params(ctypes.Structure):
 
 
 def layout_asserts() -> str:
-    """C++ that refuses to compile where the file's Params differ from ours."""
+    """C++ static_asserts that fail if the file's Params differ from ours."""
     lines = [f'static_assert(sizeof(Params) == {ctypes.sizeof(Params)}, "Params: as in the files of the ladder");']
     for name, _ in Params._fields_:
         address = f"__INTADDR__(&(static_cast<Params*>(nullptr)->{name}))"
@@ -58,12 +58,12 @@ class Kernel:
 
     @property
     def occupancy(self) -> float:
-        """Resident warps over what a multiprocessor can hold, by registers and shared memory."""
+        """Resident warps over the most that a multiprocessor holds, from registers and shared memory."""
         blocks = self.arch.blocks_per_multiprocessor(self.tile.num_threads, self.resources.registers, self.tile.shared_bytes)
         return blocks * -(-self.tile.num_threads // 32) / self.arch.max_warps
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, out: Tensor | None = None) -> Tensor:
-        """Attention, into `out` where there is one."""
+        """Attention. The result goes to `out` if given."""
         out = torch.empty_like(q) if out is None else out
         batch, heads, seqlen, head_dim = q.shape
         scale_log2 = math.log2(math.e) / math.sqrt(head_dim)
@@ -88,20 +88,20 @@ def _function(cubin: bytes, symbol: str) -> driver.Function:
     return driver.load(cubin).function(symbol)
 
 
-def compile_rung(rung: Rung, head_dim: int, arch: Arch, variables: Variables, is_wide: bool | None = None) -> Kernel:
-    """Compiles for one head dim; needs no GPU. A refusal of the compiler is raised with its whole log."""
+def compile_rung(rung: Rung, head_dim: int, arch: Arch, variables: Variables, is_aligned16: bool | None = None) -> Kernel:
+    """Compiles for one head dim; needs no GPU. A CompileError contains the whole log."""
     tile = rung.tile(head_dim, arch, variables)
-    is_wide = head_dim % 4 == 0 if is_wide is None else is_wide
+    is_aligned16 = head_dim % 4 == 0 if is_aligned16 is None else is_aligned16
     unit = f'#line 1 "{rung.path.name}"\n{rung.source}\n#line 1 "launcher"\n{layout_asserts()}\n'
-    compiled = cache.compile_cached(unit, arch.name, [rung.function], tile.defines(is_wide))
+    compiled = cache.compile_cached(unit, arch.name, [rung.function], tile.defines(is_aligned16))
     kernel = Kernel(rung, arch, tile, compiled, variables.is_debug)
     if variables.is_debug:
-        print(f"{rung.name}: {rung.path}, {' '.join(tile.defines(is_wide))}\n{compiled.log.strip()}", file=sys.stderr)
+        print(f"{rung.name}: {rung.path}, {' '.join(tile.defines(is_aligned16))}\n{compiled.log.strip()}", file=sys.stderr)
     return kernel
 
 
 def kernel_for(rung: Rung, q: Tensor, k: Tensor, v: Tensor, variables: Variables) -> Kernel:
-    """The kernel for a call, after its tensors were checked."""
+    """Checks the tensors of a call and returns the kernel for it."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype != torch.float32:
             raise unsupported(name, tensor.dtype, "float32: all rungs so far compute and store it")

@@ -1,4 +1,4 @@
-"""Rungs as providers of the benchmark, the problems of the ladder, and the row of each kernel."""
+"""The rungs as providers of the benchmark, the problems of the ladder, and the CSV row of each kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ SMALL = Point(1, 1, 1, 512, 512, 64, 64)
 
 
 def plan(dtype: str, is_causal: bool | None) -> Plan:
-    """The large problem and the lengths of the fast sweep, full and causal or one of them. The large one first: it tells what is slow."""
+    """The large problem and the lengths of the fast sweep, full, causal or both.
+
+    The large problem comes first: its times show which providers to skip.
+    """
     masks = (False, True) if is_causal is None else (is_causal,)
     points = [replace(LARGE, dtype=dtype, is_causal=mask) for mask in masks]
     points += [replace(SMALL, dtype=dtype, is_causal=mask, seqlen_q=size, seqlen_k=size) for mask in masks for size in FAST_SEQLENS]
@@ -39,7 +42,7 @@ def check_dtype(dtype: str) -> None:
 
 
 def chosen(only: str | None, variables: Variables) -> list[Rung]:
-    """The rungs that take part: those whose number or name the list has, else all; the user's own kernel always."""
+    """The rungs whose number or name is in `only`, or all of them; plus the user's own kernel, if any."""
     known, own = rungs.rungs(), rungs.own(variables)
     if only is None:
         found = list(known)
@@ -60,7 +63,7 @@ def rung_providers(variables: Variables, chosen_rungs: Sequence[Rung] | None = N
 
 
 def profiled_providers() -> list[Provider]:
-    """Everyone who can be named in a child of ladder.counters."""
+    """All providers that a child of ladder.counters can name."""
     return [*rung_providers(Variables.read()), *providers.providers()]
 
 

@@ -1,7 +1,7 @@
-"""Whether a kernel does what it should: small odd problems, guard zones around its output, numbers against float64.
+"""Checks that a kernel is correct: small problems of odd length, guard zones around the output, float64 results.
 
-A kernel that faults poisons the CUDA context of its process, and one that hangs never gives it back, so a kernel that is not ours is tried
-in a process of its own first.
+A kernel that faults makes the CUDA context of its process unusable, and one that hangs blocks it. A user's kernel is
+therefore tried in a separate process first.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from flashtile.runtime.nvrtc import CompileError
 
 SEQLENS = (1, 77, 200)
 LIMIT_S = 120.0
-GUARD = 2**16  # floats before and behind the output
+GUARD = 2**16  # floats before and after the output
 _CHILD = "import sys; from flashtile.ladder import probe; probe.child(int(sys.argv[1]))"
 
 
-class KernelFault(RuntimeError):  # noqa: N818, what it is
-    """A kernel that faults, hangs, writes where it must not, leaves output unwritten or computes wrong numbers; the message says which."""
+class KernelFault(RuntimeError):  # noqa: N818, named for the fault
+    """A kernel faults, hangs, writes out of bounds, leaves output unwritten or computes wrong results."""
 
 
 def check(rung: Rung, head_dim: int, variables: Variables) -> float:
@@ -44,7 +44,7 @@ def check(rung: Rung, head_dim: int, variables: Variables) -> float:
 
 
 def check_call(call: Callable[[Inputs, bool, Tensor], None], name: str, head_dim: int, device: str) -> float:
-    """The same for anything that fills an output."""
+    """The same for any function that fills an output."""
     worst = 0.0
     for seed, seqlen in enumerate(SEQLENS):
         for is_causal in (False, True):
@@ -60,11 +60,11 @@ def check_call(call: Callable[[Inputs, bool, Tensor], None], name: str, head_dim
 
 
 def _guarded(call: Callable[[Tensor], None], inputs: Inputs, where: str) -> Tensor:
-    """The output, poisoned before and fenced by zones that must not change."""
+    """Runs the call on an output filled with NaN, between guard zones that must not change. Returns the output."""
     size, device = inputs.q.numel(), inputs.q.device
-    room = torch.full((size + 2 * GUARD,), torch.nan, device=device)
+    buffer = torch.full((size + 2 * GUARD,), torch.nan, device=device)
     before = [tensor.clone() for tensor in (inputs.q, inputs.k, inputs.v)]
-    out = room[GUARD : GUARD + size].view(inputs.q.shape)
+    out = buffer[GUARD : GUARD + size].view(inputs.q.shape)
     try:
         call(out)
         timing.synchronize(device.type)
@@ -72,7 +72,7 @@ def _guarded(call: Callable[[Tensor], None], inputs: Inputs, where: str) -> Tens
         raise
     except RuntimeError as error:
         raise KernelFault(f"{where}: the kernel failed: {_first_line(error)}") from error
-    for name, zone in (("before", room[:GUARD]), ("behind", room[-GUARD:])):
+    for name, zone in (("before", buffer[:GUARD]), ("behind", buffer[-GUARD:])):
         touched = (~zone.isnan()).nonzero()
         if len(touched):
             first = int(touched[0]) - (GUARD if name == "before" else 0)
@@ -87,7 +87,7 @@ def _guarded(call: Callable[[Tensor], None], inputs: Inputs, where: str) -> Tens
 
 
 def check_apart(rung: Rung, head_dim: int, variables: Variables) -> float:
-    """`check` of the user's kernel in a process of its own, which may fault or hang without harm to this one."""
+    """Runs `check` on the user's kernel in a separate process, so that a fault or hang does not affect this one."""
     command = [sys.executable, "-c", _CHILD, str(head_dim)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=variables.child_environment())
@@ -104,7 +104,7 @@ def check_apart(rung: Rung, head_dim: int, variables: Variables) -> float:
 
 
 def child(head_dim: int) -> None:
-    """The side of the process of its own: checks the kernel that the environment names, and prints what came of it."""
+    """Runs in the separate process: checks the kernel that the environment names and prints the result."""
     variables = Variables.read()
     rung = rungs.own(variables)
     assert rung is not None
@@ -113,7 +113,7 @@ def child(head_dim: int) -> None:
     except (KernelFault, CompileError, Unsupported, ValueError) as error:
         report = {"fault": str(error)}
     print(json.dumps(report), flush=True)
-    # A poisoned context makes the usual way out of the process complain
+    # With a broken context a normal exit prints errors
     os._exit(0)
 
 

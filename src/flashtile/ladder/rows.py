@@ -1,4 +1,4 @@
-"""The rows of the ladder's own CSVs; times and accuracy are rows of flashtile.bench."""
+"""The rows of the ladder's own CSVs. Times and accuracy use the rows of flashtile.bench."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flashtile.bench.rows import Environment
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """One kernel on one problem: what it takes, how fast it is, and the roofs."""
+    """One kernel on one problem: resources, speed, and the measured ceilings."""
 
     rung: str
     title: str
@@ -26,7 +26,7 @@ class KernelFacts:
     registers: int
     spill_bytes: int
     shared_bytes: int
-    occupancy: float  # by registers and shared memory, 0 to 1
+    occupancy: float  # from registers and shared memory, 0 to 1
     median_ms: float | None
     tflops: float | None
     flops: float  # of the problem
@@ -38,35 +38,35 @@ class KernelFacts:
 
 @dataclass(frozen=True)
 class Counters:
-    """What Nsight Compute counted in the kernel; all empty where it was not asked."""
+    """Counters from Nsight Compute; all None without a profile."""
 
     profiled_ms: float | None = None  # under the profiler, caches cold
     dram_bytes: float | None = None  # read and written
     l2_bytes: float | None = None
-    l2_percent: float | None = None  # of the peak throughput
+    l2_percent: float | None = None  # of peak throughput
     shared_loads: float | None = None  # warp instructions that read shared memory
     shared_wavefronts: float | None = None  # cycles of the shared-memory pipe, over all multiprocessors
-    shared_percent: float | None = None  # of the peak throughput
-    bank_conflicts: float | None = None  # wavefronts that conflicts added
-    achieved_occupancy: float | None = None  # resident warps over the most there can be, 0 to 1
-    fma_percent: float | None = None  # cycles in which the FMA pipe was busy
-    sectors_per_load: float | None = None  # 32-byte sectors of a global load instruction
+    shared_percent: float | None = None  # of peak throughput
+    bank_conflicts: float | None = None  # additional wavefronts because of conflicts
+    achieved_occupancy: float | None = None  # resident warps over the maximum, 0 to 1
+    fma_percent: float | None = None  # share of cycles in which the FMA pipe was busy
+    sectors_per_load: float | None = None  # 32-byte sectors per global load instruction
     divergent_branches: float | None = None
     top_stall: str = ""
-    top_stall_share: float | None = None  # of the cycles that warps waited
-    global_stall_share: float | None = None  # waits for global memory (long scoreboard), likewise
+    top_stall_share: float | None = None  # of all stall cycles
+    global_stall_share: float | None = None  # stalls on global memory (long scoreboard), likewise
 
 
 @dataclass(frozen=True, kw_only=True)
 class RungRow(Counters, KernelFacts):
-    """A line of ladder_kernels_<dtype>.csv: the facts, the counters, the environment."""
+    """A row of ladder_kernels_<dtype>.csv: measurements, counters, environment."""
 
     env: Environment
 
 
 @dataclass(frozen=True)
 class HbmRow:
-    """Bytes that one call moves through device memory: a line of ladder_hbm_<dtype>.csv."""
+    """A row of ladder_hbm_<dtype>.csv: bytes that one call moves through device memory."""
 
     provider: str
     dtype: str

@@ -1,11 +1,12 @@
-"""The kernels of the ladder: found as numbered files, each with its launch written in its own head.
+"""The kernels of the ladder: numbered files, each with a launch line in its head comment.
 
     // launch: block_m=64 block_n=64|32 threads=256 shared=4*2*block_n*d arch=61
 
-`block_m` queries and `threads` make a block; `block_n` is the tile of keys, the preferred first and what else the kernel takes behind it;
-`shared` is the dynamic shared memory in bytes, `arch` the oldest architecture. Values are arithmetic over d (head_dim rounded up to a
-multiple of 32), arch, block_m and block_n, with `(A if x < y else B)`; a second such line continues the first. The compiler gets HEAD_DIM,
-BLOCK_M, BLOCK_N, NUM_THREADS, SHARED_BYTES and IS_WIDE (rows start on 16 bytes) from here, so a tile is written down once.
+A block has `threads` threads and owns `block_m` queries. `block_n` lists the key tiles that the kernel accepts, the
+preferred one first. `shared` is the dynamic shared memory in bytes, `arch` the oldest architecture. Values are integer
+expressions over d (head_dim rounded up to a multiple of 32), arch, block_m and block_n, and may use
+`(A if x < y else B)`. A second launch line continues the first. The values are passed to the compiler as HEAD_DIM,
+BLOCK_M, BLOCK_N, NUM_THREADS, SHARED_BYTES and IS_WIDE (rows are 16-byte aligned), so a tile is written only once.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Variables:
         )
 
     def environment(self) -> dict[str, str]:
-        """The same as environment variables."""
+        """The variables as a dictionary."""
         values = {
             "FLASH_DEBUG": "1" if self.is_debug else None,
             "FLASH_SMEM_KB": self.shared_kb,
@@ -70,7 +71,7 @@ class Variables:
         return {name: "" if value is None else str(value) for name, value in values.items()}
 
     def child_environment(self) -> dict[str, str]:
-        """The environment of a process that runs this package with the same variables."""
+        """The environment of a child process that runs this package with the same variables."""
         path = os.pathsep.join(filter(None, (str(FOLDER.parents[1]), os.environ.get("PYTHONPATH"))))
         return os.environ | self.environment() | {"PYTHONPATH": path}
 
@@ -86,7 +87,7 @@ def _positive(environment: Mapping[str, str], name: str) -> int | None:
 
 @dataclass(frozen=True)
 class Tile:
-    """What a launch needs, for one head dim and architecture."""
+    """Tile and launch configuration for one head dim and architecture."""
 
     head_dim: int  # rounded up
     block_m: int
@@ -94,26 +95,26 @@ class Tile:
     num_threads: int
     shared_bytes: int
 
-    def defines(self, is_wide: bool) -> list[str]:
+    def defines(self, is_aligned16: bool) -> list[str]:
         return [
             f"HEAD_DIM={self.head_dim}",
             f"BLOCK_M={self.block_m}",
             f"BLOCK_N={self.block_n}",
             f"NUM_THREADS={self.num_threads}",
             f"SHARED_BYTES={self.shared_bytes}",
-            f"IS_WIDE={int(is_wide)}",
+            f"IS_WIDE={int(is_aligned16)}",
         ]
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One kernel: a file, the function in it and its launch."""
+    """One kernel: its file, the function in it and its launch line."""
 
     path: Path
     source: str
     function: str
-    launch: tuple[tuple[str, str], ...]  # the fields and their expressions
-    is_own: bool = False  # the user's, not one of the ladder's
+    launch: tuple[tuple[str, str], ...]  # fields of the launch line and their expressions
+    is_own: bool = False  # the user's own kernel
 
     @property
     def name(self) -> str:
@@ -121,7 +122,7 @@ class Rung:
 
     @property
     def title(self) -> str:
-        """The first line of the file."""
+        """The first line of the file, without its number."""
         first = self.source.splitlines()[0].removeprefix("//").strip() if self.source else ""
         return re.sub(r"^\d+ ", "", first)
 
@@ -130,13 +131,13 @@ class Rung:
         return evaluate(dict(self.launch)["arch"], {})
 
     def note(self, word: str) -> str:
-        """What the head says under Changed, Why, Predicted or Measured."""
+        """The text of a section of the head comment: Changed, Why, Predicted or Measured."""
         match = re.search(rf"^// {word}:\s+(.*?)(?=^// \w+:|^//\n|^// *$|^[^/])", self.source, re.MULTILINE | re.DOTALL)
         text = " ".join(line.removeprefix("//").strip() for line in match[1].splitlines()) if match else ""
         return text[:1].upper() + text[1:]
 
     def tile(self, head_dim: int, arch: Arch, variables: Variables) -> Tile:
-        """The first tile that fits the shared memory there is, or the one that FLASH_BLOCK_N asks for."""
+        """The first tile that fits into shared memory, or the one that FLASH_BLOCK_N selects."""
         if not 1 <= head_dim <= MAX_HEAD_DIM:
             raise unsupported("head_dim", head_dim, f"1 to {MAX_HEAD_DIM} in the ladder")
         if arch.number < self.min_arch:
@@ -158,13 +159,13 @@ class Rung:
                 raise value_error("FLASH_BLOCK_N", str(variables.block_n), choices, "Its launch line lists what it takes")
             tile = tiles[accepted.index(variables.block_n)]
             if tile not in fitting:
-                came = f"{tile.block_n}, a tile of {tile.shared_bytes / 1024:.1f} KiB at head_dim {head_dim}, over the {limit}"
-                raise value_error("FLASH_BLOCK_N", came, self._largest(fitting), "Take a smaller tile, or raise FLASH_SMEM_KB")
+                got = f"{tile.block_n}, a tile of {tile.shared_bytes / 1024:.1f} KiB at head_dim {head_dim}, over the {limit}"
+                raise value_error("FLASH_BLOCK_N", got, self._largest(fitting), "Take a smaller tile, or raise FLASH_SMEM_KB")
             return tile
         if not fitting:
             smallest = min(tiles, key=lambda tile: tile.shared_bytes)
-            came = f"a tile of {smallest.shared_bytes / 1024:.1f} KiB at head_dim {head_dim}, its smallest, over the {limit}"
-            raise unsupported(self.name, came, "a tile that fits", "Raise FLASH_SMEM_KB, or take another rung")
+            got = f"a tile of {smallest.shared_bytes / 1024:.1f} KiB at head_dim {head_dim}, its smallest, over the {limit}"
+            raise unsupported(self.name, got, "a tile that fits", "Raise FLASH_SMEM_KB, or take another rung")
         return fitting[0]
 
     def _budget(self, arch: Arch, variables: Variables) -> int:
@@ -187,7 +188,7 @@ class Rung:
 
 @functools.cache
 def rungs() -> tuple[Rung, ...]:
-    """Every numbered file of the folder, in order."""
+    """The rungs of every numbered file, in order."""
     return tuple(read(path, None) for path in sorted(FOLDER.glob("[0-9][0-9]_*.cu")))
 
 
@@ -202,7 +203,7 @@ def own(variables: Variables) -> Rung | None:
 
 
 def read(path: Path, function: str | None) -> Rung:
-    """A kernel from its file. Without a name it is the only kernel of the file."""
+    """Reads a kernel from its file. Without a function name the file must have exactly one kernel."""
     try:
         source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -220,12 +221,12 @@ def _launch_line(path: Path, source: str) -> tuple[tuple[str, str], ...]:
     text = " ".join(re.findall(r"^// launch:(.*)$", source, re.MULTILINE))
     found = {name: value.strip() for name, value in re.findall(r"(\w+)=((?:\([^()]* if [^()]* else [^()]*\)|\S)+)", text)}
     if sorted(found) != sorted(_FIELDS):
-        came = f"{path.name} with {', '.join(found) or 'none'}"
-        raise value_error("launch line", came, f"one that gives {', '.join(_FIELDS)}", f"Write it into a comment, such as\n{_EXAMPLE}\n")
+        got = f"{path.name} with {', '.join(found) or 'none'}"
+        raise value_error("launch line", got, f"one that gives {', '.join(_FIELDS)}", f"Write it into a comment, such as\n{_EXAMPLE}\n")
     return tuple((name, found[name]) for name in _FIELDS)
 
 
-# Arithmetic of the launch line
+# Expressions of the launch line
 
 _OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -241,7 +242,7 @@ _OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
 
 
 def evaluate(text: str, names: Mapping[str, int]) -> int:
-    """An integer expression of +, -, *, //, comparisons, conditions and the names given. Raises ValueError for anything else."""
+    """Evaluates an integer expression: +, -, *, //, comparisons, conditions, `names`. Raises ValueError for others."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:

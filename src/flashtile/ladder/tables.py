@@ -1,4 +1,4 @@
-"""The ladder's tables: times against the step before and against SDPA, what each kernel takes, what was counted, bytes over the length."""
+"""The ladder's tables: speedups over the previous rung and SDPA, resources, counters, bytes by sequence length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = ("ladder", "ladder-causal", "counters", "counters-causal", "one-head")
 
 
 def of(rows: Sequence[Row], kernels: Sequence[RungRow], kind: str) -> Table:
-    """One of KINDS. `rows` are the times of everyone, `kernels` the rungs' own rows."""
+    """The table of one of KINDS. `rows`: times of all providers; `kernels`: the rows of the rungs."""
     if kind not in KINDS:
         raise value_error("table", repr(kind), ", ".join(KINDS))
     if kind == "one-head":
@@ -25,7 +25,7 @@ def of(rows: Sequence[Row], kernels: Sequence[RungRow], kind: str) -> Table:
 
 
 def ladder_table(rows: Sequence[Row], kernels: Sequence[RungRow]) -> Table:
-    """Each rung at the large problem, and the baselines below them."""
+    """Each rung at the large problem, then the baselines."""
     if not kernels:
         return Table("", (), ())
     first = kernels[0]
@@ -52,7 +52,7 @@ def ladder_table(rows: Sequence[Row], kernels: Sequence[RungRow]) -> Table:
 
 
 def counter_table(kernels: Sequence[RungRow]) -> Table:
-    """What Nsight Compute counted, for the rungs it was asked about."""
+    """Counters of the rungs that were profiled."""
     lines = []
     for kernel in kernels:
         if kernel.dram_bytes is None or kernel.l2_bytes is None:
@@ -117,7 +117,7 @@ def _number(value: float | None) -> str:
 
 
 def _conflicts(kernel: RungRow) -> str:
-    """As a share of all the pipe's cycles: a few come from requests that merely overlap."""
+    """Conflicts as a share of all cycles of the pipe. A few come from requests that only overlap."""
     if not kernel.shared_wavefronts:
         return "0 %"
     return _percent((kernel.bank_conflicts or 0.0) / kernel.shared_wavefronts)

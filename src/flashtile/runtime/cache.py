@@ -1,12 +1,13 @@
-"""Keeps compiled kernels: in memory for the process, on disk for the next one, and in the package where it was built with some.
+"""Caches compiled kernels: in memory, on disk, and embedded in the package if it was built with kernels.
 
-Directory: FLASHTILE_CACHE_DIR, else flashtile/ below XDG_CACHE_HOME or ~/.cache; FLASHTILE_CACHE=0 turns the disk off. It must belong to
-the user and be closed to everybody else. A file is a header (magic, format, SHA-256 of the rest), a length-prefixed JSON object and the
-cubin, and names the key it was stored under. It gets its name only when complete, so any number of processes may share the directory.
-Whatever is wrong with the disk costs one warning and a compilation; nothing here raises for it, and no doubtful file becomes a kernel.
+Directory: FLASHTILE_CACHE_DIR, else flashtile/ below XDG_CACHE_HOME or ~/.cache; FLASHTILE_CACHE=0 disables the disk
+cache. The directory must belong to the user and have mode 0700. A file holds a header (magic, format, SHA-256 of the
+rest), a length-prefixed JSON object that contains the key, and the cubin. It is renamed into place when complete, so
+any number of processes may share the directory. A disk error costs one warning and a compilation, never an exception; a
+file that fails a check is never loaded as a kernel.
 
-A package built with FLASHTILE_ARCHS holds kernels for those architectures (EMBEDDED), in files of the same form. Their key leaves the
-compiler out: where the headers, the unit and the options are the same, they are taken, and no compiler is looked for.
+A package built with FLASHTILE_ARCHS holds kernels for those architectures in EMBEDDED, in the same file format. Their
+key does not include the compiler: if headers, unit and options match, they are used and no compiler is looked for.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
 
 
 class CacheWarning(UserWarning):
-    """The disk cache cannot be used, or a file in it cannot. Kernels are compiled instead."""
+    """The disk cache, or a file in it, cannot be used. Kernels are compiled instead."""
 
 
 class KernelCache:
-    """One directory of compiled kernels, or none."""
+    """A directory of compiled kernels; without a directory nothing is stored."""
 
     def __init__(self, directory: Path | None) -> None:
         self.directory = directory
 
     @classmethod
     def default(cls) -> KernelCache:
-        """The cache the environment asks for."""
+        """The cache that the environment variables select."""
         if os.environ.get("FLASHTILE_CACHE") == "0":
             return cls(None)
         asked = os.environ.get("FLASHTILE_CACHE_DIR")
@@ -63,7 +64,7 @@ class KernelCache:
 
     @staticmethod
     def key(parts: Sequence[str | bytes]) -> str:
-        """SHA-256 of the parts, each with its length, so that moving text from one to the next changes it."""
+        """SHA-256 of the parts. Each is prefixed by its length, so that moving text between parts changes the key."""
         digest = hashlib.sha256()
         for part in parts:
             content = part.encode() if isinstance(part, str) else part
@@ -71,7 +72,7 @@ class KernelCache:
         return digest.hexdigest()
 
     def load(self, key: str) -> Compiled | None:
-        """The kernel stored under the key, if there is one that can be trusted."""
+        """The kernel stored under the key, or None if there is none or its file fails a check."""
         found = self._read(f"{key}.kernel", key)
         if found is None:
             return None
@@ -79,12 +80,12 @@ class KernelCache:
         return Compiled(meta["arch"], cubin, meta["symbols"], meta["log"])
 
     def store(self, key: str, compiled: Compiled) -> None:
-        """Keeps a kernel for other processes, where the disk allows it."""
+        """Stores a kernel for other processes, if the disk cache is usable."""
         meta = {"key": key, "arch": compiled.arch, "symbols": compiled.symbols, "log": compiled.log}
         self._write(f"{key}.kernel", meta, compiled.cubin)
 
     def toolchain_digest(self, found: Toolchain) -> str:
-        """The toolchain's digest, remembered for as long as its files keep path, size and time."""
+        """The digest of the toolchain, cached until the path, size or time of one of its files changes."""
         try:
             states = [(path, path.stat()) for path in found.files]
         except OSError:
@@ -97,7 +98,7 @@ class KernelCache:
         return found.digest
 
     def _read(self, name: str, key: str) -> tuple[dict[str, Any], bytes] | None:
-        """The JSON object and the bytes of a file that is whole, ours, and stored under this key."""
+        """JSON object and content of a file; None unless it is complete, the user's own and stored under the key."""
         directory = self._usable()
         if directory is None:
             return None
@@ -110,7 +111,7 @@ class KernelCache:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            _warn_once(str(path), f"kernel cache: {path} is not usable ({error}); its content is made anew")
+            _warn_once(str(path), f"kernel cache: {path} is not usable ({error}); it will be replaced")
             return None
 
     def _write(self, name: str, meta: dict[str, Any], content: bytes) -> None:
@@ -130,7 +131,7 @@ class KernelCache:
             _warn_once(f"write {directory}", f"kernel cache: cannot write to {directory} ({error}); kernels stay in memory")
 
     def _usable(self) -> Path | None:
-        """The directory, made where it is missing, if it is the user's own and nobody else's."""
+        """The directory, created if missing; None unless it belongs to the user and is closed to others."""
         if self.directory is None:
             return None
         try:
@@ -150,7 +151,10 @@ class KernelCache:
 
 
 def compile_cached(source: str, arch: str, names: Sequence[str], defines: Sequence[str] = ()) -> Compiled:
-    """Compiles one unit, or takes it from the package, memory or disk. Threads that want the same unit wait for one compilation."""
+    """Compiles one unit, or takes it from the package, memory or disk.
+
+    Threads that need the same unit wait for one compilation.
+    """
     headers = include_digest(nvrtc.INCLUDE)
     options = json.dumps([list(names), nvrtc.options(arch, defines)])
     if is_embedded(arch) and (ready := _load_embedded(arch, KernelCache.key([headers, source, options]))) is not None:
@@ -165,7 +169,7 @@ def compile_cached(source: str, arch: str, names: Sequence[str], defines: Sequen
             found = cache.load(key)
             if found is None:
                 found = nvrtc.compile_source(compiler, source, arch, names, defines)
-                # Headers edited since they were hashed went into this kernel: right for now, wrong under this key
+                # If a header changed after hashing, this kernel is current but does not belong under this key
                 if tree_digest(nvrtc.INCLUDE) == headers:
                     cache.store(key, found)
             _memory[key] = found
@@ -173,7 +177,7 @@ def compile_cached(source: str, arch: str, names: Sequence[str], defines: Sequen
 
 
 def embed(folder: Path, source: str, arch: str, names: Sequence[str]) -> None:
-    """Compiles a unit, or takes it from wherever it is, and puts it into a folder that is to become EMBEDDED."""
+    """Compiles a unit, or takes it from the cache, and writes it to a folder that will become EMBEDDED."""
     compiled = compile_cached(source, arch, names)
     key = KernelCache.key([tree_digest(nvrtc.INCLUDE), source, json.dumps([list(names), nvrtc.options(arch)])])
     meta = {"key": key, "arch": arch, "symbols": compiled.symbols, "log": compiled.log}
@@ -183,7 +187,7 @@ def embed(folder: Path, source: str, arch: str, names: Sequence[str]) -> None:
 
 @functools.cache
 def embedded_archs() -> dict[str, int]:
-    """The architectures that the package holds kernels for, and how many."""
+    """Number of embedded kernels by architecture."""
     files = sorted(EMBEDDED.glob("*.kernel")) if EMBEDDED.is_dir() else []
     return dict(collections.Counter(path.name.split("-")[0] for path in files))
 

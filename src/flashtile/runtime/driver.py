@@ -1,7 +1,7 @@
 """Loads cubins and launches kernels through the CUDA driver, opened on first use. Device indices are torch's.
 
-A library is loaded once for all devices and stays for the life of the process. Launches go to the context current in the calling thread,
-which torch's device guards set; a thread that has none gets the primary context of torch's current device.
+A library is loaded once for all devices and is never unloaded. Launches use the current context of the calling thread,
+which torch's device guards set; a thread without one gets the primary context of torch's current device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ARGUMENTS: dict[str, tuple[type, ...] | None] = {
     "cuKernelGetFunction": (POINTER(c_void_p), c_void_p),
     "cuKernelSetAttribute": (c_int, c_int, c_void_p, c_int),
     "cuOccupancyMaxActiveBlocksPerMultiprocessor": (POINTER(c_int), c_void_p, c_int, c_size_t),
-    # Converting by declared types would cost another 1.5 us a launch; the call below passes pointers as c_void_p
+    # Declared argument types would cost 1.5 us per launch; the calls below pass pointers as c_void_p instead
     "cuLaunchKernel": None,
     "cuTensorMapEncodeTiled": None,
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
@@ -87,16 +87,16 @@ class Function:
         self._lock = threading.Lock()
 
     def address(self, device_index: int) -> int:
-        """What the driver knows it by on a device that set_shared_bytes was called for: 0.7 us a launch faster than what it is on all."""
+        """The per-device CUfunction; launches 0.7 us faster than the CUkernel. Call `set_shared_bytes` first."""
         return self._addresses[device_index]
 
     def set_shared_bytes(self, device_index: int, num_bytes: int) -> None:
-        """Allows launches on the device to take so much dynamic shared memory. Call it with the device current, before the first launch."""
+        """Allows launches with this much dynamic shared memory. The device must be current. Call it before launching."""
         if self._shared_bytes.get(device_index, -1) >= num_bytes:
             return
         with self._lock, _relaxed_capture():
             _ensure_context()
-            # A cubin reaches a device when it is first needed there: have that here, where a capture in progress allows it
+            # The driver loads a cubin onto a device on first use. Do it here, where a graph capture allows it
             function = c_void_p()
             _call("cuKernelGetFunction", byref(function), self._handle)
             self._addresses[device_index] = function.value or 0
@@ -105,7 +105,7 @@ class Function:
                 self._shared_bytes[device_index] = num_bytes
 
     def blocks_per_multiprocessor(self, num_threads: int, shared_bytes: int) -> int:
-        """How many blocks a multiprocessor of the current device holds at a time, as the driver counts. Call `set_shared_bytes` first."""
+        """Resident blocks per multiprocessor of the current device, by the driver. Call `set_shared_bytes` first."""
         found = c_int()
         _call("cuOccupancyMaxActiveBlocksPerMultiprocessor", byref(found), self._handle, num_threads, shared_bytes)
         return found.value
@@ -118,7 +118,10 @@ class Function:
         stream: int,
         params: ctypes.Structure | int,
     ) -> None:
-        """Launches on the stream of the current device. The kernel takes one argument, by value: `params`, a structure or its address."""
+        """Launches on a stream of the current device.
+
+        `params`, a structure or its address, is the kernel's only argument, passed by value.
+        """
         pointer = byref(c_void_p(params if isinstance(params, int) else ctypes.addressof(params)))
         status = self._launch(self._handle, *grid, *block, shared_bytes, c_void_p(stream), pointer, None)
         if status != 0:
@@ -128,8 +131,11 @@ class Function:
 
 
 class TensorMap:
-    """What the copy engine is told of a tensor, but for its address: sizes and box count elements from the fastest axis on, strides are
-    those of the other axes in bytes, multiples of 16. Boxes are 128-byte swizzled in shared memory; what lies outside arrives as zeros."""
+    """A TMA tensor map without the address.
+
+    Sizes and box are in elements, fastest axis first. Strides are those of the other axes, in bytes, multiples of 16.
+    Boxes are 128-byte swizzled in shared memory; elements outside the tensor are loaded as zeros.
+    """
 
     def __init__(self, dtype: str, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> None:
         rank = len(sizes)
@@ -142,10 +148,10 @@ class TensorMap:
     def encode(self, address: int) -> bytes:
         """The map of a tensor at the address, a multiple of 16."""
         buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _MAP_ALIGNMENT)
-        place = -ctypes.addressof(buffer) % _MAP_ALIGNMENT
-        status = self._encode(c_void_p(ctypes.addressof(buffer) + place), *self._kind, c_void_p(address), *self._layout)
+        offset = -ctypes.addressof(buffer) % _MAP_ALIGNMENT
+        status = self._encode(c_void_p(ctypes.addressof(buffer) + offset), *self._kind, c_void_p(address), *self._layout)
         check(status, f"cuTensorMapEncodeTiled of {self._text}, address {address:#x}")
-        return buffer.raw[place : place + TENSOR_MAP_BYTES]
+        return buffer.raw[offset : offset + TENSOR_MAP_BYTES]
 
 
 def load(cubin: bytes) -> Library:
@@ -157,7 +163,7 @@ def load(cubin: bytes) -> Library:
 
 
 def version() -> tuple[int, int]:
-    """The newest CUDA version the driver knows."""
+    """The newest CUDA version that the driver supports."""
     number = c_int()
     _call("cuDriverGetVersion", byref(number))
     return number.value // 1000, number.value % 1000 // 10
@@ -180,7 +186,7 @@ def multiprocessor_count(device_index: int) -> int:
 
 
 def max_shared_bytes(device_index: int) -> int:
-    """Dynamic shared memory one block may ask for."""
+    """Most dynamic shared memory that one block may use."""
     return attribute(device_index, "max_shared_bytes_per_block_optin")
 
 
@@ -189,19 +195,19 @@ def l2_bytes(device_index: int) -> int:
 
 
 def library() -> str:
-    """The file of the driver."""
+    """File name of the driver library."""
     return _LIBRARY
 
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    way_out = "Install an NVIDIA driver of version 525 or newer"
+    hint = "Install an NVIDIA driver of version 525 or newer"
     try:
         library = ctypes.CDLL(_LIBRARY)
         for name, arguments in _ARGUMENTS.items():
             getattr(library, name).argtypes = arguments
     except (OSError, AttributeError) as error:
-        raise unsupported("CUDA driver", f"no usable {_LIBRARY} ({error})", "a driver that knows CUDA 12 or newer", way_out) from error
+        raise unsupported("CUDA driver", f"no usable {_LIBRARY} ({error})", "a driver that supports CUDA 12 or newer", hint) from error
     status = library.cuInit(0)
     if status != 0:
         raise unsupported("CUDA driver", f"{_describe(library, status)} from cuInit", "a driver with at least one usable GPU")
@@ -213,13 +219,13 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def check(status: int, what: str) -> None:
-    """Raises what a call into the driver returned, unless it is 0."""
+    """Raises DriverError if a driver call returned a nonzero status; `what` names the call."""
     if status != 0:
         raise DriverError(f"{what} failed: {_describe(_driver(), status)}")
 
 
 def _describe(library: ctypes.CDLL, status: int) -> str:
-    """Name and text of a status. The driver knows no text for one newer than itself."""
+    """Name and text of a status. The driver has neither for a status newer than itself."""
     name, text = c_char_p(), c_char_p()
     library.cuGetErrorName(status, byref(name))
     library.cuGetErrorString(status, byref(text))
@@ -246,7 +252,7 @@ def _ensure_context() -> bool:
 
 @contextmanager
 def _relaxed_capture() -> Iterator[None]:
-    """Lets the thread make calls that a graph capture in progress would otherwise refuse."""
+    """Lets the thread make driver calls that a graph capture in progress would refuse."""
     mode = c_int(_CAPTURE_MODE_RELAXED)
     _call("cuThreadExchangeStreamCaptureMode", byref(mode))
     try:

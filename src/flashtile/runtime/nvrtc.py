@@ -1,4 +1,4 @@
-"""Compiles CUDA C++ text to a cubin for one exact architecture, and reads what the compiler says about it."""
+"""Compiles CUDA C++ source to a cubin for one exact architecture and parses the compiler's log."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from flashtile.errors import value_error
 from flashtile.runtime.toolchain import Toolchain
 
 INCLUDE = Path(__file__).resolve().parent.parent / "include"
-# Without --no-source-include a header in the working directory would come before ours
+# Without --no-source-include a header in the working directory would be found before ours
 BASE_OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--device-as-default-execution-space", "--no-source-include")
-# What the compiler says of the code; "nvrtc: warning" speaks of the options, such as an architecture about to be dropped
+# Warnings about the code. "nvrtc: warning" is about the options, such as a deprecated architecture
 _WARNING = re.compile(r"(?<!nvrtc: )\bwarning\s*[#:]|\bC75\d\d\b", re.IGNORECASE)
 
 
 class CompileError(RuntimeError):
-    """The compiler refused. The message holds its whole log."""
+    """Compilation failed. The message contains the whole log."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes, as ptxas reports it."""
+    """Resource usage of one kernel, as reported by ptxas."""
 
     registers: int
     spill_store_bytes: int
@@ -35,7 +35,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A cubin, the symbol behind each name expression, and the compiler's log."""
+    """A cubin, the symbol of each name expression, and the compiler's log."""
 
     arch: str
     cubin: bytes
@@ -43,24 +43,24 @@ class Compiled:
     log: str
 
     def resources(self, name: str) -> Resources:
-        """What the kernel behind the name expression takes."""
+        """Resource usage of the kernel that the name expression denotes."""
         return parse_log(self.log)[self.symbols[name]]
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about the code, and the notes of ptxas on lost performance (C75xx)."""
+        """Warnings about the code, and ptxas notes on lost performance (C75xx)."""
         return [line for line in self.log.splitlines() if _WARNING.search(line)]
 
 
 def options(arch: str, defines: Sequence[str] = ()) -> list[str]:
-    """Everything the compiler is told except where the headers are. Only an exact architecture gives a cubin."""
+    """All compiler options except the include path. NVRTC makes a cubin only for an exact architecture."""
     if not re.fullmatch(r"sm_\d+[af]?", arch):
         raise value_error("arch", arch, 'an exact architecture such as "sm_80" or "sm_90a"')
     return [f"--gpu-architecture={arch}", *BASE_OPTIONS, *(f"-D{define}" for define in defines)]
 
 
 def compile_source(toolchain: Toolchain, source: str, arch: str, names: Sequence[str], defines: Sequence[str] = ()) -> Compiled:
-    """Compiles one unit. `names` are C++ expressions of the kernels wanted, such as "flashtile::fwd_kernel<Config>"."""
+    """Compiles one unit. `names`: C++ expressions of the kernels, such as "flashtile::fwd_kernel<Config>"."""
     nvrtc = toolchain.library
     program = ctypes.c_void_p()
     _check(toolchain, nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"flashtile.cu", 0, None, None))
@@ -83,7 +83,7 @@ def compile_source(toolchain: Toolchain, source: str, arch: str, names: Sequence
 
 
 def parse_log(log: str) -> dict[str, Resources]:
-    """Resources by symbol, from the lines ptxas prints under -v. Functions it did not inline follow their kernel and count as its own."""
+    """Resources by symbol, from the output of ptxas -v. Functions that were not inlined count towards their kernel."""
     found: dict[str, Resources] = {}
     for section in re.split(r"Compiling entry function ", log)[1:]:
         symbol = re.match(r"'([^']+)'", section)

@@ -1,8 +1,8 @@
-"""Finds NVRTC, NVIDIA's compiler as a library: no toolkit and no host compiler needed.
+"""Finds NVRTC, NVIDIA's compiler library. No CUDA toolkit and no host compiler are needed.
 
-Looked for in this order: the file FLASHTILE_NVRTC names; the wheels that come with torch (nvidia/cu13, nvidia/cu12, nvidia/cuda_nvrtc)
-in any folder of sys.path; a toolkit in CUDA_HOME, CUDA_PATH or /usr/local/cuda; the loader's own search path.
-Finding opens nothing where it can be helped: a process that finds its kernels in the cache never loads the compiler.
+Search order: the file that FLASHTILE_NVRTC names; the wheels that come with torch (nvidia/cu13, nvidia/cu12,
+nvidia/cuda_nvrtc) in any folder of sys.path; a toolkit in CUDA_HOME, CUDA_PATH or /usr/local/cuda; the search path of
+the dynamic loader. Only the last one opens the library: a process whose kernels are cached never loads the compiler.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from flashtile.errors import Unsupported, unsupported
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 _WHEEL_FOLDERS = ("nvidia/cu13/lib", "nvidia/cu12/lib", "nvidia/cuda_nvrtc/lib")
 _ACCEPTED = "libnvrtc of CUDA 12 or 13"
-_WAY_OUT = "Install the package nvidia-cuda-nvrtc, or set FLASHTILE_NVRTC to the library file"
+_HINT = "Install the package nvidia-cuda-nvrtc, or set FLASHTILE_NVRTC to the library file"
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """One NVRTC library. The digest names it in cache keys: its version number has no patch level."""
+    """One NVRTC library. Cache keys contain its digest, because its version number has no patch level."""
 
     path: str
 
     @functools.cached_property
     def files(self) -> tuple[Path, ...]:
-        """The library's builtins and the library itself, each file once, in the order they must be opened."""
+        """The builtins libraries and the library itself, each file once, in the order to open them."""
         path = Path(self.path)
         return (*sorted({builtins.resolve() for builtins in path.parent.glob("libnvrtc-builtins.so*")}), path)
 
     @functools.cached_property
     def library(self) -> ctypes.CDLL:
-        """The library, opened after its builtins: NVRTC asks the loader for them by bare name."""
+        """The library, opened after its builtins, which NVRTC opens by bare name."""
         try:
             opened = [ctypes.CDLL(str(path)) for path in self.files][-1]
             opened.nvrtcGetErrorString.restype = ctypes.c_char_p
         except (OSError, AttributeError) as error:
-            raise unsupported("NVRTC", f"{self.path}, which does not load ({error})", _ACCEPTED, _WAY_OUT) from error
+            raise unsupported("NVRTC", f"{self.path}, which does not load ({error})", _ACCEPTED, _HINT) from error
         return opened
 
     @functools.cached_property
@@ -54,7 +54,7 @@ class Toolchain:
 
     @functools.cached_property
     def archs(self) -> frozenset[int]:
-        """The numbers of the architectures it compiles for."""
+        """Numbers of the architectures that it compiles for, such as 90."""
         count = ctypes.c_int()
         self.library.nvrtcGetNumSupportedArchs(ctypes.byref(count))
         numbers = (ctypes.c_int * count.value)()
@@ -63,7 +63,7 @@ class Toolchain:
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 over every file of the compiler. Reads about 100 MB; `cache.KernelCache.toolchain_digest` remembers it."""
+        """SHA-256 over every file of the compiler. Reads about 100 MB; `KernelCache.toolchain_digest` caches it."""
         total = hashlib.sha256()
         try:
             for path in self.files:
@@ -73,12 +73,12 @@ class Toolchain:
                         content.update(block)
                 total.update(content.digest())
         except OSError as error:
-            raise unsupported("NVRTC", f"{self.path}, which cannot be read ({error})", _ACCEPTED, _WAY_OUT) from error
+            raise unsupported("NVRTC", f"{self.path}, which cannot be read ({error})", _ACCEPTED, _HINT) from error
         return total.hexdigest()
 
 
 def candidates() -> Iterator[Path]:
-    """Every place a library may be, the preferred first."""
+    """Every path that the library may have, preferred ones first."""
     for folder in map(Path, sys.path):
         for inner in _WHEEL_FOLDERS:
             yield from (folder / inner / name for name in _NAMES)
@@ -89,11 +89,11 @@ def candidates() -> Iterator[Path]:
 
 @functools.cache
 def find() -> Toolchain:
-    """The NVRTC to compile with. Raises Unsupported with what was looked for when there is none."""
+    """The NVRTC to compile with. Raises Unsupported, listing the places searched, if there is none."""
     asked = os.environ.get("FLASHTILE_NVRTC")
     if asked:
         if not Path(asked).is_file():
-            raise unsupported("FLASHTILE_NVRTC", f"{asked}, which is no file", f"the path of a {_ACCEPTED}", _WAY_OUT)
+            raise unsupported("FLASHTILE_NVRTC", f"{asked}, which is no file", f"the path of a {_ACCEPTED}", _HINT)
         return Toolchain(str(Path(asked).absolute()))
     for path in candidates():
         if path.is_file():
@@ -105,11 +105,11 @@ def find() -> Toolchain:
 
 
 def _missing() -> Unsupported:
-    came = (
+    got = (
         f"none of {', '.join(_NAMES)} in the wheels beside torch ({', '.join(_WHEEL_FOLDERS)} below sys.path), "
         "in lib64 of CUDA_HOME, CUDA_PATH or /usr/local/cuda, or on the loader's path"
     )
-    return unsupported("NVRTC", came, _ACCEPTED, _WAY_OUT)
+    return unsupported("NVRTC", got, _ACCEPTED, _HINT)
 
 
 class _DlInfo(ctypes.Structure):
@@ -117,7 +117,7 @@ class _DlInfo(ctypes.Structure):
 
 
 def _on_loader_path(name: str) -> str | None:
-    """The file behind a bare library name. Only the loader knows, so this one is opened."""
+    """The file that the dynamic loader finds for a bare library name. Opens the library."""
     try:
         function = ctypes.CDLL(name).nvrtcVersion
         info = _DlInfo()

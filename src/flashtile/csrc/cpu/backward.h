@@ -1,9 +1,10 @@
-// Backward, in passes: per row delta = rowsum(dO * O) - dlse and lse in base 2; dQ, dK and dV; the gradients of bias and sinks.
+// Backward, in five passes: delta = rowsum(dO * O) - dlse and lse in base 2; dQ, dK and dV; the sum of partial dQ;
+// dbias; dsinks.
 //
-// The main pass: a task is a key head of one sequence. For each block of keys it walks over the blocks of queries that see it, of all
-// heads that share it: dV += P^T dO, dK += dS^T Q, dQ += dS K. dK and dV gather in scratch, dQ in scratch as long as the task's queries,
-// all in a fixed order. Where there are fewer key heads than threads the blocks of keys are dealt out to several tasks (num_splits),
-// whose shares of dQ are then added. (FlashAttention-2, section 3.2)
+// In the main pass a task is a key head of one sequence. Each block of keys loops over the blocks of queries that see
+// it, of all heads that share it: dV += P^T dO, dK += dS^T Q, dQ += dS K. dK and dV of the block and dQ of all queries
+// of the task are accumulated in scratch, in a fixed order. With fewer key heads than threads, num_splits tasks share
+// the blocks of keys, and the reduce pass adds up their partial dQ. (FlashAttention-2, section 3.2)
 #pragma once
 
 #include "backward_tile.h"
@@ -15,21 +16,23 @@ namespace {
 
 void preprocess_task(const EngineCall& call, i64 task, float* base) {
   const Params& p = *call.params;
-  i32 head = static_cast<i32>(task % p.heads), dims = padded(p.head_dim_v);
+  i32 head = static_cast<i32>(task % p.heads), padded_dim = padded(p.head_dim_v);
   Sequence s = find_sequence(call, static_cast<i32>(task / p.heads));
-  float *out = base, *dout = base + dims;
+  float *out = base, *dout = base + padded_dim;
   for (i32 i = 0; i < s.span.seqlen_q; ++i) {
-    i64 stat = make_query(p, s, head, i).stat;
-    // A row that saw nothing: 2^(score - inf) = 0
-    bool is_empty = p.lse[stat] == -kInfinity;
-    p.lse_log2[stat] = is_empty ? kInfinity : p.lse[stat] * kLog2e;
-    p.delta[stat] = 0.0f;
+    i64 lse_idx = make_query(p, s, head, i).lse_idx;
+    // A fully masked row: 2^(score - inf) = 0
+    bool is_empty = p.lse[lse_idx] == -kInfinity;
+    p.lse_log2[lse_idx] = is_empty ? kInfinity : p.lse[lse_idx] * kLog2e;
+    p.delta[lse_idx] = 0.0f;
     if (is_empty) continue;
-    load_row(out, query_row(p.out, p.out_strides, call.out_element, s, head, i), call.out_element, p.head_dim_v, dims);
-    load_row(dout, query_row(p.dout, p.dout_strides, call.out_element, s, head, i), call.out_element, p.head_dim_v, dims);
+    load_row(out, query_row(p.out, p.out_strides, call.out_element, s, head, i), call.out_element, p.head_dim_v,
+             padded_dim);
+    load_row(dout, query_row(p.dout, p.dout_strides, call.out_element, s, head, i), call.out_element, p.head_dim_v,
+             padded_dim);
     vf sum = {};
-    for (i32 c = 0; c < dims; c += kLanes) sum += load(out + c) * load(dout + c);
-    p.delta[stat] = sum_across(sum) - (p.dlse == nullptr ? 0.0f : p.dlse[stat]);
+    for (i32 c = 0; c < padded_dim; c += kLanes) sum += load(out + c) * load(dout + c);
+    p.delta[lse_idx] = horizontal_sum(sum) - (p.dlse == nullptr ? 0.0f : p.dlse[lse_idx]);
   }
 }
 
@@ -46,22 +49,22 @@ struct MainScratch {
 
   MainScratch(const EngineCall& call, float* base) : tile(call, base) {
     const Params& p = *call.params;
-    dk = tile.scratch.take(static_cast<i64>(tile.plan.block_n) * tile.k.dims);
-    dv = tile.scratch.take(static_cast<i64>(tile.plan.block_n) * tile.v.dims);
+    dk = tile.scratch.take(static_cast<i64>(tile.plan.block_n) * tile.k.padded_dim);
+    dv = tile.scratch.take(static_cast<i64>(tile.plan.block_n) * tile.v.padded_dim);
     // All queries of the heads that share a key head
     i64 dq_rows = p.dq == nullptr || p.num_splits > 1 ? 0 : static_cast<i64>(p.heads / p.heads_kv) * p.seqlen_q;
-    dq = tile.scratch.take(dq_rows * tile.k.dims);
+    dq = tile.scratch.take(dq_rows * tile.k.padded_dim);
   }
 
-  // Where dQ of query 0 of a head gathers.
+  // The accumulator of dQ of a head, from query 0 on.
   float* dq_rows(const Sequence& s, i32 head, i32 split) const {
     const Params& p = tile.p;
-    if (p.num_splits == 1) return dq + static_cast<i64>(head % (p.heads / p.heads_kv)) * p.seqlen_q * tile.k.dims;
-    return p.partial_out + (split * p.lse_size + make_query(p, s, head, 0).stat) * tile.k.dims;
+    if (p.num_splits == 1) return dq + static_cast<i64>(head % (p.heads / p.heads_kv)) * p.seqlen_q * tile.k.padded_dim;
+    return p.partial_out + (split * p.lse_size + make_query(p, s, head, 0).lse_idx) * tile.k.padded_dim;
   }
 };
 
-// dK and dV of a block of keys to their tensors: stored, or added where several sequences may share pages.
+// Writes dK or dV of a block of keys: stores, or adds if sequences may share pages.
 void store_key_grads(const EngineCall& call, const Sequence& s, void* tensor, const Strides& strides, i32 head_kv, i32 j, i32 count,
                      const float* rows, i32 dim, float factor) {
   const Params& p = *call.params;
@@ -79,22 +82,23 @@ void store_key_grads(const EngineCall& call, const Sequence& s, void* tensor, co
 void sequence_gradients(const EngineCall& call, MainScratch& t, const Sequence& s, i32 head_kv, i32 split) {
   const Params& p = *call.params;
   BackwardTile& tile = t.tile;
-  i32 block_m = tile.plan.block_m, block_n = tile.plan.block_n, dims = tile.k.dims, dims_v = tile.v.dims;
+  i32 block_m = tile.plan.block_m, block_n = tile.plan.block_n, padded_dim = tile.k.padded_dim,
+      padded_dim_v = tile.v.padded_dim;
   i32 first_head = head_kv * (p.heads / p.heads_kv), last_head = first_head + p.heads / p.heads_kv;
-  i64 num_dq = static_cast<i64>(s.span.seqlen_q) * dims;
+  i64 num_dq = static_cast<i64>(s.span.seqlen_q) * padded_dim;
   if (p.dq != nullptr) {
     for (i32 head = first_head; head < last_head; ++head) fill(t.dq_rows(s, head, split), num_dq, 0.0f);
   }
 
   for (i32 j = split * block_n; j < s.span.seqlen_k; j += p.num_splits * block_n) {
     i32 count = min_of(block_n, s.span.seqlen_k - j);
-    fill(t.dk, static_cast<i64>(count) * dims, 0.0f);
-    fill(t.dv, static_cast<i64>(count) * dims_v, 0.0f);
-    Range seeing = query_range(p, s, j, j + count);
-    Right k_rows = {};
-    if (seeing.begin < seeing.end) k_rows = tile.load_keys(s, head_kv, j, count);
+    fill(t.dk, static_cast<i64>(count) * padded_dim, 0.0f);
+    fill(t.dv, static_cast<i64>(count) * padded_dim_v, 0.0f);
+    Range visible = query_range(p, s, j, j + count);
+    OperandB k_rows = {};
+    if (visible.begin < visible.end) k_rows = tile.load_keys(s, head_kv, j, count);
     for (i32 head = first_head; head < last_head; ++head) {
-      for (i32 i = round_down(seeing.begin, block_m); i < seeing.end; i += block_m) {
+      for (i32 i = round_down(visible.begin, block_m); i < visible.end; i += block_m) {
         tile.load_queries(s, head, i, min_of(block_m, s.span.seqlen_q - i));
         tile.score_gradients(s, j, count, false);
         // dQ += dS K, over the keys that each group of queries sees
@@ -103,9 +107,10 @@ void sequence_gradients(const EngineCall& call, MainScratch& t, const Sequence& 
             i32 rows = min_of(kGroupRows, tile.num_rows - row);
             Range seen = Columns(tile.queries + row, rows, j, count).seen;
             if (seen.begin >= seen.end) continue;
-            product<Into::kAdd>(rows, dims, seen.end - seen.begin, {tile.ds + static_cast<i64>(row) * block_n + seen.begin, block_n, 1},
-                                {k_rows.b + seen.begin * k_rows.row_stride, k_rows.row_stride, k_rows.panel_stride},
-                                t.dq_rows(s, head, split) + static_cast<i64>(i + row) * dims, dims);
+            product<Epilogue::kAdd>(rows, padded_dim, seen.end - seen.begin,
+                                    {tile.ds + static_cast<i64>(row) * block_n + seen.begin, block_n, 1},
+                                    {k_rows.b + seen.begin * k_rows.row_stride, k_rows.row_stride, k_rows.panel_stride},
+                                    t.dq_rows(s, head, split) + static_cast<i64>(i + row) * padded_dim, padded_dim);
           }
         }
         // dV += P^T dO and dK += dS^T Q, over the queries that see each group of keys
@@ -116,13 +121,14 @@ void sequence_gradients(const EngineCall& call, MainScratch& t, const Sequence& 
           if (rows.begin >= rows.end) continue;
           i64 at = static_cast<i64>(rows.begin) * block_n + column;
           if (p.dv != nullptr) {
-            product<Into::kAdd>(columns, dims_v, rows.end - rows.begin, {tile.prob + at, 1, block_n},
-                                {tile.dout + static_cast<i64>(rows.begin) * dims_v, dims_v, kPanel},
-                                t.dv + static_cast<i64>(column) * dims_v, dims_v);
+            product<Epilogue::kAdd>(columns, padded_dim_v, rows.end - rows.begin, {tile.prob + at, 1, block_n},
+                                    {tile.dout + static_cast<i64>(rows.begin) * padded_dim_v, padded_dim_v, kPanel},
+                                    t.dv + static_cast<i64>(column) * padded_dim_v, padded_dim_v);
           }
           if (p.dk != nullptr) {
-            product<Into::kAdd>(columns, dims, rows.end - rows.begin, {tile.ds + at, 1, block_n},
-                                {tile.q + static_cast<i64>(rows.begin) * dims, dims, kPanel}, t.dk + static_cast<i64>(column) * dims, dims);
+            product<Epilogue::kAdd>(columns, padded_dim, rows.end - rows.begin, {tile.ds + at, 1, block_n},
+                                    {tile.q + static_cast<i64>(rows.begin) * padded_dim, padded_dim, kPanel},
+                                    t.dk + static_cast<i64>(column) * padded_dim, padded_dim);
           }
         }
       }
@@ -134,8 +140,8 @@ void sequence_gradients(const EngineCall& call, MainScratch& t, const Sequence& 
   if (p.dq != nullptr && p.num_splits == 1) {
     for (i32 head = first_head; head < last_head; ++head) {
       for (i32 i = 0; i < s.span.seqlen_q; ++i) {
-        store_row(query_row(p.dq, p.dq_strides, call.element, s, head, i), t.dq_rows(s, head, 0) + static_cast<i64>(i) * dims, call.element,
-                  p.head_dim, p.scale);
+        store_row(query_row(p.dq, p.dq_strides, call.element, s, head, i),
+                  t.dq_rows(s, head, 0) + static_cast<i64>(i) * padded_dim, call.element, p.head_dim, p.scale);
       }
     }
   }
@@ -146,9 +152,9 @@ void main_task(const EngineCall& call, i64 task, float* base) {
   [[maybe_unused]] FlushDenormals flush;
   MainScratch t(call, base);
   i32 split = static_cast<i32>(task % p.num_splits), head_kv = static_cast<i32>(task / p.num_splits % p.heads_kv);
-  // Sequences that may share pages are one task
-  i32 first = static_cast<i32>(task / p.num_splits / p.heads_kv), last = p.block_table != nullptr ? p.batch : first + 1;
-  for (i32 b = first; b < last; ++b) sequence_gradients(call, t, find_sequence(call, b), head_kv, split);
+  // With pages one task handles all sequences, because they may share pages
+  i32 begin = static_cast<i32>(task / p.num_splits / p.heads_kv), end = p.block_table != nullptr ? p.batch : begin + 1;
+  for (i32 b = begin; b < end; ++b) sequence_gradients(call, t, find_sequence(call, b), head_kv, split);
 }
 
 EnginePass main_pass(const EngineCall& call) {
@@ -158,17 +164,17 @@ EnginePass main_pass(const EngineCall& call) {
   return {is_needed ? sequences * p.heads_kv * p.num_splits : 0, MainScratch(call, nullptr).tile.scratch.used, main_task};
 }
 
-// dQ from the shares of the splits: one head of one sequence
+// Sum of the partial dQ of the splits: a task is one head of one sequence
 
 void reduce_task(const EngineCall& call, i64 task, float* row) {
   const Params& p = *call.params;
-  i32 head = static_cast<i32>(task % p.heads), dims = padded(p.head_dim);
+  i32 head = static_cast<i32>(task % p.heads), padded_dim = padded(p.head_dim);
   Sequence s = find_sequence(call, static_cast<i32>(task / p.heads));
   for (i32 i = 0; i < s.span.seqlen_q; ++i) {
-    const float* share = p.partial_out + make_query(p, s, head, i).stat * dims;
-    for (i32 c = 0; c < dims; c += kLanes) {
-      vf sum = load(share + c);
-      for (i32 split = 1; split < p.num_splits; ++split) sum += load(share + split * p.lse_size * dims + c);
+    const float* partial = p.partial_out + make_query(p, s, head, i).lse_idx * padded_dim;
+    for (i32 c = 0; c < padded_dim; c += kLanes) {
+      vf sum = load(partial + c);
+      for (i32 split = 1; split < p.num_splits; ++split) sum += load(partial + split * p.lse_size * padded_dim + c);
       store(row + c, sum);
     }
     store_row(query_row(p.dq, p.dq_strides, call.element, s, head, i), row, call.element, p.head_dim, p.scale);
@@ -181,24 +187,24 @@ EnginePass reduce_pass(const EngineCall& call) {
   return {is_needed ? static_cast<i64>(p.batch) * p.heads : 0, padded(p.head_dim), reduce_task};
 }
 
-// dbias: a task is a tile of it, over whatever is broadcast onto that tile
+// dbias: a task is a tile of it, summed over the axes that the bias is broadcast along
 
 struct BiasScratch {
   BackwardTile tile;
-  float *sums, *lost;  // what was added up so far, and what rounding took from it
+  float *sums, *errors;  // sums, and their accumulated rounding errors
 
   BiasScratch(const EngineCall& call, float* base) : tile(call, base) {
     sums = tile.scratch.take(size());
-    lost = tile.scratch.take(size());
+    errors = tile.scratch.take(size());
   }
 
   i64 size() const { return static_cast<i64>(tile.plan.block_m) * tile.plan.block_n; }
 
-  // All heads and batches may share an element, whose gradients cancel: two floats keep what one would lose (Knuth's two-sum)
+  // Gradients of all heads and batches may add up to one element and cancel: keep the rounding error (Knuth's TwoSum)
   FT_INLINE void add(i64 at, vf x) {
     vf old = load(sums + at), sum = old + x, added = sum - old;
     store(sums + at, sum);
-    store(lost + at, load(lost + at) + ((old - (sum - added)) + (x - added)));
+    store(errors + at, load(errors + at) + ((old - (sum - added)) + (x - added)));
   }
 };
 
@@ -214,7 +220,7 @@ void bias_task(const EngineCall& call, i64 task, float* base) {
   i32 own_head = static_cast<i32>(task / n_blocks / m_blocks % p.bias_sizes[1]);
   i32 own_batch = static_cast<i32>(task / n_blocks / m_blocks / p.bias_sizes[1]);
   fill(t.sums, t.size(), 0.0f);
-  fill(t.lost, t.size(), 0.0f);
+  fill(t.errors, t.size(), 0.0f);
 
   for (i32 b = has_batch ? own_batch : 0; b < (has_batch ? own_batch + 1 : p.batch); ++b) {
     Sequence s = find_sequence(call, b);
@@ -222,19 +228,19 @@ void bias_task(const EngineCall& call, i64 task, float* base) {
     for (i32 head = has_heads ? own_head : 0; head < (has_heads ? own_head + 1 : p.heads); ++head) {
       for (i32 j = own_j; j < j_end; j += block_n) {
         i32 count = min_of(block_n, s.span.seqlen_k - j);
-        Range seeing = query_range(p, s, j, j + count);
-        i32 i_end = has_rows ? min_of(own_i + block_m, seeing.end) : seeing.end;
-        i32 i_begin = has_rows ? own_i : round_down(seeing.begin, block_m);
+        Range visible = query_range(p, s, j, j + count);
+        i32 i_end = has_rows ? min_of(own_i + block_m, visible.end) : visible.end;
+        i32 i_begin = has_rows ? own_i : round_down(visible.begin, block_m);
         if (i_begin < i_end) tile.load_keys(s, head / (p.heads / p.heads_kv), j, count);
         for (i32 i = i_begin; i < i_end; i += block_m) {
           tile.load_queries(s, head, i, min_of(block_m, s.span.seqlen_q - i));
           tile.score_gradients(s, j, count, true);
-          // Rows that share one are summed by themselves first: a long sum of short sums is the more accurate
-          i32 shared = has_rows ? 1 : tile.num_rows;
-          for (i32 r = 0; r < tile.num_rows; r += shared) {
+          // Rows that share an element are summed first: a sum of partial sums rounds less
+          i32 num_shared = has_rows ? 1 : tile.num_rows;
+          for (i32 r = 0; r < tile.num_rows; r += num_shared) {
             for (i32 c = 0; c < count; c += kLanes) {
               vf sum = {};
-              for (i32 n = r; n < r + shared; ++n) sum += load(tile.ds + static_cast<i64>(n) * block_n + c);
+              for (i32 n = r; n < r + num_shared; ++n) sum += load(tile.ds + static_cast<i64>(n) * block_n + c);
               t.add(static_cast<i64>(has_rows ? r : 0) * block_n + c, sum);
             }
           }
@@ -245,18 +251,19 @@ void bias_task(const EngineCall& call, i64 task, float* base) {
 
   i64 at = (static_cast<i64>(own_batch) * p.bias_sizes[1] + own_head) * p.bias_sizes[2] * p.bias_sizes[3];
   for (i32 r = 0; r < (has_rows ? min_of<i64>(block_m, p.bias_sizes[2] - own_i) : 1); ++r) {
-    float *sums = t.sums + static_cast<i64>(r) * block_n, *lost = t.lost + static_cast<i64>(r) * block_n;
-    for (i32 c = 0; c < block_n; ++c) lost[c] = lost[c] == lost[c] ? lost[c] : 0.0f;  // of an infinite sum it is NaN
+    float *sums = t.sums + static_cast<i64>(r) * block_n, *errors = t.errors + static_cast<i64>(r) * block_n;
+    for (i32 c = 0; c < block_n; ++c) errors[c] = errors[c] == errors[c] ? errors[c] : 0.0f;  // NaN for an infinite sum
     if (has_columns) {
-      for (i32 c = 0; c < block_n; ++c) sums[c] += lost[c];
+      for (i32 c = 0; c < block_n; ++c) sums[c] += errors[c];
     } else {
       double all = 0.0;
-      for (i32 c = 0; c < block_n; ++c) all += static_cast<double>(sums[c]) + lost[c];
+      for (i32 c = 0; c < block_n; ++c) all += static_cast<double>(sums[c]) + errors[c];
       sums[0] = static_cast<float>(all);
     }
     i32 columns = has_columns ? static_cast<i32>(min_of<i64>(block_n, p.bias_sizes[3] - own_j)) : 1;
-    i64 place = at + (own_i + r) * p.bias_sizes[3] + own_j;
-    store_row(static_cast<char*>(p.dbias) + place * bytes_of(call.bias_element), sums, call.bias_element, columns, 1.0f);
+    i64 element = at + (own_i + r) * p.bias_sizes[3] + own_j;
+    store_row(static_cast<char*>(p.dbias) + element * bytes_of(call.bias_element), sums, call.bias_element, columns,
+              1.0f);
   }
 }
 
@@ -277,8 +284,8 @@ void sinks_task(const EngineCall& call, i64 task, float*) {
   for (i32 b = 0; b < p.batch; ++b) {
     Sequence s = find_sequence(call, b);
     for (i32 i = 0; i < s.span.seqlen_q; ++i) {
-      i64 stat = make_query(p, s, head, i).stat;
-      sum -= exp2_of(sink - p.lse_log2[stat]) * p.delta[stat];
+      i64 lse_idx = make_query(p, s, head, i).lse_idx;
+      sum -= exp2_of(sink - p.lse_log2[lse_idx]) * p.delta[lse_idx];
     }
   }
   p.dsinks[head] = static_cast<float>(sum);

@@ -1,6 +1,7 @@
-// One tile of the backward pass: a block of queries against a block of keys, from their rows in memory to P and dS. Scope: thread.
+// One tile of the backward pass: P and dS of a block of queries and a block of keys. Scope: thread.
 //
-// S = Q K^T and dP = dO V^T come from panels of K and V; P = 2^(S - lse) is rebuilt from the stored lse, dS = P * (dP - delta).
+// S = Q K^T and dP = dO V^T use panels of K and V. P = 2^(S - lse) is recomputed from the stored lse, and
+// dS = P * (dP - delta).
 #pragma once
 
 #include "tiles.h"
@@ -8,7 +9,7 @@
 namespace flashtile {
 namespace {
 
-constexpr i32 kMaxBlock = 128;  // queries, and keys, of a tile
+constexpr i32 kMaxBlock = 128;  // most queries, and most keys, of a tile
 
 struct BackwardPlan {
   i32 block_m, block_n;
@@ -16,54 +17,55 @@ struct BackwardPlan {
   explicit BackwardPlan(const Params& p) { block_m = block_n = max_of(p.head_dim, p.head_dim_v) <= 128 ? kMaxBlock : 64; }
 };
 
-// The tiles of a block of queries and a block of keys, and what is computed from them.
 struct BackwardTile {
   const EngineCall& call;
   const Params& p;
   BackwardPlan plan;
   Scratch scratch;
   KeyTile k, v;
-  float *q, *dout, *prob, *ds, *slopes, *factors;
+  float *q, *dout, *prob, *ds, *softcap_grads, *factors;
   Query queries[kMaxBlock];
   i32 num_rows = 0, i_begin = 0;
 
   BackwardTile(const EngineCall& call_, float* base) : call(call_), p(*call_.params), plan(p), scratch{base} {
-    k.cut(scratch, plan.block_n, p.head_dim);
-    v.cut(scratch, plan.block_n, p.head_dim_v);
-    q = scratch.take(static_cast<i64>(plan.block_m) * k.dims);
-    dout = scratch.take(static_cast<i64>(plan.block_m) * v.dims);
+    k.allocate(scratch, plan.block_n, p.head_dim);
+    v.allocate(scratch, plan.block_n, p.head_dim_v);
+    q = scratch.take(static_cast<i64>(plan.block_m) * k.padded_dim);
+    dout = scratch.take(static_cast<i64>(plan.block_m) * v.padded_dim);
     prob = scratch.take(static_cast<i64>(plan.block_m) * plan.block_n);
     ds = scratch.take(static_cast<i64>(plan.block_m) * plan.block_n);
-    slopes = scratch.take(plan.block_n);
+    softcap_grads = scratch.take(plan.block_n);
     factors = scratch.take(plan.block_n);
   }
 
-  // K and V of keys [j, j + count), transposed; returns K's rows.
-  Right load_keys(const Sequence& s, i32 head_kv, i32 j, i32 count) {
-    Right rows = k.load_rows(call, s, p.k, p.k_strides, head_kv, j, count);
+  // Loads and transposes K and V of keys [j, j + count). Returns the rows of K.
+  OperandB load_keys(const Sequence& s, i32 head_kv, i32 j, i32 count) {
+    OperandB rows = k.load_rows(call, s, p.k, p.k_strides, head_kv, j, count);
     k.transpose(rows, count);
     v.transpose(v.load_rows(call, s, p.v, p.v_strides, head_kv, j, count), count);
     return rows;
   }
 
-  // Q and dO of queries [i, i + count). A row that saw nothing has no gradient, whatever comes into it.
+  // Loads Q and dO of queries [i, i + count). A fully masked row has no gradient, whatever dO holds.
   void load_queries(const Sequence& s, i32 head, i32 i, i32 count) {
     num_rows = count;
     i_begin = i;
     for (i32 r = 0; r < count; ++r) {
       queries[r] = make_query(p, s, head, i + r);
-      load_row(q + static_cast<i64>(r) * k.dims, query_row(p.q, p.q_strides, call.element, s, head, i + r), call.element, p.head_dim, k.dims);
-      float* row = dout + static_cast<i64>(r) * v.dims;
-      if (p.lse_log2[queries[r].stat] == kInfinity) {
-        fill(row, v.dims, 0.0f);
+      load_row(q + static_cast<i64>(r) * k.padded_dim, query_row(p.q, p.q_strides, call.element, s, head, i + r),
+               call.element, p.head_dim, k.padded_dim);
+      float* row = dout + static_cast<i64>(r) * v.padded_dim;
+      if (p.lse_log2[queries[r].lse_idx] == kInfinity) {
+        fill(row, v.padded_dim, 0.0f);
       } else {
-        load_row(row, query_row(p.dout, p.dout_strides, call.out_element, s, head, i + r), call.out_element, p.head_dim_v, v.dims);
+        load_row(row, query_row(p.dout, p.dout_strides, call.out_element, s, head, i + r), call.out_element,
+                 p.head_dim_v, v.padded_dim);
       }
     }
   }
 
-  // P, with dropout, and dS of keys [j, j + count): zero wherever a query does not see a key. dS is the gradient of the score after the
-  // softcap where the bias wants it, else of the dot product, but for the scale.
+  // P, with dropout, and dS of keys [j, j + count); 0 where a query does not see a key. With is_for_bias dS is the
+  // gradient of the score after the softcap, else that of the scaled dot product before it.
   void score_gradients(const Sequence& s, i32 j, i32 count, bool is_for_bias) {
     Range all{0, round_up(count, kLanes)};
     for (i32 row = 0; row < num_rows; row += kGroupRows) {
@@ -73,8 +75,10 @@ struct BackwardTile {
       Range range = columns.is_empty() ? Range{0, 0} : columns.vectors;
       if (!columns.is_empty()) {
         // S = Q K^T and dP = dO V^T
-        multiply_panels(rows, columns, {q + static_cast<i64>(row) * k.dims, k.dims, 1}, k, dot_factor(p), p_rows, plan.block_n);
-        multiply_panels(rows, columns, {dout + static_cast<i64>(row) * v.dims, v.dims, 1}, v, 1.0f, ds_rows, plan.block_n);
+        multiply_panels(rows, columns, {q + static_cast<i64>(row) * k.padded_dim, k.padded_dim, 1}, k, dot_factor(p),
+                        p_rows, plan.block_n);
+        multiply_panels(rows, columns, {dout + static_cast<i64>(row) * v.padded_dim, v.padded_dim, 1}, v, 1.0f, ds_rows,
+                        plan.block_n);
       }
       for (i32 r = 0; r < rows; ++r) {
         float *p_row = p_rows + r * plan.block_n, *ds_row = ds_rows + r * plan.block_n;
@@ -90,8 +94,8 @@ struct BackwardTile {
   // One row: from S and dP to P and dS.
   FT_INLINE void row_gradients(const Sequence& s, const Query& query, i32 j, Range range, bool is_edge, bool is_for_bias, float* p_row,
                                float* ds_row) {
-    if (is_edge || has_options(p)) finish_row(call, s, query, j, range, p_row, slopes);
-    float lse = p.lse_log2[query.stat], delta = p.delta[query.stat];
+    if (is_edge || has_score_options(p)) modify_scores(call, s, query, j, range, p_row, softcap_grads);
+    float lse = p.lse_log2[query.lse_idx], delta = p.delta[query.lse_idx];
     if (p.dropout_threshold == 0) {
       for (i32 c = range.begin; c < range.end; c += kLanes) {
         vf prob_c = exp2_of(load(p_row + c) - lse);
@@ -101,13 +105,14 @@ struct BackwardTile {
     } else {
       keep_factors(p, s, query, j, range, factors);
       for (i32 c = range.begin; c < range.end; c += kLanes) {
-        vf prob_c = exp2_of(load(p_row + c) - lse), kept = load(factors + c);
-        store(ds_row + c, prob_c * (load(ds_row + c) * kept - delta));
-        store(p_row + c, prob_c * kept);
+        vf prob_c = exp2_of(load(p_row + c) - lse), keep_factor = load(factors + c);
+        store(ds_row + c, prob_c * (load(ds_row + c) * keep_factor - delta));
+        store(p_row + c, prob_c * keep_factor);
       }
     }
     if (p.softcap > 0.0f && !is_for_bias) {
-      for (i32 c = range.begin; c < range.end; c += kLanes) store(ds_row + c, load(ds_row + c) * load(slopes + c));
+      for (i32 c = range.begin; c < range.end; c += kLanes)
+        store(ds_row + c, load(ds_row + c) * load(softcap_grads + c));
     }
   }
 };

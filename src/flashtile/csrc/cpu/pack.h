@@ -1,5 +1,5 @@
-// Between tensors and tiles: rows of any element type and stride become float32 in scratch, padded with zeros to whole vectors,
-// as they are or transposed; results go back rounded. Scope: thread.
+// Copies between tensors and tiles. Rows of any element type and stride become float32 rows in scratch, padded with
+// zeros to whole vectors, or transposed panels. Results are rounded when stored. Scope: thread.
 #pragma once
 
 #include "engine.h"
@@ -25,8 +25,8 @@ FT_INLINE float to_float(half_t x) {
 #if defined(__F16C__)
   return _cvtsh_ss(x.bits);
 #else
-  // Exponent and fraction moved to float32's place, the exponent by 112. Without an exponent the leading 1 comes off again; the largest
-  // one is infinity or NaN. No step has a denormal float32
+  // Move exponent and fraction to their place in float32 and add 112 to the exponent. A denormal is built with an
+  // implicit leading 1, which is subtracted again; exponent 31 is infinity or NaN. No step has a denormal float32
   u32 magnitude = x.bits & 0x7fffu, sign = static_cast<u32>(x.bits & 0x8000u) << 16, moved = magnitude << 13;
   u32 bits = moved + 0x38000000u;
   if (magnitude < 0x400u) bits = bits_of_float(float_of_bits(moved + 0x38800000u) - 0x1p-14f);
@@ -84,7 +84,7 @@ FT_INLINE vf load_vector(const half_t* x) {
 #endif
 }
 
-// Calls f with a typed pointer.
+// Calls f with a null pointer of the element's type.
 template <class F>
 FT_INLINE void with_element(Element element, F f) {
   if (element == Element::kFloat32) return f(static_cast<float*>(nullptr));
@@ -94,7 +94,7 @@ FT_INLINE void with_element(Element element, F f) {
 
 FT_INLINE i64 bytes_of(Element element) { return element == Element::kFloat32 ? 4 : 2; }
 
-// One row, zeros from `count` to `padded`.
+// Loads one row of `count` elements, with zeros from `count` to `padded`.
 void load_row(float* row, const void* source, Element element, i32 count, i32 padded) {
   with_element(element, [&](auto* type) {
     auto* from = static_cast<const decltype(type)>(const_cast<void*>(source));
@@ -120,7 +120,8 @@ void fill(float* x, i64 count, float value) {
   for (i64 c = 0; c < count; ++c) x[c] = value;
 }
 
-// Four vectors whose 128-bit lane number n holds row r = 4 n + (number of the vector), columns 0..3, become columns 0..3 of all rows.
+// On input, 128-bit lane n of vector v holds columns 0..3 of row 4 n + v. On output, vector v holds column v of all
+// rows.
 #if defined(__AVX512F__)
 FT_INLINE vf load_quads(const float* x, i64 stride) {
   __m512 y = _mm512_castps128_ps512(_mm_loadu_ps(x));
@@ -157,8 +158,9 @@ FT_INLINE void transpose_quads(vf (&x)[4]) {
 }
 #endif
 
-// Rows of float32, a multiple of kLanes of them and 4 columns wide at least, as panels: element (row, c) goes to
+// Transposes rows of float32 to panels: element (row, c) goes to
 // panels[(row / kPanel) * panel_stride + c * kPanel + row % kPanel].
+// num_rows is a multiple of kLanes, `columns` a multiple of 4.
 void transpose_rows(float* panels, i64 panel_stride, const float* rows, i64 stride, i32 num_rows, i32 columns) {
   for (i32 row = 0; row < num_rows; row += kLanes) {
     float* to = panels + row / kPanel * panel_stride + row % kPanel;

@@ -8,7 +8,7 @@
 namespace flashtile {
 namespace {
 
-// Uninitialised floats from torch's CPU allocator, on a 64-byte boundary.
+// Uninitialised floats from torch's CPU allocator, 64-byte aligned.
 class Workspace {
  public:
   ~Workspace() {
@@ -27,16 +27,16 @@ class Workspace {
   AtenTensorHandle tensor_ = nullptr;
 };
 
-// Threads draw tasks one by one, so that a slow one holds up nobody.
-struct Queue {
+// Each thread takes the next task when it is done with one, so that uneven tasks balance out.
+struct TaskQueue {
   const EngineCall& call;
   EnginePass pass;
   float* scratch;
   std::atomic<i64> next{0};
 };
 
-void work(int64_t begin, int64_t end, void* context) {
-  Queue& queue = *static_cast<Queue*>(context);
+void run_tasks(int64_t begin, int64_t end, void* context) {
+  TaskQueue& queue = *static_cast<TaskQueue*>(context);
   for (int64_t worker = begin; worker < end; ++worker) {
     float* scratch = queue.scratch + worker * queue.pass.scratch_floats;
     for (i64 task = queue.next++; task < queue.pass.num_tasks; task = queue.next++) queue.pass.run(queue.call, task, scratch);
@@ -48,9 +48,10 @@ const char* run_pass(const EngineCall& call, EnginePass pass) {
   i64 workers = call.num_threads < pass.num_tasks ? call.num_threads : pass.num_tasks;
   Workspace workspace;
   float* scratch = workspace.allocate(workers * pass.scratch_floats);
-  if (scratch == nullptr && pass.scratch_floats != 0) return "torch gave no memory for the scratch of the CPU engine";
-  Queue queue{call, pass, scratch};
-  return torch_parallel_for(0, workers, 1, work, &queue) == 0 ? nullptr : "torch's parallel_for failed in the CPU engine";
+  if (scratch == nullptr && pass.scratch_floats != 0) return "torch could not allocate the scratch of the CPU engine";
+  TaskQueue queue{call, pass, scratch};
+  return torch_parallel_for(0, workers, 1, run_tasks, &queue) == 0 ? nullptr
+                                                                   : "torch's parallel_for failed in the CPU engine";
 }
 
 bool set_threads(EngineCall& call) {
@@ -60,20 +61,22 @@ bool set_threads(EngineCall& call) {
   return true;
 }
 
-constexpr const char* kNoThreads = "torch did not tell its number of threads";
+constexpr const char* kNoThreads = "torch_get_num_threads failed";
 
 }  // namespace
 
 const Engine* find_engine(const char* name) {
 #if defined(__x86_64__)
   if (std::strcmp(name, "avx512") == 0) {
-    bool has_it = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
-                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
-    return has_it ? &kAvx512Engine : nullptr;
+    bool is_supported = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                        __builtin_cpu_supports("fma");
+    return is_supported ? &kAvx512Engine : nullptr;
   }
   if (std::strcmp(name, "avx2") == 0) {
-    bool has_it = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    return has_it ? &kAvx2Engine : nullptr;
+    bool is_supported =
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    return is_supported ? &kAvx2Engine : nullptr;
   }
 #endif
   return std::strcmp(name, "baseline") == 0 ? &kBaselineEngine : nullptr;

@@ -5,16 +5,16 @@
 
 namespace flashtile {
 
-// The best first.
+// Best first.
 constexpr const char* kInstructionSets[] = {"avx512", "avx2", "baseline"};
 
-// The engine of that name, or null where this processor or this build has none.
+// The engine of that name, or null if this processor or this build does not support it.
 const Engine* find_engine(const char* name);
 
-// Null, or what failed.
+// Runs all passes. Returns null, or an error message.
 const char* run_forward(const Engine& engine, EngineCall& call);
 const char* run_backward(const Engine& engine, EngineCall& call);
-// Either by the best engine, over whole sequences: Params, and the Element of q, of out, of bias, of dk and dv.
+// The same with the best engine, for calls without spans. `elements`: the Element of q, of out, of bias, of dk and dv.
 const char* run_best(bool is_backward, const void* params, const int (&elements)[4]);
 
 }  // namespace flashtile

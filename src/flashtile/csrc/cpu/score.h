@@ -1,5 +1,5 @@
-// From dot products to scores in base 2, a row of a tile at a time: softcap, ALiBi, bias, masks; and the dropout bits.
-// Scope: thread.
+// Turns dot products into scores in base 2, one row of a tile at a time: softcap, ALiBi, bias, masks. Also the dropout
+// bits. Scope: thread.
 #pragma once
 
 #include "pack.h"
@@ -10,7 +10,7 @@ namespace {
 struct Sequence {
   i32 batch_idx;
   Span span;
-  i64 offset;  // query i stands at key i + offset
+  i64 offset;  // query i is at the position of key i + offset
 };
 
 Sequence find_sequence(const EngineCall& call, i32 batch_idx) {
@@ -23,36 +23,35 @@ struct Range {
   i32 begin, end;
 };
 
-FT_INLINE Range clamped(i64 begin, i64 end, i32 length) {
+FT_INLINE Range clamp_range(i64 begin, i64 end, i32 length) {
   begin = max_of<i64>(0, min_of<i64>(begin, length));
   end = max_of<i64>(begin, min_of<i64>(end, length));
   return {static_cast<i32>(begin), static_cast<i32>(end)};
 }
 
-// The keys that queries [i_begin, i_end) may see, by causal and window.
+// The keys that queries [i_begin, i_end) may see under the causal mask and the window.
 FT_INLINE Range key_range(const Params& p, const Sequence& s, i32 i_begin, i32 i_end) {
   i64 begin = p.window_left < 0 ? 0 : i_begin + s.offset - p.window_left;
   i64 end = p.window_right < 0 ? s.span.seqlen_k : i_end + s.offset + p.window_right;
-  return clamped(begin, end, s.span.seqlen_k);
+  return clamp_range(begin, end, s.span.seqlen_k);
 }
 
 // The queries that may see any of the keys [j_begin, j_end).
 FT_INLINE Range query_range(const Params& p, const Sequence& s, i32 j_begin, i32 j_end) {
   i64 begin = p.window_right < 0 ? 0 : j_begin - s.offset - p.window_right;
   i64 end = p.window_left < 0 ? s.span.seqlen_q : j_end - s.offset + p.window_left;
-  return clamped(begin, end, s.span.seqlen_q);
+  return clamp_range(begin, end, s.span.seqlen_q);
 }
 
-// One query of a task.
 struct Query {
   i32 head, i;
-  Range keys;  // that it may see
-  i64 stat;    // its place in lse
+  Range keys;   // the keys that it may see
+  i64 lse_idx;  // its element of lse, lse_log2 and delta
 };
 
 Query make_query(const Params& p, const Sequence& s, i32 head, i32 i) {
-  i64 stat = s.batch_idx * p.lse_batch_stride + head * p.lse_head_stride + s.span.q_start + i;
-  return {head, i, key_range(p, s, i, i + 1), stat};
+  i64 lse_idx = s.batch_idx * p.lse_batch_stride + head * p.lse_head_stride + s.span.q_start + i;
+  return {head, i, key_range(p, s, i, i + 1), lse_idx};
 }
 
 FT_INLINE char* query_row(const void* tensor, const Strides& strides, Element element, const Sequence& s, i32 head, i32 i) {
@@ -69,19 +68,21 @@ FT_INLINE char* key_row(const Params& p, const void* tensor, const Strides& stri
   return static_cast<char*>(const_cast<void*>(tensor)) + (batch * strides.batch + head_kv * strides.head + row * strides.row) * bytes_of(element);
 }
 
-// What a dot product is multiplied by, so that it is the score in base 2, or the argument of the softcap's tanh. Not within Q: the
-// roundings of a scaled Q would add up over head_dim.
+// The factor of a dot product: it gives the score in base 2, or the argument of the softcap's tanh. Q itself is not
+// scaled, because the rounding errors of a scaled Q would add up over head_dim.
 FT_INLINE float dot_factor(const Params& p) { return p.softcap > 0.0f ? p.scale / p.softcap : p.scale_log2; }
 
-// Columns [columns.begin, columns.end) of one row of a tile whose first column is key j_begin: `s` comes as dot products times dot_factor and leaves as
-// scores in base 2, -inf where the query does not see the key. With a softcap `slope` gets its derivative.
-void finish_row(const EngineCall& call, const Sequence& sequence, const Query& query, i32 j_begin, Range columns, float* s, float* slope) {
+// Turns dot products times dot_factor into scores in base 2, in place; -inf where the query does not see the key.
+// `s` is a row of a tile whose first column is key j_begin; only `columns` are computed. With a softcap its derivative
+// goes to `softcap_grad`, unless that is null.
+void modify_scores(const EngineCall& call, const Sequence& sequence, const Query& query, i32 j_begin, Range columns,
+                   float* s, float* softcap_grad) {
   const Params& p = *call.params;
   if (p.softcap > 0.0f) {
     for (i32 c = columns.begin; c < columns.end; c += kLanes) {
       vf t = tanh_of(load(s + c));
       store(s + c, t * (p.softcap * kLog2e));
-      if (slope != nullptr) store(slope + c, 1.0f - t * t);
+      if (softcap_grad != nullptr) store(softcap_grad + c, 1.0f - t * t);
     }
   }
   Range seen{max_of(query.keys.begin - j_begin, columns.begin), min_of(query.keys.end - j_begin, columns.end)};
@@ -110,19 +111,19 @@ void finish_row(const EngineCall& call, const Sequence& sequence, const Query& q
   for (i32 c = max_of(seen.end, columns.begin); c < columns.end; ++c) s[c] = -kInfinity;
 }
 
-FT_INLINE bool has_options(const Params& p) {
+FT_INLINE bool has_score_options(const Params& p) {
   return p.softcap > 0.0f || p.alibi_slopes != nullptr || p.bias != nullptr || p.mask != nullptr;
 }
 
-constexpr i32 kDropoutGroup = 8;  // consecutive keys that share the four words of one Philox block
+constexpr i32 kDropoutGroup = 8;  // consecutive keys that share one Philox call
 
-// 0 or the keep factor for columns [columns.begin, columns.end), both multiples of 4, of the tile's row. docs/semantics.md has the bits.
+// 0 or the keep factor for `columns` of a row of a tile (bounds are multiples of 4). The bits are in docs/semantics.md.
 void keep_factors(const Params& p, const Sequence& sequence, const Query& query, i32 j_begin, Range columns, float* factors) {
-  constexpr i32 kGroups = 16;  // at a time, for the sake of the vectors
+  constexpr i32 kGroups = 16;  // computed together, so that the compiler vectorises the loops
   u64 seed = static_cast<u64>(p.rng_state[0]);
   u32 batch_head = static_cast<u32>(sequence.batch_idx * p.heads + query.head), offset = static_cast<u32>(p.rng_state[1]);
-  i32 last = (columns.end + kDropoutGroup - 1) / kDropoutGroup;
-  for (i32 first = columns.begin / kDropoutGroup; first < last; first += kGroups) {
+  i32 end = (columns.end + kDropoutGroup - 1) / kDropoutGroup;
+  for (i32 first = columns.begin / kDropoutGroup; first < end; first += kGroups) {
     u32 w[4][kGroups], key0 = static_cast<u32>(seed), key1 = static_cast<u32>(seed >> 32);
     for (i32 g = 0; g < kGroups; ++g) {
       w[0][g] = static_cast<u32>(j_begin / kDropoutGroup + first + g);
@@ -139,7 +140,7 @@ void keep_factors(const Params& p, const Sequence& sequence, const Query& query,
         w[3][g] = static_cast<u32>(product0);
       }
     }
-    i32 groups = min_of(kGroups, last - first);
+    i32 groups = min_of(kGroups, end - first);
     for (i32 g = 0; g < groups; ++g) {
       for (i32 lane = 0; lane < kDropoutGroup; ++lane) {
         u32 bits = w[lane / 2][g] >> (16 * (lane % 2)) & 0xffffu;

@@ -1,8 +1,8 @@
-// Vectors of float32 for one instruction set: loads, stores, reductions, and the exponential everything here is made of.
+// Vectors of float32 for one instruction set: loads, stores, reductions, 2^x and tanh.
 //
-// Every engine_*.cpp compiles these headers for its own instruction set, in an unnamed namespace: nothing in them has a linker
-// name, so that no function compiled for a newer processor can take the place of one compiled for an older one. For the same
-// reason nothing of the C++ library is included here.
+// Every engine_*.cpp compiles these headers for its own instruction set, in an unnamed namespace. With external linkage
+// the linker could replace a function by its copy for a newer processor. For the same reason these headers do not
+// include the C++ standard library.
 #pragma once
 
 #include "flashtile/attn/params.cuh"
@@ -18,7 +18,7 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr i32 kLanes = 16;
-constexpr i32 kVectors = 4;  // vectors in a row of the micro-kernel: 6 x 4 sums and 4 + 1 operands in 32 registers
+constexpr i32 kVectors = 4;  // vectors per row of the micro-kernel: 6 x 4 sums and 4 + 1 operands in 32 registers
 #elif defined(__AVX2__)
 constexpr i32 kLanes = 8;
 constexpr i32 kVectors = 2;  // 6 x 2 sums and 2 + 1 operands in 16 registers
@@ -34,10 +34,10 @@ constexpr float kInfinity = __builtin_inff();
 
 typedef float vf __attribute__((vector_size(kLanes * 4)));
 typedef i32 vi __attribute__((vector_size(kLanes * 4)));
-typedef float vf_any __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef float vf_unaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 
-FT_INLINE vf load(const float* x) { return *reinterpret_cast<const vf_any*>(x); }
-FT_INLINE void store(float* x, vf y) { *reinterpret_cast<vf_any*>(x) = y; }
+FT_INLINE vf load(const float* x) { return *reinterpret_cast<const vf_unaligned*>(x); }
+FT_INLINE void store(float* x, vf y) { *reinterpret_cast<vf_unaligned*>(x) = y; }
 FT_INLINE vf splat(float x) { return x - vf{}; }
 
 template <typename T>
@@ -64,7 +64,7 @@ FT_INLINE vf max_vectors(vf a, vf b) {
 #endif
 }
 
-FT_INLINE float max_across(vf x) {
+FT_INLINE float horizontal_max(vf x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps(x);
 #else
@@ -74,13 +74,13 @@ FT_INLINE float max_across(vf x) {
 #endif
 }
 
-FT_INLINE float sum_across(vf x) {
+FT_INLINE float horizontal_sum(vf x) {
   float sum = 0.0f;
   for (i32 l = 0; l < kLanes; ++l) sum += x[l];
   return sum;
 }
 
-// 2^f for 0 <= f <= 1 within 1.6e-7 of it, exact at 0: a minimax polynomial.
+// 2^f for 0 <= f <= 1 by a minimax polynomial: relative error at most 1.6e-7, exact at 0.
 FT_INLINE vf exp2_fraction(vf f) {
   vf y = splat(0x1.e97502p-10f);
   y = y * f + 0x1.277854p-7f;
@@ -93,10 +93,10 @@ FT_INLINE vf exp2_fraction(vf f) {
 // 2^x; 0 for -inf.
 FT_INLINE vf exp2_of(vf x) {
 #if defined(__AVX512F__)
-  // VREDUCE takes the fraction above floor(x), VSCALEF multiplies by 2^floor(x)
+  // VREDUCE gives x - floor(x), VSCALEF multiplies by 2^floor(x)
   return _mm512_scalef_ps(exp2_fraction(_mm512_reduce_ps(x, 1)), x);
 #else
-  // Adding 1.5 * 2^23 leaves the integer in the low bits. Below 2^-126 there is 0; NaN stays NaN
+  // Adding 1.5 * 2^23 leaves the integer part in the low bits. Results below 2^-126 are 0; NaN stays NaN
   constexpr float kMagic = 12582912.0f;
   vf shifted = (x - 0.5f) + kMagic;
   vf y = exp2_fraction(x - (shifted - kMagic));
@@ -107,7 +107,7 @@ FT_INLINE vf exp2_of(vf x) {
 
 FT_INLINE float exp2_of(float x) { return exp2_of(splat(x))[0]; }
 
-// tanh(x) to float32 accuracy, relative to it: a polynomial up to 0.625, the exponential beyond.
+// tanh(x) with a relative error of a few float32 roundings: a polynomial below 0.625, 2^x above.
 FT_INLINE vf tanh_of(vf x) {
   vf a = max_vectors(x, -x), z = x * x;
   vf e = exp2_of(a * (-2.0f * kLog2e));
@@ -123,7 +123,7 @@ FT_INLINE vf tanh_of(vf x) {
   return reinterpret_cast<vf>(bits | sign);
 }
 
-// Treats denormals as zero while it lives: the far tail of a softmax is full of them, and they are slow.
+// Flushes denormals to zero during its lifetime: the tail of a softmax has many of them, and they are slow.
 struct FlushDenormals {
 #if defined(__x86_64__)
   u32 saved = _mm_getcsr();

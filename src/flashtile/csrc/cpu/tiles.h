@@ -1,4 +1,4 @@
-// What the passes share: tile sizes, scratch, and the blocks of keys and queries as float32 tiles. Scope: thread.
+// Shared by all passes: scratch allocation, tiles of keys, and the columns that a group of queries sees. Scope: thread.
 #pragma once
 
 #include "gemm.h"
@@ -9,59 +9,65 @@ namespace {
 
 constexpr i32 kPad = 16;  // head dims in scratch are padded to a multiple of this
 
-// Cuts arrays from a task's scratch. Counting and cutting run the same code: from null it only counts.
+// Allocates arrays from a task's scratch. With a null base it only counts, so that sizes come from the same code.
 struct Scratch {
   float* base;
   i64 used = 0;
 
   float* take(i64 count) {
-    float* at = base == nullptr ? nullptr : base + used;
+    float* array = base == nullptr ? nullptr : base + used;
     used += ceil_div(count, kPad) * kPad;
-    return at;
+    return array;
   }
 };
 
 FT_INLINE i32 padded(i32 head_dim) { return round_up(head_dim, kPad); }
 
-// A block of keys: rows as they are, and transposed to panels.
+// A block of K or V as float32: its rows, and the same transposed to panels.
 struct KeyTile {
   float *rows, *panels;
-  i32 dim, dims;  // and padded
+  i32 dim, padded_dim;
 
-  void cut(Scratch& scratch, i32 block_n, i32 dim_) {
+  void allocate(Scratch& scratch, i32 block_n, i32 dim_) {
     dim = dim_;
-    dims = padded(dim);
-    rows = scratch.take(static_cast<i64>(block_n) * dims);
-    panels = scratch.take(static_cast<i64>(block_n) * dims);
+    padded_dim = padded(dim);
+    rows = scratch.take(static_cast<i64>(block_n) * padded_dim);
+    panels = scratch.take(static_cast<i64>(block_n) * padded_dim);
   }
 
-  // The rows of keys [j, j + count) of k or v, then zeros up to a whole vector of keys. Read in place where they are such a tile already.
-  Right load_rows(const EngineCall& call, const Sequence& s, const void* tensor, const Strides& strides, i32 head_kv, i32 j, i32 count) {
+  // Rows [j, j + count) of k or v, then zero rows up to a whole vector. Not copied if the tensor already has this
+  // layout.
+  OperandB load_rows(const EngineCall& call, const Sequence& s, const void* tensor, const Strides& strides, i32 head_kv,
+                     i32 j, i32 count) {
     const Params& p = *call.params;
-    bool is_tile = call.element == Element::kFloat32 && p.block_table == nullptr && strides.row == dims && dim == dims && count % kLanes == 0;
+    bool is_tile = call.element == Element::kFloat32 && p.block_table == nullptr && strides.row == padded_dim &&
+                   dim == padded_dim && count % kLanes == 0;
     if (is_tile) {
-      return {reinterpret_cast<const float*>(key_row(p, tensor, strides, call.element, s, head_kv, j)), dims, kPanel};
+      return {reinterpret_cast<const float*>(key_row(p, tensor, strides, call.element, s, head_kv, j)), padded_dim,
+              kPanel};
     }
     for (i32 n = 0; n < count; ++n) {
-      load_row(rows + static_cast<i64>(n) * dims, key_row(p, tensor, strides, call.element, s, head_kv, j + n), call.element, dim, dims);
+      load_row(rows + static_cast<i64>(n) * padded_dim, key_row(p, tensor, strides, call.element, s, head_kv, j + n),
+               call.element, dim, padded_dim);
     }
-    fill(rows + static_cast<i64>(count) * dims, static_cast<i64>(round_up(count, kLanes) - count) * dims, 0.0f);
-    return {rows, dims, kPanel};
+    fill(rows + static_cast<i64>(count) * padded_dim, static_cast<i64>(round_up(count, kLanes) - count) * padded_dim,
+         0.0f);
+    return {rows, padded_dim, kPanel};
   }
 
-  // Panels of the rows that load_rows gave.
-  void transpose(Right from, i32 count) {
+  // Fills the panels from the result of load_rows.
+  void transpose(OperandB from, i32 count) {
     transpose_rows(panels, panel_stride(), from.b, from.row_stride, round_up(count, kLanes), round_up(dim, 4));
   }
 
-  i64 panel_stride() const { return static_cast<i64>(kPanel) * dims; }
-  Right panels_from(i32 column) const { return {panels + column / kPanel * panel_stride(), kPanel, panel_stride()}; }
+  i64 panel_stride() const { return static_cast<i64>(kPanel) * padded_dim; }
+  OperandB panels_from(i32 column) const { return {panels + column / kPanel * panel_stride(), kPanel, panel_stride()}; }
 };
 
-// The columns of a tile of keys [j, j + count) that a group of rows sees: exactly, and in whole vectors.
+// The columns of a tile of keys [j, j + count) that a group of rows sees: exact, and rounded to whole vectors.
 struct Columns {
   Range seen, vectors;
-  bool is_edge;  // some row sees less than those vectors
+  bool is_edge;  // some row does not see all of those vectors
 
   Columns(const Query* queries, i32 rows, i32 j, i32 count) : seen{count, 0}, is_edge(false) {
     for (i32 r = 0; r < rows; ++r) {
@@ -77,11 +83,13 @@ struct Columns {
 };
 
 // S = A K^T for the columns of a group of rows.
-FT_INLINE void multiply_panels(i32 rows, const Columns& columns, Left a, const KeyTile& keys, float factor, float* s, i64 stride) {
+FT_INLINE void multiply_panels(i32 rows, const Columns& columns, OperandA a, const KeyTile& keys, float factor,
+                               float* s, i64 stride) {
   i32 begin = columns.panel_begin();
   float factors[kGroupRows];
   for (float& each : factors) each = factor;
-  product<Into::kTimes>(rows, columns.vectors.end - begin, keys.dim, a, keys.panels_from(begin), s + begin, stride, factors);
+  product<Epilogue::kScale>(rows, columns.vectors.end - begin, keys.dim, a, keys.panels_from(begin), s + begin, stride,
+                            factors);
 }
 
 }  // namespace
