@@ -75,13 +75,15 @@ def _table() -> tuple[_Row, ...]:
 
 @functools.cache
 def _rows(kind: Kind, option: str) -> dict[str, float]:
-    """Times by provider for one option: of the smallest measured head dim that holds the call's, else of the largest."""
+    """Times by provider for one option: of the smallest measured head dim that holds the call's, else of the largest.
+    Kernels take float16 and bfloat16 in the same time."""
+    dtype = "bfloat16" if kind.dtype == "float16" else kind.dtype
     archs = {row.arch for row in _table()}
     arch = kind.arch if kind.arch in archs else MEASURED_ARCH
     same = [
         row
         for row in _table()
-        if (row.arch, row.op, row.dtype, row.option) == (arch, kind.op, kind.dtype, option)
+        if (row.arch, row.op, row.dtype, row.option) == (arch, kind.op, dtype, option)
         and row.size == ("large" if kind.is_large else "small")
     ]
     if not same or (arch != kind.arch and kind.arch == "cpu"):
