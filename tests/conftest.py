@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from flashtile import ops
 from flashtile.backends import native, registry
 
 SEED = os.environ.get("FLASHTILE_SEED")
@@ -27,9 +26,7 @@ settings.load_profile("flashtile")
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     registry._warned.clear()
-    ops._bound.clear()
-    ops._seen.clear()
-    native.forget()
+    native.clear_plans()
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield

@@ -41,9 +41,6 @@ class Grads(NamedTuple):
                 grad.copy_(sums)
 
 
-BoundForward = Callable[[AttentionArgs], tuple[Tensor, Tensor]]
-
-
 class Backend(ABC):
     """One way to compute attention. Every backend gives the same results, within rounding."""
 
@@ -66,18 +63,6 @@ class Backend(ABC):
     @abstractmethod
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         """Fills those of `grads` that are there. `out` and `lse` may be those of a larger problem that this is a part of."""
-
-    def bind(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> BoundForward | None:
-        """A forward pass for every call that differs from this one in the values of its tensors alone, or None.
-
-        Tensors keep their shapes, strides, dtypes, devices and their address modulo 16 bytes. What is returned allocates out and lse
-        like the given ones; it is kept and called again.
-        """
-        return None
-
-    def is_native(self) -> bool:
-        """It hands its calls to the C++ executor, which serves the next of their kind: nothing needs to be bound."""
-        return False
 
     def details(self, problem: Problem) -> dict[str, str]:
         """What `explain` says about how this backend would run the problem."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends import executor, native
-from flashtile.backends.base import Backend, BoundForward, Grads
+from flashtile.backends.base import Backend, Grads
 from flashtile.backends.call import backward_tensors, form_of, scalars_of, tensors_of
 from flashtile.backends.executor import Launch
 from flashtile.backends.kvcache import AppendArgs
@@ -27,7 +27,6 @@ from flashtile.kernels.arch import Arch, arch_of
 from flashtile.kernels.plan import GRADS, LaunchPlan, PlanKey
 from flashtile.kernels.spec import Features, Row, Sm90Row
 from flashtile.problem import (
-    NUM_TENSORS,
     AttentionArgs,
     Problem,
     check_values,
@@ -62,22 +61,12 @@ class CudaBackend(Backend):
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
         if is_checking():
             check_values(args)
-        _execute(native.FORWARD, args, forward_launch(args, out, lse))
-
-    def bind(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> BoundForward | None:
-        launch = forward_launch(args, out, lse)
-        if not executor.is_bindable(launch.plan, launch.given):
-            return None
-        return executor.Bound(launch, AttentionArgs._fields[:NUM_TENSORS], ("out", "lse"))
+        _execute(native.FORWARD, forward_launch(args, out, lse))
 
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         if is_checking():
             check_values(args)
-        wanted = tuple(grad is not None for grad in grads)
-        _execute(native.BACKWARD, (dout, dlse, args, out, lse, wanted), backward_launch(args, dout, dlse, out, lse, grads))
-
-    def is_native(self) -> bool:
-        return native.missing() is None
+        _execute(native.BACKWARD, backward_launch(args, dout, dlse, out, lse, grads))
 
     def details(self, problem: Problem) -> dict[str, str]:
         found = {}
@@ -121,14 +110,14 @@ def takes_append(dtype: torch.dtype) -> bool:
 
 def append(args: AppendArgs) -> None:
     """As kvcache.append, bit for bit; rows that the cache has no room for are dropped."""
-    _execute(native.APPEND, args, append_launch(args))
+    _execute(native.APPEND, append_launch(args))
 
 
-def _execute(kind: int, args: tuple[Any, ...], launch: Launch) -> None:
+def _execute(kind: int, launch: Launch) -> None:
     """Here, and by the C++ executor from the next call like it on."""
     executor.execute(launch)
     if not is_checking():
-        native.learn(kind, args, launch)
+        native.register_plan(kind, launch)
 
 
 # From a call to what an executor is told

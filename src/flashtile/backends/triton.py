@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends import dropout
-from flashtile.backends.base import Backend, BoundForward, Grads
+from flashtile.backends.base import Backend, Grads
 from flashtile.errors import dtype_name
 from flashtile.kernels.arch import arch_of
 from flashtile.problem import (
@@ -124,12 +124,6 @@ class TritonBackend(Backend):
             check_values(args)
         with _device_of(args):
             _launch(*_forward_call(args, out, lse))
-
-    def bind(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> BoundForward | None:
-        small = (args.alibi_slopes, args.sinks, args.rng_state, args.cu_seqlens_q, args.seqused_k, args.leftpad_k)
-        if any(tensor is not None for tensor in small):
-            return None  # some of these need a copy of their own in every call
-        return _Bound(args, out, lse)
 
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         if self.is_interpreted or is_checking():
@@ -553,40 +547,3 @@ def _launch(kernel: str, num_programs: int, config: Config, arguments: dict[str,
         compiled = function[(num_programs,)](**arguments, num_warps=config.num_warps, num_stages=config.num_stages)
         if compiled is not None:  # as in the interpreter
             _loaded.add(f"{kernel}_triton_kernel {compiled.hash}")
-
-
-class _Bound:
-    """The forward pass of one signature: kernel compiled, every argument in place but the addresses."""
-
-    def __init__(self, args: AttentionArgs, out: Tensor, lse: Tensor):
-        self.sizes = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (out, lse)]
-        self.prepare(args, out, lse)
-
-    def prepare(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
-        self.precision = _precision(args.q.dtype, False)
-        kernel, self.num_programs, config, arguments = _forward_call(args, out, lse)
-        function = getattr(_kernels(), f"{kernel}_triton_kernel")
-        self.arguments = [arguments[name] for name in function.arg_names]
-        # (place among the arguments, tensor, its strides)
-        self.tensors = [
-            (function.arg_names.index(name), name, arguments[name][1:]) for name in ("q", "k", "v", "bias", "mask") if arguments[name]
-        ]
-        self.out, self.lse = function.arg_names.index("out"), function.arg_names.index("lse")
-        if self.num_programs > 0:
-            with _device_of(args):
-                compiled = function.warmup(**arguments, grid=(1,), num_warps=config.num_warps, num_stages=config.num_stages)
-                self.launch = compiled[(self.num_programs, 1, 1)]
-
-    def __call__(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
-        out, lse = (torch.empty_strided(size, stride, dtype=dtype, device=args.q.device) for size, stride, dtype in self.sizes)
-        if self.precision != _precision(args.q.dtype, False):
-            self.prepare(args, out, lse)
-        if self.num_programs > 0:
-            arguments = self.arguments.copy()
-            for place, name, strides in self.tensors:
-                arguments[place] = (getattr(args, name).data_ptr(), *strides)
-            arguments[self.out] = (out.data_ptr(), *arguments[self.out][1:])
-            arguments[self.lse] = lse.data_ptr()
-            with _device_of(args):
-                self.launch(*arguments)
-        return out, lse

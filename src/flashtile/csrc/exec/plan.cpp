@@ -37,7 +37,7 @@ class Reader {
     if (kind == RuleKind::kScalar) limit = kMaxScalars;
     i32 place = index(limit);
     i32 axis = -1 - index(kMaxDim);
-    i64 more = kind == RuleKind::kSpread ? index(kMaxValues) : number();
+    i64 more = kind == RuleKind::kBroadcastSize ? index(kMaxValues) : number();
     return {kind, place, axis, more};
   }
   bool is_done() const { return next_ == end_; }
@@ -62,7 +62,7 @@ i64 whole(const Rule& rule, const Call& call, const i64* values) {
       return tensor.size(rule.axis) + rule.more;
     case RuleKind::kElements:
       return tensor.numel();
-    case RuleKind::kSpread:
+    case RuleKind::kBroadcastSize:
       return tensor.size(rule.axis) == 1 ? 1 : values[rule.more];
     case RuleKind::kValue:
       return values[rule.index];
@@ -101,8 +101,8 @@ struct Plan::Filled {
   i64 values[kMaxValues];
   i64 offsets[kMaxValues];  // of the workspaces
   bool has_workspaces;
-  Scratch room;
-  u8* base = nullptr;  // of the room
+  Scratch scratch;
+  u8* base = nullptr;  // of the scratch memory
 };
 
 Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& names) : image_(std::move(image)) {
@@ -134,8 +134,8 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
     patch.offset = in.index(static_cast<i32>(image_.size()) - 3);
     patch.code = static_cast<char>(in.index(128));
     patch.rule = in.rule();
-    bool is_wide = patch.code == 'P' || patch.code == 'q';
-    if (is_wide && patch.offset + 8 > static_cast<i32>(image_.size())) throw std::out_of_range("a plan patches outside of its parameters");
+    bool is_64_bits = patch.code == 'P' || patch.code == 'q';
+    if (is_64_bits && patch.offset + 8 > static_cast<i32>(image_.size())) throw std::out_of_range("a plan patches outside of its parameters");
   }
   maps_.resize(in.index(8));
   for (MapPatch& map : maps_) {
@@ -220,7 +220,7 @@ bool Plan::allocate(Call& call, Owned* owned, Filled& filled) const {
     filled.offsets[place] = place_bytes(bytes);
   }
   if (end == 0) return true;
-  filled.base = static_cast<u8*>(filled.room.allocate(end, call.device));
+  filled.base = static_cast<u8*>(filled.scratch.allocate(end, call.device));
   if (unwanted != nullptr) unwanted->data = filled.base;
   return filled.base != nullptr;
 }
@@ -281,13 +281,13 @@ i64 Plan::num_blocks(const Step& step, const i64* values) const {
 
 Outcome Plan::run(Call& call, Owned* owned, const Driver& driver, Failure& failure) const {
   Filled filled;
-  if (!evaluate(call, filled.values)) return Outcome::kNotServed;
+  if (!evaluate(call, filled.values)) return Outcome::kFallback;
   for (const Step& step : steps_) {
     i64 blocks = step.kind == StepKind::kKernel ? num_blocks(step, filled.values) : 0;
-    if (blocks < 0 || blocks > std::numeric_limits<i32>::max()) return Outcome::kNotServed;
+    if (blocks < 0 || blocks > std::numeric_limits<i32>::max()) return Outcome::kFallback;
     if (blocks > 0 && step.kernel == nullptr) return Outcome::kIncomplete;
   }
-  if (!allocate(call, owned, filled) || !fill(call, filled)) return Outcome::kNotServed;
+  if (!allocate(call, owned, filled) || !fill(call, filled)) return Outcome::kFallback;
   if (!encode_maps(call, filled, driver, failure)) return Outcome::kFailed;
   for (const Step& step : steps_) {
     if (step.kind == StepKind::kMemset) {
