@@ -49,7 +49,11 @@ _append_op = torch.ops.flashtile.append_kv.default
 dense_forward = torch.ops.flashtile.forward.dense._op
 dense_backward = torch.ops.flashtile.backward.dense._op
 
-is_deterministic = torch.are_deterministic_algorithms_enabled
+# C functions, since every call asks them
+is_deterministic = torch._C._get_deterministic_algorithms
+_are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+_get_tracing_state = torch._C._get_tracing_state
+_is_key_included, _PRE_DISPATCH = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
 
 
 def reraise(error: RuntimeError) -> NoReturn:
@@ -326,13 +330,12 @@ def requires_grad(values: tuple[Any, ...]) -> bool:
 
 def is_transformed() -> bool:
     """Inside forward-mode differentiation or a torch.func transform, which must see the Autograd key."""
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    return forward_ad._current_level >= 0 or _are_functorch_transforms_active()
 
 
 def is_traced_above_autograd() -> bool:
     """Inside torch.jit.trace or make_fx(pre_dispatch=True), which must see an op before autograd does."""
-    is_included = torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
-    return is_included or torch._C._get_tracing_state() is not None
+    return _get_tracing_state() is not None or _is_key_included(_PRE_DISPATCH)
 
 
 # `apply` without what it does for torch.func transforms
