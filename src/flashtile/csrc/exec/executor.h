@@ -1,6 +1,7 @@
 // The executor of this process: what it was opened with, and the plans that Python has registered, by their keys.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -50,6 +51,7 @@ struct Executor {
   PyObject* matmul_precision = nullptr;  // torch's switch
   Gpu gpus[kMaxGpus];
   Plans plans;
+  std::atomic<u64> num_fallbacks{0};
 
   enum class State { kReady, kFallback, kUnknownGpu };
   // Checks the call and computes the key of its plan.

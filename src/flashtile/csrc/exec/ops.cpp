@@ -184,6 +184,7 @@ bool run(Request& request, Results& results) {
 
 // Hands the call to Python, which takes the arguments and leaves the results on the stack.
 void fall_back(const char* op, const char* overload, Request& request, bool is_read, StableIValue* stack, uint64_t num_outputs) {
+  ++executor().num_fallbacks;
   Request* outer = std::exchange(fallen_back(), is_read && !is_checking() ? &request : nullptr);
   AOTITorchError status = torch_call_dispatcher(op, overload, stack, TORCH_ABI_VERSION);
   fallen_back() = outer;

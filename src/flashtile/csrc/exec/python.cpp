@@ -54,6 +54,9 @@ PyObject* clear_plans(PyObject*, PyObject*) {
 
 PyObject* num_plans(PyObject*, PyObject*) { return PyLong_FromSize_t(executor().plans.size()); }
 
+// How many calls have fallen back to Python.
+PyObject* num_fallbacks(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLong(executor().num_fallbacks); }
+
 // (flag): whether every call falls back, and no plan is registered.
 PyObject* set_python_only(PyObject*, PyObject* flag) {
   int truth = PyObject_IsTrue(flag);
@@ -152,6 +155,7 @@ PyMethodDef kMethods[] = {
     {"register_plan", register_plan, METH_VARARGS, nullptr},
     {"clear_plans", clear_plans, METH_NOARGS, nullptr},
     {"num_plans", num_plans, METH_NOARGS, nullptr},
+    {"num_fallbacks", num_fallbacks, METH_NOARGS, nullptr},
     {"set_python_only", set_python_only, METH_O, nullptr},
     {"set_gpu", set_gpu, METH_VARARGS, nullptr},
     {"length_classes", length_classes, METH_VARARGS, nullptr},
