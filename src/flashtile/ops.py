@@ -42,9 +42,9 @@ _library = torch.library.Library("flashtile", "DEF")
 for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
 
-_forward_op = torch.ops.flashtile.forward.default
-_backward_op = torch.ops.flashtile.backward.default
-_append_op = torch.ops.flashtile.append_kv.default
+forward_op = torch.ops.flashtile.forward.default
+backward_op = torch.ops.flashtile.backward.default
+append_op = torch.ops.flashtile.append_kv.default
 # Without the wrapper of an OpOverload, which costs 0.4 us
 dense_forward = torch.ops.flashtile.forward.dense._op
 dense_backward = torch.ops.flashtile.backward.dense._op
@@ -78,7 +78,7 @@ def _typed(op: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-forward, backward, append_kv = _typed(_forward_op), _typed(_backward_op), _typed(_append_op)
+forward, backward, append_kv = _typed(forward_op), _typed(backward_op), _typed(append_op)
 
 
 def output_sizes(args: AttentionArgs) -> tuple[list[int], list[int]]:
@@ -111,7 +111,7 @@ def as_outputs(args: AttentionArgs, grads: Grads) -> tuple[Tensor, ...]:
     return tuple(args.q.new_empty(0) if grad is None else grad for grad in grads)
 
 
-def _split(values: tuple[Any, ...]) -> tuple[Tensor, Tensor | None, AttentionArgs, Tensor, Tensor, GradNeeds]:
+def split_backward(values: tuple[Any, ...]) -> tuple[Tensor, Tensor | None, AttentionArgs, Tensor, Tensor, GradNeeds]:
     """The arguments of the backward op by their meaning."""
     dout, dlse, *middle, out, lse, needs = values
     args = AttentionArgs(*middle)
@@ -131,13 +131,13 @@ def _forward(*values: Any) -> tuple[Tensor, Tensor]:
     return forward_by_python(AttentionArgs(*values))
 
 
-def _dense_args(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> AttentionArgs:
+def dense_args(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> AttentionArgs:
     return AttentionArgs(q, k, v)._replace(**dict(zip(DENSE_OPTIONS, options, strict=True)))
 
 
 def _forward_dense(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor | None]:
     *options, needs_grad = values
-    args = _dense_args(q, k, v, tuple(options))._replace(needs_grad=needs_grad)
+    args = dense_args(q, k, v, tuple(options))._replace(needs_grad=needs_grad)
     out, lse = forward_by_python(args)
     return out, lse if needs_grad else None
 
@@ -151,15 +151,15 @@ def forward_by_python(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*values: Any) -> tuple[Tensor, ...]:
-    dout, dlse, args, out, lse, needs = _split(values)
+    dout, dlse, args, out, lse, needs = split_backward(values)
     return as_outputs(args, backward_by_python(dout, dlse, args, out, lse, needs))
 
 
 def _backward_dense(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor | None, ...]:
     *options, out, lse = values
-    args = _dense_args(q, k, v, tuple(options))
+    args = dense_args(q, k, v, tuple(options))
     needs = GradNeeds(True, True, True, False, False)
-    _split((dout, None, *args, out, lse, needs))
+    split_backward((dout, None, *args, out, lse, needs))
     return backward_by_python(dout, None, args, out, lse, needs)[:3]
 
 
@@ -223,19 +223,19 @@ def _forward_fake(*values: Any) -> tuple[Tensor, Tensor]:
 
 def _forward_dense_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor | None]:
     *options, needs_grad = values
-    out, lse = _forward_fake(*_dense_args(q, k, v, tuple(options)))
+    out, lse = _forward_fake(*dense_args(q, k, v, tuple(options)))
     return out, lse if needs_grad else None
 
 
 def _backward_fake(*values: Any) -> tuple[Tensor, ...]:
-    _, _, args, _, _, needs = _split(values)
+    _, _, args, _, _, needs = split_backward(values)
     validate(args)
     return as_outputs(args, empty_grads(args, needs))
 
 
 def _backward_dense_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, ...]:
     *options, out, lse = values
-    return _backward_fake(dout, None, *_dense_args(q, k, v, tuple(options)), out, lse, (True, True, True, False, False))[:3]
+    return _backward_fake(dout, None, *dense_args(q, k, v, tuple(options)), out, lse, (True, True, True, False, False))[:3]
 
 
 def _append_kv_fake(*values: Any) -> None:
@@ -290,7 +290,7 @@ class _DenseAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if torch.is_grad_enabled() or not (needs[0] and needs[1] and needs[2]):
-            args = _dense_args(q, k, v, (*ctx.options, None))._replace(needs_grad=True)
+            args = dense_args(q, k, v, (*ctx.options, None))._replace(needs_grad=True)
             return *_gradients(args, dout, None, out, lse, (*needs[:3], False, False))[:3], None
         try:
             return *dense_backward(dout, q, k, v, *ctx.options, is_deterministic(), out, lse), None
@@ -376,7 +376,7 @@ def _forward_autograd(keyset: Any, *values: Any) -> Any:
     if requires_grad(values):
         return _differentiable(values, True, _Attention.apply)
     with torch._C._AutoDispatchBelowAutograd():
-        return _forward_op.redispatch(keyset & torch._C._after_autograd_keyset, *values)
+        return forward_op.redispatch(keyset & torch._C._after_autograd_keyset, *values)
 
 
 def _backward_autograd(keyset: Any, *values: Any) -> Any:
@@ -384,12 +384,12 @@ def _backward_autograd(keyset: Any, *values: Any) -> Any:
     if requires_grad(values):
         return _differentiable_backward(*values)
     with torch._C._AutoDispatchBelowAutograd():
-        return _backward_op.redispatch(keyset & torch._C._after_autograd_keyset, *values)
+        return backward_op.redispatch(keyset & torch._C._after_autograd_keyset, *values)
 
 
 def _differentiable_backward(*values: Any) -> tuple[Tensor, ...]:
     """Second derivatives: the backward formulas in PyTorch, which differentiates them, through out and lse too."""
-    dout, dlse, args, out, lse, needs = _split(values)
+    dout, dlse, args, out, lse, needs = split_backward(values)
     backend = registry.select(_backward_problem(args, needs), args.backend)
     if backend.name != "reference":
         registry.announce_slow_path(f"{backend.name!r} has no second derivatives; 'reference' computes them and stores the N x N scores")
