@@ -38,7 +38,7 @@ def test_schema_and_arguments_agree() -> None:
     assert tuple(names) == AttentionArgs._fields
     kinds = [str(argument.type) for argument in ops.forward_op._schema.arguments]
     assert all(("Tensor" in kind) == (place < NUM_TENSORS) for place, kind in enumerate(kinds))
-    assert [argument.name for argument in ops.backward._schema.arguments] == ["dout", "dlse", *names, "out", "lse", "needs"]
+    assert [argument.name for argument in ops.backward_op._schema.arguments] == ["dout", "dlse", *names, "out", "lse", "needs"]
 
 
 @pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])

@@ -89,7 +89,6 @@ bool read_attention(const Arguments& args, Request& request) {
   }
   const View& q = request.call.tensors[kQ];
   request.is_on_host = executor().is_host_open && q.device.type == aoti_torch_device_type_cpu();
-  if (!request.is_on_host && !(executor().is_open && q.device.type == executor().device_type)) return false;
   if (request.is_on_host) {
     // Python reads and checks lengths, and chooses the instruction set where one is named
     for (i32 index = kCuSeqlensQ; index < kNumInputs; ++index) {
@@ -153,6 +152,8 @@ struct Results {
 
 // Launches a call that was read. False, and nothing was launched, where Python has to handle it. Throws where a launch fails.
 bool run(Request& request, Results& results) {
+  bool is_open = executor().is_open && request.call.tensors[0].device.type == executor().device_type;
+  if (!request.is_on_host && !is_open) return false;
   if (executor().prepare(request) != Executor::State::kReady) return false;
   std::shared_ptr<const Plan> plan = executor().plans.find(request.key);
   Call& call = request.call;
@@ -318,7 +319,6 @@ void append_kv(StableIValue* stack, uint64_t, uint64_t num_outputs) {
                                              : borrow<std::optional<AtenTensorHandle>>(stack[index]).value_or(nullptr);
     is_read = tensor == nullptr ? index >= kTable : view_of(tensor, request.call.tensors[index]);
   }
-  is_read = is_read && executor().is_open && request.call.tensors[kKCache].device.type == executor().device_type;
   Results results;
   if (!is_read || is_checking() || !run(request, results)) {
     return fall_back("flashtile::append_kv_fallback", "", request, is_read, stack, num_outputs);
