@@ -48,6 +48,7 @@ lint: .venv/ready
 	$(BIN)/mypy
 	$(BIN)/python tools/check_layers.py
 	$(BIN)/python tools/make_wgmma.py --check
+	$(BIN)/python tools/make_arguments.py --check
 
 format: .venv/ready
 	$(BIN)/ruff check --fix .

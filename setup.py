@@ -31,6 +31,8 @@ SOURCES = {
     "module.cpp": [],
     "exec/attention.cpp": [],
     "exec/driver.cpp": [],
+    "exec/executor.cpp": [],
+    "exec/ops.cpp": [],
     "exec/plan.cpp": [],
     "exec/python.cpp": [],
     "exec/tensor.cpp": [],
@@ -116,7 +118,7 @@ def extensions() -> list[Extension]:
     extension = Extension(
         "flashtile._C",
         [str(CSRC / name) for name in SOURCES],
-        depends=[str(path) for path in [*CSRC.rglob("*.h"), Path("src/flashtile/include/flashtile/attn/params.cuh")]],
+        depends=[str(path) for path in [*CSRC.rglob("*.h"), *CSRC.rglob("*.inc"), Path("src/flashtile/include/flashtile/attn/params.cuh")]],
         include_dirs=["src/flashtile/include", str(torch / "include")],
         define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)],
         library_dirs=[str(torch / "lib")],

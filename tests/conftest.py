@@ -26,7 +26,7 @@ settings.load_profile("flashtile")
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     registry._warned.clear()
-    native.forget()
+    native.clear_plans()
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield

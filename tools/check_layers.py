@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("backends",),
     ("ops",),
-    ("arguments",),
+    ("arguments", "flops"),
     ("api",),
     ("facades",),
     ("__init__",),

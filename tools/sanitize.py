@@ -187,7 +187,7 @@ def run_jobs(jobs: Sequence[Job]) -> frozenset[str]:
 
 def compile_jobs(jobs: Sequence[Job], arch: Arch) -> frozenset[str]:
     """Compiles what the calls would launch, in as many threads as there are cores; returns the kernels."""
-    with native.noted() as units:
+    with native.record_launches() as units:
         run_jobs(jobs)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda unit: executor.function(*unit, arch.name), units))

@@ -12,11 +12,14 @@ from torch.compiler import is_compiling
 
 from flashtile import ops
 from flashtile.arguments import Causal, Window, attention_args, autocast, kvcache_args, varlen_args
-from flashtile.backends import kvcache, native, registry
+from flashtile.backends import kvcache, registry
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.backends.registry import Explanation
 from flashtile.errors import Unsupported, renamed, type_error, unsupported
 from flashtile.problem import AttentionArgs, Problem, check_values, is_checking, row_axis
+
+# Without the device's name, which costs as much as all the other checks; a torch that lacks it takes the longer way
+is_autocasting: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 _KVCACHE_NAMES = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad"}
 _KVCACHE_ROW_NAMES = {"block_table": "cache_batch_idx"}
@@ -62,24 +65,44 @@ def attention(
 
     Returns out in q's layout, or (out, lse). docs/semantics.md has the formulas.
     """
-    found: Any = None
-    if not is_compiling():
-        # In C++ where there is nothing to change: this is the path of most calls
-        found = native.attention(
-            q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic,
-            layout, backend, return_lse,
-        )  # fmt: skip
-    if found is None:
-        q, k, v, bias = autocast(q, k, v, bias)
-        args = attention_args(
-            q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic, layout, backend
-        )
-        found = ops.attend(args, return_lse)
-    elif len(found) == 1:
-        found = ops.differentiable(found[0])
-    elif len(found) > 2:
-        found = ops.attend_by_python(found)
-    out, lse = found
+    # Most calls: tensors, and options that the dense overloads take
+    if (
+        window is None
+        and mask is None
+        and bias is None
+        and alibi_slopes is None
+        and sinks is None
+        and rng_state is None
+        and deterministic is None
+        and not return_lse
+        and (causal is False or causal is True)
+        and (scale is None or type(scale) is float)
+        and type(softcap) is float
+        and type(dropout_p) is float
+        and not softcap
+        and not dropout_p
+        and type(layout) is str
+        and (backend is None or type(backend) is str)
+        and isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+        and not is_compiling()
+        and not is_autocasting()
+        and not ops.is_transformed()
+    ):
+        word = "bottom_right" if causal else "none"
+        try:
+            if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+                return ops.dense_forward(q, k, v, scale, word, layout, backend, ops.is_deterministic(), False)[0]  # type: ignore[no-any-return]
+            if not ops.is_traced_above_autograd():
+                return ops.apply_dense(q, k, v, (scale, word, layout, backend))  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            ops.reraise(error)
+    q, k, v, bias = autocast(q, k, v, bias)
+    args = attention_args(
+        q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic, layout, backend
+    )
+    out, lse = ops.attend(args, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -180,7 +203,7 @@ def attention_kvcache(
         # Whatever is wrong with the call shows before anything is written
         call_as(names, _check_ahead, args, append)
         call_as(row_names, ops.append_kv, *append)
-        args = args._replace(q=append.turn(args), seqused_k=append.cache_seqlens + append.k.shape[row_axis(layout)])
+        args = args._replace(q=append.rotated_queries(args), seqused_k=append.cache_seqlens + append.k.shape[row_axis(layout)])
     out, lse = call_as(names, ops.attend, args, return_lse)
     return (out, lse) if return_lse else out
 

@@ -8,6 +8,7 @@ Every error names the argument, what it got, what is accepted and, if possible, 
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +44,15 @@ def unsupported(argument: str, got: Any, accepted: str, hint: str = "") -> Unsup
 def _marked(error: ErrorType) -> ErrorType:
     error.names_argument = True  # type: ignore[attr-defined]
     return error
+
+
+def caller_stacklevel() -> int:
+    """For a `warnings.warn` in the function that asks: the first frame outside of flashtile and torch, whose dispatcher may stand between a
+    public function and its kernel. On autograd's threads there is none: the outermost."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("flashtile", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def describe(value: Any) -> str:

@@ -1,13 +1,17 @@
 """The three operators: `flashtile::forward`, `flashtile::backward`, `flashtile::append_kv`.
 
-Below the dispatcher sizes are plain integers: here a call becomes a Problem, a backend is selected and the outputs are
-allocated. Above it, autograd is one `autograd.Function` under the Autograd key; a call in which nothing requires grad
-goes below it at once. No schema argument has a default, so every kernel gets all of them.
+Their kernels for CPU and CUDA tensors are C++ (csrc/exec/ops.cpp), which falls back to the Python kernels of this file through ops whose
+names end in `_fallback`. Without the C++ extension the Python kernels are the ops' own. In Python a call becomes a Problem, a backend is
+selected and the outputs are allocated. No schema argument has a default, so every kernel gets all of them.
+
+The overloads named `dense` are the same ops for calls with few options: each argument that torch converts costs time. They stand below
+autograd: the public functions call them where nothing requires grad, and inside `_DenseAttention`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,32 +22,63 @@ from flashtile.backends import cuda, kvcache, native, reference, registry
 from flashtile.backends.base import GradNeeds, Grads
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.errors import unsupported, value_error
-from flashtile.problem import NUM_TENSORS, AttentionArgs, Problem, is_checking, lse_dtype, validate
+from flashtile.problem import DENSE_OPTIONS, NUM_TENSORS, AttentionArgs, Problem, is_checking, lse_dtype, schema, validate
 
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? leftpad_k, Tensor? block_table, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? scale, str causal, SymInt window_left, SymInt window_right, "
-    "float softcap, float dropout_p, bool? deterministic, SymInt num_splits, ScalarType? out_dtype, str layout, str? backend, "
-    "bool needs_grad, bool needs_bias_grad"
+_DENSE = ("q", "k", "v", *DENSE_OPTIONS)
+_APPEND = (
+    "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? block_table, "
+    "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, str layout) -> ()"
 )
-
-_library = torch.library.Library("flashtile", "DEF")
-_library.define(f"forward({_ARGUMENTS}) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
-_library.define(
-    f"backward(Tensor dout, Tensor? dlse, {_ARGUMENTS}, Tensor out, Tensor lse, bool[] needs) "
+# By name and overload. A dense forward pass returns no lse unless needs_grad is set.
+_SCHEMAS = {
+    "forward": f"({schema()}) -> (Tensor out, Tensor lse)",
+    "forward.dense": f"({schema((*_DENSE, 'needs_grad'))}) -> (Tensor out, Tensor lse)",
+    "backward": f"(Tensor dout, Tensor? dlse, {schema()}, Tensor out, Tensor lse, bool[] needs) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? block_table, "
-    "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, str layout) -> ()",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+    "backward.dense": f"(Tensor dout, {schema(_DENSE)}, Tensor out, Tensor lse) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "append_kv": _APPEND,
+}
+_library = torch.library.Library("flashtile", "DEF")
+for _name, _schema in _SCHEMAS.items():
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
 
-forward = torch.ops.flashtile.forward.default
-backward = torch.ops.flashtile.backward.default
-append_kv = torch.ops.flashtile.append_kv.default
+forward_op = torch.ops.flashtile.forward.default
+backward_op = torch.ops.flashtile.backward.default
+append_op = torch.ops.flashtile.append_kv.default
+# Without the wrapper of an OpOverload, which costs 0.4 us
+dense_forward = torch.ops.flashtile.forward.dense._op
+dense_backward = torch.ops.flashtile.backward.dense._op
+
+# C functions, since every call asks them
+is_deterministic = torch._C._get_deterministic_algorithms
+_are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+_get_tracing_state = torch._C._get_tracing_state
+_is_key_included, _PRE_DISPATCH = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
+
+
+def reraise(error: RuntimeError) -> NoReturn:
+    """Raises what a Python kernel has raised: torch hands it over as the cause of a RuntimeError."""
+    cause = error.__cause__
+    if cause is None:
+        raise error
+    raise cause from cause.__cause__
+
+
+def _typed(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The op with typed errors."""
+
+    def call(*args: Any) -> Any:
+        if is_compiling():
+            return op(*args)
+        try:
+            return op(*args)
+        except RuntimeError as error:
+            reraise(error)
+
+    return call
+
+
+forward, backward, append_kv = _typed(forward_op), _typed(backward_op), _typed(append_op)
 
 
 def output_sizes(args: AttentionArgs) -> tuple[list[int], list[int]]:
@@ -76,7 +111,7 @@ def as_outputs(args: AttentionArgs, grads: Grads) -> tuple[Tensor, ...]:
     return tuple(args.q.new_empty(0) if grad is None else grad for grad in grads)
 
 
-def _split(values: tuple[Any, ...]) -> tuple[Tensor, Tensor | None, AttentionArgs, Tensor, Tensor, GradNeeds]:
+def split_backward(values: tuple[Any, ...]) -> tuple[Tensor, Tensor | None, AttentionArgs, Tensor, Tensor, GradNeeds]:
     """The arguments of the backward op by their meaning."""
     dout, dlse, *middle, out, lse, needs = values
     args = AttentionArgs(*middle)
@@ -89,16 +124,26 @@ def _split(values: tuple[Any, ...]) -> tuple[Tensor, Tensor | None, AttentionArg
     return dout, dlse, args, out, lse, GradNeeds(*needs)
 
 
-# CPU and CUDA
+# The Python kernels for CPU and CUDA
 
 
 def _forward(*values: Any) -> tuple[Tensor, Tensor]:
-    served = native.forward(values)
-    return served if served else _forward_by_python(AttentionArgs(*values))
+    return forward_by_python(AttentionArgs(*values))
 
 
-def _forward_by_python(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    """Any forward pass."""
+def dense_args(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> AttentionArgs:
+    return AttentionArgs(q, k, v)._replace(**dict(zip(DENSE_OPTIONS, options, strict=True)))
+
+
+def _forward_dense(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor | None]:
+    *options, needs_grad = values
+    args = dense_args(q, k, v, tuple(options))._replace(needs_grad=needs_grad)
+    out, lse = forward_by_python(args)
+    return out, lse if needs_grad else None
+
+
+def forward_by_python(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    """Any forward pass; backends may register a plan for the C++ executor."""
     backend = registry.select(Problem.of(args), args.backend)
     out, lse = empty_outputs(args)
     backend.forward(args, out, lse)
@@ -106,16 +151,19 @@ def _forward_by_python(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*values: Any) -> tuple[Tensor, ...]:
-    dout, dlse, args, out, lse, needs = _split(values)
-    grads = _differentiate(dout, dlse, args, out, lse, needs)
-    return as_outputs(args, grads)
+    dout, dlse, args, out, lse, needs = split_backward(values)
+    return as_outputs(args, backward_by_python(dout, dlse, args, out, lse, needs))
 
 
-def _differentiate(dout: Tensor, dlse: Tensor | None, args: AttentionArgs, out: Tensor, lse: Tensor, needs: GradNeeds) -> Grads:
-    wanted = tuple(need and args[place] is not None for place, need in zip(_DIFFERENTIABLE, needs, strict=True))
-    served = native.backward((dout, dlse, args, out, lse, wanted))
-    if served:
-        return Grads(*served)
+def _backward_dense(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor | None, ...]:
+    *options, out, lse = values
+    args = dense_args(q, k, v, tuple(options))
+    needs = GradNeeds(True, True, True, False, False)
+    split_backward((dout, None, *args, out, lse, needs))
+    return backward_by_python(dout, None, args, out, lse, needs)[:3]
+
+
+def backward_by_python(dout: Tensor, dlse: Tensor | None, args: AttentionArgs, out: Tensor, lse: Tensor, needs: GradNeeds) -> Grads:
     backend = registry.select(_backward_problem(args, needs), args.backend, "backward")
     grads = empty_grads(args, needs)
     backend.backward(args, dout, dlse, out, lse, grads)
@@ -127,31 +175,41 @@ def _backward_problem(args: AttentionArgs, needs: GradNeeds) -> Problem:
 
 
 def _append_kv(*values: Any) -> None:
-    if isinstance(native.append_kv(values), tuple):  # an empty one
-        return
     args = AppendArgs(*values)
     kvcache.validate(args)
-    if is_checking():
+    is_on_gpu = args.k.device.type in cuda.CudaBackend.devices
+    if not is_on_gpu or is_checking():
         kvcache.check_values(args)
-    if cuda.takes_append(args.k):
+    if is_on_gpu and cuda.takes_append(args.k):
         cuda.append(args)
     else:
         kvcache.append(args)
 
 
-def _append_kv_cpu(*values: Any) -> None:
-    args = AppendArgs(*values)
-    kvcache.validate(args)
-    kvcache.check_values(args)
-    kvcache.append(args)
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "forward": _forward,
+    "forward.dense": _forward_dense,
+    "backward": _backward,
+    "backward.dense": _backward_dense,
+    "append_kv": _append_kv,
+}
 
 
-_library.impl("forward", _forward, "CPU")
-_library.impl("forward", _forward, "CUDA")
-_library.impl("backward", _backward, "CPU")
-_library.impl("backward", _backward, "CUDA")
-_library.impl("append_kv", _append_kv_cpu, "CPU")
-_library.impl("append_kv", _append_kv, "CUDA")
+def _register_kernels() -> None:
+    """The C++ kernels and the Python ones as their fallbacks, or the Python kernels alone."""
+    has_cpp = native.register_ops()
+    for name, kernel in _KERNELS.items():
+        base, _, overload = name.partition(".")
+        target = f"{base}_fallback.{overload}".removesuffix(".") if has_cpp else name
+        if has_cpp:
+            _library.define(target + _SCHEMAS[name])
+            _library.impl(target, torch.library.fallthrough_kernel, "Autograd")
+            kernel = native.raising(kernel, _SCHEMAS[name].partition("->")[2].count("Tensor"))
+        for device in ("CPU", "CUDA"):
+            _library.impl(target, kernel, device)
+
+
+_register_kernels()
 
 
 # Fake: the same checks, sizes and strides without data
@@ -163,19 +221,36 @@ def _forward_fake(*values: Any) -> tuple[Tensor, Tensor]:
     return empty_outputs(args)
 
 
+def _forward_dense_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor | None]:
+    *options, needs_grad = values
+    out, lse = _forward_fake(*dense_args(q, k, v, tuple(options)))
+    return out, lse if needs_grad else None
+
+
 def _backward_fake(*values: Any) -> tuple[Tensor, ...]:
-    _, _, args, _, _, needs = _split(values)
+    _, _, args, _, _, needs = split_backward(values)
     validate(args)
     return as_outputs(args, empty_grads(args, needs))
+
+
+def _backward_dense_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, ...]:
+    *options, out, lse = values
+    return _backward_fake(dout, None, *dense_args(q, k, v, tuple(options)), out, lse, (True, True, True, False, False))[:3]
 
 
 def _append_kv_fake(*values: Any) -> None:
     kvcache.validate(AppendArgs(*values))
 
 
-torch.library.register_fake("flashtile::forward", _forward_fake, lib=_library)
-torch.library.register_fake("flashtile::backward", _backward_fake, lib=_library)
-torch.library.register_fake("flashtile::append_kv", _append_kv_fake, lib=_library)
+_FAKES: dict[str, Callable[..., Any]] = {
+    "forward": _forward_fake,
+    "forward.dense": _forward_dense_fake,
+    "backward": _backward_fake,
+    "backward.dense": _backward_dense_fake,
+    "append_kv": _append_kv_fake,
+}
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(f"flashtile::{_name}", _fake, lib=_library)
 
 
 # Autograd
@@ -183,49 +258,60 @@ torch.library.register_fake("flashtile::append_kv", _append_kv_fake, lib=_librar
 _DIFFERENTIABLE = [AttentionArgs._fields.index(name) for name in ("q", "k", "v", "bias", "sinks")]
 
 
-_NO_OPTIONS = (None,) * (NUM_TENSORS - 3)
-
-
 class _Attention(torch.autograd.Function):
-    """Of the inputs that have a gradient, and of the call: all arguments once more, (out, lse), and whether lse is wanted. Each input,
-    output and saved tensor costs time; lse is an output only where it is wanted. Where the C++ extension is there, it takes the place of
-    both methods, whoever launches (csrc/exec/python.cpp: forward_of_node, backward_of_node)."""
+    """Of the inputs that have a gradient, and of all arguments once more. lse is an output only where it is wanted."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, call: tuple[Any, Any, bool]) -> Any:
-        args, results, wants_lse = call
-        count = 3 if args[3:NUM_TENSORS] == _NO_OPTIONS else NUM_TENSORS
-        ctx.save_for_backward(*args[:count], *results)
-        ctx.others = args[count:]
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, args: Any, wants_lse: bool) -> Any:
+        results = _forward_below_autograd(args)
+        ctx.save_for_backward(*args[:NUM_TENSORS], *results)
+        ctx.options = args[NUM_TENSORS:]
         ctx.set_materialize_grads(False)
         return results if wants_lse else results[0]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        return _backward_of_node(ctx.saved_tensors, ctx.others, ctx.needs_input_grad, dout, dlse)
+        *tensors, out, lse = ctx.saved_tensors
+        return *_gradients((*tensors, *ctx.options), dout, dlse, out, lse, ctx.needs_input_grad[:5]), None, None
 
 
-def _backward_of_node(
-    saved: tuple[Any, ...], others: tuple[Any, ...], needs: tuple[bool, ...], dout: Tensor | None, dlse: Tensor | None
+class _DenseAttention(torch.autograd.Function):
+    """The same for the dense overloads; `options` are DENSE_OPTIONS without the last, a switch that each pass reads anew."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Any:
+        out, lse = dense_forward(q, k, v, *options, is_deterministic(), True)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if torch.is_grad_enabled() or not (needs[0] and needs[1] and needs[2]):
+            args = dense_args(q, k, v, (*ctx.options, None))._replace(needs_grad=True)
+            return *_gradients(args, dout, None, out, lse, (*needs[:3], False, False))[:3], None
+        try:
+            return *dense_backward(dout, q, k, v, *ctx.options, is_deterministic(), out, lse), None
+        except RuntimeError as error:
+            reraise(error)
+
+
+def _gradients(
+    args: tuple[Any, ...], dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of a node's inputs, by what its context holds."""
-    *tensors, out, lse = saved
-    args, wanted = (*tensors, *others), needs[:-1]
+    """The gradients of a node's inputs; None where they are not needed."""
     if dout is None:
         dout = torch.zeros_like(out)
-    if torch.is_grad_enabled() and not lse.requires_grad:
-        out, lse = forward(*args)  # to be differentiated a second time, through lse too
-    grads = backward(dout, dlse, *args, out, lse, wanted)
-    return *(grad if is_wanted else None for grad, is_wanted in zip(grads, wanted, strict=True)), None
-
-
-native.serve_nodes(_Attention, _Attention._backward_cls, _backward_of_node)
-
-
-def _results(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """Of a forward pass whose place in the graph is made afterwards."""
-    with torch.no_grad():
-        return _forward_below_autograd(args)
+    if torch.is_grad_enabled():
+        if not lse.requires_grad:
+            out, lse = forward(*args)  # to be differentiated a second time, through lse too
+        grads = backward(dout, dlse, *args, out, lse, needs)
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            grads = backward(dout, dlse, *args, out, lse, needs)
+    return tuple(grad if is_needed else None for grad, is_needed in zip(grads, needs, strict=True))
 
 
 def _forward_below_autograd(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -244,48 +330,36 @@ def requires_grad(values: tuple[Any, ...]) -> bool:
 
 def is_transformed() -> bool:
     """Inside forward-mode differentiation or a torch.func transform, which must see the Autograd key."""
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    return forward_ad._current_level >= 0 or _are_functorch_transforms_active()
+
+
+def is_traced_above_autograd() -> bool:
+    """Inside torch.jit.trace or make_fx(pre_dispatch=True), which must see an op before autograd does."""
+    return _get_tracing_state() is not None or _is_key_included(_PRE_DISPATCH)
 
 
 # `apply` without what it does for torch.func transforms
 _apply = super(torch.autograd.Function, _Attention).apply
-
-
-def differentiable(call: tuple[Any, Any, bool]) -> tuple[Tensor, Any]:
-    """A call's place in the graph, where nobody but autograd listens: `native.attend` has found that, and left the rest."""
-    args, results, wants_lse = call
-    if results is None:
-        call = (args, _results(args), wants_lse)
-    result: Any = _apply(args[0], args[1], args[2], args[3], args[6], call)
-    return result if wants_lse else (result, None)
+apply_dense = super(torch.autograd.Function, _DenseAttention).apply
 
 
 def attend(args: tuple[Any, ...], wants_lse: bool = True) -> tuple[Tensor, Any]:
     """The forward op as the public functions call it: below autograd at once where nothing requires grad. Without wants_lse there may be
     none."""
-    if is_compiling():
+    if is_compiling() or is_transformed():
         return forward(*args)
-    served = native.attend(args, wants_lse)
-    if served and len(served) == 1:
-        return differentiable(served[0])
-    return served or attend_by_python(args)
-
-
-def attend_by_python(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """The same where the C++ executor has been asked already."""
-    if requires_grad(args[:7]) or is_transformed():
+    if not requires_grad(args[:7]):
+        return _forward_below_autograd(args)
+    if is_traced_above_autograd():
         return forward(*args)
-    q = args[0]
-    is_plain = all(tensor is None or _is_plain(tensor) for tensor in args[:NUM_TENSORS]) and (q.is_cuda or q.is_cpu)
-    if is_plain and not native.is_heard():
-        # Nobody listens between here and the kernel: spare the host the dispatcher
-        return _forward_by_python(AttentionArgs(*args))
-    return _forward_below_autograd(args)
+    result = _differentiable(args, wants_lse, _apply)
+    return result if wants_lse else (result, None)
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Its memory holds its values; else the dispatcher knows what to do."""
-    return type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_neg() and not tensor._is_zerotensor()
+def _differentiable(args: tuple[Any, ...], wants_lse: bool, apply: Callable[..., Any]) -> Any:
+    bias = args[3]
+    args = (*args[:-2], True, bias is not None and bias.requires_grad)
+    return apply(*(args[index] for index in _DIFFERENTIABLE), args, wants_lse)
 
 
 def _check_transforms() -> None:
@@ -300,11 +374,9 @@ def _check_transforms() -> None:
 def _forward_autograd(keyset: Any, *values: Any) -> Any:
     _check_transforms()
     if requires_grad(values):
-        bias = values[3]
-        args = (*values[:-2], True, bias is not None and bias.requires_grad)
-        return _Attention.apply(*(values[place] for place in _DIFFERENTIABLE), (args, _results(args), True))
+        return _differentiable(values, True, _Attention.apply)
     with torch._C._AutoDispatchBelowAutograd():
-        return forward.redispatch(keyset & torch._C._after_autograd_keyset, *values)
+        return forward_op.redispatch(keyset & torch._C._after_autograd_keyset, *values)
 
 
 def _backward_autograd(keyset: Any, *values: Any) -> Any:
@@ -312,12 +384,12 @@ def _backward_autograd(keyset: Any, *values: Any) -> Any:
     if requires_grad(values):
         return _differentiable_backward(*values)
     with torch._C._AutoDispatchBelowAutograd():
-        return backward.redispatch(keyset & torch._C._after_autograd_keyset, *values)
+        return backward_op.redispatch(keyset & torch._C._after_autograd_keyset, *values)
 
 
 def _differentiable_backward(*values: Any) -> tuple[Tensor, ...]:
     """Second derivatives: the backward formulas in PyTorch, which differentiates them, through out and lse too."""
-    dout, dlse, args, out, lse, needs = _split(values)
+    dout, dlse, args, out, lse, needs = split_backward(values)
     backend = registry.select(_backward_problem(args, needs), args.backend, "backward")
     if backend.name != "reference":
         registry.announce_slow_path(f"{backend.name!r} has no second derivatives; 'reference' computes them and stores the N x N scores")
@@ -328,4 +400,5 @@ def _differentiable_backward(*values: Any) -> tuple[Tensor, ...]:
 
 _library.impl("forward", _forward_autograd, "Autograd", with_keyset=True)
 _library.impl("backward", _backward_autograd, "Autograd", with_keyset=True)
-_library.impl("append_kv", torch.library.fallthrough_kernel, "Autograd")
+for _name in ("forward.dense", "backward.dense", "append_kv"):
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")

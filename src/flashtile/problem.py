@@ -1,6 +1,7 @@
 """What is asked: the arguments of one attention call, their checks, and the Problem that selection looks at.
 
-`AttentionArgs` mirrors the schema of the `flashtile::forward` op field by field. `validate` checks whatever can be told
+`AttentionArgs` is the one list of the arguments of `flashtile::forward`: the schemas of the ops and csrc/exec/arguments.inc are generated from it.
+`validate` checks whatever can be told
 from sizes, strides and dtypes alone; it runs inside the op and inside its fake, so it takes symbolic sizes. `check_values`
 checks what stands inside the index tensors. `Problem` is the frozen summary that decides which backend runs.
 """
@@ -9,9 +10,10 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -63,6 +65,30 @@ class AttentionArgs(NamedTuple):
 
 
 NUM_TENSORS = 13  # they come first
+
+# The options of the `dense` overloads, which the most common calls take: fewer arguments for torch to convert
+DENSE_OPTIONS = ("scale", "causal", "layout", "backend", "deterministic")
+
+_SCHEMA_TYPES: dict[object, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "SymInt",
+    int | None: "SymInt?",
+    float: "float",
+    float | None: "float?",
+    bool: "bool",
+    bool | None: "bool?",
+    str: "str",
+    str | None: "str?",
+    torch.dtype | None: "ScalarType?",
+}
+# The type of each argument in the schema of an op
+SCHEMA_TYPES = {name: _SCHEMA_TYPES[hint] for name, hint in get_type_hints(AttentionArgs).items()}
+
+
+def schema(names: Iterable[str] = AttentionArgs._fields) -> str:
+    """These arguments as the schema of an op lists them."""
+    return ", ".join(f"{SCHEMA_TYPES[name]} {name}" for name in names)
 
 
 class Shape(NamedTuple):
@@ -157,18 +183,6 @@ def is_aligned16(tensor: Tensor) -> bool:
 def _rows_disjoint(tensor: Tensor, layout: str) -> bool:
     row = row_axis(layout)
     return tensor.shape[row] <= 1 or tensor.stride(row) >= tensor.shape[-1]
-
-
-def signature(args: AttentionArgs) -> tuple[object, ...]:
-    """What two calls share when they differ in the values of their tensors alone (and torch's switches agree)."""
-    parts: list[object] = [torch.are_deterministic_algorithms_enabled(), args[NUM_TENSORS:]]
-    tensors: tuple[Any, ...] = args[:NUM_TENSORS]
-    for value in tensors:
-        if value is None:
-            parts.append(None)
-        else:
-            parts += (value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15)
-    return tuple(parts)
 
 
 # What the options mean, for everyone who asks.

@@ -32,6 +32,9 @@ int cuDeviceGetAttribute(int* value, int attribute, int device) { return *value 
 int cuDevicePrimaryCtxRetain(void** found, int device) { return *found = (void*)(uintptr_t)(1 + device), 0; }
 int cuCtxGetCurrent(void** found) { return *found = context, 0; }
 int cuCtxSetCurrent(void* wanted) { return context = wanted, 0; }
+int cuMemsetD8Async(uint64_t address, uint8_t value, size_t size, void* stream) {
+  return (void)stream, memset((void*)(uintptr_t)address, value, size), 0;
+}
 int cuThreadExchangeStreamCaptureMode(int* mode) { return (void)mode, 0; }
 int cuLibraryLoadData(void** library, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
   (void)code, (void)a, (void)b, (void)c, (void)d, (void)e, (void)f;

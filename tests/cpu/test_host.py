@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
 from flashtile import ops
@@ -50,15 +51,19 @@ def on_host() -> None:
 
 
 def by_python(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    ops.forget()
-    return ops._forward_by_python(args)
+    return ops.forward_by_python(args)
 
 
-def served(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    """By C++, which has learned it from the call before."""
-    by_python(args)
-    found = native.forward(tuple(args))
-    assert isinstance(found, tuple)
+def num_fallbacks() -> int:
+    return extension.executor().num_fallbacks()
+
+
+def by_cpp(op: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
+    """By C++, with the plan that the first call registers."""
+    op(*args)
+    before = num_fallbacks()
+    found = op(*args)
+    assert num_fallbacks() == before
     return found
 
 
@@ -71,7 +76,7 @@ def test_the_bits_of_the_python_executor(option: str, dtype: torch.dtype, layout
     args = Case(dtype=dtype, layout=layout, **fields).make(seed).args._replace(out_dtype=torch.float32 if is_wide else None)
     if args.sinks is not None:
         args = args._replace(sinks=args.sinks.float())  # others are copied, in Python
-    for ours, theirs in zip(served(args), by_python(args), strict=True):
+    for ours, theirs in zip(by_cpp(ops.forward, *args), by_python(args), strict=True):
         assert (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
         assert torch.equal(ours, theirs)
 
@@ -99,11 +104,10 @@ def test_the_bits_of_its_backward_pass(option: str, dtype: torch.dtype, layout: 
     out, lse = by_python(args)
     for needs in (GradNeeds(True, True, True, args.bias is not None, sinks is not None), GradNeeds(False, True, False, False, False)):
         theirs = backward_by_python(inputs, out, lse, needs)
-        with torch.no_grad():
-            ours = native.backward((inputs.dout, inputs.dlse, tuple(args), out, lse, tuple(needs)))
+        ours = by_cpp(ops.backward, inputs.dout, inputs.dlse, *args, out, lse, needs)
         for one, other in zip(ours, theirs, strict=True):
-            assert (one is None) == (other is None)
-            assert one is None or (torch.equal(one, other) and one.stride() == other.stride() and one.dtype == other.dtype)
+            assert (one.numel() == 0) == (other is None)
+            assert other is None or (torch.equal(one, other) and one.stride() == other.stride() and one.dtype == other.dtype)
 
 
 def test_lengths_share_a_plan(seed: int) -> None:
@@ -112,8 +116,9 @@ def test_lengths_share_a_plan(seed: int) -> None:
     assert extension.executor().num_plans() == 1
     for rows, length in ((1, 1), (1, 8), (2, 129), (130, 300), (200, 300)):
         args = AttentionArgs(q[:, :, :rows], k[:, :, :length], v[:, :, :length])
-        found = native.forward(tuple(args))
-        assert torch.equal(found[0], by_python(args)[0])
+        before = num_fallbacks()
+        assert torch.equal(ops.forward(*args)[0], by_python(args)[0])
+        assert num_fallbacks() == before
     assert extension.executor().num_plans() == 1
 
 
@@ -121,7 +126,7 @@ def test_public_functions_are_served(seed: int, monkeypatch: pytest.MonkeyPatch)
     q = torch.randn(1, 2, 9, 16)
     expected = flashtile.attention(q, q, q, causal=True, return_lse=True)
     flashtile.attention(q, q, q, causal=True, backend="cpu")
-    monkeypatch.setattr(ops, "_forward_by_python", None)  # nobody asks it any more
+    monkeypatch.setattr(ops, "forward_by_python", None)  # nobody asks it any more
     for one, other in zip(flashtile.attention(q, q, q, causal=True, return_lse=True), expected, strict=True):
         assert torch.equal(one, other)
     assert torch.equal(flashtile.attention(q, q, q, causal=True), expected[0])
@@ -152,7 +157,7 @@ def test_nodes_have_the_gradients_of_the_python_executor(seed: int, monkeypatch:
         args = inputs.args._replace(**leaves)
         for turn in range(2):  # the second time it is C++ that autograd calls
             if turn == 1:
-                monkeypatch.setattr(ops, "_differentiate", None)
+                monkeypatch.setattr(ops, "backward_by_python", None)
             out, lse = ops.attend(args, wants_lse)
             outputs, douts = ((out, lse), (inputs.dout, inputs.dlse)) if wants_lse else ((out,), (inputs.dout,))
             found = torch.autograd.grad(outputs, tuple(leaves.values()), douts)
@@ -168,7 +173,7 @@ def test_the_gradient_of_a_sum_is_served(layout: str, monkeypatch: pytest.Monkey
     qkv = [torch.randn(2, 9, 8, 16, requires_grad=True) for _ in range(3)]
     for turn in range(2):
         if turn == 1:
-            monkeypatch.setattr(ops, "_differentiate", None)
+            monkeypatch.setattr(ops, "backward_by_python", None)
         found = torch.autograd.grad(flashtile.attention(*qkv, layout=layout).sum(), qkv)
         out, lse = flashtile.attention(*qkv, layout=layout, return_lse=True)
         both = torch.autograd.grad(out.sum() + lse.sum(), qkv)
@@ -187,7 +192,7 @@ def test_nodes_keep_the_rules_of_autograd(is_known: bool, monkeypatch: pytest.Mo
     dout, unpacked = torch.randn(1, 2, 9, 16), list[int]()
     if is_known:
         torch.autograd.grad(flashtile.attention(q, k, v), (q, k, v), dout)
-        monkeypatch.setattr(ops, "_differentiate", None)  # nobody asks Python any more
+        monkeypatch.setattr(ops, "backward_by_python", None)  # nobody asks Python any more
 
     def unpack(tensor: Tensor) -> Tensor:
         unpacked.append(tensor.data_ptr())
@@ -217,43 +222,40 @@ def test_nodes_keep_the_rules_of_autograd(is_known: bool, monkeypatch: pytest.Mo
     torch.testing.assert_close(*second, rtol=0, atol=2e-5 * second[1].abs().max().item())  # 2.3e-6 at most in 300 draws
 
 
-class Heard(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def test_what_is_left_to_python(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     q, lengths = torch.randn(2, 2, 9, 16), torch.tensor([4, 9], dtype=torch.int32)
     args = AttentionArgs(q, q, q)
-    assert native.forward(tuple(args)) is False  # no plan yet
-    served(args)
-    assert native.forward(tuple(args._replace(seqused_k=lengths))) is None
-    assert native.forward(tuple(args._replace(backend="cuda"))) is None
-    assert native.forward(tuple(args._replace(backend="tiled"))) is None
-    assert native.forward(tuple(args._replace(q=q[:, :, :0]))) is None
-    assert native.forward(tuple(AttentionArgs(*(tensor.double() for tensor in (q, q, q))))) is False
-    with Heard() as mode:
-        mode.names = []
-        flashtile.attention(q, q, q)
-    assert "forward.default" in mode.names
+
+    def falls_back(call: AttentionArgs) -> bool:
+        before = num_fallbacks()
+        with suppress(NotImplementedError):
+            ops.forward(*call)
+        return num_fallbacks() > before
+
+    assert falls_back(args)  # no plan yet
+    assert not falls_back(args)
+    doubled = AttentionArgs(*(tensor.double() for tensor in (q, q, q)), backend="tiled")
+    others = ({"seqused_k": lengths}, {"backend": "cuda"}, {"backend": "tiled"}, {"q": q[:, :, :0]})
+    for call in (*(args._replace(**change) for change in others), doubled):
+        assert falls_back(call)
+        assert falls_back(call)
     for name, value in (("FLASHTILE_CPU_ISA", "baseline"), ("FLASHTILE_CHECK", "1")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            assert native.forward(tuple(args)) is None
+            assert falls_back(args)
             torch.testing.assert_close(flashtile.attention(q, q, q), flashtile.attention(q, q, q, backend="reference"))
 
 
-@pytest.mark.parametrize("is_served", [False, True])
-def test_tracing_before_the_dispatcher_records_the_op(is_served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_handled", [False, True])
+def test_tracing_before_the_dispatcher_records_the_op(is_handled: bool) -> None:
     q, other = torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16)
-    if not is_served:
-        monkeypatch.setattr(native, "attention", native._unserved)
-        monkeypatch.setattr(native, "attend", native._unserved)
-    for _ in range(2):
-        expected = flashtile.attention(other, other, other)
-    traced = make_fx(lambda x: flashtile.attention(x, x, x), pre_dispatch=True)(q)
-    assert torch.equal(traced(other), expected)
+    with nullcontext() if is_handled else native.python_only():
+        for _ in range(2):
+            expected = flashtile.attention(other, other, other)
+        for x in (q, q.clone().requires_grad_()):
+            traced = make_fx(lambda x: flashtile.attention(x, x, x), pre_dispatch=True)(x)
+            assert "flashtile.forward" in traced.code
+            assert torch.equal(traced(other), expected)
 
 
 def test_wrong_calls_are_refused_in_the_same_words(seed: int) -> None:
@@ -303,27 +305,63 @@ def test_threads(seed: int) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, TimeoutError])
 def test_what_a_signal_raises_is_not_lost(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    qkv = [torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(3)]
-    torch.autograd.grad(flashtile.attention(*qkv).sum(), qkv)
-    out, coming = flashtile.attention(*qkv), [error]
+    """In a switch of torch that C++ reads, and in a Python kernel."""
+    qkv = [torch.randn(1, 2, 9, 16) for _ in range(3)]
+    leaves, coming = [tensor.clone().requires_grad_() for tensor in qkv], [error]
 
-    def interrupted() -> bool:
+    def interrupted(*args: Any) -> bool:
         if coming:
             raise coming.pop()
         return False
 
-    calls = (
-        lambda: flashtile.attention(*qkv),
-        lambda: ops.forward(*AttentionArgs(*(tensor.detach() for tensor in qkv))),
-        lambda: torch.autograd.grad(out, qkv, torch.ones_like(out), retain_graph=True),
-    )
+    ops.forward(*AttentionArgs(*qkv))
     with monkeypatch.context() as patch:
-        patch.setattr(extension, "is_traced_before_dispatch", interrupted)
+        patch.setattr(torch._C, "_get_deterministic_algorithms", interrupted)
         assert extension.open_executor("host") is None
-        for call in calls:
-            coming[:] = [error]
-            with pytest.raises(error):
-                call()
-            assert not coming
-            call()
+        with pytest.raises(error):
+            ops.forward(*AttentionArgs(*qkv))
+        assert not coming
+        ops.forward(*AttentionArgs(*qkv))
     assert extension.open_executor("host") is None
+    out = flashtile.attention(*leaves, causal=True)
+    native.clear_plans()
+    for name, call in {
+        "forward_by_python": lambda: flashtile.attention(*qkv),
+        "backward_by_python": lambda: torch.autograd.grad(out.sum(), leaves),
+    }.items():
+        coming[:] = [error]
+        with monkeypatch.context() as patch, pytest.raises(error):
+            patch.setattr(ops, name, interrupted)
+            call()
+
+
+def test_a_direct_call_of_an_op_names_the_cause() -> None:
+    q = torch.randn(1, 2, 9, 16)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="v: got 1 heads") as found:
+            torch.ops.flashtile.forward(*AttentionArgs(q, q, q[:, :1]))
+        assert isinstance(found.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
+def test_views_with_a_pending_negation(name: str) -> None:
+    """torch resolves them before a kernel sees them, in every call; ZeroTensors too."""
+    plain = {each: torch.randn(1, 2, 9, 16) for each in ("q", "k", "v")}
+    views = [torch._neg_view(torch.randn(1, 2, 9, 16))]
+    if name == "bias":  # any strides will do
+        parts = torch.randn(3, 2, 9, 9, dtype=torch.complex64)
+        odd = torch.randn(1, 2, 9, 9, 3, dtype=torch.float32)[..., 1]
+        views = [parts[:1].conj().imag, torch._neg_view(odd), torch._efficientzerotensor(1, 2, 9, 9)]
+    for view in views:
+        value = torch.zeros(view.shape).add(view)
+        expected = flashtile.attention(**{**plain, name: value})
+        for _ in range(3):
+            assert torch.equal(flashtile.attention(**{**plain, name: view}), expected)
+
+
+def test_gradients_with_a_pending_negation() -> None:
+    leaves, dout = [torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(3)], torch.randn(1, 2, 9, 16)
+    expected = torch.autograd.grad(flashtile.attention(*leaves), leaves, -dout)
+    for _ in range(3):
+        found = torch.autograd.grad(flashtile.attention(*leaves), leaves, torch._neg_view(dout))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

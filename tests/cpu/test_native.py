@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from array import array
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from flashtile.check.draw import Drawer
 from flashtile.kernels import assemble, families
 from flashtile.kernels import plan as plans
 from flashtile.kernels.families.simt import HEAD_DIMS
-from flashtile.problem import AttentionArgs
+from flashtile.problem import DENSE_OPTIONS, AttentionArgs
 from flashtile.runtime import driver, extension
 from flashtile.testing import GRADS, Case
 
@@ -59,19 +59,29 @@ def by_python(recorder: Recorder, launch: Launch, results: tuple[Tensor | None, 
     return Done(recorder.launches(), results)
 
 
-def by_cpp(recorder: Recorder, kind: int, args: tuple[Any, ...], launch: Launch) -> Done | None:
-    """None where C++ leaves the call to Python."""
-    call = (native.forward, native.backward, native.append_kv)[kind]
-    recorder.reset(len(launch.plan.image))
+def num_fallbacks() -> int:
+    return extension.executor().num_fallbacks()
+
+
+def falls_back(call: Any) -> bool:
+    """The call goes to Python, whatever that makes of it."""
+    before = num_fallbacks()
+    with suppress(ValueError, TypeError, NotImplementedError):
+        call()
+    return num_fallbacks() > before
+
+
+def by_cpp(recorder: Recorder, op: Any, args: tuple[Any, ...], launch: Launch) -> Done | None:
+    """None where C++ leaves the call to Python. The first call of a kind registers its plan."""
     with torch.no_grad():
-        served = call(args)
-        if served is False:
-            assert recorder.launches() == []
-            native.learn(kind, args, launch)
-            served = call(args)
-    if served is False:  # a call that needs a copy
-        assert any(executor.prepare(launch.plan, launch.given)[name] is not launch.given[name] for name in launch.given)
-    return Done(recorder.launches(), served) if isinstance(served, tuple) else None
+        for _ in range(2):
+            recorder.reset(len(launch.plan.image))
+            before = num_fallbacks()
+            results = op(*args)
+            if num_fallbacks() == before:
+                wanted = args[-1] if op is ops.backward else (True, True)
+                return Done(recorder.launches(), tuple(x if is_wanted else None for x, is_wanted in zip(results or (), wanted, strict=False)))
+    return None
 
 
 def differences(launch: Launch, one: Done, other: Done, names: tuple[str, ...]) -> list[str]:
@@ -131,7 +141,7 @@ def test_a_thousand_calls_are_launched_alike(part: int, recorder: Recorder, monk
         args = inputs.args
         out, lse = ops.empty_outputs(args)
         launch = cuda.forward_launch(args, out, lse)
-        one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, native.FORWARD, tuple(args), launch)
+        one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, ops.forward, args, launch)
         if other is None:
             left += 1
             continue
@@ -145,7 +155,7 @@ def test_a_thousand_calls_are_launched_alike(part: int, recorder: Recorder, monk
         dlse = inputs.dlse if seed % 2 else None
         launch = cuda.backward_launch(args, inputs.dout, dlse, out, lse, grads)
         one = by_python(recorder, launch, tuple(grads))
-        other = by_cpp(recorder, native.BACKWARD, (inputs.dout, dlse, tuple(args), out, lse, wanted), launch)
+        other = by_cpp(recorder, ops.backward, (inputs.dout, dlse, *args, out, lse, wanted), launch)
         if other is not None:
             assert differences(launch, one, other, GRADS) == [], (case, seed)
             num_backward += 1
@@ -210,7 +220,7 @@ def test_calls_that_differ_in_one_thing(recorder: Recorder) -> None:
             args = case.make(turn).args
             out, lse = ops.empty_outputs(args)
             launch = cuda.forward_launch(args, out, lse)
-            one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, native.FORWARD, tuple(args), launch)
+            one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, ops.forward, args, launch)
             assert other is not None, changes
             assert differences(launch, one, other, ("out", "lse")) == [], changes
 
@@ -225,7 +235,7 @@ def test_options_that_a_case_gives_together(recorder: Recorder) -> None:
     for args in 2 * [*calls, dropping, dropping._replace(dropout_p=0.0)]:
         out, lse = ops.empty_outputs(args)
         launch = cuda.forward_launch(args, out, lse)
-        one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, native.FORWARD, tuple(args), launch)
+        one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, ops.forward, args, launch)
         assert other is not None
         assert differences(launch, one, other, ("out", "lse")) == [], args[13:]
 
@@ -247,26 +257,27 @@ def test_rows_that_overlap_and_gradients_of_odd_memory(recorder: Recorder) -> No
         args = AttentionArgs(q, k, v)
         out, lse = ops.empty_outputs(args)
         launch = cuda.forward_launch(args, out, lse)
-        one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, native.FORWARD, tuple(args), launch)
+        one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, ops.forward, args, launch)
         assert other is not None
         assert differences(launch, one, other, ("out", "lse")) == []
         for wanted in ((True, True, True, False, False), (False, True, False, False, False), (False, False, True, False, False)):
             grads, dout = ops.empty_grads(args, ops.GradNeeds(*wanted)), torch.randn(out.shape).to(out.dtype)
             launch = cuda.backward_launch(args, dout, None, out, lse, grads)
             one = by_python(recorder, launch, tuple(grads))
-            other = by_cpp(recorder, native.BACKWARD, (dout, None, tuple(args), out, lse, wanted), launch)
+            other = by_cpp(recorder, ops.backward, (dout, None, *args, out, lse, wanted), launch)
             assert other is not None
             assert differences(launch, one, other, GRADS) == [], (q.stride(), wanted)
 
 
 def test_lse_that_nobody_wants_has_room_of_its_own(recorder: Recorder) -> None:
-    for changes in ({}, {"num_splits": 1}):
+    for changes in ({}, {"deterministic": True}):
         args = Case(**{**{name: getattr(PLAIN, name) for name in PLAIN.__dataclass_fields__}, **changes}).make(0).args
         launch = cuda.forward_launch(args, *ops.empty_outputs(args))
-        one, other = by_python(recorder, launch, ()), by_cpp(recorder, native.FORWARD, tuple(args), launch)
+        one, other = by_python(recorder, launch, ()), by_cpp(recorder, ops.forward, args, launch)
         assert other is not None
         recorder.reset(len(launch.plan.image))
-        out, lse = native.attend(tuple(args), False)
+        with torch.no_grad():
+            out, lse = ops.dense_forward(args.q, args.k, args.v, *(getattr(args, name) for name in DENSE_OPTIONS), False)
         assert lse is None
         offsets = {patch.rule.name: patch.offset for patch in launch.plan.patches if isinstance(patch.rule, plans.Pointer)}
         allocated = [name for name in offsets if name in ("out", "lse") or name in [workspace.name for workspace in launch.plan.workspaces]]
@@ -294,7 +305,7 @@ def test_appends_are_launched_alike(rotary: torch.dtype | None, is_paged: bool, 
         caches = [tensor(7 if is_paged else 3, 16) for _ in range(2)]
         args = AppendArgs(*caches, tensor(3, new), tensor(3, new), lengths, table_of_pages, angles, angles, new == 5, layout)
         launch = cuda.append_launch(args)
-        one, other = by_python(recorder, launch, ()), by_cpp(recorder, native.APPEND, args, launch)
+        one, other = by_python(recorder, launch, ()), by_cpp(recorder, ops.append_kv, args, launch)
         assert other is not None
         assert differences(launch, one, other, ()) == []
     assert extension.executor().num_plans() == 1
@@ -306,23 +317,28 @@ def test_angles_of_two_dtypes_are_read_as_one(recorder: Recorder) -> None:
     for cos, sin in ((angles, angles.bfloat16()), (angles.bfloat16(), angles)):
         args = AppendArgs(cache, cache, new, new, lengths, None, cos, sin, True, "bshd")
         launch = cuda.append_launch(args)
-        tensors = executor.prepare(launch.plan, launch.given)
+        tensors = executor.prepare(launch.plan, launch.tensors)
         assert tensors["rotary_cos"].dtype == tensors["rotary_sin"].dtype == torch.float32
         assert "float>" in launch.plan.steps[0].entry  # type: ignore[union-attr]
-        assert by_cpp(recorder, native.APPEND, args, launch) is None
+        assert by_cpp(recorder, ops.append_kv, args, launch) is None
 
 
-def test_a_plan_that_is_not_whole_is_refused(recorder: Recorder) -> None:
+def test_a_plan_that_is_not_whole_is_refused(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    args, serialize = PLAIN.make(0).args, native.serialize
+    changes = (lambda numbers: numbers[:-1], lambda numbers: [*numbers, 0], lambda numbers: [*numbers[:4], 99, *numbers[5:]])
+    for change in changes:
+        monkeypatch.setattr(native, "serialize", lambda *values, change=change: (change(serialize(*values)[0]), ["a", "b"]))
+        with pytest.raises(ValueError, match="a plan"):
+            ops.forward(*args)
+    assert extension.executor().num_plans() == 0
+
+
+def test_a_plan_belongs_to_the_call_that_fell_back(recorder: Recorder) -> None:
     args = PLAIN.make(0).args
     launch = cuda.forward_launch(args, *ops.empty_outputs(args))
     executor.execute(launch)
-    module = extension.executor()
-    values = executor.evaluate(launch.plan, launch.given, launch.scalars, launch.splits)
-    numbers, _ = native.flat(launch, values, module.TENSORS, module.SCALARS)
-    native.learn(native.FORWARD, tuple(args), launch)
-    for wrong in (numbers[:-1], [*numbers, 0], [*numbers[:4], 99, *numbers[5:]]):
-        with pytest.raises(ValueError, match="a plan"):
-            module.learn(native.FORWARD, tuple(args), array("q", wrong).tobytes(), launch.plan.image, "a\nb\n")
+    native.register_plan(native.FORWARD, launch)
+    assert extension.executor().num_plans() == 0
 
 
 # As the public functions call it
@@ -427,7 +443,7 @@ def test_an_append_is_launched_once(served: list[str], recorder: Recorder) -> No
     caches, new = torch.zeros(2, 3, 16, 2, 64), torch.randn(2, 3, 1, 2, 64)
     for turn in range(3):
         recorder.reset(0)
-        ops._append_kv(*caches, *new, torch.zeros(3, dtype=torch.int32), None, None, None, True, "bshd")
+        ops.append_kv(*caches, *new, torch.zeros(3, dtype=torch.int32), None, None, None, True, "bshd")
         assert len(recorder.launches()) == 1
         assert len(served) == 1, turn
 
@@ -440,12 +456,12 @@ def test_an_append_to_caches_that_differ_is_refused(served: list[str], recorder:
         for v_cache, v, pages in wrong:
             recorder.reset(0)
             with pytest.raises(ValueError, match="v_cache: got shape"):
-                ops._append_kv(cache, v_cache, new, v, lengths, pages, None, None, True, "bshd")
+                ops.append_kv(cache, v_cache, new, v, lengths, pages, None, None, True, "bshd")
             assert recorder.launches() == []
         with pytest.raises(TypeError, match="v_cache: got float16; accepted: float32, as k_cache"):
-            ops._append_kv(cache, cache.half(), new, new.half(), lengths, None, None, None, True, "bshd")
+            ops.append_kv(cache, cache.half(), new, new.half(), lengths, None, None, None, True, "bshd")
         for pages in (None, table_of_pages):
-            ops._append_kv(cache, cache.clone(), new, new, lengths, pages, None, None, True, "bshd")
+            ops.append_kv(cache, cache.clone(), new, new, lengths, pages, None, None, True, "bshd")
 
 
 def test_sizes_are_checked_where_a_plan_is_known(served: list[str]) -> None:
@@ -470,28 +486,28 @@ def test_sizes_are_checked_where_a_plan_is_known(served: list[str]) -> None:
     args = tuple(AttentionArgs(q, k, v))
     with torch.no_grad():
         for append in (dense, paged):
-            ops._append_kv(*append)
-            assert native.append_kv(tuple(append)) == ()
+            ops.append_kv(*append)
+            assert not falls_back(lambda append=append: ops.append_kv(*append))
         for append in appends:
-            assert native.append_kv(tuple(append)) is None
-        ops._backward(q, lse, *args, q, lse, needs)
-        assert native.backward((q, lse, args, q, lse, needs))
+            assert falls_back(lambda append=append: ops.append_kv(*append))
+        ops.backward(q, lse, *args, q, lse, needs)
+        assert not falls_back(lambda: ops.backward(q, lse, *args, q, lse, needs))
         for dout, dlse, out, stats in (
             (q[:, :, :15], lse, q, lse),
             (q, torch.randn(1, 2, 15), q, lse),
             (q, lse, q[..., :32], lse),
             (q, lse, q, lse[:, :1]),
         ):
-            assert native.backward((dout, dlse, args, out, stats, needs)) is None
+            with pytest.raises(ValueError, match="accepted: shape"):
+                ops.backward(dout, dlse, *args, out, stats, needs)
 
 
 def test_a_backward_pass_that_is_differentiated_is_left_to_python(served: list[str]) -> None:
     q, k, v = make(1, 2, 16, 64, requires_grad=True)
-    out, dout = flashtile.attention(q, k, v), torch.randn(1, 2, 16, 64, dtype=torch.bfloat16)
-    args = (dout, None, tuple(AttentionArgs(q.detach(), k.detach(), v.detach())), out.detach(), torch.randn(1, 2, 16), (True,) * 5)
-    with torch.no_grad():
-        assert native.backward(args) is False
-    assert native.backward(args) is None
+    dout = torch.randn(1, 2, 16, 64, dtype=torch.bfloat16)
+    for _ in range(2):
+        torch.autograd.grad(flashtile.attention(q, k, v), (q, k, v), dout)
+    out = flashtile.attention(q, k, v)
     with pytest.warns(flashtile.SlowPathWarning, match="no second derivatives"):
         grads = torch.autograd.grad(out, (q, k, v), dout, create_graph=True)
     assert all(grad.requires_grad for grad in grads)
@@ -568,7 +584,7 @@ def test_bad_input_is_refused_in_the_same_words(served: list[str]) -> None:
     calls = wrong_calls()
     for _ in range(2):
         found = {name: outcome(call) for name, call in calls}
-    with native.set_aside():
+    with native.python_only():
         expected = {name: outcome(call) for name, call in calls}
     assert found == expected
     right = {"plain", "bias", "mask", "sinks", "slopes", "dropout", "varlen", "paged"}
@@ -623,12 +639,15 @@ def test_whoever_listens_hears_the_op(served: list[str]) -> None:
         flashtile.attention(q, k, v)
     with Sees() as mode:
         flashtile.attention(q, k, v)
-    assert "flashtile.forward.default" in mode.names
+    assert "flashtile.forward.dense" in mode.names
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     for _ in range(2):
         flashtile.attention(*leaves).sum().backward()
     with Sees() as mode:
         flashtile.attention(*leaves).sum().backward()
+    assert {"flashtile.forward.dense", "flashtile.backward.dense"} <= set(mode.names)
+    with Sees() as mode:
+        flashtile.attention(*leaves, softcap=1.0).sum().backward()
     assert {"flashtile.forward.default", "flashtile.backward.default"} <= set(mode.names)
     with pytest.raises(flashtile.Unsupported, match=r"torch\.func transform"):
         torch.func.grad(lambda x: flashtile.attention(x, k, v).sum())(q)
@@ -636,27 +655,7 @@ def test_whoever_listens_hears_the_op(served: list[str]) -> None:
         flashtile.attention(torch.autograd.forward_ad.make_dual(q, k), k, v)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert flashtile.attention(q.float(), k.float(), v.float()).dtype == torch.bfloat16
-    assert native.attend(tuple(AttentionArgs(q, k, v.as_subclass(Sub))), True) is None
-    assert native.attend(tuple(AttentionArgs(q, k, v, causal="sideways")), True) is None
-    assert isinstance(native.attend(tuple(AttentionArgs(q, k, v)), True), tuple)
-
-
-def test_tensors_whose_memory_does_not_hold_their_values_are_left_to_python(served: list[str]) -> None:
-    q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
-    bias, dout, lse = torch.randn(1, 2, 8, 8), torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8)
-    args, needs = AttentionArgs(q, k, v, bias), (True, True, True, True, False)
-    imaginary = torch.randn(1, 2, 8, 8, dtype=torch.complex64).conj().imag  # a negation that is yet to be done
-    zeros = torch._efficientzerotensor(1, 2, 8, 16)  # without memory
-    with torch.no_grad():
-        ops._forward(*args)
-        ops._backward(dout, None, *args, q, lse, needs)
-        count = len(served)
-        assert native.attend(tuple(args._replace(bias=imaginary.resolve_neg())), True)
-        assert native.backward((dout, None, args, q, lse, needs))
-        for wrong in (args._replace(bias=imaginary), args._replace(q=zeros), args._replace(v=zeros)):
-            assert native.attend(tuple(wrong), True) is None
-        assert native.backward((zeros, None, args, q, lse, needs)) is None
-    assert len(served) == count
+    assert type(flashtile.attention(q, k, v.as_subclass(Sub))) is Sub
 
 
 def test_tracing_goes_through_the_op(served: list[str]) -> None:
@@ -727,5 +726,5 @@ def test_the_python_executor_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_torch_that_lacks_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch._C, "_get_tracing_state")
-    assert extension.open_executor("cpu") == f"torch {torch.__version__} has no _get_tracing_state"
+    monkeypatch.delattr(torch._C, "_get_float32_matmul_precision")
+    assert extension.open_executor("cpu") == f"torch {torch.__version__} has no _get_float32_matmul_precision"

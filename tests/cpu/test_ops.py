@@ -34,18 +34,18 @@ def with_grad(args: AttentionArgs) -> AttentionArgs:
 
 
 def test_schema_and_arguments_agree() -> None:
-    names = [argument.name for argument in ops.forward._schema.arguments]
+    names = [argument.name for argument in ops.forward_op._schema.arguments]
     assert tuple(names) == AttentionArgs._fields
-    kinds = [str(argument.type) for argument in ops.forward._schema.arguments]
+    kinds = [str(argument.type) for argument in ops.forward_op._schema.arguments]
     assert all(("Tensor" in kind) == (place < NUM_TENSORS) for place, kind in enumerate(kinds))
-    assert [argument.name for argument in ops.backward._schema.arguments] == ["dout", "dlse", *names, "out", "lse", "needs"]
+    assert [argument.name for argument in ops.backward_op._schema.arguments] == ["dout", "dlse", *names, "out", "lse", "needs"]
 
 
 @pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck_forward(name: str, backend: str, seed: int) -> None:
     args = with_grad(small(CASES[name], backend=backend).make(0).args)
-    opcheck(ops.forward, tuple(args))
+    opcheck(ops.forward_op, tuple(args))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -53,8 +53,8 @@ def test_opcheck_backward(name: str, seed: int) -> None:
     inputs = small(CASES[name], head_dim_v=8).make(0)
     out, lse = ops.forward(*inputs.args)
     needs = [True, False, True, inputs.args.bias is not None, inputs.args.sinks is not None]
-    opcheck(ops.backward, (inputs.dout, inputs.dlse, *inputs.args, out, lse, needs))
-    opcheck(ops.backward, (inputs.dout, None, *inputs.args, out, lse, [False] * 5))
+    opcheck(ops.backward_op, (inputs.dout, inputs.dlse, *inputs.args, out, lse, needs))
+    opcheck(ops.backward_op, (inputs.dout, None, *inputs.args, out, lse, [False] * 5))
 
 
 @pytest.mark.parametrize("is_paged", [False, True])
@@ -64,7 +64,7 @@ def test_opcheck_append_kv(is_paged: bool) -> None:
     batch = 2 if is_paged else 4
     k, v = torch.randn(batch, 2, 2, 8), torch.randn(batch, 2, 2, 8)
     lengths, angle = torch.arange(batch, dtype=torch.int32), torch.rand(12, 3)
-    opcheck(ops.append_kv, (k_cache, v_cache, k, v, lengths, table, angle.cos(), angle.sin(), True, "bshd"))
+    opcheck(ops.append_op, (k_cache, v_cache, k, v, lengths, table, angle.cos(), angle.sin(), True, "bshd"))
 
 
 def test_gradients_that_are_not_needed_are_empty(seed: int) -> None:
@@ -178,7 +178,7 @@ def test_export(seed: int) -> None:
     example = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 12, 16), torch.randn(2, 2, 12, 16)
     shapes = {"q": {0: batch, 2: rows}, "k": {0: batch, 2: keys}, "v": {0: batch, 2: keys}}
     program = torch.export.export(Module(), example, dynamic_shapes=shapes)
-    assert sum(node.target is ops.forward for node in program.graph.nodes) == 1
+    assert sum(node.target is ops.forward_op for node in program.graph.nodes) == 1
     other = torch.randn(3, 4, 20, 16), torch.randn(3, 2, 31, 16), torch.randn(3, 2, 31, 16)
     torch.testing.assert_close(program.module()(*other), Module()(*other))
 

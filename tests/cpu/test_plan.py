@@ -110,7 +110,7 @@ def filled(args: AttentionArgs, given: dict[str, torch.Tensor], plan: LaunchPlan
     """(what the plan fills, what is expected, the plan's values)"""
     tensors = executor.prepare(plan, given)
     values = executor.evaluate(plan, tensors, call.scalars_of(args), cuda._splits(args))
-    room = executor.room(plan, values)
+    room = executor.lay_out_workspaces(plan, values)
     pointers = executor.addresses(tensors, room, room.allocate(args.q.device))
     image = executor.fill(plan, tensors, call.scalars_of(args), values, pointers)
     return image, expected(args, tensors, pointers, values["num_splits"]), values
@@ -245,10 +245,10 @@ def test_results_written_elsewhere_come_back() -> None:
 def test_a_workspace_that_is_not_needed_is_not_allocated() -> None:
     args, given, plan = plan_of(Case(seqlen_q=64, seqlen_k=4096))
     values = executor.evaluate(plan, given, call.scalars_of(args), executor.Splits(4, NUM_MULTIPROCESSORS))
-    found = executor.room(plan, values)
+    found = executor.lay_out_workspaces(plan, values)
     assert values["num_splits"] == 4
     assert found.num_bytes >= 4 * 4 * given["lse"].numel() * (32 + 1)
-    assert executor.room(plan, values | {"num_splits": 1}).num_bytes == 0
+    assert executor.lay_out_workspaces(plan, values | {"num_splits": 1}).num_bytes == 0
 
 
 def test_kernels_without_tiles_have_the_sizes_that_plans_launch_them_with() -> None:

@@ -316,7 +316,7 @@ def test_compiled_and_checked_by_torch() -> None:
     grads = [torch.autograd.grad(function(q, k, v).square().sum(), (q, k, v)) for function in (compiled, attend)]
     torch.testing.assert_close(grads[0], grads[1])
     inputs = Case(backend="cuda", bias="hqk", has_sinks=True).make(0, "cuda")
-    torch.library.opcheck(flashtile.ops.forward, tuple(inputs.args))
+    torch.library.opcheck(flashtile.ops.forward_op, tuple(inputs.args))
 
 
 def test_explain_and_prewarm() -> None:

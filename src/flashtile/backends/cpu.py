@@ -40,7 +40,7 @@ class CpuBackend(Backend):
         launch = _launch(args, given, scalars_of(args))
         executor.execute_on_host(launch, _address(spans))
         if spans is None and not is_checking():
-            native.learn_on_host(native.FORWARD, tuple(args), launch)
+            native.register_host_plan(native.FORWARD, launch)
 
     def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
         args, spans = _with_spans(args)
@@ -50,8 +50,7 @@ class CpuBackend(Backend):
         launch = _launch(args, given, scalars, tuple(name for name in GRADS if name in given))
         executor.execute_on_host(launch, _address(spans))
         if spans is None and not is_checking():
-            call = (dout, dlse, tuple(args), out, lse, tuple(grad is not None for grad in grads))
-            native.learn_on_host(native.BACKWARD, call, launch)
+            native.register_host_plan(native.BACKWARD, launch)
 
     def details(self, problem: Problem, op: str = "forward") -> dict[str, str]:
         return {"instructions": extension.instruction_set(), "arithmetic": "float32"}

@@ -61,16 +61,14 @@ class CudaBackend(Backend):
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
         if is_checking():
             check_values(args)
-        _execute(native.FORWARD, args, forward_launch(args, out, lse))
+        _execute(native.FORWARD, forward_launch(args, out, lse))
 
     def backward(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
     ) -> None:
         if is_checking():
             check_values(args)
-        wanted = tuple(grad is not None for grad in grads)
-        launch = backward_launch(args, dout, dlse, out, lse, grads)
-        _execute(native.BACKWARD, (dout, dlse, args, out, lse, wanted), launch)
+        _execute(native.BACKWARD, backward_launch(args, dout, dlse, out, lse, grads))
 
     def details(self, problem: Problem, op: str = "forward") -> dict[str, str]:
         key, found = problem_key(problem, op), {}
@@ -120,14 +118,14 @@ def takes_append(k: Tensor) -> bool:
 
 def append(args: AppendArgs) -> None:
     """As kvcache.append, bit for bit; rows that the cache has no room for are dropped."""
-    _execute(native.APPEND, args, append_launch(args))
+    _execute(native.APPEND, append_launch(args))
 
 
-def _execute(kind: int, args: tuple[Any, ...], launch: Launch) -> None:
+def _execute(kind: int, launch: Launch) -> None:
     """Here, and by the C++ executor from the next call like it on."""
     executor.execute(launch)
     if not is_checking():
-        native.learn(kind, args, launch)
+        native.register_plan(kind, launch)
 
 
 # From a call to what an executor is told

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from struct import Struct
 from typing import Any, NamedTuple
@@ -40,14 +40,14 @@ class Launch(NamedTuple):
     """A call: its plan and what the plan is executed for."""
 
     plan: LaunchPlan
-    given: Tensors
+    tensors: Tensors
     scalars: Scalars
     splits: Splits
     arch: str
 
     @property
     def device_index(self) -> int:
-        return next(iter(self.given.values())).device.index or 0
+        return next(iter(self.tensors.values())).device.index or 0
 
 
 # Tensors
@@ -133,24 +133,31 @@ def evaluate(plan: LaunchPlan, tensors: Tensors, scalars: Scalars, splits: Split
     return values
 
 
-class Room(NamedTuple):
-    """One allocation for the workspaces of a call, and where each stands in it."""
+class WorkspaceLayout(NamedTuple):
+    """One allocation for the workspaces of a call, and the offset of each in it."""
 
     num_bytes: int
     offsets: dict[str, int]
+    zeroed: tuple[slice, ...] = ()
 
     def allocate(self, device: torch.device) -> Tensor | None:
-        return torch.empty(self.num_bytes, dtype=torch.uint8, device=device) if self.num_bytes else None
+        if not self.num_bytes:
+            return None
+        memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        for part in self.zeroed:
+            memory[part].zero_()
+        return memory
 
 
-def room(plan: LaunchPlan, values: dict[str, int]) -> Room:
-    offsets, end = {}, 0
+def lay_out_workspaces(plan: LaunchPlan, values: dict[str, int]) -> WorkspaceLayout:
+    offsets, zeroed, end = {}, list[slice](), 0
     if plan.splits is None or values["num_splits"] > 1:
         for workspace in plan.workspaces:
             offsets[workspace.name] = end
             num_bytes = workspace.element_bytes * math.prod(values[name] for name in workspace.values)
+            zeroed += [slice(end, end + num_bytes)] if workspace.is_zeroed else []
             end += -(-num_bytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
-    return Room(end, offsets)
+    return WorkspaceLayout(end, offsets, tuple(zeroed))
 
 
 def fill(plan: LaunchPlan, tensors: Tensors, scalars: Scalars, values: dict[str, int], pointers: Mapping[str, int]) -> bytearray:
@@ -162,7 +169,7 @@ def fill(plan: LaunchPlan, tensors: Tensors, scalars: Scalars, values: dict[str,
     return image
 
 
-def addresses(tensors: Tensors, found: Room, workspace: Tensor | None) -> dict[str, int]:
+def addresses(tensors: Tensors, found: WorkspaceLayout, workspace: Tensor | None) -> dict[str, int]:
     pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     if workspace is not None:
         base = workspace.data_ptr()
@@ -219,37 +226,53 @@ class _Ready(NamedTuple):
 def _ready(plan: LaunchPlan, given: Tensors, scalars: Scalars, splits: Splits) -> _Ready:
     tensors = prepare(plan, given)
     values = evaluate(plan, tensors, scalars, splits)
-    found = room(plan, values)
+    found = lay_out_workspaces(plan, values)
     workspace = found.allocate(next(iter(tensors.values())).device)
     return _Ready(tensors, values, workspace, fill(plan, tensors, scalars, values, addresses(tensors, found, workspace)))
 
 
+class _Running(NamedTuple):
+    """What a step needs to know of its call."""
+
+    call: Launch
+    tensors: dict[str, Tensor]
+    values: dict[str, int]
+    image: bytearray
+    spans: int
+
+
+def _run_engine(step: EnginePass, running: _Running) -> None:
+    run = extension.cpu_backward if step.is_backward else extension.cpu_forward
+    run(_address(running.image), running.spans, *step.elements)
+
+
+_RUN: dict[type, Callable[[Any, _Running], object]] = {
+    Memset: lambda step, running: running.tensors[step.tensor].zero_(),
+    Step: lambda step, running: launch(
+        step, running.values, running.image, running.call.device_index, running.call.arch
+    ),
+    EnginePass: _run_engine,
+}
+
+
 def execute(call: Launch) -> None:
     """One call, from its tensors to its launches on the current stream of their device."""
-    plan, index = call.plan, call.device_index
-    tensors, values, _workspace, image = _ready(plan, call.given, call.scalars, call.splits)
-    with on_device(index):
-        encode_maps(plan, tensors, image)
-        for step in plan.steps:
-            if isinstance(step, Memset):
-                tensors[step.tensor].zero_()
-            else:
-                assert isinstance(step, Step)
-                launch(step, values, image, index, call.arch)
-    finish(plan, call.given, tensors)
+    with on_device(call.device_index):
+        _execute(call, 0)
 
 
 def execute_on_host(call: Launch, spans: int = 0) -> None:
-    """The same on the CPU. `spans`: the address of the place of every sequence (csrc/cpu/engine.h: Span), where they have lengths."""
-    tensors, _, _workspace, image = _ready(call.plan, call.given, call.scalars, call.splits)
+    """The same on the CPU. `spans`: the address of each sequence's bounds (csrc/cpu/engine.h: Span), where they have lengths."""
+    _execute(call, spans)
+
+
+def _execute(call: Launch, spans: int) -> None:
+    tensors, values, _workspace, image = _ready(call.plan, call.tensors, call.scalars, call.splits)
+    encode_maps(call.plan, tensors, image)
+    running = _Running(call, tensors, values, image, spans)
     for step in call.plan.steps:
-        if isinstance(step, Memset):
-            tensors[step.tensor].zero_()
-        else:
-            assert isinstance(step, EnginePass)
-            run = extension.cpu_backward if step.is_backward else extension.cpu_forward
-            run(_address(image), spans, *step.elements)
-    finish(call.plan, call.given, tensors)
+        _RUN[type(step)](step, running)
+    finish(call.plan, call.tensors, tensors)
 
 
 def launch(step: Step, values: dict[str, int], image: bytearray, index: int, arch: str) -> None:
@@ -271,80 +294,3 @@ def on_device(index: int) -> AbstractContextManager[Any]:
 
 def _address(image: bytearray) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(image))
-
-
-def _allocator(like: Tensor, first: Tensor) -> Callable[[Tensor], Tensor]:
-    """Allocates a tensor like another, given the call's first one."""
-    shape, strides, dtype, device = tuple(like.shape), like.stride(), like.dtype, like.device
-    if dtype == first.dtype:
-        return lambda first: first.new_empty_strided(shape, strides)  # the fastest way there is
-    return lambda _: torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-
-class Bound:
-    """A plan made ready for every call whose tensors differ from these in their addresses alone: what is left is to patch those.
-
-    Inputs come as one tuple in each call, in the order of `inputs`. Tensors of `outputs` are allocated in each call, like the given ones.
-    """
-
-    def __init__(
-        self,
-        call: Launch,
-        inputs: Sequence[str],
-        outputs: Sequence[str],
-    ):
-        plan, given, scalars, splits, arch = call
-        assert is_bindable(plan, given)
-        values = evaluate(plan, given, scalars, splits)
-        first = given[inputs[0]]
-        self.room, self.device = room(plan, values), first.device
-        self.index = self.device.index or 0
-        self.image = bytes(fill(plan, given, scalars, values, {}))
-        pointers = {patch.rule.name: patch.offset for patch in plan.patches if isinstance(patch.rule, plans.Pointer)}
-        self.inputs = [(pointers[name], place) for place, name in enumerate(inputs) if name in given]
-        self.outputs = [(pointers[name], _allocator(given[name], first)) for name in outputs]
-        self.workspaces = [(pointers[name], offset) for name, offset in self.room.offsets.items()]
-        maps = [(patch, tensor_map(patch, given[patch.tensor])) for patch in plan.maps]
-        self.maps = [(patch.offset, list(inputs).index(patch.tensor), one) for patch, one in maps if patch.tensor in inputs]
-        self.output_maps = [(patch.offset, list(outputs).index(patch.tensor), one) for patch, one in maps if patch.tensor in outputs]
-        self.launches = []
-        for step in plan.steps:
-            assert isinstance(step, Step)
-            if (blocks := num_blocks(step, values)) > 0:
-                kernel = function(step.unit, step.entry, arch)
-                kernel.set_shared_bytes(self.index, step.shared_bytes)
-                self.launches.append((kernel.launch, (blocks, 1, 1), (step.num_threads, 1, 1), step.shared_bytes))
-
-    def __call__(self, inputs: tuple[Any, ...]) -> Any:
-        """A tuple of the outputs."""
-        image, patch, made = bytearray(self.image), _STRUCTS["P"].pack_into, []
-        for offset, place in self.inputs:
-            patch(image, offset, inputs[place].data_ptr())
-        for offset, allocate in self.outputs:
-            made.append(tensor := allocate(inputs[0]))
-            patch(image, offset, tensor.data_ptr())
-        for offset, place, tensor_map in self.maps:
-            image[offset : offset + driver.TENSOR_MAP_BYTES] = tensor_map.encode(inputs[place].data_ptr())
-        for offset, place, tensor_map in self.output_maps:
-            image[offset : offset + driver.TENSOR_MAP_BYTES] = tensor_map.encode(made[place].data_ptr())
-        workspace = self.room.allocate(self.device)
-        if workspace is not None:
-            base = workspace.data_ptr()
-            for offset, start in self.workspaces:
-                patch(image, offset, base + start)
-        self.start(_address(image))
-        return tuple(made)
-
-    def start(self, params: int) -> None:
-        """Launches everything with the parameters at that address."""
-        with on_device(self.index):
-            stream = current_stream(self.index)
-            for start_kernel, grid, block, shared_bytes in self.launches:
-                start_kernel(grid, block, shared_bytes, stream, params)
-
-
-def is_bindable(plan: LaunchPlan, given: Tensors) -> bool:
-    """Every tensor is read and written in place, and there is nothing to do but launches."""
-    is_in_place = all(operand.like is None and is_fitting(operand, given[operand.name]) for operand in plan.operands)
-    has_empty_map = any(given[patch.tensor].numel() == 0 for patch in plan.maps)
-    return is_in_place and not has_empty_map and not any(isinstance(step, Memset) for step in plan.steps)

@@ -25,7 +25,7 @@ class AppendArgs(NamedTuple):
     rotary_interleaved: bool
     layout: str
 
-    def turn(self, args: AttentionArgs) -> Tensor:
+    def rotated_queries(self, args: AttentionArgs) -> Tensor:
         """The queries, rotated as the new keys are. Where order does not matter they all stand at the end of the cache."""
         if self.rotary_cos is None or self.rotary_sin is None:
             return args.q

@@ -1,57 +1,58 @@
-"""The C++ executor (csrc/exec) as the ops use it: whether it is there, and what it learns.
+"""The C++ executor (csrc/exec) as Python sees it: whether it is there, and the plans that are registered with it.
 
 It looks a call up by everything that the choice of a plan depends on, checks what is left, and launches without Python. A call that it
-has no plan for goes through backends/executor.py, which it learns the plan from; a call that it does not serve goes there every time.
+has no plan for falls back to backends/executor.py, which registers the plan; a call that it cannot handle falls back every time.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from flashtile.backends import executor
 from flashtile.backends.executor import Launch
 from flashtile.errors import value_error
-from flashtile.kernels import assemble
+from flashtile.kernels import assemble, families
 from flashtile.kernels import plan as plans
 from flashtile.kernels.plan import EnginePass, Memset, Step
+from flashtile.problem import SCHEMA_TYPES
 from flashtile.runtime import extension
 
 _SWITCH = "FLASHTILE_EXECUTOR"
 FORWARD, BACKWARD, APPEND = range(3)  # csrc/exec/attention.h: Pass
 
 
-def _unserved(*args: Any) -> Any:
-    """Stands in for a function of an extension that is not there."""
-    return None
+def _module() -> Any:
+    """The extension with the executor's functions; None where there is none, or one built from other sources."""
+    module = extension.executor()
+    expected = tuple(f"{kind} {name}" for name, kind in SCHEMA_TYPES.items())
+    return module if getattr(module, "ARGUMENTS", None) == expected else None
 
 
-def _function(name: str) -> Callable[..., Any]:
-    return getattr(extension.executor(), name, _unserved)
+def register_ops() -> bool:
+    """C++ kernels for the ops; False where Python has to provide them."""
+    if _module() is None:
+        return False
+    _module().register_ops()
+    missing_on_host()  # opens it, so that the first call already registers its plan
+    return True
 
 
-# Each takes the arguments of an op as a tuple and returns its results in a tuple, or: None where Python has to serve the call, False where
-# it also has to make the plan. `attend` stands above autograd: where the call is to be differentiated, it returns
-# ((arguments, results or None, whether lse is wanted),)
-attend, forward, backward, append_kv = (_function(name) for name in ("attend", "forward", "backward", "append_kv"))
-# `flashtile.attention`: what `attend` returns; or the arguments of the op where C++ does not serve it; or None where what it was given
-# needs a closer look
-attention = _function("attention")
-# Puts C++ in the place of the methods of a torch.autograd.Function and its nodes; backward passes that it leaves go to a function
-serve_nodes = _function("serve_nodes")
+def raising(kernel: Callable[..., Any], num_outputs: int) -> Callable[..., Any]:
+    """A Python kernel that C++ calls through the dispatcher, which loses the types of exceptions: C++ gets them beside it."""
 
+    def run(*values: Any) -> Any:
+        try:
+            return kernel(*values)
+        except BaseException as error:
+            _module().raise_in_kernel(error)
+            return (None,) * num_outputs if num_outputs else None
 
-def is_heard() -> bool:
-    """A dispatch mode or a tracer listens between a call and its kernel; C++ asks the same, and more (extension.py: open_executor)."""
-    is_traced = extension.is_traced_before_dispatch() or torch._C._get_tracing_state() is not None
-    return is_traced or torch._C._len_torch_dispatch_stack() > 0
+    return run
 
 
 def _unavailable() -> str | None:
@@ -61,7 +62,7 @@ def _unavailable() -> str | None:
         raise value_error(_SWITCH, repr(wanted), "c++ or python", "Unset it")
     if wanted == "python":
         return f"{_SWITCH}=python"
-    if extension.missing() is None and _unserved in (attention, attend, forward, backward, append_kv, serve_nodes):
+    if extension.missing() is None and _module() is None:
         return "the C++ extension was built from other sources; `pip install .` builds it anew"
     return extension.missing()
 
@@ -78,65 +79,69 @@ def missing_on_host() -> str | None:
     return _unavailable() or extension.open_executor("host")
 
 
-def learn(kind: int, args: tuple[Any, ...], launch: Launch) -> None:
-    """What calls like this one take from now on, unless it needs a copy. It has been executed, so its kernels are loaded."""
+def _length_classes() -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """Those that the choice of a plan looks at: of a forward pass, of a backward pass."""
+    forward, backward = (families.length_classes(op) for op in ("forward", "backward"))
+    return tuple(one.serialized() for one in forward), tuple(one.serialized() for one in backward)
+
+
+def register_plan(kind: int, launch: Launch) -> None:
+    """For the call that has fallen back to Python, which has been executed, and all others of its key. Not where it needs a copy."""
     if missing() is None:
-        module = extension.executor()
-        module.set_gpu(launch.device_index, launch.splits.num_multiprocessors, 128)
-        _hand_over(kind, args, launch)
+        _module().set_gpu(launch.device_index, launch.splits.num_multiprocessors, *_length_classes())
+        _hand_over(kind, launch)
 
 
-def learn_on_host(kind: int, args: tuple[Any, ...], launch: Launch) -> None:
+def register_host_plan(kind: int, launch: Launch) -> None:
     """The same for a pass of the CPU engine."""
     if missing_on_host() is None:
-        _hand_over(kind, args, launch)
+        _hand_over(kind, launch)
 
 
-def _hand_over(kind: int, args: tuple[Any, ...], launch: Launch) -> None:
-    module, plan = extension.executor(), launch.plan
-    if not all(operand.like or executor.is_fitting(operand, launch.given[operand.name]) for operand in plan.operands):
+def _hand_over(kind: int, launch: Launch) -> None:
+    module, plan = _module(), launch.plan
+    if not all(operand.like or executor.is_fitting(operand, launch.tensors[operand.name]) for operand in plan.operands):
         return
     names = (module.APPEND_TENSORS, module.APPEND_SCALARS) if kind == APPEND else (module.TENSORS, module.SCALARS)
-    values = executor.evaluate(plan, launch.given, launch.scalars, launch.splits)
-    numbers, symbols = flat(launch, values, *names)
-    module.learn(kind, args, array("q", numbers).tobytes(), plan.image, "".join(f"{symbol}\n" for symbol in symbols))
+    values = executor.evaluate(plan, launch.tensors, launch.scalars, launch.splits)
+    numbers, symbols = serialize(launch, values, *names)
+    module.register_plan(kind, array("q", numbers).tobytes(), plan.image, "".join(f"{symbol}\n" for symbol in symbols))
 
 
-def forget() -> None:
-    _function("forget")()
+def clear_plans() -> None:
+    if _module() is not None:
+        _module().clear_plans()
 
 
-assemble.on_clear.append(forget)
+assemble.on_clear.append(clear_plans)
 
 
 @contextmanager
-def set_aside() -> Iterator[None]:
-    """Inside, every call goes through the Python executor, and C++ learns nothing: where launches are watched, or not to be made."""
-    module = sys.modules[__name__]
-    served = dict.fromkeys(("attention", "attend", "forward", "backward", "append_kv"), _unserved)
-    changed = served | dict.fromkeys(("missing", "missing_on_host"), lambda: "set aside")
-    kept = {name: getattr(module, name) for name in changed}
-    forget()  # the nodes of autograd's graph, which C++ serves by itself, find no plan
-    vars(module).update(changed)
+def python_only() -> Iterator[None]:
+    """Inside, every call goes through the Python executor, and no plan is registered: where launches are watched, or not to be made."""
+    module = _module()
+    if module is not None:
+        module.set_python_only(True)
     try:
         yield
     finally:
-        vars(module).update(kept)
+        if module is not None:
+            module.set_python_only(False)
 
 
 @contextmanager
-def noted() -> Iterator[dict[tuple[str, str], None]]:
-    """Inside, kernels are not launched but noted: (unit, entry) of each that would be."""
+def record_launches() -> Iterator[dict[tuple[str, str], None]]:
+    """Inside, kernels are not launched but recorded: (unit, entry) of each that would be."""
     found: dict[tuple[str, str], None] = {}
     launch = executor.launch
 
-    def note(step: Step, values: dict[str, int], image: bytearray, index: int, arch: str) -> None:
+    def record(step: Step, values: dict[str, int], image: bytearray, index: int, arch: str) -> None:
         if executor.num_blocks(step, values) > 0:
             found[step.unit, step.entry] = None
 
-    executor.launch = note
+    executor.launch = record
     try:
-        with set_aside():
+        with python_only():
             yield found
     finally:
         executor.launch = launch
@@ -146,15 +151,15 @@ def noted() -> Iterator[dict[tuple[str, str], None]]:
 
 _LAYOUTS = ("rows", "contiguous", "any")
 _MEMSET, _KERNEL, _ENGINE = range(3)  # csrc/exec/plan.h: StepKind
-_RULES = ("tensor", "workspace", "stride", "broadcast_stride", "size", "elements", "spread", "value", "scalar")
+_RULES = ("tensor", "workspace", "stride", "broadcast_stride", "size", "elements", "broadcast_size", "value", "scalar")
 
 
-def flat(launch: Launch, values: dict[str, int], tensors: Sequence[str], scalars: Sequence[str]) -> tuple[list[int], list[str]]:
-    """The plan with tensors and scalars by their places in those lists, and the names of its kernels. A kernel that the call with these
+def serialize(launch: Launch, values: dict[str, int], tensors: Sequence[str], scalars: Sequence[str]) -> tuple[list[int], list[str]]:
+    """The plan with tensors and scalars by index into those lists, and the names of its kernels. A kernel that the call with these
     values does not launch may not be compiled: it is left out until one does."""
     plan, splits = launch.plan, launch.splits
     value_names = ("num_splits", "num_multiprocessors", *(name for name, _ in plan.values))
-    values_at = {name: place for place, name in enumerate(value_names)}  # a plan's own number of splits comes last
+    values_at = {name: index for index, name in enumerate(value_names)}  # a plan's own number of splits comes last
     workspaces = [workspace.name for workspace in plan.workspaces]
 
     def rule(rule: plans.Rule) -> list[int]:
@@ -172,7 +177,7 @@ def flat(launch: Launch, values: dict[str, int], tensors: Sequence[str], scalars
             case plans.Elements(name):
                 return [_RULES.index("elements"), tensors.index(name), 0, 0]
             case plans.BroadcastSize(name, axis, value):
-                return [_RULES.index("spread"), tensors.index(name), -1 - axis, values_at[value]]
+                return [_RULES.index("broadcast_size"), tensors.index(name), -1 - axis, values_at[value]]
             case plans.Value(name):
                 return [_RULES.index("value"), values_at[name], 0, 0]
             case plans.Scalar(name):
@@ -191,7 +196,8 @@ def flat(launch: Launch, values: dict[str, int], tensors: Sequence[str], scalars
         numbers += [len(factors), *(number for factor in factors for number in rule(factor))]
     numbers.append(len(workspaces))
     for workspace in plan.workspaces:
-        numbers += [workspace.element_bytes, len(workspace.values), *(values_at[name] for name in workspace.values)]
+        numbers += [workspace.element_bytes, workspace.is_zeroed, len(workspace.values)]
+        numbers += [values_at[name] for name in workspace.values]
     numbers.append(len(plan.patches))
     for patch in plan.patches:
         numbers += [patch.offset, ord(patch.code), *rule(patch.rule)]

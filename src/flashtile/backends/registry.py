@@ -19,7 +19,7 @@ from flashtile.backends.numba import NumbaBackend
 from flashtile.backends.reference import ReferenceBackend
 from flashtile.backends.tiled import TiledBackend
 from flashtile.backends.triton import TritonBackend
-from flashtile.errors import SlowPathWarning, Unsupported, dtype_name, value_error
+from flashtile.errors import SlowPathWarning, Unsupported, caller_stacklevel, dtype_name, value_error
 from flashtile.kernels import speeds
 from flashtile.problem import Problem
 
@@ -103,8 +103,7 @@ def announce_slow_path(reason: str) -> None:
     if is_strict():
         raise Unsupported(f"{reason} (FLASHTILE_STRICT=1 forbids slow paths).")
     if reason not in _warned:
-        # From here to the caller of the public function
-        warnings.warn(reason, SlowPathWarning, stacklevel=7)
+        warnings.warn(reason, SlowPathWarning, stacklevel=caller_stacklevel())
         _warned.add(reason)
 
 

@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from flashtile.errors import unsupported, value_error
 from flashtile.runtime import driver
@@ -88,32 +87,11 @@ def executor() -> Any:
     return _load()[0]
 
 
-# A mode of `make_fx(..., pre_dispatch=True)` listens
-is_traced_before_dispatch = functools.partial(torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch)
-
-
 def open_executor(device_type: str) -> str | None:
-    """From now on calls on such devices are served. Why they cannot be, or None."""
+    """From now on C++ handles calls on such devices ("host": the CPU engine). Why it cannot, or None."""
     try:
-        internals = (
-            torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs,
-            driver.check,
-            torch._C._get_deterministic_algorithms,
-            torch._C._get_float32_matmul_precision,
-            torch._C._is_any_autocast_enabled,
-        )
-        listeners = (
-            torch._C._len_torch_dispatch_stack,
-            is_traced_before_dispatch,
-            torch._C._get_tracing_state,
-            torch._C._are_functorch_transforms_active,
-            lambda: forward_ad._current_level >= 0,
-        )
-        exchange = torch.Tensor.__dlpack_c_exchange_api__
+        switches = torch._C._get_deterministic_algorithms, torch._C._get_float32_matmul_precision
     except AttributeError as error:
         return f"torch {torch.__version__} has no {error.name}"
-    dtypes = tuple(getattr(torch, name) for name in DTYPES)
-    reason: str | None = _module().open_executor(
-        driver.library(), device_type, exchange, (torch.Tensor, torch.nn.Parameter), dtypes, *internals, listeners
-    )
+    reason: str | None = _module().open_executor(driver.library(), device_type, driver.check, *switches)
     return reason

@@ -17,13 +17,9 @@ struct Axes {
 
 Axes axes_of(bool is_bshd) { return is_bshd ? Axes{-2, -3} : Axes{-3, -2}; }
 
-struct Shape {
-  i64 batch, heads, heads_kv, seqlen_q, seqlen_k;
-};
-
 bool is_on_one_device(const Call& call, i32 count) {
-  for (i32 place = 0; place < count; ++place) {
-    if (call.tensors[place].is_given() && !(call.tensors[place].device == call.device)) return false;
+  for (i32 index = 0; index < count; ++index) {
+    if (call.tensors[index].is_given() && !(call.tensors[index].device == call.device)) return false;
   }
   return true;
 }
@@ -31,7 +27,7 @@ bool is_on_one_device(const Call& call, i32 count) {
 bool has_plain_rows(const View& tensor) { return tensor.size(-1) <= 1 || tensor.stride(-1) == 1; }
 
 // Every row starts on a 16-byte boundary and is a multiple of 16 bytes long.
-bool is_wide(const View& tensor) {
+bool is_aligned16(const View& tensor) {
   i64 size = size_of(tensor.dtype);
   if (reinterpret_cast<u64>(tensor.data) % 16 != 0 || tensor.size(-1) * size % 16 != 0) return false;
   for (i32 axis = -tensor.dim; axis < -1; ++axis) {
@@ -40,19 +36,7 @@ bool is_wide(const View& tensor) {
   return true;
 }
 
-bool has_own_rows(const View& tensor, Axes axes) { return tensor.size(axes.row) <= 1 || tensor.stride(axes.row) >= tensor.size(-1); }
-
-// The two classes of lengths that the Hopper forward tells apart, as kernels/table.py: packed_heads and is_ragged.
-u8 packed_heads(const Shape& shape) {
-  i64 num_heads = shape.heads / shape.heads_kv;
-  if (num_heads <= 1 || num_heads > 64) return 1;
-  i64 rows = 64 / num_heads, num_packed = (shape.seqlen_q + rows - 1) / rows, num_single = num_heads * ((shape.seqlen_q + 127) / 128);
-  return static_cast<u8>(num_packed < num_single ? num_heads : 1);
-}
-
-bool is_ragged(const Shape& shape) {
-  return static_cast<double>((shape.seqlen_q + 191) / 192 * 192) > 1.05 * static_cast<double>((shape.seqlen_q + 127) / 128 * 128);
-}
+bool rows_disjoint(const View& tensor, Axes axes) { return tensor.size(axes.row) <= 1 || tensor.stride(axes.row) >= tensor.size(-1); }
 
 Shape shape_of(const Options& options, const Call& call, Axes axes) {
   const View *tensors = call.tensors, &q = tensors[kQ], &k = tensors[kK];
@@ -93,8 +77,8 @@ bool check_sizes(const Call& call, const Shape& shape, Axes axes) {
     Tensor tensor;
     i64 rows;
   } lists[] = {{kCuSeqlensK, shape.batch + 1}, {kSequsedK, shape.batch}, {kLeftpadK, shape.batch}};
-  for (auto [place, rows] : lists) {
-    if (tensors[place].is_given() && tensors[place].size(-1) != rows) return false;
+  for (auto [index, rows] : lists) {
+    if (tensors[index].is_given() && tensors[index].size(-1) != rows) return false;
   }
   if (is_paged && tensors[kBlockTable].size(-2) != shape.batch) return false;
   return !tensors[kRngState].is_given() || tensors[kRngState].size(-1) == 2;
@@ -115,8 +99,8 @@ bool check_broadcast(const View& tensor, const Shape& shape, const Options& opti
 bool check_score_tensors(const Options& options, const Call& call, const Shape& shape) {
   const View *tensors = call.tensors, &slopes = tensors[kAlibiSlopes], &sinks = tensors[kSinks];
   bool is_packed = tensors[kCuSeqlensQ].is_given();
-  for (Tensor place : {kBias, kMask}) {
-    if (!check_broadcast(tensors[place], shape, options, is_packed)) return false;
+  for (Tensor index : {kBias, kMask}) {
+    if (!check_broadcast(tensors[index], shape, options, is_packed)) return false;
   }
   if (sinks.is_given() && sinks.size(-1) != shape.heads) return false;
   if (!slopes.is_given()) return true;
@@ -154,8 +138,8 @@ bool lay_out_grads(const Options& options, Call& call, Axes axes) {
   if (!has_sizes_of(tensors[kOut], out) || !has_sizes_of(tensors[kDout], out) || !has_sizes_of(tensors[kLse], lse)) return false;
   if (dlse.is_given() && !has_sizes_of(dlse, lse)) return false;
   constexpr Tensor kOf[] = {kQ, kK, kV, kBias, kSinks};
-  for (i32 place = 0; place < kNumGrads; ++place) {
-    if (options.is_wanted[place] && tensors[kOf[place]].is_given()) lay_out_like(tensors[kOf[place]], call.tensors[kDq + place]);
+  for (i32 index = 0; index < kNumGrads; ++index) {
+    if (options.is_wanted[index] && tensors[kOf[index]].is_given()) lay_out_like(tensors[kOf[index]], call.tensors[kDq + index]);
   }
   return true;
 }
@@ -187,9 +171,9 @@ void fill_splits(const Options& options, const Shape& shape, i64 num_threads, Ca
 
 void note_tensors(const Call& call, i32 count, Key& key) {
   key.device = static_cast<u8>(call.device.index);
-  for (i32 place = 0; place < count; ++place) {
-    const View& tensor = call.tensors[place];
-    if (tensor.is_given()) key.tensors[place] = static_cast<u8>(static_cast<i32>(tensor.dtype) * 8 + tensor.dim);
+  for (i32 index = 0; index < count; ++index) {
+    const View& tensor = call.tensors[index];
+    if (tensor.is_given()) key.tensors[index] = static_cast<u8>(static_cast<i32>(tensor.dtype) * 8 + tensor.dim);
   }
 }
 
@@ -210,6 +194,7 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
   bool is_on_host = gpu.num_threads > 0;
   if (is_on_host && is_backward) fill_splits(options, shape, gpu.num_threads, call);
 
+  key = Key();
   key.pass = pass;
   note_tensors(call, kMaxTensors, key);
   key.matmul_precision = options.matmul_precision;
@@ -234,21 +219,18 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
   note(options.needs_grad);
   note(options.needs_bias_grad);
   note(scale > 0.0);
-  bool is_aligned = true, is_apart = true;
-  for (Tensor place : {kQ, kK, kV, kOut, kDout, kDq, kDk, kDv}) {
-    is_aligned = is_aligned && (!tensors[place].is_given() || is_wide(tensors[place]));
+  bool is_aligned = true, is_disjoint = true;
+  for (Tensor index : {kQ, kK, kV, kOut, kDout, kDq, kDk, kDv}) {
+    is_aligned = is_aligned && (!tensors[index].is_given() || is_aligned16(tensors[index]));
   }
-  for (Tensor place : {kQ, kK, kV}) is_apart = is_apart && has_own_rows(tensors[place], axes);
+  for (Tensor index : {kQ, kK, kV}) is_disjoint = is_disjoint && rows_disjoint(tensors[index], axes);
   note(is_aligned);
-  note(is_apart);
-  i64 num_blocks = (shape.seqlen_q + gpu.small_rows - 1) / gpu.small_rows * shape.heads * shape.batch;
-  // Classes of lengths, which the plans of a GPU's forward pass alone tell apart
-  bool has_classes = !is_backward && !is_on_host;
-  note(has_classes && num_blocks < gpu.num_multiprocessors);
-  note(has_classes && is_ragged(shape));
-  // A box of the copy engine has no room for heads that are one in memory
-  if (has_classes) key.packed_heads = q.stride(axes.head) == 0 ? 1 : packed_heads(shape);
+  note(is_disjoint);
+  note(q.stride(axes.head) == 0);
   for (bool is_wanted : options.is_wanted) note(is_wanted);
+  for (i32 index = 0; index < gpu.num_classes[is_backward]; ++index) {
+    key.classes[index] = length_class(gpu.classes[is_backward][index], shape, gpu.num_multiprocessors);
+  }
   return true;
 }
 
@@ -258,8 +240,8 @@ bool prepare_append(const Options& options, Call& call, Key& key) {
   call.device = k_cache.device;
   if (!is_on_one_device(call, kNumAppendTensors)) return false;
   Axes axes = axes_of(options.is_bshd);
-  for (i32 place : {kKCache, kVCache, kNewK, kNewV}) {
-    if (tensors[place].dim != kMaxDim || tensors[place].numel() == 0) return false;
+  for (i32 index : {kKCache, kVCache, kNewK, kNewV}) {
+    if (tensors[index].dim != kMaxDim || tensors[index].numel() == 0) return false;
   }
   for (const View* cache : {&k_cache, &v_cache}) {
     for (i32 axis = 0; axis < kMaxDim; ++axis) {
@@ -278,6 +260,7 @@ bool prepare_append(const Options& options, Call& call, Key& key) {
   if (cos.is_given() != sin.is_given()) return false;
   if (cos.is_given() && (2 * cos.size(-1) > k.size(-1) || !has_sizes_of(cos, sin) || cos.numel() == 0)) return false;
   call.scalars[0] = options.is_interleaved;
+  key = Key();
   key.pass = Pass::kAppend;
   note_tensors(call, kNumAppendTensors, key);
   key.flags = options.is_bshd;

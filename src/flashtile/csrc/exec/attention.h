@@ -1,26 +1,30 @@
-// A call of the ops: what it is told, whether C++ may serve it, the key of its plan, and the tensors it returns.
+// A call of the ops: its arguments, whether C++ can handle it, the key of its plan, and the tensors it returns.
 //
-// The checks are those of problem.py: validate and backends/kvcache.py: validate, less what the key holds. A call that fails one is not
-// served: Python looks at it again and says what is wrong.
+// The checks are those of problem.py: validate and backends/kvcache.py: validate, less what the key holds. A call that fails one falls back
+// to Python, which words the refusal.
 #pragma once
 
 #include <cstring>
 
+#include "length_class.h"
 #include "plan.h"
 
 namespace flashtile {
 
 enum class Pass : u8 { kForward, kBackward, kAppend };
 
-// Places of the tensors of the two passes. Their names, and those of the other lists, are what a plan's names are looked up in.
+// Tensors of the two passes by index. Their names, and those of the other lists, are what a plan's names are looked up in.
 enum Tensor : i32 {
-  kQ, kK, kV, kBias, kMask, kAlibiSlopes, kSinks, kRngState, kCuSeqlensQ, kCuSeqlensK, kSequsedK, kLeftpadK, kBlockTable,
+#define FT_TENSOR(index, name) index,
+#include "arguments.inc"
   kOut, kLse, kDout, kDlse, kDq, kDk, kDv, kDbias, kDsinks
 };
-constexpr i32 kNumInputs = 13, kNumGrads = 5;
+constexpr i32 kNumInputs = kOut, kNumGrads = 5;
 constexpr const char* kTensorNames[] = {
-    "q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "rng_state", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k",
-    "block_table", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks"};
+#define FT_TENSOR(index, name) name,
+#include "arguments.inc"
+    "out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks"};
+static_assert(kDsinks + 1 == kMaxTensors);
 enum AppendTensor : i32 { kKCache, kVCache, kNewK, kNewV, kCacheSeqlens, kTable, kRotaryCos, kRotarySin };
 constexpr i32 kNumAppendTensors = 8;
 constexpr const char* kAppendNames[] = {"k_cache", "v_cache", "k", "v", "cache_seqlens", "block_table", "rotary_cos", "rotary_sin"};
@@ -36,7 +40,7 @@ constexpr const char* kAppendScalarNames[] = {"is_interleaved"};
 
 enum class Causal : u8 { kNone, kTopLeft, kBottomRight };
 
-// The arguments of a call that are no tensors; what an op calls None is -1, or no scale.
+// The arguments of a call that are no tensors. A length that is None is -1.
 struct Options {
   i64 max_seqlen_q = -1, max_seqlen_k = -1;
   bool has_scale = false;
@@ -55,29 +59,30 @@ struct Options {
   bool is_interleaved = false;       // of an append
 };
 
-// What a device is: what selection looks at beside the call.
+// What selection looks at beside the call.
 struct Gpu {
   i64 num_multiprocessors = 0;  // 0: not known yet
-  i64 small_rows = 0;           // rows of the large tile, whose grid may be too small
-  i64 num_threads = 0;          // of the CPU engine, where that is the device
+  i32 num_classes[2] = {};      // of a forward pass, of a backward pass
+  LengthClass classes[2][kMaxLengthClasses] = {};
+  i64 num_threads = 0;  // of the CPU engine, where that is the device
 };
 
-// Everything that Python's choice of a plan looks at. No length is in it, but classes of lengths are.
+// Everything that Python's choice of a plan looks at. Of lengths it holds their classes alone.
 struct Key {
   Pass pass = Pass::kForward;
   u8 device = 0;
-  u8 tensors[kMaxTensors + 1] = {};  // dtype and rank, 0 where there is none; as many as leave no padding, since keys are compared as bytes
-  u8 packed_heads = 0;               // of a forward pass
+  u8 tensors[kMaxTensors + 2] = {};  // dtype and rank, 0 where there is none; two more, since keys are compared as bytes: no padding
+  u8 classes[kMaxLengthClasses] = {};
   char matmul_precision = 0;
   u8 out_dtype = 0;
   i32 head_dim = 0, head_dim_v = 0;
   u32 flags = 0;
 };
-static_assert(sizeof(Key) == 40, "Key: no padding");
+static_assert(sizeof(Key) == 48, "Key: no padding");
 
 inline bool operator==(const Key& a, const Key& b) { return std::memcmp(&a, &b, sizeof(Key)) == 0; }
 
-// Checks a call of the two passes, fills its numbers and lays out the tensors it returns. False: not served.
+// Checks a call of the two passes, fills its numbers and lays out the tensors it returns. False: Python has to handle it.
 bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& call, Key& key);
 // The same for append_kv, which returns nothing.
 bool prepare_append(const Options& options, Call& call, Key& key);

@@ -1,6 +1,8 @@
 // The few functions of the CUDA driver that a launch needs, from the library that runtime/driver.py has opened as well.
 #pragma once
 
+#include <cstddef>
+
 #include "flashtile/core/types.cuh"
 
 namespace flashtile {
@@ -11,6 +13,7 @@ struct Driver {
   using Handle = void*;
   int (*cuLaunchKernel)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void**, void**) = nullptr;
   int (*cuTensorMapEncodeTiled)(void*, int, u32, void*, const u64*, const u64*, const u32*, const u32*, int, int, int, int) = nullptr;
+  int (*cuMemsetD8Async)(u64, u8, size_t, Handle) = nullptr;
   int (*cuCtxGetCurrent)(Handle*) = nullptr;
   int (*cuCtxSetCurrent)(Handle) = nullptr;
   int (*cuDeviceGet)(int*, int) = nullptr;

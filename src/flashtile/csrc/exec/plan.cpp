@@ -15,6 +15,7 @@ constexpr u64 kAnyStride = 16;  // bytes, along an axis of length 1
 // CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
 constexpr int kMapFloat16 = 6, kMapBfloat16 = 9, kMapSwizzle128 = 3, kMapPromotion256 = 3;
 constexpr u32 kBoxColumns = 64;
+constexpr i32 kMaxBlocks = 32;  // of a persistent grid, for each multiprocessor
 // The first values are not the plan's own
 constexpr i32 kNumSplits = 0, kNumMultiprocessors = 1, kFirstValue = 2;
 
@@ -37,7 +38,7 @@ class Reader {
     if (kind == RuleKind::kScalar) limit = kMaxScalars;
     i32 place = index(limit);
     i32 axis = -1 - index(kMaxDim);
-    i64 more = kind == RuleKind::kSpread ? index(kMaxValues) : number();
+    i64 more = kind == RuleKind::kBroadcastSize ? index(kMaxValues) : number();
     return {kind, place, axis, more};
   }
   bool is_done() const { return next_ == end_; }
@@ -62,7 +63,7 @@ i64 whole(const Rule& rule, const Call& call, const i64* values) {
       return tensor.size(rule.axis) + rule.more;
     case RuleKind::kElements:
       return tensor.numel();
-    case RuleKind::kSpread:
+    case RuleKind::kBroadcastSize:
       return tensor.size(rule.axis) == 1 ? 1 : values[rule.more];
     case RuleKind::kValue:
       return values[rule.index];
@@ -99,10 +100,10 @@ bool is_fitting(const Operand& operand, const View& tensor) {
 struct Plan::Filled {
   alignas(64) u8 image[kMaxImageBytes];
   i64 values[kMaxValues];
-  i64 offsets[kMaxValues];  // of the workspaces
+  i64 offsets[kMaxValues], sizes[kMaxValues];  // of the workspaces
   bool has_workspaces;
-  Scratch room;
-  u8* base = nullptr;  // of the room
+  Scratch scratch;
+  u8* base = nullptr;  // of the scratch memory
 };
 
 Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& names) : image_(std::move(image)) {
@@ -126,6 +127,7 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
   workspaces_.resize(in.index(kMaxValues));
   for (Workspace& workspace : workspaces_) {
     workspace.element_bytes = in.number();
+    workspace.is_zeroed = in.index(2) != 0;
     workspace.values.resize(in.index(8));
     for (i32& value : workspace.values) value = in.index(kMaxValues);
   }
@@ -134,8 +136,8 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
     patch.offset = in.index(static_cast<i32>(image_.size()) - 3);
     patch.code = static_cast<char>(in.index(128));
     patch.rule = in.rule();
-    bool is_wide = patch.code == 'P' || patch.code == 'q';
-    if (is_wide && patch.offset + 8 > static_cast<i32>(image_.size())) throw std::out_of_range("a plan patches outside of its parameters");
+    bool is_64_bits = patch.code == 'P' || patch.code == 'q';
+    if (is_64_bits && patch.offset + 8 > static_cast<i32>(image_.size())) throw std::out_of_range("a plan patches outside of its parameters");
   }
   maps_.resize(in.index(8));
   for (MapPatch& map : maps_) {
@@ -160,7 +162,7 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
     step.num_threads = static_cast<unsigned>(in.number());
     step.shared_bytes = static_cast<unsigned>(in.number());
     step.is_for_splits = in.index(2) != 0;
-    step.is_persistent = in.index(2) != 0;
+    step.max_blocks = in.index(kMaxBlocks + 1);
     size_t end = names.find('\n', start);
     step.name = names.substr(start, end - start);
     start = end + 1;
@@ -217,10 +219,10 @@ bool Plan::allocate(Call& call, Owned* owned, Filled& filled) const {
     for (i32 value : workspaces_[place].values) {
       if (!multiply(bytes, filled.values[value])) return false;
     }
-    filled.offsets[place] = place_bytes(bytes);
+    filled.offsets[place] = place_bytes(bytes), filled.sizes[place] = bytes;
   }
   if (end == 0) return true;
-  filled.base = static_cast<u8*>(filled.room.allocate(end, call.device));
+  filled.base = static_cast<u8*>(filled.scratch.allocate(end, call.device));
   if (unwanted != nullptr) unwanted->data = filled.base;
   return filled.base != nullptr;
 }
@@ -276,19 +278,40 @@ i64 Plan::num_blocks(const Step& step, const i64* values) const {
   for (auto [value, divisor] : step.grid) {
     if (!multiply(blocks, divide_up(values[value], divisor))) return -1;
   }
-  return step.is_persistent && blocks > num_multiprocessors_ ? num_multiprocessors_ : blocks;
+  i64 limit = step.max_blocks * num_multiprocessors_;
+  return step.max_blocks != 0 && blocks > limit ? limit : blocks;
+}
+
+bool Plan::zero_workspaces(const Call& call, const Filled& filled, const Driver& driver, Failure& failure) const {
+  for (size_t index = 0; filled.has_workspaces && index < workspaces_.size(); ++index) {
+    u8* start = filled.base + filled.offsets[index];
+    if (!workspaces_[index].is_zeroed || filled.sizes[index] == 0) continue;
+    if (call.device.type == aoti_torch_device_type_cpu()) {
+      std::memset(start, 0, filled.sizes[index]);
+      continue;
+    }
+    auto zero = [&] { return driver.cuMemsetD8Async(reinterpret_cast<u64>(start), 0, filled.sizes[index], call.stream); };
+    failure.status = zero();
+    if (failure.status != 0 && driver.ensure_context(call.device.index)) failure.status = zero();
+    if (failure.status != 0) {
+      failure.text = "cuMemsetD8Async of a workspace";
+      return false;
+    }
+  }
+  return true;
 }
 
 Outcome Plan::run(Call& call, Owned* owned, const Driver& driver, Failure& failure) const {
   Filled filled;
-  if (!evaluate(call, filled.values)) return Outcome::kNotServed;
+  if (!evaluate(call, filled.values)) return Outcome::kFallback;
   for (const Step& step : steps_) {
     i64 blocks = step.kind == StepKind::kKernel ? num_blocks(step, filled.values) : 0;
-    if (blocks < 0 || blocks > std::numeric_limits<i32>::max()) return Outcome::kNotServed;
+    if (blocks < 0 || blocks > std::numeric_limits<i32>::max()) return Outcome::kFallback;
     if (blocks > 0 && step.kernel == nullptr) return Outcome::kIncomplete;
   }
-  if (!allocate(call, owned, filled) || !fill(call, filled)) return Outcome::kNotServed;
+  if (!allocate(call, owned, filled) || !fill(call, filled)) return Outcome::kFallback;
   if (!encode_maps(call, filled, driver, failure)) return Outcome::kFailed;
+  if (!zero_workspaces(call, filled, driver, failure)) return Outcome::kFailed;
   for (const Step& step : steps_) {
     if (step.kind == StepKind::kMemset) {
       if (!owned[step.tensor].zero()) {

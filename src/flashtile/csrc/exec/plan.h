@@ -1,6 +1,6 @@
 // A launch plan (kernels/plan.py) in C++: evaluated for the tensors of a call, as backends/executor.py does, and launched.
 //
-// It comes as a list of numbers (backends/native.py: flat), which names tensors, values and numbers of a call by their places. It knows
+// It comes as a list of numbers (backends/native.py: serialize), which names tensors, values and numbers of a call by index. It knows
 // tensors, bytes and grids, and nothing about attention.
 #pragma once
 
@@ -20,18 +20,18 @@ struct Call {
   View tensors[kMaxTensors];
   double scalars[kMaxScalars] = {};
   i64 asked_splits = 0;  // 0: the plan's choice
-  i32 unwanted = -1;     // a tensor that is written and not returned: it has its room among the workspaces
+  i32 unwanted = -1;     // a tensor that is written and not returned: it lies among the workspaces
   Device device;
   void* stream = nullptr;
 };
 
-enum class RuleKind : u8 { kTensor, kWorkspace, kStride, kBroadcastStride, kSize, kElements, kSpread, kValue, kScalar };
+enum class RuleKind : u8 { kTensor, kWorkspace, kStride, kBroadcastStride, kSize, kElements, kBroadcastSize, kValue, kScalar };
 
 struct Rule {
   RuleKind kind;
   i32 index;  // of the tensor, workspace, value or number
   i32 axis;   // from the end
-  i64 more;   // kSize: what is added; kSpread: the value
+  i64 more;   // kSize: what is added; kBroadcastSize: the value
 };
 
 enum class Layout : u8 { kRows, kContiguous, kAny };
@@ -40,7 +40,7 @@ struct Operand {
   i32 tensor;
   Layout layout;
   Dtype dtype;  // kNone: its own
-  i32 like;     // -1, or the tensor in whose shape there is room for what nobody wants
+  i32 like;     // -1, or: scratch output shaped like that tensor; discarded
 };
 
 struct Product {
@@ -49,6 +49,7 @@ struct Product {
 
 struct Workspace {
   i64 element_bytes;
+  bool is_zeroed;
   std::vector<i32> values;
 };
 
@@ -74,7 +75,8 @@ struct Step {
   void* kernel;      // of a launch, as all below; null: not compiled yet
   std::vector<std::pair<i32, i64>> grid;
   unsigned num_threads, shared_bytes;
-  bool is_for_splits, is_persistent;
+  bool is_for_splits;
+  i64 max_blocks;    // for each multiprocessor, of a persistent grid; 0: a block for each work item
   std::string name;
 };
 
@@ -84,7 +86,7 @@ struct Failure {
   std::string text;
 };
 
-enum class Outcome { kDone, kNotServed, kIncomplete, kFailed };
+enum class Outcome { kDone, kFallback, kIncomplete, kFailed };
 
 class Plan {
  public:
@@ -93,8 +95,8 @@ class Plan {
 
   // Every tensor can be read and written in place.
   bool takes(const Call& call) const;
-  // Launches everything. `owned` are the tensors that the call writes. Nothing was launched and Python has to look at the call where the
-  // outcome is kNotServed, or kIncomplete: a kernel is not there yet.
+  // Launches everything. `owned` are the tensors that the call writes. With kFallback, and with kIncomplete (a kernel is not compiled yet),
+  // nothing was launched and Python has to handle the call.
   Outcome run(Call& call, Owned* owned, const Driver& driver, Failure& failure) const;
 
  private:
@@ -102,6 +104,7 @@ class Plan {
   bool evaluate(const Call& call, i64* values) const;
   bool allocate(Call& call, Owned* owned, Filled& filled) const;
   bool fill(const Call& call, Filled& filled) const;
+  bool zero_workspaces(const Call& call, const Filled& filled, const Driver& driver, Failure& failure) const;
   bool encode_maps(const Call& call, Filled& filled, const Driver& driver, Failure& failure) const;
   i64 num_blocks(const Step& step, const i64* values) const;
 

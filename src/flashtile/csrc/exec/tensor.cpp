@@ -5,49 +5,84 @@
 namespace flashtile {
 namespace {
 
-i32 torch_dtype(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::kFloat64:
-      return aoti_torch_dtype_float64();
-    case Dtype::kFloat32:
-      return aoti_torch_dtype_float32();
-    case Dtype::kFloat16:
-      return aoti_torch_dtype_float16();
-    case Dtype::kBfloat16:
-      return aoti_torch_dtype_bfloat16();
-    default:
-      return aoti_torch_dtype_uint8();
-  }
+// torch's numbers of the dtypes, in the order of Dtype from 1 on.
+struct TorchDtypes {
+  i32 numbers[static_cast<i32>(Dtype::kCount)];
+  TorchDtypes()
+      : numbers{-1,
+                aoti_torch_dtype_float64(),
+                aoti_torch_dtype_float32(),
+                aoti_torch_dtype_float16(),
+                aoti_torch_dtype_bfloat16(),
+                aoti_torch_dtype_int64(),
+                aoti_torch_dtype_int32(),
+                aoti_torch_dtype_bool(),
+                aoti_torch_dtype_uint8()} {}
+};
+
+const TorchDtypes& torch_dtypes() {
+  static const TorchDtypes found;
+  return found;
 }
 
-// The allocator behind CUDA tensors, of a library that a torch without CUDA does not have. Making no tensor saves 2 us.
-struct CudaAllocator {
+// Functions of libtorch_cuda.so, which a torch without CUDA does not have. Scratch memory without a tensor saves 2 us.
+struct TorchCuda {
   AOTITorchError (*allocate)(uint64_t, void**) = nullptr;
   AOTITorchError (*free)(void*) = nullptr;
+  AOTITorchError (*current_stream)(int32_t, void**) = nullptr;
 
-  CudaAllocator() {
+  TorchCuda() {
     void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
     if (library == nullptr) return;
     allocate = reinterpret_cast<decltype(allocate)>(dlsym(library, "aoti_torch_cuda_caching_allocator_raw_alloc"));
     free = reinterpret_cast<decltype(free)>(dlsym(library, "aoti_torch_cuda_caching_allocator_raw_delete"));
+    current_stream = reinterpret_cast<decltype(current_stream)>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
   }
-  bool is_there() const { return allocate != nullptr && free != nullptr; }
 };
 
-const CudaAllocator& cuda_allocator() {
-  static const CudaAllocator found;
+const TorchCuda& torch_cuda() {
+  static const TorchCuda found;
   return found;
 }
 
 }  // namespace
 
+Dtype dtype_of(i32 torch_dtype) {
+  for (i32 dtype = 1; dtype < static_cast<i32>(Dtype::kCount); ++dtype) {
+    if (torch_dtypes().numbers[dtype] == torch_dtype) return static_cast<Dtype>(dtype);
+  }
+  return Dtype::kNone;
+}
+
+bool view_of(AtenTensorHandle tensor, View& view) {
+  int64_t dim = 0, *sizes = nullptr, *strides = nullptr;
+  i32 dtype = 0;
+  if (aoti_torch_get_dim(tensor, &dim) != 0 || dim < 1 || dim > kMaxDim) return false;
+  if (aoti_torch_get_dtype(tensor, &dtype) != 0 || (view.dtype = dtype_of(dtype)) == Dtype::kNone) return false;
+  if (aoti_torch_get_device_type(tensor, &view.device.type) != 0 || aoti_torch_get_device_index(tensor, &view.device.index) != 0) return false;
+  if (aoti_torch_get_sizes(tensor, &sizes) != 0 || aoti_torch_get_strides(tensor, &strides) != 0) return false;
+  if (aoti_torch_get_data_ptr(tensor, &view.data) != 0) return false;
+  if (view.device.index < 0) view.device.index = 0;
+  view.dim = static_cast<i32>(dim);
+  for (i32 axis = 0; axis < view.dim; ++axis) {
+    view.sizes[kMaxDim - view.dim + axis] = sizes[axis];
+    view.strides[kMaxDim - view.dim + axis] = strides[axis];
+  }
+  return view.data != nullptr || view.numel() == 0;
+}
+
+bool current_stream(i32 device_index, void** stream) {
+  return torch_cuda().current_stream != nullptr && torch_cuda().current_stream(device_index, stream) == 0;
+}
+
 Scratch::~Scratch() {
-  if (raw_ != nullptr) cuda_allocator().free(raw_);
+  if (raw_ != nullptr) torch_cuda().free(raw_);
 }
 
 void* Scratch::allocate(i64 bytes, Device device) {
-  if (device.type != aoti_torch_device_type_cpu() && cuda_allocator().is_there()) {
-    return cuda_allocator().allocate(static_cast<u64>(bytes), &raw_) == 0 ? raw_ : nullptr;
+  const TorchCuda& cuda = torch_cuda();
+  if (device.type != aoti_torch_device_type_cpu() && cuda.allocate != nullptr && cuda.free != nullptr) {
+    return cuda.allocate(static_cast<u64>(bytes), &raw_) == 0 ? raw_ : nullptr;
   }
   View view;
   view.sizes[kMaxDim - 1] = bytes, view.strides[kMaxDim - 1] = 1;
@@ -62,9 +97,14 @@ bool Owned::allocate(View& view) {
     sizes[axis] = view.sizes[first + axis];
     strides[axis] = view.strides[first + axis];
   }
-  i32 dtype = torch_dtype(view.dtype);
+  i32 dtype = torch_dtypes().numbers[static_cast<i32>(view.dtype)];
   if (aoti_torch_empty_strided(view.dim, sizes, strides, dtype, view.device.type, view.device.index, &handle_) != 0) return false;
   return aoti_torch_get_data_ptr(handle_, &view.data) == 0;
+}
+
+bool Owned::copy(AtenTensorHandle from, View& view) {
+  view.make_contiguous();
+  return allocate(view) && aoti_torch_copy_(handle_, from, 0) == 0;
 }
 
 }  // namespace flashtile

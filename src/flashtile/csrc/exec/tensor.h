@@ -57,6 +57,13 @@ struct View {
   }
 };
 
+// What an op was given. False where no plan could take such a tensor.
+bool view_of(AtenTensorHandle tensor, View& view);
+// From torch's number of a dtype; kNone where no plan could take it.
+Dtype dtype_of(i32 torch_dtype);
+// torch's current stream on a CUDA device. False where it cannot be told.
+bool current_stream(i32 device_index, void** stream);
+
 // Memory for the view from torch's allocator, uninitialised; sets view.data. Null where torch gives none.
 class Owned {
  public:
@@ -71,6 +78,8 @@ class Owned {
   }
 
   bool allocate(View& view);
+  // A contiguous copy; sets the view to it.
+  bool copy(AtenTensorHandle from, View& view);
   bool zero() { return aoti_torch_zero_(handle_) == 0; }
   AtenTensorHandle get() const { return handle_; }
   AtenTensorHandle release() { return std::exchange(handle_, nullptr); }

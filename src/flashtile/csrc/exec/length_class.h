@@ -1,0 +1,57 @@
+// Length classes (kernels/length_class.py): the only way in which a plan's key may look at the sizes of a call. Kinds and thresholds come
+// as data, with the GPU; the arithmetic is Python's, in integers.
+#pragma once
+
+#include <limits>
+
+#include "flashtile/core/types.cuh"
+
+namespace flashtile {
+
+constexpr i32 kMaxLengthClasses = 8;
+
+struct Shape {
+  i64 batch, heads, heads_kv, seqlen_q, seqlen_k;
+};
+
+enum class LengthClassKind : i64 { kSmallGrid, kPackedHeads, kRaggedQueries, kManyScores, kCount };
+
+struct LengthClass {
+  LengthClassKind kind;
+  i64 a, b, c;
+};
+
+inline i64 divide_up(i64 a, i64 b) { return (a + b - 1) / b; }
+
+// The product, or the largest number where it is larger.
+inline i64 saturating_product(i64 a, i64 b) {
+  i64 product = 0;
+  return __builtin_mul_overflow(a, b, &product) ? std::numeric_limits<i64>::max() : product;
+}
+
+inline u8 length_class(const LengthClass& of, const Shape& shape, i64 num_multiprocessors) {
+  switch (of.kind) {
+    case LengthClassKind::kSmallGrid: {  // a: rows of a block
+      i64 blocks = saturating_product(saturating_product(divide_up(shape.seqlen_q, of.a), shape.heads), shape.batch);
+      return blocks < num_multiprocessors;
+    }
+    case LengthClassKind::kPackedHeads: {  // a: rows of a tile; b: rows of a block
+      i64 heads = shape.heads / shape.heads_kv;
+      if (heads <= 1 || heads > of.a) return 1;
+      i64 num_packed = divide_up(shape.seqlen_q, of.a / heads), num_single = heads * divide_up(shape.seqlen_q, of.b);
+      return static_cast<u8>(num_packed < num_single ? heads : 1);
+    }
+    case LengthClassKind::kRaggedQueries: {  // a: rows of a large block; b: of a small one; c: percent
+      i64 rows = divide_up(shape.seqlen_q, of.a) * of.a;
+      return 100 * rows > of.c * (divide_up(shape.seqlen_q, of.b) * of.b);
+    }
+    case LengthClassKind::kManyScores: {  // a: log2 of the number of scores
+      i64 rows = saturating_product(saturating_product(shape.batch, shape.heads), shape.seqlen_q);
+      return saturating_product(rows, shape.seqlen_k) >= (i64{1} << of.a);
+    }
+    default:
+      return 0;
+  }
+}
+
+}  // namespace flashtile

@@ -1,0 +1,349 @@
+// The kernels of the ops, for CPU and CUDA tensors alike. torch's dispatcher calls them, below autograd and whatever else intercepts a call,
+// with the GIL released.
+//
+// A kernel reads its arguments, looks its plan up and launches. A call that it cannot handle, or has no plan for, falls back: the op of the
+// same arguments whose name ends in _fallback is a Python kernel (ops.py), which may register a plan for the next call of the kind.
+#include <cstdlib>
+#include <stdexcept>
+
+#include "executor.h"
+#include "stack.h"
+
+namespace flashtile {
+namespace {
+
+class Gil {
+ public:
+  Gil() : state_(PyGILState_Ensure()) {}
+  ~Gil() { PyGILState_Release(state_); }
+  Gil(const Gil&) = delete;
+  Gil& operator=(const Gil&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
+// Python's exception is set. The binding of torch that called the dispatcher raises a RuntimeError from it.
+class PythonError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// Makes the exception Python's current one and throws. Steals the reference.
+[[noreturn]] void rethrow(PyObject* error) {
+  std::string text = "flashtile";
+  {
+    Gil gil;
+    PyObject *words = PyObject_Str(error), *bytes = words == nullptr ? nullptr : PyUnicode_AsUTF8String(words);
+    if (bytes != nullptr) text = PyBytes_AsString(bytes);
+    Py_XDECREF(words), Py_XDECREF(bytes);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
+    Py_DECREF(error);
+  }
+  throw PythonError(text);
+}
+
+// A non-empty variable of the environment, or null.
+const char* variable(const char* name) {
+  const char* value = std::getenv(name);
+  return value != nullptr && value[0] != '\0' ? value : nullptr;
+}
+
+// Python reads and checks index tensors in every call.
+bool is_checking() {
+  const char* value = variable("FLASHTILE_CHECK");
+  return value != nullptr && std::strcmp(value, "0") != 0;
+}
+
+bool is_text(const char* text, const char* other) { return std::strcmp(text, other) == 0; }
+
+// The switches of torch that only Python can read. Throws what Python raises.
+void read_switches(bool follows_deterministic, bool has_precision, Options& options) {
+  if (!follows_deterministic && !has_precision) return;
+  bool is_read = true;
+  {
+    Gil gil;
+    if (follows_deterministic) {
+      PyObject* answer = PyObject_CallNoArgs(executor().is_deterministic);
+      int truth = answer == nullptr ? -1 : PyObject_IsTrue(answer);
+      options.is_deterministic = truth > 0;
+      is_read = truth >= 0;
+      Py_XDECREF(answer);
+    }
+    if (is_read && has_precision) {
+      PyObject* answer = PyObject_CallNoArgs(executor().matmul_precision);
+      Py_UCS4 letter = answer == nullptr ? static_cast<Py_UCS4>(-1) : PyUnicode_ReadChar(answer, 0);
+      is_read = letter != static_cast<Py_UCS4>(-1);
+      options.matmul_precision = static_cast<char>(letter);
+      Py_XDECREF(answer);
+    }
+  }
+  if (!is_read) throw PythonError("torch's switches cannot be read");
+}
+
+bool read_attention(const Arguments& args, Request& request) {
+  static_assert(argument::kCount == 28, "a new argument: read it here and note it in the key (attention.cpp: prepare_attention)");
+  for (i32 index = 0; index < kNumInputs; ++index) {
+    AtenTensorHandle tensor = args.tensor(index);
+    if (tensor != nullptr && !view_of(tensor, request.call.tensors[index])) return false;
+  }
+  const View& q = request.call.tensors[kQ];
+  request.is_on_host = executor().is_host_open && q.device.type == aoti_torch_device_type_cpu();
+  if (request.is_on_host) {
+    // Python reads and checks lengths, and chooses the instruction set where one is named
+    for (i32 index = kCuSeqlensQ; index < kNumInputs; ++index) {
+      if (request.call.tensors[index].is_given()) return false;
+    }
+    if (variable("FLASHTILE_CPU_ISA") != nullptr) return false;
+  }
+  Options& options = request.options;
+  if (args.read<argument::kMaxSeqlenQ>(options.max_seqlen_q) && options.max_seqlen_q < 0) return false;
+  if (args.read<argument::kMaxSeqlenK>(options.max_seqlen_k) && options.max_seqlen_k < 0) return false;
+  options.has_scale = args.read<argument::kScale>(options.scale);
+  const char *causal = "none", *layout = "bhsd", *backend = nullptr;
+  args.read<argument::kCausal>(causal);
+  if (is_text(causal, "bottom_right")) {
+    options.causal = Causal::kBottomRight;
+  } else if (is_text(causal, "top_left")) {
+    options.causal = Causal::kTopLeft;
+  } else if (!is_text(causal, "none")) {
+    return false;
+  }
+  args.read<argument::kWindowLeft>(options.window_left);
+  args.read<argument::kWindowRight>(options.window_right);
+  args.read<argument::kSoftcap>(options.softcap);
+  args.read<argument::kDropoutP>(options.dropout_p);
+  bool follows_deterministic = !args.read<argument::kDeterministic>(options.is_deterministic);
+  args.read<argument::kNumSplits>(options.num_splits);
+  i32 out_dtype = -1;
+  if (args.read<argument::kOutDtype>(out_dtype) && (options.out_dtype = dtype_of(out_dtype)) == Dtype::kNone) return false;
+  args.read<argument::kLayout>(layout);
+  options.is_bshd = is_text(layout, "bshd");
+  if (!options.is_bshd && !is_text(layout, "bhsd")) return false;
+  options.is_named = args.read<argument::kBackend>(backend);
+  if (options.is_named && !is_text(backend, request.is_on_host ? "cpu" : "cuda")) return false;
+  args.read<argument::kNeedsGrad>(options.needs_grad);
+  args.read<argument::kNeedsBiasGrad>(options.needs_bias_grad);
+  read_switches(follows_deterministic, q.dtype == Dtype::kFloat32 && !request.is_on_host, options);
+  return true;
+}
+
+// Makes a device the current one.
+class OnDevice {
+ public:
+  explicit OnDevice(Device device) {
+    int32_t current = 0;
+    if (device.type == aoti_torch_device_type_cpu() || aoti_torch_get_current_device_index(&current) != 0) return;
+    if (current != device.index) aoti_torch_create_device_guard(device.index, &guard_);
+  }
+  ~OnDevice() {
+    if (guard_ != nullptr) aoti_torch_delete_device_guard(guard_);
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  DeviceGuardHandle guard_ = nullptr;
+};
+
+struct Results {
+  Owned tensors[kMaxTensors];
+};
+
+// Launches a call that was read. False, and nothing was launched, where Python has to handle it. Throws where a launch fails.
+bool run(Request& request, Results& results) {
+  bool is_open = executor().is_open && request.call.tensors[0].device.type == executor().device_type;
+  if (!request.is_on_host && !is_open) return false;
+  if (executor().prepare(request) != Executor::State::kReady) return false;
+  std::shared_ptr<const Plan> plan = executor().plans.find(request.key);
+  Call& call = request.call;
+  if (plan == nullptr || !plan->takes(call)) return false;
+  bool is_gpu = call.device.type != aoti_torch_device_type_cpu();
+  if (is_gpu && !current_stream(call.device.index, &call.stream)) return false;
+  OnDevice guard(call.device);
+  Pass pass = request.pass;
+  i32 first = pass == Pass::kForward ? kOut : kDq, count = pass == Pass::kForward ? 2 : pass == Pass::kBackward ? kNumGrads : 0;
+  bool is_returned[kMaxTensors] = {};
+  for (i32 index = first; index < first + count; ++index) {
+    is_returned[index] = index != call.unwanted && call.tensors[index].is_given();
+    if (is_returned[index] && !results.tensors[index].allocate(call.tensors[index])) return false;
+  }
+  Failure failure;
+  Outcome outcome = plan->run(call, results.tensors, executor().driver, failure);
+  // A gradient that a kernel needs memory for and nobody wants
+  for (i32 index = first; index < first + count; ++index) {
+    if (!is_returned[index]) results.tensors[index] = Owned();
+  }
+  if (outcome == Outcome::kFailed) {
+    Gil gil;
+    Py_XDECREF(PyObject_CallFunction(executor().fail, "is", failure.status, failure.text.c_str()));
+    if (PyErr_Occurred() == nullptr) PyErr_SetString(PyExc_RuntimeError, failure.text.c_str());
+    throw PythonError(failure.text);
+  }
+  return outcome == Outcome::kDone;
+}
+
+// Hands the call to Python, which takes the arguments and leaves the results on the stack.
+void fall_back(const char* op, const char* overload, Request& request, bool is_read, StableIValue* stack, uint64_t num_outputs) {
+  ++executor().num_fallbacks;
+  Request* outer = std::exchange(fallen_back(), is_read && !is_checking() ? &request : nullptr);
+  AOTITorchError status = torch_call_dispatcher(op, overload, stack, TORCH_ABI_VERSION);
+  fallen_back() = outer;
+  if (PyObject* error = std::exchange(raised(), nullptr)) {
+    for (uint64_t index = 0; status == 0 && index < num_outputs; ++index) release<AtenTensorHandle>(stack[index]);
+    rethrow(error);
+  }
+  if (status != 0) throw std::runtime_error(std::string(op) + " could not be called");
+}
+
+StableIValue result(Owned& tensor) {
+  AtenTensorHandle handle = tensor.release();
+  if (handle == nullptr && aoti_torch_new_uninitialized_tensor(&handle) != 0) throw std::runtime_error("no memory for a result");
+  return torch::stable::detail::from(handle);
+}
+
+// A tensor without elements, which stands for a gradient that is not needed.
+void make_empty(const View& like, Owned& tensor) {
+  View view;
+  view.dim = 1, view.dtype = like.dtype, view.device = like.device;
+  view.sizes[kMaxDim - 1] = 0, view.strides[kMaxDim - 1] = 1;
+  if (!tensor.allocate(view)) throw std::runtime_error("no memory for a result");
+}
+
+bool is_usable() {
+  const Executor& found = executor();
+  return (found.is_open || found.is_host_open) && !found.is_python_only;
+}
+
+// (arguments) -> (out, lse). The dense overload also takes needs_grad, and returns no lse without it.
+template <bool kIsDense>
+void forward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
+  Arguments args(stack, kIsDense);
+  if constexpr (kIsDense) args.add(argument::kNeedsGrad, stack + argument::kNumDense);
+  Request request{Pass::kForward, {}, {}, {}};
+  bool is_read = is_usable() && read_attention(args, request);
+  if (kIsDense && !request.options.needs_grad) request.call.unwanted = kLse;
+  Results results;
+  if (!is_read || is_checking() || !run(request, results)) {
+    return fall_back("flashtile::forward_fallback", kIsDense ? "dense" : "", request, is_read, stack, num_outputs);
+  }
+  args.release_all();
+  stack[0] = result(results.tensors[kOut]);
+  stack[1] = result(results.tensors[kLse]);
+}
+
+// The tensors of a backward pass beside the arguments of its forward pass, where they stand on the stack.
+struct BackwardStack {
+  i32 dlse, first, out, lse, needs;  // -1: none
+};
+constexpr BackwardStack kBackward = {1, 2, 2 + argument::kCount, 3 + argument::kCount, 4 + argument::kCount};
+constexpr BackwardStack kDenseBackward = {-1, 1, 1 + argument::kNumDense, 2 + argument::kNumDense, -1};
+
+bool read_needs(StableIValue value, Options& options) {
+  auto list = torch::stable::detail::to<StableListHandle>(value);
+  size_t size = 0;
+  if (torch_list_size(list, &size) != 0 || size != kNumGrads) return false;
+  bool is_any = false;
+  for (size_t index = 0; index < size; ++index) {
+    StableIValue flag = 0;
+    if (torch_list_get_item(list, index, &flag) != 0) return false;
+    options.is_wanted[index] = torch::stable::detail::to<bool>(flag);
+    is_any = is_any || options.is_wanted[index];
+  }
+  return is_any;
+}
+
+// A gradient that autograd hands over may have any strides, those of a sum are 0: a contiguous copy takes its place on the stack.
+bool replace_by_copy(StableIValue& value, View& view) {
+  Owned copy;
+  if (!copy.copy(borrow<AtenTensorHandle>(value), view)) return false;
+  release<AtenTensorHandle>(value);
+  value = torch::stable::detail::from(copy.release());
+  return true;
+}
+
+template <bool kIsDense>
+bool read_backward(StableIValue* stack, const Arguments& args, Request& request) {
+  constexpr BackwardStack kAt = kIsDense ? kDenseBackward : kBackward;
+  if (!read_attention(args, request)) return false;
+  View* tensors = request.call.tensors;
+  for (auto [index, tensor] : {std::pair<i32, i32>{0, kDout}, {kAt.out, kOut}, {kAt.lse, kLse}}) {
+    if (!view_of(borrow<AtenTensorHandle>(stack[index]), tensors[tensor])) return false;
+  }
+  if constexpr (kIsDense) {
+    for (i32 grad : {kDq, kDk, kDv}) request.options.is_wanted[grad - kDq] = true;
+  } else {
+    if (!read_needs(stack[kAt.needs], request.options)) return false;
+    if (auto* dlse = torch::stable::detail::to<StableIValue*>(stack[kAt.dlse])) {
+      if (!view_of(borrow<AtenTensorHandle>(*dlse), tensors[kDlse])) return false;
+      if (!tensors[kDlse].is_contiguous() && !replace_by_copy(*dlse, tensors[kDlse])) return false;
+    }
+  }
+  const View& rows = tensors[kDout];
+  return rows.size(-1) <= 1 || rows.stride(-1) == 1 || replace_by_copy(stack[0], tensors[kDout]);
+}
+
+// (dout, dlse, arguments, out, lse, needs) -> (dq, dk, dv, dbias, dsinks). Dense: (dout, arguments, out, lse) -> (dq, dk, dv).
+template <bool kIsDense>
+void backward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
+  constexpr BackwardStack kAt = kIsDense ? kDenseBackward : kBackward;
+  Arguments args(stack + kAt.first, kIsDense);
+  Request request{Pass::kBackward, {}, {}, {}};
+  Results results;
+  bool is_read = is_usable() && read_backward<kIsDense>(stack, args, request);
+  if (!is_read || is_checking() || !run(request, results)) {
+    return fall_back("flashtile::backward_fallback", kIsDense ? "dense" : "", request, is_read, stack, num_outputs);
+  }
+  for (i32 index = kDq; !kIsDense && index <= kDsinks; ++index) {
+    if (results.tensors[index].get() == nullptr) make_empty(request.call.tensors[kQ], results.tensors[index]);
+  }
+  for (i32 index : {0, kAt.out, kAt.lse}) release<AtenTensorHandle>(stack[index]);
+  if constexpr (!kIsDense) {
+    release<std::optional<AtenTensorHandle>>(stack[kAt.dlse]);
+    release<StableListHandle>(stack[kAt.needs]);
+  }
+  args.release_all();
+  for (uint64_t index = 0; index < num_outputs; ++index) stack[index] = result(results.tensors[kDq + index]);
+}
+
+// The arguments of flashtile::append_kv (backends/kvcache.py: AppendArgs): tensors, the last of them optional, rotary_interleaved, layout.
+void append_kv(StableIValue* stack, uint64_t, uint64_t num_outputs) {
+  constexpr i32 kInterleaved = kNumAppendTensors, kLayout = kNumAppendTensors + 1;
+  Request request{Pass::kAppend, {}, {}, {}};
+  const char* layout = borrow<const char*>(stack[kLayout]);
+  request.options.is_bshd = is_text(layout, "bshd");
+  request.options.is_interleaved = borrow<bool>(stack[kInterleaved]);
+  bool is_read = is_usable() && (request.options.is_bshd || is_text(layout, "bhsd"));
+  for (i32 index = 0; is_read && index < kNumAppendTensors; ++index) {
+    AtenTensorHandle tensor = index < kTable ? borrow<AtenTensorHandle>(stack[index])
+                                             : borrow<std::optional<AtenTensorHandle>>(stack[index]).value_or(nullptr);
+    is_read = tensor == nullptr ? index >= kTable : view_of(tensor, request.call.tensors[index]);
+  }
+  Results results;
+  if (!is_read || is_checking() || !run(request, results)) {
+    return fall_back("flashtile::append_kv_fallback", "", request, is_read, stack, num_outputs);
+  }
+  for (i32 index = 0; index < kTable; ++index) release<AtenTensorHandle>(stack[index]);
+  for (i32 index = kTable; index < kNumAppendTensors; ++index) release<std::optional<AtenTensorHandle>>(stack[index]);
+  release<const char*>(stack[kLayout]);
+}
+
+}  // namespace
+
+bool register_ops() {
+  using Kernel = void (*)(StableIValue*, uint64_t, uint64_t);
+  constexpr std::pair<const char*, Kernel> kKernels[] = {
+      {"forward", forward<false>},   {"forward.dense", forward<true>},   {"backward", backward<false>},
+      {"backward.dense", backward<true>}, {"append_kv", append_kv},
+  };
+  for (const char* key : {"CPU", "CUDA"}) {
+    TorchLibraryHandle library = nullptr;  // kept: to delete it would take the kernels back
+    if (aoti_torch_library_init_impl("flashtile", key, __FILE__, __LINE__, &library) != 0) return false;
+    for (auto [name, kernel] : kKernels) {
+      if (torch_library_impl(library, name, kernel, TORCH_ABI_VERSION) != 0) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace flashtile

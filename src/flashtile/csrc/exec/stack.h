@@ -1,0 +1,124 @@
+// The arguments of an op as torch's stable ABI hands them to a kernel: one 64-bit value each, which the kernel owns. They are borrowed
+// here until the call is known to be handled; then they are released. A call that is not handled passes them on untouched.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+#include <optional>
+#include <type_traits>
+
+#include "flashtile/core/types.cuh"
+
+namespace flashtile {
+
+// Indices into the schema of flashtile::forward.
+namespace argument {
+enum Index : i32 {
+#define FT_ARGUMENT(index, type, schema) index,
+#include "arguments.inc"
+  kCount
+};
+
+constexpr Index kDense[] = {
+#define FT_DENSE(index) index,
+#include "arguments.inc"
+};
+constexpr i32 kNumDense = sizeof(kDense) / sizeof(kDense[0]);
+
+template <Index kIndex>
+struct TypeAt;
+#define FT_ARGUMENT(index, type, schema) \
+  template <>                            \
+  struct TypeAt<index> {                 \
+    using Type = type;                   \
+  };
+#include "arguments.inc"
+}  // namespace argument
+
+template <typename T>
+struct Optional : std::false_type {};
+template <typename T>
+struct Optional<std::optional<T>> : std::true_type {
+  using Inner = T;
+};
+
+// What an argument of type T holds, without taking it. Texts and tensors stay the stack's.
+template <typename T>
+T borrow(StableIValue value) {
+  if constexpr (Optional<T>::value) {
+    auto* inner = torch::stable::detail::to<StableIValue*>(value);
+    return inner == nullptr ? T() : T(borrow<typename Optional<T>::Inner>(*inner));
+  } else if constexpr (std::is_same_v<T, const char*>) {
+    const char* text = nullptr;
+    return torch_string_c_str(torch::stable::detail::to<StringHandle>(value), &text) == 0 ? text : "";
+  } else {
+    return torch::stable::detail::to<T>(value);
+  }
+}
+
+// Frees what an argument of type T owns.
+template <typename T>
+void release(StableIValue value) {
+  if constexpr (Optional<T>::value) {
+    auto* inner = torch::stable::detail::to<StableIValue*>(value);
+    if (inner != nullptr) release<typename Optional<T>::Inner>(*inner);
+    delete inner;  // torch made it by `new`
+  } else if constexpr (std::is_same_v<T, const char*>) {
+    torch_delete_string(torch::stable::detail::to<StringHandle>(value));
+  } else if constexpr (std::is_same_v<T, AtenTensorHandle>) {
+    aoti_torch_delete_tensor_object(torch::stable::detail::to<AtenTensorHandle>(value));
+  } else if constexpr (std::is_same_v<T, StableListHandle>) {
+    torch_delete_list(torch::stable::detail::to<StableListHandle>(value));
+  }
+}
+
+// The arguments of flashtile::forward among those of an op; a `dense` overload has some of them.
+class Arguments {
+ public:
+  Arguments(const StableIValue* first, bool is_dense) {
+    for (i32 index = 0; index < (is_dense ? argument::kNumDense : argument::kCount); ++index) {
+      values_[is_dense ? argument::kDense[index] : index] = first + index;
+    }
+  }
+  // Adds one that stands elsewhere.
+  void add(argument::Index index, const StableIValue* value) { values_[index] = value; }
+
+  // False, and `to` stays its default, where the overload has no such argument or it is None.
+  template <argument::Index kIndex, typename T>
+  bool read(T& to) const {
+    using Type = typename argument::TypeAt<kIndex>::Type;
+    if (values_[kIndex] == nullptr) return false;
+    if constexpr (Optional<Type>::value) {
+      static_assert(std::is_same_v<typename Optional<Type>::Inner, T>);
+      Type found = borrow<Type>(*values_[kIndex]);
+      if (found) to = *found;
+      return found.has_value();
+    } else {
+      static_assert(std::is_same_v<Type, T>);
+      to = borrow<Type>(*values_[kIndex]);
+      return true;
+    }
+  }
+
+  // A tensor by its index; null where there is none.
+  AtenTensorHandle tensor(i32 index) const {
+    if (values_[index] == nullptr) return nullptr;
+    if (index < kNumRequiredTensors) return borrow<AtenTensorHandle>(*values_[index]);
+    return borrow<std::optional<AtenTensorHandle>>(*values_[index]).value_or(nullptr);
+  }
+
+  void release_all() const {
+#define FT_ARGUMENT(index, type, schema) \
+  if (values_[argument::index] != nullptr) release<type>(*values_[argument::index]);
+#include "arguments.inc"
+  }
+
+ private:
+  static constexpr i32 kNumRequiredTensors = 3;
+  static_assert(std::is_same_v<argument::TypeAt<argument::kV>::Type, AtenTensorHandle>);
+  static_assert(std::is_same_v<argument::TypeAt<argument::kBias>::Type, std::optional<AtenTensorHandle>>);
+
+  const StableIValue* values_[argument::kCount] = {};
+};
+
+}  // namespace flashtile
