@@ -206,7 +206,7 @@ class _Maker:
             rising = torch.linspace(-3, 3, k.shape[-3])[:, None, None]
             rising = (rising + k[..., :1] / 2).round().clamp(-3, 3) if is_huge else (rising * 1024).round() / 1024
             step = 2.0 ** round(math.log2((100 if is_huge else 0.5) / (case.head_dim * scale)))
-            return q[..., :1].sign().expand(q.shape), rising.expand(k.shape) * step, v
+            return torch.where(q[..., :1] < 0, -1.0, 1.0).expand(q.shape), rising.expand(k.shape) * step, v
         if case.values == "dominant" and k.shape[-3] > 0:
             k[..., int(self.integers(0, k.shape[-3] - 1, 1)), :, :] *= 8
         elif case.values == "ties":
