@@ -385,7 +385,8 @@ def processes(jobs: int, is_ready: bool = True) -> Iterator[ProcessPoolExecutor]
     """Fresh processes. What waits is dropped at the end; an interrupt ends what runs, too. is_ready: all have started."""
     context = multiprocessing.get_context(_START)
     if _START == "forkserver":
-        context.set_forkserver_preload([__name__])
+        # The second is what torch.use_deterministic_algorithms imports, for seconds
+        context.set_forkserver_preload([__name__, "torch._inductor.config"])
     pool = ProcessPoolExecutor(jobs, context, initializer=_begin, initargs=(signal.SIG_IGN, dict(os.environ)))
     try:
         if is_ready:
