@@ -6,10 +6,23 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from flashtile.testing import GRADS, Case, Inputs, Result, assert_agrees, disagreement, disagreements, expect, run
+from flashtile.testing import (
+    GRADS,
+    OUTPUTS,
+    Case,
+    Expected,
+    Inputs,
+    Result,
+    assert_agrees,
+    disagreement,
+    disagreements,
+    expect,
+    oracle,
+    run,
+)
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("cpu", "tiled", "reference")
@@ -78,9 +91,7 @@ AXES = st.lists(st.sampled_from("bhqk"), unique=True, max_size=4).map("".join)
 LENGTHS = st.one_of(st.integers(0, 20), st.integers(0, 300), st.sampled_from([1, 127, 128, 129, 255, 256, 257]))
 CASES = st.builds(
     # Logits of a few units: with larger ones a handful of rows is too small a sample to judge a factor of two by
-    lambda groups, scaling, pair, **fields: Case(
-        backend=pair[0],
-        dtype=pair[1],
+    lambda groups, scaling, **fields: Case(
         heads=fields["heads_kv"] * groups,
         scale=None if scaling is None else scaling / fields["head_dim"] ** 0.5,
         **fields,
@@ -88,7 +99,7 @@ CASES = st.builds(
     groups=st.integers(1, 3),
     scaling=st.one_of(st.none(), st.floats(-2, 2)),
     heads_kv=st.integers(1, 3),
-    pair=st.sampled_from(PAIRS),
+    dtype=st.sampled_from(DTYPES),
     layout=st.sampled_from(["bhsd", "bshd"]),
     kind=st.sampled_from(["dense", "dense", "varlen", "used", "paged", "padded"]),
     memory=st.sampled_from(["contiguous", "swapped", "sliced", "expanded", "offset"]),
@@ -110,10 +121,12 @@ CASES = st.builds(
 )
 
 
-@settings(max_examples=400)
-@given(CASES, st.integers(0, 2**31))
-def test_options_together(case: Case, seed: int) -> None:
-    inputs = case.make(seed)
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=120)
+@given(case=CASES, seed=st.integers(0, 2**31))
+def test_options_together(backend: str, case: Case, seed: int) -> None:
+    assume((backend, case.dtype) in PAIRS)
+    inputs = dataclasses.replace(case, backend=backend).make(seed)
     assert_agrees(run(inputs), inputs)
 
 
@@ -183,6 +196,64 @@ def test_the_rule_sees_a_wrong_sum(axes: str, seed: int) -> None:
     right, low = expected.ref.dbias, expected.low.dbias
     wrong = right + 3 * (low - right).abs().max() + 0.3 * right.abs().max() + 0.3
     assert disagreements(result._replace(dbias=wrong), inputs, expected) != []
+
+
+# The floor
+
+BY_FLOOR = {
+    "plain": {},
+    "bias and sinks": {"bias": "hqk", "has_sinks": True},
+    "a bias that all share": {"bias": "1", "causal": "bottom_right"},
+    "softcap and ALiBi": {"softcap": 2.0, "alibi": "h"},
+    "dropout": {"dropout_p": 0.2, "bias": "q"},
+    "one key and dropout": {"seqlen_k": 1, "dropout_p": 0.5, "bias": "bhqk"},
+    "heads that are the same": {"memory": "expanded", "heads": 6, "heads_kv": 2},
+    "packed": {"kind": "varlen", "batch": 4, "has_sinks": True},
+    "paged": {"kind": "paged", "batch": 3, "bias": "k"},
+    "large logits": {"scale": 3.0},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("option", BY_FLOOR)
+def test_a_lucky_yardstick_fails_nothing(option: str, dtype: torch.dtype, seed: int) -> None:
+    """The yardstick is exact here, and no result is wrong by less than the floor."""
+    for backend in BACKENDS:
+        inputs = Case(dtype=dtype, backend=backend, **BY_FLOOR[option]).make(seed)
+        ref = oracle(inputs)
+        assert disagreements(run(inputs), inputs, Expected(inputs, ref, ref)) == []
+
+
+@pytest.mark.parametrize("name", ["out", "lse", *GRADS])
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_the_floor_hides_no_wrong_row(name: str, dtype: torch.dtype, seed: int) -> None:
+    inputs = Case(dtype=dtype, bias="hqk", has_sinks=True).make(seed)
+    result, ref = run(inputs), oracle(inputs)
+    (found,) = disagreements(spoil(name, inputs, result), inputs, Expected(inputs, ref, ref))
+    assert found.startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_the_floor_is_low(dtype: torch.dtype, seed: int) -> None:
+    """For an ordinary problem: most of it far below what the yardstick allows."""
+    inputs = Case(dtype=dtype, bias="hqk", seqlen_q=200, seqlen_k=200, head_dim=64, head_dim_v=64).make(seed)
+    expected = expect(inputs)
+    for name in ("out", "dq", "dk", "dv", "dbias"):
+        ref, low, floor = (getattr(result, name) for result in (expected.ref, expected.low, expected.floor))
+        slack = 1e-5 * max(1.0, ref.abs().max().item()) if name in GRADS else 1e-6
+        allowed = 2 * (low.double() - ref).abs().max() + 2 * torch.finfo(dtype).eps * ref.abs().max() + slack
+        assert floor.median() < 0.5 * allowed, name
+        assert floor.max() < 4 * allowed, name
+
+
+def test_the_floor_knows_what_cancels(seed: int) -> None:
+    """One visible key: whatever its score, P is 1, and out is v rounded once."""
+    inputs = Case(seqlen_k=1, scale=100.0).make(seed)
+    ref = oracle(inputs)
+    floor = Expected(inputs, ref, ref).floor
+    assert (floor.out <= 8 * torch.finfo(torch.float32).eps * ref.out.abs()).all()
+    assert floor.lse.min() > torch.finfo(torch.float32).eps
+    assert all(getattr(floor, name).isfinite().all() for name in (*OUTPUTS, "dq", "dk", "dv"))
 
 
 def test_without_deterministic_algorithms(seed: int) -> None:

@@ -1,14 +1,21 @@
-"""GPU tests: kernels are compiled ahead, side by side; what was covered is written to results/<device>/ at the end."""
+"""GPU tests: kernels are compiled ahead, side by side; what was covered is written to results/<device>/ at the end.
+
+With pytest-xdist (`make test-gpu` uses it where it is installed) several workers share the GPU and the kernel cache on disk.
+They draw from one seed, and the controller joins what they covered. A line of progress has the tests done of each file.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import time
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,15 +24,66 @@ from flashtile.backends import cuda, executor, native
 from flashtile.bench import device as facts
 from flashtile.testing import Case, Inputs, assert_agrees, run
 
-SEED = int(os.environ.get("FLASHTILE_SEED") or random.SystemRandom().randrange(2**31))
+# Workers inherit the environment, and with it the seed
+SEED = int(os.environ.setdefault("FLASHTILE_SEED", str(random.SystemRandom().randrange(2**31))))
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 covered: dict[str, set[str]] = {"problems": set(), "kernels": set(), "features": set()}
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """At once: these tests take minutes, and what ends them early would take the reasons with it."""
-    if report.failed:
-        print(f"\n{report.nodeid}, FLASHTILE_SEED={SEED}\n{report.longreprtext}", flush=True)
+class Progress:
+    """A line now and then: time, tests done of all, and of each file that is not done."""
+
+    EVERY_S = 10.0
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.plugins = config.pluginmanager
+        self.start = self.shown = time.monotonic()
+        self.totals, self.done = Counter[str](), Counter[str]()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.expect([item.nodeid for item in session.items])
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self.expect(ids)  # the same from every worker
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        for name, found in getattr(node, "workeroutput", {}).get("covered", {}).items():
+            covered[name].update(found)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or (report.when == "setup" and not report.passed):
+            self.done[file_of(report.nodeid)] += 1
+        # At once: these tests take minutes, and what ends them early would take the reasons with it
+        if report.failed:
+            self.write(f"{report.nodeid}, FLASHTILE_SEED={SEED}\n{report.longreprtext}")
+        elif time.monotonic() - self.shown > self.EVERY_S:
+            self.shown = time.monotonic()
+            minutes, seconds = divmod(int(self.shown - self.start), 60)
+            files = [f"{name} {self.done[name]}/{total}" for name, total in self.totals.items() if self.done[name] < total]
+            self.write(f"{minutes}:{seconds:02d}  {self.done.total()}/{self.totals.total()}  {', '.join(files)}")
+
+    def expect(self, ids: Iterable[str]) -> None:
+        self.totals = Counter(file_of(nodeid) for nodeid in ids) or self.totals
+
+    def write(self, text: str) -> None:
+        terminal = self.plugins.get_plugin("terminalreporter")
+        if terminal is not None:
+            terminal.write_line(f"\n{text}")
+
+
+def file_of(nodeid: str) -> str:
+    return Path(nodeid.partition("::")[0]).stem
+
+
+def is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not is_worker(config):
+        config.pluginmanager.register(Progress(config), "flashtile-progress")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,7 +92,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if not covered["problems"]:
+    if is_worker(session.config):
+        session.config.workeroutput["covered"] = {name: sorted(found) for name, found in covered.items()}
+        return
+    # A part of the tests leaves the record of all of them as it is
+    if not covered["problems"] or session.config.option.markexpr or session.config.option.keyword:
         return
     env = asdict(facts.environment("cuda", [], "make test-gpu"))
     counts = {name: len(found) for name, found in covered.items()}

@@ -7,9 +7,10 @@ from conftest import SEED
 
 from flashtile.backends import registry
 from flashtile.check.mutants import hunt_one
-from flashtile.check.runner import Settings, check, check_trials
+from flashtile.check.runner import Settings, check
 from flashtile.check.trial import Trial
 from flashtile.kernels.mutation import mutations
+from flashtile.testing import OUTPUTS, disagreement, expect, run
 
 
 def settings(*names: str, **options) -> Settings:
@@ -24,7 +25,7 @@ def test_all_backends_agree() -> None:
     assert [f"{failure.reproducer}: {failure.smallest_complaints}" for failure in report.failures] == []
 
 
-@pytest.mark.parametrize("name", ["skip_rescale", "mask_offset", "delta_missing"])
+@pytest.mark.parametrize("name", ["skip_rescale", pytest.param("mask_offset", marks=pytest.mark.smoke), "delta_missing"])
 def test_a_fault_is_noticed(name: str) -> None:
     (mutation,) = [mutation for mutation in mutations() if mutation.name == name]
     assert hunt_one(mutation, settings("cuda", problems=200, chunk=8, reuse=2, stops_at_failure=True)).is_found
@@ -38,8 +39,13 @@ SPLIT_TIES = [
 ]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("case", SPLIT_TIES)
 def test_splits_with_large_logits_keep_their_weights(case: str) -> None:
-    report = check_trials([Trial.parse(case)], settings("cuda"))
-    assert report.ran["cuda"] == 1
-    assert [failure.complaints for failure in report.failures] == []
+    """By the yardstick alone, which is exact here: float32 scores near 300 have a floor above this error."""
+    inputs = Trial.parse(case).make("cuda")
+    inputs = inputs._replace(args=inputs.args._replace(backend="cuda"))
+    ours, expected = run(inputs, has_backward=False), expect(inputs, has_backward=False)
+    for name in OUTPUTS:
+        ref, low = getattr(expected.ref, name), getattr(expected.low, name)
+        assert disagreement(name, getattr(ours, name), ref, low, inputs.args.q.dtype) is None

@@ -55,6 +55,7 @@ def test_plain_and_causal_calls_compile_nothing(no_compiler: None, monkeypatch: 
     assert "embedded kernels" in CliRunner().invoke(app, ["info"]).stdout
 
 
+@pytest.mark.smoke
 def test_a_call_with_options_says_that_the_compiler_is_missing(no_compiler: None) -> None:
     q = torch.randn(1, 2, 64, 64, device="cuda")
     with pytest.raises(Unsupported, match=r"FLASHTILE_NVRTC: got .*, which is no file"):

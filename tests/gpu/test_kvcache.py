@@ -46,6 +46,7 @@ def test_same_bits_as_pytorch(dtype: torch.dtype, layout: str, page: int | None,
 
 
 @pytest.mark.parametrize("page", [None, 8])
+@pytest.mark.smoke
 def test_rows_without_room_are_dropped(page: int | None) -> None:
     """Lengths below 0, at the end and far behind it, and pages that do not exist: the rows that fit are written, nothing else changes."""
     k_cache, v_cache, k, v, table = tensors(torch.float32, "bshd", page)
@@ -69,6 +70,7 @@ def test_rows_without_room_are_dropped(page: int | None) -> None:
         assert torch.equal(cache._base[-1], old_base[-1])
 
 
+@pytest.mark.smoke
 def test_attention_over_a_growing_cache() -> None:
     """Token by token, as a decoder does, against attention over the plain rows."""
     q, k, v = (torch.randn(2, 9, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))

@@ -38,6 +38,7 @@ def compiled():
 
 
 @pytest.mark.parametrize("rung", RUNGS, ids=IDS)
+@pytest.mark.smoke
 def test_every_rung(rung):
     for head_dim in HEAD_DIMS:
         assert probe.check(rung, head_dim, Variables()) < 1e-5

@@ -49,6 +49,7 @@ def results(case: Case) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.smoke
 def test_both_executors_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     results(CASES[name])
     with monkeypatch.context() as patch:
@@ -102,6 +103,7 @@ def test_threads_with_streams_of_their_own_forward_and_backward() -> None:
     assert all(torch.equal(one, other) for result in found for one, other in zip(result, expected, strict=True))
 
 
+@pytest.mark.smoke
 def test_it_launches_on_the_current_stream() -> None:
     """On a stream that sleeps first, the output is there only when the stream is done."""
     q, k, v = (torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
@@ -120,6 +122,7 @@ def test_it_launches_on_the_current_stream() -> None:
     assert torch.equal(out, flashtile.attention(q, k, v))
 
 
+@pytest.mark.smoke
 def test_forward_and_backward_in_a_graph() -> None:
     q, k, v = (torch.randn(2, 4, 200, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     dout = torch.randn_like(q)

@@ -158,6 +158,7 @@ def packed_cases() -> list[tuple[Case, int]]:
     return found
 
 
+@pytest.mark.smoke
 def test_packed_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_accurate(packed_cases(), "false, true>, flashtile::Mask", monkeypatch)
 
@@ -218,6 +219,7 @@ def test_jitter_changes_nothing(head_dim: int, monkeypatch: pytest.MonkeyPatch) 
     assert functions
 
 
+@pytest.mark.smoke
 def test_nothing_behind_the_tails_is_read() -> None:
     """Rows around q, k and v are NaN."""
     for head_dim, seqlen_q, seqlen_k in ((64, 100, 130), (128, 257, 300), (256, 65, 81)):
@@ -228,6 +230,7 @@ def test_nothing_behind_the_tails_is_read() -> None:
         assert torch.isfinite(flashtile.attention(*tensors, causal=True)).all()
 
 
+@pytest.mark.smoke
 def test_refusals_name_their_reason() -> None:
     q, k, v = (torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     assert "fwd_sm90_kernel: tile" in str(flashtile.explain(q, k, v))

@@ -47,11 +47,14 @@ def test_every_option() -> None:
         for place, options in enumerate(OPTIONS.values())
         if options.get("kind") != "paged"
         for number, dtype in enumerate(DTYPES)
+        # Its compiler takes seconds for a kernel: the common options in every dtype, others in one
+        if place < 5 or place % 3 == number
     ]
     assert failures(problems) == []
 
 
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
+@pytest.mark.smoke
 def test_no_queries_of_heads_that_share_keys(causal: str) -> None:
     check(Case(dtype=torch.bfloat16, heads=6, heads_kv=2, seqlen_q=0, seqlen_k=140, causal=causal, backend="triton"), SEED)
 
@@ -92,6 +95,7 @@ def test_a_maximum_that_rises_with_every_tile(head_dim: int) -> None:
     check(case, seed=3, is_forward=True)
 
 
+@pytest.mark.smoke
 def test_repeats_are_bit_equal() -> None:
     q, k, v = (torch.randn(2, 4, 700, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     bias, sinks = torch.randn(4, 1, 700, device="cuda", requires_grad=True), torch.randn(4, device="cuda", requires_grad=True)

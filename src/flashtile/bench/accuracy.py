@@ -42,23 +42,17 @@ class Check:
     def __init__(self, point: Point, inputs: Inputs):
         self.point, self._part = point, _sample(point, inputs)
         has_backward = point.direction != "fwd"
-        self._ref = testing.oracle(self._part.inputs, has_backward=has_backward)
-        self._low = testing.yardstick(self._part.inputs, has_backward=has_backward)
-        self._moved = testing.shifted(self._part.inputs, self._ref) if has_backward else self._ref
+        self._expected = testing.expect(self._part.inputs, has_backward=has_backward)
 
     def verdict(self, out: Tensor, grads: tuple[Tensor, Tensor, Tensor] | None) -> Verdict:
         """Judges `out` and the gradients of a provider, (batch, heads, rows, dim)."""
-        part, ref, low = self._part, self._ref, self._low
+        part, ref, low = self._part, self._expected.ref, self._expected.low
         ours = {"out": out[:1, : part.num_heads, part.rows]}
         if grads is not None:
             ours["dq"] = grads[0][:1, : part.num_heads, part.rows]
             if part.is_full:
                 ours["dk"], ours["dv"] = (grad[:1, : part.num_heads_kv] for grad in grads[1:])
-        dtype = part.inputs.args.q.dtype
-        complaints = [
-            testing.disagreement(name, ours[name], getattr(ref, name), getattr(low, name), dtype, getattr(self._moved, name))
-            for name in ours
-        ]
+        complaints = [self._expected.disagreement(name, ours[name]) for name in ours]
         timed = [name for name in ours if name != "out"] or ["out"]
         return Verdict(
             max_error=max(_distance(ours[name], getattr(ref, name)) for name in timed),

@@ -177,10 +177,6 @@ class Drawer:
             unfit.update(FORWARD_ONLY)
         if options.plain.dtype == torch.float64:
             unfit.add("overflow")  # no sum comes near its largest number, and no rounding of the oracle's is smaller
-        # Where all error of float32 is a rounding or two, their luck decides: of capped scores, of sums with other terms, of the stored lse
-        is_float32_backward = options.has_backward and options.plain.dtype in (torch.float32, torch.float64)
-        if options.has_softcap or options.plain.bias or options.plain.alibi or is_float32_backward:
-            unfit.add("huge")
         if not (options.plain.mask and options.plain.bias):
             unfit.add("masked")
         if not (options.plain.mask and options.plain.kind == "dense"):

@@ -369,13 +369,25 @@ def _judge_marked(mark: Path, trials: Sequence[Trial], settings: Settings, deadl
     return report
 
 
+# Each process is forked from one that has imported everything and never touched a GPU, whose context cannot be forked
+_START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+
+
+def _begin(interrupt: Any, environment: dict[str, str]) -> None:
+    """An interrupt is for the process that asked, which ends the others. The environment is that of the asking process, too."""
+    signal.signal(signal.SIGINT, interrupt)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
 @contextmanager
 def processes(jobs: int, is_ready: bool = True) -> Iterator[ProcessPoolExecutor]:
-    """Fresh processes, since a GPU's context cannot be forked. What waits is dropped at the end; an interrupt ends what runs, too.
-    is_ready: all have started."""
-    # An interrupt is for this process, which ends the others
-    ignore = (signal.SIGINT, signal.SIG_IGN)
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=signal.signal, initargs=ignore)
+    """Fresh processes. What waits is dropped at the end; an interrupt ends what runs, too. is_ready: all have started."""
+    context = multiprocessing.get_context(_START)
+    if _START == "forkserver":
+        # The second is what torch.use_deterministic_algorithms imports, for seconds
+        context.set_forkserver_preload([__name__, "torch._inductor.config"])
+    pool = ProcessPoolExecutor(jobs, context, initializer=_begin, initargs=(signal.SIG_IGN, dict(os.environ)))
     try:
         if is_ready:
             for started in [pool.submit(judge_all, (), _NOTHING) for _ in range(jobs)]:

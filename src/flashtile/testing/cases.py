@@ -1,29 +1,18 @@
-"""How results are checked, for our tests and for yours: problems to draw, the fp64 oracle, the error rule, dropout bits.
-
-    case = Case(dtype=torch.bfloat16, seqlen_q=100, causal="bottom_right", bias="1hqk")
-    inputs = case.make(seed=0)
-    assert_agrees(run(inputs), inputs)
-
-The error rule. `ref` is the math in float64, `yardstick` the same math in the input dtype. An output may be off by twice the
-yardstick's error plus rounding, a gradient by three times; the same holds for each row's norm with twice the factor. The
-backward pass reads the output as it was stored, rounded: where everything else cancels (one visible key and dropout, say)
-that rounding is all there is, so gradients may also move by what it moves them.
-"""
+"""Problems to draw: a `Case` in a few words becomes the tensors of a call, the awkward ones included."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile import ops
-from flashtile.backends import dropout, reference
-from flashtile.backends.base import GradNeeds
+from flashtile.backends import dropout
 from flashtile.errors import value_error
-from flashtile.problem import AttentionArgs, shape_of, validate
+from flashtile.problem import AttentionArgs, validate
 
 OUTPUTS = ("out", "lse")
 GRADS = ("dq", "dk", "dv", "dbias", "dsinks")
@@ -43,7 +32,6 @@ VALUES = {
     "masked_keys": "infinities and NaN in the keys that the mask hides from every query (forward pass only)",
 }
 FORWARD_ONLY = ("overflow", "masked_keys")
-_GRAD_OF = {"dq": "q", "dk": "k", "dv": "v", "dbias": "bias", "dsinks": "sinks"}
 
 
 def dropout_mask(rng_state: Tensor, dropout_p: float, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -61,6 +49,8 @@ class Inputs(NamedTuple):
 
 
 class Result(NamedTuple):
+    """What a call gives, or the reference, the yardstick or the floor for it."""
+
     out: Tensor
     lse: Tensor
     dq: Tensor | None = None
@@ -155,7 +145,7 @@ class _Maker:
             layout=case.layout,
             backend=case.backend,
         )
-        args = _with(args, {name: tensor.to(self.device) for name, tensor in lengths.items()})
+        args = args._replace(**{name: tensor.to(self.device) for name, tensor in lengths.items()})  # type: ignore[arg-type]
         validate(args)
         out, lse = ops.empty_outputs(args)
         return Inputs(args, self._to(self.normal(*out.shape), out.dtype), self._to(self.normal(*lse.shape), lse.dtype))
@@ -216,7 +206,7 @@ class _Maker:
             rising = torch.linspace(-3, 3, k.shape[-3])[:, None, None]
             rising = (rising + k[..., :1] / 2).round().clamp(-3, 3) if is_huge else (rising * 1024).round() / 1024
             step = 2.0 ** round(math.log2((100 if is_huge else 0.5) / (case.head_dim * scale)))
-            return q[..., :1].sign().expand(q.shape), rising.expand(k.shape) * step, v
+            return torch.where(q[..., :1] < 0, -1.0, 1.0).expand(q.shape), rising.expand(k.shape) * step, v
         if case.values == "dominant" and k.shape[-3] > 0:
             k[..., int(self.integers(0, k.shape[-3] - 1, 1)), :, :] *= 8
         elif case.values == "ties":
@@ -311,151 +301,3 @@ def _compact(tensor: Tensor) -> Tensor:
 
 def _cumulative(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
-
-
-def run(inputs: Inputs, *, has_backward: bool = True) -> Result:
-    """The call itself, through the ops and autograd."""
-    args, dout, dlse = inputs
-    if not has_backward:
-        return Result(*ops.forward(*args))
-    leaves = _leaves(args)
-    out, lse = ops.forward(*_with(args, leaves))
-    grads = torch.autograd.grad((out, lse), tuple(leaves.values()), (dout, dlse), allow_unused=True)
-    return Result(out.detach(), lse.detach(), *_by_name(leaves, grads))
-
-
-def oracle(inputs: Inputs, *, has_backward: bool = True) -> Result:
-    """The definition in float64, differentiated by autograd: shares no backward formula with any backend."""
-    args, dout, dlse = inputs
-    leaves = _leaves(args, torch.float64)
-    out, lse = (torch.zeros_like(like, dtype=torch.float64) for like in ops.empty_outputs(args))
-    reference.attend(_with(args, leaves), out, lse, torch.float64)
-    if not has_backward:
-        return Result(out.detach(), lse.detach())
-    if not out.requires_grad:  # nothing was attended to at all
-        return Result(out, lse, *_by_name(leaves, tuple(torch.zeros_like(leaf) for leaf in leaves.values())))
-    finite_dlse = torch.where(lse == -torch.inf, 0.0, dlse.double())
-    grads = torch.autograd.grad((out, lse), tuple(leaves.values()), (dout.double(), finite_dlse), allow_unused=True)
-    filled = tuple(torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, leaves.values(), strict=True))
-    return Result(out.detach(), lse.detach(), *_by_name(leaves, filled))
-
-
-def yardstick(inputs: Inputs, *, has_backward: bool = True) -> Result:
-    """The same math in the input dtype, the stored output rounded to it before the backward pass uses it."""
-    args, dout, dlse = inputs
-    out, lse = ops.empty_outputs(args)
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        reference.attend(args, out, lse, args.q.dtype)
-        if not has_backward:
-            return Result(out, lse)
-        grads = ops.empty_grads(args, GradNeeds(True, True, True, args.bias is not None, args.sinks is not None))
-        reference.attend_backward(args, dout, dlse, out, lse, grads, args.q.dtype)
-        return Result(out, lse, *grads)
-    finally:
-        torch.set_float32_matmul_precision(precision)
-
-
-def shifted(inputs: Inputs, ref: Result) -> Result:
-    """The float64 gradients when every row's sum dO * O is off by what the rounding of a stored O does to it."""
-    args = _with(inputs.args, {name: leaf.detach() for name, leaf in _leaves(inputs.args, torch.float64).items()})
-    dout, dlse = inputs.dout.double(), inputs.dlse.double()
-    rounding = torch.finfo(inputs.args.q.dtype).eps / 2 * (dout * ref.out).norm(dim=-1)
-    dlse = dlse - (rounding if args.layout == "bhsd" else rounding.transpose(-1, -2))
-    grads = ops.empty_grads(args, GradNeeds(True, True, True, args.bias is not None, args.sinks is not None))
-    reference.attend_backward(args, dout, dlse, ref.out, ref.lse, grads, torch.float64)
-    # That moved all rows to one side. Where a gradient is a sum over rows their roundings add up as noise: 2 / sqrt(rows) of it
-    for name, grad, exact in (("bias", grads.dbias, ref.dbias), ("sinks", grads.dsinks, ref.dsinks)):
-        if grad is not None and exact is not None and grad.numel() > 0:
-            cells = grad.shape[:3].numel() if name == "bias" else grad.numel()
-            grad.sub_(exact).mul_(min(1.0, 2 / max(1.0, ref.lse.numel() / cells) ** 0.5)).add_(exact)
-    return Result(ref.out, ref.lse, *grads)
-
-
-def _leaves(args: AttentionArgs, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    tensors = {name: getattr(args, name) for name in _GRAD_OF.values()}
-    return {name: tensor.detach().to(dtype or tensor.dtype).requires_grad_() for name, tensor in tensors.items() if tensor is not None}
-
-
-def _with(args: AttentionArgs, tensors: dict[str, Tensor]) -> AttentionArgs:
-    changes: dict[str, Any] = dict(tensors)
-    return args._replace(**changes)
-
-
-def _by_name(leaves: dict[str, Tensor], grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    found = dict(zip(leaves, grads, strict=True))
-    return tuple(found.get(_GRAD_OF[name]) for name in GRADS)
-
-
-def disagreement(name: str, ours: Tensor, ref: Tensor, low: Tensor, dtype: torch.dtype, moved: Tensor | None = None) -> str | None:
-    """The error rule for one tensor of a problem whose inputs have `dtype`: what is wrong, or None.
-
-    `low` is the yardstick's tensor, `moved` the reference's under the rounding of a stored output; None leaves that term out.
-    """
-    if ours.shape != ref.shape:
-        return f"{name}: shape {tuple(ours.shape)} instead of {tuple(ref.shape)}"
-    if ours.numel() == 0:
-        return None
-    eps = torch.finfo(ours.dtype if name == "lse" else dtype).eps
-    ours, ref, low, moved = ours.double(), ref.double(), low.double(), ref.double() if moved is None else moved.double()
-    is_infinite = torch.isinf(ref)
-    if not torch.equal(ours[is_infinite], ref[is_infinite]):
-        return f"{name}: not {ref[is_infinite][0]} where it should be"
-    for what, tensor in (("the reference", ref), ("the yardstick", low), (f"{name}", ours)):
-        count = int((~torch.isfinite(tensor[~is_infinite])).sum())
-        if count:
-            return f"{name}: {count} values of {what} are NaN or infinite, so that nothing can be judged"
-    ref = ref.masked_fill(is_infinite, 0.0)
-    error, low_error, move = (tensor.masked_fill(is_infinite, 0.0) - ref for tensor in (ours, low, moved))
-    largest = ref.abs().max().item()
-    is_grad = name in GRADS
-    factor = 3.0 if is_grad else 2.0
-    slack = move.abs().max().item() + 2 * eps * largest + (1e-5 * max(1.0, largest) if is_grad else 1e-6)
-    allowed = factor * low_error.abs().max().item() + slack
-    if not error.abs().max().item() <= allowed:
-        place = tuple(int(i) for i in torch.unravel_index(error.abs().argmax(), error.shape))
-        return f"{name}: off by {error.abs().max().item():.3e} at {place}, allowed {allowed:.3e}"
-    row_error, row_low = error.norm(dim=-1), low_error.norm(dim=-1)
-    # A row's own yardstick may be right by luck, above all a short row's: the typical row's counts if it is larger
-    row_low = row_low.clamp(min=row_low.square().mean().sqrt().item())
-    excess = row_error - 2 * factor * row_low - slack * ref.shape[-1] ** 0.5
-    if not excess.max().item() <= 0:
-        worst = int(excess.argmax())
-        return f"{name}: row {worst} has error norm {row_error.flatten()[worst]:.3e}, its yardstick {row_low.flatten()[worst]:.3e}"
-    return None
-
-
-class Expected(NamedTuple):
-    """What results of one problem are judged by."""
-
-    ref: Result
-    low: Result  # the yardstick
-    moved: Result  # the reference under the rounding of a stored output
-
-
-def expect(inputs: Inputs, *, has_backward: bool = True) -> Expected:
-    ref = oracle(inputs, has_backward=has_backward)
-    return Expected(ref, yardstick(inputs, has_backward=has_backward), shifted(inputs, ref) if has_backward else ref)
-
-
-def disagreements(ours: Result, inputs: Inputs, expected: Expected | None = None) -> list[str]:
-    """Every tensor of the result that breaks the error rule, in words. `expected` spares the oracle where it ran already."""
-    has_backward = any(getattr(ours, name) is not None for name in GRADS)
-    ref, low, moved = expected or expect(inputs, has_backward=has_backward)
-    found: list[str | None] = []
-    for name in OUTPUTS + GRADS:
-        mine, right = getattr(ours, name), getattr(ref, name)
-        if mine is None and right is not None:
-            found.append(f"{name}: missing")
-        elif mine is not None:
-            found.append(disagreement(name, mine, right, getattr(low, name), inputs.args.q.dtype, getattr(moved, name)))
-    return [text for text in found if text is not None]
-
-
-def assert_agrees(ours: Result, inputs: Inputs) -> None:
-    """Raises AssertionError naming every tensor that breaks the error rule."""
-    found = disagreements(ours, inputs)
-    if found:
-        shape = shape_of(inputs.args)
-        raise AssertionError("; ".join(found) + f" ({shape}, {inputs.args.q.dtype}, backend {inputs.args.backend})")
