@@ -6,7 +6,8 @@ Everything between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` is filled in
   one-head, hbm; of the tile study: tiles;
 - <folder>/<figure>.png;
 - rung/<name>: the notes at the head of that kernel of the ladder;
-- <folder>/check.json, mutations.json or sanitize.json: the record of a check.
+- <folder>/check.json, mutations.json or sanitize.json: the record of a check;
+- families: the kernel families, from the code.
 A figure whose CSV has changed is drawn again.
 
 python tools/make_docs.py [--check | --redraw] [--root FOLDER]
@@ -28,6 +29,8 @@ from pathlib import Path
 from flashtile.bench import plots, tables
 from flashtile.bench.rows import Environment, OverheadRow, Row, read
 from flashtile.errors import value_error
+from flashtile.kernels import families
+from flashtile.kernels.arch import ARCHS
 from flashtile.ladder import figures as ladder_figures
 from flashtile.ladder import tables as ladder_tables
 from flashtile.ladder.rows import HbmRow, RungRow
@@ -58,6 +61,8 @@ def part(name: str, page: Path, results: Path) -> str:
     if name.startswith("rung/"):
         rung = read_rung(FOLDER / f"{name.removeprefix('rung/')}.cu", None)
         return "\n\n".join(f"**{word}.** {rung.note(word)}" for word in ("Changed", "Why", "Predicted", "Measured"))
+    if name == "families":
+        return families_table()
     if name.endswith(".json"):
         return record(results / name)
     stem, _, kind = name.partition(":")
@@ -145,6 +150,19 @@ def draw(source: Path) -> list[Path]:
     if _kind(source) == "sdpa":
         return plots.draw(source, read(source, Row))
     return (ladder_figures if _kind(source) == "ladder" else tile_figures).draw(source)
+
+
+def families_table() -> str:
+    """A line for each kernel family: where it runs, and what it takes."""
+    lines = ["| kernel | pass | GPUs | dtypes | head_dim | options | what it is |", "|---|---|---|---|---|---|---|"]
+    for family in families.all_families():
+        archs = [f"sm_{arch.number}" for arch in ARCHS.values() if family.runs_on(arch)]
+        gpus = archs[0] if len(archs) == 1 else f"{archs[0]} to {archs[-1]}"
+        dims, dims_v = (max(pair[index] for pair in family.head_dims) for index in (0, 1))
+        limit = f"1 to {dims}" if dims == dims_v else f"1 to {dims}, {dims_v}"
+        cells = (f"`{family.name}`", family.op, gpus, ", ".join(family.dtypes), limit, family.support(), family.summary)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -165,9 +165,8 @@ class Family(ABC, Generic[RowT]):
 
     def support(self) -> str:
         """One line of README's support table: which features it takes."""
-        return "all options" if self.features == Family.features else "all options but " + ", ".join(
-            REFUSED_FEATURES[item.name] for item in fields(Features) if item.name not in self.features
-        )
+        refused = [REFUSED_FEATURES[item.name] for item in fields(Features) if item.name not in self.features]
+        return "all but " + "; ".join(refused) if refused else "all"
 
 
 # What a call has that a family without the feature refuses
