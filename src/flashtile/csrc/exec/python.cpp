@@ -65,6 +65,8 @@ PyObject* set_python_only(PyObject*, PyObject* flag) {
   Py_RETURN_NONE;
 }
 
+PyObject* is_python_only(PyObject*, PyObject*) { return Py_NewRef(executor().is_python_only ? Py_True : Py_False); }
+
 // A tuple of (kind, a, b, c). -1 with an exception set where it is none.
 i32 read_classes(PyObject* tuple, LengthClass (&classes)[kMaxLengthClasses]) {
   Py_ssize_t count = PyTuple_Size(tuple);
@@ -157,6 +159,7 @@ PyMethodDef kMethods[] = {
     {"num_plans", num_plans, METH_NOARGS, nullptr},
     {"num_fallbacks", num_fallbacks, METH_NOARGS, nullptr},
     {"set_python_only", set_python_only, METH_O, nullptr},
+    {"is_python_only", is_python_only, METH_NOARGS, nullptr},
     {"set_gpu", set_gpu, METH_VARARGS, nullptr},
     {"length_classes", length_classes, METH_VARARGS, nullptr},
     {"open_executor", open_executor, METH_VARARGS, nullptr},
