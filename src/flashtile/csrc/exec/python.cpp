@@ -139,9 +139,7 @@ PyObject* open_executor(PyObject*, PyObject* args) {
   }
   Py_INCREF(args);  // and with it the functions
   found.fail = fail, found.is_deterministic = is_deterministic, found.matmul_precision = matmul_precision;
-  found.is_open = found.is_open || !is_host;
-  // CPU tensors that stand in for a GPU's are not the CPU engine's
-  found.is_host_open = (is_host || found.is_host_open) && !(found.is_open && found.device_type == aoti_torch_device_type_cpu());
+  (is_host ? found.is_host_open : found.is_open) = true;
   Py_RETURN_NONE;
 }
 
