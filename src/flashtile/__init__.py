@@ -1,6 +1,6 @@
 """flashtile: IO-aware attention for PyTorch. `flashtile.attention` is the place to start."""
 
-import flashtile.flops  # registers the formulas
+import flashtile.flops  # noqa: F401, registers the formulas
 from flashtile.api import attention, attention_kvcache, attention_varlen, explain, prewarm
 from flashtile.backends.registry import Explanation
 from flashtile.errors import SlowPathWarning, Unsupported

@@ -93,9 +93,9 @@ def attention(
         word = "bottom_right" if causal else "none"
         try:
             if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
-                return ops.dense_forward(q, k, v, scale, word, layout, backend, ops.is_deterministic(), False)[0]  # type: ignore[no-any-return]
+                return ops.dense_forward(q, k, v, scale, word, layout, backend, ops.is_deterministic(), False)[0]
             if not ops.is_traced_above_autograd():
-                return ops.apply_dense(q, k, v, (scale, word, layout, backend))  # type: ignore[no-any-return]
+                return ops.apply_dense(q, k, v, (scale, word, layout, backend))
         except RuntimeError as error:
             ops.reraise(error)
     q, k, v, bias = autocast(q, k, v, bias)

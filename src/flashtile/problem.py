@@ -1,8 +1,8 @@
 """What is asked: the arguments of one attention call, their checks, and the Problem that selection looks at.
 
-`AttentionArgs` is the one list of the arguments of `flashtile::forward`: the schemas of the ops and csrc/exec/arguments.inc are generated from it.
-`validate` checks whatever can be told
-from sizes, strides and dtypes alone; it runs inside the op and inside its fake, so it takes symbolic sizes. `check_values`
+`AttentionArgs` is the one list of the arguments of `flashtile::forward`: the schemas of the ops and csrc/exec/arguments.inc
+are generated from it. `validate` checks whatever can be told from sizes, strides and dtypes alone; it runs inside the op and
+inside its fake, so it takes symbolic sizes. `check_values`
 checks what stands inside the index tensors. `Problem` is the frozen summary that decides which backend runs.
 """
 

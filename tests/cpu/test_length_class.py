@@ -24,7 +24,8 @@ HEADS = ((1, 1), (4, 4), (4, 1), (12, 4), (64, 1), (65, 1), (128, 2), (256, 1))
 
 def test_python_and_cpp_agree() -> None:
     of, serialized = extension.executor().length_classes, tuple(one.serialized() for one in CLASSES)
-    for (heads, heads_kv), batch, rows, keys, num_multiprocessors in itertools.product(HEADS, (1, 3, 4096), LENGTHS, (1, 5000), (1, 16, 132)):
+    sizes = itertools.product(HEADS, (1, 3, 4096), LENGTHS, (1, 5000), (1, 16, 132))
+    for (heads, heads_kv), batch, rows, keys, num_multiprocessors in sizes:
         shape = Shape(batch, heads, heads_kv, rows, keys, 64, 64)
         expected = tuple(one.of(shape, num_multiprocessors) for one in CLASSES)
         assert of(serialized, (batch, heads, heads_kv, rows, keys), num_multiprocessors) == expected, shape

@@ -80,7 +80,8 @@ def by_cpp(recorder: Recorder, op: Any, args: tuple[Any, ...], launch: Launch) -
             results = op(*args)
             if num_fallbacks() == before:
                 wanted = args[-1] if op is ops.backward else (True, True)
-                return Done(recorder.launches(), tuple(x if is_wanted else None for x, is_wanted in zip(results or (), wanted, strict=False)))
+                named = zip(results or (), wanted, strict=False)
+                return Done(recorder.launches(), tuple(tensor if is_wanted else None for tensor, is_wanted in named))
     return None
 
 

@@ -118,8 +118,7 @@ def has_backward(case: Case) -> bool:
 
 def precompile(problems: Iterable[tuple[Case, int]], monkeypatch: pytest.MonkeyPatch, is_forward: bool = False) -> None:
     """Compiles every kernel that the problems will ask for, in as many threads as there are cores."""
-    with monkeypatch.context() as patch, native.record_launches() as units:
-        patch.setattr(cuda.CudaBackend, "bind", lambda *_: None)
+    with native.record_launches() as units:
         for case, seed in problems:
             run(case.make(seed, "cuda"), has_backward=has_backward(case) and not is_forward)
     arch = cuda._arch(0)

@@ -10,7 +10,7 @@ import torch
 from conftest import check, precompile
 
 import flashtile
-from flashtile.backends import cuda, executor, native
+from flashtile.backends import executor, native
 from flashtile.kernels.plan import Step
 from flashtile.runtime import cache, driver, nvrtc, toolchain
 from flashtile.testing import Case
@@ -116,7 +116,6 @@ def assert_accurate(problems: list[tuple[Case, int]], kernel: str, monkeypatch: 
         real(step, *rest)
 
     monkeypatch.setattr(executor, "launch", launch)
-    monkeypatch.setattr(cuda.CudaBackend, "bind", lambda *_: None)
     with native.python_only():
         for case, seed in problems:
             launched.clear()
@@ -203,8 +202,6 @@ def test_jitter_changes_nothing(head_dim: int, monkeypatch: pytest.MonkeyPatch) 
         return [*dense, *(flashtile.attention_varlen(*packed, cu, keys, causal=True) for keys in (cu, cu_k))]
 
     expected, functions = results(), {}
-    monkeypatch.setattr(cuda.CudaBackend, "bind", lambda *_: None)
-    monkeypatch.setattr(flashtile.ops, "_bound", {})
 
     def jittered(unit: str, entry: str, arch: str) -> driver.Function:
         if unit not in functions:

@@ -100,7 +100,8 @@ def register_host_plan(kind: int, launch: Launch) -> None:
 
 def _hand_over(kind: int, launch: Launch) -> None:
     module, plan = _module(), launch.plan
-    if not all(operand.like or executor.is_fitting(operand, launch.tensors[operand.name]) for operand in plan.operands):
+    is_in_place = all(operand.like or executor.is_fitting(operand, launch.tensors[operand.name]) for operand in plan.operands)
+    if module.is_python_only() or not is_in_place:
         return
     names = (module.APPEND_TENSORS, module.APPEND_SCALARS) if kind == APPEND else (module.TENSORS, module.SCALARS)
     values = executor.evaluate(plan, launch.tensors, launch.scalars, launch.splits)

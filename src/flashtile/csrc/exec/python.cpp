@@ -65,6 +65,8 @@ PyObject* set_python_only(PyObject*, PyObject* flag) {
   Py_RETURN_NONE;
 }
 
+PyObject* is_python_only(PyObject*, PyObject*) { return Py_NewRef(executor().is_python_only ? Py_True : Py_False); }
+
 // A tuple of (kind, a, b, c). -1 with an exception set where it is none.
 i32 read_classes(PyObject* tuple, LengthClass (&classes)[kMaxLengthClasses]) {
   Py_ssize_t count = PyTuple_Size(tuple);
@@ -137,9 +139,7 @@ PyObject* open_executor(PyObject*, PyObject* args) {
   }
   Py_INCREF(args);  // and with it the functions
   found.fail = fail, found.is_deterministic = is_deterministic, found.matmul_precision = matmul_precision;
-  found.is_open = found.is_open || !is_host;
-  // CPU tensors that stand in for a GPU's are not the CPU engine's
-  found.is_host_open = (is_host || found.is_host_open) && !(found.is_open && found.device_type == aoti_torch_device_type_cpu());
+  (is_host ? found.is_host_open : found.is_open) = true;
   Py_RETURN_NONE;
 }
 
@@ -157,6 +157,7 @@ PyMethodDef kMethods[] = {
     {"num_plans", num_plans, METH_NOARGS, nullptr},
     {"num_fallbacks", num_fallbacks, METH_NOARGS, nullptr},
     {"set_python_only", set_python_only, METH_O, nullptr},
+    {"is_python_only", is_python_only, METH_NOARGS, nullptr},
     {"set_gpu", set_gpu, METH_VARARGS, nullptr},
     {"length_classes", length_classes, METH_VARARGS, nullptr},
     {"open_executor", open_executor, METH_VARARGS, nullptr},
