@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -45,9 +46,11 @@ OPTIONS: dict[str, dict] = {
 
 
 @pytest.fixture(autouse=True)
-def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FLASHTILE_CPU_ISA", raising=False)  # where it is set, every call is Python's
-    assert extension.open_executor("host") is None
+def on_host() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("FLASHTILE_CPU_ISA", raising=False)  # where it is set, every call is Python's
+        assert extension.open_executor("host") is None
+        yield
 
 
 def by_python(args: AttentionArgs) -> tuple[Tensor, Tensor]:
