@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -46,8 +46,11 @@ OPTIONS: dict[str, dict] = {
 
 
 @pytest.fixture(autouse=True)
-def on_host() -> None:
-    assert extension.open_executor("host") is None
+def on_host() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("FLASHTILE_CPU_ISA", raising=False)  # where it is set, every call is Python's
+        assert extension.open_executor("host") is None
+        yield
 
 
 def by_python(args: AttentionArgs) -> tuple[Tensor, Tensor]:
