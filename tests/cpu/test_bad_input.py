@@ -509,7 +509,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 def test_a_refusing_backend_leaves_the_cache_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from flashtile.backends.tiled import TiledBackend
 
-    monkeypatch.setattr(TiledBackend, "refuse", lambda self, problem: "not today")
+    monkeypatch.setattr(TiledBackend, "refuse", lambda self, problem, op: "not today")
     k_cache, v_cache = torch.zeros(2, 10, 2, 8), torch.zeros(2, 10, 2, 8)
     with pytest.raises(flashtile.Unsupported, match="not today"):
         flashtile.attention_kvcache(t(2, 1, 4, 8), k_cache, v_cache, k=NEW + 1, v=NEW + 1, cache_seqlens=0, backend="tiled")

@@ -235,15 +235,17 @@ class Blocker:
 def test_without_the_extension(error: Exception | None, words: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Calls fall back to `tiled`, with one warning that says why."""
     q = torch.randn(1, 1, 4, 8)
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "meta_path", [Blocker(error), *sys.meta_path])
-        patch.delitem(sys.modules, "flashtile._C", raising=False)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "meta_path", [Blocker(error), *sys.meta_path])
+            patch.delitem(sys.modules, "flashtile._C", raising=False)
+            extension._load.cache_clear()
+            with pytest.warns(flashtile.SlowPathWarning, match=f"'tiled' serves this call .*'cpu' refuses: .*{words}"):
+                out = flashtile.attention(q, q, q)
+            with pytest.raises(flashtile.Unsupported, match=words):
+                extension.cpu_forward(0)
+    finally:
         extension._load.cache_clear()
-        with pytest.warns(flashtile.SlowPathWarning, match=f"'cpu' refuses: .*{words}.*'tiled' serves instead"):
-            out = flashtile.attention(q, q, q)
-        with pytest.raises(flashtile.Unsupported, match=words):
-            extension.cpu_forward(0)
-    extension._load.cache_clear()
     assert torch.equal(out, flashtile.attention(q, q, q, backend="tiled"))
     assert flashtile.explain(q, q, q).backend == "cpu"
 
