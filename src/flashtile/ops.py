@@ -276,8 +276,8 @@ class _Attention(torch.autograd.Function):
 
 
 class _DenseAttention(torch.autograd.Function):
-    """The same for the dense overloads, where q, k and v all require grad. `options` are DENSE_OPTIONS without the last, a switch of torch that
-    each pass reads anew."""
+    """The same for the dense overloads, where q, k and v all require grad. `options` are DENSE_OPTIONS without the last, a
+    switch of torch that each pass reads anew."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Any:
