@@ -92,9 +92,10 @@ def attention(
     ):
         word = "bottom_right" if causal else "none"
         try:
-            if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+            num_grads = q.requires_grad + k.requires_grad + v.requires_grad if torch.is_grad_enabled() else 0
+            if num_grads == 0:
                 return ops.dense_forward(q, k, v, scale, word, layout, backend, ops.is_deterministic(), False)[0]
-            if not ops.is_traced_above_autograd():
+            if num_grads == 3 and not ops.is_traced_above_autograd():
                 return ops.apply_dense(q, k, v, (scale, word, layout, backend))
         except RuntimeError as error:
             ops.reraise(error)

@@ -276,7 +276,8 @@ class _Attention(torch.autograd.Function):
 
 
 class _DenseAttention(torch.autograd.Function):
-    """The same for the dense overloads; `options` are DENSE_OPTIONS without the last, a switch that each pass reads anew."""
+    """The same for the dense overloads, where q, k and v all require grad. `options` are DENSE_OPTIONS without the last, a
+    switch of torch that each pass reads anew."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Any:
@@ -288,10 +289,9 @@ class _DenseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        if torch.is_grad_enabled() or not (needs[0] and needs[1] and needs[2]):
+        if torch.is_grad_enabled():
             args = dense_args(q, k, v, (*ctx.options, None))._replace(needs_grad=True)
-            return *_gradients(args, dout, None, out, lse, (*needs[:3], False, False))[:3], None
+            return *_gradients(args, dout, None, out, lse, (True, True, True, False, False))[:3], None
         try:
             return *dense_backward(dout, q, k, v, *ctx.options, is_deterministic(), out, lse), None
         except RuntimeError as error:

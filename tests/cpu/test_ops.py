@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +13,8 @@ from torch.library import opcheck
 
 import flashtile
 from flashtile import ops
-from flashtile.problem import NUM_TENSORS, AttentionArgs
+from flashtile.problem import DENSE_OPTIONS, NUM_TENSORS, AttentionArgs, schema
+from flashtile.runtime import extension
 from flashtile.testing import Case
 
 CASES = {
@@ -33,12 +37,29 @@ def with_grad(args: AttentionArgs) -> AttentionArgs:
     return args._replace(**{name: getattr(args, name).nan_to_num(nan=0.0).requires_grad_() for name in names})
 
 
+def test_cpp_has_the_same_list_of_arguments() -> None:
+    tool = Path(__file__).resolve().parent.parent.parent / "tools" / "make_arguments.py"
+    subprocess.run([sys.executable, str(tool), "--check"], check=True)
+    if extension.missing() is None:
+        assert ", ".join(extension.executor().ARGUMENTS) == schema()
+
+
 def test_schema_and_arguments_agree() -> None:
     names = [argument.name for argument in ops.forward_op._schema.arguments]
     assert tuple(names) == AttentionArgs._fields
     kinds = [str(argument.type) for argument in ops.forward_op._schema.arguments]
     assert all(("Tensor" in kind) == (place < NUM_TENSORS) for place, kind in enumerate(kinds))
     assert [argument.name for argument in ops.backward_op._schema.arguments] == ["dout", "dlse", *names, "out", "lse", "needs"]
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_opcheck_dense(needs_grad: bool) -> None:
+    args = small(CASES["plain"]).make(0).args
+    call = (args.q, args.k, args.v, *(getattr(args, name) for name in DENSE_OPTIONS))
+    tests = ("test_schema", "test_faketensor")  # they stand below autograd
+    opcheck(torch.ops.flashtile.forward.dense, (*call, needs_grad), test_utils=tests)
+    out, lse = ops.forward(*args)
+    opcheck(torch.ops.flashtile.backward.dense, (torch.randn_like(out), *call, out, lse), test_utils=tests)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
