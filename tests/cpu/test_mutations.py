@@ -82,7 +82,7 @@ def kernels_with(fault: str) -> list[str]:
     """Kernels whose own header has the fault; one of those that share it, where it is in a shared header."""
     (owner,) = [path.stem for path in headers() if fault in USE.findall(path.read_text())]
     found = [name for name, (unit, _) in units().items() if f"/{owner}.cuh" in unit]
-    return found or ["fwd_simt_kernel"]
+    return found or ["fwd_sm90_kernel" if fault.startswith("hopper_") else "fwd_simt_kernel"]
 
 
 def test_there_are_enough_and_each_is_planted_once():
