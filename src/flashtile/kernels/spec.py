@@ -131,12 +131,12 @@ class Sm90Row:
         tiles = 128 * (slabs * self.block_m + self.num_stages * self.block_n * (slabs + slabs_v))
         consumers = self.block_m // 64
         tiles += 128 * self.block_m * -(-self.block_n // 64) if self.stores_p else 16 * self.block_m // 64
-        barriers, tile_order = 16 * consumers + 32 * self.num_stages, 16
-        orders = _SM90_ORDERS * (_SM90_WORK_BYTES + -(-(12 * consumers + 8) // 8) * 8)
-        return -(-(tiles + barriers + tile_order + orders) // 1024) * 1024
+        barriers, scheduler = 16 * consumers + 32 * self.num_stages, 16
+        work_items = _SM90_WORK_ITEMS * (_SM90_QUERY_TILE_BYTES + -(-(12 * consumers + 8) // 8) * 8)
+        return -(-(tiles + barriers + scheduler + work_items) // 1024) * 1024
 
 
-_SM90_ORDERS, _SM90_WORK_BYTES = 3, 72  # FwdSm90Storage, FwdSm90Work
+_SM90_WORK_ITEMS, _SM90_QUERY_TILE_BYTES = 3, 72  # WorkItemRing, QueryTile (attn/work_item.cuh)
 
 
 # Tiles of the head dimension in shared memory: of the block's own rows, and of the streaming rows. Scores come on top.
