@@ -427,7 +427,7 @@ def test_faults_that_were_found_are_kept_whatever_becomes_of_the_others(
     assert [found["mutation"] for found in json.loads((tmp_path / "mutations.json").read_text())["mutations"]] == [faults[0].name]
 
 
-@pytest.mark.parametrize("name", ["skip_rescale", "hopper_rescale"])
+@pytest.mark.parametrize("name", ["skip_rescale", "fwd_sm90_rescale"])
 def test_a_fault_is_looked_for_where_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (fault,) = (mutation for mutation in mutations() if mutation.name == name)
     judged = list[Trial]()

@@ -37,9 +37,9 @@ NEEDED = {
     "dropout_lane": Features(has_dropout=True),
     "dropout_backward": Features(has_dropout=True),
     "softcap_derivative": Features(has_softcap=True),
-    "hopper_mask_offset": Features(has_band=True),
-    "hopper_tail": Features(has_lengths=True),
-    "hopper_dropout": Features(has_dropout=True),
+    "fwd_sm90_mask_offset": Features(has_band=True),
+    "fwd_sm90_tail": Features(has_lengths=True),
+    "fwd_sm90_dropout": Features(has_dropout=True),
 }
 BIASED = Features(bias_dtype="float32")
 
@@ -82,7 +82,7 @@ def kernels_with(fault: str) -> list[str]:
     """Kernels whose own header has the fault; one of those that share it, where it is in a shared header."""
     (owner,) = [path.stem for path in headers() if fault in USE.findall(path.read_text())]
     found = [name for name, (unit, _) in units().items() if f"/{owner}.cuh" in unit]
-    return found or ["fwd_simt_kernel"]
+    return found or ["fwd_sm90_kernel" if fault.startswith("fwd_sm90_") else "fwd_simt_kernel"]
 
 
 def test_there_are_enough_and_each_is_planted_once():

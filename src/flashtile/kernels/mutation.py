@@ -26,8 +26,9 @@ class Mutation:
 
     @property
     def family(self) -> str | None:
-        """The family whose kernel alone has it, by its prefix."""
-        return "fwd_sm90" if self.name.startswith("hopper_") else None
+        """The family whose kernel alone has it: the prefix of its name, as in fwd_sm90_rescale."""
+        found = re.match(r"((?:fwd|bwd)_sm\d+)_", self.name)
+        return found[1] if found else None
 
 
 def mutations() -> list[Mutation]:

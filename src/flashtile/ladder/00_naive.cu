@@ -42,11 +42,11 @@ extern "C" __global__ void naive_kernel(const Params p) {
   for (int c = 0; c < p.head_dim; ++c) gO[c] = 0.0f;
   int num_keys = p.is_causal ? i + 1 : p.seqlen;
   for (int j = 0; j < num_keys; ++j) {
-    // Score of key j
+    // Compute the score of key j
     float s = 0.0f;
     for (int c = 0; c < p.head_dim; ++c) s += gQ[c] * gK[c];
     s *= p.scale_log2;
-    // Raise the maximum and scale down what was gathered under the old one
+    // Raise the maximum and rescale l and O
     float m_new = fmaxf(m, s);
     float alpha = exp2f(m - m_new), weight = exp2f(s - m_new);
     m = m_new;

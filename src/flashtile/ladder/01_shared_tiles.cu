@@ -27,11 +27,11 @@ struct Params {
 
 constexpr int kHeadDim = HEAD_DIM;  // head_dim rounded up to a multiple of 32
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kNumThreads = NUM_THREADS;
-constexpr int kColumns = kHeadDim / 32;  // of a lane
+constexpr int kColumns = kHeadDim / 32;  // per lane
 static_assert(kNumThreads == 32 * kBlockM && 4 * 2 * kBlockN * kHeadDim == SHARED_BYTES);
 
 __device__ float infinity() { return __int_as_float(0x7f800000); }
-// Sum over the 32 lanes, in all of them. Scope: warp.
+// Sum over the 32 lanes; every lane gets it. Scope: warp.
 __device__ float warp_sum(float x) {
   for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
   return x;
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) shared_tiles_kernel(co
   }
   float m = -infinity(), l = 0.0f;
   for (int j_begin = 0; j_begin < p.seqlen; j_begin += kBlockN) {
-    // Load a tile of K and V, zeros behind the end
+    // Load a tile of K and V, zeros past the end
     __syncthreads();
     for (int index = threadIdx.x; index < kBlockN * kHeadDim; index += kNumThreads) {
       int r = index / kHeadDim, c = index % kHeadDim;
@@ -70,18 +70,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) shared_tiles_kernel(co
       sV[r][c] = is_inside ? p.v[source] : 0.0f;
     }
     __syncthreads();
-    // Fetch the output gathered so far
+    // Load the partial output
     float rO[kColumns];
 #pragma unroll
     for (int u = 0; u < kColumns; ++u) rO[u] = is_row && lane + 32 * u < p.head_dim ? gO[lane + 32 * u] : 0.0f;
     for (int j = 0; j < kBlockN; ++j) {
-      // Score of key j, by the whole warp
+      // Compute the score of key j, with the whole warp
       float s = 0.0f;
 #pragma unroll
       for (int u = 0; u < kColumns; ++u) s += rQ[u] * sK[j][lane + 32 * u];
       bool is_seen = j_begin + j < p.seqlen && (!p.is_causal || j_begin + j <= i);
       s = is_seen ? warp_sum(s) * p.scale_log2 : -infinity();
-      // Raise the maximum and scale down what was gathered under the old one
+      // Raise the maximum and rescale l and O
       float m_new = fmaxf(m, s);
       float alpha = exp2f(m - m_new), weight = exp2f(s - m_new);
       m = m_new;
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) shared_tiles_kernel(co
 #pragma unroll
       for (int u = 0; u < kColumns; ++u) rO[u] = rO[u] * alpha + weight * sV[j][lane + 32 * u];
     }
-    // Put it back
+    // Store the partial output
 #pragma unroll
     for (int u = 0; u < kColumns; ++u) {
       if (is_row && lane + 32 * u < p.head_dim) gO[lane + 32 * u] = rO[u];

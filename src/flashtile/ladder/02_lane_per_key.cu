@@ -27,12 +27,12 @@ struct Params {
 
 constexpr int kHeadDim = HEAD_DIM;  // head_dim rounded up to a multiple of 32
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kNumThreads = NUM_THREADS;
-constexpr int kRows = kBlockM / (kNumThreads / 32);  // of a warp
-constexpr int kColumns = kHeadDim / 32;              // of a lane
+constexpr int kRows = kBlockM / (kNumThreads / 32);  // per warp
+constexpr int kColumns = kHeadDim / 32;              // per lane
 static_assert(kBlockN % 32 == 0 && 4 * (kBlockM * kHeadDim + 2 * kBlockN * (kHeadDim + 1)) == SHARED_BYTES);
 
 __device__ float infinity() { return __int_as_float(0x7f800000); }
-// Maximum and sum over the 32 lanes, in all of them. Scope: warp.
+// Maximum and sum over the 32 lanes; every lane gets them. Scope: warp.
 __device__ float warp_max(float x) {
   for (int lanes = 16; lanes > 0; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
   return x;
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) lane_per_key_kernel(co
   int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * kRows;
   size_t head = static_cast<size_t>(blockIdx.x / num_m_blocks) * p.seqlen * p.head_dim;
 
-  // Load Q, zeros behind the end
+  // Load Q, zeros past the end
   for (int index = threadIdx.x; index < kBlockM * kHeadDim; index += kNumThreads) {
     int r = index / kHeadDim, c = index % kHeadDim;
     bool is_inside = i_begin + r < p.seqlen && c < p.head_dim;
@@ -83,13 +83,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) lane_per_key_kernel(co
     for (int t = 0; t < kRows; ++t) {
       int i = i_begin + first_row + t;
       for (int n = 0; n < kBlockN; n += 32) {
-        // Score of this lane's key
+        // Compute the score of this lane's key
         float s = 0.0f;
 #pragma unroll 8
         for (int c = 0; c < kHeadDim; ++c) s += sQ[first_row + t][c] * sK[n + lane][c];
         int j = j_begin + n + lane;
         s = j < p.seqlen && (!p.is_causal || j <= i) ? s * p.scale_log2 : -infinity();
-        // Raise the maximum and scale down what was gathered under the old one
+        // Raise the maximum and rescale l and O
         float m_new = fmaxf(m[t], warp_max(s));
         float alpha = exp2f(m[t] - m_new), weight = exp2f(s - m_new);
         m[t] = m_new;

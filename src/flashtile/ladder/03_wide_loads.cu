@@ -30,7 +30,7 @@ constexpr int kChunk = 8;                // keys between two updates of the maxi
 static_assert(kNumThreads == 4 * kBlockM && kBlockN % kChunk == 0 && 4 * 2 * kBlockN * kHeadDim == SHARED_BYTES);
 
 __device__ float infinity() { return __int_as_float(0x7f800000); }
-// Four columns of a row, zeros outside the tensor. IS_WIDE: rows start on 16 bytes. Scope: thread.
+// Loads four columns of a row, zeros outside the tensor. IS_WIDE: rows start on 16-byte boundaries. Scope: thread.
 __device__ float4 load_four(const float* tensor, int row, int column, const Params& p) {
   if (row >= p.seqlen || column >= p.head_dim) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   const float* source = tensor + static_cast<size_t>(row) * p.head_dim + column;
@@ -42,7 +42,7 @@ __device__ float4 load_four(const float* tensor, int row, int column, const Para
 #endif
 }
 
-// The reverse; what lies outside is dropped. Scope: thread.
+// Stores four columns of a row; drops what lies outside the tensor. Scope: thread.
 __device__ void store_four(float* tensor, int row, int column, const Params& p, float4 x) {
   if (row >= p.seqlen || column >= p.head_dim) return;
   float* target = tensor + static_cast<size_t>(row) * p.head_dim + column;
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) wide_loads_kernel(cons
         rS[x] = j < p.seqlen && (!p.is_causal || j <= i) ? s * p.scale_log2 : -infinity();
         chunk_max = fmaxf(chunk_max, rS[x]);
       }
-      // Raise the maximum and scale down what was gathered under the old one
+      // Raise the maximum and rescale l and O
       float m_new = fmaxf(m, chunk_max);
       float alpha = exp2f(m - m_new);
       m = m_new;

@@ -28,8 +28,8 @@ struct Params {
 constexpr int kHeadDim = HEAD_DIM;  // head_dim rounded up to a multiple of 32
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kNumThreads = NUM_THREADS;
 constexpr int kRowStride = kHeadDim + 4, kScoreStride = kBlockN + 8;
-constexpr int kRows = 4;              // of a thread
-constexpr int kCols = kBlockN / 16;   // keys of a thread
+constexpr int kRows = 4;              // per thread
+constexpr int kCols = kBlockN / 16;   // keys per thread
 constexpr int kPairs = kHeadDim / 32; // float2 of an output row of a thread
 
 struct Shared {
@@ -41,7 +41,7 @@ struct Shared {
 static_assert(kBlockM == kNumThreads / 16 * kRows && kBlockN % 16 == 0 && sizeof(Shared) == SHARED_BYTES);
 
 __device__ float infinity() { return __int_as_float(0x7f800000); }
-// Four columns of a row, zeros outside the tensor. IS_WIDE: rows start on 16 bytes. Scope: thread.
+// Loads four columns of a row, zeros outside the tensor. IS_WIDE: rows start on 16-byte boundaries. Scope: thread.
 __device__ float4 load_four(const float* tensor, int row, int column, const Params& p) {
   if (row >= p.seqlen || column >= p.head_dim) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   const float* source = tensor + static_cast<size_t>(row) * p.head_dim + column;
@@ -53,7 +53,7 @@ __device__ float4 load_four(const float* tensor, int row, int column, const Para
 #endif
 }
 
-// Rows [first, first + kTileRows) of a tensor to shared memory. Scope: block.
+// Loads rows [first, first + kTileRows) of a tensor to shared memory. Scope: block.
 template <int kTileRows>
 __device__ void load_tile(float (*tile)[kRowStride], const float* tensor, int first, const Params& p) {
 #pragma unroll 4
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) register_blocks_ker
   int num_m_blocks = (p.seqlen + kBlockM - 1) / kBlockM;
   int i_begin = blockIdx.x % num_m_blocks * kBlockM;
   size_t head = static_cast<size_t>(blockIdx.x / num_m_blocks) * p.seqlen * p.head_dim;
-  int row = threadIdx.x / 32 * 2 * kRows + threadIdx.x % 32 / 16;  // the first of this thread, in the block
+  int row = threadIdx.x / 32 * 2 * kRows + threadIdx.x % 32 / 16;  // this thread's first row inside the block
   int column_group = threadIdx.x % 16;
 
   load_tile<kBlockM>(shared.sQ, p.q + head, i_begin, p);
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) register_blocks_ker
     }
 #pragma unroll
     for (int t = 0; t < kRows; ++t) {
-      // Mask, raise the maximum and scale down what was gathered under the old one
+      // Mask, raise the maximum, rescale l and O
       int i = i_begin + row + 2 * t;
       float tile_max = -infinity();
 #pragma unroll

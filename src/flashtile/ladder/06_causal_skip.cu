@@ -26,8 +26,8 @@ struct Params {
 constexpr int kHeadDim = HEAD_DIM;  // head_dim rounded up to a multiple of 32
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kNumThreads = NUM_THREADS;
 constexpr int kRowStride = kHeadDim + 4, kScoreStride = kBlockN + 8;
-constexpr int kRows = 4;              // of a thread
-constexpr int kCols = kBlockN / 16;   // keys of a thread
+constexpr int kRows = 4;              // per thread
+constexpr int kCols = kBlockN / 16;   // keys per thread
 constexpr int kPairs = kHeadDim / 32; // float2 of an output row of a thread
 
 struct Shared {
@@ -39,8 +39,8 @@ struct Shared {
 static_assert(kBlockM == kNumThreads / 16 * kRows && kBlockN % 16 == 0 && sizeof(Shared) == SHARED_BYTES);
 
 __device__ float infinity() { return __int_as_float(0x7f800000); }
-// Starts copying four columns of a row to shared memory, zeros outside the tensor. IS_WIDE: rows start on 16 bytes, else one column at a
-// time. (PTX ISA: cp.async) Scope: thread.
+// Starts copying four columns of a row to shared memory, zeros outside the tensor. IS_WIDE: rows start on 16-byte
+// boundaries, else one column at a time. (PTX ISA: cp.async) Scope: thread.
 __device__ void copy_four(float* target, const float* tensor, int row, int column, const Params& p) {
   constexpr int kStep = IS_WIDE ? 4 : 1;
 #pragma unroll
@@ -57,7 +57,7 @@ __device__ void copy_four(float* target, const float* tensor, int row, int colum
   }
 }
 __device__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most kPending of this thread's groups of copies are under way. Scope: thread.
+// Waits until at most kPending of this thread's copy groups are in flight. Scope: thread.
 template <int kPending>
 __device__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -88,14 +88,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) causal_skip_kernel(
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
 
   int num_m_blocks = (p.seqlen + kBlockM - 1) / kBlockM;
-  // The last rows first: under a causal mask they have the most keys
+  // Last rows first: under a causal mask they see the most keys
   int i_begin = (num_m_blocks - 1 - static_cast<int>(blockIdx.x % num_m_blocks)) * kBlockM;
   int num_keys = p.is_causal ? min(i_begin + kBlockM, p.seqlen) : p.seqlen;
   size_t head = static_cast<size_t>(blockIdx.x / num_m_blocks) * p.seqlen * p.head_dim;
-  int row = threadIdx.x / 32 * 2 * kRows + threadIdx.x % 32 / 16;  // the first of this thread, in the block
+  int row = threadIdx.x / 32 * 2 * kRows + threadIdx.x % 32 / 16;  // this thread's first row inside the block
   int column_group = threadIdx.x % 16;
 
-  // Start on Q and the first tile of K and V
+  // Start loading Q and the first tile of K and V
   copy_tile<kBlockM>(shared.sQ, p.q + head, i_begin, p);
   copy_tile<kBlockN>(shared.sK[0], p.k + head, 0, p);
   copy_tile<kBlockN>(shared.sV[0], p.v + head, 0, p);
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) causal_skip_kernel(
   }
 
   for (int j_begin = 0; j_begin < num_keys; j_begin += kBlockN) {
-    // Wait for this tile, then start on the next one in the buffers that everybody has left
+    // Wait for this tile, then start loading the next one into the buffers that all warps have finished with
     int buffer = j_begin / kBlockN % 2;
     copy_wait<0>();
     __syncthreads();
@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) causal_skip_kernel(
         }
       }
     }
-    // Mask, only in tiles that the diagonal or the end cuts
+    // Mask only the tiles that cross the diagonal or the end
     if (j_begin + kBlockN > p.seqlen || (p.is_causal && j_begin + kBlockN > i_begin + 1)) {
 #pragma unroll
       for (int t = 0; t < kRows; ++t) {
@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) causal_skip_kernel(
     }
 #pragma unroll
     for (int t = 0; t < kRows; ++t) {
-      // Raise the maximum and scale down what was gathered under the old one
+      // Raise the maximum and rescale l and O
       float tile_max = rS[t][0];
 #pragma unroll
       for (int n = 1; n < kCols; ++n) tile_max = fmaxf(tile_max, rS[t][n]);

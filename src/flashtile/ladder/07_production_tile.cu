@@ -30,8 +30,8 @@ struct Params {
 constexpr int kHeadDim = HEAD_DIM;  // head_dim rounded up to a multiple of 32
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kNumThreads = NUM_THREADS;
 constexpr int kRowStride = kHeadDim + 4, kScoreStride = kBlockN + 8;
-constexpr int kRows = kBlockM / (kNumThreads / 8);  // of a thread
-constexpr int kCols = kBlockN / 8;                  // keys of a thread
+constexpr int kRows = kBlockM / (kNumThreads / 8);  // per thread
+constexpr int kCols = kBlockN / 8;                  // keys per thread
 constexpr int kVectors = kHeadDim / 32;             // float4 of an output row of a thread
 
 struct Shared {
@@ -43,8 +43,8 @@ struct Shared {
 static_assert(kBlockM % (kNumThreads / 8) == 0 && kBlockN % 8 == 0 && sizeof(Shared) == SHARED_BYTES);
 
 __device__ float infinity() { return __int_as_float(0x7f800000); }
-// Starts copying four columns of a row to shared memory, zeros outside the tensor. IS_WIDE: rows start on 16 bytes, else one column at a
-// time. (PTX ISA: cp.async) Scope: thread.
+// Starts copying four columns of a row to shared memory, zeros outside the tensor. IS_WIDE: rows start on 16-byte
+// boundaries, else one column at a time. (PTX ISA: cp.async) Scope: thread.
 __device__ void copy_four(float* target, const float* tensor, int row, int column, const Params& p) {
   constexpr int kStep = IS_WIDE ? 4 : 1;
 #pragma unroll
@@ -61,7 +61,7 @@ __device__ void copy_four(float* target, const float* tensor, int row, int colum
   }
 }
 __device__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most kPending of this thread's groups of copies are under way. Scope: thread.
+// Waits until at most kPending of this thread's copy groups are in flight. Scope: thread.
 template <int kPending>
 __device__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -97,15 +97,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) production_tile_ker
   extern __shared__ __align__(16) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
 
-  // The last rows first: under a causal mask they have the most keys
+  // Last rows first: under a causal mask they see the most keys
   int num_m_blocks = (p.seqlen + kBlockM - 1) / kBlockM;
   int i_begin = (num_m_blocks - 1 - static_cast<int>(blockIdx.x % num_m_blocks)) * kBlockM;
   int num_keys = p.is_causal ? min(i_begin + kBlockM, p.seqlen) : p.seqlen;
   size_t head = static_cast<size_t>(blockIdx.x / num_m_blocks) * p.seqlen * p.head_dim;
-  int row = threadIdx.x / 32 * 4 * kRows + threadIdx.x % 32 / 8;  // the first of this thread, in the block
+  int row = threadIdx.x / 32 * 4 * kRows + threadIdx.x % 32 / 8;  // this thread's first row inside the block
   int column_group = threadIdx.x % 8;
 
-  // One group of copies for each tile, empty ones behind the last, so that the number under way is always known
+  // One copy group per tile, empty ones after the last, so that the number in flight is always known
   auto copy_keys = [&](float(*tile)[kRowStride], const float* tensor, int j_begin) {
     if (j_begin < num_keys) copy_tile<kBlockN>(tile, tensor + head, j_begin, p);
     copy_commit();
@@ -143,11 +143,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) production_tile_ker
         }
       }
     }
-    // Hand the K buffer to the next tile
+    // Load the next K tile into the released buffer
     __syncthreads();
     copy_keys(shared.sK, p.k, j_begin + kBlockN);
 
-    // Mask, only in tiles that the diagonal or the end cuts
+    // Mask only the tiles that cross the diagonal or the end
     if (j_begin + kBlockN > p.seqlen || (p.is_causal && j_begin + kBlockN > i_begin + 1)) {
 #pragma unroll
       for (int t = 0; t < kRows; ++t) {
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) production_tile_ker
     }
 #pragma unroll
     for (int t = 0; t < kRows; ++t) {
-      // Raise the maximum and scale down what was gathered under the old one
+      // Raise the maximum and rescale l and O
       float tile_max = rS[t][0];
 #pragma unroll
       for (int n = 1; n < kCols; ++n) tile_max = fmaxf(tile_max, rS[t][n]);
@@ -202,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) production_tile_ker
         }
       }
     }
-    // Hand the V buffer to the next tile
+    // Load the next V tile into the released buffer
     __syncthreads();
     copy_keys(shared.sV, p.v, j_begin + kBlockN);
   }

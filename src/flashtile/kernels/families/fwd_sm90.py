@@ -18,7 +18,7 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp
 _PACKED_HEADS, _RAGGED = PackedHeads(64, 128), RaggedQueries(192, 128, 105)
 _WARP_ROWS = 16  # rows of O that a warp stores
 _WARPGROUP_ROWS = 64
-_WORK_ITEMS, _WORK_ITEM_BYTES = 3, 72  # FwdSm90Storage, FwdSm90Work
+_WORK_ITEMS, _QUERY_TILE_BYTES = 3, 72  # WorkItemRing, QueryTile (attn/work_item.cuh)
 
 
 class Tile(NamedTuple):
@@ -113,9 +113,9 @@ class Sm90Row(Row):
         tiles = 128 * (slabs * self.block_m + self.num_stages * self.block_n * (slabs + slabs_v))
         consumers = self.block_m // _WARPGROUP_ROWS
         tiles += 128 * self.block_m * -(-self.block_n // 64) if self.stores_p else 16 * self.block_m // 64
-        barriers, tile_order = 16 * consumers + 32 * self.num_stages, 16
-        items = _WORK_ITEMS * (_WORK_ITEM_BYTES + -(-(12 * consumers + 8) // 8) * 8)
-        return -(-(tiles + barriers + tile_order + items) // 1024) * 1024
+        barriers, scheduler = 16 * consumers + 32 * self.num_stages, 16
+        items = _WORK_ITEMS * (_QUERY_TILE_BYTES + -(-(12 * consumers + 8) // 8) * 8)
+        return -(-(tiles + barriers + scheduler + items) // 1024) * 1024
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
         config = "flashtile::" + self.config

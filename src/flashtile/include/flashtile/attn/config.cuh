@@ -1,4 +1,4 @@
-// The policies that a kernel is instantiated with beside its Config, one for each feature. Empty ones cost nothing.
+// The policies of a kernel besides its Config, one per feature. A policy that is off costs nothing.
 #pragma once
 
 #include "flashtile/core/types.cuh"
@@ -8,7 +8,7 @@ namespace flashtile {
 template <bool kHasBand_, bool kHasBool_>
 struct Mask {
   static constexpr bool kHasBand = kHasBand_;  // causal or window
-  static constexpr bool kHasBool = kHasBool_;
+  static constexpr bool kHasBool = kHasBool_;  // a bool mask tensor
 };
 
 struct NoBias {};
@@ -18,6 +18,7 @@ struct ScoreMod {
   static constexpr bool kHasSoftcap = kHasSoftcap_;
   static constexpr bool kHasAlibi = kHasAlibi_;
   static constexpr bool kHasBias = !kIsSame<BiasElement, NoBias>;
+  static constexpr bool kChangesScores = kHasSoftcap || kHasAlibi || kHasBias;  // more than the scale
 };
 
 template <bool kIsOn_>
@@ -27,7 +28,7 @@ struct Dropout {
 
 template <bool kHasLengths_>
 struct SeqInfo {
-  static constexpr bool kHasLengths = kHasLengths_;  // packed sequences, seqused_k or leftpad_k
+  static constexpr bool kHasLengths = kHasLengths_;  // cu_seqlens, seqused_k or leftpad_k
 };
 
 template <bool kIsPaged_>
@@ -35,9 +36,9 @@ struct KvSource {
   static constexpr bool kIsPaged = kIsPaged_;
 };
 
-template <bool kIsWide_>
+template <bool kIsAligned16_>
 struct Load {
-  static constexpr bool kIsWide = kIsWide_;  // every row of every tensor on a 16-byte boundary
+  static constexpr bool kIsAligned16 = kIsAligned16_;  // every row of every tensor starts on a 16-byte boundary
 };
 
 }  // namespace flashtile

@@ -1,12 +1,15 @@
-// The dropout bits: Philox4x32-10 as docs/semantics.md states it. Scope: thread, but for the exchange within 8 lanes.
+// Dropout bits by Philox4x32-10, as docs/semantics.md defines them, and dropout of a tile of probabilities in the two
+// register layouts. Each lane draws the words of one group of 8 keys; lanes that share a row exchange them.
 #pragma once
 
 #include "flashtile/attn/sequence.cuh"
 #include "flashtile/core/mutation.cuh"
+#include "flashtile/tile/fragment.cuh"
 #include "flashtile/tile/simt_gemm.cuh"
 
 namespace flashtile {
 
+// Scope: thread.
 FT_DEVICE uint4 philox(u32 key0, u32 key1, uint4 c) {
 #pragma unroll
   for (i32 round = 0; round < 10; ++round) {
@@ -19,6 +22,7 @@ FT_DEVICE uint4 philox(u32 key0, u32 key1, uint4 c) {
   return c;
 }
 
+// The random numbers of one sequence and head. Scope: thread.
 struct DropoutBits {
   u32 key0, key1, offset, batch_head, threshold;
   float keep_factor;
@@ -33,12 +37,12 @@ struct DropoutBits {
     keep_factor = p.keep_factor;
   }
 
-  // The four words of the 8 elements j = 8 * group .. 8 * group + 7 of query i.
+  // The four words of query i and keys 8 * group .. 8 * group + 7.
   FT_DEVICE uint4 words(i32 i, i32 group) const {
     return philox(key0, key1, make_uint4(static_cast<u32>(group), static_cast<u32>(i), batch_head, offset));
   }
 
-  // 0 or the keep factor for element number lane of those 8.
+  // 0 or the keep factor of key number lane in its group of 8.
   FT_DEVICE float factor(uint4 w, i32 lane) const {
     if constexpr (mutates(Mutation::dropout_lane)) lane ^= 1;
     u32 word = lane < 4 ? (lane < 2 ? w.x : w.y) : (lane < 6 ? w.z : w.w);
@@ -47,10 +51,9 @@ struct DropoutBits {
   }
 };
 
-// Dropout of a tile whose rows are queries: every element times 0 or the keep factor. The 8 lanes of a row draw the words of one
-// group of 8 columns each and pass them around.
+// Dropout of a simt tile whose rows are queries (tile/simt_gemm.cuh): 8 lanes share a row. Scope: warp.
 template <class Config>
-FT_DEVICE void drop_scores(const DropoutBits& bits, i32 i_begin, i32 j_begin, float (&rS)[Config::kRowsPerThread][Config::kColsPerThread]) {
+FT_DEVICE void drop_scores(const DropoutBits& bits, i32 i_begin, i32 j_begin, ScoreTile<Config>& rS) {
   constexpr i32 kCols = Config::kColsPerThread;
   static_assert(kCols <= 8);
 #pragma unroll
@@ -62,6 +65,25 @@ FT_DEVICE void drop_scores(const DropoutBits& bits, i32 i_begin, i32 j_begin, fl
       uint4 w = make_uint4(__shfl_sync(0xffffffffu, mine.x, source), __shfl_sync(0xffffffffu, mine.y, source),
                            __shfl_sync(0xffffffffu, mine.z, source), __shfl_sync(0xffffffffu, mine.w, source));
       rS[t][n] *= bits.factor(w, column_group());
+    }
+  }
+}
+
+// Dropout of row r, which is query i, of a wgmma fragment (tile/fragment.cuh): 4 lanes share a row. Scope: warp.
+template <i32 kScores>
+FT_DEVICE void drop_fragment_row(const DropoutBits& bits, i32 i, i32 j_begin, i32 r, float (&rS)[kScores]) {
+  static_assert(kScores % 16 == 0);
+#pragma unroll
+  for (i32 b = 0; b < kScores / 4; b += 4) {
+    // Lane t of a quad draws group b + t; after the transpose it has word t of the four groups
+    uint4 drawn = bits.words(i, j_begin / 8 + b + threadIdx.x % 4);
+    u32 words[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
+    if constexpr (mutates(Mutation::fwd_sm90_dropout)) words[0] = drawn.y, words[1] = drawn.x;
+    quad_transpose(words);
+#pragma unroll
+    for (i32 g = 0; g < 4; ++g) {
+      rS[4 * (b + g) + 2 * r] *= (words[g] & 0xffffu) < bits.threshold ? 0.0f : bits.keep_factor;
+      rS[4 * (b + g) + 2 * r + 1] *= (words[g] >> 16) < bits.threshold ? 0.0f : bits.keep_factor;
     }
   }
 }

@@ -1,13 +1,40 @@
-// What a row leaves behind: its lse, or, where its keys are split over blocks, the maximum and the sum by which fwd_combine_kernel joins them.
-// Two numbers and not each split's lse: near 300 a float32 has no digits left for the difference of two lse, while maxima are exact. "Maximum" is
-// whatever the row's exponentials were lowered by: one of its scores, which may be below the largest, by 1 at most (Hopper: 8).
+// The end of a row: the sink joins the sum, O is normalised, and lse is stored. If the keys are split over blocks, each
+// split stores its maximum and its sum instead, and fwd_combine_kernel merges them.
+//
+// A split stores two numbers, not its lse: near 300 a float32 lse has no digits left for the difference of two, while
+// maxima are exact. The "maximum" is what the row's exponents were lowered by: one of its scores, at most 1 (simt) or 8
+// (Hopper) below the largest in base 2.
 #pragma once
 
+#include "flashtile/attn/online_softmax.cuh"
 #include "flashtile/attn/params.cuh"
 #include "flashtile/core/math.cuh"
 #include "flashtile/core/mutation.cuh"
 
 namespace flashtile {
+
+// A row after its last key: m (base 2) and l with the sink, and the factor alpha that brings O to the new m.
+struct RowStats {
+  float m, l, alpha;
+
+  // What normalises O: 0 for a fully masked row. Scope: thread.
+  FT_DEVICE float norm() const {
+    if constexpr (mutates(Mutation::empty_row)) return alpha / l;
+    return l == 0.0f ? 0.0f : alpha / l;
+  }
+};
+
+// Lets the sink (base 2; -inf for none) join a row with maximum m and sum l; reduce(l) adds l up over the lanes that
+// share the row. For a split pass no sink and do not normalise: the combination does both, once. Scope: warp.
+template <class Reduce>
+FT_DEVICE RowStats join_sink(float m, float l, float sink, Reduce reduce) {
+  float m_new = fmaxf(m, sink);
+  float shift = shift_of(m_new);
+  float alpha = exp2_approx(m - shift);
+  l = reduce(l) * alpha + exp2_approx(sink - shift);
+  if constexpr (mutates(Mutation::sink_twice)) l += exp2_approx(sink - shift);
+  return {m_new, l, alpha};
+}
 
 // The natural logarithm of l * 2^m. Scope: thread.
 FT_DEVICE float lse_of(float m, float l) {
@@ -16,12 +43,12 @@ FT_DEVICE float lse_of(float m, float l) {
   return lse_log2 * kLn2;
 }
 
-// Scope: thread.
+// The m and l of one row of one split. Scope: thread.
 FT_DEVICE float2& partial_stats(const Params& p, i64 part) { return reinterpret_cast<float2*>(p.partial_stats)[part]; }
 
-// Stores m (base 2) and l of a row: for the combination if it is part of one, else as lse. Scope: thread.
-FT_DEVICE void store_stats(const Params& p, bool is_part, i64 part, i64 stat, float m, float l) {
-  if (is_part) {
+// Stores m (base 2) and l of a row: as partial_stats[part] if the keys are split, else as lse[stat]. Scope: thread.
+FT_DEVICE void store_stats(const Params& p, bool is_split, i64 part, i64 stat, float m, float l) {
+  if (is_split) {
     partial_stats(p, part) = make_float2(m, l);
   } else {
     p.lse[stat] = lse_of(m, l);

@@ -1,4 +1,5 @@
-// Everything a kernel is told, by value. The Python side mirrors it (kernels/params.py); the generated unit asserts every offset.
+// The arguments of every forward and backward kernel, passed by value. kernels/params.py mirrors the struct; each
+// generated unit asserts every offset.
 #pragma once
 
 #include "flashtile/core/types.cuh"
@@ -11,42 +12,42 @@ struct Strides {
 };
 
 struct Params {
-  const void* q;      // (batch, heads, seqlen_q, head_dim) by strides, or packed rows
-  const void* k;      // (batch, heads_kv, seqlen_k, head_dim) by strides, packed rows, or pages
-  const void* v;      // as k, head_dim_v
-  void* out;          // as q, head_dim_v
-  float* lse;         // (batch, heads, seqlen_q), or (heads, total_q)
-  const void* dout;   // as out
-  const float* dlse;  // as lse, or null
-  void* dq;           // as q
-  void* dk;           // as k
-  void* dv;           // as v
-  void* dbias;        // bias_sizes, contiguous
-  float* dsinks;      // (heads)
-  float* lse_log2;    // as lse: lse * log2(e), +inf for a row that saw nothing
-  float* delta;       // as lse: rowsum(dO * O) - dlse
-  float* partial_out; // (num_splits, as lse, head_dim_v): each split's sum of P V
-  float* partial_stats; // (num_splits, as lse, 2): each split's m (base 2) and l
-  const void* bias;          // (batch, heads, seqlen_q, seqlen_k) by strides, stride 0 where broadcast
-  const u8* mask;            // likewise; nonzero = attend
-  const float* alibi_slopes; // (heads) or (batch, heads)
-  const float* sinks;        // (heads)
-  const i64* rng_state;      // seed, offset
-  const i32* cu_seqlens_q;   // (batch + 1) or null
-  const i32* cu_seqlens_k;   // (batch + 1) or null
-  const i32* seqused_k;      // (batch) or null
-  const i32* leftpad_k;      // (batch) or null
-  const i32* block_table;    // (batch, pages per sequence) or null
+  const void* q;              // (batch, heads, seqlen_q, head_dim), or (heads, total_q, head_dim) if packed; by strides
+  const void* k;              // (batch, heads_kv, seqlen_k, head_dim), packed, or pages (num_pages, page_size, ...)
+  const void* v;              // as k, with head_dim_v
+  void* out;                  // as q, with head_dim_v
+  float* lse;                 // (batch, heads, seqlen_q), or (heads, total_q)
+  const void* dout;           // as out
+  const float* dlse;          // as lse, or null
+  void* dq;                   // as q
+  void* dk;                   // as k
+  void* dv;                   // as v
+  void* dbias;                // bias_sizes, contiguous
+  float* dsinks;              // (heads)
+  float* lse_log2;            // as lse: lse * log2(e); +inf for a fully masked row
+  float* delta;               // as lse: rowsum(dO * O) - dlse
+  float* partial_out;         // (num_splits, as lse, head_dim_v): each split's sum of P V
+  float* partial_stats;       // (num_splits, as lse, 2): each split's m (base 2) and l
+  const void* bias;           // (batch, heads, seqlen_q, seqlen_k) by strides; stride 0 where broadcast
+  const u8* mask;             // (batch, heads, seqlen_q, seqlen_k) by strides; nonzero = attend
+  const float* alibi_slopes;  // (heads) or (batch, heads)
+  const float* sinks;         // (heads)
+  const i64* rng_state;       // (2): seed, offset
+  const i32* cu_seqlens_q;    // (batch + 1) or null
+  const i32* cu_seqlens_k;    // (batch + 1) or null
+  const i32* seqused_k;       // (batch) or null
+  const i32* leftpad_k;       // (batch) or null
+  const i32* block_table;     // (batch, pages per sequence) or null
   Strides q_strides, k_strides, v_strides, out_strides, dout_strides, dq_strides, dk_strides, dv_strides;
   i64 lse_batch_stride, lse_head_stride, lse_size;
   i64 bias_strides[4], mask_strides[4], bias_sizes[4];
   i64 alibi_batch_stride, table_stride;
   i32 batch, heads, heads_kv, seqlen_q, seqlen_k, total_q, total_k, head_dim, head_dim_v, num_pages, page_size;
-  i32 num_splits;                              // of the keys, over blocks
+  i32 num_splits;                              // parts that the keys of a query tile are split into
   i32 window_left, window_right, is_top_left;  // windows: -1 = unbounded
   float scale, scale_log2, softcap;
-  u32 dropout_threshold;
-  float keep_factor;
+  u32 dropout_threshold;  // drop where the 16-bit random number is below
+  float keep_factor;      // of the elements kept
 };
 
 }  // namespace flashtile

@@ -1,9 +1,11 @@
-// Which tiles of work a persistent block takes, and in which order. Scope: thread (uniform in a block).
+// The query tiles that a persistent block processes, and their order. Scope of every function: thread (uniform in a
+// block).
 //
-// Tiles of a head follow each other, so that blocks side by side share K and V in L2, and each block takes every gridDim.x-th unit. Without a
-// band a unit is one tile. Under a band the last queries of a head may see all keys and the first ones hardly any: a unit is then a tile
-// of one head and its mirror image of the next head, so that units cost the same. Where there is a block for every tile, tiles stay single.
-// Where a tile holds queries of all heads that share a KV head, heads are KV heads.
+// Tiles of one head are consecutive, so that neighbouring blocks share K and V in L2. Block b takes units b, b +
+// gridDim.x, and so on. Without a band a unit is one tile. Under a band the last queries of a head may see all keys and
+// the first ones almost none: a unit is then a tile of one head and the mirrored tile of the next head, so that all
+// units cost the same. If every tile gets a block of its own, units stay single. With kPacksHeads a tile holds queries
+// of all heads that share a KV head, and "head" means KV head.
 #pragma once
 
 #include "flashtile/attn/config.cuh"
@@ -17,7 +19,7 @@ struct TileCoord {
 };
 
 template <class Mask, bool kPacksHeads>
-struct TileOrder {
+struct TileScheduler {
   i32 num_m_blocks, num_indices;
   bool is_paired;
 
@@ -30,7 +32,8 @@ struct TileOrder {
     num_indices = num_m_blocks * (is_paired ? 2 * ceil_div(num_rows, 2) : num_rows);
   }
 
-  // A unit of two tiles has two indices, 2 u and 2 u + 1.
+  // The index of this block's first tile, and of the one after index. A pair u has the indices 2 u and 2 u + 1. The
+  // block is done when the index reaches num_indices.
   FT_DEVICE i32 first() const { return static_cast<i32>(blockIdx.x) * (is_paired ? 2 : 1); }
   FT_DEVICE i32 next(i32 index) const {
     i32 grid = static_cast<i32>(gridDim.x);
@@ -38,8 +41,9 @@ struct TileOrder {
     return index % 2 == 0 ? index + 1 : index - 1 + 2 * grid;
   }
 
-  // Where an odd number of heads leaves one without a partner, the partner's tiles lie behind the last query.
-  FT_DEVICE TileCoord at(const Params& p, i32 index) const {
+  // The tile of an index. With an odd number of heads the last head has no partner: the partner's tiles get an m_block
+  // past the last query.
+  FT_DEVICE TileCoord coord(const Params& p, i32 index) const {
     i32 unit = is_paired ? index / 2 : index, m_block = unit % num_m_blocks, row = unit / num_m_blocks;
     if (is_paired) {
       row = 2 * row + index % 2;

@@ -1,4 +1,4 @@
-// From the dot product to the score in base 2: scale, softcap, ALiBi, bias. Scope: thread.
+// From the dot product to the score in base 2: scale, softcap, ALiBi, bias, in this order. Scope: thread.
 #pragma once
 
 #include "flashtile/attn/sequence.cuh"
@@ -9,10 +9,10 @@ namespace flashtile {
 template <class ScoreMod>
 struct Scorer {
   using BiasElement = typename ScoreMod::BiasElement;
-  float factor;   // of the dot product: scale_log2, or scale / softcap
-  float cap;      // softcap * log2(e)
-  float slope;    // slope * log2(e)
-  const BiasElement* bias;
+  float factor;             // of the dot product: scale_log2, or scale / softcap
+  float cap;                // softcap * log2(e)
+  float slope;              // ALiBi slope * log2(e)
+  const BiasElement* bias;  // (seqlen_q, seqlen_k) of this sequence and head, by strides
   i64 bias_row_stride, bias_column_stride;
   i32 offset;
 
@@ -28,7 +28,8 @@ struct Scorer {
     }
   }
 
-  // The score of query i and key j, both inside the sequence, times log2(e). `tanh` is that of the softcap.
+  // The score of query i and key j, both inside the sequence, times log2(e). Sets tanh to the softcap's tanh, which the
+  // backward pass needs.
   FT_DEVICE float score(float dot, i32 i, i32 j, float& tanh) const {
     float s = dot * factor;
     if constexpr (ScoreMod::kHasSoftcap) {

@@ -1,5 +1,6 @@
-// Where one sequence stands: its lengths, its first rows, and the address of each of its keys. Scope: thread (uniform in a block).
-// Lengths come from device memory and are clamped, so that bad values never lead out of bounds.
+// One sequence of the batch: its lengths, its first rows, and the addresses of its keys. Lengths come from device
+// memory and are clamped, so that bad values never lead out of bounds. Scope of every function: thread (uniform in a
+// block).
 #pragma once
 
 #include "flashtile/attn/config.cuh"
@@ -11,12 +12,13 @@ namespace flashtile {
 
 struct Sequence {
   i32 batch_idx, seqlen_q, seqlen_k;
-  i32 offset;      // query i stands at key i + offset
-  i64 q_row;       // first row of q in its packed tensor, else 0
-  i64 k_row;       // first row of k in its tensor or pages, left padding skipped
-  i64 stat_row;    // first element of lse for head 0
+  i32 offset;    // query i is aligned with key i + offset
+  i64 q_row;     // first row of q in a packed tensor, else 0
+  i64 k_row;     // first row of k in its tensor or pages, past the left padding
+  i64 stat_row;  // index of its first element of lse, head 0
 };
 
+// The sequence number batch_idx of the batch.
 template <class SeqInfo>
 FT_DEVICE Sequence find_sequence(const Params& p, i32 batch_idx) {
   Sequence s{batch_idx, p.seqlen_q, p.seqlen_k, 0, 0, 0, batch_idx * p.lse_batch_stride};
@@ -33,7 +35,9 @@ FT_DEVICE Sequence find_sequence(const Params& p, i32 batch_idx) {
       i32 start = clamp(p.cu_seqlens_k[batch_idx], 0, total);
       s.seqlen_k = min_of(clamp(p.cu_seqlens_k[batch_idx + 1], start, total) - start, p.seqlen_k);
       s.k_row = p.block_table != nullptr ? 0 : start;
+      // clang-format off
       if constexpr (mutates(Mutation::neighbour_length)) s.seqlen_k = min_of(start - p.cu_seqlens_k[max_of(batch_idx - 1, 0)], total - start);
+      // clang-format on
     }
     if (p.seqused_k != nullptr) s.seqlen_k = clamp(p.seqused_k[batch_idx], 0, s.seqlen_k);
     if (p.leftpad_k != nullptr) {
@@ -46,13 +50,18 @@ FT_DEVICE Sequence find_sequence(const Params& p, i32 batch_idx) {
   return s;
 }
 
-// Packed tensors have no batch axis: their strides.batch is 0.
+// The index of query i in lse, lse_log2 and delta.
+FT_DEVICE i64 stat_index(const Params& p, const Sequence& s, i32 head, i32 i) {
+  return s.stat_row + head * p.lse_head_stride + i;
+}
+
+// Row 0 of the sequence in q or a tensor shaped like it. Packed tensors have no batch axis: their strides.batch is 0.
 template <typename T>
 FT_DEVICE T* query_rows(T* base, const Strides& strides, const Sequence& s, i32 head) {
   return base + s.batch_idx * strides.batch + head * strides.head + s.q_row * strides.row;
 }
 
-// The rows of k or v (or a gradient of theirs) of one sequence and head.
+// The rows of k, v or their gradients that belong to one sequence and head.
 template <typename T, class KvSource>
 struct KeyRows {
   T* base;
@@ -60,7 +69,8 @@ struct KeyRows {
   const i32* table;
   i32 page_size, num_pages, first;
 
-  FT_DEVICE KeyRows(T* tensor, const Strides& strides, const Params& p, const Sequence& s, i32 head) : row_stride(strides.row) {
+  FT_DEVICE KeyRows(T* tensor, const Strides& strides, const Params& p, const Sequence& s, i32 head)
+      : row_stride(strides.row) {
     if constexpr (KvSource::kIsPaged) {
       base = tensor + head * strides.head;
       page_stride = strides.batch;
@@ -73,6 +83,7 @@ struct KeyRows {
     }
   }
 
+  // The address of key j.
   FT_DEVICE T* row(i32 j) const {
     if constexpr (KvSource::kIsPaged) {
       i32 at = first + j;

@@ -1,4 +1,4 @@
-// What an architecture has. The only file that looks at __CUDA_ARCH__.
+// Features of the target architecture. The only file that reads __CUDA_ARCH__.
 #pragma once
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
@@ -10,8 +10,8 @@
 namespace flashtile {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-constexpr bool kHasAsyncCopy = true;
-constexpr bool kHasBf16Convert = true;
+constexpr bool kHasAsyncCopy = true;    // cp.async
+constexpr bool kHasBf16Convert = true;  // cvt.rn.bf16.f32
 #else
 constexpr bool kHasAsyncCopy = false;
 constexpr bool kHasBf16Convert = false;

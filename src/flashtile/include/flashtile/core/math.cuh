@@ -1,4 +1,4 @@
-// Conversions, base-2 exponentials and small helpers. Scope of all: thread.
+// Float conversions, base-2 exponential and logarithm, tanh, integer helpers. Scope of every function: thread.
 #pragma once
 
 #include "flashtile/core/arch.cuh"
@@ -37,7 +37,7 @@ FT_DEVICE bf16_t from_float<bf16_t>(float x) {
   if constexpr (kHasBf16Convert) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
   } else {
-    // Round to nearest even by hand; NaN stays NaN
+    // Round to nearest even; keep NaN
     u32 bits = __float_as_int(x);
     u32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     y.bits = static_cast<u16>(x != x ? 0x7fffu : rounded);
@@ -45,7 +45,7 @@ FT_DEVICE bf16_t from_float<bf16_t>(float x) {
   return y;
 }
 
-// 2^x, flushing denormals; 2^-inf = 0. (PTX ISA: ex2)
+// 2^x with denormals flushed to zero; 2^-inf = 0. (PTX ISA: ex2)
 FT_DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -59,9 +59,11 @@ FT_DEVICE float log2_approx(float x) {
   return y;
 }
 
-// tanh to float32 accuracy. A softcap multiplies it by the cap: an error relative to 1 would become one of the cap's size.
+// tanh with float32 relative accuracy. The softcap multiplies the result by the cap, so an absolute error of one ulp of
+// 1 would grow with the cap.
 FT_DEVICE float tanh_by_exp2(float x) {
-  // Up to 0.55, where 1 - 2 / (e^2x + 1) cancels: x + x^3 P(x^2), with P of the least relative error (3.5e-8)
+  // Below 0.55, where 1 - 2 / (e^2x + 1) cancels, use x + x^3 P(x^2); P is the minimax polynomial (relative error
+  // 3.5e-8)
   float z = x * x;
   float p = fmaf(fmaf(fmaf(0.0164587628f, z, -0.0526841469f), z, 0.133209422f), z, -0.333329588f);
   float a = x < 0.0f ? -x : x;
@@ -77,6 +79,6 @@ FT_DEVICE T clamp(T x, T low, T high) {
   return x < low ? low : (x > high ? high : x);
 }
 
-constexpr i32 ceil_div(i32 a, i32 b) { return (a + b - 1) / b; }
+FT_DEVICE constexpr i32 ceil_div(i32 a, i32 b) { return (a + b - 1) / b; }
 
 }  // namespace flashtile

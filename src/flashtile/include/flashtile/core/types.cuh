@@ -1,4 +1,4 @@
-// Integers, the two 16-bit float formats and the few macros, without any other header: NVRTC needs no search path for them.
+// Integer types, the two 16-bit float formats, and FT_DEVICE. Includes nothing, so NVRTC needs no search path.
 #pragma once
 
 #define FT_DEVICE __device__ __forceinline__
@@ -12,7 +12,7 @@ using u64 = unsigned long long;
 using i32 = int;
 using i64 = long long;
 
-// Storage only: arithmetic is float32.
+// Storage formats only: arithmetic is float32.
 struct half_t {
   u16 bits;
 };
@@ -25,7 +25,7 @@ constexpr bool kIsSame = false;
 template <typename A>
 constexpr bool kIsSame<A, A> = true;
 
-// A compile-time value as an argument.
+// A compile-time bool passed as a function argument.
 template <bool kValue_>
 struct Constant {
   static constexpr bool kValue = kValue_;

@@ -1,13 +1,19 @@
-// Attention backward in float32 arithmetic, deterministic: three kernels of one shape, each gradient summed by one block in a fixed order.
+// Attention backward in float32 arithmetic, deterministic: three kernels of one shape. Each gradient element is summed
+// by one block in a fixed order. FlashAttention-2, section 3.1.2.
 //
-// bwd_dq_simt_kernel     a block owns kBlockM queries and walks over the keys they see:      dQ += dS K
-// bwd_dkdv_simt_kernel   a block owns kBlockM keys and walks over the queries that see them, of every head that shares them:
-//                        dV += P^T dO, dK += dS^T Q; its score tiles are transposed, so that all sums stay in registers
-// bwd_dbias_simt_kernel  a block owns a tile of the bias and walks over everything that is broadcast onto it
-// All rebuild P = 2^(S - lse) and dS = P * (dP - delta) from what bwd_preprocess_kernel left.
-// Shared: two tiles of the block's own rows, two of the streaming rows [rows][kRowStride], sP [kBlockM][kScoreStride], float32.
+// bwd_dq_simt_kernel     a block owns kBlockM queries and streams the keys they see: dQ += dS K
+// bwd_dkdv_simt_kernel   a block owns kBlockM keys and streams the queries that see them, of every head that shares
+//                        them: dV += P^T dO, dK += dS^T Q. Its score tiles are transposed, so that all sums stay in
+//                        registers
+// bwd_dbias_simt_kernel  a block owns a tile of the bias and streams everything that is broadcast onto it
+//
+// All recompute P = 2^(S - lse) and dS = P * (dP - delta) from the results of bwd_preprocess_kernel.
+// Threads: as in tile/simt_gemm.cuh.
+// Shared:  two tiles of the block's own rows and two of streamed rows [rows][kRowStride], sP [kBlockM][kScoreStride],
+//          float32.
 #pragma once
 
+#include "flashtile/attn/block_range.cuh"
 #include "flashtile/attn/dropout.cuh"
 #include "flashtile/attn/mask.cuh"
 #include "flashtile/attn/score_mod.cuh"
@@ -18,21 +24,18 @@ namespace flashtile {
 
 template <class Config>
 struct BwdSimtStorage {
-  float sOwn[Config::kBlockM * Config::kRowStride];      // Q, or K
-  float sOwnGrad[Config::kBlockM * Config::kRowStride];  // dO, or V
-  float sStream[Config::kBlockN * Config::kRowStride];   // K, or Q
+  float sOwn[Config::kBlockM * Config::kRowStride];         // Q, or K
+  float sOwnGrad[Config::kBlockM * Config::kRowStride];     // dO, or V
+  float sStream[Config::kBlockN * Config::kRowStride];      // K, or Q
   float sStreamGrad[Config::kBlockN * Config::kRowStride];  // V, or dO
   float sP[Config::kBlockM * Config::kScoreStride];
 };
 
-template <class Config>
-using ScoreTile = float[Config::kRowsPerThread][Config::kColsPerThread];
-
-// One element: from the two dot products to P with dropout and to dS before the softcap; `chain` is what turns dS into that of the dot
-// product. Scope: thread.
+// One element: from the dot products S and dP to P with dropout and to dS before the softcap. `chain` turns dS into the
+// gradient of the dot product. Scope: thread.
 template <class ScoreMod>
-FT_DEVICE void backward_element(const Scorer<ScoreMod>& scorer, float scale, float dot, float dp, float drop, float lse_log2, float delta, i32 i, i32 j,
-                                float& p_dropped, float& ds, float& chain) {
+FT_DEVICE void backward_element(const Scorer<ScoreMod>& scorer, float scale, float dot, float dp, float drop,
+                                float lse_log2, float delta, i32 i, i32 j, float& p_dropped, float& ds, float& chain) {
   float tanh = 0.0f;
   float p = exp2_approx(scorer.score(dot, i, j, tanh) - lse_log2);
   p_dropped = p * drop;
@@ -41,19 +44,12 @@ FT_DEVICE void backward_element(const Scorer<ScoreMod>& scorer, float scale, flo
   if constexpr (mutates(Mutation::softcap_derivative)) chain = scale;
 }
 
-template <class Config>
-FT_DEVICE void clear(float4 (&rO)[Config::kRowsPerThread][Config::kVectorsPerThread]) {
-#pragma unroll
-  for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
-#pragma unroll
-    for (i32 u = 0; u < Config::kVectorsPerThread; ++u) rO[t][u] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  }
-}
-
-// The scores' gradients of a tile whose rows are queries, in rS; its dot products come in rS (Q K^T) and rD (dO V^T). Scope: warp.
+// Turns a tile whose rows are queries into dS: takes Q K^T in rS and dO V^T in rD, returns dS in rS, with kOfDot times
+// `chain`. Scope: warp.
 template <class Config, class Mask, class ScoreMod, class Dropout, bool kIsMasked, bool kOfDot>
-FT_DEVICE void query_tile_ds(const Params& p, const Sequence& s, i32 head, const Scorer<ScoreMod>& scorer, i32 i_begin, i32 j_begin,
-                             const float (&lse_log2)[Config::kRowsPerThread], const float (&delta)[Config::kRowsPerThread], ScoreTile<Config>& rS,
+FT_DEVICE void query_tile_ds(const Params& p, const Sequence& s, i32 head, const Scorer<ScoreMod>& scorer, i32 i_begin,
+                             i32 j_begin, const float (&lse_log2)[Config::kRowsPerThread],
+                             const float (&delta)[Config::kRowsPerThread], ScoreTile<Config>& rS,
                              ScoreTile<Config>& rD) {
   ScoreTile<Config> drop;
 #pragma unroll
@@ -70,49 +66,39 @@ FT_DEVICE void query_tile_ds(const Params& p, const Sequence& s, i32 head, const
       i32 j = j_begin + column_group() + 8 * n;
       float p_dropped = 0.0f, ds = 0.0f, chain = 0.0f;
       if (!kIsMasked || is_seen<Mask>(p, s, head, i, j)) {
-        backward_element<ScoreMod>(scorer, p.scale, rS[t][n], rD[t][n], drop[t][n], lse_log2[t], delta[t], i, j, p_dropped, ds, chain);
+        backward_element<ScoreMod>(scorer, p.scale, rS[t][n], rD[t][n], drop[t][n], lse_log2[t], delta[t], i, j,
+                                   p_dropped, ds, chain);
       }
       rS[t][n] = kOfDot ? ds * chain : ds;
     }
   }
 }
 
-// Both versions, masked and not, behind one name.
+// query_tile_ds with a mask where the tile needs one. Scope: warp.
 template <class Config, class Mask, class ScoreMod, class Dropout, bool kOfDot>
-FT_DEVICE void query_tile(const Params& p, const Sequence& s, i32 head, const Scorer<ScoreMod>& scorer, i32 i_begin, i32 j_begin,
-                          const float (&lse_log2)[Config::kRowsPerThread], const float (&delta)[Config::kRowsPerThread], ScoreTile<Config>& rS,
-                          ScoreTile<Config>& rD) {
+FT_DEVICE void query_tile(const Params& p, const Sequence& s, i32 head, const Scorer<ScoreMod>& scorer, i32 i_begin,
+                          i32 j_begin, const float (&lse_log2)[Config::kRowsPerThread],
+                          const float (&delta)[Config::kRowsPerThread], ScoreTile<Config>& rS, ScoreTile<Config>& rD) {
   if (needs_mask<Mask>(p, s, i_begin, Config::kBlockM, j_begin, Config::kBlockN)) {
-    query_tile_ds<Config, Mask, ScoreMod, Dropout, true, kOfDot>(p, s, head, scorer, i_begin, j_begin, lse_log2, delta, rS, rD);
+    query_tile_ds<Config, Mask, ScoreMod, Dropout, true, kOfDot>(p, s, head, scorer, i_begin, j_begin, lse_log2, delta,
+                                                                 rS, rD);
   } else {
-    query_tile_ds<Config, Mask, ScoreMod, Dropout, false, kOfDot>(p, s, head, scorer, i_begin, j_begin, lse_log2, delta, rS, rD);
+    query_tile_ds<Config, Mask, ScoreMod, Dropout, false, kOfDot>(p, s, head, scorer, i_begin, j_begin, lse_log2, delta,
+                                                                  rS, rD);
   }
 }
 
-// Statistics of a thread's query rows; rows outside the sequence get those of a row that saw nothing.
+// Loads the statistics of a thread's query rows. Rows outside the sequence get those of a fully masked row.
+// Scope: thread.
 template <class Config>
-FT_DEVICE void load_stats(const Params& p, const Sequence& s, i32 head, i32 i_begin, float (&lse_log2)[Config::kRowsPerThread],
-                          float (&delta)[Config::kRowsPerThread]) {
+FT_DEVICE void load_stats(const Params& p, const Sequence& s, i32 head, i32 i_begin,
+                          float (&lse_log2)[Config::kRowsPerThread], float (&delta)[Config::kRowsPerThread]) {
 #pragma unroll
   for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
     i32 i = i_begin + row_of<Config>(t);
-    i64 at = s.stat_row + head * p.lse_head_stride + i;
-    lse_log2[t] = i < s.seqlen_q ? p.lse_log2[at] : infinity();
-    delta[t] = i < s.seqlen_q ? p.delta[at] : 0.0f;
-  }
-}
-
-template <class Config, class Load, typename Element>
-FT_DEVICE void store_rows(Element* base, i64 row_stride, i32 first, i32 num_rows, i32 num_columns,
-                          const float4 (&rO)[Config::kRowsPerThread][Config::kVectorsPerThread]) {
-#pragma unroll
-  for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
-    i32 r = first + row_of<Config>(t);
-    if (r >= num_rows) continue;
-#pragma unroll
-    for (i32 u = 0; u < Config::kVectorsPerThread; ++u) {
-      store_four<Element, Load::kIsWide>(base + r * row_stride, 4 * column_group() + 32 * u, num_columns, rO[t][u]);
-    }
+    i64 stat = stat_index(p, s, head, i);
+    lse_log2[t] = i < s.seqlen_q ? p.lse_log2[stat] : infinity();
+    delta[t] = i < s.seqlen_q ? p.delta[stat] : 0.0f;
   }
 }
 
@@ -123,7 +109,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dq_simt_kernel(con
   extern __shared__ __align__(16) char shared_bytes[];
   BwdSimtStorage<Config>& shared = *reinterpret_cast<BwdSimtStorage<Config>*>(shared_bytes);
 
-  // Find this block's queries
+  // Find this block's queries and load Q and dO
   i32 num_m_blocks = ceil_div(p.seqlen_q, Config::kBlockM);
   i32 i_begin = (num_m_blocks - 1 - static_cast<i32>(blockIdx.x % num_m_blocks)) * Config::kBlockM;
   i32 head = blockIdx.x / num_m_blocks % p.heads;
@@ -134,12 +120,14 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dq_simt_kernel(con
   const Out* gdO = query_rows(static_cast<const Out*>(p.dout), p.dout_strides, s, head);
   KeyRows<const T, KvSource> gK(static_cast<const T*>(p.k), p.k_strides, p, s, kv_head);
   KeyRows<const T, KvSource> gV(static_cast<const T*>(p.v), p.v_strides, p, s, kv_head);
-  load_tile<Config, Load, Config::kBlockM, T>(shared.sOwn, i_begin, s.seqlen_q, p.head_dim, [&](i32 i) { return gQ + i * p.q_strides.row; });
-  load_tile<Config, Load, Config::kBlockM, Out>(shared.sOwnGrad, i_begin, s.seqlen_q, p.head_dim_v, [&](i32 i) { return gdO + i * p.dout_strides.row; });
+  load_tile<Config, Load, Config::kBlockM, T>(shared.sOwn, i_begin, s.seqlen_q, p.head_dim,
+                                              [&](i32 i) { return gQ + i * p.q_strides.row; });
+  load_tile<Config, Load, Config::kBlockM, Out>(shared.sOwnGrad, i_begin, s.seqlen_q, p.head_dim_v,
+                                                [&](i32 i) { return gdO + i * p.dout_strides.row; });
 
   float lse_log2[Config::kRowsPerThread], delta[Config::kRowsPerThread];
   load_stats<Config>(p, s, head, i_begin, lse_log2, delta);
-  float4 rdQ[Config::kRowsPerThread][Config::kVectorsPerThread];
+  OutputTile<Config> rdQ;
   clear<Config>(rdQ);
   Scorer<ScoreMod> scorer(p, s, head);
   Range keys = key_range<Mask>(p, s, i_begin, min_of(i_begin + Config::kBlockM, s.seqlen_q));
@@ -148,12 +136,14 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dq_simt_kernel(con
     if constexpr (mutates(Mutation::dq_tile)) if (n == 1) continue;
     if constexpr (mutates(Mutation::missing_barrier)) if (threadIdx.x < 32) be_late();
     // Load K and V
-    load_tile<Config, Load, Config::kBlockN, T>(shared.sStream, j_begin, s.seqlen_k, p.head_dim, [&](i32 j) { return gK.row(j); });
-    load_tile<Config, Load, Config::kBlockN, T>(shared.sStreamGrad, j_begin, s.seqlen_k, p.head_dim_v, [&](i32 j) { return gV.row(j); });
-    copy_commit();
-    copy_wait<0>();
+    load_tile<Config, Load, Config::kBlockN, T>(shared.sStream, j_begin, s.seqlen_k, p.head_dim,
+                                                [&](i32 j) { return gK.row(j); });
+    load_tile<Config, Load, Config::kBlockN, T>(shared.sStreamGrad, j_begin, s.seqlen_k, p.head_dim_v,
+                                                [&](i32 j) { return gV.row(j); });
+    cp_async_commit();
+    cp_async_wait<0>();
     if constexpr (!mutates(Mutation::missing_barrier)) __syncthreads();
-    // dS from S and dP
+    // Compute dS from S and dP
     ScoreTile<Config> rS, rD;
     product_abt<Config>(rS, shared.sOwn, shared.sStream);
     product_abt<Config>(rD, shared.sOwnGrad, shared.sStreamGrad);
@@ -163,8 +153,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dq_simt_kernel(con
     product_pb<Config>(rdQ, shared.sP, shared.sStream);
     __syncthreads();
   }
-  copy_wait<0>();
-  store_rows<Config, Load>(query_rows(static_cast<T*>(p.dq), p.dq_strides, s, head), p.dq_strides.row, i_begin, s.seqlen_q, p.head_dim, rdQ);
+  cp_async_wait<0>();
+  T* gdQ = query_rows(static_cast<T*>(p.dq), p.dq_strides, s, head);
+  store_rows<Config, Load>(gdQ, p.dq_strides.row, i_begin, s.seqlen_q, p.head_dim, rdQ);
 }
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
@@ -174,7 +165,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dkdv_simt_kernel(c
   extern __shared__ __align__(16) char shared_bytes[];
   BwdSimtStorage<Config>& shared = *reinterpret_cast<BwdSimtStorage<Config>*>(shared_bytes);
 
-  // Find this block's keys: the first ones first, since under a causal mask most queries see them
+  // Find this block's keys and load K and V. The first keys come first: under a causal mask most queries see them
   i32 num_blocks = ceil_div(p.seqlen_k, Config::kBlockM);
   i32 j_begin = static_cast<i32>(blockIdx.x % num_blocks) * Config::kBlockM;
   i32 kv_head = blockIdx.x / num_blocks % p.heads_kv;
@@ -182,10 +173,12 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dkdv_simt_kernel(c
   if (j_begin >= s.seqlen_k) return;
   KeyRows<const T, KvSource> gK(static_cast<const T*>(p.k), p.k_strides, p, s, kv_head);
   KeyRows<const T, KvSource> gV(static_cast<const T*>(p.v), p.v_strides, p, s, kv_head);
-  load_tile<Config, Load, Config::kBlockM, T>(shared.sOwn, j_begin, s.seqlen_k, p.head_dim, [&](i32 j) { return gK.row(j); });
-  load_tile<Config, Load, Config::kBlockM, T>(shared.sOwnGrad, j_begin, s.seqlen_k, p.head_dim_v, [&](i32 j) { return gV.row(j); });
+  load_tile<Config, Load, Config::kBlockM, T>(shared.sOwn, j_begin, s.seqlen_k, p.head_dim,
+                                              [&](i32 j) { return gK.row(j); });
+  load_tile<Config, Load, Config::kBlockM, T>(shared.sOwnGrad, j_begin, s.seqlen_k, p.head_dim_v,
+                                              [&](i32 j) { return gV.row(j); });
 
-  float4 rdK[Config::kRowsPerThread][Config::kVectorsPerThread], rdV[Config::kRowsPerThread][Config::kVectorsPerThread];
+  OutputTile<Config> rdK, rdV;
   clear<Config>(rdK);
   clear<Config>(rdV);
   i32 group = p.heads / p.heads_kv;
@@ -198,13 +191,14 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dkdv_simt_kernel(c
     for (i32 m = queries.begin / Config::kBlockN; m < ceil_div(queries.end, Config::kBlockN); ++m) {
       i32 i_begin = m * Config::kBlockN;
       // Load Q and dO
-      load_tile<Config, Load, Config::kBlockN, T>(shared.sStream, i_begin, s.seqlen_q, p.head_dim, [&](i32 i) { return gQ + i * p.q_strides.row; });
+      load_tile<Config, Load, Config::kBlockN, T>(shared.sStream, i_begin, s.seqlen_q, p.head_dim,
+                                                  [&](i32 i) { return gQ + i * p.q_strides.row; });
       load_tile<Config, Load, Config::kBlockN, Out>(shared.sStreamGrad, i_begin, s.seqlen_q, p.head_dim_v,
                                                     [&](i32 i) { return gdO + i * p.dout_strides.row; });
-      copy_commit();
-      copy_wait<0>();
+      cp_async_commit();
+      cp_async_wait<0>();
       __syncthreads();
-      // P^T and dS^T from S^T and dP^T
+      // Compute P^T and dS^T from S^T and dP^T
       ScoreTile<Config> rS, rD;
       product_abt<Config>(rS, shared.sOwn, shared.sStream);
       product_abt<Config>(rD, shared.sOwnGrad, shared.sStreamGrad);
@@ -213,9 +207,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dkdv_simt_kernel(c
       for (i32 n = 0; n < Config::kColsPerThread; ++n) {
         i32 i = i_begin + column_group() + 8 * n;
         bool is_inside = i < s.seqlen_q;
-        i64 at = s.stat_row + head * p.lse_head_stride + i;
-        float lse_log2 = is_inside ? p.lse_log2[at] : infinity();
-        float delta = is_inside ? p.delta[at] : 0.0f;
+        i64 stat = stat_index(p, s, head, i);
+        float lse_log2 = is_inside ? p.lse_log2[stat] : infinity();
+        float delta = is_inside ? p.delta[stat] : 0.0f;
 #pragma unroll
         for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
           i32 j = j_begin + row_of<Config>(t);
@@ -227,7 +221,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dkdv_simt_kernel(c
               drop = bits.factor(bits.words(i, j / 8), j % 8);
               if constexpr (mutates(Mutation::dropout_backward)) drop = 1.0f;
             }
-            backward_element<ScoreMod>(scorer, p.scale, rS[t][n], rD[t][n], drop, lse_log2, delta, i, j, p_dropped, ds, chain);
+            backward_element<ScoreMod>(scorer, p.scale, rS[t][n], rD[t][n], drop, lse_log2, delta, i, j, p_dropped, ds,
+                                       chain);
           }
           rS[t][n] = p_dropped;
           rD[t][n] = ds * chain;
@@ -241,7 +236,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dkdv_simt_kernel(c
       __syncthreads();
     }
   }
-  copy_wait<0>();
+  cp_async_wait<0>();
   KeyRows<T, KvSource> gdK(static_cast<T*>(p.dk), p.dk_strides, p, s, kv_head);
   KeyRows<T, KvSource> gdV(static_cast<T*>(p.dv), p.dv_strides, p, s, kv_head);
   store_rows<Config, Load>(gdK.base, p.dk_strides.row, j_begin, s.seqlen_k, p.head_dim, rdK);
@@ -256,8 +251,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dbias_simt_kernel(
   extern __shared__ __align__(16) char shared_bytes[];
   BwdSimtStorage<Config>& shared = *reinterpret_cast<BwdSimtStorage<Config>*>(shared_bytes);
 
-  // Find this block's tile of the bias; an axis of size 1 is walked over whole
-  bool all_b = p.bias_sizes[0] == 1, all_h = p.bias_sizes[1] == 1, all_i = p.bias_sizes[2] == 1, all_j = p.bias_sizes[3] == 1;
+  // Find this block's tile of the bias. The block streams all of an axis of size 1
+  bool all_b = p.bias_sizes[0] == 1, all_h = p.bias_sizes[1] == 1;
+  bool all_i = p.bias_sizes[2] == 1, all_j = p.bias_sizes[3] == 1;
   i32 num_m_blocks = ceil_div(p.seqlen_q, Config::kBlockM), num_n_blocks = ceil_div(p.seqlen_k, Config::kBlockN);
   i32 tile = blockIdx.x;
   i32 n_tile = all_j ? 0 : tile % num_n_blocks;
@@ -287,7 +283,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dbias_simt_kernel(
         Range keys = key_range<Mask>(p, s, i_begin, min_of(i_begin + Config::kBlockM, s.seqlen_q));
         if (i_begin >= s.seqlen_q || keys.begin >= keys.end) continue;
         // Load Q and dO
-        load_tile<Config, Load, Config::kBlockM, T>(shared.sOwn, i_begin, s.seqlen_q, p.head_dim, [&](i32 i) { return gQ + i * p.q_strides.row; });
+        load_tile<Config, Load, Config::kBlockM, T>(shared.sOwn, i_begin, s.seqlen_q, p.head_dim,
+                                                    [&](i32 i) { return gQ + i * p.q_strides.row; });
         load_tile<Config, Load, Config::kBlockM, Out>(shared.sOwnGrad, i_begin, s.seqlen_q, p.head_dim_v,
                                                       [&](i32 i) { return gdO + i * p.dout_strides.row; });
         float lse_log2[Config::kRowsPerThread], delta[Config::kRowsPerThread];
@@ -296,15 +293,19 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dbias_simt_kernel(
           i32 j_begin = n * Config::kBlockN;
           if (j_begin >= keys.end || j_begin + Config::kBlockN <= keys.begin) continue;
           // Load K and V
-          load_tile<Config, Load, Config::kBlockN, T>(shared.sStream, j_begin, s.seqlen_k, p.head_dim, [&](i32 j) { return gK.row(j); });
-          load_tile<Config, Load, Config::kBlockN, T>(shared.sStreamGrad, j_begin, s.seqlen_k, p.head_dim_v, [&](i32 j) { return gV.row(j); });
-          copy_commit();
-          copy_wait<0>();
+          load_tile<Config, Load, Config::kBlockN, T>(shared.sStream, j_begin, s.seqlen_k, p.head_dim,
+                                                      [&](i32 j) { return gK.row(j); });
+          load_tile<Config, Load, Config::kBlockN, T>(shared.sStreamGrad, j_begin, s.seqlen_k, p.head_dim_v,
+                                                      [&](i32 j) { return gV.row(j); });
+          cp_async_commit();
+          cp_async_wait<0>();
           __syncthreads();
+          // Compute dS from S and dP, and add it up
           ScoreTile<Config> rS, rD;
           product_abt<Config>(rS, shared.sOwn, shared.sStream);
           product_abt<Config>(rD, shared.sOwnGrad, shared.sStreamGrad);
-          query_tile<Config, Mask, ScoreMod, Dropout, false>(p, s, head, scorer, i_begin, j_begin, lse_log2, delta, rS, rD);
+          query_tile<Config, Mask, ScoreMod, Dropout, false>(p, s, head, scorer, i_begin, j_begin, lse_log2, delta, rS,
+                                                             rD);
 #pragma unroll
           for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
 #pragma unroll
@@ -312,13 +313,13 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dbias_simt_kernel(
           }
           __syncthreads();
         }
-        copy_wait<0>();
+        cp_async_wait<0>();
         __syncthreads();
       }
     }
   }
 
-  // Sum over what is broadcast inside the tile, in shared memory, and store
+  // Sum over the broadcast axes inside the tile, in shared memory, and store
   store_scores<Config>(shared.sP, rSum);
   __syncthreads();
   i64 base = (bias_batch * p.bias_sizes[1] + bias_head) * p.bias_sizes[2] * p.bias_sizes[3];

@@ -1,16 +1,20 @@
-// Attention forward in float32 arithmetic: FlashAttention-2's loop on FFMA, for every architecture and every option.
+// Attention forward in float32 arithmetic (FFMA), for every architecture and option. FlashAttention-2, section 3.1.
 //
-// Grid: one block for each (m_block, split of the keys, head, batch), in one dimension, m_block fastest so that neighbours share K and V
-// in L2; the last m_block first, since under a causal mask it has the most keys. Where there are splits, each leaves its sum of P V, its
-// m and its l for fwd_combine_kernel.
-// Block: kBlockM queries; each warp owns 4 * kRowsPerThread of them from scores to output, so P needs no block barrier.
-// Shared: sQ [kBlockM][kRowStride], sK and sV [kBlockN][kRowStride], sP [kBlockM][kScoreStride], float32.
-// Pipeline: K(n+1) is copied while P(n) V(n) is computed, V(n+1) while S(n+1) is, each into the buffer just freed.
+// Grid:      one block per (m_block, split of the keys, head, batch), in one dimension. m_block is fastest, so that
+//            neighbouring blocks share K and V in L2; the last m_block comes first, since it sees the most keys under a
+//            causal mask. A split stores its sum of P V, its m and its l for fwd_combine_kernel.
+// Block:     kBlockM queries. Each warp owns 4 * kRowsPerThread of them from scores to output, so P needs no block
+//            barrier.
+// Shared:    sQ [kBlockM][kRowStride], sK and sV [kBlockN][kRowStride], sP [kBlockM][kScoreStride], float32.
+// Mainloop:  K(n+1) is copied while P(n) V(n) is computed, V(n+1) while S(n+1) is; each goes to the buffer just
+//            released.
 #pragma once
 
+#include "flashtile/attn/block_range.cuh"
 #include "flashtile/attn/dropout.cuh"
 #include "flashtile/attn/mask.cuh"
 #include "flashtile/attn/merge.cuh"
+#include "flashtile/attn/online_softmax.cuh"
 #include "flashtile/attn/score_mod.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/tile/simt_gemm.cuh"
@@ -30,25 +34,23 @@ template <class Config>
 struct FwdSimtState {
   float m[Config::kRowsPerThread];
   float l[Config::kRowsPerThread];
-  float4 rO[Config::kRowsPerThread][Config::kVectorsPerThread];
+  OutputTile<Config> rO;
 };
 
-// The maximum (base 2) after a tile whose own is tile_max: the old one as long as no probability is above 2. Raised by a hair with every tile, as
-// under ALiBi, it would scale the first keys down once a tile, by a factor off by the same bit each time: 5.9e-6 of an lse over 122 tiles on an
-// NVIDIA H200. Now what has been scaled twice weighs at most a quarter. Scope: thread.
-FT_DEVICE float raised_max(float m, float tile_max) { return tile_max > m + 1.0f ? tile_max : m; }
-
-// One tile of scores: product, score modifiers, mask, online softmax; leaves P, with dropout, in shared memory. Scope: warp.
+// Turns a tile of dot products into P: score modifiers, mask, online softmax, dropout. Leaves P in shared memory and
+// rescales O. Scope: warp.
 template <class Config, class Mask, class ScoreMod, class Dropout, bool kIsMasked>
-FT_DEVICE void fwd_simt_scores(const Params& p, const Sequence& s, i32 head, const Scorer<ScoreMod>& scorer, i32 i_begin, i32 j_begin,
-                               FwdSimtStorage<Config>& shared, FwdSimtState<Config>& state, float (&rS)[Config::kRowsPerThread][Config::kColsPerThread]) {
+FT_DEVICE void fwd_simt_scores(const Params& p, const Sequence& s, i32 head, const Scorer<ScoreMod>& scorer,
+                               i32 i_begin, i32 j_begin, FwdSimtStorage<Config>& shared, FwdSimtState<Config>& state,
+                               ScoreTile<Config>& rS) {
   constexpr i32 kCols = Config::kColsPerThread;
-  // P goes to shared memory as it is made: 5 % faster with 8 x 8 scores on an NVIDIA H200, the same with fewer. Dropout needs all of it
+  // Store each P as soon as it is computed: 5 % faster with 8 x 8 scores on an NVIDIA H200, no change with fewer. Not
+  // with dropout, which needs the whole row
   constexpr bool kStoresEarly = !Dropout::kIsOn && Config::kRowsPerThread * kCols >= 64;
 #pragma unroll
   for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
     i32 i = i_begin + row_of<Config>(t);
-    // Scores in base 2, -inf where masked
+    // Compute scores in base 2, -inf where masked
 #pragma unroll
     for (i32 n = 0; n < kCols; ++n) {
       i32 j = j_begin + column_group() + 8 * n;
@@ -60,15 +62,16 @@ FT_DEVICE void fwd_simt_scores(const Params& p, const Sequence& s, i32 head, con
         rS[t][n] = scorer.score(rS[t][n], i, j, tanh);
       }
     }
-    // Raise the maximum if it is too low, and scale down what was gathered under the old one
+    // Raise the maximum if it is too low
     float tile_max = rS[t][0];
 #pragma unroll
     for (i32 n = 1; n < kCols; ++n) tile_max = fmaxf(tile_max, rS[t][n]);
     float m_new = raised_max(state.m[t], row_max(tile_max));
     if constexpr (mutates(Mutation::stale_max)) m_new = state.m[t] == -infinity() ? m_new : state.m[t];
-    float shift = m_new == -infinity() ? 0.0f : m_new;
+    float shift = shift_of(m_new);
     float alpha = exp2_approx(state.m[t] - shift);
     if constexpr (mutates(Mutation::skip_rescale)) alpha = 1.0f;
+    // Compute P and its sum
     float* sP = shared.sP + row_of<Config>(t) * Config::kScoreStride + column_group();
     float sum = 0.0f;
 #pragma unroll
@@ -79,6 +82,7 @@ FT_DEVICE void fwd_simt_scores(const Params& p, const Sequence& s, i32 head, con
     }
     state.m[t] = m_new;
     state.l[t] = state.l[t] * alpha + row_sum(sum);
+    // Rescale O
 #pragma unroll
     for (i32 u = 0; u < Config::kVectorsPerThread; ++u) {
       state.rO[t][u].x *= alpha;
@@ -95,14 +99,14 @@ template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo
 __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_simt_kernel(const FT_GRID_CONSTANT Params p) {
   using T = typename Config::Element;
   using Out = typename Config::OutElement;
-  // Steps of the products at a time, on an NVIDIA H200: for 8 x 8 scores two are 2 % slower than one, for 4 x 8 at d = 128 one is 12 % slower
-  // than two; of P V two are 3 % faster than one at 64 x 64, d = 64, and slower where a row of O is longer
+  // Unrolling on an NVIDIA H200. Q K^T: 2 is 2 % slower than 1 for 8 x 8 scores, and 12 % faster for 4 x 8 at d = 128.
+  // P V: 2 is 3 % faster than 1 at 64 x 64, d = 64, and slower for longer rows of O
   constexpr i32 kUnrollS = Config::kRowsPerThread * Config::kColsPerThread >= 64 ? 1 : 2;
   constexpr i32 kUnrollO = Config::kVectorsPerThread <= 2 ? 2 : 1;
   extern __shared__ __align__(16) char shared_bytes[];
   FwdSimtStorage<Config>& shared = *reinterpret_cast<FwdSimtStorage<Config>*>(shared_bytes);
 
-  // Find this block's queries
+  // Find this block's queries and keys
   i32 num_m_blocks = ceil_div(p.seqlen_q, Config::kBlockM);
   i32 m_block = num_m_blocks - 1 - static_cast<i32>(blockIdx.x % num_m_blocks);
   i32 rest = blockIdx.x / num_m_blocks;
@@ -119,27 +123,26 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_simt_kernel(const 
   Range keys = key_range<Mask>(p, s, i_begin, min_of(i_begin + Config::kBlockM, s.seqlen_q));
   i32 n_begin = keys.begin / Config::kBlockN, n_end = ceil_div(keys.end, Config::kBlockN);
   if constexpr (mutates(Mutation::drop_last_tile)) n_end = n_end - 1 > n_begin ? n_end - 1 : n_end;
-  if (p.num_splits > 1) {
-    i32 share = ceil_div(max_of(n_end - n_begin, 0), p.num_splits);
-    n_begin += split * share;
-    n_end = min_of(n_end, n_begin + share);
-  }
+  split_tiles(p, split, n_begin, n_end);
 
   auto load_k = [&](i32 n) {
     if (n < n_end) {
-      load_tile<Config, Load, Config::kBlockN, T>(shared.sK, n * Config::kBlockN, s.seqlen_k, p.head_dim, [&](i32 j) { return gK.row(j); });
+      load_tile<Config, Load, Config::kBlockN, T>(shared.sK, n * Config::kBlockN, s.seqlen_k, p.head_dim,
+                                                  [&](i32 j) { return gK.row(j); });
     }
-    copy_commit();
+    cp_async_commit();
   };
   auto load_v = [&](i32 n) {
     if (n < n_end) {
-      load_tile<Config, Load, Config::kBlockN, T>(shared.sV, n * Config::kBlockN, s.seqlen_k, p.head_dim_v, [&](i32 j) { return gV.row(j); });
+      load_tile<Config, Load, Config::kBlockN, T>(shared.sV, n * Config::kBlockN, s.seqlen_k, p.head_dim_v,
+                                                  [&](i32 j) { return gV.row(j); });
     }
-    copy_commit();
+    cp_async_commit();
   };
 
   // Load Q and the first K and V
-  load_tile<Config, Load, Config::kBlockM, T>(shared.sQ, i_begin, s.seqlen_q, p.head_dim, [&](i32 i) { return gQ + i * p.q_strides.row; });
+  load_tile<Config, Load, Config::kBlockM, T>(shared.sQ, i_begin, s.seqlen_q, p.head_dim,
+                                              [&](i32 i) { return gQ + i * p.q_strides.row; });
   load_k(n_begin);
   load_v(n_begin);
 
@@ -148,63 +151,60 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_simt_kernel(const 
   for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
     state.m[t] = -infinity();
     state.l[t] = 0.0f;
-#pragma unroll
-    for (i32 u = 0; u < Config::kVectorsPerThread; ++u) state.rO[t][u] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
+  clear<Config>(state.rO);
 
   Scorer<ScoreMod> scorer(p, s, head);
   if constexpr (mutates(Mutation::divergent_barrier)) if (threadIdx.x % 2 == 0) __syncthreads();
   for (i32 n = n_begin; n < n_end; ++n) {
     i32 j_begin = n * Config::kBlockN;
     float rS[Config::kRowsPerThread][Config::kColsPerThread];
-    // Wait for the K tile, multiply, hand its buffer to the next one
-    copy_wait<1>();
+    // Wait for the K tile
+    cp_async_wait<1>();
     __syncthreads();
+    // S = Q K^T, then load the next K tile into the same buffer
     product_abt<Config, kUnrollS>(rS, shared.sQ, shared.sK);
     __syncthreads();
     load_k(n + 1);
-    // Softmax of the tile; only edges pay for the mask
+    // Compute P; only edge tiles pay for the mask
     if (needs_mask<Mask>(p, s, i_begin, Config::kBlockM, j_begin, Config::kBlockN)) {
       fwd_simt_scores<Config, Mask, ScoreMod, Dropout, true>(p, s, head, scorer, i_begin, j_begin, shared, state, rS);
     } else {
       fwd_simt_scores<Config, Mask, ScoreMod, Dropout, false>(p, s, head, scorer, i_begin, j_begin, shared, state, rS);
     }
-    // Wait for the V tile, multiply, hand its buffer to the next one
-    copy_wait<1>();
+    // Wait for the V tile
+    cp_async_wait<1>();
     __syncthreads();
+    // O += P V, then load the next V tile into the same buffer
     product_pb<Config, kUnrollO>(state.rO, shared.sP, shared.sV);
     __syncthreads();
     load_v(n + 1);
   }
 
-  // Let the sink join (once: in the combination, where there is one), normalise, store O and lse
-  bool is_part = p.num_splits > 1;
-  float sink = p.sinks == nullptr || is_part ? -infinity() : p.sinks[head] * kLog2e;
+  // Finish the softmax, normalise and store O and lse; of a split the sum of P V, m and l
+  bool is_split = p.num_splits > 1;
+  float sink = p.sinks == nullptr || is_split ? -infinity() : p.sinks[head] * kLog2e;
   Out* gO = query_rows(static_cast<Out*>(p.out), p.out_strides, s, head);
 #pragma unroll
   for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
     i32 i = i_begin + row_of<Config>(t);
-    float m_new = fmaxf(state.m[t], sink);
-    float shift = m_new == -infinity() ? 0.0f : m_new;
-    float alpha = exp2_approx(state.m[t] - shift);
-    float l = state.l[t] * alpha + exp2_approx(sink - shift);
-    if constexpr (mutates(Mutation::sink_twice)) l += exp2_approx(sink - shift);
-    float factor = l == 0.0f ? 0.0f : alpha / l;
-    if constexpr (mutates(Mutation::empty_row)) factor = alpha / l;
-    if (is_part) factor = 1.0f;
+    RowStats stats = join_sink(state.m[t], state.l[t], sink, [](float l) { return l; });
+    float norm = stats.norm();
+    if (is_split) norm = 1.0f;
     if (i >= s.seqlen_q) continue;
-    i64 stat = s.stat_row + head * p.lse_head_stride + i;
+    i64 stat = stat_index(p, s, head, i);
     i64 part = split * p.lse_size + stat;
-    if (column_group() == 0) store_stats(p, is_part, part, stat, m_new, l);
+    if (column_group() == 0) store_stats(p, is_split, part, stat, stats.m, stats.l);
     if constexpr (mutates(Mutation::out_of_bounds)) p.lse[p.lse_size] = 0.0f;
 #pragma unroll
     for (i32 u = 0; u < Config::kVectorsPerThread; ++u) {
       float4 o = state.rO[t][u];
-      o = make_float4(o.x * factor, o.y * factor, o.z * factor, o.w * factor);
-      if (is_part) {
-        store_four<float, Load::kIsWide>(p.partial_out + part * p.head_dim_v, 4 * column_group() + 32 * u, p.head_dim_v, o);
+      o = make_float4(o.x * norm, o.y * norm, o.z * norm, o.w * norm);
+      if (is_split) {
+        store_four<float, Load::kIsAligned16>(p.partial_out + part * p.head_dim_v, 4 * column_group() + 32 * u,
+                                              p.head_dim_v, o);
       } else {
-        store_four<Out, Load::kIsWide>(gO + i * p.out_strides.row, 4 * column_group() + 32 * u, p.head_dim_v, o);
+        store_four<Out, Load::kIsAligned16>(gO + i * p.out_strides.row, 4 * column_group() + 32 * u, p.head_dim_v, o);
       }
     }
   }

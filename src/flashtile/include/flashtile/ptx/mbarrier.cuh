@@ -1,28 +1,33 @@
-// Barriers in shared memory that count arrivals and bytes. Scope: thread. (PTX ISA: Parallel Synchronization and Communication, mbarrier)
+// mbarriers: shared-memory barriers that count arrivals and transferred bytes. Scope of every function: thread.
+// (PTX ISA: Parallel Synchronization and Communication, mbarrier)
 #pragma once
 
 #include "flashtile/ptx/sync.cuh"
 
 namespace flashtile {
 
+// (PTX ISA: mbarrier.init)
 FT_DEVICE void mbarrier_init(u64& barrier, u32 num_arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(num_arrivals) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(num_arrivals)
+               : "memory");
 }
 
-// Makes the initialised barriers visible to the copy engine. (PTX ISA: fence.mbarrier_init)
+// Makes initialised barriers visible to TMA. (PTX ISA: fence.mbarrier_init)
 FT_DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+// (PTX ISA: mbarrier.arrive)
 FT_DEVICE void mbarrier_arrive(u64& barrier) {
   jitter();
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
-// Arrives, and holds the phase open until so many bytes were copied.
+// Arrives; the phase then also waits for num_bytes of copies. (PTX ISA: mbarrier.arrive.expect_tx)
 FT_DEVICE void mbarrier_arrive_expect(u64& barrier, u32 num_bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(num_bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(num_bytes)
+               : "memory");
 }
 
-// One bounded wait for the end of the phase of the given parity.
+// Waits a bounded time; true if the phase of the given parity has completed. (PTX ISA: mbarrier.try_wait)
 FT_DEVICE bool mbarrier_try_wait(u64& barrier, u32 parity) {
   u32 is_done;
   asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
@@ -32,6 +37,7 @@ FT_DEVICE bool mbarrier_try_wait(u64& barrier, u32 parity) {
   return is_done != 0;
 }
 
+// Waits until the phase of the given parity has completed.
 FT_DEVICE void mbarrier_wait(u64& barrier, u32 parity) {
   jitter();
   while (!mbarrier_try_wait(barrier, parity)) {

@@ -1,4 +1,4 @@
-// Ordering of warpgroup products and the descriptors of their operands in shared memory. Scope: warpgroup.
+// Ordering of warpgroup products (wgmma) and the shared-memory descriptors of their operands. Scope: warpgroup.
 // (PTX ISA: Asynchronous Warpgroup Level Matrix Instructions)
 #pragma once
 
@@ -7,7 +7,8 @@
 
 namespace flashtile {
 
-// Before the first product that reads or adds to registers written by other instructions. (PTX ISA: wgmma.fence)
+// Call before the first product that reads or accumulates into registers written by other instructions.
+// (PTX ISA: wgmma.fence)
 FT_DEVICE void wgmma_fence() {
   jitter();
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -16,26 +17,29 @@ FT_DEVICE void wgmma_fence() {
 // Closes a group of products. (PTX ISA: wgmma.commit_group)
 FT_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Until at most kPending groups are under way. (PTX ISA: wgmma.wait_group)
+// Waits until at most kPending groups are in flight. (PTX ISA: wgmma.wait_group)
 template <i32 kPending>
 FT_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps the compiler from moving what reads or writes these registers across this point. No instruction.
+// Stops the compiler from moving reads and writes of these registers across this point. Emits no instruction.
 template <i32 kCount>
 FT_DEVICE void pin_registers(float (&r)[kCount]) {
 #pragma unroll
   for (i32 i = 0; i < kCount; ++i) asm volatile("" : "+f"(r[i])::"memory");
 }
 
-// The descriptor of a tile in shared memory, 128-byte swizzled: slabs of 64 16-bit columns, each [rows][128 bytes], on 1024-byte boundaries.
-// Its low half says where: start address, and the distance of slabs, which matters where the columns are the N axis. Offsets inside the tile,
-// in units of 16 bytes, are added to it. Its high half is always the same. (PTX ISA: Matrix Descriptor Format)
-FT_DEVICE u32 tile_base(const void* tile, u32 slab_bytes) { return (slab_bytes >> 4) << 16 | (shared_address(tile) & 0x3ffff) >> 4; }
+// Descriptor of a 128-byte swizzled tile: slabs of 64 16-bit columns, each [rows][128 bytes], 1024-byte aligned.
+// tile_base is the low half: start address and slab stride; the stride matters only where columns are the N axis. Add
+// offsets inside the tile to it, in units of 16 bytes. The high half is the same for every tile. Scope: thread.
+// (PTX ISA: Matrix Descriptor Format)
+FT_DEVICE u32 tile_base(const void* tile, u32 slab_bytes) {
+  return (slab_bytes >> 4) << 16 | (shared_address(tile) & 0x3ffff) >> 4;
+}
 FT_DEVICE u64 tile_descriptor(u32 base) {
   constexpr u64 kSwizzle128 = 1ull << 62;
-  constexpr u64 kEightRows = static_cast<u64>(1024 >> 4) << 32;
+  constexpr u64 kEightRows = static_cast<u64>(1024 >> 4) << 32;  // stride between groups of 8 rows
   return kSwizzle128 | kEightRows | base;
 }
 

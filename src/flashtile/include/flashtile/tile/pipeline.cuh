@@ -1,16 +1,32 @@
-// Where a producer or a consumer stands in a ring of stages: the number of tiles it has been through. Scope: thread.
+// A ring of shared-memory stages between a producer and its consumers. Each side counts the tiles it has been through;
+// stage and phase follow from the count. full[stage] completes when a tile has arrived, empty[stage] when every
+// consumer warp has released it. All stages start empty.
 #pragma once
 
 #include "flashtile/ptx/mbarrier.cuh"
 
 namespace flashtile {
 
-// A consumer waits for full[stage] with `phase`, a producer for empty[stage] with the other parity: all stages begin empty.
 template <i32 kNumStages>
 struct Ring {
   static_assert((kNumStages & (kNumStages - 1)) == 0);
+  // Scope of all: thread.
   FT_DEVICE static u32 stage(u32 count) { return count % kNumStages; }
   FT_DEVICE static u32 phase(u32 count) { return count / kNumStages % 2; }
+  // Consumer: waits for tile number count.
+  FT_DEVICE static void wait_full(u64 (&full)[kNumStages], u32 count) {
+    mbarrier_wait(full[stage(count)], phase(count));
+  }
+  // Producer: waits until the stage of tile number count is free.
+  FT_DEVICE static void wait_empty(u64 (&empty)[kNumStages], u32 count) {
+    mbarrier_wait(empty[stage(count)], phase(count) ^ 1);
+  }
 };
+
+// Releases a stage: one arrival per consumer warp. Lane 31 arrives: racecheck tracks only a warp's last reader.
+// Scope: warp.
+FT_DEVICE void release_stage(u64& empty) {
+  if (threadIdx.x % 32 == 31) mbarrier_arrive(empty);
+}
 
 }  // namespace flashtile

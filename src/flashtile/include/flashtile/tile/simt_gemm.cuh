@@ -1,28 +1,37 @@
-// The two products of the simt family, on float32 tiles in shared memory. Scope: warp; no synchronisation inside.
+// The two products of the simt family, on float32 tiles in shared memory. Scope: warp; no synchronisation inside unless
+// stated.
 //
-// Lanes: row group = lane / 8, column group = lane % 8. A thread's rows are row_group + 4 * t, its score columns column_group + 8 * n,
-// its output columns 4 * column_group + 32 * u + (0..3): 8 lanes read 128 consecutive bytes, the row groups read by broadcast.
+// Lanes: row group = lane / 8, column group = lane % 8. A thread's rows are row_group + 4 * t, its score columns
+// column_group + 8 * n, its output columns 4 * column_group + 32 * u + (0..3). So 8 lanes read 128 consecutive bytes,
+// and the row groups read by broadcast.
 #pragma once
 
-#include "flashtile/core/mutation.cuh"
-#include "flashtile/core/vec.cuh"
+#include "flashtile/core/reduce.cuh"
+#include "flashtile/tile/copy.cuh"
 #include "flashtile/tile/simt_config.cuh"
 
 namespace flashtile {
 
+// A thread's scores, and its accumulators of an output tile.
+template <class Config>
+using ScoreTile = float[Config::kRowsPerThread][Config::kColsPerThread];
+template <class Config>
+using OutputTile = float4[Config::kRowsPerThread][Config::kVectorsPerThread];
+
+// Scope: thread.
 FT_DEVICE i32 warp_idx() { return threadIdx.x / 32; }
 FT_DEVICE i32 row_group() { return threadIdx.x % 32 / 8; }
 FT_DEVICE i32 column_group() { return threadIdx.x % 8; }
 
-// Row number t of this thread inside the block.
+// Row t of this thread inside the block. Scope: thread.
 template <class Config>
 FT_DEVICE i32 row_of(i32 t) {
   return warp_idx() * 4 * Config::kRowsPerThread + 4 * t + row_group();
 }
 
-// S = A B^T over the head dimension: rows of A are the block's, rows of B the streaming ones.
+// S = A B^T over the head dimension. Rows of A are the block's own, rows of B are streamed.
 template <class Config, i32 kUnroll = 2>
-FT_DEVICE void product_abt(float (&rS)[Config::kRowsPerThread][Config::kColsPerThread], const float* sA, const float* sB) {
+FT_DEVICE void product_abt(ScoreTile<Config>& rS, const float* sA, const float* sB) {
   constexpr i32 kRows = Config::kRowsPerThread, kCols = Config::kColsPerThread, kStride = Config::kRowStride;
   const float* a = sA + row_of<Config>(0) * kStride;
   const float* b = sB + column_group() * kStride;
@@ -50,9 +59,9 @@ FT_DEVICE void product_abt(float (&rS)[Config::kRowsPerThread][Config::kColsPerT
   }
 }
 
-// O += P B: P are the warp's own scores in shared memory, rows of B the streaming ones.
+// O += P B. P are the warp's own scores in shared memory, rows of B are streamed.
 template <class Config, i32 kUnroll = 1>
-FT_DEVICE void product_pb(float4 (&rO)[Config::kRowsPerThread][Config::kVectorsPerThread], const float* sP, const float* sB) {
+FT_DEVICE void product_pb(OutputTile<Config>& rO, const float* sP, const float* sB) {
   constexpr i32 kRows = Config::kRowsPerThread, kVectors = Config::kVectorsPerThread;
   const float* p = sP + row_of<Config>(0) * Config::kScoreStride;
   const float* b = sB + 4 * column_group();
@@ -79,9 +88,9 @@ FT_DEVICE void product_pb(float4 (&rO)[Config::kRowsPerThread][Config::kVectorsP
   }
 }
 
-// The warp's scores to shared memory, each row where product_pb reads it.
+// Stores the warp's scores where product_pb reads them. Synchronises the warp before and after.
 template <class Config>
-FT_DEVICE void store_scores(float* sP, const float (&rS)[Config::kRowsPerThread][Config::kColsPerThread]) {
+FT_DEVICE void store_scores(float* sP, const ScoreTile<Config>& rS) {
   __syncwarp();
 #pragma unroll
   for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
@@ -93,30 +102,33 @@ FT_DEVICE void store_scores(float* sP, const float (&rS)[Config::kRowsPerThread]
 }
 
 // Reductions over the 8 lanes that share a row.
-FT_DEVICE float row_max(float x) {
+FT_DEVICE float row_max(float x) { return lanes_max<8>(x); }
+FT_DEVICE float row_sum(float x) { return lanes_sum<8>(x); }
+
+// Zeros the accumulators. Scope: thread.
+template <class Config>
+FT_DEVICE void clear(OutputTile<Config>& rO) {
 #pragma unroll
-  for (i32 lane = 4; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lane));
-  return x;
-}
-FT_DEVICE float row_sum(float x) {
+  for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
 #pragma unroll
-  for (i32 lane = 4; lane > 0; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
-  return x;
+    for (i32 u = 0; u < Config::kVectorsPerThread; ++u) rO[t][u] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
 }
 
-// Loads rows [first, first + kRows) of a tensor into shared memory, zeros behind num_rows and num_columns. `row_at(r)` is the address
-// of row r. All threads of the block take part; copies may be asynchronous.
-template <class Config, class Load, i32 kRows, typename T, class RowAt>
-FT_DEVICE void load_tile(float* sTile, i32 first, i32 num_rows, i32 num_columns, RowAt row_at) {
-  constexpr i32 kElements = Access<T, Load::kIsWide>::kElements;
-  constexpr i32 kPerRow = Config::kHeadDim / kElements;
-#pragma unroll 4
-  for (i32 index = threadIdx.x; index < kRows * kPerRow; index += Config::kNumThreads) {
-    i32 r = index / kPerRow, column = index % kPerRow * kElements;
-    bool is_valid = first + r < num_rows && column < num_columns;
-    if constexpr (mutates(Mutation::tail_column)) is_valid = first + r < num_rows;
-    const T* source = is_valid ? row_at(first + r) + column : row_at(0);
-    copy_access<T, Load::kIsWide>(sTile + r * Config::kRowStride + column, source, is_valid);
+// Stores the accumulators to rows [first, first + kBlockM) of a tensor; drops rows from num_rows and columns from
+// num_columns on. Scope: thread.
+template <class Config, class Load, typename Element>
+FT_DEVICE void store_rows(Element* base, i64 row_stride, i32 first, i32 num_rows, i32 num_columns,
+                          const OutputTile<Config>& rO) {
+#pragma unroll
+  for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
+    i32 r = first + row_of<Config>(t);
+    if (r >= num_rows) continue;
+#pragma unroll
+    for (i32 u = 0; u < Config::kVectorsPerThread; ++u) {
+      store_four<Element, Load::kIsAligned16>(base + r * row_stride, 4 * column_group() + 32 * u, num_columns,
+                                              rO[t][u]);
+    }
   }
 }
 

@@ -1,0 +1,102 @@
+// Online softmax in base 2: running maximum m, running sum l, rescale factor alpha = 2^(m_old - m_new). Exponentials
+// are 2^(score - m). A maximum that lags behind the largest score is exact too, as long as 2^(score - m) stays in
+// range: each family raises m only when it must (kRescaleThresholdLog2). FlashAttention-2, section 3.1.
+#pragma once
+
+#include "flashtile/attn/params.cuh"
+#include "flashtile/core/math.cuh"
+#include "flashtile/core/mutation.cuh"
+#include "flashtile/core/reduce.cuh"
+
+namespace flashtile {
+
+// What exponents are lowered by: m, or 0 for a row that has seen no key. Scope: thread.
+FT_DEVICE float shift_of(float m) { return m == -infinity() ? 0.0f : m; }
+
+// The maximum of a simt row after a tile with maximum tile_max. It is raised only by more than 1: probabilities stay at
+// or below 2. Raised a little with every tile, as under ALiBi, it would rescale the first keys once per tile, each time
+// with the same rounding error: 5.9e-6 of an lse over 122 tiles on an NVIDIA H200. With the threshold, anything
+// rescaled twice weighs at most a quarter. Scope: thread.
+constexpr float kSimtRescaleThresholdLog2 = 1.0f;
+FT_DEVICE float raised_max(float m, float tile_max) {
+  return tile_max > m + kSimtRescaleThresholdLog2 ? tile_max : m;
+}
+
+// The softmax state of a thread's two rows of a score fragment (tile/fragment.cuh). Maxima are of unscaled scores:
+// `factor` turns them into base 2. l is this thread's part of the row sum; the epilogue adds up the quad.
+template <bool kRescalesLazily>
+struct OnlineSoftmax {
+  // Probabilities may grow to 2^8 before a maximum is raised: float32 sums and 16-bit P hold that
+  static constexpr float kRescaleThresholdLog2 = 8.0f;
+  float m[2], l[2], alpha[2];
+  bool is_raised;  // some row of the warp has a new maximum
+
+  FT_DEVICE OnlineSoftmax() : m{-infinity(), -infinity()}, l{0.0f, 0.0f}, alpha{1.0f, 1.0f}, is_raised(false) {}
+
+  // With kMayBeEmpty the row may have seen no key yet. Scope: thread.
+  template <bool kMayBeEmpty>
+  FT_DEVICE static float scaled_shift(float m, float factor) {
+    return kMayBeEmpty && m == -infinity() ? 0.0f : m * factor;
+  }
+
+  // Raises the maxima to those of a score tile and sets alpha. Scope: warp.
+  template <bool kIsFirst, bool kMayBeEmpty, i32 kScores>
+  FT_DEVICE void raise_maximum(float factor, const float (&rS)[kScores]) {
+    float m_new[2];
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      float tile_max[2] = {rS[2 * r], rS[2 * r + 1]};
+#pragma unroll
+      for (i32 b = 1; b < kScores / 4; ++b) {
+        tile_max[0] = fmaxf(tile_max[0], rS[4 * b + 2 * r]);
+        tile_max[1] = fmaxf(tile_max[1], rS[4 * b + 2 * r + 1]);
+      }
+      m_new[r] = quad_max(fmaxf(tile_max[0], tile_max[1]));
+      if constexpr (!kIsFirst) m_new[r] = fmaxf(m[r], m_new[r]);
+    }
+    is_raised = true;
+    if constexpr (mutates(Mutation::fwd_sm90_stale_max)) if (!kIsFirst) m_new[0] = m[0], m_new[1] = m[1];
+    if constexpr (kRescalesLazily && !kIsFirst) {
+      // Keep the old maxima while they are close enough for every row of the warp
+      bool is_far = (m_new[0] - m[0]) * factor > kRescaleThresholdLog2 ||
+                    (m_new[1] - m[1]) * factor > kRescaleThresholdLog2;
+      is_raised = __any_sync(0xffffffffu, is_far);
+    }
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      float m_old = m[r];
+      if (is_raised) m[r] = m_new[r];
+      if constexpr (!kIsFirst) alpha[r] = exp2_approx(fmaf(m_old, factor, -scaled_shift<kMayBeEmpty>(m[r], factor)));
+    }
+  }
+
+  // Turns scores into probabilities and adds them to l. Scope: thread.
+  template <bool kIsFirst, bool kMayBeEmpty, i32 kScores>
+  FT_DEVICE void exponentiate(float factor, float (&rS)[kScores]) {
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      float shift = scaled_shift<kMayBeEmpty>(m[r], factor), sum = 0.0f;
+#pragma unroll
+      for (i32 b = 0; b < kScores / 4; ++b) {
+#pragma unroll
+        for (i32 e = 0; e < 2; ++e) {
+          float& x = rS[4 * b + 2 * r + e];
+          x = exp2_approx(fmaf(x, factor, -shift));
+          sum += x;
+        }
+      }
+      l[r] = kIsFirst ? sum : fmaf(l[r], alpha[r], sum);
+    }
+  }
+
+  // Rescales O to the new maxima. Scope: thread.
+  template <i32 kOutputs>
+  FT_DEVICE void rescale(float (&rO)[kOutputs]) const {
+    if (!is_raised) return;
+    if constexpr (mutates(Mutation::fwd_sm90_rescale)) return;
+#pragma unroll
+    for (i32 x = 0; x < kOutputs; ++x) rO[x] *= alpha[x / 2 % 2];
+  }
+};
+
+}  // namespace flashtile

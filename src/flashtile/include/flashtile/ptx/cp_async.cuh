@@ -1,0 +1,33 @@
+// Asynchronous copies from global to shared memory by the threads themselves. One instruction per wrapper; no-ops where
+// the architecture has no cp.async. Scope of every function: thread. (PTX ISA: Data Movement, cp.async)
+#pragma once
+
+#include "flashtile/core/arch.cuh"
+#include "flashtile/core/types.cuh"
+
+namespace flashtile {
+
+// Starts a copy of kBytes (4 or 16) to shared memory; writes zeros if not valid. (PTX ISA: cp.async)
+template <i32 kBytes>
+FT_DEVICE void cp_async(float* shared, const void* global, bool is_valid) {
+  u32 address = static_cast<u32>(__cvta_generic_to_shared(shared));
+  i32 bytes = is_valid ? kBytes : 0;
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(bytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(global), "r"(bytes) : "memory");
+  }
+}
+
+// Closes the current group of this thread's copies. (PTX ISA: cp.async.commit_group)
+FT_DEVICE void cp_async_commit() {
+  if constexpr (kHasAsyncCopy) asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most kPending of this thread's groups are in flight. (PTX ISA: cp.async.wait_group)
+template <i32 kPending>
+FT_DEVICE void cp_async_wait() {
+  if constexpr (kHasAsyncCopy) asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace flashtile
