@@ -1,7 +1,9 @@
-"""Builds the C++ extension flashtile._C where torch's headers and a C++ compiler are there; without them flashtile is pure Python.
+"""Builds the C++ extension flashtile._C where torch's headers and a C++ compiler are there; without them flashtile is
+pure Python.
 
-FLASHTILE_EXTENSION=0 leaves the extension out; 1 makes it an error if it cannot be built. FLASHTILE_SANITIZE=address or undefined
-builds it for that sanitizer. FLASHTILE_ARCHS=sm_80,sm_90 puts compiled CUDA kernels for those architectures into the package.
+FLASHTILE_EXTENSION=0 leaves the extension out; 1 makes it an error if it cannot be built. FLASHTILE_SANITIZE=address or
+undefined builds it for that sanitizer. FLASHTILE_ARCHS=sm_80,sm_90 puts compiled CUDA kernels for those architectures
+into the package.
 """
 
 from __future__ import annotations
@@ -43,7 +45,14 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     # Chosen at run time: nothing else may be compiled with these
     avx2 = ["-mavx2", "-mfma", "-mf16c"]
     SOURCES["cpu/engine_avx2.cpp"] = avx2
-    SOURCES["cpu/engine_avx512.cpp"] = [*avx2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
+    SOURCES["cpu/engine_avx512.cpp"] = [
+        *avx2,
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512dq",
+        "-mavx512vl",
+        "-mprefer-vector-width=512",
+    ]
 FLAGS = [
     *("-std=c++17", "-O2", "-ftree-vectorize", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"),
     *("-ffp-contract=fast", "-fno-math-errno"),  # products and sums are fused where the processor can
@@ -54,7 +63,8 @@ PYTHON_TAG = "cp310"  # with the limited API of that version
 
 
 def find_torch() -> Path | None:
-    """The folder of the installed torch. Only its headers and libraries are needed; an isolated build cannot import it."""
+    """The folder of the installed torch. Only its headers and libraries are needed; an isolated build cannot import
+    it."""
     paths = [sysconfig.get_path("platlib"), sysconfig.get_path("purelib"), *sys.path, site.getusersitepackages()]
     for path in paths:
         torch = Path(path) / "torch"
@@ -81,12 +91,18 @@ class BuildExtension(build_ext):
             objects = [one for found in pool.map(compile_one, ext.sources) for one in found]
         target = self.get_ext_fullpath(ext.name)
         compiler.link_shared_object(
-            objects, target, libraries=ext.libraries, library_dirs=ext.library_dirs, extra_postargs=extra, target_lang="c++"
+            objects,
+            target,
+            libraries=ext.libraries,
+            library_dirs=ext.library_dirs,
+            extra_postargs=extra,
+            target_lang="c++",
         )
 
 
 class BuildPython(build_py):
-    """Adds CUDA kernels where they are asked for, made by `flashtile compile` with the torch and NVRTC that are installed."""
+    """Adds CUDA kernels where they are asked for, made by `flashtile compile` with the torch and NVRTC that are
+    installed."""
 
     def run(self) -> None:
         super().run()
@@ -95,7 +111,15 @@ class BuildPython(build_py):
         archs = re.findall(r"[^\s,;]+", os.environ.get("FLASHTILE_ARCHS", ""))
         if archs:
             # An isolated build hides torch by its PYTHONPATH
-            command = [sys.executable, "-m", "flashtile", "compile", "--embed", str(target), *(f"--arch={arch}" for arch in archs)]
+            command = [
+                sys.executable,
+                "-m",
+                "flashtile",
+                "compile",
+                "--embed",
+                str(target),
+                *(f"--arch={arch}" for arch in archs),
+            ]
             subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(Path("src").resolve())})
 
 
@@ -110,7 +134,8 @@ def extensions() -> list[Extension]:
     torch = find_torch()
     if wanted == "0" or (torch is None and wanted != "1"):
         print(
-            "flashtile: building without the C++ extension:", "FLASHTILE_EXTENSION=0" if wanted == "0" else "no torch 2.10 or newer found"
+            "flashtile: building without the C++ extension:",
+            "FLASHTILE_EXTENSION=0" if wanted == "0" else "no torch 2.10 or newer found",
         )
         return []
     if torch is None:
@@ -118,7 +143,14 @@ def extensions() -> list[Extension]:
     extension = Extension(
         "flashtile._C",
         [str(CSRC / name) for name in SOURCES],
-        depends=[str(path) for path in [*CSRC.rglob("*.h"), *CSRC.rglob("*.inc"), Path("src/flashtile/include/flashtile/attn/params.cuh")]],
+        depends=[
+            str(path)
+            for path in [
+                *CSRC.rglob("*.h"),
+                *CSRC.rglob("*.inc"),
+                Path("src/flashtile/include/flashtile/attn/params.cuh"),
+            ]
+        ],
         include_dirs=["src/flashtile/include", str(torch / "include")],
         define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)],
         library_dirs=[str(torch / "lib")],
@@ -130,4 +162,6 @@ def extensions() -> list[Extension]:
     return [extension]
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExtension, "build_py": BuildPython, "bdist_wheel": Abi3Wheel})
+setup(
+    ext_modules=extensions(), cmdclass={"build_ext": BuildExtension, "build_py": BuildPython, "bdist_wheel": Abi3Wheel}
+)

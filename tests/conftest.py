@@ -35,7 +35,8 @@ def poisoned_memory():
 
 @pytest.fixture
 def seed() -> int:
-    """A fresh seed for each test and run, shown when the test fails. FLASHTILE_SEED repeats one, and hypothesis draws the same then."""
+    """A fresh seed for each test and run, shown when the test fails. FLASHTILE_SEED repeats one, and hypothesis draws
+    the same then."""
     value = int(SEED or random.SystemRandom().randrange(2**31))
     print(f"FLASHTILE_SEED={value}")
     torch.manual_seed(value)

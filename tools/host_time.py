@@ -1,11 +1,12 @@
-"""What a call costs the host without a GPU: the CUDA backend behind a driver that launches nothing, CPU tensors in its calls.
+"""What a call costs the host without a GPU: the CUDA backend behind a driver that launches nothing, CPU tensors in its
+calls.
 
 python tools/host_time.py [--rounds 600]
 
-One batch, one head, 64 queries over 64 keys, d = 64. Prints the least time of a call in microseconds over rounds of 30 calls,
-interleaved: without a gradient, to be differentiated, with both passes by `torch.autograd.grad`, and the same of an `autograd.Function`
-that does nothing. What a real driver takes to launch and autograd's way to a GPU's thread are not in it: `flashtile bench --overhead` has
-both.
+One batch, one head, 64 queries over 64 keys, d = 64. Prints the least time of a call in microseconds over rounds of 30
+calls, interleaved: without a gradient, to be differentiated, with both passes by `torch.autograd.grad`, and the same of
+an `autograd.Function` that does nothing. What a real driver takes to launch and autograd's way to a GPU's thread are
+not in it: `flashtile bench --overhead` has both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Writes csrc/exec/arguments.inc: the arguments of the ops as C++ reads them, from problem.py. `--check` fails if the file is another."""
+"""Writes csrc/exec/arguments.inc: the arguments of the ops as C++ reads them, from problem.py. `--check` fails if the
+file is another."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from flashtile.problem import DENSE_OPTIONS, NUM_TENSORS, SCHEMA_TYPES, Attentio
 
 FILE = Path(__file__).resolve().parent.parent / "src/flashtile/csrc/exec/arguments.inc"
 HEAD = """\
-// Written by tools/make_arguments.py from problem.py: AttentionArgs and DENSE_OPTIONS. The includer defines what it needs of
+// Written by tools/make_arguments.py from problem.py: AttentionArgs and DENSE_OPTIONS. The includer defines what it
+// needs of
 //   FT_TENSOR(enumerator, "name")                 the tensors, which come first
 //   FT_ARGUMENT(enumerator, type, "schema")       every argument, in the order of the schema
 //   FT_DENSE(enumerator)                          the arguments of the `dense` overloads, in the order of their schemas

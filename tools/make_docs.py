@@ -103,7 +103,12 @@ def record(path: Path) -> str:
     if path.stem == "mutations":
         header, align = ["fault", "what is wrong", "problems", "seen as"], "--|--|--:|--"
         rows = [
-            [f"`{one['mutation']}`", one["what"], one["problems"] if one["found"] else "not found", one["complaint"].split("; ")[0]]
+            [
+                f"`{one['mutation']}`",
+                one["what"],
+                one["problems"] if one["found"] else "not found",
+                one["complaint"].split("; ")[0],
+            ]
             for one in found["mutations"]
         ]
     elif path.stem == "sanitize":
@@ -116,7 +121,8 @@ def record(path: Path) -> str:
         header, align = ["backend", "problems", "refused", "failed", "kernels"], "--|--:|--:|--:|--:"
         refused = {name: sum(reasons.values()) for name, reasons in found["refused"].items()}
         rows = [
-            [name, ran, refused.get(name, 0), found["failed"][name], found["kernels"].get(name, "")] for name, ran in found["ran"].items()
+            [name, ran, refused.get(name, 0), found["failed"][name], found["kernels"].get(name, "")]
+            for name, ran in found["ran"].items()
         ]
     lines = [" | ".join(map(str, row)) for row in (header, *rows)]
     table = "\n".join(f"| {line} |" for line in (lines[0], align.replace("|", " | "), *lines[1:]))
@@ -126,7 +132,10 @@ def record(path: Path) -> str:
 
 def origin(env: Environment) -> str:
     """One line with the device, the versions, the commit and the command."""
-    versions = [f"torch {env.torch}", *(f"{key} {value}" for key, value in (("cuDNN", env.cudnn), ("driver", env.driver)) if value)]
+    versions = [
+        f"torch {env.torch}",
+        *(f"{key} {value}" for key, value in (("cuDNN", env.cudnn), ("driver", env.driver)) if value),
+    ]
     commit = f"commit {env.commit or 'unknown'}{' with changes' if env.is_dirty else ''}"
     return f"{env.device}; {', '.join(versions)}; flashtile {env.flashtile}, {commit}, {env.date[:10]}; `{env.command}`"
 
@@ -199,7 +208,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         for source in sources:
             print("\n".join(f"{path.relative_to(options.root)}: drawn" for path in draw(source)))
-        complaints += [f"{path.relative_to(options.root)}: no CSV to draw it from" for path in out_of_date if not plots.is_current(path)]
+        complaints += [
+            f"{path.relative_to(options.root)}: no CSV to draw it from"
+            for path in out_of_date
+            if not plots.is_current(path)
+        ]
     for complaint in complaints:
         print(complaint + ("; run `make docs`" if options.check else ""), file=sys.stderr)
     return 1 if complaints else 0

@@ -1,4 +1,5 @@
-"""Writes include/flashtile/ptx/wgmma_ops.cuh: one wrapper per wgmma shape and dtype. `--check` fails if the file is stale."""
+"""Writes include/flashtile/ptx/wgmma_ops.cuh: one wrapper per wgmma shape and dtype. `--check` fails if the file is
+stale."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 PYTHONPATH=src python tools/measure_speeds.py [--device cpu] [--out FILE]
 
-Each kind of call (op, dtype, head dim, option, size) is timed in interleaved rounds: every family and backend of ours that takes it, and
-torch's kernels, each pinned by name. Large calls are timed by CUDA events, small ones by the host's clock. Rows of other
-architectures stay as they are. Compiling comes first, in several processes.
+Each kind of call (op, dtype, head dim, option, size) is timed in interleaved rounds: every family and backend of ours
+that takes it, and torch's kernels, each pinned by name. Large calls are timed by CUDA events, small ones by the host's
+clock. Rows of other architectures stay as they are. Compiling comes first, in several processes.
 """
 
 from __future__ import annotations
@@ -103,7 +103,10 @@ class Inputs:
             used = torch.full((self.batch,), self.length, dtype=torch.int32, device=self.device)
             if self.kind.option == "lengths":
                 steps = torch.arange(self.batch + 1, dtype=torch.int32, device=self.device) * self.length
-                packed = [tensor.detach().transpose(1, 2).flatten(0, 1).requires_grad_() for tensor in (self.q, self.k, self.v)]
+                packed = [
+                    tensor.detach().transpose(1, 2).flatten(0, 1).requires_grad_()
+                    for tensor in (self.q, self.k, self.v)
+                ]
                 self.q, self.k, self.v = packed
                 self.dout = self.dout.transpose(1, 2).flatten(0, 1)
                 return lambda **more: flashtile.attention_varlen(  # type: ignore[misc]
@@ -111,7 +114,8 @@ class Inputs:
                 )
             pages = self.batch * self.length // PAGE
             caches = [
-                tensor.detach().transpose(1, 2).reshape(pages, PAGE, self.heads, -1).contiguous() for tensor in (self.k, self.v)
+                tensor.detach().transpose(1, 2).reshape(pages, PAGE, self.heads, -1).contiguous()
+                for tensor in (self.k, self.v)
             ]
             table = torch.randperm(pages, device=self.device).to(torch.int32).view(self.batch, -1)
             q = self.q.detach().transpose(1, 2).contiguous()
@@ -134,7 +138,11 @@ def ours(inputs: Inputs, op: str) -> Iterator[Contender]:
     assert call is not None
     slow = ("numba", "reference")
     for backend in registry.BACKENDS:
-        if inputs.device not in backend.devices or backend.name in slow or (backend.name == "cuda" and inputs.device == "cpu"):
+        if (
+            inputs.device not in backend.devices
+            or backend.name in slow
+            or (backend.name == "cuda" and inputs.device == "cpu")
+        ):
             continue
         is_wide = inputs.kind.dtype == "float64" or inputs.kind.head_dim > 256 or inputs.kind.option == "paged"
         if backend.name == "tiled" and inputs.kind.size == "large" and not is_wide and inputs.device == "cuda":
@@ -319,7 +327,11 @@ def main() -> int:
     if options.out.exists():
         lines = options.out.read_text(encoding="utf-8").splitlines()
         notes = [line for line in lines if line.startswith("#") and not line.startswith(f"# {found[0][0]}:")]
-        kept = [row for row in csv.reader(line for line in lines if not line.startswith("#")) if row[0] not in ("arch", found[0][0])]
+        kept = [
+            row
+            for row in csv.reader(line for line in lines if not line.startswith("#"))
+            if row[0] not in ("arch", found[0][0])
+        ]
     with options.out.open("w", encoding="utf-8", newline="") as file:
         file.write("".join(f"{line}\n" for line in sorted([*notes, note])))
         csv.writer(file, lineterminator="\n").writerows([HEADER, *sorted([*map(tuple, kept), *found])])

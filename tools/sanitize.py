@@ -1,7 +1,8 @@
 """Every row of every kernel family under compute-sanitizer: memcheck, racecheck, initcheck, synccheck. Needs a GPU.
 
-Each tool must be silent about our kernels, and must speak about the faults planted for it (core/mutation.cuh): a tool that cannot see the
-kernels would be silent too. Problems are as small as a tile allows. Kernels are compiled before any tool watches, then
+Each tool must be silent about our kernels, and must speak about the faults planted for it (core/mutation.cuh): a tool
+that cannot see the kernels would be silent too. Problems are as small as a tile allows. Kernels are compiled before any
+tool watches, then
 the tools run side by side, each in several processes.
 
 python tools/sanitize.py [--tools memcheck,racecheck] [--head-dims 64,128] [--dtypes float32] [--out FOLDER]
@@ -157,7 +158,15 @@ FORWARD_SPECIAL: tuple[dict[str, Any], ...] = (
 # More than four work items for each block of a persistent grid: their slots are used again
 CROWDS: tuple[dict[str, Any], ...] = (
     {"causal": "bottom_right", "batch": 10, "heads": 60, "heads_kv": 60, "seqlen_q": 180, "seqlen_k": 140},
-    {"kind": "varlen", "causal": "bottom_right", "batch": 20, "heads": 60, "heads_kv": 60, "seqlen_q": 40, "seqlen_k": 9},
+    {
+        "kind": "varlen",
+        "causal": "bottom_right",
+        "batch": 20,
+        "heads": 60,
+        "heads_kv": 60,
+        "seqlen_q": 40,
+        "seqlen_k": 9,
+    },
 )
 
 
@@ -211,12 +220,27 @@ def run_fault(name: str) -> None:
 
 
 def watch(program: str, tool: str, arguments: Sequence[str], limit_s: float) -> dict[str, Any]:
-    """This script under one tool: how many errors it reports, its first words about them, and the kernels it saw launched."""
+    """This script under one tool: how many errors it reports, its first words about them, and the kernels it saw
+    launched."""
     names = [] if tool in UNFILTERED else ["--kernel-name", "kns=flashtile"]
-    command = [program, "--tool", tool, *names, "--report-api-errors", "no", "--print-limit", "3", sys.executable, __file__, *arguments]
+    command = [
+        program,
+        "--tool",
+        tool,
+        *names,
+        "--report-api-errors",
+        "no",
+        "--print-limit",
+        "3",
+        sys.executable,
+        __file__,
+        *arguments,
+    ]
     start = time.monotonic()
     # A group of their own: the tool's end is not that of the process it watches
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     try:
         output, _ = running.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -276,7 +300,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"--tools: got {unknown[0]}; accepted: {', '.join(TOOLS)}.", file=sys.stderr)
         return 2
     if program is None:
-        print("compute-sanitizer: not found. It comes with the CUDA toolkit; put its bin folder on PATH.", file=sys.stderr)
+        print(
+            "compute-sanitizer: not found. It comes with the CUDA toolkit; put its bin folder on PATH.", file=sys.stderr
+        )
         return 2
 
     with tempfile.TemporaryDirectory() as folder_of_kernels:
@@ -291,9 +317,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = ["--dtypes", options.dtypes, "--head-dims", options.head_dims]
         shares = [["--share", f"{which + 1}/{num_shares}", *chosen] for which in range(num_shares)]
         with ThreadPoolExecutor(num_shares * len(tools)) as pool:
-            clean_runs = {tool: [pool.submit(watch, program, tool, share, options.limit) for share in shares] for tool in tools}
+            clean_runs = {
+                tool: [pool.submit(watch, program, tool, share, options.limit) for share in shares] for tool in tools
+            }
             fault_runs = {
-                tool: {name: pool.submit(watch, program, tool, ["--fault", name], options.limit) for name in faults(tool, arch)}
+                tool: {
+                    name: pool.submit(watch, program, tool, ["--fault", name], options.limit)
+                    for name in faults(tool, arch)
+                }
                 for tool in tools
             }
     report: dict[str, Any] = {"kernels": len(kernels), "tools": {}}
@@ -312,7 +343,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.out or Path("results") / facts.slug("cuda")
     folder.mkdir(parents=True, exist_ok=True)
     given = sys.argv[1:] if arguments is None else arguments
-    environment = dataclasses.asdict(facts.environment("cuda", given, "python tools/sanitize.py" if given else "make sanitize"))
+    environment = dataclasses.asdict(
+        facts.environment("cuda", given, "python tools/sanitize.py" if given else "make sanitize")
+    )
     (folder / "sanitize.json").write_text(json.dumps(report | {"environment": environment}, indent=1) + "\n")
     return 0 if is_good else 1
 

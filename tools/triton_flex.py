@@ -1,4 +1,5 @@
-"""The triton backend beside compiled FlexAttention, in turns: bf16, B=4 H=16 S=4096, full and causal, both passes. Needs a GPU.
+"""The triton backend beside compiled FlexAttention, in turns: bf16, B=4 H=16 S=4096, full and causal, both passes.
+Needs a GPU.
 
 PYTHONPATH=src python tools/triton_flex.py [head_dim,...]        writes results/<device>/triton_flex.csv
 """
@@ -47,7 +48,9 @@ def main() -> None:
         times = median_ms({provider.name: thunk(provider, point) for provider in providers}, ROUNDS)
         kind = {"dtype": "bf16", "batch": 4, "heads": 16, "seqlen": 4096, "head_dim": head_dim, "is_causal": is_causal}
         found = {f"{name}_ms": round(times[name], 4) for name in NAMES}
-        rows.append(kind | {"direction": direction} | found | {"flex_over_triton": round(times["flex"] / times["triton"], 3)})
+        rows.append(
+            kind | {"direction": direction} | found | {"flex_over_triton": round(times["flex"] / times["triton"], 3)}
+        )
         print(*rows[-1].values(), flush=True)
     folder = Path(__file__).resolve().parent.parent / "results" / facts.slug("cuda")
     folder.mkdir(parents=True, exist_ok=True)

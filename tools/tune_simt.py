@@ -1,7 +1,8 @@
 """Times the tiles of the simt backward kernels, full and causal, float32, B=4 H=16 S=4096. They order the rows of
 kernels/families/bwd_simt.py.
 
-PYTHONPATH=src python tools/tune_simt.py        writes results/<device>/simt_tiles.csv; of the forward: flashtile bench --tiles
+PYTHONPATH=src python tools/tune_simt.py        writes results/<device>/simt_tiles.csv; of the forward: flashtile bench
+--tiles
 """
 
 from __future__ import annotations
@@ -52,25 +53,41 @@ def main() -> None:
         for is_causal in (False, True):
             q, k, v, dout, dq, dk, dv = (torch.randn(BATCH, HEADS, SEQLEN, head_dim, device="cuda") for _ in range(7))
             args = AttentionArgs(q, k, v, causal="top_left" if is_causal else "none")
-            out, (lse, lse_log2, delta) = torch.empty_like(q), torch.randn(3, BATCH, HEADS, SEQLEN, device="cuda").unbind()
+            out, (lse, lse_log2, delta) = (
+                torch.empty_like(q),
+                torch.randn(3, BATCH, HEADS, SEQLEN, device="cuda").unbind(),
+            )
             given = call.tensors_of(args) | {"out": out, "lse": lse, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
             plan = assemble.plan(cuda._key(args, given, ("dq", "dk", "dv")), call.layout_of(args, given))
             values = executor.evaluate(plan, given, call.scalars_of(args), cuda._splits(args))
-            pointers = {name: tensor.data_ptr() for name, tensor in (given | {"lse_log2": lse_log2, "delta": delta}).items()}
+            pointers = {
+                name: tensor.data_ptr() for name, tensor in (given | {"lse_log2": lse_log2, "delta": delta}).items()
+            }
             image = executor.fill(plan, given, call.scalars_of(args), values, pointers)
-            chosen = {row: step for (row, causal), step in steps.items() if causal == is_causal and row.head_dim == head_dim}
+            chosen = {
+                row: step for (row, causal), step in steps.items() if causal == is_causal and row.head_dim == head_dim
+            }
             thunks = {
-                str(row): (lambda step=step, values=values, image=image: executor.launch(step, values, image, 0, arch.name))
+                str(row): (
+                    lambda step=step, values=values, image=image: executor.launch(step, values, image, 0, arch.name)
+                )
                 for row, step in chosen.items()
             }
             for row, step in chosen.items():
                 compiled = executor.cache.compile_cached(step.unit, arch.name, [step.entry]).resources(step.entry)
                 found.append(
-                    {"row": row, "is_causal": is_causal, "registers": compiled.registers, "spill_bytes": compiled.spill_store_bytes}
+                    {
+                        "row": row,
+                        "is_causal": is_causal,
+                        "registers": compiled.registers,
+                        "spill_bytes": compiled.spill_store_bytes,
+                    }
                 )
             for name, ms in median_ms(thunks, ROUNDS).items():
                 entry = next(entry for entry in found if str(entry["row"]) == name and entry["is_causal"] == is_causal)
-                flops = PRODUCTS[entry["row"].kernel] * 2 * BATCH * HEADS * SEQLEN**2 * head_dim / (2 if is_causal else 1)
+                flops = (
+                    PRODUCTS[entry["row"].kernel] * 2 * BATCH * HEADS * SEQLEN**2 * head_dim / (2 if is_causal else 1)
+                )
                 entry |= {"median_ms": round(ms, 3), "tflops": round(flops / ms / 1e9, 1)}
     folder = Path(__file__).resolve().parent.parent / "results" / facts.slug("cuda")
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,9 +109,20 @@ def main() -> None:
         writer.writerow((*head, *environment))
         for entry in found:
             row = entry["row"]
-            tile = (row.kernel, row.head_dim, entry["is_causal"], row.block_m, row.block_n, row.num_warps, row.shared_bytes)
+            tile = (
+                row.kernel,
+                row.head_dim,
+                entry["is_causal"],
+                row.block_m,
+                row.block_n,
+                row.num_warps,
+                row.shared_bytes,
+            )
             writer.writerow((*tile, *(entry[name] for name in head[7:]), *environment.values()))
-            mask, tile_text = "causal" if entry["is_causal"] else "full", f"{row.block_m} x {row.block_n}, {row.num_warps} warps"
+            mask, tile_text = (
+                "causal" if entry["is_causal"] else "full",
+                f"{row.block_m} x {row.block_n}, {row.num_warps} warps",
+            )
             speed = f"{entry['median_ms']:8.3f} ms {entry['tflops']:6.1f} TFLOP/s"
             print(f"{row.kernel:14} d={row.head_dim:<4}{mask:7}{tile_text:18}{speed}  {entry['registers']} registers")
 

@@ -49,11 +49,32 @@ CONFIGS: dict[tuple[str, int, int], tuple[ConfigTuple, ...]] = {  # by kernel, e
         (64, 64, 4, 3),
     ),
     ("fwd", 2, 256): ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3)),
-    ("bwd_dkdv", 2, 64): ((64, 128, 8, 3), (64, 128, 8, 2), (64, 128, 4, 2), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2)),
-    ("bwd_dkdv", 2, 128): ((64, 128, 8, 3), (64, 128, 8, 2), (32, 128, 8, 3), (32, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2)),
+    ("bwd_dkdv", 2, 64): (
+        (64, 128, 8, 3),
+        (64, 128, 8, 2),
+        (64, 128, 4, 2),
+        (128, 128, 8, 2),
+        (64, 64, 4, 3),
+        (64, 64, 4, 2),
+    ),
+    ("bwd_dkdv", 2, 128): (
+        (64, 128, 8, 3),
+        (64, 128, 8, 2),
+        (32, 128, 8, 3),
+        (32, 128, 8, 2),
+        (64, 64, 4, 2),
+        (32, 64, 4, 2),
+    ),
     ("bwd_dkdv", 2, 256): ((32, 64, 8, 2), (32, 128, 8, 1), (64, 64, 8, 1), (32, 64, 8, 1)),
     ("bwd_dq", 2, 64): ((128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
-    ("bwd_dq", 2, 128): ((128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (128, 128, 8, 1)),
+    ("bwd_dq", 2, 128): (
+        (128, 64, 8, 2),
+        (128, 64, 8, 3),
+        (64, 64, 4, 2),
+        (64, 64, 4, 3),
+        (128, 32, 8, 3),
+        (128, 128, 8, 1),
+    ),
     ("bwd_dq", 2, 256): ((128, 32, 8, 2), (64, 32, 4, 2), (64, 64, 8, 1), (64, 32, 8, 2)),
     ("fwd", 4, 64): ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2), (64, 64, 4, 2)),
     ("fwd", 4, 128): ((128, 32, 8, 2), (64, 32, 4, 2), (64, 16, 4, 2), (128, 16, 8, 2)),
@@ -85,7 +106,9 @@ def trials(dtypes: list[str], head_dims: list[int]) -> list[Trial]:
             if getattr(torch, dtype).itemsize != size or head_dim not in head_dims:
                 continue
             masks = (False, True) if (size, head_dim) == (2, 128) else (False,)
-            precisions = ("ieee",) if size == 2 else (("tf32x3", "ieee") if (kernel, head_dim) == ("fwd", 64) else ("tf32x3",))
+            precisions = (
+                ("ieee",) if size == 2 else (("tf32x3", "ieee") if (kernel, head_dim) == ("fwd", 64) else ("tf32x3",))
+            )
             found += [
                 Trial(kernel, dtype, head_dim, is_causal, Config(*config), precision)
                 for config in configs
@@ -147,14 +170,37 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "triton_tiles.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        head = ("kernel", "dtype", "head_dim", "is_causal", "precision", "block_m", "block_n", "num_warps", "num_stages")
-        writer.writerow((*head, "registers", "spill_bytes", "shared_bytes", "reason", "median_ms", "tflops", *environment))
+        head = (
+            "kernel",
+            "dtype",
+            "head_dim",
+            "is_causal",
+            "precision",
+            "block_m",
+            "block_n",
+            "num_warps",
+            "num_stages",
+        )
+        writer.writerow(
+            (*head, "registers", "spill_bytes", "shared_bytes", "reason", "median_ms", "tflops", *environment)
+        )
         for trial in sorted(chosen, key=lambda t: (t.dtype, t.head_dim, t.kernel, t.is_causal, medians.get(t, 1e9))):
-            flops = PRODUCTS[trial.kernel] * 2 * BATCH * HEADS * SEQLEN**2 * trial.head_dim / (2 if trial.is_causal else 1)
+            flops = (
+                PRODUCTS[trial.kernel] * 2 * BATCH * HEADS * SEQLEN**2 * trial.head_dim / (2 if trial.is_causal else 1)
+            )
             ms = medians.get(trial)
             speed = ("", "") if ms is None else (round(ms, 4), round(flops / ms / 1e9, 1))
             tile = (trial.config.block_m, trial.config.block_n, trial.config.num_warps, trial.config.num_stages)
-            row = (trial.kernel, trial.dtype, trial.head_dim, trial.is_causal, trial.precision, *tile, *resources[trial], *speed)
+            row = (
+                trial.kernel,
+                trial.dtype,
+                trial.head_dim,
+                trial.is_causal,
+                trial.precision,
+                *tile,
+                *resources[trial],
+                *speed,
+            )
             writer.writerow((*row, *environment.values()))
             print(*row)
 

@@ -101,7 +101,22 @@ def attention(
             ops.reraise(error)
     q, k, v, bias = autocast(q, k, v, bias)
     args = attention_args(
-        q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic, layout, backend
+        q,
+        k,
+        v,
+        causal,
+        window,
+        scale,
+        mask,
+        bias,
+        alibi_slopes,
+        softcap,
+        sinks,
+        dropout_p,
+        rng_state,
+        deterministic,
+        layout,
+        backend,
     )
     out, lse = ops.attend(args, return_lse)
     return (out, lse) if return_lse else out
@@ -135,20 +150,35 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over sequences of different lengths, packed one behind the other.
 
-    Shapes for layout "bshd": q (total_q, heads, head_dim), k and v (total_k, heads_kv, dim); for "bhsd" the first two swap.
-    Sequence b owns query rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] and key rows likewise (int32, from 0 to the total).
+    Shapes for layout "bshd": q (total_q, heads, head_dim), k and v (total_k, heads_kv, dim); for "bhsd" the first two
+    swap. Sequence b owns query rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] and key rows likewise (int32, from 0 to the
+    total).
 
     max_seqlen_q, max_seqlen_k  upper bounds of the lengths; None = derived without reading a tensor.
     seqused_k                   (batch,) int32: only so many keys of each sequence count.
     block_table                 (batch, pages) int32: k and v are pages (num_pages, page_size, heads_kv, dim), and
                                 cu_seqlens_k gives lengths only; it may be None when seqused_k is given.
-    mask, bias                  broadcastable to (batch, heads, max_seqlen_q, max_seqlen_k), indexed within each sequence.
+    mask, bias                  broadcastable to (batch, heads, max_seqlen_q, max_seqlen_k), indexed within each
+    sequence.
 
     All other options as in `attention`. lse is (heads, total_q).
     """
     q, k, v, bias = autocast(q, k, v, bias)
     args = varlen_args(
-        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, block_table, causal, window, scale),
+        *(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            seqused_k,
+            block_table,
+            causal,
+            window,
+            scale,
+        ),
         *(mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic, layout, backend),
     )
     out, lse = ops.attend(args, return_lse)
@@ -182,29 +212,47 @@ def attention_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a cache of keys and values; appends new ones to it in place. Inference only.
 
-    Shapes for layout "bshd": q (batch, seqlen_q, heads, head_dim), caches (batch_cache, capacity, heads_kv, dim), or with
-    block_table (batch, pages_per_sequence) int32: pages (num_pages, page_size, heads_kv, dim).
+    Shapes for layout "bshd": q (batch, seqlen_q, heads, head_dim), caches (batch_cache, capacity, heads_kv, dim), or
+    with block_table (batch, pages_per_sequence) int32: pages (num_pages, page_size, heads_kv, dim).
 
-    k, v               (batch, seqlen_new, heads_kv, dim): written behind the first cache_seqlens rows, then attended to.
-    cache_seqlens      (batch,) int32 or an int: rows in use before the call, left padding included; None = the whole cache.
-    cache_batch_idx    (batch,) int32: which row of the cache each sequence uses.
+    k, v               (batch, seqlen_new, heads_kv, dim): written behind the first cache_seqlens rows, then attended
+    to. cache_seqlens      (batch,) int32 or an int: rows in use before the call, left padding included; None = the
+    whole     cache. cache_batch_idx    (batch,) int32: which row of the cache each sequence uses.
     cache_leftpad      (batch,) int32: rows at the start of the cache to be ignored.
-    rotary_cos, _sin   (positions, rotary_dim / 2): rotates k at position cache_seqlens + i, and q likewise if causal or a window
+    rotary_cos, _sin   (positions, rotary_dim / 2): rotates k at position cache_seqlens + i, and q likewise if causal or
+    a window
                        is set, else all of q at cache_seqlens. rotary_interleaved: pairs (0, 1), (2, 3), ...
-    num_splits         over how many parts the keys are split; 0 = chosen. Changes speed and rounding, never the meaning.
+    num_splits         over how many parts the keys are split; 0 = chosen. Changes speed and rounding, never the
+    meaning.
     """
     args, append = kvcache_args(
-        *(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, rotary_cos, rotary_sin),
+        *(
+            q,
+            k_cache,
+            v_cache,
+            k,
+            v,
+            cache_seqlens,
+            cache_batch_idx,
+            cache_leftpad,
+            block_table,
+            rotary_cos,
+            rotary_sin,
+        ),
         *(rotary_interleaved, num_splits, causal, window, scale, softcap, alibi_slopes, sinks, layout, backend),
     )
-    _check_inference(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, sinks=sinks)
+    _check_inference(
+        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, sinks=sinks
+    )
     row_names = {} if cache_batch_idx is None else _KVCACHE_ROW_NAMES
     names = {**_KVCACHE_NAMES, **row_names}
     if append is not None:
         # Whatever is wrong with the call shows before anything is written
         call_as(names, _check_ahead, args, append)
         call_as(row_names, ops.append_kv, *append)
-        args = args._replace(q=append.rotated_queries(args), seqused_k=append.cache_seqlens + append.k.shape[row_axis(layout)])
+        args = args._replace(
+            q=append.rotated_queries(args), seqused_k=append.cache_seqlens + append.k.shape[row_axis(layout)]
+        )
     out, lse = call_as(names, ops.attend, args, return_lse)
     return (out, lse) if return_lse else out
 
@@ -212,8 +260,9 @@ def attention_kvcache(
 def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
     """Which backend would run this call and how, and why each other one would not.
 
-    Takes the options of `attention`; those of `attention_varlen` when cu_seqlens_q is among them; those of `attention_kvcache`, k and v
-    being the caches, when cache_seqlens or another option of the cache is. Nothing is computed, and nothing warns.
+    Takes the options of `attention`; those of `attention_varlen` when cu_seqlens_q is among them; those of
+    `attention_kvcache`, k and v being the caches, when cache_seqlens or another option of the cache is. Nothing is
+    computed, and nothing warns.
     """
     problem, name = _look_ahead(q, k, v, options)
     return registry.explain(problem, name)

@@ -41,7 +41,9 @@ def attention_args(
 ) -> AttentionArgs:
     require_optional_tensors(mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, rng_state=rng_state)
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
-        raise unsupported("alibi_slopes", "a tensor that requires grad", "constants", "Pass the term as bias to differentiate it")
+        raise unsupported(
+            "alibi_slopes", "a tensor that requires grad", "constants", "Pass the term as bias to differentiate it"
+        )
     if backend is not None:
         if not isinstance(backend, str):
             raise type_error("backend", backend, "None or a name")
@@ -95,7 +97,22 @@ def varlen_args(
     require_tensors(cu_seqlens_q=cu_seqlens_q)
     require_optional_tensors(cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, block_table=block_table)
     args = attention_args(
-        q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic, layout, backend
+        q,
+        k,
+        v,
+        causal,
+        window,
+        scale,
+        mask,
+        bias,
+        alibi_slopes,
+        softcap,
+        sinks,
+        dropout_p,
+        rng_state,
+        deterministic,
+        layout,
+        backend,
     )
     return args._replace(
         cu_seqlens_q=cu_seqlens_q,
@@ -132,13 +149,30 @@ def kvcache_args(
 ) -> tuple[AttentionArgs, AppendArgs | None]:
     """The arguments of the read before the append, and those of the append if there is one."""
     require_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    require_optional_tensors(k=k, v=v, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table)
+    require_optional_tensors(
+        k=k, v=v, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table
+    )
     require_optional_tensors(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     dtype = autocast_dtype(q)
     if dtype is not None:
         q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
     args = attention_args(
-        q, k_cache, v_cache, causal, window, scale, None, None, alibi_slopes, softcap, sinks, 0.0, None, None, layout, backend
+        q,
+        k_cache,
+        v_cache,
+        causal,
+        window,
+        scale,
+        None,
+        None,
+        alibi_slopes,
+        softcap,
+        sinks,
+        0.0,
+        None,
+        None,
+        layout,
+        backend,
     )
     check_layout(layout)
     if (k is None) != (v is None):
@@ -157,7 +191,9 @@ def kvcache_args(
         if cache_batch_idx.dtype != torch.int32:
             raise type_error("cache_batch_idx", cache_batch_idx.dtype, "int32", "Call cache_batch_idx.to(torch.int32)")
         if cache_batch_idx.dim() != 1 or cache_batch_idx.shape[0] != q.shape[0]:
-            raise value_error("cache_batch_idx", cache_batch_idx, f"shape ({q.shape[0]},), one row of the cache for each sequence")
+            raise value_error(
+                "cache_batch_idx", cache_batch_idx, f"shape ({q.shape[0]},), one row of the cache for each sequence"
+            )
         # Rows of a larger cache are pages of one row each
         block_table = cache_batch_idx[:, None]
     if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
@@ -170,11 +206,14 @@ def kvcache_args(
     is_interleaved = flag("rotary_interleaved", rotary_interleaved)
     if k is None or v is None or cache_seqlens is None:
         return args, None
-    return args, AppendArgs(k_cache, v_cache, k, v, cache_seqlens, block_table, rotary_cos, rotary_sin, is_interleaved, layout)
+    return args, AppendArgs(
+        k_cache, v_cache, k, v, cache_seqlens, block_table, rotary_cos, rotary_sin, is_interleaved, layout
+    )
 
 
 def _length_bound(name: str, bound: Any) -> Any:
-    """An int is used; a tensor is not read (that would wait for the GPU), so the bound comes from the shapes instead."""
+    """An int is used; a tensor is not read (that would wait for the GPU), so the bound comes from the shapes
+    instead."""
     if bound is None or isinstance(bound, Tensor):
         return None
     return integer(name, bound, "an int, a tensor or None")
@@ -183,7 +222,12 @@ def _length_bound(name: str, bound: Any) -> Any:
 def autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Under autocast q, k, v and bias are cast as scaled_dot_product_attention casts them."""
     # Looked at one by one first: this stands on the path of every call
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and (bias is None or isinstance(bias, Tensor))):
+    if not (
+        isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+        and (bias is None or isinstance(bias, Tensor))
+    ):
         require_tensors(q=q, k=k, v=v)
         require_optional_tensors(bias=bias)
     dtype = autocast_dtype(q)

@@ -47,8 +47,8 @@ def _marked(error: ErrorType) -> ErrorType:
 
 
 def caller_stacklevel() -> int:
-    """For a `warnings.warn` in the function that asks: the first frame outside of flashtile and torch, whose dispatcher may stand between a
-    public function and its kernel. On autograd's threads there is none: the outermost."""
+    """For a `warnings.warn` in the function that asks: the first frame outside of flashtile and torch, whose dispatcher
+    may stand between a public function and its kernel. On autograd's threads there is none: the outermost."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("flashtile", "torch"):
         level, frame = level + 1, frame.f_back

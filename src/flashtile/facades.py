@@ -28,12 +28,15 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention`, argument by argument: (..., heads, rows, dim), causal from the top left."""
+    """`torch.nn.functional.scaled_dot_product_attention`, argument by argument: (..., heads, rows, dim), causal from
+    the top left."""
     require_tensors(query=query, key=key, value=value)
     require_optional_tensors(attn_mask=attn_mask)
     is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
     if is_causal and attn_mask is not None:
-        raise value_error("attn_mask", "it with is_causal=True", "one of the two", "Fold the causal mask into attn_mask")
+        raise value_error(
+            "attn_mask", "it with is_causal=True", "one of the two", "Fold the causal mask into attn_mask"
+        )
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:
             raise value_error(name, tensor, "at least 2 dimensions (..., rows, dim)")
@@ -42,7 +45,9 @@ def scaled_dot_product_attention(
     lead = _broadcast_lead(q, k, v)
     q, k, v = _fold(q, lead, heads), _fold(k, lead, k.shape[-3]), _fold(v, lead, v.shape[-3])
     rank = max(query.dim(), key.dim(), value.dim())
-    if (attn_mask is not None and attn_mask.dim() > 4) or (attn_mask is not None and attn_mask.dim() == 4 and len(lead) > 1):
+    if (attn_mask is not None and attn_mask.dim() > 4) or (
+        attn_mask is not None and attn_mask.dim() == 4 and len(lead) > 1
+    ):
         attn_mask = _fold(attn_mask, lead, attn_mask.shape[-3])
     out = call_as(_SDPA_NAMES, _sdpa_4d, q, k, v, attn_mask, dropout_p, is_causal, scale)
     if rank == 4:
@@ -172,7 +177,12 @@ def _sdpa_4d(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     is_bool = attn_mask is not None and attn_mask.dtype == torch.bool
-    if attn_mask is not None and not is_bool and attn_mask.dtype not in (q.dtype, torch.float32) and autocast_dtype(q) is None:
+    if (
+        attn_mask is not None
+        and not is_bool
+        and attn_mask.dtype not in (q.dtype, torch.float32)
+        and autocast_dtype(q) is None
+    ):
         raise type_error("mask", attn_mask.dtype, f"bool, or {q_or_float32(q.dtype)}")
     return attention(
         *(q, k, v),
@@ -189,12 +199,14 @@ def _at_least_3d(tensor: Tensor) -> Tensor:
 
 
 def _last_contiguous(tensor: Tensor) -> Tensor:
-    """The facades copy what the functions they stand for would copy: a tensor whose last dimension is not contiguous."""
+    """The facades copy what the functions they stand for would copy: a tensor whose last dimension is not
+    contiguous."""
     return tensor.contiguous() if tensor.dim() > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1 else tensor
 
 
 def _share_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, int]:
-    """k and v with one head count between them, and the head count of the output: heads of 1 are broadcast as torch does."""
+    """k and v with one head count between them, and the head count of the output: heads of 1 are broadcast as torch
+    does."""
     heads_k, heads_v = k.shape[-3], v.shape[-3]
     if heads_k != heads_v:
         if enable_gqa and heads_k % heads_v == 0:

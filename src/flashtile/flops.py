@@ -1,7 +1,8 @@
 """The FLOPs of the ops, for torch.utils.flop_counter.FlopCounterMode.
 
-Counted as those of scaled_dot_product_attention: every score of the rectangle of queries and keys, whatever causal, window
-or mask hide; 2 products forward, 5 backward. Sequences with lengths have a rectangle each, read from the tensors.
+Counted as those of scaled_dot_product_attention: every score of the rectangle of queries and keys, whatever causal,
+window or mask hide; 2 products forward, 5 backward. Sequences with lengths have a rectangle each, read from the
+tensors.
 """
 
 from __future__ import annotations
@@ -51,9 +52,12 @@ def register(counter: ModuleType) -> None:
 
 
 class _RegisterOnImport(MetaPathFinder):
-    """torch's counter imports Triton, which takes 0.6 s: whoever wants it imports it, and gets these formulas with it."""
+    """torch's counter imports Triton, which takes 0.6 s: whoever wants it imports it, and gets these formulas with
+    it."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname != _COUNTER:
             return None
         sys.meta_path.remove(self)

@@ -1,11 +1,12 @@
 """The three operators: `flashtile::forward`, `flashtile::backward`, `flashtile::append_kv`.
 
-Their kernels for CPU and CUDA tensors are C++ (csrc/exec/ops.cpp), which falls back to the Python kernels of this file through ops whose
-names end in `_fallback`. Without the C++ extension the Python kernels are the ops' own. In Python a call becomes a Problem, a backend is
-selected and the outputs are allocated. No schema argument has a default, so every kernel gets all of them.
+Their kernels for CPU and CUDA tensors are C++ (csrc/exec/ops.cpp), which falls back to the Python kernels of this file
+through ops whose names end in `_fallback`. Without the C++ extension the Python kernels are the ops' own. In Python a
+call becomes a Problem, a backend is selected and the outputs are allocated. No schema argument has a default, so every
+kernel gets all of them.
 
-The overloads named `dense` are the same ops for calls with few options: each argument that torch converts costs time. They stand below
-autograd: the public functions call them where nothing requires grad, and inside `_DenseAttention`.
+The overloads named `dense` are the same ops for calls with few options: each argument that torch converts costs time.
+They stand below autograd: the public functions call them where nothing requires grad, and inside `_DenseAttention`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from flashtile.backends import cuda, kvcache, native, reference, registry
 from flashtile.backends.base import GradNeeds, Grads
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.errors import unsupported, value_error
-from flashtile.problem import DENSE_OPTIONS, NUM_TENSORS, AttentionArgs, Problem, is_checking, lse_dtype, schema, validate
+from flashtile.problem import (
+    DENSE_OPTIONS,
+    NUM_TENSORS,
+    AttentionArgs,
+    Problem,
+    is_checking,
+    lse_dtype,
+    schema,
+    validate,
+)
 
 _DENSE = ("q", "k", "v", *DENSE_OPTIONS)
 _APPEND = (
@@ -103,7 +113,12 @@ def empty_outputs(args: AttentionArgs) -> tuple[Tensor, Tensor]:
 def empty_grads(args: AttentionArgs, needs: GradNeeds) -> Grads:
     """Buffers in the inputs' shapes, dtypes and memory orders."""
     inputs = (args.q, args.k, args.v, args.bias, args.sinks)
-    return Grads(*(torch.empty_like(tensor) if need and tensor is not None else None for tensor, need in zip(inputs, needs, strict=True)))
+    return Grads(
+        *(
+            torch.empty_like(tensor) if need and tensor is not None else None
+            for tensor, need in zip(inputs, needs, strict=True)
+        )
+    )
 
 
 def as_outputs(args: AttentionArgs, grads: Grads) -> tuple[Tensor, ...]:
@@ -118,7 +133,12 @@ def split_backward(values: tuple[Any, ...]) -> tuple[Tensor, Tensor | None, Atte
     if len(needs) != len(GradNeeds._fields):
         raise value_error("needs", f"{len(needs)} flags", f"{len(GradNeeds._fields)}: {', '.join(GradNeeds._fields)}")
     like_out, like_lse = output_sizes(args)
-    for name, tensor, sizes in (("out", out, like_out), ("dout", dout, like_out), ("lse", lse, like_lse), ("dlse", dlse, like_lse)):
+    for name, tensor, sizes in (
+        ("out", out, like_out),
+        ("dout", dout, like_out),
+        ("lse", lse, like_lse),
+        ("dlse", dlse, like_lse),
+    ):
         if tensor is not None and list(tensor.shape) != sizes:
             raise value_error(name, tensor, f"shape {tuple(sizes)}")
     return dout, dlse, args, out, lse, GradNeeds(*needs)
@@ -163,7 +183,9 @@ def _backward_dense(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *values: Any)
     return backward_by_python(dout, None, args, out, lse, needs)[:3]
 
 
-def backward_by_python(dout: Tensor, dlse: Tensor | None, args: AttentionArgs, out: Tensor, lse: Tensor, needs: GradNeeds) -> Grads:
+def backward_by_python(
+    dout: Tensor, dlse: Tensor | None, args: AttentionArgs, out: Tensor, lse: Tensor, needs: GradNeeds
+) -> Grads:
     backend = registry.select(_backward_problem(args, needs), args.backend, "backward")
     grads = empty_grads(args, needs)
     backend.backward(args, dout, dlse, out, lse, grads)
@@ -235,7 +257,9 @@ def _backward_fake(*values: Any) -> tuple[Tensor, ...]:
 
 def _backward_dense_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, ...]:
     *options, out, lse = values
-    return _backward_fake(dout, None, *dense_args(q, k, v, tuple(options)), out, lse, (True, True, True, False, False))[:3]
+    return _backward_fake(dout, None, *dense_args(q, k, v, tuple(options)), out, lse, (True, True, True, False, False))[
+        :3
+    ]
 
 
 def _append_kv_fake(*values: Any) -> None:
@@ -262,7 +286,9 @@ class _Attention(torch.autograd.Function):
     """Of the inputs that have a gradient, and of all arguments once more. lse is an output only where it is wanted."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, args: Any, wants_lse: bool) -> Any:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, args: Any, wants_lse: bool
+    ) -> Any:
         results = _forward_below_autograd(args)
         ctx.save_for_backward(*args[:NUM_TENSORS], *results)
         ctx.options = args[NUM_TENSORS:]
@@ -276,8 +302,8 @@ class _Attention(torch.autograd.Function):
 
 
 class _DenseAttention(torch.autograd.Function):
-    """The same for the dense overloads, where q, k and v all require grad. `options` are DENSE_OPTIONS without the last, a
-    switch of torch that each pass reads anew."""
+    """The same for the dense overloads, where q, k and v all require grad. `options` are DENSE_OPTIONS without the
+    last, a switch of torch that each pass reads anew."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Any:
@@ -344,8 +370,8 @@ apply_dense = super(torch.autograd.Function, _DenseAttention).apply
 
 
 def attend(args: tuple[Any, ...], wants_lse: bool = True) -> tuple[Tensor, Any]:
-    """The forward op as the public functions call it: below autograd at once where nothing requires grad. Without wants_lse there may be
-    none."""
+    """The forward op as the public functions call it: below autograd at once where nothing requires grad. Without
+    wants_lse there may be none."""
     if is_compiling() or is_transformed():
         return forward(*args)
     if not requires_grad(args[:7]):
@@ -392,7 +418,9 @@ def _differentiable_backward(*values: Any) -> tuple[Tensor, ...]:
     dout, dlse, args, out, lse, needs = split_backward(values)
     backend = registry.select(_backward_problem(args, needs), args.backend, "backward")
     if backend.name != "reference":
-        registry.announce_slow_path(f"{backend.name!r} has no second derivatives; 'reference' computes them and stores the N x N scores")
+        registry.announce_slow_path(
+            f"{backend.name!r} has no second derivatives; 'reference' computes them and stores the N x N scores"
+        )
     grads = empty_grads(args, needs)
     reference.attend_backward(args, dout, dlse, out, lse, grads, torch.float64)
     return as_outputs(args, grads)

@@ -1,8 +1,8 @@
 """What is asked: the arguments of one attention call, their checks, and the Problem that selection looks at.
 
-`AttentionArgs` is the one list of the arguments of `flashtile::forward`: the schemas of the ops and csrc/exec/arguments.inc
-are generated from it. `validate` checks whatever can be told from sizes, strides and dtypes alone; it runs inside the op and
-inside its fake, so it takes symbolic sizes. `check_values`
+`AttentionArgs` is the one list of the arguments of `flashtile::forward`: the schemas of the ops and
+csrc/exec/arguments.inc are generated from it. `validate` checks whatever can be told from sizes, strides and dtypes
+alone; it runs inside the op and inside its fake, so it takes symbolic sizes. `check_values`
 checks what stands inside the index tensors. `Problem` is the frozen summary that decides which backend runs.
 """
 
@@ -297,7 +297,10 @@ def _check_qkv(args: AttentionArgs) -> None:
         _check_device(args, name, tensor)
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise value_error(
-                name, f"stride {tensor.stride(-1)} in the last dimension", "stride 1 there, any other strides", f"Call {name}.contiguous()"
+                name,
+                f"stride {tensor.stride(-1)} in the last dimension",
+                "stride 1 there, any other strides",
+                f"Call {name}.contiguous()",
             )
     if args.out_dtype not in (None, args.q.dtype, torch.float32):
         raise type_error("out_dtype", args.out_dtype, f"None, {dtype_name(args.q.dtype)} (q's) or float32")
@@ -305,7 +308,11 @@ def _check_qkv(args: AttentionArgs) -> None:
 
 def _axes(args: AttentionArgs, name: str, rank: int) -> str:
     letter = "q" if name == "q" else "k"
-    heads, rows, dim = ("heads" if name == "q" else "heads_kv"), f"seqlen_{letter}", ("head_dim_v" if name == "v" else "head_dim")
+    heads, rows, dim = (
+        ("heads" if name == "q" else "heads_kv"),
+        f"seqlen_{letter}",
+        ("head_dim_v" if name == "v" else "head_dim"),
+    )
     if rank == 3:
         rows = f"total_{letter}"
     elif letter == "k" and args.block_table is not None:
@@ -344,7 +351,9 @@ def _check_index_tensors(args: AttentionArgs) -> None:
         if args.cu_seqlens_q.shape[0] < 1:
             raise value_error("cu_seqlens_q", args.cu_seqlens_q, f"{batch_plus_one}, starting with 0")
         if args.cu_seqlens_k is None and (args.block_table is None or args.seqused_k is None):
-            raise value_error("cu_seqlens_k", "None", f"{batch_plus_one}, or None where block_table and seqused_k are both given")
+            raise value_error(
+                "cu_seqlens_k", "None", f"{batch_plus_one}, or None where block_table and seqused_k are both given"
+            )
     if args.rng_state is not None:
         if args.rng_state.dtype != torch.int64:
             raise type_error("rng_state", args.rng_state.dtype, "int64 (seed, offset)")
@@ -402,7 +411,9 @@ def _check_score_tensors(args: AttentionArgs, shape: Shape) -> None:
         per_head = slopes.dim() == 1 and slopes.shape[0] == shape.heads
         per_batch = slopes.dim() == 2 and slopes.shape[0] == shape.batch and slopes.shape[1] == shape.heads
         if not per_head and not (per_batch and name == "alibi_slopes"):
-            accepted = f"shape ({shape.heads},)" + (f" or ({shape.batch}, {shape.heads})" if name == "alibi_slopes" else "")
+            accepted = f"shape ({shape.heads},)" + (
+                f" or ({shape.batch}, {shape.heads})" if name == "alibi_slopes" else ""
+            )
             raise value_error(name, slopes, accepted)
         _check_device(args, name, slopes)
 
@@ -412,19 +423,23 @@ def q_or_float32(dtype: torch.dtype) -> str:
 
 
 def _check_broadcast(args: AttentionArgs, name: str, tensor: Tensor, shape: Shape) -> None:
-    """(batch, heads, seqlen_q, seqlen_k), each 1 or whole. Packed rows and keys may exceed every length: see check_values."""
+    """(batch, heads, seqlen_q, seqlen_k), each 1 or whole. Packed rows and keys may exceed every length: see
+    check_values."""
     _check_device(args, name, tensor)
     is_packed = args.cu_seqlens_q is not None
     full = (shape.batch, shape.heads, shape.seqlen_q, shape.seqlen_k)
     is_open = (False, False, is_packed and args.max_seqlen_q is None, is_packed and args.max_seqlen_k is None)
-    if tensor.dim() == 4 and all(is_open[axis] or tensor.shape[axis] == 1 or tensor.shape[axis] == full[axis] for axis in range(4)):
+    if tensor.dim() == 4 and all(
+        is_open[axis] or tensor.shape[axis] == 1 or tensor.shape[axis] == full[axis] for axis in range(4)
+    ):
         return
     accepted = "at most 4 dimensions, broadcastable to (batch, heads, seqlen_q, seqlen_k) = " + str(tuple(full))
     raise value_error(name, f"shape {tuple(tensor.shape)}", accepted)
 
 
 def is_checking() -> bool:
-    """FLASHTILE_CHECK=1: index tensors on a GPU are read and checked too, which waits for it. Kernels clamp bad values otherwise."""
+    """FLASHTILE_CHECK=1: index tensors on a GPU are read and checked too, which waits for it. Kernels clamp bad values
+    otherwise."""
     return os.environ.get("FLASHTILE_CHECK", "0") not in ("", "0")
 
 
@@ -463,7 +478,9 @@ def _spans(args: AttentionArgs) -> list[SequenceSpan]:
     if args.cu_seqlens_q is not None:
         q_bounds = _bounds("cu_seqlens_q", args.cu_seqlens_q, args.q.shape[row])
     if args.cu_seqlens_k is not None:
-        k_bounds = _bounds("cu_seqlens_k", args.cu_seqlens_k, None if args.block_table is not None else args.k.shape[row])
+        k_bounds = _bounds(
+            "cu_seqlens_k", args.cu_seqlens_k, None if args.block_table is not None else args.k.shape[row]
+        )
     used = None if args.seqused_k is None else args.seqused_k.tolist()
     leftpad = None if args.leftpad_k is None else args.leftpad_k.tolist()
     spans = []
@@ -474,7 +491,9 @@ def _spans(args: AttentionArgs) -> list[SequenceSpan]:
             room = args.block_table.shape[1] * page_size(args)
             k_start, k_end = 0, k_end - k_start
             if used is None and k_end > room:
-                raise value_error("cu_seqlens_k", f"{k_end} keys in sequence {b}", f"at most {room}, what its pages hold")
+                raise value_error(
+                    "cu_seqlens_k", f"{k_end} keys in sequence {b}", f"at most {room}, what its pages hold"
+                )
         else:
             room = k_end - k_start
         if used is not None:
@@ -483,7 +502,9 @@ def _spans(args: AttentionArgs) -> list[SequenceSpan]:
             k_end = k_start + used[b]
         if leftpad is not None:
             if not 0 <= leftpad[b] <= k_end - k_start:
-                raise value_error("leftpad_k", f"{leftpad[b]} for sequence {b}", f"0 to {k_end - k_start}, its number of keys")
+                raise value_error(
+                    "leftpad_k", f"{leftpad[b]} for sequence {b}", f"0 to {k_end - k_start}, its number of keys"
+                )
             k_start += leftpad[b]
         spans.append(SequenceSpan(q_start if is_packed else 0, q_end - q_start, k_start, k_end - k_start))
     _check_pages(args, spans)

@@ -13,7 +13,18 @@ from flashtile.bench.rows import Environment, Row
 from flashtile.bench.sweep import Settings, Sweep
 
 ENV = Environment(
-    "a device", "1.2", "2.13", "13.0", "9.1", "3.5", "3.11", "0.1", "0123456789ab", False, "2026-01-02T03:04:05Z", "flashtile bench"
+    "a device",
+    "1.2",
+    "2.13",
+    "13.0",
+    "9.1",
+    "3.5",
+    "3.11",
+    "0.1",
+    "0123456789ab",
+    False,
+    "2026-01-02T03:04:05Z",
+    "flashtile bench",
 )
 SETTINGS = Settings("cpu", cache_bytes=0, budget_s=0.002, call_limit_s=5.0, compile_limit_s=60.0)
 

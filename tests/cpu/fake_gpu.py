@@ -1,4 +1,5 @@
-"""A GPU that is not there, for the host's part of a call: a driver that writes down what is launched, and CPU tensors in its calls."""
+"""A GPU that is not there, for the host's part of a call: a driver that writes down what is launched, and CPU tensors
+in its calls."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ NUMBERS = 10  # of a launch, before its parameters
 def build(folder: Path) -> Path:
     """The driver as a library in that folder."""
     library, source = folder / "libfake_cuda.so", Path(__file__).with_name("fake_cuda.c")
-    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o", str(library), str(source)], check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o", str(library), str(source)], check=True
+    )
     return library
 
 
@@ -50,8 +53,8 @@ class Recorder:
 
 
 def plug_in(library: Path, patch: Callable[[object, str, object], None]) -> Recorder:
-    """To both executors CPU tensors are on this GPU, kernels cost nothing to compile, and nothing is computed. `patch` is setattr, or one
-    that can be undone."""
+    """To both executors CPU tensors are on this GPU, kernels cost nothing to compile, and nothing is computed. `patch`
+    is setattr, or one that can be undone."""
     patch(driver, "_LIBRARY", str(library))
     patch(torch.cuda, "current_device", lambda: 0)
     patch(cuda, "_arch", lambda index: ARCHS[90])
@@ -61,7 +64,11 @@ def plug_in(library: Path, patch: Callable[[object, str, object], None]) -> Reco
     patch(cuda.CudaBackend, "time_us", lambda self, problem, op: 0.0)  # the fastest on a CPU, too
     patch(executor, "current_stream", lambda index: 0)
     patch(executor, "on_device", lambda index: nullcontext())
-    patch(cache, "compile_cached", lambda unit, arch, names: types.SimpleNamespace(cubin=b"", symbols={name: name for name in names}))
+    patch(
+        cache,
+        "compile_cached",
+        lambda unit, arch, names: types.SimpleNamespace(cubin=b"", symbols={name: name for name in names}),
+    )
     patch(native, "missing", lambda: None)
     clear()
     reason = extension.open_executor("cpu")

@@ -1,4 +1,5 @@
-"""Bad input: each case raises a typed error that names the argument, what came and what is accepted, and loses nothing."""
+"""Bad input: each case raises a typed error that names the argument, what came and what is accepted, and loses
+nothing."""
 
 from __future__ import annotations
 
@@ -64,58 +65,145 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "rank 5, bshd": (
         dense(k=t(1, 2, 2, 7, 8), layout="bshd"),
         ValueError,
-        "k: got 5 dimensions (1, 2, 2, 7, 8); accepted: 4 dimensions (batch, seqlen_k, heads_kv, head_dim) for layout 'bshd'.",
+        (
+            "k: got 5 dimensions (1, 2, 2, 7, 8); accepted: 4 dimensions (batch, seqlen_k, heads_kv, "
+            "head_dim) for layout 'bshd'."
+        ),
     ),
-    "integers": (dense(q=t(2, 4, 5, 8, dtype=torch.int64)), TypeError, "q: got int64; accepted: float64, float32, bfloat16, float16."),
+    "integers": (
+        dense(q=t(2, 4, 5, 8, dtype=torch.int64)),
+        TypeError,
+        "q: got int64; accepted: float64, float32, bfloat16, float16.",
+    ),
     "complex": (dense(q=t(2, 4, 5, 8, dtype=torch.complex64)), TypeError, "q: got complex64; accepted: float64,"),
     "dtype mismatch": (
         dense(k=t(2, 2, 7, 8, dtype=torch.float16)),
         TypeError,
         "k: got float16; accepted: float32, as q. Convert q, k and v to one dtype.",
     ),
-    "device mismatch": (dense(v=t(2, 2, 7, 8, device="meta")), ValueError, "v: got device meta; accepted: cpu, where q is. Move v there."),
-    "mask elsewhere": (dense(mask=t(5, 7, dtype=torch.bool, device="meta")), ValueError, "mask: got device meta; accepted: cpu"),
+    "device mismatch": (
+        dense(v=t(2, 2, 7, 8, device="meta")),
+        ValueError,
+        "v: got device meta; accepted: cpu, where q is. Move v there.",
+    ),
+    "mask elsewhere": (
+        dense(mask=t(5, 7, dtype=torch.bool, device="meta")),
+        ValueError,
+        "mask: got device meta; accepted: cpu",
+    ),
     "sliced last dimension": (
         dense(q=t(2, 4, 5, 16)[..., ::2]),
         ValueError,
         "q: got stride 2 in the last dimension; accepted: stride 1 there, any other strides. Call q.contiguous().",
     ),
     # Sizes
-    "heads": (dense(k=t(2, 3, 7, 8), v=t(2, 3, 7, 8)), ValueError, "k: got 3 heads; accepted: a divisor of q's 4 heads."),
-    "more key heads": (dense(k=t(2, 8, 7, 8), v=t(2, 8, 7, 8)), ValueError, "k: got 8 heads; accepted: a divisor of q's 4 heads."),
-    "no key heads": (dense(k=t(2, 0, 7, 8), v=t(2, 0, 7, 8)), ValueError, "k: got 0 heads; accepted: a divisor of q's 4 heads."),
+    "heads": (
+        dense(k=t(2, 3, 7, 8), v=t(2, 3, 7, 8)),
+        ValueError,
+        "k: got 3 heads; accepted: a divisor of q's 4 heads.",
+    ),
+    "more key heads": (
+        dense(k=t(2, 8, 7, 8), v=t(2, 8, 7, 8)),
+        ValueError,
+        "k: got 8 heads; accepted: a divisor of q's 4 heads.",
+    ),
+    "no key heads": (
+        dense(k=t(2, 0, 7, 8), v=t(2, 0, 7, 8)),
+        ValueError,
+        "k: got 0 heads; accepted: a divisor of q's 4 heads.",
+    ),
     "v heads": (dense(v=t(2, 4, 7, 8)), ValueError, "v: got 4 heads; accepted: 2, as k."),
     "v keys": (dense(v=t(2, 2, 6, 8)), ValueError, "v: got 6 keys; accepted: 7, as k."),
     "batch": (dense(k=t(3, 2, 7, 8)), ValueError, "k: got batch 3; accepted: 2, as q."),
     "head_dim": (dense(k=t(2, 2, 7, 9)), ValueError, "k: got head_dim 9; accepted: 8, as q."),
-    "head_dim too large": (dense(q=t(2, 4, 5, 513), k=t(2, 2, 7, 513)), flashtile.Unsupported, "q: got head_dim 513; accepted: 1 to 512."),
-    "head_dim 0": (dense(q=t(2, 4, 5, 0), k=t(2, 2, 7, 0)), flashtile.Unsupported, "q: got head_dim 0; accepted: 1 to 512."),
-    "head_dim_v too large": (dense(v=t(2, 2, 7, 600)), flashtile.Unsupported, "v: got head_dim_v 600; accepted: 1 to 512."),
+    "head_dim too large": (
+        dense(q=t(2, 4, 5, 513), k=t(2, 2, 7, 513)),
+        flashtile.Unsupported,
+        "q: got head_dim 513; accepted: 1 to 512.",
+    ),
+    "head_dim 0": (
+        dense(q=t(2, 4, 5, 0), k=t(2, 2, 7, 0)),
+        flashtile.Unsupported,
+        "q: got head_dim 0; accepted: 1 to 512.",
+    ),
+    "head_dim_v too large": (
+        dense(v=t(2, 2, 7, 600)),
+        flashtile.Unsupported,
+        "v: got head_dim_v 600; accepted: 1 to 512.",
+    ),
     # Scalars
-    "NaN scale": (dense(scale=math.nan), ValueError, "scale: got nan (float); accepted: a finite number, or None for 1 / sqrt(head_dim)."),
+    "NaN scale": (
+        dense(scale=math.nan),
+        ValueError,
+        "scale: got nan (float); accepted: a finite number, or None for 1 / sqrt(head_dim).",
+    ),
     "infinite scale": (dense(scale=math.inf), ValueError, "scale: got inf (float); accepted: a finite number"),
     "scale of another type": (dense(scale="0.1"), TypeError, "scale: got 0.1; accepted: a number."),
-    "negative window": (dense(window=(-2, 0)), ValueError, "window: got left = -2; accepted: integers >= 0, or -1 for unbounded."),
+    "negative window": (
+        dense(window=(-2, 0)),
+        ValueError,
+        "window: got left = -2; accepted: integers >= 0, or -1 for unbounded.",
+    ),
     "negative right window": (dense(window=(3, -5)), ValueError, "window: got right = -5; accepted: integers >= 0"),
-    "window of one number": (dense(window=5), TypeError, "window: got 5; accepted: None or a pair (left, right) of integers."),
+    "window of one number": (
+        dense(window=5),
+        TypeError,
+        "window: got 5; accepted: None or a pair (left, right) of integers.",
+    ),
     "window of three": (dense(window=(1, 2, 3)), TypeError, "window: got (1, 2, 3); accepted: None or a pair"),
     "window of floats": (dense(window=(1.5, 2)), TypeError, "window: got 1.5 (float); accepted: None or a pair"),
-    "negative softcap": (dense(softcap=-1.0), ValueError, "softcap: got -1.0 (float); accepted: a float32 number >= 0 (0 = none)."),
+    "negative softcap": (
+        dense(softcap=-1.0),
+        ValueError,
+        "softcap: got -1.0 (float); accepted: a float32 number >= 0 (0 = none).",
+    ),
     "NaN softcap": (dense(softcap=math.nan), ValueError, "softcap: got nan (float); accepted: a float32 number >= 0"),
-    "dropout of 1": (dense(dropout_p=1.0), ValueError, "dropout_p: got 1.0 (float); accepted: a probability in [0, 1)."),
-    "negative dropout": (dense(dropout_p=-0.1), ValueError, "dropout_p: got -0.1 (float); accepted: a probability in [0, 1)."),
-    "dropout of another type": (dense(dropout_p=None), TypeError, "dropout_p: got None (NoneType); accepted: a number."),
-    "softcap beyond float32": (dense(softcap=1e39), ValueError, "softcap: got 1e+39 (float); accepted: a float32 number >= 0 (0 = none)."),
-    "scale beyond floats": (dense(scale=10**400), ValueError, "scale: got an integer beyond all floats; accepted: a finite number."),
-    "window beyond 64 bits": (dense(window=(2**64, 0)), ValueError, "window: got 18446744073709551616 (int); accepted: None or a pair"),
+    "dropout of 1": (
+        dense(dropout_p=1.0),
+        ValueError,
+        "dropout_p: got 1.0 (float); accepted: a probability in [0, 1).",
+    ),
+    "negative dropout": (
+        dense(dropout_p=-0.1),
+        ValueError,
+        "dropout_p: got -0.1 (float); accepted: a probability in [0, 1).",
+    ),
+    "dropout of another type": (
+        dense(dropout_p=None),
+        TypeError,
+        "dropout_p: got None (NoneType); accepted: a number.",
+    ),
+    "softcap beyond float32": (
+        dense(softcap=1e39),
+        ValueError,
+        "softcap: got 1e+39 (float); accepted: a float32 number >= 0 (0 = none).",
+    ),
+    "scale beyond floats": (
+        dense(scale=10**400),
+        ValueError,
+        "scale: got an integer beyond all floats; accepted: a finite number.",
+    ),
+    "window beyond 64 bits": (
+        dense(window=(2**64, 0)),
+        ValueError,
+        "window: got 18446744073709551616 (int); accepted: None or a pair",
+    ),
     "layout of another type": (dense(layout=3), TypeError, "layout: got 3 (int); accepted: a name."),
-    "deterministic of another type": (dense(deterministic="yes"), TypeError, "deterministic: got yes; accepted: True, False or None."),
+    "deterministic of another type": (
+        dense(deterministic="yes"),
+        TypeError,
+        "deterministic: got yes; accepted: True, False or None.",
+    ),
     "causal of another type": (
         dense(causal=2.5),
         TypeError,
         "causal: got 2.5 (float); accepted: False, True, 'top_left' or 'bottom_right'.",
     ),
-    "causal": (dense(causal="lower"), ValueError, "causal: got 'lower'; accepted: False, True, 'top_left' or 'bottom_right'."),
+    "causal": (
+        dense(causal="lower"),
+        ValueError,
+        "causal: got 'lower'; accepted: False, True, 'top_left' or 'bottom_right'.",
+    ),
     "layout": (dense(layout="sbhd"), ValueError, "layout: got 'sbhd'; accepted: 'bhsd' or 'bshd'."),
     "backend": (
         dense(backend="cutlass"),
@@ -127,7 +215,10 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "mask shape": (
         dense(mask=t(5, 6, dtype=torch.bool)),
         ValueError,
-        "mask: got shape (1, 1, 5, 6); accepted: at most 4 dimensions, broadcastable to (batch, heads, seqlen_q, seqlen_k) = (2, 4, 5, 7).",
+        (
+            "mask: got shape (1, 1, 5, 6); accepted: at most 4 dimensions, broadcastable to (batch, "
+            "heads, seqlen_q, seqlen_k) = (2, 4, 5, 7)."
+        ),
     ),
     "mask rank": (
         dense(mask=t(1, 2, 4, 5, 7, dtype=torch.bool)),
@@ -139,25 +230,44 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         TypeError,
         "mask: got uint8; accepted: bool, True = attend. Values to be added are a bias.",
     ),
-    "bias shape": (dense(bias=t(2, 5, 7)), ValueError, "bias: got shape (1, 2, 5, 7); accepted: at most 4 dimensions, broadcastable to"),
+    "bias shape": (
+        dense(bias=t(2, 5, 7)),
+        ValueError,
+        "bias: got shape (1, 2, 5, 7); accepted: at most 4 dimensions, broadcastable to",
+    ),
     "bias dtype": (
         dense(bias=t(5, 7, dtype=torch.float16)),
         TypeError,
         "bias: got float16; accepted: float32. A boolean tensor is a mask.",
     ),
-    "bool bias": (dense(bias=t(5, 7, dtype=torch.bool)), TypeError, "bias: got bool; accepted: float32. A boolean tensor is a mask."),
+    "bool bias": (
+        dense(bias=t(5, 7, dtype=torch.bool)),
+        TypeError,
+        "bias: got bool; accepted: float32. A boolean tensor is a mask.",
+    ),
     "slopes shape": (
         dense(alibi_slopes=t(2)),
         ValueError,
         "alibi_slopes: got shape (2,) (float32 on cpu); accepted: shape (4,) or (2, 4).",
     ),
-    "slopes dtype": (dense(alibi_slopes=t(4, dtype=torch.float64)), TypeError, "alibi_slopes: got float64; accepted: float32."),
+    "slopes dtype": (
+        dense(alibi_slopes=t(4, dtype=torch.float64)),
+        TypeError,
+        "alibi_slopes: got float64; accepted: float32.",
+    ),
     "slopes with grad": (
         dense(alibi_slopes=t(4, requires_grad=True)),
         flashtile.Unsupported,
-        "alibi_slopes: got a tensor that requires grad; accepted: constants. Pass the term as bias to differentiate it.",
+        (
+            "alibi_slopes: got a tensor that requires grad; accepted: constants. Pass the term as bias "
+            "to differentiate it."
+        ),
     ),
-    "sinks shape": (dense(sinks=t(2, 4)), ValueError, "sinks: got shape (2, 4) (float32 on cpu); accepted: shape (4,)."),
+    "sinks shape": (
+        dense(sinks=t(2, 4)),
+        ValueError,
+        "sinks: got shape (2, 4) (float32 on cpu); accepted: shape (4,).",
+    ),
     "sinks dtype": (dense(sinks=t(4, dtype=torch.int32)), TypeError, "sinks: got int32; accepted: float32."),
     "rng dtype": (
         dense(dropout_p=0.1, rng_state=t(2, dtype=torch.int32)),
@@ -175,7 +285,11 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         ValueError,
         "cu_seqlens_q: got 9 followed by 4 at position 2; accepted: values that never decrease.",
     ),
-    "not to the end": (varlen(cu_k=ints(0, 4, 8)), ValueError, "cu_seqlens_k: got 8 at the end; accepted: 9, the number of packed rows."),
+    "not to the end": (
+        varlen(cu_k=ints(0, 4, 8)),
+        ValueError,
+        "cu_seqlens_k: got 8 at the end; accepted: 9, the number of packed rows.",
+    ),
     "not from 0": (varlen(cu_q=ints(1, 4, 9)), ValueError, "cu_seqlens_q: got 1 at the start; accepted: 0 there."),
     "int64 lengths": (
         varlen(cu_q=torch.tensor([0, 4, 9])),
@@ -198,7 +312,11 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         ValueError,
         "cu_seqlens_k: got None; accepted: (batch + 1,), or None where block_table and seqused_k are both given.",
     ),
-    "lengths no tensor": (varlen(cu_q=[0, 4, 9]), TypeError, "cu_seqlens_q: got [0, 4, 9] (list); accepted: a torch.Tensor."),
+    "lengths no tensor": (
+        varlen(cu_q=[0, 4, 9]),
+        TypeError,
+        "cu_seqlens_q: got [0, 4, 9] (list); accepted: a torch.Tensor.",
+    ),
     "varlen rank": (
         varlen(q=t(2, 9, 4, 8)),
         ValueError,
@@ -206,19 +324,47 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     ),
     "too many used": (varlen(seqused_k=ints(4, 6)), ValueError, "seqused_k: got 6 for sequence 1; accepted: 0 to 5."),
     "negative used": (varlen(seqused_k=ints(-1, 5)), ValueError, "seqused_k: got -1 for sequence 0; accepted: 0 to 4."),
-    "max too small": (varlen(max_seqlen_q=4), ValueError, "max_seqlen_q: got 4 (int); accepted: at least 5, the longest sequence."),
-    "max of another type": (varlen(max_seqlen_k=5.0), TypeError, "max_seqlen_k: got 5.0 (float); accepted: an int, a tensor or None."),
-    "negative max": (varlen(max_seqlen_k=-1), ValueError, "max_seqlen_k: got -1 (int); accepted: an integer of 0 to 2147483647, or None."),
-    "max beyond 32 bits": (varlen(max_seqlen_k=2**31), ValueError, "max_seqlen_k: got 2147483648 (int); accepted: an integer of 0 to"),
-    "short bias": (varlen(bias=t(4, 5)), ValueError, "bias: got 4 rows; accepted: 1, or at least 5, the longest sequence."),
+    "max too small": (
+        varlen(max_seqlen_q=4),
+        ValueError,
+        "max_seqlen_q: got 4 (int); accepted: at least 5, the longest sequence.",
+    ),
+    "max of another type": (
+        varlen(max_seqlen_k=5.0),
+        TypeError,
+        "max_seqlen_k: got 5.0 (float); accepted: an int, a tensor or None.",
+    ),
+    "negative max": (
+        varlen(max_seqlen_k=-1),
+        ValueError,
+        "max_seqlen_k: got -1 (int); accepted: an integer of 0 to 2147483647, or None.",
+    ),
+    "max beyond 32 bits": (
+        varlen(max_seqlen_k=2**31),
+        ValueError,
+        "max_seqlen_k: got 2147483648 (int); accepted: an integer of 0 to",
+    ),
+    "short bias": (
+        varlen(bias=t(4, 5)),
+        ValueError,
+        "bias: got 4 rows; accepted: 1, or at least 5, the longest sequence.",
+    ),
     "narrow mask": (
         varlen(mask=t(5, 3, dtype=torch.bool)),
         ValueError,
         "mask: got 3 columns; accepted: 1, or at least 5, the longest sequence.",
     ),
     "bias beside max": (varlen(bias=t(6, 6), max_seqlen_q=5), ValueError, "bias: got shape (1, 1, 6, 6); accepted:"),
-    "page out of range": (paged(ints(0, 1, 2, 3).view(2, 2)), ValueError, "block_table: got page 3 at [1, 1]; accepted: 0 to 2."),
-    "negative page": (paged(ints(0, 1, -1, 0).view(2, 2)), ValueError, "block_table: got page -1 at [1, 0]; accepted: 0 to 2."),
+    "page out of range": (
+        paged(ints(0, 1, 2, 3).view(2, 2)),
+        ValueError,
+        "block_table: got page 3 at [1, 1]; accepted: 0 to 2.",
+    ),
+    "negative page": (
+        paged(ints(0, 1, -1, 0).view(2, 2)),
+        ValueError,
+        "block_table: got page -1 at [1, 0]; accepted: 0 to 2.",
+    ),
     "too few pages": (
         paged(ints(0, 1).view(2, 1)),
         ValueError,
@@ -247,19 +393,31 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         ValueError,
         "cache_seqlens: got 10 for sequence 0; accepted: 0 to 9: the cache holds 10 rows and 1 are added.",
     ),
-    "lengths beyond the cache": (cache(cache_seqlens=ints(3, 11)), ValueError, "cache_seqlens: got 11 for sequence 1; accepted: 0 to 10."),
+    "lengths beyond the cache": (
+        cache(cache_seqlens=ints(3, 11)),
+        ValueError,
+        "cache_seqlens: got 11 for sequence 1; accepted: 0 to 10.",
+    ),
     "lengths of another type": (
         cache(cache_seqlens=3.0),
         TypeError,
         "cache_seqlens: got 3.0 (float); accepted: an int32 tensor, an int or None.",
     ),
-    "lengths dtype": (cache(cache_seqlens=torch.tensor([3, 3])), TypeError, "cache_seqlens: got int64; accepted: int32."),
+    "lengths dtype": (
+        cache(cache_seqlens=torch.tensor([3, 3])),
+        TypeError,
+        "cache_seqlens: got int64; accepted: int32.",
+    ),
     "left padding": (
         cache(cache_seqlens=3, cache_leftpad=ints(0, 4)),
         ValueError,
         "cache_leftpad: got 4 for sequence 1; accepted: 0 to 3, its number of keys.",
     ),
-    "cache dtype": (cache(k_cache=t(2, 10, 2, 8, dtype=torch.float16)), TypeError, "k_cache: got float16; accepted: float32, as q."),
+    "cache dtype": (
+        cache(k_cache=t(2, 10, 2, 8, dtype=torch.float16)),
+        TypeError,
+        "k_cache: got float16; accepted: float32, as q.",
+    ),
     "cache batch": (cache(k_cache=t(3, 10, 2, 8)), ValueError, "k_cache: got batch 3; accepted: 2, as q."),
     "new batch": (
         cache(k=t(3, 1, 2, 8), v=NEW, cache_seqlens=0),
@@ -271,14 +429,29 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         ValueError,
         "cache_seqlens: got 0 for sequence 0; accepted: nothing: the cache holds 10 rows and 11 are added.",
     ),
-    "new rows are a list": (cache(k=[1], v=[2], cache_seqlens=0), TypeError, "k: got [1] (list); accepted: a torch.Tensor or None."),
+    "new rows are a list": (
+        cache(k=[1], v=[2], cache_seqlens=0),
+        TypeError,
+        "k: got [1] (list); accepted: a torch.Tensor or None.",
+    ),
     "sinks are a list": (cache(sinks=[1]), TypeError, "sinks: got [1] (list); accepted: a torch.Tensor or None."),
-    "splits of another type": (cache(num_splits=1.5), TypeError, "num_splits: got 1.5 (float); accepted: an integer >= 0 (0 = chosen)."),
-    "huge length": (cache(cache_seqlens=2**40), ValueError, "cache_seqlens: got 1099511627776 (int); accepted: the number of rows in use."),
+    "splits of another type": (
+        cache(num_splits=1.5),
+        TypeError,
+        "num_splits: got 1.5 (float); accepted: an integer >= 0 (0 = chosen).",
+    ),
+    "huge length": (
+        cache(cache_seqlens=2**40),
+        ValueError,
+        "cache_seqlens: got 1099511627776 (int); accepted: the number of rows in use.",
+    ),
     "expanded cache": (
         cache(k_cache=t(1, 10, 2, 8).expand(2, -1, -1, -1), k=NEW, v=NEW, cache_seqlens=0),
         ValueError,
-        "k_cache: got strides (0, 16, 8, 1); accepted: memory of its own for every row. Call clone() on an expanded cache.",
+        (
+            "k_cache: got strides (0, 16, 8, 1); accepted: memory of its own for every row. Call clone() "
+            "on an expanded cache."
+        ),
     ),
     "queries beyond the angles": (
         cache(q=t(2, 4, 4, 8), k=NEW, v=NEW, cache_seqlens=5, rotary_cos=t(6, 4), rotary_sin=t(6, 4), causal=True),
@@ -295,9 +468,21 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         ValueError,
         "k: got shape (2, 1, 4, 8); accepted: the heads and head_dim of k_cache",
     ),
-    "new dtype": (cache(k=NEW.half(), v=NEW, cache_seqlens=0), TypeError, "k: got float16; accepted: float32, as k_cache."),
-    "batch index out of range": (cache(cache_batch_idx=ints(0, 2)), ValueError, "cache_batch_idx: got page 2 at [1, 0]; accepted: 0 to 1."),
-    "batch index dtype": (cache(cache_batch_idx=torch.tensor([0, 1])), TypeError, "cache_batch_idx: got int64; accepted: int32."),
+    "new dtype": (
+        cache(k=NEW.half(), v=NEW, cache_seqlens=0),
+        TypeError,
+        "k: got float16; accepted: float32, as k_cache.",
+    ),
+    "batch index out of range": (
+        cache(cache_batch_idx=ints(0, 2)),
+        ValueError,
+        "cache_batch_idx: got page 2 at [1, 0]; accepted: 0 to 1.",
+    ),
+    "batch index dtype": (
+        cache(cache_batch_idx=torch.tensor([0, 1])),
+        TypeError,
+        "cache_batch_idx: got int64; accepted: int32.",
+    ),
     "batch index shape": (
         cache(cache_batch_idx=ints(0)),
         ValueError,
@@ -326,7 +511,10 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "rotary too wide": (
         cache(k=NEW, v=NEW, cache_seqlens=0, rotary_cos=t(10, 5), rotary_sin=t(10, 5)),
         ValueError,
-        "rotary_cos: got shape (10, 5) (float32 on cpu); accepted: shape (positions, rotary_dim / 2) with rotary_dim at most 8.",
+        (
+            "rotary_cos: got shape (10, 5) (float32 on cpu); accepted: shape (positions, rotary_dim / 2) "
+            "with rotary_dim at most 8."
+        ),
     ),
     "rotary too short": (
         cache(k=NEW, v=NEW, cache_seqlens=5, rotary_cos=t(5, 4), rotary_sin=t(5, 4)),
@@ -336,9 +524,16 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "cache with grad": (
         cache(q=t(2, 1, 4, 8, requires_grad=True)),
         flashtile.Unsupported,
-        "q: got a tensor that requires grad; accepted: inference only. Call it under torch.no_grad(), or train with attention",
+        (
+            "q: got a tensor that requires grad; accepted: inference only. Call it under "
+            "torch.no_grad(), or train with attention"
+        ),
     ),
-    "negative splits": (cache(num_splits=-1), ValueError, "num_splits: got -1 (int); accepted: an integer >= 0 (0 = chosen)."),
+    "negative splits": (
+        cache(num_splits=-1),
+        ValueError,
+        "num_splits: got -1 (int); accepted: an integer >= 0 (0 = chosen).",
+    ),
     "cache layout": (cache(layout="thd"), ValueError, "layout: got 'thd'; accepted: 'bhsd' or 'bshd'."),
     # Facades, in the words of their arguments
     "sdpa mask and causal": (
@@ -351,7 +546,11 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         ValueError,
         "key: got 2 heads; accepted: 4, as query. Pass enable_gqa=True to share key heads.",
     ),
-    "sdpa value heads": (sdpa((1, 4, 3, 8), (1, 4, 3, 8), (1, 2, 3, 8)), ValueError, "value: got 2 heads; accepted: 4, as key."),
+    "sdpa value heads": (
+        sdpa((1, 4, 3, 8), (1, 4, 3, 8), (1, 2, 3, 8)),
+        ValueError,
+        "value: got 2 heads; accepted: 4, as key.",
+    ),
     "sdpa batch": (
         sdpa((3, 1, 3, 8), (2, 1, 3, 8), (2, 1, 3, 8)),
         ValueError,
@@ -367,8 +566,16 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         TypeError,
         "attn_mask: got int32; accepted: bool, or float32.",
     ),
-    "sdpa causal of another type": (sdpa((3, 8), (3, 8), (3, 8), is_causal="x"), TypeError, "is_causal: got x; accepted: True or False."),
-    "sdpa head_dim": (sdpa((1, 1, 3, 8), (1, 1, 3, 9), (1, 1, 3, 9)), ValueError, "key: got head_dim 9; accepted: 8, as query."),
+    "sdpa causal of another type": (
+        sdpa((3, 8), (3, 8), (3, 8), is_causal="x"),
+        TypeError,
+        "is_causal: got x; accepted: True or False.",
+    ),
+    "sdpa head_dim": (
+        sdpa((1, 1, 3, 8), (1, 1, 3, 9), (1, 1, 3, 9)),
+        ValueError,
+        "key: got head_dim 9; accepted: 8, as query.",
+    ),
     "sdpa mask": (
         sdpa((1, 1, 3, 8), (1, 1, 3, 8), (1, 1, 3, 8), attn_mask=t(3, 4)),
         ValueError,
@@ -406,7 +613,12 @@ def test_a_refused_append_changes_nothing() -> None:
     before = k_cache.clone(), v_cache.clone()
     with pytest.raises(ValueError, match="cache_seqlens: got 10 for sequence 1"):
         flashtile.attention_kvcache(
-            t(2, 1, 4, 8), k_cache, v_cache, k=torch.ones(2, 1, 2, 8), v=torch.ones(2, 1, 2, 8), cache_seqlens=ints(0, 10)
+            t(2, 1, 4, 8),
+            k_cache,
+            v_cache,
+            k=torch.ones(2, 1, 2, 8),
+            v=torch.ones(2, 1, 2, 8),
+            cache_seqlens=ints(0, 10),
         )
     with pytest.raises(ValueError, match="cache_leftpad: got 4 for sequence 0"):
         flashtile.attention_kvcache(
@@ -418,7 +630,13 @@ def test_a_refused_append_changes_nothing() -> None:
         )
     with pytest.raises(ValueError, match="alibi_slopes: got"):
         flashtile.attention_kvcache(
-            t(2, 1, 4, 8), k_cache, v_cache, k=torch.ones(2, 1, 2, 8), v=torch.ones(2, 1, 2, 8), cache_seqlens=3, alibi_slopes=t(3)
+            t(2, 1, 4, 8),
+            k_cache,
+            v_cache,
+            k=torch.ones(2, 1, 2, 8),
+            v=torch.ones(2, 1, 2, 8),
+            cache_seqlens=3,
+            alibi_slopes=t(3),
         )
     assert torch.equal(k_cache, before[0])
     assert torch.equal(v_cache, before[1])
@@ -500,7 +718,11 @@ def test_numbers_of_numpy_are_numbers() -> None:
     numpy = pytest.importorskip("numpy")
     q, k, v = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4)
     ours = flashtile.attention(
-        *(q, k, v), scale=numpy.float32(0.25), window=(numpy.int64(2), numpy.int32(1)), causal=numpy.bool_(True), softcap=numpy.float64(2)
+        *(q, k, v),
+        scale=numpy.float32(0.25),
+        window=(numpy.int64(2), numpy.int32(1)),
+        causal=numpy.bool_(True),
+        softcap=numpy.float64(2),
     )
     assert torch.equal(ours, flashtile.attention(q, k, v, scale=0.25, window=(2, 1), causal=True, softcap=2.0))
     assert torch.equal(flashtile.attention(q, k, v, causal=1), flashtile.attention(q, k, v, causal=True))
@@ -512,5 +734,7 @@ def test_a_refusing_backend_leaves_the_cache_alone(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(TiledBackend, "refuse", lambda self, problem, op: "not today")
     k_cache, v_cache = torch.zeros(2, 10, 2, 8), torch.zeros(2, 10, 2, 8)
     with pytest.raises(flashtile.Unsupported, match="not today"):
-        flashtile.attention_kvcache(t(2, 1, 4, 8), k_cache, v_cache, k=NEW + 1, v=NEW + 1, cache_seqlens=0, backend="tiled")
+        flashtile.attention_kvcache(
+            t(2, 1, 4, 8), k_cache, v_cache, k=NEW + 1, v=NEW + 1, cache_seqlens=0, backend="tiled"
+        )
     assert (k_cache == 0).all()

@@ -49,7 +49,9 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "plain.md").write_text("nothing marked\n")
     run_sweep(
-        sweep([provider("ours", is_baseline=False), provider("peer")], 32, 48), tmp_path / "results" / "box", Console(file=io.StringIO())
+        sweep([provider("ours", is_baseline=False), provider("peer")], 32, 48),
+        tmp_path / "results" / "box",
+        Console(file=io.StringIO()),
     )
     parts = "\n".join(f"<!-- bench:{name} -->\nold\n<!-- /bench:{name} -->\n" for name in NAMES)
     (tmp_path / "README.md").write_text(f"before\n{parts}after\n")
@@ -114,14 +116,21 @@ def test_a_marker_without_its_partner_or_its_csv_is_an_error(root: Path):
 
 def test_records_of_checks_are_filled_in(root: Path):
     folder, fault = root / "results" / "box", Mutation("skip_rescale", "not scaled down", None)
-    assert CliRunner().invoke(app, ["check", "--device", "cpu", "--problems", "2", "--seed", "4", "--out", str(folder)]).exit_code == 0
+    assert (
+        CliRunner()
+        .invoke(app, ["check", "--device", "cpu", "--problems", "2", "--seed", "4", "--out", str(folder)])
+        .exit_code
+        == 0
+    )
     env = json.loads((folder / "check.json").read_text())["environment"]
     hunts = [Hunt(fault, False, 7, Report()).as_dict()]
     (folder / "mutations.json").write_text(json.dumps({"mutations": hunts, "environment": env}))
     runs = {"clean": {"kernels": 12, "errors": 0}, "planted": {"out_of_bounds": {"errors": 5}}}
     (folder / "sanitize.json").write_text(json.dumps({"tools": {"memcheck": runs}, "environment": env}))
     names = ("check", "mutations", "sanitize")
-    (root / "docs" / "plain.md").write_text("".join(f"<!-- bench:box/{name}.json -->\n<!-- /bench:box/{name}.json -->\n" for name in names))
+    (root / "docs" / "plain.md").write_text(
+        "".join(f"<!-- bench:box/{name}.json -->\n<!-- /bench:box/{name}.json -->\n" for name in names)
+    )
     assert make_docs(root).returncode == 0
     text = (root / "docs" / "plain.md").read_text()
     assert "| tiled | 2 | 0 | 0 |  |" in text
@@ -157,5 +166,7 @@ def test_links_between_pages_lead_somewhere(tmp_path: Path):
     pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
     assert [link for page in pages for link in broken_links(page)] == []
     page = tmp_path / "page.md"
-    page.write_text("# A page: one\n[good](#a-page-one) [good](page.md) [bad](#b) [bad](none.md) [far](https://example.org/x)\n")
+    page.write_text(
+        "# A page: one\n[good](#a-page-one) [good](page.md) [bad](#b) [bad](none.md) [far](https://example.org/x)\n"
+    )
     assert broken_links(page) == ["page.md: #b", "page.md: none.md"]

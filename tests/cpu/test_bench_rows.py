@@ -23,7 +23,9 @@ def measured() -> list[Row]:
 
 
 def with_times(measured: list[Row], times: dict[tuple[str, int], float]) -> list[Row]:
-    return [dataclasses.replace(row, median_ms=times.get((row.provider, row.seqlen_k), row.median_ms)) for row in measured]
+    return [
+        dataclasses.replace(row, median_ms=times.get((row.provider, row.seqlen_k), row.median_ms)) for row in measured
+    ]
 
 
 def test_columns_are_the_fields_in_order_with_the_environment_last():
@@ -115,11 +117,18 @@ def test_ratios_are_peer_time_over_ours(measured: list[Row]):
 
 def test_an_inaccurate_row_enters_no_ratio(measured: list[Row]):
     timed = with_times(measured, {("ours", 32): 1.0, ("ours", 48): 2.0, ("peer", 32): 2.0, ("peer", 48): 16.0})
-    timed = [dataclasses.replace(row, status="inaccurate") if (row.provider, row.seqlen_k) == ("ours", 48) else row for row in timed]
+    timed = [
+        dataclasses.replace(row, status="inaccurate") if (row.provider, row.seqlen_k) == ("ours", 48) else row
+        for row in timed
+    ]
     (ratio,) = compare.ratios(timed)
     assert (ratio.num_points, ratio.highest) == (1, 2.0)
     assert "inaccurate" in tables.of(timed, "latency").markdown()
-    assert {(one.provider, one.seqlen_k) for one in compare.changes(measured, timed)} == {("ours", 32), ("peer", 32), ("peer", 48)}
+    assert {(one.provider, one.seqlen_k) for one in compare.changes(measured, timed)} == {
+        ("ours", 32),
+        ("peer", 32),
+        ("peer", 48),
+    }
 
 
 def test_two_runs_are_compared_point_by_point(measured: list[Row], tmp_path: Path):
@@ -178,7 +187,9 @@ def test_tables_print_labels_and_refusals_print_the_names_of_the_option(measured
     assert {line[0] for line in change.lines} == {"flashtile", "peer"}
 
 
-def test_throughput_is_linear_from_0_with_our_label(measured: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_throughput_is_linear_from_0_with_our_label(
+    measured: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     figures = {}
 
     def keep(figure, csv_path: Path, name: str) -> Path:

@@ -43,7 +43,9 @@ def test_rounds_interleave_and_a_slow_contender_takes_fewer():
 
 def test_copies_are_used_in_turn():
     seen = []
-    contender = timing.Contender("one", [lambda: seen.append(0), lambda: seen.append(1), lambda: seen.append(2)], call_s=0.05)
+    contender = timing.Contender(
+        "one", [lambda: seen.append(0), lambda: seen.append(1), lambda: seen.append(2)], call_s=0.05
+    )
     timing.interleave([contender], "cpu", budget_s=0.3)
     assert seen == [0, 1, 2, 0, 1, 2]
 
@@ -100,8 +102,20 @@ def test_a_refusal_keeps_its_reason_and_the_sweep_goes_on():
     def no_room_on_the_cpu(q, k, v):
         return torch.empty(2**62, dtype=torch.uint8)
 
-    found = rows([Provider("never", True, build), provider("large", no_room), provider("larger", no_room_on_the_cpu), provider("fine")])
-    assert [(row.provider, row.status) for row in found] == [("never", "refused"), ("large", "oom"), ("larger", "oom"), ("fine", "ok")]
+    found = rows(
+        [
+            Provider("never", True, build),
+            provider("large", no_room),
+            provider("larger", no_room_on_the_cpu),
+            provider("fine"),
+        ]
+    )
+    assert [(row.provider, row.status) for row in found] == [
+        ("never", "refused"),
+        ("large", "oom"),
+        ("larger", "oom"),
+        ("fine", "ok"),
+    ]
     assert found[0].reason == "only on Tuesdays"
     assert "1 TiB" in found[1].reason
     assert found[1].median_ms is None
@@ -144,7 +158,9 @@ class _WrongGrad(torch.autograd.Function):
 
 @pytest.mark.parametrize("direction", ["bwd", "fwd+bwd"])
 def test_a_wrong_gradient_is_marked(direction: str):
-    found = rows([provider("wrong", lambda q, k, v: right(q, _WrongGrad.apply(k), v)), provider("fine")], direction=direction)
+    found = rows(
+        [provider("wrong", lambda q, k, v: right(q, _WrongGrad.apply(k), v)), provider("fine")], direction=direction
+    )
     assert [row.status for row in found] == ["inaccurate", "ok"]
     assert found[0].reason.startswith("dk: off by")
     assert found[1].checked == "out dq dk dv: all rows, 1 of 1 heads"
@@ -153,7 +169,17 @@ def test_a_wrong_gradient_is_marked(direction: str):
 def test_a_large_problem_is_checked_on_rows(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("flashtile.bench.accuracy.FULL_SCORES", {"cpu": 0})
     monkeypatch.setattr("flashtile.bench.accuracy.MAX_ROWS", 7)
-    point = Point(batch=2, heads=4, heads_kv=2, seqlen_q=40, seqlen_k=40, head_dim=16, head_dim_v=16, is_causal=True, direction="bwd")
+    point = Point(
+        batch=2,
+        heads=4,
+        heads_kv=2,
+        seqlen_q=40,
+        seqlen_k=40,
+        head_dim=16,
+        head_dim_v=16,
+        is_causal=True,
+        direction="bwd",
+    )
     everyone = [by_name("tiled"), by_name("sdpa-math"), by_name("eager")]
     found = next(Sweep(Plan("Lsweep", "x", (point,)), everyone, SETTINGS, ENV).rows())
     assert [row.status for row in found] == ["ok", "ok", "ok"]
@@ -213,7 +239,9 @@ def test_compile_time_has_a_limit_too():
             time.sleep(0.1)
         return right(q, k, v)
 
-    found = rows([provider("compiling", compiling)], 32, 64, settings=dataclasses.replace(SETTINGS, compile_limit_s=0.05))
+    found = rows(
+        [provider("compiling", compiling)], 32, 64, settings=dataclasses.replace(SETTINGS, compile_limit_s=0.05)
+    )
     assert [row.status for row in found] == ["ok", "slow"]
     assert "raise --compile-limit" in found[1].reason
 
@@ -228,7 +256,12 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path):
     status = run_sweep(sweep([provider("one", call), provider("two")], 32, 48, 64, 80), tmp_path, Console(file=output))
     assert status == 130
     (path,) = tmp_path.glob("*.csv")
-    assert [(row.provider, row.seqlen_k) for row in read(path, Row)] == [("one", 32), ("two", 32), ("one", 48), ("two", 48)]
+    assert [(row.provider, row.seqlen_k) for row in read(path, Row)] == [
+        ("one", 32),
+        ("two", 32),
+        ("one", 48),
+        ("two", 48),
+    ]
     assert len(list(tmp_path.glob("*_vs_L*.png"))) == 3
     assert "Interrupted: 4 rows were kept" in output.getvalue()
 
@@ -246,7 +279,11 @@ def test_overhead_has_six_cases_for_each_provider(monkeypatch):
         return right(q, k, v)
 
     monkeypatch.setattr(overhead, "NUM_ROUNDS", 3)
-    found = [row for some in overhead.rows([provider("one", growing), provider("two", no_grad_only)], Point(), "cpu", ENV) for row in some]
+    found = [
+        row
+        for some in overhead.rows([provider("one", growing), provider("two", no_grad_only)], Point(), "cpu", ENV)
+        for row in some
+    ]
     assert [(row.provider, row.mode, row.case, row.status) for row in found[:6]] == [
         ("one", "no_grad", "repeated", "ok"),
         ("two", "no_grad", "repeated", "ok"),
@@ -271,7 +308,15 @@ def test_the_default_set_of_a_grid_leaves_the_slow_ones_out():
     names = {one.name for one in choose(None, is_grid=True)}
     assert names.isdisjoint({"tiled", "reference", "sdpa-math", "eager"})
     assert names >= {"sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex", "compiled", "flash-attn-4"}
-    assert [one.name for one in choose("eager, ours", is_grid=True)] == ["cuda", "triton", "cpu", "tiled", "numba", "reference", "eager"]
+    assert [one.name for one in choose("eager, ours", is_grid=True)] == [
+        "cuda",
+        "triton",
+        "cpu",
+        "tiled",
+        "numba",
+        "reference",
+        "eager",
+    ]
     assert len({one.name for one in providers()}) == len(providers())
     with pytest.raises(ValueError, match="--backends: got 'nobody'; accepted: ours, baselines, cuda"):
         choose("nobody", is_grid=False)

@@ -1,4 +1,5 @@
-"""`flashtile check`: what it draws, that it finds backends that are wrong, how small it makes a failure, and its reproducers."""
+"""`flashtile check`: what it draws, that it finds backends that are wrong, how small it makes a failure, and its
+reproducers."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def test_everything_is_drawn() -> None:
 def test_long_keys_and_crowds_are_drawn() -> None:
     drawn = itertools.islice(Drawer(3, "cuda", "forward", EDGES), 1000)
     cases = [trial.case for trial in drawn if trial.case.dtype == torch.bfloat16]
-    # The Hopper forward splits keys of more than 512; its blocks, one to a multiprocessor, have three orders before they write over one
+    # The Hopper forward splits keys of more than 512; its blocks, one to a multiprocessor, have three orders before
+    # they write over one
     assert any(case.seqlen_k > 1024 and case.num_splits > 1 for case in cases)
     for is_grouped in (False, True):
         assert any(case.batch * case.heads_kv > 3 * 132 for case in cases if (case.heads > case.heads_kv) == is_grouped)
@@ -90,7 +92,10 @@ def test_passes(direction: str) -> None:
 def test_options_are_kept_for_some_problems() -> None:
     drawn = draw(60, reuse=20)
     shared = [
-        {(trial.case.dtype, trial.case.head_dim, trial.case.kind, trial.case.softcap > 0) for trial in drawn[i : i + 20]}
+        {
+            (trial.case.dtype, trial.case.head_dim, trial.case.kind, trial.case.softcap > 0)
+            for trial in drawn[i : i + 20]
+        }
         for i in (0, 20, 40)
     ]
     assert [len(some) for some in shared] == [1, 1, 1]
@@ -109,7 +114,9 @@ def test_edges_come_from_the_kernels() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("values", VALUES)
 def test_values_are_what_they_say(values: str, dtype: torch.dtype, seed: int) -> None:
-    case = Case(dtype=dtype, values=values, mask="bk", bias="bhqk" if values == "masked" else None, head_dim=16, head_dim_v=16)
+    case = Case(
+        dtype=dtype, values=values, mask="bk", bias="bhqk" if values == "masked" else None, head_dim=16, head_dim_v=16
+    )
     args = case.make(seed).args
     q, k, v = (tensor.double() for tensor in (args.q, args.k, args.v))
     logits = q @ k.transpose(-1, -2) / 4
@@ -262,7 +269,14 @@ def test_a_right_backend_is_not_complained_about() -> None:
 def test_candidates_are_smaller() -> None:
     trial = draw(1, seed=8)[0]
     assert all(len(str(smaller)) > 0 and smaller != trial for smaller in candidates(trial))
-    assert list(candidates(Trial(Case(batch=1, heads=1, heads_kv=1, seqlen_q=1, seqlen_k=1, head_dim=1, head_dim_v=1), 0, False))) == []
+    assert (
+        list(
+            candidates(
+                Trial(Case(batch=1, heads=1, heads_kv=1, seqlen_q=1, seqlen_k=1, head_dim=1, head_dim_v=1), 0, False)
+            )
+        )
+        == []
+    )
 
 
 # The command
@@ -424,14 +438,18 @@ def test_faults_that_were_found_are_kept_whatever_becomes_of_the_others(
     else:
         with pytest.raises(RuntimeError):
             hunting.hunt(faults)
-    assert [found["mutation"] for found in json.loads((tmp_path / "mutations.json").read_text())["mutations"]] == [faults[0].name]
+    assert [found["mutation"] for found in json.loads((tmp_path / "mutations.json").read_text())["mutations"]] == [
+        faults[0].name
+    ]
 
 
 @pytest.mark.parametrize("name", ["skip_rescale", "fwd_sm90_rescale"])
 def test_a_fault_is_looked_for_where_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (fault,) = (mutation for mutation in mutations() if mutation.name == name)
     judged = list[Trial]()
-    monkeypatch.setattr(mutants, "check_trials", lambda trials, _: judged.extend(trials) or Report(num_problems=len(judged)))
+    monkeypatch.setattr(
+        mutants, "check_trials", lambda trials, _: judged.extend(trials) or Report(num_problems=len(judged))
+    )
     found = mutants.hunt_one(fault, Settings(backends=[], device="cpu", seed=3, problems=40))
     assert found.num_problems == len(judged) == 40
     assert {trial.has_backward for trial in judged} == ({False} if fault.family else {True, False})

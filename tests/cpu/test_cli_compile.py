@@ -1,4 +1,5 @@
-"""`flashtile compile` and what `flashtile info` says about compiling. The kernels themselves are compiled in test_kernels.py."""
+"""`flashtile compile` and what `flashtile info` says about compiling. The kernels themselves are compiled in
+test_kernels.py."""
 
 from __future__ import annotations
 
@@ -145,7 +146,9 @@ def test_covering_meets_every_feature():
     jobs = compile_command.covering_jobs([ARCHS[80], ARCHS[90]])
     hopper = [job.key.features for job in jobs if job.kernel == "fwd_sm90"]
     for field in dataclasses.fields(Features):
-        assert (len({getattr(features, field.name) for features in hopper}) >= 2) is (field.name not in ("is_paged", "is_aligned16")), field.name
+        assert (len({getattr(features, field.name) for features in hopper}) >= 2) is (
+            field.name not in ("is_paged", "is_aligned16")
+        ), field.name
     keys = [job.key for job in jobs if job.kernel == "fwd_simt" and job.key.arch == ARCHS[80]]
     for field in dataclasses.fields(Features):
         assert len({getattr(key.features, field.name) for key in keys}) >= 2, field.name
@@ -183,7 +186,12 @@ def test_info_shows_the_compiler_and_the_cache(monkeypatch, tmp_path):
     assert {"FLASHTILE_NVRTC", "FLASHTILE_CACHE_DIR", "FLASHTILE_CACHE", "FLASHTILE_COMMIT"} <= set(facts["switches"])
     (tmp_path / "kernels").mkdir(mode=0o700)
     (tmp_path / "kernels" / "some.kernel").write_bytes(b"x" * 10)
-    assert info_command.collect()["cache"] == {"directory": str(tmp_path / "kernels"), "status": "usable", "files": 1, "bytes": 10}
+    assert info_command.collect()["cache"] == {
+        "directory": str(tmp_path / "kernels"),
+        "status": "usable",
+        "files": 1,
+        "bytes": 10,
+    }
     (tmp_path / "kernels").chmod(0o755)
     assert "its mode 0755 lets others in" in info_command.collect()["cache"]["status"]
     monkeypatch.setenv("FLASHTILE_CACHE", "0")

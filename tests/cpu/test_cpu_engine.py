@@ -37,7 +37,14 @@ OPTIONS: dict[str, dict] = {
     "few queries of many heads": {"heads": 12, "seqlen_q": 3, "seqlen_k": 90, "causal": "bottom_right", "bias": "hqk"},
     "head dims 21 and 40": {"head_dim": 21, "head_dim_v": 40, "seqlen_q": 70, "memory": "sliced"},
     "head dims 200 and 70": {"head_dim": 200, "head_dim_v": 70, "seqlen_q": 40, "seqlen_k": 140},
-    "varlen": {"kind": "varlen", "batch": 4, "causal": "bottom_right", "seqlen_q": 140, "seqlen_k": 140, "bias": "bhqk"},
+    "varlen": {
+        "kind": "varlen",
+        "batch": 4,
+        "causal": "bottom_right",
+        "seqlen_q": 140,
+        "seqlen_k": 140,
+        "bias": "bhqk",
+    },
     "paged": {"kind": "paged", "batch": 3, "page_size": 7, "window": (20, 3)},
     "padded": {"kind": "padded", "batch": 4, "layout": "bshd"},
 }
@@ -82,7 +89,9 @@ def test_rounding_is_to_nearest_even(isa: str, seed: int, monkeypatch: pytest.Mo
     monkeypatch.setenv("FLASHTILE_CPU_ISA", isa)
     for dtype in (torch.float16, torch.bfloat16):
         v = (torch.randn(4, 8, 2, 512) * 10 ** torch.linspace(-5, 4, 512)).to(dtype)
-        out = flashtile.attention(torch.zeros(4, 8, 1, 8, dtype=dtype), torch.zeros(4, 8, 2, 8, dtype=dtype), v, backend="cpu")
+        out = flashtile.attention(
+            torch.zeros(4, 8, 1, 8, dtype=dtype), torch.zeros(4, 8, 2, 8, dtype=dtype), v, backend="cpu"
+        )
         assert torch.equal(out, v.float().mean(2, keepdim=True).to(dtype))
 
 
@@ -113,7 +122,9 @@ def bits(result: Result) -> list[torch.Tensor]:
     return [tensor for tensor in result if tensor is not None]
 
 
-@pytest.mark.parametrize("case", [Case(batch=3, heads=6, heads_kv=2), Case(batch=1, heads=1, heads_kv=1, bias="k", seqlen_k=700)])
+@pytest.mark.parametrize(
+    "case", [Case(batch=3, heads=6, heads_kv=2), Case(batch=1, heads=1, heads_kv=1, bias="k", seqlen_k=700)]
+)
 def test_the_number_of_threads_changes_no_bit(case: Case, threads: None, seed: int) -> None:
     """Deterministic, as the tests are. The second has fewer heads than threads."""
     inputs = dataclasses.replace(case, seqlen_q=300, causal="bottom_right", has_sinks=True, backend="cpu").make(seed)
@@ -130,7 +141,18 @@ def test_the_number_of_threads_changes_no_bit(case: Case, threads: None, seed: i
 def test_keys_split_over_several_tasks(dtype: torch.dtype, kind: str, threads: None, seed: int) -> None:
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(4)
-    case = Case(dtype=dtype, kind=kind, batch=1, heads=2, heads_kv=1, seqlen_q=100, seqlen_k=600, head_dim=21, bias="hqk", backend="cpu")
+    case = Case(
+        dtype=dtype,
+        kind=kind,
+        batch=1,
+        heads=2,
+        heads_kv=1,
+        seqlen_q=100,
+        seqlen_k=600,
+        head_dim=21,
+        bias="hqk",
+        backend="cpu",
+    )
     inputs = case.make(seed)
     assert_agrees(run(inputs), inputs)
 
@@ -140,15 +162,33 @@ def test_a_maximum_that_rises_with_every_tile(isa: str, monkeypatch: pytest.Monk
     """500 rescalings must not accumulate 500 rounding errors."""
     monkeypatch.setenv("FLASHTILE_CPU_ISA", isa)
     for seed, head_dim in enumerate((64, 128)):
-        case = Case(batch=1, seqlen_q=5, seqlen_k=64000, head_dim=head_dim, head_dim_v=head_dim, values="rising", backend="cpu")
+        case = Case(
+            batch=1, seqlen_q=5, seqlen_k=64000, head_dim=head_dim, head_dim_v=head_dim, values="rising", backend="cpu"
+        )
         inputs = case.make(seed)
         assert_agrees(run(inputs, has_backward=False), inputs)
 
 
 def test_a_bias_broadcast_along_every_axis() -> None:
     """Its gradient is a sum of 56,160 terms that cancel: a plain float32 sum is too inaccurate."""
-    options = {"mask": "h", "bias": "1", "alibi": "h", "dropout_p": 0.2, "causal": "top_left", "values": "denormal", "backend": "cpu"}
-    sizes = {"batch": 4, "heads": 156, "heads_kv": 52, "seqlen_q": 10, "seqlen_k": 9, "head_dim": 160, "head_dim_v": 160}
+    options = {
+        "mask": "h",
+        "bias": "1",
+        "alibi": "h",
+        "dropout_p": 0.2,
+        "causal": "top_left",
+        "values": "denormal",
+        "backend": "cpu",
+    }
+    sizes = {
+        "batch": 4,
+        "heads": 156,
+        "heads_kv": 52,
+        "seqlen_q": 10,
+        "seqlen_k": 9,
+        "head_dim": 160,
+        "head_dim_v": 160,
+    }
     inputs = Case(layout="bshd", kind="padded", memory="offset", **sizes, **options).make(1505709744)
     expected, found = expect(inputs), run(inputs).dbias
     assert found is not None
@@ -173,7 +213,8 @@ def test_a_call_among_others_gives_the_same_bits(seed: int) -> None:
     for b, h, i in ((0, 0, 4), (2, 5, 0), (1, 3, 2)):
         mine = slice(h // 4, h // 4 + 1)
         row = flashtile.attention(
-            *(q[b : b + 1, h : h + 1, i : i + 1], k[b : b + 1, mine, : 146 + i], v[b : b + 1, mine, : 146 + i]), backend="cpu"
+            *(q[b : b + 1, h : h + 1, i : i + 1], k[b : b + 1, mine, : 146 + i], v[b : b + 1, mine, : 146 + i]),
+            backend="cpu",
         )
         assert torch.equal(row[0, 0, 0], whole[b, h, i])
 

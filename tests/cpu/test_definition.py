@@ -99,7 +99,9 @@ CASES = [
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_every_element(case: Case, backend: str, seed: int) -> None:
-    case = dataclasses.replace(case, dtype=torch.float64, seqlen_q=6, seqlen_k=9, head_dim=3, head_dim_v=2, backend=backend)
+    case = dataclasses.replace(
+        case, dtype=torch.float64, seqlen_q=6, seqlen_k=9, head_dim=3, head_dim_v=2, backend=backend
+    )
     inputs = case.make(seed)
     args = inputs.args
     result = run(inputs, has_backward=False)
@@ -114,7 +116,9 @@ def test_every_element(case: Case, backend: str, seed: int) -> None:
             for i in range(get[3]):
                 row = (h, int(args.cu_seqlens_q[b]) + i) if args.cu_seqlens_q is not None else (b, h, i)
                 expected, lse = attend(args, b, h, i, get, bits)
-                torch.testing.assert_close(out[row], torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-12)
+                torch.testing.assert_close(
+                    out[row], torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-12
+                )
                 torch.testing.assert_close(result.lse[row].item(), lse, rtol=1e-10, atol=1e-12)
                 count += 1
     assert count == result.lse.numel()

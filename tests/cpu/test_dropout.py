@@ -44,7 +44,9 @@ def test_the_known_answers(counter: list[int], key: list[int], answer: list[int]
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1, 0.5, 0.999])
-@pytest.mark.parametrize(("first", "second"), [(0, 0), (-1, -1), (2**63 - 1, -(2**63)), (123456789123456789, 2**33 + 7)])
+@pytest.mark.parametrize(
+    ("first", "second"), [(0, 0), (-1, -1), (2**63 - 1, -(2**63)), (123456789123456789, 2**33 + 7)]
+)
 def test_bits_are_those_of_philox(first: int, second: int, dropout_p: float) -> None:
     batch, heads, seqlen_q, seqlen_k = 2, 3, 5, 21
     bits = dropout_mask(torch.tensor([first, second]), dropout_p, batch, heads, seqlen_q, seqlen_k)

@@ -1,4 +1,5 @@
-"""Kernels in the package: taken without a compiler, only where nothing they were made from differs, and listed by info."""
+"""Kernels in the package: taken without a compiler, only where nothing they were made from differs, and listed by
+info."""
 
 from __future__ import annotations
 
@@ -63,9 +64,13 @@ def test_an_embedded_kernel_needs_no_compiler(no_compiler: nvrtc.Compiled) -> No
 
 
 @pytest.mark.parametrize(
-    ("source", "arch", "defines"), [(SOURCE + " ", HOPPER, ()), (SOURCE, "sm_80", ()), (SOURCE, HOPPER, ("FT_X=1",))], ids=str
+    ("source", "arch", "defines"),
+    [(SOURCE + " ", HOPPER, ()), (SOURCE, "sm_80", ()), (SOURCE, HOPPER, ("FT_X=1",))],
+    ids=str,
 )
-def test_anything_else_is_compiled(source: str, arch: str, defines: tuple[str, ...], no_compiler: nvrtc.Compiled) -> None:
+def test_anything_else_is_compiled(
+    source: str, arch: str, defines: tuple[str, ...], no_compiler: nvrtc.Compiled
+) -> None:
     with pytest.raises(Unsupported, match="none here"):
         cache.compile_cached(source, arch, ["add_one"], defines)
 

@@ -1,4 +1,5 @@
-"""Families: what they refuse, how one is chosen, the switches, and one from outside the package that everything takes up."""
+"""Families: what they refuse, how one is chosen, the switches, and one from outside the package that everything takes
+up."""
 
 from __future__ import annotations
 
@@ -156,7 +157,9 @@ def test_a_toy_family_is_taken_up_by_everything(toy: FwdToy, tmp_path: Path, mon
     assert toy.tile_sizes() <= families.tile_sizes()
     jobs = compile_command.plain_jobs([HOPPER], ["float32"], [32])
     assert "fwd_toy" in {job.kernel for job in jobs}
-    assert "fwd_toy" in {job.kernel for job in compile_command.covering_jobs([HOPPER], ["float32"], crosses_head_dims=False)}
+    assert "fwd_toy" in {
+        job.kernel for job in compile_command.covering_jobs([HOPPER], ["float32"], crosses_head_dims=False)
+    }
     recorder = fake_gpu.plug_in(fake_gpu.build(tmp_path), monkeypatch.setattr)
     try:
         args = Case(seqlen_q=100, seqlen_k=70, head_dim=24, head_dim_v=32, causal="bottom_right").make(0).args
@@ -183,5 +186,7 @@ def test_a_toy_family_compiles_and_python_and_c_plus_plus_agree(toy: FwdToy) -> 
     assert result.problems == ()
     wrong = dataclasses.replace(step, unit=step.unit.replace("== 4096", "== 4097"))
     assert wrong != step
-    assert any("shared bytes" in problem for problem in compile_command.compile_job(dataclasses.replace(job, step=wrong)).problems)
-
+    assert any(
+        "shared bytes" in problem
+        for problem in compile_command.compile_job(dataclasses.replace(job, step=wrong)).problems
+    )

@@ -27,15 +27,24 @@ OPTIONS = {
     "varlen": Case(kind="varlen", batch=3, causal="bottom_right"),
     "paged": Case(kind="paged", batch=3, page_size=2),
     "padded": Case(kind="padded", batch=3),
-    "all": Case(heads=4, causal="bottom_right", window=(3, 3), softcap=2.0, bias="hqk", alibi="h", has_sinks=True, dropout_p=0.2),
+    "all": Case(
+        heads=4, causal="bottom_right", window=(3, 3), softcap=2.0, bias="hqk", alibi="h", has_sinks=True, dropout_p=0.2
+    ),
 }
 INPUTS = ("q", "k", "v", "bias", "sinks")
 
 
 def function_of(case: Case, seed: int, wants_lse: bool = True):
-    """The call as a function of its differentiable inputs, and those inputs. NaN stands in rows that must not be read."""
+    """The call as a function of its differentiable inputs, and those inputs. NaN stands in rows that must not be
+    read."""
     case = dataclasses.replace(
-        case, dtype=torch.float64, seqlen_q=4, seqlen_k=5, head_dim=3, head_dim_v=2, layout="bshd" if seed % 2 else "bhsd"
+        case,
+        dtype=torch.float64,
+        seqlen_q=4,
+        seqlen_k=5,
+        head_dim=3,
+        head_dim_v=2,
+        layout="bshd" if seed % 2 else "bhsd",
     )
     args = case.make(seed).args
     names = [name for name in INPUTS if getattr(args, name) is not None]

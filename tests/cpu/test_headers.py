@@ -1,4 +1,5 @@
-"""The device headers: each compiles alone, by nvcc too; they include each other only; what depends on the architecture is in one file."""
+"""The device headers: each compiles alone, by nvcc too; they include each other only; what depends on the architecture
+is in one file."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def text(header):
 
 def test_there_are_headers():
     assert {header.split("/")[1] for header in HEADERS} >= {"core", "attn", "kernels"}
-    assert sorted(path for path in INCLUDE.rglob("*") if path.is_file()) == sorted(INCLUDE / header for header in HEADERS)
+    assert sorted(path for path in INCLUDE.rglob("*") if path.is_file()) == sorted(
+        INCLUDE / header for header in HEADERS
+    )
 
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc on PATH")

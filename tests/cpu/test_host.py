@@ -1,4 +1,5 @@
-"""The C++ executor on CPU tensors: the bits of the Python one, from the second call of a kind on, whatever its lengths."""
+"""The C++ executor on CPU tensors: the bits of the Python one, from the second call of a kind on, whatever its
+lengths."""
 
 from __future__ import annotations
 
@@ -76,7 +77,11 @@ def by_cpp(op: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, .
 def test_the_bits_of_the_python_executor(option: str, dtype: torch.dtype, layout: str, seed: int) -> None:
     fields = dict(OPTIONS[option])
     is_wide = fields.pop("out_float32", False)
-    args = Case(dtype=dtype, layout=layout, **fields).make(seed).args._replace(out_dtype=torch.float32 if is_wide else None)
+    args = (
+        Case(dtype=dtype, layout=layout, **fields)
+        .make(seed)
+        .args._replace(out_dtype=torch.float32 if is_wide else None)
+    )
     if args.sinks is not None:
         args = args._replace(sinks=args.sinks.float())  # others are copied, in Python
     for ours, theirs in zip(by_cpp(ops.forward, *args), by_python(args), strict=True):
@@ -95,7 +100,9 @@ def backward_by_python(inputs: Inputs, out: Tensor, lse: Tensor, needs: GradNeed
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("option", [option for option, fields in OPTIONS.items() if "out_float32" not in fields])
-def test_the_bits_of_its_backward_pass(option: str, dtype: torch.dtype, layout: str, num_threads: int, threads: None, seed: int) -> None:
+def test_the_bits_of_its_backward_pass(
+    option: str, dtype: torch.dtype, layout: str, num_threads: int, threads: None, seed: int
+) -> None:
     """With four threads the keys of a head are dealt out to several tasks where there are few heads."""
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(num_threads)
@@ -105,12 +112,17 @@ def test_the_bits_of_its_backward_pass(option: str, dtype: torch.dtype, layout: 
     args = inputs.args._replace(sinks=sinks, needs_grad=True, needs_bias_grad=inputs.args.bias is not None)
     inputs = inputs._replace(args=args)
     out, lse = by_python(args)
-    for needs in (GradNeeds(True, True, True, args.bias is not None, sinks is not None), GradNeeds(False, True, False, False, False)):
+    for needs in (
+        GradNeeds(True, True, True, args.bias is not None, sinks is not None),
+        GradNeeds(False, True, False, False, False),
+    ):
         theirs = backward_by_python(inputs, out, lse, needs)
         ours = by_cpp(ops.backward, inputs.dout, inputs.dlse, *args, out, lse, needs)
         for one, other in zip(ours, theirs, strict=True):
             assert (one.numel() == 0) == (other is None)
-            assert other is None or (torch.equal(one, other) and one.stride() == other.stride() and one.dtype == other.dtype)
+            assert other is None or (
+                torch.equal(one, other) and one.stride() == other.stride() and one.dtype == other.dtype
+            )
 
 
 def test_lengths_share_a_plan(seed: int) -> None:
@@ -166,7 +178,9 @@ def test_nodes_have_the_gradients_of_the_python_executor(seed: int, monkeypatch:
             found = torch.autograd.grad(outputs, tuple(leaves.values()), douts)
         monkeypatch.undo()
         with torch.no_grad():
-            expected = backward_by_python(inputs if wants_lse else inputs._replace(dlse=None), *by_python(inputs.args), needs)
+            expected = backward_by_python(
+                inputs if wants_lse else inputs._replace(dlse=None), *by_python(inputs.args), needs
+            )
         assert all(torch.equal(grad, getattr(expected, f"d{name}")) for name, grad in zip(leaves, found, strict=True))
 
 
@@ -220,7 +234,9 @@ def test_nodes_keep_the_rules_of_autograd(is_known: bool, monkeypatch: pytest.Mo
     torch.testing.assert_close(*(torch.autograd.grad(each.sum(), (k,))[0] for each in (lse, expected)))
     second = []
     for backend in (None, "reference"):
-        (dq,) = torch.autograd.grad(flashtile.attention(q, k, v, backend=backend).square().sum(), (q,), create_graph=True)
+        (dq,) = torch.autograd.grad(
+            flashtile.attention(q, k, v, backend=backend).square().sum(), (q,), create_graph=True
+        )
         second.append(torch.autograd.grad(dq.square().sum(), (k,))[0])
     torch.testing.assert_close(*second, rtol=0, atol=2e-5 * second[1].abs().max().item())  # 2.3e-6 at most in 300 draws
 

@@ -1,4 +1,5 @@
-"""Every kernel compiles without a GPU, keeps its registers, fits its architecture, and agrees with Python about its layout."""
+"""Every kernel compiles without a GPU, keeps its registers, fits its architecture, and agrees with Python about its
+layout."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ NUM_THREADS = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_W
 MAIN_ARCH = ARCHS[90]
 # Architectures with the limits of an earlier one take the same tiles: a third of the head dims is enough there
 DISTINCT = {arch.shared_bytes: arch for arch in reversed(ARCHS.values())}.values()
-NVRTC_12 = next((path for folder in sys.path for path in Path(folder).glob("nvidia/cuda_nvrtc/lib/libnvrtc.so.12")), None)
+NVRTC_12 = next(
+    (path for folder in sys.path for path in Path(folder).glob("nvidia/cuda_nvrtc/lib/libnvrtc.so.12")), None
+)
 NVRTC_NEWEST = next(Path(sys.prefix).glob("nvrtc-newest/nvidia/cu13/lib/libnvrtc.so.13"), None)
 
 
@@ -83,10 +86,12 @@ def test_few_options_on_the_largest_tiles(part):
 
 
 NVDISASM = next(
-    (path for folder in sys.path for path in Path(folder).glob("triton/backends/nvidia/bin/nvdisasm")), shutil.which("nvdisasm")
+    (path for folder in sys.path for path in Path(folder).glob("triton/backends/nvidia/bin/nvdisasm")),
+    shutil.which("nvdisasm"),
 )
 needs_nvdisasm = pytest.mark.skipif(
-    NVDISASM is None and sys.platform != "linux", reason="nvdisasm comes with Triton, which has packages for Linux alone"
+    NVDISASM is None and sys.platform != "linux",
+    reason="nvdisasm comes with Triton, which has packages for Linux alone",
 )
 
 
@@ -95,7 +100,10 @@ def opcodes(cubin, folder):
     file = folder / "kernel.cubin"
     file.write_bytes(cubin)
     text = subprocess.run([str(NVDISASM), "-c", str(file)], capture_output=True, text=True, check=True).stdout
-    return {name.split(".")[0] for name in re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\w[\w.]*)", text, re.MULTILINE)}
+    return {
+        name.split(".")[0]
+        for name in re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\w[\w.]*)", text, re.MULTILINE)
+    }
 
 
 LOCAL_MEMORY = {"LDL", "STL"}
@@ -141,7 +149,18 @@ def test_local_memory_would_be_seen(tmp_path):
 
 def compile_by(library, *options):
     environment = os.environ | {"FLASHTILE_NVRTC": str(library)}
-    command = [sys.executable, "-m", "flashtile", "compile", "--json", "--jobs", str(NUM_THREADS), "--dtype", "float32", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "flashtile",
+        "compile",
+        "--json",
+        "--jobs",
+        str(NUM_THREADS),
+        "--dtype",
+        "float32",
+        *options,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr + done.stdout
     return json.loads(done.stdout)["kernels"]
@@ -154,7 +173,9 @@ def test_sm_61_by_nvrtc_12():
     assert all(kernel["shared_bytes"] <= ARCHS[61].shared_bytes for kernel in kernels)
 
 
-@pytest.mark.skipif(NVRTC_NEWEST is None, reason="no newer NVRTC in nvrtc-newest/ of this environment; `make test` puts it there")
+@pytest.mark.skipif(
+    NVRTC_NEWEST is None, reason="no newer NVRTC in nvrtc-newest/ of this environment; `make test` puts it there"
+)
 def test_one_head_dim_by_the_newest_nvrtc():
     kernels = compile_by(NVRTC_NEWEST, "--arch", MAIN_ARCH.name, "--head-dim", "64")
     assert "fwd_simt" in {kernel["kernel"] for kernel in kernels}

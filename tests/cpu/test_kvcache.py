@@ -1,4 +1,5 @@
-"""The key-value cache: append, rotary, pages, batch indices, left padding, each against attention over the plain rows."""
+"""The key-value cache: append, rotary, pages, batch indices, left padding, each against attention over the plain
+rows."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ def caches(*sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def rows_attention(q, k, v, **options):
     """One sequence: q (rows, heads, dim) over k and v (keys, heads_kv, dim)."""
-    return flashtile.attention(q[None], k[None], v[None], layout="bshd", return_lse=True, backend="reference", **options)
+    return flashtile.attention(
+        q[None], k[None], v[None], layout="bshd", return_lse=True, backend="reference", **options
+    )
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -31,14 +34,22 @@ def test_append_and_attend(new: int, causal: bool, layout: str, seed: int) -> No
     for b in range(B):  # rows behind the new ones hold NaN: nobody may read them
         k_cache[b, LENGTHS[b] + new :] = v_cache[b, LENGTHS[b] + new :] = torch.nan
     out, lse = flashtile.attention_kvcache(
-        *(swap(q), swap(k_cache), swap(v_cache)), k=swap(k), v=swap(v), cache_seqlens=LENGTHS, causal=causal, return_lse=True, layout=layout
+        *(swap(q), swap(k_cache), swap(v_cache)),
+        k=swap(k),
+        v=swap(v),
+        cache_seqlens=LENGTHS,
+        causal=causal,
+        return_lse=True,
+        layout=layout,
     )
     for b, length in enumerate(LENGTHS.tolist()):
         assert torch.equal(k_cache[b, :length], k_before[b, :length])
         assert torch.equal(v_cache[b, :length], v_before[b, :length])
         assert torch.equal(k_cache[b, length : length + new], k[b])
         assert torch.equal(v_cache[b, length : length + new], v[b])
-        expected, expected_lse = rows_attention(q[b], k_cache[b, : length + new], v_cache[b, : length + new], causal=causal)
+        expected, expected_lse = rows_attention(
+            q[b], k_cache[b, : length + new], v_cache[b, : length + new], causal=causal
+        )
         torch.testing.assert_close(swap(out)[b], expected[0])
         torch.testing.assert_close(lse[b], expected_lse[0])
 
@@ -78,7 +89,9 @@ def test_batch_indices(seed: int) -> None:
     rows = torch.tensor([6, 2, 0], dtype=torch.int32)
     k_before, v_before = k_cache.clone(), v_cache.clone()
     q, k, v = torch.randn(B, 2, HEADS, D), torch.randn(B, 2, HEADS_KV, D), torch.randn(B, 2, HEADS_KV, D)
-    out = flashtile.attention_kvcache(q, k_cache, v_cache, k=k, v=v, cache_seqlens=LENGTHS, cache_batch_idx=rows, causal=True)
+    out = flashtile.attention_kvcache(
+        q, k_cache, v_cache, k=k, v=v, cache_seqlens=LENGTHS, cache_batch_idx=rows, causal=True
+    )
     k_rows, v_rows = k_before[rows.long()], v_before[rows.long()]
     expected = flashtile.attention_kvcache(q, k_rows, v_rows, k=k, v=v, cache_seqlens=LENGTHS, causal=True)
     assert torch.equal(out, expected)
@@ -154,7 +167,9 @@ def test_low_precision(dtype: torch.dtype, seed: int) -> None:
     k_cache, v_cache = (cache.to(dtype) for cache in caches(B, CAPACITY))
     q, k = torch.randn(B, 1, HEADS, D, dtype=dtype), torch.randn(B, 1, HEADS_KV, D, dtype=dtype)
     out = flashtile.attention_kvcache(q, k_cache, v_cache, k=k, v=k, cache_seqlens=LENGTHS)
-    wide = flashtile.attention_kvcache(q.double(), k_cache.double(), v_cache.double(), cache_seqlens=LENGTHS + 1, backend="tiled")
+    wide = flashtile.attention_kvcache(
+        q.double(), k_cache.double(), v_cache.double(), cache_seqlens=LENGTHS + 1, backend="tiled"
+    )
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), wide, rtol=2e-2, atol=2e-2)
 
@@ -166,7 +181,9 @@ def test_decoding_step_by_step_equals_prefill(seed: int) -> None:
     k_cache, v_cache = torch.full((1, steps, HEADS_KV, D), torch.nan), torch.full((1, steps, HEADS_KV, D), torch.nan)
     for i in range(steps):
         row = slice(i, i + 1)
-        out = flashtile.attention_kvcache(q[:, row], k_cache, v_cache, k=k[:, row], v=v[:, row], cache_seqlens=i, causal=True)
+        out = flashtile.attention_kvcache(
+            q[:, row], k_cache, v_cache, k=k[:, row], v=v[:, row], cache_seqlens=i, causal=True
+        )
         torch.testing.assert_close(out, prefill[:, row])
 
 
@@ -174,7 +191,15 @@ def test_facade(seed: int) -> None:
     k_cache, v_cache = caches(B, CAPACITY)
     q, k = torch.randn(B, 1, HEADS, D, requires_grad=True), torch.randn(B, 1, HEADS_KV, D)
     out, lse = flashtile.flash_attn_with_kvcache(
-        q, k_cache.clone(), v_cache.clone(), k, k, cache_seqlens=LENGTHS, softmax_scale=0.3, window_size=(4, 4), return_softmax_lse=True
+        q,
+        k_cache.clone(),
+        v_cache.clone(),
+        k,
+        k,
+        cache_seqlens=LENGTHS,
+        softmax_scale=0.3,
+        window_size=(4, 4),
+        return_softmax_lse=True,
     )
     with torch.no_grad():
         expected = flashtile.attention_kvcache(
@@ -187,4 +212,6 @@ def test_facade(seed: int) -> None:
 def test_num_splits_changes_nothing_here(seed: int) -> None:
     k_cache, v_cache = caches(B, CAPACITY)
     q = torch.randn(B, 1, HEADS, D)
-    assert torch.equal(flashtile.attention_kvcache(q, k_cache, v_cache, num_splits=3), flashtile.attention_kvcache(q, k_cache, v_cache))
+    assert torch.equal(
+        flashtile.attention_kvcache(q, k_cache, v_cache, num_splits=3), flashtile.attention_kvcache(q, k_cache, v_cache)
+    )

@@ -35,7 +35,9 @@ from flashtile.runtime.nvrtc import CompileError
 
 RUNGS = rungs.rungs()
 IDS = [rung.name for rung in RUNGS]
-NVRTC_12 = next((path for folder in sys.path for path in Path(folder).glob("nvidia/cuda_nvrtc/lib/libnvrtc.so.12")), None)
+NVRTC_12 = next(
+    (path for folder in sys.path for path in Path(folder).glob("nvidia/cuda_nvrtc/lib/libnvrtc.so.12")), None
+)
 SIMPLE = """// own: a kernel for tests.
 // launch: block_m=64 block_n=64|32 threads=64 shared=4*block_n*d arch=75
 struct Params { const float *q, *k, *v; float* o; int seqlen, head_dim; float scale_log2; int is_causal; };
@@ -102,7 +104,9 @@ def test_every_rung_compiles_without_a_spill(rung, head_dim):
 def test_every_architecture(number):
     for rung in RUNGS:
         if rung.min_arch > number:
-            with pytest.raises(Unsupported, match=f"{rung.name}: got sm_{number}; accepted: sm_{rung.min_arch} or newer"):
+            with pytest.raises(
+                Unsupported, match=f"{rung.name}: got sm_{number}; accepted: sm_{rung.min_arch} or newer"
+            ):
                 rung.tile(64, ARCHS[number], Variables())
         else:
             assert_clean(rung, 64, ARCHS[number])
@@ -114,7 +118,10 @@ def test_the_first_rungs_for_sm_61():
     assert len(early) >= 3
     arguments = ["ladder", "--list", "--json", "--arch", "sm_61", "--only", ",".join(early)]
     done = subprocess.run(
-        [sys.executable, "-m", "flashtile", *arguments], capture_output=True, text=True, env=os.environ | {"FLASHTILE_NVRTC": str(NVRTC_12)}
+        [sys.executable, "-m", "flashtile", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"FLASHTILE_NVRTC": str(NVRTC_12)},
     )
     assert done.returncode == 0, done.stderr + done.stdout
     found = json.loads(done.stdout)["rungs"]
@@ -128,7 +135,8 @@ def test_the_first_rungs_for_sm_61():
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("4 * (d + 1)", 260), ("(128 if d<=64 else 256)", 128), ("(1 if arch >= 100 else 2)", 2), ("d // 32 - 1", 1)]
+    ("text", "value"),
+    [("4 * (d + 1)", 260), ("(128 if d<=64 else 256)", 128), ("(1 if arch >= 100 else 2)", 2), ("d // 32 - 1", 1)],
 )
 def test_arithmetic(text, value):
     assert rungs.evaluate(text, {"d": 64, "arch": 90}) == value
@@ -147,7 +155,10 @@ def test_other_expressions_are_refused(text):
         ({"FLASH_SMEM_KB": "0"}, "FLASH_SMEM_KB: got '0'; accepted: an integer >= 1"),
         ({"FLASH_SMEM_KB": "48k"}, "FLASH_SMEM_KB: got '48k'; accepted: an integer >= 1"),
         ({"FLASH_BLOCK_N": "-64"}, "FLASH_BLOCK_N: got '-64'; accepted: an integer >= 1"),
-        ({"FLASH_KERNEL_SRC": "no/such.cu"}, "FLASH_KERNEL_SRC: got no/such.cu, which is no file; accepted: the path of a .cu file"),
+        (
+            {"FLASH_KERNEL_SRC": "no/such.cu"},
+            "FLASH_KERNEL_SRC: got no/such.cu, which is no file; accepted: the path of a .cu file",
+        ),
         ({"FLASH_KERNEL_FN": "f"}, "FLASH_KERNEL_FN: got 'f' alone; accepted: it beside FLASH_KERNEL_SRC"),
     ],
 )
@@ -180,13 +191,22 @@ def test_the_first_tile_that_fits_is_chosen():
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        (Variables(block_n=48), r"FLASH_BLOCK_N: got 48; accepted: 64, 32, 16 in 04_register_blocks.cu\. Its launch line lists"),
+        (
+            Variables(block_n=48),
+            r"FLASH_BLOCK_N: got 48; accepted: 64, 32, 16 in 04_register_blocks.cu\. Its launch line lists",
+        ),
         (
             Variables(block_n=64, shared_kb=48),
             r"FLASH_BLOCK_N: got 64, a tile of 69.0 KiB at head_dim 64, over the 48 KiB of FLASH_SMEM_KB",
         ),
-        (Variables(shared_kb=500), r"FLASH_SMEM_KB: got 500 \(int\); accepted: at most 227, what a block of sm_90a may have"),
-        (Variables(shared_kb=4), r"04_register_blocks: got a tile of .* KiB at head_dim 64, its smallest, over the 4 KiB of FLASH_SMEM_KB"),
+        (
+            Variables(shared_kb=500),
+            r"FLASH_SMEM_KB: got 500 \(int\); accepted: at most 227, what a block of sm_90a may have",
+        ),
+        (
+            Variables(shared_kb=4),
+            r"04_register_blocks: got a tile of .* KiB at head_dim 64, its smallest, over the 4 KiB of FLASH_SMEM_KB",
+        ),
     ],
 )
 def test_a_tile_that_does_not_fit_is_explained(variables, words):
@@ -229,7 +249,12 @@ def test_an_own_kernel_comes_after_the_rungs(own):
             "",
             "launch line: got own.cu with none; accepted: one that gives block_m, block_n, threads, shared, arch",
         ),
-        ("threads=64 ", "", "", "launch line: got own.cu with block_m, block_n, shared, arch; accepted: one that gives"),
+        (
+            "threads=64 ",
+            "",
+            "",
+            "launch line: got own.cu with block_m, block_n, shared, arch; accepted: one that gives",
+        ),
         ("4*block_n*d", "4*block_n*e", "", "launch line: got '4*block_n*e' in own.cu"),
         ("p.q[threadIdx.x]", "nothing_there", "", 'own.cu(4): error: identifier "nothing_there" is undefined'),
         ("int seqlen, head_dim", "int head_dim, seqlen", "", "Params: seqlen as in the files of the ladder"),
@@ -324,7 +349,10 @@ def test_a_wrong_kernel_is_explained(call, words):
 @pytest.mark.parametrize(
     ("outcome", "words"),
     [
-        (subprocess.CompletedProcess([], 0, 'noise\n{"fault": "own at batch 2: it wrote out of bounds"}\n', ""), "it wrote out of bounds"),
+        (
+            subprocess.CompletedProcess([], 0, 'noise\n{"fault": "own at batch 2: it wrote out of bounds"}\n', ""),
+            "it wrote out of bounds",
+        ),
         (
             subprocess.CompletedProcess([], -11, "", "many\nSegmentation fault\n"),
             "the process that ran it ended with -11: Segmentation fault",
@@ -345,7 +373,9 @@ def test_faults_in_the_child_process_are_reported(own, monkeypatch, outcome, wor
 
 
 def test_the_child_process_reports_the_error_of_a_correct_kernel(own, monkeypatch):
-    monkeypatch.setattr(probe.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, '{"max_error": 1e-7}', ""))
+    monkeypatch.setattr(
+        probe.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, '{"max_error": 1e-7}', "")
+    )
     assert probe.check_apart(rungs.read(own, None), 64, Variables(source=own)) == 1e-7
 
 
@@ -358,7 +388,9 @@ def test_the_child_process_reports_the_error_of_a_correct_kernel(own, monkeypatc
     ],
 )
 def test_tensors_are_checked(change, words):
-    tensors = [torch.zeros(change.get("size", (1, 2, 8, 4)), dtype=change.get("dtype", torch.float32)) for _ in range(3)]
+    tensors = [
+        torch.zeros(change.get("size", (1, 2, 8, 4)), dtype=change.get("dtype", torch.float32)) for _ in range(3)
+    ]
     with pytest.raises((ValueError, Unsupported), match=words):
         launcher.kernel_for(RUNGS[0], *tensors, Variables())
 
@@ -410,7 +442,14 @@ def test_the_plan_has_the_large_problem_first():
 
 # Counters
 
-HEADER = ["ID", "Kernel Name", "Metric A", *counters._BYTES, *counters._METRICS.values(), *map(counters._STALL.format, counters._STALLS)]
+HEADER = [
+    "ID",
+    "Kernel Name",
+    "Metric A",
+    *counters._BYTES,
+    *counters._METRICS.values(),
+    *map(counters._STALL.format, counters._STALLS),
+]
 
 
 def csv_of(*kernels):
@@ -441,7 +480,9 @@ def ncu(monkeypatch):
 
 def test_counters_are_read(ncu):
     ncu(csv_of((MARKER, "1"), ("first", "1,234.5"), (MARKER, "1"), ("second", "2")))
-    one, two = counters.profile([counters.Call("00_naive", Point()), counters.Call("01_shared_tiles", Point())], Variables())
+    one, two = counters.profile(
+        [counters.Call("00_naive", Point()), counters.Call("01_shared_tiles", Point())], Variables()
+    )
     assert one.dram_bytes == 2469.0
     assert one.profiled_ms == 1234.5e-6
     assert two.achieved_occupancy == 0.02
@@ -458,8 +499,18 @@ def test_bytes_are_summed_over_the_kernels_of_a_call(ncu):
 @pytest.mark.parametrize(
     ("stdout", "stderr", "returncode", "words"),
     [
-        ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", "", 1, "ERR_NVGPUCTRPERM.*Run as root, or load the driver"),
-        ("==ERROR== Failed to find metric x", "", 1, r"got no counters from ncu \(exit status 1\): ==ERROR== Failed to find metric x"),
+        (
+            "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission",
+            "",
+            1,
+            "ERR_NVGPUCTRPERM.*Run as root, or load the driver",
+        ),
+        (
+            "==ERROR== Failed to find metric x",
+            "",
+            1,
+            r"got no counters from ncu \(exit status 1\): ==ERROR== Failed to find metric x",
+        ),
         (csv_of((MARKER, "1")), "", 0, "got no counters"),
         ("", "Traceback: no module", 1, "no module"),
     ],
@@ -472,7 +523,9 @@ def test_a_profiler_that_does_not_answer(ncu, stdout, stderr, returncode, words)
 
 def test_no_profiler(monkeypatch):
     monkeypatch.setattr(counters.shutil, "which", lambda *_, **__: None)
-    with pytest.raises(Unsupported, match=r"Nsight Compute: got no ncu on PATH; accepted: an installed one\. Install it"):
+    with pytest.raises(
+        Unsupported, match=r"Nsight Compute: got no ncu on PATH; accepted: an installed one\. Install it"
+    ):
         counters.find()
 
 
@@ -498,9 +551,15 @@ def run(tmp_path, monkeypatch):
 
         monkeypatch.setattr(command, "Settings", lambda *_: SETTINGS)
         monkeypatch.setattr(command.device, "cache_bytes", lambda where: 0)
-        plan = Plan("ladder", "ladder_fp32", (point, replace(point, is_causal=True), replace(point, batch=1, heads=1, heads_kv=1)))
+        plan = Plan(
+            "ladder",
+            "ladder_fp32",
+            (point, replace(point, is_causal=True), replace(point, batch=1, heads=1, heads_kv=1)),
+        )
         monkeypatch.setattr(measure, "plan", lambda dtype, is_causal: plan)
-        monkeypatch.setattr(measure, "rung_providers", lambda variables, chosen: fakes([rung.name for rung in chosen], False))
+        monkeypatch.setattr(
+            measure, "rung_providers", lambda variables, chosen: fakes([rung.name for rung in chosen], False)
+        )
         monkeypatch.setattr(measure, "baselines", lambda: fakes(["sdpa-math"], True))
         monkeypatch.setattr(command.ceilings, "measure", lambda: Ceilings(60.0, 4000.0, 30000.0))
         monkeypatch.setattr(probe, "check", lambda rung, head_dim, variables: 1e-7)
@@ -509,7 +568,14 @@ def run(tmp_path, monkeypatch):
         monkeypatch.setattr(counters, "device_bytes", lambda calls, variables: [(1e9, 3)] * len(calls))
         monkeypatch.setattr(figures, "draw", lambda source: [source.with_suffix(".png")])
         text = io.StringIO()
-        job = command.Run(command.Options(**options), variables or Variables(), RUNGS[:2], tmp_path, ENV, Console(file=text, width=200))
+        job = command.Run(
+            command.Options(**options),
+            variables or Variables(),
+            RUNGS[:2],
+            tmp_path,
+            ENV,
+            Console(file=text, width=200),
+        )
         return job.start(), text.getvalue(), {path.name for path in tmp_path.iterdir()}
 
     return start
@@ -520,7 +586,13 @@ def test_a_whole_run(run):
     assert status == 0, text
     assert files == {"ladder_fp32.csv", "ladder_kernels_fp32.csv", "ladder_hbm_fp32.csv"}
     assert "ladder_hbm_fp32.png" in text
-    for words in ("largest errors: 00_naive 1e-07", "Measured ceilings: 60.0 TFLOP/s", "x sdpa-math", "Counters, causal", "S=8192"):
+    for words in (
+        "largest errors: 00_naive 1e-07",
+        "Measured ceilings: 60.0 TFLOP/s",
+        "x sdpa-math",
+        "Counters, causal",
+        "S=8192",
+    ):
         assert words in text
 
 
@@ -554,16 +626,20 @@ def test_a_fault_ends_the_run(run, monkeypatch):
 
 def kernel_row(rung, is_causal, ms, **counted) -> RungRow:
     return RungRow(
-        rung=rung.name, title=rung.title, dtype="fp32", is_causal=is_causal, batch=2, heads=2, seqlen=32, head_dim=16, arch="sm_90",
-        block_m=64, block_n=64, num_threads=256, registers=100, spill_bytes=0, shared_bytes=70656, occupancy=0.25, median_ms=ms,
+        rung=rung.name, title=rung.title, dtype="fp32", is_causal=is_causal, batch=2, heads=2, seqlen=32,
+        head_dim=16, arch="sm_90",
+        block_m=64, block_n=64, num_threads=256, registers=100, spill_bytes=0, shared_bytes=70656, occupancy=0.25,
+        median_ms=ms,
         tflops=10 / ms, flops=1e9, least_bytes=10**6, fma_ceiling_tflops=20.0, dram_ceiling_gb_per_s=4000.0,
         shared_ceiling_gb_per_s=30000.0, env=ENV, **counted,
     )  # fmt: skip
 
 
 COUNTED = {
-    "profiled_ms": 1.0, "dram_bytes": 3e6, "l2_bytes": 9e9, "l2_percent": 12.0, "shared_loads": 1e7, "shared_wavefronts": 1e6,
-    "shared_percent": 80.0, "bank_conflicts": 5e5, "achieved_occupancy": 0.2, "fma_percent": 40.0, "sectors_per_load": 16.0,
+    "profiled_ms": 1.0, "dram_bytes": 3e6, "l2_bytes": 9e9, "l2_percent": 12.0, "shared_loads": 1e7,
+    "shared_wavefronts": 1e6,
+    "shared_percent": 80.0, "bank_conflicts": 5e5, "achieved_occupancy": 0.2, "fma_percent": 40.0,
+    "sectors_per_load": 16.0,
     "divergent_branches": 0.0, "top_stall": "mio_throttle", "top_stall_share": 0.5, "global_stall_share": 0.25,
 }  # fmt: skip
 
@@ -573,22 +649,34 @@ def results(tmp_path) -> Path:
     """The three CSVs of a small run on the CPU with fake kernels."""
     point = Point(2, 2, 2, 32, 32, 16, 16)
     plan = Plan(
-        "ladder", "ladder_fp32", (point, replace(point, is_causal=True), Point(head_dim=16, head_dim_v=16, seqlen_q=32, seqlen_k=32))
+        "ladder",
+        "ladder_fp32",
+        (point, replace(point, is_causal=True), Point(head_dim=16, head_dim_v=16, seqlen_q=32, seqlen_k=32)),
     )
 
     def call_for(point, inputs):
-        return provider("x", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=point.is_causal)).build(point, inputs)
+        return provider("x", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=point.is_causal)).build(
+            point, inputs
+        )
 
     names = [(rung.name, False) for rung in RUNGS[:2]] + [("sdpa-math", True)]
     fakes = [replace(provider(name, is_baseline=is_baseline), build=call_for) for name, is_baseline in names]
     rows = [row for found in Sweep(plan, fakes, SETTINGS, ENV).rows() for row in found]
-    kernels = [kernel_row(rung, causal, ms, **COUNTED) for causal in (False, True) for rung, ms in zip(RUNGS, (4.0, 2.0), strict=False)]
+    kernels = [
+        kernel_row(rung, causal, ms, **COUNTED)
+        for causal in (False, True)
+        for rung, ms in zip(RUNGS, (4.0, 2.0), strict=False)
+    ]
     hbm = [
         HbmRow(name, "fp32", 4, 16, size, 64, 3, factor * size, 100 * size, size * size, ENV)
         for name, factor in (("eager", 1e5), ("last", 1e3))
         for size in (512, 1024)
     ]
-    for stem, kind, found in (("ladder_fp32", Row, rows), ("ladder_kernels_fp32", RungRow, kernels), ("ladder_hbm_fp32", HbmRow, hbm)):
+    for stem, kind, found in (
+        ("ladder_fp32", Row, rows),
+        ("ladder_kernels_fp32", RungRow, kernels),
+        ("ladder_hbm_fp32", HbmRow, hbm),
+    ):
         with Writer(tmp_path / f"{stem}.csv", kind) as writer:
             writer.add(found)
         assert read(tmp_path / f"{stem}.csv", kind)[0].env == ENV
@@ -617,7 +705,11 @@ def test_tables(results):
 
 
 def test_figures(results):
-    written = [path for stem in ("ladder_fp32", "ladder_kernels_fp32", "ladder_hbm_fp32") for path in figures.draw(results / f"{stem}.csv")]
+    written = [
+        path
+        for stem in ("ladder_fp32", "ladder_kernels_fp32", "ladder_hbm_fp32")
+        for path in figures.draw(results / f"{stem}.csv")
+    ]
     names = {path.name for path in written}
     assert names == {
         "ladder_fp32_times.png",
@@ -642,7 +734,13 @@ def test_pages_are_filled(results, tmp_path_factory):
     done = make_docs(root)
     assert done.returncode == 0, done.stderr
     text = page.read_text()
-    for words in ("| 01_shared_tiles | 2 | 5 |", "mio_throttle", "| S=512 | 0.0512 |", "**Predicted.** ", "ladder_fp32_times.png)"):
+    for words in (
+        "| 01_shared_tiles | 2 | 5 |",
+        "mio_throttle",
+        "| S=512 | 0.0512 |",
+        "**Predicted.** ",
+        "ladder_fp32_times.png)",
+    ):
         assert words in text
     assert make_docs(root, "--check").returncode == 0
 

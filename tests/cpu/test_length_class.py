@@ -18,7 +18,31 @@ CLASSES = (
     *(PackedHeads(64, 128), PackedHeads(128, 64)),
     *(RaggedQueries(192, 128, 105), RaggedQueries(256, 64, 100)),
 )
-LENGTHS = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257, 383, 384, 385, 1000, 4096, 2**31 - 1)
+LENGTHS = (
+    1,
+    2,
+    3,
+    15,
+    16,
+    17,
+    63,
+    64,
+    65,
+    127,
+    128,
+    129,
+    191,
+    192,
+    193,
+    256,
+    257,
+    383,
+    384,
+    385,
+    1000,
+    4096,
+    2**31 - 1,
+)
 HEADS = ((1, 1), (4, 4), (4, 1), (12, 4), (64, 1), (65, 1), (128, 2), (256, 1))
 
 
@@ -33,13 +57,19 @@ def test_python_and_cpp_agree() -> None:
 
 def test_many_scores_beyond_64_bits() -> None:
     classes = tuple(ManyScores(log2) for log2 in (1, 10, 20, 31, 40, 62))
-    for batch, heads, rows, keys in itertools.product((1, 2, 2**20), (1, 8), (1, 2**10, 2**31 - 1), (1, 2**10, 2**31 - 1)):
+    for batch, heads, rows, keys in itertools.product(
+        (1, 2, 2**20), (1, 8), (1, 2**10, 2**31 - 1), (1, 2**10, 2**31 - 1)
+    ):
         shape = Shape(batch, heads, 1, rows, keys, 64, 64)
-        found = extension.executor().length_classes(tuple(one.serialized() for one in classes), (batch, heads, 1, rows, keys), 132)
+        found = extension.executor().length_classes(
+            tuple(one.serialized() for one in classes), (batch, heads, 1, rows, keys), 132
+        )
         assert found == tuple(one.of(shape, 132) for one in classes), shape
 
 
-@pytest.mark.parametrize("wrong", [(9, 1, 1, 1), (-1, 1, 1, 1), (0, 0, 0, 0), (1, 256, 64, 0), (1, 64, 0, 0), (2, 64, 0, 5), (3, 63, 0, 0)])
+@pytest.mark.parametrize(
+    "wrong", [(9, 1, 1, 1), (-1, 1, 1, 1), (0, 0, 0, 0), (1, 256, 64, 0), (1, 64, 0, 0), (2, 64, 0, 5), (3, 63, 0, 0)]
+)
 def test_what_is_no_length_class_is_refused(wrong: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="no length class"):
         extension.executor().set_gpu(0, 132, (wrong,), ())

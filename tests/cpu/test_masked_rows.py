@@ -32,8 +32,15 @@ def test_a_row_without_keys(how: str, backend: str, seed: int) -> None:
     assert (out[:, :, is_empty] == 0).all()
     assert (lse[:, :, is_empty] == -torch.inf).all()
     assert lse[:, :, ~is_empty].isfinite().all()
-    inputs = [q, k, v, *(tensor for tensor in options.values() if isinstance(tensor, torch.Tensor) and tensor.requires_grad)]
-    grads = torch.autograd.grad(out.square().sum() + lse.square().masked_fill(is_empty, 0.0).sum(), inputs, retain_graph=True)
+    inputs = [
+        q,
+        k,
+        v,
+        *(tensor for tensor in options.values() if isinstance(tensor, torch.Tensor) and tensor.requires_grad),
+    ]
+    grads = torch.autograd.grad(
+        out.square().sum() + lse.square().masked_fill(is_empty, 0.0).sum(), inputs, retain_graph=True
+    )
     assert all(grad.isfinite().all() for grad in grads)
     assert (grads[0][:, :, is_empty] == 0).all()
     # Whatever dO holds in a masked row has no effect
@@ -47,7 +54,9 @@ def test_a_row_without_keys(how: str, backend: str, seed: int) -> None:
 def test_a_sink_takes_the_row(backend: str, seed: int) -> None:
     q, k, v = leaves(5, 7, 7)
     sinks = torch.randn(2, requires_grad=True)
-    out, lse = flashtile.attention(q, k, v, sinks=sinks, mask=torch.zeros(5, 7, dtype=torch.bool), return_lse=True, backend=backend)
+    out, lse = flashtile.attention(
+        q, k, v, sinks=sinks, mask=torch.zeros(5, 7, dtype=torch.bool), return_lse=True, backend=backend
+    )
     assert (out == 0).all()
     torch.testing.assert_close(lse, sinks[None, :, None].expand_as(lse))
     (dsinks,) = torch.autograd.grad(lse.sum(), sinks)

@@ -80,9 +80,16 @@ class Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.numel() >= self.elements and not any(result is argument for argument in args):
+        if (
+            isinstance(result, torch.Tensor)
+            and result.numel() >= self.elements
+            and not any(result is argument for argument in args)
+        ):
             mine = result.untyped_storage().data_ptr()
-            if all(not isinstance(argument, torch.Tensor) or argument.untyped_storage().data_ptr() != mine for argument in args):
+            if all(
+                not isinstance(argument, torch.Tensor) or argument.untyped_storage().data_ptr() != mine
+                for argument in args
+            ):
                 self.found.append(str(function))
         return result
 
@@ -93,7 +100,12 @@ class Copies(TorchDispatchMode):
 def test_inputs_are_read_in_place(backend: str, layout: str, is_swapped: bool) -> None:
     seqlen = 2048
     case = Case(
-        layout=layout, memory="swapped" if is_swapped else "contiguous", seqlen_q=seqlen, seqlen_k=seqlen, head_dim=64, head_dim_v=64
+        layout=layout,
+        memory="swapped" if is_swapped else "contiguous",
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        head_dim=64,
+        head_dim_v=64,
     )
     args = case.make(0).args
     out, lse = ops.empty_outputs(args)

@@ -1,4 +1,5 @@
-"""Faults on purpose: each changes the machine code of a kernel; planting none leaves it as if the source had no faults in it."""
+"""Faults on purpose: each changes the machine code of a kernel; planting none leaves it as if the source had no faults
+in it."""
 
 from __future__ import annotations
 
@@ -57,7 +58,10 @@ def write(features: Features) -> dict[str, tuple[str, str]]:
             found[step.name] = (step.unit, step.entry)
     assemble.clear_plans()
     for family in families.all_families():
-        dtype, grads = family.dtypes[-1] if "float32" not in family.dtypes else "float32", (family.grad_sets or (None,))[0]
+        dtype, grads = (
+            family.dtypes[-1] if "float32" not in family.dtypes else "float32",
+            (family.grad_sets or (None,))[0],
+        )
         for kernel in family.kernels:
             needed = BIASED if "dbias" in kernel else features
             key = PlanKey(dtype, dtype, *family.head_dims[0], needed, ARCH, grads)

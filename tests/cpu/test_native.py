@@ -1,4 +1,5 @@
-"""The C++ executor against the Python one, without a GPU: a driver that writes down what is launched, and CPU tensors in its calls."""
+"""The C++ executor against the Python one, without a GPU: a driver that writes down what is launched, and CPU tensors
+in its calls."""
 
 from __future__ import annotations
 
@@ -94,11 +95,15 @@ def differences(launch: Launch, one: Done, other: Done, names: tuple[str, ...]) 
         elif a is not None and b is not None:
             if (a.shape, a.stride(), a.dtype, a.device) != (b.shape, b.stride(), b.dtype, b.device):
                 found.append(f"{name}: {a.shape} {a.stride()} {a.dtype} and {b.shape} {b.stride()} {b.dtype}")
-            if plans.Memset(name) in launch.plan.steps and not (torch.equal(a, torch.zeros_like(a)) and torch.equal(a, b)):
+            if plans.Memset(name) in launch.plan.steps and not (
+                torch.equal(a, torch.zeros_like(a)) and torch.equal(a, b)
+            ):
                 found.append(f"{name}: not zeros")
     if [numbers for numbers, _ in one.launches] != [numbers for numbers, _ in other.launches]:
         return [*found, f"launches {[x for x, _ in one.launches]} and {[x for x, _ in other.launches]}"]
-    pointers = [(patch.rule.name, patch.offset) for patch in launch.plan.patches if isinstance(patch.rule, plans.Pointer)]
+    pointers = [
+        (patch.rule.name, patch.offset) for patch in launch.plan.patches if isinstance(patch.rule, plans.Pointer)
+    ]
     pointers += [(patch.tensor, patch.offset + MAP_ADDRESS) for patch in launch.plan.maps]
     workspaces = {workspace.name for workspace in launch.plan.workspaces}
     scratch = {operand.name for operand in launch.plan.operands if operand.like is not None}
@@ -113,7 +118,9 @@ def differences(launch: Launch, one: Done, other: Done, names: tuple[str, ...]) 
                 is_same = x != 0 and y != 0
             elif name in names:
                 result, another = (done.results[names.index(name)] for done in (one, other))
-                is_same = result is not None and another is not None and (x, y) == (result.data_ptr(), another.data_ptr())
+                is_same = (
+                    result is not None and another is not None and (x, y) == (result.data_ptr(), another.data_ptr())
+                )
             else:
                 continue  # compared with all the rest
             if not is_same:
@@ -167,7 +174,8 @@ def test_a_thousand_calls_are_launched_alike(part: int, recorder: Recorder, monk
 
 
 PLAIN = Case(dtype=torch.bfloat16, head_dim=64, head_dim_v=64, seqlen_q=32, seqlen_k=640, batch=1, deterministic=False)
-# Calls that differ in one thing from the plain one, or from their neighbour; each has a plan of its own or may not take another's
+# Calls that differ in one thing from the plain one, or from their neighbour; each has a plan of its own or may not take
+# another's
 VARIATIONS: list[dict[str, Any]] = [
     {},
     {"dtype": torch.float32},
@@ -229,7 +237,9 @@ def test_calls_that_differ_in_one_thing(recorder: Recorder) -> None:
 def test_options_that_a_case_gives_together(recorder: Recorder) -> None:
     """Either bound of the lengths alone; dropout bits without dropout."""
     plain = {name: getattr(PLAIN, name) for name in PLAIN.__dataclass_fields__}
-    packed, dropping = (Case(**{**plain, **changes}).make(0).args for changes in ({"kind": "varlen", "batch": 3}, {"dropout_p": 0.3}))
+    packed, dropping = (
+        Case(**{**plain, **changes}).make(0).args for changes in ({"kind": "varlen", "batch": 3}, {"dropout_p": 0.3})
+    )
     rows, keys = packed.q.shape[-2] - 1, packed.k.shape[-2] - 1  # of the same class as what stands in for a bound
     bounds = ((None, None), (rows, None), (None, keys), (rows, keys))
     calls = [packed._replace(max_seqlen_q=bound, max_seqlen_k=other) for bound, other in bounds]
@@ -261,7 +271,11 @@ def test_rows_that_overlap_and_gradients_of_odd_memory(recorder: Recorder) -> No
         one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, ops.forward, args, launch)
         assert other is not None
         assert differences(launch, one, other, ("out", "lse")) == []
-        for wanted in ((True, True, True, False, False), (False, True, False, False, False), (False, False, True, False, False)):
+        for wanted in (
+            (True, True, True, False, False),
+            (False, True, False, False, False),
+            (False, False, True, False, False),
+        ):
             grads, dout = ops.empty_grads(args, ops.GradNeeds(*wanted)), torch.randn(out.shape).to(out.dtype)
             launch = cuda.backward_launch(args, dout, None, out, lse, grads)
             one = by_python(recorder, launch, tuple(grads))
@@ -278,10 +292,18 @@ def test_lse_that_nobody_wants_has_room_of_its_own(recorder: Recorder) -> None:
         assert other is not None
         recorder.reset(len(launch.plan.image))
         with torch.no_grad():
-            out, lse = ops.dense_forward(args.q, args.k, args.v, *(getattr(args, name) for name in DENSE_OPTIONS), False)
+            out, lse = ops.dense_forward(
+                args.q, args.k, args.v, *(getattr(args, name) for name in DENSE_OPTIONS), False
+            )
         assert lse is None
-        offsets = {patch.rule.name: patch.offset for patch in launch.plan.patches if isinstance(patch.rule, plans.Pointer)}
-        allocated = [name for name in offsets if name in ("out", "lse") or name in [workspace.name for workspace in launch.plan.workspaces]]
+        offsets = {
+            patch.rule.name: patch.offset for patch in launch.plan.patches if isinstance(patch.rule, plans.Pointer)
+        }
+        allocated = [
+            name
+            for name in offsets
+            if name in ("out", "lse") or name in [workspace.name for workspace in launch.plan.workspaces]
+        ]
         for (_, image), (_, expected) in zip(recorder.launches(), one.launches, strict=True):
             addresses = [int.from_bytes(image[offsets[name] : offsets[name] + 8], "little") for name in allocated]
             assert len(set(addresses) - {0}) == (2 if changes else len(allocated))
@@ -294,7 +316,9 @@ def test_lse_that_nobody_wants_has_room_of_its_own(recorder: Recorder) -> None:
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("is_paged", [False, True])
 @pytest.mark.parametrize("rotary", [None, torch.float32, torch.bfloat16])
-def test_appends_are_launched_alike(rotary: torch.dtype | None, is_paged: bool, layout: str, recorder: Recorder) -> None:
+def test_appends_are_launched_alike(
+    rotary: torch.dtype | None, is_paged: bool, layout: str, recorder: Recorder
+) -> None:
     def tensor(batch: int, rows: int) -> Tensor:
         shape = (batch, rows, 2, 64) if layout == "bshd" else (batch, 2, rows, 64)
         return torch.randn(shape).to(torch.bfloat16)
@@ -304,7 +328,9 @@ def test_appends_are_launched_alike(rotary: torch.dtype | None, is_paged: bool, 
         angles = None if rotary is None else torch.rand(50, 8).to(rotary)
         lengths = torch.zeros(3, dtype=torch.int32)
         caches = [tensor(7 if is_paged else 3, 16) for _ in range(2)]
-        args = AppendArgs(*caches, tensor(3, new), tensor(3, new), lengths, table_of_pages, angles, angles, new == 5, layout)
+        args = AppendArgs(
+            *caches, tensor(3, new), tensor(3, new), lengths, table_of_pages, angles, angles, new == 5, layout
+        )
         launch = cuda.append_launch(args)
         one, other = by_python(recorder, launch, ()), by_cpp(recorder, ops.append_kv, args, launch)
         assert other is not None
@@ -326,9 +352,15 @@ def test_angles_of_two_dtypes_are_read_as_one(recorder: Recorder) -> None:
 
 def test_a_plan_that_is_not_whole_is_refused(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     args, serialize = PLAIN.make(0).args, native.serialize
-    changes = (lambda numbers: numbers[:-1], lambda numbers: [*numbers, 0], lambda numbers: [*numbers[:4], 99, *numbers[5:]])
+    changes = (
+        lambda numbers: numbers[:-1],
+        lambda numbers: [*numbers, 0],
+        lambda numbers: [*numbers[:4], 99, *numbers[5:]],
+    )
     for change in changes:
-        monkeypatch.setattr(native, "serialize", lambda *values, change=change: (change(serialize(*values)[0]), ["a", "b"]))
+        monkeypatch.setattr(
+            native, "serialize", lambda *values, change=change: (change(serialize(*values)[0]), ["a", "b"])
+        )
         with pytest.raises(ValueError, match="a plan"):
             ops.forward(*args)
     assert extension.executor().num_plans() == 0
@@ -474,7 +506,11 @@ def test_sizes_are_checked_where_a_plan_is_known(served: list[str]) -> None:
     expanded = cache[:1].expand(3, 16, 2, 64)
     appends = [
         *(dense._replace(**{name: expanded}) for name in ("k_cache", "v_cache")),
-        *(dense._replace(**{name: wrong}) for name in ("k", "v") for wrong in (new[:2], new[:, :, :1], new[..., :32], new[:, :0])),
+        *(
+            dense._replace(**{name: wrong})
+            for name in ("k", "v")
+            for wrong in (new[:2], new[:, :, :1], new[..., :32], new[:, :0])
+        ),
         dense._replace(k=new.expand(3, 2, 2, 64)),
         dense._replace(k=new[:2], v=new[:2], cache_seqlens=lengths[:2]),
         dense._replace(cache_seqlens=lengths[:2]),

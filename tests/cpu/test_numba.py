@@ -62,7 +62,8 @@ def test_only_taken_by_name():
 
 def test_the_cpu_needs_the_simulator():
     with pytest.raises(
-        flashtile.Unsupported, match=r"'numba', which refuses: on the CPU it runs in Numba's simulator only; set NUMBA_ENABLE_CUDASIM=1"
+        flashtile.Unsupported,
+        match=r"'numba', which refuses: on the CPU it runs in Numba's simulator only; set NUMBA_ENABLE_CUDASIM=1",
     ):
         flashtile.attention(*qkv(), backend="numba")
 
@@ -72,7 +73,10 @@ def test_the_cpu_needs_the_simulator():
     [
         ({"softcap": 2.0}, "it does not know softcap"),
         ({"mask": torch.ones(8, 8, dtype=torch.bool), "dropout_p": 0.5}, "it does not know a mask and dropout"),
-        ({"alibi_slopes": torch.ones(2), "sinks": torch.ones(2), "bias": torch.ones(8, 8)}, "it does not know a bias and ALiBi and sinks"),
+        (
+            {"alibi_slopes": torch.ones(2), "sinks": torch.ones(2), "bias": torch.ones(8, 8)},
+            "it does not know a bias and ALiBi and sinks",
+        ),
     ],
 )
 def test_options_it_does_not_know(options, reason):
@@ -104,7 +108,8 @@ def test_a_numba_that_cannot_be_imported(monkeypatch):
     monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "1")
     monkeypatch.setattr(builtins, "__import__", refusing)
     with pytest.raises(
-        flashtile.Unsupported, match=r"numba cannot be imported beside numpy [\d.]+: Numba needs NumPy 2.4 or less. Got NumPy 2.5."
+        flashtile.Unsupported,
+        match=r"numba cannot be imported beside numpy [\d.]+: Numba needs NumPy 2.4 or less. Got NumPy 2.5.",
     ):
         flashtile.attention(*qkv(), backend="numba")
 

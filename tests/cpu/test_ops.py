@@ -19,7 +19,9 @@ from flashtile.testing import Case
 
 CASES = {
     "plain": Case(),
-    "options": Case(causal="bottom_right", window=(5, 5), bias="hqk", mask="qk", alibi="h", has_sinks=True, softcap=2.0, heads=4),
+    "options": Case(
+        causal="bottom_right", window=(5, 5), bias="hqk", mask="qk", alibi="h", has_sinks=True, softcap=2.0, heads=4
+    ),
     "bshd, swapped": Case(layout="bshd", memory="swapped", head_dim_v=5),
     "bhsd, swapped": Case(memory="swapped", head_dim_v=5, dtype=torch.bfloat16),
     "dropout": Case(dropout_p=0.3),
@@ -49,7 +51,14 @@ def test_schema_and_arguments_agree() -> None:
     assert tuple(names) == AttentionArgs._fields
     kinds = [str(argument.type) for argument in ops.forward_op._schema.arguments]
     assert all(("Tensor" in kind) == (place < NUM_TENSORS) for place, kind in enumerate(kinds))
-    assert [argument.name for argument in ops.backward_op._schema.arguments] == ["dout", "dlse", *names, "out", "lse", "needs"]
+    assert [argument.name for argument in ops.backward_op._schema.arguments] == [
+        "dout",
+        "dlse",
+        *names,
+        "out",
+        "lse",
+        "needs",
+    ]
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
@@ -91,7 +100,9 @@ def test_opcheck_append_kv(is_paged: bool) -> None:
 def test_gradients_that_are_not_needed_are_empty(seed: int) -> None:
     inputs = small(CASES["options"]).make(seed)
     out, lse = ops.forward(*inputs.args)
-    grads = ops.backward(inputs.dout[..., : out.shape[-1]], None, *inputs.args, out, lse, [False, True, False, False, False])
+    grads = ops.backward(
+        inputs.dout[..., : out.shape[-1]], None, *inputs.args, out, lse, [False, True, False, False, False]
+    )
     assert [grad.numel() > 0 for grad in grads] == [False, True, False, False, False]
 
 
@@ -109,7 +120,9 @@ def test_output_and_gradients_lie_in_memory_as_the_inputs(memory: str, layout: s
 
 
 def attend(q, k, v, bias, slopes):
-    return flashtile.attention(q, k, v, causal=True, window=(20, -1), bias=bias, alibi_slopes=slopes, softcap=5.0, return_lse=True)
+    return flashtile.attention(
+        q, k, v, causal=True, window=(20, -1), bias=bias, alibi_slopes=slopes, softcap=5.0, return_lse=True
+    )
 
 
 def leaves(batch: int, seqlen_q: int, seqlen_k: int):
@@ -130,7 +143,9 @@ def test_compiled_once_for_all_shapes(compiler: str, seed: int) -> None:
             torch.manual_seed(seed)
             inputs = leaves(batch, seqlen_q, seqlen_k)
             outputs = function(*inputs)
-            results.append((*outputs, *torch.autograd.grad(outputs, inputs[:4], [output.detach().sin() for output in outputs])))
+            results.append(
+                (*outputs, *torch.autograd.grad(outputs, inputs[:4], [output.detach().sin() for output in outputs]))
+            )
         torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
 
 
@@ -174,7 +189,9 @@ def test_facades_and_lengths_compile_once(name: str, seed: int) -> None:
 
     def call(q, k_cache, v_cache, lengths, cu):
         if name == "sdpa 3-D":
-            return flashtile.scaled_dot_product_attention(q.flatten(0, 1), q.flatten(0, 1), q.flatten(0, 1), is_causal=True)
+            return flashtile.scaled_dot_product_attention(
+                q.flatten(0, 1), q.flatten(0, 1), q.flatten(0, 1), is_causal=True
+            )
         if name == "sdpa 5-D":
             return flashtile.scaled_dot_product_attention(q[None], q[None], q[None])
         if name == "flash":
@@ -206,7 +223,8 @@ def test_export(seed: int) -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
 def test_parts_merge_into_the_whole(backend: str, seed: int) -> None:
-    """Split the keys, attend to each part in float32, merge by lse; the backward of each part takes the whole's out and lse."""
+    """Split the keys, attend to each part in float32, merge by lse; the backward of each part takes the whole's out and
+    lse."""
     inputs = Case(dtype=torch.bfloat16, seqlen_q=20, seqlen_k=50, backend=backend, softcap=3.0).make(seed)
     whole, cuts = inputs.args._replace(out_dtype=torch.float32), ((0, 17), (17, 50))
     out, lse = ops.forward(*whole)
@@ -250,7 +268,9 @@ def test_tensors_whose_memory_does_not_hold_their_values() -> None:
     q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
     bias = torch.randn(1, 2, 8, 8, dtype=torch.complex64).conj().imag
     assert bias.is_neg()
-    torch.testing.assert_close(flashtile.attention(q, k, v, bias=bias), flashtile.attention(q, k, v, bias=bias.resolve_neg()))
+    torch.testing.assert_close(
+        flashtile.attention(q, k, v, bias=bias), flashtile.attention(q, k, v, bias=bias.resolve_neg())
+    )
     zeros = torch._efficientzerotensor(1, 2, 8, 16)
     with pytest.raises(ValueError, match="v: got stride 0 in the last dimension"):  # as torch makes them real
         flashtile.attention(q, k, zeros)
@@ -270,7 +290,11 @@ def test_nothing_is_saved_without_grad(seed: int) -> None:
 
 
 def test_meta_tensors_give_shapes() -> None:
-    q, k, v = torch.empty(2, 4, 7, 16, device="meta"), torch.empty(2, 2, 9, 16, device="meta"), torch.empty(2, 2, 9, 5, device="meta")
+    q, k, v = (
+        torch.empty(2, 4, 7, 16, device="meta"),
+        torch.empty(2, 2, 9, 16, device="meta"),
+        torch.empty(2, 2, 9, 5, device="meta"),
+    )
     out, lse = flashtile.attention(q, k, v, return_lse=True)
     assert out.shape == (2, 4, 7, 5)
     assert lse.shape == (2, 4, 7)

@@ -40,7 +40,9 @@ def draw(pick: random.Random) -> Case:
         dtype=pick.choice([torch.float32, torch.float16, torch.bfloat16]),
         layout=pick.choice(["bhsd", "bshd"]),
         kind=kind,
-        memory="contiguous" if kind != "dense" else pick.choice(["contiguous", "swapped", "sliced", "expanded", "offset"]),
+        memory="contiguous"
+        if kind != "dense"
+        else pick.choice(["contiguous", "swapped", "sliced", "expanded", "offset"]),
         batch=pick.choice([1, 2, 3]),
         heads=heads_kv * pick.choice([1, 2]),
         heads_kv=heads_kv,
@@ -61,14 +63,20 @@ def draw(pick: random.Random) -> Case:
     )
 
 
-def expected(args: AttentionArgs, tensors: dict[str, torch.Tensor], pointers: dict[str, int], num_splits: int) -> Params:
+def expected(
+    args: AttentionArgs, tensors: dict[str, torch.Tensor], pointers: dict[str, int], num_splits: int
+) -> Params:
     """The parameters, field by field, from what they mean."""
     shape, params = shape_of(args), Params(num_splits=num_splits)
     for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
         if name in tensors:
             tensor = tensors[name]
             batch = tensor.stride(0) if tensor.dim() == 4 else 0
-            getattr(params, f"{name}_strides")[:] = batch, tensor.stride(head_axis(args.layout)), tensor.stride(row_axis(args.layout))
+            getattr(params, f"{name}_strides")[:] = (
+                batch,
+                tensor.stride(head_axis(args.layout)),
+                tensor.stride(row_axis(args.layout)),
+            )
     for name, address in pointers.items():
         setattr(params, name, address)
     lse = tensors["lse"]
@@ -92,7 +100,10 @@ def expected(args: AttentionArgs, tensors: dict[str, torch.Tensor], pointers: di
     params.window_left, params.window_right = (-1 if reach >= 1 << 30 else reach for reach in key_window(args))
     params.is_top_left, params.softcap = args.causal == "top_left", args.softcap
     params.scale, params.scale_log2 = softmax_scale(args), softmax_scale(args) * math.log2(math.e)
-    params.dropout_threshold, params.keep_factor = dropout.threshold(args.dropout_p), dropout.keep_factor(args.dropout_p)
+    params.dropout_threshold, params.keep_factor = (
+        dropout.threshold(args.dropout_p),
+        dropout.keep_factor(args.dropout_p),
+    )
     return params
 
 
@@ -106,7 +117,9 @@ def differences(image: bytearray, params: Params) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def filled(args: AttentionArgs, given: dict[str, torch.Tensor], plan: LaunchPlan) -> tuple[bytearray, Params, dict[str, int]]:
+def filled(
+    args: AttentionArgs, given: dict[str, torch.Tensor], plan: LaunchPlan
+) -> tuple[bytearray, Params, dict[str, int]]:
     """(what the plan fills, what is expected, the plan's values)"""
     tensors = executor.prepare(plan, given)
     values = executor.evaluate(plan, tensors, call.scalars_of(args), cuda._splits(args))
@@ -136,7 +149,9 @@ def test_a_thousand_calls_are_filled_as_they_should(part: int) -> None:
         needs = ops.GradNeeds(*(pick.random() < 0.8 for _ in range(3)), args.bias is not None, args.sinks is not None)
         grads = {name: grad for name, grad in zip(GRADS, ops.empty_grads(args, needs), strict=True) if grad is not None}
         given |= {"dout": inputs.dout, **grads} | ({"dlse": inputs.dlse} if pick.random() < 0.5 else {})
-        image, params, _ = filled(args, given, assemble.plan(cuda._key(args, given, tuple(grads)), call.layout_of(args, given)))
+        image, params, _ = filled(
+            args, given, assemble.plan(cuda._key(args, given, tuple(grads)), call.layout_of(args, given))
+        )
         assert differences(image, params) == {}, case
 
 
@@ -171,7 +186,16 @@ def test_packed_heads_where_they_make_fewer_tiles() -> None:
     def packed_heads(seqlen_q: int, heads: int, heads_kv: int) -> int:
         return PackedHeads(64, 128).of(Shape(1, heads, heads_kv, seqlen_q, 1, 64, 64), NUM_MULTIPROCESSORS)
 
-    assert [packed_heads(seqlen_q, 32, 8) for seqlen_q in (1, 16, 48, 49, 64, 65, 128, 1000)] == [4, 4, 4, 1, 1, 1, 1, 1]
+    assert [packed_heads(seqlen_q, 32, 8) for seqlen_q in (1, 16, 48, 49, 64, 65, 128, 1000)] == [
+        4,
+        4,
+        4,
+        1,
+        1,
+        1,
+        1,
+        1,
+    ]
     assert [packed_heads(1, heads, heads_kv) for heads, heads_kv in ((8, 8), (6, 2), (64, 1), (65, 1))] == [1, 3, 64, 1]
     assert [packed_heads(seqlen_q, 3, 1) for seqlen_q in (21, 42, 43)] == [3, 3, 1]
 
@@ -179,7 +203,9 @@ def test_packed_heads_where_they_make_fewer_tiles() -> None:
 def test_a_tile_of_packed_heads() -> None:
     """14 heads over 2: 7 heads of 9 queries each in a tile of 64 rows."""
     args, given, plan = plan_of(
-        Case(dtype=torch.bfloat16, batch=3, heads=14, heads_kv=2, seqlen_q=20, seqlen_k=5000, head_dim=64, head_dim_v=64)
+        Case(
+            dtype=torch.bfloat16, batch=3, heads=14, heads_kv=2, seqlen_q=20, seqlen_k=5000, head_dim=64, head_dim_v=64
+        )
     )
     maps = {patch.tensor: patch for patch in plan.maps}
     assert (maps["q"].box_rows, maps["q"].box_heads) == (9, 7)
@@ -212,7 +238,9 @@ def test_only_wanted_gradients_are_launched() -> None:
 
 
 def test_gradients_outside_every_sequence_are_zeroed() -> None:
-    assert [step for step in plan_of(Case(kind="varlen", bias="k"), GRADS[:4])[2].steps if isinstance(step, Memset)] == [
+    assert [
+        step for step in plan_of(Case(kind="varlen", bias="k"), GRADS[:4])[2].steps if isinstance(step, Memset)
+    ] == [
         Memset("dk"),
         Memset("dv"),
         Memset("dbias"),
@@ -253,8 +281,17 @@ def test_a_workspace_that_is_not_needed_is_not_allocated() -> None:
 
 def test_kernels_without_tiles_have_the_sizes_that_plans_launch_them_with() -> None:
     """A combination that no lane has a column for would be left out without a word."""
-    text = "".join((nvrtc.INCLUDE / "flashtile" / "kernels" / f"{name}.cuh").read_text() for name in ("fwd_combine", "bwd_preprocess"))
+    text = "".join(
+        (nvrtc.INCLUDE / "flashtile" / "kernels" / f"{name}.cuh").read_text()
+        for name in ("fwd_combine", "bwd_preprocess")
+    )
     sizes = {name: int(value) for name, value in re.findall(r"constexpr i32 (k\w+) = (\d+);", text)}
-    assert (sizes["kCombineRows"], 32 * sizes["kCombineRows"]) == (family_steps.COMBINE_ROWS, family_steps.COMBINE_THREADS)
-    assert (sizes["kPreprocessRows"], sizes["kPreprocessThreads"]) == (family_steps.PREPROCESS_ROWS, family_steps.PREPROCESS_THREADS)
+    assert (sizes["kCombineRows"], 32 * sizes["kCombineRows"]) == (
+        family_steps.COMBINE_ROWS,
+        family_steps.COMBINE_THREADS,
+    )
+    assert (sizes["kPreprocessRows"], sizes["kPreprocessThreads"]) == (
+        family_steps.PREPROCESS_ROWS,
+        family_steps.PREPROCESS_THREADS,
+    )
     assert 32 * sizes["kCombineColumns"] >= HEAD_DIMS[-1]

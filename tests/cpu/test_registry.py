@@ -149,7 +149,9 @@ def test_forward_and_backward_each_take_the_fastest(picky: Picky, monkeypatch: p
     answer = flashtile.explain(q, k, v)
     assert (answer.backend, answer.details["backward"]) == ("picky", "cpu")
     out = flashtile.attention(q, k, v)
-    with pytest.warns(flashtile.SlowPathWarning, match=r"'cpu' serves this call \(float32 backward.*'picky' refuses: no gradients"):
+    with pytest.warns(
+        flashtile.SlowPathWarning, match=r"'cpu' serves this call \(float32 backward.*'picky' refuses: no gradients"
+    ):
         out.sum().backward()
     with pytest.raises(flashtile.Unsupported, match="no gradients"):
         flashtile.attention(q, k, v, backend="picky")
@@ -164,7 +166,9 @@ def test_a_path_that_is_not_far_behind_is_silent(picky: Picky, known_speeds: dic
         flashtile.attention(*qkv(), softcap=1.0)
 
 
-def test_torch_is_among_the_fastest_known(picky: Picky, known_speeds: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_among_the_fastest_known(
+    picky: Picky, known_speeds: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(registry, "BACKENDS", registry.BACKENDS[1:])
     del known_speeds["picky"]
     known_speeds["cpu"] = 21.0
@@ -193,7 +197,8 @@ def test_explain_shows_a_window_that_is_causal_in_effect(seed: int) -> None:
 
 def test_a_forced_backend_gives_its_reason(picky: Picky, seed: int) -> None:
     with pytest.raises(
-        flashtile.Unsupported, match=r"backend: got 'picky', which refuses: softcap is not among its features. accepted: None"
+        flashtile.Unsupported,
+        match=r"backend: got 'picky', which refuses: softcap is not among its features. accepted: None",
     ):
         flashtile.attention(*qkv(), softcap=1.0, backend="picky")
 

@@ -131,7 +131,11 @@ def test_a_directory_of_another_user_is_not_used(monkeypatch):
 def test_a_file_of_another_user_is_not_used(monkeypatch):
     KernelCache.default().store(KEY, KERNEL)
     real = os.fstat
-    monkeypatch.setattr(os, "fstat", lambda descriptor: os.stat_result((*real(descriptor)[:4], os.geteuid() + 1, *real(descriptor)[5:10])))
+    monkeypatch.setattr(
+        os,
+        "fstat",
+        lambda descriptor: os.stat_result((*real(descriptor)[:4], os.geteuid() + 1, *real(descriptor)[5:10])),
+    )
     with pytest.warns(CacheWarning, match="belongs to another user"):
         assert KernelCache.default().load(KEY) is None
 
@@ -184,7 +188,9 @@ def test_no_single_wrong_byte_passes(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for position in range(len(whole)):
-            kernel_file(tmp_path).write_bytes(whole[:position] + bytes([whole[position] ^ 0x10]) + whole[position + 1 :])
+            kernel_file(tmp_path).write_bytes(
+                whole[:position] + bytes([whole[position] ^ 0x10]) + whole[position + 1 :]
+            )
             assert store.load(KEY) is None
             kernel_file(tmp_path).write_bytes(whole[:position])
             assert store.load(KEY) is None
@@ -219,7 +225,11 @@ def test_a_failing_write_costs_one_warning(monkeypatch, tmp_path, compilations, 
     else:
         # A file whose writes fail, as on a full disk
         real = os.fdopen
-        monkeypatch.setattr(os, "fdopen", lambda descriptor, mode: (os.close(descriptor), real(os.open("/dev/full", os.O_WRONLY), mode))[1])
+        monkeypatch.setattr(
+            os,
+            "fdopen",
+            lambda descriptor, mode: (os.close(descriptor), real(os.open("/dev/full", os.O_WRONLY), mode))[1],
+        )
     with pytest.warns(CacheWarning, match=r"cannot write to .*No space left on device.*stay in memory") as caught:
         first = compile_cached(*UNIT)
     assert len(caught) == 1

@@ -107,7 +107,17 @@ class FakeDriver:
         if not self.context:
             return 201
         image = Params.from_address(params._obj.value)
-        self.launched = (kernel.value, (gx, gy, gz), (bx, by, bz), shared, stream.value, image.pointer, image.scale, extra, self.context)
+        self.launched = (
+            kernel.value,
+            (gx, gy, gz),
+            (bx, by, bz),
+            shared,
+            stream.value,
+            image.pointer,
+            image.scale,
+            extra,
+            self.context,
+        )
 
     def do_cuGetErrorName(self, status, out):  # noqa: N802
         out._obj.value = ERRORS.get(status, (None, None))[0]
@@ -142,27 +152,34 @@ def function(fake):
 def test_the_driver_counts_blocks(fake, function):
     assert function.blocks_per_multiprocessor(128, 1000) == 3
     fake.fail["cuOccupancyMaxActiveBlocksPerMultiprocessor"] = 1
-    with pytest.raises(DriverError, match="cuOccupancyMaxActiveBlocksPerMultiprocessor failed: CUDA_ERROR_INVALID_VALUE"):
+    with pytest.raises(
+        DriverError, match="cuOccupancyMaxActiveBlocksPerMultiprocessor failed: CUDA_ERROR_INVALID_VALUE"
+    ):
         function.blocks_per_multiprocessor(128, 1000)
 
 
 def test_missing_driver(monkeypatch):
     monkeypatch.setattr(driver, "_LIBRARY", "libcuda-that-is-not-there.so.1")
     with pytest.raises(
-        Unsupported, match=r"CUDA driver: got no usable libcuda-that-is-not-there\.so\.1 .*accepted: .*CUDA 12.*Install an NVIDIA"
+        Unsupported,
+        match=r"CUDA driver: got no usable libcuda-that-is-not-there\.so\.1 .*accepted: .*CUDA 12.*Install an NVIDIA",
     ):
         driver.load(b"")
 
 
 def test_driver_too_old(fake):
     del fake.cuLibraryLoadData
-    with pytest.raises(Unsupported, match=r"no usable libcuda.*cuLibraryLoadData.*Install an NVIDIA driver of version 525"):
+    with pytest.raises(
+        Unsupported, match=r"no usable libcuda.*cuLibraryLoadData.*Install an NVIDIA driver of version 525"
+    ):
         driver.version()
 
 
 def test_no_device(fake):
     fake.fail["cuInit"] = 100
-    with pytest.raises(Unsupported, match=r"CUDA_ERROR_NO_DEVICE \(100\), no CUDA-capable device is detected from cuInit"):
+    with pytest.raises(
+        Unsupported, match=r"CUDA_ERROR_NO_DEVICE \(100\), no CUDA-capable device is detected from cuInit"
+    ):
         driver.version()
 
 
@@ -180,7 +197,9 @@ def test_attributes(fake):
 def test_loading_relaxes_the_capture_mode_and_puts_it_back(fake, function):
     assert function.symbol == "kernel"
     assert fake.mode == GLOBAL
-    with pytest.raises(DriverError, match=r"cuLibraryLoadData failed: CUDA_ERROR_NO_BINARY_FOR_GPU \(209\), no kernel image"):
+    with pytest.raises(
+        DriverError, match=r"cuLibraryLoadData failed: CUDA_ERROR_NO_BINARY_FOR_GPU \(209\), no kernel image"
+    ):
         driver.load(b"for another GPU")
     assert fake.mode == GLOBAL
     with pytest.raises(DriverError, match="cuLibraryGetKernel failed: CUDA_ERROR_NOT_FOUND"):
@@ -198,7 +217,10 @@ def test_launch(fake, function, by_address):
 
 def test_a_failed_launch_names_kernel_and_geometry(fake, function):
     fake.fail["cuLaunchKernel"] = 1
-    words = r"cuLaunchKernel of kernel, grid \(7, 5, 3\), block \(128, 2, 1\), 1024 bytes shared failed: CUDA_ERROR_INVALID_VALUE"
+    words = (
+        r"cuLaunchKernel of kernel, grid \(7, 5, 3\), block \(128, 2, 1\), 1024 bytes shared failed: "
+        r"CUDA_ERROR_INVALID_VALUE"
+    )
     with pytest.raises(DriverError, match=words):
         function.launch(GRID, BLOCK, 1024, 0, Params())
     assert fake.calls.count("cuLaunchKernel") == 1

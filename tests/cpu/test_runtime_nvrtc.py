@@ -46,7 +46,12 @@ def test_cubin_symbols_and_resources(arch):
     assert all(unit.symbols[name].encode() in unit.cubin for name in names)
     plain, shared = (unit.resources(name) for name in names)
     assert plain.registers > 0
-    assert (plain.spill_store_bytes, plain.spill_load_bytes, plain.stack_bytes, plain.static_shared_bytes) == (0, 0, 0, 0)
+    assert (plain.spill_store_bytes, plain.spill_load_bytes, plain.stack_bytes, plain.static_shared_bytes) == (
+        0,
+        0,
+        0,
+        0,
+    )
     assert shared.static_shared_bytes == 128
     assert unit.warnings == []
 
@@ -77,7 +82,15 @@ def test_headers_in_the_working_directory_are_not_taken(tmp_path, monkeypatch):
 def test_an_error_shows_the_whole_log():
     with pytest.raises(CompileError) as caught:
         compiled("__global__ void f() { first_mistake(); }\n__global__ void g() { second_mistake(); }")
-    for words in ("sm_90", "NVRTC", "flashtile.cu(1)", "first_mistake", "flashtile.cu(2)", "second_mistake", "2 errors"):
+    for words in (
+        "sm_90",
+        "NVRTC",
+        "flashtile.cu(1)",
+        "first_mistake",
+        "flashtile.cu(2)",
+        "second_mistake",
+        "2 errors",
+    ):
         assert words in str(caught.value)
 
 
@@ -110,9 +123,13 @@ def test_warnings():
 
 
 def test_the_serialisation_notes_of_ptxas_count_as_warnings():
-    note = "ptxas info    : (C7519) Potential Performance Loss: wgmma.mma_async instructions are serialized in function 'f'"
+    note = (
+        "ptxas info    : (C7519) Potential Performance Loss: wgmma.mma_async instructions are serialized "
+        "in function 'f'"
+    )
     others = (
-        "nvrtc: warning: Architectures prior to '<compute/sm>_75' are deprecated\nptxas info    : Compiling entry function 'my_warning'\n"
+        "nvrtc: warning: Architectures prior to '<compute/sm>_75' are deprecated\nptxas info    : "
+        "Compiling entry function 'my_warning'\n"
     )
     unit = nvrtc.Compiled("sm_90a", b"", {}, f"{others}{note}\n")
     assert unit.warnings == [note]

@@ -41,7 +41,14 @@ def test_missing_says_what_was_looked_for_and_what_to_install(monkeypatch, tmp_p
     nowhere(monkeypatch, tmp_path)
     with pytest.raises(Unsupported) as caught:
         toolchain.find()
-    for words in ("libnvrtc.so.13", "nvidia/cu13/lib", "CUDA_HOME", "/usr/local/cuda", "nvidia-cuda-nvrtc", "FLASHTILE_NVRTC"):
+    for words in (
+        "libnvrtc.so.13",
+        "nvidia/cu13/lib",
+        "CUDA_HOME",
+        "/usr/local/cuda",
+        "nvidia-cuda-nvrtc",
+        "FLASHTILE_NVRTC",
+    ):
         assert words in str(caught.value)
 
 
@@ -71,14 +78,18 @@ def test_flashtile_nvrtc_comes_first(monkeypatch, tmp_path):
 
 def test_flashtile_nvrtc_that_names_no_file(monkeypatch, tmp_path):
     monkeypatch.setenv("FLASHTILE_NVRTC", str(tmp_path / "gone.so"))
-    with pytest.raises(Unsupported, match=r"FLASHTILE_NVRTC: got .*gone\.so, which is no file; accepted: .*nvidia-cuda-nvrtc"):
+    with pytest.raises(
+        Unsupported, match=r"FLASHTILE_NVRTC: got .*gone\.so, which is no file; accepted: .*nvidia-cuda-nvrtc"
+    ):
         toolchain.find()
 
 
 def test_flashtile_nvrtc_that_is_no_library(monkeypatch, tmp_path):
     (tmp_path / "libnvrtc.so.13").write_text("not a library")
     monkeypatch.setenv("FLASHTILE_NVRTC", str(tmp_path / "libnvrtc.so.13"))
-    with pytest.raises(Unsupported, match=r"which does not load .*accepted: libnvrtc of CUDA 12 or 13\. Install .*FLASHTILE_NVRTC"):
+    with pytest.raises(
+        Unsupported, match=r"which does not load .*accepted: libnvrtc of CUDA 12 or 13\. Install .*FLASHTILE_NVRTC"
+    ):
         _ = toolchain.find().library
 
 

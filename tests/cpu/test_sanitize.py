@@ -1,4 +1,5 @@
-"""tools/sanitize.py without a GPU: it reaches every row of the table, reads what the tools say, and says what is missing."""
+"""tools/sanitize.py without a GPU: it reaches every row of the table, reads what the tools say, and says what is
+missing."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def sanitize(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_every_row_is_chosen(sanitize) -> None:
-    """Every family's whole table, as far as it fits, with a second tile of keys, and of queries where those are walked over."""
+    """Every family's whole table, as far as it fits, with a second tile of keys, and of queries where those are walked
+    over."""
     chosen = set()
     for job in sanitize.all_jobs(ARCH, DTYPES, head_dims()):
         if job.row is None:
@@ -118,7 +120,9 @@ def test_each_tool_has_a_fault_in_each_family(sanitize) -> None:
         simt, *hopper = sanitize.faults(tool, ARCH)
         assert known[simt] in (tool, None)
         # Threads that miss a barrier there would wait for each other for ever
-        assert [(known[name], name.startswith("fwd_sm90_")) for name in hopper] == ([] if tool == "synccheck" else [(tool, True)])
+        assert [(known[name], name.startswith("fwd_sm90_")) for name in hopper] == (
+            [] if tool == "synccheck" else [(tool, True)]
+        )
         assert sanitize.faults(tool, ARCHS[80]) == [simt]
 
 
@@ -126,7 +130,11 @@ def test_each_tool_has_a_fault_in_each_family(sanitize) -> None:
     ("tool", "output", "errors"),
     [
         ("memcheck", "launched a<1>\nlaunched b<2>\n========= ERROR SUMMARY: 0 errors", 0),
-        ("memcheck", "========= COMPUTE-SANITIZER\n========= Invalid __global__ write\n========= ERROR SUMMARY: 3 errors", 3),
+        (
+            "memcheck",
+            "========= COMPUTE-SANITIZER\n========= Invalid __global__ write\n========= ERROR SUMMARY: 3 errors",
+            3,
+        ),
         ("racecheck", "========= RACECHECK SUMMARY: 7 hazards displayed (7 errors, 0 warnings)", 7),
         ("synccheck", "Device not supported", None),
     ],
@@ -145,12 +153,18 @@ def test_a_process_has_its_time(sanitize, tmp_path: Path) -> None:
     program = tmp_path / "compute-sanitizer"
     program.write_text("#!/bin/sh\nsleep 60 &\nwait\n")
     program.chmod(0o755)
-    assert sanitize.watch(str(program), "memcheck", [], 0.2) == {"errors": None, "seconds": 0.2, "said": "not done in 0.2 s", "kernels": []}
+    assert sanitize.watch(str(program), "memcheck", [], 0.2) == {
+        "errors": None,
+        "seconds": 0.2,
+        "said": "not done in 0.2 s",
+        "kernels": [],
+    }
 
 
 def test_runs_of_one_tool_count_as_one(sanitize) -> None:
     runs = [
-        {"errors": errors, "kernels": kernels, "seconds": 1.0, "said": ""} for errors, kernels in ((0, ["a"]), (2, ["a", "b"]), (None, []))
+        {"errors": errors, "kernels": kernels, "seconds": 1.0, "said": ""}
+        for errors, kernels in ((0, ["a"]), (2, ["a", "b"]), (None, []))
     ]
     assert sanitize.joined(runs[:2]) == {"errors": 2, "kernels": ["a", "b"], "seconds": 1.0, "said": ""}
     assert sanitize.joined(runs)["errors"] is None
@@ -163,6 +177,9 @@ def test_what_is_missing(sanitize, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(sanitize.shutil, "which", lambda *_, **__: None)
     assert sanitize.main([]) == 2
-    assert "compute-sanitizer: not found. It comes with the CUDA toolkit; put its bin folder on PATH." in capsys.readouterr().err
+    assert (
+        "compute-sanitizer: not found. It comes with the CUDA toolkit; put its bin folder on PATH."
+        in capsys.readouterr().err
+    )
     assert sanitize.main(["--tools", "valgrind"]) == 2
     assert "--tools: got valgrind; accepted: memcheck, racecheck, initcheck, synccheck." in capsys.readouterr().err

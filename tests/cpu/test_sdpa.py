@@ -11,17 +11,23 @@ import torch.nn.functional as F
 import flashtile
 
 SIGNATURES = {
-    "scaled_dot_product_attention": "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False",
+    "scaled_dot_product_attention": (
+        "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False"
+    ),
     "flash_attn_func": (
-        "q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+        "q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), "
+        "softcap=0.0, alibi_slopes=None, "
         "deterministic=False, return_attn_probs=False"
     ),
     "flash_attn_varlen_func": (
-        "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False, "
-        "window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None"
+        "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, "
+        "softmax_scale=None, causal=False, "
+        "window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, "
+        "return_attn_probs=False, block_table=None"
     ),
     "flash_attn_with_kvcache": (
-        "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, "
+        "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+        "cache_batch_idx=None, "
         "cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
         "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False"
     ),
@@ -31,7 +37,10 @@ SIGNATURES = {
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signature(name: str) -> None:
     parameters = inspect.signature(getattr(flashtile, name)).parameters.values()
-    assert ", ".join(str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters) == SIGNATURES[name]
+    assert (
+        ", ".join(str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters)
+        == SIGNATURES[name]
+    )
 
 
 def compare(dtype: torch.dtype, *sizes: tuple[int, ...], attn_mask: torch.Tensor | None = None, **options) -> None:
@@ -63,7 +72,9 @@ def test_plain_and_causal(rows: int, keys: int, is_causal: bool, dtype: torch.dt
     compare(dtype, (2, 3, rows, 16), (2, 3, keys, 16), (2, 3, keys, 16), is_causal=is_causal)
 
 
-@pytest.mark.parametrize("shape", [(7, 9), (1, 9), (7, 1), (3, 7, 9), (2, 1, 7, 9), (2, 3, 7, 9), (1, 3, 1, 9)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(7, 9), (1, 9), (7, 1), (3, 7, 9), (2, 1, 7, 9), (2, 3, 7, 9), (1, 3, 1, 9)], ids=str
+)
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_masks(kind: str, shape: tuple[int, ...], seed: int) -> None:
     mask = torch.rand(shape) < 0.7 if kind == "bool" else torch.randn(shape)
@@ -108,7 +119,9 @@ def test_broadcasting(query: tuple, key: tuple, value: tuple, seed: int) -> None
 )
 def test_empty(query: tuple, key: tuple) -> None:
     q, k = torch.randn(query), torch.randn(key)
-    torch.testing.assert_close(flashtile.scaled_dot_product_attention(q, k, k), F.scaled_dot_product_attention(q, k, k).nan_to_num(0.0))
+    torch.testing.assert_close(
+        flashtile.scaled_dot_product_attention(q, k, k), F.scaled_dot_product_attention(q, k, k).nan_to_num(0.0)
+    )
 
 
 def test_strided_last_dimension_is_copied_as_torch_does(seed: int) -> None:
@@ -149,7 +162,15 @@ def test_flash_attn_func(seed: int) -> None:
     slopes = torch.rand(4)
     options = {"softcap": 2.0, "alibi_slopes": slopes}
     out, lse, probabilities = flashtile.flash_attn_func(
-        q, k, v, softmax_scale=0.2, causal=True, window_size=(3, 0), deterministic=True, return_attn_probs=True, **options
+        q,
+        k,
+        v,
+        softmax_scale=0.2,
+        causal=True,
+        window_size=(3, 0),
+        deterministic=True,
+        return_attn_probs=True,
+        **options,
     )
     expected, expected_lse = flashtile.attention(
         *(t.transpose(1, 2) for t in (q, k, v)), scale=0.2, causal=True, window=(3, -1), return_lse=True, **options
@@ -166,4 +187,6 @@ def test_flash_attn_varlen_func(seed: int) -> None:
     out, lse, _ = flashtile.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 4, 5, causal=True, return_attn_probs=True)
     assert lse.shape == (4, 7)
     for rows, keys in ((slice(0, 3), slice(0, 5)), (slice(3, 7), slice(5, 9))):
-        torch.testing.assert_close(out[rows], flashtile.flash_attn_func(q[None, rows], k[None, keys], v[None, keys], causal=True)[0])
+        torch.testing.assert_close(
+            out[rows], flashtile.flash_attn_func(q[None, rows], k[None, keys], v[None, keys], causal=True)[0]
+        )

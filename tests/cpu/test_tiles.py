@@ -102,7 +102,9 @@ def test_a_call_launches_the_tile(family: Study, num_blocks: int, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
     monkeypatch.setattr(executor, "on_device", lambda index: nullcontext())
     monkeypatch.setattr(executor, "encode_maps", lambda *_: None)
-    monkeypatch.setattr(executor, "launch", lambda step, values, *_: launched.append((step, executor.num_blocks(step, values))))
+    monkeypatch.setattr(
+        executor, "launch", lambda step, values, *_: launched.append((step, executor.num_blocks(step, values)))
+    )
     trial, point = family.trials(64)[0], Point(1, 2, 2, 300, 300, 64, 64, family.dtype, is_causal=True)
     inputs = point.make("cpu", 0)
     assert trial.provider().build(point, inputs).call(inputs.q, inputs.k, inputs.v).shape == inputs.q.shape
@@ -128,7 +130,9 @@ def test_names_are_found_again_by_the_process_under_the_profiler() -> None:
 
 # A run, with a CPU in place of the GPU
 
-COUNTED = Counters(achieved_occupancy=0.123, fma_percent=67.0, shared_percent=50.0, top_stall="math_pipe_throttle", dram_bytes=1.0)
+COUNTED = Counters(
+    achieved_occupancy=0.123, fma_percent=67.0, shared_percent=50.0, top_stall="math_pipe_throttle", dram_bytes=1.0
+)
 
 
 @pytest.fixture
@@ -138,7 +142,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     too_large = SimtRow("fwd_simt", "float32", "float32", 64, 64, 256, 256, 8)
     family = replace(SIMT, peer="sdpa-math", rows=(*rows, too_large))
     shape = (1, 2, 2, 32, 32, 64, 64)
-    monkeypatch.setattr(Study, "plan", lambda self, d: Plan("tiles", "tiles_fp32", (Point(*shape), Point(*shape, is_causal=True))))
+    monkeypatch.setattr(
+        Study, "plan", lambda self, d: Plan("tiles", "tiles_fp32", (Point(*shape), Point(*shape, is_causal=True)))
+    )
 
     def attend(trial: Trial, point: Point) -> Attend:
         if trial.why_not(HOPPER):
@@ -187,7 +193,12 @@ def test_a_whole_run(run, tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     assert not rows[0].is_chosen
     assert (chosen.registers or 0) > 0
     assert chosen.spill_bytes == 0
-    assert (chosen.blocks, chosen.occupancy, chosen.computed_occupancy, chosen.achieved_occupancy) == (2, 0.125, 0.125, 0.123)
+    assert (chosen.blocks, chosen.occupancy, chosen.computed_occupancy, chosen.achieved_occupancy) == (
+        2,
+        0.125,
+        0.125,
+        0.123,
+    )
     assert rows[4].no_counters == "counted in the full call"
     assert (chosen.tflops or 0.0) > 0
     assert chosen.peer_tflops

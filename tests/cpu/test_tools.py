@@ -55,7 +55,9 @@ def test_info_says_why_there_is_no_extension(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_version_and_module() -> None:
-    result = subprocess.run([sys.executable, "-m", "flashtile", "--version"], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "flashtile", "--version"], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == f"flashtile {flashtile.__version__}"
 
 

@@ -24,7 +24,12 @@ DROPOUT_SHAPES = [(dim, dim_v, queries) for dim in (40, 64, 100, 200) for dim_v 
 
 def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=600
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
 
 
@@ -38,7 +43,9 @@ def test_in_the_interpreter(selection: str) -> None:
 
 
 def test_importing_flashtile_does_not_import_triton() -> None:
-    code = "import sys, torch; had = 'triton' in sys.modules; import flashtile; assert had or 'triton' not in sys.modules"
+    code = (
+        "import sys, torch; had = 'triton' in sys.modules; import flashtile; assert had or 'triton' not in sys.modules"
+    )
     assert run_python("-c", code).returncode == 0
 
 
@@ -78,14 +85,22 @@ def test_refusals(case: Case, reason: str) -> None:
 
 def test_on_the_cpu_it_names_its_device() -> None:
     q = torch.randn(1, 1, 4, 8)
-    with pytest.raises(flashtile.Unsupported, match="backend: got 'triton', which refuses: it runs on cuda, and q is on cpu"):
+    with pytest.raises(
+        flashtile.Unsupported, match="backend: got 'triton', which refuses: it runs on cuda, and q is on cpu"
+    ):
         flashtile.attention(q, q, q, backend="triton")
 
 
 def jobs(has_backward: bool = True, **options) -> dict:
     inputs = Case(**options).make(0)
-    grads = ops.empty_grads(inputs.args, GradNeeds(True, True, True, inputs.args.bias is not None, False)) if has_backward else None
-    return backend.TritonBackend().compile_jobs(inputs.args, inputs.dout, inputs.dlse, *ops.empty_outputs(inputs.args), grads)
+    grads = (
+        ops.empty_grads(inputs.args, GradNeeds(True, True, True, inputs.args.bias is not None, False))
+        if has_backward
+        else None
+    )
+    return backend.TritonBackend().compile_jobs(
+        inputs.args, inputs.dout, inputs.dlse, *ops.empty_outputs(inputs.args), grads
+    )
 
 
 def test_compile_jobs_cover_every_kernel_and_can_be_pickled() -> None:
@@ -107,7 +122,12 @@ def test_tiles_that_share_philox_words_have_a_call_for_each_thread() -> None:
         for is_aligned16 in (False, True)
         for case in (Case(head_dim=dim, head_dim_v=dim_v, seqlen_q=queries) for dim, dim_v, queries in DROPOUT_SHAPES)
     ]
-    found += [config for by_bytes in backend._SMALL_CONFIGS.values() for by_dim in by_bytes.values() for config in by_dim.values()]
+    found += [
+        config
+        for by_bytes in backend._SMALL_CONFIGS.values()
+        for by_dim in by_bytes.values()
+        for config in by_dim.values()
+    ]
     sharing = [config for config in found if config.block_m * config.block_n >= kernels.MIN_SHARED_PHILOX_TILE.value]
     assert all(config.block_m * config.block_n // 8 >= 32 * config.num_warps for config in sharing)
     assert len(sharing) < len(found)
@@ -125,5 +145,11 @@ def test_sizes_do_not_select_a_variant(head_dim: int) -> None:
         {"memory": "swapped", "heads": 3, "heads_kv": 3},
     ]
     assert len({frozenset(jobs(**dims, **size)) for size in sizes}) == 1
-    others = [{"memory": "offset"}, {"dtype": torch.bfloat16}, {"causal": "top_left"}, {"heads": 4}, {"head_dim_v": 100}]
+    others = [
+        {"memory": "offset"},
+        {"dtype": torch.bfloat16},
+        {"causal": "top_left"},
+        {"heads": 4},
+        {"head_dim_v": 100},
+    ]
     assert len({frozenset(jobs(**{**dims, **other})) for other in [{}, *others]}) == 1 + len(others)

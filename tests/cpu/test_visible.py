@@ -1,4 +1,5 @@
-"""Calls are visible: torch's profiler shows the ops with their shapes, FlopCounterMode counts them, warnings point at the caller."""
+"""Calls are visible: torch's profiler shows the ops with their shapes, FlopCounterMode counts them, warnings point at
+the caller."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def test_the_profiler_shows_both_passes(options: dict[str, Any]) -> None:
 
 def test_the_profiler_shows_compiled_calls_and_fallbacks() -> None:
     leaves = tensors(requires_grad=True)
-    compiled = torch.compile(lambda q, k, v: flashtile.attention(q, k, v, causal=True), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda q, k, v: flashtile.attention(q, k, v, causal=True), backend="aot_eager", fullgraph=True
+    )
     shapes = profiled(lambda: torch.autograd.grad(compiled(*leaves).sum(), leaves))
     assert {"flashtile::backward", "flashtile::forward"} <= set(shapes)
     assert shapes["flashtile::forward"][:3] == [list(QKV), list(KEYS), list(KEYS)]
@@ -82,17 +85,24 @@ def test_flops_are_those_of_sdpa(options: dict[str, Any]) -> None:
         assert flops(lambda: flashtile.attention(*leaves, **options)) == forward
         both = flops(lambda: torch.autograd.grad(flashtile.attention(*leaves, **options).sum(), leaves))
         assert both == forward * 7 // 2
-    assert both == flop_counter.sdpa_flop_count(QKV, KEYS, KEYS) + flop_counter.sdpa_backward_flop_count(QKV, QKV, KEYS, KEYS)
+    assert both == flop_counter.sdpa_flop_count(QKV, KEYS, KEYS) + flop_counter.sdpa_backward_flop_count(
+        QKV, QKV, KEYS, KEYS
+    )
 
 
 def test_flops_of_heads_of_two_sizes_and_of_packed_sequences() -> None:
     q, k, v = torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8, 48)
     assert flops(lambda: flashtile.attention(q, k, v)) == 2 * 2 * 8 * 8 * (16 + 48)
     packed, bounds = torch.randn(10, 2, 16), torch.tensor([0, 3, 10], dtype=torch.int32)
-    assert flops(lambda: flashtile.attention_varlen(packed, packed, packed, bounds, bounds)) == 2 * 2 * (3 * 3 + 7 * 7) * 32
+    assert (
+        flops(lambda: flashtile.attention_varlen(packed, packed, packed, bounds, bounds))
+        == 2 * 2 * (3 * 3 + 7 * 7) * 32
+    )
 
 
-@pytest.mark.parametrize("imports", ["import flashtile, torch.utils.flop_counter as c", "import torch.utils.flop_counter as c, flashtile"])
+@pytest.mark.parametrize(
+    "imports", ["import flashtile, torch.utils.flop_counter as c", "import torch.utils.flop_counter as c, flashtile"]
+)
 def test_formulas_are_registered_in_either_order(imports: str) -> None:
     code = f"{imports}; import torch, sys; assert torch.ops.flashtile.forward in c.flop_registry"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,7 +1,8 @@
 """GPU tests: kernels are compiled ahead, side by side; what was covered is written to results/<device>/ at the end.
 
-With pytest-xdist (`make test-gpu` uses it where it is installed) several workers share the GPU and the kernel cache on disk.
-They draw from one seed, and the controller joins what they covered. A line of progress has the tests done of each file.
+With pytest-xdist (`make test-gpu` uses it where it is installed) several workers share the GPU and the kernel cache on
+disk. They draw from one seed, and the controller joins what they covered. A line of progress has the tests done of each
+file.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class Progress:
         elif time.monotonic() - self.shown > self.EVERY_S:
             self.shown = time.monotonic()
             minutes, seconds = divmod(int(self.shown - self.start), 60)
-            files = [f"{name} {self.done[name]}/{total}" for name, total in self.totals.items() if self.done[name] < total]
+            files = [
+                f"{name} {self.done[name]}/{total}" for name, total in self.totals.items() if self.done[name] < total
+            ]
             self.write(f"{minutes}:{seconds:02d}  {self.done.total()}/{self.totals.total()}  {', '.join(files)}")
 
     def expect(self, ids: Iterable[str]) -> None:
@@ -100,7 +103,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         return
     env = asdict(facts.environment("cuda", [], "make test-gpu"))
     counts = {name: len(found) for name, found in covered.items()}
-    report = {"tests": session.testscollected, "failed": session.testsfailed, **counts, "all_features": sorted(covered["features"]), **env}
+    report = {
+        "tests": session.testscollected,
+        "failed": session.testsfailed,
+        **counts,
+        "all_features": sorted(covered["features"]),
+        **env,
+    }
     folder = RESULTS / facts.slug("cuda")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "test_gpu.json").write_text(json.dumps(report, indent=1, default=str) + "\n")

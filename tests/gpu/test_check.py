@@ -14,7 +14,9 @@ from flashtile.testing import OUTPUTS, disagreement, expect, run
 
 
 def settings(*names: str, **options) -> Settings:
-    backends = [backend for backend in registry.BACKENDS if "cuda" in backend.devices and (not names or backend.name in names)]
+    backends = [
+        backend for backend in registry.BACKENDS if "cuda" in backend.devices and (not names or backend.name in names)
+    ]
     return Settings(backends, "cuda", SEED, **options)
 
 
@@ -25,7 +27,9 @@ def test_all_backends_agree() -> None:
     assert [f"{failure.reproducer}: {failure.smallest_complaints}" for failure in report.failures] == []
 
 
-@pytest.mark.parametrize("name", ["skip_rescale", pytest.param("mask_offset", marks=pytest.mark.smoke), "delta_missing"])
+@pytest.mark.parametrize(
+    "name", ["skip_rescale", pytest.param("mask_offset", marks=pytest.mark.smoke), "delta_missing"]
+)
 def test_a_fault_is_noticed(name: str) -> None:
     (mutation,) = [mutation for mutation in mutations() if mutation.name == name]
     assert hunt_one(mutation, settings("cuda", problems=200, chunk=8, reuse=2, stops_at_failure=True)).is_found

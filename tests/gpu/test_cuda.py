@@ -1,4 +1,5 @@
-"""The CUDA engine against fp64: every option, every row of the table, random problems; then memory, determinism, streams and graphs."""
+"""The CUDA engine against fp64: every option, every row of the table, random problems; then memory, determinism,
+streams and graphs."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ OPTIONS: dict[str, dict] = {
     "softcap": {"softcap": 1.5, **LONG},
     "mask": {"mask": "bhqk", **LONG},
     "query mask": {"mask": "q"},
-    **{f"bias {axes}": {"bias": axes, "seqlen_q": 90, "seqlen_k": 140} for axes in ("bhqk", "hqk", "qk", "bk", "hk", "k", "q", "h", "1")},
+    **{
+        f"bias {axes}": {"bias": axes, "seqlen_q": 90, "seqlen_k": 140}
+        for axes in ("bhqk", "hqk", "qk", "bk", "hk", "k", "q", "h", "1")
+    },
     "bias in float32": {"bias": "hqk", "is_bias_float32": True, **LONG},
     "alibi": {"alibi": "bh", **LONG},
     "sinks": {"has_sinks": True, "mask": "bq", **LONG},
@@ -146,13 +150,27 @@ def test_every_row(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert arch is not None
     simt = [family for family in families.all_families() if "simt" in family.name]
     kernels = [(kernel, family) for family in simt for kernel in family.kernels]
-    most = max(sum(row.kernel == kernel and row.head_dim == head_dim for row in family.every_row("float32")) for kernel, family in kernels)
+    most = max(
+        sum(row.kernel == kernel and row.head_dim == head_dim for row in family.every_row("float32"))
+        for kernel, family in kernels
+    )
     for index in range(most):
         with families.forced("fwd_simt", "bwd_simt"), families.forced_rows({kernel: index for kernel, _ in kernels}):
             assemble.clear_plans()
             # A bias in every other: half as many kernels, and each dtype has both
             problems = [
-                (Case(dtype=dtype, backend="cuda", head_dim=head_dim, head_dim_v=head_dim, causal="bottom_right", bias=bias, **LONG), index)
+                (
+                    Case(
+                        dtype=dtype,
+                        backend="cuda",
+                        head_dim=head_dim,
+                        head_dim_v=head_dim,
+                        causal="bottom_right",
+                        bias=bias,
+                        **LONG,
+                    ),
+                    index,
+                )
                 for number, dtype in enumerate((torch.float32, torch.bfloat16))
                 for bias in ([None, "hqk"] if index == 0 else [(None, "hqk")[(index + number) % 2]])
             ]
@@ -166,7 +184,10 @@ def test_every_row(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fifty_repeats_are_bit_equal() -> None:
     torch.use_deterministic_algorithms(True)
     q, k, v = (torch.randn(2, 4, 700, 64, device="cuda", requires_grad=True) for _ in range(3))
-    bias, sinks = torch.randn(4, 1, 700, device="cuda", requires_grad=True), torch.randn(4, device="cuda", requires_grad=True)
+    bias, sinks = (
+        torch.randn(4, 1, 700, device="cuda", requires_grad=True),
+        torch.randn(4, device="cuda", requires_grad=True),
+    )
     dout, first = torch.randn(2, 4, 700, 64, device="cuda"), None
     for _ in range(50):
         out, lse = flashtile.attention(q, k, v, bias=bias, sinks=sinks, causal=True, return_lse=True)
@@ -209,7 +230,8 @@ def peak(function) -> int:
 
 @pytest.mark.parametrize("seqlen", [8192, 65536])
 def test_memory_is_linear(seqlen: int) -> None:
-    """Beyond inputs and outputs: lse alone in the forward pass (keys not split), two more numbers for each row in the backward pass."""
+    """Beyond inputs and outputs: lse alone in the forward pass (keys not split), two more numbers for each row in the
+    backward pass."""
     q, k, v = (torch.randn(1, 1, seqlen, 64, device="cuda", requires_grad=True) for _ in range(3))
     dout, rows, stats, slack = torch.randn(1, 1, seqlen, 64, device="cuda"), 4 * seqlen * 64, 4 * seqlen, 4096
     with torch.no_grad():
@@ -229,13 +251,24 @@ def test_a_long_sequence_is_right() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_maximum_that_rises_with_every_tile(head_dim: int) -> None:
-    """What is scaled down 1000 or 2000 times must not gather as many errors: lse was off by 1e-5 and 2e-5, of 4e-6 allowed."""
-    case = Case(batch=1, seqlen_q=5, seqlen_k=64000, head_dim=head_dim, head_dim_v=head_dim, values="rising", num_splits=1, backend="cuda")
+    """What is scaled down 1000 or 2000 times must not gather as many errors: lse was off by 1e-5 and 2e-5, of 4e-6
+    allowed."""
+    case = Case(
+        batch=1,
+        seqlen_q=5,
+        seqlen_k=64000,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        values="rising",
+        num_splits=1,
+        backend="cuda",
+    )
     check(case, seed=3, is_forward=True)
 
 
 def test_offsets_beyond_31_bits() -> None:
-    """The keys are split: tensor cores truncate their sums, and over so many keys in one chain that adds up (docs/sm90.md)."""
+    """The keys are split: tensor cores truncate their sums, and over so many keys in one chain that adds up
+    (docs/sm90.md)."""
     keys = torch.randn(1, 1, 33_600_000, 64, device="cuda", dtype=torch.bfloat16)
     assert keys.numel() > 2**31
     out = flashtile.attention(keys[:, :, -70:], keys, keys, deterministic=False)
@@ -261,7 +294,10 @@ def test_bad_lengths_do_not_lead_out_of_bounds() -> None:
     for values in ([0, 10_000, 20_000], [-5, 200, 100], [0, 2**31 - 1, 5]):
         cu = torch.tensor(values, dtype=torch.int32, device="cuda")
         flashtile.attention_varlen(q, k, k, cu, cu)
-    pages, table_of_pages = torch.randn(3, 16, 4, 64, device="cuda"), torch.tensor([[99, -7]], dtype=torch.int32, device="cuda")
+    pages, table_of_pages = (
+        torch.randn(3, 16, 4, 64, device="cuda"),
+        torch.tensor([[99, -7]], dtype=torch.int32, device="cuda"),
+    )
     flashtile.attention_kvcache(q[None, :1], pages, pages, block_table=table_of_pages, cache_seqlens=30)
     torch.cuda.synchronize()
 

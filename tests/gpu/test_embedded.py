@@ -1,4 +1,5 @@
-"""Kernels of the package on the GPU: plain and causal calls run where there is no compiler; anything else says what is missing."""
+"""Kernels of the package on the GPU: plain and causal calls run where there is no compiler; anything else says what is
+missing."""
 
 from __future__ import annotations
 
@@ -23,7 +24,18 @@ def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     arch = cuda._arch(0)
     assert arch is not None
     folder = tmp_path / "embedded"
-    options = ["--arch", arch.name, "--dtype", "float32", "--dtype", "bfloat16", "--head-dim", "64", "--embed", str(folder)]
+    options = [
+        "--arch",
+        arch.name,
+        "--dtype",
+        "float32",
+        "--dtype",
+        "bfloat16",
+        "--head-dim",
+        "64",
+        "--embed",
+        str(folder),
+    ]
     assert CliRunner().invoke(app, ["compile", *options]).exit_code == 0
     monkeypatch.setattr(cache, "EMBEDDED", folder)
     monkeypatch.setattr(cache, "_memory", {})

@@ -1,4 +1,5 @@
-"""Families on a GPU: one from outside the package is right, other cards' rows are right, and the fastest backend is taken for each pass."""
+"""Families on a GPU: one from outside the package is right, other cards' rows are right, and the fastest backend is
+taken for each pass."""
 
 from __future__ import annotations
 
@@ -8,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import check
 
 import flashtile
 from flashtile.backends import cuda
 from flashtile.kernels import assemble, families
 from flashtile.kernels.arch import ARCHS
 from flashtile.testing import Case
-
-from conftest import check
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy_family"))
 from toy import FwdToy
@@ -51,7 +51,15 @@ def test_other_cards_rows_are_right_within_their_shared_memory(name: str, monkey
         assert arch is not None
         assert arch.shared_bytes == ARCHS[int(name.removeprefix("sm_"))].shared_bytes
         for head_dim in (64, 128):
-            case = Case(backend="cuda", dtype=torch.bfloat16, head_dim=head_dim, head_dim_v=head_dim, seqlen_q=150, seqlen_k=300, bias="hqk")
+            case = Case(
+                backend="cuda",
+                dtype=torch.bfloat16,
+                head_dim=head_dim,
+                head_dim_v=head_dim,
+                seqlen_q=150,
+                seqlen_k=300,
+                bias="hqk",
+            )
             inputs = case.make(0, "cuda")
             details = flashtile.explain(inputs.args.q, inputs.args.k, inputs.args.v, backend="cuda").details
             assert "fwd_simt_kernel" in details
@@ -63,7 +71,8 @@ def test_other_cards_rows_are_right_within_their_shared_memory(name: str, monkey
 
 @pytest.mark.smoke
 def test_each_pass_takes_the_fastest() -> None:
-    """Of a large bfloat16 call on Hopper the forward pass is wgmma's; the backward pass is Triton's, as long as that is the fastest."""
+    """Of a large bfloat16 call on Hopper the forward pass is wgmma's; the backward pass is Triton's, as long as that is
+    the fastest."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the table has times of sm_90 alone")
     large, small = (

@@ -1,4 +1,5 @@
-"""Appending to a cache on a GPU: the same bits as the operations in PyTorch, and nothing out of bounds whatever the lengths say."""
+"""Appending to a cache on a GPU: the same bits as the operations in PyTorch, and nothing out of bounds whatever the
+lengths say."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ BATCH, CAPACITY, HEADS_KV, NEW = 3, 24, 2, 5
 
 
 def tensors(dtype: torch.dtype, layout: str, page: int | None, head_dim: int = 40, head_dim_v: int = 24):
-    """(k_cache, v_cache, k, v, block_table) on the GPU; the caches are slices of larger ones, so that neighbours can be looked at."""
+    """(k_cache, v_cache, k, v, block_table) on the GPU; the caches are slices of larger ones, so that neighbours can be
+    looked at."""
 
     def make(rows: int, batch: int, dim: int) -> torch.Tensor:
         sizes = (batch, HEADS_KV, rows, dim) if layout == "bhsd" else (batch, rows, HEADS_KV, dim)
@@ -21,7 +23,11 @@ def tensors(dtype: torch.dtype, layout: str, page: int | None, head_dim: int = 4
     pages = BATCH if page is None else BATCH * (CAPACITY // page) + 2
     rows = CAPACITY if page is None else page
     caches = [make(rows, pages + 2, dim)[1:-1] for dim in (head_dim, head_dim_v)]
-    table = None if page is None else torch.randperm(pages, device="cuda").to(torch.int32)[: BATCH * (CAPACITY // page)].view(BATCH, -1)
+    table = (
+        None
+        if page is None
+        else torch.randperm(pages, device="cuda").to(torch.int32)[: BATCH * (CAPACITY // page)].view(BATCH, -1)
+    )
     return *caches, make(NEW, BATCH, head_dim), make(NEW, BATCH, head_dim_v), table
 
 
@@ -48,7 +54,8 @@ def test_same_bits_as_pytorch(dtype: torch.dtype, layout: str, page: int | None,
 @pytest.mark.parametrize("page", [None, 8])
 @pytest.mark.smoke
 def test_rows_without_room_are_dropped(page: int | None) -> None:
-    """Lengths below 0, at the end and far behind it, and pages that do not exist: the rows that fit are written, nothing else changes."""
+    """Lengths below 0, at the end and far behind it, and pages that do not exist: the rows that fit are written,
+    nothing else changes."""
     k_cache, v_cache, k, v, table = tensors(torch.float32, "bshd", page)
     lengths = torch.tensor([-2, CAPACITY - 2, 2**31 - 3], dtype=torch.int32, device="cuda")
     if table is not None:
@@ -79,7 +86,9 @@ def test_attention_over_a_growing_cache() -> None:
     lengths = torch.zeros(2, dtype=torch.int32, device="cuda")
     for i in range(9):
         step = slice(i, i + 1)
-        out = flashtile.attention_kvcache(q[:, step], k_cache, v_cache, k=k[:, step], v=v[:, step], cache_seqlens=lengths, causal=True)
+        out = flashtile.attention_kvcache(
+            q[:, step], k_cache, v_cache, k=k[:, step], v=v[:, step], cache_seqlens=lengths, causal=True
+        )
         expected = flashtile.attention(q[:, step], k[:, : i + 1], v[:, : i + 1], layout="bshd", backend="reference")
         torch.testing.assert_close(out, expected, atol=1e-2, rtol=1e-2)
         lengths += 1
@@ -89,4 +98,6 @@ def test_a_bad_length_is_named_when_asked_for(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("FLASHTILE_CHECK", "1")
     k_cache, v_cache, k, v, _ = tensors(torch.float32, "bshd", None)
     with pytest.raises(ValueError, match=r"cache_seqlens.*23 for sequence 1"):
-        flashtile.attention_kvcache(k, k_cache, v_cache, k=k, v=v, cache_seqlens=torch.tensor([0, 23, 1], dtype=torch.int32, device="cuda"))
+        flashtile.attention_kvcache(
+            k, k_cache, v_cache, k=k, v=v, cache_seqlens=torch.tensor([0, 23, 1], dtype=torch.int32, device="cuda")
+        )

@@ -1,4 +1,5 @@
-"""The ladder on a GPU: every rung by the error rule with guard zones, kernels that go wrong in a process of their own, and Numba."""
+"""The ladder on a GPU: every rung by the error rule with guard zones, kernels that go wrong in a process of their own,
+and Numba."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from flashtile.ladder.rungs import Variables
 from flashtile.testing import Case, assert_agrees, run
 
 HEAD_DIMS = (64, 128, 33, 40, 96, 1)
-RUNGS = [rung for rung in rungs.rungs() if torch.cuda.is_available() and rung.min_arch <= launcher.current_arch().number]
+RUNGS = [
+    rung for rung in rungs.rungs() if torch.cuda.is_available() and rung.min_arch <= launcher.current_arch().number
+]
 IDS = [rung.name for rung in RUNGS]
 OWN = """// own: a kernel that goes wrong.
 // launch: block_m=1 block_n=1 threads=32 shared=0 arch=61
@@ -62,8 +65,14 @@ def test_tensors_that_are_not_aligned(rung):
     ("mistake", "words"),
     [
         ("", "wrong numbers"),
-        ("if (first + p.head_dim == size) p.o[size + threadIdx.x] = 0.0f;", "it wrote out of bounds, 32 floats behind its output"),
-        ("if (blockIdx.x == 0) p.o[-1 - (int)threadIdx.x] = 0.0f;", "it wrote out of bounds, 32 floats before its output"),
+        (
+            "if (first + p.head_dim == size) p.o[size + threadIdx.x] = 0.0f;",
+            "it wrote out of bounds, 32 floats behind its output",
+        ),
+        (
+            "if (blockIdx.x == 0) p.o[-1 - (int)threadIdx.x] = 0.0f;",
+            "it wrote out of bounds, 32 floats before its output",
+        ),
         ("p.o[(1ll << 40) + threadIdx.x] = 0.0f;", "the kernel failed: .*illegal"),
     ],
 )

@@ -1,4 +1,5 @@
-"""The C++ executor on a GPU: what it serves, bit for bit as the Python executor; streams, threads, graphs, lengths that grow."""
+"""The C++ executor on a GPU: what it serves, bit for bit as the Python executor; streams, threads, graphs, lengths that
+grow."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ CASES = {
     "options": Case(window=(40, 7), softcap=3.0, bias="hqk", alibi="h", has_sinks=True, dropout_p=0.2),
     "odd rows": Case(dtype=torch.float16, head_dim=21, head_dim_v=40, memory="sliced"),
     "swapped": Case(dtype=torch.bfloat16, head_dim=128, head_dim_v=128, memory="swapped"),
-    "varlen": Case(dtype=torch.bfloat16, kind="varlen", head_dim=64, head_dim_v=64, layout="bshd", batch=3, causal="bottom_right"),
+    "varlen": Case(
+        dtype=torch.bfloat16, kind="varlen", head_dim=64, head_dim_v=64, layout="bshd", batch=3, causal="bottom_right"
+    ),
     "paged": Case(dtype=torch.bfloat16, kind="paged", head_dim=64, head_dim_v=64, batch=3),
     "padded": Case(kind="padded", batch=3),
 }
@@ -70,7 +73,9 @@ def test_lengths_never_seen_before_need_no_plan(monkeypatch: pytest.MonkeyPatch)
     for length in range(2001, 2600):
         out = flashtile.attention(q, cache[0, :, :, :length], cache[1, :, :, :length])
         if length % 100 == 0:
-            expected = torch.nn.functional.scaled_dot_product_attention(q, cache[0, :, :, :length], cache[1, :, :, :length])
+            expected = torch.nn.functional.scaled_dot_product_attention(
+                q, cache[0, :, :, :length], cache[1, :, :, :length]
+            )
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -15,7 +15,9 @@ from flashtile.kernels.plan import Step
 from flashtile.runtime import cache, driver, nvrtc, toolchain
 from flashtile.testing import Case
 
-pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of compute capability 9.0")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of compute capability 9.0"
+)
 PROOF = (Path(__file__).parent / "wgmma_proof.cuh").read_text()
 
 
@@ -36,7 +38,9 @@ def product(a: torch.Tensor, b: torch.Tensor, is_transposed: bool) -> torch.Tens
     slabs_b = -(-b.shape[1] // 64)
     shared_bytes = 2 * 64 * (64 * slabs + b.shape[0] * slabs_b) + 64
     function.set_shared_bytes(0, shared_bytes)
-    function.launch((1, 1, 1), (128, 1, 1), shared_bytes, torch.cuda.current_stream().cuda_stream, ctypes.addressof(image))
+    function.launch(
+        (1, 1, 1), (128, 1, 1), shared_bytes, torch.cuda.current_stream().cuda_stream, ctypes.addressof(image)
+    )
     torch.cuda.synchronize()
     return d
 
@@ -93,7 +97,8 @@ FEATURES: dict[str, dict] = {
 
 
 def cases(feature: str) -> list[tuple[Case, int]]:
-    """The common features meet every pair of head dims, others a third of them; lengths, dtypes and layouts take turns."""
+    """The common features meet every pair of head dims, others a third of them; lengths, dtypes and layouts take
+    turns."""
     start = list(FEATURES).index(feature)
     found = []
     for place, (head_dim, head_dim_v) in enumerate(HEAD_DIMS):
@@ -101,7 +106,12 @@ def cases(feature: str) -> list[tuple[Case, int]]:
             number = place + start
             seqlen_q, seqlen_k = LENGTHS[number % len(LENGTHS)]
             sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": head_dim, "head_dim_v": head_dim_v}
-            case = Case(dtype=DTYPES[number % 2], layout=("bhsd", "bshd")[number // 2 % 2], backend="cuda", **(sizes | FEATURES[feature]))
+            case = Case(
+                dtype=DTYPES[number % 2],
+                layout=("bhsd", "bshd")[number // 2 % 2],
+                backend="cuda",
+                **(sizes | FEATURES[feature]),
+            )
             found.append((case, number))
     return found
 
@@ -138,14 +148,27 @@ def test_lengths_around_a_tile_under_a_band(monkeypatch: pytest.MonkeyPatch) -> 
     problems = []
     for place, seqlen in enumerate(lengths):
         for number, head_dim in enumerate((64, 96, 128, 256), start=place):
-            sizes = {"seqlen_q": seqlen, "seqlen_k": (seqlen, 300, 700)[number % 3], "head_dim": head_dim, "head_dim_v": head_dim}
+            sizes = {
+                "seqlen_q": seqlen,
+                "seqlen_k": (seqlen, 300, 700)[number % 3],
+                "head_dim": head_dim,
+                "head_dim_v": head_dim,
+            }
             options = FEATURES[features[(number + place) % len(features)]]
-            problems.append((Case(dtype=DTYPES[number % 2], layout=("bhsd", "bshd")[place % 2], backend="cuda", **sizes | options), number))
+            problems.append(
+                (
+                    Case(
+                        dtype=DTYPES[number % 2], layout=("bhsd", "bshd")[place % 2], backend="cuda", **sizes | options
+                    ),
+                    number,
+                )
+            )
     assert_accurate(problems, "fwd_sm90_kernel", monkeypatch)
 
 
 def packed_cases() -> list[tuple[Case, int]]:
-    """Few queries of heads that share a KV head, with every feature; groups that do and do not divide a tile take turns."""
+    """Few queries of heads that share a KV head, with every feature; groups that do and do not divide a tile take
+    turns."""
     found = []
     for number, feature in enumerate(name for name in FEATURES if name not in ("gqa", "swapped", "expanded")):
         heads, heads_kv = ((8, 2), (3, 1), (32, 8), (14, 2), (64, 1))[number % 5]
@@ -153,7 +176,17 @@ def packed_cases() -> list[tuple[Case, int]]:
         head_dim, head_dim_v = HEAD_DIMS[number % len(HEAD_DIMS)]
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": head_dim, "head_dim_v": head_dim_v}
         options = FEATURES[feature] | {"heads": heads, "heads_kv": heads_kv}
-        found.append((Case(dtype=DTYPES[number % 2], layout=("bhsd", "bshd")[number // 2 % 2], backend="cuda", **sizes | options), number))
+        found.append(
+            (
+                Case(
+                    dtype=DTYPES[number % 2],
+                    layout=("bhsd", "bshd")[number // 2 % 2],
+                    backend="cuda",
+                    **sizes | options,
+                ),
+                number,
+            )
+        )
     return found
 
 
@@ -163,14 +196,24 @@ def test_packed_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_p_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiles that keep P there, and send O from there where its rows have no neighbours: dense, used lengths, other head dims, GQA."""
+    """The tiles that keep P there, and send O from there where its rows have no neighbours: dense, used lengths, other
+    head dims, GQA."""
     features = ("plain", "causal", "window", "used keys", "padded", "sinks", "swapped", "expanded")
     problems = []
-    for number, (feature, head_dim) in enumerate((feature, head_dim) for feature in features for head_dim in (96, 72, 128, 120)):
-        sizes = {"seqlen_q": (170, 370, 700, 1340)[number % 4], "seqlen_k": (700, 333, 1)[number % 3], "heads": 4, "heads_kv": 2}
+    for number, (feature, head_dim) in enumerate(
+        (feature, head_dim) for feature in features for head_dim in (96, 72, 128, 120)
+    ):
+        sizes = {
+            "seqlen_q": (170, 370, 700, 1340)[number % 4],
+            "seqlen_k": (700, 333, 1)[number % 3],
+            "heads": 4,
+            "heads_kv": 2,
+        }
         sizes |= {"head_dim": head_dim, "head_dim_v": head_dim - 8 * (number % 2)}
         layout = ("bhsd", "bshd")[number // 2 % 2]
-        problems.append((Case(dtype=DTYPES[number % 2], layout=layout, backend="cuda", **FEATURES[feature] | sizes), number))
+        problems.append(
+            (Case(dtype=DTYPES[number % 2], layout=layout, backend="cuda", **FEATURES[feature] | sizes), number)
+        )
     assert_accurate(problems, "192, 128, 2, true, true, true, false>", monkeypatch)
 
 
@@ -185,7 +228,9 @@ def test_many_tiles_of_many_heads(head_dim: int, causal: bool) -> None:
         if causal:
             scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
         torch.testing.assert_close(lse[batch, head].double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(out[batch, head].double(), scores.softmax(-1) @ v[batch, head].double(), rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(
+            out[batch, head].double(), scores.softmax(-1) @ v[batch, head].double(), rtol=2e-2, atol=1e-2
+        )
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -232,8 +277,12 @@ def test_refusals_name_their_reason() -> None:
     q, k, v = (torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     assert "fwd_sm90_kernel: tile" in str(flashtile.explain(q, k, v))
     queries = torch.randn(1, 8, 3, 64, device="cuda", dtype=torch.bfloat16)
-    assert "tile 64 x 128, 8 warps, the queries of 4 heads of a KV head in one tile" in str(flashtile.explain(queries, k, v))
+    assert "tile 64 x 128, 8 warps, the queries of 4 heads of a KV head in one tile" in str(
+        flashtile.explain(queries, k, v)
+    )
     assert "fwd_sm90_kernel: not taken: a scale that is not positive" in str(flashtile.explain(q, k, v, scale=-1.0))
-    assert "fwd_sm90_kernel: not taken: float32 is not among its dtypes" in str(flashtile.explain(q.float(), k.float(), v.float()))
+    assert "fwd_sm90_kernel: not taken: float32 is not among its dtypes" in str(
+        flashtile.explain(q.float(), k.float(), v.float())
+    )
     odd = [torch.randn(1, 2, 64, 63, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     assert "fwd_sm90_kernel: not taken: rows that are not multiples of 16 bytes" in str(flashtile.explain(*odd))

@@ -43,7 +43,10 @@ def failures(problems: list[tuple[Case, int]]) -> list[str]:
 
 def test_every_option() -> None:
     problems = [
-        (Case(dtype=dtype, layout=("bhsd", "bshd")[(place + number) % 2], backend="triton", **options), SEED % 1000 + place)
+        (
+            Case(dtype=dtype, layout=("bhsd", "bshd")[(place + number) % 2], backend="triton", **options),
+            SEED % 1000 + place,
+        )
         for place, options in enumerate(OPTIONS.values())
         if options.get("kind") != "paged"
         for number, dtype in enumerate(DTYPES)
@@ -56,20 +59,44 @@ def test_every_option() -> None:
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
 @pytest.mark.smoke
 def test_no_queries_of_heads_that_share_keys(causal: str) -> None:
-    check(Case(dtype=torch.bfloat16, heads=6, heads_kv=2, seqlen_q=0, seqlen_k=140, causal=causal, backend="triton"), SEED)
+    check(
+        Case(dtype=torch.bfloat16, heads=6, heads_kv=2, seqlen_q=0, seqlen_k=140, causal=causal, backend="triton"), SEED
+    )
 
 
 def test_random_problems() -> None:
-    problems = [(dataclasses.replace(case, backend="triton"), seed) for case, seed in random_problems(65) if case.kind != "paged"]
+    problems = [
+        (dataclasses.replace(case, backend="triton"), seed)
+        for case, seed in random_problems(65)
+        if case.kind != "paged"
+    ]
     assert failures(problems) == []
 
 
 def test_dropout_in_tiles_whose_threads_outnumber_its_words() -> None:
     """Float32 over head dim 128: Triton 3.6 handed out wrong words there while keys shared them."""
-    options = [{}, {"mask": "bhqk"}, {"causal": "bottom_right"}, {"bias": "hqk", "softcap": 20.0}, {"kind": "varlen"}, {"heads_kv": 1}]
+    options = [
+        {},
+        {"mask": "bhqk"},
+        {"causal": "bottom_right"},
+        {"bias": "hqk", "softcap": 20.0},
+        {"kind": "varlen"},
+        {"heads_kv": 1},
+    ]
     dims = [(160, 160), (40, 160), (256, 64), (129, 200)]
     problems = [
-        (Case(head_dim=dim, head_dim_v=dim_v, seqlen_q=queries, seqlen_k=190, dropout_p=0.3, backend="triton", **option), SEED + place)
+        (
+            Case(
+                head_dim=dim,
+                head_dim_v=dim_v,
+                seqlen_q=queries,
+                seqlen_k=190,
+                dropout_p=0.3,
+                backend="triton",
+                **option,
+            ),
+            SEED + place,
+        )
         for place, option in enumerate(options)
         for dim, dim_v in (dims[place % 4], dims[(place + 1) % 4])
         for queries in (10, 150)
@@ -86,19 +113,28 @@ def test_float32_precision_follows_torch(precision: str) -> None:
         errors = [(flashtile.attention(q, k, v, backend="triton") - exact).abs().max().item() for _ in range(4)]
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert all(error < 4e-6 for error in errors) if precision == "highest" else all(1e-5 < error < 1e-2 for error in errors)
+    assert (
+        all(error < 4e-6 for error in errors)
+        if precision == "highest"
+        else all(1e-5 < error < 1e-2 for error in errors)
+    )
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_maximum_that_rises_with_every_tile(head_dim: int) -> None:
-    case = Case(batch=1, seqlen_q=5, seqlen_k=64000, head_dim=head_dim, head_dim_v=head_dim, values="rising", backend="triton")
+    case = Case(
+        batch=1, seqlen_q=5, seqlen_k=64000, head_dim=head_dim, head_dim_v=head_dim, values="rising", backend="triton"
+    )
     check(case, seed=3, is_forward=True)
 
 
 @pytest.mark.smoke
 def test_repeats_are_bit_equal() -> None:
     q, k, v = (torch.randn(2, 4, 700, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    bias, sinks = torch.randn(4, 1, 700, device="cuda", requires_grad=True), torch.randn(4, device="cuda", requires_grad=True)
+    bias, sinks = (
+        torch.randn(4, 1, 700, device="cuda", requires_grad=True),
+        torch.randn(4, device="cuda", requires_grad=True),
+    )
     dout, first = torch.randn_like(q), None
     for _ in range(20):
         out, lse = flashtile.attention(q, k, v, bias=bias, sinks=sinks, causal=True, return_lse=True, backend="triton")
@@ -121,7 +157,9 @@ def test_no_length_compiles_anew() -> None:
     assert len(counts) == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"head_dim": 20, "head_dim_v": 33, "bias": "hqk", "causal": "bottom_right"}, {"kind": "varlen"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"head_dim": 20, "head_dim_v": 33, "bias": "hqk", "causal": "bottom_right"}, {"kind": "varlen"}]
+)
 def test_what_is_compiled_ahead_is_what_runs(options: dict) -> None:
     kernels = __import__("flashtile.backends.triton_kernels", fromlist=["fwd_triton_kernel"])
     functions = [value for name, value in vars(kernels).items() if name.endswith("_triton_kernel")]
@@ -157,7 +195,8 @@ def test_memory_is_linear() -> None:
 def test_offsets_beyond_31_bits() -> None:
     keys = torch.zeros(1, 1, 33_600_000, 64, device="cuda", dtype=torch.bfloat16)
     assert keys.numel() > 2**31
-    # Each query sees its own key, at the far end, and hardly anything else: sums over so many keys have no digits to spare
+    # Each query sees its own key, at the far end, and hardly anything else: sums over so many keys have no digits to
+    # spare
     own = keys[:, :, -70:].normal_()
     torch.testing.assert_close(flashtile.attention(8 * own, keys, keys, backend="triton"), own, rtol=2e-2, atol=2e-3)
 
@@ -167,7 +206,10 @@ def test_rows_far_apart() -> None:
     wide = torch.zeros(100, 2**25, device="cuda", dtype=torch.bfloat16)
     q = wide[:, :64].normal_()[None, None]
     torch.testing.assert_close(
-        flashtile.attention(q, q, q, backend="triton"), flashtile.attention(*[q.contiguous()] * 3, backend="triton"), rtol=0, atol=0
+        flashtile.attention(q, q, q, backend="triton"),
+        flashtile.attention(*[q.contiguous()] * 3, backend="triton"),
+        rtol=0,
+        atol=0,
     )
 
 

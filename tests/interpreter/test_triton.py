@@ -64,8 +64,19 @@ OPTIONS: dict[str, dict] = {
     "no query": {"seqlen_q": 0},
     "no key": {"seqlen_k": 0, "has_sinks": True},
     "no batch": {"batch": 0},
-    **{f"{memory} memory": {"memory": memory, "seqlen_q": 20, "seqlen_k": 40} for memory in ("swapped", "sliced", "expanded", "offset")},
-    "varlen": {"kind": "varlen", "batch": 3, "heads": 1, "heads_kv": 1, "causal": "bottom_right", "seqlen_q": 50, "seqlen_k": 50},
+    **{
+        f"{memory} memory": {"memory": memory, "seqlen_q": 20, "seqlen_k": 40}
+        for memory in ("swapped", "sliced", "expanded", "offset")
+    },
+    "varlen": {
+        "kind": "varlen",
+        "batch": 3,
+        "heads": 1,
+        "heads_kv": 1,
+        "causal": "bottom_right",
+        "seqlen_q": 50,
+        "seqlen_k": 50,
+    },
     "varlen with options": {
         "kind": "varlen",
         "batch": 2,
@@ -77,8 +88,24 @@ OPTIONS: dict[str, dict] = {
         "seqlen_q": 40,
         "seqlen_k": 50,
     },
-    "used keys": {"kind": "used", "batch": 3, "heads": 1, "heads_kv": 1, "causal": "bottom_right", "seqlen_q": 40, "seqlen_k": 40},
-    "padded": {"kind": "padded", "batch": 3, "heads": 1, "heads_kv": 1, "causal": "bottom_right", "seqlen_q": 40, "seqlen_k": 40},
+    "used keys": {
+        "kind": "used",
+        "batch": 3,
+        "heads": 1,
+        "heads_kv": 1,
+        "causal": "bottom_right",
+        "seqlen_q": 40,
+        "seqlen_k": 40,
+    },
+    "padded": {
+        "kind": "padded",
+        "batch": 3,
+        "heads": 1,
+        "heads_kv": 1,
+        "causal": "bottom_right",
+        "seqlen_q": 40,
+        "seqlen_k": 40,
+    },
 }
 
 
@@ -91,7 +118,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_option(option: str, seed: int) -> None:
     """Dtype and layout alternate from one option to the next."""
     index = list(OPTIONS).index(option)
-    inputs = Case(dtype=DTYPES[index % 2], layout=("bhsd", "bshd")[index // 2 % 2], backend="triton", **OPTIONS[option]).make(seed)
+    inputs = Case(
+        dtype=DTYPES[index % 2], layout=("bhsd", "bshd")[index // 2 % 2], backend="triton", **OPTIONS[option]
+    ).make(seed)
     assert_agrees(run(inputs), inputs)
 
 
@@ -104,7 +133,9 @@ def test_options_together(dtype: torch.dtype, seed: int) -> None:
 def test_dropout_in_tiles_with_one_philox_call_per_key(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such tiles are used for large head dims in float32."""
     monkeypatch.setattr(backend, "_config", lambda *_: backend.Config(16, 32, 4, 1))
-    inputs = Case(backend="triton", dropout_p=0.3, bias="bhqk", batch=1, heads=2, heads_kv=1, seqlen_q=40, seqlen_k=50).make(seed)
+    inputs = Case(
+        backend="triton", dropout_p=0.3, bias="bhqk", batch=1, heads=2, heads_kv=1, seqlen_q=40, seqlen_k=50
+    ).make(seed)
     assert_agrees(run(inputs), inputs)
 
 
@@ -120,7 +151,14 @@ def test_every_dropout_bit(block: int, seed: int, monkeypatch: pytest.MonkeyPatc
 
 def test_fully_masked_rows_have_zero_output_and_gradients(seed: int) -> None:
     inputs = Case(
-        dtype=torch.float32, backend="triton", causal="bottom_right", batch=1, heads=1, heads_kv=1, seqlen_q=70, seqlen_k=30
+        dtype=torch.float32,
+        backend="triton",
+        causal="bottom_right",
+        batch=1,
+        heads=1,
+        heads_kv=1,
+        seqlen_q=70,
+        seqlen_k=30,
     ).make(seed)
     inputs.dout[:, :, :40] = torch.nan
     inputs.dlse[:, :, :40] = torch.inf

@@ -1,4 +1,5 @@
-"""A kernel family from outside the package: this file, fwd_toy.cuh, and one line of registration are all that it takes."""
+"""A kernel family from outside the package: this file, fwd_toy.cuh, and one line of registration are all that it
+takes."""
 
 from __future__ import annotations
 

@@ -56,7 +56,9 @@ class Grads(NamedTuple):
 
     def wide(self, dtype: torch.dtype) -> Grads:
         """Zeros of the same shapes to gather in: shares of many tiles and sequences are rounded once, at the end."""
-        return Grads(*(None if grad is None else torch.zeros(grad.shape, dtype=dtype, device=grad.device) for grad in self))
+        return Grads(
+            *(None if grad is None else torch.zeros(grad.shape, dtype=dtype, device=grad.device) for grad in self)
+        )
 
     def fill(self, gathered: Grads) -> None:
         for grad, sums in zip(self, gathered, strict=True):
@@ -77,8 +79,8 @@ class Backend(ABC):
 
     @abstractmethod
     def refuse(self, problem: Problem, op: str = "forward") -> str | None:
-        """Why this backend does not take the op ("forward" or "backward") of the problem, or None if it does. Devices are
-        checked by the registry."""
+        """Why this backend does not take the op ("forward" or "backward") of the problem, or None if it does. Devices
+        are checked by the registry."""
 
     def time_us(self, problem: Problem, op: str) -> float | None:
         """Its measured time for calls like this one (kernels/speeds.py), None where it is not known. Asked for problems
@@ -93,15 +95,16 @@ class Backend(ABC):
     def backward(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
     ) -> None:
-        """Fills those of `grads` that are there. `out` and `lse` may be those of a larger problem that this is a part of,
-        and of another backend."""
+        """Fills those of `grads` that are there. `out` and `lse` may be those of a larger problem that this is a part
+        of, and of another backend."""
 
     def details(self, problem: Problem, op: str = "forward") -> dict[str, str]:
         """What `explain` says about how this backend would run the problem."""
         return {}
 
     def tile_sizes(self) -> frozenset[int]:
-        """Lengths at which tiles of its kernels end: one less, as many and one more keys or queries take different ways."""
+        """Lengths at which tiles of its kernels end: one less, as many and one more keys or queries take different
+        ways."""
         return frozenset()
 
     def loaded_kernels(self) -> frozenset[str]:
@@ -111,9 +114,11 @@ class Backend(ABC):
     def compile_jobs(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads | None
     ) -> dict[Hashable, Callable[[], None]]:
-        """What a call would wait for, as jobs for other processes, by the kernel that each compiles; grads is None in a forward pass.
+        """What a call would wait for, as jobs for other processes, by the kernel that each compiles; grads is None in a
+        forward pass.
 
-        Of backends whose compiler leaves its kernels on disk and keeps Python's other threads waiting. The others are compiled by calls.
+        Of backends whose compiler leaves its kernels on disk and keeps Python's other threads waiting. The others are
+        compiled by calls.
         """
         return {}
 

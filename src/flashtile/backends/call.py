@@ -1,8 +1,10 @@
-"""What an executor is told of a call: its tensors by name, its form, its numbers. The same for every backend that runs a plan."""
+"""What an executor is told of a call: its tensors by name, its form, its numbers. The same for every backend that runs
+a plan."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor
 
@@ -16,10 +18,13 @@ _UNBOUNDED = 1 << 30  # a window at least this wide hides nothing, and sums with
 
 def tensors_of(args: AttentionArgs) -> dict[str, Tensor]:
     """The tensors of a call that are there."""
-    return {name: tensor for name, tensor in zip(args._fields[:NUM_TENSORS], args[:NUM_TENSORS], strict=True) if tensor is not None}  # type: ignore[misc]
+    values: tuple[Any, ...] = args[:NUM_TENSORS]
+    return {name: tensor for name, tensor in zip(args._fields, values, strict=False) if tensor is not None}
 
 
-def backward_tensors(args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> dict[str, Tensor]:
+def backward_tensors(
+    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
+) -> dict[str, Tensor]:
     """The same for a backward pass, with the gradients that are wanted."""
     others = {"out": out, "lse": lse, "dout": dout, "dlse": dlse, **grads._asdict()}
     return tensors_of(args) | {name: tensor for name, tensor in others.items() if tensor is not None}
@@ -27,7 +32,9 @@ def backward_tensors(args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out
 
 def layout_of(args: AttentionArgs, tensors: dict[str, Tensor]) -> CallLayout:
     optional = tuple(name for name in tensors if name not in ("q", "k", "v", "out", "lse", "dout", *GRADS))
-    return CallLayout(args.layout, optional, args.max_seqlen_q is not None, args.max_seqlen_k is not None, args.causal == "top_left")
+    return CallLayout(
+        args.layout, optional, args.max_seqlen_q is not None, args.max_seqlen_k is not None, args.causal == "top_left"
+    )
 
 
 def scalars_of(args: AttentionArgs) -> dict[str, float | int]:

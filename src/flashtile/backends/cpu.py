@@ -1,4 +1,5 @@
-"""The CPU engine: from a call to the parameters of its plan, and one call into the C++ extension (csrc/cpu) that runs it."""
+"""The CPU engine: from a call to the parameters of its plan, and one call into the C++ extension (csrc/cpu) that runs
+it."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ class CpuBackend(Backend):
         if spans is None and not is_checking():
             native.register_host_plan(native.FORWARD, launch)
 
-    def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
+    def backward(
+        self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
+    ) -> None:
         args, spans = _with_spans(args)
         given = backward_tensors(args, dout, dlse, out, lse, grads)
         num_splits = _num_splits(args)
@@ -56,9 +59,13 @@ class CpuBackend(Backend):
         return {"instructions": extension.instruction_set(), "arithmetic": "float32"}
 
 
-def _launch(args: AttentionArgs, given: dict[str, Tensor], scalars: Scalars, grads: tuple[str, ...] | None = None) -> Launch:
+def _launch(
+    args: AttentionArgs, given: dict[str, Tensor], scalars: Scalars, grads: tuple[str, ...] | None = None
+) -> Launch:
     bias = None if args.bias is None else dtype_name(args.bias.dtype)
-    key = HostKey(dtype_name(args.q.dtype), dtype_name(given["out"].dtype), bias, args.q.shape[-1], args.v.shape[-1], grads)
+    key = HostKey(
+        dtype_name(args.q.dtype), dtype_name(given["out"].dtype), bias, args.q.shape[-1], args.v.shape[-1], grads
+    )
     return Launch(host_plan(key, layout_of(args, given)), given, scalars, Splits(1, 1), "")
 
 
@@ -67,7 +74,8 @@ def _has_lengths(args: AttentionArgs) -> bool:
 
 
 def _with_spans(args: AttentionArgs) -> tuple[AttentionArgs, array[int] | None]:
-    """The place of every sequence (csrc/cpu/engine.h: Span), checked, so that no value in an index tensor leads out of bounds."""
+    """The place of every sequence (csrc/cpu/engine.h: Span), checked, so that no value in an index tensor leads out of
+    bounds."""
     if not _has_lengths(args):
         return args, None
     spans = check_values(args)
@@ -81,8 +89,8 @@ def _address(spans: array[int] | None) -> int:
 
 
 def _num_splits(args: AttentionArgs) -> int:
-    """Over how many tasks of the backward pass the keys of a head are dealt out: one where there is a head for every thread, or where
-    the result may not depend on their number."""
+    """Over how many tasks of the backward pass the keys of a head are dealt out: one where there is a head for every
+    thread, or where the result may not depend on their number."""
     shape = shape_of(args)
     num_tasks = shape.heads_kv * shape.batch
     if is_deterministic(args) or args.block_table is not None or num_tasks == 0:

@@ -1,6 +1,7 @@
 """The CUDA engine: from a call to the key of a plan, and to an executor that runs it on torch's current stream.
 
-No length is read on the host and nothing waits for the GPU. Kernels are compiled on first use and cached (runtime/cache.py).
+No length is read on the host and nothing waits for the GPU. Kernels are compiled on first use and cached
+(runtime/cache.py).
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class CudaBackend(Backend):
         return frozenset(executor.loaded)
 
     def prepare(self, problem: Problem) -> None:
-        """Compiles for tensors whose rows are aligned, if their head dims allow that, and for every class of lengths."""
+        """Compiles for tensors whose rows are aligned, if their head dims allow that, and for every class of
+        lengths."""
         keys = [problem_key(problem, "forward")]
         if problem.needs_grad and self.refuse(problem, "backward") is None:
             keys.append(problem_key(problem, "backward"))

@@ -37,7 +37,9 @@ def keep_mask(rng_state: Tensor, dropout_p: float, batch_heads: Tensor, rows: ra
     device = rng_state.device
     groups = torch.arange(first, last, device=device)
     row_numbers = torch.arange(rows.start, rows.stop, device=device)[:, None]
-    words = _philox(rng_state, (groups, row_numbers, batch_heads.to(torch.int64)[..., None, None], rng_state[1] & _WORD))
+    words = _philox(
+        rng_state, (groups, row_numbers, batch_heads.to(torch.int64)[..., None, None], rng_state[1] & _WORD)
+    )
     lanes = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1)
     lanes = lanes.flatten(-2)[..., columns.start - first * _LANES : columns.stop - first * _LANES]
     return lanes >= threshold(dropout_p)

@@ -1,4 +1,5 @@
-"""Executes a launch plan for the tensors of one call: replaces what kernels cannot read, evaluates the plan's rules, launches its steps.
+"""Executes a launch plan for the tensors of one call: replaces what kernels cannot read, evaluates the plan's rules,
+launches its steps.
 
 It knows tensors, bytes and grids, and nothing about attention. Up to the launches it works on any device.
 """
@@ -30,7 +31,8 @@ _STRUCTS = {code: Struct(code) for code in "PqiIf"}
 
 
 class Splits(NamedTuple):
-    """How the number of splits is found: what the caller asks for (0 = chosen, 1 = none), and what would fill the GPU."""
+    """How the number of splits is found: what the caller asks for (0 = chosen, 1 = none), and what would fill the
+    GPU."""
 
     asked: int
     num_multiprocessors: int
@@ -111,7 +113,9 @@ _EVALUATE: dict[type, Callable[[Any, _Call], float | int]] = {
     plans.BroadcastStride: _broadcast_stride,
     plans.Size: lambda rule, call: call.tensors[rule.tensor].shape[rule.axis] + rule.plus,
     plans.Elements: lambda rule, call: call.tensors[rule.tensor].numel(),
-    plans.BroadcastSize: lambda rule, call: 1 if call.tensors[rule.tensor].shape[rule.axis] == 1 else call.values[rule.value],
+    plans.BroadcastSize: lambda rule, call: (
+        1 if call.tensors[rule.tensor].shape[rule.axis] == 1 else call.values[rule.value]
+    ),
     plans.Value: lambda rule, call: call.values[rule.name],
     plans.Scalar: lambda rule, call: call.scalars[rule.name],
 }
@@ -160,7 +164,9 @@ def lay_out_workspaces(plan: LaunchPlan, values: dict[str, int]) -> WorkspaceLay
     return WorkspaceLayout(end, offsets, tuple(zeroed))
 
 
-def fill(plan: LaunchPlan, tensors: Tensors, scalars: Scalars, values: dict[str, int], pointers: Mapping[str, int]) -> bytearray:
+def fill(
+    plan: LaunchPlan, tensors: Tensors, scalars: Scalars, values: dict[str, int], pointers: Mapping[str, int]
+) -> bytearray:
     """The parameters of a call. A workspace that is not needed has no pointer: it stays null."""
     image, call = bytearray(plan.image), _Call(tensors, scalars, values, pointers)
     for offset, code, rule in plan.patches:
@@ -185,11 +191,14 @@ def num_blocks(step: Step, values: dict[str, int]) -> int:
 
 
 def tensor_map(patch: MapPatch, tensor: Tensor) -> driver.TensorMap:
-    """A map of the tensor that lacks its address alone. An axis of stride 0 is one of length 1: kernels ask for its first element."""
+    """A map of the tensor that lacks its address alone. An axis of stride 0 is one of length 1: kernels ask for its
+    first element."""
     axes = [axis for axis in patch.axes if tensor.dim() >= -axis and tensor.stride(axis) > 0 and tensor.shape[axis] > 1]
     lengths = [tensor.shape[axis] if axis in axes else 1 for axis in patch.axes]
     strides = [tensor.stride(axis) * tensor.element_size() if axis in axes else _ANY_STRIDE for axis in patch.axes]
-    return driver.TensorMap(dtype_name(tensor.dtype), (tensor.shape[-1], *lengths), strides, (64, patch.box_rows, patch.box_heads, 1))
+    return driver.TensorMap(
+        dtype_name(tensor.dtype), (tensor.shape[-1], *lengths), strides, (64, patch.box_rows, patch.box_heads, 1)
+    )
 
 
 def encode_maps(plan: LaunchPlan, tensors: Tensors, image: bytearray) -> None:
@@ -197,7 +206,9 @@ def encode_maps(plan: LaunchPlan, tensors: Tensors, image: bytearray) -> None:
     for patch in plan.maps:
         tensor = tensors[patch.tensor]
         if tensor.numel():
-            image[patch.offset : patch.offset + driver.TENSOR_MAP_BYTES] = tensor_map(patch, tensor).encode(tensor.data_ptr())
+            image[patch.offset : patch.offset + driver.TENSOR_MAP_BYTES] = tensor_map(patch, tensor).encode(
+                tensor.data_ptr()
+            )
 
 
 # Launches
@@ -219,7 +230,9 @@ class _Ready(NamedTuple):
 
     tensors: dict[str, Tensor]
     values: dict[str, int]
-    workspace: Tensor | None  # must live until the launches are queued, no longer: torch's allocator orders reuse on the same stream
+    workspace: (
+        Tensor | None
+    )  # must live until the launches are queued, no longer: torch's allocator orders reuse on the same stream
     image: bytearray
 
 
@@ -228,7 +241,9 @@ def _ready(plan: LaunchPlan, given: Tensors, scalars: Scalars, splits: Splits) -
     values = evaluate(plan, tensors, scalars, splits)
     found = lay_out_workspaces(plan, values)
     workspace = found.allocate(next(iter(tensors.values())).device)
-    return _Ready(tensors, values, workspace, fill(plan, tensors, scalars, values, addresses(tensors, found, workspace)))
+    return _Ready(
+        tensors, values, workspace, fill(plan, tensors, scalars, values, addresses(tensors, found, workspace))
+    )
 
 
 class _Running(NamedTuple):
@@ -262,7 +277,8 @@ def execute(call: Launch) -> None:
 
 
 def execute_on_host(call: Launch, spans: int = 0) -> None:
-    """The same on the CPU. `spans`: the address of each sequence's bounds (csrc/cpu/engine.h: Span), where they have lengths."""
+    """The same on the CPU. `spans`: the address of each sequence's bounds (csrc/cpu/engine.h: Span), where they have
+    lengths."""
     _execute(call, spans)
 
 

@@ -26,16 +26,25 @@ class AppendArgs(NamedTuple):
     layout: str
 
     def rotated_queries(self, args: AttentionArgs) -> Tensor:
-        """The queries, rotated as the new keys are. Where order does not matter they all stand at the end of the cache."""
+        """The queries, rotated as the new keys are. Where order does not matter they all stand at the end of the
+        cache."""
         if self.rotary_cos is None or self.rotary_sin is None:
             return args.q
         is_ordered = args.causal != "none" or (args.window_left, args.window_right) != (-1, -1)
-        rotary = (self.rotary_cos, self.rotary_sin, self.cache_seqlens, is_ordered, self.rotary_interleaved, self.layout)
+        rotary = (
+            self.rotary_cos,
+            self.rotary_sin,
+            self.cache_seqlens,
+            is_ordered,
+            self.rotary_interleaved,
+            self.layout,
+        )
         return rotate_queries(args.q, *rotary)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """Rotates the first 2 * cos.shape[-1] elements of x (batch, rows, heads, dim) by the angles at positions (batch, rows).
+    """Rotates the first 2 * cos.shape[-1] elements of x (batch, rows, heads, dim) by the angles at positions (batch,
+    rows).
 
     Pairs are (0, 1), (2, 3), ... when interleaved, else (0, half), (1, half + 1), ...
     """
@@ -53,7 +62,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
     return torch.cat([turned.to(x.dtype), rest], dim=-1)
 
 
-def rotate_queries(q: Tensor, cos: Tensor, sin: Tensor, cache_seqlens: Tensor, is_ordered: bool, interleaved: bool, layout: str) -> Tensor:
+def rotate_queries(
+    q: Tensor, cos: Tensor, sin: Tensor, cache_seqlens: Tensor, is_ordered: bool, interleaved: bool, layout: str
+) -> Tensor:
     """Queries stand behind the cache, one position after the other if ordered, else all at its end."""
     rows = q.shape[row_axis(layout)]
     steps = torch.arange(rows, device=q.device) if is_ordered else torch.zeros(rows, dtype=torch.int64, device=q.device)
@@ -93,7 +104,9 @@ def check_positions(cache_seqlens: Tensor, new: int, rotary_cos: Tensor | None) 
     """Rotary angles must reach as far as the rows that are turned."""
     end = 0 if rotary_cos is None or cache_seqlens.numel() == 0 or new == 0 else int(cache_seqlens.max()) + new
     if rotary_cos is not None and end > rotary_cos.shape[0]:
-        raise value_error("rotary_cos", f"{rotary_cos.shape[0]} positions", f"at least {end}, where the longest sequence ends")
+        raise value_error(
+            "rotary_cos", f"{rotary_cos.shape[0]} positions", f"at least {end}, where the longest sequence ends"
+        )
 
 
 def _check_room(cache_seqlens: Tensor, new: int, block_table: Tensor | None, page: int, num_pages: int) -> None:
@@ -101,12 +114,18 @@ def _check_room(cache_seqlens: Tensor, new: int, block_table: Tensor | None, pag
     for b, length in enumerate(cache_seqlens.tolist()):
         if not 0 <= length <= room - new:
             accepted = f"0 to {room - new}" if new <= room else "nothing"
-            raise value_error("cache_seqlens", f"{length} for sequence {b}", f"{accepted}: the cache holds {room} rows and {new} are added")
+            raise value_error(
+                "cache_seqlens",
+                f"{length} for sequence {b}",
+                f"{accepted}: the cache holds {room} rows and {new} are added",
+            )
         if block_table is None or new == 0:
             continue
         for slot in range(length // page, (length + new - 1) // page + 1):
             if not 0 <= int(block_table[b, slot]) < num_pages:
-                raise value_error("block_table", f"page {int(block_table[b, slot])} at [{b}, {slot}]", f"0 to {num_pages - 1}")
+                raise value_error(
+                    "block_table", f"page {int(block_table[b, slot])} at [{b}, {slot}]", f"0 to {num_pages - 1}"
+                )
 
 
 def validate(args: AppendArgs) -> None:
@@ -118,21 +137,30 @@ def validate(args: AppendArgs) -> None:
         if tensor.dtype != cache.dtype:
             raise type_error(name, tensor.dtype, f"{dtype_name(cache.dtype)}, as {name}_cache")
         if tensor.dim() != 4 or cache.dim() != 4:
-            raise value_error(name, f"shape {tuple(tensor.shape)} for a cache of shape {tuple(cache.shape)}", "4 dimensions each")
+            raise value_error(
+                name, f"shape {tuple(tensor.shape)} for a cache of shape {tuple(cache.shape)}", "4 dimensions each"
+            )
         if tensor.device != cache.device:
             raise value_error(name, f"device {tensor.device}", f"{cache.device}, where {name}_cache is")
         if any(stride == 0 and size > 1 for stride, size in zip(cache.stride(), cache.shape, strict=True)):
             raise value_error(
-                f"{name}_cache", f"strides {tuple(cache.stride())}", "memory of its own for every row", "Call clone() on an expanded cache"
+                f"{name}_cache",
+                f"strides {tuple(cache.stride())}",
+                "memory of its own for every row",
+                "Call clone() on an expanded cache",
             )
         if tensor.shape[head] != cache.shape[head] or tensor.shape[3] != cache.shape[3]:
-            raise value_error(name, f"shape {tuple(tensor.shape)}", f"the heads and head_dim of {name}_cache {tuple(cache.shape)}")
+            raise value_error(
+                name, f"shape {tuple(tensor.shape)}", f"the heads and head_dim of {name}_cache {tuple(cache.shape)}"
+            )
     if v_cache.dtype != k_cache.dtype:
         raise type_error("v_cache", v_cache.dtype, f"{dtype_name(k_cache.dtype)}, as k_cache")
     if v_cache.device != k_cache.device:
         raise value_error("v_cache", f"device {v_cache.device}", f"{k_cache.device}, where k_cache is")
     if v_cache.shape[:3] != k_cache.shape[:3]:
-        raise value_error("v_cache", f"shape {tuple(v_cache.shape)}", f"{tuple(k_cache.shape)} but for head_dim, as k_cache")
+        raise value_error(
+            "v_cache", f"shape {tuple(v_cache.shape)}", f"{tuple(k_cache.shape)} but for head_dim, as k_cache"
+        )
     if v.shape[0] != k.shape[0] or v.shape[row] != k.shape[row]:
         raise value_error("v", f"{v.shape[0]} x {v.shape[row]} new rows", f"{k.shape[0]} x {k.shape[row]}, as k")
     if block_table is None and k_cache.shape[0] != k.shape[0]:

@@ -1,7 +1,8 @@
 """The C++ executor (csrc/exec) as Python sees it: whether it is there, and the plans that are registered with it.
 
-It looks a call up by everything that the choice of a plan depends on, checks what is left, and launches without Python. A call that it
-has no plan for falls back to backends/executor.py, which registers the plan; a call that it cannot handle falls back every time.
+It looks a call up by everything that the choice of a plan depends on, checks what is left, and launches without Python.
+A call that it has no plan for falls back to backends/executor.py, which registers the plan; a call that it cannot
+handle falls back every time.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def register_ops() -> bool:
 
 
 def raising(kernel: Callable[..., Any], num_outputs: int) -> Callable[..., Any]:
-    """A Python kernel that C++ calls through the dispatcher, which loses the types of exceptions: C++ gets them beside it."""
+    """A Python kernel that C++ calls through the dispatcher, which loses the types of exceptions: C++ gets them beside
+    it."""
 
     def run(*values: Any) -> Any:
         try:
@@ -86,7 +88,8 @@ def _length_classes() -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...
 
 
 def register_plan(kind: int, launch: Launch) -> None:
-    """For the call that has fallen back to Python, which has been executed, and all others of its key. Not where it needs a copy."""
+    """For the call that has fallen back to Python, which has been executed, and all others of its key. Not where it
+    needs a copy."""
     if missing() is None:
         _module().set_gpu(launch.device_index, launch.splits.num_multiprocessors, *_length_classes())
         _hand_over(kind, launch)
@@ -100,7 +103,9 @@ def register_host_plan(kind: int, launch: Launch) -> None:
 
 def _hand_over(kind: int, launch: Launch) -> None:
     module, plan = _module(), launch.plan
-    is_in_place = all(operand.like or executor.is_fitting(operand, launch.tensors[operand.name]) for operand in plan.operands)
+    is_in_place = all(
+        operand.like or executor.is_fitting(operand, launch.tensors[operand.name]) for operand in plan.operands
+    )
     if module.is_python_only() or not is_in_place:
         return
     names = (module.APPEND_TENSORS, module.APPEND_SCALARS) if kind == APPEND else (module.TENSORS, module.SCALARS)
@@ -119,7 +124,8 @@ assemble.on_clear.append(clear_plans)
 
 @contextmanager
 def python_only() -> Iterator[None]:
-    """Inside, every call goes through the Python executor, and no plan is registered: where launches are watched, or not to be made."""
+    """Inside, every call goes through the Python executor, and no plan is registered: where launches are watched, or
+    not to be made."""
     module = _module()
     if module is not None:
         module.set_python_only(True)
@@ -155,9 +161,11 @@ _MEMSET, _KERNEL, _ENGINE = range(3)  # csrc/exec/plan.h: StepKind
 _RULES = ("tensor", "workspace", "stride", "broadcast_stride", "size", "elements", "broadcast_size", "value", "scalar")
 
 
-def serialize(launch: Launch, values: dict[str, int], tensors: Sequence[str], scalars: Sequence[str]) -> tuple[list[int], list[str]]:
-    """The plan with tensors and scalars by index into those lists, and the names of its kernels. A kernel that the call with these
-    values does not launch may not be compiled: it is left out until one does."""
+def serialize(
+    launch: Launch, values: dict[str, int], tensors: Sequence[str], scalars: Sequence[str]
+) -> tuple[list[int], list[str]]:
+    """The plan with tensors and scalars by index into those lists, and the names of its kernels. A kernel that the call
+    with these values does not launch may not be compiled: it is left out until one does."""
     plan, splits = launch.plan, launch.splits
     value_names = ("num_splits", "num_multiprocessors", *(name for name, _ in plan.values))
     values_at = {name: index for index, name in enumerate(value_names)}  # a plan's own number of splits comes last
@@ -185,7 +193,10 @@ def serialize(launch: Launch, values: dict[str, int], tensors: Sequence[str], sc
                 return [_RULES.index("scalar"), scalars.index(name), 0, 0]
 
     split = plan.splits
-    numbers = [splits.num_multiprocessors, *((split.block_rows, split.split_keys, split.blocks) if split else (0, 0, 0))]
+    numbers = [
+        splits.num_multiprocessors,
+        *((split.block_rows, split.split_keys, split.blocks) if split else (0, 0, 0)),
+    ]
     numbers += [values_at[name] for name in ("seqlen_q", "seqlen_k", split.heads, "batch")] if split else [0] * 4
     numbers.append(len(plan.operands))
     for operand in plan.operands:
@@ -205,7 +216,13 @@ def serialize(launch: Launch, values: dict[str, int], tensors: Sequence[str], sc
     numbers.append(len(plan.maps))
     for tensor_map in plan.maps:
         axes = (-1 - axis for axis in tensor_map.axes)
-        numbers += [tensor_map.offset, tensors.index(tensor_map.tensor), *axes, tensor_map.box_rows, tensor_map.box_heads]
+        numbers += [
+            tensor_map.offset,
+            tensors.index(tensor_map.tensor),
+            *axes,
+            tensor_map.box_rows,
+            tensor_map.box_heads,
+        ]
     numbers.append(len(plan.steps))
     symbols = []
     for step in plan.steps:

@@ -41,7 +41,10 @@ class NumbaBackend(Backend):
         }
         asked = [name for name, is_on in options.items() if is_on]
         if problem.dtype != torch.float32 or problem.out_dtype != torch.float32:
-            return f"it computes and stores float32, and this is {dtype_name(problem.dtype)} to {dtype_name(problem.out_dtype)}"
+            return (
+                f"it computes and stores float32, and this is {dtype_name(problem.dtype)} to "
+                f"{dtype_name(problem.out_dtype)}"
+            )
         if op == "backward":
             return "it has no backward pass"
         if asked:
@@ -54,7 +57,9 @@ class NumbaBackend(Backend):
         for segment in segments(args):
             _forward_segment(args, segment, segment.queries(out), segment.stats(lse))
 
-    def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
+    def backward(
+        self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
+    ) -> None:
         raise Unsupported("backend: got 'numba' in a backward pass; accepted: another one. It has no backward pass.")
 
     def details(self, problem: Problem, op: str = "forward") -> dict[str, str]:
@@ -71,7 +76,9 @@ def missing(device: str) -> str | None:
     except Exception as error:  # SystemError, ImportError or AttributeError with a NumPy that Numba does not support
         return _incompatible("be imported", error)
     if config.ENABLE_CUDASIM:
-        return None if device == "cpu" else "Numba's simulator is on (NUMBA_ENABLE_CUDASIM=1) and takes tensors on the CPU"
+        return (
+            None if device == "cpu" else "Numba's simulator is on (NUMBA_ENABLE_CUDASIM=1) and takes tensors on the CPU"
+        )
     if device == "cpu":
         return "Numba was imported before NUMBA_ENABLE_CUDASIM=1 was set, so its simulator is off"
     if not cuda.is_available():

@@ -30,7 +30,9 @@ class ReferenceBackend(Backend):
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
         attend(args, out, lse, torch.float64)
 
-    def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
+    def backward(
+        self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
+    ) -> None:
         attend_backward(args, dout, dlse, out, lse, grads, torch.float64)
 
     def details(self, problem: Problem, op: str = "forward") -> dict[str, str]:
@@ -139,5 +141,7 @@ def _dropout_factor(args: AttentionArgs, segment: Segment, dtype: torch.dtype) -
     """The factor of P: 0 where dropped, the keep factor elsewhere."""
     if args.dropout_p == 0.0 or args.rng_state is None:
         return 1.0
-    kept = dropout.keep_mask(args.rng_state, args.dropout_p, segment.batch_heads(), range(segment.seqlen_q), range(segment.seqlen_k))
+    kept = dropout.keep_mask(
+        args.rng_state, args.dropout_p, segment.batch_heads(), range(segment.seqlen_q), range(segment.seqlen_k)
+    )
     return kept.to(dtype) * dropout.keep_factor(args.dropout_p)

@@ -1,8 +1,8 @@
 """Which backend runs an op of a problem, and why not the others.
 
-Of the automatic backends that do not refuse, the fastest is taken by kernels/speeds.csv, forward and backward each; those whose time is
-not known come last, in the order below. A call that is served more than speeds.SLOW times slower than the fastest known way, torch's
-kernels among them, warns once per reason.
+Of the automatic backends that do not refuse, the fastest is taken by kernels/speeds.csv, forward and backward each;
+those whose time is not known come last, in the order below. A call that is served more than speeds.SLOW times slower
+than the fastest known way, torch's kernels among them, warns once per reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from flashtile.errors import SlowPathWarning, Unsupported, caller_stacklevel, dt
 from flashtile.kernels import speeds
 from flashtile.problem import Problem
 
-BACKENDS: list[Backend] = [CudaBackend(), TritonBackend(), CpuBackend(), TiledBackend(), NumbaBackend(), ReferenceBackend()]
+BACKENDS: list[Backend] = [
+    CudaBackend(),
+    TritonBackend(),
+    CpuBackend(),
+    TiledBackend(),
+    NumbaBackend(),
+    ReferenceBackend(),
+]
 
 _warned: set[str] = set()
 
@@ -48,7 +55,8 @@ def refusal(backend: Backend, problem: Problem) -> str | None:
 
 
 def choose(problem: Problem, name: str | None, op: str = "forward") -> tuple[Backend, list[str]]:
-    """The backend for an op of the problem: the one asked for, or the fastest that takes it; and why it is slow, if it is."""
+    """The backend for an op of the problem: the one asked for, or the fastest that takes it; and why it is slow, if it
+    is."""
     if name is not None:
         backend = find(name)
         reason = refusal(backend, problem)
@@ -76,8 +84,8 @@ def choose(problem: Problem, name: str | None, op: str = "forward") -> tuple[Bac
 
 
 def _slow_paths(problem: Problem, op: str, backend: Backend, us: float, refusals: list[str]) -> list[str]:
-    """What is to be said of a backend that is far behind the fastest known way, or, where nothing is known of such calls, one
-    that serves because preferred ones refuse."""
+    """What is to be said of a backend that is far behind the fastest known way, or, where nothing is known of such
+    calls, one that serves because preferred ones refuse."""
     kind = kind_of(problem, op)
     best = speeds.best_known(kind)
     if best is None or us == math.inf:
@@ -125,7 +133,9 @@ class Explanation:
         problem, shape = self.problem, self.problem.shape
         options = {
             "causal": problem.causal if problem.causal != "none" else "",
-            "window": str(problem.window) if problem.window != ((-1, -1) if problem.causal == "none" else (-1, 0)) else "",
+            "window": str(problem.window)
+            if problem.window != ((-1, -1) if problem.causal == "none" else (-1, 0))
+            else "",
             "softcap": str(problem.softcap) if problem.softcap else "",
             "dropout": str(problem.dropout_p) if problem.dropout_p else "",
             "mask": "yes" if problem.has_mask else "",
@@ -141,7 +151,8 @@ class Explanation:
         passes = "forward and backward" if problem.needs_grad else "forward"
         lines = [
             f"problem   {dtype_name(problem.dtype)} on {problem.device}, layout {problem.layout}, {passes}",
-            f"sizes     batch {shape.batch}, heads {shape.heads} over {shape.heads_kv}, seqlen {shape.seqlen_q} x {shape.seqlen_k}, "
+            f"sizes     batch {shape.batch}, heads {shape.heads} over {shape.heads_kv}, seqlen "
+            f"{shape.seqlen_q} x {shape.seqlen_k}, "
             f"head_dim {shape.head_dim} / {shape.head_dim_v}",
             f"options   scale {problem.scale:.4g}" + (f", {given}" if given else ""),
             f"backend   {self.backend}",

@@ -40,7 +40,9 @@ class TiledBackend(Backend):
         for segment in segments(args):
             forward_segment(Tiles(args, segment), segment, out, lse)
 
-    def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
+    def backward(
+        self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
+    ) -> None:
         sums = grads.wide(compute_dtype(args.q.dtype))
         for segment in segments(args):
             backward_segment(Tiles(args, segment), segment, dout, dlse, out, lse, sums)
@@ -87,7 +89,9 @@ class Tiles:
     def is_empty(self, i: range, j: range) -> bool:
         """Whether no query of the tile sees any of its keys, so that the tile can be skipped."""
         left, right = self.window
-        return (right >= 0 and j.start > i.stop - 1 + self.offset + right) or (left >= 0 and j.stop - 1 < i.start + self.offset - left)
+        return (right >= 0 and j.start > i.stop - 1 + self.offset + right) or (
+            left >= 0 and j.stop - 1 < i.start + self.offset - left
+        )
 
     def load(self, tensor: Tensor, block: range) -> Tensor:
         """A block of rows in the compute dtype."""
@@ -100,7 +104,11 @@ class Tiles:
         if self.softcap:
             capped = torch.tanh(s / self.softcap)
             s = capped * self.softcap
-        distance = torch.arange(i.start, i.stop, device=s.device)[:, None] + self.offset - torch.arange(j.start, j.stop, device=s.device)
+        distance = (
+            torch.arange(i.start, i.stop, device=s.device)[:, None]
+            + self.offset
+            - torch.arange(j.start, j.stop, device=s.device)
+        )
         if self.slopes is not None:
             s = s - self.slopes.to(self.dtype) * distance.abs()
         if self.bias is not None:
@@ -152,8 +160,14 @@ def forward_segment(tiles: Tiles, segment: Segment, out: Tensor, lse: Tensor) ->
         lse[..., i.start : i.stop] = m + torch.log(l)
 
 
-def backward_segment(tiles: Tiles, segment: Segment, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
-    dout, out, lse = tiles.grouped(segment.queries(dout)), tiles.grouped(segment.queries(out)), tiles.grouped(segment.stats(lse))
+def backward_segment(
+    tiles: Tiles, segment: Segment, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
+) -> None:
+    dout, out, lse = (
+        tiles.grouped(segment.queries(dout)),
+        tiles.grouped(segment.queries(out)),
+        tiles.grouped(segment.stats(lse)),
+    )
     lse = lse.to(tiles.dtype)
     delta = torch.zeros_like(lse) if dlse is None else -tiles.grouped(segment.stats(dlse)).to(tiles.dtype)
     for i in tiles.query_blocks():

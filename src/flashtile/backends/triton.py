@@ -111,7 +111,10 @@ class TritonBackend(Backend):
 
     def refuse(self, problem: Problem, op: str = "forward") -> str | None:
         if problem.dtype not in DTYPES:
-            return f"{dtype_name(problem.dtype)} is not among its dtypes ({', '.join(dtype_name(dtype) for dtype in DTYPES)})"
+            return (
+                f"{dtype_name(problem.dtype)} is not among its dtypes "
+                f"({', '.join(dtype_name(dtype) for dtype in DTYPES)})"
+            )
         largest = max(problem.shape.head_dim, problem.shape.head_dim_v)
         if largest > MAX_HEAD_DIM:
             return f"head_dim {largest} is over its {MAX_HEAD_DIM}"
@@ -127,7 +130,9 @@ class TritonBackend(Backend):
         with _device_of(args):
             _launch(*_forward_call(args, out, lse))
 
-    def backward(self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> None:
+    def backward(
+        self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
+    ) -> None:
         if self.is_interpreted or is_checking():
             check_values(args)
         with _device_of(args):
@@ -155,10 +160,19 @@ class TritonBackend(Backend):
         for name in names:
             has_score_tensors = problem.has_mask or problem.bias_dtype is not None
             is_aligned16 = problem.shape.head_dim % 8 == 0 and problem.shape.head_dim_v % 8 == 0
-            config = _config(name, problem.dtype, problem.shape, torch.device(problem.device), has_score_tensors, is_aligned16)
-            tile = f"tile {config.block_m} x {config.block_n}, head dim {_padded(max(problem.shape.head_dim, problem.shape.head_dim_v))}"
+            config = _config(
+                name, problem.dtype, problem.shape, torch.device(problem.device), has_score_tensors, is_aligned16
+            )
+            tile = (
+                f"tile {config.block_m} x {config.block_n}, head dim "
+                f"{_padded(max(problem.shape.head_dim, problem.shape.head_dim_v))}"
+            )
             found[f"{name}_triton_kernel"] = f"{tile}, {config.num_warps} warps, {config.num_stages} stages"
-        found["products"] = _precision(problem.dtype, self.is_interpreted) if problem.dtype == torch.float32 else dtype_name(problem.dtype)
+        found["products"] = (
+            _precision(problem.dtype, self.is_interpreted)
+            if problem.dtype == torch.float32
+            else dtype_name(problem.dtype)
+        )
         return found
 
     def tile_sizes(self) -> frozenset[int]:
@@ -178,7 +192,9 @@ class TritonBackend(Backend):
         """Compiles the kernels by running the problem on short contiguous tensors."""
         args = _short_args(problem)
         out = args.q.new_zeros((*args.q.shape[:-1], args.v.shape[-1]), dtype=problem.out_dtype)
-        lse = args.q.new_zeros((*args.q.shape[:-3], problem.shape.heads, args.q.shape[row_axis(args.layout)]), dtype=torch.float32)
+        lse = args.q.new_zeros(
+            (*args.q.shape[:-3], problem.shape.heads, args.q.shape[row_axis(args.layout)]), dtype=torch.float32
+        )
         self.forward(args, out, lse)
         if problem.needs_grad:
             dbias = torch.empty_like(args.bias) if args.bias is not None and problem.needs_bias_grad else None
@@ -208,7 +224,8 @@ def _missing(is_interpreted: bool) -> str | None:
     capability = torch.cuda.get_device_capability()
     if capability < OLDEST_CAPABILITY:
         return (
-            f"compute capability {'.'.join(map(str, capability))} is older than Triton's oldest ({'.'.join(map(str, OLDEST_CAPABILITY))})"
+            f"compute capability {'.'.join(map(str, capability))} is older than Triton's oldest "
+            f"({'.'.join(map(str, OLDEST_CAPABILITY))})"
         )
     if not any(shutil.which(compiler) for compiler in (os.environ.get("CC", "cc"), "gcc", "clang")):
         return "Triton needs a C compiler to launch kernels, and none is here (CC, gcc, clang)"
@@ -285,7 +302,9 @@ def _padded(head_dim: int) -> int:
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
-def _config(kernel: str, dtype: torch.dtype, shape: Shape, device: torch.device, has_score_tensors: bool, is_aligned16: bool) -> Config:
+def _config(
+    kernel: str, dtype: torch.dtype, shape: Shape, device: torch.device, has_score_tensors: bool, is_aligned16: bool
+) -> Config:
     table = _CONFIGS if _is_large(device) else _SMALL_CONFIGS
     padded = _padded(max(shape.head_dim, shape.head_dim_v))
     config = next(config for limit, config in table[kernel][dtype.itemsize].items() if padded <= limit)
@@ -335,7 +354,9 @@ def _row_strides(tensor: Tensor, layout: str) -> tuple[int, int, int]:
     a packed tensor gets 0.
     """
     axes = (0 if tensor.dim() == 4 else None, head_axis(layout), row_axis(layout))
-    return tuple(0 if axis is None else tensor.stride(axis) if tensor.shape[axis] > 1 else tensor.shape[-1] for axis in axes)  # type: ignore[return-value]
+    return tuple(
+        0 if axis is None else tensor.stride(axis) if tensor.shape[axis] > 1 else tensor.shape[-1] for axis in axes
+    )  # type: ignore[return-value]
 
 
 def _row_arguments(layout: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -355,7 +376,9 @@ def _arguments(kernel: str, args: AttentionArgs, tensors: dict[str, Tensor]) -> 
     """Configuration and arguments that all kernels but preprocess take. `tensors`: row tensors besides q, k and v."""
     shape, kernels, row = shape_of(args), _kernels(), row_axis(args.layout)
     is_aligned16 = all(_is_aligned16(tensor) for tensor in (args.q, args.k, args.v, *tensors.values()))
-    config = _config(kernel, args.q.dtype, shape, args.q.device, args.bias is not None or args.mask is not None, is_aligned16)
+    config = _config(
+        kernel, args.q.dtype, shape, args.q.device, args.bias is not None or args.mask is not None, is_aligned16
+    )
     window_left, window_right = (-1 if reach >= _UNBOUNDED else reach for reach in key_window(args))
     # In a packed call no sequence is longer than the rows and columns of bias and mask
     score_tensors = [tensor for tensor in (args.bias, args.mask) if tensor is not None]
@@ -366,7 +389,9 @@ def _arguments(kernel: str, args: AttentionArgs, tensors: dict[str, Tensor]) -> 
     return config, {
         **_row_arguments(args.layout, {"q": args.q, "k": args.k, "v": args.v, **tensors}),
         "bias": None if args.bias is None else kernels.ScoreTensor(args.bias, *_score_strides(args.bias)),
-        "mask": None if args.mask is None else kernels.ScoreTensor(args.mask.view(torch.uint8), *_score_strides(args.mask)),
+        "mask": None
+        if args.mask is None
+        else kernels.ScoreTensor(args.mask.view(torch.uint8), *_score_strides(args.mask)),
         "alibi_slopes": None if slopes is None else slopes.float().contiguous(),
         "alibi_batch_stride": shape.heads if slopes is not None and slopes.dim() == 2 else 0,
         "rng_state": args.rng_state,
@@ -407,7 +432,9 @@ def _forward_call(args: AttentionArgs, out: Tensor, lse: Tensor) -> Call:
     shape = shape_of(args)
     config, arguments = _arguments("fwd", args, {"out": out})
     num_m_blocks = _num_blocks(shape.seqlen_q, config.block_m)
-    has_plain_scores = softmax_scale(args) > 0.0 and args.softcap == 0.0 and args.alibi_slopes is None and args.bias is None
+    has_plain_scores = (
+        softmax_scale(args) > 0.0 and args.softcap == 0.0 and args.alibi_slopes is None and args.bias is None
+    )
     sinks = None if args.sinks is None else args.sinks.float().contiguous()
     arguments |= {"lse": lse, "sinks": sinks, "num_m_blocks": num_m_blocks, "SCALE_IN_EXPONENT": has_plain_scores}
     return "fwd", num_m_blocks * shape.heads * shape.batch, config, arguments
@@ -467,7 +494,9 @@ def _dbias_calls(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Ten
     num_m_blocks, num_n_blocks = _num_blocks(rows, config.block_m), _num_blocks(columns, config.block_n)
     num_tiles = batch * heads * num_m_blocks * num_n_blocks
     num_splits = max(1, min(num_pairs, 4 * _num_multiprocessors(args.q.device) // max(1, num_tiles)))
-    sums = dbias if num_splits == 1 else torch.empty((num_splits, *dbias.shape), dtype=torch.float32, device=dbias.device)
+    sums = (
+        dbias if num_splits == 1 else torch.empty((num_splits, *dbias.shape), dtype=torch.float32, device=dbias.device)
+    )
     arguments |= {
         "lse_log2": lse_log2,
         "delta": delta,
@@ -491,7 +520,9 @@ def _dbias_calls(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Ten
         dbias.copy_(sums.sum(0))
 
 
-def _backward_calls(args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads) -> Iterator[Call]:
+def _backward_calls(
+    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
+) -> Iterator[Call]:
     """Calls in launch order. PyTorch work between two launches runs when the iterator advances."""
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.to(torch.float32).contiguous()
     lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)

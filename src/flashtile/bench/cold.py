@@ -39,14 +39,20 @@ _CACHE_VARIABLES = ("FLASHTILE_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CA
 
 
 def rows(
-    providers: Sequence[Provider], point: Point, device: str, env: Environment, on_step: Callable[[str], None] = lambda name: None
+    providers: Sequence[Provider],
+    point: Point,
+    device: str,
+    env: Environment,
+    on_step: Callable[[str], None] = lambda name: None,
 ) -> Iterator[list[ColdRow]]:
     """Two rows per provider: with empty caches, then with the caches that the first run filled."""
     for provider in providers:
         on_step(provider.name)
         empty = ColdRow(
-            provider=provider.name, is_baseline=provider.is_baseline, cache="empty", direction=point.direction, dtype=point.dtype,
-            batch=point.batch, heads=point.heads, seqlen_q=point.seqlen_q, seqlen_k=point.seqlen_k, head_dim=point.head_dim,
+            provider=provider.name, is_baseline=provider.is_baseline, cache="empty", direction=point.direction,
+            dtype=point.dtype,
+            batch=point.batch, heads=point.heads, seqlen_q=point.seqlen_q, seqlen_k=point.seqlen_k,
+            head_dim=point.head_dim,
             status="refused", reason="", import_torch_s=None, import_flashtile_s=None, start_device_s=None,
             first_call_s=None, second_call_s=None,
             resident_bytes=None, env=env,
@@ -69,7 +75,9 @@ def in_child(provider: str, point: Point, device: str, cache_folder: str) -> dic
     request = json.dumps({"provider": provider, "device": device, "point": asdict(point)})
     command = [sys.executable, "-c", _CHILD, request]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_LIMIT_S, env={**os.environ, **variables})
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=CHILD_LIMIT_S, env={**os.environ, **variables}
+        )
     except subprocess.TimeoutExpired:
         return {"status": "slow", "reason": f"the child process took over {CHILD_LIMIT_S} s"}
     try:
@@ -91,7 +99,11 @@ def _report(request: dict[str, Any], begin: float, torch_at: float) -> dict[str,
     inputs = point.make(device, seed=0).leaves(provider.layout, has_grad)
     synchronize(device)
     started_at = time.perf_counter()
-    times = {"import_torch_s": torch_at - begin, "import_flashtile_s": flashtile_at - torch_at, "start_device_s": started_at - flashtile_at}
+    times = {
+        "import_torch_s": torch_at - begin,
+        "import_flashtile_s": flashtile_at - torch_at,
+        "start_device_s": started_at - flashtile_at,
+    }
     try:
         with refusing():
             before = _resident_peak()
@@ -102,7 +114,14 @@ def _report(request: dict[str, Any], begin: float, torch_at: float) -> dict[str,
                 _, second_s = once(lambda: run(attend, inputs, has_grad), device)
     except Refusal as refusal:
         return {"status": refusal.status, "reason": refusal.reason, **times}
-    return {"status": "ok", "reason": "", **times, "first_call_s": first_s, "second_call_s": second_s, "resident_bytes": grown}
+    return {
+        "status": "ok",
+        "reason": "",
+        **times,
+        "first_call_s": first_s,
+        "second_call_s": second_s,
+        "resident_bytes": grown,
+    }
 
 
 def _resident_peak() -> int:

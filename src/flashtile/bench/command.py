@@ -121,12 +121,20 @@ def run_sweep(sweep: Sweep, folder: Path, console: Console, as_json: bool = Fals
     if is_interrupted:
         console.print(f"Interrupted: {len(rows)} rows were kept.", highlight=False)
     if as_json:
-        print(json.dumps({"rows": [as_dict(row) for row in rows], "ratios": [vars(one) for one in compare.ratios(rows)]}, indent=1))
+        print(
+            json.dumps(
+                {"rows": [as_dict(row) for row in rows], "ratios": [vars(one) for one in compare.ratios(rows)]},
+                indent=1,
+            )
+        )
     return INTERRUPTED if is_interrupted else 0
 
 
 def _describe(point: Point, name: str) -> str:
-    return f"{point.direction} d={point.head_dim} {'causal' if point.is_causal else 'full'} B={point.batch} S={point.seqlen_k}: {name}"
+    return (
+        f"{point.direction} d={point.head_dim} {'causal' if point.is_causal else 'full'} B={point.batch} "
+        f"S={point.seqlen_k}: {name}"
+    )
 
 
 def _summary(rows: Sequence[Row]) -> Iterator[tables.Table]:
@@ -137,7 +145,9 @@ def _summary(rows: Sequence[Row]) -> Iterator[tables.Table]:
     yield tables.refusals(rows)
 
 
-def _host_runs(options: Options, point: Point, providers: Sequence[Provider], where: str, env: Any, folder: Path, console: Console) -> int:
+def _host_runs(
+    options: Options, point: Point, providers: Sequence[Provider], where: str, env: Any, folder: Path, console: Console
+) -> int:
     """Runs --overhead and --cold: one table each instead of a sweep."""
     written, payload = list[Path](), dict[str, list[dict[str, Any]]]()
     try:
@@ -146,7 +156,9 @@ def _host_runs(options: Options, point: Point, providers: Sequence[Provider], wh
             written.append(folder / f"overhead_{point.dtype}.csv")
             with Writer(written[-1], OverheadRow) as writer, progress_bar(console) as progress:
                 task = progress.add_task("", total=len(overhead.MODES) * len(overhead.CASES))
-                for some in overhead.rows(providers, point, where, env, lambda name: progress.update(task, description=name)):
+                for some in overhead.rows(
+                    providers, point, where, env, lambda name: progress.update(task, description=name)
+                ):
                     writer.add(some)
                     found += some
                     progress.advance(task)
@@ -157,7 +169,9 @@ def _host_runs(options: Options, point: Point, providers: Sequence[Provider], wh
             written.append(folder / f"cold_{point.dtype}.csv")
             with Writer(written[-1], ColdRow) as cold_writer, progress_bar(console) as progress:
                 task = progress.add_task("", total=len(providers))
-                for some_cold in cold.rows(providers, point, where, env, lambda name: progress.update(task, description=name)):
+                for some_cold in cold.rows(
+                    providers, point, where, env, lambda name: progress.update(task, description=name)
+                ):
                     cold_writer.add(some_cold)
                     cold_rows += some_cold
                     progress.advance(task)
@@ -249,5 +263,7 @@ def writable_folder(folder: Path) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise value_error("--out", f"{folder} ({error.strerror})", "a folder that can be written", "Pass another --out") from error
+        raise value_error(
+            "--out", f"{folder} ({error.strerror})", "a folder that can be written", "Pass another --out"
+        ) from error
     return folder

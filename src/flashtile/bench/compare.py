@@ -36,7 +36,9 @@ def ratios(rows: Sequence[Row]) -> list[Ratio]:
             for peer in peers:
                 values = list(speedups([row for row in rows if row.direction == direction], provider, peer).values())
                 if values:
-                    found.append(Ratio(provider, peer, direction, len(values), geometric_mean(values), min(values), max(values)))
+                    found.append(
+                        Ratio(provider, peer, direction, len(values), geometric_mean(values), min(values), max(values))
+                    )
     return found
 
 
@@ -81,7 +83,15 @@ def changes(before: Sequence[Row], after: Sequence[Row]) -> list[Change]:
             continue
         point = row.point
         shape = {field.name: getattr(point, field.name) for field in fields(Change) if hasattr(point, field.name)}
-        found.append(Change(row.provider, **shape, before_ms=old.median_ms, after_ms=row.median_ms, speedup=old.median_ms / row.median_ms))
+        found.append(
+            Change(
+                row.provider,
+                **shape,
+                before_ms=old.median_ms,
+                after_ms=row.median_ms,
+                speedup=old.median_ms / row.median_ms,
+            )
+        )
     return found
 
 
@@ -98,4 +108,6 @@ def write(path: Path, found: Sequence[Change]) -> None:
         writer = csv.DictWriter(file, [field.name for field in fields(Change)], lineterminator="\n")
         writer.writeheader()
         for change in found:
-            writer.writerow({name: f"{value:.6g}" if isinstance(value, float) else value for name, value in asdict(change).items()})
+            writer.writerow(
+                {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in asdict(change).items()}
+            )

@@ -32,7 +32,10 @@ def resolve(wanted: str | None) -> tuple[str, str]:
     why = "this torch was built without CUDA" if torch.version.cuda is None else "torch finds no GPU"
     if wanted == "cuda":
         raise unsupported(
-            "--device", f"cuda, and {why}", "cpu here", "Drop --device, or install a CUDA build of torch and an NVIDIA driver"
+            "--device",
+            f"cuda, and {why}",
+            "cpu here",
+            "Drop --device, or install a CUDA build of torch and an NVIDIA driver",
         )
     return "cpu", f"No GPU ({why}): running on the CPU, {_cpu_name()}."
 

@@ -26,7 +26,11 @@ def peak_bytes(thunk: Callable[[], Any], device: str) -> int:
     del kept
     results = profiler.profiler.kineto_results if profiler.profiler is not None else None
     events = [] if results is None else [event for event in results.events() if event.name() == "[memory]"]
-    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()) if "CPU" in str(event.device_type())]
+    changes = [
+        event.nbytes()
+        for event in sorted(events, key=lambda event: event.start_ns())
+        if "CPU" in str(event.device_type())
+    ]
     running = highest = 0
     for change in changes:
         running += change

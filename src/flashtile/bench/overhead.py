@@ -1,4 +1,5 @@
-"""Host time of one call: forward without and with grad, and both passes; one repeated shape, and keys that grow by one at every call."""
+"""Host time of one call: forward without and with grad, and both passes; one repeated shape, and keys that grow by one
+at every call."""
 
 from __future__ import annotations
 
@@ -36,7 +37,11 @@ class Contender:
 
 
 def rows(
-    providers: Sequence[Provider], point: Point, device: str, env: Environment, on_step: Callable[[str], None] = lambda name: None
+    providers: Sequence[Provider],
+    point: Point,
+    device: str,
+    env: Environment,
+    on_step: Callable[[str], None] = lambda name: None,
 ) -> Iterator[list[OverheadRow]]:
     """For each mode and case a row for each provider."""
     for mode in MODES:
@@ -45,11 +50,15 @@ def rows(
             yield _measure(providers, point, device, env, mode, case)
 
 
-def _measure(providers: Sequence[Provider], point: Point, device: str, env: Environment, mode: str, case: str) -> list[OverheadRow]:
+def _measure(
+    providers: Sequence[Provider], point: Point, device: str, env: Environment, mode: str, case: str
+) -> list[OverheadRow]:
     """Interleaved: in every round each provider has its turn."""
     found, contenders = dict[str, OverheadRow](), list[Contender]()
     for provider in providers:
-        row = OverheadRow(provider.name, provider.is_baseline, mode, case, point.dtype, "refused", "", None, None, None, env)
+        row = OverheadRow(
+            provider.name, provider.is_baseline, mode, case, point.dtype, "refused", "", None, None, None, env
+        )
         found[provider.name] = row
         try:
             contenders.append(_build(provider, row, point, device))

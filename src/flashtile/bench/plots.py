@@ -55,7 +55,10 @@ End = tuple[float, float, str, str, bool]  # y, x, label, colour, is emphasised
 def require_matplotlib() -> None:
     if find_spec("matplotlib") is None:
         raise unsupported(
-            "plots", "no matplotlib", "an installed one", "The CSV is complete; pip install 'flashtile[bench]' draws the figures"
+            "plots",
+            "no matplotlib",
+            "an installed one",
+            "The CSV is complete; pip install 'flashtile[bench]' draws the figures",
         )
 
 
@@ -94,7 +97,10 @@ def look() -> dict[str, Any]:
 def _length_figures(csv_path: Path, rows: Sequence[Row]) -> list[Path]:
     first = rows[0]
     heads = f"H={first.heads}" if first.heads == first.heads_kv else f"H={first.heads}/{first.heads_kv}"
-    problem = f"B={first.batch} {heads} d={first.head_dim} {first.dtype}{' causal' if first.is_causal else ''}, {_PASSES[first.direction]}"
+    problem = (
+        f"B={first.batch} {heads} d={first.head_dim} {first.dtype}{' causal' if first.is_causal else ''}, "
+        f"{_PASSES[first.direction]}"
+    )
     suffix = "_" + csv_path.stem.removeprefix("sdpa_Lsweep_")
     suffix = suffix.replace("_B1_H1_d64_fp32", "", 1)
     prefix, factor = ("T", 1.0) if max(row.tflops or 0.0 for row in rows) >= 1 else ("G", 1e3)
@@ -125,7 +131,12 @@ def _length_figures(csv_path: Path, rows: Sequence[Row]) -> list[Path]:
 
 
 def _caption(axes: Any, row: Row, note: str = "") -> None:
-    texts = [row.env.device, f"torch {row.env.torch}", f"{row.env.commit or 'no commit'}{', changed' if row.env.is_dirty else ''}", note]
+    texts = [
+        row.env.device,
+        f"torch {row.env.torch}",
+        f"{row.env.commit or 'no commit'}{', changed' if row.env.is_dirty else ''}",
+        note,
+    ]
     axes.text(0, 1.015, "; ".join(filter(None, texts)), transform=axes.transAxes, fontsize=8.5, color="#555555")
 
 
@@ -145,7 +156,12 @@ def _lines(axes: Any, rows: Sequence[Row], value: Value, has_band: bool = False,
         axes.plot(xs, ys, color=colour, linestyle=line, marker=marker, linewidth=width, markersize=size, zorder=order)
         if has_band:
             axes.fill_between(
-                xs, [row.p20_ms or 0.0 for row in own], [row.p80_ms or 0.0 for row in own], color=colour, alpha=0.15, linewidth=0
+                xs,
+                [row.p20_ms or 0.0 for row in own],
+                [row.p80_ms or 0.0 for row in own],
+                color=colour,
+                alpha=0.15,
+                linewidth=0,
             )
         ends.append((ys[-1], xs[-1], label, colour, is_default))
     axes.set_xscale("log", base=2)
@@ -194,7 +210,14 @@ def label_ends(axes: Any, ends: Sequence[End]) -> None:
             fontweight="bold" if is_emphasised else "normal",
             va="center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.6, "relpos": (0, 0.5), "shrinkB": 3},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.6,
+                "alpha": 0.6,
+                "relpos": (0, 0.5),
+                "shrinkB": 3,
+            },
         )
 
 
@@ -264,7 +287,9 @@ def _decode_figure(csv_path: Path, rows: Sequence[Row]) -> Path:
     panels = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
     ends: list[tuple[Any, list[End]]] = []
     for axes, batch in zip(panels, batches, strict=False):
-        ends.append((axes, _lines(axes, [row for row in rows if row.batch == batch], lambda row: row.gb_per_s, is_linear=True)))
+        ends.append(
+            (axes, _lines(axes, [row for row in rows if row.batch == batch], lambda row: row.gb_per_s, is_linear=True))
+        )
         axes.set_title(f"B={batch}", loc="left")
         axes.set_xlabel("Keys per sequence")
         axes.set_ylabel("Bandwidth (GB/s)")
@@ -281,7 +306,8 @@ def _decode_figure(csv_path: Path, rows: Sequence[Row]) -> Path:
 
 
 def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
-    """Speed ratios at every point: our backends over each baseline, or the baselines over `sdpa` if none of ours ran."""
+    """Speed ratios at every point: our backends over each baseline, or the baselines over `sdpa` if none of ours
+    ran."""
     import numpy as np
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import TwoSlopeNorm
@@ -290,7 +316,9 @@ def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
     names = measured_labels(rows)
     ours = list(dict.fromkeys(row.provider for row in rows if not row.is_baseline))
     pairs = (
-        [(one, peer) for one in ours for peer in names if peer not in ours] if ours else [(one, "sdpa") for one in names if one != "sdpa"]
+        [(one, peer) for one in ours for peer in names if peer not in ours]
+        if ours
+        else [(one, "sdpa") for one in names if one != "sdpa"]
     )
     tables = {pair: found for pair in pairs if (found := speedups(rows, *pair))}
     if not tables:
@@ -299,7 +327,10 @@ def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
     kinds = list(dict.fromkeys(_heat_line(row) for row in rows))
     lines = -(-len(tables) // 4)
     columns = -(-len(tables) // lines)
-    figure = Figure(figsize=(2.4 + (0.6 + 0.52 * len(lengths)) * columns, 1.1 + (0.9 + 0.32 * len(kinds)) * lines), layout="constrained")
+    figure = Figure(
+        figsize=(2.4 + (0.6 + 0.52 * len(lengths)) * columns, 1.1 + (0.9 + 0.32 * len(kinds)) * lines),
+        layout="constrained",
+    )
     panels = figure.subplots(lines, columns, squeeze=False).flatten()
     norm = TwoSlopeNorm(0.0, -1.5, 1.5)
     for axes, ((provider, peer), found) in zip(panels, tables.items(), strict=False):
@@ -312,7 +343,9 @@ def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
             if not np.isnan(value):
                 shade = "white" if abs(np.log2(value)) > 0.75 else "black"
                 axes.text(column, line, f"{value:.2f}", ha="center", va="center", fontsize=8.5, color=shade)
-        axes.set_xticks(range(len(lengths)), [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in lengths])
+        axes.set_xticks(
+            range(len(lengths)), [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in lengths]
+        )
         is_left = axes.get_subplotspec().is_first_col()
         axes.set_yticks(range(len(kinds)), kinds if is_left else [""] * len(kinds), fontsize=9)
         axes.grid(False)
@@ -321,7 +354,9 @@ def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
         axes.set_xlabel("Keys per sequence" if rows[0].sweep == "decode" else "Sequence length S")
     for axes in panels[len(tables) :]:
         axes.set_visible(False)
-    bar = figure.colorbar(ScalarMappable(norm, "PuOr"), ax=list(panels), shrink=0.5, aspect=28, ticks=[-1, 0, 1], label="speed ratio")
+    bar = figure.colorbar(
+        ScalarMappable(norm, "PuOr"), ax=list(panels), shrink=0.5, aspect=28, ticks=[-1, 0, 1], label="speed ratio"
+    )
     bar.ax.set_yticklabels(["1/2", "1", "2"])
     first = rows[0]
     title = f"Speed ratio; above 1 the first is faster\n{first.dtype}; {first.env.device}, torch {first.env.torch}"

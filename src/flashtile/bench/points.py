@@ -49,13 +49,19 @@ class Point:
     def sizes(self) -> tuple[int, int, int, int]:
         """Bytes of q, k, v and out."""
         item = DTYPES[self.dtype].itemsize
-        rows_q, rows_k = self.batch * self.heads * self.seqlen_q * item, self.batch * self.heads_kv * self.seqlen_k * item
+        rows_q, rows_k = (
+            self.batch * self.heads * self.seqlen_q * item,
+            self.batch * self.heads_kv * self.seqlen_k * item,
+        )
         return rows_q * self.head_dim, rows_k * self.head_dim, rows_k * self.head_dim_v, rows_q * self.head_dim_v
 
     def make(self, device: str, seed: int) -> Inputs:
         """Random normal inputs, drawn on the device."""
         generator = torch.Generator(device).manual_seed(seed)
-        heads, rows = (self.heads, self.heads_kv, self.heads_kv, self.heads), (self.seqlen_q, self.seqlen_k, self.seqlen_k, self.seqlen_q)
+        heads, rows = (
+            (self.heads, self.heads_kv, self.heads_kv, self.heads),
+            (self.seqlen_q, self.seqlen_k, self.seqlen_k, self.seqlen_q),
+        )
         dims = (self.head_dim, self.head_dim, self.head_dim_v, self.head_dim_v)
         q, k, v, dout = (
             torch.randn(self.batch, h, s, d, device=device, dtype=DTYPES[self.dtype], generator=generator)
@@ -107,7 +113,8 @@ def length_sweep(point: Point, seqlens: tuple[int, ...], suffix: str = "") -> Pl
 
 
 def paper_grid(dtype: str, suffix: str = "", only: str | None = None) -> Plan:
-    """The grid of the FlashAttention papers: 16384 tokens, 2048 features, d 64 to 256, full and causal, both passes or only one."""
+    """The grid of the FlashAttention papers: 16384 tokens, 2048 features, d 64 to 256, full and causal, both passes or
+    only one."""
     tokens, features = 16384, 2048
     points = tuple(
         Point(tokens // seqlen, heads, heads, seqlen, seqlen, head_dim, head_dim, dtype, is_causal, direction)

@@ -48,7 +48,12 @@ class Provider:
 def providers() -> list[Provider]:
     """All providers, our backends first."""
     ours = [
-        Provider(backend.name, False, partial(_ours, backend.name), is_fast=backend.is_automatic and backend.name not in SLOW_BACKENDS)
+        Provider(
+            backend.name,
+            False,
+            partial(_ours, backend.name),
+            is_fast=backend.is_automatic and backend.name not in SLOW_BACKENDS,
+        )
         for backend in registry.BACKENDS
     ]
     return ours + BASELINES
@@ -156,7 +161,9 @@ def _flex(point: Point, inputs: Inputs) -> Attend:
         raise Unsupported("FlexAttention has no backward pass on the CPU")
     options: dict[str, Any] = {"enable_gqa": point.heads != point.heads_kv}
     if point.is_causal:
-        options["block_mask"] = create_block_mask(_is_seen, None, None, point.seqlen_q, point.seqlen_k, device=inputs.q.device.type)
+        options["block_mask"] = create_block_mask(
+            _is_seen, None, None, point.seqlen_q, point.seqlen_k, device=inputs.q.device.type
+        )
     # Static shapes are faster, but on the CPU each compilation takes half a minute
     is_dynamic = inputs.q.device.type == "cpu" or point.has_growing_keys
     compiled, detail = _compile(flex_attention, point, is_dynamic)
@@ -206,7 +213,9 @@ def _flashinfer(point: Point, inputs: Inputs) -> Attend:
         causal=point.is_causal,
         q_data_type=inputs.q.dtype,
     )
-    return Attend(lambda q, k, v: wrapper.run(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)).view(*q.shape[:-1], v.shape[-1]))
+    return Attend(
+        lambda q, k, v: wrapper.run(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)).view(*q.shape[:-1], v.shape[-1])
+    )
 
 
 BASELINES: list[Provider] = [
@@ -219,9 +228,15 @@ BASELINES: list[Provider] = [
     Provider("compiled", True, _compiled),
     Provider("flex", True, _flex),
     Provider(
-        "flash-attn-2", True, partial(_flash_attn, "flash_attn.flash_attn_interface"), "bshd", requires="flash_attn.flash_attn_interface"
+        "flash-attn-2",
+        True,
+        partial(_flash_attn, "flash_attn.flash_attn_interface"),
+        "bshd",
+        requires="flash_attn.flash_attn_interface",
     ),
-    Provider("flash-attn-3", True, partial(_flash_attn, "flash_attn_interface"), "bshd", requires="flash_attn_interface"),
+    Provider(
+        "flash-attn-3", True, partial(_flash_attn, "flash_attn_interface"), "bshd", requires="flash_attn_interface"
+    ),
     Provider("flash-attn-4", True, partial(_flash_attn, "flash_attn.cute"), "bshd", requires="flash_attn.cute"),
     Provider("xformers", True, _xformers, "bshd", requires="xformers.ops"),
     Provider("flashinfer", True, _flashinfer, "bshd", requires="flashinfer"),

@@ -158,7 +158,9 @@ class Writer(Generic[AnyRow]):
     def __enter__(self) -> Writer[AnyRow]:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._file.close()
 
 

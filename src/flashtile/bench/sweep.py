@@ -82,7 +82,11 @@ class Sweep:
         absent = {provider.name: reason for provider in self.providers if (reason := missing(provider)) is not None}
         present = [provider for provider in self.providers if provider.name not in absent]
         for index, point in enumerate(self.plan.points):
-            refused = [self._row(p, point, "refused", absent[p.name]) for p in self.providers if p.name in absent and index == 0]
+            refused = [
+                self._row(p, point, "refused", absent[p.name])
+                for p in self.providers
+                if p.name in absent and index == 0
+            ]
             yield self._measure(point, present, on_step) + refused
             self._release()
 
@@ -104,7 +108,10 @@ class Sweep:
         measured = [outcome for outcome in outcomes.values() if isinstance(outcome, _Measured)]
         to_time = [one.contender for one in measured if not one.contender.seconds]
         timing.interleave(to_time, device, self.settings.budget_s)
-        return [outcome if isinstance(outcome, Row) else self._timed_row(outcome, point, len(copies)) for outcome in outcomes.values()]
+        return [
+            outcome if isinstance(outcome, Row) else self._timed_row(outcome, point, len(copies))
+            for outcome in outcomes.values()
+        ]
 
     def _release(self) -> None:
         """Frees memory for the next provider."""
@@ -116,14 +123,23 @@ class Sweep:
         """Raises Refusal if the call is predicted to take too long, or more memory than is free."""
         spent, limit = self._compile_s.get(provider.name, 0.0), self.settings.compile_limit_s
         if spent > limit:
-            raise Refusal("slow", f"its first calls took {spent:.0f} s of this run already, over {limit:g} s; raise --compile-limit")
+            raise Refusal(
+                "slow",
+                f"its first calls took {spent:.0f} s of this run already, over {limit:g} s; raise --compile-limit",
+            )
         seen = self._seen.get(self._key(provider, point))
         if seen is None:
             return
         growth, limit = point.flops() / seen.point.flops(), self.settings.call_limit_s
         if seen.seconds * growth > limit:
             before = f"{seen.seconds:.2g} s at seqlen {seen.point.seqlen_k}"
-            raise Refusal("slow", f"a call would take about {seen.seconds * growth:.1f} s ({before}), over {limit:g} s; raise --call-limit")
+            raise Refusal(
+                "slow",
+                (
+                    f"a call would take about {seen.seconds * growth:.1f} s ({before}), over {limit:g} s; "
+                    "raise --call-limit"
+                ),
+            )
         if self.settings.device == "cpu" and seen.memory_bytes * growth > (free := free_bytes()):
             need = f"{seen.memory_bytes * growth / 2**30:.1f} GiB if its memory grows as its work"
             raise Refusal("oom", f"a call may need {need}, and {free / 2**30:.1f} GiB are free")
@@ -140,7 +156,8 @@ class Sweep:
             with self._context(attend, has_grad, stream):
                 leaves = [copy.leaves(provider.layout, has_grad) for copy in copies[: MAX_GRAPHS if has_grad else None]]
                 (out, grads), first_s = timing.once(partial(run, attend, leaves[0], has_grad), device)
-                verdict = check.verdict(_bhsd(out, provider), None if grads is None else tuple(_bhsd(grad, provider) for grad in grads))  # type: ignore[arg-type]
+                same = None if grads is None else tuple(_bhsd(grad, provider) for grad in grads)
+                verdict = check.verdict(_bhsd(out, provider), same)  # type: ignore[arg-type]
                 del out, grads
                 thunks = [_thunk(attend, inputs, point.direction) for inputs in leaves]
                 call_s = timing.once(thunks[0], device)[1]
@@ -152,14 +169,20 @@ class Sweep:
                     calls_per_thunk, thunks = len(thunks), [timing.capture(thunks, stream)]
         self._seen[self._key(provider, point)] = _LastCall(point, call_s, peak)
         self._compile_s[provider.name] = self._compile_s.get(provider.name, 0.0) + max(0.0, first_s - 3.5 * call_s)
-        contender = Contender(provider.name, thunks, call_s, partial(self._context, attend, has_grad, None), calls_per_thunk)
+        contender = Contender(
+            provider.name, thunks, call_s, partial(self._context, attend, has_grad, None), calls_per_thunk
+        )
         if call_s > self.settings.call_limit_s:
             contender.seconds.append(call_s)
         return _Measured(provider, attend, contender, first_s, peak, verdict)
 
     @contextmanager
     def _context(self, attend: Attend, has_grad: bool, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        with attend.context(), torch.set_grad_enabled(has_grad), nullcontext() if stream is None else torch.cuda.stream(stream):
+        with (
+            attend.context(),
+            torch.set_grad_enabled(has_grad),
+            nullcontext() if stream is None else torch.cuda.stream(stream),
+        ):
             yield
 
     def _timed_row(self, one: _Measured, point: Point, copies: int) -> Row:
@@ -175,7 +198,9 @@ class Sweep:
             num_rounds=len(contender.seconds),
             num_calls=contender.num_calls * contender.calls_per_thunk,
             num_copies=min(copies, MAX_GRAPHS) if point.direction != "fwd" else copies,
-            timer="graph" if self.settings.use_graph else {"cuda": "events", "cpu": "perf_counter"}[self.settings.device],
+            timer="graph"
+            if self.settings.use_graph
+            else {"cuda": "events", "cpu": "perf_counter"}[self.settings.device],
             first_call_ms=one.first_s * 1e3,
             tflops=point.flops() / median / 1e12,
             gb_per_s=point.least_bytes() / median / 1e9,
@@ -193,7 +218,13 @@ class Sweep:
             for entry in fields(Row)
             if not hasattr(point, entry.name) and entry.name != "env"
         }
-        empty.update(sweep=self.plan.sweep, provider=provider.name, is_baseline=provider.is_baseline, status=status, reason=reason)
+        empty.update(
+            sweep=self.plan.sweep,
+            provider=provider.name,
+            is_baseline=provider.is_baseline,
+            status=status,
+            reason=reason,
+        )
         shape = {entry.name: getattr(point, entry.name) for entry in fields(Row) if hasattr(point, entry.name)}
         return Row(**empty, **shape, env=self.env)
 
@@ -235,7 +266,15 @@ def refusing() -> Iterator[None]:
             raise
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in reason or "out of memory" in reason:
+            if (
+                isinstance(error, (torch.OutOfMemoryError, MemoryError))
+                or "allocate memory" in reason
+                or "out of memory" in reason
+            ):
                 raise Refusal("oom", f"out of memory: {reason[:300]}") from error
-            said = [str(warning.message).partition(" (Triggered")[0] for warning in caught if issubclass(warning.category, UserWarning)]
+            said = [
+                str(warning.message).partition(" (Triggered")[0]
+                for warning in caught
+                if issubclass(warning.category, UserWarning)
+            ]
             raise Refusal("refused", "; ".join([reason[:400], *dict.fromkeys(said)])[:800]) from error

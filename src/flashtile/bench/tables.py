@@ -53,7 +53,10 @@ _CELLS: dict[str, tuple[str, Callable[[Row], float | None]]] = {
     "latency": ("Median time, ms", lambda row: row.median_ms),
     "throughput": ("TFLOP/s", lambda row: row.tflops),
     "bandwidth": ("GB/s", lambda row: row.gb_per_s),
-    "memory": ("Peak memory beyond the inputs, MiB", lambda row: None if row.memory_bytes is None else row.memory_bytes / 2**20),
+    "memory": (
+        "Peak memory beyond the inputs, MiB",
+        lambda row: None if row.memory_bytes is None else row.memory_bytes / 2**20,
+    ),
     "accuracy": ("Largest error against float64", lambda row: row.max_error),
 }
 KINDS = (*_CELLS, "ratios")
@@ -133,7 +136,10 @@ def refusals(rows: Sequence[Row]) -> Table:
 
 def overhead_table(rows: Sequence[OverheadRow]) -> Table:
     cases = [(mode, case) for mode in overhead.MODES for case in overhead.CASES]
-    cells = {(row.provider, row.mode, row.case): row.status if row.median_us is None else number(row.median_us) for row in rows}
+    cells = {
+        (row.provider, row.mode, row.case): row.status if row.median_us is None else number(row.median_us)
+        for row in rows
+    }
     timed = {row.provider for row in rows if row.median_us is not None}
     names = labels(row.provider for row in rows if row.provider in timed)
     lines = tuple((label, *(cells.get((name, *case), "") for case in cases)) for name, label in names.items())
@@ -154,10 +160,15 @@ def change_tables(found: Sequence[compare.Change]) -> list[Table]:
         )
         for one in found
     )
-    sums = tuple((names[provider], str(count), f"{mean:.3f}", f"{low:.3f}") for provider, count, mean, low in compare.means(found))
+    sums = tuple(
+        (names[provider], str(count), f"{mean:.3f}", f"{low:.3f}")
+        for provider, count, mean, low in compare.means(found)
+    )
     return [
         Table(
-            "Point by point; above 1 the second run is faster", ("provider", "pass", "problem", "first, ms", "second, ms", "speed"), lines
+            "Point by point; above 1 the second run is faster",
+            ("provider", "pass", "problem", "first, ms", "second, ms", "speed"),
+            lines,
         ),
         Table("Over all points", ("provider", "points", "geometric mean", "lowest"), sums),
     ]
@@ -170,7 +181,10 @@ def cold_table(rows: Sequence[ColdRow]) -> Table:
             names[row.provider],
             row.cache,
             row.status,
-            *("" if value is None else number(value) for value in (row.import_torch_s, row.import_flashtile_s, row.start_device_s)),
+            *(
+                "" if value is None else number(value)
+                for value in (row.import_torch_s, row.import_flashtile_s, row.start_device_s)
+            ),
             *("" if value is None else number(value) for value in (row.first_call_s, row.second_call_s)),
             "" if row.resident_bytes is None else number(row.resident_bytes / 2**20),
         )

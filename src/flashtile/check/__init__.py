@@ -1,1 +1,2 @@
-"""`flashtile check`: random problems on every backend against fp64, and against each other bit by bit where that is promised."""
+"""`flashtile check`: random problems on every backend against fp64, and against each other bit by bit where that is
+promised."""

@@ -1,7 +1,8 @@
 """Which problems are drawn. The same seed, device and passes give the same problems again.
 
-Options decide which kernel runs, and every new set of them costs a compiler's time; sizes, values and seeds cost nothing. So a set of
-options is drawn and kept for several problems, each with sizes, strengths, values and seeds of its own.
+Options decide which kernel runs, and every new set of them costs a compiler's time; sizes, values and seeds cost
+nothing. So a set of options is drawn and kept for several problems, each with sizes, strengths, values and seeds of its
+own.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Options:
 
 
 def most_different(trials: Sequence[Trial]) -> list[Trial]:
-    """Of the trials of each set of options those that are most likely to need kernels of their own: the largest and smallest grids."""
+    """Of the trials of each set of options those that are most likely to need kernels of their own: the largest and
+    smallest grids."""
     sets: dict[tuple[Any, ...], list[Trial]] = {}
     for trial in trials:
         case = trial.case
@@ -54,11 +56,24 @@ def most_different(trials: Sequence[Trial]) -> list[Trial]:
             case.is_bias_float32,
             case.is_out_float32,
         )
-        options = (case.causal != "none" or case.window != (-1, -1), case.softcap > 0, case.mask, case.bias, case.alibi, case.dropout_p > 0)
-        sets.setdefault((*shared, *(bool(option) for option in options), case.has_sinks, trial.has_backward), []).append(trial)
+        options = (
+            case.causal != "none" or case.window != (-1, -1),
+            case.softcap > 0,
+            case.mask,
+            case.bias,
+            case.alibi,
+            case.dropout_p > 0,
+        )
+        sets.setdefault(
+            (*shared, *(bool(option) for option in options), case.has_sinks, trial.has_backward), []
+        ).append(trial)
     chosen = dict[Trial, None]()
     for some in sets.values():
-        for trial in (some[0], *(extreme(some, key=_num_rows) for extreme in (min, max)), max(some, key=lambda trial: trial.case.seqlen_k)):
+        for trial in (
+            some[0],
+            *(extreme(some, key=_num_rows) for extreme in (min, max)),
+            max(some, key=lambda trial: trial.case.seqlen_k),
+        ):
             chosen[trial] = None
     return list(chosen)
 
@@ -68,9 +83,12 @@ def _num_rows(trial: Trial) -> int:
 
 
 class Drawer:
-    """Draws problems for one device. `edges` are lengths at which tiles end; `reuse` problems share a set of options."""
+    """Draws problems for one device. `edges` are lengths at which tiles end; `reuse` problems share a set of
+    options."""
 
-    def __init__(self, seed: int, device: str, direction: str = "both", edges: Sequence[int] = (), reuse: int = 1) -> None:
+    def __init__(
+        self, seed: int, device: str, direction: str = "both", edges: Sequence[int] = (), reuse: int = 1
+    ) -> None:
         self.pick = random.Random(seed)
         self.device, self.direction, self.reuse = device, direction, max(1, reuse)
         self.lengths = sorted({max(0, edge + step) for edge in edges for step in (-1, 0, 1)}) or [1, 64]
@@ -89,7 +107,9 @@ class Drawer:
         kind, dtype = pick.choice(_KINDS), pick.choice(_DTYPES)
         is_paged = kind in ("paged", "cache")
         # Few backends differentiate through pages
-        has_backward = self.direction == "backward" or (self.direction == "both" and self.chance(0.2 if is_paged else 0.6))
+        has_backward = self.direction == "backward" or (
+            self.direction == "both" and self.chance(0.2 if is_paged else 0.6)
+        )
         has_bias = kind != "cache" and self.chance(0.35)
         head_dim = self.head_dim()
         plain = Case(
@@ -147,7 +167,10 @@ class Drawer:
         changes: dict[str, Any] = {
             **sizes,
             "causal": causal,
-            "window": (pick.choice((0, 3, 17, 64, 100)) if has_left else -1, pick.choice((0, 5, 33)) if has_right else -1),
+            "window": (
+                pick.choice((0, 3, 17, 64, 100)) if has_left else -1,
+                pick.choice((0, 5, 33)) if has_right else -1,
+            ),
             "scale": None if self.chance(0.7) and not options.is_scale_negative else scale,
             "softcap": pick.choice((2.0, 15.0, 30.0)) if options.has_softcap else 0.0,
             "dropout_p": pick.choice((0.1, 0.2, 0.5)) if options.has_dropout else 0.0,
@@ -162,7 +185,12 @@ class Drawer:
             if changes["values"] == "huge":
                 sizes["seqlen_k"] = max(sizes["seqlen_k"], self.length(), self.length())
             else:
-                sizes = {"batch": pick.randint(1, 3), "heads": options.group, "heads_kv": 1, "seqlen_q": pick.randint(1, 4)}
+                sizes = {
+                    "batch": pick.randint(1, 3),
+                    "heads": options.group,
+                    "heads_kv": 1,
+                    "seqlen_q": pick.randint(1, 4),
+                }
                 sizes["seqlen_k"] = pick.randint(500, MAX_SCORES[self.device] // 64)
             _shrink_to(sizes, MAX_SCORES[self.device])
             changes |= {**sizes, "num_splits": pick.choice((1, 1, changes["num_splits"]))}
@@ -188,7 +216,13 @@ class Drawer:
         heads_kv, batch = self.pick.randint(40, 60), self.pick.randint(12, 20)
         # A tile may hold the queries of a whole group, which therefore adds no tiles
         seqlen_q, seqlen_k = (self.pick.randint(1, 30 // group) for _ in range(2))
-        return {"batch": batch, "heads": heads_kv * group, "heads_kv": heads_kv, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        return {
+            "batch": batch,
+            "heads": heads_kv * group,
+            "heads_kv": heads_kv,
+            "seqlen_q": seqlen_q,
+            "seqlen_k": seqlen_k,
+        }
 
     def length(self) -> int:
         draw = self.pick.random()

@@ -1,7 +1,9 @@
-"""One problem on several backends: what each gives, by the error rule against fp64, and bit by bit where that is promised.
+"""One problem on several backends: what each gives, by the error rule against fp64, and bit by bit where that is
+promised.
 
-Promised bits: the dropout mask is the same on every backend; with deterministic=True a second run gives the same tensors; keys in pages
-give what the same keys give in plain rows, wherever the backend says that it runs both in the same way.
+Promised bits: the dropout mask is the same on every backend; with deterministic=True a second run gives the same
+tensors; keys in pages give what the same keys give in plain rows, wherever the backend says that it runs both in the
+same way.
 """
 
 from __future__ import annotations
@@ -76,11 +78,15 @@ def _judge(trial: Trial, backends: Sequence[Backend], device: str) -> Verdict:
             result = _run(inputs, backend, trial.has_backward)
             found += disagreements(result, inputs, expected)
             if trial.case.deterministic:
-                found += _differences(result, _run(inputs, backend, trial.has_backward), "a second run gives other bits")
+                found += _differences(
+                    result, _run(inputs, backend, trial.has_backward), "a second run gives other bits"
+                )
             if probe is not None and bits is not None:
                 found += _wrong_bits(_run(probe, backend, False).out != 0, bits)
             if pages is not None and rows is not None and _details(backend, pages) == _details(backend, rows):
-                found += _differences(_run(pages, backend, False), _run(rows, backend, False), "pages give other bits than plain rows")
+                found += _differences(
+                    _run(pages, backend, False), _run(rows, backend, False), "pages give other bits than plain rows"
+                )
         except Exception as error:
             found.append(f"raised {type(error).__name__}: {error}")
             if not is_alive(device):
@@ -89,7 +95,8 @@ def _judge(trial: Trial, backends: Sequence[Backend], device: str) -> Verdict:
 
 
 def warm(trial: Trial, backend: Backend, device: str) -> None:
-    """Makes every call of the trial once, so that whatever compiles, compiles now. What goes wrong shows when the trial is judged."""
+    """Makes every call of the trial once, so that whatever compiles, compiles now. What goes wrong shows when the trial
+    is judged."""
     for args, call, has_backward in _calls(trial, backend, device):
         # Below autograd, whose backward passes of one device all run in one thread
         with torch.no_grad():
@@ -108,14 +115,19 @@ def compile_jobs(trial: Trial, backend: Backend, device: str) -> dict[Hashable, 
 
 
 def _calls(trial: Trial, backend: Backend, device: str) -> Iterator[tuple[AttentionArgs, Inputs, bool]]:
-    """Those that judging the trial makes on a backend, if that takes it; the last says whether a backward pass follows."""
+    """Those that judging the trial makes on a backend, if that takes it; the last says whether a backward pass
+    follows."""
     inputs = trial.make(device)
     if not _takes(backend, inputs, trial.has_backward, Verdict()):
         return
     for call in (inputs, *_companions(trial, inputs)):
         has_backward = trial.has_backward and call is inputs
         needs_bias_grad = has_backward and call.args.bias is not None
-        yield _for(backend, call.args)._replace(needs_grad=has_backward, needs_bias_grad=needs_bias_grad), call, has_backward
+        yield (
+            _for(backend, call.args)._replace(needs_grad=has_backward, needs_bias_grad=needs_bias_grad),
+            call,
+            has_backward,
+        )
 
 
 def _needs(args: AttentionArgs) -> GradNeeds:
@@ -136,7 +148,9 @@ def _for(backend: Backend, args: AttentionArgs) -> AttentionArgs:
 
 def _takes(backend: Backend, inputs: Inputs, has_backward: bool, verdict: Verdict) -> bool:
     needs_bias_grad = has_backward and inputs.args.bias is not None
-    reason = registry.refusal(backend, Problem.of(inputs.args._replace(needs_grad=has_backward, needs_bias_grad=needs_bias_grad)))
+    reason = registry.refusal(
+        backend, Problem.of(inputs.args._replace(needs_grad=has_backward, needs_bias_grad=needs_bias_grad))
+    )
     if reason is not None:
         verdict.refusals[backend.name] = reason
     return reason is None
@@ -172,7 +186,8 @@ def _wrong_bits(ours: Tensor, right: Tensor) -> list[str]:
 
 
 def dropout_probe(inputs: Inputs, seed: int) -> Inputs:
-    """The same call with all scores 0 and one key to each column of v: out is 0 exactly where its key is hidden or dropped."""
+    """The same call with all scores 0 and one key to each column of v: out is 0 exactly where its key is hidden or
+    dropped."""
     args, rows = inputs.args, row_axis(inputs.args.layout)
     num_rows, dim = args.v.shape[rows], args.v.shape[-1]
     first = seed % max(1, num_rows - dim + 1)

@@ -1,7 +1,8 @@
 """A whole check: draw, compile ahead, judge, shrink what fails, count.
 
-Problems are small, so Python takes most of the time: with `jobs`, processes of their own judge them, while this one compiles for the next.
-Kernels of backends that have jobs for compilers are compiled by processes too, as many as there are cores.
+Problems are small, so Python takes most of the time: with `jobs`, processes of their own judge them, while this one
+compiles for the next. Kernels of backends that have jobs for compilers are compiled by processes too, as many as there
+are cores.
 """
 
 from __future__ import annotations
@@ -154,7 +155,12 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
         report.add(batch)
         progress("", report.num_problems)
 
-    with _interruptible(report), _fresh_memory(settings.device), _Judges(settings) as judges, _compilers(settings) as start_compiling:
+    with (
+        _interruptible(report),
+        _fresh_memory(settings.device),
+        _Judges(settings) as judges,
+        _compilers(settings) as start_compiling,
+    ):
         # Time counts from when all processes are there
         deadline = None if settings.seconds is None else time.monotonic() + settings.seconds
 
@@ -216,7 +222,9 @@ def judge_all(trials: Sequence[Trial], settings: Settings, deadline: float | Non
             if report.lost or (deadline is not None and time.monotonic() > deadline):
                 break
             _judge(trial, settings, report)
-    report.kernels = {backend.name: set(backend.loaded_kernels()) for backend in settings.backends if backend.loaded_kernels()}
+    report.kernels = {
+        backend.name: set(backend.loaded_kernels()) for backend in settings.backends if backend.loaded_kernels()
+    }
     return report
 
 
@@ -286,7 +294,8 @@ class _Task:
 class _Judges:
     """Where trials are judged: here, or in processes of their own, which may die of it.
 
-    One death ends a whole pool. Trials that were being judged then are judged again one by one, the others as if nothing had been.
+    One death ends a whole pool. Trials that were being judged then are judged again one by one, the others as if
+    nothing had been.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -350,12 +359,16 @@ class _Judges:
         for backend in self.settings.backends:
             try:
                 with processes(1) as pool:
-                    found = pool.submit(judge_all, [trial], dataclasses.replace(self.settings, backends=[backend])).result()
+                    found = pool.submit(
+                        judge_all, [trial], dataclasses.replace(self.settings, backends=[backend])
+                    ).result()
                 report.add(dataclasses.replace(found, num_problems=0, values=Counter()))
             except BrokenProcessPool:
                 complaints = ("the process that judged it died",)
                 deadly = Failure(backend.name, complaints, trial, trial, complaints, is_deadly=True)
-                report.add(Report(ran=Counter([backend.name]), failed=Counter([backend.name]), failures=[deadly], num_deaths=1))
+                report.add(
+                    Report(ran=Counter([backend.name]), failed=Counter([backend.name]), failures=[deadly], num_deaths=1)
+                )
         return report
 
     def _open(self, jobs: int) -> ProcessPoolExecutor:
@@ -374,7 +387,8 @@ _START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods()
 
 
 def _begin(interrupt: Any, environment: dict[str, str]) -> None:
-    """An interrupt is for the process that asked, which ends the others. The environment is that of the asking process, too."""
+    """An interrupt is for the process that asked, which ends the others. The environment is that of the asking process,
+    too."""
     signal.signal(signal.SIGINT, interrupt)
     os.environ.clear()
     os.environ.update(environment)
@@ -382,7 +396,8 @@ def _begin(interrupt: Any, environment: dict[str, str]) -> None:
 
 @contextmanager
 def processes(jobs: int, is_ready: bool = True) -> Iterator[ProcessPoolExecutor]:
-    """Fresh processes. What waits is dropped at the end; an interrupt ends what runs, too. is_ready: all have started."""
+    """Fresh processes. What waits is dropped at the end; an interrupt ends what runs, too. is_ready: all have
+    started."""
     context = multiprocessing.get_context(_START)
     if _START == "forkserver":
         # The second is what torch.use_deterministic_algorithms imports, for seconds
@@ -423,14 +438,19 @@ def _compilers(settings: Settings) -> Iterator[Callable[[Sequence[Trial]], list[
         yield start
 
 
-def _compile(trials: Sequence[Trial], settings: Settings, compiling: Sequence[Future[None]], tick: Callable[[], None]) -> None:
-    """Makes calls once on the other backends that compile, in as many threads as there are cores, and waits for those that compile already.
+def _compile(
+    trials: Sequence[Trial], settings: Settings, compiling: Sequence[Future[None]], tick: Callable[[], None]
+) -> None:
+    """Makes calls once on the other backends that compile, in as many threads as there are cores, and waits for those
+    that compile already.
 
     What is left compiles when it is judged.
     """
     called = [backend for backend in settings.backends if backend.is_compiled and not backend.has_compile_jobs]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = [pool.submit(warm, trial, backend, settings.device) for trial in most_different(trials) for backend in called]
+        jobs = [
+            pool.submit(warm, trial, backend, settings.device) for trial in most_different(trials) for backend in called
+        ]
         try:
             for job in (*jobs, *compiling):
                 with suppress(Exception):  # shown when the trial is judged
@@ -446,7 +466,8 @@ def _fresh_memory(device: str) -> Iterator[None]:
     """On the CPU whatever torch.empty gives is NaN. One thread: problems are small, and many are drawn."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    was_deterministic, fill = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     if device == "cpu":
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]

@@ -30,7 +30,9 @@ class Trial:
     def __str__(self) -> str:
         """What differs from the plain case, as name=value with commas between."""
         words = [
-            f"{name}={_text(getattr(self.case, name))}" for name, field in _FIELDS.items() if getattr(self.case, name) != field.default
+            f"{name}={_text(getattr(self.case, name))}"
+            for name, field in _FIELDS.items()
+            if getattr(self.case, name) != field.default
         ]
         return ",".join([*words, f"seed={self.seed}", f"pass={'backward' if self.has_backward else 'forward'}"])
 
@@ -42,7 +44,9 @@ class Trial:
         for word in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = word.partition("=")
             if not equals or name not in {*_FIELDS, "seed", "pass"}:
-                raise value_error("--case", repr(word), f"name=value, the name one of {', '.join((*_FIELDS, 'seed', 'pass'))}")
+                raise value_error(
+                    "--case", repr(word), f"name=value, the name one of {', '.join((*_FIELDS, 'seed', 'pass'))}"
+                )
             try:
                 if name == "seed":
                     seed = int(value)
@@ -51,7 +55,11 @@ class Trial:
                 else:
                     options[name] = _value(_FIELDS[name].type, value)
             except (ValueError, KeyError) as error:
-                accepted = {"pass": "forward or backward", "seed": "an integer", "dtype": ", ".join(map(dtype_name, DTYPES))}.get(name)
+                accepted = {
+                    "pass": "forward or backward",
+                    "seed": "an integer",
+                    "dtype": ", ".join(map(dtype_name, DTYPES)),
+                }.get(name)
                 accepted = accepted or str(_FIELDS[name].type)
                 raise value_error("--case", repr(word), accepted) from error
         return cls(Case(**options), seed, has_backward)

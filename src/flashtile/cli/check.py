@@ -77,7 +77,9 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         problems=options.problems if has_limit else _DEFAULT_PROBLEMS if options.mutate is None else _MUTANT_PROBLEMS,
         seconds=options.seconds,
         direction=options.direction,
-        reuse=_reuse(options.problems if has_limit else _DEFAULT_PROBLEMS) if any(backend.is_compiled for backend in backends) else 1,
+        reuse=_reuse(options.problems if has_limit else _DEFAULT_PROBLEMS)
+        if any(backend.is_compiled for backend in backends)
+        else 1,
         jobs=_default_jobs(where) if options.jobs is None else options.jobs,
     )
     trial = None if options.case is None else Trial.parse(options.case)
@@ -86,7 +88,9 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         writable_folder(options.out)
     console = _console(options.as_json)
     console.print(line, highlight=False, soft_wrap=True)
-    command = Command(settings, console, options.as_json, options.out, dataclasses.asdict(facts.environment(where, arguments)))
+    command = Command(
+        settings, console, options.as_json, options.out, dataclasses.asdict(facts.environment(where, arguments))
+    )
     return partial(command.start, partial(command.check, trial) if faults is None else partial(command.hunt, faults))
 
 
@@ -115,12 +119,16 @@ class Command:
         else:
             self.console.print(f"seed {self.settings.seed}", highlight=False)
             with self._progress(self.settings.problems) as (progress, task):
-                report = check(self.settings, lambda what, done: progress.update(task, completed=done, description=what))
+                report = check(
+                    self.settings, lambda what, done: progress.update(task, completed=done, description=what)
+                )
         self.console.print(_summary(report, self.settings))
         self._show_failures(report)
         if not report.ran and not report.failures:
             reasons = [f"{name}: {reason}" for name, found in report.refused.items() for reason in found]
-            self.console.print("[red]Nothing was checked. " + escape("; ".join(reasons)), highlight=False, soft_wrap=True)
+            self.console.print(
+                "[red]Nothing was checked. " + escape("; ".join(reasons)), highlight=False, soft_wrap=True
+            )
         self._keep("check.json", {"seed": self.settings.seed, **report.as_dict()})
         if report.is_interrupted:
             self.console.print(f"Interrupted after {report.num_problems} problems.", highlight=False)
@@ -142,7 +150,8 @@ class Command:
         self.console.print(_hunts(hunts))
         missed = [found.mutation.name for found in hunts if not found.is_found]
         self.console.print(
-            f"{len(hunts) - len(missed)} of {len(faults)} faults found" + (f"; missed: {', '.join(missed)}" if missed else "")
+            f"{len(hunts) - len(missed)} of {len(faults)} faults found"
+            + (f"; missed: {', '.join(missed)}" if missed else "")
         )
         self._keep("mutations.json", self._hunted(hunts))
         return INTERRUPTED if is_interrupted else FOUND if missed else 0
@@ -153,14 +162,20 @@ class Command:
     def _show_failures(self, report: Report) -> None:
         for failure in report.failures:
             self.console.print(
-                f"[red]{escape(failure.backend)}: {escape('; '.join(failure.smallest_complaints))}", highlight=False, soft_wrap=True
+                f"[red]{escape(failure.backend)}: {escape('; '.join(failure.smallest_complaints))}",
+                highlight=False,
+                soft_wrap=True,
             )
             self.console.print(escape(f"  {failure.reproducer}"), highlight=False, soft_wrap=True)
         if report.num_deaths:
             words = "died (a crash, or out of memory); their problems were run again"
-            self.console.print(f"[yellow]{report.num_deaths} worker processes {words}.", highlight=False, soft_wrap=True)
+            self.console.print(
+                f"[yellow]{report.num_deaths} worker processes {words}.", highlight=False, soft_wrap=True
+            )
         if report.lost:
-            self.console.print("[red]The GPU no longer works; run the last problem alone, or under compute-sanitizer.", highlight=False)
+            self.console.print(
+                "[red]The GPU no longer works; run the last problem alone, or under compute-sanitizer.", highlight=False
+            )
 
     def _keep(self, name: str, content: dict[str, Any]) -> None:
         if self.as_json:
@@ -215,7 +230,9 @@ def _backends(names: str | None, device: str, has_fault: bool) -> list[Backend]:
             raise value_error("--backends", name, f"those for {device} here: {', '.join(known.name for known in here)}")
         chosen.append(backend)
     if not chosen:
-        raise value_error("--backends", repr(names), f"names of {', '.join(known.name for known in here)}, separated by commas")
+        raise value_error(
+            "--backends", repr(names), f"names of {', '.join(known.name for known in here)}, separated by commas"
+        )
     return chosen
 
 
@@ -226,11 +243,19 @@ def _reuse(problems: int | None) -> int:
 
 def _default_jobs(device: str) -> int:
     """Several processes on a GPU, if they can share kernels through the disk cache; else one."""
-    return max(1, min(_GPU_JOBS, (os.cpu_count() or 1) // 2)) if device == "cuda" and cache.KernelCache.default().directory else 1
+    return (
+        max(1, min(_GPU_JOBS, (os.cpu_count() or 1) // 2))
+        if device == "cuda" and cache.KernelCache.default().directory
+        else 1
+    )
 
 
 def _faults(names: str, arch: Arch | None) -> list[Mutation]:
-    known = {fault.name: fault for fault in mutations() if fault.tool is None and (arch is None or families.is_reachable(fault, arch))}
+    known = {
+        fault.name: fault
+        for fault in mutations()
+        if fault.tool is None and (arch is None or families.is_reachable(fault, arch))
+    }
     if names == "all":
         return list(known.values())
     chosen = [name.strip() for name in names.split(",") if name.strip()]

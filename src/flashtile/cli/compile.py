@@ -1,7 +1,8 @@
 """`flashtile compile`: fills the kernel cache for given architectures, no GPU needed, and shows what each kernel takes.
 
-What is compiled comes from the families, so a new row, kernel or step is covered as soon as a family launches it. A kernel that
-spills, keeps a stack frame, makes the compiler warn or asks for more shared memory than the architecture has is a failure.
+What is compiled comes from the families, so a new row, kernel or step is covered as soon as a family launches it. A
+kernel that spills, keeps a stack frame, makes the compiler warn or asks for more shared memory than the architecture
+has is a failure.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ class Job:
     def features(self) -> str:
         """The features that are not as in the plain variant, in words."""
         pairs = ((field, getattr(self.key.features, field.name)) for field in dataclasses.fields(Features))
-        words = [field.name if value is True else f"{field.name}={value}" for field, value in pairs if value != field.default]
+        words = [
+            field.name if value is True else f"{field.name}={value}" for field, value in pairs if value != field.default
+        ]
         return ", ".join([*words, *([f"out={self.key.out_dtype}"] if self.key.out_dtype != self.key.dtype else [])])
 
     def __str__(self) -> str:
@@ -132,8 +135,8 @@ def plain_jobs(
     dims: Sequence[int] | None = None,
     has_band: bool = False,
 ) -> list[Job]:
-    """Every kernel without any option, or causal, for every class of lengths. One that exists only with an option comes with
-    that option alone."""
+    """Every kernel without any option, or causal, for every class of lengths. One that exists only with an option comes
+    with that option alone."""
     jobs = []
     for arch in archs:
         for family, dtype, pair in _tables(arch, dtypes, dims):
@@ -148,8 +151,11 @@ def plain_jobs(
     return _once(jobs)
 
 
-def embedded_jobs(archs: Sequence[Arch], dtypes: Sequence[str] = DTYPES, dims: Sequence[int] | None = None) -> list[Job]:
-    """The kernels that come with a package: those without an option, and causal ones, of the families that calls take."""
+def embedded_jobs(
+    archs: Sequence[Arch], dtypes: Sequence[str] = DTYPES, dims: Sequence[int] | None = None
+) -> list[Job]:
+    """The kernels that come with a package: those without an option, and causal ones, of the families that calls
+    take."""
     jobs = (job for has_band in (False, True) for job in plain_jobs(archs, dtypes, dims, has_band))
     return _once(job for job in jobs if job.is_chosen)
 
@@ -160,8 +166,8 @@ def covering_jobs(
     dims: Sequence[int] | None = None,
     crosses_head_dims: bool = True,
 ) -> list[Job]:
-    """Variants of each kernel in which every two values of its options, dtype and length classes meet; its head dims too, or
-    else they take turns."""
+    """Variants of each kernel in which every two values of its options, dtype and length classes meet; its head dims
+    too, or else they take turns."""
     jobs: list[Job] = []
     for arch, family in itertools.product(archs, families.all_families()):
         own_dtypes = [dtype for dtype in dtypes if dtype in family.dtypes]
@@ -178,8 +184,8 @@ def covering_jobs(
 
 
 def edge_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = DTYPES, dims: Sequence[int] | None = None) -> list[Job]:
-    """Variants with few options, of the tiles that take only so many: these are closest to a spill. With many, the tile is
-    another."""
+    """Variants with few options, of the tiles that take only so many: these are closest to a spill. With many, the tile
+    is another."""
     found = []
     for arch in archs:
         for family, dtype, pair in _tables(arch, dtypes, dims):
@@ -257,12 +263,15 @@ def _chosen_key(
 
 
 def pairwise(factors: Mapping[Any, Sequence[Any]]) -> list[dict[Any, Any]]:
-    """A short list of choices in which every two values of two factors meet. The same factors always give the same list."""
+    """A short list of choices in which every two values of two factors meet. The same factors always give the same
+    list."""
     names = list(factors)
     missing = {
         pair: None
         for one, other in itertools.combinations(names, 2)
-        for pair in itertools.product(((one, value) for value in factors[one]), ((other, value) for value in factors[other]))
+        for pair in itertools.product(
+            ((one, value) for value in factors[one]), ((other, value) for value in factors[other])
+        )
     }
     chosen: list[dict[Any, Any]] = []
     while missing:
@@ -271,7 +280,10 @@ def pairwise(factors: Mapping[Any, Sequence[Any]]) -> list[dict[Any, Any]]:
             if name not in choice:
                 # The value that brings most new pairs; of equals, the one taken least so far
                 ranks = [
-                    (len(missing.keys() & _pairs(names, {**choice, name: value}).keys()), -sum(old[name] == value for old in chosen))
+                    (
+                        len(missing.keys() & _pairs(names, {**choice, name: value}).keys()),
+                        -sum(old[name] == value for old in chosen),
+                    )
                     for value in factors[name]
                 ]
                 choice[name] = factors[name][ranks.index(max(ranks))]
@@ -305,8 +317,13 @@ def why_unknown(arch: Arch, compiler: Toolchain) -> str:
     known = sorted(compiler.archs)
     span = f"it compiles for sm_{known[0]} to sm_{known[-1]}"
     if arch.number < known[0]:
-        return f"NVRTC {major}.{minor} no longer knows {arch.name}: {span}. NVRTC 12.9 does: nvidia-cuda-nvrtc-cu12, FLASHTILE_NVRTC"
-    return f"NVRTC {major}.{minor} does not know {arch.name}: {span}. A newer one may: nvidia-cuda-nvrtc, FLASHTILE_NVRTC"
+        return (
+            f"NVRTC {major}.{minor} no longer knows {arch.name}: {span}. NVRTC 12.9 does: "
+            "nvidia-cuda-nvrtc-cu12, FLASHTILE_NVRTC"
+        )
+    return (
+        f"NVRTC {major}.{minor} does not know {arch.name}: {span}. A newer one may: nvidia-cuda-nvrtc, FLASHTILE_NVRTC"
+    )
 
 
 def _asked_archs(names: Sequence[str], compiler: Toolchain) -> list[Arch]:
@@ -327,8 +344,13 @@ def _archs_found() -> list[Arch]:
     capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
     archs = [arch for arch in (arch_of(*capability) for capability in capabilities) if arch is not None]
     if not archs:
-        way_out = f"Name what to compile for, as in --arch sm_90, or take --all; known: {', '.join(arch.name for arch in ARCHS.values())}"
-        raise value_error("--arch", "none, and no GPU to take it from", "the architecture of a GPU, once or more", way_out)
+        way_out = (
+            "Name what to compile for, as in --arch sm_90, or take --all; known: "
+            f"{', '.join(arch.name for arch in ARCHS.values())}"
+        )
+        raise value_error(
+            "--arch", "none, and no GPU to take it from", "the architecture of a GPU, once or more", way_out
+        )
     return list(dict.fromkeys(archs))
 
 
@@ -344,7 +366,10 @@ def compile_job(job: Job) -> Result:
     except CompileError as error:
         return Result(job, 0, 0, 0, step.shared_bytes, 0, time.perf_counter() - start, (str(error),))
     used = compiled.resources(step.entry)
-    spill_bytes, shared_bytes = used.spill_store_bytes + used.spill_load_bytes, step.shared_bytes + used.static_shared_bytes
+    spill_bytes, shared_bytes = (
+        used.spill_store_bytes + used.spill_load_bytes,
+        step.shared_bytes + used.static_shared_bytes,
+    )
     problems = list(compiled.warnings)
     if spill_bytes:
         problems.append(f"spills registers: {used.spill_store_bytes} bytes stored, {used.spill_load_bytes} loaded")
@@ -355,7 +380,8 @@ def compile_job(job: Job) -> Result:
     blocks = arch.blocks_per_multiprocessor(step.num_threads, used.registers, shared_bytes)
     if not blocks:
         problems.append(
-            f"does not fit a multiprocessor: {step.num_threads} threads of {used.registers} registers, {shared_bytes} bytes shared"
+            f"does not fit a multiprocessor: {step.num_threads} threads of {used.registers} "
+            f"registers, {shared_bytes} bytes shared"
         )
     seconds = time.perf_counter() - start
     return Result(job, used.registers, spill_bytes, used.stack_bytes, shared_bytes, blocks, seconds, tuple(problems))
@@ -446,7 +472,10 @@ def _run(jobs: Sequence[Job], skipped: Sequence[str], options: Options) -> int:
             cache.embed(options.embed, job.step.unit, job.key.arch.name, [job.step.entry])
     directory = options.embed or cache.KernelCache.default().directory
     where = "kept in no file" if directory is None else f"in {directory}"
-    console.print(f"{len(ordered)} kernels in {time.perf_counter() - start:.1f} s on {num_threads} threads, {where}", highlight=False)
+    console.print(
+        f"{len(ordered)} kernels in {time.perf_counter() - start:.1f} s on {num_threads} threads, {where}",
+        highlight=False,
+    )
     for result in failed:
         for problem in result.problems:
             console.print(f"[red]{escape(f'{result.job}: {problem}')}", highlight=False, soft_wrap=True)

@@ -50,7 +50,10 @@ def collect() -> dict[str, Any]:
         "cache": _cache(),
         "embedded": embedded_archs(),
         "archs": _archs(),
-        "backends": {backend.name: {device: _status(backend, device) for device in ("cpu", "cuda")} for backend in registry.BACKENDS},
+        "backends": {
+            backend.name: {device: _status(backend, device) for device in ("cpu", "cuda")}
+            for backend in registry.BACKENDS
+        },
         "summaries": {backend.name: backend.summary for backend in registry.BACKENDS},
         "switches": {name: os.environ.get(name) for name in SWITCHES},
     }
@@ -115,7 +118,11 @@ def _cache() -> dict[str, Any]:
         is_usable = not exists or kept._usable() is not None
     facts = {"directory": kept.directory and str(kept.directory), "status": "usable", "files": 0, "bytes": 0}
     if kept.directory is None:
-        facts["status"] = "off: FLASHTILE_CACHE=0" if os.environ.get("FLASHTILE_CACHE") == "0" else "off: the user has no home directory"
+        facts["status"] = (
+            "off: FLASHTILE_CACHE=0"
+            if os.environ.get("FLASHTILE_CACHE") == "0"
+            else "off: the user has no home directory"
+        )
     elif not is_usable:
         facts["status"] = str(caught[0].message) if caught else "not usable"
     elif not exists:
@@ -133,7 +140,10 @@ def _archs() -> dict[str, str]:
         known = compiler.archs
     except Unsupported:
         return {arch.name: "no: without NVRTC nothing can be compiled" for arch in ARCHS.values()}
-    return {arch.name: "works" if arch.number in known else f"no: {compile_command.why_unknown(arch, compiler)}" for arch in ARCHS.values()}
+    return {
+        arch.name: "works" if arch.number in known else f"no: {compile_command.why_unknown(arch, compiler)}"
+        for arch in ARCHS.values()
+    }
 
 
 def _status(backend: Backend, device: str) -> str:
@@ -160,17 +170,23 @@ def show(as_json: bool) -> None:
     found.add_row("torch", f"{facts['torch']}, {facts['cpu_threads']} CPU threads")
     built = facts["extension"]
     found.add_row(
-        "C++ extension", f"none: {built['reason']}" if built["reason"] else f"{', '.join(built['instruction_sets'])}; {built['path']}"
+        "C++ extension",
+        f"none: {built['reason']}" if built["reason"] else f"{', '.join(built['instruction_sets'])}; {built['path']}",
     )
     launcher = facts["executor"]
-    found.add_row("CUDA kernels", f"launched by {launcher['language']}" + (f": {launcher['reason']}" if launcher["reason"] else ""))
+    found.add_row(
+        "CUDA kernels",
+        f"launched by {launcher['language']}" + (f": {launcher['reason']}" if launcher["reason"] else ""),
+    )
     found.add_row("CUDA of torch", facts["torch_cuda"] or "none: a CPU build")
     for gpu in facts["gpus"] or [None]:
         found.add_row(
             "GPU",
             "none"
             if gpu is None
-            else f"{gpu['name']}, compute capability {gpu['compute_capability']}, {gpu['memory_bytes'] / 2**30:.0f} GiB",
+            else (
+                f"{gpu['name']}, compute capability {gpu['compute_capability']}, {gpu['memory_bytes'] / 2**30:.0f} GiB"
+            ),
         )
     found.add_row("CUDA of the driver", facts["driver"]["cuda"] or f"none: {facts['driver']['reason']}")
     nvrtc, kept = facts["nvrtc"], facts["cache"]
@@ -186,7 +202,9 @@ def show(as_json: bool) -> None:
             found.add_row(name, status)
     for name, meaning in SWITCHES.items():
         found.add_row(name, f"{facts['switches'][name] or 'not set'} ({meaning})")
-    backends = Table("backend", "cpu", "cuda", "what it is", title="backends, the preferred first", title_justify="left")
+    backends = Table(
+        "backend", "cpu", "cuda", "what it is", title="backends, the preferred first", title_justify="left"
+    )
     for name, status in facts["backends"].items():
         backends.add_row(name, status["cpu"], status["cuda"], facts["summaries"][name])
     # Wrap long paths instead of truncating them

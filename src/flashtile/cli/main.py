@@ -29,26 +29,40 @@ def _show_version(is_wanted: bool) -> None:
 
 @app.callback()
 def main(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     return None
 
 
 @app.command()
-def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False) -> None:
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
     """Show what was found on this machine, what works here, and why the rest does not."""
     info_command.show(as_json)
 
 
 @app.command("compile")
 def compile_kernels(
-    arch: Annotated[list[str] | None, typer.Option(help="Such as sm_90; may be repeated. Default: the GPUs found.")] = None,
-    all_of_it: Annotated[bool, typer.Option("--all", help="Every architecture the compiler supports, and variants with options.")] = False,
-    dtype: Annotated[list[str] | None, typer.Option(help="float32, float16 or bfloat16; may be repeated. Default: all.")] = None,
-    head_dim: Annotated[list[int] | None, typer.Option(help="May be repeated. Default: all in the kernel table.")] = None,
+    arch: Annotated[
+        list[str] | None, typer.Option(help="Such as sm_90; may be repeated. Default: the GPUs found.")
+    ] = None,
+    all_of_it: Annotated[
+        bool, typer.Option("--all", help="Every architecture the compiler supports, and variants with options.")
+    ] = False,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="float32, float16 or bfloat16; may be repeated. Default: all.")
+    ] = None,
+    head_dim: Annotated[
+        list[int] | None, typer.Option(help="May be repeated. Default: all in the kernel table.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     jobs: Annotated[int | None, typer.Option(help="Kernels compiled in parallel. Default: one per core.")] = None,
-    embed: Annotated[Path | None, typer.Option(help="Also write the kernels to this folder, as a build with FLASHTILE_ARCHS does.")] = None,
+    embed: Annotated[
+        Path | None, typer.Option(help="Also write the kernels to this folder, as a build with FLASHTILE_ARCHS does.")
+    ] = None,
 ) -> None:
     """Compile kernels ahead of time, without a GPU, and show registers, spills, shared memory and occupancy."""
     options = compile_command.Options(arch or (), all_of_it, dtype or (), head_dim or (), as_json, jobs, embed)
@@ -62,20 +76,32 @@ def compile_kernels(
 
 @app.command()
 def check(
-    problems: Annotated[int | None, typer.Option(help="Number of problems. Default: 200, or as many as --seconds allows.")] = None,
+    problems: Annotated[
+        int | None, typer.Option(help="Number of problems. Default: 200, or as many as --seconds allows.")
+    ] = None,
     seconds: Annotated[float | None, typer.Option(help="Start no new problem after this time.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the problems. Default: a random one, which is shown.")] = None,
-    backends: Annotated[str | None, typer.Option(help="Names, separated by commas. Default: all for the device.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the problems. Default: a random one, which is shown.")
+    ] = None,
+    backends: Annotated[
+        str | None, typer.Option(help="Names, separated by commas. Default: all for the device.")
+    ] = None,
     direction: Annotated[str, typer.Option("--pass", help="forward, backward or both.")] = "both",
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Worker processes. Default: 1, on a GPU up to 8.")] = None,
-    case: Annotated[str | None, typer.Option(help="Run this problem, as a failure prints it, instead of random ones.")] = None,
-    mutate: Annotated[str | None, typer.Option(help="all, or names: plant faults in the kernels and check that they are found.")] = None,
+    case: Annotated[
+        str | None, typer.Option(help="Run this problem, as a failure prints it, instead of random ones.")
+    ] = None,
+    mutate: Annotated[
+        str | None, typer.Option(help="all, or names: plant faults in the kernels and check that they are found.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write check.json or mutations.json into.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; the tables go to stderr.")] = False,
 ) -> None:
     """Run random problems on every backend and compare with fp64 and with each other. Exits 1 if one disagrees."""
-    options = check_command.Options(problems, seconds, seed, backends, direction, device, jobs, case, mutate, out, as_json)
+    options = check_command.Options(
+        problems, seconds, seed, backends, direction, device, jobs, case, mutate, out, as_json
+    )
     try:
         job = check_command.prepare(options, sys.argv[1:])
     except (ValueError, TypeError, Unsupported) as error:
@@ -86,7 +112,9 @@ def check(
 
 @app.command()
 def bench(
-    grid: Annotated[str | None, typer.Option(help="paper or decode: a grid of problems instead of one length sweep.")] = None,
+    grid: Annotated[
+        str | None, typer.Option(help="paper or decode: a grid of problems instead of one length sweep.")
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="Sequence lengths up to 16384 instead of 2048.")] = False,
     seqlens: Annotated[str | None, typer.Option(help="Sequence lengths, separated by commas.")] = None,
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 or fp64. Default: fp32, in a grid bf16.")] = None,
@@ -98,24 +126,33 @@ def bench(
     direction: Annotated[
         str | None, typer.Option("--pass", help="fwd, bwd or fwd+bwd. Default: fwd; for the paper grid fwd and bwd.")
     ] = None,
-    backends: Annotated[str | None, typer.Option(help="Names, separated by commas; also `ours` and `baselines`.")] = None,
+    backends: Annotated[
+        str | None, typer.Option(help="Names, separated by commas; also `ours` and `baselines`.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results. Default: results/<device>.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON; the tables go to stderr.")] = False,
     graph: Annotated[bool, typer.Option("--graph", help="Replay CUDA graphs: kernel time without host time.")] = False,
     seconds: Annotated[float | None, typer.Option(help="Time budget of one provider at one point.")] = None,
-    call_limit: Annotated[float | None, typer.Option(help="Skip sizes whose calls would take more seconds than this.")] = None,
-    compile_limit: Annotated[float | None, typer.Option(help="Seconds that the first calls of a provider may take in total.")] = None,
+    call_limit: Annotated[
+        float | None, typer.Option(help="Skip sizes whose calls would take more seconds than this.")
+    ] = None,
+    compile_limit: Annotated[
+        float | None, typer.Option(help="Seconds that the first calls of a provider may take in total.")
+    ] = None,
     overhead: Annotated[bool, typer.Option("--overhead", help="Measure the host time of a call instead.")] = False,
     cold: Annotated[bool, typer.Option("--cold", help="Measure the first call of new processes instead.")] = False,
-    tiles: Annotated[bool, typer.Option("--tiles", help="Compare tiles of the forward kernels; takes --dtype, --out and --json.")] = False,
+    tiles: Annotated[
+        bool, typer.Option("--tiles", help="Compare tiles of the forward kernels; takes --dtype, --out and --json.")
+    ] = False,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(metavar="A.csv B.csv", help="Print and write the ratios of two runs.")
     ] = None,
 ) -> None:
     """Benchmark attention against its peers: CSV, plots and ratios."""
     options = bench_command.Options(
-        grid, full, seqlens, dtype, batch, heads, heads_kv, head_dim, causal, direction, backends, device, out, as_json, graph, seconds,
+        grid, full, seqlens, dtype, batch, heads, heads_kv, head_dim, causal, direction, backends, device, out,
+        as_json, graph, seconds,
         call_limit, compile_limit, overhead, cold,
     )  # fmt: skip
     try:
@@ -134,7 +171,9 @@ def ladder(
     is_list: Annotated[bool, typer.Option("--list", help="List the rungs and their resources, without a GPU.")] = False,
     only: Annotated[str | None, typer.Option(help="Names or numbers of rungs, separated by commas.")] = None,
     dtype: Annotated[str, typer.Option(help="Only fp32.")] = "fp32",
-    causal: Annotated[bool | None, typer.Option("--causal/--no-causal", help="Only causal problems, or none. Default: both.")] = None,
+    causal: Annotated[
+        bool | None, typer.Option("--causal/--no-causal", help="Only causal problems, or none. Default: both.")
+    ] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Read hardware counters with Nsight Compute.")] = False,
     arch: Annotated[str | None, typer.Option(help="For --list, such as sm_90. Default: the GPU's, else sm_90.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the results. Default: results/<device>.")] = None,

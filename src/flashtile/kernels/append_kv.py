@@ -47,17 +47,23 @@ def plan(key: AppendKey) -> LaunchPlan:
         operands.append(Operand("block_table"))
         values.append(("pages_per_sequence", (Size("block_table", -1),)))
     if key.has_rotary:
-        operands += [Operand(name, strides="contiguous", dtype=key.angle_dtype) for name in ("rotary_cos", "rotary_sin")]
+        operands += [
+            Operand(name, strides="contiguous", dtype=key.angle_dtype) for name in ("rotary_cos", "rotary_sin")
+        ]
         values += [("num_positions", (Size("rotary_cos", -2),)), ("rotary_half", (Size("rotary_cos", -1),))]
     patches = [_patch(operand.name, Pointer(operand.name)) for operand in operands]
     for name in tensors:
-        patches += [_patch(f"{name}_strides", Stride(name, axis), index) for index, axis in enumerate((-4, row, head, -1))]
+        patches += [
+            _patch(f"{name}_strides", Stride(name, axis), index) for index, axis in enumerate((-4, row, head, -1))
+        ]
     patches += [_patch(name, Value(name)) for name, _ in values]
     patches.append(_patch("is_interleaved", Scalar("is_interleaved")))
     if key.is_paged:
         patches.append(_patch("table_stride", Stride("block_table", -2)))
     image = AppendParams(pages_per_sequence=1)
-    return LaunchPlan((kernel(key.dtype, key.angle_dtype),), tuple(operands), tuple(values), None, (), bytes(image), tuple(patches))
+    return LaunchPlan(
+        (kernel(key.dtype, key.angle_dtype),), tuple(operands), tuple(values), None, (), bytes(image), tuple(patches)
+    )
 
 
 def _patch(name: str, rule: Rule, index: int = 0) -> Patch:

@@ -77,8 +77,8 @@ def arch_named(name: str) -> Arch | None:
 
 
 def arch_here(major: int, minor: int) -> Arch | None:
-    """What a GPU is taken for: itself, or under FLASHTILE_ARCH a GPU of that architecture, with its rows and its limits,
-    whose kernels are compiled for this one. For tests, check and bench."""
+    """What a GPU is taken for: itself, or under FLASHTILE_ARCH a GPU of that architecture, with its rows and its
+    limits, whose kernels are compiled for this one. For tests, check and bench."""
     own, name = arch_of(major, minor), os.environ.get(_SWITCH)
     if not name or own is None:
         return own

@@ -1,6 +1,7 @@
 """From a key and a layout to a launch plan: operands, values, the image of the parameters and its patches.
 
-The family says what is launched (families/base.py: Launch); what every pass is told of its tensors is here, written once.
+The family says what is launched (families/base.py: Launch); what every pass is told of its tensors is here, written
+once.
 """
 
 from __future__ import annotations
@@ -186,8 +187,8 @@ on_clear: list[Callable[[], None]] = []  # of those who keep what they made from
 
 
 def clear_plans() -> None:
-    """Drops every plan, and what others made from it: units written from now on may differ (kernels/mutation.py), and so
-    may the choice of a family."""
+    """Drops every plan, and what others made from it: units written from now on may differ (kernels/mutation.py), and
+    so may the choice of a family."""
     kernels.cache_clear()
     plan.cache_clear()
     for clear in on_clear:

@@ -1,4 +1,5 @@
-"""Kernels broken on purpose, one fault at a time, so that tests can be seen to fail. The faults are listed in core/mutation.cuh.
+"""Kernels broken on purpose, one fault at a time, so that tests can be seen to fail. The faults are listed in
+core/mutation.cuh.
 
 A unit with a fault begins with a define, so its cache key is its own, and it is never taken for the kernel.
 """
@@ -33,7 +34,9 @@ class Mutation:
 
 def mutations() -> list[Mutation]:
     """Every fault that can be planted."""
-    return [Mutation(name, what, tool or None) for name, tool, what in _ENTRY.findall(_LIST.read_text(encoding="utf-8"))]
+    return [
+        Mutation(name, what, tool or None) for name, tool, what in _ENTRY.findall(_LIST.read_text(encoding="utf-8"))
+    ]
 
 
 @contextmanager

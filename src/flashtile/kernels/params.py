@@ -1,4 +1,5 @@
-"""The Python mirrors of what kernels take (attn/params.cuh, kernels/append_kv.cuh). Generated units assert that every offset agrees."""
+"""The Python mirrors of what kernels take (attn/params.cuh, kernels/append_kv.cuh). Generated units assert that every
+offset agrees."""
 
 from __future__ import annotations
 
@@ -8,11 +9,34 @@ from typing import Any
 _POINTERS = (
     *("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks", "lse_log2", "delta"),
     *("partial_out", "partial_stats"),
-    *("bias", "mask", "alibi_slopes", "sinks", "rng_state", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table"),
+    *(
+        "bias",
+        "mask",
+        "alibi_slopes",
+        "sinks",
+        "rng_state",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        "seqused_k",
+        "leftpad_k",
+        "block_table",
+    ),
 )
 _STRIDES = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 _SIZES = (
-    *("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "total_q", "total_k", "head_dim", "head_dim_v", "num_pages", "page_size"),
+    *(
+        "batch",
+        "heads",
+        "heads_kv",
+        "seqlen_q",
+        "seqlen_k",
+        "total_q",
+        "total_k",
+        "head_dim",
+        "head_dim_v",
+        "num_pages",
+        "page_size",
+    ),
     *("num_splits", "window_left", "window_right", "is_top_left"),
 )
 
@@ -81,6 +105,7 @@ def layout_asserts(struct: Struct) -> str:
         if kind is Params:
             lines.append(layout_asserts(Params))
         offset = getattr(struct, name).offset
-        # NVRTC has no offsetof; __INTADDR__ of a member of a null struct is a constant expression in both of its front ends
+        # NVRTC has no offsetof; __INTADDR__ of a member of a null struct is a constant expression in both of its front
+        # ends
         lines.append(f'static_assert(__INTADDR__(&(({cpp}*)0)->{name}) == {offset}, "{struct.__name__}: {name}");')
     return "\n".join(lines)

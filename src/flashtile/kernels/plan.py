@@ -1,7 +1,7 @@
 """A launch plan: how a pass is launched, as data. Steps, workspaces, an image of the parameters, and a patch table.
 
-A plan knows no sequence length. Whoever executes it (backends/executor.py, csrc/exec/plan.cpp) evaluates the rules below for the
-tensors of a call; none of them needs to know what attention is.
+A plan knows no sequence length. Whoever executes it (backends/executor.py, csrc/exec/plan.cpp) evaluates the rules
+below for the tensors of a call; none of them needs to know what attention is.
 """
 
 from __future__ import annotations

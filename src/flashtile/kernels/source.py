@@ -1,4 +1,5 @@
-"""The generated unit: one include, one kernel named with its policies, and the asserts that tie Python and C++ together."""
+"""The generated unit: one include, one kernel named with its policies, and the asserts that tie Python and C++
+together."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ def cpp_type(dtype: str) -> str:
 
 def plain_unit(header: str | Path, entry: str, struct: Struct) -> str:
     """A unit for a kernel without a tile. A header that is not part of this package is put in whole."""
-    include = header.read_text(encoding="utf-8") if isinstance(header, Path) else f'#include "flashtile/kernels/{header}.cuh"'
+    include = (
+        header.read_text(encoding="utf-8") if isinstance(header, Path) else f'#include "flashtile/kernels/{header}.cuh"'
+    )
     instance = f"template __global__ void {entry}(const FT_GRID_CONSTANT flashtile::{struct.__name__});"
     return "\n".join([*mutation.defines(), include, layout_asserts(struct), instance, ""])
 

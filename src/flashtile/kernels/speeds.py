@@ -1,10 +1,12 @@
 """How fast what is known to be: the measured time of every family, backend and torch kernel, from speeds.csv.
 
-tools/measure_speeds.py writes the table on a GPU. A row is the median time in microseconds of one reference call: an arch or "cpu", an op,
-a dtype, a head dim, an option, and a size. "large" calls are bound by their arithmetic; "small" ones, under ManyScores' limit, by the
-host's launch. Times are compared within one kind of call and say nothing about others.
+tools/measure_speeds.py writes the table on a GPU. A row is the median time in microseconds of one reference call: an
+arch or "cpu", an op, a dtype, a head dim, an option, and a size. "large" calls are bound by their arithmetic; "small"
+ones, under ManyScores' limit, by the host's launch. Times are compared within one kind of call and say nothing about
+others.
 
-Selection takes the fastest that accepts a call; what is more than SLOW times behind the best known warns (backends/registry.py).
+Selection takes the fastest that accepts a call; what is more than SLOW times behind the best known warns
+(backends/registry.py).
 """
 
 from __future__ import annotations

@@ -39,7 +39,9 @@ def measure() -> Ceilings:
     num_blocks = _BLOCKS_PER_MULTIPROCESSOR * driver.multiprocessor_count(torch.cuda.current_device())
     threads = num_blocks * _NUM_THREADS * _ROUNDS
     amounts = {"fma_kernel": 2.0 * threads * _NUM_FMAS, "shared_read_kernel": 16.0 * threads * _NUM_READS}
-    thunks: dict[str, timing.Thunk] = {name: partial(_launch, name, num_blocks, _Params(out.data_ptr(), _ROUNDS)) for name in amounts}
+    thunks: dict[str, timing.Thunk] = {
+        name: partial(_launch, name, num_blocks, _Params(out.data_ptr(), _ROUNDS)) for name in amounts
+    }
     amounts["copy"], thunks["copy"] = 2.0 * _COPY_BYTES, partial(target.copy_, source)
     contenders = [timing.Contender(name, [thunk], timing.once(thunk, "cuda")[1]) for name, thunk in thunks.items()]
     timing.interleave(contenders, "cuda", _BUDGET_S)
@@ -54,5 +56,7 @@ def _launch(name: str, num_blocks: int, params: _Params) -> None:
 @functools.cache
 def _function(name: str) -> driver.Function:
     defines = [f"NUM_THREADS={_NUM_THREADS}", f"NUM_FMAS={_NUM_FMAS}", f"NUM_READS={_NUM_READS}"]
-    compiled = cache.compile_cached((FOLDER / "ceilings.cu").read_text(encoding="utf-8"), current_arch().name, [name], defines)
+    compiled = cache.compile_cached(
+        (FOLDER / "ceilings.cu").read_text(encoding="utf-8"), current_arch().name, [name], defines
+    )
     return driver.load(compiled.cubin).function(compiled.symbols[name])

@@ -118,11 +118,16 @@ class Run:
         self._check()
         roofs = ceilings.measure()
         self._say(
-            f"Measured ceilings: {roofs.fma_tflops:.1f} TFLOP/s of FMA, {roofs.dram_gb_per_s:.0f} GB/s of device memory, "
+            f"Measured ceilings: {roofs.fma_tflops:.1f} TFLOP/s of FMA, {roofs.dram_gb_per_s:.0f} "
+            "GB/s of device memory, "
             f"{roofs.shared_gb_per_s:.0f} GB/s of shared memory."
         )
         # A partial run does not overwrite the files of a full one
-        is_whole = self.options.only is None and self.options.is_causal is None and self.variables == Variables(self.variables.is_debug)
+        is_whole = (
+            self.options.only is None
+            and self.options.is_causal is None
+            and self.variables == Variables(self.variables.is_debug)
+        )
         stem = self.options.dtype + ("" if is_whole else "_part")
         written = [self.folder / f"ladder_{stem}.csv", self.folder / f"ladder_kernels_{stem}.csv"]
         rows = self._measure(written[0])
@@ -147,7 +152,11 @@ class Run:
             self._say(str(error))
         say_files(self.console, written)
         if self.options.as_json:
-            print(json.dumps({"rows": [as_dict(row) for row in rows], "kernels": [as_dict(row) for row in kernels]}, indent=1))
+            print(
+                json.dumps(
+                    {"rows": [as_dict(row) for row in rows], "kernels": [as_dict(row) for row in kernels]}, indent=1
+                )
+            )
         return 1 if refusal or any(row.status == "inaccurate" for row in rows if not row.is_baseline) else 0
 
     def _say(self, text: str) -> None:
@@ -171,14 +180,20 @@ class Run:
         with Writer(path, Row) as writer, progress_bar(self.console) as progress:
             task = progress.add_task("", total=len(plan.points))
             sweep = Sweep(plan, providers, settings, self.env)
-            for found in sweep.rows(lambda point, name: progress.update(task, description=f"S={point.seqlen_q}: {name}")):
+            for found in sweep.rows(
+                lambda point, name: progress.update(task, description=f"S={point.seqlen_q}: {name}")
+            ):
                 writer.add(found)
                 rows += found
                 progress.advance(task)
         return rows
 
     def _points(self) -> list[Point]:
-        return list(measure.plan(self.options.dtype, self.options.is_causal).points[: 2 if self.options.is_causal is None else 1])
+        return list(
+            measure.plan(self.options.dtype, self.options.is_causal).points[
+                : 2 if self.options.is_causal is None else 1
+            ]
+        )
 
     def _profile(self) -> tuple[dict[tuple[str, bool], Counters], list[HbmRow], str]:
         """Counters of every rung at the large problem, bytes by sequence length, and the error if there are none."""
@@ -193,11 +208,15 @@ class Run:
         except Unsupported as error:
             return counted, [], str(error)
 
-    def _kernel_rows(self, rows: Sequence[Row], roofs: ceilings.Ceilings, counted: dict[tuple[str, bool], Counters]) -> list[RungRow]:
+    def _kernel_rows(
+        self, rows: Sequence[Row], roofs: ceilings.Ceilings, counted: dict[tuple[str, bool], Counters]
+    ) -> list[RungRow]:
         found = []
         for point in self._points():
             for rung in self.chosen:
-                timed = next((row for row in rows if row.provider == rung.name and row.point == point and row.is_ok), None)
+                timed = next(
+                    (row for row in rows if row.provider == rung.name and row.point == point and row.is_ok), None
+                )
                 counts = counted.get((rung.name, point.is_causal), Counters())
                 found.append(measure.rung_row(rung, point, self.variables, timed, roofs, counts, self.env))
         return found
@@ -240,9 +259,20 @@ def _list(chosen: Sequence[Rung], arch: Arch, variables: Variables, as_json: boo
             continue
         tile, resources = kernel.tile, kernel.resources
         spills = resources.spill_store_bytes + resources.spill_load_bytes
-        takes = (str(tile.num_threads), str(resources.registers), str(spills), f"{tile.shared_bytes / 1024:.1f}", f"{kernel.occupancy:.0%}")
+        takes = (
+            str(tile.num_threads),
+            str(resources.registers),
+            str(spills),
+            f"{tile.shared_bytes / 1024:.1f}",
+            f"{kernel.occupancy:.0%}",
+        )
         lines.append((rung.name, f"{tile.block_m} x {tile.block_n}", *takes, rung.title))
-        facts = {"registers": resources.registers, "spill_bytes": spills, "occupancy": kernel.occupancy, "arch": arch.name}
+        facts = {
+            "registers": resources.registers,
+            "spill_bytes": spills,
+            "occupancy": kernel.occupancy,
+            "arch": arch.name,
+        }
         found.append({"rung": rung.name, "title": rung.title, **vars(tile), **facts})
     show(console, replace(tables.kernel_table(lines), title=f"The ladder for {arch.name}, d={measure.LARGE.head_dim}"))
     if as_json:

@@ -31,7 +31,8 @@ _SOURCE = "flashtile.ladder.measure"  # module whose profiled_providers() resolv
 _STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 # Stall reasons of a warp. not_selected is left out: such a warp was ready, but another one was issued
 _STALLS = (
-    "barrier", "branch_resolving", "dispatch_stall", "drain", "imc_miss", "lg_throttle", "long_scoreboard", "math_pipe_throttle",
+    "barrier", "branch_resolving", "dispatch_stall", "drain", "imc_miss", "lg_throttle", "long_scoreboard",
+    "math_pipe_throttle",
     "membar", "mio_throttle", "misc", "no_instruction", "short_scoreboard", "sleeping", "tex_throttle", "wait",
 )  # fmt: skip
 _BYTES = ("dram__bytes_read.sum", "dram__bytes_write.sum")
@@ -61,9 +62,16 @@ class Call:
 def find() -> str:
     """The path of the profiler. Raises Unsupported if it is not installed."""
     folders = ["/usr/local/cuda/bin", *map(str, sorted(Path("/opt/nvidia/nsight-compute").glob("*"), reverse=True))]
-    found = shutil.which("ncu") or next((path for folder in folders if (path := shutil.which("ncu", path=folder))), None)
+    found = shutil.which("ncu") or next(
+        (path for folder in folders if (path := shutil.which("ncu", path=folder))), None
+    )
     if found is None:
-        raise unsupported("Nsight Compute", "no ncu on PATH", "an installed one", "Install it; all but the counters is measured without")
+        raise unsupported(
+            "Nsight Compute",
+            "no ncu on PATH",
+            "an installed one",
+            "Install it; all but the counters is measured without",
+        )
     return found
 
 
@@ -110,21 +118,37 @@ def _run(
 ) -> list[list[dict[str, float]]]:
     """Metrics of every kernel of each call."""
     request = json.dumps([{"provider": call.provider, "point": asdict(call.point)} for call in calls])
-    options = ["--profile-from-start", "off", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
+    options = [
+        "--profile-from-start",
+        "off",
+        "--csv",
+        "--page",
+        "raw",
+        "--print-units",
+        "base",
+        "--clock-control",
+        "none",
+    ]
     options += ["--cache-control", cache_control, "--metrics", ",".join(metrics)]
     command = [find(), *options, sys.executable, "-c", _CHILD, source, request]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=variables.child_environment())
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=LIMIT_S, env=variables.child_environment()
+        )
     except subprocess.TimeoutExpired as error:
         got = f"no answer of ncu within {LIMIT_S:.0f} s"
         raise unsupported("Nsight Compute", got, "one", "Measure less at a time") from error
     if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
         hint = "Run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0"
-        raise unsupported("Nsight Compute", "ERR_NVGPUCTRPERM: this user may not read the counters", "a user who may", hint)
+        raise unsupported(
+            "Nsight Compute", "ERR_NVGPUCTRPERM: this user may not read the counters", "a user who may", hint
+        )
     groups = group(parse(done.stdout))
     has_bytes = all(name in kernel for kernels in groups for kernel in kernels for name in _BYTES)
     if done.returncode != 0 or len(groups) != len(calls) or not all(groups) or not has_bytes:
-        said = " ".join((done.stderr + "\n".join(line for line in done.stdout.splitlines() if line.startswith("=="))).split())
+        said = " ".join(
+            (done.stderr + "\n".join(line for line in done.stdout.splitlines() if line.startswith("=="))).split()
+        )
         raise Unsupported(f"Nsight Compute: got no counters from ncu (exit status {done.returncode}): {said[-600:]}")
     return groups
 
@@ -138,7 +162,9 @@ def parse(text: str) -> list[tuple[str, dict[str, float]]]:
     name_at = header.index("Kernel Name")
     found = []
     for line in table[2:]:
-        values = {column: number for column, cell in zip(header, line, strict=True) if (number := _number(cell)) is not None}
+        values = {
+            column: number for column, cell in zip(header, line, strict=True) if (number := _number(cell)) is not None
+        }
         found.append((line[name_at], values))
     return found
 

@@ -51,7 +51,9 @@ def _times(csv_path: Path, rows: Sequence[Row]) -> Path:
                 continue
             row = here[name]
             ms = row.median_ms or 0.0
-            axes.barh(y, ms, color=PEER if row.is_baseline else OURS, height=0.68, alpha=0.55 if name == "cuda" else 1.0)
+            axes.barh(
+                y, ms, color=PEER if row.is_baseline else OURS, height=0.68, alpha=0.55 if name == "cuda" else 1.0
+            )
             axes.text(ms * 1.12, y, f"{number(ms)} ms", va="center", fontsize=9)
         axes.set_xscale("log")
         times = [row.median_ms or 1.0 for row in here.values()]
@@ -63,7 +65,9 @@ def _times(csv_path: Path, rows: Sequence[Row]) -> Path:
     panels[0].invert_yaxis()
     first = rows[0]
     problem = f"B={first.batch} H={first.heads} S={first.seqlen_q} d={first.head_dim} {first.dtype}"
-    figure.suptitle(f"The ladder: {problem}; {first.env.device}, torch {first.env.torch}", x=0.01, ha="left", fontweight="bold")
+    figure.suptitle(
+        f"The ladder: {problem}; {first.env.device}, torch {first.env.torch}", x=0.01, ha="left", fontweight="bold"
+    )
     return plots.save(figure, csv_path, f"{csv_path.stem}_times.png")
 
 
@@ -74,7 +78,9 @@ def _roofline(csv_path: Path, kernels: Sequence[RungRow]) -> Path:
     """
     from matplotlib.figure import Figure
 
-    full = [kernel for kernel in kernels if not kernel.is_causal and kernel.tflops] or [kernel for kernel in kernels if kernel.tflops]
+    full = [kernel for kernel in kernels if not kernel.is_causal and kernel.tflops] or [
+        kernel for kernel in kernels if kernel.tflops
+    ]
     first = full[0]
     device = [(kernel.flops / (kernel.dram_bytes or kernel.least_bytes), kernel) for kernel in full]
     shared = [
@@ -86,12 +92,19 @@ def _roofline(csv_path: Path, kernels: Sequence[RungRow]) -> Path:
     if shared:
         panels.append((shared, "shared memory", first.shared_ceiling_gb_per_s, "as counted"))
     figure = Figure(figsize=(6.4 * len(panels), 5.0), layout="constrained")
-    for axes, (points, name, roof, how) in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
+    for axes, (points, name, roof, how) in zip(
+        figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True
+    ):
         _roof_panel(axes, points, name, roof)
         axes.set_xlabel(f"FLOP for each byte of {name}, {how}")
         axes.set_ylabel("TFLOP/s")
-    problem = f"B={first.batch} H={first.heads} S={first.seqlen} d={first.head_dim} {first.dtype}{', causal' if first.is_causal else ''}"
-    figure.suptitle(f"Roofline, roofs as measured: {problem}; {first.env.device}", x=0.01, ha="left", fontweight="bold", fontsize=11)
+    problem = (
+        f"B={first.batch} H={first.heads} S={first.seqlen} d={first.head_dim} "
+        f"{first.dtype}{', causal' if first.is_causal else ''}"
+    )
+    figure.suptitle(
+        f"Roofline, roofs as measured: {problem}; {first.env.device}", x=0.01, ha="left", fontweight="bold", fontsize=11
+    )
     return plots.save(figure, csv_path, f"{csv_path.stem.replace('kernels', 'roofline')}.png")
 
 
@@ -169,7 +182,9 @@ def _bytes_figure(csv_path: Path, rows: Sequence[HbmRow]) -> Path:
     for name in names:
         own = sorted((row for row in rows if row.provider == name), key=lambda row: row.seqlen)
         colour = PEER if name == "eager" else OURS
-        axes.plot([row.seqlen for row in own], [row.dram_bytes / 1e9 for row in own], color=colour, marker="o", linewidth=2.2)
+        axes.plot(
+            [row.seqlen for row in own], [row.dram_bytes / 1e9 for row in own], color=colour, marker="o", linewidth=2.2
+        )
         ends.append((own[-1].dram_bytes / 1e9, own[-1].seqlen, name, colour, name != "eager"))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -179,6 +194,11 @@ def _bytes_figure(csv_path: Path, rows: Sequence[HbmRow]) -> Path:
     axes.set_ylabel("GB through device memory in one call")
     first = rows[0]
     problem = f"B={first.batch} H={first.heads} d={first.head_dim} {first.dtype}"
-    axes.set_title(f"Device memory traffic, counted: {problem}, forward; {first.env.device}", loc="left", fontweight="bold", fontsize=11)
+    axes.set_title(
+        f"Device memory traffic, counted: {problem}, forward; {first.env.device}",
+        loc="left",
+        fontweight="bold",
+        fontsize=11,
+    )
     plots.label_ends(axes, ends)
     return plots.save(figure, csv_path, f"{csv_path.stem}.png")

@@ -38,7 +38,10 @@ def layout_asserts() -> str:
     lines = [f'static_assert(sizeof(Params) == {ctypes.sizeof(Params)}, "Params: as in the files of the ladder");']
     for name, _ in Params._fields_:
         address = f"__INTADDR__(&(static_cast<Params*>(nullptr)->{name}))"
-        lines.append(f'static_assert({address} == {getattr(Params, name).offset}, "Params: {name} as in the files of the ladder");')
+        lines.append(
+            f'static_assert({address} == {getattr(Params, name).offset}, "Params: {name} as in the '
+            'files of the ladder");'
+        )
     return "\n".join(lines)
 
 
@@ -59,7 +62,9 @@ class Kernel:
     @property
     def occupancy(self) -> float:
         """Resident warps over the most that a multiprocessor holds, from registers and shared memory."""
-        blocks = self.arch.blocks_per_multiprocessor(self.tile.num_threads, self.resources.registers, self.tile.shared_bytes)
+        blocks = self.arch.blocks_per_multiprocessor(
+            self.tile.num_threads, self.resources.registers, self.tile.shared_bytes
+        )
         return blocks * -(-self.tile.num_threads // 32) / self.arch.max_warps
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, out: Tensor | None = None) -> Tensor:
@@ -67,7 +72,9 @@ class Kernel:
         out = torch.empty_like(q) if out is None else out
         batch, heads, seqlen, head_dim = q.shape
         scale_log2 = math.log2(math.e) / math.sqrt(head_dim)
-        params = Params(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), seqlen, head_dim, scale_log2, is_causal)
+        params = Params(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), seqlen, head_dim, scale_log2, is_causal
+        )
         grid = batch * heads * -(-seqlen // self.tile.block_m)
         if grid == 0:
             return out
@@ -78,7 +85,10 @@ class Kernel:
             stream = torch.cuda.current_stream().cuda_stream
             function.launch((grid, 1, 1), (self.tile.num_threads, 1, 1), self.tile.shared_bytes, stream, params)
             if self.is_debug:
-                print(f"{self.rung.name}: grid {grid}, block {self.tile.num_threads}, shared {self.tile.shared_bytes}", file=sys.stderr)
+                print(
+                    f"{self.rung.name}: grid {grid}, block {self.tile.num_threads}, shared {self.tile.shared_bytes}",
+                    file=sys.stderr,
+                )
                 torch.cuda.synchronize()
         return out
 
@@ -88,7 +98,9 @@ def _function(cubin: bytes, symbol: str) -> driver.Function:
     return driver.load(cubin).function(symbol)
 
 
-def compile_rung(rung: Rung, head_dim: int, arch: Arch, variables: Variables, is_aligned16: bool | None = None) -> Kernel:
+def compile_rung(
+    rung: Rung, head_dim: int, arch: Arch, variables: Variables, is_aligned16: bool | None = None
+) -> Kernel:
     """Compiles for one head dim; needs no GPU. A CompileError contains the whole log."""
     tile = rung.tile(head_dim, arch, variables)
     is_aligned16 = head_dim % 4 == 0 if is_aligned16 is None else is_aligned16
@@ -96,7 +108,9 @@ def compile_rung(rung: Rung, head_dim: int, arch: Arch, variables: Variables, is
     compiled = cache.compile_cached(unit, arch.name, [rung.function], tile.defines(is_aligned16))
     kernel = Kernel(rung, arch, tile, compiled, variables.is_debug)
     if variables.is_debug:
-        print(f"{rung.name}: {rung.path}, {' '.join(tile.defines(is_aligned16))}\n{compiled.log.strip()}", file=sys.stderr)
+        print(
+            f"{rung.name}: {rung.path}, {' '.join(tile.defines(is_aligned16))}\n{compiled.log.strip()}", file=sys.stderr
+        )
     return kernel
 
 
@@ -112,7 +126,9 @@ def kernel_for(rung: Rung, q: Tensor, k: Tensor, v: Tensor, variables: Variables
         if tensor.device != q.device or tensor.device.type != "cuda":
             raise unsupported(name, f"it on {tensor.device}", "one CUDA device")
     is_aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (q, k, v))
-    return compile_rung(rung, q.shape[-1], current_arch(q.device.index or 0), variables, q.shape[-1] % 4 == 0 and is_aligned)
+    return compile_rung(
+        rung, q.shape[-1], current_arch(q.device.index or 0), variables, q.shape[-1] % 4 == 0 and is_aligned
+    )
 
 
 @functools.cache

@@ -30,7 +30,11 @@ def plan(dtype: str, is_causal: bool | None) -> Plan:
     """
     masks = (False, True) if is_causal is None else (is_causal,)
     points = [replace(LARGE, dtype=dtype, is_causal=mask) for mask in masks]
-    points += [replace(SMALL, dtype=dtype, is_causal=mask, seqlen_q=size, seqlen_k=size) for mask in masks for size in FAST_SEQLENS]
+    points += [
+        replace(SMALL, dtype=dtype, is_causal=mask, seqlen_q=size, seqlen_k=size)
+        for mask in masks
+        for size in FAST_SEQLENS
+    ]
     return Plan("ladder", f"ladder_{dtype}", tuple(points))
 
 
@@ -80,11 +84,20 @@ def _build(rung: Rung, variables: Variables, point: Point, inputs: Inputs) -> At
         return kernel(q, k, v, point.is_causal)
 
     tile = kernel.tile
-    return Attend(call, detail=f"tile {tile.block_m} x {tile.block_n}, {tile.num_threads} threads, {tile.shared_bytes} bytes shared")
+    return Attend(
+        call,
+        detail=f"tile {tile.block_m} x {tile.block_n}, {tile.num_threads} threads, {tile.shared_bytes} bytes shared",
+    )
 
 
 def rung_row(
-    rung: Rung, point: Point, variables: Variables, timed: Row | None, roofs: Ceilings, counted: Counters, env: Environment
+    rung: Rung,
+    point: Point,
+    variables: Variables,
+    timed: Row | None,
+    roofs: Ceilings,
+    counted: Counters,
+    env: Environment,
 ) -> RungRow:
     kernel = launcher.compile_rung(rung, point.head_dim, launcher.current_arch(), variables)
     resources, tile = kernel.resources, kernel.tile

@@ -53,7 +53,10 @@ def check_call(call: Callable[[Inputs, bool, Tensor], None], name: str, head_dim
             where = f"{name} at batch 2, heads 3, seqlen {seqlen}, head_dim {head_dim}{', causal' if is_causal else ''}"
             verdict = Check(point, inputs).verdict(_guarded(partial(call, inputs, is_causal), inputs, where), None)
             if verdict.complaint:
-                error = f"largest error against float64 {verdict.max_error:.3g}, plain float32 has {verdict.yardstick_error:.3g}"
+                error = (
+                    f"largest error against float64 {verdict.max_error:.3g}, plain float32 has "
+                    f"{verdict.yardstick_error:.3g}"
+                )
                 raise KernelFault(f"{where}: wrong numbers: {verdict.complaint} ({error})")
             worst = max(worst, verdict.max_error)
     return worst
@@ -76,7 +79,9 @@ def _guarded(call: Callable[[Tensor], None], inputs: Inputs, where: str) -> Tens
         touched = (~zone.isnan()).nonzero()
         if len(touched):
             first = int(touched[0]) - (GUARD if name == "before" else 0)
-            raise KernelFault(f"{where}: it wrote out of bounds, {len(touched)} floats {name} its output (first at offset {first})")
+            raise KernelFault(
+                f"{where}: it wrote out of bounds, {len(touched)} floats {name} its output (first at offset {first})"
+            )
     for name, tensor, copy in zip("qkv", (inputs.q, inputs.k, inputs.v), before, strict=True):
         if not torch.equal(tensor, copy):
             raise KernelFault(f"{where}: it changed its input {name}")
@@ -90,9 +95,13 @@ def check_apart(rung: Rung, head_dim: int, variables: Variables) -> float:
     """Runs `check` on the user's kernel in a separate process, so that a fault or hang does not affect this one."""
     command = [sys.executable, "-c", _CHILD, str(head_dim)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=variables.child_environment())
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=LIMIT_S, env=variables.child_environment()
+        )
     except subprocess.TimeoutExpired as error:
-        raise KernelFault(f"{rung.name}: it did not end within {LIMIT_S:.0f} s; look for a loop or barrier without an end") from error
+        raise KernelFault(
+            f"{rung.name}: it did not end within {LIMIT_S:.0f} s; look for a loop or barrier without an end"
+        ) from error
     try:
         report = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, json.JSONDecodeError):

@@ -48,9 +48,16 @@ class Variables:
             raise value_error("FLASH_DEBUG", repr(debug), "0 or 1")
         source, function = environment.get("FLASH_KERNEL_SRC"), environment.get("FLASH_KERNEL_FN")
         if source and not Path(source).is_file():
-            raise value_error("FLASH_KERNEL_SRC", f"{source}, which is no file", "the path of a .cu file", "Start from one of the ladder's")
+            raise value_error(
+                "FLASH_KERNEL_SRC",
+                f"{source}, which is no file",
+                "the path of a .cu file",
+                "Start from one of the ladder's",
+            )
         if function and not source:
-            raise value_error("FLASH_KERNEL_FN", f"{function!r} alone", "it beside FLASH_KERNEL_SRC, the file that holds the kernel")
+            raise value_error(
+                "FLASH_KERNEL_FN", f"{function!r} alone", "it beside FLASH_KERNEL_SRC, the file that holds the kernel"
+            )
         return cls(
             debug == "1",
             _positive(environment, "FLASH_SMEM_KB"),
@@ -148,23 +155,41 @@ class Rung:
         num_threads = self._value(fields["threads"], names)
         accepted = [self._value(text, names) for text in fields["block_n"].split("|")]
         tiles = [
-            Tile(names["d"], names["block_m"], block_n, num_threads, self._value(fields["shared"], names | {"block_n": block_n}))
+            Tile(
+                names["d"],
+                names["block_m"],
+                block_n,
+                num_threads,
+                self._value(fields["shared"], names | {"block_n": block_n}),
+            )
             for block_n in accepted
         ]
         fitting = [tile for tile in tiles if tile.shared_bytes <= budget]
-        limit = f"{budget // 1024} KiB" + (" of FLASH_SMEM_KB" if variables.shared_kb else f" that a block of {arch.name} may have")
+        limit = f"{budget // 1024} KiB" + (
+            " of FLASH_SMEM_KB" if variables.shared_kb else f" that a block of {arch.name} may have"
+        )
         if variables.block_n is not None:
             if variables.block_n not in accepted:
                 choices = f"{', '.join(map(str, accepted))} in {self.path.name}"
-                raise value_error("FLASH_BLOCK_N", str(variables.block_n), choices, "Its launch line lists what it takes")
+                raise value_error(
+                    "FLASH_BLOCK_N", str(variables.block_n), choices, "Its launch line lists what it takes"
+                )
             tile = tiles[accepted.index(variables.block_n)]
             if tile not in fitting:
-                got = f"{tile.block_n}, a tile of {tile.shared_bytes / 1024:.1f} KiB at head_dim {head_dim}, over the {limit}"
-                raise value_error("FLASH_BLOCK_N", got, self._largest(fitting), "Take a smaller tile, or raise FLASH_SMEM_KB")
+                got = (
+                    f"{tile.block_n}, a tile of {tile.shared_bytes / 1024:.1f} KiB at head_dim "
+                    f"{head_dim}, over the {limit}"
+                )
+                raise value_error(
+                    "FLASH_BLOCK_N", got, self._largest(fitting), "Take a smaller tile, or raise FLASH_SMEM_KB"
+                )
             return tile
         if not fitting:
             smallest = min(tiles, key=lambda tile: tile.shared_bytes)
-            got = f"a tile of {smallest.shared_bytes / 1024:.1f} KiB at head_dim {head_dim}, its smallest, over the {limit}"
+            got = (
+                f"a tile of {smallest.shared_bytes / 1024:.1f} KiB at head_dim {head_dim}, its smallest, "
+                f"over the {limit}"
+            )
             raise unsupported(self.name, got, "a tile that fits", "Raise FLASH_SMEM_KB, or take another rung")
         return fitting[0]
 
@@ -183,7 +208,9 @@ class Rung:
         try:
             return evaluate(text, names)
         except ValueError as error:
-            raise value_error("launch line", f"{text!r} in {self.path.name} ({error})", f"arithmetic over {', '.join(names)}") from error
+            raise value_error(
+                "launch line", f"{text!r} in {self.path.name} ({error})", f"arithmetic over {', '.join(names)}"
+            ) from error
 
 
 @functools.cache
@@ -198,7 +225,9 @@ def own(variables: Variables) -> Rung | None:
         return None
     found = replace(read(variables.source, variables.function), is_own=True)
     if found.name in (rung.name for rung in rungs()):
-        raise value_error("FLASH_KERNEL_SRC", f"{found.path.name}, the name of a rung", "a file of another name", "Rename your copy")
+        raise value_error(
+            "FLASH_KERNEL_SRC", f"{found.path.name}, the name of a rung", "a file of another name", "Rename your copy"
+        )
     return found
 
 
@@ -211,18 +240,31 @@ def read(path: Path, function: str | None) -> Rung:
     kernels = re.findall(r"__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(", source)
     if function is None and len(kernels) != 1:
         found = ", ".join(kernels) or "none"
-        raise value_error("FLASH_KERNEL_FN", f"nothing, and {path.name} has {len(kernels)} kernels ({found})", "the name of one of them")
+        raise value_error(
+            "FLASH_KERNEL_FN",
+            f"nothing, and {path.name} has {len(kernels)} kernels ({found})",
+            "the name of one of them",
+        )
     if function is not None and function not in kernels:
-        raise value_error("FLASH_KERNEL_FN", repr(function), f"a kernel of {path.name}: {', '.join(kernels) or 'it has none'}")
+        raise value_error(
+            "FLASH_KERNEL_FN", repr(function), f"a kernel of {path.name}: {', '.join(kernels) or 'it has none'}"
+        )
     return Rung(path, source, function or kernels[0], _launch_line(path, source))
 
 
 def _launch_line(path: Path, source: str) -> tuple[tuple[str, str], ...]:
     text = " ".join(re.findall(r"^// launch:(.*)$", source, re.MULTILINE))
-    found = {name: value.strip() for name, value in re.findall(r"(\w+)=((?:\([^()]* if [^()]* else [^()]*\)|\S)+)", text)}
+    found = {
+        name: value.strip() for name, value in re.findall(r"(\w+)=((?:\([^()]* if [^()]* else [^()]*\)|\S)+)", text)
+    }
     if sorted(found) != sorted(_FIELDS):
         got = f"{path.name} with {', '.join(found) or 'none'}"
-        raise value_error("launch line", got, f"one that gives {', '.join(_FIELDS)}", f"Write it into a comment, such as\n{_EXAMPLE}\n")
+        raise value_error(
+            "launch line",
+            got,
+            f"one that gives {', '.join(_FIELDS)}",
+            f"Write it into a comment, such as\n{_EXAMPLE}\n",
+        )
     return tuple((name, found[name]) for name in _FIELDS)
 
 

@@ -35,19 +35,31 @@ def ladder_table(rows: Sequence[Row], kernels: Sequence[RungRow]) -> Table:
     for kernel in kernels:
         ms = kernel.median_ms
         speed = (
-            [number(ms), number(kernel.tflops or 0.0), _percent((kernel.tflops or 0.0) / kernel.fma_ceiling_tflops)] if ms else ["", "", ""]
+            [number(ms), number(kernel.tflops or 0.0), _percent((kernel.tflops or 0.0) / kernel.fma_ceiling_tflops)]
+            if ms
+            else ["", "", ""]
         )
         ratios = [_ratio(before, ms), *(_ratio(peer, ms) for peer in baselines.values())]
-        takes = [str(kernel.registers), str(kernel.spill_bytes), f"{kernel.shared_bytes / 1024:.1f}", _percent(kernel.occupancy)]
+        takes = [
+            str(kernel.registers),
+            str(kernel.spill_bytes),
+            f"{kernel.shared_bytes / 1024:.1f}",
+            _percent(kernel.occupancy),
+        ]
         lines.append((kernel.rung, *speed, *ratios, *takes))
         before = ms or before
     for row in same:
         if row.is_ok and row.median_ms and row.provider not in {kernel.rung for kernel in kernels}:
             share = _percent((row.tflops or 0.0) / first.fma_ceiling_tflops)
             ratios = ["", *(_ratio(peer, row.median_ms) for peer in baselines.values())]
-            lines.append((row.provider, number(row.median_ms), number(row.tflops or 0.0), share, *ratios, "", "", "", ""))
+            lines.append(
+                (row.provider, number(row.median_ms), number(row.tflops or 0.0), share, *ratios, "", "", "", "")
+            )
     header = ("", "ms", "TFLOP/s", "of FMA ceiling", "x step before", *(f"x {name}" for name in baselines))
-    title = f"B={first.batch} H={first.heads} S={first.seqlen} d={first.head_dim} {first.dtype}, {'causal' if first.is_causal else 'full'}"
+    title = (
+        f"B={first.batch} H={first.heads} S={first.seqlen} d={first.head_dim} {first.dtype}, "
+        f"{'causal' if first.is_causal else 'full'}"
+    )
     return Table(title, (*header, "registers", "spill bytes", "shared KiB", "occupancy"), tuple(lines))
 
 
@@ -75,7 +87,8 @@ def counter_table(kernels: Sequence[RungRow]) -> Table:
             )
         )
     header = (
-        "", "DRAM bytes over least", "L2 GB", "L2 %", "shared %", "shared loads per FMA", "bank conflicts", "FMA pipe %", "occupancy",
+        "", "DRAM bytes over least", "L2 GB", "L2 %", "shared %", "shared loads per FMA", "bank conflicts",
+        "FMA pipe %", "occupancy",
         "sectors per load", "divergent branches", "waits for global", "waits most for",
     )  # fmt: skip
     mask = "causal" if kernels and kernels[0].is_causal else "full"

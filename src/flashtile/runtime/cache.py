@@ -58,7 +58,9 @@ class KernelCache:
             return cls(Path(asked))
         home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         if not os.path.isabs(home):
-            _warn_once("home", "kernel cache: the user has no home directory; kernels stay in memory. Set FLASHTILE_CACHE_DIR")
+            _warn_once(
+                "home", "kernel cache: the user has no home directory; kernels stay in memory. Set FLASHTILE_CACHE_DIR"
+            )
             return cls(None)
         return cls(Path(home) / "flashtile")
 
@@ -128,7 +130,9 @@ class KernelCache:
             if temporary is not None:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
-            _warn_once(f"write {directory}", f"kernel cache: cannot write to {directory} ({error}); kernels stay in memory")
+            _warn_once(
+                f"write {directory}", f"kernel cache: cannot write to {directory} ({error}); kernels stay in memory"
+            )
 
     def _usable(self) -> Path | None:
         """The directory, created if missing; None unless it belongs to the user and is closed to others."""
@@ -143,10 +147,15 @@ class KernelCache:
             if state.st_uid != os.geteuid():
                 reason = f"it belongs to user {state.st_uid}"
             elif stat.S_IMODE(state.st_mode) & 0o077:
-                reason = f"its mode {stat.S_IMODE(state.st_mode):04o} lets others in; run chmod 700, or set FLASHTILE_CACHE_DIR"
+                reason = (
+                    f"its mode {stat.S_IMODE(state.st_mode):04o} lets others in; run chmod 700, or set "
+                    "FLASHTILE_CACHE_DIR"
+                )
             else:
                 return self.directory
-        _warn_once(f"use {self.directory}", f"kernel cache: {self.directory} is not used ({reason}); kernels stay in memory")
+        _warn_once(
+            f"use {self.directory}", f"kernel cache: {self.directory} is not used ({reason}); kernels stay in memory"
+        )
         return None
 
 
@@ -212,7 +221,9 @@ def _load_embedded(arch: str, key: str) -> Compiled | None:
 def tree_digest(folder: Path) -> str:
     """SHA-256 over path and content of every file below the folder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return KernelCache.key([part for path in files for part in (path.relative_to(folder).as_posix(), path.read_bytes())])
+    return KernelCache.key(
+        [part for path in files for part in (path.relative_to(folder).as_posix(), path.read_bytes())]
+    )
 
 
 _memory: dict[str, Compiled] = {}

@@ -91,7 +91,8 @@ class Function:
         return self._addresses[device_index]
 
     def set_shared_bytes(self, device_index: int, num_bytes: int) -> None:
-        """Allows launches with this much dynamic shared memory. The device must be current. Call it before launching."""
+        """Allows launches with this much dynamic shared memory. The device must be current. Call it before
+        launching."""
         if self._shared_bytes.get(device_index, -1) >= num_bytes:
             return
         with self._lock, _relaxed_capture():
@@ -101,7 +102,13 @@ class Function:
             _call("cuKernelGetFunction", byref(function), self._handle)
             self._addresses[device_index] = function.value or 0
             if self._shared_bytes.get(device_index, -1) < num_bytes:
-                _call("cuKernelSetAttribute", _MAX_DYNAMIC_SHARED_SIZE_BYTES, num_bytes, self._handle, _device(device_index))
+                _call(
+                    "cuKernelSetAttribute",
+                    _MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    num_bytes,
+                    self._handle,
+                    _device(device_index),
+                )
                 self._shared_bytes[device_index] = num_bytes
 
     def blocks_per_multiprocessor(self, num_threads: int, shared_bytes: int) -> int:
@@ -141,7 +148,12 @@ class TensorMap:
         rank = len(sizes)
         self._encode: Callable[..., int] = _driver().cuTensorMapEncodeTiled
         self._kind = _MAP_TYPES[dtype], rank
-        arrays = ((c_uint64 * rank)(*sizes), (c_uint64 * (rank - 1))(*strides), (c_uint32 * rank)(*box), (c_uint32 * rank)(*(1,) * rank))
+        arrays = (
+            (c_uint64 * rank)(*sizes),
+            (c_uint64 * (rank - 1))(*strides),
+            (c_uint32 * rank)(*box),
+            (c_uint32 * rank)(*(1,) * rank),
+        )
         self._layout = *arrays, 0, _MAP_SWIZZLE_128, _MAP_PROMOTION_256, 0
         self._text = f"sizes {tuple(sizes)}, strides {tuple(strides)}, box {tuple(box)}"
 
@@ -149,7 +161,9 @@ class TensorMap:
         """The map of a tensor at the address, a multiple of 16."""
         buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _MAP_ALIGNMENT)
         offset = -ctypes.addressof(buffer) % _MAP_ALIGNMENT
-        status = self._encode(c_void_p(ctypes.addressof(buffer) + offset), *self._kind, c_void_p(address), *self._layout)
+        status = self._encode(
+            c_void_p(ctypes.addressof(buffer) + offset), *self._kind, c_void_p(address), *self._layout
+        )
         check(status, f"cuTensorMapEncodeTiled of {self._text}, address {address:#x}")
         return buffer.raw[offset : offset + TENSOR_MAP_BYTES]
 
@@ -207,10 +221,14 @@ def _driver() -> ctypes.CDLL:
         for name, arguments in _ARGUMENTS.items():
             getattr(library, name).argtypes = arguments
     except (OSError, AttributeError) as error:
-        raise unsupported("CUDA driver", f"no usable {_LIBRARY} ({error})", "a driver that supports CUDA 12 or newer", hint) from error
+        raise unsupported(
+            "CUDA driver", f"no usable {_LIBRARY} ({error})", "a driver that supports CUDA 12 or newer", hint
+        ) from error
     status = library.cuInit(0)
     if status != 0:
-        raise unsupported("CUDA driver", f"{_describe(library, status)} from cuInit", "a driver with at least one usable GPU")
+        raise unsupported(
+            "CUDA driver", f"{_describe(library, status)} from cuInit", "a driver with at least one usable GPU"
+        )
     return library
 
 

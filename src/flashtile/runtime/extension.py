@@ -27,7 +27,13 @@ def _load() -> tuple[ModuleType | None, str | None]:
     except ModuleNotFoundError as error:
         if error.name != _NAME:
             raise
-        return None, "the C++ extension is not built; `pip install .` with a C++ compiler and torch 2.10 or newer in place builds it"
+        return (
+            None,
+            (
+                "the C++ extension is not built; `pip install .` with a C++ compiler and torch 2.10 or "
+                "newer in place builds it"
+            ),
+        )
     except ImportError as error:
         return None, f"the C++ extension does not load: {error}; `pip install .` builds it anew"
 

@@ -59,7 +59,9 @@ def options(arch: str, defines: Sequence[str] = ()) -> list[str]:
     return [f"--gpu-architecture={arch}", *BASE_OPTIONS, *(f"-D{define}" for define in defines)]
 
 
-def compile_source(toolchain: Toolchain, source: str, arch: str, names: Sequence[str], defines: Sequence[str] = ()) -> Compiled:
+def compile_source(
+    toolchain: Toolchain, source: str, arch: str, names: Sequence[str], defines: Sequence[str] = ()
+) -> Compiled:
     """Compiles one unit. `names`: C++ expressions of the kernels, such as "flashtile::fwd_kernel<Config>"."""
     nvrtc = toolchain.library
     program = ctypes.c_void_p()
@@ -71,7 +73,9 @@ def compile_source(toolchain: Toolchain, source: str, arch: str, names: Sequence
         status = nvrtc.nvrtcCompileProgram(program, len(arguments), (ctypes.c_char_p * len(arguments))(*arguments))
         log = _text(toolchain, program, "nvrtcGetProgramLog")
         if status != 0:
-            raise CompileError(f"NVRTC {toolchain.version[0]}.{toolchain.version[1]} refused the kernel for {arch}:\n{log}")
+            raise CompileError(
+                f"NVRTC {toolchain.version[0]}.{toolchain.version[1]} refused the kernel for {arch}:\n{log}"
+            )
         symbols = {}
         for name in names:
             lowered = ctypes.c_char_p()
@@ -90,7 +94,9 @@ def parse_log(log: str) -> dict[str, Resources]:
         frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", section)
         used = re.search(r"Used (\d+) registers.*", section)
         if symbol and used:
-            stack, stores, loads = (sum(map(int, column)) for column in zip(*frames, strict=True)) if frames else (0, 0, 0)
+            stack, stores, loads = (
+                (sum(map(int, column)) for column in zip(*frames, strict=True)) if frames else (0, 0, 0)
+            )
             shared = re.search(r"(\d+) bytes smem", used[0])
             found[symbol[1]] = Resources(int(used[1]), stores, loads, stack, int(shared[1]) if shared else 0)
     return found

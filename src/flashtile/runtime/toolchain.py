@@ -113,7 +113,12 @@ def _missing() -> Unsupported:
 
 
 class _DlInfo(ctypes.Structure):
-    _fields_ = (("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("symbol", ctypes.c_char_p), ("address", ctypes.c_void_p))
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
 
 
 def _on_loader_path(name: str) -> str | None:

@@ -21,8 +21,14 @@ MEMORIES = ("contiguous", "swapped", "sliced", "expanded", "offset")
 VALUES = {
     "normal": "the normal distribution",
     "tiny": "logits of 1e-7: all keys weigh alike",
-    "huge": "logits from about -300 to 300 in steps of 100, rising or falling: exponentials overflow unless the maximum is taken off",
-    "rising": "logits that rise or fall by 3 over all keys (of a page, if paged): every tile's maximum is a hair above the last one's",
+    "huge": (
+        "logits from about -300 to 300 in steps of 100, rising or falling: exponentials overflow unless "
+        "the maximum is taken off"
+    ),
+    "rising": (
+        "logits that rise or fall by 3 over all keys (of a page, if paged): every tile's maximum is a "
+        "hair above the last one's"
+    ),
     "dominant": "one key 8 times as long as the others",
     "ties": "every key the same",
     "constant": "every row the same number throughout",
@@ -35,7 +41,8 @@ FORWARD_ONLY = ("overflow", "masked_keys")
 
 
 def dropout_mask(rng_state: Tensor, dropout_p: float, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """The dropout bits of a call, True = kept: (batch, heads, seqlen_q, seqlen_k). In varlen calls i and j count within a sequence."""
+    """The dropout bits of a call, True = kept: (batch, heads, seqlen_q, seqlen_k). In varlen calls i and j count within
+    a sequence."""
     batch_heads = torch.arange(batch * heads, device=rng_state.device).view(batch, heads)
     return dropout.keep_mask(rng_state, dropout_p, batch_heads, range(seqlen_q), range(seqlen_k))
 
@@ -64,13 +71,16 @@ class Result(NamedTuple):
 class Case:
     """A problem in a few words. Its repr is a reproducer: `Case(...).make(seed)` gives the same tensors again.
 
-    kind    "dense"; "varlen" (packed); "used" (packed, seqused_k, NaN behind it); "paged" (packed queries, pages in random order, NaN
-            in unused rows); "cache" (the same under dense queries, seqused_k and leftpad_k); "padded" (dense cache with seqused_k and
-            leftpad_k, NaN around the kept rows)
-    memory  "contiguous"; "swapped" (heads and rows swapped in memory); "sliced" (rows, heads and dims cut from a larger tensor of
+    kind    "dense"; "varlen" (packed); "used" (packed, seqused_k, NaN behind it); "paged" (packed queries, pages in
+    random order, NaN
+            in unused rows); "cache" (the same under dense queries, seqused_k and leftpad_k); "padded" (dense cache with
+            seqused_k and leftpad_k, NaN around the kept rows)
+    memory  "contiguous"; "swapped" (heads and rows swapped in memory); "sliced" (rows, heads and dims cut from a larger
+    tensor of
             NaN); "expanded" (heads of stride 0); "offset" (a storage offset of one element)
-    mask    which axes of "bhqk" are there, the others being 1: "bhqk", "qk" and "b11k" alike; None = no mask. Same for bias.
-    values  what stands in q, k and v (VALUES): "normal", or one of the ways to break a kernel that is right for normal numbers
+    mask    which axes of "bhqk" are there, the others being 1: "bhqk", "qk" and "b11k" alike; None = no mask. Same for
+    bias. values  what stands in q, k and v (VALUES): "normal", or one of the ways to break a kernel that is right for
+    normal     numbers
     """
 
     dtype: torch.dtype = torch.float32
@@ -127,10 +137,23 @@ class _Maker:
         q, k, v = self._place(q), self._place(self._poison(k, lengths)), self._place(self._poison(v, lengths))
         # As far as scores of the farthest keys stay in the tens: rounded larger ones say nothing about a backend
         steepest = min(0.3, 20 / max(case.seqlen_q, case.seqlen_k, 1))
-        slopes = None if case.alibi is None else self._to(self.normal(*self._sizes(case.alibi)).abs() * steepest, torch.float32)
+        slopes = (
+            None
+            if case.alibi is None
+            else self._to(self.normal(*self._sizes(case.alibi)).abs() * steepest, torch.float32)
+        )
         sinks = self._to(self.normal(case.heads), case.dtype) if case.has_sinks else None
         args = AttentionArgs(
-            *(q, k, v, self._bias(mask), None if mask is None else mask.to(self.device), slopes, sinks, self._rng_state()),
+            *(
+                q,
+                k,
+                v,
+                self._bias(mask),
+                None if mask is None else mask.to(self.device),
+                slopes,
+                sinks,
+                self._rng_state(),
+            ),
             max_seqlen_q=case.seqlen_q if case.has_max_lengths and "cu_seqlens_q" in lengths else None,
             max_seqlen_k=case.seqlen_k if case.has_max_lengths and "cu_seqlens_q" in lengths else None,
             scale=case.scale,
@@ -217,8 +240,13 @@ class _Maker:
         elif case.values == "denormal":
             return tuple(tensor.double() * finite.smallest_normal / 8 for tensor in (q, k, v))  # type: ignore[return-value]
         elif case.values == "overflow":
-            # Kernels sum in float32 before they divide by the row sum: up to 2 for each key (docs/simt.md), 2.5 under dropout
-            largest = finite.max / 4 if case.dtype == torch.float16 else torch.finfo(torch.float32).max / (8 * max(case.seqlen_k, 1))
+            # Kernels sum in float32 before they divide by the row sum: up to 2 for each key (docs/simt.md), 2.5 under
+            # dropout
+            largest = (
+                finite.max / 4
+                if case.dtype == torch.float16
+                else torch.finfo(torch.float32).max / (8 * max(case.seqlen_k, 1))
+            )
             v = v.sign() * (0.5 + 0.5 * torch.rand(v.shape, generator=self.generator)) * largest
         elif case.values == "masked_keys" and case.kind == "dense" and mask is not None:
             k = torch.where(self._is_hidden(mask, "bk")[:, 0, 0, :, None, None], self._junk(*k.shape), k)
@@ -234,9 +262,15 @@ class _Maker:
         lengths: dict[str, Tensor] = {}
         if case.kind in ("padded", "cache"):
             used = self.integers(0, case.seqlen_k, case.batch)
-            lengths = {"seqused_k": used, "leftpad_k": (used * torch.rand(case.batch, generator=self.generator)).to(torch.int32)}
+            lengths = {
+                "seqused_k": used,
+                "leftpad_k": (used * torch.rand(case.batch, generator=self.generator)).to(torch.int32),
+            }
         elif case.kind in ("varlen", "used", "paged"):
-            q_lengths, k_lengths = self.integers(0, case.seqlen_q, case.batch), self.integers(0, case.seqlen_k, case.batch)
+            q_lengths, k_lengths = (
+                self.integers(0, case.seqlen_q, case.batch),
+                self.integers(0, case.seqlen_k, case.batch),
+            )
             lengths = {"cu_seqlens_q": _cumulative(q_lengths), "cu_seqlens_k": _cumulative(k_lengths)}
             q[:2], k[:2] = [int(q_lengths.sum())], [int(k_lengths.sum())]
             if case.kind == "used":
@@ -268,12 +302,15 @@ class _Maker:
                 is_kept[start : start + int(lengths["seqused_k"][b])] = True
             else:
                 rows = torch.arange(first, last)
-                is_kept[lengths["block_table"][b, rows // self.case.page_size].long(), rows % self.case.page_size] = True
+                is_kept[lengths["block_table"][b, rows // self.case.page_size].long(), rows % self.case.page_size] = (
+                    True
+                )
         keys[~is_kept] = torch.nan
         return keys
 
     def _place(self, tensor: Tensor) -> Tensor:
-        """Casts (..., rows, heads, dim) and lays it out in memory as the case says; what goes to the device is a plain copy."""
+        """Casts (..., rows, heads, dim) and lays it out in memory as the case says; what goes to the device is a plain
+        copy."""
         case = self.case
         tensor = (tensor if case.layout == "bshd" else tensor.transpose(-2, -3)).to(case.dtype)
         if case.memory == "contiguous":

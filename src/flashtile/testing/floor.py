@@ -3,8 +3,10 @@
 Every rounding is taken at its largest, half a unit in the last place, and as independent of all others. Their variances
 are carried to first order, in float64, from the scores to lse, out and the gradients. What is rounded:
 
-- P and dS, to the input dtype: tensor cores read them so. Stored results, to the input dtype; the backward pass reads out as stored.
-- Everything else, to float32. A matrix product adds its n terms one by one: n roundings of partial sums, whose size is that of
+- P and dS, to the input dtype: tensor cores read them so. Stored results, to the input dtype; the backward pass reads
+out as stored.
+- Everything else, to float32. A matrix product adds its n terms one by one: n roundings of partial sums, whose size is
+that of
   the total or of a random walk over the terms. Row sums and sums over a broadcast bias go tile by tile.
 
 An error that a whole row shares (its lse, its delta) is carried as one, not as independent errors of its keys.
@@ -23,7 +25,8 @@ from flashtile.backends.segments import Segment, segments
 from flashtile.problem import AttentionArgs, lse_dtype, softmax_scale
 from flashtile.testing.cases import Inputs, Result
 
-# Of the root of the variance. Roundings are uniform, with a deviation of 0.58 of the largest: this is 7 standard deviations.
+# Of the root of the variance. Roundings are uniform, with a deviation of 0.58 of the largest: this is 7 standard
+# deviations.
 FACTOR = 4.0
 _TILE = 64
 
@@ -115,9 +118,15 @@ class _Backward:
         self.delta = total - dlse
         # delta sees the errors of out: those of P, of the row sum, of storing, and of sums
         p_part = forward.p_var * (dp - total).square() + units.stored * (forward.p * dp).square()
-        out_part = (self.do.square() * (units.stored * forward.out.square() + forward.product_var)).sum(-1, keepdim=True)
+        out_part = (self.do.square() * (units.stored * forward.out.square() + forward.product_var)).sum(
+            -1, keepdim=True
+        )
         row_part = total.square() * (forward.sum_var + units.stored)
-        sums = v.shape[-1] / 2 * (products.square().sum(-1, keepdim=True) + total.square()) + dlse.square() + self.delta.square()
+        sums = (
+            v.shape[-1] / 2 * (products.square().sum(-1, keepdim=True) + total.square())
+            + dlse.square()
+            + self.delta.square()
+        )
         self.delta_var = p_part.sum(-1, keepdim=True) + out_part + row_part + units.computed * sums
         dp_squares = (self.do.square() @ v.square().mT) * (forward.kept * forward.kept)
         dp_var = units.computed * (v.shape[-1] / 2 * (dp.square() + dp_squares) + dp.square() + self.delta.square())
@@ -143,12 +152,16 @@ class _Backward:
 
     def _add_dsinks(self, dsinks_var: Tensor) -> None:
         assert self.args.sinks is not None
-        p = torch.where(self.forward.is_alive, torch.exp(self.args.sinks.double()[:, None] - self.forward.lse[..., 0]), 0.0)[..., None]
+        p = torch.where(
+            self.forward.is_alive, torch.exp(self.args.sinks.double()[:, None] - self.forward.lse[..., 0]), 0.0
+        )[..., None]
         terms = p * self.delta
         variance = p.square() * self.delta_var + 2 * terms.square() * self.forward.lse_var
         num_rows = self.num_scores / max(self.forward.segment.seqlen_k, 1) / dsinks_var.numel()
         rounding = self.forward.units.computed * _depth(num_rows)
-        dsinks_var.add_(variance.sum((0, 2, 3)) + rounding * (terms.square().sum((0, 2, 3)) + terms.sum((0, 2, 3)).square()))
+        dsinks_var.add_(
+            variance.sum((0, 2, 3)) + rounding * (terms.square().sum((0, 2, 3)) + terms.sum((0, 2, 3)).square())
+        )
 
     def _add_products(self, variances: Result) -> None:
         forward, segment, units = self.forward, self.forward.segment, self.forward.units

@@ -44,7 +44,9 @@ def oracle(inputs: Inputs, *, has_backward: bool = True) -> Result:
         return Result(out, lse, *_by_name(leaves, tuple(torch.zeros_like(leaf) for leaf in leaves.values())))
     finite_dlse = torch.where(lse == -torch.inf, 0.0, dlse.double())
     grads = torch.autograd.grad((out, lse), tuple(leaves.values()), (dout.double(), finite_dlse), allow_unused=True)
-    filled = tuple(torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, leaves.values(), strict=True))
+    filled = tuple(
+        torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, leaves.values(), strict=True)
+    )
     return Result(out.detach(), lse.detach(), *_by_name(leaves, filled))
 
 
@@ -67,7 +69,11 @@ def yardstick(inputs: Inputs, *, has_backward: bool = True) -> Result:
 
 def _leaves(args: AttentionArgs, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     tensors = {name: getattr(args, name) for name in _GRAD_OF.values()}
-    return {name: tensor.detach().to(dtype or tensor.dtype).requires_grad_() for name, tensor in tensors.items() if tensor is not None}
+    return {
+        name: tensor.detach().to(dtype or tensor.dtype).requires_grad_()
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
 
 
 def _with(args: AttentionArgs, tensors: dict[str, Tensor]) -> AttentionArgs:
@@ -85,7 +91,8 @@ def disagreement(
 ) -> str | None:
     """The error rule for one tensor of a problem whose inputs have `dtype`: what is wrong, or None.
 
-    `low` is the yardstick's tensor. `floor` gives the a-priori floor; it is asked only where the yardstick does not suffice.
+    `low` is the yardstick's tensor. `floor` gives the a-priori floor; it is asked only where the yardstick does not
+    suffice.
     """
     if ours.shape != ref.shape:
         return f"{name}: shape {tuple(ours.shape)} instead of {tuple(ref.shape)}"
@@ -125,7 +132,10 @@ def _exceeds(name: str, error: Tensor, low_error: Tensor, slack: float, floor: T
     excess = row_error - row_allowed
     if not excess.max().item() <= 0:
         worst = int(excess.argmax())
-        return f"{name}: row {worst} has error norm {row_error.flatten()[worst]:.3e}, allowed {row_allowed.flatten()[worst]:.3e}"
+        return (
+            f"{name}: row {worst} has error norm {row_error.flatten()[worst]:.3e}, allowed "
+            f"{row_allowed.flatten()[worst]:.3e}"
+        )
     return None
 
 
@@ -151,7 +161,8 @@ def expect(inputs: Inputs, *, has_backward: bool = True) -> Expected:
 
 
 def disagreements(ours: Result, inputs: Inputs, expected: Expected | None = None) -> list[str]:
-    """Every tensor of the result that breaks the error rule, in words. `expected` spares the oracle where it ran already."""
+    """Every tensor of the result that breaks the error rule, in words. `expected` spares the oracle where it ran
+    already."""
     has_backward = any(getattr(ours, name) is not None for name in GRADS)
     expected = expected or expect(inputs, has_backward=has_backward)
     found: list[str | None] = []

@@ -79,7 +79,9 @@ class Run:
         return 1 if any(row.status == "inaccurate" for row in rows) else 0
 
     def _say_refusals(self, rows: Sequence[TileRow]) -> None:
-        reasons = {f"{row.status}: d={row.head_dim} {row.tile}: {row.reason}": None for row in rows if row.status != "ok"}
+        reasons = {
+            f"{row.status}: d={row.head_dim} {row.tile}: {row.reason}": None for row in rows if row.status != "ok"
+        }
         for text in reasons:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -92,7 +94,9 @@ class Run:
                 contenders = [*(trial.provider() for trial in chosen.trials(head_dim)), study.peer(chosen)]
                 settings = Settings("cuda", device.cache_bytes("cuda"), _BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S)
                 sweep = Sweep(chosen.plan(head_dim), contenders, settings, self.env)
-                for found in sweep.rows(lambda point, name: progress.update(task, description=f"d={point.head_dim}: {name}")):
+                for found in sweep.rows(
+                    lambda point, name: progress.update(task, description=f"d={point.head_dim}: {name}")
+                ):
                     timed += found
                     progress.advance(task)
         counted, reason = self._count(timed)
@@ -101,13 +105,21 @@ class Run:
         studied = []
         for row in timed:
             if not row.is_baseline:
-                counts, why = (Counters(), "counted in the full call") if row.is_causal else (counted.get(row.provider, Counters()), reason)
+                counts, why = (
+                    (Counters(), "counted in the full call")
+                    if row.is_causal
+                    else (counted.get(row.provider, Counters()), reason)
+                )
                 studied.append(self._row(trials[row.provider], row, counts, why, chosen.peer, peers.get(row.point)))
         return studied
 
     def _count(self, timed: Sequence[Row]) -> tuple[dict[str, Counters], str]:
         """What Nsight Compute counts in a full call of each tile that ran, and why nothing."""
-        calls = [counters.Call(row.provider, row.point) for row in timed if row.is_ok and not row.is_baseline and not row.is_causal]
+        calls = [
+            counters.Call(row.provider, row.point)
+            for row in timed
+            if row.is_ok and not row.is_baseline and not row.is_causal
+        ]
         if not calls:
             return {}, ""
         try:
@@ -116,7 +128,9 @@ class Run:
             return {}, str(error)
         return {call.provider: one for call, one in zip(calls, found, strict=True)}, ""
 
-    def _row(self, trial: Trial, row: Row, counted: Counters, why: str, peer: str, peer_tflops: float | None) -> TileRow:
+    def _row(
+        self, trial: Trial, row: Row, counted: Counters, why: str, peer: str, peer_tflops: float | None
+    ) -> TileRow:
         use = None if row.status == "refused" else trial.facts(row.is_causal, self.arch)
         spills = None if use is None else use.resources.spill_store_bytes + use.resources.spill_load_bytes
         return TileRow(

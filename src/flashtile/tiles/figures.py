@@ -30,10 +30,15 @@ def _figure(csv_path: Path, rows: Sequence[TileRow]) -> Path:
     from matplotlib.figure import Figure
 
     dims = sorted({row.head_dim for row in rows})
-    groups = [sorted((row for row in rows if row.head_dim == d and not row.is_causal), key=lambda row: -(row.tflops or 0.0)) for d in dims]
+    groups = [
+        sorted((row for row in rows if row.head_dim == d and not row.is_causal), key=lambda row: -(row.tflops or 0.0))
+        for d in dims
+    ]
     heights = [len(group) + 1.6 for group in groups]
     figure = Figure(figsize=(12.4, 0.36 * sum(heights) + 1.0), layout="constrained")
-    panels = figure.subplots(len(dims), 2, squeeze=False, sharex="col", gridspec_kw={"width_ratios": (3, 2), "height_ratios": heights})
+    panels = figure.subplots(
+        len(dims), 2, squeeze=False, sharex="col", gridspec_kw={"width_ratios": (3, 2), "height_ratios": heights}
+    )
     for (speed, occupancy), group in zip(panels, groups, strict=True):
         causal = {row.tile: row for row in rows if row.head_dim == group[0].head_dim and row.is_causal}
         _speeds(speed, group, causal)
@@ -43,7 +48,10 @@ def _figure(csv_path: Path, rows: Sequence[TileRow]) -> Path:
     panels[-1][0].set_xlabel("TFLOP/s: bar full, mark causal, line the peer (full)")
     panels[-1][1].set_xlabel("Occupancy (%): ring in theory, dot achieved")
     first = rows[0]
-    title = f"Tiles of {first.kernel}: {first.dtype}, B={first.batch} S={first.seqlen}; {first.env.device}, torch {first.env.torch}"
+    title = (
+        f"Tiles of {first.kernel}: {first.dtype}, B={first.batch} S={first.seqlen}; {first.env.device}, "
+        f"torch {first.env.torch}"
+    )
     figure.suptitle(f"{title}; in red what plain calls take", x=0.01, ha="left", fontweight="bold", fontsize=11)
     return plots.save(figure, csv_path, f"{csv_path.stem}.png")
 
@@ -57,7 +65,14 @@ def _speeds(axes: Any, group: Sequence[TileRow], causal: dict[str, TileRow]) -> 
         if masked is not None:
             axes.plot(masked.tflops, place, marker="|", color="#000000", markersize=11, markeredgewidth=2)
         spills = f", spills {row.spill_bytes} bytes" if row.spill_bytes else ""
-        axes.text((row.tflops or 0.0) * 0.02, place, f"{number(row.tflops or 0.0)}{spills}", va="center", fontsize=8.5, color="white")
+        axes.text(
+            (row.tflops or 0.0) * 0.02,
+            place,
+            f"{number(row.tflops or 0.0)}{spills}",
+            va="center",
+            fontsize=8.5,
+            color="white",
+        )
     if peer is not None:
         axes.axvline(peer, color=PEER, linewidth=1.5)
         axes.text(peer, 1.02, f" {group[0].peer}", transform=axes.get_xaxis_transform(), color=PEER, fontsize=8.5)
@@ -68,7 +83,9 @@ def _speeds(axes: Any, group: Sequence[TileRow], causal: dict[str, TileRow]) -> 
 
 def _occupancies(axes: Any, group: Sequence[TileRow]) -> None:
     for place, row in enumerate(group):
-        axes.plot(100 * (row.occupancy or 0.0), place, "o", markersize=9, markerfacecolor="none", markeredgecolor="#000000")
+        axes.plot(
+            100 * (row.occupancy or 0.0), place, "o", markersize=9, markerfacecolor="none", markeredgecolor="#000000"
+        )
         if row.achieved_occupancy is not None:
             axes.plot(100 * row.achieved_occupancy, place, "o", markersize=5, color=OURS if row.is_chosen else PEER)
         takes = f"{row.registers} registers, {row.shared_bytes / 1024:.0f} KiB"

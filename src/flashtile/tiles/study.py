@@ -1,4 +1,5 @@
-"""Which tiles are studied, on which problems, and each of them as a provider of the benchmark. The product's selection knows none of it."""
+"""Which tiles are studied, on which problems, and each of them as a provider of the benchmark. The product's selection
+knows none of it."""
 
 from __future__ import annotations
 
@@ -33,10 +34,12 @@ _LAYOUT = CallLayout("bhsd", ())
 # head dim -> (block_m, block_n, num_warps)
 _SIMT_TILES = {
     64: (
-        (32, 32, 4), (64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8), (128, 128, 4), (128, 128, 8),
+        (32, 32, 4), (64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8), (128, 128,
+        4), (128, 128, 8),
         (256, 64, 8),
     ),
-    128: ((32, 32, 4), (64, 32, 4), (64, 64, 4), (64, 64, 8), (128, 32, 4), (128, 32, 8), (128, 64, 4), (128, 64, 8), (256, 32, 8)),
+    128: ((32, 32, 4), (64, 32, 4), (64, 64, 4), (64, 64, 8), (128, 32, 4), (128, 32, 8), (128, 64, 4), (128, 64,
+    8), (256, 32, 8)),
     256: ((16, 16, 4), (32, 32, 4), (64, 32, 4), (64, 32, 8), (64, 64, 8), (128, 16, 8), (128, 32, 8)),
 }  # fmt: skip
 # head dim -> (block_m, block_n, num_stages, takes_turns, scales_lazily, stores_p)
@@ -125,9 +128,7 @@ class Trial:
     def key(self, is_causal: bool, arch: Arch) -> PlanKey:
         """Of a large plain call."""
         row = self.row
-        return PlanKey(
-            row.dtype, row.out_dtype, row.head_dim, row.head_dim_v, Features(has_band=is_causal), arch
-        )
+        return PlanKey(row.dtype, row.out_dtype, row.head_dim, row.head_dim_v, Features(has_band=is_causal), arch)
 
     def step(self, is_causal: bool, arch: Arch) -> Step:
         (step,) = families.find(self.family).launch_row(self.row, self.key(is_causal, arch), _LAYOUT).steps
@@ -170,7 +171,9 @@ class TileUse:
     @cached_property
     def computed_occupancy(self) -> float:
         """By kernels/arch.py, which knows no driver."""
-        return self._share(self.arch.blocks_per_multiprocessor(self.step.num_threads, self.resources.registers, self.step.shared_bytes))
+        return self._share(
+            self.arch.blocks_per_multiprocessor(self.step.num_threads, self.resources.registers, self.step.shared_bytes)
+        )
 
     def _share(self, blocks: int) -> float:
         # A persistent grid has so many blocks for each multiprocessor, whatever would fit
@@ -188,7 +191,8 @@ def peer(study: Study) -> Provider:
 
 
 def compile_all(chosen: Sequence[Study], arch: Arch) -> None:
-    """Every kernel of the study that the architecture can run, side by side. One that does not compile says so where it is called."""
+    """Every kernel of the study that the architecture can run, side by side. One that does not compile says so where it
+    is called."""
 
     def compile_one(step: Step) -> None:
         with suppress(CompileError):

@@ -9,7 +9,8 @@ from flashtile.tiles.rows import TileRow
 
 CHOSEN = "*"  # behind the speed of the tile that a plain call takes
 _HEADER = (
-    "", "registers", "spill bytes", "shared KiB", "blocks", "occupancy", "computed", "achieved", "FMA pipe %", "shared %", "waits most for",
+    "", "registers", "spill bytes", "shared KiB", "blocks", "occupancy", "computed", "achieved", "FMA pipe %",
+    "shared %", "waits most for",
     "TFLOP/s full", "TFLOP/s causal",
 )  # fmt: skip
 
@@ -23,13 +24,24 @@ def study_table(rows: Sequence[TileRow]) -> Table:
         full = {row.tile: row for row in rows if row.head_dim == head_dim and not row.is_causal}
         causal = {row.tile: row for row in rows if row.head_dim == head_dim and row.is_causal}
         for row in sorted(full.values(), key=lambda row: -(row.tflops or 0.0)):
-            lines.append((f"d={head_dim} {row.tile}", *_takes(row), _speed(row), _speed(causal[row.tile]) if row.tile in causal else ""))
-        speeds = ["" if not of or of[0].peer_tflops is None else number(of[0].peer_tflops) for of in map(_first, (full, causal))]
+            lines.append(
+                (
+                    f"d={head_dim} {row.tile}",
+                    *_takes(row),
+                    _speed(row),
+                    _speed(causal[row.tile]) if row.tile in causal else "",
+                )
+            )
+        speeds = [
+            "" if not of or of[0].peer_tflops is None else number(of[0].peer_tflops)
+            for of in map(_first, (full, causal))
+        ]
         first = next(iter(full.values()))
         lines.append((f"d={head_dim} {first.peer}", *[""] * (len(_HEADER) - 3), *speeds))
     first = rows[0]
     reasons = "".join(
-        f"; no counters: {reason}" for reason in dict.fromkeys(row.no_counters for row in rows if row.no_counters and not row.is_causal)
+        f"; no counters: {reason}"
+        for reason in dict.fromkeys(row.no_counters for row in rows if row.no_counters and not row.is_causal)
     )
     shape = f"{first.kernel} {first.dtype}, B={first.batch} S={first.seqlen}, H={_heads(rows)}"
     return Table(f"{shape}; {CHOSEN} = taken by plain calls{''.join(reasons)}", _HEADER, tuple(lines))
@@ -42,7 +54,11 @@ def _first(rows: dict[str, TileRow]) -> list[TileRow]:
 def _heads(rows: Sequence[TileRow]) -> str:
     found = {row.head_dim: row.heads for row in rows}
     counts = sorted(set(found.values()))
-    return str(counts[0]) if len(counts) == 1 else ", ".join(f"{heads} (d={head_dim})" for head_dim, heads in sorted(found.items()))
+    return (
+        str(counts[0])
+        if len(counts) == 1
+        else ", ".join(f"{heads} (d={head_dim})" for head_dim, heads in sorted(found.items()))
+    )
 
 
 def _takes(row: TileRow) -> list[str]:

@@ -1,8 +1,8 @@
 """What a kernel family is: one object that knows everything about one kernel of one op, or a group launched together.
 
-A family says why it refuses a call, which rows (tiles) it has, which features it takes, and what its plan launches. Everything else
-loops over the families: selection, plans, `compile`, `explain`, `check`, `bench --tiles`, the sanitizers, prewarm and the support table
-of README. docs/map.md, "Adding a kernel", has the list of files.
+A family says why it refuses a call, which rows (tiles) it has, which features it takes, and what its plan launches.
+Everything else loops over the families: selection, plans, `compile`, `explain`, `check`, `bench --tiles`, the
+sanitizers, prewarm and the support table of README. docs/map.md, "Adding a kernel", has the list of files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Row(ABC):
     @property
     @abstractmethod
     def header(self) -> str | Path:
-        """The .cuh under include/flashtile/kernels/, without its ending; a path where it is not part of this package."""
+        """The .cuh under include/flashtile/kernels/, without its ending; a path where it is not part of this
+        package."""
 
     @property
     def struct(self) -> Struct:
@@ -186,7 +187,9 @@ REFUSED_FEATURES = {
 def tile_step(row: Row, features: Features, grid: Sequence[tuple[str, int]], max_blocks: int = 0) -> Step:
     """The launch of a kernel with tiles."""
     text, entry = unit(row.header, row.kernel, row.config, row.struct, features, row.facts(features))
-    return Step(text, entry, tuple(grid), row.block_m, row.block_n, row.num_threads, row.shared_bytes, max_blocks=max_blocks)
+    return Step(
+        text, entry, tuple(grid), row.block_m, row.block_n, row.num_threads, row.shared_bytes, max_blocks=max_blocks
+    )
 
 
 # Rows other than the preferred, for the sanitizers
@@ -197,8 +200,8 @@ _forced_rows: dict[str, int] = {}
 
 @contextmanager
 def forced_rows(indices: dict[str, int]) -> Iterator[None]:
-    """Inside, each of these kernels takes the row at this index among those that would do, or the last. Plans made before or
-    inside must not cross: see families.clear_plans."""
+    """Inside, each of these kernels takes the row at this index among those that would do, or the last. Plans made
+    before or inside must not cross: see families.clear_plans."""
     before = dict(_forced_rows)
     _forced_rows.clear()
     _forced_rows.update(indices)

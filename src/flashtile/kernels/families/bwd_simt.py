@@ -1,7 +1,7 @@
 """The backward pass in float32 arithmetic: include/flashtile/kernels/bwd_simt.cuh, docs/simt.md.
 
-A preprocess step, then one kernel for dK and dV, one for dQ and one for the gradient of a bias, each launched where its result is
-wanted. Every result has one owner, so all of it is deterministic.
+A preprocess step, then one kernel for dK and dV, one for dQ and one for the gradient of a bias, each launched where its
+result is wanted. Every result has one owner, so all of it is deterministic.
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ class BwdSimt(SimtFamily):
         steps = [preprocess(key)]
         if "dsinks" in key.grads:
             steps.append(dsinks(key))
-        for kernel, grads in (("bwd_dkdv_simt", ("dk", "dv")), ("bwd_dq_simt", ("dq",)), ("bwd_dbias_simt", ("dbias",))):
+        for kernel, grads in (
+            ("bwd_dkdv_simt", ("dk", "dv")),
+            ("bwd_dq_simt", ("dq",)),
+            ("bwd_dbias_simt", ("dbias",)),
+        ):
             if any(grad in key.grads for grad in grads):
                 steps.append(self._step(self.select(kernel, key), key))
         # One kernel writes both dK and dV

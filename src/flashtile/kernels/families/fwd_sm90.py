@@ -168,7 +168,11 @@ class FwdSm90(Family[Sm90Row]):
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         row = self.select("fwd_sm90", key)
-        plain, packed_heads, rows = self.launch_row(row, key, layout), self.packed_heads(key), ("num_splits", "lse_size")
+        plain, packed_heads, rows = (
+            self.launch_row(row, key, layout),
+            self.packed_heads(key),
+            ("num_splits", "lse_size"),
+        )
         # A block fills a multiprocessor, and each split should have a few tiles of keys
         splits = SplitRule(row.block_m, 4 * row.block_n, blocks=1)
         if packed_heads > 1:
@@ -203,4 +207,6 @@ def _maps(row: Sm90Row, features: Features, layout: CallLayout, packed_heads: in
         boxes["out"] = (_WARP_ROWS, 1)
     head_axis, row_axis = layout.axes
     axes = row_axis, head_axis, -4
-    return tuple(MapPatch(getattr(FwdSm90Params, f"{name}_map").offset, name, axes, *box) for name, box in boxes.items())
+    return tuple(
+        MapPatch(getattr(FwdSm90Params, f"{name}_map").offset, name, axes, *box) for name, box in boxes.items()
+    )
