@@ -1,4 +1,5 @@
-// One product on one warpgroup, operands by TMA, so that each descriptor and transpose bit is seen to mean what the kernels take it for.
+// One product on one warpgroup, operands by TMA, so that each descriptor and transpose bit is seen to mean what the
+// kernels take it for.
 #pragma once
 
 #include "flashtile/ptx/tma.cuh"
@@ -12,7 +13,8 @@ struct ProofParams {
   float* d;  // (64, kColumns)
 };
 
-// kIsTransposed: A (64, 64 kSlabs) from registers times B (64 kSlabs, kColumns), as P V. Else A times B^T, B (kColumns, 64 kSlabs), as Q K^T.
+// kIsTransposed: A (64, 64 kSlabs) from registers times B (64 kSlabs, kColumns), as P V. Else A times B^T, B (kColumns,
+// 64 kSlabs), as Q K^T.
 template <typename T, i32 kColumns, i32 kSlabs, bool kIsTransposed>
 __global__ void __launch_bounds__(128, 1) wgmma_proof_kernel(const FT_GRID_CONSTANT ProofParams p) {
   constexpr i32 kDepth = 64 * kSlabs;
@@ -46,7 +48,8 @@ __global__ void __launch_bounds__(128, 1) wgmma_proof_kernel(const FT_GRID_CONST
   for (i32 step = 0; step < kDepth / 16; ++step) {
     if constexpr (kIsTransposed) {
       const u32* f = rA + 4 * step;
-      Wgmma<T, kColumns>::template rs<true>(rD, f[0], f[1], f[2], f[3], tile_descriptor(b + step * (16 * 128 >> 4)), step != 0);
+      Wgmma<T, kColumns>::template rs<true>(rD, f[0], f[1], f[2], f[3], tile_descriptor(b + step * (16 * 128 >> 4)),
+                                            step != 0);
     } else {
       i32 slab = step / 4, column = step % 4 * 2;
       Wgmma<T, kColumns>::template ss<false>(rD, tile_descriptor(a + slab * (64 * 128 >> 4) + column),

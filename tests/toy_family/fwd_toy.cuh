@@ -1,6 +1,7 @@
 // A forward pass to show what a family needs: a thread for each query, keys one after the other from shared memory.
 //
-// Threads: kBlockM, one query each. Shared memory: kBlockN rows of K and of V. float32, head dims to 32, causal and window.
+// Threads: kBlockM, one query each. Shared memory: kBlockN rows of K and of V. float32, head dims to 32, causal and
+// window.
 #include "flashtile/attn/mask.cuh"
 
 namespace flashtile {
@@ -23,7 +24,8 @@ __global__ void __launch_bounds__(Config::kBlockM) fwd_toy_kernel(const FT_GRID_
 
   // Find this thread's query
   i32 num_m_blocks = ceil_div(p.seqlen_q, Config::kBlockM), rest = blockIdx.x / num_m_blocks;
-  i32 i = static_cast<i32>(blockIdx.x % num_m_blocks) * Config::kBlockM + static_cast<i32>(threadIdx.x), head = rest % p.heads;
+  i32 i = static_cast<i32>(blockIdx.x % num_m_blocks) * Config::kBlockM + static_cast<i32>(threadIdx.x),
+      head = rest % p.heads;
   Sequence s = find_sequence<SeqInfo>(p, rest / p.heads);
   const float* gQ = query_rows(static_cast<const float*>(p.q), p.q_strides, s, head) + i * p.q_strides.row;
   KeyRows<const float, KvSource> gK(static_cast<const float*>(p.k), p.k_strides, p, s, head / (p.heads / p.heads_kv));

@@ -1,5 +1,5 @@
-// The Python module flashtile._C: functions of plain integers, called by runtime/extension.py alone. Limited API of Python 3.10,
-// stable ABI of torch 2.10: one binary for all later ones.
+// The Python module flashtile._C: functions of plain integers, called by runtime/extension.py alone. Limited API of
+// Python 3.10, stable ABI of torch 2.10: one binary for all later ones.
 #include "cpu/run.h"
 #include "exec/python.h"
 
@@ -76,7 +76,8 @@ PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "flashtile._C", nullptr, 0, kMetho
 PyMODINIT_FUNC PyInit__C() {
   PyObject* module = PyModule_Create(&flashtile::kModule);
   // What the Python side checks its own mirror against
-  bool is_complete = module != nullptr && PyModule_AddIntConstant(module, "PARAMS_BYTES", sizeof(flashtile::Params)) == 0;
+  bool is_complete =
+      module != nullptr && PyModule_AddIntConstant(module, "PARAMS_BYTES", sizeof(flashtile::Params)) == 0;
   if (module != nullptr && !(is_complete && flashtile::add_executor(module))) {
     Py_DECREF(module);
     return nullptr;

@@ -1,24 +1,30 @@
 // 02 lane per key: each lane computes the whole score of one key, the output stays in registers and is stored once.
 //
-// Changed:   a lane takes a key instead of a slice of the head dim, so a score needs no sum over lanes; only the row's maximum and sum do,
-//            once for 32 keys. A block has 32 rows instead of 4. O lives in registers, is normalised there and stored once.
-// Why:       in 01 five of nine slots of the shared-memory pipe went to butterflies, each block read K and V for 4 rows only, and O made a
+// Changed:   a lane takes a key instead of a slice of the head dim, so a score needs no sum over lanes; only the row's
+// maximum and sum do,
+//            once for 32 keys. A block has 32 rows instead of 4. O lives in registers, is normalised there and stored
+//            once.
+// Why:       in 01 five of nine slots of the shared-memory pipe went to butterflies, each block read K and V for 4 rows
+// only, and O made a
 //            round trip through L1 with every tile.
-// Predicted: shuffles per score from 5 to 1.3, L2 traffic from 137 GB to 17 GB. 32 lanes read one column of 32 rows: rows of d + 1 floats
-//            put them on 32 banks, so bank conflicts stay 0 (without the 1 it is a 32-way conflict). Shared loads bind: 2 for each FMA of
-//            S, 1 for each of O, and a shuffle for each weight: 34 ms at least. 38 ms.
-// Measured:  28.3 ms, 2.4 times as fast and 10 ms less than predicted: the compiler reads Q 16 bytes at a time, so there are 1.13 shared
-//            loads for each FMA instead of 1.5. L2 traffic 15.7 GB, bank conflicts 0.2 %. The shared-memory pipe is full, at 94 %.
+// Predicted: shuffles per score from 5 to 1.3, L2 traffic from 137 GB to 17 GB. 32 lanes read one column of 32 rows:
+// rows of d + 1 floats
+//            put them on 32 banks, so bank conflicts stay 0 (without the 1 it is a 32-way conflict). Shared loads bind:
+//            2 for each FMA of S, 1 for each of O, and a shuffle for each weight: 34 ms at least. 38 ms.
+// Measured:  28.3 ms, 2.4 times as fast and 10 ms less than predicted: the compiler reads Q 16 bytes at a time, so
+// there are 1.13 shared
+//            loads for each FMA instead of 1.5. L2 traffic 15.7 GB, bank conflicts 0.2 %. The shared-memory pipe is
+//            full, at 94 %.
 //
 // Threads: warp w has rows kRows * w ...; for S lane x has key x of 32, for O columns x, x + 32, ...
 // Shared memory: sQ [kBlockM][kHeadDim], sK, sV [kBlockN][kHeadDim + 1].
 // launch: block_m=32 block_n=64|32 threads=256 shared=4*(block_m*d+2*block_n*(d+1)) arch=61
 
 struct Params {
-  const float* q;    // (batch * heads, seqlen, head_dim), contiguous
-  const float* k;    // the same
-  const float* v;    // the same
-  float* o;          // the same
+  const float* q;  // (batch * heads, seqlen, head_dim), contiguous
+  const float* k;  // the same
+  const float* v;  // the same
+  float* o;        // the same
   int seqlen;
   int head_dim;
   float scale_log2;  // softmax scale * log2(e): all exponentials are base 2
@@ -44,9 +50,9 @@ __device__ float warp_sum(float x) {
 
 extern "C" __global__ void __launch_bounds__(kNumThreads) lane_per_key_kernel(const Params p) {
   extern __shared__ float shared[];
-  float(*sQ)[kHeadDim] = reinterpret_cast<float(*)[kHeadDim]>(shared);
-  float(*sK)[kHeadDim + 1] = reinterpret_cast<float(*)[kHeadDim + 1]>(shared + kBlockM * kHeadDim);
-  float(*sV)[kHeadDim + 1] = sK + kBlockN;
+  float (*sQ)[kHeadDim] = reinterpret_cast<float (*)[kHeadDim]>(shared);
+  float (*sK)[kHeadDim + 1] = reinterpret_cast<float (*)[kHeadDim + 1]>(shared + kBlockM * kHeadDim);
+  float (*sV)[kHeadDim + 1] = sK + kBlockN;
 
   int num_m_blocks = (p.seqlen + kBlockM - 1) / kBlockM;
   int i_begin = blockIdx.x % num_m_blocks * kBlockM;

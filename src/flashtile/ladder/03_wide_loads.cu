@@ -1,22 +1,27 @@
 // 03 wide loads: 16 bytes a load, Q in registers, scores that never leave them.
 //
-// Changed:   four threads share a query row, each with a quarter of its columns of Q and O in registers, as float4. K and V are read 16
-//            bytes at a time, the same address by all 8 rows of a warp. A score is a sum over four threads (two butterfly steps), after
-//            which all four hold it: the weights need no way through shared memory or shuffles. The maximum is raised once for 8 keys.
+// Changed:   four threads share a query row, each with a quarter of its columns of Q and O in registers, as float4. K
+// and V are read 16
+//            bytes at a time, the same address by all 8 rows of a warp. A score is a sum over four threads (two
+//            butterfly steps), after which all four hold it: the weights need no way through shared memory or shuffles.
+//            The maximum is raised once for 8 keys.
 // Why:       02 spent two shared loads on each FMA of S and one on each of O.
-// Predicted: shared load instructions per FMA from 1.5 to 0.25. If a 16-byte load that is broadcast took one cycle of the pipe, FMAs would
+// Predicted: shared load instructions per FMA from 1.5 to 0.25. If a 16-byte load that is broadcast took one cycle of
+// the pipe, FMAs would
 //            bind, at 7 ms. It fills 512 bytes of registers, at 128 a cycle: 4 cycles, 20 ms.
-// Measured:  19.1 ms, 1.48 times as fast. 0.25 shared loads per FMA, and the pipe is still full, at 93 %: a broadcast of 16 bytes does take
+// Measured:  19.1 ms, 1.48 times as fast. 0.25 shared loads per FMA, and the pipe is still full, at 93 %: a broadcast
+// of 16 bytes does take
 //            4 cycles. The FMA pipe is at 29 %.
 //
-// Threads: thread x has row x / 4 of the block's and columns 4 * (x % 4) + 16 u + (0..3). Shared memory: sK, sV [kBlockN][kHeadDim].
+// Threads: thread x has row x / 4 of the block's and columns 4 * (x % 4) + 16 u + (0..3). Shared memory: sK, sV
+// [kBlockN][kHeadDim].
 // launch: block_m=64 block_n=64|32 threads=256 shared=4*2*block_n*d arch=61
 
 struct Params {
-  const float* q;    // (batch * heads, seqlen, head_dim), contiguous
-  const float* k;    // the same
-  const float* v;    // the same
-  float* o;          // the same
+  const float* q;  // (batch * heads, seqlen, head_dim), contiguous
+  const float* k;  // the same
+  const float* v;  // the same
+  float* o;        // the same
   int seqlen;
   int head_dim;
   float scale_log2;  // softmax scale * log2(e): all exponentials are base 2
@@ -59,8 +64,8 @@ __device__ void store_four(float* tensor, int row, int column, const Params& p, 
 
 extern "C" __global__ void __launch_bounds__(kNumThreads) wide_loads_kernel(const Params p) {
   extern __shared__ __align__(16) float shared[];
-  float(*sK)[kHeadDim] = reinterpret_cast<float(*)[kHeadDim]>(shared);
-  float(*sV)[kHeadDim] = sK + kBlockN;
+  float (*sK)[kHeadDim] = reinterpret_cast<float (*)[kHeadDim]>(shared);
+  float (*sV)[kHeadDim] = sK + kBlockN;
 
   // Find this thread's row and columns
   int num_m_blocks = (p.seqlen + kBlockM - 1) / kBlockM;
@@ -108,7 +113,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) wide_loads_kernel(cons
       m = m_new;
       l *= alpha;
 #pragma unroll
-      for (int u = 0; u < kVectors; ++u) rO[u] = make_float4(rO[u].x * alpha, rO[u].y * alpha, rO[u].z * alpha, rO[u].w * alpha);
+      for (int u = 0; u < kVectors; ++u)
+        rO[u] = make_float4(rO[u].x * alpha, rO[u].y * alpha, rO[u].z * alpha, rO[u].w * alpha);
       // Add the 8 keys' values
 #pragma unroll
       for (int x = 0; x < kChunk; ++x) {

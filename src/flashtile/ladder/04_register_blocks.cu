@@ -1,24 +1,30 @@
 // 04 register blocks: each thread computes 4 x 4 scores and 4 rows of output columns from values it loads once.
 //
-// Changed:   256 threads stand as 16 x 16 over a tile of 64 queries x 64 keys. A thread loads 16 bytes of each of its 4 rows of Q and 4
-//            rows of K and does 64 FMA with them. The weights go to shared memory, where the threads that compute O read them back.
-// Why:       in 03 a value from shared memory was used once by each thread that loaded it: 4 bytes for each FMA, where the pipe delivers
+// Changed:   256 threads stand as 16 x 16 over a tile of 64 queries x 64 keys. A thread loads 16 bytes of each of its 4
+// rows of Q and 4
+//            rows of K and does 64 FMA with them. The weights go to shared memory, where the threads that compute O
+//            read them back.
+// Why:       in 03 a value from shared memory was used once by each thread that loaded it: 4 bytes for each FMA, where
+// the pipe delivers
 //            128 bytes and the FMA units take 128 operands a cycle.
-// Predicted: shared bytes per FMA from 4 to 2, so at best half of the FMA ceiling, 9 ms; with the softmax and the barriers 12 ms. Rows of d
+// Predicted: shared bytes per FMA from 4 to 2, so at best half of the FMA ceiling, 9 ms; with the softmax and the
+// barriers 12 ms. Rows of d
 //            + 4 floats keep bank conflicts near 0.
-// Measured:  8.92 ms, 2.14 times as fast. 1.7 bytes per FMA: a load of Q or P, where a warp reads two rows only, takes 2 cycles, not 4. The
+// Measured:  8.92 ms, 2.14 times as fast. 1.7 bytes per FMA: a load of Q or P, where a warp reads two rows only, takes
+// 2 cycles, not 4. The
 //            shared-memory pipe is at 78 %, the FMA pipe at 52 %. Bank conflicts 2.4 %.
 //
-// Threads: lanes of a warp stand as 2 row groups x 16 column groups. Rows of a thread: 8 warp + row_group + 2 t; its keys: column_group
-// + 16 n; its output columns: 2 column_group + 32 u + (0..1). A warp writes and reads its own rows of P, so P needs no block barrier.
-// Shared memory: sQ [kBlockM][kHeadDim + 4], sK, sV [kBlockN][kHeadDim + 4], sP [kBlockM][kBlockN + 8].
+// Threads: lanes of a warp stand as 2 row groups x 16 column groups. Rows of a thread: 8 warp + row_group + 2 t; its
+// keys: column_group
+// + 16 n; its output columns: 2 column_group + 32 u + (0..1). A warp writes and reads its own rows of P, so P needs no
+// block barrier. Shared memory: sQ [kBlockM][kHeadDim + 4], sK, sV [kBlockN][kHeadDim + 4], sP [kBlockM][kBlockN + 8].
 // launch: block_m=64 block_n=64|32|16 threads=256 shared=4*((block_m+2*block_n)*(d+4)+block_m*(block_n+8)) arch=61
 
 struct Params {
-  const float* q;    // (batch * heads, seqlen, head_dim), contiguous
-  const float* k;    // the same
-  const float* v;    // the same
-  float* o;          // the same
+  const float* q;  // (batch * heads, seqlen, head_dim), contiguous
+  const float* k;  // the same
+  const float* v;  // the same
+  float* o;        // the same
   int seqlen;
   int head_dim;
   float scale_log2;  // softmax scale * log2(e): all exponentials are base 2
@@ -28,9 +34,9 @@ struct Params {
 constexpr int kHeadDim = HEAD_DIM;  // head_dim rounded up to a multiple of 32
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kNumThreads = NUM_THREADS;
 constexpr int kRowStride = kHeadDim + 4, kScoreStride = kBlockN + 8;
-constexpr int kRows = 4;              // per thread
-constexpr int kCols = kBlockN / 16;   // keys per thread
-constexpr int kPairs = kHeadDim / 32; // float2 of an output row of a thread
+constexpr int kRows = 4;               // per thread
+constexpr int kCols = kBlockN / 16;    // keys per thread
+constexpr int kPairs = kHeadDim / 32;  // float2 of an output row of a thread
 
 struct Shared {
   float sQ[kBlockM][kRowStride];
@@ -148,14 +154,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) register_blocks_ker
     for (int j = 0; j < kBlockN; j += 4) {
       float rP[kRows][4];
 #pragma unroll
-      for (int t = 0; t < kRows; ++t) *reinterpret_cast<float4*>(rP[t]) = *reinterpret_cast<const float4*>(&shared.sP[row + 2 * t][j]);
+      for (int t = 0; t < kRows; ++t)
+        *reinterpret_cast<float4*>(rP[t]) = *reinterpret_cast<const float4*>(&shared.sP[row + 2 * t][j]);
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
 #pragma unroll
         for (int u = 0; u < kPairs; ++u) {
           float2 rV = *reinterpret_cast<const float2*>(&shared.sV[j + x][2 * column_group + 32 * u]);
 #pragma unroll
-          for (int t = 0; t < kRows; ++t) rO[t][u] = make_float2(fmaf(rP[t][x], rV.x, rO[t][u].x), fmaf(rP[t][x], rV.y, rO[t][u].y));
+          for (int t = 0; t < kRows; ++t)
+            rO[t][u] = make_float2(fmaf(rP[t][x], rV.x, rO[t][u].x), fmaf(rP[t][x], rV.y, rO[t][u].y));
         }
       }
     }

@@ -1,23 +1,29 @@
 // 05 double buffer: the next tile of K and V is copied while this one is used.
 //
-// Changed:   two buffers each for K and V, filled by cp.async, which goes past the registers and does not wait. One barrier a tile instead
+// Changed:   two buffers each for K and V, filled by cp.async, which goes past the registers and does not wait. One
+// barrier a tile instead
 //            of two.
-// Why:       in 04 all warps of a block waited for a tile to arrive from L2 before any could compute; only the other blocks of the
+// Why:       in 04 all warps of a block waited for a tile to arrive from L2 before any could compute; only the other
+// blocks of the
 //            multiprocessor covered that.
-// Predicted: stalls on global loads (long scoreboard) near 0, barrier stalls halved, 10 % less time. The price is 103 KiB of shared memory
-//            instead of 69; registers allow no more than two blocks on a multiprocessor anyway, so occupancy stays at 25 %.
-// Measured:  8.68 ms, 3 % less, not 10: waits for global loads went from 7.3 % to 0.4 % of all waits, but there were no more to save, since
-//            two blocks already hid most of them. cp.async goes past L1, where blocks of one head had shared their tiles: L2 traffic from
-//            8.0 to 13.3 GB, at 15 % of its peak.
+// Predicted: stalls on global loads (long scoreboard) near 0, barrier stalls halved, 10 % less time. The price is 103
+// KiB of shared memory
+//            instead of 69; registers allow no more than two blocks on a multiprocessor anyway, so occupancy stays at
+//            25 %.
+// Measured:  8.68 ms, 3 % less, not 10: waits for global loads went from 7.3 % to 0.4 % of all waits, but there were no
+// more to save, since
+//            two blocks already hid most of them. cp.async goes past L1, where blocks of one head had shared their
+//            tiles: L2 traffic from 8.0 to 13.3 GB, at 15 % of its peak.
 //
-// Threads: as in 04. Shared memory: sQ [kBlockM][kHeadDim + 4], sK, sV [2][kBlockN][kHeadDim + 4], sP [kBlockM][kBlockN + 8].
+// Threads: as in 04. Shared memory: sQ [kBlockM][kHeadDim + 4], sK, sV [2][kBlockN][kHeadDim + 4], sP [kBlockM][kBlockN
+// + 8].
 // launch: block_m=64 block_n=64|32|16 threads=256 shared=4*((block_m+4*block_n)*(d+4)+block_m*(block_n+8)) arch=80
 
 struct Params {
-  const float* q;    // (batch * heads, seqlen, head_dim), contiguous
-  const float* k;    // the same
-  const float* v;    // the same
-  float* o;          // the same
+  const float* q;  // (batch * heads, seqlen, head_dim), contiguous
+  const float* k;  // the same
+  const float* v;  // the same
+  float* o;        // the same
   int seqlen;
   int head_dim;
   float scale_log2;  // softmax scale * log2(e): all exponentials are base 2
@@ -27,9 +33,9 @@ struct Params {
 constexpr int kHeadDim = HEAD_DIM;  // head_dim rounded up to a multiple of 32
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kNumThreads = NUM_THREADS;
 constexpr int kRowStride = kHeadDim + 4, kScoreStride = kBlockN + 8;
-constexpr int kRows = 4;              // per thread
-constexpr int kCols = kBlockN / 16;   // keys per thread
-constexpr int kPairs = kHeadDim / 32; // float2 of an output row of a thread
+constexpr int kRows = 4;               // per thread
+constexpr int kCols = kBlockN / 16;    // keys per thread
+constexpr int kPairs = kHeadDim / 32;  // float2 of an output row of a thread
 
 struct Shared {
   float sQ[kBlockM][kRowStride];
@@ -51,9 +57,11 @@ __device__ void copy_four(float* target, const float* tensor, int row, int colum
     unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(target + x));
     int num_bytes = is_inside ? 4 * kStep : 0;
     if constexpr (IS_WIDE) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(source), "r"(num_bytes) : "memory");
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(source), "r"(num_bytes)
+                   : "memory");
     } else {
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(source), "r"(num_bytes) : "memory");
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(source), "r"(num_bytes)
+                   : "memory");
     }
   }
 }
@@ -167,14 +175,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) double_buffer_kerne
     for (int j = 0; j < kBlockN; j += 4) {
       float rP[kRows][4];
 #pragma unroll
-      for (int t = 0; t < kRows; ++t) *reinterpret_cast<float4*>(rP[t]) = *reinterpret_cast<const float4*>(&shared.sP[row + 2 * t][j]);
+      for (int t = 0; t < kRows; ++t)
+        *reinterpret_cast<float4*>(rP[t]) = *reinterpret_cast<const float4*>(&shared.sP[row + 2 * t][j]);
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
 #pragma unroll
         for (int u = 0; u < kPairs; ++u) {
           float2 rV = *reinterpret_cast<const float2*>(&shared.sV[buffer][j + x][2 * column_group + 32 * u]);
 #pragma unroll
-          for (int t = 0; t < kRows; ++t) rO[t][u] = make_float2(fmaf(rP[t][x], rV.x, rO[t][u].x), fmaf(rP[t][x], rV.y, rO[t][u].y));
+          for (int t = 0; t < kRows; ++t)
+            rO[t][u] = make_float2(fmaf(rP[t][x], rV.x, rO[t][u].x), fmaf(rP[t][x], rV.y, rO[t][u].y));
         }
       }
     }

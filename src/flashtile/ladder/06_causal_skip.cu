@@ -1,22 +1,26 @@
 // 06 causal skip: tiles above the diagonal are not visited, and only tiles on an edge are masked.
 //
-// Changed:   the loop over keys ends at the block's last query. Masks are applied in tiles that the diagonal or the end of the sequence
-//            cuts, a branch that a whole block takes together; all others have no compare and no select. Scale and maximum go into the
-//            exponent as one FMA. Blocks with the most keys start first.
-// Why:       under a causal mask 05 computes every tile and throws almost half of them away; without one it still compares every score.
-// Predicted: causal: 2080 of 4096 tiles of a head remain, so 0.53 of the time; a diagonal tile wastes half its scores, 1.5 % of all.
-//            Divergent branches stay 0. Full: a compare and a select less for each of 16 scores a thread beside its 256 FMA, 5 % at best.
-// Measured:  causal 4.47 ms, 0.51 of 05's 8.71; L2 traffic from 13.3 to 7.0 GB. No divergent branches (00 has 253952). Full 8.56 ms, 1.4 %
+// Changed:   the loop over keys ends at the block's last query. Masks are applied in tiles that the diagonal or the end
+// of the sequence
+//            cuts, a branch that a whole block takes together; all others have no compare and no select. Scale and
+//            maximum go into the exponent as one FMA. Blocks with the most keys start first.
+// Why:       under a causal mask 05 computes every tile and throws almost half of them away; without one it still
+// compares every score. Predicted: causal: 2080 of 4096 tiles of a head remain, so 0.53 of the time; a diagonal tile
+// wastes half its scores, 1.5 % of all.
+//            Divergent branches stay 0. Full: a compare and a select less for each of 16 scores a thread beside its 256
+//            FMA, 5 % at best.
+// Measured:  causal 4.47 ms, 0.51 of 05's 8.71; L2 traffic from 13.3 to 7.0 GB. No divergent branches (00 has 253952).
+// Full 8.56 ms, 1.4 %
 //            less.
 //
 // Threads and shared memory: as in 05.
 // launch: block_m=64 block_n=64|32|16 threads=256 shared=4*((block_m+4*block_n)*(d+4)+block_m*(block_n+8)) arch=80
 
 struct Params {
-  const float* q;    // (batch * heads, seqlen, head_dim), contiguous
-  const float* k;    // the same
-  const float* v;    // the same
-  float* o;          // the same
+  const float* q;  // (batch * heads, seqlen, head_dim), contiguous
+  const float* k;  // the same
+  const float* v;  // the same
+  float* o;        // the same
   int seqlen;
   int head_dim;
   float scale_log2;  // softmax scale * log2(e): all exponentials are base 2
@@ -26,9 +30,9 @@ struct Params {
 constexpr int kHeadDim = HEAD_DIM;  // head_dim rounded up to a multiple of 32
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kNumThreads = NUM_THREADS;
 constexpr int kRowStride = kHeadDim + 4, kScoreStride = kBlockN + 8;
-constexpr int kRows = 4;              // per thread
-constexpr int kCols = kBlockN / 16;   // keys per thread
-constexpr int kPairs = kHeadDim / 32; // float2 of an output row of a thread
+constexpr int kRows = 4;               // per thread
+constexpr int kCols = kBlockN / 16;    // keys per thread
+constexpr int kPairs = kHeadDim / 32;  // float2 of an output row of a thread
 
 struct Shared {
   float sQ[kBlockM][kRowStride];
@@ -50,9 +54,11 @@ __device__ void copy_four(float* target, const float* tensor, int row, int colum
     unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(target + x));
     int num_bytes = is_inside ? 4 * kStep : 0;
     if constexpr (IS_WIDE) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(source), "r"(num_bytes) : "memory");
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(source), "r"(num_bytes)
+                   : "memory");
     } else {
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(source), "r"(num_bytes) : "memory");
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(source), "r"(num_bytes)
+                   : "memory");
     }
   }
 }
@@ -172,14 +178,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) causal_skip_kernel(
     for (int j = 0; j < kBlockN; j += 4) {
       float rP[kRows][4];
 #pragma unroll
-      for (int t = 0; t < kRows; ++t) *reinterpret_cast<float4*>(rP[t]) = *reinterpret_cast<const float4*>(&shared.sP[row + 2 * t][j]);
+      for (int t = 0; t < kRows; ++t)
+        *reinterpret_cast<float4*>(rP[t]) = *reinterpret_cast<const float4*>(&shared.sP[row + 2 * t][j]);
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
 #pragma unroll
         for (int u = 0; u < kPairs; ++u) {
           float2 rV = *reinterpret_cast<const float2*>(&shared.sV[buffer][j + x][2 * column_group + 32 * u]);
 #pragma unroll
-          for (int t = 0; t < kRows; ++t) rO[t][u] = make_float2(fmaf(rP[t][x], rV.x, rO[t][u].x), fmaf(rP[t][x], rV.y, rO[t][u].y));
+          for (int t = 0; t < kRows; ++t)
+            rO[t][u] = make_float2(fmaf(rP[t][x], rV.x, rO[t][u].x), fmaf(rP[t][x], rV.y, rO[t][u].y));
         }
       }
     }

@@ -1,26 +1,31 @@
 // 07 production tile: 128 queries x 64 keys, 8 x 8 scores for each thread, one buffer each for K and V.
 //
-// Changed:   four warps instead of eight share a tile twice as tall, so a thread has 8 x 8 scores. K and V have one buffer each again and
-//            are copied half an iteration apart: K(n + 1) while P(n) V(n) is computed, V(n + 1) while S(n + 1) is. The exponential is the
-//            bare ex2 instruction. This is the tile of the production kernel, include/flashtile/kernels/fwd_simt.cuh.
-// Why:       06 is bound by shared loads, near 2 bytes for each FMA; a larger block of scores for each thread halves them.
-// Predicted: shared bytes per FMA from 2 to 1: FMA issue binds. 104 KiB and 128 threads a block: two blocks, 8 warps, 12 % occupancy, and
+// Changed:   four warps instead of eight share a tile twice as tall, so a thread has 8 x 8 scores. K and V have one
+// buffer each again and
+//            are copied half an iteration apart: K(n + 1) while P(n) V(n) is computed, V(n + 1) while S(n + 1) is. The
+//            exponential is the bare ex2 instruction. This is the tile of the production kernel,
+//            include/flashtile/kernels/fwd_simt.cuh.
+// Why:       06 is bound by shared loads, near 2 bytes for each FMA; a larger block of scores for each thread halves
+// them. Predicted: shared bytes per FMA from 2 to 1: FMA issue binds. 104 KiB and 128 threads a block: two blocks, 8
+// warps, 12 % occupancy, and
 //            that is enough since each warp has 64 independent FMA. The production kernel takes 7.3 ms; so should this.
-// Measured:  6.66 ms full and 3.72 causal, 1.29 and 1.20 times as fast, and 1.18 and 1.13 times as fast as torch's memory-efficient kernel,
-//            which uses tensor cores. 0.81 bytes of shared memory per FMA, its pipe at 50 %; the FMA pipe at 67 %. The production kernel,
-//            which takes every option, needed 7.31 and 4.10 ms then, and 6.83 and 3.86 since it stores P as this one does (docs/tiles.md).
+// Measured:  6.66 ms full and 3.72 causal, 1.29 and 1.20 times as fast, and 1.18 and 1.13 times as fast as torch's
+// memory-efficient kernel,
+//            which uses tensor cores. 0.81 bytes of shared memory per FMA, its pipe at 50 %; the FMA pipe at 67 %. The
+//            production kernel, which takes every option, needed 7.31 and 4.10 ms then, and 6.83 and 3.86 since it
+//            stores P as this one does (docs/tiles.md).
 //
-// Threads: lanes of a warp stand as 4 row groups x 8 column groups. Rows of a thread: 4 kRows warp + row_group + 4 t; its keys:
-// column_group + 8 n; its output columns: 4 column_group + 32 u + (0..3). Each warp writes and reads its own rows of P.
-// Shared memory: sQ [kBlockM][kHeadDim + 4], sK, sV [kBlockN][kHeadDim + 4], sP [kBlockM][kBlockN + 8].
+// Threads: lanes of a warp stand as 4 row groups x 8 column groups. Rows of a thread: 4 kRows warp + row_group + 4 t;
+// its keys: column_group + 8 n; its output columns: 4 column_group + 32 u + (0..3). Each warp writes and reads its own
+// rows of P. Shared memory: sQ [kBlockM][kHeadDim + 4], sK, sV [kBlockN][kHeadDim + 4], sP [kBlockM][kBlockN + 8].
 // launch: block_m=(128 if arch<100 else 64) block_n=64|32|16 threads=(128 if d<=64 else 256)
 // launch: shared=4*((block_m+2*block_n)*(d+4)+block_m*(block_n+8)) arch=80
 
 struct Params {
-  const float* q;    // (batch * heads, seqlen, head_dim), contiguous
-  const float* k;    // the same
-  const float* v;    // the same
-  float* o;          // the same
+  const float* q;  // (batch * heads, seqlen, head_dim), contiguous
+  const float* k;  // the same
+  const float* v;  // the same
+  float* o;        // the same
   int seqlen;
   int head_dim;
   float scale_log2;  // softmax scale * log2(e): all exponentials are base 2
@@ -54,9 +59,11 @@ __device__ void copy_four(float* target, const float* tensor, int row, int colum
     unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(target + x));
     int num_bytes = is_inside ? 4 * kStep : 0;
     if constexpr (IS_WIDE) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(source), "r"(num_bytes) : "memory");
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(source), "r"(num_bytes)
+                   : "memory");
     } else {
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(source), "r"(num_bytes) : "memory");
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(source), "r"(num_bytes)
+                   : "memory");
     }
   }
 }
@@ -106,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) production_tile_ker
   int column_group = threadIdx.x % 8;
 
   // One copy group per tile, empty ones after the last, so that the number in flight is always known
-  auto copy_keys = [&](float(*tile)[kRowStride], const float* tensor, int j_begin) {
+  auto copy_keys = [&](float (*tile)[kRowStride], const float* tensor, int j_begin) {
     if (j_begin < num_keys) copy_tile<kBlockN>(tile, tensor + head, j_begin, p);
     copy_commit();
   };
@@ -186,7 +193,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) production_tile_ker
     for (int j = 0; j < kBlockN; j += 4) {
       float rP[kRows][4];
 #pragma unroll
-      for (int t = 0; t < kRows; ++t) *reinterpret_cast<float4*>(rP[t]) = *reinterpret_cast<const float4*>(&shared.sP[row + 4 * t][j]);
+      for (int t = 0; t < kRows; ++t)
+        *reinterpret_cast<float4*>(rP[t]) = *reinterpret_cast<const float4*>(&shared.sP[row + 4 * t][j]);
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
 #pragma unroll

@@ -1,4 +1,5 @@
-// What the GPU can do at best: FMA in registers, and 16-byte reads of shared memory without conflicts. The measured roofs of the ladder.
+// What the GPU can do at best: FMA in registers, and 16-byte reads of shared memory without conflicts. The measured
+// roofs of the ladder.
 //
 // Threads: any number of blocks of kNumThreads; each thread does num_rounds rounds of kFmas FMA or kReads reads.
 
@@ -32,7 +33,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) fma_kernel(const Param
 // A warp reads 512 consecutive bytes with each instruction
 extern "C" __global__ void __launch_bounds__(kNumThreads) shared_read_kernel(const Params p) {
   __shared__ float4 shared[kNumThreads + kReads];
-  for (int index = threadIdx.x; index < kNumThreads + kReads; index += kNumThreads) shared[index] = make_float4(index, 1.0f, 2.0f, 3.0f);
+  for (int index = threadIdx.x; index < kNumThreads + kReads; index += kNumThreads)
+    shared[index] = make_float4(index, 1.0f, 2.0f, 3.0f);
   __syncthreads();
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   int first = threadIdx.x;
@@ -42,7 +44,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) shared_read_kernel(con
     for (int n = 0; n < kReads; ++n) {
       float4 x;
       unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(&shared[first + n]));
-      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address));
+      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                   : "r"(address));
       sum.x += x.x;
     }
   }

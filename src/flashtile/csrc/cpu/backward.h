@@ -65,8 +65,8 @@ struct MainScratch {
 };
 
 // Writes dK or dV of a block of keys: stores, or adds if sequences may share pages.
-void store_key_grads(const EngineCall& call, const Sequence& s, void* tensor, const Strides& strides, i32 head_kv, i32 j, i32 count,
-                     const float* rows, i32 dim, float factor) {
+void store_key_grads(const EngineCall& call, const Sequence& s, void* tensor, const Strides& strides, i32 head_kv,
+                     i32 j, i32 count, const float* rows, i32 dim, float factor) {
   const Params& p = *call.params;
   for (i32 n = 0; n < count; ++n) {
     char* to = key_row(p, tensor, strides, call.key_grad_element, s, head_kv, j + n);
@@ -161,7 +161,8 @@ EnginePass main_pass(const EngineCall& call) {
   const Params& p = *call.params;
   i64 sequences = p.block_table != nullptr ? min_of(p.batch, 1) : p.batch;
   bool is_needed = p.dq != nullptr || p.dk != nullptr || p.dv != nullptr;
-  return {is_needed ? sequences * p.heads_kv * p.num_splits : 0, MainScratch(call, nullptr).tile.scratch.used, main_task};
+  return {is_needed ? sequences * p.heads_kv * p.num_splits : 0, MainScratch(call, nullptr).tile.scratch.used,
+          main_task};
 }
 
 // Sum of the partial dQ of the splits: a task is one head of one sequence
@@ -214,9 +215,11 @@ void bias_task(const EngineCall& call, i64 task, float* base) {
   BiasScratch t(call, base);
   BackwardTile& tile = t.tile;
   i32 block_m = tile.plan.block_m, block_n = tile.plan.block_n;
-  bool has_batch = p.bias_sizes[0] != 1, has_heads = p.bias_sizes[1] != 1, has_rows = p.bias_sizes[2] != 1, has_columns = p.bias_sizes[3] != 1;
+  bool has_batch = p.bias_sizes[0] != 1, has_heads = p.bias_sizes[1] != 1, has_rows = p.bias_sizes[2] != 1,
+       has_columns = p.bias_sizes[3] != 1;
   i64 n_blocks = ceil_div(p.bias_sizes[3], block_n), m_blocks = ceil_div(p.bias_sizes[2], block_m);
-  i32 own_j = static_cast<i32>(task % n_blocks) * block_n, own_i = static_cast<i32>(task / n_blocks % m_blocks) * block_m;
+  i32 own_j = static_cast<i32>(task % n_blocks) * block_n,
+      own_i = static_cast<i32>(task / n_blocks % m_blocks) * block_m;
   i32 own_head = static_cast<i32>(task / n_blocks / m_blocks % p.bias_sizes[1]);
   i32 own_batch = static_cast<i32>(task / n_blocks / m_blocks / p.bias_sizes[1]);
   fill(t.sums, t.size(), 0.0f);
@@ -270,7 +273,8 @@ void bias_task(const EngineCall& call, i64 task, float* base) {
 EnginePass bias_pass(const EngineCall& call) {
   const Params& p = *call.params;
   BiasScratch t(call, nullptr);
-  i64 tiles = p.bias_sizes[0] * p.bias_sizes[1] * ceil_div(p.bias_sizes[2], t.tile.plan.block_m) * ceil_div(p.bias_sizes[3], t.tile.plan.block_n);
+  i64 tiles = p.bias_sizes[0] * p.bias_sizes[1] * ceil_div(p.bias_sizes[2], t.tile.plan.block_m) *
+              ceil_div(p.bias_sizes[3], t.tile.plan.block_n);
   return {p.dbias == nullptr ? 0 : tiles, t.tile.scratch.used, bias_task};
 }
 
@@ -291,7 +295,9 @@ void sinks_task(const EngineCall& call, i64 task, float*) {
   p.dsinks[head] = static_cast<float>(sum);
 }
 
-EnginePass sinks_pass(const EngineCall& call) { return {call.params->dsinks == nullptr ? 0 : call.params->heads, 0, sinks_task}; }
+EnginePass sinks_pass(const EngineCall& call) {
+  return {call.params->dsinks == nullptr ? 0 : call.params->heads, 0, sinks_task};
+}
 
 }  // namespace
 }  // namespace flashtile

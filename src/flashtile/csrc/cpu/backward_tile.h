@@ -14,7 +14,9 @@ constexpr i32 kMaxBlock = 128;  // most queries, and most keys, of a tile
 struct BackwardPlan {
   i32 block_m, block_n;
 
-  explicit BackwardPlan(const Params& p) { block_m = block_n = max_of(p.head_dim, p.head_dim_v) <= 128 ? kMaxBlock : 64; }
+  explicit BackwardPlan(const Params& p) {
+    block_m = block_n = max_of(p.head_dim, p.head_dim_v) <= 128 ? kMaxBlock : 64;
+  }
 };
 
 struct BackwardTile {
@@ -86,14 +88,15 @@ struct BackwardTile {
         fill(ds_row, range.begin, 0.0f);
         fill(p_row + range.end, all.end - range.end, 0.0f);
         fill(ds_row + range.end, all.end - range.end, 0.0f);
-        if (range.begin < range.end) row_gradients(s, queries[row + r], j, range, columns.is_edge, is_for_bias, p_row, ds_row);
+        if (range.begin < range.end)
+          row_gradients(s, queries[row + r], j, range, columns.is_edge, is_for_bias, p_row, ds_row);
       }
     }
   }
 
   // One row: from S and dP to P and dS.
-  FT_INLINE void row_gradients(const Sequence& s, const Query& query, i32 j, Range range, bool is_edge, bool is_for_bias, float* p_row,
-                               float* ds_row) {
+  FT_INLINE void row_gradients(const Sequence& s, const Query& query, i32 j, Range range, bool is_edge,
+                               bool is_for_bias, float* p_row, float* ds_row) {
     if (is_edge || has_score_options(p)) modify_scores(call, s, query, j, range, p_row, softcap_grads);
     float lse = p.lse_log2[query.lse_idx], delta = p.delta[query.lse_idx];
     if (p.dropout_threshold == 0) {

@@ -145,7 +145,8 @@ void forward_task(const EngineCall& call, i64 task, float* base) {
         for (i32 r = 0; r < rows; ++r) {
           keep_factors(p, s, queries[row + r], j, columns.vectors, t.factors);
           float* line = t.s + r * plan.block_n;
-          for (i32 c = columns.vectors.begin; c < columns.vectors.end; c += kLanes) store(line + c, load(line + c) * load(t.factors + c));
+          for (i32 c = columns.vectors.begin; c < columns.vectors.end; c += kLanes)
+            store(line + c, load(line + c) * load(t.factors + c));
         }
       }
       // O = alpha * O + P V

@@ -63,9 +63,11 @@ FT_INLINE void from_float(float x, half_t& y) {
 FT_INLINE vf load_vector(const float* x) { return load(x); }
 FT_INLINE vf load_vector(const bf16_t* x) {
 #if defined(__AVX512F__)
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))), 16));
+  return _mm512_castsi512_ps(
+      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))), 16));
 #elif defined(__AVX2__)
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))), 16));
+  return _mm256_castsi256_ps(
+      _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))), 16));
 #else
   vf y;
   for (i32 l = 0; l < kLanes; ++l) y[l] = to_float(x[l]);

@@ -18,7 +18,9 @@ class Workspace {
   float* allocate(i64 count) {
     int64_t size = count, stride = 1;
     void* data = nullptr;
-    if (aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, &tensor_) != 0) return nullptr;
+    if (aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0,
+                                 &tensor_) != 0)
+      return nullptr;
     if (aoti_torch_get_data_ptr(tensor_, &data) != 0) return nullptr;
     return static_cast<float*>(data);
   }
@@ -39,7 +41,8 @@ void run_tasks(int64_t begin, int64_t end, void* context) {
   TaskQueue& queue = *static_cast<TaskQueue*>(context);
   for (int64_t worker = begin; worker < end; ++worker) {
     float* scratch = queue.scratch + worker * queue.pass.scratch_floats;
-    for (i64 task = queue.next++; task < queue.pass.num_tasks; task = queue.next++) queue.pass.run(queue.call, task, scratch);
+    for (i64 task = queue.next++; task < queue.pass.num_tasks; task = queue.next++)
+      queue.pass.run(queue.call, task, scratch);
   }
 }
 

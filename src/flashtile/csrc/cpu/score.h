@@ -54,18 +54,21 @@ Query make_query(const Params& p, const Sequence& s, i32 head, i32 i) {
   return {head, i, key_range(p, s, i, i + 1), lse_idx};
 }
 
-FT_INLINE char* query_row(const void* tensor, const Strides& strides, Element element, const Sequence& s, i32 head, i32 i) {
+FT_INLINE char* query_row(const void* tensor, const Strides& strides, Element element, const Sequence& s, i32 head,
+                          i32 i) {
   i64 at = s.batch_idx * strides.batch + head * strides.head + (static_cast<i64>(s.span.q_start) + i) * strides.row;
   return static_cast<char*>(const_cast<void*>(tensor)) + at * bytes_of(element);
 }
 
-FT_INLINE char* key_row(const Params& p, const void* tensor, const Strides& strides, Element element, const Sequence& s, i32 head_kv, i32 j) {
+FT_INLINE char* key_row(const Params& p, const void* tensor, const Strides& strides, Element element, const Sequence& s,
+                        i32 head_kv, i32 j) {
   i64 batch = s.batch_idx, row = static_cast<i64>(s.span.k_start) + j;
   if (p.block_table != nullptr) {
     batch = p.block_table[s.batch_idx * p.table_stride + row / p.page_size];
     row %= p.page_size;
   }
-  return static_cast<char*>(const_cast<void*>(tensor)) + (batch * strides.batch + head_kv * strides.head + row * strides.row) * bytes_of(element);
+  return static_cast<char*>(const_cast<void*>(tensor)) +
+         (batch * strides.batch + head_kv * strides.head + row * strides.row) * bytes_of(element);
 }
 
 // The factor of a dot product: it gives the score in base 2, or the argument of the softcap's tanh. Q itself is not
@@ -89,10 +92,12 @@ void modify_scores(const EngineCall& call, const Sequence& sequence, const Query
   if (p.alibi_slopes != nullptr) {
     float alibi = p.alibi_slopes[sequence.batch_idx * p.alibi_batch_stride + query.head] * kLog2e;
     i32 position = static_cast<i32>(query.i + sequence.offset - j_begin);
-    for (i32 c = seen.begin; c < seen.end; ++c) s[c] -= alibi * static_cast<float>(position < c ? c - position : position - c);
+    for (i32 c = seen.begin; c < seen.end; ++c)
+      s[c] -= alibi * static_cast<float>(position < c ? c - position : position - c);
   }
   if (p.bias != nullptr) {
-    i64 at = sequence.batch_idx * p.bias_strides[0] + query.head * p.bias_strides[1] + query.i * p.bias_strides[2] + j_begin * p.bias_strides[3];
+    i64 at = sequence.batch_idx * p.bias_strides[0] + query.head * p.bias_strides[1] + query.i * p.bias_strides[2] +
+             j_begin * p.bias_strides[3];
     with_element(call.bias_element, [&](auto* type) {
       auto* bias = static_cast<const decltype(type)>(const_cast<void*>(p.bias)) + at;
       if (p.bias_strides[3] == 1) {
@@ -103,7 +108,8 @@ void modify_scores(const EngineCall& call, const Sequence& sequence, const Query
     });
   }
   if (p.mask != nullptr) {
-    const u8* mask = p.mask + sequence.batch_idx * p.mask_strides[0] + query.head * p.mask_strides[1] + query.i * p.mask_strides[2];
+    const u8* mask =
+        p.mask + sequence.batch_idx * p.mask_strides[0] + query.head * p.mask_strides[1] + query.i * p.mask_strides[2];
     mask += j_begin * p.mask_strides[3];
     for (i32 c = seen.begin; c < seen.end; ++c) s[c] = mask[c * p.mask_strides[3]] != 0 ? s[c] : -kInfinity;
   }
@@ -118,10 +124,12 @@ FT_INLINE bool has_score_options(const Params& p) {
 constexpr i32 kDropoutGroup = 8;  // consecutive keys that share one Philox call
 
 // 0 or the keep factor for `columns` of a row of a tile (bounds are multiples of 4). The bits are in docs/semantics.md.
-void keep_factors(const Params& p, const Sequence& sequence, const Query& query, i32 j_begin, Range columns, float* factors) {
+void keep_factors(const Params& p, const Sequence& sequence, const Query& query, i32 j_begin, Range columns,
+                  float* factors) {
   constexpr i32 kGroups = 16;  // computed together, so that the compiler vectorises the loops
   u64 seed = static_cast<u64>(p.rng_state[0]);
-  u32 batch_head = static_cast<u32>(sequence.batch_idx * p.heads + query.head), offset = static_cast<u32>(p.rng_state[1]);
+  u32 batch_head = static_cast<u32>(sequence.batch_idx * p.heads + query.head),
+      offset = static_cast<u32>(p.rng_state[1]);
   i32 end = (columns.end + kDropoutGroup - 1) / kDropoutGroup;
   for (i32 first = columns.begin / kDropoutGroup; first < end; first += kGroups) {
     u32 w[4][kGroups], key0 = static_cast<u32>(seed), key1 = static_cast<u32>(seed >> 32);

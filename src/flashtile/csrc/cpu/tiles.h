@@ -75,7 +75,8 @@ struct Columns {
       seen.end = max_of(seen.end, min_of(queries[r].keys.end - j, count));
     }
     vectors = {round_down(seen.begin, kLanes), round_up(seen.end, kLanes)};
-    for (i32 r = 0; r < rows; ++r) is_edge |= queries[r].keys.begin > j + vectors.begin || queries[r].keys.end < j + vectors.end;
+    for (i32 r = 0; r < rows; ++r)
+      is_edge |= queries[r].keys.begin > j + vectors.begin || queries[r].keys.end < j + vectors.end;
   }
 
   bool is_empty() const { return seen.begin >= seen.end; }

@@ -36,7 +36,9 @@ bool is_aligned16(const View& tensor) {
   return true;
 }
 
-bool rows_disjoint(const View& tensor, Axes axes) { return tensor.size(axes.row) <= 1 || tensor.stride(axes.row) >= tensor.size(-1); }
+bool rows_disjoint(const View& tensor, Axes axes) {
+  return tensor.size(axes.row) <= 1 || tensor.stride(axes.row) >= tensor.size(-1);
+}
 
 Shape shape_of(const Options& options, const Call& call, Axes axes) {
   const View *tensors = call.tensors, &q = tensors[kQ], &k = tensors[kK];
@@ -69,7 +71,8 @@ bool check_sizes(const Call& call, const Shape& shape, Axes axes) {
     }
   }
   if (q.size(-1) > kMaxHeadDim || v.size(-1) > kMaxHeadDim || k.size(-1) != q.size(-1)) return false;
-  if (shape.heads % shape.heads_kv != 0 || v.size(axes.head) != shape.heads_kv || v.size(axes.row) != k.size(axes.row)) return false;
+  if (shape.heads % shape.heads_kv != 0 || v.size(axes.head) != shape.heads_kv || v.size(axes.row) != k.size(axes.row))
+    return false;
   if (shape.batch < 1 || v.size(-4) != k.size(-4)) return false;
   bool is_packed = tensors[kCuSeqlensQ].is_given(), is_paged = tensors[kBlockTable].is_given();
   if (!is_packed && !is_paged && k.size(-4) != shape.batch) return false;
@@ -135,11 +138,13 @@ bool lay_out_grads(const Options& options, Call& call, Axes axes) {
   lay_out_outputs(options, call, axes);
   std::swap(out, call.tensors[kOut]), std::swap(lse, call.tensors[kLse]);
   const View *tensors = call.tensors, &dlse = tensors[kDlse];
-  if (!has_sizes_of(tensors[kOut], out) || !has_sizes_of(tensors[kDout], out) || !has_sizes_of(tensors[kLse], lse)) return false;
+  if (!has_sizes_of(tensors[kOut], out) || !has_sizes_of(tensors[kDout], out) || !has_sizes_of(tensors[kLse], lse))
+    return false;
   if (dlse.is_given() && !has_sizes_of(dlse, lse)) return false;
   constexpr Tensor kOf[] = {kQ, kK, kV, kBias, kSinks};
   for (i32 index = 0; index < kNumGrads; ++index) {
-    if (options.is_wanted[index] && tensors[kOf[index]].is_given()) lay_out_like(tensors[kOf[index]], call.tensors[kDq + index]);
+    if (options.is_wanted[index] && tensors[kOf[index]].is_given())
+      lay_out_like(tensors[kOf[index]], call.tensors[kDq + index]);
   }
   return true;
 }
@@ -160,9 +165,11 @@ void fill_scalars(const Options& options, Call& call, double scale) {
   call.asked_splits = options.num_splits != 0 ? options.num_splits : static_cast<i64>(options.is_deterministic);
 }
 
-// Over how many tasks of the CPU engine's backward pass the keys of a head are dealt out, as backends/cpu.py: _num_splits.
+// Over how many tasks of the CPU engine's backward pass the keys of a head are dealt out, as backends/cpu.py:
+// _num_splits.
 void fill_splits(const Options& options, const Shape& shape, i64 num_threads, Call& call) {
-  i64 tasks = shape.heads_kv * shape.batch, wanted = (num_threads + tasks - 1) / tasks, blocks = (shape.seqlen_k + 127) / 128;
+  i64 tasks = shape.heads_kv * shape.batch, wanted = (num_threads + tasks - 1) / tasks,
+      blocks = (shape.seqlen_k + 127) / 128;
   i64 splits = wanted < blocks ? wanted : blocks;
   if (splits < 1 || options.is_deterministic) splits = 1;
   call.scalars[kKeySplits] = static_cast<double>(splits);
@@ -235,7 +242,8 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
 }
 
 bool prepare_append(const Options& options, Call& call, Key& key) {
-  const View *tensors = call.tensors, &k = tensors[kNewK], &v = tensors[kNewV], &k_cache = tensors[kKCache], &v_cache = tensors[kVCache];
+  const View *tensors = call.tensors, &k = tensors[kNewK], &v = tensors[kNewV], &k_cache = tensors[kKCache],
+             &v_cache = tensors[kVCache];
   const View &table = tensors[kTable], &cos = tensors[kRotaryCos], &sin = tensors[kRotarySin];
   call.device = k_cache.device;
   if (!is_on_one_device(call, kNumAppendTensors)) return false;

@@ -1,7 +1,7 @@
 // A call of the ops: its arguments, whether C++ can handle it, the key of its plan, and the tensors it returns.
 //
-// The checks are those of problem.py: validate and backends/kvcache.py: validate, less what the key holds. A call that fails one falls back
-// to Python, which words the refusal.
+// The checks are those of problem.py: validate and backends/kvcache.py: validate, less what the key holds. A call that
+// fails one falls back to Python, which words the refusal.
 #pragma once
 
 #include <cstring>
@@ -13,11 +13,20 @@ namespace flashtile {
 
 enum class Pass : u8 { kForward, kBackward, kAppend };
 
-// Tensors of the two passes by index. Their names, and those of the other lists, are what a plan's names are looked up in.
+// Tensors of the two passes by index. Their names, and those of the other lists, are what a plan's names are looked up
+// in.
 enum Tensor : i32 {
 #define FT_TENSOR(index, name) index,
 #include "arguments.inc"
-  kOut, kLse, kDout, kDlse, kDq, kDk, kDv, kDbias, kDsinks
+  kOut,
+  kLse,
+  kDout,
+  kDlse,
+  kDq,
+  kDk,
+  kDv,
+  kDbias,
+  kDsinks
 };
 constexpr i32 kNumInputs = kOut, kNumGrads = 5;
 constexpr const char* kTensorNames[] = {
@@ -27,15 +36,25 @@ constexpr const char* kTensorNames[] = {
 static_assert(kDsinks + 1 == kMaxTensors);
 enum AppendTensor : i32 { kKCache, kVCache, kNewK, kNewV, kCacheSeqlens, kTable, kRotaryCos, kRotarySin };
 constexpr i32 kNumAppendTensors = 8;
-constexpr const char* kAppendNames[] = {"k_cache", "v_cache", "k", "v", "cache_seqlens", "block_table", "rotary_cos", "rotary_sin"};
+constexpr const char* kAppendNames[] = {"k_cache",       "v_cache",     "k",          "v",
+                                        "cache_seqlens", "block_table", "rotary_cos", "rotary_sin"};
 
 enum Scalar : i32 {
-  kWindowLeft, kWindowRight, kScale, kScaleLog2, kSoftcap, kDropoutThreshold, kKeepFactor, kMaxSeqlenQ, kMaxSeqlenK,
-  kKeySplits, kKeyShares
+  kWindowLeft,
+  kWindowRight,
+  kScale,
+  kScaleLog2,
+  kSoftcap,
+  kDropoutThreshold,
+  kKeepFactor,
+  kMaxSeqlenQ,
+  kMaxSeqlenK,
+  kKeySplits,
+  kKeyShares
 };
-constexpr const char* kScalarNames[] = {
-    "window_left", "window_right", "scale", "scale_log2", "softcap", "dropout_threshold", "keep_factor", "max_seqlen_q", "max_seqlen_k",
-    "num_splits", "num_shares"};
+constexpr const char* kScalarNames[] = {"window_left",  "window_right",      "scale",       "scale_log2",
+                                        "softcap",      "dropout_threshold", "keep_factor", "max_seqlen_q",
+                                        "max_seqlen_k", "num_splits",        "num_shares"};
 constexpr const char* kAppendScalarNames[] = {"is_interleaved"};
 
 enum class Causal : u8 { kNone, kTopLeft, kBottomRight };
@@ -54,9 +73,9 @@ struct Options {
   bool is_bshd = false;
   bool is_named = false;  // the backend was asked for by name
   bool needs_grad = false, needs_bias_grad = false;
-  char matmul_precision = 0;         // the first letter of torch's switch, for float32
+  char matmul_precision = 0;       // the first letter of torch's switch, for float32
   bool is_wanted[kNumGrads] = {};  // of a backward pass
-  bool is_interleaved = false;       // of an append
+  bool is_interleaved = false;     // of an append
 };
 
 // What selection looks at beside the call.
@@ -71,7 +90,8 @@ struct Gpu {
 struct Key {
   Pass pass = Pass::kForward;
   u8 device = 0;
-  u8 tensors[kMaxTensors + 2] = {};  // dtype and rank, 0 where there is none; two more, since keys are compared as bytes: no padding
+  u8 tensors[kMaxTensors + 2] =
+      {};  // dtype and rank, 0 where there is none; two more, since keys are compared as bytes: no padding
   u8 classes[kMaxLengthClasses] = {};
   char matmul_precision = 0;
   u8 out_dtype = 0;
@@ -82,7 +102,8 @@ static_assert(sizeof(Key) == 48, "Key: no padding");
 
 inline bool operator==(const Key& a, const Key& b) { return std::memcmp(&a, &b, sizeof(Key)) == 0; }
 
-// Checks a call of the two passes, fills its numbers and lays out the tensors it returns. False: Python has to handle it.
+// Checks a call of the two passes, fills its numbers and lays out the tensors it returns. False: Python has to handle
+// it.
 bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& call, Key& key);
 // The same for append_kv, which returns nothing.
 bool prepare_append(const Options& options, Call& call, Key& key);

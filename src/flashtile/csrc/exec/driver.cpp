@@ -29,7 +29,8 @@ bool Driver::ensure_context(i32 device_index) const {
   int device = 0;
   if (cuCtxGetCurrent(&context) != 0 || context != nullptr) return false;
   // Retained for the life of the process, as torch does
-  return cuDeviceGet(&device, device_index) == 0 && cuDevicePrimaryCtxRetain(&context, device) == 0 && cuCtxSetCurrent(context) == 0;
+  return cuDeviceGet(&device, device_index) == 0 && cuDevicePrimaryCtxRetain(&context, device) == 0 &&
+         cuCtxSetCurrent(context) == 0;
 }
 
 }  // namespace flashtile

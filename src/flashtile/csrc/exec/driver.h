@@ -11,8 +11,10 @@ constexpr i32 kTensorMapBytes = 128;
 
 struct Driver {
   using Handle = void*;
-  int (*cuLaunchKernel)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void**, void**) = nullptr;
-  int (*cuTensorMapEncodeTiled)(void*, int, u32, void*, const u64*, const u64*, const u32*, const u32*, int, int, int, int) = nullptr;
+  int (*cuLaunchKernel)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void**,
+                        void**) = nullptr;
+  int (*cuTensorMapEncodeTiled)(void*, int, u32, void*, const u64*, const u64*, const u32*, const u32*, int, int, int,
+                                int) = nullptr;
   int (*cuMemsetD8Async)(u64, u8, size_t, Handle) = nullptr;
   int (*cuCtxGetCurrent)(Handle*) = nullptr;
   int (*cuCtxSetCurrent)(Handle) = nullptr;

@@ -1,5 +1,5 @@
-// Length classes (kernels/length_class.py): the only way in which a plan's key may look at the sizes of a call. Kinds and thresholds come
-// as data, with the GPU; the arithmetic is Python's, in integers.
+// Length classes (kernels/length_class.py): the only way in which a plan's key may look at the sizes of a call. Kinds
+// and thresholds come as data, with the GPU; the arithmetic is Python's, in integers.
 #pragma once
 
 #include <limits>
@@ -49,8 +49,7 @@ inline u8 length_class(const LengthClass& of, const Shape& shape, i64 num_multip
       i64 rows = saturating_product(saturating_product(shape.batch, shape.heads), shape.seqlen_q);
       return saturating_product(rows, shape.seqlen_k) >= (i64{1} << of.a);
     }
-    default:
-      return 0;
+    default: return 0;
   }
 }
 

@@ -1,8 +1,9 @@
-// The kernels of the ops, for CPU and CUDA tensors alike. torch's dispatcher calls them, below autograd and whatever else intercepts a call,
-// with the GIL released.
+// The kernels of the ops, for CPU and CUDA tensors alike. torch's dispatcher calls them, below autograd and whatever
+// else intercepts a call, with the GIL released.
 //
-// A kernel reads its arguments, looks its plan up and launches. A call that it cannot handle, or has no plan for, falls back: the op of the
-// same arguments whose name ends in _fallback is a Python kernel (ops.py), which may register a plan for the next call of the kind.
+// A kernel reads its arguments, looks its plan up and launches. A call that it cannot handle, or has no plan for, falls
+// back: the op of the same arguments whose name ends in _fallback is a Python kernel (ops.py), which may register a
+// plan for the next call of the kind.
 #include <cstdlib>
 #include <stdexcept>
 
@@ -82,7 +83,8 @@ void read_switches(bool follows_deterministic, bool has_precision, Options& opti
 }
 
 bool read_attention(const Arguments& args, Request& request) {
-  static_assert(argument::kCount == 28, "a new argument: read it here and note it in the key (attention.cpp: prepare_attention)");
+  static_assert(argument::kCount == 28,
+                "a new argument: read it here and note it in the key (attention.cpp: prepare_attention)");
   for (i32 index = 0; index < kNumInputs; ++index) {
     AtenTensorHandle tensor = args.tensor(index);
     if (tensor != nullptr && !view_of(tensor, request.call.tensors[index])) return false;
@@ -90,7 +92,8 @@ bool read_attention(const Arguments& args, Request& request) {
   const View& q = request.call.tensors[kQ];
   // In tests CPU tensors stand in for a GPU's: then they are not the CPU engine's
   bool is_on_cpu = q.device.type == aoti_torch_device_type_cpu();
-  request.is_on_host = is_on_cpu && executor().is_host_open && !(executor().is_open && executor().device_type == q.device.type);
+  request.is_on_host =
+      is_on_cpu && executor().is_host_open && !(executor().is_open && executor().device_type == q.device.type);
   if (request.is_on_host) {
     // Python reads and checks lengths, and chooses the instruction set where one is named
     for (i32 index = kCuSeqlensQ; index < kNumInputs; ++index) {
@@ -118,7 +121,8 @@ bool read_attention(const Arguments& args, Request& request) {
   bool follows_deterministic = !args.read<argument::kDeterministic>(options.is_deterministic);
   args.read<argument::kNumSplits>(options.num_splits);
   i32 out_dtype = -1;
-  if (args.read<argument::kOutDtype>(out_dtype) && (options.out_dtype = dtype_of(out_dtype)) == Dtype::kNone) return false;
+  if (args.read<argument::kOutDtype>(out_dtype) && (options.out_dtype = dtype_of(out_dtype)) == Dtype::kNone)
+    return false;
   args.read<argument::kLayout>(layout);
   options.is_bshd = is_text(layout, "bshd");
   if (!options.is_bshd && !is_text(layout, "bhsd")) return false;
@@ -152,7 +156,8 @@ struct Results {
   Owned tensors[kMaxTensors];
 };
 
-// Launches a call that was read. False, and nothing was launched, where Python has to handle it. Throws where a launch fails.
+// Launches a call that was read. False, and nothing was launched, where Python has to handle it. Throws where a launch
+// fails.
 bool run(Request& request, Results& results) {
   bool is_open = executor().is_open && request.call.tensors[0].device.type == executor().device_type;
   if (!request.is_on_host && !is_open) return false;
@@ -164,7 +169,9 @@ bool run(Request& request, Results& results) {
   if (is_gpu && !current_stream(call.device.index, &call.stream)) return false;
   OnDevice guard(call.device);
   Pass pass = request.pass;
-  i32 first = pass == Pass::kForward ? kOut : kDq, count = pass == Pass::kForward ? 2 : pass == Pass::kBackward ? kNumGrads : 0;
+  i32 first = pass == Pass::kForward ? kOut : kDq, count = pass == Pass::kForward    ? 2
+                                                           : pass == Pass::kBackward ? kNumGrads
+                                                                                     : 0;
   bool is_returned[kMaxTensors] = {};
   for (i32 index = first; index < first + count; ++index) {
     is_returned[index] = index != call.unwanted && call.tensors[index].is_given();
@@ -186,7 +193,8 @@ bool run(Request& request, Results& results) {
 }
 
 // Hands the call to Python, which takes the arguments and leaves the results on the stack.
-void fall_back(const char* op, const char* overload, Request& request, bool is_read, StableIValue* stack, uint64_t num_outputs) {
+void fall_back(const char* op, const char* overload, Request& request, bool is_read, StableIValue* stack,
+               uint64_t num_outputs) {
   ++executor().num_fallbacks;
   Request* outer = std::exchange(fallen_back(), is_read && !is_checking() ? &request : nullptr);
   AOTITorchError status = torch_call_dispatcher(op, overload, stack, TORCH_ABI_VERSION);
@@ -200,7 +208,8 @@ void fall_back(const char* op, const char* overload, Request& request, bool is_r
 
 StableIValue result(Owned& tensor) {
   AtenTensorHandle handle = tensor.release();
-  if (handle == nullptr && aoti_torch_new_uninitialized_tensor(&handle) != 0) throw std::runtime_error("no memory for a result");
+  if (handle == nullptr && aoti_torch_new_uninitialized_tensor(&handle) != 0)
+    throw std::runtime_error("no memory for a result");
   return torch::stable::detail::from(handle);
 }
 
@@ -255,7 +264,8 @@ bool read_needs(StableIValue value, Options& options) {
   return is_any;
 }
 
-// A gradient that autograd hands over may have any strides, those of a sum are 0: a contiguous copy takes its place on the stack.
+// A gradient that autograd hands over may have any strides, those of a sum are 0: a contiguous copy takes its place on
+// the stack.
 bool replace_by_copy(StableIValue& value, View& view) {
   Owned copy;
   if (!copy.copy(borrow<AtenTensorHandle>(value), view)) return false;
@@ -285,7 +295,8 @@ bool read_backward(StableIValue* stack, const Arguments& args, Request& request)
   return rows.size(-1) <= 1 || rows.stride(-1) == 1 || replace_by_copy(stack[0], tensors[kDout]);
 }
 
-// (dout, dlse, arguments, out, lse, needs) -> (dq, dk, dv, dbias, dsinks). Dense: (dout, arguments, out, lse) -> (dq, dk, dv).
+// (dout, dlse, arguments, out, lse, needs) -> (dq, dk, dv, dbias, dsinks). Dense: (dout, arguments, out, lse) -> (dq,
+// dk, dv).
 template <bool kIsDense>
 void backward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
   constexpr BackwardStack kAt = kIsDense ? kDenseBackward : kBackward;
@@ -308,7 +319,8 @@ void backward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
   for (uint64_t index = 0; index < num_outputs; ++index) stack[index] = result(results.tensors[kDq + index]);
 }
 
-// The arguments of flashtile::append_kv (backends/kvcache.py: AppendArgs): tensors, the last of them optional, rotary_interleaved, layout.
+// The arguments of flashtile::append_kv (backends/kvcache.py: AppendArgs): tensors, the last of them optional,
+// rotary_interleaved, layout.
 void append_kv(StableIValue* stack, uint64_t, uint64_t num_outputs) {
   constexpr i32 kInterleaved = kNumAppendTensors, kLayout = kNumAppendTensors + 1;
   Request request{Pass::kAppend, {}, {}, {}};
@@ -335,7 +347,7 @@ void append_kv(StableIValue* stack, uint64_t, uint64_t num_outputs) {
 bool register_ops() {
   using Kernel = void (*)(StableIValue*, uint64_t, uint64_t);
   constexpr std::pair<const char*, Kernel> kKernels[] = {
-      {"forward", forward<false>},   {"forward.dense", forward<true>},   {"backward", backward<false>},
+      {"forward", forward<false>},        {"forward.dense", forward<true>}, {"backward", backward<false>},
       {"backward.dense", backward<true>}, {"append_kv", append_kv},
   };
   for (const char* key : {"CPU", "CUDA"}) {

@@ -1,11 +1,11 @@
 #include "plan.h"
 
-#include "../cpu/run.h"
-
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
+
+#include "../cpu/run.h"
 
 namespace flashtile {
 namespace {
@@ -55,28 +55,22 @@ bool multiply(i64& product, i64 factor) { return !__builtin_mul_overflow(product
 i64 whole(const Rule& rule, const Call& call, const i64* values) {
   const View& tensor = call.tensors[rule.index];
   switch (rule.kind) {
-    case RuleKind::kStride:
-      return tensor.stride(rule.axis);
-    case RuleKind::kBroadcastStride:
-      return tensor.size(rule.axis) == 1 ? 0 : tensor.stride(rule.axis);
-    case RuleKind::kSize:
-      return tensor.size(rule.axis) + rule.more;
-    case RuleKind::kElements:
-      return tensor.numel();
-    case RuleKind::kBroadcastSize:
-      return tensor.size(rule.axis) == 1 ? 1 : values[rule.more];
-    case RuleKind::kValue:
-      return values[rule.index];
-    case RuleKind::kScalar:
-      return static_cast<i64>(call.scalars[rule.index]);
-    default:
-      return 0;
+    case RuleKind::kStride: return tensor.stride(rule.axis);
+    case RuleKind::kBroadcastStride: return tensor.size(rule.axis) == 1 ? 0 : tensor.stride(rule.axis);
+    case RuleKind::kSize: return tensor.size(rule.axis) + rule.more;
+    case RuleKind::kElements: return tensor.numel();
+    case RuleKind::kBroadcastSize: return tensor.size(rule.axis) == 1 ? 1 : values[rule.more];
+    case RuleKind::kValue: return values[rule.index];
+    case RuleKind::kScalar: return static_cast<i64>(call.scalars[rule.index]);
+    default: return 0;
   }
 }
 
 template <typename T>
 bool put(u8* place, i64 number) {
-  if (number < static_cast<i64>(std::numeric_limits<T>::min()) || number > static_cast<i64>(std::numeric_limits<T>::max())) return false;
+  if (number < static_cast<i64>(std::numeric_limits<T>::min()) ||
+      number > static_cast<i64>(std::numeric_limits<T>::max()))
+    return false;
   T value = static_cast<T>(number);
   std::memcpy(place, &value, sizeof(T));
   return true;
@@ -111,7 +105,8 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
   Reader in(numbers, count);
   num_multiprocessors_ = in.number();
   split_rows_ = in.number(), split_columns_ = in.number(), split_blocks_ = in.number();
-  seqlen_q_ = in.index(kMaxValues), seqlen_k_ = in.index(kMaxValues), heads_ = in.index(kMaxValues), batch_ = in.index(kMaxValues);
+  seqlen_q_ = in.index(kMaxValues), seqlen_k_ = in.index(kMaxValues), heads_ = in.index(kMaxValues),
+  batch_ = in.index(kMaxValues);
   operands_.resize(in.index(kMaxTensors + 1));
   for (Operand& operand : operands_) {
     operand.tensor = in.index(kMaxTensors);
@@ -137,7 +132,8 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
     patch.code = static_cast<char>(in.index(128));
     patch.rule = in.rule();
     bool is_64_bits = patch.code == 'P' || patch.code == 'q';
-    if (is_64_bits && patch.offset + 8 > static_cast<i32>(image_.size())) throw std::out_of_range("a plan patches outside of its parameters");
+    if (is_64_bits && patch.offset + 8 > static_cast<i32>(image_.size()))
+      throw std::out_of_range("a plan patches outside of its parameters");
   }
   maps_.resize(in.index(8));
   for (MapPatch& map : maps_) {
@@ -191,7 +187,8 @@ bool Plan::evaluate(const Call& call, i64* values) const {
     // Left to us: as many as give every multiprocessor its blocks, each with a tile of keys at least
     i64 tiles = divide_up(values[seqlen_k_], split_columns_), blocks = divide_up(values[seqlen_q_], split_rows_);
     if (!multiply(blocks, values[heads_]) || !multiply(blocks, values[batch_])) return false;
-    i64 wanted = call.asked_splits != 0 ? call.asked_splits : split_blocks_ * num_multiprocessors_ / (blocks > 1 ? blocks : 1);
+    i64 wanted =
+        call.asked_splits != 0 ? call.asked_splits : split_blocks_ * num_multiprocessors_ / (blocks > 1 ? blocks : 1);
     i64 splits = wanted < tiles ? wanted : tiles;
     values[kNumSplits] = splits > 1 ? splits : 1;
   }
@@ -235,7 +232,8 @@ bool Plan::fill(const Call& call, Filled& filled) const {
     if (patch.code == 'P') {
       // A workspace that is not needed stays null
       void* address = call.tensors[rule.index].data;
-      if (rule.kind == RuleKind::kWorkspace) address = filled.has_workspaces ? filled.base + filled.offsets[rule.index] : nullptr;
+      if (rule.kind == RuleKind::kWorkspace)
+        address = filled.has_workspaces ? filled.base + filled.offsets[rule.index] : nullptr;
       std::memcpy(place, &address, sizeof(address));
       continue;
     }
@@ -252,7 +250,8 @@ bool Plan::fill(const Call& call, Filled& filled) const {
 bool Plan::encode_maps(const Call& call, Filled& filled, const Driver& driver, Failure& failure) const {
   for (const MapPatch& map : maps_) {
     const View& tensor = call.tensors[map.tensor];
-    u64 sizes[kMaxDim] = {static_cast<u64>(tensor.size(-1)), 1, 1, 1}, strides[kMaxDim - 1] = {kAnyStride, kAnyStride, kAnyStride};
+    u64 sizes[kMaxDim] = {static_cast<u64>(tensor.size(-1)), 1, 1, 1},
+        strides[kMaxDim - 1] = {kAnyStride, kAnyStride, kAnyStride};
     u32 box[kMaxDim] = {kBoxColumns, map.box_rows, map.box_heads, 1}, steps[kMaxDim] = {1, 1, 1, 1};
     for (i32 place = 0; place < 3; ++place) {
       // An axis of stride 0 is one of length 1: kernels ask for its first element
@@ -262,8 +261,8 @@ bool Plan::encode_maps(const Call& call, Filled& filled, const Driver& driver, F
       strides[place] = stride * size_of(tensor.dtype);
     }
     int type = tensor.dtype == Dtype::kFloat16 ? kMapFloat16 : kMapBfloat16;
-    failure.status = driver.cuTensorMapEncodeTiled(
-        filled.image + map.offset, type, kMaxDim, tensor.data, sizes, strides, box, steps, 0, kMapSwizzle128, kMapPromotion256, 0);
+    failure.status = driver.cuTensorMapEncodeTiled(filled.image + map.offset, type, kMaxDim, tensor.data, sizes,
+                                                   strides, box, steps, 0, kMapSwizzle128, kMapPromotion256, 0);
     if (failure.status != 0) {
       failure.text = "cuTensorMapEncodeTiled";
       return false;
@@ -290,7 +289,9 @@ bool Plan::zero_workspaces(const Call& call, const Filled& filled, const Driver&
       std::memset(start, 0, filled.sizes[index]);
       continue;
     }
-    auto zero = [&] { return driver.cuMemsetD8Async(reinterpret_cast<u64>(start), 0, filled.sizes[index], call.stream); };
+    auto zero = [&] {
+      return driver.cuMemsetD8Async(reinterpret_cast<u64>(start), 0, filled.sizes[index], call.stream);
+    };
     failure.status = zero();
     if (failure.status != 0 && driver.ensure_context(call.device.index)) failure.status = zero();
     if (failure.status != 0) {
@@ -331,13 +332,15 @@ Outcome Plan::run(Call& call, Owned* owned, const Driver& driver, Failure& failu
     if (blocks == 0) continue;
     void* params[] = {filled.image};
     auto launch = [&] {
-      return driver.cuLaunchKernel(step.kernel, blocks, 1, 1, step.num_threads, 1, 1, step.shared_bytes, call.stream, params, nullptr);
+      return driver.cuLaunchKernel(step.kernel, blocks, 1, 1, step.num_threads, 1, 1, step.shared_bytes, call.stream,
+                                   params, nullptr);
     };
     failure.status = launch();
     if (failure.status != 0 && driver.ensure_context(call.device.index)) failure.status = launch();
     if (failure.status != 0) {
       failure.text = "cuLaunchKernel of " + step.name + ", grid (" + std::to_string(blocks) + ", 1, 1), block (" +
-                     std::to_string(step.num_threads) + ", 1, 1), " + std::to_string(step.shared_bytes) + " bytes shared";
+                     std::to_string(step.num_threads) + ", 1, 1), " + std::to_string(step.shared_bytes) +
+                     " bytes shared";
       return Outcome::kFailed;
     }
   }

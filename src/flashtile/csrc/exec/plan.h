@@ -1,7 +1,8 @@
-// A launch plan (kernels/plan.py) in C++: evaluated for the tensors of a call, as backends/executor.py does, and launched.
+// A launch plan (kernels/plan.py) in C++: evaluated for the tensors of a call, as backends/executor.py does, and
+// launched.
 //
-// It comes as a list of numbers (backends/native.py: serialize), which names tensors, values and numbers of a call by index. It knows
-// tensors, bytes and grids, and nothing about attention.
+// It comes as a list of numbers (backends/native.py: serialize), which names tensors, values and numbers of a call by
+// index. It knows tensors, bytes and grids, and nothing about attention.
 #pragma once
 
 #include <string>
@@ -25,7 +26,17 @@ struct Call {
   void* stream = nullptr;
 };
 
-enum class RuleKind : u8 { kTensor, kWorkspace, kStride, kBroadcastStride, kSize, kElements, kBroadcastSize, kValue, kScalar };
+enum class RuleKind : u8 {
+  kTensor,
+  kWorkspace,
+  kStride,
+  kBroadcastStride,
+  kSize,
+  kElements,
+  kBroadcastSize,
+  kValue,
+  kScalar
+};
 
 struct Rule {
   RuleKind kind;
@@ -72,11 +83,11 @@ struct Step {
   i32 tensor;        // of a memset
   bool is_backward;  // of a pass of the CPU engine, as the next: cpu/run.h
   int elements[4];
-  void* kernel;      // of a launch, as all below; null: not compiled yet
+  void* kernel;  // of a launch, as all below; null: not compiled yet
   std::vector<std::pair<i32, i64>> grid;
   unsigned num_threads, shared_bytes;
   bool is_for_splits;
-  i64 max_blocks;    // for each multiprocessor, of a persistent grid; 0: a block for each work item
+  i64 max_blocks;  // for each multiprocessor, of a persistent grid; 0: a block for each work item
   std::string name;
 };
 
@@ -90,13 +101,14 @@ enum class Outcome { kDone, kFallback, kIncomplete, kFailed };
 
 class Plan {
  public:
-  // From numbers, the image of the parameters and the names of the kernels, one a line. Throws std::out_of_range where they do not fit.
+  // From numbers, the image of the parameters and the names of the kernels, one a line. Throws std::out_of_range where
+  // they do not fit.
   Plan(const i64* numbers, i64 count, std::string image, const std::string& names);
 
   // Every tensor can be read and written in place.
   bool takes(const Call& call) const;
-  // Launches everything. `owned` are the tensors that the call writes. With kFallback, and with kIncomplete (a kernel is not compiled yet),
-  // nothing was launched and Python has to handle the call.
+  // Launches everything. `owned` are the tensors that the call writes. With kFallback, and with kIncomplete (a kernel
+  // is not compiled yet), nothing was launched and Python has to handle the call.
   Outcome run(Call& call, Owned* owned, const Driver& driver, Failure& failure) const;
 
  private:
@@ -111,7 +123,7 @@ class Plan {
   std::string image_;
   i64 num_multiprocessors_ = 0;
   i64 split_rows_ = 0, split_columns_ = 0, split_blocks_ = 0;  // 0: keys are not split
-  i32 seqlen_q_ = 0, seqlen_k_ = 0, heads_ = 0, batch_ = 0;  // which values they are, where keys are split
+  i32 seqlen_q_ = 0, seqlen_k_ = 0, heads_ = 0, batch_ = 0;    // which values they are, where keys are split
   std::vector<Operand> operands_;
   std::vector<Product> values_;
   std::vector<Workspace> workspaces_;

@@ -25,8 +25,8 @@ PyObject* raise_in_kernel(PyObject*, PyObject* error) {
   Py_RETURN_NONE;
 }
 
-// (pass, numbers of a plan, image, names): for the call that has fallen back to Python on this thread, and all others of its key. False
-// where no such call of that pass could be handled.
+// (pass, numbers of a plan, image, names): for the call that has fallen back to Python on this thread, and all others
+// of its key. False where no such call of that pass could be handled.
 PyObject* register_plan(PyObject*, PyObject* args) {
   int pass = 0;
   const char *numbers = nullptr, *image = nullptr, *names = nullptr;
@@ -70,7 +70,8 @@ PyObject* is_python_only(PyObject*, PyObject*) { return Py_NewRef(executor().is_
 // A tuple of (kind, a, b, c). -1 with an exception set where it is none.
 i32 read_classes(PyObject* tuple, LengthClass (&classes)[kMaxLengthClasses]) {
   Py_ssize_t count = PyTuple_Size(tuple);
-  if (count > kMaxLengthClasses) PyErr_Format(PyExc_ValueError, "%zd length classes; at most %d fit a key", count, kMaxLengthClasses);
+  if (count > kMaxLengthClasses)
+    PyErr_Format(PyExc_ValueError, "%zd length classes; at most %d fit a key", count, kMaxLengthClasses);
   if (count < 0 || count > kMaxLengthClasses) return -1;
   for (Py_ssize_t index = 0; index < count; ++index) {
     long long kind = 0, a = 0, b = 0, c = 0;
@@ -94,7 +95,9 @@ PyObject* set_gpu(PyObject*, PyObject* args) {
   int index = 0;
   long long num_multiprocessors = 0;
   PyObject* classes[2] = {};
-  if (!PyArg_ParseTuple(args, "iLO!O!", &index, &num_multiprocessors, &PyTuple_Type, &classes[0], &PyTuple_Type, &classes[1])) return nullptr;
+  if (!PyArg_ParseTuple(args, "iLO!O!", &index, &num_multiprocessors, &PyTuple_Type, &classes[0], &PyTuple_Type,
+                        &classes[1]))
+    return nullptr;
   Gpu gpu;
   gpu.num_multiprocessors = num_multiprocessors;
   for (i32 pass : {0, 1}) {
@@ -104,12 +107,13 @@ PyObject* set_gpu(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// (length classes, (batch, heads, heads_kv, seqlen_q, seqlen_k), multiprocessors): a tuple of their numbers, for a test.
+// (length classes, (batch, heads, heads_kv, seqlen_q, seqlen_k), multiprocessors): a tuple of their numbers, for a
+// test.
 PyObject* length_classes(PyObject*, PyObject* args) {
   PyObject* tuple = nullptr;
   long long batch = 0, heads = 0, heads_kv = 0, seqlen_q = 0, seqlen_k = 0, num_multiprocessors = 0;
-  if (!PyArg_ParseTuple(
-          args, "O!(LLLLL)L", &PyTuple_Type, &tuple, &batch, &heads, &heads_kv, &seqlen_q, &seqlen_k, &num_multiprocessors)) {
+  if (!PyArg_ParseTuple(args, "O!(LLLLL)L", &PyTuple_Type, &tuple, &batch, &heads, &heads_kv, &seqlen_q, &seqlen_k,
+                        &num_multiprocessors)) {
     return nullptr;
   }
   LengthClass classes[kMaxLengthClasses];
@@ -122,19 +126,21 @@ PyObject* length_classes(PyObject*, PyObject* args) {
   return found;
 }
 
-// (library of the driver, type of the device or "host" for the CPU engine, which needs no driver, then the functions of Executor in their
-// order): None, or what is missing.
+// (library of the driver, type of the device or "host" for the CPU engine, which needs no driver, then the functions of
+// Executor in their order): None, or what is missing.
 PyObject* open_executor(PyObject*, PyObject* args) {
   const char *library = nullptr, *device_type = nullptr;
   PyObject *fail = nullptr, *is_deterministic = nullptr, *matmul_precision = nullptr;
-  if (!PyArg_ParseTuple(args, "ssOOO", &library, &device_type, &fail, &is_deterministic, &matmul_precision)) return nullptr;
+  if (!PyArg_ParseTuple(args, "ssOOO", &library, &device_type, &fail, &is_deterministic, &matmul_precision))
+    return nullptr;
   Executor& found = executor();
   bool is_host = std::strcmp(device_type, "host") == 0;
   if (!is_host) {
     Driver driver;
     if (const char* missing = driver.open(library)) return PyUnicode_FromFormat("%s cannot be found", missing);
     found.driver = driver;
-    found.device_type = std::strcmp(device_type, "cuda") == 0 ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
+    found.device_type =
+        std::strcmp(device_type, "cuda") == 0 ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
     found.plans.clear();
   }
   Py_INCREF(args);  // and with it the functions
@@ -174,7 +180,8 @@ constexpr const char* kSchema[] = {
 template <size_t kCount>
 bool add_names(PyObject* module, const char* name, const char* const (&names)[kCount]) {
   PyObject* tuple = PyTuple_New(kCount);
-  for (size_t index = 0; tuple != nullptr && index < kCount; ++index) PyTuple_SetItem(tuple, index, PyUnicode_FromString(names[index]));
+  for (size_t index = 0; tuple != nullptr && index < kCount; ++index)
+    PyTuple_SetItem(tuple, index, PyUnicode_FromString(names[index]));
   bool is_added = tuple != nullptr && PyModule_AddObjectRef(module, name, tuple) == 0;
   Py_XDECREF(tuple);
   return is_added;

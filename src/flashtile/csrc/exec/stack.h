@@ -1,5 +1,6 @@
-// The arguments of an op as torch's stable ABI hands them to a kernel: one 64-bit value each, which the kernel owns. They are borrowed
-// here until the call is known to be handled; then they are released. A call that is not handled passes them on untouched.
+// The arguments of an op as torch's stable ABI hands them to a kernel: one 64-bit value each, which the kernel owns.
+// They are borrowed here until the call is known to be handled; then they are released. A call that is not handled
+// passes them on untouched.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

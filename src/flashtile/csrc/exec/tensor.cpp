@@ -59,7 +59,9 @@ bool view_of(AtenTensorHandle tensor, View& view) {
   i32 dtype = 0;
   if (aoti_torch_get_dim(tensor, &dim) != 0 || dim < 1 || dim > kMaxDim) return false;
   if (aoti_torch_get_dtype(tensor, &dtype) != 0 || (view.dtype = dtype_of(dtype)) == Dtype::kNone) return false;
-  if (aoti_torch_get_device_type(tensor, &view.device.type) != 0 || aoti_torch_get_device_index(tensor, &view.device.index) != 0) return false;
+  if (aoti_torch_get_device_type(tensor, &view.device.type) != 0 ||
+      aoti_torch_get_device_index(tensor, &view.device.index) != 0)
+    return false;
   if (aoti_torch_get_sizes(tensor, &sizes) != 0 || aoti_torch_get_strides(tensor, &strides) != 0) return false;
   if (aoti_torch_get_data_ptr(tensor, &view.data) != 0) return false;
   if (view.device.index < 0) view.device.index = 0;
@@ -98,7 +100,8 @@ bool Owned::allocate(View& view) {
     strides[axis] = view.strides[first + axis];
   }
   i32 dtype = torch_dtypes().numbers[static_cast<i32>(view.dtype)];
-  if (aoti_torch_empty_strided(view.dim, sizes, strides, dtype, view.device.type, view.device.index, &handle_) != 0) return false;
+  if (aoti_torch_empty_strided(view.dim, sizes, strides, dtype, view.device.type, view.device.index, &handle_) != 0)
+    return false;
   return aoti_torch_get_data_ptr(handle_, &view.data) == 0;
 }
 

@@ -88,7 +88,8 @@ class Owned {
   AtenTensorHandle handle_ = nullptr;
 };
 
-// Memory for one call: it lives until the launches are queued, no longer, since torch's allocator orders reuse on the same stream.
+// Memory for one call: it lives until the launches are queued, no longer, since torch's allocator orders reuse on the
+// same stream.
 class Scratch {
  public:
   Scratch() = default;

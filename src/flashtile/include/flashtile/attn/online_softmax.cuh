@@ -18,9 +18,7 @@ FT_DEVICE float shift_of(float m) { return m == -infinity() ? 0.0f : m; }
 // with the same rounding error: 5.9e-6 of an lse over 122 tiles on an NVIDIA H200. With the threshold, anything
 // rescaled twice weighs at most a quarter. Scope: thread.
 constexpr float kSimtRescaleThresholdLog2 = 1.0f;
-FT_DEVICE float raised_max(float m, float tile_max) {
-  return tile_max > m + kSimtRescaleThresholdLog2 ? tile_max : m;
-}
+FT_DEVICE float raised_max(float m, float tile_max) { return tile_max > m + kSimtRescaleThresholdLog2 ? tile_max : m; }
 
 // The softmax state of a thread's two rows of a score fragment (tile/fragment.cuh). Maxima are of unscaled scores:
 // `factor` turns them into base 2. l is this thread's part of the row sum; the epilogue adds up the quad.
@@ -55,11 +53,12 @@ struct OnlineSoftmax {
       if constexpr (!kIsFirst) m_new[r] = fmaxf(m[r], m_new[r]);
     }
     is_raised = true;
-    if constexpr (mutates(Mutation::fwd_sm90_stale_max)) if (!kIsFirst) m_new[0] = m[0], m_new[1] = m[1];
+    if constexpr (mutates(Mutation::fwd_sm90_stale_max))
+      if (!kIsFirst) m_new[0] = m[0], m_new[1] = m[1];
     if constexpr (kRescalesLazily && !kIsFirst) {
       // Keep the old maxima while they are close enough for every row of the warp
-      bool is_far = (m_new[0] - m[0]) * factor > kRescaleThresholdLog2 ||
-                    (m_new[1] - m[1]) * factor > kRescaleThresholdLog2;
+      bool is_far =
+          (m_new[0] - m[0]) * factor > kRescaleThresholdLog2 || (m_new[1] - m[1]) * factor > kRescaleThresholdLog2;
       is_raised = __any_sync(0xffffffffu, is_far);
     }
 #pragma unroll

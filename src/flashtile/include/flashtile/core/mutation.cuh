@@ -56,9 +56,9 @@ enum class Mutation {
   dbias_head,          // a bias shared by all heads misses the gradient of the last head
   dsinks_sign,         // the gradient of the sinks has the wrong sign
   // Found by a tool of compute-sanitizer; racecheck also finds missing_barrier
-  out_of_bounds,       // memcheck: a float is written past the end of lse
-  uninitialised,       // initcheck: delta is read but never written
-  divergent_barrier,   // synccheck: half of the threads reach a barrier
+  out_of_bounds,           // memcheck: a float is written past the end of lse
+  uninitialised,           // initcheck: delta is read but never written
+  divergent_barrier,       // synccheck: half of the threads reach a barrier
   fwd_sm90_out_of_bounds,  // memcheck: a float is written past the end of lse
   fwd_sm90_race,           // racecheck: the tile scheduler is written while other threads read it
   fwd_sm90_uninitialised,  // initcheck: lse is read before it is written

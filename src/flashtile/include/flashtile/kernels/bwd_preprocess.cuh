@@ -35,7 +35,8 @@ __global__ void __launch_bounds__(kPreprocessThreads) bwd_preprocess_kernel(cons
       // A fully masked row has no gradient: lse_log2 = +inf makes P 0, and delta is 0 whatever dlse is
       bool is_empty = p.lse[stat] == -infinity();
       if constexpr (mutates(Mutation::delta_missing)) sum = 0.0f;
-      if constexpr (!mutates(Mutation::dlse_ignored)) if (p.dlse != nullptr) sum -= p.dlse[stat];
+      if constexpr (!mutates(Mutation::dlse_ignored))
+        if (p.dlse != nullptr) sum -= p.dlse[stat];
       if constexpr (!mutates(Mutation::uninitialised)) p.delta[stat] = is_empty ? 0.0f : sum;
       p.lse_log2[stat] = is_empty ? infinity() : p.lse[stat] * kLog2e;
     }

@@ -133,8 +133,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dq_simt_kernel(con
   Range keys = key_range<Mask>(p, s, i_begin, min_of(i_begin + Config::kBlockM, s.seqlen_q));
   for (i32 n = keys.begin / Config::kBlockN; n < ceil_div(keys.end, Config::kBlockN); ++n) {
     i32 j_begin = n * Config::kBlockN;
-    if constexpr (mutates(Mutation::dq_tile)) if (n == 1) continue;
-    if constexpr (mutates(Mutation::missing_barrier)) if (threadIdx.x < 32) be_late();
+    if constexpr (mutates(Mutation::dq_tile))
+      if (n == 1) continue;
+    if constexpr (mutates(Mutation::missing_barrier))
+      if (threadIdx.x < 32) be_late();
     // Load K and V
     load_tile<Config, Load, Config::kBlockN, T>(shared.sStream, j_begin, s.seqlen_k, p.head_dim,
                                                 [&](i32 j) { return gK.row(j); });
@@ -184,7 +186,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dkdv_simt_kernel(c
   i32 group = p.heads / p.heads_kv;
   Range queries = query_range<Mask>(p, s, j_begin, min_of(j_begin + Config::kBlockM, s.seqlen_k));
   for (i32 head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-    if constexpr (mutates(Mutation::dk_group)) if (head != kv_head * group) continue;
+    if constexpr (mutates(Mutation::dk_group))
+      if (head != kv_head * group) continue;
     const T* gQ = query_rows(static_cast<const T*>(p.q), p.q_strides, s, head);
     const Out* gdO = query_rows(static_cast<const Out*>(p.dout), p.dout_strides, s, head);
     Scorer<ScoreMod> scorer(p, s, head);
@@ -271,7 +274,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dbias_simt_kernel(
   for (i32 b = all_b ? 0 : bias_batch; b < (all_b ? p.batch : bias_batch + 1); ++b) {
     Sequence s = find_sequence<SeqInfo>(p, b);
     for (i32 head = all_h ? 0 : bias_head; head < (all_h ? p.heads : bias_head + 1); ++head) {
-      if constexpr (mutates(Mutation::dbias_head)) if (all_h && head == p.heads - 1) continue;
+      if constexpr (mutates(Mutation::dbias_head))
+        if (all_h && head == p.heads - 1) continue;
       i32 kv_head = head / (p.heads / p.heads_kv);
       const T* gQ = query_rows(static_cast<const T*>(p.q), p.q_strides, s, head);
       const Out* gdO = query_rows(static_cast<const Out*>(p.dout), p.dout_strides, s, head);

@@ -155,7 +155,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_simt_kernel(const 
   clear<Config>(state.rO);
 
   Scorer<ScoreMod> scorer(p, s, head);
-  if constexpr (mutates(Mutation::divergent_barrier)) if (threadIdx.x % 2 == 0) __syncthreads();
+  if constexpr (mutates(Mutation::divergent_barrier))
+    if (threadIdx.x % 2 == 0) __syncthreads();
   for (i32 n = n_begin; n < n_end; ++n) {
     i32 j_begin = n * Config::kBlockN;
     float rS[Config::kRowsPerThread][Config::kColsPerThread];

@@ -384,9 +384,9 @@ struct FwdSm90 {
       i32 i = rows.i[r], head = rows.head(tile, r);
       bool is_query = rows.is_query(tile, r);
       if (is_split || kIsSame<Out, float>) {
-        float* gO = is_split ? p.partial_out + part[r] * p.head_dim_v
-                             : query_rows(static_cast<float*>(p.out), p.out_strides, tile.s, head) +
-                                   i * p.out_strides.row;
+        float* gO = is_split
+                        ? p.partial_out + part[r] * p.head_dim_v
+                        : query_rows(static_cast<float*>(p.out), p.out_strides, tile.s, head) + i * p.out_strides.row;
         store_row_float(gO, is_query, p.head_dim_v, r, norm[r], rO);
       } else if constexpr (!kIsSame<Out, float>) {
         Out* gO = query_rows(static_cast<Out*>(p.out), p.out_strides, tile.s, head) + i * p.out_strides.row;
@@ -430,8 +430,7 @@ struct FwdSm90 {
 };
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
-__global__ void __launch_bounds__(Config::kNumThreads, 1)
-    fwd_sm90_kernel(const FT_GRID_CONSTANT FwdSm90Params params) {
+__global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_sm90_kernel(const FT_GRID_CONSTANT FwdSm90Params params) {
   static_assert(!KvSource::kIsPaged && Load::kIsAligned16, "TMA reads neither pages nor unaligned rows");
   using Kernel = FwdSm90<Config, Mask, ScoreMod, Dropout, SeqInfo>;
   extern __shared__ __align__(1024) char shared_bytes[];
@@ -439,7 +438,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
 
   if (threadIdx.x == 0) Kernel::init(params.base, shared);
   __syncthreads();
-  if constexpr (mutates(Mutation::fwd_sm90_race)) if (threadIdx.x == 0) Kernel::init_scheduler(params.base, shared);
+  if constexpr (mutates(Mutation::fwd_sm90_race))
+    if (threadIdx.x == 0) Kernel::init_scheduler(params.base, shared);
 
   i32 warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == Config::kNumConsumers) {

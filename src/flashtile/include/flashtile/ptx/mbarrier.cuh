@@ -8,8 +8,7 @@ namespace flashtile {
 
 // (PTX ISA: mbarrier.init)
 FT_DEVICE void mbarrier_init(u64& barrier, u32 num_arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(num_arrivals)
-               : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(num_arrivals) : "memory");
 }
 
 // Makes initialised barriers visible to TMA. (PTX ISA: fence.mbarrier_init)
@@ -40,8 +39,7 @@ FT_DEVICE bool mbarrier_try_wait(u64& barrier, u32 parity) {
 // Waits until the phase of the given parity has completed.
 FT_DEVICE void mbarrier_wait(u64& barrier, u32 parity) {
   jitter();
-  while (!mbarrier_try_wait(barrier, parity)) {
-  }
+  while (!mbarrier_try_wait(barrier, parity)) {}
 }
 
 }  // namespace flashtile

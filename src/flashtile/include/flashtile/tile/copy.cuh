@@ -24,8 +24,8 @@ FT_DEVICE void copy_access(float* shared, const T* global, bool is_valid) {
     const T* values = reinterpret_cast<const T*>(&raw);
 #pragma unroll
     for (i32 e = 0; e < kElements; e += 4) {
-      float4 four = make_float4(to_float(values[e]), to_float(values[e + 1]), to_float(values[e + 2]),
-                                to_float(values[e + 3]));
+      float4 four =
+          make_float4(to_float(values[e]), to_float(values[e + 1]), to_float(values[e + 2]), to_float(values[e + 3]));
       *reinterpret_cast<float4*>(shared + e) = four;
     }
   } else {
