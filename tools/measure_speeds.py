@@ -67,7 +67,7 @@ def kinds(device: str) -> list[Kind]:
     for dtype in ("bfloat16", "float32"):
         found += [Kind(dtype, dim, speeds.PLAIN, "large") for dim in (64, 128, 256, 512)]
         found += [Kind(dtype, 128, option, "large") for option in speeds.OPTIONS]
-        found += [Kind(dtype, dim, speeds.PLAIN, "small") for dim in (128, 512)]
+        found += [Kind(dtype, dim, speeds.PLAIN, "small") for dim in (256, 512)]
     return [*found, Kind("float64", 64, speeds.PLAIN, "large"), Kind("float64", 64, speeds.PLAIN, "small")]
 
 
@@ -268,8 +268,9 @@ def measure(kind: Kind, op: str, device: str) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def all_kinds(device: str) -> list[tuple[Kind, str]]:
-    found = list(itertools.product(kinds(device), speeds.OPS))
+def all_kinds(device: str, size: str | None = None) -> list[tuple[Kind, str]]:
+    chosen = [kind for kind in kinds(device) if size in (None, kind.size)]
+    found = list(itertools.product(chosen, speeds.OPS))
     return [(kind, op) for kind, op in found if not (kind.option == "paged" and op == "backward")]
 
 
@@ -284,14 +285,14 @@ def warm(device: str, share: int, shares: int) -> None:
                         thunk_of(contender, inputs, op)
 
 
-def rows(device: str) -> Iterator[tuple[object, ...]]:
+def rows(device: str, size: str | None) -> Iterator[tuple[object, ...]]:
     arch = "cpu"
     if device == "cuda":
         found = cuda._arch(0)
         assert found is not None
         arch = f"sm_{found.number}"
     dense: dict[str, float] = {}
-    for kind, op in all_kinds(device):
+    for kind, op in all_kinds(device, size):
         times = measure(kind, op, device)
         if kind.option == speeds.PLAIN and op == "forward" and kind.size == "large" and kind.head_dim == 128:
             dense[kind.dtype] = min(us for name, us in times.items() if not name.startswith("sdpa"))
@@ -307,34 +308,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=speeds.TABLE)
+    parser.add_argument("--size", choices=("large", "small"), help="only these; default: both")
     parser.add_argument("--share", help=argparse.SUPPRESS)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile ahead")
     options = parser.parse_args()
     if options.share:
         warm(options.device, *map(int, options.share.split("/")))
         return 0
-    if options.device == "cuda":
+    if options.device == "cuda" and options.size != "small":
         command = [sys.executable, __file__, "--device", options.device]
         shares = [subprocess.Popen([*command, "--share", f"{n}/{options.jobs}"]) for n in range(options.jobs)]
         for share in shares:
             share.wait()
     warnings.filterwarnings("ignore", category=UserWarning)  # torch says at length why a pinned kernel refuses
-    found = [tuple(map(str, row)) for row in rows(options.device)]
+    found = [tuple(map(str, row)) for row in rows(options.device, options.size)]
     environment = facts.environment(options.device, [], "python tools/measure_speeds.py")
-    note = f"# {found[0][0]}: {environment.device}; torch {environment.torch}, cuDNN {environment.cudnn or 'none'}, "
+    which = f"{found[0][0]}, small calls" if options.size == "small" else found[0][0]
+    note = f"# {which}: {environment.device}; torch {environment.torch}, cuDNN {environment.cudnn or 'none'}, "
     note += f"driver {environment.driver or 'none'}; commit {environment.commit}, {environment.date}"
-    kept, notes = [], []
+    kept, notes = list[tuple[str, ...]](), list[str]()
     if options.out.exists():
         lines = options.out.read_text(encoding="utf-8").splitlines()
-        notes = [line for line in lines if line.startswith("#") and not line.startswith(f"# {found[0][0]}:")]
-        kept = [
-            row
-            for row in csv.reader(line for line in lines if not line.startswith("#"))
-            if row[0] not in ("arch", found[0][0])
+        replaced = {(row[0], row[5]) for row in found}  # arch and size
+        notes = [
+            line
+            for line in lines
+            if line.startswith("#") and (options.size or not line.startswith(f"# {found[0][0]}:"))
         ]
+        read = csv.reader(line for line in lines if not line.startswith("#"))
+        kept = [tuple(row) for row in read if row != list(HEADER) and (row[0], row[5]) not in replaced]
     with options.out.open("w", encoding="utf-8", newline="") as file:
         file.write("".join(f"{line}\n" for line in sorted([*notes, note])))
-        csv.writer(file, lineterminator="\n").writerows([HEADER, *sorted([*map(tuple, kept), *found])])
+        csv.writer(file, lineterminator="\n").writerows([HEADER, *sorted([*kept, *found])])
     return 0
 
 

@@ -22,8 +22,8 @@ ARCH = ARCHS[90]
 NAMES = [mutation.name for mutation in mutations()]
 USE = re.compile(r"mutates\(Mutation::(\w+)\)")
 # How a fault stands in the source: a line to be left out, or words before a statement
-WRONG_LINE = re.compile(r"^ *if constexpr \(mutates\(Mutation::\w+\)\).*\n", re.MULTILINE)
-WORDS_BEFORE = re.compile(r"if constexpr \(!mutates\(Mutation::\w+\)\) ")
+WRONG_LINE = re.compile(r"^ *if constexpr \(mutates\(Mutation::\w+\)\)\s[^;]*;\n", re.MULTILINE)
+WORDS_BEFORE = re.compile(r"if constexpr \(!mutates\(Mutation::\w+\)\)\s+")
 # NVRTC puts hashes of the text and its process into the names of symbols
 PRIVATE = re.compile(rb"_INTERNAL_[0-9a-f]+_\d+_flashtile_cu_[0-9a-f]+_\d+")
 # The options that a fault needs to matter at all, and no others: each costs seconds of compiling

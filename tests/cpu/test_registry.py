@@ -100,7 +100,7 @@ def test_the_fastest_that_takes_it_runs(picky: Picky, seed: int) -> None:
 
 
 SLOW = (
-    r"'cpu' serves this call \(float32 forward, head_dim 8, softcap\) 30 times slower than picky, the fastest known; "
+    r"'cpu' serves this call \(float32 forward, head_dim 8, softcap\) 30.0 times slower than picky, the fastest known; "
     r"'picky' refuses: softcap is not among its features"
 )
 
@@ -172,7 +172,7 @@ def test_torch_is_among_the_fastest_known(
     monkeypatch.setattr(registry, "BACKENDS", registry.BACKENDS[1:])
     del known_speeds["picky"]
     known_speeds["cpu"] = 21.0
-    with pytest.warns(flashtile.SlowPathWarning, match="2 times slower than sdpa-flash"):
+    with pytest.warns(flashtile.SlowPathWarning, match="2.1 times slower than sdpa-flash"):
         flashtile.attention(*qkv())
 
 
@@ -232,3 +232,8 @@ def test_deterministic_follows_torch_unless_told(switch: bool | None) -> None:
     assert flashtile.explain(*qkv(), deterministic=switch).problem.deterministic is bool(switch)
     torch.use_deterministic_algorithms(True)
     assert flashtile.explain(*qkv(), deterministic=switch).problem.deterministic is (switch is not False)
+
+
+def test_a_preferred_backend_whose_time_is_not_known_keeps_its_place(picky: Picky, known_speeds: dict[str, float]) -> None:
+    del known_speeds["picky"]
+    assert flashtile.explain(*qkv()).backend == "picky"

@@ -61,7 +61,8 @@ def test_plain_and_causal_calls_compile_nothing(no_compiler: None, monkeypatch: 
     for dtype in (torch.float32, torch.bfloat16):
         for causal in ("none", "top_left"):
             for seqlen in (300, 1500):  # splits and a small tile, and the tile of large grids
-                case = Case(dtype, batch=8, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=64, head_dim_v=64, causal=causal)
+                sizes = {"batch": 8, "seqlen_q": seqlen, "seqlen_k": seqlen, "head_dim": 64, "head_dim_v": 64}
+                case = Case(dtype, backend="cuda", causal=causal, **sizes)
                 inputs = case.make(0, "cuda")
                 assert_agrees(run(inputs), inputs)
     assert "embedded kernels" in CliRunner().invoke(app, ["info"]).stdout

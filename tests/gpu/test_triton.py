@@ -268,7 +268,7 @@ def test_explain_prewarm_and_refusals() -> None:
     q, k, v = (torch.randn(2, 4, 500, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     answer = flashtile.prewarm(q, k, v, causal=True, softcap=11.0, backend="triton")
     assert "fwd_triton_kernel: tile" in str(answer)
-    assert flashtile.explain(q, k, v).refusals["triton"] == "'cuda' comes first"
+    assert flashtile.explain(q, k, v).refusals["triton"] == "'cuda' is faster"
     with pytest.raises(flashtile.Unsupported, match="float64 is not among its dtypes"):
         flashtile.attention(q.double(), k.double(), v.double(), backend="triton")
     pages, table = torch.randn(3, 16, 4, 64, device="cuda"), torch.tensor([[0, 1]], dtype=torch.int32, device="cuda")

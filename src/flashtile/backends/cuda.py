@@ -78,7 +78,7 @@ class CudaBackend(Backend):
             if step.shared_bytes:
                 tile = f"tile {step.block_rows} x {step.block_columns}, {step.num_threads // 32} warps"
                 memory = f"{step.shared_bytes / 1024:.0f} KiB of shared memory"
-                found[step.name] = f"{tile}, {memory}, {key.arch.name}"
+                found[step.name] = f"{tile}{chosen.tile_note(key)}, {memory}, {key.arch.name}"
         for name, reason in families.refusals(key).items():
             if reason is None and name != chosen.name:
                 reason = f"{chosen.name} is faster"

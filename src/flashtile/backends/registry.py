@@ -1,7 +1,7 @@
 """Which backend runs an op of a problem, and why not the others.
 
 Of the automatic backends that do not refuse, the fastest is taken by kernels/speeds.csv, forward and backward each;
-those whose time is not known come last, in the order below. A call that is served more than speeds.SLOW times slower
+those whose time is not known keep their place in the order below. A call that is served more than speeds.SLOW times slower
 than the fastest known way, torch's kernels among them, warns once per reason.
 """
 
@@ -78,7 +78,11 @@ def choose(problem: Problem, name: str | None, op: str = "forward") -> tuple[Bac
     if not taken:
         said = reasons.values() or [f"none runs on {problem.device}"]
         raise Unsupported("no backend takes this call. " + "; ".join(said))
-    us, chosen, backend = min(taken, key=lambda found: found[:2])
+    # One whose time is not known keeps its place in the order
+    us, chosen, backend = taken[0]
+    for other in taken[1:]:
+        if other[0] < us < math.inf:
+            us, chosen, backend = other
     before = [reason for index, reason in reasons.items() if index < chosen]
     return backend, _slow_paths(problem, op, backend, us, before)
 
@@ -94,7 +98,7 @@ def _slow_paths(problem: Problem, op: str, backend: Backend, us: float, refusals
     if us <= speeds.SLOW * best_us:
         return []
     what = ", ".join([f"{kind.dtype} {op}", f"head_dim {kind.head_dim}", *kind.options])
-    times = f"{us / best_us:.0f} times slower than {provider}, the fastest known"
+    times = f"{us / best_us:.1f} times slower than {provider}, the fastest known"
     return ["; ".join([f"{backend.name!r} serves this call ({what}) {times}", *refusals])]
 
 

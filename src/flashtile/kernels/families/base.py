@@ -164,6 +164,10 @@ class Family(ABC, Generic[RowT]):
     def launch_row(self, row: RowT, key: PlanKey, layout: CallLayout) -> Launch:
         """The same by one row, which need not be one that `candidates` gives, without splits."""
 
+    def tile_note(self, key: PlanKey) -> str:
+        """What `explain` adds to the tile of a call."""
+        return ""
+
     def support(self) -> str:
         """One line of README's support table: which features it takes."""
         refused = [REFUSED_FEATURES[item.name] for item in fields(Features) if item.name not in self.features]

@@ -158,6 +158,10 @@ class FwdSm90(Family[Sm90Row]):
                 yield _row(tile, dtype, dtype, dims)
             yield _row(_PACKED_TILES[dims], dtype, dtype, dims, packs_heads=True)
 
+    def tile_note(self, key: PlanKey) -> str:
+        packed_heads = self.packed_heads(key)
+        return f", the queries of {packed_heads} heads of a KV head in one tile" if packed_heads > 1 else ""
+
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[Sm90Row]:
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
