@@ -317,6 +317,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dbias_simt_kernel(
           }
           __syncthreads();
         }
+        // Q and dO may still be on their way where every key tile was skipped
+        cp_async_commit();
         cp_async_wait<0>();
         __syncthreads();
       }
