@@ -169,7 +169,7 @@ def compile_by(library, *options):
 @pytest.mark.skipif(NVRTC_12 is None, reason="nvidia-cuda-nvrtc-cu12 is not installed; `make test` does it")
 def test_sm_61_by_nvrtc_12():
     kernels = compile_by(NVRTC_12, "--arch", "sm_61")
-    assert {kernel["head_dim"] for kernel in kernels} == set(HEAD_DIMS)
+    assert {kernel["head_dim"] for kernel in kernels} == {*HEAD_DIMS, 0}  # 0: append_kv, which takes any
     assert all(kernel["shared_bytes"] <= ARCHS[61].shared_bytes for kernel in kernels)
 
 

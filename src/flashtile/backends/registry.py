@@ -50,7 +50,7 @@ def refusal(backend: Backend, problem: Problem) -> str | None:
     """Why the backend does not take the problem, in the backward pass either if one will follow, or None."""
     if problem.device not in backend.devices:
         return f"it runs on {' and '.join(backend.devices)}, and q is on {problem.device}"
-    ops = ("forward", "backward") if problem.needs_grad else ("forward",)
+    ops = ("backward", "forward") if problem.needs_grad else ("forward",)
     return next((reason for op in ops if (reason := backend.refuse(problem, op)) is not None), None)
 
 

@@ -1,18 +1,15 @@
 // 00 naive: attention as it is written down, one thread for each query row.
 //
 // Changed:   nothing yet. A thread walks over all keys of its row; it reads Q, K and V from global memory and keeps its
-// output there, too.
-//            Only the running maximum m and sum l are in registers. Even so nothing of size N x N is stored: the
-//            softmax is online.
+//            output there, too. Only the running maximum m and sum l are in registers. Even so nothing of size N x N is
+//            stored: the softmax is online.
 // Why:       the point to start from, and a definition to read.
 // Predicted: neighbouring threads read rows d floats apart, so each warp-wide access of Q and O touches 32 sectors for
-// 128 bytes: 32 per
-//            request where 4 would do. Q and O of 2048 resident threads do not fit in L1: over 100 times the least DRAM
-//            bytes. 1000 ms.
+//            128 bytes: 32 per request where 4 would do. Q and O of 2048 resident threads do not fit in L1: over 100
+//            times the least DRAM bytes. 1000 ms.
 // Measured:  1494 ms. 2977 times the least DRAM bytes, 799 GB: Q and O of a wave fit in no cache, which was guessed 30
-// times too low. 16.5
-//            sectors per load, the mean of 32 for Q and O and 1 for K and V, which all lanes read together. L2 at 70 %
-//            of its peak, the FMA pipe at 0.7 %.
+//            times too low. 16.5 sectors per load, the mean of 32 for Q and O and 1 for K and V, which all lanes read
+//            together. L2 at 70 % of its peak, the FMA pipe at 0.7 %.
 //
 // Threads: thread x of block b has row (b % num_m_blocks) * kBlockM + x of head b / num_m_blocks. Shared memory: none.
 // launch: block_m=128 block_n=1 threads=128 shared=0 arch=61

@@ -1,18 +1,16 @@
 // 01 shared tiles: K and V pass through shared memory, and a warp works on each query row.
 //
 // Changed:   a block loads 32 keys at a time into shared memory, where its 4 rows read them. The 32 lanes of a warp
-// split the head dim: all
-//            global accesses are coalesced, and a score is a sum over lanes (five butterfly steps). O is still updated
-//            in global memory, once a tile instead of once a key, and normalised in a pass of its own.
+//            split the head dim: all global accesses are coalesced, and a score is a sum over lanes (five butterfly
+//            steps). O is still updated in global memory, once a tile instead of once a key, and normalised in a pass
+//            of its own.
 // Why:       in 00 one access touched 32 sectors, and every key was fetched by every thread.
 // Predicted: sectors per global request from 32 to 4. What limits now is the pipe that shared loads and shuffles share,
-// one warp
-//            instruction a cycle: 2 loads of K, 5 shuffles, 2 loads of V for each score, 42 ms at least. L2 still
-//            delivers 137 GB, since each block reads all of K and V for 4 rows, 25 ms that overlap. 60 ms.
+//            one warp instruction a cycle: 2 loads of K, 5 shuffles, 2 loads of V for each score, 42 ms at least. L2
+//            still delivers 137 GB, since each block reads all of K and V for 4 rows, 25 ms that overlap. 60 ms.
 // Measured:  67.9 ms, 22 times as fast. 4 sectors per load, DRAM bytes at the least there can be, 142 GB from L2. The
-// shared-memory pipe is
-//            at 62 %, not full: the FMA pipe is busy for 39 % of the time with 6 % of it useful, the rest being the
-//            butterflies' adds, a rescaling for each key and exponentials.
+//            shared-memory pipe is at 62 %, not full: the FMA pipe is busy for 39 % of the time with 6 % of it useful,
+//            the rest being the butterflies' adds, a rescaling for each key and exponentials.
 //
 // Threads: warp w has row w of the block's 4; lane x has columns x, x + 32, ... Shared memory: sK, sV
 // [kBlockN][kHeadDim].

@@ -1,20 +1,17 @@
 // 02 lane per key: each lane computes the whole score of one key, the output stays in registers and is stored once.
 //
 // Changed:   a lane takes a key instead of a slice of the head dim, so a score needs no sum over lanes; only the row's
-// maximum and sum do,
-//            once for 32 keys. A block has 32 rows instead of 4. O lives in registers, is normalised there and stored
-//            once.
+//            maximum and sum do, once for 32 keys. A block has 32 rows instead of 4. O lives in registers, is
+//            normalised there and stored once.
 // Why:       in 01 five of nine slots of the shared-memory pipe went to butterflies, each block read K and V for 4 rows
-// only, and O made a
-//            round trip through L1 with every tile.
+//            only, and O made a round trip through L1 with every tile.
 // Predicted: shuffles per score from 5 to 1.3, L2 traffic from 137 GB to 17 GB. 32 lanes read one column of 32 rows:
-// rows of d + 1 floats
-//            put them on 32 banks, so bank conflicts stay 0 (without the 1 it is a 32-way conflict). Shared loads bind:
-//            2 for each FMA of S, 1 for each of O, and a shuffle for each weight: 34 ms at least. 38 ms.
+//            rows of d + 1 floats put them on 32 banks, so bank conflicts stay 0 (without the 1 it is a 32-way
+//            conflict). Shared loads bind: 2 for each FMA of S, 1 for each of O, and a shuffle for each weight: 34 ms
+//            at least. 38 ms.
 // Measured:  28.3 ms, 2.4 times as fast and 10 ms less than predicted: the compiler reads Q 16 bytes at a time, so
-// there are 1.13 shared
-//            loads for each FMA instead of 1.5. L2 traffic 15.7 GB, bank conflicts 0.2 %. The shared-memory pipe is
-//            full, at 94 %.
+//            there are 1.13 shared loads for each FMA instead of 1.5. L2 traffic 15.7 GB, bank conflicts 0.2 %. The
+//            shared-memory pipe is full, at 94 %.
 //
 // Threads: warp w has rows kRows * w ...; for S lane x has key x of 32, for O columns x, x + 32, ...
 // Shared memory: sQ [kBlockM][kHeadDim], sK, sV [kBlockN][kHeadDim + 1].

@@ -1,17 +1,14 @@
 // 03 wide loads: 16 bytes a load, Q in registers, scores that never leave them.
 //
 // Changed:   four threads share a query row, each with a quarter of its columns of Q and O in registers, as float4. K
-// and V are read 16
-//            bytes at a time, the same address by all 8 rows of a warp. A score is a sum over four threads (two
-//            butterfly steps), after which all four hold it: the weights need no way through shared memory or shuffles.
-//            The maximum is raised once for 8 keys.
+//            and V are read 16 bytes at a time, the same address by all 8 rows of a warp. A score is a sum over four
+//            threads (two butterfly steps), after which all four hold it: the weights need no way through shared memory
+//            or shuffles. The maximum is raised once for 8 keys.
 // Why:       02 spent two shared loads on each FMA of S and one on each of O.
 // Predicted: shared load instructions per FMA from 1.5 to 0.25. If a 16-byte load that is broadcast took one cycle of
-// the pipe, FMAs would
-//            bind, at 7 ms. It fills 512 bytes of registers, at 128 a cycle: 4 cycles, 20 ms.
+//            the pipe, FMAs would bind, at 7 ms. It fills 512 bytes of registers, at 128 a cycle: 4 cycles, 20 ms.
 // Measured:  19.1 ms, 1.48 times as fast. 0.25 shared loads per FMA, and the pipe is still full, at 93 %: a broadcast
-// of 16 bytes does take
-//            4 cycles. The FMA pipe is at 29 %.
+//            of 16 bytes does take 4 cycles. The FMA pipe is at 29 %.
 //
 // Threads: thread x has row x / 4 of the block's and columns 4 * (x % 4) + 16 u + (0..3). Shared memory: sK, sV
 // [kBlockN][kHeadDim].

@@ -1,23 +1,20 @@
 // 04 register blocks: each thread computes 4 x 4 scores and 4 rows of output columns from values it loads once.
 //
 // Changed:   256 threads stand as 16 x 16 over a tile of 64 queries x 64 keys. A thread loads 16 bytes of each of its 4
-// rows of Q and 4
-//            rows of K and does 64 FMA with them. The weights go to shared memory, where the threads that compute O
-//            read them back.
+//            rows of Q and 4 rows of K and does 64 FMA with them. The weights go to shared memory, where the threads
+//            that compute O read them back.
 // Why:       in 03 a value from shared memory was used once by each thread that loaded it: 4 bytes for each FMA, where
-// the pipe delivers
-//            128 bytes and the FMA units take 128 operands a cycle.
+//            the pipe delivers 128 bytes and the FMA units take 128 operands a cycle.
 // Predicted: shared bytes per FMA from 4 to 2, so at best half of the FMA ceiling, 9 ms; with the softmax and the
-// barriers 12 ms. Rows of d
-//            + 4 floats keep bank conflicts near 0.
+//            barriers 12 ms. Rows of d + 4 floats keep bank conflicts near 0.
 // Measured:  8.92 ms, 2.14 times as fast. 1.7 bytes per FMA: a load of Q or P, where a warp reads two rows only, takes
-// 2 cycles, not 4. The
-//            shared-memory pipe is at 78 %, the FMA pipe at 52 %. Bank conflicts 2.4 %.
+//            2 cycles, not 4. The shared-memory pipe is at 78 %, the FMA pipe at 52 %. Bank conflicts 2.4 %.
 //
 // Threads: lanes of a warp stand as 2 row groups x 16 column groups. Rows of a thread: 8 warp + row_group + 2 t; its
 // keys: column_group
 // + 16 n; its output columns: 2 column_group + 32 u + (0..1). A warp writes and reads its own rows of P, so P needs no
-// block barrier. Shared memory: sQ [kBlockM][kHeadDim + 4], sK, sV [kBlockN][kHeadDim + 4], sP [kBlockM][kBlockN + 8].
+// block barrier.
+// Shared memory: sQ [kBlockM][kHeadDim + 4], sK, sV [kBlockN][kHeadDim + 4], sP [kBlockM][kBlockN + 8].
 // launch: block_m=64 block_n=64|32|16 threads=256 shared=4*((block_m+2*block_n)*(d+4)+block_m*(block_n+8)) arch=61
 
 struct Params {

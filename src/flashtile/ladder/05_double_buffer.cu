@@ -1,19 +1,15 @@
 // 05 double buffer: the next tile of K and V is copied while this one is used.
 //
 // Changed:   two buffers each for K and V, filled by cp.async, which goes past the registers and does not wait. One
-// barrier a tile instead
-//            of two.
+//            barrier a tile instead of two.
 // Why:       in 04 all warps of a block waited for a tile to arrive from L2 before any could compute; only the other
-// blocks of the
-//            multiprocessor covered that.
+//            blocks of the multiprocessor covered that.
 // Predicted: stalls on global loads (long scoreboard) near 0, barrier stalls halved, 10 % less time. The price is 103
-// KiB of shared memory
-//            instead of 69; registers allow no more than two blocks on a multiprocessor anyway, so occupancy stays at
-//            25 %.
+//            KiB of shared memory instead of 69; registers allow no more than two blocks on a multiprocessor anyway, so
+//            occupancy stays at 25 %.
 // Measured:  8.68 ms, 3 % less, not 10: waits for global loads went from 7.3 % to 0.4 % of all waits, but there were no
-// more to save, since
-//            two blocks already hid most of them. cp.async goes past L1, where blocks of one head had shared their
-//            tiles: L2 traffic from 8.0 to 13.3 GB, at 15 % of its peak.
+//            more to save, since two blocks already hid most of them. cp.async goes past L1, where blocks of one head
+//            had shared their tiles: L2 traffic from 8.0 to 13.3 GB, at 15 % of its peak.
 //
 // Threads: as in 04. Shared memory: sQ [kBlockM][kHeadDim + 4], sK, sV [2][kBlockN][kHeadDim + 4], sP [kBlockM][kBlockN
 // + 8].

@@ -1,17 +1,15 @@
 // 06 causal skip: tiles above the diagonal are not visited, and only tiles on an edge are masked.
 //
 // Changed:   the loop over keys ends at the block's last query. Masks are applied in tiles that the diagonal or the end
-// of the sequence
-//            cuts, a branch that a whole block takes together; all others have no compare and no select. Scale and
-//            maximum go into the exponent as one FMA. Blocks with the most keys start first.
+//            of the sequence cuts, a branch that a whole block takes together; all others have no compare and no
+//            select. Scale and maximum go into the exponent as one FMA. Blocks with the most keys start first.
 // Why:       under a causal mask 05 computes every tile and throws almost half of them away; without one it still
-// compares every score. Predicted: causal: 2080 of 4096 tiles of a head remain, so 0.53 of the time; a diagonal tile
-// wastes half its scores, 1.5 % of all.
-//            Divergent branches stay 0. Full: a compare and a select less for each of 16 scores a thread beside its 256
-//            FMA, 5 % at best.
+//            compares every score.
+// Predicted: causal: 2080 of 4096 tiles of a head remain, so 0.53 of the time; a diagonal tile wastes half its scores,
+//            1.5 % of all. Divergent branches stay 0. Full: a compare and a select less for each of 16 scores a thread
+//            beside its 256 FMA, 5 % at best.
 // Measured:  causal 4.47 ms, 0.51 of 05's 8.71; L2 traffic from 13.3 to 7.0 GB. No divergent branches (00 has 253952).
-// Full 8.56 ms, 1.4 %
-//            less.
+//            Full 8.56 ms, 1.4 % less.
 //
 // Threads and shared memory: as in 05.
 // launch: block_m=64 block_n=64|32|16 threads=256 shared=4*((block_m+4*block_n)*(d+4)+block_m*(block_n+8)) arch=80

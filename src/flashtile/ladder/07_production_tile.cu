@@ -1,23 +1,23 @@
 // 07 production tile: 128 queries x 64 keys, 8 x 8 scores for each thread, one buffer each for K and V.
 //
 // Changed:   four warps instead of eight share a tile twice as tall, so a thread has 8 x 8 scores. K and V have one
-// buffer each again and
-//            are copied half an iteration apart: K(n + 1) while P(n) V(n) is computed, V(n + 1) while S(n + 1) is. The
-//            exponential is the bare ex2 instruction. This is the tile of the production kernel,
+//            buffer each again and are copied half an iteration apart: K(n + 1) while P(n) V(n) is computed, V(n + 1)
+//            while S(n + 1) is. The exponential is the bare ex2 instruction. This is the tile of the production kernel,
 //            include/flashtile/kernels/fwd_simt.cuh.
 // Why:       06 is bound by shared loads, near 2 bytes for each FMA; a larger block of scores for each thread halves
-// them. Predicted: shared bytes per FMA from 2 to 1: FMA issue binds. 104 KiB and 128 threads a block: two blocks, 8
-// warps, 12 % occupancy, and
-//            that is enough since each warp has 64 independent FMA. The production kernel takes 7.3 ms; so should this.
+//            them.
+// Predicted: shared bytes per FMA from 2 to 1: FMA issue binds. 104 KiB and 128 threads a block: two blocks, 8 warps,
+//            12 % occupancy, and that is enough since each warp has 64 independent FMA. The production kernel takes 7.3
+//            ms; so should this.
 // Measured:  6.66 ms full and 3.72 causal, 1.29 and 1.20 times as fast, and 1.18 and 1.13 times as fast as torch's
-// memory-efficient kernel,
-//            which uses tensor cores. 0.81 bytes of shared memory per FMA, its pipe at 50 %; the FMA pipe at 67 %. The
-//            production kernel, which takes every option, needed 7.31 and 4.10 ms then, and 6.83 and 3.86 since it
-//            stores P as this one does (docs/tiles.md).
+//            memory-efficient kernel, which uses tensor cores. 0.81 bytes of shared memory per FMA, its pipe at 50 %;
+//            the FMA pipe at 67 %. The production kernel, which takes every option, needed 7.31 and 4.10 ms then, and
+//            6.83 and 3.86 since it stores P as this one does (docs/tiles.md).
 //
 // Threads: lanes of a warp stand as 4 row groups x 8 column groups. Rows of a thread: 4 kRows warp + row_group + 4 t;
-// its keys: column_group + 8 n; its output columns: 4 column_group + 32 u + (0..3). Each warp writes and reads its own
-// rows of P. Shared memory: sQ [kBlockM][kHeadDim + 4], sK, sV [kBlockN][kHeadDim + 4], sP [kBlockM][kBlockN + 8].
+// its keys:
+// column_group + 8 n; its output columns: 4 column_group + 32 u + (0..3). Each warp writes and reads its own rows of P.
+// Shared memory: sQ [kBlockM][kHeadDim + 4], sK, sV [kBlockN][kHeadDim + 4], sP [kBlockM][kBlockN + 8].
 // launch: block_m=(128 if arch<100 else 64) block_n=64|32|16 threads=(128 if d<=64 else 256)
 // launch: shared=4*((block_m+2*block_n)*(d+4)+block_m*(block_n+8)) arch=80
 
