@@ -234,6 +234,8 @@ def test_deterministic_follows_torch_unless_told(switch: bool | None) -> None:
     assert flashtile.explain(*qkv(), deterministic=switch).problem.deterministic is (switch is not False)
 
 
-def test_a_preferred_backend_whose_time_is_not_known_keeps_its_place(picky: Picky, known_speeds: dict[str, float]) -> None:
+def test_a_preferred_backend_whose_time_is_not_known_keeps_its_place(
+    picky: Picky, known_speeds: dict[str, float]
+) -> None:
     del known_speeds["picky"]
     assert flashtile.explain(*qkv()).backend == "picky"

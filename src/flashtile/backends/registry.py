@@ -1,7 +1,7 @@
 """Which backend runs an op of a problem, and why not the others.
 
-Of the automatic backends that do not refuse, the fastest is taken by kernels/speeds.csv, forward and backward each;
-those whose time is not known keep their place in the order below. A call that is served more than speeds.SLOW times slower
+Of the automatic backends that do not refuse, the fastest is taken by kernels/speeds.csv, forward and backward each.
+One whose time is not known keeps its place in the order below. A call that is served more than speeds.SLOW times slower
 than the fastest known way, torch's kernels among them, warns once per reason.
 """
 
