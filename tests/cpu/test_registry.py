@@ -239,3 +239,13 @@ def test_a_preferred_backend_whose_time_is_not_known_keeps_its_place(
 ) -> None:
     del known_speeds["picky"]
     assert flashtile.explain(*qkv()).backend == "picky"
+
+
+def test_a_slower_backend_is_not_even_asked(picky: Picky, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking Triton imports it."""
+
+    def refuse(self, problem, op="forward"):
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(type(registry.find("cpu")), "refuse", refuse)
+    flashtile.attention(*qkv())

@@ -83,8 +83,8 @@ class Backend(ABC):
         are checked by the registry."""
 
     def time_us(self, problem: Problem, op: str) -> float | None:
-        """Its measured time for calls like this one (kernels/speeds.py), None where it is not known. Asked for problems
-        that it does not refuse."""
+        """Its measured time for calls like this one (kernels/speeds.py), None where it is not known. Asked
+        before `refuse`, so it may not be expensive."""
         return speeds.time_us(self.name, kind_of(problem, op))
 
     @abstractmethod

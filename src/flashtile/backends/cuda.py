@@ -57,6 +57,8 @@ class CudaBackend(Backend):
 
     def time_us(self, problem: Problem, op: str) -> float | None:
         key = problem_key(problem, op)
+        if not families.accepting(key):
+            return None
         return speeds.time_us(families.select(key).name, families.kind_of(key))
 
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:

@@ -64,27 +64,32 @@ def choose(problem: Problem, name: str | None, op: str = "forward") -> tuple[Bac
             accepted = f"None, or another of {', '.join(names())}"
             raise Unsupported(f"backend: got {name!r}, which refuses: {reason}. accepted: {accepted}.")
         return backend, []
-    taken: list[tuple[float, int, Backend]] = []
+    best: tuple[float, int, Backend] | None = None
     reasons: dict[int, str] = {}  # of those that refuse
     for index, backend in enumerate(BACKENDS):
         if not backend.is_automatic or problem.device not in backend.devices:
             continue
+        # A later one is asked only where it is known to be faster: asking may import a compiler
+        if best is not None and not _is_faster(backend, problem, op, best[0]):
+            continue
         reason = backend.refuse(problem, op)
         if reason is None:
             us = backend.time_us(problem, op)
-            taken.append((math.inf if us is None else us, index, backend))
+            best = math.inf if us is None else us, index, backend
         else:
             reasons[index] = f"{backend.name!r} refuses: {reason}"
-    if not taken:
+    if best is None:
         said = reasons.values() or [f"none runs on {problem.device}"]
         raise Unsupported("no backend takes this call. " + "; ".join(said))
-    # One whose time is not known keeps its place in the order
-    us, chosen, backend = taken[0]
-    for other in taken[1:]:
-        if other[0] < us < math.inf:
-            us, chosen, backend = other
+    us, chosen, backend = best
     before = [reason for index, reason in reasons.items() if index < chosen]
     return backend, _slow_paths(problem, op, backend, us, before)
+
+
+def _is_faster(backend: Backend, problem: Problem, op: str, us: float) -> bool:
+    """Its time is known, and less than this one, which is known too."""
+    own = backend.time_us(problem, op) if us < math.inf else None
+    return own is not None and own < us
 
 
 def _slow_paths(problem: Problem, op: str, backend: Backend, us: float, refusals: list[str]) -> list[str]:

@@ -122,7 +122,7 @@ class TritonBackend(Backend):
             return "paged keys are not among its features"
         if self.is_interpreted and problem.dtype == torch.bfloat16:
             return "Triton's interpreter does not multiply bfloat16 as a GPU does"
-        return _missing(self.is_interpreted)
+        return _missing(self.is_interpreted, problem.device_index)
 
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
         if self.is_interpreted or is_checking():
@@ -211,8 +211,8 @@ def _kernels() -> Any:
 
 
 @functools.cache
-def _missing(is_interpreted: bool) -> str | None:
-    """Why no kernel can be compiled or launched here, or None."""
+def _missing(is_interpreted: bool, device_index: int) -> str | None:
+    """Why no kernel can be compiled for that GPU or launched on it, or None."""
     try:
         version = importlib.import_module("triton").__version__
     except ImportError as error:
@@ -221,7 +221,7 @@ def _missing(is_interpreted: bool) -> str | None:
         return f"triton {version} is older than {'.'.join(map(str, OLDEST_TRITON))}"
     if is_interpreted:
         return None
-    capability = torch.cuda.get_device_capability()
+    capability = torch.cuda.get_device_capability(device_index)
     if capability < OLDEST_CAPABILITY:
         return (
             f"compute capability {'.'.join(map(str, capability))} is older than Triton's oldest "
