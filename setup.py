@@ -84,7 +84,13 @@ class BuildExtension(build_ext):
         cost = ["-fvect-cost-model=dynamic"] if is_gcc else []  # else -O2 leaves most loops alone
 
         def compile_one(source: str) -> list[str]:
-            flags = [*FLAGS, *cost, *SOURCES[Path(source).relative_to(CSRC).as_posix()], *extra]
+            flags = [
+                *FLAGS,
+                *cost,
+                *ext.extra_compile_args,
+                *SOURCES[Path(source).relative_to(CSRC).as_posix()],
+                *extra,
+            ]
             return compiler.compile([source], self.build_temp, ext.define_macros, include, extra_postargs=flags)
 
         with ThreadPoolExecutor() as pool:
@@ -151,7 +157,8 @@ def extensions() -> list[Extension]:
                 Path("src/flashtile/include/flashtile/attn/params.cuh"),
             ]
         ],
-        include_dirs=["src/flashtile/include", str(torch / "include")],
+        include_dirs=["src/flashtile/include"],
+        extra_compile_args=["-isystem", str(torch / "include")],  # its headers have warnings of their own
         define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)],
         library_dirs=[str(torch / "lib")],
         libraries=["torch_cpu"],

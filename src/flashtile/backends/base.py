@@ -75,6 +75,7 @@ class Backend(ABC):
     is_automatic: bool = True  # False: only taken when asked for by name
     is_compiled: bool = False  # True: the first call of a kind waits for a compiler
     has_compile_jobs: bool = False  # True: other processes can compile for it (compile_jobs)
+    is_layout_exact: bool = False  # True: the same values give the same bits however they lie in memory
     takes_mutations: bool = False  # True: its kernels can be broken on purpose (kernels/mutation.py)
 
     @abstractmethod

@@ -26,6 +26,7 @@ class CpuBackend(Backend):
     name = "cpu"
     summary = "C++ for AVX-512, AVX2 or any processor, chosen at run time; memory linear in the sequence length"
     devices = ("cpu",)
+    is_layout_exact = True
 
     def refuse(self, problem: Problem, op: str = "forward") -> str | None:
         if dtype_name(problem.dtype) not in ENGINE_DTYPES:

@@ -43,6 +43,7 @@ class CudaBackend(Backend):
     devices = ("cuda",)
     is_compiled = True
     takes_mutations = True
+    is_layout_exact = True
 
     def refuse(self, problem: Problem, op: str = "forward") -> str | None:
         if dtype_name(problem.dtype) not in DTYPES:

@@ -83,10 +83,12 @@ def _judge(trial: Trial, backends: Sequence[Backend], device: str) -> Verdict:
                 )
             if probe is not None and bits is not None:
                 found += _wrong_bits(_run(probe, backend, False).out != 0, bits)
-            if pages is not None and rows is not None and _details(backend, pages) == _details(backend, rows):
-                found += _differences(
-                    _run(pages, backend, False), _run(rows, backend, False), "pages give other bits than plain rows"
-                )
+            # A BLAS library may round strided matrices in another way
+            if pages is not None and rows is not None and backend.is_layout_exact:
+                is_alike = _details(backend, pages) == _details(backend, rows)
+                if is_alike:
+                    paged, plain = _run(pages, backend, False), _run(rows, backend, False)
+                    found += _differences(paged, plain, "pages give other bits than plain rows")
         except Exception as error:
             found.append(f"raised {type(error).__name__}: {error}")
             if not is_alive(device):
