@@ -271,7 +271,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
 def prewarm(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
     """Does now what the first such call would wait for, such as compiling its kernels, and says what will run."""
     problem, name = _look_ahead(q, k, v, options)
-    registry.select(problem, name).prepare(problem)
+    passes = ("forward", "backward") if problem.needs_grad else ("forward",)
+    for backend in dict.fromkeys(registry.select(problem, name, op) for op in passes):
+        backend.prepare(problem)
     return registry.explain(problem, name)
 
 

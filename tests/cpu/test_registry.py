@@ -249,3 +249,15 @@ def test_a_slower_backend_is_not_even_asked(picky: Picky, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(type(registry.find("cpu")), "refuse", refuse)
     flashtile.attention(*qkv())
+
+
+def test_prewarm_prepares_the_backward_pass_of_another_backend(picky: Picky, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = []
+    monkeypatch.setattr(
+        Picky, "refuse", lambda self, problem, op="forward": "no gradients" if op == "backward" else None
+    )
+    for backend in (picky, registry.find("cpu")):
+        monkeypatch.setattr(type(backend), "prepare", lambda self, problem: prepared.append(self.name))
+    with pytest.warns(flashtile.SlowPathWarning):
+        flashtile.prewarm(*qkv(requires_grad=True))
+    assert prepared == ["picky", "cpu"]
