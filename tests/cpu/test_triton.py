@@ -53,7 +53,7 @@ def test_without_triton_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     backend._missing.cache_clear()
     try:
-        reason = backend._missing(True)
+        reason = backend._missing(True, 0)
     finally:
         backend._missing.cache_clear()
     assert reason is not None
@@ -65,7 +65,7 @@ def test_an_old_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.5.1")
     backend._missing.cache_clear()
     try:
-        assert backend._missing(True) == "triton 3.5.1 is older than 3.6"
+        assert backend._missing(True, 0) == "triton 3.5.1 is older than 3.6"
     finally:
         backend._missing.cache_clear()
 
