@@ -25,13 +25,13 @@ from flashtile.runtime import extension
 
 _SWITCH = "FLASHTILE_EXECUTOR"
 FORWARD, BACKWARD, APPEND = range(3)  # csrc/exec/attention.h: Pass
+_ARGUMENTS = tuple(f"{kind} {name}" for name, kind in SCHEMA_TYPES.items())  # that the extension was built for
 
 
 def _module() -> Any:
     """The extension with the executor's functions; None where there is none, or one built from other sources."""
     module = extension.executor()
-    expected = tuple(f"{kind} {name}" for name, kind in SCHEMA_TYPES.items())
-    return module if getattr(module, "ARGUMENTS", None) == expected else None
+    return module if getattr(module, "ARGUMENTS", None) == _ARGUMENTS else None
 
 
 def register_ops() -> bool:

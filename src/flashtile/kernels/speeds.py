@@ -1,4 +1,4 @@
-"""How fast what is known to be: the measured time of every family, backend and torch kernel, from speeds.csv.
+"""The measured time of every family, backend and torch kernel, from speeds.csv.
 
 tools/measure_speeds.py writes the table on a GPU. A row is the median time in microseconds of one reference call: an
 arch or "cpu", an op, a dtype, a head dim, an option, and a size. "large" calls are bound by their arithmetic; "small"
@@ -97,20 +97,22 @@ def _rows(kind: Kind, option: str) -> dict[str, float]:
 
 def time_us(provider: str, kind: Kind) -> float | None:
     """The provider's time for this kind of call, that of its slowest option; None where it is not known."""
-    times = [_rows(kind, option).get(provider) for option in kind.options or (PLAIN,)]
-    known = [us for us in times if us is not None]
+    known = [us for us in _times(provider, kind) if us is not None]
     return max(known) if known else _rows(kind, PLAIN).get(provider)
 
 
 def best_known(kind: Kind) -> tuple[str, float] | None:
     """(provider, its time): the fastest of all that were measured for this kind of call, torch's kernels among them."""
     providers = {name for option in kind.options or (PLAIN,) for name in _rows(kind, option)}
-    times = [(name, us) for name in providers if (us := _slowest(name, kind)) is not None]
-    return min(times, key=lambda pair: (pair[1], pair[0])) if times else None
+    found = []
+    for name in providers:
+        known = [us for us in _times(name, kind) if us is not None]
+        # One that was not measured with every option may not take it
+        if len(known) == len(kind.options or (PLAIN,)):
+            found.append((name, max(known)))
+    return min(found, key=lambda pair: (pair[1], pair[0])) if found else None
 
 
-def _slowest(provider: str, kind: Kind) -> float | None:
-    """None where one of the options was not measured: the provider may not take it."""
-    times = [_rows(kind, option).get(provider) for option in kind.options or (PLAIN,)]
-    known = [us for us in times if us is not None]
-    return max(known) if len(known) == len(times) else None
+def _times(provider: str, kind: Kind) -> list[float | None]:
+    """Of each option of the call."""
+    return [_rows(kind, option).get(provider) for option in kind.options or (PLAIN,)]

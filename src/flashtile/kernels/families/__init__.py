@@ -66,7 +66,7 @@ _forced: tuple[str, ...] | None = None  # by `forced`; None: what FLASHTILE_FAMI
 
 @contextmanager
 def forced(*names: str) -> Iterator[None]:
-    """Inside, as under FLASHTILE_FAMILY. Plans made before or inside must not cross: see plans.clear_plans."""
+    """Inside, as under FLASHTILE_FAMILY. Plans made before or inside must not cross: see assemble.clear_plans."""
     global _forced
     before, _forced = _forced, names
     try:

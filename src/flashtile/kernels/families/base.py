@@ -205,7 +205,7 @@ _forced_rows: dict[str, int] = {}
 @contextmanager
 def forced_rows(indices: dict[str, int]) -> Iterator[None]:
     """Inside, each of these kernels takes the row at this index among those that would do, or the last. Plans made
-    before or inside must not cross: see families.clear_plans."""
+    before or inside must not cross: see assemble.clear_plans."""
     before = dict(_forced_rows)
     _forced_rows.clear()
     _forced_rows.update(indices)
