@@ -69,7 +69,7 @@ class BwdSm90Row(Row):
         slabs = _slabs(self.head_dim) + _slabs(self.head_dim_v)
         tiles = 128 * slabs * (self.block_m + self.num_stages * self.block_n) + self.num_buffers * 128 * self.block_m
         tiles += 4 * self.block_m * 64  # dQ
-        stats, barriers = 8 * self.num_stages * self.block_n, 8 * (2 + 4 * self.num_stages + 2 * self.num_buffers)
+        stats, barriers = 8 * self.num_stages * self.block_n, 8 * (2 + 2 * self.num_stages + 2 * self.num_buffers)
         return -(-(tiles + stats + barriers + _TILE_BYTES) // 1024) * 1024
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:

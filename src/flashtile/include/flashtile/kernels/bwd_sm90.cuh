@@ -82,8 +82,7 @@ struct alignas(1024) BwdSm90Storage {
   float delta[Config::kNumStages][Config::kBlockM];
   QueryTileIndex queries[kNumQueryTiles];  // tile number count is at count % kNumQueryTiles
   u64 full_k, full_v;
-  u64 full_q[Config::kNumStages], empty_q[Config::kNumStages];    // Q and lse
-  u64 full_do[Config::kNumStages], empty_do[Config::kNumStages];  // dO and delta
+  u64 full[Config::kNumStages], empty[Config::kNumStages];  // Q, dO and their statistics
   u64 full_ds[Config::kNumBuffers], empty_ds[Config::kNumBuffers];
   KeyTile tile;
 };
@@ -111,10 +110,8 @@ struct BwdSm90 {
     mbarrier_init(shared.full_k, 1);
     mbarrier_init(shared.full_v, 1);
     for (i32 stage = 0; stage < Config::kNumStages; ++stage) {
-      mbarrier_init(shared.full_q[stage], 2);
-      mbarrier_init(shared.full_do[stage], 2);
-      mbarrier_init(shared.empty_q[stage], kConsumerWarps);
-      mbarrier_init(shared.empty_do[stage], kConsumerWarps);
+      mbarrier_init(shared.full[stage], 3);  // Q, dO, statistics
+      mbarrier_init(shared.empty[stage], kConsumerWarps);
     }
     for (i32 buffer = 0; buffer < Config::kNumBuffers; ++buffer) {
       mbarrier_init(shared.full_ds[buffer], kConsumerWarps);
@@ -144,15 +141,14 @@ struct BwdSm90 {
       for (i32 m = tile.m_begin; m < tile.m_end; ++m, ++count) {
         u32 stage = Stages::stage(count);
         i32 row = q_row + m * kBlockM;
-        Stages::wait_empty(shared.empty_q, count);
-        load<kBlockM, Config::kSlabsQK>(shared.sQ[stage], params.q_map, p.q_strides, shared.full_q[stage], row,
+        Stages::wait_empty(shared.empty, count);
+        load<kBlockM, Config::kSlabsQK>(shared.sQ[stage], params.q_map, p.q_strides, shared.full[stage], row,
                                         tile.first_head + h, batch);
         if (count == 0) {
           load<kBlockN, Config::kSlabsV>(shared.sV, params.v_map, p.v_strides, shared.full_v, k_row, tile.kv_head,
                                          batch);
         }
-        Stages::wait_empty(shared.empty_do, count);
-        load<kBlockM, Config::kSlabsV>(shared.sdO[stage], params.dout_map, p.dout_strides, shared.full_do[stage], row,
+        load<kBlockM, Config::kSlabsV>(shared.sdO[stage], params.dout_map, p.dout_strides, shared.full[stage], row,
                                        tile.first_head + h, batch);
       }
     }
@@ -175,17 +171,15 @@ struct BwdSm90 {
           delta[x] = is_query ? p.delta[stat] : 0.0f;
         }
         u32 stage = Stages::stage(count);
-        Stages::wait_empty(shared.empty_q, count);
+        Stages::wait_empty(shared.empty, count);
 #pragma unroll
-        for (i32 x = 0; x < kRows; ++x) shared.lse[stage][32 * x + lane] = lse[x];
+        for (i32 x = 0; x < kRows; ++x) {
+          shared.lse[stage][32 * x + lane] = lse[x];
+          shared.delta[stage][32 * x + lane] = delta[x];
+        }
         if (lane == 0) shared.queries[count % kNumQueryTiles] = {m * kBlockM, tile.first_head + h};
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared.full_q[stage]);
-        Stages::wait_empty(shared.empty_do, count);
-#pragma unroll
-        for (i32 x = 0; x < kRows; ++x) shared.delta[stage][32 * x + lane] = delta[x];
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared.full_do[stage]);
+        if (lane == 0) mbarrier_arrive(shared.full[stage]);
       }
     }
   }
@@ -328,8 +322,7 @@ struct BwdSm90 {
     auto i_begin = [&](u32 count) { return shared.queries[count % kNumQueryTiles].i_begin; };
     // Wait for Q and dO of tile number count
     auto wait_operands = [&](u32 count) {
-      Stages::wait_full(shared.full_q, count);
-      Stages::wait_full(shared.full_do, count);
+      Stages::wait_full(shared.full, count);
       if constexpr (SeqInfo::kHasLengths) {
         i32 num_rows = s.seqlen_q - i_begin(count);
         if (num_rows < kBlockM) {
@@ -381,8 +374,7 @@ struct BwdSm90 {
     auto release_operands = [&](u32 count) {
       pin_registers(rdV);
       pin_registers(rdK);
-      release_stage(shared.empty_q[Stages::stage(count)]);
-      release_stage(shared.empty_do[Stages::stage(count)]);
+      release_stage(shared.empty[Stages::stage(count)]);
     };
     // Start dQ = dS K
     auto start_dq = [&](u32 count, float(&rdQ)[kColumnsDq / 2]) {
@@ -421,20 +413,20 @@ struct BwdSm90 {
         wait_operands(count + 1);
         if (count > 0) Buffers::wait_full(shared.full_ds, count - 1);
         wait_turn(consumer);
-        // Start dQ of the tile before and dV of this one; add dQ while dV is in flight. The first tile computes a dQ that
-        // nobody adds.
-        start_dq(count - 1, rdQ);
+        // Start dV and dK of this tile, dQ of the tile before and, once P^T has left the registers, S^T of the next tile.
+        // The first tile computes a dQ that nobody adds.
         start_dv(count);
+        start_dk(count);
+        start_dq(count - 1, rdQ);
+        wgmma_wait<1>();
+        release_operands(count);
+        start_s(count + 1, rS);
+        end_turn(consumer);
+        // Add dQ; dP^T takes its registers
         wgmma_wait<1>();
         pin_registers(rdQ);
         if (count > 0) add_dq(p, shared, consumer, count - 1, rdQ);
-        // Start dK, and the scores of the next tile
-        start_dk(count);
-        start_s(count + 1, rS);
-        wgmma_wait<1>();
-        release_operands(count);
         start_dp(count + 1, rdP);
-        end_turn(consumer);
         differentiate_tile(count + 1, rS, rdP);
       }
       // The last tile
