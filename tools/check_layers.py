@@ -13,6 +13,7 @@ from pathlib import Path
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("version", "errors"),
     ("problem",),
+    ("tensors",),
     ("runtime",),
     ("kernels",),
     ("backends",),

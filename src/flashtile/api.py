@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.overrides import handle_torch_function
 
 from flashtile import ops
-from flashtile.arguments import Causal, Window, attention_args, autocast, kvcache_args, varlen_args
+from flashtile.arguments import (
+    Causal,
+    Window,
+    attention_args,
+    autocast,
+    kvcache_args,
+    require_tensors,
+    varlen_args,
+)
 from flashtile.backends import kvcache, registry
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.backends.registry import Explanation
-from flashtile.errors import Unsupported, renamed, type_error, unsupported
-from flashtile.problem import AttentionArgs, Problem, check_values, is_checking, row_axis
+from flashtile.errors import Unsupported, renamed, unknown_option, unsupported
+from flashtile.problem import AttentionArgs, Problem, check_values, is_checking, row_axis, with_given_shapes
+from flashtile.tensors import recorders
 
 # Without the device's name, which costs as much as all the other checks; a torch that lacks it takes the longer way
 is_autocasting: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
@@ -44,6 +54,7 @@ def attention(
     return_lse: bool = False,
     layout: str = "bhsd",
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention of q over k and v.
 
@@ -65,6 +76,8 @@ def attention(
 
     Returns out in q's layout, or (out, lse). docs/semantics.md has the formulas.
     """
+    if unknown:
+        raise unknown_option("attention", next(iter(unknown)), _options_of(attention))
     # Most calls: tensors, and options that the dense overloads take
     if (
         window is None
@@ -76,29 +89,20 @@ def attention(
         and deterministic is None
         and not return_lse
         and (causal is False or causal is True)
-        and (scale is None or type(scale) is float)
         and type(softcap) is float
         and type(dropout_p) is float
         and not softcap
         and not dropout_p
         and type(layout) is str
         and (backend is None or type(backend) is str)
-        and isinstance(q, Tensor)
-        and isinstance(k, Tensor)
-        and isinstance(v, Tensor)
-        and not is_compiling()
-        and not is_autocasting()
-        and not ops.is_transformed()
+        and is_dense(q, k, v, scale)
     ):
         word = "bottom_right" if causal else "none"
-        try:
-            num_grads = q.requires_grad + k.requires_grad + v.requires_grad if torch.is_grad_enabled() else 0
-            if num_grads == 0:
-                return ops.dense_forward(q, k, v, scale, word, layout, backend, ops.is_deterministic(), False)[0]
-            if num_grads == 3 and not ops.is_traced_above_autograd():
-                return ops.apply_dense(q, k, v, (scale, word, layout, backend))
-        except RuntimeError as error:
-            ops.reraise(error)
+        num_grads = num_requiring_grad(q, k, v)
+        if num_grads == 0 or num_grads == 3:
+            return dense(q, k, v, scale, word, layout, backend, num_grads)
+    if not is_compiling() and (found := recorders(q, k, v, mask, bias, alibi_slopes, sinks, rng_state)):
+        return record(attention, found, locals())
     q, k, v, bias = autocast(q, k, v, bias)
     args = attention_args(
         q,
@@ -118,8 +122,43 @@ def attention(
         layout,
         backend,
     )
-    out, lse = ops.attend(args, return_lse)
+    out, lse = _attend(args, return_lse, mask, bias)
     return (out, lse) if return_lse else out
+
+
+def is_dense(q: Any, k: Any, v: Any, scale: Any) -> bool:
+    """Plain tensors that nothing intercepts: `dense` may be called."""
+    return (
+        type(q) is Tensor
+        and type(k) is Tensor
+        and type(v) is Tensor
+        and (scale is None or type(scale) is float)
+        and not is_compiling()
+        and not is_autocasting()
+        and not ops.is_transformed()
+    )
+
+
+def num_requiring_grad(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """How many of them need a gradient that `dense` can provide; -1 where a tracer has to see the op before
+    autograd."""
+    if not torch.is_grad_enabled():
+        return 0
+    num_grads = q.requires_grad + k.requires_grad + v.requires_grad
+    return -1 if num_grads == 3 and ops.is_traced_above_autograd() else num_grads
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, word: str, layout: str, backend: str | None, num_grads: int
+) -> Tensor:
+    """A call of few options by the dense overloads, where none of the three tensors requires grad, or all do."""
+    try:
+        if num_grads == 0:
+            return ops.dense_forward(q, k, v, scale, word, layout, backend, ops.is_deterministic(), False)[0]
+        return ops.apply_dense(q, k, v, (scale, word, layout, backend))
+    except RuntimeError as error:
+        require_tensors(q=q, k=k, v=v)  # of sparse and nested ones torch says less
+        ops.reraise(error)
 
 
 def attention_varlen(
@@ -147,6 +186,7 @@ def attention_varlen(
     return_lse: bool = False,
     layout: str = "bshd",
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over sequences of different lengths, packed one behind the other.
 
@@ -163,6 +203,11 @@ def attention_varlen(
 
     All other options as in `attention`. lse is (heads, total_q).
     """
+    if unknown:
+        raise unknown_option("attention_varlen", next(iter(unknown)), _options_of(attention_varlen))
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, mask, bias, alibi_slopes, sinks, rng_state)
+    if not is_compiling() and (found := recorders(*tensors)):
+        return record(attention_varlen, found, locals())
     q, k, v, bias = autocast(q, k, v, bias)
     args = varlen_args(
         *(
@@ -181,7 +226,7 @@ def attention_varlen(
         ),
         *(mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic, layout, backend),
     )
-    out, lse = ops.attend(args, return_lse)
+    out, lse = _attend(args, return_lse, mask, bias)
     return (out, lse) if return_lse else out
 
 
@@ -209,6 +254,7 @@ def attention_kvcache(
     return_lse: bool = False,
     layout: str = "bshd",
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a cache of keys and values; appends new ones to it in place. Inference only.
 
@@ -284,11 +330,10 @@ def _look_ahead(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tup
         function = attention_kvcache
     elif "cu_seqlens_q" in options:
         function = attention_varlen
-    parameters = list(inspect.signature(function).parameters.values())[3:]
-    filled: dict[str, Any] = {p.name: None if p.default is inspect.Parameter.empty else p.default for p in parameters}
+    filled = _options_of(function)
     for name in options:
         if name not in filled:
-            raise type_error(name, "an unknown option", f"{', '.join(filled)} (those of {function.__name__})")
+            raise unknown_option(function.__name__, name, filled)
     filled.update(options)
     del filled["return_lse"]
     if function is attention_kvcache:
@@ -298,7 +343,37 @@ def _look_ahead(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tup
     args = attention_args(q, k, v, **filled) if function is attention else varlen_args(q, k, v, **filled)
     needs_grad = ops.requires_grad(args)
     needs_bias_grad = needs_grad and args.bias is not None and args.bias.requires_grad
-    return Problem.of(args._replace(needs_grad=needs_grad, needs_bias_grad=needs_bias_grad)), args.backend
+    args = args._replace(needs_grad=needs_grad, needs_bias_grad=needs_bias_grad)
+    try:
+        return Problem.of(args), args.backend
+    except ValueError as error:
+        raise with_given_shapes(error, mask=options.get("mask"), bias=options.get("bias")) from None
+
+
+def _options_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments after q, k and v with their defaults; None where there is none."""
+    parameters = list(inspect.signature(function).parameters.values())[3:-1]
+    return {p.name: None if p.default is inspect.Parameter.empty else p.default for p in parameters}
+
+
+def record(function: Callable[..., Any], found: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    """The call as torch's function protocol hands it to those arguments: torch.fx makes it a node of its graph."""
+    args, options = [], {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.default is inspect.Parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            args.append(given[parameter.name])
+        elif parameter.kind is not parameter.VAR_KEYWORD and given[parameter.name] is not parameter.default:
+            options[parameter.name] = given[parameter.name]
+    return handle_torch_function(function, found, *args, **options)
+
+
+def _attend(args: AttentionArgs, return_lse: bool, mask: Tensor | None, bias: Tensor | None) -> Any:
+    if is_compiling():
+        return ops.attend(args, return_lse)
+    try:
+        return ops.attend(args, return_lse)
+    except ValueError as error:
+        raise with_given_shapes(error, mask=mask, bias=bias) from None
 
 
 def _check_inference(**tensors: Tensor | None) -> None:

@@ -433,8 +433,30 @@ def _check_broadcast(args: AttentionArgs, name: str, tensor: Tensor, shape: Shap
         is_open[axis] or tensor.shape[axis] == 1 or tensor.shape[axis] == full[axis] for axis in range(4)
     ):
         return
-    accepted = "at most 4 dimensions, broadcastable to (batch, heads, seqlen_q, seqlen_k) = " + str(tuple(full))
-    raise value_error(name, f"shape {tuple(tensor.shape)}", accepted)
+    error = broadcast_error(name, tuple(tensor.shape), full)
+    error.full_shape = full  # type: ignore[attr-defined]
+    raise error
+
+
+def broadcast_error(name: str, shape: tuple[int, ...], full: tuple[int, ...]) -> ValueError:
+    """For a mask or bias that does not broadcast to (batch, heads, seqlen_q, seqlen_k)."""
+    batch, _, seqlen_q, seqlen_k = full
+    hint = ""
+    if shape == (batch, seqlen_k):
+        hint = f"Pass {name}[:, None, None] where it is (batch, seqlen_k)"
+    elif len(shape) == 3 and shape[0] == batch and shape[1] in (1, seqlen_q) and shape[2] in (1, seqlen_k):
+        hint = f"Pass {name}[:, None] where it is (batch, seqlen_q, seqlen_k)"
+    accepted = "at most 4 dimensions, broadcastable to (batch, heads, seqlen_q, seqlen_k) = " + str(full)
+    return value_error(name, f"shape {shape}", accepted, hint)
+
+
+def with_given_shapes(error: Exception, **tensors: Tensor | None) -> Exception:
+    """The error of `_check_broadcast`, which sees four dimensions, with the shape that the caller gave."""
+    full, name = getattr(error, "full_shape", None), str(error).partition(":")[0]
+    tensor = tensors.get(name)
+    if full is None or tensor is None or tensor.dim() == len(full):
+        return error
+    return broadcast_error(name, tuple(tensor.shape), full).with_traceback(error.__traceback__)
 
 
 def is_checking() -> bool:
