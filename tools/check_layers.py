@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("backends",),
     ("ops",),
-    ("arguments", "flops"),
+    ("arguments", "cache_step", "flops"),
     ("api",),
     ("facades",),
     ("__init__",),

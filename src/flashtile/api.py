@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function
 
-from flashtile import ops
+from flashtile import cache_step, ops
 from flashtile.arguments import (
     Causal,
     Window,
@@ -26,13 +26,13 @@ from flashtile.backends.kvcache import AppendArgs
 from flashtile.backends.registry import Explanation
 from flashtile.errors import Unsupported, renamed, unknown_option, unsupported
 from flashtile.problem import AttentionArgs, Problem, check_values, is_checking, row_axis, with_given_shapes
-from flashtile.tensors import recorders
+from flashtile.tensors import has_memory, recorders
 
 # Without the device's name, which costs as much as all the other checks; a torch that lacks it takes the longer way
 is_autocasting: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 _KVCACHE_NAMES = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad"}
-_KVCACHE_ROW_NAMES = {"block_table": "cache_batch_idx"}
+_KVCACHE_ROW_NAMES = {"block_table": "cache_batch_idx", "page": "row"}
 
 
 def attention(
@@ -271,6 +271,28 @@ def attention_kvcache(
     num_splits         over how many parts the keys are split; 0 = chosen. Changes speed and rounding, never the
     meaning.
     """
+    if unknown:
+        raise unknown_option("attention_kvcache", next(iter(unknown)), _options_of(attention_kvcache))
+    if (
+        cache_seqlens is not None
+        and cache_batch_idx is None
+        and cache_leftpad is None
+        and block_table is None
+        and rotary_cos is None
+        and rotary_sin is None
+        and alibi_slopes is None
+        and sinks is None
+        and backend is None
+        and is_dense(q, k_cache, v_cache, scale)
+        and cache_step.has_valid_options(causal, window, scale, softcap, num_splits, rotary_interleaved)
+        and (rows := cache_step.append(q, k_cache, v_cache, k, v, cache_seqlens, softcap, layout)) is not None
+    ):
+        window = None if window == (-1, -1) else window
+        options = {"window": window, "scale": scale, "softcap": softcap, "return_lse": return_lse}
+        return attention(q, *rows, causal=causal, layout=layout, **options)
+    tensors = (q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    if not is_compiling() and (found := recorders(*tensors, rotary_cos, rotary_sin, alibi_slopes, sinks)):
+        return record(attention_kvcache, found, locals())
     args, append = kvcache_args(
         *(
             q,
@@ -287,14 +309,20 @@ def attention_kvcache(
         ),
         *(rotary_interleaved, num_splits, causal, window, scale, softcap, alibi_slopes, sinks, layout, backend),
     )
+    if not is_compiling() and ops.is_transformed():
+        raise unsupported(
+            "attention_kvcache", "a call inside a torch.func transform", "calls outside of them", "Use attention there"
+        )
     _check_inference(
         q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, sinks=sinks
     )
     row_names = {} if cache_batch_idx is None else _KVCACHE_ROW_NAMES
     names = {**_KVCACHE_NAMES, **row_names}
     if append is not None:
-        # Whatever is wrong with the call shows before anything is written
-        call_as(names, _check_ahead, args, append)
+        if not is_compiling() and all(has_memory(tensor) for tensor in (args.q, *append[:5])):
+            # Whatever is wrong with the call shows before anything is written
+            call_as(names, _check_ahead, args, append)
+            args, append = kvcache.read_first(args, append)
         call_as(row_names, ops.append_kv, *append)
         args = args._replace(
             q=append.rotated_queries(args), seqused_k=append.cache_seqlens + append.k.shape[row_axis(layout)]
@@ -390,9 +418,8 @@ def _check_inference(**tensors: Tensor | None) -> None:
 
 
 def _check_ahead(args: AttentionArgs, append: AppendArgs) -> None:
-    """What the read after the append would refuse."""
-    if is_compiling():
-        return
+    """What the append and the read after it would refuse."""
+    kvcache.check_writable(append)
     registry.select(Problem.of(args), args.backend)
     if args.q.device.type == "cpu" or is_checking():
         check_values(args)

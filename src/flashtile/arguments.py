@@ -159,6 +159,8 @@ def kvcache_args(
         k=k, v=v, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table
     )
     require_optional_tensors(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    if isinstance(cache_seqlens, Tensor):
+        require_tensors(cache_seqlens=cache_seqlens)
     dtype = autocast_dtype(q)
     if dtype is not None:
         q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)

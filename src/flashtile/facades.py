@@ -23,7 +23,7 @@ from flashtile.api import (
 from flashtile.arguments import autocast_dtype, flag, require_optional_tensors, require_tensors
 from flashtile.errors import Unsupported, type_error, value_error
 from flashtile.problem import q_or_float32
-from flashtile.tensors import corner_of, is_causal_bias, recorders
+from flashtile.tensors import corner_of, has_strides, is_causal_bias, recorders
 
 _SDPA_NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "causal": "is_causal"}
 _FLASH_NAMES = {"scale": "softmax_scale", "window": "window_size"}
@@ -187,6 +187,9 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
 ) -> Any:
     """`flash_attn.flash_attn_with_kvcache`, argument by argument. Like it, the result carries no gradient."""
+    tensors = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad)
+    if not is_compiling() and (found := recorders(*tensors, block_table, alibi_slopes)):
+        return record(flash_attn_with_kvcache, found, locals())
     with torch.no_grad():
         return call_as(
             _FLASH_NAMES,
@@ -239,7 +242,9 @@ def _at_least_3d(tensor: Tensor) -> Tensor:
 def _last_contiguous(tensor: Tensor) -> Tensor:
     """The facades copy what the functions they stand for would copy: a tensor whose last dimension is not
     contiguous."""
-    return tensor.contiguous() if tensor.dim() > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1 else tensor
+    if not has_strides(tensor) or tensor.dim() == 0 or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1:
+        return tensor
+    return tensor.contiguous()
 
 
 def _share_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, int]:

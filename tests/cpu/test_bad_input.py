@@ -526,7 +526,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "batch index out of range": (
         cache(cache_batch_idx=ints(0, 2)),
         ValueError,
-        "cache_batch_idx: got page 2 at [1, 0]; accepted: 0 to 1.",
+        "cache_batch_idx: got row 2 at [1, 0]; accepted: 0 to 1.",
     ),
     "batch index dtype": (
         cache(cache_batch_idx=torch.tensor([0, 1])),

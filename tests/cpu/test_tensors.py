@@ -299,12 +299,14 @@ FX_CALLS: dict[str, Callable] = {
     "attention": lambda q, k, v: flashtile.attention(q, k, v, causal=True, softcap=2.0),
     "mask": lambda q, k, v: flashtile.attention(torch.ones(2, 3, 5, 8), torch.ones(2, 3, 7, 8), v, bias=q @ k.mT),
     "attention_varlen": lambda q, k, v: flashtile.attention_varlen(
-        q[0], k[0], v[0], torch.tensor([0, 3], dtype=INT), torch.tensor([0, 3], dtype=INT), layout="bshd"
+        q[0], k[0], v[0], torch.tensor([0, 5], dtype=INT), torch.tensor([0, 7], dtype=INT), layout="bhsd"
     ),
     "attention_kvcache": lambda q, k, v: flashtile.attention_kvcache(q, k, v, cache_seqlens=4, layout="bhsd"),
     "scaled_dot_product_attention": lambda q, k, v: flashtile.scaled_dot_product_attention(q, k, v, is_causal=True),
     "flash_attn_func": lambda q, k, v: flashtile.flash_attn_func(q, k[:, :, :5], v[:, :, :5]),
-    "flash_attn_with_kvcache": lambda q, k, v: flashtile.flash_attn_with_kvcache(q, k, v, cache_seqlens=2),
+    "flash_attn_with_kvcache": lambda q, k, v: flashtile.flash_attn_with_kvcache(
+        q, k[:, :, :5], v[:, :, :5], cache_seqlens=2
+    ),
 }
 
 
