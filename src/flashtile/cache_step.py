@@ -19,7 +19,7 @@ from flashtile.backends.kvcache import is_writable, shares_memory
 from flashtile.kernels import speeds
 from flashtile.problem import MAX_HEAD_DIM, AttentionArgs, Problem
 
-_HEAD_AXES = {"bshd": 2, "bhsd": 1}
+_AXES = {"bshd": (2, 1), "bhsd": (1, 2)}  # of heads and of rows
 _LARGE = 1 << speeds.SIZE.log2  # scores; a step of so many is not bound by the host
 _LARGEST_SOFTCAP = torch.finfo(torch.float32).max
 
@@ -52,47 +52,55 @@ def append(
 ) -> tuple[Tensor, Tensor] | None:
     """Writes the new rows, if any, and returns the rows of k_cache and v_cache in use after them. None, and nothing is
     written, where this is not the place to decide."""
-    head = _HEAD_AXES.get(layout)
-    if head is None or not (q.dim() == k_cache.dim() == v_cache.dim() == 4):
-        return None
-    row = 3 - head
+    head, row = _AXES.get(layout, (0, 0))
     q_sizes, k_sizes, v_sizes = q.shape, k_cache.shape, v_cache.shape
-    batch, heads, heads_kv, capacity = q_sizes[0], q_sizes[head], k_sizes[head], k_sizes[row]
-    length = _common_length(cache_seqlens, batch)
-    if length is None or not 0 <= length <= capacity:
+    if head == 0 or len(q_sizes) != 4 or len(k_sizes) != 4 or k_sizes[:3] != v_sizes[:3]:
         return None
-    end = length
-    if k is not None or v is not None:
-        if type(k) is not Tensor or type(v) is not Tensor or k.dim() != 4 or v.dim() != 4:
-            return None
-        new = k.shape[row]
-        end += new
-        sizes = list(k_sizes), list(v_sizes)
-        sizes[0][row] = sizes[1][row] = new
-        if k.shape != torch.Size(sizes[0]) or v.shape != torch.Size(sizes[1]) or end > capacity:
-            return None
+    batch, heads, heads_kv, head_dim = q_sizes[0], q_sizes[head], k_sizes[head], q_sizes[3]
     dtype = q.dtype
+    length = _common_length(cache_seqlens, batch)
     if (
-        k_sizes[:3] != v_sizes[:3]
+        length is None
+        or length < 0
         or k_sizes[0] != batch
-        or k_sizes[3] != q_sizes[3]
+        or k_sizes[3] != head_dim
         or heads_kv == 0
         or heads % heads_kv
-        or heads * q_sizes[row] * batch * end >= _LARGE
-        or not _is_served(dtype, q_sizes[3], v_sizes[3], softcap > 0.0)
+        or k_cache.dtype is not dtype
+        or v_cache.dtype is not dtype
+        or not (q.is_cpu and k_cache.is_cpu and v_cache.is_cpu)
+        or q.stride(3) != 1
+        or k_cache.stride(3) != 1
+        or v_cache.stride(3) != 1
+        or not _is_served(dtype, head_dim, v_sizes[3], softcap > 0.0)
+        or (torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad))
     ):
         return None
-    tensors = (q, k_cache, v_cache) if k is None or v is None else (q, k_cache, v_cache, k, v)
-    for tensor in tensors:
-        if tensor.dtype != dtype or not tensor.is_cpu or (tensor.requires_grad and torch.is_grad_enabled()):
+    new = 0
+    if k is not None or v is not None:
+        if type(k) is not Tensor or type(v) is not Tensor or k.dtype is not dtype or v.dtype is not dtype:
             return None
-    if q.stride(3) != 1 or k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
+        new_sizes, new_v_sizes = k.shape, v.shape
+        if len(new_sizes) != 4 or len(new_v_sizes) != 4 or new_sizes[:3] != new_v_sizes[:3]:
+            return None
+        new = new_sizes[row]
+        if (
+            new_sizes[0] != batch
+            or new_sizes[head] != heads_kv
+            or new_sizes[3] != head_dim
+            or new_v_sizes[3] != v_sizes[3]
+            or not (k.is_cpu and v.is_cpu)
+            or (torch.is_grad_enabled() and (k.requires_grad or v.requires_grad))
+            or not is_writable(k_cache)
+            or not is_writable(v_cache)
+            or k_cache.data_ptr() == v_cache.data_ptr()
+            or shares_memory((k_cache, v_cache), (q, k, v))
+        ):
+            return None
+    end = length + new
+    if end > k_sizes[row] or heads * q_sizes[row] * batch * end >= _LARGE:
         return None
-    if k is not None and v is not None:
-        if not is_writable(k_cache) or not is_writable(v_cache) or k_cache.data_ptr() == v_cache.data_ptr():
-            return None
-        if shares_memory((k_cache, v_cache), (q, k, v)):
-            return None
+    if new:
         k_cache.narrow(row, length, new).copy_(k)
         v_cache.narrow(row, length, new).copy_(v)
     return k_cache.narrow(row, 0, end), v_cache.narrow(row, 0, end)

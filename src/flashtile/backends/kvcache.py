@@ -102,6 +102,8 @@ def is_writable(cache: Tensor) -> bool:
     """torch lets it be changed in place here, and no two of its elements share memory."""
     if cache.is_inference() and not torch.is_inference_mode_enabled():
         return False
+    if cache.is_contiguous():
+        return True
     extent = 1
     for stride, size in sorted(zip(cache.stride(), cache.shape, strict=True)):
         if size > 1:
@@ -111,12 +113,12 @@ def is_writable(cache: Tensor) -> bool:
     return True
 
 
-def shares_memory(caches: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
+def shares_memory(caches: tuple[Tensor, Tensor], others: tuple[Tensor, ...]) -> bool:
     """A cache and another tensor are, or may be, parts of the same memory."""
-    spans = [_span(cache) for cache in caches]
+    (k_start, k_end), (v_start, v_end) = _span(caches[0]), _span(caches[1])
     for tensor in others:
         start, end = _span(tensor)
-        if any(start < cache_end and cache_start < end for cache_start, cache_end in spans):
+        if (start < k_end and k_start < end) or (start < v_end and v_start < end):
             return True
     return False
 
