@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -24,9 +25,10 @@ from flashtile.arguments import (
 from flashtile.backends import kvcache, registry
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.backends.registry import Explanation
-from flashtile.errors import Unsupported, renamed, unknown_option, unsupported
-from flashtile.problem import AttentionArgs, Problem, check_values, is_checking, row_axis, with_given_shapes
-from flashtile.tensors import has_memory, recorders
+from flashtile.errors import Unsupported, renamed, unknown_option, unsupported, value_error
+from flashtile.kernels.arch import ARCHS, arch_named
+from flashtile.problem import AttentionArgs, Problem, check_values, has_memory, is_checking, row_axis, with_given_shapes
+from flashtile.tensors import recorders
 
 # Without the device's name, which costs as much as all the other checks; a torch that lacks it takes the longer way
 is_autocasting: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
@@ -287,9 +289,15 @@ def attention_kvcache(
         and cache_step.has_valid_options(causal, window, scale, softcap, num_splits, rotary_interleaved)
         and (rows := cache_step.append(q, k_cache, v_cache, k, v, cache_seqlens, softcap, layout)) is not None
     ):
-        window = None if window == (-1, -1) else window
-        options = {"window": window, "scale": scale, "softcap": softcap, "return_lse": return_lse}
-        return attention(q, *rows, causal=causal, layout=layout, **options)
+        return attention(
+            *(q, *rows),
+            causal=causal,
+            window=None if window == (-1, -1) else window,
+            scale=scale,
+            softcap=softcap,
+            return_lse=return_lse,
+            layout=layout,
+        )
     tensors = (q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     if not is_compiling() and (found := recorders(*tensors, rotary_cos, rotary_sin, alibi_slopes, sinks)):
         return record(attention_kvcache, found, locals())
@@ -331,24 +339,42 @@ def attention_kvcache(
     return (out, lse) if return_lse else out
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
+def explain(q: Tensor, k: Tensor, v: Tensor, *, arch: str | None = None, **options: Any) -> Explanation:
     """Which backend would run this call and how, and why each other one would not.
 
     Takes the options of `attention`; those of `attention_varlen` when cu_seqlens_q is among them; those of
     `attention_kvcache`, k and v being the caches, when cache_seqlens or another option of the cache is. Nothing is
     computed, and nothing warns.
+
+    arch, as "sm_80", asks about a GPU that need not be here, with a compiler and Triton at hand, whatever device the
+    tensors are on; "cpu" asks about this CPU. Meta tensors are taken for tensors on this GPU, or where there is none on
+    this CPU.
     """
     problem, name = _look_ahead(q, k, v, options)
-    return registry.explain(problem, name)
+    return registry.explain(_on_arch(problem, arch), name)
 
 
 def prewarm(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
-    """Does now what the first such call would wait for, such as compiling its kernels, and says what will run."""
+    """Does now what the first such call would wait for, such as compiling its kernels, and says what will run. Takes
+    what `explain` takes, meta tensors too, but not `arch`."""
     problem, name = _look_ahead(q, k, v, options)
+    problem = _on_arch(problem, None)
     passes = ("forward", "backward") if problem.needs_grad else ("forward",)
     for backend in dict.fromkeys(registry.select(problem, name, op) for op in passes):
         backend.prepare(problem)
     return registry.explain(problem, name)
+
+
+def _on_arch(problem: Problem, arch: str | None) -> Problem:
+    """The problem on the device that `explain` is asked about."""
+    if arch is None and problem.device == "meta":
+        return replace(problem, device="cuda" if torch.cuda.is_available() else "cpu")
+    if arch is None or arch == "cpu":
+        return problem if arch is None else replace(problem, device="cpu")
+    found = arch_named(arch) if isinstance(arch, str) else None
+    if found is None:
+        raise value_error("arch", repr(arch), f"'cpu', {', '.join(repr(f'sm_{number}') for number in ARCHS)}")
+    return replace(problem, device="cuda", device_index=0, arch=f"sm_{found.number}")
 
 
 def _look_ahead(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Problem, str | None]:

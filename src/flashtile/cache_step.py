@@ -34,8 +34,12 @@ def has_valid_options(causal: Any, window: Any, scale: Any, softcap: Any, num_sp
         and (interleaved is True or interleaved is False)
         and (
             window is None
-            or (type(window) is tuple and len(window) == 2 and type(window[0]) is type(window[1]) is int)
-            and window[0] >= -1 <= window[1]
+            or (
+                type(window) is tuple
+                and len(window) == 2
+                and type(window[0]) is type(window[1]) is int
+                and window[0] >= -1 <= window[1]
+            )
         )
     )
 
@@ -100,7 +104,7 @@ def append(
     end = length + new
     if end > k_sizes[row] or heads * q_sizes[row] * batch * end >= _LARGE:
         return None
-    if new:
+    if k is not None and v is not None:
         k_cache.narrow(row, length, new).copy_(k)
         v_cache.narrow(row, length, new).copy_(v)
     return k_cache.narrow(row, 0, end), v_cache.narrow(row, 0, end)

@@ -132,6 +132,7 @@ class Problem:
     is_aligned16: bool  # every row of q, k and v starts on a 16-byte boundary and is a multiple of 16 bytes long
     rows_disjoint: bool  # no two rows of q, k or v overlap in memory
     heads_disjoint: bool  # no two heads of q share memory
+    arch: str = ""  # a GPU that need not be here, such as sm_80; empty: the device's own
 
     @classmethod
     def of(cls, args: AttentionArgs) -> Problem:
@@ -174,10 +175,18 @@ class Problem:
 def is_aligned16(tensor: Tensor) -> bool:
     """Every row starts on a 16-byte boundary and is a multiple of 16 bytes long."""
     size = tensor.element_size()
-    if tensor.data_ptr() % 16 or tensor.shape[-1] * size % 16:
+    # Without memory: as in memory that starts on such a boundary
+    address = tensor.data_ptr() if has_memory(tensor) else tensor.storage_offset() * size
+    if address % 16 or tensor.shape[-1] * size % 16:
         return False
     strides = zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
     return all(stride * size % 16 == 0 for stride, length in strides if length > 1)
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Its elements can be read: not those of meta tensors, fake ones and other wrappers."""
+    kind = type(tensor)
+    return not tensor.is_meta and (kind is Tensor or kind.__torch_dispatch__ is Tensor.__torch_dispatch__)
 
 
 def _rows_disjoint(tensor: Tensor, layout: str) -> bool:

@@ -61,12 +61,6 @@ def has_strides(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
 
 
-def has_memory(value: Tensor) -> bool:
-    """Its elements can be read: not those of meta tensors, fake ones and other wrappers."""
-    kind = type(value)
-    return not value.is_meta and kind.__torch_dispatch__ is Tensor.__torch_dispatch__  # type: ignore[attr-defined]
-
-
 def is_causal_bias(value: Any) -> bool:
     """torch.nn.attention.bias.CausalBias. Its module takes a second to import, so it is known by its name."""
     kind = type(value)

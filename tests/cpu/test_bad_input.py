@@ -726,7 +726,9 @@ def test_errors_cut_long_values(name: str) -> None:
             (cache if name == "cache_seqlens" else dense)(**{name: value})()
         assert str(caught.value).startswith(f"{name}: got ")
         assert len(str(caught.value)) < 2500
-    with pytest.raises(TypeError, match=r"q: got shape \(2, 4, 5, 8\) \(float64, numpy.ndarray\); accepted: a torch.Tensor"):
+    with pytest.raises(
+        TypeError, match=r"q: got shape \(2, 4, 5, 8\) \(float64, numpy.ndarray\); accepted: a torch.Tensor"
+    ):
         dense(q=numpy.zeros((2, 4, 5, 8)))()
 
 

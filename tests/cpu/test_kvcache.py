@@ -224,7 +224,14 @@ def test_num_splits_changes_nothing_here(seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"causal": True}, {"causal": "top_left", "scale": 0.3}, {"window": (4, 0)}, {"window": (-1, -1)}, {"softcap": 2.0}],
+    [
+        {},
+        {"causal": True},
+        {"causal": "top_left", "scale": 0.3},
+        {"window": (4, 0)},
+        {"window": (-1, -1)},
+        {"softcap": 2.0},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("new", [0, 1, 4])
@@ -232,7 +239,9 @@ def test_one_length_is_the_same_as_lengths(new: int, options: dict, dtype: torch
     """Left padding of 0 changes nothing, and takes the general path."""
     swap = (lambda t: t.transpose(1, 2)) if layout == "bhsd" else (lambda t: t)
     k_cache, v_cache = (tensor.to(dtype) for tensor in caches(B, CAPACITY))
-    q, k, v = (torch.randn(B, rows, heads, D).to(dtype) for rows, heads in ((2, HEADS), (new, HEADS_KV), (new, HEADS_KV)))
+    q, k, v = (
+        torch.randn(B, rows, heads, D).to(dtype) for rows, heads in ((2, HEADS), (new, HEADS_KV), (new, HEADS_KV))
+    )
     k_cache[:, 9 + new :] = v_cache[:, 9 + new :] = torch.nan
     results = []
     for lengths in (9, torch.full((B,), 9, dtype=torch.int32), None):
@@ -275,7 +284,9 @@ def test_a_step_of_one_length_needs_no_python_kernel(seed: int) -> None:
 # New rows and queries that are parts of the cache are read before anything is written
 
 
-@pytest.mark.parametrize("general", [{}, {"cache_leftpad": torch.zeros(2, dtype=torch.int32)}], ids=["slice", "general"])
+@pytest.mark.parametrize(
+    "general", [{}, {"cache_leftpad": torch.zeros(2, dtype=torch.int32)}], ids=["slice", "general"]
+)
 @pytest.mark.parametrize("which", ["v of v_cache", "k of k_cache", "swapped", "shifted", "q of k_cache"])
 def test_new_rows_out_of_the_cache(which: str, general: dict, seed: int) -> None:
     k_cache, v_cache = torch.randn(2, 8, 2, D), torch.randn(2, 8, 2, D)
@@ -322,7 +333,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("general", [{}, {"cache_leftpad": torch.zeros(2, dtype=torch.int32)}], ids=["slice", "general"])
+@pytest.mark.parametrize(
+    "general", [{}, {"cache_leftpad": torch.zeros(2, dtype=torch.int32)}], ids=["slice", "general"]
+)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_append_writes_neither_cache(name: str, general: dict) -> None:
     changes, text = REFUSED[name]

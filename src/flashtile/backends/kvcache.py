@@ -10,7 +10,6 @@ from torch import Tensor
 from flashtile.errors import dtype_name, type_error, value_error
 from flashtile.problem import AttentionArgs, check_layout, head_axis, q_or_float32, row_axis
 
-
 _OWN_MEMORY = "memory of its own for every row"
 
 
@@ -137,7 +136,9 @@ def check_writable(args: AppendArgs) -> None:
                 name, "an inference tensor", "one that may be changed", "Call it inside torch.inference_mode()"
             )
         if not is_writable(cache):
-            raise value_error(name, f"strides {tuple(cache.stride())}", _OWN_MEMORY, "Call clone() on an expanded cache")
+            raise value_error(
+                name, f"strides {tuple(cache.stride())}", _OWN_MEMORY, "Call clone() on an expanded cache"
+            )
     if args.k_cache.numel() and args.k_cache.data_ptr() == args.v_cache.data_ptr():
         raise value_error("v_cache", "the memory of k_cache", "memory of its own", "Call clone()")
 
