@@ -27,11 +27,24 @@ from flashtile.backends.kvcache import AppendArgs
 from flashtile.backends.registry import Explanation
 from flashtile.errors import Unsupported, renamed, unknown_option, unsupported, value_error
 from flashtile.kernels.arch import ARCHS, arch_named
-from flashtile.problem import AttentionArgs, Problem, check_values, has_memory, is_checking, row_axis, with_given_shapes
+from flashtile.problem import (
+    NUM_TENSORS,
+    AttentionArgs,
+    Problem,
+    check_values,
+    has_memory,
+    is_checking,
+    row_axis,
+    with_given_shapes,
+)
 from flashtile.tensors import recorders
 
 # Without the device's name, which costs as much as all the other checks; a torch that lacks it takes the longer way
 is_autocasting: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
+# Signatures of reads after an append that are known to be served: steps of generation repeat them
+_served: set[tuple[Any, ...]] = set()
+_MOST_SIGNATURES = 1024
 
 _KVCACHE_NAMES = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad"}
 _KVCACHE_ROW_NAMES = {"block_table": "cache_batch_idx", "page": "row"}
@@ -446,10 +459,23 @@ def _check_inference(**tensors: Tensor | None) -> None:
 def _check_ahead(args: AttentionArgs, append: AppendArgs) -> None:
     """What the append and the read after it would refuse."""
     kvcache.check_writable(append)
-    registry.select(Problem.of(args), args.backend)
+    signature = _signature(args)
+    if signature not in _served:
+        registry.select(Problem.of(args), args.backend)
+        if len(_served) >= _MOST_SIGNATURES:
+            _served.clear()
+        _served.add(signature)
     if args.q.device.type == "cpu" or is_checking():
         check_values(args)
         kvcache.check_positions(append.cache_seqlens, args.q.shape[row_axis(append.layout)], append.rotary_cos)
+
+
+def _signature(args: AttentionArgs) -> tuple[Any, ...]:
+    """Everything that decides whether a backend takes the call."""
+    tensors = (
+        None if t is None else (t.dtype, t.shape, t.stride(), t.device, t.data_ptr() % 16) for t in args[:NUM_TENSORS]
+    )
+    return (*tensors, *args[NUM_TENSORS:], ops.is_deterministic(), registry.is_strict())
 
 
 def call_as(names: dict[str, str], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
