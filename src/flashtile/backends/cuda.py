@@ -254,6 +254,7 @@ def _key_of(problem: Problem, grads: tuple[str, ...] | None) -> PlanKey:
         problem.rows_disjoint,
         problem.heads_disjoint,
         families.classes_of(op, shape, num_multiprocessors),
+        problem.deterministic,
     )
 
 
