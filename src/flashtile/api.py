@@ -340,7 +340,8 @@ def attention_kvcache(
     row_names = {} if cache_batch_idx is None else _KVCACHE_ROW_NAMES
     names = {**_KVCACHE_NAMES, **row_names}
     if append is not None:
-        if not is_compiling() and all(has_memory(tensor) for tensor in (args.q, *append[:5])):
+        given = (*args, *append)
+        if not is_compiling() and all(has_memory(value) for value in given if isinstance(value, Tensor)):
             # Whatever is wrong with the call shows before anything is written
             call_as(names, _check_ahead, args, append)
             args, append = kvcache.read_first(args, append)
@@ -472,10 +473,11 @@ def _check_ahead(args: AttentionArgs, append: AppendArgs) -> None:
 
 def _signature(args: AttentionArgs) -> tuple[Any, ...]:
     """Everything that decides whether a backend takes the call."""
+    values: tuple[Any, ...] = args
     tensors = (
-        None if t is None else (t.dtype, t.shape, t.stride(), t.device, t.data_ptr() % 16) for t in args[:NUM_TENSORS]
+        None if t is None else (t.dtype, t.shape, t.stride(), t.device, t.data_ptr() % 16) for t in values[:NUM_TENSORS]
     )
-    return (*tensors, *args[NUM_TENSORS:], ops.is_deterministic(), registry.is_strict())
+    return (*tensors, *values[NUM_TENSORS:], ops.is_deterministic(), registry.is_strict())
 
 
 def call_as(names: dict[str, str], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

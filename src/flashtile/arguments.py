@@ -41,7 +41,7 @@ def attention_args(
     backend: str | None,
     is_packed: bool = False,
 ) -> AttentionArgs:
-    if is_causal_bias(mask) or is_causal_bias(bias):
+    if (mask is not None and is_causal_bias(mask)) or (bias is not None and is_causal_bias(bias)):
         has_positions = window is not None or alibi_slopes is not None
         causal, mask, bias = without_causal_bias(q, k, causal, mask, bias, layout, has_positions, is_packed)
     require_optional_tensors(mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, rng_state=rng_state)
@@ -229,8 +229,9 @@ def _length_bound(name: str, bound: Any) -> Any:
 
 def autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Under autocast q, k, v and bias are cast as scaled_dot_product_attention casts them."""
-    require_tensors(q=q, k=k, v=v)
-    if not is_causal_bias(bias):
+    if not (is_plain(q) and is_plain(k) and is_plain(v)):
+        require_tensors(q=q, k=k, v=v)
+    if bias is not None and not is_causal_bias(bias):
         require_optional_tensors(bias=bias)
     dtype = autocast_dtype(q)
     if dtype is None:

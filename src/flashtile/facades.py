@@ -41,22 +41,26 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`, argument by argument: (..., heads, rows, dim), causal from
     the top left."""
-    # Most calls: four dimensions, no mask. What this cannot take, such as sizes to be broadcast, comes out below
+    # Most calls: four dimensions. What is refused here, such as sizes to be broadcast, is served or refused below
     if (
-        attn_mask is None
-        and type(dropout_p) is float
+        type(dropout_p) is float
         and not dropout_p
         and (is_causal is False or is_causal is True)
         and is_dense(query, key, value, scale)
         and query.dim() == key.dim() == 4
         and (enable_gqa is True or query.size(1) == key.size(1))
     ):
-        num_grads = num_requiring_grad(query, key, value)
-        if num_grads == 0 or num_grads == 3:
-            try:
-                return dense(query, key, value, scale, "top_left" if is_causal else "none", "bhsd", None, num_grads)
-            except (ValueError, TypeError, Unsupported):
-                pass
+        try:
+            if attn_mask is None:
+                num_grads = num_requiring_grad(query, key, value)
+                if num_grads == 0 or num_grads == 3:
+                    return dense(query, key, value, scale, "top_left" if is_causal else "none", "bhsd", None, num_grads)
+            elif type(attn_mask) is Tensor and not is_causal:
+                if attn_mask.dtype is torch.bool:
+                    return attention(query, key, value, mask=attn_mask, scale=scale)  # type: ignore[return-value]
+                return attention(query, key, value, bias=attn_mask, scale=scale)  # type: ignore[return-value]
+        except (ValueError, TypeError, Unsupported):
+            pass
     if not is_compiling() and (found := recorders(query, key, value, attn_mask)):
         recorded: Tensor = record(scaled_dot_product_attention, found, locals())
         return recorded
@@ -272,8 +276,11 @@ def _share_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Ten
 
 def _broadcast_lead(*tensors: Tensor) -> tuple[int, ...]:
     """The leading dimensions of (..., heads, rows, dim), broadcast."""
+    leads = [tensor.shape[:-3] for tensor in tensors]
+    if leads[0] == leads[1] == leads[2]:
+        return leads[0]
     try:
-        return torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in tensors))
+        return torch.broadcast_shapes(*leads)
     except RuntimeError:
         shapes = ", ".join(str(tuple(tensor.shape[:-3])) for tensor in tensors)
         raise value_error("query", f"leading dimensions {shapes} of query, key, value", "broadcastable ones") from None

@@ -103,8 +103,10 @@ def without_causal_bias(
 def recorders(*values: Any) -> tuple[Any, ...]:
     """Objects that are no tensors and take part in torch's function protocol, as the proxies of torch.fx do: they
     record a call instead of running it."""
-    return tuple(
-        value
-        for value in values
-        if value is not None and not isinstance(value, Tensor) and hasattr(type(value), "__torch_function__")
-    )
+    found = []
+    for value in values:
+        if value is None or type(value) is Tensor or isinstance(value, Tensor):
+            continue
+        if hasattr(type(value), "__torch_function__"):
+            found.append(value)
+    return tuple(found)

@@ -129,7 +129,9 @@ def test_empty(query: tuple, key: tuple) -> None:
 
 
 @pytest.mark.parametrize(
-    ("query", "key"), [((0, 4, 8), (0, 5, 8)), ((2, 0, 4, 8), (2, 0, 5, 8)), ((3, 2, 0, 4, 8), (3, 2, 0, 5, 8))], ids=str
+    ("query", "key"),
+    [((0, 4, 8), (0, 5, 8)), ((2, 0, 4, 8), (2, 0, 5, 8)), ((3, 2, 0, 4, 8), (3, 2, 0, 5, 8))],
+    ids=str,
 )
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_no_heads(query: tuple, key: tuple, is_causal: bool, seed: int) -> None:
