@@ -22,7 +22,7 @@ from flashtile.api import (
 )
 from flashtile.arguments import autocast_dtype, flag, require_optional_tensors, require_tensors
 from flashtile.errors import Unsupported, type_error, value_error
-from flashtile.problem import q_or_float32
+from flashtile.problem import AttentionArgs, q_or_float32, validate
 from flashtile.tensors import corner_of, has_strides, is_causal_bias, recorders
 
 _SDPA_NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "causal": "is_causal"}
@@ -84,7 +84,7 @@ def scaled_dot_product_attention(
         attn_mask = _fold_mask(attn_mask, lead, (heads, q.shape[-2], k.shape[-2]))
     q, k, v = _fold(q, lead, heads), _fold(k, lead, k.shape[-3]), _fold(v, lead, v.shape[-3])
     if heads == 0:
-        out = q @ k.transpose(-1, -2) @ v  # empty, and part of the graph
+        out = _without_heads(q, k, v)
     else:
         out = call_as(_SDPA_NAMES, _sdpa_4d, q, k, v, attn_mask, dropout_p, causal, scale)
     rank = max(query.dim(), key.dim(), value.dim())
@@ -237,6 +237,13 @@ def _sdpa_4d(
         dropout_p=dropout_p,
         scale=scale,
     )
+
+
+def _without_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch serves a query without heads. The result is empty, and part of the graph."""
+    one_head = (torch.empty((t.shape[0], 1, *t.shape[2:]), dtype=t.dtype, device="meta") for t in (q, k, v))
+    call_as(_SDPA_NAMES, validate, AttentionArgs(*one_head))
+    return q @ k[:, :0].transpose(-1, -2) @ v[:, :0]
 
 
 def _at_least_3d(tensor: Tensor) -> Tensor:

@@ -136,6 +136,11 @@ def test_empty(query: tuple, key: tuple) -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_no_heads(query: tuple, key: tuple, is_causal: bool, seed: int) -> None:
     compare(torch.float32, query, key, (*key[:-1], 6), is_causal=is_causal)
+    keys = torch.randn(*key[:-3], 2, *key[-2:])
+    out = flashtile.scaled_dot_product_attention(torch.randn(query), keys, keys, enable_gqa=True)
+    assert out.shape == query
+    with pytest.raises(ValueError, match="key: got head_dim 7; accepted: 8, as query"):
+        flashtile.scaled_dot_product_attention(torch.randn(query), keys[..., 1:], keys, enable_gqa=True)
 
 
 # Memory order: out is laid out as the query is
