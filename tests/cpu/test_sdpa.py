@@ -139,6 +139,8 @@ def test_no_heads(query: tuple, key: tuple, is_causal: bool, seed: int) -> None:
     keys = torch.randn(*key[:-3], 2, *key[-2:])
     out = flashtile.scaled_dot_product_attention(torch.randn(query), keys, keys, enable_gqa=True)
     assert out.shape == query
+    with pytest.raises(ValueError, match="value: got 0 heads; accepted: 2, as key"):
+        flashtile.scaled_dot_product_attention(torch.randn(query), keys, torch.randn(key), enable_gqa=True)
     with pytest.raises(ValueError, match="key: got head_dim 7; accepted: 8, as query"):
         flashtile.scaled_dot_product_attention(torch.randn(query), keys[..., 1:], keys, enable_gqa=True)
 
