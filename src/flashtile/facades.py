@@ -263,9 +263,10 @@ def _share_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Ten
     does."""
     heads_k, heads_v = k.shape[-3], v.shape[-3]
     if heads_k != heads_v:
-        if enable_gqa and heads_v > 0 and heads_k % heads_v == 0:
+        is_shared = enable_gqa and heads_k > 0 and heads_v > 0
+        if is_shared and heads_k % heads_v == 0:
             v = v.repeat_interleave(heads_k // heads_v, dim=-3)
-        elif enable_gqa and heads_k > 0 and heads_v % heads_k == 0:
+        elif is_shared and heads_v % heads_k == 0:
             k = k.repeat_interleave(heads_v // heads_k, dim=-3)
         elif heads_k == 1:
             k = k.expand(*k.shape[:-3], heads_v, *k.shape[-2:])
