@@ -77,10 +77,11 @@ def attention(
     heads_kv, seqlen_k, head_dim_v), heads a multiple of heads_kv. Strides are free but for a contiguous last dimension.
 
     causal         True or "bottom_right": the last query sees all keys. "top_left": query i sees keys 0 to i.
-    window         (left, right): a query sees that many keys on either side of its own; -1 = unbounded.
+    window         (left, right): a query sees that many keys on either side of its own; -1 or None = unbounded.
     scale          factor of the scores; None = 1 / sqrt(head_dim).
     mask           bool, True = attend, broadcastable to (batch, heads, seqlen_q, seqlen_k).
-    bias           added to the scores, broadcastable likewise, differentiable; -inf masks.
+    bias           added to the scores, broadcastable likewise, differentiable; -inf masks. As mask or bias, torch's
+                   CausalBias counts as causal.
     alibi_slopes   (heads,) or (batch, heads): slope * distance is subtracted.
     softcap        c > 0: scores become c * tanh(scores / c) before anything is added.
     sinks          (heads,): a logit per head that joins the denominator only; differentiable.
@@ -214,7 +215,7 @@ def attention_varlen(
     block_table                 (batch, pages) int32: k and v are pages (num_pages, page_size, heads_kv, dim), and
                                 cu_seqlens_k gives lengths only; it may be None when seqused_k is given.
     mask, bias                  broadcastable to (batch, heads, max_seqlen_q, max_seqlen_k), indexed within each
-    sequence.
+                                sequence.
 
     All other options as in `attention`. lse is (heads, total_q).
     """
@@ -276,15 +277,17 @@ def attention_kvcache(
     Shapes for layout "bshd": q (batch, seqlen_q, heads, head_dim), caches (batch_cache, capacity, heads_kv, dim), or
     with block_table (batch, pages_per_sequence) int32: pages (num_pages, page_size, heads_kv, dim).
 
-    k, v               (batch, seqlen_new, heads_kv, dim): written behind the first cache_seqlens rows, then attended
-    to. cache_seqlens      (batch,) int32 or an int: rows in use before the call, left padding included; None = the
-    whole     cache. cache_batch_idx    (batch,) int32: which row of the cache each sequence uses.
+    k, v               (batch, seqlen_new, heads_kv, dim): written behind the first cache_seqlens rows, then attended to.
+    cache_seqlens      (batch,) int32 or an int: rows in use before the call, left padding included; None = the whole
+                       cache.
+    cache_batch_idx    (batch,) int32: which row of the cache each sequence uses.
     cache_leftpad      (batch,) int32: rows at the start of the cache to be ignored.
     rotary_cos, _sin   (positions, rotary_dim / 2): rotates k at position cache_seqlens + i, and q likewise if causal or
-    a window
-                       is set, else all of q at cache_seqlens. rotary_interleaved: pairs (0, 1), (2, 3), ...
+                       a window is set, else all of q at cache_seqlens. rotary_interleaved: pairs (0, 1), (2, 3), ...
     num_splits         over how many parts the keys are split; 0 = chosen. Changes speed and rounding, never the
-    meaning.
+                       meaning.
+
+    A refused call writes nothing. All other options as in `attention`.
     """
     if unknown:
         raise unknown_option("attention_kvcache", next(iter(unknown)), _options_of(attention_kvcache))
@@ -332,7 +335,10 @@ def attention_kvcache(
     )
     if not is_compiling() and ops.is_transformed():
         raise unsupported(
-            "attention_kvcache", "a call inside a torch.func transform", "calls outside of them", "Use attention there"
+            "attention_kvcache",
+            "a call inside a torch.func transform or forward-mode differentiation",
+            "calls outside of them",
+            "Use attention there",
         )
     _check_inference(
         q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, sinks=sinks
