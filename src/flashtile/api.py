@@ -277,7 +277,7 @@ def attention_kvcache(
     Shapes for layout "bshd": q (batch, seqlen_q, heads, head_dim), caches (batch_cache, capacity, heads_kv, dim), or
     with block_table (batch, pages_per_sequence) int32: pages (num_pages, page_size, heads_kv, dim).
 
-    k, v               (batch, seqlen_new, heads_kv, dim): written behind the first cache_seqlens rows, then attended to.
+    k, v               (batch, seqlen_new, heads_kv, dim): written behind the first cache_seqlens rows, then read too.
     cache_seqlens      (batch,) int32 or an int: rows in use before the call, left padding included; None = the whole
                        cache.
     cache_batch_idx    (batch,) int32: which row of the cache each sequence uses.

@@ -241,8 +241,8 @@ def _sdpa_4d(
 
 def _without_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """torch serves a query without heads. The result is empty, and part of the graph."""
-    one_head = (torch.empty((t.shape[0], 1, *t.shape[2:]), dtype=t.dtype, device="meta") for t in (q, k, v))
-    call_as(_SDPA_NAMES, validate, AttentionArgs(*one_head))
+    one = [torch.empty((t.shape[0], 1, *t.shape[2:]), dtype=t.dtype, device="meta") for t in (q, k, v)]
+    call_as(_SDPA_NAMES, validate, AttentionArgs(one[0], one[1], one[2]))
     return q @ k[:, :0].transpose(-1, -2) @ v[:, :0]
 
 
