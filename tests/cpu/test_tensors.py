@@ -264,6 +264,7 @@ def test_tensors_without_strides_are_refused(kind: str, is_whole: bool) -> None:
         flashtile.scaled_dot_product_attention(*given)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 def test_sparse_masks_are_refused() -> None:
     q, k, v = qkv()
     mask = torch.ones(5, 7, dtype=torch.bool)
