@@ -20,13 +20,13 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
 # As the constants of kernels/bwd_sm90_steps.cuh; tests/cpu/test_plan.py compares them
 STEP_ROWS, STEP_THREADS = 32, 128
-_TILE_BYTES = 64 + 4 * 8  # KeyTile and the ring of QueryTileIndex (kernels/bwd_sm90.cuh)
+_TILE_BYTES = 64 + 8 * 8  # KeyTile and the ring of QueryTileIndex (kernels/bwd_sm90.cuh)
 
 
 class Tile(NamedTuple):
     block_keys: int
     block_queries: int
-    num_stages: int = 2
+    num_stages: int = 3
     num_buffers: int = 2
 
 
@@ -69,7 +69,7 @@ class BwdSm90Row(Row):
         slabs = _slabs(self.head_dim) + _slabs(self.head_dim_v)
         tiles = 128 * slabs * (self.block_m + self.num_stages * self.block_n) + self.num_buffers * 128 * self.block_m
         tiles += 4 * self.block_m * 64  # dQ
-        stats, barriers = 8 * self.num_stages * self.block_n, 8 * (2 + 4 * self.num_stages + 2 * self.num_buffers)
+        stats, barriers = 8 * self.num_stages * self.block_n, 8 * (2 + 2 * self.num_stages + 2 * self.num_buffers)
         return -(-(tiles + stats + barriers + _TILE_BYTES) // 1024) * 1024
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:

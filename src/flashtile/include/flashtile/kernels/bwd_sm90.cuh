@@ -8,7 +8,7 @@
 // Products:  S^T = K Q^T and dP^T = V dO^T have keys as rows. Packed to 16 bits, P^T and dS^T are then register operands
 //            of dV += P^T dO and dK += dS^T Q. dS goes through shared memory once, for dQ = dS K over all keys of the
 //            block: each consumer computes one slab of dQ's columns, or, where there is one slab, every other tile.
-// Mainloop:  dV and dK of tile i, dQ of tile i - 1, S^T and dP^T of tile i + 1; then P and dS of tile i + 1.
+// Mainloop:  dQ of tile i - 1, dV and dK of tile i, S^T and dP^T of tile i + 1; then P and dS of tile i + 1.
 // dQ:        float32 sums in global memory (dq_accum), by bulk reductions of tiles staged in sdQ. bwd_convert_dq_kernel
 //            turns them into dQ.
 // Turns:     the consumers take turns (ping-pong): one issues its five products while the other computes P and dS.
@@ -62,11 +62,12 @@ struct KeyTile {
   FT_DEVICE bool has_queries() const { return m_begin < m_end; }
 };
 
-// One of the query tiles that stream by. A consumer uses tile c - 1 while the producer may prepare tile c + 2.
+// One of the query tiles that stream by. A consumer may use tile c - 1 while the producer prepares tile
+// c + kNumStages.
 struct QueryTileIndex {
   i32 i_begin, head;
 };
-constexpr u32 kNumQueryTiles = 4;
+constexpr u32 kNumQueryTiles = 8;
 
 template <class Config>
 struct alignas(1024) BwdSm90Storage {
@@ -81,8 +82,7 @@ struct alignas(1024) BwdSm90Storage {
   float delta[Config::kNumStages][Config::kBlockM];
   QueryTileIndex queries[kNumQueryTiles];  // tile number count is at count % kNumQueryTiles
   u64 full_k, full_v;
-  u64 full_q[Config::kNumStages], empty_q[Config::kNumStages];    // Q and lse
-  u64 full_do[Config::kNumStages], empty_do[Config::kNumStages];  // dO and delta
+  u64 full[Config::kNumStages], empty[Config::kNumStages];  // Q, dO and their statistics
   u64 full_ds[Config::kNumBuffers], empty_ds[Config::kNumBuffers];
   KeyTile tile;
 };
@@ -110,10 +110,8 @@ struct BwdSm90 {
     mbarrier_init(shared.full_k, 1);
     mbarrier_init(shared.full_v, 1);
     for (i32 stage = 0; stage < Config::kNumStages; ++stage) {
-      mbarrier_init(shared.full_q[stage], 2);
-      mbarrier_init(shared.full_do[stage], 2);
-      mbarrier_init(shared.empty_q[stage], kConsumerWarps);
-      mbarrier_init(shared.empty_do[stage], kConsumerWarps);
+      mbarrier_init(shared.full[stage], 3);  // Q, dO, statistics
+      mbarrier_init(shared.empty[stage], kConsumerWarps);
     }
     for (i32 buffer = 0; buffer < Config::kNumBuffers; ++buffer) {
       mbarrier_init(shared.full_ds[buffer], kConsumerWarps);
@@ -143,15 +141,14 @@ struct BwdSm90 {
       for (i32 m = tile.m_begin; m < tile.m_end; ++m, ++count) {
         u32 stage = Stages::stage(count);
         i32 row = q_row + m * kBlockM;
-        Stages::wait_empty(shared.empty_q, count);
-        load<kBlockM, Config::kSlabsQK>(shared.sQ[stage], params.q_map, p.q_strides, shared.full_q[stage], row,
+        Stages::wait_empty(shared.empty, count);
+        load<kBlockM, Config::kSlabsQK>(shared.sQ[stage], params.q_map, p.q_strides, shared.full[stage], row,
                                         tile.first_head + h, batch);
         if (count == 0) {
           load<kBlockN, Config::kSlabsV>(shared.sV, params.v_map, p.v_strides, shared.full_v, k_row, tile.kv_head,
                                          batch);
         }
-        Stages::wait_empty(shared.empty_do, count);
-        load<kBlockM, Config::kSlabsV>(shared.sdO[stage], params.dout_map, p.dout_strides, shared.full_do[stage], row,
+        load<kBlockM, Config::kSlabsV>(shared.sdO[stage], params.dout_map, p.dout_strides, shared.full[stage], row,
                                        tile.first_head + h, batch);
       }
     }
@@ -174,17 +171,15 @@ struct BwdSm90 {
           delta[x] = is_query ? p.delta[stat] : 0.0f;
         }
         u32 stage = Stages::stage(count);
-        Stages::wait_empty(shared.empty_q, count);
+        Stages::wait_empty(shared.empty, count);
 #pragma unroll
-        for (i32 x = 0; x < kRows; ++x) shared.lse[stage][32 * x + lane] = lse[x];
+        for (i32 x = 0; x < kRows; ++x) {
+          shared.lse[stage][32 * x + lane] = lse[x];
+          shared.delta[stage][32 * x + lane] = delta[x];
+        }
         if (lane == 0) shared.queries[count % kNumQueryTiles] = {m * kBlockM, tile.first_head + h};
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared.full_q[stage]);
-        Stages::wait_empty(shared.empty_do, count);
-#pragma unroll
-        for (i32 x = 0; x < kRows; ++x) shared.delta[stage][32 * x + lane] = delta[x];
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared.full_do[stage]);
+        if (lane == 0) mbarrier_arrive(shared.full[stage]);
       }
     }
   }
@@ -202,9 +197,20 @@ struct BwdSm90 {
     named_barrier_sync(kConsumerBarrier + consumer, 128);
   }
 
+  // Statistics of a thread's queries, two of every 8. Loaded ahead: products in flight keep shared memory busy.
+  using Stats = float[kBlockM / 4];
+  FT_DEVICE static void load_stats(const float* sStats, Stats& stats) {
+#pragma unroll
+    for (i32 b = 0; b < kBlockM / 8; ++b) {
+      float2 two = *reinterpret_cast<const float2*>(sStats + 8 * b + fragment_column());
+      stats[2 * b] = two.x;
+      stats[2 * b + 1] = two.y;
+    }
+  }
+
   // P^T = 2^(S^T - lse); 0 where a query does not see the key. Rows of the fragment are keys. Scope: thread.
   template <bool kIsMasked>
-  FT_DEVICE static void exponentiate(const Params& p, const Sequence& s, i32 i_begin, i32 j_begin, const float* lse,
+  FT_DEVICE static void exponentiate(const Params& p, const Sequence& s, i32 i_begin, i32 j_begin, const Stats& lse,
                                      const float (&rS)[kScores], float (&rP)[kScores]) {
     i32 low[2], high[2];
 #pragma unroll
@@ -217,11 +223,10 @@ struct BwdSm90 {
     }
 #pragma unroll
     for (i32 b = 0; b < kScores / 4; ++b) {
-      float2 l = *reinterpret_cast<const float2*>(lse + 8 * b + fragment_column());
 #pragma unroll
       for (i32 x = 0; x < 4; ++x) {
         i32 r = x / 2, column = 8 * b + x % 2;
-        float score = fmaf(rS[4 * b + x], p.scale_log2, x % 2 == 0 ? -l.x : -l.y);
+        float score = fmaf(rS[4 * b + x], p.scale_log2, -lse[2 * b + x % 2]);
         if constexpr (kIsMasked) score = column >= low[r] && column < high[r] ? score : -infinity();
         rP[4 * b + x] = exp2_approx(score);
       }
@@ -229,15 +234,14 @@ struct BwdSm90 {
   }
 
   // dS^T = P^T * (dP^T - delta). Both are packed here, not earlier: registers are scarce.
-  FT_DEVICE static void differentiate(const float* delta, const float (&rP)[kScores], const float (&rdP)[kScores],
+  FT_DEVICE static void differentiate(const Stats& delta, const float (&rP)[kScores], const float (&rdP)[kScores],
                                       u32 (&packed_p)[kScores / 2], u32 (&packed_ds)[kScores / 2]) {
 #pragma unroll
     for (i32 b = 0; b < kScores / 4; ++b) {
-      float2 d = *reinterpret_cast<const float2*>(delta + 8 * b + fragment_column());
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
         i32 x = 4 * b + 2 * r;
-        packed_ds[x / 2] = pack_two<T>(rP[x] * (rdP[x] - d.x), rP[x + 1] * (rdP[x + 1] - d.y));
+        packed_ds[x / 2] = pack_two<T>(rP[x] * (rdP[x] - delta[2 * b]), rP[x + 1] * (rdP[x + 1] - delta[2 * b + 1]));
         packed_p[x / 2] = pack_two<T>(rP[x], rP[x + 1]);
       }
     }
@@ -318,8 +322,7 @@ struct BwdSm90 {
     auto i_begin = [&](u32 count) { return shared.queries[count % kNumQueryTiles].i_begin; };
     // Wait for Q and dO of tile number count
     auto wait_operands = [&](u32 count) {
-      Stages::wait_full(shared.full_q, count);
-      Stages::wait_full(shared.full_do, count);
+      Stages::wait_full(shared.full, count);
       if constexpr (SeqInfo::kHasLengths) {
         i32 num_rows = s.seqlen_q - i_begin(count);
         if (num_rows < kBlockM) {
@@ -341,34 +344,37 @@ struct BwdSm90 {
       u32 stage = Stages::stage(count);
       float rP[kScores];
       u32 packed_ds[kScores / 2];
+      bool is_masked = needs_mask<Mask>(p, s, i_begin(count), 0, j_begin(), 64);
+      if constexpr (Mask::kHasBand) is_masked |= needs_mask<Mask>(p, s, i_begin(count), kBlockM, j_begin(), 64);
+      Stats lse, delta;
+      load_stats(shared.lse[stage], lse);
+      pin_registers(lse);
       // Compute P^T while dP^T is in flight
       wgmma_wait<1>();
       pin_registers(rS);
-      bool is_masked = needs_mask<Mask>(p, s, i_begin(count), 0, j_begin(), 64);
-      if constexpr (Mask::kHasBand) is_masked |= needs_mask<Mask>(p, s, i_begin(count), kBlockM, j_begin(), 64);
       if (is_masked) {
-        exponentiate<true>(p, s, i_begin(count), j_begin(), shared.lse[stage], rS, rP);
+        exponentiate<true>(p, s, i_begin(count), j_begin(), lse, rS, rP);
       } else {
-        exponentiate<false>(p, s, i_begin(count), j_begin(), shared.lse[stage], rS, rP);
+        exponentiate<false>(p, s, i_begin(count), j_begin(), lse, rS, rP);
       }
       // Compute dS^T
+      load_stats(shared.delta[stage], delta);
+      pin_registers(delta);
       wgmma_wait<0>();
       pin_registers(rdP);
-      differentiate(shared.delta[stage], rP, rdP, packed_p, packed_ds);
+      differentiate(delta, rP, rdP, packed_p, packed_ds);
       Buffers::wait_empty(shared.empty_ds, count);
       store_fragment(shared.sdS[Buffers::stage(count)] + 64 * 64 * consumer, packed_ds);
       release_stage(shared.full_ds[Buffers::stage(count)]);
     };
-    // Start dV += P^T dO and dK += dS^T Q
-    auto start_dv_dk = [&](u32 count) {
-      gemm_ab<T, Config::kHeadDimV, kBlockM>(rdV, packed_p, do_tile(count));
-      gemm_ab<T, Config::kHeadDim, kBlockM>(rdK, ds_rows(count), q_tile(count));
-    };
+    // Start dV += P^T dO
+    auto start_dv = [&](u32 count) { gemm_ab<T, Config::kHeadDimV, kBlockM>(rdV, packed_p, do_tile(count)); };
+    // Start dK += dS^T Q
+    auto start_dk = [&](u32 count) { gemm_ab<T, Config::kHeadDim, kBlockM>(rdK, ds_rows(count), q_tile(count)); };
     auto release_operands = [&](u32 count) {
       pin_registers(rdV);
       pin_registers(rdK);
-      release_stage(shared.empty_q[Stages::stage(count)]);
-      release_stage(shared.empty_do[Stages::stage(count)]);
+      release_stage(shared.empty[Stages::stage(count)]);
     };
     // Start dQ = dS K
     auto start_dq = [&](u32 count, float(&rdQ)[kColumnsDq / 2]) {
@@ -407,32 +413,33 @@ struct BwdSm90 {
         wait_operands(count + 1);
         if (count > 0) Buffers::wait_full(shared.full_ds, count - 1);
         wait_turn(consumer);
-        // Start dV and dK of this tile and dQ of the tile before; the first tile computes a dQ that nobody adds. S^T of the
-        // next tile waits for dV, since P^T must have left the registers, and dP^T for dQ.
-        start_dv_dk(count);
+        // Start dV and dK of this tile, dQ of the tile before and, once P^T has left the registers, S^T of the next tile.
+        // The first tile computes a dQ that nobody adds.
+        start_dv(count);
+        start_dk(count);
         start_dq(count - 1, rdQ);
         wgmma_wait<1>();
         release_operands(count);
         start_s(count + 1, rS);
+        end_turn(consumer);
+        // Add dQ; dP^T takes its registers
         wgmma_wait<1>();
         pin_registers(rdQ);
         if (count > 0) add_dq(p, shared, consumer, count - 1, rdQ);
         start_dp(count + 1, rdP);
-        end_turn(consumer);
         differentiate_tile(count + 1, rS, rdP);
       }
       // The last tile
-      wait_turn(consumer);
-      start_dv_dk(count);
       float rdQ[kColumnsDq / 2];
-      if (count > 0) {
-        Buffers::wait_full(shared.full_ds, count - 1);
-        start_dq(count - 1, rdQ);
-        wgmma_wait<0>();
-        pin_registers(rdQ);
-        add_dq(p, shared, consumer, count - 1, rdQ);
-      }
+      if (count > 0) Buffers::wait_full(shared.full_ds, count - 1);
+      wait_turn(consumer);
+      start_dq(count - 1, rdQ);
+      start_dv(count);
+      start_dk(count);
       if (consumer == 0) end_turn(consumer);
+      wgmma_wait<2>();
+      pin_registers(rdQ);
+      if (count > 0) add_dq(p, shared, consumer, count - 1, rdQ);
       Buffers::wait_full(shared.full_ds, count);
       start_dq(count, rdQ);
       wgmma_wait<0>();
