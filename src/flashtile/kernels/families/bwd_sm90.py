@@ -61,7 +61,7 @@ class BwdSm90Row(Row):
         sizes = (
             f"{self.head_dim}, {self.head_dim_v}, {self.block_n}, {self.block_m}, {self.num_stages}, {self.num_buffers}"
         )
-        return f"Sm90BwdConfig<{CPP_TYPES[self.dtype]}, {sizes}>"
+        return f"Sm90BwdConfig<{CPP_TYPES[self.dtype]}, {self.head_dim}, {self.head_dim_v}, {tile}>"
 
     @property
     def label(self) -> str:
