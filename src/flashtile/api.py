@@ -18,9 +18,6 @@ from flashtile.backends.registry import Explanation
 from flashtile.errors import Unsupported, renamed, type_error, unsupported
 from flashtile.problem import AttentionArgs, Problem, check_values, is_checking, row_axis
 
-# Without the device's name, which costs as much as all the other checks; a torch that lacks it takes the longer way
-is_autocasting: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-
 _KVCACHE_NAMES = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad"}
 _KVCACHE_ROW_NAMES = {"block_table": "cache_batch_idx"}
 
@@ -75,7 +72,7 @@ def attention(
         and rng_state is None
         and deterministic is None
         and not return_lse
-        and (causal is False or causal is True)
+        and (type(causal) is bool or type(causal) is str)
         and (scale is None or type(scale) is float)
         and type(softcap) is float
         and type(dropout_p) is float
@@ -87,16 +84,17 @@ def attention(
         and isinstance(k, Tensor)
         and isinstance(v, Tensor)
         and not is_compiling()
-        and not is_autocasting()
-        and not ops.is_transformed()
+        and (mode := ops.DENSE_MODES.get((causal, layout, backend))) is not None
+        and not ops.is_intercepted()
     ):
-        word = "bottom_right" if causal else "none"
+        if ops.is_deterministic():
+            mode |= ops.DETERMINISTIC
         try:
-            num_grads = q.requires_grad + k.requires_grad + v.requires_grad if torch.is_grad_enabled() else 0
+            num_grads = q.requires_grad + k.requires_grad + v.requires_grad if ops.is_grad_enabled() else 0
             if num_grads == 0:
-                return ops.dense_forward(q, k, v, scale, word, layout, backend, ops.is_deterministic(), False)[0]
+                return ops.dense_forward(q, k, v, scale, mode)[0]
             if num_grads == 3 and not ops.is_traced_above_autograd():
-                return ops.apply_dense(q, k, v, (scale, word, layout, backend))
+                return ops.dense_function(mode, scale)(q, k, v)
         except RuntimeError as error:
             ops.reraise(error)
     q, k, v, bias = autocast(q, k, v, bias)

@@ -5,12 +5,14 @@ through ops whose names end in `_fallback`. Without the C++ extension the Python
 call becomes a Problem, a backend is selected and the outputs are allocated. No schema argument has a default, so every
 kernel gets all of them.
 
-The overloads named `dense` are the same ops for calls with few options: each argument that torch converts costs time.
-They stand below autograd: the public functions call them where nothing requires grad, and inside `_DenseAttention`.
+The overloads named `dense` are the same ops for calls with few options, packed into one integer: each argument that
+torch converts costs time. They stand below autograd: the public functions call them where nothing requires grad, and
+inside `dense_function`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -24,7 +26,10 @@ from flashtile.backends.base import GradNeeds, Grads
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.errors import unsupported, value_error
 from flashtile.problem import (
-    DENSE_OPTIONS,
+    CAUSAL_KINDS,
+    DENSE_FIELDS,
+    DENSE_SHIFTS,
+    LAYOUTS,
     NUM_TENSORS,
     AttentionArgs,
     Problem,
@@ -34,18 +39,18 @@ from flashtile.problem import (
     validate,
 )
 
-_DENSE = ("q", "k", "v", *DENSE_OPTIONS)
+_DENSE = f"{schema(('q', 'k', 'v', 'scale'))}, int mode"
 _APPEND = (
     "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? block_table, "
     "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, str layout) -> ()"
 )
-# By name and overload. A dense forward pass returns no lse unless needs_grad is set.
+# By name and overload. A dense forward pass returns no lse unless its mode has needs_grad.
 _SCHEMAS = {
     "forward": f"({schema()}) -> (Tensor out, Tensor lse)",
-    "forward.dense": f"({schema((*_DENSE, 'needs_grad'))}) -> (Tensor out, Tensor lse)",
+    "forward.dense": f"({_DENSE}) -> (Tensor out, Tensor lse)",
     "backward": f"(Tensor dout, Tensor? dlse, {schema()}, Tensor out, Tensor lse, bool[] needs) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
-    "backward.dense": f"(Tensor dout, {schema(_DENSE)}, Tensor out, Tensor lse) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "backward.dense": f"(Tensor dout, {_DENSE}, Tensor out, Tensor lse) -> (Tensor dq, Tensor dk, Tensor dv)",
     "append_kv": _APPEND,
 }
 _library = torch.library.Library("flashtile", "DEF")
@@ -61,8 +66,11 @@ dense_backward = torch.ops.flashtile.backward.dense._op
 
 # C functions, since every call asks them
 is_deterministic = torch._C._get_deterministic_algorithms
+is_grad_enabled = torch._C.is_grad_enabled
 _are_functorch_transforms_active = torch._C._are_functorch_transforms_active
-_get_tracing_state = torch._C._get_tracing_state
+_is_tracing = torch._C._is_tracing
+# Without the device's name, which costs as much as all the other checks; a torch that lacks it takes the longer way
+is_autocasting: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _is_key_included, _PRE_DISPATCH = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
 
 
@@ -151,15 +159,37 @@ def _forward(*values: Any) -> tuple[Tensor, Tensor]:
     return forward_by_python(AttentionArgs(*values))
 
 
-def dense_args(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> AttentionArgs:
-    return AttentionArgs(q, k, v)._replace(**dict(zip(DENSE_OPTIONS, options, strict=True)))
+DETERMINISTIC, _NEEDS_GRAD = 1 << DENSE_SHIFTS["deterministic"], 1 << DENSE_SHIFTS["needs_grad"]
 
 
-def _forward_dense(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor | None]:
-    *options, needs_grad = values
-    args = dense_args(q, k, v, tuple(options))._replace(needs_grad=needs_grad)
+def dense_mode(**options: Any) -> int:
+    """From values of DENSE_FIELDS; the first one where none is given."""
+    return sum(DENSE_FIELDS[name].index(value) << DENSE_SHIFTS[name] for name, value in options.items())
+
+
+# By what a caller may write as (causal, layout, backend)
+DENSE_MODES: dict[tuple[bool | str, str, str | None], int] = {
+    (written, layout, backend): dense_mode(causal=causal, layout=layout, backend=backend)
+    for written, causal in (*((kind, kind) for kind in CAUSAL_KINDS), (False, "none"), (True, "bottom_right"))
+    for layout in LAYOUTS
+    for backend in (None, "cpu", "cuda")
+}
+
+
+def dense_args(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mode: int) -> AttentionArgs:
+    options, rest = dict[str, Any](), mode
+    for name, shift in reversed(DENSE_SHIFTS.items()):
+        index, rest = rest >> shift, rest & (1 << shift) - 1
+        if not 0 <= index < len(DENSE_FIELDS[name]):
+            raise value_error("mode", mode, f"fields {DENSE_SHIFTS} that index {DENSE_FIELDS}")
+        options[name] = DENSE_FIELDS[name][index]
+    return AttentionArgs(q, k, v, scale=scale, **options)
+
+
+def _forward_dense(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mode: int) -> tuple[Tensor, Tensor | None]:
+    args = dense_args(q, k, v, scale, mode)
     out, lse = forward_by_python(args)
-    return out, lse if needs_grad else None
+    return out, lse if args.needs_grad else None
 
 
 def forward_by_python(args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -175,10 +205,9 @@ def _backward(*values: Any) -> tuple[Tensor, ...]:
     return as_outputs(args, backward_by_python(dout, dlse, args, out, lse, needs))
 
 
-def _backward_dense(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor | None, ...]:
-    *options, out, lse = values
-    args = dense_args(q, k, v, tuple(options))
-    needs = GradNeeds(True, True, True, False, False)
+def _backward_dense(dout: Tensor, *values: Any) -> tuple[Tensor | None, ...]:
+    *inputs, out, lse = values
+    args, needs = dense_args(*inputs), GradNeeds(True, True, True, False, False)
     split_backward((dout, None, *args, out, lse, needs))
     return backward_by_python(dout, None, args, out, lse, needs)[:3]
 
@@ -243,10 +272,10 @@ def _forward_fake(*values: Any) -> tuple[Tensor, Tensor]:
     return empty_outputs(args)
 
 
-def _forward_dense_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor | None]:
-    *options, needs_grad = values
-    out, lse = _forward_fake(*dense_args(q, k, v, tuple(options)))
-    return out, lse if needs_grad else None
+def _forward_dense_fake(*values: Any) -> tuple[Tensor, Tensor | None]:
+    args = dense_args(*values)
+    out, lse = _forward_fake(*args)
+    return out, lse if args.needs_grad else None
 
 
 def _backward_fake(*values: Any) -> tuple[Tensor, ...]:
@@ -255,11 +284,9 @@ def _backward_fake(*values: Any) -> tuple[Tensor, ...]:
     return as_outputs(args, empty_grads(args, needs))
 
 
-def _backward_dense_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, ...]:
-    *options, out, lse = values
-    return _backward_fake(dout, None, *dense_args(q, k, v, tuple(options)), out, lse, (True, True, True, False, False))[
-        :3
-    ]
+def _backward_dense_fake(dout: Tensor, *values: Any) -> tuple[Tensor, ...]:
+    *inputs, out, lse = values
+    return _backward_fake(dout, None, *dense_args(*inputs), out, lse, (True, True, True, False, False))[:3]
 
 
 def _append_kv_fake(*values: Any) -> None:
@@ -282,6 +309,11 @@ for _name, _fake in _FAKES.items():
 _DIFFERENTIABLE = [AttentionArgs._fields.index(name) for name in ("q", "k", "v", "bias", "sinks")]
 
 
+def _plain_apply(function: type[torch.autograd.Function]) -> Any:
+    """`apply` without what it does for torch.func transforms."""
+    return super(torch.autograd.Function, function).apply
+
+
 class _Attention(torch.autograd.Function):
     """Of the inputs that have a gradient, and of all arguments once more. lse is an output only where it is wanted."""
 
@@ -301,27 +333,37 @@ class _Attention(torch.autograd.Function):
         return *_gradients((*tensors, *ctx.options), dout, dlse, out, lse, ctx.needs_input_grad[:5]), None, None
 
 
-class _DenseAttention(torch.autograd.Function):
-    """The same for the dense overloads, where q, k and v all require grad. `options` are DENSE_OPTIONS without the
-    last, a switch of torch that each pass reads anew."""
+@functools.lru_cache(maxsize=256)
+def dense_function(mode: int, scale: float | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """`apply` of the same for the dense overloads, where q, k and v all require grad. Every mode and scale has a class
+    of its own, so that tensors are its only arguments: another one, and an attribute of its context, cost 0.3 us
+    each."""
+    mode |= _NEEDS_GRAD
+    any_mode = mode & ~DETERMINISTIC
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Any:
-        out, lse = dense_forward(q, k, v, *options, is_deterministic(), True)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        out, lse = dense_forward(q, k, v, scale, mode)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = options
         return out
 
-    @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            args = dense_args(q, k, v, (*ctx.options, None))._replace(needs_grad=True)
-            return *_gradients(args, dout, None, out, lse, (True, True, True, False, False))[:3], None
+        if is_grad_enabled():
+            args = dense_args(q, k, v, scale, mode)._replace(deterministic=None)
+            return _gradients(args, dout, None, out, lse, (True, True, True, False, False))[:3]
         try:
-            return *dense_backward(dout, q, k, v, *ctx.options, is_deterministic(), out, lse), None
+            # torch's switch may have changed since the forward pass
+            own_mode = any_mode | DETERMINISTIC if is_deterministic() else any_mode
+            grads: tuple[Tensor, ...] = dense_backward(dout, q, k, v, scale, own_mode, out, lse)
+            return grads
         except RuntimeError as error:
             reraise(error)
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function: Any = type("_DenseAttention", (torch.autograd.Function,), methods)
+    function._backward_cls.apply = backward  # torch's own looks `backward` up in every call: 1 us
+    apply: Callable[[Tensor, Tensor, Tensor], Tensor] = _plain_apply(function)
+    return apply
 
 
 def _gradients(
@@ -330,7 +372,7 @@ def _gradients(
     """The gradients of a node's inputs; None where they are not needed."""
     if dout is None:
         dout = torch.zeros_like(out)
-    if torch.is_grad_enabled():
+    if is_grad_enabled():
         if not lse.requires_grad:
             out, lse = forward(*args)  # to be differentiated a second time, through lse too
         grads = backward(dout, dlse, *args, out, lse, needs)
@@ -347,7 +389,7 @@ def _forward_below_autograd(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 
 
 def requires_grad(values: tuple[Any, ...]) -> bool:
-    if torch.is_grad_enabled():
+    if is_grad_enabled():
         for value in values:
             if isinstance(value, Tensor) and value.requires_grad:
                 return True
@@ -361,12 +403,15 @@ def is_transformed() -> bool:
 
 def is_traced_above_autograd() -> bool:
     """Inside torch.jit.trace or make_fx(pre_dispatch=True), which must see an op before autograd does."""
-    return _get_tracing_state() is not None or _is_key_included(_PRE_DISPATCH)
+    return _is_tracing() or _is_key_included(_PRE_DISPATCH)
 
 
-# `apply` without what it does for torch.func transforms
-_apply = super(torch.autograd.Function, _Attention).apply
-apply_dense = super(torch.autograd.Function, _DenseAttention).apply
+def is_intercepted() -> bool:
+    """Autocast, forward-mode differentiation or a torch.func transform must see a call above the dispatcher."""
+    return is_autocasting() or forward_ad._current_level >= 0 or _are_functorch_transforms_active()
+
+
+_apply = _plain_apply(_Attention)
 
 
 def attend(args: tuple[Any, ...], wants_lse: bool = True) -> tuple[Tensor, Any]:
