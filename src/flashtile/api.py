@@ -80,21 +80,14 @@ def attention(
         and not dropout_p
         and type(layout) is str
         and (backend is None or type(backend) is str)
-        and isinstance(q, Tensor)
-        and isinstance(k, Tensor)
-        and isinstance(v, Tensor)
         and not is_compiling()
         and (mode := ops.DENSE_MODES.get((causal, layout, backend))) is not None
-        and not ops.is_intercepted()
+        and (bits := ops.dense_bits(q, k, v)) >= 0
     ):
-        if ops.is_deterministic():
-            mode |= ops.DETERMINISTIC
         try:
-            num_grads = q.requires_grad + k.requires_grad + v.requires_grad if ops.is_grad_enabled() else 0
-            if num_grads == 0:
-                return ops.dense_forward(q, k, v, scale, mode)[0]
-            if num_grads == 3 and not ops.is_traced_above_autograd():
-                return ops.dense_function(mode, scale)(q, k, v)
+            if bits & ops.NEEDS_GRAD:
+                return ops.dense_function(mode | bits, scale)(q, k, v)
+            return ops.dense_forward(q, k, v, scale, mode | bits)[0]
         except RuntimeError as error:
             ops.reraise(error)
     q, k, v, bias = autocast(q, k, v, bias)

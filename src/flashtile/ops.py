@@ -24,7 +24,7 @@ from torch.compiler import is_compiling
 from flashtile.backends import cuda, kvcache, native, reference, registry
 from flashtile.backends.base import GradNeeds, Grads
 from flashtile.backends.kvcache import AppendArgs
-from flashtile.errors import unsupported, value_error
+from flashtile.errors import dtype_name, type_error, unsupported, value_error
 from flashtile.problem import (
     CAUSAL_KINDS,
     DENSE_FIELDS,
@@ -33,9 +33,12 @@ from flashtile.problem import (
     NUM_TENSORS,
     AttentionArgs,
     Problem,
+    check_device,
     is_checking,
     lse_dtype,
+    out_dtype,
     schema,
+    shape_of,
     validate,
 )
 
@@ -114,7 +117,7 @@ def empty_outputs(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     is_swapped = 0 < q.stride(-3) < q.stride(-2)
     if is_swapped:
         sizes[-3], sizes[-2] = sizes[-2], sizes[-3]
-    out = q.new_empty(sizes, dtype=args.out_dtype or q.dtype)
+    out = q.new_empty(sizes, dtype=out_dtype(args))
     return (out.transpose(-2, -3) if is_swapped else out), q.new_empty(lse_sizes, dtype=lse_dtype(args))
 
 
@@ -135,11 +138,13 @@ def as_outputs(args: AttentionArgs, grads: Grads) -> tuple[Tensor, ...]:
 
 
 def split_backward(values: tuple[Any, ...]) -> tuple[Tensor, Tensor | None, AttentionArgs, Tensor, Tensor, GradNeeds]:
-    """The arguments of the backward op by their meaning."""
+    """The arguments of the backward op by their meaning, checked: kernels read as many bytes of out, lse and their
+    gradients as the forward pass wrote."""
     dout, dlse, *middle, out, lse, needs = values
     args = AttentionArgs(*middle)
     if len(needs) != len(GradNeeds._fields):
         raise value_error("needs", f"{len(needs)} flags", f"{len(GradNeeds._fields)}: {', '.join(GradNeeds._fields)}")
+    validate(args)
     like_out, like_lse = output_sizes(args)
     for name, tensor, sizes in (
         ("out", out, like_out),
@@ -147,9 +152,20 @@ def split_backward(values: tuple[Any, ...]) -> tuple[Tensor, Tensor | None, Atte
         ("lse", lse, like_lse),
         ("dlse", dlse, like_lse),
     ):
-        if tensor is not None and list(tensor.shape) != sizes:
-            raise value_error(name, tensor, f"shape {tuple(sizes)}")
+        if tensor is not None:
+            dtype, owner = (lse_dtype(args), "lse") if name.endswith("lse") else (out_dtype(args), "output")
+            _check_saved(args, name, tensor, sizes, dtype, owner)
     return dout, dlse, args, out, lse, GradNeeds(*needs)
+
+
+def _check_saved(
+    args: AttentionArgs, name: str, tensor: Tensor, sizes: list[int], dtype: torch.dtype, owner: str
+) -> None:
+    if tensor.dtype != dtype:
+        raise type_error(name, tensor.dtype, f"{dtype_name(dtype)}, that of the {owner}")
+    check_device(args, name, tensor)
+    if list(tensor.shape) != sizes:
+        raise value_error(name, tensor, f"shape {tuple(sizes)}")
 
 
 # The Python kernels for CPU and CUDA
@@ -159,7 +175,7 @@ def _forward(*values: Any) -> tuple[Tensor, Tensor]:
     return forward_by_python(AttentionArgs(*values))
 
 
-DETERMINISTIC, _NEEDS_GRAD = 1 << DENSE_SHIFTS["deterministic"], 1 << DENSE_SHIFTS["needs_grad"]
+DETERMINISTIC, NEEDS_GRAD = 1 << DENSE_SHIFTS["deterministic"], 1 << DENSE_SHIFTS["needs_grad"]
 
 
 def dense_mode(**options: Any) -> int:
@@ -222,7 +238,9 @@ def backward_by_python(
 
 
 def _backward_problem(args: AttentionArgs, needs: GradNeeds) -> Problem:
-    return Problem.of(args._replace(needs_grad=True, needs_bias_grad=args.needs_bias_grad or needs.dbias))
+    """Of arguments that split_backward has checked."""
+    args = args._replace(needs_grad=True, needs_bias_grad=args.needs_bias_grad or needs.dbias)
+    return Problem.summary(args, shape_of(args))
 
 
 def _append_kv(*values: Any) -> None:
@@ -280,7 +298,6 @@ def _forward_dense_fake(*values: Any) -> tuple[Tensor, Tensor | None]:
 
 def _backward_fake(*values: Any) -> tuple[Tensor, ...]:
     _, _, args, _, _, needs = split_backward(values)
-    validate(args)
     return as_outputs(args, empty_grads(args, needs))
 
 
@@ -338,7 +355,6 @@ def dense_function(mode: int, scale: float | None) -> Callable[[Tensor, Tensor, 
     """`apply` of the same for the dense overloads, where q, k and v all require grad. Every mode and scale has a class
     of its own, so that tensors are its only arguments: another one, and an attribute of its context, cost 0.3 us
     each."""
-    mode |= _NEEDS_GRAD
     any_mode = mode & ~DETERMINISTIC
 
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -406,9 +422,19 @@ def is_traced_above_autograd() -> bool:
     return _is_tracing() or _is_key_included(_PRE_DISPATCH)
 
 
-def is_intercepted() -> bool:
-    """Autocast, forward-mode differentiation or a torch.func transform must see a call above the dispatcher."""
-    return is_autocasting() or forward_ad._current_level >= 0 or _are_functorch_transforms_active()
+def dense_bits(q: Any, k: Any, v: Any) -> int:
+    """What a dense call adds to its mode: DETERMINISTIC where torch's switch is on, NEEDS_GRAD where q, k and v all
+    require grad. Negative where the call is none: inside autocast, forward-mode differentiation or a torch.func
+    transform, inside a tracer that must see it above autograd, with some gradients alone, or without three tensors."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return -1
+    if is_autocasting() or forward_ad._current_level >= 0 or _are_functorch_transforms_active():
+        return -1
+    bits = DETERMINISTIC if is_deterministic() else 0
+    num_grads = q.requires_grad + k.requires_grad + v.requires_grad if is_grad_enabled() else 0
+    if num_grads == 0:
+        return bits
+    return bits | NEEDS_GRAD if num_grads == 3 and not is_traced_above_autograd() else -1
 
 
 _apply = _plain_apply(_Attention)
