@@ -12,8 +12,8 @@ from flashtile.problem import DENSE_FIELDS, DENSE_SHIFTS, NUM_TENSORS, SCHEMA_TY
 
 FILE = generated.SOURCES / "csrc/exec/arguments.inc"
 HEAD = """\
-// Written by tools/make_arguments.py from problem.py: AttentionArgs and DENSE_FIELDS. The includer defines what it needs
-// of
+// Written by tools/make_arguments.py from problem.py: AttentionArgs and DENSE_FIELDS. The includer defines what it
+// needs of
 //   FT_TENSOR(enumerator, "name")                 the tensors, which come first
 //   FT_ARGUMENT(enumerator, type, "schema")       every argument, in the order of the schema
 //   FT_DENSE(enumerator, "words", shift, mask, texts...)

@@ -29,7 +29,6 @@ from flashtile.problem import (
     CAUSAL_KINDS,
     DENSE_FIELDS,
     DENSE_SHIFTS,
-    LAYOUTS,
     NUM_TENSORS,
     AttentionArgs,
     Problem,
@@ -184,11 +183,12 @@ def dense_mode(**options: Any) -> int:
 
 
 # By what a caller may write as (causal, layout, backend)
-DENSE_MODES: dict[tuple[bool | str, str, str | None], int] = {
+_CAUSAL_WORDS: dict[bool | str, str] = {False: "none", True: "bottom_right", **{kind: kind for kind in CAUSAL_KINDS}}
+DENSE_MODES = {
     (written, layout, backend): dense_mode(causal=causal, layout=layout, backend=backend)
-    for written, causal in (*((kind, kind) for kind in CAUSAL_KINDS), (False, "none"), (True, "bottom_right"))
-    for layout in LAYOUTS
-    for backend in (None, "cpu", "cuda")
+    for written, causal in _CAUSAL_WORDS.items()
+    for layout in DENSE_FIELDS["layout"]
+    for backend in DENSE_FIELDS["backend"]
 }
 
 
@@ -328,7 +328,7 @@ _DIFFERENTIABLE = [AttentionArgs._fields.index(name) for name in ("q", "k", "v",
 
 def _plain_apply(function: type[torch.autograd.Function]) -> Any:
     """`apply` without what it does for torch.func transforms."""
-    return super(torch.autograd.Function, function).apply
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 class _Attention(torch.autograd.Function):

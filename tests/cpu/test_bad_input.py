@@ -728,7 +728,7 @@ def test_saved_tensors_are_checked_when_they_come_back(options: dict) -> None:
     rounded = lambda tensor: tensor.bfloat16() if tensor.dim() == 3 else tensor  # noqa: E731, lse alone
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, rounded):
         out = flashtile.attention(*leaves, **options)
-    with pytest.raises(TypeError, match="^lse: got bfloat16; accepted: float32"):
+    with pytest.raises(TypeError, match=r"^lse: got bfloat16; accepted: float32"):
         out.sum().backward()
 
 
