@@ -70,7 +70,7 @@ dense_backward = torch.ops.flashtile.backward.dense._op
 is_deterministic = torch._C._get_deterministic_algorithms
 is_grad_enabled = torch._C.is_grad_enabled
 _are_functorch_transforms_active = torch._C._are_functorch_transforms_active
-_is_tracing = torch._C._is_tracing
+_is_tracing, _num_function_modes = torch._C._is_tracing, torch._C._len_torch_function_stack
 # Without the device's name, which costs as much as all the other checks; a torch that lacks it takes the longer way
 is_autocasting: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _is_key_included, _PRE_DISPATCH = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
@@ -418,8 +418,9 @@ def is_transformed() -> bool:
 
 
 def is_traced_above_autograd() -> bool:
-    """Inside torch.jit.trace or make_fx(pre_dispatch=True), which must see an op before autograd does."""
-    return _is_tracing() or _is_key_included(_PRE_DISPATCH)
+    """Inside torch.jit.trace or make_fx(pre_dispatch=True), which must see an op before autograd does. The latter runs
+    under a torch function mode, and whether there is one is quicker to ask."""
+    return _is_tracing() or (_num_function_modes() > 0 and _is_key_included(_PRE_DISPATCH))
 
 
 def dense_bits(q: Any, k: Any, v: Any) -> int:
