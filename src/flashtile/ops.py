@@ -26,7 +26,6 @@ from flashtile.backends.base import GradNeeds, Grads
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.errors import dtype_name, type_error, unsupported, value_error
 from flashtile.problem import (
-    CAUSAL_KINDS,
     DENSE_FIELDS,
     DENSE_SHIFTS,
     NUM_TENSORS,
@@ -183,7 +182,7 @@ def dense_mode(**options: Any) -> int:
 
 
 # By what a caller may write as (causal, layout, backend)
-_CAUSAL_WORDS: dict[bool | str, str] = {False: "none", True: "bottom_right", **{kind: kind for kind in CAUSAL_KINDS}}
+_CAUSAL_WORDS = {False: "none", True: "bottom_right", "top_left": "top_left", "bottom_right": "bottom_right"}
 DENSE_MODES = {
     (written, layout, backend): dense_mode(causal=causal, layout=layout, backend=backend)
     for written, causal in _CAUSAL_WORDS.items()
@@ -326,9 +325,11 @@ for _name, _fake in _FAKES.items():
 _DIFFERENTIABLE = [AttentionArgs._fields.index(name) for name in ("q", "k", "v", "bias", "sinks")]
 
 
-def _plain_apply(function: type[torch.autograd.Function]) -> Any:
-    """`apply` without what it does for torch.func transforms."""
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+def _plain_apply(function: Any) -> Any:
+    """A function's `apply` without what it does for torch.func transforms. Its nodes call `backward` directly: torch
+    looks it up in every call, which costs 1 us."""
+    function._backward_cls.apply = function.backward
+    return super(torch.autograd.Function, function).apply
 
 
 class _Attention(torch.autograd.Function):
@@ -376,9 +377,9 @@ def dense_function(mode: int, scale: float | None) -> Callable[[Tensor, Tensor, 
             reraise(error)
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    function: Any = type("_DenseAttention", (torch.autograd.Function,), methods)
-    function._backward_cls.apply = backward  # torch's own looks `backward` up in every call: 1 us
-    apply: Callable[[Tensor, Tensor, Tensor], Tensor] = _plain_apply(function)
+    apply: Callable[[Tensor, Tensor, Tensor], Tensor] = _plain_apply(
+        type("_DenseAttention", (torch.autograd.Function,), methods)
+    )
     return apply
 
 

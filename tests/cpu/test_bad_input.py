@@ -205,6 +205,11 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         ValueError,
         "causal: got 'lower'; accepted: False, True, 'top_left' or 'bottom_right'.",
     ),
+    "causal none": (
+        dense(causal="none"),
+        ValueError,
+        "causal: got 'none'; accepted: False, True, 'top_left' or 'bottom_right'.",
+    ),
     "layout": (dense(layout="sbhd"), ValueError, "layout: got 'sbhd'; accepted: 'bhsd' or 'bshd'."),
     "backend": (
         dense(backend="cutlass"),
