@@ -20,13 +20,14 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
 # As the constants of kernels/bwd_sm90_steps.cuh; tests/cpu/test_plan.py compares them
 STEP_ROWS, STEP_THREADS = 32, 128
-_TILE_BYTES = 64 + 4 * 8  # KeyTile and the ring of QueryTileIndex (kernels/bwd_sm90.cuh)
+_TILE_BYTES = 64 + 8 * 8  # KeyTile and the ring of QueryTileIndex (kernels/bwd_sm90.cuh)
 
 
 class Tile(NamedTuple):
     block_keys: int
     block_queries: int
-    num_stages: int = 2
+    num_stages: int = 3
+    num_buffers: int = 2
 
 
 # By padded head_dim and head_dim_v. Measured on an NVIDIA H200: docs/sm90-backward.md.
@@ -40,6 +41,7 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
 @dataclass(frozen=True)
 class BwdSm90Row(Row):
     num_stages: int  # of Q and of dO
+    num_buffers: int  # of dS
 
     @property
     def header(self) -> str:
@@ -55,7 +57,7 @@ class BwdSm90Row(Row):
 
     @property
     def config(self) -> str:
-        sizes = f"{self.head_dim}, {self.head_dim_v}, {self.block_n}, {self.block_m}, {self.num_stages}"
+        sizes = f"{self.head_dim}, {self.head_dim_v}, {self.block_n}, {self.block_m}, {self.num_stages}, {self.num_buffers}"
         return f"Sm90BwdConfig<{CPP_TYPES[self.dtype]}, {sizes}>"
 
     @property
@@ -64,9 +66,10 @@ class BwdSm90Row(Row):
 
     @property
     def shared_bytes(self) -> int:
-        slabs = -(-self.head_dim // 64) + -(-self.head_dim_v // 64)
-        tiles = 128 * slabs * (self.block_m + self.num_stages * self.block_n) + 2 * 128 * self.block_m
-        stats, barriers = 8 * self.num_stages * self.block_n, 8 * (6 + 4 * self.num_stages)
+        slabs = _slabs(self.head_dim) + _slabs(self.head_dim_v)
+        tiles = 128 * slabs * (self.block_m + self.num_stages * self.block_n) + self.num_buffers * 128 * self.block_m
+        tiles += 4 * self.block_m * 64  # dQ
+        stats, barriers = 8 * self.num_stages * self.block_n, 8 * (2 + 2 * self.num_stages + 2 * self.num_buffers)
         return -(-(tiles + stats + barriers + _TILE_BYTES) // 1024) * 1024
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
@@ -139,14 +142,19 @@ def _row(tile: Tile, dtype: str, dims: tuple[int, int]) -> BwdSm90Row:
     return BwdSm90Row("bwd_sm90", dtype, dtype, *dims, *tile)
 
 
+def _slabs(head_dim: int) -> int:
+    """Of 64 columns."""
+    return -(-head_dim // 64)
+
+
 def _workspaces(row: BwdSm90Row) -> tuple[Workspace, ...]:
     stats = tuple(Workspace(name, 4, ("lse_size",)) for name in ("lse_log2", "delta"))
-    return (*stats, Workspace("dq_accum", 4 * row.head_dim, ("lse_size",)))
+    return (*stats, Workspace("dq_accum", 256 * _slabs(row.head_dim), ("lse_size",)))
 
 
 def _plain(kernel: str, row: BwdSm90Row, key: PlanKey) -> Step:
     sequences = "flashtile::" + key.features.policies()[3]
-    entry = f"{kernel}_kernel<{cpp_type(key.dtype)}, {sequences}, {row.head_dim}>"
+    entry = f"{kernel}_kernel<{cpp_type(key.dtype)}, {sequences}, {_slabs(row.head_dim)}>"
     return plain_step("bwd_sm90_steps", entry, query_grid(STEP_ROWS), STEP_THREADS)
 
 

@@ -3,15 +3,15 @@
 // Threads:   a block owns kBlockN keys of one KV head and streams the queries that see them, of every head that shares
 //            the KV head. Consumer w owns 64 of the keys: its dK and dV stay in registers, so they need no atomics. In
 //            the last warpgroup one lane issues the copies of Q, dO, K and V, and a second warp fills the statistics.
-// Shared:    sK, sV [slab][kBlockN][64], sQ, sdO [stage][slab][kBlockM][64] and sdS [2][kBlockN][64], 128-byte swizzled;
+// Shared:    sK, sV [slab][kBlockN][64], sQ, sdO [stage][slab][kBlockM][64] and sdS [buffer][kBlockN][64], 128-byte swizzled;
 //            lse and delta of each stage's queries; the barriers.
 // Products:  S^T = K Q^T and dP^T = V dO^T have keys as rows. Packed to 16 bits, P^T and dS^T are then register operands
 //            of dV += P^T dO and dK += dS^T Q. dS goes through shared memory once, for dQ = dS K over all keys of the
 //            block: each consumer computes one slab of dQ's columns, or, where there is one slab, every other tile.
-// Mainloop:  dQ of tile i - 1 and the scores of tile i are in flight while P and dS of tile i are computed; the consumers
-//            meet nowhere, since sdS has two buffers.
-// dQ:        float32 sums in global memory (dq_accum), by vector reductions straight from the accumulators. Each row
-//            holds its columns in the order of the fragments; bwd_convert_dq_kernel restores it.
+// Mainloop:  dQ of tile i - 1, dV and dK of tile i, S^T and dP^T of tile i + 1; then P and dS of tile i + 1.
+// dQ:        float32 sums in global memory (dq_accum), by bulk reductions of tiles staged in sdQ. bwd_convert_dq_kernel
+//            turns them into dQ.
+// Turns:     the consumers take turns (ping-pong): one issues its five products while the other computes P and dS.
 #pragma once
 
 #include "flashtile/attn/block_range.cuh"
@@ -19,7 +19,7 @@
 #include "flashtile/attn/mask.cuh"
 #include "flashtile/attn/score_mod.cuh"
 #include "flashtile/core/mutation.cuh"
-#include "flashtile/ptx/red.cuh"
+#include "flashtile/ptx/bulk.cuh"
 #include "flashtile/ptx/tma.cuh"
 #include "flashtile/tile/epilogue.cuh"
 #include "flashtile/tile/pipeline.cuh"
@@ -62,11 +62,12 @@ struct KeyTile {
   FT_DEVICE bool has_queries() const { return m_begin < m_end; }
 };
 
-// One of the query tiles that stream by. A consumer uses tile c - 1 while the producer may prepare tile c + 2.
+// One of the query tiles that stream by. A consumer may use tile c - 1 while the producer prepares tile
+// c + kNumStages.
 struct QueryTileIndex {
   i32 i_begin, head;
 };
-constexpr u32 kNumQueryTiles = 4;
+constexpr u32 kNumQueryTiles = 8;
 
 template <class Config>
 struct alignas(1024) BwdSm90Storage {
@@ -75,27 +76,30 @@ struct alignas(1024) BwdSm90Storage {
   T sV[Config::kElementsV];
   T sQ[Config::kNumStages][Config::kElementsQ];
   T sdO[Config::kNumStages][Config::kElementsdO];
-  T sdS[2][Config::kElementsdS];  // dS^T: keys are rows
+  T sdS[Config::kNumBuffers][Config::kElementsdS];  // dS^T: keys are rows
+  float sdQ[Config::kNumConsumers][64 * 64];
   float lse[Config::kNumStages][Config::kBlockM];
   float delta[Config::kNumStages][Config::kBlockM];
   QueryTileIndex queries[kNumQueryTiles];  // tile number count is at count % kNumQueryTiles
   u64 full_k, full_v;
-  u64 full_q[Config::kNumStages], empty_q[Config::kNumStages];    // Q and lse
-  u64 full_do[Config::kNumStages], empty_do[Config::kNumStages];  // dO and delta
-  u64 full_ds[2], empty_ds[2];
+  u64 full[Config::kNumStages], empty[Config::kNumStages];  // Q, dO and their statistics
+  u64 full_ds[Config::kNumBuffers], empty_ds[Config::kNumBuffers];
   KeyTile tile;
 };
+
+// Named barriers, one of each kind per consumer. Barrier 0 is __syncthreads.
+constexpr i32 kPingPongBarrier = 1;
+constexpr i32 kConsumerBarrier = 8;
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo>
 struct BwdSm90 {
   using T = typename Config::Element;
   using Storage = BwdSm90Storage<Config>;
   using Stages = Ring<Config::kNumStages>;
-  using Buffers = Ring<2>;
+  using Buffers = Ring<Config::kNumBuffers>;
   static constexpr i32 kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockM / 2;                          // registers per thread of S^T
-  static constexpr i32 kColumnsDq = Config::kSlabsQK == 1 ? Config::kHeadDim : 64;  // of dQ that a consumer computes
-  static constexpr i32 kColumnsLast = Config::kHeadDim - 64 * (Config::kSlabsQK - 1);  // in the last slab
+  static constexpr i32 kColumnsDq = 64;  // of dQ that a consumer computes
   // Options need the scores and dP together: softcap its derivative, dropout the same bits
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
 
@@ -106,12 +110,10 @@ struct BwdSm90 {
     mbarrier_init(shared.full_k, 1);
     mbarrier_init(shared.full_v, 1);
     for (i32 stage = 0; stage < Config::kNumStages; ++stage) {
-      mbarrier_init(shared.full_q[stage], 2);
-      mbarrier_init(shared.full_do[stage], 2);
-      mbarrier_init(shared.empty_q[stage], kConsumerWarps);
-      mbarrier_init(shared.empty_do[stage], kConsumerWarps);
+      mbarrier_init(shared.full[stage], 3);  // Q, dO, statistics
+      mbarrier_init(shared.empty[stage], kConsumerWarps);
     }
-    for (i32 buffer = 0; buffer < 2; ++buffer) {
+    for (i32 buffer = 0; buffer < Config::kNumBuffers; ++buffer) {
       mbarrier_init(shared.full_ds[buffer], kConsumerWarps);
       mbarrier_init(shared.empty_ds[buffer], kConsumerWarps);
     }
@@ -139,15 +141,14 @@ struct BwdSm90 {
       for (i32 m = tile.m_begin; m < tile.m_end; ++m, ++count) {
         u32 stage = Stages::stage(count);
         i32 row = q_row + m * kBlockM;
-        Stages::wait_empty(shared.empty_q, count);
-        load<kBlockM, Config::kSlabsQK>(shared.sQ[stage], params.q_map, p.q_strides, shared.full_q[stage], row,
+        Stages::wait_empty(shared.empty, count);
+        load<kBlockM, Config::kSlabsQK>(shared.sQ[stage], params.q_map, p.q_strides, shared.full[stage], row,
                                         tile.first_head + h, batch);
         if (count == 0) {
           load<kBlockN, Config::kSlabsV>(shared.sV, params.v_map, p.v_strides, shared.full_v, k_row, tile.kv_head,
                                          batch);
         }
-        Stages::wait_empty(shared.empty_do, count);
-        load<kBlockM, Config::kSlabsV>(shared.sdO[stage], params.dout_map, p.dout_strides, shared.full_do[stage], row,
+        load<kBlockM, Config::kSlabsV>(shared.sdO[stage], params.dout_map, p.dout_strides, shared.full[stage], row,
                                        tile.first_head + h, batch);
       }
     }
@@ -170,33 +171,46 @@ struct BwdSm90 {
           delta[x] = is_query ? p.delta[stat] : 0.0f;
         }
         u32 stage = Stages::stage(count);
-        Stages::wait_empty(shared.empty_q, count);
+        Stages::wait_empty(shared.empty, count);
 #pragma unroll
-        for (i32 x = 0; x < kRows; ++x) shared.lse[stage][32 * x + lane] = lse[x];
+        for (i32 x = 0; x < kRows; ++x) {
+          shared.lse[stage][32 * x + lane] = lse[x];
+          shared.delta[stage][32 * x + lane] = delta[x];
+        }
         if (lane == 0) shared.queries[count % kNumQueryTiles] = {m * kBlockM, tile.first_head + h};
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared.full_q[stage]);
-        Stages::wait_empty(shared.empty_do, count);
-#pragma unroll
-        for (i32 x = 0; x < kRows; ++x) shared.delta[stage][32 * x + lane] = delta[x];
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared.full_do[stage]);
+        if (lane == 0) mbarrier_arrive(shared.full[stage]);
       }
     }
   }
 
   // ---- Consumer. Scope: warpgroup.
 
+  // Waits until the other consumer has issued its products, and lets it issue the next ones.
+  FT_DEVICE static void wait_turn(i32 consumer) { named_barrier_sync(kPingPongBarrier + consumer, 256); }
+  FT_DEVICE static void end_turn(i32 consumer) { named_barrier_arrive(kPingPongBarrier + 1 - consumer, 256); }
+
   // Zeros rows of a tile from row num_rows on: they belong to another sequence, and 0 * NaN is NaN.
   template <i32 kRows, i32 kSlabs>
   FT_DEVICE static void clear_tail(T* sTile, i32 num_rows, i32 consumer) {
     clear_rows<kRows, kSlabs>(sTile, num_rows);
-    named_barrier_sync(1 + consumer, 128);
+    named_barrier_sync(kConsumerBarrier + consumer, 128);
+  }
+
+  // Statistics of a thread's queries, two of every 8. Loaded ahead: products in flight keep shared memory busy.
+  using Stats = float[kBlockM / 4];
+  FT_DEVICE static void load_stats(const float* sStats, Stats& stats) {
+#pragma unroll
+    for (i32 b = 0; b < kBlockM / 8; ++b) {
+      float2 two = *reinterpret_cast<const float2*>(sStats + 8 * b + fragment_column());
+      stats[2 * b] = two.x;
+      stats[2 * b + 1] = two.y;
+    }
   }
 
   // P^T = 2^(S^T - lse); 0 where a query does not see the key. Rows of the fragment are keys. Scope: thread.
   template <bool kIsMasked>
-  FT_DEVICE static void exponentiate(const Params& p, const Sequence& s, i32 i_begin, i32 j_begin, const float* lse,
+  FT_DEVICE static void exponentiate(const Params& p, const Sequence& s, i32 i_begin, i32 j_begin, const Stats& lse,
                                      const float (&rS)[kScores], float (&rP)[kScores]) {
     i32 low[2], high[2];
 #pragma unroll
@@ -209,11 +223,10 @@ struct BwdSm90 {
     }
 #pragma unroll
     for (i32 b = 0; b < kScores / 4; ++b) {
-      float2 l = *reinterpret_cast<const float2*>(lse + 8 * b + fragment_column());
 #pragma unroll
       for (i32 x = 0; x < 4; ++x) {
         i32 r = x / 2, column = 8 * b + x % 2;
-        float score = fmaf(rS[4 * b + x], p.scale_log2, x % 2 == 0 ? -l.x : -l.y);
+        float score = fmaf(rS[4 * b + x], p.scale_log2, -lse[2 * b + x % 2]);
         if constexpr (kIsMasked) score = column >= low[r] && column < high[r] ? score : -infinity();
         rP[4 * b + x] = exp2_approx(score);
       }
@@ -221,15 +234,14 @@ struct BwdSm90 {
   }
 
   // dS^T = P^T * (dP^T - delta). Both are packed here, not earlier: registers are scarce.
-  FT_DEVICE static void differentiate(const float* delta, const float (&rP)[kScores], const float (&rdP)[kScores],
+  FT_DEVICE static void differentiate(const Stats& delta, const float (&rP)[kScores], const float (&rdP)[kScores],
                                       u32 (&packed_p)[kScores / 2], u32 (&packed_ds)[kScores / 2]) {
 #pragma unroll
     for (i32 b = 0; b < kScores / 4; ++b) {
-      float2 d = *reinterpret_cast<const float2*>(delta + 8 * b + fragment_column());
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
         i32 x = 4 * b + 2 * r;
-        packed_ds[x / 2] = pack_two<T>(rP[x] * (rdP[x] - d.x), rP[x + 1] * (rdP[x + 1] - d.y));
+        packed_ds[x / 2] = pack_two<T>(rP[x] * (rdP[x] - delta[2 * b]), rP[x + 1] * (rdP[x + 1] - delta[2 * b + 1]));
         packed_p[x / 2] = pack_two<T>(rP[x], rP[x + 1]);
       }
     }
@@ -240,26 +252,32 @@ struct BwdSm90 {
     return Config::kSlabsQK == 2 || static_cast<i32>(count % 2) == consumer;
   }
 
-  // Adds a consumer's part of dQ of tile number count to dq_accum, and releases the tile's dS.
-  template <i32 kCount>
-  FT_DEVICE static void add_dq(const Params& p, Storage& shared, i32 consumer, u32 count, const float (&rdQ)[kCount]) {
-    release_stage(shared.empty_ds[count % 2]);
-    const QueryTileIndex& queries = shared.queries[count % kNumQueryTiles];
-    const Sequence& s = shared.tile.s;
+  // Adds a consumer's part of dQ of tile number count, 64 columns of it, to dq_accum, and releases the tile's dS. Each
+  // slab of dq_accum holds the rows of lse one after the other, so the 64 rows are one piece. Bank conflicts are avoided
+  // by a swizzle: columns 8 b .. 8 b + 7 of query i are stored at 8 (b ^ i % 8).
+  FT_DEVICE static void add_dq(const Params& p, Storage& shared, i32 consumer, u32 count,
+                               const float (&rdQ)[kColumnsDq / 2]) {
+    release_stage(shared.empty_ds[Buffers::stage(count)]);
     if (!has_dq(consumer, count)) return;
-    i32 i = queries.i_begin + fragment_row(), column = Config::kSlabsQK == 1 ? 0 : 64 * consumer;
-    float* row = p.dq_accum + stat_index(p, s, queries.head, i) * Config::kHeadDim + column + 2 * fragment_column();
+    // Wait until the tile staged before has been read
+    if (threadIdx.x % 128 == 0) bulk_wait_read<0>();
+    named_barrier_sync(kConsumerBarrier + consumer, 128);
+    i32 row = fragment_row();
+    float* sRow = shared.sdQ[consumer] + row * 64 + fragment_column();
 #pragma unroll
-    for (i32 r = 0; r < 2; ++r) {
-      if (i + 8 * r < s.seqlen_q) {
-#pragma unroll
-        for (i32 b = 0; b < kCount / 4; b += 2) {
-          const float* x = rdQ + 4 * b + 2 * r;
-          if (Config::kHeadDim % 64 == 0 || column + 8 * b < Config::kHeadDim) {
-            red_add_v4(row + 8 * r * Config::kHeadDim + 8 * b, x[0], x[1], x[4], x[5]);
-          }
-        }
-      }
+    for (i32 b = 0; b < kColumnsDq / 8; ++b) {
+      float* two = sRow + 8 * (b ^ row % 8);
+      *reinterpret_cast<float2*>(two) = make_float2(rdQ[4 * b], rdQ[4 * b + 1]);
+      *reinterpret_cast<float2*>(two + 8 * 64) = make_float2(rdQ[4 * b + 2], rdQ[4 * b + 3]);
+    }
+    fence_proxy_async();
+    named_barrier_sync(kConsumerBarrier + consumer, 128);
+    if (threadIdx.x % 128 == 0) {
+      const QueryTileIndex& queries = shared.queries[count % kNumQueryTiles];
+      const Sequence& s = shared.tile.s;
+      i64 slab_row = (Config::kSlabsQK == 1 ? 0 : consumer * p.lse_size) + stat_index(p, s, queries.head, queries.i_begin);
+      reduce_add(p.dq_accum + slab_row * 64, shared.sdQ[consumer], 256 * min_of(64, s.seqlen_q - queries.i_begin));
+      bulk_commit();
     }
   }
 
@@ -298,59 +316,65 @@ struct BwdSm90 {
     auto v_rows = [&] { return tile_base(shared.sV + 64 * 64 * consumer, kBlockN * 128); };
     auto q_tile = [&](u32 count) { return tile_base(shared.sQ[Stages::stage(count)], kBlockM * 128); };
     auto do_tile = [&](u32 count) { return tile_base(shared.sdO[Stages::stage(count)], kBlockM * 128); };
-    auto ds_rows = [&](u32 count) { return tile_base(shared.sdS[count % 2] + 64 * 64 * consumer, kBlockN * 128); };
-    auto ds_tile = [&](u32 count) { return tile_base(shared.sdS[count % 2], kBlockN * 128); };
+    auto ds_rows = [&](u32 count) { return tile_base(shared.sdS[Buffers::stage(count)] + 64 * 64 * consumer, kBlockN * 128); };
+    auto ds_tile = [&](u32 count) { return tile_base(shared.sdS[Buffers::stage(count)], kBlockN * 128); };
 
     auto i_begin = [&](u32 count) { return shared.queries[count % kNumQueryTiles].i_begin; };
-    // Start S^T = K Q^T of tile number count
-    auto start_s = [&](u32 count, float(&rS)[kScores]) {
-      Stages::wait_full(shared.full_q, count);
+    // Wait for Q and dO of tile number count
+    auto wait_operands = [&](u32 count) {
+      Stages::wait_full(shared.full, count);
       if constexpr (SeqInfo::kHasLengths) {
         i32 num_rows = s.seqlen_q - i_begin(count);
         if (num_rows < kBlockM) {
           clear_tail<kBlockM, Config::kSlabsQK>(shared.sQ[Stages::stage(count)], num_rows, consumer);
-          Stages::wait_full(shared.full_do, count);
           clear_tail<kBlockM, Config::kSlabsV>(shared.sdO[Stages::stage(count)], num_rows, consumer);
         }
       }
+    };
+    // Start S^T = K Q^T
+    auto start_s = [&](u32 count, float(&rS)[kScores]) {
       gemm_abt<T, kBlockM, Config::kHeadDim, kBlockN>(rS, k_rows(), q_tile(count));
     };
-    // From S^T, which may be in flight, to P^T and dS^T; stores dS^T for both consumers
-    auto differentiate_tile = [&](u32 count, float(&rS)[kScores]) {
-      u32 stage = Stages::stage(count);
-      float rdP[kScores], rP[kScores];
-      u32 packed_ds[kScores / 2];
-      // Start dP^T = V dO^T
-      Stages::wait_full(shared.full_do, count);
+    // Start dP^T = V dO^T
+    auto start_dp = [&](u32 count, float(&rdP)[kScores]) {
       gemm_abt<T, kBlockM, Config::kHeadDimV, kBlockN>(rdP, v_rows(), do_tile(count));
+    };
+    // From S^T and dP^T, both in flight, to P^T and dS^T; stores dS^T for both consumers
+    auto differentiate_tile = [&](u32 count, float(&rS)[kScores], float(&rdP)[kScores]) {
+      u32 stage = Stages::stage(count);
+      float rP[kScores];
+      u32 packed_ds[kScores / 2];
+      bool is_masked = needs_mask<Mask>(p, s, i_begin(count), 0, j_begin(), 64);
+      if constexpr (Mask::kHasBand) is_masked |= needs_mask<Mask>(p, s, i_begin(count), kBlockM, j_begin(), 64);
+      Stats lse, delta;
+      load_stats(shared.lse[stage], lse);
+      pin_registers(lse);
       // Compute P^T while dP^T is in flight
       wgmma_wait<1>();
       pin_registers(rS);
-      bool is_masked = needs_mask<Mask>(p, s, i_begin(count), 0, j_begin(), 64);
-      if constexpr (Mask::kHasBand) is_masked |= needs_mask<Mask>(p, s, i_begin(count), kBlockM, j_begin(), 64);
       if (is_masked) {
-        exponentiate<true>(p, s, i_begin(count), j_begin(), shared.lse[stage], rS, rP);
+        exponentiate<true>(p, s, i_begin(count), j_begin(), lse, rS, rP);
       } else {
-        exponentiate<false>(p, s, i_begin(count), j_begin(), shared.lse[stage], rS, rP);
+        exponentiate<false>(p, s, i_begin(count), j_begin(), lse, rS, rP);
       }
       // Compute dS^T
+      load_stats(shared.delta[stage], delta);
+      pin_registers(delta);
       wgmma_wait<0>();
       pin_registers(rdP);
-      differentiate(shared.delta[stage], rP, rdP, packed_p, packed_ds);
+      differentiate(delta, rP, rdP, packed_p, packed_ds);
       Buffers::wait_empty(shared.empty_ds, count);
-      store_fragment(shared.sdS[count % 2] + 64 * 64 * consumer, packed_ds);
-      release_stage(shared.full_ds[count % 2]);
+      store_fragment(shared.sdS[Buffers::stage(count)] + 64 * 64 * consumer, packed_ds);
+      release_stage(shared.full_ds[Buffers::stage(count)]);
     };
-    // Start dV += P^T dO and dK += dS^T Q
-    auto start_dv_dk = [&](u32 count) {
-      gemm_ab<T, Config::kHeadDimV, kBlockM>(rdV, packed_p, do_tile(count));
-      gemm_ab<T, Config::kHeadDim, kBlockM>(rdK, ds_rows(count), q_tile(count));
-    };
+    // Start dV += P^T dO
+    auto start_dv = [&](u32 count) { gemm_ab<T, Config::kHeadDimV, kBlockM>(rdV, packed_p, do_tile(count)); };
+    // Start dK += dS^T Q
+    auto start_dk = [&](u32 count) { gemm_ab<T, Config::kHeadDim, kBlockM>(rdK, ds_rows(count), q_tile(count)); };
     auto release_operands = [&](u32 count) {
       pin_registers(rdV);
       pin_registers(rdK);
-      release_stage(shared.empty_q[Stages::stage(count)]);
-      release_stage(shared.empty_do[Stages::stage(count)]);
+      release_stage(shared.empty[Stages::stage(count)]);
     };
     // Start dQ = dS K
     auto start_dq = [&](u32 count, float(&rdQ)[kColumnsDq / 2]) {
@@ -371,37 +395,51 @@ struct BwdSm90 {
           clear_tail<kBlockN, Config::kSlabsV>(shared.sV, num_rows, consumer);
         }
       }
+      // The first turn is consumer 0's
+      if (consumer == 1) end_turn(consumer);
+      wait_operands(0);
       {
-        float rS[kScores];
+        float rS[kScores], rdP[kScores];
+        wait_turn(consumer);
         start_s(0, rS);
-        differentiate_tile(0, rS);
+        start_dp(0, rdP);
+        end_turn(consumer);
+        differentiate_tile(0, rS, rdP);
       }
       u32 count = 0;
       for (; count + 1 < num_tiles(); ++count) {
-        float rS[kScores], rdQ[kColumnsDq / 2];
-        // Queue dV and dK of this tile, dQ of the tile before and, once dV and dK are done, S^T of the next one: then P^T
-        // and dS^T have left the registers. The first tile computes a dQ that nobody adds.
-        start_dv_dk(count);
+        float rS[kScores], rdP[kScores], rdQ[kColumnsDq / 2];
+        // Wait for everything that the products need, then for this consumer's turn
+        wait_operands(count + 1);
         if (count > 0) Buffers::wait_full(shared.full_ds, count - 1);
+        wait_turn(consumer);
+        // Start dV and dK of this tile, dQ of the tile before and, once P^T has left the registers, S^T of the next tile.
+        // The first tile computes a dQ that nobody adds.
+        start_dv(count);
+        start_dk(count);
         start_dq(count - 1, rdQ);
         wgmma_wait<1>();
         release_operands(count);
         start_s(count + 1, rS);
+        end_turn(consumer);
+        // Add dQ; dP^T takes its registers
         wgmma_wait<1>();
         pin_registers(rdQ);
         if (count > 0) add_dq(p, shared, consumer, count - 1, rdQ);
-        differentiate_tile(count + 1, rS);
+        start_dp(count + 1, rdP);
+        differentiate_tile(count + 1, rS, rdP);
       }
       // The last tile
-      start_dv_dk(count);
       float rdQ[kColumnsDq / 2];
-      if (count > 0) {
-        Buffers::wait_full(shared.full_ds, count - 1);
-        start_dq(count - 1, rdQ);
-        wgmma_wait<0>();
-        pin_registers(rdQ);
-        add_dq(p, shared, consumer, count - 1, rdQ);
-      }
+      if (count > 0) Buffers::wait_full(shared.full_ds, count - 1);
+      wait_turn(consumer);
+      start_dq(count - 1, rdQ);
+      start_dv(count);
+      start_dk(count);
+      if (consumer == 0) end_turn(consumer);
+      wgmma_wait<2>();
+      pin_registers(rdQ);
+      if (count > 0) add_dq(p, shared, consumer, count - 1, rdQ);
       Buffers::wait_full(shared.full_ds, count);
       start_dq(count, rdQ);
       wgmma_wait<0>();
@@ -410,6 +448,8 @@ struct BwdSm90 {
       pin_registers(rdQ);
       add_dq(p, shared, consumer, count, rdQ);
     }
+    // Shared memory must outlive the last reduction
+    if (threadIdx.x % 128 == 0) bulk_wait_read<0>();
     // Store dK and dV
     store_rows(p.dk, p.dk_strides, p, tile, j_begin(), p.head_dim, p.scale, rdK);
     store_rows(p.dv, p.dv_strides, p, tile, j_begin(), p.head_dim_v, 1.0f, rdV);

@@ -2,7 +2,7 @@
 // no padding.
 //
 // bwd_sm90_preprocess_kernel  delta = rowsum(dO * O) - dlse and lse in base 2 of every query row; zeros dq_accum
-// bwd_convert_dq_kernel       dQ = scale * dq_accum in 16 bits, with the columns of each row in their order again
+// bwd_convert_dq_kernel       dQ = scale * dq_accum in 16 bits
 //
 // Threads: 8 lanes per row, 16 rows per pass of a block, kStepRows rows per block.
 #pragma once
@@ -44,7 +44,7 @@ FT_DEVICE float dot8(uint4 a, uint4 b) {
   return sum;
 }
 
-template <typename T, class SeqInfo, i32 kColumns>
+template <typename T, class SeqInfo, i32 kSlabs>
 __global__ void __launch_bounds__(kStepThreads) bwd_sm90_preprocess_kernel(const FT_GRID_CONSTANT Params p) {
   StepRows<SeqInfo> rows(p);
   const T* gO = query_rows(static_cast<const T*>(p.out), p.out_strides, rows.s, rows.head);
@@ -76,14 +76,16 @@ __global__ void __launch_bounds__(kStepThreads) bwd_sm90_preprocess_kernel(const
     }
     // Zero the row's sums of dQ
     if (p.dq_accum != nullptr) {
-      float4* row = reinterpret_cast<float4*>(p.dq_accum + stat * kColumns);
 #pragma unroll
-      for (i32 x = 0; x < kColumns / 4; x += 8) row[x + lane] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      for (i32 slab = 0; slab < kSlabs; ++slab) {
+        float4* row = reinterpret_cast<float4*>(p.dq_accum + (slab * p.lse_size + stat) * 64);
+        row[lane] = row[lane + 8] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      }
     }
   }
 }
 
-template <typename T, class SeqInfo, i32 kColumns>
+template <typename T, class SeqInfo, i32 kSlabs>
 __global__ void __launch_bounds__(kStepThreads) bwd_convert_dq_kernel(const FT_GRID_CONSTANT Params p) {
   StepRows<SeqInfo> rows(p);
   T* gdQ = query_rows(static_cast<T*>(p.dq), p.dq_strides, rows.s, rows.head);
@@ -92,25 +94,17 @@ __global__ void __launch_bounds__(kStepThreads) bwd_convert_dq_kernel(const FT_G
   for (i32 pass = 0; pass < kStepRows; pass += kStepThreads / 8) {
     i32 i = rows.first + pass;
     if (i >= rows.s.seqlen_q) continue;
-    const float4* row =
-        reinterpret_cast<const float4*>(p.dq_accum + stat_index(p, rows.s, rows.head, i) * kColumns);
+    i64 stat = stat_index(p, rows.s, rows.head, i);
 #pragma unroll
-    for (i32 group = lane; group < kColumns / 16; group += 8) {
-      // Float 4 t + 2 h + e of a group of 16 is column 8 h + 2 t + e
-      u32 packed[2][4];
-#pragma unroll
-      for (i32 t = 0; t < 4; ++t) {
-        float4 x = row[4 * group + t];
-        packed[0][t] = pack_two<T>(x.x * p.scale, x.y * p.scale);
-        packed[1][t] = pack_two<T>(x.z * p.scale, x.w * p.scale);
-      }
-#pragma unroll
-      for (i32 h = 0; h < 2; ++h) {
-        i32 column = 16 * group + 8 * h;
-        if (column < p.head_dim) {
-          *reinterpret_cast<uint4*>(gdQ + i * p.dq_strides.row + column) =
-              make_uint4(packed[h][0], packed[h][1], packed[h][2], packed[h][3]);
-        }
+    for (i32 slab = 0; slab < kSlabs; ++slab) {
+      const float4* row = reinterpret_cast<const float4*>(p.dq_accum + (slab * p.lse_size + stat) * 64);
+      // Swizzled: BwdSm90::add_dq
+      i32 chunk = lane ^ i % 8, column = 64 * slab + 8 * lane;
+      float4 x = row[2 * chunk], y = row[2 * chunk + 1];
+      if (column < p.head_dim) {
+        *reinterpret_cast<uint4*>(gdQ + i * p.dq_strides.row + column) =
+            make_uint4(pack_two<T>(x.x * p.scale, x.y * p.scale), pack_two<T>(x.z * p.scale, x.w * p.scale),
+                       pack_two<T>(y.x * p.scale, y.y * p.scale), pack_two<T>(y.z * p.scale, y.w * p.scale));
       }
     }
   }
