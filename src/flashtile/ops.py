@@ -31,10 +31,8 @@ from flashtile.problem import (
     NUM_TENSORS,
     AttentionArgs,
     Problem,
-    check_device,
     is_checking,
     lse_dtype,
-    out_dtype,
     schema,
     shape_of,
     validate,
@@ -107,6 +105,10 @@ def output_sizes(args: AttentionArgs) -> tuple[list[int], list[int]]:
     return [*q.shape[:-1], args.v.shape[-1]], lse
 
 
+def _out_dtype(args: AttentionArgs) -> torch.dtype:
+    return args.out_dtype or args.q.dtype
+
+
 def empty_outputs(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """out in q's memory order, and lse."""
     q = args.q
@@ -115,7 +117,7 @@ def empty_outputs(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     is_swapped = 0 < q.stride(-3) < q.stride(-2)
     if is_swapped:
         sizes[-3], sizes[-2] = sizes[-2], sizes[-3]
-    out = q.new_empty(sizes, dtype=out_dtype(args))
+    out = q.new_empty(sizes, dtype=_out_dtype(args))
     return (out.transpose(-2, -3) if is_swapped else out), q.new_empty(lse_sizes, dtype=lse_dtype(args))
 
 
@@ -151,7 +153,7 @@ def split_backward(values: tuple[Any, ...]) -> tuple[Tensor, Tensor | None, Atte
         ("dlse", dlse, like_lse),
     ):
         if tensor is not None:
-            dtype, owner = (lse_dtype(args), "lse") if name.endswith("lse") else (out_dtype(args), "output")
+            dtype, owner = (lse_dtype(args), "lse") if name.endswith("lse") else (_out_dtype(args), "output")
             _check_saved(args, name, tensor, sizes, dtype, owner)
     return dout, dlse, args, out, lse, GradNeeds(*needs)
 
@@ -161,7 +163,8 @@ def _check_saved(
 ) -> None:
     if tensor.dtype != dtype:
         raise type_error(name, tensor.dtype, f"{dtype_name(dtype)}, that of the {owner}")
-    check_device(args, name, tensor)
+    if tensor.device != args.q.device:
+        raise value_error(name, f"device {tensor.device}", f"{args.q.device}, where q is")
     if list(tensor.shape) != sizes:
         raise value_error(name, tensor, f"shape {tuple(sizes)}")
 

@@ -161,7 +161,7 @@ class Problem:
             device=args.q.device.type,
             device_index=args.q.device.index or 0,
             dtype=args.q.dtype,
-            out_dtype=out_dtype(args),
+            out_dtype=args.out_dtype or args.q.dtype,
             shape=shape,
             layout=args.layout,
             scale=softmax_scale(args),
@@ -220,10 +220,6 @@ def is_deterministic(args: AttentionArgs) -> bool:
     if args.deterministic is None:
         return torch.are_deterministic_algorithms_enabled()
     return args.deterministic
-
-
-def out_dtype(args: AttentionArgs) -> torch.dtype:
-    return args.out_dtype or args.q.dtype
 
 
 def lse_dtype(args: AttentionArgs) -> torch.dtype:
@@ -312,7 +308,7 @@ def _check_qkv(args: AttentionArgs) -> None:
             raise type_error(name, tensor.dtype, f"{dtype_name(args.q.dtype)}, as q", "Convert q, k and v to one dtype")
         if tensor.dim() != rank:
             raise value_error(name, f"{tensor.dim()} dimensions {tuple(tensor.shape)}", _axes(args, name, rank))
-        check_device(args, name, tensor)
+        _check_device(args, name, tensor)
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise value_error(
                 name,
@@ -340,7 +336,7 @@ def _axes(args: AttentionArgs, name: str, rank: int) -> str:
     return f"{rank} dimensions ({outer}{inner}, {dim}) for layout {args.layout!r}"
 
 
-def check_device(args: AttentionArgs, name: str, tensor: Tensor) -> None:
+def _check_device(args: AttentionArgs, name: str, tensor: Tensor) -> None:
     if tensor.device != args.q.device:
         raise value_error(name, f"device {tensor.device}", f"{args.q.device}, where q is", f"Move {name} there")
 
@@ -361,7 +357,7 @@ def _check_index_tensors(args: AttentionArgs) -> None:
             raise type_error(name, tensor.dtype, "int32", f"Call {name}.to(torch.int32)")
         if tensor.dim() != rank:
             raise value_error(name, tensor, shape)
-        check_device(args, name, tensor)
+        _check_device(args, name, tensor)
     if args.cu_seqlens_q is None:
         if args.cu_seqlens_k is not None:
             raise value_error("cu_seqlens_k", "it without cu_seqlens_q", "both or neither")
@@ -377,7 +373,7 @@ def _check_index_tensors(args: AttentionArgs) -> None:
             raise type_error("rng_state", args.rng_state.dtype, "int64 (seed, offset)")
         if args.rng_state.dim() != 1 or args.rng_state.shape[0] != 2:
             raise value_error("rng_state", args.rng_state, "shape (2,): seed, offset")
-        check_device(args, "rng_state", args.rng_state)
+        _check_device(args, "rng_state", args.rng_state)
     elif args.dropout_p > 0.0:
         raise value_error("rng_state", "None", "an int64 (seed, offset) tensor wherever dropout_p > 0")
 
@@ -433,7 +429,7 @@ def _check_score_tensors(args: AttentionArgs, shape: Shape) -> None:
                 f" or ({shape.batch}, {shape.heads})" if name == "alibi_slopes" else ""
             )
             raise value_error(name, slopes, accepted)
-        check_device(args, name, slopes)
+        _check_device(args, name, slopes)
 
 
 def q_or_float32(dtype: torch.dtype) -> str:
@@ -443,7 +439,7 @@ def q_or_float32(dtype: torch.dtype) -> str:
 def _check_broadcast(args: AttentionArgs, name: str, tensor: Tensor, shape: Shape) -> None:
     """(batch, heads, seqlen_q, seqlen_k), each 1 or whole. Packed rows and keys may exceed every length: see
     check_values."""
-    check_device(args, name, tensor)
+    _check_device(args, name, tensor)
     is_packed = args.cu_seqlens_q is not None
     full = (shape.batch, shape.heads, shape.seqlen_q, shape.seqlen_k)
     is_open = (False, False, is_packed and args.max_seqlen_q is None, is_packed and args.max_seqlen_k is None)

@@ -103,6 +103,7 @@ class Arguments {
     }
   }
 
+  // No bit of `mode` is outside of its fields.
   bool is_valid() const { return (mode_ & ~argument::kModeMask) == 0; }
 
   // False, and `to` stays its default, where the overload has no such argument or it is None.

@@ -57,7 +57,9 @@ class BwdSm90Row(Row):
 
     @property
     def config(self) -> str:
-        sizes = f"{self.head_dim}, {self.head_dim_v}, {self.block_n}, {self.block_m}, {self.num_stages}, {self.num_buffers}"
+        sizes = (
+            f"{self.head_dim}, {self.head_dim_v}, {self.block_n}, {self.block_m}, {self.num_stages}, {self.num_buffers}"
+        )
         return f"Sm90BwdConfig<{CPP_TYPES[self.dtype]}, {sizes}>"
 
     @property
