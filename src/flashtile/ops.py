@@ -430,8 +430,9 @@ def is_traced_above_autograd() -> bool:
 def dense_bits(q: Any, k: Any, v: Any) -> int:
     """What a dense call adds to its mode: DETERMINISTIC where torch's switch is on, NEEDS_GRAD where q, k and v all
     require grad. Negative where the call is none: inside autocast, forward-mode differentiation or a torch.func
-    transform, inside a tracer that must see it above autograd, with some gradients alone, or without three tensors."""
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+    transform, inside a tracer that must see it above autograd, with some gradients alone, or with anything but three
+    plain tensors."""
+    if not (type(q) is Tensor and type(k) is Tensor and type(v) is Tensor):
         return -1
     if is_autocasting() or forward_ad._current_level >= 0 or _are_functorch_transforms_active():
         return -1
