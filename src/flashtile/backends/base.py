@@ -17,7 +17,7 @@ from flashtile.problem import AttentionArgs, Problem
 
 def kind_of(problem: Problem, op: str) -> speeds.Kind:
     """The kind of calls that the problem is compared with, on any device."""
-    arch, shape = problem.device, problem.shape
+    arch, shape = problem.arch or problem.device, problem.shape
     if arch == "cuda":
         major, minor = torch.cuda.get_device_capability(problem.device_index)
         arch = f"sm_{major}{minor}"
