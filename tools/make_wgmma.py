@@ -4,9 +4,10 @@ stale."""
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-FILE = Path(__file__).resolve().parent.parent / "src/flashtile/include/flashtile/ptx/wgmma_ops.cuh"
+import generated
+
+FILE = generated.SOURCES / "include/flashtile/ptx/wgmma_ops.cuh"
 # N: keys of a tile for S = Q K^T, head dims for O = P V
 COLUMNS = (32, 64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
 DTYPES = {"bf16_t": "bf16", "half_t": "f16"}
@@ -65,15 +66,5 @@ def text() -> str:
     return HEAD + "".join(wrappers) + "\n}  // namespace flashtile\n"
 
 
-def main() -> int:
-    if "--check" not in sys.argv[1:]:
-        FILE.write_text(text())
-        return 0
-    if FILE.read_text() == text():
-        return 0
-    print(f"{FILE.name} is stale: run tools/make_wgmma.py")
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(generated.main(FILE, text()))

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple, get_type_hints
 
 import torch
@@ -66,8 +66,17 @@ class AttentionArgs(NamedTuple):
 
 NUM_TENSORS = 13  # they come first
 
-# The options of the `dense` overloads, which the most common calls take: fewer arguments for torch to convert
-DENSE_OPTIONS = ("scale", "causal", "layout", "backend", "deterministic")
+# The options of the `dense` overloads beside scale: bit fields of one integer, `mode`, that index these tuples. Each
+# argument that torch converts costs time. Calls with other values take the ops with all arguments.
+DENSE_FIELDS: dict[str, tuple[object, ...]] = {
+    "causal": CAUSAL_KINDS,
+    "layout": LAYOUTS,
+    "backend": (None, "cpu", "cuda"),
+    "deterministic": (False, True),
+    "needs_grad": (False, True),
+}
+_DENSE_BITS = [(len(values) - 1).bit_length() for values in DENSE_FIELDS.values()]
+DENSE_SHIFTS = dict(zip(DENSE_FIELDS, accumulate(_DENSE_BITS, initial=0), strict=False))
 
 _SCHEMA_TYPES: dict[object, str] = {
     Tensor: "Tensor",
@@ -89,6 +98,11 @@ SCHEMA_TYPES = {name: _SCHEMA_TYPES[hint] for name, hint in get_type_hints(Atten
 def schema(names: Iterable[str] = AttentionArgs._fields) -> str:
     """These arguments as the schema of an op lists them."""
     return ", ".join(f"{SCHEMA_TYPES[name]} {name}" for name in names)
+
+
+def dense_schema() -> tuple[str, ...]:
+    """The bit fields of a mode, in words."""
+    return tuple(f"{name} << {DENSE_SHIFTS[name]}: {values}" for name, values in DENSE_FIELDS.items())
 
 
 class Shape(NamedTuple):

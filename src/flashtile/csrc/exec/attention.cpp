@@ -142,15 +142,18 @@ bool has_sizes_of(const View& tensor, const View& other) {
   return tensor.dim == other.dim && std::memcmp(tensor.sizes, other.sizes, sizeof(tensor.sizes)) == 0;
 }
 
+bool is_like(const View& tensor, const View& other) {
+  return tensor.dtype == other.dtype && has_sizes_of(tensor, other);
+}
+
 // A backward pass gets out and lse, and returns gradients like the inputs.
 bool lay_out_grads(const Options& options, Call& call, Axes axes) {
   View out = call.tensors[kOut], lse = call.tensors[kLse];
   lay_out_outputs(options, call, axes);
   std::swap(out, call.tensors[kOut]), std::swap(lse, call.tensors[kLse]);
   const View *tensors = call.tensors, &dlse = tensors[kDlse];
-  if (!has_sizes_of(tensors[kOut], out) || !has_sizes_of(tensors[kDout], out) || !has_sizes_of(tensors[kLse], lse))
-    return false;
-  if (dlse.is_given() && !has_sizes_of(dlse, lse)) return false;
+  if (!is_like(tensors[kOut], out) || !is_like(tensors[kDout], out) || !is_like(tensors[kLse], lse)) return false;
+  if (dlse.is_given() && !is_like(dlse, lse)) return false;
   constexpr Tensor kOf[] = {kQ, kK, kV, kBias, kSinks};
   for (i32 index = 0; index < kNumGrads; ++index) {
     if (options.is_wanted[index] && tensors[kOf[index]].is_given())
@@ -232,7 +235,6 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
   note(options.max_seqlen_q >= 0);
   note(options.max_seqlen_k >= 0);
   note(options.is_named);
-  note(options.is_deterministic);
   note(options.is_deterministic);
   note(options.needs_grad);
   note(options.needs_bias_grad);
