@@ -24,6 +24,7 @@ from flashtile.backends import dropout
 from flashtile.backends.base import Backend, Grads
 from flashtile.errors import dtype_name
 from flashtile.kernels.arch import arch_of
+from flashtile.kernels.params import kernel_softcap, kernel_window
 from flashtile.problem import (
     AttentionArgs,
     Problem,
@@ -41,7 +42,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 OLDEST_TRITON = (3, 6)
 OLDEST_CAPABILITY = (8, 0)
-_UNBOUNDED = 1 << 30  # a window this wide masks nothing; smaller ones plus a position fit in 32 bits
 _PREPROCESS_ROWS = 64
 
 
@@ -379,7 +379,7 @@ def _arguments(kernel: str, args: AttentionArgs, tensors: dict[str, Tensor]) -> 
     config = _config(
         kernel, args.q.dtype, shape, args.q.device, args.bias is not None or args.mask is not None, is_aligned16
     )
-    window_left, window_right = (-1 if reach >= _UNBOUNDED else reach for reach in key_window(args))
+    window_left, window_right = map(kernel_window, key_window(args))
     # In a packed call no sequence is longer than the rows and columns of bias and mask
     score_tensors = [tensor for tensor in (args.bias, args.mask) if tensor is not None]
     seqlen_q = min([shape.seqlen_q, *(tensor.shape[2] for tensor in score_tensors if tensor.shape[2] != 1)])
@@ -403,7 +403,7 @@ def _arguments(kernel: str, args: AttentionArgs, tensors: dict[str, Tensor]) -> 
         "total_q": args.q.shape[row],
         "total_k": args.k.shape[row],
         "scale": softmax_scale(args),
-        "softcap": args.softcap,
+        "softcap": kernel_softcap(args.softcap),
         "window_left": window_left,
         "window_right": window_right,
         "drop_threshold": dropout.threshold(args.dropout_p),
