@@ -3,6 +3,9 @@ ends of 32 bits, index tensors that change after their check."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,12 +15,13 @@ from flashtile.backends import cpu
 from flashtile.backends.call import scalars_of
 from flashtile.problem import MAX_LENGTH, AttentionArgs
 from flashtile.runtime import extension
-from flashtile.testing import Case, run
+from flashtile.testing import Case
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import large_scores  # noqa: E402
 
 ISAS = extension.instruction_sets() if extension.missing() is None else ("none",)
 BACKENDS = [*(f"cpu {isa}" for isa in ISAS), "tiled", "reference"]
-LARGEST = torch.finfo(torch.float32).max
-
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -27,137 +31,48 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return name
 
 
-def random_qkv(seqlen_q: int = 5, seqlen_k: int = 150, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    return [torch.randn(2, 2, size, 16).to(dtype).requires_grad_() for size in (seqlen_q, seqlen_k, seqlen_k)]
-
-
 # Large scores
 
-SMALLEST = {
-    "float32": (torch.float32, torch.finfo(torch.float32).min),
-    "bfloat16": (torch.bfloat16, torch.finfo(torch.bfloat16).min),
-    "float16": (torch.float16, torch.finfo(torch.float16).min),
-    "half of float32": (torch.float32, torch.finfo(torch.float32).min / 2),
-}
 
-
-@pytest.mark.parametrize("kind", SMALLEST)
+@pytest.mark.parametrize("kind", large_scores.SMALLEST)
 def test_the_smallest_number_in_every_key_is_no_mask(backend: str, kind: str, seed: int) -> None:
-    """Row 2 has the same bias everywhere: its weights are equal, up to q.k where the bias does not round that away."""
-    dtype, smallest = SMALLEST[kind]
-    q, k, v = random_qkv(dtype=dtype)
-    bias = torch.zeros(5, 150, dtype=dtype)
-    bias[0, :100] = smallest
-    bias[2] = smallest
-    bias.requires_grad_()
-    out, lse = flashtile.attention(q, k, v, bias=bias, return_lse=True, backend=backend)
-    ref, ref_lse = flashtile.attention(
-        *(tensor.double() for tensor in (q, k, v)), bias=bias.double(), return_lse=True, backend="reference"
-    )
-    torch.testing.assert_close(out.double(), ref, rtol=0, atol=8 * torch.finfo(dtype).eps)
-    if abs(smallest) > 1e30:
-        torch.testing.assert_close(ref[:, :, 2], v.double().mean(2))
-    assert lse.isfinite().all()
-    torch.testing.assert_close(lse.double(), ref_lse, rtol=1e-6, atol=1e-5)
-    grads = torch.autograd.grad((out, lse), (q, k, v, bias), (torch.randn_like(out), torch.randn_like(lse)))
-    assert all(grad.isfinite().all() for grad in grads)
+    large_scores.check_the_smallest_number_everywhere(backend, "cpu", kind)
 
 
 def test_biases_over_the_whole_range_are_told_apart(backend: str, seed: int) -> None:
-    q, k, v = random_qkv(seqlen_q=6, seqlen_k=7)
-    bias = torch.full((6, 7), -LARGEST)
-    bias[0, 3] = -3.3e38
-    bias[1, 3] = -2.4e38
-    bias[2, 3] = 2.4e38
-    bias[3, 2], bias[3, 3] = 3.3e38, LARGEST
-    bias[4, 2], bias[4, 3] = -torch.inf, -LARGEST / 2
-    bias[5] = torch.tensor([-LARGEST, -2.4e38, -1.0, 0.0, 1e38, 2.4e38, LARGEST])
-    bias.requires_grad_()
-    out, lse = flashtile.attention(q, k, v, bias=bias, return_lse=True, backend=backend)
-    torch.testing.assert_close(out[:, :, :5], v[:, :, 3:4].expand(-1, -1, 5, -1))
-    torch.testing.assert_close(out[:, :, 5], v[:, :, 6])
-    torch.testing.assert_close(lse, bias.max(-1).values.expand_as(lse))
-    dout = torch.randn_like(out)
-    dq, dk, dv, dbias = torch.autograd.grad(out, (q, k, v, bias), dout)
-    assert all(grad.isfinite().all() for grad in (dq, dk, dbias))
-    torch.testing.assert_close(dv[:, :, 3], dout[:, :, :5].sum(2))
-    torch.testing.assert_close(dv[:, :, 6], dout[:, :, 5])
+    large_scores.check_that_biases_are_told_apart(backend, "cpu")
 
 
-@pytest.mark.parametrize("sink", [LARGEST, 2.4e38, -2.4e38, -LARGEST])
+@pytest.mark.parametrize("sink", large_scores.SINKS)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_sink_of_any_size(backend: str, sink: float, has_bias: bool, seed: int) -> None:
-    q, k, v = random_qkv()
-    sinks = torch.full((2,), sink, requires_grad=True)
-    bias = torch.zeros(1, 150) if has_bias else None
-    out, lse = flashtile.attention(q, k, v, sinks=sinks, bias=bias, return_lse=True, backend=backend)
-    if sink > 0:
-        assert (out == 0).all()
-        # Without a bias scores are in base 2, where float32 ends at 2.36e38
-        torch.testing.assert_close(lse, torch.full_like(lse, sink), rtol=1e-6 if has_bias else 0.4, atol=0)
-    else:
-        torch.testing.assert_close(out, flashtile.attention(q, k, v, backend=backend))
-    grads = torch.autograd.grad((out, lse), (q, k, v, sinks), (torch.randn_like(out), torch.randn_like(lse)))
-    assert all(grad.isfinite().all() for grad in grads)
+    large_scores.check_a_sink_of_any_size(backend, "cpu", sink, has_bias)
 
 
 def test_alibi_slopes_of_any_size(backend: str, seed: int) -> None:
-    """The key at distance 0 takes the row."""
-    q, k, v = random_qkv(seqlen_q=150)
-    out = flashtile.attention(q, k, v, alibi_slopes=torch.tensor([2.4e38, LARGEST]), backend=backend)
-    torch.testing.assert_close(out, v)
+    large_scores.check_alibi_slopes_of_any_size(backend, "cpu")
 
 
-@pytest.mark.parametrize("softcap", [1e25, 2.4e38, 3e38, LARGEST])
+@pytest.mark.parametrize("softcap", large_scores.LARGE_SOFTCAPS)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_softcap_too_large_to_cap_anything(backend: str, softcap: float, has_bias: bool, seed: int) -> None:
-    q, k, v = random_qkv()
-    bias = torch.randn(5, 150) if has_bias else None
-    plain = flashtile.attention(q, k, v, bias=bias, return_lse=True, backend=backend)
-    capped = flashtile.attention(q, k, v, bias=bias, softcap=softcap, return_lse=True, backend=backend)
-    torch.testing.assert_close(capped, plain, rtol=1e-5, atol=1e-5)
-    grads = [torch.autograd.grad(result[0].square().sum() + result[1].sum(), (q, k, v)) for result in (capped, plain)]
-    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    large_scores.check_a_softcap_too_large_to_cap_anything(backend, "cpu", softcap, has_bias)
 
 
-@pytest.mark.parametrize("softcap", [1e-30, 1e-38, 1.1e-38, 1e-42, 1e-45, 1e-60, 5e-324])
+@pytest.mark.parametrize("softcap", large_scores.SMALL_SOFTCAPS)
 def test_a_softcap_too_small_to_leave_anything(backend: str, softcap: float, seed: int) -> None:
-    """Every score is 0. A query of zeros is where scale / softcap * 0 must not be NaN."""
-    q, k, v = random_qkv()
-    with torch.no_grad():
-        q[0, 0, 0] = 0.0
-    out, lse = flashtile.attention(q, k, v, softcap=softcap, return_lse=True, backend=backend)
-    torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out))
-    torch.testing.assert_close(lse, torch.full_like(lse, 150.0).log())
-    grads = torch.autograd.grad((out, lse), (q, k, v), (torch.randn_like(out), torch.randn_like(lse)))
-    assert all(grad.isfinite().all() for grad in grads)
+    large_scores.check_a_softcap_too_small_to_leave_anything(backend, "cpu", softcap)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("value", [1300.0, 133120.0, 1e9, 1e15])
-def test_queries_and_keys_that_are_all_alike_and_large(
-    backend: str, value: float, dtype: torch.dtype, seed: int
-) -> None:
-    """Scores of 1e12 and more: a float32 exponent is off by thousands, but all of a row are off alike."""
-    q = torch.full((1, 2, 60, 64), value, dtype=dtype, requires_grad=True)
-    k = q.detach().clone().requires_grad_()
-    v = torch.randn(1, 2, 60, 64).to(dtype).requires_grad_()
-    out, lse = flashtile.attention(q, k, v, causal=True, return_lse=True, backend=backend)
-    counts = torch.arange(1.0, 61.0)[:, None]
-    torch.testing.assert_close(out, (v.float().cumsum(2) / counts).to(dtype), rtol=0.02, atol=0.02)
-    torch.testing.assert_close(lse, torch.full_like(lse, q[0, 0, 0, 0].item() ** 2 * 8), rtol=1e-5, atol=0)
-    grads = torch.autograd.grad((out, lse), (q, k, v), (torch.randn_like(out), torch.zeros_like(lse)))
-    assert all(grad.isfinite().all() for grad in grads)
+@pytest.mark.parametrize("value", large_scores.LARGE_VALUES)
+def test_queries_and_keys_that_are_all_alike(backend: str, value: float, dtype: torch.dtype, seed: int) -> None:
+    large_scores.check_queries_and_keys_that_are_all_alike(backend, "cpu", value, dtype)
 
 
 @pytest.mark.parametrize("scale", [1e6, 1e11])
 def test_huge_logits(backend: str, scale: float, seed: int) -> None:
-    """One key takes each row; gradients stay finite though lse has lost the digits that they need."""
-    inputs = Case(seqlen_q=70, seqlen_k=140, scale=scale, backend=backend).make(seed)
-    found, ref = run(inputs), run(inputs._replace(args=inputs.args._replace(backend="reference")))
-    torch.testing.assert_close(found.out, ref.out, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.lse, ref.lse, rtol=1e-5, atol=0)
-    assert all(tensor.isfinite().all() for tensor in found if tensor is not None)
+    large_scores.check_huge_logits(backend, "cpu", scale, seed)
 
 
 # Long sequences: keys that are one row in memory

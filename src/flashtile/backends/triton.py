@@ -432,9 +432,8 @@ def _forward_call(args: AttentionArgs, out: Tensor, lse: Tensor) -> Call:
     shape = shape_of(args)
     config, arguments = _arguments("fwd", args, {"out": out})
     num_m_blocks = _num_blocks(shape.seqlen_q, config.block_m)
-    has_plain_scores = (
-        softmax_scale(args) > 0.0 and args.softcap == 0.0 and args.alibi_slopes is None and args.bias is None
-    )
+    options = (args.alibi_slopes, args.bias, args.sinks)
+    has_plain_scores = softmax_scale(args) > 0.0 and args.softcap == 0.0 and all(option is None for option in options)
     sinks = None if args.sinks is None else args.sinks.float().contiguous()
     arguments |= {"lse": lse, "sinks": sinks, "num_m_blocks": num_m_blocks, "SCALE_IN_EXPONENT": has_plain_scores}
     return "fwd", num_m_blocks * shape.heads * shape.batch, config, arguments
@@ -457,6 +456,7 @@ def _preprocess_call(
         "DV": out.shape[-1],
         "BLOCK_DV": _padded(out.shape[-1]),
         "BLOCK_M": _PREPROCESS_ROWS,
+        "IS_NATURAL": args.bias is not None,
     }
     batch = lse.shape[0] if lse.dim() == 3 else 1
     return "bwd_preprocess", num_blocks * heads * batch, Config(_PREPROCESS_ROWS, 0, 4, 1), arguments
@@ -536,7 +536,7 @@ def _backward_calls(
     if grads.dbias is not None:
         yield from _dbias_calls(args, dout, lse_log2, delta, grads.dbias)
     if grads.dsinks is not None and args.sinks is not None:
-        shares = torch.where(lse == -torch.inf, 0.0, torch.exp(args.sinks.float()[:, None] - lse) * delta)
+        shares = torch.where(lse == -torch.inf, 0.0, torch.exp((args.sinks.float()[:, None] - lse).clamp(max=0.0)) * delta)
         grads.dsinks.copy_(-shares.sum(-1 if lse.dim() == 2 else (0, 2)))
 
 
