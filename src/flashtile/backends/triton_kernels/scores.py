@@ -26,7 +26,7 @@ def in_score_unit(x, IS_NATURAL):
 def probability(s, lse, IS_NATURAL):
     """P from scores and lse in their unit, at most 1: a rounded lse of a huge score may be far too small. NaN stays NaN."""
     exponent = (s - lse) * LOG2E if IS_NATURAL else s - lse
-    return tl.exp2(tl.where(exponent > 0.0, 0.0, exponent))
+    return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
