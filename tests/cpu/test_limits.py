@@ -18,10 +18,11 @@ from flashtile.runtime import extension
 from flashtile.testing import Case
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import large_scores  # noqa: E402
+import large_scores
 
 ISAS = extension.instruction_sets() if extension.missing() is None else ("none",)
 BACKENDS = [*(f"cpu {isa}" for isa in ISAS), "tiled", "reference"]
+
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -12,7 +12,7 @@ import torch
 import flashtile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import large_scores  # noqa: E402
+import large_scores
 
 BACKENDS = ["cuda", "triton"]
 

@@ -13,7 +13,7 @@ import flashtile
 from flashtile.backends import triton as backend
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import large_scores  # noqa: E402
+import large_scores
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 

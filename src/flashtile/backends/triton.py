@@ -536,7 +536,8 @@ def _backward_calls(
     if grads.dbias is not None:
         yield from _dbias_calls(args, dout, lse_log2, delta, grads.dbias)
     if grads.dsinks is not None and args.sinks is not None:
-        shares = torch.where(lse == -torch.inf, 0.0, torch.exp((args.sinks.float()[:, None] - lse).clamp(max=0.0)) * delta)
+        p_sink = torch.exp((args.sinks.float()[:, None] - lse).clamp(max=0.0))
+        shares = torch.where(lse == -torch.inf, 0.0, p_sink * delta)
         grads.dsinks.copy_(-shares.sum(-1 if lse.dim() == 2 else (0, 2)))
 
 

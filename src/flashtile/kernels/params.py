@@ -89,8 +89,8 @@ Struct = type[Params] | type[AppendParams] | type[FwdSm90Params]
 
 # A wider window hides no key of the longest sequence (problem.py: MAX_LENGTH)
 _WIDEST_WINDOW = 2**31 - 1
-# Between these bounds float32 holds 1 / softcap and softcap * log2(e). Softcaps outside give the same float32 results as
-# the bounds, except for scores over 2^88 or under 2^-100
+# Between these bounds float32 holds 1 / softcap and softcap * log2(e). A softcap outside gives the same float32 results
+# as the nearer bound, except for scores over 2^88 or under 2^-100
 _SMALLEST_SOFTCAP, _LARGEST_SOFTCAP = 2.0**-100, 2.0**100
 
 

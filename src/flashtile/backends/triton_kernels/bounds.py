@@ -18,7 +18,8 @@ def window_begin(position, window):
 @triton.jit
 def window_end(position, window, length):
     """position + window, clamped to [0, length]; the sum could overflow."""
-    return tl.where(window >= length - position, length, tl.maximum(position + tl.minimum(window, length - position), 0))
+    room = length - position
+    return tl.where(window >= room, length, tl.maximum(position + tl.minimum(window, room), 0))
 
 
 @triton.jit

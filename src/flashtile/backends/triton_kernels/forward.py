@@ -111,9 +111,7 @@ def fwd_triton_kernel(
                 # Update the row maximum; 0 replaces the maximum of a row without keys. In float32 the old maximum stays
                 # while no p exceeds 2: rescaling in every tile, as ALiBi causes, accumulates a rounding error each time
                 m_new = tl.max(s, 1)
-                m_new = (
-                    tl.where((m_new - m) * exponent_scale > 1.0, m_new, m) if IS_FLOAT32 else tl.maximum(m, m_new)
-                )
+                m_new = tl.where((m_new - m) * exponent_scale > 1.0, m_new, m) if IS_FLOAT32 else tl.maximum(m, m_new)
                 m_finite = m_new
                 if part != 1 or mask is not None or bias is not None or alibi_slopes is not None:
                     m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)

@@ -1,7 +1,7 @@
 """From the product q.k to a score: scale, softcap, ALiBi, bias, mask.
 
-Scores are in base 2, so that exponents need no product. With a bias they are natural: a finite bias may reach the largest
-float32, and its product with log2(e) would overflow.
+Scores are in base 2, so that exponents need no product. With a bias they are natural: a finite bias may reach the
+largest float32, and its product with log2(e) would overflow.
 """
 
 import triton
@@ -24,7 +24,7 @@ def in_score_unit(x, IS_NATURAL):
 
 @triton.jit
 def probability(s, lse, IS_NATURAL):
-    """P from scores and lse in their unit, at most 1: a rounded lse of a huge score may be far too small. NaN stays NaN."""
+    """P from scores and lse, at most 1: a rounded lse of a huge score may be far too small. NaN stays NaN."""
     exponent = (s - lse) * LOG2E if IS_NATURAL else s - lse
     return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
