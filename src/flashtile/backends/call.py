@@ -10,10 +10,9 @@ from torch import Tensor
 
 from flashtile.backends import dropout
 from flashtile.backends.base import Grads
+from flashtile.kernels.params import kernel_softcap, kernel_window
 from flashtile.kernels.spec import GRADS, CallLayout
 from flashtile.problem import NUM_TENSORS, AttentionArgs, key_window, softmax_scale
-
-_UNBOUNDED = 1 << 30  # a window at least this wide hides nothing, and sums with positions stay in 32 bits
 
 
 def tensors_of(args: AttentionArgs) -> dict[str, Tensor]:
@@ -47,13 +46,13 @@ def layout_of(args: AttentionArgs, tensors: dict[str, Tensor]) -> CallLayout:
 
 
 def scalars_of(args: AttentionArgs) -> dict[str, float | int]:
-    scale, (left, right) = softmax_scale(args), (-1 if reach >= _UNBOUNDED else reach for reach in key_window(args))
+    scale, (left, right) = softmax_scale(args), map(kernel_window, key_window(args))
     return {
         "window_left": left,
         "window_right": right,
         "scale": scale,
         "scale_log2": scale * math.log2(math.e),
-        "softcap": args.softcap,
+        "softcap": kernel_softcap(args.softcap),
         "dropout_threshold": dropout.threshold(args.dropout_p),
         "keep_factor": dropout.keep_factor(args.dropout_p),
         "max_seqlen_q": args.max_seqlen_q or 0,
