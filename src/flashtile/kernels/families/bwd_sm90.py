@@ -20,7 +20,7 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
 # As the constants of kernels/bwd_sm90_steps.cuh; tests/cpu/test_plan.py compares them
 STEP_ROWS, STEP_THREADS = 32, 128
-_TILE_BYTES = 64 + 8 * 8  # KeyTile and the ring of QueryTileIndex (kernels/bwd_sm90.cuh)
+_TILE_BYTES = 64 + 8 * 12  # KeyTile and the ring of QueryTileIndex (kernels/bwd_sm90.cuh)
 
 
 class Tile(NamedTuple):
