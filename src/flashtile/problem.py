@@ -24,9 +24,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("bhsd", "bshd")
 CAUSAL_KINDS = ("none", "top_left", "bottom_right")
 MAX_HEAD_DIM = 512
+MAX_LENGTH = 2**31 - 1024  # positions are 32-bit, and loops step past the end by less than 1024
 
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
-_LARGEST_INT32 = torch.iinfo(torch.int32).max
 
 _ACCEPTED_DTYPES = ", ".join(dtype_name(dtype) for dtype in DTYPES)
 
@@ -274,6 +274,7 @@ def validate(args: AttentionArgs) -> Shape:
     _check_qkv(args)
     _check_index_tensors(args)
     shape = shape_of(args)
+    _check_lengths(args, shape)
     _check_sizes(args, shape)
     _check_score_tensors(args, shape)
     return shape
@@ -300,8 +301,8 @@ def _check_scalars(args: AttentionArgs) -> None:
     if args.num_splits < 0:
         raise value_error("num_splits", args.num_splits, "an integer >= 0 (0 = chosen)")
     for name, length in (("max_seqlen_q", args.max_seqlen_q), ("max_seqlen_k", args.max_seqlen_k)):
-        if length is not None and not (0 <= length <= _LARGEST_INT32):
-            raise value_error(name, length, f"an integer of 0 to {_LARGEST_INT32}, or None")
+        if length is not None and not (0 <= length <= MAX_LENGTH):
+            raise value_error(name, length, f"an integer of 0 to {MAX_LENGTH}, or None")
 
 
 def _check_qkv(args: AttentionArgs) -> None:
@@ -385,6 +386,22 @@ def _check_index_tensors(args: AttentionArgs) -> None:
         _check_device(args, "rng_state", args.rng_state)
     elif args.dropout_p > 0.0:
         raise value_error("rng_state", "None", "an int64 (seed, offset) tensor wherever dropout_p > 0")
+
+
+def _check_lengths(args: AttentionArgs, shape: Shape) -> None:
+    """Sizes have to fit into 32 bits. Symbolic ones are checked when they have become numbers."""
+    for name, tensor in (("q", args.q), ("k", args.k), ("v", args.v)):
+        for size in tensor.shape:
+            if type(size) is int and size > MAX_LENGTH:
+                raise unsupported(name, f"shape {tuple(tensor.shape)}", f"sizes up to {MAX_LENGTH}")
+    if args.block_table is not None and type(shape.seqlen_k) is int and shape.seqlen_k > MAX_LENGTH:
+        columns, size = args.block_table.shape[1], page_size(args)
+        raise unsupported(
+            "block_table",
+            f"{columns} pages of {size} keys per sequence",
+            f"up to {MAX_LENGTH} keys per sequence",
+            "Drop columns that no sequence reaches",
+        )
 
 
 def _check_sizes(args: AttentionArgs, shape: Shape) -> None:

@@ -393,7 +393,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "negative max": (
         varlen(max_seqlen_k=-1),
         ValueError,
-        "max_seqlen_k: got -1 (int); accepted: an integer of 0 to 2147483647, or None.",
+        "max_seqlen_k: got -1 (int); accepted: an integer of 0 to 2147482624, or None.",
     ),
     "max beyond 32 bits": (
         varlen(max_seqlen_k=2**31),

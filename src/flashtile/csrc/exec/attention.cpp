@@ -7,8 +7,9 @@
 namespace flashtile {
 namespace {
 
-constexpr i64 kUnbounded = 1 << 30;  // a window at least this wide hides nothing
-constexpr i64 kMaxLength = std::numeric_limits<i32>::max();
+constexpr i64 kMaxLength = (i64{1} << 31) - 1024;                         // problem.py: MAX_LENGTH
+constexpr i64 kWidestWindow = std::numeric_limits<i32>::max();            // kernels/params.py: kernel_window
+constexpr double kSmallestSoftcap = 0x1p-100, kLargestSoftcap = 0x1p100;  // kernels/params.py: kernel_softcap
 constexpr i64 kMaxHeadDim = 512;
 constexpr double kLog2e = 1.4426950408889634;
 
@@ -71,6 +72,7 @@ bool check_sizes(const Call& call, const Shape& shape, Axes axes) {
       if (size > kMaxLength) return false;
     }
   }
+  if (shape.seqlen_k > kMaxLength) return false;  // pages of a sequence
   if (q.size(-1) > kMaxHeadDim || v.size(-1) > kMaxHeadDim || k.size(-1) != q.size(-1)) return false;
   if (shape.heads % shape.heads_kv != 0 || v.size(axes.head) != shape.heads_kv || v.size(axes.row) != k.size(axes.row))
     return false;
@@ -166,11 +168,12 @@ void fill_scalars(const Options& options, Call& call, double scale) {
   i64 right = options.causal == Causal::kNone ? options.window_right : 0;
   // Half to even, as Python rounds
   double threshold = std::fmin(std::nearbyint(options.dropout_p * 65536.0), 65535.0);
-  call.scalars[kWindowLeft] = static_cast<double>(options.window_left >= kUnbounded ? -1 : options.window_left);
-  call.scalars[kWindowRight] = static_cast<double>(right >= kUnbounded ? -1 : right);
+  call.scalars[kWindowLeft] = static_cast<double>(options.window_left > kWidestWindow ? -1 : options.window_left);
+  call.scalars[kWindowRight] = static_cast<double>(right > kWidestWindow ? -1 : right);
   call.scalars[kScale] = scale;
   call.scalars[kScaleLog2] = scale * kLog2e;
-  call.scalars[kSoftcap] = options.softcap;
+  call.scalars[kSoftcap] =
+      options.softcap > 0.0 ? std::fmin(std::fmax(options.softcap, kSmallestSoftcap), kLargestSoftcap) : 0.0;
   call.scalars[kDropoutThreshold] = threshold;
   call.scalars[kKeepFactor] = 65536.0 / (65536.0 - threshold);
   call.scalars[kMaxSeqlenQ] = static_cast<double>(options.max_seqlen_q < 0 ? 0 : options.max_seqlen_q);

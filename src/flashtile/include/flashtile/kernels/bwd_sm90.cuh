@@ -56,6 +56,7 @@ struct KeyTile {
     tile.m_end = max_of(ceil_div(queries.end, Config::kBlockM), tile.m_begin);
     tile.num_heads = p.heads / p.heads_kv;
     tile.first_head = tile.kv_head * tile.num_heads;
+    if constexpr (mutates(Mutation::bwd_sm90_group)) tile.num_heads = 1;
     return tile;
   }
   FT_DEVICE bool has_keys() const { return j_begin < s.seqlen_k; }
@@ -192,6 +193,7 @@ struct BwdSm90 {
   // Zeros rows of a tile from row num_rows on: they belong to another sequence, and 0 * NaN is NaN.
   template <i32 kRows, i32 kSlabs>
   FT_DEVICE static void clear_tail(T* sTile, i32 num_rows, i32 consumer) {
+    if constexpr (mutates(Mutation::bwd_sm90_tail)) num_rows = kRows;
     clear_rows<kRows, kSlabs>(sTile, num_rows);
     named_barrier_sync(kConsumerBarrier + consumer, 128);
   }
@@ -210,6 +212,7 @@ struct BwdSm90 {
   // The columns [low, high) of the fragment whose queries see key j, before a bool mask. The first column is query i.
   FT_DEVICE static Range seen_columns(const Params& p, const Sequence& s, i32 i, i32 j) {
     Range seen = query_range<Mask>(p, s, j, j + 1);
+    if constexpr (mutates(Mutation::bwd_sm90_mask_offset)) seen.begin -= Mask::kHasBand ? 1 : 0;
     return j < s.seqlen_k ? Range{seen.begin - i, seen.end - i} : Range{0, 0};
   }
 
@@ -274,7 +277,8 @@ struct BwdSm90 {
           float full = exp2_approx(score - (e == 0 ? lse.x : lse.y));
           prob[e] = full * drop;
           ds[e] = full * (rdP[x] * drop - (e == 0 ? delta.x : delta.y));
-          if constexpr (ScoreMod::kHasSoftcap) ds[e] *= 1.0f - tanh * tanh;
+          if constexpr (!mutates(Mutation::bwd_sm90_softcap))
+            if constexpr (ScoreMod::kHasSoftcap) ds[e] *= 1.0f - tanh * tanh;
         }
         packed_p[2 * b + r] = pack_two<T>(prob[0], prob[1]);
         packed_ds[2 * b + r] = pack_two<T>(ds[0], ds[1]);
@@ -294,6 +298,8 @@ struct BwdSm90 {
                                const float (&rdQ)[kColumnsDq / 2]) {
     release_stage(shared.empty_ds[Buffers::stage(count)]);
     if (!has_dq(consumer, count)) return;
+    if constexpr (mutates(Mutation::bwd_sm90_dq_tile))
+      if (count == 1) return;
     // Wait until the rows staged before have been read
     wait_tma_store_read();
     i32 row = fragment_row(), first = threadIdx.x % 128 / 32 * 16;

@@ -100,6 +100,7 @@ __global__ void __launch_bounds__(kStepThreads) bwd_convert_dq_kernel(const FT_G
       const float4* row = reinterpret_cast<const float4*>(p.dq_accum + (slab * p.lse_size + stat) * 64);
       // Swizzled: BwdSm90::add_dq
       i32 chunk = lane ^ i % 8, column = 64 * slab + 8 * lane;
+      if constexpr (mutates(Mutation::bwd_sm90_dq_order)) chunk = lane;
       float4 x = row[2 * chunk], y = row[2 * chunk + 1];
       if (column < p.head_dim) {
         *reinterpret_cast<uint4*>(gdQ + i * p.dq_strides.row + column) =
