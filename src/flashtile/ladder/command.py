@@ -14,11 +14,13 @@ from rich.console import Console
 
 from flashtile.bench import device
 from flashtile.bench import tables as bench_tables
-from flashtile.bench.command import INTERRUPTED, writable_folder
+from flashtile.bench.command import INTERRUPTED
+from flashtile.bench.files import writable_folder
+from flashtile.bench.load import Load
 from flashtile.bench.points import Point
 from flashtile.bench.rows import Environment, Row, Writer, as_dict
 from flashtile.bench.sweep import Settings, Sweep
-from flashtile.bench.terminal import make_console, progress_bar, say_files, show
+from flashtile.bench.terminal import make_console, progress_bar, say_files, say_remark, show
 from flashtile.errors import Unsupported, unsupported, value_error
 from flashtile.kernels.arch import ARCHS, Arch
 from flashtile.ladder import ceilings, counters, figures, launcher, measure, probe, tables
@@ -111,7 +113,7 @@ class Run:
             self.console.print(str(fault), style="red", highlight=False, markup=False, soft_wrap=True)
             return 1
         except KeyboardInterrupt:
-            self._say("Interrupted: the files hold what was measured so far.")
+            self._say("Interrupted: the rows measured so far were kept in a file named _unfinished.")
             return INTERRUPTED
 
     def _all(self) -> int:
@@ -130,7 +132,9 @@ class Run:
         )
         stem = self.options.dtype + ("" if is_whole else "_part")
         written = [self.folder / f"ladder_{stem}.csv", self.folder / f"ladder_kernels_{stem}.csv"]
+        load = Load("cuda")
         rows = self._measure(written[0])
+        remark = load.remark()
         counted, hbm, refusal = self._profile()
         kernels = self._kernel_rows(rows, roofs, counted)
         with Writer(written[1], RungRow) as writer:
@@ -151,6 +155,7 @@ class Run:
         except Unsupported as error:
             self._say(str(error))
         say_files(self.console, written)
+        say_remark(self.console, remark)
         if self.options.as_json:
             print(
                 json.dumps(
