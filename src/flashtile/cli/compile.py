@@ -25,6 +25,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from flashtile.bench.files import writable_folder
+from flashtile.cli.limits import check_jobs
 from flashtile.errors import value_error
 from flashtile.kernels import append_kv, families
 from flashtile.kernels.arch import ARCHS, Arch, arch_named, arch_of
@@ -426,8 +428,10 @@ def prepare(options: Options) -> Callable[[], int]:
         if padded is None:
             raise value_error("--head-dim", str(head_dim), f"1 to {known_dims[-1]}")
         dims.append(padded)
-    if options.num_threads is not None and options.num_threads < 1:
-        raise value_error("--jobs", str(options.num_threads), "1 or more")
+    check_jobs(options.num_threads)
+    if options.embed is not None:
+        cache.check_embedding()
+        options = dataclasses.replace(options, embed=writable_folder(options.embed, "--embed"))
     skipped = []
     if options.archs:
         archs = _asked_archs(options.archs, compiler)
