@@ -31,6 +31,7 @@ from flashtile.ladder.ceilings import Ceilings
 from flashtile.ladder.probe import GUARD, KernelFault
 from flashtile.ladder.rows import Counters, HbmRow, RungRow
 from flashtile.ladder.rungs import Variables
+from flashtile.runtime import toolchain
 from flashtile.runtime.nvrtc import CompileError
 
 RUNGS = rungs.rungs()
@@ -428,6 +429,17 @@ def test_a_list_by_number_and_by_name():
     assert IDS[0] in result.output
     assert IDS[2] in result.output
     assert IDS[1] not in result.output
+
+
+def test_the_list_without_a_compiler_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find() -> toolchain.Toolchain:
+        raise Unsupported("NVRTC: none here.")
+
+    monkeypatch.setattr(toolchain, "find", find)
+    result = ladder("--list")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("NVRTC: none here.") == 1
+    assert all(rung_id in result.output for rung_id in IDS)
 
 
 def test_the_plan_has_the_large_problem_first():

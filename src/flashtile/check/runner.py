@@ -483,7 +483,8 @@ def processes(jobs: int, end: float = math.inf, is_ready: bool = True) -> Iterat
     pool = ProcessPoolExecutor(jobs, context, initializer=_begin, initargs=(_ON_INTERRUPT, dict(os.environ)))
     try:
         if is_ready:
-            started = [pool.submit(judge_all, (), _NOTHING) for _ in range(jobs)]
+            with _interrupts_held():
+                started = [pool.submit(judge_all, (), _NOTHING) for _ in range(jobs)]
             left = None if end == math.inf else max(0.0, end - time.monotonic())
             if wait(started, left).not_done:
                 raise TimeOver
@@ -505,14 +506,31 @@ def _start_forkserver() -> None:
     """With interrupts ignored: one that comes while it imports torch would end it, and the workers wait for it."""
     from multiprocessing import forkserver  # not on every platform
 
+    with _interrupts_handled_by(signal.SIG_IGN):
+        forkserver.ensure_running()
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """An interrupt raises at the end of the block: in the middle of starting a worker it would leave that without a
+    parent."""
+    came = list[bool]()
+    with _interrupts_handled_by(lambda *_: came.append(True)):
+        yield
+    if came:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _interrupts_handled_by(handler: Any) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        forkserver.ensure_running()
+        yield  # interrupts are for the main thread
         return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.signal(signal.SIGINT, handler)
     try:
-        forkserver.ensure_running()
+        yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGINT, before)
 
 
 class _Compilers:
@@ -548,7 +566,8 @@ class _Compilers:
         new = {kernel: job for kernel, job in jobs.items() if kernel not in self.started}
         self.started.update(new)
         try:
-            return [self.pool.submit(job) for job in new.values()]
+            with _interrupts_held():
+                return [self.pool.submit(job) for job in new.values()]
         except BrokenProcessPool:
             return []  # they compile when they are judged
 
@@ -561,7 +580,7 @@ class _Compilers:
                     caller: Any = opened.enter_context(ThreadPoolExecutor(1))
                 else:
                     caller = self.caller
-                with suppress(BrokenProcessPool):
+                with suppress(BrokenProcessPool), _interrupts_held():
                     pending.add(
                         caller.submit(_warm_all, trials, self.called_backends, self.settings.device, self.judges.end)
                     )

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -112,7 +113,11 @@ class Command:
         except BrokenProcessPool:
             words = "Worker processes died. Pass --jobs 1, or fewer jobs if memory is short."
             self.console.print(f"[red]{words}", highlight=False, soft_wrap=True)
-            return NOTHING_CHECKED
+        except OSError:
+            raise  # a file that cannot be written
+        except Exception:
+            traceback.print_exc()  # an error of the check itself; status 1 says that a backend disagrees
+        return NOTHING_CHECKED
 
     def check(self, trial: Trial | None) -> int:
         """Checks the given problem, or random ones."""
@@ -128,7 +133,7 @@ class Command:
         self._show_failures(report)
         self._show_unfinished(report)
         has_result = bool(report.ran or report.failures)
-        if not has_result:
+        if not (has_result or report.is_interrupted):
             reasons = [f"{name}: {reason}" for name, found in report.refused.items() for reason in found]
             if report.is_time_over and not report.num_problems:
                 reasons.append("the time was over before a first problem was judged; pass a larger --seconds")

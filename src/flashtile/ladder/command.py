@@ -26,6 +26,7 @@ from flashtile.kernels.arch import ARCHS, Arch
 from flashtile.ladder import ceilings, counters, figures, launcher, measure, probe, tables
 from flashtile.ladder.rows import Counters, HbmRow, RungRow
 from flashtile.ladder.rungs import Rung, Variables
+from flashtile.runtime import toolchain
 
 _BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S = 0.08, 6.0, 150.0
 _DEFAULT_ARCH = 90
@@ -255,7 +256,12 @@ def _list(chosen: Sequence[Rung], arch: Arch, variables: Variables, as_json: boo
     """Lists the rungs and the resources of each on the architecture. Compiles them; needs no GPU."""
     console = make_console(as_json)
     found, lines = list[dict[str, object]](), list[tuple[str, ...]]()
+    no_compiler = _no_compiler()
     for rung in chosen:
+        if no_compiler:
+            found.append({"rung": rung.name, "title": rung.title})
+            lines.append((rung.name, "", "", "", "", "", "", rung.title))
+            continue
         try:
             kernel = launcher.compile_rung(rung, measure.LARGE.head_dim, arch, variables)
         except (Unsupported, ValueError) as error:
@@ -280,6 +286,22 @@ def _list(chosen: Sequence[Rung], arch: Arch, variables: Variables, as_json: boo
         }
         found.append({"rung": rung.name, "title": rung.title, **vars(tile), **facts})
     show(console, replace(tables.kernel_table(lines), title=f"The ladder for {arch.name}, d={measure.LARGE.head_dim}"))
+    if no_compiler:
+        console.print(
+            f"Not compiled, so that resources are not known. {no_compiler}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     if as_json:
-        print(json.dumps({"rungs": found}, indent=1))
+        print(json.dumps({"rungs": found, "refusal": no_compiler}, indent=1))
     return 0
+
+
+def _no_compiler() -> str:
+    """Why nothing can be compiled, or an empty text."""
+    try:
+        toolchain.find()
+    except Unsupported as error:
+        return str(error)
+    return ""
