@@ -671,7 +671,7 @@ def results(tmp_path) -> Path:
             point, inputs
         )
 
-    names = [(rung.name, False) for rung in RUNGS[:2]] + [("sdpa-math", True)]
+    names = [(rung.name, False) for rung in RUNGS[:2]] + [("cuda", False), ("sdpa-math", True)]
     fakes = [replace(provider(name, is_baseline=is_baseline), build=call_for) for name, is_baseline in names]
     rows = [row for found in Sweep(plan, fakes, SETTINGS, ENV).rows() for row in found]
     kernels = [
@@ -700,10 +700,11 @@ def test_tables(results):
     assert kernels[0].dram_bytes == 3e6
     table = tables.of(rows, kernels, "ladder")
     assert table.header[:6] == ("", "ms", "TFLOP/s", "of FMA ceiling", "x step before", "x sdpa-math")
-    first, second, baseline = table.lines
+    first, second, ours, baseline = table.lines
     assert first[:5] == ("00_naive", "4", "2.5", "12 %", "")
     assert second[:5] == ("01_shared_tiles", "2", "5", "25 %", "2")
     assert second[-4:] == ("100", "0", "69.0", "25 %")
+    assert ours[0] == "flashtile"
     assert baseline[0] == "sdpa-math"
     assert "causal" in tables.of(rows, kernels, "ladder-causal").title
     counted = tables.of(rows, kernels, "counters").lines[0]
@@ -731,6 +732,14 @@ def test_figures(results):
         "ladder_hbm_fp32.png",
     }
     assert all(plots.is_current(path) for path in written)
+
+
+def test_our_default_is_called_flashtile_in_the_figure(results, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "save", lambda figure, csv_path, name: drawn.append(figure) or csv_path)
+    figures.draw(results / "ladder_fp32.csv")
+    names = [label.get_text() for label in drawn[0].axes[0].get_yticklabels()]
+    assert names == [*(rung.name for rung in RUNGS[:2]), "flashtile", "sdpa-math"]
 
 
 def test_pages_are_filled(results, tmp_path_factory):
