@@ -246,6 +246,7 @@ def _key_of(problem: Problem, grads: tuple[str, ...] | None) -> PlanKey:
         problem.rows_disjoint,
         problem.heads_disjoint,
         families.classes_of(op, shape, _num_multiprocessors(problem.device_index)),
+        problem.deterministic,
     )
 
 

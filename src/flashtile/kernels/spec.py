@@ -71,6 +71,7 @@ class PlanKey:
     rows_disjoint: bool = True  # no two rows of q, k or v overlap in memory
     heads_disjoint: bool = True  # no two heads of q share memory
     classes: tuple[tuple[LengthClass, int], ...] = ()
+    is_deterministic: bool = False  # results have the same bits in every run
 
     @property
     def op(self) -> str:

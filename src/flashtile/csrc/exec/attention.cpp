@@ -223,6 +223,7 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
   note(options.max_seqlen_k >= 0);
   note(options.is_named);
   note(options.is_deterministic);
+  note(options.is_deterministic);
   note(options.needs_grad);
   note(options.needs_bias_grad);
   note(scale > 0.0);

@@ -1,0 +1,498 @@
+// Attention backward on Hopper: dQ, dK and dV by wgmma and TMA, one producer and two consumer warpgroups.
+//
+// Threads:   a block owns kBlockN keys of one KV head and streams the queries that see them, of every head that shares
+//            the KV head. Consumer w owns 64 of the keys: its dK and dV stay in registers, so they need no atomics. In
+//            the last warpgroup one lane issues the copies of Q, dO, K and V, and a second warp fills the statistics.
+// Shared:    sK, sV [slab][kBlockN][64], sQ, sdO [stage][slab][kBlockM][64] and sdS [buffer][kBlockN][64], 128-byte swizzled;
+//            lse and delta of each stage's queries; the barriers.
+// Products:  S^T = K Q^T and dP^T = V dO^T have keys as rows. Packed to 16 bits, P^T and dS^T are then register operands
+//            of dV += P^T dO and dK += dS^T Q. dS goes through shared memory once, for dQ = dS K over all keys of the
+//            block: each consumer computes one slab of dQ's columns, or, where there is one slab, every other tile.
+// Mainloop:  dQ of tile i - 1, dV and dK of tile i, S^T and dP^T of tile i + 1; then P and dS of tile i + 1.
+// dQ:        float32 sums in global memory (dq_accum), by bulk reductions of tiles staged in sdQ. bwd_convert_dq_kernel
+//            turns them into dQ.
+// Turns:     the consumers take turns (ping-pong): one issues its five products while the other computes P and dS.
+#pragma once
+
+#include "flashtile/attn/block_range.cuh"
+#include "flashtile/attn/dropout.cuh"
+#include "flashtile/attn/mask.cuh"
+#include "flashtile/attn/score_mod.cuh"
+#include "flashtile/core/mutation.cuh"
+#include "flashtile/ptx/bulk.cuh"
+#include "flashtile/ptx/tma.cuh"
+#include "flashtile/tile/epilogue.cuh"
+#include "flashtile/tile/pipeline.cuh"
+#include "flashtile/tile/sm90_bwd_config.cuh"
+#include "flashtile/tile/smem_tile.cuh"
+#include "flashtile/tile/wgmma_gemm.cuh"
+
+namespace flashtile {
+
+// The maps' axes are (head_dim, rows, heads, batch); their boxes have 64 columns.
+struct BwdSm90Params {
+  Params base;
+  TensorMap q_map, dout_map;  // boxes of kBlockM rows
+  TensorMap k_map, v_map;     // boxes of kBlockN rows
+};
+
+// What a block works on: kBlockN keys, and the query tiles [m_begin, m_end) of each head of a group. It lies in shared
+// memory: registers are scarce.
+struct KeyTile {
+  Sequence s;
+  i32 kv_head, j_begin, m_begin, m_end, first_head, num_heads;
+
+  template <class Config, class Mask, class SeqInfo>
+  FT_DEVICE static KeyTile find(const Params& p) {
+    KeyTile tile;
+    i32 num_n_blocks = ceil_div(p.seqlen_k, Config::kBlockN);
+    // The first keys come first: under a causal mask most queries see them
+    tile.j_begin = static_cast<i32>(blockIdx.x % num_n_blocks) * Config::kBlockN;
+    tile.kv_head = blockIdx.x / num_n_blocks % p.heads_kv;
+    tile.s = find_sequence<SeqInfo>(p, blockIdx.x / num_n_blocks / p.heads_kv);
+    i32 j_end = min_of(tile.j_begin + Config::kBlockN, tile.s.seqlen_k);
+    Range queries = query_range<Mask>(p, tile.s, tile.j_begin, j_end);
+    tile.m_begin = queries.begin / Config::kBlockM;
+    tile.m_end = max_of(ceil_div(queries.end, Config::kBlockM), tile.m_begin);
+    tile.num_heads = p.heads / p.heads_kv;
+    tile.first_head = tile.kv_head * tile.num_heads;
+    return tile;
+  }
+  FT_DEVICE bool has_keys() const { return j_begin < s.seqlen_k; }
+  FT_DEVICE bool has_queries() const { return m_begin < m_end; }
+};
+
+// One of the query tiles that stream by. A consumer may use tile c - 1 while the producer prepares tile
+// c + kNumStages.
+struct QueryTileIndex {
+  i32 i_begin, head;
+};
+constexpr u32 kNumQueryTiles = 8;
+
+template <class Config>
+struct alignas(1024) BwdSm90Storage {
+  using T = typename Config::Element;
+  T sK[Config::kElementsK];
+  T sV[Config::kElementsV];
+  T sQ[Config::kNumStages][Config::kElementsQ];
+  T sdO[Config::kNumStages][Config::kElementsdO];
+  T sdS[Config::kNumBuffers][Config::kElementsdS];  // dS^T: keys are rows
+  float sdQ[Config::kNumConsumers][64 * 64];
+  float lse[Config::kNumStages][Config::kBlockM];
+  float delta[Config::kNumStages][Config::kBlockM];
+  QueryTileIndex queries[kNumQueryTiles];  // tile number count is at count % kNumQueryTiles
+  u64 full_k, full_v;
+  u64 full_q[Config::kNumStages], empty_q[Config::kNumStages];    // Q and lse
+  u64 full_do[Config::kNumStages], empty_do[Config::kNumStages];  // dO and delta
+  u64 full_ds[Config::kNumBuffers], empty_ds[Config::kNumBuffers];
+  KeyTile tile;
+};
+
+// Named barriers, one of each kind per consumer. Barrier 0 is __syncthreads.
+constexpr i32 kPingPongBarrier = 1;
+constexpr i32 kConsumerBarrier = 8;
+
+template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo>
+struct BwdSm90 {
+  using T = typename Config::Element;
+  using Storage = BwdSm90Storage<Config>;
+  using Stages = Ring<Config::kNumStages>;
+  using Buffers = Ring<Config::kNumBuffers>;
+  static constexpr i32 kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
+  static constexpr i32 kScores = kBlockM / 2;                          // registers per thread of S^T
+  static constexpr i32 kColumnsDq = 64;  // of dQ that a consumer computes
+  // Options need the scores and dP together: softcap its derivative, dropout the same bits
+  static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
+
+  // ---- Prologue. Scope: thread 0.
+
+  FT_DEVICE static void init(Storage& shared) {
+    constexpr i32 kConsumerWarps = 4 * Config::kNumConsumers;
+    mbarrier_init(shared.full_k, 1);
+    mbarrier_init(shared.full_v, 1);
+    for (i32 stage = 0; stage < Config::kNumStages; ++stage) {
+      mbarrier_init(shared.full_q[stage], 2);
+      mbarrier_init(shared.full_do[stage], 2);
+      mbarrier_init(shared.empty_q[stage], kConsumerWarps);
+      mbarrier_init(shared.empty_do[stage], kConsumerWarps);
+    }
+    for (i32 buffer = 0; buffer < Config::kNumBuffers; ++buffer) {
+      mbarrier_init(shared.full_ds[buffer], kConsumerWarps);
+      mbarrier_init(shared.empty_ds[buffer], kConsumerWarps);
+    }
+    mbarrier_init_fence();
+    fence_proxy_async();
+  }
+
+  // ---- Producer. Scope: one thread.
+
+  // Loads rows of one head. A map has size 1 along head or batch where the tensor's stride is 0 (broadcast or packed).
+  template <i32 kRows, i32 kSlabs>
+  FT_DEVICE static void load(T* sTile, const TensorMap& map, const Strides& strides, u64& full, i32 row, i32 head,
+                             i32 batch) {
+    i32 map_head = strides.head == 0 ? 0 : head, map_batch = strides.batch == 0 ? 0 : batch;
+    load_slabs<kRows, kSlabs>(sTile, map, full, kRows, row, map_head, map_batch);
+  }
+
+  FT_DEVICE static void produce(const BwdSm90Params& params, Storage& shared, const KeyTile& tile) {
+    const Params& p = params.base;
+    i32 batch = tile.s.batch_idx, q_row = static_cast<i32>(tile.s.q_row);
+    i32 k_row = static_cast<i32>(tile.s.k_row) + tile.j_begin;
+    load<kBlockN, Config::kSlabsQK>(shared.sK, params.k_map, p.k_strides, shared.full_k, k_row, tile.kv_head, batch);
+    u32 count = 0;
+    for (i32 h = 0; h < tile.num_heads; ++h) {
+      for (i32 m = tile.m_begin; m < tile.m_end; ++m, ++count) {
+        u32 stage = Stages::stage(count);
+        i32 row = q_row + m * kBlockM;
+        Stages::wait_empty(shared.empty_q, count);
+        load<kBlockM, Config::kSlabsQK>(shared.sQ[stage], params.q_map, p.q_strides, shared.full_q[stage], row,
+                                        tile.first_head + h, batch);
+        if (count == 0) {
+          load<kBlockN, Config::kSlabsV>(shared.sV, params.v_map, p.v_strides, shared.full_v, k_row, tile.kv_head,
+                                         batch);
+        }
+        Stages::wait_empty(shared.empty_do, count);
+        load<kBlockM, Config::kSlabsV>(shared.sdO[stage], params.dout_map, p.dout_strides, shared.full_do[stage], row,
+                                       tile.first_head + h, batch);
+      }
+    }
+  }
+
+  // Fills the statistics of every stage. Rows past the last query get those of a fully masked row. Scope: warp.
+  FT_DEVICE static void produce_stats(const Params& p, Storage& shared, const KeyTile& tile) {
+    constexpr i32 kRows = kBlockM / 32;
+    i32 lane = threadIdx.x % 32;
+    u32 count = 0;
+    for (i32 h = 0; h < tile.num_heads; ++h) {
+      for (i32 m = tile.m_begin; m < tile.m_end; ++m, ++count) {
+        float lse[kRows], delta[kRows];
+#pragma unroll
+        for (i32 x = 0; x < kRows; ++x) {
+          i32 i = m * kBlockM + 32 * x + lane;
+          bool is_query = i < tile.s.seqlen_q;
+          i64 stat = stat_index(p, tile.s, tile.first_head + h, i);
+          lse[x] = is_query ? p.lse_log2[stat] : infinity();
+          delta[x] = is_query ? p.delta[stat] : 0.0f;
+        }
+        u32 stage = Stages::stage(count);
+        Stages::wait_empty(shared.empty_q, count);
+#pragma unroll
+        for (i32 x = 0; x < kRows; ++x) shared.lse[stage][32 * x + lane] = lse[x];
+        if (lane == 0) shared.queries[count % kNumQueryTiles] = {m * kBlockM, tile.first_head + h};
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(shared.full_q[stage]);
+        Stages::wait_empty(shared.empty_do, count);
+#pragma unroll
+        for (i32 x = 0; x < kRows; ++x) shared.delta[stage][32 * x + lane] = delta[x];
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(shared.full_do[stage]);
+      }
+    }
+  }
+
+  // ---- Consumer. Scope: warpgroup.
+
+  // Waits until the other consumer has issued its products, and lets it issue the next ones.
+  FT_DEVICE static void wait_turn(i32 consumer) { named_barrier_sync(kPingPongBarrier + consumer, 256); }
+  FT_DEVICE static void end_turn(i32 consumer) { named_barrier_arrive(kPingPongBarrier + 1 - consumer, 256); }
+
+  // Zeros rows of a tile from row num_rows on: they belong to another sequence, and 0 * NaN is NaN.
+  template <i32 kRows, i32 kSlabs>
+  FT_DEVICE static void clear_tail(T* sTile, i32 num_rows, i32 consumer) {
+    clear_rows<kRows, kSlabs>(sTile, num_rows);
+    named_barrier_sync(kConsumerBarrier + consumer, 128);
+  }
+
+  // Statistics of a thread's queries, two of every 8. Loaded ahead: products in flight keep shared memory busy.
+  using Stats = float[kBlockM / 4];
+  FT_DEVICE static void load_stats(const float* sStats, Stats& stats) {
+#pragma unroll
+    for (i32 b = 0; b < kBlockM / 8; ++b) {
+      float2 two = *reinterpret_cast<const float2*>(sStats + 8 * b + fragment_column());
+      stats[2 * b] = two.x;
+      stats[2 * b + 1] = two.y;
+    }
+  }
+
+  // P^T = 2^(S^T - lse); 0 where a query does not see the key. Rows of the fragment are keys. Scope: thread.
+  template <bool kIsMasked>
+  FT_DEVICE static void exponentiate(const Params& p, const Sequence& s, i32 i_begin, i32 j_begin, const Stats& lse,
+                                     const float (&rS)[kScores], float (&rP)[kScores]) {
+    i32 low[2], high[2];
+#pragma unroll
+    for (i32 r = 0; r < 2 && kIsMasked; ++r) {
+      i32 j = j_begin + fragment_row() + 8 * r, i_first = i_begin + fragment_column();
+      Range seen = query_range<Mask>(p, s, j, j + 1);
+      low[r] = seen.begin - i_first;
+      high[r] = j < s.seqlen_k ? seen.end - i_first : 0;
+      if (j >= s.seqlen_k) low[r] = kBlockM;
+    }
+#pragma unroll
+    for (i32 b = 0; b < kScores / 4; ++b) {
+#pragma unroll
+      for (i32 x = 0; x < 4; ++x) {
+        i32 r = x / 2, column = 8 * b + x % 2;
+        float score = fmaf(rS[4 * b + x], p.scale_log2, -lse[2 * b + x % 2]);
+        if constexpr (kIsMasked) score = column >= low[r] && column < high[r] ? score : -infinity();
+        rP[4 * b + x] = exp2_approx(score);
+      }
+    }
+  }
+
+  // dS^T = P^T * (dP^T - delta). Both are packed here, not earlier: registers are scarce.
+  FT_DEVICE static void differentiate(const Stats& delta, const float (&rP)[kScores], const float (&rdP)[kScores],
+                                      u32 (&packed_p)[kScores / 2], u32 (&packed_ds)[kScores / 2]) {
+#pragma unroll
+    for (i32 b = 0; b < kScores / 4; ++b) {
+#pragma unroll
+      for (i32 r = 0; r < 2; ++r) {
+        i32 x = 4 * b + 2 * r;
+        packed_ds[x / 2] = pack_two<T>(rP[x] * (rdP[x] - delta[2 * b]), rP[x + 1] * (rdP[x + 1] - delta[2 * b + 1]));
+        packed_p[x / 2] = pack_two<T>(rP[x], rP[x + 1]);
+      }
+    }
+  }
+
+  // Whether a consumer computes a part of dQ of tile number count. Where dQ is one slab, the consumers take turns.
+  FT_DEVICE static bool has_dq(i32 consumer, u32 count) {
+    return Config::kSlabsQK == 2 || static_cast<i32>(count % 2) == consumer;
+  }
+
+  // Adds a consumer's part of dQ of tile number count, 64 columns of it, to dq_accum, and releases the tile's dS. Each
+  // slab of dq_accum holds the rows of lse one after the other, so the 64 rows are one piece. Bank conflicts are avoided
+  // by a swizzle: columns 8 b .. 8 b + 7 of query i are stored at 8 (b ^ i % 8).
+  FT_DEVICE static void add_dq(const Params& p, Storage& shared, i32 consumer, u32 count,
+                               const float (&rdQ)[kColumnsDq / 2]) {
+    release_stage(shared.empty_ds[Buffers::stage(count)]);
+    if (!has_dq(consumer, count)) return;
+    // Wait until the tile staged before has been read
+    if (threadIdx.x % 128 == 0) bulk_wait_read<0>();
+    named_barrier_sync(kConsumerBarrier + consumer, 128);
+    i32 row = fragment_row();
+    float* sRow = shared.sdQ[consumer] + row * 64 + fragment_column();
+#pragma unroll
+    for (i32 b = 0; b < kColumnsDq / 8; ++b) {
+      float* two = sRow + 8 * (b ^ row % 8);
+      *reinterpret_cast<float2*>(two) = make_float2(rdQ[4 * b], rdQ[4 * b + 1]);
+      *reinterpret_cast<float2*>(two + 8 * 64) = make_float2(rdQ[4 * b + 2], rdQ[4 * b + 3]);
+    }
+    fence_proxy_async();
+    named_barrier_sync(kConsumerBarrier + consumer, 128);
+    if (threadIdx.x % 128 == 0) {
+      const QueryTileIndex& queries = shared.queries[count % kNumQueryTiles];
+      const Sequence& s = shared.tile.s;
+      i64 slab_row = (Config::kSlabsQK == 1 ? 0 : consumer * p.lse_size) + stat_index(p, s, queries.head, queries.i_begin);
+      reduce_add(p.dq_accum + slab_row * 64, shared.sdQ[consumer], 256 * min_of(64, s.seqlen_q - queries.i_begin));
+      bulk_commit();
+    }
+  }
+
+  // Stores dK or dV of a consumer's keys.
+  template <i32 kCount>
+  FT_DEVICE static void store_rows(void* base, const Strides& strides, const Params& p, const KeyTile& tile, i32 j_begin,
+                                   i32 num_columns, float factor, const float (&rD)[kCount]) {
+    KeyRows<T, KvSource<false>> rows(static_cast<T*>(base), strides, p, tile.s, tile.kv_head);
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      i32 j = j_begin + fragment_row() + 8 * r;
+#pragma unroll
+      for (i32 b = 0; b < kCount / 4; b += 4) {
+        uint4 chunk = packed_chunk<T>(rD, b, r, factor);
+        i32 column = 8 * (b + static_cast<i32>(threadIdx.x % 4));
+        if (j < tile.s.seqlen_k && column < num_columns) *reinterpret_cast<uint4*>(rows.row(j) + column) = chunk;
+      }
+    }
+  }
+
+  FT_DEVICE static void consume(const BwdSm90Params& params, Storage& shared, const KeyTile& tile, i32 consumer) {
+    const Params& p = params.base;
+    const Sequence& s = tile.s;
+    auto num_tiles = [&] { return static_cast<u32>((tile.m_end - tile.m_begin) * tile.num_heads); };
+    auto j_begin = [&] { return tile.j_begin + 64 * consumer; };
+    float rdK[Config::kHeadDim / 2], rdV[Config::kHeadDimV / 2];
+    u32 packed_p[kScores / 2];
+#pragma unroll
+    for (i32 x = 0; x < Config::kHeadDim / 2; ++x) rdK[x] = 0.0f;
+#pragma unroll
+    for (i32 x = 0; x < Config::kHeadDimV / 2; ++x) rdV[x] = 0.0f;
+
+    // Tile bases of the operands
+    auto k_tile = [&](i32 slab) { return tile_base(shared.sK + slab * kBlockN * 64, kBlockN * 128); };
+    auto k_rows = [&] { return tile_base(shared.sK + 64 * 64 * consumer, kBlockN * 128); };
+    auto v_rows = [&] { return tile_base(shared.sV + 64 * 64 * consumer, kBlockN * 128); };
+    auto q_tile = [&](u32 count) { return tile_base(shared.sQ[Stages::stage(count)], kBlockM * 128); };
+    auto do_tile = [&](u32 count) { return tile_base(shared.sdO[Stages::stage(count)], kBlockM * 128); };
+    auto ds_rows = [&](u32 count) { return tile_base(shared.sdS[Buffers::stage(count)] + 64 * 64 * consumer, kBlockN * 128); };
+    auto ds_tile = [&](u32 count) { return tile_base(shared.sdS[Buffers::stage(count)], kBlockN * 128); };
+
+    auto i_begin = [&](u32 count) { return shared.queries[count % kNumQueryTiles].i_begin; };
+    // Wait for Q and dO of tile number count
+    auto wait_operands = [&](u32 count) {
+      Stages::wait_full(shared.full_q, count);
+      Stages::wait_full(shared.full_do, count);
+      if constexpr (SeqInfo::kHasLengths) {
+        i32 num_rows = s.seqlen_q - i_begin(count);
+        if (num_rows < kBlockM) {
+          clear_tail<kBlockM, Config::kSlabsQK>(shared.sQ[Stages::stage(count)], num_rows, consumer);
+          clear_tail<kBlockM, Config::kSlabsV>(shared.sdO[Stages::stage(count)], num_rows, consumer);
+        }
+      }
+    };
+    // Start S^T = K Q^T
+    auto start_s = [&](u32 count, float(&rS)[kScores]) {
+      gemm_abt<T, kBlockM, Config::kHeadDim, kBlockN>(rS, k_rows(), q_tile(count));
+    };
+    // Start dP^T = V dO^T
+    auto start_dp = [&](u32 count, float(&rdP)[kScores]) {
+      gemm_abt<T, kBlockM, Config::kHeadDimV, kBlockN>(rdP, v_rows(), do_tile(count));
+    };
+    // From S^T and dP^T, both in flight, to P^T and dS^T; stores dS^T for both consumers
+    auto differentiate_tile = [&](u32 count, float(&rS)[kScores], float(&rdP)[kScores]) {
+      u32 stage = Stages::stage(count);
+      float rP[kScores];
+      u32 packed_ds[kScores / 2];
+      bool is_masked = needs_mask<Mask>(p, s, i_begin(count), 0, j_begin(), 64);
+      if constexpr (Mask::kHasBand) is_masked |= needs_mask<Mask>(p, s, i_begin(count), kBlockM, j_begin(), 64);
+      Stats lse, delta;
+      load_stats(shared.lse[stage], lse);
+      pin_registers(lse);
+      // Compute P^T while dP^T is in flight
+      wgmma_wait<1>();
+      pin_registers(rS);
+      if (is_masked) {
+        exponentiate<true>(p, s, i_begin(count), j_begin(), lse, rS, rP);
+      } else {
+        exponentiate<false>(p, s, i_begin(count), j_begin(), lse, rS, rP);
+      }
+      // Compute dS^T
+      load_stats(shared.delta[stage], delta);
+      pin_registers(delta);
+      wgmma_wait<0>();
+      pin_registers(rdP);
+      differentiate(delta, rP, rdP, packed_p, packed_ds);
+      Buffers::wait_empty(shared.empty_ds, count);
+      store_fragment(shared.sdS[Buffers::stage(count)] + 64 * 64 * consumer, packed_ds);
+      release_stage(shared.full_ds[Buffers::stage(count)]);
+    };
+    // Start dV += P^T dO
+    auto start_dv = [&](u32 count) { gemm_ab<T, Config::kHeadDimV, kBlockM>(rdV, packed_p, do_tile(count)); };
+    // Start dK += dS^T Q
+    auto start_dk = [&](u32 count) { gemm_ab<T, Config::kHeadDim, kBlockM>(rdK, ds_rows(count), q_tile(count)); };
+    auto release_operands = [&](u32 count) {
+      pin_registers(rdV);
+      pin_registers(rdK);
+      release_stage(shared.empty_q[Stages::stage(count)]);
+      release_stage(shared.empty_do[Stages::stage(count)]);
+    };
+    // Start dQ = dS K
+    auto start_dq = [&](u32 count, float(&rdQ)[kColumnsDq / 2]) {
+      if (has_dq(consumer, count)) {
+        gemm_atb<T, kColumnsDq, kBlockN>(rdQ, ds_tile(count), k_tile(Config::kSlabsQK == 2 ? consumer : 0));
+      } else {
+        wgmma_commit();
+      }
+    };
+
+    if (num_tiles() > 0) {
+      mbarrier_wait(shared.full_k, 0);
+      mbarrier_wait(shared.full_v, 0);
+      if constexpr (SeqInfo::kHasLengths) {
+        i32 num_rows = s.seqlen_k - tile.j_begin;
+        if (num_rows < kBlockN) {
+          clear_tail<kBlockN, Config::kSlabsQK>(shared.sK, num_rows, consumer);
+          clear_tail<kBlockN, Config::kSlabsV>(shared.sV, num_rows, consumer);
+        }
+      }
+      // The first turn is consumer 0's
+      if (consumer == 1) end_turn(consumer);
+      wait_operands(0);
+      {
+        float rS[kScores], rdP[kScores];
+        wait_turn(consumer);
+        start_s(0, rS);
+        start_dp(0, rdP);
+        end_turn(consumer);
+        differentiate_tile(0, rS, rdP);
+      }
+      u32 count = 0;
+      for (; count + 1 < num_tiles(); ++count) {
+        float rS[kScores], rdP[kScores], rdQ[kColumnsDq / 2];
+        // Wait for everything that the products need, then for this consumer's turn
+        wait_operands(count + 1);
+        if (count > 0) Buffers::wait_full(shared.full_ds, count - 1);
+        wait_turn(consumer);
+        // Start dQ of the tile before and dV of this one; add dQ while dV is in flight. The first tile computes a dQ that
+        // nobody adds.
+        start_dq(count - 1, rdQ);
+        start_dv(count);
+        wgmma_wait<1>();
+        pin_registers(rdQ);
+        if (count > 0) add_dq(p, shared, consumer, count - 1, rdQ);
+        // Start dK, and the scores of the next tile
+        start_dk(count);
+        start_s(count + 1, rS);
+        wgmma_wait<1>();
+        release_operands(count);
+        start_dp(count + 1, rdP);
+        end_turn(consumer);
+        differentiate_tile(count + 1, rS, rdP);
+      }
+      // The last tile
+      float rdQ[kColumnsDq / 2];
+      if (count > 0) Buffers::wait_full(shared.full_ds, count - 1);
+      wait_turn(consumer);
+      start_dq(count - 1, rdQ);
+      start_dv(count);
+      start_dk(count);
+      if (consumer == 0) end_turn(consumer);
+      wgmma_wait<2>();
+      pin_registers(rdQ);
+      if (count > 0) add_dq(p, shared, consumer, count - 1, rdQ);
+      Buffers::wait_full(shared.full_ds, count);
+      start_dq(count, rdQ);
+      wgmma_wait<0>();
+      pin_registers(rdV);
+      pin_registers(rdK);
+      pin_registers(rdQ);
+      add_dq(p, shared, consumer, count, rdQ);
+    }
+    // Shared memory must outlive the last reduction
+    if (threadIdx.x % 128 == 0) bulk_wait_read<0>();
+    // Store dK and dV
+    store_rows(p.dk, p.dk_strides, p, tile, j_begin(), p.head_dim, p.scale, rdK);
+    store_rows(p.dv, p.dv_strides, p, tile, j_begin(), p.head_dim_v, 1.0f, rdV);
+  }
+};
+
+template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
+__global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_sm90_kernel(const FT_GRID_CONSTANT BwdSm90Params params) {
+  static_assert(!KvSource::kIsPaged && Load::kIsAligned16, "TMA reads neither pages nor unaligned rows");
+  using Kernel = BwdSm90<Config, Mask, ScoreMod, Dropout, SeqInfo>;
+  extern __shared__ __align__(1024) char shared_bytes[];
+  typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
+
+  if (threadIdx.x == 0) {
+    Kernel::init(shared);
+    shared.tile = KeyTile::find<Config, Mask, SeqInfo>(params.base);
+  }
+  __syncthreads();
+  const KeyTile& tile = shared.tile;
+  if (!tile.has_keys()) return;
+
+  i32 warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup == Config::kNumConsumers) {
+    lower_registers<Config::kProducerRegisters>();
+    i32 warp = uniform(threadIdx.x / 32 % 4);
+    if (warp == 0 && elect_lane()) {
+      // Without queries the maps are empty
+      if (tile.has_queries()) Kernel::produce(params, shared, tile);
+    } else if (warp == 1) {
+      Kernel::produce_stats(params.base, shared, tile);
+    }
+  } else {
+    raise_registers<Config::kConsumerRegisters>();
+    Kernel::consume(params, shared, tile, warpgroup);
+  }
+}
+
+}  // namespace flashtile
