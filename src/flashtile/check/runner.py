@@ -479,10 +479,10 @@ def processes(jobs: int, end: float = math.inf, is_ready: bool = True) -> Iterat
     if _START == "forkserver":
         # The second is what torch.use_deterministic_algorithms imports, for seconds
         context.set_forkserver_preload([__name__, "torch._inductor.config"])
-        _start_forkserver()
     pool = ProcessPoolExecutor(jobs, context, initializer=_begin, initargs=(_ON_INTERRUPT, dict(os.environ)))
     try:
         if is_ready:
+            _start_forkserver()
             with _interrupts_held():
                 started = [pool.submit(judge_all, (), _NOTHING) for _ in range(jobs)]
             left = None if end == math.inf else max(0.0, end - time.monotonic())
@@ -504,6 +504,8 @@ def _kill(pool: ProcessPoolExecutor) -> None:
 
 def _start_forkserver() -> None:
     """With interrupts ignored: one that comes while it imports torch would end it, and the workers wait for it."""
+    if _START != "forkserver":
+        return
     from multiprocessing import forkserver  # not on every platform
 
     with _interrupts_handled_by(signal.SIG_IGN):
@@ -565,6 +567,9 @@ class _Compilers:
                 jobs |= compile_jobs(trial, backend, self.settings.device)
         new = {kernel: job for kernel, job in jobs.items() if kernel not in self.started}
         self.started.update(new)
+        if not new:
+            return []
+        _start_forkserver()
         try:
             with _interrupts_held():
                 return [self.pool.submit(job) for job in new.values()]
