@@ -103,6 +103,18 @@ def test_another_schema_is_refused_by_name(tmp_path: Path):
         read(tmp_path / "absent.csv", Row)
 
 
+def test_a_line_that_was_cut_off_is_named(measured: list[Row], tmp_path: Path):
+    path = tmp_path / "rows.csv"
+    with Writer(path, Row) as writer:
+        writer.add(measured)
+    path.write_text(path.read_text()[:-200])
+    with pytest.raises(ValueError, match=r"file: got rows\.csv with a broken line 7; accepted: rows of Row"):
+        read(path, Row)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"file: got rows\.csv \(not UTF-8\)"):
+        read(path, Row)
+
+
 def test_flops_and_bytes_follow_the_convention():
     point = Point(batch=2, heads=4, heads_kv=2, seqlen_q=8, seqlen_k=16, head_dim=32, head_dim_v=64, dtype="bf16")
     forward = 2 * 2 * 4 * 8 * 16 * (32 + 64)

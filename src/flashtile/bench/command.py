@@ -268,6 +268,6 @@ def make_plan(options: Options) -> Plan:
 
 def _numbers(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdigit() and int(part) > 0 for part in parts):
+    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise value_error("--seqlens", repr(text), "lengths >= 1, separated by commas")
     return tuple(sorted({int(part) for part in parts}))

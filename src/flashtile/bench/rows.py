@@ -179,8 +179,9 @@ def read(path: Path, kind: type[AnyRow]) -> list[AnyRow]:
     """Reads a CSV that `Writer` wrote."""
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise value_error("file", f"{path.name} ({error.strerror})", "a CSV that `flashtile bench` wrote") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise value_error("file", f"{path.name} ({why})", "a CSV that `flashtile bench` wrote") from error
     reader = csv.DictReader(text.splitlines())
     if list(reader.fieldnames or ()) != columns(kind):
         raise value_error(
@@ -192,7 +193,11 @@ def read(path: Path, kind: type[AnyRow]) -> list[AnyRow]:
     hints = {**get_type_hints(kind), **get_type_hints(Environment)}
     found = []
     for record in reader:
-        values = {name: _from_text(text, str(hints[name])) for name, text in record.items()}
+        try:
+            values = {name: _from_text(text, str(hints[name])) for name, text in record.items()}
+        except (KeyError, TypeError, ValueError) as error:  # cut off, or edited
+            line = f"{path.name} with a broken line {reader.line_num}"
+            raise value_error("file", line, f"rows of {kind.__name__}", "Remove the line") from error
         env = Environment(**{field.name: values.pop(field.name) for field in dataclasses.fields(Environment)})
         found.append(kind(**values, env=env))  # type: ignore[call-arg]
     return found
