@@ -173,6 +173,10 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
         report.is_time_over = report.is_time_over or time.monotonic() > judging_end()
         return report.is_time_over or bool(report.lost) or (settings.stops_at_failure and bool(report.failures))
 
+    def compile_end() -> float:
+        # Half of the time at most goes by before a first problem is judged
+        return judges.end if report.num_problems else (start + judges.end) / 2
+
     def take(batch: Report) -> None:
         report.add(batch)
         progress("", report.num_problems)
@@ -181,8 +185,9 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
         _interruptible(report),
         _fresh_memory(settings.device),
         judges,
-        _Compilers(settings, judges, is_over) as compilers,
+        _Compilers(settings, judges, is_over, compile_end) as compilers,
     ):
+        sizes = _chunk_sizes(settings)
 
         def tick() -> None:
             judges.collect(take, timeout=0)
@@ -190,11 +195,11 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
 
         try:
             # One chunk is compiled for ahead of that which is waited for, so that no process is without work
-            chunk = list(itertools.islice(remaining, settings.chunk))
+            chunk = list(itertools.islice(remaining, next(sizes)))
             compiling = compilers.start(chunk)
             while chunk and not is_over():
                 compile_start = time.monotonic()
-                following = list(itertools.islice(remaining, settings.chunk))
+                following = list(itertools.islice(remaining, next(sizes)))
                 compiling_next = compilers.start(following)
                 compilers.finish(chunk, compiling, tick)
                 report.compile_s += time.monotonic() - compile_start
@@ -305,6 +310,14 @@ def _made_small(failure: Failure, settings: Settings, seconds: float) -> Failure
 
     smallest = shrink(failure.trial, fails, seconds)
     return dataclasses.replace(failure, smallest=smallest, smallest_complaints=tuple(latest))
+
+
+def _chunk_sizes(settings: Settings) -> Iterator[int]:
+    """Where the time is limited, the first chunks are small: soon there is something to judge."""
+    size = settings.chunk if settings.seconds is None else min(settings.chunk, 2 * max(settings.reuse, _BATCH))
+    while True:
+        yield size
+        size = min(settings.chunk, 2 * size)
 
 
 def _batches(trials: Sequence[Trial], size: int) -> Iterator[Sequence[Trial]]:
@@ -538,8 +551,10 @@ def _interrupts_handled_by(handler: Any) -> Iterator[None]:
 class _Compilers:
     """Compiles ahead of the judges what trials need. What is left compiles when it is judged."""
 
-    def __init__(self, settings: Settings, judges: _Judges, is_over: Callable[[], bool]) -> None:
-        self.settings, self.judges, self.is_over, self.opened = settings, judges, is_over, ExitStack()
+    def __init__(
+        self, settings: Settings, judges: _Judges, is_over: Callable[[], bool], end: Callable[[], float]
+    ) -> None:
+        self.settings, self.judges, self.is_over, self.end, self.opened = settings, judges, is_over, end, ExitStack()
         self.job_backends = [backend for backend in settings.backends if backend.has_compile_jobs]
         self.called_backends = [
             backend for backend in settings.backends if backend.is_compiled and not backend.has_compile_jobs
@@ -587,9 +602,9 @@ class _Compilers:
                     caller = self.caller
                 with suppress(BrokenProcessPool), _interrupts_held():
                     pending.add(
-                        caller.submit(_warm_all, trials, self.called_backends, self.settings.device, self.judges.end)
+                        caller.submit(_warm_all, trials, self.called_backends, self.settings.device, self.end())
                     )
-            while pending and not self.is_over():
+            while pending and not self.is_over() and time.monotonic() < self.end():
                 pending = wait(pending, _TICK_S, FIRST_COMPLETED).not_done
                 tick()
             for job in pending:
