@@ -102,12 +102,20 @@ def empty_outputs(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """out in q's memory order, and lse."""
     q = args.q
     sizes, lse_sizes = output_sizes(args)
-    # A "bhsd" view of "bshd" memory gives such a view again, so that joining the heads afterwards copies nothing
-    is_swapped = 0 < q.stride(-3) < q.stride(-2)
-    if is_swapped:
-        sizes[-3], sizes[-2] = sizes[-2], sizes[-3]
-    out = q.new_empty(sizes, dtype=args.out_dtype or q.dtype)
-    return (out.transpose(-2, -3) if is_swapped else out), q.new_empty(lse_sizes, dtype=lse_dtype(args))
+    # Joining the heads afterwards then copies nothing wherever q's heads lie side by side
+    order = memory_order(q)
+    out = q.new_empty([sizes[axis] for axis in order], dtype=args.out_dtype or q.dtype)
+    if order != sorted(order):
+        out = out.permute([order.index(axis) for axis in range(len(order))])
+    return out, q.new_empty(lse_sizes, dtype=lse_dtype(args))
+
+
+def memory_order(q: Tensor) -> list[int]:
+    """The axes from the largest stride to the smallest, the last one last. Axes of stride 0 keep their places."""
+    strides = q.stride()
+    placed = [axis for axis in range(q.dim() - 1) if strides[axis] != 0]
+    by_stride = iter(sorted(placed, key=lambda axis: -strides[axis]))
+    return [next(by_stride) if axis in placed else axis for axis in range(q.dim())]
 
 
 def empty_grads(args: AttentionArgs, needs: GradNeeds) -> Grads:

@@ -26,7 +26,7 @@ def kind_of(problem: Problem, op: str) -> speeds.Kind:
         "lengths": problem.is_varlen or problem.has_key_lengths,
         "paged": problem.page_size > 0,
     }
-    arch = problem.device
+    arch = problem.arch or problem.device
     if arch == "cuda":
         major, minor = torch.cuda.get_device_capability(problem.device_index)
         arch = f"sm_{major}{minor}"

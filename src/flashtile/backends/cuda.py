@@ -21,7 +21,7 @@ from flashtile.backends.executor import Launch
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.errors import Unsupported, dtype_name
 from flashtile.kernels import append_kv, assemble, families, speeds
-from flashtile.kernels.arch import Arch, arch_here
+from flashtile.kernels.arch import Arch, arch_here, arch_named, typical_multiprocessors
 from flashtile.kernels.families import Family, Row
 from flashtile.kernels.plan import LaunchPlan
 from flashtile.kernels.spec import DTYPES, GRADS, Features, PlanKey
@@ -48,7 +48,7 @@ class CudaBackend(Backend):
     def refuse(self, problem: Problem, op: str = "forward") -> str | None:
         if dtype_name(problem.dtype) not in DTYPES:
             return f"{dtype_name(problem.dtype)} is not among its dtypes ({', '.join(DTYPES)})"
-        reason = _missing(problem.device_index)
+        reason = None if problem.arch else _missing(problem.device_index)
         if reason is not None:
             return reason
         reasons = families.refusals(problem_key(problem, op))
@@ -173,6 +173,14 @@ def _arch(device_index: int) -> Arch | None:
     return arch_here(*torch.cuda.get_device_capability(device_index))
 
 
+def _gpu(problem: Problem) -> tuple[Arch | None, int]:
+    """What a problem is to run on, and its multiprocessors: the device, or a GPU that need not be here."""
+    if not problem.arch:
+        return _arch(problem.device_index), _num_multiprocessors(problem.device_index)
+    arch = arch_named(problem.arch)
+    return arch, 0 if arch is None else typical_multiprocessors(arch)
+
+
 def _arch_of(args: AttentionArgs) -> Arch:
     arch = _arch(args.q.device.index or 0)
     assert arch is not None  # else refused
@@ -220,7 +228,7 @@ def problem_key(problem: Problem, op: str) -> PlanKey:
 
 
 def _key_of(problem: Problem, grads: tuple[str, ...] | None) -> PlanKey:
-    arch, shape = _arch(problem.device_index), problem.shape
+    (arch, num_multiprocessors), shape = _gpu(problem), problem.shape
     assert arch is not None  # else refused
     features = Features(
         has_band=problem.window != (-1, -1),
@@ -245,7 +253,7 @@ def _key_of(problem: Problem, grads: tuple[str, ...] | None) -> PlanKey:
         problem.scale > 0.0,
         problem.rows_disjoint,
         problem.heads_disjoint,
-        families.classes_of(op, shape, _num_multiprocessors(problem.device_index)),
+        families.classes_of(op, shape, num_multiprocessors),
         problem.deterministic,
     )
 

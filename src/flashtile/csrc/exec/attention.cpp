@@ -1,5 +1,6 @@
 #include "attention.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -117,11 +118,20 @@ void lay_out_outputs(const Options& options, Call& call, Axes axes) {
   out.data = nullptr;
   out.dtype = options.out_dtype == Dtype::kNone ? q.dtype : options.out_dtype;
   out.sizes[kMaxDim - 1] = call.tensors[kV].size(-1);
-  // A "bhsd" view of "bshd" memory gives such a view again, so that joining the heads afterwards copies nothing
-  bool is_swapped = 0 < q.stride(-3) && q.stride(-3) < q.stride(-2);
-  if (is_swapped) std::swap(out.sizes[1], out.sizes[2]);
-  out.make_contiguous();
-  if (is_swapped) std::swap(out.sizes[1], out.sizes[2]), std::swap(out.strides[1], out.strides[2]);
+  // In q's memory order: axes of smaller strides come later, those of stride 0 keep their places
+  i32 order[kMaxDim] = {0, 1, 2, 3};
+  for (i32 pass = 0; pass < 2; ++pass) {
+    for (i32 last = -1, axis = kMaxDim - q.dim; axis < kMaxDim - 1; ++axis) {
+      if (q.strides[order[axis]] == 0) continue;
+      if (last >= 0 && q.strides[order[last]] < q.strides[order[axis]]) std::swap(order[last], order[axis]);
+      last = axis;
+    }
+  }
+  i64 stride = 1;
+  for (i32 place = kMaxDim - 1; place >= kMaxDim - q.dim; --place) {
+    out.strides[order[place]] = stride;
+    stride *= std::max<i64>(out.sizes[order[place]], 1);
+  }
   lse = View{};
   lse.dim = q.dim - 1, lse.dtype = Dtype::kFloat32, lse.device = q.device;
   lse.sizes[3] = q.size(axes.row), lse.sizes[2] = q.size(axes.head), lse.sizes[1] = q.size(-4);

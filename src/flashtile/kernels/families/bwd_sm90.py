@@ -28,13 +28,14 @@ class Tile(NamedTuple):
     block_queries: int
     num_stages: int = 3
     num_buffers: int = 2
+    max_options: int = 99  # that change scores or probabilities, that it holds without a spill
 
 
 # By padded head_dim and head_dim_v. Measured on an NVIDIA H200: docs/sm90-backward.md.
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
     (64, 64): (Tile(128, 64),),
     (96, 96): (Tile(128, 64),),
-    (128, 128): (Tile(128, 64),),
+    (128, 128): (Tile(128, 64, max_options=1),),
 }
 
 
@@ -69,7 +70,7 @@ class BwdSm90Row(Row):
         slabs = _slabs(self.head_dim) + _slabs(self.head_dim_v)
         tiles = 128 * slabs * (self.block_m + self.num_stages * self.block_n) + self.num_buffers * 128 * self.block_m
         tiles += 4 * self.block_m * 64  # dQ
-        stats, barriers = 8 * self.num_stages * self.block_n, 8 * (2 + 4 * self.num_stages + 2 * self.num_buffers)
+        stats, barriers = 8 * self.num_stages * self.block_n, 8 * (2 + 2 * self.num_stages + self.num_buffers)
         return -(-(tiles + stats + barriers + _TILE_BYTES) // 1024) * 1024
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
@@ -83,7 +84,7 @@ class BwdSm90(Family[BwdSm90Row]):
     kernels = ("bwd_sm90",)
     dtypes = ("float16", "bfloat16")
     head_dims = tuple(sorted(_TILES))
-    features = frozenset({"has_band", "has_lengths"})
+    features = Family.features - {"is_paged", "is_aligned16"}
     grad_sets = (("dq", "dk", "dv", "dsinks"),)
 
     def refuse_arch(self, arch: Arch) -> str | None:
@@ -101,6 +102,8 @@ class BwdSm90(Family[BwdSm90Row]):
             return "rows that overlap in memory"
         if key.grads is not None and "dbias" in key.grads:
             return "the gradient of a bias"
+        if not any(self.candidates("bwd_sm90", key)):
+            return f"{key.features.num_score_options} options that change scores at head_dim {key.head_dim}"
         return None
 
     def every_row(self, dtype: str) -> Iterator[BwdSm90Row]:
@@ -112,7 +115,8 @@ class BwdSm90(Family[BwdSm90Row]):
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
         for tile in _TILES[dims]:
-            yield _row(tile, key.dtype, dims)
+            if key.features.num_score_options <= tile.max_options:
+                yield _row(tile, key.dtype, dims)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
@@ -139,7 +143,7 @@ class BwdSm90(Family[BwdSm90Row]):
 
 
 def _row(tile: Tile, dtype: str, dims: tuple[int, int]) -> BwdSm90Row:
-    return BwdSm90Row("bwd_sm90", dtype, dtype, *dims, *tile)
+    return BwdSm90Row("bwd_sm90", dtype, dtype, *dims, *tile[:4])
 
 
 def _slabs(head_dim: int) -> int:

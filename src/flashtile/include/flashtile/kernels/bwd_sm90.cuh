@@ -82,9 +82,8 @@ struct alignas(1024) BwdSm90Storage {
   float delta[Config::kNumStages][Config::kBlockM];
   QueryTileIndex queries[kNumQueryTiles];  // tile number count is at count % kNumQueryTiles
   u64 full_k, full_v;
-  u64 full_q[Config::kNumStages], empty_q[Config::kNumStages];    // Q and lse
-  u64 full_do[Config::kNumStages], empty_do[Config::kNumStages];  // dO and delta
-  u64 full_ds[Config::kNumBuffers], empty_ds[Config::kNumBuffers];
+  u64 full[Config::kNumStages], empty[Config::kNumStages];  // Q, dO and their statistics
+  u64 empty_ds[Config::kNumBuffers];
   KeyTile tile;
 };
 
@@ -101,7 +100,6 @@ struct BwdSm90 {
   static constexpr i32 kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockM / 2;                          // registers per thread of S^T
   static constexpr i32 kColumnsDq = 64;  // of dQ that a consumer computes
-  // Options need the scores and dP together: softcap its derivative, dropout the same bits
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
 
   // ---- Prologue. Scope: thread 0.
@@ -111,13 +109,10 @@ struct BwdSm90 {
     mbarrier_init(shared.full_k, 1);
     mbarrier_init(shared.full_v, 1);
     for (i32 stage = 0; stage < Config::kNumStages; ++stage) {
-      mbarrier_init(shared.full_q[stage], 2);
-      mbarrier_init(shared.full_do[stage], 2);
-      mbarrier_init(shared.empty_q[stage], kConsumerWarps);
-      mbarrier_init(shared.empty_do[stage], kConsumerWarps);
+      mbarrier_init(shared.full[stage], 3);  // Q, dO, statistics
+      mbarrier_init(shared.empty[stage], kConsumerWarps);
     }
     for (i32 buffer = 0; buffer < Config::kNumBuffers; ++buffer) {
-      mbarrier_init(shared.full_ds[buffer], kConsumerWarps);
       mbarrier_init(shared.empty_ds[buffer], kConsumerWarps);
     }
     mbarrier_init_fence();
@@ -144,15 +139,14 @@ struct BwdSm90 {
       for (i32 m = tile.m_begin; m < tile.m_end; ++m, ++count) {
         u32 stage = Stages::stage(count);
         i32 row = q_row + m * kBlockM;
-        Stages::wait_empty(shared.empty_q, count);
-        load<kBlockM, Config::kSlabsQK>(shared.sQ[stage], params.q_map, p.q_strides, shared.full_q[stage], row,
+        Stages::wait_empty(shared.empty, count);
+        load<kBlockM, Config::kSlabsQK>(shared.sQ[stage], params.q_map, p.q_strides, shared.full[stage], row,
                                         tile.first_head + h, batch);
         if (count == 0) {
           load<kBlockN, Config::kSlabsV>(shared.sV, params.v_map, p.v_strides, shared.full_v, k_row, tile.kv_head,
                                          batch);
         }
-        Stages::wait_empty(shared.empty_do, count);
-        load<kBlockM, Config::kSlabsV>(shared.sdO[stage], params.dout_map, p.dout_strides, shared.full_do[stage], row,
+        load<kBlockM, Config::kSlabsV>(shared.sdO[stage], params.dout_map, p.dout_strides, shared.full[stage], row,
                                        tile.first_head + h, batch);
       }
     }
@@ -175,24 +169,23 @@ struct BwdSm90 {
           delta[x] = is_query ? p.delta[stat] : 0.0f;
         }
         u32 stage = Stages::stage(count);
-        Stages::wait_empty(shared.empty_q, count);
+        Stages::wait_empty(shared.empty, count);
 #pragma unroll
-        for (i32 x = 0; x < kRows; ++x) shared.lse[stage][32 * x + lane] = lse[x];
+        for (i32 x = 0; x < kRows; ++x) {
+          shared.lse[stage][32 * x + lane] = lse[x];
+          shared.delta[stage][32 * x + lane] = delta[x];
+        }
         if (lane == 0) shared.queries[count % kNumQueryTiles] = {m * kBlockM, tile.first_head + h};
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared.full_q[stage]);
-        Stages::wait_empty(shared.empty_do, count);
-#pragma unroll
-        for (i32 x = 0; x < kRows; ++x) shared.delta[stage][32 * x + lane] = delta[x];
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared.full_do[stage]);
+        if (lane == 0) mbarrier_arrive(shared.full[stage]);
       }
     }
   }
 
   // ---- Consumer. Scope: warpgroup.
 
-  // Waits until the other consumer has issued its products, and lets it issue the next ones.
+  // Waits until the other consumer has issued its products, and lets it issue the next ones. What a consumer stored to
+  // shared memory before the end of its turn, the other sees.
   FT_DEVICE static void wait_turn(i32 consumer) { named_barrier_sync(kPingPongBarrier + consumer, 256); }
   FT_DEVICE static void end_turn(i32 consumer) { named_barrier_arrive(kPingPongBarrier + 1 - consumer, 256); }
 
@@ -214,18 +207,20 @@ struct BwdSm90 {
     }
   }
 
+  // The columns [low, high) of the fragment whose queries see key j, before a bool mask. The first column is query i.
+  FT_DEVICE static Range seen_columns(const Params& p, const Sequence& s, i32 i, i32 j) {
+    Range seen = query_range<Mask>(p, s, j, j + 1);
+    return j < s.seqlen_k ? Range{seen.begin - i, seen.end - i} : Range{0, 0};
+  }
+
   // P^T = 2^(S^T - lse); 0 where a query does not see the key. Rows of the fragment are keys. Scope: thread.
   template <bool kIsMasked>
   FT_DEVICE static void exponentiate(const Params& p, const Sequence& s, i32 i_begin, i32 j_begin, const Stats& lse,
                                      const float (&rS)[kScores], float (&rP)[kScores]) {
-    i32 low[2], high[2];
+    Range seen[2];
 #pragma unroll
     for (i32 r = 0; r < 2 && kIsMasked; ++r) {
-      i32 j = j_begin + fragment_row() + 8 * r, i_first = i_begin + fragment_column();
-      Range seen = query_range<Mask>(p, s, j, j + 1);
-      low[r] = seen.begin - i_first;
-      high[r] = j < s.seqlen_k ? seen.end - i_first : 0;
-      if (j >= s.seqlen_k) low[r] = kBlockM;
+      seen[r] = seen_columns(p, s, i_begin + fragment_column(), j_begin + fragment_row() + 8 * r);
     }
 #pragma unroll
     for (i32 b = 0; b < kScores / 4; ++b) {
@@ -233,7 +228,7 @@ struct BwdSm90 {
       for (i32 x = 0; x < 4; ++x) {
         i32 r = x / 2, column = 8 * b + x % 2;
         float score = fmaf(rS[4 * b + x], p.scale_log2, -lse[2 * b + x % 2]);
-        if constexpr (kIsMasked) score = column >= low[r] && column < high[r] ? score : -infinity();
+        if constexpr (kIsMasked) score = column >= seen[r].begin && column < seen[r].end ? score : -infinity();
         rP[4 * b + x] = exp2_approx(score);
       }
     }
@@ -253,22 +248,55 @@ struct BwdSm90 {
     }
   }
 
+  // Both with options, in one pass: softcap needs its derivative, dropout the same bits twice.
+  FT_DEVICE static void differentiate_options(const Params& p, const Sequence& s, i32 head, i32 i_begin, i32 j_begin,
+                                              const float* sLse, const float* sDelta, const float (&rS)[kScores],
+                                              const float (&rdP)[kScores], u32 (&packed_p)[kScores / 2],
+                                              u32 (&packed_ds)[kScores / 2]) {
+    Scorer<ScoreMod> scorer(p, s, head);
+    i32 i_first = i_begin + fragment_column(), j_first = j_begin + fragment_row();
+    TransposedDropout<Dropout, kBlockM> dropout(p, s, head, i_begin, j_begin);
+#pragma unroll
+    for (i32 b = 0; b < kScores / 4; ++b) {
+      float2 lse = *reinterpret_cast<const float2*>(sLse + 8 * b + fragment_column());
+      float2 delta = *reinterpret_cast<const float2*>(sDelta + 8 * b + fragment_column());
+#pragma unroll
+      for (i32 r = 0; r < 2; ++r) {
+        Range seen = seen_columns(p, s, i_first, j_first + 8 * r);
+        float prob[2], ds[2];
+#pragma unroll
+        for (i32 e = 0; e < 2; ++e) {
+          i32 column = 8 * b + e, x = 4 * b + 2 * r + e, i = i_first + column, j = j_first + 8 * r;
+          bool is_kept = column >= seen.begin && column < seen.end && i < s.seqlen_q;
+          if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, s, head, i, j);
+          float tanh = 0.0f, drop = dropout.factor(b, e, r);
+          float score = is_kept ? scorer.score(rS[x], i, j, tanh) : -infinity();
+          float full = exp2_approx(score - (e == 0 ? lse.x : lse.y));
+          prob[e] = full * drop;
+          ds[e] = full * (rdP[x] * drop - (e == 0 ? delta.x : delta.y));
+          if constexpr (ScoreMod::kHasSoftcap) ds[e] *= 1.0f - tanh * tanh;
+        }
+        packed_p[2 * b + r] = pack_two<T>(prob[0], prob[1]);
+        packed_ds[2 * b + r] = pack_two<T>(ds[0], ds[1]);
+      }
+    }
+  }
+
   // Whether a consumer computes a part of dQ of tile number count. Where dQ is one slab, the consumers take turns.
   FT_DEVICE static bool has_dq(i32 consumer, u32 count) {
     return Config::kSlabsQK == 2 || static_cast<i32>(count % 2) == consumer;
   }
 
   // Adds a consumer's part of dQ of tile number count, 64 columns of it, to dq_accum, and releases the tile's dS. Each
-  // slab of dq_accum holds the rows of lse one after the other, so the 64 rows are one piece. Bank conflicts are avoided
-  // by a swizzle: columns 8 b .. 8 b + 7 of query i are stored at 8 (b ^ i % 8).
+  // slab of dq_accum holds the rows of lse one after the other, so the 16 rows of a warp are one piece. A swizzle avoids
+  // bank conflicts: columns 8 b .. 8 b + 7 of query i are stored at 8 (b ^ i % 8). Scope: warp.
   FT_DEVICE static void add_dq(const Params& p, Storage& shared, i32 consumer, u32 count,
                                const float (&rdQ)[kColumnsDq / 2]) {
     release_stage(shared.empty_ds[Buffers::stage(count)]);
     if (!has_dq(consumer, count)) return;
-    // Wait until the tile staged before has been read
-    if (threadIdx.x % 128 == 0) bulk_wait_read<0>();
-    named_barrier_sync(kConsumerBarrier + consumer, 128);
-    i32 row = fragment_row();
+    // Wait until the rows staged before have been read
+    wait_tma_store_read();
+    i32 row = fragment_row(), first = threadIdx.x % 128 / 32 * 16;
     float* sRow = shared.sdQ[consumer] + row * 64 + fragment_column();
 #pragma unroll
     for (i32 b = 0; b < kColumnsDq / 8; ++b) {
@@ -277,12 +305,13 @@ struct BwdSm90 {
       *reinterpret_cast<float2*>(two + 8 * 64) = make_float2(rdQ[4 * b + 2], rdQ[4 * b + 3]);
     }
     fence_proxy_async();
-    named_barrier_sync(kConsumerBarrier + consumer, 128);
-    if (threadIdx.x % 128 == 0) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
       const QueryTileIndex& queries = shared.queries[count % kNumQueryTiles];
       const Sequence& s = shared.tile.s;
-      i64 slab_row = (Config::kSlabsQK == 1 ? 0 : consumer * p.lse_size) + stat_index(p, s, queries.head, queries.i_begin);
-      reduce_add(p.dq_accum + slab_row * 64, shared.sdQ[consumer], 256 * min_of(64, s.seqlen_q - queries.i_begin));
+      i32 i = queries.i_begin + first, num_rows = min_of(16, s.seqlen_q - i);
+      i64 slab_row = (Config::kSlabsQK == 1 ? 0 : consumer * p.lse_size) + stat_index(p, s, queries.head, i);
+      if (num_rows > 0) reduce_add(p.dq_accum + slab_row * 64, shared.sdQ[consumer] + first * 64, 256 * num_rows);
       bulk_commit();
     }
   }
@@ -328,8 +357,7 @@ struct BwdSm90 {
     auto i_begin = [&](u32 count) { return shared.queries[count % kNumQueryTiles].i_begin; };
     // Wait for Q and dO of tile number count
     auto wait_operands = [&](u32 count) {
-      Stages::wait_full(shared.full_q, count);
-      Stages::wait_full(shared.full_do, count);
+      Stages::wait_full(shared.full, count);
       if constexpr (SeqInfo::kHasLengths) {
         i32 num_rows = s.seqlen_q - i_begin(count);
         if (num_rows < kBlockM) {
@@ -349,30 +377,38 @@ struct BwdSm90 {
     // From S^T and dP^T, both in flight, to P^T and dS^T; stores dS^T for both consumers
     auto differentiate_tile = [&](u32 count, float(&rS)[kScores], float(&rdP)[kScores]) {
       u32 stage = Stages::stage(count);
-      float rP[kScores];
       u32 packed_ds[kScores / 2];
-      bool is_masked = needs_mask<Mask>(p, s, i_begin(count), 0, j_begin(), 64);
-      if constexpr (Mask::kHasBand) is_masked |= needs_mask<Mask>(p, s, i_begin(count), kBlockM, j_begin(), 64);
-      Stats lse, delta;
-      load_stats(shared.lse[stage], lse);
-      pin_registers(lse);
-      // Compute P^T while dP^T is in flight
-      wgmma_wait<1>();
-      pin_registers(rS);
-      if (is_masked) {
-        exponentiate<true>(p, s, i_begin(count), j_begin(), lse, rS, rP);
+      if constexpr (kHasOptions) {
+        wgmma_wait<0>();
+        pin_registers(rS);
+        pin_registers(rdP);
+        differentiate_options(p, s, shared.queries[count % kNumQueryTiles].head, i_begin(count), j_begin(),
+                              shared.lse[stage], shared.delta[stage], rS, rdP, packed_p, packed_ds);
       } else {
-        exponentiate<false>(p, s, i_begin(count), j_begin(), lse, rS, rP);
+        bool is_masked = needs_mask<Mask>(p, s, i_begin(count), 0, j_begin(), 64);
+        if constexpr (Mask::kHasBand) is_masked |= needs_mask<Mask>(p, s, i_begin(count), kBlockM, j_begin(), 64);
+        float rP[kScores];
+        Stats lse, delta;
+        load_stats(shared.lse[stage], lse);
+        pin_registers(lse);
+        // Compute P^T while dP^T is in flight
+        wgmma_wait<1>();
+        pin_registers(rS);
+        if (is_masked) {
+          exponentiate<true>(p, s, i_begin(count), j_begin(), lse, rS, rP);
+        } else {
+          exponentiate<false>(p, s, i_begin(count), j_begin(), lse, rS, rP);
+        }
+        // Compute dS^T
+        load_stats(shared.delta[stage], delta);
+        pin_registers(delta);
+        wgmma_wait<0>();
+        pin_registers(rdP);
+        differentiate(delta, rP, rdP, packed_p, packed_ds);
       }
-      // Compute dS^T
-      load_stats(shared.delta[stage], delta);
-      pin_registers(delta);
-      wgmma_wait<0>();
-      pin_registers(rdP);
-      differentiate(delta, rP, rdP, packed_p, packed_ds);
+      // Store dS^T for both consumers
       Buffers::wait_empty(shared.empty_ds, count);
       store_fragment(shared.sdS[Buffers::stage(count)] + 64 * 64 * consumer, packed_ds);
-      release_stage(shared.full_ds[Buffers::stage(count)]);
     };
     // Start dV += P^T dO
     auto start_dv = [&](u32 count) { gemm_ab<T, Config::kHeadDimV, kBlockM>(rdV, packed_p, do_tile(count)); };
@@ -381,14 +417,14 @@ struct BwdSm90 {
     auto release_operands = [&](u32 count) {
       pin_registers(rdV);
       pin_registers(rdK);
-      release_stage(shared.empty_q[Stages::stage(count)]);
-      release_stage(shared.empty_do[Stages::stage(count)]);
+      release_stage(shared.empty[Stages::stage(count)]);
     };
     // Start dQ = dS K
     auto start_dq = [&](u32 count, float(&rdQ)[kColumnsDq / 2]) {
       if (has_dq(consumer, count)) {
         gemm_atb<T, kColumnsDq, kBlockN>(rdQ, ds_tile(count), k_tile(Config::kSlabsQK == 2 ? consumer : 0));
       } else {
+        wgmma_fence();
         wgmma_commit();
       }
     };
@@ -417,47 +453,46 @@ struct BwdSm90 {
       u32 count = 0;
       for (; count + 1 < num_tiles(); ++count) {
         float rS[kScores], rdP[kScores], rdQ[kColumnsDq / 2];
-        // Wait for everything that the products need, then for this consumer's turn
+        // Wait for Q and dO, then for this consumer's turn: the other consumer has stored its dS of the tile before
         wait_operands(count + 1);
-        if (count > 0) Buffers::wait_full(shared.full_ds, count - 1);
         wait_turn(consumer);
-        // Start dQ of the tile before and dV of this one; add dQ while dV is in flight. The first tile computes a dQ that
-        // nobody adds.
-        start_dq(count - 1, rdQ);
+        // Start dV and dK of this tile, dQ of the tile before and, once P^T has left the registers, S^T of the next tile.
+        // The first tile computes a dQ that nobody adds.
         start_dv(count);
+        start_dk(count);
+        start_dq(count - 1, rdQ);
+        wgmma_wait<1>();
+        release_operands(count);
+        start_s(count + 1, rS);
+        // Add dQ; dP^T takes its registers
         wgmma_wait<1>();
         pin_registers(rdQ);
         if (count > 0) add_dq(p, shared, consumer, count - 1, rdQ);
-        // Start dK, and the scores of the next tile
-        start_dk(count);
-        start_s(count + 1, rS);
-        wgmma_wait<1>();
-        release_operands(count);
         start_dp(count + 1, rdP);
         end_turn(consumer);
         differentiate_tile(count + 1, rS, rdP);
       }
       // The last tile
       float rdQ[kColumnsDq / 2];
-      if (count > 0) Buffers::wait_full(shared.full_ds, count - 1);
       wait_turn(consumer);
-      start_dq(count - 1, rdQ);
       start_dv(count);
       start_dk(count);
-      if (consumer == 0) end_turn(consumer);
-      wgmma_wait<2>();
-      pin_registers(rdQ);
-      if (count > 0) add_dq(p, shared, consumer, count - 1, rdQ);
-      Buffers::wait_full(shared.full_ds, count);
-      start_dq(count, rdQ);
+      start_dq(count - 1, rdQ);
+      end_turn(consumer);
       wgmma_wait<0>();
       pin_registers(rdV);
       pin_registers(rdK);
       pin_registers(rdQ);
+      if (count > 0) add_dq(p, shared, consumer, count - 1, rdQ);
+      // One turn more for its dQ
+      if (consumer == 0) wait_turn(consumer);
+      start_dq(count, rdQ);
+      wgmma_wait<0>();
+      pin_registers(rdQ);
       add_dq(p, shared, consumer, count, rdQ);
     }
     // Shared memory must outlive the last reduction
-    if (threadIdx.x % 128 == 0) bulk_wait_read<0>();
+    wait_tma_store_read();
     // Store dK and dV
     store_rows(p.dk, p.dk_strides, p, tile, j_begin(), p.head_dim, p.scale, rdK);
     store_rows(p.dv, p.dv_strides, p, tile, j_begin(), p.head_dim_v, 1.0f, rdV);
