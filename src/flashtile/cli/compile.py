@@ -139,18 +139,23 @@ def plain_jobs(
 ) -> list[Job]:
     """Every kernel without any option, or causal, for every class of lengths. One that exists only with an option comes
     with that option alone."""
-    jobs = []
+    return _once(_plain_jobs(archs, dtypes, dims, has_band))
+
+
+def _plain_jobs(
+    archs: Iterable[Arch], dtypes: Sequence[str], dims: Sequence[int] | None, has_band: bool
+) -> Iterator[Job]:
+    """As plain_jobs, with a kernel that several families or keys share once for each."""
     for arch in archs:
         for family, dtype, pair in _tables(arch, dtypes, dims):
             for grads in _grad_sets(family):
                 bias = dtype if grads == ("dbias",) else None
                 key = PlanKey(dtype, dtype, *pair, Features(has_band=has_band, bias_dtype=bias), arch, grads)
-                jobs += _jobs(family, [key, *_other_lengths(family, key)])
+                yield from _jobs(family, [key, *_other_lengths(family, key)])
         for dtype in dtypes:
             key = PlanKey(dtype, dtype, 0, 0, Features(), arch)
-            angle_dtypes = dict.fromkeys((dtype, "float32"))
-            jobs += [Job(append_kv.kernel(dtype, angle_dtype), key) for angle_dtype in angle_dtypes]
-    return _once(jobs)
+            for angle_dtype in dict.fromkeys((dtype, "float32")):
+                yield Job(append_kv.kernel(dtype, angle_dtype), key)
 
 
 def embedded_jobs(
@@ -158,7 +163,7 @@ def embedded_jobs(
 ) -> list[Job]:
     """The kernels that come with a package: those without an option, and causal ones, of the families that calls
     take."""
-    jobs = (job for has_band in (False, True) for job in plain_jobs(archs, dtypes, dims, has_band))
+    jobs = (job for has_band in (False, True) for job in _plain_jobs(archs, dtypes, dims, has_band))
     return _once(job for job in jobs if job.is_chosen)
 
 
@@ -300,8 +305,9 @@ def _pairs(names: Sequence[Any], choice: Mapping[Any, Any]) -> dict[Any, None]:
 
 
 def _jobs(family: Family[Any], keys: Iterable[PlanKey]) -> list[Job]:
-    """The kernels that the family launches, each once."""
-    return _once(Job(step, key, family) for key in keys for step in family.launch(key, _LAYOUT).steps)
+    """The kernels that the family launches for the keys it takes, once for each key."""
+    taken = (key for key in keys if family.refuse(key) is None)
+    return [Job(step, key, family) for key in taken for step in family.launch(key, _LAYOUT).steps]
 
 
 def _once(jobs: Iterable[Job]) -> list[Job]:
