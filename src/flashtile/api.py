@@ -39,9 +39,6 @@ from flashtile.problem import (
 )
 from flashtile.tensors import recorders
 
-# Without the device's name, which costs as much as all the other checks; a torch that lacks it takes the longer way
-is_autocasting: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-
 # Signatures of reads after an append that are known to be served: steps of generation repeat them
 _served: set[tuple[Any, ...]] = set()
 _MOST_SIGNATURES = 1024
@@ -104,19 +101,19 @@ def attention(
         and rng_state is None
         and deterministic is None
         and not return_lse
-        and (causal is False or causal is True)
+        and (type(causal) is bool or type(causal) is str)
+        and (scale is None or type(scale) is float)
         and type(softcap) is float
         and type(dropout_p) is float
         and not softcap
         and not dropout_p
         and type(layout) is str
         and (backend is None or type(backend) is str)
-        and is_dense(q, k, v, scale)
+        and not is_compiling()
+        and (mode := ops.DENSE_MODES.get((causal, layout, backend))) is not None
+        and (bits := ops.dense_bits(q, k, v)) >= 0
     ):
-        word = "bottom_right" if causal else "none"
-        num_grads = num_requiring_grad(q, k, v)
-        if num_grads == 0 or num_grads == 3:
-            return dense(q, k, v, scale, word, layout, backend, num_grads)
+        return dense(q, k, v, scale, mode | bits)
     if not is_compiling() and (found := recorders(q, k, v, mask, bias, alibi_slopes, sinks, rng_state)):
         return record(attention, found, locals())
     q, k, v, bias = autocast(q, k, v, bias)
@@ -143,35 +140,25 @@ def attention(
 
 
 def is_dense(q: Any, k: Any, v: Any, scale: Any) -> bool:
-    """Plain tensors that nothing intercepts: `dense` may be called."""
+    """Plain tensors that nothing intercepts."""
     return (
         type(q) is Tensor
         and type(k) is Tensor
         and type(v) is Tensor
         and (scale is None or type(scale) is float)
         and not is_compiling()
-        and not is_autocasting()
+        and not ops.is_autocasting()
         and not ops.is_transformed()
     )
 
 
-def num_requiring_grad(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """How many of them need a gradient that `dense` can provide; -1 where a tracer has to see the op before
-    autograd."""
-    if not torch.is_grad_enabled():
-        return 0
-    num_grads = q.requires_grad + k.requires_grad + v.requires_grad
-    return -1 if num_grads == 3 and ops.is_traced_above_autograd() else num_grads
-
-
-def dense(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, word: str, layout: str, backend: str | None, num_grads: int
-) -> Tensor:
-    """A call of few options by the dense overloads, where none of the three tensors requires grad, or all do."""
+def dense(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mode: int) -> Tensor:
+    """A call of few options by the dense overloads. The mode is one of ops.DENSE_MODES with ops.dense_bits."""
     try:
-        if num_grads == 0:
-            return ops.dense_forward(q, k, v, scale, word, layout, backend, ops.is_deterministic(), False)[0]
-        return ops.apply_dense(q, k, v, (scale, word, layout, backend))
+        if mode & ops.NEEDS_GRAD:
+            return ops.dense_function(mode, scale)(q, k, v)
+        out: Tensor = ops.dense_forward(q, k, v, scale, mode)[0]
+        return out
     except RuntimeError as error:
         require_tensors(q=q, k=k, v=v)  # of sparse and nested ones torch says less
         ops.reraise(error)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from flashtile import ops
 from flashtile.api import (
     attention,
     attention_kvcache,
@@ -17,7 +18,6 @@ from flashtile.api import (
     call_as,
     dense,
     is_dense,
-    num_requiring_grad,
     record,
 )
 from flashtile.arguments import autocast_dtype, flag, require_optional_tensors, require_tensors
@@ -52,9 +52,10 @@ def scaled_dot_product_attention(
     ):
         try:
             if attn_mask is None:
-                num_grads = num_requiring_grad(query, key, value)
-                if num_grads == 0 or num_grads == 3:
-                    return dense(query, key, value, scale, "top_left" if is_causal else "none", "bhsd", None, num_grads)
+                bits = ops.dense_bits(query, key, value)
+                if bits >= 0:
+                    mode = ops.DENSE_MODES["top_left" if is_causal else False, "bhsd", None]
+                    return dense(query, key, value, scale, mode | bits)
             elif type(attn_mask) is Tensor and not is_causal:
                 if attn_mask.dtype is torch.bool:
                     return attention(query, key, value, mask=attn_mask, scale=scale)  # type: ignore[return-value]

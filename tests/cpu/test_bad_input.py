@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 import flashtile
 
@@ -204,6 +205,11 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         ValueError,
         "causal: got 'lower'; accepted: False, True, 'top_left' or 'bottom_right'.",
     ),
+    "causal none": (
+        dense(causal="none"),
+        ValueError,
+        "causal: got 'none'; accepted: False, True, 'top_left' or 'bottom_right'.",
+    ),
     "layout": (dense(layout="sbhd"), ValueError, "layout: got 'sbhd'; accepted: 'bhsd' or 'bshd'."),
     "backend": (
         dense(backend="cutlass"),
@@ -387,7 +393,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "negative max": (
         varlen(max_seqlen_k=-1),
         ValueError,
-        "max_seqlen_k: got -1 (int); accepted: an integer of 0 to 2147483647, or None.",
+        "max_seqlen_k: got -1 (int); accepted: an integer of 0 to 2147482624, or None.",
     ),
     "max beyond 32 bits": (
         varlen(max_seqlen_k=2**31),
@@ -759,6 +765,67 @@ def test_the_ops_check_too() -> None:
         ops.backward(out[:, :, :1], None, *args, out[:, :, :1], lse, [True] * 5)
     with pytest.raises(ValueError, match=r"lse: got shape \(1, 1, 1\)"):
         ops.backward(out, None, *args, out, lse[..., :1], [True] * 5)
+
+
+WRONG = {
+    "lse dtype": ("lse", lambda lse: lse.bfloat16(), TypeError, "got bfloat16; accepted: float32"),
+    "lse float64": ("lse", lambda lse: lse.double(), TypeError, "got float64; accepted: float32"),
+    "lse int": ("lse", lambda lse: lse.int(), TypeError, "got int32; accepted: float32"),
+    "lse device": ("lse", lambda lse: lse.to("meta"), ValueError, "got device meta; accepted: cpu, where q is"),
+    "lse shape": ("lse", lambda lse: lse[..., :1], ValueError, r"got shape \(1, 2, 1\)"),
+    "lse rank": ("lse", lambda lse: lse[None], ValueError, r"got shape \(1, 1, 2, 3\)"),
+    "out dtype": ("out", lambda out: out.half(), TypeError, "got float16; accepted: float32, that of the output"),
+    "out device": ("out", lambda out: out.to("meta"), ValueError, "got device meta; accepted: cpu, where q is"),
+    "out shape": ("out", lambda out: out[..., :1], ValueError, r"got shape \(1, 2, 3, 1\)"),
+    "dout dtype": ("dout", lambda dout: dout.double(), TypeError, "got float64; accepted: float32, that of the output"),
+    "dout device": ("dout", lambda dout: dout.to("meta"), ValueError, "got device meta; accepted: cpu, where q is"),
+    "dlse dtype": ("dlse", lambda dlse: dlse.bfloat16(), TypeError, "got bfloat16; accepted: float32"),
+    "dlse device": ("dlse", lambda dlse: dlse.to("meta"), ValueError, "got device meta; accepted: cpu, where q is"),
+    "dlse shape": ("dlse", lambda dlse: dlse[:, :1], ValueError, r"got shape \(1, 1, 3\)"),
+}
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["the first call", "with a plan"])
+@pytest.mark.parametrize("name", WRONG)
+def test_the_backward_op_checks_what_the_forward_pass_made(name: str, is_known: bool) -> None:
+    """A kernel reads as many bytes as the tensors of a right call have."""
+    from flashtile import ops
+    from flashtile.backends import native
+    from flashtile.problem import AttentionArgs
+
+    argument, change, kind, words = WRONG[name]
+    q, k, v = (torch.randn(1, 2, 3, 4) for _ in range(3))
+    args = AttentionArgs(q, k, v, needs_grad=True)
+    out, lse = ops.forward(*args)
+    tensors = {"dout": torch.randn_like(out), "dlse": torch.randn_like(lse), "out": out, "lse": lse}
+    mode = ops.dense_mode(needs_grad=True)
+
+    def whole(dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> None:
+        ops.backward(dout, dlse, *args, out, lse, [True, True, True, False, False])
+
+    def dense(dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> None:
+        try:
+            ops.dense_backward(dout, q, k, v, None, mode, out, lse)
+        except RuntimeError as error:
+            ops.reraise(error)
+
+    for call in (whole, dense) if argument != "dlse" else (whole,):
+        native.clear_plans()
+        if is_known:
+            call(**tensors)
+        with pytest.raises(kind, match=f"^{argument}: {words}"):
+            call(**tensors | {argument: change(tensors[argument])})
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=["dense", "all arguments"])
+def test_saved_tensors_are_checked_when_they_come_back(options: dict) -> None:
+    leaves = [torch.randn(1, 2, 3, 4, requires_grad=True) for _ in range(3)]
+    torch.autograd.grad(flashtile.attention(*leaves, **options).sum(), leaves)
+    rounded = lambda tensor: tensor.bfloat16() if tensor.dim() == 3 else tensor  # noqa: E731, lse alone
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, rounded):
+        out = flashtile.attention(*leaves, **options)
+    with pytest.raises(TypeError, match=r"^lse: got bfloat16; accepted: float32"):
+        out.sum().backward()
 
 
 def test_a_failure_that_is_not_the_callers_keeps_its_words(monkeypatch: pytest.MonkeyPatch) -> None:

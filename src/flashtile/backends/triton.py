@@ -24,6 +24,7 @@ from flashtile.backends import dropout
 from flashtile.backends.base import Backend, Grads
 from flashtile.errors import dtype_name
 from flashtile.kernels.arch import arch_of
+from flashtile.kernels.params import kernel_softcap, kernel_window
 from flashtile.problem import (
     AttentionArgs,
     Problem,
@@ -41,7 +42,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 OLDEST_TRITON = (3, 6)
 OLDEST_CAPABILITY = (8, 0)
-_UNBOUNDED = 1 << 30  # a window this wide masks nothing; smaller ones plus a position fit in 32 bits
 _PREPROCESS_ROWS = 64
 
 
@@ -396,7 +396,7 @@ def _arguments(kernel: str, args: AttentionArgs, tensors: dict[str, Tensor]) -> 
     config = _config(
         kernel, args.q.dtype, shape, args.q.device, args.bias is not None or args.mask is not None, is_aligned16
     )
-    window_left, window_right = (-1 if reach >= _UNBOUNDED else reach for reach in key_window(args))
+    window_left, window_right = map(kernel_window, key_window(args))
     # In a packed call no sequence is longer than the rows and columns of bias and mask
     score_tensors = [tensor for tensor in (args.bias, args.mask) if tensor is not None]
     seqlen_q = min([shape.seqlen_q, *(tensor.shape[2] for tensor in score_tensors if tensor.shape[2] != 1)])
@@ -420,7 +420,7 @@ def _arguments(kernel: str, args: AttentionArgs, tensors: dict[str, Tensor]) -> 
         "total_q": args.q.shape[row],
         "total_k": args.k.shape[row],
         "scale": softmax_scale(args),
-        "softcap": args.softcap,
+        "softcap": kernel_softcap(args.softcap),
         "window_left": window_left,
         "window_right": window_right,
         "drop_threshold": dropout.threshold(args.dropout_p),
@@ -449,9 +449,8 @@ def _forward_call(args: AttentionArgs, out: Tensor, lse: Tensor) -> Call:
     shape = shape_of(args)
     config, arguments = _arguments("fwd", args, {"out": out})
     num_m_blocks = _num_blocks(shape.seqlen_q, config.block_m)
-    has_plain_scores = (
-        softmax_scale(args) > 0.0 and args.softcap == 0.0 and args.alibi_slopes is None and args.bias is None
-    )
+    options = (args.alibi_slopes, args.bias, args.sinks)
+    has_plain_scores = softmax_scale(args) > 0.0 and args.softcap == 0.0 and all(option is None for option in options)
     sinks = None if args.sinks is None else args.sinks.float().contiguous()
     arguments |= {"lse": lse, "sinks": sinks, "num_m_blocks": num_m_blocks, "SCALE_IN_EXPONENT": has_plain_scores}
     return "fwd", num_m_blocks * shape.heads * shape.batch, config, arguments
@@ -474,6 +473,7 @@ def _preprocess_call(
         "DV": out.shape[-1],
         "BLOCK_DV": _padded(out.shape[-1]),
         "BLOCK_M": _PREPROCESS_ROWS,
+        "IS_NATURAL": args.bias is not None,
     }
     batch = lse.shape[0] if lse.dim() == 3 else 1
     return "bwd_preprocess", num_blocks * heads * batch, Config(_PREPROCESS_ROWS, 0, 4, 1), arguments
@@ -553,7 +553,8 @@ def _backward_calls(
     if grads.dbias is not None:
         yield from _dbias_calls(args, dout, lse_log2, delta, grads.dbias)
     if grads.dsinks is not None and args.sinks is not None:
-        shares = torch.where(lse == -torch.inf, 0.0, torch.exp(args.sinks.float()[:, None] - lse) * delta)
+        p_sink = torch.exp((args.sinks.float()[:, None] - lse).clamp(max=0.0))
+        shares = torch.where(lse == -torch.inf, 0.0, p_sink * delta)
         grads.dsinks.copy_(-shares.sum(-1 if lse.dim() == 2 else (0, 2)))
 
 

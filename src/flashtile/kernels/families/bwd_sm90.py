@@ -20,7 +20,7 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
 # As the constants of kernels/bwd_sm90_steps.cuh; tests/cpu/test_plan.py compares them
 STEP_ROWS, STEP_THREADS = 32, 128
-_TILE_BYTES = 64 + 8 * 8  # KeyTile and the ring of QueryTileIndex (kernels/bwd_sm90.cuh)
+_TILE_BYTES = 64 + 8 * 12  # KeyTile and the ring of QueryTileIndex (kernels/bwd_sm90.cuh)
 
 
 class Tile(NamedTuple):
@@ -58,7 +58,9 @@ class BwdSm90Row(Row):
 
     @property
     def config(self) -> str:
-        sizes = f"{self.head_dim}, {self.head_dim_v}, {self.block_n}, {self.block_m}, {self.num_stages}, {self.num_buffers}"
+        sizes = (
+            f"{self.head_dim}, {self.head_dim_v}, {self.block_n}, {self.block_m}, {self.num_stages}, {self.num_buffers}"
+        )
         return f"Sm90BwdConfig<{CPP_TYPES[self.dtype]}, {sizes}>"
 
     @property

@@ -56,6 +56,7 @@ struct KeyTile {
     tile.m_end = max_of(ceil_div(queries.end, Config::kBlockM), tile.m_begin);
     tile.num_heads = p.heads / p.heads_kv;
     tile.first_head = tile.kv_head * tile.num_heads;
+    if constexpr (mutates(Mutation::bwd_sm90_group)) tile.num_heads = 1;
     return tile;
   }
   FT_DEVICE bool has_keys() const { return j_begin < s.seqlen_k; }
@@ -66,7 +67,9 @@ struct KeyTile {
 // c + kNumStages.
 struct QueryTileIndex {
   i32 i_begin, head;
+  i32 has_large_lse;  // some lse is so large that its rounding could make P far larger than 1
 };
+constexpr float kLargeLse = 4096.0f;
 constexpr u32 kNumQueryTiles = 8;
 
 template <class Config>
@@ -168,6 +171,10 @@ struct BwdSm90 {
           lse[x] = is_query ? p.lse_log2[stat] : infinity();
           delta[x] = is_query ? p.delta[stat] : 0.0f;
         }
+        bool is_large = false;
+#pragma unroll
+        for (i32 x = 0; x < kRows; ++x) is_large |= fabsf(lse[x]) > kLargeLse && lse[x] != infinity();
+        is_large = __any_sync(0xffffffffu, is_large);
         u32 stage = Stages::stage(count);
         Stages::wait_empty(shared.empty, count);
 #pragma unroll
@@ -175,7 +182,7 @@ struct BwdSm90 {
           shared.lse[stage][32 * x + lane] = lse[x];
           shared.delta[stage][32 * x + lane] = delta[x];
         }
-        if (lane == 0) shared.queries[count % kNumQueryTiles] = {m * kBlockM, tile.first_head + h};
+        if (lane == 0) shared.queries[count % kNumQueryTiles] = {m * kBlockM, tile.first_head + h, is_large};
         __syncwarp();
         if (lane == 0) mbarrier_arrive(shared.full[stage]);
       }
@@ -192,6 +199,7 @@ struct BwdSm90 {
   // Zeros rows of a tile from row num_rows on: they belong to another sequence, and 0 * NaN is NaN.
   template <i32 kRows, i32 kSlabs>
   FT_DEVICE static void clear_tail(T* sTile, i32 num_rows, i32 consumer) {
+    if constexpr (mutates(Mutation::bwd_sm90_tail)) num_rows = kRows;
     clear_rows<kRows, kSlabs>(sTile, num_rows);
     named_barrier_sync(kConsumerBarrier + consumer, 128);
   }
@@ -210,16 +218,18 @@ struct BwdSm90 {
   // The columns [low, high) of the fragment whose queries see key j, before a bool mask. The first column is query i.
   FT_DEVICE static Range seen_columns(const Params& p, const Sequence& s, i32 i, i32 j) {
     Range seen = query_range<Mask>(p, s, j, j + 1);
+    if constexpr (mutates(Mutation::bwd_sm90_mask_offset)) seen.begin -= Mask::kHasBand ? 1 : 0;
     return j < s.seqlen_k ? Range{seen.begin - i, seen.end - i} : Range{0, 0};
   }
 
-  // P^T = 2^(S^T - lse); 0 where a query does not see the key. Rows of the fragment are keys. Scope: thread.
-  template <bool kIsMasked>
+  // P^T = 2^(S^T - lse). With kIsChecked it is 0 where a query does not see the key, and at most 1. Rows of the fragment
+  // are keys. Scope: thread.
+  template <bool kIsChecked>
   FT_DEVICE static void exponentiate(const Params& p, const Sequence& s, i32 i_begin, i32 j_begin, const Stats& lse,
                                      const float (&rS)[kScores], float (&rP)[kScores]) {
     Range seen[2];
 #pragma unroll
-    for (i32 r = 0; r < 2 && kIsMasked; ++r) {
+    for (i32 r = 0; r < 2 && kIsChecked; ++r) {
       seen[r] = seen_columns(p, s, i_begin + fragment_column(), j_begin + fragment_row() + 8 * r);
     }
 #pragma unroll
@@ -228,7 +238,10 @@ struct BwdSm90 {
       for (i32 x = 0; x < 4; ++x) {
         i32 r = x / 2, column = 8 * b + x % 2;
         float score = fmaf(rS[4 * b + x], p.scale_log2, -lse[2 * b + x % 2]);
-        if constexpr (kIsMasked) score = column >= seen[r].begin && column < seen[r].end ? score : -infinity();
+        if constexpr (kIsChecked) {
+          score = score > 0.0f ? 0.0f : score;
+          score = column >= seen[r].begin && column < seen[r].end ? score : -infinity();
+        }
         rP[4 * b + x] = exp2_approx(score);
       }
     }
@@ -271,10 +284,11 @@ struct BwdSm90 {
           if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, s, head, i, j);
           float tanh = 0.0f, drop = dropout.factor(b, e, r);
           float score = is_kept ? scorer.score(rS[x], i, j, tanh) : -infinity();
-          float full = exp2_approx(score - (e == 0 ? lse.x : lse.y));
+          float full = probability(score, e == 0 ? lse.x : lse.y, exponent_factor(ScoreMod::kHasBias));
           prob[e] = full * drop;
           ds[e] = full * (rdP[x] * drop - (e == 0 ? delta.x : delta.y));
-          if constexpr (ScoreMod::kHasSoftcap) ds[e] *= 1.0f - tanh * tanh;
+          if constexpr (!mutates(Mutation::bwd_sm90_softcap))
+            if constexpr (ScoreMod::kHasSoftcap) ds[e] *= 1.0f - tanh * tanh;
         }
         packed_p[2 * b + r] = pack_two<T>(prob[0], prob[1]);
         packed_ds[2 * b + r] = pack_two<T>(ds[0], ds[1]);
@@ -294,6 +308,8 @@ struct BwdSm90 {
                                const float (&rdQ)[kColumnsDq / 2]) {
     release_stage(shared.empty_ds[Buffers::stage(count)]);
     if (!has_dq(consumer, count)) return;
+    if constexpr (mutates(Mutation::bwd_sm90_dq_tile))
+      if (count == 1) return;
     // Wait until the rows staged before have been read
     wait_tma_store_read();
     i32 row = fragment_row(), first = threadIdx.x % 128 / 32 * 16;
@@ -385,8 +401,9 @@ struct BwdSm90 {
         differentiate_options(p, s, shared.queries[count % kNumQueryTiles].head, i_begin(count), j_begin(),
                               shared.lse[stage], shared.delta[stage], rS, rdP, packed_p, packed_ds);
       } else {
-        bool is_masked = needs_mask<Mask>(p, s, i_begin(count), 0, j_begin(), 64);
-        if constexpr (Mask::kHasBand) is_masked |= needs_mask<Mask>(p, s, i_begin(count), kBlockM, j_begin(), 64);
+        bool is_checked = needs_mask<Mask>(p, s, i_begin(count), 0, j_begin(), 64);
+        if constexpr (Mask::kHasBand) is_checked |= needs_mask<Mask>(p, s, i_begin(count), kBlockM, j_begin(), 64);
+        is_checked |= shared.queries[count % kNumQueryTiles].has_large_lse != 0;
         float rP[kScores];
         Stats lse, delta;
         load_stats(shared.lse[stage], lse);
@@ -394,7 +411,7 @@ struct BwdSm90 {
         // Compute P^T while dP^T is in flight
         wgmma_wait<1>();
         pin_registers(rS);
-        if (is_masked) {
+        if (is_checked) {
           exponentiate<true>(p, s, i_begin(count), j_begin(), lse, rS, rP);
         } else {
           exponentiate<false>(p, s, i_begin(count), j_begin(), lse, rS, rP);

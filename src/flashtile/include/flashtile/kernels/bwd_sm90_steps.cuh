@@ -1,12 +1,13 @@
 // The steps before and after bwd_sm90_kernel, both bound by memory. Rows are those of lse, so that packed sequences need
 // no padding.
 //
-// bwd_sm90_preprocess_kernel  delta = rowsum(dO * O) - dlse and lse in base 2 of every query row; zeros dq_accum
+// bwd_sm90_preprocess_kernel  delta = rowsum(dO * O) - dlse and lse in the unit of scores, of every query row; zeros dq_accum
 // bwd_convert_dq_kernel       dQ = scale * dq_accum in 16 bits
 //
 // Threads: 8 lanes per row, 16 rows per pass of a block, kStepRows rows per block.
 #pragma once
 
+#include "flashtile/attn/score_unit.cuh"
 #include "flashtile/attn/sequence.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/core/reduce.cuh"
@@ -72,7 +73,7 @@ __global__ void __launch_bounds__(kStepThreads) bwd_sm90_preprocess_kernel(const
       if constexpr (mutates(Mutation::bwd_sm90_delta)) sum = 0.0f;
       if (p.dlse != nullptr) sum -= p.dlse[stat];
       p.delta[stat] = is_empty ? 0.0f : sum;
-      p.lse_log2[stat] = is_empty ? infinity() : lse * kLog2e;
+      p.lse_log2[stat] = is_empty ? infinity() : in_score_unit(has_natural_scores(p), lse);
     }
     // Zero the row's sums of dQ
     if (p.dq_accum != nullptr) {
@@ -100,6 +101,7 @@ __global__ void __launch_bounds__(kStepThreads) bwd_convert_dq_kernel(const FT_G
       const float4* row = reinterpret_cast<const float4*>(p.dq_accum + (slab * p.lse_size + stat) * 64);
       // Swizzled: BwdSm90::add_dq
       i32 chunk = lane ^ i % 8, column = 64 * slab + 8 * lane;
+      if constexpr (mutates(Mutation::bwd_sm90_dq_order)) chunk = lane;
       float4 x = row[2 * chunk], y = row[2 * chunk + 1];
       if (column < p.head_dim) {
         *reinterpret_cast<uint4*>(gdQ + i * p.dq_strides.row + column) =
