@@ -25,8 +25,17 @@ def backward_tensors(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
 ) -> dict[str, Tensor]:
     """The same for a backward pass, with the gradients that are wanted."""
+    dout = dout if has_own_rows(dout) else dout.contiguous()
     others = {"out": out, "lse": lse, "dout": dout, "dlse": dlse, **grads._asdict()}
     return tensors_of(args) | {name: tensor for name, tensor in others.items() if tensor is not None}
+
+
+def has_own_rows(tensor: Tensor) -> bool:
+    """Rows are contiguous and do not overlap. The gradient of a sum is broadcast: TMA has no stride of 0."""
+    columns = tensor.shape[-1]
+    sizes, strides = tensor.shape[:-1], tensor.stride()[:-1]
+    is_disjoint = all(size <= 1 or stride >= columns for size, stride in zip(sizes, strides, strict=True))
+    return is_disjoint and (columns <= 1 or tensor.stride(-1) == 1)
 
 
 def layout_of(args: AttentionArgs, tensors: dict[str, Tensor]) -> CallLayout:

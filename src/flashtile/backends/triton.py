@@ -122,6 +122,8 @@ class TritonBackend(Backend):
             return "paged keys are not among its features"
         if self.is_interpreted and problem.dtype == torch.bfloat16:
             return "Triton's interpreter does not multiply bfloat16 as a GPU does"
+        if problem.arch:
+            return _refuse_capability(_capability(problem.arch))
         return _missing(self.is_interpreted, problem.device_index)
 
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
@@ -160,9 +162,8 @@ class TritonBackend(Backend):
         for name in names:
             has_score_tensors = problem.has_mask or problem.bias_dtype is not None
             is_aligned16 = problem.shape.head_dim % 8 == 0 and problem.shape.head_dim_v % 8 == 0
-            config = _config(
-                name, problem.dtype, problem.shape, torch.device(problem.device), has_score_tensors, is_aligned16
-            )
+            device = torch.device(problem.device)
+            config = _config(name, problem.dtype, problem.shape, device, has_score_tensors, is_aligned16, problem.arch)
             tile = (
                 f"tile {config.block_m} x {config.block_n}, head dim "
                 f"{_padded(max(problem.shape.head_dim, problem.shape.head_dim_v))}"
@@ -221,23 +222,33 @@ def _missing(is_interpreted: bool, device_index: int) -> str | None:
         return f"triton {version} is older than {'.'.join(map(str, OLDEST_TRITON))}"
     if is_interpreted:
         return None
-    capability = torch.cuda.get_device_capability(device_index)
-    if capability < OLDEST_CAPABILITY:
-        return (
-            f"compute capability {'.'.join(map(str, capability))} is older than Triton's oldest "
-            f"({'.'.join(map(str, OLDEST_CAPABILITY))})"
-        )
+    reason = _refuse_capability(torch.cuda.get_device_capability(device_index))
+    if reason is not None:
+        return reason
     if not any(shutil.which(compiler) for compiler in (os.environ.get("CC", "cc"), "gcc", "clang")):
         return "Triton needs a C compiler to launch kernels, and none is here (CC, gcc, clang)"
     return None
 
 
+def _refuse_capability(capability: tuple[int, int]) -> str | None:
+    if capability >= OLDEST_CAPABILITY:
+        return None
+    own, oldest = (".".join(map(str, numbers)) for numbers in (capability, OLDEST_CAPABILITY))
+    return f"compute capability {own} is older than Triton's oldest ({oldest})"
+
+
+def _capability(arch: str) -> tuple[int, int]:
+    """Of a name such as sm_80."""
+    return divmod(int(arch.removeprefix("sm_")), 10)
+
+
 @functools.cache
-def _is_large(device: torch.device) -> bool:
-    """Whether a block may use as much shared memory as the tuned tiles need."""
+def _is_large(device: torch.device, named: str = "") -> bool:
+    """Whether a block may use as much shared memory as the tuned tiles need; `named` is a GPU that need not be
+    here."""
     if device.type == "cpu":
         return True
-    arch = arch_of(*torch.cuda.get_device_capability(device))
+    arch = arch_of(*(_capability(named) if named else torch.cuda.get_device_capability(device)))
     return arch is not None and arch.shared_bytes >= _LARGE_SHARED_BYTES
 
 
@@ -303,9 +314,15 @@ def _padded(head_dim: int) -> int:
 
 
 def _config(
-    kernel: str, dtype: torch.dtype, shape: Shape, device: torch.device, has_score_tensors: bool, is_aligned16: bool
+    kernel: str,
+    dtype: torch.dtype,
+    shape: Shape,
+    device: torch.device,
+    has_score_tensors: bool,
+    is_aligned16: bool,
+    arch: str = "",
 ) -> Config:
-    table = _CONFIGS if _is_large(device) else _SMALL_CONFIGS
+    table = _CONFIGS if _is_large(device, arch) else _SMALL_CONFIGS
     padded = _padded(max(shape.head_dim, shape.head_dim_v))
     config = next(config for limit, config in table[kernel][dtype.itemsize].items() if padded <= limit)
     if dtype.itemsize == 2 and not (is_aligned16 and _padded(shape.head_dim) == _padded(shape.head_dim_v)):

@@ -8,7 +8,7 @@ from typing import Any
 
 _POINTERS = (
     *("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks", "lse_log2", "delta"),
-    *("partial_out", "partial_stats"),
+    *("dq_accum", "partial_out", "partial_stats"),
     *(
         "bias",
         "mask",
@@ -85,7 +85,17 @@ class FwdSm90Params(ctypes.Structure):
     ]
 
 
-Struct = type[Params] | type[AppendParams] | type[FwdSm90Params]
+class BwdSm90Params(ctypes.Structure):
+    """What bwd_sm90_kernel is told."""
+
+    _fields_ = [
+        ("base", Params),
+        ("_padding", ctypes.c_char * (-ctypes.sizeof(Params) % 64)),
+        *((f"{name}_map", ctypes.c_uint64 * 16) for name in ("q", "dout", "k", "v")),
+    ]
+
+
+Struct = type[BwdSm90Params] | type[Params] | type[AppendParams] | type[FwdSm90Params]
 
 # A wider window hides no key of the longest sequence (problem.py: MAX_LENGTH)
 _WIDEST_WINDOW = 2**31 - 1
