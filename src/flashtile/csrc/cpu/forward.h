@@ -126,18 +126,25 @@ void forward_task(const EngineCall& call, i64 task, float* base) {
 
   Range keys = key_range(p, s, i_begin, i_end);
   bool is_plain = !has_score_options(p), is_natural = has_natural_scores(p);
+  // Packing K pays off only where several rows use it
+  bool has_few_rows = num_rows <= kFewRows && t.k.dim <= kMaxTerms;
   auto* softmax = is_natural ? softmax_rows<true> : softmax_rows<false>;
   for (i32 j = round_down(keys.begin, plan.block_n); j < keys.end; j += plan.block_n) {
     i32 count = min_of(plan.block_n, s.span.seqlen_k - j);
-    t.k.transpose(t.k.load_rows(call, s, p.k, p.k_strides, head_kv, j, count), count);
+    OperandB k = t.k.load_rows(call, s, p.k, p.k_strides, head_kv, j, count);
+    if (!has_few_rows) t.k.transpose(k, count);
     OperandB v = t.v.load_rows(call, s, p.v, p.v_strides, head_kv, j, count);
     for (i32 row = 0; row < num_rows; row += kGroupRows) {
       i32 rows = min_of(kGroupRows, num_rows - row);
       Columns columns(queries + row, rows, j, count);
       if (columns.is_empty()) continue;
       // S = Q K^T
-      multiply_panels(rows, columns, {t.q + row * t.k.padded_dim, t.k.padded_dim, 1}, t.k, dot_factor(p), t.s,
-                      plan.block_n);
+      OperandA q{t.q + row * t.k.padded_dim, t.k.padded_dim, 1};
+      if (has_few_rows) {
+        multiply_rows_of_keys(rows, columns, q, k, t.k.dim, dot_factor(p), t.s, plan.block_n);
+      } else {
+        multiply_panels(rows, columns, q, t.k, dot_factor(p), t.s, plan.block_n);
+      }
       if (!is_plain || columns.is_edge) {
         for (i32 r = 0; r < rows; ++r)
           modify_scores(call, s, queries[row + r], j, columns.vectors, t.s + r * plan.block_n, nullptr);

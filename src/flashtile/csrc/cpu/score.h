@@ -130,7 +130,11 @@ void modify_scores(const EngineCall& call, const Sequence& sequence, const Query
     const u8* mask =
         p.mask + sequence.batch_idx * p.mask_strides[0] + query.head * p.mask_strides[1] + query.i * p.mask_strides[2];
     mask += j_begin * p.mask_strides[3];
-    for (i32 c = seen.begin; c < seen.end; ++c) s[c] = mask[c * p.mask_strides[3]] != 0 ? s[c] : -kInfinity;
+    if (p.mask_strides[3] == 1) {
+      for (i32 c = seen.begin; c < seen.end; ++c) s[c] = mask[c] != 0 ? s[c] : -kInfinity;
+    } else {
+      for (i32 c = seen.begin; c < seen.end; ++c) s[c] = mask[c * p.mask_strides[3]] != 0 ? s[c] : -kInfinity;
+    }
   }
   for (i32 c = columns.begin; c < min_of(seen.begin, columns.end); ++c) s[c] = -kInfinity;
   for (i32 c = max_of(seen.end, columns.begin); c < columns.end; ++c) s[c] = -kInfinity;

@@ -93,5 +93,56 @@ FT_INLINE void multiply_panels(i32 rows, const Columns& columns, OperandA a, con
                             factors);
 }
 
+constexpr i32 kFewRows = 4;
+
+// Asks for rows that will be read soon. With few queries the time goes into reading K and V, in an order that the
+// processor does not foresee.
+FT_INLINE void prefetch_rows(OperandB rows, i32 count, i32 dim) {
+  for (i32 r = 0; r < count; ++r)
+    for (i32 c = 0; c < dim; c += 64 / static_cast<i32>(sizeof(float)))
+      __builtin_prefetch(rows.b + r * rows.row_stride + c);
+}
+
+// The same for at most kFewRows rows, from rows of K instead of panels: 4 columns of K at a time are transposed in
+// registers. Sums have the order of multiply_panels, so the bits are the same. dim is at most kMaxTerms.
+template <i32 kNumRows>
+void multiply_few(const Columns& columns, OperandA a, OperandB rows, i32 dim, float factor, float* s, i64 stride) {
+  constexpr i32 kGroups = 2;  // vectors of keys at a time: their sums overlap
+  for (i32 column = columns.vectors.begin; column < columns.vectors.end; column += kGroups * kLanes) {
+    i32 groups = min_of(kGroups, (columns.vectors.end - column) / kLanes);
+    const float* from = rows.b + column * rows.row_stride;
+    vf sum[kGroups][kNumRows] = {};
+    for (i32 c = 0; c < dim; c += 4) {
+      prefetch_rows({from + (kGroups * kLanes + c / 4) * rows.row_stride, rows.row_stride * (dim / 4 + 1), 0},
+                    (kGroups * kLanes - c / 4 + dim / 4) / (dim / 4 + 1), dim);
+      for (i32 g = 0; g < groups; ++g) {
+        vf x[4];
+#pragma GCC unroll 4
+        for (i32 r = 0; r < 4; ++r) x[r] = load_quads(from + (g * kLanes + r) * rows.row_stride + c, rows.row_stride);
+        transpose_quads(x);
+#pragma GCC unroll 4
+        for (i32 n = 0; n < 4; ++n) {
+          if (c + n >= dim) break;
+#pragma GCC unroll 4
+          for (i32 r = 0; r < kNumRows; ++r) sum[g][r] += splat(a.a[r * a.row_stride + c + n]) * x[n];
+        }
+      }
+    }
+    for (i32 g = 0; g < groups; ++g)
+      for (i32 r = 0; r < kNumRows; ++r) store(s + r * stride + column + g * kLanes, sum[g][r] * factor);
+  }
+}
+
+FT_INLINE void multiply_rows_of_keys(i32 num_rows, const Columns& columns, OperandA a, OperandB rows, i32 dim,
+                                     float factor, float* s, i64 stride) {
+  static_assert(kFewRows == 4);
+  switch (num_rows) {
+    case 4: return multiply_few<4>(columns, a, rows, dim, factor, s, stride);
+    case 3: return multiply_few<3>(columns, a, rows, dim, factor, s, stride);
+    case 2: return multiply_few<2>(columns, a, rows, dim, factor, s, stride);
+    default: return multiply_few<1>(columns, a, rows, dim, factor, s, stride);
+  }
+}
+
 }  // namespace
 }  // namespace flashtile
