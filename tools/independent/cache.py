@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from drawing import Draw, rounded
 from problem import Expected, Problem, Results, evaluate
-from reference import Array, Reference, rotate
+from reference import Array, Reference
 from torch import Tensor
 
 import flashtile
@@ -136,14 +136,14 @@ class Cache(Problem):
         """(places, heads_kv, rows, dim) as (heads_kv, all rows, dim)."""
         return cache.swapaxes(0, 1).reshape(self.o.heads_kv, self.num_rows, cache.shape[-1])
 
-    def rotated(self, x: Array, positions: Any) -> tuple[Array, Array]:
+    def rotated(self, ref: Reference, x: Array, positions: Any) -> tuple[Array, Array]:
         """Rows of x, rotated and rounded, with the bound of both."""
         cos, sin = self.values["rotary_cos"][positions], self.values["rotary_sin"][positions]
-        value, size = rotate(x, cos, sin, self.is_interleaved)
+        value, size = ref.rotate(x, cos, sin, self.is_interleaved)
         error = 4 * self.r.compute * size + self.r.stored * abs(value) + self.r.smallest
         return value, np.where(size > 0, error, 0.0)
 
-    def expected_cache(self, name: str, expected: Expected) -> None:
+    def expected_cache(self, ref: Reference, name: str, expected: Expected) -> None:
         """New rows stand behind those in use; no other bit changes."""
         rows_of = self.flat(self.values[name + "_cache"]).copy()
         error = np.zeros_like(rows_of)
@@ -151,7 +151,7 @@ class Cache(Problem):
             at = self.kept[b]
             places, new = rows[at : at + self.num_new], self.values[name][b]
             if name == "k" and self.rotary_dim:
-                new, error[:, places] = self.rotated(new, at + np.arange(self.num_new))
+                new, error[:, places] = self.rotated(ref, new, at + np.arange(self.num_new))
             rows_of[:, places] = new
         shape = (self.o.heads_kv, *self.shape, rows_of.shape[-1])
         value, bound = (self.swapped(x.reshape(shape).swapaxes(0, 1), 1, 2) for x in (rows_of, error))
@@ -162,17 +162,16 @@ class Cache(Problem):
         expected: Expected = {}
         after = {}
         for name in ("k", "v"):
-            self.expected_cache(name, expected)
+            self.expected_cache(ref, name, expected)
             # Queries attend to what the cache then holds, rounded
             after[name] = self.flat(self.swapped(results[name + "_cache"].double().numpy(), 1, 2))
         out = np.zeros((2, self.batch, o.heads, self.seqlen_q, self.head_dim_v))
         lse = np.zeros((2, self.batch, o.heads, self.seqlen_q))
-        is_moving = bool(o.causal) or (o.window is not None and max(o.window) >= 0)
         for b in range(self.batch):
             kept = self.rows[b][self.leftpad[b] : self.kept[b] + self.num_new]
             x = self.sequence(b, self.values["q"][b], after["k"][:, kept], after["v"][:, kept])
             if self.rotary_dim:
-                x.q, x.q_error = self.rotated(x.q, self.kept[b] + np.arange(self.seqlen_q) * is_moving)
+                x.q, x.q_error = self.rotated(ref, x.q, ref.query_positions(o, self.kept[b], self.seqlen_q))
             f = evaluate(ref, o, x, r)
             out[:, b], lse[:, b] = f["out"], f["lse"]
         out = self.swapped(out, 2, 3)

@@ -67,9 +67,7 @@ class AlibiFromTop(Reference):
         return super().distance(replace(o, causal="top_left"), sq, sk)
 
 
-class CapAfterBias(Reference):
-    """The derivative of the cap is left out."""
-
+class CapNotInBackward(Reference):
     def cap_derivative(self, tanh: Array) -> Array:
         return np.ones_like(tanh)
 
@@ -95,4 +93,14 @@ class DropoutNotInBackward(Reference):
         return super().backward(replace(f, drop=np.ones_like(f.drop)), dout, dlse)
 
 
-FAULTS: dict[str, Any] = {c.__name__: c() for c in Reference.__subclasses__()}
+class RotaryHalvesPaired(Reference):
+    def rotary_pairs(self, half: int, is_interleaved: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return super().rotary_pairs(half, False)
+
+
+class RotaryQueriesStay(Reference):
+    def query_positions(self, o: Options, used: int, num: int) -> NDArray[np.int64]:
+        return super().query_positions(replace(o, causal=False), used, num)
+
+
+FAULTS: dict[str, Any] = {c.__name__: c() for c in Reference.__subclasses__() if c.__module__ == __name__}

@@ -97,18 +97,6 @@ def philox(counter: list[NDArray[np.uint64]], key: tuple[int, int]) -> list[NDAr
     return [c0, c1, c2, c3]
 
 
-def rotate(x: Array, cos: Array, sin: Array, interleaved: bool) -> tuple[Array, Array]:
-    """Rows of x (..., rows, d) rotated by cos and sin, (rows, rotary_dim / 2); and the magnitudes that were added."""
-    half = cos.shape[-1]
-    first = np.arange(half) * 2 if interleaved else np.arange(half)
-    second = first + 1 if interleaved else first + half
-    a, b = x[..., first], x[..., second]
-    out, size = x.copy(), np.zeros_like(x)
-    out[..., first], out[..., second] = a * cos - b * sin, a * sin + b * cos
-    size[..., first], size[..., second] = abs(a * cos) + abs(b * sin), abs(a * sin) + abs(b * cos)
-    return out, size
-
-
 class Reference:
     """The rules, one method each."""
 
@@ -162,6 +150,24 @@ class Reference:
 
     def lse(self, s: Array, m: Array, sink: float | None) -> Array:
         return m + self.log_sum(s, m, sink)
+
+    def rotary_pairs(self, half: int, is_interleaved: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        first = np.arange(half) * 2 if is_interleaved else np.arange(half)
+        return first, first + (1 if is_interleaved else half)
+
+    def rotate(self, x: Array, cos: Array, sin: Array, is_interleaved: bool) -> tuple[Array, Array]:
+        """Rows of x (..., rows, d) rotated by cos and sin, (rows, rotary_dim / 2); and the magnitudes that were added."""
+        first, second = self.rotary_pairs(cos.shape[-1], is_interleaved)
+        a, b = x[..., first], x[..., second]
+        out, size = x.copy(), np.zeros_like(x)
+        out[..., first], out[..., second] = a * cos - b * sin, a * sin + b * cos
+        size[..., first], size[..., second] = abs(a * cos) + abs(b * sin), abs(a * sin) + abs(b * cos)
+        return out, size
+
+    def query_positions(self, o: Options, used: int, num: int) -> NDArray[np.int64]:
+        """Where the queries of a cache call are rotated; `used` are the rows in use before it."""
+        is_moving = bool(o.causal) or (o.window is not None and max(o.window) >= 0)
+        return used + np.arange(num) * is_moving
 
     def bias_gradient(self, dbias: Array, shape: tuple[int, ...]) -> Array:
         """(batch, heads, sq, sk) summed to the shape that the bias has."""
