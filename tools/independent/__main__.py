@@ -29,7 +29,7 @@ from dense import Dense, DrawnDropout
 from drawing import Draw
 from faults import FAULTS
 from packed import Packed
-from problem import Problem
+from problem import Problem, Results
 from reference import Reference
 
 import flashtile
@@ -69,6 +69,12 @@ def judge(name: str, got: torch.Tensor, value: Any, bound: Any, dtype: str, tall
     return f"{name}{list(at)} = {x[worst]:.9g}, expected {allowed} ({wrong} of {x.size} wrong)"
 
 
+def compare(problem: Problem, results: Results, ref: Reference, tally: Tally) -> list[str]:
+    expected = problem.expected(ref, results)
+    reasons = [judge(name, got, *expected[name], tally) for name, got in results.items()]
+    return [reason for reason in [*reasons, problem.objection(results)] if reason is not None]
+
+
 def check(problem: Problem, ref: Reference, tally: Tally) -> list[str]:
     """What is wrong with the problem on every backend that takes it."""
     wrong = []
@@ -76,14 +82,11 @@ def check(problem: Problem, ref: Reference, tally: Tally) -> list[str]:
         label = backend or problem.via
         tally.calls[label] += 1
         try:
-            results = problem.run(backend)
+            reasons = compare(problem, problem.run(backend), ref, tally)
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            wrong.append(f"{label}: {type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {error}")
-            continue
-        expected = problem.expected(ref, results)
-        reasons = [judge(name, got, *expected[name], tally) for name, got in results.items()]
-        wrong += [f"{label}: {reason}" for reason in [*reasons, problem.objection(results)] if reason is not None]
+            reasons = [f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {error}"]
+        wrong += [f"{label}: {reason}" for reason in reasons]
     return wrong
 
 
@@ -92,70 +95,69 @@ def draw(seed: int, index: int, extremes: bool) -> Problem:
     return d.pick([Dense] * 10 + [Packed] * 6 + [Cache] * 6 + [DrawnDropout])(d, extremes)
 
 
-def run(
-    seed: int,
-    first: int,
-    problems: int,
-    seconds: float,
-    extremes: bool,
-    ref: Reference,
-    tally: Tally,
-    stop_at: int = 20,
-) -> None:
+def run(seed: int, indices: range, seconds: float, extremes: bool) -> Tally:
+    """Problems of the seed, until time is up or 20 have failed."""
+    tally = Tally()
     end = time.monotonic() + seconds
-    for index in range(first, first + problems):
-        if time.monotonic() >= end or len(tally.failures) >= stop_at:
-            return
+    for index in indices:
+        if time.monotonic() >= end or len(tally.failures) >= 20:
+            break
         problem = draw(seed, index, extremes)
         tally.problems += 1
-        with np.errstate(all="ignore"):
-            wrong = check(problem, ref, tally)
+        wrong = check(problem, Reference(), tally)
         if wrong:
             tally.failures.append(f"--seed {seed} --case {index}: {problem.describe()}\n    " + "\n    ".join(wrong))
+    return tally
 
 
 def try_faults(seed: int, seconds: float, extremes: bool) -> int:
-    missed = 0
-    for name, ref in FAULTS.items():
-        tally = Tally()
-        run(seed, 0, 10**9, seconds, extremes, ref, tally, stop_at=1)
-        found = tally.failures[0].splitlines()[1].strip() if tally.failures else "NOT NOTICED"
-        missed += not tally.failures
-        print(f"{name:24} {tally.problems:5} problems  {found}", flush=True)
-    return 1 if missed else 0
+    """Compares with every wrong reference until each has disagreed once."""
+    missing = dict(FAULTS)
+    end = time.monotonic() + seconds
+    index = 0
+    while missing and time.monotonic() < end:
+        problem = draw(seed, index, extremes)
+        results = problem.run(problem.backends()[0])
+        index += 1
+        for name, ref in list(missing.items()):
+            wrong = compare(problem, results, ref, Tally())
+            if wrong:
+                print(f"{name:24} {index:5} problems  {wrong[0]}", flush=True)
+                del missing[name]
+    for name in missing:
+        print(f"{name:24} {index:5} problems  NOT NOTICED")
+    return 1 if missing else 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=None)
-    parser.add_argument("--problems", type=int, default=None)
-    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--seconds", type=float, help="how long; 60 where --problems is not given either")
+    parser.add_argument("--problems", type=int, help="how many")
+    parser.add_argument("--seed", type=int, help="a fresh one unless given")
     parser.add_argument("--first", type=int, default=0, help="the first problem of the seed")
-    parser.add_argument("--case", type=int, default=None, help="only this problem of the seed")
-    parser.add_argument("--faults", action="store_true")
+    parser.add_argument("--case", type=int, help="only this problem of the seed")
+    parser.add_argument("--faults", action="store_true", help="compare with wrong references")
     parser.add_argument("--no-extremes", action="store_true", help="without values at the extremes of the types")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    np.seterr(all="ignore")
     extremes = not options.no_extremes
     seed = options.seed if options.seed is not None else time.time_ns() % 2**32
     if options.faults:
-        return try_faults(seed, options.seconds or 20.0, extremes)
-    tally = Tally()
+        return try_faults(seed, options.seconds or 60.0, extremes)
     start = time.monotonic()
+    indices = range(options.first, options.first + options.problems) if options.problems else range(10**9)
     if options.case is not None:
-        run(seed, options.case, 1, 1e9, extremes, Reference(), tally)
+        indices = range(options.case, options.case + 1)
         print(draw(seed, options.case, extremes).describe())
-    else:
-        count = options.problems if options.problems is not None else 10**9 if options.seconds else 1000
-        run(seed, options.first, count, options.seconds or 1e9, extremes, Reference(), tally)
+    tally = run(seed, indices, options.seconds or (1e9 if options.problems else 60.0), extremes)
     for failure in tally.failures:
         print(failure)
     took = time.monotonic() - start
     calls = ", ".join(f"{n} {c}" for n, c in sorted(tally.calls.items()))
     print(f"seed {seed}: {tally.problems} problems ({calls}), {len(tally.failures)} failed, {took:.0f} s")
-    print(
-        "largest error as a share of its bound: " + ", ".join(f"{n} {x:.2f}" for n, x in sorted(tally.closest.items()))
-    )
+    shares = ", ".join(f"{n} {x:.2f}" for n, x in sorted(tally.closest.items()))
+    print(f"largest error as a share of its bound: {shares}")
     return 1 if tally.failures else 0
 
 

@@ -156,7 +156,7 @@ class Reference:
         return first, first + (1 if is_interleaved else half)
 
     def rotate(self, x: Array, cos: Array, sin: Array, is_interleaved: bool) -> tuple[Array, Array]:
-        """Rows of x (..., rows, d) rotated by cos and sin, (rows, rotary_dim / 2); and the magnitudes that were added."""
+        """Rows of x (..., rows, d) rotated by cos and sin, (rows, rotary_dim / 2); and the magnitudes added."""
         first, second = self.rotary_pairs(cos.shape[-1], is_interleaved)
         a, b = x[..., first], x[..., second]
         out, size = x.copy(), np.zeros_like(x)
