@@ -16,6 +16,7 @@ import flashtile
 
 class Cache(Problem):
     kind = "cache"
+    is_result_needed = True
 
     def __init__(self, d: Draw, extremes: bool) -> None:
         super().__init__(d, extremes)

@@ -151,6 +151,7 @@ class DrawnDropout(Dense):
     """Dropout by bits that the call draws. v is the identity matrix, so that out shows which elements were dropped."""
 
     kind = "dropout"
+    is_result_needed = True
 
     def __init__(self, d: Draw, extremes: bool) -> None:
         Problem.__init__(self, d, extremes)

@@ -56,6 +56,7 @@ def evaluate(
 
 class Problem:
     kind = ""
+    is_result_needed = False  # what is expected follows from what a call returns or writes
 
     def __init__(self, d: Draw, extremes: bool) -> None:
         self.d, self.extremes = d, extremes
