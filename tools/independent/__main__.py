@@ -78,6 +78,7 @@ def check(problem: Problem, ref: Reference, tally: Tally) -> list[str]:
     """What is wrong with the problem on every backend that takes it."""
     wrong = []
     expected: Expected | None = None
+    torch.set_num_threads(problem.threads)
     for backend in problem.backends() * problem.runs:
         label = backend or problem.via
         tally.calls[label] += 1

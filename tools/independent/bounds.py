@@ -63,12 +63,12 @@ def forward(f: Head, r: Precision) -> Errors:
         e_dot = (f.q.shape[1] + 6) * unit * size
         if f.q_error is not None:
             e_dot = e_dot + np.where(seen, abs(f.scale) * (f.q_error @ abs(f.k).T), 0.0)
-    rest = abs(f.dot)
+    rest = 2 * size  # no part of the score, nor of its error, is larger
     e = e_dot
     if f.tanh is not None:
         capped = f.softcap * abs(f.tanh)
         e = np.minimum(e_dot, 2 * f.softcap) + 8 * unit * capped
-        rest = capped
+        rest = np.minimum(rest, 2 * f.softcap)
     if f.alibi is not None:
         e = e + 6 * unit * abs(f.alibi)
         rest = rest + abs(f.alibi)

@@ -42,6 +42,7 @@ class Packed(Problem):
         # Upper bounds of the lengths; without them mask and bias have any size that is large enough
         self.max_q, self.max_k = (max(n, default=0) + d.pick([0, 0, 3]) for n in (self.lengths_q, self.lengths_k))
         self.has_max = self.via == "flash" or d.chance(0.6)
+        self.is_max_tensor = self.via == "api" and d.chance(0.1)
         full = (self.batch, o.heads, self.max_q, self.max_k)
         if self.via == "api":
             self.draw_dropout()
@@ -100,7 +101,11 @@ class Packed(Problem):
             return self.finish(out, lse)
         named = self.arguments("mask", "bias", "alibi_slopes", "sinks", "rng_state", "seqused_k", "block_table")
         if self.has_max:
-            named |= {"max_seqlen_q": self.max_q, "max_seqlen_k": self.max_k}
+            given = (self.max_q, self.max_k)
+            if self.is_max_tensor:
+                # Accepted, not read
+                given = (torch.tensor(self.max_q), torch.tensor(self.max_k))
+            named |= dict(zip(("max_seqlen_q", "max_seqlen_k"), given, strict=True))
         named |= {"dropout_p": self.o.dropout_p, "return_lse": self.return_lse, "backend": backend}
         found: Any = flashtile.attention_varlen(q, k, v, starts_q, starts_k, **named)
         return self.finish(*(found if self.return_lse else (found, None)))

@@ -75,6 +75,7 @@ class Problem:
         self.needs: list[str] = []
         self.is_huge = False
         self.runs = 2 if d.chance(0.15) else 1  # a second call of the same shapes finds its plan registered
+        self.threads = 3 if d.chance(0.05) else 1
         self.draw_options()
 
     # Options
