@@ -94,7 +94,7 @@ class Problem:
                 caps += [3e38, 1e30, 1e-30, 1e-38]
             o.softcap = d.pick(caps)
         self.scale: float | None = d.pick([None, None, None, 1.0, 0.1, 0.37, -0.5, 0.0])
-        self.style = d.pick(["normal"] * 6 + ["large", "exact", "exact", "tiny", "ties", "rising"])
+        self.style = d.pick(["normal"] * 6 + ["large", "huge", "exact", "exact", "tiny", "ties", "rising"])
         if self.style == "exact":
             # Products and sums of few bits: scores are exact up to here, however large
             self.scale = d.pick([1.0, 0.5, 4.0])
@@ -152,13 +152,16 @@ class Problem:
         d = self.d
         x = d.normal(*shape)
         if name == "v":
-            return x * d.pick([1.0, 1.0, 1.0, 30.0])
+            return x * d.pick([1.0, 1.0, 1.0, 1.0, 30.0, 30.0 if self.dtype == "float16" else 1e30])
         if name not in ("q", "k"):
             return x
         if self.style == "exact":
             power = d.pick([0, 1, 3, 6] if self.dtype == "float16" else [0, 1, 3, 6, 12, 17])
             self.is_huge |= power > 6
             return d.rng.integers(-4, 5, shape) * 2.0**power
+        if self.style == "huge":
+            self.is_huge = True
+            return x * (100.0 if self.dtype == "float16" else d.pick([1e2, 1e3, 1e4, 1e5, 1e7]))
         if self.style in ("large", "tiny"):
             return x * (12 if self.style == "large" else 1e-4)
         if name == "k" and self.style == "ties" and shape[-2]:
