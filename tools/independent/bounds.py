@@ -150,7 +150,7 @@ def backward(f: Head, e: Errors, b: HeadGradients, dout: Array, dlse: Array, r: 
     if f.sink is not None and f.sink > -np.inf:
         log_sink = f.sink - np.where(empty, np.inf, f.lse)
         weight = np.exp(log_sink)
-        e_weight = weight_error(log_sink, weight, 8 * unit * abs(f.sink) + e.lse + 32 * unit, 250.0)
+        e_weight = weight_error(log_sink, weight, 8 * unit * abs(f.sink) + e.lse + 32 * unit, 250.0) + r.underflow
         sizes = e_weight * (abs(b.delta) + e_delta) + weight * (e_delta + (sq + 8) * unit * abs(b.delta))
         dsink = float(sizes.sum())
     return GradientErrors(e_dbias, dq, dk, dv, dsink)
