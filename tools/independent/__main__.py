@@ -94,19 +94,19 @@ def check(problem: Problem, ref: Reference, tally: Tally) -> list[str]:
     return wrong
 
 
-def draw(seed: int, index: int, extremes: bool) -> Problem:
+def draw(seed: int, index: int) -> Problem:
     d = Draw(seed, index)
-    return d.pick([Dense] * 10 + [Packed] * 6 + [Cache] * 6 + [DrawnDropout])(d, extremes)
+    return d.pick([Dense] * 10 + [Packed] * 6 + [Cache] * 6 + [DrawnDropout])(d)
 
 
-def run(seed: int, indices: range, seconds: float, extremes: bool) -> Tally:
+def run(seed: int, indices: range, seconds: float) -> Tally:
     """Problems of the seed, until time is up or 20 have failed."""
     tally = Tally()
     end = time.monotonic() + seconds
     for index in indices:
         if time.monotonic() >= end or len(tally.failures) >= 20:
             break
-        problem = draw(seed, index, extremes)
+        problem = draw(seed, index)
         tally.problems += 1
         wrong = check(problem, Reference(), tally)
         if wrong:
@@ -114,13 +114,13 @@ def run(seed: int, indices: range, seconds: float, extremes: bool) -> Tally:
     return tally
 
 
-def try_faults(seed: int, seconds: float, extremes: bool) -> int:
+def try_faults(seed: int, seconds: float) -> int:
     """Compares with every wrong reference until each has disagreed once."""
     missing = dict(FAULTS)
     end = time.monotonic() + seconds
     index = 0
     while missing and time.monotonic() < end:
-        problem = draw(seed, index, extremes)
+        problem = draw(seed, index)
         results = problem.run(problem.backends()[0])
         index += 1
         for name, ref in list(missing.items()):
@@ -141,20 +141,18 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first problem of the seed")
     parser.add_argument("--case", type=int, help="only this problem of the seed")
     parser.add_argument("--faults", action="store_true", help="compare with wrong references")
-    parser.add_argument("--no-extremes", action="store_true", help="without values at the extremes of the types")
     options = parser.parse_args()
     torch.set_num_threads(1)
     np.seterr(all="ignore")
-    extremes = not options.no_extremes
     seed = options.seed if options.seed is not None else time.time_ns() % 2**32
     if options.faults:
-        return try_faults(seed, options.seconds or 60.0, extremes)
+        return try_faults(seed, options.seconds or 60.0)
     start = time.monotonic()
     indices = range(options.first, options.first + options.problems) if options.problems else range(10**9)
     if options.case is not None:
         indices = range(options.case, options.case + 1)
-        print(draw(seed, options.case, extremes).describe())
-    tally = run(seed, indices, options.seconds or (1e9 if options.problems else 60.0), extremes)
+        print(draw(seed, options.case).describe())
+    tally = run(seed, indices, options.seconds or (1e9 if options.problems else 60.0))
     for failure in tally.failures:
         print(failure)
     took = time.monotonic() - start

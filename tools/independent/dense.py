@@ -17,8 +17,8 @@ import flashtile
 class Dense(Problem):
     kind = "dense"
 
-    def __init__(self, d: Draw, extremes: bool) -> None:
-        super().__init__(d, extremes)
+    def __init__(self, d: Draw) -> None:
+        super().__init__(d)
         o = self.o
         self.via = d.pick(["api"] * 6 + ["sdpa", "flash"])
         self.seqlen_q, self.seqlen_k = d.length(), d.length()
@@ -153,8 +153,8 @@ class DrawnDropout(Dense):
     kind = "dropout"
     is_result_needed = True
 
-    def __init__(self, d: Draw, extremes: bool) -> None:
-        Problem.__init__(self, d, extremes)
+    def __init__(self, d: Draw) -> None:
+        Problem.__init__(self, d)
         o = self.o
         self.via = d.pick(["api", "sdpa", "flash"])
         o.window, o.softcap, o.dropout_p, self.style = None, 0.0, d.pick([0.1, 0.25, 0.5, 0.75]), "tiny"

@@ -16,8 +16,8 @@ import flashtile
 class Packed(Problem):
     kind = "packed"
 
-    def __init__(self, d: Draw, extremes: bool) -> None:
-        super().__init__(d, extremes)
+    def __init__(self, d: Draw) -> None:
+        super().__init__(d)
         o = self.o
         self.via = d.pick(["api"] * 5 + ["flash"])
         if self.via == "flash":

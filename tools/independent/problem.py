@@ -58,8 +58,8 @@ class Problem:
     kind = ""
     is_result_needed = False  # what is expected follows from what a call returns or writes
 
-    def __init__(self, d: Draw, extremes: bool) -> None:
-        self.d, self.extremes = d, extremes
+    def __init__(self, d: Draw) -> None:
+        self.d = d
         self.dtype = d.pick(["float32"] * 4 + ["bfloat16"] * 3 + ["float16"] * 2 + ["float64"] * 2)
         self.lse_dtype = "float64" if self.dtype == "float64" else "float32"
         self.r = PRECISIONS[self.dtype]
@@ -73,7 +73,6 @@ class Problem:
         self.tensors: dict[str, Tensor] = {}
         self.values: dict[str, Any] = {}
         self.needs: list[str] = []
-        self.is_huge = False
         self.runs = 2 if d.chance(0.15) else 1  # a second call of the same shapes finds its plan registered
         self.threads = 3 if d.chance(0.05) else 1
         self.draw_options()
@@ -84,15 +83,10 @@ class Problem:
         d, o = self.d, self.o
         o.causal = d.pick([False, False, True, "bottom_right", "top_left"])
         if d.chance(0.35):
-            sides = [-1, 0, 1, 2, 3, 5, 8, 20, 1000]
-            if self.extremes:
-                sides += [2**30 - 1, 2**30, 2**31 - 1]
+            sides = [-1, 0, 1, 2, 3, 5, 8, 20, 1000, 2**30 - 1, 2**30, 2**31 - 1]
             o.window = (d.pick(sides), d.pick(sides))
         if d.chance(0.3):
-            caps = [0.01, 0.5, 2.0, 15.0, 30.0, 1e4]
-            if self.extremes:
-                caps += [3e38, 1e30, 1e-30, 1e-38]
-            o.softcap = d.pick(caps)
+            o.softcap = d.pick([0.01, 0.5, 2.0, 15.0, 30.0, 1e4, 3e38, 1e30, 1e-30, 1e-38])
         self.scale: float | None = d.pick([None, None, None, 1.0, 0.1, 0.37, -0.5, 0.0])
         self.style = d.pick(["normal"] * 6 + ["large", "huge", "exact", "exact", "tiny", "ties", "rising"])
         if self.style == "exact":
@@ -138,7 +132,7 @@ class Problem:
             constant = dict([swap, swap[::-1]]).get(constant, constant) if constant is not None else None
         is_copied = self.via != "api" and name in ("q", "k", "v")
         any_last = is_copied or name in ("dout", "dlse", "sinks", "alibi_slopes", "bias")
-        self.tensors[name] = place(self.d, t, constant, any_last, negated=self.extremes and "cache" not in name)
+        self.tensors[name] = place(self.d, t, constant, any_last, negated="cache" not in name)
 
     def add_rows(self, name: str, shape: tuple[int, ...], swap: tuple[int, int]) -> None:
         constant = None
@@ -157,10 +151,8 @@ class Problem:
             return x
         if self.style == "exact":
             power = d.pick([0, 1, 3, 6] if self.dtype == "float16" else [0, 1, 3, 6, 12, 17])
-            self.is_huge |= power > 6
             return d.rng.integers(-4, 5, shape) * 2.0**power
         if self.style == "huge":
-            self.is_huge = True
             return x * (100.0 if self.dtype == "float16" else d.pick([1e2, 1e3, 1e4, 1e5, 1e7]))
         if self.style in ("large", "tiny"):
             return x * (12 if self.style == "large" else 1e-4)
@@ -207,11 +199,8 @@ class Problem:
         """Finite values up to the largest of the dtype: in some places, in a row, everywhere."""
         d = self.d
         low = float(torch.finfo(DTYPES[dtype]).min) / (4 if dtype == "float64" else 1)
-        sizes = [low, low / 2, -low / 2, -65504.0, -1e4, *([] if dtype == "float16" else [-1e9, -1e30, -2.3e38])]
-        if self.extremes or dtype == "float16":
-            sizes += [low, -low]
-        elif dtype != "float64":
-            sizes = [x for x in sizes if abs(x) <= 2.3e38]
+        sizes = [low, low, low / 2, -low, -low / 2, -65504.0, -1e4]
+        sizes += [] if dtype == "float16" else [-1e9, -1e30, -2.3e38]
         value, where = d.pick(sizes), d.pick(["some", "row", "all"])
         if where == "some":
             bias[d.rng.random(bias.shape) < 0.3] = value
@@ -245,7 +234,7 @@ class Problem:
 
     def draw_gradients(self, out_shape: tuple[int, ...], lse_shape: tuple[int, ...], swap: tuple[int, int]) -> None:
         d = self.d
-        if not d.chance(0.6) or (self.is_huge and not self.extremes):
+        if not d.chance(0.6):
             return
         names = [n for n in ("q", "k", "v", "bias", "sinks") if n in self.tensors]
         self.needs = names if d.chance(0.6) else [n for n in names if d.chance(0.5)]
