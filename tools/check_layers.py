@@ -13,11 +13,12 @@ from pathlib import Path
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("version", "errors"),
     ("problem",),
+    ("tensors",),
     ("runtime",),
     ("kernels",),
     ("backends",),
     ("ops",),
-    ("arguments", "flops"),
+    ("arguments", "cache_step", "flops"),
     ("api",),
     ("facades",),
     ("__init__",),

@@ -4,17 +4,22 @@ file is another."""
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 
-from flashtile.problem import DENSE_OPTIONS, NUM_TENSORS, SCHEMA_TYPES, AttentionArgs, schema
+import generated
 
-FILE = Path(__file__).resolve().parent.parent / "src/flashtile/csrc/exec/arguments.inc"
+from flashtile.problem import DENSE_FIELDS, DENSE_SHIFTS, NUM_TENSORS, SCHEMA_TYPES, AttentionArgs, dense_schema, schema
+
+FILE = generated.SOURCES / "csrc/exec/arguments.inc"
 HEAD = """\
-// Written by tools/make_arguments.py from problem.py: AttentionArgs and DENSE_OPTIONS. The includer defines what it
+// Written by tools/make_arguments.py from problem.py: AttentionArgs and DENSE_FIELDS. The includer defines what it
 // needs of
 //   FT_TENSOR(enumerator, "name")                 the tensors, which come first
 //   FT_ARGUMENT(enumerator, type, "schema")       every argument, in the order of the schema
-//   FT_DENSE(enumerator)                          the arguments of the `dense` overloads, in the order of their schemas
+//   FT_DENSE(enumerator, "words", shift, mask, texts...)
+//                                                 the bit fields of `mode`, an argument of the `dense` overloads; the
+//                                                 texts that its values stand for: null for None and for flags, ""
+//                                                 where there is no such value
 """
 TYPES = {
     "Tensor": "AtenTensorHandle",
@@ -42,25 +47,24 @@ def cpp_type(name: str) -> str:
     return f"std::optional<{plain}>" if found.endswith("?") else plain
 
 
+def dense_fields() -> Iterator[str]:
+    for (name, values), words in zip(DENSE_FIELDS.items(), dense_schema(), strict=True):
+        mask = (1 << (len(values) - 1).bit_length()) - 1
+        texts = ["nullptr" if value in (None, False, True) else f'"{value}"' for value in values]
+        texts += ['""'] * (mask + 1 - len(values))
+        fields = [enumerator(name), f'"{words}"', str(DENSE_SHIFTS[name]), str(mask), *texts]
+        yield f"FT_DENSE({', '.join(fields)})"
+
+
 def text() -> str:
     names = AttentionArgs._fields
     sections = {
         "FT_TENSOR": [f'FT_TENSOR({enumerator(name)}, "{name}")' for name in names[:NUM_TENSORS]],
         "FT_ARGUMENT": [f'FT_ARGUMENT({enumerator(name)}, {cpp_type(name)}, "{schema([name])}")' for name in names],
-        "FT_DENSE": [f"FT_DENSE({enumerator(name)})" for name in (*names[:3], *DENSE_OPTIONS)],
+        "FT_DENSE": list(dense_fields()),
     }
     return HEAD + "".join(SECTION.format(macro=macro, lines="\n".join(lines)) for macro, lines in sections.items())
 
 
-def main() -> int:
-    if "--check" not in sys.argv[1:]:
-        FILE.write_text(text())
-        return 0
-    if FILE.read_text() == text():
-        return 0
-    print(f"{FILE.name} is not what tools/make_arguments.py writes: run it")
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(generated.main(FILE, text()))

@@ -1,10 +1,10 @@
 """Measures the times by which families and backends are chosen, and writes them into src/flashtile/kernels/speeds.csv.
 
-PYTHONPATH=src python tools/measure_speeds.py [--device cpu] [--out FILE]
+PYTHONPATH=src python tools/measure_speeds.py [--device cpu] [--op backward] [--dtype bfloat16] [--size small]
 
 Each kind of call (op, dtype, head dim, option, size) is timed in interleaved rounds: every family and backend of ours
 that takes it, and torch's kernels, each pinned by name. Large calls are timed by CUDA events, small ones by the host's
-clock. Rows of other architectures stay as they are. Compiling comes first, in several processes.
+clock. Rows of other kinds of calls stay as they are. Compiling comes first, in several processes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def kinds(device: str) -> list[Kind]:
     for dtype in ("bfloat16", "float32"):
         found += [Kind(dtype, dim, speeds.PLAIN, "large") for dim in (64, 128, 256, 512)]
         found += [Kind(dtype, 128, option, "large") for option in speeds.OPTIONS]
-        found += [Kind(dtype, dim, speeds.PLAIN, "small") for dim in (256, 512)]
+        found += [Kind(dtype, dim, speeds.PLAIN, "small") for dim in (128, 256, 512)]
     return [*found, Kind("float64", 64, speeds.PLAIN, "large"), Kind("float64", 64, speeds.PLAIN, "small")]
 
 
@@ -268,32 +268,47 @@ def measure(kind: Kind, op: str, device: str) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def all_kinds(device: str, size: str | None = None) -> list[tuple[Kind, str]]:
-    chosen = [kind for kind in kinds(device) if size in (None, kind.size)]
-    found = list(itertools.product(chosen, speeds.OPS))
-    return [(kind, op) for kind, op in found if not (kind.option == "paged" and op == "backward")]
+@dataclass(frozen=True)
+class Choice:
+    """The kinds of calls that are measured; None: all."""
+
+    device: str
+    op: str | None = None
+    dtype: str | None = None
+    size: str | None = None
+
+    def kinds(self) -> list[tuple[Kind, str]]:
+        return [
+            (kind, op)
+            for kind, op in itertools.product(kinds(self.device), speeds.OPS)
+            if self.op in (None, op) and self.dtype in (None, kind.dtype) and self.size in (None, kind.size)
+            if not (kind.option == "paged" and op == "backward")
+        ]
+
+    def words(self) -> list[str]:
+        return [word for word in (self.op, self.dtype, self.size) if word is not None]
 
 
-def warm(device: str, share: int, shares: int) -> None:
+def warm(choice: Choice, share: int, shares: int) -> None:
     """One call of everything, so that compilers leave their kernels on disk."""
-    for kind, op in all_kinds(device)[share::shares]:
+    for kind, op in choice.kinds()[share::shares]:
         if kind.size == "large":
-            inputs = Inputs(kind, device)
+            inputs = Inputs(kind, choice.device)
             for contender in ours(inputs, op):
                 if contender.name != "tiled":
                     with suppress(flashtile.Unsupported, RuntimeError):
                         thunk_of(contender, inputs, op)
 
 
-def rows(device: str, size: str | None) -> Iterator[tuple[object, ...]]:
+def rows(choice: Choice) -> Iterator[tuple[object, ...]]:
     arch = "cpu"
-    if device == "cuda":
+    if choice.device == "cuda":
         found = cuda._arch(0)
         assert found is not None
         arch = f"sm_{found.number}"
     dense: dict[str, float] = {}
-    for kind, op in all_kinds(device, size):
-        times = measure(kind, op, device)
+    for kind, op in choice.kinds():
+        times = measure(kind, op, choice.device)
         if kind.option == speeds.PLAIN and op == "forward" and kind.size == "large" and kind.head_dim == 128:
             dense[kind.dtype] = min(us for name, us in times.items() if not name.startswith("sdpa"))
         if kind.option == "paged":
@@ -308,35 +323,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=speeds.TABLE)
+    parser.add_argument("--op", choices=speeds.OPS, help="only this; default: both")
+    parser.add_argument("--dtype", help="only this; default: all")
     parser.add_argument("--size", choices=("large", "small"), help="only these; default: both")
     parser.add_argument("--share", help=argparse.SUPPRESS)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile ahead")
     options = parser.parse_args()
+    choice = Choice(options.device, options.op, options.dtype, options.size)
     if options.share:
-        warm(options.device, *map(int, options.share.split("/")))
+        warm(choice, *map(int, options.share.split("/")))
         return 0
     if options.device == "cuda" and options.size != "small":
-        command = [sys.executable, __file__, "--device", options.device]
-        shares = [subprocess.Popen([*command, "--share", f"{n}/{options.jobs}"]) for n in range(options.jobs)]
+        shares = [subprocess.Popen([*sys.orig_argv, "--share", f"{n}/{options.jobs}"]) for n in range(options.jobs)]
         for share in shares:
             share.wait()
     warnings.filterwarnings("ignore", category=UserWarning)  # torch says at length why a pinned kernel refuses
-    found = [tuple(map(str, row)) for row in rows(options.device, options.size)]
+    found = [tuple(map(str, row)) for row in rows(choice)]
     environment = facts.environment(options.device, [], "python tools/measure_speeds.py")
-    which = f"{found[0][0]}, small calls" if options.size == "small" else found[0][0]
-    note = f"# {which}: {environment.device}; torch {environment.torch}, cuDNN {environment.cudnn or 'none'}, "
+    which = "# " + ", ".join([found[0][0], *choice.words()]) + ":"
+    note = f"{which} {environment.device}; torch {environment.torch}, cuDNN {environment.cudnn or 'none'}, "
     note += f"driver {environment.driver or 'none'}; commit {environment.commit}, {environment.date}"
     kept, notes = list[tuple[str, ...]](), list[str]()
     if options.out.exists():
         lines = options.out.read_text(encoding="utf-8").splitlines()
-        replaced = {(row[0], row[5]) for row in found}  # arch and size
-        notes = [
-            line
-            for line in lines
-            if line.startswith("#") and (options.size or not line.startswith(f"# {found[0][0]}:"))
-        ]
+        replaced = {row[:6] for row in found}  # all but provider and time
+        notes = [line for line in lines if line.startswith("#") and not line.startswith(which)]
         read = csv.reader(line for line in lines if not line.startswith("#"))
-        kept = [tuple(row) for row in read if row != list(HEADER) and (row[0], row[5]) not in replaced]
+        kept = [tuple(row) for row in read if row != list(HEADER) and tuple(row[:6]) not in replaced]
     with options.out.open("w", encoding="utf-8", newline="") as file:
         file.write("".join(f"{line}\n" for line in sorted([*notes, note])))
         csv.writer(file, lineterminator="\n").writerows([HEADER, *sorted([*kept, *found])])

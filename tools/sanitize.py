@@ -87,13 +87,17 @@ class Job:
 
 @contextmanager
 def choosing(family: Family[Any], row: int | None) -> Iterator[None]:
-    """Calls take the family, and the row at this index for each of its kernels."""
+    """Calls take the family, and the row at this index for each of its kernels. Some families refuse deterministic
+    calls."""
     rows = {} if row is None else dict.fromkeys(family.kernels, row)
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
     assemble.clear_plans()
+    torch.use_deterministic_algorithms(False)
     try:
         with families.forced(family.name), families.forced_rows(rows):
             yield
     finally:
+        torch.use_deterministic_algorithms(is_deterministic)
         assemble.clear_plans()
 
 

@@ -4,25 +4,47 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.overrides import handle_torch_function
 
-from flashtile import ops
-from flashtile.arguments import Causal, Window, attention_args, autocast, kvcache_args, varlen_args
+from flashtile import cache_step, ops
+from flashtile.arguments import (
+    Causal,
+    Window,
+    attention_args,
+    autocast,
+    kvcache_args,
+    require_tensors,
+    varlen_args,
+)
 from flashtile.backends import kvcache, registry
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.backends.registry import Explanation
-from flashtile.errors import Unsupported, renamed, type_error, unsupported
-from flashtile.problem import AttentionArgs, Problem, check_values, is_checking, row_axis
+from flashtile.errors import Unsupported, renamed, unknown_option, unsupported, value_error
+from flashtile.kernels.arch import ARCHS, arch_named
+from flashtile.problem import (
+    NUM_TENSORS,
+    AttentionArgs,
+    Problem,
+    check_values,
+    has_memory,
+    is_checking,
+    row_axis,
+    with_given_shapes,
+)
+from flashtile.tensors import recorders
 
-# Without the device's name, which costs as much as all the other checks; a torch that lacks it takes the longer way
-is_autocasting: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+# Signatures of reads after an append that are known to be served: steps of generation repeat them
+_served: set[tuple[Any, ...]] = set()
+_MOST_SIGNATURES = 1024
 
 _KVCACHE_NAMES = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad"}
-_KVCACHE_ROW_NAMES = {"block_table": "cache_batch_idx"}
+_KVCACHE_ROW_NAMES = {"block_table": "cache_batch_idx", "page": "row"}
 
 
 def attention(
@@ -44,6 +66,7 @@ def attention(
     return_lse: bool = False,
     layout: str = "bhsd",
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention of q over k and v.
 
@@ -51,10 +74,11 @@ def attention(
     heads_kv, seqlen_k, head_dim_v), heads a multiple of heads_kv. Strides are free but for a contiguous last dimension.
 
     causal         True or "bottom_right": the last query sees all keys. "top_left": query i sees keys 0 to i.
-    window         (left, right): a query sees that many keys on either side of its own; -1 = unbounded.
+    window         (left, right): a query sees that many keys on either side of its own; -1 or None = unbounded.
     scale          factor of the scores; None = 1 / sqrt(head_dim).
     mask           bool, True = attend, broadcastable to (batch, heads, seqlen_q, seqlen_k).
-    bias           added to the scores, broadcastable likewise, differentiable; -inf masks.
+    bias           added to the scores, broadcastable likewise, differentiable; -inf masks. As mask or bias, torch's
+                   CausalBias counts as causal.
     alibi_slopes   (heads,) or (batch, heads): slope * distance is subtracted.
     softcap        c > 0: scores become c * tanh(scores / c) before anything is added.
     sinks          (heads,): a logit per head that joins the denominator only; differentiable.
@@ -65,6 +89,8 @@ def attention(
 
     Returns out in q's layout, or (out, lse). docs/semantics.md has the formulas.
     """
+    if unknown:
+        raise unknown_option("attention", next(iter(unknown)), _options_of(attention))
     # Most calls: tensors, and options that the dense overloads take
     if (
         window is None
@@ -75,7 +101,7 @@ def attention(
         and rng_state is None
         and deterministic is None
         and not return_lse
-        and (causal is False or causal is True)
+        and (type(causal) is bool or type(causal) is str)
         and (scale is None or type(scale) is float)
         and type(softcap) is float
         and type(dropout_p) is float
@@ -83,22 +109,13 @@ def attention(
         and not dropout_p
         and type(layout) is str
         and (backend is None or type(backend) is str)
-        and isinstance(q, Tensor)
-        and isinstance(k, Tensor)
-        and isinstance(v, Tensor)
         and not is_compiling()
-        and not is_autocasting()
-        and not ops.is_transformed()
+        and (mode := ops.DENSE_MODES.get((causal, layout, backend))) is not None
+        and (bits := ops.dense_bits(q, k, v)) >= 0
     ):
-        word = "bottom_right" if causal else "none"
-        try:
-            num_grads = q.requires_grad + k.requires_grad + v.requires_grad if torch.is_grad_enabled() else 0
-            if num_grads == 0:
-                return ops.dense_forward(q, k, v, scale, word, layout, backend, ops.is_deterministic(), False)[0]
-            if num_grads == 3 and not ops.is_traced_above_autograd():
-                return ops.apply_dense(q, k, v, (scale, word, layout, backend))
-        except RuntimeError as error:
-            ops.reraise(error)
+        return dense(q, k, v, scale, mode | bits)
+    if not is_compiling() and (found := recorders(q, k, v, mask, bias, alibi_slopes, sinks, rng_state)):
+        return record(attention, found, locals())
     q, k, v, bias = autocast(q, k, v, bias)
     args = attention_args(
         q,
@@ -118,8 +135,33 @@ def attention(
         layout,
         backend,
     )
-    out, lse = ops.attend(args, return_lse)
+    out, lse = _attend(args, return_lse, mask, bias)
     return (out, lse) if return_lse else out
+
+
+def is_dense(q: Any, k: Any, v: Any, scale: Any) -> bool:
+    """Plain tensors that nothing intercepts."""
+    return (
+        type(q) is Tensor
+        and type(k) is Tensor
+        and type(v) is Tensor
+        and (scale is None or type(scale) is float)
+        and not is_compiling()
+        and not ops.is_autocasting()
+        and not ops.is_transformed()
+    )
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mode: int) -> Tensor:
+    """A call of few options by the dense overloads. The mode is one of ops.DENSE_MODES with ops.dense_bits."""
+    try:
+        if mode & ops.NEEDS_GRAD:
+            return ops.dense_function(mode, scale)(q, k, v)
+        out: Tensor = ops.dense_forward(q, k, v, scale, mode)[0]
+        return out
+    except RuntimeError as error:
+        require_tensors(q=q, k=k, v=v)  # of sparse and nested ones torch says less
+        ops.reraise(error)
 
 
 def attention_varlen(
@@ -147,6 +189,7 @@ def attention_varlen(
     return_lse: bool = False,
     layout: str = "bshd",
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over sequences of different lengths, packed one behind the other.
 
@@ -159,10 +202,15 @@ def attention_varlen(
     block_table                 (batch, pages) int32: k and v are pages (num_pages, page_size, heads_kv, dim), and
                                 cu_seqlens_k gives lengths only; it may be None when seqused_k is given.
     mask, bias                  broadcastable to (batch, heads, max_seqlen_q, max_seqlen_k), indexed within each
-    sequence.
+                                sequence.
 
     All other options as in `attention`. lse is (heads, total_q).
     """
+    if unknown:
+        raise unknown_option("attention_varlen", next(iter(unknown)), _options_of(attention_varlen))
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, mask, bias, alibi_slopes, sinks, rng_state)
+    if not is_compiling() and (found := recorders(*tensors)):
+        return record(attention_varlen, found, locals())
     q, k, v, bias = autocast(q, k, v, bias)
     args = varlen_args(
         *(
@@ -181,7 +229,7 @@ def attention_varlen(
         ),
         *(mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic, layout, backend),
     )
-    out, lse = ops.attend(args, return_lse)
+    out, lse = _attend(args, return_lse, mask, bias)
     return (out, lse) if return_lse else out
 
 
@@ -209,22 +257,53 @@ def attention_kvcache(
     return_lse: bool = False,
     layout: str = "bshd",
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a cache of keys and values; appends new ones to it in place. Inference only.
 
     Shapes for layout "bshd": q (batch, seqlen_q, heads, head_dim), caches (batch_cache, capacity, heads_kv, dim), or
     with block_table (batch, pages_per_sequence) int32: pages (num_pages, page_size, heads_kv, dim).
 
-    k, v               (batch, seqlen_new, heads_kv, dim): written behind the first cache_seqlens rows, then attended
-    to. cache_seqlens      (batch,) int32 or an int: rows in use before the call, left padding included; None = the
-    whole     cache. cache_batch_idx    (batch,) int32: which row of the cache each sequence uses.
+    k, v               (batch, seqlen_new, heads_kv, dim): written behind the first cache_seqlens rows, then read too.
+    cache_seqlens      (batch,) int32 or an int: rows in use before the call, left padding included; None = the whole
+                       cache.
+    cache_batch_idx    (batch,) int32: which row of the cache each sequence uses.
     cache_leftpad      (batch,) int32: rows at the start of the cache to be ignored.
     rotary_cos, _sin   (positions, rotary_dim / 2): rotates k at position cache_seqlens + i, and q likewise if causal or
-    a window
-                       is set, else all of q at cache_seqlens. rotary_interleaved: pairs (0, 1), (2, 3), ...
+                       a window is set, else all of q at cache_seqlens. rotary_interleaved: pairs (0, 1), (2, 3), ...
     num_splits         over how many parts the keys are split; 0 = chosen. Changes speed and rounding, never the
-    meaning.
+                       meaning.
+
+    A refused call writes nothing. All other options as in `attention`.
     """
+    if unknown:
+        raise unknown_option("attention_kvcache", next(iter(unknown)), _options_of(attention_kvcache))
+    if (
+        cache_seqlens is not None
+        and cache_batch_idx is None
+        and cache_leftpad is None
+        and block_table is None
+        and rotary_cos is None
+        and rotary_sin is None
+        and alibi_slopes is None
+        and sinks is None
+        and backend is None
+        and is_dense(q, k_cache, v_cache, scale)
+        and cache_step.has_valid_options(causal, window, scale, softcap, num_splits, rotary_interleaved)
+        and (rows := cache_step.append(q, k_cache, v_cache, k, v, cache_seqlens, softcap, layout)) is not None
+    ):
+        return attention(
+            *(q, *rows),
+            causal=causal,
+            window=None if window == (-1, -1) else window,
+            scale=scale,
+            softcap=softcap,
+            return_lse=return_lse,
+            layout=layout,
+        )
+    tensors = (q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    if not is_compiling() and (found := recorders(*tensors, rotary_cos, rotary_sin, alibi_slopes, sinks)):
+        return record(attention_kvcache, found, locals())
     args, append = kvcache_args(
         *(
             q,
@@ -241,14 +320,24 @@ def attention_kvcache(
         ),
         *(rotary_interleaved, num_splits, causal, window, scale, softcap, alibi_slopes, sinks, layout, backend),
     )
+    if not is_compiling() and ops.is_transformed():
+        raise unsupported(
+            "attention_kvcache",
+            "a call inside a torch.func transform or forward-mode differentiation",
+            "calls outside of them",
+            "Use attention there",
+        )
     _check_inference(
         q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, sinks=sinks
     )
     row_names = {} if cache_batch_idx is None else _KVCACHE_ROW_NAMES
     names = {**_KVCACHE_NAMES, **row_names}
     if append is not None:
-        # Whatever is wrong with the call shows before anything is written
-        call_as(names, _check_ahead, args, append)
+        given = (*args, *append)
+        if not is_compiling() and all(has_memory(value) for value in given if isinstance(value, Tensor)):
+            # Whatever is wrong with the call shows before anything is written
+            call_as(names, _check_ahead, args, append)
+            args, append = kvcache.read_first(args, append)
         call_as(row_names, ops.append_kv, *append)
         args = args._replace(
             q=append.rotated_queries(args), seqused_k=append.cache_seqlens + append.k.shape[row_axis(layout)]
@@ -257,24 +346,42 @@ def attention_kvcache(
     return (out, lse) if return_lse else out
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
+def explain(q: Tensor, k: Tensor, v: Tensor, *, arch: str | None = None, **options: Any) -> Explanation:
     """Which backend would run this call and how, and why each other one would not.
 
     Takes the options of `attention`; those of `attention_varlen` when cu_seqlens_q is among them; those of
     `attention_kvcache`, k and v being the caches, when cache_seqlens or another option of the cache is. Nothing is
     computed, and nothing warns.
+
+    arch, as "sm_80", asks about a GPU that need not be here, with a compiler and Triton at hand, whatever device the
+    tensors are on; "cpu" asks about this CPU. Meta tensors are taken for tensors on this GPU, or where there is none on
+    this CPU.
     """
     problem, name = _look_ahead(q, k, v, options)
-    return registry.explain(problem, name)
+    return registry.explain(_on_arch(problem, arch), name)
 
 
 def prewarm(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
-    """Does now what the first such call would wait for, such as compiling its kernels, and says what will run."""
+    """Does now what the first such call would wait for, such as compiling its kernels, and says what will run. Takes
+    what `explain` takes, meta tensors too, but not `arch`."""
     problem, name = _look_ahead(q, k, v, options)
+    problem = _on_arch(problem, None)
     passes = ("forward", "backward") if problem.needs_grad else ("forward",)
     for backend in dict.fromkeys(registry.select(problem, name, op) for op in passes):
         backend.prepare(problem)
     return registry.explain(problem, name)
+
+
+def _on_arch(problem: Problem, arch: str | None) -> Problem:
+    """The problem on the device that `explain` is asked about."""
+    if arch is None and problem.device == "meta":
+        return replace(problem, device="cuda" if torch.cuda.is_available() else "cpu")
+    if arch is None or arch == "cpu":
+        return problem if arch is None else replace(problem, device="cpu")
+    found = arch_named(arch) if isinstance(arch, str) else None
+    if found is None:
+        raise value_error("arch", repr(arch), f"'cpu', {', '.join(repr(f'sm_{number}') for number in ARCHS)}")
+    return replace(problem, device="cuda", device_index=0, arch=f"sm_{found.number}")
 
 
 def _look_ahead(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Problem, str | None]:
@@ -284,11 +391,10 @@ def _look_ahead(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tup
         function = attention_kvcache
     elif "cu_seqlens_q" in options:
         function = attention_varlen
-    parameters = list(inspect.signature(function).parameters.values())[3:]
-    filled: dict[str, Any] = {p.name: None if p.default is inspect.Parameter.empty else p.default for p in parameters}
+    filled = _options_of(function)
     for name in options:
         if name not in filled:
-            raise type_error(name, "an unknown option", f"{', '.join(filled)} (those of {function.__name__})")
+            raise unknown_option(function.__name__, name, filled)
     filled.update(options)
     del filled["return_lse"]
     if function is attention_kvcache:
@@ -298,7 +404,37 @@ def _look_ahead(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tup
     args = attention_args(q, k, v, **filled) if function is attention else varlen_args(q, k, v, **filled)
     needs_grad = ops.requires_grad(args)
     needs_bias_grad = needs_grad and args.bias is not None and args.bias.requires_grad
-    return Problem.of(args._replace(needs_grad=needs_grad, needs_bias_grad=needs_bias_grad)), args.backend
+    args = args._replace(needs_grad=needs_grad, needs_bias_grad=needs_bias_grad)
+    try:
+        return Problem.of(args), args.backend
+    except ValueError as error:
+        raise with_given_shapes(error, mask=options.get("mask"), bias=options.get("bias")) from None
+
+
+def _options_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments after q, k and v with their defaults; None where there is none."""
+    parameters = list(inspect.signature(function).parameters.values())[3:-1]
+    return {p.name: None if p.default is inspect.Parameter.empty else p.default for p in parameters}
+
+
+def record(function: Callable[..., Any], found: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    """The call as torch's function protocol hands it to those arguments: torch.fx makes it a node of its graph."""
+    args, options = [], {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.default is inspect.Parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            args.append(given[parameter.name])
+        elif parameter.kind is not parameter.VAR_KEYWORD and given[parameter.name] is not parameter.default:
+            options[parameter.name] = given[parameter.name]
+    return handle_torch_function(function, found, *args, **options)
+
+
+def _attend(args: AttentionArgs, return_lse: bool, mask: Tensor | None, bias: Tensor | None) -> Any:
+    if is_compiling():
+        return ops.attend(args, return_lse)
+    try:
+        return ops.attend(args, return_lse)
+    except ValueError as error:
+        raise with_given_shapes(error, mask=mask, bias=bias) from None
 
 
 def _check_inference(**tensors: Tensor | None) -> None:
@@ -315,13 +451,26 @@ def _check_inference(**tensors: Tensor | None) -> None:
 
 
 def _check_ahead(args: AttentionArgs, append: AppendArgs) -> None:
-    """What the read after the append would refuse."""
-    if is_compiling():
-        return
-    registry.select(Problem.of(args), args.backend)
+    """What the append and the read after it would refuse."""
+    kvcache.check_writable(append)
+    signature = _signature(args)
+    if signature not in _served:
+        registry.select(Problem.of(args), args.backend)
+        if len(_served) >= _MOST_SIGNATURES:
+            _served.clear()
+        _served.add(signature)
     if args.q.device.type == "cpu" or is_checking():
         check_values(args)
         kvcache.check_positions(append.cache_seqlens, args.q.shape[row_axis(append.layout)], append.rotary_cos)
+
+
+def _signature(args: AttentionArgs) -> tuple[Any, ...]:
+    """Everything that decides whether a backend takes the call."""
+    values: tuple[Any, ...] = args
+    tensors = (
+        None if t is None else (t.dtype, t.shape, t.stride(), t.device, t.data_ptr() % 16) for t in values[:NUM_TENSORS]
+    )
+    return (*tensors, *values[NUM_TENSORS:], ops.is_deterministic(), registry.is_strict())
 
 
 def call_as(names: dict[str, str], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

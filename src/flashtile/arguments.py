@@ -14,10 +14,11 @@ from torch import Tensor
 
 from flashtile.backends import registry
 from flashtile.backends.kvcache import AppendArgs
-from flashtile.errors import type_error, unsupported, value_error
+from flashtile.errors import short_repr, type_error, unsupported, value_error
 from flashtile.problem import AttentionArgs, check_layout
+from flashtile.tensors import is_causal_bias, is_plain, require_readable, without_causal_bias
 
-Window = Sequence[int] | None
+Window = Sequence[int | None] | None
 Causal = bool | str
 
 
@@ -38,7 +39,11 @@ def attention_args(
     deterministic: bool | None,
     layout: str,
     backend: str | None,
+    is_packed: bool = False,
 ) -> AttentionArgs:
+    if (mask is not None and is_causal_bias(mask)) or (bias is not None and is_causal_bias(bias)):
+        has_positions = window is not None or alibi_slopes is not None
+        causal, mask, bias = without_causal_bias(q, k, causal, mask, bias, layout, has_positions, is_packed)
     require_optional_tensors(mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, rng_state=rng_state)
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise unsupported(
@@ -113,6 +118,7 @@ def varlen_args(
         deterministic,
         layout,
         backend,
+        is_packed=True,
     )
     return args._replace(
         cu_seqlens_q=cu_seqlens_q,
@@ -153,6 +159,8 @@ def kvcache_args(
         k=k, v=v, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table
     )
     require_optional_tensors(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    if isinstance(cache_seqlens, Tensor):
+        require_tensors(cache_seqlens=cache_seqlens)
     dtype = autocast_dtype(q)
     if dtype is not None:
         q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
@@ -221,19 +229,15 @@ def _length_bound(name: str, bound: Any) -> Any:
 
 def autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Under autocast q, k, v and bias are cast as scaled_dot_product_attention casts them."""
-    # Looked at one by one first: this stands on the path of every call
-    if not (
-        isinstance(q, Tensor)
-        and isinstance(k, Tensor)
-        and isinstance(v, Tensor)
-        and (bias is None or isinstance(bias, Tensor))
-    ):
+    if not (is_plain(q) and is_plain(k) and is_plain(v)):
         require_tensors(q=q, k=k, v=v)
+    if bias is not None and not is_causal_bias(bias):
         require_optional_tensors(bias=bias)
     dtype = autocast_dtype(q)
     if dtype is None:
         return q, k, v, bias
-    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype), _cast(bias, dtype)
+    bias = bias if is_causal_bias(bias) else _cast(bias, dtype)
+    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype), bias
 
 
 def autocast_dtype(q: Tensor) -> torch.dtype | None:
@@ -260,10 +264,11 @@ def _causal(causal: Causal) -> str:
 def _window(window: Window) -> tuple[int, int]:
     if window is None:
         return -1, -1
-    accepted = "None or a pair (left, right) of integers"
+    accepted = "None or a pair (left, right) of integers, -1 or None = unbounded"
     if not isinstance(window, tuple | list) or len(window) != 2:
-        raise type_error("window", repr(window), accepted)
-    return integer("window", window[0], accepted), integer("window", window[1], accepted)
+        raise type_error("window", short_repr(window), accepted)
+    left, right = (-1 if side is None else integer("window", side, accepted) for side in window)
+    return left, right
 
 
 def _to_4d(tensor: Tensor | None) -> Tensor | None:
@@ -311,11 +316,11 @@ def number(name: str, value: Any) -> Any:
 
 def require_tensors(**values: Any) -> None:
     for name, value in values.items():
-        if not isinstance(value, Tensor):
-            raise type_error(name, value, "a torch.Tensor")
+        if not is_plain(value):
+            require_readable(name, value, "a torch.Tensor")
 
 
 def require_optional_tensors(**values: Any) -> None:
     for name, value in values.items():
-        if value is not None and not isinstance(value, Tensor):
-            raise type_error(name, value, "a torch.Tensor or None")
+        if value is not None and not is_plain(value):
+            require_readable(name, value, "a torch.Tensor or None")

@@ -7,13 +7,18 @@ Every error names the argument, what it got, what is accepted and, if possible, 
 
 from __future__ import annotations
 
+import difflib
 import re
+import reprlib
 import sys
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
 
 ErrorType = TypeVar("ErrorType", bound=Exception)
+
+_LONGEST_TEXT = 2000  # of a value in a message
 
 
 class Unsupported(NotImplementedError):  # noqa: N818, the public name
@@ -55,15 +60,64 @@ def caller_stacklevel() -> int:
     return level
 
 
+_repr = reprlib.Repr()
+_repr.maxlevel, _repr.maxlist, _repr.maxtuple, _repr.maxdict, _repr.maxstring, _repr.maxother = 2, 8, 8, 4, 80, 80
+
+
 def describe(value: Any) -> str:
-    """The value as text: a string as it is, anything else by type and value."""
+    """The value as text: a string as it is, tensors and arrays by shape, anything else by type and value. Long values
+    are cut."""
     if isinstance(value, str):
-        return value
+        return value if len(value) <= _LONGEST_TEXT else value[:_LONGEST_TEXT] + "..."
     if isinstance(value, torch.Tensor):
-        return f"shape {tuple(value.shape)} ({dtype_name(value.dtype)} on {value.device})"
+        return f"shape {_sizes(value)} ({dtype_name(value.dtype)} on {value.device})"
     if isinstance(value, torch.dtype):
         return dtype_name(value)
-    return f"{value!r} ({type(value).__name__})"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"shape {_sizes(value)} ({value.dtype}, {type(value).__module__}.{type(value).__name__})"
+    return f"{short_repr(value)} ({type(value).__name__})"
+
+
+def short_repr(value: Any) -> str:
+    """The value as Python writes it, cut where it is long or nested."""
+    return _repr.repr(value)
+
+
+def _sizes(value: Any) -> Any:
+    try:
+        return tuple(value.shape)
+    except (RuntimeError, TypeError):  # a nested tensor with strides has none
+        return "unknown"
+
+
+# What other libraries call an option: what it is called here, and how
+_FOREIGN_OPTIONS = {
+    "is_causal": "causal='top_left', which is torch's meaning, or causal=True for the bottom right",
+    "attn_mask": "mask for booleans (True = attend), bias for values to be added",
+    "attention_mask": "mask for booleans (True = attend), bias for values to be added",
+    "attn_bias": "bias",
+    "key_padding_mask": "mask[:, None, None] of booleans (True = attend)",
+    "enable_gqa": "nothing: key heads are shared by their number",
+    "softmax_scale": "scale",
+    "sm_scale": "scale",
+    "window_size": "window",
+    "sliding_window": "window=(left, right)",
+    "logits_soft_cap": "softcap",
+    "s_aux": "sinks",
+    "dropout": "dropout_p",
+    "return_attn_probs": "return_lse; probabilities are never stored",
+    "return_softmax_lse": "return_lse",
+}
+
+
+def unknown_option(function: str, name: str, known: Iterable[str]) -> TypeError:
+    """For an option that the function does not have: names the one that was probably meant."""
+    known = list(known)
+    if name in _FOREIGN_OPTIONS:
+        return type_error(name, f"an option that {function} does not have", _FOREIGN_OPTIONS[name])
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"Perhaps {close[0]} is meant" if close else ""
+    return type_error(name, f"an option that {function} does not have", ", ".join(known), hint)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -8,11 +8,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from flashtile.api import attention, attention_kvcache, attention_varlen, call_as
+from flashtile import ops
+from flashtile.api import (
+    attention,
+    attention_kvcache,
+    attention_varlen,
+    call_as,
+    dense,
+    is_dense,
+    record,
+)
 from flashtile.arguments import autocast_dtype, flag, require_optional_tensors, require_tensors
-from flashtile.errors import type_error, value_error
-from flashtile.problem import q_or_float32
+from flashtile.errors import Unsupported, type_error, value_error
+from flashtile.problem import AttentionArgs, q_or_float32, validate
+from flashtile.tensors import corner_of, has_strides, is_causal_bias, recorders
 
 _SDPA_NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "causal": "is_causal"}
 _FLASH_NAMES = {"scale": "softmax_scale", "window": "window_size"}
@@ -30,8 +41,31 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`, argument by argument: (..., heads, rows, dim), causal from
     the top left."""
+    # Most calls: four dimensions. What is refused here, such as sizes to be broadcast, is served or refused below
+    if (
+        type(dropout_p) is float
+        and not dropout_p
+        and (is_causal is False or is_causal is True)
+        and is_dense(query, key, value, scale)
+        and query.dim() == key.dim() == 4
+        and (enable_gqa is True or query.size(1) == key.size(1))
+    ):
+        try:
+            if attn_mask is None:
+                bits = ops.dense_bits(query, key, value)
+                if bits >= 0:
+                    mode = ops.DENSE_MODES["top_left" if is_causal else False, "bhsd", None]
+                    return dense(query, key, value, scale, mode | bits)
+            elif type(attn_mask) is Tensor and not is_causal:
+                if attn_mask.dtype is torch.bool:
+                    return attention(query, key, value, mask=attn_mask, scale=scale)  # type: ignore[return-value]
+                return attention(query, key, value, bias=attn_mask, scale=scale)  # type: ignore[return-value]
+        except (ValueError, TypeError, Unsupported):
+            pass
+    if not is_compiling() and (found := recorders(query, key, value, attn_mask)):
+        recorded: Tensor = record(scaled_dot_product_attention, found, locals())
+        return recorded
     require_tensors(query=query, key=key, value=value)
-    require_optional_tensors(attn_mask=attn_mask)
     is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
     if is_causal and attn_mask is not None:
         raise value_error(
@@ -40,16 +74,21 @@ def scaled_dot_product_attention(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:
             raise value_error(name, tensor, "at least 2 dimensions (..., rows, dim)")
+    causal: bool | str = "top_left" if is_causal else False
+    if is_causal_bias(attn_mask):
+        causal, attn_mask = corner_of("attn_mask", attn_mask, False, query.shape[-2], key.shape[-2]), None
+    require_optional_tensors(attn_mask=attn_mask)
     q, k, v = (_at_least_3d(_last_contiguous(tensor)) for tensor in (query, key, value))
     k, v, heads = _share_heads(q, k, v, enable_gqa)
     lead = _broadcast_lead(q, k, v)
+    if attn_mask is not None:
+        attn_mask = _fold_mask(attn_mask, lead, (heads, q.shape[-2], k.shape[-2]))
     q, k, v = _fold(q, lead, heads), _fold(k, lead, k.shape[-3]), _fold(v, lead, v.shape[-3])
+    if heads == 0:
+        out = _without_heads(q, k, v)
+    else:
+        out = call_as(_SDPA_NAMES, _sdpa_4d, q, k, v, attn_mask, dropout_p, causal, scale)
     rank = max(query.dim(), key.dim(), value.dim())
-    if (attn_mask is not None and attn_mask.dim() > 4) or (
-        attn_mask is not None and attn_mask.dim() == 4 and len(lead) > 1
-    ):
-        attn_mask = _fold(attn_mask, lead, attn_mask.shape[-3])
-    out = call_as(_SDPA_NAMES, _sdpa_4d, q, k, v, attn_mask, dropout_p, is_causal, scale)
     if rank == 4:
         return out
     out = out.reshape(*lead, *out.shape[1:])
@@ -73,6 +112,8 @@ def flash_attn_func(
 
     return_attn_probs gives (out, lse, probabilities) with an empty third tensor: probabilities are never stored.
     """
+    if not is_compiling() and (found := recorders(q, k, v, alibi_slopes)):
+        return record(flash_attn_func, found, locals())
     out, lse = call_as(
         _FLASH_NAMES,
         attention,
@@ -109,6 +150,8 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
 ) -> Any:
     """`flash_attn.flash_attn_varlen_func`, argument by argument: (total, heads, dim) and cumulative lengths."""
+    if not is_compiling() and (found := recorders(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, block_table)):
+        return record(flash_attn_varlen_func, found, locals())
     out, lse = call_as(
         _FLASH_NAMES,
         attention_varlen,
@@ -149,6 +192,9 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
 ) -> Any:
     """`flash_attn.flash_attn_with_kvcache`, argument by argument. Like it, the result carries no gradient."""
+    tensors = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad)
+    if not is_compiling() and (found := recorders(*tensors, block_table, alibi_slopes)):
+        return record(flash_attn_with_kvcache, found, locals())
     with torch.no_grad():
         return call_as(
             _FLASH_NAMES,
@@ -174,7 +220,7 @@ def flash_attn_with_kvcache(
 
 
 def _sdpa_4d(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, causal: bool | str, scale: float | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     is_bool = attn_mask is not None and attn_mask.dtype == torch.bool
     if (
@@ -186,12 +232,19 @@ def _sdpa_4d(
         raise type_error("mask", attn_mask.dtype, f"bool, or {q_or_float32(q.dtype)}")
     return attention(
         *(q, k, v),
-        causal="top_left" if is_causal else False,
+        causal=causal,
         mask=attn_mask if is_bool else None,
         bias=None if is_bool else attn_mask,
         dropout_p=dropout_p,
         scale=scale,
     )
+
+
+def _without_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch serves a query without heads. The result is empty, and part of the graph."""
+    one = [torch.empty((t.shape[0], 1, *t.shape[2:]), dtype=t.dtype, device="meta") for t in (q, k, v)]
+    call_as(_SDPA_NAMES, validate, AttentionArgs(one[0], one[1], one[2]))
+    return q @ k[:, :0].transpose(-1, -2) @ v[:, :0]
 
 
 def _at_least_3d(tensor: Tensor) -> Tensor:
@@ -201,7 +254,9 @@ def _at_least_3d(tensor: Tensor) -> Tensor:
 def _last_contiguous(tensor: Tensor) -> Tensor:
     """The facades copy what the functions they stand for would copy: a tensor whose last dimension is not
     contiguous."""
-    return tensor.contiguous() if tensor.dim() > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1 else tensor
+    if not has_strides(tensor) or tensor.dim() == 0 or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1:
+        return tensor
+    return tensor.contiguous()
 
 
 def _share_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, int]:
@@ -209,9 +264,10 @@ def _share_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Ten
     does."""
     heads_k, heads_v = k.shape[-3], v.shape[-3]
     if heads_k != heads_v:
-        if enable_gqa and heads_k % heads_v == 0:
+        is_shared = enable_gqa and heads_k > 0 and heads_v > 0
+        if is_shared and heads_k % heads_v == 0:
             v = v.repeat_interleave(heads_k // heads_v, dim=-3)
-        elif enable_gqa and heads_v % heads_k == 0:
+        elif is_shared and heads_v % heads_k == 0:
             k = k.repeat_interleave(heads_v // heads_k, dim=-3)
         elif heads_k == 1:
             k = k.expand(*k.shape[:-3], heads_v, *k.shape[-2:])
@@ -229,8 +285,11 @@ def _share_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Ten
 
 def _broadcast_lead(*tensors: Tensor) -> tuple[int, ...]:
     """The leading dimensions of (..., heads, rows, dim), broadcast."""
+    leads = [tensor.shape[:-3] for tensor in tensors]
+    if leads[0] == leads[1] == leads[2]:
+        return leads[0]
     try:
-        return torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in tensors))
+        return torch.broadcast_shapes(*leads)
     except RuntimeError:
         shapes = ", ".join(str(tuple(tensor.shape[:-3])) for tensor in tensors)
         raise value_error("query", f"leading dimensions {shapes} of query, key, value", "broadcastable ones") from None
@@ -241,6 +300,15 @@ def _fold(tensor: Tensor, lead: Sequence[int], heads: int) -> Tensor:
     if tensor.dim() == 4 and len(lead) == 1 and tensor.shape[0] == lead[0] and tensor.shape[1] == heads:
         return tensor
     rows = tensor.shape[-2:]
-    if tensor.dim() > len(lead) + 3:
-        raise value_error("attn_mask", tensor, "no more dimensions than query, key and value have")
     return tensor.expand(*lead, heads, *rows).reshape(math.prod(lead), heads, *rows)
+
+
+def _fold_mask(mask: Tensor, lead: Sequence[int], sizes: tuple[int, int, int]) -> Tensor:
+    """A mask for (*lead, *sizes) in four dimensions where it has leading dimensions to be folded, else as it is."""
+    if mask.dim() <= 3 or (mask.dim() == 4 and len(lead) == 1):
+        return mask
+    full = (*lead, *sizes)
+    ranks = zip(reversed(mask.shape), reversed(full), strict=False)
+    if mask.dim() > len(full) or any(size not in (1, whole) for size, whole in ranks):
+        raise value_error("attn_mask", mask, f"broadcastable to (..., heads, rows, keys) = {full}")
+    return _fold(mask, lead, mask.shape[-3])

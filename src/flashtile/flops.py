@@ -36,12 +36,12 @@ def _is_dense(values: tuple[Any, ...]) -> bool:
 
 
 def forward_flops(*values: Any, out_val: Any = None) -> int:
-    args = dense_args(values[0], values[1], values[2], values[3:-1]) if _is_dense(values) else AttentionArgs(*values)
+    args = dense_args(*values) if _is_dense(values) else AttentionArgs(*values)
     return _per_column(args) * (args.q.shape[-1] + args.v.shape[-1])
 
 
 def backward_flops(*values: Any, out_val: Any = None) -> int:
-    args = dense_args(values[1], values[2], values[3], values[4:-2]) if _is_dense(values) else split_backward(values)[2]
+    args = dense_args(*values[1:-2]) if _is_dense(values) else split_backward(values)[2]
     # The scores, dq and dk have head_dim columns; dp and dv have head_dim_v
     return _per_column(args) * (3 * args.q.shape[-1] + 2 * args.v.shape[-1])
 

@@ -5,12 +5,14 @@ through ops whose names end in `_fallback`. Without the C++ extension the Python
 call becomes a Problem, a backend is selected and the outputs are allocated. No schema argument has a default, so every
 kernel gets all of them.
 
-The overloads named `dense` are the same ops for calls with few options: each argument that torch converts costs time.
-They stand below autograd: the public functions call them where nothing requires grad, and inside `_DenseAttention`.
+The overloads named `dense` are the same ops for calls with few options, packed into one integer: each argument that
+torch converts costs time. They stand below autograd: the public functions call them where nothing requires grad, and
+inside `dense_function`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -22,30 +24,32 @@ from torch.compiler import is_compiling
 from flashtile.backends import cuda, kvcache, native, reference, registry
 from flashtile.backends.base import GradNeeds, Grads
 from flashtile.backends.kvcache import AppendArgs
-from flashtile.errors import unsupported, value_error
+from flashtile.errors import dtype_name, type_error, unsupported, value_error
 from flashtile.problem import (
-    DENSE_OPTIONS,
+    DENSE_FIELDS,
+    DENSE_SHIFTS,
     NUM_TENSORS,
     AttentionArgs,
     Problem,
     is_checking,
     lse_dtype,
     schema,
+    shape_of,
     validate,
 )
 
-_DENSE = ("q", "k", "v", *DENSE_OPTIONS)
+_DENSE = f"{schema(('q', 'k', 'v', 'scale'))}, int mode"
 _APPEND = (
     "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? block_table, "
     "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, str layout) -> ()"
 )
-# By name and overload. A dense forward pass returns no lse unless needs_grad is set.
+# By name and overload. A dense forward pass returns no lse unless its mode has needs_grad.
 _SCHEMAS = {
     "forward": f"({schema()}) -> (Tensor out, Tensor lse)",
-    "forward.dense": f"({schema((*_DENSE, 'needs_grad'))}) -> (Tensor out, Tensor lse)",
+    "forward.dense": f"({_DENSE}) -> (Tensor out, Tensor lse)",
     "backward": f"(Tensor dout, Tensor? dlse, {schema()}, Tensor out, Tensor lse, bool[] needs) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
-    "backward.dense": f"(Tensor dout, {schema(_DENSE)}, Tensor out, Tensor lse) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "backward.dense": f"(Tensor dout, {_DENSE}, Tensor out, Tensor lse) -> (Tensor dq, Tensor dk, Tensor dv)",
     "append_kv": _APPEND,
 }
 _library = torch.library.Library("flashtile", "DEF")
@@ -61,8 +65,11 @@ dense_backward = torch.ops.flashtile.backward.dense._op
 
 # C functions, since every call asks them
 is_deterministic = torch._C._get_deterministic_algorithms
+is_grad_enabled = torch._C.is_grad_enabled
 _are_functorch_transforms_active = torch._C._are_functorch_transforms_active
-_get_tracing_state = torch._C._get_tracing_state
+_is_tracing, _num_function_modes = torch._C._is_tracing, torch._C._len_torch_function_stack
+# Without the device's name, which costs as much as all the other checks; a torch that lacks it takes the longer way
+is_autocasting: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _is_key_included, _PRE_DISPATCH = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
 
 
@@ -98,16 +105,28 @@ def output_sizes(args: AttentionArgs) -> tuple[list[int], list[int]]:
     return [*q.shape[:-1], args.v.shape[-1]], lse
 
 
+def _out_dtype(args: AttentionArgs) -> torch.dtype:
+    return args.out_dtype or args.q.dtype
+
+
 def empty_outputs(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """out in q's memory order, and lse."""
     q = args.q
     sizes, lse_sizes = output_sizes(args)
-    # A "bhsd" view of "bshd" memory gives such a view again, so that joining the heads afterwards copies nothing
-    is_swapped = 0 < q.stride(-3) < q.stride(-2)
-    if is_swapped:
-        sizes[-3], sizes[-2] = sizes[-2], sizes[-3]
-    out = q.new_empty(sizes, dtype=args.out_dtype or q.dtype)
-    return (out.transpose(-2, -3) if is_swapped else out), q.new_empty(lse_sizes, dtype=lse_dtype(args))
+    # Joining the heads afterwards then copies nothing wherever q's heads lie side by side
+    order = memory_order(q)
+    out = q.new_empty([sizes[axis] for axis in order], dtype=_out_dtype(args))
+    if order != sorted(order):
+        out = out.permute([order.index(axis) for axis in range(len(order))])
+    return out, q.new_empty(lse_sizes, dtype=lse_dtype(args))
+
+
+def memory_order(q: Tensor) -> list[int]:
+    """The axes from the largest stride to the smallest, the last one last. Axes of stride 0 keep their places."""
+    strides = q.stride()
+    placed = [axis for axis in range(q.dim() - 1) if strides[axis] != 0]
+    by_stride = iter(sorted(placed, key=lambda axis: -strides[axis]))
+    return [next(by_stride) if axis in placed else axis for axis in range(q.dim())]
 
 
 def empty_grads(args: AttentionArgs, needs: GradNeeds) -> Grads:
@@ -127,11 +146,13 @@ def as_outputs(args: AttentionArgs, grads: Grads) -> tuple[Tensor, ...]:
 
 
 def split_backward(values: tuple[Any, ...]) -> tuple[Tensor, Tensor | None, AttentionArgs, Tensor, Tensor, GradNeeds]:
-    """The arguments of the backward op by their meaning."""
+    """The arguments of the backward op by their meaning, checked: kernels read as many bytes of out, lse and their
+    gradients as the forward pass wrote."""
     dout, dlse, *middle, out, lse, needs = values
     args = AttentionArgs(*middle)
     if len(needs) != len(GradNeeds._fields):
         raise value_error("needs", f"{len(needs)} flags", f"{len(GradNeeds._fields)}: {', '.join(GradNeeds._fields)}")
+    validate(args)
     like_out, like_lse = output_sizes(args)
     for name, tensor, sizes in (
         ("out", out, like_out),
@@ -139,9 +160,21 @@ def split_backward(values: tuple[Any, ...]) -> tuple[Tensor, Tensor | None, Atte
         ("lse", lse, like_lse),
         ("dlse", dlse, like_lse),
     ):
-        if tensor is not None and list(tensor.shape) != sizes:
-            raise value_error(name, tensor, f"shape {tuple(sizes)}")
+        if tensor is not None:
+            dtype, owner = (lse_dtype(args), "lse") if name.endswith("lse") else (_out_dtype(args), "output")
+            _check_saved(args, name, tensor, sizes, dtype, owner)
     return dout, dlse, args, out, lse, GradNeeds(*needs)
+
+
+def _check_saved(
+    args: AttentionArgs, name: str, tensor: Tensor, sizes: list[int], dtype: torch.dtype, owner: str
+) -> None:
+    if tensor.dtype != dtype:
+        raise type_error(name, tensor.dtype, f"{dtype_name(dtype)}, that of the {owner}")
+    if tensor.device != args.q.device:
+        raise value_error(name, f"device {tensor.device}", f"{args.q.device}, where q is")
+    if list(tensor.shape) != sizes:
+        raise value_error(name, tensor, f"shape {tuple(sizes)}")
 
 
 # The Python kernels for CPU and CUDA
@@ -151,15 +184,38 @@ def _forward(*values: Any) -> tuple[Tensor, Tensor]:
     return forward_by_python(AttentionArgs(*values))
 
 
-def dense_args(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> AttentionArgs:
-    return AttentionArgs(q, k, v)._replace(**dict(zip(DENSE_OPTIONS, options, strict=True)))
+DETERMINISTIC, NEEDS_GRAD = 1 << DENSE_SHIFTS["deterministic"], 1 << DENSE_SHIFTS["needs_grad"]
 
 
-def _forward_dense(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor | None]:
-    *options, needs_grad = values
-    args = dense_args(q, k, v, tuple(options))._replace(needs_grad=needs_grad)
+def dense_mode(**options: Any) -> int:
+    """From values of DENSE_FIELDS; the first one where none is given."""
+    return sum(DENSE_FIELDS[name].index(value) << DENSE_SHIFTS[name] for name, value in options.items())
+
+
+# By what a caller may write as (causal, layout, backend)
+_CAUSAL_WORDS = {False: "none", True: "bottom_right", "top_left": "top_left", "bottom_right": "bottom_right"}
+DENSE_MODES = {
+    (written, layout, backend): dense_mode(causal=causal, layout=layout, backend=backend)
+    for written, causal in _CAUSAL_WORDS.items()
+    for layout in DENSE_FIELDS["layout"]
+    for backend in DENSE_FIELDS["backend"]
+}
+
+
+def dense_args(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mode: int) -> AttentionArgs:
+    options, rest = dict[str, Any](), mode
+    for name, shift in reversed(DENSE_SHIFTS.items()):
+        index, rest = rest >> shift, rest & (1 << shift) - 1
+        if not 0 <= index < len(DENSE_FIELDS[name]):
+            raise value_error("mode", mode, f"fields {DENSE_SHIFTS} that index {DENSE_FIELDS}")
+        options[name] = DENSE_FIELDS[name][index]
+    return AttentionArgs(q, k, v, scale=scale, **options)
+
+
+def _forward_dense(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mode: int) -> tuple[Tensor, Tensor | None]:
+    args = dense_args(q, k, v, scale, mode)
     out, lse = forward_by_python(args)
-    return out, lse if needs_grad else None
+    return out, lse if args.needs_grad else None
 
 
 def forward_by_python(args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -175,10 +231,9 @@ def _backward(*values: Any) -> tuple[Tensor, ...]:
     return as_outputs(args, backward_by_python(dout, dlse, args, out, lse, needs))
 
 
-def _backward_dense(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor | None, ...]:
-    *options, out, lse = values
-    args = dense_args(q, k, v, tuple(options))
-    needs = GradNeeds(True, True, True, False, False)
+def _backward_dense(dout: Tensor, *values: Any) -> tuple[Tensor | None, ...]:
+    *inputs, out, lse = values
+    args, needs = dense_args(*inputs), GradNeeds(True, True, True, False, False)
     split_backward((dout, None, *args, out, lse, needs))
     return backward_by_python(dout, None, args, out, lse, needs)[:3]
 
@@ -193,7 +248,9 @@ def backward_by_python(
 
 
 def _backward_problem(args: AttentionArgs, needs: GradNeeds) -> Problem:
-    return Problem.of(args._replace(needs_grad=True, needs_bias_grad=args.needs_bias_grad or needs.dbias))
+    """Of arguments that split_backward has checked."""
+    args = args._replace(needs_grad=True, needs_bias_grad=args.needs_bias_grad or needs.dbias)
+    return Problem.summary(args, shape_of(args))
 
 
 def _append_kv(*values: Any) -> None:
@@ -243,23 +300,20 @@ def _forward_fake(*values: Any) -> tuple[Tensor, Tensor]:
     return empty_outputs(args)
 
 
-def _forward_dense_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor | None]:
-    *options, needs_grad = values
-    out, lse = _forward_fake(*dense_args(q, k, v, tuple(options)))
-    return out, lse if needs_grad else None
+def _forward_dense_fake(*values: Any) -> tuple[Tensor, Tensor | None]:
+    args = dense_args(*values)
+    out, lse = _forward_fake(*args)
+    return out, lse if args.needs_grad else None
 
 
 def _backward_fake(*values: Any) -> tuple[Tensor, ...]:
     _, _, args, _, _, needs = split_backward(values)
-    validate(args)
     return as_outputs(args, empty_grads(args, needs))
 
 
-def _backward_dense_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, ...]:
-    *options, out, lse = values
-    return _backward_fake(dout, None, *dense_args(q, k, v, tuple(options)), out, lse, (True, True, True, False, False))[
-        :3
-    ]
+def _backward_dense_fake(dout: Tensor, *values: Any) -> tuple[Tensor, ...]:
+    *inputs, out, lse = values
+    return _backward_fake(dout, None, *dense_args(*inputs), out, lse, (True, True, True, False, False))[:3]
 
 
 def _append_kv_fake(*values: Any) -> None:
@@ -282,6 +336,13 @@ for _name, _fake in _FAKES.items():
 _DIFFERENTIABLE = [AttentionArgs._fields.index(name) for name in ("q", "k", "v", "bias", "sinks")]
 
 
+def _plain_apply(function: Any) -> Any:
+    """A function's `apply` without what it does for torch.func transforms. Its nodes call `backward` directly: torch
+    looks it up in every call, which costs 1 us."""
+    function._backward_cls.apply = function.backward
+    return super(torch.autograd.Function, function).apply
+
+
 class _Attention(torch.autograd.Function):
     """Of the inputs that have a gradient, and of all arguments once more. lse is an output only where it is wanted."""
 
@@ -301,27 +362,36 @@ class _Attention(torch.autograd.Function):
         return *_gradients((*tensors, *ctx.options), dout, dlse, out, lse, ctx.needs_input_grad[:5]), None, None
 
 
-class _DenseAttention(torch.autograd.Function):
-    """The same for the dense overloads, where q, k and v all require grad. `options` are DENSE_OPTIONS without the
-    last, a switch of torch that each pass reads anew."""
+@functools.lru_cache(maxsize=256)
+def dense_function(mode: int, scale: float | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """`apply` of the same for the dense overloads, where q, k and v all require grad. Every mode and scale has a class
+    of its own, so that tensors are its only arguments: another one, and an attribute of its context, cost 0.3 us
+    each."""
+    any_mode = mode & ~DETERMINISTIC
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Any:
-        out, lse = dense_forward(q, k, v, *options, is_deterministic(), True)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        out, lse = dense_forward(q, k, v, scale, mode)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = options
         return out
 
-    @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            args = dense_args(q, k, v, (*ctx.options, None))._replace(needs_grad=True)
-            return *_gradients(args, dout, None, out, lse, (True, True, True, False, False))[:3], None
+        if is_grad_enabled():
+            args = dense_args(q, k, v, scale, mode)._replace(deterministic=None)
+            return _gradients(args, dout, None, out, lse, (True, True, True, False, False))[:3]
         try:
-            return *dense_backward(dout, q, k, v, *ctx.options, is_deterministic(), out, lse), None
+            # torch's switch may have changed since the forward pass
+            own_mode = any_mode | DETERMINISTIC if is_deterministic() else any_mode
+            grads: tuple[Tensor, ...] = dense_backward(dout, q, k, v, scale, own_mode, out, lse)
+            return grads
         except RuntimeError as error:
             reraise(error)
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    apply: Callable[[Tensor, Tensor, Tensor], Tensor] = _plain_apply(
+        type("_DenseAttention", (torch.autograd.Function,), methods)
+    )
+    return apply
 
 
 def _gradients(
@@ -330,7 +400,7 @@ def _gradients(
     """The gradients of a node's inputs; None where they are not needed."""
     if dout is None:
         dout = torch.zeros_like(out)
-    if torch.is_grad_enabled():
+    if is_grad_enabled():
         if not lse.requires_grad:
             out, lse = forward(*args)  # to be differentiated a second time, through lse too
         grads = backward(dout, dlse, *args, out, lse, needs)
@@ -347,7 +417,7 @@ def _forward_below_autograd(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 
 
 def requires_grad(values: tuple[Any, ...]) -> bool:
-    if torch.is_grad_enabled():
+    if is_grad_enabled():
         for value in values:
             if isinstance(value, Tensor) and value.requires_grad:
                 return True
@@ -360,13 +430,28 @@ def is_transformed() -> bool:
 
 
 def is_traced_above_autograd() -> bool:
-    """Inside torch.jit.trace or make_fx(pre_dispatch=True), which must see an op before autograd does."""
-    return _get_tracing_state() is not None or _is_key_included(_PRE_DISPATCH)
+    """Inside torch.jit.trace or make_fx(pre_dispatch=True), which must see an op before autograd does. The latter runs
+    under a torch function mode, and whether there is one is quicker to ask."""
+    return _is_tracing() or (_num_function_modes() > 0 and _is_key_included(_PRE_DISPATCH))
 
 
-# `apply` without what it does for torch.func transforms
-_apply = super(torch.autograd.Function, _Attention).apply
-apply_dense = super(torch.autograd.Function, _DenseAttention).apply
+def dense_bits(q: Any, k: Any, v: Any) -> int:
+    """What a dense call adds to its mode: DETERMINISTIC where torch's switch is on, NEEDS_GRAD where q, k and v all
+    require grad. Negative where the call is none: inside autocast, forward-mode differentiation or a torch.func
+    transform, inside a tracer that must see it above autograd, with some gradients alone, or with anything but three
+    plain tensors."""
+    if not (type(q) is Tensor and type(k) is Tensor and type(v) is Tensor):
+        return -1
+    if is_autocasting() or forward_ad._current_level >= 0 or _are_functorch_transforms_active():
+        return -1
+    bits = DETERMINISTIC if is_deterministic() else 0
+    num_grads = q.requires_grad + k.requires_grad + v.requires_grad if is_grad_enabled() else 0
+    if num_grads == 0:
+        return bits
+    return bits | NEEDS_GRAD if num_grads == 3 and not is_traced_above_autograd() else -1
+
+
+_apply = _plain_apply(_Attention)
 
 
 def attend(args: tuple[Any, ...], wants_lse: bool = True) -> tuple[Tensor, Any]:

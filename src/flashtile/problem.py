@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple, get_type_hints
 
 import torch
@@ -24,9 +24,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("bhsd", "bshd")
 CAUSAL_KINDS = ("none", "top_left", "bottom_right")
 MAX_HEAD_DIM = 512
+MAX_LENGTH = 2**31 - 1024  # positions are 32-bit, and loops step past the end by less than 1024
 
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
-_LARGEST_INT32 = torch.iinfo(torch.int32).max
 
 _ACCEPTED_DTYPES = ", ".join(dtype_name(dtype) for dtype in DTYPES)
 
@@ -66,8 +66,17 @@ class AttentionArgs(NamedTuple):
 
 NUM_TENSORS = 13  # they come first
 
-# The options of the `dense` overloads, which the most common calls take: fewer arguments for torch to convert
-DENSE_OPTIONS = ("scale", "causal", "layout", "backend", "deterministic")
+# The options of the `dense` overloads beside scale: bit fields of one integer, `mode`, that index these tuples. Each
+# argument that torch converts costs time. Calls with other values take the ops with all arguments.
+DENSE_FIELDS: dict[str, tuple[object, ...]] = {
+    "causal": CAUSAL_KINDS,
+    "layout": LAYOUTS,
+    "backend": (None, "cpu", "cuda"),
+    "deterministic": (False, True),
+    "needs_grad": (False, True),
+}
+_DENSE_BITS = [(len(values) - 1).bit_length() for values in DENSE_FIELDS.values()]
+DENSE_SHIFTS = dict(zip(DENSE_FIELDS, accumulate(_DENSE_BITS, initial=0), strict=False))
 
 _SCHEMA_TYPES: dict[object, str] = {
     Tensor: "Tensor",
@@ -89,6 +98,11 @@ SCHEMA_TYPES = {name: _SCHEMA_TYPES[hint] for name, hint in get_type_hints(Atten
 def schema(names: Iterable[str] = AttentionArgs._fields) -> str:
     """These arguments as the schema of an op lists them."""
     return ", ".join(f"{SCHEMA_TYPES[name]} {name}" for name in names)
+
+
+def dense_schema() -> tuple[str, ...]:
+    """The bit fields of a mode, in words."""
+    return tuple(f"{name} << {DENSE_SHIFTS[name]}: {values}" for name, values in DENSE_FIELDS.items())
 
 
 class Shape(NamedTuple):
@@ -132,6 +146,7 @@ class Problem:
     is_aligned16: bool  # every row of q, k and v starts on a 16-byte boundary and is a multiple of 16 bytes long
     rows_disjoint: bool  # no two rows of q, k or v overlap in memory
     heads_disjoint: bool  # no two heads of q share memory
+    arch: str = ""  # a GPU that need not be here, such as sm_80; empty: the device's own
 
     @classmethod
     def of(cls, args: AttentionArgs) -> Problem:
@@ -174,10 +189,18 @@ class Problem:
 def is_aligned16(tensor: Tensor) -> bool:
     """Every row starts on a 16-byte boundary and is a multiple of 16 bytes long."""
     size = tensor.element_size()
-    if tensor.data_ptr() % 16 or tensor.shape[-1] * size % 16:
+    # Without memory: as in memory that starts on such a boundary
+    address = tensor.data_ptr() if has_memory(tensor) else tensor.storage_offset() * size
+    if address % 16 or tensor.shape[-1] * size % 16:
         return False
     strides = zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
     return all(stride * size % 16 == 0 for stride, length in strides if length > 1)
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Its elements can be read: not those of meta tensors, fake ones and other wrappers."""
+    kind = type(tensor)
+    return not tensor.is_meta and (kind is Tensor or kind.__torch_dispatch__ is Tensor.__torch_dispatch__)
 
 
 def _rows_disjoint(tensor: Tensor, layout: str) -> bool:
@@ -251,6 +274,7 @@ def validate(args: AttentionArgs) -> Shape:
     _check_qkv(args)
     _check_index_tensors(args)
     shape = shape_of(args)
+    _check_lengths(args, shape)
     _check_sizes(args, shape)
     _check_score_tensors(args, shape)
     return shape
@@ -277,8 +301,8 @@ def _check_scalars(args: AttentionArgs) -> None:
     if args.num_splits < 0:
         raise value_error("num_splits", args.num_splits, "an integer >= 0 (0 = chosen)")
     for name, length in (("max_seqlen_q", args.max_seqlen_q), ("max_seqlen_k", args.max_seqlen_k)):
-        if length is not None and not (0 <= length <= _LARGEST_INT32):
-            raise value_error(name, length, f"an integer of 0 to {_LARGEST_INT32}, or None")
+        if length is not None and not (0 <= length <= MAX_LENGTH):
+            raise value_error(name, length, f"an integer of 0 to {MAX_LENGTH}, or None")
 
 
 def _check_qkv(args: AttentionArgs) -> None:
@@ -364,6 +388,22 @@ def _check_index_tensors(args: AttentionArgs) -> None:
         raise value_error("rng_state", "None", "an int64 (seed, offset) tensor wherever dropout_p > 0")
 
 
+def _check_lengths(args: AttentionArgs, shape: Shape) -> None:
+    """Sizes have to fit into 32 bits. Symbolic ones are checked when they have become numbers."""
+    for name, tensor in (("q", args.q), ("k", args.k), ("v", args.v)):
+        for size in tensor.shape:
+            if type(size) is int and size > MAX_LENGTH:
+                raise unsupported(name, f"shape {tuple(tensor.shape)}", f"sizes up to {MAX_LENGTH}")
+    if args.block_table is not None and type(shape.seqlen_k) is int and shape.seqlen_k > MAX_LENGTH:
+        columns, size = args.block_table.shape[1], page_size(args)
+        raise unsupported(
+            "block_table",
+            f"{columns} pages of {size} keys per sequence",
+            f"up to {MAX_LENGTH} keys per sequence",
+            "Drop columns that no sequence reaches",
+        )
+
+
 def _check_sizes(args: AttentionArgs, shape: Shape) -> None:
     k, v = args.k, args.v
     head, row = head_axis(args.layout), row_axis(args.layout)
@@ -433,8 +473,30 @@ def _check_broadcast(args: AttentionArgs, name: str, tensor: Tensor, shape: Shap
         is_open[axis] or tensor.shape[axis] == 1 or tensor.shape[axis] == full[axis] for axis in range(4)
     ):
         return
-    accepted = "at most 4 dimensions, broadcastable to (batch, heads, seqlen_q, seqlen_k) = " + str(tuple(full))
-    raise value_error(name, f"shape {tuple(tensor.shape)}", accepted)
+    error = broadcast_error(name, tuple(tensor.shape), full)
+    error.full_shape = full  # type: ignore[attr-defined]
+    raise error
+
+
+def broadcast_error(name: str, shape: tuple[int, ...], full: tuple[int, ...]) -> ValueError:
+    """For a mask or bias that does not broadcast to (batch, heads, seqlen_q, seqlen_k)."""
+    batch, _, seqlen_q, seqlen_k = full
+    hint = ""
+    if shape == (batch, seqlen_k):
+        hint = f"Pass {name}[:, None, None] where it is (batch, seqlen_k)"
+    elif len(shape) == 3 and shape[0] == batch and shape[1] in (1, seqlen_q) and shape[2] in (1, seqlen_k):
+        hint = f"Pass {name}[:, None] where it is (batch, seqlen_q, seqlen_k)"
+    accepted = "at most 4 dimensions, broadcastable to (batch, heads, seqlen_q, seqlen_k) = " + str(full)
+    return value_error(name, f"shape {shape}", accepted, hint)
+
+
+def with_given_shapes(error: Exception, **tensors: Tensor | None) -> Exception:
+    """The error of `_check_broadcast`, which sees four dimensions, with the shape that the caller gave."""
+    full, name = getattr(error, "full_shape", None), str(error).partition(":")[0]
+    tensor = tensors.get(name)
+    if full is None or tensor is None or tensor.dim() == len(full):
+        return error
+    return broadcast_error(name, tuple(tensor.shape), full).with_traceback(error.__traceback__)
 
 
 def is_checking() -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 import flashtile
 
@@ -148,7 +149,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "window of one number": (
         dense(window=5),
         TypeError,
-        "window: got 5; accepted: None or a pair (left, right) of integers.",
+        "window: got 5; accepted: None or a pair (left, right) of integers, -1 or None = unbounded.",
     ),
     "window of three": (dense(window=(1, 2, 3)), TypeError, "window: got (1, 2, 3); accepted: None or a pair"),
     "window of floats": (dense(window=(1.5, 2)), TypeError, "window: got 1.5 (float); accepted: None or a pair"),
@@ -204,6 +205,11 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         ValueError,
         "causal: got 'lower'; accepted: False, True, 'top_left' or 'bottom_right'.",
     ),
+    "causal none": (
+        dense(causal="none"),
+        ValueError,
+        "causal: got 'none'; accepted: False, True, 'top_left' or 'bottom_right'.",
+    ),
     "layout": (dense(layout="sbhd"), ValueError, "layout: got 'sbhd'; accepted: 'bhsd' or 'bshd'."),
     "backend": (
         dense(backend="cutlass"),
@@ -216,7 +222,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         dense(mask=t(5, 6, dtype=torch.bool)),
         ValueError,
         (
-            "mask: got shape (1, 1, 5, 6); accepted: at most 4 dimensions, broadcastable to (batch, "
+            "mask: got shape (5, 6); accepted: at most 4 dimensions, broadcastable to (batch, "
             "heads, seqlen_q, seqlen_k) = (2, 4, 5, 7)."
         ),
     ),
@@ -233,7 +239,57 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "bias shape": (
         dense(bias=t(2, 5, 7)),
         ValueError,
-        "bias: got shape (1, 2, 5, 7); accepted: at most 4 dimensions, broadcastable to",
+        (
+            "bias: got shape (2, 5, 7); accepted: at most 4 dimensions, broadcastable to (batch, heads, seqlen_q, "
+            "seqlen_k) = (2, 4, 5, 7). Pass bias[:, None] where it is (batch, seqlen_q, seqlen_k)."
+        ),
+    ),
+    "padding mask": (
+        dense(mask=t(2, 7, dtype=torch.bool)),
+        ValueError,
+        (
+            "mask: got shape (2, 7); accepted: at most 4 dimensions, broadcastable to (batch, heads, seqlen_q, "
+            "seqlen_k) = (2, 4, 5, 7). Pass mask[:, None, None] where it is (batch, seqlen_k)."
+        ),
+    ),
+    "padding mask of one query": (
+        dense(mask=t(2, 1, 7, dtype=torch.bool)),
+        ValueError,
+        (
+            "mask: got shape (2, 1, 7); accepted: at most 4 dimensions, broadcastable to (batch, heads, seqlen_q, "
+            "seqlen_k) = (2, 4, 5, 7). Pass mask[:, None] where it is"
+        ),
+    ),
+    "explain padding mask": (
+        lambda: flashtile.explain(t(2, 4, 5, 8), t(2, 2, 7, 8), t(2, 2, 7, 8), mask=t(2, 7, dtype=torch.bool)),
+        ValueError,
+        "mask: got shape (2, 7); accepted",
+    ),
+    "sdpa padding mask": (
+        sdpa((2, 4, 5, 8), (2, 4, 7, 8), (2, 4, 7, 8), attn_mask=t(2, 7)),
+        ValueError,
+        (
+            "attn_mask: got shape (2, 7); accepted: at most 4 dimensions, broadcastable to (batch, heads, seqlen_q, "
+            "seqlen_k) = (2, 4, 5, 7). Pass attn_mask[:, None, None] where it is (batch, seqlen_k)."
+        ),
+    ),
+    "sdpa mask of five dimensions": (
+        sdpa((1, 2, 4, 5, 8), (1, 2, 4, 7, 8), (1, 2, 4, 7, 8), attn_mask=t(3, 2, 4, 5, 7)),
+        ValueError,
+        (
+            "attn_mask: got shape (3, 2, 4, 5, 7) (float32 on cpu); accepted: broadcastable to (..., heads, rows, "
+            "keys) = (1, 2, 4, 5, 7)."
+        ),
+    ),
+    "sdpa mask of four dimensions beside five": (
+        sdpa((1, 2, 4, 5, 8), (1, 2, 4, 7, 8), (1, 2, 4, 7, 8), attn_mask=t(3, 4, 5, 7)),
+        ValueError,
+        "attn_mask: got shape (3, 4, 5, 7) (float32 on cpu); accepted: broadcastable to (..., heads, rows, keys) =",
+    ),
+    "sdpa mask of too many dimensions": (
+        sdpa((2, 4, 5, 8), (2, 4, 7, 8), (2, 4, 7, 8), attn_mask=t(1, 2, 4, 5, 7)),
+        ValueError,
+        "attn_mask: got shape (1, 2, 4, 5, 7) (float32 on cpu); accepted: broadcastable to",
     ),
     "bias dtype": (
         dense(bias=t(5, 7, dtype=torch.float16)),
@@ -337,7 +393,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "negative max": (
         varlen(max_seqlen_k=-1),
         ValueError,
-        "max_seqlen_k: got -1 (int); accepted: an integer of 0 to 2147483647, or None.",
+        "max_seqlen_k: got -1 (int); accepted: an integer of 0 to 2147482624, or None.",
     ),
     "max beyond 32 bits": (
         varlen(max_seqlen_k=2**31),
@@ -354,7 +410,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         ValueError,
         "mask: got 3 columns; accepted: 1, or at least 5, the longest sequence.",
     ),
-    "bias beside max": (varlen(bias=t(6, 6), max_seqlen_q=5), ValueError, "bias: got shape (1, 1, 6, 6); accepted:"),
+    "bias beside max": (varlen(bias=t(6, 6), max_seqlen_q=5), ValueError, "bias: got shape (6, 6); accepted:"),
     "page out of range": (
         paged(ints(0, 1, 2, 3).view(2, 2)),
         ValueError,
@@ -476,7 +532,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "batch index out of range": (
         cache(cache_batch_idx=ints(0, 2)),
         ValueError,
-        "cache_batch_idx: got page 2 at [1, 0]; accepted: 0 to 1.",
+        "cache_batch_idx: got row 2 at [1, 0]; accepted: 0 to 1.",
     ),
     "batch index dtype": (
         cache(cache_batch_idx=torch.tensor([0, 1])),
@@ -579,7 +635,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "sdpa mask": (
         sdpa((1, 1, 3, 8), (1, 1, 3, 8), (1, 1, 3, 8), attn_mask=t(3, 4)),
         ValueError,
-        "attn_mask: got shape (1, 1, 3, 4); accepted: at most 4 dimensions, broadcastable to",
+        "attn_mask: got shape (3, 4); accepted: at most 4 dimensions, broadcastable to",
     ),
     "sdpa rank": (
         sdpa((8,), (3, 8), (3, 8)),
@@ -642,9 +698,50 @@ def test_a_refused_append_changes_nothing() -> None:
     assert torch.equal(v_cache, before[1])
 
 
-def test_unknown_options_are_type_errors() -> None:
-    with pytest.raises(TypeError, match="is_causal"):
-        flashtile.attention(t(1, 1, 2, 4), t(1, 1, 2, 4), t(1, 1, 2, 4), is_causal=True)
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"is_causal": True}, "is_causal: got an option that attention does not have; accepted: causal='top_left'"),
+        ({"attn_mask": None}, "attn_mask: got an option that attention does not have; accepted: mask for booleans"),
+        ({"softmax_scale": 1.0}, "softmax_scale: got an option that attention does not have; accepted: scale."),
+        ({"soft_cap": 1.0}, "soft_cap: got an option that attention does not have; accepted: causal, window, scale"),
+    ],
+    ids=str,
+)
+def test_unknown_options_are_type_errors(options: dict, text: str) -> None:
+    q = t(1, 1, 2, 4)
+    for function in (flashtile.attention, flashtile.explain):
+        with pytest.raises(TypeError) as caught:
+            function(q, q, q, **options)
+        assert str(caught.value).startswith(text)
+
+
+def test_an_unknown_option_names_the_nearest() -> None:
+    q, lengths = t(2, 1, 4), ints(0, 2)
+    with pytest.raises(TypeError, match=r"soft_cap: .* Perhaps softcap is meant\."):
+        flashtile.attention_varlen(q, q, q, lengths, lengths, soft_cap=1.0)
+    with pytest.raises(TypeError, match=r"cache_seqlen: .* Perhaps cache_seqlens is meant\."):
+        flashtile.attention_kvcache(t(1, 1, 1, 4), t(1, 2, 1, 4), t(1, 2, 1, 4), cache_seqlen=1)
+
+
+@pytest.mark.parametrize("name", ["q", "mask", "window", "scale", "cache_seqlens"])
+def test_errors_cut_long_values(name: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    for value in ([[0.25] * 4000] * 3, numpy.zeros((2, 4, 5, 8)), tuple(range(10**5)), "x" * 10**5, {1: [2] * 9999}):
+        with pytest.raises(TypeError) as caught:
+            (cache if name == "cache_seqlens" else dense)(**{name: value})()
+        assert str(caught.value).startswith(f"{name}: got ")
+        assert len(str(caught.value)) < 2500
+    with pytest.raises(
+        TypeError, match=r"q: got shape \(2, 4, 5, 8\) \(float64, numpy.ndarray\); accepted: a torch.Tensor"
+    ):
+        dense(q=numpy.zeros((2, 4, 5, 8)))()
+
+
+def test_none_leaves_a_side_of_the_window_open(seed: int) -> None:
+    q, k, v = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8)
+    for given, same in (((None, 0), (-1, 0)), ((2, None), (2, -1)), ([None, None], None)):
+        assert torch.equal(flashtile.attention(q, k, v, window=given), flashtile.attention(q, k, v, window=same))
 
 
 def test_the_ops_check_too() -> None:
@@ -668,6 +765,67 @@ def test_the_ops_check_too() -> None:
         ops.backward(out[:, :, :1], None, *args, out[:, :, :1], lse, [True] * 5)
     with pytest.raises(ValueError, match=r"lse: got shape \(1, 1, 1\)"):
         ops.backward(out, None, *args, out, lse[..., :1], [True] * 5)
+
+
+WRONG = {
+    "lse dtype": ("lse", lambda lse: lse.bfloat16(), TypeError, "got bfloat16; accepted: float32"),
+    "lse float64": ("lse", lambda lse: lse.double(), TypeError, "got float64; accepted: float32"),
+    "lse int": ("lse", lambda lse: lse.int(), TypeError, "got int32; accepted: float32"),
+    "lse device": ("lse", lambda lse: lse.to("meta"), ValueError, "got device meta; accepted: cpu, where q is"),
+    "lse shape": ("lse", lambda lse: lse[..., :1], ValueError, r"got shape \(1, 2, 1\)"),
+    "lse rank": ("lse", lambda lse: lse[None], ValueError, r"got shape \(1, 1, 2, 3\)"),
+    "out dtype": ("out", lambda out: out.half(), TypeError, "got float16; accepted: float32, that of the output"),
+    "out device": ("out", lambda out: out.to("meta"), ValueError, "got device meta; accepted: cpu, where q is"),
+    "out shape": ("out", lambda out: out[..., :1], ValueError, r"got shape \(1, 2, 3, 1\)"),
+    "dout dtype": ("dout", lambda dout: dout.double(), TypeError, "got float64; accepted: float32, that of the output"),
+    "dout device": ("dout", lambda dout: dout.to("meta"), ValueError, "got device meta; accepted: cpu, where q is"),
+    "dlse dtype": ("dlse", lambda dlse: dlse.bfloat16(), TypeError, "got bfloat16; accepted: float32"),
+    "dlse device": ("dlse", lambda dlse: dlse.to("meta"), ValueError, "got device meta; accepted: cpu, where q is"),
+    "dlse shape": ("dlse", lambda dlse: dlse[:, :1], ValueError, r"got shape \(1, 1, 3\)"),
+}
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["the first call", "with a plan"])
+@pytest.mark.parametrize("name", WRONG)
+def test_the_backward_op_checks_what_the_forward_pass_made(name: str, is_known: bool) -> None:
+    """A kernel reads as many bytes as the tensors of a right call have."""
+    from flashtile import ops
+    from flashtile.backends import native
+    from flashtile.problem import AttentionArgs
+
+    argument, change, kind, words = WRONG[name]
+    q, k, v = (torch.randn(1, 2, 3, 4) for _ in range(3))
+    args = AttentionArgs(q, k, v, needs_grad=True)
+    out, lse = ops.forward(*args)
+    tensors = {"dout": torch.randn_like(out), "dlse": torch.randn_like(lse), "out": out, "lse": lse}
+    mode = ops.dense_mode(needs_grad=True)
+
+    def whole(dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> None:
+        ops.backward(dout, dlse, *args, out, lse, [True, True, True, False, False])
+
+    def dense(dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> None:
+        try:
+            ops.dense_backward(dout, q, k, v, None, mode, out, lse)
+        except RuntimeError as error:
+            ops.reraise(error)
+
+    for call in (whole, dense) if argument != "dlse" else (whole,):
+        native.clear_plans()
+        if is_known:
+            call(**tensors)
+        with pytest.raises(kind, match=f"^{argument}: {words}"):
+            call(**tensors | {argument: change(tensors[argument])})
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=["dense", "all arguments"])
+def test_saved_tensors_are_checked_when_they_come_back(options: dict) -> None:
+    leaves = [torch.randn(1, 2, 3, 4, requires_grad=True) for _ in range(3)]
+    torch.autograd.grad(flashtile.attention(*leaves, **options).sum(), leaves)
+    rounded = lambda tensor: tensor.bfloat16() if tensor.dim() == 3 else tensor  # noqa: E731, lse alone
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, rounded):
+        out = flashtile.attention(*leaves, **options)
+    with pytest.raises(TypeError, match=r"^lse: got bfloat16; accepted: float32"):
+        out.sum().backward()
 
 
 def test_a_failure_that_is_not_the_callers_keeps_its_words(monkeypatch: pytest.MonkeyPatch) -> None:

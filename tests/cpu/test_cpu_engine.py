@@ -15,7 +15,7 @@ import flashtile
 from flashtile import ops
 from flashtile.kernels.params import Params
 from flashtile.runtime import extension
-from flashtile.testing import Case, Result, assert_agrees, disagreement, dropout_mask, expect, run
+from flashtile.testing import Case, Result, assert_agrees, dropout_mask, oracle, run
 
 ISAS = extension.instruction_sets() if extension.missing() is None else ("none",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -189,11 +189,12 @@ def test_a_bias_broadcast_along_every_axis() -> None:
         "head_dim": 160,
         "head_dim_v": 160,
     }
-    inputs = Case(layout="bshd", kind="padded", memory="offset", **sizes, **options).make(1505709744)
-    expected, found = expect(inputs), run(inputs).dbias
+    inputs = Case(layout="bshd", kind="padded", memory="offset", **sizes, **options).make(48)
+    ref, found = oracle(inputs).dbias, run(inputs).dbias
     assert found is not None
-    # Without the floor, which is for one float32
-    assert disagreement("dbias", found, expected.ref.dbias, expected.low.dbias, torch.float32) is None
+    assert ref is not None
+    # A plain float32 sum is off by 2e-5 here
+    torch.testing.assert_close(found.double(), ref, rtol=0, atol=5e-6)
 
 
 def test_an_infinite_gradient_of_a_bias() -> None:

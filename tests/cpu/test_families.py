@@ -10,15 +10,17 @@ from pathlib import Path
 
 import fake_gpu
 import pytest
+import torch
 
 import flashtile
-from flashtile.backends import cuda
+from flashtile.backends import cuda, native
 from flashtile.cli import compile as compile_command
 from flashtile.errors import Unsupported
 from flashtile.kernels import assemble, families, speeds
 from flashtile.kernels.arch import ARCHS, arch_here, arch_named
 from flashtile.kernels.length_class import ManyScores
 from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
+from flashtile.problem import Problem
 from flashtile.testing import Case
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy_family"))
@@ -80,15 +82,19 @@ def times(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
     row = speeds._Row("sm_90", "forward", "bfloat16", speeds.PLAIN, "large", 128, us)
     speeds._rows.cache_clear()
     monkeypatch.setattr(speeds, "_table", lambda: (row,))
+    families.clear_choices()
     yield us
     speeds._rows.cache_clear()
+    families.clear_choices()
 
 
 def test_the_fastest_is_taken_and_the_unknown_comes_last(times: dict[str, float]) -> None:
     assert families.select(PLAIN).name == "fwd_sm90"  # nothing is known: the first
     times["fwd_simt"] = 10.0
+    families.clear_choices()
     assert families.select(PLAIN).name == "fwd_simt"
     times["fwd_sm90"] = 5.0
+    families.clear_choices()
     assert families.select(PLAIN).name == "fwd_sm90"
     assert families.select(change(is_aligned16=False)).name == "fwd_simt"
 
@@ -101,13 +107,14 @@ def test_no_family_at_all_says_why_for_each() -> None:
 def test_a_switch_names_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHTILE_FAMILY", "fwd_simt")
     assert families.select(PLAIN).name == "fwd_simt"
-    assert families.refusals(PLAIN)["fwd_sm90"] == "FLASHTILE_FAMILY names fwd_simt"
+    assert families.choice(PLAIN).refusals["fwd_sm90"] == "FLASHTILE_FAMILY names fwd_simt"
     assert families.select(change(grads=("dq",))).name == "bwd_simt"  # of another op: not concerned
     monkeypatch.setenv("FLASHTILE_FAMILY", "fwd_sm90")
     with pytest.raises(Unsupported, match="'fwd_simt' refuses: FLASHTILE_FAMILY names fwd_sm90"):
         families.select(change(is_paged=True))
     monkeypatch.setenv("FLASHTILE_FAMILY", "fwd_sm91")
-    with pytest.raises(ValueError, match="FLASHTILE_FAMILY: got 'fwd_sm91'; accepted: fwd_sm90, fwd_simt, bwd_simt"):
+    names = ", ".join(family.name for family in families.all_families())
+    with pytest.raises(ValueError, match=f"FLASHTILE_FAMILY: got 'fwd_sm91'; accepted: {names}"):
         families.select(PLAIN)
 
 
@@ -133,6 +140,37 @@ def test_few_scores_are_of_another_size() -> None:
     assert families.kind_of(PLAIN).is_large
     assert not families.kind_of(change(classes=((speeds.SIZE, 0),))).is_large
     assert ManyScores(22) == speeds.SIZE
+
+
+def test_a_first_call_asks_every_family_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, PlanKey]] = []
+
+    def counting(family: families.Family) -> object:
+        refuse = family.refuse
+
+        def count(key: PlanKey) -> str | None:
+            asked.append((family.name, key))
+            return refuse(key)
+
+        return count
+
+    time_us = cuda.CudaBackend.time_us
+    fake_gpu.plug_in(fake_gpu.build(tmp_path), monkeypatch.setattr)
+    monkeypatch.setattr(cuda.CudaBackend, "time_us", time_us)  # the real one, which asks for the family
+    try:
+        for family in families.all_families():
+            monkeypatch.setattr(family, "refuse", counting(family))
+        args = Case(dtype=torch.bfloat16).make(0).args
+        problem = Problem.of(args)
+        for op in ("forward", "backward"):
+            assert cuda.CudaBackend().refuse(problem, op) is None
+            assert cuda.CudaBackend().time_us(problem, op) is not None
+        for _ in range(2):  # by Python, both times
+            with native.python_only():
+                flashtile.attention(args.q, args.k, args.v, backend="cuda")
+        assert len(asked) == len(set(asked)) == len(families.all_families())
+    finally:
+        fake_gpu.unplug()
 
 
 # From outside

@@ -215,3 +215,154 @@ def test_num_splits_changes_nothing_here(seed: int) -> None:
     assert torch.equal(
         flashtile.attention_kvcache(q, k_cache, v_cache, num_splits=3), flashtile.attention_kvcache(q, k_cache, v_cache)
     )
+
+
+# Steps of one length: the rows in use are a slice
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"causal": "top_left", "scale": 0.3},
+        {"window": (4, 0)},
+        {"window": (-1, -1)},
+        {"softcap": 2.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("new", [0, 1, 4])
+def test_one_length_is_the_same_as_lengths(new: int, options: dict, dtype: torch.dtype, layout: str, seed: int) -> None:
+    """Left padding of 0 changes nothing, and takes the general path."""
+    swap = (lambda t: t.transpose(1, 2)) if layout == "bhsd" else (lambda t: t)
+    k_cache, v_cache = (tensor.to(dtype) for tensor in caches(B, CAPACITY))
+    q, k, v = (
+        torch.randn(B, rows, heads, D).to(dtype) for rows, heads in ((2, HEADS), (new, HEADS_KV), (new, HEADS_KV))
+    )
+    k_cache[:, 9 + new :] = v_cache[:, 9 + new :] = torch.nan
+    results = []
+    for lengths in (9, torch.full((B,), 9, dtype=torch.int32), None):
+        cached = k_cache.clone(), v_cache.clone()
+        general = {} if lengths is not None else {"cache_leftpad": torch.zeros(B, dtype=torch.int32)}
+        out = flashtile.attention_kvcache(
+            *(swap(tensor) for tensor in (q, *cached)),
+            k=swap(k),
+            v=swap(v),
+            cache_seqlens=9 if lengths is None else lengths,
+            return_lse=True,
+            layout=layout,
+            **options,
+            **general,
+        )
+        results.append((*out, *cached))
+    for other in results[1:]:
+        for ours, same in zip(results[0], other, strict=True):
+            assert torch.equal(ours.nan_to_num(7.0), same.nan_to_num(7.0))
+
+
+def test_a_step_of_one_length_needs_no_python_kernel(seed: int) -> None:
+    from flashtile.runtime import extension
+
+    if extension.missing() is not None:
+        pytest.skip("needs the C++ extension")
+    k_cache, v_cache = caches(B, CAPACITY)
+    q, k, v = torch.randn(B, 1, HEADS, D), torch.randn(B, 1, HEADS_KV, D), torch.randn(B, 1, HEADS_KV, D)
+
+    def step(length: int) -> torch.Tensor:
+        return flashtile.attention_kvcache(q, k_cache, v_cache, k=k, v=v, cache_seqlens=length, causal=True)
+
+    step(3)  # registers its plan
+    before = extension.executor().num_fallbacks()
+    for length in (4, 5, 11):
+        step(length)
+    assert extension.executor().num_fallbacks() == before
+
+
+# New rows and queries that are parts of the cache are read before anything is written
+
+
+@pytest.mark.parametrize(
+    "general", [{}, {"cache_leftpad": torch.zeros(2, dtype=torch.int32)}], ids=["slice", "general"]
+)
+@pytest.mark.parametrize("which", ["v of v_cache", "k of k_cache", "swapped", "shifted", "q of k_cache"])
+def test_new_rows_out_of_the_cache(which: str, general: dict, seed: int) -> None:
+    k_cache, v_cache = torch.randn(2, 8, 2, D), torch.randn(2, 8, 2, D)
+    q, k, v = torch.randn(2, 2, 2, D), torch.randn(2, 2, 2, D), torch.randn(2, 2, 2, D)
+    if which == "v of v_cache":
+        v = v_cache[:, 3:5]
+    elif which == "k of k_cache":
+        k = k_cache[:, 3:5]
+    elif which == "swapped":
+        k, v = v_cache[:, 3:5], k_cache[:, 3:5]
+    elif which == "shifted":
+        k, v = k_cache[:, 2:4], v_cache[:, 4:6]
+    else:
+        q = k_cache[:, 3:5]
+    copies = [tensor.clone() for tensor in (q, k_cache, v_cache, k, v)]
+    expected = flashtile.attention_kvcache(*copies[:3], k=copies[3], v=copies[4], cache_seqlens=3, **general)
+    out = flashtile.attention_kvcache(q, k_cache, v_cache, k=k, v=v, cache_seqlens=3, **general)
+    assert torch.equal(k_cache, copies[1])
+    assert torch.equal(v_cache, copies[2])
+    assert torch.equal(out, expected)
+
+
+def inference(*sizes: int) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.zeros(sizes)
+
+
+REFUSED = {
+    "k_cache of inference": ({"k_cache": inference(2, 8, 2, D)}, "k_cache: got an inference tensor"),
+    "v_cache of inference": ({"v_cache": inference(2, 8, 2, D)}, "v_cache: got an inference tensor"),
+    "one memory": ({"k_cache": None}, "v_cache: got the memory of k_cache; accepted: memory of its own"),
+    "overlap": (
+        {"v_cache": torch.zeros(400).as_strided((2, 8, 2, D), (64, 8, 8, 1))},
+        r"v_cache: got strides \(64, 8, 8, 1\); accepted: memory of its own for every row",
+    ),
+    "repeated row": (
+        {"cache_batch_idx": torch.tensor([1, 1], dtype=torch.int32)},
+        r"cache_batch_idx: got row 1 at \[0, 0\] and at \[1, 0\]; accepted: a row of its own wherever rows are added",
+    ),
+    "repeated page": (
+        {"block_table": torch.tensor([[0], [0]], dtype=torch.int32)},
+        r"block_table: got page 0 at \[0, 0\] and at \[1, 0\]; accepted: a page of its own",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "general", [{}, {"cache_leftpad": torch.zeros(2, dtype=torch.int32)}], ids=["slice", "general"]
+)
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_append_writes_neither_cache(name: str, general: dict) -> None:
+    changes, text = REFUSED[name]
+    given = {"k_cache": torch.zeros(2, 8, 2, D), "v_cache": torch.zeros(2, 8, 2, D)} | changes
+    if given["k_cache"] is None:
+        given["k_cache"] = given["v_cache"]
+    new = torch.ones(2, 1, 2, D)
+    with pytest.raises(ValueError, match=f"^{text}"):
+        flashtile.attention_kvcache(torch.ones(2, 1, 2, D), **given, k=new, v=new, cache_seqlens=3, **general)
+    assert not torch.count_nonzero(given["k_cache"])
+    assert not torch.count_nonzero(given["v_cache"])
+
+
+def test_pages_may_be_shared_where_nothing_is_added(seed: int) -> None:
+    k_pages, v_pages = torch.randn(5, 4, HEADS_KV, D), torch.randn(5, 4, HEADS_KV, D)
+    table = torch.tensor([[3, 0], [3, 1]], dtype=torch.int32)
+    q, k = torch.randn(2, 1, HEADS, D), torch.randn(2, 1, HEADS_KV, D)
+    lengths = torch.tensor([4, 5], dtype=torch.int32)
+    flashtile.attention_kvcache(q, k_pages, v_pages, k=k, v=k, cache_seqlens=lengths, block_table=table)
+    assert torch.equal(k_pages[0, 0], k[0, 0])
+    assert torch.equal(k_pages[1, 1], k[1, 0])
+
+
+def test_caches_of_inference_are_written_in_inference_mode() -> None:
+    k_cache, v_cache = inference(2, 8, 2, D), inference(2, 8, 2, D)
+    new = torch.ones(2, 1, 2, D)
+    with torch.inference_mode():
+        flashtile.attention_kvcache(new, k_cache, v_cache, k=new, v=new, cache_seqlens=3)
+    assert k_cache[:, 3].eq(1).all()
+    assert v_cache[:, 3].eq(1).all()

@@ -41,6 +41,10 @@ NEEDED = {
     "fwd_sm90_mask_offset": Features(has_band=True),
     "fwd_sm90_tail": Features(has_lengths=True),
     "fwd_sm90_dropout": Features(has_dropout=True),
+    "bwd_sm90_mask_offset": Features(has_band=True),
+    "bwd_sm90_tail": Features(has_lengths=True),
+    "bwd_sm90_dropout": Features(has_dropout=True),
+    "bwd_sm90_softcap": Features(has_softcap=True),
 }
 BIASED = Features(bias_dtype="float32")
 
@@ -67,8 +71,11 @@ def write(features: Features) -> dict[str, tuple[str, str]]:
             key = PlanKey(dtype, dtype, *family.head_dims[0], needed, ARCH, grads)
             if family.refuse(key) is None:
                 *_, row = family.candidates(kernel, key)
-                (step,) = family.launch_row(row, key, CallLayout("bhsd", ())).steps
-                found[f"{kernel}_kernel"] = (step.unit, step.entry)
+                layout = CallLayout("bhsd", ())
+                (step,) = family.launch_row(row, key, layout).steps
+                found[step.name] = (step.unit, step.entry)
+                for step in family.launch(key, layout).steps:
+                    found.setdefault(step.name, (step.unit, step.entry))
     return found
 
 
@@ -86,7 +93,8 @@ def kernels_with(fault: str) -> list[str]:
     """Kernels whose own header has the fault; one of those that share it, where it is in a shared header."""
     (owner,) = [path.stem for path in headers() if fault in USE.findall(path.read_text())]
     found = [name for name, (unit, _) in units().items() if f"/{owner}.cuh" in unit]
-    return found or ["fwd_sm90_kernel" if fault.startswith("fwd_sm90_") else "fwd_simt_kernel"]
+    family = next(mutation.family for mutation in mutations() if mutation.name == fault)
+    return found or [f"{family or 'fwd_simt'}_kernel"]
 
 
 def test_there_are_enough_and_each_is_planted_once():

@@ -25,7 +25,7 @@ from flashtile.check.draw import Drawer
 from flashtile.kernels import assemble, families
 from flashtile.kernels import plan as plans
 from flashtile.kernels.families.simt import HEAD_DIMS
-from flashtile.problem import DENSE_OPTIONS, AttentionArgs
+from flashtile.problem import DENSE_FIELDS, AttentionArgs
 from flashtile.runtime import driver, extension
 from flashtile.testing import GRADS, Case
 
@@ -192,7 +192,10 @@ VARIATIONS: list[dict[str, Any]] = [
     {"window": (5, -1)},
     {"window": (-1, 5)},
     {"window": (1 << 40, 3)},
+    {"window": (3, 1 << 30)},
     {"softcap": 2.0},
+    {"softcap": 3e38},
+    {"softcap": 1e-60},
     {"scale": -0.5},
     {"scale": 0.5},
     {"dropout_p": 0.3},
@@ -292,9 +295,8 @@ def test_lse_that_nobody_wants_has_room_of_its_own(recorder: Recorder) -> None:
         assert other is not None
         recorder.reset(len(launch.plan.image))
         with torch.no_grad():
-            out, lse = ops.dense_forward(
-                args.q, args.k, args.v, *(getattr(args, name) for name in DENSE_OPTIONS), False
-            )
+            mode = ops.dense_mode(**{name: getattr(args, name) or values[0] for name, values in DENSE_FIELDS.items()})
+            out, lse = ops.dense_forward(args.q, args.k, args.v, args.scale, mode)
         assert lse is None
         offsets = {
             patch.rule.name: patch.offset for patch in launch.plan.patches if isinstance(patch.rule, plans.Pointer)

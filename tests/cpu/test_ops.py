@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch.library import opcheck
 
 import flashtile
 from flashtile import ops
-from flashtile.problem import DENSE_OPTIONS, NUM_TENSORS, AttentionArgs, schema
+from flashtile.problem import DENSE_FIELDS, NUM_TENSORS, AttentionArgs, dense_schema, schema
 from flashtile.runtime import extension
 from flashtile.testing import Case
 
@@ -43,7 +44,7 @@ def test_cpp_has_the_same_list_of_arguments() -> None:
     tool = Path(__file__).resolve().parent.parent.parent / "tools" / "make_arguments.py"
     subprocess.run([sys.executable, str(tool), "--check"], check=True)
     if extension.missing() is None:
-        assert ", ".join(extension.executor().ARGUMENTS) == schema()
+        assert ", ".join(extension.executor().ARGUMENTS) == ", ".join([schema(), *dense_schema()])
 
 
 def test_schema_and_arguments_agree() -> None:
@@ -64,11 +65,30 @@ def test_schema_and_arguments_agree() -> None:
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_opcheck_dense(needs_grad: bool) -> None:
     args = small(CASES["plain"]).make(0).args
-    call = (args.q, args.k, args.v, *(getattr(args, name) for name in DENSE_OPTIONS))
+    call = (args.q, args.k, args.v, 0.3, ops.dense_mode(causal="top_left", needs_grad=needs_grad))
     tests = ("test_schema", "test_faketensor")  # they stand below autograd
-    opcheck(torch.ops.flashtile.forward.dense, (*call, needs_grad), test_utils=tests)
+    opcheck(torch.ops.flashtile.forward.dense, call, test_utils=tests)
     out, lse = ops.forward(*args)
     opcheck(torch.ops.flashtile.backward.dense, (torch.randn_like(out), *call, out, lse), test_utils=tests)
+
+
+def test_modes_of_the_dense_overloads() -> None:
+    q, k, v = (torch.randn(1, 4, 4, 16) for _ in range(3))  # sizes that both layouts take
+    for options in itertools.product(*DENSE_FIELDS.values()):
+        named = dict(zip(DENSE_FIELDS, options, strict=True))
+        mode = ops.dense_mode(**named)
+        args = ops.dense_args(q, k, v, 0.3, mode)
+        assert args == AttentionArgs(q, k, v, scale=0.3, **named)
+        if args.backend != "cuda":
+            out, lse = ops.forward(*args)
+            for _ in range(2):  # with the extension the second call is C++'s
+                found, found_lse = ops.dense_forward(q, k, v, 0.3, mode)
+                assert torch.equal(found, out)
+                assert torch.equal(found_lse, lse) if args.needs_grad else found_lse is None
+    num_bits = sum((len(values) - 1).bit_length() for values in DENSE_FIELDS.values())
+    for mode in (3, 3 << 3, -1, 1 << num_bits):
+        with pytest.raises(RuntimeError, match=f"mode: got {mode} "):
+            ops.dense_forward(q, k, v, None, mode)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])

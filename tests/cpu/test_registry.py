@@ -12,6 +12,7 @@ import flashtile
 from flashtile.backends import registry
 from flashtile.backends.tiled import TiledBackend
 from flashtile.kernels import speeds
+from flashtile.kernels.arch import ARCHS
 
 
 class Picky(TiledBackend):
@@ -87,8 +88,65 @@ def test_explain_of_a_forced_backend_and_of_varlen(seed: int) -> None:
     assert answer.problem.shape.batch == 2
 
 
+def test_explain_of_meta_tensors_is_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    q, k, v = qkv(device="meta", requires_grad=True)
+    answer = flashtile.explain(q, k, v, causal=True, dropout_p=0.1)
+    here = flashtile.explain(*qkv(requires_grad=True), causal=True, dropout_p=0.1)
+    assert (answer.backend, answer.problem, answer.details) == (here.backend, here.problem, here.details)
+    assert flashtile.prewarm(q, k, v).backend == here.backend
+    cache = torch.empty(2, 16, 4, 8, device="meta")
+    lengths = torch.empty(2, dtype=torch.int32, device="meta")
+    answer = flashtile.explain(cache[:, :1], cache, cache, cache_seqlens=lengths)
+    assert answer.backend == "cpu"
+    assert answer.problem.has_key_lengths
+
+
+def test_explain_of_fake_tensors() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q, k, v = qkv()
+        assert flashtile.explain(q, k, v).backend == "cpu"
+        assert not flashtile.explain(q[..., 1:], k[..., 1:], v).problem.is_aligned16
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("number", ARCHS)
+def test_explain_of_a_gpu_that_is_not_here(number: int, device: str) -> None:
+    """On a machine without CUDA, and without Triton or a compiler where it must be so."""
+    q, k, v = (torch.empty(2, 4, 4096, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    answer = flashtile.explain(q, k, v, arch=f"sm_{number}", causal=True)
+    assert answer.problem.arch == f"sm_{number}"
+    assert f"bfloat16 on sm_{number}, layout bhsd, forward and backward" in str(answer)
+    assert answer.refusals["cpu"] == "it runs on cpu, and q is on cuda"
+    named = flashtile.explain(q, k, v, arch=f"sm_{number}", backend="cuda")
+    assert any(name.startswith("fwd_") and f"sm_{number}" in text for name, text in named.details.items())
+    assert any(name.startswith("bwd_") for name in named.details)
+    if number < 80:
+        assert "is older than Triton's oldest (8.0)" in answer.refusals["triton"]
+        with pytest.raises(flashtile.Unsupported, match="older than Triton's oldest"):
+            flashtile.explain(q, k, v, arch=f"sm_{number}", backend="triton")
+    else:
+        assert "fwd_triton_kernel" in flashtile.explain(q, k, v, arch=f"sm_{number}", backend="triton").details
+
+
+def test_explain_of_a_gpu_differs_from_another() -> None:
+    q, k, v = qkv(dtype=torch.float16)
+    hopper, turing = (flashtile.explain(q, k, v, arch=arch, backend="cuda") for arch in ("sm_90a", "sm_75"))
+    assert "fwd_sm90_kernel" in hopper.details
+    assert turing.details["not fwd_sm90"] == "sm_75 has no wgmma"
+    assert flashtile.explain(q, k, v, arch="cpu").backend == "cpu"
+
+
+@pytest.mark.parametrize("arch", ["h100", "sm_50", "sm_", 80])
+def test_explain_refuses_unknown_archs(arch: object) -> None:
+    with pytest.raises(ValueError, match=r"^arch: got .*; accepted: 'cpu', 'sm_61', .* 'sm_120'\.$"):
+        flashtile.explain(*qkv(), arch=arch)
+
+
 def test_explain_refuses_unknown_options() -> None:
-    with pytest.raises(TypeError, match=r"is_causal: got an unknown option; accepted: causal, window"):
+    with pytest.raises(TypeError, match="is_causal: got an option that attention does not have; accepted: causal"):
         flashtile.explain(*qkv(), is_causal=True)
 
 

@@ -107,7 +107,7 @@ def test_options_are_launched_for_each_family(sanitize, family) -> None:
         assert any(getattr(case, name) for case in cases), name
     assert {case.kind for case in cases} >= {"varlen", "padded", "dense"}
     assert ("paged" in {case.kind for case in cases}) is ("is_paged" in family.features)
-    assert any(case.num_splits for case in cases)
+    assert family.op == "backward" or any(case.num_splits for case in cases)
 
 
 def test_families_that_do_not_run_there_have_no_jobs(sanitize) -> None:

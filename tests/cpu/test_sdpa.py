@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 
 import flashtile
+from flashtile.backends import native
 
 SIGNATURES = {
     "scaled_dot_product_attention": (
@@ -122,6 +126,80 @@ def test_empty(query: tuple, key: tuple) -> None:
     torch.testing.assert_close(
         flashtile.scaled_dot_product_attention(q, k, k), F.scaled_dot_product_attention(q, k, k).nan_to_num(0.0)
     )
+
+
+@pytest.mark.parametrize(
+    ("query", "key"),
+    [((0, 4, 8), (0, 5, 8)), ((2, 0, 4, 8), (2, 0, 5, 8)), ((3, 2, 0, 4, 8), (3, 2, 0, 5, 8))],
+    ids=str,
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_no_heads(query: tuple, key: tuple, is_causal: bool, seed: int) -> None:
+    compare(torch.float32, query, key, (*key[:-1], 6), is_causal=is_causal)
+    keys = torch.randn(*key[:-3], 2, *key[-2:])
+    out = flashtile.scaled_dot_product_attention(torch.randn(query), keys, keys, enable_gqa=True)
+    assert out.shape == query
+    with pytest.raises(ValueError, match="value: got 0 heads; accepted: 2, as key"):
+        flashtile.scaled_dot_product_attention(torch.randn(query), keys, torch.randn(key), enable_gqa=True)
+    with pytest.raises(ValueError, match="key: got head_dim 7; accepted: 8, as query"):
+        flashtile.scaled_dot_product_attention(torch.randn(query), keys[..., 1:], keys, enable_gqa=True)
+
+
+# Memory order: out is laid out as the query is
+
+ORDERS = list(itertools.permutations(range(3)))
+
+
+def in_order(order: tuple[int, ...], *sizes: int) -> torch.Tensor:
+    """A tensor of these sizes whose axes lie in memory in this order, the last one last."""
+    axes = (*order, len(sizes) - 1)
+    return torch.randn([sizes[axis] for axis in axes]).permute([axes.index(axis) for axis in range(len(sizes))])
+
+
+@pytest.mark.parametrize("executor", ["python", "c++"])
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_out_has_the_memory_order_of_the_query(order: tuple[int, ...], executor: str, seed: int) -> None:
+    q, k, v = in_order(order, 4, 3, 6, 8), torch.randn(4, 3, 7, 8), torch.randn(4, 3, 7, 5)
+    expected = F.scaled_dot_product_attention(q, k, v)
+    with native.python_only() if executor == "python" else nullcontext():
+        outs = [flashtile.scaled_dot_product_attention(q, k, v) for _ in range(2)]
+        outs.append(flashtile.attention(q, k, v, bias=torch.zeros(7), return_lse=True)[0])
+        leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+        outs.append(flashtile.attention(*leaves))
+        (outs[-1] * torch.arange(5.0)).sum().backward()
+    for out in outs:
+        assert out.permute(*order, 3).is_contiguous()
+        torch.testing.assert_close(out, expected)
+    swapped = flashtile.attention(q, *(torch.randn(4, 7, 6, 8) for _ in range(2)), layout="bshd")
+    assert swapped.permute(*order, 3).is_contiguous()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
+def test_packed_out_has_the_memory_order_of_the_query(order: tuple[int, ...], seed: int) -> None:
+    q, k = in_order(order, 9, 3, 8), torch.randn(9, 3, 8)
+    lengths = torch.tensor([0, 4, 9], dtype=torch.int32)
+    for _ in range(2):
+        assert flashtile.attention_varlen(q, k, k, lengths, lengths).permute(*order, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_an_expanded_query_has_a_dense_out(axis: int, seed: int) -> None:
+    sizes = [4, 3, 6, 8]
+    sizes[axis] = 1
+    q, k = torch.randn(sizes).expand(4, 3, 6, 8), torch.randn(4, 3, 7, 8)
+    for _ in range(2):
+        assert flashtile.attention(q, k, k).is_contiguous()
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_compiled_out_has_the_memory_order_of_the_query(order: tuple[int, ...], seed: int) -> None:
+    torch._dynamo.reset()
+    graphs = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(lambda q, k, v: flashtile.attention(q, k, v), backend=graphs, fullgraph=True, dynamic=True)
+    for batch, heads, rows in ((4, 3, 6), (5, 2, 9), (2, 7, 11)):
+        q, k = in_order(order, batch, heads, rows, 8), torch.randn(batch, heads, 7, 8)
+        assert compiled(q, k, k).stride() == flashtile.attention(q, k, k).stride()
+    assert graphs.frame_count == 1
 
 
 def test_strided_last_dimension_is_copied_as_torch_does(seed: int) -> None:

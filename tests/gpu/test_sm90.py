@@ -116,9 +116,11 @@ def cases(feature: str) -> list[tuple[Case, int]]:
     return found
 
 
-def assert_accurate(problems: list[tuple[Case, int]], kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_accurate(
+    problems: list[tuple[Case, int]], kernel: str, monkeypatch: pytest.MonkeyPatch, is_forward: bool = True
+) -> None:
     """Every problem by the error rule, and by a kernel whose name has these words."""
-    precompile(problems, monkeypatch, is_forward=True)
+    precompile(problems, monkeypatch, is_forward)
     launched, found, real = [], [], executor.launch
 
     def launch(step: Step, *rest: object) -> None:
@@ -130,7 +132,7 @@ def assert_accurate(problems: list[tuple[Case, int]], kernel: str, monkeypatch: 
         for case, seed in problems:
             launched.clear()
             try:
-                check(case, seed, is_forward=True)
+                check(case, seed, is_forward)
             except AssertionError as error:
                 found.append(f"{case}.make({seed}): {error}")
             assert any(kernel in entry for entry in launched), (case, launched)

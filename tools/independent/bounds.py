@@ -96,7 +96,8 @@ def forward(f: Head, r: Precision) -> Errors:
     if r.rounds_weights:
         stored = p + np.where(seen, r.stored * f.p + r.smallest, 0.0)
     v = abs(f.v)
-    out = (f.drop * stored) @ v + (n + 8) * unit * ((f.drop * f.p) @ v) + r.stored * abs(f.out) + r.smallest
+    out = (f.drop * stored) @ v + (n + 8) * unit * ((f.drop * (f.p + stored)) @ v)
+    out = out + r.stored * (abs(f.out) + out) + r.smallest + r.underflow
     out = np.where(empty[:, None], 0.0, out)
     return Errors(e, out, np.where(empty, 0.0, row + shared + 6 * unit * (abs(lse) + abs(top))))
 
@@ -115,7 +116,8 @@ class GradientErrors:
 def stored(value: Array, error: Array, terms: int, sizes: Array, dtype: str, r: Precision) -> Array:
     """The bound of a sum of `terms` values, whose magnitudes sum to `sizes`, rounded to dtype."""
     last = PRECISIONS[dtype]
-    return error + (terms + 4) * r.compute * sizes + last.stored * abs(value) + last.smallest
+    error = error + (terms + 4) * r.compute * (sizes + error)
+    return error + last.stored * (abs(value) + error) + last.smallest + r.underflow
 
 
 def backward(f: Head, e: Errors, b: HeadGradients, dout: Array, dlse: Array, r: Precision) -> GradientErrors:
@@ -137,15 +139,17 @@ def backward(f: Head, e: Errors, b: HeadGradients, dout: Array, dlse: Array, r: 
         # 1 - tanh^2 changes by at most 0.77 of what its argument changes by
         e_dot = (f.q.shape[1] + 8) * unit * np.where(f.seen, abs(f.scale) * (abs(f.q) @ abs(f.k).T), 0.0)
         e_factor = np.minimum(1.0, 0.77 * e_dot / f.softcap) + 10 * unit
-        e_dS = np.where(f.seen, e_dS * (1 - f.tanh**2 + e_factor) + abs(b.dbias) * e_factor, 0.0)
+        e_dS = e_dS * (1 - f.tanh**2 + e_factor) + abs(b.dbias) * e_factor + r.underflow
+        e_dS = np.where(f.seen, e_dS, 0.0)
         if r.rounds_weights:
             e_dS = e_dS + np.where(f.seen, r.stored * abs(b.dS) + r.smallest, 0.0)
     scale = abs(f.scale)
     sq, sk = f.seen.shape
-    dq = scale * (e_dS @ abs(f.k) + (sk + 6) * unit * (abs(b.dS) @ abs(f.k)))
-    dk = scale * (e_dS.T @ abs(f.q) + (sq + 6) * unit * (abs(b.dS).T @ abs(f.q)))
+    size = abs(b.dS) + e_dS
+    dq = scale * (e_dS @ abs(f.k) + (sk + 6) * unit * (size @ abs(f.k)))
+    dk = scale * (e_dS.T @ abs(f.q) + (sq + 6) * unit * (size.T @ abs(f.q)))
     e_p = p + np.where(f.seen, r.stored * f.p + r.smallest, 0.0) if r.rounds_weights else p
-    dv = (f.drop * e_p).T @ abs(dout) + (sq + 6) * unit * ((f.drop * f.p).T @ abs(dout))
+    dv = (f.drop * e_p).T @ abs(dout) + (sq + 6) * unit * ((f.drop * (f.p + e_p)).T @ abs(dout))
     dsink = 0.0
     if f.sink is not None and f.sink > -np.inf:
         log_sink = f.sink - np.where(empty, np.inf, f.lse)

@@ -146,7 +146,9 @@ class Problem:
         d = self.d
         x = d.normal(*shape)
         if name == "v":
-            return x * d.pick([1.0, 1.0, 1.0, 1.0, 30.0, 30.0 if self.dtype == "float16" else 1e30])
+            # So large that nothing may be added before it is weighed, with room for the products of a gradient
+            is_roomy = self.dtype != "float16" and self.style not in ("huge", "exact")
+            return x * d.pick([1.0, 1.0, 1.0, 1.0, 30.0, 1e30 if is_roomy else 30.0])
         if name not in ("q", "k"):
             return x
         if self.style == "exact":

@@ -11,28 +11,18 @@ from torch import Tensor
 
 from flashtile.errors import dtype_name
 from flashtile.kernels import speeds
+from flashtile.kernels.spec import features_of
 from flashtile.problem import AttentionArgs, Problem
 
 
 def kind_of(problem: Problem, op: str) -> speeds.Kind:
-    """The kind of calls that the problem is compared with."""
-    shape = problem.shape
-    has = {
-        "mask": problem.has_mask,
-        "bias": problem.bias_dtype is not None,
-        "alibi": problem.has_alibi,
-        "softcap": problem.softcap > 0.0,
-        "dropout": problem.dropout_p > 0.0,
-        "lengths": problem.is_varlen or problem.has_key_lengths,
-        "paged": problem.page_size > 0,
-    }
-    arch = problem.device
+    """The kind of calls that the problem is compared with, on any device."""
+    arch, shape = problem.arch or problem.device, problem.shape
     if arch == "cuda":
         major, minor = torch.cuda.get_device_capability(problem.device_index)
         arch = f"sm_{major}{minor}"
-    options = tuple(name for name in speeds.OPTIONS if has[name])
-    head_dim, is_large = max(shape.head_dim, shape.head_dim_v), bool(speeds.SIZE.of(shape, 0))
-    return speeds.Kind(arch, op, dtype_name(problem.dtype), head_dim, options, is_large)
+    head_dims, is_large = (shape.head_dim, shape.head_dim_v), bool(speeds.SIZE.of(shape, 0))
+    return speeds.kind(arch, op, dtype_name(problem.dtype), head_dims, features_of(problem), is_large)
 
 
 class GradNeeds(NamedTuple):

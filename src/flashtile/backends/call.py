@@ -10,10 +10,9 @@ from torch import Tensor
 
 from flashtile.backends import dropout
 from flashtile.backends.base import Grads
+from flashtile.kernels.params import kernel_softcap, kernel_window
 from flashtile.kernels.spec import GRADS, CallLayout
 from flashtile.problem import NUM_TENSORS, AttentionArgs, key_window, softmax_scale
-
-_UNBOUNDED = 1 << 30  # a window at least this wide hides nothing, and sums with positions stay in 32 bits
 
 
 def tensors_of(args: AttentionArgs) -> dict[str, Tensor]:
@@ -26,8 +25,17 @@ def backward_tensors(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
 ) -> dict[str, Tensor]:
     """The same for a backward pass, with the gradients that are wanted."""
+    dout = dout if has_own_rows(dout) else dout.contiguous()
     others = {"out": out, "lse": lse, "dout": dout, "dlse": dlse, **grads._asdict()}
     return tensors_of(args) | {name: tensor for name, tensor in others.items() if tensor is not None}
+
+
+def has_own_rows(tensor: Tensor) -> bool:
+    """Rows are contiguous and do not overlap. The gradient of a sum is broadcast: TMA has no stride of 0."""
+    columns = tensor.shape[-1]
+    sizes, strides = tensor.shape[:-1], tensor.stride()[:-1]
+    is_disjoint = all(size <= 1 or stride >= columns for size, stride in zip(sizes, strides, strict=True))
+    return is_disjoint and (columns <= 1 or tensor.stride(-1) == 1)
 
 
 def layout_of(args: AttentionArgs, tensors: dict[str, Tensor]) -> CallLayout:
@@ -38,13 +46,13 @@ def layout_of(args: AttentionArgs, tensors: dict[str, Tensor]) -> CallLayout:
 
 
 def scalars_of(args: AttentionArgs) -> dict[str, float | int]:
-    scale, (left, right) = softmax_scale(args), (-1 if reach >= _UNBOUNDED else reach for reach in key_window(args))
+    scale, (left, right) = softmax_scale(args), map(kernel_window, key_window(args))
     return {
         "window_left": left,
         "window_right": right,
         "scale": scale,
         "scale_log2": scale * math.log2(math.e),
-        "softcap": args.softcap,
+        "softcap": kernel_softcap(args.softcap),
         "dropout_threshold": dropout.threshold(args.dropout_p),
         "keep_factor": dropout.keep_factor(args.dropout_p),
         "max_seqlen_q": args.max_seqlen_q or 0,

@@ -20,11 +20,11 @@ from flashtile.backends.call import backward_tensors, layout_of, scalars_of, ten
 from flashtile.backends.executor import Launch
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.errors import Unsupported, dtype_name
-from flashtile.kernels import append_kv, assemble, families, speeds
-from flashtile.kernels.arch import Arch, arch_here
+from flashtile.kernels import append_kv, assemble, families
+from flashtile.kernels.arch import Arch, arch_here, arch_named, typical_multiprocessors
 from flashtile.kernels.families import Family, Row
 from flashtile.kernels.plan import LaunchPlan
-from flashtile.kernels.spec import DTYPES, GRADS, Features, PlanKey
+from flashtile.kernels.spec import DTYPES, GRADS, PlanKey
 from flashtile.problem import (
     AttentionArgs,
     Problem,
@@ -48,19 +48,16 @@ class CudaBackend(Backend):
     def refuse(self, problem: Problem, op: str = "forward") -> str | None:
         if dtype_name(problem.dtype) not in DTYPES:
             return f"{dtype_name(problem.dtype)} is not among its dtypes ({', '.join(DTYPES)})"
-        reason = _missing(problem.device_index)
+        reason = None if problem.arch else _missing(problem.device_index)
         if reason is not None:
             return reason
-        reasons = families.refusals(problem_key(problem, op))
-        if None in reasons.values():
+        reasons, family = families.choice(problem_key(problem, op))
+        if family is not None:
             return None
         return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
     def time_us(self, problem: Problem, op: str) -> float | None:
-        key = problem_key(problem, op)
-        if not families.accepting(key):
-            return None
-        return speeds.time_us(families.select(key).name, families.kind_of(key))
+        return families.time_us(problem_key(problem, op))
 
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
         if is_checking():
@@ -82,7 +79,7 @@ class CudaBackend(Backend):
                 tile = f"tile {step.block_rows} x {step.block_columns}, {step.num_threads // 32} warps"
                 memory = f"{step.shared_bytes / 1024:.0f} KiB of shared memory"
                 found[step.name] = f"{tile}{chosen.tile_note(key)}, {memory}, {key.arch.name}"
-        for name, reason in families.refusals(key).items():
+        for name, reason in families.choice(key).refusals.items():
             if reason is None and name != chosen.name:
                 reason = f"{chosen.name} is faster"
             if reason is not None:
@@ -173,6 +170,14 @@ def _arch(device_index: int) -> Arch | None:
     return arch_here(*torch.cuda.get_device_capability(device_index))
 
 
+def _gpu(problem: Problem) -> tuple[Arch | None, int]:
+    """What a problem is to run on, and its multiprocessors: the device, or a GPU that need not be here."""
+    if not problem.arch:
+        return _arch(problem.device_index), _num_multiprocessors(problem.device_index)
+    arch = arch_named(problem.arch)
+    return arch, 0 if arch is None else typical_multiprocessors(arch)
+
+
 def _arch_of(args: AttentionArgs) -> Arch:
     arch = _arch(args.q.device.index or 0)
     assert arch is not None  # else refused
@@ -220,33 +225,9 @@ def problem_key(problem: Problem, op: str) -> PlanKey:
 
 
 def _key_of(problem: Problem, grads: tuple[str, ...] | None) -> PlanKey:
-    arch, shape = _arch(problem.device_index), problem.shape
+    arch, num_multiprocessors = _gpu(problem)
     assert arch is not None  # else refused
-    features = Features(
-        has_band=problem.window != (-1, -1),
-        has_bool_mask=problem.has_mask,
-        has_softcap=problem.softcap > 0.0,
-        has_alibi=problem.has_alibi,
-        bias_dtype=None if problem.bias_dtype is None else dtype_name(problem.bias_dtype),
-        has_dropout=problem.dropout_p > 0.0,
-        has_lengths=problem.is_varlen or problem.has_key_lengths,
-        is_paged=problem.page_size > 0,
-        is_aligned16=problem.is_aligned16,
-    )
-    op = "forward" if grads is None else "backward"
-    return PlanKey(
-        dtype_name(problem.dtype),
-        dtype_name(problem.out_dtype),
-        shape.head_dim,
-        shape.head_dim_v,
-        features,
-        arch,
-        grads,
-        problem.scale > 0.0,
-        problem.rows_disjoint,
-        problem.heads_disjoint,
-        families.classes_of(op, shape, _num_multiprocessors(problem.device_index)),
-    )
+    return families.key_of(problem, grads, arch, num_multiprocessors)
 
 
 def _other_lengths(key: PlanKey) -> list[PlanKey]:

@@ -10,6 +10,8 @@ from torch import Tensor
 from flashtile.errors import dtype_name, type_error, value_error
 from flashtile.problem import AttentionArgs, check_layout, head_axis, q_or_float32, row_axis
 
+_OWN_MEMORY = "memory of its own for every row"
+
 
 class AppendArgs(NamedTuple):
     """The arguments of `flashtile::append_kv`, in schema order. The shapes are those of layout "bshd"."""
@@ -89,12 +91,71 @@ def append(args: AppendArgs) -> None:
         rows = torch.arange(batch, device=k.device)[:, None].expand_as(positions), positions
     else:
         rows = block_table.long().gather(1, positions // page), positions % page
+    if shares_memory((k_cache, v_cache), (k, v)):
+        k, v = k.clone(), v.clone()
     k_cache.index_put_(rows, k)
     v_cache.index_put_(rows, v)
 
 
+def is_writable(cache: Tensor) -> bool:
+    """torch lets it be changed in place here, and no two of its elements share memory."""
+    if cache.is_inference() and not torch.is_inference_mode_enabled():
+        return False
+    if cache.is_contiguous():
+        return True
+    extent = 1
+    for stride, size in sorted(zip(cache.stride(), cache.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                return False
+            extent += (size - 1) * stride
+    return True
+
+
+def shares_memory(caches: tuple[Tensor, Tensor], others: tuple[Tensor, ...]) -> bool:
+    """A cache and another tensor are, or may be, parts of the same memory."""
+    (k_start, k_end), (v_start, v_end) = _span(caches[0]), _span(caches[1])
+    for tensor in others:
+        start, end = _span(tensor)
+        if (start < k_end and k_start < end) or (start < v_end and v_start < end):
+            return True
+    return False
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    start = storage.data_ptr()
+    return start, start + storage.nbytes()
+
+
+def check_writable(args: AppendArgs) -> None:
+    """Refuses caches whose writing would fail halfway, or change more than the new rows."""
+    for name, cache in (("k_cache", args.k_cache), ("v_cache", args.v_cache)):
+        if cache.is_inference() and not torch.is_inference_mode_enabled():
+            raise value_error(
+                name, "an inference tensor", "one that may be changed", "Call it inside torch.inference_mode()"
+            )
+        if not is_writable(cache):
+            raise value_error(
+                name, f"strides {tuple(cache.stride())}", _OWN_MEMORY, "Call clone() on an expanded cache"
+            )
+    if args.k_cache.numel() and args.k_cache.data_ptr() == args.v_cache.data_ptr():
+        raise value_error("v_cache", "the memory of k_cache", "memory of its own", "Call clone()")
+
+
+def read_first(args: AttentionArgs, append: AppendArgs) -> tuple[AttentionArgs, AppendArgs]:
+    """With copies of the queries and new rows that are part of a cache: writing one row must not change another."""
+    caches = append.k_cache, append.v_cache
+    if shares_memory(caches, (args.q,)):
+        args = args._replace(q=args.q.clone())
+    if shares_memory(caches, (append.k, append.v)):
+        append = append._replace(k=append.k.clone(), v=append.v.clone())
+    return args, append
+
+
 def check_values(args: AppendArgs) -> None:
     """Reads lengths and pages on the host and refuses what the cache has no room for."""
+    check_writable(args)
     row = row_axis(args.layout)
     _check_room(args.cache_seqlens, args.k.shape[row], args.block_table, args.k_cache.shape[row], args.k_cache.shape[0])
     check_positions(args.cache_seqlens, args.k.shape[row], args.rotary_cos)
@@ -119,13 +180,22 @@ def _check_room(cache_seqlens: Tensor, new: int, block_table: Tensor | None, pag
                 f"{length} for sequence {b}",
                 f"{accepted}: the cache holds {room} rows and {new} are added",
             )
-        if block_table is None or new == 0:
-            continue
+    if block_table is not None and new > 0:
+        _check_pages(cache_seqlens.tolist(), new, block_table.tolist(), page, num_pages)
+
+
+def _check_pages(lengths: list[int], new: int, table: list[list[int]], page: int, num_pages: int) -> None:
+    """Pages that rows are added to must exist, and only one sequence may add to each."""
+    places: dict[int, tuple[int, int]] = {}
+    for b, (length, pages) in enumerate(zip(lengths, table, strict=True)):
         for slot in range(length // page, (length + new - 1) // page + 1):
-            if not 0 <= int(block_table[b, slot]) < num_pages:
-                raise value_error(
-                    "block_table", f"page {int(block_table[b, slot])} at [{b}, {slot}]", f"0 to {num_pages - 1}"
-                )
+            number = pages[slot]
+            if not 0 <= number < num_pages:
+                raise value_error("block_table", f"page {number} at [{b}, {slot}]", f"0 to {num_pages - 1}")
+            other = places.setdefault(number, (b, slot))
+            if other != (b, slot):
+                came = f"page {number} at {list(other)} and at [{b}, {slot}]"
+                raise value_error("block_table", came, "a page of its own wherever rows are added")
 
 
 def validate(args: AppendArgs) -> None:
@@ -146,7 +216,7 @@ def validate(args: AppendArgs) -> None:
             raise value_error(
                 f"{name}_cache",
                 f"strides {tuple(cache.stride())}",
-                "memory of its own for every row",
+                _OWN_MEMORY,
                 "Call clone() on an expanded cache",
             )
         if tensor.shape[head] != cache.shape[head] or tensor.shape[3] != cache.shape[3]:

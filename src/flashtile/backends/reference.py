@@ -73,7 +73,8 @@ def attend_backward(
 
         s, keep = _scores(args, segment, q, k)
         shift = torch.where(row_lse == -torch.inf, 0.0, row_lse)
-        p = torch.where(keep, torch.exp(torch.where(keep, s - shift[..., None], 0.0)), 0.0).to(dtype)
+        # At most 1: a float32 lse of a huge score may be far too small
+        p = torch.where(keep, torch.exp(torch.where(keep, s - shift[..., None], 0.0).clamp(max=0.0)), 0.0).to(dtype)
         kept = _dropout_factor(args, segment, dtype)
         dp = do @ v.transpose(-1, -2) * kept
         ds = p * (dp - delta[..., None])
@@ -84,7 +85,7 @@ def attend_backward(
             part = segment.scores(sums.dbias)
             part.add_(ds.sum_to_size(part.shape))
         if sums.dsinks is not None and args.sinks is not None:
-            p_sink = torch.exp(args.sinks.to(dtype)[:, None] - shift).to(dtype)
+            p_sink = torch.exp((args.sinks.to(dtype)[:, None] - shift).clamp(max=0.0)).to(dtype)
             sums.dsinks.sub_((p_sink * delta).sum((0, 2)))
         if args.softcap:
             ds = ds * (1 - torch.tanh(_raw_scores(args, q, k) / args.softcap) ** 2)

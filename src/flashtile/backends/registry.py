@@ -158,8 +158,9 @@ class Explanation:
         }
         given = ", ".join(f"{name} {value}" for name, value in options.items() if value)
         passes = "forward and backward" if problem.needs_grad else "forward"
+        device = problem.arch or problem.device
         lines = [
-            f"problem   {dtype_name(problem.dtype)} on {problem.device}, layout {problem.layout}, {passes}",
+            f"problem   {dtype_name(problem.dtype)} on {device}, layout {problem.layout}, {passes}",
             f"sizes     batch {shape.batch}, heads {shape.heads} over {shape.heads_kv}, seqlen "
             f"{shape.seqlen_q} x {shape.seqlen_k}, "
             f"head_dim {shape.head_dim} / {shape.head_dim_v}",

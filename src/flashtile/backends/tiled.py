@@ -22,6 +22,7 @@ from flashtile.backends import dropout
 from flashtile.backends.base import Backend, Grads
 from flashtile.backends.segments import Segment, segments
 from flashtile.errors import dtype_name
+from flashtile.kernels.params import kernel_softcap
 from flashtile.problem import AttentionArgs, Problem, key_window, softmax_scale
 
 BLOCK_M = 128  # queries per tile
@@ -64,7 +65,8 @@ class Tiles:
         self.k, self.v = segment.keys(args.k), segment.keys(args.v)
         self.heads_kv = self.k.shape[1]
         self.q = self.grouped(segment.queries(args.q))
-        self.scale, self.softcap = softmax_scale(args), args.softcap
+        self.scale = softmax_scale(args)
+        self.softcap = args.softcap if self.dtype == torch.float64 else kernel_softcap(args.softcap)
         self.window = key_window(args)
         self.seqlen_q, self.seqlen_k, self.offset = segment.seqlen_q, segment.seqlen_k, segment.offset
         slopes = segment.slopes()
@@ -188,9 +190,9 @@ def backward_segment(
                 continue
             q = tiles.load(tiles.q, i)
             do = torch.where(is_empty[..., i.start : i.stop, None], 0.0, tiles.load(dout, i))
-            # Recompute P from the stored lse
+            # Recompute P from the stored lse, at most 1: a rounded lse of a huge score may be far too small
             s, capped = tiles.scores(i, j, q, k)
-            p = torch.exp(s - finite(lse[..., i.start : i.stop])[..., None])
+            p = torch.exp((s - finite(lse[..., i.start : i.stop])[..., None]).clamp(max=0.0))
             if dv is not None:
                 dv[:, :, j.start : j.stop] += torch.einsum("bhgij,bhgid->bhjd", tiles.drop(p, i, j), do)
             if not needs_ds:
@@ -214,7 +216,8 @@ def backward_segment(
     if grads.dv is not None and dv is not None:
         segment.add_to_keys(grads.dv, dv)
     if grads.dsinks is not None and tiles.sinks is not None:
-        grads.dsinks.sub_((torch.exp(tiles.sinks - finite(lse)) * delta).sum((0, 3)).flatten())
+        p_sink = torch.exp((tiles.sinks - finite(lse)).clamp(max=0.0))
+        grads.dsinks.sub_((p_sink * delta).sum((0, 3)).flatten())
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

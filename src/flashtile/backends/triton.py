@@ -24,6 +24,7 @@ from flashtile.backends import dropout
 from flashtile.backends.base import Backend, Grads
 from flashtile.errors import dtype_name
 from flashtile.kernels.arch import arch_of
+from flashtile.kernels.params import kernel_softcap, kernel_window
 from flashtile.problem import (
     AttentionArgs,
     Problem,
@@ -41,7 +42,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 OLDEST_TRITON = (3, 6)
 OLDEST_CAPABILITY = (8, 0)
-_UNBOUNDED = 1 << 30  # a window this wide masks nothing; smaller ones plus a position fit in 32 bits
 _PREPROCESS_ROWS = 64
 
 
@@ -122,6 +122,8 @@ class TritonBackend(Backend):
             return "paged keys are not among its features"
         if self.is_interpreted and problem.dtype == torch.bfloat16:
             return "Triton's interpreter does not multiply bfloat16 as a GPU does"
+        if problem.arch:
+            return _refuse_capability(_capability(problem.arch))
         return _missing(self.is_interpreted, problem.device_index)
 
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
@@ -160,9 +162,8 @@ class TritonBackend(Backend):
         for name in names:
             has_score_tensors = problem.has_mask or problem.bias_dtype is not None
             is_aligned16 = problem.shape.head_dim % 8 == 0 and problem.shape.head_dim_v % 8 == 0
-            config = _config(
-                name, problem.dtype, problem.shape, torch.device(problem.device), has_score_tensors, is_aligned16
-            )
+            device = torch.device(problem.device)
+            config = _config(name, problem.dtype, problem.shape, device, has_score_tensors, is_aligned16, problem.arch)
             tile = (
                 f"tile {config.block_m} x {config.block_n}, head dim "
                 f"{_padded(max(problem.shape.head_dim, problem.shape.head_dim_v))}"
@@ -221,23 +222,33 @@ def _missing(is_interpreted: bool, device_index: int) -> str | None:
         return f"triton {version} is older than {'.'.join(map(str, OLDEST_TRITON))}"
     if is_interpreted:
         return None
-    capability = torch.cuda.get_device_capability(device_index)
-    if capability < OLDEST_CAPABILITY:
-        return (
-            f"compute capability {'.'.join(map(str, capability))} is older than Triton's oldest "
-            f"({'.'.join(map(str, OLDEST_CAPABILITY))})"
-        )
+    reason = _refuse_capability(torch.cuda.get_device_capability(device_index))
+    if reason is not None:
+        return reason
     if not any(shutil.which(compiler) for compiler in (os.environ.get("CC", "cc"), "gcc", "clang")):
         return "Triton needs a C compiler to launch kernels, and none is here (CC, gcc, clang)"
     return None
 
 
+def _refuse_capability(capability: tuple[int, int]) -> str | None:
+    if capability >= OLDEST_CAPABILITY:
+        return None
+    own, oldest = (".".join(map(str, numbers)) for numbers in (capability, OLDEST_CAPABILITY))
+    return f"compute capability {own} is older than Triton's oldest ({oldest})"
+
+
+def _capability(arch: str) -> tuple[int, int]:
+    """Of a name such as sm_80."""
+    return divmod(int(arch.removeprefix("sm_")), 10)
+
+
 @functools.cache
-def _is_large(device: torch.device) -> bool:
-    """Whether a block may use as much shared memory as the tuned tiles need."""
+def _is_large(device: torch.device, named: str = "") -> bool:
+    """Whether a block may use as much shared memory as the tuned tiles need; `named` is a GPU that need not be
+    here."""
     if device.type == "cpu":
         return True
-    arch = arch_of(*torch.cuda.get_device_capability(device))
+    arch = arch_of(*(_capability(named) if named else torch.cuda.get_device_capability(device)))
     return arch is not None and arch.shared_bytes >= _LARGE_SHARED_BYTES
 
 
@@ -303,9 +314,15 @@ def _padded(head_dim: int) -> int:
 
 
 def _config(
-    kernel: str, dtype: torch.dtype, shape: Shape, device: torch.device, has_score_tensors: bool, is_aligned16: bool
+    kernel: str,
+    dtype: torch.dtype,
+    shape: Shape,
+    device: torch.device,
+    has_score_tensors: bool,
+    is_aligned16: bool,
+    arch: str = "",
 ) -> Config:
-    table = _CONFIGS if _is_large(device) else _SMALL_CONFIGS
+    table = _CONFIGS if _is_large(device, arch) else _SMALL_CONFIGS
     padded = _padded(max(shape.head_dim, shape.head_dim_v))
     config = next(config for limit, config in table[kernel][dtype.itemsize].items() if padded <= limit)
     if dtype.itemsize == 2 and not (is_aligned16 and _padded(shape.head_dim) == _padded(shape.head_dim_v)):
@@ -379,7 +396,7 @@ def _arguments(kernel: str, args: AttentionArgs, tensors: dict[str, Tensor]) -> 
     config = _config(
         kernel, args.q.dtype, shape, args.q.device, args.bias is not None or args.mask is not None, is_aligned16
     )
-    window_left, window_right = (-1 if reach >= _UNBOUNDED else reach for reach in key_window(args))
+    window_left, window_right = map(kernel_window, key_window(args))
     # In a packed call no sequence is longer than the rows and columns of bias and mask
     score_tensors = [tensor for tensor in (args.bias, args.mask) if tensor is not None]
     seqlen_q = min([shape.seqlen_q, *(tensor.shape[2] for tensor in score_tensors if tensor.shape[2] != 1)])
@@ -403,7 +420,7 @@ def _arguments(kernel: str, args: AttentionArgs, tensors: dict[str, Tensor]) -> 
         "total_q": args.q.shape[row],
         "total_k": args.k.shape[row],
         "scale": softmax_scale(args),
-        "softcap": args.softcap,
+        "softcap": kernel_softcap(args.softcap),
         "window_left": window_left,
         "window_right": window_right,
         "drop_threshold": dropout.threshold(args.dropout_p),
@@ -432,9 +449,8 @@ def _forward_call(args: AttentionArgs, out: Tensor, lse: Tensor) -> Call:
     shape = shape_of(args)
     config, arguments = _arguments("fwd", args, {"out": out})
     num_m_blocks = _num_blocks(shape.seqlen_q, config.block_m)
-    has_plain_scores = (
-        softmax_scale(args) > 0.0 and args.softcap == 0.0 and args.alibi_slopes is None and args.bias is None
-    )
+    options = (args.alibi_slopes, args.bias, args.sinks)
+    has_plain_scores = softmax_scale(args) > 0.0 and args.softcap == 0.0 and all(option is None for option in options)
     sinks = None if args.sinks is None else args.sinks.float().contiguous()
     arguments |= {"lse": lse, "sinks": sinks, "num_m_blocks": num_m_blocks, "SCALE_IN_EXPONENT": has_plain_scores}
     return "fwd", num_m_blocks * shape.heads * shape.batch, config, arguments
@@ -457,6 +473,7 @@ def _preprocess_call(
         "DV": out.shape[-1],
         "BLOCK_DV": _padded(out.shape[-1]),
         "BLOCK_M": _PREPROCESS_ROWS,
+        "IS_NATURAL": args.bias is not None,
     }
     batch = lse.shape[0] if lse.dim() == 3 else 1
     return "bwd_preprocess", num_blocks * heads * batch, Config(_PREPROCESS_ROWS, 0, 4, 1), arguments
@@ -536,7 +553,8 @@ def _backward_calls(
     if grads.dbias is not None:
         yield from _dbias_calls(args, dout, lse_log2, delta, grads.dbias)
     if grads.dsinks is not None and args.sinks is not None:
-        shares = torch.where(lse == -torch.inf, 0.0, torch.exp(args.sinks.float()[:, None] - lse) * delta)
+        p_sink = torch.exp((args.sinks.float()[:, None] - lse).clamp(max=0.0))
+        shares = torch.where(lse == -torch.inf, 0.0, p_sink * delta)
         grads.dsinks.copy_(-shares.sum(-1 if lse.dim() == 2 else (0, 2)))
 
 

@@ -67,6 +67,15 @@ def arch_of(major: int, minor: int) -> Arch | None:
     return replace(max(older, key=lambda arch: arch.number), number=number)
 
 
+# Multiprocessors of a well-known GPU of each, for questions about GPUs that are not here: GTX 1080 Ti, T4, A100, RTX
+# A6000, L40S, H200, B200, RTX 5090
+_MULTIPROCESSORS = {61: 28, 75: 40, 80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
+
+
+def typical_multiprocessors(arch: Arch) -> int:
+    return _MULTIPROCESSORS[max(number for number in _MULTIPROCESSORS if number <= arch.number)]
+
+
 _SWITCH = "FLASHTILE_ARCH"
 
 

@@ -189,6 +189,7 @@ on_clear: list[Callable[[], None]] = []  # of those who keep what they made from
 def clear_plans() -> None:
     """Drops every plan, and what others made from it: units written from now on may differ (kernels/mutation.py), and
     so may the choice of a family."""
+    families.clear_choices()
     kernels.cache_clear()
     plan.cache_clear()
     for clear in on_clear:

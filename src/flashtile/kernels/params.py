@@ -8,7 +8,7 @@ from typing import Any
 
 _POINTERS = (
     *("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks", "lse_log2", "delta"),
-    *("partial_out", "partial_stats"),
+    *("dq_accum", "partial_out", "partial_stats"),
     *(
         "bias",
         "mask",
@@ -85,7 +85,33 @@ class FwdSm90Params(ctypes.Structure):
     ]
 
 
-Struct = type[Params] | type[AppendParams] | type[FwdSm90Params]
+class BwdSm90Params(ctypes.Structure):
+    """What bwd_sm90_kernel is told."""
+
+    _fields_ = [
+        ("base", Params),
+        ("_padding", ctypes.c_char * (-ctypes.sizeof(Params) % 64)),
+        *((f"{name}_map", ctypes.c_uint64 * 16) for name in ("q", "dout", "k", "v")),
+    ]
+
+
+Struct = type[BwdSm90Params] | type[Params] | type[AppendParams] | type[FwdSm90Params]
+
+# A wider window hides no key of the longest sequence (problem.py: MAX_LENGTH)
+_WIDEST_WINDOW = 2**31 - 1
+# Between these bounds float32 holds 1 / softcap and softcap * log2(e). A softcap outside gives the same float32 results
+# as the nearer bound, except for scores over 2^88 or under 2^-100
+_SMALLEST_SOFTCAP, _LARGEST_SOFTCAP = 2.0**-100, 2.0**100
+
+
+def kernel_window(reach: int) -> int:
+    """One side of a window as kernels read it; -1 = unbounded."""
+    return reach if reach <= _WIDEST_WINDOW else -1
+
+
+def kernel_softcap(softcap: float) -> float:
+    """The softcap as kernels read it; 0 = none."""
+    return min(max(softcap, _SMALLEST_SOFTCAP), _LARGEST_SOFTCAP) if softcap > 0.0 else 0.0
 
 
 def field_at(struct: Struct, name: str, index: int = 0) -> tuple[int, str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from flashtile.errors import dtype_name
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.length_class import LengthClass
+from flashtile.problem import Problem
 
 DTYPES = ("float32", "float16", "bfloat16")  # that some family takes
 CPP_TYPES = {"float32": "float", "float16": "half_t", "bfloat16": "bf16_t"}
@@ -52,6 +54,20 @@ class Features:
         ]
 
 
+def features_of(problem: Problem) -> Features:
+    return Features(
+        has_band=problem.window != (-1, -1),
+        has_bool_mask=problem.has_mask,
+        has_softcap=problem.softcap > 0.0,
+        has_alibi=problem.has_alibi,
+        bias_dtype=None if problem.bias_dtype is None else dtype_name(problem.bias_dtype),
+        has_dropout=problem.dropout_p > 0.0,
+        has_lengths=problem.is_varlen or problem.has_key_lengths,
+        is_paged=problem.page_size > 0,
+        is_aligned16=problem.is_aligned16,
+    )
+
+
 def cpp_bool(flag: bool) -> str:
     return "true" if flag else "false"
 
@@ -71,6 +87,7 @@ class PlanKey:
     rows_disjoint: bool = True  # no two rows of q, k or v overlap in memory
     heads_disjoint: bool = True  # no two heads of q share memory
     classes: tuple[tuple[LengthClass, int], ...] = ()
+    is_deterministic: bool = False  # results have the same bits in every run
 
     @property
     def op(self) -> str:

@@ -41,7 +41,8 @@ OPTIONS = ("mask", "bias", "alibi", "softcap", "dropout", "lengths", "paged")  #
 PLAIN = "plain"
 
 
-def options_of(features: Features) -> tuple[str, ...]:
+def kind(arch: str, op: str, dtype: str, head_dims: tuple[int, int], features: Features, is_large: bool) -> Kind:
+    """The kind of a call by its features."""
     has = {
         "mask": features.has_bool_mask,
         "bias": features.bias_dtype is not None,
@@ -51,7 +52,7 @@ def options_of(features: Features) -> tuple[str, ...]:
         "lengths": features.has_lengths,
         "paged": features.is_paged,
     }
-    return tuple(name for name in OPTIONS if has[name])
+    return Kind(arch, op, dtype, max(head_dims), tuple(name for name in OPTIONS if has[name]), is_large)
 
 
 class _Row(NamedTuple):

@@ -161,9 +161,11 @@ class TensorMap:
         """The map of a tensor at the address, a multiple of 16."""
         buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _MAP_ALIGNMENT)
         offset = -ctypes.addressof(buffer) % _MAP_ALIGNMENT
-        status = self._encode(
-            c_void_p(ctypes.addressof(buffer) + offset), *self._kind, c_void_p(address), *self._layout
-        )
+        arguments = c_void_p(ctypes.addressof(buffer) + offset), *self._kind, c_void_p(address), *self._layout
+        status = self._encode(*arguments)
+        # A backward pass may run in a thread of torch's that has no context yet
+        if status != 0 and _ensure_context():
+            status = self._encode(*arguments)
         check(status, f"cuTensorMapEncodeTiled of {self._text}, address {address:#x}")
         return buffer.raw[offset : offset + TENSOR_MAP_BYTES]
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from flashtile.backends.triton_kernels.arguments import NOT_SPECIALIZED
 from flashtile.backends.triton_kernels.bounds import key_bounds, query_bounds, sequence_bounds, visible_queries
 from flashtile.backends.triton_kernels.dropout import dropout_keep
-from flashtile.backends.triton_kernels.scores import LOG2E, load_slope, score_tile
+from flashtile.backends.triton_kernels.scores import in_score_unit, load_slope, probability, score_tile
 from flashtile.backends.triton_kernels.tiles import load_tile, pointer_to, row_offset, store_tile, tile_offsets
 
 
@@ -25,8 +25,9 @@ def bwd_preprocess_triton_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     USE_INT64: tl.constexpr,
+    IS_NATURAL: tl.constexpr,  # scores are natural: there is a bias
 ):
-    """delta = rowsum(dO * O) - dlse and lse in base 2, for BLOCK_M rows of one head."""
+    """delta = rowsum(dO * O) - dlse and lse in the unit of the scores, for BLOCK_M rows of one head."""
     block = tl.program_id(0)
     m0 = block % num_blocks * BLOCK_M
     h = block // num_blocks % heads
@@ -43,7 +44,7 @@ def bwd_preprocess_triton_kernel(
         row_sum -= tl.load(dlse + element, mask=is_inside)
     # A fully masked row has no gradient, whatever dO and dlse hold: exp2(s - inf) is 0
     is_empty = row_lse == float("-inf")
-    tl.store(lse_log2 + element, tl.where(is_empty, float("inf"), row_lse * LOG2E), mask=is_inside)
+    tl.store(lse_log2 + element, tl.where(is_empty, float("inf"), in_score_unit(row_lse, IS_NATURAL)), mask=is_inside)
     tl.store(delta + element, tl.where(is_empty, 0.0, row_sum), mask=is_inside)
 
 
@@ -164,7 +165,7 @@ def bwd_dkdv_triton_kernel(
                 s, capped = score_tile(
                     s, i[None, :], j[:, None], bias, mask, position, options, flags, part != 1, False, False
                 )
-                p = tl.exp2(s - row_lse[None, :])
+                p = probability(s, row_lse[None, :], bias is not None)
                 do_tile = load_tile(do_pointer + row_offset(dout, m0), do_offsets, is_query, DV, BLOCK_DV, part != 1)
                 if mask is not None or bias is not None:
                     do_tile = tl.where((row_lse == float("inf"))[:, None], 0.0, do_tile)
@@ -285,7 +286,7 @@ def bwd_dq_triton_kernel(
                 s, capped = score_tile(
                     s, i[:, None], j[None, :], bias, mask, position, options, flags, part != 1, True, False
                 )
-                p = tl.exp2(s - row_lse[:, None])
+                p = probability(s, row_lse[:, None], bias is not None)
                 # dS through the softmax, then through the softcap; the scale is applied when dQ is stored
                 dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
                 if HAS_DROPOUT:

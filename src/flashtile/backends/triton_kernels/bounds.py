@@ -10,6 +10,19 @@ def clamp(value, low, high):
 
 
 @triton.jit
+def window_begin(position, window):
+    """max(position - window, 0). Windows reach 2^31 - 1: the difference could overflow."""
+    return tl.where(position > window, position - tl.minimum(window, tl.maximum(position, 0)), 0)
+
+
+@triton.jit
+def window_end(position, window, length):
+    """position + window, clamped to [0, length]; the sum could overflow."""
+    room = length - position
+    return tl.where(window >= room, length, tl.maximum(position + tl.minimum(window, room), 0))
+
+
+@triton.jit
 def sequence_bounds(lengths, b, seqlen_q, seqlen_k, total_q, total_k):
     """First row and length of the queries and keys of sequence b. Bad values are clamped: no read is out of bounds."""
     q_first = b * 0
@@ -41,11 +54,11 @@ def key_bounds(m0, seqlen_q, seqlen_k, offset, window_left, window_right, BLOCK_
     full_begin = begin
     full_end = seqlen_k
     if HAS_LEFT:
-        begin = tl.maximum(m0 + offset - window_left, 0) // BLOCK_N * BLOCK_N
-        full_begin = (tl.maximum(m_last + offset - window_left, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        begin = window_begin(m0 + offset, window_left) // BLOCK_N * BLOCK_N
+        full_begin = (window_begin(m_last + offset, window_left) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     if HAS_RIGHT:
-        end = clamp(m_last + offset + window_right + 1, 0, seqlen_k)
-        full_end = clamp(m0 + offset + window_right + 1, 0, seqlen_k)
+        end = window_end(m_last + offset + 1, window_right, seqlen_k)
+        full_end = window_end(m0 + offset + 1, window_right, seqlen_k)
     full_begin = clamp(full_begin, begin, tl.maximum((end + BLOCK_N - 1) // BLOCK_N * BLOCK_N, begin))
     full_end = tl.maximum(full_end // BLOCK_N * BLOCK_N, full_begin)
     return begin, full_begin, full_end, end
@@ -60,11 +73,11 @@ def query_bounds(n0, seqlen_q, seqlen_k, offset, window_left, window_right, BLOC
     full_begin = begin
     full_end = seqlen_q
     if HAS_RIGHT:
-        begin = tl.maximum(n0 - offset - window_right, 0) // BLOCK_M * BLOCK_M
-        full_begin = (tl.maximum(n_last - offset - window_right, 0) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+        begin = window_begin(n0 - offset, window_right) // BLOCK_M * BLOCK_M
+        full_begin = (window_begin(n_last - offset, window_right) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
     if HAS_LEFT:
-        end = clamp(n_last - offset + window_left + 1, 0, seqlen_q)
-        full_end = clamp(n0 - offset + window_left + 1, 0, seqlen_q)
+        end = window_end(n_last - offset + 1, window_left, seqlen_q)
+        full_end = window_end(n0 - offset + 1, window_left, seqlen_q)
     full_begin = clamp(full_begin, begin, tl.maximum((end + BLOCK_M - 1) // BLOCK_M * BLOCK_M, begin))
     full_end = tl.maximum(full_end // BLOCK_M * BLOCK_M, full_begin)
     return begin, full_begin, full_end, end
@@ -76,7 +89,7 @@ def visible_queries(seqlen_q, seqlen_k, offset, window_left, window_right, HAS_L
     low = offset * 0
     high = seqlen_q
     if HAS_RIGHT:
-        low = tl.maximum(-offset - window_right, 0)
+        low = window_begin(-offset, window_right)
     if HAS_LEFT:
-        high = tl.minimum(seqlen_k - offset + window_left, seqlen_q)
+        high = window_end(seqlen_k - offset, window_left, seqlen_q)
     return low, high

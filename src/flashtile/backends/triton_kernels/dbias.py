@@ -6,7 +6,7 @@ import triton.language as tl
 from flashtile.backends.triton_kernels.arguments import NOT_SPECIALIZED
 from flashtile.backends.triton_kernels.bounds import key_bounds, sequence_bounds
 from flashtile.backends.triton_kernels.dropout import dropout_keep
-from flashtile.backends.triton_kernels.scores import load_slope, score_tile
+from flashtile.backends.triton_kernels.scores import load_slope, probability, score_tile
 from flashtile.backends.triton_kernels.tiles import load_tile, pointer_to, tile_offsets
 
 
@@ -122,7 +122,7 @@ def bwd_dbias_triton_kernel(
                 v_tile = load_tile(v_pointer, v_offsets, j < seqlen_k, DV, BLOCK_DV, True)
                 s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                 s, _ = score_tile(s, i[:, None], j[None, :], bias, mask, position, options, flags, True, True, False)
-                p = tl.exp2(s - row_lse[:, None])
+                p = probability(s, row_lse[:, None], bias is not None)
                 dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
                 if HAS_DROPOUT:
                     keep = dropout_keep(rng_state, b * heads + h, m0, n0, drop_threshold, BLOCK_M, BLOCK_N)

@@ -6,7 +6,7 @@ import triton.language as tl
 from flashtile.backends.triton_kernels.arguments import NOT_SPECIALIZED
 from flashtile.backends.triton_kernels.bounds import key_bounds, sequence_bounds
 from flashtile.backends.triton_kernels.dropout import dropout_keep
-from flashtile.backends.triton_kernels.scores import LN2, LOG2E, load_slope, score_tile
+from flashtile.backends.triton_kernels.scores import LN2, LOG2E, in_score_unit, load_slope, score_tile
 from flashtile.backends.triton_kernels.tiles import load_tile, pointer_to, row_offset, store_tile, tile_offsets
 
 
@@ -50,7 +50,7 @@ def fwd_triton_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
     IS_FLOAT32: tl.constexpr,
-    SCALE_IN_EXPONENT: tl.constexpr,  # scores are scale * q.k, scale > 0: exp2 applies the scale
+    SCALE_IN_EXPONENT: tl.constexpr,  # scores are scale * q.k, scale > 0, no sinks: exp2 applies the scale
     PRECISION: tl.constexpr,
 ):
     """out and lse of BLOCK_M queries of one head."""
@@ -82,13 +82,14 @@ def fwd_triton_kernel(
     q_offsets = tile_offsets(q, BLOCK_M, BLOCK_D, USE_INT64)
     q_tile = load_tile(q_pointer, q_offsets, i < seqlen_q, D, BLOCK_D, True)
 
-    exponent_scale = scale * LOG2E if SCALE_IN_EXPONENT else 1.0
+    # Turns differences of scores into exponents of 2
+    exponent_scale = scale * LOG2E if SCALE_IN_EXPONENT else (LOG2E if bias is not None else 1.0)
 
     # A sink is a key without a value: it is the initial maximum and sum
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     if sinks is not None:
-        m = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + h) * LOG2E
+        m = tl.zeros([BLOCK_M], tl.float32) + in_score_unit(tl.load(sinks + h), bias is not None)
         l = tl.full([BLOCK_M], 1.0, tl.float32)
     o = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
@@ -109,14 +110,15 @@ def fwd_triton_kernel(
                 )
                 # Update the row maximum; 0 replaces the maximum of a row without keys. In float32 the old maximum stays
                 # while no p exceeds 2: rescaling in every tile, as ALiBi causes, accumulates a rounding error each time
-                m_new = tl.max(s, 1) * exponent_scale
-                m_new = tl.where(m_new > m + 1.0, m_new, m) if IS_FLOAT32 else tl.maximum(m, m_new)
+                m_new = tl.max(s, 1)
+                m_new = tl.where((m_new - m) * exponent_scale > 1.0, m_new, m) if IS_FLOAT32 else tl.maximum(m, m_new)
                 m_finite = m_new
-                if part != 1 or mask is not None or bias is not None:
+                if part != 1 or mask is not None or bias is not None or alibi_slopes is not None:
                     m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
-                p = tl.exp2(s * exponent_scale - m_finite[:, None])
+                # Subtract before scaling: near 1e11 the rounding error of a scaled maximum overflows an exponent
+                p = tl.exp2((s - m_finite[:, None]) * exponent_scale)
                 # Rescale l and O to the new maximum, then add this tile
-                alpha = tl.exp2(m - m_finite)
+                alpha = tl.exp2((m - m_finite) * exponent_scale)
                 l = l * alpha + tl.sum(p, 1)
                 o = o * alpha[:, None]
                 if HAS_DROPOUT:
@@ -131,5 +133,6 @@ def fwd_triton_kernel(
     out_pointer = pointer_to(out, b, h, q_first + m0)
     out_offsets = tile_offsets(out, BLOCK_M, BLOCK_DV, USE_INT64)
     store_tile(out_pointer, out_offsets, o, i < seqlen_q, DV, BLOCK_DV)
+    lse_scale = scale if SCALE_IN_EXPONENT else (1.0 if bias is not None else LN2)
     lse_pointer = lse + (lse_batch.to(tl.int64) * heads + h) * lse_rows + q_first + m0
-    tl.store(lse_pointer + tl.arange(0, BLOCK_M), m * LN2 + tl.log(l), mask=i < seqlen_q)
+    tl.store(lse_pointer + tl.arange(0, BLOCK_M), m * lse_scale + tl.log(l), mask=i < seqlen_q)

@@ -1,4 +1,8 @@
-"""From the product q.k to a score: scale, softcap, ALiBi, bias, mask. Scores are in base 2."""
+"""From the product q.k to a score: scale, softcap, ALiBi, bias, mask.
+
+Scores are in base 2, so that exponents need no product. With a bias they are natural: a finite bias may reach the
+largest float32, and its product with log2(e) would overflow.
+"""
 
 import triton
 import triton.language as tl
@@ -7,6 +11,22 @@ from flashtile.backends.triton_kernels.tiles import load_scores
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LARGEST = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def in_score_unit(x, IS_NATURAL):
+    """A natural number in the unit of the scores. What is finite stays finite."""
+    if not IS_NATURAL:
+        x = tl.where(x == float("-inf"), x, tl.minimum(tl.maximum(x * LOG2E, -LARGEST), LARGEST))
+    return x
+
+
+@triton.jit
+def probability(s, lse, IS_NATURAL):
+    """P from scores and lse, at most 1: a rounded lse of a huge score may be far too small. NaN stays NaN."""
+    exponent = (s - lse) * LOG2E if IS_NATURAL else s - lse
+    return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
@@ -27,7 +47,7 @@ def tanh(x, IS_FLOAT32):
 
 @triton.jit
 def score_tile(s, i, j, bias, mask, position, options, flags, IS_PARTIAL, HAS_END, SCALE_IN_EXPONENT):
-    """Scores in base 2 of the products s = q.k, -inf where masked, and the softcap's tanh (s itself without a softcap).
+    """Scores of the products s = q.k, -inf where masked, and the softcap's tanh (s itself without a softcap).
 
     Query and key positions i and j broadcast against each other, in either order. HAS_END: the tile may contain
     positions past the last key. SCALE_IN_EXPONENT: the caller applies the scale.
@@ -38,16 +58,16 @@ def score_tile(s, i, j, bias, mask, position, options, flags, IS_PARTIAL, HAS_EN
     capped = s
     if HAS_SOFTCAP:
         capped = tanh(s * (scale / softcap), IS_FLOAT32)
-        s = capped * (softcap * LOG2E)
+        s = capped * (softcap if bias is not None else softcap * LOG2E)
     elif not SCALE_IN_EXPONENT:
-        s = s * (scale * LOG2E)
+        s = s * (scale if bias is not None else scale * LOG2E)
     if HAS_ALIBI:
-        s -= (slope * LOG2E) * tl.abs(i + offset - j).to(tl.float32)
+        s -= in_score_unit(slope, bias is not None) * tl.abs(i + offset - j).to(tl.float32)
     # Clamp positions past the end, so that bias and mask are read in bounds
     i_inside = tl.minimum(i, seqlen_q - 1)
     j_inside = tl.minimum(j, seqlen_k - 1) if IS_PARTIAL else j
     if bias is not None:
-        s += load_scores(bias, b, h, i_inside, j_inside).to(tl.float32) * LOG2E
+        s += load_scores(bias, b, h, i_inside, j_inside).to(tl.float32)
     if mask is not None:
         s = tl.where(load_scores(mask, b, h, i_inside, j_inside) != 0, s, float("-inf"))
     if IS_PARTIAL:

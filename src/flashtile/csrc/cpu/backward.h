@@ -1,5 +1,5 @@
-// Backward, in five passes: delta = rowsum(dO * O) - dlse and lse in base 2; dQ, dK and dV; the sum of partial dQ;
-// dbias; dsinks.
+// Backward, in five passes: delta = rowsum(dO * O) - dlse and lse in the unit of the scores; dQ, dK and dV; the sum of
+// partial dQ; dbias; dsinks.
 //
 // In the main pass a task is a key head of one sequence. Each block of keys loops over the blocks of queries that see
 // it, of all heads that share it: dV += P^T dO, dK += dS^T Q, dQ += dS K. dK and dV of the block and dQ of all queries
@@ -23,7 +23,7 @@ void preprocess_task(const EngineCall& call, i64 task, float* base) {
     i64 lse_idx = make_query(p, s, head, i).lse_idx;
     // A fully masked row: 2^(score - inf) = 0
     bool is_empty = p.lse[lse_idx] == -kInfinity;
-    p.lse_log2[lse_idx] = is_empty ? kInfinity : p.lse[lse_idx] * kLog2e;
+    p.lse_log2[lse_idx] = is_empty ? kInfinity : in_score_unit(p, p.lse[lse_idx]);
     p.delta[lse_idx] = 0.0f;
     if (is_empty) continue;
     load_row(out, query_row(p.out, p.out_strides, call.out_element, s, head, i), call.out_element, p.head_dim_v,
@@ -90,8 +90,8 @@ void sequence_gradients(const EngineCall& call, MainScratch& t, const Sequence& 
     for (i32 head = first_head; head < last_head; ++head) fill(t.dq_rows(s, head, split), num_dq, 0.0f);
   }
 
-  for (i32 j = split * block_n; j < s.span.seqlen_k; j += p.num_splits * block_n) {
-    i32 count = min_of(block_n, s.span.seqlen_k - j);
+  for (i64 j_begin = split * block_n; j_begin < s.span.seqlen_k; j_begin += p.num_splits * block_n) {
+    i32 j = static_cast<i32>(j_begin), count = min_of(block_n, s.span.seqlen_k - j);
     fill(t.dk, static_cast<i64>(count) * padded_dim, 0.0f);
     fill(t.dv, static_cast<i64>(count) * padded_dim_v, 0.0f);
     Range visible = query_range(p, s, j, j + count);
@@ -283,13 +283,13 @@ EnginePass bias_pass(const EngineCall& call) {
 void sinks_task(const EngineCall& call, i64 task, float*) {
   const Params& p = *call.params;
   i32 head = static_cast<i32>(task);
-  float sink = p.sinks[head] * kLog2e;
+  float sink = in_score_unit(p, p.sinks[head]), factor = exponent_factor(has_natural_scores(p));
   double sum = 0.0;
   for (i32 b = 0; b < p.batch; ++b) {
     Sequence s = find_sequence(call, b);
     for (i32 i = 0; i < s.span.seqlen_q; ++i) {
       i64 lse_idx = make_query(p, s, head, i).lse_idx;
-      sum -= exp2_of(sink - p.lse_log2[lse_idx]) * p.delta[lse_idx];
+      sum -= exp2_of(min_of((sink - p.lse_log2[lse_idx]) * factor, 0.0f)) * p.delta[lse_idx];
     }
   }
   p.dsinks[head] = static_cast<float>(sum);

@@ -1,7 +1,8 @@
 // One tile of the backward pass: P and dS of a block of queries and a block of keys. Scope: thread.
 //
 // S = Q K^T and dP = dO V^T use panels of K and V. P = 2^(S - lse) is recomputed from the stored lse, and
-// dS = P * (dP - delta).
+// dS = P * (dP - delta). P is limited to 1: where |lse| is 2^24 and more, its rounding error alone may make S - lse
+// positive and P infinite.
 #pragma once
 
 #include "tiles.h"
@@ -99,16 +100,17 @@ struct BackwardTile {
                                bool is_for_bias, float* p_row, float* ds_row) {
     if (is_edge || has_score_options(p)) modify_scores(call, s, query, j, range, p_row, softcap_grads);
     float lse = p.lse_log2[query.lse_idx], delta = p.delta[query.lse_idx];
+    float factor = exponent_factor(has_natural_scores(p));
     if (p.dropout_threshold == 0) {
       for (i32 c = range.begin; c < range.end; c += kLanes) {
-        vf prob_c = exp2_of(load(p_row + c) - lse);
+        vf prob_c = exp2_of(at_most_zero((load(p_row + c) - lse) * factor));
         store(ds_row + c, prob_c * (load(ds_row + c) - delta));
         store(p_row + c, prob_c);
       }
     } else {
       keep_factors(p, s, query, j, range, factors);
       for (i32 c = range.begin; c < range.end; c += kLanes) {
-        vf prob_c = exp2_of(load(p_row + c) - lse), keep_factor = load(factors + c);
+        vf prob_c = exp2_of(at_most_zero((load(p_row + c) - lse) * factor)), keep_factor = load(factors + c);
         store(ds_row + c, prob_c * (load(ds_row + c) * keep_factor - delta));
         store(p_row + c, prob_c * keep_factor);
       }

@@ -63,18 +63,21 @@ struct ForwardScratch {
   }
 };
 
-// P = 2^(S - m) for a group of rows, in place. Updates m and l; `alpha` gets the factors that rescale O.
-FT_INLINE void softmax_rows(i32 rows, Range columns, float* s, i64 stride, float* m, float* l, float* alpha) {
+// P = 2^(S - m) for a group of rows, in place, or e^(S - m). Updates m and l; `alpha` gets the factors that rescale O.
+template <bool kIsNatural>
+void softmax_rows(i32 rows, Range columns, float* s, i64 stride, float* m, float* l, float* alpha) {
+  constexpr float kFactor = exponent_factor(kIsNatural);
   float safe[kGroupRows];
   for (i32 r = 0; r < rows; ++r) {
     const float* row = s + r * stride;
     vf largest = load(row + columns.begin);
     for (i32 c = columns.begin + kLanes; c < columns.end; c += kLanes) largest = max_vectors(largest, load(row + c));
-    // Keep the old maximum while no P exceeds 2: rescaling in every tile, as ALiBi causes, accumulates rounding errors
+    // Keep the old maximum while no P exceeds 2, or e: rescaling in every tile, as ALiBi causes, accumulates rounding
+    // errors
     float in_tile = horizontal_max(largest), raised = in_tile > m[r] + 1.0f ? in_tile : m[r];
     // 0 replaces the maximum of a row without keys: 2^(-inf - 0) is 0, 2^(-inf + inf) would be NaN
     safe[r] = raised == -kInfinity ? 0.0f : raised;
-    alpha[r] = m[r] - safe[r];
+    alpha[r] = (m[r] - safe[r]) * kFactor;
     m[r] = raised;
   }
   for (i32 r = 0; r < rows; r += kLanes) store(alpha + r, exp2_of(load(alpha + r)));
@@ -82,7 +85,7 @@ FT_INLINE void softmax_rows(i32 rows, Range columns, float* s, i64 stride, float
     float* row = s + r * stride;
     vf sum = {};
     for (i32 c = columns.begin; c < columns.end; c += kLanes) {
-      vf p = exp2_of(load(row + c) - safe[r]);
+      vf p = exp2_of((load(row + c) - safe[r]) * kFactor);
       sum += p;
       store(row + c, p);
     }
@@ -122,7 +125,8 @@ void forward_task(const EngineCall& call, i64 task, float* base) {
   fill(t.l, static_cast<i64>(num_rows) * kLanes, 0.0f);
 
   Range keys = key_range(p, s, i_begin, i_end);
-  bool is_plain = !has_score_options(p);
+  bool is_plain = !has_score_options(p), is_natural = has_natural_scores(p);
+  auto* softmax = is_natural ? softmax_rows<true> : softmax_rows<false>;
   for (i32 j = round_down(keys.begin, plan.block_n); j < keys.end; j += plan.block_n) {
     i32 count = min_of(plan.block_n, s.span.seqlen_k - j);
     t.k.transpose(t.k.load_rows(call, s, p.k, p.k_strides, head_kv, j, count), count);
@@ -140,7 +144,7 @@ void forward_task(const EngineCall& call, i64 task, float* base) {
       }
       // Online softmax
       float alpha[round_up(kGroupRows, kPad)];
-      softmax_rows(rows, columns.vectors, t.s, plan.block_n, t.m + row, t.l + row * kLanes, alpha);
+      softmax(rows, columns.vectors, t.s, plan.block_n, t.m + row, t.l + row * kLanes, alpha);
       if (p.dropout_threshold != 0) {
         for (i32 r = 0; r < rows; ++r) {
           keep_factors(p, s, queries[row + r], j, columns.vectors, t.factors);
@@ -162,15 +166,16 @@ void forward_task(const EngineCall& call, i64 task, float* base) {
     float m = t.m[r], l = horizontal_sum(load(t.l + r * kLanes)), alpha = 1.0f;
     if (p.sinks != nullptr) {
       // The sink is a key without a value: it joins the denominator only
-      float sink = p.sinks[query.head] * kLog2e, raised = max_of(m, sink), safe = raised == -kInfinity ? 0.0f : raised;
-      alpha = exp2_of(m - safe);
-      l = l * alpha + exp2_of(sink - safe);
+      float sink = in_score_unit(p, p.sinks[query.head]), raised = max_of(m, sink);
+      float safe = raised == -kInfinity ? 0.0f : raised, factor = exponent_factor(is_natural);
+      alpha = exp2_of((m - safe) * factor);
+      l = l * alpha + exp2_of((sink - safe) * factor);
       m = raised;
     }
     // A fully masked row has l = 0: output 0, lse -inf
     store_row(query_row(p.out, p.out_strides, call.out_element, s, query.head, query.i), t.o + r * t.v.padded_dim,
               call.out_element, p.head_dim_v, l == 0.0f ? 0.0f : alpha / l);
-    p.lse[query.lse_idx] = l == 0.0f ? -kInfinity : m * kLn2 + __builtin_logf(l);
+    p.lse[query.lse_idx] = l == 0.0f ? -kInfinity : m * (is_natural ? 1.0f : kLn2) + __builtin_logf(l);
   }
 }
 

@@ -1,4 +1,4 @@
-// Turns dot products into scores in base 2, one row of a tile at a time: softcap, ALiBi, bias, masks. Also the dropout
+// Turns dot products into scores, one row of a tile at a time: softcap, ALiBi, bias, masks. Also the dropout
 // bits. Scope: thread.
 #pragma once
 
@@ -64,33 +64,52 @@ FT_INLINE char* key_row(const Params& p, const void* tensor, const Strides& stri
                         i32 head_kv, i32 j) {
   i64 batch = s.batch_idx, row = static_cast<i64>(s.span.k_start) + j;
   if (p.block_table != nullptr) {
-    batch = p.block_table[s.batch_idx * p.table_stride + row / p.page_size];
+    // Another thread may have written the table since it was checked: read it once and clamp
+    i32 page = __atomic_load_n(p.block_table + s.batch_idx * p.table_stride + row / p.page_size, __ATOMIC_RELAXED);
+    batch = max_of(0, min_of(page, p.num_pages - 1));
     row %= p.page_size;
   }
   return static_cast<char*>(const_cast<void*>(tensor)) +
          (batch * strides.batch + head_kv * strides.head + row * strides.row) * bytes_of(element);
 }
 
-// The factor of a dot product: it gives the score in base 2, or the argument of the softcap's tanh. Q itself is not
-// scaled, because the rounding errors of a scaled Q would add up over head_dim.
-FT_INLINE float dot_factor(const Params& p) { return p.softcap > 0.0f ? p.scale / p.softcap : p.scale_log2; }
+// Scores are in base 2, so that exponents need no product. With a bias they are natural: a finite bias may reach the
+// largest float32, and its product with log2(e) would overflow.
+FT_INLINE bool has_natural_scores(const Params& p) { return p.bias != nullptr; }
 
-// Turns dot products times dot_factor into scores in base 2, in place; -inf where the query does not see the key.
-// `s` is a row of a tile whose first column is key j_begin; only `columns` are computed. With a softcap its derivative
-// goes to `softcap_grad`, unless that is null.
+// The factor that turns differences of scores into exponents of 2.
+FT_INLINE constexpr float exponent_factor(bool is_natural) { return is_natural ? kLog2e : 1.0f; }
+
+// A natural number in the unit of the scores. What is finite stays finite.
+FT_INLINE float in_score_unit(const Params& p, float x) {
+  if (has_natural_scores(p) || x == -kInfinity || x == kInfinity) return x;
+  return max_of(-kLargestFloat, min_of(kLargestFloat, x * kLog2e));
+}
+
+// The factor of a dot product: it gives the score, or the argument of the softcap's tanh. Q itself is not scaled,
+// because the rounding errors of a scaled Q would add up over head_dim.
+FT_INLINE float dot_factor(const Params& p) {
+  if (p.softcap > 0.0f) return p.scale / p.softcap;
+  return has_natural_scores(p) ? p.scale : p.scale_log2;
+}
+
+// Turns dot products times dot_factor into scores, in place; -inf where the query does not see the key. `s` is a row of
+// a tile whose first column is key j_begin; only `columns` are computed. With a softcap its derivative goes to
+// `softcap_grad`, unless that is null.
 void modify_scores(const EngineCall& call, const Sequence& sequence, const Query& query, i32 j_begin, Range columns,
                    float* s, float* softcap_grad) {
   const Params& p = *call.params;
   if (p.softcap > 0.0f) {
+    float cap = in_score_unit(p, p.softcap);
     for (i32 c = columns.begin; c < columns.end; c += kLanes) {
       vf t = tanh_of(load(s + c));
-      store(s + c, t * (p.softcap * kLog2e));
+      store(s + c, t * cap);
       if (softcap_grad != nullptr) store(softcap_grad + c, 1.0f - t * t);
     }
   }
   Range seen{max_of(query.keys.begin - j_begin, columns.begin), min_of(query.keys.end - j_begin, columns.end)};
   if (p.alibi_slopes != nullptr) {
-    float alibi = p.alibi_slopes[sequence.batch_idx * p.alibi_batch_stride + query.head] * kLog2e;
+    float alibi = in_score_unit(p, p.alibi_slopes[sequence.batch_idx * p.alibi_batch_stride + query.head]);
     i32 position = static_cast<i32>(query.i + sequence.offset - j_begin);
     for (i32 c = seen.begin; c < seen.end; ++c)
       s[c] -= alibi * static_cast<float>(position < c ? c - position : position - c);
@@ -101,9 +120,9 @@ void modify_scores(const EngineCall& call, const Sequence& sequence, const Query
     with_element(call.bias_element, [&](auto* type) {
       auto* bias = static_cast<const decltype(type)>(const_cast<void*>(p.bias)) + at;
       if (p.bias_strides[3] == 1) {
-        for (i32 c = seen.begin; c < seen.end; ++c) s[c] += to_float(bias[c]) * kLog2e;
+        for (i32 c = seen.begin; c < seen.end; ++c) s[c] += to_float(bias[c]);
       } else {
-        for (i32 c = seen.begin; c < seen.end; ++c) s[c] += to_float(bias[c * p.bias_strides[3]]) * kLog2e;
+        for (i32 c = seen.begin; c < seen.end; ++c) s[c] += to_float(bias[c * p.bias_strides[3]]);
       }
     });
   }
@@ -128,7 +147,7 @@ void keep_factors(const Params& p, const Sequence& sequence, const Query& query,
                   float* factors) {
   constexpr i32 kGroups = 16;  // computed together, so that the compiler vectorises the loops
   u64 seed = static_cast<u64>(p.rng_state[0]);
-  u32 batch_head = static_cast<u32>(sequence.batch_idx * p.heads + query.head),
+  u32 batch_head = static_cast<u32>(sequence.batch_idx) * static_cast<u32>(p.heads) + static_cast<u32>(query.head),
       offset = static_cast<u32>(p.rng_state[1]);
   i32 end = (columns.end + kDropoutGroup - 1) / kDropoutGroup;
   for (i32 first = columns.begin / kDropoutGroup; first < end; first += kGroups) {

@@ -31,6 +31,7 @@ constexpr i32 kPanel = kLanes * kVectors;  // columns of a packed panel
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kInfinity = __builtin_inff();
+constexpr float kLargestFloat = __FLT_MAX__;
 
 typedef float vf __attribute__((vector_size(kLanes * 4)));
 typedef i32 vi __attribute__((vector_size(kLanes * 4)));
@@ -61,6 +62,19 @@ FT_INLINE vf max_vectors(vf a, vf b) {
   return _mm_max_ps(a, b);
 #else
   return a > b ? a : b;
+#endif
+}
+
+// min(x, 0); NaN stays NaN.
+FT_INLINE vf at_most_zero(vf x) {
+#if defined(__AVX512F__)
+  return _mm512_min_ps(vf{}, x);
+#elif defined(__AVX2__)
+  return _mm256_min_ps(vf{}, x);
+#elif defined(__SSE2__)
+  return _mm_min_ps(vf{}, x);
+#else
+  return x > 0.0f ? vf{} : x;
 #endif
 }
 

@@ -1,13 +1,15 @@
 #include "attention.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
 namespace flashtile {
 namespace {
 
-constexpr i64 kUnbounded = 1 << 30;  // a window at least this wide hides nothing
-constexpr i64 kMaxLength = std::numeric_limits<i32>::max();
+constexpr i64 kMaxLength = (i64{1} << 31) - 1024;                         // problem.py: MAX_LENGTH
+constexpr i64 kWidestWindow = std::numeric_limits<i32>::max();            // kernels/params.py: kernel_window
+constexpr double kSmallestSoftcap = 0x1p-100, kLargestSoftcap = 0x1p100;  // kernels/params.py: kernel_softcap
 constexpr i64 kMaxHeadDim = 512;
 constexpr double kLog2e = 1.4426950408889634;
 
@@ -70,6 +72,7 @@ bool check_sizes(const Call& call, const Shape& shape, Axes axes) {
       if (size > kMaxLength) return false;
     }
   }
+  if (shape.seqlen_k > kMaxLength) return false;  // pages of a sequence
   if (q.size(-1) > kMaxHeadDim || v.size(-1) > kMaxHeadDim || k.size(-1) != q.size(-1)) return false;
   if (shape.heads % shape.heads_kv != 0 || v.size(axes.head) != shape.heads_kv || v.size(axes.row) != k.size(axes.row))
     return false;
@@ -117,11 +120,20 @@ void lay_out_outputs(const Options& options, Call& call, Axes axes) {
   out.data = nullptr;
   out.dtype = options.out_dtype == Dtype::kNone ? q.dtype : options.out_dtype;
   out.sizes[kMaxDim - 1] = call.tensors[kV].size(-1);
-  // A "bhsd" view of "bshd" memory gives such a view again, so that joining the heads afterwards copies nothing
-  bool is_swapped = 0 < q.stride(-3) && q.stride(-3) < q.stride(-2);
-  if (is_swapped) std::swap(out.sizes[1], out.sizes[2]);
-  out.make_contiguous();
-  if (is_swapped) std::swap(out.sizes[1], out.sizes[2]), std::swap(out.strides[1], out.strides[2]);
+  // In q's memory order: axes of smaller strides come later, those of stride 0 keep their places
+  i32 order[kMaxDim] = {0, 1, 2, 3};
+  for (i32 pass = 0; pass < 2; ++pass) {
+    for (i32 last = -1, axis = kMaxDim - q.dim; axis < kMaxDim - 1; ++axis) {
+      if (q.strides[order[axis]] == 0) continue;
+      if (last >= 0 && q.strides[order[last]] < q.strides[order[axis]]) std::swap(order[last], order[axis]);
+      last = axis;
+    }
+  }
+  i64 stride = 1;
+  for (i32 place = kMaxDim - 1; place >= kMaxDim - q.dim; --place) {
+    out.strides[order[place]] = stride;
+    stride *= std::max<i64>(out.sizes[order[place]], 1);
+  }
   lse = View{};
   lse.dim = q.dim - 1, lse.dtype = Dtype::kFloat32, lse.device = q.device;
   lse.sizes[3] = q.size(axes.row), lse.sizes[2] = q.size(axes.head), lse.sizes[1] = q.size(-4);
@@ -132,15 +144,18 @@ bool has_sizes_of(const View& tensor, const View& other) {
   return tensor.dim == other.dim && std::memcmp(tensor.sizes, other.sizes, sizeof(tensor.sizes)) == 0;
 }
 
+bool is_like(const View& tensor, const View& other) {
+  return tensor.dtype == other.dtype && has_sizes_of(tensor, other);
+}
+
 // A backward pass gets out and lse, and returns gradients like the inputs.
 bool lay_out_grads(const Options& options, Call& call, Axes axes) {
   View out = call.tensors[kOut], lse = call.tensors[kLse];
   lay_out_outputs(options, call, axes);
   std::swap(out, call.tensors[kOut]), std::swap(lse, call.tensors[kLse]);
   const View *tensors = call.tensors, &dlse = tensors[kDlse];
-  if (!has_sizes_of(tensors[kOut], out) || !has_sizes_of(tensors[kDout], out) || !has_sizes_of(tensors[kLse], lse))
-    return false;
-  if (dlse.is_given() && !has_sizes_of(dlse, lse)) return false;
+  if (!is_like(tensors[kOut], out) || !is_like(tensors[kDout], out) || !is_like(tensors[kLse], lse)) return false;
+  if (dlse.is_given() && !is_like(dlse, lse)) return false;
   constexpr Tensor kOf[] = {kQ, kK, kV, kBias, kSinks};
   for (i32 index = 0; index < kNumGrads; ++index) {
     if (options.is_wanted[index] && tensors[kOf[index]].is_given())
@@ -153,11 +168,12 @@ void fill_scalars(const Options& options, Call& call, double scale) {
   i64 right = options.causal == Causal::kNone ? options.window_right : 0;
   // Half to even, as Python rounds
   double threshold = std::fmin(std::nearbyint(options.dropout_p * 65536.0), 65535.0);
-  call.scalars[kWindowLeft] = static_cast<double>(options.window_left >= kUnbounded ? -1 : options.window_left);
-  call.scalars[kWindowRight] = static_cast<double>(right >= kUnbounded ? -1 : right);
+  call.scalars[kWindowLeft] = static_cast<double>(options.window_left > kWidestWindow ? -1 : options.window_left);
+  call.scalars[kWindowRight] = static_cast<double>(right > kWidestWindow ? -1 : right);
   call.scalars[kScale] = scale;
   call.scalars[kScaleLog2] = scale * kLog2e;
-  call.scalars[kSoftcap] = options.softcap;
+  call.scalars[kSoftcap] =
+      options.softcap > 0.0 ? std::fmin(std::fmax(options.softcap, kSmallestSoftcap), kLargestSoftcap) : 0.0;
   call.scalars[kDropoutThreshold] = threshold;
   call.scalars[kKeepFactor] = 65536.0 / (65536.0 - threshold);
   call.scalars[kMaxSeqlenQ] = static_cast<double>(options.max_seqlen_q < 0 ? 0 : options.max_seqlen_q);

@@ -82,9 +82,11 @@ void read_switches(bool follows_deterministic, bool has_precision, Options& opti
   if (!is_read) throw PythonError("torch's switches cannot be read");
 }
 
-bool read_attention(const Arguments& args, Request& request) {
+template <bool kIsDense>
+bool read_attention(const Arguments<kIsDense>& args, Request& request) {
   static_assert(argument::kCount == 28,
                 "a new argument: read it here and note it in the key (attention.cpp: prepare_attention)");
+  if (!args.is_valid()) return false;
   for (i32 index = 0; index < kNumInputs; ++index) {
     AtenTensorHandle tensor = args.tensor(index);
     if (tensor != nullptr && !view_of(tensor, request.call.tensors[index])) return false;
@@ -102,11 +104,11 @@ bool read_attention(const Arguments& args, Request& request) {
     if (variable("FLASHTILE_CPU_ISA") != nullptr) return false;
   }
   Options& options = request.options;
-  if (args.read<argument::kMaxSeqlenQ>(options.max_seqlen_q) && options.max_seqlen_q < 0) return false;
-  if (args.read<argument::kMaxSeqlenK>(options.max_seqlen_k) && options.max_seqlen_k < 0) return false;
-  options.has_scale = args.read<argument::kScale>(options.scale);
+  if (args.template read<argument::kMaxSeqlenQ>(options.max_seqlen_q) && options.max_seqlen_q < 0) return false;
+  if (args.template read<argument::kMaxSeqlenK>(options.max_seqlen_k) && options.max_seqlen_k < 0) return false;
+  options.has_scale = args.template read<argument::kScale>(options.scale);
   const char *causal = "none", *layout = "bhsd", *backend = nullptr;
-  args.read<argument::kCausal>(causal);
+  args.template read<argument::kCausal>(causal);
   if (is_text(causal, "bottom_right")) {
     options.causal = Causal::kBottomRight;
   } else if (is_text(causal, "top_left")) {
@@ -114,22 +116,22 @@ bool read_attention(const Arguments& args, Request& request) {
   } else if (!is_text(causal, "none")) {
     return false;
   }
-  args.read<argument::kWindowLeft>(options.window_left);
-  args.read<argument::kWindowRight>(options.window_right);
-  args.read<argument::kSoftcap>(options.softcap);
-  args.read<argument::kDropoutP>(options.dropout_p);
-  bool follows_deterministic = !args.read<argument::kDeterministic>(options.is_deterministic);
-  args.read<argument::kNumSplits>(options.num_splits);
+  args.template read<argument::kWindowLeft>(options.window_left);
+  args.template read<argument::kWindowRight>(options.window_right);
+  args.template read<argument::kSoftcap>(options.softcap);
+  args.template read<argument::kDropoutP>(options.dropout_p);
+  bool follows_deterministic = !args.template read<argument::kDeterministic>(options.is_deterministic);
+  args.template read<argument::kNumSplits>(options.num_splits);
   i32 out_dtype = -1;
-  if (args.read<argument::kOutDtype>(out_dtype) && (options.out_dtype = dtype_of(out_dtype)) == Dtype::kNone)
+  if (args.template read<argument::kOutDtype>(out_dtype) && (options.out_dtype = dtype_of(out_dtype)) == Dtype::kNone)
     return false;
-  args.read<argument::kLayout>(layout);
+  args.template read<argument::kLayout>(layout);
   options.is_bshd = is_text(layout, "bshd");
   if (!options.is_bshd && !is_text(layout, "bhsd")) return false;
-  options.is_named = args.read<argument::kBackend>(backend);
+  options.is_named = args.template read<argument::kBackend>(backend);
   if (options.is_named && !is_text(backend, request.is_on_host ? "cpu" : "cuda")) return false;
-  args.read<argument::kNeedsGrad>(options.needs_grad);
-  args.read<argument::kNeedsBiasGrad>(options.needs_bias_grad);
+  args.template read<argument::kNeedsGrad>(options.needs_grad);
+  args.template read<argument::kNeedsBiasGrad>(options.needs_bias_grad);
   read_switches(follows_deterministic, q.dtype == Dtype::kFloat32 && !request.is_on_host, options);
   return true;
 }
@@ -226,11 +228,10 @@ bool is_usable() {
   return (found.is_open || found.is_host_open) && !found.is_python_only;
 }
 
-// (arguments) -> (out, lse). The dense overload also takes needs_grad, and returns no lse without it.
+// (arguments) -> (out, lse). The dense overload returns no lse unless its mode has needs_grad.
 template <bool kIsDense>
 void forward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
-  Arguments args(stack, kIsDense);
-  if constexpr (kIsDense) args.add(argument::kNeedsGrad, stack + argument::kNumDense);
+  Arguments<kIsDense> args(stack);
   Request request{Pass::kForward, {}, {}, {}};
   bool is_read = is_usable() && read_attention(args, request);
   if (kIsDense && !request.options.needs_grad) request.call.unwanted = kLse;
@@ -264,6 +265,16 @@ bool read_needs(StableIValue value, Options& options) {
   return is_any;
 }
 
+// Rows are contiguous and do not overlap. As backends/call.py: has_own_rows.
+bool has_own_rows(const View& tensor) {
+  i64 columns = tensor.size(-1);
+  if (columns > 1 && tensor.stride(-1) != 1) return false;
+  for (i32 axis = -tensor.dim; axis < -1; ++axis) {
+    if (tensor.size(axis) > 1 && tensor.stride(axis) < columns) return false;
+  }
+  return true;
+}
+
 // A gradient that autograd hands over may have any strides, those of a sum are 0: a contiguous copy takes its place on
 // the stack.
 bool replace_by_copy(StableIValue& value, View& view) {
@@ -275,7 +286,7 @@ bool replace_by_copy(StableIValue& value, View& view) {
 }
 
 template <bool kIsDense>
-bool read_backward(StableIValue* stack, const Arguments& args, Request& request) {
+bool read_backward(StableIValue* stack, const Arguments<kIsDense>& args, Request& request) {
   constexpr BackwardStack kAt = kIsDense ? kDenseBackward : kBackward;
   if (!read_attention(args, request)) return false;
   View* tensors = request.call.tensors;
@@ -291,8 +302,7 @@ bool read_backward(StableIValue* stack, const Arguments& args, Request& request)
       if (!tensors[kDlse].is_contiguous() && !replace_by_copy(*dlse, tensors[kDlse])) return false;
     }
   }
-  const View& rows = tensors[kDout];
-  return rows.size(-1) <= 1 || rows.stride(-1) == 1 || replace_by_copy(stack[0], tensors[kDout]);
+  return has_own_rows(tensors[kDout]) || replace_by_copy(stack[0], tensors[kDout]);
 }
 
 // (dout, dlse, arguments, out, lse, needs) -> (dq, dk, dv, dbias, dsinks). Dense: (dout, arguments, out, lse) -> (dq,
@@ -300,7 +310,7 @@ bool read_backward(StableIValue* stack, const Arguments& args, Request& request)
 template <bool kIsDense>
 void backward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
   constexpr BackwardStack kAt = kIsDense ? kDenseBackward : kBackward;
-  Arguments args(stack + kAt.first, kIsDense);
+  Arguments<kIsDense> args(stack + kAt.first);
   Request request{Pass::kBackward, {}, {}, {}};
   Results results;
   bool is_read = is_usable() && read_backward<kIsDense>(stack, args, request);

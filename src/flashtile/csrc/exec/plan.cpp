@@ -261,8 +261,13 @@ bool Plan::encode_maps(const Call& call, Filled& filled, const Driver& driver, F
       strides[place] = stride * size_of(tensor.dtype);
     }
     int type = tensor.dtype == Dtype::kFloat16 ? kMapFloat16 : kMapBfloat16;
-    failure.status = driver.cuTensorMapEncodeTiled(filled.image + map.offset, type, kMaxDim, tensor.data, sizes,
-                                                   strides, box, steps, 0, kMapSwizzle128, kMapPromotion256, 0);
+    auto encode = [&] {
+      return driver.cuTensorMapEncodeTiled(filled.image + map.offset, type, kMaxDim, tensor.data, sizes, strides, box,
+                                           steps, 0, kMapSwizzle128, kMapPromotion256, 0);
+    };
+    failure.status = encode();
+    // A backward pass may run in a thread of torch's that has no context yet
+    if (failure.status != 0 && driver.ensure_context(call.device.index)) failure.status = encode();
     if (failure.status != 0) {
       failure.text = "cuTensorMapEncodeTiled";
       return false;

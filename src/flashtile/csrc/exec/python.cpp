@@ -174,6 +174,7 @@ PyMethodDef kMethods[] = {
 // The arguments that these kernels were built for, as a schema lists them.
 constexpr const char* kSchema[] = {
 #define FT_ARGUMENT(index, type, schema) schema,
+#define FT_DENSE(index, words, ...) words,
 #include "arguments.inc"
 };
 

@@ -20,11 +20,28 @@ enum Index : i32 {
   kCount
 };
 
-constexpr Index kDense[] = {
-#define FT_DENSE(index) index,
-#include "arguments.inc"
+// The arguments of the `dense` overloads, in the order of their schemas; `mode` comes behind them.
+constexpr Index kDense[] = {kQ, kK, kV, kScale};
+constexpr i32 kMode = sizeof(kDense) / sizeof(kDense[0]), kNumDense = kMode + 1;
+
+// A bit field of `mode`.
+struct DenseField {
+  i32 shift = 0;
+  i64 mask = 0;               // 0: `mode` does not hold the argument
+  const char* texts[4] = {};  // of its values
 };
-constexpr i32 kNumDense = sizeof(kDense) / sizeof(kDense[0]);
+
+template <Index kIndex>
+constexpr DenseField kDenseField = {};
+#define FT_DENSE(index, words, shift, mask, ...) \
+  template <>                                    \
+  constexpr DenseField kDenseField<index> = {shift, mask, {__VA_ARGS__}};
+#include "arguments.inc"
+
+constexpr i64 kModeMask = 0
+#define FT_DENSE(index, words, shift, mask, ...) | (i64{mask} << shift)
+#include "arguments.inc"
+    ;
 
 template <Index kIndex>
 struct TypeAt;
@@ -74,22 +91,37 @@ void release(StableIValue value) {
 }
 
 // The arguments of flashtile::forward among those of an op; a `dense` overload has some of them.
+template <bool kIsDense>
 class Arguments {
  public:
-  Arguments(const StableIValue* first, bool is_dense) {
-    for (i32 index = 0; index < (is_dense ? argument::kNumDense : argument::kCount); ++index) {
-      values_[is_dense ? argument::kDense[index] : index] = first + index;
+  explicit Arguments(const StableIValue* first) {
+    if constexpr (kIsDense) {
+      for (i32 index = 0; index < argument::kMode; ++index) values_[argument::kDense[index]] = first + index;
+      mode_ = borrow<i64>(first[argument::kMode]);
+    } else {
+      for (i32 index = 0; index < argument::kCount; ++index) values_[index] = first + index;
     }
   }
-  // Adds one that stands elsewhere.
-  void add(argument::Index index, const StableIValue* value) { values_[index] = value; }
+
+  // No bit of `mode` is outside of its fields.
+  bool is_valid() const { return (mode_ & ~argument::kModeMask) == 0; }
 
   // False, and `to` stays its default, where the overload has no such argument or it is None.
   template <argument::Index kIndex, typename T>
   bool read(T& to) const {
     using Type = typename argument::TypeAt<kIndex>::Type;
-    if (values_[kIndex] == nullptr) return false;
-    if constexpr (Optional<Type>::value) {
+    if constexpr (constexpr auto& kField = argument::kDenseField<kIndex>; kIsDense && kField.mask != 0) {
+      i64 value = mode_ >> kField.shift & kField.mask;
+      if constexpr (std::is_same_v<T, const char*>) {
+        if (kField.texts[value] == nullptr) return false;
+        to = kField.texts[value];
+      } else {
+        to = value != 0;
+      }
+      return true;
+    } else if (values_[kIndex] == nullptr) {
+      return false;
+    } else if constexpr (Optional<Type>::value) {
       static_assert(std::is_same_v<typename Optional<Type>::Inner, T>);
       Type found = borrow<Type>(*values_[kIndex]);
       if (found) to = *found;
@@ -120,6 +152,7 @@ class Arguments {
   static_assert(std::is_same_v<argument::TypeAt<argument::kBias>::Type, std::optional<AtenTensorHandle>>);
 
   const StableIValue* values_[argument::kCount] = {};
+  i64 mode_ = 0;  // of a dense overload
 };
 
 }  // namespace flashtile

@@ -7,23 +7,26 @@ whatever their speed.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from flashtile.errors import Unsupported, value_error
+from flashtile.errors import Unsupported, dtype_name, value_error
 from flashtile.kernels import speeds
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, forced_rows
 from flashtile.kernels.families.bwd_simt import BwdSimt
+from flashtile.kernels.families.bwd_sm90 import BwdSm90
 from flashtile.kernels.families.fwd_simt import FwdSimt
 from flashtile.kernels.families.fwd_sm90 import FwdSm90
 from flashtile.kernels.length_class import LengthClass
 from flashtile.kernels.mutation import Mutation
-from flashtile.kernels.spec import PlanKey
-from flashtile.problem import Shape
+from flashtile.kernels.spec import PlanKey, features_of
+from flashtile.problem import Problem
 
 __all__ = ["Family", "Launch", "Row", "all_families", "forced_rows", "register"]
 
@@ -56,6 +59,7 @@ def find(name: str) -> Family[Any]:
 
 register(FwdSm90())
 register(FwdSimt())
+register(BwdSm90())
 register(BwdSimt())
 
 
@@ -87,30 +91,45 @@ def forced_names() -> tuple[str, ...]:
     return names
 
 
-def refusals(key: PlanKey) -> dict[str, str | None]:
-    """Each family of the key's op, with the reason why it does not take the call, or None."""
-    names = [name for name in forced_names() if find(name).op == key.op]
-    found: dict[str, str | None] = {}
-    for family in all_families(key.op):
+class Choice(NamedTuple):
+    """Of one key: each family of its op with the reason why it does not take the call, or None; and the fastest that
+    does, or None."""
+
+    refusals: Mapping[str, str | None]
+    family: Family[Any] | None
+
+
+def choice(key: PlanKey) -> Choice:
+    return _choice(key, forced_names(), tuple(all_families(key.op)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _choice(key: PlanKey, forced: tuple[str, ...], known: tuple[Family[Any], ...]) -> Choice:
+    names = [family.name for family in known if family.name in forced]
+    reasons: dict[str, str | None] = {}
+    for family in known:
         reason = family.refuse(key)
         if reason is None and names and family.name not in names:
             reason = f"{_SWITCH} names {', '.join(names)}"
-        found[family.name] = reason
-    return found
-
-
-def accepting(key: PlanKey) -> list[Family[Any]]:
-    """The families that take the call, in the order of their registration."""
-    return [find(name) for name, reason in refusals(key).items() if reason is None]
+        reasons[family.name] = reason
+    # The first registered of those whose time is not known
+    found = [family for family in known if reasons[family.name] is None]
+    return Choice(MappingProxyType(reasons), min(found, key=lambda family: _time_us(family, key), default=None))
 
 
 def select(key: PlanKey) -> Family[Any]:
     """The fastest that takes the call; the first registered of those whose time is not known."""
-    found = accepting(key)
-    if not found:
-        reasons = "; ".join(f"{name!r} refuses: {reason}" for name, reason in refusals(key).items())
-        raise Unsupported(f"no kernel family takes this call. {reasons}")
-    return min(found, key=lambda family: _time_us(family, key))
+    reasons, family = choice(key)
+    if family is None:
+        words = "; ".join(f"{name!r} refuses: {reason}" for name, reason in reasons.items())
+        raise Unsupported(f"no kernel family takes this call. {words}")
+    return family
+
+
+def time_us(key: PlanKey) -> float | None:
+    """The measured time of the family that takes the call; None where none does, or it is not known."""
+    family = choice(key).family
+    return None if family is None else speeds.time_us(family.name, kind_of(key))
 
 
 def _time_us(family: Family[Any], key: PlanKey) -> float:
@@ -118,21 +137,55 @@ def _time_us(family: Family[Any], key: PlanKey) -> float:
     return math.inf if us is None else us
 
 
+def clear_choices() -> None:
+    """After a change of speeds."""
+    _choice.cache_clear()
+
+
+# The key of a plan
+
+
+def key_of(problem: Problem, grads: tuple[str, ...] | None, arch: Arch, num_multiprocessors: int) -> PlanKey:
+    """The key of a pass; grads: those of a backward pass that are wanted."""
+    return _key_of(
+        problem, grads, arch, num_multiprocessors, length_classes("forward" if grads is None else "backward")
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _key_of(
+    problem: Problem,
+    grads: tuple[str, ...] | None,
+    arch: Arch,
+    num_multiprocessors: int,
+    classes: tuple[LengthClass, ...],
+) -> PlanKey:
+    shape = problem.shape
+    return PlanKey(
+        dtype_name(problem.dtype),
+        dtype_name(problem.out_dtype),
+        shape.head_dim,
+        shape.head_dim_v,
+        features_of(problem),
+        arch,
+        grads,
+        problem.scale > 0.0,
+        problem.rows_disjoint,
+        problem.heads_disjoint,
+        tuple((one, one.of(shape, num_multiprocessors)) for one in classes),
+        problem.deterministic,
+    )
+
+
 def kind_of(key: PlanKey) -> speeds.Kind:
     """The kind of calls that this one is compared with."""
-    arch, head_dim = f"sm_{key.arch.number}", max(key.head_dim, key.head_dim_v)
-    is_large = bool(key.length(speeds.SIZE))
-    return speeds.Kind(arch, key.op, key.dtype, head_dim, speeds.options_of(key.features), is_large)
+    arch, head_dims = f"sm_{key.arch.number}", (key.head_dim, key.head_dim_v)
+    return speeds.kind(arch, key.op, key.dtype, head_dims, key.features, bool(key.length(speeds.SIZE)))
 
 
 def length_classes(op: str) -> tuple[LengthClass, ...]:
     """Every class that the choice looks at: of a family, or of all."""
     return tuple(dict.fromkeys((speeds.SIZE, *(one for family in all_families(op) for one in family.length_classes))))
-
-
-def classes_of(op: str, shape: Shape, num_multiprocessors: int) -> tuple[tuple[LengthClass, int], ...]:
-    """The length classes of a call, for the key of its plan."""
-    return tuple((one, one.of(shape, num_multiprocessors)) for one in length_classes(op))
 
 
 def is_reachable(mutation: Mutation, arch: Arch) -> bool:

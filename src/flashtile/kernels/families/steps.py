@@ -20,23 +20,24 @@ def query_grid(block_rows: int, heads: str = "heads") -> Grid:
 def combine(key: PlanKey) -> Step:
     """Joins the partial results of splits; not launched where there is one."""
     entry = f"fwd_combine_kernel<{cpp_type(key.out_dtype)}, {_sequences(key)}>"
-    return _plain("fwd_combine", entry, query_grid(COMBINE_ROWS), COMBINE_THREADS, is_for_splits=True)
+    return plain_step("fwd_combine", entry, query_grid(COMBINE_ROWS), COMBINE_THREADS, is_for_splits=True)
 
 
 def preprocess(key: PlanKey) -> Step:
     """Fills lse_log2 and delta for a backward pass."""
     entry = f"bwd_preprocess_kernel<{cpp_type(key.out_dtype)}, {_sequences(key)}>"
-    return _plain("bwd_preprocess", entry, query_grid(PREPROCESS_ROWS), PREPROCESS_THREADS)
+    return plain_step("bwd_preprocess", entry, query_grid(PREPROCESS_ROWS), PREPROCESS_THREADS)
 
 
 def dsinks(key: PlanKey) -> Step:
-    return _plain("bwd_preprocess", f"bwd_dsinks_kernel<{_sequences(key)}>", (("heads", 1),), PREPROCESS_THREADS)
+    return plain_step("bwd_preprocess", f"bwd_dsinks_kernel<{_sequences(key)}>", (("heads", 1),), PREPROCESS_THREADS)
 
 
 def _sequences(key: PlanKey) -> str:
     return "flashtile::" + key.features.policies()[3]
 
 
-def _plain(header: str, entry: str, grid: Grid, num_threads: int, is_for_splits: bool = False) -> Step:
+def plain_step(header: str, entry: str, grid: Grid, num_threads: int, is_for_splits: bool = False) -> Step:
+    """The launch of a kernel without a tile."""
     entry = f"flashtile::{entry}"
     return Step(plain_unit(header, entry, Params), entry, grid, 1, 1, num_threads, 0, is_for_splits)

@@ -11,13 +11,21 @@ struct Range {
   i32 begin, end;
 };
 
+// position - window and position + window, clamped to [0, length]. Windows reach 2^31 - 1: the sums could overflow.
+FT_DEVICE i32 window_begin(i32 position, i32 window, i32 length) {
+  return position <= window ? 0 : min_of(position - window, length);
+}
+FT_DEVICE i32 window_end(i32 position, i32 window, i32 length) {
+  return window >= length - position ? length : max_of(position + window, 0);
+}
+
 // The keys that any of the queries [i_begin, i_end) sees.
 template <class Mask>
 FT_DEVICE Range key_range(const Params& p, const Sequence& s, i32 i_begin, i32 i_end) {
   Range r{0, s.seqlen_k};
   if constexpr (Mask::kHasBand) {
-    if (p.window_left >= 0) r.begin = clamp(i_begin + s.offset - p.window_left, 0, s.seqlen_k);
-    if (p.window_right >= 0) r.end = clamp(i_end + s.offset + p.window_right, 0, s.seqlen_k);
+    if (p.window_left >= 0) r.begin = window_begin(i_begin + s.offset, p.window_left, s.seqlen_k);
+    if (p.window_right >= 0) r.end = window_end(i_end + s.offset, p.window_right, s.seqlen_k);
   }
   return r;
 }
@@ -27,8 +35,8 @@ template <class Mask>
 FT_DEVICE Range common_key_range(const Params& p, const Sequence& s, i32 i_begin, i32 i_end) {
   Range r{0, s.seqlen_k};
   if constexpr (Mask::kHasBand) {
-    if (p.window_left >= 0) r.begin = clamp(i_end - 1 + s.offset - p.window_left, 0, s.seqlen_k);
-    if (p.window_right >= 0) r.end = clamp(i_begin + 1 + s.offset + p.window_right, 0, s.seqlen_k);
+    if (p.window_left >= 0) r.begin = window_begin(i_end - 1 + s.offset, p.window_left, s.seqlen_k);
+    if (p.window_right >= 0) r.end = window_end(i_begin + 1 + s.offset, p.window_right, s.seqlen_k);
   }
   return r;
 }
@@ -38,8 +46,8 @@ template <class Mask>
 FT_DEVICE Range query_range(const Params& p, const Sequence& s, i32 j_begin, i32 j_end) {
   Range r{0, s.seqlen_q};
   if constexpr (Mask::kHasBand) {
-    if (p.window_right >= 0) r.begin = clamp(j_begin - s.offset - p.window_right, 0, s.seqlen_q);
-    if (p.window_left >= 0) r.end = clamp(j_end - s.offset + p.window_left, 0, s.seqlen_q);
+    if (p.window_right >= 0) r.begin = window_begin(j_begin - s.offset, p.window_right, s.seqlen_q);
+    if (p.window_left >= 0) r.end = window_end(j_end - s.offset, p.window_left, s.seqlen_q);
   }
   return r;
 }
@@ -50,8 +58,8 @@ template <class Mask>
 FT_DEVICE bool needs_mask(const Params& p, const Sequence& s, i32 i, i32 num_rows, i32 j, i32 num_columns) {
   bool is_edge = Mask::kHasBool || j + num_columns > s.seqlen_k || i + num_rows > s.seqlen_q;
   if constexpr (Mask::kHasBand) {
-    is_edge |= p.window_right >= 0 && j + num_columns - 1 > i + s.offset + p.window_right;
-    is_edge |= p.window_left >= 0 && j < i + num_rows - 1 + s.offset - p.window_left;
+    is_edge |= p.window_right >= 0 && j + num_columns - 1 - (i + s.offset) > p.window_right;
+    is_edge |= p.window_left >= 0 && i + num_rows - 1 + s.offset - j > p.window_left;
   }
   return is_edge;
 }

@@ -3,17 +3,18 @@
 //
 // A split stores two numbers, not its lse: near 300 a float32 lse has no digits left for the difference of two, while
 // maxima are exact. The "maximum" is what the row's exponents were lowered by: one of its scores, at most 1 (simt) or 8
-// (Hopper) below the largest in base 2.
+// (Hopper) below the largest. Maxima and sinks are in the unit of scores.
 #pragma once
 
 #include "flashtile/attn/online_softmax.cuh"
 #include "flashtile/attn/params.cuh"
+#include "flashtile/attn/score_unit.cuh"
 #include "flashtile/core/math.cuh"
 #include "flashtile/core/mutation.cuh"
 
 namespace flashtile {
 
-// A row after its last key: m (base 2) and l with the sink, and the factor alpha that brings O to the new m.
+// A row after its last key: m and l with the sink, and the factor alpha that brings O to the new m.
 struct RowStats {
   float m, l, alpha;
 
@@ -24,34 +25,36 @@ struct RowStats {
   }
 };
 
-// Lets the sink (base 2; -inf for none) join a row with maximum m and sum l; reduce(l) adds l up over the lanes that
-// share the row. For a split pass no sink and do not normalise: the combination does both, once. Scope: warp.
-template <class Reduce>
+// Lets the sink (-inf for none) join a row with maximum m and sum l; reduce(l) adds l up over the lanes that share the
+// row. For a split pass no sink and do not normalise: the combination does both, once. Scope: warp.
+template <bool kIsNatural, class Reduce>
 FT_DEVICE RowStats join_sink(float m, float l, float sink, Reduce reduce) {
   float m_new = fmaxf(m, sink);
   float shift = shift_of(m_new);
-  float alpha = exp2_approx(m - shift);
-  l = reduce(l) * alpha + exp2_approx(sink - shift);
-  if constexpr (mutates(Mutation::sink_twice)) l += exp2_approx(sink - shift);
+  constexpr float kFactor = exponent_factor(kIsNatural);
+  float alpha = exp_difference(m, shift, kFactor);
+  l = reduce(l) * alpha + exp_difference(sink, shift, kFactor);
+  if constexpr (mutates(Mutation::sink_twice)) l += exp_difference(sink, shift, kFactor);
   return {m_new, l, alpha};
 }
 
-// The natural logarithm of l * 2^m. Scope: thread.
-FT_DEVICE float lse_of(float m, float l) {
-  float lse_log2 = m + log2_approx(l);
-  if constexpr (mutates(Mutation::lse_base)) return lse_log2;
-  return lse_log2 * kLn2;
+// The natural logarithm of l * 2^m, or of l * e^m. Scope: thread.
+FT_DEVICE float lse_of(bool is_natural, float m, float l) {
+  float log2_l = log2_approx(l);
+  if constexpr (mutates(Mutation::lse_base)) return m + log2_l;
+  return is_natural ? m + log2_l * kLn2 : (m + log2_l) * kLn2;
 }
 
 // The m and l of one row of one split. Scope: thread.
 FT_DEVICE float2& partial_stats(const Params& p, i64 part) { return reinterpret_cast<float2*>(p.partial_stats)[part]; }
 
-// Stores m (base 2) and l of a row: as partial_stats[part] if the keys are split, else as lse[stat]. Scope: thread.
+// Stores m and l of a row: as partial_stats[part] if the keys are split, else as lse[stat]. Scope: thread.
+template <bool kIsNatural>
 FT_DEVICE void store_stats(const Params& p, bool is_split, i64 part, i64 stat, float m, float l) {
   if (is_split) {
     partial_stats(p, part) = make_float2(m, l);
   } else {
-    p.lse[stat] = lse_of(m, l);
+    p.lse[stat] = lse_of(kIsNatural, m, l);
   }
 }
 

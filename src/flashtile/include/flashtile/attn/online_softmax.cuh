@@ -1,6 +1,7 @@
-// Online softmax in base 2: running maximum m, running sum l, rescale factor alpha = 2^(m_old - m_new). Exponentials
-// are 2^(score - m). A maximum that lags behind the largest score is exact too, as long as 2^(score - m) stays in
-// range: each family raises m only when it must (kRescaleThresholdLog2). FlashAttention-2, section 3.1.
+// Online softmax: running maximum m, running sum l, rescale factor alpha = 2^(m_old - m_new). Exponentials are
+// 2^(score - m), for natural scores (score_unit.cuh) e^(score - m). A maximum that lags behind the largest score is
+// exact too, as long as 2^(score - m) stays in range: each family raises m only when it must (kRescaleThresholdLog2).
+// FlashAttention-2, section 3.1.
 #pragma once
 
 #include "flashtile/attn/params.cuh"
@@ -14,18 +15,24 @@ namespace flashtile {
 FT_DEVICE float shift_of(float m) { return m == -infinity() ? 0.0f : m; }
 
 // The maximum of a simt row after a tile with maximum tile_max. It is raised only by more than 1: probabilities stay at
-// or below 2. Raised a little with every tile, as under ALiBi, it would rescale the first keys once per tile, each time
-// with the same rounding error: 5.9e-6 of an lse over 122 tiles on an NVIDIA H200. With the threshold, anything
-// rescaled twice weighs at most a quarter. Scope: thread.
-constexpr float kSimtRescaleThresholdLog2 = 1.0f;
-FT_DEVICE float raised_max(float m, float tile_max) { return tile_max > m + kSimtRescaleThresholdLog2 ? tile_max : m; }
+// or below 2, or e. Raised a little with every tile, as under ALiBi, it would rescale the first keys once per tile,
+// each time with the same rounding error: 5.9e-6 of an lse over 122 tiles on an NVIDIA H200. With the threshold,
+// anything rescaled twice weighs at most a quarter. Scope: thread.
+constexpr float kSimtRescaleThreshold = 1.0f;
+FT_DEVICE float raised_max(float m, float tile_max) { return tile_max > m + kSimtRescaleThreshold ? tile_max : m; }
 
-// The softmax state of a thread's two rows of a score fragment (tile/fragment.cuh). Maxima are of unscaled scores:
-// `factor` turns them into base 2. l is this thread's part of the row sum; the epilogue adds up the quad.
-template <bool kRescalesLazily>
+// The softmax state of a thread's two rows of a score fragment (tile/fragment.cuh). Maxima are of scores as they come:
+// dot products, or scores in their unit. `factor` > 0 turns both into base 2. l is this thread's part of the row sum;
+// the epilogue adds up the quad.
+//
+// P = 2^(fma(score, factor, -shift)) with shift = m * factor, rounded. The rounding error scales a whole row alike, so
+// it cancels when O is divided by l, as long as it is small. It is up to |shift| / 2^24: near 1e11 thousands, and P is
+// infinite or 0. Rows past kLargeShift therefore subtract m first, which is exact, and use a shift of 0.
+template <bool kRescalesLazily, bool kIsNatural>
 struct OnlineSoftmax {
   // Probabilities may grow to 2^8 before a maximum is raised: float32 sums and 16-bit P hold that
   static constexpr float kRescaleThresholdLog2 = 8.0f;
+  static constexpr float kLargeShift = 4096.0f;
   float m[2], l[2], alpha[2];
   bool is_raised;  // some row of the warp has a new maximum
 
@@ -34,7 +41,8 @@ struct OnlineSoftmax {
   // With kMayBeEmpty the row may have seen no key yet. Scope: thread.
   template <bool kMayBeEmpty>
   FT_DEVICE static float scaled_shift(float m, float factor) {
-    return kMayBeEmpty && m == -infinity() ? 0.0f : m * factor;
+    float shift = kIsNatural ? clamp(m * factor, -kLargestFloat, kLargestFloat) : m * factor;
+    return kMayBeEmpty && m == -infinity() ? 0.0f : shift;
   }
 
   // Raises the maxima to those of a score tile and sets alpha. Scope: warp.
@@ -65,22 +73,34 @@ struct OnlineSoftmax {
     for (i32 r = 0; r < 2; ++r) {
       float m_old = m[r];
       if (is_raised) m[r] = m_new[r];
-      if constexpr (!kIsFirst) alpha[r] = exp2_approx(fmaf(m_old, factor, -scaled_shift<kMayBeEmpty>(m[r], factor)));
+      // Exactly 1 where the maximum stays: l is rescaled in every tile, O only where is_raised
+      if constexpr (!kIsFirst) {
+        float shift = scaled_shift<kMayBeEmpty>(m[r], factor);
+        float residue = kMayBeEmpty && m[r] == -infinity() ? 0.0f : fmaf(m[r], factor, -shift);
+        alpha[r] = exp2_approx(fmaf(m_old, factor, -shift) - residue);
+      }
     }
   }
 
-  // Turns scores into probabilities and adds them to l. Scope: thread.
+  // Turns scores into probabilities and adds them to l. Scope: warp.
   template <bool kIsFirst, bool kMayBeEmpty, i32 kScores>
   FT_DEVICE void exponentiate(float factor, float (&rS)[kScores]) {
+    float shift[2] = {scaled_shift<kMayBeEmpty>(m[0], factor), scaled_shift<kMayBeEmpty>(m[1], factor)};
+    // A branch of the whole warp: a divergent one would take the uniform registers from the loop around it
+    if (__any_sync(0xffffffffu, fmaxf(fabsf(shift[0]), fabsf(shift[1])) > kLargeShift)) {
+#pragma unroll
+      for (i32 x = 0; x < kScores; ++x) rS[x] -= shift_of(m[x / 2 % 2]);
+      shift[0] = shift[1] = 0.0f;
+    }
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
-      float shift = scaled_shift<kMayBeEmpty>(m[r], factor), sum = 0.0f;
+      float sum = 0.0f;
 #pragma unroll
       for (i32 b = 0; b < kScores / 4; ++b) {
 #pragma unroll
         for (i32 e = 0; e < 2; ++e) {
           float& x = rS[4 * b + 2 * r + e];
-          x = exp2_approx(fmaf(x, factor, -shift));
+          x = exp2_approx(fmaf(x, factor, -shift[r]));
           sum += x;
         }
       }

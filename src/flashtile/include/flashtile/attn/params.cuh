@@ -24,10 +24,11 @@ struct Params {
   void* dv;                   // as v
   void* dbias;                // bias_sizes, contiguous
   float* dsinks;              // (heads)
-  float* lse_log2;            // as lse: lse * log2(e); +inf for a fully masked row
+  float* lse_log2;            // as lse: lse in the unit of scores (score_unit.cuh); +inf for a fully masked row
   float* delta;               // as lse: rowsum(dO * O) - dlse
+  float* dq_accum;            // (slabs of head_dim, as lse, 64): sums of dS K; swizzled (bwd_sm90.cuh)
   float* partial_out;         // (num_splits, as lse, head_dim_v): each split's sum of P V
-  float* partial_stats;       // (num_splits, as lse, 2): each split's m (base 2) and l
+  float* partial_stats;       // (num_splits, as lse, 2): each split's m (in the unit of scores) and l
   const void* bias;           // (batch, heads, seqlen_q, seqlen_k) by strides; stride 0 where broadcast
   const u8* mask;             // (batch, heads, seqlen_q, seqlen_k) by strides; nonzero = attend
   const float* alibi_slopes;  // (heads) or (batch, heads)

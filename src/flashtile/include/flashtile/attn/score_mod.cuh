@@ -1,6 +1,7 @@
-// From the dot product to the score in base 2: scale, softcap, ALiBi, bias, in this order. Scope: thread.
+// From the dot product to the score (unit: score_unit.cuh): scale, softcap, ALiBi, bias, in this order. Scope: thread.
 #pragma once
 
+#include "flashtile/attn/score_unit.cuh"
 #include "flashtile/attn/sequence.cuh"
 #include "flashtile/core/mutation.cuh"
 
@@ -9,18 +10,21 @@ namespace flashtile {
 template <class ScoreMod>
 struct Scorer {
   using BiasElement = typename ScoreMod::BiasElement;
-  float factor;             // of the dot product: scale_log2, or scale / softcap
-  float cap;                // softcap * log2(e)
-  float slope;              // ALiBi slope * log2(e)
+  static constexpr bool kIsNatural = ScoreMod::kHasBias;
+  float factor;             // of the dot product: scale in the unit of scores, or scale / softcap
+  float cap;                // softcap
+  float slope;              // ALiBi slope
   const BiasElement* bias;  // (seqlen_q, seqlen_k) of this sequence and head, by strides
   i64 bias_row_stride, bias_column_stride;
   i32 offset;
 
   FT_DEVICE Scorer(const Params& p, const Sequence& s, i32 head) : offset(s.offset) {
-    factor = ScoreMod::kHasSoftcap ? p.scale / p.softcap : p.scale_log2;
+    factor = ScoreMod::kHasSoftcap ? p.scale / p.softcap : (kIsNatural ? p.scale : p.scale_log2);
     if constexpr (mutates(Mutation::score_base)) factor *= kLn2;
-    if constexpr (ScoreMod::kHasSoftcap) cap = p.softcap * kLog2e;
-    if constexpr (ScoreMod::kHasAlibi) slope = p.alibi_slopes[s.batch_idx * p.alibi_batch_stride + head] * kLog2e;
+    if constexpr (ScoreMod::kHasSoftcap) cap = kIsNatural ? p.softcap : p.softcap * kLog2e;
+    if constexpr (ScoreMod::kHasAlibi) {
+      slope = in_score_unit(kIsNatural, p.alibi_slopes[s.batch_idx * p.alibi_batch_stride + head]);
+    }
     if constexpr (ScoreMod::kHasBias) {
       bias = static_cast<const BiasElement*>(p.bias) + s.batch_idx * p.bias_strides[0] + head * p.bias_strides[1];
       bias_row_stride = p.bias_strides[2];
@@ -28,7 +32,7 @@ struct Scorer {
     }
   }
 
-  // The score of query i and key j, both inside the sequence, times log2(e). Sets tanh to the softcap's tanh, which the
+  // The score of query i and key j, both inside the sequence. Sets tanh to the softcap's tanh, which the
   // backward pass needs.
   FT_DEVICE float score(float dot, i32 i, i32 j, float& tanh) const {
     float s = dot * factor;
@@ -42,7 +46,7 @@ struct Scorer {
       s -= slope * static_cast<float>(distance < 0 ? -distance : distance);
     }
     if constexpr (mutates(Mutation::bias_row)) i = max_of(i - 1, 0);
-    if constexpr (ScoreMod::kHasBias) s += to_float(bias[i * bias_row_stride + j * bias_column_stride]) * kLog2e;
+    if constexpr (ScoreMod::kHasBias) s += to_float(bias[i * bias_row_stride + j * bias_column_stride]);
     return s;
   }
 };

@@ -8,6 +8,7 @@ namespace flashtile {
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kLargestFloat = 3.4028234663852886e38f;
 
 FT_DEVICE float infinity() { return __int_as_float(0x7f800000); }
 

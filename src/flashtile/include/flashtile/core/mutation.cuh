@@ -27,6 +27,15 @@ enum class Mutation {
   fwd_sm90_dropout,      // two of four words of dropout bits are swapped
   fwd_sm90_split,        // every split processes the keys of the first one
   fwd_sm90_later_tile,   // a block repeats its first query tile instead of its fourth
+  // Found by `flashtile check`, in the Hopper backward
+  bwd_sm90_delta,        // delta without rowsum(dO * O)
+  bwd_sm90_dq_tile,      // dQ of the second query tile is not added
+  bwd_sm90_dq_order,     // the columns of dQ stay swizzled
+  bwd_sm90_mask_offset,  // causal and window masks are one query too early
+  bwd_sm90_tail,         // rows past the last query or key are not cleared
+  bwd_sm90_group,        // only one query head of a group
+  bwd_sm90_dropout,      // the keys of two rows swap their dropout bits
+  bwd_sm90_softcap,      // the derivative of the softcap is ignored
   // Found by `flashtile check`, in the other kernels or in code that all share
   skip_rescale,        // the output and the sum are not scaled down when the maximum rises
   stale_max,           // the maximum stays that of the first tile: correct until an exponential overflows

@@ -1,10 +1,11 @@
-// Before the backward pass: delta = rowsum(dO * O) - dlse and lse in base 2 for every query row, and the gradient of
-// the sinks.
+// Before the backward pass: delta = rowsum(dO * O) - dlse and lse in the unit of scores for every query row, and the
+// gradient of the sinks.
 //
 // bwd_preprocess_kernel  one block of 4 warps per (64 rows, head, batch), one warp per row
 // bwd_dsinks_kernel      one block per head; sums all its rows in a fixed order
 #pragma once
 
+#include "flashtile/attn/score_unit.cuh"
 #include "flashtile/attn/sequence.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/core/reduce.cuh"
@@ -38,7 +39,7 @@ __global__ void __launch_bounds__(kPreprocessThreads) bwd_preprocess_kernel(cons
       if constexpr (!mutates(Mutation::dlse_ignored))
         if (p.dlse != nullptr) sum -= p.dlse[stat];
       if constexpr (!mutates(Mutation::uninitialised)) p.delta[stat] = is_empty ? 0.0f : sum;
-      p.lse_log2[stat] = is_empty ? infinity() : p.lse[stat] * kLog2e;
+      p.lse_log2[stat] = is_empty ? infinity() : in_score_unit(has_natural_scores(p), p.lse[stat]);
     }
   }
 }
@@ -47,13 +48,15 @@ template <class SeqInfo>
 __global__ void __launch_bounds__(kPreprocessThreads) bwd_dsinks_kernel(const FT_GRID_CONSTANT Params p) {
   __shared__ float partial[kPreprocessThreads];
   i32 head = blockIdx.x;
-  float sink = p.sinks[head] * kLog2e, sum = 0.0f;
+  bool is_natural = has_natural_scores(p);
+  float factor = exponent_factor(is_natural), sink = in_score_unit(is_natural, p.sinks[head]), sum = 0.0f;
   for (i32 b = 0; b < p.batch; ++b) {
     Sequence s = find_sequence<SeqInfo>(p, b);
     for (i32 i = threadIdx.x; i < s.seqlen_q; i += kPreprocessThreads) {
       i64 stat = stat_index(p, s, head, i);
-      sum -= exp2_approx(sink - p.lse_log2[stat]) * p.delta[stat];
-      if constexpr (mutates(Mutation::dsinks_sign)) sum += 2.0f * exp2_approx(sink - p.lse_log2[stat]) * p.delta[stat];
+      float share = probability(sink, p.lse_log2[stat], factor) * p.delta[stat];
+      sum -= share;
+      if constexpr (mutates(Mutation::dsinks_sign)) sum += 2.0f * share;
     }
   }
   // Sum over the block

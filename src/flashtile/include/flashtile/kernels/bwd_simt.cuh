@@ -37,7 +37,8 @@ template <class ScoreMod>
 FT_DEVICE void backward_element(const Scorer<ScoreMod>& scorer, float scale, float dot, float dp, float drop,
                                 float lse_log2, float delta, i32 i, i32 j, float& p_dropped, float& ds, float& chain) {
   float tanh = 0.0f;
-  float p = exp2_approx(scorer.score(dot, i, j, tanh) - lse_log2);
+  constexpr float kFactor = exponent_factor(ScoreMod::kHasBias);
+  float p = probability(scorer.score(dot, i, j, tanh), lse_log2, kFactor);
   p_dropped = p * drop;
   ds = p * (dp * drop - delta);
   chain = ScoreMod::kHasSoftcap ? scale * (1.0f - tanh * tanh) : scale;

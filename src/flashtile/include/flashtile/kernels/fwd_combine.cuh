@@ -1,5 +1,5 @@
 // Merges the splits of the keys: o = sum_s 2^(m_s - m) o_s / l, l = sum_s 2^(m_s - m) l_s + 2^(sink - m), m the largest
-// of all. Every sum has a fixed order.
+// of all; powers of e for natural scores (score_unit.cuh). Every sum has a fixed order.
 //
 // Grid:    one block of 4 warps per (4 rows, head, batch), one warp per row. For m and l the lanes share the splits,
 //          for o the columns.
@@ -23,8 +23,10 @@ __global__ void __launch_bounds__(32 * kCombineRows) fwd_combine_kernel(const FT
   if (i >= s.seqlen_q) return;
   i64 stat = stat_index(p, s, head, i);
 
-  // Find the common maximum and sum, base 2
-  float m = p.sinks == nullptr ? -infinity() : p.sinks[head] * kLog2e;
+  // Find the common maximum and sum
+  bool is_natural = has_natural_scores(p);
+  float factor = exponent_factor(is_natural);
+  float m = p.sinks == nullptr ? -infinity() : in_score_unit(is_natural, p.sinks[head]);
   float sink = m;
   for (i32 split = lane; split < p.num_splits; split += 32) {
     m = max_of(m, partial_stats(p, split * p.lse_size + stat).x);
@@ -33,21 +35,21 @@ __global__ void __launch_bounds__(32 * kCombineRows) fwd_combine_kernel(const FT
   float shift = shift_of(m), l = 0.0f;
   for (i32 split = lane; split < p.num_splits; split += 32) {
     float2 part = partial_stats(p, split * p.lse_size + stat);
-    l += exp2_approx(part.x - shift) * part.y;
+    l += exp_difference(part.x, shift, factor) * part.y;
   }
   l = lanes_sum<32>(l);
-  l += exp2_approx(sink - shift);
-  if (lane == 0) p.lse[stat] = lse_of(m, l);
+  l += exp_difference(sink, shift, factor);
+  if (lane == 0) p.lse[stat] = lse_of(is_natural, m, l);
 
   // Add up the weighted splits and store
   Out* gO = query_rows(static_cast<Out*>(p.out), p.out_strides, s, head) + i * p.out_strides.row;
-  float factor = l == 0.0f ? 0.0f : 1.0f / l;
+  float norm = l == 0.0f ? 0.0f : 1.0f / l;
   float sums[kCombineColumns] = {};
 #pragma unroll 4
   for (i32 split = 0; split < p.num_splits; ++split) {
     i64 part = split * p.lse_size + stat;
-    float weight = exp2_approx(partial_stats(p, part).x - shift) * factor;
-    if constexpr (mutates(Mutation::combine_weight)) weight = factor;
+    float weight = exp_difference(partial_stats(p, part).x, shift, factor) * norm;
+    if constexpr (mutates(Mutation::combine_weight)) weight = norm;
     const float* partial = p.partial_out + part * p.head_dim_v;
 #pragma unroll
     for (i32 x = 0; x < kCombineColumns; ++x) {

@@ -29,7 +29,7 @@ struct FwdSimtStorage {
   float sP[Config::kBlockM * Config::kScoreStride];
 };
 
-// The running maximum (base 2), the running sum and the output of a thread's rows.
+// The running maximum, the running sum and the output of a thread's rows.
 template <class Config>
 struct FwdSimtState {
   float m[Config::kRowsPerThread];
@@ -44,13 +44,14 @@ FT_DEVICE void fwd_simt_scores(const Params& p, const Sequence& s, i32 head, con
                                i32 i_begin, i32 j_begin, FwdSimtStorage<Config>& shared, FwdSimtState<Config>& state,
                                ScoreTile<Config>& rS) {
   constexpr i32 kCols = Config::kColsPerThread;
+  constexpr float kFactor = exponent_factor(ScoreMod::kHasBias);
   // Store each P as soon as it is computed: 5 % faster with 8 x 8 scores on an NVIDIA H200, no change with fewer. Not
   // with dropout, which needs the whole row
   constexpr bool kStoresEarly = !Dropout::kIsOn && Config::kRowsPerThread * kCols >= 64;
 #pragma unroll
   for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
     i32 i = i_begin + row_of<Config>(t);
-    // Compute scores in base 2, -inf where masked
+    // Compute scores, -inf where masked
 #pragma unroll
     for (i32 n = 0; n < kCols; ++n) {
       i32 j = j_begin + column_group() + 8 * n;
@@ -69,14 +70,14 @@ FT_DEVICE void fwd_simt_scores(const Params& p, const Sequence& s, i32 head, con
     float m_new = raised_max(state.m[t], row_max(tile_max));
     if constexpr (mutates(Mutation::stale_max)) m_new = state.m[t] == -infinity() ? m_new : state.m[t];
     float shift = shift_of(m_new);
-    float alpha = exp2_approx(state.m[t] - shift);
+    float alpha = exp_difference(state.m[t], shift, kFactor);
     if constexpr (mutates(Mutation::skip_rescale)) alpha = 1.0f;
     // Compute P and its sum
     float* sP = shared.sP + row_of<Config>(t) * Config::kScoreStride + column_group();
     float sum = 0.0f;
 #pragma unroll
     for (i32 n = 0; n < kCols; ++n) {
-      rS[t][n] = exp2_approx(rS[t][n] - shift);
+      rS[t][n] = exp_difference(rS[t][n], shift, kFactor);
       sum += rS[t][n];
       if constexpr (kStoresEarly) sP[8 * n] = rS[t][n];
     }
@@ -184,18 +185,19 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_simt_kernel(const 
 
   // Finish the softmax, normalise and store O and lse; of a split the sum of P V, m and l
   bool is_split = p.num_splits > 1;
-  float sink = p.sinks == nullptr || is_split ? -infinity() : p.sinks[head] * kLog2e;
+  constexpr bool kIsNatural = ScoreMod::kHasBias;
+  float sink = p.sinks == nullptr || is_split ? -infinity() : in_score_unit(kIsNatural, p.sinks[head]);
   Out* gO = query_rows(static_cast<Out*>(p.out), p.out_strides, s, head);
 #pragma unroll
   for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
     i32 i = i_begin + row_of<Config>(t);
-    RowStats stats = join_sink(state.m[t], state.l[t], sink, [](float l) { return l; });
+    RowStats stats = join_sink<kIsNatural>(state.m[t], state.l[t], sink, [](float l) { return l; });
     float norm = stats.norm();
     if (is_split) norm = 1.0f;
     if (i >= s.seqlen_q) continue;
     i64 stat = stat_index(p, s, head, i);
     i64 part = split * p.lse_size + stat;
-    if (column_group() == 0) store_stats(p, is_split, part, stat, stats.m, stats.l);
+    if (column_group() == 0) store_stats<kIsNatural>(p, is_split, part, stat, stats.m, stats.l);
     if constexpr (mutates(Mutation::out_of_bounds)) p.lse[p.lse_size] = 0.0f;
 #pragma unroll
     for (i32 u = 0; u < Config::kVectorsPerThread; ++u) {

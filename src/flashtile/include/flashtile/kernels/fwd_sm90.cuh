@@ -66,7 +66,8 @@ struct FwdSm90 {
   using Item = WorkItem<Config, Mask, SeqInfo>;
   using Packing = HeadPacking<Config>;
   using Rows = FragmentRows<Config>;
-  using Softmax = OnlineSoftmax<Config::kRescalesLazily>;
+  using Softmax = OnlineSoftmax<Config::kRescalesLazily, ScoreMod::kHasBias>;
+  static constexpr bool kIsNatural = ScoreMod::kHasBias;
   static constexpr i32 kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
   // With an option the mask costs little: one loop body for all tiles keeps the code short
@@ -359,15 +360,16 @@ struct FwdSm90 {
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
       i32 head = rows.head(tile, r);
-      float sink = p.sinks == nullptr || is_split ? -infinity() : p.sinks[head] * kLog2e;
-      RowStats stats = join_sink(softmax.m[r] * factor, softmax.l[r], sink, [](float l) { return quad_sum(l); });
+      float sink = p.sinks == nullptr || is_split ? -infinity() : in_score_unit(kIsNatural, p.sinks[head]);
+      float m = ScoreMod::kChangesScores ? softmax.m[r] : softmax.m[r] * factor;
+      RowStats stats = join_sink<kIsNatural>(m, softmax.l[r], sink, [](float l) { return quad_sum(l); });
       norm[r] = is_split ? 1.0f : stats.norm();
       i64 stat = stat_index(p, tile.s, head, rows.i[r]);
       part[r] = tile.coord.split * p.lse_size + stat;
       if constexpr (mutates(Mutation::fwd_sm90_out_of_bounds)) p.lse[p.lse_size] = 0.0f;
       if (rows.is_query(tile, r) && threadIdx.x % 4 == 0) {
         if constexpr (mutates(Mutation::fwd_sm90_uninitialised)) stats.l += p.lse[stat] == 1.5f ? 1.0f : 0.0f;
-        store_stats(p, is_split, part[r], stat, stats.m, stats.l);
+        store_stats<kIsNatural>(p, is_split, part[r], stat, stats.m, stats.l);
       }
     }
     // Store O
@@ -402,7 +404,8 @@ struct FwdSm90 {
 
   FT_DEVICE static void consume(const FwdSm90Params& params, Storage& shared, i32 consumer) {
     const Params& p = params.base;
-    float factor = ScoreMod::kChangesScores ? 1.0f : p.scale_log2;
+    // Score modifiers return scores in their unit; without them S stays a dot product
+    float factor = ScoreMod::kChangesScores ? exponent_factor(kIsNatural) : p.scale_log2;
     u32 num_k = 0;
     // The first turn is consumer 0's
     if (consumer == Config::kNumConsumers - 1) signal_next(consumer);

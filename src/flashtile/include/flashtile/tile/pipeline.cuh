@@ -9,7 +9,6 @@ namespace flashtile {
 
 template <i32 kNumStages>
 struct Ring {
-  static_assert((kNumStages & (kNumStages - 1)) == 0);
   // Scope of all: thread.
   FT_DEVICE static u32 stage(u32 count) { return count % kNumStages; }
   FT_DEVICE static u32 phase(u32 count) { return count / kNumStages % 2; }

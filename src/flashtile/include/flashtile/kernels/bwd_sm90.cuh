@@ -1,0 +1,550 @@
+// Attention backward on Hopper: dQ, dK and dV by wgmma and TMA, one producer and two consumer warpgroups.
+//
+// Threads:   a block owns kBlockN keys of one KV head and streams the queries that see them, of every head that shares
+//            the KV head. Consumer w owns 64 of the keys: its dK and dV stay in registers, so they need no atomics. In
+//            the last warpgroup one lane issues the copies of Q, dO, K and V, and a second warp fills the statistics.
+// Shared:    sK, sV [slab][kBlockN][64], sQ, sdO [stage][slab][kBlockM][64] and sdS [buffer][kBlockN][64], 128-byte swizzled;
+//            lse and delta of each stage's queries; the barriers.
+// Products:  S^T = K Q^T and dP^T = V dO^T have keys as rows. Packed to 16 bits, P^T and dS^T are then register operands
+//            of dV += P^T dO and dK += dS^T Q. dS goes through shared memory once, for dQ = dS K over all keys of the
+//            block: each consumer computes one slab of dQ's columns, or, where there is one slab, every other tile.
+// Mainloop:  dQ of tile i - 1, dV and dK of tile i, S^T and dP^T of tile i + 1; then P and dS of tile i + 1.
+// dQ:        float32 sums in global memory (dq_accum), by bulk reductions of tiles staged in sdQ. bwd_convert_dq_kernel
+//            turns them into dQ.
+// Turns:     the consumers take turns (ping-pong): one issues its five products while the other computes P and dS.
+#pragma once
+
+#include "flashtile/attn/block_range.cuh"
+#include "flashtile/attn/dropout.cuh"
+#include "flashtile/attn/mask.cuh"
+#include "flashtile/attn/score_mod.cuh"
+#include "flashtile/core/mutation.cuh"
+#include "flashtile/ptx/bulk.cuh"
+#include "flashtile/ptx/tma.cuh"
+#include "flashtile/tile/epilogue.cuh"
+#include "flashtile/tile/pipeline.cuh"
+#include "flashtile/tile/sm90_bwd_config.cuh"
+#include "flashtile/tile/smem_tile.cuh"
+#include "flashtile/tile/wgmma_gemm.cuh"
+
+namespace flashtile {
+
+// The maps' axes are (head_dim, rows, heads, batch); their boxes have 64 columns.
+struct BwdSm90Params {
+  Params base;
+  TensorMap q_map, dout_map;  // boxes of kBlockM rows
+  TensorMap k_map, v_map;     // boxes of kBlockN rows
+};
+
+// What a block works on: kBlockN keys, and the query tiles [m_begin, m_end) of each head of a group. It lies in shared
+// memory: registers are scarce.
+struct KeyTile {
+  Sequence s;
+  i32 kv_head, j_begin, m_begin, m_end, first_head, num_heads;
+
+  template <class Config, class Mask, class SeqInfo>
+  FT_DEVICE static KeyTile find(const Params& p) {
+    KeyTile tile;
+    i32 num_n_blocks = ceil_div(p.seqlen_k, Config::kBlockN);
+    // The first keys come first: under a causal mask most queries see them
+    tile.j_begin = static_cast<i32>(blockIdx.x % num_n_blocks) * Config::kBlockN;
+    tile.kv_head = blockIdx.x / num_n_blocks % p.heads_kv;
+    tile.s = find_sequence<SeqInfo>(p, blockIdx.x / num_n_blocks / p.heads_kv);
+    i32 j_end = min_of(tile.j_begin + Config::kBlockN, tile.s.seqlen_k);
+    Range queries = query_range<Mask>(p, tile.s, tile.j_begin, j_end);
+    tile.m_begin = queries.begin / Config::kBlockM;
+    tile.m_end = max_of(ceil_div(queries.end, Config::kBlockM), tile.m_begin);
+    tile.num_heads = p.heads / p.heads_kv;
+    tile.first_head = tile.kv_head * tile.num_heads;
+    if constexpr (mutates(Mutation::bwd_sm90_group)) tile.num_heads = 1;
+    return tile;
+  }
+  FT_DEVICE bool has_keys() const { return j_begin < s.seqlen_k; }
+  FT_DEVICE bool has_queries() const { return m_begin < m_end; }
+};
+
+// One of the query tiles that stream by. A consumer may use tile c - 1 while the producer prepares tile
+// c + kNumStages.
+struct QueryTileIndex {
+  i32 i_begin, head;
+  i32 has_large_lse;  // some lse is so large that its rounding could make P far larger than 1
+};
+constexpr float kLargeLse = 4096.0f;
+constexpr u32 kNumQueryTiles = 8;
+
+template <class Config>
+struct alignas(1024) BwdSm90Storage {
+  using T = typename Config::Element;
+  T sK[Config::kElementsK];
+  T sV[Config::kElementsV];
+  T sQ[Config::kNumStages][Config::kElementsQ];
+  T sdO[Config::kNumStages][Config::kElementsdO];
+  T sdS[Config::kNumBuffers][Config::kElementsdS];  // dS^T: keys are rows
+  float sdQ[Config::kNumConsumers][64 * 64];
+  float lse[Config::kNumStages][Config::kBlockM];
+  float delta[Config::kNumStages][Config::kBlockM];
+  QueryTileIndex queries[kNumQueryTiles];  // tile number count is at count % kNumQueryTiles
+  u64 full_k, full_v;
+  u64 full[Config::kNumStages], empty[Config::kNumStages];  // Q, dO and their statistics
+  u64 empty_ds[Config::kNumBuffers];
+  KeyTile tile;
+};
+
+// Named barriers, one of each kind per consumer. Barrier 0 is __syncthreads.
+constexpr i32 kPingPongBarrier = 1;
+constexpr i32 kConsumerBarrier = 8;
+
+template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo>
+struct BwdSm90 {
+  using T = typename Config::Element;
+  using Storage = BwdSm90Storage<Config>;
+  using Stages = Ring<Config::kNumStages>;
+  using Buffers = Ring<Config::kNumBuffers>;
+  static constexpr i32 kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
+  static constexpr i32 kScores = kBlockM / 2;                          // registers per thread of S^T
+  static constexpr i32 kColumnsDq = 64;  // of dQ that a consumer computes
+  static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
+
+  // ---- Prologue. Scope: thread 0.
+
+  FT_DEVICE static void init(Storage& shared) {
+    constexpr i32 kConsumerWarps = 4 * Config::kNumConsumers;
+    mbarrier_init(shared.full_k, 1);
+    mbarrier_init(shared.full_v, 1);
+    for (i32 stage = 0; stage < Config::kNumStages; ++stage) {
+      mbarrier_init(shared.full[stage], 3);  // Q, dO, statistics
+      mbarrier_init(shared.empty[stage], kConsumerWarps);
+    }
+    for (i32 buffer = 0; buffer < Config::kNumBuffers; ++buffer) {
+      mbarrier_init(shared.empty_ds[buffer], kConsumerWarps);
+    }
+    mbarrier_init_fence();
+    fence_proxy_async();
+  }
+
+  // ---- Producer. Scope: one thread.
+
+  // Loads rows of one head. A map has size 1 along head or batch where the tensor's stride is 0 (broadcast or packed).
+  template <i32 kRows, i32 kSlabs>
+  FT_DEVICE static void load(T* sTile, const TensorMap& map, const Strides& strides, u64& full, i32 row, i32 head,
+                             i32 batch) {
+    i32 map_head = strides.head == 0 ? 0 : head, map_batch = strides.batch == 0 ? 0 : batch;
+    load_slabs<kRows, kSlabs>(sTile, map, full, kRows, row, map_head, map_batch);
+  }
+
+  FT_DEVICE static void produce(const BwdSm90Params& params, Storage& shared, const KeyTile& tile) {
+    const Params& p = params.base;
+    i32 batch = tile.s.batch_idx, q_row = static_cast<i32>(tile.s.q_row);
+    i32 k_row = static_cast<i32>(tile.s.k_row) + tile.j_begin;
+    load<kBlockN, Config::kSlabsQK>(shared.sK, params.k_map, p.k_strides, shared.full_k, k_row, tile.kv_head, batch);
+    u32 count = 0;
+    for (i32 h = 0; h < tile.num_heads; ++h) {
+      for (i32 m = tile.m_begin; m < tile.m_end; ++m, ++count) {
+        u32 stage = Stages::stage(count);
+        i32 row = q_row + m * kBlockM;
+        Stages::wait_empty(shared.empty, count);
+        load<kBlockM, Config::kSlabsQK>(shared.sQ[stage], params.q_map, p.q_strides, shared.full[stage], row,
+                                        tile.first_head + h, batch);
+        if (count == 0) {
+          load<kBlockN, Config::kSlabsV>(shared.sV, params.v_map, p.v_strides, shared.full_v, k_row, tile.kv_head,
+                                         batch);
+        }
+        load<kBlockM, Config::kSlabsV>(shared.sdO[stage], params.dout_map, p.dout_strides, shared.full[stage], row,
+                                       tile.first_head + h, batch);
+      }
+    }
+  }
+
+  // Fills the statistics of every stage. Rows past the last query get those of a fully masked row. Scope: warp.
+  FT_DEVICE static void produce_stats(const Params& p, Storage& shared, const KeyTile& tile) {
+    constexpr i32 kRows = kBlockM / 32;
+    i32 lane = threadIdx.x % 32;
+    u32 count = 0;
+    for (i32 h = 0; h < tile.num_heads; ++h) {
+      for (i32 m = tile.m_begin; m < tile.m_end; ++m, ++count) {
+        float lse[kRows], delta[kRows];
+#pragma unroll
+        for (i32 x = 0; x < kRows; ++x) {
+          i32 i = m * kBlockM + 32 * x + lane;
+          bool is_query = i < tile.s.seqlen_q;
+          i64 stat = stat_index(p, tile.s, tile.first_head + h, i);
+          lse[x] = is_query ? p.lse_log2[stat] : infinity();
+          delta[x] = is_query ? p.delta[stat] : 0.0f;
+        }
+        bool is_large = false;
+#pragma unroll
+        for (i32 x = 0; x < kRows; ++x) is_large |= fabsf(lse[x]) > kLargeLse && lse[x] != infinity();
+        is_large = __any_sync(0xffffffffu, is_large);
+        u32 stage = Stages::stage(count);
+        Stages::wait_empty(shared.empty, count);
+#pragma unroll
+        for (i32 x = 0; x < kRows; ++x) {
+          shared.lse[stage][32 * x + lane] = lse[x];
+          shared.delta[stage][32 * x + lane] = delta[x];
+        }
+        if (lane == 0) shared.queries[count % kNumQueryTiles] = {m * kBlockM, tile.first_head + h, is_large};
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(shared.full[stage]);
+      }
+    }
+  }
+
+  // ---- Consumer. Scope: warpgroup.
+
+  // Waits until the other consumer has issued its products, and lets it issue the next ones. What a consumer stored to
+  // shared memory before the end of its turn, the other sees.
+  FT_DEVICE static void wait_turn(i32 consumer) { named_barrier_sync(kPingPongBarrier + consumer, 256); }
+  FT_DEVICE static void end_turn(i32 consumer) { named_barrier_arrive(kPingPongBarrier + 1 - consumer, 256); }
+
+  // Zeros rows of a tile from row num_rows on: they belong to another sequence, and 0 * NaN is NaN.
+  template <i32 kRows, i32 kSlabs>
+  FT_DEVICE static void clear_tail(T* sTile, i32 num_rows, i32 consumer) {
+    if constexpr (mutates(Mutation::bwd_sm90_tail)) num_rows = kRows;
+    clear_rows<kRows, kSlabs>(sTile, num_rows);
+    named_barrier_sync(kConsumerBarrier + consumer, 128);
+  }
+
+  // Statistics of a thread's queries, two of every 8. Loaded ahead: products in flight keep shared memory busy.
+  using Stats = float[kBlockM / 4];
+  FT_DEVICE static void load_stats(const float* sStats, Stats& stats) {
+#pragma unroll
+    for (i32 b = 0; b < kBlockM / 8; ++b) {
+      float2 two = *reinterpret_cast<const float2*>(sStats + 8 * b + fragment_column());
+      stats[2 * b] = two.x;
+      stats[2 * b + 1] = two.y;
+    }
+  }
+
+  // The columns [low, high) of the fragment whose queries see key j, before a bool mask. The first column is query i.
+  FT_DEVICE static Range seen_columns(const Params& p, const Sequence& s, i32 i, i32 j) {
+    Range seen = query_range<Mask>(p, s, j, j + 1);
+    if constexpr (mutates(Mutation::bwd_sm90_mask_offset)) seen.begin -= Mask::kHasBand ? 1 : 0;
+    return j < s.seqlen_k ? Range{seen.begin - i, seen.end - i} : Range{0, 0};
+  }
+
+  // P^T = 2^(S^T - lse). With kIsChecked it is 0 where a query does not see the key, and at most 1. Rows of the fragment
+  // are keys. Scope: thread.
+  template <bool kIsChecked>
+  FT_DEVICE static void exponentiate(const Params& p, const Sequence& s, i32 i_begin, i32 j_begin, const Stats& lse,
+                                     const float (&rS)[kScores], float (&rP)[kScores]) {
+    Range seen[2];
+#pragma unroll
+    for (i32 r = 0; r < 2 && kIsChecked; ++r) {
+      seen[r] = seen_columns(p, s, i_begin + fragment_column(), j_begin + fragment_row() + 8 * r);
+    }
+#pragma unroll
+    for (i32 b = 0; b < kScores / 4; ++b) {
+#pragma unroll
+      for (i32 x = 0; x < 4; ++x) {
+        i32 r = x / 2, column = 8 * b + x % 2;
+        float score = fmaf(rS[4 * b + x], p.scale_log2, -lse[2 * b + x % 2]);
+        if constexpr (kIsChecked) {
+          score = score > 0.0f ? 0.0f : score;
+          score = column >= seen[r].begin && column < seen[r].end ? score : -infinity();
+        }
+        rP[4 * b + x] = exp2_approx(score);
+      }
+    }
+  }
+
+  // dS^T = P^T * (dP^T - delta). Both are packed here, not earlier: registers are scarce.
+  FT_DEVICE static void differentiate(const Stats& delta, const float (&rP)[kScores], const float (&rdP)[kScores],
+                                      u32 (&packed_p)[kScores / 2], u32 (&packed_ds)[kScores / 2]) {
+#pragma unroll
+    for (i32 b = 0; b < kScores / 4; ++b) {
+#pragma unroll
+      for (i32 r = 0; r < 2; ++r) {
+        i32 x = 4 * b + 2 * r;
+        packed_ds[x / 2] = pack_two<T>(rP[x] * (rdP[x] - delta[2 * b]), rP[x + 1] * (rdP[x + 1] - delta[2 * b + 1]));
+        packed_p[x / 2] = pack_two<T>(rP[x], rP[x + 1]);
+      }
+    }
+  }
+
+  // Both with options, in one pass: softcap needs its derivative, dropout the same bits twice.
+  FT_DEVICE static void differentiate_options(const Params& p, const Sequence& s, i32 head, i32 i_begin, i32 j_begin,
+                                              const float* sLse, const float* sDelta, const float (&rS)[kScores],
+                                              const float (&rdP)[kScores], u32 (&packed_p)[kScores / 2],
+                                              u32 (&packed_ds)[kScores / 2]) {
+    Scorer<ScoreMod> scorer(p, s, head);
+    i32 i_first = i_begin + fragment_column(), j_first = j_begin + fragment_row();
+    TransposedDropout<Dropout, kBlockM> dropout(p, s, head, i_begin, j_begin);
+#pragma unroll
+    for (i32 b = 0; b < kScores / 4; ++b) {
+      float2 lse = *reinterpret_cast<const float2*>(sLse + 8 * b + fragment_column());
+      float2 delta = *reinterpret_cast<const float2*>(sDelta + 8 * b + fragment_column());
+#pragma unroll
+      for (i32 r = 0; r < 2; ++r) {
+        Range seen = seen_columns(p, s, i_first, j_first + 8 * r);
+        float prob[2], ds[2];
+#pragma unroll
+        for (i32 e = 0; e < 2; ++e) {
+          i32 column = 8 * b + e, x = 4 * b + 2 * r + e, i = i_first + column, j = j_first + 8 * r;
+          bool is_kept = column >= seen.begin && column < seen.end && i < s.seqlen_q;
+          if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, s, head, i, j);
+          float tanh = 0.0f, drop = dropout.factor(b, e, r);
+          float score = is_kept ? scorer.score(rS[x], i, j, tanh) : -infinity();
+          float full = probability(score, e == 0 ? lse.x : lse.y, exponent_factor(ScoreMod::kHasBias));
+          prob[e] = full * drop;
+          ds[e] = full * (rdP[x] * drop - (e == 0 ? delta.x : delta.y));
+          if constexpr (!mutates(Mutation::bwd_sm90_softcap))
+            if constexpr (ScoreMod::kHasSoftcap) ds[e] *= 1.0f - tanh * tanh;
+        }
+        packed_p[2 * b + r] = pack_two<T>(prob[0], prob[1]);
+        packed_ds[2 * b + r] = pack_two<T>(ds[0], ds[1]);
+      }
+    }
+  }
+
+  // Whether a consumer computes a part of dQ of tile number count. Where dQ is one slab, the consumers take turns.
+  FT_DEVICE static bool has_dq(i32 consumer, u32 count) {
+    return Config::kSlabsQK == 2 || static_cast<i32>(count % 2) == consumer;
+  }
+
+  // Adds a consumer's part of dQ of tile number count, 64 columns of it, to dq_accum, and releases the tile's dS. Each
+  // slab of dq_accum holds the rows of lse one after the other, so the 16 rows of a warp are one piece. A swizzle avoids
+  // bank conflicts: columns 8 b .. 8 b + 7 of query i are stored at 8 (b ^ i % 8). Scope: warp.
+  FT_DEVICE static void add_dq(const Params& p, Storage& shared, i32 consumer, u32 count,
+                               const float (&rdQ)[kColumnsDq / 2]) {
+    release_stage(shared.empty_ds[Buffers::stage(count)]);
+    if (!has_dq(consumer, count)) return;
+    if constexpr (mutates(Mutation::bwd_sm90_dq_tile))
+      if (count == 1) return;
+    // Wait until the rows staged before have been read
+    wait_tma_store_read();
+    i32 row = fragment_row(), first = threadIdx.x % 128 / 32 * 16;
+    float* sRow = shared.sdQ[consumer] + row * 64 + fragment_column();
+#pragma unroll
+    for (i32 b = 0; b < kColumnsDq / 8; ++b) {
+      float* two = sRow + 8 * (b ^ row % 8);
+      *reinterpret_cast<float2*>(two) = make_float2(rdQ[4 * b], rdQ[4 * b + 1]);
+      *reinterpret_cast<float2*>(two + 8 * 64) = make_float2(rdQ[4 * b + 2], rdQ[4 * b + 3]);
+    }
+    fence_proxy_async();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      const QueryTileIndex& queries = shared.queries[count % kNumQueryTiles];
+      const Sequence& s = shared.tile.s;
+      i32 i = queries.i_begin + first, num_rows = min_of(16, s.seqlen_q - i);
+      i64 slab_row = (Config::kSlabsQK == 1 ? 0 : consumer * p.lse_size) + stat_index(p, s, queries.head, i);
+      if (num_rows > 0) reduce_add(p.dq_accum + slab_row * 64, shared.sdQ[consumer] + first * 64, 256 * num_rows);
+      bulk_commit();
+    }
+  }
+
+  // Stores dK or dV of a consumer's keys.
+  template <i32 kCount>
+  FT_DEVICE static void store_rows(void* base, const Strides& strides, const Params& p, const KeyTile& tile, i32 j_begin,
+                                   i32 num_columns, float factor, const float (&rD)[kCount]) {
+    KeyRows<T, KvSource<false>> rows(static_cast<T*>(base), strides, p, tile.s, tile.kv_head);
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      i32 j = j_begin + fragment_row() + 8 * r;
+#pragma unroll
+      for (i32 b = 0; b < kCount / 4; b += 4) {
+        uint4 chunk = packed_chunk<T>(rD, b, r, factor);
+        i32 column = 8 * (b + static_cast<i32>(threadIdx.x % 4));
+        if (j < tile.s.seqlen_k && column < num_columns) *reinterpret_cast<uint4*>(rows.row(j) + column) = chunk;
+      }
+    }
+  }
+
+  FT_DEVICE static void consume(const BwdSm90Params& params, Storage& shared, const KeyTile& tile, i32 consumer) {
+    const Params& p = params.base;
+    const Sequence& s = tile.s;
+    auto num_tiles = [&] { return static_cast<u32>((tile.m_end - tile.m_begin) * tile.num_heads); };
+    auto j_begin = [&] { return tile.j_begin + 64 * consumer; };
+    float rdK[Config::kHeadDim / 2], rdV[Config::kHeadDimV / 2];
+    u32 packed_p[kScores / 2];
+#pragma unroll
+    for (i32 x = 0; x < Config::kHeadDim / 2; ++x) rdK[x] = 0.0f;
+#pragma unroll
+    for (i32 x = 0; x < Config::kHeadDimV / 2; ++x) rdV[x] = 0.0f;
+
+    // Tile bases of the operands
+    auto k_tile = [&](i32 slab) { return tile_base(shared.sK + slab * kBlockN * 64, kBlockN * 128); };
+    auto k_rows = [&] { return tile_base(shared.sK + 64 * 64 * consumer, kBlockN * 128); };
+    auto v_rows = [&] { return tile_base(shared.sV + 64 * 64 * consumer, kBlockN * 128); };
+    auto q_tile = [&](u32 count) { return tile_base(shared.sQ[Stages::stage(count)], kBlockM * 128); };
+    auto do_tile = [&](u32 count) { return tile_base(shared.sdO[Stages::stage(count)], kBlockM * 128); };
+    auto ds_rows = [&](u32 count) { return tile_base(shared.sdS[Buffers::stage(count)] + 64 * 64 * consumer, kBlockN * 128); };
+    auto ds_tile = [&](u32 count) { return tile_base(shared.sdS[Buffers::stage(count)], kBlockN * 128); };
+
+    auto i_begin = [&](u32 count) { return shared.queries[count % kNumQueryTiles].i_begin; };
+    // Wait for Q and dO of tile number count
+    auto wait_operands = [&](u32 count) {
+      Stages::wait_full(shared.full, count);
+      if constexpr (SeqInfo::kHasLengths) {
+        i32 num_rows = s.seqlen_q - i_begin(count);
+        if (num_rows < kBlockM) {
+          clear_tail<kBlockM, Config::kSlabsQK>(shared.sQ[Stages::stage(count)], num_rows, consumer);
+          clear_tail<kBlockM, Config::kSlabsV>(shared.sdO[Stages::stage(count)], num_rows, consumer);
+        }
+      }
+    };
+    // Start S^T = K Q^T
+    auto start_s = [&](u32 count, float(&rS)[kScores]) {
+      gemm_abt<T, kBlockM, Config::kHeadDim, kBlockN>(rS, k_rows(), q_tile(count));
+    };
+    // Start dP^T = V dO^T
+    auto start_dp = [&](u32 count, float(&rdP)[kScores]) {
+      gemm_abt<T, kBlockM, Config::kHeadDimV, kBlockN>(rdP, v_rows(), do_tile(count));
+    };
+    // From S^T and dP^T, both in flight, to P^T and dS^T; stores dS^T for both consumers
+    auto differentiate_tile = [&](u32 count, float(&rS)[kScores], float(&rdP)[kScores]) {
+      u32 stage = Stages::stage(count);
+      u32 packed_ds[kScores / 2];
+      if constexpr (kHasOptions) {
+        wgmma_wait<0>();
+        pin_registers(rS);
+        pin_registers(rdP);
+        differentiate_options(p, s, shared.queries[count % kNumQueryTiles].head, i_begin(count), j_begin(),
+                              shared.lse[stage], shared.delta[stage], rS, rdP, packed_p, packed_ds);
+      } else {
+        bool is_checked = needs_mask<Mask>(p, s, i_begin(count), 0, j_begin(), 64);
+        if constexpr (Mask::kHasBand) is_checked |= needs_mask<Mask>(p, s, i_begin(count), kBlockM, j_begin(), 64);
+        is_checked |= shared.queries[count % kNumQueryTiles].has_large_lse != 0;
+        float rP[kScores];
+        Stats lse, delta;
+        load_stats(shared.lse[stage], lse);
+        pin_registers(lse);
+        // Compute P^T while dP^T is in flight
+        wgmma_wait<1>();
+        pin_registers(rS);
+        if (is_checked) {
+          exponentiate<true>(p, s, i_begin(count), j_begin(), lse, rS, rP);
+        } else {
+          exponentiate<false>(p, s, i_begin(count), j_begin(), lse, rS, rP);
+        }
+        // Compute dS^T
+        load_stats(shared.delta[stage], delta);
+        pin_registers(delta);
+        wgmma_wait<0>();
+        pin_registers(rdP);
+        differentiate(delta, rP, rdP, packed_p, packed_ds);
+      }
+      // Store dS^T for both consumers
+      Buffers::wait_empty(shared.empty_ds, count);
+      store_fragment(shared.sdS[Buffers::stage(count)] + 64 * 64 * consumer, packed_ds);
+    };
+    // Start dV += P^T dO
+    auto start_dv = [&](u32 count) { gemm_ab<T, Config::kHeadDimV, kBlockM>(rdV, packed_p, do_tile(count)); };
+    // Start dK += dS^T Q
+    auto start_dk = [&](u32 count) { gemm_ab<T, Config::kHeadDim, kBlockM>(rdK, ds_rows(count), q_tile(count)); };
+    auto release_operands = [&](u32 count) {
+      pin_registers(rdV);
+      pin_registers(rdK);
+      release_stage(shared.empty[Stages::stage(count)]);
+    };
+    // Start dQ = dS K
+    auto start_dq = [&](u32 count, float(&rdQ)[kColumnsDq / 2]) {
+      if (has_dq(consumer, count)) {
+        gemm_atb<T, kColumnsDq, kBlockN>(rdQ, ds_tile(count), k_tile(Config::kSlabsQK == 2 ? consumer : 0));
+      } else {
+        wgmma_fence();
+        wgmma_commit();
+      }
+    };
+
+    if (num_tiles() > 0) {
+      mbarrier_wait(shared.full_k, 0);
+      mbarrier_wait(shared.full_v, 0);
+      if constexpr (SeqInfo::kHasLengths) {
+        i32 num_rows = s.seqlen_k - tile.j_begin;
+        if (num_rows < kBlockN) {
+          clear_tail<kBlockN, Config::kSlabsQK>(shared.sK, num_rows, consumer);
+          clear_tail<kBlockN, Config::kSlabsV>(shared.sV, num_rows, consumer);
+        }
+      }
+      // The first turn is consumer 0's
+      if (consumer == 1) end_turn(consumer);
+      wait_operands(0);
+      {
+        float rS[kScores], rdP[kScores];
+        wait_turn(consumer);
+        start_s(0, rS);
+        start_dp(0, rdP);
+        end_turn(consumer);
+        differentiate_tile(0, rS, rdP);
+      }
+      u32 count = 0;
+      for (; count + 1 < num_tiles(); ++count) {
+        float rS[kScores], rdP[kScores], rdQ[kColumnsDq / 2];
+        // Wait for Q and dO, then for this consumer's turn: the other consumer has stored its dS of the tile before
+        wait_operands(count + 1);
+        wait_turn(consumer);
+        // Start dV and dK of this tile, dQ of the tile before and, once P^T has left the registers, S^T of the next tile.
+        // The first tile computes a dQ that nobody adds.
+        start_dv(count);
+        start_dk(count);
+        start_dq(count - 1, rdQ);
+        wgmma_wait<1>();
+        release_operands(count);
+        start_s(count + 1, rS);
+        // Add dQ; dP^T takes its registers
+        wgmma_wait<1>();
+        pin_registers(rdQ);
+        if (count > 0) add_dq(p, shared, consumer, count - 1, rdQ);
+        start_dp(count + 1, rdP);
+        end_turn(consumer);
+        differentiate_tile(count + 1, rS, rdP);
+      }
+      // The last tile
+      float rdQ[kColumnsDq / 2];
+      wait_turn(consumer);
+      start_dv(count);
+      start_dk(count);
+      start_dq(count - 1, rdQ);
+      end_turn(consumer);
+      wgmma_wait<0>();
+      pin_registers(rdV);
+      pin_registers(rdK);
+      pin_registers(rdQ);
+      if (count > 0) add_dq(p, shared, consumer, count - 1, rdQ);
+      // One turn more for its dQ
+      if (consumer == 0) wait_turn(consumer);
+      start_dq(count, rdQ);
+      wgmma_wait<0>();
+      pin_registers(rdQ);
+      add_dq(p, shared, consumer, count, rdQ);
+    }
+    // Shared memory must outlive the last reduction
+    wait_tma_store_read();
+    // Store dK and dV
+    store_rows(p.dk, p.dk_strides, p, tile, j_begin(), p.head_dim, p.scale, rdK);
+    store_rows(p.dv, p.dv_strides, p, tile, j_begin(), p.head_dim_v, 1.0f, rdV);
+  }
+};
+
+template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
+__global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_sm90_kernel(const FT_GRID_CONSTANT BwdSm90Params params) {
+  static_assert(!KvSource::kIsPaged && Load::kIsAligned16, "TMA reads neither pages nor unaligned rows");
+  using Kernel = BwdSm90<Config, Mask, ScoreMod, Dropout, SeqInfo>;
+  extern __shared__ __align__(1024) char shared_bytes[];
+  typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
+
+  if (threadIdx.x == 0) {
+    Kernel::init(shared);
+    shared.tile = KeyTile::find<Config, Mask, SeqInfo>(params.base);
+  }
+  __syncthreads();
+  const KeyTile& tile = shared.tile;
+  if (!tile.has_keys()) return;
+
+  i32 warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup == Config::kNumConsumers) {
+    lower_registers<Config::kProducerRegisters>();
+    i32 warp = uniform(threadIdx.x / 32 % 4);
+    if (warp == 0 && elect_lane()) {
+      // Without queries the maps are empty
+      if (tile.has_queries()) Kernel::produce(params, shared, tile);
+    } else if (warp == 1) {
+      Kernel::produce_stats(params.base, shared, tile);
+    }
+  } else {
+    raise_registers<Config::kConsumerRegisters>();
+    Kernel::consume(params, shared, tile, warpgroup);
+  }
+}
+
+}  // namespace flashtile

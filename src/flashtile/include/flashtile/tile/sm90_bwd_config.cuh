@@ -1,0 +1,38 @@
+// The tile of the Hopper backward: sizes, warpgroup roles and registers per role.
+//
+// A block owns kBlockN keys, 64 for each consumer warpgroup, and streams tiles of kBlockM queries; one more warpgroup
+// holds the producer.
+#pragma once
+
+#include "flashtile/core/types.cuh"
+
+namespace flashtile {
+
+template <typename T, i32 kHeadDim_, i32 kHeadDimV_, i32 kBlockM_, i32 kBlockN_, i32 kNumStages_,
+          i32 kNumBuffers_>
+struct Sm90BwdConfig {
+  using Element = T;
+  static constexpr i32 kHeadDim = kHeadDim_;    // padded
+  static constexpr i32 kHeadDimV = kHeadDimV_;  // padded
+  static constexpr i32 kBlockM = kBlockM_;
+  static constexpr i32 kBlockN = kBlockN_;
+  static constexpr i32 kNumStages = kNumStages_;  // of Q and of dO
+  static constexpr i32 kNumBuffers = kNumBuffers_;  // of dS
+  static constexpr i32 kNumConsumers = kBlockN / 64;
+  static constexpr i32 kNumThreads = 128 * (kNumConsumers + 1);
+  // Registers per thread that setmaxnreg assigns, out of 65536 per multiprocessor
+  static constexpr i32 kProducerRegisters = 24;
+  static constexpr i32 kConsumerRegisters = 240;
+  // Tiles are slabs of 64 columns; the last slab may be padded
+  static constexpr i32 kSlabsQK = (kHeadDim + 63) / 64;
+  static constexpr i32 kSlabsV = (kHeadDimV + 63) / 64;
+  static constexpr i32 kElementsK = kBlockN * 64 * kSlabsQK;
+  static constexpr i32 kElementsV = kBlockN * 64 * kSlabsV;
+  static constexpr i32 kElementsQ = kBlockM * 64 * kSlabsQK;
+  static constexpr i32 kElementsdO = kBlockM * 64 * kSlabsV;
+  static constexpr i32 kElementsdS = kBlockN * 64;
+  static_assert(sizeof(T) == 2 && kHeadDim % 32 == 0 && kHeadDimV % 32 == 0 && kHeadDim <= 128);
+  static_assert(kBlockM == 64 && kBlockN == 128);
+};
+
+}  // namespace flashtile
