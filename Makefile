@@ -9,7 +9,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
 EXTENSION_SOURCES := setup.py $(wildcard src/flashtile/csrc/* src/flashtile/csrc/cpu/* src/flashtile/csrc/exec/*) src/flashtile/include/flashtile/attn/params.cuh
 
-.PHONY: test test-gpu check sanitize sanitize-cpu lint format bench compile-all docs docs-check clean
+.PHONY: test test-gpu test-install check sanitize sanitize-cpu lint format bench compile-all docs docs-check clean
 
 test: .venv/extension
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
@@ -20,6 +20,10 @@ GPU_JOBS ?= $(shell n=$$(( $(JOBS) / 2 )); echo $$(( n > 8 ? 8 : n < 1 ? 1 : n )
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu \
 		$$($(PYTHON) -c 'import importlib.util as u; print("-n $(GPU_JOBS) --dist worksteal" if u.find_spec("xdist") else "")') $(GPU_TESTS)
+
+# pip, pip without torch, uv, a source distribution, no compiler: about two minutes
+test-install: .venv/ready
+	$(BIN)/python tools/try_install.py
 
 # A minute of random problems on the CPU; CHECK takes more options, as in `make check CHECK="--seed 7"`
 check: .venv/extension

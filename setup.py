@@ -1,9 +1,10 @@
-"""Builds the C++ extension flashtile._C where torch's headers and a C++ compiler are there; without them flashtile is
-pure Python.
+"""Builds the C++ extension flashtile._C. Needs a C++ compiler, and torch 2.10 or newer where the build looks for it.
 
-FLASHTILE_EXTENSION=0 leaves the extension out; 1 makes it an error if it cannot be built. FLASHTILE_SANITIZE=address or
-undefined builds it for that sanitizer. FLASHTILE_ARCHS=sm_80,sm_90 puts compiled CUDA kernels for those architectures
-into the package.
+A build without the extension is slower everywhere, and no installer shows what a successful build prints. So a build
+that cannot make it fails and says why. FLASHTILE_EXTENSION=0 leaves it out: the wheel is then pure Python.
+
+FLASHTILE_SANITIZE=address or undefined builds the extension for that sanitizer. FLASHTILE_ARCHS=sm_80,sm_90 puts
+compiled CUDA kernels for those architectures into the package.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import shutil
 import site
 import subprocess
@@ -18,15 +20,18 @@ import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+from setuptools.errors import CompileError, LinkError
 
 try:
     from setuptools.command.bdist_wheel import bdist_wheel
-except ImportError:  # setuptools before 70.1
-    from wheel.bdist_wheel import bdist_wheel
+except ImportError:
+    sys.exit(f"flashtile: building needs setuptools 77 or newer, and this is {setuptools.__version__}. Upgrade it.")
 
 CSRC = Path("src/flashtile/csrc")
 SOURCES = {
@@ -73,10 +78,36 @@ def find_torch() -> Path | None:
     return None
 
 
+def require_torch_and_compiler() -> Path:
+    """The folder of torch. Ends the build with one message where something is missing."""
+    torch = find_torch()
+    if torch is None:
+        fail(
+            "torch 2.10 or newer is not there, or an isolated build hides it. Install torch and setuptools 77 or newer "
+            "first, then run `pip install --no-build-isolation .` or `uv pip install --no-build-isolation .`"
+        )
+    compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++")[0]
+    if shutil.which(compiler) is None:
+        fail(f"there is no C++ compiler ({compiler}). Install g++ or clang++, or name one with CXX")
+    return torch
+
+
+def fail(reason: str) -> NoReturn:
+    way_out = "To install without the extension, which is slower, set FLASHTILE_EXTENSION=0"
+    sys.exit(f"flashtile: the C++ extension cannot be built: {reason}. {way_out}.")
+
+
 class BuildExtension(build_ext):
     """Compiles each source with its own flags, side by side."""
 
     def build_extension(self, ext: Extension) -> None:
+        torch = require_torch_and_compiler()
+        try:
+            self._build(ext, torch)
+        except (CompileError, LinkError) as error:
+            fail(f"{error}; the compiler's own words stand above")
+
+    def _build(self, ext: Extension, torch: Path) -> None:
         compiler, include = self.compiler, [*ext.include_dirs, *self.compiler.include_dirs]
         sanitizer = os.environ.get("FLASHTILE_SANITIZE")
         extra = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-g", "-O1"] if sanitizer else []
@@ -87,7 +118,7 @@ class BuildExtension(build_ext):
             flags = [
                 *FLAGS,
                 *cost,
-                *ext.extra_compile_args,
+                *("-isystem", str(torch / "include")),  # its headers have warnings of their own
                 *SOURCES[Path(source).relative_to(CSRC).as_posix()],
                 *extra,
             ]
@@ -100,7 +131,7 @@ class BuildExtension(build_ext):
             objects,
             target,
             libraries=ext.libraries,
-            library_dirs=ext.library_dirs,
+            library_dirs=[str(torch / "lib")],
             extra_postargs=extra,
             target_lang="c++",
         )
@@ -111,6 +142,8 @@ class BuildPython(build_py):
     installed."""
 
     def run(self) -> None:
+        if self.distribution.ext_modules:
+            require_torch_and_compiler()  # before the list of everything that is copied
         super().run()
         target = Path("src" if self.editable_mode else self.build_lib, "flashtile", "embedded").resolve()
         shutil.rmtree(target, ignore_errors=True)
@@ -129,23 +162,20 @@ class BuildPython(build_py):
             subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(Path("src").resolve())})
 
 
-class Abi3Wheel(bdist_wheel):
+class Wheel(bdist_wheel):
+    """With the extension: for one platform and every Python from PYTHON_TAG on. Without: for all."""
+
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, plat = super().get_tag()
         return (PYTHON_TAG, "abi3", plat) if self.distribution.ext_modules else (python, abi, plat)
 
 
 def extensions() -> list[Extension]:
-    wanted = os.environ.get("FLASHTILE_EXTENSION")
-    torch = find_torch()
-    if wanted == "0" or (torch is None and wanted != "1"):
-        print(
-            "flashtile: building without the C++ extension:",
-            "FLASHTILE_EXTENSION=0" if wanted == "0" else "no torch 2.10 or newer found",
-        )
+    wanted = os.environ.get("FLASHTILE_EXTENSION") or "1"
+    if wanted not in ("0", "1"):
+        sys.exit(f"flashtile: FLASHTILE_EXTENSION: got {wanted!r}; accepted: 0 or 1.")
+    if wanted == "0":
         return []
-    if torch is None:
-        sys.exit("flashtile: FLASHTILE_EXTENSION=1, and no torch 2.10 or newer was found")
     extension = Extension(
         "flashtile._C",
         [str(CSRC / name) for name in SOURCES],
@@ -158,17 +188,12 @@ def extensions() -> list[Extension]:
             ]
         ],
         include_dirs=["src/flashtile/include"],
-        extra_compile_args=["-isystem", str(torch / "include")],  # its headers have warnings of their own
         define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)],
-        library_dirs=[str(torch / "lib")],
         libraries=["torch_cpu"],
         language="c++",
         py_limited_api=True,
-        optional=wanted != "1",
     )
     return [extension]
 
 
-setup(
-    ext_modules=extensions(), cmdclass={"build_ext": BuildExtension, "build_py": BuildPython, "bdist_wheel": Abi3Wheel}
-)
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExtension, "build_py": BuildPython, "bdist_wheel": Wheel})

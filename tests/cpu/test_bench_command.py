@@ -70,8 +70,13 @@ def test_without_matplotlib_the_csv_is_written_and_a_hint_given(tmp_path: Path, 
         (["--grid", "large"], "--grid: got 'large'; accepted: paper, decode"),
         (["--heads", "4", "--heads-kv", "3"], "--heads-kv: got 3 (int); accepted: a divisor of --heads 4"),
         (["--seqlens", "12,x"], "--seqlens: got '12,x'"),
+        (["--seqlens", "12,\u00b2"], "--seqlens: got '12,\u00b2'"),
         (["--backends", "nobody"], "--backends: got 'nobody'"),
         (["--batch", "0"], "--batch: got 0"),
+        (["--seconds", "nan"], "--seconds: got nan; accepted: a number of seconds above 0"),
+        (["--seconds", "-1"], "--seconds: got -1"),
+        (["--call-limit", "nan"], "--call-limit: got nan"),
+        (["--compile-limit", "inf"], "--compile-limit: got inf"),
         (["--grid", "paper", "--causal"], "--causal: got it with --grid paper; accepted: a length sweep"),
         (["--grid", "decode", "--pass", "bwd"], "--pass: got 'bwd' with --grid decode; accepted: fwd"),
     ],
@@ -90,6 +95,19 @@ def test_an_unwritable_folder_is_refused_before_anything_is_measured(tmp_path: P
     assert result.exit_code == 2
     assert "--out: got " in result.output
     assert "accepted: a folder that can be written" in result.output
+
+
+def test_lengths_that_do_not_fit_into_memory_are_rows_of_their_own(tmp_path: Path):
+    result = invoke("bench", "--seqlens", "16,1000000000", *SMALL[3:], "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    rows = read(tmp_path / "sdpa_Lsweep_B1_H1_d64_fp32.csv", Row)
+    assert [row.status for row in rows] == ["ok", "ok", "oom", "oom"]
+
+
+def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert invoke(*SMALL, "--out", "~/here").exit_code == 0
+    assert (tmp_path / "here" / "sdpa_Lsweep_B1_H1_d64_fp32.csv").exists()
 
 
 def test_two_runs_are_compared(tmp_path: Path):

@@ -67,7 +67,30 @@ def test_csv_gives_the_rows_back(measured: list[Row], tmp_path: Path):
 def test_rows_are_on_disk_before_the_file_is_closed(measured: list[Row], tmp_path: Path):
     writer = Writer(tmp_path / "rows.csv", Row)
     writer.add(measured[:2])
-    assert len(read(tmp_path / "rows.csv", Row)) == 2
+    assert len(read(tmp_path / "rows_unfinished.csv", Row)) == 2
+    assert not (tmp_path / "rows.csv").exists()
+
+
+def test_a_file_of_rows_is_replaced_when_the_next_is_complete(measured: list[Row], tmp_path: Path):
+    path = tmp_path / "rows.csv"
+    with Writer(path, Row) as writer:
+        writer.add(measured)
+
+    def crash(count: int) -> None:
+        with Writer(path, Row) as writer:
+            writer.add(measured[:count])
+            raise RuntimeError
+
+    for count in (0, 1, 2):
+        with pytest.raises(RuntimeError):
+            crash(count)
+    assert len(read(path, Row)) == len(measured)
+    assert len(read(tmp_path / "rows_unfinished.csv", Row)) == 1
+    assert len(read(tmp_path / "rows_unfinished2.csv", Row)) == 2
+    with Writer(path, Row) as writer:
+        writer.add(measured[:3])
+    assert len(read(path, Row)) == 3
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_another_schema_is_refused_by_name(tmp_path: Path):
@@ -78,6 +101,18 @@ def test_another_schema_is_refused_by_name(tmp_path: Path):
         read(path, Row)
     with pytest.raises(ValueError, match=r"absent\.csv"):
         read(tmp_path / "absent.csv", Row)
+
+
+def test_a_line_that_was_cut_off_is_named(measured: list[Row], tmp_path: Path):
+    path = tmp_path / "rows.csv"
+    with Writer(path, Row) as writer:
+        writer.add(measured)
+    path.write_text(path.read_text()[:-200])
+    with pytest.raises(ValueError, match=r"file: got rows\.csv with a broken line 7; accepted: rows of Row"):
+        read(path, Row)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"file: got rows\.csv \(not UTF-8\)"):
+        read(path, Row)
 
 
 def test_flops_and_bytes_follow_the_convention():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import itertools
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import torch.nn.functional as F
 from bench_fakes import ENV, SETTINGS, provider, right, rows, sweep
 from rich.console import Console
 
-from flashtile.bench import cold, compare, memory, overhead, plots, timing
+from flashtile.bench import cold, compare, load, memory, overhead, plots, timing
 from flashtile.bench.command import run_sweep
 from flashtile.bench.points import Plan, Point
 from flashtile.bench.providers import Attend, Provider, by_name, choose, providers
@@ -215,10 +217,10 @@ def test_a_call_expected_to_take_too_long_is_not_made():
 
 
 def test_a_call_that_would_exhaust_the_memory_is_not_made(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("flashtile.bench.sweep.free_bytes", lambda: 100_000)
+    monkeypatch.setattr("flashtile.bench.sweep.free_bytes", lambda: 400_000)
 
     def large(q, k, v):
-        return right(q, k, v) + torch.zeros(q.shape[2], q.shape[2] * 8).sum()
+        return right(q, k, v) + torch.zeros(q.shape[2], q.shape[2] * 32).sum()
 
     found = rows([provider("large", large), provider("small")], 32, 64)
     assert [(row.provider, row.seqlen_k, row.status) for row in found] == [
@@ -252,18 +254,69 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path):
             raise KeyboardInterrupt
         return right(q, k, v)
 
+    # A finished run is there: it is not replaced
+    assert run_sweep(sweep([provider("one")], 32), tmp_path, Console(quiet=True)) == 0
+    finished = {path: path.read_bytes() for path in tmp_path.iterdir()}
     output = io.StringIO()
     status = run_sweep(sweep([provider("one", call), provider("two")], 32, 48, 64, 80), tmp_path, Console(file=output))
     assert status == 130
-    (path,) = tmp_path.glob("*.csv")
+    assert {path: path.read_bytes() for path in finished} == finished
+    (path,) = tmp_path.glob("*_unfinished.csv")
     assert [(row.provider, row.seqlen_k) for row in read(path, Row)] == [
         ("one", 32),
         ("two", 32),
         ("one", 48),
         ("two", 48),
     ]
-    assert len(list(tmp_path.glob("*_vs_L*.png"))) == 3
+    assert len(list(tmp_path.glob("*_vs_L*_unfinished.png"))) == 3
     assert "Interrupted: 4 rows were kept" in output.getvalue()
+
+
+def test_an_interrupt_before_the_first_row_leaves_nothing(tmp_path: Path):
+    def call(q, k, v):
+        raise KeyboardInterrupt
+
+    (tmp_path / "sdpa_Lsweep_B1_H1_d16_fp32_unfinished.csv").write_text("of an earlier run")
+    assert run_sweep(sweep([provider("one", call)], 32), tmp_path, Console(quiet=True)) == 130
+    (path,) = tmp_path.iterdir()
+    assert path.read_text() == "of an earlier run"
+
+
+def test_inputs_that_do_not_fit_are_not_made():
+    found = rows([provider("one"), provider("two")], 32, 10**9)
+    assert [(row.provider, row.status) for row in found] == [
+        ("one", "ok"), ("two", "ok"), ("one", "oom"), ("two", "oom"),
+    ]  # fmt: skip
+    assert "the inputs need" in found[2].reason
+
+
+def test_a_busy_machine_is_remarked_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    times = iter([load._Times(1.0, 0.0, 100.0, 0.0), load._Times(2.0, 0.5, 200.0, 30.0)])
+    monkeypatch.setattr(load, "_times", lambda: next(times))
+    output = io.StringIO()
+    assert run_sweep(sweep([provider("one")], 32), tmp_path, Console(file=output, width=400)) == 0
+    assert "waited for a core 33% of the time in which they could run; the host took 30%" in output.getvalue()
+
+
+def test_a_calm_machine_is_not_remarked_on(monkeypatch: pytest.MonkeyPatch):
+    times = iter([load._Times(1.0, 0.0, 100.0, 0.0), load._Times(2.0, 0.01, 200.0, 1.0)])
+    monkeypatch.setattr(load, "_times", lambda: next(times))
+    assert load.Load("cpu").remark() == ""
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="only Linux says how long a thread waits")
+def test_waiting_for_a_core_is_measured():
+    """Two threads on one core: each waits half of the time."""
+    script = (
+        "import os, threading, torch; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from flashtile.bench.load import Load\n"
+        "torch.set_num_threads(1); a = torch.randn(500, 500); load = Load('cpu')\n"
+        "def work():\n    for _ in range(20): a @ a\n"
+        "threads = [threading.Thread(target=work) for _ in range(2)]\n"
+        "[t.start() for t in threads]; work(); print(load.remark()); [t.join() for t in threads]"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert "too busy to trust these times: threads of this run waited for a core" in done.stdout
 
 
 def test_overhead_has_six_cases_for_each_provider(monkeypatch):

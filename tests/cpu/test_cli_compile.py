@@ -4,6 +4,7 @@ test_kernels.py."""
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import json
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from flashtile.backends import numba, registry
 from flashtile.cli import compile as compile_command
 from flashtile.cli import info as info_command
 from flashtile.cli.main import app
@@ -196,6 +198,52 @@ def test_info_shows_the_compiler_and_the_cache(monkeypatch, tmp_path):
     assert "its mode 0755 lets others in" in info_command.collect()["cache"]["status"]
     monkeypatch.setenv("FLASHTILE_CACHE", "0")
     assert info_command.collect()["cache"]["status"] == "off: FLASHTILE_CACHE=0"
+
+
+def test_info_asks_every_backend_whether_it_works(monkeypatch):
+    monkeypatch.delenv("NUMBA_ENABLE_CUDASIM", raising=False)
+    monkeypatch.setenv("NVRTC_APPEND_FLAGS", "-DX")
+    numba.missing.cache_clear()
+    facts = info_command.collect()
+    assert facts["backends"]["tiled"]["cpu"] == facts["backends"]["reference"]["cpu"] == "works"
+    assert facts["backends"]["numba"]["cpu"].startswith("no: on the CPU it runs in Numba's simulator only")
+    assert facts["nvrtc"]["variables"] == ["NVRTC_APPEND_FLAGS=-DX"]
+    monkeypatch.setattr(registry.find("cpu"), "refuse", lambda problem, op="forward": "it is not built")
+    assert info_command.collect()["backends"]["cpu"]["cpu"] == "no: it is not built"
+
+
+def test_an_unwritable_folder_is_refused_before_anything_is_compiled(monkeypatch, tmp_path):
+    monkeypatch.setattr(compile_command, "compile_jobs", lambda *_: pytest.fail("it compiled"))
+    (tmp_path / "file").touch()
+    result = run("--arch", "sm_90", "--embed", str(tmp_path / "file" / "embedded"))
+    assert result.exit_code == 2
+    assert "--embed: got " in result.output
+    assert "accepted: a folder that can be written" in result.output
+
+
+def test_kernels_are_not_embedded_with_variables_of_the_compiler(monkeypatch, tmp_path):
+    monkeypatch.setattr(compile_command, "compile_jobs", lambda *_: pytest.fail("it compiled"))
+    monkeypatch.setenv("NVRTC_PREPEND_FLAGS", "--use_fast_math")
+    result = run("--arch", "sm_90", "--embed", str(tmp_path))
+    assert result.exit_code == 2
+    assert "environment: got NVRTC_PREPEND_FLAGS=--use_fast_math" in result.output
+
+
+def test_a_disk_that_fills_up_is_no_traceback(monkeypatch, tmp_path, compiler):
+    def fill_up(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cache, "embed", fill_up)
+    result = run("--arch", "sm_90", "--dtype", "float32", "--head-dim", "16", "--embed", str(tmp_path))
+    assert result.exit_code == 2
+    assert "A result could not be written: [Errno 28] No space left on device" in result.output
+
+
+@pytest.mark.parametrize("jobs", ["0", "100000"])
+def test_a_number_of_jobs_that_makes_no_sense_is_refused(jobs):
+    result = run("--arch", "sm_90", "--jobs", jobs)
+    assert result.exit_code == 2
+    assert f"--jobs: got {jobs}; accepted: 1 to" in result.output
 
 
 def test_info_without_a_compiler(monkeypatch):

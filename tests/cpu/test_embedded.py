@@ -116,3 +116,18 @@ def test_compile_embeds_and_info_lists(package: Path) -> None:
     forget()
     assert json.loads(CliRunner().invoke(app, ["info", "--json"]).stdout)["embedded"] == {HOPPER: count}
     assert f"{count} for {HOPPER}" in CliRunner().invoke(app, ["info"]).stdout
+
+
+def test_variables_of_the_compiler_keep_embedded_kernels_out(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may change the machine code: with one set, no kernel is embedded, and no embedded one is used."""
+    cache.embed(package, SOURCE, HOPPER, ["add_one"])
+    forget()
+    cache._memory.clear()
+    monkeypatch.setenv("NVRTC_APPEND_FLAGS", "-DX")
+    with pytest.raises(ValueError, match="environment: got NVRTC_APPEND_FLAGS=-DX; accepted: none of these"):
+        cache.embed(package, SOURCE, HOPPER, ["add_one"])
+    monkeypatch.setattr(toolchain, "find", nothing)
+    with pytest.raises(Unsupported, match="NVRTC: none here"):
+        cache.compile_cached(SOURCE, HOPPER, ["add_one"])
+    monkeypatch.delenv("NVRTC_APPEND_FLAGS")
+    assert cache.compile_cached(SOURCE, HOPPER, ["add_one"]).arch == HOPPER

@@ -31,6 +31,7 @@ from flashtile.ladder.ceilings import Ceilings
 from flashtile.ladder.probe import GUARD, KernelFault
 from flashtile.ladder.rows import Counters, HbmRow, RungRow
 from flashtile.ladder.rungs import Variables
+from flashtile.runtime import toolchain
 from flashtile.runtime.nvrtc import CompileError
 
 RUNGS = rungs.rungs()
@@ -430,6 +431,17 @@ def test_a_list_by_number_and_by_name():
     assert IDS[1] not in result.output
 
 
+def test_the_list_without_a_compiler_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find() -> toolchain.Toolchain:
+        raise Unsupported("NVRTC: none here.")
+
+    monkeypatch.setattr(toolchain, "find", find)
+    result = ladder("--list")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("NVRTC: none here.") == 1
+    assert all(rung_id in result.output for rung_id in IDS)
+
+
 def test_the_plan_has_the_large_problem_first():
     points = measure.plan("fp32", None).points
     assert [(point.batch, point.heads, point.seqlen_q, point.is_causal) for point in points[:2]] == [
@@ -659,7 +671,7 @@ def results(tmp_path) -> Path:
             point, inputs
         )
 
-    names = [(rung.name, False) for rung in RUNGS[:2]] + [("sdpa-math", True)]
+    names = [(rung.name, False) for rung in RUNGS[:2]] + [("cuda", False), ("sdpa-math", True)]
     fakes = [replace(provider(name, is_baseline=is_baseline), build=call_for) for name, is_baseline in names]
     rows = [row for found in Sweep(plan, fakes, SETTINGS, ENV).rows() for row in found]
     kernels = [
@@ -688,10 +700,11 @@ def test_tables(results):
     assert kernels[0].dram_bytes == 3e6
     table = tables.of(rows, kernels, "ladder")
     assert table.header[:6] == ("", "ms", "TFLOP/s", "of FMA ceiling", "x step before", "x sdpa-math")
-    first, second, baseline = table.lines
+    first, second, ours, baseline = table.lines
     assert first[:5] == ("00_naive", "4", "2.5", "12 %", "")
     assert second[:5] == ("01_shared_tiles", "2", "5", "25 %", "2")
     assert second[-4:] == ("100", "0", "69.0", "25 %")
+    assert ours[0] == "flashtile"
     assert baseline[0] == "sdpa-math"
     assert "causal" in tables.of(rows, kernels, "ladder-causal").title
     counted = tables.of(rows, kernels, "counters").lines[0]
@@ -719,6 +732,14 @@ def test_figures(results):
         "ladder_hbm_fp32.png",
     }
     assert all(plots.is_current(path) for path in written)
+
+
+def test_our_default_is_called_flashtile_in_the_figure(results, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "save", lambda figure, csv_path, name: drawn.append(figure) or csv_path)
+    figures.draw(results / "ladder_fp32.csv")
+    names = [label.get_text() for label in drawn[0].axes[0].get_yticklabels()]
+    assert names == [*(rung.name for rung in RUNGS[:2]), "flashtile", "sdpa-math"]
 
 
 def test_pages_are_filled(results, tmp_path_factory):

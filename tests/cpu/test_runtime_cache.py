@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import multiprocessing
 import os
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,6 +42,7 @@ def forget():
     cache._memory.clear()
     cache._warned.clear()
     cache._toolchain_digest.cache_clear()
+    cache._remove_stale.cache_clear()
     cache.include_digest.cache_clear()
 
 
@@ -78,6 +81,18 @@ def test_directory_from_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert KernelCache.default().directory == tmp_path / "home" / ".cache" / "flashtile"
+
+
+def test_the_home_directory_is_expanded(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("FLASHTILE_CACHE_DIR", "~/kernels")
+    assert KernelCache.default().directory == tmp_path / "home" / "kernels"
+    monkeypatch.delenv("FLASHTILE_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/xdg")
+    assert KernelCache.default().directory == tmp_path / "home" / "xdg" / "flashtile"
+    monkeypatch.setenv("FLASHTILE_CACHE_DIR", "~a-user-that-is-not-there/kernels")
+    with pytest.warns(CacheWarning, match="no home directory"):
+        assert KernelCache.default().directory is None
 
 
 def test_no_home_directory(monkeypatch, tmp_path):
@@ -204,6 +219,54 @@ def test_a_file_under_the_wrong_key_is_a_miss(tmp_path):
         assert KernelCache.default().load(other) is None
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"not JSON",
+        b"\xff\xfe",
+        b"[1, 2]",
+        b"{}",
+        b'{"key": "KEY"}',
+        b'{"key": "KEY", "arch": "sm_90", "symbols": [], "log": ""}',
+        b'{"key": 3, "arch": "sm_90", "symbols": {}, "log": ""}',
+        b'{"key": "KEY", "arch": "sm_90", "symbols": {}, "log": null, "digest": null}',
+        b"[" * 100_000,
+    ],
+    ids=lambda head: head[:20].decode(errors="replace"),
+)
+def test_a_valid_checksum_over_malformed_content_is_a_miss(tmp_path, head):
+    """Files of another program, or of another version, with a right header."""
+    (tmp_path / "cache").mkdir(mode=0o700)
+    library = tmp_path / "libnvrtc.so.13"
+    library.write_bytes(b"one")
+    state = library.stat()
+    names = {
+        "kernel": KEY,
+        "toolchain": KernelCache.key([f"{library} {state.st_size} {state.st_mtime_ns}"]),
+    }
+    for ending, key in names.items():
+        payload = cache._LENGTH.pack(len(head)) + head.replace(b"KEY", key.encode()) + b"cubin"
+        header = cache._HEADER.pack(cache._MAGIC, cache._FORMAT, hashlib.sha256(payload).digest())
+        (tmp_path / "cache" / f"{key}.{ending}").write_bytes(header + payload)
+    with pytest.warns(CacheWarning, match="is not usable"):
+        assert KernelCache.default().load(KEY) is None
+    found = toolchain.Toolchain(str(library))
+    with pytest.warns(CacheWarning, match="toolchain is not usable"):
+        assert KernelCache.default().toolchain_digest(found) == found.digest
+
+
+def test_temporary_files_of_killed_processes_are_removed(tmp_path):
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    old, new, foreign = (folder / name for name in (f".{KEY}.kernel.a1", f".{KEY}.toolchain.b2", ".keep.this.file"))
+    for path in (old, new, foreign):
+        path.write_bytes(b"half of a ker")
+    for path in (old, foreign):
+        os.utime(path, (time.time() - 7200,) * 2)
+    KernelCache.default().store(KEY, KERNEL)
+    assert {path.name for path in folder.iterdir()} == {new.name, foreign.name, f"{KEY}.kernel"}
+
+
 def test_an_unreadable_file_is_a_miss(tmp_path):
     (tmp_path / "cache").mkdir(mode=0o700)
     kernel_file(tmp_path).mkdir()
@@ -292,6 +355,20 @@ def test_the_toolchain_digest_follows_the_library(tmp_path):
     assert store.toolchain_digest(toolchain.Toolchain(str(library))) == first
     library.write_bytes(b"two, longer")
     assert store.toolchain_digest(toolchain.Toolchain(str(library))) not in (first, "")
+
+
+@pytest.mark.parametrize("name", ["NVRTC_APPEND_FLAGS", "NVRTC_PREPEND_FLAGS", "NVVM_IR_VER_CHK"])
+def test_what_the_compiler_reads_from_the_environment_is_in_the_key(monkeypatch, compilations, name):
+    monkeypatch.setenv(name, "--use_fast_math")
+    compile_cached(*UNIT)
+    forget()
+    monkeypatch.delenv(name)
+    compile_cached(*UNIT)
+    assert len(compilations) == 2  # the first kernel was not served
+    forget()
+    monkeypatch.setenv(name, "--use_fast_math")
+    compile_cached(*UNIT)
+    assert len(compilations) == 2
 
 
 def test_the_key_follows_everything_that_reaches_the_compiler(tmp_path, compilations, monkeypatch):

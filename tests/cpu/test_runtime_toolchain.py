@@ -29,6 +29,17 @@ def nowhere(monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "is_file", lambda path: tmp_path in path.parents and path.exists())
 
 
+def install(folder: Path, package: str, library: str) -> Path:
+    """A package with the library, and the metadata that an installer leaves."""
+    (folder / library).parent.mkdir(parents=True, exist_ok=True)
+    (folder / library).touch()
+    info = folder / f"{package.replace('-', '_')}-13.0.88.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 13.0.88\n")
+    (info / "RECORD").write_text(f"{library},,\n{info.name}/RECORD,,\n")
+    return folder / library
+
+
 def test_the_installed_wheel_is_found_without_being_opened():
     found = toolchain.find()
     assert Path(found.path).is_file()
@@ -43,7 +54,6 @@ def test_missing_says_what_was_looked_for_and_what_to_install(monkeypatch, tmp_p
         toolchain.find()
     for words in (
         "libnvrtc.so.13",
-        "nvidia/cu13/lib",
         "CUDA_HOME",
         "/usr/local/cuda",
         "nvidia-cuda-nvrtc",
@@ -52,12 +62,56 @@ def test_missing_says_what_was_looked_for_and_what_to_install(monkeypatch, tmp_p
         assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("place", ["nvidia/cu13/lib/libnvrtc.so.13", "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"])
-def test_wheels_are_found_below_sys_path(monkeypatch, tmp_path, place):
+@pytest.mark.parametrize(
+    ("package", "library"),
+    [
+        ("nvidia-cuda-nvrtc", "nvidia/cu13/lib/libnvrtc.so.13"),
+        ("nvidia-cuda-nvrtc-cu12", "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"),
+    ],
+)
+def test_installed_packages_are_found_on_sys_path(monkeypatch, tmp_path, package, library):
     nowhere(monkeypatch, tmp_path)
-    (tmp_path / place).parent.mkdir(parents=True)
-    (tmp_path / place).touch()
-    assert toolchain.find().path == str(tmp_path / place)
+    installed = install(tmp_path, package, library)
+    assert toolchain.find().path == str(installed)
+
+
+def test_a_library_without_a_package_is_not_loaded(monkeypatch, tmp_path):
+    nowhere(monkeypatch, tmp_path)
+    planted = tmp_path / "nvidia" / "cu13" / "lib" / "libnvrtc.so.13"
+    planted.parent.mkdir(parents=True)
+    planted.touch()
+    with pytest.raises(Unsupported, match=r"none of libnvrtc\.so\.13"):
+        toolchain.find()
+
+
+@pytest.mark.parametrize("entry", ["", ".", "absolute"])
+def test_a_package_in_the_current_directory_is_not_loaded(monkeypatch, tmp_path, entry):
+    nowhere(monkeypatch, tmp_path)
+    install(tmp_path, "nvidia-cuda-nvrtc", "nvidia/cu13/lib/libnvrtc.so.13")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path) if entry == "absolute" else entry])
+    with pytest.raises(Unsupported, match=r"none of libnvrtc\.so\.13"):
+        toolchain.find()
+
+
+def test_what_is_installed_beside_torch_comes_before_sys_path(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    install(tmp_path, "nvidia-cuda-nvrtc", "nvidia/cu13/lib/libnvrtc.so.13")
+    assert not Path(toolchain.find().path).is_relative_to(tmp_path)
+
+
+def test_a_current_directory_that_was_removed_is_no_error(monkeypatch, tmp_path):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert Path(toolchain.find().path).is_file()
+
+
+def test_the_home_directory_is_expanded(monkeypatch, tmp_path):
+    (tmp_path / "libnvrtc.so.13").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FLASHTILE_NVRTC", "~/libnvrtc.so.13")
+    assert toolchain.find().path == str(tmp_path / "libnvrtc.so.13")
 
 
 def test_a_toolkit_is_found_by_cuda_home(monkeypatch, tmp_path):

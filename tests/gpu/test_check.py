@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from conftest import SEED
 
@@ -25,6 +27,14 @@ def test_all_backends_agree() -> None:
     assert report.ran.keys() >= {"cuda", "tiled", "reference"}
     assert len(report.kernels["cuda"]) > 10
     assert [f"{failure.reproducer}: {failure.smallest_complaints}" for failure in report.failures] == []
+
+
+def test_the_time_is_kept() -> None:
+    start = time.monotonic()
+    report = check(settings(seconds=20.0, jobs=4, reuse=25))
+    assert time.monotonic() - start < 20 + 15  # a few of them for a busy machine
+    assert report.num_problems > 0
+    assert report.failures == []
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,12 @@ class Check:
         has_backward = point.direction != "fwd"
         self._expected = testing.expect(self._part.inputs, has_backward=has_backward)
 
+    @staticmethod
+    def num_bytes(point: Point) -> int:
+        """About what it takes: a sample of rows of scores, and its keys, in float64."""
+        rows, heads = min(MAX_ROWS, point.seqlen_q), MAX_GROUPS * point.heads // point.heads_kv
+        return 8 * point.seqlen_k * (4 * rows * heads + MAX_GROUPS * (point.head_dim + point.head_dim_v))
+
     def verdict(self, out: Tensor, grads: tuple[Tensor, Tensor, Tensor] | None) -> Verdict:
         """Judges `out` and the gradients of a provider, (batch, heads, rows, dim)."""
         part, ref, low = self._part, self._expected.ref, self._expected.low

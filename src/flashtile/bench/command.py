@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import tempfile
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +13,8 @@ from typing import Any
 from rich.console import Console
 
 from flashtile.bench import cold, compare, device, overhead, plots, tables
+from flashtile.bench.files import writable_folder
+from flashtile.bench.load import Load
 from flashtile.bench.points import (
     DIRECTIONS,
     FAST_SEQLENS,
@@ -28,7 +30,7 @@ from flashtile.bench.points import (
 from flashtile.bench.providers import Provider, choose
 from flashtile.bench.rows import ColdRow, OverheadRow, Row, Writer, as_dict, read
 from flashtile.bench.sweep import Settings, Sweep
-from flashtile.bench.terminal import make_console, progress_bar, say_files, show
+from flashtile.bench.terminal import make_console, progress_bar, say_files, say_remark, show
 from flashtile.errors import Unsupported, value_error
 
 INTERRUPTED = 130
@@ -77,6 +79,12 @@ class Options:
 def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     """Checks the options and returns the job, which returns the exit status. Errors in options are raised here."""
     console = make_console(options.as_json)
+    for name, seconds in (
+        ("--seconds", options.seconds),
+        ("--call-limit", options.call_limit),
+        ("--compile-limit", options.compile_limit),
+    ):
+        check_seconds(name, seconds)
     plan = make_plan(options)
     where, line = device.resolve(options.device)
     providers = choose(options.backends, is_grid=options.grid is not None)
@@ -100,33 +108,33 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
 
 def run_sweep(sweep: Sweep, folder: Path, console: Console, as_json: bool = False) -> int:
     """Writes rows as they are measured. After an interrupt the results so far are drawn and shown."""
-    path, rows, is_interrupted = folder / f"{sweep.plan.stem}.csv", list[Row](), False
-    with Writer(path, Row) as writer, progress_bar(console) as progress:
-        task = progress.add_task("", total=len(sweep.plan.points))
-        try:
+    rows, is_interrupted = list[Row](), False
+    writer, load = Writer(folder / f"{sweep.plan.stem}.csv", Row), Load(sweep.settings.device)
+    try:
+        with writer, progress_bar(console) as progress:
+            task = progress.add_task("", total=len(sweep.plan.points))
             for found in sweep.rows(lambda point, name: progress.update(task, description=_describe(point, name))):
                 writer.add(found)
                 rows += found
                 progress.advance(task)
-        except KeyboardInterrupt:
-            is_interrupted = True
+    except KeyboardInterrupt:
+        is_interrupted = True
+    remark = load.remark()
     for table in _summary(rows):
         show(console, table)
-    written = [path]
-    try:
-        written += plots.draw(path, rows)
-    except Unsupported as error:
-        console.print(str(error), highlight=False, markup=False)
-    say_files(console, written)
+    if rows:
+        written = [writer.written]
+        try:
+            written += plots.draw(writer.written, rows)
+        except Unsupported as error:
+            console.print(str(error), highlight=False, markup=False)
+        say_files(console, written)
+    say_remark(console, remark)
     if is_interrupted:
         console.print(f"Interrupted: {len(rows)} rows were kept.", highlight=False)
     if as_json:
-        print(
-            json.dumps(
-                {"rows": [as_dict(row) for row in rows], "ratios": [vars(one) for one in compare.ratios(rows)]},
-                indent=1,
-            )
-        )
+        ratios = [vars(one) for one in compare.ratios(rows)]
+        print(json.dumps({"rows": [as_dict(row) for row in rows], "ratios": ratios, "remark": remark}, indent=1))
     return INTERRUPTED if is_interrupted else 0
 
 
@@ -149,12 +157,12 @@ def _host_runs(
     options: Options, point: Point, providers: Sequence[Provider], where: str, env: Any, folder: Path, console: Console
 ) -> int:
     """Runs --overhead and --cold: one table each instead of a sweep."""
-    written, payload = list[Path](), dict[str, list[dict[str, Any]]]()
+    written, payload, load = list[Path](), dict[str, Any](), Load(where)
     try:
         if options.has_overhead:
             found = list[OverheadRow]()
-            written.append(folder / f"overhead_{point.dtype}.csv")
-            with Writer(written[-1], OverheadRow) as writer, progress_bar(console) as progress:
+            writer = Writer(folder / f"overhead_{point.dtype}.csv", OverheadRow)
+            with writer, progress_bar(console) as progress:
                 task = progress.add_task("", total=len(overhead.MODES) * len(overhead.CASES))
                 for some in overhead.rows(
                     providers, point, where, env, lambda name: progress.update(task, description=name)
@@ -162,12 +170,13 @@ def _host_runs(
                     writer.add(some)
                     found += some
                     progress.advance(task)
+            written.append(writer.written)
             show(console, tables.overhead_table(found))
             payload["overhead"] = [as_dict(row) for row in found]
         if options.has_cold:
             cold_rows = list[ColdRow]()
-            written.append(folder / f"cold_{point.dtype}.csv")
-            with Writer(written[-1], ColdRow) as cold_writer, progress_bar(console) as progress:
+            cold_writer = Writer(folder / f"cold_{point.dtype}.csv", ColdRow)
+            with cold_writer, progress_bar(console) as progress:
                 task = progress.add_task("", total=len(providers))
                 for some_cold in cold.rows(
                     providers, point, where, env, lambda name: progress.update(task, description=name)
@@ -175,12 +184,15 @@ def _host_runs(
                     cold_writer.add(some_cold)
                     cold_rows += some_cold
                     progress.advance(task)
+            written.append(cold_writer.written)
             show(console, tables.cold_table(cold_rows))
             payload["cold"] = [as_dict(row) for row in cold_rows]
     except KeyboardInterrupt:
-        console.print("Interrupted: the rows measured so far were kept.", highlight=False)
+        console.print("Interrupted: the rows measured so far were kept in a file named _unfinished.", highlight=False)
         return INTERRUPTED
+    payload["remark"] = load.remark()
     say_files(console, written)
+    say_remark(console, payload["remark"])
     if options.as_json:
         print(json.dumps(payload, indent=1))
     return 0
@@ -208,6 +220,11 @@ def _compare(found: Sequence[compare.Change], devices: Sequence[str], path: Path
     if as_json:
         print(json.dumps([vars(one) for one in found], indent=1))
     return 0
+
+
+def check_seconds(option: str, seconds: float | None) -> None:
+    if seconds is not None and not 0 < seconds < math.inf:  # NaN fails too
+        raise value_error(option, str(seconds), "a number of seconds above 0")
 
 
 def make_plan(options: Options) -> Plan:
@@ -251,19 +268,6 @@ def make_plan(options: Options) -> Plan:
 
 def _numbers(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdigit() and int(part) > 0 for part in parts):
+    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise value_error("--seqlens", repr(text), "lengths >= 1, separated by commas")
     return tuple(sorted({int(part) for part in parts}))
-
-
-def writable_folder(folder: Path) -> Path:
-    """Creates the folder and checks that it is writable, before minutes of measuring."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise value_error(
-            "--out", f"{folder} ({error.strerror})", "a folder that can be written", "Pass another --out"
-        ) from error
-    return folder

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from flashtile.bench import files
 from flashtile.bench.points import Point
 from flashtile.bench.rows import Row
 
@@ -104,10 +106,11 @@ def means(found: Sequence[Change]) -> list[tuple[str, int, float, float]]:
 
 
 def write(path: Path, found: Sequence[Change]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Change)], lineterminator="\n")
-        writer.writeheader()
-        for change in found:
-            writer.writerow(
-                {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in asdict(change).items()}
-            )
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, [field.name for field in fields(Change)], lineterminator="\n")
+    writer.writeheader()
+    for change in found:
+        writer.writerow(
+            {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in asdict(change).items()}
+        )
+    files.write_whole(path, text.getvalue())

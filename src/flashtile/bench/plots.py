@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from flashtile.bench import files
 from flashtile.bench.compare import speedups
 from flashtile.bench.rows import Row
 from flashtile.bench.tables import DEFAULT_BACKENDS, measured_labels
@@ -58,7 +59,7 @@ def require_matplotlib() -> None:
             "plots",
             "no matplotlib",
             "an installed one",
-            "The CSV is complete; pip install 'flashtile[bench]' draws the figures",
+            "The CSV needs none; pip install 'flashtile[bench]' draws the figures",
         )
 
 
@@ -374,8 +375,9 @@ def _heat_line(row: Row) -> str:
 
 
 def save(figure: Any, csv_path: Path, name: str) -> Path:
-    path = csv_path.with_name(name)
-    figure.savefig(path, dpi=130, metadata={SOURCE_KEY: csv_path.name, HASH_KEY: sha256(csv_path), "Software": None})
+    path, metadata = csv_path.with_name(name), {SOURCE_KEY: csv_path.name, HASH_KEY: sha256(csv_path), "Software": None}
+    with files.replacing(path) as beside:
+        figure.savefig(beside, dpi=130, format="png", metadata=metadata)
     return path
 
 

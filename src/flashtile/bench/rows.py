@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar, get_type_hints
 
+from flashtile.bench import files
 from flashtile.bench.points import Point
 from flashtile.errors import value_error
 
@@ -141,10 +142,14 @@ def as_dict(row: Any) -> dict[str, Any]:
 
 
 class Writer(Generic[AnyRow]):
-    """Writes rows as they are measured, so that an interrupted run keeps them."""
+    """Writes rows as they are measured. They get the name `path` at the end; an interrupted run keeps them in the
+    unfinished file (bench/files.py)."""
 
     def __init__(self, path: Path, kind: type[AnyRow]):
-        self._file = path.open("w", newline="", encoding="utf-8")
+        self.path = path
+        self.written = files.create_unfinished(path)  # where the rows are
+        self.num_rows = 0
+        self._file = self.written.open("w", newline="", encoding="utf-8")
         self._writer = csv.DictWriter(self._file, columns(kind), lineterminator="\n")
         self._writer.writeheader()
         self._file.flush()
@@ -152,6 +157,7 @@ class Writer(Generic[AnyRow]):
     def add(self, rows: Iterable[AnyRow]) -> None:
         for row in rows:
             self._writer.writerow({name: _to_text(value) for name, value in as_dict(row).items()})
+            self.num_rows += 1
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -162,14 +168,20 @@ class Writer(Generic[AnyRow]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+        if kind is None:
+            os.replace(self.written, self.path)
+            self.written = self.path
+        elif not self.num_rows:
+            self.written.unlink()
 
 
 def read(path: Path, kind: type[AnyRow]) -> list[AnyRow]:
     """Reads a CSV that `Writer` wrote."""
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise value_error("file", f"{path.name} ({error.strerror})", "a CSV that `flashtile bench` wrote") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise value_error("file", f"{path.name} ({why})", "a CSV that `flashtile bench` wrote") from error
     reader = csv.DictReader(text.splitlines())
     if list(reader.fieldnames or ()) != columns(kind):
         raise value_error(
@@ -181,7 +193,11 @@ def read(path: Path, kind: type[AnyRow]) -> list[AnyRow]:
     hints = {**get_type_hints(kind), **get_type_hints(Environment)}
     found = []
     for record in reader:
-        values = {name: _from_text(text, str(hints[name])) for name, text in record.items()}
+        try:
+            values = {name: _from_text(text, str(hints[name])) for name, text in record.items()}
+        except (KeyError, TypeError, ValueError) as error:  # cut off, or edited
+            line = f"{path.name} with a broken line {reader.line_num}"
+            raise value_error("file", line, f"rows of {kind.__name__}", "Remove the line") from error
         env = Environment(**{field.name: values.pop(field.name) for field in dataclasses.fields(Environment)})
         found.append(kind(**values, env=env))  # type: ignore[call-arg]
     return found

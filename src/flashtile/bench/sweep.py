@@ -92,8 +92,10 @@ class Sweep:
 
     def _measure(self, point: Point, present: Sequence[Provider], on_step: Callable[[Point, str], None]) -> list[Row]:
         device = self.settings.device
-        copies = [point.make(device, seed) for seed in range(num_copies(point, self.settings.cache_bytes))]
-        check = Check(point, copies[0])
+        try:
+            copies, check = self._inputs(point)
+        except Refusal as refusal:
+            return [self._row(provider, point, refusal.status, refusal.reason) for provider in present]
         outcomes: dict[str, Row | _Measured] = {}
         for provider in present:
             on_step(point, provider.name)
@@ -112,6 +114,16 @@ class Sweep:
             outcome if isinstance(outcome, Row) else self._timed_row(outcome, point, len(copies))
             for outcome in outcomes.values()
         ]
+
+    def _inputs(self, point: Point) -> tuple[list[Inputs], Check]:
+        """The inputs of all providers. Raises Refusal if there is no memory for them."""
+        device, count = self.settings.device, num_copies(point, self.settings.cache_bytes)
+        need = count * sum(point.sizes()) + Check.num_bytes(point)
+        if device == "cpu" and need > (free := free_bytes()):
+            raise Refusal("oom", f"the inputs need {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free")
+        with refusing():
+            copies = [point.make(device, seed) for seed in range(count)]
+            return copies, Check(point, copies[0])
 
     def _release(self) -> None:
         """Frees memory for the next provider."""

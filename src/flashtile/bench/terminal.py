@@ -46,3 +46,9 @@ def show(console: Console, table: tables.Table) -> None:
 
 def say_files(console: Console, written: Sequence[Path]) -> None:
     console.print("Written: " + ", ".join(str(path) for path in written), highlight=False, markup=False, soft_wrap=True)
+
+
+def say_remark(console: Console, remark: str) -> None:
+    """Says why the times are not to be trusted, if they are not."""
+    if remark:
+        console.print(remark, style="yellow", highlight=False, markup=False, soft_wrap=True)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -12,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashtile.check.judge import is_alive
-from flashtile.check.runner import Report, Settings, check_trials, drawn, processes
+from flashtile.check.runner import GRACE_S, Report, Settings, TimeOver, check_trials, drawn, processes
 from flashtile.errors import dtype_name
 from flashtile.kernels import assemble, families
 from flashtile.kernels.mutation import Mutation, planted
@@ -45,29 +48,41 @@ class Hunt:
 
 
 def hunt(mutations: Sequence[Mutation], settings: Settings) -> Iterator[Hunt]:
-    """Each fault is planted and checked for until a problem fails, in processes of their own. As they come."""
-    alone = dataclasses.replace(settings, chunk=CHUNK, reuse=REUSE, jobs=1, stops_at_failure=True)
+    """Each fault is planted and checked for until a problem fails, in processes of their own. As they come.
+
+    A time limit holds for all of them together: those that it leaves no time for do not come.
+    """
+    end = math.inf if settings.seconds is None else time.monotonic() + settings.seconds
+    alone = dataclasses.replace(settings, chunk=CHUNK, reuse=REUSE, jobs=0, stops_at_failure=True)
     remaining = list(mutations)
     num_deaths = 0
-    while remaining:
+    while remaining and time.monotonic() < end:
         try:
-            with processes(settings.jobs) as pool:
-                for future in as_completed([pool.submit(hunt_one, mutation, alone) for mutation in remaining]):
+            with processes(max(1, settings.jobs), end) as pool:
+                hunts = [pool.submit(hunt_one, mutation, alone, end) for mutation in remaining]
+                limit = None if end == math.inf else end - time.monotonic() + GRACE_S
+                for future in as_completed(hunts, limit):
                     found = future.result()
                     if found.num_problems:
                         remaining.remove(found.mutation)
                         yield found
                     if found.report.lost:
                         break  # its process cannot use the GPU any more: the rest goes on in new ones
+        except (FutureTimeout, TimeOver):
+            return
         except BrokenProcessPool:
             num_deaths += 1
             if num_deaths == MAX_DEATHS:
                 raise
 
 
-def hunt_one(mutation: Mutation, settings: Settings) -> Hunt:
+def hunt_one(mutation: Mutation, settings: Settings, end: float = math.inf) -> Hunt:
+    """Checks for one fault until a problem shows it, `settings.problems` do not, or the time is over."""
+    if time.monotonic() > end:
+        return Hunt(mutation, False, 0, Report(is_time_over=True))
     if not is_alive(settings.device):
         return Hunt(mutation, False, 0, Report(lost="an earlier fault took the GPU from this process"))
+    settings = dataclasses.replace(settings, seconds=None if end == math.inf else end - time.monotonic())
     trials = drawn(settings)
     if mutation.family is not None:
         # Other dtypes would not reach the kernel, and a backward pass only costs time where it is in the forward

@@ -1,21 +1,27 @@
 """A whole check: draw, compile ahead, judge, shrink what fails, count.
 
-Problems are small, so Python takes most of the time: with `jobs`, processes of their own judge them, while this one
-compiles for the next. Kernels of backends that have jobs for compilers are compiled by processes too, as many as there
-are cores.
+Problems are small, so Python takes most of the time: with `jobs`, worker processes judge them, while others compile for
+the next. Kernels of backends that have jobs for compilers are compiled in as many processes as there are cores.
+
+A time limit holds for the whole check: starting the workers, compiling, judging and shrinking. When it is over, a
+worker has GRACE_S to finish its problem; then it is killed. What it had judged by then is in its journal, and is kept.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import multiprocessing
 import os
+import pickle
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -36,7 +42,11 @@ from flashtile.errors import Unsupported
 _CHUNK = 500  # problems whose kernels are compiled side by side, before the first of them is judged
 _BATCH = 10  # problems that are given to a process at a time
 _SHRINK_S = 30.0
+_SHRINK_SHARE = 0.25  # of a limited time, kept for shrinking as soon as there is a failure
 _MAX_SHRUNK = 5  # failures that are made small; the rest is shown as it came
+_START_S, _LEAST_S = 15.0, 1.0  # for starting the workers and for judging, however short the time is
+GRACE_S = 2.0  # for a worker to finish its problem when the time is over
+_TICK_S = 1.0  # between two looks at what was judged meanwhile
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,7 @@ class Settings:
     direction: str = "both"
     reuse: int = 1
     chunk: int = _CHUNK
-    jobs: int = 1
+    jobs: int = 0  # worker processes; 0 judges in this one, where a time limit cannot stop a problem that hangs
     stops_at_failure: bool = False  # at the first, as it came
 
 
@@ -96,6 +106,8 @@ class Report:
     total_s: float = 0.0
     lost: str = ""  # why the GPU is gone, if it is
     num_deaths: int = 0  # of processes that judged
+    unfinished: list[str] = field(default_factory=list)  # cases that were stopped when the time was over
+    is_time_over: bool = False
     is_interrupted: bool = False
 
     def add(self, other: Report) -> None:
@@ -108,6 +120,7 @@ class Report:
         for name, kernels in other.kernels.items():
             self.kernels.setdefault(name, set()).update(kernels)
         self.failures += other.failures
+        self.unfinished += other.unfinished
         self.lost = self.lost or other.lost
 
     def as_dict(self) -> dict[str, Any]:
@@ -123,6 +136,7 @@ class Report:
             "failures": [failure.as_dict() for failure in self.failures],
             "lost": self.lost,
             "deaths": self.num_deaths,
+            "unfinished": self.unfinished,
             "is_interrupted": self.is_interrupted,
         }
 
@@ -142,14 +156,26 @@ def drawn(settings: Settings) -> Iterator[Trial]:
     return iter(Drawer(settings.seed, settings.device, settings.direction, edges, settings.reuse))
 
 
+class TimeOver(Exception):  # noqa: N818, it is what happened
+    """The time was over while worker processes were started."""
+
+
 def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress = lambda what, done: None) -> Report:
     """Judges these problems."""
     report, start, remaining = Report(), time.monotonic(), iter(trials)
-    deadline: float | None = None
+    judges = _Judges(settings, math.inf if settings.seconds is None else start + settings.seconds)
+
+    def judging_end() -> float:
+        has_shrinking = bool(report.failures) and not settings.stops_at_failure
+        return judges.end - _SHRINK_SHARE * settings.seconds if settings.seconds and has_shrinking else judges.end
 
     def is_over() -> bool:
-        has_enough = bool(report.lost) or (settings.stops_at_failure and bool(report.failures))
-        return has_enough or (deadline is not None and time.monotonic() > deadline)
+        report.is_time_over = report.is_time_over or time.monotonic() > judging_end()
+        return report.is_time_over or bool(report.lost) or (settings.stops_at_failure and bool(report.failures))
+
+    def compile_end() -> float:
+        # Half of the time at most goes by before a first problem is judged
+        return judges.end if report.num_problems else (start + judges.end) / 2
 
     def take(batch: Report) -> None:
         report.add(batch)
@@ -158,11 +184,10 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
     with (
         _interruptible(report),
         _fresh_memory(settings.device),
-        _Judges(settings) as judges,
-        _compilers(settings) as start_compiling,
+        judges,
+        _Compilers(settings, judges, is_over, compile_end) as compilers,
     ):
-        # Time counts from when all processes are there
-        deadline = None if settings.seconds is None else time.monotonic() + settings.seconds
+        sizes = _chunk_sizes(settings)
 
         def tick() -> None:
             judges.collect(take, timeout=0)
@@ -170,58 +195,64 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
 
         try:
             # One chunk is compiled for ahead of that which is waited for, so that no process is without work
-            chunk = list(itertools.islice(remaining, settings.chunk))
-            compiling = start_compiling(chunk)
-            while not is_over() and chunk:
+            chunk = list(itertools.islice(remaining, next(sizes)))
+            compiling = compilers.start(chunk)
+            while chunk and not is_over():
                 compile_start = time.monotonic()
-                following = list(itertools.islice(remaining, settings.chunk))
-                compiling_next = start_compiling(following)
-                _compile(chunk, settings, compiling, tick)
+                following = list(itertools.islice(remaining, next(sizes)))
+                compiling_next = compilers.start(following)
+                compilers.finish(chunk, compiling, tick)
                 report.compile_s += time.monotonic() - compile_start
-                for batch in _batches(chunk, _BATCH if settings.jobs > 1 else 1):
+                for batch in _batches(chunk, _BATCH if settings.jobs > 0 else 1):
                     if is_over():
                         break
-                    judges.submit(batch, deadline)
+                    judges.submit(batch)
                     # One chunk is judged while the next is compiled for
-                    while len(judges.tasks) > (settings.chunk // _BATCH if settings.jobs > 1 else 0):
-                        judges.collect(take)
+                    while len(judges.tasks) > (settings.chunk // _BATCH if settings.jobs > 0 else 0) and not is_over():
+                        judges.collect(take, _TICK_S)
                 chunk, compiling = following, compiling_next
-            while judges.tasks:
-                judges.collect(take)
-        except KeyboardInterrupt:
-            for future in judges.tasks:
-                if future.done() and future.exception() is None:
-                    report.add(future.result())
-            raise
+            while judges.tasks and time.monotonic() < judging_end() + GRACE_S:
+                judges.collect(take, _TICK_S)
+            report.is_time_over = report.is_time_over or bool(judges.tasks)
+        finally:
+            judges.stop(report.add)
     report.total_s = time.monotonic() - start
     if not (settings.stops_at_failure or report.lost or report.is_interrupted):
         with _interruptible(report), _fresh_memory(settings.device):
             places = [place for place, failure in enumerate(report.failures) if not failure.is_deadly]
             for number, place in enumerate(places[:_MAX_SHRUNK]):
                 progress(f"making failure {number + 1} smaller", report.num_problems)
-                report.failures[place] = _made_small_apart(report.failures[place], settings)
+                report.failures[place] = _made_small_apart(report.failures[place], settings, judges.end)
     return report
 
 
 @contextmanager
 def _interruptible(report: Report) -> Iterator[None]:
-    """An interrupt ends the work inside, and what was found so far is kept."""
+    """An interrupt ends the work inside, and so does the end of the time; what was found so far is kept."""
     try:
         yield
     except KeyboardInterrupt:
         report.is_interrupted = True
+    except TimeOver:
+        report.is_time_over = True
 
 
-def judge_all(trials: Sequence[Trial], settings: Settings, deadline: float | None = None) -> Report:
-    """Judges trials one after the other; none in a process that lost the GPU."""
+def judge_all(
+    trials: Sequence[Trial], settings: Settings, end: float = math.inf, keep: Callable[[Report], None] | None = None
+) -> Report:
+    """Judges trials one after the other; none in a process that lost the GPU. `keep` gets the report of each."""
     report = Report()
     if trials and not is_alive(settings.device):
         return report
     with _fresh_memory(settings.device):
         for trial in trials:
-            if report.lost or (deadline is not None and time.monotonic() > deadline):
+            if report.lost or time.monotonic() > end:
                 break
-            _judge(trial, settings, report)
+            one = Report()
+            _judge(trial, settings, one)
+            report.add(one)
+            if keep is not None:
+                keep(one)
     report.kernels = {
         backend.name: set(backend.loaded_kernels()) for backend in settings.backends if backend.loaded_kernels()
     }
@@ -246,16 +277,21 @@ def _judge(trial: Trial, settings: Settings, report: Report) -> None:
             report.failures.append(Failure(name, tuple(complaints), trial, trial, tuple(complaints)))
 
 
-def _made_small_apart(failure: Failure, settings: Settings) -> Failure:
-    """In a process of its own where there are such: a smaller problem may kill it, and the failure stays as it came."""
-    if settings.jobs == 1:
-        return _made_small(failure, settings)
-    with suppress(BrokenProcessPool), processes(1) as pool:
-        return pool.submit(_made_small, failure, settings).result()
+def _made_small_apart(failure: Failure, settings: Settings, end: float) -> Failure:
+    """In a worker process, where there are such: a smaller problem may kill it or hang. The failure then stays as it
+    came."""
+    seconds = min(_SHRINK_S, end - time.monotonic())
+    if seconds <= 0:
+        return failure
+    if settings.jobs == 0:
+        return _made_small(failure, settings, seconds)
+    with suppress(BrokenProcessPool, FutureTimeout, TimeOver), processes(1, end) as pool:
+        seconds = min(seconds, end - time.monotonic())  # what starting the process left
+        return pool.submit(_made_small, failure, settings, seconds).result(seconds + GRACE_S)
     return failure
 
 
-def _made_small(failure: Failure, settings: Settings) -> Failure:
+def _made_small(failure: Failure, settings: Settings, seconds: float) -> Failure:
     backend, latest = registry.find(failure.backend), list(failure.complaints)
 
     def fails(smaller: Trial) -> bool:
@@ -272,8 +308,16 @@ def _made_small(failure: Failure, settings: Settings) -> Failure:
                 return True
         return False
 
-    smallest = shrink(failure.trial, fails, _SHRINK_S)
+    smallest = shrink(failure.trial, fails, seconds)
     return dataclasses.replace(failure, smallest=smallest, smallest_complaints=tuple(latest))
+
+
+def _chunk_sizes(settings: Settings) -> Iterator[int]:
+    """Where the time is limited, the first chunks are small: soon there is something to judge."""
+    size = settings.chunk if settings.seconds is None else min(settings.chunk, 2 * max(settings.reuse, _BATCH))
+    while True:
+        yield size
+        size = min(settings.chunk, 2 * size)
 
 
 def _batches(trials: Sequence[Trial], size: int) -> Iterator[Sequence[Trial]]:
@@ -283,23 +327,34 @@ def _batches(trials: Sequence[Trial], size: int) -> Iterator[Sequence[Trial]]:
 
 @dataclass(frozen=True)
 class _Task:
-    """Trials that were given to processes. The mark is a file that is there while one of them judges."""
+    """Trials that were given to a worker process, which writes the report of each to the journal."""
 
     pool: ProcessPoolExecutor | None
-    mark: Path
+    journal: Path
     trials: Sequence[Trial]
-    deadline: float | None
+
+    @property
+    def has_begun(self) -> bool:
+        return self.journal.exists()
+
+    def judged(self) -> list[Report]:
+        """The reports in the journal. The last one may be cut off."""
+        found = list[Report]()
+        with suppress(OSError, EOFError, pickle.UnpicklingError), self.journal.open("rb") as file:
+            while True:
+                found.append(pickle.load(file))
+        return found
 
 
 class _Judges:
-    """Where trials are judged: here, or in processes of their own, which may die of it.
+    """Where trials are judged: here, or in worker processes, which may die of it or hang.
 
     One death ends a whole pool. Trials that were being judged then are judged again one by one, the others as if
     nothing had been.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings, self.opened = settings, ExitStack()
+    def __init__(self, settings: Settings, end: float) -> None:
+        self.settings, self.end, self.opened = settings, end, ExitStack()
         self.pool: ProcessPoolExecutor | None = None
         self.apart: ProcessPoolExecutor | None = None
         self.tasks: dict[Future[Report], _Task] = {}  # what is not collected
@@ -307,32 +362,51 @@ class _Judges:
 
     def __enter__(self) -> _Judges:
         self.folder = Path(self.opened.enter_context(TemporaryDirectory()))
-        if self.settings.jobs > 1:
-            self.pool = self._open(self.settings.jobs)
+        if self.settings.jobs > 0:
+            starting = processes(self.settings.jobs, max(self.end, time.monotonic() + _START_S))
+            self.pool = self.opened.enter_context(starting)
+            self.end = max(self.end, time.monotonic() + _LEAST_S)
         return self
 
     def __exit__(self, *error: Any) -> bool | None:
         return self.opened.__exit__(*error)
 
-    def submit(self, trials: Sequence[Trial], deadline: float | None) -> None:
+    def submit(self, trials: Sequence[Trial]) -> None:
         self.num_tasks += 1
-        task = _Task(self.pool, self.folder / str(self.num_tasks), trials, deadline)
+        task = _Task(self.pool, self.folder / str(self.num_tasks), trials)
         done: Future[Report] = Future()
         if self.pool is None:
-            done.set_result(judge_all(trials, self.settings, deadline))
+            done.set_result(judge_all(trials, self.settings, self.end))
         else:
             try:
-                done = self.pool.submit(_judge_marked, task.mark, trials, self.settings, deadline)
+                done = self.pool.submit(_judge_with_journal, task.journal, trials, self.settings, self.end)
             except BrokenProcessPool as error:
                 done.set_exception(error)
         self.tasks[done] = task
 
-    def collect(self, take: Callable[[Report], None], timeout: float | None = None) -> None:
-        """Hands over what is done; without a timeout, at least one."""
+    def collect(self, take: Callable[[Report], None], timeout: float) -> None:
+        """Hands over what is done, or is within the timeout."""
         for done in wait(self.tasks, timeout, FIRST_COMPLETED).done:
-            report = self._result(done, self.tasks[done])
+            task = self.tasks[done]
+            report = self._result(done, task)
             del self.tasks[done]
+            task.journal.unlink(missing_ok=True)
             take(report)
+
+    def stop(self, take: Callable[[Report], None]) -> None:
+        """Kills what still judges, and hands over what it had judged by then."""
+        for pool in {task.pool for task in self.tasks.values() if task.pool is not None}:
+            _kill(pool)
+        for done, task in self.tasks.items():
+            if done.done() and not done.cancelled() and done.exception() is None:
+                take(done.result())
+                continue
+            judged = task.judged()
+            for report in judged:
+                take(report)
+            if task.has_begun and len(judged) < len(task.trials):
+                take(Report(unfinished=[str(task.trials[len(judged)])]))
+        self.tasks.clear()
 
     def _result(self, done: Future[Report], task: _Task) -> Report:
         try:
@@ -341,27 +415,34 @@ class _Judges:
             report = Report(num_deaths=int(task.pool is self.pool))
         if task.pool is self.pool:
             self.pool = self._open(self.settings.jobs)
-        if task.mark.exists():
-            for trial in task.trials:
-                report.add(self._judge_apart(trial, task.deadline))
-        else:
-            self.submit(task.trials, task.deadline)
+        if not task.has_begun:
+            self.submit(task.trials)
+            return report
+        judged = task.judged()
+        for one in judged:
+            report.add(one)
+        for trial in task.trials[len(judged) :]:
+            report.add(self._judge_apart(trial))
         return report
 
-    def _judge_apart(self, trial: Trial, deadline: float | None) -> Report:
+    def _judge_apart(self, trial: Trial) -> Report:
         """Alone in a process; where that dies, each backend in a fresh one, so that it is known of which."""
+        if time.monotonic() > self.end:
+            return Report()
         self.apart = self.apart or self._open(1)
         try:
-            return self.apart.submit(judge_all, [trial], self.settings, deadline).result()
+            return self._wait_for(self.apart.submit(judge_all, [trial], self.settings))
         except BrokenProcessPool:
             self.apart = None
+        except FutureTimeout:
+            self.apart = None
+            return Report(unfinished=[str(trial)])
         report = Report(num_problems=1, num_deaths=1, values=Counter([trial.case.values]))
         for backend in self.settings.backends:
             try:
-                with processes(1) as pool:
-                    found = pool.submit(
-                        judge_all, [trial], dataclasses.replace(self.settings, backends=[backend])
-                    ).result()
+                with processes(1, self.end) as pool:
+                    alone = dataclasses.replace(self.settings, backends=[backend])
+                    found = self._wait_for(pool.submit(judge_all, [trial], alone))
                 report.add(dataclasses.replace(found, num_problems=0, values=Counter()))
             except BrokenProcessPool:
                 complaints = ("the process that judged it died",)
@@ -369,21 +450,28 @@ class _Judges:
                 report.add(
                     Report(ran=Counter([backend.name]), failed=Counter([backend.name]), failures=[deadly], num_deaths=1)
                 )
+            except (FutureTimeout, TimeOver):
+                report.add(Report(unfinished=[str(trial)]))
+                break
         return report
 
+    def _wait_for(self, done: Future[Report]) -> Report:
+        return done.result(None if self.end == math.inf else max(0.0, self.end - time.monotonic()) + GRACE_S)
+
     def _open(self, jobs: int) -> ProcessPoolExecutor:
-        return self.opened.enter_context(processes(jobs))
+        return self.opened.enter_context(processes(jobs, self.end))
 
 
-def _judge_marked(mark: Path, trials: Sequence[Trial], settings: Settings, deadline: float | None) -> Report:
-    mark.touch()
-    report = judge_all(trials, settings, deadline)
-    mark.unlink()
-    return report
+def _judge_with_journal(journal: Path, trials: Sequence[Trial], settings: Settings, end: float) -> Report:
+    with journal.open("wb", buffering=0) as file:
+        return judge_all(trials, settings, end, lambda one: pickle.dump(one, file))
 
 
 # Each process is forked from one that has imported everything and never touched a GPU, whose context cannot be forked
 _START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+
+
+_ON_INTERRUPT = signal.SIG_IGN  # in a worker
 
 
 def _begin(interrupt: Any, environment: dict[str, str]) -> None:
@@ -395,70 +483,144 @@ def _begin(interrupt: Any, environment: dict[str, str]) -> None:
 
 
 @contextmanager
-def processes(jobs: int, is_ready: bool = True) -> Iterator[ProcessPoolExecutor]:
-    """Fresh processes. What waits is dropped at the end; an interrupt ends what runs, too. is_ready: all have
-    started."""
+def processes(jobs: int, end: float = math.inf, is_ready: bool = True) -> Iterator[ProcessPoolExecutor]:
+    """Fresh worker processes. What they still work on at the end is not wanted any more: they are killed.
+
+    is_ready: all have started. Raises TimeOver where that takes longer than until `end`.
+    """
     context = multiprocessing.get_context(_START)
     if _START == "forkserver":
         # The second is what torch.use_deterministic_algorithms imports, for seconds
         context.set_forkserver_preload([__name__, "torch._inductor.config"])
-    pool = ProcessPoolExecutor(jobs, context, initializer=_begin, initargs=(signal.SIG_IGN, dict(os.environ)))
+    pool = ProcessPoolExecutor(jobs, context, initializer=_begin, initargs=(_ON_INTERRUPT, dict(os.environ)))
     try:
         if is_ready:
-            for started in [pool.submit(judge_all, (), _NOTHING) for _ in range(jobs)]:
-                started.result()
+            _start_forkserver()
+            with _interrupts_held():
+                started = [pool.submit(judge_all, (), _NOTHING) for _ in range(jobs)]
+            left = None if end == math.inf else max(0.0, end - time.monotonic())
+            if wait(started, left).not_done:
+                raise TimeOver
+            for one in started:
+                one.result()
         yield pool
-    except KeyboardInterrupt:
-        for process in list(pool._processes.values()):
-            process.kill()
-        raise
     finally:
+        if pool._pending_work_items:
+            _kill(pool)
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _kill(pool: ProcessPoolExecutor) -> None:
+    for process in list((pool._processes or {}).values()):
+        process.kill()
+
+
+def _start_forkserver() -> None:
+    """With interrupts ignored: one that comes while it imports torch would end it, and the workers wait for it."""
+    if _START != "forkserver":
+        return
+    from multiprocessing import forkserver  # not on every platform
+
+    with _interrupts_handled_by(signal.SIG_IGN):
+        forkserver.ensure_running()
+
+
 @contextmanager
-def _compilers(settings: Settings) -> Iterator[Callable[[Sequence[Trial]], list[Future[None]]]]:
-    """Starts to compile for trials in processes of their own, each kernel once."""
-    backends = [backend for backend in settings.backends if backend.has_compile_jobs]
-    started = set[Hashable]()
-    with processes(os.cpu_count() or 1, is_ready=False) as pool:
-
-        def start(trials: Sequence[Trial]) -> list[Future[None]]:
-            jobs: dict[Hashable, Callable[[], None]] = {}
-            for trial, backend in itertools.product(trials, backends):
-                with suppress(Exception):  # shown when the trial is judged
-                    jobs |= compile_jobs(trial, backend, settings.device)
-            new = {kernel: job for kernel, job in jobs.items() if kernel not in started}
-            started.update(new)
-            try:
-                return [pool.submit(job) for job in new.values()]
-            except BrokenProcessPool:
-                return []  # they compile when they are judged
-
-        yield start
+def _interrupts_held() -> Iterator[None]:
+    """An interrupt raises at the end of the block: in the middle of starting a worker it would leave that without a
+    parent."""
+    came = list[bool]()
+    with _interrupts_handled_by(lambda *_: came.append(True)):
+        yield
+    if came:
+        raise KeyboardInterrupt
 
 
-def _compile(
-    trials: Sequence[Trial], settings: Settings, compiling: Sequence[Future[None]], tick: Callable[[], None]
-) -> None:
-    """Makes calls once on the other backends that compile, in as many threads as there are cores, and waits for those
-    that compile already.
+@contextmanager
+def _interrupts_handled_by(handler: Any) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # interrupts are for the main thread
+        return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
-    What is left compiles when it is judged.
-    """
-    called = [backend for backend in settings.backends if backend.is_compiled and not backend.has_compile_jobs]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = [
-            pool.submit(warm, trial, backend, settings.device) for trial in most_different(trials) for backend in called
+
+class _Compilers:
+    """Compiles ahead of the judges what trials need. What is left compiles when it is judged."""
+
+    def __init__(
+        self, settings: Settings, judges: _Judges, is_over: Callable[[], bool], end: Callable[[], float]
+    ) -> None:
+        self.settings, self.judges, self.is_over, self.end, self.opened = settings, judges, is_over, end, ExitStack()
+        self.job_backends = [backend for backend in settings.backends if backend.has_compile_jobs]
+        self.called_backends = [
+            backend for backend in settings.backends if backend.is_compiled and not backend.has_compile_jobs
         ]
+        self.started = set[Hashable]()
+
+    def __enter__(self) -> _Compilers:
+        self.pool = self.opened.enter_context(processes(os.cpu_count() or 1, is_ready=False))
+        # A single judge warms itself up: its kernels may be kept in its memory alone
+        self.caller = self.judges.pool
+        if self.settings.jobs > 1:
+            self.caller = self.opened.enter_context(processes(1, is_ready=False))
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self.opened.__exit__(*error)
+
+    def start(self, trials: Sequence[Trial]) -> list[Future[None]]:
+        """Starts jobs of the backends that have such, each kernel once."""
+        jobs: dict[Hashable, Callable[[], None]] = {}
+        for trial, backend in itertools.product(trials, self.job_backends):
+            if self.is_over():
+                return []
+            with suppress(Exception):  # shown when the trial is judged
+                jobs |= compile_jobs(trial, backend, self.settings.device)
+        new = {kernel: job for kernel, job in jobs.items() if kernel not in self.started}
+        self.started.update(new)
+        if not new:
+            return []
+        _start_forkserver()
         try:
-            for job in (*jobs, *compiling):
-                with suppress(Exception):  # shown when the trial is judged
-                    job.result()
+            with _interrupts_held():
+                return [self.pool.submit(job) for job in new.values()]
+        except BrokenProcessPool:
+            return []  # they compile when they are judged
+
+    def finish(self, trials: Sequence[Trial], compiling: Sequence[Future[None]], tick: Callable[[], None]) -> None:
+        """Makes calls once on the other backends that compile, and waits for the jobs that were started."""
+        pending = set(compiling)
+        with ExitStack() as opened:
+            if self.called_backends:
+                if self.settings.jobs == 0:
+                    caller: Any = opened.enter_context(ThreadPoolExecutor(1))
+                else:
+                    caller = self.caller
+                with suppress(BrokenProcessPool), _interrupts_held():
+                    pending.add(
+                        caller.submit(_warm_all, trials, self.called_backends, self.settings.device, self.end())
+                    )
+            while pending and not self.is_over() and time.monotonic() < self.end():
+                pending = wait(pending, _TICK_S, FIRST_COMPLETED).not_done
                 tick()
-        finally:
-            for job in jobs:
+            for job in pending:
                 job.cancel()
+
+
+def _warm_all(trials: Sequence[Trial], backends: Sequence[Backend], device: str, end: float) -> None:
+    """Makes calls in as many threads as there are cores: NVRTC works outside Python's lock."""
+
+    def call(trial: Trial, backend: Backend) -> None:
+        if time.monotonic() < end:
+            warm(trial, backend, device)  # what goes wrong shows when the trial is judged
+
+    with _fresh_memory(device), ThreadPoolExecutor(os.cpu_count()) as pool:
+        for trial, backend in itertools.product(most_different(trials), backends):
+            pool.submit(call, trial, backend)
 
 
 @contextmanager

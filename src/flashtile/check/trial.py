@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from flashtile.errors import dtype_name, value_error
-from flashtile.problem import DTYPES
-from flashtile.testing import Case, Inputs
+from flashtile.problem import CAUSAL_KINDS, DTYPES, LAYOUTS, MAX_HEAD_DIM
+from flashtile.testing import FORWARD_ONLY, KINDS, MEMORIES, VALUES, Case, Inputs
 
 # The backend is asked for on the command line, not by the problem
 _FIELDS = {field.name: field for field in dataclasses.fields(Case) if field.name != "backend"}
@@ -62,7 +64,57 @@ class Trial:
                 }.get(name)
                 accepted = accepted or str(_FIELDS[name].type)
                 raise value_error("--case", repr(word), accepted) from error
-        return cls(Case(**options), seed, has_backward)
+            if name in _ACCEPTED and not _ACCEPTED[name].is_met(seed if name == "seed" else options[name]):
+                raise value_error("--case", repr(word), _ACCEPTED[name].words)
+        trial = cls(Case(**options), seed, has_backward)
+        if has_backward and trial.case.values in FORWARD_ONLY:
+            raise value_error("--case", f"'values={trial.case.values}' with 'pass=backward'", "pass=forward")
+        return trial
+
+
+class _Accepted(NamedTuple):
+    """Which values a field may have, as a test and in words."""
+
+    is_met: Callable[[Any], bool]
+    words: str
+
+
+def _one_of(*names: str) -> _Accepted:
+    return _Accepted(lambda value: value is None or value in names, ", ".join(names))
+
+
+def _at_least(least: int) -> _Accepted:
+    return _Accepted(lambda value: value >= least, f"an integer of {least} or more")
+
+
+_AXES = _Accepted(
+    lambda value: value is None or (value != "" and set(value) <= set("bhqk1")), "axes out of b, h, q and k, or 1"
+)
+_HEAD_DIM = _Accepted(lambda value: 1 <= value <= MAX_HEAD_DIM, f"1 to {MAX_HEAD_DIM}")
+_ACCEPTED = {
+    "layout": _one_of(*LAYOUTS),
+    "kind": _one_of(*KINDS),
+    "memory": _one_of(*MEMORIES),
+    "causal": _one_of(*CAUSAL_KINDS),
+    "values": _one_of(*VALUES),
+    "alibi": _one_of("h", "bh"),
+    "mask": _AXES,
+    "bias": _AXES,
+    "batch": _at_least(0),
+    "heads": _at_least(1),
+    "heads_kv": _at_least(1),
+    "seqlen_q": _at_least(0),
+    "seqlen_k": _at_least(0),
+    "head_dim": _HEAD_DIM,
+    "head_dim_v": _HEAD_DIM,
+    "page_size": _at_least(1),
+    "num_splits": _at_least(0),
+    "window": _Accepted(lambda value: min(value) >= -1, "left:right, each -1 or more"),
+    "scale": _Accepted(lambda value: value is None or math.isfinite(value), "a finite number"),
+    "softcap": _Accepted(lambda value: 0 <= value < math.inf, "a finite number of 0 or more"),
+    "dropout_p": _Accepted(lambda value: 0 <= value < 1, "a number from 0 up to, and without, 1"),
+    "seed": _Accepted(lambda value: 0 <= value < 1 << 63, "an integer from 0 to 2**63 - 1"),
+}
 
 
 def _text(value: Any) -> str:

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import random
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -22,11 +24,13 @@ from rich.table import Table
 from flashtile.backends import registry
 from flashtile.backends.base import Backend
 from flashtile.bench import device as facts
-from flashtile.bench.command import INTERRUPTED, writable_folder
+from flashtile.bench.command import INTERRUPTED, check_seconds
+from flashtile.bench.files import ResultFile, writable_folder
 from flashtile.check.draw import PASSES
 from flashtile.check.mutants import Hunt, hunt
 from flashtile.check.runner import Report, Settings, check, check_trials
 from flashtile.check.trial import Trial
+from flashtile.cli.limits import check_count, check_jobs
 from flashtile.errors import value_error
 from flashtile.kernels import families
 from flashtile.kernels.arch import Arch, arch_of
@@ -38,6 +42,8 @@ _FILE_WIDTH = 200
 _DEFAULT_PROBLEMS = 200
 _MUTANT_PROBLEMS = 400
 _GPU_JOBS = 8
+_MAX_UNFINISHED = 5  # cases that are shown
+_ORACLE_COPIES = 4  # of the scores and of the inputs, at a time
 # Backends that compile: sets of options in a run, least problems per set, and problems per set of an unlimited run
 _NUM_SETS, _MIN_REUSE, _REUSE = 40, 10, 25
 
@@ -63,9 +69,9 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     """Checks the options and returns the job, which returns the exit status."""
     if options.direction not in PASSES:
         raise value_error("--pass", repr(options.direction), ", ".join(PASSES))
-    for name, number in (("--problems", options.problems), ("--seconds", options.seconds), ("--jobs", options.jobs)):
-        if number is not None and number <= 0:
-            raise value_error(name, number, "a number above 0")
+    check_seconds("--seconds", options.seconds)
+    check_count("--problems", options.problems, sys.maxsize)
+    check_jobs(options.jobs)
     where, line = facts.resolve(options.device)
     backends = _backends(options.backends, where, has_fault=options.mutate is not None)
     seed = random.SystemRandom().randrange(1 << 31) if options.seed is None else options.seed
@@ -80,17 +86,14 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         reuse=_reuse(options.problems if has_limit else _DEFAULT_PROBLEMS)
         if any(backend.is_compiled for backend in backends)
         else 1,
-        jobs=_default_jobs(where) if options.jobs is None else options.jobs,
+        jobs=_num_workers(options, where),
     )
-    trial = None if options.case is None else Trial.parse(options.case)
+    trial = None if options.case is None else _trial(options.case, where)
     faults = None if options.mutate is None else _faults(options.mutate, arch_of(*torch.cuda.get_device_capability()))
-    if options.out is not None:
-        writable_folder(options.out)
+    out = None if options.out is None else writable_folder(options.out)
     console = _console(options.as_json)
     console.print(line, highlight=False, soft_wrap=True)
-    command = Command(
-        settings, console, options.as_json, options.out, dataclasses.asdict(facts.environment(where, arguments))
-    )
+    command = Command(settings, console, options.as_json, out, dataclasses.asdict(facts.environment(where, arguments)))
     return partial(command.start, partial(command.check, trial) if faults is None else partial(command.hunt, faults))
 
 
@@ -110,7 +113,11 @@ class Command:
         except BrokenProcessPool:
             words = "Worker processes died. Pass --jobs 1, or fewer jobs if memory is short."
             self.console.print(f"[red]{words}", highlight=False, soft_wrap=True)
-            return NOTHING_CHECKED
+        except OSError:
+            raise  # a file that cannot be written
+        except Exception:
+            traceback.print_exc()  # an error of the check itself; status 1 says that a backend disagrees
+        return NOTHING_CHECKED
 
     def check(self, trial: Trial | None) -> int:
         """Checks the given problem, or random ones."""
@@ -124,12 +131,17 @@ class Command:
                 )
         self.console.print(_summary(report, self.settings))
         self._show_failures(report)
-        if not report.ran and not report.failures:
+        self._show_unfinished(report)
+        has_result = bool(report.ran or report.failures)
+        if not (has_result or report.is_interrupted):
             reasons = [f"{name}: {reason}" for name, found in report.refused.items() for reason in found]
+            if report.is_time_over and not report.num_problems:
+                reasons.append("the time was over before a first problem was judged; pass a larger --seconds")
             self.console.print(
                 "[red]Nothing was checked. " + escape("; ".join(reasons)), highlight=False, soft_wrap=True
             )
-        self._keep("check.json", {"seed": self.settings.seed, **report.as_dict()})
+        is_whole = has_result and not report.is_interrupted
+        self._keep(self._file("check.json"), {"seed": self.settings.seed, **report.as_dict()}, is_whole)
         if report.is_interrupted:
             self.console.print(f"Interrupted after {report.num_problems} problems.", highlight=False)
             return INTERRUPTED
@@ -137,24 +149,32 @@ class Command:
 
     def hunt(self, faults: Sequence[Mutation]) -> int:
         """Plants each fault and runs problems until one detects it."""
-        hunts, is_interrupted = list[Hunt](), False
+        hunts, is_interrupted, file = list[Hunt](), False, self._file("mutations.json")
         with self._progress(len(faults)) as (progress, task):
             try:
                 for found in hunt(faults, self.settings):
                     hunts.append(found)
                     progress.update(task, advance=1, description=found.mutation.name)
-                    self._write("mutations.json", self._hunted(hunts))  # keep the results so far
+                    if file is not None:
+                        file.write(self._text(self._hunted(hunts)) + "\n")  # keeps the results so far
             except KeyboardInterrupt:
                 is_interrupted = True
         hunts.sort(key=lambda found: faults.index(found.mutation))
         self.console.print(_hunts(hunts))
-        missed = [found.mutation.name for found in hunts if not found.is_found]
+        seen = {found.mutation for found in hunts if found.is_found}
+        unfinished = {found.mutation for found in hunts if not found.is_found and found.report.is_time_over}
+        missed = [found.mutation.name for found in hunts if found.mutation not in seen | unfinished]
+        unfinished.update(fault for fault in faults if fault not in {found.mutation for found in hunts})
+        left = [fault.name for fault in faults if fault in unfinished]
         self.console.print(
-            f"{len(hunts) - len(missed)} of {len(faults)} faults found"
+            f"{len(seen)} of {len(faults)} faults found"
             + (f"; missed: {', '.join(missed)}" if missed else "")
+            + (f"; not finished: {', '.join(left)}" if left else ""),
+            highlight=False,
+            soft_wrap=True,
         )
-        self._keep("mutations.json", self._hunted(hunts))
-        return INTERRUPTED if is_interrupted else FOUND if missed else 0
+        self._keep(file, self._hunted(hunts), not left)
+        return INTERRUPTED if is_interrupted else FOUND if missed else NOTHING_CHECKED if left else 0
 
     def _hunted(self, hunts: Sequence[Hunt]) -> dict[str, Any]:
         return {"seed": self.settings.seed, "mutations": [found.as_dict() for found in hunts]}
@@ -177,20 +197,29 @@ class Command:
                 "[red]The GPU no longer works; run the last problem alone, or under compute-sanitizer.", highlight=False
             )
 
-    def _keep(self, name: str, content: dict[str, Any]) -> None:
+    def _show_unfinished(self, report: Report) -> None:
+        """Problems that a worker was killed at. One that always hangs is found by running it alone."""
+        if report.unfinished:
+            words = "was still running" if len(report.unfinished) == 1 else "were still running"
+            self.console.print(
+                f"[yellow]{len(report.unfinished)} of the problems {words} when the check ended:", highlight=False
+            )
+        for case in report.unfinished[:_MAX_UNFINISHED]:
+            self.console.print(escape(f"  flashtile check --case '{case}'"), highlight=False, soft_wrap=True)
+
+    def _keep(self, file: ResultFile | None, content: dict[str, Any], is_whole: bool) -> None:
+        """Prints and writes the result. What is not whole replaces no file that may be."""
         if self.as_json:
             print(self._text(content))
-        path = self._write(name, content)
-        if path is not None:
-            self.console.print(f"Written: {path}", highlight=False, markup=False, soft_wrap=True)
+        if file is None:
+            return
+        file.write(self._text(content) + "\n")
+        if is_whole:
+            file.finish()
+        self.console.print(f"Written: {file.written}", highlight=False, markup=False, soft_wrap=True)
 
-    def _write(self, name: str, content: dict[str, Any]) -> Path | None:
-        if self.out is None:
-            return None
-        path, part = self.out / name, self.out / f"{name}.part"
-        part.write_text(self._text(content) + "\n", encoding="utf-8")
-        os.replace(part, path)  # atomic: readers never see a partial file
-        return path
+    def _file(self, name: str) -> ResultFile | None:
+        return None if self.out is None else ResultFile(self.out / name)
 
     def _text(self, content: dict[str, Any]) -> str:
         return json.dumps({**content, "environment": self.environment}, indent=1)
@@ -241,13 +270,34 @@ def _reuse(problems: int | None) -> int:
     return _REUSE if problems is None else max(_MIN_REUSE, problems // _NUM_SETS)
 
 
-def _default_jobs(device: str) -> int:
-    """Several processes on a GPU, if they can share kernels through the disk cache; else one."""
-    return (
-        max(1, min(_GPU_JOBS, (os.cpu_count() or 1) // 2))
-        if device == "cuda" and cache.KernelCache.default().directory
-        else 1
-    )
+def _num_workers(options: Options, device: str) -> int:
+    """Several processes on a GPU, if they can share kernels through the disk cache; else one.
+
+    A single one is this process, unless there is a time limit: only another process can be stopped whatever it does.
+    """
+    jobs = options.jobs or 1
+    if options.jobs is None and device == "cuda" and cache.KernelCache.default().directory:
+        jobs = max(1, min(_GPU_JOBS, (os.cpu_count() or 1) // 2))
+    return 0 if jobs == 1 and options.seconds is None else jobs
+
+
+def _trial(case: str, device: str) -> Trial:
+    """The problem of --case, if it can be made here."""
+    trial = Trial.parse(case)
+    shape = trial.case
+    dims = max(shape.head_dim, shape.head_dim_v)
+    rows = shape.batch * (shape.heads * shape.seqlen_q + shape.heads_kv * shape.seqlen_k)
+    # The oracle holds its tensors and a few matrices of scores in float64
+    need = 8 * _ORACLE_COPIES * (shape.batch * shape.heads * shape.seqlen_q * shape.seqlen_k + rows * dims)
+    if need > (free := facts.free_bytes()):
+        got = f"a problem whose oracle needs about {need / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free"
+        raise value_error("--case", got, "smaller lengths, batch or heads")
+    try:
+        trial.make(device)
+    except (ValueError, TypeError, RuntimeError, MemoryError, OverflowError) as error:
+        got = f"{case!r}, which makes no problem ({error})"
+        raise value_error("--case", got, "a problem that can be made") from error
+    return trial
 
 
 def _faults(names: str, arch: Arch | None) -> list[Mutation]:

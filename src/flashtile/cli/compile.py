@@ -25,6 +25,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from flashtile.bench.files import writable_folder
+from flashtile.cli.limits import check_jobs
 from flashtile.errors import value_error
 from flashtile.kernels import append_kv, families
 from flashtile.kernels.arch import ARCHS, Arch, arch_named, arch_of
@@ -137,18 +139,23 @@ def plain_jobs(
 ) -> list[Job]:
     """Every kernel without any option, or causal, for every class of lengths. One that exists only with an option comes
     with that option alone."""
-    jobs = []
+    return _once(_plain_jobs(archs, dtypes, dims, has_band))
+
+
+def _plain_jobs(
+    archs: Iterable[Arch], dtypes: Sequence[str], dims: Sequence[int] | None, has_band: bool
+) -> Iterator[Job]:
+    """As plain_jobs, with a kernel that several families or keys share once for each."""
     for arch in archs:
         for family, dtype, pair in _tables(arch, dtypes, dims):
             for grads in _grad_sets(family):
                 bias = dtype if grads == ("dbias",) else None
                 key = PlanKey(dtype, dtype, *pair, Features(has_band=has_band, bias_dtype=bias), arch, grads)
-                jobs += _jobs(family, [key, *_other_lengths(family, key)])
+                yield from _jobs(family, [key, *_other_lengths(family, key)])
         for dtype in dtypes:
             key = PlanKey(dtype, dtype, 0, 0, Features(), arch)
-            angle_dtypes = dict.fromkeys((dtype, "float32"))
-            jobs += [Job(append_kv.kernel(dtype, angle_dtype), key) for angle_dtype in angle_dtypes]
-    return _once(jobs)
+            for angle_dtype in dict.fromkeys((dtype, "float32")):
+                yield Job(append_kv.kernel(dtype, angle_dtype), key)
 
 
 def embedded_jobs(
@@ -156,7 +163,7 @@ def embedded_jobs(
 ) -> list[Job]:
     """The kernels that come with a package: those without an option, and causal ones, of the families that calls
     take."""
-    jobs = (job for has_band in (False, True) for job in plain_jobs(archs, dtypes, dims, has_band))
+    jobs = (job for has_band in (False, True) for job in _plain_jobs(archs, dtypes, dims, has_band))
     return _once(job for job in jobs if job.is_chosen)
 
 
@@ -298,8 +305,9 @@ def _pairs(names: Sequence[Any], choice: Mapping[Any, Any]) -> dict[Any, None]:
 
 
 def _jobs(family: Family[Any], keys: Iterable[PlanKey]) -> list[Job]:
-    """The kernels that the family launches, each once."""
-    return _once(Job(step, key, family) for key in keys for step in family.launch(key, _LAYOUT).steps)
+    """The kernels that the family launches for the keys it takes, once for each key."""
+    taken = (key for key in keys if family.refuse(key) is None)
+    return [Job(step, key, family) for key in taken for step in family.launch(key, _LAYOUT).steps]
 
 
 def _once(jobs: Iterable[Job]) -> list[Job]:
@@ -426,8 +434,10 @@ def prepare(options: Options) -> Callable[[], int]:
         if padded is None:
             raise value_error("--head-dim", str(head_dim), f"1 to {known_dims[-1]}")
         dims.append(padded)
-    if options.num_threads is not None and options.num_threads < 1:
-        raise value_error("--jobs", str(options.num_threads), "1 or more")
+    check_jobs(options.num_threads)
+    if options.embed is not None:
+        cache.check_embedding()
+        options = dataclasses.replace(options, embed=writable_folder(options.embed, "--embed"))
     skipped = []
     if options.archs:
         archs = _asked_archs(options.archs, compiler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -17,8 +18,10 @@ from flashtile.backends.base import Backend
 from flashtile.cli import compile as compile_command
 from flashtile.errors import Unsupported
 from flashtile.kernels.arch import ARCHS, arch_of
-from flashtile.runtime import driver, extension, toolchain
+from flashtile.problem import Problem
+from flashtile.runtime import driver, extension, nvrtc, toolchain
 from flashtile.runtime.cache import KernelCache, embedded_archs
+from flashtile.testing import Case
 from flashtile.version import __version__
 
 SWITCHES = {
@@ -105,8 +108,8 @@ def _nvrtc() -> dict[str, Any]:
         path = found.path
         major, minor = found.version
     except Unsupported as error:
-        return {"path": path, "version": None, "reason": str(error)}
-    return {"path": path, "version": f"{major}.{minor}", "reason": None}
+        return {"path": path, "version": None, "reason": str(error), "variables": nvrtc.variables()}
+    return {"path": path, "version": f"{major}.{minor}", "reason": None, "variables": nvrtc.variables()}
 
 
 def _cache() -> dict[str, Any]:
@@ -150,13 +153,18 @@ def _status(backend: Backend, device: str) -> str:
     """Returns "works", or why it does not."""
     if device not in backend.devices:
         return f"no: it runs on {' and '.join(backend.devices)}"
-    if backend.name == "cpu" and (reason := extension.missing()):
-        return f"no: {reason}"
     if device == "cuda" and torch.version.cuda is None:
         return "no: this torch was built without CUDA"
     if device == "cuda" and not torch.cuda.is_available():
         return "no: torch finds no GPU"
-    return "works"
+    reason = backend.refuse(_plain_problem(device))
+    return "works" if reason is None else f"no: {reason}"
+
+
+@functools.cache
+def _plain_problem(device: str) -> Problem:
+    """What every backend takes that works at all."""
+    return Problem.of(Case(batch=1, heads=1, heads_kv=1).make(0, device).args)
 
 
 def show(as_json: bool) -> None:
@@ -189,8 +197,12 @@ def show(as_json: bool) -> None:
             ),
         )
     found.add_row("CUDA of the driver", facts["driver"]["cuda"] or f"none: {facts['driver']['reason']}")
-    nvrtc, kept = facts["nvrtc"], facts["cache"]
-    found.add_row("NVRTC", f"{nvrtc['version']}, {nvrtc['path']}" if nvrtc["version"] else f"none: {nvrtc['reason']}")
+    compiler, kept = facts["nvrtc"], facts["cache"]
+    found.add_row(
+        "NVRTC", f"{compiler['version']}, {compiler['path']}" if compiler["version"] else f"none: {compiler['reason']}"
+    )
+    for variable in compiler["variables"]:
+        found.add_row("NVRTC reads", f"{variable}: kernels compiled with it are cached apart")
     held = f"{kept['files']} kernels, {kept['bytes'] / 2**20:.1f} MB"
     found.add_row("kernel cache", f"{kept['directory'] or 'none'}, {kept['status']}, {held}")
     embedded = ", ".join(f"{count} for {name}" for name, count in facts["embedded"].items())

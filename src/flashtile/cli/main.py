@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -18,6 +20,7 @@ from flashtile.runtime.nvrtc import CompileError
 from flashtile.tiles import command as tiles_command
 from flashtile.version import __version__
 
+BAD_INPUT = 2
 app = typer.Typer(name="flashtile", help="IO-aware attention for PyTorch.", no_args_is_help=True, add_completion=False)
 
 
@@ -34,6 +37,27 @@ def main(
     ] = False,
 ) -> None:
     return None
+
+
+def _run(prepare: Callable[[], Callable[[], int]]) -> NoReturn:
+    """Prepares a job and runs it. Ends with the status of the job, or with BAD_INPUT and a message: for options that
+    make no job, and for files that cannot be written on the way."""
+    try:
+        job = prepare()
+    except (ValueError, TypeError, Unsupported, CompileError) as error:
+        _refuse(str(error), error)
+    try:
+        status = job()
+    except OSError as error:
+        if error.filename is None and error.errno != errno.ENOSPC:
+            raise
+        _refuse(f"A result could not be written: {error}", error)
+    raise typer.Exit(status)
+
+
+def _refuse(text: str, error: Exception) -> NoReturn:
+    typer.secho(text, err=True, fg=typer.colors.RED)
+    raise typer.Exit(BAD_INPUT) from error
 
 
 @app.command()
@@ -66,12 +90,7 @@ def compile_kernels(
 ) -> None:
     """Compile kernels ahead of time, without a GPU, and show registers, spills, shared memory and occupancy."""
     options = compile_command.Options(arch or (), all_of_it, dtype or (), head_dim or (), as_json, jobs, embed)
-    try:
-        job = compile_command.prepare(options)
-    except (ValueError, Unsupported) as error:
-        typer.secho(str(error), err=True, fg=typer.colors.RED)
-        raise typer.Exit(2) from error
-    raise typer.Exit(job())
+    _run(lambda: compile_command.prepare(options))
 
 
 @app.command()
@@ -79,7 +98,7 @@ def check(
     problems: Annotated[
         int | None, typer.Option(help="Number of problems. Default: 200, or as many as --seconds allows.")
     ] = None,
-    seconds: Annotated[float | None, typer.Option(help="Start no new problem after this time.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="End after this time, whatever is running.")] = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed of the problems. Default: a random one, which is shown.")
     ] = None,
@@ -102,12 +121,7 @@ def check(
     options = check_command.Options(
         problems, seconds, seed, backends, direction, device, jobs, case, mutate, out, as_json
     )
-    try:
-        job = check_command.prepare(options, sys.argv[1:])
-    except (ValueError, TypeError, Unsupported) as error:
-        typer.secho(str(error), err=True, fg=typer.colors.RED)
-        raise typer.Exit(2) from error
-    raise typer.Exit(job())
+    _run(lambda: check_command.prepare(options, sys.argv[1:]))
 
 
 @app.command()
@@ -155,15 +169,9 @@ def bench(
         as_json, graph, seconds,
         call_limit, compile_limit, overhead, cold,
     )  # fmt: skip
-    try:
-        if compare:
-            job = bench_command.prepare_compare(*compare, out, as_json)
-        else:
-            job = (tiles_command if tiles else bench_command).prepare(options, sys.argv[1:])
-    except (ValueError, TypeError, Unsupported) as error:
-        typer.secho(str(error), err=True, fg=typer.colors.RED)
-        raise typer.Exit(2) from error
-    raise typer.Exit(job())
+    if compare:
+        _run(lambda: bench_command.prepare_compare(*compare, out, as_json))
+    _run(lambda: (tiles_command if tiles else bench_command).prepare(options, sys.argv[1:]))
 
 
 @app.command()
@@ -181,9 +189,4 @@ def ladder(
 ) -> None:
     """Check, time and profile the kernel of each optimisation step, beside SDPA."""
     options = ladder_command.Options(is_list, only, dtype, causal, profile, arch, out, as_json)
-    try:
-        job = ladder_command.prepare(options, sys.argv[1:])
-    except (ValueError, TypeError, Unsupported, CompileError) as error:
-        typer.secho(str(error), err=True, fg=typer.colors.RED)
-        raise typer.Exit(2) from error
-    raise typer.Exit(job())
+    _run(lambda: ladder_command.prepare(options, sys.argv[1:]))

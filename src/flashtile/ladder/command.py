@@ -14,16 +14,19 @@ from rich.console import Console
 
 from flashtile.bench import device
 from flashtile.bench import tables as bench_tables
-from flashtile.bench.command import INTERRUPTED, writable_folder
+from flashtile.bench.command import INTERRUPTED
+from flashtile.bench.files import writable_folder
+from flashtile.bench.load import Load
 from flashtile.bench.points import Point
 from flashtile.bench.rows import Environment, Row, Writer, as_dict
 from flashtile.bench.sweep import Settings, Sweep
-from flashtile.bench.terminal import make_console, progress_bar, say_files, show
+from flashtile.bench.terminal import make_console, progress_bar, say_files, say_remark, show
 from flashtile.errors import Unsupported, unsupported, value_error
 from flashtile.kernels.arch import ARCHS, Arch
 from flashtile.ladder import ceilings, counters, figures, launcher, measure, probe, tables
 from flashtile.ladder.rows import Counters, HbmRow, RungRow
 from flashtile.ladder.rungs import Rung, Variables
+from flashtile.runtime import toolchain
 
 _BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S = 0.08, 6.0, 150.0
 _DEFAULT_ARCH = 90
@@ -111,7 +114,7 @@ class Run:
             self.console.print(str(fault), style="red", highlight=False, markup=False, soft_wrap=True)
             return 1
         except KeyboardInterrupt:
-            self._say("Interrupted: the files hold what was measured so far.")
+            self._say("Interrupted: the rows measured so far were kept in a file named _unfinished.")
             return INTERRUPTED
 
     def _all(self) -> int:
@@ -130,7 +133,9 @@ class Run:
         )
         stem = self.options.dtype + ("" if is_whole else "_part")
         written = [self.folder / f"ladder_{stem}.csv", self.folder / f"ladder_kernels_{stem}.csv"]
+        load = Load("cuda")
         rows = self._measure(written[0])
+        remark = load.remark()
         counted, hbm, refusal = self._profile()
         kernels = self._kernel_rows(rows, roofs, counted)
         with Writer(written[1], RungRow) as writer:
@@ -151,6 +156,7 @@ class Run:
         except Unsupported as error:
             self._say(str(error))
         say_files(self.console, written)
+        say_remark(self.console, remark)
         if self.options.as_json:
             print(
                 json.dumps(
@@ -250,7 +256,12 @@ def _list(chosen: Sequence[Rung], arch: Arch, variables: Variables, as_json: boo
     """Lists the rungs and the resources of each on the architecture. Compiles them; needs no GPU."""
     console = make_console(as_json)
     found, lines = list[dict[str, object]](), list[tuple[str, ...]]()
+    no_compiler = _no_compiler()
     for rung in chosen:
+        if no_compiler:
+            found.append({"rung": rung.name, "title": rung.title})
+            lines.append((rung.name, "", "", "", "", "", "", rung.title))
+            continue
         try:
             kernel = launcher.compile_rung(rung, measure.LARGE.head_dim, arch, variables)
         except (Unsupported, ValueError) as error:
@@ -275,6 +286,22 @@ def _list(chosen: Sequence[Rung], arch: Arch, variables: Variables, as_json: boo
         }
         found.append({"rung": rung.name, "title": rung.title, **vars(tile), **facts})
     show(console, replace(tables.kernel_table(lines), title=f"The ladder for {arch.name}, d={measure.LARGE.head_dim}"))
+    if no_compiler:
+        console.print(
+            f"Not compiled, so that resources are not known. {no_compiler}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     if as_json:
-        print(json.dumps({"rungs": found}, indent=1))
+        print(json.dumps({"rungs": found, "refusal": no_compiler}, indent=1))
     return 0
+
+
+def _no_compiler() -> str:
+    """Why nothing can be compiled, or an empty text."""
+    try:
+        toolchain.find()
+    except Unsupported as error:
+        return str(error)
+    return ""

@@ -8,7 +8,7 @@ from typing import Any
 
 from flashtile.bench import plots
 from flashtile.bench.rows import Row, read
-from flashtile.bench.tables import number
+from flashtile.bench.tables import labels, number
 from flashtile.ladder.rows import HbmRow, RungRow
 
 OURS, STEP_BEFORE, PEER = "#D55E00", "#9a9a9a", "#0072B2"
@@ -41,7 +41,7 @@ def _times(csv_path: Path, rows: Sequence[Row]) -> Path:
     from matplotlib.figure import Figure
 
     masks = sorted({row.is_causal for row in rows})
-    names = list(dict.fromkeys(row.provider for row in rows))
+    names = labels(row.provider for row in rows)
     figure = Figure(figsize=(5.9 * len(masks) + 1.2, 0.36 * len(names) + 1.5), layout="constrained")
     panels = figure.subplots(1, len(masks), squeeze=False, sharey=True)[0]
     for axes, is_causal in zip(panels, masks, strict=True):
@@ -58,7 +58,7 @@ def _times(csv_path: Path, rows: Sequence[Row]) -> Path:
         axes.set_xscale("log")
         times = [row.median_ms or 1.0 for row in here.values()]
         axes.set_xlim(min(times) * 0.6, max(times) * 6)
-        axes.set_yticks(range(len(names)), names)
+        axes.set_yticks(range(len(names)), names.values())
         axes.grid(False, axis="y")
         axes.set_xlabel("Time per call (ms)")
         axes.set_title("causal" if is_causal else "full", loc="left")

@@ -31,6 +31,7 @@ def ladder_table(rows: Sequence[Row], kernels: Sequence[RungRow]) -> Table:
     first = kernels[0]
     same = [row for row in rows if _is_at(row, first)]
     baselines = {row.provider: row.median_ms for row in same if row.provider.startswith("sdpa") and row.is_ok}
+    names = bench_tables.labels(row.provider for row in same)
     lines, before = [], None
     for kernel in kernels:
         ms = kernel.median_ms
@@ -53,7 +54,7 @@ def ladder_table(rows: Sequence[Row], kernels: Sequence[RungRow]) -> Table:
             share = _percent((row.tflops or 0.0) / first.fma_ceiling_tflops)
             ratios = ["", *(_ratio(peer, row.median_ms) for peer in baselines.values())]
             lines.append(
-                (row.provider, number(row.median_ms), number(row.tflops or 0.0), share, *ratios, "", "", "", "")
+                (names[row.provider], number(row.median_ms), number(row.tflops or 0.0), share, *ratios, "", "", "", "")
             )
     header = ("", "ms", "TFLOP/s", "of FMA ceiling", "x step before", *(f"x {name}" for name in baselines))
     title = (

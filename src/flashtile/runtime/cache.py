@@ -22,11 +22,13 @@ import stat
 import struct
 import tempfile
 import threading
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flashtile.errors import value_error
 from flashtile.runtime import nvrtc, toolchain
 from flashtile.runtime.nvrtc import Compiled
 from flashtile.runtime.toolchain import Toolchain
@@ -35,6 +37,8 @@ _HEADER = struct.Struct("<8sI32s")
 _LENGTH = struct.Struct("<Q")
 _MAGIC = b"FLASHTIL"
 _FORMAT = 1
+_KERNEL_FIELDS = {"arch": str, "symbols": dict, "log": str}
+_STALE_S = 3600.0  # a temporary file this old belongs to a process that was killed
 EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
 
 
@@ -54,15 +58,14 @@ class KernelCache:
         if os.environ.get("FLASHTILE_CACHE") == "0":
             return cls(None)
         asked = os.environ.get("FLASHTILE_CACHE_DIR")
-        if asked:
-            return cls(Path(asked))
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        if not os.path.isabs(home):
+        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        folder = os.path.expanduser(asked or os.path.join(home, "flashtile"))
+        if folder.startswith("~") or not (asked or os.path.isabs(folder)):
             _warn_once(
                 "home", "kernel cache: the user has no home directory; kernels stay in memory. Set FLASHTILE_CACHE_DIR"
             )
             return cls(None)
-        return cls(Path(home) / "flashtile")
+        return cls(Path(folder))
 
     @staticmethod
     def key(parts: Sequence[str | bytes]) -> str:
@@ -75,11 +78,10 @@ class KernelCache:
 
     def load(self, key: str) -> Compiled | None:
         """The kernel stored under the key, or None if there is none or its file fails a check."""
-        found = self._read(f"{key}.kernel", key)
+        found = self._read(f"{key}.kernel", key, _KERNEL_FIELDS)
         if found is None:
             return None
-        meta, cubin = found
-        return Compiled(meta["arch"], cubin, meta["symbols"], meta["log"])
+        return _compiled(*found)
 
     def store(self, key: str, compiled: Compiled) -> None:
         """Stores a kernel for other processes, if the disk cache is usable."""
@@ -93,13 +95,13 @@ class KernelCache:
         except OSError:
             return found.digest
         key = self.key([f"{path} {state.st_size} {state.st_mtime_ns}" for path, state in states])
-        remembered = self._read(f"{key}.toolchain", key)
+        remembered = self._read(f"{key}.toolchain", key, {"digest": str})
         if remembered is not None:
             return str(remembered[0]["digest"])
         self._write(f"{key}.toolchain", {"key": key, "digest": found.digest}, b"")
         return found.digest
 
-    def _read(self, name: str, key: str) -> tuple[dict[str, Any], bytes] | None:
+    def _read(self, name: str, key: str, fields: Mapping[str, type]) -> tuple[dict[str, Any], bytes] | None:
         """JSON object and content of a file; None unless it is complete, the user's own and stored under the key."""
         directory = self._usable()
         if directory is None:
@@ -109,7 +111,7 @@ class KernelCache:
             with path.open("rb") as file:
                 if os.fstat(file.fileno()).st_uid != os.geteuid():
                     raise ValueError("it belongs to another user")
-                return _unpack(file.read(), key)
+                return _unpack(file.read(), key, fields)
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -122,6 +124,7 @@ class KernelCache:
             return
         temporary = None
         try:
+            _remove_stale(directory)
             descriptor, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=directory)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(_pack(meta, content))
@@ -165,7 +168,7 @@ def compile_cached(source: str, arch: str, names: Sequence[str], defines: Sequen
     Threads that need the same unit wait for one compilation.
     """
     headers = include_digest(nvrtc.INCLUDE)
-    options = json.dumps([list(names), nvrtc.options(arch, defines)])
+    options = _options_text(names, arch, defines)
     if is_embedded(arch) and (ready := _load_embedded(arch, KernelCache.key([headers, source, options]))) is not None:
         return ready
     cache = KernelCache.default()
@@ -185,10 +188,22 @@ def compile_cached(source: str, arch: str, names: Sequence[str], defines: Sequen
         return _memory[key]
 
 
+def _options_text(names: Sequence[str], arch: str, defines: Sequence[str] = ()) -> str:
+    """Everything besides the source that reaches the compiler."""
+    return json.dumps([list(names), [*nvrtc.options(arch, defines), *nvrtc.variables()]])
+
+
+def check_embedding() -> None:
+    """Refuses to embed kernels that would be used only where the same variables of the compiler are set."""
+    if nvrtc.variables():
+        raise value_error("environment", ", ".join(nvrtc.variables()), "none of these to embed kernels", "Unset them")
+
+
 def embed(folder: Path, source: str, arch: str, names: Sequence[str]) -> None:
     """Compiles a unit, or takes it from the cache, and writes it to a folder that will become EMBEDDED."""
+    check_embedding()
     compiled = compile_cached(source, arch, names)
-    key = KernelCache.key([tree_digest(nvrtc.INCLUDE), source, json.dumps([list(names), nvrtc.options(arch)])])
+    key = KernelCache.key([tree_digest(nvrtc.INCLUDE), source, _options_text(names, arch)])
     meta = {"key": key, "arch": arch, "symbols": compiled.symbols, "log": compiled.log}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{arch}-{key}.kernel").write_bytes(_pack(meta, compiled.cubin))
@@ -209,13 +224,12 @@ def is_embedded(arch: str) -> bool:
 def _load_embedded(arch: str, key: str) -> Compiled | None:
     path = EMBEDDED / f"{arch}-{key}.kernel"
     try:
-        meta, cubin = _unpack(path.read_bytes(), key)
+        return _compiled(*_unpack(path.read_bytes(), key, _KERNEL_FIELDS))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         _warn_once(str(path), f"embedded kernels: {path} is not usable ({error}); the kernel is compiled instead")
         return None
-    return Compiled(arch, cubin, meta["symbols"], meta["log"])
 
 
 def tree_digest(folder: Path) -> str:
@@ -239,14 +253,28 @@ def _toolchain_digest(directory: Path | None, compiler: Toolchain) -> str:
     return KernelCache(directory).toolchain_digest(compiler)
 
 
+@functools.cache
+def _remove_stale(directory: Path) -> None:
+    """Removes what killed processes left half written, once in each process."""
+    for path in directory.glob(".*.*.*"):
+        if path.name.split(".")[-2] in ("kernel", "toolchain"):
+            with contextlib.suppress(OSError):  # another process may have removed it
+                if time.time() - path.lstat().st_mtime > _STALE_S:
+                    path.unlink()
+
+
 def _pack(meta: dict[str, Any], content: bytes) -> bytes:
     head = json.dumps(meta).encode()
     payload = _LENGTH.pack(len(head)) + head + content
     return _HEADER.pack(_MAGIC, _FORMAT, hashlib.sha256(payload).digest()) + payload
 
 
-def _unpack(data: bytes, key: str) -> tuple[dict[str, Any], bytes]:
-    """The reverse of _pack. Raises ValueError unless the data is whole and was stored under the key."""
+def _compiled(meta: dict[str, Any], cubin: bytes) -> Compiled:
+    return Compiled(meta["arch"], cubin, meta["symbols"], meta["log"])
+
+
+def _unpack(data: bytes, key: str, fields: Mapping[str, type]) -> tuple[dict[str, Any], bytes]:
+    """The reverse of _pack. Raises ValueError unless the data is whole, was stored under the key and has the fields."""
     if len(data) < _HEADER.size + _LENGTH.size:
         raise ValueError("truncated")
     magic, version, digest = _HEADER.unpack_from(data)
@@ -256,8 +284,13 @@ def _unpack(data: bytes, key: str) -> tuple[dict[str, Any], bytes]:
     if hashlib.sha256(payload).digest() != digest:
         raise ValueError("corrupted or truncated")
     start = _LENGTH.size + _LENGTH.unpack_from(payload)[0]
-    meta = json.loads(payload[_LENGTH.size : start])
-    if meta["key"] != key:
+    try:
+        meta = json.loads(payload[_LENGTH.size : start])
+    except RecursionError:
+        raise ValueError("malformed") from None
+    if not isinstance(meta, dict) or not all(isinstance(meta.get(name), kind) for name, kind in fields.items()):
+        raise ValueError("malformed")
+    if meta.get("key") != key:
         raise ValueError("stored under another key")
     return meta, payload[start:]
 

@@ -30,8 +30,8 @@ def _load() -> tuple[ModuleType | None, str | None]:
         return (
             None,
             (
-                "the C++ extension is not built; `pip install .` with a C++ compiler and torch 2.10 or "
-                "newer in place builds it"
+                "the C++ extension is not built; `pip install .` with a C++ compiler and torch 2.10 or newer in place, "
+                "and without FLASHTILE_EXTENSION=0, builds it"
             ),
         )
     except ImportError as error:

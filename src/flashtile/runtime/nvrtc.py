@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from flashtile.runtime.toolchain import Toolchain
 INCLUDE = Path(__file__).resolve().parent.parent / "include"
 # Without --no-source-include a header in the working directory would be found before ours
 BASE_OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--device-as-default-execution-space", "--no-source-include")
+# Environment variables that NVRTC reads, such as NVRTC_APPEND_FLAGS, begin with these
+_VARIABLES = ("NVRTC", "NVVM", "NV_NVVM", "LIBNVVM")
 # Warnings about the code. "nvrtc: warning" is about the options, such as a deprecated architecture
 _WARNING = re.compile(r"(?<!nvrtc: )\bwarning\s*[#:]|\bC75\d\d\b", re.IGNORECASE)
 
@@ -50,6 +53,11 @@ class Compiled:
     def warnings(self) -> list[str]:
         """Warnings about the code, and ptxas notes on lost performance (C75xx)."""
         return [line for line in self.log.splitlines() if _WARNING.search(line)]
+
+
+def variables() -> list[str]:
+    """What the environment says to NVRTC, which may change the machine code: part of the cache key."""
+    return sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_VARIABLES))
 
 
 def options(arch: str, defines: Sequence[str] = ()) -> list[str]:

@@ -1,8 +1,11 @@
 """Finds NVRTC, NVIDIA's compiler library. No CUDA toolkit and no host compiler are needed.
 
-Search order: the file that FLASHTILE_NVRTC names; the wheels that come with torch (nvidia/cu13, nvidia/cu12,
-nvidia/cuda_nvrtc) in any folder of sys.path; a toolkit in CUDA_HOME, CUDA_PATH or /usr/local/cuda; the search path of
-the dynamic loader. Only the last one opens the library: a process whose kernels are cached never loads the compiler.
+Search order: the file that FLASHTILE_NVRTC names; the files of an installed package of _PACKAGES, by its metadata; a
+toolkit in CUDA_HOME, CUDA_PATH or /usr/local/cuda; the search path of the dynamic loader. Only the last one opens the
+library: a process whose kernels are cached never loads the compiler.
+
+Packages are looked for beside torch, in site-packages, then in the other folders of sys.path. The current directory,
+which Python puts there for `python -m`, does not count: a file that lies there by chance is never loaded as a compiler.
 """
 
 from __future__ import annotations
@@ -11,15 +14,20 @@ import ctypes
 import functools
 import hashlib
 import os
+import site
 import sys
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+
+import torch
 
 from flashtile.errors import Unsupported, unsupported
 
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
-_WHEEL_FOLDERS = ("nvidia/cu13/lib", "nvidia/cu12/lib", "nvidia/cuda_nvrtc/lib")
+_PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12")
 _ACCEPTED = "libnvrtc of CUDA 12 or 13"
 _HINT = "Install the package nvidia-cuda-nvrtc, or set FLASHTILE_NVRTC to the library file"
 
@@ -79,18 +87,37 @@ class Toolchain:
 
 def candidates() -> Iterator[Path]:
     """Every path that the library may have, preferred ones first."""
-    for folder in map(Path, sys.path):
-        for inner in _WHEEL_FOLDERS:
-            yield from (folder / inner / name for name in _NAMES)
+    for folder in _package_folders():
+        for package in _PACKAGES:
+            for found in metadata.distributions(name=package, path=[folder]):
+                files = {file.name: found.locate_file(file) for file in found.files or ()}
+                yield from (Path(str(files[name])) for name in _NAMES if name in files)
     for root in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
         if root:
-            yield from (Path(root) / "lib64" / name for name in _NAMES)
+            yield from (Path(os.path.expanduser(root)) / "lib64" / name for name in _NAMES)
+
+
+def _package_folders() -> list[str]:
+    """The folders in which packages are installed: torch's own first."""
+    beside_torch, paths = str(Path(torch.__file__).parent.parent), sysconfig.get_paths()
+    user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    installed = [beside_torch, paths["platlib"], paths["purelib"], *site.getsitepackages(), *user]
+    others = [folder for folder in sys.path if os.path.isabs(folder) and not _is_current(folder)]
+    return list(dict.fromkeys([*installed, *others]))
+
+
+def _is_current(folder: str) -> bool:
+    """The folder is the current directory."""
+    try:
+        return os.path.samefile(folder, os.curdir)
+    except OSError:  # one of them is not there
+        return False
 
 
 @functools.cache
 def find() -> Toolchain:
     """The NVRTC to compile with. Raises Unsupported, listing the places searched, if there is none."""
-    asked = os.environ.get("FLASHTILE_NVRTC")
+    asked = os.path.expanduser(os.environ.get("FLASHTILE_NVRTC", ""))
     if asked:
         if not Path(asked).is_file():
             raise unsupported("FLASHTILE_NVRTC", f"{asked}, which is no file", f"the path of a {_ACCEPTED}", _HINT)
@@ -106,7 +133,7 @@ def find() -> Toolchain:
 
 def _missing() -> Unsupported:
     got = (
-        f"none of {', '.join(_NAMES)} in the wheels beside torch ({', '.join(_WHEEL_FOLDERS)} below sys.path), "
+        f"none of {', '.join(_NAMES)} in an installed package ({', '.join(_PACKAGES)}), "
         "in lib64 of CUDA_HOME, CUDA_PATH or /usr/local/cuda, or on the loader's path"
     )
     return unsupported("NVRTC", got, _ACCEPTED, _HINT)

@@ -10,11 +10,13 @@ from pathlib import Path
 from rich.console import Console
 
 from flashtile.bench import device
-from flashtile.bench.command import INTERRUPTED, Options, writable_folder
+from flashtile.bench.command import INTERRUPTED, Options
+from flashtile.bench.files import writable_folder
+from flashtile.bench.load import Load
 from flashtile.bench.points import dtype_key
 from flashtile.bench.rows import Environment, Row, Writer, as_dict
 from flashtile.bench.sweep import Settings, Sweep
-from flashtile.bench.terminal import make_console, progress_bar, say_files, show
+from flashtile.bench.terminal import make_console, progress_bar, say_files, say_remark, show
 from flashtile.errors import Unsupported, unsupported, value_error
 from flashtile.kernels.arch import Arch
 from flashtile.ladder import counters
@@ -55,7 +57,7 @@ class Run:
     as_json: bool = False
 
     def start(self) -> int:
-        rows, written = list[TileRow](), list[Path]()
+        rows, written, load = list[TileRow](), list[Path](), Load("cuda")
         try:
             for one in self.chosen:
                 path = self.folder / f"tiles_{one.dtype}.csv"
@@ -74,6 +76,7 @@ class Run:
             self.console.print("Interrupted: files that were written are complete.", highlight=False)
             return INTERRUPTED
         say_files(self.console, written)
+        say_remark(self.console, load.remark())
         if self.as_json:
             print(json.dumps([as_dict(row) for row in rows], indent=1))
         return 1 if any(row.status == "inaccurate" for row in rows) else 0

@@ -1,17 +1,17 @@
 // Attention backward on Hopper: dQ, dK and dV by wgmma and TMA, one producer and two consumer warpgroups.
 //
 // Threads:   a block owns kBlockN keys of one KV head and streams the queries that see them, of every head that shares
-//            the KV head. Consumer w owns 64 of the keys: its dK and dV stay in registers, so they need no atomics. In
-//            the last warpgroup one lane issues the copies of Q, dO, K and V, and a second warp fills the statistics.
-// Shared:    sK, sV [slab][kBlockN][64], sQ, sdO [stage][slab][kBlockM][64] and sdS [buffer][kBlockN][64], 128-byte swizzled;
-//            lse and delta of each stage's queries; the barriers.
-// Products:  S^T = K Q^T and dP^T = V dO^T have keys as rows. Packed to 16 bits, P^T and dS^T are then register operands
-//            of dV += P^T dO and dK += dS^T Q. dS goes through shared memory once, for dQ = dS K over all keys of the
-//            block: each consumer computes one slab of dQ's columns, or, where there is one slab, every other tile.
-// Mainloop:  dQ of tile i - 1, dV and dK of tile i, S^T and dP^T of tile i + 1; then P and dS of tile i + 1.
-// dQ:        float32 sums in global memory (dq_accum), by bulk reductions of tiles staged in sdQ. bwd_convert_dq_kernel
-//            turns them into dQ.
-// Turns:     the consumers take turns (ping-pong): one issues its five products while the other computes P and dS.
+//            the KV head. Consumer w owns 64 of the keys: its dK and dV stay in registers and need no atomics. In the
+//            last warpgroup, one lane issues the copies of K, V, Q and dO; a second warp loads the statistics.
+// Shared:    sK, sV [slab][kBlockN][64], sQ, sdO [stage][slab][kBlockM][64], sdS [buffer][kBlockN][64], all 128-byte
+//            swizzled slabs of 64 columns; sdQ [consumer][64][64] in float32; lse and delta of each stage; barriers.
+// Products:  S^T = K Q^T and dP^T = V dO^T have keys as rows. P^T, packed to 16 bits, is a register operand of
+//            dV += P^T dO. dS^T goes through shared memory for dK += dS^T Q and for dQ = dS K over all keys of the
+//            block. Each consumer computes one slab of dQ's columns or, if there is one slab, every other tile.
+// Mainloop:  dV and dK of tile i, dQ of tile i - 1, S^T and dP^T of tile i + 1; then P and dS of tile i + 1.
+// Barriers:  full and empty per stage; empty_ds per buffer. The consumers take turns (ping-pong): one issues its five
+//            products while the other computes P and dS. The turn also publishes dS.
+// dQ:        float32 sums in global memory (dq_accum) by bulk reductions. bwd_convert_dq_kernel turns them into dQ.
 #pragma once
 
 #include "flashtile/attn/block_range.cuh"
@@ -63,8 +63,7 @@ struct KeyTile {
   FT_DEVICE bool has_queries() const { return m_begin < m_end; }
 };
 
-// One of the query tiles that stream by. A consumer may use tile c - 1 while the producer prepares tile
-// c + kNumStages.
+// One of the query tiles that stream by. A consumer may use tile c - 1 while the producer prepares tile c + kNumStages.
 struct QueryTileIndex {
   i32 i_begin, head;
   i32 has_large_lse;  // some lse is so large that its rounding could make P far larger than 1
@@ -101,8 +100,8 @@ struct BwdSm90 {
   using Stages = Ring<Config::kNumStages>;
   using Buffers = Ring<Config::kNumBuffers>;
   static constexpr i32 kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
-  static constexpr i32 kScores = kBlockM / 2;                          // registers per thread of S^T
-  static constexpr i32 kColumnsDq = 64;  // of dQ that a consumer computes
+  static constexpr i32 kScores = kBlockM / 2;  // registers per thread of S^T
+  static constexpr i32 kColumnsDq = 64;        // of dQ that a consumer computes
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
 
   // ---- Prologue. Scope: thread 0.
@@ -222,8 +221,8 @@ struct BwdSm90 {
     return j < s.seqlen_k ? Range{seen.begin - i, seen.end - i} : Range{0, 0};
   }
 
-  // P^T = 2^(S^T - lse). With kIsChecked it is 0 where a query does not see the key, and at most 1. Rows of the fragment
-  // are keys. Scope: thread.
+  // P^T = 2^(S^T - lse). With kIsChecked it is 0 where a query does not see the key, and at most 1. Rows of the
+  // fragment are keys. Scope: thread.
   template <bool kIsChecked>
   FT_DEVICE static void exponentiate(const Params& p, const Sequence& s, i32 i_begin, i32 j_begin, const Stats& lse,
                                      const float (&rS)[kScores], float (&rP)[kScores]) {
@@ -302,8 +301,8 @@ struct BwdSm90 {
   }
 
   // Adds a consumer's part of dQ of tile number count, 64 columns of it, to dq_accum, and releases the tile's dS. Each
-  // slab of dq_accum holds the rows of lse one after the other, so the 16 rows of a warp are one piece. A swizzle avoids
-  // bank conflicts: columns 8 b .. 8 b + 7 of query i are stored at 8 (b ^ i % 8). Scope: warp.
+  // slab of dq_accum holds the rows of lse one after the other, so the 16 rows of a warp are one piece. A swizzle
+  // avoids bank conflicts: columns 8 b .. 8 b + 7 of query i are stored at 8 (b ^ i % 8). Scope: warp.
   FT_DEVICE static void add_dq(const Params& p, Storage& shared, i32 consumer, u32 count,
                                const float (&rdQ)[kColumnsDq / 2]) {
     release_stage(shared.empty_ds[Buffers::stage(count)]);
@@ -334,8 +333,8 @@ struct BwdSm90 {
 
   // Stores dK or dV of a consumer's keys.
   template <i32 kCount>
-  FT_DEVICE static void store_rows(void* base, const Strides& strides, const Params& p, const KeyTile& tile, i32 j_begin,
-                                   i32 num_columns, float factor, const float (&rD)[kCount]) {
+  FT_DEVICE static void store_rows(void* base, const Strides& strides, const Params& p, const KeyTile& tile,
+                                   i32 j_begin, i32 num_columns, float factor, const float (&rD)[kCount]) {
     KeyRows<T, KvSource<false>> rows(static_cast<T*>(base), strides, p, tile.s, tile.kv_head);
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
@@ -367,7 +366,9 @@ struct BwdSm90 {
     auto v_rows = [&] { return tile_base(shared.sV + 64 * 64 * consumer, kBlockN * 128); };
     auto q_tile = [&](u32 count) { return tile_base(shared.sQ[Stages::stage(count)], kBlockM * 128); };
     auto do_tile = [&](u32 count) { return tile_base(shared.sdO[Stages::stage(count)], kBlockM * 128); };
-    auto ds_rows = [&](u32 count) { return tile_base(shared.sdS[Buffers::stage(count)] + 64 * 64 * consumer, kBlockN * 128); };
+    auto ds_rows = [&](u32 count) {
+      return tile_base(shared.sdS[Buffers::stage(count)] + 64 * 64 * consumer, kBlockN * 128);
+    };
     auto ds_tile = [&](u32 count) { return tile_base(shared.sdS[Buffers::stage(count)], kBlockN * 128); };
 
     auto i_begin = [&](u32 count) { return shared.queries[count % kNumQueryTiles].i_begin; };
@@ -383,15 +384,15 @@ struct BwdSm90 {
       }
     };
     // Start S^T = K Q^T
-    auto start_s = [&](u32 count, float(&rS)[kScores]) {
+    auto start_s = [&](u32 count, float (&rS)[kScores]) {
       gemm_abt<T, kBlockM, Config::kHeadDim, kBlockN>(rS, k_rows(), q_tile(count));
     };
     // Start dP^T = V dO^T
-    auto start_dp = [&](u32 count, float(&rdP)[kScores]) {
+    auto start_dp = [&](u32 count, float (&rdP)[kScores]) {
       gemm_abt<T, kBlockM, Config::kHeadDimV, kBlockN>(rdP, v_rows(), do_tile(count));
     };
     // From S^T and dP^T, both in flight, to P^T and dS^T; stores dS^T for both consumers
-    auto differentiate_tile = [&](u32 count, float(&rS)[kScores], float(&rdP)[kScores]) {
+    auto differentiate_tile = [&](u32 count, float (&rS)[kScores], float (&rdP)[kScores]) {
       u32 stage = Stages::stage(count);
       u32 packed_ds[kScores / 2];
       if constexpr (kHasOptions) {
@@ -437,7 +438,7 @@ struct BwdSm90 {
       release_stage(shared.empty[Stages::stage(count)]);
     };
     // Start dQ = dS K
-    auto start_dq = [&](u32 count, float(&rdQ)[kColumnsDq / 2]) {
+    auto start_dq = [&](u32 count, float (&rdQ)[kColumnsDq / 2]) {
       if (has_dq(consumer, count)) {
         gemm_atb<T, kColumnsDq, kBlockN>(rdQ, ds_tile(count), k_tile(Config::kSlabsQK == 2 ? consumer : 0));
       } else {
@@ -473,8 +474,8 @@ struct BwdSm90 {
         // Wait for Q and dO, then for this consumer's turn: the other consumer has stored its dS of the tile before
         wait_operands(count + 1);
         wait_turn(consumer);
-        // Start dV and dK of this tile, dQ of the tile before and, once P^T has left the registers, S^T of the next tile.
-        // The first tile computes a dQ that nobody adds.
+        // Start dV and dK of this tile, dQ of the tile before and, once P^T has left the registers, S^T of the next
+        // tile. The first tile computes a dQ that nobody adds.
         start_dv(count);
         start_dk(count);
         start_dq(count - 1, rdQ);

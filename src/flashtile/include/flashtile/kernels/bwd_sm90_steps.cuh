@@ -1,7 +1,8 @@
-// The steps before and after bwd_sm90_kernel, both bound by memory. Rows are those of lse, so that packed sequences need
-// no padding.
+// The steps before and after bwd_sm90_kernel, both bound by memory. Rows are those of lse, so packed sequences need no
+// padding.
 //
-// bwd_sm90_preprocess_kernel  delta = rowsum(dO * O) - dlse and lse in the unit of scores, of every query row; zeros dq_accum
+// bwd_sm90_preprocess_kernel  for every query row: delta = rowsum(dO * O) - dlse, lse in the unit of scores, and zeros
+//                             for dq_accum
 // bwd_convert_dq_kernel       dQ = scale * dq_accum in 16 bits
 //
 // Threads: 8 lanes per row, 16 rows per pass of a block, kStepRows rows per block.
