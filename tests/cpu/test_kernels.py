@@ -130,6 +130,22 @@ def test_hopper_code_has_warpgroup_products_and_no_local_memory(row, tmp_path):
     assert not found & LOCAL_MEMORY
 
 
+BACKWARD = families.find("bwd_sm90")
+BACKWARD_ROWS = [
+    row for index, dtype in enumerate(BACKWARD.dtypes) for row in list(BACKWARD.every_row(dtype))[index::2]
+]
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("row", BACKWARD_ROWS, ids=lambda row: f"{row.dtype}-{row.head_dim}-{row.label}")
+def test_hopper_backward_has_bulk_reductions_and_no_local_memory(row, tmp_path):
+    compiled = compiled_row(BACKWARD, row, Features(has_band=True, has_lengths=True))
+    found = opcodes(compiled.cubin, tmp_path)
+    assert {"HGMMA", "UTMALDG", "UBLKRED", "SYNCS"} <= found
+    assert not found & (LOCAL_MEMORY | {"REDG", "ATOMG"})
+    assert compiled.warnings == []
+
+
 @needs_nvdisasm
 def test_local_memory_would_be_seen(tmp_path):
     unit = """extern "C" __global__ void spill(float* out, int index) {

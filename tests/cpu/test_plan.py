@@ -15,6 +15,7 @@ from flashtile import ops
 from flashtile.backends import call, cuda, dropout, executor
 from flashtile.kernels import assemble
 from flashtile.kernels.arch import ARCHS
+from flashtile.kernels.families import bwd_sm90
 from flashtile.kernels.families import steps as family_steps
 from flashtile.kernels.families.simt import HEAD_DIMS
 from flashtile.kernels.length_class import PackedHeads
@@ -283,7 +284,7 @@ def test_kernels_without_tiles_have_the_sizes_that_plans_launch_them_with() -> N
     """A combination that no lane has a column for would be left out without a word."""
     text = "".join(
         (nvrtc.INCLUDE / "flashtile" / "kernels" / f"{name}.cuh").read_text()
-        for name in ("fwd_combine", "bwd_preprocess")
+        for name in ("fwd_combine", "bwd_preprocess", "bwd_sm90_steps")
     )
     sizes = {name: int(value) for name, value in re.findall(r"constexpr i32 (k\w+) = (\d+);", text)}
     assert (sizes["kCombineRows"], 32 * sizes["kCombineRows"]) == (
@@ -294,4 +295,5 @@ def test_kernels_without_tiles_have_the_sizes_that_plans_launch_them_with() -> N
         family_steps.PREPROCESS_ROWS,
         family_steps.PREPROCESS_THREADS,
     )
+    assert (sizes["kStepRows"], sizes["kStepThreads"]) == (bwd_sm90.STEP_ROWS, bwd_sm90.STEP_THREADS)
     assert 32 * sizes["kCombineColumns"] >= HEAD_DIMS[-1]

@@ -58,10 +58,8 @@ class BwdSm90Row(Row):
 
     @property
     def config(self) -> str:
-        sizes = (
-            f"{self.head_dim}, {self.head_dim_v}, {self.block_n}, {self.block_m}, {self.num_stages}, {self.num_buffers}"
-        )
-        return f"Sm90BwdConfig<{CPP_TYPES[self.dtype]}, {sizes}>"
+        tile = f"{self.block_n}, {self.block_m}, {self.num_stages}, {self.num_buffers}"
+        return f"Sm90BwdConfig<{CPP_TYPES[self.dtype]}, {self.head_dim}, {self.head_dim_v}, {tile}>"
 
     @property
     def label(self) -> str:
@@ -137,8 +135,7 @@ class BwdSm90(Family[BwdSm90Row]):
         return Launch(tuple(steps), _workspaces(row), None, _maps(row, layout), scratch, zeroed, BwdSm90Params)
 
     def launch_row(self, row: BwdSm90Row, key: PlanKey, layout: CallLayout) -> Launch:
-        steps = (_plain("bwd_sm90_preprocess", row, key), self._step(row, key), _plain("bwd_convert_dq", row, key))
-        return Launch(steps, _workspaces(row), maps=_maps(row, layout), struct=BwdSm90Params)
+        return Launch((self._step(row, key),), _workspaces(row), maps=_maps(row, layout), struct=BwdSm90Params)
 
     def _step(self, row: BwdSm90Row, key: PlanKey) -> Step:
         return tile_step(row, key.features, (("seqlen_k", row.block_m), ("heads_kv", 1), ("batch", 1)))
