@@ -319,7 +319,7 @@ def _check_qkv(args: AttentionArgs) -> None:
         if tensor.dim() != rank:
             raise value_error(name, f"{tensor.dim()} dimensions {tuple(tensor.shape)}", _axes(args, name, rank))
         _check_device(args, name, tensor)
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel() > 0:
             raise value_error(
                 name,
                 f"stride {tensor.stride(-1)} in the last dimension",

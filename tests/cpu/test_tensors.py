@@ -319,3 +319,10 @@ def test_symbolic_trace_records_a_call(name: str, seed: int) -> None:
         function = getattr(flashtile, name)
         assert [node.target for node in traced.graph.nodes if node.target is function] == [function]
     assert torch.equal(traced(q, k, v), FX_CALLS[name](q, k, v))
+
+
+def test_the_strides_of_an_empty_tensor_say_nothing() -> None:
+    """NumPy gives empty arrays strides of 0; torch calls them contiguous."""
+    q = torch.zeros(0, 2, 3, 4).as_strided((0, 2, 3, 4), (0, 0, 0, 0))
+    k = torch.zeros(0, 2, 5, 4)
+    assert flashtile.attention(q, k, k).shape == (0, 2, 3, 4)
