@@ -108,7 +108,7 @@ def test_a_switch_names_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHTILE_FAMILY", "fwd_simt")
     assert families.select(PLAIN).name == "fwd_simt"
     assert families.choice(PLAIN).refusals["fwd_sm90"] == "FLASHTILE_FAMILY names fwd_simt"
-    assert families.select(change(grads=("dq",))).name == "bwd_simt"  # of another op: not concerned
+    assert families.select(change(grads=("dq",))).name == "bwd_sm90"  # of another op: not concerned
     monkeypatch.setenv("FLASHTILE_FAMILY", "fwd_sm90")
     with pytest.raises(Unsupported, match="'fwd_simt' refuses: FLASHTILE_FAMILY names fwd_sm90"):
         families.select(change(is_paged=True))
