@@ -15,7 +15,7 @@ from flashtile.testing import Case
 HEAD_DIMS = ((64, 64), (128, 128), (96, 96), (8, 8), (40, 72), (128, 64), (120, 112))
 # Tests poison memory by torch's switch for deterministic algorithms, under which the family refuses: calls say False
 NOT_DETERMINISTIC = {"deterministic": False}
-# Of two options at head_dim 128 and of the gradient of a bias others take care
+# The family refuses two options at head_dim 128 and the gradient of a bias
 TAKEN = [name for name in FEATURES if name not in ("everything", "bias", "bias in float32")]
 
 
@@ -77,8 +77,21 @@ def test_bias_without_its_gradient(head_dim: int) -> None:
         torch.testing.assert_close(one.double(), other, rtol=0.0, atol=0.02 * other.abs().max().item())
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_some_gradients(wanted: tuple[int, ...]) -> None:
+    tensors = [torch.randn(1, 2, 200, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    dout = torch.randn_like(tensors[0])
+    expected = gradients(tensors, dout)
+    leaves = [tensor.detach().requires_grad_(index in wanted) for index, tensor in enumerate(tensors)]
+    out = flashtile.attention(*leaves, **NOT_DETERMINISTIC)
+    found = torch.autograd.grad(out, [leaves[index] for index in wanted], dout)
+    for index, one in zip(wanted, found, strict=True):
+        torch.testing.assert_close(one, expected[index], rtol=0.0, atol=1e-2)
+
+
 def test_broadcast_gradients_of_out() -> None:
-    """Of a sum over rows or heads: they have strides of 0, which TMA does not take."""
+    """Of a sum over rows, heads or batches. TMA takes no rows with a stride of 0."""
     tensors = [torch.randn(2, 3, 200, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     whole = torch.randn(2, 3, 200, 64, device="cuda", dtype=torch.bfloat16)
     for broadcast in (whole[:, :, :1], whole[:, :1], whole[:1], whole[:1, :1, :1, :1]):

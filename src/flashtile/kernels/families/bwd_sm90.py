@@ -28,7 +28,7 @@ class Tile(NamedTuple):
     block_queries: int
     num_stages: int = 3
     num_buffers: int = 2
-    max_options: int = 99  # that change scores or probabilities, that it holds without a spill
+    max_options: int = 99  # the most options that change scores or probabilities without a spill
 
 
 # By padded head_dim and head_dim_v. Measured on an NVIDIA H200: docs/sm90-backward.md.
@@ -103,7 +103,8 @@ class BwdSm90(Family[BwdSm90Row]):
         if key.grads is not None and "dbias" in key.grads:
             return "the gradient of a bias"
         if not any(self.candidates("bwd_sm90", key)):
-            return f"{key.features.num_score_options} options that change scores at head_dim {key.head_dim}"
+            dims = self.padded(key.head_dim, key.head_dim_v)
+            return f"{key.features.num_score_options} options that change scores at padded head dims {dims}"
         return None
 
     def every_row(self, dtype: str) -> Iterator[BwdSm90Row]:
@@ -124,12 +125,13 @@ class BwdSm90(Family[BwdSm90Row]):
         steps = [_plain("bwd_sm90_preprocess", row, key)]
         if "dsinks" in key.grads:
             steps.append(dsinks(key))
+        scratch: tuple[Operand, ...] = ()
         if any(name in key.grads for name in ("dq", "dk", "dv")):
             steps.append(self._step(row, key))
+            # The kernel writes both dK and dV
+            scratch = tuple(Operand(name, like=name[1]) for name in ("dk", "dv") if name not in key.grads)
         if "dq" in key.grads:
             steps.append(_plain("bwd_convert_dq", row, key))
-        # The kernel writes both dK and dV
-        scratch = tuple(Operand(name, like=name[1]) for name in ("dk", "dv") if name not in key.grads)
         # Keys outside every sequence have no owner
         zeroed = tuple(name for name in ("dk", "dv") if layout.has_lengths and name in key.grads)
         return Launch(tuple(steps), _workspaces(row), None, _maps(row, layout), scratch, zeroed, BwdSm90Params)

@@ -1,5 +1,5 @@
-// Dropout bits by Philox4x32-10, as docs/semantics.md defines them, and dropout of a tile of probabilities in the two
-// register layouts. Each lane draws the words of one group of 8 keys; lanes that share a row exchange them.
+// Dropout bits by Philox4x32-10, as docs/semantics.md defines them, and dropout of a tile of probabilities in the
+// three register layouts. Each lane draws the words of one group of 8 keys; lanes that share a row exchange them.
 #pragma once
 
 #include "flashtile/attn/sequence.cuh"

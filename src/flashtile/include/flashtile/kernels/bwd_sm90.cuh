@@ -4,12 +4,14 @@
 //            the KV head. Consumer w owns 64 of the keys: its dK and dV stay in registers and need no atomics. In the
 //            last warpgroup, one lane issues the copies of K, V, Q and dO; a second warp loads the statistics.
 // Shared:    sK, sV [slab][kBlockN][64], sQ, sdO [stage][slab][kBlockM][64], sdS [buffer][kBlockN][64], all 128-byte
-//            swizzled slabs of 64 columns; sdQ [consumer][64][64] in float32; lse and delta of each stage; barriers.
+//            swizzled slabs of 64 columns; sdQ [consumer][64][64] in float32; lse and delta of each stage; the block's
+//            key tile and a ring of query tiles; barriers.
 // Products:  S^T = K Q^T and dP^T = V dO^T have keys as rows. P^T, packed to 16 bits, is a register operand of
 //            dV += P^T dO. dS^T goes through shared memory for dK += dS^T Q and for dQ = dS K over all keys of the
 //            block. Each consumer computes one slab of dQ's columns or, if there is one slab, every other tile.
 // Mainloop:  dV and dK of tile i, dQ of tile i - 1, S^T and dP^T of tile i + 1; then P and dS of tile i + 1.
-// Barriers:  full and empty per stage; empty_ds per buffer. The consumers take turns (ping-pong): one issues its five
+// Barriers:  full_k, full_v; full and empty per stage; empty_ds per buffer. The consumers take turns (ping-pong): one
+// issues its five
 //            products while the other computes P and dS. The turn also publishes dS.
 // dQ:        float32 sums in global memory (dq_accum) by bulk reductions. bwd_convert_dq_kernel turns them into dQ.
 #pragma once
@@ -74,6 +76,7 @@ constexpr u32 kNumQueryTiles = 8;
 template <class Config>
 struct alignas(1024) BwdSm90Storage {
   using T = typename Config::Element;
+  static_assert(kNumQueryTiles >= Config::kNumStages + 2);
   T sK[Config::kElementsK];
   T sV[Config::kElementsV];
   T sQ[Config::kNumStages][Config::kElementsQ];
@@ -88,10 +91,6 @@ struct alignas(1024) BwdSm90Storage {
   u64 empty_ds[Config::kNumBuffers];
   KeyTile tile;
 };
-
-// Named barriers, one of each kind per consumer. Barrier 0 is __syncthreads.
-constexpr i32 kPingPongBarrier = 1;
-constexpr i32 kConsumerBarrier = 8;
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo>
 struct BwdSm90 {
@@ -190,8 +189,8 @@ struct BwdSm90 {
 
   // ---- Consumer. Scope: warpgroup.
 
-  // Waits until the other consumer has issued its products, and lets it issue the next ones. What a consumer stored to
-  // shared memory before the end of its turn, the other sees.
+  // wait_turn waits until the other consumer has issued its products; end_turn lets it issue its next ones. Stores to
+  // shared memory before end_turn are visible after the other's wait_turn.
   FT_DEVICE static void wait_turn(i32 consumer) { named_barrier_sync(kPingPongBarrier + consumer, 256); }
   FT_DEVICE static void end_turn(i32 consumer) { named_barrier_arrive(kPingPongBarrier + 1 - consumer, 256); }
 
@@ -246,7 +245,7 @@ struct BwdSm90 {
     }
   }
 
-  // dS^T = P^T * (dP^T - delta). Both are packed here, not earlier: registers are scarce.
+  // dS^T = P^T * (dP^T - delta). Packs P^T too: packing it earlier would need more registers.
   FT_DEVICE static void differentiate(const Stats& delta, const float (&rP)[kScores], const float (&rdP)[kScores],
                                       u32 (&packed_p)[kScores / 2], u32 (&packed_ds)[kScores / 2]) {
 #pragma unroll
@@ -260,7 +259,7 @@ struct BwdSm90 {
     }
   }
 
-  // Both with options, in one pass: softcap needs its derivative, dropout the same bits twice.
+  // P^T and dS^T with options, in one pass: softcap needs its derivative, dropout the same bits twice.
   FT_DEVICE static void differentiate_options(const Params& p, const Sequence& s, i32 head, i32 i_begin, i32 j_begin,
                                               const float* sLse, const float* sDelta, const float (&rS)[kScores],
                                               const float (&rdP)[kScores], u32 (&packed_p)[kScores / 2],
@@ -475,7 +474,7 @@ struct BwdSm90 {
         wait_operands(count + 1);
         wait_turn(consumer);
         // Start dV and dK of this tile, dQ of the tile before and, once P^T has left the registers, S^T of the next
-        // tile. The first tile computes a dQ that nobody adds.
+        // tile. For count 0, dQ comes from uninitialised dS and is not added.
         start_dv(count);
         start_dk(count);
         start_dq(count - 1, rdQ);

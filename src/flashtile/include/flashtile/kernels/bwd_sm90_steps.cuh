@@ -77,12 +77,10 @@ __global__ void __launch_bounds__(kStepThreads) bwd_sm90_preprocess_kernel(const
       p.lse_log2[stat] = is_empty ? infinity() : in_score_unit(has_natural_scores(p), lse);
     }
     // Zero the row's sums of dQ
-    if (p.dq_accum != nullptr) {
 #pragma unroll
-      for (i32 slab = 0; slab < kSlabs; ++slab) {
-        float4* row = reinterpret_cast<float4*>(p.dq_accum + (slab * p.lse_size + stat) * 64);
-        row[lane] = row[lane + 8] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      }
+    for (i32 slab = 0; slab < kSlabs; ++slab) {
+      float4* row = reinterpret_cast<float4*>(p.dq_accum + (slab * p.lse_size + stat) * 64);
+      row[lane] = row[lane + 8] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
   }
 }

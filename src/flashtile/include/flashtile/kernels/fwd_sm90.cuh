@@ -52,10 +52,6 @@ struct alignas(1024) FwdSm90Storage {
   WorkItemRing<WorkItem<Config, Mask, SeqInfo>> work_items;
 };
 
-// Named barriers, one of each kind per consumer. Barrier 0 is __syncthreads.
-constexpr i32 kPingPongBarrier = 1;
-constexpr i32 kConsumerBarrier = 8;
-
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo>
 struct FwdSm90 {
   using T = typename Config::Element;

@@ -31,7 +31,9 @@ struct Sm90BwdConfig {
   static constexpr i32 kElementsdO = kBlockM * 64 * kSlabsV;
   static constexpr i32 kElementsdS = kBlockN * 64;
   static_assert(sizeof(T) == 2 && kHeadDim % 32 == 0 && kHeadDimV % 32 == 0 && kHeadDim <= 128);
-  static_assert(kBlockM == 64 && kBlockN == 128);
+  static_assert(kBlockM == 64 && kBlockN == 128 && kHeadDimV <= 128);
+  // A tile is released only after the next one has arrived, and its dS one tile later
+  static_assert(kNumStages >= 2 && kNumBuffers >= 2);
 };
 
 }  // namespace flashtile
