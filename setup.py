@@ -45,19 +45,14 @@ SOURCES = {
     "exec/tensor.cpp": [],
     "cpu/run.cpp": [],
     "cpu/engine_baseline.cpp": [],
+    "cpu/engine_baseline_f64.cpp": [],
 }
 if platform.machine().lower() in ("x86_64", "amd64"):
     # Chosen at run time: nothing else may be compiled with these
     avx2 = ["-mavx2", "-mfma", "-mf16c"]
-    SOURCES["cpu/engine_avx2.cpp"] = avx2
-    SOURCES["cpu/engine_avx512.cpp"] = [
-        *avx2,
-        "-mavx512f",
-        "-mavx512bw",
-        "-mavx512dq",
-        "-mavx512vl",
-        "-mprefer-vector-width=512",
-    ]
+    avx512 = [*avx2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
+    SOURCES |= {f"cpu/engine_avx2{arithmetic}.cpp": avx2 for arithmetic in ("", "_f64")}
+    SOURCES |= {f"cpu/engine_avx512{arithmetic}.cpp": avx512 for arithmetic in ("", "_f64")}
 FLAGS = [
     *("-std=c++17", "-O2", "-ftree-vectorize", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"),
     *("-ffp-contract=fast", "-fno-math-errno"),  # products and sums are fused where the processor can

@@ -7,18 +7,19 @@ import dataclasses
 import itertools
 import random
 import sys
+import warnings
 
 import pytest
 import torch
 
 import flashtile
 from flashtile import ops
-from flashtile.kernels.params import Params
+from flashtile.kernels.params import WideParams
 from flashtile.runtime import extension
 from flashtile.testing import Case, Result, assert_agrees, dropout_mask, oracle, run
 
 ISAS = extension.instruction_sets() if extension.missing() is None else ("none",)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # Lengths around its tiles (128 queries, 64 or 128 keys), micro-kernel rows (6) and vectors (4 to 16)
 LONG = {"batch": 1, "seqlen_q": 135, "seqlen_k": 203}
@@ -54,7 +55,7 @@ def test_the_extension_is_built() -> None:
     """The tests need the extension; `make` builds it or says why not."""
     assert extension.missing() is None
     assert extension.instruction_sets()[-1] == "baseline"
-    assert extension.params_bytes() == ctypes.sizeof(Params)
+    assert extension.params_bytes() == ctypes.sizeof(WideParams)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -243,10 +244,82 @@ def test_only_wanted_gradients(seed: int) -> None:
             assert torch.equal(mine, whole) if is_wanted else mine.numel() == 0
 
 
-def test_float64_goes_to_tiled_with_a_warning(seed: int) -> None:
+@pytest.mark.parametrize("isa", ISAS)
+def test_float64_has_the_accuracy_of_float64(isa: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores from 0 to -800: every exponent of 2^x. A scale, a softcap and a keep factor that float32 would round."""
+    monkeypatch.setenv("FLASHTILE_CPU_ISA", isa)
+    q = torch.full((1, 1, 30, 1), 1.0, dtype=torch.float64)
+    k = -torch.linspace(0, 800, 203, dtype=torch.float64)[None, None, :, None]
+    v, rng = torch.randn(1, 1, 203, 5, dtype=torch.float64), torch.tensor([seed, 0])
+    options: tuple[dict, ...] = (
+        {},
+        {"softcap": 0.7},
+        {"softcap": 1e-40},
+        {"dropout_p": 0.1, "rng_state": rng},
+        {"scale": 1e100},
+    )
+    for more in options:
+        more = {"scale": 1 / 3, "return_lse": True, **more}
+        found = flashtile.attention(q, k, v, backend="cpu", **more)
+        expected = flashtile.attention(q, k, v, backend="reference", **more)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.dtype == torch.float64
+            torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_exp2_in_float64(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With v = (1, 0) and scores (x, 0), out / (1 - out) = e^x."""
+    monkeypatch.setenv("FLASHTILE_CPU_ISA", isa)
+    x = -torch.linspace(0, 700, 10007, dtype=torch.float64)
+    k = torch.stack([x, torch.zeros_like(x)], -1)[:, None, :, None]
+    v = torch.tensor([1.0, 0.0], dtype=torch.float64).view(1, 1, 2, 1).expand(len(x), 1, 2, 1)
+    q = torch.ones(len(x), 1, 1, 1, dtype=torch.float64)
+    out = flashtile.attention(q, k, v, scale=1.0, backend="cpu").flatten()
+    # The product with log2(e) rounds x: half a unit of the last place of up to 1010
+    torch.testing.assert_close(out, x.exp() / (1 + x.exp()), rtol=1.5e-13, atol=0)
+    near = slice(0, 15)  # scores above -1
+    torch.testing.assert_close(out[near], x.exp()[near] / (1 + x.exp()[near]), rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_finite_differences(isa: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHTILE_CPU_ISA", isa)
+
+    def attend(*tensors: torch.Tensor) -> object:
+        q, k, v, bias, sinks = tensors
+        return flashtile.attention(
+            q, k, v, bias=bias, sinks=sinks, softcap=1.5, causal=True, return_lse=True, backend="cpu"
+        )
+
+    shapes = ((1, 2, 5, 3), (1, 1, 7, 3), (1, 1, 7, 2), (1, 2, 1, 7), (2,))
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    assert torch.autograd.gradcheck(attend, inputs)
+
+
+def test_float64_with_float32_slopes_sinks_and_bias(seed: int) -> None:
+    """They are converted; their gradients keep their dtype."""
+    q, k, v = (torch.randn(1, 2, 40, 8, dtype=torch.float64) for _ in range(3))
+    bias, slopes, sinks = torch.randn(1, 2, 40, 40), torch.rand(2), torch.randn(2)
+    found = []
+    for backend in ("cpu", "reference"):
+        leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v, bias, sinks)]
+        out = flashtile.attention(*leaves[:3], bias=leaves[3], sinks=leaves[4], alibi_slopes=slopes, backend=backend)
+        out.square().sum().backward()
+        found.append([out, *(leaf.grad for leaf in leaves)])
+    for mine, theirs in zip(*found, strict=True):
+        tolerance = 1e-12 if mine.dtype == torch.float64 else 1e-6
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_float64_is_served_without_a_warning(seed: int) -> None:
     q = torch.randn(1, 1, 4, 8, dtype=torch.float64)
-    with pytest.warns(flashtile.SlowPathWarning, match="'cpu' refuses: float64 is not among its dtypes"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         flashtile.attention(q, q, q)
+    explained = flashtile.explain(q, q, q)
+    assert explained.backend == "cpu"
+    assert explained.details["arithmetic"] == "float64"
 
 
 def test_an_unknown_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from flashtile.problem import AttentionArgs, Problem
 from flashtile.runtime import extension
 from flashtile.testing import Case, Inputs
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OPTIONS: dict[str, dict] = {
     "plain": {},
     "long": {"batch": 1, "seqlen_q": 500, "seqlen_k": 300},
@@ -71,6 +71,13 @@ def by_cpp(op: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, .
     return found
 
 
+def in_place(args: AttentionArgs) -> AttentionArgs:
+    """With sinks and slopes in the dtype of the arithmetic; others are copied, in Python."""
+    dtype = torch.float64 if args.q.dtype == torch.float64 else torch.float32
+    sinks, slopes = (None if tensor is None else tensor.to(dtype) for tensor in (args.sinks, args.alibi_slopes))
+    return args._replace(sinks=sinks, alibi_slopes=slopes)
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("option", OPTIONS)
@@ -82,8 +89,7 @@ def test_the_bits_of_the_python_executor(option: str, dtype: torch.dtype, layout
         .make(seed)
         .args._replace(out_dtype=torch.float32 if is_wide else None)
     )
-    if args.sinks is not None:
-        args = args._replace(sinks=args.sinks.float())  # others are copied, in Python
+    args = in_place(args)
     for ours, theirs in zip(by_cpp(ops.forward, *args), by_python(args), strict=True):
         assert (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
         assert torch.equal(ours, theirs)
@@ -108,12 +114,11 @@ def test_the_bits_of_its_backward_pass(
     torch.set_num_threads(num_threads)
     fields = {"batch": 1, "heads": 1, "heads_kv": 1, "seqlen_k": 600, **OPTIONS[option]}
     inputs = Case(dtype=dtype, layout=layout, **fields).make(seed)
-    sinks = None if inputs.args.sinks is None else inputs.args.sinks.float()
-    args = inputs.args._replace(sinks=sinks, needs_grad=True, needs_bias_grad=inputs.args.bias is not None)
+    args = in_place(inputs.args)._replace(needs_grad=True, needs_bias_grad=inputs.args.bias is not None)
     inputs = inputs._replace(args=args)
     out, lse = by_python(args)
     for needs in (
-        GradNeeds(True, True, True, args.bias is not None, sinks is not None),
+        GradNeeds(True, True, True, args.bias is not None, args.sinks is not None),
         GradNeeds(False, True, False, False, False),
     ):
         theirs = backward_by_python(inputs, out, lse, needs)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flashtile.backends import dropout
@@ -52,7 +53,7 @@ def scalars_of(args: AttentionArgs) -> dict[str, float | int]:
         "window_right": right,
         "scale": scale,
         "scale_log2": scale * math.log2(math.e),
-        "softcap": kernel_softcap(args.softcap),
+        "softcap": args.softcap if args.q.dtype == torch.float64 else kernel_softcap(args.softcap),
         "dropout_threshold": dropout.threshold(args.dropout_p),
         "keep_factor": dropout.keep_factor(args.dropout_p),
         "max_seqlen_q": args.max_seqlen_q or 0,

@@ -14,8 +14,8 @@ from flashtile.backends.base import Backend, Grads
 from flashtile.backends.call import backward_tensors, layout_of, scalars_of, tensors_of
 from flashtile.backends.executor import Launch, Scalars, Splits
 from flashtile.errors import dtype_name
-from flashtile.kernels.host import HostKey, host_plan
-from flashtile.kernels.params import Params
+from flashtile.kernels.host import HostKey, arithmetic_of, host_plan
+from flashtile.kernels.params import WideParams
 from flashtile.kernels.plan import ENGINE_DTYPES
 from flashtile.kernels.spec import GRADS
 from flashtile.problem import AttentionArgs, Problem, check_values, is_checking, is_deterministic, shape_of
@@ -32,7 +32,7 @@ class CpuBackend(Backend):
         if dtype_name(problem.dtype) not in ENGINE_DTYPES:
             return f"{dtype_name(problem.dtype)} is not among its dtypes ({', '.join(ENGINE_DTYPES)})"
         reason = extension.missing()
-        if reason is None and extension.params_bytes() != ctypes.sizeof(Params):
+        if reason is None and extension.params_bytes() != ctypes.sizeof(WideParams):
             return "the C++ extension was built from other sources; `pip install .` builds it anew"
         return reason
 
@@ -57,7 +57,7 @@ class CpuBackend(Backend):
             native.register_host_plan(native.BACKWARD, launch)
 
     def details(self, problem: Problem, op: str = "forward") -> dict[str, str]:
-        return {"instructions": extension.instruction_set(), "arithmetic": "float32"}
+        return {"instructions": extension.instruction_set(), "arithmetic": arithmetic_of(dtype_name(problem.dtype))}
 
 
 def _launch(

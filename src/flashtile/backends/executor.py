@@ -27,7 +27,7 @@ Scalars = Mapping[str, float | int]
 
 _WORKSPACE_ALIGNMENT = 256
 _ANY_STRIDE = 16  # bytes, along an axis of length 1
-_STRUCTS = {code: Struct(code) for code in "PqiIf"}
+_STRUCTS = {code: Struct(code) for code in "PqiIfd"}
 
 
 class Splits(NamedTuple):

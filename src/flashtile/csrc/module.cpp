@@ -13,7 +13,8 @@ PyObject* result_of(const char* error) {
   return nullptr;
 }
 
-// (address of Params, address of Spans or 0, Element of q, of out, of bias, of dk and dv, instruction set)
+// (address of Params or WideParams, address of Spans or 0, Element of q, of out, of bias, of dk and dv, instruction
+// set)
 bool parse(PyObject* args, EngineCall& call, const char*& isa) {
   unsigned long long params = 0, spans = 0;
   int element = 0, out = 0, bias = 0, key_grad = 0;
@@ -77,7 +78,7 @@ PyMODINIT_FUNC PyInit__C() {
   PyObject* module = PyModule_Create(&flashtile::kModule);
   // What the Python side checks its own mirror against
   bool is_complete =
-      module != nullptr && PyModule_AddIntConstant(module, "PARAMS_BYTES", sizeof(flashtile::Params)) == 0;
+      module != nullptr && PyModule_AddIntConstant(module, "PARAMS_BYTES", sizeof(flashtile::WideParams)) == 0;
   if (module != nullptr && !(is_complete && flashtile::add_executor(module))) {
     Py_DECREF(module);
     return nullptr;

@@ -40,12 +40,15 @@ _SIZES = (
     *("num_splits", "window_left", "window_right", "is_top_left"),
 )
 
+WIDE_NUMBERS = ("scale", "scale_log2", "softcap", "keep_factor")  # in double precision for float64 calls
+
 _APPEND_POINTERS = ("k_cache", "v_cache", "k", "v", "cache_seqlens", "block_table", "rotary_cos", "rotary_sin")
 _APPEND_SIZES = (
     *("batch", "new_rows", "heads_kv", "head_dim", "head_dim_v", "num_pages", "page_size", "pages_per_sequence"),
     *("num_positions", "rotary_half", "is_interleaved"),
 )
-_CODES = {ctypes.c_void_p: "P", ctypes.c_int64: "q", ctypes.c_int32: "i", ctypes.c_uint32: "I", ctypes.c_float: "f"}
+_CODES = {ctypes.c_void_p: "P", ctypes.c_int64: "q", ctypes.c_int32: "i", ctypes.c_uint32: "I"}
+_CODES |= {ctypes.c_float: "f", ctypes.c_double: "d"}
 
 
 class Params(ctypes.Structure):
@@ -95,7 +98,13 @@ class BwdSm90Params(ctypes.Structure):
     ]
 
 
-Struct = type[BwdSm90Params] | type[Params] | type[AppendParams] | type[FwdSm90Params]
+class WideParams(ctypes.Structure):
+    """What a float64 pass of the CPU engine is told (csrc/cpu/engine.h): these numbers of the base are not used."""
+
+    _fields_ = [("base", Params), *((name, ctypes.c_double) for name in WIDE_NUMBERS)]
+
+
+Struct = type[BwdSm90Params] | type[WideParams] | type[Params] | type[AppendParams] | type[FwdSm90Params]
 
 # A wider window hides no key of the longest sequence (problem.py: MAX_LENGTH)
 _WIDEST_WINDOW = 2**31 - 1

@@ -71,7 +71,7 @@ class Patch(NamedTuple):
     """One field of the parameters."""
 
     offset: int
-    code: str  # of the struct module: P pointer, q int64, i int32, I uint32, f float32
+    code: str  # of the struct module: P pointer, q int64, i int32, I uint32, f float32, d float64
     rule: Rule
 
 
@@ -145,7 +145,7 @@ class Step:
         return self.entry.split("<")[0].removeprefix("flashtile::")
 
 
-ENGINE_DTYPES = ("float32", "float16", "bfloat16")  # csrc/cpu/engine.h: Element
+ENGINE_DTYPES = ("float32", "float16", "bfloat16", "float64")  # csrc/cpu/engine.h: Element
 
 
 class EnginePass(NamedTuple):

@@ -14,17 +14,18 @@ namespace {
 
 // Preprocess: delta and lse_log2 of one head of one sequence
 
-void preprocess_task(const EngineCall& call, i64 task, float* base) {
+void preprocess_task(const EngineCall& call, i64 task, void* base) {
   const Params& p = *call.params;
   i32 head = static_cast<i32>(task % p.heads), padded_dim = padded(p.head_dim_v);
   Sequence s = find_sequence(call, static_cast<i32>(task / p.heads));
-  float *out = base, *dout = base + padded_dim;
+  real *out = static_cast<real*>(base), *dout = out + padded_dim;
+  real *lse = reals(p.lse), *lse_log2 = reals(p.lse_log2), *delta = reals(p.delta);
   for (i32 i = 0; i < s.span.seqlen_q; ++i) {
     i64 lse_idx = make_query(p, s, head, i).lse_idx;
     // A fully masked row: 2^(score - inf) = 0
-    bool is_empty = p.lse[lse_idx] == -kInfinity;
-    p.lse_log2[lse_idx] = is_empty ? kInfinity : in_score_unit(p, p.lse[lse_idx]);
-    p.delta[lse_idx] = 0.0f;
+    bool is_empty = lse[lse_idx] == -kInfinity;
+    lse_log2[lse_idx] = is_empty ? kInfinity : in_score_unit(p, lse[lse_idx]);
+    delta[lse_idx] = 0.0f;
     if (is_empty) continue;
     load_row(out, query_row(p.out, p.out_strides, call.out_element, s, head, i), call.out_element, p.head_dim_v,
              padded_dim);
@@ -32,22 +33,23 @@ void preprocess_task(const EngineCall& call, i64 task, float* base) {
              padded_dim);
     vf sum = {};
     for (i32 c = 0; c < padded_dim; c += kLanes) sum += load(out + c) * load(dout + c);
-    p.delta[lse_idx] = horizontal_sum(sum) - (p.dlse == nullptr ? 0.0f : p.dlse[lse_idx]);
+    delta[lse_idx] = horizontal_sum(sum) - (p.dlse == nullptr ? 0.0f : reals(p.dlse)[lse_idx]);
   }
 }
 
 EnginePass preprocess_pass(const EngineCall& call) {
   const Params& p = *call.params;
-  return {static_cast<i64>(p.batch) * p.heads, 2 * padded(p.head_dim_v), preprocess_task};
+  return {static_cast<i64>(p.batch) * p.heads, 2 * padded(p.head_dim_v) * static_cast<i64>(sizeof(real)),
+          preprocess_task};
 }
 
 // dQ, dK, dV
 
 struct MainScratch {
   BackwardTile tile;
-  float *dk, *dv, *dq;
+  real *dk, *dv, *dq;
 
-  MainScratch(const EngineCall& call, float* base) : tile(call, base) {
+  MainScratch(const EngineCall& call, real* base) : tile(call, base) {
     const Params& p = *call.params;
     dk = tile.scratch.take(static_cast<i64>(tile.plan.block_n) * tile.k.padded_dim);
     dv = tile.scratch.take(static_cast<i64>(tile.plan.block_n) * tile.v.padded_dim);
@@ -57,22 +59,22 @@ struct MainScratch {
   }
 
   // The accumulator of dQ of a head, from query 0 on.
-  float* dq_rows(const Sequence& s, i32 head, i32 split) const {
+  real* dq_rows(const Sequence& s, i32 head, i32 split) const {
     const Params& p = tile.p;
     if (p.num_splits == 1) return dq + static_cast<i64>(head % (p.heads / p.heads_kv)) * p.seqlen_q * tile.k.padded_dim;
-    return p.partial_out + (split * p.lse_size + make_query(p, s, head, 0).lse_idx) * tile.k.padded_dim;
+    return reals(p.partial_out) + (split * p.lse_size + make_query(p, s, head, 0).lse_idx) * tile.k.padded_dim;
   }
 };
 
 // Writes dK or dV of a block of keys: stores, or adds if sequences may share pages.
 void store_key_grads(const EngineCall& call, const Sequence& s, void* tensor, const Strides& strides, i32 head_kv,
-                     i32 j, i32 count, const float* rows, i32 dim, float factor) {
+                     i32 j, i32 count, const real* rows, i32 dim, real factor) {
   const Params& p = *call.params;
   for (i32 n = 0; n < count; ++n) {
     char* to = key_row(p, tensor, strides, call.key_grad_element, s, head_kv, j + n);
-    const float* row = rows + static_cast<i64>(n) * padded(dim);
+    const real* row = rows + static_cast<i64>(n) * padded(dim);
     if (p.block_table != nullptr) {
-      add_row(reinterpret_cast<float*>(to), row, dim, factor);
+      add_row(reinterpret_cast<real*>(to), row, dim, factor);
     } else {
       store_row(to, row, call.key_grad_element, dim, factor);
     }
@@ -133,7 +135,7 @@ void sequence_gradients(const EngineCall& call, MainScratch& t, const Sequence& 
         }
       }
     }
-    if (p.dk != nullptr) store_key_grads(call, s, p.dk, p.dk_strides, head_kv, j, count, t.dk, p.head_dim, p.scale);
+    if (p.dk != nullptr) store_key_grads(call, s, p.dk, p.dk_strides, head_kv, j, count, t.dk, p.head_dim, scale_of(p));
     if (p.dv != nullptr) store_key_grads(call, s, p.dv, p.dv_strides, head_kv, j, count, t.dv, p.head_dim_v, 1.0f);
   }
 
@@ -141,16 +143,16 @@ void sequence_gradients(const EngineCall& call, MainScratch& t, const Sequence& 
     for (i32 head = first_head; head < last_head; ++head) {
       for (i32 i = 0; i < s.span.seqlen_q; ++i) {
         store_row(query_row(p.dq, p.dq_strides, call.element, s, head, i),
-                  t.dq_rows(s, head, 0) + static_cast<i64>(i) * padded_dim, call.element, p.head_dim, p.scale);
+                  t.dq_rows(s, head, 0) + static_cast<i64>(i) * padded_dim, call.element, p.head_dim, scale_of(p));
       }
     }
   }
 }
 
-void main_task(const EngineCall& call, i64 task, float* base) {
+void main_task(const EngineCall& call, i64 task, void* base) {
   const Params& p = *call.params;
   [[maybe_unused]] FlushDenormals flush;
-  MainScratch t(call, base);
+  MainScratch t(call, static_cast<real*>(base));
   i32 split = static_cast<i32>(task % p.num_splits), head_kv = static_cast<i32>(task / p.num_splits % p.heads_kv);
   // With pages one task handles all sequences, because they may share pages
   i32 begin = static_cast<i32>(task / p.num_splits / p.heads_kv), end = p.block_table != nullptr ? p.batch : begin + 1;
@@ -161,40 +163,42 @@ EnginePass main_pass(const EngineCall& call) {
   const Params& p = *call.params;
   i64 sequences = p.block_table != nullptr ? min_of(p.batch, 1) : p.batch;
   bool is_needed = p.dq != nullptr || p.dk != nullptr || p.dv != nullptr;
-  return {is_needed ? sequences * p.heads_kv * p.num_splits : 0, MainScratch(call, nullptr).tile.scratch.used,
+  return {is_needed ? sequences * p.heads_kv * p.num_splits : 0, MainScratch(call, nullptr).tile.scratch.num_bytes(),
           main_task};
 }
 
 // Sum of the partial dQ of the splits: a task is one head of one sequence
 
-void reduce_task(const EngineCall& call, i64 task, float* row) {
+void reduce_task(const EngineCall& call, i64 task, void* base) {
+  real* row = static_cast<real*>(base);
   const Params& p = *call.params;
   i32 head = static_cast<i32>(task % p.heads), padded_dim = padded(p.head_dim);
   Sequence s = find_sequence(call, static_cast<i32>(task / p.heads));
   for (i32 i = 0; i < s.span.seqlen_q; ++i) {
-    const float* partial = p.partial_out + make_query(p, s, head, i).lse_idx * padded_dim;
+    const real* partial = reals(p.partial_out) + make_query(p, s, head, i).lse_idx * padded_dim;
     for (i32 c = 0; c < padded_dim; c += kLanes) {
       vf sum = load(partial + c);
       for (i32 split = 1; split < p.num_splits; ++split) sum += load(partial + split * p.lse_size * padded_dim + c);
       store(row + c, sum);
     }
-    store_row(query_row(p.dq, p.dq_strides, call.element, s, head, i), row, call.element, p.head_dim, p.scale);
+    store_row(query_row(p.dq, p.dq_strides, call.element, s, head, i), row, call.element, p.head_dim, scale_of(p));
   }
 }
 
 EnginePass reduce_pass(const EngineCall& call) {
   const Params& p = *call.params;
   bool is_needed = p.dq != nullptr && p.num_splits > 1;
-  return {is_needed ? static_cast<i64>(p.batch) * p.heads : 0, padded(p.head_dim), reduce_task};
+  return {is_needed ? static_cast<i64>(p.batch) * p.heads : 0, padded(p.head_dim) * static_cast<i64>(sizeof(real)),
+          reduce_task};
 }
 
 // dbias: a task is a tile of it, summed over the axes that the bias is broadcast along
 
 struct BiasScratch {
   BackwardTile tile;
-  float *sums, *errors;  // sums, and their accumulated rounding errors
+  real *sums, *errors;  // sums, and their accumulated rounding errors
 
-  BiasScratch(const EngineCall& call, float* base) : tile(call, base) {
+  BiasScratch(const EngineCall& call, real* base) : tile(call, base) {
     sums = tile.scratch.take(size());
     errors = tile.scratch.take(size());
   }
@@ -209,10 +213,10 @@ struct BiasScratch {
   }
 };
 
-void bias_task(const EngineCall& call, i64 task, float* base) {
+void bias_task(const EngineCall& call, i64 task, void* base) {
   const Params& p = *call.params;
   [[maybe_unused]] FlushDenormals flush;
-  BiasScratch t(call, base);
+  BiasScratch t(call, static_cast<real*>(base));
   BackwardTile& tile = t.tile;
   i32 block_m = tile.plan.block_m, block_n = tile.plan.block_n;
   bool has_batch = p.bias_sizes[0] != 1, has_heads = p.bias_sizes[1] != 1, has_rows = p.bias_sizes[2] != 1,
@@ -254,14 +258,14 @@ void bias_task(const EngineCall& call, i64 task, float* base) {
 
   i64 at = (static_cast<i64>(own_batch) * p.bias_sizes[1] + own_head) * p.bias_sizes[2] * p.bias_sizes[3];
   for (i32 r = 0; r < (has_rows ? min_of<i64>(block_m, p.bias_sizes[2] - own_i) : 1); ++r) {
-    float *sums = t.sums + static_cast<i64>(r) * block_n, *errors = t.errors + static_cast<i64>(r) * block_n;
+    real *sums = t.sums + static_cast<i64>(r) * block_n, *errors = t.errors + static_cast<i64>(r) * block_n;
     for (i32 c = 0; c < block_n; ++c) errors[c] = errors[c] == errors[c] ? errors[c] : 0.0f;  // NaN for an infinite sum
     if (has_columns) {
       for (i32 c = 0; c < block_n; ++c) sums[c] += errors[c];
     } else {
       double all = 0.0;
       for (i32 c = 0; c < block_n; ++c) all += static_cast<double>(sums[c]) + errors[c];
-      sums[0] = static_cast<float>(all);
+      sums[0] = static_cast<real>(all);
     }
     i32 columns = has_columns ? static_cast<i32>(min_of<i64>(block_n, p.bias_sizes[3] - own_j)) : 1;
     i64 element = at + (own_i + r) * p.bias_sizes[3] + own_j;
@@ -275,24 +279,24 @@ EnginePass bias_pass(const EngineCall& call) {
   BiasScratch t(call, nullptr);
   i64 tiles = p.bias_sizes[0] * p.bias_sizes[1] * ceil_div(p.bias_sizes[2], t.tile.plan.block_m) *
               ceil_div(p.bias_sizes[3], t.tile.plan.block_n);
-  return {p.dbias == nullptr ? 0 : tiles, t.tile.scratch.used, bias_task};
+  return {p.dbias == nullptr ? 0 : tiles, t.tile.scratch.num_bytes(), bias_task};
 }
 
 // dsinks: a task is a head
 
-void sinks_task(const EngineCall& call, i64 task, float*) {
+void sinks_task(const EngineCall& call, i64 task, void*) {
   const Params& p = *call.params;
   i32 head = static_cast<i32>(task);
-  float sink = in_score_unit(p, p.sinks[head]), factor = exponent_factor(has_natural_scores(p));
+  real sink = in_score_unit(p, reals(p.sinks)[head]), factor = exponent_factor(has_natural_scores(p));
   double sum = 0.0;
   for (i32 b = 0; b < p.batch; ++b) {
     Sequence s = find_sequence(call, b);
     for (i32 i = 0; i < s.span.seqlen_q; ++i) {
       i64 lse_idx = make_query(p, s, head, i).lse_idx;
-      sum -= exp2_of(min_of((sink - p.lse_log2[lse_idx]) * factor, 0.0f)) * p.delta[lse_idx];
+      sum -= exp2_of(min_of<real>((sink - reals(p.lse_log2)[lse_idx]) * factor, 0)) * reals(p.delta)[lse_idx];
     }
   }
-  p.dsinks[head] = static_cast<float>(sum);
+  reals(p.dsinks)[head] = static_cast<real>(sum);
 }
 
 EnginePass sinks_pass(const EngineCall& call) {

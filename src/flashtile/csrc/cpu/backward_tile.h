@@ -26,11 +26,11 @@ struct BackwardTile {
   BackwardPlan plan;
   Scratch scratch;
   KeyTile k, v;
-  float *q, *dout, *prob, *ds, *softcap_grads, *factors;
+  real *q, *dout, *prob, *ds, *softcap_grads, *factors;
   Query queries[kMaxBlock];
   i32 num_rows = 0, i_begin = 0;
 
-  BackwardTile(const EngineCall& call_, float* base) : call(call_), p(*call_.params), plan(p), scratch{base} {
+  BackwardTile(const EngineCall& call_, real* base) : call(call_), p(*call_.params), plan(p), scratch{base} {
     k.allocate(scratch, plan.block_n, p.head_dim);
     v.allocate(scratch, plan.block_n, p.head_dim_v);
     q = scratch.take(static_cast<i64>(plan.block_m) * k.padded_dim);
@@ -57,8 +57,8 @@ struct BackwardTile {
       queries[r] = make_query(p, s, head, i + r);
       load_row(q + static_cast<i64>(r) * k.padded_dim, query_row(p.q, p.q_strides, call.element, s, head, i + r),
                call.element, p.head_dim, k.padded_dim);
-      float* row = dout + static_cast<i64>(r) * v.padded_dim;
-      if (p.lse_log2[queries[r].lse_idx] == kInfinity) {
+      real* row = dout + static_cast<i64>(r) * v.padded_dim;
+      if (reals(p.lse_log2)[queries[r].lse_idx] == kInfinity) {
         fill(row, v.padded_dim, 0.0f);
       } else {
         load_row(row, query_row(p.dout, p.dout_strides, call.out_element, s, head, i + r), call.out_element,
@@ -73,7 +73,7 @@ struct BackwardTile {
     Range all{0, round_up(count, kLanes)};
     for (i32 row = 0; row < num_rows; row += kGroupRows) {
       i32 rows = min_of(kGroupRows, num_rows - row);
-      float *p_rows = prob + static_cast<i64>(row) * plan.block_n, *ds_rows = ds + static_cast<i64>(row) * plan.block_n;
+      real *p_rows = prob + static_cast<i64>(row) * plan.block_n, *ds_rows = ds + static_cast<i64>(row) * plan.block_n;
       Columns columns(queries + row, rows, j, count);
       Range range = columns.is_empty() ? Range{0, 0} : columns.vectors;
       if (!columns.is_empty()) {
@@ -84,7 +84,7 @@ struct BackwardTile {
                         plan.block_n);
       }
       for (i32 r = 0; r < rows; ++r) {
-        float *p_row = p_rows + r * plan.block_n, *ds_row = ds_rows + r * plan.block_n;
+        real *p_row = p_rows + r * plan.block_n, *ds_row = ds_rows + r * plan.block_n;
         fill(p_row, range.begin, 0.0f);
         fill(ds_row, range.begin, 0.0f);
         fill(p_row + range.end, all.end - range.end, 0.0f);
@@ -97,10 +97,10 @@ struct BackwardTile {
 
   // One row: from S and dP to P and dS.
   FT_INLINE void row_gradients(const Sequence& s, const Query& query, i32 j, Range range, bool is_edge,
-                               bool is_for_bias, float* p_row, float* ds_row) {
+                               bool is_for_bias, real* p_row, real* ds_row) {
     if (is_edge || has_score_options(p)) modify_scores(call, s, query, j, range, p_row, softcap_grads);
-    float lse = p.lse_log2[query.lse_idx], delta = p.delta[query.lse_idx];
-    float factor = exponent_factor(has_natural_scores(p));
+    real lse = reals(p.lse_log2)[query.lse_idx], delta = reals(p.delta)[query.lse_idx];
+    real factor = exponent_factor(has_natural_scores(p));
     if (p.dropout_threshold == 0) {
       for (i32 c = range.begin; c < range.end; c += kLanes) {
         vf prob_c = exp2_of(at_most_zero((load(p_row + c) - lse) * factor));
@@ -115,7 +115,7 @@ struct BackwardTile {
         store(p_row + c, prob_c * keep_factor);
       }
     }
-    if (p.softcap > 0.0f && !is_for_bias) {
+    if (has_softcap(p) && !is_for_bias) {
       for (i32 c = range.begin; c < range.end; c += kLanes)
         store(ds_row + c, load(ds_row + c) * load(softcap_grads + c));
     }

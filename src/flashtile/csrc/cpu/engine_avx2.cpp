@@ -4,6 +4,7 @@
 
 namespace flashtile {
 
-extern const Engine kAvx2Engine = {forward_pass, {preprocess_pass, main_pass, reduce_pass, bias_pass, sinks_pass}};
+extern const EnginePasses kAvx2Passes = {forward_pass,
+                                         {preprocess_pass, main_pass, reduce_pass, bias_pass, sinks_pass}};
 
 }  // namespace flashtile

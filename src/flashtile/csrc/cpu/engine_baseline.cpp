@@ -4,6 +4,7 @@
 
 namespace flashtile {
 
-extern const Engine kBaselineEngine = {forward_pass, {preprocess_pass, main_pass, reduce_pass, bias_pass, sinks_pass}};
+extern const EnginePasses kBaselinePasses = {forward_pass,
+                                             {preprocess_pass, main_pass, reduce_pass, bias_pass, sinks_pass}};
 
 }  // namespace flashtile

@@ -49,9 +49,9 @@ struct ForwardPlan {
 struct ForwardScratch {
   Scratch scratch;
   KeyTile k, v;
-  float *q, *o, *s, *m, *l, *factors;
+  real *q, *o, *s, *m, *l, *factors;
 
-  ForwardScratch(const Params& p, const ForwardPlan& plan, float* base) : scratch{base} {
+  ForwardScratch(const Params& p, const ForwardPlan& plan, real* base) : scratch{base} {
     k.allocate(scratch, plan.block_n, p.head_dim);
     v.allocate(scratch, plan.block_n, p.head_dim_v);
     q = scratch.take(static_cast<i64>(plan.block_m) * k.padded_dim);
@@ -65,16 +65,16 @@ struct ForwardScratch {
 
 // P = 2^(S - m) for a group of rows, in place, or e^(S - m). Updates m and l; `alpha` gets the factors that rescale O.
 template <bool kIsNatural>
-void softmax_rows(i32 rows, Range columns, float* s, i64 stride, float* m, float* l, float* alpha) {
-  constexpr float kFactor = exponent_factor(kIsNatural);
-  float safe[kGroupRows];
+void softmax_rows(i32 rows, Range columns, real* s, i64 stride, real* m, real* l, real* alpha) {
+  constexpr real kFactor = exponent_factor(kIsNatural);
+  real safe[kGroupRows];
   for (i32 r = 0; r < rows; ++r) {
-    const float* row = s + r * stride;
+    const real* row = s + r * stride;
     vf largest = load(row + columns.begin);
     for (i32 c = columns.begin + kLanes; c < columns.end; c += kLanes) largest = max_vectors(largest, load(row + c));
     // Keep the old maximum while no P exceeds 2, or e: rescaling in every tile, as ALiBi causes, accumulates rounding
     // errors
-    float in_tile = horizontal_max(largest), raised = in_tile > m[r] + 1.0f ? in_tile : m[r];
+    real in_tile = horizontal_max(largest), raised = in_tile > m[r] + 1.0f ? in_tile : m[r];
     // 0 replaces the maximum of a row without keys: 2^(-inf - 0) is 0, 2^(-inf + inf) would be NaN
     safe[r] = raised == -kInfinity ? 0.0f : raised;
     alpha[r] = (m[r] - safe[r]) * kFactor;
@@ -82,7 +82,7 @@ void softmax_rows(i32 rows, Range columns, float* s, i64 stride, float* m, float
   }
   for (i32 r = 0; r < rows; r += kLanes) store(alpha + r, exp2_of(load(alpha + r)));
   for (i32 r = 0; r < rows; ++r) {
-    float* row = s + r * stride;
+    real* row = s + r * stride;
     vf sum = {};
     for (i32 c = columns.begin; c < columns.end; c += kLanes) {
       vf p = exp2_of((load(row + c) - safe[r]) * kFactor);
@@ -94,10 +94,10 @@ void softmax_rows(i32 rows, Range columns, float* s, i64 stride, float* m, float
   }
 }
 
-void forward_task(const EngineCall& call, i64 task, float* base) {
+void forward_task(const EngineCall& call, i64 task, void* base) {
   const Params& p = *call.params;
   ForwardPlan plan(call);
-  ForwardScratch t(p, plan, base);
+  ForwardScratch t(p, plan, static_cast<real*>(base));
   [[maybe_unused]] FlushDenormals flush;
 
   // Find the queries. Last blocks come first: under a causal mask they see the most keys
@@ -150,12 +150,12 @@ void forward_task(const EngineCall& call, i64 task, float* base) {
           modify_scores(call, s, queries[row + r], j, columns.vectors, t.s + r * plan.block_n, nullptr);
       }
       // Online softmax
-      float alpha[round_up(kGroupRows, kPad)];
+      real alpha[round_up(kGroupRows, kPad)];
       softmax(rows, columns.vectors, t.s, plan.block_n, t.m + row, t.l + row * kLanes, alpha);
       if (p.dropout_threshold != 0) {
         for (i32 r = 0; r < rows; ++r) {
           keep_factors(p, s, queries[row + r], j, columns.vectors, t.factors);
-          float* line = t.s + r * plan.block_n;
+          real* line = t.s + r * plan.block_n;
           for (i32 c = columns.vectors.begin; c < columns.vectors.end; c += kLanes)
             store(line + c, load(line + c) * load(t.factors + c));
         }
@@ -170,11 +170,11 @@ void forward_task(const EngineCall& call, i64 task, float* base) {
 
   for (i32 r = 0; r < num_rows; ++r) {
     const Query& query = queries[r];
-    float m = t.m[r], l = horizontal_sum(load(t.l + r * kLanes)), alpha = 1.0f;
+    real m = t.m[r], l = horizontal_sum(load(t.l + r * kLanes)), alpha = 1.0f;
     if (p.sinks != nullptr) {
       // The sink is a key without a value: it joins the denominator only
-      float sink = in_score_unit(p, p.sinks[query.head]), raised = max_of(m, sink);
-      float safe = raised == -kInfinity ? 0.0f : raised, factor = exponent_factor(is_natural);
+      real sink = in_score_unit(p, reals(p.sinks)[query.head]), raised = max_of(m, sink);
+      real safe = raised == -kInfinity ? 0.0f : raised, factor = exponent_factor(is_natural);
       alpha = exp2_of((m - safe) * factor);
       l = l * alpha + exp2_of((sink - safe) * factor);
       m = raised;
@@ -182,13 +182,13 @@ void forward_task(const EngineCall& call, i64 task, float* base) {
     // A fully masked row has l = 0: output 0, lse -inf
     store_row(query_row(p.out, p.out_strides, call.out_element, s, query.head, query.i), t.o + r * t.v.padded_dim,
               call.out_element, p.head_dim_v, l == 0.0f ? 0.0f : alpha / l);
-    p.lse[query.lse_idx] = l == 0.0f ? -kInfinity : m * (is_natural ? 1.0f : kLn2) + __builtin_logf(l);
+    reals(p.lse)[query.lse_idx] = l == 0.0f ? -kInfinity : m * (is_natural ? real(1) : kLn2) + log_of(l);
   }
 }
 
 EnginePass forward_pass(const EngineCall& call) {
   ForwardPlan plan(call);
-  return {plan.num_tasks(*call.params), ForwardScratch(*call.params, plan, nullptr).scratch.used, forward_task};
+  return {plan.num_tasks(*call.params), ForwardScratch(*call.params, plan, nullptr).scratch.num_bytes(), forward_task};
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // Matrix product C (+)= A B, with a micro-kernel that keeps a few rows of C in registers. Scope: thread.
 //
 // Rows of B are loaded as vectors. Elements of A are broadcast and may have any strides, so A can be read transposed.
-// All operands are float32; rows of B and C are padded to whole vectors.
+// All operands are of type real (simd.h); rows of B and C are padded to whole vectors.
 #pragma once
 
 #include "simd.h"
@@ -27,21 +27,21 @@ constexpr bool has_factors(Epilogue epilogue) {
 
 // Element (row, depth) of A is a[row * row_stride + depth * depth_stride].
 struct OperandA {
-  const float* a;
+  const real* a;
   i64 row_stride, depth_stride;
 };
 
 // Vector n of row `depth` of a panel of B starts at b[depth * row_stride + n * kLanes]; panels are panel_stride apart.
 struct OperandB {
-  const float* b;
+  const real* b;
   i64 row_stride, panel_stride;
 };
 
 // C of kNumRows rows and kNumVectors vectors.
 template <i32 kNumRows, i32 kNumVectors, Epilogue kEpilogue>
-void micro_kernel(i32 depth, OperandA a, const float* b, i64 b_stride, float* c, i64 c_stride, const float* factors) {
+void micro_kernel(i32 depth, OperandA a, const real* b, i64 b_stride, real* c, i64 c_stride, const real* factors) {
   vf sum[kNumRows][kNumVectors] = {};
-  const float* at = a.a;
+  const real* at = a.a;
   for (i32 t = 0; t < depth; ++t) {
     vf row[kNumVectors];
 #pragma GCC unroll 4
@@ -59,7 +59,7 @@ void micro_kernel(i32 depth, OperandA a, const float* b, i64 b_stride, float* c,
   for (i32 r = 0; r < kNumRows; ++r) {
 #pragma GCC unroll 4
     for (i32 n = 0; n < kNumVectors; ++n) {
-      float* target = c + r * c_stride + n * kLanes;
+      real* target = c + r * c_stride + n * kLanes;
       if (kEpilogue == Epilogue::kAdd) sum[r][n] += load(target);
       if (kEpilogue == Epilogue::kRescaleAdd) sum[r][n] += load(target) * factors[r];
       if (kEpilogue == Epilogue::kScale) sum[r][n] *= splat(factors[r]);
@@ -71,8 +71,8 @@ void micro_kernel(i32 depth, OperandA a, const float* b, i64 b_stride, float* c,
 
 // C of kNumRows rows and at most kVectors vectors.
 template <i32 kNumRows, Epilogue kEpilogue>
-void multiply_rows(i32 vectors, i32 depth, OperandA a, const float* b, i64 b_stride, float* c, i64 c_stride,
-                   const float* factors) {
+void multiply_rows(i32 vectors, i32 depth, OperandA a, const real* b, i64 b_stride, real* c, i64 c_stride,
+                   const real* factors) {
   static_assert(kVectors <= 4);
   if (vectors == kVectors)
     return micro_kernel<kNumRows, kVectors, kEpilogue>(depth, a, b, b_stride, c, c_stride, factors);
@@ -83,8 +83,8 @@ void multiply_rows(i32 vectors, i32 depth, OperandA a, const float* b, i64 b_str
 
 // C of at most kMicroRows rows and one panel of columns.
 template <Epilogue kEpilogue>
-FT_INLINE void multiply_panel(i32 rows, i32 vectors, i32 depth, OperandA a, const float* b, i64 b_stride, float* c,
-                              i64 c_stride, const float* factors) {
+FT_INLINE void multiply_panel(i32 rows, i32 vectors, i32 depth, OperandA a, const real* b, i64 b_stride, real* c,
+                              i64 c_stride, const real* factors) {
   static_assert(kMicroRows == 6);
   switch (rows) {
     case 6: return multiply_rows<6, kEpilogue>(vectors, depth, a, b, b_stride, c, c_stride, factors);
@@ -98,16 +98,16 @@ FT_INLINE void multiply_panel(i32 rows, i32 vectors, i32 depth, OperandA a, cons
 
 // C of any number of rows, `columns` a multiple of kLanes.
 template <Epilogue kEpilogue>
-void product(i32 rows, i32 columns, i32 depth, OperandA a, OperandB b, float* c, i64 c_stride,
-             const float* factors = nullptr) {
+void product(i32 rows, i32 columns, i32 depth, OperandA a, OperandB b, real* c, i64 c_stride,
+             const real* factors = nullptr) {
   constexpr Epilogue kContinue =
       kEpilogue == Epilogue::kScale || kEpilogue == Epilogue::kScaleAdd ? Epilogue::kScaleAdd : Epilogue::kAdd;
   for (i32 column = 0; column < columns; column += kPanel, b.b += b.panel_stride) {
     i32 vectors = min_of(columns - column, kPanel) / kLanes;
     for (i32 row = 0; row < rows; row += kMicroRows) {
       OperandA left{a.a + row * a.row_stride, a.row_stride, a.depth_stride};
-      const float *right = b.b, *row_factors = has_factors(kEpilogue) ? factors + row : nullptr;
-      float* target = c + row * c_stride + column;
+      const real *right = b.b, *row_factors = has_factors(kEpilogue) ? factors + row : nullptr;
+      real* target = c + row * c_stride + column;
       i32 count = min_of(rows - row, kMicroRows);
       multiply_panel<kEpilogue>(count, vectors, min_of(depth, kMaxTerms), left, right, b.row_stride, target, c_stride,
                                 row_factors);

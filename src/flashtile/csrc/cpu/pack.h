@@ -1,5 +1,5 @@
-// Copies between tensors and tiles. Rows of any element type and stride become float32 rows in scratch, padded with
-// zeros to whole vectors, or transposed panels. Results are rounded when stored. Scope: thread.
+// Copies between tensors and tiles. Rows of any element type and stride become rows of real numbers in scratch, padded
+// with zeros to whole vectors, or transposed panels. Results are rounded when stored. Scope: thread.
 #pragma once
 
 #include "engine.h"
@@ -7,6 +7,34 @@
 
 namespace flashtile {
 namespace {
+
+#if defined(FT_DOUBLE)
+
+// Tensors of a float64 call are float64 or float32.
+constexpr Element kRealElement = Element::kFloat64;
+
+FT_INLINE double to_real(double x) { return x; }
+FT_INLINE double to_real(float x) { return static_cast<double>(x); }
+FT_INLINE void from_real(double x, double& y) { y = x; }
+FT_INLINE void from_real(double x, float& y) { y = static_cast<float>(x); }
+
+FT_INLINE vf load_vector(const double* x) { return load(x); }
+FT_INLINE vf load_vector(const float* x) {
+  vf y;
+  for (i32 l = 0; l < kLanes; ++l) y[l] = to_real(x[l]);
+  return y;
+}
+
+// Calls f with a null pointer of the element's type.
+template <class F>
+FT_INLINE void with_element(Element element, F f) {
+  if (element == Element::kFloat64) return f(static_cast<double*>(nullptr));
+  f(static_cast<float*>(nullptr));
+}
+
+#else
+
+constexpr Element kRealElement = Element::kFloat32;
 
 FT_INLINE float float_of_bits(u32 bits) {
   float x;
@@ -19,9 +47,9 @@ FT_INLINE u32 bits_of_float(float x) {
   return bits;
 }
 
-FT_INLINE float to_float(float x) { return x; }
-FT_INLINE float to_float(bf16_t x) { return float_of_bits(static_cast<u32>(x.bits) << 16); }
-FT_INLINE float to_float(half_t x) {
+FT_INLINE float to_real(float x) { return x; }
+FT_INLINE float to_real(bf16_t x) { return float_of_bits(static_cast<u32>(x.bits) << 16); }
+FT_INLINE float to_real(half_t x) {
 #if defined(__F16C__)
   return _cvtsh_ss(x.bits);
 #else
@@ -35,14 +63,14 @@ FT_INLINE float to_float(half_t x) {
 #endif
 }
 
-FT_INLINE void from_float(float x, float& y) { y = x; }
-FT_INLINE void from_float(float x, bf16_t& y) {
+FT_INLINE void from_real(float x, float& y) { y = x; }
+FT_INLINE void from_real(float x, bf16_t& y) {
   // Round to nearest even; NaN stays NaN
   u32 bits = bits_of_float(x);
   u32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   y.bits = static_cast<u16>(x != x ? 0x7fffu : rounded);
 }
-FT_INLINE void from_float(float x, half_t& y) {
+FT_INLINE void from_real(float x, half_t& y) {
 #if defined(__F16C__)
   y.bits = _cvtss_sh(x, 0);
 #else
@@ -70,7 +98,7 @@ FT_INLINE vf load_vector(const bf16_t* x) {
       _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))), 16));
 #else
   vf y;
-  for (i32 l = 0; l < kLanes; ++l) y[l] = to_float(x[l]);
+  for (i32 l = 0; l < kLanes; ++l) y[l] = to_real(x[l]);
   return y;
 #endif
 }
@@ -81,7 +109,7 @@ FT_INLINE vf load_vector(const half_t* x) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
 #else
   vf y;
-  for (i32 l = 0; l < kLanes; ++l) y[l] = to_float(x[l]);
+  for (i32 l = 0; l < kLanes; ++l) y[l] = to_real(x[l]);
   return y;
 #endif
 }
@@ -94,37 +122,66 @@ FT_INLINE void with_element(Element element, F f) {
   f(static_cast<bf16_t*>(nullptr));
 }
 
-FT_INLINE i64 bytes_of(Element element) { return element == Element::kFloat32 ? 4 : 2; }
+#endif
+
+FT_INLINE i64 bytes_of(Element element) {
+  if (element == Element::kFloat64) return 8;
+  return element == Element::kFloat32 ? 4 : 2;
+}
 
 // Loads one row of `count` elements, with zeros from `count` to `padded`.
-void load_row(float* row, const void* source, Element element, i32 count, i32 padded) {
+void load_row(real* row, const void* source, Element element, i32 count, i32 padded) {
   with_element(element, [&](auto* type) {
     auto* from = static_cast<const decltype(type)>(const_cast<void*>(source));
     i32 c = 0;
     for (; c + kLanes <= count; c += kLanes) store(row + c, load_vector(from + c));
-    for (; c < count; ++c) row[c] = to_float(from[c]);
+    for (; c < count; ++c) row[c] = to_real(from[c]);
     for (; c < padded; ++c) row[c] = 0.0f;
   });
 }
 
-void store_row(void* target, const float* row, Element element, i32 count, float factor) {
+void store_row(void* target, const real* row, Element element, i32 count, real factor) {
   with_element(element, [&](auto* type) {
     auto* to = static_cast<decltype(type)>(target);
-    for (i32 c = 0; c < count; ++c) from_float(row[c] * factor, to[c]);
+    for (i32 c = 0; c < count; ++c) from_real(row[c] * factor, to[c]);
   });
 }
 
-void add_row(float* target, const float* row, i32 count, float factor) {
+void add_row(real* target, const real* row, i32 count, real factor) {
   for (i32 c = 0; c < count; ++c) target[c] += row[c] * factor;
 }
 
-void fill(float* x, i64 count, float value) {
+void fill(real* x, i64 count, real value) {
   for (i64 c = 0; c < count; ++c) x[c] = value;
 }
 
-// On input, 128-bit lane n of vector v holds columns 0..3 of row 4 n + v. On output, vector v holds column v of all
+// On input, group n of 4 lanes of vector v holds columns 0..3 of row 4 n + v. On output, vector v holds column v of all
 // rows.
-#if defined(__AVX512F__)
+#if defined(FT_DOUBLE) && defined(__AVX512F__)
+FT_INLINE vf load_quads(const double* x, i64 stride) {
+  return _mm512_insertf64x4(_mm512_castpd256_pd512(_mm256_loadu_pd(x)), _mm256_loadu_pd(x + 4 * stride), 1);
+}
+FT_INLINE void transpose_quads(vf (&x)[4]) {
+  __m512d a = _mm512_unpacklo_pd(x[0], x[1]), b = _mm512_unpackhi_pd(x[0], x[1]);
+  __m512d c = _mm512_unpacklo_pd(x[2], x[3]), d = _mm512_unpackhi_pd(x[2], x[3]);
+  // In each half: the first operand's chosen pair of lanes, then the second's
+  const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+  x[0] = _mm512_permutex2var_pd(a, low, c);
+  x[1] = _mm512_permutex2var_pd(b, low, d);
+  x[2] = _mm512_permutex2var_pd(a, high, c);
+  x[3] = _mm512_permutex2var_pd(b, high, d);
+}
+#elif defined(FT_DOUBLE) && defined(__AVX2__)
+FT_INLINE vf load_quads(const double* x, i64) { return load(x); }
+FT_INLINE void transpose_quads(vf (&x)[4]) {
+  __m256d a = _mm256_unpacklo_pd(x[0], x[1]), b = _mm256_unpackhi_pd(x[0], x[1]);
+  __m256d c = _mm256_unpacklo_pd(x[2], x[3]), d = _mm256_unpackhi_pd(x[2], x[3]);
+  x[0] = _mm256_permute2f128_pd(a, c, 0x20);
+  x[1] = _mm256_permute2f128_pd(b, d, 0x20);
+  x[2] = _mm256_permute2f128_pd(a, c, 0x31);
+  x[3] = _mm256_permute2f128_pd(b, d, 0x31);
+}
+#elif defined(__AVX512F__)
 FT_INLINE vf load_quads(const float* x, i64 stride) {
   __m512 y = _mm512_castps128_ps512(_mm_loadu_ps(x));
   y = _mm512_insertf32x4(y, _mm_loadu_ps(x + 4 * stride), 1);
@@ -152,7 +209,7 @@ FT_INLINE void transpose_quads(vf (&x)[4]) {
   x[3] = _mm256_castpd_ps(_mm256_unpackhi_pd(b, d));
 }
 #else
-FT_INLINE vf load_quads(const float* x, i64) { return load(x); }
+FT_INLINE vf load_quads(const real* x, i64) { return load(x); }
 FT_INLINE void transpose_quads(vf (&x)[4]) {
   vf y[4] = {x[0], x[1], x[2], x[3]};
   for (i32 r = 0; r < 4; ++r)
@@ -160,13 +217,13 @@ FT_INLINE void transpose_quads(vf (&x)[4]) {
 }
 #endif
 
-// Transposes rows of float32 to panels: element (row, c) goes to
+// Transposes rows of numbers to panels: element (row, c) goes to
 // panels[(row / kPanel) * panel_stride + c * kPanel + row % kPanel].
 // num_rows is a multiple of kLanes, `columns` a multiple of 4.
-void transpose_rows(float* panels, i64 panel_stride, const float* rows, i64 stride, i32 num_rows, i32 columns) {
+void transpose_rows(real* panels, i64 panel_stride, const real* rows, i64 stride, i32 num_rows, i32 columns) {
   for (i32 row = 0; row < num_rows; row += kLanes) {
-    float* to = panels + row / kPanel * panel_stride + row % kPanel;
-    const float* from = rows + row * stride;
+    real* to = panels + row / kPanel * panel_stride + row % kPanel;
+    const real* from = rows + row * stride;
     for (i32 c = 0; c < columns; c += 4) {
       vf x[4];
 #pragma GCC unroll 4

@@ -8,21 +8,21 @@
 namespace flashtile {
 namespace {
 
-// Uninitialised floats from torch's CPU allocator, 64-byte aligned.
+// Uninitialised bytes from torch's CPU allocator, 64-byte aligned.
 class Workspace {
  public:
   ~Workspace() {
     if (tensor_ != nullptr) aoti_torch_delete_tensor_object(tensor_);
   }
 
-  float* allocate(i64 count) {
+  char* allocate(i64 count) {
     int64_t size = count, stride = 1;
     void* data = nullptr;
-    if (aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0,
+    if (aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_uint8(), aoti_torch_device_type_cpu(), 0,
                                  &tensor_) != 0)
       return nullptr;
     if (aoti_torch_get_data_ptr(tensor_, &data) != 0) return nullptr;
-    return static_cast<float*>(data);
+    return static_cast<char*>(data);
   }
 
  private:
@@ -33,14 +33,14 @@ class Workspace {
 struct TaskQueue {
   const EngineCall& call;
   EnginePass pass;
-  float* scratch;
+  char* scratch;
   std::atomic<i64> next{0};
 };
 
 void run_tasks(int64_t begin, int64_t end, void* context) {
   TaskQueue& queue = *static_cast<TaskQueue*>(context);
   for (int64_t worker = begin; worker < end; ++worker) {
-    float* scratch = queue.scratch + worker * queue.pass.scratch_floats;
+    char* scratch = queue.scratch + worker * queue.pass.scratch_bytes;
     for (i64 task = queue.next++; task < queue.pass.num_tasks; task = queue.next++)
       queue.pass.run(queue.call, task, scratch);
   }
@@ -50,8 +50,8 @@ const char* run_pass(const EngineCall& call, EnginePass pass) {
   if (pass.num_tasks == 0) return nullptr;
   i64 workers = call.num_threads < pass.num_tasks ? call.num_threads : pass.num_tasks;
   Workspace workspace;
-  float* scratch = workspace.allocate(workers * pass.scratch_floats);
-  if (scratch == nullptr && pass.scratch_floats != 0) return "torch could not allocate the scratch of the CPU engine";
+  char* scratch = workspace.allocate(workers * pass.scratch_bytes);
+  if (scratch == nullptr && pass.scratch_bytes != 0) return "torch could not allocate the scratch of the CPU engine";
   TaskQueue queue{call, pass, scratch};
   return torch_parallel_for(0, workers, 1, run_tasks, &queue) == 0 ? nullptr
                                                                    : "torch's parallel_for failed in the CPU engine";
@@ -63,6 +63,12 @@ bool set_threads(EngineCall& call) {
   call.num_threads = static_cast<i32>(threads);
   return true;
 }
+
+constexpr Engine kBaselineEngine = {&kBaselinePasses, &kBaselinePassesF64};
+#if defined(__x86_64__)
+constexpr Engine kAvx2Engine = {&kAvx2Passes, &kAvx2PassesF64};
+constexpr Engine kAvx512Engine = {&kAvx512Passes, &kAvx512PassesF64};
+#endif
 
 constexpr const char* kNoThreads = "torch_get_num_threads failed";
 
@@ -86,12 +92,12 @@ const Engine* find_engine(const char* name) {
 }
 
 const char* run_forward(const Engine& engine, EngineCall& call) {
-  return set_threads(call) ? run_pass(call, engine.forward(call)) : kNoThreads;
+  return set_threads(call) ? run_pass(call, engine.passes(call.element).forward(call)) : kNoThreads;
 }
 
 const char* run_backward(const Engine& engine, EngineCall& call) {
   if (!set_threads(call)) return kNoThreads;
-  for (auto make : engine.backward) {
+  for (auto make : engine.passes(call.element).backward) {
     const char* error = run_pass(call, make(call));
     if (error != nullptr) return error;
   }

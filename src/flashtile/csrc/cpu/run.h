@@ -8,6 +8,14 @@ namespace flashtile {
 // Best first.
 constexpr const char* kInstructionSets[] = {"avx512", "avx2", "baseline"};
 
+// The engine of an instruction set.
+struct Engine {
+  const EnginePasses *float32, *float64;
+
+  // The passes for calls with tensors of this type.
+  const EnginePasses& passes(Element element) const { return element == Element::kFloat64 ? *float64 : *float32; }
+};
+
 // The engine of that name, or null if this processor or this build does not support it.
 const Engine* find_engine(const char* name);
 

@@ -7,6 +7,21 @@
 namespace flashtile {
 namespace {
 
+// The numbers of a call; a float64 call has them in double precision.
+#if defined(FT_DOUBLE)
+FT_INLINE const WideParams& wide(const Params& p) { return reinterpret_cast<const WideParams&>(p); }
+FT_INLINE double scale_of(const Params& p) { return wide(p).scale; }
+FT_INLINE double scale_log2_of(const Params& p) { return wide(p).scale_log2; }
+FT_INLINE double softcap_of(const Params& p) { return wide(p).softcap; }
+FT_INLINE double keep_factor_of(const Params& p) { return wide(p).keep_factor; }
+#else
+FT_INLINE float scale_of(const Params& p) { return p.scale; }
+FT_INLINE float scale_log2_of(const Params& p) { return p.scale_log2; }
+FT_INLINE float softcap_of(const Params& p) { return p.softcap; }
+FT_INLINE float keep_factor_of(const Params& p) { return p.keep_factor; }
+#endif
+FT_INLINE bool has_softcap(const Params& p) { return softcap_of(p) > 0; }
+
 struct Sequence {
   i32 batch_idx;
   Span span;
@@ -74,33 +89,33 @@ FT_INLINE char* key_row(const Params& p, const void* tensor, const Strides& stri
 }
 
 // Scores are in base 2, so that exponents need no product. With a bias they are natural: a finite bias may reach the
-// largest float32, and its product with log2(e) would overflow.
+// largest number, and its product with log2(e) would overflow.
 FT_INLINE bool has_natural_scores(const Params& p) { return p.bias != nullptr; }
 
 // The factor that turns differences of scores into exponents of 2.
-FT_INLINE constexpr float exponent_factor(bool is_natural) { return is_natural ? kLog2e : 1.0f; }
+FT_INLINE constexpr real exponent_factor(bool is_natural) { return is_natural ? kLog2e : 1.0f; }
 
 // A natural number in the unit of the scores. What is finite stays finite.
-FT_INLINE float in_score_unit(const Params& p, float x) {
+FT_INLINE real in_score_unit(const Params& p, real x) {
   if (has_natural_scores(p) || x == -kInfinity || x == kInfinity) return x;
-  return max_of(-kLargestFloat, min_of(kLargestFloat, x * kLog2e));
+  return max_of(-kLargest, min_of(kLargest, x * kLog2e));
 }
 
 // The factor of a dot product: it gives the score, or the argument of the softcap's tanh. Q itself is not scaled,
 // because the rounding errors of a scaled Q would add up over head_dim.
-FT_INLINE float dot_factor(const Params& p) {
-  if (p.softcap > 0.0f) return p.scale / p.softcap;
-  return has_natural_scores(p) ? p.scale : p.scale_log2;
+FT_INLINE real dot_factor(const Params& p) {
+  if (has_softcap(p)) return scale_of(p) / softcap_of(p);
+  return has_natural_scores(p) ? scale_of(p) : scale_log2_of(p);
 }
 
 // Turns dot products times dot_factor into scores, in place; -inf where the query does not see the key. `s` is a row of
 // a tile whose first column is key j_begin; only `columns` are computed. With a softcap its derivative goes to
 // `softcap_grad`, unless that is null.
 void modify_scores(const EngineCall& call, const Sequence& sequence, const Query& query, i32 j_begin, Range columns,
-                   float* s, float* softcap_grad) {
+                   real* s, real* softcap_grad) {
   const Params& p = *call.params;
-  if (p.softcap > 0.0f) {
-    float cap = in_score_unit(p, p.softcap);
+  if (has_softcap(p)) {
+    real cap = in_score_unit(p, softcap_of(p));
     for (i32 c = columns.begin; c < columns.end; c += kLanes) {
       vf t = tanh_of(load(s + c));
       store(s + c, t * cap);
@@ -109,10 +124,10 @@ void modify_scores(const EngineCall& call, const Sequence& sequence, const Query
   }
   Range seen{max_of(query.keys.begin - j_begin, columns.begin), min_of(query.keys.end - j_begin, columns.end)};
   if (p.alibi_slopes != nullptr) {
-    float alibi = in_score_unit(p, p.alibi_slopes[sequence.batch_idx * p.alibi_batch_stride + query.head]);
+    real alibi = in_score_unit(p, reals(p.alibi_slopes)[sequence.batch_idx * p.alibi_batch_stride + query.head]);
     i32 position = static_cast<i32>(query.i + sequence.offset - j_begin);
     for (i32 c = seen.begin; c < seen.end; ++c)
-      s[c] -= alibi * static_cast<float>(position < c ? c - position : position - c);
+      s[c] -= alibi * static_cast<real>(position < c ? c - position : position - c);
   }
   if (p.bias != nullptr) {
     i64 at = sequence.batch_idx * p.bias_strides[0] + query.head * p.bias_strides[1] + query.i * p.bias_strides[2] +
@@ -120,9 +135,9 @@ void modify_scores(const EngineCall& call, const Sequence& sequence, const Query
     with_element(call.bias_element, [&](auto* type) {
       auto* bias = static_cast<const decltype(type)>(const_cast<void*>(p.bias)) + at;
       if (p.bias_strides[3] == 1) {
-        for (i32 c = seen.begin; c < seen.end; ++c) s[c] += to_float(bias[c]);
+        for (i32 c = seen.begin; c < seen.end; ++c) s[c] += to_real(bias[c]);
       } else {
-        for (i32 c = seen.begin; c < seen.end; ++c) s[c] += to_float(bias[c * p.bias_strides[3]]);
+        for (i32 c = seen.begin; c < seen.end; ++c) s[c] += to_real(bias[c * p.bias_strides[3]]);
       }
     });
   }
@@ -141,14 +156,15 @@ void modify_scores(const EngineCall& call, const Sequence& sequence, const Query
 }
 
 FT_INLINE bool has_score_options(const Params& p) {
-  return p.softcap > 0.0f || p.alibi_slopes != nullptr || p.bias != nullptr || p.mask != nullptr;
+  return has_softcap(p) || p.alibi_slopes != nullptr || p.bias != nullptr || p.mask != nullptr;
 }
 
 constexpr i32 kDropoutGroup = 8;  // consecutive keys that share one Philox call
 
 // 0 or the keep factor for `columns` of a row of a tile (bounds are multiples of 4). The bits are in docs/semantics.md.
 void keep_factors(const Params& p, const Sequence& sequence, const Query& query, i32 j_begin, Range columns,
-                  float* factors) {
+                  real* factors) {
+  real keep_factor = keep_factor_of(p);
   constexpr i32 kGroups = 16;  // computed together, so that the compiler vectorises the loops
   u64 seed = static_cast<u64>(p.rng_state[0]);
   u32 batch_head = static_cast<u32>(sequence.batch_idx) * static_cast<u32>(p.heads) + static_cast<u32>(query.head),
@@ -175,7 +191,7 @@ void keep_factors(const Params& p, const Sequence& sequence, const Query& query,
     for (i32 g = 0; g < groups; ++g) {
       for (i32 lane = 0; lane < kDropoutGroup; ++lane) {
         u32 bits = w[lane / 2][g] >> (16 * (lane % 2)) & 0xffffu;
-        factors[(first + g) * kDropoutGroup + lane] = bits < p.dropout_threshold ? 0.0f : p.keep_factor;
+        factors[(first + g) * kDropoutGroup + lane] = bits < p.dropout_threshold ? 0.0f : keep_factor;
       }
     }
   }

@@ -11,21 +11,23 @@ constexpr i32 kPad = 16;  // head dims in scratch are padded to a multiple of th
 
 // Allocates arrays from a task's scratch. With a null base it only counts, so that sizes come from the same code.
 struct Scratch {
-  float* base;
+  real* base;
   i64 used = 0;
 
-  float* take(i64 count) {
-    float* array = base == nullptr ? nullptr : base + used;
+  real* take(i64 count) {
+    real* array = base == nullptr ? nullptr : base + used;
     used += ceil_div(count, kPad) * kPad;
     return array;
   }
+
+  i64 num_bytes() const { return used * static_cast<i64>(sizeof(real)); }
 };
 
 FT_INLINE i32 padded(i32 head_dim) { return round_up(head_dim, kPad); }
 
-// A block of K or V as float32: its rows, and the same transposed to panels.
+// A block of K or V, converted to real: its rows, and the same transposed to panels.
 struct KeyTile {
-  float *rows, *panels;
+  real *rows, *panels;
   i32 dim, padded_dim;
 
   void allocate(Scratch& scratch, i32 block_n, i32 dim_) {
@@ -40,10 +42,10 @@ struct KeyTile {
   OperandB load_rows(const EngineCall& call, const Sequence& s, const void* tensor, const Strides& strides, i32 head_kv,
                      i32 j, i32 count) {
     const Params& p = *call.params;
-    bool is_tile = call.element == Element::kFloat32 && p.block_table == nullptr && strides.row == padded_dim &&
+    bool is_tile = call.element == kRealElement && p.block_table == nullptr && strides.row == padded_dim &&
                    dim == padded_dim && count % kLanes == 0;
     if (is_tile) {
-      return {reinterpret_cast<const float*>(key_row(p, tensor, strides, call.element, s, head_kv, j)), padded_dim,
+      return {reinterpret_cast<const real*>(key_row(p, tensor, strides, call.element, s, head_kv, j)), padded_dim,
               kPanel};
     }
     for (i32 n = 0; n < count; ++n) {
@@ -84,11 +86,11 @@ struct Columns {
 };
 
 // S = A K^T for the columns of a group of rows.
-FT_INLINE void multiply_panels(i32 rows, const Columns& columns, OperandA a, const KeyTile& keys, float factor,
-                               float* s, i64 stride) {
+FT_INLINE void multiply_panels(i32 rows, const Columns& columns, OperandA a, const KeyTile& keys, real factor, real* s,
+                               i64 stride) {
   i32 begin = columns.panel_begin();
-  float factors[kGroupRows];
-  for (float& each : factors) each = factor;
+  real factors[kGroupRows];
+  for (real& each : factors) each = factor;
   product<Epilogue::kScale>(rows, columns.vectors.end - begin, keys.dim, a, keys.panels_from(begin), s + begin, stride,
                             factors);
 }
@@ -99,18 +101,18 @@ constexpr i32 kFewRows = 4;
 // processor does not foresee.
 FT_INLINE void prefetch_rows(OperandB rows, i32 count, i32 dim) {
   for (i32 r = 0; r < count; ++r)
-    for (i32 c = 0; c < dim; c += 64 / static_cast<i32>(sizeof(float)))
+    for (i32 c = 0; c < dim; c += 64 / static_cast<i32>(sizeof(real)))
       __builtin_prefetch(rows.b + r * rows.row_stride + c);
 }
 
 // The same for at most kFewRows rows, from rows of K instead of panels: 4 columns of K at a time are transposed in
 // registers. Sums have the order of multiply_panels, so the bits are the same. dim is at most kMaxTerms.
 template <i32 kNumRows>
-void multiply_few(const Columns& columns, OperandA a, OperandB rows, i32 dim, float factor, float* s, i64 stride) {
+void multiply_few(const Columns& columns, OperandA a, OperandB rows, i32 dim, real factor, real* s, i64 stride) {
   constexpr i32 kGroups = 2;  // vectors of keys at a time: their sums overlap
   for (i32 column = columns.vectors.begin; column < columns.vectors.end; column += kGroups * kLanes) {
     i32 groups = min_of(kGroups, (columns.vectors.end - column) / kLanes);
-    const float* from = rows.b + column * rows.row_stride;
+    const real* from = rows.b + column * rows.row_stride;
     vf sum[kGroups][kNumRows] = {};
     for (i32 c = 0; c < dim; c += 4) {
       prefetch_rows({from + (kGroups * kLanes + c / 4) * rows.row_stride, rows.row_stride * (dim / 4 + 1), 0},
@@ -134,7 +136,7 @@ void multiply_few(const Columns& columns, OperandA a, OperandB rows, i32 dim, fl
 }
 
 FT_INLINE void multiply_rows_of_keys(i32 num_rows, const Columns& columns, OperandA a, OperandB rows, i32 dim,
-                                     float factor, float* s, i64 stride) {
+                                     real factor, real* s, i64 stride) {
   static_assert(kFewRows == 4);
   switch (num_rows) {
     case 4: return multiply_few<4>(columns, a, rows, dim, factor, s, stride);

@@ -135,7 +135,7 @@ void lay_out_outputs(const Options& options, Call& call, Axes axes) {
     stride *= std::max<i64>(out.sizes[order[place]], 1);
   }
   lse = View{};
-  lse.dim = q.dim - 1, lse.dtype = Dtype::kFloat32, lse.device = q.device;
+  lse.dim = q.dim - 1, lse.dtype = q.dtype == Dtype::kFloat64 ? q.dtype : Dtype::kFloat32, lse.device = q.device;
   lse.sizes[3] = q.size(axes.row), lse.sizes[2] = q.size(axes.head), lse.sizes[1] = q.size(-4);
   lse.make_contiguous();
 }
@@ -172,8 +172,10 @@ void fill_scalars(const Options& options, Call& call, double scale) {
   call.scalars[kWindowRight] = static_cast<double>(right > kWidestWindow ? -1 : right);
   call.scalars[kScale] = scale;
   call.scalars[kScaleLog2] = scale * kLog2e;
-  call.scalars[kSoftcap] =
-      options.softcap > 0.0 ? std::fmin(std::fmax(options.softcap, kSmallestSoftcap), kLargestSoftcap) : 0.0;
+  bool is_float64 = call.tensors[kQ].dtype == Dtype::kFloat64;
+  call.scalars[kSoftcap] = options.softcap > 0.0 && !is_float64
+                               ? std::fmin(std::fmax(options.softcap, kSmallestSoftcap), kLargestSoftcap)
+                               : options.softcap;
   call.scalars[kDropoutThreshold] = threshold;
   call.scalars[kKeepFactor] = 65536.0 / (65536.0 - threshold);
   call.scalars[kMaxSeqlenQ] = static_cast<double>(options.max_seqlen_q < 0 ? 0 : options.max_seqlen_q);

@@ -131,7 +131,7 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
     patch.offset = in.index(static_cast<i32>(image_.size()) - 3);
     patch.code = static_cast<char>(in.index(128));
     patch.rule = in.rule();
-    bool is_64_bits = patch.code == 'P' || patch.code == 'q';
+    bool is_64_bits = patch.code == 'P' || patch.code == 'q' || patch.code == 'd';
     if (is_64_bits && patch.offset + 8 > static_cast<i32>(image_.size()))
       throw std::out_of_range("a plan patches outside of its parameters");
   }
@@ -149,7 +149,7 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
     if (step.kind == StepKind::kMemset) step.tensor = in.index(kMaxTensors);
     if (step.kind == StepKind::kEngine) {
       step.is_backward = in.index(2) != 0;
-      for (int& element : step.elements) element = in.index(3);
+      for (int& element : step.elements) element = in.index(4);
     }
     if (step.kind != StepKind::kKernel) continue;
     step.kernel = reinterpret_cast<void*>(in.number());
@@ -238,6 +238,7 @@ bool Plan::fill(const Call& call, Filled& filled) const {
       continue;
     }
     bool is_in_range = true;
+    if (patch.code == 'd') std::memcpy(place, &call.scalars[rule.index], sizeof(double));
     if (patch.code == 'f') is_in_range = put_float(place, call.scalars[rule.index]);
     if (patch.code == 'q') is_in_range = put<int64_t>(place, whole(rule, call, filled.values));
     if (patch.code == 'i') is_in_range = put<i32>(place, whole(rule, call, filled.values));
