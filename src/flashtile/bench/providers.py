@@ -238,8 +238,9 @@ def _flex(point: Point, inputs: Inputs) -> Attend:
         )
     if (change := _score_mod(extra.softcap, bias, inputs.extras.alibi_slopes)) is not None:
         options["score_mod"] = change
-    # Static shapes are faster, but on the CPU each compilation takes half a minute
-    is_dynamic = inputs.q.device.type == "cpu" or point.has_growing_keys
+    # Static shapes are faster, but on the CPU each compilation takes half a minute. Options need them: with dynamic
+    # shapes torch cannot compile a captured number or tensor for the CPU
+    is_dynamic = (inputs.q.device.type == "cpu" and not point.option) or point.has_growing_keys
     compiled, detail = _compile(flex_attention, point, is_dynamic)
     return Attend(lambda q, k, v: compiled(q, k, v, **options), detail=detail, leaves=leaves)
 
