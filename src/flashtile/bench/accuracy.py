@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -23,14 +25,19 @@ class Verdict:
     yardstick_error: float
     complaint: str  # empty if accurate
     checked: str
+    is_checked: bool = True  # False: the errors are NaN
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A sample of the problem: some query rows of the first sequence, for all query heads of some key heads."""
+    """A sample of the problem: some query rows of the first sequence, for all query heads of some key heads.
+
+    The gradient of a bias is a sum over the sequences: with it the sample has them all.
+    """
 
     inputs: testing.Inputs
     rows: Tensor
+    num_sequences: int
     num_heads: int
     num_heads_kv: int
     is_full: bool
@@ -48,16 +55,21 @@ class Check:
     def num_bytes(point: Point) -> int:
         """About what it takes: a sample of rows of scores, and its keys, in float64."""
         rows, heads = min(MAX_ROWS, point.seqlen_q), MAX_GROUPS * point.heads // point.heads_kv
+        heads *= _num_sequences(point)
         return 8 * point.seqlen_k * (4 * rows * heads + MAX_GROUPS * (point.head_dim + point.head_dim_v))
 
-    def verdict(self, out: Tensor, grads: tuple[Tensor, Tensor, Tensor] | None) -> Verdict:
-        """Judges `out` and the gradients of a provider, (batch, heads, rows, dim)."""
+    def verdict(self, out: Tensor, grads: tuple[Tensor, ...] | None) -> Verdict:
+        """Judges `out` and the gradients of a provider, (batch, heads, rows, dim); a fourth one is the bias's."""
+        if self.point.extra.dropout_p:
+            return Verdict(math.nan, math.nan, "", "nothing: every provider drops other weights", is_checked=False)
         part, ref, low = self._part, self._expected.ref, self._expected.low
-        ours = {"out": out[:1, : part.num_heads, part.rows]}
+        ours = {"out": out[: part.num_sequences, : part.num_heads, part.rows]}
         if grads is not None:
-            ours["dq"] = grads[0][:1, : part.num_heads, part.rows]
+            ours["dq"] = grads[0][: part.num_sequences, : part.num_heads, part.rows]
             if part.is_full:
-                ours["dk"], ours["dv"] = (grad[:1, : part.num_heads_kv] for grad in grads[1:])
+                ours["dk"], ours["dv"] = (grad[: part.num_sequences, : part.num_heads_kv] for grad in grads[1:3])
+            if self.point.extra.has_bias_grad:
+                ours["dbias"] = grads[3][:, : part.num_heads, part.rows]
         complaints = [self._expected.disagreement(name, ours[name]) for name in ours]
         timed = [name for name in ours if name != "out"] or ["out"]
         return Verdict(
@@ -70,7 +82,8 @@ class Check:
     def _describe(self, names: list[str]) -> str:
         part, point = self._part, self.point
         rows = "all rows" if part.is_full else f"{len(part.rows)} of {point.seqlen_q} rows"
-        return f"{' '.join(names)}: {rows}, {part.num_heads} of {point.batch * point.heads} heads"
+        num_heads = part.num_sequences * part.num_heads
+        return f"{' '.join(names)}: {rows}, {num_heads} of {point.batch * point.heads} heads"
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
@@ -84,10 +97,41 @@ def _sample(point: Point, inputs: Inputs) -> _Part:
     num_heads = group * num_heads_kv
     count = point.seqlen_q if is_full else min(MAX_ROWS, point.seqlen_q)
     rows = torch.linspace(0, point.seqlen_q - 1, count, device=inputs.q.device).round().long()
-    mask = None
-    if point.is_causal:
-        mask = (torch.arange(point.seqlen_k, device=rows.device)[None, :] <= rows[:, None])[None, None]
-    q, dout = (tensor.detach()[:1, :num_heads, rows] for tensor in (inputs.q, inputs.dout))
-    k, v = (tensor.detach()[:1, :num_heads_kv] for tensor in (inputs.k, inputs.v))
+    num_sequences = _num_sequences(point)
+    q, dout = (tensor.detach()[:num_sequences, :num_heads, rows] for tensor in (inputs.q, inputs.dout))
+    k, v = (tensor.detach()[:num_sequences, :num_heads_kv] for tensor in (inputs.k, inputs.v))
+    args = AttentionArgs(
+        q,
+        k,
+        v,
+        bias=_bias(point, inputs, rows, num_heads),
+        mask=_mask(point, inputs, rows, num_sequences),
+        softcap=point.extra.softcap,
+    )
     dlse = torch.zeros(q.shape[:-1], device=q.device)
-    return _Part(testing.Inputs(AttentionArgs(q, k, v, mask=mask), dout, dlse), rows, num_heads, num_heads_kv, is_full)
+    return _Part(testing.Inputs(args, dout, dlse), rows, num_sequences, num_heads, num_heads_kv, is_full)
+
+
+def _num_sequences(point: Point) -> int:
+    return point.batch if point.extra.has_bias_grad and point.direction != "fwd" else 1
+
+
+def _mask(point: Point, inputs: Inputs, rows: Tensor, num_sequences: int) -> Tensor | None:
+    """Causal mask, window and the call's own mask, for the rows of the sample."""
+    distance, masks = rows[:, None] - torch.arange(point.seqlen_k, device=rows.device), []
+    if point.is_causal:
+        masks.append((distance >= 0)[None, None])
+    if point.extra.window is not None:
+        masks.append((distance <= point.extra.window)[None, None])
+    if inputs.extras.mask is not None:
+        own = inputs.extras.mask[:num_sequences]
+        masks.append(own if point.extra.mask == "padding" else own[:, :, rows])
+    return functools.reduce(torch.logical_and, masks) if masks else None
+
+
+def _bias(point: Point, inputs: Inputs, rows: Tensor, num_heads: int) -> Tensor | None:
+    """The call's bias, or its ALiBi slopes as a bias, for the rows of the sample."""
+    if inputs.extras.alibi_slopes is not None:
+        distance = (rows[:, None] - torch.arange(point.seqlen_k, device=rows.device)).abs()
+        return -inputs.extras.alibi_slopes[None, :num_heads, None, None] * distance
+    return None if inputs.extras.bias is None else inputs.extras.bias[:, :num_heads, rows]

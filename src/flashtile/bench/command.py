@@ -22,12 +22,14 @@ from flashtile.bench.points import (
     GRIDS,
     Plan,
     Point,
+    cpu_grid,
     decode_grid,
     dtype_key,
     length_sweep,
+    options_grid,
     paper_grid,
 )
-from flashtile.bench.providers import Provider, choose
+from flashtile.bench.providers import CPU_PROVIDERS, OPTION_PROVIDERS, Provider, choose
 from flashtile.bench.rows import ColdRow, OverheadRow, Row, Writer, as_dict, read
 from flashtile.bench.sweep import Settings, Sweep
 from flashtile.bench.terminal import make_console, progress_bar, say_files, say_remark, show
@@ -85,9 +87,12 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         ("--compile-limit", options.compile_limit),
     ):
         check_seconds(name, seconds)
-    plan = make_plan(options)
-    where, line = device.resolve(options.device)
-    providers = choose(options.backends, is_grid=options.grid is not None)
+    if options.grid == "cpu" and options.device not in (None, "cpu"):
+        raise value_error("--device", f"{options.device!r} with --grid cpu", "cpu", "Drop --device")
+    where, line = device.resolve("cpu" if options.grid == "cpu" else options.device)
+    plan = make_plan(options, where)
+    default_set = {"options": OPTION_PROVIDERS, "cpu": CPU_PROVIDERS}.get(options.grid or "")
+    providers = choose(options.backends or default_set, is_grid=options.grid is not None)
     if options.use_graph and where != "cuda":
         raise value_error("--graph", f"it on {where}", "a GPU: it replays CUDA graphs", "Drop --graph")
     folder = writable_folder(options.out or Path("results") / device.slug(where))
@@ -139,6 +144,8 @@ def run_sweep(sweep: Sweep, folder: Path, console: Console, as_json: bool = Fals
 
 
 def _describe(point: Point, name: str) -> str:
+    if point.option:
+        return f"{point.direction} {point.option}: {name}"
     return (
         f"{point.direction} d={point.head_dim} {'causal' if point.is_causal else 'full'} B={point.batch} "
         f"S={point.seqlen_k}: {name}"
@@ -146,9 +153,13 @@ def _describe(point: Point, name: str) -> str:
 
 
 def _summary(rows: Sequence[Row]) -> Iterator[tables.Table]:
-    is_decode = bool(rows) and rows[0].sweep == "decode"
-    kinds = ("latency", "bandwidth") if is_decode else ("latency", "throughput", "memory", "accuracy")
-    for kind in (*kinds, "ratios"):
+    sweep = rows[0].sweep if rows else ""
+    kinds: tuple[str, ...] = ("latency", "throughput", "memory", "accuracy", "ratios")
+    if sweep == "decode":
+        kinds = ("latency", "bandwidth", "ratios")
+    elif sweep in ("options", "cpu"):
+        kinds = ("options",)
+    for kind in kinds:
         yield tables.of(rows, kind)
     yield tables.refusals(rows)
 
@@ -227,8 +238,8 @@ def check_seconds(option: str, seconds: float | None) -> None:
         raise value_error(option, str(seconds), "a number of seconds above 0")
 
 
-def make_plan(options: Options) -> Plan:
-    """The points that the options select, and the file name."""
+def make_plan(options: Options, where: str) -> Plan:
+    """The points that the options select on that device, and the file name."""
     if options.direction not in (None, *DIRECTIONS):
         raise value_error("--pass", repr(options.direction), ", ".join(DIRECTIONS))
     suffix = "_graph" if options.use_graph else ""
@@ -238,11 +249,18 @@ def make_plan(options: Options) -> Plan:
         for name, field in _SWEEP_ONLY.items():
             if getattr(options, field) != getattr(Options(), field):
                 raise value_error(name, f"it with --grid {options.grid}", "a length sweep", f"Drop {name} or --grid")
-        dtype = dtype_key(options.dtype or "bf16")
+        is_small = options.grid == "options" and where == "cpu"
+        dtype = dtype_key(options.dtype or ("fp32" if is_small else "bf16"))
         if options.grid == "paper":
             return paper_grid(dtype, suffix, options.direction)
+        if options.grid == "options":
+            return options_grid(dtype, suffix, options.direction, is_small)
         if options.direction not in (None, "fwd"):
             raise value_error("--pass", f"{options.direction!r} with --grid {options.grid}", "fwd")
+        if options.grid == "cpu":
+            if options.dtype is not None:
+                raise value_error("--dtype", "it with --grid cpu", "the dtypes of its calls", "Drop --dtype")
+            return cpu_grid()
         return decode_grid(dtype, suffix)
     for name, size in (("--batch", options.batch), ("--heads", options.heads), ("--head-dim", options.head_dim)):
         if size < 1:

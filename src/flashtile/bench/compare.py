@@ -71,6 +71,7 @@ class Change:
     seqlen_q: int
     seqlen_k: int
     head_dim: int
+    option: str
     before_ms: float
     after_ms: float
     speedup: float

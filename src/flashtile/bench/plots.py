@@ -72,6 +72,8 @@ def draw(csv_path: Path, rows: Sequence[Row]) -> list[Path]:
         timed = [row for row in rows if row.is_ok]
         if not timed:
             raise Unsupported("plots: no row was measured; there is nothing to draw. The reasons stand in the CSV.")
+        if timed[0].option:
+            return []  # a grid of options is a table
         if timed[0].sweep == "Lsweep":
             return _length_figures(csv_path, timed)
         return _grid_figures(csv_path, timed)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from flashtile.bench.options import OPTIONS, PLAIN, Extras, Option, make_extras, shapes
 from flashtile.errors import value_error
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
 FAST_SEQLENS = (512, 1024, 1536, 2048)
 FULL_SEQLENS = (*FAST_SEQLENS, 4096, 8192, 16384)
-GRIDS = ("paper", "decode")
+GRIDS = ("paper", "decode", "options", "cpu")
 
 _SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64", "half": "fp16"}
 
@@ -32,18 +34,30 @@ class Point:
     dtype: str = "fp32"  # one of DTYPES
     is_causal: bool = False
     direction: str = "fwd"  # one of DIRECTIONS
+    option: str = ""  # the name of the call in a grid of options
     has_growing_keys: bool = False  # seqlen_k differs in every call, so nothing may be compiled per length
 
+    @property
+    def extra(self) -> Option:
+        """What the option of that name adds to the call."""
+        return OPTIONS.get(self.option, PLAIN)
+
     def flops(self) -> float:
-        """Two matrix products, half of that under a causal mask; a backward pass counts as 2.5 forward passes."""
-        forward = 2.0 * self.batch * self.heads * self.seqlen_q * self.seqlen_k * (self.head_dim + self.head_dim_v)
-        forward /= 2 if self.is_causal else 1
+        """Two matrix products, half of that under a causal mask; a backward pass counts as 2.5 forward passes.
+
+        Under a causal window the products count that are in it. Other masks hide nothing from the count.
+        """
+        scores, window = self.seqlen_q * self.seqlen_k / (2 if self.is_causal else 1), self.extra.window
+        if window is not None and window < self.seqlen_k:
+            scores = (window + 1) * (self.seqlen_q - window / 2)
+        forward = 2.0 * self.batch * self.heads * scores * (self.head_dim + self.head_dim_v)
         return forward * {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}[self.direction]
 
     def least_bytes(self) -> int:
         """The bytes moved if every input is read once and every output is written once."""
-        q, k, v, out = self.sizes()
-        forward, backward = q + k + v + out, 2 * (q + k + v) + 2 * out
+        (q, k, v, out), extra = self.sizes(), self.extra_bytes()
+        forward, backward = q + k + v + out + extra, 2 * (q + k + v) + 2 * out + extra
+        backward += extra if self.extra.has_bias_grad else 0
         return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[self.direction]
 
     def sizes(self) -> tuple[int, int, int, int]:
@@ -55,8 +69,20 @@ class Point:
         )
         return rows_q * self.head_dim, rows_k * self.head_dim, rows_k * self.head_dim_v, rows_q * self.head_dim_v
 
+    def extra_bytes(self) -> int:
+        """Bytes of the option's tensors."""
+        items = {"bias": DTYPES[self.dtype].itemsize, "mask": 1, "alibi_slopes": 4}
+        return sum(items[name] * math.prod(shape) for name, shape in self._extra_shapes().items())
+
+    def make_extras(self, device: str) -> Extras:
+        generator = torch.Generator(device).manual_seed(2**20)
+        return make_extras(self.extra, self._extra_shapes(), DTYPES[self.dtype], generator)
+
+    def _extra_shapes(self) -> dict[str, tuple[int, ...]]:
+        return shapes(self.extra, self.batch, self.heads, self.seqlen_q, self.seqlen_k)
+
     def make(self, device: str, seed: int) -> Inputs:
-        """Random normal inputs, drawn on the device."""
+        """Random normal inputs, drawn on the device, without the option's tensors."""
         generator = torch.Generator(device).manual_seed(seed)
         heads, rows = (
             (self.heads, self.heads_kv, self.heads_kv, self.heads),
@@ -78,6 +104,7 @@ class Inputs:
     k: Tensor
     v: Tensor
     dout: Tensor
+    extras: Extras = field(default_factory=Extras)
 
     def leaves(self, layout: str, needs_grad: bool) -> Inputs:
         """The same values as new autograd leaves, in the provider's layout."""
@@ -98,7 +125,7 @@ def dtype_key(name: str) -> str:
 class Plan:
     """The points of a run and the names of its files."""
 
-    sweep: str  # "Lsweep", "paper" or "decode"
+    sweep: str  # "Lsweep" or one of GRIDS
     stem: str  # of the CSV
     points: tuple[Point, ...]
 
@@ -135,3 +162,77 @@ def decode_grid(dtype: str, suffix: str = "") -> Plan:
         if batch * seqlen <= 2**20
     )
     return Plan("decode", f"sdpa_decode_{dtype}{suffix}", points)
+
+
+_B4 = Point(4, 16, 16, 4096, 4096, 128, 128)
+_D64 = replace(_B4, head_dim=64, head_dim_v=64)
+_OPTION_CALLS = {  # name -> problem; a dtype other than the grid's is named
+    "plain": _B4,
+    "causal": replace(_B4, is_causal=True),
+    "GQA 32/8 causal": replace(_B4, heads=32, heads_kv=8, is_causal=True),
+    "bias (1,H,S,S)": _B4,
+    "bias with gradient": _B4,
+    "padding mask (B,1,1,S)": _B4,
+    "bool mask (B,1,S,S)": _B4,
+    "dropout 0.1": _B4,
+    "softcap 30 causal": replace(_B4, is_causal=True),
+    "ALiBi causal": replace(_B4, is_causal=True),
+    "window 1024 causal": replace(_B4, batch=1, seqlen_q=16384, seqlen_k=16384, is_causal=True),
+    "d96 causal": replace(_B4, heads=21, heads_kv=21, head_dim=96, head_dim_v=96, is_causal=True),
+    "d80": replace(_B4, heads=25, heads_kv=25, head_dim=80, head_dim_v=80),
+    "d72": replace(_B4, heads=28, heads_kv=28, head_dim=72, head_dim_v=72),
+    "d192/128 causal": replace(_B4, head_dim=192, is_causal=True),
+    "d320": replace(_B4, batch=2, heads=8, heads_kv=8, head_dim=320, head_dim_v=320),
+    "d512": replace(_B4, batch=1, heads=8, heads_kv=8, head_dim=512, head_dim_v=512),
+    "ViT B256 S197": replace(_D64, batch=256, heads=12, heads_kv=12, seqlen_q=197, seqlen_k=197),
+    "BERT B64 S512": replace(_D64, batch=64, heads=12, heads_kv=12, seqlen_q=512, seqlen_k=512),
+    "SD cross Sk77": replace(_D64, batch=8, heads=10, heads_kv=10, seqlen_k=77),
+    "d40": replace(_D64, batch=8, heads=8, heads_kv=8, head_dim=40, head_dim_v=40),
+}
+_FP32_CALLS = {
+    "fp32 d64": _D64,
+    "fp32 d128": _B4,
+    "fp32 d128 causal": replace(_B4, is_causal=True),
+    "fp32 d256": replace(_B4, batch=2, head_dim=256, head_dim_v=256),
+}
+
+
+def options_grid(dtype: str, suffix: str = "", only: str | None = None, is_small: bool = False) -> Plan:
+    """Calls with options and of unusual shapes, both passes or only one. `is_small` is for a CPU."""
+    calls = {name: replace(point, dtype=dtype) for name, point in _OPTION_CALLS.items()}
+    if dtype != "fp32":
+        calls.update(_FP32_CALLS)
+    points = tuple(
+        replace(_shrunk(point) if is_small else point, direction=direction, option=name)
+        for direction in (("fwd", "bwd") if only is None else (only,))
+        for name, point in calls.items()
+        if direction != "fwd" or not OPTIONS.get(name, PLAIN).has_bias_grad
+    )
+    return Plan("options", f"sdpa_options_{dtype}" + (f"_{only.replace('+', '')}" if only else "") + suffix, points)
+
+
+def _shrunk(point: Point) -> Point:
+    """The call for a CPU: at most 2 sequences, a quarter of the heads, an eighth of the lengths above 512."""
+    heads_kv = max(1, point.heads_kv // 4)
+    return replace(
+        point,
+        batch=min(2, point.batch),
+        heads=heads_kv * (point.heads // point.heads_kv),
+        heads_kv=heads_kv,
+        seqlen_q=point.seqlen_q // (8 if point.seqlen_q > 512 else 1),
+        seqlen_k=point.seqlen_k // (8 if point.seqlen_k > 512 else 1),
+    )
+
+
+def cpu_grid() -> Plan:
+    """Forward calls that cost a CPU engine its lead: decoding, dense masks, float64, steps with little work."""
+    decode = Point(1, 12, 12, 1, 2048, 64, 64)
+    calls = {
+        "decode Sk2048": decode,
+        "decode Sk8192": replace(decode, seqlen_k=8192),
+        "bool mask (B,1,S,S)": Point(2, 8, 8, 512, 512, 64, 64),
+        "float64": Point(1, 8, 8, 512, 512, 64, 64, dtype="fp64"),
+        "SDPA facade": replace(decode, seqlen_k=129),
+        "kvcache step": replace(decode, seqlen_k=512),
+    }
+    return Plan("cpu", "sdpa_cpu", tuple(replace(point, option=name) for name, point in calls.items()))

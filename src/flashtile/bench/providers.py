@@ -14,13 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashtile import api
+from flashtile import api, facades
 from flashtile.backends import registry
+from flashtile.bench.options import PLAIN
 from flashtile.bench.points import Inputs, Point
 from flashtile.errors import Unsupported, value_error
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+OPTION_PROVIDERS = "flashtile,sdpa-cudnn,sdpa-flash,sdpa-efficient,flex"  # the default set of --grid options
+CPU_PROVIDERS = "flashtile,sdpa"  # the default set of --grid cpu
 SLOW_BACKENDS = ("tiled", "reference")  # plain PyTorch: grids include them only by name
 
 
@@ -31,6 +34,7 @@ class Attend:
     call: Call
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     detail: str = ""
+    leaves: tuple[Tensor, ...] = ()  # tensors beside q, k and v whose gradients are taken
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Provider:
 
 
 def providers() -> list[Provider]:
-    """All providers, our backends first."""
+    """All providers that are pinned to a backend or a package, our backends first."""
     ours = [
         Provider(
             backend.name,
@@ -65,7 +69,7 @@ def choose(text: str | None, is_grid: bool) -> list[Provider]:
     if text is None:
         return [provider for provider in known if provider.is_fast or not is_grid]
     groups = {"ours": [p for p in known if not p.is_baseline], "baselines": [p for p in known if p.is_baseline]}
-    groups.update({provider.name: [provider] for provider in known})
+    groups.update({provider.name: [provider] for provider in (*known, AUTOMATIC)})
     chosen: dict[str, Provider] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):
         if word not in groups:
@@ -73,7 +77,7 @@ def choose(text: str | None, is_grid: bool) -> list[Provider]:
         chosen.update({provider.name: provider for provider in groups[word]})
     if not chosen:
         raise value_error("--backends", repr(text), "at least one of " + ", ".join(groups))
-    return [provider for provider in known if provider.name in chosen]
+    return [provider for provider in (AUTOMATIC, *known) if provider.name in chosen]
 
 
 def missing(provider: Provider) -> str | None:
@@ -90,16 +94,46 @@ def missing(provider: Provider) -> str | None:
 # Our backends
 
 
-def _ours(name: str, point: Point, inputs: Inputs) -> Attend:
-    explanation = api.explain(inputs.q, inputs.k, inputs.v, causal=point.is_causal, backend=name)
-    detail = ", ".join(f"{key} {value}" for key, value in explanation.details.items())
+def _ours(name: str | None, point: Point, inputs: Inputs) -> Attend:
+    extra, bias, leaves = point.extra, *_bias(point, inputs)
+    options: dict[str, Any] = {"causal": point.is_causal, "backend": name}
+    if point.option:
+        options.update(softcap=extra.softcap, dropout_p=extra.dropout_p, bias=bias, mask=inputs.extras.mask)
+        options.update(alibi_slopes=inputs.extras.alibi_slopes)
+        options.update(window=None if extra.window is None else (extra.window, 0))
+    explanation = api.explain(inputs.q, inputs.k, inputs.v, **options)
+    details = {"backend": explanation.backend} if name is None else {}
+    detail = ", ".join(f"{key} {value}" for key, value in (details | explanation.details).items())
+    if extra.entry == "sdpa":
+        return Attend(facades.scaled_dot_product_attention, detail=detail)
+    if extra.entry == "kvcache":
+        new_k, new_v, length = inputs.k[:, :, -1:].clone(), inputs.v[:, :, -1:].clone(), point.seqlen_k - 1
+
+        def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = api.attention_kvcache(q, k, v, k=new_k, v=new_v, cache_seqlens=length, layout="bhsd", backend=name)
+            assert isinstance(out, Tensor)
+            return out
+
+        return Attend(step, detail=detail)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = api.attention(q, k, v, causal=point.is_causal, backend=name)
+        out = api.attention(q, k, v, **options)
         assert isinstance(out, Tensor)
         return out
 
-    return Attend(call, detail=detail)
+    return Attend(call, detail=detail, leaves=leaves)
+
+
+def _bias(point: Point, inputs: Inputs) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+    """The bias of the call, as a new autograd leaf where its gradient is taken, and the leaf."""
+    bias = inputs.extras.bias
+    if bias is None or not point.extra.has_bias_grad or point.direction == "fwd":
+        return bias, ()
+    bias = bias.detach().requires_grad_()
+    return bias, (bias,)
+
+
+AUTOMATIC = Provider("flashtile", False, partial(_ours, None))  # our choice of a backend for each call
 
 
 # torch
@@ -109,15 +143,43 @@ def _sdpa(pinned: SDPBackend | None, point: Point, inputs: Inputs) -> Attend:
     options: dict[str, Any] = {"is_causal": point.is_causal}
     if point.heads != point.heads_kv:
         options["enable_gqa"] = True
+    extra, bias, bias_leaves = point.extra, *_bias(point, inputs)
+    for name, is_used in (("softcap", extra.softcap), ("window", extra.window), ("ALiBi slopes", extra.has_alibi)):
+        if is_used:
+            raise Unsupported(f"scaled_dot_product_attention has no {name}")
+    if extra.dropout_p:
+        options["dropout_p"] = extra.dropout_p
+    if extra.mask or extra.has_bias:
+        options["attn_mask"] = inputs.extras.mask if extra.mask else bias
+    context = nullcontext if pinned is None else partial(sdpa_kernel, pinned)
+    if extra.entry == "kvcache":
+        return Attend(_step(inputs, point.seqlen_k - 1), context)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, **options)
 
     if pinned is not None:
-        return Attend(call, partial(sdpa_kernel, pinned))
+        return Attend(call, context, leaves=bias_leaves)
     leaves = inputs.leaves("bhsd", point.direction != "fwd")
     chosen = SDPBackend(torch._fused_sdp_choice(leaves.q, leaves.k, leaves.v, **options))
-    return Attend(call, detail=f"takes {chosen.name.lower()}")
+    return Attend(call, detail=f"takes {chosen.name.lower()}", leaves=bias_leaves)
+
+
+def _step(inputs: Inputs, length: int) -> Call:
+    """A step of generation: writes a row of keys and of values, and attends to all rows up to it."""
+    new_k, new_v = inputs.k[:, :, -1:].clone(), inputs.v[:, :, -1:].clone()
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k[:, :, length : length + 1] = new_k
+        v[:, :, length : length + 1] = new_v
+        return F.scaled_dot_product_attention(q, k[:, :, : length + 1], v[:, :, : length + 1])
+
+    return call
+
+
+def _refuse_options(point: Point) -> None:
+    if point.extra != PLAIN:
+        raise Unsupported(f"measured without options; the call has: {point.option}")
 
 
 def eager(is_causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -134,6 +196,7 @@ def eager(is_causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _eager(point: Point, inputs: Inputs) -> Attend:
+    _refuse_options(point)
     return Attend(partial(eager, point.is_causal))
 
 
@@ -150,6 +213,7 @@ def _compile(function: Callable[..., Any], point: Point, is_dynamic: bool) -> tu
 
 
 def _compiled(point: Point, inputs: Inputs) -> Attend:
+    _refuse_options(point)
     call, detail = _compile(partial(eager, point.is_causal), point, is_dynamic=True)
     return Attend(call, detail=detail)
 
@@ -159,25 +223,58 @@ def _flex(point: Point, inputs: Inputs) -> Attend:
 
     if point.direction != "fwd" and inputs.q.device.type == "cpu":
         raise Unsupported("FlexAttention has no backward pass on the CPU")
+    extra, bias, leaves = point.extra, *_bias(point, inputs)
+    if extra.dropout_p:
+        raise Unsupported("FlexAttention has no dropout")
+    if point.option and not extra.changes_scores:
+        raise Unsupported("left out: FlexAttention is measured where it has a mask or a score to change")
     options: dict[str, Any] = {"enable_gqa": point.heads != point.heads_kv}
-    if point.is_causal:
+    if point.is_causal or extra.mask:
+        batch = point.batch if extra.mask else None
+        is_seen = _window(extra.window) if extra.window is not None else _is_seen
+        is_seen = _mask_of(inputs.extras.mask) if inputs.extras.mask is not None else is_seen
         options["block_mask"] = create_block_mask(
-            _is_seen, None, None, point.seqlen_q, point.seqlen_k, device=inputs.q.device.type
+            is_seen, batch, None, point.seqlen_q, point.seqlen_k, device=inputs.q.device.type
         )
-    # Static shapes are faster, but on the CPU each compilation takes half a minute
-    is_dynamic = inputs.q.device.type == "cpu" or point.has_growing_keys
+    if (change := _score_mod(extra.softcap, bias, inputs.extras.alibi_slopes)) is not None:
+        options["score_mod"] = change
+    # Static shapes are faster, but on the CPU each compilation takes half a minute. Options need them: with dynamic
+    # shapes torch cannot compile a captured number or tensor for the CPU
+    is_dynamic = (inputs.q.device.type == "cpu" and not point.option) or point.has_growing_keys
     compiled, detail = _compile(flex_attention, point, is_dynamic)
-    return Attend(lambda q, k, v: compiled(q, k, v, **options), detail=detail)
+    return Attend(lambda q, k, v: compiled(q, k, v, **options), detail=detail, leaves=leaves)
 
 
 def _is_seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return i >= j
 
 
+def _window(left: int) -> Callable[..., Tensor]:
+    return lambda b, h, i, j: (i >= j) & (i - j <= left)
+
+
+def _mask_of(mask: Tensor) -> Callable[..., Tensor]:
+    """FlexAttention's form of a mask (batch, 1, 1 or seqlen_q, seqlen_k)."""
+    if mask.shape[2] == 1:
+        return lambda b, h, i, j: mask[b, 0, 0, j]
+    return lambda b, h, i, j: mask[b, 0, i, j]
+
+
+def _score_mod(softcap: float, bias: Tensor | None, slopes: Tensor | None) -> Callable[..., Tensor] | None:
+    if softcap:
+        return lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)
+    if bias is not None:
+        return lambda score, b, h, i, j: score + bias[0, h, i, j]
+    if slopes is not None:
+        return lambda score, b, h, i, j: score - slopes[h] * (i - j).abs()
+    return None
+
+
 # Peers
 
 
 def _flash_attn(module: str, point: Point, inputs: Inputs) -> Attend:
+    _refuse_options(point)
     function = importlib.import_module(module).flash_attn_func
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -188,6 +285,7 @@ def _flash_attn(module: str, point: Point, inputs: Inputs) -> Attend:
 
 
 def _xformers(point: Point, inputs: Inputs) -> Attend:
+    _refuse_options(point)
     if point.heads != point.heads_kv:
         raise Unsupported("xformers takes grouped heads in another shape")
     ops = importlib.import_module("xformers.ops")
@@ -196,6 +294,7 @@ def _xformers(point: Point, inputs: Inputs) -> Attend:
 
 
 def _flashinfer(point: Point, inputs: Inputs) -> Attend:
+    _refuse_options(point)
     if point.direction != "fwd":
         raise Unsupported("flashinfer has no backward pass")
     flashinfer = importlib.import_module("flashinfer")
@@ -244,7 +343,7 @@ BASELINES: list[Provider] = [
 
 
 def by_name(name: str, among: Sequence[Provider] | None = None) -> Provider:
-    for provider in among or providers():
+    for provider in among or [AUTOMATIC, *providers()]:
         if provider.name == name:
             return provider
     raise value_error("provider", repr(name), ", ".join(provider.name for provider in among or providers()))

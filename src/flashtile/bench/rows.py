@@ -54,6 +54,7 @@ class Row:
     seqlen_k: int
     head_dim: int
     head_dim_v: int
+    option: str  # the name of the call in a grid of options, else empty
     status: str  # one of STATUSES
     reason: str
     median_ms: float | None
@@ -125,6 +126,8 @@ class ColdRow:
     env: Environment
 
 
+_LATER_COLUMNS = {"option": ""}  # their values in files that were written before the column was added
+
 AnyRow = TypeVar("AnyRow")  # a frozen dataclass as above: numbers, strings and `env`
 
 
@@ -183,7 +186,9 @@ def read(path: Path, kind: type[AnyRow]) -> list[AnyRow]:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise value_error("file", f"{path.name} ({why})", "a CSV that `flashtile bench` wrote") from error
     reader = csv.DictReader(text.splitlines())
-    if list(reader.fieldnames or ()) != columns(kind):
+    header, names = list(reader.fieldnames or ()), columns(kind)
+    added = {name: value for name, value in _LATER_COLUMNS.items() if name in names and name not in header}
+    if header != [name for name in names if name not in added]:
         raise value_error(
             "file",
             f"{path.name} with other columns",
@@ -199,7 +204,7 @@ def read(path: Path, kind: type[AnyRow]) -> list[AnyRow]:
             line = f"{path.name} with a broken line {reader.line_num}"
             raise value_error("file", line, f"rows of {kind.__name__}", "Remove the line") from error
         env = Environment(**{field.name: values.pop(field.name) for field in dataclasses.fields(Environment)})
-        found.append(kind(**values, env=env))  # type: ignore[call-arg]
+        found.append(kind(**added, **values, env=env))  # type: ignore[call-arg]
     return found
 
 

@@ -118,11 +118,12 @@ class Sweep:
     def _inputs(self, point: Point) -> tuple[list[Inputs], Check]:
         """The inputs of all providers. Raises Refusal if there is no memory for them."""
         device, count = self.settings.device, num_copies(point, self.settings.cache_bytes)
-        need = count * sum(point.sizes()) + Check.num_bytes(point)
+        need = count * sum(point.sizes()) + point.extra_bytes() + Check.num_bytes(point)
         if device == "cpu" and need > (free := free_bytes()):
             raise Refusal("oom", f"the inputs need {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free")
         with refusing():
-            copies = [point.make(device, seed) for seed in range(count)]
+            extras = point.make_extras(device)
+            copies = [replace(point.make(device, seed), extras=extras) for seed in range(count)]
             return copies, Check(point, copies[0])
 
     def _release(self) -> None:
@@ -157,7 +158,7 @@ class Sweep:
             raise Refusal("oom", f"a call may need {need}, and {free / 2**30:.1f} GiB are free")
 
     def _key(self, provider: Provider, point: Point) -> tuple[Any, ...]:
-        return provider.name, point.direction, point.head_dim, point.is_causal, point.dtype
+        return provider.name, point.direction, point.head_dim, point.is_causal, point.dtype, point.option
 
     def _prepare(self, provider: Provider, point: Point, copies: Sequence[Inputs], check: Check) -> _Measured:
         """Everything but the timing: build, first call, accuracy, memory, thunks to time."""
@@ -168,8 +169,8 @@ class Sweep:
             with self._context(attend, has_grad, stream):
                 leaves = [copy.leaves(provider.layout, has_grad) for copy in copies[: MAX_GRAPHS if has_grad else None]]
                 (out, grads), first_s = timing.once(partial(run, attend, leaves[0], has_grad), device)
-                same = None if grads is None else tuple(_bhsd(grad, provider) for grad in grads)
-                verdict = check.verdict(_bhsd(out, provider), same)  # type: ignore[arg-type]
+                same = None if grads is None else (*(_bhsd(grad, provider) for grad in grads[:3]), *grads[3:])
+                verdict = check.verdict(_bhsd(out, provider), same)
                 del out, grads
                 thunks = [_thunk(attend, inputs, point.direction) for inputs in leaves]
                 call_s = timing.once(thunks[0], device)[1]
@@ -217,9 +218,9 @@ class Sweep:
             tflops=point.flops() / median / 1e12,
             gb_per_s=point.least_bytes() / median / 1e9,
             memory_bytes=memory_bytes,
-            max_error=verdict.max_error,
-            yardstick_error=verdict.yardstick_error,
-            is_accurate=not verdict.complaint,
+            max_error=verdict.max_error if verdict.is_checked else None,
+            yardstick_error=verdict.yardstick_error if verdict.is_checked else None,
+            is_accurate=not verdict.complaint if verdict.is_checked else None,
             checked=verdict.checked,
         )
 
@@ -250,7 +251,7 @@ def run(attend: Attend, inputs: Inputs, has_grad: bool) -> tuple[Tensor, tuple[T
     out = attend.call(inputs.q, inputs.k, inputs.v)
     if not has_grad:
         return out, None
-    return out.detach(), torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.dout)
+    return out.detach(), torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v, *attend.leaves), inputs.dout)
 
 
 def _thunk(attend: Attend, inputs: Inputs, direction: str) -> Thunk:
@@ -260,7 +261,8 @@ def _thunk(attend: Attend, inputs: Inputs, direction: str) -> Thunk:
     if direction == "fwd+bwd":
         return partial(run, attend, inputs, True)
     out = attend.call(inputs.q, inputs.k, inputs.v)
-    return partial(torch.autograd.grad, out, (inputs.q, inputs.k, inputs.v), inputs.dout, retain_graph=True)
+    leaves = (inputs.q, inputs.k, inputs.v, *attend.leaves)
+    return partial(torch.autograd.grad, out, leaves, inputs.dout, retain_graph=True)
 
 
 def _bhsd(tensor: Tensor, provider: Provider) -> Tensor:

@@ -59,13 +59,15 @@ _CELLS: dict[str, tuple[str, Callable[[Row], float | None]]] = {
     ),
     "accuracy": ("Largest error against float64", lambda row: row.max_error),
 }
-KINDS = (*_CELLS, "ratios")
+KINDS = (*_CELLS, "ratios", "options")
 
 
 def of(rows: Sequence[Row], kind: str) -> Table:
     """The table of that name, one of KINDS. A column for each measured provider, a line for each point."""
     if kind == "ratios":
         return ratio_table(rows)
+    if kind == "options":
+        return options_table(rows)
     if kind not in _CELLS:
         raise value_error("table", repr(kind), ", ".join(KINDS))
     title, value = _CELLS[kind]
@@ -100,8 +102,26 @@ def point_labels(rows: Sequence[Row]) -> dict[int, str]:
         ("batch", lambda row: f"B={row.batch}"),
         ("seqlen_k", lambda row: f"S={row.seqlen_k}"),
     ]
-    varying = [text for name, text in parts if name == "seqlen_k" or len({getattr(row, name) for row in rows}) > 1]
+    if any(row.option for row in rows):
+        parts = [("option", lambda row: row.option), parts[0]]
+    varying = [
+        text for name, text in parts if name in ("seqlen_k", "option") or len({getattr(row, name) for row in rows}) > 1
+    ]
     return {id(row): " ".join(text(row) for text in varying) for row in rows}
+
+
+def options_table(rows: Sequence[Row]) -> Table:
+    """The times of a grid of options in microseconds, and the fastest peer's time over ours."""
+    names, points = measured_labels(rows), point_labels(rows)
+    lines = []
+    for point in dict.fromkeys(points.values()):
+        here = [row for row in rows if points[id(row)] == point]
+        cells = {row.provider: _cell(row, lambda row: row.median_ms and row.median_ms * 1e3) for row in here}
+        ours = [row.median_ms for row in here if row.is_ok and row.median_ms and not row.is_baseline]
+        peers = [row.median_ms for row in here if row.is_ok and row.median_ms and row.is_baseline]
+        ratio = f"{min(peers) / min(ours):.2f}" if ours and peers else ""
+        lines.append((point, *(cells.get(name, "") for name in names), ratio))
+    return Table("Median time, microseconds", ("", *names.values(), "best peer / ours"), tuple(lines))
 
 
 def ratio_table(rows: Sequence[Row]) -> Table:
@@ -153,7 +173,8 @@ def change_tables(found: Sequence[compare.Change]) -> list[Table]:
             names[one.provider],
             one.direction,
             f"B{one.batch} H{one.heads}/{one.heads_kv} {one.seqlen_q}x{one.seqlen_k} d{one.head_dim} {one.dtype}"
-            + (" causal" if one.is_causal else ""),
+            + (" causal" if one.is_causal else "")
+            + (f", {one.option}" if one.option else ""),
             number(one.before_ms),
             number(one.after_ms),
             f"{one.speedup:.3f}",

@@ -127,7 +127,7 @@ def check(
 @app.command()
 def bench(
     grid: Annotated[
-        str | None, typer.Option(help="paper or decode: a grid of problems instead of one length sweep.")
+        str | None, typer.Option(help="paper, decode, options or cpu: a grid of problems instead of one length sweep.")
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Sequence lengths up to 16384 instead of 2048.")] = False,
     seqlens: Annotated[str | None, typer.Option(help="Sequence lengths, separated by commas.")] = None,
@@ -138,7 +138,7 @@ def bench(
     head_dim: Annotated[int, typer.Option(help="Head dimension.")] = 64,
     causal: Annotated[bool, typer.Option("--causal", help="With a causal mask.")] = False,
     direction: Annotated[
-        str | None, typer.Option("--pass", help="fwd, bwd or fwd+bwd. Default: fwd; for the paper grid fwd and bwd.")
+        str | None, typer.Option("--pass", help="fwd, bwd or fwd+bwd. Default: fwd; for paper and options fwd and bwd.")
     ] = None,
     backends: Annotated[
         str | None, typer.Option(help="Names, separated by commas; also `ours` and `baselines`.")

@@ -1,0 +1,82 @@
+"""The options of a call that the `options` and `cpu` grids measure, by the name in the column `option`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a call has beside q, k, v and a causal mask."""
+
+    entry: str = "attention"  # the function of ours: attention, sdpa or kvcache
+    window: int | None = None  # keys to the left of the query's own
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    has_alibi: bool = False
+    has_bias: bool = False  # (1, heads, seqlen_q, seqlen_k), in the dtype of q
+    has_bias_grad: bool = False
+    mask: str = ""  # padding: (batch, 1, 1, seqlen_k); dense: (batch, 1, seqlen_q, seqlen_k)
+    hidden: float = 0.0  # fraction of the mask that is False
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether scores are changed or hidden, other than by a causal mask."""
+        return bool(self.window is not None or self.softcap or self.has_alibi or self.has_bias or self.mask)
+
+
+PLAIN = Option()
+OPTIONS = {
+    "bias (1,H,S,S)": Option(has_bias=True),
+    "bias with gradient": Option(has_bias=True, has_bias_grad=True),
+    "padding mask (B,1,1,S)": Option(mask="padding", hidden=0.1),
+    "bool mask (B,1,S,S)": Option(mask="dense", hidden=0.2),
+    "dropout 0.1": Option(dropout_p=0.1),
+    "softcap 30 causal": Option(softcap=30.0),
+    "ALiBi causal": Option(has_alibi=True),
+    "window 1024 causal": Option(window=1024),
+    "SDPA facade": Option(entry="sdpa"),
+    "kvcache step": Option(entry="kvcache"),
+}
+
+
+@dataclass(frozen=True)
+class Extras:
+    """The tensors of an option. All copies of the inputs share them."""
+
+    bias: Tensor | None = None
+    mask: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.bias, self.mask, self.alibi_slopes) if tensor is not None]
+
+
+def shapes(option: Option, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of the option's tensors, by their names in Extras."""
+    found: dict[str, tuple[int, ...]] = {}
+    if option.has_bias:
+        found["bias"] = (1, heads, seqlen_q, seqlen_k)
+    if option.mask:
+        found["mask"] = (batch, 1, 1 if option.mask == "padding" else seqlen_q, seqlen_k)
+    if option.has_alibi:
+        found["alibi_slopes"] = (heads,)
+    return found
+
+
+def make_extras(
+    option: Option, sizes: dict[str, tuple[int, ...]], dtype: torch.dtype, generator: torch.Generator
+) -> Extras:
+    """Random normal bias, random mask, slopes from 1/2 to 1/256 over the heads."""
+    made, device = dict[str, Tensor](), generator.device
+    for name, shape in sizes.items():
+        if name == "bias":
+            made[name] = torch.randn(shape, dtype=dtype, device=device, generator=generator)
+        elif name == "mask":
+            made[name] = torch.rand(shape, device=device, generator=generator) >= option.hidden
+        else:
+            made[name] = torch.logspace(-1, -8, shape[0], base=2.0, device=device)
+    return Extras(**made)
