@@ -208,17 +208,19 @@ def test_an_infinite_gradient_of_a_bias() -> None:
 
 
 def test_a_call_among_others_gives_the_same_bits(seed: int) -> None:
-    """The bits of a row do not depend on the other rows of its task or batch."""
-    inputs = Case(batch=3, heads=8, heads_kv=2, seqlen_q=5, seqlen_k=150, causal="bottom_right").make(seed)
-    q, k, v = inputs.args.q, inputs.args.k, inputs.args.v
-    whole = flashtile.attention(q, k, v, causal=True, backend="cpu")
-    for b, h, i in ((0, 0, 4), (2, 5, 0), (1, 3, 2)):
-        mine = slice(h // 4, h // 4 + 1)
-        row = flashtile.attention(
-            *(q[b : b + 1, h : h + 1, i : i + 1], k[b : b + 1, mine, : 146 + i], v[b : b + 1, mine, : 146 + i]),
-            backend="cpu",
-        )
-        assert torch.equal(row[0, 0, 0], whole[b, h, i])
+    """The bits of a row do not depend on the other rows of its task or batch. Many draws: where the second block of keys
+    raises the maximum, few of them show a product that is fused in one micro-kernel and not in another."""
+    for draw in range(100):
+        inputs = Case(batch=3, heads=8, heads_kv=2, seqlen_q=5, seqlen_k=150, causal="bottom_right").make(seed + draw)
+        q, k, v = inputs.args.q, inputs.args.k, inputs.args.v
+        whole = flashtile.attention(q, k, v, causal=True, backend="cpu")
+        for b, h, i in ((0, 0, 4), (2, 5, 0), (1, 3, 2)):
+            mine = slice(h // 4, h // 4 + 1)
+            row = flashtile.attention(
+                *(q[b : b + 1, h : h + 1, i : i + 1], k[b : b + 1, mine, : 146 + i], v[b : b + 1, mine, : 146 + i]),
+                backend="cpu",
+            )
+            assert torch.equal(row[0, 0, 0], whole[b, h, i])
 
 
 def test_the_far_tail_of_a_softmax_is_zero_and_fast(seed: int) -> None:

@@ -37,6 +37,15 @@ struct OperandB {
   i64 row_stride, panel_stride;
 };
 
+// A product that is not fused with the sum it goes into. The compiler fuses in some instances of the micro-kernel and
+// not in others, and the bits of a row would depend on how many rows are computed with it.
+FT_INLINE vf rounded(vf x) {
+#ifdef __FMA__
+  asm("" : "+x"(x));
+#endif
+  return x;
+}
+
 // C of kNumRows rows and kNumVectors vectors.
 template <i32 kNumRows, i32 kNumVectors, Epilogue kEpilogue>
 void micro_kernel(i32 depth, OperandA a, const real* b, i64 b_stride, real* c, i64 c_stride, const real* factors) {
@@ -61,9 +70,9 @@ void micro_kernel(i32 depth, OperandA a, const real* b, i64 b_stride, real* c, i
     for (i32 n = 0; n < kNumVectors; ++n) {
       real* target = c + r * c_stride + n * kLanes;
       if (kEpilogue == Epilogue::kAdd) sum[r][n] += load(target);
-      if (kEpilogue == Epilogue::kRescaleAdd) sum[r][n] += load(target) * factors[r];
+      if (kEpilogue == Epilogue::kRescaleAdd) sum[r][n] += rounded(load(target) * factors[r]);
       if (kEpilogue == Epilogue::kScale) sum[r][n] *= splat(factors[r]);
-      if (kEpilogue == Epilogue::kScaleAdd) sum[r][n] = load(target) + sum[r][n] * factors[r];
+      if (kEpilogue == Epilogue::kScaleAdd) sum[r][n] = load(target) + rounded(sum[r][n] * factors[r]);
       store(target, sum[r][n]);
     }
   }
