@@ -208,8 +208,8 @@ def test_an_infinite_gradient_of_a_bias() -> None:
 
 
 def test_a_call_among_others_gives_the_same_bits(seed: int) -> None:
-    """The bits of a row do not depend on the other rows of its task or batch. Many draws: where the second block of keys
-    raises the maximum, few of them show a product that is fused in one micro-kernel and not in another."""
+    """The bits of a row do not depend on the other rows of its task or batch. Many draws: few of them show a product
+    that is fused with a sum in one micro-kernel and not in another."""
     for draw in range(100):
         inputs = Case(batch=3, heads=8, heads_kv=2, seqlen_q=5, seqlen_k=150, causal="bottom_right").make(seed + draw)
         q, k, v = inputs.args.q, inputs.args.k, inputs.args.v
