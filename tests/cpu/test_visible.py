@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flashtile
 from flashtile import ops
 from flashtile.backends import native
+from flashtile.backends.cpu import CpuBackend
 
 QKV, KEYS = (2, 4, 16, 32), (2, 4, 24, 32)
 
@@ -122,7 +123,8 @@ def line_of_warning(call: Callable[[], Any]) -> tuple[str, int]:
     return found[0].filename, found[0].lineno
 
 
-def test_warnings_point_at_the_caller() -> None:
+def test_warnings_point_at_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuBackend, "refuse", lambda self, problem, op="forward": "not here")  # so `tiled` serves
     q = torch.randn(1, 2, 5, 16, dtype=torch.float64)
     leaf, bounds = q.clone().requires_grad_(), torch.tensor([0, 2, 5], dtype=torch.int32)
     packed = torch.randn(5, 2, 16, dtype=torch.float64)
