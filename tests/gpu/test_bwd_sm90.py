@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_sm90 import DTYPES, FEATURES, LENGTHS, assert_accurate, pytestmark  # noqa: F401
+from test_sm90 import DTYPES, FEATURES, LENGTHS, assert_accurate, jitter, pytestmark  # noqa: F401
 
 import flashtile
-from flashtile.backends import executor, native
+from flashtile.backends import native
 from flashtile.kernels import assemble, families
-from flashtile.runtime import cache, driver
 from flashtile.testing import Case
 
 HEAD_DIMS = ((64, 64), (128, 128), (96, 96), (8, 8), (40, 72), (128, 64), (120, 112))
@@ -107,15 +106,8 @@ def test_jitter_changes_no_sum_of_one_owner(head_dim: int, monkeypatch: pytest.M
     dQ is a sum in no fixed order."""
     tensors = [torch.randn(2, 24, 300, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     dout = torch.randn_like(tensors[0])
-    expected, functions = [gradients(tensors, dout, causal=causal) for causal in (False, True)], {}
-
-    def jittered(unit: str, entry: str, arch: str) -> driver.Function:
-        if unit not in functions:
-            compiled = cache.compile_cached(unit, arch, [entry], ["FT_JITTER"])
-            functions[unit] = driver.load(compiled.cubin).function(compiled.symbols[entry])
-        return functions[unit]
-
-    monkeypatch.setattr(executor, "function", jittered)
+    expected = [gradients(tensors, dout, causal=causal) for causal in (False, True)]
+    functions = jitter(monkeypatch)
     with native.python_only():
         for _ in range(50):
             for causal, (dq, dk, dv) in zip((False, True), expected, strict=True):

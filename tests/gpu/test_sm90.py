@@ -235,6 +235,20 @@ def test_many_tiles_of_many_heads(head_dim: int, causal: bool) -> None:
         )
 
 
+def jitter(monkeypatch: pytest.MonkeyPatch) -> dict[str, driver.Function]:
+    """From now on kernels pause for a random time before every barrier, copy and product. Returns those that ran."""
+    functions: dict[str, driver.Function] = {}
+
+    def jittered(unit: str, entry: str, arch: str) -> driver.Function:
+        if unit not in functions:
+            compiled = cache.compile_cached(unit, arch, [entry], ["FT_JITTER"])
+            functions[unit] = driver.load(compiled.cubin).function(compiled.symbols[entry])
+        return functions[unit]
+
+    monkeypatch.setattr(executor, "function", jittered)
+    return functions
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_jitter_changes_nothing(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses of random length before every barrier, copy and product: the same bits over 200 runs, dense and packed."""
@@ -248,15 +262,8 @@ def test_jitter_changes_nothing(head_dim: int, monkeypatch: pytest.MonkeyPatch) 
         dense = [flashtile.attention(q, k, v, causal=causal) for causal in (False, True)]
         return [*dense, *(flashtile.attention_varlen(*packed, cu, keys, causal=True) for keys in (cu, cu_k))]
 
-    expected, functions = results(), {}
-
-    def jittered(unit: str, entry: str, arch: str) -> driver.Function:
-        if unit not in functions:
-            compiled = cache.compile_cached(unit, arch, [entry], ["FT_JITTER"])
-            functions[unit] = driver.load(compiled.cubin).function(compiled.symbols[entry])
-        return functions[unit]
-
-    monkeypatch.setattr(executor, "function", jittered)
+    expected = results()
+    functions = jitter(monkeypatch)
     with native.python_only():
         for _ in range(200):
             assert all(torch.equal(one, other) for one, other in zip(results(), expected, strict=True))
