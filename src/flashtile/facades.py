@@ -80,7 +80,7 @@ def scaled_dot_product_attention(
     if is_causal_bias(attn_mask):
         causal, attn_mask = corner_of("attn_mask", attn_mask, False, query.shape[-2], key.shape[-2]), None
     require_optional_tensors(attn_mask=attn_mask)
-    q, k, v = (_at_least_3d(_last_contiguous(tensor)) for tensor in (query, key, value))
+    q, k, v = (_at_least_3d(last_contiguous(tensor)) for tensor in (query, key, value))
     k, v, heads = _share_heads(q, k, v, enable_gqa)
     lead = _broadcast_lead(q, k, v)
     if attn_mask is not None:
@@ -119,7 +119,7 @@ def flash_attn_func(
     out, lse = call_as(
         _FLASH_NAMES,
         attention,
-        *(_last_contiguous(tensor) for tensor in (q, k, v)),
+        *(last_contiguous(tensor) for tensor in (q, k, v)),
         dropout_p=dropout_p,
         scale=softmax_scale,
         causal=causal,
@@ -157,7 +157,7 @@ def flash_attn_varlen_func(
     out, lse = call_as(
         _FLASH_NAMES,
         attention_varlen,
-        *(_last_contiguous(tensor) for tensor in (q, k, v)),
+        *(last_contiguous(tensor) for tensor in (q, k, v)),
         *(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         block_table=block_table,
         dropout_p=dropout_p,
@@ -201,7 +201,7 @@ def flash_attn_with_kvcache(
         return call_as(
             _FLASH_NAMES,
             attention_kvcache,
-            *(_last_contiguous(q), k_cache, v_cache),
+            *(last_contiguous(q), k_cache, v_cache),
             k=k,
             v=v,
             rotary_cos=rotary_cos,
@@ -272,7 +272,7 @@ def _sdpa_jagged(
     out: Any = call_as(
         _SDPA_NAMES,
         attention_varlen,
-        *(_last_contiguous(tensor.values()) for tensor in (query, key, value)),
+        *(last_contiguous(tensor.values()) for tensor in (query, key, value)),
         *(tensor.offsets().to(torch.int32) for tensor in (query, key)),
         *longest,
         causal="top_left" if flag("is_causal", is_causal) else False,
@@ -294,7 +294,7 @@ def _at_least_3d(tensor: Tensor) -> Tensor:
     return tensor[None] if tensor.dim() == 2 else tensor
 
 
-def _last_contiguous(tensor: Tensor) -> Tensor:
+def last_contiguous(tensor: Tensor) -> Tensor:
     """The facades copy what the functions they stand for would copy: a tensor whose last dimension is not
     contiguous."""
     if not has_strides(tensor) or tensor.dim() == 0 or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1:
