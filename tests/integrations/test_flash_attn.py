@@ -90,9 +90,10 @@ def test_sinks_and_lse() -> None:
 @pytest.mark.parametrize("function", [ours.flash_attn_func, fa3.flash_attn_func, cute.flash_attn_func])
 def test_half_open_windows(function: Any) -> None:
     q, k, v = dense()
-    out = function(q, k, v, window_size=(3, None))
-    out = out[0] if isinstance(out, tuple) else out
-    torch.testing.assert_close(out, flashtile.attention(q, k, v, window=(3, -1), layout="bshd"))
+    expected = flashtile.attention(q, k, v, window=(3, -1), layout="bshd")
+    for window in ((3, None), torch.tensor([3, -1])):
+        out = function(q, k, v, window_size=window)
+        torch.testing.assert_close(out[0] if isinstance(out, tuple) else out, expected)
 
 
 def test_pages_and_lengths_of_every_version() -> None:

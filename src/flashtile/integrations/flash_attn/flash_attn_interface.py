@@ -14,12 +14,17 @@ from flashtile.api import attention, attention_kvcache, attention_varlen, call_a
 from flashtile.errors import value_error
 from flashtile.facades import last_contiguous
 
-Window = Sequence[int | None]
+Window = Sequence[int | None] | Tensor
 NAMES = {"scale": "softmax_scale", "window": "window_size", "sinks": "learnable_sink"}
 
 
 def int32(index: Any) -> Any:
     return index.to(torch.int32) if isinstance(index, Tensor) and index.dtype == torch.int64 else index
+
+
+def _window(window: Window) -> Any:
+    """flash_attn takes whatever has two elements."""
+    return tuple(window.tolist()) if isinstance(window, Tensor) else window
 
 
 def one_of(name: str, first: Any, other: str, second: Any) -> Any:
@@ -56,7 +61,7 @@ def flash_attn_func(
         dropout_p=dropout_p,
         scale=softmax_scale,
         causal=causal,
-        window=window_size,
+        window=_window(window_size),
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         sinks=one_of("s_aux", s_aux, "learnable_sink", learnable_sink),
@@ -105,7 +110,7 @@ def flash_attn_varlen_func(
         dropout_p=dropout_p,
         scale=softmax_scale,
         causal=causal,
-        window=window_size,
+        window=_window(window_size),
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         sinks=one_of("s_aux", s_aux, "learnable_sink", learnable_sink),
@@ -157,7 +162,7 @@ def flash_attn_with_kvcache(
             block_table=int32(one_of("block_table", block_table, "page_table", page_table)),
             scale=softmax_scale,
             causal=causal,
-            window=window_size,
+            window=_window(window_size),
             softcap=softcap,
             rotary_interleaved=rotary_interleaved,
             alibi_slopes=alibi_slopes,
