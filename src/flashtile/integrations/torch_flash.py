@@ -227,7 +227,7 @@ def sdpa_cpu_forward(
     """aten::_scaled_dot_product_flash_attention_for_cpu. It returns no state of random numbers; torch computes dropout
     elsewhere."""
     if dropout_p > 0.0:
-        raise unsupported("dropout_p", dropout_p, "0 on the CPU", "Pin SDPBackend.MATH")
+        raise unsupported("dropout_p", f"{dropout_p}", "0 on the CPU", "Pin SDPBackend.MATH")
     out, lse = ops.forward(*_args(query, key, value, is_causal, dropout_p, scale, "bhsd", bias=attn_mask))
     return out, _rows_first(lse)
 
