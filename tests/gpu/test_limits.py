@@ -68,10 +68,16 @@ def test_huge_logits(scale: float, seed: int) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_window_of_a_billion_keys(backend: str, seed: int) -> None:
-    """Of 1.5 * 2^30 keys, which are one row in memory; half a billion are outside the window."""
+    """Of 1.5 * 2^30 keys, which are one row in memory. A mask keeps four: two that the window hides, and its first and
+    last. The sum of all would have no digits left in float32."""
+    num_keys, left = 3 << 29, 1 << 30
     q, k = torch.randn(1, 1, 1, 16, device="cuda"), torch.randn(1, 1, 1, 16, device="cuda")
-    long = k.expand(1, 1, 3 << 29, 16)
-    out, lse = flashtile.attention(q, long, long, window=(1 << 30, 0), return_lse=True, backend=backend)
-    torch.testing.assert_close(out, k, rtol=1e-3, atol=1e-3)
-    score = (q.double() * k.double()).sum() / 4
-    assert lse.item() == pytest.approx(score.item() + math.log(2.0**30 + 1), abs=1e-3)
+    long, first = k.expand(1, 1, num_keys, 16), num_keys - 1 - left
+    mask = torch.zeros(1, 1, 1, num_keys, dtype=torch.bool, device="cuda")
+    mask[..., [0, first - 1, first, num_keys - 1]] = True
+    options = {"mask": mask, "return_lse": True, "backend": backend}
+    score = (q.double() * k.double()).sum().item() / 4
+    for window, num_kept in (((left, 0), 2), ((left + 1, 0), 3), ((left - 1, 0), 1)):
+        out, lse = flashtile.attention(q, long, long, window=window, **options)
+        torch.testing.assert_close(out, k, rtol=1e-5, atol=1e-5)
+        assert lse.item() == pytest.approx(score + math.log(num_kept), abs=1e-4)
