@@ -259,7 +259,12 @@ def test_what_is_left_to_python(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert falls_back(args)  # no plan yet
     assert not falls_back(args)
     doubled = AttentionArgs(*(tensor.double() for tensor in (q, q, q)), backend="tiled")
-    others = ({"seqused_k": lengths}, {"backend": "cuda"}, {"backend": "tiled"}, {"q": q[:, :, :0]})
+    assert falls_back(args._replace(seqused_k=lengths))
+    assert not falls_back(args._replace(seqused_k=lengths.flip(0)))
+    packed = {name: q.flatten(0, 1) for name in ("q", "k", "v")}
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    packed |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+    others = (packed, {"backend": "cuda"}, {"backend": "tiled"}, {"q": q[:, :, :0]})
     for call in (*(args._replace(**change) for change in others), doubled):
         assert falls_back(call)
         assert falls_back(call)

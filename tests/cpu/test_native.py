@@ -483,6 +483,15 @@ def test_an_append_is_launched_once(served: list[str], recorder: Recorder) -> No
         assert len(served) == 1, turn
 
 
+def test_an_append_counts_as_a_change_of_the_caches(served: list[str], recorder: Recorder) -> None:
+    k_cache, v_cache, new = torch.zeros(3, 16, 2, 64), torch.zeros(3, 16, 2, 64), torch.randn(3, 1, 2, 64)
+    for _ in range(3):
+        before = k_cache._version, v_cache._version
+        flashtile.attention_kvcache(new, k_cache, v_cache, k=new, v=new, cache_seqlens=3, backend="cuda")
+        assert k_cache._version > before[0]
+        assert v_cache._version > before[1]
+
+
 def test_an_append_to_caches_that_differ_is_refused(served: list[str], recorder: Recorder) -> None:
     cache, new, lengths = torch.zeros(3, 16, 2, 64), torch.randn(3, 1, 2, 64), torch.zeros(3, dtype=torch.int32)
     table_of_pages = torch.zeros(3, 1, dtype=torch.int32)

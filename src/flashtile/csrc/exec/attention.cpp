@@ -259,6 +259,29 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
   return true;
 }
 
+bool read_spans(const Options& options, const Call& call, std::vector<Span>& spans) {
+  const View *tensors = call.tensors, &k = tensors[kK];
+  const View &used = tensors[kSequsedK], &leftpad = tensors[kLeftpadK], &table = tensors[kBlockTable];
+  spans.clear();
+  if (!used.is_given() && !leftpad.is_given() && !table.is_given()) return true;
+  for (const View* index : {&used, &leftpad, &table}) {
+    if (index->is_given() && index->dtype != Dtype::kInt32) return false;
+  }
+  Axes axes = axes_of(options.is_bshd);
+  Shape shape = shape_of(options, call, axes);
+  i64 room = shape.seqlen_k, page_size = k.size(axes.row), num_pages = k.size(-4);
+  for (i64 b = 0; b < shape.batch; ++b) {
+    i64 end = used.is_given() ? used.i32_at(b) : room, start = leftpad.is_given() ? leftpad.i32_at(b) : 0;
+    if (end < 0 || end > room || start < 0 || start > end) return false;
+    for (i64 slot = start / page_size; table.is_given() && start < end && slot <= (end - 1) / page_size; ++slot) {
+      i32 page = table.i32_at(b, slot);
+      if (page < 0 || page >= num_pages) return false;
+    }
+    spans.push_back({0, static_cast<i32>(shape.seqlen_q), static_cast<i32>(start), static_cast<i32>(end - start)});
+  }
+  return true;
+}
+
 bool prepare_append(const Options& options, Call& call, Key& key) {
   const View *tensors = call.tensors, &k = tensors[kNewK], &v = tensors[kNewV], &k_cache = tensors[kKCache],
              &v_cache = tensors[kVCache];

@@ -35,6 +35,7 @@ struct Request {
   Call call;
   Key key;
   bool is_on_host = false;  // the CPU engine's
+  std::vector<Span> spans = {};  // of such a call with index tensors
 };
 
 constexpr i32 kMaxGpus = 64;
