@@ -287,6 +287,26 @@ def test_rows_that_overlap_and_gradients_of_odd_memory(recorder: Recorder) -> No
             assert differences(launch, one, other, GRADS) == [], (q.stride(), wanted)
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("sizes", [(1, 4, 40, 64), (3, 1, 40, 64), (1, 1, 40, 64)], ids=["batch", "heads", "both"])
+def test_a_gradient_that_is_broadcast_over_heads_is_read_in_place(
+    sizes: tuple[int, ...], layout: str, recorder: Recorder
+) -> None:
+    swap = (lambda tensor: tensor.transpose(1, 2)) if layout == "bshd" else (lambda tensor: tensor)
+    q = swap(torch.randn(3, 4, 40, 64, dtype=torch.bfloat16))
+    args = AttentionArgs(q, q, q, layout=layout)
+    out, lse = ops.empty_outputs(args)
+    dout = swap(torch.randn(sizes, dtype=torch.bfloat16).expand(3, 4, 40, 64))
+    wanted = (True, True, True, False, False)
+    grads = ops.empty_grads(args, ops.GradNeeds(*wanted))
+    launch = cuda.backward_launch(args, dout, None, out, lse, grads)
+    assert launch.tensors["dout"] is dout
+    one = by_python(recorder, launch, tuple(grads))
+    other = by_cpp(recorder, ops.backward, (dout, None, *args, out, lse, wanted), launch)
+    assert other is not None
+    assert differences(launch, one, other, GRADS) == []  # the address of dout among them
+
+
 def test_lse_that_nobody_wants_has_room_of_its_own(recorder: Recorder) -> None:
     for changes in ({}, {"deterministic": True}):
         args = Case(**{**{name: getattr(PLAIN, name) for name in PLAIN.__dataclass_fields__}, **changes}).make(0).args

@@ -38,10 +38,6 @@ bool is_aligned16(const View& tensor) {
   return true;
 }
 
-bool rows_disjoint(const View& tensor, Axes axes) {
-  return tensor.size(axes.row) <= 1 || tensor.stride(axes.row) >= tensor.size(-1);
-}
-
 Shape shape_of(const Options& options, const Call& call, Axes axes) {
   const View *tensors = call.tensors, &q = tensors[kQ], &k = tensors[kK];
   bool is_packed = tensors[kCuSeqlensQ].is_given();
@@ -248,7 +244,7 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
   for (Tensor index : {kQ, kK, kV, kOut, kDout, kDq, kDk, kDv}) {
     is_aligned = is_aligned && (!tensors[index].is_given() || is_aligned16(tensors[index]));
   }
-  for (Tensor index : {kQ, kK, kV}) is_disjoint = is_disjoint && rows_disjoint(tensors[index], axes);
+  for (Tensor index : {kQ, kK, kV}) is_disjoint = is_disjoint && rows_disjoint(tensors[index], options.is_bshd);
   note(is_aligned);
   note(is_disjoint);
   note(q.stride(axes.head) == 0);
@@ -257,6 +253,11 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
     key.classes[index] = length_class(gpu.classes[is_backward][index], shape, gpu.num_multiprocessors);
   }
   return true;
+}
+
+bool rows_disjoint(const View& tensor, bool is_bshd) {
+  i32 row = axes_of(is_bshd).row;
+  return tensor.size(row) <= 1 || tensor.stride(row) >= tensor.size(-1);
 }
 
 bool read_spans(const Options& options, const Call& call, std::vector<Span>& spans) {

@@ -324,16 +324,6 @@ bool read_needs(StableIValue value, Options& options) {
   return is_any;
 }
 
-// Rows are contiguous and do not overlap. As backends/call.py: has_own_rows.
-bool has_own_rows(const View& tensor) {
-  i64 columns = tensor.size(-1);
-  if (columns > 1 && tensor.stride(-1) != 1) return false;
-  for (i32 axis = -tensor.dim; axis < -1; ++axis) {
-    if (tensor.size(axis) > 1 && tensor.stride(axis) < columns) return false;
-  }
-  return true;
-}
-
 // A gradient that autograd hands over may have any strides, those of a sum are 0: a contiguous copy takes its place on
 // the stack.
 bool replace_by_copy(StableIValue& value, View& view) {
@@ -362,7 +352,11 @@ bool read_backward(StableIValue* stack, const Arguments<kOverload>& args, Reques
       if (!tensors[kDlse].is_contiguous() && !replace_by_copy(*dlse, tensors[kDlse])) return false;
     }
   }
-  return has_own_rows(tensors[kDout]) || replace_by_copy(stack[0], tensors[kDout]);
+  // As backends/call.py: backward_tensors
+  View& dout = tensors[kDout];
+  bool is_plain = dout.size(-1) <= 1 || dout.stride(-1) == 1;
+  bool is_read_in_place = is_plain && (request.is_on_host || rows_disjoint(dout, request.options.is_bshd));
+  return is_read_in_place || replace_by_copy(stack[0], dout);
 }
 
 // (dout, dlse, arguments, out, lse, needs) -> (dq, dk, dv, dbias, dsinks). Dense: (dout, arguments, out, lse) -> (dq,
