@@ -154,7 +154,7 @@ def _slabs(head_dim: int) -> int:
 
 
 def _workspaces(row: BwdSm90Row, key: PlanKey) -> tuple[Workspace, ...]:
-    names = ("lse_log2", "delta", "dq_order") if key.is_deterministic else ("lse_log2", "delta")
+    names = ("score_lse", "delta", "dq_order") if key.is_deterministic else ("score_lse", "delta")
     stats = tuple(Workspace(name, 4, ("lse_size",)) for name in names)
     return (*stats, Workspace("dq_accum", 256 * _slabs(row.head_dim), ("lse_size",)))
 
