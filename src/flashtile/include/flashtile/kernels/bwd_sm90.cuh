@@ -194,7 +194,7 @@ struct BwdSm90 {
           i32 i = m * kBlockM + 32 * x + lane;
           bool is_query = i < tile.s.seqlen_q;
           i64 stat = stat_index(p, tile.s, tile.first_head + h, i);
-          lse[x] = is_query ? p.lse_log2[stat] : infinity();
+          lse[x] = is_query ? p.score_lse[stat] : infinity();
           delta[x] = is_query ? p.delta[stat] : 0.0f;
         }
         bool is_large = false;
