@@ -1,0 +1,388 @@
+// dQ on Hopper for wide heads: wgmma and TMA, one producer and two consumer warpgroups.
+//
+// Threads:   a block owns 128 queries of one head, 64 for each consumer, and streams the keys that they see. One lane of
+//            the last warpgroup issues every copy.
+// Shared:    sQ, sdO [consumer][slab][64][64], loaded once; sK, sV [stage][slab][kBlockN][64], 128-byte swizzled slabs
+//            of 64 columns; the block's queries; barriers.
+// Products:  S = Q K^T and dP = dO V^T have queries as rows. dS, packed to 16 bits, is a register operand of
+//            dQ += dS K. dQ stays in registers; a consumer is its only owner.
+// Mainloop:  dQ of tile n - 1, dP and S of tile n; then dS of tile n. The consumers take turns (ping-pong): one issues
+//            its three products while the other computes dS.
+// Barriers:  full_q, full_do per consumer; full and empty per stage of K; the same per stage and slab of V. V has one
+//            stage where two do not fit: a slab is refilled as soon as both consumers have used it.
+#pragma once
+
+#include "flashtile/kernels/bwd_sm90_wide.cuh"
+
+namespace flashtile {
+
+// What a block works on: 128 queries of one head and the key tiles [n_begin, n_end) that they see.
+struct WideQueryBlock {
+  Sequence s;
+  i32 head, i_begin, n_begin, n_end;
+
+  template <class Config, class Mask, class SeqInfo>
+  FT_DEVICE static WideQueryBlock find(const Params& p) {
+    WideQueryBlock block;
+    i32 num_m_blocks = ceil_div(p.seqlen_q, Config::kBlockM), m_block = static_cast<i32>(blockIdx.x) % num_m_blocks;
+    // The last queries come first: under a causal mask they see most keys
+    if constexpr (Mask::kHasBand) m_block = num_m_blocks - 1 - m_block;
+    block.head = blockIdx.x / num_m_blocks % p.heads;
+    block.s = find_sequence<SeqInfo>(p, blockIdx.x / num_m_blocks / p.heads);
+    block.i_begin = m_block * Config::kBlockM;
+    i32 i_end = min_of(block.i_begin + Config::kBlockM, block.s.seqlen_q);
+    Range keys = key_range<Mask>(p, block.s, block.i_begin, i_end);
+    block.n_begin = keys.begin / Config::kBlockN;
+    block.n_end = max_of(ceil_div(keys.end, Config::kBlockN), block.n_begin);
+    if constexpr (mutates(Mutation::bwd_sm90_wide_dq_tile)) block.n_end -= block.n_end - block.n_begin > 1 ? 1 : 0;
+    return block;
+  }
+  FT_DEVICE bool has_queries() const { return i_begin < s.seqlen_q; }
+};
+
+template <class Config>
+struct alignas(1024) BwdSm90DqStorage {
+  using T = typename Config::Element;
+  T sQ[2][Config::kElementsQ];
+  T sdO[2][Config::kElementsdO];
+  T sK[Config::kStagesK][Config::kElementsK];
+  T sV[Config::kStagesV][Config::kElementsV];
+  u64 full_q[2], full_do[2];
+  u64 full_k[Config::kStagesK], empty_k[Config::kStagesK];
+  u64 full_v[Config::kSlabsV][Config::kStagesV], empty_v[Config::kSlabsV][Config::kStagesV];
+  WideQueryBlock block;
+};
+
+template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo>
+struct BwdSm90Dq {
+  using T = typename Config::Element;
+  using Storage = BwdSm90DqStorage<Config>;
+  using StagesK = Ring<Config::kStagesK>;
+  using StagesV = Ring<Config::kStagesV>;
+  static constexpr i32 kBlockN = Config::kBlockN, kSlabsV = Config::kSlabsV;
+  static constexpr i32 kScores = kBlockN / 2;  // registers per thread of S
+  static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
+
+  // ---- Prologue. Scope: thread 0.
+
+  FT_DEVICE static void init(Storage& shared) {
+    for (i32 consumer = 0; consumer < 2; ++consumer) {
+      mbarrier_init(shared.full_q[consumer], 1);
+      mbarrier_init(shared.full_do[consumer], 1);
+    }
+    for (i32 stage = 0; stage < Config::kStagesK; ++stage) {
+      mbarrier_init(shared.full_k[stage], 1);
+      mbarrier_init(shared.empty_k[stage], 8);
+    }
+    for (i32 slab = 0; slab < kSlabsV; ++slab) {
+      for (i32 stage = 0; stage < Config::kStagesV; ++stage) {
+        mbarrier_init(shared.full_v[slab][stage], 1);
+        mbarrier_init(shared.empty_v[slab][stage], 8);
+      }
+    }
+    mbarrier_init_fence();
+    fence_proxy_async();
+  }
+
+  // ---- Producer. Scope: one thread.
+
+  FT_DEVICE static void produce(const BwdSm90WideParams& params, Storage& shared, const WideQueryBlock& block) {
+    const Params& p = params.base;
+    i32 batch = block.s.batch_idx, kv_head = block.head / (p.heads / p.heads_kv);
+    i32 q_row = static_cast<i32>(block.s.q_row) + block.i_begin, k_row = static_cast<i32>(block.s.k_row);
+    if constexpr (mutates(Mutation::bwd_sm90_wide_gqa_head)) kv_head = block.head % p.heads_kv;
+    i32 v_map_head = p.v_strides.head == 0 ? 0 : kv_head, v_map_batch = p.v_strides.batch == 0 ? 0 : batch;
+    u32 num_tiles = static_cast<u32>(block.n_end - block.n_begin);
+    auto load_q = [&](i32 consumer) {
+      load_rows<64, Config::kSlabsQK>(shared.sQ[consumer], params.q_map, p.q_strides, shared.full_q[consumer],
+                                      q_row + 64 * consumer, block.head, batch);
+    };
+    auto load_do = [&](i32 consumer) {
+      load_rows<64, kSlabsV>(shared.sdO[consumer], params.dout_map, p.dout_strides, shared.full_do[consumer],
+                             q_row + 64 * consumer, block.head, batch);
+    };
+    auto load_k = [&](u32 count) {
+      u32 stage = StagesK::stage(count);
+      StagesK::wait_empty(shared.empty_k, count);
+      load_rows<kBlockN, Config::kSlabsQK>(shared.sK[stage], params.k_stream_map, p.k_strides, shared.full_k[stage],
+                                           k_row + (block.n_begin + static_cast<i32>(count)) * kBlockN, kv_head, batch);
+    };
+    auto load_v = [&](u32 count) {
+      u32 stage = StagesV::stage(count);
+      for (i32 slab = 0; slab < kSlabsV; ++slab) {
+        u64& full = shared.full_v[slab][stage];
+        StagesV::wait_empty(shared.empty_v[slab], count);
+        mbarrier_arrive_expect(full, kBlockN * 128);
+        load_box(shared.sV[stage] + slab * kBlockN * 64, params.v_stream_map, full, 64 * slab,
+                 k_row + (block.n_begin + static_cast<i32>(count)) * kBlockN, v_map_head, v_map_batch);
+      }
+    };
+    // In the order of their use
+    load_do(0);
+    load_v(0);
+    load_q(0);
+    load_k(0);
+    load_do(1);
+    load_q(1);
+    for (u32 count = 1; count < num_tiles; ++count) {
+      load_v(count);
+      load_k(count);
+    }
+  }
+
+  // ---- Consumer. Scope: warpgroup.
+
+  FT_DEVICE static void wait_turn(i32 consumer) { named_barrier_sync(kPingPongBarrier + consumer, 256); }
+  FT_DEVICE static void end_turn(i32 consumer) { named_barrier_arrive(kPingPongBarrier + 1 - consumer, 256); }
+
+  // A thread's two rows.
+  struct Rows {
+    i32 i[2];
+    float lse[2], delta[2];
+    bool is_large;  // some lse of the warp
+
+    // Scope: warp.
+    FT_DEVICE Rows(const Params& p, const WideQueryBlock& block, i32 i_first) {
+      is_large = false;
+#pragma unroll
+      for (i32 r = 0; r < 2; ++r) {
+        i[r] = i_first + fragment_row() + 8 * r;
+        bool is_query = i[r] < block.s.seqlen_q;
+        i64 stat = stat_index(p, block.s, block.head, i[r]);
+        lse[r] = is_query ? p.lse_log2[stat] : infinity();
+        delta[r] = is_query ? p.delta[stat] : 0.0f;
+        is_large |= is_large_lse(lse[r]);
+      }
+      is_large = __any_sync(0xffffffffu, is_large);
+    }
+  };
+
+  // The columns [low, high) of the fragment that query i sees, before a bool mask. The first column is key j.
+  FT_DEVICE static Range seen_columns(const Params& p, const Sequence& s, i32 i, i32 j) {
+    Range seen = key_range<Mask>(p, s, i, i + 1);
+    if constexpr (mutates(Mutation::bwd_sm90_wide_dq_mask)) seen.end += Mask::kHasBand ? 1 : 0;
+    return {seen.begin - j, seen.end - j};
+  }
+
+  // dS = P * (dP - delta) with P = 2^(S - lse). With kIsChecked P is 0 where a query does not see the key, and at most
+  // 1. Scope: thread.
+  template <bool kIsChecked>
+  FT_DEVICE static void differentiate(const Params& p, const Sequence& s, const Rows& rows, i32 j_begin,
+                                      const float (&rS)[kScores], const float (&rdP)[kScores],
+                                      u32 (&packed_ds)[kScores / 2]) {
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      Range seen{};
+      if constexpr (kIsChecked) seen = seen_columns(p, s, rows.i[r], j_begin + fragment_column());
+#pragma unroll
+      for (i32 b = 0; b < kScores / 4; ++b) {
+        float ds[2];
+#pragma unroll
+        for (i32 e = 0; e < 2; ++e) {
+          i32 x = 4 * b + 2 * r + e, column = 8 * b + e;
+          float score = fmaf(rS[x], p.scale_log2, -rows.lse[r]);
+          if constexpr (kIsChecked) {
+            score = score > 0.0f ? 0.0f : score;
+            score = column >= seen.begin && column < seen.end ? score : -infinity();
+          }
+          ds[e] = exp2_approx(score) * (rdP[x] - rows.delta[r]);
+        }
+        packed_ds[2 * b + r] = pack_two<T>(ds[0], ds[1]);
+      }
+    }
+  }
+
+  // The same with options. Scope: warp.
+  FT_DEVICE static void differentiate_options(const Params& p, const Sequence& s, i32 head, const Rows& rows,
+                                              i32 j_begin, const float (&rS)[kScores], float (&rdP)[kScores],
+                                              u32 (&packed_ds)[kScores / 2]) {
+    Scorer<ScoreMod> scorer(p, s, head);
+    i32 j_first = j_begin + fragment_column();
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      if constexpr (Dropout::kIsOn) drop_fragment_row(DropoutBits(p, s, head), rows.i[r], j_begin, r, rdP);
+      Range seen = seen_columns(p, s, rows.i[r], j_first);
+#pragma unroll
+      for (i32 b = 0; b < kScores / 4; ++b) {
+        float ds[2];
+#pragma unroll
+        for (i32 e = 0; e < 2; ++e) {
+          i32 x = 4 * b + 2 * r + e, column = 8 * b + e, i = rows.i[r], j = j_first + column;
+          bool is_kept = column >= seen.begin && column < seen.end && i < s.seqlen_q;
+          if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, s, head, i, j);
+          float tanh = 0.0f;
+          float score = is_kept ? scorer.score(rS[x], i, j, tanh) : -infinity();
+          ds[e] = probability(score, rows.lse[r], exponent_factor(ScoreMod::kHasBias)) * (rdP[x] - rows.delta[r]);
+          if constexpr (ScoreMod::kHasSoftcap) ds[e] *= 1.0f - tanh * tanh;
+        }
+        packed_ds[2 * b + r] = pack_two<T>(ds[0], ds[1]);
+      }
+    }
+  }
+
+  // Waits for dP slab by slab, and releases V. S is in flight behind it.
+  template <i32 kSlab = 0>
+  FT_DEVICE static void release_v(Storage& shared, u32 count) {
+    if constexpr (kSlab < kSlabsV) {
+      wgmma_wait<kSlabsV - kSlab>();
+      release_stage(shared.empty_v[kSlab][StagesV::stage(count)]);
+      release_v<kSlab + 1>(shared, count);
+    }
+  }
+
+  FT_DEVICE static void consume(const BwdSm90WideParams& params, Storage& shared, const WideQueryBlock& block,
+                                i32 consumer) {
+    const Params& p = params.base;
+    const Sequence& s = block.s;
+    i32 i_first = block.i_begin + 64 * consumer;
+    Rows rows(p, block, i_first);
+    float rdQ[Config::kHeadDim / 2];
+    u32 packed_ds[kScores / 2];
+#pragma unroll
+    for (i32 x = 0; x < Config::kHeadDim / 2; ++x) rdQ[x] = 0.0f;
+
+    auto j_begin = [&](u32 count) { return (block.n_begin + static_cast<i32>(count)) * kBlockN; };
+    auto k_tile = [&](u32 count) { return tile_base(shared.sK[StagesK::stage(count)], kBlockN * 128); };
+    auto v_tile = [&](u32 count) { return tile_base(shared.sV[StagesV::stage(count)], kBlockN * 128); };
+    // Clear rows past the last key, which are another sequence's
+    auto clear_keys = [&](u32 count) {
+      if constexpr (SeqInfo::kHasLengths) {
+        i32 num_rows = s.seqlen_k - j_begin(count);
+        if (num_rows < kBlockN) {
+          StagesK::wait_full(shared.full_k, count);
+          for (i32 slab = 0; slab < kSlabsV; ++slab) StagesV::wait_full(shared.full_v[slab], count);
+          clear_tail<kBlockN, Config::kSlabsQK>(shared.sK[StagesK::stage(count)], num_rows, consumer);
+          clear_tail<kBlockN, kSlabsV>(shared.sV[StagesV::stage(count)], num_rows, consumer);
+        }
+      }
+    };
+    // Start dP = dO V^T, slab by slab, and S = Q K^T
+    auto start_scores = [&](u32 count, float (&rdP)[kScores], float (&rS)[kScores]) {
+      u32 rows_do = tile_base(shared.sdO[consumer], 64 * 128);
+#pragma unroll
+      for (i32 slab = 0; slab < kSlabsV; ++slab) {
+        StagesV::wait_full(shared.full_v[slab], count);
+        gemm_abt_slab<T, kBlockN>(rdP, rows_do + slab * (64 * 128 >> 4), v_tile(count) + slab * (kBlockN * 128 >> 4),
+                                  slab != 0);
+      }
+      StagesK::wait_full(shared.full_k, count);
+      gemm_abt<T, kBlockN, Config::kHeadDim>(rS, tile_base(shared.sQ[consumer], 64 * 128), k_tile(count));
+    };
+    // Start dQ += dS K
+    auto start_dq = [&](u32 count) { gemm_ab<T, Config::kHeadDim, kBlockN>(rdQ, packed_ds, k_tile(count)); };
+    // Wait for dP and S, and compute dS
+    auto finish_scores = [&](u32 count, float (&rdP)[kScores], float (&rS)[kScores]) {
+      release_v(shared, count);
+      wgmma_wait<0>();
+      pin_registers(rdP);
+      pin_registers(rS);
+      if constexpr (kHasOptions) {
+        differentiate_options(p, s, block.head, rows, j_begin(count), rS, rdP, packed_ds);
+      } else if (rows.is_large || needs_mask<Mask>(p, s, i_first, 0, j_begin(count), kBlockN) ||
+                 (Mask::kHasBand && needs_mask<Mask>(p, s, i_first, 64, j_begin(count), kBlockN))) {
+        differentiate<true>(p, s, rows, j_begin(count), rS, rdP, packed_ds);
+      } else {
+        differentiate<false>(p, s, rows, j_begin(count), rS, rdP, packed_ds);
+      }
+    };
+    // Release a tile that this consumer's queries do not see, and pass the turn. The lanes leave each wait together:
+    // once one of them has released a stage, its barrier may go on to the next phase.
+    auto pass = [&](u32 count) {
+      StagesK::wait_full(shared.full_k, count);
+      __syncwarp();
+      release_stage(shared.empty_k[StagesK::stage(count)]);
+      for (i32 slab = 0; slab < kSlabsV; ++slab) {
+        StagesV::wait_full(shared.full_v[slab], count);
+        __syncwarp();
+        release_stage(shared.empty_v[slab][StagesV::stage(count)]);
+      }
+      wait_turn(consumer);
+      end_turn(consumer);
+    };
+
+    // The tiles that this consumer's queries see
+    Range keys = key_range<Mask>(p, s, i_first, min_of(i_first + 64, s.seqlen_q));
+    u32 num_tiles = static_cast<u32>(block.n_end - block.n_begin), begin = 0, end = 0;
+    if (i_first < s.seqlen_q && keys.begin < keys.end) {
+      begin = static_cast<u32>(keys.begin / kBlockN - block.n_begin);
+      end = min_of(static_cast<u32>(ceil_div(keys.end, kBlockN) - block.n_begin), num_tiles);
+    }
+    // The first turn is consumer 0's
+    if (consumer == 1) end_turn(consumer);
+    u32 count = 0;
+    for (; count < begin; ++count) pass(count);
+    if (count < end) {
+      mbarrier_wait(shared.full_do[consumer], 0);
+      mbarrier_wait(shared.full_q[consumer], 0);
+      {
+        float rdP[kScores], rS[kScores];
+        clear_keys(count);
+        wait_turn(consumer);
+        start_scores(count, rdP, rS);
+        end_turn(consumer);
+        finish_scores(count, rdP, rS);
+      }
+      for (++count; count < end; ++count) {
+        float rdP[kScores], rS[kScores];
+        clear_keys(count);
+        wait_turn(consumer);
+        start_dq(count - 1);
+        start_scores(count, rdP, rS);
+        end_turn(consumer);
+        // Wait for dQ: release its K
+        wgmma_wait<kSlabsV + 1>();
+        pin_registers(rdQ);
+        release_stage(shared.empty_k[StagesK::stage(count - 1)]);
+        finish_scores(count, rdP, rS);
+      }
+      start_dq(count - 1);
+      wgmma_wait<0>();
+      pin_registers(rdQ);
+      release_stage(shared.empty_k[StagesK::stage(count - 1)]);
+    }
+    for (; count < num_tiles; ++count) pass(count);
+
+    // Store dQ
+    T* gdQ = query_rows(static_cast<T*>(p.dq), p.dq_strides, s, block.head);
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+#pragma unroll
+      for (i32 b = 0; b < Config::kHeadDim / 8; b += 4) {
+        uint4 chunk = packed_chunk<T>(rdQ, b, r, p.scale);
+        i32 column = 8 * (b + static_cast<i32>(threadIdx.x % 4));
+        if (rows.i[r] < s.seqlen_q && column < p.head_dim) {
+          *reinterpret_cast<uint4*>(gdQ + rows.i[r] * p.dq_strides.row + column) = chunk;
+        }
+      }
+    }
+  }
+};
+
+template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
+__global__ void __launch_bounds__(Config::kNumThreads, 1)
+    bwd_sm90_dq_kernel(const FT_GRID_CONSTANT BwdSm90WideParams params) {
+  static_assert(!KvSource::kIsPaged && Load::kIsAligned16, "TMA reads neither pages nor unaligned rows");
+  using Kernel = BwdSm90Dq<Config, Mask, ScoreMod, Dropout, SeqInfo>;
+  extern __shared__ __align__(1024) char shared_bytes[];
+  typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
+
+  if (threadIdx.x == 0) {
+    Kernel::init(shared);
+    shared.block = WideQueryBlock::find<Config, Mask, SeqInfo>(params.base);
+  }
+  __syncthreads();
+  const WideQueryBlock& block = shared.block;
+  if (!block.has_queries()) return;
+
+  i32 warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup == 2) {
+    lower_registers<Config::kProducerRegisters>();
+    // Without keys the maps are empty
+    if (threadIdx.x / 32 == 8 && elect_lane() && block.n_begin < block.n_end) Kernel::produce(params, shared, block);
+  } else {
+    raise_registers<Config::kConsumerRegisters>();
+    Kernel::consume(params, shared, block, warpgroup);
+  }
+}
+
+}  // namespace flashtile
