@@ -1,8 +1,8 @@
 // dK and dV on Hopper for wide heads: wgmma and TMA, one producer and two consumer warpgroups.
 //
 // Threads:   a block owns 64 keys of one KV head and streams the queries that see them, of every head that shares the
-//            KV head. Warpgroup 0 computes P and dV, warpgroup 1 computes dS and dK. In warpgroup 2, one lane issues the
-//            copies; a second warp loads the statistics.
+//            KV head. Warpgroup 0 computes P and dV, warpgroup 1 computes dS and dK. In warpgroup 2, two
+//            warps issue the copies and a third loads the statistics.
 // Shared:    sK, sV [slab][64][64], sQ, sdO [stage][slab][64][64], 128-byte swizzled slabs of 64 columns; sP, the
 //            fragments that warpgroup 0 hands to warpgroup 1; lse and delta of each stage; a ring of query tiles;
 //            barriers.
@@ -100,62 +100,70 @@ struct BwdSm90Dkdv {
 
   // ---- Producer.
 
-  // Issues the copies. Scope: one thread.
-  FT_DEVICE static void produce(const BwdSm90WideParams& params, Storage& shared, const WideKeyTile& tile) {
-    const Params& p = params.base;
-    i32 batch = tile.s.batch_idx, q_row = static_cast<i32>(tile.s.q_row);
-    i32 k_row = static_cast<i32>(tile.s.k_row) + tile.j_begin;
-    load_rows<64, Config::kSlabsQK>(shared.sK, params.k_map, p.k_strides, shared.full_k, k_row, tile.kv_head, batch);
+  // Calls body(head, row of Q, number of the tile) for every query tile in their order.
+  template <class Body>
+  FT_DEVICE static void for_each_tile(const WideKeyTile& tile, Body body) {
     u32 count = 0;
     for (i32 h = 0; h < tile.num_heads; ++h) {
-      i32 head = tile.first_head + h;
-      for (i32 m = tile.m_begin; m < tile.m_end; ++m, ++count) {
-        u32 stage = Stages::stage(count);
-        i32 row = q_row + m * 64;
-        Stages::wait_empty(shared.empty_q, count);
-        load_rows<64, Config::kSlabsQK>(shared.sQ[stage], params.q_map, p.q_strides, shared.full_q[stage], row, head,
-                                        batch);
-        if (count == 0) {
-          load_rows<64, Config::kSlabsV>(shared.sV, params.v_map, p.v_strides, shared.full_v, k_row, tile.kv_head,
-                                         batch);
-        }
-        Stages::wait_empty(shared.empty_do, count);
-        load_rows<64, Config::kSlabsV>(shared.sdO[stage], params.dout_map, p.dout_strides, shared.full_do[stage], row,
-                                       head, batch);
-      }
+      for (i32 m = tile.m_begin; m < tile.m_end; ++m, ++count) body(tile.first_head + h, m * 64, count);
     }
+  }
+
+  // Issues the copies of K and Q. Scope: one thread.
+  FT_DEVICE static void produce_q(const BwdSm90WideParams& params, Storage& shared, const WideKeyTile& tile) {
+    const Params& p = params.base;
+    i32 batch = tile.s.batch_idx, q_row = static_cast<i32>(tile.s.q_row);
+    load_rows<64, Config::kSlabsQK>(shared.sK, params.k_map, p.k_strides, shared.full_k,
+                                    static_cast<i32>(tile.s.k_row) + tile.j_begin, tile.kv_head, batch);
+    for_each_tile(tile, [&](i32 head, i32 i, u32 count) {
+      u32 stage = Stages::stage(count);
+      Stages::wait_empty(shared.empty_q, count);
+      load_rows<64, Config::kSlabsQK>(shared.sQ[stage], params.q_map, p.q_strides, shared.full_q[stage], q_row + i,
+                                      head, batch);
+    });
+  }
+
+  // Issues the copies of V and dO. Scope: one thread.
+  FT_DEVICE static void produce_do(const BwdSm90WideParams& params, Storage& shared, const WideKeyTile& tile) {
+    const Params& p = params.base;
+    i32 batch = tile.s.batch_idx, q_row = static_cast<i32>(tile.s.q_row);
+    load_rows<64, Config::kSlabsV>(shared.sV, params.v_map, p.v_strides, shared.full_v,
+                                   static_cast<i32>(tile.s.k_row) + tile.j_begin, tile.kv_head, batch);
+    for_each_tile(tile, [&](i32 head, i32 i, u32 count) {
+      u32 stage = Stages::stage(count);
+      Stages::wait_empty(shared.empty_do, count);
+      load_rows<64, Config::kSlabsV>(shared.sdO[stage], params.dout_map, p.dout_strides, shared.full_do[stage],
+                                     q_row + i, head, batch);
+    });
   }
 
   // Fills the statistics of every stage. Rows past the last query get those of a fully masked row. Scope: warp.
   FT_DEVICE static void produce_stats(const Params& p, Storage& shared, const WideKeyTile& tile) {
     i32 lane = threadIdx.x % 32;
-    u32 count = 0;
-    for (i32 h = 0; h < tile.num_heads; ++h) {
-      for (i32 m = tile.m_begin; m < tile.m_end; ++m, ++count) {
-        float lse[2], delta[2];
-        bool is_large = false;
+    for_each_tile(tile, [&](i32 head, i32 i_begin, u32 count) {
+      float lse[2], delta[2];
+      bool is_large = false;
 #pragma unroll
-        for (i32 x = 0; x < 2; ++x) {
-          i32 i = m * 64 + 32 * x + lane;
-          bool is_query = i < tile.s.seqlen_q;
-          i64 stat = stat_index(p, tile.s, tile.first_head + h, i);
-          lse[x] = is_query ? p.lse_log2[stat] : infinity();
-          delta[x] = is_query ? p.delta[stat] : 0.0f;
-          is_large |= is_large_lse(lse[x]);
-        }
-        is_large = __any_sync(0xffffffffu, is_large);
-        u32 stage = Stages::stage(count);
-        Stages::wait_empty(shared.empty_q, count);
-#pragma unroll
-        for (i32 x = 0; x < 2; ++x) {
-          shared.lse[stage][32 * x + lane] = lse[x];
-          shared.delta[stage][32 * x + lane] = delta[x];
-        }
-        if (lane == 0) shared.queries[count % kNumWideQueryTiles] = {m * 64, tile.first_head + h, is_large};
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared.full_q[stage]);
+      for (i32 x = 0; x < 2; ++x) {
+        i32 i = i_begin + 32 * x + lane;
+        bool is_query = i < tile.s.seqlen_q;
+        i64 stat = stat_index(p, tile.s, head, i);
+        lse[x] = is_query ? p.lse_log2[stat] : infinity();
+        delta[x] = is_query ? p.delta[stat] : 0.0f;
+        is_large |= is_large_lse(lse[x]);
       }
-    }
+      is_large = __any_sync(0xffffffffu, is_large);
+      u32 stage = Stages::stage(count);
+      Stages::wait_empty(shared.empty_q, count);
+#pragma unroll
+      for (i32 x = 0; x < 2; ++x) {
+        shared.lse[stage][32 * x + lane] = lse[x];
+        shared.delta[stage][32 * x + lane] = delta[x];
+      }
+      if (lane == 0) shared.queries[count % kNumWideQueryTiles] = {i_begin, head, is_large};
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(shared.full_q[stage]);
+    });
   }
 
   // ---- Consumers. Scope: warpgroup.
@@ -483,10 +491,13 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   if (warpgroup == 2) {
     lower_registers<Config::kProducerRegisters>();
     i32 warp = uniform(threadIdx.x / 32 % 4);
+    // Without queries the maps are empty
+    if (!tile.has_queries()) return;
     if (warp == 0 && elect_lane()) {
-      // Without queries the maps are empty
-      if (tile.has_queries()) Kernel::produce(params, shared, tile);
-    } else if (warp == 1) {
+      Kernel::produce_q(params, shared, tile);
+    } else if (warp == 1 && elect_lane()) {
+      Kernel::produce_do(params, shared, tile);
+    } else if (warp == 2) {
       Kernel::produce_stats(params.base, shared, tile);
     }
   } else if (warpgroup == 0) {

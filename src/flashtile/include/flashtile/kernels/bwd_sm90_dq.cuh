@@ -1,7 +1,7 @@
 // dQ on Hopper for wide heads: wgmma and TMA, one producer and two consumer warpgroups.
 //
-// Threads:   a block owns 128 queries of one head, 64 for each consumer, and streams the keys that they see. One lane of
-//            the last warpgroup issues every copy.
+// Threads:   a block owns 128 queries of one head, 64 for each consumer, and streams the keys that they see. One warp of
+//            the last warpgroup loads them.
 // Shared:    sQ, sdO [consumer][slab][64][64], loaded once; sK, sV [stage][slab][kBlockN][64], 128-byte swizzled slabs
 //            of 64 columns; the block's queries; barriers.
 // Products:  S = Q K^T and dP = dO V^T have queries as rows. dS, packed to 16 bits, is a register operand of
@@ -48,6 +48,7 @@ struct alignas(1024) BwdSm90DqStorage {
   T sK[Config::kStagesK][Config::kElementsK];
   T sV[Config::kStagesV][Config::kElementsV];
   u64 full_q[2], full_do[2];
+  u64 full_tail;  // K and V of a tile with rows past the last key
   u64 full_k[Config::kStagesK], empty_k[Config::kStagesK];
   u64 full_v[Config::kSlabsV][Config::kStagesV], empty_v[Config::kSlabsV][Config::kStagesV];
   WideQueryBlock block;
@@ -70,6 +71,7 @@ struct BwdSm90Dq {
       mbarrier_init(shared.full_q[consumer], 1);
       mbarrier_init(shared.full_do[consumer], 1);
     }
+    mbarrier_init(shared.full_tail, 1 + kSlabsV);
     for (i32 stage = 0; stage < Config::kStagesK; ++stage) {
       mbarrier_init(shared.full_k[stage], 1);
       mbarrier_init(shared.empty_k[stage], 8);
@@ -84,49 +86,60 @@ struct BwdSm90Dq {
     fence_proxy_async();
   }
 
-  // ---- Producer. Scope: one thread.
+  // ---- Producer. Scope: warp; one lane issues the copies.
 
   FT_DEVICE static void produce(const BwdSm90WideParams& params, Storage& shared, const WideQueryBlock& block) {
     const Params& p = params.base;
     i32 batch = block.s.batch_idx, kv_head = block.head / (p.heads / p.heads_kv);
-    i32 q_row = static_cast<i32>(block.s.q_row) + block.i_begin, k_row = static_cast<i32>(block.s.k_row);
+    i32 q_row = static_cast<i32>(block.s.q_row) + block.i_begin;
     if constexpr (mutates(Mutation::bwd_sm90_wide_gqa_head)) kv_head = block.head % p.heads_kv;
-    i32 v_map_head = p.v_strides.head == 0 ? 0 : kv_head, v_map_batch = p.v_strides.batch == 0 ? 0 : batch;
     u32 num_tiles = static_cast<u32>(block.n_end - block.n_begin);
-    auto load_q = [&](i32 consumer) {
+    bool is_issuer = elect_lane();
+    auto load_queries = [&](i32 consumer) {
+      if (!is_issuer) return;
+      load_rows<64, kSlabsV>(shared.sdO[consumer], params.dout_map, p.dout_strides, shared.full_do[consumer],
+                             q_row + 64 * consumer, block.head, batch);
       load_rows<64, Config::kSlabsQK>(shared.sQ[consumer], params.q_map, p.q_strides, shared.full_q[consumer],
                                       q_row + 64 * consumer, block.head, batch);
     };
-    auto load_do = [&](i32 consumer) {
-      load_rows<64, kSlabsV>(shared.sdO[consumer], params.dout_map, p.dout_strides, shared.full_do[consumer],
-                             q_row + 64 * consumer, block.head, batch);
+    auto j_begin = [&](u32 count) { return (block.n_begin + static_cast<i32>(count)) * kBlockN; };
+    auto k_row = [&](u32 count) { return static_cast<i32>(block.s.k_row) + j_begin(count); };
+    auto load_v_slab = [&](i32 slab, u32 count, u64& full) {
+      load_rows<kBlockN, 1>(shared.sV[StagesV::stage(count)] + slab * kBlockN * 64, params.v_stream_map, p.v_strides,
+                            full, k_row(count), kv_head, batch, 64 * slab);
     };
-    auto load_k = [&](u32 count) {
-      u32 stage = StagesK::stage(count);
-      StagesK::wait_empty(shared.empty_k, count);
-      load_rows<kBlockN, Config::kSlabsQK>(shared.sK[stage], params.k_stream_map, p.k_strides, shared.full_k[stage],
-                                           k_row + (block.n_begin + static_cast<i32>(count)) * kBlockN, kv_head, batch);
+    auto load_k = [&](u32 count, u64& full) {
+      load_rows<kBlockN, Config::kSlabsQK>(shared.sK[StagesK::stage(count)], params.k_stream_map, p.k_strides, full,
+                                           k_row(count), kv_head, batch);
     };
-    auto load_v = [&](u32 count) {
-      u32 stage = StagesV::stage(count);
-      for (i32 slab = 0; slab < kSlabsV; ++slab) {
-        u64& full = shared.full_v[slab][stage];
-        StagesV::wait_empty(shared.empty_v[slab], count);
-        mbarrier_arrive_expect(full, kBlockN * 128);
-        load_box(shared.sV[stage] + slab * kBlockN * 64, params.v_stream_map, full, 64 * slab,
-                 k_row + (block.n_begin + static_cast<i32>(count)) * kBlockN, v_map_head, v_map_batch);
+    load_queries(0);
+    for (u32 count = 0; count < num_tiles; ++count) {
+      u32 stage_k = StagesK::stage(count), stage_v = StagesV::stage(count);
+      i32 num_rows = block.s.seqlen_k - j_begin(count);
+      if (SeqInfo::kHasLengths && num_rows < kBlockN) {
+        // Clear the rows past the last key, which are another sequence's, before the consumers see the tile
+        StagesK::wait_empty(shared.empty_k, count);
+        for (i32 slab = 0; slab < kSlabsV; ++slab) StagesV::wait_empty(shared.empty_v[slab], count);
+        if (is_issuer) {
+          load_k(count, shared.full_tail);
+          for (i32 slab = 0; slab < kSlabsV; ++slab) load_v_slab(slab, count, shared.full_tail);
+        }
+        mbarrier_wait(shared.full_tail, 0);
+        clear_tail<kBlockN, Config::kSlabsQK>(shared.sK[stage_k], num_rows);
+        clear_tail<kBlockN, kSlabsV>(shared.sV[stage_v], num_rows);
+        if (is_issuer) {
+          mbarrier_arrive(shared.full_k[stage_k]);
+          for (i32 slab = 0; slab < kSlabsV; ++slab) mbarrier_arrive(shared.full_v[slab][stage_v]);
+        }
+      } else {
+        for (i32 slab = 0; slab < kSlabsV; ++slab) {
+          StagesV::wait_empty(shared.empty_v[slab], count);
+          if (is_issuer) load_v_slab(slab, count, shared.full_v[slab][stage_v]);
+        }
+        StagesK::wait_empty(shared.empty_k, count);
+        if (is_issuer) load_k(count, shared.full_k[stage_k]);
       }
-    };
-    // In the order of their use
-    load_do(0);
-    load_v(0);
-    load_q(0);
-    load_k(0);
-    load_do(1);
-    load_q(1);
-    for (u32 count = 1; count < num_tiles; ++count) {
-      load_v(count);
-      load_k(count);
+      if (count == 0) load_queries(1);
     }
   }
 
@@ -244,18 +257,6 @@ struct BwdSm90Dq {
     auto j_begin = [&](u32 count) { return (block.n_begin + static_cast<i32>(count)) * kBlockN; };
     auto k_tile = [&](u32 count) { return tile_base(shared.sK[StagesK::stage(count)], kBlockN * 128); };
     auto v_tile = [&](u32 count) { return tile_base(shared.sV[StagesV::stage(count)], kBlockN * 128); };
-    // Clear rows past the last key, which are another sequence's
-    auto clear_keys = [&](u32 count) {
-      if constexpr (SeqInfo::kHasLengths) {
-        i32 num_rows = s.seqlen_k - j_begin(count);
-        if (num_rows < kBlockN) {
-          StagesK::wait_full(shared.full_k, count);
-          for (i32 slab = 0; slab < kSlabsV; ++slab) StagesV::wait_full(shared.full_v[slab], count);
-          clear_tail<kBlockN, Config::kSlabsQK>(shared.sK[StagesK::stage(count)], num_rows, consumer);
-          clear_tail<kBlockN, kSlabsV>(shared.sV[StagesV::stage(count)], num_rows, consumer);
-        }
-      }
-    };
     // Start dP = dO V^T, slab by slab, and S = Q K^T
     auto start_scores = [&](u32 count, float (&rdP)[kScores], float (&rS)[kScores]) {
       u32 rows_do = tile_base(shared.sdO[consumer], 64 * 128);
@@ -316,7 +317,6 @@ struct BwdSm90Dq {
       mbarrier_wait(shared.full_q[consumer], 0);
       {
         float rdP[kScores], rS[kScores];
-        clear_keys(count);
         wait_turn(consumer);
         start_scores(count, rdP, rS);
         end_turn(consumer);
@@ -324,7 +324,6 @@ struct BwdSm90Dq {
       }
       for (++count; count < end; ++count) {
         float rdP[kScores], rS[kScores];
-        clear_keys(count);
         wait_turn(consumer);
         start_dq(count - 1);
         start_scores(count, rdP, rS);
@@ -378,7 +377,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   if (warpgroup == 2) {
     lower_registers<Config::kProducerRegisters>();
     // Without keys the maps are empty
-    if (threadIdx.x / 32 == 8 && elect_lane() && block.n_begin < block.n_end) Kernel::produce(params, shared, block);
+    if (threadIdx.x / 32 == 8 && block.n_begin < block.n_end) Kernel::produce(params, shared, block);
   } else {
     raise_registers<Config::kConsumerRegisters>();
     Kernel::consume(params, shared, block, warpgroup);

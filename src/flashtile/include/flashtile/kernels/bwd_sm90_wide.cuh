@@ -31,13 +31,17 @@ struct BwdSm90WideParams {
 constexpr float kLargeLse = 4096.0f;
 FT_DEVICE bool is_large_lse(float lse) { return fabsf(lse) > kLargeLse && lse != infinity(); }
 
-// Loads rows of one head. A map has size 1 along head or batch where the tensor's stride is 0 (broadcast or packed).
-// Scope: thread.
+// Loads rows of one head, from a column on. A map has size 1 along head or batch where the tensor's stride is 0
+// (broadcast or packed). Scope: thread.
 template <i32 kRows, i32 kSlabs, typename T>
-FT_DEVICE void load_rows(T* sTile, const TensorMap& map, const Strides& strides, u64& full, i32 row, i32 head,
-                         i32 batch) {
+FT_DEVICE void load_rows(T* sTile, const TensorMap& map, const Strides& strides, u64& full, i32 row, i32 head, i32 batch,
+                         i32 column = 0) {
   i32 map_head = strides.head == 0 ? 0 : head, map_batch = strides.batch == 0 ? 0 : batch;
-  load_slabs<kRows, kSlabs>(sTile, map, full, kRows, row, map_head, map_batch);
+  mbarrier_arrive_expect(full, kRows * kSlabs * 128);
+#pragma unroll
+  for (i32 slab = 0; slab < kSlabs; ++slab) {
+    load_box(sTile + slab * kRows * 64, map, full, column + slab * 64, row, map_head, map_batch);
+  }
 }
 
 // Zeros rows of a tile from row num_rows on: they belong to another sequence, and 0 * NaN is NaN. Scope: warpgroup.
@@ -46,6 +50,18 @@ FT_DEVICE void clear_tail(T* sTile, i32 num_rows, i32 consumer) {
   if constexpr (mutates(Mutation::bwd_sm90_wide_tail)) num_rows = kRows;
   clear_rows<kRows, kSlabs>(sTile, num_rows);
   named_barrier_sync(kConsumerBarrier + consumer, 128);
+}
+
+// The same by one warp. Scope: warp.
+template <i32 kRows, i32 kSlabs, typename T>
+FT_DEVICE void clear_tail(T* sTile, i32 num_rows) {
+  if constexpr (mutates(Mutation::bwd_sm90_wide_tail)) num_rows = kRows;
+  for (i32 slab = 0; slab < kSlabs; ++slab) {
+    uint4* rows = reinterpret_cast<uint4*>(sTile + slab * kRows * 64);
+    for (i32 x = num_rows * 8 + threadIdx.x % 32; x < kRows * 8; x += 32) rows[x] = make_uint4(0, 0, 0, 0);
+  }
+  fence_proxy_async();
+  __syncwarp();
 }
 
 // Both halves of a packed word. Scope: thread.
