@@ -64,6 +64,7 @@ struct alignas(1024) BwdSm90DkdvStorage {
   float delta[Config::kNumStages][64];
   WideQueryTile queries[kNumWideQueryTiles];  // tile number count is at count % kNumWideQueryTiles
   u64 full_k, full_v;
+  u64 full_tail[2];  // a tile of Q or dO with rows past the last query
   u64 full_q[Config::kNumStages], empty_q[Config::kNumStages];  // Q and the statistics
   u64 full_do[Config::kNumStages], empty_do[Config::kNumStages];
   u64 full_p[Config::kNumBuffers], empty_p[Config::kNumBuffers];
@@ -84,6 +85,7 @@ struct BwdSm90Dkdv {
   FT_DEVICE static void init(Storage& shared) {
     mbarrier_init(shared.full_k, 1);
     mbarrier_init(shared.full_v, 1);
+    for (i32 x = 0; x < 2; ++x) mbarrier_init(shared.full_tail[x], 1);
     for (i32 stage = 0; stage < Config::kNumStages; ++stage) {
       mbarrier_init(shared.full_q[stage], 2);  // Q, statistics
       mbarrier_init(shared.full_do[stage], 1);
@@ -109,32 +111,49 @@ struct BwdSm90Dkdv {
     }
   }
 
-  // Issues the copies of K and Q. Scope: one thread.
-  FT_DEVICE static void produce_q(const BwdSm90WideParams& params, Storage& shared, const WideKeyTile& tile) {
-    const Params& p = params.base;
-    i32 batch = tile.s.batch_idx, q_row = static_cast<i32>(tile.s.q_row);
-    load_rows<64, Config::kSlabsQK>(shared.sK, params.k_map, p.k_strides, shared.full_k,
-                                    static_cast<i32>(tile.s.k_row) + tile.j_begin, tile.kv_head, batch);
+  // Loads tiles of Q or dO. Rows past the last query of a packed sequence are another's: the warp clears them before
+  // the consumers see the tile. Scope: warp; one lane issues the copies.
+  template <i32 kSlabs, i32 kCount>
+  FT_DEVICE static void produce_rows(Storage& shared, const WideKeyTile& tile, T (&sRows)[Config::kNumStages][kCount],
+                                     const TensorMap& map, const Strides& strides, u64 (&full)[Config::kNumStages],
+                                     u64 (&empty)[Config::kNumStages], u64& full_tail) {
+    bool is_issuer = elect_lane();
+    u32 num_tails = 0;
     for_each_tile(tile, [&](i32 head, i32 i, u32 count) {
       u32 stage = Stages::stage(count);
-      Stages::wait_empty(shared.empty_q, count);
-      load_rows<64, Config::kSlabsQK>(shared.sQ[stage], params.q_map, p.q_strides, shared.full_q[stage], q_row + i,
-                                      head, batch);
+      i32 row = static_cast<i32>(tile.s.q_row) + i, num_rows = tile.s.seqlen_q - i;
+      Stages::wait_empty(empty, count);
+      if (SeqInfo::kHasLengths && num_rows < 64) {
+        if (is_issuer) load_rows<64, kSlabs>(sRows[stage], map, strides, full_tail, row, head, tile.s.batch_idx);
+        mbarrier_wait(full_tail, num_tails++ % 2);
+        clear_tail<64, kSlabs>(sRows[stage], num_rows);
+        if (is_issuer) mbarrier_arrive(full[stage]);
+      } else if (is_issuer) {
+        load_rows<64, kSlabs>(sRows[stage], map, strides, full[stage], row, head, tile.s.batch_idx);
+      }
     });
   }
 
-  // Issues the copies of V and dO. Scope: one thread.
+  // Loads K and Q. Scope: warp.
+  FT_DEVICE static void produce_q(const BwdSm90WideParams& params, Storage& shared, const WideKeyTile& tile) {
+    const Params& p = params.base;
+    if (elect_lane()) {
+      load_rows<64, Config::kSlabsQK>(shared.sK, params.k_map, p.k_strides, shared.full_k,
+                                      static_cast<i32>(tile.s.k_row) + tile.j_begin, tile.kv_head, tile.s.batch_idx);
+    }
+    produce_rows<Config::kSlabsQK>(shared, tile, shared.sQ, params.q_map, p.q_strides, shared.full_q, shared.empty_q,
+                                   shared.full_tail[0]);
+  }
+
+  // Loads V and dO. Scope: warp.
   FT_DEVICE static void produce_do(const BwdSm90WideParams& params, Storage& shared, const WideKeyTile& tile) {
     const Params& p = params.base;
-    i32 batch = tile.s.batch_idx, q_row = static_cast<i32>(tile.s.q_row);
-    load_rows<64, Config::kSlabsV>(shared.sV, params.v_map, p.v_strides, shared.full_v,
-                                   static_cast<i32>(tile.s.k_row) + tile.j_begin, tile.kv_head, batch);
-    for_each_tile(tile, [&](i32 head, i32 i, u32 count) {
-      u32 stage = Stages::stage(count);
-      Stages::wait_empty(shared.empty_do, count);
-      load_rows<64, Config::kSlabsV>(shared.sdO[stage], params.dout_map, p.dout_strides, shared.full_do[stage],
-                                     q_row + i, head, batch);
-    });
+    if (elect_lane()) {
+      load_rows<64, Config::kSlabsV>(shared.sV, params.v_map, p.v_strides, shared.full_v,
+                                     static_cast<i32>(tile.s.k_row) + tile.j_begin, tile.kv_head, tile.s.batch_idx);
+    }
+    produce_rows<Config::kSlabsV>(shared, tile, shared.sdO, params.dout_map, p.dout_strides, shared.full_do,
+                                  shared.empty_do, shared.full_tail[1]);
   }
 
   // Fills the statistics of every stage. Rows past the last query get those of a fully masked row. Scope: warp.
@@ -176,20 +195,6 @@ struct BwdSm90Dkdv {
       float2 two = *reinterpret_cast<const float2*>(sStats + 8 * b + fragment_column());
       stats[2 * b] = two.x;
       stats[2 * b + 1] = two.y;
-    }
-  }
-
-  // Waits for a tile of Q or dO. Rows past the last query of a packed sequence are another's: clears them.
-  template <i32 kSlabs, i32 kCount>
-  FT_DEVICE static void wait_rows(Storage& shared, u64 (&full)[Config::kNumStages], T (&sRows)[Config::kNumStages][kCount],
-                                  u32 count, i32 consumer) {
-    Stages::wait_full(full, count);
-    if constexpr (SeqInfo::kHasLengths) {
-      // The tile's number is known once its Q has arrived; m tiles of a head follow each other
-      const WideKeyTile& tile = shared.tile;
-      i32 num_m_blocks = tile.m_end - tile.m_begin;
-      i32 m_block = tile.m_begin + static_cast<i32>(count) % num_m_blocks, num_rows = tile.s.seqlen_q - m_block * 64;
-      if (num_rows < 64) clear_tail<64, kSlabs>(sRows[Stages::stage(count)], num_rows, consumer);
     }
   }
 
@@ -340,13 +345,13 @@ struct BwdSm90Dkdv {
 
     // Start S^T = K Q^T
     auto start_s = [&](u32 count, float (&rS)[kScores]) {
-      wait_rows<Config::kSlabsQK>(shared, shared.full_q, shared.sQ, count, 0);
+      Stages::wait_full(shared.full_q, count);
       gemm_abt<T, 64, Config::kHeadDim>(rS, tile_base(shared.sK, 64 * 128),
                                         tile_base(shared.sQ[Stages::stage(count)], 64 * 128));
     };
     // Start dV += P^T dO
     auto start_dv = [&](u32 count) {
-      wait_rows<Config::kSlabsV>(shared, shared.full_do, shared.sdO, count, 0);
+      Stages::wait_full(shared.full_do, count);
       gemm_ab<T, Config::kHeadDimV, 64>(rdV, packed_p, tile_base(shared.sdO[Stages::stage(count)], 64 * 128));
     };
     // Wait for S^T, release its Q, compute P^T and hand it to the other warpgroup
@@ -416,7 +421,7 @@ struct BwdSm90Dkdv {
 
     // Start dP^T = V dO^T
     auto start_dp = [&](u32 count, float (&rdP)[kScores]) {
-      wait_rows<Config::kSlabsV>(shared, shared.full_do, shared.sdO, count, 1);
+      Stages::wait_full(shared.full_do, count);
       gemm_abt<T, 64, Config::kHeadDimV>(rdP, tile_base(shared.sV, 64 * 128),
                                          tile_base(shared.sdO[Stages::stage(count)], 64 * 128));
     };
@@ -426,7 +431,7 @@ struct BwdSm90Dkdv {
     };
     // Wait for Q and its statistics
     auto wait_delta = [&](u32 count, Stats& delta) {
-      wait_rows<Config::kSlabsQK>(shared, shared.full_q, shared.sQ, count, 1);
+      Stages::wait_full(shared.full_q, count);
       load_stats(shared.delta[Stages::stage(count)], delta);
       pin_registers(delta);
     };
@@ -493,9 +498,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     i32 warp = uniform(threadIdx.x / 32 % 4);
     // Without queries the maps are empty
     if (!tile.has_queries()) return;
-    if (warp == 0 && elect_lane()) {
+    if (warp == 0) {
       Kernel::produce_q(params, shared, tile);
-    } else if (warp == 1 && elect_lane()) {
+    } else if (warp == 1) {
       Kernel::produce_do(params, shared, tile);
     } else if (warp == 2) {
       Kernel::produce_stats(params.base, shared, tile);

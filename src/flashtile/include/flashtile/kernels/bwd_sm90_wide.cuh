@@ -44,15 +44,7 @@ FT_DEVICE void load_rows(T* sTile, const TensorMap& map, const Strides& strides,
   }
 }
 
-// Zeros rows of a tile from row num_rows on: they belong to another sequence, and 0 * NaN is NaN. Scope: warpgroup.
-template <i32 kRows, i32 kSlabs, typename T>
-FT_DEVICE void clear_tail(T* sTile, i32 num_rows, i32 consumer) {
-  if constexpr (mutates(Mutation::bwd_sm90_wide_tail)) num_rows = kRows;
-  clear_rows<kRows, kSlabs>(sTile, num_rows);
-  named_barrier_sync(kConsumerBarrier + consumer, 128);
-}
-
-// The same by one warp. Scope: warp.
+// Zeros rows of a tile from row num_rows on: they belong to another sequence, and 0 * NaN is NaN. Scope: warp.
 template <i32 kRows, i32 kSlabs, typename T>
 FT_DEVICE void clear_tail(T* sTile, i32 num_rows) {
   if constexpr (mutates(Mutation::bwd_sm90_wide_tail)) num_rows = kRows;
