@@ -25,7 +25,7 @@ _NUM_THREADS = 384
 _KEYS, _QUERIES = 64, 64  # of a tile of dK and dV
 _BUFFERS = 2  # of P
 _TILE_BYTES = 64 + 8 * 12  # WideKeyTile and the ring of WideQueryTile (kernels/bwd_sm90_dkdv.cuh)
-_BLOCK_BYTES = 56  # WideQueryBlock (kernels/bwd_sm90_dq.cuh)
+_BLOCK_BYTES = 72  # WideQueryBlock (kernels/bwd_sm90_dq.cuh)
 
 
 class Tile(NamedTuple):

@@ -16,10 +16,12 @@
 
 namespace flashtile {
 
-// What a block works on: 128 queries of one head and the key tiles [n_begin, n_end) that they see.
+// What a block works on: 128 queries of one head and the key tiles [n_begin, n_end) that they see. It lies in shared
+// memory: registers are scarce.
 struct WideQueryBlock {
   Sequence s;
   i32 head, i_begin, n_begin, n_end;
+  Range consumers[2];  // the tiles that the 64 queries of each see, counted from n_begin
 
   template <class Config, class Mask, class SeqInfo>
   FT_DEVICE static WideQueryBlock find(const Params& p) {
@@ -35,9 +37,18 @@ struct WideQueryBlock {
     block.n_begin = keys.begin / Config::kBlockN;
     block.n_end = max_of(ceil_div(keys.end, Config::kBlockN), block.n_begin);
     if constexpr (mutates(Mutation::bwd_sm90_wide_dq_tile)) block.n_end -= block.n_end - block.n_begin > 1 ? 1 : 0;
+    for (i32 consumer = 0; consumer < 2; ++consumer) {
+      i32 i = block.i_begin + 64 * consumer;
+      keys = key_range<Mask>(p, block.s, i, min_of(i + 64, block.s.seqlen_q));
+      bool is_empty = i >= block.s.seqlen_q || keys.begin >= keys.end;
+      i32 end = min_of(ceil_div(keys.end, Config::kBlockN), block.n_end);
+      block.consumers[consumer] =
+          is_empty ? Range{0, 0} : Range{keys.begin / Config::kBlockN - block.n_begin, end - block.n_begin};
+    }
     return block;
   }
   FT_DEVICE bool has_queries() const { return i_begin < s.seqlen_q; }
+  FT_DEVICE u32 num_tiles() const { return static_cast<u32>(n_end - n_begin); }
 };
 
 template <class Config>
@@ -93,7 +104,6 @@ struct BwdSm90Dq {
     i32 batch = block.s.batch_idx, kv_head = block.head / (p.heads / p.heads_kv);
     i32 q_row = static_cast<i32>(block.s.q_row) + block.i_begin;
     if constexpr (mutates(Mutation::bwd_sm90_wide_gqa_head)) kv_head = block.head % p.heads_kv;
-    u32 num_tiles = static_cast<u32>(block.n_end - block.n_begin);
     bool is_issuer = elect_lane();
     auto load_queries = [&](i32 consumer) {
       if (!is_issuer) return;
@@ -113,7 +123,7 @@ struct BwdSm90Dq {
                                            k_row(count), kv_head, batch);
     };
     load_queries(0);
-    for (u32 count = 0; count < num_tiles; ++count) {
+    for (u32 count = 0; count < block.num_tiles(); ++count) {
       u32 stage_k = StagesK::stage(count), stage_v = StagesV::stage(count);
       i32 num_rows = block.s.seqlen_k - j_begin(count);
       if (SeqInfo::kHasLengths && num_rows < kBlockN) {
@@ -150,24 +160,26 @@ struct BwdSm90Dq {
 
   // A thread's two rows.
   struct Rows {
-    i32 i[2];
+    const WideQueryBlock& block;
+    i32 consumer;
     float lse[2], delta[2];
     bool is_large;  // some lse of the warp
 
     // Scope: warp.
-    FT_DEVICE Rows(const Params& p, const WideQueryBlock& block, i32 i_first) {
+    FT_DEVICE Rows(const Params& p, const WideQueryBlock& block, i32 consumer) : block(block), consumer(consumer) {
       is_large = false;
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
-        i[r] = i_first + fragment_row() + 8 * r;
-        bool is_query = i[r] < block.s.seqlen_q;
-        i64 stat = stat_index(p, block.s, block.head, i[r]);
+        bool is_query = i(r) < block.s.seqlen_q;
+        i64 stat = stat_index(p, block.s, block.head, i(r));
         lse[r] = is_query ? p.lse_log2[stat] : infinity();
         delta[r] = is_query ? p.delta[stat] : 0.0f;
         is_large |= is_large_lse(lse[r]);
       }
       is_large = __any_sync(0xffffffffu, is_large);
     }
+    FT_DEVICE i32 first() const { return block.i_begin + 64 * consumer; }
+    FT_DEVICE i32 i(i32 r) const { return first() + fragment_row() + 8 * r; }
   };
 
   // The columns [low, high) of the fragment that query i sees, before a bool mask. The first column is key j.
@@ -186,7 +198,7 @@ struct BwdSm90Dq {
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
       Range seen{};
-      if constexpr (kIsChecked) seen = seen_columns(p, s, rows.i[r], j_begin + fragment_column());
+      if constexpr (kIsChecked) seen = seen_columns(p, s, rows.i(r), j_begin + fragment_column());
 #pragma unroll
       for (i32 b = 0; b < kScores / 4; ++b) {
         float ds[2];
@@ -205,41 +217,66 @@ struct BwdSm90Dq {
     }
   }
 
-  // The same with options. Scope: warp.
-  FT_DEVICE static void differentiate_options(const Params& p, const Sequence& s, i32 head, const Rows& rows,
-                                              i32 j_begin, const float (&rS)[kScores], float (&rdP)[kScores],
-                                              u32 (&packed_ds)[kScores / 2]) {
+  // With options, before dP: replaces S by the factor of dP - delta in dS. Bit x of the result is set if dropout keeps
+  // element x. Scope: warp.
+  FT_DEVICE static u32 find_factors(const Params& p, const Sequence& s, i32 head, const Rows& rows, i32 j_begin,
+                                    float (&rS)[kScores]) {
     Scorer<ScoreMod> scorer(p, s, head);
     i32 j_first = j_begin + fragment_column();
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
-      if constexpr (Dropout::kIsOn) drop_fragment_row(DropoutBits(p, s, head), rows.i[r], j_begin, r, rdP);
-      Range seen = seen_columns(p, s, rows.i[r], j_first);
+      Range seen = seen_columns(p, s, rows.i(r), j_first);
 #pragma unroll
       for (i32 b = 0; b < kScores / 4; ++b) {
-        float ds[2];
 #pragma unroll
         for (i32 e = 0; e < 2; ++e) {
-          i32 x = 4 * b + 2 * r + e, column = 8 * b + e, i = rows.i[r], j = j_first + column;
+          i32 x = 4 * b + 2 * r + e, column = 8 * b + e, i = rows.i(r), j = j_first + column;
           bool is_kept = column >= seen.begin && column < seen.end && i < s.seqlen_q;
           if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, s, head, i, j);
           float tanh = 0.0f;
           float score = is_kept ? scorer.score(rS[x], i, j, tanh) : -infinity();
-          ds[e] = probability(score, rows.lse[r], exponent_factor(ScoreMod::kHasBias)) * (rdP[x] - rows.delta[r]);
-          if constexpr (ScoreMod::kHasSoftcap) ds[e] *= 1.0f - tanh * tanh;
+          rS[x] = probability(score, rows.lse[r], exponent_factor(ScoreMod::kHasBias));
+          if constexpr (ScoreMod::kHasSoftcap) rS[x] *= 1.0f - tanh * tanh;
         }
-        packed_ds[2 * b + r] = pack_two<T>(ds[0], ds[1]);
       }
+    }
+    u32 kept = 0;
+    if constexpr (Dropout::kIsOn) {
+      static_assert(kScores <= 32);
+      float drop[kScores];
+#pragma unroll
+      for (i32 x = 0; x < kScores; ++x) drop[x] = 1.0f;
+#pragma unroll
+      for (i32 r = 0; r < 2; ++r) drop_fragment_row(DropoutBits(p, s, head), rows.i(r), j_begin, r, drop);
+#pragma unroll
+      for (i32 x = 0; x < kScores; ++x) kept |= (drop[x] != 0.0f ? 1u : 0u) << x;
+    }
+    return kept;
+  }
+
+  // dS from these factors. Scope: thread.
+  FT_DEVICE static void differentiate_options(const Params& p, const Rows& rows, u32 kept, const float (&rS)[kScores],
+                                              const float (&rdP)[kScores], u32 (&packed_ds)[kScores / 2]) {
+#pragma unroll
+    for (i32 x = 0; x < kScores; x += 2) {
+      float ds[2];
+#pragma unroll
+      for (i32 e = 0; e < 2; ++e) {
+        float dp = rdP[x + e];
+        if constexpr (Dropout::kIsOn) dp = kept >> (x + e) & 1u ? dp * p.keep_factor : 0.0f;
+        ds[e] = rS[x + e] * (dp - rows.delta[x / 2 % 2]);
+      }
+      packed_ds[x / 2] = pack_two<T>(ds[0], ds[1]);
     }
   }
 
-  // Waits for dP slab by slab, and releases V. S is in flight behind it.
-  template <i32 kSlab = 0>
+  // Waits for dP slab by slab, and releases V. kPending groups are in flight behind it.
+  template <i32 kPending, i32 kSlab = 0>
   FT_DEVICE static void release_v(Storage& shared, u32 count) {
     if constexpr (kSlab < kSlabsV) {
-      wgmma_wait<kSlabsV - kSlab>();
+      wgmma_wait<kPending + kSlabsV - 1 - kSlab>();
       release_stage(shared.empty_v[kSlab][StagesV::stage(count)]);
-      release_v<kSlab + 1>(shared, count);
+      release_v<kPending, kSlab + 1>(shared, count);
     }
   }
 
@@ -247,8 +284,7 @@ struct BwdSm90Dq {
                                 i32 consumer) {
     const Params& p = params.base;
     const Sequence& s = block.s;
-    i32 i_first = block.i_begin + 64 * consumer;
-    Rows rows(p, block, i_first);
+    Rows rows(p, block, consumer);
     float rdQ[Config::kHeadDim / 2];
     u32 packed_ds[kScores / 2];
 #pragma unroll
@@ -257,8 +293,8 @@ struct BwdSm90Dq {
     auto j_begin = [&](u32 count) { return (block.n_begin + static_cast<i32>(count)) * kBlockN; };
     auto k_tile = [&](u32 count) { return tile_base(shared.sK[StagesK::stage(count)], kBlockN * 128); };
     auto v_tile = [&](u32 count) { return tile_base(shared.sV[StagesV::stage(count)], kBlockN * 128); };
-    // Start dP = dO V^T, slab by slab, and S = Q K^T
-    auto start_scores = [&](u32 count, float (&rdP)[kScores], float (&rS)[kScores]) {
+    // Start dP = dO V^T, slab by slab
+    auto start_dp = [&](u32 count, float (&rdP)[kScores]) {
       u32 rows_do = tile_base(shared.sdO[consumer], 64 * 128);
 #pragma unroll
       for (i32 slab = 0; slab < kSlabsV; ++slab) {
@@ -266,24 +302,50 @@ struct BwdSm90Dq {
         gemm_abt_slab<T, kBlockN>(rdP, rows_do + slab * (64 * 128 >> 4), v_tile(count) + slab * (kBlockN * 128 >> 4),
                                   slab != 0);
       }
+    };
+    // Start S = Q K^T
+    auto start_s = [&](u32 count, float (&rS)[kScores]) {
       StagesK::wait_full(shared.full_k, count);
       gemm_abt<T, kBlockN, Config::kHeadDim>(rS, tile_base(shared.sQ[consumer], 64 * 128), k_tile(count));
     };
     // Start dQ += dS K
     auto start_dq = [&](u32 count) { gemm_ab<T, Config::kHeadDim, kBlockN>(rdQ, packed_ds, k_tile(count)); };
-    // Wait for dP and S, and compute dS
-    auto finish_scores = [&](u32 count, float (&rdP)[kScores], float (&rS)[kScores]) {
-      release_v(shared, count);
-      wgmma_wait<0>();
-      pin_registers(rdP);
-      pin_registers(rS);
+    // One turn: dQ of the tile before, if there is one, and dS of tile number count. With options dP waits for the
+    // factors: they need its registers.
+    auto step = [&](u32 count, auto has_dq) {
+      constexpr bool kHasDq = decltype(has_dq)::kValue;
+      float rdP[kScores], rS[kScores];
+      wait_turn(consumer);
+      if constexpr (kHasDq) start_dq(count - 1);
+      if constexpr (!kHasOptions) start_dp(count, rdP);
+      start_s(count, rS);
+      end_turn(consumer);
+      if constexpr (kHasDq) {
+        // Wait for dQ: release its K
+        wgmma_wait<(kHasOptions ? 0 : kSlabsV) + 1>();
+        pin_registers(rdQ);
+        release_stage(shared.empty_k[StagesK::stage(count - 1)]);
+      }
       if constexpr (kHasOptions) {
-        differentiate_options(p, s, block.head, rows, j_begin(count), rS, rdP, packed_ds);
-      } else if (rows.is_large || needs_mask<Mask>(p, s, i_first, 0, j_begin(count), kBlockN) ||
-                 (Mask::kHasBand && needs_mask<Mask>(p, s, i_first, 64, j_begin(count), kBlockN))) {
-        differentiate<true>(p, s, rows, j_begin(count), rS, rdP, packed_ds);
+        wgmma_wait<0>();
+        pin_registers(rS);
+        u32 kept = find_factors(p, s, block.head, rows, j_begin(count), rS);
+        pin_registers(rS);
+        start_dp(count, rdP);
+        release_v<0>(shared, count);
+        pin_registers(rdP);
+        differentiate_options(p, rows, kept, rS, rdP, packed_ds);
       } else {
-        differentiate<false>(p, s, rows, j_begin(count), rS, rdP, packed_ds);
+        release_v<1>(shared, count);
+        wgmma_wait<0>();
+        pin_registers(rdP);
+        pin_registers(rS);
+        if (rows.is_large || needs_mask<Mask>(p, s, rows.first(), 0, j_begin(count), kBlockN) ||
+            (Mask::kHasBand && needs_mask<Mask>(p, s, rows.first(), 64, j_begin(count), kBlockN))) {
+          differentiate<true>(p, s, rows, j_begin(count), rS, rdP, packed_ds);
+        } else {
+          differentiate<false>(p, s, rows, j_begin(count), rS, rdP, packed_ds);
+        }
       }
     };
     // Release a tile that this consumer's queries do not see, and pass the turn. The lanes leave each wait together:
@@ -301,45 +363,23 @@ struct BwdSm90Dq {
       end_turn(consumer);
     };
 
-    // The tiles that this consumer's queries see
-    Range keys = key_range<Mask>(p, s, i_first, min_of(i_first + 64, s.seqlen_q));
-    u32 num_tiles = static_cast<u32>(block.n_end - block.n_begin), begin = 0, end = 0;
-    if (i_first < s.seqlen_q && keys.begin < keys.end) {
-      begin = static_cast<u32>(keys.begin / kBlockN - block.n_begin);
-      end = min_of(static_cast<u32>(ceil_div(keys.end, kBlockN) - block.n_begin), num_tiles);
-    }
+    auto begin = [&] { return static_cast<u32>(block.consumers[consumer].begin); };
+    auto end = [&] { return static_cast<u32>(block.consumers[consumer].end); };
     // The first turn is consumer 0's
     if (consumer == 1) end_turn(consumer);
     u32 count = 0;
-    for (; count < begin; ++count) pass(count);
-    if (count < end) {
+    for (; count < begin(); ++count) pass(count);
+    if (count < end()) {
       mbarrier_wait(shared.full_do[consumer], 0);
       mbarrier_wait(shared.full_q[consumer], 0);
-      {
-        float rdP[kScores], rS[kScores];
-        wait_turn(consumer);
-        start_scores(count, rdP, rS);
-        end_turn(consumer);
-        finish_scores(count, rdP, rS);
-      }
-      for (++count; count < end; ++count) {
-        float rdP[kScores], rS[kScores];
-        wait_turn(consumer);
-        start_dq(count - 1);
-        start_scores(count, rdP, rS);
-        end_turn(consumer);
-        // Wait for dQ: release its K
-        wgmma_wait<kSlabsV + 1>();
-        pin_registers(rdQ);
-        release_stage(shared.empty_k[StagesK::stage(count - 1)]);
-        finish_scores(count, rdP, rS);
-      }
+      step(count, Constant<false>());
+      for (++count; count < end(); ++count) step(count, Constant<true>());
       start_dq(count - 1);
       wgmma_wait<0>();
       pin_registers(rdQ);
       release_stage(shared.empty_k[StagesK::stage(count - 1)]);
     }
-    for (; count < num_tiles; ++count) pass(count);
+    for (; count < block.num_tiles(); ++count) pass(count);
 
     // Store dQ
     T* gdQ = query_rows(static_cast<T*>(p.dq), p.dq_strides, s, block.head);
@@ -349,8 +389,8 @@ struct BwdSm90Dq {
       for (i32 b = 0; b < Config::kHeadDim / 8; b += 4) {
         uint4 chunk = packed_chunk<T>(rdQ, b, r, p.scale);
         i32 column = 8 * (b + static_cast<i32>(threadIdx.x % 4));
-        if (rows.i[r] < s.seqlen_q && column < p.head_dim) {
-          *reinterpret_cast<uint4*>(gdQ + rows.i[r] * p.dq_strides.row + column) = chunk;
+        if (rows.i(r) < s.seqlen_q && column < p.head_dim) {
+          *reinterpret_cast<uint4*>(gdQ + rows.i(r) * p.dq_strides.row + column) = chunk;
         }
       }
     }
