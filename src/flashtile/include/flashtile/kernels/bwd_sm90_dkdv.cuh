@@ -187,6 +187,10 @@ struct BwdSm90Dkdv {
 
   // ---- Consumers. Scope: warpgroup.
 
+  // The warpgroups take turns: one issues two products while the other computes P or dS.
+  FT_DEVICE static void wait_turn(i32 consumer) { named_barrier_sync(kPingPongBarrier + consumer, 256); }
+  FT_DEVICE static void end_turn(i32 consumer) { named_barrier_arrive(kPingPongBarrier + 1 - consumer, 256); }
+
   // Statistics of a thread's queries, two of every 8. Loaded while a product is in flight.
   using Stats = float[16];
   FT_DEVICE static void load_stats(const float* sStats, Stats& stats) {
@@ -384,7 +388,9 @@ struct BwdSm90Dkdv {
       {
         float rS[kScores];
         Stats lse;
+        wait_turn(0);
         start_s(0, rS);
+        end_turn(0);
         load_stats(shared.lse[0], lse);
         pin_registers(lse);
         finish_s(0, lse, rS);
@@ -394,8 +400,10 @@ struct BwdSm90Dkdv {
         float rS[kScores];
         Stats lse;
         // Start dV of the tile before and S^T of this one
+        wait_turn(0);
         start_dv(count - 1);
         start_s(count, rS);
+        end_turn(0);
         load_stats(shared.lse[Stages::stage(count)], lse);
         pin_registers(lse);
         // Wait for dV: release its dO
@@ -404,7 +412,9 @@ struct BwdSm90Dkdv {
         release_stage(shared.empty_do[Stages::stage(count - 1)]);
         finish_s(count, lse, rS);
       }
+      wait_turn(0);
       start_dv(count - 1);
+      end_turn(0);
       wgmma_wait<0>();
       pin_registers(rdV);
     }
@@ -450,7 +460,11 @@ struct BwdSm90Dkdv {
       {
         float rdP[kScores];
         Stats delta;
+        // The first turn is warpgroup 0's
+        end_turn(1);
+        wait_turn(1);
         start_dp(0, rdP);
+        end_turn(1);
         wait_delta(0, delta);
         finish_dp(0, delta, rdP);
       }
@@ -459,8 +473,10 @@ struct BwdSm90Dkdv {
         float rdP[kScores];
         Stats delta;
         // Start dK of the tile before and dP^T of this one
+        wait_turn(1);
         start_dk(count - 1);
         start_dp(count, rdP);
+        end_turn(1);
         wait_delta(count, delta);
         // Wait for dK: release its Q
         wgmma_wait<1>();
@@ -468,6 +484,7 @@ struct BwdSm90Dkdv {
         release_stage(shared.empty_q[Stages::stage(count - 1)]);
         finish_dp(count, delta, rdP);
       }
+      wait_turn(1);
       start_dk(count - 1);
       wgmma_wait<0>();
       pin_registers(rdK);
