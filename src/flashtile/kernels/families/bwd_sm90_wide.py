@@ -88,7 +88,7 @@ class BwdSm90WideRow(Row):
             (stages,) = self.stages
             streamed = 128 * self.block_n * stages * (slabs + slabs_v)
             probabilities, stats = _BUFFERS * 2 * _KEYS * _QUERIES, 8 * stages * _QUERIES
-            barriers = 8 * (4 + 4 * stages + 2 * _BUFFERS)
+            barriers = 8 * (4 + (2 + slabs + slabs_v) * stages + 2 * _BUFFERS)
             total = owned + streamed + probabilities + stats + barriers + _TILE_BYTES
         return -(-total // 1024) * 1024
 

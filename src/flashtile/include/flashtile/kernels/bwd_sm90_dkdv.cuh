@@ -65,8 +65,10 @@ struct alignas(1024) BwdSm90DkdvStorage {
   WideQueryTile queries[kNumWideQueryTiles];  // tile number count is at count % kNumWideQueryTiles
   u64 full_k, full_v;
   u64 full_tail[2];  // a tile of Q or dO with rows past the last query
-  u64 full_q[Config::kNumStages], empty_q[Config::kNumStages];  // Q and the statistics
-  u64 full_do[Config::kNumStages], empty_do[Config::kNumStages];
+  // Each slab of a tile has a full barrier of its own, so that products start with the first; statistics come with the
+  // first slab of Q
+  u64 full_q[Config::kSlabsQK][Config::kNumStages], empty_q[Config::kNumStages];
+  u64 full_do[Config::kSlabsV][Config::kNumStages], empty_do[Config::kNumStages];
   u64 full_p[Config::kNumBuffers], empty_p[Config::kNumBuffers];
   WideKeyTile tile;
 };
@@ -87,8 +89,8 @@ struct BwdSm90Dkdv {
     mbarrier_init(shared.full_v, 1);
     for (i32 x = 0; x < 2; ++x) mbarrier_init(shared.full_tail[x], 1);
     for (i32 stage = 0; stage < Config::kNumStages; ++stage) {
-      mbarrier_init(shared.full_q[stage], 2);  // Q, statistics
-      mbarrier_init(shared.full_do[stage], 1);
+      for (i32 slab = 0; slab < Config::kSlabsQK; ++slab) mbarrier_init(shared.full_q[slab][stage], slab == 0 ? 2 : 1);
+      for (i32 slab = 0; slab < Config::kSlabsV; ++slab) mbarrier_init(shared.full_do[slab][stage], 1);
       mbarrier_init(shared.empty_q[stage], 8);
       mbarrier_init(shared.empty_do[stage], 8);
     }
@@ -115,7 +117,7 @@ struct BwdSm90Dkdv {
   // the consumers see the tile. Scope: warp; one lane issues the copies.
   template <i32 kSlabs, i32 kCount>
   FT_DEVICE static void produce_rows(Storage& shared, const WideKeyTile& tile, T (&sRows)[Config::kNumStages][kCount],
-                                     const TensorMap& map, const Strides& strides, u64 (&full)[Config::kNumStages],
+                                     const TensorMap& map, const Strides& strides, u64 (&full)[kSlabs][Config::kNumStages],
                                      u64 (&empty)[Config::kNumStages], u64& full_tail) {
     bool is_issuer = elect_lane();
     u32 num_tails = 0;
@@ -127,9 +129,13 @@ struct BwdSm90Dkdv {
         if (is_issuer) load_rows<64, kSlabs>(sRows[stage], map, strides, full_tail, row, head, tile.s.batch_idx);
         mbarrier_wait(full_tail, num_tails++ % 2);
         clear_tail<64, kSlabs>(sRows[stage], num_rows);
-        if (is_issuer) mbarrier_arrive(full[stage]);
+        for (i32 slab = 0; slab < kSlabs && is_issuer; ++slab) mbarrier_arrive(full[slab][stage]);
       } else if (is_issuer) {
-        load_rows<64, kSlabs>(sRows[stage], map, strides, full[stage], row, head, tile.s.batch_idx);
+#pragma unroll
+        for (i32 slab = 0; slab < kSlabs; ++slab) {
+          load_rows<64, 1>(sRows[stage] + slab * 64 * 64, map, strides, full[slab][stage], row, head, tile.s.batch_idx,
+                           64 * slab);
+        }
       }
     });
   }
@@ -181,7 +187,7 @@ struct BwdSm90Dkdv {
       }
       if (lane == 0) shared.queries[count % kNumWideQueryTiles] = {i_begin, head, is_large};
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(shared.full_q[stage]);
+      if (lane == 0) mbarrier_arrive(shared.full_q[0][stage]);
     });
   }
 
@@ -190,6 +196,18 @@ struct BwdSm90Dkdv {
   // The warpgroups take turns: one issues two products while the other computes P or dS.
   FT_DEVICE static void wait_turn(i32 consumer) { named_barrier_sync(kPingPongBarrier + consumer, 256); }
   FT_DEVICE static void end_turn(i32 consumer) { named_barrier_arrive(kPingPongBarrier + 1 - consumer, 256); }
+
+  // Starts D = A B^T, slab by slab as tile number count of B arrives. Commits kSlabs groups.
+  template <i32 kSlabs>
+  FT_DEVICE static void start_scores(float (&rD)[kScores], const T* sA, const T* sB,
+                                     u64 (&full)[kSlabs][Config::kNumStages], u32 count) {
+    u32 a = tile_base(sA, 64 * 128), b = tile_base(sB, 64 * 128);
+#pragma unroll
+    for (i32 slab = 0; slab < kSlabs; ++slab) {
+      Stages::wait_full(full[slab], count);
+      gemm_abt_slab<T, 64>(rD, a + slab * (64 * 128 >> 4), b + slab * (64 * 128 >> 4), slab != 0);
+    }
+  }
 
   // Statistics of a thread's queries, two of every 8. Loaded while a product is in flight.
   using Stats = float[16];
@@ -349,13 +367,11 @@ struct BwdSm90Dkdv {
 
     // Start S^T = K Q^T
     auto start_s = [&](u32 count, float (&rS)[kScores]) {
-      Stages::wait_full(shared.full_q, count);
-      gemm_abt<T, 64, Config::kHeadDim>(rS, tile_base(shared.sK, 64 * 128),
-                                        tile_base(shared.sQ[Stages::stage(count)], 64 * 128));
+      start_scores(rS, shared.sK, shared.sQ[Stages::stage(count)], shared.full_q, count);
     };
     // Start dV += P^T dO
     auto start_dv = [&](u32 count) {
-      Stages::wait_full(shared.full_do, count);
+      for (i32 slab = 0; slab < Config::kSlabsV; ++slab) Stages::wait_full(shared.full_do[slab], count);
       gemm_ab<T, Config::kHeadDimV, 64>(rdV, packed_p, tile_base(shared.sdO[Stages::stage(count)], 64 * 128));
     };
     // Wait for S^T, release its Q, compute P^T and hand it to the other warpgroup
@@ -407,7 +423,7 @@ struct BwdSm90Dkdv {
         load_stats(shared.lse[Stages::stage(count)], lse);
         pin_registers(lse);
         // Wait for dV: release its dO
-        wgmma_wait<1>();
+        wgmma_wait<Config::kSlabsQK>();
         pin_registers(rdV);
         release_stage(shared.empty_do[Stages::stage(count - 1)]);
         finish_s(count, lse, rS);
@@ -431,9 +447,7 @@ struct BwdSm90Dkdv {
 
     // Start dP^T = V dO^T
     auto start_dp = [&](u32 count, float (&rdP)[kScores]) {
-      Stages::wait_full(shared.full_do, count);
-      gemm_abt<T, 64, Config::kHeadDimV>(rdP, tile_base(shared.sV, 64 * 128),
-                                         tile_base(shared.sdO[Stages::stage(count)], 64 * 128));
+      start_scores(rdP, shared.sV, shared.sdO[Stages::stage(count)], shared.full_do, count);
     };
     // Start dK += dS^T Q
     auto start_dk = [&](u32 count) {
@@ -441,7 +455,7 @@ struct BwdSm90Dkdv {
     };
     // Wait for Q and its statistics
     auto wait_delta = [&](u32 count, Stats& delta) {
-      Stages::wait_full(shared.full_q, count);
+      for (i32 slab = 0; slab < Config::kSlabsQK; ++slab) Stages::wait_full(shared.full_q[slab], count);
       load_stats(shared.delta[Stages::stage(count)], delta);
       pin_registers(delta);
     };
@@ -479,7 +493,7 @@ struct BwdSm90Dkdv {
         end_turn(1);
         wait_delta(count, delta);
         // Wait for dK: release its Q
-        wgmma_wait<1>();
+        wgmma_wait<Config::kSlabsV>();
         pin_registers(rdK);
         release_stage(shared.empty_q[Stages::stage(count - 1)]);
         finish_dp(count, delta, rdP);
