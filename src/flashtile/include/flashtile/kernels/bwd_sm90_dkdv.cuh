@@ -197,17 +197,32 @@ struct BwdSm90Dkdv {
   FT_DEVICE static void wait_turn(i32 consumer) { named_barrier_sync(kPingPongBarrier + consumer, 256); }
   FT_DEVICE static void end_turn(i32 consumer) { named_barrier_arrive(kPingPongBarrier + 1 - consumer, 256); }
 
-  // Starts D = A B^T, slab by slab as tile number count of B arrives. Commits kSlabs groups.
+  // K or V of the block, the left operand of a product: in shared memory or, with kHoldsKeys, in registers.
   template <i32 kSlabs>
-  FT_DEVICE static void start_scores(float (&rD)[kScores], const T* sA, const T* sB,
-                                     u64 (&full)[kSlabs][Config::kNumStages], u32 count) {
-    u32 a = tile_base(sA, 64 * 128), b = tile_base(sB, 64 * 128);
+  struct Keys {
+    const T* tile;
+    u32 packed[Config::kHoldsKeys ? kSlabs : 1][16];
+
+    FT_DEVICE explicit Keys(const T* tile) : tile(tile) {
 #pragma unroll
-    for (i32 slab = 0; slab < kSlabs; ++slab) {
-      Stages::wait_full(full[slab], count);
-      gemm_abt_slab<T, 64>(rD, a + slab * (64 * 128 >> 4), b + slab * (64 * 128 >> 4), slab != 0);
+      for (i32 slab = 0; slab < kSlabs && Config::kHoldsKeys; ++slab) load_fragment(tile + slab * 64 * 64, packed[slab]);
     }
-  }
+
+    // Starts D = keys * rows^T, slab by slab as tile number count of the rows arrives. Commits kSlabs groups.
+    FT_DEVICE void start(float (&rD)[kScores], const T* rows, u64 (&full)[kSlabs][Config::kNumStages], u32 count) const {
+      u32 b = tile_base(rows, 64 * 128);
+#pragma unroll
+      for (i32 slab = 0; slab < kSlabs; ++slab) {
+        constexpr i32 kSlabUnits = 64 * 128 >> 4;
+        Stages::wait_full(full[slab], count);
+        if constexpr (Config::kHoldsKeys) {
+          gemm_abt_slab<T, 64>(rD, packed[slab], b + slab * kSlabUnits, slab != 0);
+        } else {
+          gemm_abt_slab<T, 64>(rD, tile_base(tile, 64 * 128) + slab * kSlabUnits, b + slab * kSlabUnits, slab != 0);
+        }
+      }
+    }
+  };
 
   // Statistics of a thread's queries, two of every 8. Loaded while a product is in flight.
   using Stats = float[16];
@@ -365,10 +380,6 @@ struct BwdSm90Dkdv {
 #pragma unroll
     for (i32 x = 0; x < Config::kHeadDimV / 2; ++x) rdV[x] = 0.0f;
 
-    // Start S^T = K Q^T
-    auto start_s = [&](u32 count, float (&rS)[kScores]) {
-      start_scores(rS, shared.sK, shared.sQ[Stages::stage(count)], shared.full_q, count);
-    };
     // Start dV += P^T dO
     auto start_dv = [&](u32 count) {
       for (i32 slab = 0; slab < Config::kSlabsV; ++slab) Stages::wait_full(shared.full_do[slab], count);
@@ -401,6 +412,11 @@ struct BwdSm90Dkdv {
 
     if (tile.num_tiles() > 0) {
       mbarrier_wait(shared.full_k, 0);
+      Keys<Config::kSlabsQK> keys(shared.sK);
+      // Start S^T = K Q^T
+      auto start_s = [&](u32 count, float (&rS)[kScores]) {
+        keys.start(rS, shared.sQ[Stages::stage(count)], shared.full_q, count);
+      };
       {
         float rS[kScores];
         Stats lse;
@@ -445,10 +461,6 @@ struct BwdSm90Dkdv {
 #pragma unroll
     for (i32 x = 0; x < Config::kHeadDim / 2; ++x) rdK[x] = 0.0f;
 
-    // Start dP^T = V dO^T
-    auto start_dp = [&](u32 count, float (&rdP)[kScores]) {
-      start_scores(rdP, shared.sV, shared.sdO[Stages::stage(count)], shared.full_do, count);
-    };
     // Start dK += dS^T Q
     auto start_dk = [&](u32 count) {
       gemm_ab<T, Config::kHeadDim, 64>(rdK, packed_ds, tile_base(shared.sQ[Stages::stage(count)], 64 * 128));
@@ -471,6 +483,11 @@ struct BwdSm90Dkdv {
 
     if (tile.num_tiles() > 0) {
       mbarrier_wait(shared.full_v, 0);
+      Keys<Config::kSlabsV> keys(shared.sV);
+      // Start dP^T = V dO^T
+      auto start_dp = [&](u32 count, float (&rdP)[kScores]) {
+        keys.start(rdP, shared.sdO[Stages::stage(count)], shared.full_do, count);
+      };
       {
         float rdP[kScores];
         Stats delta;

@@ -28,6 +28,8 @@ struct Sm90DkdvConfig : Sm90WideConfig<T, kHeadDim, kHeadDimV> {
   static constexpr i32 kBlockN = 64;
   static constexpr i32 kNumStages = kNumStages_;  // of Q and of dO
   static constexpr i32 kNumBuffers = 2;           // of P
+  // K and V are register operands where there is room: products then read less shared memory, which is the bound
+  static constexpr bool kHoldsKeys = kHeadDim <= 192 && kHeadDimV <= 192;
   static constexpr i32 kElementsQK = 64 * 64 * Base::kSlabsQK;
   static constexpr i32 kElementsV = 64 * 64 * Base::kSlabsV;
   static_assert(kNumStages >= 2);
