@@ -295,11 +295,17 @@ struct BwdSm90Dq {
     auto v_tile = [&](u32 count) { return tile_base(shared.sV[StagesV::stage(count)], kBlockN * 128); };
     // Start dP = dO V^T, slab by slab
     auto start_dp = [&](u32 count, float (&rdP)[kScores]) {
-      u32 rows_do = tile_base(shared.sdO[consumer], 64 * 128);
+      u32 rows_do = tile_base(shared.sdO[consumer], 64 * 128), rows_v = v_tile(count);
+      if constexpr (kHasOptions) {
+        // Compute descriptors anew for every tile: kept in registers they would spill
+        asm volatile("" : "+r"(rows_do), "+r"(rows_v));
+        rows_do = uniform(rows_do);
+        rows_v = uniform(rows_v);
+      }
 #pragma unroll
       for (i32 slab = 0; slab < kSlabsV; ++slab) {
         StagesV::wait_full(shared.full_v[slab], count);
-        gemm_abt_slab<T, kBlockN>(rdP, rows_do + slab * (64 * 128 >> 4), v_tile(count) + slab * (kBlockN * 128 >> 4),
+        gemm_abt_slab<T, kBlockN>(rdP, rows_do + slab * (64 * 128 >> 4), rows_v + slab * (kBlockN * 128 >> 4),
                                   slab != 0);
       }
     };
