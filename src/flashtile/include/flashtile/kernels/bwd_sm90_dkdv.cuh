@@ -81,6 +81,8 @@ struct BwdSm90Dkdv {
   using Buffers = Ring<Config::kNumBuffers>;
   static constexpr i32 kScores = 32;  // registers per thread of S^T
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
+  // Options need the registers that K would take
+  static constexpr bool kHoldsKeys = Config::kHoldsKeys && !kHasOptions;
 
   // ---- Prologue. Scope: thread 0.
 
@@ -201,11 +203,11 @@ struct BwdSm90Dkdv {
   template <i32 kSlabs>
   struct Keys {
     const T* tile;
-    u32 packed[Config::kHoldsKeys ? kSlabs : 1][16];
+    u32 packed[kHoldsKeys ? kSlabs : 1][16];
 
     FT_DEVICE explicit Keys(const T* tile) : tile(tile) {
 #pragma unroll
-      for (i32 slab = 0; slab < kSlabs && Config::kHoldsKeys; ++slab) load_fragment(tile + slab * 64 * 64, packed[slab]);
+      for (i32 slab = 0; slab < kSlabs && kHoldsKeys; ++slab) load_fragment(tile + slab * 64 * 64, packed[slab]);
     }
 
     // Starts D = keys * rows^T, slab by slab as tile number count of the rows arrives. Commits kSlabs groups.
@@ -215,7 +217,7 @@ struct BwdSm90Dkdv {
       for (i32 slab = 0; slab < kSlabs; ++slab) {
         constexpr i32 kSlabUnits = 64 * 128 >> 4;
         Stages::wait_full(full[slab], count);
-        if constexpr (Config::kHoldsKeys) {
+        if constexpr (kHoldsKeys) {
           gemm_abt_slab<T, 64>(rD, packed[slab], b + slab * kSlabUnits, slab != 0);
         } else {
           gemm_abt_slab<T, 64>(rD, tile_base(tile, 64 * 128) + slab * kSlabUnits, b + slab * kSlabUnits, slab != 0);
@@ -275,13 +277,14 @@ struct BwdSm90Dkdv {
   // The same with options: P^T as dV needs it, and the factor of dP^T - delta in dS^T, which is negative where dropout
   // drops the element. Scope: warp.
   FT_DEVICE static void exponentiate_options(const Params& p, const Sequence& s, i32 head, i32 i_begin, i32 j_begin,
-                                             const Stats& lse, const float (&rS)[kScores], u32 (&packed_p)[kScores / 2],
-                                             u32 (&packed_factor)[kScores / 2]) {
+                                             const float* sLse, const float (&rS)[kScores],
+                                             u32 (&packed_p)[kScores / 2], u32 (&packed_factor)[kScores / 2]) {
     Scorer<ScoreMod> scorer(p, s, head);
     i32 i_first = i_begin + fragment_column(), j_first = j_begin + fragment_row();
     TransposedDropout<Dropout, 64> dropout(p, s, head, i_begin, j_begin);
 #pragma unroll
     for (i32 b = 0; b < kScores / 4; ++b) {
+      float2 lse = *reinterpret_cast<const float2*>(sLse + 8 * b + fragment_column());
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
         i32 j = j_first + 8 * r;
@@ -294,7 +297,7 @@ struct BwdSm90Dkdv {
           if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, s, head, i, j);
           float tanh = 0.0f, drop = dropout.factor(b, e, r);
           float score = is_kept ? scorer.score(rS[4 * b + 2 * r + e], i, j, tanh) : -infinity();
-          float full = probability(score, lse[2 * b + e], exponent_factor(ScoreMod::kHasBias));
+          float full = probability(score, e == 0 ? lse.x : lse.y, exponent_factor(ScoreMod::kHasBias));
           prob[e] = full * drop;
           factor[e] = full;
           if constexpr (!mutates(Mutation::bwd_sm90_wide_softcap))
@@ -385,17 +388,27 @@ struct BwdSm90Dkdv {
       for (i32 slab = 0; slab < Config::kSlabsV; ++slab) Stages::wait_full(shared.full_do[slab], count);
       gemm_ab<T, Config::kHeadDimV, 64>(rdV, packed_p, tile_base(shared.sdO[Stages::stage(count)], 64 * 128));
     };
+    // Load the statistics while S^T is in flight
+    auto load_lse = [&](u32 count, Stats& lse) {
+      if constexpr (!kHasOptions) {
+        load_stats(shared.lse[Stages::stage(count)], lse);
+        pin_registers(lse);
+      }
+    };
     // Wait for S^T, release its Q, compute P^T and hand it to the other warpgroup
     auto finish_s = [&](u32 count, const Stats& lse, float (&rS)[kScores]) {
+      u32 stage = Stages::stage(count);
       wgmma_wait<0>();
       pin_registers(rS);
-      release_stage(shared.empty_q[Stages::stage(count)]);
       const WideQueryTile& queries = shared.queries[count % kNumWideQueryTiles];
       if constexpr (kHasOptions) {
         u32 packed_factor[kScores / 2];
-        exponentiate_options(p, s, queries.head, queries.i_begin, tile.j_begin, lse, rS, packed_p, packed_factor);
+        exponentiate_options(p, s, queries.head, queries.i_begin, tile.j_begin, shared.lse[stage], rS, packed_p,
+                             packed_factor);
+        release_stage(shared.empty_q[stage]);
         send(shared, count, packed_factor);
       } else {
+        release_stage(shared.empty_q[stage]);
         bool is_checked = queries.has_large_lse != 0;
         if constexpr (Mask::kHasBand) {
           is_checked |= needs_mask<Mask>(p, s, queries.i_begin, 0, tile.j_begin, 64);
@@ -423,8 +436,7 @@ struct BwdSm90Dkdv {
         wait_turn(0);
         start_s(0, rS);
         end_turn(0);
-        load_stats(shared.lse[0], lse);
-        pin_registers(lse);
+        load_lse(0, lse);
         finish_s(0, lse, rS);
       }
       u32 count = 1;
@@ -436,8 +448,7 @@ struct BwdSm90Dkdv {
         start_dv(count - 1);
         start_s(count, rS);
         end_turn(0);
-        load_stats(shared.lse[Stages::stage(count)], lse);
-        pin_registers(lse);
+        load_lse(count, lse);
         // Wait for dV: release its dO
         wgmma_wait<Config::kSlabsQK>();
         pin_registers(rdV);
