@@ -74,6 +74,7 @@ struct BwdSm90Dq {
   static constexpr i32 kBlockN = Config::kBlockN, kSlabsV = Config::kSlabsV;
   static constexpr i32 kScores = kBlockN / 2;  // registers per thread of S
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
+  static constexpr bool kHoldsdO = Config::kHoldsdO && !kHasOptions;
 
   // ---- Prologue. Scope: thread 0.
 
@@ -286,7 +287,7 @@ struct BwdSm90Dq {
     const Sequence& s = block.s;
     Rows rows(p, block, consumer);
     float rdQ[Config::kHeadDim / 2];
-    u32 packed_ds[kScores / 2];
+    u32 packed_ds[kScores / 2], rdO[kHoldsdO ? kSlabsV : 1][16];
 #pragma unroll
     for (i32 x = 0; x < Config::kHeadDim / 2; ++x) rdQ[x] = 0.0f;
 
@@ -305,8 +306,12 @@ struct BwdSm90Dq {
 #pragma unroll
       for (i32 slab = 0; slab < kSlabsV; ++slab) {
         StagesV::wait_full(shared.full_v[slab], count);
-        gemm_abt_slab<T, kBlockN>(rdP, rows_do + slab * (64 * 128 >> 4), rows_v + slab * (kBlockN * 128 >> 4),
-                                  slab != 0);
+        u32 slab_v = rows_v + slab * (kBlockN * 128 >> 4);
+        if constexpr (kHoldsdO) {
+          gemm_abt_slab<T, kBlockN>(rdP, rdO[slab], slab_v, slab != 0);
+        } else {
+          gemm_abt_slab<T, kBlockN>(rdP, rows_do + slab * (64 * 128 >> 4), slab_v, slab != 0);
+        }
       }
     };
     // Start S = Q K^T
@@ -378,6 +383,10 @@ struct BwdSm90Dq {
     if (count < end()) {
       mbarrier_wait(shared.full_do[consumer], 0);
       mbarrier_wait(shared.full_q[consumer], 0);
+#pragma unroll
+      for (i32 slab = 0; slab < kSlabsV && kHoldsdO; ++slab) {
+        load_fragment(shared.sdO[consumer] + slab * 64 * 64, rdO[slab]);
+      }
       step(count, Constant<false>());
       for (++count; count < end(); ++count) step(count, Constant<true>());
       start_dq(count - 1);

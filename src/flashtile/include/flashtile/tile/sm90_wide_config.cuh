@@ -47,6 +47,8 @@ struct Sm90DqConfig : Sm90WideConfig<T, kHeadDim, kHeadDimV> {
   static constexpr i32 kElementsdO = 64 * 64 * Base::kSlabsV;  // per consumer
   static constexpr i32 kElementsK = kBlockN * 64 * Base::kSlabsQK;
   static constexpr i32 kElementsV = kBlockN * 64 * Base::kSlabsV;
+  // dO is a register operand where there is room
+  static constexpr bool kHoldsdO = kHeadDim <= 192 && kHeadDimV <= 128 && kBlockN <= 64;
   // A tile's K is used again, for dQ, after the scores of the next tile have been started
   static_assert(kStagesK >= 2 && kStagesV >= 1 && kBlockN % 16 == 0);
 };
