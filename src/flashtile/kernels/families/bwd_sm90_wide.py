@@ -37,6 +37,8 @@ class Tile(NamedTuple):
 
 # By padded head_dim and head_dim_v
 _TILES: dict[tuple[int, int], Tile] = {
+    (64, 64): Tile(4, 64, 3, 3),
+    (128, 128): Tile(4, 64, 3, 3),
     (192, 128): Tile(4, 64, 3, 3),
     (192, 192): Tile(3, 64, 3, 2),
     (256, 256): Tile(2, 64, 2, 1),
