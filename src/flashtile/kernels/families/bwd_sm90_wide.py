@@ -84,7 +84,7 @@ class BwdSm90WideRow(Row):
         if self.is_dq:
             stages_k, stages_v = self.stages
             streamed = 128 * self.block_n * (stages_k * slabs + stages_v * slabs_v)
-            barriers = 8 * (5 + 2 * stages_k + 2 * stages_v * slabs_v)
+            barriers = 8 * (6 + 2 * stages_k + 2 * stages_v * slabs_v)
             total = owned + streamed + barriers + _BLOCK_BYTES
         else:
             (stages,) = self.stages

@@ -1,7 +1,7 @@
 // dQ on Hopper for wide heads: wgmma and TMA, one producer and two consumer warpgroups.
 //
-// Threads:   a block owns 128 queries of one head, 64 for each consumer, and streams the keys that they see. One warp of
-//            the last warpgroup loads them.
+// Threads:   a block owns 128 queries of one head, 64 for each consumer, and streams the keys that they see. Two warps of
+//            the last warpgroup load them.
 // Shared:    sQ, sdO [consumer][slab][64][64], loaded once; sK, sV [stage][slab][kBlockN][64], 128-byte swizzled slabs
 //            of 64 columns; the block's queries; barriers.
 // Products:  S = Q K^T and dP = dO V^T have queries as rows. dS, packed to 16 bits, is a register operand of
@@ -59,7 +59,7 @@ struct alignas(1024) BwdSm90DqStorage {
   T sK[Config::kStagesK][Config::kElementsK];
   T sV[Config::kStagesV][Config::kElementsV];
   u64 full_q[2], full_do[2];
-  u64 full_tail;  // K and V of a tile with rows past the last key
+  u64 full_tail[2];  // a part of V or K with rows past the last key
   u64 full_k[Config::kStagesK], empty_k[Config::kStagesK];
   u64 full_v[Config::kSlabsV][Config::kStagesV], empty_v[Config::kSlabsV][Config::kStagesV];
   WideQueryBlock block;
@@ -83,7 +83,7 @@ struct BwdSm90Dq {
       mbarrier_init(shared.full_q[consumer], 1);
       mbarrier_init(shared.full_do[consumer], 1);
     }
-    mbarrier_init(shared.full_tail, 1 + kSlabsV);
+    for (i32 x = 0; x < 2; ++x) mbarrier_init(shared.full_tail[x], 1);
     for (i32 stage = 0; stage < Config::kStagesK; ++stage) {
       mbarrier_init(shared.full_k[stage], 1);
       mbarrier_init(shared.empty_k[stage], 8);
@@ -98,59 +98,74 @@ struct BwdSm90Dq {
     fence_proxy_async();
   }
 
-  // ---- Producer. Scope: warp; one lane issues the copies.
+  // ---- Producers, one for dO and V, one for Q and K. Scope: warp; one lane issues the copies.
 
-  FT_DEVICE static void produce(const BwdSm90WideParams& params, Storage& shared, const WideQueryBlock& block) {
+  // The rows of K and V that a tile starts with.
+  FT_DEVICE static i32 first_key(const WideQueryBlock& block, u32 count) {
+    return (block.n_begin + static_cast<i32>(count)) * kBlockN;
+  }
+  FT_DEVICE static i32 kv_head(const Params& p, const WideQueryBlock& block) {
+    i32 head = block.head / (p.heads / p.heads_kv);
+    if constexpr (mutates(Mutation::bwd_sm90_wide_gqa_head)) head = block.head % p.heads_kv;
+    return head;
+  }
+
+  // Loads kSlabs slabs of a tile of K or V, from slab number `first` on. Rows past the last key are another sequence's:
+  // the warp clears them before the consumers see the tile.
+  template <i32 kSlabs>
+  FT_DEVICE static void load_keys(const Params& p, const WideQueryBlock& block, T* tile, const TensorMap& map,
+                                  const Strides& strides, u64& full, u64& full_tail, u32& num_tails, u32 count,
+                                  i32 first) {
+    i32 row = first_key(block, count), num_rows = block.s.seqlen_k - row, head = kv_head(p, block);
+    bool is_issuer = elect_lane(), has_tail = SeqInfo::kHasLengths && num_rows < kBlockN;
+    if (is_issuer) {
+      load_rows<kBlockN, kSlabs>(tile, map, strides, has_tail ? full_tail : full, static_cast<i32>(block.s.k_row) + row,
+                                 head, block.s.batch_idx, 64 * first);
+    }
+    if (has_tail) {
+      mbarrier_wait(full_tail, num_tails++ % 2);
+      clear_tail<kBlockN, kSlabs>(tile, num_rows);
+      if (is_issuer) mbarrier_arrive(full);
+    }
+  }
+
+  FT_DEVICE static void produce_v(const BwdSm90WideParams& params, Storage& shared, const WideQueryBlock& block) {
     const Params& p = params.base;
-    i32 batch = block.s.batch_idx, kv_head = block.head / (p.heads / p.heads_kv);
-    i32 q_row = static_cast<i32>(block.s.q_row) + block.i_begin;
-    if constexpr (mutates(Mutation::bwd_sm90_wide_gqa_head)) kv_head = block.head % p.heads_kv;
-    bool is_issuer = elect_lane();
-    auto load_queries = [&](i32 consumer) {
-      if (!is_issuer) return;
+    u32 num_tails = 0;
+    auto load_do = [&](i32 consumer) {
+      if (!elect_lane()) return;
       load_rows<64, kSlabsV>(shared.sdO[consumer], params.dout_map, p.dout_strides, shared.full_do[consumer],
-                             q_row + 64 * consumer, block.head, batch);
-      load_rows<64, Config::kSlabsQK>(shared.sQ[consumer], params.q_map, p.q_strides, shared.full_q[consumer],
-                                      q_row + 64 * consumer, block.head, batch);
+                             static_cast<i32>(block.s.q_row) + block.i_begin + 64 * consumer, block.head,
+                             block.s.batch_idx);
     };
-    auto j_begin = [&](u32 count) { return (block.n_begin + static_cast<i32>(count)) * kBlockN; };
-    auto k_row = [&](u32 count) { return static_cast<i32>(block.s.k_row) + j_begin(count); };
-    auto load_v_slab = [&](i32 slab, u32 count, u64& full) {
-      load_rows<kBlockN, 1>(shared.sV[StagesV::stage(count)] + slab * kBlockN * 64, params.v_stream_map, p.v_strides,
-                            full, k_row(count), kv_head, batch, 64 * slab);
-    };
-    auto load_k = [&](u32 count, u64& full) {
-      load_rows<kBlockN, Config::kSlabsQK>(shared.sK[StagesK::stage(count)], params.k_stream_map, p.k_strides, full,
-                                           k_row(count), kv_head, batch);
-    };
-    load_queries(0);
+    load_do(0);
     for (u32 count = 0; count < block.num_tiles(); ++count) {
-      u32 stage_k = StagesK::stage(count), stage_v = StagesV::stage(count);
-      i32 num_rows = block.s.seqlen_k - j_begin(count);
-      if (SeqInfo::kHasLengths && num_rows < kBlockN) {
-        // Clear the rows past the last key, which are another sequence's, before the consumers see the tile
-        StagesK::wait_empty(shared.empty_k, count);
-        for (i32 slab = 0; slab < kSlabsV; ++slab) StagesV::wait_empty(shared.empty_v[slab], count);
-        if (is_issuer) {
-          load_k(count, shared.full_tail);
-          for (i32 slab = 0; slab < kSlabsV; ++slab) load_v_slab(slab, count, shared.full_tail);
-        }
-        mbarrier_wait(shared.full_tail, 0);
-        clear_tail<kBlockN, Config::kSlabsQK>(shared.sK[stage_k], num_rows);
-        clear_tail<kBlockN, kSlabsV>(shared.sV[stage_v], num_rows);
-        if (is_issuer) {
-          mbarrier_arrive(shared.full_k[stage_k]);
-          for (i32 slab = 0; slab < kSlabsV; ++slab) mbarrier_arrive(shared.full_v[slab][stage_v]);
-        }
-      } else {
-        for (i32 slab = 0; slab < kSlabsV; ++slab) {
-          StagesV::wait_empty(shared.empty_v[slab], count);
-          if (is_issuer) load_v_slab(slab, count, shared.full_v[slab][stage_v]);
-        }
-        StagesK::wait_empty(shared.empty_k, count);
-        if (is_issuer) load_k(count, shared.full_k[stage_k]);
+      u32 stage = StagesV::stage(count);
+      for (i32 slab = 0; slab < kSlabsV; ++slab) {
+        StagesV::wait_empty(shared.empty_v[slab], count);
+        load_keys<1>(p, block, shared.sV[stage] + slab * kBlockN * 64, params.v_stream_map, p.v_strides,
+                     shared.full_v[slab][stage], shared.full_tail[0], num_tails, count, slab);
       }
-      if (count == 0) load_queries(1);
+      if (count == 0) load_do(1);
+    }
+  }
+
+  FT_DEVICE static void produce_k(const BwdSm90WideParams& params, Storage& shared, const WideQueryBlock& block) {
+    const Params& p = params.base;
+    u32 num_tails = 0;
+    auto load_q = [&](i32 consumer) {
+      if (!elect_lane()) return;
+      load_rows<64, Config::kSlabsQK>(shared.sQ[consumer], params.q_map, p.q_strides, shared.full_q[consumer],
+                                      static_cast<i32>(block.s.q_row) + block.i_begin + 64 * consumer, block.head,
+                                      block.s.batch_idx);
+    };
+    load_q(0);
+    for (u32 count = 0; count < block.num_tiles(); ++count) {
+      u32 stage = StagesK::stage(count);
+      StagesK::wait_empty(shared.empty_k, count);
+      load_keys<Config::kSlabsQK>(p, block, shared.sK[stage], params.k_stream_map, p.k_strides, shared.full_k[stage],
+                                  shared.full_tail[1], num_tails, count, 0);
+      if (count == 0) load_q(1);
     }
   }
 
@@ -291,7 +306,7 @@ struct BwdSm90Dq {
 #pragma unroll
     for (i32 x = 0; x < Config::kHeadDim / 2; ++x) rdQ[x] = 0.0f;
 
-    auto j_begin = [&](u32 count) { return (block.n_begin + static_cast<i32>(count)) * kBlockN; };
+    auto j_begin = [&](u32 count) { return first_key(block, count); };
     auto k_tile = [&](u32 count) { return tile_base(shared.sK[StagesK::stage(count)], kBlockN * 128); };
     auto v_tile = [&](u32 count) { return tile_base(shared.sV[StagesV::stage(count)], kBlockN * 128); };
     // Start dP = dO V^T, slab by slab
@@ -432,7 +447,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   if (warpgroup == 2) {
     lower_registers<Config::kProducerRegisters>();
     // Without keys the maps are empty
-    if (threadIdx.x / 32 == 8 && block.n_begin < block.n_end) Kernel::produce(params, shared, block);
+    if (block.n_begin >= block.n_end) return;
+    i32 warp = uniform(threadIdx.x / 32 % 4);
+    if (warp == 0) Kernel::produce_v(params, shared, block);
+    if (warp == 1) Kernel::produce_k(params, shared, block);
   } else {
     raise_registers<Config::kConsumerRegisters>();
     Kernel::consume(params, shared, block, warpgroup);
