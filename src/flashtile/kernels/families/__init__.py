@@ -21,6 +21,7 @@ from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, forced_rows
 from flashtile.kernels.families.bwd_simt import BwdSimt
 from flashtile.kernels.families.bwd_sm90 import BwdSm90
+from flashtile.kernels.families.bwd_sm90_wide import BwdSm90Wide
 from flashtile.kernels.families.fwd_simt import FwdSimt
 from flashtile.kernels.families.fwd_sm90 import FwdSm90
 from flashtile.kernels.length_class import LengthClass
@@ -60,6 +61,7 @@ def find(name: str) -> Family[Any]:
 register(FwdSm90())
 register(FwdSimt())
 register(BwdSm90())
+register(BwdSm90Wide())
 register(BwdSimt())
 
 
