@@ -27,6 +27,8 @@ enum class Mutation {
   fwd_sm90_dropout,      // two of four words of dropout bits are swapped
   fwd_sm90_split,        // every split processes the keys of the first one
   fwd_sm90_later_tile,   // a block repeats its first query tile instead of its fourth
+  // Found by `flashtile check`, in the mma.sync forward
+  fwd_sm80_gqa_head,  // query head h uses KV head h % heads_kv instead of h / group
   // Found by `flashtile check`, in the Hopper backward
   bwd_sm90_delta,        // delta without rowsum(dO * O)
   bwd_sm90_dq_tile,      // dQ of the second query tile is not added
