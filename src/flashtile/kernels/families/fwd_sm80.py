@@ -29,7 +29,6 @@ class Tile(NamedTuple):
     min_blocks: int  # that should share a multiprocessor
     num_stages: int = 2
     keeps_q: bool = False
-    scales_lazily: bool = True
     max_options: int = 99  # that change scores or probabilities, that it holds without a spill
 
 
@@ -51,7 +50,6 @@ class Sm80Row(Row):
     num_stages: int  # of K and of V
     min_blocks: int
     keeps_q: bool  # in registers
-    scales_lazily: bool
     packs_heads: bool
     is_scale_positive: bool
     is_exact: bool  # the head dims are the padded ones
@@ -72,7 +70,7 @@ class Sm80Row(Row):
     def config(self) -> str:
         sizes = f"{self.head_dim}, {self.head_dim_v}, {self.block_m}, {self.block_n}"
         counts = f"{self.num_warps}, {self.num_stages}, {self.min_blocks}"
-        flags = self.keeps_q, self.scales_lazily, self.packs_heads, self.is_scale_positive, self.is_exact
+        flags = self.keeps_q, self.packs_heads, self.is_scale_positive, self.is_exact
         types = f"{CPP_TYPES[self.dtype]}, {CPP_TYPES[self.out_dtype]}"
         return f"Sm80Config<{types}, {sizes}, {counts}, {', '.join(map(cpp_bool, flags))}>"
 
@@ -81,7 +79,6 @@ class Sm80Row(Row):
         words = [f"{self.block_m} x {self.block_n}, {self.num_warps} warps"]
         words += [] if self.num_stages == 2 else [f"{self.num_stages} stages"]
         words += ["Q in registers"] if self.keeps_q else []
-        words += ["lazy"] if self.scales_lazily else []
         return ", ".join(words)
 
     @property
@@ -167,5 +164,5 @@ def _row(
     is_exact: bool = True,
 ) -> Sm80Row:
     sizes = tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.min_blocks
-    flags = tile.keeps_q, tile.scales_lazily, packs_heads, is_scale_positive, is_exact
+    flags = tile.keeps_q, packs_heads, is_scale_positive, is_exact
     return Sm80Row("fwd_sm80", dtype, out_dtype, *dims, *sizes, *flags)

@@ -50,7 +50,7 @@ struct FwdSm80 {
   using Tile = QueryTile<Config, Mask, SeqInfo>;
   using Packing = HeadPacking<Config>;
   using Rows = FragmentRows<Config>;
-  using Softmax = OnlineSoftmax<Config::kRescalesLazily, ScoreMod::kHasBias>;
+  using Softmax = WarpSoftmax<Config::kMTiles, ScoreMod::kHasBias>;
   using TileQK = SwizzledTile<Config::kHeadDim>;
   using TileV = SwizzledTile<Config::kHeadDimV>;
   static constexpr bool kIsNatural = ScoreMod::kHasBias;
@@ -62,13 +62,10 @@ struct FwdSm80 {
 
   // What a warp carries from tile to tile.
   struct State {
-    Softmax softmax[kMTiles];
+    Softmax softmax;
     float rO[kMTiles][kOutputs];
     u32 rQ[Config::kKeepsQ ? kDepthSteps : 1][kMTiles][4];
   };
-
-  FT_DEVICE static i32 head_dim(const Params& p) { return Config::kIsExact ? Config::kHeadDim : p.head_dim; }
-  FT_DEVICE static i32 head_dim_v(const Params& p) { return Config::kIsExact ? Config::kHeadDimV : p.head_dim_v; }
 
   // ---- Copies. Scope: block.
 
@@ -76,7 +73,8 @@ struct FwdSm80 {
   FT_DEVICE static void load_q(const Params& p, Storage& shared, const Tile& tile) {
     const T* gQ = query_rows(static_cast<const T*>(p.q), p.q_strides, tile.s, 0) + TileQK::copy_column();
     i32 num_heads = Packing::num_heads(p), num_queries = Packing::num_queries(p);
-    for_each_row<Config::kHeadDim, Config::kBlockM, Config::kNumThreads>(
+    i32 num_columns = p.head_dim - TileQK::copy_column();
+    for_each_row<Config::kHeadDim, Config::kBlockM, Config::kNumThreads, Load>(
         shared_address(shared.sQ), [&](i32 first, i32 r, u32 target) {
           i32 row = first + r, head = 0, i = tile.i_begin + row;
           if constexpr (Config::kPacksHeads) {
@@ -85,7 +83,7 @@ struct FwdSm80 {
           }
           bool is_row = head < num_heads && static_cast<u32>(i) < static_cast<u32>(tile.s.seqlen_q);
           const T* source = gQ + (tile.coord.head * num_heads + head) * p.q_strides.head + i * p.q_strides.row;
-          copy_row_chunks<Config::kHeadDim, Load>(target, source, is_row, head_dim(p));
+          copy_row_chunks<Config::kHeadDim, Config::kIsExact, Load>(target, source, is_row, num_columns);
         });
   }
 
@@ -94,32 +92,37 @@ struct FwdSm80 {
   struct KeyCopy {
     using Shared = SwizzledTile<kColumns>;
     KeyRows<const T, KvSource> rows;
-    const char* source;
-    i32 num_columns;
+    const char* next;  // not with pages
+    i32 num_columns;   // from this thread's on
 
     FT_DEVICE KeyCopy(const void* tensor, const Strides& strides, const Params& p, const Tile& tile, i32 kv_head,
-                      i32 num_columns)
-        : rows(static_cast<const T*>(tensor), strides, p, tile.s, kv_head), num_columns(num_columns) {
+                      i32 head_dim)
+        : rows(static_cast<const T*>(tensor), strides, p, tile.s, kv_head),
+          next(nullptr),
+          num_columns(head_dim - Shared::copy_column()) {
       if constexpr (!KvSource::kIsPaged) {
         i32 j = (tile.n_end - 1) * kBlockN + threadIdx.x / Shared::kSegment;
-        source = reinterpret_cast<const char*>(rows.row(j) + Shared::copy_column());
+        next = reinterpret_cast<const char*>(rows.row(j) + Shared::copy_column());
       }
     }
 
-    // Starts the copy of tile n, whose rows from num_rows on are missing if kHasTail.
+    // Starts the copy of the next tile, n, whose rows from num_rows on are missing if kHasTail.
     template <bool kHasTail>
     FT_DEVICE void load(u32 stage, i32 n, i32 num_rows) {
       i64 row_bytes = sizeof(T) * rows.row_stride;
-      for_each_row<kColumns, kBlockN, Config::kNumThreads>(stage, [&](i32 first, i32 r, u32 target) {
-        const char* row = source + r * row_bytes;
+      for_each_row<kColumns, kBlockN, Config::kNumThreads, Load>(stage, [&](i32 first, i32 r, u32 target) {
+        const T* source;
         if constexpr (KvSource::kIsPaged) {
           i32 j = kHasTail ? min_of(first + r, num_rows - 1) : first + r;
-          row = reinterpret_cast<const char*>(rows.row(n * kBlockN + j) + Shared::copy_column());
+          source = rows.row(n * kBlockN + j) + Shared::copy_column();
+        } else {
+          source = reinterpret_cast<const T*>(next + r * row_bytes);
         }
-        copy_row_chunks<kColumns, Load>(target, reinterpret_cast<const T*>(row), !kHasTail || first + r < num_rows,
-                                        num_columns);
+        bool is_row = !kHasTail || first + r < num_rows;
+        if constexpr (mutates(Mutation::fwd_sm80_tail)) is_row = true;
+        copy_row_chunks<kColumns, Config::kIsExact, Load>(target, source, is_row, num_columns);
       });
-      source -= kBlockN * row_bytes;
+      next -= kBlockN * row_bytes;
     }
   };
 
@@ -186,13 +189,8 @@ struct FwdSm80 {
       }
     }
     if constexpr (kIsMasked) modify_tile(p, tile, warp, j_begin, rS);
-#pragma unroll
-    for (i32 t = 0; t < kMTiles; ++t) state.softmax[t].template raise_maximum<false, kIsMasked>(factor, rS[t]);
-#pragma unroll
-    for (i32 t = 0; t < kMTiles; ++t) {
-      state.softmax[t].rescale(state.rO[t]);
-      state.softmax[t].template exponentiate<false, kIsMasked>(factor, rS[t]);
-    }
+    state.softmax.raise_maximum(factor, rS, state.rO);
+    state.softmax.template exponentiate<kIsMasked>(factor, rS);
     if constexpr (Dropout::kIsOn) drop_tile(p, tile, warp, j_begin, rS);
 #pragma unroll
     for (i32 t = 0; t < kMTiles; ++t) {
@@ -208,8 +206,8 @@ struct FwdSm80 {
                                  float factor, State& state) {
     i32 kv_head = Config::kPacksHeads ? tile.coord.head : tile.coord.head / (p.heads / p.heads_kv);
     if constexpr (mutates(Mutation::fwd_sm80_gqa_head)) kv_head = tile.coord.head % p.heads_kv;
-    KeyCopy<Config::kHeadDim> gK(p.k, p.k_strides, p, tile, kv_head, head_dim(p));
-    KeyCopy<Config::kHeadDimV> gV(p.v, p.v_strides, p, tile, kv_head, head_dim_v(p));
+    KeyCopy<Config::kHeadDim> gK(p.k, p.k_strides, p, tile, kv_head, p.head_dim);
+    KeyCopy<Config::kHeadDimV> gV(p.v, p.v_strides, p, tile, kv_head, p.head_dim_v);
     u32 k_tiles = shared_address(shared.sK), v_tiles = shared_address(shared.sV);
     constexpr u32 kBytesK = sizeof(shared.sK[0]), kBytesV = sizeof(shared.sV[0]);
     auto load_tile = [&](i32 n, u32 stage, auto has_tail) {
@@ -274,7 +272,7 @@ struct FwdSm80 {
 
   // Finishes the softmax, normalises and stores O and lse of an m16 tile; of a split the sum of P V, m and l.
   FT_DEVICE static void epilogue(const Params& p, const Tile& tile, const Rows& rows, float factor,
-                                 const Softmax& softmax, const float (&rO)[kOutputs]) {
+                                 const float (&m)[2], const float (&l)[2], const float (&rO)[kOutputs]) {
     bool is_split = p.num_splits > 1;
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
@@ -282,8 +280,8 @@ struct FwdSm80 {
       bool is_query = rows.is_query(tile, r);
       // Store the statistics
       float sink = p.sinks == nullptr || is_split ? -infinity() : in_score_unit(kIsNatural, p.sinks[head]);
-      float m = ScoreMod::kChangesScores ? softmax.m[r] : softmax.m[r] * factor;
-      RowStats stats = join_sink<kIsNatural>(m, softmax.l[r], sink, [](float l) { return quad_sum(l); });
+      float m_score = ScoreMod::kChangesScores ? m[r] : m[r] * factor;
+      RowStats stats = join_sink<kIsNatural>(m_score, l[r], sink, [](float l) { return quad_sum(l); });
       float norm = is_split ? 1.0f : stats.norm();
       i64 stat = stat_index(p, tile.s, head, i), part = tile.coord.split * p.lse_size + stat;
       if (is_query && threadIdx.x % 4 == 0) store_stats<kIsNatural>(p, is_split, part, stat, stats.m, stats.l);
@@ -349,7 +347,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
 #pragma unroll
   for (i32 t = 0; t < Config::kMTiles; ++t) {
     typename Kernel::Rows rows = Kernel::rows_of(p, shared_tile, warp, t);
-    Kernel::epilogue(p, shared_tile, rows, factor, state.softmax[t], state.rO[t]);
+    Kernel::epilogue(p, shared_tile, rows, factor, state.softmax.m[t], state.softmax.l[t], state.rO[t]);
   }
 }
 

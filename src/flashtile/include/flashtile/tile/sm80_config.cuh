@@ -4,7 +4,6 @@
 // products, which halves the traffic of shared memory.
 //   kMinBlocks         blocks that share a multiprocessor; limits the registers
 //   kKeepsQ            Q stays in registers instead of being read again for every key tile
-//   kRescalesLazily    a row's maximum is raised, and O rescaled, only if the old maximum is too far off
 //   kPacksHeads        64 rows are queries of all heads that share a KV head
 //   kIsScalePositive   S may stay a dot product: its maximum is the score's
 //   kIsExact           the head dims are the padded ones: no column needs a check
@@ -15,8 +14,8 @@
 namespace flashtile {
 
 template <typename T, typename Out, i32 kHeadDim_, i32 kHeadDimV_, i32 kBlockM_, i32 kBlockN_, i32 kNumWarps_,
-          i32 kNumStages_, i32 kMinBlocks_, bool kKeepsQ_, bool kRescalesLazily_, bool kPacksHeads_,
-          bool kIsScalePositive_, bool kIsExact_>
+          i32 kNumStages_, i32 kMinBlocks_, bool kKeepsQ_, bool kPacksHeads_, bool kIsScalePositive_,
+          bool kIsExact_>
 struct Sm80Config {
   using Element = T;
   using OutElement = Out;
@@ -28,7 +27,6 @@ struct Sm80Config {
   static constexpr i32 kNumStages = kNumStages_;  // of K and of V
   static constexpr i32 kMinBlocks = kMinBlocks_;
   static constexpr bool kKeepsQ = kKeepsQ_;
-  static constexpr bool kRescalesLazily = kRescalesLazily_;
   static constexpr bool kPacksHeads = kPacksHeads_;
   static constexpr bool kIsScalePositive = kIsScalePositive_;
   static constexpr bool kIsExact = kIsExact_;

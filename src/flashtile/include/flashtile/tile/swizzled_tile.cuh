@@ -68,15 +68,16 @@ FT_DEVICE void copy_unaligned_chunk(u32 address, const T* source, i32 num_elemen
 }
 
 // Starts the copy of this thread's chunks of a row, one in each segment; source and target are those of the first
-// segment. Zeros from num_columns on, or everywhere if the row is missing. Scope: thread.
-template <i32 kColumns, class Load, typename T>
+// segment. num_columns counts from there: zeros from it on (kIsExact: the row is full), or everywhere if the row is
+// missing. Scope: thread.
+template <i32 kColumns, bool kIsExact, class Load, typename T>
 FT_DEVICE void copy_row_chunks(u32 target, const T* source, bool is_row, i32 num_columns) {
   using Tile = SwizzledTile<kColumns>;
-  i32 chunk = threadIdx.x % Tile::kSegment;
-#pragma unroll
+#pragma unroll(Load::kIsAligned16 ? Tile::kNumSegments : 1)
   for (i32 segment = 0; segment < Tile::kNumSegments; ++segment) {
     i32 column = 8 * Tile::kSegment * segment;
-    i32 num_elements = is_row ? num_columns - 8 * chunk - column : 0;
+    i32 num_elements = kIsExact ? 8 : num_columns - column;
+    if (!is_row) num_elements = 0;
     if constexpr (Load::kIsAligned16) {
       cp_async<16>(target + 2 * column, source + column, num_elements > 0 ? 16 : 0);
     } else {
@@ -85,15 +86,16 @@ FT_DEVICE void copy_row_chunks(u32 target, const T* source, bool is_row, i32 num
   }
 }
 
-// Calls copy(first, r, target) for each row first + r of a tile of which this thread copies chunks; target is the
-// shared address of its chunk of the first segment. The compiler knows r. Scope: block.
-template <i32 kColumns, i32 kRows, i32 kNumThreads, class Copy>
+// Calls copy(first, r, target) for each row first + r of a tile of which this thread copies chunks; target is the shared
+// address of its chunk of the first segment. For aligned rows the compiler knows r; code for others is long, so that the
+// loop stays one. Scope: block.
+template <i32 kColumns, i32 kRows, i32 kNumThreads, class Load, class Copy>
 FT_DEVICE void for_each_row(u32 tile, Copy copy) {
   using Tile = SwizzledTile<kColumns>;
   constexpr i32 kPassRows = kNumThreads / Tile::kSegment;
   i32 first = threadIdx.x / Tile::kSegment;
   u32 target = tile + Tile::chunk_offset(first, threadIdx.x % Tile::kSegment);
-#pragma unroll
+#pragma unroll(Load::kIsAligned16 ? kRows / kPassRows + 1 : 1)
   for (i32 r = 0; r < kRows; r += kPassRows) {
     if (kRows % kPassRows == 0 || first + r < kRows) copy(first, r, target + r * Tile::kPitch);
   }
