@@ -18,6 +18,7 @@ _PACKED_HEADS, _SHORT = PackedHeads(64, 128), RaggedQueries(128, 64, 140)
 _GROUP_ROWS = 64  # rows that are packed together (attn/work_item.cuh)
 _QUERY_TILE_BYTES = 72  # QueryTile (attn/work_item.cuh)
 _FIRST_ARCH = 80
+_NUM_WARPS = 8  # that the registers of a multiprocessor hold
 
 
 class Tile(NamedTuple):
@@ -32,15 +33,40 @@ class Tile(NamedTuple):
     max_options: int = 99  # that change scores or probabilities, that it holds without a spill
 
 
-# By padded head_dim and head_dim_v; the first that fits the GPU and takes a call is chosen: docs/sm80.md.
+# By padded head_dim and head_dim_v; the first that fits the GPU and takes a call is chosen. Measured on an NVIDIA H200;
+# on other GPUs what fits their shared memory with as many warps: docs/sm80.md.
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
-    (32, 32): (Tile(128, 64, 4, 2, max_options=0), Tile(64, 64, 4, 2)),
-    (64, 64): (Tile(128, 64, 4, 2, max_options=0), Tile(64, 64, 4, 2)),
-    (96, 96): (Tile(128, 64, 4, 2, max_options=0), Tile(64, 64, 4, 2)),
-    (128, 128): (Tile(128, 64, 4, 2, max_options=0), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
-    (192, 128): (Tile(128, 32, 4, 2, max_options=0), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
-    (192, 192): (Tile(128, 64, 8, 1, max_options=0), Tile(64, 32, 4, 2)),
-    (256, 256): (Tile(128, 64, 8, 1, max_options=0), Tile(64, 32, 4, 1)),
+    (32, 32): (Tile(128, 64, 4, 2, keeps_q=True, max_options=0), Tile(64, 64, 4, 3)),
+    (64, 64): (Tile(128, 64, 4, 2, keeps_q=True, max_options=0), Tile(64, 64, 4, 2)),
+    (96, 96): (
+        Tile(128, 64, 4, 2, max_options=0),
+        Tile(128, 32, 4, 2, max_options=0),
+        Tile(64, 64, 4, 2),
+        Tile(64, 32, 4, 2),
+    ),
+    (128, 128): (
+        Tile(128, 48, 4, 2, max_options=0),
+        Tile(128, 64, 8, 1, max_options=0),
+        Tile(64, 64, 4, 2),
+        Tile(64, 32, 4, 2),
+    ),
+    (192, 128): (
+        Tile(128, 32, 4, 2, max_options=0),
+        Tile(128, 64, 8, 1, max_options=0),
+        Tile(128, 32, 8, 1, max_options=0),
+        Tile(64, 32, 4, 1),
+    ),
+    (192, 192): (
+        Tile(128, 64, 8, 1, max_options=0),
+        Tile(128, 32, 8, 1, max_options=0),
+        Tile(64, 32, 4, 1),
+    ),
+    (256, 256): (
+        Tile(128, 64, 8, 1, max_options=0),
+        Tile(128, 48, 8, 1, max_options=0),
+        Tile(128, 16, 8, 1, max_options=0),
+        Tile(64, 32, 4, 1),
+    ),
 }
 
 
@@ -86,6 +112,14 @@ class Sm80Row(Row):
         keys = self.num_stages * self.block_n * (self.head_dim + self.head_dim_v)
         tiles = 2 * (self.block_m * self.head_dim + keys)
         return -(-(tiles + _QUERY_TILE_BYTES) // 128) * 128
+
+    def unfit(self, arch: Arch) -> str | None:
+        reason = super().unfit(arch)
+        needed = self.min_blocks * (self.shared_bytes + arch.reserved_shared_bytes)
+        if reason is None and needed > arch.shared_bytes_per_multiprocessor:
+            kib, limit = needed / 1024, arch.shared_bytes_per_multiprocessor // 1024
+            return f"{self.min_blocks} blocks have {kib:.0f} KiB of shared memory, a multiprocessor {limit}"
+        return reason
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
         policies = [qualified(f"flashtile::{policy}") for policy in features.policies()]
@@ -135,8 +169,8 @@ class FwdSm80(Family[Sm80Row]):
             ("num_splits", "lse_size"),
         )
         heads = "heads_kv" if packed_heads > 1 else "heads"
-        # Each split should have a few tiles of keys
-        splits = SplitRule(row.queries(packed_heads), 4 * row.block_n, heads, blocks=2)
+        # A multiprocessor has 8 warps, and each split should have a few tiles of keys
+        splits = SplitRule(row.queries(packed_heads), 4 * row.block_n, heads, _NUM_WARPS // row.num_warps)
         workspaces = (Workspace("partial_out", 4 * key.head_dim_v, rows), Workspace("partial_stats", 8, rows))
         return Launch((*plain.steps, combine(key)), workspaces, splits)
 

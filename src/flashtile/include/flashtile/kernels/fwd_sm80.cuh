@@ -235,8 +235,10 @@ struct FwdSm80 {
     ConsumerTiles tiles = ConsumerTiles::find(p, tile, i_first);
     i32 warp_end = uniform(tiles.n_end), unmasked_begin = uniform(tiles.unmasked.begin);
     i32 unmasked_end = uniform(tiles.unmasked.end);
+    if constexpr (mutates(Mutation::fwd_sm80_skip)) warp_end = unmasked_end;
     auto needs_mask = [&](i32 n) { return kMasksAlways || n >= unmasked_end || n < unmasked_begin; };
     u32 q = shared_address(shared.sQ) + warp * (Config::kWarpRows * TileQK::kPitch) + TileQK::template lane_offset<true>();
+    if constexpr (mutates(Mutation::fwd_sm80_warp_rows)) q -= warp * (Config::kWarpRows * TileQK::kPitch);
     u32 k_lane = k_tiles + TileQK::template lane_offset<false>(), v_lane = v_tiles + TileV::template lane_offset<true>();
     u32 stage = 0;
     i32 n = tile.n_end - 1, n_begin = tile.n_begin;
@@ -284,7 +286,11 @@ struct FwdSm80 {
       RowStats stats = join_sink<kIsNatural>(m_score, l[r], sink, [](float l) { return quad_sum(l); });
       float norm = is_split ? 1.0f : stats.norm();
       i64 stat = stat_index(p, tile.s, head, i), part = tile.coord.split * p.lse_size + stat;
-      if (is_query && threadIdx.x % 4 == 0) store_stats<kIsNatural>(p, is_split, part, stat, stats.m, stats.l);
+      if constexpr (mutates(Mutation::fwd_sm80_out_of_bounds)) p.lse[p.lse_size] = 0.0f;
+      if (is_query && threadIdx.x % 4 == 0) {
+        if constexpr (mutates(Mutation::fwd_sm80_uninitialised)) stats.l += p.lse[stat] == 1.5f ? 1.0f : 0.0f;
+        store_stats<kIsNatural>(p, is_split, part, stat, stats.m, stats.l);
+      }
       // Store O
       if (is_split || kIsSame<Out, float>) {
         float* gO = is_split
@@ -344,6 +350,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
   } else {
     __syncthreads();
   }
+  if constexpr (mutates(Mutation::fwd_sm80_race))
+    if (threadIdx.x == 0) shared_tile = tile;
 #pragma unroll
   for (i32 t = 0; t < Config::kMTiles; ++t) {
     typename Kernel::Rows rows = Kernel::rows_of(p, shared_tile, warp, t);

@@ -77,6 +77,7 @@ FT_DEVICE void copy_row_chunks(u32 target, const T* source, bool is_row, i32 num
   for (i32 segment = 0; segment < Tile::kNumSegments; ++segment) {
     i32 column = 8 * Tile::kSegment * segment;
     i32 num_elements = kIsExact ? 8 : num_columns - column;
+    if constexpr (mutates(Mutation::fwd_sm80_column)) num_elements = num_columns - column + 8;
     if (!is_row) num_elements = 0;
     if constexpr (Load::kIsAligned16) {
       cp_async<16>(target + 2 * column, source + column, num_elements > 0 ? 16 : 0);
