@@ -157,8 +157,9 @@ class FwdSm80(Family[Sm80Row]):
         assert dims is not None  # else refused
         is_packed = self.packed_heads(key) > 1
         is_exact = (key.head_dim, key.head_dim_v) == dims
+        num_options = key.features.num_score_options + (not key.is_scale_positive)
         for tile in _tiles(dims, key, is_packed):
-            if key.features.num_score_options <= tile.max_options:
+            if num_options <= tile.max_options:
                 yield _row(tile, key.dtype, key.out_dtype, dims, is_packed, key.is_scale_positive, is_exact)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:

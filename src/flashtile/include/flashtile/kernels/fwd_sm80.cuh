@@ -217,6 +217,11 @@ struct FwdSm80 {
       gV.template load<kHasTail>(v_tiles + stage * kBytesV, n, num_rows);
     };
 
+    // Padding columns that no copy writes stay zeros
+    if constexpr (!Config::kIsExact) {
+      clear_tile<Config::kNumThreads>(&shared, sizeof(shared.sQ) + sizeof(shared.sK) + sizeof(shared.sV));
+      __syncthreads();
+    }
     // Start the copies of Q and of the first tiles, a group for each tile
     load_q(p, shared, tile);
 #pragma unroll

@@ -68,14 +68,17 @@ FT_DEVICE void copy_unaligned_chunk(u32 address, const T* source, i32 num_elemen
 }
 
 // Starts the copy of this thread's chunks of a row, one in each segment; source and target are those of the first
-// segment. num_columns counts from there: zeros from it on (kIsExact: the row is full), or everywhere if the row is
-// missing. Scope: thread.
+// segment. num_columns counts from there; segments behind it are not written (clear_tile). Zeros inside the last
+// segment, or everywhere if the row is missing. kIsExact: all columns are there. Scope: thread.
 template <i32 kColumns, bool kIsExact, class Load, typename T>
 FT_DEVICE void copy_row_chunks(u32 target, const T* source, bool is_row, i32 num_columns) {
   using Tile = SwizzledTile<kColumns>;
-#pragma unroll(Load::kIsAligned16 ? Tile::kNumSegments : 1)
-  for (i32 segment = 0; segment < Tile::kNumSegments; ++segment) {
-    i32 column = 8 * Tile::kSegment * segment;
+  constexpr i32 kSegmentColumns = 8 * Tile::kSegment;
+  // Unrolled, the checks of unknown columns would take a predicate each
+  i32 num_segments = kIsExact ? Tile::kNumSegments : ceil_div(num_columns + Tile::copy_column(), kSegmentColumns);
+#pragma unroll(kIsExact && Load::kIsAligned16 ? Tile::kNumSegments : 1)
+  for (i32 segment = 0; segment < num_segments; ++segment) {
+    i32 column = kSegmentColumns * segment;
     i32 num_elements = kIsExact ? 8 : num_columns - column;
     if constexpr (mutates(Mutation::fwd_sm80_column)) num_elements = num_columns - column + 8;
     if (!is_row) num_elements = 0;
@@ -85,6 +88,13 @@ FT_DEVICE void copy_row_chunks(u32 target, const T* source, bool is_row, i32 num
       copy_unaligned_chunk(target + 2 * column, source + column, num_elements);
     }
   }
+}
+
+// Zeros num_bytes of shared memory, a multiple of 16. The caller synchronises the block. Scope: block.
+template <i32 kNumThreads>
+FT_DEVICE void clear_tile(void* tile, i32 num_bytes) {
+  uint4* chunks = static_cast<uint4*>(tile);
+  for (i32 x = threadIdx.x; x < num_bytes / 16; x += kNumThreads) chunks[x] = make_uint4(0, 0, 0, 0);
 }
 
 // Calls copy(first, r, target) for each row first + r of a tile of which this thread copies chunks; target is the shared
