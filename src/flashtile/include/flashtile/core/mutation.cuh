@@ -44,6 +44,12 @@ enum class Mutation {
   bwd_sm90_group,        // only one query head of a group
   bwd_sm90_dropout,      // the keys of two rows swap their dropout bits
   bwd_sm90_softcap,      // the derivative of the softcap is ignored
+  // Found by `flashtile check`, in the mma.sync backward
+  bwd_sm80_mask_offset,  // causal and window masks are one query too early
+  bwd_sm80_tail,         // rows past the last query or key are copied instead of cleared
+  bwd_sm80_group,        // only one query head of a group
+  bwd_sm80_dq_tile,      // dQ of the second query tile is not added
+  bwd_sm80_softcap,      // the derivative of the softcap is ignored
   // Found by `flashtile check`, in the other kernels or in code that all share
   skip_rescale,        // the output and the sum are not scaled down when the maximum rises
   stale_max,           // the maximum stays that of the first tile: correct until an exponential overflows
