@@ -1,7 +1,7 @@
 """The Hopper backward pass by wgmma and TMA: include/flashtile/kernels/bwd_sm90.cuh, docs/sm90-backward.md.
 
-Three steps: delta and the zeros of dq_accum, the kernel that owns keys, and the conversion of dq_accum to dQ. The sums
-of dQ are added in no fixed order, so a deterministic call is refused.
+Three steps: delta and the zeros of dq_accum, the kernel that owns keys, and the conversion of dq_accum to dQ. Blocks
+add their parts of dQ as they come, in a deterministic call in a fixed order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
 # As the constants of kernels/bwd_sm90_steps.cuh; tests/cpu/test_plan.py compares them
 STEP_ROWS, STEP_THREADS = 32, 128
-_TILE_BYTES = 64 + 8 * 12  # KeyTile and the ring of QueryTileIndex (kernels/bwd_sm90.cuh)
+_TILE_BYTES = 64 + 8 * 32  # KeyTile and the ring of QueryTileIndex (kernels/bwd_sm90.cuh)
 
 
 class Tile(NamedTuple):
@@ -28,12 +28,13 @@ class Tile(NamedTuple):
     block_queries: int
     num_stages: int = 3
     num_buffers: int = 2
+    num_dq_buffers: int = 2
     max_options: int = 99  # the most options that change scores or probabilities without a spill
 
 
 # By padded head_dim and head_dim_v. Measured on an NVIDIA H200: docs/sm90-backward.md.
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
-    (64, 64): (Tile(128, 64),),
+    (64, 64): (Tile(128, 128, num_dq_buffers=1, max_options=0), Tile(128, 64)),
     (96, 96): (Tile(128, 64),),
     (128, 128): (Tile(128, 64, max_options=1),),
 }
@@ -43,6 +44,7 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
 class BwdSm90Row(Row):
     num_stages: int  # of Q and of dO
     num_buffers: int  # of dS
+    num_dq_buffers: int  # 64 x 64 parts of dQ
 
     @property
     def header(self) -> str:
@@ -58,7 +60,7 @@ class BwdSm90Row(Row):
 
     @property
     def config(self) -> str:
-        tile = f"{self.block_n}, {self.block_m}, {self.num_stages}, {self.num_buffers}"
+        tile = f"{self.block_n}, {self.block_m}, {self.num_stages}, {self.num_buffers}, {self.num_dq_buffers}"
         return f"Sm90BwdConfig<{CPP_TYPES[self.dtype]}, {self.head_dim}, {self.head_dim_v}, {tile}>"
 
     @property
@@ -68,9 +70,10 @@ class BwdSm90Row(Row):
     @property
     def shared_bytes(self) -> int:
         slabs = _slabs(self.head_dim) + _slabs(self.head_dim_v)
-        tiles = 128 * slabs * (self.block_m + self.num_stages * self.block_n) + self.num_buffers * 128 * self.block_m
-        tiles += 4 * self.block_m * 64  # dQ
-        stats, barriers = 8 * self.num_stages * self.block_n, 8 * (2 + 2 * self.num_stages + self.num_buffers)
+        tiles = 128 * slabs * (self.block_m + self.num_stages * self.block_n)
+        tiles += self.num_buffers * 2 * self.block_m * self.block_n + self.num_dq_buffers * 4 * 64 * 64
+        stats = 8 * self.num_stages * self.block_n
+        barriers = 8 * (2 + 2 * self.num_stages + self.num_buffers + 2 * self.num_dq_buffers)
         return -(-(tiles + stats + barriers + _TILE_BYTES) // 1024) * 1024
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
@@ -94,8 +97,6 @@ class BwdSm90(Family[BwdSm90Row]):
         reason = super().refuse(key)
         if reason is not None:
             return reason
-        if key.is_deterministic:
-            return "deterministic sums"
         if key.out_dtype != key.dtype:
             return f"an output in {key.out_dtype}"
         if not key.rows_disjoint:
@@ -134,17 +135,17 @@ class BwdSm90(Family[BwdSm90Row]):
             steps.append(_plain("bwd_convert_dq", row, key))
         # Keys outside every sequence have no owner
         zeroed = tuple(name for name in ("dk", "dv") if layout.has_lengths and name in key.grads)
-        return Launch(tuple(steps), _workspaces(row), None, _maps(row, layout), scratch, zeroed, BwdSm90Params)
+        return Launch(tuple(steps), _workspaces(row, key), None, _maps(row, layout), scratch, zeroed, BwdSm90Params)
 
     def launch_row(self, row: BwdSm90Row, key: PlanKey, layout: CallLayout) -> Launch:
-        return Launch((self._step(row, key),), _workspaces(row), maps=_maps(row, layout), struct=BwdSm90Params)
+        return Launch((self._step(row, key),), _workspaces(row, key), maps=_maps(row, layout), struct=BwdSm90Params)
 
     def _step(self, row: BwdSm90Row, key: PlanKey) -> Step:
         return tile_step(row, key.features, (("seqlen_k", row.block_m), ("heads_kv", 1), ("batch", 1)))
 
 
 def _row(tile: Tile, dtype: str, dims: tuple[int, int]) -> BwdSm90Row:
-    return BwdSm90Row("bwd_sm90", dtype, dtype, *dims, *tile[:4])
+    return BwdSm90Row("bwd_sm90", dtype, dtype, *dims, *tile[:5])
 
 
 def _slabs(head_dim: int) -> int:
@@ -152,8 +153,9 @@ def _slabs(head_dim: int) -> int:
     return -(-head_dim // 64)
 
 
-def _workspaces(row: BwdSm90Row) -> tuple[Workspace, ...]:
-    stats = tuple(Workspace(name, 4, ("lse_size",)) for name in ("lse_log2", "delta"))
+def _workspaces(row: BwdSm90Row, key: PlanKey) -> tuple[Workspace, ...]:
+    names = ("lse_log2", "delta", "dq_order") if key.is_deterministic else ("lse_log2", "delta")
+    stats = tuple(Workspace(name, 4, ("lse_size",)) for name in names)
     return (*stats, Workspace("dq_accum", 256 * _slabs(row.head_dim), ("lse_size",)))
 
 
