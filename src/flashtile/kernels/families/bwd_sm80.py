@@ -19,7 +19,7 @@ from flashtile.kernels.plan import Operand, Step, Workspace
 from flashtile.kernels.source import cpp_type
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
-_KEY_BLOCK_BYTES = 72  # KeyBlock (kernels/bwd_sm80.cuh)
+_TILE_BYTES = 72 + 4 * 8  # KeyBlock and the ring of QueryTilePlace (kernels/bwd_sm80.cuh)
 _FIRST_ARCH = 80
 
 
@@ -32,13 +32,18 @@ class Tile(NamedTuple):
     min_blocks: int  # that should share a multiprocessor
     num_stages: int = 2
     max_options: int = 99  # that change scores or probabilities, that it holds without a spill
+    takes_padded: bool = True  # head dims that are not the padded ones
 
 
 # By padded head_dim and head_dim_v; the first that fits the GPU and takes a call is chosen: docs/sm80.md.
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
     (64, 64): (Tile(128, 64, 8, 1),),
-    (96, 96): (Tile(128, 64, 8, 1), Tile(64, 32, 4, 1, max_options=0)),
-    (128, 128): (Tile(128, 64, 8, 1), Tile(64, 32, 4, 1, max_options=0)),
+    (96, 96): (Tile(128, 64, 8, 1), Tile(64, 32, 4, 1)),
+    (128, 128): (
+        Tile(128, 64, 8, 1, max_options=0, takes_padded=False),
+        Tile(128, 32, 8, 1),
+        Tile(64, 32, 4, 1),
+    ),
 }
 
 
@@ -71,7 +76,7 @@ class BwdSm80Row(Row):
     def shared_bytes(self) -> int:
         dims = self.head_dim + self.head_dim_v
         tiles = 2 * (dims * (self.block_m + self.num_stages * self.block_n) + 2 * self.block_m * self.block_n)
-        return -(-(tiles + 8 * self.num_stages * self.block_n + _KEY_BLOCK_BYTES) // 128) * 128
+        return -(-(tiles + 8 * self.num_stages * self.block_n + _TILE_BYTES) // 128) * 128
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
         return {"shared bytes": (f"sizeof(flashtile::BwdSm80Storage<flashtile::{self.config}>)", self.shared_bytes)}
@@ -100,9 +105,6 @@ class BwdSm80(Family[BwdSm80Row]):
             return f"an output in {key.out_dtype}"
         if key.grads is not None and "dbias" in key.grads:
             return "the gradient of a bias"
-        if not self.rows("bwd_sm80", key):
-            dims = self.padded(key.head_dim, key.head_dim_v)
-            return f"{key.features.num_score_options} options that change scores at padded head dims {dims}"
         return None
 
     def every_row(self, dtype: str) -> Iterator[BwdSm80Row]:
@@ -113,9 +115,10 @@ class BwdSm80(Family[BwdSm80Row]):
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[BwdSm80Row]:
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
+        is_exact = (key.head_dim, key.head_dim_v) == dims
         for tile in _TILES[dims]:
-            if key.features.num_score_options <= tile.max_options:
-                yield _row(tile, key.dtype, dims, (key.head_dim, key.head_dim_v) == dims)
+            if key.features.num_score_options <= tile.max_options and (is_exact or tile.takes_padded):
+                yield _row(tile, key.dtype, dims, is_exact)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None

@@ -49,9 +49,16 @@ struct KeyBlock {
   FT_DEVICE i32 num_tiles() const { return (m_end - m_begin) * num_heads; }
 };
 
+// One of the query tiles that stream by. Thread 0 finds tile c + 2 in turn c; the ring holds tiles c - 1 to c + 2.
+struct QueryTilePlace {
+  i32 i_begin, head;
+};
+constexpr i32 kNumPlaces = 4;
+
 template <class Config>
 struct alignas(128) BwdSm80Storage {
   using T = typename Config::Element;
+  static_assert(kNumPlaces >= Config::kNumStages + 2);
   T sK[Config::kBlockN * Config::kHeadDim];
   T sV[Config::kBlockN * Config::kHeadDimV];
   T sQ[Config::kNumStages][Config::kBlockM * Config::kHeadDim];
@@ -59,7 +66,17 @@ struct alignas(128) BwdSm80Storage {
   T sdS[2][Config::kBlockN * Config::kBlockM];  // dS^T: keys are rows
   float lse[Config::kNumStages][Config::kBlockM];
   float delta[Config::kNumStages][Config::kBlockM];
+  QueryTilePlace places[kNumPlaces];  // tile number count is at count % kNumPlaces
   KeyBlock block;
+
+  // Finds a query tile. Scope: thread 0.
+  FT_DEVICE void find_place(i32 count) {
+    i32 num_m_blocks = block.m_end - block.m_begin;
+    if (count >= block.num_tiles()) return;
+    places[count % kNumPlaces] = {(block.m_begin + count % num_m_blocks) * Config::kBlockM,
+                                  block.first_head + count / num_m_blocks};
+  }
+  FT_DEVICE const QueryTilePlace& place(i32 count) const { return places[count % kNumPlaces]; }
 };
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo>
@@ -83,24 +100,16 @@ struct BwdSm80 {
     using Tile = SwizzledTile<kColumns>;
     if constexpr (mutates(Mutation::bwd_sm80_tail)) num_rows = kRows;
     const T* base = first_row + Tile::copy_column();
-    for_each_row<kColumns, kRows, kNumThreads, Aligned>(shared_address(sTile), [&](i32 first, i32 r, u32 target) {
+    for_each_row<kColumns, kRows, kNumThreads, Config::kIsExact>(shared_address(sTile), [&](i32 first, i32 r, u32 target) {
       const T* source = base + first * row_stride + r * row_stride;
       copy_row_chunks<kColumns, Config::kIsExact, Aligned>(target, source, first + r < num_rows,
                                                            num_columns - Tile::copy_column());
     });
   }
 
-  // The head and the first query of tile number count.
-  FT_DEVICE static i32 head_of(const KeyBlock& block, i32 count) {
-    return block.first_head + count / (block.m_end - block.m_begin);
-  }
-  FT_DEVICE static i32 first_query(const KeyBlock& block, i32 count) {
-    return (block.m_begin + count % (block.m_end - block.m_begin)) * kBlockM;
-  }
-
   // Starts the copy of Q, dO and the statistics of tile number count.
   FT_DEVICE static void load_queries(const Params& p, Storage& shared, const KeyBlock& block, i32 count) {
-    i32 stage = count % kNumStages, head = head_of(block, count), i_begin = first_query(block, count);
+    i32 stage = count % kNumStages, head = shared.place(count).head, i_begin = shared.place(count).i_begin;
     i32 num_rows = block.s.seqlen_q - i_begin;
     const T* gQ = query_rows(static_cast<const T*>(p.q), p.q_strides, block.s, head) + i_begin * p.q_strides.row;
     const T* gdO = query_rows(static_cast<const T*>(p.dout), p.dout_strides, block.s, head);
@@ -156,7 +165,7 @@ struct BwdSm80 {
   }
 
   // Adds dQ = dS K of tile number count to dq_accum. ds and k are this lane's addresses.
-  FT_DEVICE static void add_dq(const Params& p, const KeyBlock& block, i32 warp, i32 count, u32 ds, u32 k) {
+  FT_DEVICE static void add_dq(const Params& p, const Storage& shared, i32 warp, i32 count, u32 ds, u32 k) {
     constexpr i32 kColumns = Config::kDqColumns;
     i32 row_warp = warp % Config::kDqRowWarps, column_step = warp / Config::kDqRowWarps * (kColumns / 16);
     float rdQ[kColumns / 2];
@@ -181,12 +190,12 @@ struct BwdSm80 {
     }
     if constexpr (mutates(Mutation::bwd_sm80_dq_tile))
       if (count == 1) return;
-    i32 head = head_of(block, count);
+    const Sequence& s = shared.block.s;
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
-      i32 i = first_query(block, count) + 16 * row_warp + threadIdx.x % 32 / 4 + 8 * r;
-      if (i >= block.s.seqlen_q) continue;
-      float* row = p.dq_accum + stat_index(p, block.s, head, i) * 64 + fragment_column();
+      i32 i = shared.place(count).i_begin + 16 * row_warp + threadIdx.x % 32 / 4 + 8 * r;
+      if (i >= s.seqlen_q) continue;
+      float* row = p.dq_accum + stat_index(p, s, shared.place(count).head, i) * 64 + fragment_column();
 #pragma unroll
       for (i32 b = 0; b < kColumns / 8; ++b) {
         i32 chunk = 2 * column_step + b;
@@ -260,7 +269,8 @@ struct BwdSm80 {
         __syncthreads();
         if (count + kNumStages - 1 < num_tiles) load_queries(p, shared, block, count + kNumStages - 1);
         cp_async_commit();
-        i32 stage = count % kNumStages, i_begin = first_query(block, count);
+        if (threadIdx.x == 0) shared.find_place(count + kNumStages);
+        i32 stage = count % kNumStages, i_begin = shared.place(count).i_begin;
         u32 q = shared_address(shared.sQ) + stage * kBytesQ, dout = shared_address(shared.sdO) + stage * kBytesdO;
         u32 ds_buffer = count % 2 * kBytesdS;
 
@@ -276,7 +286,7 @@ struct BwdSm80 {
           const float* sLse = shared.lse[stage];
           const float* sDelta = shared.delta[stage];
           if constexpr (kHasOptions) {
-            Gradient::with_options(p, s, head_of(block, count), i_begin, j_begin, sLse, sDelta, rS[t], rdP[t],
+            Gradient::with_options(p, s, shared.place(count).head, i_begin, j_begin, sLse, sDelta, rS[t], rdP[t],
                                    packed_p[t], packed_ds[t]);
           } else {
             bool is_masked = needs_mask<Mask>(p, s, i_begin, 0, j_begin, 64);
@@ -301,11 +311,11 @@ struct BwdSm80 {
           mma_step_ab<T, Config::kHeadDim>(rdK, packed_ds, q + TileQK::template lane_offset<true>(), i);
         }
         // dQ of the tile before
-        if (count > 0) add_dq(p, block, warp, count - 1, ds_lane + (kBytesdS - ds_buffer), k_columns);
+        if (count > 0) add_dq(p, shared, warp, count - 1, ds_lane + (kBytesdS - ds_buffer), k_columns);
       }
       // dQ of the last tile
       __syncthreads();
-      add_dq(p, block, warp, num_tiles - 1, ds_lane + (num_tiles - 1) % 2 * kBytesdS, k_columns);
+      add_dq(p, shared, warp, num_tiles - 1, ds_lane + (num_tiles - 1) % 2 * kBytesdS, k_columns);
     }
     // Store dK and dV
 #pragma unroll
@@ -324,7 +334,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
   using Kernel = BwdSm80<Config, Mask, ScoreMod, Dropout, SeqInfo>;
   extern __shared__ __align__(128) char shared_bytes[];
   typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
-  if (threadIdx.x == 0) shared.block = KeyBlock::find<Config, Mask, SeqInfo>(p);
+  if (threadIdx.x == 0) {
+    shared.block = KeyBlock::find<Config, Mask, SeqInfo>(p);
+    for (i32 count = 0; count < Config::kNumStages; ++count) shared.find_place(count);
+  }
   __syncthreads();
   if (shared.block.has_keys()) Kernel::run(p, shared, shared.block, uniform(threadIdx.x / 32));
 }

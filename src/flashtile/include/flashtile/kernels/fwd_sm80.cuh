@@ -60,6 +60,8 @@ struct FwdSm80 {
   // With an option the mask costs little: one loop body for all tiles keeps the code short
   static constexpr bool kMasksAlways = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
 
+  static constexpr bool kUnrolls = Config::kIsExact && Load::kIsAligned16;  // the loops over the rows of a copy
+
   // What a warp carries from tile to tile.
   struct State {
     Softmax softmax;
@@ -74,7 +76,7 @@ struct FwdSm80 {
     const T* gQ = query_rows(static_cast<const T*>(p.q), p.q_strides, tile.s, 0) + TileQK::copy_column();
     i32 num_heads = Packing::num_heads(p), num_queries = Packing::num_queries(p);
     i32 num_columns = p.head_dim - TileQK::copy_column();
-    for_each_row<Config::kHeadDim, Config::kBlockM, Config::kNumThreads, Load>(
+    for_each_row<Config::kHeadDim, Config::kBlockM, Config::kNumThreads, kUnrolls>(
         shared_address(shared.sQ), [&](i32 first, i32 r, u32 target) {
           i32 row = first + r, head = 0, i = tile.i_begin + row;
           if constexpr (Config::kPacksHeads) {
@@ -110,7 +112,7 @@ struct FwdSm80 {
     template <bool kHasTail>
     FT_DEVICE void load(u32 stage, i32 n, i32 num_rows) {
       i64 row_bytes = sizeof(T) * rows.row_stride;
-      for_each_row<kColumns, kBlockN, Config::kNumThreads, Load>(stage, [&](i32 first, i32 r, u32 target) {
+      for_each_row<kColumns, kBlockN, Config::kNumThreads, kUnrolls>(stage, [&](i32 first, i32 r, u32 target) {
         const T* source;
         if constexpr (KvSource::kIsPaged) {
           i32 j = kHasTail ? min_of(first + r, num_rows - 1) : first + r;

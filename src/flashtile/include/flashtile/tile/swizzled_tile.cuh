@@ -98,15 +98,15 @@ FT_DEVICE void clear_tile(void* tile, i32 num_bytes) {
 }
 
 // Calls copy(first, r, target) for each row first + r of a tile of which this thread copies chunks; target is the shared
-// address of its chunk of the first segment. For aligned rows the compiler knows r; code for others is long, so that the
-// loop stays one. Scope: block.
-template <i32 kColumns, i32 kRows, i32 kNumThreads, class Load, class Copy>
+// address of its chunk of the first segment. With kUnrolls the compiler knows r; not for rows with checks, whose code is
+// long. Scope: block.
+template <i32 kColumns, i32 kRows, i32 kNumThreads, bool kUnrolls, class Copy>
 FT_DEVICE void for_each_row(u32 tile, Copy copy) {
   using Tile = SwizzledTile<kColumns>;
   constexpr i32 kPassRows = kNumThreads / Tile::kSegment;
   i32 first = threadIdx.x / Tile::kSegment;
   u32 target = tile + Tile::chunk_offset(first, threadIdx.x % Tile::kSegment);
-#pragma unroll(Load::kIsAligned16 ? kRows / kPassRows + 1 : 1)
+#pragma unroll(kUnrolls ? kRows / kPassRows + 1 : 1)
   for (i32 r = 0; r < kRows; r += kPassRows) {
     if (kRows % kPassRows == 0 || first + r < kRows) copy(first, r, target + r * Tile::kPitch);
   }
