@@ -21,12 +21,13 @@ BLOCKS = {
 
 @pytest.mark.parametrize("title", BLOCKS)
 def test_block(title: str, tmp_path: Path) -> None:
-    if "import thunder" in BLOCKS[title]:
-        try:
-            importlib.import_module("thunder")
-        except Exception as error:
-            pytest.skip(f"thunder cannot be imported: {error}")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    for package in ("thunder", "vllm"):
+        if re.search(rf"^(import|from) {package}\b", BLOCKS[title], re.MULTILINE):
+            try:
+                importlib.import_module(package)
+            except Exception as error:
+                pytest.skip(f"{package} cannot be imported: {error}")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
         [sys.executable, "-c", BLOCKS[title]], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
