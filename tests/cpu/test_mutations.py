@@ -41,6 +41,7 @@ NEEDED = {
     "fwd_sm90_mask_offset": Features(has_band=True),
     "fwd_sm90_tail": Features(has_lengths=True),
     "fwd_sm90_dropout": Features(has_dropout=True),
+    "fwd_sm80_skip": Features(has_band=True),
     "bwd_sm90_mask_offset": Features(has_band=True),
     "bwd_sm90_tail": Features(has_lengths=True),
     "bwd_sm90_dropout": Features(has_dropout=True),

@@ -7,7 +7,7 @@ import ctypes
 from typing import Any
 
 _POINTERS = (
-    *("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks", "lse_log2", "delta"),
+    *("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks", "score_lse", "delta"),
     *("dq_accum", "dq_order", "partial_out", "partial_stats"),
     *(
         "bias",
