@@ -171,8 +171,12 @@ struct BwdSm90Dq {
 
   // ---- Consumer. Scope: warpgroup.
 
-  FT_DEVICE static void wait_turn(i32 consumer) { named_barrier_sync(kPingPongBarrier + consumer, 256); }
-  FT_DEVICE static void end_turn(i32 consumer) { named_barrier_arrive(kPingPongBarrier + 1 - consumer, 256); }
+  FT_DEVICE static void wait_turn(i32 consumer) {
+    if constexpr (Config::kTurns > 0) named_barrier_sync(kPingPongBarrier + consumer, 256);
+  }
+  FT_DEVICE static void end_turn(i32 consumer) {
+    if constexpr (Config::kTurns > 0) named_barrier_arrive(kPingPongBarrier + 1 - consumer, 256);
+  }
 
   // A thread's two rows.
   struct Rows {
@@ -188,7 +192,7 @@ struct BwdSm90Dq {
       for (i32 r = 0; r < 2; ++r) {
         bool is_query = i(r) < block.s.seqlen_q;
         i64 stat = stat_index(p, block.s, block.head, i(r));
-        lse[r] = is_query ? p.lse_log2[stat] : infinity();
+        lse[r] = is_query ? p.score_lse[stat] : infinity();
         delta[r] = is_query ? p.delta[stat] : 0.0f;
         is_large |= is_large_lse(lse[r]);
       }
@@ -345,18 +349,31 @@ struct BwdSm90Dq {
         pin_registers(rdQ);
         release_stage(shared.empty_k[StagesK::stage(count - 1)]);
       };
-      wait_turn(consumer);
-      if constexpr (!kHasOptions) start_dp(count, rdP);
-      if constexpr (kHasDqFirst) start_dq(count - 1);
-      end_turn(consumer);
-      if constexpr (!kHasOptions) release_v<kHasDqFirst ? 1 : 0>(shared, count);
-      wait_turn(consumer);
-      if constexpr (kHasDqSecond) start_dq(count - 1);
-      start_s(count, rS);
-      end_turn(consumer);
-      if constexpr (kHasDq) {
-        wgmma_wait<1>();
-        release_k();
+      if constexpr (Config::kTurns < 2) {
+        wait_turn(consumer);
+        if constexpr (kHasDq) start_dq(count - 1);
+        if constexpr (!kHasOptions) start_dp(count, rdP);
+        start_s(count, rS);
+        end_turn(consumer);
+        if constexpr (kHasDq) {
+          wgmma_wait<(kHasOptions ? 0 : kSlabsV) + 1>();
+          release_k();
+        }
+        if constexpr (!kHasOptions) release_v<1>(shared, count);
+      } else {
+        wait_turn(consumer);
+        if constexpr (!kHasOptions) start_dp(count, rdP);
+        if constexpr (kHasDqFirst) start_dq(count - 1);
+        end_turn(consumer);
+        if constexpr (!kHasOptions) release_v<kHasDqFirst ? 1 : 0>(shared, count);
+        wait_turn(consumer);
+        if constexpr (kHasDqSecond) start_dq(count - 1);
+        start_s(count, rS);
+        end_turn(consumer);
+        if constexpr (kHasDq) {
+          wgmma_wait<1>();
+          release_k();
+        }
       }
       wgmma_wait<0>();
       pin_registers(rS);
@@ -388,7 +405,7 @@ struct BwdSm90Dq {
         __syncwarp();
         release_stage(shared.empty_v[slab][StagesV::stage(count)]);
       }
-      for (i32 turn = 0; turn < 2; ++turn) {
+      for (i32 turn = 0; turn < Config::kTurns; ++turn) {
         wait_turn(consumer);
         end_turn(consumer);
       }
