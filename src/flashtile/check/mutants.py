@@ -58,7 +58,7 @@ def hunt(mutations: Sequence[Mutation], settings: Settings) -> Iterator[Hunt]:
     num_deaths = 0
     while remaining and time.monotonic() < end:
         try:
-            with processes(max(1, settings.jobs), end) as pool:
+            with processes(max(1, settings.jobs), settings.device, end) as pool:
                 hunts = [pool.submit(hunt_one, mutation, alone, end) for mutation in remaining]
                 limit = None if end == math.inf else end - time.monotonic() + GRACE_S
                 for future in as_completed(hunts, limit):

@@ -42,6 +42,8 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
 
 @dataclass(frozen=True)
 class BwdSm90Row(Row):
+    """A block owns block_n keys; block_m queries stream by, as in the kernel."""
+
     num_stages: int  # of Q and of dO
     num_buffers: int  # of dS
     num_dq_buffers: int  # 64 x 64 parts of dQ
@@ -56,23 +58,23 @@ class BwdSm90Row(Row):
 
     @property
     def num_threads(self) -> int:
-        return 2 * self.block_m + 128
+        return 2 * self.block_n + 128
 
     @property
     def config(self) -> str:
-        tile = f"{self.block_n}, {self.block_m}, {self.num_stages}, {self.num_buffers}, {self.num_dq_buffers}"
+        tile = f"{self.block_m}, {self.block_n}, {self.num_stages}, {self.num_buffers}, {self.num_dq_buffers}"
         return f"Sm90BwdConfig<{CPP_TYPES[self.dtype]}, {self.head_dim}, {self.head_dim_v}, {tile}>"
 
     @property
     def label(self) -> str:
-        return f"{self.block_m} keys x {self.block_n} queries, {self.num_stages} stages"
+        return f"{self.block_n} keys x {self.block_m} queries, {self.num_stages} stages"
 
     @property
     def shared_bytes(self) -> int:
         slabs = _slabs(self.head_dim) + _slabs(self.head_dim_v)
-        tiles = 128 * slabs * (self.block_m + self.num_stages * self.block_n)
-        tiles += self.num_buffers * 2 * self.block_m * self.block_n + self.num_dq_buffers * 4 * 64 * 64
-        stats = 8 * self.num_stages * self.block_n
+        tiles = 128 * slabs * (self.block_n + self.num_stages * self.block_m)
+        tiles += self.num_buffers * 2 * self.block_n * self.block_m + self.num_dq_buffers * 4 * 64 * 64
+        stats = 8 * self.num_stages * self.block_m
         barriers = 8 * (2 + 2 * self.num_stages + self.num_buffers + 2 * self.num_dq_buffers)
         return -(-(tiles + stats + barriers + _TILE_BYTES) // 1024) * 1024
 
@@ -141,11 +143,11 @@ class BwdSm90(Family[BwdSm90Row]):
         return Launch((self._step(row, key),), _workspaces(row, key), maps=_maps(row, layout), struct=BwdSm90Params)
 
     def _step(self, row: BwdSm90Row, key: PlanKey) -> Step:
-        return tile_step(row, key.features, (("seqlen_k", row.block_m), ("heads_kv", 1), ("batch", 1)))
+        return tile_step(row, key.features, (("seqlen_k", row.block_n), ("heads_kv", 1), ("batch", 1)))
 
 
 def _row(tile: Tile, dtype: str, dims: tuple[int, int]) -> BwdSm90Row:
-    return BwdSm90Row("bwd_sm90", dtype, dtype, *dims, *tile[:5])
+    return BwdSm90Row("bwd_sm90", dtype, dtype, *dims, tile.block_queries, tile.block_keys, *tile[2:5])
 
 
 def _slabs(head_dim: int) -> int:
@@ -154,7 +156,7 @@ def _slabs(head_dim: int) -> int:
 
 
 def _workspaces(row: BwdSm90Row, key: PlanKey) -> tuple[Workspace, ...]:
-    names = ("lse_log2", "delta", "dq_order") if key.is_deterministic else ("lse_log2", "delta")
+    names = ("score_lse", "delta", "dq_order") if key.is_deterministic else ("score_lse", "delta")
     stats = tuple(Workspace(name, 4, ("lse_size",)) for name in names)
     return (*stats, Workspace("dq_accum", 256 * _slabs(row.head_dim), ("lse_size",)))
 
@@ -167,7 +169,7 @@ def _plain(kernel: str, row: BwdSm90Row, key: PlanKey) -> Step:
 
 def _maps(row: BwdSm90Row, layout: CallLayout) -> tuple[MapPatch, ...]:
     head_axis, row_axis = layout.axes
-    rows = {"q": row.block_n, "dout": row.block_n, "k": row.block_m, "v": row.block_m}
+    rows = {"q": row.block_m, "dout": row.block_m, "k": row.block_n, "v": row.block_n}
     return tuple(
         MapPatch(getattr(BwdSm90Params, f"{name}_map").offset, name, (row_axis, head_axis, -4), box)
         for name, box in rows.items()

@@ -44,6 +44,14 @@ enum class Mutation {
   bwd_sm90_group,        // only one query head of a group
   bwd_sm90_dropout,      // the keys of two rows swap their dropout bits
   bwd_sm90_softcap,      // the derivative of the softcap is ignored
+  // Found by `flashtile check`, in the Hopper backward for wide heads
+  bwd_sm90_wide_dq_tile,      // dQ skips the last key tile
+  bwd_sm90_wide_dq_mask,      // causal and window masks of dQ are one key too far right
+  bwd_sm90_wide_gqa_head,     // dQ of query head h uses KV head h % heads_kv instead of h / group
+  bwd_sm90_wide_mask_offset,  // causal and window masks of dK and dV are one query too early
+  bwd_sm90_wide_tail,         // rows past the last query or key are not cleared
+  bwd_sm90_wide_group,        // dK and dV use only one query head of a group
+  bwd_sm90_wide_softcap,      // dK ignores the derivative of the softcap
   // Found by `flashtile check`, in the mma.sync backward
   bwd_sm80_mask_offset,  // causal and window masks are one query too early
   bwd_sm80_tail,         // rows past the last query or key are copied instead of cleared
