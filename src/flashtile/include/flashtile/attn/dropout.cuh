@@ -99,7 +99,7 @@ struct TransposedDropout {
 
   // Scope: warp.
   FT_DEVICE TransposedDropout(const Params& p, const Sequence& s, i32 head, i32 i_begin, i32 j_begin) {
-    static_assert(kColumns == 64);
+    static_assert(kColumns == 32 || kColumns == 64);
     if constexpr (Dropout::kIsOn) {
       DropoutBits random(p, s, head);
       keep_factor = random.keep_factor;
@@ -107,6 +107,7 @@ struct TransposedDropout {
       bits = 0;
 #pragma unroll
       for (i32 part = 0; part < 4; ++part) {
+        if (part % 2 >= kColumns / 32) continue;
         uint4 w = random.words(i_begin + 32 * (part % 2) + lane, group + part / 2);
 #pragma unroll
         for (i32 key = 0; key < 8; ++key) bits |= (random.factor(w, key) != 0.0f ? 1u : 0u) << (8 * part + key);
