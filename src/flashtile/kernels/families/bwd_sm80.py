@@ -155,7 +155,7 @@ def _slabs(head_dim: int) -> int:
 
 
 def _workspaces(row: BwdSm80Row) -> tuple[Workspace, ...]:
-    stats = tuple(Workspace(name, 4, ("lse_size",)) for name in ("lse_log2", "delta"))
+    stats = tuple(Workspace(name, 4, ("lse_size",)) for name in ("score_lse", "delta"))
     return (*stats, Workspace("dq_accum", 256 * _slabs(row.head_dim), ("lse_size",)))
 
 

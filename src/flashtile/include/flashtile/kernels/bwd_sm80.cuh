@@ -119,7 +119,7 @@ struct BwdSm80 {
     i32 row = threadIdx.x % kBlockM;
     if (threadIdx.x < 2 * kBlockM) {
       bool is_lse = threadIdx.x < kBlockM;
-      const float* source = (is_lse ? p.lse_log2 : p.delta) + stat_index(p, block.s, head, i_begin + row);
+      const float* source = (is_lse ? p.score_lse : p.delta) + stat_index(p, block.s, head, i_begin + row);
       cp_async<4>(shared_address((is_lse ? shared.lse[stage] : shared.delta[stage]) + row), source,
                   row < num_rows ? 4 : 0);
     }
