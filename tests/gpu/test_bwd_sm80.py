@@ -10,6 +10,7 @@ from test_sm80 import LENGTHS, problem
 from test_sm90 import FEATURES, assert_accurate
 
 import flashtile
+from flashtile.backends import cuda
 from flashtile.kernels import families
 from flashtile.kernels.assemble import clear_plans
 
@@ -34,6 +35,7 @@ def forced() -> Iterator[None]:
     clear_plans()
     with families.forced("bwd_sm80"):
         yield
+    cuda._arch.cache_clear()
     clear_plans()
 
 
@@ -64,6 +66,7 @@ def test_lengths_around_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_of_other_architectures(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their tiles, within their shared memory, compiled for the GPU at hand."""
     monkeypatch.setenv("FLASHTILE_ARCH", arch)
+    cuda._arch.cache_clear()
     clear_plans()
     problems = []
     for start, feature in enumerate(("plain", "causal", "varlen")):
