@@ -91,7 +91,8 @@ def test_many_tiles_of_many_heads(head_dim: int, causal: bool) -> None:
             scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
         (scores.softmax(-1) @ parts[2]).backward(dout[batch, head].double())
         for ours, part in zip((q, k, v), parts, strict=True):
-            assert ours.grad is not None and part.grad is not None
+            assert ours.grad is not None
+            assert part.grad is not None
             torch.testing.assert_close(ours.grad[batch, head].double(), part.grad, rtol=3e-2, atol=2e-2)
 
 

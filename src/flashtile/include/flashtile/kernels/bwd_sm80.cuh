@@ -100,11 +100,12 @@ struct BwdSm80 {
     using Tile = SwizzledTile<kColumns>;
     if constexpr (mutates(Mutation::bwd_sm80_tail)) num_rows = kRows;
     const T* base = first_row + Tile::copy_column();
-    for_each_row<kColumns, kRows, kNumThreads, Config::kIsExact>(shared_address(sTile), [&](i32 first, i32 r, u32 target) {
-      const T* source = base + first * row_stride + r * row_stride;
-      copy_row_chunks<kColumns, Config::kIsExact, Aligned>(target, source, first + r < num_rows,
-                                                           num_columns - Tile::copy_column());
-    });
+    for_each_row<kColumns, kRows, kNumThreads, Config::kIsExact>(
+        shared_address(sTile), [&](i32 first, i32 r, u32 target) {
+          const T* source = base + first * row_stride + r * row_stride;
+          copy_row_chunks<kColumns, Config::kIsExact, Aligned>(target, source, first + r < num_rows,
+                                                               num_columns - Tile::copy_column());
+        });
   }
 
   // Starts the copy of Q, dO and the statistics of tile number count.

@@ -1,12 +1,14 @@
 // Attention forward by mma.sync, from Ampere on: ldmatrix, cp.async, every option. FlashAttention-2, section 3.
 //
-// Grid:      one block per query tile (attn/scheduler.cuh), in one dimension. Under a band the last tile of a head comes
+// Grid:      one block per query tile (attn/scheduler.cuh), in one dimension. Under a band the last tile of a head
+// comes
 //            first, since it may see the most keys.
 // Block:     kBlockM queries; a warp owns kWarpRows of them from scores to output, as one or two m16 tiles. S, P and O
 //            stay in its registers, so warps meet only where a stage changes hands.
 // Shared:    sQ [kBlockM][kHeadDim], sK [stage][kBlockN][kHeadDim], sV [stage][kBlockN][kHeadDimV], swizzled
 //            (tile/swizzled_tile.cuh).
-// Mainloop:  key tiles go from last to first. One barrier per tile: behind it the tile has arrived, and the stage of the
+// Mainloop:  key tiles go from last to first. One barrier per tile: behind it the tile has arrived, and the stage of
+// the
 //            tile before it is free for the copies of a tile further on. Only the last tile of a sequence has missing
 //            rows, and it is copied in the prologue. Masked tiles run a separate loop body.
 // Epilogue:  16-byte stores from registers; a quad exchanges words for them.
@@ -138,8 +140,7 @@ struct FwdSm80 {
   }
 
   // Applies score modifiers and mask to a tile of scores.
-  FT_DEVICE static void modify_tile(const Params& p, const Tile& tile, i32 j_begin,
-                                    float (&rS)[kMTiles][kScores]) {
+  FT_DEVICE static void modify_tile(const Params& p, const Tile& tile, i32 j_begin, float (&rS)[kMTiles][kScores]) {
 #pragma unroll
     for (i32 t = 0; t < kMTiles; ++t) {
       Rows rows = rows_of(p, tile, t);
@@ -152,8 +153,7 @@ struct FwdSm80 {
     }
   }
 
-  FT_DEVICE static void drop_tile(const Params& p, const Tile& tile, i32 j_begin,
-                                  float (&rS)[kMTiles][kScores]) {
+  FT_DEVICE static void drop_tile(const Params& p, const Tile& tile, i32 j_begin, float (&rS)[kMTiles][kScores]) {
 #pragma unroll
     for (i32 t = 0; t < kMTiles; ++t) {
       Rows rows = rows_of(p, tile, t);
@@ -249,7 +249,8 @@ struct FwdSm80 {
     i32 unmasked_end = uniform(tiles.unmasked.end);
     if constexpr (mutates(Mutation::fwd_sm80_skip)) warp_end = unmasked_end;
     auto needs_mask = [&](i32 n) { return kMasksAlways || n >= unmasked_end || n < unmasked_begin; };
-    u32 k_lane = k_tiles + TileQK::template lane_offset<false>(), v_lane = v_tiles + TileV::template lane_offset<true>();
+    u32 k_lane = k_tiles + TileQK::template lane_offset<false>(),
+        v_lane = v_tiles + TileV::template lane_offset<true>();
     u32 stage = 0;
     i32 n = tile.n_end - 1, n_begin = tile.n_begin;
     auto process_tile = [&](auto is_masked) {
@@ -283,8 +284,8 @@ struct FwdSm80 {
   // ---- Epilogue. Scope: warp.
 
   // Finishes the softmax, normalises and stores O and lse of an m16 tile; of a split the sum of P V, m and l.
-  FT_DEVICE static void epilogue(const Params& p, const Tile& tile, const Rows& rows, float factor,
-                                 const float (&m)[2], const float (&l)[2], const float (&rO)[kOutputs]) {
+  FT_DEVICE static void epilogue(const Params& p, const Tile& tile, const Rows& rows, float factor, const float (&m)[2],
+                                 const float (&l)[2], const float (&rO)[kOutputs]) {
     bool is_split = p.num_splits > 1;
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {

@@ -14,8 +14,7 @@
 namespace flashtile {
 
 template <typename T, typename Out, i32 kHeadDim_, i32 kHeadDimV_, i32 kBlockM_, i32 kBlockN_, i32 kNumWarps_,
-          i32 kNumStages_, i32 kMinBlocks_, i32 kKeptSteps_, bool kPacksHeads_, bool kIsScalePositive_,
-          bool kIsExact_>
+          i32 kNumStages_, i32 kMinBlocks_, i32 kKeptSteps_, bool kPacksHeads_, bool kIsScalePositive_, bool kIsExact_>
 struct Sm80Config {
   using Element = T;
   using OutElement = Out;
