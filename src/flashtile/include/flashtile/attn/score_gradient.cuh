@@ -70,6 +70,8 @@ struct ScoreGradient {
       float2 delta = *reinterpret_cast<const float2*>(sDelta + 8 * b + fragment_column());
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
+        // Keeps ptxas from loading the bias of all columns at once
+        __syncwarp();
         Range seen = seen_columns(p, s, i_first, j_first + 8 * r);
         float prob[2], ds[2];
 #pragma unroll

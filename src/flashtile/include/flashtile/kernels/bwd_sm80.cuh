@@ -234,8 +234,10 @@ struct BwdSm80 {
 #pragma unroll
       for (i32 x = 0; x < Config::kHeadDimV / 2; ++x) rdV[t][x] = 0.0f;
     }
-    i32 num_tiles = block.num_tiles();
-    if (num_tiles > 0) {
+    // Read again at every use where ptxas would spill it: before sm_90
+    i32 kept_tiles = block.num_tiles();
+    auto num_tiles = [&] { return kHasVectorReduction ? kept_tiles : block.num_tiles(); };
+    if (num_tiles() > 0) {
       // Padding columns that no copy writes stay zeros
       if constexpr (!Config::kIsExact) {
         clear_tile<kNumThreads>(&shared,
@@ -250,7 +252,7 @@ struct BwdSm80 {
       load_rows<Config::kHeadDimV, kBlockN>(shared.sV, gV.row(block.j_begin), gV.row_stride, num_keys, p.head_dim_v);
 #pragma unroll
       for (i32 stage = 0; stage < kNumStages - 1; ++stage) {
-        if (stage < num_tiles) load_queries(p, shared, block, stage);
+        if (stage < num_tiles()) load_queries(p, shared, block, stage);
         cp_async_commit();
       }
 
@@ -264,11 +266,11 @@ struct BwdSm80 {
       ds_lane = TileS::step_address(ds_lane, 0, warp % Config::kDqRowWarps);
       constexpr u32 kBytesQ = sizeof(shared.sQ[0]), kBytesdO = sizeof(shared.sdO[0]), kBytesdS = sizeof(shared.sdS[0]);
 
-      for (i32 count = 0; count < num_tiles; ++count) {
+      for (i32 count = 0; count < num_tiles(); ++count) {
         // Wait for the tile. All warps are done with the tile before it: refill its stage
         cp_async_wait<kNumStages - 2>();
         __syncthreads();
-        if (count + kNumStages - 1 < num_tiles) load_queries(p, shared, block, count + kNumStages - 1);
+        if (count + kNumStages - 1 < num_tiles()) load_queries(p, shared, block, count + kNumStages - 1);
         cp_async_commit();
         if (threadIdx.x == 0) shared.find_place(count + kNumStages);
         i32 stage = count % kNumStages, i_begin = shared.place(count).i_begin;
@@ -316,7 +318,8 @@ struct BwdSm80 {
       }
       // dQ of the last tile
       __syncthreads();
-      add_dq(p, shared, warp, num_tiles - 1, ds_lane + (num_tiles - 1) % 2 * kBytesdS, k_columns);
+      i32 last = num_tiles() - 1;
+      add_dq(p, shared, warp, last, ds_lane + last % 2 * kBytesdS, k_columns);
     }
     // Store dK and dV
 #pragma unroll
