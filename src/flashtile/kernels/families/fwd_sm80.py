@@ -29,15 +29,16 @@ class Tile(NamedTuple):
     num_warps: int
     min_blocks: int  # that should share a multiprocessor
     num_stages: int = 2
-    keeps_q: bool = False
+    kept_steps: int = 0
     max_options: int = 99  # that change scores or probabilities, that it holds without a spill
+    takes_padded: bool = True  # head dims that are not the padded ones
 
 
 # By padded head_dim and head_dim_v; the first that fits the GPU and takes a call is chosen. Measured on an NVIDIA H200;
 # on other GPUs what fits their shared memory with as many warps: docs/sm80.md.
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
-    (32, 32): (Tile(128, 64, 4, 2, keeps_q=True, max_options=0), Tile(64, 64, 4, 3)),
-    (64, 64): (Tile(128, 64, 4, 2, keeps_q=True, max_options=0), Tile(64, 64, 4, 2)),
+    (32, 32): (Tile(128, 64, 4, 2, kept_steps=2, max_options=0), Tile(64, 64, 4, 3)),
+    (64, 64): (Tile(128, 64, 4, 2, kept_steps=4, max_options=0), Tile(64, 64, 4, 2)),
     (96, 96): (
         Tile(128, 64, 4, 2, max_options=0),
         Tile(128, 32, 4, 2, max_options=0),
@@ -45,7 +46,8 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
         Tile(64, 32, 4, 2),
     ),
     (128, 128): (
-        Tile(128, 48, 4, 2, max_options=0),
+        Tile(128, 48, 4, 2, max_options=0, takes_padded=False),
+        Tile(128, 32, 4, 2, max_options=0),
         Tile(128, 64, 8, 1, max_options=0),
         Tile(64, 64, 4, 2),
         Tile(64, 32, 4, 2),
@@ -62,9 +64,10 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
         Tile(64, 32, 4, 1),
     ),
     (256, 256): (
+        Tile(128, 64, 8, 1, kept_steps=8, max_options=0, takes_padded=False),
         Tile(128, 64, 8, 1, max_options=0),
-        Tile(128, 48, 8, 1, max_options=0),
-        Tile(128, 16, 8, 1, max_options=0),
+        Tile(128, 48, 8, 1, kept_steps=8, max_options=0),
+        Tile(128, 16, 8, 1, kept_steps=8, max_options=0),
         Tile(64, 32, 4, 1),
     ),
 }
@@ -75,7 +78,7 @@ class Sm80Row(Row):
     num_warps: int
     num_stages: int  # of K and of V
     min_blocks: int
-    keeps_q: bool  # in registers
+    kept_steps: int  # so many 16 columns of Q stay in registers
     packs_heads: bool
     is_scale_positive: bool
     is_exact: bool  # the head dims are the padded ones
@@ -95,8 +98,8 @@ class Sm80Row(Row):
     @property
     def config(self) -> str:
         sizes = f"{self.head_dim}, {self.head_dim_v}, {self.block_m}, {self.block_n}"
-        counts = f"{self.num_warps}, {self.num_stages}, {self.min_blocks}"
-        flags = self.keeps_q, self.packs_heads, self.is_scale_positive, self.is_exact
+        counts = f"{self.num_warps}, {self.num_stages}, {self.min_blocks}, {self.kept_steps}"
+        flags = self.packs_heads, self.is_scale_positive, self.is_exact
         types = f"{CPP_TYPES[self.dtype]}, {CPP_TYPES[self.out_dtype]}"
         return f"Sm80Config<{types}, {sizes}, {counts}, {', '.join(map(cpp_bool, flags))}>"
 
@@ -104,7 +107,7 @@ class Sm80Row(Row):
     def label(self) -> str:
         words = [f"{self.block_m} x {self.block_n}, {self.num_warps} warps"]
         words += [] if self.num_stages == 2 else [f"{self.num_stages} stages"]
-        words += ["Q in registers"] if self.keeps_q else []
+        words += [f"{16 * self.kept_steps} columns of Q in registers"] if self.kept_steps else []
         return ", ".join(words)
 
     @property
@@ -159,7 +162,7 @@ class FwdSm80(Family[Sm80Row]):
         is_exact = (key.head_dim, key.head_dim_v) == dims
         num_options = key.features.num_score_options + (not key.is_scale_positive)
         for tile in _tiles(dims, key, is_packed):
-            if num_options <= tile.max_options:
+            if num_options <= tile.max_options and (is_exact or tile.takes_padded):
                 yield _row(tile, key.dtype, key.out_dtype, dims, is_packed, key.is_scale_positive, is_exact)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
@@ -199,5 +202,5 @@ def _row(
     is_exact: bool = True,
 ) -> Sm80Row:
     sizes = tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.min_blocks
-    flags = tile.keeps_q, packs_heads, is_scale_positive, is_exact
+    flags = tile.kept_steps, packs_heads, is_scale_positive, is_exact
     return Sm80Row("fwd_sm80", dtype, out_dtype, *dims, *sizes, *flags)
