@@ -11,6 +11,7 @@ folded (packed sequences, dropout, mapped sinks) run once for each element.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,12 +76,7 @@ class _Forward(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *values: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        args, size = AttentionArgs(*values), info.batch_size
-        if not _can_fold(args, in_dims):
-            return _one_by_one(_Forward, size, in_dims, values), (0, 0)
-        folded = _folded(args, in_dims, size, needs_bias_grad=False)
-        out, lse = _Forward.apply(*folded)
-        return (out.unflatten(0, (size, -1)), lse.unflatten(0, (size, -1))), (0, 0)
+        return _map_forward(_Forward.apply, info.batch_size, in_dims, values)
 
 
 class _Backward(Function):
@@ -128,20 +124,7 @@ class _Backward(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *values: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        dout, dlse, args, out, lse, needs = _split(values)
-        size, own_dims = info.batch_size, in_dims[2 : 2 + len(_ORDER)]
-        if not _can_fold(args, own_dims) or needs[4]:
-            return _one_by_one(_Backward, size, in_dims, values), (0,) * 5
-        folded = _folded(args, own_dims, size, needs_bias_grad=needs[3])
-        dims = (in_dims[0], in_dims[1], *in_dims[-3:-1])
-        wide = [None if t is None else _fold(t, dim, size) for t, dim in zip((dout, dlse, out, lse), dims, strict=True)]
-        grads = list(_Backward.apply(wide[0], wide[1], *folded, wide[2], wide[3], needs))
-        for index, is_needed in enumerate(needs):
-            grad = grads[index]
-            grads[index] = grad.unflatten(0, (size, -1)) if is_needed else grad.expand(size, *grad.shape)
-        if needs[3] and args.bias is not None and _unmapped(args.bias, own_dims[3]).shape[0] == 1:
-            grads[3] = grads[3].sum(1, keepdim=True)
-        return tuple(grads), (0,) * 5
+        return _map_backward(_Backward.apply, info.batch_size, in_dims, values)
 
 
 def _split(values: Any) -> tuple[Tensor, Tensor | None, AttentionArgs, Tensor, Tensor, tuple[bool, ...]]:
@@ -151,6 +134,36 @@ def _split(values: Any) -> tuple[Tensor, Tensor | None, AttentionArgs, Tensor, T
 
 
 # vmap
+
+
+def _map_forward(
+    call: Callable[..., Any], size: int, in_dims: tuple[Any, ...], values: tuple[Any, ...]
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    """One call for all elements, and where the results are mapped."""
+    args = AttentionArgs(*values)
+    if not _can_fold(args, in_dims):
+        return _one_by_one(call, size, in_dims, values), (0, 0)
+    out, lse = call(*_folded(args, in_dims, size, needs_bias_grad=False))
+    return (out.unflatten(0, (size, -1)), lse.unflatten(0, (size, -1))), (0, 0)
+
+
+def _map_backward(
+    call: Callable[..., Any], size: int, in_dims: tuple[Any, ...], values: tuple[Any, ...]
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    dout, dlse, args, out, lse, needs = _split(values)
+    own_dims = in_dims[2 : 2 + len(_ORDER)]
+    if not _can_fold(args, own_dims) or needs[4]:
+        return _one_by_one(call, size, in_dims, values), (0,) * 5
+    folded = _folded(args, own_dims, size, needs_bias_grad=needs[3])
+    dims = (in_dims[0], in_dims[1], *in_dims[-3:-1])
+    wide = [None if t is None else _fold(t, dim, size) for t, dim in zip((dout, dlse, out, lse), dims, strict=True)]
+    grads = list(call(wide[0], wide[1], *folded, wide[2], wide[3], needs))
+    for index, is_needed in enumerate(needs):
+        grad = grads[index]
+        grads[index] = grad.unflatten(0, (size, -1)) if is_needed else grad.expand(size, *grad.shape)
+    if needs[3] and args.bias is not None and _unmapped(args.bias, own_dims[3]).shape[0] == 1:
+        grads[3] = grads[3].sum(1, keepdim=True)
+    return tuple(grads), (0,) * 5
 
 
 def _can_fold(args: AttentionArgs, in_dims: tuple[Any, ...]) -> bool:
@@ -189,12 +202,12 @@ def _folded(args: AttentionArgs, in_dims: tuple[Any, ...], size: int, needs_bias
     return args._replace(q=q, k=k, v=v, **shared)
 
 
-def _one_by_one(function: Any, size: int, in_dims: tuple[Any, ...], values: tuple[Any, ...]) -> Any:
+def _one_by_one(call: Callable[..., Any], size: int, in_dims: tuple[Any, ...], values: tuple[Any, ...]) -> Any:
     registry.announce_slow_path("a call inside vmap that cannot be folded into the batch runs once for each element")
     results = []
     for index in range(size):
         one = [v.select(dim, index) if isinstance(dim, int) else v for v, dim in zip(values, in_dims, strict=True)]
-        results.append(function.apply(*one))
+        results.append(call(*one))
     return tuple(torch.stack(parts) for parts in zip(*results, strict=True))
 
 
@@ -328,3 +341,12 @@ def _gradients(*values: Any) -> tuple[Tensor, ...]:
         dbias,
         dsinks,
     )
+
+
+# Graphs of torch.compile call the operators themselves inside vmap
+torch.library.register_vmap(
+    "flashtile::forward", lambda info, dims, *values: _map_forward(ops.forward, info.batch_size, dims, values)
+)
+torch.library.register_vmap(
+    "flashtile::backward", lambda info, dims, *values: _map_backward(ops.backward, info.batch_size, dims, values)
+)

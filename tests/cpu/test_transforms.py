@@ -132,6 +132,17 @@ def test_reverse_mode_runs_the_operators_and_warns_of_nothing(seed: int) -> None
     torch.testing.assert_close(grads, expected)
 
 
+def test_vmap_in_a_graph(seed: int) -> None:
+    torch._dynamo.reset()
+    q, k, v = (torch.randn(4, *SIZES) for _ in range(3))
+    function = vmap(attend, in_dims=(0, None, 0))
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k[0], v), function(q, k[0], v))
+    with torch.profiler.profile() as profile:
+        compiled(q, k[0], v)
+    assert {event.key: event.count for event in profile.key_averages()}["flashtile::forward"] == 1
+
+
 def test_forward_mode(seed: int) -> None:
     q, k, v = (torch.randn(*SIZES, dtype=torch.float64) for _ in range(3))
     with pytest.warns(flashtile.SlowPathWarning, match="forward-mode derivatives .* store the N x N scores"):
