@@ -7,7 +7,7 @@ of dQ are added in no fixed order, so a deterministic call is refused.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flashtile.kernels.arch import Arch
@@ -28,14 +28,16 @@ class Tile(NamedTuple):
     block_queries: int
     num_stages: int = 3
     num_buffers: int = 2
-    max_options: int = 99  # the most options that change scores or probabilities without a spill
+    num_bias_stages: int = 2
 
 
-# By padded head_dim and head_dim_v. Measured on an NVIDIA H200: docs/sm90-backward.md.
+# By padded head_dim and head_dim_v, the preferred first: a call takes the first that has room for its options. Measured
+# on an NVIDIA H200: docs/sm90-backward.md.
+_SMALLER_TILES = (Tile(128, 64, num_stages=2), Tile(128, 64, num_stages=2, num_bias_stages=1))
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
     (64, 64): (Tile(128, 64),),
-    (96, 96): (Tile(128, 64),),
-    (128, 128): (Tile(128, 64, max_options=1),),
+    (96, 96): (Tile(128, 64), *_SMALLER_TILES),
+    (128, 128): (Tile(128, 64), *_SMALLER_TILES),
 }
 
 
@@ -43,6 +45,8 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
 class BwdSm90Row(Row):
     num_stages: int  # of Q and of dO
     num_buffers: int  # of dS
+    num_bias_stages: int
+    option_bytes: int  # of shared memory
 
     @property
     def header(self) -> str:
@@ -58,7 +62,7 @@ class BwdSm90Row(Row):
 
     @property
     def config(self) -> str:
-        tile = f"{self.block_n}, {self.block_m}, {self.num_stages}, {self.num_buffers}"
+        tile = f"{self.block_n}, {self.block_m}, {self.num_stages}, {self.num_buffers}, {self.num_bias_stages}"
         return f"Sm90BwdConfig<{CPP_TYPES[self.dtype]}, {self.head_dim}, {self.head_dim_v}, {tile}>"
 
     @property
@@ -71,10 +75,11 @@ class BwdSm90Row(Row):
         tiles = 128 * slabs * (self.block_m + self.num_stages * self.block_n) + self.num_buffers * 128 * self.block_m
         tiles += 4 * self.block_m * 64  # dQ
         stats, barriers = 8 * self.num_stages * self.block_n, 8 * (2 + 2 * self.num_stages + self.num_buffers)
-        return -(-(tiles + stats + barriers + _TILE_BYTES) // 1024) * 1024
+        return -(-(tiles + self.option_bytes + stats + barriers + _TILE_BYTES) // 1024) * 1024
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
-        return {"shared bytes": (f"sizeof(flashtile::BwdSm90Storage<flashtile::{self.config}>)", self.shared_bytes)}
+        policies = ", ".join(f"flashtile::{name}" for name in (self.config, *_option_policies(features)))
+        return {"shared bytes": (f"sizeof(flashtile::BwdSm90Storage<{policies}>)", self.shared_bytes)}
 
 
 class BwdSm90(Family[BwdSm90Row]):
@@ -102,22 +107,19 @@ class BwdSm90(Family[BwdSm90Row]):
             return "rows that overlap in memory"
         if key.grads is not None and "dbias" in key.grads:
             return "the gradient of a bias"
-        if not any(self.candidates("bwd_sm90", key)):
-            dims = self.padded(key.head_dim, key.head_dim_v)
-            return f"{key.features.num_score_options} options that change scores at padded head dims {dims}"
         return None
 
     def every_row(self, dtype: str) -> Iterator[BwdSm90Row]:
         for dims, tiles in _TILES.items():
             for tile in tiles:
-                yield _row(tile, dtype, dims)
+                if tile.num_bias_stages == 2:  # else it differs only if there is a bias
+                    yield _row(tile, dtype, dims, Features())
 
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[BwdSm90Row]:
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
         for tile in _TILES[dims]:
-            if key.features.num_score_options <= tile.max_options:
-                yield _row(tile, key.dtype, dims)
+            yield _row(tile, key.dtype, dims, key.features)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
@@ -140,11 +142,27 @@ class BwdSm90(Family[BwdSm90Row]):
         return Launch((self._step(row, key),), _workspaces(row), maps=_maps(row, layout), struct=BwdSm90Params)
 
     def _step(self, row: BwdSm90Row, key: PlanKey) -> Step:
+        row = replace(row, option_bytes=_option_bytes(key.features, row.num_bias_stages))
         return tile_step(row, key.features, (("seqlen_k", row.block_m), ("heads_kv", 1), ("batch", 1)))
 
 
-def _row(tile: Tile, dtype: str, dims: tuple[int, int]) -> BwdSm90Row:
-    return BwdSm90Row("bwd_sm90", dtype, dtype, *dims, *tile[:4])
+def _row(tile: Tile, dtype: str, dims: tuple[int, int], features: Features) -> BwdSm90Row:
+    return BwdSm90Row("bwd_sm90", dtype, dtype, *dims, *tile, _option_bytes(features, tile.num_bias_stages))
+
+
+def _option_policies(features: Features) -> list[str]:
+    """The C++ policies that decide OptionStorage (kernels/bwd_sm90_options.cuh)."""
+    return features.policies()[:3]
+
+
+def _option_bytes(features: Features, num_bias_stages: int) -> int:
+    """The size of OptionStorage; an empty struct takes the 4 bytes to the next float."""
+    bits = 1024 + 2 * 3 * 8  # words, barriers and flags of two consumers
+    found = bits * (features.has_bool_mask + features.has_dropout)
+    if features.bias_dtype is not None:
+        element = 4 if features.bias_dtype == "float32" else 2
+        found += 2 * num_bias_stages * (64 * 64 * element + 2 * 8)
+    return found or 4
 
 
 def _slabs(head_dim: int) -> int:

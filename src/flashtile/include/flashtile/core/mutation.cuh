@@ -34,7 +34,10 @@ enum class Mutation {
   bwd_sm90_mask_offset,  // causal and window masks are one query too early
   bwd_sm90_tail,         // rows past the last query or key are not cleared
   bwd_sm90_group,        // only one query head of a group
-  bwd_sm90_dropout,      // the keys of two rows swap their dropout bits
+  bwd_sm90_dropout,      // two groups of 8 keys swap their dropout bits
+  bwd_sm90_mask_row,     // every query but the first uses the bool mask of the query before
+  bwd_sm90_bias_row,     // query tiles after the first use the bias of one query before
+  bwd_sm90_alibi,        // ALiBi distances count from the first key instead of the last
   bwd_sm90_softcap,      // the derivative of the softcap is ignored
   // Found by `flashtile check`, in the other kernels or in code that all share
   skip_rescale,        // the output and the sum are not scaled down when the maximum rises

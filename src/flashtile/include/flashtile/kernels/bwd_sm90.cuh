@@ -17,10 +17,8 @@
 #pragma once
 
 #include "flashtile/attn/block_range.cuh"
-#include "flashtile/attn/dropout.cuh"
-#include "flashtile/attn/mask.cuh"
-#include "flashtile/attn/score_mod.cuh"
 #include "flashtile/core/mutation.cuh"
+#include "flashtile/kernels/bwd_sm90_options.cuh"
 #include "flashtile/ptx/bulk.cuh"
 #include "flashtile/ptx/tma.cuh"
 #include "flashtile/tile/epilogue.cuh"
@@ -73,7 +71,7 @@ struct QueryTileIndex {
 constexpr float kLargeLse = 4096.0f;
 constexpr u32 kNumQueryTiles = 8;
 
-template <class Config>
+template <class Config, class Mask, class ScoreMod, class Dropout>
 struct alignas(1024) BwdSm90Storage {
   using T = typename Config::Element;
   static_assert(kNumQueryTiles >= Config::kNumStages + 2);
@@ -83,6 +81,7 @@ struct alignas(1024) BwdSm90Storage {
   T sdO[Config::kNumStages][Config::kElementsdO];
   T sdS[Config::kNumBuffers][Config::kElementsdS];  // dS^T: keys are rows
   float sdQ[Config::kNumConsumers][64 * 64];
+  OptionStorage<Config, Mask, ScoreMod, Dropout> options;
   float lse[Config::kNumStages][Config::kBlockM];
   float delta[Config::kNumStages][Config::kBlockM];
   QueryTileIndex queries[kNumQueryTiles];  // tile number count is at count % kNumQueryTiles
@@ -95,13 +94,14 @@ struct alignas(1024) BwdSm90Storage {
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo>
 struct BwdSm90 {
   using T = typename Config::Element;
-  using Storage = BwdSm90Storage<Config>;
+  using Storage = BwdSm90Storage<Config, Mask, ScoreMod, Dropout>;
+  using Options = BwdSm90Options<Config, Mask, ScoreMod, Dropout>;
+  using Band = typename Options::Band;
   using Stages = Ring<Config::kNumStages>;
   using Buffers = Ring<Config::kNumBuffers>;
   static constexpr i32 kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockM / 2;  // registers per thread of S^T
   static constexpr i32 kColumnsDq = 64;        // of dQ that a consumer computes
-  static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
 
   // ---- Prologue. Scope: thread 0.
 
@@ -116,6 +116,7 @@ struct BwdSm90 {
     for (i32 buffer = 0; buffer < Config::kNumBuffers; ++buffer) {
       mbarrier_init(shared.empty_ds[buffer], kConsumerWarps);
     }
+    Options::init(shared.options);
     mbarrier_init_fence();
     fence_proxy_async();
   }
@@ -259,41 +260,6 @@ struct BwdSm90 {
     }
   }
 
-  // P^T and dS^T with options, in one pass: softcap needs its derivative, dropout the same bits twice.
-  FT_DEVICE static void differentiate_options(const Params& p, const Sequence& s, i32 head, i32 i_begin, i32 j_begin,
-                                              const float* sLse, const float* sDelta, const float (&rS)[kScores],
-                                              const float (&rdP)[kScores], u32 (&packed_p)[kScores / 2],
-                                              u32 (&packed_ds)[kScores / 2]) {
-    Scorer<ScoreMod> scorer(p, s, head);
-    i32 i_first = i_begin + fragment_column(), j_first = j_begin + fragment_row();
-    TransposedDropout<Dropout, kBlockM> dropout(p, s, head, i_begin, j_begin);
-#pragma unroll
-    for (i32 b = 0; b < kScores / 4; ++b) {
-      float2 lse = *reinterpret_cast<const float2*>(sLse + 8 * b + fragment_column());
-      float2 delta = *reinterpret_cast<const float2*>(sDelta + 8 * b + fragment_column());
-#pragma unroll
-      for (i32 r = 0; r < 2; ++r) {
-        Range seen = seen_columns(p, s, i_first, j_first + 8 * r);
-        float prob[2], ds[2];
-#pragma unroll
-        for (i32 e = 0; e < 2; ++e) {
-          i32 column = 8 * b + e, x = 4 * b + 2 * r + e, i = i_first + column, j = j_first + 8 * r;
-          bool is_kept = column >= seen.begin && column < seen.end && i < s.seqlen_q;
-          if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, s, head, i, j);
-          float tanh = 0.0f, drop = dropout.factor(b, e, r);
-          float score = is_kept ? scorer.score(rS[x], i, j, tanh) : -infinity();
-          float full = probability(score, e == 0 ? lse.x : lse.y, exponent_factor(ScoreMod::kHasBias));
-          prob[e] = full * drop;
-          ds[e] = full * (rdP[x] * drop - (e == 0 ? delta.x : delta.y));
-          if constexpr (!mutates(Mutation::bwd_sm90_softcap))
-            if constexpr (ScoreMod::kHasSoftcap) ds[e] *= 1.0f - tanh * tanh;
-        }
-        packed_p[2 * b + r] = pack_two<T>(prob[0], prob[1]);
-        packed_ds[2 * b + r] = pack_two<T>(ds[0], ds[1]);
-      }
-    }
-  }
-
   // Whether a consumer computes a part of dQ of tile number count. Where dQ is one slab, the consumers take turns.
   FT_DEVICE static bool has_dq(i32 consumer, u32 count) {
     return Config::kSlabsQK == 2 || static_cast<i32>(count % 2) == consumer;
@@ -394,18 +360,35 @@ struct BwdSm90 {
     auto differentiate_tile = [&](u32 count, float (&rS)[kScores], float (&rdP)[kScores]) {
       u32 stage = Stages::stage(count);
       u32 packed_ds[kScores / 2];
-      if constexpr (kHasOptions) {
-        wgmma_wait<0>();
+      bool is_checked = needs_mask<Band>(p, s, i_begin(count), 0, j_begin(), 64);
+      if constexpr (Mask::kHasBand) is_checked |= needs_mask<Band>(p, s, i_begin(count), kBlockM, j_begin(), 64);
+      is_checked |= shared.queries[count % kNumQueryTiles].has_large_lse != 0;
+      Stats lse, delta;
+      if constexpr (Options::kChangesTiles) {
+        Options options(p, shared.options, s, consumer, count, shared.queries[count % kNumQueryTiles].head,
+                        i_begin(count), j_begin());
+        options.wait(shared.lse[stage]);
+        wgmma_wait<1>();
         pin_registers(rS);
-        pin_registers(rdP);
-        differentiate_options(p, s, shared.queries[count % kNumQueryTiles].head, i_begin(count), j_begin(),
-                              shared.lse[stage], shared.delta[stage], rS, rdP, packed_p, packed_ds);
+        auto differentiate = [&](auto checked, auto masked, const Range(&seen)[2]) {
+          options.template differentiate<decltype(checked)::kValue, decltype(masked)::kValue>(
+              seen, shared.lse[stage], shared.delta[stage], rS, rdP, packed_p, packed_ds);
+        };
+        if (is_checked || options.needs_exact_tanh()) {
+          Range seen[2];
+#pragma unroll
+          for (i32 r = 0; r < 2; ++r) {
+            seen[r] = seen_columns(p, s, i_begin(count) + fragment_column(), j_begin() + fragment_row() + 8 * r);
+          }
+          differentiate(Constant<true>(), Constant<Mask::kHasBool>(), seen);
+        } else if (options.is_masked()) {
+          differentiate(Constant<false>(), Constant<Mask::kHasBool>(), {});
+        } else {
+          differentiate(Constant<false>(), Constant<false>(), {});
+        }
+        options.release();
       } else {
-        bool is_checked = needs_mask<Mask>(p, s, i_begin(count), 0, j_begin(), 64);
-        if constexpr (Mask::kHasBand) is_checked |= needs_mask<Mask>(p, s, i_begin(count), kBlockM, j_begin(), 64);
-        is_checked |= shared.queries[count % kNumQueryTiles].has_large_lse != 0;
         float rP[kScores];
-        Stats lse, delta;
         load_stats(shared.lse[stage], lse);
         pin_registers(lse);
         // Compute P^T while dP^T is in flight
@@ -512,7 +495,7 @@ struct BwdSm90 {
     wait_tma_store_read();
     // Store dK and dV
     store_rows(p.dk, p.dk_strides, p, tile, j_begin(), p.head_dim, p.scale, rdK);
-    store_rows(p.dv, p.dv_strides, p, tile, j_begin(), p.head_dim_v, 1.0f, rdV);
+    store_rows(p.dv, p.dv_strides, p, tile, j_begin(), p.head_dim_v, Options::dv_factor(p), rdV);
   }
 };
 
@@ -530,19 +513,34 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_sm90_kernel(const 
   __syncthreads();
   const KeyTile& tile = shared.tile;
   if (!tile.has_keys()) return;
+  if constexpr (Mask::kHasBool) {
+    // Skip the queries if a padding mask hides all of the block's keys
+    i32 j = tile.j_begin + static_cast<i32>(threadIdx.x) % Config::kBlockN;
+    bool is_hidden = Kernel::Options::hides_key(params.base, tile.s, tile.first_head, tile.num_heads, j);
+    if (__syncthreads_and(is_hidden)) {
+      if (threadIdx.x == 0) shared.tile.m_end = shared.tile.m_begin;
+      __syncthreads();
+    }
+  }
 
   i32 warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == Config::kNumConsumers) {
-    lower_registers<Config::kProducerRegisters>();
+    lower_registers<Kernel::Options::kProducerRegisters>();
     i32 warp = uniform(threadIdx.x / 32 % 4);
     if (warp == 0 && elect_lane()) {
       // Without queries the maps are empty
       if (tile.has_queries()) Kernel::produce(params, shared, tile);
     } else if (warp == 1) {
       Kernel::produce_stats(params.base, shared, tile);
+    } else if constexpr (Kernel::Options::kHasTiles) {
+      if (warp >= 2) {
+        i32 consumer = warp - 2;
+        Kernel::Options::produce(params.base, shared.options, tile.s, tile.first_head, tile.num_heads, tile.m_begin,
+                                 tile.m_end, tile.j_begin + 64 * consumer, consumer);
+      }
     }
   } else {
-    raise_registers<Config::kConsumerRegisters>();
+    raise_registers<Kernel::Options::kConsumerRegisters>();
     Kernel::consume(params, shared, tile, warpgroup);
   }
 }

@@ -19,6 +19,25 @@ FT_DEVICE void cp_async(float* shared, const void* global, bool is_valid) {
   }
 }
 
+// Starts a copy of kBytes (4 or 16) to a shared address, aligned to kBytes as the source is. Only the first num_valid
+// bytes are read; the rest becomes zeros. (PTX ISA: cp.async)
+template <i32 kBytes>
+FT_DEVICE void cp_async_part(u32 address, const void* global, i32 num_valid) {
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(num_valid)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(global), "r"(num_valid)
+                 : "memory");
+  }
+}
+
+// Arrives at an mbarrier once this thread's copies so far have completed. The barrier counts one arrival for each
+// thread. (PTX ISA: cp.async.mbarrier.arrive)
+FT_DEVICE void cp_async_arrive(u32 barrier_address) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier_address) : "memory");
+}
+
 // Closes the current group of this thread's copies. (PTX ISA: cp.async.commit_group)
 FT_DEVICE void cp_async_commit() {
   if constexpr (kHasAsyncCopy) asm volatile("cp.async.commit_group;" ::: "memory");

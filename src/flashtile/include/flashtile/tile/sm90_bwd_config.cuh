@@ -8,7 +8,8 @@
 
 namespace flashtile {
 
-template <typename T, i32 kHeadDim_, i32 kHeadDimV_, i32 kBlockM_, i32 kBlockN_, i32 kNumStages_, i32 kNumBuffers_>
+template <typename T, i32 kHeadDim_, i32 kHeadDimV_, i32 kBlockM_, i32 kBlockN_, i32 kNumStages_, i32 kNumBuffers_,
+          i32 kNumBiasStages_ = 2>
 struct Sm90BwdConfig {
   using Element = T;
   static constexpr i32 kHeadDim = kHeadDim_;    // padded
@@ -17,6 +18,7 @@ struct Sm90BwdConfig {
   static constexpr i32 kBlockN = kBlockN_;
   static constexpr i32 kNumStages = kNumStages_;    // of Q and of dO
   static constexpr i32 kNumBuffers = kNumBuffers_;  // of dS
+  static constexpr i32 kNumBiasStages = kNumBiasStages_;
   static constexpr i32 kNumConsumers = kBlockN / 64;
   static constexpr i32 kNumThreads = 128 * (kNumConsumers + 1);
   // Registers per thread that setmaxnreg assigns, out of 65536 per multiprocessor

@@ -1,0 +1,484 @@
+// Options of the Hopper backward (bwd_sm90.cuh): bool mask, softcap, ALiBi, bias and dropout between S^T, dP^T and
+// P^T, dS^T.
+//
+// Threads:  warp 2 + w of the producer warpgroup prepares what consumer w reads of each tile of 64 keys x 64 queries.
+// Shared:   bits of a bool mask, and of dropout: a word for each consumer warp and pair of queries, one bit for each of
+//           the warp's 16 keys and of the two queries. A bias: [stage][64 queries][64 keys], in rows of 128 bytes whose
+//           16-byte chunks are swizzled as in tile/smem_tile.cuh. Barriers: full and empty of each, per consumer.
+// Scores:   base 2 without a bias, natural with one (attn/score_unit.cuh).
+#pragma once
+
+#include "flashtile/attn/block_range.cuh"
+#include "flashtile/attn/dropout.cuh"
+#include "flashtile/attn/score_unit.cuh"
+#include "flashtile/core/mutation.cuh"
+#include "flashtile/ptx/cp_async.cuh"
+#include "flashtile/ptx/ldmatrix.cuh"
+#include "flashtile/ptx/wgmma.cuh"
+#include "flashtile/tile/pipeline.cuh"
+
+namespace flashtile {
+
+constexpr i32 kNumOptionConsumers = 2;
+
+// Bits of one tile for each consumer. Words of a warp are ordered so that a thread's eight are contiguous: those of
+// queries 2 x and 2 x + 1 are at 8 * (x % 4) + x / 4.
+template <bool kIsOn, i32 kTag>
+struct BitTiles {
+  alignas(16) u32 words[kNumOptionConsumers][4][32];
+  u64 full[kNumOptionConsumers], empty[kNumOptionConsumers];
+  u64 is_full[kNumOptionConsumers];  // nonzero: every bit is set
+};
+template <i32 kTag>
+struct BitTiles<false, kTag> {};
+
+template <class Element, i32 kNumStages>
+struct BiasTiles {
+  Element tiles[kNumOptionConsumers][kNumStages][64 * 64];
+  u64 full[kNumOptionConsumers][kNumStages], empty[kNumOptionConsumers][kNumStages];
+};
+template <i32 kNumStages>
+struct BiasTiles<NoBias, kNumStages> {};
+
+template <class Config, class Mask, class ScoreMod, class Dropout>
+struct OptionStorage : BiasTiles<typename ScoreMod::BiasElement, Config::kNumBiasStages>,
+                       BitTiles<Mask::kHasBool, 0>,
+                       BitTiles<Dropout::kIsOn, 1> {};
+
+template <class Config, class Mask, class ScoreMod, class Dropout>
+struct BwdSm90Options {
+  using Storage = OptionStorage<Config, Mask, ScoreMod, Dropout>;
+  using Band = flashtile::Mask<Mask::kHasBand, false>;
+  using BiasElement = typename ScoreMod::BiasElement;
+  using BiasStages = Ring<Config::kNumBiasStages>;
+  using Bias = BiasTiles<BiasElement, Config::kNumBiasStages>;
+  using MaskBits = BitTiles<Mask::kHasBool, 0>;
+  using DropBits = BitTiles<Dropout::kIsOn, 1>;
+  static constexpr bool kChangesTiles = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
+  static constexpr i32 kNumTiles = ScoreMod::kHasBias + Mask::kHasBool + Dropout::kIsOn;  // that warps prepare
+  static constexpr bool kHasTiles = kNumTiles > 0;
+  static constexpr i32 kScores = Config::kBlockM / 2;  // registers per thread of S^T
+  using T = typename Config::Element;
+  static constexpr i32 kNumOptions = ScoreMod::kHasSoftcap + ScoreMod::kHasAlibi + ScoreMod::kHasBias +
+                                     Mask::kHasBool + Dropout::kIsOn;
+  static constexpr bool kLoadsAhead = !ScoreMod::kHasSoftcap && !ScoreMod::kHasBias;
+  static constexpr bool kLoadsDeltaAhead = kLoadsAhead && !Dropout::kIsOn;
+  static constexpr bool kIsSplit = kNumOptions < 2 || Config::kHeadDim + Config::kHeadDimV <= 128;
+  // With a softcap, P is kept times 4: its derivative 4 r (1 - r) then needs no factor. dv_factor divides by it.
+  static constexpr float kLargestExponent = ScoreMod::kHasSoftcap ? 2.0f : 0.0f;
+  static constexpr float kLargestFastSoftcap = 256.0f;
+  // Registers per thread: warps that prepare tiles need more than 24
+  static constexpr i32 kProducerRegisters = Config::kProducerRegisters + (kNumTiles == 0 ? 0 : kNumTiles == 1 ? 16 : 32);
+  static constexpr i32 kConsumerRegisters = Config::kConsumerRegisters - (kNumTiles == 0 ? 0 : kNumTiles == 1 ? 8 : 16);
+
+  // ---- Prologue. Scope: thread 0.
+
+  FT_DEVICE static void init_bits(u64 (&full)[kNumOptionConsumers], u64 (&empty)[kNumOptionConsumers]) {
+    for (i32 consumer = 0; consumer < kNumOptionConsumers; ++consumer) {
+      mbarrier_init(full[consumer], 1);
+      mbarrier_init(empty[consumer], 4);
+    }
+  }
+  FT_DEVICE static void init(Storage& shared) {
+    if constexpr (Mask::kHasBool) init_bits(shared.MaskBits::full, shared.MaskBits::empty);
+    if constexpr (Dropout::kIsOn) init_bits(shared.DropBits::full, shared.DropBits::empty);
+    if constexpr (ScoreMod::kHasBias) {
+      for (i32 consumer = 0; consumer < kNumOptionConsumers; ++consumer) {
+        for (i32 stage = 0; stage < Config::kNumBiasStages; ++stage) {
+          mbarrier_init(shared.Bias::full[consumer][stage], 32);
+          mbarrier_init(shared.Bias::empty[consumer][stage], 4);
+        }
+      }
+    }
+  }
+
+  // True if a mask that is the same for all queries of the block hides key j from them. Scope: thread.
+  FT_DEVICE static bool hides_key(const Params& p, const Sequence& s, i32 first_head, i32 num_heads, i32 j) {
+    if (p.mask_strides[2] != 0 || (p.mask_strides[1] != 0 && num_heads > 1)) return false;
+    if (j >= s.seqlen_k) return true;
+    return p.mask[s.batch_idx * p.mask_strides[0] + first_head * p.mask_strides[1] + j * p.mask_strides[3]] == 0;
+  }
+
+  // ---- Producer. Scope: warp.
+
+  // One bit for each of the 16 bytes that is not 0. Scope: thread.
+  FT_DEVICE static u32 nonzero_bytes(uint4 bytes) {
+    const u32 words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+    u32 bits = 0;
+#pragma unroll
+    for (i32 w = 0; w < 4; ++w) {
+      u32 x = words[w];
+      u32 high = (((x & 0x7f7f7f7fu) + 0x7f7f7f7fu) | x) & 0x80808080u;
+      bits |= ((high >> 7) * 0x01020408u >> 24) << (4 * w);
+    }
+    return bits;
+  }
+
+  // The mask's bits of query i and keys j .. j + 15. Queries past the last one, whose P is 0 anyway, have all bits.
+  // Scope: thread.
+  FT_DEVICE static u32 mask_bits(const Params& p, const Sequence& s, i32 head, i32 i, i32 j, bool is_aligned) {
+    if (i >= s.seqlen_q) return 0xffffu;
+    if constexpr (mutates(Mutation::bwd_sm90_mask_row)) i = max_of(i - 1, 0);
+    const u8* row = p.mask + s.batch_idx * p.mask_strides[0] + head * p.mask_strides[1] + i * p.mask_strides[2];
+    if (is_aligned && j + 16 <= s.seqlen_k) return nonzero_bytes(*reinterpret_cast<const uint4*>(row + j));
+    u32 bits = 0;
+#pragma unroll 4
+    for (i32 x = 0; x < 16; ++x) {
+      if (j + x < s.seqlen_k && row[(j + x) * p.mask_strides[3]] != 0) bits |= 1u << x;
+    }
+    return bits;
+  }
+  // Whether 16 keys are one aligned piece of memory. Scope: thread.
+  FT_DEVICE static bool is_mask_aligned(const Params& p) {
+    i64 strides = p.mask_strides[0] | p.mask_strides[1] | p.mask_strides[2];
+    return p.mask_strides[3] == 1 && (strides | reinterpret_cast<i64>(p.mask)) % 16 == 0;
+  }
+
+  // Dropout bits of query i and keys j .. j + 15: set where kept. Scope: thread.
+  FT_DEVICE static u32 kept_bits(DropoutBits random, i32 i, i32 j) {
+    u32 bits = 0, threshold = random.threshold << 16;
+    // Keeps the compiler from computing the keys of all rounds ahead, which takes registers
+    asm volatile("" : "+r"(random.key0), "+r"(random.key1));
+#pragma unroll
+    for (i32 half = 0; half < 2; ++half) {
+      uint4 drawn = random.words(i, j / 8 + half);
+      const u32 words[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
+#pragma unroll
+      for (i32 w = 0; w < 4; ++w) {
+        if (words[w] << 16 >= threshold) bits |= 1u << (8 * half + 2 * w);
+        if (words[w] >= threshold) bits |= 2u << (8 * half + 2 * w);
+      }
+    }
+    if constexpr (mutates(Mutation::bwd_sm90_dropout)) bits = bits >> 8 | (bits & 0xffu) << 8;
+    return bits;
+  }
+
+  // Stores a lane's words of tile number count for the four consumer warps, as soon as the tile before has been read.
+  template <class Tiles>
+  FT_DEVICE static void store_words(Tiles& tiles, i32 consumer, u32 count, const u32 (&words)[4]) {
+    i32 lane = threadIdx.x % 32;
+    bool is_full = __all_sync(0xffffffffu, (words[0] & words[1] & words[2] & words[3]) == 0xffffffffu);
+    mbarrier_wait(tiles.empty[consumer], count % 2 ^ 1);
+#pragma unroll
+    for (i32 warp = 0; warp < 4; ++warp) tiles.words[consumer][warp][lane % 4 * 8 + lane / 4] = words[warp];
+    if (lane == 0) tiles.is_full[consumer] = is_full;
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(tiles.full[consumer]);
+  }
+
+  // Starts copying rows of the bias in pieces of kBytes.
+  template <i32 kBytes>
+  FT_DEVICE static void copy_bias(u32 tile, const BiasElement* rows, i64 row_stride, i32 num_rows, i32 num_keys) {
+    constexpr i32 kSize = sizeof(BiasElement), kPieces = 64 * kSize / kBytes;  // of a row
+    constexpr i32 kLanes = kPieces < 32 ? kPieces : 32, kRows = 32 / kLanes;    // of one pass of the warp
+    i32 lane = threadIdx.x % 32, key = lane % kLanes * (kBytes / kSize);
+    rows += lane / kLanes * row_stride + key;
+#pragma unroll 2
+    for (i32 row = lane / kLanes; row < 64; row += kRows, rows += kRows * row_stride) {
+#pragma unroll
+      for (i32 part = 0; part < kPieces / kLanes; ++part) {
+        i32 first = part * kLanes * (kBytes / kSize);  // key of the part
+        i32 num_valid = row < num_rows ? clamp((num_keys - first - key) * kSize, 0, kBytes) : 0;
+        cp_async_part<kBytes>(tile + bias_offset(row, first + key), rows + first, num_valid);
+      }
+    }
+  }
+  // The byte offset of an element in its tile. A row of a float32 tile has two pieces of 128 bytes. Scope: thread.
+  FT_DEVICE static u32 bias_offset(i32 row, i32 key) {
+    i32 byte = key * static_cast<i32>(sizeof(BiasElement));
+    return byte / 128 * (64 * 128) + row * 128 + (byte % 128 / 16 ^ row % 8) * 16 + byte % 16;
+  }
+
+  // Fills the bias of tile number count.
+  FT_DEVICE static void load_bias(const Params& p, const Sequence& s, Bias& tiles, i32 consumer, u32 count, i32 head,
+                                  i32 i_begin, i32 j_begin, bool is_loaded) {
+    u32 stage = BiasStages::stage(count);
+    u32 barrier = shared_address(&tiles.full[consumer][stage]), tile = shared_address(tiles.tiles[consumer][stage]);
+    BiasStages::wait_empty(tiles.empty[consumer], count);
+    if constexpr (mutates(Mutation::bwd_sm90_bias_row)) i_begin = max_of(i_begin - 1, 0);
+    const BiasElement* rows = static_cast<const BiasElement*>(p.bias) + s.batch_idx * p.bias_strides[0] +
+                              head * p.bias_strides[1] + i_begin * p.bias_strides[2] + j_begin * p.bias_strides[3];
+    i32 num_rows = s.seqlen_q - i_begin, num_keys = s.seqlen_k - j_begin;
+    i64 bytes = (p.bias_strides[0] | p.bias_strides[1] | p.bias_strides[2]) * sizeof(BiasElement);
+    bytes |= reinterpret_cast<i64>(p.bias);
+    if (is_loaded || num_keys <= 0) {
+      // What the stage holds stays, or is not read
+    } else if (p.bias_strides[3] == 1 && bytes % 16 == 0) {
+      copy_bias<16>(tile, rows, p.bias_strides[2], num_rows, num_keys);
+    } else if (p.bias_strides[3] == 1 && bytes % 4 == 0) {
+      copy_bias<4>(tile, rows, p.bias_strides[2], num_rows, num_keys);
+    } else {
+#pragma unroll 1
+      for (i32 x = threadIdx.x % 32; x < 64 * 64; x += 32) {
+        i32 row = x / 64, key = x % 64;
+        bool is_valid = row < num_rows && key < num_keys;
+        BiasElement element = from_float<BiasElement>(0.0f);
+        if (is_valid) element = rows[row * p.bias_strides[2] + key * p.bias_strides[3]];
+        char* to = reinterpret_cast<char*>(tiles.tiles[consumer][stage]) + bias_offset(row, key);
+        *reinterpret_cast<BiasElement*>(to) = element;
+      }
+      mbarrier_arrive(tiles.full[consumer][stage]);
+      return;
+    }
+    cp_async_arrive(barrier);
+  }
+
+  // Prepares the query tiles [m_begin, m_end) of num_heads heads for one consumer, whose first key is j_begin.
+  FT_DEVICE static void produce(const Params& p, Storage& shared, const Sequence& s, i32 first_head, i32 num_heads,
+                                i32 m_begin, i32 m_end, i32 j_begin, i32 consumer) {
+    u32 count = 0, seen[4], kept[4];  // bits
+    for (i32 head = first_head; head < first_head + num_heads; ++head) {
+      for (i32 m = m_begin; m < m_end; ++m, ++count) {
+        i32 i_begin = m * Config::kBlockM, i = i_begin + 2 * static_cast<i32>(threadIdx.x % 32);
+        if constexpr (ScoreMod::kHasBias) {
+          bool is_loaded = p.bias_strides[2] == 0 && (p.bias_strides[1] == 0 || num_heads == 1) &&
+                           count >= Config::kNumBiasStages;
+          load_bias(p, s, shared, consumer, count, head, i_begin, j_begin, is_loaded);
+        }
+        if constexpr (Mask::kHasBool) {
+          bool is_same = p.mask_strides[2] == 0 && (p.mask_strides[1] == 0 || num_heads == 1) && count > 0;
+          if (!is_same) {
+            bool is_aligned = is_mask_aligned(p);
+#pragma unroll
+            for (i32 warp = 0; warp < 4; ++warp) {
+              i32 j = j_begin + 16 * warp;
+              seen[warp] =
+                  mask_bits(p, s, head, i, j, is_aligned) | mask_bits(p, s, head, i + 1, j, is_aligned) << 16;
+            }
+          }
+          store_words<MaskBits>(shared, consumer, count, seen);
+        }
+        if constexpr (Dropout::kIsOn) {
+          DropoutBits random(p, s, head);
+          // Not unrolled, which would take more registers: the words move up
+#pragma unroll 1
+          for (i32 x = 0; x < 8; ++x) {
+            u32 bits = kept_bits(random, i + x % 2, j_begin + x / 2 * 16);
+            if (x % 2 == 1) {
+              kept[3] |= bits << 16;
+            } else {
+              kept[0] = kept[1], kept[1] = kept[2], kept[2] = kept[3], kept[3] = bits;
+            }
+          }
+          store_words<DropBits>(shared, consumer, count, kept);
+        }
+      }
+    }
+  }
+
+  // ---- Consumer.
+
+  // One tile of a consumer. Scope: warpgroup.
+  const Params& p;
+  Storage& shared;
+  i32 consumer;
+  u32 count;
+  float2 lse[kScores / 4];
+  float slope, first_step;  // ALiBi: the slope, and its product with the distance of the thread's first element
+
+  FT_DEVICE BwdSm90Options(const Params& p, Storage& shared, const Sequence& s, i32 consumer, u32 count, i32 head,
+                           i32 i_begin, i32 j_begin)
+      : p(p), shared(shared), consumer(consumer), count(count) {
+    if constexpr (ScoreMod::kHasAlibi) {
+      slope = in_score_unit(ScoreMod::kHasBias, p.alibi_slopes[s.batch_idx * p.alibi_batch_stride + head]);
+      i32 distance = i_begin + fragment_column() + s.offset - j_begin - fragment_row();
+      if constexpr (mutates(Mutation::bwd_sm90_alibi)) distance -= s.offset;
+      first_step = slope * static_cast<float>(distance);
+    }
+  }
+
+  // Waits for what the producer prepares. Loads statistics ahead: products in flight keep shared memory busy.
+  FT_DEVICE void wait(const float* sLse) {
+#pragma unroll
+    for (i32 b = 0; b < kScores / 4 && kLoadsAhead && kIsSplit; ++b) lse[b] = stats(sLse, b);
+    if constexpr (Mask::kHasBool) mbarrier_wait(shared.MaskBits::full[consumer], count % 2);
+    if constexpr (Dropout::kIsOn) mbarrier_wait(shared.DropBits::full[consumer], count % 2);
+    if constexpr (ScoreMod::kHasBias) BiasStages::wait_full(shared.Bias::full[consumer], count);
+  }
+  // Releases it. Scope: warp.
+  FT_DEVICE void release() {
+    if constexpr (kHasTiles) __syncwarp();
+    if constexpr (Mask::kHasBool) release_stage(shared.MaskBits::empty[consumer]);
+    if constexpr (Dropout::kIsOn) release_stage(shared.DropBits::empty[consumer]);
+    if constexpr (ScoreMod::kHasBias) release_stage(shared.Bias::empty[consumer][BiasStages::stage(count)]);
+  }
+  // False if the mask hides nothing of this tile.
+  FT_DEVICE bool is_masked() const {
+    if constexpr (Mask::kHasBool) return shared.MaskBits::is_full[consumer] == 0;
+    return false;
+  }
+  // True if the fast softcap would not be accurate.
+  FT_DEVICE bool needs_exact_tanh() const { return ScoreMod::kHasSoftcap && p.softcap > kLargestFastSoftcap; }
+
+  // The factor of dV that its sums lack.
+  FT_DEVICE static float dv_factor(const Params& p) {
+    float factor = ScoreMod::kHasSoftcap ? 0.25f : 1.0f;
+    return Dropout::kIsOn ? factor * p.keep_factor : factor;
+  }
+
+  // A thread's bits of columns 8 b + fragment_column() and the next: bit 8 r + 16 e is row r, column e. Scope: thread.
+  template <class Tiles>
+  FT_DEVICE u32 pair_bits(const Tiles& tiles, i32 b) const {
+    i32 lane = threadIdx.x % 32;
+    return tiles.words[consumer][threadIdx.x % 128 / 32][lane % 4 * 8 + b] >> lane / 4;
+  }
+
+  // The bias of columns 8 b .. 8 b + 15: x = 4 * (b of the two) + 2 r + e. Scope: warp.
+  FT_DEVICE void load_fragment(i32 b, float (&bias)[8]) const {
+    i32 lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    u32 tile = shared_address(shared.Bias::tiles[consumer][BiasStages::stage(count)]);
+    if constexpr (sizeof(BiasElement) == 2) {
+      u32 packed[4];
+      ldmatrix_x4_transposed(tile + bias_offset(lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8) + b * 1024,
+                             packed);
+#pragma unroll
+      for (i32 x = 0; x < 4; ++x) {
+        bias[2 * x] = to_float(BiasElement{static_cast<u16>(packed[x])});
+        bias[2 * x + 1] = to_float(BiasElement{static_cast<u16>(packed[x] >> 16)});
+      }
+    } else {
+#pragma unroll
+      for (i32 x = 0; x < 8; ++x) {
+        u32 offset = bias_offset(fragment_column() + x % 2, 16 * warp + lane / 4 + x / 2 % 2 * 8);
+        const char* tile_bytes = reinterpret_cast<const char*>(shared.Bias::tiles[consumer][BiasStages::stage(count)]);
+        bias[x] = *reinterpret_cast<const float*>(tile_bytes + offset + (b + x / 4) * 1024);
+      }
+    }
+  }
+
+  // From the dot product S to the exponent of P. Sets `derivative` to that of the softcap, divided by 4. Scope: thread.
+  template <bool kIsChecked>
+  FT_DEVICE float exponent(float dot, float lse, float bias, i32 b, i32 e, i32 r, float& derivative) const {
+    constexpr bool kIsNatural = ScoreMod::kHasBias;
+    float score;
+    if constexpr (ScoreMod::kHasSoftcap) {
+      float cap = kIsNatural ? p.softcap : p.softcap * kLog2e;
+      float rest = kIsNatural ? bias : 2.0f - lse;
+      if constexpr (kIsChecked) {
+        float tanh = tanh_by_exp2(dot * (p.scale * reciprocal(p.softcap)));
+        derivative = 0.25f - 0.25f * tanh * tanh;
+        score = fmaf(cap, tanh, rest);
+      } else {
+        // tanh(x) = 1 - 2 r and its derivative 4 r (1 - r), with r = 1 / (1 + e^2x)
+        float r_tanh = reciprocal(1.0f + exp2_approx(dot * (2.0f * kLog2e * p.scale * reciprocal(p.softcap))));
+        derivative = fmaf(-r_tanh, r_tanh, r_tanh);
+        score = fmaf(r_tanh, -2.0f * cap, cap + rest);
+      }
+      if constexpr (mutates(Mutation::bwd_sm90_softcap)) derivative = 0.25f;
+    } else if constexpr (kIsNatural) {
+      score = fmaf(dot, p.scale, bias);
+    } else {
+      score = fmaf(dot, p.scale_log2, -lse);
+    }
+    if constexpr (ScoreMod::kHasAlibi) {
+      score -= fabsf(fmaf(slope, static_cast<float>(8 * (b - r) + e), first_step));
+    }
+    if constexpr (kIsNatural) score = fmaf(score - lse, kLog2e, ScoreMod::kHasSoftcap ? 2.0f : 0.0f);
+    return score;
+  }
+
+  // Columns 8 b .. 8 b + 7: turns S^T into P^T, with a softcap times its derivative, and packs P^T itself then. With
+  // kIsChecked, P is 0 outside the columns seen[r], and bounded. Scope: thread.
+  template <bool kIsChecked, bool kIsMasked>
+  FT_DEVICE void exponentiate_columns(i32 b, const Range (&seen)[2], float2 lse, const float* bias,
+                                      float (&rS)[kScores], u32 (&packed_p)[kScores / 2]) const {
+    u32 seen_bits = 0, kept_bits = 0;
+    if constexpr (kIsMasked) seen_bits = pair_bits<MaskBits>(shared, b);
+    if constexpr (ScoreMod::kHasSoftcap && Dropout::kIsOn) kept_bits = pair_bits<DropBits>(shared, b);
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      float kept[2];
+#pragma unroll
+      for (i32 e = 0; e < 2; ++e) {
+        i32 x = 4 * b + 2 * r + e, column = 8 * b + e;
+        float derivative;
+        float power = exponent<kIsChecked>(rS[x], e == 0 ? lse.x : lse.y, ScoreMod::kHasBias ? bias[x % 8] : 0.0f, b, e,
+                                           r, derivative);
+        if constexpr (kIsChecked) {
+          power = power > kLargestExponent ? kLargestExponent : power;
+          power = column >= seen[r].begin && column < seen[r].end ? power : -infinity();
+        }
+        float prob = exp2_approx(power);
+        if constexpr (kIsMasked) prob = seen_bits & 1u << (8 * r + 16 * e) ? prob : 0.0f;
+        if constexpr (ScoreMod::kHasSoftcap) {
+          rS[x] = prob * derivative;
+          kept[e] = !Dropout::kIsOn || kept_bits & 1u << (8 * r + 16 * e) ? prob : 0.0f;
+        } else {
+          rS[x] = prob;
+        }
+      }
+      if constexpr (ScoreMod::kHasSoftcap) packed_p[2 * b + r] = pack_two<T>(kept[0], kept[1]);
+    }
+  }
+
+  // Columns 8 b .. 8 b + 7: dS^T = P^T * (dP^T - delta), with dropout of dP^T and of the packed P^T. Scope: thread.
+  FT_DEVICE void differentiate_columns(i32 b, float2 delta, const float (&rP)[kScores], const float (&rdP)[kScores],
+                                       u32 (&packed_p)[kScores / 2], u32 (&packed_ds)[kScores / 2]) const {
+    u32 kept_bits = 0;
+    if constexpr (Dropout::kIsOn) kept_bits = pair_bits<DropBits>(shared, b);
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      float ds[2], kept[2];
+#pragma unroll
+      for (i32 e = 0; e < 2; ++e) {
+        i32 x = 4 * b + 2 * r + e;
+        bool is_kept = !Dropout::kIsOn || kept_bits & 1u << (8 * r + 16 * e);
+        kept[e] = is_kept ? rP[x] : 0.0f;
+        float dp = is_kept ? rdP[x] : 0.0f, d = e == 0 ? delta.x : delta.y;
+        ds[e] = rP[x] * (Dropout::kIsOn ? fmaf(dp, p.keep_factor, -d) : dp - d);
+      }
+      packed_ds[2 * b + r] = pack_two<T>(ds[0], ds[1]);
+      if constexpr (!ScoreMod::kHasSoftcap) packed_p[2 * b + r] = pack_two<T>(kept[0], kept[1]);
+    }
+  }
+
+  FT_DEVICE static void pin(float& a, float& b, float& c, float& d) {
+    asm volatile("" : "+f"(a), "+f"(b), "+f"(c), "+f"(d)::"memory");
+  }
+
+  // Statistics of a thread's queries among columns 8 b .. 8 b + 7. Scope: thread.
+  FT_DEVICE static float2 stats(const float* sStats, i32 b) {
+    return *reinterpret_cast<const float2*>(sStats + 8 * b + fragment_column());
+  }
+
+  // P^T and dS^T from S^T and dP^T, both in flight.
+  template <bool kIsChecked, bool kIsMasked>
+  FT_DEVICE void differentiate(const Range (&seen)[2], const float* sLse, const float* sDelta, float (&rS)[kScores],
+                               float (&rdP)[kScores], u32 (&packed_p)[kScores / 2],
+                               u32 (&packed_ds)[kScores / 2]) const {
+    float bias[8];
+    // Compute P^T while dP^T is in flight, unless that takes too many registers
+    if constexpr (kIsSplit) {
+#pragma unroll
+      for (i32 b = 0; b < kScores / 4; ++b) {
+        if constexpr (ScoreMod::kHasBias)
+          if (b % 2 == 0) load_fragment(b, bias);
+        exponentiate_columns<kIsChecked, kIsMasked>(b, seen, kLoadsAhead ? lse[b] : stats(sLse, b), bias, rS, packed_p);
+        // Finish these columns before the next: the checked body, which is rare, must not take more registers
+        if constexpr (kIsChecked) pin(rS[4 * b], rS[4 * b + 1], rS[4 * b + 2], rS[4 * b + 3]);
+      }
+      float2 delta[kScores / 4];
+#pragma unroll
+      for (i32 b = 0; b < kScores / 4 && kLoadsDeltaAhead; ++b) delta[b] = stats(sDelta, b);
+      wgmma_wait<0>();
+      pin_registers(rdP);
+#pragma unroll
+      for (i32 b = 0; b < kScores / 4; ++b) {
+        differentiate_columns(b, kLoadsDeltaAhead ? delta[b] : stats(sDelta, b), rS, rdP, packed_p, packed_ds);
+      }
+    } else {
+      wgmma_wait<0>();
+      pin_registers(rdP);
+#pragma unroll
+      for (i32 b = 0; b < kScores / 4; ++b) {
+        if constexpr (ScoreMod::kHasBias)
+          if (b % 2 == 0) load_fragment(b, bias);
+        exponentiate_columns<kIsChecked, kIsMasked>(b, seen, stats(sLse, b), bias, rS, packed_p);
+        differentiate_columns(b, stats(sDelta, b), rS, rdP, packed_p, packed_ds);
+        pin(rdP[4 * b], rdP[4 * b + 1], rdP[4 * b + 2], rdP[4 * b + 3]);
+      }
+    }
+  }
+};
+
+}  // namespace flashtile
