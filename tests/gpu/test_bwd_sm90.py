@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from test_sm90 import DTYPES, FEATURES, LENGTHS, assert_accurate, jitter, pytestmark  # noqa: F401
@@ -66,14 +68,106 @@ def gradients(tensors: list[torch.Tensor], dout: torch.Tensor, **options: object
     return torch.autograd.grad(out, leaves, dout)
 
 
+def assert_close_to_float64(tensors: list[torch.Tensor], dout: torch.Tensor, what: str, **options: object) -> None:
+    """Gradients of q, k and v by 2 % of their largest element."""
+    found = gradients(tensors, dout, **options)
+    exact = {
+        name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in options.items()
+    }
+    expected = gradients([x.double() for x in tensors], dout.double(), **exact, backend="reference")
+    for name, one, other in zip(("dq", "dk", "dv"), found, expected, strict=True):
+        assert torch.isfinite(one).all(), f"{name}: {what}"
+        error = (one.double() - other).abs().max().item()
+        assert error <= 0.02 * other.abs().max().item(), f"{name}: {what}: {error}"
+
+
+def random_tensors(seqlen_q: int, seqlen_k: int, head_dim: int, heads_kv: int = 4) -> list[torch.Tensor]:
+    """q, k, v and the gradient of out."""
+    sizes = ((4, seqlen_q), (heads_kv, seqlen_k), (heads_kv, seqlen_k), (4, seqlen_q))
+    return [torch.randn(2, heads, rows, head_dim, device="cuda", dtype=torch.bfloat16) for heads, rows in sizes]
+
+
+def views(seqlen_q: int, seqlen_k: int, make: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A mask or bias of (2, 4, seqlen_q, seqlen_k) in every way that memory may hold it."""
+    return {
+        "whole": make(2, 4, seqlen_q, seqlen_k),
+        "all heads": make(2, 1, seqlen_q, seqlen_k),
+        "all batches": make(1, 4, seqlen_q, seqlen_k),
+        "padding": make(2, 1, 1, seqlen_k),
+        "keys": make(1, 1, 1, seqlen_k),
+        "heads and keys": make(1, 4, 1, seqlen_k),
+        "queries": make(2, 1, seqlen_q, 1),
+        "one": make(1, 1, 1, 1),
+        "every other key": make(1, 4, seqlen_q, 2 * seqlen_k)[..., ::2],
+        "transposed": make(2, 1, seqlen_k, seqlen_q).transpose(-1, -2),
+        "rows apart": make(1, 2, seqlen_q, seqlen_k + 24)[:, :1, :, :seqlen_k],
+        "not on a boundary": make(1, 1, seqlen_q, seqlen_k + 1)[..., 1:],
+        "heads of stride 0": make(2, 1, seqlen_q, seqlen_k).expand(2, 4, seqlen_q, seqlen_k),
+    }
+
+
+# Keys in pieces of 16, 4 and 2 bytes
+@pytest.mark.parametrize("seqlen_k", [320, 302, 301])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_bias_without_its_gradient(head_dim: int) -> None:
-    q, k, v, dout = (torch.randn(2, 4, 300, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    bias = torch.randn(1, 4, 300, 300, device="cuda", dtype=torch.bfloat16)
-    found = gradients([q, k, v], dout, bias=bias)
-    expected = gradients([q.double(), k.double(), v.double()], dout.double(), bias=bias.double(), backend="reference")
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=0.0, atol=0.02 * other.abs().max().item())
+def test_masks_in_memory(head_dim: int, seqlen_k: int) -> None:
+    *tensors, dout = random_tensors(203, seqlen_k, head_dim, heads_kv=2 if seqlen_k == 302 else 4)
+    for name, mask in views(203, seqlen_k, lambda *sizes: torch.rand(sizes, device="cuda") > 0.3).items():
+        assert_close_to_float64(tensors, dout, name, mask=mask)
+
+
+@pytest.mark.parametrize("seqlen_k", [320, 302, 301])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_biases_in_memory(head_dim: int, seqlen_k: int, dtype: torch.dtype) -> None:
+    *tensors, dout = random_tensors(203, seqlen_k, head_dim, heads_kv=2 if seqlen_k == 302 else 4)
+    for name, bias in views(203, seqlen_k, lambda *sizes: torch.randn(sizes, device="cuda", dtype=dtype)).items():
+        assert_close_to_float64(tensors, dout, name, bias=bias)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_masks_by_tiles(head_dim: int) -> None:
+    """Tiles that are all true, all false or mixed; hidden rows, keys, and blocks of keys; a band over them."""
+    *tensors, dout = random_tensors(384, 512, head_dim)
+    i, j = torch.arange(384, device="cuda")[:, None], torch.arange(512, device="cuda")
+    masks = {
+        "all": torch.ones(1, 1, 384, 512, dtype=torch.bool, device="cuda"),
+        "none": torch.zeros(1, 1, 384, 512, dtype=torch.bool, device="cuda"),
+        "blocks": (i // 64 + j // 64) % 2 == 0,
+        "documents": i // 100 == j // 130,
+        "rows": (i % 3 != 0) & (i < 200),
+        "keys": (j % 128 < 64) & (j != 17),
+        "half of the keys": j < 256,
+        "one key": j == 300,
+    }
+    for name, mask in masks.items():
+        full = mask.expand(1, 1, *torch.broadcast_shapes(mask.shape[-2:], (1, 512)))
+        assert_close_to_float64(tensors, dout, name, mask=full)
+        assert_close_to_float64(tensors, dout, f"{name}, causal", mask=full, causal=True)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_biases_that_mask(head_dim: int) -> None:
+    """-inf in places, in rows, in blocks of keys; large finite values."""
+    *tensors, dout = random_tensors(200, 333, head_dim)
+    bias = torch.randn(1, 4, 200, 333, device="cuda")
+    bias.masked_fill_(torch.rand_like(bias) < 0.3, float("-inf"))
+    bias[..., 128:256] = float("-inf")
+    bias[:, 1, 70:140] = float("-inf")
+    bias[:, 2] *= 1000.0
+    bias[:, 3, :, 5] = -1e38
+    for dtype in (torch.bfloat16, torch.float32):
+        assert_close_to_float64(tensors, dout, str(dtype), bias=bias.to(dtype))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("softcap", [0.1, 30.0, 255.0, 257.0, 1e6])
+def test_softcaps(softcap: float) -> None:
+    *tensors, dout = random_tensors(200, 333, 128)
+    tensors[0] *= 4.0
+    assert_close_to_float64(tensors, dout, str(softcap), softcap=softcap)
 
 
 @pytest.mark.smoke
