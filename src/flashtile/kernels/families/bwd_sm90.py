@@ -1,7 +1,8 @@
 """The Hopper backward pass by wgmma and TMA: include/flashtile/kernels/bwd_sm90.cuh, docs/sm90-backward.md.
 
-Three steps: delta and the zeros of dq_accum, the kernel that owns keys, and the conversion of dq_accum to dQ. The sums
-of dQ are added in no fixed order, so a deterministic call is refused.
+Three steps: delta and the zeros of dq_accum, the kernel that owns keys, and the conversion of dq_accum to dQ. The
+gradient of a bias has a kernel of its own. The sums of dQ are added in no fixed order, so a deterministic call is
+refused.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import dsinks, plain_step, query_grid
 from flashtile.kernels.params import BwdSm90Params, Struct
-from flashtile.kernels.plan import MapPatch, Operand, Step, Workspace
+from flashtile.kernels.plan import Grid, MapPatch, Operand, Step, Workspace
 from flashtile.kernels.source import cpp_type
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
@@ -27,7 +28,7 @@ class Tile(NamedTuple):
     block_keys: int
     block_queries: int
     num_stages: int = 3
-    num_buffers: int = 2
+    num_buffers: int = 2  # of dS; of K and V in the kernel of dbias
     num_bias_stages: int = 2
 
 
@@ -39,18 +40,22 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
     (96, 96): (Tile(128, 64), *_SMALLER_TILES),
     (128, 128): (Tile(128, 64), *_SMALLER_TILES),
 }
+_DBIAS_TILES = tuple(
+    Tile(128, 64, 2, num_buffers, num_bias_stages) for num_buffers, num_bias_stages in ((2, 2), (2, 1), (1, 2), (1, 1))
+)
+_DBIAS_QUERIES = 8 * 64  # of a block; DbiasSm90::kTiles
 
 
 @dataclass(frozen=True)
 class BwdSm90Row(Row):
     num_stages: int  # of Q and of dO
-    num_buffers: int  # of dS
+    num_buffers: int  # of dS; of K and V in the kernel of dbias
     num_bias_stages: int
     option_bytes: int  # of shared memory
 
     @property
     def header(self) -> str:
-        return "bwd_sm90"
+        return self.kernel
 
     @property
     def struct(self) -> Struct:
@@ -72,25 +77,32 @@ class BwdSm90Row(Row):
     @property
     def shared_bytes(self) -> int:
         slabs = _slabs(self.head_dim) + _slabs(self.head_dim_v)
-        tiles = 128 * slabs * (self.block_m + self.num_stages * self.block_n) + self.num_buffers * 128 * self.block_m
-        tiles += 4 * self.block_m * 64  # dQ
-        stats, barriers = 8 * self.num_stages * self.block_n, 8 * (2 + 2 * self.num_stages + self.num_buffers)
-        return -(-(tiles + self.option_bytes + stats + barriers + _TILE_BYTES) // 1024) * 1024
+        tiles, stats = 128 * slabs * self.num_stages * self.block_n, 8 * self.num_stages * self.block_n
+        if self.kernel == "bwd_sm90_dbias":
+            tiles += self.num_buffers * 128 * slabs * self.block_m
+            rest = 8 * 4 * 2 * self.block_n  # sSum
+            rest += 4 * self.num_stages + 16 * (self.num_buffers + self.num_stages)  # flags, barriers
+        else:
+            tiles += 128 * slabs * self.block_m + self.num_buffers * 128 * self.block_m
+            tiles += 4 * self.block_m * 64  # dQ
+            rest = 8 * (2 + 2 * self.num_stages + self.num_buffers) + _TILE_BYTES
+        return -(-(tiles + self.option_bytes + stats + rest) // 1024) * 1024
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
         policies = ", ".join(f"flashtile::{name}" for name in (self.config, *_option_policies(features)))
-        return {"shared bytes": (f"sizeof(flashtile::BwdSm90Storage<{policies}>)", self.shared_bytes)}
+        storage = "DbiasSm90Storage" if self.kernel == "bwd_sm90_dbias" else "BwdSm90Storage"
+        return {"shared bytes": (f"sizeof(flashtile::{storage}<{policies}>)", self.shared_bytes)}
 
 
 class BwdSm90(Family[BwdSm90Row]):
     name = "bwd_sm90"
     op = "backward"
     summary = "wgmma, TMA and warp specialisation, on Hopper"
-    kernels = ("bwd_sm90",)
+    kernels = ("bwd_sm90", "bwd_sm90_dbias")
     dtypes = ("float16", "bfloat16")
     head_dims = tuple(sorted(_TILES))
     features = Family.features - {"is_paged", "is_aligned16"}
-    grad_sets = (("dq", "dk", "dv", "dsinks"),)
+    grad_sets = (("dq", "dk", "dv", "dsinks"), ("dbias",))
 
     def refuse_arch(self, arch: Arch) -> str | None:
         return None if arch.has_wgmma else f"{arch.name} has no wgmma"
@@ -105,21 +117,21 @@ class BwdSm90(Family[BwdSm90Row]):
             return f"an output in {key.out_dtype}"
         if not key.rows_disjoint:
             return "rows that overlap in memory"
-        if key.grads is not None and "dbias" in key.grads:
-            return "the gradient of a bias"
         return None
 
     def every_row(self, dtype: str) -> Iterator[BwdSm90Row]:
         for dims, tiles in _TILES.items():
             for tile in tiles:
                 if tile.num_bias_stages == 2:  # else it differs only if there is a bias
-                    yield _row(tile, dtype, dims, Features())
+                    yield _row("bwd_sm90", tile, dtype, dims, Features())
+            for tile in _DBIAS_TILES:
+                yield _row("bwd_sm90_dbias", tile, dtype, dims, Features(bias_dtype=dtype))
 
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[BwdSm90Row]:
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
-        for tile in _TILES[dims]:
-            yield _row(tile, key.dtype, dims, key.features)
+        for tile in _DBIAS_TILES if kernel == "bwd_sm90_dbias" else _TILES[dims]:
+            yield _row(kernel, tile, key.dtype, dims, key.features)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
@@ -134,8 +146,10 @@ class BwdSm90(Family[BwdSm90Row]):
             scratch = tuple(Operand(name, like=name[1]) for name in ("dk", "dv") if name not in key.grads)
         if "dq" in key.grads:
             steps.append(_plain("bwd_convert_dq", row, key))
+        if "dbias" in key.grads:
+            steps.append(self._step(self.select("bwd_sm90_dbias", key), key))
         # Keys outside every sequence have no owner
-        zeroed = tuple(name for name in ("dk", "dv") if layout.has_lengths and name in key.grads)
+        zeroed = tuple(name for name in ("dk", "dv", "dbias") if layout.has_lengths and name in key.grads)
         return Launch(tuple(steps), _workspaces(row), None, _maps(row, layout), scratch, zeroed, BwdSm90Params)
 
     def launch_row(self, row: BwdSm90Row, key: PlanKey, layout: CallLayout) -> Launch:
@@ -143,11 +157,14 @@ class BwdSm90(Family[BwdSm90Row]):
 
     def _step(self, row: BwdSm90Row, key: PlanKey) -> Step:
         row = replace(row, option_bytes=_option_bytes(key.features, row.num_bias_stages))
-        return tile_step(row, key.features, (("seqlen_k", row.block_m), ("heads_kv", 1), ("batch", 1)))
+        grid: Grid = (("seqlen_k", row.block_m), ("heads_kv", 1), ("batch", 1))
+        if row.kernel == "bwd_sm90_dbias":
+            grid = (("bias_batch", 1), ("bias_heads", 1), ("bias_rows", _DBIAS_QUERIES), ("bias_columns", row.block_m))
+        return tile_step(row, key.features, grid)
 
 
-def _row(tile: Tile, dtype: str, dims: tuple[int, int], features: Features) -> BwdSm90Row:
-    return BwdSm90Row("bwd_sm90", dtype, dtype, *dims, *tile, _option_bytes(features, tile.num_bias_stages))
+def _row(kernel: str, tile: Tile, dtype: str, dims: tuple[int, int], features: Features) -> BwdSm90Row:
+    return BwdSm90Row(kernel, dtype, dtype, *dims, *tile, _option_bytes(features, tile.num_bias_stages))
 
 
 def _option_policies(features: Features) -> list[str]:
@@ -156,13 +173,13 @@ def _option_policies(features: Features) -> list[str]:
 
 
 def _option_bytes(features: Features, num_bias_stages: int) -> int:
-    """The size of OptionStorage; an empty struct takes the 4 bytes to the next float."""
+    """The size of OptionStorage; an empty struct takes the 16 bytes to the next boundary."""
     bits = 1024 + 2 * 3 * 8  # words, barriers and flags of two consumers
     found = bits * (features.has_bool_mask + features.has_dropout)
     if features.bias_dtype is not None:
         element = 4 if features.bias_dtype == "float32" else 2
         found += 2 * num_bias_stages * (64 * 64 * element + 2 * 8)
-    return found or 4
+    return found or 16
 
 
 def _slabs(head_dim: int) -> int:

@@ -38,6 +38,7 @@ enum class Mutation {
   bwd_sm90_mask_row,     // every query but the first uses the bool mask of the query before
   bwd_sm90_bias_row,     // query tiles after the first use the bias of one query before
   bwd_sm90_alibi,        // ALiBi distances count from the first key instead of the last
+  bwd_sm90_dbias_head,   // a bias shared by all heads misses the gradient of the last head
   bwd_sm90_softcap,      // the derivative of the softcap is ignored
   // Found by `flashtile check`, in the other kernels or in code that all share
   skip_rescale,        // the output and the sum are not scaled down when the maximum rises

@@ -75,6 +75,7 @@ template <class Config, class Mask, class ScoreMod, class Dropout>
 struct alignas(1024) BwdSm90Storage {
   using T = typename Config::Element;
   static_assert(kNumQueryTiles >= Config::kNumStages + 2);
+  static_assert(Config::kNumBuffers >= 2);  // dS of a tile is released one tile later
   T sK[Config::kElementsK];
   T sV[Config::kElementsV];
   T sQ[Config::kNumStages][Config::kElementsQ];
@@ -82,7 +83,7 @@ struct alignas(1024) BwdSm90Storage {
   T sdS[Config::kNumBuffers][Config::kElementsdS];  // dS^T: keys are rows
   float sdQ[Config::kNumConsumers][64 * 64];
   OptionStorage<Config, Mask, ScoreMod, Dropout> options;
-  float lse[Config::kNumStages][Config::kBlockM];
+  alignas(16) float lse[Config::kNumStages][Config::kBlockM];
   float delta[Config::kNumStages][Config::kBlockM];
   QueryTileIndex queries[kNumQueryTiles];  // tile number count is at count % kNumQueryTiles
   u64 full_k, full_v;
@@ -535,8 +536,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_sm90_kernel(const 
     } else if constexpr (Kernel::Options::kHasTiles) {
       if (warp >= 2) {
         i32 consumer = warp - 2;
+        u32 count = 0;
         Kernel::Options::produce(params.base, shared.options, tile.s, tile.first_head, tile.num_heads, tile.m_begin,
-                                 tile.m_end, tile.j_begin + 64 * consumer, consumer);
+                                 tile.m_end, tile.j_begin + 64 * consumer, consumer, count);
       }
     }
   } else {

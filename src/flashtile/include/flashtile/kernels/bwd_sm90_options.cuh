@@ -223,20 +223,21 @@ struct BwdSm90Options {
     cp_async_arrive(barrier);
   }
 
-  // Prepares the query tiles [m_begin, m_end) of num_heads heads for one consumer, whose first key is j_begin.
+  // Prepares the query tiles [m_begin, m_end) of num_heads heads for one consumer, whose first key is j_begin. count
+  // is the number of tiles before them, and grows.
   FT_DEVICE static void produce(const Params& p, Storage& shared, const Sequence& s, i32 first_head, i32 num_heads,
-                                i32 m_begin, i32 m_end, i32 j_begin, i32 consumer) {
-    u32 count = 0, seen[4], kept[4];  // bits
+                                i32 m_begin, i32 m_end, i32 j_begin, i32 consumer, u32& count) {
+    u32 first = count, seen[4], kept[4];  // bits
     for (i32 head = first_head; head < first_head + num_heads; ++head) {
       for (i32 m = m_begin; m < m_end; ++m, ++count) {
         i32 i_begin = m * Config::kBlockM, i = i_begin + 2 * static_cast<i32>(threadIdx.x % 32);
         if constexpr (ScoreMod::kHasBias) {
           bool is_loaded = p.bias_strides[2] == 0 && (p.bias_strides[1] == 0 || num_heads == 1) &&
-                           count >= Config::kNumBiasStages;
+                           count - first >= Config::kNumBiasStages;
           load_bias(p, s, shared, consumer, count, head, i_begin, j_begin, is_loaded);
         }
         if constexpr (Mask::kHasBool) {
-          bool is_same = p.mask_strides[2] == 0 && (p.mask_strides[1] == 0 || num_heads == 1) && count > 0;
+          bool is_same = p.mask_strides[2] == 0 && (p.mask_strides[1] == 0 || num_heads == 1) && count > first;
           if (!is_same) {
             bool is_aligned = is_mask_aligned(p);
 #pragma unroll
@@ -377,9 +378,9 @@ struct BwdSm90Options {
     return score;
   }
 
-  // Columns 8 b .. 8 b + 7: turns S^T into P^T, with a softcap times its derivative, and packs P^T itself then. With
-  // kIsChecked, P is 0 outside the columns seen[r], and bounded. Scope: thread.
-  template <bool kIsChecked, bool kIsMasked>
+  // Columns 8 b .. 8 b + 7: turns S^T into P^T. With kIsOfDot and a softcap, rS becomes P^T times the derivative, and
+  // P^T itself is packed. With kIsChecked, P is 0 outside the columns seen[r], and bounded. Scope: thread.
+  template <bool kIsChecked, bool kIsMasked, bool kIsOfDot = true>
   FT_DEVICE void exponentiate_columns(i32 b, const Range (&seen)[2], float2 lse, const float* bias,
                                       float (&rS)[kScores], u32 (&packed_p)[kScores / 2]) const {
     u32 seen_bits = 0, kept_bits = 0;
@@ -401,13 +402,13 @@ struct BwdSm90Options {
         float prob = exp2_approx(power);
         if constexpr (kIsMasked) prob = seen_bits & 1u << (8 * r + 16 * e) ? prob : 0.0f;
         if constexpr (ScoreMod::kHasSoftcap) {
-          rS[x] = prob * derivative;
+          rS[x] = prob * (kIsOfDot ? derivative : 0.25f);
           kept[e] = !Dropout::kIsOn || kept_bits & 1u << (8 * r + 16 * e) ? prob : 0.0f;
         } else {
           rS[x] = prob;
         }
       }
-      if constexpr (ScoreMod::kHasSoftcap) packed_p[2 * b + r] = pack_two<T>(kept[0], kept[1]);
+      if constexpr (ScoreMod::kHasSoftcap && kIsOfDot) packed_p[2 * b + r] = pack_two<T>(kept[0], kept[1]);
     }
   }
 
@@ -476,6 +477,33 @@ struct BwdSm90Options {
         exponentiate_columns<kIsChecked, kIsMasked>(b, seen, stats(sLse, b), bias, rS, packed_p);
         differentiate_columns(b, stats(sDelta, b), rS, rdP, packed_p, packed_ds);
         pin(rdP[4 * b], rdP[4 * b + 1], rdP[4 * b + 2], rdP[4 * b + 3]);
+      }
+    }
+  }
+
+  // Adds the gradient of the scores before softcap's derivative, P^T * (dP^T - delta), to rSum. S^T and dP^T are
+  // complete. With kIsChecked, nothing is added outside the columns seen[r]: rows there may be NaN. Scope: warpgroup.
+  template <bool kIsChecked, bool kIsMasked>
+  FT_DEVICE void add_score_gradient(const Range (&seen)[2], const float* sLse, const float* sDelta,
+                                    float (&rS)[kScores], const float (&rdP)[kScores], float (&rSum)[kScores]) const {
+    float bias[8];
+    u32 no_p[kScores / 2];
+#pragma unroll
+    for (i32 b = 0; b < kScores / 4; ++b) {
+      if constexpr (ScoreMod::kHasBias)
+        if (b % 2 == 0) load_fragment(b, bias);
+      exponentiate_columns<kIsChecked, kIsMasked, false>(b, seen, stats(sLse, b), bias, rS, no_p);
+      float2 delta = stats(sDelta, b);
+      u32 kept_bits = 0;
+      if constexpr (Dropout::kIsOn) kept_bits = pair_bits<DropBits>(shared, b);
+#pragma unroll
+      for (i32 y = 0; y < 4; ++y) {
+        i32 x = 4 * b + y, r = y / 2, e = y % 2, column = 8 * b + e;
+        bool is_kept = !Dropout::kIsOn || kept_bits & 1u << (8 * r + 16 * e);
+        float dp = is_kept ? rdP[x] : 0.0f, d = e == 0 ? delta.x : delta.y;
+        float ds = rS[x] * (Dropout::kIsOn ? fmaf(dp, p.keep_factor, -d) : dp - d);
+        if constexpr (kIsChecked) ds = column >= seen[r].begin && column < seen[r].end ? ds : 0.0f;
+        rSum[x] += ds;
       }
     }
   }

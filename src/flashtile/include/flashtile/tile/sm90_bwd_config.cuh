@@ -17,7 +17,7 @@ struct Sm90BwdConfig {
   static constexpr i32 kBlockM = kBlockM_;
   static constexpr i32 kBlockN = kBlockN_;
   static constexpr i32 kNumStages = kNumStages_;    // of Q and of dO
-  static constexpr i32 kNumBuffers = kNumBuffers_;  // of dS
+  static constexpr i32 kNumBuffers = kNumBuffers_;  // of dS; of K and V in bwd_sm90_dbias_kernel
   static constexpr i32 kNumBiasStages = kNumBiasStages_;
   static constexpr i32 kNumConsumers = kBlockN / 64;
   static constexpr i32 kNumThreads = 128 * (kNumConsumers + 1);
@@ -34,8 +34,8 @@ struct Sm90BwdConfig {
   static constexpr i32 kElementsdS = kBlockN * 64;
   static_assert(sizeof(T) == 2 && kHeadDim % 32 == 0 && kHeadDimV % 32 == 0 && kHeadDim <= 128);
   static_assert(kBlockM == 64 && kBlockN == 128 && kHeadDimV <= 128);
-  // A tile is released only after the next one has arrived, and its dS one tile later
-  static_assert(kNumStages >= 2 && kNumBuffers >= 2);
+  // A tile is released only after the next one has arrived
+  static_assert(kNumStages >= 2);
 };
 
 }  // namespace flashtile
