@@ -535,10 +535,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_sm90_kernel(const 
       Kernel::produce_stats(params.base, shared, tile);
     } else if constexpr (Kernel::Options::kHasTiles) {
       if (warp >= 2) {
-        i32 consumer = warp - 2;
         u32 count = 0;
-        Kernel::Options::produce(params.base, shared.options, tile.s, tile.first_head, tile.num_heads, tile.m_begin,
-                                 tile.m_end, tile.j_begin + 64 * consumer, consumer, count);
+        Kernel::Options::produce(params.base, shared.options, tile, warp - 2, count);
       }
     }
   } else {

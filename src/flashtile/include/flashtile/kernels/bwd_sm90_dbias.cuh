@@ -45,6 +45,8 @@ struct DbiasSm90 {
   using BiasElement = typename ScoreMod::BiasElement;
   static constexpr i32 kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kScores = Options::kScores;
   static constexpr i32 kGroup = Storage::kGroup, kTiles = 8;  // query tiles of a group, and of a block
+  // Registers per thread
+  static constexpr i32 kProducerRegisters = 88, kConsumerRegisters = 208;
 
   // What a block owns. Scope of all: thread.
   const Params& p;
@@ -171,7 +173,11 @@ struct DbiasSm90 {
     u32 count = 0;
     for (i32 m = m_begin; m < m_end; m = pass_end(m)) {
       for_each_key_tile(m, pass_end(m), [&](const Sequence& s, i32 head, i32 j_begin, i32 first, i32 last) {
-        Options::produce(p, shared.options, s, head, 1, first, last, j_begin + 64 * consumer, consumer, count);
+        struct {
+          const Sequence& s;
+          i32 first_head, num_heads, m_begin, m_end, j_begin;
+        } tile{s, head, 1, first, last, j_begin};
+        Options::produce(p, shared.options, tile, consumer, count);
       });
     }
   }
@@ -314,13 +320,17 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   Kernel kernel(params.base);
   i32 warpgroup = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32 % 4);
   if (warpgroup < Config::kNumConsumers) {
+    raise_registers<Kernel::kConsumerRegisters>();
     kernel.consume(shared, warpgroup);
-  } else if (warp == 0) {
-    if (elect_lane()) kernel.produce(params, shared);
-  } else if (warp == 1) {
-    kernel.produce_stats(shared);
   } else {
-    kernel.produce_options(shared, warp - 2);
+    lower_registers<Kernel::kProducerRegisters>();
+    if (warp == 0) {
+      if (elect_lane()) kernel.produce(params, shared);
+    } else if (warp == 1) {
+      kernel.produce_stats(shared);
+    } else {
+      kernel.produce_options(shared, warp - 2);
+    }
   }
 }
 

@@ -122,7 +122,7 @@ struct BwdSm90Options {
     const u8* row = p.mask + s.batch_idx * p.mask_strides[0] + head * p.mask_strides[1] + i * p.mask_strides[2];
     if (is_aligned && j + 16 <= s.seqlen_k) return nonzero_bytes(*reinterpret_cast<const uint4*>(row + j));
     u32 bits = 0;
-#pragma unroll 4
+#pragma unroll 2
     for (i32 x = 0; x < 16; ++x) {
       if (j + x < s.seqlen_k && row[(j + x) * p.mask_strides[3]] != 0) bits |= 1u << x;
     }
@@ -164,6 +164,13 @@ struct BwdSm90Options {
     if (lane == 0) tiles.is_full[consumer] = is_full;
     __syncwarp();
     if (lane == 0) mbarrier_arrive(tiles.full[consumer]);
+  }
+
+  // Passes on the tile before.
+  template <class Tiles>
+  FT_DEVICE static void repeat_words(Tiles& tiles, i32 consumer, u32 count) {
+    mbarrier_wait(tiles.empty[consumer], count % 2 ^ 1);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(tiles.full[consumer]);
   }
 
   // Starts copying rows of the bias in pieces of kBytes.
@@ -223,45 +230,52 @@ struct BwdSm90Options {
     cp_async_arrive(barrier);
   }
 
-  // Prepares the query tiles [m_begin, m_end) of num_heads heads for one consumer, whose first key is j_begin. count
-  // is the number of tiles before them, and grows.
-  FT_DEVICE static void produce(const Params& p, Storage& shared, const Sequence& s, i32 first_head, i32 num_heads,
-                                i32 m_begin, i32 m_end, i32 j_begin, i32 consumer, u32& count) {
-    u32 first = count, seen[4], kept[4];  // bits
-    for (i32 head = first_head; head < first_head + num_heads; ++head) {
-      for (i32 m = m_begin; m < m_end; ++m, ++count) {
+  // Prepares tiles for one consumer: the query tiles [m_begin, m_end) of num_heads heads from first_head on, all of the
+  // sequence s, with the consumer's half of the keys from j_begin on. count is the number of tiles before, and grows.
+  template <class Tile>
+  FT_DEVICE static void produce(const Params& p, Storage& shared, const Tile& tile, i32 consumer, u32& count) {
+    u32 first = count;
+    const Sequence& s = tile.s;
+    for (i32 h = 0; h < tile.num_heads; ++h) {
+      for (i32 m = tile.m_begin; m < tile.m_end; ++m, ++count) {
+        i32 head = tile.first_head + h, j_begin = tile.j_begin + 64 * consumer;
         i32 i_begin = m * Config::kBlockM, i = i_begin + 2 * static_cast<i32>(threadIdx.x % 32);
         if constexpr (ScoreMod::kHasBias) {
-          bool is_loaded = p.bias_strides[2] == 0 && (p.bias_strides[1] == 0 || num_heads == 1) &&
+          bool is_loaded = p.bias_strides[2] == 0 && (p.bias_strides[1] == 0 || tile.num_heads == 1) &&
                            count - first >= Config::kNumBiasStages;
           load_bias(p, s, shared, consumer, count, head, i_begin, j_begin, is_loaded);
         }
         if constexpr (Mask::kHasBool) {
-          bool is_same = p.mask_strides[2] == 0 && (p.mask_strides[1] == 0 || num_heads == 1) && count > first;
-          if (!is_same) {
+          bool is_same = p.mask_strides[2] == 0 && (p.mask_strides[1] == 0 || tile.num_heads == 1) && count > first;
+          if (is_same) {
+            repeat_words<MaskBits>(shared, consumer, count);
+          } else {
             bool is_aligned = is_mask_aligned(p);
-#pragma unroll
+            u32 words[4];
+            // Unrolled no further, which would take more registers: the words move up
+#pragma unroll 2
             for (i32 warp = 0; warp < 4; ++warp) {
               i32 j = j_begin + 16 * warp;
-              seen[warp] =
-                  mask_bits(p, s, head, i, j, is_aligned) | mask_bits(p, s, head, i + 1, j, is_aligned) << 16;
+              words[0] = words[1], words[1] = words[2], words[2] = words[3];
+              words[3] = mask_bits(p, s, head, i, j, is_aligned) | mask_bits(p, s, head, i + 1, j, is_aligned) << 16;
             }
+            store_words<MaskBits>(shared, consumer, count, words);
           }
-          store_words<MaskBits>(shared, consumer, count, seen);
         }
         if constexpr (Dropout::kIsOn) {
           DropoutBits random(p, s, head);
+          u32 words[4];
           // Not unrolled, which would take more registers: the words move up
 #pragma unroll 1
           for (i32 x = 0; x < 8; ++x) {
             u32 bits = kept_bits(random, i + x % 2, j_begin + x / 2 * 16);
             if (x % 2 == 1) {
-              kept[3] |= bits << 16;
+              words[3] |= bits << 16;
             } else {
-              kept[0] = kept[1], kept[1] = kept[2], kept[2] = kept[3], kept[3] = bits;
+              words[0] = words[1], words[1] = words[2], words[2] = words[3], words[3] = bits;
             }
           }
-          store_words<DropBits>(shared, consumer, count, kept);
+          store_words<DropBits>(shared, consumer, count, words);
         }
       }
     }
