@@ -117,6 +117,16 @@ class BwdSm90(Family[BwdSm90Row]):
             return f"an output in {key.out_dtype}"
         if not key.rows_disjoint:
             return "rows that overlap in memory"
+        return self._refuse_options(key)
+
+    def _refuse_options(self, key: PlanKey) -> str | None:
+        """What would take too many registers."""
+        dims, features = self.padded(key.head_dim, key.head_dim_v), key.features
+        num_tiles = features.has_bool_mask + (features.bias_dtype is not None) + features.has_dropout
+        if dims is not None and min(dims) > 96 and features.has_softcap and num_tiles > 0:
+            return "a softcap together with a mask, a bias or dropout at head dims over 96"
+        if dims is not None and min(dims) > 96 and features.has_bool_mask and features.has_dropout:
+            return "a bool mask together with dropout at head dims over 96"
         return None
 
     def every_row(self, dtype: str) -> Iterator[BwdSm90Row]:

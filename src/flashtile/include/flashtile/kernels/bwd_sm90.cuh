@@ -48,8 +48,11 @@ struct KeyTile {
     i32 num_n_blocks = ceil_div(p.seqlen_k, Config::kBlockN);
     // The first keys come first: under a causal mask most queries see them
     tile.j_begin = static_cast<i32>(blockIdx.x % num_n_blocks) * Config::kBlockN;
-    tile.kv_head = blockIdx.x / num_n_blocks % p.heads_kv;
-    tile.s = find_sequence<SeqInfo>(p, blockIdx.x / num_n_blocks / p.heads_kv);
+    i32 index = blockIdx.x / num_n_blocks;
+    // Sequences that share a bias come one after the other: the second reads it from L2
+    bool is_shared = p.bias != nullptr && p.bias_strides[0] == 0;
+    tile.kv_head = is_shared ? index / p.batch : index % p.heads_kv;
+    tile.s = find_sequence<SeqInfo>(p, is_shared ? index % p.batch : index / p.heads_kv);
     i32 j_end = min_of(tile.j_begin + Config::kBlockN, tile.s.seqlen_k);
     Range queries = query_range<Mask>(p, tile.s, tile.j_begin, j_end);
     tile.m_begin = queries.begin / Config::kBlockM;
