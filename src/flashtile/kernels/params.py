@@ -8,7 +8,7 @@ from typing import Any
 
 _POINTERS = (
     *("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks", "lse_log2", "delta"),
-    *("dq_accum", "partial_out", "partial_stats"),
+    *("dq_accum", "dq_order", "partial_out", "partial_stats"),
     *(
         "bias",
         "mask",

@@ -1,8 +1,8 @@
 """The Hopper backward pass by wgmma and TMA: include/flashtile/kernels/bwd_sm90.cuh, docs/sm90-backward.md.
 
-Three steps: delta and the zeros of dq_accum, the kernel that owns keys, and the conversion of dq_accum to dQ. The
-gradient of a bias has a kernel of its own. The sums of dQ are added in no fixed order, so a deterministic call is
-refused.
+Three steps: delta and the zeros of dq_accum, the kernel that owns keys, and the conversion of dq_accum to dQ. Blocks
+add their parts of dQ as they come, in a deterministic call in a fixed order. The gradient of a bias has a kernel of its
+own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
 # As the constants of kernels/bwd_sm90_steps.cuh; tests/cpu/test_plan.py compares them
 STEP_ROWS, STEP_THREADS = 32, 128
-_TILE_BYTES = 64 + 8 * 12  # KeyTile and the ring of QueryTileIndex (kernels/bwd_sm90.cuh)
+_TILE_BYTES = 64 + 8 * 32  # KeyTile and the ring of QueryTileIndex (kernels/bwd_sm90.cuh)
 
 
 class Tile(NamedTuple):
@@ -29,19 +29,21 @@ class Tile(NamedTuple):
     block_queries: int
     num_stages: int = 3
     num_buffers: int = 2  # of dS; of K and V in the kernel of dbias
+    num_dq_buffers: int = 2
     num_bias_stages: int = 2
+    max_options: int = 99  # the most options that change scores or probabilities without a spill
 
 
 # By padded head_dim and head_dim_v, the preferred first: a call takes the first that has room for its options. Measured
 # on an NVIDIA H200: docs/sm90-backward.md.
 _SMALLER_TILES = (Tile(128, 64, num_stages=2), Tile(128, 64, num_stages=2, num_bias_stages=1))
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
-    (64, 64): (Tile(128, 64),),
+    (64, 64): (Tile(128, 128, num_dq_buffers=1, max_options=0), Tile(128, 64)),
     (96, 96): (Tile(128, 64), *_SMALLER_TILES),
     (128, 128): (Tile(128, 64), *_SMALLER_TILES),
 }
 _DBIAS_TILES = tuple(
-    Tile(128, 64, 2, num_buffers, num_bias_stages) for num_buffers, num_bias_stages in ((2, 2), (2, 1), (1, 2), (1, 1))
+    Tile(128, 64, 2, num_buffers, 0, num_bias_stages) for num_buffers, num_bias_stages in ((2, 2), (2, 1), (1, 2), (1, 1))
 )
 _DBIAS_QUERIES = 8 * 64  # of a block; DbiasSm90::kTiles
 
@@ -50,6 +52,7 @@ _DBIAS_QUERIES = 8 * 64  # of a block; DbiasSm90::kTiles
 class BwdSm90Row(Row):
     num_stages: int  # of Q and of dO
     num_buffers: int  # of dS; of K and V in the kernel of dbias
+    num_dq_buffers: int  # 64 x 64 parts of dQ
     num_bias_stages: int
     option_bytes: int  # of shared memory
 
@@ -67,11 +70,14 @@ class BwdSm90Row(Row):
 
     @property
     def config(self) -> str:
-        tile = f"{self.block_n}, {self.block_m}, {self.num_stages}, {self.num_buffers}, {self.num_bias_stages}"
+        tile = f"{self.block_n}, {self.block_m}, {self.num_stages}, {self.num_buffers}, {self.num_dq_buffers}"
+        tile += f", {self.num_bias_stages}"
         return f"Sm90BwdConfig<{CPP_TYPES[self.dtype]}, {self.head_dim}, {self.head_dim_v}, {tile}>"
 
     @property
     def label(self) -> str:
+        if self.kernel == "bwd_sm90_dbias":
+            return f"{self.num_buffers} buffers of keys, {self.num_bias_stages} stages of the bias"
         return f"{self.block_m} keys x {self.block_n} queries, {self.num_stages} stages"
 
     @property
@@ -83,9 +89,9 @@ class BwdSm90Row(Row):
             rest = 8 * 4 * 2 * self.block_n  # sSum
             rest += 4 * self.num_stages + 16 * (self.num_buffers + self.num_stages)  # flags, barriers
         else:
-            tiles += 128 * slabs * self.block_m + self.num_buffers * 128 * self.block_m
-            tiles += 4 * self.block_m * 64  # dQ
-            rest = 8 * (2 + 2 * self.num_stages + self.num_buffers) + _TILE_BYTES
+            tiles += 128 * slabs * self.block_m + self.num_buffers * 2 * self.block_m * self.block_n
+            tiles += self.num_dq_buffers * 4 * 64 * 64
+            rest = 8 * (2 + 2 * self.num_stages + self.num_buffers + 2 * self.num_dq_buffers) + _TILE_BYTES
         return -(-(tiles + self.option_bytes + stats + rest) // 1024) * 1024
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
@@ -111,8 +117,6 @@ class BwdSm90(Family[BwdSm90Row]):
         reason = super().refuse(key)
         if reason is not None:
             return reason
-        if key.is_deterministic:
-            return "deterministic sums"
         if key.out_dtype != key.dtype:
             return f"an output in {key.out_dtype}"
         if not key.rows_disjoint:
@@ -141,7 +145,8 @@ class BwdSm90(Family[BwdSm90Row]):
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
         for tile in _DBIAS_TILES if kernel == "bwd_sm90_dbias" else _TILES[dims]:
-            yield _row(kernel, tile, key.dtype, dims, key.features)
+            if key.features.num_score_options <= tile.max_options:
+                yield _row(kernel, tile, key.dtype, dims, key.features)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
@@ -160,10 +165,10 @@ class BwdSm90(Family[BwdSm90Row]):
             steps.append(self._step(self.select("bwd_sm90_dbias", key), key))
         # Keys outside every sequence have no owner
         zeroed = tuple(name for name in ("dk", "dv", "dbias") if layout.has_lengths and name in key.grads)
-        return Launch(tuple(steps), _workspaces(row), None, _maps(row, layout), scratch, zeroed, BwdSm90Params)
+        return Launch(tuple(steps), _workspaces(row, key), None, _maps(row, layout), scratch, zeroed, BwdSm90Params)
 
     def launch_row(self, row: BwdSm90Row, key: PlanKey, layout: CallLayout) -> Launch:
-        return Launch((self._step(row, key),), _workspaces(row), maps=_maps(row, layout), struct=BwdSm90Params)
+        return Launch((self._step(row, key),), _workspaces(row, key), maps=_maps(row, layout), struct=BwdSm90Params)
 
     def _step(self, row: BwdSm90Row, key: PlanKey) -> Step:
         row = replace(row, option_bytes=_option_bytes(key.features, row.num_bias_stages))
@@ -174,7 +179,7 @@ class BwdSm90(Family[BwdSm90Row]):
 
 
 def _row(kernel: str, tile: Tile, dtype: str, dims: tuple[int, int], features: Features) -> BwdSm90Row:
-    return BwdSm90Row(kernel, dtype, dtype, *dims, *tile, _option_bytes(features, tile.num_bias_stages))
+    return BwdSm90Row(kernel, dtype, dtype, *dims, *tile[:6], _option_bytes(features, tile.num_bias_stages))
 
 
 def _option_policies(features: Features) -> list[str]:
@@ -197,8 +202,9 @@ def _slabs(head_dim: int) -> int:
     return -(-head_dim // 64)
 
 
-def _workspaces(row: BwdSm90Row) -> tuple[Workspace, ...]:
-    stats = tuple(Workspace(name, 4, ("lse_size",)) for name in ("lse_log2", "delta"))
+def _workspaces(row: BwdSm90Row, key: PlanKey) -> tuple[Workspace, ...]:
+    names = ("lse_log2", "delta", "dq_order") if key.is_deterministic else ("lse_log2", "delta")
+    stats = tuple(Workspace(name, 4, ("lse_size",)) for name in names)
     return (*stats, Workspace("dq_accum", 256 * _slabs(row.head_dim), ("lse_size",)))
 
 

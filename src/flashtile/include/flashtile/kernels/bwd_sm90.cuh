@@ -2,17 +2,19 @@
 //
 // Threads:   a block owns kBlockN keys of one KV head and streams the queries that see them, of every head that shares
 //            the KV head. Consumer w owns 64 of the keys: its dK and dV stay in registers and need no atomics. In the
-//            last warpgroup, one lane issues the copies of K, V, Q and dO; a second warp loads the statistics.
-// Shared:    sK, sV [slab][kBlockN][64], sQ, sdO [stage][slab][kBlockM][64], sdS [buffer][kBlockN][64], all 128-byte
-//            swizzled slabs of 64 columns; sdQ [consumer][64][64] in float32; lse and delta of each stage; the block's
-//            key tile and a ring of query tiles; barriers.
-// Products:  S^T = K Q^T and dP^T = V dO^T have keys as rows. P^T, packed to 16 bits, is a register operand of
-//            dV += P^T dO. dS^T goes through shared memory for dK += dS^T Q and for dQ = dS K over all keys of the
-//            block. Each consumer computes one slab of dQ's columns or, if there is one slab, every other tile.
+//            last warpgroup, one lane issues the copies of K, V, Q and dO, a second warp loads the statistics, and one
+//            lane of a third adds dQ to global memory. The second and the fourth warp prepare masks, biases and
+//            dropout (bwd_sm90_options.cuh).
+// Shared:    sK, sV [slab][kBlockN][64], sQ, sdO [stage][slab][kBlockM][64], sdS [buffer][slab][kBlockN][64], all
+//            128-byte swizzled slabs of 64 columns; sdQ [buffer][64][64] in float32; lse and delta of each stage; the
+//            block's key tile and a ring of query tiles; barriers.
+// Products:  S^T = K Q^T and dP^T = V dO^T have keys as rows. P^T and dS^T, packed to 16 bits, are register operands of
+//            dV += P^T dO and dK += dS^T Q. dS^T also goes through shared memory, for dQ = dS K over all keys of the
+//            block. The consumers share dQ by queries, by columns, or tile by tile (tile/sm90_bwd_config.cuh).
 // Mainloop:  dV and dK of tile i, dQ of tile i - 1, S^T and dP^T of tile i + 1; then P and dS of tile i + 1.
-// Barriers:  full_k, full_v; full and empty per stage; empty_ds per buffer. The consumers take turns (ping-pong): one
-// issues its five
-//            products while the other computes P and dS. The turn also publishes dS.
+// Barriers:  full_k, full_v; full and empty per stage; empty_ds per buffer of dS; full_dq and empty_dq per buffer of
+//            dQ. The consumers take turns (ping-pong): one issues its five products while the other computes P and dS.
+//            The turn also publishes dS.
 // dQ:        float32 sums in global memory (dq_accum) by bulk reductions. bwd_convert_dq_kernel turns them into dQ.
 #pragma once
 
@@ -46,8 +48,11 @@ struct KeyTile {
   FT_DEVICE static KeyTile find(const Params& p) {
     KeyTile tile;
     i32 num_n_blocks = ceil_div(p.seqlen_k, Config::kBlockN);
-    // The first keys come first: under a causal mask most queries see them
-    tile.j_begin = static_cast<i32>(blockIdx.x % num_n_blocks) * Config::kBlockN;
+    i32 n = blockIdx.x % num_n_blocks;
+    // The first keys come first: under a causal mask most queries see them. In a fixed order of sums the last ones do:
+    // their first query tile is seen by the fewest keys.
+    if (is_reversed<Mask>(p)) n = num_n_blocks - 1 - n;
+    tile.j_begin = n * Config::kBlockN;
     i32 index = blockIdx.x / num_n_blocks;
     // Sequences that share a bias come one after the other: the second reads it from L2
     bool is_shared = p.bias != nullptr && p.bias_strides[0] == 0;
@@ -56,20 +61,36 @@ struct KeyTile {
     i32 j_end = min_of(tile.j_begin + Config::kBlockN, tile.s.seqlen_k);
     Range queries = query_range<Mask>(p, tile.s, tile.j_begin, j_end);
     tile.m_begin = queries.begin / Config::kBlockM;
-    tile.m_end = max_of(ceil_div(queries.end, Config::kBlockM), tile.m_begin);
+    tile.m_end = queries.begin < queries.end ? ceil_div(queries.end, Config::kBlockM) : tile.m_begin;
     tile.num_heads = p.heads / p.heads_kv;
     tile.first_head = tile.kv_head * tile.num_heads;
     if constexpr (mutates(Mutation::bwd_sm90_group)) tile.num_heads = 1;
     return tile;
   }
+  // Whether the blocks of keys that see a query tile add to its dQ from the last to the first.
+  template <class Mask>
+  FT_DEVICE static bool is_reversed(const Params& p) {
+    return Mask::kHasBand && p.dq_order != nullptr && p.window_right >= 0;
+  }
+  // The number of blocks of keys that add to dQ of the query tile at i_begin before this one.
+  template <class Config, class Mask>
+  FT_DEVICE i32 dq_order(const Params& p, i32 i_begin) const {
+    Range keys = key_range<Mask>(p, s, i_begin, min_of(i_begin + Config::kBlockM, s.seqlen_q));
+    i32 n = j_begin / Config::kBlockN;
+    return is_reversed<Mask>(p) ? ceil_div(keys.end, Config::kBlockN) - 1 - n : n - keys.begin / Config::kBlockN;
+  }
   FT_DEVICE bool has_keys() const { return j_begin < s.seqlen_k; }
   FT_DEVICE bool has_queries() const { return m_begin < m_end; }
 };
 
-// One of the query tiles that stream by. A consumer may use tile c - 1 while the producer prepares tile c + kNumStages.
+// One of the query tiles that stream by, as the warp that loads the statistics describes it. Consumers may use tile
+// c - 1, and the warp that adds dQ tile c - 2, while tile c + kNumStages is prepared.
 struct QueryTileIndex {
+  i64 stat;  // of the first query
   i32 i_begin, head;
-  i32 has_large_lse;  // some lse is so large that its rounding could make P far larger than 1
+  i32 num_queries;    // up to the end of the sequence; may be more than the tile's
+  i32 order;          // KeyTile::dq_order
+  i32 is_checked[2];  // by consumer: some score is masked, or some lse so large that P could be far above 1
 };
 constexpr float kLargeLse = 4096.0f;
 constexpr u32 kNumQueryTiles = 8;
@@ -77,14 +98,14 @@ constexpr u32 kNumQueryTiles = 8;
 template <class Config, class Mask, class ScoreMod, class Dropout>
 struct alignas(1024) BwdSm90Storage {
   using T = typename Config::Element;
-  static_assert(kNumQueryTiles >= Config::kNumStages + 2);
+  static_assert(kNumQueryTiles >= Config::kNumStages + 4);
   static_assert(Config::kNumBuffers >= 2);  // dS of a tile is released one tile later
   T sK[Config::kElementsK];
   T sV[Config::kElementsV];
   T sQ[Config::kNumStages][Config::kElementsQ];
   T sdO[Config::kNumStages][Config::kElementsdO];
   T sdS[Config::kNumBuffers][Config::kElementsdS];  // dS^T: keys are rows
-  float sdQ[Config::kNumConsumers][64 * 64];
+  float sdQ[Config::kNumDqBuffers][64 * 64];
   OptionStorage<Config, Mask, ScoreMod, Dropout> options;
   alignas(16) float lse[Config::kNumStages][Config::kBlockM];
   float delta[Config::kNumStages][Config::kBlockM];
@@ -92,6 +113,7 @@ struct alignas(1024) BwdSm90Storage {
   u64 full_k, full_v;
   u64 full[Config::kNumStages], empty[Config::kNumStages];  // Q, dO and their statistics
   u64 empty_ds[Config::kNumBuffers];
+  u64 full_dq[Config::kNumDqBuffers], empty_dq[Config::kNumDqBuffers];
   KeyTile tile;
 };
 
@@ -103,9 +125,11 @@ struct BwdSm90 {
   using Band = typename Options::Band;
   using Stages = Ring<Config::kNumStages>;
   using Buffers = Ring<Config::kNumBuffers>;
+  using DqBuffers = Ring<Config::kNumDqBuffers>;
   static constexpr i32 kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockM / 2;  // registers per thread of S^T
   static constexpr i32 kColumnsDq = 64;        // of dQ that a consumer computes
+  static constexpr bool kSharesDq = Config::kSplitsDqRows || Config::kSplitsDqColumns;  // each tile in two parts
 
   // ---- Prologue. Scope: thread 0.
 
@@ -119,6 +143,10 @@ struct BwdSm90 {
     }
     for (i32 buffer = 0; buffer < Config::kNumBuffers; ++buffer) {
       mbarrier_init(shared.empty_ds[buffer], kConsumerWarps);
+    }
+    for (i32 buffer = 0; buffer < Config::kNumDqBuffers; ++buffer) {
+      mbarrier_init(shared.full_dq[buffer], 4);  // the warps of one consumer
+      mbarrier_init(shared.empty_dq[buffer], 1);
     }
     Options::init(shared.options);
     mbarrier_init_fence();
@@ -158,7 +186,8 @@ struct BwdSm90 {
     }
   }
 
-  // Fills the statistics of every stage. Rows past the last query get those of a fully masked row. Scope: warp.
+  // Fills the statistics of every stage, describes its tile, and prepares the options of consumer 0. Rows past the last query get the statistics of a fully
+  // masked row. Scope: warp.
   FT_DEVICE static void produce_stats(const Params& p, Storage& shared, const KeyTile& tile) {
     constexpr i32 kRows = kBlockM / 32;
     i32 lane = threadIdx.x % 32;
@@ -185,9 +214,50 @@ struct BwdSm90 {
           shared.lse[stage][32 * x + lane] = lse[x];
           shared.delta[stage][32 * x + lane] = delta[x];
         }
-        if (lane == 0) shared.queries[count % kNumQueryTiles] = {m * kBlockM, tile.first_head + h, is_large};
+        if (lane == 0) {
+          i32 i_begin = m * kBlockM, head = tile.first_head + h;
+          bool is_checked[2];
+#pragma unroll
+          for (i32 consumer = 0; consumer < 2; ++consumer) {
+            i32 j_begin = tile.j_begin + 64 * consumer;
+            // Rows past the last query need no mask: their lse makes P 0
+            is_checked[consumer] = is_large || needs_mask<Band>(p, tile.s, i_begin, 0, j_begin, 64) ||
+                                   (Mask::kHasBand && needs_mask<Band>(p, tile.s, i_begin, kBlockM, j_begin, 64));
+          }
+          shared.queries[count % kNumQueryTiles] = {stat_index(p, tile.s, head, i_begin),
+                                                    i_begin,
+                                                    head,
+                                                    tile.s.seqlen_q - i_begin,
+                                                    tile.dq_order<Config, Mask>(p, i_begin),
+                                                    {is_checked[0], is_checked[1]}};
+        }
         __syncwarp();
         if (lane == 0) mbarrier_arrive(shared.full[stage]);
+        Options::prepare(p, shared.options, tile, 0, h, m, count, 0);
+      }
+    }
+  }
+
+  // Adds the parts of dQ to dq_accum as they come or, with dq_order, tile by tile in a fixed order. Each slab of
+  // dq_accum holds the rows of lse one after the other, so a part is one piece.
+  FT_DEVICE static void reduce_dq(const Params& p, Storage& shared, const KeyTile& tile) {
+    u32 num_tiles = (tile.m_end - tile.m_begin) * tile.num_heads;
+    for (u32 count = 0; count < num_tiles; ++count) {
+      const QueryTileIndex& queries = shared.queries[count % kNumQueryTiles];
+      for (i32 consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
+        if (!has_dq(consumer, count)) continue;
+        u32 buffer = DqBuffers::stage(dq_number(consumer, count));
+        DqBuffers::wait_full(shared.full_dq, dq_number(consumer, count));
+        i32 first = Config::kSplitsDqRows ? 64 * consumer : 0, num_rows = min_of(64, queries.num_queries - first);
+        i64 row = queries.stat + first + (Config::kSplitsDqColumns ? consumer * p.lse_size : 0);
+        if constexpr (mutates(Mutation::bwd_sm90_dq_tile))
+          if (count == 1) num_rows = 0;
+        if (p.dq_order != nullptr && is_first_part(consumer)) wait_order(p.dq_order + queries.stat, queries.order);
+        if (num_rows > 0) reduce_add(p.dq_accum + row * 64, shared.sdQ[buffer], 256 * num_rows);
+        bulk_commit();
+        bulk_wait_read<0>();
+        mbarrier_arrive(shared.empty_dq[buffer]);
+        if (p.dq_order != nullptr && is_last_part(consumer)) signal_order(p.dq_order + queries.stat);
       }
     }
   }
@@ -207,15 +277,25 @@ struct BwdSm90 {
     named_barrier_sync(kConsumerBarrier + consumer, 128);
   }
 
-  // Statistics of a thread's queries, two of every 8. Loaded ahead: products in flight keep shared memory busy.
+  // Statistics of a thread's queries, two of every 8, in chunks of 32 queries. Loaded ahead, but no earlier than
+  // registers allow: products in flight keep shared memory busy.
+  static constexpr i32 kChunks = kBlockM / 32;
+  static constexpr i32 kChunksAhead = kBlockM == 64 ? 2 : 1;
   using Stats = float[kBlockM / 4];
-  FT_DEVICE static void load_stats(const float* sStats, Stats& stats) {
+  FT_DEVICE static void load_chunk(const float* sStats, i32 chunk, Stats& stats) {
+    if (chunk >= kChunks) return;
 #pragma unroll
-    for (i32 b = 0; b < kBlockM / 8; ++b) {
-      float2 two = *reinterpret_cast<const float2*>(sStats + 8 * b + fragment_column());
-      stats[2 * b] = two.x;
-      stats[2 * b + 1] = two.y;
+    for (i32 x = 8 * chunk; x < 8 * chunk + 8; x += 2) {
+      float2 two = *reinterpret_cast<const float2*>(sStats + 4 * x + fragment_column());
+      stats[x] = two.x;
+      stats[x + 1] = two.y;
     }
+#pragma unroll
+    for (i32 x = 8 * chunk; x < 8 * chunk + 8; ++x) pin_register(stats[x]);
+  }
+  FT_DEVICE static void load_first_chunks(const float* sStats, Stats& stats) {
+#pragma unroll
+    for (i32 chunk = 0; chunk < kChunksAhead; ++chunk) load_chunk(sStats, chunk, stats);
   }
 
   // The columns [low, high) of the fragment whose queries see key j, before a bool mask. The first column is query i.
@@ -225,11 +305,11 @@ struct BwdSm90 {
     return j < s.seqlen_k ? Range{seen.begin - i, seen.end - i} : Range{0, 0};
   }
 
-  // P^T = 2^(S^T - lse). With kIsChecked it is 0 where a query does not see the key, and at most 1. Rows of the
-  // fragment are keys. Scope: thread.
+  // P^T = 2^(S^T - lse), in place. With kIsChecked it is 0 where a query does not see the key, and at most 1. Rows of
+  // the fragment are keys. Scope: thread.
   template <bool kIsChecked>
-  FT_DEVICE static void exponentiate(const Params& p, const Sequence& s, i32 i_begin, i32 j_begin, const Stats& lse,
-                                     const float (&rS)[kScores], float (&rP)[kScores]) {
+  FT_DEVICE static void exponentiate(const Params& p, const Sequence& s, i32 i_begin, i32 j_begin, const float* sLse,
+                                     Stats& lse, float (&rS)[kScores]) {
     Range seen[2];
 #pragma unroll
     for (i32 r = 0; r < 2 && kIsChecked; ++r) {
@@ -237,6 +317,7 @@ struct BwdSm90 {
     }
 #pragma unroll
     for (i32 b = 0; b < kScores / 4; ++b) {
+      if (b % 4 == 0) load_chunk(sLse, b / 4 + kChunksAhead, lse);
 #pragma unroll
       for (i32 x = 0; x < 4; ++x) {
         i32 r = x / 2, column = 8 * b + x % 2;
@@ -245,16 +326,18 @@ struct BwdSm90 {
           score = score > 0.0f ? 0.0f : score;
           score = column >= seen[r].begin && column < seen[r].end ? score : -infinity();
         }
-        rP[4 * b + x] = exp2_approx(score);
+        rS[4 * b + x] = exp2_approx(score);
       }
     }
   }
 
   // dS^T = P^T * (dP^T - delta). Packs P^T too: packing it earlier would need more registers.
-  FT_DEVICE static void differentiate(const Stats& delta, const float (&rP)[kScores], const float (&rdP)[kScores],
-                                      u32 (&packed_p)[kScores / 2], u32 (&packed_ds)[kScores / 2]) {
+  FT_DEVICE static void differentiate(const float* sDelta, Stats& delta, const float (&rP)[kScores],
+                                      const float (&rdP)[kScores], u32 (&packed_p)[kScores / 2],
+                                      u32 (&packed_ds)[kScores / 2]) {
 #pragma unroll
     for (i32 b = 0; b < kScores / 4; ++b) {
+      if (b % 4 == 0) load_chunk(sDelta, b / 4 + kChunksAhead, delta);
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
         i32 x = 4 * b + 2 * r;
@@ -264,24 +347,21 @@ struct BwdSm90 {
     }
   }
 
-  // Whether a consumer computes a part of dQ of tile number count. Where dQ is one slab, the consumers take turns.
-  FT_DEVICE static bool has_dq(i32 consumer, u32 count) {
-    return Config::kSlabsQK == 2 || static_cast<i32>(count % 2) == consumer;
-  }
+  // Whether a consumer computes a part of dQ of tile number count, and the number of that part.
+  FT_DEVICE static bool has_dq(i32 consumer, u32 count) { return kSharesDq || static_cast<i32>(count % 2) == consumer; }
+  FT_DEVICE static bool is_first_part(i32 consumer) { return consumer == 0 || !kSharesDq; }
+  FT_DEVICE static bool is_last_part(i32 consumer) { return consumer == 1 || !kSharesDq; }
+  FT_DEVICE static u32 dq_number(i32 consumer, u32 count) { return kSharesDq ? 2 * count + consumer : count; }
 
-  // Adds a consumer's part of dQ of tile number count, 64 columns of it, to dq_accum, and releases the tile's dS. Each
-  // slab of dq_accum holds the rows of lse one after the other, so the 16 rows of a warp are one piece. A swizzle
-  // avoids bank conflicts: columns 8 b .. 8 b + 7 of query i are stored at 8 (b ^ i % 8). Scope: warp.
-  FT_DEVICE static void add_dq(const Params& p, Storage& shared, i32 consumer, u32 count,
-                               const float (&rdQ)[kColumnsDq / 2]) {
+  // Hands a consumer's part of dQ of tile number count to reduce_dq, and releases the tile's dS. A swizzle avoids bank
+  // conflicts: columns 8 b .. 8 b + 7 of query i are stored at 8 (b ^ i % 8). Scope: warp.
+  FT_DEVICE static void stage_dq(Storage& shared, i32 consumer, u32 count, const float (&rdQ)[kColumnsDq / 2]) {
     release_stage(shared.empty_ds[Buffers::stage(count)]);
     if (!has_dq(consumer, count)) return;
-    if constexpr (mutates(Mutation::bwd_sm90_dq_tile))
-      if (count == 1) return;
-    // Wait until the rows staged before have been read
-    wait_tma_store_read();
-    i32 row = fragment_row(), first = threadIdx.x % 128 / 32 * 16;
-    float* sRow = shared.sdQ[consumer] + row * 64 + fragment_column();
+    u32 buffer = DqBuffers::stage(dq_number(consumer, count));
+    DqBuffers::wait_empty(shared.empty_dq, dq_number(consumer, count));
+    i32 row = fragment_row();
+    float* sRow = shared.sdQ[buffer] + row * 64 + fragment_column();
 #pragma unroll
     for (i32 b = 0; b < kColumnsDq / 8; ++b) {
       float* two = sRow + 8 * (b ^ row % 8);
@@ -290,14 +370,7 @@ struct BwdSm90 {
     }
     fence_proxy_async();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-      const QueryTileIndex& queries = shared.queries[count % kNumQueryTiles];
-      const Sequence& s = shared.tile.s;
-      i32 i = queries.i_begin + first, num_rows = min_of(16, s.seqlen_q - i);
-      i64 slab_row = (Config::kSlabsQK == 1 ? 0 : consumer * p.lse_size) + stat_index(p, s, queries.head, i);
-      if (num_rows > 0) reduce_add(p.dq_accum + slab_row * 64, shared.sdQ[consumer] + first * 64, 256 * num_rows);
-      bulk_commit();
-    }
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.full_dq[buffer]);
   }
 
   // Stores dK or dV of a consumer's keys.
@@ -323,7 +396,7 @@ struct BwdSm90 {
     auto num_tiles = [&] { return static_cast<u32>((tile.m_end - tile.m_begin) * tile.num_heads); };
     auto j_begin = [&] { return tile.j_begin + 64 * consumer; };
     float rdK[Config::kHeadDim / 2], rdV[Config::kHeadDimV / 2];
-    u32 packed_p[kScores / 2];
+    u32 packed_p[kScores / 2], packed_ds[kScores / 2];
 #pragma unroll
     for (i32 x = 0; x < Config::kHeadDim / 2; ++x) rdK[x] = 0.0f;
 #pragma unroll
@@ -335,10 +408,10 @@ struct BwdSm90 {
     auto v_rows = [&] { return tile_base(shared.sV + 64 * 64 * consumer, kBlockN * 128); };
     auto q_tile = [&](u32 count) { return tile_base(shared.sQ[Stages::stage(count)], kBlockM * 128); };
     auto do_tile = [&](u32 count) { return tile_base(shared.sdO[Stages::stage(count)], kBlockM * 128); };
-    auto ds_rows = [&](u32 count) {
-      return tile_base(shared.sdS[Buffers::stage(count)] + 64 * 64 * consumer, kBlockN * 128);
+    auto ds_tile = [&](u32 count) {
+      i32 slab = Config::kSplitsDqRows ? consumer : 0;
+      return tile_base(shared.sdS[Buffers::stage(count)] + slab * kBlockN * 64, kBlockN * 128);
     };
-    auto ds_tile = [&](u32 count) { return tile_base(shared.sdS[Buffers::stage(count)], kBlockN * 128); };
 
     auto i_begin = [&](u32 count) { return shared.queries[count % kNumQueryTiles].i_begin; };
     // Wait for Q and dO of tile number count
@@ -360,14 +433,16 @@ struct BwdSm90 {
     auto start_dp = [&](u32 count, float (&rdP)[kScores]) {
       gemm_abt<T, kBlockM, Config::kHeadDimV, kBlockN>(rdP, v_rows(), do_tile(count));
     };
+    // Load what P^T of tile number count needs
+    auto load_lse = [&](u32 count, Stats& lse) {
+      if constexpr (!Options::kChangesTiles) {
+        load_first_chunks(shared.lse[Stages::stage(count)], lse);
+      }
+      return shared.queries[count % kNumQueryTiles].is_checked[consumer] != 0;
+    };
     // From S^T and dP^T, both in flight, to P^T and dS^T; stores dS^T for both consumers
-    auto differentiate_tile = [&](u32 count, float (&rS)[kScores], float (&rdP)[kScores]) {
+    auto differentiate_tile = [&](u32 count, bool is_checked, Stats& lse, float (&rS)[kScores], float (&rdP)[kScores]) {
       u32 stage = Stages::stage(count);
-      u32 packed_ds[kScores / 2];
-      bool is_checked = needs_mask<Band>(p, s, i_begin(count), 0, j_begin(), 64);
-      if constexpr (Mask::kHasBand) is_checked |= needs_mask<Band>(p, s, i_begin(count), kBlockM, j_begin(), 64);
-      is_checked |= shared.queries[count % kNumQueryTiles].has_large_lse != 0;
-      Stats lse, delta;
       if constexpr (Options::kChangesTiles) {
         Options options(p, shared.options, s, consumer, count, shared.queries[count % kNumQueryTiles].head,
                         i_begin(count), j_begin());
@@ -392,32 +467,29 @@ struct BwdSm90 {
         }
         options.release();
       } else {
-        float rP[kScores];
-        load_stats(shared.lse[stage], lse);
-        pin_registers(lse);
+        Stats delta;
         // Compute P^T while dP^T is in flight
         wgmma_wait<1>();
         pin_registers(rS);
         if (is_checked) {
-          exponentiate<true>(p, s, i_begin(count), j_begin(), lse, rS, rP);
+          exponentiate<true>(p, s, i_begin(count), j_begin(), shared.lse[stage], lse, rS);
         } else {
-          exponentiate<false>(p, s, i_begin(count), j_begin(), lse, rS, rP);
+          exponentiate<false>(p, s, i_begin(count), j_begin(), shared.lse[stage], lse, rS);
         }
         // Compute dS^T
-        load_stats(shared.delta[stage], delta);
-        pin_registers(delta);
+        load_first_chunks(shared.delta[stage], delta);
         wgmma_wait<0>();
         pin_registers(rdP);
-        differentiate(delta, rP, rdP, packed_p, packed_ds);
+        differentiate(shared.delta[stage], delta, rS, rdP, packed_p, packed_ds);
       }
       // Store dS^T for both consumers
       Buffers::wait_empty(shared.empty_ds, count);
-      store_fragment(shared.sdS[Buffers::stage(count)] + 64 * 64 * consumer, packed_ds);
+      store_fragment<kBlockN>(shared.sdS[Buffers::stage(count)] + 64 * 64 * consumer, packed_ds);
     };
     // Start dV += P^T dO
     auto start_dv = [&](u32 count) { gemm_ab<T, Config::kHeadDimV, kBlockM>(rdV, packed_p, do_tile(count)); };
     // Start dK += dS^T Q
-    auto start_dk = [&](u32 count) { gemm_ab<T, Config::kHeadDim, kBlockM>(rdK, ds_rows(count), q_tile(count)); };
+    auto start_dk = [&](u32 count) { gemm_ab<T, Config::kHeadDim, kBlockM>(rdK, packed_ds, q_tile(count)); };
     auto release_operands = [&](u32 count) {
       pin_registers(rdV);
       pin_registers(rdK);
@@ -426,7 +498,7 @@ struct BwdSm90 {
     // Start dQ = dS K
     auto start_dq = [&](u32 count, float (&rdQ)[kColumnsDq / 2]) {
       if (has_dq(consumer, count)) {
-        gemm_atb<T, kColumnsDq, kBlockN>(rdQ, ds_tile(count), k_tile(Config::kSlabsQK == 2 ? consumer : 0));
+        gemm_atb<T, kColumnsDq, kBlockN>(rdQ, ds_tile(count), k_tile(Config::kSplitsDqColumns ? consumer : 0));
       } else {
         wgmma_fence();
         wgmma_commit();
@@ -448,17 +520,21 @@ struct BwdSm90 {
       wait_operands(0);
       {
         float rS[kScores], rdP[kScores];
+        Stats lse;
+        bool is_checked = load_lse(0, lse);
         wait_turn(consumer);
         start_s(0, rS);
         start_dp(0, rdP);
         end_turn(consumer);
-        differentiate_tile(0, rS, rdP);
+        differentiate_tile(0, is_checked, lse, rS, rdP);
       }
       u32 count = 0;
       for (; count + 1 < num_tiles(); ++count) {
         float rS[kScores], rdP[kScores], rdQ[kColumnsDq / 2];
         // Wait for Q and dO, then for this consumer's turn: the other consumer has stored its dS of the tile before
         wait_operands(count + 1);
+        Stats lse;
+        bool is_checked = load_lse(count + 1, lse);
         wait_turn(consumer);
         // Start dV and dK of this tile, dQ of the tile before and, once P^T has left the registers, S^T of the next
         // tile. For count 0, dQ comes from uninitialised dS and is not added.
@@ -468,35 +544,33 @@ struct BwdSm90 {
         wgmma_wait<1>();
         release_operands(count);
         start_s(count + 1, rS);
-        // Add dQ; dP^T takes its registers
+        // Hand over dQ; dP^T takes its registers
         wgmma_wait<1>();
         pin_registers(rdQ);
-        if (count > 0) add_dq(p, shared, consumer, count - 1, rdQ);
+        if (count > 0) stage_dq(shared, consumer, count - 1, rdQ);
         start_dp(count + 1, rdP);
         end_turn(consumer);
-        differentiate_tile(count + 1, rS, rdP);
+        differentiate_tile(count + 1, is_checked, lse, rS, rdP);
       }
-      // The last tile
+      // The last tile, then a turn more for its dQ. Parts of dQ are staged in the order of turns.
       float rdQ[kColumnsDq / 2];
       wait_turn(consumer);
       start_dv(count);
       start_dk(count);
       start_dq(count - 1, rdQ);
-      end_turn(consumer);
       wgmma_wait<0>();
       pin_registers(rdV);
       pin_registers(rdK);
       pin_registers(rdQ);
-      if (count > 0) add_dq(p, shared, consumer, count - 1, rdQ);
-      // One turn more for its dQ
-      if (consumer == 0) wait_turn(consumer);
+      if (count > 0) stage_dq(shared, consumer, count - 1, rdQ);
+      end_turn(consumer);
+      wait_turn(consumer);
       start_dq(count, rdQ);
       wgmma_wait<0>();
       pin_registers(rdQ);
-      add_dq(p, shared, consumer, count, rdQ);
+      stage_dq(shared, consumer, count, rdQ);
+      if (consumer == 0) end_turn(consumer);
     }
-    // Shared memory must outlive the last reduction
-    wait_tma_store_read();
     // Store dK and dV
     store_rows(p.dk, p.dk_strides, p, tile, j_begin(), p.head_dim, p.scale, rdK);
     store_rows(p.dv, p.dv_strides, p, tile, j_begin(), p.head_dim_v, Options::dv_factor(p), rdV);
@@ -536,11 +610,11 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_sm90_kernel(const 
       if (tile.has_queries()) Kernel::produce(params, shared, tile);
     } else if (warp == 1) {
       Kernel::produce_stats(params.base, shared, tile);
-    } else if constexpr (Kernel::Options::kHasTiles) {
-      if (warp >= 2) {
-        u32 count = 0;
-        Kernel::Options::produce(params.base, shared.options, tile, warp - 2, count);
-      }
+    } else if (warp == 2 && elect_lane()) {
+      Kernel::reduce_dq(params.base, shared, tile);
+    } else if (warp == 3) {
+      u32 count = 0;
+      Kernel::Options::produce(params.base, shared.options, tile, 1, count);
     }
   } else {
     raise_registers<Kernel::Options::kConsumerRegisters>();

@@ -1,7 +1,7 @@
 // Options of the Hopper backward (bwd_sm90.cuh): bool mask, softcap, ALiBi, bias and dropout between S^T, dP^T and
 // P^T, dS^T.
 //
-// Threads:  warp 2 + w of the producer warpgroup prepares what consumer w reads of each tile of 64 keys x 64 queries.
+// Threads:  one warp for each consumer prepares what it reads of each tile of 64 keys x 64 queries.
 // Shared:   bits of a bool mask, and of dropout: a word for each consumer warp and pair of queries, one bit for each of
 //           the warp's 16 keys and of the two queries. A bias: [stage][64 queries][64 keys], in rows of 128 bytes whose
 //           16-byte chunks are swizzled as in tile/smem_tile.cuh. Barriers: full and empty of each, per consumer.
@@ -92,9 +92,10 @@ struct BwdSm90Options {
     }
   }
 
-  // True if a mask that is the same for all queries of the block hides key j from them. Scope: thread.
+  // True if a mask that is the same for all queries of the block hides key j from them, and the block may skip them: in
+  // a fixed order of sums others wait for it. Scope: thread.
   FT_DEVICE static bool hides_key(const Params& p, const Sequence& s, i32 first_head, i32 num_heads, i32 j) {
-    if (p.mask_strides[2] != 0 || (p.mask_strides[1] != 0 && num_heads > 1)) return false;
+    if (p.mask_strides[2] != 0 || (p.mask_strides[1] != 0 && num_heads > 1) || p.dq_order != nullptr) return false;
     if (j >= s.seqlen_k) return true;
     return p.mask[s.batch_idx * p.mask_strides[0] + first_head * p.mask_strides[1] + j * p.mask_strides[3]] == 0;
   }
@@ -230,54 +231,60 @@ struct BwdSm90Options {
     cp_async_arrive(barrier);
   }
 
-  // Prepares tiles for one consumer: the query tiles [m_begin, m_end) of num_heads heads from first_head on, all of the
-  // sequence s, with the consumer's half of the keys from j_begin on. count is the number of tiles before, and grows.
+  // Prepares query tile m of head number h of the block for one consumer. count is the number of tiles before it, first
+  // that of the tiles before the first with the same keys.
+  template <class Tile>
+  FT_DEVICE static void prepare(const Params& p, Storage& shared, const Tile& tile, i32 consumer, i32 h, i32 m,
+                                u32 count, u32 first) {
+    const Sequence& s = tile.s;
+    i32 head = tile.first_head + h, j_begin = tile.j_begin + 64 * consumer;
+    i32 i_begin = m * Config::kBlockM, i = i_begin + 2 * static_cast<i32>(threadIdx.x % 32);
+    if constexpr (ScoreMod::kHasBias) {
+      bool is_loaded = p.bias_strides[2] == 0 && (p.bias_strides[1] == 0 || tile.num_heads == 1) &&
+                       count - first >= Config::kNumBiasStages;
+      load_bias(p, s, shared, consumer, count, head, i_begin, j_begin, is_loaded);
+    }
+    if constexpr (Mask::kHasBool) {
+      bool is_same = p.mask_strides[2] == 0 && (p.mask_strides[1] == 0 || tile.num_heads == 1) && count > first;
+      if (is_same) {
+        repeat_words<MaskBits>(shared, consumer, count);
+      } else {
+        bool is_aligned = is_mask_aligned(p);
+        u32 words[4];
+        // Unrolled no further, which would take more registers: the words move up
+#pragma unroll 2
+        for (i32 warp = 0; warp < 4; ++warp) {
+          i32 j = j_begin + 16 * warp;
+          words[0] = words[1], words[1] = words[2], words[2] = words[3];
+          words[3] = mask_bits(p, s, head, i, j, is_aligned) | mask_bits(p, s, head, i + 1, j, is_aligned) << 16;
+        }
+        store_words<MaskBits>(shared, consumer, count, words);
+      }
+    }
+    if constexpr (Dropout::kIsOn) {
+      DropoutBits random(p, s, head);
+      u32 words[4];
+      // Not unrolled, which would take more registers: the words move up
+#pragma unroll 1
+      for (i32 x = 0; x < 8; ++x) {
+        u32 bits = kept_bits(random, i + x % 2, j_begin + x / 2 * 16);
+        if (x % 2 == 1) {
+          words[3] |= bits << 16;
+        } else {
+          words[0] = words[1], words[1] = words[2], words[2] = words[3], words[3] = bits;
+        }
+      }
+      store_words<DropBits>(shared, consumer, count, words);
+    }
+  }
+
+  // Prepares every tile for one consumer: the query tiles [m_begin, m_end) of num_heads heads from first_head on, all
+  // of the sequence s, with the consumer's half of the keys from j_begin on. count grows.
   template <class Tile>
   FT_DEVICE static void produce(const Params& p, Storage& shared, const Tile& tile, i32 consumer, u32& count) {
     u32 first = count;
-    const Sequence& s = tile.s;
-    for (i32 h = 0; h < tile.num_heads; ++h) {
-      for (i32 m = tile.m_begin; m < tile.m_end; ++m, ++count) {
-        i32 head = tile.first_head + h, j_begin = tile.j_begin + 64 * consumer;
-        i32 i_begin = m * Config::kBlockM, i = i_begin + 2 * static_cast<i32>(threadIdx.x % 32);
-        if constexpr (ScoreMod::kHasBias) {
-          bool is_loaded = p.bias_strides[2] == 0 && (p.bias_strides[1] == 0 || tile.num_heads == 1) &&
-                           count - first >= Config::kNumBiasStages;
-          load_bias(p, s, shared, consumer, count, head, i_begin, j_begin, is_loaded);
-        }
-        if constexpr (Mask::kHasBool) {
-          bool is_same = p.mask_strides[2] == 0 && (p.mask_strides[1] == 0 || tile.num_heads == 1) && count > first;
-          if (is_same) {
-            repeat_words<MaskBits>(shared, consumer, count);
-          } else {
-            bool is_aligned = is_mask_aligned(p);
-            u32 words[4];
-            // Unrolled no further, which would take more registers: the words move up
-#pragma unroll 2
-            for (i32 warp = 0; warp < 4; ++warp) {
-              i32 j = j_begin + 16 * warp;
-              words[0] = words[1], words[1] = words[2], words[2] = words[3];
-              words[3] = mask_bits(p, s, head, i, j, is_aligned) | mask_bits(p, s, head, i + 1, j, is_aligned) << 16;
-            }
-            store_words<MaskBits>(shared, consumer, count, words);
-          }
-        }
-        if constexpr (Dropout::kIsOn) {
-          DropoutBits random(p, s, head);
-          u32 words[4];
-          // Not unrolled, which would take more registers: the words move up
-#pragma unroll 1
-          for (i32 x = 0; x < 8; ++x) {
-            u32 bits = kept_bits(random, i + x % 2, j_begin + x / 2 * 16);
-            if (x % 2 == 1) {
-              words[3] |= bits << 16;
-            } else {
-              words[0] = words[1], words[1] = words[2], words[2] = words[3], words[3] = bits;
-            }
-          }
-          store_words<DropBits>(shared, consumer, count, words);
-        }
-      }
+    for (i32 h = 0; h < tile.num_heads && kHasTiles; ++h) {
+      for (i32 m = tile.m_begin; m < tile.m_end; ++m, ++count) prepare(p, shared, tile, consumer, h, m, count, first);
     }
   }
 

@@ -2,7 +2,7 @@
 // padding.
 //
 // bwd_sm90_preprocess_kernel  for every query row: delta = rowsum(dO * O) - dlse, lse in the unit of scores, and zeros
-//                             for dq_accum
+//                             for dq_accum and dq_order
 // bwd_convert_dq_kernel       dQ = scale * dq_accum in 16 bits
 //
 // Threads: 8 lanes per row, 16 rows per pass of a block, kStepRows rows per block.
@@ -73,6 +73,7 @@ __global__ void __launch_bounds__(kStepThreads) bwd_sm90_preprocess_kernel(const
       bool is_empty = lse == -infinity();
       if constexpr (mutates(Mutation::bwd_sm90_delta)) sum = 0.0f;
       if (p.dlse != nullptr) sum -= p.dlse[stat];
+      if (p.dq_order != nullptr) p.dq_order[stat] = 0;
       p.delta[stat] = is_empty ? 0.0f : sum;
       p.lse_log2[stat] = is_empty ? infinity() : in_score_unit(has_natural_scores(p), lse);
     }

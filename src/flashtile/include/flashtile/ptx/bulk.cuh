@@ -1,5 +1,5 @@
-// Bulk copies between global and shared memory without a tensor map. One instruction per wrapper. Scope of every
-// function: thread. (PTX ISA: Data Movement, cp.async.bulk)
+// Bulk copies between global and shared memory without a tensor map, groups of bulk copies, and turns between blocks
+// that reduce into the same memory. Scope of every function: thread. (PTX ISA: Data Movement, cp.async.bulk)
 #pragma once
 
 #include "flashtile/ptx/sync.cuh"
@@ -13,6 +13,39 @@ FT_DEVICE void reduce_add(float* global, const float* shared, u32 num_bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
                "r"(shared_address(shared)), "r"(num_bytes)
                : "memory");
+}
+
+// Closes a group of this thread's bulk stores and reductions. (PTX ISA: cp.async.bulk.commit_group)
+FT_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until all but kPending of this thread's groups have read their shared memory.
+// (PTX ISA: cp.async.bulk.wait_group)
+template <i32 kPending>
+FT_DEVICE void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Waits until all but kPending of this thread's groups are complete.
+template <i32 kPending>
+FT_DEVICE void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Turns of blocks that add to the same memory in a fixed order: a count in global memory, at first 0.
+// Waits until count is order. Bulk reductions of this thread come after those before signal_order.
+FT_DEVICE void wait_order(const i32* count, i32 order) {
+  jitter();
+  i32 found;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(count) : "memory");
+  } while (found != order);
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+// Adds 1 to count once this thread's bulk reductions are complete.
+FT_DEVICE void signal_order(i32* count) {
+  bulk_wait<0>();
+  asm volatile("fence.proxy.async;" ::: "memory");
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
 }
 
 }  // namespace flashtile

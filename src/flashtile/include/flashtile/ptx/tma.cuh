@@ -2,6 +2,7 @@
 // thread. (PTX ISA: Data Movement, cp.async.bulk.tensor)
 #pragma once
 
+#include "flashtile/ptx/bulk.cuh"
 #include "flashtile/ptx/mbarrier.cuh"
 
 namespace flashtile {
@@ -32,16 +33,6 @@ FT_DEVICE void store_box(const void* shared, const TensorMap& map, i32 column, i
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                "r"(shared_address(shared)), "r"(column), "r"(row), "r"(head), "r"(batch)
                : "memory");
-}
-
-// Closes a group of this thread's stores. (PTX ISA: cp.async.bulk.commit_group)
-FT_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// Waits until all but kPending of this thread's groups have read their shared memory.
-// (PTX ISA: cp.async.bulk.wait_group)
-template <i32 kPending>
-FT_DEVICE void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 }  // namespace flashtile

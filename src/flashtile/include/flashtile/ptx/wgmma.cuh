@@ -24,10 +24,11 @@ FT_DEVICE void wgmma_wait() {
 }
 
 // Stops the compiler from moving reads and writes of these registers across this point. Emits no instruction.
+FT_DEVICE void pin_register(float& r) { asm volatile("" : "+f"(r)::"memory"); }
 template <i32 kCount>
 FT_DEVICE void pin_registers(float (&r)[kCount]) {
 #pragma unroll
-  for (i32 i = 0; i < kCount; ++i) asm volatile("" : "+f"(r[i])::"memory");
+  for (i32 i = 0; i < kCount; ++i) pin_register(r[i]);
 }
 
 // Descriptor of a 128-byte swizzled tile: slabs of 64 16-bit columns, each [rows][128 bytes], 1024-byte aligned.

@@ -17,16 +17,16 @@ FT_DEVICE void load_slabs(T* tile, const TensorMap& map, u64& full, i32 num_rows
   for (i32 slab = 0; slab < kSlabs; ++slab) load_box(tile + slab * kRows * 64, map, full, slab * 64, row, head, batch);
 }
 
-// Stores a packed accumulator fragment as a 64-row tile. TMA may then read it; wgmma may read the rows of the calling
-// warp. Scope: warp.
-template <typename T, i32 kCount>
+// Stores a packed accumulator fragment as 64 rows of a tile of kRows rows. TMA may then read it; wgmma may read the
+// rows of the calling warp. Scope: warp.
+template <i32 kRows = 64, typename T, i32 kCount>
 FT_DEVICE void store_fragment(T* tile, const u32 (&packed)[kCount]) {
   i32 lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
   u32 first = shared_address(tile) + row * 128 + (lane / 16 ^ row % 8) * 16;
 #pragma unroll
   for (i32 step = 0; step < kCount / 4; ++step) {
     const u32* a = packed + 4 * step;
-    stmatrix_x4((first ^ step % 4 * 32) + step / 4 * (64 * 128), a[0], a[1], a[2], a[3]);
+    stmatrix_x4((first ^ step % 4 * 32) + step / 4 * (kRows * 128), a[0], a[1], a[2], a[3]);
   }
   fence_proxy_async();
   __syncwarp();
