@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -17,7 +18,7 @@ HEAD_DIMS = ((64, 64), (128, 128), (96, 96), (8, 8), (40, 72), (128, 64), (120, 
 # Tests poison memory by torch's switch for deterministic algorithms, under which sums have a fixed order
 # (test_bwd_sm90_order.py): these calls say False
 NOT_DETERMINISTIC = {"deterministic": False}
-TAKEN = list(FEATURES)
+TAKEN = [name for name in FEATURES if name != "everything"]  # not at head_dim 128
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +47,49 @@ def test_error_rule(monkeypatch: pytest.MonkeyPatch) -> None:
                 )
                 problems.append((case, number))
     assert_accurate(problems, "bwd_sm90_kernel", monkeypatch, is_forward=False)
+
+
+OPTIONS: dict[str, dict] = {
+    "softcap": {"softcap": 1.5},
+    "alibi": {"alibi": "bh"},
+    "bias": {"bias": "hqk"},
+    "mask": {"mask": "bqk"},
+    "dropout": {"dropout_p": 0.2},
+}
+REFUSED_AT_128 = {("softcap", "bias"), ("softcap", "mask"), ("softcap", "dropout"), ("mask", "dropout")}
+
+
+def test_options_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a band and lengths taking turns."""
+    problems = []
+    for number, pair in enumerate(itertools.combinations(OPTIONS, 2)):
+        for place, head_dim in enumerate((64, 96, 128)):
+            if head_dim == 128 and pair in REFUSED_AT_128:
+                continue
+            seqlen_q, seqlen_k = LENGTHS[(number + place) % len(LENGTHS)]
+            sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": head_dim, "head_dim_v": head_dim}
+            more = ({}, {"causal": "bottom_right"}, {"kind": "varlen", "batch": 3})[(number + place) % 3]
+            options = OPTIONS[pair[0]] | OPTIONS[pair[1]] | more
+            case = Case(dtype=DTYPES[number % 2], backend="cuda", **sizes | options | NOT_DETERMINISTIC)
+            problems.append((case, number + place))
+    assert_accurate(problems, "bwd_sm90_kernel", monkeypatch, is_forward=False)
+
+
+@pytest.mark.smoke
+def test_gradients_of_biases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every set of axes, in both dtypes, with the options that meet the bias taking turns."""
+    problems = []
+    axes = ["".join(some) for count in range(5) for some in itertools.combinations("bhqk", count)]
+    more = ({}, {"causal": "bottom_right"}, {"kind": "varlen", "batch": 3}, {"alibi": "h"}, {"window": (70, 30)})
+    for number, bias in enumerate(axes):
+        for place, head_dim in enumerate((64, 128, 40)):
+            seqlen_q, seqlen_k = ((150, 300), (700, 513), (64, 1025), (600, 77))[(number + place) % 4]
+            sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": head_dim, "head_dim_v": head_dim}
+            heads = {"heads": 4, "heads_kv": (4, 2, 1)[number % 3]}
+            options = {"bias": bias, "is_bias_float32": (number + place) % 3 == 2} | more[(number + place) % len(more)]
+            case = Case(dtype=DTYPES[number % 2], backend="cuda", **sizes | heads | options | NOT_DETERMINISTIC)
+            problems.append((case, number + place))
+    assert_accurate(problems, "bwd_sm90_dbias_kernel", monkeypatch, is_forward=False)
 
 
 @pytest.mark.smoke
@@ -223,5 +267,6 @@ def test_jitter_changes_no_sum_of_one_owner(head_dim: int, monkeypatch: pytest.M
 def test_refusals_name_their_reason() -> None:
     q, k, v = (torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     assert "bwd_sm90_kernel: tile 128 x 128" in str(flashtile.explain(q, k, v, **NOT_DETERMINISTIC))
-    bias = torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    assert "bwd_sm90: the gradient of a bias" in str(flashtile.explain(q, k, v, bias=bias, **NOT_DETERMINISTIC))
+    q, k, v = (torch.randn(1, 2, 64, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    text = str(flashtile.explain(q, k, v, softcap=1.0, dropout_p=0.1, **NOT_DETERMINISTIC))
+    assert "bwd_sm90: a softcap together with a mask, a bias or dropout at head dims over 96" in text

@@ -125,12 +125,16 @@ class BwdSm90(Family[BwdSm90Row]):
 
     def _refuse_options(self, key: PlanKey) -> str | None:
         """What would take too many registers."""
-        dims, features = self.padded(key.head_dim, key.head_dim_v), key.features
-        num_tiles = features.has_bool_mask + (features.bias_dtype is not None) + features.has_dropout
-        if dims is not None and min(dims) > 96 and features.has_softcap and num_tiles > 0:
+        features = key.features
+        if self.padded(key.head_dim, key.head_dim_v) != (128, 128):
+            return None
+        has_tiles = features.has_bool_mask or features.bias_dtype is not None or features.has_dropout
+        if features.has_softcap and has_tiles:
             return "a softcap together with a mask, a bias or dropout at head dims over 96"
-        if dims is not None and min(dims) > 96 and features.has_bool_mask and features.has_dropout:
+        if features.has_bool_mask and features.has_dropout:
             return "a bool mask together with dropout at head dims over 96"
+        if features.num_score_options > 2:
+            return f"{features.num_score_options} options that change scores at head dims over 96"
         return None
 
     def every_row(self, dtype: str) -> Iterator[BwdSm90Row]:

@@ -63,7 +63,8 @@ struct BwdSm90Options {
                                      Mask::kHasBool + Dropout::kIsOn;
   static constexpr bool kLoadsAhead = !ScoreMod::kHasSoftcap && !ScoreMod::kHasBias;
   static constexpr bool kLoadsDeltaAhead = kLoadsAhead && !Dropout::kIsOn;
-  static constexpr bool kIsSplit = kNumOptions < 2 || Config::kHeadDim + Config::kHeadDimV <= 128;
+  static constexpr bool kIsSplit =
+      kNumOptions < 2 || (Config::kHeadDim + Config::kHeadDimV <= 128 && !ScoreMod::kHasSoftcap);
   // With a softcap, P is kept times 4: its derivative 4 r (1 - r) then needs no factor. dv_factor divides by it.
   static constexpr float kLargestExponent = ScoreMod::kHasSoftcap ? 2.0f : 0.0f;
   static constexpr float kLargestFastSoftcap = 256.0f;
