@@ -122,6 +122,7 @@ struct BwdSm90 {
   using T = typename Config::Element;
   using Storage = BwdSm90Storage<Config, Mask, ScoreMod, Dropout>;
   using Options = BwdSm90Options<Config, Mask, ScoreMod, Dropout>;
+  using OptionBits = typename Options::Bits;
   using Band = typename Options::Band;
   using Stages = Ring<Config::kNumStages>;
   using Buffers = Ring<Config::kNumBuffers>;
@@ -441,17 +442,17 @@ struct BwdSm90 {
       return shared.queries[count % kNumQueryTiles].is_checked[consumer] != 0;
     };
     // From S^T and dP^T, both in flight, to P^T and dS^T; stores dS^T for both consumers
-    auto differentiate_tile = [&](u32 count, bool is_checked, Stats& lse, float (&rS)[kScores], float (&rdP)[kScores]) {
+    auto differentiate_tile = [&](u32 count, bool is_checked, Stats& lse, const OptionBits& bits, float (&rS)[kScores],
+                                  float (&rdP)[kScores]) {
       u32 stage = Stages::stage(count);
       if constexpr (Options::kChangesTiles) {
         Options options(p, shared.options, s, consumer, count, shared.queries[count % kNumQueryTiles].head,
-                        i_begin(count), j_begin());
-        options.wait(shared.lse[stage]);
+                        i_begin(count), j_begin(), bits, shared.lse[stage]);
         wgmma_wait<1>();
         pin_registers(rS);
         auto differentiate = [&](auto checked, auto masked, const Range(&seen)[2]) {
           options.template differentiate<decltype(checked)::kValue, decltype(masked)::kValue>(
-              seen, shared.lse[stage], shared.delta[stage], rS, rdP, packed_p, packed_ds);
+              seen, shared.delta[stage], rS, rdP, packed_p, packed_ds);
         };
         if (is_checked || options.needs_exact_tanh()) {
           Range seen[2];
@@ -460,12 +461,11 @@ struct BwdSm90 {
             seen[r] = seen_columns(p, s, i_begin(count) + fragment_column(), j_begin() + fragment_row() + 8 * r);
           }
           differentiate(Constant<true>(), Constant<Mask::kHasBool>(), seen);
-        } else if (options.is_masked()) {
+        } else if (Mask::kHasBool && bits.is_masked) {
           differentiate(Constant<false>(), Constant<Mask::kHasBool>(), {});
         } else {
           differentiate(Constant<false>(), Constant<false>(), {});
         }
-        options.release();
       } else {
         Stats delta;
         // Compute P^T while dP^T is in flight
@@ -522,11 +522,12 @@ struct BwdSm90 {
         float rS[kScores], rdP[kScores];
         Stats lse;
         bool is_checked = load_lse(0, lse);
+        OptionBits bits = Options::load_bits(shared.options, consumer, 0);
         wait_turn(consumer);
         start_s(0, rS);
         start_dp(0, rdP);
         end_turn(consumer);
-        differentiate_tile(0, is_checked, lse, rS, rdP);
+        differentiate_tile(0, is_checked, lse, bits, rS, rdP);
       }
       u32 count = 0;
       for (; count + 1 < num_tiles(); ++count) {
@@ -535,6 +536,7 @@ struct BwdSm90 {
         wait_operands(count + 1);
         Stats lse;
         bool is_checked = load_lse(count + 1, lse);
+        OptionBits bits = Options::load_bits(shared.options, consumer, count + 1);
         wait_turn(consumer);
         // Start dV and dK of this tile, dQ of the tile before and, once P^T has left the registers, S^T of the next
         // tile. For count 0, dQ comes from uninitialised dS and is not added.
@@ -550,7 +552,7 @@ struct BwdSm90 {
         if (count > 0) stage_dq(shared, consumer, count - 1, rdQ);
         start_dp(count + 1, rdP);
         end_turn(consumer);
-        differentiate_tile(count + 1, is_checked, lse, rS, rdP);
+        differentiate_tile(count + 1, is_checked, lse, bits, rS, rdP);
       }
       // The last tile, then a turn more for its dQ. Parts of dQ are staged in the order of turns.
       float rdQ[kColumnsDq / 2];

@@ -189,7 +189,6 @@ struct DbiasSm90 {
                           u32 buffer, u32 count, float (&rSum)[kScores]) const {
     u32 stage = Stages::stage(count);
     float rS[kScores], rdP[kScores];
-    Options options(p, shared.options, s, consumer, count, head, i_begin, j_begin);
     // S^T = K Q^T, dP^T = V dO^T
     Stages::wait_full(shared.full, count);
     gemm_abt<T, kBlockM, Config::kHeadDim, kBlockN>(rS, tile_base(shared.sK[buffer] + 64 * 64 * consumer, kBlockN * 128),
@@ -197,14 +196,19 @@ struct DbiasSm90 {
     gemm_abt<T, kBlockM, Config::kHeadDimV, kBlockN>(rdP,
                                                      tile_base(shared.sV[buffer] + 64 * 64 * consumer, kBlockN * 128),
                                                      tile_base(shared.sdO[stage], kBlockM * 128));
-    options.wait(shared.lse[stage]);
+    // Load the rest while they are in flight
+    typename Options::Bits bits = Options::load_bits(shared.options, consumer, count);
+    Options options(p, shared.options, s, consumer, count, head, i_begin, j_begin, bits, shared.lse[stage]);
+    float2 delta[kScores / 4];
+#pragma unroll
+    for (i32 b = 0; b < kScores / 4; ++b) delta[b] = Options::stats(shared.delta[stage], b);
     bool is_checked = needs_mask<Band>(p, s, i_begin, kBlockM, j_begin, 64) || shared.has_large_lse[stage] != 0;
     wgmma_wait<0>();
     pin_registers(rS);
     pin_registers(rdP);
     auto add = [&](auto checked, auto masked, const Range(&seen)[2]) {
       options.template add_score_gradient<decltype(checked)::kValue, decltype(masked)::kValue>(
-          seen, shared.lse[stage], shared.delta[stage], rS, rdP, rSum);
+          seen, delta, rS, rdP, rSum);
     };
     if (is_checked || options.needs_exact_tanh()) {
       Range seen[2];
@@ -213,12 +217,11 @@ struct DbiasSm90 {
         seen[r] = Main::seen_columns(p, s, i_begin + fragment_column(), j_begin + fragment_row() + 8 * r);
       }
       add(Constant<true>(), Constant<Mask::kHasBool>(), seen);
-    } else if (options.is_masked()) {
+    } else if (Mask::kHasBool && bits.is_masked) {
       add(Constant<false>(), Constant<Mask::kHasBool>(), {});
     } else {
       add(Constant<false>(), Constant<false>(), {});
     }
-    options.release();
     release_stage(shared.empty[stage]);
   }
 

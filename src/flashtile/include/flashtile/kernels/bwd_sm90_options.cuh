@@ -61,8 +61,6 @@ struct BwdSm90Options {
   using T = typename Config::Element;
   static constexpr i32 kNumOptions = ScoreMod::kHasSoftcap + ScoreMod::kHasAlibi + ScoreMod::kHasBias +
                                      Mask::kHasBool + Dropout::kIsOn;
-  static constexpr bool kLoadsAhead = !ScoreMod::kHasSoftcap && !ScoreMod::kHasBias;
-  static constexpr bool kLoadsDeltaAhead = kLoadsAhead && !Dropout::kIsOn;
   static constexpr bool kIsSplit =
       kNumOptions < 2 || (Config::kHeadDim + Config::kHeadDimV <= 128 && !ScoreMod::kHasSoftcap);
   // With a softcap, P is kept times 4: its derivative 4 r (1 - r) then needs no factor. dv_factor divides by it.
@@ -118,7 +116,7 @@ struct BwdSm90Options {
 
   // The mask's bits of query i and keys j .. j + 15. Queries past the last one, whose P is 0 anyway, have all bits.
   // Scope: thread.
-  FT_DEVICE static u32 mask_bits(const Params& p, const Sequence& s, i32 head, i32 i, i32 j, bool is_aligned) {
+  FT_DEVICE static u32 read_bits(const Params& p, const Sequence& s, i32 head, i32 i, i32 j, bool is_aligned) {
     if (i >= s.seqlen_q) return 0xffffu;
     if constexpr (mutates(Mutation::bwd_sm90_mask_row)) i = max_of(i - 1, 0);
     const u8* row = p.mask + s.batch_idx * p.mask_strides[0] + head * p.mask_strides[1] + i * p.mask_strides[2];
@@ -137,7 +135,7 @@ struct BwdSm90Options {
   }
 
   // Dropout bits of query i and keys j .. j + 15: set where kept. Scope: thread.
-  FT_DEVICE static u32 kept_bits(DropoutBits random, i32 i, i32 j) {
+  FT_DEVICE static u32 draw_bits(DropoutBits random, i32 i, i32 j) {
     u32 bits = 0, threshold = random.threshold << 16;
     // Keeps the compiler from computing the keys of all rounds ahead, which takes registers
     asm volatile("" : "+r"(random.key0), "+r"(random.key1));
@@ -257,7 +255,7 @@ struct BwdSm90Options {
         for (i32 warp = 0; warp < 4; ++warp) {
           i32 j = j_begin + 16 * warp;
           words[0] = words[1], words[1] = words[2], words[2] = words[3];
-          words[3] = mask_bits(p, s, head, i, j, is_aligned) | mask_bits(p, s, head, i + 1, j, is_aligned) << 16;
+          words[3] = read_bits(p, s, head, i, j, is_aligned) | read_bits(p, s, head, i + 1, j, is_aligned) << 16;
         }
         store_words<MaskBits>(shared, consumer, count, words);
       }
@@ -268,7 +266,7 @@ struct BwdSm90Options {
       // Not unrolled, which would take more registers: the words move up
 #pragma unroll 1
       for (i32 x = 0; x < 8; ++x) {
-        u32 bits = kept_bits(random, i + x % 2, j_begin + x / 2 * 16);
+        u32 bits = draw_bits(random, i + x % 2, j_begin + x / 2 * 16);
         if (x % 2 == 1) {
           words[3] |= bits << 16;
         } else {
@@ -289,47 +287,132 @@ struct BwdSm90Options {
     }
   }
 
-  // ---- Consumer.
+  // ---- Consumer. An object of this class is what one consumer needs of one tile. Products in flight keep shared memory
+  // busy: a load takes some 400 clocks. So bits are loaded before the consumer's turn, the rest in one go after it.
 
-  // One tile of a consumer. Scope: warpgroup.
+  struct Bits {
+    // Of the mask and of dropout: bit b + 8 r + 16 e is row r, column 8 b + e of the fragment
+    u32 seen, kept;
+    bool is_masked;  // false if the mask hides nothing of this tile
+  };
+  // Waits for the bits of tile number count. Scope: warp.
+  FT_DEVICE static Bits load_bits(Storage& shared, i32 consumer, u32 count) {
+    Bits bits;
+    if constexpr (Mask::kHasBool) {
+      mbarrier_wait(shared.MaskBits::full[consumer], count % 2);
+      bits.is_masked = shared.MaskBits::is_full[consumer] == 0;
+      bits.seen = take_bits<MaskBits>(shared, consumer);
+    }
+    if constexpr (Dropout::kIsOn) {
+      mbarrier_wait(shared.DropBits::full[consumer], count % 2);
+      bits.kept = take_bits<DropBits>(shared, consumer);
+    }
+    return bits;
+  }
+  // A thread's bits, and the release of their tile. Scope: warp.
+  template <class Tiles>
+  FT_DEVICE static u32 take_bits(Tiles& tiles, i32 consumer) {
+    i32 lane = threadIdx.x % 32;
+    const uint4* words = reinterpret_cast<const uint4*>(tiles.words[consumer][threadIdx.x % 128 / 32] + lane % 4 * 8);
+    uint4 low = words[0], high = words[1];
+    const u32 pairs[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    u32 bits = 0;
+#pragma unroll
+    for (i32 b = 0; b < 8; ++b) bits += (pairs[b] >> lane / 4 & 0x01010101u) << b;
+    asm volatile("" : "+r"(bits)::"memory");
+    __syncwarp();
+    release_stage(tiles.empty[consumer]);
+    return bits;
+  }
+
+  // Words of the bias that a thread has of columns 8 b .. 8 b + 15: pairs of elements in 16 bits, or elements
+  static constexpr i32 kBiasWords = sizeof(BiasElement) == 4 ? 8 : 4;
+  // All of the bias is loaded ahead if registers allow, else two columns of tiles at a time
+  static constexpr bool kLoadsBiasAhead = ScoreMod::kHasBias && sizeof(BiasElement) == 2 && kNumOptions == 1;
+  static constexpr i32 kBiasFragments = kLoadsBiasAhead ? kScores / 8 : 2;
+
+  static constexpr i32 kDeltasAhead = ScoreMod::kHasSoftcap ? 4 : kScores / 4;
+
   const Params& p;
   Storage& shared;
   i32 consumer;
   u32 count;
   float2 lse[kScores / 4];
+  Bits bits;
+  u32 bias[kBiasFragments][kBiasWords];
   float slope, first_step;  // ALiBi: the slope, and its product with the distance of the thread's first element
 
+  // Waits for the bias of tile number count, and loads it. Scope: warpgroup.
   FT_DEVICE BwdSm90Options(const Params& p, Storage& shared, const Sequence& s, i32 consumer, u32 count, i32 head,
-                           i32 i_begin, i32 j_begin)
-      : p(p), shared(shared), consumer(consumer), count(count) {
+                           i32 i_begin, i32 j_begin, const Bits& bits, const float* sLse)
+      : p(p), shared(shared), consumer(consumer), count(count), bits(bits) {
+    if constexpr (kChangesTiles) {
+#pragma unroll
+      for (i32 b = 0; b < kScores / 4; ++b) lse[b] = stats(sLse, b);
+    }
     if constexpr (ScoreMod::kHasAlibi) {
       slope = in_score_unit(ScoreMod::kHasBias, p.alibi_slopes[s.batch_idx * p.alibi_batch_stride + head]);
       i32 distance = i_begin + fragment_column() + s.offset - j_begin - fragment_row();
       if constexpr (mutates(Mutation::bwd_sm90_alibi)) distance -= s.offset;
       first_step = slope * static_cast<float>(distance);
     }
+    if constexpr (ScoreMod::kHasBias) {
+      BiasStages::wait_full(shared.Bias::full[consumer], count);
+#pragma unroll
+      for (i32 x = 0; x < (kLoadsBiasAhead ? kBiasFragments : 1); ++x) load_bias_fragment(2 * x);
+      if constexpr (kLoadsBiasAhead) release_bias();
+    }
+    if constexpr (kChangesTiles) {
+#pragma unroll
+      for (i32 b = 0; b < kScores / 4; ++b) asm volatile("" : "+f"(lse[b].x), "+f"(lse[b].y));
+    }
   }
 
-  // Waits for what the producer prepares. Loads statistics ahead: products in flight keep shared memory busy.
-  FT_DEVICE void wait(const float* sLse) {
+  // Scope: thread.
+  FT_DEVICE static bool bit(u32 bits, i32 b, i32 r, i32 e) { return (bits & 1u << (b + 8 * r + 16 * e)) != 0; }
+
+  // Starts loading the bias of columns 8 b .. 8 b + 15. Scope: warp.
+  FT_DEVICE void load_bias_fragment(i32 b) {
+    i32 lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    u32 (&words)[kBiasWords] = bias[b / 2 % kBiasFragments];
+    if constexpr (sizeof(BiasElement) == 2) {
+      u32 tile = shared_address(shared.Bias::tiles[consumer][BiasStages::stage(count)]);
+      ldmatrix_x4_transposed(tile + bias_offset(lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8) + b * 1024,
+                             words);
+    } else {
+      const char* tile = reinterpret_cast<const char*>(shared.Bias::tiles[consumer][BiasStages::stage(count)]);
 #pragma unroll
-    for (i32 b = 0; b < kScores / 4 && kLoadsAhead && kIsSplit; ++b) lse[b] = stats(sLse, b);
-    if constexpr (Mask::kHasBool) mbarrier_wait(shared.MaskBits::full[consumer], count % 2);
-    if constexpr (Dropout::kIsOn) mbarrier_wait(shared.DropBits::full[consumer], count % 2);
-    if constexpr (ScoreMod::kHasBias) BiasStages::wait_full(shared.Bias::full[consumer], count);
+      for (i32 x = 0; x < 8; ++x) {
+        u32 offset = bias_offset(fragment_column() + x % 2, 16 * warp + lane / 4 + x / 2 % 2 * 8);
+        words[x] = *reinterpret_cast<const u32*>(tile + offset + (b + x / 4) * 1024);
+      }
+    }
   }
-  // Releases it. Scope: warp.
-  FT_DEVICE void release() {
-    if constexpr (kHasTiles) __syncwarp();
-    if constexpr (Mask::kHasBool) release_stage(shared.MaskBits::empty[consumer]);
-    if constexpr (Dropout::kIsOn) release_stage(shared.DropBits::empty[consumer]);
-    if constexpr (ScoreMod::kHasBias) release_stage(shared.Bias::empty[consumer][BiasStages::stage(count)]);
+  // Scope: warp.
+  FT_DEVICE void release_bias() {
+    __syncwarp();
+    release_stage(shared.Bias::empty[consumer][BiasStages::stage(count)]);
   }
-  // False if the mask hides nothing of this tile.
-  FT_DEVICE bool is_masked() const {
-    if constexpr (Mask::kHasBool) return shared.MaskBits::is_full[consumer] == 0;
-    return false;
+  // The bias of row r, column 8 b + e. Scope: thread.
+  FT_DEVICE float bias_of(i32 b, i32 r, i32 e) const {
+    if constexpr (!ScoreMod::kHasBias) {
+      return 0.0f;
+    } else if constexpr (sizeof(BiasElement) == 2) {
+      u32 pair = bias[b / 2 % kBiasFragments][b % 2 * 2 + r];
+      return to_float(BiasElement{static_cast<u16>(e == 0 ? pair : pair >> 16)});
+    } else {
+      return __int_as_float(bias[b / 2 % kBiasFragments][b % 2 * 4 + 2 * r + e]);
+    }
   }
+  // Before the scores of columns 8 b .. 8 b + 7: starts loading the bias of the columns after the next ones, or
+  // releases its tile. Scope: warp.
+  FT_DEVICE void advance_bias(i32 b) {
+    if constexpr (ScoreMod::kHasBias && !kLoadsBiasAhead) {
+      if (b % 2 == 0 && b + 2 < kScores / 4) load_bias_fragment(b + 2);
+      if (b + 2 == kScores / 4) release_bias();
+    }
+  }
+
   // True if the fast softcap would not be accurate.
   FT_DEVICE bool needs_exact_tanh() const { return ScoreMod::kHasSoftcap && p.softcap > kLargestFastSoftcap; }
 
@@ -339,44 +422,14 @@ struct BwdSm90Options {
     return Dropout::kIsOn ? factor * p.keep_factor : factor;
   }
 
-  // A thread's bits of columns 8 b + fragment_column() and the next: bit 8 r + 16 e is row r, column e. Scope: thread.
-  template <class Tiles>
-  FT_DEVICE u32 pair_bits(const Tiles& tiles, i32 b) const {
-    i32 lane = threadIdx.x % 32;
-    return tiles.words[consumer][threadIdx.x % 128 / 32][lane % 4 * 8 + b] >> lane / 4;
-  }
-
-  // The bias of columns 8 b .. 8 b + 15: x = 4 * (b of the two) + 2 r + e. Scope: warp.
-  FT_DEVICE void load_fragment(i32 b, float (&bias)[8]) const {
-    i32 lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-    u32 tile = shared_address(shared.Bias::tiles[consumer][BiasStages::stage(count)]);
-    if constexpr (sizeof(BiasElement) == 2) {
-      u32 packed[4];
-      ldmatrix_x4_transposed(tile + bias_offset(lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8) + b * 1024,
-                             packed);
-#pragma unroll
-      for (i32 x = 0; x < 4; ++x) {
-        bias[2 * x] = to_float(BiasElement{static_cast<u16>(packed[x])});
-        bias[2 * x + 1] = to_float(BiasElement{static_cast<u16>(packed[x] >> 16)});
-      }
-    } else {
-#pragma unroll
-      for (i32 x = 0; x < 8; ++x) {
-        u32 offset = bias_offset(fragment_column() + x % 2, 16 * warp + lane / 4 + x / 2 % 2 * 8);
-        const char* tile_bytes = reinterpret_cast<const char*>(shared.Bias::tiles[consumer][BiasStages::stage(count)]);
-        bias[x] = *reinterpret_cast<const float*>(tile_bytes + offset + (b + x / 4) * 1024);
-      }
-    }
-  }
-
   // From the dot product S to the exponent of P. Sets `derivative` to that of the softcap, divided by 4. Scope: thread.
   template <bool kIsChecked>
-  FT_DEVICE float exponent(float dot, float lse, float bias, i32 b, i32 e, i32 r, float& derivative) const {
+  FT_DEVICE float exponent(float dot, i32 b, i32 e, i32 r, float& derivative) const {
     constexpr bool kIsNatural = ScoreMod::kHasBias;
-    float score;
+    float score, row_lse = e == 0 ? lse[b].x : lse[b].y, added = bias_of(b, r, e);
     if constexpr (ScoreMod::kHasSoftcap) {
       float cap = kIsNatural ? p.softcap : p.softcap * kLog2e;
-      float rest = kIsNatural ? bias : 2.0f - lse;
+      float rest = kIsNatural ? added : 2.0f - row_lse;
       if constexpr (kIsChecked) {
         float tanh = tanh_by_exp2(dot * (p.scale * reciprocal(p.softcap)));
         derivative = 0.25f - 0.25f * tanh * tanh;
@@ -389,25 +442,22 @@ struct BwdSm90Options {
       }
       if constexpr (mutates(Mutation::bwd_sm90_softcap)) derivative = 0.25f;
     } else if constexpr (kIsNatural) {
-      score = fmaf(dot, p.scale, bias);
+      score = fmaf(dot, p.scale, added);
     } else {
-      score = fmaf(dot, p.scale_log2, -lse);
+      score = fmaf(dot, p.scale_log2, -row_lse);
     }
     if constexpr (ScoreMod::kHasAlibi) {
       score -= fabsf(fmaf(slope, static_cast<float>(8 * (b - r) + e), first_step));
     }
-    if constexpr (kIsNatural) score = fmaf(score - lse, kLog2e, ScoreMod::kHasSoftcap ? 2.0f : 0.0f);
+    if constexpr (kIsNatural) score = fmaf(score - row_lse, kLog2e, ScoreMod::kHasSoftcap ? 2.0f : 0.0f);
     return score;
   }
 
   // Columns 8 b .. 8 b + 7: turns S^T into P^T. With kIsOfDot and a softcap, rS becomes P^T times the derivative, and
   // P^T itself is packed. With kIsChecked, P is 0 outside the columns seen[r], and bounded. Scope: thread.
   template <bool kIsChecked, bool kIsMasked, bool kIsOfDot = true>
-  FT_DEVICE void exponentiate_columns(i32 b, const Range (&seen)[2], float2 lse, const float* bias,
-                                      float (&rS)[kScores], u32 (&packed_p)[kScores / 2]) const {
-    u32 seen_bits = 0, kept_bits = 0;
-    if constexpr (kIsMasked) seen_bits = pair_bits<MaskBits>(shared, b);
-    if constexpr (ScoreMod::kHasSoftcap && Dropout::kIsOn) kept_bits = pair_bits<DropBits>(shared, b);
+  FT_DEVICE void exponentiate_columns(i32 b, const Range (&seen)[2], float (&rS)[kScores],
+                                      u32 (&packed_p)[kScores / 2]) const {
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
       float kept[2];
@@ -415,17 +465,16 @@ struct BwdSm90Options {
       for (i32 e = 0; e < 2; ++e) {
         i32 x = 4 * b + 2 * r + e, column = 8 * b + e;
         float derivative;
-        float power = exponent<kIsChecked>(rS[x], e == 0 ? lse.x : lse.y, ScoreMod::kHasBias ? bias[x % 8] : 0.0f, b, e,
-                                           r, derivative);
+        float power = exponent<kIsChecked>(rS[x], b, e, r, derivative);
         if constexpr (kIsChecked) {
           power = power > kLargestExponent ? kLargestExponent : power;
           power = column >= seen[r].begin && column < seen[r].end ? power : -infinity();
         }
         float prob = exp2_approx(power);
-        if constexpr (kIsMasked) prob = seen_bits & 1u << (8 * r + 16 * e) ? prob : 0.0f;
+        if constexpr (kIsMasked) prob = bit(bits.seen, b, r, e) ? prob : 0.0f;
         if constexpr (ScoreMod::kHasSoftcap) {
           rS[x] = prob * (kIsOfDot ? derivative : 0.25f);
-          kept[e] = !Dropout::kIsOn || kept_bits & 1u << (8 * r + 16 * e) ? prob : 0.0f;
+          kept[e] = !Dropout::kIsOn || bit(bits.kept, b, r, e) ? prob : 0.0f;
         } else {
           rS[x] = prob;
         }
@@ -434,21 +483,24 @@ struct BwdSm90Options {
     }
   }
 
+  // P * (dP - delta) with dropout of dP, of row r, column 8 b + e. Scope: thread.
+  FT_DEVICE float score_gradient(float prob, float dp, float2 delta, i32 b, i32 r, i32 e) const {
+    float row_delta = e == 0 ? delta.x : delta.y;
+    if constexpr (!Dropout::kIsOn) return prob * (dp - row_delta);
+    return prob * fmaf(bit(bits.kept, b, r, e) ? dp : 0.0f, p.keep_factor, -row_delta);
+  }
+
   // Columns 8 b .. 8 b + 7: dS^T = P^T * (dP^T - delta), with dropout of dP^T and of the packed P^T. Scope: thread.
   FT_DEVICE void differentiate_columns(i32 b, float2 delta, const float (&rP)[kScores], const float (&rdP)[kScores],
                                        u32 (&packed_p)[kScores / 2], u32 (&packed_ds)[kScores / 2]) const {
-    u32 kept_bits = 0;
-    if constexpr (Dropout::kIsOn) kept_bits = pair_bits<DropBits>(shared, b);
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
       float ds[2], kept[2];
 #pragma unroll
       for (i32 e = 0; e < 2; ++e) {
         i32 x = 4 * b + 2 * r + e;
-        bool is_kept = !Dropout::kIsOn || kept_bits & 1u << (8 * r + 16 * e);
-        kept[e] = is_kept ? rP[x] : 0.0f;
-        float dp = is_kept ? rdP[x] : 0.0f, d = e == 0 ? delta.x : delta.y;
-        ds[e] = rP[x] * (Dropout::kIsOn ? fmaf(dp, p.keep_factor, -d) : dp - d);
+        kept[e] = !Dropout::kIsOn || bit(bits.kept, b, r, e) ? rP[x] : 0.0f;
+        ds[e] = score_gradient(rP[x], rdP[x], delta, b, r, e);
       }
       packed_ds[2 * b + r] = pack_two<T>(ds[0], ds[1]);
       if constexpr (!ScoreMod::kHasSoftcap) packed_p[2 * b + r] = pack_two<T>(kept[0], kept[1]);
@@ -464,40 +516,43 @@ struct BwdSm90Options {
     return *reinterpret_cast<const float2*>(sStats + 8 * b + fragment_column());
   }
 
-  // P^T and dS^T from S^T and dP^T, both in flight.
+  // P^T and dS^T from S^T, which is complete, and dP^T, which is in flight. Scope: warpgroup.
   template <bool kIsChecked, bool kIsMasked>
-  FT_DEVICE void differentiate(const Range (&seen)[2], const float* sLse, const float* sDelta, float (&rS)[kScores],
-                               float (&rdP)[kScores], u32 (&packed_p)[kScores / 2],
-                               u32 (&packed_ds)[kScores / 2]) const {
-    float bias[8];
+  FT_DEVICE void differentiate(const Range (&seen)[2], const float* sDelta, float (&rS)[kScores], float (&rdP)[kScores],
+                               u32 (&packed_p)[kScores / 2], u32 (&packed_ds)[kScores / 2]) {
+    float2 delta[kScores / 4];
     // Compute P^T while dP^T is in flight, unless that takes too many registers
     if constexpr (kIsSplit) {
 #pragma unroll
       for (i32 b = 0; b < kScores / 4; ++b) {
-        if constexpr (ScoreMod::kHasBias)
-          if (b % 2 == 0) load_fragment(b, bias);
-        exponentiate_columns<kIsChecked, kIsMasked>(b, seen, kLoadsAhead ? lse[b] : stats(sLse, b), bias, rS, packed_p);
+        advance_bias(b);
+        exponentiate_columns<kIsChecked, kIsMasked>(b, seen, rS, packed_p);
         // Finish these columns before the next: the checked body, which is rare, must not take more registers
         if constexpr (kIsChecked) pin(rS[4 * b], rS[4 * b + 1], rS[4 * b + 2], rS[4 * b + 3]);
       }
-      float2 delta[kScores / 4];
 #pragma unroll
-      for (i32 b = 0; b < kScores / 4 && kLoadsDeltaAhead; ++b) delta[b] = stats(sDelta, b);
+      for (i32 b = 0; b < kDeltasAhead; ++b) delta[b] = stats(sDelta, b);
+#pragma unroll
+      for (i32 b = 0; b < kDeltasAhead; ++b) asm volatile("" : "+f"(delta[b].x), "+f"(delta[b].y));
       wgmma_wait<0>();
       pin_registers(rdP);
 #pragma unroll
       for (i32 b = 0; b < kScores / 4; ++b) {
-        differentiate_columns(b, kLoadsDeltaAhead ? delta[b] : stats(sDelta, b), rS, rdP, packed_p, packed_ds);
+        differentiate_columns(b, delta[b], rS, rdP, packed_p, packed_ds);
+        if (b + kDeltasAhead < kScores / 4) delta[b + kDeltasAhead] = stats(sDelta, b + kDeltasAhead);
       }
     } else {
       wgmma_wait<0>();
       pin_registers(rdP);
 #pragma unroll
       for (i32 b = 0; b < kScores / 4; ++b) {
-        if constexpr (ScoreMod::kHasBias)
-          if (b % 2 == 0) load_fragment(b, bias);
-        exponentiate_columns<kIsChecked, kIsMasked>(b, seen, stats(sLse, b), bias, rS, packed_p);
-        differentiate_columns(b, stats(sDelta, b), rS, rdP, packed_p, packed_ds);
+        if (b % 4 == 0) {
+#pragma unroll
+          for (i32 x = b; x < b + 4; ++x) delta[x] = stats(sDelta, x);
+        }
+        advance_bias(b);
+        exponentiate_columns<kIsChecked, kIsMasked>(b, seen, rS, packed_p);
+        differentiate_columns(b, delta[b], rS, rdP, packed_p, packed_ds);
         pin(rdP[4 * b], rdP[4 * b + 1], rdP[4 * b + 2], rdP[4 * b + 3]);
       }
     }
@@ -506,24 +561,17 @@ struct BwdSm90Options {
   // Adds the gradient of the scores before softcap's derivative, P^T * (dP^T - delta), to rSum. S^T and dP^T are
   // complete. With kIsChecked, nothing is added outside the columns seen[r]: rows there may be NaN. Scope: warpgroup.
   template <bool kIsChecked, bool kIsMasked>
-  FT_DEVICE void add_score_gradient(const Range (&seen)[2], const float* sLse, const float* sDelta,
-                                    float (&rS)[kScores], const float (&rdP)[kScores], float (&rSum)[kScores]) const {
-    float bias[8];
+  FT_DEVICE void add_score_gradient(const Range (&seen)[2], const float2 (&delta)[kScores / 4], float (&rS)[kScores],
+                                    const float (&rdP)[kScores], float (&rSum)[kScores]) {
     u32 no_p[kScores / 2];
 #pragma unroll
     for (i32 b = 0; b < kScores / 4; ++b) {
-      if constexpr (ScoreMod::kHasBias)
-        if (b % 2 == 0) load_fragment(b, bias);
-      exponentiate_columns<kIsChecked, kIsMasked, false>(b, seen, stats(sLse, b), bias, rS, no_p);
-      float2 delta = stats(sDelta, b);
-      u32 kept_bits = 0;
-      if constexpr (Dropout::kIsOn) kept_bits = pair_bits<DropBits>(shared, b);
+      advance_bias(b);
+      exponentiate_columns<kIsChecked, kIsMasked, false>(b, seen, rS, no_p);
 #pragma unroll
       for (i32 y = 0; y < 4; ++y) {
         i32 x = 4 * b + y, r = y / 2, e = y % 2, column = 8 * b + e;
-        bool is_kept = !Dropout::kIsOn || kept_bits & 1u << (8 * r + 16 * e);
-        float dp = is_kept ? rdP[x] : 0.0f, d = e == 0 ? delta.x : delta.y;
-        float ds = rS[x] * (Dropout::kIsOn ? fmaf(dp, p.keep_factor, -d) : dp - d);
+        float ds = score_gradient(rS[x], rdP[x], delta[b], b, r, e);
         if constexpr (kIsChecked) ds = column >= seen[r].begin && column < seen[r].end ? ds : 0.0f;
         rSum[x] += ds;
       }
