@@ -9,7 +9,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
 EXTENSION_SOURCES := setup.py $(wildcard src/flashtile/csrc/* src/flashtile/csrc/cpu/* src/flashtile/csrc/exec/*) src/flashtile/include/flashtile/attn/params.cuh
 
-.PHONY: test test-gpu test-install check sanitize sanitize-cpu lint format bench compile-all docs docs-check clean
+.PHONY: test test-gpu test-install test-integrations check sanitize sanitize-cpu lint format bench compile-all docs docs-check clean
 
 test: .venv/extension
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
@@ -24,6 +24,10 @@ test-gpu:
 # pip, pip without torch, uv, a source distribution, no compiler: about two minutes
 test-install: .venv/ready
 	$(BIN)/python tools/try_install.py
+
+# transformers, diffusers and the others, each with its real package, in an environment of their own
+test-integrations: .venv-integrations/ready
+	PYTHONPATH=src OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest -n $(JOBS) tests/integrations
 
 # A minute of random problems on the CPU; CHECK takes more options, as in `make check CHECK="--seed 7"`
 check: .venv/extension
@@ -78,7 +82,7 @@ docs-check: .venv/ready
 	$(BIN)/python tools/make_docs.py --check
 
 clean:
-	rm -rf .venv build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-integrations build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 .venv/ready: pyproject.toml requirements-dev.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "flashtile needs Python 3.10 or newer, this is " + sys.version)'
@@ -91,4 +95,11 @@ clean:
 
 .venv/extension: .venv/ready $(EXTENSION_SOURCES)
 	FLASHTILE_EXTENSION=1 $(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+.venv-integrations/ready: requirements-integrations.txt $(EXTENSION_SOURCES)
+	$(PYTHON) -m venv .venv-integrations
+	.venv-integrations/bin/python -m pip install --quiet $(TORCH)
+	.venv-integrations/bin/python -m pip install --quiet -r requirements-integrations.txt
+	FLASHTILE_EXTENSION=1 .venv-integrations/bin/python setup.py --quiet build_ext --inplace
 	touch $@

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from flashtile import api, cache_step
+from flashtile import api
 from flashtile.backends import native, registry
 
 SEED = os.environ.get("FLASHTILE_SEED")
@@ -28,7 +28,6 @@ settings.load_profile("flashtile")
 def poisoned_memory():
     registry._warned.clear()
     api._served.clear()
-    cache_step._is_served.cache_clear()
     native.clear_plans()
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True

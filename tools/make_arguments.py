@@ -8,18 +8,28 @@ from collections.abc import Iterator
 
 import generated
 
-from flashtile.problem import DENSE_FIELDS, DENSE_SHIFTS, NUM_TENSORS, SCHEMA_TYPES, AttentionArgs, dense_schema, schema
+from flashtile.problem import (
+    CACHE_ARGUMENTS,
+    DENSE_FIELDS,
+    DENSE_SHIFTS,
+    NUM_TENSORS,
+    SCHEMA_TYPES,
+    AttentionArgs,
+    dense_schema,
+    schema,
+)
 
 FILE = generated.SOURCES / "csrc/exec/arguments.inc"
 HEAD = """\
-// Written by tools/make_arguments.py from problem.py: AttentionArgs and DENSE_FIELDS. The includer defines what it
-// needs of
+// Written by tools/make_arguments.py from problem.py: AttentionArgs, DENSE_FIELDS and CACHE_ARGUMENTS. The includer
+// defines what it needs of
 //   FT_TENSOR(enumerator, "name")                 the tensors, which come first
 //   FT_ARGUMENT(enumerator, type, "schema")       every argument, in the order of the schema
 //   FT_DENSE(enumerator, "words", shift, mask, texts...)
 //                                                 the bit fields of `mode`, an argument of the `dense` overloads; the
 //                                                 texts that its values stand for: null for None and for flags, ""
 //                                                 where there is no such value
+//   FT_CACHE(enumerator, "words")                 the arguments of forward.cache, in the order of its schema
 """
 TYPES = {
     "Tensor": "AtenTensorHandle",
@@ -62,6 +72,7 @@ def text() -> str:
         "FT_TENSOR": [f'FT_TENSOR({enumerator(name)}, "{name}")' for name in names[:NUM_TENSORS]],
         "FT_ARGUMENT": [f'FT_ARGUMENT({enumerator(name)}, {cpp_type(name)}, "{schema([name])}")' for name in names],
         "FT_DENSE": list(dense_fields()),
+        "FT_CACHE": [f'FT_CACHE({enumerator(name)}, "cache: {name}")' for name in CACHE_ARGUMENTS],
     }
     return HEAD + "".join(SECTION.format(macro=macro, lines="\n".join(lines)) for macro, lines in sections.items())
 

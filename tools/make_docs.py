@@ -8,6 +8,7 @@ Everything between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` is filled in
 - rung/<name>: the notes at the head of that kernel of the ladder;
 - <folder>/check.json, mutations.json or sanitize.json: the record of a check;
 - families: the kernel families, from the code.
+The table between `<!-- support -->` and `<!-- /support -->` is compared with the code (support_table.py).
 A figure whose CSV has changed is drawn again.
 
 python tools/make_docs.py [--check | --redraw] [--root FOLDER]
@@ -25,6 +26,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import support_table
 
 from flashtile.bench import plots, tables
 from flashtile.bench.rows import Environment, OverheadRow, Row, read
@@ -195,6 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ValueError as error:
             complaints.append(f"{name}: {error}")
             continue
+        complaints += [f"{name}: table of backends: {complaint}" for complaint in support_table.complaints(filled)]
         if filled == text:
             continue
         if options.check:

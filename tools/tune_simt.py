@@ -53,7 +53,7 @@ def main() -> None:
         for is_causal in (False, True):
             q, k, v, dout, dq, dk, dv = (torch.randn(BATCH, HEADS, SEQLEN, head_dim, device="cuda") for _ in range(7))
             args = AttentionArgs(q, k, v, causal="top_left" if is_causal else "none")
-            out, (lse, lse_log2, delta) = (
+            out, (lse, score_lse, delta) = (
                 torch.empty_like(q),
                 torch.randn(3, BATCH, HEADS, SEQLEN, device="cuda").unbind(),
             )
@@ -61,7 +61,7 @@ def main() -> None:
             plan = assemble.plan(cuda._key(args, given, ("dq", "dk", "dv")), call.layout_of(args, given))
             values = executor.evaluate(plan, given, call.scalars_of(args), cuda._splits(args))
             pointers = {
-                name: tensor.data_ptr() for name, tensor in (given | {"lse_log2": lse_log2, "delta": delta}).items()
+                name: tensor.data_ptr() for name, tensor in (given | {"score_lse": score_lse, "delta": delta}).items()
             }
             image = executor.fill(plan, given, call.scalars_of(args), values, pointers)
             chosen = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -279,28 +279,24 @@ def attention_kvcache(
     if unknown:
         raise unknown_option("attention_kvcache", next(iter(unknown)), _options_of(attention_kvcache))
     if (
-        cache_seqlens is not None
-        and cache_batch_idx is None
-        and cache_leftpad is None
-        and block_table is None
-        and rotary_cos is None
+        rotary_cos is None
         and rotary_sin is None
         and alibi_slopes is None
         and sinks is None
-        and backend is None
+        and (type(causal) is bool or type(causal) is str)
+        and type(layout) is str
+        and (backend is None or type(backend) is str)
         and is_dense(q, k_cache, v_cache, scale)
-        and cache_step.has_valid_options(causal, window, scale, softcap, num_splits, rotary_interleaved)
-        and (rows := cache_step.append(q, k_cache, v_cache, k, v, cache_seqlens, softcap, layout)) is not None
+        and q.is_cpu
+        and k_cache.is_cpu
+        and v_cache.is_cpu
+        and (mode := ops.DENSE_MODES.get((causal, layout, backend))) is not None
+        and cache_step.has_valid_options(window, scale, softcap, num_splits, rotary_interleaved)
     ):
-        return attention(
-            *(q, *rows),
-            causal=causal,
-            window=None if window == (-1, -1) else window,
-            scale=scale,
-            softcap=softcap,
-            return_lse=return_lse,
-            layout=layout,
-        )
+        tensors = (q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+        done = cache_step.step(*tensors, window, scale, softcap, return_lse, mode)
+        if done is not None:
+            return (done[0], cast(Tensor, done[1])) if return_lse else done[0]
     tensors = (q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     if not is_compiling() and (found := recorders(*tensors, rotary_cos, rotary_sin, alibi_slopes, sinks)):
         return record(attention_kvcache, found, locals())
@@ -339,6 +335,8 @@ def attention_kvcache(
             call_as(names, _check_ahead, args, append)
             args, append = kvcache.read_first(args, append)
         call_as(row_names, ops.append_kv, *append)
+        if not is_compiling():
+            ops.increment_version((append.k_cache, append.v_cache))
         args = args._replace(
             q=append.rotated_queries(args), seqused_k=append.cache_seqlens + append.k.shape[row_axis(layout)]
         )

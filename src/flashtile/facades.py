@@ -21,7 +21,7 @@ from flashtile.api import (
     record,
 )
 from flashtile.arguments import autocast_dtype, flag, require_optional_tensors, require_tensors
-from flashtile.errors import Unsupported, type_error, value_error
+from flashtile.errors import Unsupported, type_error, unsupported, value_error
 from flashtile.problem import AttentionArgs, q_or_float32, validate
 from flashtile.tensors import corner_of, has_strides, is_causal_bias, recorders
 
@@ -40,7 +40,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`, argument by argument: (..., heads, rows, dim), causal from
-    the top left."""
+    the top left. Nested tensors of layout torch.jagged, (batch, heads, ragged, dim), give one."""
     # Most calls: four dimensions. What is refused here, such as sizes to be broadcast, is served or refused below
     if (
         type(dropout_p) is float
@@ -65,6 +65,8 @@ def scaled_dot_product_attention(
     if not is_compiling() and (found := recorders(query, key, value, attn_mask)):
         recorded: Tensor = record(scaled_dot_product_attention, found, locals())
         return recorded
+    if _is_jagged(query) and _is_jagged(key) and _is_jagged(value):
+        return _sdpa_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     require_tensors(query=query, key=key, value=value)
     is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
     if is_causal and attn_mask is not None:
@@ -78,7 +80,7 @@ def scaled_dot_product_attention(
     if is_causal_bias(attn_mask):
         causal, attn_mask = corner_of("attn_mask", attn_mask, False, query.shape[-2], key.shape[-2]), None
     require_optional_tensors(attn_mask=attn_mask)
-    q, k, v = (_at_least_3d(_last_contiguous(tensor)) for tensor in (query, key, value))
+    q, k, v = (_at_least_3d(last_contiguous(tensor)) for tensor in (query, key, value))
     k, v, heads = _share_heads(q, k, v, enable_gqa)
     lead = _broadcast_lead(q, k, v)
     if attn_mask is not None:
@@ -117,7 +119,7 @@ def flash_attn_func(
     out, lse = call_as(
         _FLASH_NAMES,
         attention,
-        *(_last_contiguous(tensor) for tensor in (q, k, v)),
+        *(last_contiguous(tensor) for tensor in (q, k, v)),
         dropout_p=dropout_p,
         scale=softmax_scale,
         causal=causal,
@@ -155,7 +157,7 @@ def flash_attn_varlen_func(
     out, lse = call_as(
         _FLASH_NAMES,
         attention_varlen,
-        *(_last_contiguous(tensor) for tensor in (q, k, v)),
+        *(last_contiguous(tensor) for tensor in (q, k, v)),
         *(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         block_table=block_table,
         dropout_p=dropout_p,
@@ -199,7 +201,7 @@ def flash_attn_with_kvcache(
         return call_as(
             _FLASH_NAMES,
             attention_kvcache,
-            *(_last_contiguous(q), k_cache, v_cache),
+            *(last_contiguous(q), k_cache, v_cache),
             k=k,
             v=v,
             rotary_cos=rotary_cos,
@@ -240,6 +242,47 @@ def _sdpa_4d(
     )
 
 
+def _is_jagged(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_nested and value.layout is torch.jagged
+
+
+def _sdpa_jagged(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """(batch, heads, ragged, dim): packed sequences, each of which attends within itself."""
+    if attn_mask is not None:
+        raise unsupported("attn_mask", "it with nested tensors", "None", "Pass is_causal, or call attention_varlen")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4 or tensor._ragged_idx != 2:
+            raise value_error(name, tensor, "a nested tensor (batch, heads, ragged, dim)")
+        if tensor.lengths() is not None:
+            hint = "Call contiguous() before heads are split off"
+            raise unsupported(name, "a nested tensor with gaps between its sequences", "one without", hint)
+    if key.shape[1] != query.shape[1] and not flag("enable_gqa", enable_gqa):
+        accepted = f"{query.shape[1]}, as query"
+        raise value_error("key", f"{key.shape[1]} heads", accepted, "Pass enable_gqa=True to share key heads")
+    longest = [getattr(tensor, "_maybe_max_seqlen", None) for tensor in (query, key)]
+    out: Any = call_as(
+        _SDPA_NAMES,
+        attention_varlen,
+        *(last_contiguous(tensor.values()) for tensor in (query, key, value)),
+        *(tensor.offsets().to(torch.int32) for tensor in (query, key)),
+        *longest,
+        causal="top_left" if flag("is_causal", is_causal) else False,
+        dropout_p=dropout_p,
+        scale=scale,
+        layout="bhsd",
+    )
+    return torch.nested.nested_tensor_from_jagged(out, query.offsets(), jagged_dim=2, max_seqlen=longest[0])
+
+
 def _without_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """torch serves a query without heads. The result is empty, and part of the graph."""
     one = [torch.empty((t.shape[0], 1, *t.shape[2:]), dtype=t.dtype, device="meta") for t in (q, k, v)]
@@ -251,7 +294,7 @@ def _at_least_3d(tensor: Tensor) -> Tensor:
     return tensor[None] if tensor.dim() == 2 else tensor
 
 
-def _last_contiguous(tensor: Tensor) -> Tensor:
+def last_contiguous(tensor: Tensor) -> Tensor:
     """The facades copy what the functions they stand for would copy: a tensor whose last dimension is not
     contiguous."""
     if not has_strides(tensor) or tensor.dim() == 0 or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1:

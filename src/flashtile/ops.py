@@ -26,6 +26,7 @@ from flashtile.backends.base import GradNeeds, Grads
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.errors import dtype_name, type_error, unsupported, value_error
 from flashtile.problem import (
+    CACHE_ARGUMENTS,
     DENSE_FIELDS,
     DENSE_SHIFTS,
     NUM_TENSORS,
@@ -39,6 +40,9 @@ from flashtile.problem import (
 )
 
 _DENSE = f"{schema(('q', 'k', 'v', 'scale'))}, int mode"
+# A step of a cache. Internal: C++ alone handles it, and returns no tensors where it does not
+_CACHE = schema(CACHE_ARGUMENTS).replace("Tensor k,", "Tensor(a!) k,").replace("Tensor v,", "Tensor(b!) v,")
+_CACHE = f"({_CACHE}, int mode, Tensor? new_k, Tensor? new_v, int length, bool wants_lse) -> (Tensor out, Tensor lse)"
 _APPEND = (
     "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? block_table, "
     "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, str layout) -> ()"
@@ -56,16 +60,20 @@ _library = torch.library.Library("flashtile", "DEF")
 for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
 
+_library.define("forward.cache" + _CACHE)
+
 forward_op = torch.ops.flashtile.forward.default
 backward_op = torch.ops.flashtile.backward.default
 append_op = torch.ops.flashtile.append_kv.default
 # Without the wrapper of an OpOverload, which costs 0.4 us
 dense_forward = torch.ops.flashtile.forward.dense._op
 dense_backward = torch.ops.flashtile.backward.dense._op
+cache_forward = torch.ops.flashtile.forward.cache._op
 
 # C functions, since every call asks them
 is_deterministic = torch._C._get_deterministic_algorithms
 is_grad_enabled = torch._C.is_grad_enabled
+increment_version = torch._C._increment_version  # of what a kernel has changed: torch asks for it in backward passes
 _are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 _is_tracing, _num_function_modes = torch._C._is_tracing, torch._C._len_torch_function_stack
 # Without the device's name, which costs as much as all the other checks; a torch that lacks it takes the longer way
@@ -513,5 +521,5 @@ def _differentiable_backward(*values: Any) -> tuple[Tensor, ...]:
 
 _library.impl("forward", _forward_autograd, "Autograd", with_keyset=True)
 _library.impl("backward", _backward_autograd, "Autograd", with_keyset=True)
-for _name in ("forward.dense", "backward.dense", "append_kv"):
+for _name in ("forward.dense", "forward.cache", "backward.dense", "append_kv"):
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")

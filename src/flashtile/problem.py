@@ -75,6 +75,11 @@ DENSE_FIELDS: dict[str, tuple[object, ...]] = {
     "deterministic": (False, True),
     "needs_grad": (False, True),
 }
+# The arguments of `flashtile::forward.cache` that it shares with the other overloads, before its mode
+CACHE_ARGUMENTS = (
+    *("q", "k", "v", "seqused_k", "leftpad_k", "block_table"),
+    *("scale", "window_left", "window_right", "softcap"),
+)
 _DENSE_BITS = [(len(values) - 1).bit_length() for values in DENSE_FIELDS.values()]
 DENSE_SHIFTS = dict(zip(DENSE_FIELDS, accumulate(_DENSE_BITS, initial=0), strict=False))
 
@@ -181,7 +186,7 @@ class Problem:
             has_key_lengths=args.seqused_k is not None or args.leftpad_k is not None,
             page_size=page_size(args),
             is_aligned16=all(map(is_aligned16, tensors)),
-            rows_disjoint=all(_rows_disjoint(tensor, args.layout) for tensor in tensors),
+            rows_disjoint=all(rows_disjoint(tensor, args.layout) for tensor in tensors),
             heads_disjoint=args.q.stride(head_axis(args.layout)) != 0,
         )
 
@@ -203,7 +208,8 @@ def has_memory(tensor: Tensor) -> bool:
     return not tensor.is_meta and (kind is Tensor or kind.__torch_dispatch__ is Tensor.__torch_dispatch__)
 
 
-def _rows_disjoint(tensor: Tensor, layout: str) -> bool:
+def rows_disjoint(tensor: Tensor, layout: str) -> bool:
+    """No two rows of a head overlap in memory."""
     row = row_axis(layout)
     return tensor.shape[row] <= 1 or tensor.stride(row) >= tensor.shape[-1]
 

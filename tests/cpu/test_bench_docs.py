@@ -36,7 +36,9 @@ class Done(NamedTuple):
 def make_docs(root: Path, *arguments: str) -> Done:
     spec = importlib.util.spec_from_file_location("make_docs", TOOL)
     tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(TOOL.parent)
+        spec.loader.exec_module(tool)
     with contextlib.redirect_stderr(io.StringIO()) as stderr:
         status = tool.main(["--root", str(root), *arguments])
     return Done(status, stderr.getvalue())
@@ -112,6 +114,35 @@ def test_a_marker_without_its_partner_or_its_csv_is_an_error(root: Path):
     done = make_docs(root)
     assert done.returncode == 1
     assert "docs/plain.md: a bench marker without its partner" in done.stderr
+
+
+WRONG_ROWS = {
+    "| `cuda` | no | sm_61": ("| `cuda` | yes | sm_61", "cuda, CPU: 'yes', but its devices are cuda"),
+    "| all options | all but paged keys |": (
+        "| all options | all options |",
+        "cuda, backward: 'all options', but it takes",
+    ),
+    "| all but paged keys | as forward |": (
+        "| all options | as forward |",
+        "triton, forward: 'all options', but it takes",
+    ),
+    "bfloat16, head_dim to 256: [ker": ("bfloat16, head_dim to 512: [ker", "cuda: head_dim to 512, but it takes 256"),
+    "for reading; by name only": ("for reading", "numba: 'by name only' is missing"),
+    "| `tiled` | yes |": ("| `tile` | yes |", "its backends are cuda, triton, cpu, tile, numba, reference; there are"),
+}
+
+
+@pytest.mark.parametrize("right", WRONG_ROWS)
+def test_the_table_of_backends_is_compared_with_the_code(right: str, root: Path):
+    text, (wrong, complaint) = (REPOSITORY / "README.md").read_text(), WRONG_ROWS[right]
+    table = text[text.index("<!-- support -->") : text.index("<!-- /support -->") + len("<!-- /support -->\n")]
+    (root / "README.md").write_text(table)
+    assert make_docs(root, "--check").returncode == 0
+    assert table.count(right) == 1
+    (root / "README.md").write_text(table.replace(right, wrong))
+    done = make_docs(root, "--check")
+    assert done.returncode == 1
+    assert f"README.md: table of backends: {complaint}" in done.stderr
 
 
 def test_records_of_checks_are_filled_in(root: Path):

@@ -23,9 +23,10 @@ from flashtile.cli.main import app
 SMALL = Point(2, 4, 4, 40, 40, 16, 16)
 LONG = Point(1, 1, 1, 1100, 1100, 8, 8, is_causal=True, option="window 1024 causal")
 STEP = Point(1, 4, 4, 1, 33, 16, 16)
+STEPS = ("kvcache step", "kvcache step Sk128", "kvcache step B4")
 CALLS = {name: dataclasses.replace(SMALL, option=name, is_causal="causal" in name) for name in OPTIONS}
 CALLS["window 1024 causal"] = LONG
-CALLS.update({name: dataclasses.replace(STEP, option=name) for name in ("SDPA facade", "kvcache step")})
+CALLS.update({name: dataclasses.replace(STEP, option=name) for name in ("SDPA facade", *STEPS)})
 SCORES = [name for name, option in OPTIONS.items() if option.changes_scores]
 
 

@@ -444,7 +444,7 @@ class Hanging(TiledBackend):
 def test_the_time_is_kept_whatever_a_worker_does(where: str) -> None:
     small = Case(batch=1, heads=1, heads_kv=1, seqlen_q=4, seqlen_k=4)
     trials = [with_softcap(Trial(small, place, False), 2.0 if place >= 5 else 0.0) for place in range(20)]
-    with processes(1):  # so that the time of importing torch is not measured
+    with processes(1, "cpu"):  # so that the time of importing torch is not measured
         pass
     start = time.monotonic()
     report = check_trials(trials, Settings([Hanging(where)], "cpu", seed=4, jobs=2, seconds=6.0))
@@ -452,12 +452,29 @@ def test_the_time_is_kept_whatever_a_worker_does(where: str) -> None:
     if where != "job":
         assert report.is_time_over
     if where == "judge":
-        # Those before the one that hangs, of the same batch; the other batch begins with one
+        # Those before the one that hangs: one for each worker, and some of a batch. The other batch begins with one
         assert report.num_problems == 5
-        assert sorted(report.unfinished) == sorted([str(trials[5]), str(trials[10])])
+        assert sorted(report.unfinished) == sorted([str(trials[5]), str(trials[12])])
         assert report.failures == []
     else:
         assert report.num_problems > 0  # half of the time at most was waited for the compiler
+
+
+def test_the_first_problems_wait_for_no_compiler() -> None:
+    small = Case(batch=1, heads=1, heads_kv=1, seqlen_q=4, seqlen_k=4)
+    with processes(1, "cpu"):
+        pass
+    start, first = time.monotonic(), list[float]()
+
+    def stop_at_the_first(_: str, done: int) -> None:
+        if done:
+            first.append(time.monotonic() - start)
+            raise KeyboardInterrupt
+
+    trials = [Trial(small, place, False) for place in range(20)]
+    report = check_trials(trials, Settings([Hanging("job")], "cpu", seed=4, jobs=2, seconds=60.0), stop_at_the_first)
+    assert report.num_problems > 0
+    assert first[0] < 30  # the compilers may take so long
 
 
 class Slow(Wrong):
@@ -538,7 +555,7 @@ def test_an_interrupt_keeps_what_was_not_yet_asked_for() -> None:
 
 def test_an_interrupt_ends_what_runs() -> None:
     def interrupted() -> None:
-        with processes(1) as pool:
+        with processes(1, "cpu") as pool:
             pool.submit(time.sleep, 600)
             raise KeyboardInterrupt
 

@@ -16,9 +16,8 @@ from flashtile.backends import cuda
 from flashtile.cli import compile as compile_command
 from flashtile.cli.main import app
 from flashtile.errors import Unsupported
-from flashtile.kernels import assemble
+from flashtile.kernels import assemble, families
 from flashtile.kernels.arch import ARCHS
-from flashtile.kernels.length_class import SmallGrid
 from flashtile.kernels.spec import DTYPES, Features, PlanKey
 from flashtile.runtime import cache, nvrtc, toolchain
 
@@ -99,13 +98,21 @@ def test_the_backend_works_without_a_compiler_for_embedded_architectures(
 
 
 def test_plain_and_causal_calls_need_nothing_else() -> None:
+    """Of any size, deterministic or not: selection looks at both."""
     embedded = {job.identity for job in compile_command.embedded_jobs([ARCHS[90]])}
-    for dtype, head_dim, has_band in itertools.product(DTYPES, (8, 64, 72, 128, 200, 256), (False, True)):
-        forward = PlanKey(dtype, dtype, head_dim, head_dim, Features(has_band=has_band), ARCHS[90])
-        backward = replace(forward, grads=("dq", "dk", "dv", "dsinks"))
-        for key in (forward, replace(forward, classes=((SmallGrid(128), 1),)), backward):
+    dims = (8, 64, 72, 128, 200, 256)
+    for dtype, dim, has_band, grads in itertools.product(DTYPES, dims, (False, True), (None, ("dq", "dk", "dv"))):
+        plain = PlanKey(dtype, dtype, dim, dim, Features(has_band=has_band), ARCHS[90], grads)
+        for key in keys_of_all_lengths(plain):
             for step in assemble.kernels(key):
                 assert (step.unit, step.entry, HOPPER) in embedded, (step.entry, key)
+
+
+def keys_of_all_lengths(key: PlanKey) -> Iterator[PlanKey]:
+    classes = families.length_classes(key.op)
+    for values in itertools.product(*(one.values for one in classes)):
+        for is_deterministic in (False, True):
+            yield replace(key, classes=tuple(zip(classes, values, strict=True)), is_deterministic=is_deterministic)
 
 
 def test_compile_embeds_and_info_lists(package: Path) -> None:

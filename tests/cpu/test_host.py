@@ -17,6 +17,7 @@ import flashtile
 from flashtile import ops
 from flashtile.backends import native, registry
 from flashtile.backends.base import GradNeeds, Grads
+from flashtile.backends.call import backward_tensors
 from flashtile.problem import AttentionArgs, Problem
 from flashtile.runtime import extension
 from flashtile.testing import Case, Inputs
@@ -207,6 +208,22 @@ def test_the_gradient_of_a_sum_is_served(layout: str, monkeypatch: pytest.Monkey
     assert all(torch.equal(one, other) for one, other in zip(both, expected, strict=True))
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_gradients_that_are_broadcast_over_rows_are_not_copied(layout: str, seed: int) -> None:
+    q, k, v = (torch.randn(2, 9, 8, 16) for _ in range(3))
+    args = AttentionArgs(q, k, v, layout=layout)
+    out, lse = ops.forward(*args)
+    needs = (True, True, True, False, False)
+    for sizes in ((2, 1, 8, 16), (2, 9, 1, 16), (1, 9, 8, 16)):
+        dout = torch.randn(sizes).expand(2, 9, 8, 16)
+        grads = ops.empty_grads(args, GradNeeds(*needs))
+        assert backward_tensors(args, dout, None, out, lse, grads, needs_disjoint_rows=False)["dout"] is dout
+        expected = ops.backward(dout.contiguous(), None, *args, out, lse, needs)
+        for _ in range(2):
+            found = ops.backward(dout, None, *args, out, lse, needs)
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 @pytest.mark.filterwarnings("ignore:.*has no second derivatives:flashtile.SlowPathWarning")
 @pytest.mark.parametrize("is_known", [False, True], ids=["the first call", "served"])
 def test_nodes_keep_the_rules_of_autograd(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +276,12 @@ def test_what_is_left_to_python(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert falls_back(args)  # no plan yet
     assert not falls_back(args)
     doubled = AttentionArgs(*(tensor.double() for tensor in (q, q, q)), backend="tiled")
-    others = ({"seqused_k": lengths}, {"backend": "cuda"}, {"backend": "tiled"}, {"q": q[:, :, :0]})
+    assert falls_back(args._replace(seqused_k=lengths))
+    assert not falls_back(args._replace(seqused_k=lengths.flip(0)))
+    packed = {name: q.flatten(0, 1) for name in ("q", "k", "v")}
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    packed |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+    others = (packed, {"backend": "cuda"}, {"backend": "tiled"}, {"q": q[:, :, :0]})
     for call in (*(args._replace(**change) for change in others), doubled):
         assert falls_back(call)
         assert falls_back(call)

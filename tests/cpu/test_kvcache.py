@@ -3,10 +3,16 @@ rows."""
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
+from flashtile.backends import native
+from flashtile.runtime import extension
 
 B, CAPACITY, HEADS, HEADS_KV, D = 3, 24, 4, 2, 8
 LENGTHS = torch.tensor([5, 0, 17], dtype=torch.int32)
@@ -263,22 +269,129 @@ def test_one_length_is_the_same_as_lengths(new: int, options: dict, dtype: torch
             assert torch.equal(ours.nan_to_num(7.0), same.nan_to_num(7.0))
 
 
-def test_a_step_of_one_length_needs_no_python_kernel(seed: int) -> None:
-    from flashtile.runtime import extension
+# Steps in one call of the C++ executor: those whose kind has been served before
 
-    if extension.missing() is not None:
-        pytest.skip("needs the C++ extension")
+needs_extension = pytest.mark.skipif(extension.missing() is not None, reason="needs the C++ extension")
+
+
+def random_step(rng: random.Random) -> dict[str, Any]:
+    """The arguments of a step with any options that C++ takes."""
+    batch, rows, new, capacity, heads_kv = (
+        rng.randint(1, 4),
+        rng.randint(1, 3),
+        rng.randint(0, 4),
+        24,
+        rng.randint(1, 2),
+    )
+    dtype, layout = rng.choice([torch.float32, torch.float64, torch.bfloat16]), rng.choice(["bshd", "bhsd"])
+    kind, page = rng.choice(["plain", "pages", "rows of a larger cache"]), rng.choice([1, 5, 8])
+    sizes = {"plain": (batch, capacity), "pages": (batch * 5, page), "rows of a larger cache": (batch + 2, capacity)}[
+        kind
+    ]
+    room = capacity if kind != "pages" else 5 * page
+    new = min(new, room)
+    lengths = [rng.randint(0, room - new) for _ in range(batch)]
+
+    def make(*sizes: int) -> torch.Tensor:
+        tensor = torch.randn(sizes).to(dtype)
+        return tensor if layout == "bshd" else tensor.transpose(1, 2)
+
+    step = {"q": make(batch, rows, 2 * heads_kv, 8), "layout": layout}
+    step |= {"k_cache": make(*sizes, heads_kv, 8), "v_cache": make(*sizes, heads_kv, 16)}
+    step["cache_seqlens"] = lengths[0] if rng.random() < 0.3 else torch.tensor(lengths, dtype=torch.int32)
+    if new:
+        step |= {"k": make(batch, new, heads_kv, 8), "v": make(batch, new, heads_kv, 16)}
+    if kind == "pages":
+        step["block_table"] = torch.randperm(batch * 5, dtype=torch.int32).view(batch, 5)
+    elif kind == "rows of a larger cache":
+        step["cache_batch_idx"] = torch.randperm(batch + 2, dtype=torch.int32)[:batch]
+    if rng.random() < 0.3:
+        shortest = min(lengths) if isinstance(step["cache_seqlens"], torch.Tensor) else lengths[0]
+        step["cache_leftpad"] = torch.randint(0, shortest + 1, (batch,), dtype=torch.int32)
+    step |= rng.choice([{}, {"causal": True}, {"causal": "top_left"}, {"window": (3, 0)}, {"window": (-1, -1)}])
+    step |= rng.choice([{}, {"softcap": 2.0}, {"scale": 0.3}, {"return_lse": True}, {"backend": "cpu"}])
+    return step
+
+
+def results_of(step: dict[str, Any]) -> list[torch.Tensor]:
+    """What it returns, and the caches after it."""
+    step = step | {name: step[name].clone() for name in ("k_cache", "v_cache")}
+    out = flashtile.attention_kvcache(**step)
+    return [*(out if isinstance(out, tuple) else (out,)), step["k_cache"], step["v_cache"]]
+
+
+@needs_extension
+def test_a_step_by_the_executor_is_the_same_as_by_python(seed: int) -> None:
+    rng, num_handled = random.Random(seed), 0
+    for _ in range(300):
+        step = random_step(rng)
+        with native.python_only():
+            expected = results_of(step)
+        results_of(step)  # registers its plan
+        before = extension.executor().num_fallbacks()
+        for ours, same in zip(results_of(step), expected, strict=True):
+            assert torch.equal(ours, same), step
+        num_handled += extension.executor().num_fallbacks() == before
+    assert num_handled == 300
+
+
+WRONG_STEPS = {
+    "too long": ({"cache_seqlens": torch.tensor([3, 8], dtype=torch.int32)}, "cache_seqlens: got 8 for sequence 1"),
+    "negative": ({"cache_seqlens": torch.tensor([-1, 3], dtype=torch.int32)}, "cache_seqlens: got -1 for sequence 0"),
+    "too long, one length": ({"cache_seqlens": 8}, "cache_seqlens: got 8 for sequence 0"),
+    "of 64 bits": ({"cache_seqlens": torch.tensor([3, 3])}, "cache_seqlens: got int64; accepted: int32"),
+    "of three": ({"cache_seqlens": torch.tensor([3, 3, 3], dtype=torch.int32)}, "cache_seqlens: got 3 rows"),
+    "heads": ({"k": torch.ones(2, 1, 1, D)}, "k: got shape"),
+    "batch": ({"k": torch.ones(1, 1, 2, D), "v": torch.ones(1, 1, 2, D)}, "k: got shape"),
+    "dtype": ({"v": torch.ones(2, 1, 2, D).double()}, "v: got float64"),
+    "k alone": ({"v": None}, "v: got None"),
+    "rows": ({"v": torch.ones(2, 2, 2, D)}, "v: got 2 x 2 new rows"),
+    "no lengths": ({"cache_seqlens": None}, "cache_seqlens: got None"),
+    "left padding": ({"cache_leftpad": torch.tensor([0, 5], dtype=torch.int32)}, "cache_leftpad: got 5 for sequence 1"),
+    "page": ({"block_table": torch.tensor([[0], [2]], dtype=torch.int32)}, "block_table: got page 2 at"),
+    "row": ({"cache_batch_idx": torch.tensor([0, -1], dtype=torch.int32)}, "cache_batch_idx: got row -1 at"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_STEPS)
+def test_a_wrong_step_is_refused_behind_right_ones(name: str) -> None:
+    changes, text = WRONG_STEPS[name]
+    new, zeros = torch.ones(2, 1, 2, D), torch.zeros(2, dtype=torch.int32)
+    rows = torch.arange(2, dtype=torch.int32)
+    right = {"k": new, "v": new, "cache_seqlens": 3}
+    for more in ({}, {"cache_leftpad": zeros}, {"cache_batch_idx": rows}, {"block_table": rows[:, None]}):
+        for _ in range(2):
+            flashtile.attention_kvcache(new, torch.zeros(2, 8, 2, D), torch.zeros(2, 8, 2, D), **right, **more)
+    k_cache, v_cache = torch.zeros(2, 8, 2, D), torch.zeros(2, 8, 2, D)
+    with pytest.raises((ValueError, TypeError), match=f"^{text}"):
+        flashtile.attention_kvcache(new, k_cache, v_cache, **right | changes)
+    assert not torch.count_nonzero(k_cache)
+    assert not torch.count_nonzero(v_cache)
+
+
+@needs_extension
+def test_a_step_counts_as_a_change_of_the_caches(seed: int) -> None:
     k_cache, v_cache = caches(B, CAPACITY)
-    q, k, v = torch.randn(B, 1, HEADS, D), torch.randn(B, 1, HEADS_KV, D), torch.randn(B, 1, HEADS_KV, D)
+    q, new = torch.randn(B, 1, HEADS, D), torch.randn(B, 1, HEADS_KV, D)
+    for _ in range(2):
+        leaf = q.clone().requires_grad_()
+        out = flashtile.attention(leaf, k_cache, v_cache, layout="bshd")
+        flashtile.attention_kvcache(q, k_cache, v_cache, k=new, v=new, cache_seqlens=3)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
 
-    def step(length: int) -> torch.Tensor:
-        return flashtile.attention_kvcache(q, k_cache, v_cache, k=k, v=v, cache_seqlens=length, causal=True)
 
-    step(3)  # registers its plan
-    before = extension.executor().num_fallbacks()
-    for length in (4, 5, 11):
-        step(length)
-    assert extension.executor().num_fallbacks() == before
+@needs_extension
+def test_a_step_is_visible(seed: int) -> None:
+    k_cache, v_cache = caches(B, CAPACITY)
+    q, new = torch.randn(B, 1, HEADS, D), torch.randn(B, 1, HEADS_KV, D)
+    for _ in range(2):
+        with FlopCounterMode(display=False) as counter:
+            flashtile.attention_kvcache(q, k_cache, v_cache, k=new, v=new, cache_seqlens=3)
+        assert counter.get_total_flops() == B * 4 * HEADS * 4 * D
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            flashtile.attention_kvcache(q, k_cache, v_cache, k=new, v=new, cache_seqlens=3)
+        assert "flashtile::forward" in {event.name for event in profile.events()}
 
 
 # New rows and queries that are parts of the cache are read before anything is written

@@ -41,6 +41,7 @@ NEEDED = {
     "fwd_sm90_mask_offset": Features(has_band=True),
     "fwd_sm90_tail": Features(has_lengths=True),
     "fwd_sm90_dropout": Features(has_dropout=True),
+    "fwd_sm80_skip": Features(has_band=True),
     "bwd_sm90_mask_offset": Features(has_band=True),
     "bwd_sm90_tail": Features(has_lengths=True),
     "bwd_sm90_dropout": Features(has_dropout=True),
@@ -49,6 +50,11 @@ NEEDED = {
     "bwd_sm90_bias_row": Features(bias_dtype="bfloat16"),
     "bwd_sm90_alibi": Features(has_alibi=True),
     "bwd_sm90_dbias_head": Features(bias_dtype="bfloat16"),
+    "bwd_sm90_wide_dq_mask": Features(has_band=True),
+    "bwd_sm90_wide_mask_offset": Features(has_band=True),
+    "bwd_sm90_wide_tail": Features(has_lengths=True),
+    "bwd_sm90_wide_softcap": Features(has_softcap=True),
+    "bwd_sm90_wide_dropout": Features(has_dropout=True),
 }
 BIASED = Features(bias_dtype="float32")
 
@@ -98,7 +104,7 @@ def kernels_with(fault: str) -> list[str]:
     (owner,) = [path.stem for path in headers() if fault in USE.findall(path.read_text())]
     found = [name for name, (unit, _) in units().items() if f"/{owner}.cuh" in unit]
     family = next(mutation.family for mutation in mutations() if mutation.name == fault)
-    return found or [f"{family or 'fwd_simt'}_kernel"]
+    return found or [f"{kernel}_kernel" for kernel in (families.find(family).kernels if family else ("fwd_simt",))]
 
 
 def test_there_are_enough_and_each_is_planted_once():

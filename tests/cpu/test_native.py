@@ -287,6 +287,26 @@ def test_rows_that_overlap_and_gradients_of_odd_memory(recorder: Recorder) -> No
             assert differences(launch, one, other, GRADS) == [], (q.stride(), wanted)
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("sizes", [(1, 4, 40, 64), (3, 1, 40, 64), (1, 1, 40, 64)], ids=["batch", "heads", "both"])
+def test_a_gradient_that_is_broadcast_over_heads_is_read_in_place(
+    sizes: tuple[int, ...], layout: str, recorder: Recorder
+) -> None:
+    swap = (lambda tensor: tensor.transpose(1, 2)) if layout == "bshd" else (lambda tensor: tensor)
+    q = swap(torch.randn(3, 4, 40, 64, dtype=torch.bfloat16))
+    args = AttentionArgs(q, q, q, layout=layout)
+    out, lse = ops.empty_outputs(args)
+    dout = swap(torch.randn(sizes, dtype=torch.bfloat16).expand(3, 4, 40, 64))
+    wanted = (True, True, True, False, False)
+    grads = ops.empty_grads(args, ops.GradNeeds(*wanted))
+    launch = cuda.backward_launch(args, dout, None, out, lse, grads)
+    assert launch.tensors["dout"] is dout
+    one = by_python(recorder, launch, tuple(grads))
+    other = by_cpp(recorder, ops.backward, (dout, None, *args, out, lse, wanted), launch)
+    assert other is not None
+    assert differences(launch, one, other, GRADS) == []  # the address of dout among them
+
+
 def test_lse_that_nobody_wants_has_room_of_its_own(recorder: Recorder) -> None:
     for changes in ({}, {"deterministic": True}):
         args = Case(**{**{name: getattr(PLAIN, name) for name in PLAIN.__dataclass_fields__}, **changes}).make(0).args
@@ -481,6 +501,15 @@ def test_an_append_is_launched_once(served: list[str], recorder: Recorder) -> No
         ops.append_kv(*caches, *new, torch.zeros(3, dtype=torch.int32), None, None, None, True, "bshd")
         assert len(recorder.launches()) == 1
         assert len(served) == 1, turn
+
+
+def test_an_append_counts_as_a_change_of_the_caches(served: list[str], recorder: Recorder) -> None:
+    k_cache, v_cache, new = torch.zeros(3, 16, 2, 64), torch.zeros(3, 16, 2, 64), torch.randn(3, 1, 2, 64)
+    for _ in range(3):
+        before = k_cache._version, v_cache._version
+        flashtile.attention_kvcache(new, k_cache, v_cache, k=new, v=new, cache_seqlens=3, backend="cuda")
+        assert k_cache._version > before[0]
+        assert v_cache._version > before[1]
 
 
 def test_an_append_to_caches_that_differ_is_refused(served: list[str], recorder: Recorder) -> None:

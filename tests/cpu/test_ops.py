@@ -14,7 +14,7 @@ from torch.library import opcheck
 
 import flashtile
 from flashtile import ops
-from flashtile.problem import DENSE_FIELDS, NUM_TENSORS, AttentionArgs, dense_schema, schema
+from flashtile.problem import CACHE_ARGUMENTS, DENSE_FIELDS, NUM_TENSORS, AttentionArgs, dense_schema, schema
 from flashtile.runtime import extension
 from flashtile.testing import Case
 
@@ -44,7 +44,9 @@ def test_cpp_has_the_same_list_of_arguments() -> None:
     tool = Path(__file__).resolve().parent.parent.parent / "tools" / "make_arguments.py"
     subprocess.run([sys.executable, str(tool), "--check"], check=True)
     if extension.missing() is None:
-        assert ", ".join(extension.executor().ARGUMENTS) == ", ".join([schema(), *dense_schema()])
+        assert ", ".join(extension.executor().ARGUMENTS) == ", ".join(
+            [schema(), *dense_schema(), *(f"cache: {name}" for name in CACHE_ARGUMENTS)]
+        )
 
 
 def test_schema_and_arguments_agree() -> None:

@@ -260,6 +260,8 @@ def test_tensors_without_strides_are_refused(kind: str, is_whole: bool) -> None:
     for options in ({}, {"window": (2, 2)}):
         with pytest.raises(flashtile.Unsupported, match=f"^{name}: got {text.format(name)}"):
             flashtile.attention(*given, **options)
+    if kind == "jagged" and is_whole:
+        return  # served: test_nested.py
     with pytest.raises(flashtile.Unsupported, match=f"^{sdpa_name}: got {text.format(sdpa_name)}"):
         flashtile.scaled_dot_product_attention(*given)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 
@@ -68,10 +67,19 @@ def test_huge_logits(scale: float, seed: int) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_window_of_a_billion_keys(backend: str, seed: int) -> None:
-    """Of 1.5 * 2^30 keys, which are one row in memory; half a billion are outside the window."""
-    q, k = torch.randn(1, 1, 1, 16, device="cuda"), torch.randn(1, 1, 1, 16, device="cuda")
-    long = k.expand(1, 1, 3 << 29, 16)
-    out, lse = flashtile.attention(q, long, long, window=(1 << 30, 0), return_lse=True, backend=backend)
-    torch.testing.assert_close(out, k, rtol=1e-3, atol=1e-3)
-    score = (q.double() * k.double()).sum() / 4
-    assert lse.item() == pytest.approx(score.item() + math.log(2.0**30 + 1), abs=1e-3)
+    """Over 2^30 queries, one row in memory, and 64 keys: the window hides keys from the last queries alone."""
+    num_keys, left = 64, 1 << 30
+    num_queries = left + num_keys + 1
+    q, k = torch.randn(1, 1, 1, 16, device="cuda"), torch.randn(1, 1, num_keys, 16, device="cuda")
+    v = torch.randn(1, 1, num_keys, 1, device="cuda")
+    long = q.expand(1, 1, num_queries, 16)
+    options = {"causal": "top_left", "return_lse": True}
+    out, lse = flashtile.attention(long, k, v, window=(left, 0), backend=backend, **options)
+    # Query left + i of these sees what query num_keys + i of few sees through a short window
+    few = q.expand(1, 1, 2 * num_keys + 1, 16).double()
+    options |= {"window": (num_keys, 0), "backend": "reference"}
+    ref, ref_lse = flashtile.attention(few, k.double(), v.double(), **options)
+    # The first sees all keys, each other one fewer, the last none
+    assert torch.equal(ref_lse[0, 0, num_keys:].isinf().nonzero().flatten(), torch.tensor([num_keys], device="cuda"))
+    torch.testing.assert_close(out[:, :, left:].double(), ref[:, :, num_keys:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse[:, :, left:].double(), ref_lse[:, :, num_keys:], rtol=1e-5, atol=1e-5)

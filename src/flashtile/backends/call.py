@@ -13,7 +13,7 @@ from flashtile.backends import dropout
 from flashtile.backends.base import Grads
 from flashtile.kernels.params import kernel_softcap, kernel_window
 from flashtile.kernels.spec import GRADS, CallLayout
-from flashtile.problem import NUM_TENSORS, AttentionArgs, key_window, softmax_scale
+from flashtile.problem import NUM_TENSORS, AttentionArgs, key_window, rows_disjoint, softmax_scale
 
 
 def tensors_of(args: AttentionArgs) -> dict[str, Tensor]:
@@ -23,20 +23,21 @@ def tensors_of(args: AttentionArgs) -> dict[str, Tensor]:
 
 
 def backward_tensors(
-    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
+    args: AttentionArgs,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    grads: Grads,
+    needs_disjoint_rows: bool,
 ) -> dict[str, Tensor]:
-    """The same for a backward pass, with the gradients that are wanted."""
-    dout = dout if has_own_rows(dout) else dout.contiguous()
+    """The same for a backward pass, with the gradients that are wanted. needs_disjoint_rows: TMA has no stride of 0
+    along rows, which the gradient of a sum has."""
+    is_plain = dout.shape[-1] <= 1 or dout.stride(-1) == 1
+    if not is_plain or (needs_disjoint_rows and not rows_disjoint(dout, args.layout)):
+        dout = dout.contiguous()
     others = {"out": out, "lse": lse, "dout": dout, "dlse": dlse, **grads._asdict()}
     return tensors_of(args) | {name: tensor for name, tensor in others.items() if tensor is not None}
-
-
-def has_own_rows(tensor: Tensor) -> bool:
-    """Rows are contiguous and do not overlap. The gradient of a sum is broadcast: TMA has no stride of 0."""
-    columns = tensor.shape[-1]
-    sizes, strides = tensor.shape[:-1], tensor.stride()[:-1]
-    is_disjoint = all(size <= 1 or stride >= columns for size, stride in zip(sizes, strides, strict=True))
-    return is_disjoint and (columns <= 1 or tensor.stride(-1) == 1)
 
 
 def layout_of(args: AttentionArgs, tensors: dict[str, Tensor]) -> CallLayout:

@@ -41,14 +41,15 @@ class CpuBackend(Backend):
         given = tensors_of(args) | {"out": out, "lse": lse}
         launch = _launch(args, given, scalars_of(args))
         executor.execute_on_host(launch, _address(spans))
-        if spans is None and not is_checking():
+        # C++ reads no lengths of packed sequences
+        if args.cu_seqlens_q is None and not is_checking():
             native.register_host_plan(native.FORWARD, launch)
 
     def backward(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
     ) -> None:
         args, spans = _with_spans(args)
-        given = backward_tensors(args, dout, dlse, out, lse, grads)
+        given = backward_tensors(args, dout, dlse, out, lse, grads, needs_disjoint_rows=False)
         num_splits = _num_splits(args)
         scalars = scalars_of(args) | {"num_splits": num_splits, "num_shares": num_splits if num_splits > 1 else 0}
         launch = _launch(args, given, scalars, tuple(name for name in GRADS if name in given))

@@ -140,7 +140,7 @@ def forward_launch(args: AttentionArgs, out: Tensor, lse: Tensor) -> Launch:
 def backward_launch(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
 ) -> Launch:
-    tensors = backward_tensors(args, dout, dlse, out, lse, grads)
+    tensors = backward_tensors(args, dout, dlse, out, lse, grads, needs_disjoint_rows=True)
     return _launch(args, tensors, tuple(name for name in GRADS if name in tensors))
 
 

@@ -20,13 +20,17 @@ from flashtile.errors import value_error
 from flashtile.kernels import assemble, families
 from flashtile.kernels import plan as plans
 from flashtile.kernels.plan import EnginePass, Memset, Step
-from flashtile.problem import SCHEMA_TYPES, dense_schema
+from flashtile.problem import CACHE_ARGUMENTS, SCHEMA_TYPES, dense_schema
 from flashtile.runtime import extension
 
 _SWITCH = "FLASHTILE_EXECUTOR"
 FORWARD, BACKWARD, APPEND = range(3)  # csrc/exec/attention.h: Pass
 # That the extension was built for
-_ARGUMENTS = (*(f"{kind} {name}" for name, kind in SCHEMA_TYPES.items()), *dense_schema())
+_ARGUMENTS = (
+    *(f"{kind} {name}" for name, kind in SCHEMA_TYPES.items()),
+    *dense_schema(),
+    *(f"cache: {name}" for name in CACHE_ARGUMENTS),
+)
 
 
 def _module() -> Any:

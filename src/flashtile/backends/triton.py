@@ -457,7 +457,7 @@ def _forward_call(args: AttentionArgs, out: Tensor, lse: Tensor) -> Call:
 
 
 def _preprocess_call(
-    args: AttentionArgs, out: Tensor, dout: Tensor, dlse: Tensor | None, lse: Tensor, lse_log2: Tensor, delta: Tensor
+    args: AttentionArgs, out: Tensor, dout: Tensor, dlse: Tensor | None, lse: Tensor, score_lse: Tensor, delta: Tensor
 ) -> Call:
     heads, rows = lse.shape[-2:]
     num_blocks = _num_blocks(rows, _PREPROCESS_ROWS)
@@ -465,7 +465,7 @@ def _preprocess_call(
         **_row_arguments(args.layout, {"out": out, "dout": dout}),
         "dlse": dlse,
         "lse": lse,
-        "lse_log2": lse_log2,
+        "score_lse": score_lse,
         "delta": delta,
         "heads": heads,
         "rows": rows,
@@ -479,7 +479,7 @@ def _preprocess_call(
     return "bwd_preprocess", num_blocks * heads * batch, Config(_PREPROCESS_ROWS, 0, 4, 1), arguments
 
 
-def _dkdv_call(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Tensor, grads: Grads) -> Call:
+def _dkdv_call(args: AttentionArgs, dout: Tensor, score_lse: Tensor, delta: Tensor, grads: Grads) -> Call:
     shape = shape_of(args)
     dk = torch.empty_like(args.k) if grads.dk is None else grads.dk
     dv = torch.empty_like(args.v) if grads.dv is None else grads.dv
@@ -489,19 +489,19 @@ def _dkdv_call(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Tenso
         dv.zero_()
     config, arguments = _arguments("bwd_dkdv", args, {"dout": dout, "dk": dk, "dv": dv})
     num_n_blocks = _num_blocks(shape.seqlen_k, config.block_n)
-    arguments |= {"lse_log2": lse_log2, "delta": delta, "num_n_blocks": num_n_blocks}
+    arguments |= {"score_lse": score_lse, "delta": delta, "num_n_blocks": num_n_blocks}
     return "bwd_dkdv", num_n_blocks * shape.heads_kv * shape.batch, config, arguments
 
 
-def _dq_call(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Tensor, dq: Tensor) -> Call:
+def _dq_call(args: AttentionArgs, dout: Tensor, score_lse: Tensor, delta: Tensor, dq: Tensor) -> Call:
     shape = shape_of(args)
     config, arguments = _arguments("bwd_dq", args, {"dout": dout, "dq": dq})
     num_m_blocks = _num_blocks(shape.seqlen_q, config.block_m)
-    arguments |= {"lse_log2": lse_log2, "delta": delta, "num_m_blocks": num_m_blocks}
+    arguments |= {"score_lse": score_lse, "delta": delta, "num_m_blocks": num_m_blocks}
     return "bwd_dq", num_m_blocks * shape.heads * shape.batch, config, arguments
 
 
-def _dbias_calls(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Tensor, dbias: Tensor) -> Iterator[Call]:
+def _dbias_calls(args: AttentionArgs, dout: Tensor, score_lse: Tensor, delta: Tensor, dbias: Tensor) -> Iterator[Call]:
     """If a broadcast bias has too few tiles to fill the GPU, programs share the (batch, head) pairs of a tile."""
     shape = shape_of(args)
     config, arguments = _arguments("bwd_dbias", args, {"dout": dout})
@@ -515,7 +515,7 @@ def _dbias_calls(args: AttentionArgs, dout: Tensor, lse_log2: Tensor, delta: Ten
         dbias if num_splits == 1 else torch.empty((num_splits, *dbias.shape), dtype=torch.float32, device=dbias.device)
     )
     arguments |= {
-        "lse_log2": lse_log2,
+        "score_lse": score_lse,
         "delta": delta,
         "dbias": _kernels().ScoreTensor(sums, *sums.stride()[-4:]),
         "split_stride": 0 if num_splits == 1 else sums.stride(0),
@@ -542,16 +542,16 @@ def _backward_calls(
 ) -> Iterator[Call]:
     """Calls in launch order. PyTorch work between two launches runs when the iterator advances."""
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.to(torch.float32).contiguous()
-    lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
-    yield _preprocess_call(args, _contiguous_rows(out), _contiguous_rows(dout), dlse, lse, lse_log2, delta)
+    score_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
+    yield _preprocess_call(args, _contiguous_rows(out), _contiguous_rows(dout), dlse, lse, score_lse, delta)
     # Products need operands of one dtype
     dout = _contiguous_rows(dout.to(args.q.dtype))
     if grads.dk is not None or grads.dv is not None:
-        yield _dkdv_call(args, dout, lse_log2, delta, grads)
+        yield _dkdv_call(args, dout, score_lse, delta, grads)
     if grads.dq is not None:
-        yield _dq_call(args, dout, lse_log2, delta, grads.dq)
+        yield _dq_call(args, dout, score_lse, delta, grads.dq)
     if grads.dbias is not None:
-        yield from _dbias_calls(args, dout, lse_log2, delta, grads.dbias)
+        yield from _dbias_calls(args, dout, score_lse, delta, grads.dbias)
     if grads.dsinks is not None and args.sinks is not None:
         p_sink = torch.exp((args.sinks.float()[:, None] - lse).clamp(max=0.0))
         shares = torch.where(lse == -torch.inf, 0.0, p_sink * delta)

@@ -40,6 +40,8 @@ OPTIONS = {
     "window 1024 causal": Option(window=1024),
     "SDPA facade": Option(entry="sdpa"),
     "kvcache step": Option(entry="kvcache"),
+    "kvcache step Sk128": Option(entry="kvcache"),
+    "kvcache step B4": Option(entry="kvcache"),
 }
 
 

@@ -234,5 +234,7 @@ def cpu_grid() -> Plan:
         "float64": Point(1, 8, 8, 512, 512, 64, 64, dtype="fp64"),
         "SDPA facade": replace(decode, seqlen_k=129),
         "kvcache step": replace(decode, seqlen_k=512),
+        "kvcache step Sk128": replace(decode, seqlen_k=128),
+        "kvcache step B4": replace(decode, batch=4, seqlen_k=512),
     }
     return Plan("cpu", "sdpa_cpu", tuple(replace(point, option=name) for name, point in calls.items()))

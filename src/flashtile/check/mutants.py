@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from flashtile.check.judge import is_alive
 from flashtile.check.runner import GRACE_S, Report, Settings, TimeOver, check_trials, drawn, processes
 from flashtile.errors import dtype_name
 from flashtile.kernels import assemble, families
-from flashtile.kernels.mutation import Mutation, planted
+from flashtile.kernels.mutation import Mutation, mutations, planted
 
 # A fault is most often seen at once: few problems are compiled for at a time, most of them with options of their own
 CHUNK, REUSE = 4, 2
@@ -58,7 +58,7 @@ def hunt(mutations: Sequence[Mutation], settings: Settings) -> Iterator[Hunt]:
     num_deaths = 0
     while remaining and time.monotonic() < end:
         try:
-            with processes(max(1, settings.jobs), end) as pool:
+            with processes(max(1, settings.jobs), settings.device, end) as pool:
                 hunts = [pool.submit(hunt_one, mutation, alone, end) for mutation in remaining]
                 limit = None if end == math.inf else end - time.monotonic() + GRACE_S
                 for future in as_completed(hunts, limit):
@@ -95,11 +95,16 @@ def hunt_one(mutation: Mutation, settings: Settings, end: float = math.inf) -> H
     return Hunt(mutation, bool(report.failures), report.num_problems, report)
 
 
+ANY_CALL = ("fwd_simt", "bwd_simt")  # families that refuse nothing
+
+
 @contextmanager
 def broken(name: str) -> Iterator[None]:
-    """Every kernel that is made inside has the fault, and none that was made outside is used."""
+    """Every kernel that is made inside has the fault, and none that was made outside is used. A fault of one family is
+    looked for in it, though another may be faster; calls that it refuses go to those that take any."""
+    family = next(mutation.family for mutation in mutations() if mutation.name == name)
     try:
-        with planted(name):
+        with planted(name), families.forced(family, *ANY_CALL) if family else nullcontext():
             assemble.clear_plans()
             yield
     finally:

@@ -194,6 +194,10 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
             progress("compiling", report.num_problems)
 
         try:
+            if settings.seconds is not None and settings.jobs > 0:
+                # One for each worker, which compiles what it needs: something is judged however long compilers take
+                for trial in itertools.islice(remaining, settings.jobs):
+                    judges.submit([trial])
             # One chunk is compiled for ahead of that which is waited for, so that no process is without work
             chunk = list(itertools.islice(remaining, next(sizes)))
             compiling = compilers.start(chunk)
@@ -285,7 +289,7 @@ def _made_small_apart(failure: Failure, settings: Settings, end: float) -> Failu
         return failure
     if settings.jobs == 0:
         return _made_small(failure, settings, seconds)
-    with suppress(BrokenProcessPool, FutureTimeout, TimeOver), processes(1, end) as pool:
+    with suppress(BrokenProcessPool, FutureTimeout, TimeOver), processes(1, settings.device, end) as pool:
         seconds = min(seconds, end - time.monotonic())  # what starting the process left
         return pool.submit(_made_small, failure, settings, seconds).result(seconds + GRACE_S)
     return failure
@@ -363,7 +367,7 @@ class _Judges:
     def __enter__(self) -> _Judges:
         self.folder = Path(self.opened.enter_context(TemporaryDirectory()))
         if self.settings.jobs > 0:
-            starting = processes(self.settings.jobs, max(self.end, time.monotonic() + _START_S))
+            starting = processes(self.settings.jobs, self.settings.device, max(self.end, time.monotonic() + _START_S))
             self.pool = self.opened.enter_context(starting)
             self.end = max(self.end, time.monotonic() + _LEAST_S)
         return self
@@ -440,7 +444,7 @@ class _Judges:
         report = Report(num_problems=1, num_deaths=1, values=Counter([trial.case.values]))
         for backend in self.settings.backends:
             try:
-                with processes(1, self.end) as pool:
+                with processes(1, self.settings.device, self.end) as pool:
                     alone = dataclasses.replace(self.settings, backends=[backend])
                     found = self._wait_for(pool.submit(judge_all, [trial], alone))
                 report.add(dataclasses.replace(found, num_problems=0, values=Counter()))
@@ -459,7 +463,7 @@ class _Judges:
         return done.result(None if self.end == math.inf else max(0.0, self.end - time.monotonic()) + GRACE_S)
 
     def _open(self, jobs: int) -> ProcessPoolExecutor:
-        return self.opened.enter_context(processes(jobs, self.end))
+        return self.opened.enter_context(processes(jobs, self.settings.device, self.end))
 
 
 def _judge_with_journal(journal: Path, trials: Sequence[Trial], settings: Settings, end: float) -> Report:
@@ -483,15 +487,15 @@ def _begin(interrupt: Any, environment: dict[str, str]) -> None:
 
 
 @contextmanager
-def processes(jobs: int, end: float = math.inf, is_ready: bool = True) -> Iterator[ProcessPoolExecutor]:
+def processes(jobs: int, device: str, end: float = math.inf, is_ready: bool = True) -> Iterator[ProcessPoolExecutor]:
     """Fresh worker processes. What they still work on at the end is not wanted any more: they are killed.
 
     is_ready: all have started. Raises TimeOver where that takes longer than until `end`.
     """
     context = multiprocessing.get_context(_START)
     if _START == "forkserver":
-        # The second is what torch.use_deterministic_algorithms imports, for seconds
-        context.set_forkserver_preload([__name__, "torch._inductor.config"])
+        # On the CPU _fresh_memory needs the second
+        context.set_forkserver_preload([__name__, *(["torch._inductor.config"] if device == "cpu" else [])])
     pool = ProcessPoolExecutor(jobs, context, initializer=_begin, initargs=(_ON_INTERRUPT, dict(os.environ)))
     try:
         if is_ready:
@@ -562,11 +566,12 @@ class _Compilers:
         self.started = set[Hashable]()
 
     def __enter__(self) -> _Compilers:
-        self.pool = self.opened.enter_context(processes(os.cpu_count() or 1, is_ready=False))
+        device = self.settings.device
+        self.pool = self.opened.enter_context(processes(os.cpu_count() or 1, device, is_ready=False))
         # A single judge warms itself up: its kernels may be kept in its memory alone
         self.caller = self.judges.pool
         if self.settings.jobs > 1:
-            self.caller = self.opened.enter_context(processes(1, is_ready=False))
+            self.caller = self.opened.enter_context(processes(1, device, is_ready=False))
         return self
 
     def __exit__(self, *error: Any) -> bool | None:
@@ -628,14 +633,18 @@ def _fresh_memory(device: str) -> Iterator[None]:
     """On the CPU whatever torch.empty gives is NaN. One thread: problems are small, and many are drawn."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    was_deterministic = torch.are_deterministic_algorithms_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    if device == "cpu":
+    try:
+        if device != "cpu":
+            yield  # torch.use_deterministic_algorithms would import torch._inductor, for seconds
+            return
+        was_deterministic = torch.are_deterministic_algorithms_enabled()
+        fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    try:
-        yield
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(was_deterministic)
+            torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
     finally:
-        torch.use_deterministic_algorithms(was_deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         torch.set_num_threads(threads)

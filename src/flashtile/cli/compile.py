@@ -51,8 +51,8 @@ class Job:
 
     @property
     def is_chosen(self) -> bool:
-        """Calls with this key take the kernel, as long as they are plain."""
-        return self.family is None or families.select(self.key) is self.family
+        """Some call with the features of this key takes the family."""
+        return self.family is None or self.family in _chosen_families(dataclasses.replace(self.key, classes=()))
 
     @property
     def kernel(self) -> str:
@@ -165,6 +165,18 @@ def embedded_jobs(
     take."""
     jobs = (job for has_band in (False, True) for job in _plain_jobs(archs, dtypes, dims, has_band))
     return _once(job for job in jobs if job.is_chosen)
+
+
+def _chosen_families(key: PlanKey) -> frozenset[Family[Any]]:
+    """Those that calls of any length take, deterministic or not."""
+    classes = families.length_classes(key.op)
+    lengths = [
+        tuple(zip(classes, values, strict=True)) for values in itertools.product(*(one.values for one in classes))
+    ]
+    return frozenset(
+        families.select(dataclasses.replace(key, classes=values, is_deterministic=is_deterministic))
+        for values, is_deterministic in itertools.product(lengths, (False, True))
+    )
 
 
 def covering_jobs(

@@ -61,7 +61,7 @@ def host_plan(key: HostKey, layout: CallLayout) -> LaunchPlan:
         padded = -(-key.head_dim // HOST_PAD) * HOST_PAD
         values += (("num_splits", (Scalar("num_splits"),)), ("num_shares", (Scalar("num_shares"),)))
         real_bytes = 8 if real == "float64" else 4
-        workspaces = [Workspace(name, real_bytes, ("lse_size",)) for name in ("lse_log2", "delta")]
+        workspaces = [Workspace(name, real_bytes, ("lse_size",)) for name in ("score_lse", "delta")]
         workspaces.append(Workspace("partial_out", real_bytes * padded, ("num_shares", "lse_size")))
         # Keys outside every sequence have no owner
         zeroed = key_grads if layout.has_lengths or is_paged else []

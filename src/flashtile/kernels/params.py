@@ -7,7 +7,7 @@ import ctypes
 from typing import Any
 
 _POINTERS = (
-    *("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks", "lse_log2", "delta"),
+    *("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks", "score_lse", "delta"),
     *("dq_accum", "dq_order", "partial_out", "partial_stats"),
     *(
         "bias",
@@ -98,13 +98,30 @@ class BwdSm90Params(ctypes.Structure):
     ]
 
 
+class BwdSm90WideParams(ctypes.Structure):
+    """What bwd_sm90_dkdv_kernel and bwd_sm90_dq_kernel are told."""
+
+    _fields_ = [
+        ("base", Params),
+        ("_padding", ctypes.c_char * (-ctypes.sizeof(Params) % 64)),
+        *((f"{name}_map", ctypes.c_uint64 * 16) for name in ("q", "dout", "k", "v", "k_stream", "v_stream")),
+    ]
+
+
 class WideParams(ctypes.Structure):
     """What a float64 pass of the CPU engine is told (csrc/cpu/engine.h): these numbers of the base are not used."""
 
     _fields_ = [("base", Params), *((name, ctypes.c_double) for name in WIDE_NUMBERS)]
 
 
-Struct = type[BwdSm90Params] | type[WideParams] | type[Params] | type[AppendParams] | type[FwdSm90Params]
+Struct = (
+    type[BwdSm90Params]
+    | type[BwdSm90WideParams]
+    | type[WideParams]
+    | type[Params]
+    | type[AppendParams]
+    | type[FwdSm90Params]
+)
 
 # A wider window hides no key of the longest sequence (problem.py: MAX_LENGTH)
 _WIDEST_WINDOW = 2**31 - 1

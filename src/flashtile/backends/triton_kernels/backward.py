@@ -16,7 +16,7 @@ def bwd_preprocess_triton_kernel(
     dout,
     dlse,
     lse,
-    lse_log2,
+    score_lse,
     delta,
     heads,
     rows,  # rows of lse per head; in a packed call those of all sequences
@@ -44,7 +44,7 @@ def bwd_preprocess_triton_kernel(
         row_sum -= tl.load(dlse + element, mask=is_inside)
     # A fully masked row has no gradient, whatever dO and dlse hold: exp2(s - inf) is 0
     is_empty = row_lse == float("-inf")
-    tl.store(lse_log2 + element, tl.where(is_empty, float("inf"), in_score_unit(row_lse, IS_NATURAL)), mask=is_inside)
+    tl.store(score_lse + element, tl.where(is_empty, float("inf"), in_score_unit(row_lse, IS_NATURAL)), mask=is_inside)
     tl.store(delta + element, tl.where(is_empty, 0.0, row_sum), mask=is_inside)
 
 
@@ -54,7 +54,7 @@ def bwd_dkdv_triton_kernel(
     k,
     v,
     dout,
-    lse_log2,
+    score_lse,
     delta,
     dk,
     dv,
@@ -155,10 +155,10 @@ def bwd_dkdv_triton_kernel(
                 is_query = (i >= low) & (i < high)
                 q_tile = load_tile(q_pointer + row_offset(q, m0), q_offsets, is_query, D, BLOCK_D, part != 1)
                 if part != 1:
-                    row_lse = tl.load(lse_log2 + stats_offset + i, mask=is_query, other=float("inf"))
+                    row_lse = tl.load(score_lse + stats_offset + i, mask=is_query, other=float("inf"))
                     row_delta = tl.load(delta + stats_offset + i, mask=is_query, other=0.0)
                 else:
-                    row_lse = tl.load(lse_log2 + stats_offset + i)
+                    row_lse = tl.load(score_lse + stats_offset + i)
                     row_delta = tl.load(delta + stats_offset + i)
                 # Recompute P^T from the stored lse
                 s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
@@ -199,7 +199,7 @@ def bwd_dq_triton_kernel(
     k,
     v,
     dout,
-    lse_log2,
+    score_lse,
     delta,
     dq,
     bias,
@@ -257,7 +257,7 @@ def bwd_dq_triton_kernel(
     flags = (HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, alibi_slopes is not None, IS_FLOAT32)
     i = m0 + tl.arange(0, BLOCK_M)
     stats_offset = (lse_batch.to(tl.int64) * heads + h) * lse_rows + q_first
-    row_lse = tl.load(lse_log2 + stats_offset + i, mask=i < seqlen_q, other=float("inf"))
+    row_lse = tl.load(score_lse + stats_offset + i, mask=i < seqlen_q, other=float("inf"))
     row_delta = tl.load(delta + stats_offset + i, mask=i < seqlen_q, other=0.0)
     q_offsets = tile_offsets(q, BLOCK_M, BLOCK_D, USE_INT64)
     do_offsets = tile_offsets(dout, BLOCK_M, BLOCK_DV, USE_INT64)

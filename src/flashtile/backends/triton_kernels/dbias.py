@@ -16,7 +16,7 @@ def bwd_dbias_triton_kernel(
     k,
     v,
     dout,
-    lse_log2,
+    score_lse,
     delta,
     dbias,
     split_stride,
@@ -99,7 +99,7 @@ def bwd_dbias_triton_kernel(
             BLOCK_M,
         ):
             i = m0 + tl.arange(0, BLOCK_M)
-            row_lse = tl.load(lse_log2 + stats_offset + i, mask=i < seqlen_q, other=float("inf"))
+            row_lse = tl.load(score_lse + stats_offset + i, mask=i < seqlen_q, other=float("inf"))
             row_delta = tl.load(delta + stats_offset + i, mask=i < seqlen_q, other=0.0)
             q_offsets = tile_offsets(q, BLOCK_M, BLOCK_D, USE_INT64)
             do_offsets = tile_offsets(dout, BLOCK_M, BLOCK_DV, USE_INT64)

@@ -12,19 +12,19 @@
 namespace flashtile {
 namespace {
 
-// Preprocess: delta and lse_log2 of one head of one sequence
+// Preprocess: delta and score_lse of one head of one sequence
 
 void preprocess_task(const EngineCall& call, i64 task, void* base) {
   const Params& p = *call.params;
   i32 head = static_cast<i32>(task % p.heads), padded_dim = padded(p.head_dim_v);
   Sequence s = find_sequence(call, static_cast<i32>(task / p.heads));
   real *out = static_cast<real*>(base), *dout = out + padded_dim;
-  real *lse = reals(p.lse), *lse_log2 = reals(p.lse_log2), *delta = reals(p.delta);
+  real *lse = reals(p.lse), *score_lse = reals(p.score_lse), *delta = reals(p.delta);
   for (i32 i = 0; i < s.span.seqlen_q; ++i) {
     i64 lse_idx = make_query(p, s, head, i).lse_idx;
     // A fully masked row: 2^(score - inf) = 0
     bool is_empty = lse[lse_idx] == -kInfinity;
-    lse_log2[lse_idx] = is_empty ? kInfinity : in_score_unit(p, lse[lse_idx]);
+    score_lse[lse_idx] = is_empty ? kInfinity : in_score_unit(p, lse[lse_idx]);
     delta[lse_idx] = 0.0f;
     if (is_empty) continue;
     load_row(out, query_row(p.out, p.out_strides, call.out_element, s, head, i), call.out_element, p.head_dim_v,
@@ -293,7 +293,7 @@ void sinks_task(const EngineCall& call, i64 task, void*) {
     Sequence s = find_sequence(call, b);
     for (i32 i = 0; i < s.span.seqlen_q; ++i) {
       i64 lse_idx = make_query(p, s, head, i).lse_idx;
-      sum -= exp2_of(min_of<real>((sink - reals(p.lse_log2)[lse_idx]) * factor, 0)) * reals(p.delta)[lse_idx];
+      sum -= exp2_of(min_of<real>((sink - reals(p.score_lse)[lse_idx]) * factor, 0)) * reals(p.delta)[lse_idx];
     }
   }
   reals(p.dsinks)[head] = static_cast<real>(sum);

@@ -58,7 +58,7 @@ struct BackwardTile {
       load_row(q + static_cast<i64>(r) * k.padded_dim, query_row(p.q, p.q_strides, call.element, s, head, i + r),
                call.element, p.head_dim, k.padded_dim);
       real* row = dout + static_cast<i64>(r) * v.padded_dim;
-      if (reals(p.lse_log2)[queries[r].lse_idx] == kInfinity) {
+      if (reals(p.score_lse)[queries[r].lse_idx] == kInfinity) {
         fill(row, v.padded_dim, 0.0f);
       } else {
         load_row(row, query_row(p.dout, p.dout_strides, call.out_element, s, head, i + r), call.out_element,
@@ -99,7 +99,7 @@ struct BackwardTile {
   FT_INLINE void row_gradients(const Sequence& s, const Query& query, i32 j, Range range, bool is_edge,
                                bool is_for_bias, real* p_row, real* ds_row) {
     if (is_edge || has_score_options(p)) modify_scores(call, s, query, j, range, p_row, softcap_grads);
-    real lse = reals(p.lse_log2)[query.lse_idx], delta = reals(p.delta)[query.lse_idx];
+    real lse = reals(p.score_lse)[query.lse_idx], delta = reals(p.delta)[query.lse_idx];
     real factor = exponent_factor(has_natural_scores(p));
     if (p.dropout_threshold == 0) {
       for (i32 c = range.begin; c < range.end; c += kLanes) {

@@ -104,7 +104,7 @@ const char* run_backward(const Engine& engine, EngineCall& call) {
   return nullptr;
 }
 
-const char* run_best(bool is_backward, const void* params, const int (&elements)[4]) {
+const char* run_best(bool is_backward, const void* params, const Span* spans, const int (&elements)[4]) {
   static const Engine* const best = [] {
     const Engine* found = nullptr;
     for (const char* name : kInstructionSets) found = found != nullptr ? found : find_engine(name);
@@ -112,6 +112,7 @@ const char* run_best(bool is_backward, const void* params, const int (&elements)
   }();
   EngineCall call{};
   call.params = static_cast<const Params*>(params);
+  call.spans = spans;
   call.element = static_cast<Element>(elements[0]);
   call.out_element = static_cast<Element>(elements[1]);
   call.bias_element = static_cast<Element>(elements[2]);

@@ -61,7 +61,7 @@ FT_INLINE Range query_range(const Params& p, const Sequence& s, i32 j_begin, i32
 struct Query {
   i32 head, i;
   Range keys;   // the keys that it may see
-  i64 lse_idx;  // its element of lse, lse_log2 and delta
+  i64 lse_idx;  // its element of lse, score_lse and delta
 };
 
 Query make_query(const Params& p, const Sequence& s, i32 head, i32 i) {

@@ -38,10 +38,6 @@ bool is_aligned16(const View& tensor) {
   return true;
 }
 
-bool rows_disjoint(const View& tensor, Axes axes) {
-  return tensor.size(axes.row) <= 1 || tensor.stride(axes.row) >= tensor.size(-1);
-}
-
 Shape shape_of(const Options& options, const Call& call, Axes axes) {
   const View *tensors = call.tensors, &q = tensors[kQ], &k = tensors[kK];
   bool is_packed = tensors[kCuSeqlensQ].is_given();
@@ -248,13 +244,41 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
   for (Tensor index : {kQ, kK, kV, kOut, kDout, kDq, kDk, kDv}) {
     is_aligned = is_aligned && (!tensors[index].is_given() || is_aligned16(tensors[index]));
   }
-  for (Tensor index : {kQ, kK, kV}) is_disjoint = is_disjoint && rows_disjoint(tensors[index], axes);
+  for (Tensor index : {kQ, kK, kV}) is_disjoint = is_disjoint && rows_disjoint(tensors[index], options.is_bshd);
   note(is_aligned);
   note(is_disjoint);
   note(q.stride(axes.head) == 0);
   for (bool is_wanted : options.is_wanted) note(is_wanted);
   for (i32 index = 0; index < gpu.num_classes[is_backward]; ++index) {
     key.classes[index] = length_class(gpu.classes[is_backward][index], shape, gpu.num_multiprocessors);
+  }
+  return true;
+}
+
+bool rows_disjoint(const View& tensor, bool is_bshd) {
+  i32 row = axes_of(is_bshd).row;
+  return tensor.size(row) <= 1 || tensor.stride(row) >= tensor.size(-1);
+}
+
+bool read_spans(const Options& options, const Call& call, std::vector<Span>& spans) {
+  const View *tensors = call.tensors, &k = tensors[kK];
+  const View &used = tensors[kSequsedK], &leftpad = tensors[kLeftpadK], &table = tensors[kBlockTable];
+  spans.clear();
+  if (!used.is_given() && !leftpad.is_given() && !table.is_given()) return true;
+  for (const View* index : {&used, &leftpad, &table}) {
+    if (index->is_given() && index->dtype != Dtype::kInt32) return false;
+  }
+  Axes axes = axes_of(options.is_bshd);
+  Shape shape = shape_of(options, call, axes);
+  i64 room = shape.seqlen_k, page_size = k.size(axes.row), num_pages = k.size(-4);
+  for (i64 b = 0; b < shape.batch; ++b) {
+    i64 end = used.is_given() ? used.i32_at(b) : room, start = leftpad.is_given() ? leftpad.i32_at(b) : 0;
+    if (end < 0 || end > room || start < 0 || start > end) return false;
+    for (i64 slot = start / page_size; table.is_given() && start < end && slot <= (end - 1) / page_size; ++slot) {
+      i32 page = table.i32_at(b, slot);
+      if (page < 0 || page >= num_pages) return false;
+    }
+    spans.push_back({0, static_cast<i32>(shape.seqlen_q), static_cast<i32>(start), static_cast<i32>(end - start)});
   }
   return true;
 }

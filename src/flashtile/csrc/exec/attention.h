@@ -5,7 +5,9 @@
 #pragma once
 
 #include <cstring>
+#include <vector>
 
+#include "../cpu/engine.h"
 #include "length_class.h"
 #include "plan.h"
 
@@ -105,6 +107,11 @@ inline bool operator==(const Key& a, const Key& b) { return std::memcmp(&a, &b, 
 // Checks a call of the two passes, fills its numbers and lays out the tensors it returns. False: Python has to handle
 // it.
 bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& call, Key& key);
+// No two rows of a head overlap in memory.
+bool rows_disjoint(const View& tensor, bool is_bshd);
+// Where the queries and keys of each sequence stand, by the index tensors of a forward call on the CPU that
+// prepare_attention has checked, as problem.py: check_values. False where a value is out of bounds. None: all rows.
+bool read_spans(const Options& options, const Call& call, std::vector<Span>& spans);
 // The same for append_kv, which returns nothing.
 bool prepare_append(const Options& options, Call& call, Key& key);
 

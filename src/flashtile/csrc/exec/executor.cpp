@@ -60,7 +60,9 @@ Executor::State Executor::prepare(Request& request) const {
     Gpu host;
     if (torch_get_num_threads(&num_threads) != 0) return State::kFallback;
     host.num_threads = num_threads;
-    bool is_ready = prepare_attention(request.pass, request.options, host, request.call, request.key);
+    bool is_ready = prepare_attention(request.pass, request.options, host, request.call, request.key) &&
+                    read_spans(request.options, request.call, request.spans);
+    request.call.spans = request.spans.empty() ? nullptr : request.spans.data();
     request.key.device = kHostDevice;
     return answer(is_ready);
   }

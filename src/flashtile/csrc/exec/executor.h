@@ -34,7 +34,8 @@ struct Request {
   Options options;
   Call call;
   Key key;
-  bool is_on_host = false;  // the CPU engine's
+  bool is_on_host = false;       // the CPU engine's
+  std::vector<Span> spans = {};  // of such a call with index tensors
 };
 
 constexpr i32 kMaxGpus = 64;

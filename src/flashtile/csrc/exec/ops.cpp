@@ -5,9 +5,11 @@
 // back: the op of the same arguments whose name ends in _fallback is a Python kernel (ops.py), which may register a
 // plan for the next call of the kind.
 #include <cstdlib>
+#include <limits>
 #include <stdexcept>
 
 #include "executor.h"
+#include "new_rows.h"
 #include "stack.h"
 
 namespace flashtile {
@@ -82,8 +84,8 @@ void read_switches(bool follows_deterministic, bool has_precision, Options& opti
   if (!is_read) throw PythonError("torch's switches cannot be read");
 }
 
-template <bool kIsDense>
-bool read_attention(const Arguments<kIsDense>& args, Request& request) {
+template <Overload kOverload>
+bool read_attention(const Arguments<kOverload>& args, Request& request) {
   static_assert(argument::kCount == 28,
                 "a new argument: read it here and note it in the key (attention.cpp: prepare_attention)");
   if (!args.is_valid()) return false;
@@ -97,9 +99,11 @@ bool read_attention(const Arguments<kIsDense>& args, Request& request) {
   request.is_on_host =
       is_on_cpu && executor().is_host_open && !(executor().is_open && executor().device_type == q.device.type);
   if (request.is_on_host) {
-    // Python reads and checks lengths, and chooses the instruction set where one is named
+    // Python reads the lengths of packed sequences and of backward passes, and chooses the instruction set where one
+    // is named
     for (i32 index = kCuSeqlensQ; index < kNumInputs; ++index) {
-      if (request.call.tensors[index].is_given()) return false;
+      bool is_read_here = request.pass == Pass::kForward && index != kCuSeqlensQ && index != kCuSeqlensK;
+      if (request.call.tensors[index].is_given() && !is_read_here) return false;
     }
     if (variable("FLASHTILE_CPU_ISA") != nullptr) return false;
   }
@@ -159,8 +163,8 @@ struct Results {
 };
 
 // Launches a call that was read. False, and nothing was launched, where Python has to handle it. Throws where a launch
-// fails.
-bool run(Request& request, Results& results) {
+// fails. `rows` are written right before.
+bool run(Request& request, Results& results, const NewRows* rows = nullptr) {
   bool is_open = executor().is_open && request.call.tensors[0].device.type == executor().device_type;
   if (!request.is_on_host && !is_open) return false;
   if (executor().prepare(request) != Executor::State::kReady) return false;
@@ -179,6 +183,7 @@ bool run(Request& request, Results& results) {
     is_returned[index] = index != call.unwanted && call.tensors[index].is_given();
     if (is_returned[index] && !results.tensors[index].allocate(call.tensors[index])) return false;
   }
+  if (rows != nullptr && !rows->write()) return false;
   Failure failure;
   Outcome outcome = plan->run(call, results.tensors, executor().driver, failure);
   // A gradient that a kernel needs memory for and nobody wants
@@ -231,7 +236,7 @@ bool is_usable() {
 // (arguments) -> (out, lse). The dense overload returns no lse unless its mode has needs_grad.
 template <bool kIsDense>
 void forward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
-  Arguments<kIsDense> args(stack);
+  Arguments<kIsDense ? Overload::kDense : Overload::kFull> args(stack);
   Request request{Pass::kForward, {}, {}, {}};
   bool is_read = is_usable() && read_attention(args, request);
   if (kIsDense && !request.options.needs_grad) request.call.unwanted = kLse;
@@ -242,6 +247,60 @@ void forward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
   args.release_all();
   stack[0] = result(results.tensors[kOut]);
   stack[1] = result(results.tensors[kLse]);
+}
+
+// What forward.cache takes beside the arguments of the other overloads, where it stands on the stack.
+enum CacheStack : i32 { kNewKAt = argument::kCacheMode + 1, kNewVAt, kLengthAt, kWantsLseAt };
+
+bool view_of(StableIValue value, View& view) {
+  AtenTensorHandle tensor = borrow<std::optional<AtenTensorHandle>>(value).value_or(nullptr);
+  return tensor == nullptr || view_of(tensor, view);
+}
+
+// Reads the lengths before the call, the new rows, and their places. `used`: the lengths with them, which seqused_k
+// becomes.
+bool read_new_rows(const StableIValue* stack, Request& request, NewRows& rows, std::vector<i32>& used) {
+  View *tensors = request.call.tensors, &seqused = tensors[kSequsedK];
+  if (!view_of(stack[kNewKAt], rows.k) || !view_of(stack[kNewVAt], rows.v)) return false;
+  i64 length = borrow<i64>(stack[kLengthAt]), batch = tensors[kQ].size(-4);
+  if (tensors[kQ].dim != kMaxDim || rows.k.is_given() != rows.v.is_given()) return false;
+  if (length >= 0 && length <= std::numeric_limits<i32>::max() && !seqused.is_given()) {
+    used.assign(static_cast<size_t>(batch), static_cast<i32>(length));
+  } else if (seqused.is_given()) {
+    if (seqused.dim != 1 || seqused.dtype != Dtype::kInt32 || seqused.size(-1) != batch) return false;
+    for (i64 b = 0; b < batch; ++b) used.push_back(seqused.i32_at(b));
+  } else {
+    return length == -1 && !rows.is_given();  // the whole cache
+  }
+  if (rows.is_given()) {
+    rows.k_cache = tensors[kK], rows.v_cache = tensors[kV], rows.table = tensors[kBlockTable];
+    rows.is_bshd = request.options.is_bshd;
+    if (!rows.place(tensors[kQ], used)) return false;
+    for (i32& count : used) count += static_cast<i32>(rows.count());
+  }
+  seqused.data = used.data(), seqused.dim = 1, seqused.dtype = Dtype::kInt32, seqused.device = tensors[kQ].device;
+  seqused.sizes[kMaxDim - 1] = batch, seqused.strides[kMaxDim - 1] = 1;
+  return true;
+}
+
+// (q, caches, lengths, options, mode, new_k, new_v, length, wants_lse) -> (out, lse): a step of a cache on the CPU.
+// Writes the new rows behind the first seqused_k or `length` rows of each sequence, and attends to all of them. Returns
+// no tensors, and has written nothing, where Python has to handle the call.
+void forward_cache(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments<Overload::kCache> args(stack);
+  Request request{Pass::kForward, {}, {}, {}};
+  if (!borrow<bool>(stack[kWantsLseAt])) request.call.unwanted = kLse;
+  NewRows rows;
+  std::vector<i32> used;
+  Results results;
+  bool is_read = is_usable() && !is_checking() && read_attention(args, request) && request.is_on_host;
+  bool is_done =
+      is_read && read_new_rows(stack, request, rows, used) && run(request, results, rows.is_given() ? &rows : nullptr);
+  args.release_all();
+  release<std::optional<AtenTensorHandle>>(stack[kNewKAt]), release<std::optional<AtenTensorHandle>>(stack[kNewVAt]);
+  Results none;
+  stack[0] = result((is_done ? results : none).tensors[kOut]);
+  stack[1] = result((is_done ? results : none).tensors[kLse]);
 }
 
 // The tensors of a backward pass beside the arguments of its forward pass, where they stand on the stack.
@@ -265,16 +324,6 @@ bool read_needs(StableIValue value, Options& options) {
   return is_any;
 }
 
-// Rows are contiguous and do not overlap. As backends/call.py: has_own_rows.
-bool has_own_rows(const View& tensor) {
-  i64 columns = tensor.size(-1);
-  if (columns > 1 && tensor.stride(-1) != 1) return false;
-  for (i32 axis = -tensor.dim; axis < -1; ++axis) {
-    if (tensor.size(axis) > 1 && tensor.stride(axis) < columns) return false;
-  }
-  return true;
-}
-
 // A gradient that autograd hands over may have any strides, those of a sum are 0: a contiguous copy takes its place on
 // the stack.
 bool replace_by_copy(StableIValue& value, View& view) {
@@ -285,8 +334,9 @@ bool replace_by_copy(StableIValue& value, View& view) {
   return true;
 }
 
-template <bool kIsDense>
-bool read_backward(StableIValue* stack, const Arguments<kIsDense>& args, Request& request) {
+template <Overload kOverload>
+bool read_backward(StableIValue* stack, const Arguments<kOverload>& args, Request& request) {
+  constexpr bool kIsDense = kOverload == Overload::kDense;
   constexpr BackwardStack kAt = kIsDense ? kDenseBackward : kBackward;
   if (!read_attention(args, request)) return false;
   View* tensors = request.call.tensors;
@@ -302,7 +352,11 @@ bool read_backward(StableIValue* stack, const Arguments<kIsDense>& args, Request
       if (!tensors[kDlse].is_contiguous() && !replace_by_copy(*dlse, tensors[kDlse])) return false;
     }
   }
-  return has_own_rows(tensors[kDout]) || replace_by_copy(stack[0], tensors[kDout]);
+  // As backends/call.py: backward_tensors
+  View& dout = tensors[kDout];
+  bool is_plain = dout.size(-1) <= 1 || dout.stride(-1) == 1;
+  bool is_read_in_place = is_plain && (request.is_on_host || rows_disjoint(dout, request.options.is_bshd));
+  return is_read_in_place || replace_by_copy(stack[0], dout);
 }
 
 // (dout, dlse, arguments, out, lse, needs) -> (dq, dk, dv, dbias, dsinks). Dense: (dout, arguments, out, lse) -> (dq,
@@ -310,10 +364,10 @@ bool read_backward(StableIValue* stack, const Arguments<kIsDense>& args, Request
 template <bool kIsDense>
 void backward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
   constexpr BackwardStack kAt = kIsDense ? kDenseBackward : kBackward;
-  Arguments<kIsDense> args(stack + kAt.first);
+  Arguments<kIsDense ? Overload::kDense : Overload::kFull> args(stack + kAt.first);
   Request request{Pass::kBackward, {}, {}, {}};
   Results results;
-  bool is_read = is_usable() && read_backward<kIsDense>(stack, args, request);
+  bool is_read = is_usable() && read_backward(stack, args, request);
   if (!is_read || is_checking() || !run(request, results)) {
     return fall_back("flashtile::backward_fallback", kIsDense ? "dense" : "", request, is_read, stack, num_outputs);
   }
@@ -366,6 +420,8 @@ bool register_ops() {
     for (auto [name, kernel] : kKernels) {
       if (torch_library_impl(library, name, kernel, TORCH_ABI_VERSION) != 0) return false;
     }
+    bool is_cpu = is_text(key, "CPU");
+    if (is_cpu && torch_library_impl(library, "forward.cache", forward_cache, TORCH_ABI_VERSION) != 0) return false;
   }
   return true;
 }

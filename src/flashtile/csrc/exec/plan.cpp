@@ -328,7 +328,7 @@ Outcome Plan::run(Call& call, Owned* owned, const Driver& driver, Failure& failu
       continue;
     }
     if (step.kind == StepKind::kEngine) {
-      if (const char* error = run_best(step.is_backward, filled.image, step.elements)) {
+      if (const char* error = run_best(step.is_backward, filled.image, call.spans, step.elements)) {
         failure = {-1, error};
         return Outcome::kFailed;
       }

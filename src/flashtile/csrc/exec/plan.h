@@ -16,6 +16,8 @@ namespace flashtile {
 constexpr i32 kMaxTensors = 22, kMaxScalars = 11, kMaxValues = 24;
 constexpr i32 kMaxImageBytes = 4096;  // what a launch may pass
 
+struct Span;  // cpu/engine.h
+
 // What a plan is evaluated for.
 struct Call {
   View tensors[kMaxTensors];
@@ -24,6 +26,7 @@ struct Call {
   i32 unwanted = -1;     // a tensor that is written and not returned: it lies among the workspaces
   Device device;
   void* stream = nullptr;
+  const Span* spans = nullptr;  // (batch), for the CPU engine; null: every sequence has all rows and keys
 };
 
 enum class RuleKind : u8 {

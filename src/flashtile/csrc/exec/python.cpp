@@ -175,6 +175,7 @@ PyMethodDef kMethods[] = {
 constexpr const char* kSchema[] = {
 #define FT_ARGUMENT(index, type, schema) schema,
 #define FT_DENSE(index, words, ...) words,
+#define FT_CACHE(index, words) words,
 #include "arguments.inc"
 };
 

@@ -23,6 +23,12 @@ enum Index : i32 {
 // The arguments of the `dense` overloads, in the order of their schemas; `mode` comes behind them.
 constexpr Index kDense[] = {kQ, kK, kV, kScale};
 constexpr i32 kMode = sizeof(kDense) / sizeof(kDense[0]), kNumDense = kMode + 1;
+// Those of `forward.cache`, likewise.
+constexpr Index kCache[] = {
+#define FT_CACHE(index, words) index,
+#include "arguments.inc"
+};
+constexpr i32 kCacheMode = sizeof(kCache) / sizeof(kCache[0]);
 
 // A bit field of `mode`.
 struct DenseField {
@@ -90,16 +96,21 @@ void release(StableIValue value) {
   }
 }
 
-// The arguments of flashtile::forward among those of an op; a `dense` overload has some of them.
-template <bool kIsDense>
+enum class Overload : u8 { kFull, kDense, kCache };
+
+// The arguments of flashtile::forward among those of an op; the other overloads have some of them.
+template <Overload kOverload>
 class Arguments {
  public:
   explicit Arguments(const StableIValue* first) {
-    if constexpr (kIsDense) {
-      for (i32 index = 0; index < argument::kMode; ++index) values_[argument::kDense[index]] = first + index;
-      mode_ = borrow<i64>(first[argument::kMode]);
-    } else {
+    if constexpr (kOverload == Overload::kFull) {
       for (i32 index = 0; index < argument::kCount; ++index) values_[index] = first + index;
+    } else {
+      constexpr bool kIsDense = kOverload == Overload::kDense;
+      constexpr i32 kMode = kIsDense ? argument::kMode : argument::kCacheMode;
+      constexpr const argument::Index* kIndices = kIsDense ? argument::kDense : argument::kCache;
+      for (i32 index = 0; index < kMode; ++index) values_[kIndices[index]] = first + index;
+      mode_ = borrow<i64>(first[kMode]);
     }
   }
 
@@ -110,7 +121,8 @@ class Arguments {
   template <argument::Index kIndex, typename T>
   bool read(T& to) const {
     using Type = typename argument::TypeAt<kIndex>::Type;
-    if constexpr (constexpr auto& kField = argument::kDenseField<kIndex>; kIsDense && kField.mask != 0) {
+    if constexpr (constexpr auto& kField = argument::kDenseField<kIndex>;
+                  kOverload != Overload::kFull && kField.mask != 0) {
       i64 value = mode_ >> kField.shift & kField.mask;
       if constexpr (std::is_same_v<T, const char*>) {
         if (kField.texts[value] == nullptr) return false;
@@ -152,7 +164,7 @@ class Arguments {
   static_assert(std::is_same_v<argument::TypeAt<argument::kBias>::Type, std::optional<AtenTensorHandle>>);
 
   const StableIValue* values_[argument::kCount] = {};
-  i64 mode_ = 0;  // of a dense overload
+  i64 mode_ = 0;  // of the overloads that have one
 };
 
 }  // namespace flashtile

@@ -48,6 +48,13 @@ struct View {
     }
     return true;
   }
+  // An element of an index tensor of 1 or 2 dimensions, read once: another thread may write it.
+  i32 i32_at(i64 column) const {
+    return __atomic_load_n(static_cast<i32*>(data) + column * stride(-1), __ATOMIC_RELAXED);
+  }
+  i32 i32_at(i64 row, i64 column) const {
+    return __atomic_load_n(static_cast<i32*>(data) + row * stride(-2) + column * stride(-1), __ATOMIC_RELAXED);
+  }
   void make_contiguous() {
     i64 stride = 1;
     for (i32 axis = kMaxDim - 1; axis >= kMaxDim - dim; --axis) {

@@ -20,8 +20,11 @@ from flashtile.kernels import speeds
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, forced_rows
 from flashtile.kernels.families.bwd_simt import BwdSimt
+from flashtile.kernels.families.bwd_sm80 import BwdSm80
 from flashtile.kernels.families.bwd_sm90 import BwdSm90
+from flashtile.kernels.families.bwd_sm90_wide import BwdSm90Wide
 from flashtile.kernels.families.fwd_simt import FwdSimt
+from flashtile.kernels.families.fwd_sm80 import FwdSm80
 from flashtile.kernels.families.fwd_sm90 import FwdSm90
 from flashtile.kernels.length_class import LengthClass
 from flashtile.kernels.mutation import Mutation
@@ -58,8 +61,11 @@ def find(name: str) -> Family[Any]:
 
 
 register(FwdSm90())
+register(FwdSm80())
 register(FwdSimt())
 register(BwdSm90())
+register(BwdSm90Wide())
+register(BwdSm80())
 register(BwdSimt())
 
 

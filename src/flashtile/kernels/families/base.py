@@ -31,8 +31,8 @@ class Row(ABC):
     out_dtype: str
     head_dim: int  # padded
     head_dim_v: int
-    block_m: int  # rows that a block owns: queries, or keys in a kernel that loops over queries
-    block_n: int  # rows that stream by
+    block_m: int  # kBlockM of the kernel: queries of a tile. In bwd_dkdv_simt, whose code is that of bwd_dq_simt: keys
+    block_n: int  # kBlockN: keys; there queries
 
     @property
     @abstractmethod

@@ -80,7 +80,7 @@ class BwdSimt(SimtFamily):
         return tile_step(row, key.features, _grid(row))
 
 
-_WORKSPACES = (Workspace("lse_log2", 4, ("lse_size",)), Workspace("delta", 4, ("lse_size",)))
+_WORKSPACES = (Workspace("score_lse", 4, ("lse_size",)), Workspace("delta", 4, ("lse_size",)))
 
 
 def _grid(row: SimtRow) -> Grid:

@@ -50,6 +50,8 @@ _DBIAS_QUERIES = 8 * 64  # of a block; DbiasSm90::kTiles
 
 @dataclass(frozen=True)
 class BwdSm90Row(Row):
+    """A block owns block_n keys; block_m queries stream by, as in the kernel."""
+
     num_stages: int  # of Q and of dO
     num_buffers: int  # of dS; of K and V in the kernel of dbias
     num_dq_buffers: int  # 64 x 64 parts of dQ
@@ -66,11 +68,11 @@ class BwdSm90Row(Row):
 
     @property
     def num_threads(self) -> int:
-        return 2 * self.block_m + 128
+        return 2 * self.block_n + 128
 
     @property
     def config(self) -> str:
-        tile = f"{self.block_n}, {self.block_m}, {self.num_stages}, {self.num_buffers}, {self.num_dq_buffers}"
+        tile = f"{self.block_m}, {self.block_n}, {self.num_stages}, {self.num_buffers}, {self.num_dq_buffers}"
         tile += f", {self.num_bias_stages}"
         return f"Sm90BwdConfig<{CPP_TYPES[self.dtype]}, {self.head_dim}, {self.head_dim_v}, {tile}>"
 
@@ -78,18 +80,18 @@ class BwdSm90Row(Row):
     def label(self) -> str:
         if self.kernel == "bwd_sm90_dbias":
             return f"{self.num_buffers} buffers of keys, {self.num_bias_stages} stages of the bias"
-        return f"{self.block_m} keys x {self.block_n} queries, {self.num_stages} stages"
+        return f"{self.block_n} keys x {self.block_m} queries, {self.num_stages} stages"
 
     @property
     def shared_bytes(self) -> int:
         slabs = _slabs(self.head_dim) + _slabs(self.head_dim_v)
-        tiles, stats = 128 * slabs * self.num_stages * self.block_n, 8 * self.num_stages * self.block_n
+        tiles, stats = 128 * slabs * self.num_stages * self.block_m, 8 * self.num_stages * self.block_m
         if self.kernel == "bwd_sm90_dbias":
-            tiles += self.num_buffers * 128 * slabs * self.block_m
-            rest = 8 * 4 * 2 * self.block_n  # sSum
+            tiles += self.num_buffers * 128 * slabs * self.block_n
+            rest = 8 * 4 * 2 * self.block_m  # sSum
             rest += 4 * self.num_stages + 16 * (self.num_buffers + self.num_stages)  # flags, barriers
         else:
-            tiles += 128 * slabs * self.block_m + self.num_buffers * 2 * self.block_m * self.block_n
+            tiles += 128 * slabs * self.block_n + self.num_buffers * 2 * self.block_n * self.block_m
             tiles += self.num_dq_buffers * 4 * 64 * 64
             rest = 8 * (2 + 2 * self.num_stages + self.num_buffers + 2 * self.num_dq_buffers) + _TILE_BYTES
         return -(-(tiles + self.option_bytes + stats + rest) // 1024) * 1024
@@ -176,14 +178,15 @@ class BwdSm90(Family[BwdSm90Row]):
 
     def _step(self, row: BwdSm90Row, key: PlanKey) -> Step:
         row = replace(row, option_bytes=_option_bytes(key.features, row.num_bias_stages))
-        grid: Grid = (("seqlen_k", row.block_m), ("heads_kv", 1), ("batch", 1))
+        grid: Grid = (("seqlen_k", row.block_n), ("heads_kv", 1), ("batch", 1))
         if row.kernel == "bwd_sm90_dbias":
-            grid = (("bias_batch", 1), ("bias_heads", 1), ("bias_rows", _DBIAS_QUERIES), ("bias_columns", row.block_m))
+            grid = (("bias_batch", 1), ("bias_heads", 1), ("bias_rows", _DBIAS_QUERIES), ("bias_columns", row.block_n))
         return tile_step(row, key.features, grid)
 
 
 def _row(kernel: str, tile: Tile, dtype: str, dims: tuple[int, int], features: Features) -> BwdSm90Row:
-    return BwdSm90Row(kernel, dtype, dtype, *dims, *tile[:6], _option_bytes(features, tile.num_bias_stages))
+    return BwdSm90Row(kernel, dtype, dtype, *dims, tile.block_queries, tile.block_keys, *tile[2:6],
+                      _option_bytes(features, tile.num_bias_stages))
 
 
 def _option_policies(features: Features) -> list[str]:
@@ -207,7 +210,7 @@ def _slabs(head_dim: int) -> int:
 
 
 def _workspaces(row: BwdSm90Row, key: PlanKey) -> tuple[Workspace, ...]:
-    names = ("lse_log2", "delta", "dq_order") if key.is_deterministic else ("lse_log2", "delta")
+    names = ("score_lse", "delta", "dq_order") if key.is_deterministic else ("score_lse", "delta")
     stats = tuple(Workspace(name, 4, ("lse_size",)) for name in names)
     return (*stats, Workspace("dq_accum", 256 * _slabs(row.head_dim), ("lse_size",)))
 
@@ -220,7 +223,7 @@ def _plain(kernel: str, row: BwdSm90Row, key: PlanKey) -> Step:
 
 def _maps(row: BwdSm90Row, layout: CallLayout) -> tuple[MapPatch, ...]:
     head_axis, row_axis = layout.axes
-    rows = {"q": row.block_n, "dout": row.block_n, "k": row.block_m, "v": row.block_m}
+    rows = {"q": row.block_m, "dout": row.block_m, "k": row.block_n, "v": row.block_n}
     return tuple(
         MapPatch(getattr(BwdSm90Params, f"{name}_map").offset, name, (row_axis, head_axis, -4), box)
         for name, box in rows.items()

@@ -24,7 +24,7 @@ def combine(key: PlanKey) -> Step:
 
 
 def preprocess(key: PlanKey) -> Step:
-    """Fills lse_log2 and delta for a backward pass."""
+    """Fills score_lse and delta for a backward pass."""
     entry = f"bwd_preprocess_kernel<{cpp_type(key.out_dtype)}, {_sequences(key)}>"
     return plain_step("bwd_preprocess", entry, query_grid(PREPROCESS_ROWS), PREPROCESS_THREADS)
 

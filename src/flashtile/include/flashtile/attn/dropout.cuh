@@ -1,5 +1,5 @@
 // Dropout bits by Philox4x32-10, as docs/semantics.md defines them, and dropout of a tile of probabilities in the
-// two register layouts. Each lane draws the words of one group of 8 keys; lanes that share a row exchange them.
+// three register layouts. Each lane draws the words of one group of 8 keys; lanes that share a row exchange them.
 #pragma once
 
 #include "flashtile/attn/sequence.cuh"
@@ -87,5 +87,44 @@ FT_DEVICE void drop_fragment_row(const DropoutBits& bits, i32 i, i32 j_begin, i3
     }
   }
 }
+
+// Dropout of a wgmma fragment whose rows are keys and whose kColumns columns are queries, all from i_begin and j_begin
+// on. The 8 keys of a row of lanes are one group; a lane draws the words of every 32nd query and packs a bit for each
+// key, so that one shuffle brings the bits of four elements.
+template <class Dropout, i32 kColumns>
+struct TransposedDropout {
+  u32 bits;  // 8 for each of the two groups of keys and of kColumns / 32 queries
+  u32 got[8];
+  float keep_factor;
+
+  // Scope: warp.
+  FT_DEVICE TransposedDropout(const Params& p, const Sequence& s, i32 head, i32 i_begin, i32 j_begin) {
+    static_assert(kColumns == 32 || kColumns == 64);
+    if constexpr (Dropout::kIsOn) {
+      DropoutBits random(p, s, head);
+      keep_factor = random.keep_factor;
+      i32 lane = threadIdx.x % 32, group = (j_begin + threadIdx.x % 128 / 32 * 16) / 8;
+      bits = 0;
+#pragma unroll
+      for (i32 part = 0; part < 4; ++part) {
+        if (part % 2 >= kColumns / 32) continue;
+        uint4 w = random.words(i_begin + 32 * (part % 2) + lane, group + part / 2);
+#pragma unroll
+        for (i32 key = 0; key < 8; ++key) bits |= (random.factor(w, key) != 0.0f ? 1u : 0u) << (8 * part + key);
+      }
+#pragma unroll
+      for (i32 x = 0; x < 8; ++x) {
+        got[x] = __shfl_sync(0xffffffffu, bits, 8 * (x / 2) + fragment_column() + x % 2) >> lane / 4;
+      }
+    }
+  }
+
+  // 0 or the keep factor of row r and column 8 b + fragment_column() + e. Scope: thread.
+  FT_DEVICE float factor(i32 b, i32 e, i32 r) const {
+    if constexpr (!Dropout::kIsOn) return 1.0f;
+    if constexpr (mutates(Mutation::bwd_sm90_wide_dropout)) r ^= 1;
+    return got[2 * (b % 4) + e] >> (8 * (b / 4 + 2 * r)) & 1u ? keep_factor : 0.0f;
+  }
+};
 
 }  // namespace flashtile

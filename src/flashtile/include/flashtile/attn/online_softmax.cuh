@@ -118,4 +118,95 @@ struct OnlineSoftmax {
   }
 };
 
+// The softmax state of a warp that owns kTiles m16 tiles (tile/fragment.cuh) and rescales O before the exponentials.
+// As OnlineSoftmax with lazy rescaling. One vote decides for all rows; what a raise needs is computed only then, so that
+// no factor of it lives in registers.
+template <i32 kTiles, bool kIsNatural>
+struct WarpSoftmax {
+  using One = OnlineSoftmax<true, kIsNatural>;
+  float m[kTiles][2], l[kTiles][2];
+
+  FT_DEVICE WarpSoftmax() {
+#pragma unroll
+    for (i32 x = 0; x < 2 * kTiles; ++x) m[x / 2][x % 2] = -infinity(), l[x / 2][x % 2] = 0.0f;
+  }
+
+  // Raises the maxima to those of a score tile if one is too low; rescales l and O. Scope: warp.
+  template <i32 kScores, i32 kOutputs>
+  FT_DEVICE void raise_maximum(float factor, const float (&rS)[kTiles][kScores], float (&rO)[kTiles][kOutputs]) {
+    float m_new[kTiles][2];
+    bool is_far = false;
+#pragma unroll
+    for (i32 t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (i32 r = 0; r < 2; ++r) {
+        float tile_max[2] = {rS[t][2 * r], rS[t][2 * r + 1]};
+#pragma unroll
+        for (i32 b = 1; b < kScores / 4; ++b) {
+          tile_max[0] = fmaxf(tile_max[0], rS[t][4 * b + 2 * r]);
+          tile_max[1] = fmaxf(tile_max[1], rS[t][4 * b + 2 * r + 1]);
+        }
+        m_new[t][r] = fmaxf(m[t][r], quad_max(fmaxf(tile_max[0], tile_max[1])));
+        if constexpr (mutates(Mutation::fwd_sm80_stale_max)) m_new[t][r] = m[t][r] > -1e30f ? m[t][r] : m_new[t][r];
+        // Far also from -inf, unless it stays
+        is_far |= (m_new[t][r] - m[t][r]) * factor > One::kRescaleThresholdLog2;
+      }
+    }
+    if (!__any_sync(0xffffffffu, is_far)) return;
+#pragma unroll
+    for (i32 t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (i32 r = 0; r < 2; ++r) {
+        // Exactly 1 where the maximum stays
+        float shift = One::template scaled_shift<true>(m_new[t][r], factor);
+        float residue = m_new[t][r] == -infinity() ? 0.0f : fmaf(m_new[t][r], factor, -shift);
+        float alpha = exp2_approx(fmaf(m[t][r], factor, -shift) - residue);
+        m[t][r] = m_new[t][r];
+        l[t][r] *= alpha;
+        if constexpr (mutates(Mutation::fwd_sm80_rescale)) alpha = 1.0f;
+#pragma unroll
+        for (i32 x = 0; x < kOutputs / 4; ++x) {
+          rO[t][4 * x + 2 * r] *= alpha;
+          rO[t][4 * x + 2 * r + 1] *= alpha;
+        }
+      }
+    }
+  }
+
+  // Turns scores into probabilities and adds them to l. With kMayBeEmpty a row may have seen no key yet. Scope: warp.
+  template <bool kMayBeEmpty, i32 kScores>
+  FT_DEVICE void exponentiate(float factor, float (&rS)[kTiles][kScores]) {
+    float shift[kTiles][2];
+    bool is_large = false;
+#pragma unroll
+    for (i32 x = 0; x < 2 * kTiles; ++x) {
+      shift[x / 2][x % 2] = One::template scaled_shift<kMayBeEmpty>(m[x / 2][x % 2], factor);
+      is_large |= fabsf(shift[x / 2][x % 2]) > One::kLargeShift;
+    }
+    if (__any_sync(0xffffffffu, is_large)) {
+#pragma unroll
+      for (i32 t = 0; t < kTiles; ++t) {
+#pragma unroll
+        for (i32 x = 0; x < kScores; ++x) rS[t][x] -= shift_of(m[t][x / 2 % 2]);
+        shift[t][0] = shift[t][1] = 0.0f;
+      }
+    }
+#pragma unroll
+    for (i32 t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (i32 r = 0; r < 2; ++r) {
+#pragma unroll
+        for (i32 b = 0; b < kScores / 4; ++b) {
+#pragma unroll
+          for (i32 e = 0; e < 2; ++e) {
+            float& x = rS[t][4 * b + 2 * r + e];
+            x = exp2_approx(fmaf(x, factor, -shift[t][r]));
+            l[t][r] += x;
+          }
+        }
+      }
+    }
+  }
+};
+
 }  // namespace flashtile

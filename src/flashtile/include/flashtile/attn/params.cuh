@@ -24,7 +24,7 @@ struct Params {
   void* dv;                   // as v
   void* dbias;                // bias_sizes, contiguous
   float* dsinks;              // (heads)
-  float* lse_log2;            // as lse: lse in the unit of scores (score_unit.cuh); +inf for a fully masked row
+  float* score_lse;           // as lse: lse in the unit of scores (score_unit.cuh); +inf for a fully masked row
   float* delta;               // as lse: rowsum(dO * O) - dlse
   float* dq_accum;            // (slabs of head_dim, as lse, 64): sums of dS K; swizzled (bwd_sm90.cuh)
   i32* dq_order;              // as lse: parts of dQ added so far, at the first row of each query tile; or null

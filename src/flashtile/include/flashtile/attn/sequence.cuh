@@ -50,7 +50,7 @@ FT_DEVICE Sequence find_sequence(const Params& p, i32 batch_idx) {
   return s;
 }
 
-// The index of query i in lse, lse_log2 and delta.
+// The index of query i in lse, score_lse and delta.
 FT_DEVICE i64 stat_index(const Params& p, const Sequence& s, i32 head, i32 i) {
   return s.stat_row + head * p.lse_head_stride + i;
 }

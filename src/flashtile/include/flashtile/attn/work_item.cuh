@@ -87,18 +87,18 @@ struct WorkItemRing {
   FT_DEVICE Item& at(u32 index) { return *reinterpret_cast<Item*>(items[index % kNumItems]); }
 };
 
-// The query and the head of each of this thread's two fragment rows. A row without a query gets a query index outside
-// the sequence and a valid head.
+// The query and the head of each of this thread's two fragment rows, first_row and the 8th after it of a consumer's 64.
+// A row without a query gets a query index outside the sequence and a valid head.
 template <class Config>
 struct FragmentRows {
   i32 i[2], packed_head[2];
 
   template <class Tile>
-  FT_DEVICE FragmentRows(const Params& p, const Tile& tile, i32 consumer) {
+  FT_DEVICE FragmentRows(const Params& p, const Tile& tile, i32 consumer, i32 first_row = fragment_row()) {
     i32 num_heads = HeadPacking<Config>::num_heads(p), num_queries = HeadPacking<Config>::num_queries(p);
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
-      i32 row = fragment_row() + 8 * r;
+      i32 row = first_row + 8 * r;
       i[r] = tile.i_begin + num_queries * consumer + row;
       if constexpr (Config::kPacksHeads) {
         i32 head = row / num_queries;

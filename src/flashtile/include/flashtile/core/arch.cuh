@@ -17,4 +17,10 @@ constexpr bool kHasAsyncCopy = false;
 constexpr bool kHasBf16Convert = false;
 #endif
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr bool kHasVectorReduction = true;  // red.v2.f32
+#else
+constexpr bool kHasVectorReduction = false;
+#endif
+
 }  // namespace flashtile

@@ -79,6 +79,13 @@ FT_DEVICE float tanh_by_exp2(float x) {
   return a < 0.55f ? fmaf(p * z, x, x) : (x < 0.0f ? -t : t);
 }
 
+// The smaller of both; NaN if either is. (PTX ISA: min)
+FT_DEVICE float min_with_nan(float a, float b) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
 FT_DEVICE float max_of(float a, float b) { return fmaxf(a, b); }
 FT_DEVICE i32 min_of(i32 a, i32 b) { return a < b ? a : b; }
 FT_DEVICE i32 max_of(i32 a, i32 b) { return a > b ? a : b; }

@@ -27,6 +27,14 @@ enum class Mutation {
   fwd_sm90_dropout,      // two of four words of dropout bits are swapped
   fwd_sm90_split,        // every split processes the keys of the first one
   fwd_sm90_later_tile,   // a block repeats its first query tile instead of its fourth
+  // Found by `flashtile check`, in the mma.sync forward
+  fwd_sm80_rescale,      // the output is not scaled down when the maximum rises
+  fwd_sm80_stale_max,    // the maximum stays that of the first tile
+  fwd_sm80_skip,         // warps skip the tiles that a band cuts
+  fwd_sm80_tail,         // rows past the last key are copied instead of cleared
+  fwd_sm80_column,       // eight columns past head_dim are copied instead of cleared
+  fwd_sm80_gqa_head,     // query head h uses KV head h % heads_kv instead of h / group
+  fwd_sm80_warp_rows,    // every warp uses the queries of the first
   // Found by `flashtile check`, in the Hopper backward
   bwd_sm90_delta,        // delta without rowsum(dO * O)
   bwd_sm90_dq_tile,      // dQ of the second query tile is not added
@@ -40,6 +48,21 @@ enum class Mutation {
   bwd_sm90_alibi,        // ALiBi distances count from the first key instead of the last
   bwd_sm90_dbias_head,   // a bias shared by all heads misses the gradient of the last head
   bwd_sm90_softcap,      // the derivative of the softcap is ignored
+  // Found by `flashtile check`, in the Hopper backward for wide heads
+  bwd_sm90_wide_dq_tile,      // dQ skips the last key tile
+  bwd_sm90_wide_dq_mask,      // causal and window masks of dQ are one key too far right
+  bwd_sm90_wide_gqa_head,     // dQ of query head h uses KV head h % heads_kv instead of h / group
+  bwd_sm90_wide_mask_offset,  // causal and window masks of dK and dV are one query too early
+  bwd_sm90_wide_tail,         // rows past the last query or key are not cleared
+  bwd_sm90_wide_group,        // dK and dV use only one query head of a group
+  bwd_sm90_wide_dropout,      // the keys of two rows swap their dropout bits
+  bwd_sm90_wide_softcap,      // dK ignores the derivative of the softcap
+  // Found by `flashtile check`, in the mma.sync backward
+  bwd_sm80_mask_offset,  // causal and window masks are one query too early
+  bwd_sm80_tail,         // rows past the last query or key are copied instead of cleared
+  bwd_sm80_group,        // only one query head of a group
+  bwd_sm80_dq_tile,      // dQ of the second query tile is not added
+  bwd_sm80_softcap,      // the derivative of the softcap is ignored
   // Found by `flashtile check`, in the other kernels or in code that all share
   skip_rescale,        // the output and the sum are not scaled down when the maximum rises
   stale_max,           // the maximum stays that of the first tile: correct until an exponential overflows
@@ -72,6 +95,9 @@ enum class Mutation {
   out_of_bounds,           // memcheck: a float is written past the end of lse
   uninitialised,           // initcheck: delta is read but never written
   divergent_barrier,       // synccheck: half of the threads reach a barrier
+  fwd_sm80_out_of_bounds,  // memcheck: a float is written past the end of lse
+  fwd_sm80_race,           // racecheck: the query tile is written while other threads read it
+  fwd_sm80_uninitialised,  // initcheck: lse is read before it is written
   fwd_sm90_out_of_bounds,  // memcheck: a float is written past the end of lse
   fwd_sm90_race,           // racecheck: the tile scheduler is written while other threads read it
   fwd_sm90_uninitialised,  // initcheck: lse is read before it is written

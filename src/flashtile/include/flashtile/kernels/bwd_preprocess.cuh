@@ -33,13 +33,13 @@ __global__ void __launch_bounds__(kPreprocessThreads) bwd_preprocess_kernel(cons
     sum = lanes_sum<32>(sum);
     if (lane == 0) {
       i64 stat = stat_index(p, s, head, i);
-      // A fully masked row has no gradient: lse_log2 = +inf makes P 0, and delta is 0 whatever dlse is
+      // A fully masked row has no gradient: score_lse = +inf makes P 0, and delta is 0 whatever dlse is
       bool is_empty = p.lse[stat] == -infinity();
       if constexpr (mutates(Mutation::delta_missing)) sum = 0.0f;
       if constexpr (!mutates(Mutation::dlse_ignored))
         if (p.dlse != nullptr) sum -= p.dlse[stat];
       if constexpr (!mutates(Mutation::uninitialised)) p.delta[stat] = is_empty ? 0.0f : sum;
-      p.lse_log2[stat] = is_empty ? infinity() : in_score_unit(has_natural_scores(p), p.lse[stat]);
+      p.score_lse[stat] = is_empty ? infinity() : in_score_unit(has_natural_scores(p), p.lse[stat]);
     }
   }
 }
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kPreprocessThreads) bwd_dsinks_kernel(const FT
     Sequence s = find_sequence<SeqInfo>(p, b);
     for (i32 i = threadIdx.x; i < s.seqlen_q; i += kPreprocessThreads) {
       i64 stat = stat_index(p, s, head, i);
-      float share = probability(sink, p.lse_log2[stat], factor) * p.delta[stat];
+      float share = probability(sink, p.score_lse[stat], factor) * p.delta[stat];
       sum -= share;
       if constexpr (mutates(Mutation::dsinks_sign)) sum += 2.0f * share;
     }

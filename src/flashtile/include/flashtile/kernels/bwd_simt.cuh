@@ -35,10 +35,10 @@ struct BwdSimtStorage {
 // gradient of the dot product. Scope: thread.
 template <class ScoreMod>
 FT_DEVICE void backward_element(const Scorer<ScoreMod>& scorer, float scale, float dot, float dp, float drop,
-                                float lse_log2, float delta, i32 i, i32 j, float& p_dropped, float& ds, float& chain) {
+                                float score_lse, float delta, i32 i, i32 j, float& p_dropped, float& ds, float& chain) {
   float tanh = 0.0f;
   constexpr float kFactor = exponent_factor(ScoreMod::kHasBias);
-  float p = probability(scorer.score(dot, i, j, tanh), lse_log2, kFactor);
+  float p = probability(scorer.score(dot, i, j, tanh), score_lse, kFactor);
   p_dropped = p * drop;
   ds = p * (dp * drop - delta);
   chain = ScoreMod::kHasSoftcap ? scale * (1.0f - tanh * tanh) : scale;
@@ -49,7 +49,7 @@ FT_DEVICE void backward_element(const Scorer<ScoreMod>& scorer, float scale, flo
 // `chain`. Scope: warp.
 template <class Config, class Mask, class ScoreMod, class Dropout, bool kIsMasked, bool kOfDot>
 FT_DEVICE void query_tile_ds(const Params& p, const Sequence& s, i32 head, const Scorer<ScoreMod>& scorer, i32 i_begin,
-                             i32 j_begin, const float (&lse_log2)[Config::kRowsPerThread],
+                             i32 j_begin, const float (&score_lse)[Config::kRowsPerThread],
                              const float (&delta)[Config::kRowsPerThread], ScoreTile<Config>& rS,
                              ScoreTile<Config>& rD) {
   ScoreTile<Config> drop;
@@ -67,7 +67,7 @@ FT_DEVICE void query_tile_ds(const Params& p, const Sequence& s, i32 head, const
       i32 j = j_begin + column_group() + 8 * n;
       float p_dropped = 0.0f, ds = 0.0f, chain = 0.0f;
       if (!kIsMasked || is_seen<Mask>(p, s, head, i, j)) {
-        backward_element<ScoreMod>(scorer, p.scale, rS[t][n], rD[t][n], drop[t][n], lse_log2[t], delta[t], i, j,
+        backward_element<ScoreMod>(scorer, p.scale, rS[t][n], rD[t][n], drop[t][n], score_lse[t], delta[t], i, j,
                                    p_dropped, ds, chain);
       }
       rS[t][n] = kOfDot ? ds * chain : ds;
@@ -78,14 +78,14 @@ FT_DEVICE void query_tile_ds(const Params& p, const Sequence& s, i32 head, const
 // query_tile_ds with a mask where the tile needs one. Scope: warp.
 template <class Config, class Mask, class ScoreMod, class Dropout, bool kOfDot>
 FT_DEVICE void query_tile(const Params& p, const Sequence& s, i32 head, const Scorer<ScoreMod>& scorer, i32 i_begin,
-                          i32 j_begin, const float (&lse_log2)[Config::kRowsPerThread],
+                          i32 j_begin, const float (&score_lse)[Config::kRowsPerThread],
                           const float (&delta)[Config::kRowsPerThread], ScoreTile<Config>& rS, ScoreTile<Config>& rD) {
   if (needs_mask<Mask>(p, s, i_begin, Config::kBlockM, j_begin, Config::kBlockN)) {
-    query_tile_ds<Config, Mask, ScoreMod, Dropout, true, kOfDot>(p, s, head, scorer, i_begin, j_begin, lse_log2, delta,
+    query_tile_ds<Config, Mask, ScoreMod, Dropout, true, kOfDot>(p, s, head, scorer, i_begin, j_begin, score_lse, delta,
                                                                  rS, rD);
   } else {
-    query_tile_ds<Config, Mask, ScoreMod, Dropout, false, kOfDot>(p, s, head, scorer, i_begin, j_begin, lse_log2, delta,
-                                                                  rS, rD);
+    query_tile_ds<Config, Mask, ScoreMod, Dropout, false, kOfDot>(p, s, head, scorer, i_begin, j_begin, score_lse,
+                                                                  delta, rS, rD);
   }
 }
 
@@ -93,12 +93,12 @@ FT_DEVICE void query_tile(const Params& p, const Sequence& s, i32 head, const Sc
 // Scope: thread.
 template <class Config>
 FT_DEVICE void load_stats(const Params& p, const Sequence& s, i32 head, i32 i_begin,
-                          float (&lse_log2)[Config::kRowsPerThread], float (&delta)[Config::kRowsPerThread]) {
+                          float (&score_lse)[Config::kRowsPerThread], float (&delta)[Config::kRowsPerThread]) {
 #pragma unroll
   for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
     i32 i = i_begin + row_of<Config>(t);
     i64 stat = stat_index(p, s, head, i);
-    lse_log2[t] = i < s.seqlen_q ? p.lse_log2[stat] : infinity();
+    score_lse[t] = i < s.seqlen_q ? p.score_lse[stat] : infinity();
     delta[t] = i < s.seqlen_q ? p.delta[stat] : 0.0f;
   }
 }
@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dq_simt_kernel(con
   load_tile<Config, Load, Config::kBlockM, Out>(shared.sOwnGrad, i_begin, s.seqlen_q, p.head_dim_v,
                                                 [&](i32 i) { return gdO + i * p.dout_strides.row; });
 
-  float lse_log2[Config::kRowsPerThread], delta[Config::kRowsPerThread];
-  load_stats<Config>(p, s, head, i_begin, lse_log2, delta);
+  float score_lse[Config::kRowsPerThread], delta[Config::kRowsPerThread];
+  load_stats<Config>(p, s, head, i_begin, score_lse, delta);
   OutputTile<Config> rdQ;
   clear<Config>(rdQ);
   Scorer<ScoreMod> scorer(p, s, head);
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dq_simt_kernel(con
     ScoreTile<Config> rS, rD;
     product_abt<Config>(rS, shared.sOwn, shared.sStream);
     product_abt<Config>(rD, shared.sOwnGrad, shared.sStreamGrad);
-    query_tile<Config, Mask, ScoreMod, Dropout, true>(p, s, head, scorer, i_begin, j_begin, lse_log2, delta, rS, rD);
+    query_tile<Config, Mask, ScoreMod, Dropout, true>(p, s, head, scorer, i_begin, j_begin, score_lse, delta, rS, rD);
     // dQ += dS K
     store_scores<Config>(shared.sP, rS);
     product_pb<Config>(rdQ, shared.sP, shared.sStream);
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dkdv_simt_kernel(c
         i32 i = i_begin + column_group() + 8 * n;
         bool is_inside = i < s.seqlen_q;
         i64 stat = stat_index(p, s, head, i);
-        float lse_log2 = is_inside ? p.lse_log2[stat] : infinity();
+        float score_lse = is_inside ? p.score_lse[stat] : infinity();
         float delta = is_inside ? p.delta[stat] : 0.0f;
 #pragma unroll
         for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dkdv_simt_kernel(c
               drop = bits.factor(bits.words(i, j / 8), j % 8);
               if constexpr (mutates(Mutation::dropout_backward)) drop = 1.0f;
             }
-            backward_element<ScoreMod>(scorer, p.scale, rS[t][n], rD[t][n], drop, lse_log2, delta, i, j, p_dropped, ds,
+            backward_element<ScoreMod>(scorer, p.scale, rS[t][n], rD[t][n], drop, score_lse, delta, i, j, p_dropped, ds,
                                        chain);
           }
           rS[t][n] = p_dropped;
@@ -292,8 +292,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dbias_simt_kernel(
                                                     [&](i32 i) { return gQ + i * p.q_strides.row; });
         load_tile<Config, Load, Config::kBlockM, Out>(shared.sOwnGrad, i_begin, s.seqlen_q, p.head_dim_v,
                                                       [&](i32 i) { return gdO + i * p.dout_strides.row; });
-        float lse_log2[Config::kRowsPerThread], delta[Config::kRowsPerThread];
-        load_stats<Config>(p, s, head, i_begin, lse_log2, delta);
+        float score_lse[Config::kRowsPerThread], delta[Config::kRowsPerThread];
+        load_stats<Config>(p, s, head, i_begin, score_lse, delta);
         for (i32 n = n_tile; n < (all_j ? ceil_div(s.seqlen_k, Config::kBlockN) : n_tile + 1); ++n) {
           i32 j_begin = n * Config::kBlockN;
           if (j_begin >= keys.end || j_begin + Config::kBlockN <= keys.begin) continue;
@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dbias_simt_kernel(
           ScoreTile<Config> rS, rD;
           product_abt<Config>(rS, shared.sOwn, shared.sStream);
           product_abt<Config>(rD, shared.sOwnGrad, shared.sStreamGrad);
-          query_tile<Config, Mask, ScoreMod, Dropout, false>(p, s, head, scorer, i_begin, j_begin, lse_log2, delta, rS,
+          query_tile<Config, Mask, ScoreMod, Dropout, false>(p, s, head, scorer, i_begin, j_begin, score_lse, delta, rS,
                                                              rD);
 #pragma unroll
           for (i32 t = 0; t < Config::kRowsPerThread; ++t) {

@@ -201,7 +201,7 @@ struct BwdSm90 {
           i32 i = m * kBlockM + 32 * x + lane;
           bool is_query = i < tile.s.seqlen_q;
           i64 stat = stat_index(p, tile.s, tile.first_head + h, i);
-          lse[x] = is_query ? p.lse_log2[stat] : infinity();
+          lse[x] = is_query ? p.score_lse[stat] : infinity();
           delta[x] = is_query ? p.delta[stat] : 0.0f;
         }
         bool is_large = false;
@@ -240,27 +240,42 @@ struct BwdSm90 {
   }
 
   // Adds the parts of dQ to dq_accum as they come or, with dq_order, tile by tile in a fixed order. Each slab of
-  // dq_accum holds the rows of lse one after the other, so a part is one piece.
+  // dq_accum holds the rows of lse one after the other, so a part is one piece. A reduction takes long to complete:
+  // with two buffers a part is released when the next one is on its way, and the next block's turn for a tile is
+  // signalled then too, or earlier if this thread must wait for a turn of its own.
   FT_DEVICE static void reduce_dq(const Params& p, Storage& shared, const KeyTile& tile) {
-    u32 num_tiles = (tile.m_end - tile.m_begin) * tile.num_heads;
+    constexpr i32 kPending = Config::kNumDqBuffers - 1;
+    static_assert(kPending <= 1);
+    bool is_ordered = p.dq_order != nullptr;
+    u32 num_tiles = (tile.m_end - tile.m_begin) * tile.num_heads, number = 0;
+    i32* unsignalled = nullptr;  // the count of the tile before
     for (u32 count = 0; count < num_tiles; ++count) {
-      const QueryTileIndex& queries = shared.queries[count % kNumQueryTiles];
       for (i32 consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
         if (!has_dq(consumer, count)) continue;
-        u32 buffer = DqBuffers::stage(dq_number(consumer, count));
-        DqBuffers::wait_full(shared.full_dq, dq_number(consumer, count));
+        DqBuffers::wait_full(shared.full_dq, number);
+        const QueryTileIndex& queries = shared.queries[count % kNumQueryTiles];
+        bool is_first = consumer == 0 || !kSharesDq;
+        if (is_ordered && is_first && !is_turn(p.dq_order + queries.stat, queries.order)) {
+          if (unsignalled != nullptr) bulk_wait<0>(), signal_turn(unsignalled);
+          unsignalled = nullptr;
+          while (!is_turn(p.dq_order + queries.stat, queries.order)) {}
+        }
         i32 first = Config::kSplitsDqRows ? 64 * consumer : 0, num_rows = min_of(64, queries.num_queries - first);
         i64 row = queries.stat + first + (Config::kSplitsDqColumns ? consumer * p.lse_size : 0);
         if constexpr (mutates(Mutation::bwd_sm90_dq_tile))
           if (count == 1) num_rows = 0;
-        if (p.dq_order != nullptr && is_first_part(consumer)) wait_order(p.dq_order + queries.stat, queries.order);
-        if (num_rows > 0) reduce_add(p.dq_accum + row * 64, shared.sdQ[buffer], 256 * num_rows);
+        if (num_rows > 0) reduce_add(p.dq_accum + row * 64, shared.sdQ[DqBuffers::stage(number)], 256 * num_rows);
         bulk_commit();
-        bulk_wait_read<0>();
-        mbarrier_arrive(shared.empty_dq[buffer]);
-        if (p.dq_order != nullptr && is_last_part(consumer)) signal_order(p.dq_order + queries.stat);
+        bulk_wait_read<kPending>();
+        if (kPending == 0 || number > 0) mbarrier_arrive(shared.empty_dq[DqBuffers::stage(number + kPending)]);
+        ++number;
+        if (is_first && unsignalled != nullptr) bulk_wait<1>(), signal_turn(unsignalled);
+        if (is_ordered) unsignalled = p.dq_order + queries.stat;
       }
     }
+    // Shared memory must outlive the last reduction
+    bulk_wait<0>();
+    if (unsignalled != nullptr) signal_turn(unsignalled);
   }
 
   // ---- Consumer. Scope: warpgroup.
@@ -350,8 +365,6 @@ struct BwdSm90 {
 
   // Whether a consumer computes a part of dQ of tile number count, and the number of that part.
   FT_DEVICE static bool has_dq(i32 consumer, u32 count) { return kSharesDq || static_cast<i32>(count % 2) == consumer; }
-  FT_DEVICE static bool is_first_part(i32 consumer) { return consumer == 0 || !kSharesDq; }
-  FT_DEVICE static bool is_last_part(i32 consumer) { return consumer == 1 || !kSharesDq; }
   FT_DEVICE static u32 dq_number(i32 consumer, u32 count) { return kSharesDq ? 2 * count + consumer : count; }
 
   // Hands a consumer's part of dQ of tile number count to reduce_dq, and releases the tile's dS. A swizzle avoids bank

@@ -149,7 +149,7 @@ struct DbiasSm90 {
             i32 i = tile * kBlockM + 32 * x + lane;
             bool is_query = i < s.seqlen_q;
             i64 stat = stat_index(p, s, head, i);
-            lse[x] = is_query ? p.lse_log2[stat] : infinity();
+            lse[x] = is_query ? p.score_lse[stat] : infinity();
             delta[x] = is_query ? p.delta[stat] : 0.0f;
             is_large |= fabsf(lse[x]) > kLargeLse && lse[x] != infinity();
           }

@@ -186,7 +186,7 @@ struct BwdSm90Options {
       for (i32 part = 0; part < kPieces / kLanes; ++part) {
         i32 first = part * kLanes * (kBytes / kSize);  // key of the part
         i32 num_valid = row < num_rows ? clamp((num_keys - first - key) * kSize, 0, kBytes) : 0;
-        cp_async_part<kBytes>(tile + bias_offset(row, first + key), rows + first, num_valid);
+        cp_async<kBytes>(tile + bias_offset(row, first + key), rows + first, num_valid);
       }
     }
   }
@@ -297,7 +297,7 @@ struct BwdSm90Options {
   };
   // Waits for the bits of tile number count. Scope: warp.
   FT_DEVICE static Bits load_bits(Storage& shared, i32 consumer, u32 count) {
-    Bits bits;
+    Bits bits{};
     if constexpr (Mask::kHasBool) {
       mbarrier_wait(shared.MaskBits::full[consumer], count % 2);
       bits.is_masked = shared.MaskBits::is_full[consumer] == 0;
@@ -377,8 +377,8 @@ struct BwdSm90Options {
     u32 (&words)[kBiasWords] = bias[b / 2 % kBiasFragments];
     if constexpr (sizeof(BiasElement) == 2) {
       u32 tile = shared_address(shared.Bias::tiles[consumer][BiasStages::stage(count)]);
-      ldmatrix_x4_transposed(tile + bias_offset(lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8) + b * 1024,
-                             words);
+      ldmatrix_x4_trans(words,
+                        tile + bias_offset(lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8) + b * 1024);
     } else {
       const char* tile = reinterpret_cast<const char*>(shared.Bias::tiles[consumer][BiasStages::stage(count)]);
 #pragma unroll

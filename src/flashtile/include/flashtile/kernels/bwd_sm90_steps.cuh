@@ -68,14 +68,14 @@ __global__ void __launch_bounds__(kStepThreads) bwd_sm90_preprocess_kernel(const
     i64 stat = stat_index(p, rows.s, rows.head, i);
     if (!is_query) continue;
     if (lane == 0) {
-      // A fully masked row has no gradient: lse_log2 = +inf makes P 0, and delta is 0 whatever dlse is
+      // A fully masked row has no gradient: score_lse = +inf makes P 0, and delta is 0 whatever dlse is
       float lse = p.lse[stat];
       bool is_empty = lse == -infinity();
       if constexpr (mutates(Mutation::bwd_sm90_delta)) sum = 0.0f;
       if (p.dlse != nullptr) sum -= p.dlse[stat];
       if (p.dq_order != nullptr) p.dq_order[stat] = 0;
       p.delta[stat] = is_empty ? 0.0f : sum;
-      p.lse_log2[stat] = is_empty ? infinity() : in_score_unit(has_natural_scores(p), lse);
+      p.score_lse[stat] = is_empty ? infinity() : in_score_unit(has_natural_scores(p), lse);
     }
     // Zero the row's sums of dQ
 #pragma unroll

@@ -31,19 +31,17 @@ FT_DEVICE void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Turns of blocks that add to the same memory in a fixed order: a count in global memory, at first 0.
-// Waits until count is order. Bulk reductions of this thread come after those before signal_order.
-FT_DEVICE void wait_order(const i32* count, i32 order) {
+// Turns of blocks that add to the same memory in a fixed order: a count in global memory, at first 0, of the blocks
+// that are done. If it is this block's turn, bulk reductions of this thread come after those before signal_turn.
+FT_DEVICE bool is_turn(const i32* count, i32 order) {
   jitter();
   i32 found;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(count) : "memory");
-  } while (found != order);
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(count) : "memory");
   asm volatile("fence.proxy.async;" ::: "memory");
+  return found == order;
 }
-// Adds 1 to count once this thread's bulk reductions are complete.
-FT_DEVICE void signal_order(i32* count) {
-  bulk_wait<0>();
+// Ends this block's turn. Its reductions are those that bulk_wait has waited for.
+FT_DEVICE void signal_turn(i32* count) {
   asm volatile("fence.proxy.async;" ::: "memory");
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
 }

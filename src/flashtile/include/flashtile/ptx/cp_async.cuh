@@ -19,16 +19,15 @@ FT_DEVICE void cp_async(float* shared, const void* global, bool is_valid) {
   }
 }
 
-// Starts a copy of kBytes (4 or 16) to a shared address, aligned to kBytes as the source is. Only the first num_valid
-// bytes are read; the rest becomes zeros. (PTX ISA: cp.async)
+// The same of num_bytes out of kBytes (4 or 16), to a 32-bit shared address; the rest becomes zeros. 16 bytes bring their
+// line of 128 to L2. (PTX ISA: cp.async)
 template <i32 kBytes>
-FT_DEVICE void cp_async_part(u32 address, const void* global, i32 num_valid) {
+FT_DEVICE void cp_async(u32 address, const void* global, i32 num_bytes) {
   if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(num_valid)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(num_bytes)
                  : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(global), "r"(num_valid)
-                 : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(global), "r"(num_bytes) : "memory");
   }
 }
 

@@ -52,6 +52,17 @@ FT_DEVICE void store_row_float(float* row, bool is_inside, i32 num_columns, i32 
   }
 }
 
+// Stores row r element by element, whatever its alignment. Scope: thread.
+template <typename Out, i32 kCount>
+FT_DEVICE void store_row_elements(Out* row, bool is_inside, i32 num_columns, i32 r, float factor,
+                                  const float (&rO)[kCount]) {
+#pragma unroll
+  for (i32 x = 0; x < kCount / 2; ++x) {
+    i32 b = x / 2, e = x % 2, column = 8 * b + fragment_column() + e;
+    if (is_inside && column < num_columns) row[column] = from_float<Out>(rO[4 * b + 2 * r + e] * factor);
+  }
+}
+
 // The 8 columns from 8 * (b + lane % 4) on of row r, in 16 bits. Quads exchange words, so that each lane can store 16
 // bytes. Scope: warp.
 template <typename Out, i32 kCount>

@@ -32,6 +32,15 @@ FT_DEVICE void store_fragment(T* tile, const u32 (&packed)[kCount]) {
   __syncwarp();
 }
 
+// Loads a slab of a 64-row tile as a packed fragment. Scope: thread.
+template <typename T>
+FT_DEVICE void load_fragment(const T* slab, u32 (&packed)[16]) {
+  i32 lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+  const u32* words = reinterpret_cast<const u32*>(slab) + row * 32 + lane % 4;
+#pragma unroll
+  for (i32 x = 0; x < 16; ++x) packed[x] = words[x % 2 * 8 * 32 + (x / 2 ^ row % 8) * 4];
+}
+
 // Zeros rows [first, kRows) of a tile. The caller synchronises the warpgroup. Scope: warpgroup.
 template <i32 kRows, i32 kSlabs, typename T>
 FT_DEVICE void clear_rows(T* tile, i32 first) {

@@ -20,6 +20,31 @@ FT_DEVICE void gemm_abt(float (&rD)[kColumns / 2], u32 a, u32 b) {
   wgmma_commit();
 }
 
+// D = A B^T, or D += A B^T, over one slab of 64 columns.
+template <typename T, i32 kColumns>
+FT_DEVICE void gemm_abt_slab(float (&rD)[kColumns / 2], u32 a, u32 b, bool accumulates) {
+  wgmma_fence();
+#pragma unroll
+  for (i32 step = 0; step < 4; ++step) {
+    Wgmma<T, kColumns>::template ss<false>(rD, tile_descriptor(a + 2 * step), tile_descriptor(b + 2 * step),
+                                           accumulates || step != 0);
+  }
+  wgmma_commit();
+}
+
+// The same with A in registers, as a packed fragment.
+template <typename T, i32 kColumns>
+FT_DEVICE void gemm_abt_slab(float (&rD)[kColumns / 2], const u32 (&rA)[16], u32 b, bool accumulates) {
+  wgmma_fence();
+#pragma unroll
+  for (i32 step = 0; step < 4; ++step) {
+    const u32* a = rA + 4 * step;
+    Wgmma<T, kColumns>::template rs<false>(rD, a[0], a[1], a[2], a[3], tile_descriptor(b + 2 * step),
+                                           accumulates || step != 0);
+  }
+  wgmma_commit();
+}
+
 // D += A B: A (64 x kDepth) in shared memory, B has kDepth rows of kColumns columns.
 template <typename T, i32 kColumns, i32 kDepth>
 FT_DEVICE void gemm_ab(float (&rD)[kColumns / 2], u32 a, u32 b) {

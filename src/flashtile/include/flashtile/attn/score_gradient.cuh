@@ -1,0 +1,95 @@
+// From scores and dP to P and dS in a fragment (tile/fragment.cuh) whose rows are keys and whose kBlockM columns are
+// queries: S^T and dP^T in, packed P^T and dS^T out. A thread's rows are fragment_row() and the 8th after it of the 64
+// keys from j_begin on. Scope of every function: thread, with dropout warp.
+#pragma once
+
+#include "flashtile/attn/block_range.cuh"
+#include "flashtile/attn/dropout.cuh"
+#include "flashtile/attn/mask.cuh"
+#include "flashtile/attn/score_mod.cuh"
+#include "flashtile/core/mutation.cuh"
+#include "flashtile/tile/fragment.cuh"
+
+namespace flashtile {
+
+template <typename T, class Mask, class ScoreMod, class Dropout, i32 kBlockM>
+struct ScoreGradient {
+  static constexpr i32 kScores = kBlockM / 2;  // registers per thread
+  using Scores = float[kScores];
+  using Packed = u32[kScores / 2];
+
+  // The columns [begin, end) whose queries see key j, before a bool mask. The first column is query i.
+  FT_DEVICE static Range seen_columns(const Params& p, const Sequence& s, i32 i, i32 j) {
+    Range seen = query_range<Mask>(p, s, j, j + 1);
+    if constexpr (mutates(Mutation::bwd_sm80_mask_offset)) seen.begin -= Mask::kHasBand ? 1 : 0;
+    return j < s.seqlen_k ? Range{seen.begin - i, seen.end - i} : Range{0, 0};
+  }
+
+  // Without options. P = 2^(S * scale_log2 - lse), at most 1: a large lse may be rounded. With kIsMasked it is 0 where a
+  // query does not see the key. Queries past the last one have Q and dO of zeros and add nothing.
+  template <bool kIsMasked>
+  FT_DEVICE static void plain(const Params& p, const Sequence& s, i32 i_begin, i32 j_begin, const float* sLse,
+                              const float* sDelta, const Scores& rS, const Scores& rdP, Packed& packed_p,
+                              Packed& packed_ds) {
+    Range seen[2];
+#pragma unroll
+    for (i32 r = 0; r < 2 && kIsMasked; ++r) {
+      seen[r] = seen_columns(p, s, i_begin + fragment_column(), j_begin + fragment_row() + 8 * r);
+    }
+#pragma unroll
+    for (i32 b = 0; b < kScores / 4; ++b) {
+      float2 lse = *reinterpret_cast<const float2*>(sLse + 8 * b + fragment_column());
+      float2 delta = *reinterpret_cast<const float2*>(sDelta + 8 * b + fragment_column());
+#pragma unroll
+      for (i32 r = 0; r < 2; ++r) {
+        float prob[2], ds[2];
+#pragma unroll
+        for (i32 e = 0; e < 2; ++e) {
+          i32 x = 4 * b + 2 * r + e, column = 8 * b + e;
+          float exponent = min_with_nan(fmaf(rS[x], p.scale_log2, -(e == 0 ? lse.x : lse.y)), 0.0f);
+          if constexpr (kIsMasked) exponent = column >= seen[r].begin && column < seen[r].end ? exponent : -infinity();
+          prob[e] = exp2_approx(exponent);
+          ds[e] = prob[e] * (rdP[x] - (e == 0 ? delta.x : delta.y));
+        }
+        packed_p[2 * b + r] = pack_two<T>(prob[0], prob[1]);
+        packed_ds[2 * b + r] = pack_two<T>(ds[0], ds[1]);
+      }
+    }
+  }
+
+  // With options: softcap needs its derivative, dropout the same bits twice.
+  FT_DEVICE static void with_options(const Params& p, const Sequence& s, i32 head, i32 i_begin, i32 j_begin,
+                                     const float* sLse, const float* sDelta, const Scores& rS, const Scores& rdP,
+                                     Packed& packed_p, Packed& packed_ds) {
+    Scorer<ScoreMod> scorer(p, s, head);
+    i32 i_first = i_begin + fragment_column(), j_first = j_begin + fragment_row();
+    TransposedDropout<Dropout, kBlockM> dropout(p, s, head, i_begin, j_begin);
+#pragma unroll
+    for (i32 b = 0; b < kScores / 4; ++b) {
+      float2 lse = *reinterpret_cast<const float2*>(sLse + 8 * b + fragment_column());
+      float2 delta = *reinterpret_cast<const float2*>(sDelta + 8 * b + fragment_column());
+#pragma unroll
+      for (i32 r = 0; r < 2; ++r) {
+        Range seen = seen_columns(p, s, i_first, j_first + 8 * r);
+        float prob[2], ds[2];
+#pragma unroll
+        for (i32 e = 0; e < 2; ++e) {
+          i32 column = 8 * b + e, x = 4 * b + 2 * r + e, i = i_first + column, j = j_first + 8 * r;
+          bool is_kept = column >= seen.begin && column < seen.end && i < s.seqlen_q;
+          if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, s, head, i, j);
+          float tanh = 0.0f, drop = dropout.factor(b, e, r);
+          float score = is_kept ? scorer.score(rS[x], i, j, tanh) : -infinity();
+          float full = probability(score, e == 0 ? lse.x : lse.y, exponent_factor(ScoreMod::kHasBias));
+          prob[e] = full * drop;
+          ds[e] = full * (rdP[x] * drop - (e == 0 ? delta.x : delta.y));
+          if constexpr (!mutates(Mutation::bwd_sm80_softcap))
+            if constexpr (ScoreMod::kHasSoftcap) ds[e] *= 1.0f - tanh * tanh;
+        }
+        packed_p[2 * b + r] = pack_two<T>(prob[0], prob[1]);
+        packed_ds[2 * b + r] = pack_two<T>(ds[0], ds[1]);
+      }
+    }
+  }
+};
+
+}  // namespace flashtile

@@ -1,0 +1,203 @@
+"""`attn_implementation="flashtile"` for the models of Hugging Face transformers.
+
+    from flashtile.integrations.transformers import register
+    register()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="flashtile")
+
+transformers takes every name with "flash" in it for the flash_attn package or a kernel of its hub. The functions are
+therefore registered as "ftile", through AttentionInterface and AttentionMaskInterface, and the one method that resolves
+names is wrapped so that "flashtile" means "ftile". "ftile" can be asked for directly, too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from flashtile.api import attention, attention_varlen
+from flashtile.errors import unsupported
+
+NAME = "flashtile"
+# What a model's config says. Without "flash" in it
+CONFIG_NAME = "ftile"
+
+# These models build a window into their masks and do not hand it to the attention function
+_MODELS_WITH_WINDOWS_IN_MASKS = ("doge", "paligemma", "phimoe", "qwen2_moe")
+_NOT_GIVEN: Any = object()
+_METHOD = "_check_and_adjust_attn_implementation"
+
+
+def register() -> None:
+    """Makes `attn_implementation="flashtile"` known to transformers. A second call changes nothing."""
+    AttentionInterface.register(CONFIG_NAME, attention_forward)
+    AttentionMaskInterface.register(CONFIG_NAME, attention_mask_for)
+    method = getattr(PreTrainedModel, _METHOD)
+    if not hasattr(method, "_flashtile_original"):
+        setattr(PreTrainedModel, _METHOD, _resolving(method))
+
+
+def unregister() -> None:
+    """Undoes `register`. Models that use it cannot be run until it is called again."""
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop(CONFIG_NAME, None)
+    method = getattr(PreTrainedModel, _METHOD)
+    setattr(PreTrainedModel, _METHOD, getattr(method, "_flashtile_original", method))
+
+
+def _resolving(method: Callable[..., str]) -> Callable[..., str]:
+    @functools.wraps(method)
+    def resolve(self: Any, attn_implementation: str | None, *args: Any, **options: Any) -> str:
+        name = CONFIG_NAME if attn_implementation == NAME else attn_implementation
+        return method(self, name, *args, **options)
+
+    resolve._flashtile_original = method  # type: ignore[attr-defined]
+    return resolve
+
+
+def attention_mask_for(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    config: Any = None,
+    **options: Any,
+) -> Tensor | None:
+    """As transformers' `sdpa_mask`: (batch, 1, queries, keys), True = attend, or None where the attention function
+    masks by itself. None also for causal windows and under torch.compile, where `sdpa_mask` stores the whole mask."""
+    if (
+        allow_is_causal_skip
+        and not (isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor))
+        and q_offset == 0
+        and kv_offset == 0
+        and q_length == kv_length
+        and (local_size is None or kv_length < local_size or _hands_over_window(config, local_size))
+        and _hides_nothing(attention_mask, kv_length)
+    ):
+        return None
+    mask: Tensor | None = sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip,
+        config=config,
+        **options,
+    )
+    return mask
+
+
+def _hands_over_window(config: Any, local_size: int) -> bool:
+    """The attention function gets this window as `sliding_window`. It never gets the chunks of chunked attention."""
+    if getattr(config, "model_type", None) in _MODELS_WITH_WINDOWS_IN_MASKS:
+        return False
+    return local_size == getattr(config, "sliding_window", None) != getattr(config, "attention_chunk_size", None)
+
+
+def _hides_nothing(padding: Tensor | None, kv_length: int) -> bool:
+    """A compiled graph cannot depend on values of the mask."""
+    if padding is None:
+        return True
+    return not is_compiling() and padding.shape[-1] == kv_length and bool(padding.all())
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = _NOT_GIVEN,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of transformers' AttentionInterface: (batch, heads, rows, dim) to (batch, rows, heads,
+    dim). Attention weights are never stored, so the second result is None."""
+    is_decoder = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    shared: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0, "sinks": s_aux}
+    lengths = [options.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
+    if all(isinstance(length, Tensor) for length in lengths) and query.shape[0] == 1:
+        return _packed(query, key, value, lengths, options, sliding_window, is_decoder, position_bias, shared), None
+
+    # Without a mask a decoder is causal from the top left: rows of a static cache behind the queries are empty. A
+    # single query sees every key
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    is_causal = bool(attention_mask is None and is_decoder and num_queries > 1)
+    window = None
+    if is_causal and num_queries == num_keys:
+        window = _window(module, sliding_window, num_keys)
+    mask, bias = attention_mask, position_bias
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        mask, bias = None, attention_mask if position_bias is None else attention_mask + position_bias
+    out = attention(
+        *(query, key, value),
+        causal="top_left" if is_causal else False,
+        window=window,
+        mask=mask,
+        bias=bias,
+        **shared,
+    )
+    return out.transpose(1, 2), None  # type: ignore[union-attr]
+
+
+def _window(module: Any, sliding_window: Any, num_keys: int) -> tuple[int, int] | None:
+    if sliding_window is _NOT_GIVEN:
+        config = getattr(module, "config", None)
+        size = getattr(config, "sliding_window", None)
+        if isinstance(size, int) and num_keys >= size and _hands_over_window(config, size):
+            raise unsupported(
+                "sliding_window",
+                f"nothing from {type(module).__name__}, whose config has a window of {size}",
+                "models that hand their window to the attention function",
+                'Use attn_implementation="sdpa" for this model',
+            )
+        return None
+    return None if sliding_window is None else (sliding_window - 1, 0)
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[Any],
+    options: dict[str, Any],
+    sliding_window: Any,
+    is_decoder: bool,
+    position_bias: Tensor | None,
+    shared: dict[str, Any],
+) -> Tensor:
+    """Sequences packed into one row of the batch, with their cumulative lengths: what transformers hands to flash_attn.
+    The mask is made from the same positions and is not needed."""
+    if position_bias is not None:
+        raise unsupported("position_bias", "it with cu_seq_lens_q", "one of the two")
+    has_window = is_decoder and isinstance(sliding_window, int)
+    out = attention_varlen(
+        *(query[0], key[0], value[0]),
+        cu_seqlens_q=lengths[0].to(torch.int32),
+        cu_seqlens_k=lengths[1].to(torch.int32),
+        max_seqlen_q=options.get("max_length_q"),
+        max_seqlen_k=options.get("max_length_k"),
+        causal=bool(is_decoder),
+        window=(sliding_window - 1, 0) if has_window else None,
+        layout="bhsd",
+        **shared,
+    )
+    return out.transpose(0, 1)[None]  # type: ignore[union-attr]

@@ -1,0 +1,194 @@
+"""The Hopper backward pass for wide heads, by wgmma and TMA: include/flashtile/kernels/bwd_sm90_dkdv.cuh and
+bwd_sm90_dq.cuh, docs/sm90-backward.md.
+
+Two kernels: one owns keys and computes dK and dV, the other owns queries and computes dQ. Each gradient has one owner,
+so results do not depend on timing, and only wanted gradients are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flashtile.kernels.arch import Arch
+from flashtile.kernels.families.base import Family, Launch, Row, tile_step
+from flashtile.kernels.families.steps import dsinks, plain_step, query_grid
+from flashtile.kernels.params import BwdSm90WideParams, Struct
+from flashtile.kernels.plan import Grid, MapPatch, Operand, Step, Workspace
+from flashtile.kernels.source import cpp_type
+from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
+
+# As the constants of kernels/bwd_sm90_steps.cuh; tests/cpu/test_plan.py compares them
+STEP_ROWS, STEP_THREADS = 32, 128
+_NUM_THREADS = 384
+_KEYS, _QUERIES = 64, 64  # of a tile of dK and dV
+_BUFFERS = 2  # of P
+_TILE_BYTES = 64 + 8 * 12  # WideKeyTile and the ring of WideQueryTile (kernels/bwd_sm90_dkdv.cuh)
+_BLOCK_BYTES = 72  # WideQueryBlock (kernels/bwd_sm90_dq.cuh)
+
+
+class Tile(NamedTuple):
+    stages: int  # of Q and dO in the kernel of dK and dV
+    block_keys: int  # that stream by in the kernel of dQ
+    stages_k: int
+    stages_v: int
+
+
+# By padded head_dim and head_dim_v
+_TILES: dict[tuple[int, int], Tile] = {
+    (64, 64): Tile(4, 64, 3, 3),
+    (128, 128): Tile(4, 64, 3, 3),
+    (192, 128): Tile(4, 64, 3, 3),
+    (192, 192): Tile(3, 64, 3, 2),
+    (256, 256): Tile(2, 64, 2, 1),
+}
+
+
+@dataclass(frozen=True)
+class BwdSm90WideRow(Row):
+    stages: tuple[int, ...]  # of Q and dO together, or of K and of V
+
+    @property
+    def header(self) -> str:
+        return self.kernel
+
+    @property
+    def struct(self) -> Struct:
+        return BwdSm90WideParams
+
+    @property
+    def num_threads(self) -> int:
+        return _NUM_THREADS
+
+    @property
+    def is_dq(self) -> bool:
+        return self.kernel == "bwd_sm90_dq"
+
+    @property
+    def config(self) -> str:
+        sizes = (self.block_n, *self.stages) if self.is_dq else self.stages
+        name = "Sm90DqConfig" if self.is_dq else "Sm90DkdvConfig"
+        return f"{name}<{CPP_TYPES[self.dtype]}, {', '.join(map(str, (self.head_dim, self.head_dim_v, *sizes)))}>"
+
+    @property
+    def label(self) -> str:
+        owned, streamed = ("queries", "keys") if self.is_dq else ("keys", "queries")
+        stages = " and ".join(map(str, self.stages))
+        return f"{self.block_m} {owned} x {self.block_n} {streamed}, {stages} stages"
+
+    @property
+    def shared_bytes(self) -> int:
+        slabs, slabs_v = self.head_dim // 64, self.head_dim_v // 64
+        owned = 128 * (slabs + slabs_v) * self.block_m
+        if self.is_dq:
+            stages_k, stages_v = self.stages
+            streamed = 128 * self.block_n * (stages_k * slabs + stages_v * slabs_v)
+            barriers = 8 * (6 + 2 * stages_k + 2 * stages_v * slabs_v)
+            total = owned + streamed + barriers + _BLOCK_BYTES
+        else:
+            (stages,) = self.stages
+            streamed = 128 * self.block_n * stages * (slabs + slabs_v)
+            probabilities, stats = _BUFFERS * 2 * _KEYS * _QUERIES, 8 * stages * _QUERIES
+            barriers = 8 * (4 + (2 + slabs + slabs_v) * stages + 2 * _BUFFERS)
+            total = owned + streamed + probabilities + stats + barriers + _TILE_BYTES
+        return -(-total // 1024) * 1024
+
+    def facts(self, features: Features) -> dict[str, tuple[str, object]]:
+        storage = "BwdSm90DqStorage" if self.is_dq else "BwdSm90DkdvStorage"
+        return {"shared bytes": (f"sizeof(flashtile::{storage}<flashtile::{self.config}>)", self.shared_bytes)}
+
+
+class BwdSm90Wide(Family[BwdSm90WideRow]):
+    name = "bwd_sm90_wide"
+    op = "backward"
+    summary = "wgmma, TMA and warp specialisation, on Hopper, for wide heads"
+    kernels = ("bwd_sm90_dkdv", "bwd_sm90_dq")
+    dtypes = ("float16", "bfloat16")
+    head_dims = tuple(sorted(_TILES))
+    features = Family.features - {"is_paged", "is_aligned16"}
+    grad_sets = (("dq", "dk", "dv", "dsinks"),)
+
+    def refuse_arch(self, arch: Arch) -> str | None:
+        return None if arch.has_wgmma else f"{arch.name} has no wgmma"
+
+    def refuse(self, key: PlanKey) -> str | None:
+        reason = super().refuse(key)
+        if reason is not None:
+            return reason
+        if key.out_dtype != key.dtype:
+            return f"an output in {key.out_dtype}"
+        if not key.rows_disjoint:
+            return "rows that overlap in memory"
+        if key.grads is not None and "dbias" in key.grads:
+            return "the gradient of a bias"
+        return None
+
+    def every_row(self, dtype: str) -> Iterator[BwdSm90WideRow]:
+        for dims in _TILES:
+            for kernel in self.kernels:
+                yield _row(kernel, dtype, dims)
+
+    def candidates(self, kernel: str, key: PlanKey) -> Iterator[BwdSm90WideRow]:
+        dims = self.padded(key.head_dim, key.head_dim_v)
+        assert dims is not None  # else refused
+        yield _row(kernel, key.dtype, dims)
+
+    def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
+        assert key.grads is not None
+        steps = [_preprocess(key)]
+        if "dsinks" in key.grads:
+            steps.append(dsinks(key))
+        scratch: tuple[Operand, ...] = ()
+        if "dk" in key.grads or "dv" in key.grads:
+            steps.append(self._step(self.select("bwd_sm90_dkdv", key), key))
+            # The kernel writes both
+            scratch = tuple(Operand(name, like=name[1]) for name in ("dk", "dv") if name not in key.grads)
+        row = self.select("bwd_sm90_dq", key)
+        if "dq" in key.grads:
+            steps.append(self._step(row, key))
+        # Keys outside every sequence have no owner
+        zeroed = tuple(name for name in ("dk", "dv") if layout.has_lengths and name in key.grads)
+        return Launch(tuple(steps), _WORKSPACES, None, _maps(row, layout), scratch, zeroed, BwdSm90WideParams)
+
+    def launch_row(self, row: BwdSm90WideRow, key: PlanKey, layout: CallLayout) -> Launch:
+        return Launch((self._step(row, key),), _WORKSPACES, maps=_maps(row, layout), struct=BwdSm90WideParams)
+
+    def _step(self, row: BwdSm90WideRow, key: PlanKey) -> Step:
+        grid: Grid = ("seqlen_k", row.block_m), ("heads_kv", 1), ("batch", 1)
+        return tile_step(row, key.features, query_grid(row.block_m) if row.is_dq else grid)
+
+
+_WORKSPACES = (Workspace("lse_log2", 4, ("lse_size",)), Workspace("delta", 4, ("lse_size",)))
+
+
+def _row(kernel: str, dtype: str, dims: tuple[int, int]) -> BwdSm90WideRow:
+    tile = _TILES[dims]
+    if kernel == "bwd_sm90_dq":
+        return BwdSm90WideRow(kernel, dtype, dtype, *dims, 128, tile.block_keys, (tile.stages_k, tile.stages_v))
+    return BwdSm90WideRow(kernel, dtype, dtype, *dims, _KEYS, _QUERIES, (tile.stages,))
+
+
+def _preprocess(key: PlanKey) -> Step:
+    """Fills lse_log2 and delta; there are no sums of dQ to zero."""
+    sequences = "flashtile::" + key.features.policies()[3]
+    entry = f"bwd_sm90_preprocess_kernel<{cpp_type(key.dtype)}, {sequences}, 0>"
+    return plain_step("bwd_sm90_steps", entry, query_grid(STEP_ROWS), STEP_THREADS)
+
+
+def _maps(row: BwdSm90WideRow, layout: CallLayout) -> tuple[MapPatch, ...]:
+    """The maps of both kernels; row: that of dQ, or any row of a kernel on its own."""
+    head_axis, row_axis = layout.axes
+    streamed = row.block_n if row.is_dq else _KEYS
+    boxes = {
+        "q": ("q", _QUERIES),
+        "dout": ("dout", _QUERIES),
+        "k": ("k", _KEYS),
+        "v": ("v", _KEYS),
+        "k_stream": ("k", streamed),
+        "v_stream": ("v", streamed),
+    }
+    return tuple(
+        MapPatch(getattr(BwdSm90WideParams, f"{name}_map").offset, tensor, (row_axis, head_axis, -4), box)
+        for name, (tensor, box) in boxes.items()
+    )
