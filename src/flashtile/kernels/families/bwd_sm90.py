@@ -89,7 +89,7 @@ class BwdSm90Row(Row):
         if self.kernel == "bwd_sm90_dbias":
             tiles += self.num_buffers * 128 * slabs * self.block_n
             rest = 8 * 4 * 2 * self.block_m  # sSum
-            rest += 4 * self.num_stages + 16 * (self.num_buffers + self.num_stages)  # flags, barriers
+            rest += 72 * self.num_stages + 16 * (self.num_buffers + self.num_stages)  # DbiasTile, barriers
         else:
             tiles += 128 * slabs * self.block_n + self.num_buffers * 2 * self.block_n * self.block_m
             tiles += self.num_dq_buffers * 4 * 64 * 64

@@ -465,7 +465,7 @@ struct BwdSm90 {
         pin_registers(rS);
         auto differentiate = [&](auto checked, auto masked, const Range(&seen)[2]) {
           options.template differentiate<decltype(checked)::kValue, decltype(masked)::kValue>(
-              seen, shared.delta[stage], rS, rdP, packed_p, packed_ds);
+              seen, shared.lse[stage], shared.delta[stage], rS, rdP, packed_p, packed_ds);
         };
         if (is_checked || options.needs_exact_tanh()) {
           Range seen[2];

@@ -15,11 +15,22 @@
 
 namespace flashtile {
 
+// One tile, as the warp that loads the statistics describes it. Consumers read it there: registers are scarce.
+struct DbiasTile {
+  Sequence s;
+  i32 head, i_begin, j_begin;
+  i32 group;          // which sums of a consumer it adds to
+  u32 kv_count;       // the number of tiles of keys before its own
+  i32 is_first;       // of its tile of keys
+  i32 is_last;        // of its tile of keys
+  i32 has_large_lse;  // as QueryTileIndex::is_checked
+};
+
 // Config::kNumBuffers is the number of buffers of K and V.
 template <class Config, class Mask, class ScoreMod, class Dropout>
 struct alignas(1024) DbiasSm90Storage {
   using T = typename Config::Element;
-  static constexpr i32 kGroup = 2;  // query tiles whose sums are in registers
+  static constexpr i32 kGroup = 2;  // query tiles whose sums are in registers; DbiasSm90::consume knows it
   T sK[Config::kNumBuffers][Config::kElementsK];
   T sV[Config::kNumBuffers][Config::kElementsV];
   T sQ[Config::kNumStages][Config::kElementsQ];
@@ -28,7 +39,7 @@ struct alignas(1024) DbiasSm90Storage {
   alignas(16) float lse[Config::kNumStages][Config::kBlockM];
   float delta[Config::kNumStages][Config::kBlockM];
   float sSum[4 * Config::kNumConsumers][kGroup * Config::kBlockM];
-  i32 has_large_lse[Config::kNumStages];
+  DbiasTile tiles[Config::kNumStages];
   u64 full_kv[Config::kNumBuffers], empty_kv[Config::kNumBuffers];
   u64 full[Config::kNumStages], empty[Config::kNumStages];  // Q, dO and their statistics
 };
@@ -46,7 +57,7 @@ struct DbiasSm90 {
   static constexpr i32 kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kScores = Options::kScores;
   static constexpr i32 kGroup = Storage::kGroup, kTiles = 8;  // query tiles of a group, and of a block
   // Registers per thread
-  static constexpr i32 kProducerRegisters = 88, kConsumerRegisters = 208;
+  static constexpr i32 kProducerRegisters = 56, kConsumerRegisters = 224;
 
   // What a block owns. Scope of all: thread.
   const Params& p;
@@ -134,12 +145,12 @@ struct DbiasSm90 {
     }
   }
 
-  // Fills the statistics of every stage. Scope: warp.
+  // Fills the statistics of every stage and describes its tile. Scope: warp.
   FT_DEVICE void produce_stats(Storage& shared) const {
     i32 lane = threadIdx.x % 32;
-    u32 count = 0;
+    u32 count = 0, kv_count = 0;
     for (i32 m = m_begin; m < m_end; m = pass_end(m)) {
-      for_each_key_tile(m, pass_end(m), [&](const Sequence& s, i32 head, i32, i32 first, i32 last) {
+      for_each_key_tile(m, pass_end(m), [&](const Sequence& s, i32 head, i32 j_begin, i32 first, i32 last) {
         for (i32 tile = first; tile < last; ++tile, ++count) {
           u32 stage = Stages::stage(count);
           float lse[kBlockM / 32], delta[kBlockM / 32];
@@ -160,10 +171,18 @@ struct DbiasSm90 {
             shared.lse[stage][32 * x + lane] = lse[x];
             shared.delta[stage][32 * x + lane] = delta[x];
           }
-          if (lane == 0) shared.has_large_lse[stage] = is_large;
+          if (lane == 0) {
+            DbiasTile& to = shared.tiles[stage];
+            to.s = s;
+            to.head = head, to.i_begin = tile * kBlockM, to.j_begin = j_begin;
+            to.group = all_i ? (tile - first) % kGroup : tile - m;
+            to.kv_count = kv_count, to.is_first = tile == first, to.is_last = tile + 1 == last;
+            to.has_large_lse = is_large;
+          }
           __syncwarp();
           if (lane == 0) mbarrier_arrive(shared.full[stage]);
         }
+        ++kv_count;
       });
     }
   }
@@ -184,13 +203,15 @@ struct DbiasSm90 {
 
   // ---- Consumer. Scope: warpgroup.
 
-  // Adds dS of one tile to rSum.
-  FT_DEVICE void add_tile(Storage& shared, const Sequence& s, i32 head, i32 i_begin, i32 j_begin, i32 consumer,
-                          u32 buffer, u32 count, float (&rSum)[kScores]) const {
+  // Adds dS of tile number count, which has arrived, to rSum.
+  FT_DEVICE void add_tile(Storage& shared, i32 consumer, u32 count, float (&rSum)[kScores]) const {
     u32 stage = Stages::stage(count);
+    const DbiasTile& tile = shared.tiles[stage];
+    const Sequence& s = tile.s;
+    u32 buffer = Buffers::stage(tile.kv_count);
+    i32 i_begin = tile.i_begin, j_begin = tile.j_begin + 64 * consumer;
     float rS[kScores], rdP[kScores];
     // S^T = K Q^T, dP^T = V dO^T
-    Stages::wait_full(shared.full, count);
     gemm_abt<T, kBlockM, Config::kHeadDim, kBlockN>(rS, tile_base(shared.sK[buffer] + 64 * 64 * consumer, kBlockN * 128),
                                                     tile_base(shared.sQ[stage], kBlockM * 128));
     gemm_abt<T, kBlockM, Config::kHeadDimV, kBlockN>(rdP,
@@ -198,17 +219,18 @@ struct DbiasSm90 {
                                                      tile_base(shared.sdO[stage], kBlockM * 128));
     // Load the rest while they are in flight
     typename Options::Bits bits = Options::load_bits(shared.options, consumer, count);
-    Options options(p, shared.options, s, consumer, count, head, i_begin, j_begin, bits, shared.lse[stage]);
+    Options options(p, shared.options, s, consumer, count, tile.head, i_begin, j_begin, bits,
+                    shared.lse[stage]);
     float2 delta[kScores / 4];
 #pragma unroll
     for (i32 b = 0; b < kScores / 4; ++b) delta[b] = Options::stats(shared.delta[stage], b);
-    bool is_checked = needs_mask<Band>(p, s, i_begin, kBlockM, j_begin, 64) || shared.has_large_lse[stage] != 0;
+    bool is_checked = needs_mask<Band>(p, s, i_begin, kBlockM, j_begin, 64) || tile.has_large_lse != 0;
     wgmma_wait<0>();
     pin_registers(rS);
     pin_registers(rdP);
     auto add = [&](auto checked, auto masked, const Range(&seen)[2]) {
       options.template add_score_gradient<decltype(checked)::kValue, decltype(masked)::kValue>(
-          seen, delta, rS, rdP, rSum);
+          seen, shared.lse[stage], delta, rS, rdP, rSum);
     };
     if (is_checked || options.needs_exact_tanh()) {
       Range seen[2];
@@ -222,6 +244,8 @@ struct DbiasSm90 {
     } else {
       add(Constant<false>(), Constant<false>(), {});
     }
+    if (tile.is_last) release_stage(shared.empty_kv[buffer]);
+    __syncwarp();
     release_stage(shared.empty[stage]);
   }
 
@@ -286,26 +310,24 @@ struct DbiasSm90 {
   }
 
   FT_DEVICE void consume(Storage& shared, i32 consumer) const {
-    u32 count = 0, kv_count = 0;
+    u32 count = 0;
     for (i32 m = m_begin; m < m_end; m = pass_end(m)) {
       float rSum[kGroup][kScores];
 #pragma unroll
       for (i32 x = 0; x < kGroup * kScores; ++x) rSum[x / kScores][x % kScores] = 0.0f;
-      for_each_key_tile(m, pass_end(m), [&](const Sequence& s, i32 head, i32 j_begin, i32 first, i32 last) {
-        u32 buffer = Buffers::stage(kv_count);
-        Buffers::wait_full(shared.full_kv, kv_count++);
-        for (i32 group = first; group < last; group += kGroup) {
-#pragma unroll
-          for (i32 g = 0; g < kGroup; ++g) {
-            // If the sums are not one, the tile that is first may be the second of its group
-            i32 tile = all_i ? group + g : m + g;
-            if (tile < first || tile >= last) continue;
-            add_tile(shared, s, head, tile * kBlockM, j_begin + 64 * consumer, consumer, buffer, count, rSum[g]);
-            ++count;
-          }
+      u32 end = count;
+      for_each_key_tile(m, pass_end(m), [&](const Sequence&, i32, i32, i32 first, i32 last) { end += last - first; });
+      for (; count < end; ++count) {
+        // Wait for Q and dO, and for K and V
+        Stages::wait_full(shared.full, count);
+        const DbiasTile& tile = shared.tiles[Stages::stage(count)];
+        if (tile.is_first) Buffers::wait_full(shared.full_kv, tile.kv_count);
+        if (tile.group == 0) {
+          add_tile(shared, consumer, count, rSum[0]);
+        } else {
+          add_tile(shared, consumer, count, rSum[1]);
         }
-        release_stage(shared.empty_kv[buffer]);
-      });
+      }
       store(shared, m, consumer, rSum);
     }
   }

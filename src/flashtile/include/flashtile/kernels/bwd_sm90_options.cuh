@@ -331,7 +331,8 @@ struct BwdSm90Options {
   static constexpr bool kLoadsBiasAhead = ScoreMod::kHasBias && sizeof(BiasElement) == 2 && kNumOptions == 1;
   static constexpr i32 kBiasFragments = kLoadsBiasAhead ? kScores / 8 : 2;
 
-  static constexpr i32 kDeltasAhead = ScoreMod::kHasSoftcap ? 4 : kScores / 4;
+  static constexpr i32 kLsesAhead = 4;
+  static constexpr i32 kDeltasAhead = ScoreMod::kHasSoftcap ? 3 : kScores / 4;
 
   const Params& p;
   Storage& shared;
@@ -348,7 +349,7 @@ struct BwdSm90Options {
       : p(p), shared(shared), consumer(consumer), count(count), bits(bits) {
     if constexpr (kChangesTiles) {
 #pragma unroll
-      for (i32 b = 0; b < kScores / 4; ++b) lse[b] = stats(sLse, b);
+      for (i32 b = 0; b < kLsesAhead; ++b) lse[b] = stats(sLse, b);
     }
     if constexpr (ScoreMod::kHasAlibi) {
       slope = in_score_unit(ScoreMod::kHasBias, p.alibi_slopes[s.batch_idx * p.alibi_batch_stride + head]);
@@ -361,10 +362,6 @@ struct BwdSm90Options {
 #pragma unroll
       for (i32 x = 0; x < (kLoadsBiasAhead ? kBiasFragments : 1); ++x) load_bias_fragment(2 * x);
       if constexpr (kLoadsBiasAhead) release_bias();
-    }
-    if constexpr (kChangesTiles) {
-#pragma unroll
-      for (i32 b = 0; b < kScores / 4; ++b) asm volatile("" : "+f"(lse[b].x), "+f"(lse[b].y));
     }
   }
 
@@ -518,7 +515,7 @@ struct BwdSm90Options {
 
   // P^T and dS^T from S^T, which is complete, and dP^T, which is in flight. Scope: warpgroup.
   template <bool kIsChecked, bool kIsMasked>
-  FT_DEVICE void differentiate(const Range (&seen)[2], const float* sDelta, float (&rS)[kScores], float (&rdP)[kScores],
+  FT_DEVICE void differentiate(const Range (&seen)[2], const float* sLse, const float* sDelta, float (&rS)[kScores], float (&rdP)[kScores],
                                u32 (&packed_p)[kScores / 2], u32 (&packed_ds)[kScores / 2]) {
     float2 delta[kScores / 4];
     // Compute P^T while dP^T is in flight, unless that takes too many registers
@@ -527,13 +524,13 @@ struct BwdSm90Options {
       for (i32 b = 0; b < kScores / 4; ++b) {
         advance_bias(b);
         exponentiate_columns<kIsChecked, kIsMasked>(b, seen, rS, packed_p);
+        if (b + kLsesAhead < kScores / 4) lse[b + kLsesAhead] = stats(sLse, b + kLsesAhead);
         // Finish these columns before the next: the checked body, which is rare, must not take more registers
         if constexpr (kIsChecked) pin(rS[4 * b], rS[4 * b + 1], rS[4 * b + 2], rS[4 * b + 3]);
       }
 #pragma unroll
       for (i32 b = 0; b < kDeltasAhead; ++b) delta[b] = stats(sDelta, b);
-#pragma unroll
-      for (i32 b = 0; b < kDeltasAhead; ++b) asm volatile("" : "+f"(delta[b].x), "+f"(delta[b].y));
+      pin_registers(rS);
       wgmma_wait<0>();
       pin_registers(rdP);
 #pragma unroll
@@ -552,6 +549,7 @@ struct BwdSm90Options {
         }
         advance_bias(b);
         exponentiate_columns<kIsChecked, kIsMasked>(b, seen, rS, packed_p);
+        if (b + kLsesAhead < kScores / 4) lse[b + kLsesAhead] = stats(sLse, b + kLsesAhead);
         differentiate_columns(b, delta[b], rS, rdP, packed_p, packed_ds);
         pin(rdP[4 * b], rdP[4 * b + 1], rdP[4 * b + 2], rdP[4 * b + 3]);
       }
@@ -561,13 +559,14 @@ struct BwdSm90Options {
   // Adds the gradient of the scores before softcap's derivative, P^T * (dP^T - delta), to rSum. S^T and dP^T are
   // complete. With kIsChecked, nothing is added outside the columns seen[r]: rows there may be NaN. Scope: warpgroup.
   template <bool kIsChecked, bool kIsMasked>
-  FT_DEVICE void add_score_gradient(const Range (&seen)[2], const float2 (&delta)[kScores / 4], float (&rS)[kScores],
+  FT_DEVICE void add_score_gradient(const Range (&seen)[2], const float* sLse, const float2 (&delta)[kScores / 4], float (&rS)[kScores],
                                     const float (&rdP)[kScores], float (&rSum)[kScores]) {
     u32 no_p[kScores / 2];
 #pragma unroll
     for (i32 b = 0; b < kScores / 4; ++b) {
       advance_bias(b);
       exponentiate_columns<kIsChecked, kIsMasked, false>(b, seen, rS, no_p);
+      if (b + kLsesAhead < kScores / 4) lse[b + kLsesAhead] = stats(sLse, b + kLsesAhead);
 #pragma unroll
       for (i32 y = 0; y < 4; ++y) {
         i32 x = 4 * b + y, r = y / 2, e = y % 2, column = 8 * b + e;
