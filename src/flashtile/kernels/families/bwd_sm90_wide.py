@@ -33,6 +33,7 @@ class Tile(NamedTuple):
     block_keys: int  # that stream by in the kernel of dQ
     stages_k: int
     stages_v: int
+    turns: int = 1
 
 
 # By padded head_dim and head_dim_v
@@ -48,6 +49,7 @@ _TILES: dict[tuple[int, int], Tile] = {
 @dataclass(frozen=True)
 class BwdSm90WideRow(Row):
     stages: tuple[int, ...]  # of Q and dO together, or of K and of V
+    turns: int = 1
 
     @property
     def header(self) -> str:
@@ -67,7 +69,7 @@ class BwdSm90WideRow(Row):
 
     @property
     def config(self) -> str:
-        sizes = (self.block_n, *self.stages) if self.is_dq else self.stages
+        sizes = (self.block_n, *self.stages, self.turns) if self.is_dq else self.stages
         name = "Sm90DqConfig" if self.is_dq else "Sm90DkdvConfig"
         return f"{name}<{CPP_TYPES[self.dtype]}, {', '.join(map(str, (self.head_dim, self.head_dim_v, *sizes)))}>"
 
@@ -133,6 +135,10 @@ class BwdSm90Wide(Family[BwdSm90WideRow]):
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
         yield _row(kernel, key.dtype, dims)
+        if kernel == "bwd_sm90_dq":
+            import dataclasses
+            yield dataclasses.replace(_row(kernel, key.dtype, dims), turns=2)
+            yield dataclasses.replace(_row(kernel, key.dtype, dims), turns=0)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
@@ -159,7 +165,7 @@ class BwdSm90Wide(Family[BwdSm90WideRow]):
         return tile_step(row, key.features, query_grid(row.block_m) if row.is_dq else grid)
 
 
-_WORKSPACES = (Workspace("lse_log2", 4, ("lse_size",)), Workspace("delta", 4, ("lse_size",)))
+_WORKSPACES = (Workspace("score_lse", 4, ("lse_size",)), Workspace("delta", 4, ("lse_size",)))
 
 
 def _row(kernel: str, dtype: str, dims: tuple[int, int]) -> BwdSm90WideRow:
@@ -170,7 +176,7 @@ def _row(kernel: str, dtype: str, dims: tuple[int, int]) -> BwdSm90WideRow:
 
 
 def _preprocess(key: PlanKey) -> Step:
-    """Fills lse_log2 and delta; there are no sums of dQ to zero."""
+    """Fills score_lse and delta; there are no sums of dQ to zero."""
     sequences = "flashtile::" + key.features.policies()[3]
     entry = f"bwd_sm90_preprocess_kernel<{cpp_type(key.dtype)}, {sequences}, 0>"
     return plain_step("bwd_sm90_steps", entry, query_grid(STEP_ROWS), STEP_THREADS)

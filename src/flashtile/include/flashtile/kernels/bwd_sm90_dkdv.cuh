@@ -175,7 +175,7 @@ struct BwdSm90Dkdv {
         i32 i = i_begin + 32 * x + lane;
         bool is_query = i < tile.s.seqlen_q;
         i64 stat = stat_index(p, tile.s, head, i);
-        lse[x] = is_query ? p.lse_log2[stat] : infinity();
+        lse[x] = is_query ? p.score_lse[stat] : infinity();
         delta[x] = is_query ? p.delta[stat] : 0.0f;
         is_large |= is_large_lse(lse[x]);
       }
