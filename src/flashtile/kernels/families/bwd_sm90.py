@@ -42,9 +42,11 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
     (96, 96): (Tile(128, 64), *_SMALLER_TILES),
     (128, 128): (Tile(128, 64), *_SMALLER_TILES),
 }
-_DBIAS_TILES = tuple(
-    Tile(128, 64, 2, num_buffers, 0, num_bias_stages) for num_buffers, num_bias_stages in ((2, 2), (2, 1), (1, 2), (1, 1))
-)
+_DBIAS_TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
+    (64, 64): (Tile(128, 64, 2, 2, 0, 2),),
+    (96, 96): (Tile(128, 64, 2, 2, 0, 1), Tile(128, 64, 2, 1, 0, 2)),
+    (128, 128): (Tile(128, 64, 2, 2, 0, 1), Tile(128, 64, 2, 1, 0, 2)),
+}
 _DBIAS_QUERIES = 8 * 64  # of a block; DbiasSm90::kTiles
 
 
@@ -144,13 +146,13 @@ class BwdSm90(Family[BwdSm90Row]):
             for tile in tiles:
                 if tile.num_bias_stages == 2:  # else it differs only if there is a bias
                     yield _row("bwd_sm90", tile, dtype, dims, Features())
-            for tile in _DBIAS_TILES:
+            for tile in _DBIAS_TILES[dims]:
                 yield _row("bwd_sm90_dbias", tile, dtype, dims, Features(bias_dtype=dtype))
 
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[BwdSm90Row]:
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
-        for tile in _DBIAS_TILES if kernel == "bwd_sm90_dbias" else _TILES[dims]:
+        for tile in (_DBIAS_TILES if kernel == "bwd_sm90_dbias" else _TILES)[dims]:
             if key.features.num_score_options <= tile.max_options:
                 yield _row(kernel, tile, key.dtype, dims, key.features)
 
@@ -191,13 +193,13 @@ def _row(kernel: str, tile: Tile, dtype: str, dims: tuple[int, int], features: F
 
 def _option_policies(features: Features) -> list[str]:
     """The C++ policies that decide OptionStorage (kernels/bwd_sm90_options.cuh)."""
-    return features.policies()[:3]
+    return features.policies()[:2]
 
 
 def _option_bytes(features: Features, num_bias_stages: int) -> int:
     """The size of OptionStorage; an empty struct takes the 16 bytes to the next boundary."""
     bits = 1024 + 2 * 3 * 8  # words, barriers and flags of two consumers
-    found = bits * (features.has_bool_mask + features.has_dropout)
+    found = bits * features.has_bool_mask
     if features.bias_dtype is not None:
         element = 4 if features.bias_dtype == "float32" else 2
         found += 2 * num_bias_stages * (64 * 64 * element + 2 * 8)

@@ -3,8 +3,8 @@
 // Threads:   a block owns kBlockN keys of one KV head and streams the queries that see them, of every head that shares
 //            the KV head. Consumer w owns 64 of the keys: its dK and dV stay in registers and need no atomics. In the
 //            last warpgroup, one lane issues the copies of K, V, Q and dO, a second warp loads the statistics, and one
-//            lane of a third adds dQ to global memory. The second and the fourth warp prepare masks, biases and
-//            dropout (bwd_sm90_options.cuh).
+//            lane of a third adds dQ to global memory. The second and the fourth warp prepare masks and biases
+//            (bwd_sm90_options.cuh).
 // Shared:    sK, sV [slab][kBlockN][64], sQ, sdO [stage][slab][kBlockM][64], sdS [buffer][slab][kBlockN][64], all
 //            128-byte swizzled slabs of 64 columns; sdQ [buffer][64][64] in float32; lse and delta of each stage; the
 //            block's key tile and a ring of query tiles; barriers.
@@ -95,7 +95,7 @@ struct QueryTileIndex {
 constexpr float kLargeLse = 4096.0f;
 constexpr u32 kNumQueryTiles = 8;
 
-template <class Config, class Mask, class ScoreMod, class Dropout>
+template <class Config, class Mask, class ScoreMod>
 struct alignas(1024) BwdSm90Storage {
   using T = typename Config::Element;
   static_assert(kNumQueryTiles >= Config::kNumStages + 4);
@@ -106,7 +106,7 @@ struct alignas(1024) BwdSm90Storage {
   T sdO[Config::kNumStages][Config::kElementsdO];
   T sdS[Config::kNumBuffers][Config::kElementsdS];  // dS^T: keys are rows
   float sdQ[Config::kNumDqBuffers][64 * 64];
-  OptionStorage<Config, Mask, ScoreMod, Dropout> options;
+  OptionStorage<Config, Mask, ScoreMod> options;
   alignas(16) float lse[Config::kNumStages][Config::kBlockM];
   float delta[Config::kNumStages][Config::kBlockM];
   QueryTileIndex queries[kNumQueryTiles];  // tile number count is at count % kNumQueryTiles
@@ -120,7 +120,7 @@ struct alignas(1024) BwdSm90Storage {
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo>
 struct BwdSm90 {
   using T = typename Config::Element;
-  using Storage = BwdSm90Storage<Config, Mask, ScoreMod, Dropout>;
+  using Storage = BwdSm90Storage<Config, Mask, ScoreMod>;
   using Options = BwdSm90Options<Config, Mask, ScoreMod, Dropout>;
   using OptionBits = typename Options::Bits;
   using Band = typename Options::Band;
@@ -454,6 +454,10 @@ struct BwdSm90 {
       }
       return shared.queries[count % kNumQueryTiles].is_checked[consumer] != 0;
     };
+    auto load_bits = [&](u32 count) {
+      return Options::load_bits(p, shared.options, s, consumer, count, shared.queries[count % kNumQueryTiles].head,
+                                i_begin(count), j_begin());
+    };
     // From S^T and dP^T, both in flight, to P^T and dS^T; stores dS^T for both consumers
     auto differentiate_tile = [&](u32 count, bool is_checked, Stats& lse, const OptionBits& bits, float (&rS)[kScores],
                                   float (&rdP)[kScores]) {
@@ -535,7 +539,7 @@ struct BwdSm90 {
         float rS[kScores], rdP[kScores];
         Stats lse;
         bool is_checked = load_lse(0, lse);
-        OptionBits bits = Options::load_bits(shared.options, consumer, 0);
+        OptionBits bits = load_bits(0);
         wait_turn(consumer);
         start_s(0, rS);
         start_dp(0, rdP);
@@ -549,7 +553,7 @@ struct BwdSm90 {
         wait_operands(count + 1);
         Stats lse;
         bool is_checked = load_lse(count + 1, lse);
-        OptionBits bits = Options::load_bits(shared.options, consumer, count + 1);
+        OptionBits bits = load_bits(count + 1);
         wait_turn(consumer);
         // Start dV and dK of this tile, dQ of the tile before and, once P^T has left the registers, S^T of the next
         // tile. For count 0, dQ comes from uninitialised dS and is not added.

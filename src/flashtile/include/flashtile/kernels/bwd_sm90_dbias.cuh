@@ -27,7 +27,7 @@ struct DbiasTile {
 };
 
 // Config::kNumBuffers is the number of buffers of K and V.
-template <class Config, class Mask, class ScoreMod, class Dropout>
+template <class Config, class Mask, class ScoreMod>
 struct alignas(1024) DbiasSm90Storage {
   using T = typename Config::Element;
   static constexpr i32 kGroup = 2;  // query tiles whose sums are in registers; DbiasSm90::consume knows it
@@ -35,7 +35,7 @@ struct alignas(1024) DbiasSm90Storage {
   T sV[Config::kNumBuffers][Config::kElementsV];
   T sQ[Config::kNumStages][Config::kElementsQ];
   T sdO[Config::kNumStages][Config::kElementsdO];
-  OptionStorage<Config, Mask, ScoreMod, Dropout> options;
+  OptionStorage<Config, Mask, ScoreMod> options;
   alignas(16) float lse[Config::kNumStages][Config::kBlockM];
   float delta[Config::kNumStages][Config::kBlockM];
   float sSum[4 * Config::kNumConsumers][kGroup * Config::kBlockM];
@@ -47,7 +47,7 @@ struct alignas(1024) DbiasSm90Storage {
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo>
 struct DbiasSm90 {
   using T = typename Config::Element;
-  using Storage = DbiasSm90Storage<Config, Mask, ScoreMod, Dropout>;
+  using Storage = DbiasSm90Storage<Config, Mask, ScoreMod>;
   using Options = BwdSm90Options<Config, Mask, ScoreMod, Dropout>;
   using Band = typename Options::Band;
   using Main = BwdSm90<Config, Mask, ScoreMod, Dropout, SeqInfo>;
@@ -218,7 +218,8 @@ struct DbiasSm90 {
                                                      tile_base(shared.sV[buffer] + 64 * 64 * consumer, kBlockN * 128),
                                                      tile_base(shared.sdO[stage], kBlockM * 128));
     // Load the rest while they are in flight
-    typename Options::Bits bits = Options::load_bits(shared.options, consumer, count);
+    typename Options::Bits bits = 
+        Options::load_bits(p, shared.options, s, consumer, count, tile.head, i_begin, j_begin);
     Options options(p, shared.options, s, consumer, count, tile.head, i_begin, j_begin, bits,
                     shared.lse[stage]);
     float2 delta[kScores / 4];

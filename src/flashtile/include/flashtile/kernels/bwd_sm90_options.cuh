@@ -2,8 +2,8 @@
 // P^T, dS^T.
 //
 // Threads:  one warp for each consumer prepares what it reads of each tile of 64 keys x 64 queries.
-// Shared:   bits of a bool mask, and of dropout: a word for each consumer warp and pair of queries, one bit for each of
-//           the warp's 16 keys and of the two queries. A bias: [stage][64 queries][64 keys], in rows of 128 bytes whose
+// Shared:   bits of a bool mask: a word for each consumer warp and pair of queries, one bit for each of the warp's 16
+//           keys and of the two queries. A bias: [stage][64 queries][64 keys], in rows of 128 bytes whose
 //           16-byte chunks are swizzled as in tile/smem_tile.cuh. Barriers: full and empty of each, per consumer.
 // Scores:   base 2 without a bias, natural with one (attn/score_unit.cuh).
 #pragma once
@@ -23,14 +23,14 @@ constexpr i32 kNumOptionConsumers = 2;
 
 // Bits of one tile for each consumer. Words of a warp are ordered so that a thread's eight are contiguous: those of
 // queries 2 x and 2 x + 1 are at 8 * (x % 4) + x / 4.
-template <bool kIsOn, i32 kTag>
+template <bool kIsOn>
 struct BitTiles {
   alignas(16) u32 words[kNumOptionConsumers][4][32];
   u64 full[kNumOptionConsumers], empty[kNumOptionConsumers];
   u64 is_full[kNumOptionConsumers];  // nonzero: every bit is set
 };
-template <i32 kTag>
-struct BitTiles<false, kTag> {};
+template <>
+struct BitTiles<false> {};
 
 template <class Element, i32 kNumStages>
 struct BiasTiles {
@@ -40,22 +40,19 @@ struct BiasTiles {
 template <i32 kNumStages>
 struct BiasTiles<NoBias, kNumStages> {};
 
-template <class Config, class Mask, class ScoreMod, class Dropout>
-struct OptionStorage : BiasTiles<typename ScoreMod::BiasElement, Config::kNumBiasStages>,
-                       BitTiles<Mask::kHasBool, 0>,
-                       BitTiles<Dropout::kIsOn, 1> {};
+template <class Config, class Mask, class ScoreMod>
+struct OptionStorage : BiasTiles<typename ScoreMod::BiasElement, Config::kNumBiasStages>, BitTiles<Mask::kHasBool> {};
 
 template <class Config, class Mask, class ScoreMod, class Dropout>
 struct BwdSm90Options {
-  using Storage = OptionStorage<Config, Mask, ScoreMod, Dropout>;
+  using Storage = OptionStorage<Config, Mask, ScoreMod>;
   using Band = flashtile::Mask<Mask::kHasBand, false>;
   using BiasElement = typename ScoreMod::BiasElement;
   using BiasStages = Ring<Config::kNumBiasStages>;
   using Bias = BiasTiles<BiasElement, Config::kNumBiasStages>;
-  using MaskBits = BitTiles<Mask::kHasBool, 0>;
-  using DropBits = BitTiles<Dropout::kIsOn, 1>;
+  using MaskBits = BitTiles<Mask::kHasBool>;
   static constexpr bool kChangesTiles = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
-  static constexpr i32 kNumTiles = ScoreMod::kHasBias + Mask::kHasBool + Dropout::kIsOn;  // that warps prepare
+  static constexpr i32 kNumTiles = ScoreMod::kHasBias + Mask::kHasBool;  // that warps prepare
   static constexpr bool kHasTiles = kNumTiles > 0;
   static constexpr i32 kScores = Config::kBlockM / 2;  // registers per thread of S^T
   using T = typename Config::Element;
@@ -72,15 +69,13 @@ struct BwdSm90Options {
 
   // ---- Prologue. Scope: thread 0.
 
-  FT_DEVICE static void init_bits(u64 (&full)[kNumOptionConsumers], u64 (&empty)[kNumOptionConsumers]) {
-    for (i32 consumer = 0; consumer < kNumOptionConsumers; ++consumer) {
-      mbarrier_init(full[consumer], 1);
-      mbarrier_init(empty[consumer], 4);
-    }
-  }
   FT_DEVICE static void init(Storage& shared) {
-    if constexpr (Mask::kHasBool) init_bits(shared.MaskBits::full, shared.MaskBits::empty);
-    if constexpr (Dropout::kIsOn) init_bits(shared.DropBits::full, shared.DropBits::empty);
+    if constexpr (Mask::kHasBool) {
+      for (i32 consumer = 0; consumer < kNumOptionConsumers; ++consumer) {
+        mbarrier_init(shared.MaskBits::full[consumer], 1);
+        mbarrier_init(shared.MaskBits::empty[consumer], 4);
+      }
+    }
     if constexpr (ScoreMod::kHasBias) {
       for (i32 consumer = 0; consumer < kNumOptionConsumers; ++consumer) {
         for (i32 stage = 0; stage < Config::kNumBiasStages; ++stage) {
@@ -134,28 +129,8 @@ struct BwdSm90Options {
     return p.mask_strides[3] == 1 && (strides | reinterpret_cast<i64>(p.mask)) % 16 == 0;
   }
 
-  // Dropout bits of query i and keys j .. j + 15: set where kept. Scope: thread.
-  FT_DEVICE static u32 draw_bits(DropoutBits random, i32 i, i32 j) {
-    u32 bits = 0, threshold = random.threshold << 16;
-    // Keeps the compiler from computing the keys of all rounds ahead, which takes registers
-    asm volatile("" : "+r"(random.key0), "+r"(random.key1));
-#pragma unroll
-    for (i32 half = 0; half < 2; ++half) {
-      uint4 drawn = random.words(i, j / 8 + half);
-      const u32 words[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
-#pragma unroll
-      for (i32 w = 0; w < 4; ++w) {
-        if (words[w] << 16 >= threshold) bits |= 1u << (8 * half + 2 * w);
-        if (words[w] >= threshold) bits |= 2u << (8 * half + 2 * w);
-      }
-    }
-    if constexpr (mutates(Mutation::bwd_sm90_dropout)) bits = bits >> 8 | (bits & 0xffu) << 8;
-    return bits;
-  }
-
   // Stores a lane's words of tile number count for the four consumer warps, as soon as the tile before has been read.
-  template <class Tiles>
-  FT_DEVICE static void store_words(Tiles& tiles, i32 consumer, u32 count, const u32 (&words)[4]) {
+  FT_DEVICE static void store_words(MaskBits& tiles, i32 consumer, u32 count, const u32 (&words)[4]) {
     i32 lane = threadIdx.x % 32;
     bool is_full = __all_sync(0xffffffffu, (words[0] & words[1] & words[2] & words[3]) == 0xffffffffu);
     mbarrier_wait(tiles.empty[consumer], count % 2 ^ 1);
@@ -167,8 +142,7 @@ struct BwdSm90Options {
   }
 
   // Passes on the tile before.
-  template <class Tiles>
-  FT_DEVICE static void repeat_words(Tiles& tiles, i32 consumer, u32 count) {
+  FT_DEVICE static void repeat_words(MaskBits& tiles, i32 consumer, u32 count) {
     mbarrier_wait(tiles.empty[consumer], count % 2 ^ 1);
     if (threadIdx.x % 32 == 0) mbarrier_arrive(tiles.full[consumer]);
   }
@@ -246,7 +220,7 @@ struct BwdSm90Options {
     if constexpr (Mask::kHasBool) {
       bool is_same = p.mask_strides[2] == 0 && (p.mask_strides[1] == 0 || tile.num_heads == 1) && count > first;
       if (is_same) {
-        repeat_words<MaskBits>(shared, consumer, count);
+        repeat_words(shared, consumer, count);
       } else {
         bool is_aligned = is_mask_aligned(p);
         u32 words[4];
@@ -257,23 +231,8 @@ struct BwdSm90Options {
           words[0] = words[1], words[1] = words[2], words[2] = words[3];
           words[3] = read_bits(p, s, head, i, j, is_aligned) | read_bits(p, s, head, i + 1, j, is_aligned) << 16;
         }
-        store_words<MaskBits>(shared, consumer, count, words);
+        store_words(shared, consumer, count, words);
       }
-    }
-    if constexpr (Dropout::kIsOn) {
-      DropoutBits random(p, s, head);
-      u32 words[4];
-      // Not unrolled, which would take more registers: the words move up
-#pragma unroll 1
-      for (i32 x = 0; x < 8; ++x) {
-        u32 bits = draw_bits(random, i + x % 2, j_begin + x / 2 * 16);
-        if (x % 2 == 1) {
-          words[3] |= bits << 16;
-        } else {
-          words[0] = words[1], words[1] = words[2], words[2] = words[3], words[3] = bits;
-        }
-      }
-      store_words<DropBits>(shared, consumer, count, words);
     }
   }
 
@@ -291,27 +250,24 @@ struct BwdSm90Options {
   // busy: a load takes some 400 clocks. So bits are loaded before the consumer's turn, the rest in one go after it.
 
   struct Bits {
-    // Of the mask and of dropout: bit b + 8 r + 16 e is row r, column 8 b + e of the fragment
-    u32 seen, kept;
+    u32 seen;        // by the mask: bit b + 8 r + 16 e is row r, column 8 b + e of the fragment
+    u32 kept;        // by dropout, in the order of `is_kept`
     bool is_masked;  // false if the mask hides nothing of this tile
   };
-  // Waits for the bits of tile number count. Scope: warp.
-  FT_DEVICE static Bits load_bits(Storage& shared, i32 consumer, u32 count) {
+  // Waits for the mask's bits of tile number count and draws those of dropout. Scope: warp.
+  FT_DEVICE static Bits load_bits(const Params& p, Storage& shared, const Sequence& s, i32 consumer, u32 count,
+                                  i32 head, i32 i_begin, i32 j_begin) {
     Bits bits{};
     if constexpr (Mask::kHasBool) {
       mbarrier_wait(shared.MaskBits::full[consumer], count % 2);
       bits.is_masked = shared.MaskBits::is_full[consumer] == 0;
-      bits.seen = take_bits<MaskBits>(shared, consumer);
+      bits.seen = take_bits(shared, consumer);
     }
-    if constexpr (Dropout::kIsOn) {
-      mbarrier_wait(shared.DropBits::full[consumer], count % 2);
-      bits.kept = take_bits<DropBits>(shared, consumer);
-    }
+    if constexpr (Dropout::kIsOn) bits.kept = draw_bits(p, s, head, i_begin, j_begin);
     return bits;
   }
-  // A thread's bits, and the release of their tile. Scope: warp.
-  template <class Tiles>
-  FT_DEVICE static u32 take_bits(Tiles& tiles, i32 consumer) {
+  // A thread's bits of the mask, and the release of their tile. Scope: warp.
+  FT_DEVICE static u32 take_bits(MaskBits& tiles, i32 consumer) {
     i32 lane = threadIdx.x % 32;
     const uint4* words = reinterpret_cast<const uint4*>(tiles.words[consumer][threadIdx.x % 128 / 32] + lane % 4 * 8);
     uint4 low = words[0], high = words[1];
@@ -324,6 +280,36 @@ struct BwdSm90Options {
     release_stage(tiles.empty[consumer]);
     return bits;
   }
+  // A thread's dropout bits. The 8 keys of a row of lanes are one group: a lane draws the groups of every 32nd query,
+  // packs a bit for each key, and one shuffle brings the bits of four elements. Scope: warp.
+  FT_DEVICE static u32 draw_bits(const Params& p, const Sequence& s, i32 head, i32 i_begin, i32 j_begin) {
+    DropoutBits random(p, s, head);
+    i32 lane = threadIdx.x % 32, group = (j_begin + static_cast<i32>(threadIdx.x) % 128 / 32 * 16) / 8;
+    u32 drawn = 0, bits = 0, threshold = random.threshold << 16;
+#pragma unroll
+    for (i32 part = 0; part < 4; ++part) {
+      uint4 words = random.words(i_begin + 32 * (part % 2) + lane, group + part / 2);
+      const u32 pairs[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+      for (i32 w = 0; w < 4; ++w) {
+        if (pairs[w] << 16 >= threshold) drawn |= 1u << (8 * part + 2 * w);
+        if (pairs[w] >= threshold) drawn |= 2u << (8 * part + 2 * w);
+      }
+    }
+#pragma unroll
+    for (i32 x = 0; x < 8; ++x) {
+      u32 got = __shfl_sync(0xffffffffu, drawn, 8 * (x / 2) + fragment_column() + x % 2) >> lane / 4;
+      bits += (got & 0x01010101u) << x;
+    }
+    return bits;
+  }
+  // Whether the mask, or dropout, leaves row r, column 8 b + e. Scope: thread.
+  FT_DEVICE bool is_seen(i32 b, i32 r, i32 e) const { return (bits.seen & 1u << (b + 8 * r + 16 * e)) != 0; }
+  FT_DEVICE bool is_kept(i32 b, i32 r, i32 e) const {
+    if constexpr (!Dropout::kIsOn) return true;
+    if constexpr (mutates(Mutation::bwd_sm90_dropout)) r ^= 1;
+    return (bits.kept & 1u << (2 * (b % 4) + e + 8 * (b / 4 + 2 * r))) != 0;
+  }
 
   // Words of the bias that a thread has of columns 8 b .. 8 b + 15: pairs of elements in 16 bits, or elements
   static constexpr i32 kBiasWords = sizeof(BiasElement) == 4 ? 8 : 4;
@@ -331,7 +317,7 @@ struct BwdSm90Options {
   static constexpr bool kLoadsBiasAhead = ScoreMod::kHasBias && sizeof(BiasElement) == 2 && kNumOptions == 1;
   static constexpr i32 kBiasFragments = kLoadsBiasAhead ? kScores / 8 : 2;
 
-  static constexpr i32 kLsesAhead = 4;
+  static constexpr i32 kLsesAhead = kIsSplit ? 4 : 2;
   static constexpr i32 kDeltasAhead = ScoreMod::kHasSoftcap ? 3 : kScores / 4;
 
   const Params& p;
@@ -364,9 +350,6 @@ struct BwdSm90Options {
       if constexpr (kLoadsBiasAhead) release_bias();
     }
   }
-
-  // Scope: thread.
-  FT_DEVICE static bool bit(u32 bits, i32 b, i32 r, i32 e) { return (bits & 1u << (b + 8 * r + 16 * e)) != 0; }
 
   // Starts loading the bias of columns 8 b .. 8 b + 15. Scope: warp.
   FT_DEVICE void load_bias_fragment(i32 b) {
@@ -468,10 +451,10 @@ struct BwdSm90Options {
           power = column >= seen[r].begin && column < seen[r].end ? power : -infinity();
         }
         float prob = exp2_approx(power);
-        if constexpr (kIsMasked) prob = bit(bits.seen, b, r, e) ? prob : 0.0f;
+        if constexpr (kIsMasked) prob = is_seen(b, r, e) ? prob : 0.0f;
         if constexpr (ScoreMod::kHasSoftcap) {
           rS[x] = prob * (kIsOfDot ? derivative : 0.25f);
-          kept[e] = !Dropout::kIsOn || bit(bits.kept, b, r, e) ? prob : 0.0f;
+          kept[e] = is_kept(b, r, e) ? prob : 0.0f;
         } else {
           rS[x] = prob;
         }
@@ -484,7 +467,7 @@ struct BwdSm90Options {
   FT_DEVICE float score_gradient(float prob, float dp, float2 delta, i32 b, i32 r, i32 e) const {
     float row_delta = e == 0 ? delta.x : delta.y;
     if constexpr (!Dropout::kIsOn) return prob * (dp - row_delta);
-    return prob * fmaf(bit(bits.kept, b, r, e) ? dp : 0.0f, p.keep_factor, -row_delta);
+    return prob * fmaf(is_kept(b, r, e) ? dp : 0.0f, p.keep_factor, -row_delta);
   }
 
   // Columns 8 b .. 8 b + 7: dS^T = P^T * (dP^T - delta), with dropout of dP^T and of the packed P^T. Scope: thread.
@@ -496,7 +479,7 @@ struct BwdSm90Options {
 #pragma unroll
       for (i32 e = 0; e < 2; ++e) {
         i32 x = 4 * b + 2 * r + e;
-        kept[e] = !Dropout::kIsOn || bit(bits.kept, b, r, e) ? rP[x] : 0.0f;
+        kept[e] = is_kept(b, r, e) ? rP[x] : 0.0f;
         ds[e] = score_gradient(rP[x], rdP[x], delta, b, r, e);
       }
       packed_ds[2 * b + r] = pack_two<T>(ds[0], ds[1]);
@@ -543,9 +526,9 @@ struct BwdSm90Options {
       pin_registers(rdP);
 #pragma unroll
       for (i32 b = 0; b < kScores / 4; ++b) {
-        if (b % 4 == 0) {
-#pragma unroll
-          for (i32 x = b; x < b + 4; ++x) delta[x] = stats(sDelta, x);
+        if (b % 2 == 0) {
+          delta[b] = stats(sDelta, b);
+          delta[b + 1] = stats(sDelta, b + 1);
         }
         advance_bias(b);
         exponentiate_columns<kIsChecked, kIsMasked>(b, seen, rS, packed_p);
