@@ -113,7 +113,7 @@ def gradients(tensors: list[torch.Tensor], dout: torch.Tensor, **options: object
     if isinstance(options.get("bias"), torch.Tensor):
         options["bias"] = options["bias"].detach().requires_grad_()
         out_of.append(options["bias"])
-    out = flashtile.attention(*leaves, **(NOT_DETERMINISTIC | options))  # type: ignore[arg-type]
+    out = flashtile.attention(*leaves, **(NOT_DETERMINISTIC | {"backend": "cuda"} | options))  # type: ignore[arg-type]
     return torch.autograd.grad(out, out_of, dout)
 
 
@@ -129,7 +129,8 @@ def assert_close_to_float64(tensors: list[torch.Tensor], dout: torch.Tensor, wha
     for name, one, other in zip(("dq", "dk", "dv", "dbias"), found, expected, strict=False):
         assert torch.isfinite(one).all(), f"{name}: {what}"
         error, largest = (one.double() - other).abs().max().item(), other.abs().max().item()
-        floor = 0.02 if name == "dbias" and one.shape[-1] == 1 else 1e-5
+        # The sum over all queries, too, is one of hundreds of thousands of such errors
+        floor = (0.5 if one.numel() == 1 else 0.02) if name == "dbias" and one.shape[-1] == 1 else 1e-5
         assert error <= 0.02 * largest + floor, f"{name}: {what}: {error} of {largest}"
 
 

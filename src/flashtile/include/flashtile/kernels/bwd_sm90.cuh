@@ -576,14 +576,16 @@ struct BwdSm90 {
           // Hand over dQ; dP^T takes its registers
           wgmma_wait<1>();
           pin_registers(rdQ);
-          stage_dq(shared, consumer, count - 1, rdQ);
+          if (!Options::kChangesTiles || count > 0) stage_dq(shared, consumer, count - 1, rdQ);
         }
         start_dp(count + 1, rdP);
         end_turn(consumer);
         differentiate_tile(count + 1, is_checked, lse, bits, rS, rdP);
         ++count;
       };
-      if (num_tiles() > 1) step(Constant<true>());
+      // With options a copy would spill: there dQ of the first step comes from uninitialised dS and is not staged
+      if constexpr (!Options::kChangesTiles)
+        if (num_tiles() > 1) step(Constant<true>());
       while (count + 1 < num_tiles()) step(Constant<false>());
       // The last tile, then a turn more for its dQ. Parts of dQ are staged in the order of turns.
       float rdQ[kColumnsDq / 2];
