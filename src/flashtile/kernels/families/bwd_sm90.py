@@ -187,8 +187,16 @@ class BwdSm90(Family[BwdSm90Row]):
 
 
 def _row(kernel: str, tile: Tile, dtype: str, dims: tuple[int, int], features: Features) -> BwdSm90Row:
-    return BwdSm90Row(kernel, dtype, dtype, *dims, tile.block_queries, tile.block_keys, *tile[2:6],
-                      _option_bytes(features, tile.num_bias_stages))
+    return BwdSm90Row(
+        kernel,
+        dtype,
+        dtype,
+        *dims,
+        tile.block_queries,
+        tile.block_keys,
+        *tile[2:6],
+        _option_bytes(features, tile.num_bias_stages),
+    )
 
 
 def _option_policies(features: Features) -> list[str]:

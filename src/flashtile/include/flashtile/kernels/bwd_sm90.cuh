@@ -191,8 +191,8 @@ struct BwdSm90 {
     }
   }
 
-  // Fills the statistics of every stage, describes its tile, and prepares the options of consumer 0. Rows past the last query get the statistics of a fully
-  // masked row. Scope: warp.
+  // Fills the statistics of every stage, describes its tile, and prepares the options of consumer 0. Rows past the last
+  // query get the statistics of a fully masked row. Scope: warp.
   FT_DEVICE static void produce_stats(const Params& p, Storage& shared, const KeyTile& tile) {
     constexpr i32 kRows = kBlockM / 32;
     i32 lane = threadIdx.x % 32;

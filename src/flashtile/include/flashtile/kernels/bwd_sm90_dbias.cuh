@@ -212,16 +212,16 @@ struct DbiasSm90 {
     i32 i_begin = tile.i_begin, j_begin = tile.j_begin + 64 * consumer;
     float rS[kScores], rdP[kScores];
     // S^T = K Q^T, dP^T = V dO^T
-    gemm_abt<T, kBlockM, Config::kHeadDim, kBlockN>(rS, tile_base(shared.sK[buffer] + 64 * 64 * consumer, kBlockN * 128),
+    gemm_abt<T, kBlockM, Config::kHeadDim, kBlockN>(rS,
+                                                    tile_base(shared.sK[buffer] + 64 * 64 * consumer, kBlockN * 128),
                                                     tile_base(shared.sQ[stage], kBlockM * 128));
     gemm_abt<T, kBlockM, Config::kHeadDimV, kBlockN>(rdP,
                                                      tile_base(shared.sV[buffer] + 64 * 64 * consumer, kBlockN * 128),
                                                      tile_base(shared.sdO[stage], kBlockM * 128));
     // Load the rest while they are in flight
-    typename Options::Bits bits = 
+    typename Options::Bits bits =
         Options::load_bits(p, shared.options, s, consumer, count, tile.head, i_begin, j_begin);
-    Options options(p, shared.options, s, consumer, count, tile.head, i_begin, j_begin, bits,
-                    shared.lse[stage]);
+    Options options(p, shared.options, s, consumer, count, tile.head, i_begin, j_begin, bits, shared.lse[stage]);
     float2 delta[kScores / 4];
 #pragma unroll
     for (i32 b = 0; b < kScores / 4; ++b) delta[b] = Options::stats(shared.delta[stage], b);
@@ -230,8 +230,8 @@ struct DbiasSm90 {
     pin_registers(rS);
     pin_registers(rdP);
     auto add = [&](auto checked, auto masked, const Range(&seen)[2]) {
-      options.template add_score_gradient<decltype(checked)::kValue, decltype(masked)::kValue>(
-          seen, shared.lse[stage], delta, rS, rdP, rSum);
+      options.template add_score_gradient<decltype(checked)::kValue, decltype(masked)::kValue>(seen, shared.lse[stage],
+                                                                                               delta, rS, rdP, rSum);
     };
     if (is_checked || options.needs_exact_tanh()) {
       Range seen[2];

@@ -1,7 +1,8 @@
 // Options of the Hopper backward (bwd_sm90.cuh): bool mask, softcap, ALiBi, bias and dropout between S^T, dP^T and
 // P^T, dS^T.
 //
-// Threads:  one warp for each consumer prepares what it reads of each tile of 64 keys x 64 queries.
+// Threads:  one warp for each consumer prepares the mask and the bias of each tile of 64 keys x 64 queries. Consumers
+//           draw dropout bits themselves.
 // Shared:   bits of a bool mask: a word for each consumer warp and pair of queries, one bit for each of the warp's 16
 //           keys and of the two queries. A bias: [stage][64 queries][64 keys], in rows of 128 bytes whose
 //           16-byte chunks are swizzled as in tile/smem_tile.cuh. Barriers: full and empty of each, per consumer.
@@ -56,16 +57,17 @@ struct BwdSm90Options {
   static constexpr bool kHasTiles = kNumTiles > 0;
   static constexpr i32 kScores = Config::kBlockM / 2;  // registers per thread of S^T
   using T = typename Config::Element;
-  static constexpr i32 kNumOptions = ScoreMod::kHasSoftcap + ScoreMod::kHasAlibi + ScoreMod::kHasBias +
-                                     Mask::kHasBool + Dropout::kIsOn;
+  static constexpr i32 kNumOptions =
+      ScoreMod::kHasSoftcap + ScoreMod::kHasAlibi + ScoreMod::kHasBias + Mask::kHasBool + Dropout::kIsOn;
+  // P^T is computed while dP^T is in flight, unless that takes too many registers
   static constexpr bool kIsSplit =
       kNumOptions < 2 || (Config::kHeadDim + Config::kHeadDimV <= 128 && !ScoreMod::kHasSoftcap);
   // With a softcap, P is kept times 4: its derivative 4 r (1 - r) then needs no factor. dv_factor divides by it.
   static constexpr float kLargestExponent = ScoreMod::kHasSoftcap ? 2.0f : 0.0f;
   static constexpr float kLargestFastSoftcap = 256.0f;
   // Registers per thread: warps that prepare tiles need more than 24
-  static constexpr i32 kProducerRegisters = Config::kProducerRegisters + (kNumTiles == 0 ? 0 : kNumTiles == 1 ? 16 : 32);
-  static constexpr i32 kConsumerRegisters = Config::kConsumerRegisters - (kNumTiles == 0 ? 0 : kNumTiles == 1 ? 8 : 16);
+  static constexpr i32 kProducerRegisters = Config::kProducerRegisters + 16 * kNumTiles;
+  static constexpr i32 kConsumerRegisters = Config::kConsumerRegisters - 8 * kNumTiles;
 
   // ---- Prologue. Scope: thread 0.
 
@@ -151,7 +153,7 @@ struct BwdSm90Options {
   template <i32 kBytes>
   FT_DEVICE static void copy_bias(u32 tile, const BiasElement* rows, i64 row_stride, i32 num_rows, i32 num_keys) {
     constexpr i32 kSize = sizeof(BiasElement), kPieces = 64 * kSize / kBytes;  // of a row
-    constexpr i32 kLanes = kPieces < 32 ? kPieces : 32, kRows = 32 / kLanes;    // of one pass of the warp
+    constexpr i32 kLanes = kPieces < 32 ? kPieces : 32, kRows = 32 / kLanes;   // of one pass of the warp
     i32 lane = threadIdx.x % 32, key = lane % kLanes * (kBytes / kSize);
     rows += lane / kLanes * row_stride + key;
 #pragma unroll 2
@@ -246,8 +248,9 @@ struct BwdSm90Options {
     }
   }
 
-  // ---- Consumer. An object of this class is what one consumer needs of one tile. Products in flight keep shared memory
-  // busy: a load takes some 400 clocks. So bits are loaded before the consumer's turn, the rest in one go after it.
+  // ---- Consumer. An object of this class is what one consumer needs of one tile. Products in flight keep shared
+  // memory busy: a load takes some 400 clocks. So bits are loaded before the consumer's turn, the rest in one go after
+  // it.
 
   struct Bits {
     u32 seen;        // by the mask: bit b + 8 r + 16 e is row r, column 8 b + e of the fragment
@@ -354,11 +357,10 @@ struct BwdSm90Options {
   // Starts loading the bias of columns 8 b .. 8 b + 15. Scope: warp.
   FT_DEVICE void load_bias_fragment(i32 b) {
     i32 lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-    u32 (&words)[kBiasWords] = bias[b / 2 % kBiasFragments];
+    u32(&words)[kBiasWords] = bias[b / 2 % kBiasFragments];
     if constexpr (sizeof(BiasElement) == 2) {
       u32 tile = shared_address(shared.Bias::tiles[consumer][BiasStages::stage(count)]);
-      ldmatrix_x4_trans(words,
-                        tile + bias_offset(lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8) + b * 1024);
+      ldmatrix_x4_trans(words, tile + bias_offset(lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8) + b * 1024);
     } else {
       const char* tile = reinterpret_cast<const char*>(shared.Bias::tiles[consumer][BiasStages::stage(count)]);
 #pragma unroll
@@ -498,8 +500,8 @@ struct BwdSm90Options {
 
   // P^T and dS^T from S^T, which is complete, and dP^T, which is in flight. Scope: warpgroup.
   template <bool kIsChecked, bool kIsMasked>
-  FT_DEVICE void differentiate(const Range (&seen)[2], const float* sLse, const float* sDelta, float (&rS)[kScores], float (&rdP)[kScores],
-                               u32 (&packed_p)[kScores / 2], u32 (&packed_ds)[kScores / 2]) {
+  FT_DEVICE void differentiate(const Range (&seen)[2], const float* sLse, const float* sDelta, float (&rS)[kScores],
+                               float (&rdP)[kScores], u32 (&packed_p)[kScores / 2], u32 (&packed_ds)[kScores / 2]) {
     float2 delta[kScores / 4];
     // Compute P^T while dP^T is in flight, unless that takes too many registers
     if constexpr (kIsSplit) {
@@ -542,8 +544,8 @@ struct BwdSm90Options {
   // Adds the gradient of the scores before softcap's derivative, P^T * (dP^T - delta), to rSum. S^T and dP^T are
   // complete. With kIsChecked, nothing is added outside the columns seen[r]: rows there may be NaN. Scope: warpgroup.
   template <bool kIsChecked, bool kIsMasked>
-  FT_DEVICE void add_score_gradient(const Range (&seen)[2], const float* sLse, const float2 (&delta)[kScores / 4], float (&rS)[kScores],
-                                    const float (&rdP)[kScores], float (&rSum)[kScores]) {
+  FT_DEVICE void add_score_gradient(const Range (&seen)[2], const float* sLse, const float2 (&delta)[kScores / 4],
+                                    float (&rS)[kScores], const float (&rdP)[kScores], float (&rSum)[kScores]) {
     u32 no_p[kScores / 2];
 #pragma unroll
     for (i32 b = 0; b < kScores / 4; ++b) {
