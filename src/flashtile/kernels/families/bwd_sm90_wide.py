@@ -50,6 +50,7 @@ _TILES: dict[tuple[int, int], Tile] = {
 class BwdSm90WideRow(Row):
     stages: tuple[int, ...]  # of Q and dO together, or of K and of V
     turns: int = 1
+    skew: int = 0
 
     @property
     def header(self) -> str:
@@ -69,7 +70,7 @@ class BwdSm90WideRow(Row):
 
     @property
     def config(self) -> str:
-        sizes = (self.block_n, *self.stages, self.turns) if self.is_dq else self.stages
+        sizes = (self.block_n, *self.stages, self.turns) if self.is_dq else (*self.stages, self.skew)
         name = "Sm90DqConfig" if self.is_dq else "Sm90DkdvConfig"
         return f"{name}<{CPP_TYPES[self.dtype]}, {', '.join(map(str, (self.head_dim, self.head_dim_v, *sizes)))}>"
 
@@ -135,8 +136,11 @@ class BwdSm90Wide(Family[BwdSm90WideRow]):
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
         yield _row(kernel, key.dtype, dims)
+        import dataclasses
+        if kernel == "bwd_sm90_dkdv":
+            yield dataclasses.replace(_row(kernel, key.dtype, dims), skew=1)
+            yield dataclasses.replace(_row(kernel, key.dtype, dims), skew=2)
         if kernel == "bwd_sm90_dq":
-            import dataclasses
             yield dataclasses.replace(_row(kernel, key.dtype, dims), turns=2)
             yield dataclasses.replace(_row(kernel, key.dtype, dims), turns=0)
 

@@ -21,13 +21,14 @@ struct Sm90WideConfig {
 };
 
 // bwd_sm90_dkdv_kernel: a block owns 64 keys and streams tiles of 64 queries.
-template <typename T, i32 kHeadDim, i32 kHeadDimV, i32 kNumStages_>
+template <typename T, i32 kHeadDim, i32 kHeadDimV, i32 kNumStages_, i32 kSkew_>
 struct Sm90DkdvConfig : Sm90WideConfig<T, kHeadDim, kHeadDimV> {
   using Base = Sm90WideConfig<T, kHeadDim, kHeadDimV>;
   static constexpr i32 kBlockM = 64;
   static constexpr i32 kBlockN = 64;
   static constexpr i32 kNumStages = kNumStages_;  // of Q and of dO
   static constexpr i32 kNumBuffers = 2;           // of P
+  static constexpr i32 kSkew = kSkew_;
   // K and V are register operands where there is room: products then read less shared memory, which is the bound
   static constexpr bool kHoldsKeys = kHeadDim <= 192 && kHeadDimV <= 192;
   static constexpr i32 kElementsQK = 64 * 64 * Base::kSlabsQK;
