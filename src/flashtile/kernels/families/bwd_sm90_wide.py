@@ -33,7 +33,6 @@ class Tile(NamedTuple):
     block_keys: int  # that stream by in the kernel of dQ
     stages_k: int
     stages_v: int
-    turns: int = 1
 
 
 # By padded head_dim and head_dim_v
@@ -49,8 +48,6 @@ _TILES: dict[tuple[int, int], Tile] = {
 @dataclass(frozen=True)
 class BwdSm90WideRow(Row):
     stages: tuple[int, ...]  # of Q and dO together, or of K and of V
-    turns: int = 1
-    skew: int = 0
 
     @property
     def header(self) -> str:
@@ -70,7 +67,7 @@ class BwdSm90WideRow(Row):
 
     @property
     def config(self) -> str:
-        sizes = (self.block_n, *self.stages, self.turns) if self.is_dq else (*self.stages, self.skew)
+        sizes = (self.block_n, *self.stages) if self.is_dq else self.stages
         name = "Sm90DqConfig" if self.is_dq else "Sm90DkdvConfig"
         return f"{name}<{CPP_TYPES[self.dtype]}, {', '.join(map(str, (self.head_dim, self.head_dim_v, *sizes)))}>"
 
@@ -136,13 +133,6 @@ class BwdSm90Wide(Family[BwdSm90WideRow]):
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
         yield _row(kernel, key.dtype, dims)
-        import dataclasses
-        if kernel == "bwd_sm90_dkdv":
-            yield dataclasses.replace(_row(kernel, key.dtype, dims), skew=1)
-            yield dataclasses.replace(_row(kernel, key.dtype, dims), skew=2)
-        if kernel == "bwd_sm90_dq":
-            yield dataclasses.replace(_row(kernel, key.dtype, dims), turns=2)
-            yield dataclasses.replace(_row(kernel, key.dtype, dims), turns=0)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None

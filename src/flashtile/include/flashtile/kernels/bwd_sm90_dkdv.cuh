@@ -196,12 +196,8 @@ struct BwdSm90Dkdv {
   // ---- Consumers. Scope: warpgroup.
 
   // The warpgroups take turns: one issues two products while the other computes P or dS.
-  FT_DEVICE static void wait_turn(i32 consumer) {
-    if constexpr (Config::kSkew != 1) named_barrier_sync(kPingPongBarrier + consumer, 256);
-  }
-  FT_DEVICE static void end_turn(i32 consumer) {
-    if constexpr (Config::kSkew != 1) named_barrier_arrive(kPingPongBarrier + 1 - consumer, 256);
-  }
+  FT_DEVICE static void wait_turn(i32 consumer) { named_barrier_sync(kPingPongBarrier + consumer, 256); }
+  FT_DEVICE static void end_turn(i32 consumer) { named_barrier_arrive(kPingPongBarrier + 1 - consumer, 256); }
 
   // K or V of the block, the left operand of a product: in shared memory or, with kHoldsKeys, in registers.
   template <i32 kSlabs>
@@ -388,11 +384,10 @@ struct BwdSm90Dkdv {
     for (i32 x = 0; x < Config::kHeadDimV / 2; ++x) rdV[x] = 0.0f;
 
     // Start dV += P^T dO
-    auto start_dv_with = [&](u32 count, const u32 (&packed_p)[kScores / 2]) {
+    auto start_dv = [&](u32 count) {
       for (i32 slab = 0; slab < Config::kSlabsV; ++slab) Stages::wait_full(shared.full_do[slab], count);
       gemm_ab<T, Config::kHeadDimV, 64>(rdV, packed_p, tile_base(shared.sdO[Stages::stage(count)], 64 * 128));
     };
-    auto start_dv = [&](u32 count) { start_dv_with(count, packed_p); };
     // Load the statistics while S^T is in flight
     auto load_lse = [&](u32 count, Stats& lse) {
       if constexpr (!kHasOptions) {
@@ -401,9 +396,9 @@ struct BwdSm90Dkdv {
       }
     };
     // Wait for S^T, release its Q, compute P^T and hand it to the other warpgroup
-    auto finish_s = [&](u32 count, const Stats& lse, float (&rS)[kScores], u32 (&packed_p)[kScores / 2], auto pending) {
+    auto finish_s = [&](u32 count, const Stats& lse, float (&rS)[kScores]) {
       u32 stage = Stages::stage(count);
-      wgmma_wait<decltype(pending)::kValue ? 1 : 0>();
+      wgmma_wait<0>();
       pin_registers(rS);
       const WideQueryTile& queries = shared.queries[count % kNumWideQueryTiles];
       if constexpr (kHasOptions) {
@@ -442,47 +437,9 @@ struct BwdSm90Dkdv {
         start_s(0, rS);
         end_turn(0);
         load_lse(0, lse);
-        finish_s(0, lse, rS, packed_p, Constant<false>());
+        finish_s(0, lse, rS);
       }
       u32 count = 1;
-      if constexpr (Config::kSkew > 0) {
-        u32 packed_next[kScores / 2];
-        auto step = [&](const u32 (&packed)[kScores / 2], u32 (&next)[kScores / 2]) {
-          float rS[kScores];
-          Stats lse;
-          wait_turn(0);
-          start_s(count, rS);
-          start_dv_with(count - 1, packed);
-          end_turn(0);
-          load_lse(count, lse);
-          finish_s(count, lse, rS, next, Constant<true>());
-          wgmma_wait<0>();
-          pin_registers(rdV);
-          release_stage(shared.empty_do[Stages::stage(count - 1)]);
-          ++count;
-        };
-        auto last = [&](const u32 (&packed)[kScores / 2]) {
-          wait_turn(0);
-          start_dv_with(count - 1, packed);
-          end_turn(0);
-          wgmma_wait<0>();
-          pin_registers(rdV);
-        };
-        while (true) {
-          if (count >= tile.num_tiles()) {
-            last(packed_p);
-            break;
-          }
-          step(packed_p, packed_next);
-          if (count >= tile.num_tiles()) {
-            last(packed_next);
-            break;
-          }
-          step(packed_next, packed_p);
-        }
-        store_keys(p.dv, p.dv_strides, p, tile, p.head_dim_v, 1.0f, rdV);
-        return;
-      }
       for (; count < tile.num_tiles(); ++count) {
         float rS[kScores];
         Stats lse;
@@ -496,7 +453,7 @@ struct BwdSm90Dkdv {
         wgmma_wait<Config::kSlabsQK>();
         pin_registers(rdV);
         release_stage(shared.empty_do[Stages::stage(count - 1)]);
-        finish_s(count, lse, rS, packed_p, Constant<false>());
+        finish_s(count, lse, rS);
       }
       wait_turn(0);
       start_dv(count - 1);
@@ -516,10 +473,9 @@ struct BwdSm90Dkdv {
     for (i32 x = 0; x < Config::kHeadDim / 2; ++x) rdK[x] = 0.0f;
 
     // Start dK += dS^T Q
-    auto start_dk_with = [&](u32 count, const u32 (&packed_ds)[kScores / 2]) {
+    auto start_dk = [&](u32 count) {
       gemm_ab<T, Config::kHeadDim, 64>(rdK, packed_ds, tile_base(shared.sQ[Stages::stage(count)], 64 * 128));
     };
-    auto start_dk = [&](u32 count) { start_dk_with(count, packed_ds); };
     // Wait for Q and its statistics
     auto wait_delta = [&](u32 count, Stats& delta) {
       for (i32 slab = 0; slab < Config::kSlabsQK; ++slab) Stages::wait_full(shared.full_q[slab], count);
@@ -527,10 +483,9 @@ struct BwdSm90Dkdv {
       pin_registers(delta);
     };
     // Wait for dP^T, release its dO, and compute dS^T
-    auto finish_dp = [&](u32 count, const Stats& delta, float (&rdP)[kScores], u32 (&packed_ds)[kScores / 2],
-                         auto pending) {
+    auto finish_dp = [&](u32 count, const Stats& delta, float (&rdP)[kScores]) {
       u32 packed_factor[kScores / 2];
-      wgmma_wait<decltype(pending)::kValue ? 1 : 0>();
+      wgmma_wait<0>();
       pin_registers(rdP);
       release_stage(shared.empty_do[Stages::stage(count)]);
       receive(shared, count, packed_factor);
@@ -553,46 +508,9 @@ struct BwdSm90Dkdv {
         start_dp(0, rdP);
         end_turn(1);
         wait_delta(0, delta);
-        finish_dp(0, delta, rdP, packed_ds, Constant<false>());
+        finish_dp(0, delta, rdP);
       }
       u32 count = 1;
-      if constexpr (Config::kSkew > 0) {
-        u32 packed_next[kScores / 2];
-        auto step = [&](const u32 (&packed)[kScores / 2], u32 (&next)[kScores / 2]) {
-          float rdP[kScores];
-          Stats delta;
-          wait_turn(1);
-          start_dp(count, rdP);
-          start_dk_with(count - 1, packed);
-          end_turn(1);
-          wait_delta(count, delta);
-          finish_dp(count, delta, rdP, next, Constant<true>());
-          wgmma_wait<0>();
-          pin_registers(rdK);
-          release_stage(shared.empty_q[Stages::stage(count - 1)]);
-          ++count;
-        };
-        auto last = [&](const u32 (&packed)[kScores / 2]) {
-          wait_turn(1);
-          start_dk_with(count - 1, packed);
-          wgmma_wait<0>();
-          pin_registers(rdK);
-        };
-        while (true) {
-          if (count >= tile.num_tiles()) {
-            last(packed_ds);
-            break;
-          }
-          step(packed_ds, packed_next);
-          if (count >= tile.num_tiles()) {
-            last(packed_next);
-            break;
-          }
-          step(packed_next, packed_ds);
-        }
-        store_keys(p.dk, p.dk_strides, p, tile, p.head_dim, p.scale, rdK);
-        return;
-      }
       for (; count < tile.num_tiles(); ++count) {
         float rdP[kScores];
         Stats delta;
@@ -606,7 +524,7 @@ struct BwdSm90Dkdv {
         wgmma_wait<Config::kSlabsV>();
         pin_registers(rdK);
         release_stage(shared.empty_q[Stages::stage(count - 1)]);
-        finish_dp(count, delta, rdP, packed_ds, Constant<false>());
+        finish_dp(count, delta, rdP);
       }
       wait_turn(1);
       start_dk(count - 1);

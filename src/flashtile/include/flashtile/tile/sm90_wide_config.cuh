@@ -21,14 +21,13 @@ struct Sm90WideConfig {
 };
 
 // bwd_sm90_dkdv_kernel: a block owns 64 keys and streams tiles of 64 queries.
-template <typename T, i32 kHeadDim, i32 kHeadDimV, i32 kNumStages_, i32 kSkew_>
+template <typename T, i32 kHeadDim, i32 kHeadDimV, i32 kNumStages_>
 struct Sm90DkdvConfig : Sm90WideConfig<T, kHeadDim, kHeadDimV> {
   using Base = Sm90WideConfig<T, kHeadDim, kHeadDimV>;
   static constexpr i32 kBlockM = 64;
   static constexpr i32 kBlockN = 64;
   static constexpr i32 kNumStages = kNumStages_;  // of Q and of dO
   static constexpr i32 kNumBuffers = 2;           // of P
-  static constexpr i32 kSkew = kSkew_;
   // K and V are register operands where there is room: products then read less shared memory, which is the bound
   static constexpr bool kHoldsKeys = kHeadDim <= 192 && kHeadDimV <= 192;
   static constexpr i32 kElementsQK = 64 * 64 * Base::kSlabsQK;
@@ -37,14 +36,13 @@ struct Sm90DkdvConfig : Sm90WideConfig<T, kHeadDim, kHeadDimV> {
 };
 
 // bwd_sm90_dq_kernel: a block owns 128 queries, 64 for each consumer, and streams tiles of kBlockN keys.
-template <typename T, i32 kHeadDim, i32 kHeadDimV, i32 kBlockN_, i32 kStagesK_, i32 kStagesV_, i32 kTurns_>
+template <typename T, i32 kHeadDim, i32 kHeadDimV, i32 kBlockN_, i32 kStagesK_, i32 kStagesV_>
 struct Sm90DqConfig : Sm90WideConfig<T, kHeadDim, kHeadDimV> {
   using Base = Sm90WideConfig<T, kHeadDim, kHeadDimV>;
   static constexpr i32 kBlockM = 128;
   static constexpr i32 kBlockN = kBlockN_;
   static constexpr i32 kStagesK = kStagesK_;
   static constexpr i32 kStagesV = kStagesV_;
-  static constexpr i32 kTurns = kTurns_;
   static constexpr i32 kElementsQ = 64 * 64 * Base::kSlabsQK;  // per consumer
   static constexpr i32 kElementsdO = 64 * 64 * Base::kSlabsV;  // per consumer
   static constexpr i32 kElementsK = kBlockN * 64 * Base::kSlabsQK;
