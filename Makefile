@@ -9,7 +9,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
 EXTENSION_SOURCES := setup.py $(wildcard src/flashtile/csrc/* src/flashtile/csrc/cpu/* src/flashtile/csrc/exec/*) src/flashtile/include/flashtile/attn/params.cuh
 
-.PHONY: test test-gpu test-install test-integrations check sanitize sanitize-cpu lint format bench compile-all docs docs-check clean
+.PHONY: test test-gpu test-install test-integrations test-thunder check sanitize sanitize-cpu lint format bench compile-all docs docs-check clean
 
 test: .venv/extension
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
@@ -28,6 +28,10 @@ test-install: .venv/ready
 # transformers, diffusers and the others, each with its real package, in an environment of their own
 test-integrations: .venv-integrations/ready
 	PYTHONPATH=src OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest -n $(JOBS) tests/integrations
+
+# Lightning Thunder needs an older torch, and so an environment of its own; not part of CI
+test-thunder: .venv-thunder/ready
+	PYTHONPATH=src OMP_NUM_THREADS=1 .venv-thunder/bin/python -m pytest -n $(JOBS) tests/integrations/test_thunder.py
 
 # A minute of random problems on the CPU; CHECK takes more options, as in `make check CHECK="--seed 7"`
 check: .venv/extension
@@ -82,7 +86,7 @@ docs-check: .venv/ready
 	$(BIN)/python tools/make_docs.py --check
 
 clean:
-	rm -rf .venv .venv-integrations build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-integrations .venv-thunder build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 .venv/ready: pyproject.toml requirements-dev.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "flashtile needs Python 3.10 or newer, this is " + sys.version)'
@@ -102,4 +106,11 @@ clean:
 	.venv-integrations/bin/python -m pip install --quiet $(TORCH)
 	.venv-integrations/bin/python -m pip install --quiet -r requirements-integrations.txt
 	FLASHTILE_EXTENSION=1 .venv-integrations/bin/python setup.py --quiet build_ext --inplace
+	touch $@
+
+.venv-thunder/ready:
+	$(PYTHON) -m venv .venv-thunder
+	.venv-thunder/bin/python -m pip install --quiet torch==2.11.0 lightning-thunder==0.2.6 \
+		hypothesis==6.170.15 pytest==9.2.0 pytest-xdist==3.8.0 rich==15.0.0 setuptools==84.2.1 typer==0.29.0
+	FLASHTILE_EXTENSION=1 .venv-thunder/bin/python setup.py --quiet build_ext --inplace
 	touch $@

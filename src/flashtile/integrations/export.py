@@ -31,7 +31,9 @@ def forward(*values: Any) -> tuple[Tensor, Tensor]:
     """`flashtile::forward` without dropout and index tensors: (out, lse)."""
     args = AttentionArgs(*values)
     if args.dropout_p > 0.0:
-        raise unsupported("dropout_p", f"{args.dropout_p}", "0 in an exported graph", "Call model.eval() before exporting")
+        raise unsupported(
+            "dropout_p", f"{args.dropout_p}", "0 in an exported graph", "Call model.eval() before exporting"
+        )
     if any(value is not None for value in (args.cu_seqlens_q, args.seqused_k, args.leftpad_k, args.block_table)):
         raise unsupported("cu_seqlens_q", "index tensors", "dense calls in an exported graph")
     is_rows_first = args.layout == "bshd"

@@ -29,15 +29,16 @@ class Tile(NamedTuple):
     num_warps: int
     min_blocks: int  # that should share a multiprocessor
     num_stages: int = 2
-    keeps_q: bool = False
+    kept_steps: int = 0
+    shares_q: bool = False
     max_options: int = 99  # that change scores or probabilities, that it holds without a spill
 
 
 # By padded head_dim and head_dim_v; the first that fits the GPU and takes a call is chosen. Measured on an NVIDIA H200;
 # on other GPUs what fits their shared memory with as many warps: docs/sm80.md.
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
-    (32, 32): (Tile(128, 64, 4, 2, keeps_q=True, max_options=0), Tile(64, 64, 4, 3)),
-    (64, 64): (Tile(128, 64, 4, 2, keeps_q=True, max_options=0), Tile(64, 64, 4, 2)),
+    (32, 32): (Tile(128, 64, 4, 2, kept_steps=2, max_options=0), Tile(64, 64, 4, 3)),
+    (64, 64): (Tile(128, 64, 4, 2, kept_steps=4, max_options=0), Tile(64, 64, 4, 2)),
     (96, 96): (
         Tile(128, 64, 4, 2, max_options=0),
         Tile(128, 32, 4, 2, max_options=0),
@@ -62,9 +63,9 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
         Tile(64, 32, 4, 1),
     ),
     (256, 256): (
-        Tile(128, 64, 8, 1, max_options=0),
-        Tile(128, 48, 8, 1, max_options=0),
-        Tile(128, 16, 8, 1, max_options=0),
+        Tile(128, 64, 8, 1, kept_steps=8, max_options=0),
+        Tile(128, 48, 8, 1, kept_steps=8, max_options=0),
+        Tile(128, 32, 8, 1, kept_steps=16, shares_q=True, max_options=0),
         Tile(64, 32, 4, 1),
     ),
 }
@@ -75,7 +76,8 @@ class Sm80Row(Row):
     num_warps: int
     num_stages: int  # of K and of V
     min_blocks: int
-    keeps_q: bool  # in registers
+    kept_steps: int  # so many 16 columns of Q stay in registers
+    shares_q: bool  # its shared memory is that of the stages
     packs_heads: bool
     is_scale_positive: bool
     is_exact: bool  # the head dims are the padded ones
@@ -95,8 +97,8 @@ class Sm80Row(Row):
     @property
     def config(self) -> str:
         sizes = f"{self.head_dim}, {self.head_dim_v}, {self.block_m}, {self.block_n}"
-        counts = f"{self.num_warps}, {self.num_stages}, {self.min_blocks}"
-        flags = self.keeps_q, self.packs_heads, self.is_scale_positive, self.is_exact
+        counts = f"{self.num_warps}, {self.num_stages}, {self.min_blocks}, {self.kept_steps}"
+        flags = self.shares_q, self.packs_heads, self.is_scale_positive, self.is_exact
         types = f"{CPP_TYPES[self.dtype]}, {CPP_TYPES[self.out_dtype]}"
         return f"Sm80Config<{types}, {sizes}, {counts}, {', '.join(map(cpp_bool, flags))}>"
 
@@ -104,13 +106,14 @@ class Sm80Row(Row):
     def label(self) -> str:
         words = [f"{self.block_m} x {self.block_n}, {self.num_warps} warps"]
         words += [] if self.num_stages == 2 else [f"{self.num_stages} stages"]
-        words += ["Q in registers"] if self.keeps_q else []
+        words += [f"{16 * self.kept_steps} columns of Q in registers"] if self.kept_steps else []
+        words += ["in the memory of the stages"] if self.shares_q else []
         return ", ".join(words)
 
     @property
     def shared_bytes(self) -> int:
         keys = self.num_stages * self.block_n * (self.head_dim + self.head_dim_v)
-        tiles = 2 * (self.block_m * self.head_dim + keys)
+        tiles = 2 * ((64 if self.shares_q else self.block_m * self.head_dim) + keys)
         return -(-(tiles + _QUERY_TILE_BYTES) // 128) * 128
 
     def unfit(self, arch: Arch) -> str | None:
@@ -199,5 +202,5 @@ def _row(
     is_exact: bool = True,
 ) -> Sm80Row:
     sizes = tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.min_blocks
-    flags = tile.keeps_q, packs_heads, is_scale_positive, is_exact
+    flags = tile.kept_steps, tile.shares_q, packs_heads, is_scale_positive, is_exact
     return Sm80Row("fwd_sm80", dtype, out_dtype, *dims, *sizes, *flags)

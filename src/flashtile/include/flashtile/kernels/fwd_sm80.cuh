@@ -27,10 +27,12 @@ namespace flashtile {
 template <class Config, class Mask, class SeqInfo>
 struct alignas(128) FwdSm80Storage {
   using T = typename Config::Element;
-  T sQ[Config::kBlockM * Config::kHeadDim];
+  T sQ[Config::kSharesQ ? 64 : Config::kElementsQ];
   T sK[Config::kNumStages][Config::kBlockN * Config::kHeadDim];
   T sV[Config::kNumStages][Config::kBlockN * Config::kHeadDimV];
   alignas(16) char tile[sizeof(QueryTile<Config, Mask, SeqInfo>)];
+
+  FT_DEVICE T* query_tile() { return Config::kSharesQ ? sK[0] : sQ; }
 };
 
 // The largest dot product is the largest score only under a positive scale. Otherwise scale the scores first.
@@ -66,10 +68,18 @@ struct FwdSm80 {
   struct State {
     Softmax softmax;
     float rO[kMTiles][kOutputs];
-    u32 rQ[Config::kKeepsQ ? kDepthSteps : 1][kMTiles][4];
+    u32 rQ[Config::kKeptSteps > 0 ? Config::kKeptSteps : 1][kMTiles][4];
   };
 
   // ---- Copies. Scope: block.
+
+  // Padding columns that no copy writes stay zeros.
+  FT_DEVICE static void clear_padding(Storage& shared) {
+    if constexpr (!Config::kIsExact) {
+      clear_tile<Config::kNumThreads>(&shared, sizeof(shared.sQ) + sizeof(shared.sK) + sizeof(shared.sV));
+      __syncthreads();
+    }
+  }
 
   // Starts the copy of Q; rows without a query become zeros.
   FT_DEVICE static void load_q(const Params& p, Storage& shared, const Tile& tile) {
@@ -77,7 +87,7 @@ struct FwdSm80 {
     i32 num_heads = Packing::num_heads(p), num_queries = Packing::num_queries(p);
     i32 num_columns = p.head_dim - TileQK::copy_column();
     for_each_row<Config::kHeadDim, Config::kBlockM, Config::kNumThreads, kUnrolls>(
-        shared_address(shared.sQ), [&](i32 first, i32 r, u32 target) {
+        shared_address(shared.query_tile()), [&](i32 first, i32 r, u32 target) {
           i32 row = first + r, head = 0, i = tile.i_begin + row;
           if constexpr (Config::kPacksHeads) {
             head = row % 64 / num_queries;
@@ -170,7 +180,7 @@ struct FwdSm80 {
 
   FT_DEVICE static void load_q_steps(State& state, u32 q) {
 #pragma unroll
-    for (i32 d = 0; d < kDepthSteps; ++d) load_q_step(state.rQ[d], q, d);
+    for (i32 d = 0; d < Config::kKeptSteps; ++d) load_q_step(state.rQ[d], q, d);
   }
 
   // One key tile: S = Q K^T, softmax, O += P V. q, k and v are this lane's addresses.
@@ -182,8 +192,8 @@ struct FwdSm80 {
 #pragma unroll
     for (i32 d = 0; d < kDepthSteps; ++d) {
       u32 rQ[kMTiles][4];
-      if constexpr (!Config::kKeepsQ) load_q_step(rQ, q, d);
-      const auto& a = Config::kKeepsQ ? state.rQ[d % (Config::kKeepsQ ? kDepthSteps : 1)] : rQ;
+      if (d >= Config::kKeptSteps) load_q_step(rQ, q, d);
+      const auto& a = d < Config::kKeptSteps ? state.rQ[d] : rQ;
       if (d == 0) {
         mma_step_abt<T, kBlockN, Config::kHeadDim, true>(rS, a, k, d);
       } else {
@@ -219,13 +229,20 @@ struct FwdSm80 {
       gV.template load<kHasTail>(v_tiles + stage * kBytesV, n, num_rows);
     };
 
-    // Padding columns that no copy writes stay zeros
-    if constexpr (!Config::kIsExact) {
-      clear_tile<Config::kNumThreads>(&shared, sizeof(shared.sQ) + sizeof(shared.sK) + sizeof(shared.sV));
-      __syncthreads();
-    }
+    u32 q = shared_address(shared.query_tile()) + warp * (Config::kWarpRows * TileQK::kPitch);
+    q += TileQK::template lane_offset<true>();
+    if constexpr (mutates(Mutation::fwd_sm80_warp_rows)) q -= warp * (Config::kWarpRows * TileQK::kPitch);
     // Start the copies of Q and of the first tiles, a group for each tile
+    clear_padding(shared);
     load_q(p, shared, tile);
+    if constexpr (Config::kSharesQ) {
+      cp_async_commit();
+      cp_async_wait<0>();
+      __syncthreads();
+      load_q_steps(state, q);
+      __syncthreads();
+      clear_padding(shared);
+    }
 #pragma unroll
     for (i32 stage = 0; stage < kNumStages - 1; ++stage) {
       i32 n = tile.n_end - 1 - stage;
@@ -244,8 +261,6 @@ struct FwdSm80 {
     i32 unmasked_end = uniform(tiles.unmasked.end);
     if constexpr (mutates(Mutation::fwd_sm80_skip)) warp_end = unmasked_end;
     auto needs_mask = [&](i32 n) { return kMasksAlways || n >= unmasked_end || n < unmasked_begin; };
-    u32 q = shared_address(shared.sQ) + warp * (Config::kWarpRows * TileQK::kPitch) + TileQK::template lane_offset<true>();
-    if constexpr (mutates(Mutation::fwd_sm80_warp_rows)) q -= warp * (Config::kWarpRows * TileQK::kPitch);
     u32 k_lane = k_tiles + TileQK::template lane_offset<false>(), v_lane = v_tiles + TileV::template lane_offset<true>();
     u32 stage = 0;
     i32 n = tile.n_end - 1, n_begin = tile.n_begin;
@@ -257,7 +272,7 @@ struct FwdSm80 {
       i32 n_next = n - (kNumStages - 1);
       if (n_next >= n_begin) load_tile(n_next, free_stage, Constant<false>());
       cp_async_commit();
-      if constexpr (Config::kKeepsQ) {
+      if constexpr (Config::kKeptSteps > 0 && !Config::kSharesQ) {
         if (n == tile.n_end - 1) load_q_steps(state, q);
       }
       // Skip the tile if it is fully masked for this warp
