@@ -1,7 +1,8 @@
-// dQ on Hopper for wide heads: wgmma and TMA, one producer and two consumer warpgroups.
+// dQ on Hopper for wide heads: wgmma and TMA, two consumer warpgroups and one of producers.
 //
-// Threads:   a block owns 128 queries of one head, 64 for each consumer, and streams the keys that they see. Two warps of
-//            the last warpgroup load them.
+// Threads:   a block owns 128 queries of one head, 64 for each consumer, and streams the keys that they see. In the
+// last
+//            warpgroup, one warp loads dO and V, another Q and K.
 // Shared:    sQ, sdO [consumer][slab][64][64], loaded once; sK, sV [stage][slab][kBlockN][64], 128-byte swizzled slabs
 //            of 64 columns; the block's queries; barriers.
 // Products:  S = Q K^T and dP = dO V^T have queries as rows. dS, packed to 16 bits, is a register operand of
@@ -98,9 +99,10 @@ struct BwdSm90Dq {
     fence_proxy_async();
   }
 
-  // ---- Producers, one for dO and V, one for Q and K. Scope: warp; one lane issues the copies.
+  // ---- Producers, one for dO and V, one for Q and K. Scope: warp; one lane issues the copies. The lanes leave each
+  // wait together: a late one must not find the barrier two phases on.
 
-  // The rows of K and V that a tile starts with.
+  // The first key of tile number count.
   FT_DEVICE static i32 first_key(const WideQueryBlock& block, u32 count) {
     return (block.n_begin + static_cast<i32>(count)) * kBlockN;
   }
@@ -143,6 +145,7 @@ struct BwdSm90Dq {
       u32 stage = StagesV::stage(count);
       for (i32 slab = 0; slab < kSlabsV; ++slab) {
         StagesV::wait_empty(shared.empty_v[slab], count);
+        __syncwarp();
         load_keys<1>(p, block, shared.sV[stage] + slab * kBlockN * 64, params.v_stream_map, p.v_strides,
                      shared.full_v[slab][stage], shared.full_tail[0], num_tails, count, slab);
       }
@@ -163,6 +166,7 @@ struct BwdSm90Dq {
     for (u32 count = 0; count < block.num_tiles(); ++count) {
       u32 stage = StagesK::stage(count);
       StagesK::wait_empty(shared.empty_k, count);
+      __syncwarp();
       load_keys<Config::kSlabsQK>(p, block, shared.sK[stage], params.k_stream_map, p.k_strides, shared.full_k[stage],
                                   shared.full_tail[1], num_tails, count, 0);
       if (count == 0) load_q(1);
