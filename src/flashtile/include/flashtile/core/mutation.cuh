@@ -28,13 +28,13 @@ enum class Mutation {
   fwd_sm90_split,        // every split processes the keys of the first one
   fwd_sm90_later_tile,   // a block repeats its first query tile instead of its fourth
   // Found by `flashtile check`, in the mma.sync forward
-  fwd_sm80_rescale,      // the output is not scaled down when the maximum rises
-  fwd_sm80_stale_max,    // the maximum stays that of the first tile
-  fwd_sm80_skip,         // warps skip the tiles that a band cuts
-  fwd_sm80_tail,         // rows past the last key are copied instead of cleared
-  fwd_sm80_column,       // eight columns past head_dim are copied instead of cleared
-  fwd_sm80_gqa_head,     // query head h uses KV head h % heads_kv instead of h / group
-  fwd_sm80_warp_rows,    // every warp uses the queries of the first
+  fwd_sm80_rescale,    // the output is not scaled down when the maximum rises
+  fwd_sm80_stale_max,  // the maximum stays that of the first tile
+  fwd_sm80_skip,       // warps skip the tiles that a band cuts
+  fwd_sm80_tail,       // rows past the last key are copied instead of cleared
+  fwd_sm80_column,     // eight columns past head_dim are copied instead of cleared
+  fwd_sm80_gqa_head,   // query head h uses KV head h % heads_kv instead of h / group
+  fwd_sm80_warp_rows,  // every warp uses the queries of the first
   // Found by `flashtile check`, in the Hopper backward
   bwd_sm90_delta,        // delta without rowsum(dO * O)
   bwd_sm90_dq_tile,      // dQ of the second query tile is not added

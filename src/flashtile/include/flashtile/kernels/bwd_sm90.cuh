@@ -19,6 +19,7 @@
 
 #include "flashtile/attn/block_range.cuh"
 #include "flashtile/attn/dropout.cuh"
+#include "flashtile/attn/key_order.cuh"
 #include "flashtile/attn/mask.cuh"
 #include "flashtile/attn/score_mod.cuh"
 #include "flashtile/core/mutation.cuh"
@@ -48,14 +49,18 @@ struct KeyTile {
   template <class Config, class Mask, class SeqInfo>
   FT_DEVICE static KeyTile find(const Params& p) {
     KeyTile tile;
-    i32 num_n_blocks = ceil_div(p.seqlen_k, Config::kBlockN);
-    i32 n = blockIdx.x % num_n_blocks;
+    i32 num_n_blocks = ceil_div(p.seqlen_k, Config::kBlockN), num_rows = p.heads_kv * p.batch, group = 1;
+    if (p.dq_order != nullptr) {
+      i32 num_tiles = ceil_div(p.seqlen_q, Config::kBlockM) * (p.heads / p.heads_kv);
+      group = order_group(num_rows, num_tiles, num_multiprocessors());
+    }
+    KeyBlock block = key_block(blockIdx.x, num_n_blocks, num_rows, group);
     // The first keys come first: under a causal mask most queries see them. In a fixed order of sums the last ones do:
     // their first query tile is seen by the fewest keys.
-    if (is_reversed<Mask>(p)) n = num_n_blocks - 1 - n;
-    tile.j_begin = n * Config::kBlockN;
-    tile.kv_head = blockIdx.x / num_n_blocks % p.heads_kv;
-    tile.s = find_sequence<SeqInfo>(p, blockIdx.x / num_n_blocks / p.heads_kv);
+    if (is_reversed<Mask>(p)) block.n = num_n_blocks - 1 - block.n;
+    tile.j_begin = block.n * Config::kBlockN;
+    tile.kv_head = block.row % p.heads_kv;
+    tile.s = find_sequence<SeqInfo>(p, block.row / p.heads_kv);
     i32 j_end = min_of(tile.j_begin + Config::kBlockN, tile.s.seqlen_k);
     Range queries = query_range<Mask>(p, tile.s, tile.j_begin, j_end);
     tile.m_begin = queries.begin / Config::kBlockM;
@@ -553,29 +558,39 @@ struct BwdSm90 {
         differentiate_tile(0, is_checked, lse, rS, rdP);
       }
       u32 count = 0;
-      for (; count + 1 < num_tiles(); ++count) {
-        float rS[kScores], rdP[kScores], rdQ[kColumnsDq / 2];
+      auto step = [&](auto is_first) {
+        float rS[kScores], rdP[kScores];
         // Wait for Q and dO, then for this consumer's turn: the other consumer has stored its dS of the tile before
         wait_operands(count + 1);
         Stats lse;
         bool is_checked = load_lse(count + 1, lse);
         wait_turn(consumer);
         // Start dV and dK of this tile, dQ of the tile before and, once P^T has left the registers, S^T of the next
-        // tile. For count 0, dQ comes from uninitialised dS and is not added.
+        // tile
         start_dv(count);
         start_dk(count);
-        start_dq(count - 1, rdQ);
-        wgmma_wait<1>();
-        release_operands(count);
-        start_s(count + 1, rS);
-        // Hand over dQ; dP^T takes its registers
-        wgmma_wait<1>();
-        pin_registers(rdQ);
-        if (count > 0) stage_dq(shared, consumer, count - 1, rdQ);
+        if constexpr (decltype(is_first)::kValue) {
+          wgmma_wait<0>();
+          release_operands(count);
+          start_s(count + 1, rS);
+        } else {
+          float rdQ[kColumnsDq / 2];
+          start_dq(count - 1, rdQ);
+          wgmma_wait<1>();
+          release_operands(count);
+          start_s(count + 1, rS);
+          // Hand over dQ; dP^T takes its registers
+          wgmma_wait<1>();
+          pin_registers(rdQ);
+          stage_dq(shared, consumer, count - 1, rdQ);
+        }
         start_dp(count + 1, rdP);
         end_turn(consumer);
         differentiate_tile(count + 1, is_checked, lse, rS, rdP);
-      }
+        ++count;
+      };
+      if (num_tiles() > 1) step(Constant<true>());
+      while (count + 1 < num_tiles()) step(Constant<false>());
       // The last tile, then a turn more for its dQ. Parts of dQ are staged in the order of turns.
       float rdQ[kColumnsDq / 2];
       wait_turn(consumer);

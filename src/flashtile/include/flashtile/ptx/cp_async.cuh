@@ -19,8 +19,8 @@ FT_DEVICE void cp_async(float* shared, const void* global, bool is_valid) {
   }
 }
 
-// The same of num_bytes out of kBytes (4 or 16), to a 32-bit shared address; the rest becomes zeros. 16 bytes bring their
-// line of 128 to L2. (PTX ISA: cp.async)
+// The same of num_bytes out of kBytes (4 or 16), to a 32-bit shared address; the rest becomes zeros. 16 bytes bring
+// their line of 128 to L2. (PTX ISA: cp.async)
 template <i32 kBytes>
 FT_DEVICE void cp_async(u32 address, const void* global, i32 num_bytes) {
   if constexpr (kBytes == 16) {
