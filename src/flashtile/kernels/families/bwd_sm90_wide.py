@@ -13,14 +13,13 @@ from typing import NamedTuple
 
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
+from flashtile.kernels.families.bwd_sm90 import STEP_ROWS, STEP_THREADS
 from flashtile.kernels.families.steps import dsinks, plain_step, query_grid
 from flashtile.kernels.params import BwdSm90WideParams, Struct
 from flashtile.kernels.plan import Grid, MapPatch, Operand, Step, Workspace
 from flashtile.kernels.source import cpp_type
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
-# As the constants of kernels/bwd_sm90_steps.cuh; tests/cpu/test_plan.py compares them
-STEP_ROWS, STEP_THREADS = 32, 128
 _NUM_THREADS = 384
 _KEYS, _QUERIES = 64, 64  # of a tile of dK and dV
 _BUFFERS = 2  # of P
@@ -35,7 +34,7 @@ class Tile(NamedTuple):
     stages_v: int
 
 
-# By padded head_dim and head_dim_v
+# By padded head_dim and head_dim_v. Measured on an NVIDIA H200: docs/sm90-backward.md. Head dims up to 128 were not.
 _TILES: dict[tuple[int, int], Tile] = {
     (64, 64): Tile(4, 64, 3, 3),
     (128, 128): Tile(4, 64, 3, 3),
