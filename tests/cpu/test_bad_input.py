@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile import ops
+from flashtile.problem import AttentionArgs
 
 
 def t(*sizes: int, dtype: torch.dtype = torch.float32, **options) -> torch.Tensor:
@@ -840,11 +842,12 @@ def test_a_failure_that_is_not_the_callers_keeps_its_words(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("transform", ["jvp", "make_dual", "grad", "vjp"])
-def test_transforms_are_refused_not_wrong(transform: str) -> None:
+def test_the_operator_itself_refuses_transforms(transform: str) -> None:
+    """The public functions serve them: test_transforms.py."""
     q, k, v = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 3, 4), torch.randn(1, 1, 3, 4)
 
     def attend(q):
-        return flashtile.attention(q, k, v)
+        return ops.forward(*AttentionArgs(q, k, v))[0]
 
     def dual(q):
         with torch.autograd.forward_ad.dual_level():
