@@ -10,6 +10,7 @@ from test_sm80 import LENGTHS, problem
 from test_sm90 import FEATURES, assert_accurate
 
 import flashtile
+from flashtile.backends import cuda
 from flashtile.kernels import families
 from flashtile.kernels.assemble import clear_plans
 
@@ -34,6 +35,7 @@ def forced() -> Iterator[None]:
     clear_plans()
     with families.forced("bwd_sm80"):
         yield
+    cuda._arch.cache_clear()
     clear_plans()
 
 
@@ -64,6 +66,7 @@ def test_lengths_around_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_of_other_architectures(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their tiles, within their shared memory, compiled for the GPU at hand."""
     monkeypatch.setenv("FLASHTILE_ARCH", arch)
+    cuda._arch.cache_clear()
     clear_plans()
     problems = []
     for start, feature in enumerate(("plain", "causal", "varlen")):
@@ -88,7 +91,8 @@ def test_many_tiles_of_many_heads(head_dim: int, causal: bool) -> None:
             scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
         (scores.softmax(-1) @ parts[2]).backward(dout[batch, head].double())
         for ours, part in zip((q, k, v), parts, strict=True):
-            assert ours.grad is not None and part.grad is not None
+            assert ours.grad is not None
+            assert part.grad is not None
             torch.testing.assert_close(ours.grad[batch, head].double(), part.grad, rtol=3e-2, atol=2e-2)
 
 

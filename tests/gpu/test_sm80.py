@@ -10,6 +10,7 @@ import torch
 from test_sm90 import FEATURES, assert_accurate
 
 import flashtile
+from flashtile.backends import cuda
 from flashtile.kernels import families
 from flashtile.kernels.assemble import clear_plans
 from flashtile.kernels.families.fwd_sm80 import FwdSm80
@@ -50,6 +51,7 @@ def forced() -> Iterator[None]:
     clear_plans()
     with families.forced("fwd_sm80"):
         yield
+    cuda._arch.cache_clear()
     clear_plans()
 
 
@@ -121,6 +123,7 @@ def test_packed_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_of_other_architectures(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their tiles, within their shared memory, compiled for the GPU at hand."""
     monkeypatch.setenv("FLASHTILE_ARCH", arch)
+    cuda._arch.cache_clear()
     clear_plans()
     features = ("plain", "causal", "varlen", "everything", "paged")
     problems = []

@@ -2,7 +2,7 @@
 
 Three steps, the first and the last shared with the Hopper family: delta and the zeros of dq_accum, the kernel that owns
 keys, and the conversion of dq_accum to dQ. The sums of dQ are added in no fixed order, so a deterministic call is
-refused.
+refused. So is a bias: its loads would spill registers.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class BwdSm80(Family[BwdSm80Row]):
     kernels = ("bwd_sm80",)
     dtypes = ("float16", "bfloat16")
     head_dims = tuple(sorted(_TILES))
-    features = Family.features - {"is_paged", "is_aligned16"}
+    features = Family.features - {"is_paged", "is_aligned16", "bias_dtype"}
     grad_sets = (("dq", "dk", "dv", "dsinks"),)
 
     def refuse_arch(self, arch: Arch) -> str | None:
@@ -103,8 +103,6 @@ class BwdSm80(Family[BwdSm80Row]):
             return "deterministic sums"
         if key.out_dtype != key.dtype:
             return f"an output in {key.out_dtype}"
-        if key.grads is not None and "dbias" in key.grads:
-            return "the gradient of a bias"
         return None
 
     def every_row(self, dtype: str) -> Iterator[BwdSm80Row]:
@@ -155,7 +153,7 @@ def _slabs(head_dim: int) -> int:
 
 
 def _workspaces(row: BwdSm80Row) -> tuple[Workspace, ...]:
-    stats = tuple(Workspace(name, 4, ("lse_size",)) for name in ("lse_log2", "delta"))
+    stats = tuple(Workspace(name, 4, ("lse_size",)) for name in ("score_lse", "delta"))
     return (*stats, Workspace("dq_accum", 256 * _slabs(row.head_dim), ("lse_size",)))
 
 

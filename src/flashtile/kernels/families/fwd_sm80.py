@@ -30,8 +30,8 @@ class Tile(NamedTuple):
     min_blocks: int  # that should share a multiprocessor
     num_stages: int = 2
     kept_steps: int = 0
-    shares_q: bool = False
     max_options: int = 99  # that change scores or probabilities, that it holds without a spill
+    takes_padded: bool = True  # head dims that are not the padded ones
 
 
 # By padded head_dim and head_dim_v; the first that fits the GPU and takes a call is chosen. Measured on an NVIDIA H200;
@@ -46,7 +46,8 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
         Tile(64, 32, 4, 2),
     ),
     (128, 128): (
-        Tile(128, 48, 4, 2, max_options=0),
+        Tile(128, 48, 4, 2, max_options=0, takes_padded=False),
+        Tile(128, 32, 4, 2, max_options=0),
         Tile(128, 64, 8, 1, max_options=0),
         Tile(64, 64, 4, 2),
         Tile(64, 32, 4, 2),
@@ -63,9 +64,10 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
         Tile(64, 32, 4, 1),
     ),
     (256, 256): (
-        Tile(128, 64, 8, 1, kept_steps=8, max_options=0),
+        Tile(128, 64, 8, 1, kept_steps=8, max_options=0, takes_padded=False),
+        Tile(128, 64, 8, 1, max_options=0),
         Tile(128, 48, 8, 1, kept_steps=8, max_options=0),
-        Tile(128, 32, 8, 1, kept_steps=16, shares_q=True, max_options=0),
+        Tile(128, 16, 8, 1, kept_steps=8, max_options=0),
         Tile(64, 32, 4, 1),
     ),
 }
@@ -75,9 +77,8 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
 class Sm80Row(Row):
     num_warps: int
     num_stages: int  # of K and of V
-    min_blocks: int
+    min_blocks: int  # that should share a multiprocessor
     kept_steps: int  # so many 16 columns of Q stay in registers
-    shares_q: bool  # its shared memory is that of the stages
     packs_heads: bool
     is_scale_positive: bool
     is_exact: bool  # the head dims are the padded ones
@@ -98,7 +99,7 @@ class Sm80Row(Row):
     def config(self) -> str:
         sizes = f"{self.head_dim}, {self.head_dim_v}, {self.block_m}, {self.block_n}"
         counts = f"{self.num_warps}, {self.num_stages}, {self.min_blocks}, {self.kept_steps}"
-        flags = self.shares_q, self.packs_heads, self.is_scale_positive, self.is_exact
+        flags = self.packs_heads, self.is_scale_positive, self.is_exact
         types = f"{CPP_TYPES[self.dtype]}, {CPP_TYPES[self.out_dtype]}"
         return f"Sm80Config<{types}, {sizes}, {counts}, {', '.join(map(cpp_bool, flags))}>"
 
@@ -107,13 +108,12 @@ class Sm80Row(Row):
         words = [f"{self.block_m} x {self.block_n}, {self.num_warps} warps"]
         words += [] if self.num_stages == 2 else [f"{self.num_stages} stages"]
         words += [f"{16 * self.kept_steps} columns of Q in registers"] if self.kept_steps else []
-        words += ["in the memory of the stages"] if self.shares_q else []
         return ", ".join(words)
 
     @property
     def shared_bytes(self) -> int:
         keys = self.num_stages * self.block_n * (self.head_dim + self.head_dim_v)
-        tiles = 2 * ((64 if self.shares_q else self.block_m * self.head_dim) + keys)
+        tiles = 2 * (self.block_m * self.head_dim + keys)
         return -(-(tiles + _QUERY_TILE_BYTES) // 128) * 128
 
     def unfit(self, arch: Arch) -> str | None:
@@ -162,7 +162,7 @@ class FwdSm80(Family[Sm80Row]):
         is_exact = (key.head_dim, key.head_dim_v) == dims
         num_options = key.features.num_score_options + (not key.is_scale_positive)
         for tile in _tiles(dims, key, is_packed):
-            if num_options <= tile.max_options:
+            if num_options <= tile.max_options and (is_exact or tile.takes_padded):
                 yield _row(tile, key.dtype, key.out_dtype, dims, is_packed, key.is_scale_positive, is_exact)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
@@ -201,6 +201,5 @@ def _row(
     is_scale_positive: bool = True,
     is_exact: bool = True,
 ) -> Sm80Row:
-    sizes = tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.min_blocks
-    flags = tile.kept_steps, tile.shares_q, packs_heads, is_scale_positive, is_exact
-    return Sm80Row("fwd_sm80", dtype, out_dtype, *dims, *sizes, *flags)
+    sizes = tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.min_blocks, tile.kept_steps
+    return Sm80Row("fwd_sm80", dtype, out_dtype, *dims, *sizes, packs_heads, is_scale_positive, is_exact)

@@ -119,8 +119,8 @@ struct OnlineSoftmax {
 };
 
 // The softmax state of a warp that owns kTiles m16 tiles (tile/fragment.cuh) and rescales O before the exponentials.
-// As OnlineSoftmax with lazy rescaling. One vote decides for all rows; what a raise needs is computed only then, so that
-// no factor of it lives in registers.
+// As OnlineSoftmax with lazy rescaling. One vote decides for all rows; what a raise needs is computed only then, so
+// that no factor of it lives in registers.
 template <i32 kTiles, bool kIsNatural>
 struct WarpSoftmax {
   using One = OnlineSoftmax<true, kIsNatural>;

@@ -25,8 +25,8 @@ struct ScoreGradient {
     return j < s.seqlen_k ? Range{seen.begin - i, seen.end - i} : Range{0, 0};
   }
 
-  // Without options. P = 2^(S * scale_log2 - lse), at most 1: a large lse may be rounded. With kIsMasked it is 0 where a
-  // query does not see the key. Queries past the last one have Q and dO of zeros and add nothing.
+  // Without options. P = 2^(S * scale_log2 - lse), at most 1: a large lse may be rounded. With kIsMasked it is 0 where
+  // a query does not see the key. Queries past the last one have Q and dO of zeros and add nothing.
   template <bool kIsMasked>
   FT_DEVICE static void plain(const Params& p, const Sequence& s, i32 i_begin, i32 j_begin, const float* sLse,
                               const float* sDelta, const Scores& rS, const Scores& rdP, Packed& packed_p,
@@ -70,6 +70,8 @@ struct ScoreGradient {
       float2 delta = *reinterpret_cast<const float2*>(sDelta + 8 * b + fragment_column());
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
+        // Keeps ptxas from loading the bias of all columns at once
+        __syncwarp();
         Range seen = seen_columns(p, s, i_first, j_first + 8 * r);
         float prob[2], ds[2];
 #pragma unroll

@@ -28,13 +28,13 @@ enum class Mutation {
   fwd_sm90_split,        // every split processes the keys of the first one
   fwd_sm90_later_tile,   // a block repeats its first query tile instead of its fourth
   // Found by `flashtile check`, in the mma.sync forward
-  fwd_sm80_rescale,      // the output is not scaled down when the maximum rises
-  fwd_sm80_stale_max,    // the maximum stays that of the first tile
-  fwd_sm80_skip,         // warps skip the tiles that a band cuts
-  fwd_sm80_tail,         // rows past the last key are copied instead of cleared
-  fwd_sm80_column,       // eight columns past head_dim are copied instead of cleared
-  fwd_sm80_gqa_head,     // query head h uses KV head h % heads_kv instead of h / group
-  fwd_sm80_warp_rows,    // every warp uses the queries of the first
+  fwd_sm80_rescale,    // the output is not scaled down when the maximum rises
+  fwd_sm80_stale_max,  // the maximum stays that of the first tile
+  fwd_sm80_skip,       // warps skip the tiles that a band cuts
+  fwd_sm80_tail,       // rows past the last key are copied instead of cleared
+  fwd_sm80_column,     // eight columns past head_dim are copied instead of cleared
+  fwd_sm80_gqa_head,   // query head h uses KV head h % heads_kv instead of h / group
+  fwd_sm80_warp_rows,  // every warp uses the queries of the first
   // Found by `flashtile check`, in the Hopper backward
   bwd_sm90_delta,        // delta without rowsum(dO * O)
   bwd_sm90_dq_tile,      // dQ of the second query tile is not added
@@ -42,7 +42,11 @@ enum class Mutation {
   bwd_sm90_mask_offset,  // causal and window masks are one query too early
   bwd_sm90_tail,         // rows past the last query or key are not cleared
   bwd_sm90_group,        // only one query head of a group
-  bwd_sm90_dropout,      // the keys of two rows swap their dropout bits
+  bwd_sm90_dropout,      // two groups of 8 keys swap their dropout bits
+  bwd_sm90_mask_row,     // every query but the first uses the bool mask of the query before
+  bwd_sm90_bias_row,     // query tiles after the first use the bias of one query before
+  bwd_sm90_alibi,        // ALiBi distances count from the first key instead of the last
+  bwd_sm90_dbias_head,   // a bias shared by all heads misses the gradient of the last head
   bwd_sm90_softcap,      // the derivative of the softcap is ignored
   // Found by `flashtile check`, in the Hopper backward for wide heads
   bwd_sm90_wide_dq_tile,      // dQ skips the last key tile
@@ -51,6 +55,7 @@ enum class Mutation {
   bwd_sm90_wide_mask_offset,  // causal and window masks of dK and dV are one query too early
   bwd_sm90_wide_tail,         // rows past the last query or key are not cleared
   bwd_sm90_wide_group,        // dK and dV use only one query head of a group
+  bwd_sm90_wide_dropout,      // the keys of two rows swap their dropout bits
   bwd_sm90_wide_softcap,      // dK ignores the derivative of the softcap
   // Found by `flashtile check`, in the mma.sync backward
   bwd_sm80_mask_offset,  // causal and window masks are one query too early

@@ -100,11 +100,12 @@ struct BwdSm80 {
     using Tile = SwizzledTile<kColumns>;
     if constexpr (mutates(Mutation::bwd_sm80_tail)) num_rows = kRows;
     const T* base = first_row + Tile::copy_column();
-    for_each_row<kColumns, kRows, kNumThreads, Config::kIsExact>(shared_address(sTile), [&](i32 first, i32 r, u32 target) {
-      const T* source = base + first * row_stride + r * row_stride;
-      copy_row_chunks<kColumns, Config::kIsExact, Aligned>(target, source, first + r < num_rows,
-                                                           num_columns - Tile::copy_column());
-    });
+    for_each_row<kColumns, kRows, kNumThreads, Config::kIsExact>(
+        shared_address(sTile), [&](i32 first, i32 r, u32 target) {
+          const T* source = base + first * row_stride + r * row_stride;
+          copy_row_chunks<kColumns, Config::kIsExact, Aligned>(target, source, first + r < num_rows,
+                                                               num_columns - Tile::copy_column());
+        });
   }
 
   // Starts the copy of Q, dO and the statistics of tile number count.
@@ -119,7 +120,7 @@ struct BwdSm80 {
     i32 row = threadIdx.x % kBlockM;
     if (threadIdx.x < 2 * kBlockM) {
       bool is_lse = threadIdx.x < kBlockM;
-      const float* source = (is_lse ? p.lse_log2 : p.delta) + stat_index(p, block.s, head, i_begin + row);
+      const float* source = (is_lse ? p.score_lse : p.delta) + stat_index(p, block.s, head, i_begin + row);
       cp_async<4>(shared_address((is_lse ? shared.lse[stage] : shared.delta[stage]) + row), source,
                   row < num_rows ? 4 : 0);
     }
@@ -233,8 +234,10 @@ struct BwdSm80 {
 #pragma unroll
       for (i32 x = 0; x < Config::kHeadDimV / 2; ++x) rdV[t][x] = 0.0f;
     }
-    i32 num_tiles = block.num_tiles();
-    if (num_tiles > 0) {
+    // Read again at every use where ptxas would spill it: before sm_90
+    i32 kept_tiles = block.num_tiles();
+    auto num_tiles = [&] { return kHasVectorReduction ? kept_tiles : block.num_tiles(); };
+    if (num_tiles() > 0) {
       // Padding columns that no copy writes stay zeros
       if constexpr (!Config::kIsExact) {
         clear_tile<kNumThreads>(&shared,
@@ -249,7 +252,7 @@ struct BwdSm80 {
       load_rows<Config::kHeadDimV, kBlockN>(shared.sV, gV.row(block.j_begin), gV.row_stride, num_keys, p.head_dim_v);
 #pragma unroll
       for (i32 stage = 0; stage < kNumStages - 1; ++stage) {
-        if (stage < num_tiles) load_queries(p, shared, block, stage);
+        if (stage < num_tiles()) load_queries(p, shared, block, stage);
         cp_async_commit();
       }
 
@@ -263,11 +266,11 @@ struct BwdSm80 {
       ds_lane = TileS::step_address(ds_lane, 0, warp % Config::kDqRowWarps);
       constexpr u32 kBytesQ = sizeof(shared.sQ[0]), kBytesdO = sizeof(shared.sdO[0]), kBytesdS = sizeof(shared.sdS[0]);
 
-      for (i32 count = 0; count < num_tiles; ++count) {
+      for (i32 count = 0; count < num_tiles(); ++count) {
         // Wait for the tile. All warps are done with the tile before it: refill its stage
         cp_async_wait<kNumStages - 2>();
         __syncthreads();
-        if (count + kNumStages - 1 < num_tiles) load_queries(p, shared, block, count + kNumStages - 1);
+        if (count + kNumStages - 1 < num_tiles()) load_queries(p, shared, block, count + kNumStages - 1);
         cp_async_commit();
         if (threadIdx.x == 0) shared.find_place(count + kNumStages);
         i32 stage = count % kNumStages, i_begin = shared.place(count).i_begin;
@@ -315,7 +318,8 @@ struct BwdSm80 {
       }
       // dQ of the last tile
       __syncthreads();
-      add_dq(p, shared, warp, num_tiles - 1, ds_lane + (num_tiles - 1) % 2 * kBytesdS, k_columns);
+      i32 last = num_tiles() - 1;
+      add_dq(p, shared, warp, last, ds_lane + last % 2 * kBytesdS, k_columns);
     }
     // Store dK and dV
 #pragma unroll

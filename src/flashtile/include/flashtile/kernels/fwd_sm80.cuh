@@ -1,12 +1,14 @@
 // Attention forward by mma.sync, from Ampere on: ldmatrix, cp.async, every option. FlashAttention-2, section 3.
 //
-// Grid:      one block per query tile (attn/scheduler.cuh), in one dimension. Under a band the last tile of a head comes
+// Grid:      one block per query tile (attn/scheduler.cuh), in one dimension. Under a band the last tile of a head
+// comes
 //            first, since it may see the most keys.
 // Block:     kBlockM queries; a warp owns kWarpRows of them from scores to output, as one or two m16 tiles. S, P and O
 //            stay in its registers, so warps meet only where a stage changes hands.
 // Shared:    sQ [kBlockM][kHeadDim], sK [stage][kBlockN][kHeadDim], sV [stage][kBlockN][kHeadDimV], swizzled
 //            (tile/swizzled_tile.cuh).
-// Mainloop:  key tiles go from last to first. One barrier per tile: behind it the tile has arrived, and the stage of the
+// Mainloop:  key tiles go from last to first. One barrier per tile: behind it the tile has arrived, and the stage of
+// the
 //            tile before it is free for the copies of a tile further on. Only the last tile of a sequence has missing
 //            rows, and it is copied in the prologue. Masked tiles run a separate loop body.
 // Epilogue:  16-byte stores from registers; a quad exchanges words for them.
@@ -27,12 +29,10 @@ namespace flashtile {
 template <class Config, class Mask, class SeqInfo>
 struct alignas(128) FwdSm80Storage {
   using T = typename Config::Element;
-  T sQ[Config::kSharesQ ? 64 : Config::kElementsQ];
+  T sQ[Config::kBlockM * Config::kHeadDim];
   T sK[Config::kNumStages][Config::kBlockN * Config::kHeadDim];
   T sV[Config::kNumStages][Config::kBlockN * Config::kHeadDimV];
   alignas(16) char tile[sizeof(QueryTile<Config, Mask, SeqInfo>)];
-
-  FT_DEVICE T* query_tile() { return Config::kSharesQ ? sK[0] : sQ; }
 };
 
 // The largest dot product is the largest score only under a positive scale. Otherwise scale the scores first.
@@ -62,7 +62,8 @@ struct FwdSm80 {
   // With an option the mask costs little: one loop body for all tiles keeps the code short
   static constexpr bool kMasksAlways = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
 
-  static constexpr bool kUnrolls = Config::kIsExact && Load::kIsAligned16;  // the loops over the rows of a copy
+  // Loops over the rows of a copy, unless the rows need checks
+  static constexpr bool kUnrolls = Config::kIsExact && Load::kIsAligned16;
 
   // What a warp carries from tile to tile.
   struct State {
@@ -73,21 +74,13 @@ struct FwdSm80 {
 
   // ---- Copies. Scope: block.
 
-  // Padding columns that no copy writes stay zeros.
-  FT_DEVICE static void clear_padding(Storage& shared) {
-    if constexpr (!Config::kIsExact) {
-      clear_tile<Config::kNumThreads>(&shared, sizeof(shared.sQ) + sizeof(shared.sK) + sizeof(shared.sV));
-      __syncthreads();
-    }
-  }
-
   // Starts the copy of Q; rows without a query become zeros.
   FT_DEVICE static void load_q(const Params& p, Storage& shared, const Tile& tile) {
     const T* gQ = query_rows(static_cast<const T*>(p.q), p.q_strides, tile.s, 0) + TileQK::copy_column();
     i32 num_heads = Packing::num_heads(p), num_queries = Packing::num_queries(p);
     i32 num_columns = p.head_dim - TileQK::copy_column();
     for_each_row<Config::kHeadDim, Config::kBlockM, Config::kNumThreads, kUnrolls>(
-        shared_address(shared.query_tile()), [&](i32 first, i32 r, u32 target) {
+        shared_address(shared.sQ), [&](i32 first, i32 r, u32 target) {
           i32 row = first + r, head = 0, i = tile.i_begin + row;
           if constexpr (Config::kPacksHeads) {
             head = row % 64 / num_queries;
@@ -140,18 +133,17 @@ struct FwdSm80 {
 
   // ---- Mainloop. Scope: warp.
 
-  // The consumer group (attn/work_item.cuh) and the row in it of m16 tile t of this warp.
-  FT_DEVICE static Rows rows_of(const Params& p, const Tile& tile, i32 warp, i32 t) {
-    i32 row = warp * Config::kWarpRows + 16 * t;
+  // This thread's rows of m16 tile t of its warp.
+  FT_DEVICE static Rows rows_of(const Params& p, const Tile& tile, i32 t) {
+    i32 row = static_cast<i32>(threadIdx.x / 32) * Config::kWarpRows + 16 * t;
     return Rows(p, tile, row / 64, row % 64 + threadIdx.x % 32 / 4);
   }
 
   // Applies score modifiers and mask to a tile of scores.
-  FT_DEVICE static void modify_tile(const Params& p, const Tile& tile, i32 warp, i32 j_begin,
-                                    float (&rS)[kMTiles][kScores]) {
+  FT_DEVICE static void modify_tile(const Params& p, const Tile& tile, i32 j_begin, float (&rS)[kMTiles][kScores]) {
 #pragma unroll
     for (i32 t = 0; t < kMTiles; ++t) {
-      Rows rows = rows_of(p, tile, warp, t);
+      Rows rows = rows_of(p, tile, t);
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
         // Rows without a query are computed but must not read outside the sequence
@@ -161,11 +153,10 @@ struct FwdSm80 {
     }
   }
 
-  FT_DEVICE static void drop_tile(const Params& p, const Tile& tile, i32 warp, i32 j_begin,
-                                  float (&rS)[kMTiles][kScores]) {
+  FT_DEVICE static void drop_tile(const Params& p, const Tile& tile, i32 j_begin, float (&rS)[kMTiles][kScores]) {
 #pragma unroll
     for (i32 t = 0; t < kMTiles; ++t) {
-      Rows rows = rows_of(p, tile, warp, t);
+      Rows rows = rows_of(p, tile, t);
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
         drop_fragment_row(DropoutBits(p, tile.s, rows.head(tile, r)), rows.i[r], j_begin, r, rS[t]);
@@ -185,8 +176,8 @@ struct FwdSm80 {
 
   // One key tile: S = Q K^T, softmax, O += P V. q, k and v are this lane's addresses.
   template <bool kIsMasked>
-  FT_DEVICE static void step(const Params& p, const Tile& tile, i32 warp, i32 j_begin, float factor, u32 q, u32 k,
-                             u32 v, State& state) {
+  FT_DEVICE static void step(const Params& p, const Tile& tile, i32 j_begin, float factor, u32 q, u32 k, u32 v,
+                             State& state) {
     float rS[kMTiles][kScores];
     u32 rP[kMTiles][kScores / 2];
 #pragma unroll
@@ -200,10 +191,10 @@ struct FwdSm80 {
         mma_step_abt<T, kBlockN, Config::kHeadDim, false>(rS, a, k, d);
       }
     }
-    if constexpr (kIsMasked) modify_tile(p, tile, warp, j_begin, rS);
+    if constexpr (kIsMasked) modify_tile(p, tile, j_begin, rS);
     state.softmax.raise_maximum(factor, rS, state.rO);
     state.softmax.template exponentiate<kIsMasked>(factor, rS);
-    if constexpr (Dropout::kIsOn) drop_tile(p, tile, warp, j_begin, rS);
+    if constexpr (Dropout::kIsOn) drop_tile(p, tile, j_begin, rS);
 #pragma unroll
     for (i32 t = 0; t < kMTiles; ++t) {
 #pragma unroll
@@ -214,8 +205,9 @@ struct FwdSm80 {
   }
 
   // Processes the key tiles [n_begin, n_end) of the block; tile and shared_tile are equal. Scope: block.
-  FT_DEVICE static void mainloop(const Params& p, Storage& shared, const Tile& tile, const Tile& shared_tile, i32 warp,
+  FT_DEVICE static void mainloop(const Params& p, Storage& shared, const Tile& tile, const Tile& shared_tile,
                                  float factor, State& state) {
+    i32 warp = uniform(threadIdx.x / 32);
     i32 kv_head = Config::kPacksHeads ? tile.coord.head : tile.coord.head / (p.heads / p.heads_kv);
     if constexpr (mutates(Mutation::fwd_sm80_gqa_head)) kv_head = tile.coord.head % p.heads_kv;
     KeyCopy<Config::kHeadDim> gK(p.k, p.k_strides, p, tile, kv_head, p.head_dim);
@@ -229,20 +221,16 @@ struct FwdSm80 {
       gV.template load<kHasTail>(v_tiles + stage * kBytesV, n, num_rows);
     };
 
-    u32 q = shared_address(shared.query_tile()) + warp * (Config::kWarpRows * TileQK::kPitch);
+    u32 q = shared_address(shared.sQ) + warp * (Config::kWarpRows * TileQK::kPitch);
     q += TileQK::template lane_offset<true>();
     if constexpr (mutates(Mutation::fwd_sm80_warp_rows)) q -= warp * (Config::kWarpRows * TileQK::kPitch);
-    // Start the copies of Q and of the first tiles, a group for each tile
-    clear_padding(shared);
-    load_q(p, shared, tile);
-    if constexpr (Config::kSharesQ) {
-      cp_async_commit();
-      cp_async_wait<0>();
+    // Padding columns that no copy writes stay zeros
+    if constexpr (!Config::kIsExact) {
+      clear_tile<Config::kNumThreads>(&shared, sizeof(shared.sQ) + sizeof(shared.sK) + sizeof(shared.sV));
       __syncthreads();
-      load_q_steps(state, q);
-      __syncthreads();
-      clear_padding(shared);
     }
+    // Start the copies of Q and of the first tiles, a group for each tile
+    load_q(p, shared, tile);
 #pragma unroll
     for (i32 stage = 0; stage < kNumStages - 1; ++stage) {
       i32 n = tile.n_end - 1 - stage;
@@ -261,7 +249,8 @@ struct FwdSm80 {
     i32 unmasked_end = uniform(tiles.unmasked.end);
     if constexpr (mutates(Mutation::fwd_sm80_skip)) warp_end = unmasked_end;
     auto needs_mask = [&](i32 n) { return kMasksAlways || n >= unmasked_end || n < unmasked_begin; };
-    u32 k_lane = k_tiles + TileQK::template lane_offset<false>(), v_lane = v_tiles + TileV::template lane_offset<true>();
+    u32 k_lane = k_tiles + TileQK::template lane_offset<false>(),
+        v_lane = v_tiles + TileV::template lane_offset<true>();
     u32 stage = 0;
     i32 n = tile.n_end - 1, n_begin = tile.n_begin;
     auto process_tile = [&](auto is_masked) {
@@ -272,13 +261,13 @@ struct FwdSm80 {
       i32 n_next = n - (kNumStages - 1);
       if (n_next >= n_begin) load_tile(n_next, free_stage, Constant<false>());
       cp_async_commit();
-      if constexpr (Config::kKeptSteps > 0 && !Config::kSharesQ) {
+      if constexpr (Config::kKeptSteps > 0) {
         if (n == tile.n_end - 1) load_q_steps(state, q);
       }
       // Skip the tile if it is fully masked for this warp
       if (!decltype(is_masked)::kValue || n < warp_end) {
         u32 k = k_lane + stage * kBytesK, v = v_lane + stage * kBytesV;
-        step<decltype(is_masked)::kValue>(p, shared_tile, warp, n * kBlockN, factor, q, k, v, state);
+        step<decltype(is_masked)::kValue>(p, shared_tile, n * kBlockN, factor, q, k, v, state);
       }
       stage = stage == kNumStages - 1 ? 0 : stage + 1;
       --n;
@@ -295,8 +284,8 @@ struct FwdSm80 {
   // ---- Epilogue. Scope: warp.
 
   // Finishes the softmax, normalises and stores O and lse of an m16 tile; of a split the sum of P V, m and l.
-  FT_DEVICE static void epilogue(const Params& p, const Tile& tile, const Rows& rows, float factor,
-                                 const float (&m)[2], const float (&l)[2], const float (&rO)[kOutputs]) {
+  FT_DEVICE static void epilogue(const Params& p, const Tile& tile, const Rows& rows, float factor, const float (&m)[2],
+                                 const float (&l)[2], const float (&rO)[kOutputs]) {
     bool is_split = p.num_splits > 1;
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
@@ -358,7 +347,6 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
   auto& shared_tile = *reinterpret_cast<typename Kernel::Tile*>(shared.tile);
   if (threadIdx.x == 0) shared_tile = tile;
 
-  i32 warp = uniform(threadIdx.x / 32);
   // Score modifiers return scores in their unit; without them S stays a dot product
   float factor = Kernel::ScoreMod::kChangesScores ? exponent_factor(Kernel::kIsNatural) : p.scale_log2;
   typename Kernel::State state;
@@ -368,7 +356,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     for (i32 x = 0; x < Kernel::kOutputs; ++x) state.rO[t][x] = 0.0f;
   }
   if (tile.has_keys()) {
-    Kernel::mainloop(p, shared, tile, shared_tile, warp, factor, state);
+    Kernel::mainloop(p, shared, tile, shared_tile, factor, state);
   } else {
     __syncthreads();
   }
@@ -376,7 +364,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     if (threadIdx.x == 0) shared_tile = tile;
 #pragma unroll
   for (i32 t = 0; t < Config::kMTiles; ++t) {
-    typename Kernel::Rows rows = Kernel::rows_of(p, shared_tile, warp, t);
+    typename Kernel::Rows rows = Kernel::rows_of(p, shared_tile, t);
     Kernel::epilogue(p, shared_tile, rows, factor, state.softmax.m[t], state.softmax.l[t], state.rO[t]);
   }
 }

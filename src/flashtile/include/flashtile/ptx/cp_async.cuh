@@ -19,8 +19,8 @@ FT_DEVICE void cp_async(float* shared, const void* global, bool is_valid) {
   }
 }
 
-// The same of num_bytes out of kBytes (4 or 16), to a 32-bit shared address; the rest becomes zeros. 16 bytes bring their
-// line of 128 to L2. (PTX ISA: cp.async)
+// The same of num_bytes out of kBytes (4 or 16), to a 32-bit shared address; the rest becomes zeros. 16 bytes bring
+// their line of 128 to L2. (PTX ISA: cp.async)
 template <i32 kBytes>
 FT_DEVICE void cp_async(u32 address, const void* global, i32 num_bytes) {
   if constexpr (kBytes == 16) {
@@ -29,6 +29,12 @@ FT_DEVICE void cp_async(u32 address, const void* global, i32 num_bytes) {
   } else {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(global), "r"(num_bytes) : "memory");
   }
+}
+
+// Arrives at an mbarrier once this thread's copies so far have completed. The barrier counts one arrival for each
+// thread. (PTX ISA: cp.async.mbarrier.arrive)
+FT_DEVICE void cp_async_arrive(u32 barrier_address) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier_address) : "memory");
 }
 
 // Closes the current group of this thread's copies. (PTX ISA: cp.async.commit_group)

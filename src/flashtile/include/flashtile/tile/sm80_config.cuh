@@ -4,7 +4,6 @@
 // products, which halves the traffic of shared memory.
 //   kMinBlocks         blocks that share a multiprocessor; limits the registers
 //   kKeptSteps         so many 16 columns of Q stay in registers; the others are read again for every key tile
-//   kSharesQ           all do, and Q's shared memory is that of the stages: they are filled once all warps have their Q
 //   kPacksHeads        64 rows are queries of all heads that share a KV head
 //   kIsScalePositive   S may stay a dot product: its maximum is the score's
 //   kIsExact           the head dims are the padded ones: no column needs a check
@@ -15,8 +14,7 @@
 namespace flashtile {
 
 template <typename T, typename Out, i32 kHeadDim_, i32 kHeadDimV_, i32 kBlockM_, i32 kBlockN_, i32 kNumWarps_,
-          i32 kNumStages_, i32 kMinBlocks_, i32 kKeptSteps_, bool kSharesQ_, bool kPacksHeads_,
-          bool kIsScalePositive_, bool kIsExact_>
+          i32 kNumStages_, i32 kMinBlocks_, i32 kKeptSteps_, bool kPacksHeads_, bool kIsScalePositive_, bool kIsExact_>
 struct Sm80Config {
   using Element = T;
   using OutElement = Out;
@@ -28,7 +26,6 @@ struct Sm80Config {
   static constexpr i32 kNumStages = kNumStages_;  // of K and of V
   static constexpr i32 kMinBlocks = kMinBlocks_;
   static constexpr i32 kKeptSteps = kKeptSteps_;
-  static constexpr bool kSharesQ = kSharesQ_;
   static constexpr bool kPacksHeads = kPacksHeads_;
   static constexpr bool kIsScalePositive = kIsScalePositive_;
   static constexpr bool kIsExact = kIsExact_;
@@ -36,11 +33,9 @@ struct Sm80Config {
   static constexpr i32 kNumConsumers = kBlockM / 64;  // groups of 64 rows (attn/work_item.cuh)
   static constexpr i32 kWarpRows = kBlockM / kNumWarps;
   static constexpr i32 kMTiles = kWarpRows / 16;
-  static constexpr i32 kElementsQ = kBlockM * kHeadDim;
-  static_assert(!kSharesQ || (kKeptSteps == kHeadDim / 16 && kNumStages * kBlockN * (kHeadDim + kHeadDimV) >= kElementsQ));
   static_assert(sizeof(T) == 2 && kHeadDim % 32 == 0 && kHeadDimV % 32 == 0);
   static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kNumStages >= 2);
-  static_assert(kWarpRows % 16 == 0 && kMTiles <= 2);
+  static_assert(kWarpRows % 16 == 0 && kMTiles <= 2 && kKeptSteps <= kHeadDim / 16);
 };
 
 }  // namespace flashtile

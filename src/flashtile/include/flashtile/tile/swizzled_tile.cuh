@@ -15,8 +15,8 @@ namespace flashtile {
 
 template <i32 kColumns>
 struct SwizzledTile {
-  static constexpr i32 kPitch = 2 * kColumns;                      // bytes of a row
-  static constexpr i32 kSegment = kColumns % 64 == 0 ? 8 : 4;      // chunks
+  static constexpr i32 kPitch = 2 * kColumns;                  // bytes of a row
+  static constexpr i32 kSegment = kColumns % 64 == 0 ? 8 : 4;  // chunks
   static constexpr i32 kNumSegments = kPitch / (16 * kSegment);
   static_assert(kColumns % 32 == 0);
 
@@ -61,8 +61,8 @@ FT_DEVICE void copy_unaligned_chunk(u32 address, const T* source, i32 num_elemen
     for (i32 e = 0; e < 8; ++e) {
       if (e < num_elements) words[e / 2] |= static_cast<u32>(source[e].bits) << (16 * (e % 2));
     }
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]), "r"(words[1]),
-                 "r"(words[2]), "r"(words[3])
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                 "r"(words[3])
                  : "memory");
   }
 }
@@ -76,7 +76,7 @@ FT_DEVICE void copy_row_chunks(u32 target, const T* source, bool is_row, i32 num
   constexpr i32 kSegmentColumns = 8 * Tile::kSegment;
   // Unrolled, the checks of unknown columns would take a predicate each
   i32 num_segments = kIsExact ? Tile::kNumSegments : ceil_div(num_columns + Tile::copy_column(), kSegmentColumns);
-#pragma unroll(kIsExact && Load::kIsAligned16 ? Tile::kNumSegments : 1)
+#pragma unroll(kIsExact&& Load::kIsAligned16 ? Tile::kNumSegments : 1)
   for (i32 segment = 0; segment < num_segments; ++segment) {
     i32 column = kSegmentColumns * segment;
     i32 num_elements = kIsExact ? 8 : num_columns - column;
@@ -97,9 +97,9 @@ FT_DEVICE void clear_tile(void* tile, i32 num_bytes) {
   for (i32 x = threadIdx.x; x < num_bytes / 16; x += kNumThreads) chunks[x] = make_uint4(0, 0, 0, 0);
 }
 
-// Calls copy(first, r, target) for each row first + r of a tile of which this thread copies chunks; target is the shared
-// address of its chunk of the first segment. With kUnrolls the compiler knows r; not for rows with checks, whose code is
-// long. Scope: block.
+// Calls copy(first, r, target) for each row first + r of a tile of which this thread copies chunks; target is the
+// shared address of its chunk of the first segment. With kUnrolls the compiler knows r; not for rows with checks, whose
+// code is long. Scope: block.
 template <i32 kColumns, i32 kRows, i32 kNumThreads, bool kUnrolls, class Copy>
 FT_DEVICE void for_each_row(u32 tile, Copy copy) {
   using Tile = SwizzledTile<kColumns>;
