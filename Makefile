@@ -51,7 +51,7 @@ sanitize-%: .venv/ready
 	FLASHTILE_EXTENSION=1 FLASHTILE_SANITIZE=$* $(BIN)/python setup.py --quiet build_ext --build-lib build/$@ --build-temp build/$@/objects
 	LD_PRELOAD="$(PRELOAD)" ASAN_OPTIONS=detect_leaks=0:log_path=build/$@/report UBSAN_OPTIONS=print_stacktrace=1:log_path=build/$@/report \
 		OMP_NUM_THREADS=1 PYTHONPATH=build/$@ $(BIN)/python -m pytest -p no:cacheprovider -n $(JOBS) -k "cpu or together or limits" \
-		tests/cpu/test_cpu_engine.py tests/cpu/test_host.py tests/cpu/test_masked_rows.py tests/cpu/test_error_rule.py tests/cpu/test_limits.py || { cat build/$@/report*; exit 1; }
+		tests/cpu/test_cpu_engine.py tests/cpu/test_host.py tests/cpu/test_masked_rows.py tests/cpu/test_error_rule.py tests/cpu/test_limits.py tests/cpu/test_kvcache.py || { cat build/$@/report*; exit 1; }
 
 # Tracked C++ and CUDA files; .clang-format-ignore names the generated one
 LIST_NATIVE_SOURCES := git ls-files -z '*.h' '*.cpp' '*.cuh' '*.cu'

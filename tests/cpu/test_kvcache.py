@@ -476,6 +476,10 @@ def test_caches_of_inference_are_written_in_inference_mode() -> None:
     k_cache, v_cache = inference(2, 8, 2, D), inference(2, 8, 2, D)
     new = torch.ones(2, 1, 2, D)
     with torch.inference_mode():
-        flashtile.attention_kvcache(new, k_cache, v_cache, k=new, v=new, cache_seqlens=3)
-    assert k_cache[:, 3].eq(1).all()
-    assert v_cache[:, 3].eq(1).all()
+        for length in (3, 4):  # the second by the C++ executor, where there is one
+            flashtile.attention_kvcache(new, k_cache, v_cache, k=new, v=new, cache_seqlens=length)
+    assert k_cache[:, 3:5].eq(1).all()
+    assert v_cache[:, 3:5].eq(1).all()
+    with pytest.raises(ValueError, match="k_cache: got an inference tensor"):
+        flashtile.attention_kvcache(new, k_cache, v_cache, k=new, v=new, cache_seqlens=5)
+    assert k_cache[:, 5].eq(0).all()

@@ -183,6 +183,7 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
 
     with (
         _interruptible(report),
+        _importing_ahead(settings),
         _fresh_memory(settings.device),
         judges,
         _Compilers(settings, judges, is_over, compile_end) as compilers,
@@ -493,13 +494,10 @@ def processes(jobs: int, device: str, end: float = math.inf, is_ready: bool = Tr
     is_ready: all have started. Raises TimeOver where that takes longer than until `end`.
     """
     context = multiprocessing.get_context(_START)
-    if _START == "forkserver":
-        # On the CPU _fresh_memory needs the second
-        context.set_forkserver_preload([__name__, *(["torch._inductor.config"] if device == "cpu" else [])])
     pool = ProcessPoolExecutor(jobs, context, initializer=_begin, initargs=(_ON_INTERRUPT, dict(os.environ)))
     try:
         if is_ready:
-            _start_forkserver()
+            _start_forkserver(device)
             with _interrupts_held():
                 started = [pool.submit(judge_all, (), _NOTHING) for _ in range(jobs)]
             left = None if end == math.inf else max(0.0, end - time.monotonic())
@@ -519,12 +517,23 @@ def _kill(pool: ProcessPoolExecutor) -> None:
         process.kill()
 
 
-def _start_forkserver() -> None:
+@contextmanager
+def _importing_ahead(settings: Settings) -> Iterator[None]:
+    """The workers' imports run while this process gets ready: on a busy machine they take most of a short time."""
+    if settings.jobs > 0:
+        _start_forkserver(settings.device)
+    yield
+
+
+def _start_forkserver(device: str) -> None:
     """With interrupts ignored: one that comes while it imports torch would end it, and the workers wait for it."""
     if _START != "forkserver":
         return
     from multiprocessing import forkserver  # not on every platform
 
+    # On the CPU _fresh_memory needs the second
+    preloaded = [__name__, *(["torch._inductor.config"] if device == "cpu" else [])]
+    multiprocessing.get_context(_START).set_forkserver_preload(preloaded)
     with _interrupts_handled_by(signal.SIG_IGN):
         forkserver.ensure_running()
 
@@ -589,7 +598,7 @@ class _Compilers:
         self.started.update(new)
         if not new:
             return []
-        _start_forkserver()
+        _start_forkserver(self.settings.device)
         try:
             with _interrupts_held():
                 return [self.pool.submit(job) for job in new.values()]

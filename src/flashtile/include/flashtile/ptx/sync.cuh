@@ -55,6 +55,13 @@ FT_DEVICE bool elect_lane() {
 // Returns x, which must be equal in all lanes. Tells the compiler so: it may keep x in a uniform register. Scope: warp.
 FT_DEVICE i32 uniform(i32 x) { return __shfl_sync(0xffffffffu, x, 0); }
 
+// One more than the largest identifier of a multiprocessor. Scope: thread. (PTX ISA: %nsmid)
+FT_DEVICE i32 num_multiprocessors() {
+  i32 count;
+  asm("mov.u32 %0, %%nsmid;" : "=r"(count));
+  return count;
+}
+
 // The 32-bit address of a shared-memory object. Scope: thread.
 FT_DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
