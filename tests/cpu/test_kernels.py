@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,8 +133,19 @@ def test_hopper_code_has_warpgroup_products_and_no_local_memory(row, tmp_path):
 
 BACKWARD = families.find("bwd_sm90")
 BACKWARD_ROWS = [
-    row for index, dtype in enumerate(BACKWARD.dtypes) for row in list(BACKWARD.every_row(dtype))[index::2]
+    row
+    for index, dtype in enumerate(BACKWARD.dtypes)
+    for row in [row for row in BACKWARD.every_row(dtype) if row.kernel == "bwd_sm90"][index::2]
 ]
+# Those that take the most registers at head_dim 128, each with a band and lengths
+BACKWARD_OPTIONS = {
+    "mask": Features(has_bool_mask=True),
+    "softcap": Features(has_softcap=True),
+    "dropout": Features(has_dropout=True),
+    "bias": Features(bias_dtype="bfloat16"),
+    "float32 bias": Features(bias_dtype="float32"),
+    "bias and dropout": Features(bias_dtype="bfloat16", has_dropout=True),
+}
 
 
 @needs_nvdisasm
@@ -142,7 +154,7 @@ def test_hopper_backward_has_bulk_reductions_and_no_local_memory(row, tmp_path):
     compiled = compiled_row(BACKWARD, row, Features(has_band=True, has_lengths=True))
     found = opcodes(compiled.cubin, tmp_path)
     assert {"HGMMA", "UTMALDG", "UBLKRED", "SYNCS"} <= found
-    assert not found & (LOCAL_MEMORY | {"REDG", "ATOMG"})
+    assert not found & (LOCAL_MEMORY | {"ATOMG"})
     assert compiled.warnings == []
 
 
@@ -159,6 +171,20 @@ def test_wide_backward_has_one_owner_for_each_sum_and_no_local_memory(row, tmp_p
     assert {"HGMMA", "UTMALDG", "SYNCS"} <= found
     assert not found & (LOCAL_MEMORY | {"REDG", "ATOMG", "RED", "UBLKRED"})
     assert compiled.warnings == []
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("name", BACKWARD_OPTIONS)
+def test_options_of_the_hopper_backward_use_no_local_memory(name, tmp_path):
+    features = replace(BACKWARD_OPTIONS[name], has_band=True, has_lengths=True)
+    grads = ("dq", "dk", "dv", "dbias") if features.bias_dtype else ("dq", "dk", "dv")
+    key = PlanKey("bfloat16", "bfloat16", 128, 128, features, MAIN_ARCH, grads)
+    steps = [step for step in BACKWARD.launch(key, CallLayout("bhsd", ())).steps if step.shared_bytes > 0]
+    assert len(steps) == len(grads) - 2
+    for step in steps:
+        compiled = cache.compile_cached(step.unit, MAIN_ARCH.name, [step.entry])
+        assert not opcodes(compiled.cubin, tmp_path) & LOCAL_MEMORY
+        assert compiled.warnings == []
 
 
 @needs_nvdisasm

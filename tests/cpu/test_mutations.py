@@ -42,14 +42,21 @@ NEEDED = {
     "fwd_sm90_tail": Features(has_lengths=True),
     "fwd_sm90_dropout": Features(has_dropout=True),
     "fwd_sm80_skip": Features(has_band=True),
+    "bwd_sm80_mask_offset": Features(has_band=True),
+    "bwd_sm80_softcap": Features(has_softcap=True),
     "bwd_sm90_mask_offset": Features(has_band=True),
     "bwd_sm90_tail": Features(has_lengths=True),
     "bwd_sm90_dropout": Features(has_dropout=True),
     "bwd_sm90_softcap": Features(has_softcap=True),
+    "bwd_sm90_mask_row": Features(has_bool_mask=True),
+    "bwd_sm90_bias_row": Features(bias_dtype="bfloat16"),
+    "bwd_sm90_alibi": Features(has_alibi=True),
+    "bwd_sm90_dbias_head": Features(bias_dtype="bfloat16"),
     "bwd_sm90_wide_dq_mask": Features(has_band=True),
     "bwd_sm90_wide_mask_offset": Features(has_band=True),
     "bwd_sm90_wide_tail": Features(has_lengths=True),
     "bwd_sm90_wide_softcap": Features(has_softcap=True),
+    "bwd_sm90_wide_dropout": Features(has_dropout=True),
 }
 BIASED = Features(bias_dtype="float32")
 

@@ -1,20 +1,21 @@
 """The Hopper backward pass by wgmma and TMA: include/flashtile/kernels/bwd_sm90.cuh, docs/sm90-backward.md.
 
 Three steps: delta and the zeros of dq_accum, the kernel that owns keys, and the conversion of dq_accum to dQ. Blocks
-add their parts of dQ as they come, in a deterministic call in a fixed order.
+add their parts of dQ as they come, in a deterministic call in a fixed order. The gradient of a bias has a kernel of its
+own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import dsinks, plain_step, query_grid
 from flashtile.kernels.params import BwdSm90Params, Struct
-from flashtile.kernels.plan import MapPatch, Operand, Step, Workspace
+from flashtile.kernels.plan import Grid, MapPatch, Operand, Step, Workspace
 from flashtile.kernels.source import cpp_type
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
@@ -27,17 +28,26 @@ class Tile(NamedTuple):
     block_keys: int
     block_queries: int
     num_stages: int = 3
-    num_buffers: int = 2
+    num_buffers: int = 2  # of dS; of K and V in the kernel of dbias
     num_dq_buffers: int = 2
+    num_bias_stages: int = 2
     max_options: int = 99  # the most options that change scores or probabilities without a spill
 
 
-# By padded head_dim and head_dim_v. Measured on an NVIDIA H200: docs/sm90-backward.md.
+# By padded head_dim and head_dim_v, the preferred first: a call takes the first that has room for its options. Measured
+# on an NVIDIA H200: docs/sm90-backward.md.
+_SMALLER_TILES = (Tile(128, 64, num_stages=2), Tile(128, 64, num_stages=2, num_bias_stages=1))
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
     (64, 64): (Tile(128, 128, num_dq_buffers=1, max_options=0), Tile(128, 64)),
-    (96, 96): (Tile(128, 64),),
-    (128, 128): (Tile(128, 64, max_options=1),),
+    (96, 96): (Tile(128, 64), *_SMALLER_TILES),
+    (128, 128): (Tile(128, 64), *_SMALLER_TILES),
 }
+_DBIAS_TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
+    (64, 64): (Tile(128, 64, 2, 2, 0, 2),),
+    (96, 96): (Tile(128, 64, 2, 2, 0, 1), Tile(128, 64, 2, 1, 0, 2)),
+    (128, 128): (Tile(128, 64, 2, 2, 0, 1), Tile(128, 64, 2, 1, 0, 2)),
+}
+_DBIAS_QUERIES = 8 * 64  # of a block; DbiasSm90::kTiles
 
 
 @dataclass(frozen=True)
@@ -45,12 +55,14 @@ class BwdSm90Row(Row):
     """A block owns block_n keys; block_m queries stream by, as in the kernel."""
 
     num_stages: int  # of Q and of dO
-    num_buffers: int  # of dS
+    num_buffers: int  # of dS; of K and V in the kernel of dbias
     num_dq_buffers: int  # 64 x 64 parts of dQ
+    num_bias_stages: int
+    option_bytes: int  # of shared memory
 
     @property
     def header(self) -> str:
-        return "bwd_sm90"
+        return self.kernel
 
     @property
     def struct(self) -> Struct:
@@ -63,34 +75,44 @@ class BwdSm90Row(Row):
     @property
     def config(self) -> str:
         tile = f"{self.block_m}, {self.block_n}, {self.num_stages}, {self.num_buffers}, {self.num_dq_buffers}"
+        tile += f", {self.num_bias_stages}"
         return f"Sm90BwdConfig<{CPP_TYPES[self.dtype]}, {self.head_dim}, {self.head_dim_v}, {tile}>"
 
     @property
     def label(self) -> str:
+        if self.kernel == "bwd_sm90_dbias":
+            return f"{self.num_buffers} buffers of keys, {self.num_bias_stages} stages of the bias"
         return f"{self.block_n} keys x {self.block_m} queries, {self.num_stages} stages"
 
     @property
     def shared_bytes(self) -> int:
         slabs = _slabs(self.head_dim) + _slabs(self.head_dim_v)
-        tiles = 128 * slabs * (self.block_n + self.num_stages * self.block_m)
-        tiles += self.num_buffers * 2 * self.block_n * self.block_m + self.num_dq_buffers * 4 * 64 * 64
-        stats = 8 * self.num_stages * self.block_m
-        barriers = 8 * (2 + 2 * self.num_stages + self.num_buffers + 2 * self.num_dq_buffers)
-        return -(-(tiles + stats + barriers + _TILE_BYTES) // 1024) * 1024
+        tiles, stats = 128 * slabs * self.num_stages * self.block_m, 8 * self.num_stages * self.block_m
+        if self.kernel == "bwd_sm90_dbias":
+            tiles += self.num_buffers * 128 * slabs * self.block_n
+            rest = 8 * 4 * 2 * self.block_m  # sSum
+            rest += 72 * self.num_stages + 16 * (self.num_buffers + self.num_stages)  # DbiasTile, barriers
+        else:
+            tiles += 128 * slabs * self.block_n + self.num_buffers * 2 * self.block_n * self.block_m
+            tiles += self.num_dq_buffers * 4 * 64 * 64
+            rest = 8 * (2 + 2 * self.num_stages + self.num_buffers + 2 * self.num_dq_buffers) + _TILE_BYTES
+        return -(-(tiles + self.option_bytes + stats + rest) // 1024) * 1024
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
-        return {"shared bytes": (f"sizeof(flashtile::BwdSm90Storage<flashtile::{self.config}>)", self.shared_bytes)}
+        policies = ", ".join(f"flashtile::{name}" for name in (self.config, *_option_policies(features)))
+        storage = "DbiasSm90Storage" if self.kernel == "bwd_sm90_dbias" else "BwdSm90Storage"
+        return {"shared bytes": (f"sizeof(flashtile::{storage}<{policies}>)", self.shared_bytes)}
 
 
 class BwdSm90(Family[BwdSm90Row]):
     name = "bwd_sm90"
     op = "backward"
     summary = "wgmma, TMA and warp specialisation, on Hopper"
-    kernels = ("bwd_sm90",)
+    kernels = ("bwd_sm90", "bwd_sm90_dbias")
     dtypes = ("float16", "bfloat16")
     head_dims = tuple(sorted(_TILES))
     features = Family.features - {"is_paged", "is_aligned16"}
-    grad_sets = (("dq", "dk", "dv", "dsinks"),)
+    grad_sets = (("dq", "dk", "dv", "dsinks"), ("dbias",))
 
     def refuse_arch(self, arch: Arch) -> str | None:
         return None if arch.has_wgmma else f"{arch.name} has no wgmma"
@@ -103,24 +125,36 @@ class BwdSm90(Family[BwdSm90Row]):
             return f"an output in {key.out_dtype}"
         if not key.rows_disjoint:
             return "rows that overlap in memory"
-        if key.grads is not None and "dbias" in key.grads:
-            return "the gradient of a bias"
-        if not any(self.candidates("bwd_sm90", key)):
-            dims = self.padded(key.head_dim, key.head_dim_v)
-            return f"{key.features.num_score_options} options that change scores at padded head dims {dims}"
+        return self._refuse_options(key)
+
+    def _refuse_options(self, key: PlanKey) -> str | None:
+        """What would take too many registers."""
+        features = key.features
+        if self.padded(key.head_dim, key.head_dim_v) != (128, 128):
+            return None
+        has_tiles = features.has_bool_mask or features.bias_dtype is not None or features.has_dropout
+        if features.has_softcap and has_tiles:
+            return "a softcap together with a mask, a bias or dropout at head dims over 96"
+        if features.has_bool_mask and features.has_dropout:
+            return "a bool mask together with dropout at head dims over 96"
+        if features.num_score_options > 2:
+            return f"{features.num_score_options} options that change scores at head dims over 96"
         return None
 
     def every_row(self, dtype: str) -> Iterator[BwdSm90Row]:
         for dims, tiles in _TILES.items():
             for tile in tiles:
-                yield _row(tile, dtype, dims)
+                if tile.num_bias_stages == 2:  # else it differs only if there is a bias
+                    yield _row("bwd_sm90", tile, dtype, dims, Features())
+            for tile in _DBIAS_TILES[dims]:
+                yield _row("bwd_sm90_dbias", tile, dtype, dims, Features(bias_dtype=dtype))
 
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[BwdSm90Row]:
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
-        for tile in _TILES[dims]:
+        for tile in (_DBIAS_TILES if kernel == "bwd_sm90_dbias" else _TILES)[dims]:
             if key.features.num_score_options <= tile.max_options:
-                yield _row(tile, key.dtype, dims)
+                yield _row(kernel, tile, key.dtype, dims, key.features)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
@@ -135,19 +169,49 @@ class BwdSm90(Family[BwdSm90Row]):
             scratch = tuple(Operand(name, like=name[1]) for name in ("dk", "dv") if name not in key.grads)
         if "dq" in key.grads:
             steps.append(_plain("bwd_convert_dq", row, key))
+        if "dbias" in key.grads:
+            steps.append(self._step(self.select("bwd_sm90_dbias", key), key))
         # Keys outside every sequence have no owner
-        zeroed = tuple(name for name in ("dk", "dv") if layout.has_lengths and name in key.grads)
+        zeroed = tuple(name for name in ("dk", "dv", "dbias") if layout.has_lengths and name in key.grads)
         return Launch(tuple(steps), _workspaces(row, key), None, _maps(row, layout), scratch, zeroed, BwdSm90Params)
 
     def launch_row(self, row: BwdSm90Row, key: PlanKey, layout: CallLayout) -> Launch:
         return Launch((self._step(row, key),), _workspaces(row, key), maps=_maps(row, layout), struct=BwdSm90Params)
 
     def _step(self, row: BwdSm90Row, key: PlanKey) -> Step:
-        return tile_step(row, key.features, (("seqlen_k", row.block_n), ("heads_kv", 1), ("batch", 1)))
+        row = replace(row, option_bytes=_option_bytes(key.features, row.num_bias_stages))
+        grid: Grid = (("seqlen_k", row.block_n), ("heads_kv", 1), ("batch", 1))
+        if row.kernel == "bwd_sm90_dbias":
+            grid = (("bias_batch", 1), ("bias_heads", 1), ("bias_rows", _DBIAS_QUERIES), ("bias_columns", row.block_n))
+        return tile_step(row, key.features, grid)
 
 
-def _row(tile: Tile, dtype: str, dims: tuple[int, int]) -> BwdSm90Row:
-    return BwdSm90Row("bwd_sm90", dtype, dtype, *dims, tile.block_queries, tile.block_keys, *tile[2:5])
+def _row(kernel: str, tile: Tile, dtype: str, dims: tuple[int, int], features: Features) -> BwdSm90Row:
+    return BwdSm90Row(
+        kernel,
+        dtype,
+        dtype,
+        *dims,
+        tile.block_queries,
+        tile.block_keys,
+        *tile[2:6],
+        _option_bytes(features, tile.num_bias_stages),
+    )
+
+
+def _option_policies(features: Features) -> list[str]:
+    """The C++ policies that decide OptionStorage (kernels/bwd_sm90_options.cuh)."""
+    return features.policies()[:2]
+
+
+def _option_bytes(features: Features, num_bias_stages: int) -> int:
+    """The size of OptionStorage; an empty struct takes the 16 bytes to the next boundary."""
+    bits = 1024 + 2 * 3 * 8  # words, barriers and flags of two consumers
+    found = bits * features.has_bool_mask
+    if features.bias_dtype is not None:
+        element = 4 if features.bias_dtype == "float32" else 2
+        found += 2 * num_bias_stages * (64 * 64 * element + 2 * 8)
+    return found or 16
 
 
 def _slabs(head_dim: int) -> int:

@@ -42,7 +42,11 @@ enum class Mutation {
   bwd_sm90_mask_offset,  // causal and window masks are one query too early
   bwd_sm90_tail,         // rows past the last query or key are not cleared
   bwd_sm90_group,        // only one query head of a group
-  bwd_sm90_dropout,      // the keys of two rows swap their dropout bits
+  bwd_sm90_dropout,      // two groups of 8 keys swap their dropout bits
+  bwd_sm90_mask_row,     // every query but the first uses the bool mask of the query before
+  bwd_sm90_bias_row,     // query tiles after the first use the bias of one query before
+  bwd_sm90_alibi,        // ALiBi distances count from the first key instead of the last
+  bwd_sm90_dbias_head,   // a bias shared by all heads misses the gradient of the last head
   bwd_sm90_softcap,      // the derivative of the softcap is ignored
   // Found by `flashtile check`, in the Hopper backward for wide heads
   bwd_sm90_wide_dq_tile,      // dQ skips the last key tile
@@ -51,6 +55,7 @@ enum class Mutation {
   bwd_sm90_wide_mask_offset,  // causal and window masks of dK and dV are one query too early
   bwd_sm90_wide_tail,         // rows past the last query or key are not cleared
   bwd_sm90_wide_group,        // dK and dV use only one query head of a group
+  bwd_sm90_wide_dropout,      // the keys of two rows swap their dropout bits
   bwd_sm90_wide_softcap,      // dK ignores the derivative of the softcap
   // Found by `flashtile check`, in the mma.sync backward
   bwd_sm80_mask_offset,  // causal and window masks are one query too early

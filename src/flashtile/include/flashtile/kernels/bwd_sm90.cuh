@@ -3,7 +3,8 @@
 // Threads:   a block owns kBlockN keys of one KV head and streams the queries that see them, of every head that shares
 //            the KV head. Consumer w owns 64 of the keys: its dK and dV stay in registers and need no atomics. In the
 //            last warpgroup, one lane issues the copies of K, V, Q and dO, a second warp loads the statistics, and one
-//            lane of a third adds dQ to global memory.
+//            lane of a third adds dQ to global memory. The second and the fourth warp prepare masks and biases
+//            (bwd_sm90_options.cuh).
 // Shared:    sK, sV [slab][kBlockN][64], sQ, sdO [stage][slab][kBlockM][64], sdS [buffer][slab][kBlockN][64], all
 //            128-byte swizzled slabs of 64 columns; sdQ [buffer][64][64] in float32; lse and delta of each stage; the
 //            block's key tile and a ring of query tiles; barriers.
@@ -18,11 +19,9 @@
 #pragma once
 
 #include "flashtile/attn/block_range.cuh"
-#include "flashtile/attn/dropout.cuh"
 #include "flashtile/attn/key_order.cuh"
-#include "flashtile/attn/mask.cuh"
-#include "flashtile/attn/score_mod.cuh"
 #include "flashtile/core/mutation.cuh"
+#include "flashtile/kernels/bwd_sm90_options.cuh"
 #include "flashtile/ptx/bulk.cuh"
 #include "flashtile/ptx/tma.cuh"
 #include "flashtile/tile/epilogue.cuh"
@@ -59,8 +58,10 @@ struct KeyTile {
     // their first query tile is seen by the fewest keys.
     if (is_reversed<Mask>(p)) block.n = num_n_blocks - 1 - block.n;
     tile.j_begin = block.n * Config::kBlockN;
-    tile.kv_head = block.row % p.heads_kv;
-    tile.s = find_sequence<SeqInfo>(p, block.row / p.heads_kv);
+    // Sequences that share a bias come one after the other: the second reads it from L2
+    bool is_shared = p.bias != nullptr && p.bias_strides[0] == 0;
+    tile.kv_head = is_shared ? block.row / p.batch : block.row % p.heads_kv;
+    tile.s = find_sequence<SeqInfo>(p, is_shared ? block.row % p.batch : block.row / p.heads_kv);
     i32 j_end = min_of(tile.j_begin + Config::kBlockN, tile.s.seqlen_k);
     Range queries = query_range<Mask>(p, tile.s, tile.j_begin, j_end);
     tile.m_begin = queries.begin / Config::kBlockM;
@@ -98,17 +99,19 @@ struct QueryTileIndex {
 constexpr float kLargeLse = 4096.0f;
 constexpr u32 kNumQueryTiles = 8;
 
-template <class Config>
+template <class Config, class Mask, class ScoreMod>
 struct alignas(1024) BwdSm90Storage {
   using T = typename Config::Element;
   static_assert(kNumQueryTiles >= Config::kNumStages + 4);
+  static_assert(Config::kNumBuffers >= 2);  // dS of a tile is released one tile later
   T sK[Config::kElementsK];
   T sV[Config::kElementsV];
   T sQ[Config::kNumStages][Config::kElementsQ];
   T sdO[Config::kNumStages][Config::kElementsdO];
   T sdS[Config::kNumBuffers][Config::kElementsdS];  // dS^T: keys are rows
   float sdQ[Config::kNumDqBuffers][64 * 64];
-  float lse[Config::kNumStages][Config::kBlockM];
+  OptionStorage<Config, Mask, ScoreMod> options;
+  alignas(16) float lse[Config::kNumStages][Config::kBlockM];
   float delta[Config::kNumStages][Config::kBlockM];
   QueryTileIndex queries[kNumQueryTiles];  // tile number count is at count % kNumQueryTiles
   u64 full_k, full_v;
@@ -121,7 +124,10 @@ struct alignas(1024) BwdSm90Storage {
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo>
 struct BwdSm90 {
   using T = typename Config::Element;
-  using Storage = BwdSm90Storage<Config>;
+  using Storage = BwdSm90Storage<Config, Mask, ScoreMod>;
+  using Options = BwdSm90Options<Config, Mask, ScoreMod, Dropout>;
+  using OptionBits = typename Options::Bits;
+  using Band = typename Options::Band;
   using Stages = Ring<Config::kNumStages>;
   using Buffers = Ring<Config::kNumBuffers>;
   using DqBuffers = Ring<Config::kNumDqBuffers>;
@@ -129,7 +135,6 @@ struct BwdSm90 {
   static constexpr i32 kScores = kBlockM / 2;  // registers per thread of S^T
   static constexpr i32 kColumnsDq = 64;        // of dQ that a consumer computes
   static constexpr bool kSharesDq = Config::kSplitsDqRows || Config::kSplitsDqColumns;  // each tile in two parts
-  static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
 
   // ---- Prologue. Scope: thread 0.
 
@@ -148,6 +153,7 @@ struct BwdSm90 {
       mbarrier_init(shared.full_dq[buffer], 4);  // the warps of one consumer
       mbarrier_init(shared.empty_dq[buffer], 1);
     }
+    Options::init(shared.options);
     mbarrier_init_fence();
     fence_proxy_async();
   }
@@ -185,8 +191,8 @@ struct BwdSm90 {
     }
   }
 
-  // Fills the statistics of every stage and describes its tile. Rows past the last query get the statistics of a fully
-  // masked row. Scope: warp.
+  // Fills the statistics of every stage, describes its tile, and prepares the options of consumer 0. Rows past the last
+  // query get the statistics of a fully masked row. Scope: warp.
   FT_DEVICE static void produce_stats(const Params& p, Storage& shared, const KeyTile& tile) {
     constexpr i32 kRows = kBlockM / 32;
     i32 lane = threadIdx.x % 32;
@@ -220,8 +226,8 @@ struct BwdSm90 {
           for (i32 consumer = 0; consumer < 2; ++consumer) {
             i32 j_begin = tile.j_begin + 64 * consumer;
             // Rows past the last query need no mask: their lse makes P 0
-            is_checked[consumer] = is_large || needs_mask<Mask>(p, tile.s, i_begin, 0, j_begin, 64) ||
-                                   (Mask::kHasBand && needs_mask<Mask>(p, tile.s, i_begin, kBlockM, j_begin, 64));
+            is_checked[consumer] = is_large || needs_mask<Band>(p, tile.s, i_begin, 0, j_begin, 64) ||
+                                   (Mask::kHasBand && needs_mask<Band>(p, tile.s, i_begin, kBlockM, j_begin, 64));
           }
           shared.queries[count % kNumQueryTiles] = {stat_index(p, tile.s, head, i_begin),
                                                     i_begin,
@@ -232,6 +238,7 @@ struct BwdSm90 {
         }
         __syncwarp();
         if (lane == 0) mbarrier_arrive(shared.full[stage]);
+        Options::prepare(p, shared.options, tile, 0, h, m, count, 0);
       }
     }
   }
@@ -360,41 +367,6 @@ struct BwdSm90 {
     }
   }
 
-  // P^T and dS^T with options, in one pass: softcap needs its derivative, dropout the same bits twice.
-  FT_DEVICE static void differentiate_options(const Params& p, const Sequence& s, i32 head, i32 i_begin, i32 j_begin,
-                                              const float* sLse, const float* sDelta, const float (&rS)[kScores],
-                                              const float (&rdP)[kScores], u32 (&packed_p)[kScores / 2],
-                                              u32 (&packed_ds)[kScores / 2]) {
-    Scorer<ScoreMod> scorer(p, s, head);
-    i32 i_first = i_begin + fragment_column(), j_first = j_begin + fragment_row();
-    TransposedDropout<Dropout, kBlockM> dropout(p, s, head, i_begin, j_begin);
-#pragma unroll
-    for (i32 b = 0; b < kScores / 4; ++b) {
-      float2 lse = *reinterpret_cast<const float2*>(sLse + 8 * b + fragment_column());
-      float2 delta = *reinterpret_cast<const float2*>(sDelta + 8 * b + fragment_column());
-#pragma unroll
-      for (i32 r = 0; r < 2; ++r) {
-        Range seen = seen_columns(p, s, i_first, j_first + 8 * r);
-        float prob[2], ds[2];
-#pragma unroll
-        for (i32 e = 0; e < 2; ++e) {
-          i32 column = 8 * b + e, x = 4 * b + 2 * r + e, i = i_first + column, j = j_first + 8 * r;
-          bool is_kept = column >= seen.begin && column < seen.end && i < s.seqlen_q;
-          if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, s, head, i, j);
-          float tanh = 0.0f, drop = dropout.factor(b, e, r);
-          float score = is_kept ? scorer.score(rS[x], i, j, tanh) : -infinity();
-          float full = probability(score, e == 0 ? lse.x : lse.y, exponent_factor(ScoreMod::kHasBias));
-          prob[e] = full * drop;
-          ds[e] = full * (rdP[x] * drop - (e == 0 ? delta.x : delta.y));
-          if constexpr (!mutates(Mutation::bwd_sm90_softcap))
-            if constexpr (ScoreMod::kHasSoftcap) ds[e] *= 1.0f - tanh * tanh;
-        }
-        packed_p[2 * b + r] = pack_two<T>(prob[0], prob[1]);
-        packed_ds[2 * b + r] = pack_two<T>(ds[0], ds[1]);
-      }
-    }
-  }
-
   // Whether a consumer computes a part of dQ of tile number count, and the number of that part.
   FT_DEVICE static bool has_dq(i32 consumer, u32 count) { return kSharesDq || static_cast<i32>(count % 2) == consumer; }
   FT_DEVICE static u32 dq_number(i32 consumer, u32 count) { return kSharesDq ? 2 * count + consumer : count; }
@@ -481,20 +453,40 @@ struct BwdSm90 {
     };
     // Load what P^T of tile number count needs
     auto load_lse = [&](u32 count, Stats& lse) {
-      if constexpr (!kHasOptions) {
+      if constexpr (!Options::kChangesTiles) {
         load_first_chunks(shared.lse[Stages::stage(count)], lse);
       }
       return shared.queries[count % kNumQueryTiles].is_checked[consumer] != 0;
     };
+    auto load_bits = [&](u32 count) {
+      return Options::load_bits(p, shared.options, s, consumer, count, shared.queries[count % kNumQueryTiles].head,
+                                i_begin(count), j_begin());
+    };
     // From S^T and dP^T, both in flight, to P^T and dS^T; stores dS^T for both consumers
-    auto differentiate_tile = [&](u32 count, bool is_checked, Stats& lse, float (&rS)[kScores], float (&rdP)[kScores]) {
+    auto differentiate_tile = [&](u32 count, bool is_checked, Stats& lse, const OptionBits& bits, float (&rS)[kScores],
+                                  float (&rdP)[kScores]) {
       u32 stage = Stages::stage(count);
-      if constexpr (kHasOptions) {
-        wgmma_wait<0>();
+      if constexpr (Options::kChangesTiles) {
+        Options options(p, shared.options, s, consumer, count, shared.queries[count % kNumQueryTiles].head,
+                        i_begin(count), j_begin(), bits, shared.lse[stage]);
+        wgmma_wait<1>();
         pin_registers(rS);
-        pin_registers(rdP);
-        differentiate_options(p, s, shared.queries[count % kNumQueryTiles].head, i_begin(count), j_begin(),
-                              shared.lse[stage], shared.delta[stage], rS, rdP, packed_p, packed_ds);
+        auto differentiate = [&](auto checked, auto masked, const Range(&seen)[2]) {
+          options.template differentiate<decltype(checked)::kValue, decltype(masked)::kValue>(
+              seen, shared.lse[stage], shared.delta[stage], rS, rdP, packed_p, packed_ds);
+        };
+        if (is_checked || options.needs_exact_tanh()) {
+          Range seen[2];
+#pragma unroll
+          for (i32 r = 0; r < 2; ++r) {
+            seen[r] = seen_columns(p, s, i_begin(count) + fragment_column(), j_begin() + fragment_row() + 8 * r);
+          }
+          differentiate(Constant<true>(), Constant<Mask::kHasBool>(), seen);
+        } else if (Mask::kHasBool && bits.is_masked) {
+          differentiate(Constant<false>(), Constant<Mask::kHasBool>(), {});
+        } else {
+          differentiate(Constant<false>(), Constant<false>(), {});
+        }
       } else {
         Stats delta;
         // Compute P^T while dP^T is in flight
@@ -551,11 +543,12 @@ struct BwdSm90 {
         float rS[kScores], rdP[kScores];
         Stats lse;
         bool is_checked = load_lse(0, lse);
+        OptionBits bits = load_bits(0);
         wait_turn(consumer);
         start_s(0, rS);
         start_dp(0, rdP);
         end_turn(consumer);
-        differentiate_tile(0, is_checked, lse, rS, rdP);
+        differentiate_tile(0, is_checked, lse, bits, rS, rdP);
       }
       u32 count = 0;
       auto step = [&](auto is_first) {
@@ -564,6 +557,7 @@ struct BwdSm90 {
         wait_operands(count + 1);
         Stats lse;
         bool is_checked = load_lse(count + 1, lse);
+        OptionBits bits = load_bits(count + 1);
         wait_turn(consumer);
         // Start dV and dK of this tile, dQ of the tile before and, once P^T has left the registers, S^T of the next
         // tile
@@ -582,14 +576,16 @@ struct BwdSm90 {
           // Hand over dQ; dP^T takes its registers
           wgmma_wait<1>();
           pin_registers(rdQ);
-          stage_dq(shared, consumer, count - 1, rdQ);
+          if (!Options::kChangesTiles || count > 0) stage_dq(shared, consumer, count - 1, rdQ);
         }
         start_dp(count + 1, rdP);
         end_turn(consumer);
-        differentiate_tile(count + 1, is_checked, lse, rS, rdP);
+        differentiate_tile(count + 1, is_checked, lse, bits, rS, rdP);
         ++count;
       };
-      if (num_tiles() > 1) step(Constant<true>());
+      // With options a copy would spill: there dQ of the first step comes from uninitialised dS and is not staged
+      if constexpr (!Options::kChangesTiles)
+        if (num_tiles() > 1) step(Constant<true>());
       while (count + 1 < num_tiles()) step(Constant<false>());
       // The last tile, then a turn more for its dQ. Parts of dQ are staged in the order of turns.
       float rdQ[kColumnsDq / 2];
@@ -612,7 +608,7 @@ struct BwdSm90 {
     }
     // Store dK and dV
     store_rows(p.dk, p.dk_strides, p, tile, j_begin(), p.head_dim, p.scale, rdK);
-    store_rows(p.dv, p.dv_strides, p, tile, j_begin(), p.head_dim_v, 1.0f, rdV);
+    store_rows(p.dv, p.dv_strides, p, tile, j_begin(), p.head_dim_v, Options::dv_factor(p), rdV);
   }
 };
 
@@ -630,10 +626,19 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_sm90_kernel(const 
   __syncthreads();
   const KeyTile& tile = shared.tile;
   if (!tile.has_keys()) return;
+  if constexpr (Mask::kHasBool) {
+    // Skip the queries if a padding mask hides all of the block's keys
+    i32 j = tile.j_begin + static_cast<i32>(threadIdx.x) % Config::kBlockN;
+    bool is_hidden = Kernel::Options::hides_key(params.base, tile.s, tile.first_head, tile.num_heads, j);
+    if (__syncthreads_and(is_hidden)) {
+      if (threadIdx.x == 0) shared.tile.m_end = shared.tile.m_begin;
+      __syncthreads();
+    }
+  }
 
   i32 warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == Config::kNumConsumers) {
-    lower_registers<Config::kProducerRegisters>();
+    lower_registers<Kernel::Options::kProducerRegisters>();
     i32 warp = uniform(threadIdx.x / 32 % 4);
     if (warp == 0 && elect_lane()) {
       // Without queries the maps are empty
@@ -642,9 +647,12 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_sm90_kernel(const 
       Kernel::produce_stats(params.base, shared, tile);
     } else if (warp == 2 && elect_lane()) {
       Kernel::reduce_dq(params.base, shared, tile);
+    } else if (warp == 3) {
+      u32 count = 0;
+      Kernel::Options::produce(params.base, shared.options, tile, 1, count);
     }
   } else {
-    raise_registers<Config::kConsumerRegisters>();
+    raise_registers<Kernel::Options::kConsumerRegisters>();
     Kernel::consume(params, shared, tile, warpgroup);
   }
 }

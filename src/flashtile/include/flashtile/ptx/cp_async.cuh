@@ -31,6 +31,12 @@ FT_DEVICE void cp_async(u32 address, const void* global, i32 num_bytes) {
   }
 }
 
+// Arrives at an mbarrier once this thread's copies so far have completed. The barrier counts one arrival for each
+// thread. (PTX ISA: cp.async.mbarrier.arrive)
+FT_DEVICE void cp_async_arrive(u32 barrier_address) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier_address) : "memory");
+}
+
 // Closes the current group of this thread's copies. (PTX ISA: cp.async.commit_group)
 FT_DEVICE void cp_async_commit() {
   if constexpr (kHasAsyncCopy) asm volatile("cp.async.commit_group;" ::: "memory");

@@ -9,7 +9,7 @@
 namespace flashtile {
 
 template <typename T, i32 kHeadDim_, i32 kHeadDimV_, i32 kBlockM_, i32 kBlockN_, i32 kNumStages_, i32 kNumBuffers_,
-          i32 kNumDqBuffers_>
+          i32 kNumDqBuffers_, i32 kNumBiasStages_ = 2>
 struct Sm90BwdConfig {
   using Element = T;
   static constexpr i32 kHeadDim = kHeadDim_;    // padded
@@ -17,8 +17,9 @@ struct Sm90BwdConfig {
   static constexpr i32 kBlockM = kBlockM_;
   static constexpr i32 kBlockN = kBlockN_;
   static constexpr i32 kNumStages = kNumStages_;        // of Q and of dO
-  static constexpr i32 kNumBuffers = kNumBuffers_;      // of dS
+  static constexpr i32 kNumBuffers = kNumBuffers_;      // of dS; of K and V in bwd_sm90_dbias_kernel
   static constexpr i32 kNumDqBuffers = kNumDqBuffers_;  // 64 x 64 parts of dQ on their way to global memory
+  static constexpr i32 kNumBiasStages = kNumBiasStages_;
   static constexpr i32 kNumConsumers = kBlockN / 64;
   static constexpr i32 kNumThreads = 128 * (kNumConsumers + 1);
   // Registers per thread that setmaxnreg assigns, out of 65536 per multiprocessor
@@ -37,8 +38,8 @@ struct Sm90BwdConfig {
   static constexpr bool kSplitsDqColumns = kBlockM == 64 && kSlabsQK == 2;
   static_assert(sizeof(T) == 2 && kHeadDim % 32 == 0 && kHeadDimV % 32 == 0 && kHeadDim <= 128);
   static_assert((kBlockM == 64 || (kBlockM == 128 && kSlabsQK == 1)) && kBlockN == 128 && kHeadDimV <= 128);
-  // A tile is released only after the next one has arrived, and its dS one tile later
-  static_assert(kNumStages >= 2 && kNumBuffers >= 2);
+  // A tile is released only after the next one has arrived
+  static_assert(kNumStages >= 2);
 };
 
 }  // namespace flashtile
