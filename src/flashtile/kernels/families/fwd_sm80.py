@@ -77,7 +77,7 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
 class Sm80Row(Row):
     num_warps: int
     num_stages: int  # of K and of V
-    min_blocks: int
+    min_blocks: int  # that should share a multiprocessor
     kept_steps: int  # so many 16 columns of Q stay in registers
     packs_heads: bool
     is_scale_positive: bool
@@ -201,6 +201,5 @@ def _row(
     is_scale_positive: bool = True,
     is_exact: bool = True,
 ) -> Sm80Row:
-    sizes = tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.min_blocks
-    flags = tile.kept_steps, packs_heads, is_scale_positive, is_exact
-    return Sm80Row("fwd_sm80", dtype, out_dtype, *dims, *sizes, *flags)
+    sizes = tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.min_blocks, tile.kept_steps
+    return Sm80Row("fwd_sm80", dtype, out_dtype, *dims, *sizes, packs_heads, is_scale_positive, is_exact)
