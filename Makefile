@@ -9,7 +9,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
 EXTENSION_SOURCES := setup.py $(wildcard src/flashtile/csrc/* src/flashtile/csrc/cpu/* src/flashtile/csrc/exec/*) src/flashtile/include/flashtile/attn/params.cuh
 
-.PHONY: test test-gpu test-install test-integrations test-thunder check sanitize sanitize-cpu lint format bench compile-all docs docs-check clean
+.PHONY: test test-gpu test-install test-integrations test-thunder test-vllm check sanitize sanitize-cpu lint format bench compile-all docs docs-check clean
 
 test: .venv/extension
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
@@ -32,6 +32,10 @@ test-integrations: .venv-integrations/ready
 # Lightning Thunder needs an older torch, and so an environment of its own; not part of CI
 test-thunder: .venv-thunder/ready
 	PYTHONPATH=src OMP_NUM_THREADS=1 .venv-thunder/bin/python -m pytest -n $(JOBS) tests/integrations/test_thunder.py
+
+# vLLM without the packages around it: its interface, registry and metadata are tried, its engine is not; not part of CI
+test-vllm: .venv-vllm/ready
+	PYTHONPATH=src OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n $(JOBS) tests/integrations/test_vllm.py
 
 # A minute of random problems on the CPU; CHECK takes more options, as in `make check CHECK="--seed 7"`
 check: .venv/extension
@@ -86,7 +90,7 @@ docs-check: .venv/ready
 	$(BIN)/python tools/make_docs.py --check
 
 clean:
-	rm -rf .venv .venv-integrations .venv-thunder build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-integrations .venv-thunder .venv-vllm build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 .venv/ready: pyproject.toml requirements-dev.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "flashtile needs Python 3.10 or newer, this is " + sys.version)'
@@ -113,4 +117,13 @@ clean:
 	.venv-thunder/bin/python -m pip install --quiet torch==2.11.0 lightning-thunder==0.2.6 \
 		hypothesis==6.170.15 pytest==9.2.0 pytest-xdist==3.8.0 rich==15.0.0 setuptools==84.2.1 typer==0.29.0
 	FLASHTILE_EXTENSION=1 .venv-thunder/bin/python setup.py --quiet build_ext --inplace
+	touch $@
+
+.venv-vllm/ready: requirements-integrations.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet $(TORCH)
+	.venv-vllm/bin/python -m pip install --quiet -r requirements-integrations.txt
+	.venv-vllm/bin/python -m pip install --quiet --no-deps vllm==0.32.0
+	.venv-vllm/bin/python -m pip install --quiet aiohttp cbor2 openai openai_harmony psutil pyzmq
+	FLASHTILE_EXTENSION=1 .venv-vllm/bin/python setup.py --quiet build_ext --inplace
 	touch $@

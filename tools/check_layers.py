@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("backends",),
     ("ops",),
-    ("arguments", "cache_step", "flops"),
+    ("arguments", "cache_step", "flops", "transforms"),
     ("api",),
     ("facades",),
     ("__init__",),

@@ -59,14 +59,16 @@ class Kind:
 
 
 def kinds(device: str) -> list[Kind]:
-    """Plain calls of three head dims, every option at one of them, and what only the slowest backends take."""
+    """Plain calls of four head dims, every option at one or two of them, and what only the slowest backends take."""
     if device == "cpu":
         dtypes = ("float32", "bfloat16", "float64")
         return [Kind(dtype, 64, speeds.PLAIN, size) for dtype in dtypes for size in ("large", "small")]
     found = []
     for dtype in ("bfloat16", "float32"):
         found += [Kind(dtype, dim, speeds.PLAIN, "large") for dim in (64, 128, 256, 512)]
-        found += [Kind(dtype, 128, option, "large") for option in speeds.OPTIONS]
+        # Other kernels take the options of wide heads
+        for dim in (128, 256) if dtype == "bfloat16" else (128,):
+            found += [Kind(dtype, dim, option, "large") for option in speeds.OPTIONS if dim == 128 or option != "paged"]
         found += [Kind(dtype, dim, speeds.PLAIN, "small") for dim in (128, 256, 512)]
     return [*found, Kind("float64", 64, speeds.PLAIN, "large"), Kind("float64", 64, speeds.PLAIN, "small")]
 

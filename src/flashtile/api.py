@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function
 
-from flashtile import cache_step, ops
+from flashtile import cache_step, ops, transforms
 from flashtile.arguments import (
     Causal,
     Window,
@@ -430,7 +430,7 @@ def _attend(args: AttentionArgs, return_lse: bool, mask: Tensor | None, bias: Te
     if is_compiling():
         return ops.attend(args, return_lse)
     try:
-        return ops.attend(args, return_lse)
+        return transforms.attend(args) if transforms.is_served() else ops.attend(args, return_lse)
     except ValueError as error:
         raise with_given_shapes(error, mask=mask, bias=bias) from None
 

@@ -1,4 +1,4 @@
-"""The Hopper backward for wide heads: every option it takes by the error rule, and bits that do not depend on timing."""
+"""The Hopper backward for wide heads: every option by the error rule, and bits that do not depend on timing."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def test_error_rule(monkeypatch: pytest.MonkeyPatch) -> None:
                 seqlen_q, seqlen_k = LENGTHS[number % len(LENGTHS)]
                 sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": head_dim, "head_dim_v": head_dim_v}
                 layout = ("bhsd", "bshd")[number // 2 % 2]
-                case = Case(
-                    dtype=DTYPES[number % 2], layout=layout, backend="cuda", **(sizes | FEATURES[feature])
-                )
+                case = Case(dtype=DTYPES[number % 2], layout=layout, backend="cuda", **(sizes | FEATURES[feature]))
                 problems.append((case, number))
     assert_accurate(problems, "bwd_sm90_dkdv_kernel", monkeypatch, is_forward=False)
 
@@ -77,9 +75,7 @@ def test_some_gradients(wanted: tuple[int, ...]) -> None:
     dout = torch.randn_like(tensors[0])
     expected = gradients(tensors, dout, backend="cuda")
     leaves = [tensor.detach().requires_grad_(index in wanted) for index, tensor in enumerate(tensors)]
-    found = torch.autograd.grad(
-        flashtile.attention(*leaves, backend="cuda"), [leaves[index] for index in wanted], dout
-    )
+    found = torch.autograd.grad(flashtile.attention(*leaves, backend="cuda"), [leaves[index] for index in wanted], dout)
     for index, one in zip(wanted, found, strict=True):
         assert torch.equal(one, expected[index])
 

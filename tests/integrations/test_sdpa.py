@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from diffusers import DiTTransformer2DModel, FluxTransformer2DModel, UNet2DConditionModel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import GenerationConfig
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from transformers.models.vit import ViTConfig, ViTForImageClassification
 
 import flashtile
@@ -220,6 +222,24 @@ def test_one_module_with_checkpoints(use_reentrant: bool) -> None:
     assert report.served == 4
     for weight, grad in zip(weights, expected, strict=True):
         torch.testing.assert_close(weight.grad, grad, rtol=1e-3, atol=1e-4)
+
+
+def test_continuous_batching() -> None:
+    """transformers refuses every other name than "sdpa" there."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=100, attn_implementation="sdpa")).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(4.0 if weight.dim() > 1 else 1.0)  # or else attention would not matter
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    prompts = [[5, 6, 7], [9, 8, 7, 6, 5], [11, 12]]
+    alone = [model.generate(torch.tensor([prompt]), generation_config=config)[0] for prompt in prompts]
+    with sdpa.replaced() as report:
+        together = model.generate_batch(inputs=prompts, generation_config=config)
+    assert report.served > 0
+    assert not report.left_to_torch
+    expected = {tuple(prompt): row[len(prompt) :].tolist() for prompt, row in zip(prompts, alone, strict=True)}
+    assert {tuple(result.prompt_ids): result.generated_tokens for result in together.values()} == expected
 
 
 def test_what_is_left_to_torch_is_said() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,7 +110,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout_p": 0.5}, "dropout"),
     "head_dim": ({"dim": 600}, "query has a head_dim outside of 1 to 512"),
     "dimensions": ({"shape": (3, 7, 8)}, "query has 3 dimensions, not 4"),
-    "mask dtype": ({"attn_mask": torch.randn(7, 7), "dtype": torch.bfloat16}, "attn_mask is .*float32, query is"),
     "broadcast": ({"key_batch": 1}, "shapes that have to be broadcast"),
 }
 
@@ -118,8 +118,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_refused(name: str) -> None:
     options, reason = dict(REFUSALS[name][0]), REFUSALS[name][1]
     shape = options.pop("shape", (2, 3, 7, options.pop("dim", 8)))
-    dtype = options.pop("dtype", torch.float32)
-    q, k = torch.randn(shape, dtype=dtype), torch.randn(options.pop("key_batch", shape[0]), *shape[1:], dtype=dtype)
+    q, k = torch.randn(shape), torch.randn(options.pop("key_batch", shape[0]), *shape[1:])
     seen = []
 
     def attend(q: Any, k: Any) -> Any:
@@ -135,15 +134,28 @@ def test_what_is_refused(name: str) -> None:
     implementation.checker = Spy()
     try:
         jitted = jit(attend)
-        if name == "mask dtype":
-            with pytest.raises(RuntimeError, match="to be the same"):  # Thunder's own formula refuses it too
-                jitted(q, k)
-        else:
-            out = jitted(q, k)
-            assert "flashtile_forward" not in names_in(thunder.last_traces(jitted)[-1])
+        out = jitted(q, k)
+        assert "flashtile_forward" not in names_in(thunder.last_traces(jitted)[-1])
     finally:
         implementation.checker = original
     assert seen
     assert all(re.search(reason, text) for text in seen)
-    if name not in ("mask dtype", "dropout"):  # PyTorch would draw another mask
+    if name != "dropout":  # PyTorch would draw another mask
         torch.testing.assert_close(out, attend(q, k), rtol=1e-4, atol=1e-5)
+
+
+def proxy(*shape: int, dtype: str = "float32", device: str = "cpu") -> Any:
+    kinds = {"dtype": getattr(thunder.dtypes, dtype), "device": thunder.core.devices.Device(device)}
+    return SimpleNamespace(shape=shape, **kinds)
+
+
+def test_what_thunder_would_refuse_too() -> None:
+    q = proxy(2, 3, 7, 8)
+    assert why_not(q, q, q) == ""
+    assert why_not(q, q, q, proxy(7, 7, dtype="bool8")) == ""
+    assert why_not(q, q, q, proxy(7, 7, dtype="float64")).startswith("attn_mask is")
+    assert why_not(q, q, q, proxy(7, 7), is_causal=True) == "attn_mask with is_causal"
+    assert why_not(q, q, q, proxy(7, 5)) == "attn_mask cannot be broadcast to the scores"
+    assert why_not(q, q, proxy(2, 3, 7, 8, dtype="bfloat16")) == "value has another dtype or device than query"
+    assert why_not(*[proxy(2, 3, 7, 8, device="meta")] * 3).startswith("query is on")
+    assert why_not(*[proxy(2, 3, 7, 8, dtype="complex64")] * 3).startswith("query is")

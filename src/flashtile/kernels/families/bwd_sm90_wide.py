@@ -13,14 +13,13 @@ from typing import NamedTuple
 
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
+from flashtile.kernels.families.bwd_sm90 import STEP_ROWS, STEP_THREADS
 from flashtile.kernels.families.steps import dsinks, plain_step, query_grid
 from flashtile.kernels.params import BwdSm90WideParams, Struct
 from flashtile.kernels.plan import Grid, MapPatch, Operand, Step, Workspace
 from flashtile.kernels.source import cpp_type
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
-# As the constants of kernels/bwd_sm90_steps.cuh; tests/cpu/test_plan.py compares them
-STEP_ROWS, STEP_THREADS = 32, 128
 _NUM_THREADS = 384
 _KEYS, _QUERIES = 64, 64  # of a tile of dK and dV
 _BUFFERS = 2  # of P
@@ -33,10 +32,9 @@ class Tile(NamedTuple):
     block_keys: int  # that stream by in the kernel of dQ
     stages_k: int
     stages_v: int
-    turns: int = 1
 
 
-# By padded head_dim and head_dim_v
+# By padded head_dim and head_dim_v. Measured on an NVIDIA H200: docs/sm90-backward.md. Head dims up to 128 were not.
 _TILES: dict[tuple[int, int], Tile] = {
     (64, 64): Tile(4, 64, 3, 3),
     (128, 128): Tile(4, 64, 3, 3),
@@ -49,7 +47,6 @@ _TILES: dict[tuple[int, int], Tile] = {
 @dataclass(frozen=True)
 class BwdSm90WideRow(Row):
     stages: tuple[int, ...]  # of Q and dO together, or of K and of V
-    turns: int = 1
 
     @property
     def header(self) -> str:
@@ -69,7 +66,7 @@ class BwdSm90WideRow(Row):
 
     @property
     def config(self) -> str:
-        sizes = (self.block_n, *self.stages, self.turns) if self.is_dq else self.stages
+        sizes = (self.block_n, *self.stages) if self.is_dq else self.stages
         name = "Sm90DqConfig" if self.is_dq else "Sm90DkdvConfig"
         return f"{name}<{CPP_TYPES[self.dtype]}, {', '.join(map(str, (self.head_dim, self.head_dim_v, *sizes)))}>"
 
@@ -135,10 +132,6 @@ class BwdSm90Wide(Family[BwdSm90WideRow]):
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
         yield _row(kernel, key.dtype, dims)
-        if kernel == "bwd_sm90_dq":
-            import dataclasses
-            yield dataclasses.replace(_row(kernel, key.dtype, dims), turns=2)
-            yield dataclasses.replace(_row(kernel, key.dtype, dims), turns=0)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None

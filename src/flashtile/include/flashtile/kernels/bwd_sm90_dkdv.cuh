@@ -1,16 +1,17 @@
-// dK and dV on Hopper for wide heads: wgmma and TMA, one producer and two consumer warpgroups.
+// dK and dV on Hopper for wide heads: wgmma and TMA, two consumer warpgroups and one of producers.
 //
 // Threads:   a block owns 64 keys of one KV head and streams the queries that see them, of every head that shares the
-//            KV head. Warpgroup 0 computes P and dV, warpgroup 1 computes dS and dK. In warpgroup 2, two
-//            warps issue the copies and a third loads the statistics.
+//            KV head. Warpgroup 0 computes P and dV, warpgroup 1 computes dS and dK. In warpgroup 2, one warp loads K
+//            and Q, another V and dO, a third the statistics.
 // Shared:    sK, sV [slab][64][64], sQ, sdO [stage][slab][64][64], 128-byte swizzled slabs of 64 columns; sP, the
 //            fragments that warpgroup 0 hands to warpgroup 1; lse and delta of each stage; a ring of query tiles;
 //            barriers.
 // Products:  S^T = K Q^T and dP^T = V dO^T have keys as rows. P^T and dS^T, packed to 16 bits, are register operands of
 //            dV += P^T dO and dK += dS^T Q. Both accumulators stay in registers; the block is their only owner.
 // Mainloop:  warpgroup 0: S(i), P(i), dV(i); warpgroup 1: dP(i), dS(i), dK(i). The second product of a tile and the
-//            first of the next one are in flight together. One group exponentiates while the other multiplies.
-// Barriers:  full_k, full_v; full and empty per stage of Q and of dO; full_p and empty_p per buffer of P.
+//            first of the next one are in flight together. The warpgroups take turns (ping-pong): one issues both while
+//            the other computes P or dS.
+// Barriers:  full_k, full_v; of Q and of dO, full per stage and slab, empty per stage; full_p and empty_p per buffer.
 #pragma once
 
 #include "flashtile/kernels/bwd_sm90_wide.cuh"
@@ -118,15 +119,18 @@ struct BwdSm90Dkdv {
   // Loads tiles of Q or dO. Rows past the last query of a packed sequence are another's: the warp clears them before
   // the consumers see the tile. Scope: warp; one lane issues the copies.
   template <i32 kSlabs, i32 kCount>
-  FT_DEVICE static void produce_rows(Storage& shared, const WideKeyTile& tile, T (&sRows)[Config::kNumStages][kCount],
-                                     const TensorMap& map, const Strides& strides, u64 (&full)[kSlabs][Config::kNumStages],
-                                     u64 (&empty)[Config::kNumStages], u64& full_tail) {
+  FT_DEVICE static void produce_rows(const WideKeyTile& tile, T (&sRows)[Config::kNumStages][kCount],
+                                     const TensorMap& map, const Strides& strides,
+                                     u64 (&full)[kSlabs][Config::kNumStages], u64 (&empty)[Config::kNumStages],
+                                     u64& full_tail) {
     bool is_issuer = elect_lane();
     u32 num_tails = 0;
     for_each_tile(tile, [&](i32 head, i32 i, u32 count) {
       u32 stage = Stages::stage(count);
       i32 row = static_cast<i32>(tile.s.q_row) + i, num_rows = tile.s.seqlen_q - i;
+      // The lanes leave each wait together: a late one must not find the barrier two phases on
       Stages::wait_empty(empty, count);
+      __syncwarp();
       if (SeqInfo::kHasLengths && num_rows < 64) {
         if (is_issuer) load_rows<64, kSlabs>(sRows[stage], map, strides, full_tail, row, head, tile.s.batch_idx);
         mbarrier_wait(full_tail, num_tails++ % 2);
@@ -149,7 +153,7 @@ struct BwdSm90Dkdv {
       load_rows<64, Config::kSlabsQK>(shared.sK, params.k_map, p.k_strides, shared.full_k,
                                       static_cast<i32>(tile.s.k_row) + tile.j_begin, tile.kv_head, tile.s.batch_idx);
     }
-    produce_rows<Config::kSlabsQK>(shared, tile, shared.sQ, params.q_map, p.q_strides, shared.full_q, shared.empty_q,
+    produce_rows<Config::kSlabsQK>(tile, shared.sQ, params.q_map, p.q_strides, shared.full_q, shared.empty_q,
                                    shared.full_tail[0]);
   }
 
@@ -160,8 +164,8 @@ struct BwdSm90Dkdv {
       load_rows<64, Config::kSlabsV>(shared.sV, params.v_map, p.v_strides, shared.full_v,
                                      static_cast<i32>(tile.s.k_row) + tile.j_begin, tile.kv_head, tile.s.batch_idx);
     }
-    produce_rows<Config::kSlabsV>(shared, tile, shared.sdO, params.dout_map, p.dout_strides, shared.full_do,
-                                  shared.empty_do, shared.full_tail[1]);
+    produce_rows<Config::kSlabsV>(tile, shared.sdO, params.dout_map, p.dout_strides, shared.full_do, shared.empty_do,
+                                  shared.full_tail[1]);
   }
 
   // Fills the statistics of every stage. Rows past the last query get those of a fully masked row. Scope: warp.
@@ -211,7 +215,8 @@ struct BwdSm90Dkdv {
     }
 
     // Starts D = keys * rows^T, slab by slab as tile number count of the rows arrives. Commits kSlabs groups.
-    FT_DEVICE void start(float (&rD)[kScores], const T* rows, u64 (&full)[kSlabs][Config::kNumStages], u32 count) const {
+    FT_DEVICE void start(float (&rD)[kScores], const T* rows, u64 (&full)[kSlabs][Config::kNumStages],
+                         u32 count) const {
       u32 b = tile_base(rows, 64 * 128);
 #pragma unroll
       for (i32 slab = 0; slab < kSlabs; ++slab) {

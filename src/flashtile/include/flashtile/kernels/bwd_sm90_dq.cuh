@@ -1,7 +1,8 @@
-// dQ on Hopper for wide heads: wgmma and TMA, one producer and two consumer warpgroups.
+// dQ on Hopper for wide heads: wgmma and TMA, two consumer warpgroups and one of producers.
 //
-// Threads:   a block owns 128 queries of one head, 64 for each consumer, and streams the keys that they see. Two warps of
-//            the last warpgroup load them.
+// Threads:   a block owns 128 queries of one head, 64 for each consumer, and streams the keys that they see. In the
+// last
+//            warpgroup, one warp loads dO and V, another Q and K.
 // Shared:    sQ, sdO [consumer][slab][64][64], loaded once; sK, sV [stage][slab][kBlockN][64], 128-byte swizzled slabs
 //            of 64 columns; the block's queries; barriers.
 // Products:  S = Q K^T and dP = dO V^T have queries as rows. dS, packed to 16 bits, is a register operand of
@@ -98,9 +99,10 @@ struct BwdSm90Dq {
     fence_proxy_async();
   }
 
-  // ---- Producers, one for dO and V, one for Q and K. Scope: warp; one lane issues the copies.
+  // ---- Producers, one for dO and V, one for Q and K. Scope: warp; one lane issues the copies. The lanes leave each
+  // wait together: a late one must not find the barrier two phases on.
 
-  // The rows of K and V that a tile starts with.
+  // The first key of tile number count.
   FT_DEVICE static i32 first_key(const WideQueryBlock& block, u32 count) {
     return (block.n_begin + static_cast<i32>(count)) * kBlockN;
   }
@@ -143,6 +145,7 @@ struct BwdSm90Dq {
       u32 stage = StagesV::stage(count);
       for (i32 slab = 0; slab < kSlabsV; ++slab) {
         StagesV::wait_empty(shared.empty_v[slab], count);
+        __syncwarp();
         load_keys<1>(p, block, shared.sV[stage] + slab * kBlockN * 64, params.v_stream_map, p.v_strides,
                      shared.full_v[slab][stage], shared.full_tail[0], num_tails, count, slab);
       }
@@ -163,6 +166,7 @@ struct BwdSm90Dq {
     for (u32 count = 0; count < block.num_tiles(); ++count) {
       u32 stage = StagesK::stage(count);
       StagesK::wait_empty(shared.empty_k, count);
+      __syncwarp();
       load_keys<Config::kSlabsQK>(p, block, shared.sK[stage], params.k_stream_map, p.k_strides, shared.full_k[stage],
                                   shared.full_tail[1], num_tails, count, 0);
       if (count == 0) load_q(1);
@@ -171,12 +175,8 @@ struct BwdSm90Dq {
 
   // ---- Consumer. Scope: warpgroup.
 
-  FT_DEVICE static void wait_turn(i32 consumer) {
-    if constexpr (Config::kTurns > 0) named_barrier_sync(kPingPongBarrier + consumer, 256);
-  }
-  FT_DEVICE static void end_turn(i32 consumer) {
-    if constexpr (Config::kTurns > 0) named_barrier_arrive(kPingPongBarrier + 1 - consumer, 256);
-  }
+  FT_DEVICE static void wait_turn(i32 consumer) { named_barrier_sync(kPingPongBarrier + consumer, 256); }
+  FT_DEVICE static void end_turn(i32 consumer) { named_barrier_arrive(kPingPongBarrier + 1 - consumer, 256); }
 
   // A thread's two rows.
   struct Rows {
@@ -262,14 +262,23 @@ struct BwdSm90Dq {
     }
     u32 kept = 0;
     if constexpr (Dropout::kIsOn) {
-      static_assert(kScores <= 32);
-      float drop[kScores];
+      static_assert(kScores <= 32 && kScores % 16 == 0);
+      DropoutBits bits(p, s, head);
 #pragma unroll
-      for (i32 x = 0; x < kScores; ++x) drop[x] = 1.0f;
+      for (i32 x = 0; x < kScores; x += 16) {
 #pragma unroll
-      for (i32 r = 0; r < 2; ++r) drop_fragment_row(DropoutBits(p, s, head), rows.i(r), j_begin, r, drop);
+        for (i32 r = 0; r < 2; ++r) {
+          // Lane t of a quad draws keys 8 t .. 8 t + 7 of 32; after the transpose it has the bits of its two columns
+          uint4 drawn = bits.words(rows.i(r), (j_begin + 2 * x) / 8 + threadIdx.x % 4);
+          u32 words[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
+          quad_transpose(words);
 #pragma unroll
-      for (i32 x = 0; x < kScores; ++x) kept |= (drop[x] != 0.0f ? 1u : 0u) << x;
+          for (i32 g = 0; g < 4; ++g) {
+            u32 two = ((words[g] & 0xffffu) >= bits.threshold ? 1u : 0u) | (words[g] >> 16 >= bits.threshold ? 2u : 0u);
+            kept |= two << (x + 4 * g + 2 * r);
+          }
+        }
+      }
     }
     return kept;
   }
@@ -300,7 +309,6 @@ struct BwdSm90Dq {
     }
   }
 
-  template <i32 kConsumer>
   FT_DEVICE static void consume(const BwdSm90WideParams& params, Storage& shared, const WideQueryBlock& block,
                                 i32 consumer) {
     const Params& p = params.base;
@@ -317,10 +325,12 @@ struct BwdSm90Dq {
     // Start dP = dO V^T, slab by slab
     auto start_dp = [&](u32 count, float (&rdP)[kScores]) {
       u32 rows_do = tile_base(shared.sdO[consumer], 64 * 128), rows_v = v_tile(count);
-      // Compute descriptors anew for every tile: kept in registers they would spill
-      asm volatile("" : "+r"(rows_do), "+r"(rows_v));
-      rows_do = uniform(rows_do);
-      rows_v = uniform(rows_v);
+      if constexpr (kHasOptions) {
+        // Compute descriptors anew for every tile: kept in registers they would spill
+        asm volatile("" : "+r"(rows_do), "+r"(rows_v));
+        rows_do = uniform(rows_do);
+        rows_v = uniform(rows_v);
+      }
 #pragma unroll
       for (i32 slab = 0; slab < kSlabsV; ++slab) {
         StagesV::wait_full(shared.full_v[slab], count);
@@ -339,45 +349,25 @@ struct BwdSm90Dq {
     };
     // Start dQ += dS K
     auto start_dq = [&](u32 count) { gemm_ab<T, Config::kHeadDim, kBlockN>(rdQ, packed_ds, k_tile(count)); };
-    // Two turns: dP and S of tile number count, and dQ of the tile before, if there is one. The consumers compute dP one
-    // after the other, so that V is free early. With options dP waits for the factors: they need its registers.
+    // One turn: dQ of the tile before, if there is one, and dS of tile number count. With options dP waits for the
+    // factors: they need its registers.
     auto step = [&](u32 count, auto has_dq) {
       constexpr bool kHasDq = decltype(has_dq)::kValue;
-      constexpr bool kHasDqFirst = kHasDq && kConsumer == 0, kHasDqSecond = kHasDq && kConsumer == 1;
       float rdP[kScores], rS[kScores];
-      auto release_k = [&] {
+      wait_turn(consumer);
+      if constexpr (kHasDq) start_dq(count - 1);
+      if constexpr (!kHasOptions) start_dp(count, rdP);
+      start_s(count, rS);
+      end_turn(consumer);
+      if constexpr (kHasDq) {
+        // Wait for dQ: release its K
+        wgmma_wait<(kHasOptions ? 0 : kSlabsV) + 1>();
         pin_registers(rdQ);
         release_stage(shared.empty_k[StagesK::stage(count - 1)]);
-      };
-      if constexpr (Config::kTurns < 2) {
-        wait_turn(consumer);
-        if constexpr (kHasDq) start_dq(count - 1);
-        if constexpr (!kHasOptions) start_dp(count, rdP);
-        start_s(count, rS);
-        end_turn(consumer);
-        if constexpr (kHasDq) {
-          wgmma_wait<(kHasOptions ? 0 : kSlabsV) + 1>();
-          release_k();
-        }
-        if constexpr (!kHasOptions) release_v<1>(shared, count);
-      } else {
-        wait_turn(consumer);
-        if constexpr (!kHasOptions) start_dp(count, rdP);
-        if constexpr (kHasDqFirst) start_dq(count - 1);
-        end_turn(consumer);
-        if constexpr (!kHasOptions) release_v<kHasDqFirst ? 1 : 0>(shared, count);
-        wait_turn(consumer);
-        if constexpr (kHasDqSecond) start_dq(count - 1);
-        start_s(count, rS);
-        end_turn(consumer);
-        if constexpr (kHasDq) {
-          wgmma_wait<1>();
-          release_k();
-        }
       }
-      wgmma_wait<0>();
-      pin_registers(rS);
       if constexpr (kHasOptions) {
+        wgmma_wait<0>();
+        pin_registers(rS);
         u32 kept = find_factors(p, s, block.head, rows, j_begin(count), rS);
         pin_registers(rS);
         start_dp(count, rdP);
@@ -385,7 +375,10 @@ struct BwdSm90Dq {
         pin_registers(rdP);
         differentiate_options(p, rows, kept, rS, rdP, packed_ds);
       } else {
+        release_v<1>(shared, count);
+        wgmma_wait<0>();
         pin_registers(rdP);
+        pin_registers(rS);
         if (rows.is_large || needs_mask<Mask>(p, s, rows.first(), 0, j_begin(count), kBlockN) ||
             (Mask::kHasBand && needs_mask<Mask>(p, s, rows.first(), 64, j_begin(count), kBlockN))) {
           differentiate<true>(p, s, rows, j_begin(count), rS, rdP, packed_ds);
@@ -405,10 +398,8 @@ struct BwdSm90Dq {
         __syncwarp();
         release_stage(shared.empty_v[slab][StagesV::stage(count)]);
       }
-      for (i32 turn = 0; turn < Config::kTurns; ++turn) {
-        wait_turn(consumer);
-        end_turn(consumer);
-      }
+      wait_turn(consumer);
+      end_turn(consumer);
     };
 
     auto begin = [&] { return static_cast<u32>(block.consumers[consumer].begin); };
@@ -475,11 +466,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     if (warp == 1) Kernel::produce_k(params, shared, block);
   } else {
     raise_registers<Config::kConsumerRegisters>();
-    if (warpgroup == 0) {
-      Kernel::template consume<0>(params, shared, block, warpgroup);
-    } else {
-      Kernel::template consume<1>(params, shared, block, warpgroup);
-    }
+    Kernel::consume(params, shared, block, warpgroup);
   }
 }
 

@@ -22,9 +22,9 @@ namespace flashtile {
 // The maps' axes are (head_dim, rows, heads, batch); their boxes have 64 columns.
 struct BwdSm90WideParams {
   Params base;
-  TensorMap q_map, dout_map;                // boxes of 64 rows
-  TensorMap k_map, v_map;                   // boxes of 64 rows: the keys that a block owns
-  TensorMap k_stream_map, v_stream_map;     // boxes of kBlockN rows of the dQ kernel
+  TensorMap q_map, dout_map;             // boxes of 64 rows
+  TensorMap k_map, v_map;                // boxes of 64 rows: the keys that a block owns
+  TensorMap k_stream_map, v_stream_map;  // boxes of kBlockN rows of the dQ kernel
 };
 
 // An lse so large that its rounding could make P far larger than 1.
@@ -34,8 +34,8 @@ FT_DEVICE bool is_large_lse(float lse) { return fabsf(lse) > kLargeLse && lse !=
 // Loads rows of one head, from a column on. A map has size 1 along head or batch where the tensor's stride is 0
 // (broadcast or packed). Scope: thread.
 template <i32 kRows, i32 kSlabs, typename T>
-FT_DEVICE void load_rows(T* sTile, const TensorMap& map, const Strides& strides, u64& full, i32 row, i32 head, i32 batch,
-                         i32 column = 0) {
+FT_DEVICE void load_rows(T* sTile, const TensorMap& map, const Strides& strides, u64& full, i32 row, i32 head,
+                         i32 batch, i32 column = 0) {
   i32 map_head = strides.head == 0 ? 0 : head, map_batch = strides.batch == 0 ? 0 : batch;
   mbarrier_arrive_expect(full, kRows * kSlabs * 128);
 #pragma unroll

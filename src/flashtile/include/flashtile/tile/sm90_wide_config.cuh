@@ -36,14 +36,13 @@ struct Sm90DkdvConfig : Sm90WideConfig<T, kHeadDim, kHeadDimV> {
 };
 
 // bwd_sm90_dq_kernel: a block owns 128 queries, 64 for each consumer, and streams tiles of kBlockN keys.
-template <typename T, i32 kHeadDim, i32 kHeadDimV, i32 kBlockN_, i32 kStagesK_, i32 kStagesV_, i32 kTurns_>
+template <typename T, i32 kHeadDim, i32 kHeadDimV, i32 kBlockN_, i32 kStagesK_, i32 kStagesV_>
 struct Sm90DqConfig : Sm90WideConfig<T, kHeadDim, kHeadDimV> {
   using Base = Sm90WideConfig<T, kHeadDim, kHeadDimV>;
   static constexpr i32 kBlockM = 128;
   static constexpr i32 kBlockN = kBlockN_;
   static constexpr i32 kStagesK = kStagesK_;
   static constexpr i32 kStagesV = kStagesV_;
-  static constexpr i32 kTurns = kTurns_;
   static constexpr i32 kElementsQ = 64 * 64 * Base::kSlabsQK;  // per consumer
   static constexpr i32 kElementsdO = 64 * 64 * Base::kSlabsV;  // per consumer
   static constexpr i32 kElementsK = kBlockN * 64 * Base::kSlabsQK;

@@ -1,0 +1,45 @@
+"""Every block of docs/integrations.md runs as it is written."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "integrations.md").read_text()
+BLOCKS = {
+    re.findall(r"^## (.*)$", PAGE[: match.start()], re.MULTILINE)[-1]: match.group(1)
+    for match in re.finditer(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+}
+
+
+@pytest.mark.parametrize("title", BLOCKS)
+def test_block(title: str, tmp_path: Path) -> None:
+    for package in ("thunder", "vllm"):
+        if re.search(rf"^(import|from) {package}\b", BLOCKS[title], re.MULTILINE):
+            try:
+                importlib.import_module(package)
+            except Exception as error:
+                pytest.skip(f"{package} cannot be imported: {error}")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKS[title]], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_every_section_has_a_block() -> None:
+    sections = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
+    assert [title for title in sections if title not in BLOCKS] == ["What works with what", "What is not here"]
+
+
+def test_versions_are_those_of_the_environment() -> None:
+    pins = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "requirements-integrations.txt").read_text(), re.MULTILINE))
+    for package in ("transformers", "diffusers", "onnxruntime"):
+        assert f"{package} {pins[package]}" in PAGE.replace("| transformers | ", "| transformers ")
