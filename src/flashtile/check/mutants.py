@@ -97,8 +97,8 @@ def hunt_one(mutation: Mutation, settings: Settings, end: float = math.inf) -> H
 
 @contextmanager
 def broken(name: str) -> Iterator[None]:
-    """Every kernel that is made inside has the fault, and none that was made outside is used. Calls of the pass take the
-    family that has it, though another may be faster, or are refused."""
+    """Every kernel that is made inside has the fault, and none that was made outside is used. Calls of the pass take
+    the family that has it, though another may be faster, or are refused."""
     family = next(mutation.family for mutation in mutations() if mutation.name == name)
     try:
         with planted(name), families.forced(family) if family else nullcontext():
