@@ -158,6 +158,21 @@ def test_hopper_backward_has_bulk_reductions_and_no_local_memory(row, tmp_path):
     assert compiled.warnings == []
 
 
+WIDE = families.find("bwd_sm90_wide")
+WIDE_ROWS = [row for index, dtype in enumerate(WIDE.dtypes) for row in list(WIDE.every_row(dtype))[6 - index :: 3]]
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("row", WIDE_ROWS, ids=lambda row: f"{row.kernel}-{row.dtype}-{row.head_dim}-{row.head_dim_v}")
+def test_wide_backward_has_one_owner_for_each_sum_and_no_local_memory(row, tmp_path):
+    """No atomics and no reductions: results have the same bits in every run."""
+    compiled = compiled_row(WIDE, row, Features(has_band=True, has_lengths=True))
+    found = opcodes(compiled.cubin, tmp_path)
+    assert {"HGMMA", "UTMALDG", "SYNCS"} <= found
+    assert not found & (LOCAL_MEMORY | {"REDG", "ATOMG", "RED", "UBLKRED"})
+    assert compiled.warnings == []
+
+
 @needs_nvdisasm
 @pytest.mark.parametrize("name", BACKWARD_OPTIONS)
 def test_options_of_the_hopper_backward_use_no_local_memory(name, tmp_path):

@@ -152,3 +152,12 @@ def test_plans_do_not_cross() -> None:
     with mutants.broken("skip_rescale"):
         assert all(step.unit.startswith("#define FT_MUTATION skip_rescale\n") for step in assemble.kernels(key))
     assert assemble.kernels(key) == before
+
+
+@pytest.mark.parametrize("name", ["fwd_sm80_rescale", "fwd_sm90_rescale"])
+def test_a_fault_is_looked_for_in_its_family(name: str) -> None:
+    key = PlanKey("bfloat16", "bfloat16", 64, 64, Features(), ARCH)
+    with mutants.broken(name):
+        assert name.startswith(families.select(key).name)
+    with mutants.broken("skip_rescale"):
+        assert families.forced_names() == ()

@@ -95,16 +95,13 @@ def hunt_one(mutation: Mutation, settings: Settings, end: float = math.inf) -> H
     return Hunt(mutation, bool(report.failures), report.num_problems, report)
 
 
-ANY_CALL = ("fwd_simt", "bwd_simt")  # families that refuse nothing
-
-
 @contextmanager
 def broken(name: str) -> Iterator[None]:
-    """Every kernel that is made inside has the fault, and none that was made outside is used. A fault of one family is
-    looked for in it, though another may be faster; calls that it refuses go to those that take any."""
+    """Every kernel that is made inside has the fault, and none that was made outside is used. Calls of the pass take
+    the family that has it, though another may be faster, or are refused."""
     family = next(mutation.family for mutation in mutations() if mutation.name == name)
     try:
-        with planted(name), families.forced(family, *ANY_CALL) if family else nullcontext():
+        with planted(name), families.forced(family) if family else nullcontext():
             assemble.clear_plans()
             yield
     finally:

@@ -129,16 +129,9 @@ class BwdSm90(Family[BwdSm90Row]):
 
     def _refuse_options(self, key: PlanKey) -> str | None:
         """What would take too many registers."""
-        features = key.features
-        if self.padded(key.head_dim, key.head_dim_v) != (128, 128):
-            return None
-        has_tiles = features.has_bool_mask or features.bias_dtype is not None or features.has_dropout
-        if features.has_softcap and has_tiles:
-            return "a softcap together with a mask, a bias or dropout at head dims over 96"
-        if features.has_bool_mask and features.has_dropout:
-            return "a bool mask together with dropout at head dims over 96"
-        if features.num_score_options > 2:
-            return f"{features.num_score_options} options that change scores at head dims over 96"
+        count = key.features.num_score_options
+        if self.padded(key.head_dim, key.head_dim_v) == (128, 128) and count > 2:
+            return f"{count} options that change scores at head dims over 96"
         return None
 
     def every_row(self, dtype: str) -> Iterator[BwdSm90Row]:
@@ -153,7 +146,8 @@ class BwdSm90(Family[BwdSm90Row]):
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
         for tile in (_DBIAS_TILES if kernel == "bwd_sm90_dbias" else _TILES)[dims]:
-            if key.features.num_score_options <= tile.max_options:
+            is_useful = tile.num_bias_stages == 2 or key.features.bias_dtype is not None
+            if key.features.num_score_options <= tile.max_options and is_useful:
                 yield _row(kernel, tile, key.dtype, dims, key.features)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:

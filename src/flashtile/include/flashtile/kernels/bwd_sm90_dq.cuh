@@ -262,14 +262,23 @@ struct BwdSm90Dq {
     }
     u32 kept = 0;
     if constexpr (Dropout::kIsOn) {
-      static_assert(kScores <= 32);
-      float drop[kScores];
+      static_assert(kScores <= 32 && kScores % 16 == 0);
+      DropoutBits bits(p, s, head);
 #pragma unroll
-      for (i32 x = 0; x < kScores; ++x) drop[x] = 1.0f;
+      for (i32 x = 0; x < kScores; x += 16) {
 #pragma unroll
-      for (i32 r = 0; r < 2; ++r) drop_fragment_row(DropoutBits(p, s, head), rows.i(r), j_begin, r, drop);
+        for (i32 r = 0; r < 2; ++r) {
+          // Lane t of a quad draws keys 8 t .. 8 t + 7 of 32; after the transpose it has the bits of its two columns
+          uint4 drawn = bits.words(rows.i(r), (j_begin + 2 * x) / 8 + threadIdx.x % 4);
+          u32 words[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
+          quad_transpose(words);
 #pragma unroll
-      for (i32 x = 0; x < kScores; ++x) kept |= (drop[x] != 0.0f ? 1u : 0u) << x;
+          for (i32 g = 0; g < 4; ++g) {
+            u32 two = ((words[g] & 0xffffu) >= bits.threshold ? 1u : 0u) | (words[g] >> 16 >= bits.threshold ? 2u : 0u);
+            kept |= two << (x + 4 * g + 2 * r);
+          }
+        }
+      }
     }
     return kept;
   }
