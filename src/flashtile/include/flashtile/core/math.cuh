@@ -75,7 +75,7 @@ FT_DEVICE float tanh_by_exp2(float x) {
   float z = x * x;
   float p = fmaf(fmaf(fmaf(0.0164587628f, z, -0.0526841469f), z, 0.133209422f), z, -0.333329588f);
   float a = x < 0.0f ? -x : x;
-  float t = fmaf(-2.0f, reciprocal(exp2_approx(2.0f * kLog2e * a) + 1.0f), 1.0f);
+  float t = 1.0f - 2.0f / (exp2_approx(2.0f * kLog2e * a) + 1.0f);
   return a < 0.55f ? fmaf(p * z, x, x) : (x < 0.0f ? -t : t);
 }
 
