@@ -107,6 +107,8 @@ class Family(ABC, Generic[RowT]):
     head_dims: tuple[tuple[int, int], ...]  # padded (head_dim, head_dim_v), in rising order
     features: frozenset[str] = frozenset(item.name for item in fields(Features))  # that need not have their defaults
     length_classes: tuple[LengthClass, ...] = ()
+    takes_out_dtypes = True  # an output in another dtype than q
+    takes_overlapping_rows = True  # in memory; TMA does not
     grad_sets: tuple[tuple[str, ...], ...] = ()  # of a backward family: gradients that together launch every kernel
 
     def runs_on(self, arch: Arch) -> bool:
@@ -128,6 +130,10 @@ class Family(ABC, Generic[RowT]):
         for item in fields(Features):
             if item.name not in self.features and getattr(key.features, item.name) != item.default:
                 return REFUSED_FEATURES[item.name]
+        if not self.takes_out_dtypes and key.out_dtype != key.dtype:
+            return f"an output in {key.out_dtype}"
+        if not self.takes_overlapping_rows and not key.rows_disjoint:
+            return "rows that overlap in memory"
         return None
 
     def padded(self, head_dim: int, head_dim_v: int) -> tuple[int, int] | None:

@@ -90,6 +90,7 @@ class BwdSm80(Family[BwdSm80Row]):
     dtypes = ("float16", "bfloat16")
     head_dims = tuple(sorted(_TILES))
     features = Family.features - {"is_paged", "is_aligned16", "bias_dtype"}
+    takes_out_dtypes = False
     grad_sets = (("dq", "dk", "dv", "dsinks"),)
 
     def refuse_arch(self, arch: Arch) -> str | None:
@@ -97,13 +98,7 @@ class BwdSm80(Family[BwdSm80Row]):
 
     def refuse(self, key: PlanKey) -> str | None:
         reason = super().refuse(key)
-        if reason is not None:
-            return reason
-        if key.is_deterministic:
-            return "deterministic sums"
-        if key.out_dtype != key.dtype:
-            return f"an output in {key.out_dtype}"
-        return None
+        return "deterministic sums" if reason is None and key.is_deterministic else reason
 
     def every_row(self, dtype: str) -> Iterator[BwdSm80Row]:
         for dims, tiles in _TILES.items():

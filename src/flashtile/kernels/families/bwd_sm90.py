@@ -21,7 +21,7 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
 # As the constants of kernels/bwd_sm90_steps.cuh; tests/cpu/test_plan.py compares them
 STEP_ROWS, STEP_THREADS = 32, 128
-_TILE_BYTES = 64 + 8 * 32  # KeyTile and the ring of QueryTileIndex (kernels/bwd_sm90.cuh)
+_TILE_BYTES = 64 + 8 * 32  # KeyTile (attn/key_tile.cuh) and the ring of QueryTileIndex (kernels/bwd_sm90.cuh)
 
 
 class Tile(NamedTuple):
@@ -112,20 +112,14 @@ class BwdSm90(Family[BwdSm90Row]):
     dtypes = ("float16", "bfloat16")
     head_dims = tuple(sorted(_TILES))
     features = Family.features - {"is_paged", "is_aligned16"}
+    takes_out_dtypes = takes_overlapping_rows = False
     grad_sets = (("dq", "dk", "dv", "dsinks"), ("dbias",))
 
     def refuse_arch(self, arch: Arch) -> str | None:
         return None if arch.has_wgmma else f"{arch.name} has no wgmma"
 
     def refuse(self, key: PlanKey) -> str | None:
-        reason = super().refuse(key)
-        if reason is not None:
-            return reason
-        if key.out_dtype != key.dtype:
-            return f"an output in {key.out_dtype}"
-        if not key.rows_disjoint:
-            return "rows that overlap in memory"
-        return self._refuse_options(key)
+        return super().refuse(key) or self._refuse_options(key)
 
     def _refuse_options(self, key: PlanKey) -> str | None:
         """What would take too many registers."""

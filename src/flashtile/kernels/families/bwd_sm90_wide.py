@@ -23,7 +23,7 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 _NUM_THREADS = 384
 _KEYS, _QUERIES = 64, 64  # of a tile of dK and dV
 _BUFFERS = 2  # of P
-_TILE_BYTES = 64 + 8 * 12  # WideKeyTile and the ring of WideQueryTile (kernels/bwd_sm90_dkdv.cuh)
+_TILE_BYTES = 64 + 8 * 12  # KeyTile (attn/key_tile.cuh) and the ring of WideQueryTile (kernels/bwd_sm90_dkdv.cuh)
 _BLOCK_BYTES = 72  # WideQueryBlock (kernels/bwd_sm90_dq.cuh)
 
 
@@ -34,7 +34,8 @@ class Tile(NamedTuple):
     stages_v: int
 
 
-# By padded head_dim and head_dim_v. Measured on an NVIDIA H200: docs/sm90-backward.md. Head dims up to 128 were not.
+# By padded head_dim and head_dim_v. Measured on an NVIDIA H200: docs/sm90-backward.md. Up to 128, bwd_sm90 is faster;
+# those rows are for what it refuses: three options and more.
 _TILES: dict[tuple[int, int], Tile] = {
     (64, 64): Tile(4, 64, 3, 3),
     (128, 128): Tile(4, 64, 3, 3),
@@ -106,6 +107,7 @@ class BwdSm90Wide(Family[BwdSm90WideRow]):
     dtypes = ("float16", "bfloat16")
     head_dims = tuple(sorted(_TILES))
     features = Family.features - {"is_paged", "is_aligned16"}
+    takes_out_dtypes = takes_overlapping_rows = False
     grad_sets = (("dq", "dk", "dv", "dsinks"),)
 
     def refuse_arch(self, arch: Arch) -> str | None:
@@ -115,10 +117,6 @@ class BwdSm90Wide(Family[BwdSm90WideRow]):
         reason = super().refuse(key)
         if reason is not None:
             return reason
-        if key.out_dtype != key.dtype:
-            return f"an output in {key.out_dtype}"
-        if not key.rows_disjoint:
-            return "rows that overlap in memory"
         if key.grads is not None and "dbias" in key.grads:
             return "the gradient of a bias"
         return None

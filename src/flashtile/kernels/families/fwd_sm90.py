@@ -135,6 +135,7 @@ class FwdSm90(Family[Sm90Row]):
     dtypes = ("float16", "bfloat16")
     head_dims = tuple(sorted(_TILES))
     features = Family.features - {"is_paged", "is_aligned16"}
+    takes_overlapping_rows = False
     length_classes = (_PACKED_HEADS, _RAGGED)
 
     def refuse_arch(self, arch: Arch) -> str | None:
@@ -142,11 +143,7 @@ class FwdSm90(Family[Sm90Row]):
 
     def refuse(self, key: PlanKey) -> str | None:
         reason = super().refuse(key)
-        if reason is None and not key.is_scale_positive:
-            return "a scale that is not positive"
-        if reason is None and not key.rows_disjoint:
-            return "rows that overlap in memory"
-        return reason
+        return "a scale that is not positive" if reason is None and not key.is_scale_positive else reason
 
     def packed_heads(self, key: PlanKey) -> int:
         """How many heads share a tile. Heads that share memory cannot be packed: a TMA box has no stride of 0."""

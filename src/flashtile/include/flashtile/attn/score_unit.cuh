@@ -24,6 +24,10 @@ FT_DEVICE float probability(float score, float lse, float factor) {
   return exp2_approx(exponent > 0.0f ? 0.0f : exponent);
 }
 
+// An lse so large that its rounding could make P far larger than 1. +inf, a fully masked row, makes P 0.
+constexpr float kLargeLse = 4096.0f;
+FT_DEVICE bool is_large_lse(float lse) { return fabsf(lse) > kLargeLse && lse != infinity(); }
+
 // A natural number in the unit of scores. What is finite stays finite.
 FT_DEVICE float in_score_unit(bool is_natural, float x) {
   if (is_natural || x == -infinity()) return x;

@@ -19,7 +19,7 @@
 #pragma once
 
 #include "flashtile/attn/block_range.cuh"
-#include "flashtile/attn/key_order.cuh"
+#include "flashtile/attn/key_tile.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/kernels/bwd_sm90_options.cuh"
 #include "flashtile/ptx/bulk.cuh"
@@ -39,54 +39,6 @@ struct BwdSm90Params {
   TensorMap k_map, v_map;     // boxes of kBlockN rows
 };
 
-// What a block works on: kBlockN keys, and the query tiles [m_begin, m_end) of each head of a group. It lies in shared
-// memory: registers are scarce.
-struct KeyTile {
-  Sequence s;
-  i32 kv_head, j_begin, m_begin, m_end, first_head, num_heads;
-
-  template <class Config, class Mask, class SeqInfo>
-  FT_DEVICE static KeyTile find(const Params& p) {
-    KeyTile tile;
-    i32 num_n_blocks = ceil_div(p.seqlen_k, Config::kBlockN), num_rows = p.heads_kv * p.batch, group = 1;
-    if (p.dq_order != nullptr) {
-      i32 num_tiles = ceil_div(p.seqlen_q, Config::kBlockM) * (p.heads / p.heads_kv);
-      group = order_group(num_rows, num_tiles, num_multiprocessors());
-    }
-    KeyBlock block = key_block(blockIdx.x, num_n_blocks, num_rows, group);
-    // The first keys come first: under a causal mask most queries see them. In a fixed order of sums the last ones do:
-    // their first query tile is seen by the fewest keys.
-    if (is_reversed<Mask>(p)) block.n = num_n_blocks - 1 - block.n;
-    tile.j_begin = block.n * Config::kBlockN;
-    // Sequences that share a bias come one after the other: the second reads it from L2
-    bool is_shared = p.bias != nullptr && p.bias_strides[0] == 0;
-    tile.kv_head = is_shared ? block.row / p.batch : block.row % p.heads_kv;
-    tile.s = find_sequence<SeqInfo>(p, is_shared ? block.row % p.batch : block.row / p.heads_kv);
-    i32 j_end = min_of(tile.j_begin + Config::kBlockN, tile.s.seqlen_k);
-    Range queries = query_range<Mask>(p, tile.s, tile.j_begin, j_end);
-    tile.m_begin = queries.begin / Config::kBlockM;
-    tile.m_end = queries.begin < queries.end ? ceil_div(queries.end, Config::kBlockM) : tile.m_begin;
-    tile.num_heads = p.heads / p.heads_kv;
-    tile.first_head = tile.kv_head * tile.num_heads;
-    if constexpr (mutates(Mutation::bwd_sm90_group)) tile.num_heads = 1;
-    return tile;
-  }
-  // Whether the blocks of keys that see a query tile add to its dQ from the last to the first.
-  template <class Mask>
-  FT_DEVICE static bool is_reversed(const Params& p) {
-    return Mask::kHasBand && p.dq_order != nullptr && p.window_right >= 0;
-  }
-  // The number of blocks of keys that add to dQ of the query tile at i_begin before this one.
-  template <class Config, class Mask>
-  FT_DEVICE i32 dq_order(const Params& p, i32 i_begin) const {
-    Range keys = key_range<Mask>(p, s, i_begin, min_of(i_begin + Config::kBlockM, s.seqlen_q));
-    i32 n = j_begin / Config::kBlockN;
-    return is_reversed<Mask>(p) ? ceil_div(keys.end, Config::kBlockN) - 1 - n : n - keys.begin / Config::kBlockN;
-  }
-  FT_DEVICE bool has_keys() const { return j_begin < s.seqlen_k; }
-  FT_DEVICE bool has_queries() const { return m_begin < m_end; }
-};
-
 // One of the query tiles that stream by, as the warp that loads the statistics describes it. Consumers may use tile
 // c - 1, and the warp that adds dQ tile c - 2, while tile c + kNumStages is prepared.
 struct QueryTileIndex {
@@ -96,7 +48,6 @@ struct QueryTileIndex {
   i32 order;          // KeyTile::dq_order
   i32 is_checked[2];  // by consumer: some score is masked, or some lse so large that P could be far above 1
 };
-constexpr float kLargeLse = 4096.0f;
 constexpr u32 kNumQueryTiles = 8;
 
 template <class Config, class Mask, class ScoreMod>
@@ -210,7 +161,7 @@ struct BwdSm90 {
         }
         bool is_large = false;
 #pragma unroll
-        for (i32 x = 0; x < kRows; ++x) is_large |= fabsf(lse[x]) > kLargeLse && lse[x] != infinity();
+        for (i32 x = 0; x < kRows; ++x) is_large |= is_large_lse(lse[x]);
         is_large = __any_sync(0xffffffffu, is_large);
         u32 stage = Stages::stage(count);
         Stages::wait_empty(shared.empty, count);
@@ -233,7 +184,7 @@ struct BwdSm90 {
                                                     i_begin,
                                                     head,
                                                     tile.s.seqlen_q - i_begin,
-                                                    tile.dq_order<Config, Mask>(p, i_begin),
+                                                    tile.dq_order<kBlockM, kBlockN, Mask>(p, i_begin),
                                                     {is_checked[0], is_checked[1]}};
         }
         __syncwarp();
@@ -251,7 +202,7 @@ struct BwdSm90 {
     constexpr i32 kPending = Config::kNumDqBuffers - 1;
     static_assert(kPending <= 1);
     bool is_ordered = p.dq_order != nullptr;
-    u32 num_tiles = (tile.m_end - tile.m_begin) * tile.num_heads, number = 0;
+    u32 num_tiles = tile.num_tiles(), number = 0;
     i32* unsignalled = nullptr;  // the count of the tile before
     for (u32 count = 0; count < num_tiles; ++count) {
       for (i32 consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
@@ -411,7 +362,7 @@ struct BwdSm90 {
   FT_DEVICE static void consume(const BwdSm90Params& params, Storage& shared, const KeyTile& tile, i32 consumer) {
     const Params& p = params.base;
     const Sequence& s = tile.s;
-    auto num_tiles = [&] { return static_cast<u32>((tile.m_end - tile.m_begin) * tile.num_heads); };
+    auto num_tiles = [&] { return tile.num_tiles(); };
     auto j_begin = [&] { return tile.j_begin + 64 * consumer; };
     float rdK[Config::kHeadDim / 2], rdV[Config::kHeadDimV / 2];
     u32 packed_p[kScores / 2], packed_ds[kScores / 2];
@@ -621,7 +572,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_sm90_kernel(const 
 
   if (threadIdx.x == 0) {
     Kernel::init(shared);
-    shared.tile = KeyTile::find<Config, Mask, SeqInfo>(params.base);
+    shared.tile = KeyTile::find<Config::kBlockM, Config::kBlockN, Mask, SeqInfo>(params.base);
+    if constexpr (mutates(Mutation::bwd_sm90_group)) shared.tile.num_heads = 1;
   }
   __syncthreads();
   const KeyTile& tile = shared.tile;

@@ -162,7 +162,7 @@ struct DbiasSm90 {
             i64 stat = stat_index(p, s, head, i);
             lse[x] = is_query ? p.score_lse[stat] : infinity();
             delta[x] = is_query ? p.delta[stat] : 0.0f;
-            is_large |= fabsf(lse[x]) > kLargeLse && lse[x] != infinity();
+            is_large |= is_large_lse(lse[x]);
           }
           is_large = __any_sync(0xffffffffu, is_large);
           Stages::wait_empty(shared.empty, count);

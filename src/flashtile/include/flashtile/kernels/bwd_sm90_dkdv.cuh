@@ -18,33 +18,6 @@
 
 namespace flashtile {
 
-// What a block works on: 64 keys, and the query tiles [m_begin, m_end) of each head of a group.
-struct WideKeyTile {
-  Sequence s;
-  i32 kv_head, j_begin, m_begin, m_end, first_head, num_heads;
-
-  template <class Mask, class SeqInfo>
-  FT_DEVICE static WideKeyTile find(const Params& p) {
-    WideKeyTile tile;
-    i32 num_n_blocks = ceil_div(p.seqlen_k, 64);
-    // The first keys come first: under a causal mask most queries see them
-    tile.j_begin = static_cast<i32>(blockIdx.x % num_n_blocks) * 64;
-    tile.kv_head = blockIdx.x / num_n_blocks % p.heads_kv;
-    tile.s = find_sequence<SeqInfo>(p, blockIdx.x / num_n_blocks / p.heads_kv);
-    i32 j_end = min_of(tile.j_begin + 64, tile.s.seqlen_k);
-    Range queries = query_range<Mask>(p, tile.s, tile.j_begin, j_end);
-    tile.m_begin = queries.begin / 64;
-    tile.m_end = max_of(ceil_div(queries.end, 64), tile.m_begin);
-    tile.num_heads = p.heads / p.heads_kv;
-    tile.first_head = tile.kv_head * tile.num_heads;
-    if constexpr (mutates(Mutation::bwd_sm90_wide_group)) tile.num_heads = 1;
-    return tile;
-  }
-  FT_DEVICE bool has_keys() const { return j_begin < s.seqlen_k; }
-  FT_DEVICE bool has_queries() const { return m_begin < m_end; }
-  FT_DEVICE u32 num_tiles() const { return static_cast<u32>((m_end - m_begin) * num_heads); }
-};
-
 // One of the query tiles that stream by.
 struct WideQueryTile {
   i32 i_begin, head;
@@ -71,7 +44,7 @@ struct alignas(1024) BwdSm90DkdvStorage {
   u64 full_q[Config::kSlabsQK][Config::kNumStages], empty_q[Config::kNumStages];
   u64 full_do[Config::kSlabsV][Config::kNumStages], empty_do[Config::kNumStages];
   u64 full_p[Config::kNumBuffers], empty_p[Config::kNumBuffers];
-  WideKeyTile tile;
+  KeyTile tile;
 };
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo>
@@ -109,7 +82,7 @@ struct BwdSm90Dkdv {
 
   // Calls body(head, row of Q, number of the tile) for every query tile in their order.
   template <class Body>
-  FT_DEVICE static void for_each_tile(const WideKeyTile& tile, Body body) {
+  FT_DEVICE static void for_each_tile(const KeyTile& tile, Body body) {
     u32 count = 0;
     for (i32 h = 0; h < tile.num_heads; ++h) {
       for (i32 m = tile.m_begin; m < tile.m_end; ++m, ++count) body(tile.first_head + h, m * 64, count);
@@ -119,10 +92,9 @@ struct BwdSm90Dkdv {
   // Loads tiles of Q or dO. Rows past the last query of a packed sequence are another's: the warp clears them before
   // the consumers see the tile. Scope: warp; one lane issues the copies.
   template <i32 kSlabs, i32 kCount>
-  FT_DEVICE static void produce_rows(const WideKeyTile& tile, T (&sRows)[Config::kNumStages][kCount],
-                                     const TensorMap& map, const Strides& strides,
-                                     u64 (&full)[kSlabs][Config::kNumStages], u64 (&empty)[Config::kNumStages],
-                                     u64& full_tail) {
+  FT_DEVICE static void produce_rows(const KeyTile& tile, T (&sRows)[Config::kNumStages][kCount], const TensorMap& map,
+                                     const Strides& strides, u64 (&full)[kSlabs][Config::kNumStages],
+                                     u64 (&empty)[Config::kNumStages], u64& full_tail) {
     bool is_issuer = elect_lane();
     u32 num_tails = 0;
     for_each_tile(tile, [&](i32 head, i32 i, u32 count) {
@@ -147,7 +119,7 @@ struct BwdSm90Dkdv {
   }
 
   // Loads K and Q. Scope: warp.
-  FT_DEVICE static void produce_q(const BwdSm90WideParams& params, Storage& shared, const WideKeyTile& tile) {
+  FT_DEVICE static void produce_q(const BwdSm90WideParams& params, Storage& shared, const KeyTile& tile) {
     const Params& p = params.base;
     if (elect_lane()) {
       load_rows<64, Config::kSlabsQK>(shared.sK, params.k_map, p.k_strides, shared.full_k,
@@ -158,7 +130,7 @@ struct BwdSm90Dkdv {
   }
 
   // Loads V and dO. Scope: warp.
-  FT_DEVICE static void produce_do(const BwdSm90WideParams& params, Storage& shared, const WideKeyTile& tile) {
+  FT_DEVICE static void produce_do(const BwdSm90WideParams& params, Storage& shared, const KeyTile& tile) {
     const Params& p = params.base;
     if (elect_lane()) {
       load_rows<64, Config::kSlabsV>(shared.sV, params.v_map, p.v_strides, shared.full_v,
@@ -169,7 +141,7 @@ struct BwdSm90Dkdv {
   }
 
   // Fills the statistics of every stage. Rows past the last query get those of a fully masked row. Scope: warp.
-  FT_DEVICE static void produce_stats(const Params& p, Storage& shared, const WideKeyTile& tile) {
+  FT_DEVICE static void produce_stats(const Params& p, Storage& shared, const KeyTile& tile) {
     i32 lane = threadIdx.x % 32;
     for_each_tile(tile, [&](i32 head, i32 i_begin, u32 count) {
       float lse[2], delta[2];
@@ -364,7 +336,7 @@ struct BwdSm90Dkdv {
 
   // Stores dK or dV of the block's keys.
   template <i32 kCount>
-  FT_DEVICE static void store_keys(void* base, const Strides& strides, const Params& p, const WideKeyTile& tile,
+  FT_DEVICE static void store_keys(void* base, const Strides& strides, const Params& p, const KeyTile& tile,
                                    i32 num_columns, float factor, const float (&rD)[kCount]) {
     KeyRows<T, KvSource<false>> rows(static_cast<T*>(base), strides, p, tile.s, tile.kv_head);
 #pragma unroll
@@ -380,7 +352,7 @@ struct BwdSm90Dkdv {
   }
 
   // Warpgroup 0: P and dV.
-  FT_DEVICE static void consume_dv(const BwdSm90WideParams& params, Storage& shared, const WideKeyTile& tile) {
+  FT_DEVICE static void consume_dv(const BwdSm90WideParams& params, Storage& shared, const KeyTile& tile) {
     const Params& p = params.base;
     const Sequence& s = tile.s;
     float rdV[Config::kHeadDimV / 2];
@@ -470,7 +442,7 @@ struct BwdSm90Dkdv {
   }
 
   // Warpgroup 1: dS and dK.
-  FT_DEVICE static void consume_dk(const BwdSm90WideParams& params, Storage& shared, const WideKeyTile& tile) {
+  FT_DEVICE static void consume_dk(const BwdSm90WideParams& params, Storage& shared, const KeyTile& tile) {
     const Params& p = params.base;
     float rdK[Config::kHeadDim / 2];
     u32 packed_ds[kScores / 2];
@@ -550,10 +522,11 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
 
   if (threadIdx.x == 0) {
     Kernel::init(shared);
-    shared.tile = WideKeyTile::find<Mask, SeqInfo>(params.base);
+    shared.tile = KeyTile::find<64, 64, Mask, SeqInfo>(params.base);
+    if constexpr (mutates(Mutation::bwd_sm90_wide_group)) shared.tile.num_heads = 1;
   }
   __syncthreads();
-  const WideKeyTile& tile = shared.tile;
+  const KeyTile& tile = shared.tile;
   if (!tile.has_keys()) return;
 
   i32 warpgroup = uniform(threadIdx.x / 128);

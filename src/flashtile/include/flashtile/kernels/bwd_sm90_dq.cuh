@@ -1,8 +1,7 @@
 // dQ on Hopper for wide heads: wgmma and TMA, two consumer warpgroups and one of producers.
 //
 // Threads:   a block owns 128 queries of one head, 64 for each consumer, and streams the keys that they see. In the
-// last
-//            warpgroup, one warp loads dO and V, another Q and K.
+//            last warpgroup, one warp loads dO and V, another Q and K.
 // Shared:    sQ, sdO [consumer][slab][64][64], loaded once; sK, sV [stage][slab][kBlockN][64], 128-byte swizzled slabs
 //            of 64 columns; the block's queries; barriers.
 // Products:  S = Q K^T and dP = dO V^T have queries as rows. dS, packed to 16 bits, is a register operand of

@@ -7,6 +7,7 @@
 
 #include "flashtile/attn/block_range.cuh"
 #include "flashtile/attn/dropout.cuh"
+#include "flashtile/attn/key_tile.cuh"
 #include "flashtile/attn/mask.cuh"
 #include "flashtile/attn/score_mod.cuh"
 #include "flashtile/core/mutation.cuh"
@@ -26,10 +27,6 @@ struct BwdSm90WideParams {
   TensorMap k_map, v_map;                // boxes of 64 rows: the keys that a block owns
   TensorMap k_stream_map, v_stream_map;  // boxes of kBlockN rows of the dQ kernel
 };
-
-// An lse so large that its rounding could make P far larger than 1.
-constexpr float kLargeLse = 4096.0f;
-FT_DEVICE bool is_large_lse(float lse) { return fabsf(lse) > kLargeLse && lse != infinity(); }
 
 // Loads rows of one head, from a column on. A map has size 1 along head or batch where the tensor's stride is 0
 // (broadcast or packed). Scope: thread.
