@@ -227,6 +227,7 @@ def serialize(
             *axes,
             tensor_map.box_rows,
             tensor_map.box_heads,
+            tensor_map.is_paged,
         ]
     numbers.append(len(plan.steps))
     symbols = []

@@ -77,13 +77,15 @@ class Patch(NamedTuple):
 
 class MapPatch(NamedTuple):
     """A tensor map in the parameters: a tensor as (last, row, head, batch), in boxes of 64 elements of its last axis,
-    box_rows rows and box_heads heads."""
+    box_rows rows and box_heads heads. No box of a paged tensor crosses a page: its rows are the largest power of two
+    that divides both box_rows and the rows of a page."""
 
     offset: int
     tensor: str
     axes: tuple[int, int, int]  # row, head, batch, from the end; an axis that is missing or of stride 0 has length 1
     box_rows: int
     box_heads: int = 1
+    is_paged: bool = False
 
 
 class Operand(NamedTuple):

@@ -141,6 +141,7 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
     map.tensor = in.index(kMaxTensors);
     for (i32& axis : map.axes) axis = -1 - in.index(kMaxDim);
     map.box_rows = static_cast<u32>(in.number()), map.box_heads = static_cast<u32>(in.number());
+    map.is_paged = in.index(2) != 0;
   }
   steps_.resize(in.index(32));
   size_t start = 0;
@@ -261,6 +262,8 @@ bool Plan::encode_maps(const Call& call, Filled& filled, const Driver& driver, F
       sizes[place + 1] = size;
       strides[place] = stride * size_of(tensor.dtype);
     }
+    u32 bits = map.box_rows | static_cast<u32>(tensor.size(map.axes[0]));
+    if (map.is_paged) box[1] = bits & -bits;
     int type = tensor.dtype == Dtype::kFloat16 ? kMapFloat16 : kMapBfloat16;
     auto encode = [&] {
       return driver.cuTensorMapEncodeTiled(filled.image + map.offset, type, kMaxDim, tensor.data, sizes, strides, box,

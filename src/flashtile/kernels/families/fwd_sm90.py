@@ -119,8 +119,9 @@ class Sm90Row(Row):
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
         config = "flashtile::" + self.config
-        mask, score_mod, dropout, lengths = (qualified(f"flashtile::{policy}") for policy in features.policies()[:4])
-        kernel = f"flashtile::FwdSm90<{config}, {mask}, {score_mod}, {dropout}, {lengths}>"
+        policies = [qualified(f"flashtile::{policy}") for policy in features.policies()]
+        mask, lengths = policies[0], policies[3]
+        kernel = f"flashtile::FwdSm90<{config}, {', '.join(policies[:5])}>"
         return {
             "shared bytes": (f"sizeof(flashtile::FwdSm90Storage<{config}, {mask}, {lengths}>)", self.shared_bytes),
             "map of the output": (f"{kernel}::kStoresByTma", self.stores_by_tma(features)),
@@ -134,7 +135,7 @@ class FwdSm90(Family[Sm90Row]):
     kernels = ("fwd_sm90",)
     dtypes = ("float16", "bfloat16")
     head_dims = tuple(sorted(_TILES))
-    features = Family.features - {"is_paged", "is_aligned16"}
+    features = Family.features - {"is_aligned16"}
     takes_overlapping_rows = False
     length_classes = (_PACKED_HEADS, _RAGGED)
 
@@ -209,5 +210,8 @@ def _maps(row: Sm90Row, features: Features, layout: CallLayout, packed_heads: in
     head_axis, row_axis = layout.axes
     axes = row_axis, head_axis, -4
     return tuple(
-        MapPatch(getattr(FwdSm90Params, f"{name}_map").offset, name, axes, *box) for name, box in boxes.items()
+        MapPatch(
+            getattr(FwdSm90Params, f"{name}_map").offset, name, axes, *box, features.is_paged and name in ("k", "v")
+        )
+        for name, box in boxes.items()
     )
