@@ -91,7 +91,7 @@ struct PagedKeys {
                            Place place) const {
     i32 lane = threadIdx.x % 32, chunk = lane % 8;
     u32 first = shared_address(tile) + warp() * kWarpRows * 128;
-#pragma unroll 2
+#pragma unroll 1
     for (i32 r = lane / 8; r < kWarpRows; r += 4) {
       i32 page = __shfl_sync(0xffffffffu, place.page, r), row = __shfl_sync(0xffffffffu, place.row, r);
       const T* source = base + max_of(page, 0) * strides.batch + row * strides.row + chunk * 8;

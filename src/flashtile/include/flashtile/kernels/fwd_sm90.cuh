@@ -69,6 +69,10 @@ struct FwdSm90 {
   static constexpr bool kIsNatural = ScoreMod::kHasBias;
   static constexpr i32 kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
+  // The producer's warps need registers to copy pages: 8 more for each consumer
+  static constexpr i32 kMovedRegisters = KvSource::kIsPaged && Config::kNumConsumers > 1 ? 8 : 0;
+  static constexpr i32 kConsumerRegisters = Config::kConsumerRegisters - kMovedRegisters;
+  static constexpr i32 kProducerRegisters = Config::kProducerRegisters + Config::kNumConsumers * kMovedRegisters;
   // With an option the mask costs little: one loop body for all tiles keeps the code short
   static constexpr bool kMasksAlways = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
   // O leaves by TMA through sP. Not with packed sequences: a box does not end at a sequence's last row.
@@ -482,7 +486,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_sm90_kernel(const 
 
   i32 warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == Config::kNumConsumers) {
-    lower_registers<Config::kProducerRegisters>();
+    lower_registers<Kernel::kProducerRegisters>();
     bool is_producer = threadIdx.x % 128 < 32;
     if constexpr (KvSource::kIsPaged) is_producer = threadIdx.x % 128 < Kernel::Pages(params.base).num_threads();
     if (is_producer && (KvSource::kIsPaged || elect_lane())) {
@@ -496,7 +500,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_sm90_kernel(const 
       Kernel::produce(params, shared);
     }
   } else {
-    raise_registers<Config::kConsumerRegisters>();
+    raise_registers<Kernel::kConsumerRegisters>();
     Kernel::consume(params, shared, warpgroup);
   }
 }
