@@ -23,6 +23,7 @@ from flashtile.kernels.families.bwd_simt import BwdSimt
 from flashtile.kernels.families.bwd_sm80 import BwdSm80
 from flashtile.kernels.families.bwd_sm90 import BwdSm90
 from flashtile.kernels.families.bwd_sm90_wide import BwdSm90Wide
+from flashtile.kernels.families.decode_sm90 import DecodeSm90
 from flashtile.kernels.families.fwd_simt import FwdSimt
 from flashtile.kernels.families.fwd_sm80 import FwdSm80
 from flashtile.kernels.families.fwd_sm90 import FwdSm90
@@ -60,6 +61,7 @@ def find(name: str) -> Family[Any]:
     raise value_error("family", repr(name), "one of " + ", ".join(family.name for family in _families))
 
 
+register(DecodeSm90())
 register(FwdSm90())
 register(FwdSm80())
 register(FwdSimt())

@@ -1,0 +1,421 @@
+// Attention forward on Hopper for few queries: what counts is how fast keys arrive. wgmma products over 64 rows, the
+// queries of all heads that share a KV head; a ring of small K and V tiles; keys dealt out evenly over the blocks
+// (attn/decode_schedule.cuh); partial results joined in the same launch.
+//
+// Threads:   warps 0 to 3 are the consumer: scores, softmax, output. Warps 4 and 5 are the producer: warp 4 finds the
+//            work items and issues the TMA copies; rows of small pages are copied by both (attn/paged_keys.cuh).
+// Shared:    sQ [slab][64][64], sK, sV [stage][slab][kBlockN][64], 128-byte swizzled; barriers; three work items.
+// Barriers:  full_* complete by copies, empty_* by one arrival per consumer warp. A work item arrives with Q.
+// Parts:     a block that has only some keys of a row tile stores m, l and the sum of P V to its slot in global memory
+//            and then sets the slot's flag. The block with the row tile's last unit waits for the flags of the others,
+//            clears them, and joins the parts in the order of the blocks. Slots are not initialised: memory that holds
+//            kPartReady by chance (one in 2^64) would be taken for a part.
+#pragma once
+
+#include "flashtile/attn/decode_schedule.cuh"
+#include "flashtile/attn/merge.cuh"
+#include "flashtile/attn/online_softmax.cuh"
+#include "flashtile/attn/paged_keys.cuh"
+#include "flashtile/attn/score_fragment.cuh"
+#include "flashtile/core/mutation.cuh"
+#include "flashtile/ptx/signal.cuh"
+#include "flashtile/tile/epilogue.cuh"
+#include "flashtile/tile/sm90_decode_config.cuh"
+#include "flashtile/tile/wgmma_gemm.cuh"
+
+namespace flashtile {
+
+// The maps' axes are (head_dim, rows, heads, batch); their boxes have 64 columns. partial_out is (blocks, 64,
+// head_dim_v); partial_stats is (blocks, 64, 2), and behind it one flag of 64 bits per block.
+struct DecodeSm90Params {
+  Params base;
+  TensorMap q_map;         // boxes of 64 / num_heads rows of num_heads heads
+  TensorMap k_map, v_map;  // boxes of kBlockN rows; of pages as PagedKeys says
+};
+
+constexpr u64 kPartReady = 0x9d3f5a17c2e84b61ull;
+
+template <class Config>
+struct alignas(1024) DecodeSm90Storage {
+  using T = typename Config::Element;
+  T sQ[Config::kElementsQ];
+  T sK[Config::kNumStages][Config::kElementsK];
+  T sV[Config::kNumStages][Config::kElementsV];
+  u64 full_q, empty_q;
+  u64 full_k[Config::kNumStages], empty_k[Config::kNumStages];
+  u64 full_v[Config::kNumStages], empty_v[Config::kNumStages];
+  WorkItemRing<DecodeItem> items;
+  float2 stats[64];  // m and l of this block's part, for the join
+};
+
+template <class Config, class Mask, class ScoreMod, class SeqInfo, class KvSource>
+struct DecodeSm90 {
+  using T = typename Config::Element;
+  using Out = typename Config::OutElement;
+  using Storage = DecodeSm90Storage<Config>;
+  using Stages = KeyRing<Config::kNumStages, KvSource::kIsPaged>;
+  using Pages = PagedKeys<Config::kBlockN, Config::kProducerWarps>;
+  using Schedule = DecodeSchedule<Config, Mask, SeqInfo>;
+  using Packing = HeadPacking<Config>;
+  using Rows = FragmentRows<Config>;
+  using Softmax = OnlineSoftmax<true, false>;
+  static constexpr i32 kBlockN = Config::kBlockN;
+  static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
+  static_assert(!ScoreMod::kHasBias && !Mask::kHasBool);
+  // This block's part of a join lies where K was
+  static_assert(sizeof(Storage::sK) >= 64 * Config::kHeadDimV * sizeof(float));
+
+  // ---- Prologue. Scope: thread 0.
+
+  FT_DEVICE static void init(const Params& p, Storage& shared) {
+    u32 num_producers = KvSource::kIsPaged ? Pages(p).num_arrivals() : 1;
+    mbarrier_init(shared.full_q, 1);
+    mbarrier_init(shared.empty_q, 4);
+    for (i32 stage = 0; stage < Config::kNumStages; ++stage) {
+      mbarrier_init(shared.full_k[stage], num_producers);
+      mbarrier_init(shared.full_v[stage], num_producers);
+      mbarrier_init(shared.empty_k[stage], 4);
+      mbarrier_init(shared.empty_v[stage], 4);
+    }
+    mbarrier_init_fence();
+    fence_proxy_async();
+  }
+
+  // ---- Producer. Scope: each of its warps.
+
+  template <i32 kRows, i32 kSlabs>
+  FT_DEVICE static void load(T* sTile, const TensorMap& map, const Strides& strides, u64& full, i32 num_rows, i32 row,
+                             i32 head, i32 batch) {
+    if (threadIdx.x % 32 != 0) return;
+    // A map has size 1 along an axis whose stride is 0
+    load_slabs<kRows, kSlabs>(sTile, map, full, num_rows, row, strides.head == 0 ? 0 : head,
+                              strides.batch == 0 ? 0 : batch);
+  }
+
+  template <i32 kSlabs>
+  FT_DEVICE static void load_keys(T* sTile, const TensorMap& map, const void* base, const Strides& strides,
+                                  i32 num_columns, u64& full, i32 n, const DecodeItem& item, const Pages& pages,
+                                  typename Pages::Place place) {
+    if constexpr (KvSource::kIsPaged) {
+      pages.template copy<kSlabs>(sTile, map, static_cast<const T*>(base), strides, num_columns, full, place,
+                                  item.coord.head);
+    } else {
+      load<kBlockN, kSlabs>(sTile, map, strides, full, kBlockN, static_cast<i32>(item.s.k_row) + n * kBlockN,
+                            item.coord.head, item.coord.batch);
+    }
+  }
+
+  FT_DEVICE static void produce(const DecodeSm90Params& params, Storage& shared) {
+    const Params& p = params.base;
+    Pages pages(p);
+    Schedule schedule(p);
+    __syncthreads();  // the barriers are initialised
+    bool is_first = threadIdx.x == 128;
+    i32 num_heads = Packing::num_heads(p), num_queries = Packing::num_queries(p);
+    u32 num_tiles = 0;
+    for (u32 num_items = 0;; ++num_items) {
+      // Publish the next work item with its Q. Its slot is free: the consumers have released the Q of item
+      // num_items - 2, so they have finished item num_items - 3.
+      DecodeItem item;
+      bool is_end = schedule.is_done();
+      if (!is_end) item = schedule.take();
+      item.is_end = is_end;
+      bool has_keys = !is_end && item.has_keys();
+      typename Pages::Place place{}, ahead{};
+      if constexpr (KvSource::kIsPaged) {
+        if (has_keys) place = pages.find(item.s, item.n_end - 1);
+      }
+      if (is_first) shared.items.at(num_items) = item;
+      if (threadIdx.x / 32 == 4) {
+        mbarrier_wait(shared.empty_q, num_items % 2 ^ 1);
+        if (has_keys) {
+          load<64, Config::kSlabsQK>(shared.sQ, params.q_map, p.q_strides, shared.full_q, num_heads * num_queries,
+                                     static_cast<i32>(item.s.q_row) + item.i_begin, item.coord.head * num_heads,
+                                     item.coord.batch);
+        } else if (is_first) {
+          mbarrier_arrive(shared.full_q);
+        }
+      }
+      if (is_end) return;
+      if (!has_keys) continue;
+      // Load K and V tiles from the last to the first; find pages one tile ahead
+      for (i32 n = item.n_end - 1; n >= item.n_begin; --n, ++num_tiles) {
+        if constexpr (KvSource::kIsPaged) {
+          if (n > item.n_begin) ahead = pages.find(item.s, n - 1);
+        }
+        u32 stage = Stages::stage(num_tiles);
+        Stages::wait_empty(shared.empty_k, num_tiles);
+        load_keys<Config::kSlabsQK>(shared.sK[stage], params.k_map, p.k, p.k_strides, p.head_dim, shared.full_k[stage],
+                                    n, item, pages, place);
+        Stages::wait_empty(shared.empty_v, num_tiles);
+        load_keys<Config::kSlabsV>(shared.sV[stage], params.v_map, p.v, p.v_strides, p.head_dim_v, shared.full_v[stage],
+                                   n, item, pages, place);
+        place = ahead;
+      }
+    }
+  }
+
+  // ---- Consumer. Scope: warpgroup.
+
+  FT_DEVICE static void sync_consumer() { named_barrier_sync(kConsumerBarrier, 128); }
+
+  FT_DEVICE static void modify_tile(const Params& p, const DecodeItem& item, i32 j_begin, float (&rS)[kScores]) {
+    Rows rows(p, item, 0);
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      // Rows past the last query are computed but must not read past it
+      i32 i = min_of(rows.i[r], item.s.seqlen_q - 1);
+      modify_scores<Mask, ScoreMod>(p, item.s, rows.head(item, r), i, j_begin, r, rS);
+    }
+  }
+
+  // Processes the key tiles of one work item. num_tiles counts the tiles so far.
+  FT_DEVICE static void mainloop(const Params& p, Storage& shared, const DecodeItem& item, u32& num_tiles, float factor,
+                                 Softmax& softmax, float (&rO)[kOutputs]) {
+    u32 rP[kScores / 2];
+    i32 n = item.n_end - 1, n_begin = item.n_begin;
+    auto step = [&](auto is_first) {
+      constexpr bool kIsFirst = decltype(is_first)::kValue;
+      float rS[kScores];
+      u32 stage = Stages::stage(num_tiles);
+      // S = Q K^T, in flight behind O += P V of the tile before
+      Stages::wait_full(shared.full_k, num_tiles);
+      gemm_abt<T, kBlockN, Config::kHeadDim>(rS, tile_base(shared.sQ, 64 * 128),
+                                             tile_base(shared.sK[stage], kBlockN * 128));
+      wgmma_wait<0>();
+      pin_registers(rS);
+      pin_registers(rO);
+      if constexpr (!kIsFirst) release_stage(shared.empty_v[Stages::stage(num_tiles - 1)]);
+      release_stage(shared.empty_k[stage]);
+      if (n == n_begin) release_stage(shared.empty_q);
+      // Mask and softmax
+      bool is_edge = ScoreMod::kChangesScores || n >= item.unmasked.end || n < item.unmasked.begin;
+      if (is_edge) modify_tile(p, item, n * kBlockN, rS);
+      softmax.template raise_maximum<kIsFirst, true>(factor, rS);
+      softmax.template exponentiate<kIsFirst, true>(factor, rS);
+#pragma unroll
+      for (i32 x = 0; x < kScores / 2; ++x) rP[x] = pack_two<T>(rS[2 * x], rS[2 * x + 1]);
+      if constexpr (!kIsFirst) softmax.rescale(rO);
+      // O += P V
+      Stages::wait_full(shared.full_v, num_tiles);
+      if constexpr (SeqInfo::kHasLengths || KvSource::kIsPaged) {
+        // Rows of V past the last key may be anything, and 0 * NaN is NaN
+        if ((n + 1) * kBlockN > item.s.seqlen_k) {
+          i32 num_rows = item.s.seqlen_k - n * kBlockN;
+          if constexpr (mutates(Mutation::decode_sm90_tail)) num_rows = kBlockN;
+          clear_rows<kBlockN, Config::kSlabsV>(shared.sV[stage], num_rows);
+          sync_consumer();
+        }
+      }
+      gemm_ab<T, Config::kHeadDimV, kBlockN>(rO, rP, tile_base(shared.sV[stage], kBlockN * 128));
+      ++num_tiles;
+    };
+    step(Constant<true>());
+    for (--n; n >= n_begin; --n) step(Constant<false>());
+    wgmma_wait<0>();
+    pin_registers(rO);
+    release_stage(shared.empty_v[Stages::stage(num_tiles - 1)]);
+  }
+
+  // ---- Epilogue.
+
+  // The queries of the row tile, and the number of a row among those with a query: head by head. Scope: thread.
+  FT_DEVICE static i32 num_queries(const Params& p, const DecodeItem& item) {
+    return min_of(Packing::num_queries(p), item.s.seqlen_q - item.i_begin);
+  }
+  FT_DEVICE static float2* part_stats(const Params& p, i32 block) {
+    return reinterpret_cast<float2*>(p.partial_stats) + block * 64;
+  }
+  FT_DEVICE static u64* part_flag(const Params& p, i32 block) {
+    return reinterpret_cast<u64*>(part_stats(p, gridDim.x)) + block;
+  }
+  FT_DEVICE static float* part_rows(const Params& p, i32 block) {
+    return p.partial_out + static_cast<i64>(block) * 64 * p.head_dim_v;
+  }
+
+  // Stores O and lse. Scope: warp.
+  FT_DEVICE static void store(const Params& p, const DecodeItem& item, float factor, const Softmax& softmax,
+                              const float (&rO)[kOutputs]) {
+    Rows rows(p, item, 0);
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      i32 head = rows.head(item, r), i = rows.i[r];
+      bool is_query = rows.is_query(item, r);
+      float sink = p.sinks == nullptr ? -infinity() : in_score_unit(false, p.sinks[head]);
+      float m = ScoreMod::kChangesScores ? softmax.m[r] : softmax.m[r] * factor;
+      RowStats stats = join_sink<false>(m, softmax.l[r], sink, [](float l) { return quad_sum(l); });
+      float norm = stats.norm();
+      if (is_query && threadIdx.x % 4 == 0) p.lse[stat_index(p, item.s, head, i)] = lse_of(false, stats.m, stats.l);
+      Out* gO = query_rows(static_cast<Out*>(p.out), p.out_strides, item.s, head) + i * p.out_strides.row;
+      if constexpr (kIsSame<Out, float>) {
+        store_row_float(gO, is_query, p.head_dim_v, r, norm, rO);
+      } else {
+#pragma unroll
+        for (i32 b = 0; b < Config::kHeadDimV / 8; b += 4) {
+          uint4 chunk = packed_chunk<Out>(rO, b, r, norm);
+          i32 column = 8 * (b + static_cast<i32>(threadIdx.x % 4));
+          if (is_query && column < p.head_dim_v) *reinterpret_cast<uint4*>(gO + column) = chunk;
+        }
+      }
+    }
+  }
+
+  // Stores m, l and the sum of P V of the rows with a query. Scope: warp.
+  FT_DEVICE static void store_part(const Params& p, const DecodeItem& item, float factor, const Softmax& softmax,
+                                   const float (&rO)[kOutputs], float* out, float2* stats) {
+    Rows rows(p, item, 0);
+    i32 first_head = item.coord.head * Packing::num_heads(p), queries = num_queries(p, item);
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      bool is_query = rows.is_query(item, r);
+      i32 row = (rows.head(item, r) - first_head) * queries + rows.i[r] - item.i_begin;
+      float m = ScoreMod::kChangesScores ? softmax.m[r] : softmax.m[r] * factor, l = quad_sum(softmax.l[r]);
+      if (is_query && threadIdx.x % 4 == 0) stats[row] = make_float2(m, l);
+      store_row_float(out + row * p.head_dim_v, is_query, p.head_dim_v, r, 1.0f, rO);
+    }
+  }
+
+  FT_DEVICE static void store_four(float* out, float4 x) { *reinterpret_cast<float4*>(out) = x; }
+  template <typename Half>
+  FT_DEVICE static void store_four(Half* out, float4 x) {
+    *reinterpret_cast<uint2*>(out) = make_uint2(pack_two<Half>(x.x, x.y), pack_two<Half>(x.z, x.w));
+  }
+  FT_DEVICE static void add_scaled(float4& sum, float weight, float4 x) {
+    sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
+  }
+
+  // Joins the parts of a row tile, of which this block's own is in shared memory. A warp joins a row: for m and l its
+  // lanes share the parts, for O the columns. Scope: warpgroup.
+  FT_DEVICE static void join(const Params& p, Storage& shared, const DecodeItem& item) {
+    constexpr i32 kColumns = 128;  // that a warp has
+    i32 num_parts = static_cast<i32>(blockIdx.x) - item.first_block, lane = threadIdx.x % 32;
+    // Wait for the parts
+    for (i32 part = threadIdx.x; part < num_parts; part += 128) {
+      u64* flag = part_flag(p, item.first_block + part);
+      acquire_flag(flag, kPartReady);
+      *flag = 0;
+    }
+    sync_consumer();
+    const float* own = reinterpret_cast<const float*>(shared.sK);
+    i32 queries = num_queries(p, item), num_rows = queries * Packing::num_heads(p);
+    for (i32 row = threadIdx.x / 32; row < num_rows; row += 4) {
+      i32 head = item.coord.head * Packing::num_heads(p) + row / queries, i = item.i_begin + row % queries;
+      auto stats_of = [&](i32 part) {
+        bool is_part = part < num_parts;
+        float2 stats = make_float2(-infinity(), 0.0f);
+        if (is_part) stats = load_from_l2(part_stats(p, item.first_block + part) + row);
+        return stats;
+      };
+      // Find the common maximum and sum
+      float sink = p.sinks == nullptr ? -infinity() : in_score_unit(false, p.sinks[head]);
+      float m = fmaxf(sink, shared.stats[row].x);
+      float2 first = stats_of(lane);  // kept: seldom are there more than 32
+      m = fmaxf(m, first.x);
+      for (i32 part = lane + 32; part < num_parts; part += 32) m = fmaxf(m, stats_of(part).x);
+      m = lanes_max<32>(m);
+      float shift = shift_of(m), l = exp_difference(first.x, shift, 1.0f) * first.y;
+      for (i32 part = lane + 32; part < num_parts; part += 32) {
+        float2 stats = stats_of(part);
+        l += exp_difference(stats.x, shift, 1.0f) * stats.y;
+      }
+      float own_weight = exp_difference(shared.stats[row].x, shift, 1.0f);
+      l = lanes_sum<32>(l) + own_weight * shared.stats[row].y + exp_difference(sink, shift, 1.0f);
+      if (lane == 0) p.lse[stat_index(p, item.s, head, i)] = lse_of(false, m, l);
+      float norm = l == 0.0f ? 0.0f : 1.0f / l;
+      // Add up the weighted parts and store
+      Out* gO = query_rows(static_cast<Out*>(p.out), p.out_strides, item.s, head) + i * p.out_strides.row;
+      for (i32 column = 4 * lane; column - 4 * lane < p.head_dim_v; column += kColumns) {
+        bool is_inside = column < p.head_dim_v;
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        for (i32 chunk = 0; chunk < num_parts; chunk += 32) {
+          float2 stats = chunk == 0 ? first : stats_of(chunk + lane);
+          float weight = exp_difference(stats.x, shift, 1.0f) * norm;
+          if constexpr (mutates(Mutation::decode_sm90_weight)) weight = norm;
+          i32 count = min_of(32, num_parts - chunk);
+          const float* rows = part_rows(p, item.first_block + chunk) + row * p.head_dim_v + column;
+#pragma unroll 8
+          for (i32 part = 0; part < count; ++part) {
+            float one = __shfl_sync(0xffffffffu, weight, part);
+            float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (is_inside) x = load_from_l2(reinterpret_cast<const float4*>(rows + part * 64 * p.head_dim_v));
+            add_scaled(sum, one, x);
+          }
+        }
+        if (!is_inside) continue;
+        add_scaled(sum, own_weight * norm, *reinterpret_cast<const float4*>(own + row * p.head_dim_v + column));
+        store_four(gO + column, sum);
+      }
+    }
+  }
+
+  FT_DEVICE static void epilogue(const Params& p, Storage& shared, const DecodeItem& item, float factor,
+                                 const Softmax& softmax, const float (&rO)[kOutputs]) {
+    if (item.role == DecodeRole::kWhole) {
+      store(p, item, factor, softmax, rO);
+    } else if (item.role == DecodeRole::kPart) {
+      i32 block = blockIdx.x;
+      store_part(p, item, factor, softmax, rO, part_rows(p, block), part_stats(p, block));
+      sync_consumer();
+      if (threadIdx.x == 0) release_flag(part_flag(p, block), kPartReady);
+    } else {
+      // All tiles of K have been used: a join is the block's last item
+      store_part(p, item, factor, softmax, rO, reinterpret_cast<float*>(shared.sK), shared.stats);
+      join(p, shared, item);
+    }
+  }
+
+  FT_DEVICE static void consume(const DecodeSm90Params& params, Storage& shared) {
+    const Params& p = params.base;
+    // Score modifiers return scores in base 2; without them S stays a dot product
+    float factor = ScoreMod::kChangesScores ? 1.0f : p.scale_log2;
+    u32 num_tiles = 0;
+    for (u32 index = 0;; ++index) {
+      // Wait for a work item and its Q. The lanes leave together: once one of them releases this Q, the producer may
+      // overwrite the item before it.
+      mbarrier_wait(shared.full_q, index % 2);
+      __syncwarp();
+      const DecodeItem& item = shared.items.at(index);
+      if (item.is_end) return;
+      Softmax softmax;
+      float rO[kOutputs];
+#pragma unroll
+      for (i32 x = 0; x < kOutputs; ++x) rO[x] = 0.0f;
+      if (item.has_keys()) {
+        mainloop(p, shared, item, num_tiles, factor, softmax, rO);
+      } else {
+        release_stage(shared.empty_q);
+      }
+      epilogue(p, shared, item, factor, softmax, rO);
+    }
+  }
+};
+
+template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
+__global__ void __launch_bounds__(Config::kNumThreads, Config::kNumBlocks)
+    decode_sm90_kernel(const FT_GRID_CONSTANT DecodeSm90Params params) {
+  static_assert(Load::kIsAligned16 && !Dropout::kIsOn, "TMA reads no unaligned rows");
+  using Kernel = DecodeSm90<Config, Mask, ScoreMod, SeqInfo, KvSource>;
+  extern __shared__ __align__(1024) char shared_bytes[];
+  typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
+
+  i32 warp = uniform(threadIdx.x / 32);
+  bool copies_rows = false;
+  if constexpr (KvSource::kIsPaged) copies_rows = !Kernel::Pages(params.base).copies_boxes;
+  if (warp < 4) {
+    if (threadIdx.x == 0) Kernel::init(params.base, shared);
+    __syncthreads();
+    Kernel::consume(params, shared);
+  } else if (warp == 4 || copies_rows) {
+    // Without keys the maps are empty
+    if (warp == 4 && elect_lane() && params.base.seqlen_k > 0) {
+      prefetch_map(params.q_map);
+      prefetch_map(params.k_map);
+      prefetch_map(params.v_map);
+    }
+    Kernel::produce(params, shared);
+  } else {
+    __syncthreads();
+  }
+}
+
+}  // namespace flashtile
