@@ -111,7 +111,7 @@ struct DecodeSm90 {
     Schedule schedule(p);
     __syncthreads();  // the barriers are initialised
     bool is_first = threadIdx.x == 128;
-    i32 num_heads = Packing::num_heads(p), num_queries = Packing::num_queries(p);
+    i32 num_heads = schedule.num_heads, num_queries = schedule.num_queries;
     u32 num_tiles = 0;
     for (u32 num_items = 0;; ++num_items) {
       // Publish the next work item with its Q. Its slot is free: the consumers have released the Q of item
@@ -159,8 +159,8 @@ struct DecodeSm90 {
 
   FT_DEVICE static void sync_consumer() { named_barrier_sync(kConsumerBarrier, 128); }
 
-  FT_DEVICE static void modify_tile(const Params& p, const DecodeItem& item, i32 j_begin, float (&rS)[kScores]) {
-    Rows rows(p, item, 0);
+  FT_DEVICE static void modify_tile(const Params& p, const DecodeItem& item, const Rows& rows, i32 j_begin,
+                                    float (&rS)[kScores]) {
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
       // Rows past the last query are computed but must not read past it
@@ -170,8 +170,8 @@ struct DecodeSm90 {
   }
 
   // Processes the key tiles of one work item. num_tiles counts the tiles so far.
-  FT_DEVICE static void mainloop(const Params& p, Storage& shared, const DecodeItem& item, u32& num_tiles, float factor,
-                                 Softmax& softmax, float (&rO)[kOutputs]) {
+  FT_DEVICE static void mainloop(const Params& p, Storage& shared, const DecodeItem& item, const Rows& rows,
+                                 u32& num_tiles, float factor, Softmax& softmax, float (&rO)[kOutputs]) {
     u32 rP[kScores / 2];
     i32 n = item.n_end - 1, n_begin = item.n_begin;
     auto step = [&](auto is_first) {
@@ -190,7 +190,7 @@ struct DecodeSm90 {
       if (n == n_begin) release_stage(shared.empty_q);
       // Mask and softmax
       bool is_edge = ScoreMod::kChangesScores || n >= item.unmasked.end || n < item.unmasked.begin;
-      if (is_edge) modify_tile(p, item, n * kBlockN, rS);
+      if (is_edge) modify_tile(p, item, rows, n * kBlockN, rS);
       softmax.template raise_maximum<kIsFirst, true>(factor, rS);
       softmax.template exponentiate<kIsFirst, true>(factor, rS);
 #pragma unroll
@@ -234,9 +234,8 @@ struct DecodeSm90 {
   }
 
   // Stores O and lse. Scope: warp.
-  FT_DEVICE static void store(const Params& p, const DecodeItem& item, float factor, const Softmax& softmax,
-                              const float (&rO)[kOutputs]) {
-    Rows rows(p, item, 0);
+  FT_DEVICE static void store(const Params& p, const DecodeItem& item, const Rows& rows, float factor,
+                              const Softmax& softmax, const float (&rO)[kOutputs]) {
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
       i32 head = rows.head(item, r), i = rows.i[r];
@@ -261,9 +260,8 @@ struct DecodeSm90 {
   }
 
   // Stores m, l and the sum of P V of the rows with a query. Scope: warp.
-  FT_DEVICE static void store_part(const Params& p, const DecodeItem& item, float factor, const Softmax& softmax,
-                                   const float (&rO)[kOutputs], float* out, float2* stats) {
-    Rows rows(p, item, 0);
+  FT_DEVICE static void store_part(const Params& p, const DecodeItem& item, const Rows& rows, float factor,
+                                   const Softmax& softmax, const float (&rO)[kOutputs], float* out, float2* stats) {
     i32 first_head = item.coord.head * Packing::num_heads(p), queries = num_queries(p, item);
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
@@ -288,6 +286,7 @@ struct DecodeSm90 {
   // lanes share the parts, for O the columns. Scope: warpgroup.
   FT_DEVICE static void join(const Params& p, Storage& shared, const DecodeItem& item) {
     constexpr i32 kColumns = 128;  // that a warp has
+    constexpr i32 kAhead = 16;     // parts that are loaded before their weights are known
     i32 num_parts = static_cast<i32>(blockIdx.x) - item.first_block, lane = threadIdx.x % 32;
     // Wait for the parts
     for (i32 part = threadIdx.x; part < num_parts; part += 128) {
@@ -306,6 +305,16 @@ struct DecodeSm90 {
         if (is_part) stats = load_from_l2(part_stats(p, item.first_block + part) + row);
         return stats;
       };
+      // Start loading the first columns of the first parts
+      const float* part_columns = part_rows(p, item.first_block) + row * p.head_dim_v + 4 * lane;
+      i64 part_stride = 64 * p.head_dim_v;
+      float4 ahead[kAhead];
+#pragma unroll
+      for (i32 part = 0; part < kAhead; ++part) {
+        bool is_part = part < num_parts && 4 * lane < p.head_dim_v;
+        ahead[part] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (is_part) ahead[part] = load_from_l2(reinterpret_cast<const float4*>(part_columns + part * part_stride));
+      }
       // Find the common maximum and sum
       float sink = p.sinks == nullptr ? -infinity() : in_score_unit(false, p.sinks[head]);
       float m = fmaxf(sink, shared.stats[row].x);
@@ -324,20 +333,28 @@ struct DecodeSm90 {
       float norm = l == 0.0f ? 0.0f : 1.0f / l;
       // Add up the weighted parts and store
       Out* gO = query_rows(static_cast<Out*>(p.out), p.out_strides, item.s, head) + i * p.out_strides.row;
-      for (i32 column = 4 * lane; column - 4 * lane < p.head_dim_v; column += kColumns) {
+      for (i32 slice = 0; slice < p.head_dim_v; slice += kColumns) {
+        i32 column = slice + 4 * lane, loaded = 0;
         bool is_inside = column < p.head_dim_v;
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         for (i32 chunk = 0; chunk < num_parts; chunk += 32) {
           float2 stats = chunk == 0 ? first : stats_of(chunk + lane);
           float weight = exp_difference(stats.x, shift, 1.0f) * norm;
           if constexpr (mutates(Mutation::decode_sm90_weight)) weight = norm;
-          i32 count = min_of(32, num_parts - chunk);
-          const float* rows = part_rows(p, item.first_block + chunk) + row * p.head_dim_v + column;
+          if (slice == 0 && chunk == 0) {
+            loaded = kAhead;
+#pragma unroll
+            for (i32 part = 0; part < kAhead; ++part) {
+              add_scaled(sum, __shfl_sync(0xffffffffu, part < num_parts ? weight : 0.0f, part), ahead[part]);
+            }
+          }
+          i32 end = min_of(32, num_parts - chunk);
 #pragma unroll 8
-          for (i32 part = 0; part < count; ++part) {
+          for (i32 part = chunk == 0 ? loaded : 0; part < end; ++part) {
             float one = __shfl_sync(0xffffffffu, weight, part);
+            const float* from = part_columns + slice + (chunk + part) * part_stride;
             float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (is_inside) x = load_from_l2(reinterpret_cast<const float4*>(rows + part * 64 * p.head_dim_v));
+            if (is_inside) x = load_from_l2(reinterpret_cast<const float4*>(from));
             add_scaled(sum, one, x);
           }
         }
@@ -348,18 +365,18 @@ struct DecodeSm90 {
     }
   }
 
-  FT_DEVICE static void epilogue(const Params& p, Storage& shared, const DecodeItem& item, float factor,
-                                 const Softmax& softmax, const float (&rO)[kOutputs]) {
+  FT_DEVICE static void epilogue(const Params& p, Storage& shared, const DecodeItem& item, const Rows& rows,
+                                 float factor, const Softmax& softmax, const float (&rO)[kOutputs]) {
     if (item.role == DecodeRole::kWhole) {
-      store(p, item, factor, softmax, rO);
+      store(p, item, rows, factor, softmax, rO);
     } else if (item.role == DecodeRole::kPart) {
       i32 block = blockIdx.x;
-      store_part(p, item, factor, softmax, rO, part_rows(p, block), part_stats(p, block));
+      store_part(p, item, rows, factor, softmax, rO, part_rows(p, block), part_stats(p, block));
       sync_consumer();
       if (threadIdx.x == 0) release_flag(part_flag(p, block), kPartReady);
     } else {
       // All tiles of K have been used: a join is the block's last item
-      store_part(p, item, factor, softmax, rO, reinterpret_cast<float*>(shared.sK), shared.stats);
+      store_part(p, item, rows, factor, softmax, rO, reinterpret_cast<float*>(shared.sK), shared.stats);
       join(p, shared, item);
     }
   }
@@ -376,16 +393,17 @@ struct DecodeSm90 {
       __syncwarp();
       const DecodeItem& item = shared.items.at(index);
       if (item.is_end) return;
+      Rows rows(p, item, 0);
       Softmax softmax;
       float rO[kOutputs];
 #pragma unroll
       for (i32 x = 0; x < kOutputs; ++x) rO[x] = 0.0f;
       if (item.has_keys()) {
-        mainloop(p, shared, item, num_tiles, factor, softmax, rO);
+        mainloop(p, shared, item, rows, num_tiles, factor, softmax, rO);
       } else {
         release_stage(shared.empty_q);
       }
-      epilogue(p, shared, item, factor, softmax, rO);
+      epilogue(p, shared, item, rows, factor, softmax, rO);
     }
   }
 };

@@ -10,7 +10,6 @@ namespace flashtile {
 // before a barrier that this thread has passed. (PTX ISA: st.release)
 FT_DEVICE void release_flag(u64* flag, u64 value) {
   jitter();
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
 
