@@ -9,6 +9,7 @@
 #pragma once
 
 #include "flashtile/attn/sequence.cuh"
+#include "flashtile/core/mutation.cuh"
 #include "flashtile/ptx/cp_async.cuh"
 #include "flashtile/tile/pipeline.cuh"
 #include "flashtile/tile/smem_tile.cuh"
@@ -53,7 +54,7 @@ struct PagedKeys {
     if (!is_inside) return {-1, 0};
     i32 at = static_cast<i32>(s.k_row) + j, slot = at / p.page_size;
     i32 row = at - slot * p.page_size;
-    if constexpr (mutates(Mutation::page_index)) slot = max_of(slot - 1, 0);
+    if constexpr (mutates(Mutation::fwd_sm90_page)) slot = max_of(slot - 1, 0);
     return {clamp(p.block_table[s.batch_idx * p.table_stride + slot], 0, p.num_pages - 1), row};
   }
 

@@ -26,6 +26,7 @@ enum class Mutation {
   fwd_sm90_gqa_head,     // query head h uses KV head h % heads_kv instead of h / group
   fwd_sm90_dropout,      // two of four words of dropout bits are swapped
   fwd_sm90_split,        // every split processes the keys of the first one
+  fwd_sm90_page,         // keys after the first page are read from the page before
   fwd_sm90_later_tile,   // a block repeats its first query tile instead of its fourth
   // Found by `flashtile check`, in the Hopper decode kernel
   decode_sm90_tail,    // rows of V past the last key are not cleared
