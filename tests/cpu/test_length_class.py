@@ -7,14 +7,15 @@ import itertools
 import pytest
 
 from flashtile.backends import native
-from flashtile.kernels.length_class import ManyScores, PackedHeads, RaggedQueries, SmallGrid
+from flashtile.kernels.length_class import FewQueries, ManyScores, PackedHeads, RaggedQueries, SmallGrid
 from flashtile.problem import Shape
 from flashtile.runtime import extension
 
 pytestmark = pytest.mark.skipif(extension.missing() is not None, reason=str(extension.missing()))
 
 CLASSES = (
-    *(SmallGrid(rows) for rows in (1, 16, 64, 128)),
+    *(SmallGrid(rows) for rows in (1, 64)),
+    *(FewQueries(64, 2), FewQueries(128, 1)),
     *(PackedHeads(64, 128), PackedHeads(128, 64)),
     *(RaggedQueries(192, 128, 105), RaggedQueries(256, 64, 100)),
 )
