@@ -26,6 +26,7 @@ class Tile(NamedTuple):
     num_stages: int
     num_blocks: int  # per multiprocessor
     min_tiles: int = 2  # key tiles of a block, at least
+    waves: int = 1  # of blocks
 
 
 # By padded head_dim and head_dim_v
@@ -44,6 +45,7 @@ class DecodeRow(Row):
     num_stages: int
     num_blocks: int
     min_tiles: int
+    waves: int
 
     @property
     def header(self) -> str:
@@ -56,6 +58,11 @@ class DecodeRow(Row):
     @property
     def num_threads(self) -> int:
         return _THREADS
+
+    @property
+    def max_blocks(self) -> int:
+        """Per multiprocessor."""
+        return self.num_blocks * self.waves
 
     @property
     def config(self) -> str:
@@ -124,8 +131,8 @@ class DecodeSm90(Family[DecodeRow]):
         splits = SplitRule(_ROWS // num_heads, row.block_n, "heads_kv", blocks=_ANY_SPLITS)
         blocks = ("num_multiprocessors",)
         workspaces = (
-            Workspace("partial_out", 4 * key.head_dim_v * _ROWS * row.num_blocks, blocks),
-            Workspace("partial_stats", (8 * _ROWS + 8) * row.num_blocks, blocks),
+            Workspace("partial_out", 4 * key.head_dim_v * _ROWS * row.max_blocks, blocks),
+            Workspace("partial_stats", (8 * _ROWS + 8) * row.max_blocks, blocks),
         )
         maps = _maps(row, key.features, layout, num_heads)
         return Launch((_step(row, key, num_heads),), workspaces, splits, maps, struct=DecodeSm90Params)
@@ -142,7 +149,7 @@ def _row(tile: Tile, dtype: str, out_dtype: str, dims: tuple[int, int]) -> Decod
 
 def _step(row: DecodeRow, key: PlanKey, num_heads: int) -> Step:
     grid = (("num_splits", 1), *query_grid(_ROWS // num_heads, "heads_kv"))
-    return tile_step(row, key.features, grid, max_blocks=row.num_blocks)
+    return tile_step(row, key.features, grid, max_blocks=row.max_blocks)
 
 
 def _maps(row: DecodeRow, features: Features, layout: CallLayout, num_heads: int) -> tuple[MapPatch, ...]:

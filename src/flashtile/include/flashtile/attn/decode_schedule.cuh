@@ -47,9 +47,9 @@ struct DecodeSchedule {
 
   const Params& p;
   i32 num_heads, num_queries;  // of a row tile (HeadPacking)
-  i32 share, begin, next;      // of this block: its first unit, and the end of those left
-  i32 first;                   // unit of the current sequence
-  i32 batch;
+  i32 share, begin, next = 0;  // of this block: its first unit, and the end of those left
+  i32 first;                   // unit of the current sequence; at first the end of it
+  i32 batch;                   // its number; at first one more
   Work work;
 
   // Scope: thread.
@@ -78,45 +78,43 @@ struct DecodeSchedule {
   FT_DEVICE explicit DecodeSchedule(const Params& params) : p(params) {
     num_heads = HeadPacking<Config>::num_heads(p);
     num_queries = HeadPacking<Config>::num_queries(p);
-    i32 lane = threadIdx.x % 32, mine = 0, sum = 0, total;
     if constexpr (SeqInfo::kHasLengths) {
-      mine = total_of(lane);
-      sum = running_sum(mine);
-      total = __shfl_sync(0xffffffffu, sum, 31);
-      for (i32 chunk = 32; chunk < p.batch; chunk += 32) {
-        total += __shfl_sync(0xffffffffu, running_sum(total_of(chunk + lane)), 31);
+      // Twice over the sequences: for the sum, and for the sequence of this block's last unit. One loop for both: code
+      // that is not in the instruction cache costs more than a second look at the lengths.
+      bool is_summed = false;
+      i32 chunk = 0, before = 0;
+      while (true) {
+        i32 sum = running_sum(total_of(chunk + threadIdx.x % 32));
+        u32 later = __ballot_sync(0xffffffffu, before + sum >= next);
+        if (is_summed && later != 0) {
+          i32 found = __ffs(later) - 1;
+          batch = chunk + found + 1;
+          first = before + __shfl_sync(0xffffffffu, sum, found);
+          return;
+        }
+        before += __shfl_sync(0xffffffffu, sum, 31);
+        chunk += 32;
+        if (chunk >= p.batch && !is_summed) {
+          deal_out(before);
+          if (is_done()) return;
+          is_summed = true;
+          chunk = before = 0;
+        }
       }
     } else {
-      work = find(0);
-      total = work.total * p.batch;
+      i32 each = find(0).total;
+      deal_out(each * p.batch);
+      if (is_done()) return;
+      batch = (next - 1) / each + 1;
+      first = batch * each;
     }
-    i32 least = p.num_splits > 1 ? Config::kMinTiles : 1;
-    share = max_of(ceil_div(total, gridDim.x), least);
+  }
+
+  // Sets this block's units. Scope: thread.
+  FT_DEVICE void deal_out(i32 total) {
+    share = max_of(ceil_div(total, gridDim.x), p.num_splits > 1 ? Config::kMinTiles : 1);
     begin = min_of(static_cast<i32>(blockIdx.x) * share, total);
     next = min_of(begin + share, total);
-    batch = 0, first = 0;
-    if (begin == next) return;
-    // Find the sequence of the last unit
-    if constexpr (SeqInfo::kHasLengths) {
-      for (i32 chunk = 0;;) {
-        u32 later = __ballot_sync(0xffffffffu, first + sum >= next);
-        if (later != 0) {
-          i32 found = __ffs(later) - 1;
-          first += __shfl_sync(0xffffffffu, sum - mine, found);
-          batch = chunk + found;
-          break;
-        }
-        first += __shfl_sync(0xffffffffu, sum, 31);
-        chunk += 32;
-        mine = total_of(chunk + lane);
-        sum = running_sum(mine);
-      }
-      work = find(batch);
-    } else {
-      batch = (next - 1) / work.total;
-      first = batch * work.total;
-      work.s = find_sequence<SeqInfo>(p, batch);
-    }
   }
 
   FT_DEVICE bool is_done() const { return begin >= next; }

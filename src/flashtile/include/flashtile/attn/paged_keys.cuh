@@ -1,7 +1,8 @@
 // Copies tiles of paged keys to swizzled shared memory (tile/smem_tile.cuh). The producer's warps work together.
 //
 // A tile arrives in one of two ways, the same for the whole launch:
-//   boxes   by TMA, box_rows rows each, none of which crosses a page. Lane b of the first warp copies box b.
+//   boxes   by TMA, box_rows rows each, none of which crosses a page. Each lane copies a box; the warps take turns,
+//           since a warp issues the boxes of its lanes one after the other.
 //   rows    by cp.async, 16 bytes per lane: where boxes would have under 8 rows, or left padding shifts the tiles.
 // Table entries are read for rows of the sequence only, so entries behind its last page may hold anything. A box that
 // begins behind the last key is left out: its rows keep what shared memory held before. Rows behind the last key are
@@ -40,30 +41,32 @@ struct PagedKeys {
     box_rows = bits & -bits;
     copies_boxes = p.leftpad_k == nullptr && box_rows >= kSmallestBox;
   }
-  // How many of the producer's threads copy, and how often they arrive at the barrier of a tile.
-  FT_DEVICE i32 num_threads() const { return copies_boxes ? 32 : 32 * kNumWarps; }
+  // How often the producer arrives at the barrier of a tile.
   FT_DEVICE u32 num_arrivals() const { return copies_boxes ? 1 : 32 * kNumWarps; }
 
   FT_DEVICE static i32 warp() { return static_cast<i32>(threadIdx.x / 32) % kNumWarps; }
+  // This lane's box of a tile, if the tile has so many.
+  FT_DEVICE static i32 box() { return static_cast<i32>(threadIdx.x % 32) * kNumWarps + warp(); }
 
   // Where this lane's part of tile n is. Scope: thread.
   FT_DEVICE Place find(const Sequence& s, i32 n) const {
     i32 lane = threadIdx.x % 32;
-    i32 j = n * kRows + (copies_boxes ? lane * box_rows : warp() * kWarpRows + lane);
-    bool is_inside = j < s.seqlen_k && lane < (copies_boxes ? kRows / box_rows : kWarpRows);
-    if (!is_inside) return {-1, 0};
+    i32 row_in_tile = copies_boxes ? box() * box_rows : lane < kWarpRows ? warp() * kWarpRows + lane : kRows;
+    i32 j = n * kRows + row_in_tile;
+    if (row_in_tile >= kRows || j >= s.seqlen_k) return {-1, 0};
     i32 at = static_cast<i32>(s.k_row) + j, slot = at / p.page_size;
     i32 row = at - slot * p.page_size;
     if constexpr (mutates(Mutation::fwd_sm90_page)) slot = max_of(slot - 1, 0);
     return {clamp(p.block_table[s.batch_idx * p.table_stride + slot], 0, p.num_pages - 1), row};
   }
 
-  // Starts the copy of one head of a tile of K or V; `full` completes with it. Scope: the producer's warps.
+  // Starts the copy of one head of a tile of K or V, of which num_keys are left; `full` completes with it. Scope: the
+  // producer's warps.
   template <i32 kSlabs, typename T>
   FT_DEVICE void copy(T* tile, const TensorMap& map, const T* base, const Strides& strides, i32 num_columns, u64& full,
-                      Place place, i32 head) const {
+                      Place place, i32 head, i32 num_keys) const {
     if (copies_boxes) {
-      copy_box<kSlabs>(tile, map, strides, full, place, head);
+      copy_box<kSlabs>(tile, map, strides, full, place, head, num_keys);
     } else {
       copy_rows<kSlabs>(tile, base + head * strides.head, strides, num_columns, full, place);
     }
@@ -73,16 +76,18 @@ struct PagedKeys {
   // Scope: warp.
   template <i32 kSlabs, typename T>
   FT_DEVICE void copy_box(T* tile, const TensorMap& map, const Strides& strides, u64& full, Place place,
-                          i32 head) const {
-    i32 lane = threadIdx.x % 32, num_boxes = __popc(__ballot_sync(0xffffffffu, place.page >= 0));
-    if (lane == 0) mbarrier_arrive_expect(full, num_boxes * box_rows * kSlabs * 128);
-    __syncwarp();
+                          i32 head, i32 num_keys) const {
+    // The first lane of all arrives for all boxes. Some may have completed before: the barrier counts down, too.
+    if (box() == 0) {
+      i32 num_rows = ceil_div(min_of(num_keys, kRows), box_rows) * box_rows;
+      mbarrier_arrive_expect(full, num_rows * kSlabs * 128);
+    }
     if (place.page < 0) return;
     // A map has size 1 along an axis whose stride is 0
     i32 map_head = strides.head == 0 ? 0 : head, map_page = strides.batch == 0 ? 0 : place.page;
 #pragma unroll
     for (i32 slab = 0; slab < kSlabs; ++slab) {
-      load_box(tile + (slab * kRows + lane * box_rows) * 64, map, full, slab * 64, place.row, map_head, map_page);
+      load_box(tile + (slab * kRows + box() * box_rows) * 64, map, full, slab * 64, place.row, map_head, map_page);
     }
   }
 

@@ -3,7 +3,7 @@
 // (attn/decode_schedule.cuh); partial results joined in the same launch.
 //
 // Threads:   warps 0 to 3 are the consumer: scores, softmax, output. Warps 4 and 5 are the producer: warp 4 finds the
-//            work items and issues the TMA copies; rows of small pages are copied by both (attn/paged_keys.cuh).
+//            work items and issues the TMA copies; pages are copied by both (attn/paged_keys.cuh).
 // Shared:    sQ [slab][64][64], sK, sV [stage][slab][kBlockN][64], 128-byte swizzled; barriers; three work items.
 // Barriers:  full_* complete by copies, empty_* by one arrival per consumer warp. A work item arrives with Q.
 // Parts:     a block that has only some keys of a row tile stores m, l and the sum of P V to its slot in global memory
@@ -98,7 +98,7 @@ struct DecodeSm90 {
                                   typename Pages::Place place) {
     if constexpr (KvSource::kIsPaged) {
       pages.template copy<kSlabs>(sTile, map, static_cast<const T*>(base), strides, num_columns, full, place,
-                                  item.coord.head);
+                                  item.coord.head, item.s.seqlen_k - n * kBlockN);
     } else {
       load<kBlockN, kSlabs>(sTile, map, strides, full, kBlockN, static_cast<i32>(item.s.k_row) + n * kBlockN,
                             item.coord.head, item.coord.batch);
@@ -286,7 +286,7 @@ struct DecodeSm90 {
   // lanes share the parts, for O the columns. Scope: warpgroup.
   FT_DEVICE static void join(const Params& p, Storage& shared, const DecodeItem& item) {
     constexpr i32 kColumns = 128;  // that a warp has
-    constexpr i32 kAhead = 16;     // parts that are loaded before their weights are known
+    constexpr i32 kAtOnce = 16;    // parts whose columns are loaded together; divides 32
     i32 num_parts = static_cast<i32>(blockIdx.x) - item.first_block, lane = threadIdx.x % 32;
     // Wait for the parts
     for (i32 part = threadIdx.x; part < num_parts; part += 128) {
@@ -298,69 +298,52 @@ struct DecodeSm90 {
     const float* own = reinterpret_cast<const float*>(shared.sK);
     i32 queries = num_queries(p, item), num_rows = queries * Packing::num_heads(p);
     for (i32 row = threadIdx.x / 32; row < num_rows; row += 4) {
+      const float2* row_stats = part_stats(p, item.first_block) + row;
+      // Find the common maximum; keep the first 32 statistics: seldom are there more
       i32 head = item.coord.head * Packing::num_heads(p) + row / queries, i = item.i_begin + row % queries;
-      auto stats_of = [&](i32 part) {
-        bool is_part = part < num_parts;
-        float2 stats = make_float2(-infinity(), 0.0f);
-        if (is_part) stats = load_from_l2(part_stats(p, item.first_block + part) + row);
-        return stats;
-      };
-      // Start loading the first columns of the first parts
-      const float* part_columns = part_rows(p, item.first_block) + row * p.head_dim_v + 4 * lane;
-      i64 part_stride = 64 * p.head_dim_v;
-      float4 ahead[kAhead];
-#pragma unroll
-      for (i32 part = 0; part < kAhead; ++part) {
-        bool is_part = part < num_parts && 4 * lane < p.head_dim_v;
-        ahead[part] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (is_part) ahead[part] = load_from_l2(reinterpret_cast<const float4*>(part_columns + part * part_stride));
-      }
-      // Find the common maximum and sum
       float sink = p.sinks == nullptr ? -infinity() : in_score_unit(false, p.sinks[head]);
-      float m = fmaxf(sink, shared.stats[row].x);
-      float2 first = stats_of(lane);  // kept: seldom are there more than 32
-      m = fmaxf(m, first.x);
-      for (i32 part = lane + 32; part < num_parts; part += 32) m = fmaxf(m, stats_of(part).x);
-      m = lanes_max<32>(m);
-      float shift = shift_of(m), l = exp_difference(first.x, shift, 1.0f) * first.y;
-      for (i32 part = lane + 32; part < num_parts; part += 32) {
-        float2 stats = stats_of(part);
-        l += exp_difference(stats.x, shift, 1.0f) * stats.y;
+      float2 own_stats = shared.stats[row], kept = make_float2(-infinity(), 0.0f);
+      float m = fmaxf(sink, own_stats.x);
+      for (i32 part = lane; part < num_parts; part += 32) {
+        float2 stats = load_from_l2(row_stats + part * 64);
+        if (part == lane) kept = stats;
+        m = fmaxf(m, stats.x);
       }
-      float own_weight = exp_difference(shared.stats[row].x, shift, 1.0f);
-      l = lanes_sum<32>(l) + own_weight * shared.stats[row].y + exp_difference(sink, shift, 1.0f);
-      if (lane == 0) p.lse[stat_index(p, item.s, head, i)] = lse_of(false, m, l);
-      float norm = l == 0.0f ? 0.0f : 1.0f / l;
-      // Add up the weighted parts and store
+      m = lanes_max<32>(m);
+      float shift = shift_of(m);
+      // Add up the parts. Columns in slices; parts 16 at a time, all of which are in flight together.
       Out* gO = query_rows(static_cast<Out*>(p.out), p.out_strides, item.s, head) + i * p.out_strides.row;
       for (i32 slice = 0; slice < p.head_dim_v; slice += kColumns) {
-        i32 column = slice + 4 * lane, loaded = 0;
+        i32 column = slice + 4 * lane;
         bool is_inside = column < p.head_dim_v;
+        const float* columns = part_rows(p, item.first_block) + row * p.head_dim_v + column;
+        float own_weight = exp_difference(own_stats.x, shift, 1.0f);
+        float l = own_weight * own_stats.y + exp_difference(sink, shift, 1.0f);
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        for (i32 chunk = 0; chunk < num_parts; chunk += 32) {
-          float2 stats = chunk == 0 ? first : stats_of(chunk + lane);
-          float weight = exp_difference(stats.x, shift, 1.0f) * norm;
-          if constexpr (mutates(Mutation::decode_sm90_weight)) weight = norm;
-          if (slice == 0 && chunk == 0) {
-            loaded = kAhead;
+        if (is_inside) add_scaled(sum, own_weight, *reinterpret_cast<const float4*>(own + row * p.head_dim_v + column));
+        for (i32 begin = 0; begin < num_parts; begin += kAtOnce) {
+          float4 x[kAtOnce];
 #pragma unroll
-            for (i32 part = 0; part < kAhead; ++part) {
-              add_scaled(sum, __shfl_sync(0xffffffffu, part < num_parts ? weight : 0.0f, part), ahead[part]);
-            }
+          for (i32 y = 0; y < kAtOnce; ++y) {
+            x[y] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            const float* from = columns + static_cast<i64>(begin + y) * 64 * p.head_dim_v;
+            if (is_inside && begin + y < num_parts) x[y] = load_from_l2(reinterpret_cast<const float4*>(from));
           }
-          i32 end = min_of(32, num_parts - chunk);
-#pragma unroll 8
-          for (i32 part = chunk == 0 ? loaded : 0; part < end; ++part) {
-            float one = __shfl_sync(0xffffffffu, weight, part);
-            const float* from = part_columns + slice + (chunk + part) * part_stride;
-            float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (is_inside) x = load_from_l2(reinterpret_cast<const float4*>(from));
-            add_scaled(sum, one, x);
+          // Lane z has the weight of part z of each 32
+          if (begin % 32 == 0 && begin + slice > 0) {
+            kept = make_float2(-infinity(), 0.0f);
+            if (begin + lane < num_parts) kept = load_from_l2(row_stats + (begin + lane) * 64);
           }
+          float weight = exp_difference(kept.x, shift, 1.0f);
+          if (begin % 32 == 0) l += lanes_sum<32>(weight * kept.y);
+          if constexpr (mutates(Mutation::decode_sm90_weight)) weight = 1.0f;
+#pragma unroll
+          for (i32 y = 0; y < kAtOnce; ++y) add_scaled(sum, __shfl_sync(0xffffffffu, weight, begin % 32 + y), x[y]);
         }
-        if (!is_inside) continue;
-        add_scaled(sum, own_weight * norm, *reinterpret_cast<const float4*>(own + row * p.head_dim_v + column));
-        store_four(gO + column, sum);
+        float norm = l == 0.0f ? 0.0f : 1.0f / l;
+        if (lane == 0) p.lse[stat_index(p, item.s, head, i)] = lse_of(false, m, l);
+        sum.x *= norm, sum.y *= norm, sum.z *= norm, sum.w *= norm;
+        if (is_inside) store_four(gO + column, sum);
       }
     }
   }
@@ -369,15 +352,18 @@ struct DecodeSm90 {
                                  float factor, const Softmax& softmax, const float (&rO)[kOutputs]) {
     if (item.role == DecodeRole::kWhole) {
       store(p, item, rows, factor, softmax, rO);
-    } else if (item.role == DecodeRole::kPart) {
-      i32 block = blockIdx.x;
-      store_part(p, item, rows, factor, softmax, rO, part_rows(p, block), part_stats(p, block));
+      return;
+    }
+    // The part of a join goes to shared memory. All tiles of K have been used: a join is the block's last item.
+    i32 block = blockIdx.x;
+    bool is_join = item.role == DecodeRole::kJoin;
+    float* out = is_join ? reinterpret_cast<float*>(shared.sK) : part_rows(p, block);
+    store_part(p, item, rows, factor, softmax, rO, out, is_join ? shared.stats : part_stats(p, block));
+    if (is_join) {
+      join(p, shared, item);
+    } else {
       sync_consumer();
       if (threadIdx.x == 0) release_flag(part_flag(p, block), kPartReady);
-    } else {
-      // All tiles of K have been used: a join is the block's last item
-      store_part(p, item, rows, factor, softmax, rO, reinterpret_cast<float*>(shared.sK), shared.stats);
-      join(p, shared, item);
     }
   }
 
@@ -417,13 +403,11 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kNumBlocks)
   typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
 
   i32 warp = uniform(threadIdx.x / 32);
-  bool copies_rows = false;
-  if constexpr (KvSource::kIsPaged) copies_rows = !Kernel::Pages(params.base).copies_boxes;
   if (warp < 4) {
     if (threadIdx.x == 0) Kernel::init(params.base, shared);
     __syncthreads();
     Kernel::consume(params, shared);
-  } else if (warp == 4 || copies_rows) {
+  } else if (warp == 4 || KvSource::kIsPaged) {
     // Without keys the maps are empty
     if (warp == 4 && elect_lane() && params.base.seqlen_k > 0) {
       prefetch_map(params.q_map);

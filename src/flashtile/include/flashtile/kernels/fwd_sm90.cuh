@@ -3,7 +3,7 @@
 //
 // Threads:   warpgroups 0 .. kNumConsumers - 1 are consumers; each owns 64 queries from scores to output. One lane of
 //            the last warpgroup is the producer: it finds the work items and issues every copy. Paged keys are copied
-//            by one of its warps or by all four (attn/paged_keys.cuh). setmaxnreg moves registers from the producer's
+//            by all of its warps (attn/paged_keys.cuh). setmaxnreg moves registers from the producer's
 //            warpgroup to the consumers.
 // Shared:    sQ, sP [consumer][slab][64][64] and sK, sV [stage][slab][kBlockN][64], 128-byte swizzled slabs of 64
 //            columns; the barriers; the tile scheduler; three work items.
@@ -103,7 +103,7 @@ struct FwdSm90 {
     init_scheduler(p, shared);
   }
 
-  // ---- Producer. Scope: one thread; of paged keys the threads that copy, of which the first does the rest.
+  // ---- Producer. Scope: one thread; of paged keys the warpgroup, whose first thread does the rest.
 
   // Loads rows of one head. A map has size 1 along head or batch where the tensor's stride is 0 (broadcast or packed).
   template <i32 kRows, i32 kSlabs>
@@ -119,7 +119,8 @@ struct FwdSm90 {
                                   i32 num_columns, u64& full, i32 n, i32 head, const Tile& tile, const Pages& pages,
                                   typename Pages::Place place) {
     if constexpr (KvSource::kIsPaged) {
-      pages.template copy<kSlabs>(sTile, map, static_cast<const T*>(base), strides, num_columns, full, place, head);
+      pages.template copy<kSlabs>(sTile, map, static_cast<const T*>(base), strides, num_columns, full, place, head,
+                                  tile.s.seqlen_k - n * kBlockN);
     } else {
       load<kBlockN, kSlabs>(sTile, map, strides, full, kBlockN, static_cast<i32>(tile.s.k_row) + n * kBlockN, head,
                             tile);
@@ -131,8 +132,8 @@ struct FwdSm90 {
     return {};
   }
 
-  FT_DEVICE static void sync_producer(const Pages& pages) {
-    if constexpr (KvSource::kIsPaged) named_barrier_sync(kProducerBarrier, pages.num_threads());
+  FT_DEVICE static void sync_producer() {
+    if constexpr (KvSource::kIsPaged) named_barrier_sync(kProducerBarrier, 128);
   }
 
   FT_DEVICE static void produce(const FwdSm90Params& params, Storage& shared) {
@@ -147,7 +148,7 @@ struct FwdSm90 {
       Item& item = shared.work_items.at(num_items);
       Tile& tile = item.tile;
       bool is_end = index >= scheduler.num_indices;
-      sync_producer(pages);
+      sync_producer();
       if (is_first) {
         item.index = num_items;
         item.is_end = is_end;
@@ -157,7 +158,7 @@ struct FwdSm90 {
           tile = Tile(p, scheduler, tile_index);
         }
       }
-      sync_producer(pages);
+      sync_producer();
       if (!is_end && !tile.has_queries()) continue;
       i32 kv_head = Config::kPacksHeads ? tile.coord.head : tile.coord.head / (p.heads / p.heads_kv);
       if constexpr (mutates(Mutation::fwd_sm90_gqa_head)) kv_head = tile.coord.head % p.heads_kv;
@@ -487,11 +488,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_sm90_kernel(const 
   i32 warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == Config::kNumConsumers) {
     lower_registers<Kernel::kProducerRegisters>();
-    bool is_producer = threadIdx.x % 128 < 32;
-    if constexpr (KvSource::kIsPaged) is_producer = threadIdx.x % 128 < Kernel::Pages(params.base).num_threads();
-    if (is_producer && (KvSource::kIsPaged || elect_lane())) {
+    if (KvSource::kIsPaged || (threadIdx.x % 128 < 32 && elect_lane())) {
       // Without keys the maps are empty
-      if (params.base.seqlen_k > 0) {
+      if (params.base.seqlen_k > 0 && (!KvSource::kIsPaged || threadIdx.x % 128 == 0)) {
         prefetch_map(params.q_map);
         prefetch_map(params.k_map);
         prefetch_map(params.v_map);
