@@ -1,4 +1,4 @@
-"""The plan of `append_kv`: one kernel that writes new rows of k and v into a cache, and what the read after it needs."""
+"""The plan of `append_kv`: one kernel that writes new rows of k and v into a cache, and what a read after it needs."""
 
 from __future__ import annotations
 
