@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,7 @@ from torch import Tensor
 from flashtile import api
 from flashtile.bench import timing
 from flashtile.bench.points import DTYPES, Inputs, Point
-from flashtile.bench.providers import AUTOMATIC, Attend, Provider, missing
+from flashtile.bench.providers import AUTOMATIC, Provider, missing
 from flashtile.bench.rows import Environment, OverheadRow
 from flashtile.bench.sweep import Refusal, refusing
 
@@ -36,7 +38,8 @@ class Contender:
     """A provider in one case: what it calls, and the seconds of a call in each round."""
 
     row: OverheadRow
-    attend: Attend
+    call: Callable[..., Tensor]
+    context: Callable[[], AbstractContextManager[Any]]
     inputs: Inputs | None  # None: the call has its own
     layout: str
     seconds: list[float] = field(default_factory=list)
@@ -103,7 +106,8 @@ def _build(provider: Provider, row: OverheadRow, point: Point, device: str) -> C
     )
     with refusing():
         inputs = small.make(device, seed=0)
-        return Contender(row, provider.build(small, inputs), inputs.leaves(provider.layout, False), provider.layout)
+        attend = provider.build(small, inputs)
+        return Contender(row, attend.call, attend.context, inputs.leaves(provider.layout, False), provider.layout)
 
 
 def _build_step(provider: Provider, row: OverheadRow, point: Point, device: str) -> Contender:
@@ -131,7 +135,7 @@ def _build_step(provider: Provider, row: OverheadRow, point: Point, device: str)
             return F.scaled_dot_product_attention(q, rows_k, rows_v, enable_gqa=True)
 
         built = provider.build(replace(point, heads=_HEADS, heads_kv=_HEADS_KV), Inputs(q, k, v, q))
-        return Contender(row, Attend(attend, built.context), None, layout)
+        return Contender(row, attend, built.context, None, layout)
 
     table = torch.arange(_BATCH * _CAPACITY // _PAGE, dtype=torch.int32, device=device).view(_BATCH, -1)
     lengths = torch.full((_BATCH,), _LENGTH if has_new else _LENGTH + 1, dtype=torch.int32, device=device)
@@ -152,7 +156,7 @@ def _build_step(provider: Provider, row: OverheadRow, point: Point, device: str)
         assert isinstance(out, Tensor)
         return out
 
-    return Contender(row, Attend(step), None, layout)
+    return Contender(row, step, nullcontext, None, layout)
 
 
 def _calls(contender: Contender, number: int) -> list[Call] | list[tuple[()]]:
@@ -172,9 +176,9 @@ def _calls(contender: Contender, number: int) -> list[Call] | list[tuple[()]]:
 
 def _round(contender: Contender, number: int, device: str) -> float:
     """Seconds per call until the host is free again."""
-    call, calls = contender.attend.call, _calls(contender, number)
+    call, calls = contender.call, _calls(contender, number)
     dout, has_backward = None if contender.inputs is None else contender.inputs.dout, contender.row.mode == "fwd+bwd"
-    with contender.attend.context(), torch.set_grad_enabled(contender.row.mode in ("grad", "fwd+bwd")):
+    with contender.context(), torch.set_grad_enabled(contender.row.mode in ("grad", "fwd+bwd")):
         timing.synchronize(device)
         begin = time.perf_counter_ns()
         for inputs in calls:

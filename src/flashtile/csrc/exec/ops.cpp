@@ -553,7 +553,7 @@ bool register_ops() {
   using Kernel = void (*)(StableIValue*, uint64_t, uint64_t);
   constexpr std::pair<const char*, Kernel> kKernels[] = {
       {"forward", forward<false>},        {"forward.dense", forward<true>}, {"backward", backward<false>},
-      {"backward.dense", backward<true>}, {"append_kv", append_kv<false>}, {"append_kv.step", append_kv<true>},
+      {"backward.dense", backward<true>}, {"append_kv", append_kv<false>},  {"append_kv.step", append_kv<true>},
       {"forward.cache", forward_cache},
   };
   for (const char* key : {"CPU", "CUDA"}) {

@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kAppendThreads) append_kv_kernel(const FT_GRID
                                  head_rows<T>(p.rotated_q, p.rotated_q_strides, batch_idx, row), p.heads);
   }
   // Say how many rows the sequence has from now on
-  if (p.seqused_k != nullptr && i == 0 && threadIdx.x == 0) 
+  if (p.seqused_k != nullptr && i == 0 && threadIdx.x == 0)
     p.seqused_k[batch_idx] = static_cast<i32>(length + p.new_rows);
 
   // Find the row's place in the cache
