@@ -282,12 +282,95 @@ struct DecodeSm90 {
     sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
   }
 
-  // Joins the parts of a row tile, of which this block's own is in shared memory. A warp joins a row: for m and l its
-  // lanes share the parts, for O the columns. Scope: warpgroup.
+  // Joins kRows rows of a row tile from `first` on: for m and l the lanes share the parts, for O the columns. 16 parts of
+  // rows are in flight together. Scope: warp.
+  template <i32 kRows>
+  FT_DEVICE static void join_rows(const Params& p, const Storage& shared, const DecodeItem& item, i32 first,
+                                  i32 num_rows, i32 num_parts) {
+    constexpr i32 kColumns = 128, kParts = 16 / kRows;
+    i32 lane = threadIdx.x % 32, queries = num_queries(p, item);
+    const float2* stats = part_stats(p, item.first_block);
+    const float* own = reinterpret_cast<const float*>(shared.sK);
+    // Lane z has the statistics of part z of each 32
+    auto stats_of = [&](i32 row, i32 part) {
+      float2 found = make_float2(-infinity(), 0.0f);
+      if (part < num_parts) found = load_from_l2(stats + part * 64 + row);
+      return found;
+    };
+    float2 kept[kRows];
+    i32 row[kRows], head[kRows];
+    float sink[kRows], m[kRows], shift[kRows];
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) {
+      row[r] = min_of(first + r, num_rows - 1);  // the last row again, where there is none
+      kept[r] = stats_of(row[r], lane);
+    }
+    // Find the common maxima
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) {
+      head[r] = item.coord.head * Packing::num_heads(p) + row[r] / queries;
+      sink[r] = p.sinks == nullptr ? -infinity() : in_score_unit(false, p.sinks[head[r]]);
+      m[r] = fmaxf(fmaxf(sink[r], shared.stats[row[r]].x), kept[r].x);
+      for (i32 part = lane + 32; part < num_parts; part += 32) m[r] = fmaxf(m[r], stats_of(row[r], part).x);
+      m[r] = lanes_max<32>(m[r]);
+      shift[r] = shift_of(m[r]);
+    }
+    for (i32 slice = 0; slice < p.head_dim_v; slice += kColumns) {
+      i32 column = slice + 4 * lane;
+      bool is_inside = column < p.head_dim_v;
+      const float* columns = part_rows(p, item.first_block) + column;
+      // Begin with this block's part and the sink
+      float l[kRows];
+      float4 sum[kRows];
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) {
+        float2 own_stats = shared.stats[row[r]];
+        float weight = exp_difference(own_stats.x, shift[r], 1.0f);
+        l[r] = weight * own_stats.y + exp_difference(sink[r], shift[r], 1.0f);
+        sum[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        const float* from = own + row[r] * p.head_dim_v + column;
+        if (is_inside) add_scaled(sum[r], weight, *reinterpret_cast<const float4*>(from));
+      }
+      // Add the other parts
+      for (i32 begin = 0; begin < num_parts; begin += kParts) {
+        float4 x[kRows][kParts];
+#pragma unroll
+        for (i32 r = 0; r < kRows; ++r) {
+#pragma unroll
+          for (i32 y = 0; y < kParts; ++y) {
+            const float* from = columns + (static_cast<i64>(begin + y) * 64 + row[r]) * p.head_dim_v;
+            x[r][y] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (is_inside && begin + y < num_parts) x[r][y] = load_from_l2(reinterpret_cast<const float4*>(from));
+          }
+        }
+#pragma unroll
+        for (i32 r = 0; r < kRows; ++r) {
+          if (begin % 32 == 0 && begin + slice > 0) kept[r] = stats_of(row[r], begin + lane);
+          float weight = exp_difference(kept[r].x, shift[r], 1.0f);
+          if (begin % 32 == 0) l[r] += lanes_sum<32>(weight * kept[r].y);
+          if constexpr (mutates(Mutation::decode_sm90_weight)) weight = 1.0f;
+#pragma unroll
+          for (i32 y = 0; y < kParts; ++y) {
+            add_scaled(sum[r], __shfl_sync(0xffffffffu, weight, begin % 32 + y), x[r][y]);
+          }
+        }
+      }
+      // Normalise and store
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) {
+        i32 i = item.i_begin + row[r] % queries;
+        float norm = l[r] == 0.0f ? 0.0f : 1.0f / l[r];
+        if (lane == 0) p.lse[stat_index(p, item.s, head[r], i)] = lse_of(false, m[r], l[r]);
+        sum[r].x *= norm, sum[r].y *= norm, sum[r].z *= norm, sum[r].w *= norm;
+        Out* gO = query_rows(static_cast<Out*>(p.out), p.out_strides, item.s, head[r]) + i * p.out_strides.row;
+        if (is_inside) store_four(gO + column, sum[r]);
+      }
+    }
+  }
+
+  // Joins the parts of a row tile, of which this block's own is in shared memory. Scope: warpgroup.
   FT_DEVICE static void join(const Params& p, Storage& shared, const DecodeItem& item) {
-    constexpr i32 kColumns = 128;  // that a warp has
-    constexpr i32 kAtOnce = 16;    // parts whose columns are loaded together; divides 32
-    i32 num_parts = static_cast<i32>(blockIdx.x) - item.first_block, lane = threadIdx.x % 32;
+    i32 num_parts = static_cast<i32>(blockIdx.x) - item.first_block;
     // Wait for the parts
     for (i32 part = threadIdx.x; part < num_parts; part += 128) {
       u64* flag = part_flag(p, item.first_block + part);
@@ -295,55 +378,14 @@ struct DecodeSm90 {
       *flag = 0;
     }
     sync_consumer();
-    const float* own = reinterpret_cast<const float*>(shared.sK);
-    i32 queries = num_queries(p, item), num_rows = queries * Packing::num_heads(p);
-    for (i32 row = threadIdx.x / 32; row < num_rows; row += 4) {
-      const float2* row_stats = part_stats(p, item.first_block) + row;
-      // Find the common maximum; keep the first 32 statistics: seldom are there more
-      i32 head = item.coord.head * Packing::num_heads(p) + row / queries, i = item.i_begin + row % queries;
-      float sink = p.sinks == nullptr ? -infinity() : in_score_unit(false, p.sinks[head]);
-      float2 own_stats = shared.stats[row], kept = make_float2(-infinity(), 0.0f);
-      float m = fmaxf(sink, own_stats.x);
-      for (i32 part = lane; part < num_parts; part += 32) {
-        float2 stats = load_from_l2(row_stats + part * 64);
-        if (part == lane) kept = stats;
-        m = fmaxf(m, stats.x);
+    i32 num_rows = num_queries(p, item) * Packing::num_heads(p), warp = threadIdx.x / 32;
+    if (num_rows > 4 && num_parts <= 8) {
+      for (i32 first = 4 * warp; first < num_rows; first += 16) {
+        join_rows<4>(p, shared, item, first, num_rows, num_parts);
       }
-      m = lanes_max<32>(m);
-      float shift = shift_of(m);
-      // Add up the parts. Columns in slices; parts 16 at a time, all of which are in flight together.
-      Out* gO = query_rows(static_cast<Out*>(p.out), p.out_strides, item.s, head) + i * p.out_strides.row;
-      for (i32 slice = 0; slice < p.head_dim_v; slice += kColumns) {
-        i32 column = slice + 4 * lane;
-        bool is_inside = column < p.head_dim_v;
-        const float* columns = part_rows(p, item.first_block) + row * p.head_dim_v + column;
-        float own_weight = exp_difference(own_stats.x, shift, 1.0f);
-        float l = own_weight * own_stats.y + exp_difference(sink, shift, 1.0f);
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (is_inside) add_scaled(sum, own_weight, *reinterpret_cast<const float4*>(own + row * p.head_dim_v + column));
-        for (i32 begin = 0; begin < num_parts; begin += kAtOnce) {
-          float4 x[kAtOnce];
-#pragma unroll
-          for (i32 y = 0; y < kAtOnce; ++y) {
-            x[y] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            const float* from = columns + static_cast<i64>(begin + y) * 64 * p.head_dim_v;
-            if (is_inside && begin + y < num_parts) x[y] = load_from_l2(reinterpret_cast<const float4*>(from));
-          }
-          // Lane z has the weight of part z of each 32
-          if (begin % 32 == 0 && begin + slice > 0) {
-            kept = make_float2(-infinity(), 0.0f);
-            if (begin + lane < num_parts) kept = load_from_l2(row_stats + (begin + lane) * 64);
-          }
-          float weight = exp_difference(kept.x, shift, 1.0f);
-          if (begin % 32 == 0) l += lanes_sum<32>(weight * kept.y);
-          if constexpr (mutates(Mutation::decode_sm90_weight)) weight = 1.0f;
-#pragma unroll
-          for (i32 y = 0; y < kAtOnce; ++y) add_scaled(sum, __shfl_sync(0xffffffffu, weight, begin % 32 + y), x[y]);
-        }
-        float norm = l == 0.0f ? 0.0f : 1.0f / l;
-        if (lane == 0) p.lse[stat_index(p, item.s, head, i)] = lse_of(false, m, l);
-        sum.x *= norm, sum.y *= norm, sum.z *= norm, sum.w *= norm;
-        if (is_inside) store_four(gO + column, sum);
+    } else {
+      for (i32 first = warp; first < num_rows; first += 4) {
+        join_rows<1>(p, shared, item, first, num_rows, num_parts);
       }
     }
   }
