@@ -85,6 +85,8 @@ class FwdSm90Params(ctypes.Structure):
         ("base", Params),
         ("_padding", ctypes.c_char * (-ctypes.sizeof(Params) % 64)),
         *((f"{name}_map", ctypes.c_uint64 * 16) for name in ("q", "k", "v", "out")),
+        *((name, ctypes.c_void_p) for name in ("mask_bits", "mask_tiles")),
+        ("_tail", ctypes.c_char * 48),
     ]
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
-from flashtile.kernels.families.steps import combine, query_grid
+from flashtile.kernels.families.steps import combine, partial_results, plain_step, query_grid
 from flashtile.kernels.length_class import PackedHeads, RaggedQueries
 from flashtile.kernels.params import FwdSm90Params, Struct
-from flashtile.kernels.plan import MapPatch, SplitRule, Step, Workspace
+from flashtile.kernels.plan import Grid, MapPatch, SplitRule, Step, Workspace
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
@@ -19,6 +19,9 @@ _PACKED_HEADS, _RAGGED = PackedHeads(64, 128), RaggedQueries(192, 128, 105)
 _WARP_ROWS = 16  # rows of O that a warp stores
 _WARPGROUP_ROWS = 64
 _WORK_ITEMS, _QUERY_TILE_BYTES = 3, 72  # WorkItemRing, QueryTile (attn/work_item.cuh)
+_MAX_SHARED_BYTES = 227 * 1024  # FwdBiasTiles (kernels/fwd_sm90_options.cuh) has two stages where they fit
+_MASK_GROUP, _MASK_WORD, _MASK_BITS_THREADS = 64, 32, 512  # attn/mask_bits.cuh, kernels/fwd_mask_bits.cuh
+_MASK_SIZES = ("mask_rows", "mask_heads", "mask_batch")
 
 
 class Tile(NamedTuple):
@@ -71,6 +74,8 @@ class Sm90Row(Row):
     scales_lazily: bool
     stores_p: bool = False  # in shared memory, not in registers
     packs_heads: bool = False
+    has_bool_mask: bool = False
+    bias_bytes: int = 0  # of an element
 
     @property
     def header(self) -> str:
@@ -114,15 +119,24 @@ class Sm90Row(Row):
         consumers = self.block_m // _WARPGROUP_ROWS
         tiles += 128 * self.block_m * -(-self.block_n // 64) if self.stores_p else 16 * self.block_m // 64
         barriers, scheduler = 16 * consumers + 32 * self.num_stages, 16
-        items = _WORK_ITEMS * (_QUERY_TILE_BYTES + -(-(12 * consumers + 8) // 8) * 8)
-        return -(-(tiles + barriers + scheduler + items) // 1024) * 1024
+        window = -(-(4 * consumers + 40) // 8) * 8 if self.has_bool_mask else 0  # MaskWindow
+        items = _WORK_ITEMS * (window + _QUERY_TILE_BYTES + -(-(12 * consumers + 8) // 8) * 8)
+        end = -(-(tiles + barriers + scheduler + items) // 128) * 128
+        if self.bias_bytes:
+            bias_tile = 128 * _WARPGROUP_ROWS * -(-self.block_n * self.bias_bytes // 128)
+            num_stages = 2 if 1024 + tiles + 2 * consumers * bias_tile <= _MAX_SHARED_BYTES else 1
+            end += num_stages * consumers * (bias_tile + 16)
+        return -(-end // 1024) * 1024
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
         config = "flashtile::" + self.config
         mask, score_mod, dropout, lengths = (qualified(f"flashtile::{policy}") for policy in features.policies()[:4])
         kernel = f"flashtile::FwdSm90<{config}, {mask}, {score_mod}, {dropout}, {lengths}>"
         return {
-            "shared bytes": (f"sizeof(flashtile::FwdSm90Storage<{config}, {mask}, {lengths}>)", self.shared_bytes),
+            "shared bytes": (
+                f"sizeof(flashtile::FwdSm90Storage<{config}, {mask}, {score_mod}, {lengths}>)",
+                self.shared_bytes,
+            ),
             "map of the output": (f"{kernel}::kStoresByTma", self.stores_by_tma(features)),
         }
 
@@ -165,26 +179,25 @@ class FwdSm90(Family[Sm90Row]):
         is_packed = self.packed_heads(key) > 1
         for tile in (_PACKED_TILES[dims],) if is_packed else _tiles(dims, key):
             if key.features.num_score_options <= tile.max_options:
-                yield _row(tile, key.dtype, key.out_dtype, dims, is_packed)
+                yield _with_options(_row(tile, key.dtype, key.out_dtype, dims, is_packed), key.features)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         row = self.select("fwd_sm90", key)
-        plain, packed_heads, rows = (
-            self.launch_row(row, key, layout),
-            self.packed_heads(key),
-            ("num_splits", "lse_size"),
-        )
+        plain, packed_heads = self.launch_row(row, key, layout), self.packed_heads(key)
         # A block fills a multiprocessor, and each split should have a few tiles of keys
         splits = SplitRule(row.block_m, 4 * row.block_n, blocks=1)
         if packed_heads > 1:
             splits = SplitRule(row.queries(packed_heads), 2 * row.block_n, "heads_kv", blocks=1)
-        workspaces = (Workspace("partial_out", 4 * key.head_dim_v, rows), Workspace("partial_stats", 8, rows))
+        workspaces = (*plain.workspaces, *partial_results(key))
         return Launch((*plain.steps, combine(key)), workspaces, splits, plain.maps, struct=FwdSm90Params)
 
     def launch_row(self, row: Sm90Row, key: PlanKey, layout: CallLayout) -> Launch:
         packed_heads = self.packed_heads(key) if row.packs_heads else 1
         maps = _maps(row, key.features, layout, packed_heads)
-        return Launch((self._step(row, key, packed_heads),), maps=maps, struct=FwdSm90Params)
+        step = self._step(_with_options(row, key.features), key, packed_heads)
+        if not key.features.has_bool_mask:
+            return Launch((step,), maps=maps, struct=FwdSm90Params)
+        return Launch((_mask_bits(row), step), _mask_workspaces(row), maps=maps, struct=FwdSm90Params)
 
     def _step(self, row: Sm90Row, key: PlanKey, packed_heads: int) -> Step:
         grid = query_grid(row.queries(packed_heads), "heads_kv") if row.packs_heads else query_grid(row.block_m)
@@ -200,6 +213,33 @@ def _tiles(dims: tuple[int, int], key: PlanKey) -> list[Tile]:
 def _row(tile: Tile, dtype: str, out_dtype: str, dims: tuple[int, int], packs_heads: bool = False) -> Sm90Row:
     flags = tile.takes_turns, tile.scales_lazily, tile.stores_p, packs_heads
     return Sm90Row("fwd_sm90", dtype, out_dtype, *dims, tile.block_m, tile.block_n, tile.num_stages, *flags)
+
+
+def _with_options(row: Sm90Row, features: Features) -> Sm90Row:
+    """The row with the shared memory that the options take."""
+    bias_bytes = {None: 0, "float32": 4}.get(features.bias_dtype, 2)
+    return replace(row, has_bool_mask=features.has_bool_mask, bias_bytes=bias_bytes)
+
+
+def _mask_bits(row: Sm90Row) -> Step:
+    """Packs the bool mask into bits."""
+    grid: Grid = (
+        ("mask_rows", _MASK_GROUP),
+        ("mask_heads", 1),
+        ("mask_batch", 1),
+        ("seqlen_k", _MASK_WORD * row.block_n),
+    )
+    entry = f"fwd_mask_bits_kernel<{row.block_n}>"
+    return plain_step("fwd_mask_bits", entry, grid, _MASK_BITS_THREADS, struct=FwdSm90Params)
+
+
+def _mask_workspaces(row: Sm90Row) -> tuple[Workspace, ...]:
+    """The bits of a bool mask and the map of its tiles (attn/mask_bits.cuh)."""
+    tiles: Grid = (("mask_rows", _MASK_GROUP), ("seqlen_k", _MASK_WORD * row.block_n))
+    return (
+        Workspace("mask_bits", 16, _MASK_SIZES, quotients=(("seqlen_k", row.block_n),)),
+        Workspace("mask_tiles", 8, ("mask_heads", "mask_batch"), quotients=tiles),
+    )
 
 
 def _maps(row: Sm90Row, features: Features, layout: CallLayout, packed_heads: int) -> tuple[MapPatch, ...]:

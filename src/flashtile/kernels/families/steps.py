@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flashtile.kernels.params import Params
-from flashtile.kernels.plan import Grid, Step
+from flashtile.kernels.params import Params, Struct
+from flashtile.kernels.plan import Grid, Step, Workspace
 from flashtile.kernels.source import cpp_type, plain_unit
 from flashtile.kernels.spec import PlanKey
 
@@ -23,6 +23,15 @@ def combine(key: PlanKey) -> Step:
     return plain_step("fwd_combine", entry, query_grid(COMBINE_ROWS), COMBINE_THREADS, is_for_splits=True)
 
 
+def partial_results(key: PlanKey) -> tuple[Workspace, ...]:
+    """What `combine` joins."""
+    rows = ("num_splits", "lse_size")
+    return (
+        Workspace("partial_out", 4 * key.head_dim_v, rows, is_for_splits=True),
+        Workspace("partial_stats", 8, rows, is_for_splits=True),
+    )
+
+
 def preprocess(key: PlanKey) -> Step:
     """Fills score_lse and delta for a backward pass."""
     entry = f"bwd_preprocess_kernel<{cpp_type(key.out_dtype)}, {_sequences(key)}>"
@@ -37,7 +46,9 @@ def _sequences(key: PlanKey) -> str:
     return "flashtile::" + key.features.policies()[3]
 
 
-def plain_step(header: str, entry: str, grid: Grid, num_threads: int, is_for_splits: bool = False) -> Step:
+def plain_step(
+    header: str, entry: str, grid: Grid, num_threads: int, is_for_splits: bool = False, struct: Struct = Params
+) -> Step:
     """The launch of a kernel without a tile."""
     entry = f"flashtile::{entry}"
-    return Step(plain_unit(header, entry, Params), entry, grid, 1, 1, num_threads, 0, is_for_splits)
+    return Step(plain_unit(header, entry, struct), entry, grid, 1, 1, num_threads, 0, is_for_splits)

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "flashtile/attn/block_range.cuh"
+#include "flashtile/attn/mask_bits.cuh"
 #include "flashtile/attn/scheduler.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/tile/fragment.cuh"
@@ -70,7 +71,8 @@ struct ConsumerTiles {
 };
 
 template <class Config, class Mask, class SeqInfo>
-struct WorkItem {
+struct WorkItem : MaskWindow<Mask::kHasBool, Config::kNumConsumers> {
+  using Window = MaskWindow<Mask::kHasBool, Config::kNumConsumers>;
   QueryTile<Config, Mask, SeqInfo> tile;
   ConsumerTiles consumers[Config::kNumConsumers];
   u32 index;    // of this item in the block's sequence of items
