@@ -58,7 +58,7 @@ struct FwdSm90Options {
       Tile& tile = item.tile;
       i32 num_heads = Packing::num_heads(p), i_end = min_of(tile.i_begin + Packing::block_queries(p), tile.s.seqlen_q);
       if (!tile.has_keys()) return;
-      item.template find<kBlockN>(p, params.mask_tiles, tile.s.batch_idx, tile.coord.head * num_heads, num_heads,
+      item.template find<kBlockN>(p, reinterpret_cast<const uint2*>(p.mask_tiles), tile.s.batch_idx, tile.coord.head * num_heads, num_heads,
                                   tile.i_begin, i_end);
       item.trim(tile.n_begin, tile.n_end);
     }
@@ -84,7 +84,7 @@ struct FwdSm90Options {
         if constexpr (mutates(Mutation::fwd_sm90_mask_row)) i = max_of(i - 1, 0);
         if constexpr (Mask::kHasBool && kIsMasked) {
           i64 index = layout.bits_index(layout.plane(tile.s.batch_idx, head), i, n);
-          early.seen[r] = params.mask_bits[4 * index + threadIdx.x % 4];
+          early.seen[r] = p.mask_bits[4 * index + threadIdx.x % 4];
         }
         if constexpr (ScoreMod::kHasAlibi) {
           if (r == 0 || Config::kPacksHeads) {

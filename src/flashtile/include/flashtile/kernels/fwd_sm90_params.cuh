@@ -12,8 +12,6 @@ struct FwdSm90Params {
   TensorMap q_map;         // boxes of 64 rows; with kPacksHeads of 64 / num_heads rows of num_heads heads
   TensorMap k_map, v_map;  // boxes of kBlockN rows
   TensorMap out_map;       // boxes of 16 rows; used only with kStoresByTma
-  u32* mask_bits;          // the bool mask as bits (attn/mask_bits.cuh), or null
-  uint2* mask_tiles;       // the map of its tiles, or null
 };
 
 }  // namespace flashtile
