@@ -21,6 +21,8 @@ _WARPGROUP_ROWS = 64
 _WORK_ITEMS, _QUERY_TILE_BYTES = 3, 72  # WorkItemRing, QueryTile (attn/work_item.cuh)
 _MAX_SHARED_BYTES = 227 * 1024  # FwdBiasTiles (kernels/fwd_sm90_options.cuh) has two stages where they fit
 
+_LIGHT = frozenset({"has_bool_mask", "has_alibi"})  # options that take few registers
+
 
 class Tile(NamedTuple):
     """One tile, and which calls take it."""
@@ -33,21 +35,28 @@ class Tile(NamedTuple):
     stores_p: bool = False
     takes_ragged: bool = True  # without a band; under one, larger tiles are mostly faster all the same
     max_options: int = 99  # that change scores or probabilities, that it holds without a spill
+    alone: frozenset[str] = frozenset()  # options that it holds if there is no other
+
+    def takes(self, features: Features) -> bool:
+        """It holds the options of a call without a spill."""
+        is_alone = features.num_score_options == 1 and not features.has_lengths
+        is_alone = is_alone and any(getattr(features, name) for name in self.alone)
+        return is_alone or features.num_score_options <= self.max_options
 
 
 # By padded head_dim and head_dim_v; the first that takes a call is chosen. Measured on an NVIDIA H200: docs/sm90.md.
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
-    (64, 64): (Tile(192, 128, num_stages=4, max_options=0), Tile(128, 128)),
+    (64, 64): (Tile(192, 128, num_stages=4, max_options=0, alone=_LIGHT), Tile(128, 128)),
     (96, 96): (
-        Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0),
+        Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0, alone=_LIGHT),
         Tile(128, 128),
     ),
     (128, 128): (
-        Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0),
+        Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0, alone=_LIGHT),
         Tile(128, 128),
     ),
-    (192, 128): (Tile(128, 128),),
-    (192, 192): (Tile(128, 96, scales_lazily=True),),
+    (192, 128): (Tile(128, 128), Tile(128, 64)),
+    (192, 192): (Tile(128, 96, scales_lazily=True), Tile(128, 64)),
     (256, 256): (
         Tile(128, 80, scales_lazily=True, max_options=0),
         Tile(128, 64, max_options=1),
@@ -176,7 +185,7 @@ class FwdSm90(Family[Sm90Row]):
         assert dims is not None  # else refused
         is_packed = self.packed_heads(key) > 1
         for tile in (_PACKED_TILES[dims],) if is_packed else _tiles(dims, key):
-            if key.features.num_score_options <= tile.max_options:
+            if tile.takes(key.features):
                 yield _with_options(_row(tile, key.dtype, key.out_dtype, dims, is_packed), key.features)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:

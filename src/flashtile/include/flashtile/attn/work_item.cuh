@@ -25,12 +25,12 @@ template <class Config, class Mask, class SeqInfo>
 struct QueryTile {
   static constexpr i32 kBlockN = Config::kBlockN;
   using Packing = HeadPacking<Config>;
-  using Scheduler = TileScheduler<Mask, Config::kPacksHeads>;
   TileCoord coord;
   Sequence s;
   i32 i_begin;  // first query of consumer 0; negative if that consumer has no queries
   i32 n_begin, n_end;
 
+  template <class Scheduler>
   FT_DEVICE QueryTile(const Params& p, const Scheduler& scheduler, i32 index)
       : coord(scheduler.coord(p, index)),
         s(find_sequence<SeqInfo>(p, coord.batch)),

@@ -42,7 +42,7 @@ struct alignas(1024) FwdSm90Storage {
   u64 full_q[Config::kNumConsumers], empty_q[Config::kNumConsumers];
   u64 full_k[Config::kNumStages], empty_k[Config::kNumStages];
   u64 full_v[Config::kNumStages], empty_v[Config::kNumStages];
-  TileScheduler<Mask, Config::kPacksHeads> scheduler;
+  TileScheduler<Mask, Config::kPacksHeads, ScoreMod::kHasBias> scheduler;
   WorkItemRing<WorkItem<Config, Mask, SeqInfo>> work_items;
   FwdBiasTiles<Config, typename ScoreMod::BiasElement> bias;
 };
