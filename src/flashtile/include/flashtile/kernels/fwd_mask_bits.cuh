@@ -65,7 +65,7 @@ FT_DEVICE void pack_keys(const u8* keys, i64 stride, i32 num_keys, u32 (&words)[
 }
 
 template <i32 kBlockN>
-__global__ void __launch_bounds__(kMaskBitsThreads)
+__global__ void __launch_bounds__(kMaskBitsThreads, 2)
     fwd_mask_bits_kernel(const FT_GRID_CONSTANT FwdSm90Params params) {
   constexpr u32 kAllKeys = 0xffffffffu >> (32 - kBlockN / 4);
   const Params& p = params.base;
