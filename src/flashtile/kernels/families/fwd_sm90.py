@@ -21,7 +21,7 @@ _WARPGROUP_ROWS = 64
 _WORK_ITEMS, _QUERY_TILE_BYTES = 3, 72  # WorkItemRing, QueryTile (attn/work_item.cuh)
 _MAX_SHARED_BYTES = 227 * 1024  # FwdBiasTiles (kernels/fwd_sm90_options.cuh) has two stages where they fit
 
-_LIGHT = frozenset({"has_bool_mask", "has_alibi"})  # options that take few registers
+_LIGHT = frozenset({"has_bool_mask", "has_alibi", "has_softcap"})  # options that take few registers
 
 
 class Tile(NamedTuple):
@@ -35,6 +35,7 @@ class Tile(NamedTuple):
     stores_p: bool = False
     takes_ragged: bool = True  # without a band; under one, larger tiles are mostly faster all the same
     max_options: int = 99  # that change scores or probabilities, that it holds without a spill
+    num_blocks: int = 1  # that share a multiprocessor
     alone: frozenset[str] = frozenset()  # options that it holds if there is no other
 
     def takes(self, features: Features) -> bool:
@@ -46,7 +47,28 @@ class Tile(NamedTuple):
 
 # By padded head_dim and head_dim_v; the first that takes a call is chosen. Measured on an NVIDIA H200: docs/sm90.md.
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
-    (64, 64): (Tile(192, 128, num_stages=4, max_options=0, alone=_LIGHT), Tile(128, 128)),
+    (32, 32): (
+        Tile(192, 128, num_stages=4, max_options=0, alone=_LIGHT),
+        Tile(128, 128, num_stages=4),
+        Tile(64, 64, num_blocks=4, takes_turns=False),
+        Tile(64, 64, num_blocks=3, takes_turns=False),
+        Tile(64, 64, num_blocks=2, takes_turns=False),
+    ),
+    (64, 64): (
+        Tile(192, 128, num_stages=4, max_options=0, alone=_LIGHT),
+        Tile(128, 128),
+        Tile(128, 128, num_stages=4),
+        Tile(256, 64, num_stages=4, max_options=0),
+        Tile(256, 64, num_stages=4, max_options=0, takes_turns=False),
+        Tile(128, 112, num_stages=4, max_options=0),
+        Tile(64, 128, num_blocks=2, takes_turns=False),
+        Tile(64, 64, num_blocks=3, takes_turns=False),
+        Tile(64, 64, num_blocks=4, takes_turns=False),
+        Tile(128, 64, num_blocks=2, takes_turns=False),
+        Tile(192, 80, num_stages=4, max_options=0),
+        Tile(256, 80, num_stages=4, max_options=0, takes_turns=False),
+        Tile(128, 80, num_stages=2, takes_turns=False, num_blocks=2),
+    ),
     (96, 96): (
         Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0, alone=_LIGHT),
         Tile(128, 128),
@@ -65,6 +87,7 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
 }
 # Few queries of heads that share a KV head, packed into one tile: what counts is how fast keys arrive.
 _PACKED_TILES = {
+    (32, 32): Tile(64, 128, num_stages=4, takes_turns=False),
     (64, 64): Tile(64, 128, num_stages=4, takes_turns=False),
     (96, 96): Tile(64, 128, takes_turns=False),
     (128, 128): Tile(64, 128, takes_turns=False),
@@ -81,6 +104,7 @@ class Sm90Row(Row):
     scales_lazily: bool
     stores_p: bool = False  # in shared memory, not in registers
     packs_heads: bool = False
+    num_blocks: int = 1
     has_bool_mask: bool = False
     bias_bytes: int = 0  # of an element
 
@@ -108,6 +132,7 @@ class Sm90Row(Row):
     def config(self) -> str:
         sizes = f"{self.head_dim}, {self.head_dim_v}, {self.block_m}, {self.block_n}, {self.num_stages}"
         flags = ", ".join(map(cpp_bool, (self.takes_turns, self.scales_lazily, self.stores_p, self.packs_heads)))
+        flags += f", {self.num_blocks}" if self.num_blocks > 1 else ""
         return f"Sm90Config<{CPP_TYPES[self.dtype]}, {CPP_TYPES[self.out_dtype]}, {sizes}, {flags}>"
 
     @property
@@ -117,6 +142,7 @@ class Sm90Row(Row):
         words += [] if self.takes_turns else ["no turns"]
         words += ["lazy"] if self.scales_lazily else []
         words += ["P in shared memory"] if self.stores_p else []
+        words += [f"{self.num_blocks} blocks a multiprocessor"] if self.num_blocks > 1 else []
         return ", ".join(words)
 
     @property
@@ -126,7 +152,7 @@ class Sm90Row(Row):
         consumers = self.block_m // _WARPGROUP_ROWS
         tiles += 128 * self.block_m * -(-self.block_n // 64) if self.stores_p else 16 * self.block_m // 64
         barriers, scheduler = 16 * consumers + 32 * self.num_stages, 16
-        window = -(-(4 * consumers + 40) // 8) * 8 if self.has_bool_mask else 0  # MaskWindow
+        window = -(-(4 * consumers + 56) // 8) * 8 if self.has_bool_mask else 0  # MaskWindow
         items = _WORK_ITEMS * (window + _QUERY_TILE_BYTES + -(-(12 * consumers + 8) // 8) * 8)
         end = -(-(tiles + barriers + scheduler + items) // 128) * 128
         if self.bias_bytes:
@@ -208,7 +234,7 @@ class FwdSm90(Family[Sm90Row]):
 
     def _step(self, row: Sm90Row, key: PlanKey, packed_heads: int) -> Step:
         grid = query_grid(row.queries(packed_heads), "heads_kv") if row.packs_heads else query_grid(row.block_m)
-        return tile_step(row, key.features, (("num_splits", 1), *grid), max_blocks=1)
+        return tile_step(row, key.features, (("num_splits", 1), *grid), max_blocks=row.num_blocks)
 
 
 def _tiles(dims: tuple[int, int], key: PlanKey) -> list[Tile]:
@@ -218,7 +244,7 @@ def _tiles(dims: tuple[int, int], key: PlanKey) -> list[Tile]:
 
 
 def _row(tile: Tile, dtype: str, out_dtype: str, dims: tuple[int, int], packs_heads: bool = False) -> Sm90Row:
-    flags = tile.takes_turns, tile.scales_lazily, tile.stores_p, packs_heads
+    flags = tile.takes_turns, tile.scales_lazily, tile.stores_p, packs_heads, tile.num_blocks
     return Sm90Row("fwd_sm90", dtype, out_dtype, *dims, tile.block_m, tile.block_n, tile.num_stages, *flags)
 
 

@@ -79,19 +79,20 @@ template <bool kHasBool, i32 kNumConsumers>
 struct MaskWindow {};
 template <i32 kNumConsumers>
 struct MaskWindow<true, kNumConsumers> {
-  const uint2* first;           // the first group of the first plane
-  i64 plane_words;              // from a plane to the next
-  i32 num_words, num_groups;    // of a plane
-  i32 num_planes;               // more than one only if the tile has several heads
-  i32 first_consumer;           // whose queries are the first group
-  i32 shares_groups;            // nonzero: all groups belong to every consumer
-  u32 visible;                  // the word with the last key tile
+  const uint2* first;         // the first group of the first plane
+  const u32* bits;            // the first plane
+  i64 plane_words;            // of the map, from a plane to the next
+  i32 bits_words, row_words;  // of the bits, from a plane and from a row to the next; 0: there is one
+  i32 num_words, num_groups;  // of a plane
+  i32 num_planes;             // more than one only if the tile has several heads
+  i32 first_consumer;         // whose queries are the first group
+  i32 shares_groups;          // nonzero: all groups belong to every consumer
+  u32 visible;                // the word with the last key tile
   u32 full[kNumConsumers];
 
-  // The queries [i_begin, i_end) of num_heads heads from first_head on. Each consumer has num_queries of them.
+  // The queries [i_begin, i_end) of num_heads heads from first_head on.
   template <i32 kBlockN>
-  FT_DEVICE void find(const Params& p, const uint2* tiles, i32 batch_idx, i32 first_head, i32 num_heads, i32 i_begin,
-                      i32 i_end) {
+  FT_DEVICE void find(const Params& p, i32 batch_idx, i32 first_head, i32 num_heads, i32 i_begin, i32 i_end) {
     MaskLayout<kBlockN> layout(p);
     bool is_one_row = layout.num_rows == 1;
     i32 first_group = is_one_row ? 0 : max_of(i_begin, 0) / kMaskGroup;
@@ -100,7 +101,11 @@ struct MaskWindow<true, kNumConsumers> {
     num_groups = end_group - first_group;
     num_planes = layout.num_heads == 1 ? 1 : num_heads;
     plane_words = static_cast<i64>(layout.num_groups) * num_words;
-    first = tiles + layout.tiles_index(layout.plane(batch_idx, first_head), first_group, 0);
+    i32 plane = layout.plane(batch_idx, first_head);
+    first = reinterpret_cast<const uint2*>(p.mask_tiles) + layout.tiles_index(plane, first_group, 0);
+    bits = p.mask_bits + 4 * layout.bits_index(plane, 0, 0);
+    row_words = is_one_row ? 0 : 4 * layout.num_tiles;
+    bits_words = layout.num_heads == 1 ? 0 : 4 * layout.num_rows * layout.num_tiles;
     first_consumer = i_begin < 0 ? -i_begin / kMaskGroup : 0;
     shares_groups = is_one_row || num_heads > 1;
   }

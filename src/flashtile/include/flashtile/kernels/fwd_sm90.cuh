@@ -66,7 +66,7 @@ struct FwdSm90 {
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
   // Registers per thread: warps that copy a bias need more
   static constexpr i32 kProducerRegisters = Config::kProducerRegisters + (ScoreMod::kHasBias ? 16 : 0);
-  static constexpr i32 kConsumerRegisters = Config::kConsumerRegisters - (ScoreMod::kHasBias ? 8 : 0);
+  static constexpr i32 kConsumerRegisters = Config::consumer_registers(kProducerRegisters);
   // O leaves by TMA through sP. Not with packed sequences: a box does not end at a sequence's last row.
   static constexpr bool kStoresByTma = Config::kStoresP && !SeqInfo::kHasLengths && kIsSame<Out, T>;
   static_assert(!kStoresByTma || Config::kElementsP >= 64 * 64 * Config::kSlabsV);
@@ -332,10 +332,11 @@ struct FwdSm90 {
     };
 
     // Scores and mask of a tile
+    typename Options::RowState state(params, item, consumer);
     auto modify = [&](auto is_masked, const typename Options::Early& early, float (&rS)[kScores]) {
       constexpr bool kIsMasked = decltype(is_masked)::kValue;
-      if constexpr (kHasOptions) {
-        Options::template modify<kIsMasked>(params, shared.bias, tile, consumer, n, early, num_biases, rS);
+      if constexpr (kHasOptions || Mask::kHasBand) {
+        Options::template modify<kIsMasked>(params, shared.bias, tile, consumer, n, early, state, num_biases, rS);
       } else if constexpr (kIsMasked) {
         modify_tile(p, tile, consumer, n * kBlockN, rS);
       }
@@ -344,7 +345,7 @@ struct FwdSm90 {
     // First tile: S = Q K^T, softmax
     {
       float rS[kScores];
-      auto early = Options::template load_early<true>(params, tile, consumer, n);
+      auto early = Options::template load_early<true>(item, state, n);
       Stages::wait_full(shared.full_k, num_k);
       gemm_abt<T, kBlockN, Config::kHeadDim>(rS, q_tile(), k_tile(num_k));
       wgmma_wait<0>();
@@ -376,7 +377,7 @@ struct FwdSm90 {
       constexpr bool kIsMasked = decltype(is_masked)::kValue;
       constexpr bool kMayBeEmpty = kIsMasked || ScoreMod::kChangesScores;  // a bias may be -inf
       float rS[kScores];
-      auto early = Options::template load_early<kIsMasked>(params, tile, consumer, n);
+      auto early = Options::template load_early<kIsMasked>(item, state, n);
       // Issue both products in this consumer's turn
       u32 q = q_tile(), k = k_tile(num_k);
       Stages::wait_full(shared.full_k, num_k);
@@ -507,7 +508,8 @@ struct FwdSm90 {
 };
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
-__global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_sm90_kernel(const FT_GRID_CONSTANT FwdSm90Params params) {
+__global__ void __launch_bounds__(Config::kNumThreads, Config::kNumBlocks)
+    fwd_sm90_kernel(const FT_GRID_CONSTANT FwdSm90Params params) {
   static_assert(!KvSource::kIsPaged && Load::kIsAligned16, "TMA reads neither pages nor unaligned rows");
   using Kernel = FwdSm90<Config, Mask, ScoreMod, Dropout, SeqInfo>;
   extern __shared__ __align__(1024) char shared_bytes[];

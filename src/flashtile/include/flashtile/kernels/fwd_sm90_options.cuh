@@ -47,6 +47,9 @@ struct FwdSm90Options {
   using BiasStages = Ring<kNumBiasStages>;
   static constexpr bool kIsNatural = ScoreMod::kHasBias;
   static constexpr i32 kBlockN = Config::kBlockN, kScores = kBlockN / 2;
+  // The softcap's tanh: tanh.approx for bfloat16; else 1 - 2 / (1 + e^2x), which cancels where |x| is small, so that
+  // its error grows with the cap
+  static constexpr bool kIsRough = kIsSame<typename Config::Element, bf16_t>;
   static constexpr float kLargestFastSoftcap = 256.0f;
   static constexpr u32 kAllColumns = 0xffffffffu;
 
@@ -58,43 +61,55 @@ struct FwdSm90Options {
       Tile& tile = item.tile;
       i32 num_heads = Packing::num_heads(p), i_end = min_of(tile.i_begin + Packing::block_queries(p), tile.s.seqlen_q);
       if (!tile.has_keys()) return;
-      item.template find<kBlockN>(p, reinterpret_cast<const uint2*>(p.mask_tiles), tile.s.batch_idx, tile.coord.head * num_heads, num_heads,
-                                  tile.i_begin, i_end);
+      item.template find<kBlockN>(p, tile.s.batch_idx, tile.coord.head * num_heads, num_heads, tile.i_begin, i_end);
       item.trim(tile.n_begin, tile.n_end);
     }
   }
 
   // ---- Consumer
 
-  // What a thread loads of a tile before the products, whose latency then hides that of the loads.
-  struct Early {
-    u32 seen[2];     // bits of the mask, of each row
-    float slope[2];  // of ALiBi, of each row
-  };
-  template <bool kIsMasked>
-  FT_DEVICE static Early load_early(const FwdSm90Params& params, const Tile& tile, i32 consumer, i32 n) {
-    const Params& p = params.base;
-    Early early{{kAllColumns, kAllColumns}, {0.0f, 0.0f}};
-    if constexpr ((Mask::kHasBool && kIsMasked) || ScoreMod::kHasAlibi) {
-      Rows rows(p, tile, consumer);
-      MaskLayout<kBlockN> layout(p);
+  // What a thread keeps of its two rows of a work item. Scope: thread.
+  struct RowState {
+    u32 bits[2];     // where its words of the mask's bits begin
+    float slope[2];  // of ALiBi
+
+    template <class Item>
+    FT_DEVICE RowState(const FwdSm90Params& params, const Item& item, i32 consumer) {
+      if constexpr (Mask::kHasBool || ScoreMod::kHasAlibi) {
+        const Params& p = params.base;
+        const Tile& tile = item.tile;
+        Rows rows(p, tile, consumer);
 #pragma unroll
-      for (i32 r = 0; r < 2; ++r) {
-        i32 head = rows.head(tile, r), i = min_of(rows.i[r], tile.s.seqlen_q - 1);
-        if constexpr (mutates(Mutation::fwd_sm90_mask_row)) i = max_of(i - 1, 0);
-        if constexpr (Mask::kHasBool && kIsMasked) {
-          i64 index = layout.bits_index(layout.plane(tile.s.batch_idx, head), i, n);
-          early.seen[r] = p.mask_bits[4 * index + threadIdx.x % 4];
-        }
-        if constexpr (ScoreMod::kHasAlibi) {
-          if (r == 0 || Config::kPacksHeads) {
-            early.slope[r] =
-                in_score_unit(kIsNatural, p.alibi_slopes[tile.s.batch_idx * p.alibi_batch_stride + head]);
-          } else {
-            early.slope[r] = early.slope[0];
+        for (i32 r = 0; r < 2; ++r) {
+          // Rows past the last query are computed but must not read past it
+          i32 head = rows.head(tile, r), i = clamp(rows.i[r], 0, tile.s.seqlen_q - 1);
+          if constexpr (mutates(Mutation::fwd_sm90_mask_row)) i = max_of(i - 1, 0);
+          if constexpr (Mask::kHasBool) {
+            i32 plane = head - tile.coord.head * Packing::num_heads(p);
+            bits[r] = static_cast<u32>(plane * item.bits_words + i * item.row_words) + threadIdx.x % 4;
+          }
+          if constexpr (ScoreMod::kHasAlibi) {
+            if (r == 0 || Config::kPacksHeads) {
+              slope[r] = in_score_unit(kIsNatural, p.alibi_slopes[tile.s.batch_idx * p.alibi_batch_stride + head]);
+            } else {
+              slope[r] = slope[0];
+            }
           }
         }
       }
+    }
+  };
+
+  // Bits of the mask of a tile, for each row. They are loaded before the products, which hide the latency.
+  struct Early {
+    u32 seen[2];
+  };
+  template <bool kIsMasked, class Item>
+  FT_DEVICE static Early load_early(const Item& item, const RowState& rows, i32 n) {
+    Early early{{kAllColumns, kAllColumns}};
+    if constexpr (Mask::kHasBool && kIsMasked) {
+#pragma unroll
+      for (i32 r = 0; r < 2; ++r) early.seen[r] = item.bits[rows.bits[r] + 4 * static_cast<u32>(n)];
     }
     return early;
   }
@@ -102,20 +117,22 @@ struct FwdSm90Options {
   // From dot products to scores, and -inf where a query does not see a key. Scope: warp.
   template <bool kIsMasked>
   FT_DEVICE static void modify(const FwdSm90Params& params, Bias& bias, const Tile& tile, i32 consumer, i32 n,
-                               const Early& early, u32& num_biases, float (&rS)[kScores]) {
+                               Early early, const RowState& state, u32& num_biases, float (&rS)[kScores]) {
     const Params& p = params.base;
+    // Not earlier: a product would wait for them
+    if constexpr (Mask::kHasBool && kIsMasked) asm volatile("" : "+r"(early.seen[0]), "+r"(early.seen[1]));
     if constexpr (ScoreMod::kChangesScores) {
       auto apply = [&](auto is_exact) {
         constexpr bool kIsExact = decltype(is_exact)::kValue;
         // Where all keys of the warp's rows are on one side of the diagonal, the sign of the distances is known
         i32 side = ScoreMod::kHasAlibi ? side_of_diagonal(p, tile, consumer, n) : 0;
         if (ScoreMod::kHasAlibi && side != 0) {
-          score<kIsExact, true>(p, bias, tile, consumer, n, early, side, num_biases, rS);
+          score<kIsExact, true>(p, bias, tile, consumer, n, state, side, num_biases, rS);
         } else {
-          score<kIsExact, false>(p, bias, tile, consumer, n, early, 0, num_biases, rS);
+          score<kIsExact, false>(p, bias, tile, consumer, n, state, 0, num_biases, rS);
         }
       };
-      if (ScoreMod::kHasSoftcap && p.softcap > kLargestFastSoftcap) {
+      if (ScoreMod::kHasSoftcap && !kIsRough && p.softcap > kLargestFastSoftcap) {
         apply(Constant<true>());
       } else {
         apply(Constant<false>());
@@ -151,7 +168,7 @@ struct FwdSm90Options {
 
   // Scale, softcap, ALiBi and bias, in this order. With kIsOneSided, `side` is the sign of all distances. Scope: warp.
   template <bool kIsExact, bool kIsOneSided>
-  FT_DEVICE static void score(const Params& p, Bias& bias, const Tile& tile, i32 consumer, i32 n, const Early& early,
+  FT_DEVICE static void score(const Params& p, Bias& bias, const Tile& tile, i32 consumer, i32 n, const RowState& state,
                               i32 side, u32& num_biases, float (&rS)[kScores]) {
     float cap = kIsNatural ? p.softcap : p.softcap * kLog2e;
     float factor = ScoreMod::kHasSoftcap ? p.scale * reciprocal(p.softcap) : kIsNatural ? p.scale : p.scale_log2;
@@ -162,7 +179,7 @@ struct FwdSm90Options {
       for (i32 r = 0; r < 2; ++r) {
         i32 distance = rows.i[r] + tile.s.offset - n * kBlockN - fragment_column();
         if constexpr (mutates(Mutation::fwd_sm90_alibi)) distance -= tile.s.offset;
-        slope[r] = kIsOneSided && side < 0 ? -early.slope[r] : early.slope[r];
+        slope[r] = kIsOneSided && side < 0 ? -state.slope[r] : state.slope[r];
         first[r] = (kIsOneSided ? -slope[r] : 1.0f) * static_cast<float>(distance);
       }
     }
@@ -180,10 +197,11 @@ struct FwdSm90Options {
         i32 r = x / 2 % 2, column = 8 * (b + x / 4) + x % 2;
         float& s = rS[4 * b + x];
         if constexpr (ScoreMod::kHasSoftcap) {
-          if constexpr (kIsExact) {
+          if constexpr (kIsRough) {
+            s = cap * tanh_approx(s * factor);
+          } else if constexpr (kIsExact) {
             s = cap * tanh_by_exp2(s * factor);
           } else {
-            // tanh(x) = 1 - 2 / (1 + e^2x)
             s = fmaf(reciprocal(1.0f + exp2_approx(s * (2.0f * kLog2e * factor))), -2.0f * cap, cap);
           }
           if constexpr (ScoreMod::kHasBias && !ScoreMod::kHasAlibi) s += added[x];

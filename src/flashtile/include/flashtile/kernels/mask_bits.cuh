@@ -64,7 +64,7 @@ FT_DEVICE void pack_keys(const u8* keys, i64 stride, i32 num_keys, u32 (&words)[
 }
 
 template <i32 kBlockN>
-__global__ void __launch_bounds__(kMaskBitsThreads) mask_bits_kernel(const FT_GRID_CONSTANT Params p) {
+__global__ void __launch_bounds__(kMaskBitsThreads, 2) mask_bits_kernel(const FT_GRID_CONSTANT Params p) {
   constexpr u32 kAllKeys = 0xffffffffu >> (32 - kBlockN / 4);
   MaskLayout<kBlockN> layout(p);
   i32 index = blockIdx.x, group = index % layout.num_groups;
