@@ -102,7 +102,7 @@ def _stride(rule: plans.Stride, call: _Call) -> int:
     return tensor.stride(rule.axis) if tensor.dim() >= -rule.axis else 0
 
 
-def _broadcast_stride(rule: plans.BroadcastStride, call: _Call) -> int:
+def _broadcast_stride(rule: plans.BroadcastStride | plans.DistinctSize, call: _Call) -> int:
     tensor = call.tensors[rule.tensor]
     return 0 if tensor.shape[rule.axis] == 1 else tensor.stride(rule.axis)
 
@@ -115,6 +115,9 @@ _EVALUATE: dict[type, Callable[[Any, _Call], float | int]] = {
     plans.Elements: lambda rule, call: call.tensors[rule.tensor].numel(),
     plans.BroadcastSize: lambda rule, call: (
         1 if call.tensors[rule.tensor].shape[rule.axis] == 1 else call.values[rule.value]
+    ),
+    plans.DistinctSize: lambda rule, call: (
+        1 if _broadcast_stride(rule, call) == 0 else call.values[rule.value]
     ),
     plans.Value: lambda rule, call: call.values[rule.name],
     plans.Scalar: lambda rule, call: call.scalars[rule.name],
@@ -155,12 +158,14 @@ class WorkspaceLayout(NamedTuple):
 
 def lay_out_workspaces(plan: LaunchPlan, values: dict[str, int]) -> WorkspaceLayout:
     offsets, zeroed, end = {}, list[slice](), 0
-    if plan.splits is None or values["num_splits"] > 1:
-        for workspace in plan.workspaces:
-            offsets[workspace.name] = end
-            num_bytes = workspace.element_bytes * math.prod(values[name] for name in workspace.values)
-            zeroed += [slice(end, end + num_bytes)] if workspace.is_zeroed else []
-            end += -(-num_bytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+    for workspace in plan.workspaces:
+        if workspace.is_for_splits and values["num_splits"] == 1:
+            continue
+        offsets[workspace.name] = end
+        num_bytes = workspace.element_bytes * math.prod(values[name] for name in workspace.values)
+        num_bytes *= math.prod(-(-values[name] // divisor) for name, divisor in workspace.quotients)
+        zeroed += [slice(end, end + num_bytes)] if workspace.is_zeroed else []
+        end += -(-num_bytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
     return WorkspaceLayout(end, offsets, tuple(zeroed))
 
 

@@ -12,6 +12,8 @@ _POINTERS = (
     *(
         "bias",
         "mask",
+        "mask_bits",
+        "mask_tiles",
         "alibi_slopes",
         "sinks",
         "rng_state",

@@ -38,7 +38,8 @@ class Reader {
     if (kind == RuleKind::kScalar) limit = kMaxScalars;
     i32 place = index(limit);
     i32 axis = -1 - index(kMaxDim);
-    i64 more = kind == RuleKind::kBroadcastSize ? index(kMaxValues) : number();
+    bool is_value = kind == RuleKind::kBroadcastSize || kind == RuleKind::kDistinctSize;
+    i64 more = is_value ? index(kMaxValues) : number();
     return {kind, place, axis, more};
   }
   bool is_done() const { return next_ == end_; }
@@ -60,6 +61,8 @@ i64 whole(const Rule& rule, const Call& call, const i64* values) {
     case RuleKind::kSize: return tensor.size(rule.axis) + rule.more;
     case RuleKind::kElements: return tensor.numel();
     case RuleKind::kBroadcastSize: return tensor.size(rule.axis) == 1 ? 1 : values[rule.more];
+    case RuleKind::kDistinctSize:
+      return tensor.size(rule.axis) == 1 || tensor.stride(rule.axis) == 0 ? 1 : values[rule.more];
     case RuleKind::kValue: return values[rule.index];
     case RuleKind::kScalar: return static_cast<i64>(call.scalars[rule.index]);
     default: return 0;
@@ -114,8 +117,11 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
   for (Workspace& workspace : workspaces_) {
     workspace.element_bytes = in.number();
     workspace.is_zeroed = in.index(2) != 0;
+    workspace.is_for_splits = in.index(2) != 0;
     workspace.values.resize(in.index(8));
     for (i32& value : workspace.values) value = in.index(kMaxValues);
+    workspace.quotients.resize(in.index(8));
+    for (auto& [value, divisor] : workspace.quotients) value = in.index(kMaxValues), divisor = in.number();
   }
   patches_.resize(in.index(1024));
   for (Patch& patch : patches_) {
@@ -201,11 +207,16 @@ bool Plan::allocate(Call& call, Owned* owned, Filled& filled) const {
   };
   View* unwanted = call.unwanted < 0 ? nullptr : &call.tensors[call.unwanted];
   if (unwanted != nullptr) place_bytes(unwanted->numel() * size_of(unwanted->dtype));
-  filled.has_workspaces = split_rows_ == 0 || filled.values[kNumSplits] > 1;
-  for (size_t place = 0; filled.has_workspaces && place < workspaces_.size(); ++place) {
-    i64 bytes = workspaces_[place].element_bytes;
-    for (i32 value : workspaces_[place].values) {
+  for (size_t place = 0; place < workspaces_.size(); ++place) {
+    const Workspace& workspace = workspaces_[place];
+    filled.sizes[place] = -1;
+    if (workspace.is_for_splits && filled.values[kNumSplits] == 1) continue;
+    i64 bytes = workspace.element_bytes;
+    for (i32 value : workspace.values) {
       if (!multiply(bytes, filled.values[value])) return false;
+    }
+    for (auto [value, divisor] : workspace.quotients) {
+      if (!multiply(bytes, divide_up(filled.values[value], divisor))) return false;
     }
     filled.offsets[place] = place_bytes(bytes), filled.sizes[place] = bytes;
   }
@@ -224,7 +235,7 @@ bool Plan::fill(const Call& call, Filled& filled) const {
       // A workspace that is not needed stays null
       void* address = call.tensors[rule.index].data;
       if (rule.kind == RuleKind::kWorkspace)
-        address = filled.has_workspaces ? filled.base + filled.offsets[rule.index] : nullptr;
+        address = filled.sizes[rule.index] >= 0 ? filled.base + filled.offsets[rule.index] : nullptr;
       std::memcpy(place, &address, sizeof(address));
       continue;
     }
@@ -279,9 +290,9 @@ i64 Plan::num_blocks(const Step& step, const i64* values) const {
 }
 
 bool Plan::zero_workspaces(const Call& call, const Filled& filled, const Driver& driver, Failure& failure) const {
-  for (size_t index = 0; filled.has_workspaces && index < workspaces_.size(); ++index) {
+  for (size_t index = 0; index < workspaces_.size(); ++index) {
+    if (!workspaces_[index].is_zeroed || filled.sizes[index] <= 0) continue;
     u8* start = filled.base + filled.offsets[index];
-    if (!workspaces_[index].is_zeroed || filled.sizes[index] == 0) continue;
     if (call.device.type == aoti_torch_device_type_cpu()) {
       std::memset(start, 0, filled.sizes[index]);
       continue;
