@@ -47,6 +47,7 @@ def test_a_call_over_a_cache_is_that_over_plain_rows(name: str) -> None:
     inputs = point.make("cpu", 3)
     attend = providers.by_name("cpu").build(point, inputs)
     assert attend.arrange is not None
+    assert "instructions" in attend.detail
     arranged = attend.arrange(inputs.leaves("bhsd", False))
     page = point.extra.page_size
     if page is not None:

@@ -101,16 +101,15 @@ def missing(provider: Provider) -> str | None:
 def _ours(name: str | None, point: Point, inputs: Inputs) -> Attend:
     if point.extra.entry == "serving":
         layout = serving.Layout(point, inputs.q.device)
-        return Attend(partial(serving.ours, layout, name), arrange=layout.arrange)
+        detail = _detail(name, serving.explained(layout, name))
+        return Attend(serving.ours(layout, name), detail=detail, arrange=layout.arrange)
     extra, bias, leaves = point.extra, *_bias(point, inputs)
     options: dict[str, Any] = {"causal": point.is_causal, "backend": name}
     if point.option:
         options.update(softcap=extra.softcap, dropout_p=extra.dropout_p, bias=bias, mask=inputs.extras.mask)
         options.update(alibi_slopes=inputs.extras.alibi_slopes)
         options.update(window=None if extra.window is None else (extra.window, 0))
-    explanation = api.explain(inputs.q, inputs.k, inputs.v, **options)
-    details = {"backend": explanation.backend} if name is None else {}
-    detail = ", ".join(f"{key} {value}" for key, value in (details | explanation.details).items())
+    detail = _detail(name, api.explain(inputs.q, inputs.k, inputs.v, **options))
     if extra.entry == "sdpa":
         return Attend(facades.scaled_dot_product_attention, detail=detail)
     if extra.entry == "kvcache":
@@ -129,6 +128,11 @@ def _ours(name: str | None, point: Point, inputs: Inputs) -> Attend:
         return out
 
     return Attend(call, detail=detail, leaves=leaves)
+
+
+def _detail(name: str | None, explanation: registry.Explanation) -> str:
+    details = {"backend": explanation.backend} if name is None else {}
+    return ", ".join(f"{key} {value}" for key, value in (details | explanation.details).items())
 
 
 def _bias(point: Point, inputs: Inputs) -> tuple[Tensor | None, tuple[Tensor, ...]]:

@@ -7,6 +7,7 @@ order. Every call returns (batch, heads, seqlen_q, dim), a view of what the prov
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from flashtile import api
-from flashtile.bench.points import Inputs, Point
+from flashtile.backends.registry import Explanation
+from flashtile.bench.points import DTYPES, Inputs, Point
 from flashtile.errors import Unsupported
 
 _SEED = 7  # of the order of pages
@@ -77,23 +79,53 @@ class Layout:
         return out.view(self.point.batch, self.point.seqlen_q, *out.shape[-2:]).transpose(1, 2)
 
 
-def ours(layout: Layout, backend: str | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One call of `attention_kvcache`, or of `attention_varlen` where queries are packed."""
+def options(layout: Layout, backend: str | None) -> dict[str, Any]:
+    """Of `attention_kvcache`, or of `attention_varlen` where queries are packed."""
     point = layout.point
-    options: dict[str, Any] = {"causal": point.is_causal, "backend": backend, "block_table": layout.table}
+    found: dict[str, Any] = {"causal": point.is_causal, "backend": backend, "block_table": layout.table}
     if not point.extra.is_packed:
-        out = api.attention_kvcache(q, k, v, cache_seqlens=layout.used, **options)
-    else:
-        options |= {"seqused_k": layout.used} if layout.table is not None else {"cu_seqlens_k": layout.starts_k}
-        options.setdefault("cu_seqlens_k", None)
-        out = api.attention_varlen(
-            q, k, v, layout.starts_q, max_seqlen_q=point.seqlen_q, max_seqlen_k=point.seqlen_k, **options
+        return found | {"cache_seqlens": layout.used}
+    found |= {"cu_seqlens_q": layout.starts_q, "max_seqlen_q": point.seqlen_q, "max_seqlen_k": point.seqlen_k}
+    if layout.table is None:
+        return found | {"cu_seqlens_k": layout.starts_k}
+    return found | {"cu_seqlens_k": None, "seqused_k": layout.used}
+
+
+def ours(layout: Layout, backend: str | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    chosen, is_packed = options(layout, backend), layout.point.extra.is_packed
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = api.attention_varlen(q, k, v, **chosen) if is_packed else api.attention_kvcache(q, k, v, **chosen)
+        assert isinstance(out, Tensor)
+        return layout.restored(out)
+
+    return call
+
+
+def explained(layout: Layout, backend: str | None) -> Explanation:
+    """What would run our call: found by shapes alone."""
+    point, size = layout.point, sum(layout.lengths) if layout.page is None else len(layout.order)
+    rows_q, rows_k = [point.batch, point.seqlen_q], [point.batch, point.seqlen_k]
+    if point.extra.is_packed:
+        rows_q, rows_k = [point.batch * point.seqlen_q], [size]
+    if layout.page is not None:
+        rows_k = [size, layout.page]
+    q, k, v = (
+        torch.empty(*rows, heads, dim, dtype=DTYPES[point.dtype], device="meta")
+        for rows, heads, dim in (
+            (rows_q, point.heads, point.head_dim),
+            (rows_k, point.heads_kv, point.head_dim),
+            (rows_k, point.heads_kv, point.head_dim_v),
         )
-    assert isinstance(out, Tensor)
-    return layout.restored(out)
+    )
+    chosen: dict[str, Any] = {
+        name: value.to("meta") if isinstance(value, Tensor) else value
+        for name, value in options(layout, backend).items()
+    }
+    return api.explain(q, k, v, layout="bshd", **chosen)
 
 
-def torch_varlen(layout: Layout) -> Any:
+def torch_varlen(layout: Layout) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """torch's attention over packed sequences: flash's kernel. Its newer versions read pages."""
     try:
         from torch.nn.attention.varlen import varlen_attn
