@@ -79,6 +79,7 @@ struct MapPatch {
   i32 offset, tensor;
   i32 axes[3];
   u32 box_rows, box_heads;
+  bool is_optional;  // left out where TMA cannot read the tensor
 };
 
 enum class StepKind : u8 { kMemset, kKernel, kEngine };
@@ -104,6 +105,15 @@ struct Failure {
 
 enum class Outcome { kDone, kFallback, kIncomplete, kFailed };
 
+// A call of a plan with everything that its launches need.
+struct Filled {
+  alignas(64) u8 image[kMaxImageBytes];
+  i64 values[kMaxValues];
+  i64 offsets[kMaxValues], sizes[kMaxValues];  // of the workspaces; size -1: not needed
+  Scratch scratch;
+  u8* base = nullptr;  // of the scratch memory
+};
+
 class Plan {
  public:
   // From numbers, the image of the parameters and the names of the kernels, one a line. Throws std::out_of_range where
@@ -112,12 +122,13 @@ class Plan {
 
   // Every tensor can be read and written in place.
   bool takes(const Call& call) const;
-  // Launches everything. `owned` are the tensors that the call writes. With kFallback, and with kIncomplete (a kernel
-  // is not compiled yet), nothing was launched and Python has to handle the call.
-  Outcome run(Call& call, Owned* owned, const Driver& driver, Failure& failure) const;
+  // Fills in everything and launches nothing. `owned` are the tensors that the call writes. With kFallback, and with
+  // kIncomplete (a kernel is not compiled yet), Python has to handle the call.
+  Outcome make_ready(Call& call, Owned* owned, const Driver& driver, Filled& filled, Failure& failure) const;
+  // Launches everything.
+  Outcome launch(const Call& call, Owned* owned, const Driver& driver, Filled& filled, Failure& failure) const;
 
  private:
-  struct Filled;
   bool evaluate(const Call& call, i64* values) const;
   bool allocate(Call& call, Owned* owned, Filled& filled) const;
   bool fill(const Call& call, Filled& filled) const;

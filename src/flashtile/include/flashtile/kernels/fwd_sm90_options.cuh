@@ -3,7 +3,8 @@
 // Threads:  with a bias, one warp of the producer's warpgroup for each consumer copies its bias tiles. Consumers load
 //           the bits of a mask (attn/mask_bits.cuh) from global memory, before their products.
 // Shared:   a bias: [consumer][stage][64 queries][kBlockN keys], in pieces of 128 bytes a row whose 16-byte chunks are
-//           swizzled as in tile/smem_tile.cuh. Barriers: full and empty of each.
+//           swizzled as in tile/smem_tile.cuh. TMA copies it, or cp.async where rows are broadcast or not aligned.
+//           Barriers: full and empty of each.
 // Scores:   dot products without score modifiers; base 2 with them; natural with a bias (attn/score_unit.cuh).
 #pragma once
 
@@ -15,6 +16,7 @@
 #include "flashtile/kernels/fwd_sm90_params.cuh"
 #include "flashtile/ptx/cp_async.cuh"
 #include "flashtile/ptx/ldmatrix.cuh"
+#include "flashtile/ptx/tma.cuh"
 #include "flashtile/tile/fragment.cuh"
 #include "flashtile/tile/pipeline.cuh"
 
@@ -28,7 +30,7 @@ struct FwdBiasTiles {
   static constexpr i32 kOtherBytes = 1024 + 2 * (Config::kNumConsumers * (Config::kElementsQ + Config::kElementsP) +
                                                  Config::kNumStages * (Config::kElementsK + Config::kElementsV));
   static constexpr i32 kNumStages = kOtherBytes + 2 * Config::kNumConsumers * kTileBytes <= 227 * 1024 ? 2 : 1;
-  alignas(128) char tiles[Config::kNumConsumers][kNumStages][kTileBytes];
+  alignas(1024) char tiles[Config::kNumConsumers][kNumStages][kTileBytes];
   u64 full[Config::kNumConsumers][kNumStages], empty[Config::kNumConsumers][kNumStages];
 };
 template <class Config>
@@ -329,10 +331,30 @@ struct FwdSm90Options {
     asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(x.bits) : "memory");
   }
 
+  // Starts copying a tile by TMA. Scope: warp.
+  FT_DEVICE static void load_boxes(const FwdSm90Params& params, Bias& bias, const Tile& tile, i32 consumer, u32 stage,
+                                   i32 i_first, i32 j_first) {
+    constexpr i32 kKeys = 128 / static_cast<i32>(sizeof(BiasElement));  // of a box
+    const Params& p = params.base;
+    u64& full = bias.full[consumer][stage];
+    if (elect_lane()) {
+      i32 batch_idx = p.bias_strides[0] == 0 ? 0 : tile.s.batch_idx;
+      i32 head = p.bias_strides[1] == 0 ? 0 : tile.coord.head;
+      mbarrier_arrive_expect(full, Bias::kTileBytes);
+      for (i32 piece = 0; piece < Bias::kPieces; ++piece) {
+        load_box(bias.tiles[consumer][stage] + piece * (64 * 128), params.bias_map, full, j_first + piece * kKeys,
+                 i_first, head, batch_idx);
+      }
+    } else {
+      mbarrier_arrive(full);
+    }
+  }
+
   // Fills tile number count of one consumer. `held` is what each stage holds: a tile that is there is not copied again.
   // Scope: warp.
-  FT_DEVICE static void load_bias(const Params& p, Bias& bias, const Tile& tile, i32 consumer, i32 n, u32 count,
-                                  Source (&held)[kNumBiasStages]) {
+  FT_DEVICE static void load_bias(const FwdSm90Params& params, Bias& bias, const Tile& tile, i32 consumer, i32 n,
+                                  u32 count, Source (&held)[kNumBiasStages]) {
+    const Params& p = params.base;
     u32 stage = BiasStages::stage(count);
     u32 to = shared_address(bias.tiles[consumer][stage]);
     i32 i_first = tile.i_begin + Packing::num_queries(p) * consumer, j_first = n * kBlockN;
@@ -353,6 +375,10 @@ struct FwdSm90Options {
       held[x] = source;
     }
     if (!is_held) {
+      if (!Config::kPacksHeads && p.bias_strides[3] == 1 && bytes % 16 == 0 && p.bias_strides[2] != 0) {
+        load_boxes(params, bias, tile, consumer, stage, i_first, j_first);
+        return;
+      }
       if (p.bias_strides[3] == 1 && bytes % 16 == 0) {
         copy_bias<16>(to, source, p);
       } else if (p.bias_strides[3] == 1 && bytes % 4 == 0) {
