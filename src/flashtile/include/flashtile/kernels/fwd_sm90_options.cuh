@@ -150,7 +150,9 @@ struct FwdSm90Options {
         if constexpr (Mask::kHasBand || SeqInfo::kHasLengths || !Mask::kHasBool) {
           i32 i = min_of(rows.i[r], tile.s.seqlen_q - 1), j_first = n * kBlockN + fragment_column();
           Range keys = key_range<Mask>(p, tile.s, i, i + 1);
-          seen &= columns_below(keys.end - j_first);
+          i32 end = keys.end - j_first;
+          if constexpr (mutates(Mutation::fwd_sm90_mask_offset)) end += Mask::kHasBand ? 1 : 0;
+          seen &= columns_below(end);
           if constexpr (Mask::kHasBand) seen &= ~columns_below(keys.begin - j_first);
         }
 #pragma unroll
