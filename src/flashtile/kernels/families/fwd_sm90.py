@@ -61,8 +61,9 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
     ),
     (64, 64): (
         Tile(192, 128, num_stages=4, max_options=0, alone=_LIGHT),
-        Tile(128, 128),
-        Tile(128, 128, num_stages=4),
+        Tile(128, 128, max_options=3),
+        Tile(128, 64),
+        Tile(128, 128, num_stages=4, max_options=3),
         Tile(256, 64, num_stages=4, max_options=0),
         Tile(256, 64, num_stages=4, max_options=0, takes_turns=False),
         Tile(128, 112, num_stages=4, max_options=0),
@@ -76,11 +77,13 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
     ),
     (96, 96): (
         Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0, alone=_LIGHT),
-        Tile(128, 128),
+        Tile(128, 128, max_options=3),
+        Tile(128, 64),
     ),
     (128, 128): (
         Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0, alone=_LIGHT),
-        Tile(128, 128),
+        Tile(128, 128, max_options=3),
+        Tile(128, 64),
     ),
     (192, 128): (Tile(128, 128), Tile(128, 64)),
     (192, 192): (Tile(128, 96, scales_lazily=True), Tile(128, 64)),
@@ -164,7 +167,7 @@ class Sm90Row(Row):
             end = -(-end // 1024) * 1024
             bias_tile = 128 * _WARPGROUP_ROWS * -(-self.block_n * self.bias_bytes // 128)
             num_stages = 2 if 1024 + tiles + 2 * consumers * bias_tile <= _MAX_SHARED_BYTES else 1
-            end += num_stages * consumers * (bias_tile + 16)
+            end += num_stages * consumers * (bias_tile + 32)
         return -(-end // 1024) * 1024
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
