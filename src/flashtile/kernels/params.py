@@ -12,6 +12,8 @@ _POINTERS = (
     *(
         "bias",
         "mask",
+        "mask_bits",
+        "mask_tiles",
         "alibi_slopes",
         "sinks",
         "rng_state",
@@ -89,8 +91,6 @@ class FwdSm90Params(ctypes.Structure):
         ("base", Params),
         ("_padding", ctypes.c_char * (-ctypes.sizeof(Params) % 64)),
         *((f"{name}_map", ctypes.c_uint64 * 16) for name in ("q", "k", "v", "out", "bias")),
-        *((name, ctypes.c_void_p) for name in ("mask_bits", "mask_tiles")),
-        ("_tail", ctypes.c_char * 48),
     ]
 
 

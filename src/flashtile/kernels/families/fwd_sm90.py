@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
-from flashtile.kernels.families.steps import combine, partial_results, plain_step, query_grid
+from flashtile.kernels.families.steps import combine, mask_bits, mask_workspaces, partial_results, query_grid
 from flashtile.kernels.length_class import PackedHeads, RaggedQueries
 from flashtile.kernels.params import FwdSm90Params, Struct
-from flashtile.kernels.plan import Grid, MapPatch, SplitRule, Step, Workspace
+from flashtile.kernels.plan import MapPatch, SplitRule, Step
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
@@ -20,8 +20,6 @@ _WARP_ROWS = 16  # rows of O that a warp stores
 _WARPGROUP_ROWS = 64
 _WORK_ITEMS, _QUERY_TILE_BYTES = 3, 72  # WorkItemRing, QueryTile (attn/work_item.cuh)
 _MAX_SHARED_BYTES = 227 * 1024  # FwdBiasTiles (kernels/fwd_sm90_options.cuh) has two stages where they fit
-_MASK_GROUP, _MASK_WORD, _MASK_BITS_THREADS = 64, 32, 512  # attn/mask_bits.cuh, kernels/fwd_mask_bits.cuh
-_MASK_SIZES = ("mask_rows", "mask_heads", "mask_batch")
 
 _LIGHT = frozenset({"has_bool_mask", "has_alibi", "has_softcap"})  # options that take few registers
 
@@ -239,7 +237,7 @@ class FwdSm90(Family[Sm90Row]):
         step = self._step(_with_options(row, key.features), key, packed_heads)
         if not key.features.has_bool_mask:
             return Launch((step,), maps=maps, struct=FwdSm90Params)
-        return Launch((_mask_bits(row), step), _mask_workspaces(row), maps=maps, struct=FwdSm90Params)
+        return Launch((mask_bits(row.block_n), step), mask_workspaces(row.block_n), maps=maps, struct=FwdSm90Params)
 
     def _step(self, row: Sm90Row, key: PlanKey, packed_heads: int) -> Step:
         grid = query_grid(row.queries(packed_heads), "heads_kv") if row.packs_heads else query_grid(row.block_m)
@@ -261,27 +259,6 @@ def _with_options(row: Sm90Row, features: Features) -> Sm90Row:
     """The row with the shared memory that the options take."""
     bias_bytes = {None: 0, "float32": 4}.get(features.bias_dtype, 2)
     return replace(row, has_bool_mask=features.has_bool_mask, bias_bytes=bias_bytes)
-
-
-def _mask_bits(row: Sm90Row) -> Step:
-    """Packs the bool mask into bits."""
-    grid: Grid = (
-        ("mask_rows", _MASK_GROUP),
-        ("mask_heads", 1),
-        ("mask_batch", 1),
-        ("seqlen_k", _MASK_WORD * row.block_n),
-    )
-    entry = f"fwd_mask_bits_kernel<{row.block_n}>"
-    return plain_step("fwd_mask_bits", entry, grid, _MASK_BITS_THREADS, struct=FwdSm90Params)
-
-
-def _mask_workspaces(row: Sm90Row) -> tuple[Workspace, ...]:
-    """The bits of a bool mask and the map of its tiles (attn/mask_bits.cuh)."""
-    tiles: Grid = (("mask_rows", _MASK_GROUP), ("seqlen_k", _MASK_WORD * row.block_n))
-    return (
-        Workspace("mask_bits", 16, _MASK_SIZES, quotients=(("seqlen_k", row.block_n),)),
-        Workspace("mask_tiles", 8, ("mask_heads", "mask_batch"), quotients=tiles),
-    )
 
 
 def _maps(row: Sm90Row, features: Features, layout: CallLayout, packed_heads: int) -> tuple[MapPatch, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashtile.kernels.params import Params, Struct
+from flashtile.kernels.params import Params
 from flashtile.kernels.plan import Grid, Step, Workspace
 from flashtile.kernels.source import cpp_type, plain_unit
 from flashtile.kernels.spec import PlanKey
@@ -10,6 +10,8 @@ from flashtile.kernels.spec import PlanKey
 # As the constants of kernels/fwd_combine.cuh and kernels/bwd_preprocess.cuh; tests/cpu/test_plan.py compares them
 COMBINE_ROWS, COMBINE_THREADS = 4, 128
 PREPROCESS_ROWS, PREPROCESS_THREADS = 64, 128
+# As those of attn/mask_bits.cuh and kernels/mask_bits.cuh
+MASK_GROUP, MASK_WORD, MASK_BITS_THREADS = 64, 32, 512
 
 
 def query_grid(block_rows: int, heads: str = "heads") -> Grid:
@@ -32,6 +34,22 @@ def partial_results(key: PlanKey) -> tuple[Workspace, ...]:
     )
 
 
+def mask_bits(block_n: int) -> Step:
+    """Packs a bool mask into bits, for tiles of block_n keys, and makes the map of its tiles."""
+    sizes: Grid = (("mask_rows", MASK_GROUP), ("mask_heads", 1), ("mask_batch", 1), ("seqlen_k", MASK_WORD * block_n))
+    return plain_step("mask_bits", f"mask_bits_kernel<{block_n}>", sizes, MASK_BITS_THREADS)
+
+
+def mask_workspaces(block_n: int) -> tuple[Workspace, ...]:
+    """What `mask_bits` fills."""
+    tiles: Grid = (("mask_rows", MASK_GROUP), ("seqlen_k", MASK_WORD * block_n))
+    sizes = ("mask_rows", "mask_heads", "mask_batch")
+    return (
+        Workspace("mask_bits", 16, sizes, quotients=(("seqlen_k", block_n),)),
+        Workspace("mask_tiles", 8, sizes[1:], quotients=tiles),
+    )
+
+
 def preprocess(key: PlanKey) -> Step:
     """Fills score_lse and delta for a backward pass."""
     entry = f"bwd_preprocess_kernel<{cpp_type(key.out_dtype)}, {_sequences(key)}>"
@@ -46,9 +64,7 @@ def _sequences(key: PlanKey) -> str:
     return "flashtile::" + key.features.policies()[3]
 
 
-def plain_step(
-    header: str, entry: str, grid: Grid, num_threads: int, is_for_splits: bool = False, struct: Struct = Params
-) -> Step:
+def plain_step(header: str, entry: str, grid: Grid, num_threads: int, is_for_splits: bool = False) -> Step:
     """The launch of a kernel without a tile."""
     entry = f"flashtile::{entry}"
-    return Step(plain_unit(header, entry, struct), entry, grid, 1, 1, num_threads, 0, is_for_splits)
+    return Step(plain_unit(header, entry, Params), entry, grid, 1, 1, num_threads, 0, is_for_splits)

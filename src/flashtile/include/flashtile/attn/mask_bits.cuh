@@ -1,5 +1,5 @@
 // A bool mask as bits, in the order of a score fragment (tile/fragment.cuh), and a map of its tiles. A kernel of its own
-// makes both (kernels/fwd_mask_bits.cuh). Axes along which all elements of the mask are one in memory have length 1
+// makes both (kernels/mask_bits.cuh). Axes along which all elements of the mask are one in memory have length 1
 // here.
 //
 // bits   [batch][head][query][key tile][4]  bit 2 b + e of word t is key 8 b + 2 t + e of the tile: what lane t of a
@@ -92,8 +92,7 @@ struct MaskWindow<true, kNumConsumers> {
 
   // The queries [i_begin, i_end) of num_heads heads from first_head on.
   template <i32 kBlockN>
-  FT_DEVICE void find(const Params& p, const u32* mask_bits, const uint2* tiles, i32 batch_idx, i32 first_head,
-                      i32 num_heads, i32 i_begin, i32 i_end) {
+  FT_DEVICE void find(const Params& p, i32 batch_idx, i32 first_head, i32 num_heads, i32 i_begin, i32 i_end) {
     MaskLayout<kBlockN> layout(p);
     bool is_one_row = layout.num_rows == 1;
     i32 first_group = is_one_row ? 0 : max_of(i_begin, 0) / kMaskGroup;
@@ -103,8 +102,8 @@ struct MaskWindow<true, kNumConsumers> {
     num_planes = layout.num_heads == 1 ? 1 : num_heads;
     plane_words = static_cast<i64>(layout.num_groups) * num_words;
     i32 plane = layout.plane(batch_idx, first_head);
-    first = tiles + layout.tiles_index(plane, first_group, 0);
-    bits = mask_bits + 4 * layout.bits_index(plane, 0, 0);
+    first = reinterpret_cast<const uint2*>(p.mask_tiles) + layout.tiles_index(plane, first_group, 0);
+    bits = p.mask_bits + 4 * layout.bits_index(plane, 0, 0);
     row_words = is_one_row ? 0 : 4 * layout.num_tiles;
     bits_words = layout.num_heads == 1 ? 0 : 4 * layout.num_rows * layout.num_tiles;
     first_consumer = i_begin < 0 ? -i_begin / kMaskGroup : 0;

@@ -71,8 +71,7 @@ struct FwdSm90Options {
       Tile& tile = item.tile;
       i32 num_heads = Packing::num_heads(p), i_end = min_of(tile.i_begin + Packing::block_queries(p), tile.s.seqlen_q);
       if (!tile.has_keys()) return;
-      item.template find<kBlockN>(p, params.mask_bits, params.mask_tiles, tile.s.batch_idx, tile.coord.head * num_heads,
-                                  num_heads, tile.i_begin, i_end);
+      item.template find<kBlockN>(p, tile.s.batch_idx, tile.coord.head * num_heads, num_heads, tile.i_begin, i_end);
       item.trim(tile.n_begin, tile.n_end);
     }
   }

@@ -14,8 +14,6 @@ struct FwdSm90Params {
   TensorMap k_map, v_map;  // boxes of kBlockN rows
   TensorMap out_map;       // boxes of 16 rows; used only with kStoresByTma
   TensorMap bias_map;      // boxes of 64 rows and 128 bytes; used only if TMA can read the bias
-  u32* mask_bits;          // the bool mask as bits (attn/mask_bits.cuh), or null
-  uint2* mask_tiles;       // the map of its tiles, or null
 };
 
 }  // namespace flashtile

@@ -1,4 +1,4 @@
-// Before the Hopper forward: packs a bool mask into bits and makes the map of its tiles (attn/mask_bits.cuh).
+// Before a pass on Hopper: packs a bool mask into bits and makes the map of its tiles (attn/mask_bits.cuh).
 //
 // Grid:     one block per (64 queries, head, batch, 32 key tiles), of those that differ in memory
 // Threads:  16 warps, each with two of the key tiles; a lane packs a row of a tile
@@ -6,7 +6,6 @@
 
 #include "flashtile/attn/mask_bits.cuh"
 #include "flashtile/core/mutation.cuh"
-#include "flashtile/kernels/fwd_sm90_params.cuh"
 
 namespace flashtile {
 
@@ -65,10 +64,8 @@ FT_DEVICE void pack_keys(const u8* keys, i64 stride, i32 num_keys, u32 (&words)[
 }
 
 template <i32 kBlockN>
-__global__ void __launch_bounds__(kMaskBitsThreads, 2)
-    fwd_mask_bits_kernel(const FT_GRID_CONSTANT FwdSm90Params params) {
+__global__ void __launch_bounds__(kMaskBitsThreads, 2) mask_bits_kernel(const FT_GRID_CONSTANT Params p) {
   constexpr u32 kAllKeys = 0xffffffffu >> (32 - kBlockN / 4);
-  const Params& p = params.base;
   MaskLayout<kBlockN> layout(p);
   i32 index = blockIdx.x, group = index % layout.num_groups;
   index /= layout.num_groups;
@@ -94,7 +91,7 @@ __global__ void __launch_bounds__(kMaskBitsThreads, 2)
       } else {
         pack_keys(keys, p.mask_strides[3], min_of(p.seqlen_k - j, kBlockN), words);
       }
-      reinterpret_cast<uint4*>(params.mask_bits)[layout.bits_index(plane, i, n)] =
+      reinterpret_cast<uint4*>(p.mask_bits)[layout.bits_index(plane, i, n)] =
           make_uint4(words[0], words[1], words[2], words[3]);
       is_visible |= (words[0] | words[1] | words[2] | words[3]) != 0;
       is_full &= (words[0] & words[1] & words[2] & words[3]) == kAllKeys;
@@ -105,7 +102,7 @@ __global__ void __launch_bounds__(kMaskBitsThreads, 2)
     if (lane == 0 && is_full) atomicOr(&full, 1u << x);
   }
   __syncthreads();
-  if (threadIdx.x == 0) params.mask_tiles[layout.tiles_index(plane, group, word)] = make_uint2(visible, full);
+  if (threadIdx.x == 0) reinterpret_cast<uint2*>(p.mask_tiles)[layout.tiles_index(plane, group, word)] = make_uint2(visible, full);
 }
 
 }  // namespace flashtile
