@@ -27,6 +27,7 @@ Scalars = Mapping[str, float | int]
 
 _WORKSPACE_ALIGNMENT = 256
 _ANY_STRIDE = 16  # bytes, along an axis of length 1
+_BOX_BYTES = 128  # of a row of a tensor map's box
 _STRUCTS = {code: Struct(code) for code in "PqiIfd"}
 
 
@@ -202,15 +203,26 @@ def tensor_map(patch: MapPatch, tensor: Tensor) -> driver.TensorMap:
     lengths = [tensor.shape[axis] if axis in axes else 1 for axis in patch.axes]
     strides = [tensor.stride(axis) * tensor.element_size() if axis in axes else _ANY_STRIDE for axis in patch.axes]
     return driver.TensorMap(
-        dtype_name(tensor.dtype), (tensor.shape[-1], *lengths), strides, (64, patch.box_rows, patch.box_heads, 1)
+        dtype_name(tensor.dtype),
+        (tensor.shape[-1], *lengths),
+        strides,
+        (_BOX_BYTES // tensor.element_size(), patch.box_rows, patch.box_heads, 1),
     )
+
+
+def is_mappable(tensor: Tensor) -> bool:
+    """TMA can read it: its last axis is contiguous, and rows begin on 16-byte boundaries."""
+    axes = [axis for axis in range(-tensor.dim(), -1) if tensor.shape[axis] > 1]
+    offsets = [tensor.data_ptr(), *(tensor.stride(axis) * tensor.element_size() for axis in axes)]
+    is_contiguous = tensor.shape[-1] > 1 and tensor.stride(-1) == 1
+    return is_contiguous and all(offset % 16 == 0 for offset in offsets)
 
 
 def encode_maps(plan: LaunchPlan, tensors: Tensors, image: bytearray) -> None:
     """Puts the tensor maps into the parameters. An empty tensor is never read and gets none."""
     for patch in plan.maps:
         tensor = tensors[patch.tensor]
-        if tensor.numel():
+        if tensor.numel() and (is_mappable(tensor) or not patch.is_optional):
             image[patch.offset : patch.offset + driver.TENSOR_MAP_BYTES] = tensor_map(patch, tensor).encode(
                 tensor.data_ptr()
             )

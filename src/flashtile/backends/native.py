@@ -232,6 +232,7 @@ def serialize(
             *axes,
             tensor_map.box_rows,
             tensor_map.box_heads,
+            tensor_map.is_optional,
         ]
     numbers.append(len(plan.steps))
     symbols = []

@@ -84,7 +84,7 @@ class Patch(NamedTuple):
 
 
 class MapPatch(NamedTuple):
-    """A tensor map in the parameters: a tensor as (last, row, head, batch), in boxes of 64 elements of its last axis,
+    """A tensor map in the parameters: a tensor as (last, row, head, batch), in boxes of 128 bytes of its last axis,
     box_rows rows and box_heads heads."""
 
     offset: int
@@ -92,6 +92,7 @@ class MapPatch(NamedTuple):
     axes: tuple[int, int, int]  # row, head, batch, from the end; an axis that is missing or of stride 0 has length 1
     box_rows: int
     box_heads: int = 1
+    is_optional: bool = False  # left out where TMA cannot read the tensor
 
 
 class Operand(NamedTuple):

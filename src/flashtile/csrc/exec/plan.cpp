@@ -13,8 +13,8 @@ namespace {
 constexpr i64 kWorkspaceAlignment = 256;
 constexpr u64 kAnyStride = 16;  // bytes, along an axis of length 1
 // CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
-constexpr int kMapFloat16 = 6, kMapBfloat16 = 9, kMapSwizzle128 = 3, kMapPromotion256 = 3;
-constexpr u32 kBoxColumns = 64;
+constexpr int kMapFloat16 = 6, kMapFloat32 = 7, kMapBfloat16 = 9, kMapSwizzle128 = 3, kMapPromotion256 = 3;
+constexpr u32 kBoxBytes = 128;  // of a row
 constexpr i32 kMaxBlocks = 32;  // of a persistent grid, for each multiprocessor
 // The first values are not the plan's own
 constexpr i32 kNumSplits = 0, kNumMultiprocessors = 1, kFirstValue = 2;
@@ -92,6 +92,15 @@ bool is_fitting(const Operand& operand, const View& tensor) {
   return operand.layout == Layout::kAny || tensor.size(-1) <= 1 || tensor.stride(-1) == 1;
 }
 
+// TMA can read the tensor: its last axis is contiguous, and rows begin on 16-byte boundaries.
+bool is_mappable(const View& tensor) {
+  i64 bytes = reinterpret_cast<i64>(tensor.data);
+  for (i32 axis = 2; axis <= kMaxDim; ++axis) {
+    if (tensor.size(-axis) > 1) bytes |= tensor.stride(-axis) * size_of(tensor.dtype);
+  }
+  return tensor.size(-1) > 1 && tensor.stride(-1) == 1 && bytes % 16 == 0;
+}
+
 }  // namespace
 
 Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& names) : image_(std::move(image)) {
@@ -138,6 +147,7 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
     map.tensor = in.index(kMaxTensors);
     for (i32& axis : map.axes) axis = -1 - in.index(kMaxDim);
     map.box_rows = static_cast<u32>(in.number()), map.box_heads = static_cast<u32>(in.number());
+    map.is_optional = in.index(2) != 0;
   }
   steps_.resize(in.index(32));
   size_t start = 0;
@@ -255,7 +265,9 @@ bool Plan::encode_maps(const Call& call, Filled& filled, const Driver& driver, F
     const View& tensor = call.tensors[map.tensor];
     u64 sizes[kMaxDim] = {static_cast<u64>(tensor.size(-1)), 1, 1, 1},
         strides[kMaxDim - 1] = {kAnyStride, kAnyStride, kAnyStride};
-    u32 box[kMaxDim] = {kBoxColumns, map.box_rows, map.box_heads, 1}, steps[kMaxDim] = {1, 1, 1, 1};
+    auto element = static_cast<u32>(size_of(tensor.dtype));
+    u32 box[kMaxDim] = {kBoxBytes / element, map.box_rows, map.box_heads, 1}, steps[kMaxDim] = {1, 1, 1, 1};
+    if (map.is_optional && !is_mappable(tensor)) continue;
     for (i32 place = 0; place < 3; ++place) {
       // An axis of stride 0 is one of length 1: kernels ask for its first element
       i64 size = tensor.size(map.axes[place]), stride = tensor.stride(map.axes[place]);
@@ -263,7 +275,9 @@ bool Plan::encode_maps(const Call& call, Filled& filled, const Driver& driver, F
       sizes[place + 1] = size;
       strides[place] = stride * size_of(tensor.dtype);
     }
-    int type = tensor.dtype == Dtype::kFloat16 ? kMapFloat16 : kMapBfloat16;
+    int type = tensor.dtype == Dtype::kFloat16    ? kMapFloat16
+               : tensor.dtype == Dtype::kFloat32 ? kMapFloat32
+                                                 : kMapBfloat16;
     auto encode = [&] {
       return driver.cuTensorMapEncodeTiled(filled.image + map.offset, type, kMaxDim, tensor.data, sizes, strides, box,
                                            steps, 0, kMapSwizzle128, kMapPromotion256, 0);

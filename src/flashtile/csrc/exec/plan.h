@@ -79,6 +79,7 @@ struct MapPatch {
   i32 offset, tensor;
   i32 axes[3];
   u32 box_rows, box_heads;
+  bool is_optional;  // left out where TMA cannot read the tensor
 };
 
 enum class StepKind : u8 { kMemset, kKernel, kEngine };

@@ -35,14 +35,17 @@ class Tile(NamedTuple):
     stores_p: bool = False
     takes_ragged: bool = True  # without a band; under one, larger tiles are mostly faster all the same
     max_options: int = 99  # that change scores or probabilities, that it holds without a spill
+    takes_float_bias: bool = True
     num_blocks: int = 1  # that share a multiprocessor
     alone: frozenset[str] = frozenset()  # options that it holds if there is no other
 
-    def takes(self, features: Features) -> bool:
-        """It holds the options of a call without a spill."""
-        is_alone = features.num_score_options == 1 and not features.has_lengths
-        is_alone = is_alone and any(getattr(features, name) for name in self.alone)
-        return is_alone or features.num_score_options <= self.max_options
+    def takes(self, features: Features, dtype: str) -> bool:
+        """It holds the options of a call without a spill. The softcap of float16 takes more registers."""
+        if features.bias_dtype == "float32" and not self.takes_float_bias:
+            return False
+        is_light = any(getattr(features, name) for name in self.alone) and not features.has_lengths
+        is_light = is_light and not (features.has_softcap and dtype == "float16")
+        return features.num_score_options <= self.max_options or (is_light and features.num_score_options == 1)
 
 
 # By padded head_dim and head_dim_v; the first that takes a call is chosen. Measured on an NVIDIA H200: docs/sm90.md.
@@ -56,8 +59,9 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
     ),
     (64, 64): (
         Tile(192, 128, num_stages=4, max_options=0, alone=_LIGHT),
-        Tile(128, 128),
-        Tile(128, 128, num_stages=4),
+        Tile(128, 128, max_options=3),
+        Tile(128, 64),
+        Tile(128, 128, num_stages=4, max_options=3),
         Tile(256, 64, num_stages=4, max_options=0),
         Tile(256, 64, num_stages=4, max_options=0, takes_turns=False),
         Tile(128, 112, num_stages=4, max_options=0),
@@ -71,17 +75,19 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
     ),
     (96, 96): (
         Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0, alone=_LIGHT),
-        Tile(128, 128),
+        Tile(128, 128, max_options=3),
+        Tile(128, 64),
     ),
     (128, 128): (
         Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0, alone=_LIGHT),
-        Tile(128, 128),
+        Tile(128, 128, max_options=3),
+        Tile(128, 64),
     ),
     (192, 128): (Tile(128, 128), Tile(128, 64)),
     (192, 192): (Tile(128, 96, scales_lazily=True), Tile(128, 64)),
     (256, 256): (
         Tile(128, 80, scales_lazily=True, max_options=0),
-        Tile(128, 64, max_options=1),
+        Tile(128, 64, max_options=1, takes_float_bias=False),
         Tile(128, 32),
     ),
 }
@@ -154,11 +160,12 @@ class Sm90Row(Row):
         barriers, scheduler = 16 * consumers + 32 * self.num_stages, 16
         window = -(-(4 * consumers + 56) // 8) * 8 if self.has_bool_mask else 0  # MaskWindow
         items = _WORK_ITEMS * (window + _QUERY_TILE_BYTES + -(-(12 * consumers + 8) // 8) * 8)
-        end = -(-(tiles + barriers + scheduler + items) // 128) * 128
+        end = tiles + barriers + scheduler + items
         if self.bias_bytes:
+            end = -(-end // 1024) * 1024
             bias_tile = 128 * _WARPGROUP_ROWS * -(-self.block_n * self.bias_bytes // 128)
             num_stages = 2 if 1024 + tiles + 2 * consumers * bias_tile <= _MAX_SHARED_BYTES else 1
-            end += num_stages * consumers * (bias_tile + 16)
+            end += num_stages * consumers * (bias_tile + 32)
         return -(-end // 1024) * 1024
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
@@ -211,7 +218,7 @@ class FwdSm90(Family[Sm90Row]):
         assert dims is not None  # else refused
         is_packed = self.packed_heads(key) > 1
         for tile in (_PACKED_TILES[dims],) if is_packed else _tiles(dims, key):
-            if tile.takes(key.features):
+            if tile.takes(key.features, key.dtype):
                 yield _with_options(_row(tile, key.dtype, key.out_dtype, dims, is_packed), key.features)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
@@ -260,6 +267,7 @@ def _maps(row: Sm90Row, features: Features, layout: CallLayout, packed_heads: in
         boxes["out"] = (_WARP_ROWS, 1)
     head_axis, row_axis = layout.axes
     axes = row_axis, head_axis, -4
-    return tuple(
-        MapPatch(getattr(FwdSm90Params, f"{name}_map").offset, name, axes, *box) for name, box in boxes.items()
-    )
+    maps = [MapPatch(getattr(FwdSm90Params, f"{name}_map").offset, name, axes, *box) for name, box in boxes.items()]
+    if "bias" in layout.tensors and packed_heads == 1:
+        maps.append(MapPatch(FwdSm90Params.bias_map.offset, "bias", (-2, -3, -4), _WARPGROUP_ROWS, is_optional=True))
+    return tuple(maps)

@@ -190,9 +190,7 @@ struct FwdSm90 {
 
   // Copies the bias tiles of one consumer. Scope: warp.
   FT_DEVICE static void produce_bias(const FwdSm90Params& params, Storage& shared, i32 consumer) {
-    const Params& p = params.base;
     u32 count = 0;
-    typename Options::Source held[Options::kNumBiasStages] = {};
     for (u32 index = 0;; ++index) {
       wait_q(shared, consumer, index);
       const Item& item = shared.work_items.at(index);
@@ -202,7 +200,7 @@ struct FwdSm90 {
       Walk walk = first_walk(item, consumer);
       for (i32 n = tile.n_end - 1; n >= tile.n_begin; n = next_tile(item, consumer, walk, n)) {
         if (n >= item.consumers[consumer].n_end) continue;
-        Options::load_bias(p, shared.bias, tile, consumer, n, count++, held);
+        Options::load_bias(params, shared.bias, tile, consumer, n, count++);
       }
     }
   }

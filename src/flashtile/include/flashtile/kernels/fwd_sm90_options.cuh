@@ -3,7 +3,8 @@
 // Threads:  with a bias, one warp of the producer's warpgroup for each consumer copies its bias tiles. Consumers load
 //           the bits of a mask (attn/mask_bits.cuh) from global memory, before their products.
 // Shared:   a bias: [consumer][stage][64 queries][kBlockN keys], in pieces of 128 bytes a row whose 16-byte chunks are
-//           swizzled as in tile/smem_tile.cuh. Barriers: full and empty of each.
+//           swizzled as in tile/smem_tile.cuh. TMA copies it, or cp.async where rows are broadcast or not aligned.
+//           Barriers: full and empty of each.
 // Scores:   dot products without score modifiers; base 2 with them; natural with a bias (attn/score_unit.cuh).
 #pragma once
 
@@ -15,10 +16,18 @@
 #include "flashtile/kernels/fwd_sm90_params.cuh"
 #include "flashtile/ptx/cp_async.cuh"
 #include "flashtile/ptx/ldmatrix.cuh"
+#include "flashtile/ptx/tma.cuh"
 #include "flashtile/tile/fragment.cuh"
 #include "flashtile/tile/pipeline.cuh"
 
 namespace flashtile {
+
+// Where a bias tile comes from.
+template <typename BiasElement>
+struct BiasRows {
+  const BiasElement* first;  // its first element
+  i32 num_rows, num_keys;    // from there on, of the whole tensor
+};
 
 template <class Config, typename BiasElement>
 struct FwdBiasTiles {
@@ -28,8 +37,9 @@ struct FwdBiasTiles {
   static constexpr i32 kOtherBytes = 1024 + 2 * (Config::kNumConsumers * (Config::kElementsQ + Config::kElementsP) +
                                                  Config::kNumStages * (Config::kElementsK + Config::kElementsV));
   static constexpr i32 kNumStages = kOtherBytes + 2 * Config::kNumConsumers * kTileBytes <= 227 * 1024 ? 2 : 1;
-  alignas(128) char tiles[Config::kNumConsumers][kNumStages][kTileBytes];
+  alignas(1024) char tiles[Config::kNumConsumers][kNumStages][kTileBytes];
   u64 full[Config::kNumConsumers][kNumStages], empty[Config::kNumConsumers][kNumStages];
+  BiasRows<BiasElement> held[Config::kNumConsumers][kNumStages];
 };
 template <class Config>
 struct FwdBiasTiles<Config, NoBias> {
@@ -147,7 +157,9 @@ struct FwdSm90Options {
         if constexpr (Mask::kHasBand || SeqInfo::kHasLengths || !Mask::kHasBool) {
           i32 i = min_of(rows.i[r], tile.s.seqlen_q - 1), j_first = n * kBlockN + fragment_column();
           Range keys = key_range<Mask>(p, tile.s, i, i + 1);
-          seen &= columns_below(keys.end - j_first);
+          i32 end = keys.end - j_first;
+          if constexpr (mutates(Mutation::fwd_sm90_mask_offset)) end += Mask::kHasBand ? 1 : 0;
+          seen &= columns_below(end);
           if constexpr (Mask::kHasBand) seen &= ~columns_below(keys.begin - j_first);
         }
 #pragma unroll
@@ -263,61 +275,55 @@ struct FwdSm90Options {
         for (i32 stage = 0; stage < kNumBiasStages; ++stage) {
           mbarrier_init(bias.full[consumer][stage], 32);
           mbarrier_init(bias.empty[consumer][stage], 4);
+          bias.held[consumer][stage].first = nullptr;
         }
       }
     }
   }
 
-  // Where the 64 rows of a consumer's bias tile come from.
-  struct Source {
-    const BiasElement* rows;  // key 0 of the first row
-    i64 row_stride, head_stride;
-    i32 num_rows, num_keys;   // from the tile's first on
+  using Source = BiasRows<BiasElement>;
 
-    // The address of a row; null where it has no query. Scope: thread.
-    FT_DEVICE const BiasElement* row(i32 row, const Params& p) const {
-      if constexpr (Config::kPacksHeads) {
-        i32 num_queries = Packing::num_queries(p), head = row / num_queries, i = row - head * num_queries;
-        return head < Packing::num_heads(p) && i < num_rows ? rows + head * head_stride + i * row_stride : nullptr;
-      } else {
-        return row < num_rows ? rows + row * row_stride : nullptr;
-      }
+  // The address of key 0 of a row of a tile; null where it has no query. Scope: thread.
+  FT_DEVICE static const BiasElement* row_of(const Params& p, const Source& source, i32 row) {
+    if constexpr (Config::kPacksHeads) {
+      i32 num_queries = Packing::num_queries(p), head = row / num_queries, i = row - head * num_queries;
+      bool is_query = head < Packing::num_heads(p) && i < source.num_rows;
+      return is_query ? source.first + head * p.bias_strides[1] + i * p.bias_strides[2] : nullptr;
+    } else {
+      return row < source.num_rows ? source.first + row * p.bias_strides[2] : nullptr;
     }
-  };
+  }
 
   // Starts copying a tile in pieces of kBytes. Scope: warp.
   template <i32 kBytes>
-  FT_DEVICE static void copy_bias(u32 tile, const Source& source, const Params& p) {
+  FT_DEVICE static void copy_bias(const Params& p, u32 tile, const Source& source) {
     constexpr i32 kSize = sizeof(BiasElement), kKeys = kBytes / kSize, kPieces = kBlockN / kKeys;  // of a row
-    i32 lane = threadIdx.x % 32;
-#pragma unroll 4
-    for (i32 x = lane; x < 64 * kPieces; x += 32) {
+#pragma unroll 2
+    for (i32 x = threadIdx.x % 32; x < 64 * kPieces; x += 32) {
       i32 row = x / kPieces, key = x % kPieces * kKeys;
-      const BiasElement* from = source.row(row, p);
+      const BiasElement* from = row_of(p, source, row);
       i32 num_valid = from == nullptr ? 0 : clamp((source.num_keys - key) * kSize, 0, kBytes);
-      cp_async<kBytes>(tile + bias_offset(row, key), num_valid > 0 ? from + key : source.rows, num_valid);
+      cp_async<kBytes>(tile + bias_offset(row, key), num_valid > 0 ? from + key : source.first, num_valid);
     }
   }
 
   // Copies a tile element by element. Scope: warp.
-  FT_DEVICE static void copy_bias_elements(u32 tile, const Source& source, i64 key_stride, const Params& p) {
-    constexpr i32 kAtOnce = 8;
+  FT_DEVICE static void copy_bias_elements(const Params& p, u32 tile, const Source& source) {
+    constexpr i32 kAtOnce = 8;  // loads in flight
     i32 lane = threadIdx.x % 32;
 #pragma unroll 1
-    for (i32 first = lane; first < 64 * kBlockN; first += 32 * kAtOnce) {
+    for (i32 x = lane; x < 8 * kBlockN; x += 32) {
+      // One key of 8 rows
+      i32 first_row = x / kBlockN * 8, key = x % kBlockN;
       BiasElement elements[kAtOnce];
 #pragma unroll
       for (i32 y = 0; y < kAtOnce; ++y) {
-        i32 x = first + 32 * y, row = x / kBlockN, key = x % kBlockN;
-        const BiasElement* from = x < 64 * kBlockN ? source.row(row, p) : nullptr;
+        const BiasElement* from = row_of(p, source, first_row + y);
         elements[y] = from_float<BiasElement>(0.0f);
-        if (from != nullptr && key < source.num_keys) elements[y] = from[key * key_stride];
+        if (from != nullptr && key < source.num_keys) elements[y] = from[key * p.bias_strides[3]];
       }
 #pragma unroll
-      for (i32 y = 0; y < kAtOnce; ++y) {
-        i32 x = first + 32 * y;
-        if (x < 64 * kBlockN) store_shared(tile + bias_offset(x / kBlockN, x % kBlockN), elements[y]);
-      }
+      for (i32 y = 0; y < kAtOnce; ++y) store_shared(tile + bias_offset(first_row + y, key), elements[y]);
     }
   }
   FT_DEVICE static void store_shared(u32 address, float x) {
@@ -328,36 +334,56 @@ struct FwdSm90Options {
     asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(x.bits) : "memory");
   }
 
-  // Fills tile number count of one consumer. `held` is what each stage holds: a tile that is there is not copied again.
-  // Scope: warp.
-  FT_DEVICE static void load_bias(const Params& p, Bias& bias, const Tile& tile, i32 consumer, i32 n, u32 count,
-                                  Source (&held)[kNumBiasStages]) {
+  // Starts copying a tile by TMA. Scope: warp.
+  FT_DEVICE static void load_boxes(const FwdSm90Params& params, Bias& bias, const Tile& tile, i32 consumer, u32 stage,
+                                   i32 i_first, i32 j_first) {
+    constexpr i32 kKeys = 128 / static_cast<i32>(sizeof(BiasElement));  // of a box
+    const Params& p = params.base;
+    u64& full = bias.full[consumer][stage];
+    if (elect_lane()) {
+      i32 batch_idx = p.bias_strides[0] == 0 ? 0 : tile.s.batch_idx;
+      i32 head = p.bias_strides[1] == 0 ? 0 : tile.coord.head;
+      mbarrier_arrive_expect(full, Bias::kTileBytes);
+      for (i32 piece = 0; piece < Bias::kPieces; ++piece) {
+        load_box(bias.tiles[consumer][stage] + piece * (64 * 128), params.bias_map, full, j_first + piece * kKeys,
+                 i_first, head, batch_idx);
+      }
+    } else {
+      mbarrier_arrive(full);
+    }
+  }
+
+  // Fills tile number count of one consumer. A tile that its stage holds is not copied again. Scope: warp.
+  FT_DEVICE static void load_bias(const FwdSm90Params& params, Bias& bias, const Tile& tile, i32 consumer, i32 n,
+                                  u32 count) {
+    const Params& p = params.base;
     u32 stage = BiasStages::stage(count);
     u32 to = shared_address(bias.tiles[consumer][stage]);
     i32 i_first = tile.i_begin + Packing::num_queries(p) * consumer, j_first = n * kBlockN;
     if constexpr (mutates(Mutation::fwd_sm90_bias_row)) i_first = max_of(i_first - 1, 0);
     i64 first = tile.s.batch_idx * p.bias_strides[0] + tile.coord.head * Packing::num_heads(p) * p.bias_strides[1] +
                 i_first * p.bias_strides[2] + j_first * p.bias_strides[3];
-    Source source{static_cast<const BiasElement*>(p.bias) + first, p.bias_strides[2], p.bias_strides[1],
-                  tile.s.seqlen_q - i_first, tile.s.seqlen_k - j_first};
+    Source source{static_cast<const BiasElement*>(p.bias) + first, tile.s.seqlen_q - i_first,
+                  tile.s.seqlen_k - j_first};
     i64 bytes = (p.bias_strides[0] | p.bias_strides[1] | p.bias_strides[2]) * sizeof(BiasElement);
     bytes |= reinterpret_cast<i64>(p.bias);
     BiasStages::wait_empty(bias.empty[consumer], count);
-    bool is_held = false;
-#pragma unroll
-    for (i32 x = 0; x < kNumBiasStages; ++x) {
-      if (x != static_cast<i32>(stage)) continue;
-      is_held = held[x].rows == source.rows && held[x].num_rows == source.num_rows &&
-                held[x].num_keys == source.num_keys;
-      held[x] = source;
-    }
+    Source& held = bias.held[consumer][stage];
+    bool is_held = held.first == source.first && held.num_rows == source.num_rows && held.num_keys == source.num_keys;
     if (!is_held) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) held = source;
+      __syncwarp();
+      if (!Config::kPacksHeads && p.bias_strides[3] == 1 && bytes % 16 == 0 && p.bias_strides[2] != 0) {
+        load_boxes(params, bias, tile, consumer, stage, i_first, j_first);
+        return;
+      }
       if (p.bias_strides[3] == 1 && bytes % 16 == 0) {
-        copy_bias<16>(to, source, p);
+        copy_bias<16>(p, to, source);
       } else if (p.bias_strides[3] == 1 && bytes % 4 == 0) {
-        copy_bias<4>(to, source, p);
+        copy_bias<4>(p, to, source);
       } else {
-        copy_bias_elements(to, source, p.bias_strides[3], p);
+        copy_bias_elements(p, to, source);
         mbarrier_arrive(bias.full[consumer][stage]);
         return;
       }
