@@ -72,7 +72,7 @@ class FewQueries(NamedTuple):
         return num_heads if -(-shape.seqlen_q // (self.tile_rows // num_heads)) <= self.max_tiles else 0
 
     def serialized(self) -> tuple[int, int, int, int]:
-        return 4, self.tile_rows, self.max_tiles, 0
+        return 5, self.tile_rows, self.max_tiles, 0
 
 
 class RaggedQueries(NamedTuple):
@@ -110,4 +110,21 @@ class ManyScores(NamedTuple):
         return 3, self.log2, 0, 0
 
 
-LengthClass = SmallGrid | PackedHeads | FewQueries | RaggedQueries | ManyScores
+class ShortLengths(NamedTuple):
+    """1 where a call has at most so many queries and keys."""
+
+    queries: int
+    keys: int
+
+    @property
+    def values(self) -> tuple[int, int]:
+        return (0, 1)
+
+    def of(self, shape: Shape, num_multiprocessors: int) -> int:
+        return int(shape.seqlen_q <= self.queries and shape.seqlen_k <= self.keys)
+
+    def serialized(self) -> tuple[int, int, int, int]:
+        return 4, self.queries, self.keys, 0
+
+
+LengthClass = SmallGrid | PackedHeads | FewQueries | RaggedQueries | ManyScores | ShortLengths
