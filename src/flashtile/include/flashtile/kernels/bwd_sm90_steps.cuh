@@ -2,16 +2,19 @@
 // padding.
 //
 // bwd_sm90_preprocess_kernel  for every query row: delta = rowsum(dO * O) - dlse, lse in the unit of scores, and zeros
-//                             for dq_accum and dq_order
-// bwd_convert_dq_kernel       dQ = scale * dq_accum in 16 bits
+//                             for dq_accum, dq_order and work_counts
+// bwd_convert_dq_kernel       dQ = scale * dq_accum in 16 bits. bwd_sm90_kernel does this itself, by convert_rows,
+//                             where heads share slots of dq_accum.
 //
 // Threads: 8 lanes per row, 16 rows per pass of a block, kStepRows rows per block.
 #pragma once
 
+#include "flashtile/attn/key_tile.cuh"
 #include "flashtile/attn/score_unit.cuh"
 #include "flashtile/attn/sequence.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/core/reduce.cuh"
+#include "flashtile/ptx/global.cuh"
 #include "flashtile/tile/fragment.cuh"
 
 namespace flashtile {
@@ -46,9 +49,18 @@ FT_DEVICE float dot8(uint4 a, uint4 b) {
   return sum;
 }
 
-template <typename T, class SeqInfo, i32 kSlabs>
+// With kBlockM and kBlockN, the tile of bwd_sm90_kernel, heads share slots of dq_accum, and other rows of it stay
+// unused.
+template <typename T, class SeqInfo, i32 kSlabs, i32 kBlockM = 0, i32 kBlockN = 0>
 __global__ void __launch_bounds__(kStepThreads) bwd_sm90_preprocess_kernel(const FT_GRID_CONSTANT Params p) {
   StepRows<SeqInfo> rows(p);
+  i64 num_sums = p.lse_size;  // rows of a slab of dq_accum in use
+  if constexpr (kBlockM > 0 && !SeqInfo::kHasLengths) {
+    num_sums = static_cast<i64>(key_order<kBlockM, kBlockN>(p).num_slots()) * (p.heads / p.heads_kv) * p.seqlen_q;
+  }
+  if (p.work_counts != nullptr && blockIdx.x == 0) {
+    for (i32 x = threadIdx.x; x < 1 + 2 * p.heads_kv * p.batch; x += kStepThreads) p.work_counts[x] = 0;
+  }
   const T* gO = query_rows(static_cast<const T*>(p.out), p.out_strides, rows.s, rows.head);
   const T* gdO = query_rows(static_cast<const T*>(p.dout), p.dout_strides, rows.s, rows.head);
   i32 lane = threadIdx.x % 8;
@@ -77,11 +89,60 @@ __global__ void __launch_bounds__(kStepThreads) bwd_sm90_preprocess_kernel(const
       p.delta[stat] = is_empty ? 0.0f : sum;
       p.score_lse[stat] = is_empty ? infinity() : in_score_unit(has_natural_scores(p), lse);
     }
+    if (stat >= num_sums) continue;
     // Zero the row's sums of dQ
 #pragma unroll
     for (i32 slab = 0; slab < kSlabs; ++slab) {
       float4* row = reinterpret_cast<float4*>(p.dq_accum + (slab * p.lse_size + stat) * 64);
       row[lane] = row[lane + 8] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+  }
+}
+
+// The 8 columns of dQ whose sums are x and y, in 16 bits. Scope: thread.
+template <typename T>
+FT_DEVICE uint4 converted(float4 x, float4 y, float scale) {
+  return make_uint4(pack_two<T>(x.x * scale, x.y * scale), pack_two<T>(x.z * scale, x.w * scale),
+                    pack_two<T>(y.x * scale, y.y * scale), pack_two<T>(y.z * scale, y.w * scale));
+}
+
+// Converts rows [first, end) of a slot of dq_accum, at most 64, and zeros them. The slot begins at row dq_row of a slab
+// and has the queries of the heads from first_head on, one after the other. Scope: warpgroup.
+template <typename T, i32 kSlabs>
+FT_DEVICE void convert_rows(const Params& p, i32 batch, i32 first_head, i64 dq_row, i32 first, i32 end) {
+  constexpr i32 kPasses = 1, kRows = 16;
+  i32 lane = threadIdx.x % 8;
+  first += threadIdx.x % 128 / 8;
+  float4 sums[kPasses][kSlabs][2];
+  auto address = [&](i32 row, i32 slab) {
+    i32 chunk = lane ^ row % p.seqlen_q % 8;  // swizzled: BwdSm90::stage_dq
+    if constexpr (mutates(Mutation::bwd_sm90_dq_order)) chunk = lane;
+    return reinterpret_cast<float4*>(p.dq_accum + (slab * p.lse_size + dq_row + row) * 64) + 2 * chunk;
+  };
+#pragma unroll
+  for (i32 pass = 0; pass < kPasses; ++pass) {
+    i32 row = first + kRows * pass;
+#pragma unroll
+    for (i32 slab = 0; slab < kSlabs; ++slab) {
+      if (row >= end) continue;
+      sums[pass][slab][0] = load_global(address(row, slab));
+      sums[pass][slab][1] = load_global(address(row, slab) + 1);
+    }
+  }
+#pragma unroll
+  for (i32 pass = 0; pass < kPasses; ++pass) {
+    i32 row = first + kRows * pass, i = row % p.seqlen_q;
+    if (row >= end) continue;
+    T* gdQ = static_cast<T*>(p.dq) + batch * p.dq_strides.batch + (first_head + row / p.seqlen_q) * p.dq_strides.head +
+             i * p.dq_strides.row;
+#pragma unroll
+    for (i32 slab = 0; slab < kSlabs; ++slab) {
+      const float4(&two)[2] = sums[pass][slab];
+      i32 column = 64 * slab + 8 * lane;
+      if (column < p.head_dim) *reinterpret_cast<uint4*>(gdQ + column) = converted<T>(two[0], two[1], p.scale);
+      float4* row_sums = address(row, slab);
+      if constexpr (!mutates(Mutation::bwd_sm90_stale_sums))
+        row_sums[0] = row_sums[1] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
   }
 }
@@ -99,14 +160,12 @@ __global__ void __launch_bounds__(kStepThreads) bwd_convert_dq_kernel(const FT_G
 #pragma unroll
     for (i32 slab = 0; slab < kSlabs; ++slab) {
       const float4* row = reinterpret_cast<const float4*>(p.dq_accum + (slab * p.lse_size + stat) * 64);
-      // Swizzled: BwdSm90::add_dq
+      // Swizzled: BwdSm90::stage_dq
       i32 chunk = lane ^ i % 8, column = 64 * slab + 8 * lane;
       if constexpr (mutates(Mutation::bwd_sm90_dq_order)) chunk = lane;
       float4 x = row[2 * chunk], y = row[2 * chunk + 1];
       if (column < p.head_dim) {
-        *reinterpret_cast<uint4*>(gdQ + i * p.dq_strides.row + column) =
-            make_uint4(pack_two<T>(x.x * p.scale, x.y * p.scale), pack_two<T>(x.z * p.scale, x.w * p.scale),
-                       pack_two<T>(y.x * p.scale, y.y * p.scale), pack_two<T>(y.z * p.scale, y.w * p.scale));
+        *reinterpret_cast<uint4*>(gdQ + i * p.dq_strides.row + column) = converted<T>(x, y, p.scale);
       }
     }
   }
