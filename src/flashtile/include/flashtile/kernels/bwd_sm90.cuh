@@ -129,8 +129,9 @@ struct BwdSm90 {
   static constexpr i32 kScores = kBlockM / 2;  // registers per thread of S^T
   static constexpr i32 kColumnsDq = 64;        // of dQ that a consumer computes
   static constexpr i32 kConsumerWarps = 4 * Config::kNumConsumers;
-  // A persistent grid draws blocks of keys; heads share a few slots of dq_accum, and the kernel converts dQ. With options
-  // and lengths, which leave too few registers, a thread block has one block of keys, and every head its own sums.
+  // A persistent grid draws blocks of keys; heads share a few slots of dq_accum, and the kernel converts dQ. With
+  // options and lengths, which leave too few registers, a thread block has one block of keys, and every head its own
+  // sums.
   static constexpr bool kIsPersistent = !Options::kChangesTiles && !SeqInfo::kHasLengths;
   static constexpr bool kCopiesFirstStep = !Options::kChangesTiles && !kIsPersistent;
   static constexpr bool kSharesDq = Config::kSplitsDqRows || Config::kSplitsDqColumns;  // each tile in two parts
@@ -191,8 +192,8 @@ struct BwdSm90 {
     if (index < order.num_blocks()) {
       describe(p, item, index, number, count, num_keys);
       item.row = order.block(index).row;
-      item.dq_shift = static_cast<i64>(item.row % num_slots) * num_rows -
-                      stat_index(p, item.tile.s, item.tile.first_head, 0);
+      item.dq_shift =
+          static_cast<i64>(item.row % num_slots) * num_rows - stat_index(p, item.tile.s, item.tile.first_head, 0);
       if (converts(p)) item.previous_row = item.row - num_slots;
     } else {
       item.number = number;
@@ -559,11 +560,8 @@ struct BwdSm90 {
   // Converts a consumer's rows of a share of dQ, and zeros their sums for the slot's next head.
   FT_DEVICE static void convert_share(const Params& p, const DqShare& share, i32 consumer) {
     // Wait until every block of keys has added its parts
-    i32 num_blocks = num_n_blocks(p);
-    if constexpr (mutates(Mutation::bwd_sm90_early_share)) num_blocks = *num_added(p, share.row);
-    if (threadIdx.x % 32 == 0) {
-      while (!is_turn(num_added(p, share.row), num_blocks)) {}
-    }
+    if constexpr (!mutates(Mutation::bwd_sm90_early_share))
+      while (threadIdx.x % 32 == 0 && !is_turn(num_added(p, share.row), num_n_blocks(p))) {}
     __syncwarp();
     i32 batch = batch_of(p, share.row), first_head = kv_head_of(p, share.row) * (p.heads / p.heads_kv);
     for (i32 row = share.begin + 16 * consumer; row < share.end; row += 16 * Config::kNumConsumers) {
