@@ -21,6 +21,7 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
 # As the constants of kernels/bwd_sm90_steps.cuh; tests/cpu/test_plan.py compares them
 STEP_ROWS, STEP_THREADS = 32, 128
+_USES_SLOTS = True
 _QUERY_TILE_BYTES = 8 * 32  # the ring of QueryTileIndex (kernels/bwd_sm90.cuh)
 
 
@@ -149,7 +150,7 @@ class BwdSm90(Family[BwdSm90Row]):
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
         row = self.select("bwd_sm90", key)
-        steps = [_plain("bwd_sm90_preprocess", row, key, _is_persistent(key.features))]
+        steps = [_plain("bwd_sm90_preprocess", row, key, _USES_SLOTS and _is_persistent(key.features))]
         if "dsinks" in key.grads:
             steps.append(dsinks(key))
         scratch: tuple[Operand, ...] = ()
@@ -157,7 +158,7 @@ class BwdSm90(Family[BwdSm90Row]):
             steps.append(self._step(row, key))
             # The kernel writes both dK and dV
             scratch = tuple(Operand(name, like=name[1]) for name in ("dk", "dv") if name not in key.grads)
-        if "dq" in key.grads and not _is_persistent(key.features):
+        if "dq" in key.grads and not (_USES_SLOTS and _is_persistent(key.features)):
             steps.append(_plain("bwd_convert_dq", row, key))
         if "dbias" in key.grads:
             steps.append(self._step(self.select("bwd_sm90_dbias", key), key))
@@ -203,7 +204,7 @@ def _is_persistent(features: Features) -> bool:
 def _item_bytes(features: Features) -> int:
     """The size of ItemStorage, which knows nothing of dropout."""
     is_small = features.num_score_options > features.has_dropout
-    return 80 if is_small else 6 * 8 + 4 * 128
+    return 80 if is_small else 8 * 8 + 4 * 128
 
 
 def _option_policies(features: Features) -> list[str]:

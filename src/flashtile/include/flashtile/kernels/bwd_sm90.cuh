@@ -59,13 +59,6 @@ struct BwdSm90Item {
   u32 number;                  // of this item
 };
 
-// A share of dQ to convert: rows [begin, end) of the sums of a row of heads (KeyOrder).
-struct DqShare {
-  i64 dq_row;  // first row of the sums in a slab of dq_accum
-  i32 row;     // negative: nothing to convert
-  i32 begin, end;
-};
-
 // The same in a persistent grid, with what has to be known of the sums of dQ.
 struct BwdSm90NextItem : BwdSm90Item {
   i64 dq_shift;  // from the index of a query in lse to its row in a slab of dq_accum
@@ -81,7 +74,7 @@ constexpr u32 kNumItems = 2;
 template <bool kIsPersistent>
 struct ItemStorage {
   using Item = BwdSm90NextItem;
-  u64 empty_k, empty_v;
+  u64 empty_k, empty_v, full_share, empty_share;
   u64 full_item[kNumItems], empty_item[kNumItems];
   Item items[kNumItems], current[2];
 };
@@ -129,6 +122,7 @@ struct BwdSm90 {
   static constexpr i32 kScores = kBlockM / 2;  // registers per thread of S^T
   static constexpr i32 kColumnsDq = 64;        // of dQ that a consumer computes
   static constexpr i32 kConsumerWarps = 4 * Config::kNumConsumers;
+  static constexpr bool kUsesSlots = Config::kUsesSlots;
   // A persistent grid draws blocks of keys; heads share a few slots of dq_accum, and the kernel converts dQ. With
   // options and lengths, which leave too few registers, a thread block has one block of keys, and every head its own
   // sums.
@@ -155,9 +149,11 @@ struct BwdSm90 {
     if constexpr (kIsPersistent) {
       mbarrier_init(shared.work.empty_k, kConsumerWarps);
       mbarrier_init(shared.work.empty_v, kConsumerWarps);
+      mbarrier_init(shared.work.full_share, 1);
+      mbarrier_init(shared.work.empty_share, kConsumerWarps);
       for (u32 item = 0; item < kNumItems; ++item) {
         mbarrier_init(shared.work.full_item[item], 1);
-        mbarrier_init(shared.work.empty_item[item], kConsumerWarps + 2);  // consumers, statistics, dQ
+        mbarrier_init(shared.work.empty_item[item], kConsumerWarps + 3);  // the other roles have a warp each
       }
       for (Item& item : shared.work.current) item.number = ~0u;
     }
@@ -194,6 +190,7 @@ struct BwdSm90 {
       item.row = order.block(index).row;
       item.dq_shift =
           static_cast<i64>(item.row % num_slots) * num_rows - stat_index(p, item.tile.s, item.tile.first_head, 0);
+      if (!kUsesSlots) item.dq_shift = 0;
       if (converts(p)) item.previous_row = item.row - num_slots;
     } else {
       item.number = number;
@@ -239,9 +236,9 @@ struct BwdSm90 {
   }
 
   // Whether this kernel converts dQ. Scope: thread.
-  FT_DEVICE static bool converts(const Params& p) { return p.dq != nullptr && p.seqlen_q > 0; }
-  // Counts of a row of heads, at first 0: the blocks of keys that have added their parts of dQ, and the warps that have
-  // converted a share. Scope: thread.
+  FT_DEVICE static bool converts(const Params& p) { return kUsesSlots && p.dq != nullptr && p.seqlen_q > 0; }
+  // Counts of a row of heads, at first 0: the blocks of keys that have added their parts of dQ, and the
+  // shares that have been converted. Scope: thread.
   FT_DEVICE static i32* num_added(const Params& p, i32 row) { return p.work_counts + 1 + 2 * row; }
   FT_DEVICE static i32* num_converted(const Params& p, i32 row) { return p.work_counts + 2 + 2 * row; }
   FT_DEVICE static i32 num_n_blocks(const Params& p) { return max_of(ceil_div(p.seqlen_k, kBlockN), 1); }
@@ -385,8 +382,7 @@ struct BwdSm90 {
     if constexpr (kIsPersistent) {
       dq_shift = item.dq_shift;
       // Wait until the slot's last sums have been converted and its rows are 0 again
-      i32 num_shares = kConsumerWarps * num_n_blocks(p);
-      while (item.previous_row >= 0 && !is_turn(num_converted(p, item.previous_row), num_shares)) {}
+      while (item.previous_row >= 0 && !is_turn(num_converted(p, item.previous_row), num_n_blocks(p))) {}
     }
     for (u32 count = item.count_begin; count < item.count_end; ++count) {
       for (i32 consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
@@ -418,6 +414,16 @@ struct BwdSm90 {
     if constexpr (kIsPersistent) {
       if (item.row >= 0 && converts(p)) signal_turn(num_added(p, item.row));
     }
+  }
+
+  // Lets the consumers convert the work item's share of dQ: waits until every block of keys has added its parts, and
+  // signals when the consumers are done. Consumers would lose time in both. Scope: thread.
+  FT_DEVICE static void guard_share(const Params& p, Storage& shared, const Item& item) {
+    if constexpr (!mutates(Mutation::bwd_sm90_early_share))
+      while (item.share.row >= 0 && !is_turn(num_added(p, item.share.row), num_n_blocks(p))) {}
+    mbarrier_arrive(shared.work.full_share);
+    mbarrier_wait(shared.work.empty_share, item.number % 2);
+    if (item.share.row >= 0) signal_turn(num_converted(p, item.share.row));
   }
 
   // ---- Consumer. Scope: warpgroup.
@@ -557,28 +563,14 @@ struct BwdSm90 {
     named_barrier_sync(kConsumerBarrier + consumer, 128);
   }
 
-  // Converts a consumer's rows of a share of dQ, and zeros their sums for the slot's next head.
-  FT_DEVICE static void convert_share(const Params& p, const DqShare& share, i32 consumer) {
-    // Wait until every block of keys has added its parts
-    if constexpr (!mutates(Mutation::bwd_sm90_early_share))
-      while (threadIdx.x % 32 == 0 && !is_turn(num_added(p, share.row), num_n_blocks(p))) {}
-    __syncwarp();
-    i32 batch = batch_of(p, share.row), first_head = kv_head_of(p, share.row) * (p.heads / p.heads_kv);
-    for (i32 row = share.begin + 16 * consumer; row < share.end; row += 16 * Config::kNumConsumers) {
-      convert_rows<T, Config::kSlabsQK>(p, batch, first_head, share.dq_row, row, min_of(row + 16, share.end));
-    }
-    // Bulk reductions of other blocks come after the zeros
-    fence_proxy_async_all();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) signal_turn(num_converted(p, share.row));
-  }
-
   // Processes a work item.
   FT_DEVICE static void consume_item(const BwdSm90Params& params, Storage& shared, i32 consumer) {
     const Params& p = params.base;
     const Item& item = shared.work.current[kIsPersistent ? consumer : 0];
     const KeyTile& tile = item.tile;
     const Sequence& s = tile.s;
+    // Loads from shared memory are slow while products are in flight
+    const u32 count_begin = item.count_begin, count_end = item.count_end;
     auto j_begin = [&] { return tile.j_begin + 64 * consumer; };
     float rdK[Config::kHeadDim / 2], rdV[Config::kHeadDimV / 2];
     u32 packed_p[kScores / 2], packed_ds[kScores / 2];
@@ -703,7 +695,7 @@ struct BwdSm90 {
           clear_tail<kBlockN, Config::kSlabsV>(shared.sV, num_rows, consumer);
         }
       }
-      u32 count = item.count_begin;
+      u32 count = count_begin;
       wait_operands(count);
       {
         float rS[kScores], rdP[kScores];
@@ -741,7 +733,7 @@ struct BwdSm90 {
           // Hand over dQ; dP^T takes its registers
           wgmma_wait<1>();
           pin_registers(rdQ);
-          if (kCopiesFirstStep || count > item.count_begin) stage_dq(shared, consumer, count - 1, rdQ);
+          if (kCopiesFirstStep || count > count_begin) stage_dq(shared, consumer, count - 1, rdQ);
         }
         start_dp(count + 1, rdP);
         end_turn(consumer);
@@ -750,8 +742,8 @@ struct BwdSm90 {
       };
       // Where a copy would spill, dQ of the first step comes from a dS of no tile and is not staged
       if constexpr (kCopiesFirstStep)
-        if (count + 1 < item.count_end) step(Constant<true>());
-      while (count + 1 < item.count_end) step(Constant<false>());
+        if (count + 1 < count_end) step(Constant<true>());
+      while (count + 1 < count_end) step(Constant<false>());
       // The last tile, then a turn more for its dQ. Parts of dQ are staged in the order of turns.
       float rdQ[kColumnsDq / 2];
       if constexpr (kIsPersistent) release_stage(shared.work.empty_v);
@@ -762,7 +754,7 @@ struct BwdSm90 {
       wgmma_wait<0>();
       release_operands(count);
       pin_registers(rdQ);
-      if (count > item.count_begin) stage_dq(shared, consumer, count - 1, rdQ);
+      if (count > count_begin) stage_dq(shared, consumer, count - 1, rdQ);
       end_turn(consumer);
       wait_turn(consumer);
       start_dq(count, rdQ);
@@ -786,7 +778,12 @@ struct BwdSm90 {
         take_item(shared, consumer);
         if (item.is_end) break;
         if (item.tile.has_keys()) consume_item(params, shared, consumer);
-        if (item.share.row >= 0) convert_share(params.base, item.share, consumer);
+        if constexpr (kUsesSlots) {
+          mbarrier_wait(shared.work.full_share, item.number % 2);
+          if (item.share.row >= 0) convert_share<T, Config::kSlabsQK>(params.base, item.share, consumer);
+          __syncwarp();
+          release_stage(shared.work.empty_share);
+        }
       }
     } else {
       consume_item(params, shared, consumer);
@@ -838,9 +835,15 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_sm90_kernel(const 
       Kernel::for_each_item(shared, [&](const Item& item) {
         if (is_leader) Kernel::reduce_dq(p, shared, item, number);
       });
-    } else if (warp == 3 && Kernel::Options::kHasTiles) {
-      u32 count = 0;
-      Kernel::Options::produce(p, shared.options, shared.work.current[0].tile, 1, count);
+    } else if (warp == 3) {
+      Kernel::for_each_item(shared, [&](const Item& item) {
+        if constexpr (Kernel::kIsPersistent) {
+          if (Kernel::kUsesSlots && threadIdx.x % 32 == 0) Kernel::guard_share(p, shared, item);
+        } else {
+          u32 count = 0;
+          Kernel::Options::produce(p, shared.options, item.tile, 1, count);
+        }
+      });
     }
   } else {
     raise_registers<Kernel::Options::kConsumerRegisters>();

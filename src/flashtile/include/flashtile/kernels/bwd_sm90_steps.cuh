@@ -3,7 +3,7 @@
 //
 // bwd_sm90_preprocess_kernel  for every query row: delta = rowsum(dO * O) - dlse, lse in the unit of scores, and zeros
 //                             for dq_accum, dq_order and work_counts
-// bwd_convert_dq_kernel       dQ = scale * dq_accum in 16 bits. bwd_sm90_kernel does this itself, by convert_rows,
+// bwd_convert_dq_kernel       dQ = scale * dq_accum in 16 bits. bwd_sm90_kernel does this itself, by convert_share,
 //                             where heads share slots of dq_accum.
 //
 // Threads: 8 lanes per row, 16 rows per pass of a block, kStepRows rows per block.
@@ -106,43 +106,55 @@ FT_DEVICE uint4 converted(float4 x, float4 y, float scale) {
                     pack_two<T>(y.x * scale, y.y * scale), pack_two<T>(y.z * scale, y.w * scale));
 }
 
-// Converts rows [first, end) of a slot of dq_accum, at most 64, and zeros them. The slot begins at row dq_row of a slab
-// and has the queries of the heads from first_head on, one after the other. Scope: warpgroup.
+// A share of dQ to convert: rows [begin, end) of a slot of dq_accum, which has the queries of all heads of a KV head, one
+// after the other.
+struct DqShare {
+  i64 dq_row;  // first row of the slot in a slab of dq_accum
+  i32 row;     // of KeyOrder: which KV head and sequence; negative: nothing to convert
+  i32 begin, end;
+};
+
+// Converts every other 16 rows of a share, from the first or the second on, and zeros their sums. Scope: warpgroup.
 template <typename T, i32 kSlabs>
-FT_DEVICE void convert_rows(const Params& p, i32 batch, i32 first_head, i64 dq_row, i32 first, i32 end) {
-  constexpr i32 kPasses = 1, kRows = 16;
+FT_DEVICE void convert_share(const Params& p, const DqShare& share, i32 part) {
+  constexpr i32 kPasses = kSlabs == 1 ? 2 : 1, kRows = 32;  // between passes
   i32 lane = threadIdx.x % 8;
-  first += threadIdx.x % 128 / 8;
-  float4 sums[kPasses][kSlabs][2];
-  auto address = [&](i32 row, i32 slab) {
-    i32 chunk = lane ^ row % p.seqlen_q % 8;  // swizzled: BwdSm90::stage_dq
-    if constexpr (mutates(Mutation::bwd_sm90_dq_order)) chunk = lane;
-    return reinterpret_cast<float4*>(p.dq_accum + (slab * p.lse_size + dq_row + row) * 64) + 2 * chunk;
-  };
+#pragma unroll 1
+  for (i32 first = share.begin + 16 * part + threadIdx.x % 128 / 8; first < share.end; first += kRows * kPasses) {
+    float4 x[kPasses][kSlabs], y[kPasses][kSlabs];
+    auto address = [&](i32 row, i32 i) {
+      i32 chunk = lane ^ i % 8;  // swizzled: BwdSm90::stage_dq
+      if constexpr (mutates(Mutation::bwd_sm90_dq_order)) chunk = lane;
+      return reinterpret_cast<float4*>(p.dq_accum + (share.dq_row + row) * 64) + 2 * chunk;
+    };
 #pragma unroll
-  for (i32 pass = 0; pass < kPasses; ++pass) {
-    i32 row = first + kRows * pass;
+    for (i32 pass = 0; pass < kPasses; ++pass) {
+      // Rows past the end are read, but not used
+      i32 row = min_of(first + kRows * pass, share.end - 1);
+      const float4* sums = address(row, row % p.seqlen_q);
 #pragma unroll
-    for (i32 slab = 0; slab < kSlabs; ++slab) {
-      if (row >= end) continue;
-      sums[pass][slab][0] = load_global(address(row, slab));
-      sums[pass][slab][1] = load_global(address(row, slab) + 1);
+      for (i32 slab = 0; slab < kSlabs; ++slab) {
+        x[pass][slab] = load_global(sums + slab * 16 * p.lse_size);
+        y[pass][slab] = load_global(sums + slab * 16 * p.lse_size + 1);
+      }
     }
-  }
 #pragma unroll
-  for (i32 pass = 0; pass < kPasses; ++pass) {
-    i32 row = first + kRows * pass, i = row % p.seqlen_q;
-    if (row >= end) continue;
-    T* gdQ = static_cast<T*>(p.dq) + batch * p.dq_strides.batch + (first_head + row / p.seqlen_q) * p.dq_strides.head +
-             i * p.dq_strides.row;
+    for (i32 pass = 0; pass < kPasses; ++pass) {
+      i32 row = first + kRows * pass, head = row / p.seqlen_q, i = row - head * p.seqlen_q;
+      if (row >= share.end) continue;
+      float4* sums = address(row, i);
+      head += kv_head_of(p, share.row) * (p.heads / p.heads_kv);
+      T* gdQ = static_cast<T*>(p.dq) + batch_of(p, share.row) * p.dq_strides.batch + head * p.dq_strides.head +
+               i * p.dq_strides.row + 8 * lane;
 #pragma unroll
-    for (i32 slab = 0; slab < kSlabs; ++slab) {
-      const float4(&two)[2] = sums[pass][slab];
-      i32 column = 64 * slab + 8 * lane;
-      if (column < p.head_dim) *reinterpret_cast<uint4*>(gdQ + column) = converted<T>(two[0], two[1], p.scale);
-      float4* row_sums = address(row, slab);
-      if constexpr (!mutates(Mutation::bwd_sm90_stale_sums))
-        row_sums[0] = row_sums[1] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      for (i32 slab = 0; slab < kSlabs; ++slab) {
+        if (64 * slab + 8 * lane < p.head_dim) {
+          *reinterpret_cast<uint4*>(gdQ + 64 * slab) = converted<T>(x[pass][slab], y[pass][slab], p.scale);
+        }
+        float4* zeros = sums + slab * 16 * p.lse_size;
+        if constexpr (!mutates(Mutation::bwd_sm90_stale_sums))
+          zeros[0] = zeros[1] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      }
     }
   }
 }
