@@ -38,18 +38,19 @@ FT_DEVICE KeyBlock key_block(i32 index, i32 num_n_blocks, i32 num_rows, i32 grou
 
 // The blocks of a launch. Scope of every function: thread.
 struct KeyOrder {
-  i32 num_n_blocks, num_rows, group, num_multiprocessors;
+  i32 num_n_blocks, num_rows, group;
+  i32 num_running;  // so many blocks after a block has started, it has ended
 
   FT_DEVICE KeyBlock block(i32 index) const { return key_block(index, num_n_blocks, num_rows, group); }
   FT_DEVICE i32 num_blocks() const { return num_n_blocks * num_rows; }
-  // As many blocks as a group of heads has, and those that may still run.
+  // As many blocks as a group of heads has, and those that may start before the last of them has ended.
   FT_DEVICE i32 distance() const {
-    i32 found = num_n_blocks * group + num_multiprocessors;
+    i32 found = num_n_blocks * group + num_running;
     return found < num_blocks() ? found : num_blocks();
   }
   // Enough for the heads of distance() blocks and of those that may run ahead.
   FT_DEVICE i32 num_slots() const {
-    i32 found = (distance() + num_multiprocessors) / num_n_blocks + 1 + 2 * group;
+    i32 found = (distance() + num_running) / num_n_blocks + 1 + 2 * group;
     return found < num_rows ? found : num_rows;
   }
 };

@@ -11,10 +11,12 @@ namespace flashtile {
 // The blocks of a launch that own kBlockN keys each.
 template <i32 kBlockM, i32 kBlockN>
 FT_DEVICE KeyOrder key_order(const Params& p) {
-  KeyOrder order{max_of(ceil_div(p.seqlen_k, kBlockN), 1), p.heads_kv * p.batch, 1, num_multiprocessors()};
+  // Under a band some blocks take twice the average
+  i32 num_running = (p.window_left >= 0 || p.window_right >= 0 ? 2 : 1) * num_multiprocessors();
+  KeyOrder order{max_of(ceil_div(p.seqlen_k, kBlockN), 1), p.heads_kv * p.batch, 1, num_running};
   if (p.dq_order != nullptr) {
     i32 num_tiles = ceil_div(p.seqlen_q, kBlockM) * (p.heads / p.heads_kv);
-    order.group = order_group(order.num_rows, num_tiles, order.num_multiprocessors);
+    order.group = order_group(order.num_rows, num_tiles, num_multiprocessors());
   }
   return order;
 }

@@ -21,8 +21,8 @@
 #include "flashtile/attn/block_range.cuh"
 #include "flashtile/attn/key_tile.cuh"
 #include "flashtile/core/mutation.cuh"
+#include "flashtile/kernels/bwd_sm90_convert.cuh"
 #include "flashtile/kernels/bwd_sm90_options.cuh"
-#include "flashtile/kernels/bwd_sm90_steps.cuh"
 #include "flashtile/ptx/bulk.cuh"
 #include "flashtile/ptx/tma.cuh"
 #include "flashtile/tile/epilogue.cuh"
@@ -83,6 +83,8 @@ struct ItemStorage<false> {
   using Item = BwdSm90Item;
   Item current[1];
 };
+template <class Mask, class ScoreMod>
+using BwdSm90Items = ItemStorage<!Mask::kHasBool && !ScoreMod::kChangesScores>;
 
 template <class Config, class Mask, class ScoreMod>
 struct alignas(1024) BwdSm90Storage {
@@ -103,7 +105,7 @@ struct alignas(1024) BwdSm90Storage {
   u64 full[Config::kNumStages], empty[Config::kNumStages];  // Q, dO and their statistics
   u64 empty_ds[Config::kNumBuffers];
   u64 full_dq[Config::kNumDqBuffers], empty_dq[Config::kNumDqBuffers];
-  ItemStorage<!Mask::kHasBool && !ScoreMod::kChangesScores> work;
+  BwdSm90Items<Mask, ScoreMod> work;
 };
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo>
@@ -117,7 +119,7 @@ struct BwdSm90 {
   using Buffers = Ring<Config::kNumBuffers>;
   using DqBuffers = Ring<Config::kNumDqBuffers>;
   using Items = Ring<kNumItems>;
-  using Item = typename decltype(Storage::work)::Item;
+  using Item = typename BwdSm90Items<Mask, ScoreMod>::Item;
   static constexpr i32 kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockM / 2;  // registers per thread of S^T
   static constexpr i32 kColumnsDq = 64;        // of dQ that a consumer computes
