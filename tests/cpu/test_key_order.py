@@ -24,12 +24,6 @@ extern "C" void block_of(int index, int num_n_blocks, int num_rows, int group, i
   flashtile::KeyBlock block = flashtile::key_block(index, num_n_blocks, num_rows, group);
   *n = block.n, *row = block.row;
 }
-extern "C" int distance_of(int num_n_blocks, int num_rows, int group, int num_multiprocessors) {
-  return flashtile::KeyOrder{num_n_blocks, num_rows, group, num_multiprocessors}.distance();
-}
-extern "C" int slots_of(int num_n_blocks, int num_rows, int group, int num_multiprocessors) {
-  return flashtile::KeyOrder{num_n_blocks, num_rows, group, num_multiprocessors}.num_slots();
-}
 """
 
 
@@ -71,37 +65,3 @@ def test_one_head_after_the_other_without_groups(block_of: Callable[..., tuple[i
 @pytest.mark.parametrize(("num_tiles", "group"), [(8, 33), (32, 9), (1000, 1), (1, 64), (0, 64)])
 def test_short_blocks_need_more_heads_between_them(library: ctypes.CDLL, num_tiles: int, group: int) -> None:
     assert library.group_of(64, num_tiles, 132) == group
-
-
-def test_sums_of_dq_wait_only_for_earlier_blocks(
-    library: ctypes.CDLL, block_of: Callable[..., tuple[int, int]], seed: int
-) -> None:
-    """Block x converts a share of the head of block x - distance, whose blocks all come before it, and a slot is used
-    again only after every share of the head before has a block to convert it."""
-    draw = random.Random(seed)
-    num_shared = 0
-    for _ in range(200):
-        num_n_blocks, num_rows, num_multiprocessors = draw.randint(1, 12), draw.randint(1, 200), draw.randint(1, 20)
-        group = draw.choice((1, draw.randint(1, num_rows)))
-        sizes = num_n_blocks, num_rows, group
-        distance, num_slots = (
-            library.distance_of(*sizes, num_multiprocessors),
-            library.slots_of(*sizes, num_multiprocessors),
-        )
-        rows: dict[int, list[int]] = {row: [] for row in range(num_rows)}
-        for index in range(num_n_blocks * num_rows):
-            rows[block_of(index, *sizes)[1]].append(index)
-        assert 1 <= num_slots <= num_rows
-        for row, blocks in rows.items():
-            assert max(blocks) < min(blocks) + distance
-            if row >= num_slots:
-                num_shared += 1
-                assert max(rows[row - num_slots]) + distance < min(blocks)
-    assert num_shared > 100
-
-
-def test_slots_stay_in_l2(library: ctypes.CDLL) -> None:
-    """On 132 multiprocessors, 16384 tokens of 16 heads: slots of 128 float32 sums a row, in MiB."""
-    for seqlen in (512, 1024, 2048, 4096, 8192, 16384):
-        num_slots = library.slots_of(seqlen // 128, 16 * 16384 // seqlen, 1, 132)
-        assert num_slots * seqlen * 128 * 4 <= 48 * 2**20

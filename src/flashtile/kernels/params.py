@@ -8,7 +8,7 @@ from typing import Any
 
 _POINTERS = (
     *("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks", "score_lse", "delta"),
-    *("dq_accum", "dq_order", "work_counts", "partial_out", "partial_stats"),
+    *("dq_accum", "dq_order", "partial_out", "partial_stats"),
     *(
         "bias",
         "mask",

@@ -1,8 +1,8 @@
 """The Hopper backward pass by wgmma and TMA: include/flashtile/kernels/bwd_sm90.cuh, docs/sm90-backward.md.
 
-Two steps: delta and the zeros of dq_accum, and the kernel that owns keys. Blocks of keys add their parts of dQ as they
-come, in a deterministic call in a fixed order, and the kernel converts the sums; with sequence lengths a third step
-does. The gradient of a bias has a kernel of its own.
+Three steps: delta and the zeros of dq_accum, the kernel that owns keys, and the conversion of dq_accum to dQ. Blocks
+add their parts of dQ as they come, in a deterministic call in a fixed order. The gradient of a bias has a kernel of its
+own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
 # As the constants of kernels/bwd_sm90_steps.cuh; tests/cpu/test_plan.py compares them
 STEP_ROWS, STEP_THREADS = 32, 128
-_USES_SLOTS = True
-_QUERY_TILE_BYTES = 8 * 32  # the ring of QueryTileIndex (kernels/bwd_sm90.cuh)
+_TILE_BYTES = 64 + 8 * 32  # KeyTile (attn/key_tile.cuh) and the ring of QueryTileIndex (kernels/bwd_sm90.cuh)
 
 
 class Tile(NamedTuple):
@@ -60,7 +59,6 @@ class BwdSm90Row(Row):
     num_dq_buffers: int  # 64 x 64 parts of dQ
     num_bias_stages: int
     option_bytes: int  # of shared memory
-    item_bytes: int
 
     @property
     def header(self) -> str:
@@ -97,8 +95,7 @@ class BwdSm90Row(Row):
         else:
             tiles += 128 * slabs * self.block_n + self.num_buffers * 2 * self.block_n * self.block_m
             tiles += self.num_dq_buffers * 4 * 64 * 64
-            rest = 8 * (2 + 2 * self.num_stages + self.num_buffers + 2 * self.num_dq_buffers)
-            rest += _QUERY_TILE_BYTES + self.item_bytes
+            rest = 8 * (2 + 2 * self.num_stages + self.num_buffers + 2 * self.num_dq_buffers) + _TILE_BYTES
         return -(-(tiles + self.option_bytes + stats + rest) // 1024) * 1024
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
@@ -150,7 +147,7 @@ class BwdSm90(Family[BwdSm90Row]):
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
         row = self.select("bwd_sm90", key)
-        steps = [_plain("bwd_sm90_preprocess", row, key, _USES_SLOTS and _is_persistent(key.features))]
+        steps = [_plain("bwd_sm90_preprocess", row, key)]
         if "dsinks" in key.grads:
             steps.append(dsinks(key))
         scratch: tuple[Operand, ...] = ()
@@ -158,7 +155,7 @@ class BwdSm90(Family[BwdSm90Row]):
             steps.append(self._step(row, key))
             # The kernel writes both dK and dV
             scratch = tuple(Operand(name, like=name[1]) for name in ("dk", "dv") if name not in key.grads)
-        if "dq" in key.grads and not (_USES_SLOTS and _is_persistent(key.features)):
+        if "dq" in key.grads:
             steps.append(_plain("bwd_convert_dq", row, key))
         if "dbias" in key.grads:
             steps.append(self._step(self.select("bwd_sm90_dbias", key), key))
@@ -170,15 +167,10 @@ class BwdSm90(Family[BwdSm90Row]):
         return Launch((self._step(row, key),), _workspaces(row, key), maps=_maps(row, layout), struct=BwdSm90Params)
 
     def _step(self, row: BwdSm90Row, key: PlanKey) -> Step:
-        option_bytes = _option_bytes(key.features, row.num_bias_stages)
-        row = replace(row, option_bytes=option_bytes, item_bytes=_item_bytes(key.features))
+        row = replace(row, option_bytes=_option_bytes(key.features, row.num_bias_stages))
         grid: Grid = (("seqlen_k", row.block_n), ("heads_kv", 1), ("batch", 1))
         if row.kernel == "bwd_sm90_dbias":
             grid = (("bias_batch", 1), ("bias_heads", 1), ("bias_rows", _DBIAS_QUERIES), ("bias_columns", row.block_n))
-        elif _is_persistent(key.features):
-            # Without keys, too, the kernel writes dQ
-            grid = (("num_multiprocessors", 1), ("heads_kv", 1), ("batch", 1))
-            return tile_step(row, key.features, grid, max_blocks=1)
         return tile_step(row, key.features, grid)
 
 
@@ -192,19 +184,7 @@ def _row(kernel: str, tile: Tile, dtype: str, dims: tuple[int, int], features: F
         tile.block_keys,
         *tile[2:6],
         _option_bytes(features, tile.num_bias_stages),
-        _item_bytes(features),
     )
-
-
-def _is_persistent(features: Features) -> bool:
-    """BwdSm90::kIsPersistent."""
-    return features.num_score_options == 0 and not features.has_lengths
-
-
-def _item_bytes(features: Features) -> int:
-    """The size of ItemStorage, which knows nothing of dropout."""
-    is_small = features.num_score_options > features.has_dropout
-    return 80 if is_small else 8 * 8 + 4 * 128
 
 
 def _option_policies(features: Features) -> list[str]:
@@ -230,17 +210,12 @@ def _slabs(head_dim: int) -> int:
 def _workspaces(row: BwdSm90Row, key: PlanKey) -> tuple[Workspace, ...]:
     names = ("score_lse", "delta", "dq_order") if key.is_deterministic else ("score_lse", "delta")
     stats = tuple(Workspace(name, 4, ("lse_size",)) for name in names)
-    if _is_persistent(key.features):
-        stats += (Workspace("work_counts", 16, ("batch", "heads_kv")),)
     return (*stats, Workspace("dq_accum", 256 * _slabs(row.head_dim), ("lse_size",)))
 
 
-def _plain(kernel: str, row: BwdSm90Row, key: PlanKey, has_slots: bool = False) -> Step:
+def _plain(kernel: str, row: BwdSm90Row, key: PlanKey) -> Step:
     sequences = "flashtile::" + key.features.policies()[3]
-    arguments = f"{cpp_type(key.dtype)}, {sequences}, {_slabs(row.head_dim)}"
-    if has_slots:
-        arguments += f", {row.block_m}, {row.block_n}"
-    entry = f"{kernel}_kernel<{arguments}>"
+    entry = f"{kernel}_kernel<{cpp_type(key.dtype)}, {sequences}, {_slabs(row.head_dim)}>"
     return plain_step("bwd_sm90_steps", entry, query_grid(STEP_ROWS), STEP_THREADS)
 
 

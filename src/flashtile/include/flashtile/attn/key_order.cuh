@@ -1,14 +1,9 @@
-// The order in which blocks that own keys start, and where each head keeps its sums of dQ meanwhile.
+// The order in which blocks that own keys start.
 //
 // Blocks of one head are consecutive, so that those that run together share Q and dO in L2. Where sums have a fixed
 // order, block n of a head may add to a query tile only after block n - 1: it follows at a distance of about
 // kOrderDistance tiles. Consecutive blocks start together, so those of a head would wait for each other. The heads of a
 // group then take turns: the next block of a head starts when its predecessor is that many tiles ahead.
-//
-// Few heads are in progress at a time. Each has a slot for its sums of dQ. A slot is used again once its sums have been
-// converted, so all of them stay in L2. Block x converts a share of the sums of the head that block x - distance()
-// belongs to. All blocks of that head come before block x, and every share of a slot is converted before the slot's
-// next head begins: a block waits only for blocks with a smaller index.
 #pragma once
 
 #include "flashtile/core/types.cuh"
@@ -35,24 +30,5 @@ FT_DEVICE KeyBlock key_block(i32 index, i32 num_n_blocks, i32 num_rows, i32 grou
   i32 size = num_rows - first < group ? num_rows - first : group;
   return {rest / size, first + rest % size};
 }
-
-// The blocks of a launch. Scope of every function: thread.
-struct KeyOrder {
-  i32 num_n_blocks, num_rows, group;
-  i32 num_running;  // so many blocks after a block has started, it has ended
-
-  FT_DEVICE KeyBlock block(i32 index) const { return key_block(index, num_n_blocks, num_rows, group); }
-  FT_DEVICE i32 num_blocks() const { return num_n_blocks * num_rows; }
-  // As many blocks as a group of heads has, and those that may start before the last of them has ended.
-  FT_DEVICE i32 distance() const {
-    i32 found = num_n_blocks * group + num_running;
-    return found < num_blocks() ? found : num_blocks();
-  }
-  // Enough for the heads of distance() blocks and of those that may run ahead.
-  FT_DEVICE i32 num_slots() const {
-    i32 found = (distance() + num_running) / num_n_blocks + 1 + 2 * group;
-    return found < num_rows ? found : num_rows;
-  }
-};
 
 }  // namespace flashtile

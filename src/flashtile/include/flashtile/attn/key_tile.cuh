@@ -8,43 +8,29 @@
 
 namespace flashtile {
 
-// The blocks of a launch that own kBlockN keys each.
-template <i32 kBlockM, i32 kBlockN>
-FT_DEVICE KeyOrder key_order(const Params& p) {
-  // Under a band some blocks take twice the average
-  i32 num_running = (p.window_left >= 0 || p.window_right >= 0 ? 2 : 1) * num_multiprocessors();
-  KeyOrder order{max_of(ceil_div(p.seqlen_k, kBlockN), 1), p.heads_kv * p.batch, 1, num_running};
-  if (p.dq_order != nullptr) {
-    i32 num_tiles = ceil_div(p.seqlen_q, kBlockM) * (p.heads / p.heads_kv);
-    order.group = order_group(order.num_rows, num_tiles, num_multiprocessors());
-  }
-  return order;
-}
-
-// The KV head and the sequence of a row. Sequences that share a bias come one after the other: the second reads it from
-// L2.
-FT_DEVICE bool has_shared_bias(const Params& p) { return p.bias != nullptr && p.bias_strides[0] == 0; }
-FT_DEVICE i32 kv_head_of(const Params& p, i32 row) { return has_shared_bias(p) ? row / p.batch : row % p.heads_kv; }
-FT_DEVICE i32 batch_of(const Params& p, i32 row) { return has_shared_bias(p) ? row % p.batch : row / p.heads_kv; }
-
 // What a block works on: kBlockN keys, and the query tiles [m_begin, m_end) of each head of a group. It lies in shared
 // memory: registers are scarce.
 struct KeyTile {
   Sequence s;
   i32 kv_head, j_begin, m_begin, m_end, first_head, num_heads;
 
-  // The tile of block number index.
   template <i32 kBlockM, i32 kBlockN, class Mask, class SeqInfo>
-  FT_DEVICE static KeyTile find(const Params& p, i32 index = static_cast<i32>(blockIdx.x)) {
+  FT_DEVICE static KeyTile find(const Params& p) {
     KeyTile tile;
-    KeyOrder order = key_order<kBlockM, kBlockN>(p);
-    KeyBlock block = order.block(index);
+    i32 num_n_blocks = ceil_div(p.seqlen_k, kBlockN), num_rows = p.heads_kv * p.batch, group = 1;
+    if (p.dq_order != nullptr) {
+      i32 num_tiles = ceil_div(p.seqlen_q, kBlockM) * (p.heads / p.heads_kv);
+      group = order_group(num_rows, num_tiles, num_multiprocessors());
+    }
+    KeyBlock block = key_block(blockIdx.x, num_n_blocks, num_rows, group);
     // The first keys come first: under a causal mask most queries see them. In a fixed order of sums the last ones do:
     // their first query tile is seen by the fewest keys.
-    if (is_reversed<Mask>(p)) block.n = order.num_n_blocks - 1 - block.n;
+    if (is_reversed<Mask>(p)) block.n = num_n_blocks - 1 - block.n;
     tile.j_begin = block.n * kBlockN;
-    tile.kv_head = kv_head_of(p, block.row);
-    tile.s = find_sequence<SeqInfo>(p, batch_of(p, block.row));
+    // Sequences that share a bias come one after the other: the second reads it from L2
+    bool is_shared = p.bias != nullptr && p.bias_strides[0] == 0;
+    tile.kv_head = is_shared ? block.row / p.batch : block.row % p.heads_kv;
+    tile.s = find_sequence<SeqInfo>(p, is_shared ? block.row % p.batch : block.row / p.heads_kv);
     i32 j_end = min_of(tile.j_begin + kBlockN, tile.s.seqlen_k);
     Range queries = query_range<Mask>(p, tile.s, tile.j_begin, j_end);
     tile.m_begin = queries.begin / kBlockM;

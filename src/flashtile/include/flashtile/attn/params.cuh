@@ -28,7 +28,6 @@ struct Params {
   float* delta;               // as lse: rowsum(dO * O) - dlse
   float* dq_accum;            // (slabs of head_dim, as lse, 64): sums of dS K; swizzled (bwd_sm90.cuh)
   i32* dq_order;              // as lse: parts of dQ added so far, at the first row of each query tile; or null
-  i32* work_counts;           // (4, batch, heads_kv) or more: work items taken, then counts of each KV head; or null
   float* partial_out;         // (num_splits, as lse, head_dim_v): each split's sum of P V
   float* partial_stats;       // (num_splits, as lse, 2): each split's m (in the unit of scores) and l
   const void* bias;           // (batch, heads, seqlen_q, seqlen_k) by strides; stride 0 where broadcast

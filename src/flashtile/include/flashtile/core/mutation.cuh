@@ -48,9 +48,6 @@ enum class Mutation {
   bwd_sm90_alibi,        // ALiBi distances count from the first key instead of the last
   bwd_sm90_dbias_head,   // a bias shared by all heads misses the gradient of the last head
   bwd_sm90_softcap,      // the derivative of the softcap is ignored
-  bwd_sm90_early_share,  // dQ is converted before every block of keys has added to it
-  bwd_sm90_stale_sums,   // sums of dQ are not zeroed for the next head
-  bwd_sm90_later_block,  // the third block of keys of a thread block begins one key too early
   // Found by `flashtile check`, in the Hopper backward for wide heads
   bwd_sm90_wide_dq_tile,      // dQ skips the last key tile
   bwd_sm90_wide_dq_mask,      // causal and window masks of dQ are one key too far right

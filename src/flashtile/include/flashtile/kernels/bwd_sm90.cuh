@@ -21,7 +21,6 @@
 #include "flashtile/attn/block_range.cuh"
 #include "flashtile/attn/key_tile.cuh"
 #include "flashtile/core/mutation.cuh"
-#include "flashtile/kernels/bwd_sm90_convert.cuh"
 #include "flashtile/kernels/bwd_sm90_options.cuh"
 #include "flashtile/ptx/bulk.cuh"
 #include "flashtile/ptx/tma.cuh"
@@ -51,41 +50,6 @@ struct QueryTileIndex {
 };
 constexpr u32 kNumQueryTiles = 8;
 
-// A block of keys to process. Query tiles and blocks of keys are counted over all work items of a thread block.
-struct BwdSm90Item {
-  KeyTile tile;
-  u32 count_begin, count_end;  // of query tiles
-  u32 num_keys;                // blocks of keys loaded before this one
-  u32 number;                  // of this item
-};
-
-// The same in a persistent grid, with what has to be known of the sums of dQ.
-struct BwdSm90NextItem : BwdSm90Item {
-  i64 dq_shift;  // from the index of a query in lse to its row in a slab of dq_accum
-  DqShare share;
-  i32 row;           // of KeyOrder; negative: no keys, only a share to convert
-  i32 previous_row;  // that used the slot of the sums before; negative: none
-  i32 is_end;        // nothing to do: the thread block is done
-};
-
-constexpr u32 kNumItems = 2;
-
-// current is each consumer's copy of its work item: a constant address costs no register.
-template <bool kIsPersistent>
-struct ItemStorage {
-  using Item = BwdSm90NextItem;
-  u64 empty_k, empty_v, full_share, empty_share;
-  u64 full_item[kNumItems], empty_item[kNumItems];
-  Item items[kNumItems], current[2];
-};
-template <>
-struct ItemStorage<false> {
-  using Item = BwdSm90Item;
-  Item current[1];
-};
-template <class Mask, class ScoreMod>
-using BwdSm90Items = ItemStorage<!Mask::kHasBool && !ScoreMod::kChangesScores>;
-
 template <class Config, class Mask, class ScoreMod>
 struct alignas(1024) BwdSm90Storage {
   using T = typename Config::Element;
@@ -105,7 +69,7 @@ struct alignas(1024) BwdSm90Storage {
   u64 full[Config::kNumStages], empty[Config::kNumStages];  // Q, dO and their statistics
   u64 empty_ds[Config::kNumBuffers];
   u64 full_dq[Config::kNumDqBuffers], empty_dq[Config::kNumDqBuffers];
-  BwdSm90Items<Mask, ScoreMod> work;
+  KeyTile tile;
 };
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo>
@@ -118,23 +82,15 @@ struct BwdSm90 {
   using Stages = Ring<Config::kNumStages>;
   using Buffers = Ring<Config::kNumBuffers>;
   using DqBuffers = Ring<Config::kNumDqBuffers>;
-  using Items = Ring<kNumItems>;
-  using Item = typename BwdSm90Items<Mask, ScoreMod>::Item;
   static constexpr i32 kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockM / 2;  // registers per thread of S^T
   static constexpr i32 kColumnsDq = 64;        // of dQ that a consumer computes
-  static constexpr i32 kConsumerWarps = 4 * Config::kNumConsumers;
-  static constexpr bool kUsesSlots = Config::kUsesSlots;
-  // A persistent grid draws blocks of keys; heads share a few slots of dq_accum, and the kernel converts dQ. With
-  // options and lengths, which leave too few registers, a thread block has one block of keys, and every head its own
-  // sums.
-  static constexpr bool kIsPersistent = !Options::kChangesTiles && !SeqInfo::kHasLengths;
-  static constexpr bool kCopiesFirstStep = !Options::kChangesTiles && !kIsPersistent;
   static constexpr bool kSharesDq = Config::kSplitsDqRows || Config::kSplitsDqColumns;  // each tile in two parts
 
   // ---- Prologue. Scope: thread 0.
 
   FT_DEVICE static void init(Storage& shared) {
+    constexpr i32 kConsumerWarps = 4 * Config::kNumConsumers;
     mbarrier_init(shared.full_k, 1);
     mbarrier_init(shared.full_v, 1);
     for (i32 stage = 0; stage < Config::kNumStages; ++stage) {
@@ -148,102 +104,10 @@ struct BwdSm90 {
       mbarrier_init(shared.full_dq[buffer], 4);  // the warps of one consumer
       mbarrier_init(shared.empty_dq[buffer], 1);
     }
-    if constexpr (kIsPersistent) {
-      mbarrier_init(shared.work.empty_k, kConsumerWarps);
-      mbarrier_init(shared.work.empty_v, kConsumerWarps);
-      mbarrier_init(shared.work.full_share, 1);
-      mbarrier_init(shared.work.empty_share, kConsumerWarps);
-      for (u32 item = 0; item < kNumItems; ++item) {
-        mbarrier_init(shared.work.full_item[item], 1);
-        mbarrier_init(shared.work.empty_item[item], kConsumerWarps + 3);  // the other roles have a warp each
-      }
-      for (Item& item : shared.work.current) item.number = ~0u;
-    }
     Options::init(shared.options);
     mbarrier_init_fence();
     fence_proxy_async();
   }
-
-  // ---- Work items.
-
-  // Describes the block of keys with this index in the grid. Scope: thread.
-  FT_DEVICE static void describe(const Params& p, Item& item, i32 index, u32 number, u32 count, u32 num_keys) {
-    item.tile = KeyTile::find<kBlockM, kBlockN, Mask, SeqInfo>(p, index);
-    if (!item.tile.has_keys()) item.tile.m_end = item.tile.m_begin;
-    if constexpr (mutates(Mutation::bwd_sm90_group)) item.tile.num_heads = 1;
-    item.count_begin = count;
-    item.count_end = count + item.tile.num_tiles();
-    item.num_keys = num_keys;
-    item.number = number;
-  }
-
-  // Takes the next work item of a persistent grid: the next block of keys, and a share of dQ of a head whose blocks of
-  // keys came before. Scope: thread.
-  FT_DEVICE static void draw(const Params& p, Item& item, u32 number, u32 count, u32 num_keys) {
-    // The preprocess step zeros the count. It is not launched without queries.
-    i32 index = p.seqlen_q > 0 ? atomicAdd(p.work_counts, 1) : static_cast<i32>(blockIdx.x + number * gridDim.x);
-    KeyOrder order = key_order<kBlockM, kBlockN>(p);
-    i32 num_rows = p.heads / p.heads_kv * p.seqlen_q;  // of a slot
-    i32 num_slots = order.num_slots(), distance = converts(p) ? order.distance() : 0;
-    item.is_end = index >= order.num_blocks() + distance;
-    item.row = item.previous_row = item.share.row = -1;
-    if (index < order.num_blocks()) {
-      describe(p, item, index, number, count, num_keys);
-      item.row = order.block(index).row;
-      item.dq_shift =
-          static_cast<i64>(item.row % num_slots) * num_rows - stat_index(p, item.tile.s, item.tile.first_head, 0);
-      if (!kUsesSlots) item.dq_shift = 0;
-      if (converts(p)) item.previous_row = item.row - num_slots;
-    } else {
-      item.number = number;
-      item.count_begin = item.count_end = count;
-      item.tile.num_heads = item.tile.m_begin = item.tile.m_end = item.tile.j_begin = item.tile.s.seqlen_k = 0;
-    }
-    if (converts(p) && index >= distance && !item.is_end) {
-      KeyBlock block = order.block(index - distance);
-      i32 size = ceil_div(num_rows, order.num_n_blocks);
-      item.share.dq_row = static_cast<i64>(block.row % num_slots) * num_rows;
-      item.share.row = block.row;
-      item.share.begin = min_of(block.n * size, num_rows);
-      item.share.end = min_of(block.n * size + size, num_rows);
-    }
-  }
-
-  // Waits for work item number `number`. The lanes leave together: once the warp has released it, none may still wait
-  // for it. Scope: warp.
-  FT_DEVICE static const Item& wait_item(Storage& shared, u32 number) {
-    Items::wait_full(shared.work.full_item, number);
-    __syncwarp();
-    return shared.work.items[Items::stage(number)];
-  }
-  // Scope: warp.
-  FT_DEVICE static void release_item(Storage& shared, u32 number) {
-    __syncwarp();
-    release_stage(shared.work.empty_item[Items::stage(number)]);
-  }
-  // Calls body for every work item. Scope: warp.
-  template <class Body>
-  FT_DEVICE static void for_each_item(Storage& shared, Body body) {
-    if constexpr (kIsPersistent) {
-      for (u32 number = 0;; ++number) {
-        const Item& item = wait_item(shared, number);
-        if (item.is_end) return;
-        body(item);
-        number = item.number;  // the same; registers are scarce
-        release_item(shared, number);
-      }
-    } else {
-      body(shared.work.current[0]);
-    }
-  }
-
-  // Whether this kernel converts dQ. Scope: thread.
-  FT_DEVICE static bool converts(const Params& p) { return kUsesSlots && p.dq != nullptr && p.seqlen_q > 0; }
-  // Counts of a row of heads, at first 0: the blocks of keys that have added their parts of dQ, and the
-  // shares that have been converted. Scope: thread.
-  FT_DEVICE static i32* num_added(const Params& p, i32 row) { return p.work_counts + 1 + 2 * row; }
-  FT_DEVICE static i32* num_converted(const Params& p, i32 row) { return p.work_counts + 2 + 2 * row; }
-  FT_DEVICE static i32 num_n_blocks(const Params& p) { return max_of(ceil_div(p.seqlen_k, kBlockN), 1); }
 
   // ---- Producer. Scope: one thread.
 
@@ -255,76 +119,35 @@ struct BwdSm90 {
     load_slabs<kRows, kSlabs>(sTile, map, full, kRows, row, map_head, map_batch);
   }
 
-  // Starts copying rows of one head to L2.
-  template <i32 kSlabs>
-  FT_DEVICE static void prefetch(const TensorMap& map, const Strides& strides, i32 row, i32 head, i32 batch) {
-    i32 map_head = strides.head == 0 ? 0 : head, map_batch = strides.batch == 0 ? 0 : batch;
-#pragma unroll
-    for (i32 slab = 0; slab < kSlabs; ++slab) prefetch_box(map, slab * 64, row, map_head, map_batch);
-  }
-
-  // Loads K, V, and every Q and dO of a work item. In a persistent grid the first Q and dO do not wait until the
-  // consumers have finished the block of keys before.
-  static constexpr u32 kTilesBeforeKeys = kIsPersistent ? Config::kNumStages - 1 : 0;
-  FT_DEVICE static void load_tiles(const BwdSm90Params& params, Storage& shared, const Item& item) {
+  FT_DEVICE static void produce(const BwdSm90Params& params, Storage& shared, const KeyTile& tile) {
     const Params& p = params.base;
-    const KeyTile& tile = item.tile;
     i32 batch = tile.s.batch_idx, q_row = static_cast<i32>(tile.s.q_row);
     i32 k_row = static_cast<i32>(tile.s.k_row) + tile.j_begin;
-    if constexpr (mutates(Mutation::bwd_sm90_later_block)) k_row -= item.num_keys == 2;
-    auto load_keys = [&] {
-      if constexpr (kIsPersistent) mbarrier_wait(shared.work.empty_v, item.num_keys % 2 ^ 1);
-      load<kBlockN, Config::kSlabsV>(shared.sV, params.v_map, p.v_strides, shared.full_v, k_row, tile.kv_head, batch);
-      if constexpr (kIsPersistent) mbarrier_wait(shared.work.empty_k, item.num_keys % 2 ^ 1);
-      load<kBlockN, Config::kSlabsQK>(shared.sK, params.k_map, p.k_strides, shared.full_k, k_row, tile.kv_head, batch);
-    };
-    if constexpr (kIsPersistent) {
-      prefetch<Config::kSlabsQK>(params.k_map, p.k_strides, k_row, tile.kv_head, batch);
-      prefetch<Config::kSlabsV>(params.v_map, p.v_strides, k_row, tile.kv_head, batch);
-    }
-    u32 count = item.count_begin;
+    load<kBlockN, Config::kSlabsQK>(shared.sK, params.k_map, p.k_strides, shared.full_k, k_row, tile.kv_head, batch);
+    u32 count = 0;
     for (i32 h = 0; h < tile.num_heads; ++h) {
       for (i32 m = tile.m_begin; m < tile.m_end; ++m, ++count) {
         u32 stage = Stages::stage(count);
         i32 row = q_row + m * kBlockM;
-        if (count - item.count_begin == kTilesBeforeKeys) load_keys();
         Stages::wait_empty(shared.empty, count);
         load<kBlockM, Config::kSlabsQK>(shared.sQ[stage], params.q_map, p.q_strides, shared.full[stage], row,
                                         tile.first_head + h, batch);
+        if (count == 0) {
+          load<kBlockN, Config::kSlabsV>(shared.sV, params.v_map, p.v_strides, shared.full_v, k_row, tile.kv_head,
+                                         batch);
+        }
         load<kBlockM, Config::kSlabsV>(shared.sdO[stage], params.dout_map, p.dout_strides, shared.full[stage], row,
                                        tile.first_head + h, batch);
       }
-    }
-    if (count - item.count_begin <= kTilesBeforeKeys) load_keys();
-  }
-
-  FT_DEVICE static void produce(const BwdSm90Params& params, Storage& shared) {
-    if constexpr (kIsPersistent) {
-      u32 count = 0, num_keys = 0;
-      for (u32 number = 0;; ++number) {
-        Item& item = shared.work.items[Items::stage(number)];
-        Items::wait_empty(shared.work.empty_item, number);
-        draw(params.base, item, number, count, num_keys);
-        mbarrier_arrive(shared.work.full_item[Items::stage(number)]);
-        if (item.is_end) return;
-        if (!item.tile.has_queries()) continue;
-        load_tiles(params, shared, item);
-        count = item.count_end;
-        ++num_keys;
-      }
-    } else {
-      // Without queries the maps are empty
-      if (shared.work.current[0].tile.has_queries()) load_tiles(params, shared, shared.work.current[0]);
     }
   }
 
   // Fills the statistics of every stage, describes its tile, and prepares the options of consumer 0. Rows past the last
   // query get the statistics of a fully masked row. Scope: warp.
-  FT_DEVICE static void produce_stats(const Params& p, Storage& shared, const Item& item) {
+  FT_DEVICE static void produce_stats(const Params& p, Storage& shared, const KeyTile& tile) {
     constexpr i32 kRows = kBlockM / 32;
-    const KeyTile& tile = item.tile;
     i32 lane = threadIdx.x % 32;
-    u32 count = item.count_begin;
+    u32 count = 0;
     for (i32 h = 0; h < tile.num_heads; ++h) {
       for (i32 m = tile.m_begin; m < tile.m_end; ++m, ++count) {
         float lse[kRows], delta[kRows];
@@ -366,27 +189,22 @@ struct BwdSm90 {
         }
         __syncwarp();
         if (lane == 0) mbarrier_arrive(shared.full[stage]);
-        Options::prepare(p, shared.options, tile, 0, h, m, count, item.count_begin);
+        Options::prepare(p, shared.options, tile, 0, h, m, count, 0);
       }
     }
   }
 
   // Adds the parts of dQ to dq_accum as they come or, with dq_order, tile by tile in a fixed order. Each slab of
-  // dq_accum holds rows of queries one after the other, so a part is one piece. A reduction takes long to complete:
+  // dq_accum holds the rows of lse one after the other, so a part is one piece. A reduction takes long to complete:
   // with two buffers a part is released when the next one is on its way, and the next block's turn for a tile is
-  // signalled then too, or earlier if this thread must wait for a turn of its own. Scope: thread.
-  FT_DEVICE static void reduce_dq(const Params& p, Storage& shared, const Item& item, u32& number) {
+  // signalled then too, or earlier if this thread must wait for a turn of its own.
+  FT_DEVICE static void reduce_dq(const Params& p, Storage& shared, const KeyTile& tile) {
     constexpr i32 kPending = Config::kNumDqBuffers - 1;
     static_assert(kPending <= 1);
     bool is_ordered = p.dq_order != nullptr;
+    u32 num_tiles = tile.num_tiles(), number = 0;
     i32* unsignalled = nullptr;  // the count of the tile before
-    i64 dq_shift = 0;
-    if constexpr (kIsPersistent) {
-      dq_shift = item.dq_shift;
-      // Wait until the slot's last sums have been converted and its rows are 0 again
-      while (item.previous_row >= 0 && !is_turn(num_converted(p, item.previous_row), num_n_blocks(p))) {}
-    }
-    for (u32 count = item.count_begin; count < item.count_end; ++count) {
+    for (u32 count = 0; count < num_tiles; ++count) {
       for (i32 consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
         if (!has_dq(consumer, count)) continue;
         DqBuffers::wait_full(shared.full_dq, number);
@@ -398,9 +216,9 @@ struct BwdSm90 {
           while (!is_turn(p.dq_order + queries.stat, queries.order)) {}
         }
         i32 first = Config::kSplitsDqRows ? 64 * consumer : 0, num_rows = min_of(64, queries.num_queries - first);
-        i64 row = queries.stat + dq_shift + first + (Config::kSplitsDqColumns ? consumer * p.lse_size : 0);
+        i64 row = queries.stat + first + (Config::kSplitsDqColumns ? consumer * p.lse_size : 0);
         if constexpr (mutates(Mutation::bwd_sm90_dq_tile))
-          if (count == item.count_begin + 1) num_rows = 0;
+          if (count == 1) num_rows = 0;
         if (num_rows > 0) reduce_add(p.dq_accum + row * 64, shared.sdQ[DqBuffers::stage(number)], 256 * num_rows);
         bulk_commit();
         bulk_wait_read<kPending>();
@@ -413,19 +231,6 @@ struct BwdSm90 {
     // Shared memory must outlive the last reduction
     bulk_wait<0>();
     if (unsignalled != nullptr) signal_turn(unsignalled);
-    if constexpr (kIsPersistent) {
-      if (item.row >= 0 && converts(p)) signal_turn(num_added(p, item.row));
-    }
-  }
-
-  // Lets the consumers convert the work item's share of dQ: waits until every block of keys has added its parts, and
-  // signals when the consumers are done. Consumers would lose time in both. Scope: thread.
-  FT_DEVICE static void guard_share(const Params& p, Storage& shared, const Item& item) {
-    if constexpr (!mutates(Mutation::bwd_sm90_early_share))
-      while (item.share.row >= 0 && !is_turn(num_added(p, item.share.row), num_n_blocks(p))) {}
-    mbarrier_arrive(shared.work.full_share);
-    mbarrier_wait(shared.work.empty_share, item.number % 2);
-    if (item.share.row >= 0) signal_turn(num_converted(p, item.share.row));
   }
 
   // ---- Consumer. Scope: warpgroup.
@@ -554,25 +359,10 @@ struct BwdSm90 {
     }
   }
 
-  // Copies the next work item to work.current[consumer]. Its number is kept there too: registers are scarce.
-  FT_DEVICE static void take_item(Storage& shared, i32 consumer) {
-    u32 number = shared.work.current[consumer].number + 1;
-    const u32* from = reinterpret_cast<const u32*>(&wait_item(shared, number));
-    named_barrier_sync(kConsumerBarrier + consumer, 128);
-    u32 word = threadIdx.x % 128;
-    if (word < sizeof(Item) / 4) reinterpret_cast<u32*>(&shared.work.current[consumer])[word] = from[word];
-    release_item(shared, number);
-    named_barrier_sync(kConsumerBarrier + consumer, 128);
-  }
-
-  // Processes a work item.
-  FT_DEVICE static void consume_item(const BwdSm90Params& params, Storage& shared, i32 consumer) {
+  FT_DEVICE static void consume(const BwdSm90Params& params, Storage& shared, const KeyTile& tile, i32 consumer) {
     const Params& p = params.base;
-    const Item& item = shared.work.current[kIsPersistent ? consumer : 0];
-    const KeyTile& tile = item.tile;
     const Sequence& s = tile.s;
-    // Loads from shared memory are slow while products are in flight
-    const u32 count_begin = item.count_begin, count_end = item.count_end;
+    auto num_tiles = [&] { return tile.num_tiles(); };
     auto j_begin = [&] { return tile.j_begin + 64 * consumer; };
     float rdK[Config::kHeadDim / 2], rdV[Config::kHeadDimV / 2];
     u32 packed_p[kScores / 2], packed_ds[kScores / 2];
@@ -687,9 +477,9 @@ struct BwdSm90 {
       }
     };
 
-    if (tile.has_queries()) {
-      mbarrier_wait(shared.full_v, item.num_keys % 2);
-      mbarrier_wait(shared.full_k, item.num_keys % 2);
+    if (num_tiles() > 0) {
+      mbarrier_wait(shared.full_k, 0);
+      mbarrier_wait(shared.full_v, 0);
       if constexpr (SeqInfo::kHasLengths) {
         i32 num_rows = s.seqlen_k - tile.j_begin;
         if (num_rows < kBlockN) {
@@ -697,19 +487,21 @@ struct BwdSm90 {
           clear_tail<kBlockN, Config::kSlabsV>(shared.sV, num_rows, consumer);
         }
       }
-      u32 count = count_begin;
-      wait_operands(count);
+      // The first turn is consumer 0's
+      if (consumer == 1) end_turn(consumer);
+      wait_operands(0);
       {
         float rS[kScores], rdP[kScores];
         Stats lse;
-        bool is_checked = load_lse(count, lse);
-        OptionBits bits = load_bits(count);
+        bool is_checked = load_lse(0, lse);
+        OptionBits bits = load_bits(0);
         wait_turn(consumer);
-        start_s(count, rS);
-        start_dp(count, rdP);
+        start_s(0, rS);
+        start_dp(0, rdP);
         end_turn(consumer);
-        differentiate_tile(count, is_checked, lse, bits, rS, rdP);
+        differentiate_tile(0, is_checked, lse, bits, rS, rdP);
       }
+      u32 count = 0;
       auto step = [&](auto is_first) {
         float rS[kScores], rdP[kScores];
         // Wait for Q and dO, then for this consumer's turn: the other consumer has stored its dS of the tile before
@@ -735,63 +527,39 @@ struct BwdSm90 {
           // Hand over dQ; dP^T takes its registers
           wgmma_wait<1>();
           pin_registers(rdQ);
-          if (kCopiesFirstStep || count > count_begin) stage_dq(shared, consumer, count - 1, rdQ);
+          if (!Options::kChangesTiles || count > 0) stage_dq(shared, consumer, count - 1, rdQ);
         }
         start_dp(count + 1, rdP);
         end_turn(consumer);
         differentiate_tile(count + 1, is_checked, lse, bits, rS, rdP);
         ++count;
       };
-      // Where a copy would spill, dQ of the first step comes from a dS of no tile and is not staged
-      if constexpr (kCopiesFirstStep)
-        if (count + 1 < count_end) step(Constant<true>());
-      while (count + 1 < count_end) step(Constant<false>());
+      // With options a copy would spill: there dQ of the first step comes from uninitialised dS and is not staged
+      if constexpr (!Options::kChangesTiles)
+        if (num_tiles() > 1) step(Constant<true>());
+      while (count + 1 < num_tiles()) step(Constant<false>());
       // The last tile, then a turn more for its dQ. Parts of dQ are staged in the order of turns.
       float rdQ[kColumnsDq / 2];
-      if constexpr (kIsPersistent) release_stage(shared.work.empty_v);
       wait_turn(consumer);
       start_dv(count);
       start_dk(count);
       start_dq(count - 1, rdQ);
       wgmma_wait<0>();
-      release_operands(count);
+      pin_registers(rdV);
+      pin_registers(rdK);
       pin_registers(rdQ);
-      if (count > count_begin) stage_dq(shared, consumer, count - 1, rdQ);
+      if (count > 0) stage_dq(shared, consumer, count - 1, rdQ);
       end_turn(consumer);
       wait_turn(consumer);
       start_dq(count, rdQ);
       wgmma_wait<0>();
       pin_registers(rdQ);
-      if constexpr (kIsPersistent) release_stage(shared.work.empty_k);
       stage_dq(shared, consumer, count, rdQ);
-      end_turn(consumer);
+      if (consumer == 0) end_turn(consumer);
     }
     // Store dK and dV
     store_rows(p.dk, p.dk_strides, p, tile, j_begin(), p.head_dim, p.scale, rdK);
     store_rows(p.dv, p.dv_strides, p, tile, j_begin(), p.head_dim_v, Options::dv_factor(p), rdV);
-  }
-
-  FT_DEVICE static void consume(const BwdSm90Params& params, Storage& shared, i32 consumer) {
-    // The first turn is consumer 0's
-    if (consumer == 1) end_turn(consumer);
-    if constexpr (kIsPersistent) {
-      const Item& item = shared.work.current[consumer];
-      for (;;) {
-        take_item(shared, consumer);
-        if (item.is_end) break;
-        if (item.tile.has_keys()) consume_item(params, shared, consumer);
-        if constexpr (kUsesSlots) {
-          mbarrier_wait(shared.work.full_share, item.number % 2);
-          if (item.share.row >= 0) convert_share<T, Config::kSlabsQK>(params.base, item.share, consumer);
-          __syncwarp();
-          release_stage(shared.work.empty_share);
-        }
-      }
-    } else {
-      consume_item(params, shared, consumer);
-    }
-    // Take the turn that is left
-    if (consumer == 0) wait_turn(consumer);
   }
 };
 
@@ -799,27 +567,24 @@ template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo
 __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_sm90_kernel(const FT_GRID_CONSTANT BwdSm90Params params) {
   static_assert(!KvSource::kIsPaged && Load::kIsAligned16, "TMA reads neither pages nor unaligned rows");
   using Kernel = BwdSm90<Config, Mask, ScoreMod, Dropout, SeqInfo>;
-  using Item = typename Kernel::Item;
   extern __shared__ __align__(1024) char shared_bytes[];
   typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
-  const Params& p = params.base;
 
   if (threadIdx.x == 0) {
     Kernel::init(shared);
-    if constexpr (!Kernel::kIsPersistent) Kernel::describe(p, shared.work.current[0], blockIdx.x, 0, 0, 0);
+    shared.tile = KeyTile::find<Config::kBlockM, Config::kBlockN, Mask, SeqInfo>(params.base);
+    if constexpr (mutates(Mutation::bwd_sm90_group)) shared.tile.num_heads = 1;
   }
   __syncthreads();
-  if constexpr (!Kernel::kIsPersistent) {
-    Item& item = shared.work.current[0];
-    if (!item.tile.has_keys()) return;
-    if constexpr (Mask::kHasBool) {
-      // Skip the queries if a padding mask hides all of the block's keys
-      i32 j = item.tile.j_begin + static_cast<i32>(threadIdx.x) % Config::kBlockN;
-      bool is_hidden = Kernel::Options::hides_key(p, item.tile.s, item.tile.first_head, item.tile.num_heads, j);
-      if (__syncthreads_and(is_hidden)) {
-        if (threadIdx.x == 0) item.tile.m_end = item.tile.m_begin, item.count_end = item.count_begin;
-        __syncthreads();
-      }
+  const KeyTile& tile = shared.tile;
+  if (!tile.has_keys()) return;
+  if constexpr (Mask::kHasBool) {
+    // Skip the queries if a padding mask hides all of the block's keys
+    i32 j = tile.j_begin + static_cast<i32>(threadIdx.x) % Config::kBlockN;
+    bool is_hidden = Kernel::Options::hides_key(params.base, tile.s, tile.first_head, tile.num_heads, j);
+    if (__syncthreads_and(is_hidden)) {
+      if (threadIdx.x == 0) shared.tile.m_end = shared.tile.m_begin;
+      __syncthreads();
     }
   }
 
@@ -828,28 +593,19 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_sm90_kernel(const 
     lower_registers<Kernel::Options::kProducerRegisters>();
     i32 warp = uniform(threadIdx.x / 32 % 4);
     if (warp == 0 && elect_lane()) {
-      Kernel::produce(params, shared);
+      // Without queries the maps are empty
+      if (tile.has_queries()) Kernel::produce(params, shared, tile);
     } else if (warp == 1) {
-      Kernel::for_each_item(shared, [&](const Item& item) { Kernel::produce_stats(p, shared, item); });
-    } else if (warp == 2) {
-      u32 number = 0;
-      bool is_leader = elect_lane();
-      Kernel::for_each_item(shared, [&](const Item& item) {
-        if (is_leader) Kernel::reduce_dq(p, shared, item, number);
-      });
+      Kernel::produce_stats(params.base, shared, tile);
+    } else if (warp == 2 && elect_lane()) {
+      Kernel::reduce_dq(params.base, shared, tile);
     } else if (warp == 3) {
-      Kernel::for_each_item(shared, [&](const Item& item) {
-        if constexpr (Kernel::kIsPersistent) {
-          if (Kernel::kUsesSlots && threadIdx.x % 32 == 0) Kernel::guard_share(p, shared, item);
-        } else {
-          u32 count = 0;
-          Kernel::Options::produce(p, shared.options, item.tile, 1, count);
-        }
-      });
+      u32 count = 0;
+      Kernel::Options::produce(params.base, shared.options, tile, 1, count);
     }
   } else {
     raise_registers<Kernel::Options::kConsumerRegisters>();
-    Kernel::consume(params, shared, warpgroup);
+    Kernel::consume(params, shared, tile, warpgroup);
   }
 }
 

@@ -2,14 +2,12 @@
 // padding.
 //
 // bwd_sm90_preprocess_kernel  for every query row: delta = rowsum(dO * O) - dlse, lse in the unit of scores, and zeros
-//                             for dq_accum, dq_order and work_counts
-// bwd_convert_dq_kernel       dQ = scale * dq_accum in 16 bits. bwd_sm90_kernel does this itself, by convert_share,
-//                             where heads share slots of dq_accum.
+//                             for dq_accum and dq_order
+// bwd_convert_dq_kernel       dQ = scale * dq_accum in 16 bits
 //
 // Threads: 8 lanes per row, 16 rows per pass of a block, kStepRows rows per block.
 #pragma once
 
-#include "flashtile/attn/key_tile.cuh"
 #include "flashtile/attn/score_unit.cuh"
 #include "flashtile/attn/sequence.cuh"
 #include "flashtile/core/mutation.cuh"
@@ -48,18 +46,9 @@ FT_DEVICE float dot8(uint4 a, uint4 b) {
   return sum;
 }
 
-// With kBlockM and kBlockN, the tile of bwd_sm90_kernel, heads share slots of dq_accum, and other rows of it stay
-// unused.
-template <typename T, class SeqInfo, i32 kSlabs, i32 kBlockM = 0, i32 kBlockN = 0>
+template <typename T, class SeqInfo, i32 kSlabs>
 __global__ void __launch_bounds__(kStepThreads) bwd_sm90_preprocess_kernel(const FT_GRID_CONSTANT Params p) {
   StepRows<SeqInfo> rows(p);
-  i64 num_sums = p.lse_size;  // rows of a slab of dq_accum in use
-  if constexpr (kBlockM > 0 && !SeqInfo::kHasLengths) {
-    num_sums = static_cast<i64>(key_order<kBlockM, kBlockN>(p).num_slots()) * (p.heads / p.heads_kv) * p.seqlen_q;
-  }
-  if (p.work_counts != nullptr && blockIdx.x == 0) {
-    for (i32 x = threadIdx.x; x < 1 + 2 * p.heads_kv * p.batch; x += kStepThreads) p.work_counts[x] = 0;
-  }
   const T* gO = query_rows(static_cast<const T*>(p.out), p.out_strides, rows.s, rows.head);
   const T* gdO = query_rows(static_cast<const T*>(p.dout), p.dout_strides, rows.s, rows.head);
   i32 lane = threadIdx.x % 8;
@@ -88,7 +77,6 @@ __global__ void __launch_bounds__(kStepThreads) bwd_sm90_preprocess_kernel(const
       p.delta[stat] = is_empty ? 0.0f : sum;
       p.score_lse[stat] = is_empty ? infinity() : in_score_unit(has_natural_scores(p), lse);
     }
-    if (stat >= num_sums) continue;
     // Zero the row's sums of dQ
 #pragma unroll
     for (i32 slab = 0; slab < kSlabs; ++slab) {
@@ -96,19 +84,6 @@ __global__ void __launch_bounds__(kStepThreads) bwd_sm90_preprocess_kernel(const
       row[lane] = row[lane + 8] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
   }
-}
-
-// The 8 columns of dQ whose sums are x and y, in 16 bits. Scope: thread.
-template <typename T>
-FT_DEVICE uint4 converted(float4 x, float4 y, float scale) {
-  return make_uint4(pack_two<T>(x.x * scale, x.y * scale), pack_two<T>(x.z * scale, x.w * scale),
-                    pack_two<T>(y.x * scale, y.y * scale), pack_two<T>(y.z * scale, y.w * scale));
-}
-
-// Sums of 8 columns are swizzled (BwdSm90::stage_dq): where columns 8 b .. 8 b + 7 of query i are. Scope: thread.
-FT_DEVICE i32 dq_chunk(i32 i, i32 b) {
-  if constexpr (mutates(Mutation::bwd_sm90_dq_order)) i = 0;
-  return b ^ i % 8;
 }
 
 template <typename T, class SeqInfo, i32 kSlabs>
@@ -124,10 +99,14 @@ __global__ void __launch_bounds__(kStepThreads) bwd_convert_dq_kernel(const FT_G
 #pragma unroll
     for (i32 slab = 0; slab < kSlabs; ++slab) {
       const float4* row = reinterpret_cast<const float4*>(p.dq_accum + (slab * p.lse_size + stat) * 64);
-      i32 chunk = dq_chunk(i, lane), column = 64 * slab + 8 * lane;
+      // Swizzled: BwdSm90::add_dq
+      i32 chunk = lane ^ i % 8, column = 64 * slab + 8 * lane;
+      if constexpr (mutates(Mutation::bwd_sm90_dq_order)) chunk = lane;
       float4 x = row[2 * chunk], y = row[2 * chunk + 1];
       if (column < p.head_dim) {
-        *reinterpret_cast<uint4*>(gdQ + i * p.dq_strides.row + column) = converted<T>(x, y, p.scale);
+        *reinterpret_cast<uint4*>(gdQ + i * p.dq_strides.row + column) =
+            make_uint4(pack_two<T>(x.x * p.scale, x.y * p.scale), pack_two<T>(x.z * p.scale, x.w * p.scale),
+                       pack_two<T>(y.x * p.scale, y.y * p.scale), pack_two<T>(y.z * p.scale, y.w * p.scale));
       }
     }
   }

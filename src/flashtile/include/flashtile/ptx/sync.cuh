@@ -35,9 +35,6 @@ FT_DEVICE void named_barrier_arrive(i32 barrier_idx, i32 num_threads) {
 // (PTX ISA: membar / fence)
 FT_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The same for all memory: global memory too.
-FT_DEVICE void fence_proxy_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
-
 // Sets the number of registers per thread. Scope: warpgroup. (PTX ISA: setmaxnreg)
 template <i32 kRegisters>
 FT_DEVICE void raise_registers() {

@@ -26,13 +26,6 @@ FT_DEVICE void load_box(void* shared, const TensorMap& map, u64& barrier, i32 co
       : "memory");
 }
 
-// Starts the copy of a box to L2. (PTX ISA: cp.async.bulk.prefetch.tensor)
-FT_DEVICE void prefetch_box(const TensorMap& map, i32 column, i32 row, i32 head, i32 batch) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(column), "r"(row),
-               "r"(head), "r"(batch)
-               : "memory");
-}
-
 // Starts the copy of a box from shared memory to the tensor. Elements outside the tensor are dropped.
 // (PTX ISA: cp.async.bulk.tensor)
 FT_DEVICE void store_box(const void* shared, const TensorMap& map, i32 column, i32 row, i32 head, i32 batch) {
