@@ -155,12 +155,16 @@ class WorkspaceLayout(NamedTuple):
 
 def lay_out_workspaces(plan: LaunchPlan, values: dict[str, int]) -> WorkspaceLayout:
     offsets, zeroed, end = {}, list[slice](), 0
-    if plan.splits is None or values["num_splits"] > 1:
-        for workspace in plan.workspaces:
-            offsets[workspace.name] = end
-            num_bytes = workspace.element_bytes * math.prod(values[name] for name in workspace.values)
-            zeroed += [slice(end, end + num_bytes)] if workspace.is_zeroed else []
-            end += -(-num_bytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+    is_split = plan.splits is None or values["num_splits"] > 1
+    for workspace in plan.workspaces:
+        if not is_split and not workspace.is_always:
+            continue
+        offsets[workspace.name] = end
+        elements = math.prod(values[name] for name in workspace.values)
+        elements += workspace.num_padding * math.prod(values[name] for name in workspace.padding)
+        num_bytes = workspace.element_bytes * elements
+        zeroed += [slice(end, end + num_bytes)] if workspace.is_zeroed else []
+        end += -(-num_bytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
     return WorkspaceLayout(end, offsets, tuple(zeroed))
 
 

@@ -213,8 +213,9 @@ def serialize(
         numbers += [len(factors), *(number for factor in factors for number in rule(factor))]
     numbers.append(len(workspaces))
     for workspace in plan.workspaces:
-        numbers += [workspace.element_bytes, workspace.is_zeroed, len(workspace.values)]
-        numbers += [values_at[name] for name in workspace.values]
+        numbers += [workspace.element_bytes, workspace.is_zeroed, workspace.is_always, workspace.num_padding]
+        for names in (workspace.values, workspace.padding):
+            numbers += [len(names), *(values_at[name] for name in names)]
     numbers.append(len(plan.patches))
     for patch in plan.patches:
         numbers += [patch.offset, ord(patch.code), *rule(patch.rule)]

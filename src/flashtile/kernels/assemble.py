@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from flashtile.kernels import families
 from flashtile.kernels.families.base import Launch
-from flashtile.kernels.params import Params, field_at
+from flashtile.kernels.params import Params, Struct, field_at
 from flashtile.kernels.plan import (
     AnyStep,
     BroadcastSize,
@@ -64,9 +64,10 @@ def plan_of(key: PlanKey, layout: CallLayout, launch: Launch) -> LaunchPlan:
         operands += [Operand("dlse", strides="contiguous", dtype="float32")] if "dlse" in layout.tensors else []
         tensors += ["dout", *(operand.name for operand in operands if operand.name in ("dq", "dk", "dv"))]
     steps: tuple[AnyStep, ...] = (*(Memset(name) for name in launch.zeroed), *launch.steps)
-    dims, size = (key.head_dim, key.head_dim_v), ctypes.sizeof(launch.struct)
+    dims, struct = (key.head_dim, key.head_dim_v), launch.struct
     return assembled(
-        steps, operands, tensors, call_values(layout), launch.splits, launch.workspaces, dims, layout, launch.maps, size
+        *(steps, operands, tensors, call_values(layout), launch.splits, launch.workspaces, dims, layout, launch.maps),
+        struct,
     )
 
 
@@ -103,12 +104,12 @@ def assembled(
     head_dims: tuple[int, int],
     layout: CallLayout,
     maps: tuple[MapPatch, ...] = (),
-    num_bytes: int = ctypes.sizeof(Params),
+    struct: Struct = Params,
 ) -> LaunchPlan:
     """The plan with the image and the patches of its parameters."""
     patches = [patch for name in tensors for patch in _tensor_patches(name, layout)]
     patches += [_patch(operand.name, Pointer(operand.name)) for operand in operands if operand.name not in tensors]
-    patches += [_patch(workspace.name, Pointer(workspace.name)) for workspace in workspaces]
+    patches += [_workspace_patch(workspace.name, struct) for workspace in workspaces]
     patches += [_patch(f"lse_{name}_stride", Stride("lse", axis)) for name, axis in (("batch", -3), ("head", -2))]
     fields = {name for name, *_ in Params._fields_}
     names = [name for name, _ in values] + (["num_splits"] if splits else [])
@@ -122,7 +123,7 @@ def assembled(
         values,
         splits,
         tuple(workspaces),
-        bytes(image).ljust(num_bytes, b"\0"),
+        bytes(image).ljust(ctypes.sizeof(struct), b"\0"),
         tuple(patches),
         maps,
     )
@@ -159,6 +160,12 @@ def call_values(layout: CallLayout) -> Values:
 
 def _patch(name: str, rule: Rule, index: int = 0) -> Patch:
     return Patch(*field_at(Params, name, index), rule)
+
+
+def _workspace_patch(name: str, struct: Struct) -> Patch:
+    """The field is the struct's own, or that of the parameters that all kernels share."""
+    is_own = any(field == name for field, *_ in struct._fields_)
+    return Patch(*field_at(struct if is_own else Params, name), Pointer(name))
 
 
 def _tensor_patches(name: str, layout: CallLayout) -> list[Patch]:

@@ -108,6 +108,12 @@ class BwdSm90WideParams(ctypes.Structure):
     ]
 
 
+class FwdSm90F32Params(ctypes.Structure):
+    """What fwd_sm90_f32_half_kernel, fwd_sm90_f32_bf16_kernel and their pre-passes are told."""
+
+    _fields_ = [("base", Params), *((name, ctypes.c_void_p) for name in ("q_parts", "k_parts", "v_parts", "range"))]
+
+
 class WideParams(ctypes.Structure):
     """What a float64 pass of the CPU engine is told (csrc/cpu/engine.h): these numbers of the base are not used."""
 
@@ -121,6 +127,7 @@ Struct = (
     | type[Params]
     | type[AppendParams]
     | type[FwdSm90Params]
+    | type[FwdSm90F32Params]
 )
 
 # A wider window hides no key of the longest sequence (problem.py: MAX_LENGTH)

@@ -98,12 +98,16 @@ class Operand(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Memory for one call: element_bytes times the product of the values."""
+    """Memory for one call: element_bytes times the product of the values, and num_padding times the product of
+    `padding` more elements."""
 
     name: str
     element_bytes: int
     values: tuple[str, ...]
     is_zeroed: bool = False
+    num_padding: int = 0
+    padding: tuple[str, ...] = ()
+    is_always: bool = False  # of a plan with splits: allocated where there is one split, too
 
 
 class SplitRule(NamedTuple):
@@ -164,7 +168,7 @@ class LaunchPlan:
     operands: tuple[Operand, ...]
     values: tuple[tuple[str, tuple[Rule, ...]], ...]  # a product each; a rule may ask for the values before it
     splits: SplitRule | None
-    workspaces: tuple[Workspace, ...]  # of a plan with splits: not needed where there is one
+    workspaces: tuple[Workspace, ...]  # of a plan with splits: most are not needed where there is one
     image: bytes
     patches: tuple[Patch, ...]
     maps: tuple[MapPatch, ...] = ()

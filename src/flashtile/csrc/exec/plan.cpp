@@ -95,7 +95,7 @@ struct Plan::Filled {
   alignas(64) u8 image[kMaxImageBytes];
   i64 values[kMaxValues];
   i64 offsets[kMaxValues], sizes[kMaxValues];  // of the workspaces
-  bool has_workspaces;
+  bool is_split;
   Scratch scratch;
   u8* base = nullptr;  // of the scratch memory
 };
@@ -122,9 +122,12 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
   workspaces_.resize(in.index(kMaxValues));
   for (Workspace& workspace : workspaces_) {
     workspace.element_bytes = in.number();
-    workspace.is_zeroed = in.index(2) != 0;
-    workspace.values.resize(in.index(8));
-    for (i32& value : workspace.values) value = in.index(kMaxValues);
+    workspace.is_zeroed = in.index(2) != 0, workspace.is_always = in.index(2) != 0;
+    workspace.num_padding = in.number();
+    for (std::vector<i32>* values : {&workspace.values, &workspace.padding}) {
+      values->resize(in.index(8));
+      for (i32& value : *values) value = in.index(kMaxValues);
+    }
   }
   patches_.resize(in.index(1024));
   for (Patch& patch : patches_) {
@@ -210,12 +213,19 @@ bool Plan::allocate(Call& call, Owned* owned, Filled& filled) const {
   };
   View* unwanted = call.unwanted < 0 ? nullptr : &call.tensors[call.unwanted];
   if (unwanted != nullptr) place_bytes(unwanted->numel() * size_of(unwanted->dtype));
-  filled.has_workspaces = split_rows_ == 0 || filled.values[kNumSplits] > 1;
-  for (size_t place = 0; filled.has_workspaces && place < workspaces_.size(); ++place) {
-    i64 bytes = workspaces_[place].element_bytes;
-    for (i32 value : workspaces_[place].values) {
+  filled.is_split = split_rows_ == 0 || filled.values[kNumSplits] > 1;
+  for (size_t place = 0; place < workspaces_.size(); ++place) {
+    const Workspace& workspace = workspaces_[place];
+    if (!workspace.is_always && !filled.is_split) continue;
+    i64 bytes = workspace.element_bytes, padding = workspace.element_bytes;
+    for (i32 value : workspace.values) {
       if (!multiply(bytes, filled.values[value])) return false;
     }
+    if (!multiply(padding, workspace.num_padding)) return false;
+    for (i32 value : workspace.padding) {
+      if (!multiply(padding, filled.values[value])) return false;
+    }
+    if (__builtin_add_overflow(bytes, padding, &bytes)) return false;
     filled.offsets[place] = place_bytes(bytes), filled.sizes[place] = bytes;
   }
   if (end == 0) return true;
@@ -233,7 +243,7 @@ bool Plan::fill(const Call& call, Filled& filled) const {
       // A workspace that is not needed stays null
       void* address = call.tensors[rule.index].data;
       if (rule.kind == RuleKind::kWorkspace)
-        address = filled.has_workspaces ? filled.base + filled.offsets[rule.index] : nullptr;
+        address = workspaces_[rule.index].is_always || filled.is_split ? filled.base + filled.offsets[rule.index] : nullptr;
       std::memcpy(place, &address, sizeof(address));
       continue;
     }
@@ -288,9 +298,10 @@ i64 Plan::num_blocks(const Step& step, const i64* values) const {
 }
 
 bool Plan::zero_workspaces(const Call& call, const Filled& filled, const Driver& driver, Failure& failure) const {
-  for (size_t index = 0; filled.has_workspaces && index < workspaces_.size(); ++index) {
+  for (size_t index = 0; index < workspaces_.size(); ++index) {
+    const Workspace& workspace = workspaces_[index];
+    if (!workspace.is_zeroed || (!workspace.is_always && !filled.is_split) || filled.sizes[index] == 0) continue;
     u8* start = filled.base + filled.offsets[index];
-    if (!workspaces_[index].is_zeroed || filled.sizes[index] == 0) continue;
     if (call.device.type == aoti_torch_device_type_cpu()) {
       std::memset(start, 0, filled.sizes[index]);
       continue;

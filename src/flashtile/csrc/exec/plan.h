@@ -63,8 +63,9 @@ struct Product {
 
 struct Workspace {
   i64 element_bytes;
-  bool is_zeroed;
-  std::vector<i32> values;
+  bool is_zeroed, is_always;  // is_always: needed where a plan with splits has one, too
+  i64 num_padding;
+  std::vector<i32> values, padding;
 };
 
 struct Patch {

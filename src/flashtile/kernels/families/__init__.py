@@ -26,6 +26,7 @@ from flashtile.kernels.families.bwd_sm90_wide import BwdSm90Wide
 from flashtile.kernels.families.fwd_simt import FwdSimt
 from flashtile.kernels.families.fwd_sm80 import FwdSm80
 from flashtile.kernels.families.fwd_sm90 import FwdSm90
+from flashtile.kernels.families.fwd_sm90_f32 import FwdSm90F32
 from flashtile.kernels.length_class import LengthClass
 from flashtile.kernels.mutation import Mutation
 from flashtile.kernels.spec import PlanKey, features_of
@@ -63,6 +64,7 @@ def find(name: str) -> Family[Any]:
 register(FwdSm90())
 register(FwdSm80())
 register(FwdSimt())
+register(FwdSm90F32())
 register(BwdSm90())
 register(BwdSm90Wide())
 register(BwdSm80())

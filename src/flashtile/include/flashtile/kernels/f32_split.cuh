@@ -1,0 +1,177 @@
+// Splits float32 Q, K and V into the 16-bit operands of kernels/fwd_sm90_f32.cuh (attn/split_tiles.cuh).
+//
+//   f32_range_kernel        the largest elements of a sample of rows; one block per head and sequence
+//   f32_split_q_kernel      one block per 64 queries of a head
+//   f32_split_kv_kernel     one block per kBlockN keys of a KV head
+//
+// A thread splits 8 neighbouring elements: it reads 32 bytes and writes 16 for each part.
+#pragma once
+
+#include "flashtile/attn/config.cuh"
+#include "flashtile/attn/split_tiles.cuh"
+#include "flashtile/core/mutation.cuh"
+#include "flashtile/core/reduce.cuh"
+#include "flashtile/tile/sm90_f32_config.cuh"
+
+namespace flashtile {
+
+constexpr i32 kSplitThreads = 256, kSampleRows = 32;
+
+// Eight elements of a row from `column` on; zeros from head_dim on. Scope: thread.
+template <class Load>
+FT_DEVICE void load_chunk(const float* row, i32 column, i32 head_dim, float (&x)[8]) {
+#pragma unroll
+  for (i32 half = 0; half < 2; ++half) {
+    i32 first = column + 4 * half;
+    if constexpr (Load::kIsAligned16) {
+      float4 four = first < head_dim ? *reinterpret_cast<const float4*>(row + first) : make_float4(0, 0, 0, 0);
+      x[4 * half] = four.x, x[4 * half + 1] = four.y, x[4 * half + 2] = four.z, x[4 * half + 3] = four.w;
+    } else {
+#pragma unroll
+      for (i32 e = 0; e < 4; ++e) x[4 * half + e] = first + e < head_dim ? row[first + e] : 0.0f;
+    }
+  }
+}
+
+// What half_t parts of a row must satisfy. Scope: thread.
+struct RowLimits {
+  float scale;       // of the operand, a power of two
+  float low, high;   // a row's largest element, scaled, is 0 or between them
+
+  // Parts below 2^-24 are lost. Of Q and K that is an absolute error of the scores, which must be below 2^-22 (and is
+  // no smaller than the other operand makes it); of V it must be small against the row itself.
+  FT_DEVICE RowLimits(const FwdSm90F32Params& params, Operand operand) {
+    const Params& p = params.base;
+    scale = power_of_two(scale_exponent(*params.range, operand));
+    low = operand == Operand::v ? 0.125f : 0.0f;
+    high = 32768.0f;
+    if (operand != Operand::v) {
+      Operand other = operand == Operand::q ? Operand::k : Operand::q;
+      float other_scale = power_of_two(scale_exponent(*params.range, other));
+      high = fminf(high, 8.0f * other_scale * scale / (p.scale * sqrtf(static_cast<float>(p.head_dim))));
+    }
+  }
+};
+
+// Splits rows [0, num_rows) of a tile of kRows; row(r) is the address of row r. Scope: block.
+template <typename Part, i32 kRows, i32 kSlabs, class Load, class Row>
+FT_DEVICE void split_tile(const FwdSm90F32Params& params, Operand operand, u16* tile, i32 num_rows, i32 head_dim,
+                          Row row) {
+  constexpr bool kIsHalf = kIsSame<Part, half_t>;
+  constexpr i32 kChunks = 8 * kSlabs;  // of a row; the lanes of a row are neighbours
+  constexpr i32 kLanes = kChunks < 32 ? (kChunks <= 8 ? 8 : 16) : 32;
+  static_assert(kChunks % 8 == 0);
+  float scale = 1.0f, low = 0.0f, high = 0.0f;
+  if constexpr (kIsHalf) {
+    RowLimits limits(params, operand);
+    scale = limits.scale, low = limits.low, high = limits.high;
+  }
+  bool fits = true;
+  for (i32 r = threadIdx.x / kLanes; r < kRows; r += kSplitThreads / kLanes) {
+    float row_max = 0.0f;
+    for (i32 chunk = threadIdx.x % kLanes; chunk < kChunks; chunk += kLanes) {
+      float x[8] = {};
+      if (r < num_rows) load_chunk<Load>(row(r), 8 * chunk, head_dim, x);
+      u32 words[Split<Part>::kNumParts][4];
+#pragma unroll
+      for (i32 pair = 0; pair < 4; ++pair) {
+        float a = x[2 * pair] * scale, b = x[2 * pair + 1] * scale;
+        u32 parts[Split<Part>::kNumParts];
+        Split<Part>::split(a, b, parts);
+#pragma unroll
+        for (i32 part = 0; part < Split<Part>::kNumParts; ++part) words[part][pair] = parts[part];
+        // Also false for NaN
+        if constexpr (kIsHalf) {
+          fits = fits && fabsf(a) <= high && fabsf(b) <= high;
+          row_max = fmaxf(row_max, fmaxf(fabsf(a), fabsf(b)));
+        }
+      }
+#pragma unroll
+      for (i32 part = 0; part < Split<Part>::kNumParts; ++part) {
+        uint4* slab = reinterpret_cast<uint4*>(tile + ((part * kSlabs + chunk / 8) * kRows + r) * 64);
+        slab[chunk % 8 ^ r % 8] = make_uint4(words[part][0], words[part][1], words[part][2], words[part][3]);
+      }
+    }
+    if constexpr (kIsHalf) {
+      row_max = lanes_max<kLanes>(row_max);
+      fits = fits && (row_max == 0.0f || row_max >= low);
+    }
+  }
+  if constexpr (kIsHalf) {
+    if (!fits || params.base.keep_factor > 128.0f) params.range->needs_bf16 = 1;
+  }
+}
+
+template <typename Part>
+FT_DEVICE bool is_needed(const FwdSm90F32Params& params) {
+  return kIsSame<Part, half_t> || params.range->needs_bf16 != 0;
+}
+
+template <class Config, class SeqInfo, class Load>
+__global__ void __launch_bounds__(kSplitThreads) f32_split_q_kernel(const FT_GRID_CONSTANT FwdSm90F32Params params) {
+  const Params& p = params.base;
+  if (!is_needed<typename Config::Part>(params)) return;
+  i32 tiles = ceil_div(p.seqlen_q, 64);
+  i32 index = blockIdx.x, tile = index % tiles, head = index / tiles % p.heads, batch = index / tiles / p.heads;
+  Sequence s = find_sequence<SeqInfo>(p, batch);
+  i32 num_rows = s.seqlen_q - 64 * tile;
+  if (num_rows <= 0) return;
+  const float* rows = query_rows(static_cast<const float*>(p.q), p.q_strides, s, head);
+  split_tile<typename Config::Part, 64, Config::kSlabsQK, Load>(
+      params, Operand::q, params.q_parts + (first_query_tile(p, s, head) + tile) * Config::kElementsQ, num_rows,
+      p.head_dim, [&](i32 r) { return rows + (64 * tile + r) * p.q_strides.row; });
+}
+
+template <class Config, class SeqInfo, class KvSource, class Load>
+__global__ void __launch_bounds__(kSplitThreads) f32_split_kv_kernel(const FT_GRID_CONSTANT FwdSm90F32Params params) {
+  const Params& p = params.base;
+  if (!is_needed<typename Config::Part>(params)) return;
+  constexpr i32 kRows = Config::kBlockN;
+  i32 tiles = ceil_div(p.seqlen_k, kRows);
+  i32 index = blockIdx.x, tile = index % tiles, head = index / tiles % p.heads_kv, batch = index / tiles / p.heads_kv;
+  Sequence s = find_sequence<SeqInfo>(p, batch);
+  i32 num_rows = s.seqlen_k - kRows * tile;
+  if (num_rows <= 0) return;
+  i64 at = first_key_tile<kRows>(p, s, head) + tile;
+  KeyRows<const float, KvSource> k_rows(static_cast<const float*>(p.k), p.k_strides, p, s, head);
+  KeyRows<const float, KvSource> v_rows(static_cast<const float*>(p.v), p.v_strides, p, s, head);
+  split_tile<typename Config::Part, kRows, Config::kSlabsQK, Load>(
+      params, Operand::k, params.k_parts + at * Config::kElementsK, num_rows, p.head_dim,
+      [&](i32 r) { return k_rows.row(kRows * tile + r); });
+  split_tile<typename Config::Part, kRows, Config::kSlabsV, Load>(
+      params, Operand::v, params.v_parts + at * Config::kElementsV, num_rows, p.head_dim_v,
+      [&](i32 r) { return v_rows.row(kRows * tile + r); });
+}
+
+// Raises the sample's maximum to that of every (num_rows / kSampleRows)th row. Infinities and NaN do not count.
+// Scope: block.
+template <class Row>
+FT_DEVICE void sample_rows(const FwdSm90F32Params& params, Operand operand, i32 num_rows, i32 head_dim, Row row) {
+  float largest = 0.0f;
+  i32 step = max_of(num_rows / kSampleRows, 1);
+  for (i32 r = threadIdx.x / 32 * step; r < num_rows; r += kSplitThreads / 32 * step) {
+    for (i32 column = threadIdx.x % 32; column < head_dim; column += 32) {
+      float x = fabsf(row(r)[column]);
+      if (x <= kLargestFloat) largest = fmaxf(largest, x);
+    }
+  }
+  largest = lanes_max<32>(largest);
+  if (threadIdx.x % 32 == 0) {
+    atomicMax(&params.range->sample_max[static_cast<i32>(operand)], __float_as_uint(largest));
+  }
+}
+
+template <class SeqInfo, class KvSource>
+__global__ void __launch_bounds__(kSplitThreads) f32_range_kernel(const FT_GRID_CONSTANT FwdSm90F32Params params) {
+  const Params& p = params.base;
+  i32 head = blockIdx.x % p.heads, batch = blockIdx.x / p.heads, kv_head = head / (p.heads / p.heads_kv);
+  Sequence s = find_sequence<SeqInfo>(p, batch);
+  const float* q_rows = query_rows(static_cast<const float*>(p.q), p.q_strides, s, head);
+  KeyRows<const float, KvSource> k_rows(static_cast<const float*>(p.k), p.k_strides, p, s, kv_head);
+  KeyRows<const float, KvSource> v_rows(static_cast<const float*>(p.v), p.v_strides, p, s, kv_head);
+  sample_rows(params, Operand::q, s.seqlen_q, p.head_dim, [&](i32 r) { return q_rows + r * p.q_strides.row; });
+  sample_rows(params, Operand::k, s.seqlen_k, p.head_dim, [&](i32 r) { return k_rows.row(r); });
+  sample_rows(params, Operand::v, s.seqlen_k, p.head_dim_v, [&](i32 r) { return v_rows.row(r); });
+}
+
+}  // namespace flashtile
