@@ -17,7 +17,7 @@ from flashtile.kernels.families.steps import combine, query_grid
 from flashtile.kernels.params import FwdSm90F32Params, Struct
 from flashtile.kernels.plan import Grid, SplitRule, Step, Workspace
 from flashtile.kernels.source import plain_unit, qualified
-from flashtile.kernels.spec import CallLayout, Features, PlanKey
+from flashtile.kernels.spec import CallLayout, Features, PlanKey, cpp_bool
 
 _HALF, _BF16 = "fwd_sm90_f32_half", "fwd_sm90_f32_bf16"
 _PARTS = {_HALF: ("half_t", 2), _BF16: ("bf16_t", 3)}
@@ -34,20 +34,21 @@ class Tile(NamedTuple):
     block_n: int
     num_stages: int
     columns: int  # of O that one product computes
-    max_options: int = 99  # that change scores or probabilities, that it holds without a spill
+    overlaps: bool = True  # scores of a tile with P V of the one before it
+    max_options: int = 99  # that it holds without a spill
 
 
 # By kernel, padded head_dim and head_dim_v; the first that takes a call is chosen
 _TILES: dict[str, dict[tuple[int, int], tuple[Tile, ...]]] = {
     _HALF: {
-        (64, 64): (Tile(128, 128, 2, 64),),
-        (128, 128): (Tile(128, 64, 2, 128),),
-        (256, 256): (Tile(128, 32, 1, 64),),
+        (64, 64): (Tile(128, 128, 2, 64, max_options=1), Tile(128, 64, 2, 64)),
+        (128, 128): (Tile(128, 64, 2, 128, max_options=0), Tile(128, 64, 2, 64)),
+        (256, 256): (Tile(128, 32, 1, 64, max_options=0), Tile(128, 32, 1, 64, overlaps=False)),
     },
     _BF16: {
         (64, 64): (Tile(128, 64, 2, 64),),
-        (128, 128): (Tile(128, 64, 1, 64),),
-        (256, 256): (Tile(64, 32, 1, 64),),
+        (128, 128): (Tile(128, 64, 1, 64, max_options=0), Tile(128, 64, 1, 64, overlaps=False)),
+        (256, 256): (Tile(64, 32, 1, 64, max_options=0), Tile(64, 32, 1, 64, overlaps=False)),
     },
 }
 
@@ -56,6 +57,7 @@ _TILES: dict[str, dict[tuple[int, int], tuple[Tile, ...]]] = {
 class Sm90F32Row(Row):
     num_stages: int  # of K and of V
     columns: int
+    overlaps: bool
 
     @property
     def header(self) -> str:
@@ -71,13 +73,13 @@ class Sm90F32Row(Row):
 
     @property
     def config(self) -> str:
-        sizes = f"{self.head_dim}, {self.head_dim_v}, {self.block_m}, {self.block_n}, {self.num_stages}, {self.columns}"
-        return f"Sm90F32Config<{_PARTS[self.kernel][0]}, {sizes}>"
+        sizes = (self.head_dim, self.head_dim_v, self.block_m, self.block_n, self.num_stages, self.columns)
+        return f"Sm90F32Config<{_PARTS[self.kernel][0]}, {', '.join(map(str, sizes))}, {cpp_bool(self.overlaps)}>"
 
     @property
     def label(self) -> str:
         stages = f"{self.num_stages} stage{'s' if self.num_stages > 1 else ''}"
-        return f"{self.block_m} x {self.block_n}, {self.num_threads // 32} warps, {stages}, {self.columns} columns"
+        return f"{self.block_m} x {self.block_n}, {self.num_threads // 32} warps, {stages}, {self.columns} columns{'' if self.overlaps else ', no overlap'}"
 
     @property
     def row_bytes(self) -> tuple[int, int]:
@@ -127,7 +129,7 @@ class FwdSm90F32(Family[Sm90F32Row]):
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
         for tile in _TILES[kernel][dims]:
-            if key.features.num_score_options <= tile.max_options:
+            if key.features.num_options <= tile.max_options:
                 yield _row(kernel, dims, tile)
 
     def tile_note(self, key: PlanKey) -> str:
@@ -156,7 +158,7 @@ class FwdSm90F32(Family[Sm90F32Row]):
 
 
 def _row(kernel: str, dims: tuple[int, int], tile: Tile) -> Sm90F32Row:
-    return Sm90F32Row(kernel, "float32", "float32", *dims, *tile[:4])
+    return Sm90F32Row(kernel, "float32", "float32", *dims, *tile[:5])
 
 
 def _part_workspaces(rows: tuple[Sm90F32Row, ...], layout: CallLayout) -> tuple[Workspace, ...]:

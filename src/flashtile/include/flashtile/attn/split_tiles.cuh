@@ -33,16 +33,16 @@ struct FwdSm90F32Params {
 enum class Operand : i32 { q, k, v };
 
 // The first tile of a head and sequence; `rows` are those of the longest sequence.
-FT_DEVICE i64 first_tile(bool is_packed, i32 batch, i32 num_heads, i32 rows, i32 total_rows, i32 tile_rows, i32 head,
+FT_DEVICE i32 first_tile(bool is_packed, i32 batch, i32 num_heads, i32 rows, i32 total_rows, i32 tile_rows, i32 head,
                          i32 batch_idx, i64 first_row) {
-  if (is_packed) return static_cast<i64>(head) * (total_rows / tile_rows + batch) + first_row / tile_rows + batch_idx;
-  return (static_cast<i64>(batch_idx) * num_heads + head) * ceil_div(rows, tile_rows);
+  if (is_packed) return head * (total_rows / tile_rows + batch) + static_cast<i32>(first_row) / tile_rows + batch_idx;
+  return (batch_idx * num_heads + head) * ceil_div(rows, tile_rows);
 }
-FT_DEVICE i64 first_query_tile(const Params& p, const Sequence& s, i32 head) {
+FT_DEVICE i32 first_query_tile(const Params& p, const Sequence& s, i32 head) {
   return first_tile(p.cu_seqlens_q != nullptr, p.batch, p.heads, p.seqlen_q, p.total_q, 64, head, s.batch_idx, s.q_row);
 }
 template <i32 kRows>
-FT_DEVICE i64 first_key_tile(const Params& p, const Sequence& s, i32 kv_head) {
+FT_DEVICE i32 first_key_tile(const Params& p, const Sequence& s, i32 kv_head) {
   bool is_packed = p.cu_seqlens_k != nullptr && p.block_table == nullptr;
   return first_tile(is_packed, p.batch, p.heads_kv, p.seqlen_k, p.total_k, kRows, kv_head, s.batch_idx, s.k_row);
 }

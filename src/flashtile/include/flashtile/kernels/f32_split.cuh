@@ -116,10 +116,11 @@ __global__ void __launch_bounds__(kSplitThreads) f32_split_q_kernel(const FT_GRI
   Sequence s = find_sequence<SeqInfo>(p, batch);
   i32 num_rows = s.seqlen_q - 64 * tile;
   if (num_rows <= 0) return;
+  i64 at = first_query_tile(p, s, head) + tile;
   const float* rows = query_rows(static_cast<const float*>(p.q), p.q_strides, s, head);
   split_tile<typename Config::Part, 64, Config::kSlabsQK, Load>(
-      params, Operand::q, params.q_parts + (first_query_tile(p, s, head) + tile) * Config::kElementsQ, num_rows,
-      p.head_dim, [&](i32 r) { return rows + (64 * tile + r) * p.q_strides.row; });
+      params, Operand::q, params.q_parts + at * Config::kElementsQ, num_rows, p.head_dim,
+      [&](i32 r) { return rows + (64 * tile + r) * p.q_strides.row; });
 }
 
 template <class Config, class SeqInfo, class KvSource, class Load>

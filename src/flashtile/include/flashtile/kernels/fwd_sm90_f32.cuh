@@ -8,8 +8,8 @@
 //            scheduler; three work items. Tiles come split and swizzled (attn/split_tiles.cuh), by one bulk copy each.
 // Barriers:  as in fwd_sm90.cuh.
 // Mainloop:  S = Q K^T; softmax; P split in registers; T = P V; O = alpha O + T. Tensor cores truncate their sums, so
-//            each key tile starts a new accumulator T, and O is summed in float32. The other consumers' products
-//            overlap the softmax of one.
+//            each key tile starts a new accumulator T, and O is summed in float32. As in fwd_sm90.cuh, S of a tile and T
+//            of the one before it are in flight together, and consumers issue their products in turn.
 // Epilogue:  O leaves by 8-byte stores from registers.
 #pragma once
 
@@ -100,18 +100,18 @@ struct FwdSm90F32 {
         tile = Tile(p, scheduler, index);
         if (!tile.has_queries()) continue;
       }
-      i64 first_k = 0;
+      i32 first_k = 0;
       if (!is_end) first_k = first_key_tile<kBlockN>(p, tile.s, tile.coord.head / (p.heads / p.heads_kv));
       auto load_k = [&](i32 n) {
         u32 stage = Stages::stage(num_k);
         Stages::wait_empty(shared.empty_k, num_k++);
-        const u16* source = params.k_parts + (first_k + n) * Config::kElementsK;
+        const u16* source = params.k_parts + static_cast<i64>(first_k + n) * Config::kElementsK;
         load<Config::kElementsK>(shared.sK[stage], source, shared.full_k[stage]);
       };
       auto load_v = [&](i32 n) {
         u32 stage = Stages::stage(num_v);
         Stages::wait_empty(shared.empty_v, num_v++);
-        const u16* source = params.v_parts + (first_k + n) * Config::kElementsV;
+        const u16* source = params.v_parts + static_cast<i64>(first_k + n) * Config::kElementsV;
         load<Config::kElementsV>(shared.sV[stage], source, shared.full_v[stage]);
       };
       // Load the first K tile
@@ -126,8 +126,8 @@ struct FwdSm90F32 {
         mbarrier_wait(shared.empty_q[consumer], num_items % 2 ^ 1);
         i32 i_first = is_end ? 0 : tile.i_begin + 64 * consumer;
         if (has_keys && i_first >= 0 && i_first < tile.s.seqlen_q) {
-          const u16* source =
-              params.q_parts + (first_query_tile(p, tile.s, tile.coord.head) + i_first / 64) * Config::kElementsQ;
+          i64 index = first_query_tile(p, tile.s, tile.coord.head) + i_first / 64;
+          const u16* source = params.q_parts + index * Config::kElementsQ;
           load<Config::kElementsQ>(shared.sQ[consumer], source, shared.full_q[consumer]);
         } else {
           mbarrier_arrive(shared.full_q[consumer]);
@@ -138,8 +138,8 @@ struct FwdSm90F32 {
       if (!has_keys) continue;
       // Load the other tiles in the order in which the consumers use them
       for (i32 n = tile.n_end - 2; n >= tile.n_begin; --n) {
-        load_v(n + 1);
         load_k(n);
+        load_v(n + 1);
       }
       load_v(tile.n_begin);
     }
@@ -152,6 +152,17 @@ struct FwdSm90F32 {
   FT_DEVICE static void wait_q(Storage& shared, i32 consumer, u32 index) {
     mbarrier_wait(shared.full_q[consumer], index % 2);
     __syncwarp();
+  }
+
+  // Ping-pong: waits until the previous consumer has issued its products, and signals the next one. The turn goes round
+  // the consumers; each takes one turn per key tile of a work item, except for the first tile.
+  FT_DEVICE static void wait_turn(i32 consumer) {
+    if constexpr (Config::kNumConsumers > 1) named_barrier_sync(kPingPongBarrier + consumer, 256);
+  }
+  FT_DEVICE static void signal_next(i32 consumer) {
+    if constexpr (Config::kNumConsumers > 1) {
+      named_barrier_arrive(kPingPongBarrier + (consumer + 1) % Config::kNumConsumers, 256);
+    }
   }
 
   // Applies score modifiers and mask to a tile of scores; unscale undoes the scales of Q and K.
@@ -197,8 +208,8 @@ struct FwdSm90F32 {
     auto needs_mask = [&](i32 n) { return kMasksAlways || n >= tiles.unmasked.end || n < tiles.unmasked.begin; };
     i32 n = tile.n_end - 1;
 
-    // Skip tiles that are fully masked for this consumer: release their stages unread. The lanes leave each wait
-    // together, as in wait_q.
+    // Skip tiles that are fully masked for this consumer: release their stages unread and signal the next warpgroup.
+    // The lanes leave each wait together, as in wait_q.
     for (; n >= tiles.n_end && n >= tile.n_begin; --n, ++num_k) {
       Stages::wait_full(shared.full_k, num_k);
       __syncwarp();
@@ -206,63 +217,108 @@ struct FwdSm90F32 {
       Stages::wait_full(shared.full_v, num_k);
       __syncwarp();
       release_stage(shared.empty_v[Stages::stage(num_k)]);
+      if (n > tile.n_begin) {
+        wait_turn(consumer);
+        signal_next(consumer);
+      }
     }
     if (n < tile.n_begin) {
       release_stage(shared.empty_q[consumer]);
       return;
     }
 
-    auto step = [&](auto is_first, auto is_masked) {
-      constexpr bool kIsFirst = decltype(is_first)::kValue, kIsMasked = decltype(is_masked)::kValue;
-      u32 stage = Stages::stage(num_k);
-      u32 rP[kNumParts][kScores / 2];
-      {
-        // S = Q K^T
-        float rS[kScores];
-        u32 q = uniform(tile_base(shared.sQ[consumer], 64 * 128)), k = uniform(tile_base(shared.sK[stage], kBlockN * 128));
-        Stages::wait_full(shared.full_k, num_k);
-        gemm_abt_split<Part, kBlockN, Config::kHeadDim>(rS, q, k);
-        wgmma_wait<0>();
-        pin_registers(rS);
-        // Release K, and Q after the last tile
-        release_stage(shared.empty_k[stage]);
-        if (n == tile.n_begin) release_stage(shared.empty_q[consumer]);
-        // P = softmax, split
-        if constexpr (kIsMasked) modify_tile(p, tile, consumer, n * kBlockN, unscale, rS);
-        softmax.template raise_maximum<kIsFirst, kIsMasked>(factor, rS);
-        softmax.template exponentiate<kIsFirst, kIsMasked>(factor, rS);
-        split_probabilities(p, tile, consumer, n * kBlockN, rS, rP);
-      }
-      // O = alpha O + P V
-      u32 v = uniform(tile_base(shared.sV[stage], kBlockN * 128));
-      Stages::wait_full(shared.full_v, num_k);
+    u32 rP[kNumParts][kScores / 2];
+    // The operands in shared memory
+    auto q_tile = [&] { return opaque(tile_base(shared.sQ[consumer], 64 * 128)); };
+    auto k_tile = [&](u32 count) { return opaque(tile_base(shared.sK[Stages::stage(count)], kBlockN * 128)); };
+    auto v_tile = [&](u32 count) { return opaque(tile_base(shared.sV[Stages::stage(count)], kBlockN * 128)); };
+    // Release K once its scores are computed, and Q after the last tile
+    auto release_operands = [&] {
+      release_stage(shared.empty_k[Stages::stage(num_k)]);
+      if (n == tile.n_begin) release_stage(shared.empty_q[consumer]);
+    };
+    // Start T = P V for kColumns columns of V from `first` on
+    auto start_pv = [&](float (&rT)[Config::kColumns / 2], u32 v, i32 first) {
       constexpr i32 kSlab = kBlockN * 128 >> 4;
+      gemm_ab_split<Part, Config::kColumns, kBlockN>(rT, rP, v + first / 64 * kSlab, Config::kSlabsV * kSlab);
+    };
+    // Wait for T, and for the other columns one after the other: O = alpha O + T. Release V.
+    auto finish_pv = [&](float (&rT)[Config::kColumns / 2], u32 v, u32 count, float alpha0, float alpha1) {
 #pragma unroll
       for (i32 first = 0; first < Config::kHeadDimV; first += Config::kColumns) {
-        float rT[Config::kColumns / 2];
-        gemm_ab_split<Part, Config::kColumns, kBlockN>(rT, rP, v + first / 64 * kSlab, Config::kSlabsV * kSlab);
+        if (first > 0) start_pv(rT, v, first);
         wgmma_wait<0>();
         pin_registers(rT);
-        if (first + Config::kColumns == Config::kHeadDimV) release_stage(shared.empty_v[stage]);
+        if (first + Config::kColumns == Config::kHeadDimV) release_stage(shared.empty_v[Stages::stage(count)]);
 #pragma unroll
         for (i32 x = 0; x < Config::kColumns / 2; ++x) {
           float& o = rO[first / 2 + x];
-          o = kIsFirst ? rT[x] : fmaf(o, softmax.alpha[x / 2 % 2], rT[x]);
+          o = fmaf(o, x / 2 % 2 == 0 ? alpha0 : alpha1, rT[x]);
         }
       }
+    };
+
+    // First tile: S = Q K^T, softmax
+    {
+      float rS[kScores];
+      Stages::wait_full(shared.full_k, num_k);
+      gemm_abt_split<Part, kBlockN, Config::kHeadDim>(rS, q_tile(), k_tile(num_k));
+      wgmma_wait<0>();
+      pin_registers(rS);
+      release_operands();
+      if (needs_mask(n)) modify_tile(p, tile, consumer, n * kBlockN, unscale, rS);
+      softmax.template raise_maximum<true, true>(factor, rS);
+      softmax.template exponentiate<true, true>(factor, rS);
+      split_probabilities(p, tile, consumer, n * kBlockN, rS, rP);
+      ++num_k;
+    }
+
+    // Other tiles: S of this tile and T = P V of the tile before it, in flight together
+    auto step = [&](auto is_masked) {
+      constexpr bool kIsMasked = decltype(is_masked)::kValue;
+      float rS[kScores], rT[Config::kColumns / 2];
+      // Issue both products in this consumer's turn
+      u32 q = q_tile(), k = k_tile(num_k), v = v_tile(num_k - 1);
+      Stages::wait_full(shared.full_k, num_k);
+      wait_turn(consumer);
+      if constexpr (Config::kOverlaps) gemm_abt_split<Part, kBlockN, Config::kHeadDim>(rS, q, k);
+      Stages::wait_full(shared.full_v, num_k - 1);
+      start_pv(rT, v, 0);
+      float alpha0 = softmax.alpha[0], alpha1 = softmax.alpha[1];  // of T's tile
+      if constexpr (!Config::kOverlaps) {
+        finish_pv(rT, v, num_k - 1, alpha0, alpha1);
+        gemm_abt_split<Part, kBlockN, Config::kHeadDim>(rS, q, k);
+      }
+      signal_next(consumer);
+      // Wait for S; mask it and raise the maximum while T is in flight
+      wgmma_wait<Config::kOverlaps ? 1 : 0>();
+      pin_registers(rS);
+      release_operands();
+      if constexpr (kIsMasked) modify_tile(p, tile, consumer, n * kBlockN, unscale, rS);
+      softmax.template raise_maximum<false, kIsMasked>(factor, rS);
+      // Wait for T before the exponentials, not after: splitting P overwrites what T reads
+      if constexpr (Config::kOverlaps) finish_pv(rT, v, num_k - 1, alpha0, alpha1);
+      softmax.template exponentiate<false, kIsMasked>(factor, rS);
+      split_probabilities(p, tile, consumer, n * kBlockN, rS, rP);
       ++num_k;
     };
-    step(Constant<true>(), Constant<true>());
     for (--n; n >= tile.n_begin; --n) {
       // Without a band only the first tile needs a mask
       if constexpr (Mask::kHasBand && !kMasksAlways) {
         if (needs_mask(n)) {
-          step(Constant<false>(), Constant<true>());
+          step(Constant<true>());
           continue;
         }
       }
-      step(Constant<false>(), Constant<kMasksAlways>());
+      step(Constant<kMasksAlways>());
     }
+
+    // Add the last T
+    float rT[Config::kColumns / 2];
+    u32 v = v_tile(num_k - 1);
+    Stages::wait_full(shared.full_v, num_k - 1);
+    start_pv(rT, v, 0);
+    finish_pv(rT, v, num_k - 1, softmax.alpha[0], softmax.alpha[1]);
   }
 
   // Finishes the softmax, normalises and stores O and lse; of a split the sum of P V, m and l. unscale undoes the scales
@@ -306,6 +362,8 @@ struct FwdSm90F32 {
     // Score modifiers return scores in their unit; without them S stays a dot product
     float factor = ScoreMod::kChangesScores ? exponent_factor(kIsNatural) : p.scale_log2 * unscale_s;
     u32 num_k = 0;
+    // The first turn is consumer 0's
+    if (consumer == Config::kNumConsumers - 1) signal_next(consumer);
     const Item* item = &shared.work_items.at(0);
     wait_q(shared, consumer, 0);
     while (!item->is_end) {

@@ -54,21 +54,31 @@ struct Split<bf16_t> {
   }
 };
 
+// Returns x, which must be equal in all lanes. The compiler does not know the value, so it computes the descriptors that
+// follow from it where they are used, instead of holding all of them in registers over the loop. Scope: warp.
+FT_DEVICE u32 opaque(u32 x) {
+  asm volatile("" : "+r"(x));
+  return uniform(x);
+}
+
 // D = A B^T: A is 64 rows, B kColumns rows, both with their parts behind each other in shared memory. Commits one group.
 // Scope: warpgroup.
 template <typename Part, i32 kColumns, i32 kDepth>
 FT_DEVICE void gemm_abt_split(float (&rD)[kColumns / 2], u32 a, u32 b) {
   constexpr i32 kSlabs = (kDepth + 63) / 64;
+  constexpr i32 kNumProducts = Split<Part>::kNumProducts;
   wgmma_fence();
 #pragma unroll
-  for (i32 product = 0; product < Split<Part>::kNumProducts; ++product) {
+  for (i32 product = 0; product < kNumProducts; ++product) {
     constexpr i32 kSlabA = 64 * 128 >> 4, kSlabB = kColumns * 128 >> 4;
     PartPair pair = Split<Part>::pair(product);
+    u32 a_part = a + pair.a * kSlabs * kSlabA, b_part = b + pair.b * kSlabs * kSlabB;
+    if constexpr (kNumProducts * kDepth / 16 > 64) a_part = opaque(a_part), b_part = opaque(b_part);
 #pragma unroll
     for (i32 step = 0; step < kDepth / 16; ++step) {
       i32 slab = step / 4, column = step % 4 * 2;
-      Wgmma<Part, kColumns>::template ss<false>(rD, tile_descriptor(a + (pair.a * kSlabs + slab) * kSlabA + column),
-                                                tile_descriptor(b + (pair.b * kSlabs + slab) * kSlabB + column),
+      Wgmma<Part, kColumns>::template ss<false>(rD, tile_descriptor(a_part + slab * kSlabA + column),
+                                                tile_descriptor(b_part + slab * kSlabB + column),
                                                 product != 0 || step != 0);
     }
   }
