@@ -108,10 +108,13 @@ class BwdSm90WideParams(ctypes.Structure):
     ]
 
 
-class FwdSm90F32Params(ctypes.Structure):
-    """What fwd_sm90_f32_half_kernel, fwd_sm90_f32_bf16_kernel and their pre-passes are told."""
+class Sm90F32Params(ctypes.Structure):
+    """What the Hopper kernels for float32 and their pre-passes are told."""
 
-    _fields_ = [("base", Params), *((name, ctypes.c_void_p) for name in ("q_parts", "k_parts", "v_parts", "range"))]
+    _fields_ = [
+        ("base", Params),
+        *((name, ctypes.c_void_p) for name in ("q_parts", "k_parts", "v_parts", "dout_parts", "range")),
+    ]
 
 
 class WideParams(ctypes.Structure):
@@ -127,7 +130,7 @@ Struct = (
     | type[Params]
     | type[AppendParams]
     | type[FwdSm90Params]
-    | type[FwdSm90F32Params]
+    | type[Sm90F32Params]
 )
 
 # A wider window hides no key of the longest sequence (problem.py: MAX_LENGTH)

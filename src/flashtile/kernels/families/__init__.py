@@ -22,6 +22,7 @@ from flashtile.kernels.families.base import Family, Launch, Row, forced_rows
 from flashtile.kernels.families.bwd_simt import BwdSimt
 from flashtile.kernels.families.bwd_sm80 import BwdSm80
 from flashtile.kernels.families.bwd_sm90 import BwdSm90
+from flashtile.kernels.families.bwd_sm90_f32 import BwdSm90F32
 from flashtile.kernels.families.bwd_sm90_wide import BwdSm90Wide
 from flashtile.kernels.families.fwd_simt import FwdSimt
 from flashtile.kernels.families.fwd_sm80 import FwdSm80
@@ -69,6 +70,7 @@ register(BwdSm90())
 register(BwdSm90Wide())
 register(BwdSm80())
 register(BwdSimt())
+register(BwdSm90F32())
 
 
 # Selection

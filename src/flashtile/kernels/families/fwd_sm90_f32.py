@@ -8,22 +8,18 @@ float16 parts where they are in range, else that for bfloat16 parts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from flashtile.kernels.arch import Arch
-from flashtile.kernels.families.base import Family, Launch, Row, tile_step
+from flashtile.kernels.families.base import Family, Launch, tile_step
+from flashtile.kernels.families.sm90_f32 import WARPGROUP_ROWS, Sm90F32Row, part_workspaces, pre_pass
 from flashtile.kernels.families.steps import combine, query_grid
-from flashtile.kernels.params import FwdSm90F32Params, Struct
-from flashtile.kernels.plan import Grid, SplitRule, Step, Workspace
-from flashtile.kernels.source import plain_unit, qualified
-from flashtile.kernels.spec import CallLayout, Features, PlanKey, cpp_bool
+from flashtile.kernels.params import Sm90F32Params
+from flashtile.kernels.plan import SplitRule, Workspace
+from flashtile.kernels.source import qualified
+from flashtile.kernels.spec import CallLayout, Features, PlanKey
 
 _HALF, _BF16 = "fwd_sm90_f32_half", "fwd_sm90_f32_bf16"
-_PARTS = {_HALF: ("half_t", 2), _BF16: ("bf16_t", 3)}
-_SPLIT_THREADS = 256  # kSplitThreads (kernels/f32_split.cuh)
-_RANGE_BYTES = 16  # SplitRange (attn/split_tiles.cuh)
-_WARPGROUP_ROWS = 64
 _WORK_ITEMS, _QUERY_TILE_BYTES = 3, 72  # WorkItemRing, QueryTile (attn/work_item.cuh)
 
 
@@ -53,45 +49,16 @@ _TILES: dict[str, dict[tuple[int, int], tuple[Tile, ...]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Sm90F32Row(Row):
-    num_stages: int  # of K and of V
-    columns: int
-    overlaps: bool
-
+class FwdSm90F32Row(Sm90F32Row):
     @property
     def header(self) -> str:
         return "fwd_sm90_f32"
 
     @property
-    def struct(self) -> Struct:
-        return FwdSm90F32Params
-
-    @property
-    def num_threads(self) -> int:
-        return 2 * self.block_m + 128
-
-    @property
-    def config(self) -> str:
-        sizes = (self.head_dim, self.head_dim_v, self.block_m, self.block_n, self.num_stages, self.columns)
-        return f"Sm90F32Config<{_PARTS[self.kernel][0]}, {', '.join(map(str, sizes))}, {cpp_bool(self.overlaps)}>"
-
-    @property
-    def label(self) -> str:
-        stages = f"{self.num_stages} stage{'s' if self.num_stages > 1 else ''}"
-        return f"{self.block_m} x {self.block_n}, {self.num_threads // 32} warps, {stages}, {self.columns} columns{'' if self.overlaps else ', no overlap'}"
-
-    @property
-    def row_bytes(self) -> tuple[int, int]:
-        """Of a row of Q or K, and of V, in parts."""
-        parts = _PARTS[self.kernel][1]
-        return parts * 128 * -(-self.head_dim // 64), parts * 128 * -(-self.head_dim_v // 64)
-
-    @property
     def shared_bytes(self) -> int:
         qk_bytes, v_bytes = self.row_bytes
         tiles = self.block_m * qk_bytes + self.num_stages * self.block_n * (qk_bytes + v_bytes)
-        consumers = self.block_m // _WARPGROUP_ROWS
+        consumers = self.block_m // WARPGROUP_ROWS
         barriers, scheduler = 16 * consumers + 32 * self.num_stages, 16
         items = _WORK_ITEMS * (_QUERY_TILE_BYTES + -(-(12 * consumers + 8) // 8) * 8)
         return -(-(tiles + barriers + scheduler + items) // 1024) * 1024
@@ -103,7 +70,7 @@ class Sm90F32Row(Row):
         return {"shared bytes": (f"sizeof({storage})", self.shared_bytes)}
 
 
-class FwdSm90F32(Family[Sm90F32Row]):
+class FwdSm90F32(Family[FwdSm90F32Row]):
     name = "fwd_sm90_f32"
     op = "forward"
     summary = "float32 by wgmma on operands split into 16-bit parts, on Hopper"
@@ -119,13 +86,13 @@ class FwdSm90F32(Family[Sm90F32Row]):
         reason = super().refuse(key)
         return "a scale that is not positive" if reason is None and not key.is_scale_positive else reason
 
-    def every_row(self, dtype: str) -> Iterator[Sm90F32Row]:
+    def every_row(self, dtype: str) -> Iterator[FwdSm90F32Row]:
         for kernel, by_dims in _TILES.items():
             for dims, tiles in by_dims.items():
                 for tile in tiles:
                     yield _row(kernel, dims, tile)
 
-    def candidates(self, kernel: str, key: PlanKey) -> Iterator[Sm90F32Row]:
+    def candidates(self, kernel: str, key: PlanKey) -> Iterator[FwdSm90F32Row]:
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
         for tile in _TILES[kernel][dims]:
@@ -138,58 +105,24 @@ class FwdSm90F32(Family[Sm90F32Row]):
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         return self._launch(tuple(self.select(kernel, key) for kernel in self.kernels), key, layout, is_split=True)
 
-    def launch_row(self, row: Sm90F32Row, key: PlanKey, layout: CallLayout) -> Launch:
+    def launch_row(self, row: FwdSm90F32Row, key: PlanKey, layout: CallLayout) -> Launch:
         rows = tuple(row if kernel == row.kernel else self.select(kernel, key) for kernel in self.kernels)
         return self._launch(rows, key, layout, is_split=False)
 
-    def _launch(self, rows: tuple[Sm90F32Row, ...], key: PlanKey, layout: CallLayout, is_split: bool) -> Launch:
-        steps = [_range_step(key), *(step for row in rows for step in _split_steps(row, key))]
+    def _launch(self, rows: tuple[FwdSm90F32Row, ...], key: PlanKey, layout: CallLayout, is_split: bool) -> Launch:
+        steps = [*pre_pass(rows, key)]
         steps += [
             tile_step(row, key.features, (("num_splits", 1), *query_grid(row.block_m)), max_blocks=1) for row in rows
         ]
-        workspaces = _part_workspaces(rows, layout)
+        workspaces = part_workspaces(rows, layout)
         if not is_split:
-            return Launch(tuple(steps), workspaces, struct=FwdSm90F32Params)
+            return Launch(tuple(steps), workspaces, struct=Sm90F32Params)
         partial = "num_splits", "lse_size"
         workspaces += (Workspace("partial_out", 4 * key.head_dim_v, partial), Workspace("partial_stats", 8, partial))
         # A block fills a multiprocessor, and each split should have a few tiles of keys
         splits = SplitRule(rows[0].block_m, 4 * rows[0].block_n, blocks=1)
-        return Launch((*steps, combine(key)), workspaces, splits, struct=FwdSm90F32Params)
+        return Launch((*steps, combine(key)), workspaces, splits, struct=Sm90F32Params)
 
 
-def _row(kernel: str, dims: tuple[int, int], tile: Tile) -> Sm90F32Row:
-    return Sm90F32Row(kernel, "float32", "float32", *dims, *tile[:5])
-
-
-def _part_workspaces(rows: tuple[Sm90F32Row, ...], layout: CallLayout) -> tuple[Workspace, ...]:
-    """For the parts of Q, K and V, which the two kernels share: at most one of them needs its own."""
-    qk_bytes, v_bytes = (max(row.row_bytes[index] for row in rows) for index in (0, 1))
-    block_n = max(row.block_n for row in rows)
-    is_q_packed = "cu_seqlens_q" in layout.tensors
-    is_k_packed = "cu_seqlens_k" in layout.tensors and "block_table" not in layout.tensors
-    q_rows = ("heads", "total_q") if is_q_packed else ("heads", "batch", "seqlen_q")
-    k_rows = ("heads_kv", "total_k") if is_k_packed else ("heads_kv", "batch", "seqlen_k")
-    return (
-        Workspace("range", _RANGE_BYTES, (), is_zeroed=True, is_always=True),
-        Workspace("q_parts", qk_bytes, q_rows, False, _WARPGROUP_ROWS, ("heads", "batch"), True),
-        Workspace("k_parts", qk_bytes, k_rows, False, block_n, ("heads_kv", "batch"), True),
-        Workspace("v_parts", v_bytes, k_rows, False, block_n, ("heads_kv", "batch"), True),
-    )
-
-
-def _range_step(key: PlanKey) -> Step:
-    policies = key.features.policies()
-    return _pre_pass("f32_range", (policies[3], policies[4]), (("heads", 1), ("batch", 1)))
-
-
-def _split_steps(row: Sm90F32Row, key: PlanKey) -> Iterator[Step]:
-    lengths, source, load = key.features.policies()[3:6]
-    yield _pre_pass("f32_split_q", (row.config, lengths, load), query_grid(_WARPGROUP_ROWS))
-    grid: Grid = ("seqlen_k", row.block_n), ("heads_kv", 1), ("batch", 1)
-    yield _pre_pass("f32_split_kv", (row.config, lengths, source, load), grid)
-
-
-def _pre_pass(kernel: str, arguments: tuple[str, ...], grid: Grid) -> Step:
-    names = ", ".join(f"flashtile::{name}" for name in arguments)
-    entry = qualified(f"flashtile::{kernel}_kernel<{names}>")
-    return Step(plain_unit("f32_split", entry, FwdSm90F32Params), entry, grid, 1, 1, _SPLIT_THREADS, 0)
+def _row(kernel: str, dims: tuple[int, int], tile: Tile) -> FwdSm90F32Row:
+    return FwdSm90F32Row(kernel, "float32", "float32", *dims, *tile[:5])

@@ -1,14 +1,14 @@
-// Q, K and V as split operands (tile/split_operand.cuh) in global memory: tile by tile the bytes that a kernel needs in
+// Q, K, V and dO as split operands (tile/split_operand.cuh) in global memory: tile by tile the bytes that a kernel needs in
 // shared memory, so that one bulk copy loads a tile. Rows past the end of a sequence and columns past the head dim are
-// zeros. f32_split_kernel writes them, kernels/fwd_sm90_f32.cuh reads them.
+// zeros. kernels/f32_split.cuh writes them, kernels/fwd_sm90_f32.cuh and kernels/bwd_sm90_f32.cuh read them.
 //
 // A tile has kRows rows: [part][slab of 64 columns][row][64], swizzled (tile/smem_tile.cuh). The tiles of one head and
 // sequence are consecutive. Packed sequences share the rows of the batch: each begins a tile of its own, so tile
 // numbers are those of its first row plus the number of sequences before it.
 //
-// half_t parts need numbers in its range. Each of q, k and v is scaled by a power of two that follows from the largest
-// element of a sample (f32_range_kernel). While f32_split_kernel<half_t> splits, it checks every row; where one does
-// not fit, it raises `needs_bf16`, and the kernels for bf16_t do the work. Scope of every function: thread.
+// half_t parts need numbers in its range. Each tensor is scaled by a power of two that follows from the largest element
+// of a sample of its rows. While a tensor is split into half_t parts, every row is checked; where one does not fit,
+// `needs_bf16` is raised, and the kernels for bf16_t do the work. Scope of every function: thread.
 #pragma once
 
 #include "flashtile/attn/sequence.cuh"
@@ -17,20 +17,22 @@ namespace flashtile {
 
 // What the pre-pass finds out about the numbers of a call. Zeroed before it.
 struct SplitRange {
-  u32 sample_max[3];  // of |q|, |k|, |v|, as bits
+  u32 sample_max[4];  // of |q|, |k|, |v|, |dout|, as bits
   u32 needs_bf16;     // nonzero: some row does not fit half_t parts
+  u32 unused[3];
 };
 
-struct FwdSm90F32Params {
+struct Sm90F32Params {
   Params base;
-  u16* q_parts;  // (heads, tiles of 64 queries)
-  u16* k_parts;  // (heads_kv, tiles of kBlockN keys)
-  u16* v_parts;  // as k_parts
+  u16* q_parts;     // (heads, tiles of 64 queries)
+  u16* k_parts;     // (heads_kv, tiles of kBlockN keys)
+  u16* v_parts;     // as k_parts
+  u16* dout_parts;  // as q_parts; null in a forward pass
   SplitRange* range;
 };
 
 // Which operand; the index of its maximum.
-enum class Operand : i32 { q, k, v };
+enum class Operand : i32 { q, k, v, dout };
 
 // The first tile of a head and sequence; `rows` are those of the longest sequence.
 FT_DEVICE i32 first_tile(bool is_packed, i32 batch, i32 num_heads, i32 rows, i32 total_rows, i32 tile_rows, i32 head,

@@ -1,8 +1,8 @@
-// Splits float32 Q, K and V into the 16-bit operands of kernels/fwd_sm90_f32.cuh (attn/split_tiles.cuh).
+// Splits float32 Q, K, V and dO into 16-bit operands (attn/split_tiles.cuh).
 //
 //   f32_range_kernel        the largest elements of a sample of rows; one block per head and sequence
-//   f32_split_q_kernel      one block per 64 queries of a head
-//   f32_split_kv_kernel     one block per kBlockN keys of a KV head
+//   f32_split_q_kernel      Q, and dO of a backward pass; one block per 64 queries of a head
+//   f32_split_kv_kernel     K and V; one block per kBlockN keys of a KV head
 //
 // A thread splits 8 neighbouring elements: it reads 32 bytes and writes 16 for each part.
 #pragma once
@@ -38,14 +38,14 @@ struct RowLimits {
   float scale;       // of the operand, a power of two
   float low, high;   // a row's largest element, scaled, is 0 or between them
 
-  // Parts below 2^-24 are lost. Of Q and K that is an absolute error of the scores, which must be below 2^-22 (and is
-  // no smaller than the other operand makes it); of V it must be small against the row itself.
-  FT_DEVICE RowLimits(const FwdSm90F32Params& params, Operand operand) {
+  // Parts below 2^-24 are lost. In a product that sums rows, that must be small against each row. In scores it is an
+  // absolute error, which must be below 2^-22: the larger the elements of the other operand, the larger it is.
+  FT_DEVICE RowLimits(const Sm90F32Params& params, Operand operand) {
     const Params& p = params.base;
     scale = power_of_two(scale_exponent(*params.range, operand));
-    low = operand == Operand::v ? 0.125f : 0.0f;
+    low = operand == Operand::v || params.dout_parts != nullptr ? 0.125f : 0.0f;
     high = 32768.0f;
-    if (operand != Operand::v) {
+    if (operand == Operand::q || operand == Operand::k) {
       Operand other = operand == Operand::q ? Operand::k : Operand::q;
       float other_scale = power_of_two(scale_exponent(*params.range, other));
       high = fminf(high, 8.0f * other_scale * scale / (p.scale * sqrtf(static_cast<float>(p.head_dim))));
@@ -55,7 +55,7 @@ struct RowLimits {
 
 // Splits rows [0, num_rows) of a tile of kRows; row(r) is the address of row r. Scope: block.
 template <typename Part, i32 kRows, i32 kSlabs, class Load, class Row>
-FT_DEVICE void split_tile(const FwdSm90F32Params& params, Operand operand, u16* tile, i32 num_rows, i32 head_dim,
+FT_DEVICE void split_tile(const Sm90F32Params& params, Operand operand, u16* tile, i32 num_rows, i32 head_dim,
                           Row row) {
   constexpr bool kIsHalf = kIsSame<Part, half_t>;
   constexpr i32 kChunks = 8 * kSlabs;  // of a row; the lanes of a row are neighbours
@@ -103,12 +103,12 @@ FT_DEVICE void split_tile(const FwdSm90F32Params& params, Operand operand, u16* 
 }
 
 template <typename Part>
-FT_DEVICE bool is_needed(const FwdSm90F32Params& params) {
+FT_DEVICE bool is_needed(const Sm90F32Params& params) {
   return kIsSame<Part, half_t> || params.range->needs_bf16 != 0;
 }
 
 template <class Config, class SeqInfo, class Load>
-__global__ void __launch_bounds__(kSplitThreads) f32_split_q_kernel(const FT_GRID_CONSTANT FwdSm90F32Params params) {
+__global__ void __launch_bounds__(kSplitThreads) f32_split_q_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
   const Params& p = params.base;
   if (!is_needed<typename Config::Part>(params)) return;
   i32 tiles = ceil_div(p.seqlen_q, 64);
@@ -121,10 +121,15 @@ __global__ void __launch_bounds__(kSplitThreads) f32_split_q_kernel(const FT_GRI
   split_tile<typename Config::Part, 64, Config::kSlabsQK, Load>(
       params, Operand::q, params.q_parts + at * Config::kElementsQ, num_rows, p.head_dim,
       [&](i32 r) { return rows + (64 * tile + r) * p.q_strides.row; });
+  if (params.dout_parts == nullptr) return;
+  const float* dout_rows = query_rows(static_cast<const float*>(p.dout), p.dout_strides, s, head);
+  split_tile<typename Config::Part, 64, Config::kSlabsV, Load>(
+      params, Operand::dout, params.dout_parts + at * Config::kElementsdO, num_rows, p.head_dim_v,
+      [&](i32 r) { return dout_rows + (64 * tile + r) * p.dout_strides.row; });
 }
 
 template <class Config, class SeqInfo, class KvSource, class Load>
-__global__ void __launch_bounds__(kSplitThreads) f32_split_kv_kernel(const FT_GRID_CONSTANT FwdSm90F32Params params) {
+__global__ void __launch_bounds__(kSplitThreads) f32_split_kv_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
   const Params& p = params.base;
   if (!is_needed<typename Config::Part>(params)) return;
   constexpr i32 kRows = Config::kBlockN;
@@ -147,7 +152,7 @@ __global__ void __launch_bounds__(kSplitThreads) f32_split_kv_kernel(const FT_GR
 // Raises the sample's maximum to that of every (num_rows / kSampleRows)th row. Infinities and NaN do not count.
 // Scope: block.
 template <class Row>
-FT_DEVICE void sample_rows(const FwdSm90F32Params& params, Operand operand, i32 num_rows, i32 head_dim, Row row) {
+FT_DEVICE void sample_rows(const Sm90F32Params& params, Operand operand, i32 num_rows, i32 head_dim, Row row) {
   float largest = 0.0f;
   i32 step = max_of(num_rows / kSampleRows, 1);
   for (i32 r = threadIdx.x / 32 * step; r < num_rows; r += kSplitThreads / 32 * step) {
@@ -163,7 +168,7 @@ FT_DEVICE void sample_rows(const FwdSm90F32Params& params, Operand operand, i32 
 }
 
 template <class SeqInfo, class KvSource>
-__global__ void __launch_bounds__(kSplitThreads) f32_range_kernel(const FT_GRID_CONSTANT FwdSm90F32Params params) {
+__global__ void __launch_bounds__(kSplitThreads) f32_range_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
   const Params& p = params.base;
   i32 head = blockIdx.x % p.heads, batch = blockIdx.x / p.heads, kv_head = head / (p.heads / p.heads_kv);
   Sequence s = find_sequence<SeqInfo>(p, batch);
@@ -173,6 +178,10 @@ __global__ void __launch_bounds__(kSplitThreads) f32_range_kernel(const FT_GRID_
   sample_rows(params, Operand::q, s.seqlen_q, p.head_dim, [&](i32 r) { return q_rows + r * p.q_strides.row; });
   sample_rows(params, Operand::k, s.seqlen_k, p.head_dim, [&](i32 r) { return k_rows.row(r); });
   sample_rows(params, Operand::v, s.seqlen_k, p.head_dim_v, [&](i32 r) { return v_rows.row(r); });
+  if (params.dout_parts == nullptr) return;
+  const float* dout_rows = query_rows(static_cast<const float*>(p.dout), p.dout_strides, s, head);
+  sample_rows(params, Operand::dout, s.seqlen_q, p.head_dim_v,
+              [&](i32 r) { return dout_rows + r * p.dout_strides.row; });
 }
 
 }  // namespace flashtile

@@ -84,7 +84,7 @@ struct FwdSm90F32 {
     load_bulk(sTile, tile, 2 * kElements, full);
   }
 
-  FT_DEVICE static void produce(const FwdSm90F32Params& params, Storage& shared) {
+  FT_DEVICE static void produce(const Sm90F32Params& params, Storage& shared) {
     const Params& p = params.base;
     const auto& scheduler = shared.scheduler;
     u32 num_k = 0, num_v = 0, num_items = 0;
@@ -350,7 +350,7 @@ struct FwdSm90F32 {
     }
   }
 
-  FT_DEVICE static void consume(const FwdSm90F32Params& params, Storage& shared, i32 consumer) {
+  FT_DEVICE static void consume(const Sm90F32Params& params, Storage& shared, i32 consumer) {
     const Params& p = params.base;
     // The scales of the operands: powers of two
     float unscale_s = 1.0f, unscale_o = 1.0f / kScaleP;
@@ -386,7 +386,7 @@ struct FwdSm90F32 {
 };
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class Load>
-FT_DEVICE void run_fwd_sm90_f32(const FwdSm90F32Params& params) {
+FT_DEVICE void run_fwd_sm90_f32(const Sm90F32Params& params) {
   using Kernel = FwdSm90F32<Config, Mask, ScoreMod, Dropout, SeqInfo, Load>;
   extern __shared__ __align__(1024) char shared_bytes[];
   typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
@@ -407,14 +407,14 @@ FT_DEVICE void run_fwd_sm90_f32(const FwdSm90F32Params& params) {
 // Both kernels are launched; one of them does the work.
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
-    fwd_sm90_f32_half_kernel(const FT_GRID_CONSTANT FwdSm90F32Params params) {
+    fwd_sm90_f32_half_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
   static_assert(kIsSame<typename Config::Part, half_t>);
   if (params.range->needs_bf16 == 0) run_fwd_sm90_f32<Config, Mask, ScoreMod, Dropout, SeqInfo, Load>(params);
 }
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
-    fwd_sm90_f32_bf16_kernel(const FT_GRID_CONSTANT FwdSm90F32Params params) {
+    fwd_sm90_f32_bf16_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
   static_assert(kIsSame<typename Config::Part, bf16_t>);
   if (params.range->needs_bf16 != 0) run_fwd_sm90_f32<Config, Mask, ScoreMod, Dropout, SeqInfo, Load>(params);
 }

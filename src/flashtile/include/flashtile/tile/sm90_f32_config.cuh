@@ -32,6 +32,7 @@ struct Sm90F32Config {
   static constexpr i32 kSlabsQK = (kHeadDim + 63) / 64;
   static constexpr i32 kSlabsV = (kHeadDimV + 63) / 64;
   static constexpr i32 kElementsQ = kNumParts * 64 * 64 * kSlabsQK;  // per consumer
+  static constexpr i32 kElementsdO = kNumParts * 64 * 64 * kSlabsV;
   static constexpr i32 kElementsK = kNumParts * kBlockN * 64 * kSlabsQK;
   static constexpr i32 kElementsV = kNumParts * kBlockN * 64 * kSlabsV;
   static_assert(kHeadDim % 16 == 0 && kHeadDimV % kColumns == 0 && (kColumns % 64 == 0 || kColumns == kHeadDimV));

@@ -1,0 +1,94 @@
+"""What the two Hopper families for float32 share: rows of kernels on split operands, and the pre-pass that splits them
+(include/flashtile/kernels/f32_split.cuh).
+
+A call launches each kernel twice, for float16 and for bfloat16 parts. The numbers in its tensors decide on the GPU
+which of the two does the work: float16 where they are in range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from flashtile.kernels.families.base import Row
+from flashtile.kernels.families.steps import query_grid
+from flashtile.kernels.params import Sm90F32Params, Struct
+from flashtile.kernels.plan import Grid, Step, Workspace
+from flashtile.kernels.source import plain_unit, qualified
+from flashtile.kernels.spec import CallLayout, PlanKey, cpp_bool
+
+WARPGROUP_ROWS = 64
+_PARTS = {"half": ("half_t", 2), "bf16": ("bf16_t", 3)}  # by the last word of a kernel's name
+_SPLIT_THREADS = 256  # kSplitThreads (kernels/f32_split.cuh)
+_RANGE_BYTES = 32  # SplitRange (attn/split_tiles.cuh)
+
+
+@dataclass(frozen=True)
+class Sm90F32Row(Row):
+    num_stages: int  # of K and of V, or of what a backward kernel streams
+    columns: int  # that one product computes
+    overlaps: bool  # scores of a tile with P V of the one before it
+
+    @property
+    def struct(self) -> Struct:
+        return Sm90F32Params
+
+    @property
+    def num_threads(self) -> int:
+        return 2 * self.block_m + 128
+
+    @property
+    def part(self) -> tuple[str, int]:
+        """The C++ type of the parts, and their number."""
+        return _PARTS[self.kernel.rsplit("_", 1)[1]]
+
+    @property
+    def config(self) -> str:
+        sizes = (self.head_dim, self.head_dim_v, self.block_m, self.block_n, self.num_stages, self.columns)
+        return f"Sm90F32Config<{self.part[0]}, {', '.join(map(str, sizes))}, {cpp_bool(self.overlaps)}>"
+
+    @property
+    def label(self) -> str:
+        stages = f"{self.num_stages} stage{'s' if self.num_stages > 1 else ''}"
+        words = [f"{self.block_m} x {self.block_n}, {self.num_threads // 32} warps", stages, f"{self.columns} columns"]
+        return ", ".join([*words, *([] if self.overlaps else ["no overlap"])])
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Of a row of Q or K, and of V or dO, in parts."""
+        num_parts = self.part[1]
+        return num_parts * 128 * -(-self.head_dim // 64), num_parts * 128 * -(-self.head_dim_v // 64)
+
+
+def part_workspaces(rows: Sequence[Sm90F32Row], layout: CallLayout, is_backward: bool = False) -> tuple[Workspace, ...]:
+    """For the parts of Q, K, V and dO, which float16 and bfloat16 kernels share: at most one of them works."""
+    qk_bytes, v_bytes = (max(row.row_bytes[index] for row in rows) for index in (0, 1))
+    block_n = max(row.block_n for row in rows)
+    is_q_packed = "cu_seqlens_q" in layout.tensors
+    is_k_packed = "cu_seqlens_k" in layout.tensors and "block_table" not in layout.tensors
+    q_rows = ("heads", "total_q") if is_q_packed else ("heads", "batch", "seqlen_q")
+    k_rows = ("heads_kv", "total_k") if is_k_packed else ("heads_kv", "batch", "seqlen_k")
+    found = (
+        Workspace("range", _RANGE_BYTES, (), is_zeroed=True, is_always=True),
+        Workspace("q_parts", qk_bytes, q_rows, False, WARPGROUP_ROWS, ("heads", "batch"), True),
+        Workspace("k_parts", qk_bytes, k_rows, False, block_n, ("heads_kv", "batch"), True),
+        Workspace("v_parts", v_bytes, k_rows, False, block_n, ("heads_kv", "batch"), True),
+    )
+    dout = Workspace("dout_parts", v_bytes, q_rows, False, WARPGROUP_ROWS, ("heads", "batch"), True)
+    return (*found, dout) if is_backward else found
+
+
+def pre_pass(rows: Sequence[Sm90F32Row], key: PlanKey) -> Iterator[Step]:
+    """The steps that find the range of the numbers and split the tensors, for the parts of each row."""
+    lengths, source, load = key.features.policies()[3:6]
+    yield _step("f32_range", (lengths, source), (("heads", 1), ("batch", 1)))
+    for row in rows:
+        yield _step("f32_split_q", (row.config, lengths, load), query_grid(WARPGROUP_ROWS))
+        grid: Grid = ("seqlen_k", row.block_n), ("heads_kv", 1), ("batch", 1)
+        yield _step("f32_split_kv", (row.config, lengths, source, load), grid)
+
+
+def _step(kernel: str, arguments: tuple[str, ...], grid: Grid) -> Step:
+    names = ", ".join(f"flashtile::{name}" for name in arguments)
+    entry = qualified(f"flashtile::{kernel}_kernel<{names}>")
+    return Step(plain_unit("f32_split", entry, Sm90F32Params), entry, grid, 1, 1, _SPLIT_THREADS, 0)
