@@ -37,7 +37,7 @@ class Tile(NamedTuple):
 # By kernel, padded head_dim and head_dim_v; the first that takes a call is chosen
 _TILES: dict[str, dict[tuple[int, int], tuple[Tile, ...]]] = {
     _HALF: {
-        (64, 64): (Tile(128, 128, 2, 64, max_options=1), Tile(128, 64, 2, 64)),
+        (64, 64): (Tile(128, 128, 2, 64, max_options=0), Tile(128, 64, 2, 64)),
         (128, 128): (Tile(128, 64, 2, 128, max_options=0), Tile(128, 64, 2, 64)),
         (256, 256): (Tile(128, 32, 1, 64, max_options=0), Tile(128, 32, 1, 64, overlaps=False)),
     },

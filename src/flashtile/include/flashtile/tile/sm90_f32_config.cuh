@@ -23,8 +23,8 @@ struct Sm90F32Config {
   static constexpr i32 kNumConsumers = kBlockM / 64;  // warpgroups
   static constexpr i32 kNumThreads = 128 * (kNumConsumers + 1);
   // Registers per thread that setmaxnreg assigns, out of 65536 per multiprocessor
-  static constexpr i32 kProducerRegisters = kNumConsumers == 3 ? 32 : kNumConsumers == 2 ? 40 : 64;
-  static constexpr i32 kConsumerRegisters = kNumConsumers == 3 ? 160 : kNumConsumers == 2 ? 232 : 248;
+  static constexpr i32 kProducerRegisters = kNumConsumers == 3 ? 32 : kNumConsumers == 1 ? 64 : kOverlaps ? 40 : 56;
+  static constexpr i32 kConsumerRegisters = kNumConsumers == 3 ? 160 : kNumConsumers == 1 ? 248 : kOverlaps ? 232 : 224;
   // setmaxnreg would wait forever for more registers than the block was launched with
   static_assert(kNumConsumers * kConsumerRegisters + kProducerRegisters <=
                 65536 / kNumThreads / 8 * 8 * (kNumConsumers + 1));

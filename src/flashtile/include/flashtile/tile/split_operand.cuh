@@ -62,18 +62,19 @@ FT_DEVICE u32 opaque(u32 x) {
 }
 
 // D = A B^T: A is 64 rows, B kColumns rows, both with their parts behind each other in shared memory. Commits one group.
+// Over 64 products, whose descriptors would spill registers, run in a loop that waits for each pair of parts.
 // Scope: warpgroup.
 template <typename Part, i32 kColumns, i32 kDepth>
 FT_DEVICE void gemm_abt_split(float (&rD)[kColumns / 2], u32 a, u32 b) {
-  constexpr i32 kSlabs = (kDepth + 63) / 64;
-  constexpr i32 kNumProducts = Split<Part>::kNumProducts;
-  wgmma_fence();
-#pragma unroll
+  constexpr i32 kSlabs = (kDepth + 63) / 64, kNumProducts = Split<Part>::kNumProducts;
+  constexpr bool kIsLong = kNumProducts * kDepth / 16 > 64;
+  if constexpr (!kIsLong) wgmma_fence();
+#pragma unroll(kIsLong ? 1 : kNumProducts)
   for (i32 product = 0; product < kNumProducts; ++product) {
     constexpr i32 kSlabA = 64 * 128 >> 4, kSlabB = kColumns * 128 >> 4;
     PartPair pair = Split<Part>::pair(product);
     u32 a_part = a + pair.a * kSlabs * kSlabA, b_part = b + pair.b * kSlabs * kSlabB;
-    if constexpr (kNumProducts * kDepth / 16 > 64) a_part = opaque(a_part), b_part = opaque(b_part);
+    if constexpr (kIsLong) wgmma_fence();
 #pragma unroll
     for (i32 step = 0; step < kDepth / 16; ++step) {
       i32 slab = step / 4, column = step % 4 * 2;
@@ -81,8 +82,13 @@ FT_DEVICE void gemm_abt_split(float (&rD)[kColumns / 2], u32 a, u32 b) {
                                                 tile_descriptor(b_part + slab * kSlabB + column),
                                                 product != 0 || step != 0);
     }
+    if constexpr (kIsLong) {
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin_registers(rD);
+    }
   }
-  wgmma_commit();
+  if constexpr (!kIsLong) wgmma_commit();
 }
 
 // D = A B over kColumns of the columns of B, whose parts are part_stride apart (in units of 16 bytes): A (64 x kDepth)
