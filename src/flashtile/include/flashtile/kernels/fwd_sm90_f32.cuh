@@ -47,15 +47,15 @@ struct FwdSm90F32 {
   using Tile = QueryTile<Config, Mask, SeqInfo>;
   using Item = WorkItem<Config, Mask, SeqInfo>;
   using Rows = FragmentRows<Config>;
-  // Lazily: O and l are rescaled only where a maximum rises by much, so rounding errors do not add up
-  using Softmax = OnlineSoftmax<true, ScoreMod::kHasBias>;
+  // Lazily: O and l are rescaled only where a probability would exceed 2, so that rounding errors do not add up
+  using Softmax = OnlineSoftmax<true, ScoreMod::kHasBias, 1>;
   static constexpr bool kIsHalf = kIsSame<Part, half_t>;
   static constexpr bool kIsNatural = ScoreMod::kHasBias;
   static constexpr i32 kBlockN = Config::kBlockN, kNumParts = Config::kNumParts;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
   static constexpr bool kMasksAlways = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
-  // P is at most 2^8 (OnlineSoftmax), or 2^15 with dropout; half_t parts lose what is below 2^-24
-  static constexpr float kScaleP = kIsHalf && !Dropout::kIsOn ? 128.0f : 1.0f;
+  // half_t parts lose what is below 2^-24. P is at most 2, with dropout 2^8 (f32_split.cuh).
+  static constexpr float kScaleP = !kIsHalf ? 1.0f : Dropout::kIsOn ? 128.0f : 8192.0f;
 
   // ---- Prologue. Scope: thread 0.
 
