@@ -44,8 +44,9 @@ def cases(feature: str, options: dict, num_dims: int) -> Iterator[tuple[Case, in
 
 
 def test_error_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    named = FEATURES | MORE
-    problems = [one for feature, options in named.items() for one in cases(feature, options, 2)]
+    plain = ("plain", "causal", "varlen")
+    named = (FEATURES | MORE).items()
+    problems = [one for feature, options in named for one in cases(feature, options, 4 if feature in plain else 1)]
     assert_accurate(problems, "fwd_sm90_f32_half_kernel", monkeypatch)
 
 
@@ -79,7 +80,6 @@ def test_values(values: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problems = [
         (
             Case(
-                *(),
                 backend="cuda",
                 seqlen_q=130,
                 seqlen_k=513,
@@ -96,8 +96,7 @@ def test_values(values: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_accurate(problems, "fwd_sm90_f32_bf16_kernel", monkeypatch)
 
 
-# What stands in q, k, v, which kernel does the work ("half" or "bf16"), and the largest relative norm of the error of
-# out. 7e-7 is that of torch's memory-efficient kernel on an NVIDIA H200.
+# What stands in q, k and v, and which kernel does the work: "half" or "bf16"
 RANGES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], str]] = {
     "normal": (lambda q, k, v: (q, k, v), "half"),
     "v 1e30": (lambda q, k, v: (q, k, v * 1e30), "half"),
@@ -138,7 +137,7 @@ def test_any_range_is_float32_accurate(name: str, head_dim: int) -> None:
 
 @pytest.mark.parametrize("name", RANGES)
 def test_which_kernel_works(name: str) -> None:
-    """The numbers decide, on the GPU: poisoned parts of the other kind change nothing."""
+    """The numbers decide, on the GPU; the other kernel returns at once."""
     expected = RANGES[name][1]
     torch.manual_seed(0)
     q, k, v = RANGES[name][0](*(torch.randn(1, 2, 256, 64, device="cuda") for _ in range(3)))

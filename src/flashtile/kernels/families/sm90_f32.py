@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from flashtile.kernels.families.base import Row
-from flashtile.kernels.families.steps import query_grid
 from flashtile.kernels.params import Sm90F32Params, Struct
 from flashtile.kernels.plan import Grid, Step, Workspace
 from flashtile.kernels.source import plain_unit, qualified
@@ -19,7 +18,7 @@ from flashtile.kernels.spec import CallLayout, PlanKey, cpp_bool
 
 WARPGROUP_ROWS = 64
 _PARTS = {"half": ("half_t", 2), "bf16": ("bf16_t", 3)}  # by the last word of a kernel's name
-_SPLIT_THREADS = 256  # kSplitThreads (kernels/f32_split.cuh)
+_SPLIT_THREADS, _RANGE_THREADS = 256, 1024  # kSplitThreads, kRangeThreads (kernels/f32_split.cuh)
 _RANGE_BYTES = 32  # SplitRange (attn/split_tiles.cuh)
 
 
@@ -81,14 +80,16 @@ def part_workspaces(rows: Sequence[Sm90F32Row], layout: CallLayout, is_backward:
 def pre_pass(rows: Sequence[Sm90F32Row], key: PlanKey) -> Iterator[Step]:
     """The steps that find the range of the numbers and split the tensors, for the parts of each row."""
     lengths, source, load = key.features.policies()[3:6]
-    yield _step("f32_range", (lengths, source), (("heads", 1), ("batch", 1)))
+    heads: Grid = ("heads", 1), ("batch", 1)
+    yield _step("f32_range", (lengths, source), heads, _RANGE_THREADS)
     for row in rows:
-        yield _step("f32_split_q", (row.config, lengths, load), query_grid(WARPGROUP_ROWS))
-        grid: Grid = ("seqlen_k", row.block_n), ("heads_kv", 1), ("batch", 1)
-        yield _step("f32_split_kv", (row.config, lengths, source, load), grid)
+        # As many blocks as run at once: each splits one tile of queries or keys after the other
+        tiles: Grid = ("seqlen_q", WARPGROUP_ROWS), ("seqlen_k", row.block_n), *heads
+        yield _step("f32_split", (row.config, lengths, source, load), tiles, _SPLIT_THREADS, max_blocks=16)
 
 
-def _step(kernel: str, arguments: tuple[str, ...], grid: Grid) -> Step:
+def _step(kernel: str, arguments: tuple[str, ...], grid: Grid, num_threads: int, max_blocks: int = 0) -> Step:
     names = ", ".join(f"flashtile::{name}" for name in arguments)
     entry = qualified(f"flashtile::{kernel}_kernel<{names}>")
-    return Step(plain_unit("f32_split", entry, Sm90F32Params), entry, grid, 1, 1, _SPLIT_THREADS, 0)
+    unit = plain_unit("f32_split", entry, Sm90F32Params)
+    return Step(unit, entry, grid, 1, 1, num_threads, 0, max_blocks=max_blocks)

@@ -1,8 +1,7 @@
 // Splits float32 Q, K, V and dO into 16-bit operands (attn/split_tiles.cuh).
 //
-//   f32_range_kernel        the largest elements of a sample of rows; one block per head and sequence
-//   f32_split_q_kernel      Q, and dO of a backward pass; one block per 64 queries of a head
-//   f32_split_kv_kernel     K and V; one block per kBlockN keys of a KV head
+//   f32_range_kernel   the largest elements of a sample of rows; one block per head and sequence, one warp per row
+//   f32_split_kernel   a persistent grid; a block splits one tile after the other
 //
 // A thread splits 8 neighbouring elements: it reads 32 bytes and writes 16 for each part.
 #pragma once
@@ -15,7 +14,7 @@
 
 namespace flashtile {
 
-constexpr i32 kSplitThreads = 256, kSampleRows = 32;
+constexpr i32 kSplitThreads = 256, kRangeThreads = 1024;
 
 // Eight elements of a row from `column` on; zeros from head_dim on. Scope: thread.
 template <class Load>
@@ -102,86 +101,102 @@ FT_DEVICE void split_tile(const Sm90F32Params& params, Operand operand, u16* til
   }
 }
 
-template <typename Part>
-FT_DEVICE bool is_needed(const Sm90F32Params& params) {
-  return kIsSame<Part, half_t> || params.range->needs_bf16 != 0;
-}
-
+// Splits tile number `tile` of the queries of a head and sequence: Q, and dO of a backward pass. Scope: block.
 template <class Config, class SeqInfo, class Load>
-__global__ void __launch_bounds__(kSplitThreads) f32_split_q_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
+FT_DEVICE void split_queries(const Sm90F32Params& params, i32 tile, i32 head, i32 batch) {
+  using Part = typename Config::Part;
   const Params& p = params.base;
-  if (!is_needed<typename Config::Part>(params)) return;
-  i32 tiles = ceil_div(p.seqlen_q, 64);
-  i32 index = blockIdx.x, tile = index % tiles, head = index / tiles % p.heads, batch = index / tiles / p.heads;
   Sequence s = find_sequence<SeqInfo>(p, batch);
-  i32 num_rows = s.seqlen_q - 64 * tile;
+  i32 i_begin = 64 * tile, num_rows = s.seqlen_q - i_begin;
   if (num_rows <= 0) return;
   i64 at = first_query_tile(p, s, head) + tile;
-  const float* rows = query_rows(static_cast<const float*>(p.q), p.q_strides, s, head);
-  split_tile<typename Config::Part, 64, Config::kSlabsQK, Load>(
-      params, Operand::q, params.q_parts + at * Config::kElementsQ, num_rows, p.head_dim,
-      [&](i32 r) { return rows + (64 * tile + r) * p.q_strides.row; });
+  const float* q = query_rows(static_cast<const float*>(p.q), p.q_strides, s, head);
+  split_tile<Part, 64, Config::kSlabsQK, Load>(params, Operand::q, params.q_parts + at * Config::kElementsQ, num_rows,
+                                               p.head_dim, [&](i32 r) { return q + (i_begin + r) * p.q_strides.row; });
   if (params.dout_parts == nullptr) return;
-  const float* dout_rows = query_rows(static_cast<const float*>(p.dout), p.dout_strides, s, head);
-  split_tile<typename Config::Part, 64, Config::kSlabsV, Load>(
-      params, Operand::dout, params.dout_parts + at * Config::kElementsdO, num_rows, p.head_dim_v,
-      [&](i32 r) { return dout_rows + (64 * tile + r) * p.dout_strides.row; });
+  const float* dout = query_rows(static_cast<const float*>(p.dout), p.dout_strides, s, head);
+  split_tile<Part, 64, Config::kSlabsV, Load>(params, Operand::dout, params.dout_parts + at * Config::kElementsdO,
+                                              num_rows, p.head_dim_v,
+                                              [&](i32 r) { return dout + (i_begin + r) * p.dout_strides.row; });
+}
+
+// Splits tile number `tile` of the keys of a KV head and sequence: K and V. Scope: block.
+template <class Config, class SeqInfo, class KvSource, class Load>
+FT_DEVICE void split_keys(const Sm90F32Params& params, i32 tile, i32 kv_head, i32 batch) {
+  using Part = typename Config::Part;
+  constexpr i32 kRows = Config::kBlockN;
+  const Params& p = params.base;
+  Sequence s = find_sequence<SeqInfo>(p, batch);
+  i32 j_begin = kRows * tile, num_rows = s.seqlen_k - j_begin;
+  if (num_rows <= 0) return;
+  i64 at = first_key_tile<kRows>(p, s, kv_head) + tile;
+  KeyRows<const float, KvSource> k(static_cast<const float*>(p.k), p.k_strides, p, s, kv_head);
+  split_tile<Part, kRows, Config::kSlabsQK, Load>(params, Operand::k, params.k_parts + at * Config::kElementsK,
+                                                  num_rows, p.head_dim, [&](i32 r) { return k.row(j_begin + r); });
+  KeyRows<const float, KvSource> v(static_cast<const float*>(p.v), p.v_strides, p, s, kv_head);
+  split_tile<Part, kRows, Config::kSlabsV, Load>(params, Operand::v, params.v_parts + at * Config::kElementsV, num_rows,
+                                                 p.head_dim_v, [&](i32 r) { return v.row(j_begin + r); });
 }
 
 template <class Config, class SeqInfo, class KvSource, class Load>
-__global__ void __launch_bounds__(kSplitThreads) f32_split_kv_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
+__global__ void __launch_bounds__(kSplitThreads) f32_split_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
   const Params& p = params.base;
-  if (!is_needed<typename Config::Part>(params)) return;
-  constexpr i32 kRows = Config::kBlockN;
-  i32 tiles = ceil_div(p.seqlen_k, kRows);
-  i32 index = blockIdx.x, tile = index % tiles, head = index / tiles % p.heads_kv, batch = index / tiles / p.heads_kv;
-  Sequence s = find_sequence<SeqInfo>(p, batch);
-  i32 num_rows = s.seqlen_k - kRows * tile;
-  if (num_rows <= 0) return;
-  i64 at = first_key_tile<kRows>(p, s, head) + tile;
-  KeyRows<const float, KvSource> k_rows(static_cast<const float*>(p.k), p.k_strides, p, s, head);
-  KeyRows<const float, KvSource> v_rows(static_cast<const float*>(p.v), p.v_strides, p, s, head);
-  split_tile<typename Config::Part, kRows, Config::kSlabsQK, Load>(
-      params, Operand::k, params.k_parts + at * Config::kElementsK, num_rows, p.head_dim,
-      [&](i32 r) { return k_rows.row(kRows * tile + r); });
-  split_tile<typename Config::Part, kRows, Config::kSlabsV, Load>(
-      params, Operand::v, params.v_parts + at * Config::kElementsV, num_rows, p.head_dim_v,
-      [&](i32 r) { return v_rows.row(kRows * tile + r); });
-}
-
-// Raises the sample's maximum to that of every (num_rows / kSampleRows)th row. Infinities and NaN do not count.
-// Scope: block.
-template <class Row>
-FT_DEVICE void sample_rows(const Sm90F32Params& params, Operand operand, i32 num_rows, i32 head_dim, Row row) {
-  float largest = 0.0f;
-  i32 step = max_of(num_rows / kSampleRows, 1);
-  for (i32 r = threadIdx.x / 32 * step; r < num_rows; r += kSplitThreads / 32 * step) {
-    for (i32 column = threadIdx.x % 32; column < head_dim; column += 32) {
-      float x = fabsf(row(r)[column]);
-      if (x <= kLargestFloat) largest = fmaxf(largest, x);
+  if (!kIsSame<typename Config::Part, half_t> && params.range->needs_bf16 == 0) return;
+  // All tiles of queries, then all tiles of keys
+  i32 q_tiles = ceil_div(p.seqlen_q, 64), k_tiles = ceil_div(p.seqlen_k, Config::kBlockN);
+  i32 num_queries = q_tiles * p.heads * p.batch, num_tiles = num_queries + k_tiles * p.heads_kv * p.batch;
+  for (i32 index = blockIdx.x; index < num_tiles; index += gridDim.x) {
+    if (index < num_queries) {
+      i32 row = index / q_tiles;
+      split_queries<Config, SeqInfo, Load>(params, index % q_tiles, row % p.heads, row / p.heads);
+    } else {
+      i32 rest = index - num_queries, row = rest / k_tiles;
+      split_keys<Config, SeqInfo, KvSource, Load>(params, rest % k_tiles, row % p.heads_kv, row / p.heads_kv);
     }
   }
-  largest = lanes_max<32>(largest);
-  if (threadIdx.x % 32 == 0) {
-    atomicMax(&params.range->sample_max[static_cast<i32>(operand)], __float_as_uint(largest));
+}
+
+// The largest element of row number `warp` of kRangeThreads / 32 rows that are spread evenly over num_rows. Infinities
+// and NaN do not count. Scope: warp.
+template <class Row>
+FT_DEVICE float sample_max(i32 num_rows, i32 head_dim, Row row) {
+  i64 warp = threadIdx.x / 32;
+  float largest = 0.0f;
+  if (num_rows > 0) {
+    const float* sample = row(static_cast<i32>(warp * num_rows / (kRangeThreads / 32)));
+    for (i32 column = threadIdx.x % 32; column < head_dim; column += 32) {
+      float x = fabsf(sample[column]);
+      largest = x <= kLargestFloat ? fmaxf(largest, x) : largest;
+    }
   }
+  return lanes_max<32>(largest);
 }
 
 template <class SeqInfo, class KvSource>
-__global__ void __launch_bounds__(kSplitThreads) f32_range_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
+__global__ void __launch_bounds__(kRangeThreads) f32_range_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
+  __shared__ u32 block_max[4];
   const Params& p = params.base;
-  i32 head = blockIdx.x % p.heads, batch = blockIdx.x / p.heads, kv_head = head / (p.heads / p.heads_kv);
-  Sequence s = find_sequence<SeqInfo>(p, batch);
-  const float* q_rows = query_rows(static_cast<const float*>(p.q), p.q_strides, s, head);
-  KeyRows<const float, KvSource> k_rows(static_cast<const float*>(p.k), p.k_strides, p, s, kv_head);
-  KeyRows<const float, KvSource> v_rows(static_cast<const float*>(p.v), p.v_strides, p, s, kv_head);
-  sample_rows(params, Operand::q, s.seqlen_q, p.head_dim, [&](i32 r) { return q_rows + r * p.q_strides.row; });
-  sample_rows(params, Operand::k, s.seqlen_k, p.head_dim, [&](i32 r) { return k_rows.row(r); });
-  sample_rows(params, Operand::v, s.seqlen_k, p.head_dim_v, [&](i32 r) { return v_rows.row(r); });
-  if (params.dout_parts == nullptr) return;
-  const float* dout_rows = query_rows(static_cast<const float*>(p.dout), p.dout_strides, s, head);
-  sample_rows(params, Operand::dout, s.seqlen_q, p.head_dim_v,
-              [&](i32 r) { return dout_rows + r * p.dout_strides.row; });
+  i32 head = blockIdx.x % p.heads, kv_head = head / (p.heads / p.heads_kv);
+  Sequence s = find_sequence<SeqInfo>(p, blockIdx.x / p.heads);
+  if (threadIdx.x < 4) block_max[threadIdx.x] = 0;
+  __syncthreads();
+  const float* q = query_rows(static_cast<const float*>(p.q), p.q_strides, s, head);
+  const float* dout = query_rows(static_cast<const float*>(p.dout), p.dout_strides, s, head);
+  KeyRows<const float, KvSource> k(static_cast<const float*>(p.k), p.k_strides, p, s, kv_head);
+  KeyRows<const float, KvSource> v(static_cast<const float*>(p.v), p.v_strides, p, s, kv_head);
+  float largest[4];
+  largest[0] = sample_max(s.seqlen_q, p.head_dim, [&](i32 r) { return q + r * p.q_strides.row; });
+  largest[1] = sample_max(s.seqlen_k, p.head_dim, [&](i32 r) { return k.row(r); });
+  largest[2] = sample_max(s.seqlen_k, p.head_dim_v, [&](i32 r) { return v.row(r); });
+  i32 num_dout = params.dout_parts == nullptr ? 0 : s.seqlen_q;
+  largest[3] = sample_max(num_dout, p.head_dim_v, [&](i32 r) { return dout + r * p.dout_strides.row; });
+  // Bits of numbers that are not negative compare as they do
+#pragma unroll
+  for (i32 x = 0; x < 4; ++x) {
+    if (threadIdx.x % 32 == 0) atomicMax(&block_max[x], __float_as_uint(largest[x]));
+  }
+  __syncthreads();
+  if (threadIdx.x < 4) atomicMax(&params.range->sample_max[threadIdx.x], block_max[threadIdx.x]);
 }
 
 }  // namespace flashtile
