@@ -1,4 +1,4 @@
-"""float32 on Hopper by split operands: every option by the error rule, both kinds of parts, and numbers of any range."""
+"""float32 on Hopper by split operands: every option by the error rule, both kinds of parts, numbers of any range."""
 
 from __future__ import annotations
 

@@ -243,7 +243,8 @@ bool Plan::fill(const Call& call, Filled& filled) const {
       // A workspace that is not needed stays null
       void* address = call.tensors[rule.index].data;
       if (rule.kind == RuleKind::kWorkspace)
-        address = workspaces_[rule.index].is_always || filled.is_split ? filled.base + filled.offsets[rule.index] : nullptr;
+        address =
+            workspaces_[rule.index].is_always || filled.is_split ? filled.base + filled.offsets[rule.index] : nullptr;
       std::memcpy(place, &address, sizeof(address));
       continue;
     }

@@ -15,7 +15,7 @@ from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.sm90_f32 import WARPGROUP_ROWS, Sm90F32Row, part_workspaces, pre_pass
 from flashtile.kernels.families.steps import combine, query_grid
 from flashtile.kernels.params import Sm90F32Params
-from flashtile.kernels.plan import SplitRule, Workspace
+from flashtile.kernels.plan import SplitRule, Step, Workspace
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
 
@@ -103,26 +103,26 @@ class FwdSm90F32(Family[FwdSm90F32Row]):
         return ", or that of the other kernel where the numbers ask for it"
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
-        return self._launch(tuple(self.select(kernel, key) for kernel in self.kernels), key, layout, is_split=True)
-
-    def launch_row(self, row: FwdSm90F32Row, key: PlanKey, layout: CallLayout) -> Launch:
-        rows = tuple(row if kernel == row.kernel else self.select(kernel, key) for kernel in self.kernels)
-        return self._launch(rows, key, layout, is_split=False)
-
-    def _launch(self, rows: tuple[FwdSm90F32Row, ...], key: PlanKey, layout: CallLayout, is_split: bool) -> Launch:
-        steps = [*pre_pass(rows, key)]
-        steps += [
-            tile_step(row, key.features, (("num_splits", 1), *query_grid(row.block_m)), max_blocks=1) for row in rows
-        ]
-        workspaces = part_workspaces(rows, layout)
-        if not is_split:
-            return Launch(tuple(steps), workspaces, struct=Sm90F32Params)
+        rows = [self.select(kernel, key) for kernel in self.kernels]
         partial = "num_splits", "lse_size"
-        workspaces += (Workspace("partial_out", 4 * key.head_dim_v, partial), Workspace("partial_stats", 8, partial))
+        workspaces = (
+            *part_workspaces(rows, layout),
+            Workspace("partial_out", 4 * key.head_dim_v, partial),
+            Workspace("partial_stats", 8, partial),
+        )
         # A block fills a multiprocessor, and each split should have a few tiles of keys
         splits = SplitRule(rows[0].block_m, 4 * rows[0].block_n, blocks=1)
-        return Launch((*steps, combine(key)), workspaces, splits, struct=Sm90F32Params)
+        steps = (*pre_pass(rows, key), *(self._step(row, key) for row in rows), combine(key))
+        return Launch(steps, workspaces, splits, struct=Sm90F32Params)
+
+    def launch_row(self, row: FwdSm90F32Row, key: PlanKey, layout: CallLayout) -> Launch:
+        """The kernel alone; what it reads comes from a pre-pass."""
+        return Launch((self._step(row, key),), part_workspaces([row], layout), struct=Sm90F32Params)
+
+    def _step(self, row: FwdSm90F32Row, key: PlanKey) -> Step:
+        return tile_step(row, key.features, (("num_splits", 1), *query_grid(row.block_m)), max_blocks=1)
 
 
 def _row(kernel: str, dims: tuple[int, int], tile: Tile) -> FwdSm90F32Row:
-    return FwdSm90F32Row(kernel, "float32", "float32", *dims, *tile[:5])
+    sizes = tile.block_m, tile.block_n, tile.num_stages, tile.columns
+    return FwdSm90F32Row(kernel, "float32", "float32", *dims, *sizes, tile.overlaps)

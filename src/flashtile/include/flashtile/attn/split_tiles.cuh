@@ -1,6 +1,6 @@
-// Q, K, V and dO as split operands (tile/split_operand.cuh) in global memory: tile by tile the bytes that a kernel needs in
-// shared memory, so that one bulk copy loads a tile. Rows past the end of a sequence and columns past the head dim are
-// zeros. kernels/f32_split.cuh writes them, kernels/fwd_sm90_f32.cuh and kernels/bwd_sm90_f32.cuh read them.
+// Q, K, V and dO as split operands (tile/split_operand.cuh) in global memory: tile by tile the bytes that a kernel
+// needs in shared memory, so that one bulk copy loads a tile. Rows past the end of a sequence and columns past the head
+// dim are zeros. kernels/f32_split.cuh writes them, kernels/fwd_sm90_f32.cuh and kernels/bwd_sm90_f32.cuh read them.
 //
 // A tile has kRows rows: [part][slab of 64 columns][row][64], swizzled (tile/smem_tile.cuh). The tiles of one head and
 // sequence are consecutive. Packed sequences share the rows of the batch: each begins a tile of its own, so tile
@@ -56,8 +56,6 @@ FT_DEVICE i32 scale_exponent(const SplitRange& range, Operand operand) {
   return clamp(10 - exponent, -126, 126);
 }
 // 2^exponent; 0 or infinity where float32 does not hold it.
-FT_DEVICE float power_of_two(i32 exponent) {
-  return __int_as_float(clamp(exponent + 127, 0, 255) << 23);
-}
+FT_DEVICE float power_of_two(i32 exponent) { return __int_as_float(clamp(exponent + 127, 0, 255) << 23); }
 
 }  // namespace flashtile

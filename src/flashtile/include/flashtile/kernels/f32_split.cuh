@@ -34,8 +34,8 @@ FT_DEVICE void load_chunk(const float* row, i32 column, i32 head_dim, float (&x)
 
 // What half_t parts of a row must satisfy. Scope: thread.
 struct RowLimits {
-  float scale;       // of the operand, a power of two
-  float low, high;   // a row's largest element, scaled, is 0 or between them
+  float scale;      // of the operand, a power of two
+  float low, high;  // a row's largest element, scaled, is 0 or between them
 
   // Parts below 2^-24 are lost. In a product that sums rows, that must be small against each row. In scores it is an
   // absolute error, which must be below 2^-22: the larger the elements of the other operand, the larger it is.

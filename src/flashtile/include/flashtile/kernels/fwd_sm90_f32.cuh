@@ -8,8 +8,8 @@
 //            scheduler; three work items. Tiles come split and swizzled (attn/split_tiles.cuh), by one bulk copy each.
 // Barriers:  as in fwd_sm90.cuh.
 // Mainloop:  S = Q K^T; softmax; P split in registers; T = P V; O = alpha O + T. Tensor cores truncate their sums, so
-//            each key tile starts a new accumulator T, and O is summed in float32. As in fwd_sm90.cuh, S of a tile and T
-//            of the one before it are in flight together, and consumers issue their products in turn.
+//            each key tile starts a new accumulator T, and O is summed in float32. As in fwd_sm90.cuh, S of a tile and
+//            T of the one before it are in flight together, and consumers issue their products in turn.
 // Epilogue:  O leaves by 8-byte stores from registers.
 #pragma once
 
@@ -321,8 +321,8 @@ struct FwdSm90F32 {
     finish_pv(rT, v, num_k - 1, softmax.alpha[0], softmax.alpha[1]);
   }
 
-  // Finishes the softmax, normalises and stores O and lse; of a split the sum of P V, m and l. unscale undoes the scales
-  // of P and V. Scope: warp.
+  // Finishes the softmax, normalises and stores O and lse; of a split the sum of P V, m and l. unscale undoes the
+  // scales of P and V. Scope: warp.
   FT_DEVICE static void epilogue(const Params& p, const Tile& tile, i32 consumer, float factor, float unscale,
                                  const Softmax& softmax, const float (&rO)[kOutputs]) {
     Rows rows(p, tile, consumer);

@@ -17,7 +17,7 @@ struct Sm90F32Config {
   static constexpr i32 kBlockN = kBlockN_;
   static constexpr i32 kNumStages = kNumStages_;  // of K and of V
   static constexpr i32 kColumns = kColumns_;      // of O that one product computes
-  static constexpr bool kOverlaps = kOverlaps_;   // scores of a tile and P V of the one before it are in flight together
+  static constexpr bool kOverlaps = kOverlaps_;  // scores of a tile and P V of the one before it are in flight together
   static constexpr bool kPacksHeads = false;
   static constexpr i32 kNumParts = Split<Part>::kNumParts;
   static constexpr i32 kNumConsumers = kBlockM / 64;  // warpgroups

@@ -39,8 +39,9 @@ template <>
 struct Split<bf16_t> {
   static constexpr i32 kNumParts = 3, kNumProducts = 6;
   FT_DEVICE static constexpr PartPair pair(i32 product) {
-    return product < 3 ? PartPair{product, 2 - product}
-                       : product < 5 ? PartPair{product - 3, 4 - product} : PartPair{0, 0};
+    return product < 3   ? PartPair{product, 2 - product}
+           : product < 5 ? PartPair{product - 3, 4 - product}
+                         : PartPair{0, 0};
   }
   FT_DEVICE static void split(float low, float high, u32 (&parts)[kNumParts]) {
 #pragma unroll
@@ -54,15 +55,15 @@ struct Split<bf16_t> {
   }
 };
 
-// Returns x, which must be equal in all lanes. The compiler does not know the value, so it computes the descriptors that
-// follow from it where they are used, instead of holding all of them in registers over the loop. Scope: warp.
+// Returns x, which must be equal in all lanes. The compiler does not know the value, so it computes the descriptors
+// that follow from it where they are used, instead of holding all of them in registers over the loop. Scope: warp.
 FT_DEVICE u32 opaque(u32 x) {
   asm volatile("" : "+r"(x));
   return uniform(x);
 }
 
-// D = A B^T: A is 64 rows, B kColumns rows, both with their parts behind each other in shared memory. Commits one group.
-// Over 64 products, whose descriptors would spill registers, run in a loop that waits for each pair of parts.
+// D = A B^T: A is 64 rows, B kColumns rows, both with their parts behind each other in shared memory. Commits one
+// group. Over 64 products, whose descriptors would spill registers, run in a loop that waits for each pair of parts.
 // Scope: warpgroup.
 template <typename Part, i32 kColumns, i32 kDepth>
 FT_DEVICE void gemm_abt_split(float (&rD)[kColumns / 2], u32 a, u32 b) {
