@@ -159,3 +159,26 @@ def test_a_result_does_not_depend_on_timing() -> None:
         found = [out, *torch.autograd.grad(out, (q, k, v), dout)]
         first = first or found
         assert all(torch.equal(one, other) for one, other in zip(found, first, strict=True))
+
+
+@pytest.mark.smoke
+def test_matmul_precision() -> None:
+    """ "high" and "medium" take one float16 product, which keeps as many bits as TF32, for both passes. Words take turns:
+    a plan is not that of another word."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 512, 64, device="cuda", requires_grad=True) for _ in range(3))
+    dout = torch.randn_like(q)
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    expected = [(wide[0] @ wide[1].transpose(-1, -2) / 8).softmax(-1) @ wide[2]]
+    expected += torch.autograd.grad(expected[0], wide, dout.double())
+    before = torch.get_float32_matmul_precision()
+    try:
+        for word in ("highest", "high", "highest", "medium", "high"):
+            torch.set_float32_matmul_precision(word)
+            out = flashtile.attention(q, k, v, backend="cuda")
+            found = [out, *torch.autograd.grad(out, (q, k, v), dout)]
+            low, high = (0.0, 7e-7) if word == "highest" else (1e-5, 1e-3)
+            for one, other in zip(found, expected, strict=True):
+                assert low <= (one.double() - other).norm() / other.norm() <= high, word
+    finally:
+        torch.set_float32_matmul_precision(before)

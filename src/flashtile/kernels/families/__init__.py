@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
+
 from flashtile.errors import Unsupported, dtype_name, value_error
 from flashtile.kernels import speeds
 from flashtile.kernels.arch import Arch
@@ -157,9 +159,10 @@ def clear_choices() -> None:
 
 def key_of(problem: Problem, grads: tuple[str, ...] | None, arch: Arch, num_multiprocessors: int) -> PlanKey:
     """The key of a pass; grads: those of a backward pass that are wanted."""
-    return _key_of(
-        problem, grads, arch, num_multiprocessors, length_classes("forward" if grads is None else "backward")
-    )
+    is_float32 = problem.dtype == torch.float32
+    precision = torch.get_float32_matmul_precision() if is_float32 else "highest"
+    classes = length_classes("forward" if grads is None else "backward")
+    return _key_of(problem, grads, arch, num_multiprocessors, classes, precision)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -169,6 +172,7 @@ def _key_of(
     arch: Arch,
     num_multiprocessors: int,
     classes: tuple[LengthClass, ...],
+    matmul_precision: str,
 ) -> PlanKey:
     shape = problem.shape
     return PlanKey(
@@ -184,6 +188,7 @@ def _key_of(
         problem.heads_disjoint,
         tuple((one, one.of(shape, num_multiprocessors)) for one in classes),
         problem.deterministic,
+        matmul_precision,
     )
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, tile_step
-from flashtile.kernels.families.sm90_f32 import WARPGROUP_ROWS, Sm90F32Row, part_workspaces, pre_pass
+from flashtile.kernels.families.sm90_f32 import WARPGROUP_ROWS, Sm90F32Row, num_parts, part_workspaces, pre_pass
 from flashtile.kernels.families.steps import dsinks, preprocess, query_grid
 from flashtile.kernels.params import Sm90F32Params
 from flashtile.kernels.plan import Grid, Operand, Step, Workspace
@@ -89,12 +89,12 @@ class BwdSm90F32(Family[BwdSm90F32Row]):
     def every_row(self, dtype: str) -> Iterator[BwdSm90F32Row]:
         for kernel, by_dims in _TILES.items():
             for dims in by_dims:
-                yield _row(kernel, dims)
+                yield _row(kernel, dims, 2 if kernel.endswith("_half") else 3)
 
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[BwdSm90F32Row]:
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
-        yield _row(kernel, dims)
+        yield _row(kernel, dims, num_parts(kernel, key))
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
@@ -123,9 +123,10 @@ class BwdSm90F32(Family[BwdSm90F32Row]):
 _STATS = (Workspace("score_lse", 4, ("lse_size",)), Workspace("delta", 4, ("lse_size",)))
 
 
-def _row(kernel: str, dims: tuple[int, int]) -> BwdSm90F32Row:
+def _row(kernel: str, dims: tuple[int, int], num_parts: int) -> BwdSm90F32Row:
     tile = _TILES[kernel][dims]
-    return BwdSm90F32Row(kernel, "float32", "float32", *dims, tile.block_m, _ROWS, tile.num_stages, tile.columns, True)
+    sizes = tile.block_m, _ROWS, tile.num_stages, tile.columns
+    return BwdSm90F32Row(kernel, "float32", "float32", *dims, *sizes, True, num_parts)
 
 
 def _grad_step(row: BwdSm90F32Row, key: PlanKey) -> Step:

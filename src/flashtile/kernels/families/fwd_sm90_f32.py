@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, tile_step
-from flashtile.kernels.families.sm90_f32 import WARPGROUP_ROWS, Sm90F32Row, part_workspaces, pre_pass
+from flashtile.kernels.families.sm90_f32 import WARPGROUP_ROWS, Sm90F32Row, num_parts, part_workspaces, pre_pass
 from flashtile.kernels.families.steps import combine, query_grid
 from flashtile.kernels.params import Sm90F32Params
 from flashtile.kernels.plan import SplitRule, Step, Workspace
@@ -90,14 +90,14 @@ class FwdSm90F32(Family[FwdSm90F32Row]):
         for kernel, by_dims in _TILES.items():
             for dims, tiles in by_dims.items():
                 for tile in tiles:
-                    yield _row(kernel, dims, tile)
+                    yield _row(kernel, dims, tile, 2 if kernel == _HALF else 3)
 
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[FwdSm90F32Row]:
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
         for tile in _TILES[kernel][dims]:
             if key.features.num_options <= tile.max_options:
-                yield _row(kernel, dims, tile)
+                yield _row(kernel, dims, tile, num_parts(kernel, key))
 
     def tile_note(self, key: PlanKey) -> str:
         return ", or that of the other kernel where the numbers ask for it"
@@ -123,6 +123,6 @@ class FwdSm90F32(Family[FwdSm90F32Row]):
         return tile_step(row, key.features, (("num_splits", 1), *query_grid(row.block_m)), max_blocks=1)
 
 
-def _row(kernel: str, dims: tuple[int, int], tile: Tile) -> FwdSm90F32Row:
+def _row(kernel: str, dims: tuple[int, int], tile: Tile, num_parts: int) -> FwdSm90F32Row:
     sizes = tile.block_m, tile.block_n, tile.num_stages, tile.columns
-    return FwdSm90F32Row(kernel, "float32", "float32", *dims, *sizes, tile.overlaps)
+    return FwdSm90F32Row(kernel, "float32", "float32", *dims, *sizes, tile.overlaps, num_parts)

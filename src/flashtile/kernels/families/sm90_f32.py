@@ -17,7 +17,6 @@ from flashtile.kernels.source import plain_unit, qualified
 from flashtile.kernels.spec import CallLayout, PlanKey, cpp_bool
 
 WARPGROUP_ROWS = 64
-_PARTS = {"half": ("half_t", 2), "bf16": ("bf16_t", 3)}  # by the last word of a kernel's name
 _SPLIT_THREADS, _RANGE_THREADS = 256, 1024  # kSplitThreads, kRangeThreads (kernels/f32_split.cuh)
 _RANGE_BYTES = 32  # SplitRange (attn/split_tiles.cuh)
 
@@ -27,6 +26,7 @@ class Sm90F32Row(Row):
     num_stages: int  # of K and of V, or of what a backward kernel streams
     columns: int  # that one product computes
     overlaps: bool  # scores of a tile with P V of the one before it
+    num_parts: int  # that each operand is split into
 
     @property
     def struct(self) -> Struct:
@@ -37,26 +37,29 @@ class Sm90F32Row(Row):
         return 2 * self.block_m + 128
 
     @property
-    def part(self) -> tuple[str, int]:
-        """The C++ type of the parts, and their number."""
-        return _PARTS[self.kernel.rsplit("_", 1)[1]]
-
-    @property
     def config(self) -> str:
         sizes = (self.head_dim, self.head_dim_v, self.block_m, self.block_n, self.num_stages, self.columns)
-        return f"Sm90F32Config<{self.part[0]}, {', '.join(map(str, sizes))}, {cpp_bool(self.overlaps)}>"
+        parts = f"HalfParts<{self.num_parts}>" if self.kernel.endswith("_half") else "Bf16Parts"
+        return f"Sm90F32Config<flashtile::{parts}, {', '.join(map(str, sizes))}, {cpp_bool(self.overlaps)}>"
 
     @property
     def label(self) -> str:
         stages = f"{self.num_stages} stage{'s' if self.num_stages > 1 else ''}"
         words = [f"{self.block_m} x {self.block_n}, {self.num_threads // 32} warps", stages, f"{self.columns} columns"]
-        return ", ".join([*words, *([] if self.overlaps else ["no overlap"])])
+        words += [] if self.overlaps else ["no overlap"]
+        return ", ".join([*words, f"{self.num_parts} part{'s' if self.num_parts > 1 else ''}"])
 
     @property
     def row_bytes(self) -> tuple[int, int]:
         """Of a row of Q or K, and of V or dO, in parts."""
-        num_parts = self.part[1]
-        return num_parts * 128 * -(-self.head_dim // 64), num_parts * 128 * -(-self.head_dim_v // 64)
+        return self.num_parts * 128 * -(-self.head_dim // 64), self.num_parts * 128 * -(-self.head_dim_v // 64)
+
+
+def num_parts(kernel: str, key: PlanKey) -> int:
+    """How many parts the kernel of a call splits operands into."""
+    if not kernel.endswith("_half"):
+        return 3
+    return 2 if key.matmul_precision == "highest" else 1
 
 
 def part_workspaces(rows: Sequence[Sm90F32Row], layout: CallLayout, is_backward: bool = False) -> tuple[Workspace, ...]:

@@ -29,9 +29,9 @@ namespace flashtile {
 struct Unscale {
   float s, dp, dq, dk, dv;
 
-  template <typename Part>
+  template <class Config>
   FT_DEVICE static Unscale find(const SplitRange& range) {
-    if constexpr (!kIsSame<Part, half_t>) return {1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
+    if constexpr (!Config::kIsHalf) return {1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
     i32 q = scale_exponent(range, Operand::q), k = scale_exponent(range, Operand::k);
     i32 v = scale_exponent(range, Operand::v), dout = scale_exponent(range, Operand::dout);
     return {power_of_two(-q - k), power_of_two(-v - dout), power_of_two(-k), power_of_two(-q), power_of_two(-dout)};
@@ -45,10 +45,10 @@ FT_DEVICE void load_tile(u16* sTile, const u16* tile, u64& full) {
 }
 
 // A 64 x 64 fragment as a split register operand, with rows scaled for half_t parts.
-template <typename Part>
+template <class Config>
 struct SplitFragment {
-  static constexpr bool kIsHalf = kIsSame<Part, half_t>;
-  static constexpr i32 kNumParts = Split<Part>::kNumParts;
+  using Parts = typename Config::Parts;
+  static constexpr i32 kNumParts = Parts::kNumParts;
   u32 parts[kNumParts][16];
   float unscale[2];  // of the thread's two rows
 
@@ -57,7 +57,7 @@ struct SplitFragment {
     float scale[2] = {1.0f, 1.0f};
     unscale[0] = unscale[1] = 1.0f;
 #pragma unroll
-    for (i32 r = 0; r < 2 && kIsHalf; ++r) {
+    for (i32 r = 0; r < 2 && Config::kIsHalf; ++r) {
       float largest = 0.0f;
 #pragma unroll
       for (i32 b = 0; b < 8; ++b) {
@@ -71,7 +71,7 @@ struct SplitFragment {
 #pragma unroll
     for (i32 y = 0; y < 16; ++y) {
       u32 words[kNumParts];
-      Split<Part>::split(x[2 * y] * scale[y % 2], x[2 * y + 1] * scale[y % 2], words);
+      Parts::split(x[2 * y] * scale[y % 2], x[2 * y + 1] * scale[y % 2], words);
 #pragma unroll
       for (i32 part = 0; part < kNumParts; ++part) parts[part][y] = words[part];
     }
@@ -80,13 +80,13 @@ struct SplitFragment {
 
 // D += X B: 64 rows of B with kHeadDim columns, kColumns of them at a time. Scope: warpgroup.
 template <class Config, i32 kHeadDim>
-FT_DEVICE void add_product(float (&rD)[kHeadDim / 2], const SplitFragment<typename Config::Part>& fragment, u32 b) {
+FT_DEVICE void add_product(float (&rD)[kHeadDim / 2], const SplitFragment<Config>& fragment, u32 b) {
   constexpr i32 kSlab = 64 * 128 >> 4, kSlabs = (kHeadDim + 63) / 64;
   constexpr i32 kColumns = kHeadDim < Config::kColumns ? kHeadDim : Config::kColumns;
 #pragma unroll
   for (i32 first = 0; first < kHeadDim; first += kColumns) {
     float rT[kColumns / 2];
-    gemm_ab_split<typename Config::Part, kColumns, 64>(rT, fragment.parts, b + first / 64 * kSlab, kSlabs * kSlab);
+    gemm_ab_split<typename Config::Parts, kColumns, 64>(rT, fragment.parts, b + first / 64 * kSlab, kSlabs * kSlab);
     wgmma_wait<0>();
     pin_registers(rT);
 #pragma unroll
@@ -117,7 +117,7 @@ struct alignas(1024) BwdSm90F32DkdvStorage {
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class Load>
 struct BwdSm90F32Dkdv {
-  using Part = typename Config::Part;
+  using Parts = typename Config::Parts;
   using Storage = BwdSm90F32DkdvStorage<Config>;
   using Stages = Ring<Config::kNumStages>;
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
@@ -241,20 +241,20 @@ struct BwdSm90F32Dkdv {
   // Warpgroup 0: P and dV. Scope: warpgroup.
   FT_DEVICE static void consume_dv(const Sm90F32Params& params, Storage& shared, const KeyTile& tile) {
     const Params& p = params.base;
-    Unscale unscale = Unscale::find<Part>(*params.range);
+    Unscale unscale = Unscale::find<Config>(*params.range);
     float rdV[Config::kHeadDimV / 2];
 #pragma unroll
     for (i32 x = 0; x < Config::kHeadDimV / 2; ++x) rdV[x] = 0.0f;
     if (tile.has_queries()) mbarrier_wait(shared.full_k, 0);
     for (u32 count = 0; count < tile.num_tiles(); ++count) {
       u32 stage = Stages::stage(count);
-      SplitFragment<Part> fragment;
+      SplitFragment<Config> fragment;
       {
         // S^T = K Q^T
         float rS[32], factor[32];
         Stages::wait_full(shared.full_q, count);
-        gemm_abt_split<Part, 64, Config::kHeadDim>(rS, opaque(tile_base(shared.sK, 64 * 128)),
-                                                   opaque(tile_base(shared.sQ[stage], 64 * 128)));
+        gemm_abt_split<Parts, 64, Config::kHeadDim>(rS, opaque(tile_base(shared.sK, 64 * 128)),
+                                                    opaque(tile_base(shared.sQ[stage], 64 * 128)));
         wgmma_wait<0>();
         pin_registers(rS);
         // P^T
@@ -283,20 +283,20 @@ struct BwdSm90F32Dkdv {
   // Warpgroup 1: dS and dK. Scope: warpgroup.
   FT_DEVICE static void consume_dk(const Sm90F32Params& params, Storage& shared, const KeyTile& tile) {
     const Params& p = params.base;
-    Unscale unscale = Unscale::find<Part>(*params.range);
+    Unscale unscale = Unscale::find<Config>(*params.range);
     float rdK[Config::kHeadDim / 2];
 #pragma unroll
     for (i32 x = 0; x < Config::kHeadDim / 2; ++x) rdK[x] = 0.0f;
     if (tile.has_queries()) mbarrier_wait(shared.full_v, 0);
     for (u32 count = 0; count < tile.num_tiles(); ++count) {
       u32 stage = Stages::stage(count);
-      SplitFragment<Part> fragment;
+      SplitFragment<Config> fragment;
       {
         // dP^T = V dO^T
         float rdP[32];
         Stages::wait_full(shared.full_do, count);
-        gemm_abt_split<Part, 64, Config::kHeadDimV>(rdP, opaque(tile_base(shared.sV, 64 * 128)),
-                                                    opaque(tile_base(shared.sdO[stage], 64 * 128)));
+        gemm_abt_split<Parts, 64, Config::kHeadDimV>(rdP, opaque(tile_base(shared.sV, 64 * 128)),
+                                                     opaque(tile_base(shared.sdO[stage], 64 * 128)));
         wgmma_wait<0>();
         pin_registers(rdP);
         release_stage(shared.empty_do[stage]);
@@ -369,7 +369,7 @@ struct alignas(1024) BwdSm90F32DqStorage {
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class Load>
 struct BwdSm90F32Dq {
-  using Part = typename Config::Part;
+  using Parts = typename Config::Parts;
   using Storage = BwdSm90F32DqStorage<Config>;
   using Stages = Ring<Config::kNumStages>;
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
@@ -471,7 +471,7 @@ struct BwdSm90F32Dq {
                                 i32 consumer) {
     const Params& p = params.base;
     const Sequence& s = block.s;
-    Unscale unscale = Unscale::find<Part>(*params.range);
+    Unscale unscale = Unscale::find<Config>(*params.range);
     // The thread's two rows
     i32 i[2];
     float lse[2], delta[2];
@@ -503,14 +503,14 @@ struct BwdSm90F32Dq {
         release_stage(shared.empty_v[stage]);
         continue;
       }
-      SplitFragment<Part> fragment;
+      SplitFragment<Config> fragment;
       u32 k = opaque(tile_base(shared.sK[stage], 64 * 128));
       {
         // S = Q K^T and dP = dO V^T
         float rS[32], rdP[32];
-        gemm_abt_split<Part, 64, Config::kHeadDim>(rS, opaque(tile_base(shared.sQ[consumer], 64 * 128)), k);
-        gemm_abt_split<Part, 64, Config::kHeadDimV>(rdP, opaque(tile_base(shared.sdO[consumer], 64 * 128)),
-                                                    opaque(tile_base(shared.sV[stage], 64 * 128)));
+        gemm_abt_split<Parts, 64, Config::kHeadDim>(rS, opaque(tile_base(shared.sQ[consumer], 64 * 128)), k);
+        gemm_abt_split<Parts, 64, Config::kHeadDimV>(rdP, opaque(tile_base(shared.sdO[consumer], 64 * 128)),
+                                                     opaque(tile_base(shared.sV[stage], 64 * 128)));
         wgmma_wait<1>();
         pin_registers(rS);
         i32 j_begin = (block.n_begin + static_cast<i32>(count)) * 64;
@@ -570,24 +570,24 @@ struct BwdSm90F32Dq {
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
 __global__ void __launch_bounds__(384, 1) bwd_sm90_f32_dkdv_half_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
-  static_assert(kIsSame<typename Config::Part, half_t> && !KvSource::kIsPaged);
+  static_assert(Config::kIsHalf && !KvSource::kIsPaged);
   if (params.range->needs_bf16 == 0) BwdSm90F32Dkdv<Config, Mask, ScoreMod, Dropout, SeqInfo, Load>::run(params);
 }
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
 __global__ void __launch_bounds__(384, 1) bwd_sm90_f32_dkdv_bf16_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
-  static_assert(kIsSame<typename Config::Part, bf16_t> && !KvSource::kIsPaged);
+  static_assert(!Config::kIsHalf && !KvSource::kIsPaged);
   if (params.range->needs_bf16 != 0) BwdSm90F32Dkdv<Config, Mask, ScoreMod, Dropout, SeqInfo, Load>::run(params);
 }
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
     bwd_sm90_f32_dq_half_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
-  static_assert(kIsSame<typename Config::Part, half_t> && !KvSource::kIsPaged);
+  static_assert(Config::kIsHalf && !KvSource::kIsPaged);
   if (params.range->needs_bf16 == 0) BwdSm90F32Dq<Config, Mask, ScoreMod, Dropout, SeqInfo, Load>::run(params);
 }
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
     bwd_sm90_f32_dq_bf16_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
-  static_assert(kIsSame<typename Config::Part, bf16_t> && !KvSource::kIsPaged);
+  static_assert(!Config::kIsHalf && !KvSource::kIsPaged);
   if (params.range->needs_bf16 != 0) BwdSm90F32Dq<Config, Mask, ScoreMod, Dropout, SeqInfo, Load>::run(params);
 }
 

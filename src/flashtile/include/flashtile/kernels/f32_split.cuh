@@ -53,10 +53,11 @@ struct RowLimits {
 };
 
 // Splits rows [0, num_rows) of a tile of kRows; row(r) is the address of row r. Scope: block.
-template <typename Part, i32 kRows, i32 kSlabs, class Load, class Row>
+template <class Config, i32 kRows, i32 kSlabs, class Load, class Row>
 FT_DEVICE void split_tile(const Sm90F32Params& params, Operand operand, u16* tile, i32 num_rows, i32 head_dim,
                           Row row) {
-  constexpr bool kIsHalf = kIsSame<Part, half_t>;
+  using Parts = typename Config::Parts;
+  constexpr bool kIsHalf = Config::kIsHalf;
   constexpr i32 kChunks = 8 * kSlabs;  // of a row; the lanes of a row are neighbours
   constexpr i32 kLanes = kChunks < 32 ? (kChunks <= 8 ? 8 : 16) : 32;
   static_assert(kChunks % 8 == 0);
@@ -71,14 +72,14 @@ FT_DEVICE void split_tile(const Sm90F32Params& params, Operand operand, u16* til
     for (i32 chunk = threadIdx.x % kLanes; chunk < kChunks; chunk += kLanes) {
       float x[8] = {};
       if (r < num_rows) load_chunk<Load>(row(r), 8 * chunk, head_dim, x);
-      u32 words[Split<Part>::kNumParts][4];
+      u32 words[Parts::kNumParts][4];
 #pragma unroll
       for (i32 pair = 0; pair < 4; ++pair) {
         float a = x[2 * pair] * scale, b = x[2 * pair + 1] * scale;
-        u32 parts[Split<Part>::kNumParts];
-        Split<Part>::split(a, b, parts);
+        u32 parts[Parts::kNumParts];
+        Parts::split(a, b, parts);
 #pragma unroll
-        for (i32 part = 0; part < Split<Part>::kNumParts; ++part) words[part][pair] = parts[part];
+        for (i32 part = 0; part < Parts::kNumParts; ++part) words[part][pair] = parts[part];
         // Also false for NaN
         if constexpr (kIsHalf) {
           fits = fits && fabsf(a) <= high && fabsf(b) <= high;
@@ -86,7 +87,7 @@ FT_DEVICE void split_tile(const Sm90F32Params& params, Operand operand, u16* til
         }
       }
 #pragma unroll
-      for (i32 part = 0; part < Split<Part>::kNumParts; ++part) {
+      for (i32 part = 0; part < Parts::kNumParts; ++part) {
         uint4* slab = reinterpret_cast<uint4*>(tile + ((part * kSlabs + chunk / 8) * kRows + r) * 64);
         slab[chunk % 8 ^ r % 8] = make_uint4(words[part][0], words[part][1], words[part][2], words[part][3]);
       }
@@ -104,26 +105,25 @@ FT_DEVICE void split_tile(const Sm90F32Params& params, Operand operand, u16* til
 // Splits tile number `tile` of the queries of a head and sequence: Q, and dO of a backward pass. Scope: block.
 template <class Config, class SeqInfo, class Load>
 FT_DEVICE void split_queries(const Sm90F32Params& params, i32 tile, i32 head, i32 batch) {
-  using Part = typename Config::Part;
   const Params& p = params.base;
   Sequence s = find_sequence<SeqInfo>(p, batch);
   i32 i_begin = 64 * tile, num_rows = s.seqlen_q - i_begin;
   if (num_rows <= 0) return;
   i64 at = first_query_tile(p, s, head) + tile;
   const float* q = query_rows(static_cast<const float*>(p.q), p.q_strides, s, head);
-  split_tile<Part, 64, Config::kSlabsQK, Load>(params, Operand::q, params.q_parts + at * Config::kElementsQ, num_rows,
-                                               p.head_dim, [&](i32 r) { return q + (i_begin + r) * p.q_strides.row; });
+  split_tile<Config, 64, Config::kSlabsQK, Load>(params, Operand::q, params.q_parts + at * Config::kElementsQ, num_rows,
+                                                 p.head_dim,
+                                                 [&](i32 r) { return q + (i_begin + r) * p.q_strides.row; });
   if (params.dout_parts == nullptr) return;
   const float* dout = query_rows(static_cast<const float*>(p.dout), p.dout_strides, s, head);
-  split_tile<Part, 64, Config::kSlabsV, Load>(params, Operand::dout, params.dout_parts + at * Config::kElementsdO,
-                                              num_rows, p.head_dim_v,
-                                              [&](i32 r) { return dout + (i_begin + r) * p.dout_strides.row; });
+  split_tile<Config, 64, Config::kSlabsV, Load>(params, Operand::dout, params.dout_parts + at * Config::kElementsdO,
+                                                num_rows, p.head_dim_v,
+                                                [&](i32 r) { return dout + (i_begin + r) * p.dout_strides.row; });
 }
 
 // Splits tile number `tile` of the keys of a KV head and sequence: K and V. Scope: block.
 template <class Config, class SeqInfo, class KvSource, class Load>
 FT_DEVICE void split_keys(const Sm90F32Params& params, i32 tile, i32 kv_head, i32 batch) {
-  using Part = typename Config::Part;
   constexpr i32 kRows = Config::kBlockN;
   const Params& p = params.base;
   Sequence s = find_sequence<SeqInfo>(p, batch);
@@ -131,17 +131,17 @@ FT_DEVICE void split_keys(const Sm90F32Params& params, i32 tile, i32 kv_head, i3
   if (num_rows <= 0) return;
   i64 at = first_key_tile<kRows>(p, s, kv_head) + tile;
   KeyRows<const float, KvSource> k(static_cast<const float*>(p.k), p.k_strides, p, s, kv_head);
-  split_tile<Part, kRows, Config::kSlabsQK, Load>(params, Operand::k, params.k_parts + at * Config::kElementsK,
-                                                  num_rows, p.head_dim, [&](i32 r) { return k.row(j_begin + r); });
+  split_tile<Config, kRows, Config::kSlabsQK, Load>(params, Operand::k, params.k_parts + at * Config::kElementsK,
+                                                    num_rows, p.head_dim, [&](i32 r) { return k.row(j_begin + r); });
   KeyRows<const float, KvSource> v(static_cast<const float*>(p.v), p.v_strides, p, s, kv_head);
-  split_tile<Part, kRows, Config::kSlabsV, Load>(params, Operand::v, params.v_parts + at * Config::kElementsV, num_rows,
-                                                 p.head_dim_v, [&](i32 r) { return v.row(j_begin + r); });
+  split_tile<Config, kRows, Config::kSlabsV, Load>(params, Operand::v, params.v_parts + at * Config::kElementsV,
+                                                   num_rows, p.head_dim_v, [&](i32 r) { return v.row(j_begin + r); });
 }
 
 template <class Config, class SeqInfo, class KvSource, class Load>
 __global__ void __launch_bounds__(kSplitThreads) f32_split_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
   const Params& p = params.base;
-  if (!kIsSame<typename Config::Part, half_t> && params.range->needs_bf16 == 0) return;
+  if (!Config::kIsHalf && params.range->needs_bf16 == 0) return;
   // All tiles of queries, then all tiles of keys
   i32 q_tiles = ceil_div(p.seqlen_q, 64), k_tiles = ceil_div(p.seqlen_k, Config::kBlockN);
   i32 num_queries = q_tiles * p.heads * p.batch, num_tiles = num_queries + k_tiles * p.heads_kv * p.batch;

@@ -41,7 +41,7 @@ struct alignas(1024) FwdSm90F32Storage {
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class Load>
 struct FwdSm90F32 {
-  using Part = typename Config::Part;
+  using Parts = typename Config::Parts;
   using Storage = FwdSm90F32Storage<Config, Mask, SeqInfo>;
   using Stages = Ring<Config::kNumStages>;
   using Tile = QueryTile<Config, Mask, SeqInfo>;
@@ -49,7 +49,7 @@ struct FwdSm90F32 {
   using Rows = FragmentRows<Config>;
   // Lazily: O and l are rescaled only where a probability would exceed 2, so that rounding errors do not add up
   using Softmax = OnlineSoftmax<true, ScoreMod::kHasBias, 1>;
-  static constexpr bool kIsHalf = kIsSame<Part, half_t>;
+  static constexpr bool kIsHalf = Config::kIsHalf;
   static constexpr bool kIsNatural = ScoreMod::kHasBias;
   static constexpr i32 kBlockN = Config::kBlockN, kNumParts = Config::kNumParts;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
@@ -194,7 +194,7 @@ struct FwdSm90F32 {
 #pragma unroll
     for (i32 x = 0; x < kScores / 2; ++x) {
       u32 parts[kNumParts];
-      Split<Part>::split(rS[2 * x] * kScaleP, rS[2 * x + 1] * kScaleP, parts);
+      Parts::split(rS[2 * x] * kScaleP, rS[2 * x + 1] * kScaleP, parts);
 #pragma unroll
       for (i32 part = 0; part < kNumParts; ++part) rP[part][x] = parts[part];
     }
@@ -240,7 +240,7 @@ struct FwdSm90F32 {
     // Start T = P V for kColumns columns of V from `first` on
     auto start_pv = [&](float (&rT)[Config::kColumns / 2], u32 v, i32 first) {
       constexpr i32 kSlab = kBlockN * 128 >> 4;
-      gemm_ab_split<Part, Config::kColumns, kBlockN>(rT, rP, v + first / 64 * kSlab, Config::kSlabsV * kSlab);
+      gemm_ab_split<Parts, Config::kColumns, kBlockN>(rT, rP, v + first / 64 * kSlab, Config::kSlabsV * kSlab);
     };
     // Wait for T, and for the other columns one after the other: O = alpha O + T. Release V.
     auto finish_pv = [&](float (&rT)[Config::kColumns / 2], u32 v, u32 count, float alpha0, float alpha1) {
@@ -262,7 +262,7 @@ struct FwdSm90F32 {
     {
       float rS[kScores];
       Stages::wait_full(shared.full_k, num_k);
-      gemm_abt_split<Part, kBlockN, Config::kHeadDim>(rS, q_tile(), k_tile(num_k));
+      gemm_abt_split<Parts, kBlockN, Config::kHeadDim>(rS, q_tile(), k_tile(num_k));
       wgmma_wait<0>();
       pin_registers(rS);
       release_operands();
@@ -281,13 +281,13 @@ struct FwdSm90F32 {
       u32 q = q_tile(), k = k_tile(num_k), v = v_tile(num_k - 1);
       Stages::wait_full(shared.full_k, num_k);
       wait_turn(consumer);
-      if constexpr (Config::kOverlaps) gemm_abt_split<Part, kBlockN, Config::kHeadDim>(rS, q, k);
+      if constexpr (Config::kOverlaps) gemm_abt_split<Parts, kBlockN, Config::kHeadDim>(rS, q, k);
       Stages::wait_full(shared.full_v, num_k - 1);
       start_pv(rT, v, 0);
       float alpha0 = softmax.alpha[0], alpha1 = softmax.alpha[1];  // of T's tile
       if constexpr (!Config::kOverlaps) {
         finish_pv(rT, v, num_k - 1, alpha0, alpha1);
-        gemm_abt_split<Part, kBlockN, Config::kHeadDim>(rS, q, k);
+        gemm_abt_split<Parts, kBlockN, Config::kHeadDim>(rS, q, k);
       }
       signal_next(consumer);
       // Wait for S; mask it and raise the maximum while T is in flight
@@ -408,14 +408,14 @@ FT_DEVICE void run_fwd_sm90_f32(const Sm90F32Params& params) {
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
     fwd_sm90_f32_half_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
-  static_assert(kIsSame<typename Config::Part, half_t>);
+  static_assert(Config::kIsHalf);
   if (params.range->needs_bf16 == 0) run_fwd_sm90_f32<Config, Mask, ScoreMod, Dropout, SeqInfo, Load>(params);
 }
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
     fwd_sm90_f32_bf16_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
-  static_assert(kIsSame<typename Config::Part, bf16_t>);
+  static_assert(!Config::kIsHalf);
   if (params.range->needs_bf16 != 0) run_fwd_sm90_f32<Config, Mask, ScoreMod, Dropout, SeqInfo, Load>(params);
 }
 

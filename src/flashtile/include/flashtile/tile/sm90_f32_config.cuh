@@ -7,10 +7,11 @@
 
 namespace flashtile {
 
-template <typename Part_, i32 kHeadDim_, i32 kHeadDimV_, i32 kBlockM_, i32 kBlockN_, i32 kNumStages_, i32 kColumns_,
+template <class Parts_, i32 kHeadDim_, i32 kHeadDimV_, i32 kBlockM_, i32 kBlockN_, i32 kNumStages_, i32 kColumns_,
           bool kOverlaps_>
 struct Sm90F32Config {
-  using Part = Part_;
+  using Parts = Parts_;
+  static constexpr bool kIsHalf = kIsSame<typename Parts::Element, half_t>;
   static constexpr i32 kHeadDim = kHeadDim_;    // padded
   static constexpr i32 kHeadDimV = kHeadDimV_;  // padded
   static constexpr i32 kBlockM = kBlockM_;
@@ -19,7 +20,7 @@ struct Sm90F32Config {
   static constexpr i32 kColumns = kColumns_;      // of O that one product computes
   static constexpr bool kOverlaps = kOverlaps_;  // scores of a tile and P V of the one before it are in flight together
   static constexpr bool kPacksHeads = false;
-  static constexpr i32 kNumParts = Split<Part>::kNumParts;
+  static constexpr i32 kNumParts = Parts::kNumParts;
   static constexpr i32 kNumConsumers = kBlockM / 64;  // warpgroups
   static constexpr i32 kNumThreads = 128 * (kNumConsumers + 1);
   // Registers per thread that setmaxnreg assigns, out of 65536 per multiprocessor

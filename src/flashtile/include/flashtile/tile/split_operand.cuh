@@ -1,10 +1,11 @@
 // float32 operands of 16-bit tensor cores, split into parts whose sum is the number: docs/float32.md.
 //
-//   half_t   two parts of 11 bits, rounded: 22 bits and more, for numbers scaled by a power of two; 3 products
-//   bf16_t   three parts of 8 bits, truncated: all 24 bits, over the whole range of float32; 6 products
+//   Bf16Parts      three parts of 8 bits, truncated: all 24 bits, over the whole range of float32; 6 products
+//   HalfParts<2>   two parts of 11 bits, rounded: 22 bits and more, for numbers scaled by a power of two; 3 products
+//   HalfParts<1>   one part of 11 bits, as many as TF32 has; 1 product. torch.set_float32_matmul_precision("high")
 //
 // Part 0 is the largest. A product of two split operands is the sum of the products of their parts, without those below
-// float32's last bit. Tensor cores truncate sums, so the smallest products come first: gemm_*_split.
+// the last bit that is kept. Tensor cores truncate sums, so the smallest products come first.
 #pragma once
 
 #include "flashtile/tile/fragment.cuh"
@@ -17,31 +18,34 @@ struct PartPair {
   i32 a, b;
 };
 
-template <typename Part>
-struct Split;
+template <i32 kCount>
+struct HalfParts {
+  using Element = half_t;
+  static constexpr i32 kNumParts = kCount, kNumProducts = kCount == 1 ? 1 : 3;
+  static_assert(kCount == 1 || kCount == 2);
 
-template <>
-struct Split<half_t> {
-  static constexpr i32 kNumParts = 2, kNumProducts = 3;
+  // Which parts product number `product` takes; the largest product is the last.
   FT_DEVICE static constexpr PartPair pair(i32 product) {
-    return product == 0 ? PartPair{0, 1} : product == 1 ? PartPair{1, 0} : PartPair{0, 0};
+    return product == kNumProducts - 1 ? PartPair{0, 0} : PartPair{product, 1 - product};
   }
   // Splits two numbers; each word holds one part of both. Scope: thread.
   FT_DEVICE static void split(float low, float high, u32 (&parts)[kNumParts]) {
     parts[0] = pack_two<half_t>(low, high);
-    low -= to_float(half_t{static_cast<u16>(parts[0])});
-    high -= to_float(half_t{static_cast<u16>(parts[0] >> 16)});
-    parts[1] = pack_two<half_t>(low, high);
+    if constexpr (kNumParts == 2) {
+      low -= to_float(half_t{static_cast<u16>(parts[0])});
+      high -= to_float(half_t{static_cast<u16>(parts[0] >> 16)});
+      parts[1] = pack_two<half_t>(low, high);
+    }
   }
 };
 
-template <>
-struct Split<bf16_t> {
+struct Bf16Parts {
+  using Element = bf16_t;
   static constexpr i32 kNumParts = 3, kNumProducts = 6;
+
   FT_DEVICE static constexpr PartPair pair(i32 product) {
-    return product < 3   ? PartPair{product, 2 - product}
-           : product < 5 ? PartPair{product - 3, 4 - product}
-                         : PartPair{0, 0};
+    if (product < 3) return {product, 2 - product};
+    return product < 5 ? PartPair{product - 3, 4 - product} : PartPair{0, 0};
   }
   FT_DEVICE static void split(float low, float high, u32 (&parts)[kNumParts]) {
 #pragma unroll
@@ -65,23 +69,23 @@ FT_DEVICE u32 opaque(u32 x) {
 // D = A B^T: A is 64 rows, B kColumns rows, both with their parts behind each other in shared memory. Commits one
 // group. Over 64 products, whose descriptors would spill registers, run in a loop that waits for each pair of parts.
 // Scope: warpgroup.
-template <typename Part, i32 kColumns, i32 kDepth>
+template <class Parts, i32 kColumns, i32 kDepth>
 FT_DEVICE void gemm_abt_split(float (&rD)[kColumns / 2], u32 a, u32 b) {
-  constexpr i32 kSlabs = (kDepth + 63) / 64, kNumProducts = Split<Part>::kNumProducts;
+  constexpr i32 kSlabs = (kDepth + 63) / 64, kNumProducts = Parts::kNumProducts;
   constexpr bool kIsLong = kNumProducts * kDepth / 16 > 64;
   if constexpr (!kIsLong) wgmma_fence();
 #pragma unroll(kIsLong ? 1 : kNumProducts)
   for (i32 product = 0; product < kNumProducts; ++product) {
     constexpr i32 kSlabA = 64 * 128 >> 4, kSlabB = kColumns * 128 >> 4;
-    PartPair pair = Split<Part>::pair(product);
+    PartPair pair = Parts::pair(product);
     u32 a_part = a + pair.a * kSlabs * kSlabA, b_part = b + pair.b * kSlabs * kSlabB;
     if constexpr (kIsLong) wgmma_fence();
 #pragma unroll
     for (i32 step = 0; step < kDepth / 16; ++step) {
       i32 slab = step / 4, column = step % 4 * 2;
-      Wgmma<Part, kColumns>::template ss<false>(rD, tile_descriptor(a_part + slab * kSlabA + column),
-                                                tile_descriptor(b_part + slab * kSlabB + column),
-                                                product != 0 || step != 0);
+      Wgmma<typename Parts::Element, kColumns>::template ss<false>(rD, tile_descriptor(a_part + slab * kSlabA + column),
+                                                                   tile_descriptor(b_part + slab * kSlabB + column),
+                                                                   product != 0 || step != 0);
     }
     if constexpr (kIsLong) {
       wgmma_commit();
@@ -94,18 +98,19 @@ FT_DEVICE void gemm_abt_split(float (&rD)[kColumns / 2], u32 a, u32 b) {
 
 // D = A B over kColumns of the columns of B, whose parts are part_stride apart (in units of 16 bytes): A (64 x kDepth)
 // in registers, one packed fragment for each part. Commits one group. Scope: warpgroup.
-template <typename Part, i32 kColumns, i32 kDepth>
-FT_DEVICE void gemm_ab_split(float (&rD)[kColumns / 2], const u32 (&rA)[Split<Part>::kNumParts][kDepth / 4], u32 b,
+template <class Parts, i32 kColumns, i32 kDepth>
+FT_DEVICE void gemm_ab_split(float (&rD)[kColumns / 2], const u32 (&rA)[Parts::kNumParts][kDepth / 4], u32 b,
                              u32 part_stride) {
   wgmma_fence();
 #pragma unroll
-  for (i32 product = 0; product < Split<Part>::kNumProducts; ++product) {
-    PartPair pair = Split<Part>::pair(product);
+  for (i32 product = 0; product < Parts::kNumProducts; ++product) {
+    PartPair pair = Parts::pair(product);
 #pragma unroll
     for (i32 step = 0; step < kDepth / 16; ++step) {
       const u32* a = rA[pair.a] + 4 * step;
       u64 b_step = tile_descriptor(b + pair.b * part_stride + step * (16 * 128 >> 4));
-      Wgmma<Part, kColumns>::template rs<true>(rD, a[0], a[1], a[2], a[3], b_step, product != 0 || step != 0);
+      Wgmma<typename Parts::Element, kColumns>::template rs<true>(rD, a[0], a[1], a[2], a[3], b_step,
+                                                                  product != 0 || step != 0);
     }
   }
   wgmma_commit();
