@@ -66,7 +66,7 @@ struct SplitFragment {
       // The largest comes to [2^14, 2^15)
       i32 exponent = clamp(14 + 127 - static_cast<i32>(__float_as_uint(quad_max(largest)) >> 23), -126, 126);
       scale[r] = power_of_two(exponent);
-      unscale[r] = power_of_two(-exponent);
+      if constexpr (!mutates(Mutation::bwd_sm90_f32_unscale)) unscale[r] = power_of_two(-exponent);
     }
 #pragma unroll
     for (i32 y = 0; y < 16; ++y) {
@@ -210,6 +210,7 @@ struct BwdSm90F32Dkdv {
             float tanh = 0.0f, drop = dropout.factor(b, e, r);
             float score = is_kept ? scorer.score(rS[x] * unscale, i, j, tanh) : -infinity();
             float full = probability(score, row_lse, exponent_factor(ScoreMod::kHasBias));
+            if constexpr (mutates(Mutation::bwd_sm90_f32_softcap)) tanh = 0.0f;
             factor[x] = ScoreMod::kHasSoftcap ? full * (1.0f - tanh * tanh) : full;
             if constexpr (Dropout::kIsOn) factor[x] = drop == 0.0f ? -factor[x] : factor[x];
             rS[x] = full * drop;
@@ -332,6 +333,7 @@ struct BwdSm90F32Dkdv {
     if (threadIdx.x == 0) {
       init(shared);
       shared.tile = KeyTile::find<64, 64, Mask, SeqInfo>(params.base);
+      if constexpr (mutates(Mutation::bwd_sm90_f32_group)) shared.tile.num_heads = 1;
     }
     __syncthreads();
     const KeyTile& tile = shared.tile;
@@ -522,6 +524,7 @@ struct BwdSm90F32Dq {
 #pragma unroll
         for (i32 x = 0; x < 32; ++x) {
           float dp = rdP[x] * unscale.dp;
+          if constexpr (mutates(Mutation::bwd_sm90_f32_dropout)) kept = ~0u;
           if constexpr (Dropout::kIsOn) dp = kept >> x & 1u ? dp * p.keep_factor : 0.0f;
           rS[x] *= dp - delta[x / 2 % 2];
         }

@@ -67,6 +67,7 @@ FT_DEVICE void split_tile(const Sm90F32Params& params, Operand operand, u16* til
     scale = limits.scale, low = limits.low, high = limits.high;
   }
   bool fits = true;
+  if constexpr (mutates(Mutation::fwd_sm90_f32_tail)) num_rows = kRows;
   for (i32 r = threadIdx.x / kLanes; r < kRows; r += kSplitThreads / kLanes) {
     float row_max = 0.0f;
     for (i32 chunk = threadIdx.x % kLanes; chunk < kChunks; chunk += kLanes) {

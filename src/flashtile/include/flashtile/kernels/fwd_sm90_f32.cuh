@@ -100,8 +100,9 @@ struct FwdSm90F32 {
         tile = Tile(p, scheduler, index);
         if (!tile.has_queries()) continue;
       }
-      i32 first_k = 0;
-      if (!is_end) first_k = first_key_tile<kBlockN>(p, tile.s, tile.coord.head / (p.heads / p.heads_kv));
+      i32 kv_head = tile.coord.head / (p.heads / p.heads_kv), first_k = 0;
+      if constexpr (mutates(Mutation::fwd_sm90_f32_gqa_head)) kv_head = tile.coord.head % p.heads_kv;
+      if (!is_end) first_k = first_key_tile<kBlockN>(p, tile.s, kv_head);
       auto load_k = [&](i32 n) {
         u32 stage = Stages::stage(num_k);
         Stages::wait_empty(shared.empty_k, num_k++);
@@ -197,6 +198,7 @@ struct FwdSm90F32 {
       Parts::split(rS[2 * x] * kScaleP, rS[2 * x + 1] * kScaleP, parts);
 #pragma unroll
       for (i32 part = 0; part < kNumParts; ++part) rP[part][x] = parts[part];
+      if constexpr (mutates(Mutation::fwd_sm90_f32_low_part)) rP[kNumParts - 1][x] = 0;
     }
   }
 
@@ -285,6 +287,7 @@ struct FwdSm90F32 {
       Stages::wait_full(shared.full_v, num_k - 1);
       start_pv(rT, v, 0);
       float alpha0 = softmax.alpha[0], alpha1 = softmax.alpha[1];  // of T's tile
+      if constexpr (mutates(Mutation::fwd_sm90_f32_rescale)) alpha0 = alpha1 = 1.0f;
       if constexpr (!Config::kOverlaps) {
         finish_pv(rT, v, num_k - 1, alpha0, alpha1);
         gemm_abt_split<Parts, kBlockN, Config::kHeadDim>(rS, q, k);
