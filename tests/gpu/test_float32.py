@@ -163,8 +163,7 @@ def test_a_result_does_not_depend_on_timing() -> None:
 
 @pytest.mark.smoke
 def test_matmul_precision() -> None:
-    """ "high" and "medium" take one float16 product, which keeps as many bits as TF32, for both passes. Words take turns:
-    a plan is not that of another word."""
+    """One float16 product for "high" and "medium", which keeps as many bits as TF32. No plan serves another word."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 4, 512, 64, device="cuda", requires_grad=True) for _ in range(3))
     dout = torch.randn_like(q)
