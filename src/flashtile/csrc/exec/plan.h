@@ -108,7 +108,7 @@ struct Filled {
   alignas(64) u8 image[kMaxImageBytes];
   i64 values[kMaxValues];
   i64 offsets[kMaxValues], sizes[kMaxValues];  // of the workspaces
-  bool is_split;  // or the plan knows no splits
+  bool is_split;                               // or the plan knows no splits
   Scratch scratch;
   u8* base = nullptr;  // of the scratch memory
 };
