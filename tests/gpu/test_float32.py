@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from test_sm90 import FEATURES, LENGTHS, assert_accurate, pytestmark  # noqa: F401
+from test_sm90 import FEATURES, LENGTHS, assert_accurate, jitter, pytestmark  # noqa: F401
 from torch import Tensor
 
 import flashtile
+from flashtile.backends import native
 from flashtile.kernels import assemble, families
 from flashtile.testing import Case
 
@@ -150,15 +151,42 @@ def test_which_kernel_works(name: str) -> None:
     assert max(us, key=us.__getitem__) == expected, us
 
 
-def test_a_result_does_not_depend_on_timing() -> None:
-    q, k, v = (torch.randn(2, 8, 1000, 128, device="cuda", requires_grad=True) for _ in range(3))
-    dout = torch.randn_like(q)
-    first = None
-    for _ in range(20):
-        out = flashtile.attention(q, k, v, causal=True, backend="cuda")
-        found = [out, *torch.autograd.grad(out, (q, k, v), dout)]
-        first = first or found
-        assert all(torch.equal(one, other) for one, other in zip(found, first, strict=True))
+def gradients(tensors: list[Tensor], dout: Tensor, **options: object) -> list[Tensor]:
+    """The output and the gradients."""
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    out = flashtile.attention(*leaves, **options)  # type: ignore[arg-type]
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("part", ["half", "bf16"])
+def test_jitter_changes_no_bit(part: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses of random length before every barrier, copy and product. Several work items for each block."""
+    tensors = [torch.randn(2, heads, 500, head_dim, device="cuda") for heads in (64, 32, 32)]
+    if part == "bf16":
+        tensors[2] = _with_row(tensors[2], 1e-12)
+    dout = torch.randn(2, 64, 500, head_dim, device="cuda")
+    expected = [gradients(tensors, dout, causal=causal, backend="cuda") for causal in (False, True)]
+    functions = jitter(monkeypatch)
+    with native.python_only():
+        for _ in range(10):
+            for causal, whole in zip((False, True), expected, strict=True):
+                found = gradients(tensors, dout, causal=causal, backend="cuda")
+                assert all(torch.equal(one, other) for one, other in zip(found, whole, strict=True))
+    assert any(f"bwd_sm90_f32_dq_{part}_kernel" in unit for unit in functions)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_some_gradients(wanted: tuple[int, ...]) -> None:
+    """Bit by bit those of a call that wants all."""
+    tensors = [torch.randn(1, 2, 200, 64, device="cuda") for _ in range(3)]
+    dout = torch.randn_like(tensors[0])
+    expected = gradients(tensors, dout, backend="cuda")[1:]
+    leaves = [tensor.detach().requires_grad_(index in wanted) for index, tensor in enumerate(tensors)]
+    found = torch.autograd.grad(flashtile.attention(*leaves, backend="cuda"), [leaves[index] for index in wanted], dout)
+    for index, one in zip(wanted, found, strict=True):
+        assert torch.equal(one, expected[index])
 
 
 @pytest.mark.smoke

@@ -261,6 +261,7 @@ struct BwdSm90F32Dkdv {
         // P^T
         exponentiate(p, tile.s, shared.queries[count % kNumWideQueryTiles], tile.j_begin, shared.lse[stage], unscale.s,
                      rS, factor);
+        __syncwarp();
         release_stage(shared.empty_q[stage]);
         // Hand it over
         mbarrier_wait(shared.empty_p, count % 2 ^ 1);
