@@ -75,9 +75,10 @@ void read_switches(bool follows_deterministic, bool has_precision, Options& opti
     }
     if (is_read && has_precision) {
       PyObject* answer = PyObject_CallNoArgs(executor().matmul_precision);
-      Py_UCS4 letter = answer == nullptr ? static_cast<Py_UCS4>(-1) : PyUnicode_ReadChar(answer, 0);
-      is_read = letter != static_cast<Py_UCS4>(-1);
-      options.matmul_precision = static_cast<char>(letter);
+      // "highest", "high" and "medium" differ in their lengths
+      Py_ssize_t length = answer == nullptr ? -1 : PyUnicode_GetLength(answer);
+      is_read = length >= 0;
+      options.matmul_precision = static_cast<char>(length);
       Py_XDECREF(answer);
     }
   }
