@@ -3,6 +3,7 @@ in it."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import shutil
@@ -40,12 +41,14 @@ NEEDED = {
     "softcap_derivative": Features(has_softcap=True),
     "fwd_sm90_mask_offset": Features(has_band=True),
     "fwd_sm90_tail": Features(has_lengths=True),
+    "fwd_sm90_page": Features(has_lengths=True, is_paged=True),
     "fwd_sm90_dropout": Features(has_dropout=True),
     "fwd_sm90_mask_bits": Features(has_bool_mask=True),
     "fwd_sm90_mask_tiles": Features(has_bool_mask=True),
     "fwd_sm90_mask_row": Features(has_bool_mask=True),
     "fwd_sm90_bias_row": Features(bias_dtype="bfloat16"),
     "fwd_sm90_alibi": Features(has_alibi=True),
+    "decode_sm90_tail": Features(has_lengths=True),
     "fwd_sm80_skip": Features(has_band=True),
     "bwd_sm80_mask_offset": Features(has_band=True),
     "bwd_sm80_softcap": Features(has_softcap=True),
@@ -88,6 +91,10 @@ def write(features: Features) -> dict[str, tuple[str, str]]:
         for kernel in family.kernels:
             needed = BIASED if "dbias" in kernel else features
             key = PlanKey(dtype, dtype, *family.head_dims[0], needed, ARCH, grads)
+            if family.refuse(key) is not None:
+                # It may take calls of another length alone
+                classes = tuple((which, which.values[-1]) for which in family.length_classes)
+                key = dataclasses.replace(key, classes=classes)
             if family.refuse(key) is None:
                 *_, row = family.candidates(kernel, key)
                 layout = CallLayout("bhsd", ())

@@ -234,6 +234,7 @@ def serialize(
             tensor_map.box_rows,
             tensor_map.box_heads,
             tensor_map.is_optional,
+            tensor_map.is_paged,
         ]
     numbers.append(len(plan.steps))
     symbols = []

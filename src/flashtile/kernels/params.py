@@ -94,6 +94,16 @@ class FwdSm90Params(ctypes.Structure):
     ]
 
 
+class DecodeSm90Params(ctypes.Structure):
+    """What decode_sm90_kernel is told."""
+
+    _fields_ = [
+        ("base", Params),
+        ("_padding", ctypes.c_char * (-ctypes.sizeof(Params) % 64)),
+        *((f"{name}_map", ctypes.c_uint64 * 16) for name in ("q", "k", "v")),
+    ]
+
+
 class BwdSm90Params(ctypes.Structure):
     """What bwd_sm90_kernel is told."""
 
@@ -137,6 +147,7 @@ Struct = (
     | type[AppendParams]
     | type[FwdSm90Params]
     | type[Sm90F32Params]
+    | type[DecodeSm90Params]
 )
 
 # A wider window hides no key of the longest sequence (problem.py: MAX_LENGTH)

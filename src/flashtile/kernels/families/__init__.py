@@ -1,7 +1,7 @@
 """The kernel families there are, and which of them a call takes.
 
-`register` adds one. Of the families that do not refuse a call the fastest by kernels/speeds.csv is taken; those that
-are not in that table come last, in the order of their registration. FLASHTILE_FAMILY names families that are taken
+`register` adds one. Of the families that do not refuse a call the fastest by kernels/speeds.csv is taken, of equals the
+first registered; those that are not in that table come last, in the order of their registration. FLASHTILE_FAMILY names families that are taken
 whatever their speed.
 """
 
@@ -26,6 +26,7 @@ from flashtile.kernels.families.bwd_sm80 import BwdSm80
 from flashtile.kernels.families.bwd_sm90 import BwdSm90
 from flashtile.kernels.families.bwd_sm90_f32 import BwdSm90F32
 from flashtile.kernels.families.bwd_sm90_wide import BwdSm90Wide
+from flashtile.kernels.families.decode_sm90 import DecodeSm90
 from flashtile.kernels.families.fwd_simt import FwdSimt
 from flashtile.kernels.families.fwd_sm80 import FwdSm80
 from flashtile.kernels.families.fwd_sm90 import FwdSm90
@@ -64,6 +65,7 @@ def find(name: str) -> Family[Any]:
     raise value_error("family", repr(name), "one of " + ", ".join(family.name for family in _families))
 
 
+register(DecodeSm90())
 register(FwdSm90())
 register(FwdSm80())
 register(FwdSimt())
@@ -141,11 +143,15 @@ def select(key: PlanKey) -> Family[Any]:
 def time_us(key: PlanKey) -> float | None:
     """The measured time of the family that takes the call; None where none does, or it is not known."""
     family = choice(key).family
-    return None if family is None else speeds.time_us(family.name, kind_of(key))
+    return None if family is None else _known_us(family, key)
+
+
+def _known_us(family: Family[Any], key: PlanKey) -> float | None:
+    return speeds.time_us(family.timed_as or family.name, kind_of(key))
 
 
 def _time_us(family: Family[Any], key: PlanKey) -> float:
-    us = speeds.time_us(family.name, kind_of(key))
+    us = _known_us(family, key)
     return math.inf if us is None else us
 
 

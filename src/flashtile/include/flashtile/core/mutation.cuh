@@ -26,6 +26,7 @@ enum class Mutation {
   fwd_sm90_gqa_head,     // query head h uses KV head h % heads_kv instead of h / group
   fwd_sm90_dropout,      // two of four words of dropout bits are swapped
   fwd_sm90_split,        // every split processes the keys of the first one
+  fwd_sm90_page,         // keys after the first page are read from the page before
   fwd_sm90_later_tile,   // a block repeats its first query tile instead of its fourth
   fwd_sm90_mask_bits,    // neighbouring keys swap their bits of a bool mask
   fwd_sm90_mask_tiles,   // tiles count as fully seen if one lane's rows of the mask are
@@ -41,6 +42,10 @@ enum class Mutation {
   bwd_sm90_f32_group,     // dK and dV use only one query head of a group
   bwd_sm90_f32_softcap,   // dK ignores the derivative of the softcap
   bwd_sm90_f32_dropout,   // dQ ignores dropout
+  // Found by `flashtile check`, in the Hopper decode kernel
+  decode_sm90_tail,    // rows of V past the last key are not cleared
+  decode_sm90_weight,  // all parts of a row tile have the same weight
+  decode_sm90_unit,    // a block skips the first key tile of its share
   // Found by `flashtile check`, in the mma.sync forward
   fwd_sm80_rescale,    // the output is not scaled down when the maximum rises
   fwd_sm80_stale_max,  // the maximum stays that of the first tile
