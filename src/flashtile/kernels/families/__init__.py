@@ -21,10 +21,12 @@ from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, forced_rows
 from flashtile.kernels.families.bwd_simt import BwdSimt
 from flashtile.kernels.families.bwd_sm80 import BwdSm80
+from flashtile.kernels.families.bwd_sm80_wide import BwdSm80Wide
 from flashtile.kernels.families.bwd_sm90 import BwdSm90
 from flashtile.kernels.families.bwd_sm90_wide import BwdSm90Wide
 from flashtile.kernels.families.fwd_simt import FwdSimt
 from flashtile.kernels.families.fwd_sm80 import FwdSm80
+from flashtile.kernels.families.fwd_sm80_wide import FwdSm80Wide
 from flashtile.kernels.families.fwd_sm90 import FwdSm90
 from flashtile.kernels.length_class import LengthClass
 from flashtile.kernels.mutation import Mutation
@@ -62,10 +64,12 @@ def find(name: str) -> Family[Any]:
 
 register(FwdSm90())
 register(FwdSm80())
+register(FwdSm80Wide())
 register(FwdSimt())
 register(BwdSm90())
 register(BwdSm90Wide())
 register(BwdSm80())
+register(BwdSm80Wide())
 register(BwdSimt())
 
 

@@ -14,11 +14,15 @@ from flashtile.kernels.plan import SplitRule, Step, Workspace
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
-_PACKED_HEADS, _SHORT = PackedHeads(64, 128), RaggedQueries(128, 64, 140)
-_GROUP_ROWS = 64  # rows that are packed together (attn/work_item.cuh)
-_QUERY_TILE_BYTES = 72  # QueryTile (attn/work_item.cuh)
+PACKED_HEADS, _SHORT = PackedHeads(64, 128), RaggedQueries(128, 64, 140)
+GROUP_ROWS = 64  # rows that are packed together (attn/work_item.cuh)
+QUERY_TILE_BYTES = 72  # QueryTile (attn/work_item.cuh)
 _FIRST_ARCH = 80
 _NUM_WARPS = 8  # that the registers of a multiprocessor hold
+
+
+def refuse_before_ampere(arch: Arch) -> str | None:
+    return None if arch.number >= _FIRST_ARCH else f"{arch.name} has no cp.async and no mma.sync of bfloat16"
 
 
 class Tile(NamedTuple):
@@ -93,7 +97,7 @@ class Sm80Row(Row):
 
     def queries(self, packed_heads: int) -> int:
         """Queries of a tile that holds so many heads."""
-        return self.block_m // _GROUP_ROWS * (_GROUP_ROWS // packed_heads)
+        return self.block_m // GROUP_ROWS * (GROUP_ROWS // packed_heads)
 
     @property
     def config(self) -> str:
@@ -114,7 +118,7 @@ class Sm80Row(Row):
     def shared_bytes(self) -> int:
         keys = self.num_stages * self.block_n * (self.head_dim + self.head_dim_v)
         tiles = 2 * (self.block_m * self.head_dim + keys)
-        return -(-(tiles + _QUERY_TILE_BYTES) // 128) * 128
+        return -(-(tiles + QUERY_TILE_BYTES) // 128) * 128
 
     def unfit(self, arch: Arch) -> str | None:
         reason = super().unfit(arch)
@@ -137,14 +141,14 @@ class FwdSm80(Family[Sm80Row]):
     kernels = ("fwd_sm80",)
     dtypes = ("float16", "bfloat16")
     head_dims = tuple(sorted(_TILES))
-    length_classes = (_PACKED_HEADS, _SHORT)
+    length_classes = (PACKED_HEADS, _SHORT)
 
     def refuse_arch(self, arch: Arch) -> str | None:
-        return None if arch.number >= _FIRST_ARCH else f"{arch.name} has no cp.async and no mma.sync of bfloat16"
+        return refuse_before_ampere(arch)
 
     def packed_heads(self, key: PlanKey) -> int:
         """How many heads share a tile."""
-        return key.length(_PACKED_HEADS)
+        return key.length(PACKED_HEADS)
 
     def every_row(self, dtype: str) -> Iterator[Sm80Row]:
         for dims, tiles in _TILES.items():
@@ -189,7 +193,7 @@ class FwdSm80(Family[Sm80Row]):
 def _tiles(dims: tuple[int, int], key: PlanKey, is_packed: bool) -> list[Tile]:
     """The tiles in order of preference: where few rows of a tile have a query, the small tiles come first."""
     is_short = is_packed or key.length(_SHORT)
-    return sorted(_TILES[dims], key=lambda tile: bool(is_short and tile.block_m > _GROUP_ROWS))
+    return sorted(_TILES[dims], key=lambda tile: bool(is_short and tile.block_m > GROUP_ROWS))
 
 
 def _row(

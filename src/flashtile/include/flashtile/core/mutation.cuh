@@ -35,6 +35,10 @@ enum class Mutation {
   fwd_sm80_column,     // eight columns past head_dim are copied instead of cleared
   fwd_sm80_gqa_head,   // query head h uses KV head h % heads_kv instead of h / group
   fwd_sm80_warp_rows,  // every warp uses the queries of the first
+  // Found by `flashtile check`, in the mma.sync forward for wide heads
+  fwd_sm80_wide_tail,    // rows past the last key are copied instead of cleared
+  fwd_sm80_wide_maxima,  // warps that share rows keep maxima of their own
+  fwd_sm80_wide_sum,     // the sum of a row is that of one warp
   // Found by `flashtile check`, in the Hopper backward
   bwd_sm90_delta,        // delta without rowsum(dO * O)
   bwd_sm90_dq_tile,      // dQ of the second query tile is not added
@@ -63,6 +67,11 @@ enum class Mutation {
   bwd_sm80_group,        // only one query head of a group
   bwd_sm80_dq_tile,      // dQ of the second query tile is not added
   bwd_sm80_softcap,      // the derivative of the softcap is ignored
+  // Found by `flashtile check`, in the mma.sync backward for wide heads
+  bwd_sm80_wide_dq_mask,   // causal and window masks of dQ are one key too far right
+  bwd_sm80_wide_gqa_head,  // dQ of query head h uses KV head h % heads_kv instead of h / group
+  bwd_sm80_wide_group,     // dK and dV use only one query head of a group
+  bwd_sm80_wide_tail,      // rows past the last query or key are copied instead of cleared
   // Found by `flashtile check`, in the other kernels or in code that all share
   skip_rescale,        // the output and the sum are not scaled down when the maximum rises
   stale_max,           // the maximum stays that of the first tile: correct until an exponential overflows

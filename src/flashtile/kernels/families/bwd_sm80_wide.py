@@ -1,0 +1,131 @@
+"""The backward pass by mma.sync for wide heads, from Ampere on: include/flashtile/kernels/bwd_sm80_wide.cuh,
+docs/sm80.md.
+
+Three kernels, one for each of dQ, dK and dV. Each gradient has one owner, so results do not depend on timing, and only
+wanted gradients are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flashtile.kernels.arch import Arch
+from flashtile.kernels.families.base import Family, Launch, Row, tile_step
+from flashtile.kernels.families.fwd_sm80 import refuse_before_ampere
+from flashtile.kernels.families.fwd_sm80_wide import WideTile
+from flashtile.kernels.families.steps import dsinks, preprocess, query_grid
+from flashtile.kernels.plan import Grid, Step, Workspace
+from flashtile.kernels.source import qualified
+from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
+
+_BLOCK_BYTES = 64  # WideBlock (kernels/bwd_sm80_wide.cuh)
+_KERNELS = {"bwd_sm80_dq": "dq", "bwd_sm80_dk": "dk", "bwd_sm80_dv": "dv"}
+_LARGE, _SMALL = WideTile(64, 64, 2, 4, 64, 16, 4), WideTile(32, 64, 1, 4, 64, 16, 2)
+
+# By padded head_dim and head_dim_v; the first that fits the shared memory of the GPU is chosen: docs/sm80.md
+_TILES: dict[tuple[int, int], tuple[WideTile, ...]] = {
+    (320, 320): (WideTile(64, 128, 2, 4, 64, 16, 5), _LARGE, _SMALL),
+    (384, 384): (WideTile(64, 128, 2, 4, 64, 16, 5), _LARGE, _SMALL),
+    (448, 448): (WideTile(64, 128, 2, 4, 64, 16, 5), _LARGE, _SMALL),
+    (512, 512): (WideTile(64, 128, 2, 4, 64, 16, 5), _LARGE, _SMALL),
+}
+
+
+@dataclass(frozen=True)
+class BwdSm80WideRow(Row):
+    tile: WideTile
+
+    @property
+    def header(self) -> str:
+        return "bwd_sm80_wide"
+
+    @property
+    def num_threads(self) -> int:
+        return self.tile.num_threads
+
+    @property
+    def gradient(self) -> str:
+        return _KERNELS[self.kernel]
+
+    @property
+    def config(self) -> str:
+        gradient = f"flashtile::WideGradient::k{self.gradient.capitalize()}"
+        tile = qualified(f"flashtile::{self.tile.cpp(self.dtype)}")
+        return f"Sm80WideBwdConfig<{CPP_TYPES[self.dtype]}, {gradient}, {self.head_dim}, {self.head_dim_v}, {tile}>"
+
+    @property
+    def label(self) -> str:
+        owned, streamed = ("queries", "keys") if self.gradient == "dq" else ("keys", "queries")
+        warps = f"{self.tile.row_warps} x {self.tile.column_warps} warps"
+        return f"{self.block_m} {owned} x {self.block_n} {streamed}, {warps}, {self.tile.num_stages} slabs"
+
+    @property
+    def shared_bytes(self) -> int:
+        has_dp = self.gradient != "dv"
+        owned = self.block_m * (self.head_dim + self.block_n) + (self.block_m * self.head_dim_v if has_dp else 64)
+        slabs = self.tile.num_stages * self.tile.slab_bytes(self.head_dim if has_dp else self.head_dim_v)
+        return -(-(2 * owned + slabs + 16 * self.block_n + _BLOCK_BYTES) // 128) * 128
+
+    def facts(self, features: Features) -> dict[str, tuple[str, object]]:
+        storage = f"flashtile::BwdSm80WideStorage<flashtile::{self.config}>"
+        return {"shared bytes": (f"sizeof({storage})", self.shared_bytes)}
+
+
+class BwdSm80Wide(Family[BwdSm80WideRow]):
+    name = "bwd_sm80_wide"
+    op = "backward"
+    summary = "mma.sync, ldmatrix and cp.async, from Ampere on, for wide heads"
+    kernels = tuple(_KERNELS)
+    dtypes = ("float16", "bfloat16")
+    head_dims = tuple(sorted(_TILES))
+    features = Family.features - {"is_paged"}
+    takes_out_dtypes = False
+    grad_sets = (("dq", "dk", "dv", "dsinks"),)
+
+    def refuse_arch(self, arch: Arch) -> str | None:
+        return refuse_before_ampere(arch)
+
+    def refuse(self, key: PlanKey) -> str | None:
+        reason = super().refuse(key)
+        if reason is None and key.grads is not None and "dbias" in key.grads:
+            return "the gradient of a bias"
+        return reason
+
+    def every_row(self, dtype: str) -> Iterator[BwdSm80WideRow]:
+        for dims, tiles in _TILES.items():
+            for tile in tiles:
+                for kernel in self.kernels:
+                    yield _row(kernel, tile, dtype, dims)
+
+    def candidates(self, kernel: str, key: PlanKey) -> Iterator[BwdSm80WideRow]:
+        dims = self.padded(key.head_dim, key.head_dim_v)
+        assert dims is not None  # else refused
+        for tile in _TILES[dims]:
+            yield _row(kernel, tile, key.dtype, dims)
+
+    def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
+        assert key.grads is not None
+        steps = [preprocess(key)]
+        if "dsinks" in key.grads:
+            steps.append(dsinks(key))
+        for kernel, gradient in _KERNELS.items():
+            if gradient in key.grads:
+                steps.append(self._step(self.select(kernel, key), key))
+        # Keys outside every sequence have no owner
+        zeroed = tuple(name for name in ("dk", "dv") if layout.has_lengths and name in key.grads)
+        return Launch(tuple(steps), _WORKSPACES, zeroed=zeroed)
+
+    def launch_row(self, row: BwdSm80WideRow, key: PlanKey, layout: CallLayout) -> Launch:
+        return Launch((self._step(row, key),), _WORKSPACES)
+
+    def _step(self, row: BwdSm80WideRow, key: PlanKey) -> Step:
+        keys: Grid = ("seqlen_k", row.block_m), ("heads_kv", 1), ("batch", 1)
+        return tile_step(row, key.features, query_grid(row.block_m) if row.gradient == "dq" else keys)
+
+
+_WORKSPACES = (Workspace("score_lse", 4, ("lse_size",)), Workspace("delta", 4, ("lse_size",)))
+
+
+def _row(kernel: str, tile: WideTile, dtype: str, dims: tuple[int, int]) -> BwdSm80WideRow:
+    return BwdSm80WideRow(kernel, dtype, dtype, *dims, tile.block_m, tile.block_n, tile)
