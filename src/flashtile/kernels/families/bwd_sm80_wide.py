@@ -21,14 +21,20 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
 _BLOCK_BYTES = 64  # WideBlock (kernels/bwd_sm80_wide.cuh)
 _KERNELS = {"bwd_sm80_dq": "dq", "bwd_sm80_dk": "dk", "bwd_sm80_dv": "dv"}
-_LARGE, _SMALL = WideTile(64, 64, 2, 4, 64, 16, 4), WideTile(32, 64, 1, 4, 64, 16, 2)
 
-# By padded head_dim and head_dim_v; the first that fits the shared memory of the GPU is chosen: docs/sm80.md
+# By padded head_dim and head_dim_v; the first that fits the shared memory of the GPU is chosen: docs/sm80.md. Up to 128
+# bwd_sm80 is faster; those rows are for what it refuses: a bias, a fixed order of sums, rows aligned to nothing.
+_NARROW = WideTile(128, 64, 4, 2, 64, 32, 4), WideTile(64, 64, 2, 4, 64, 16, 3)
+_WIDE = WideTile(64, 128, 2, 4, 64, 16, 5), WideTile(64, 64, 2, 4, 64, 16, 4), WideTile(32, 64, 1, 4, 64, 16, 2)
 _TILES: dict[tuple[int, int], tuple[WideTile, ...]] = {
-    (320, 320): (WideTile(64, 128, 2, 4, 64, 16, 5), _LARGE, _SMALL),
-    (384, 384): (WideTile(64, 128, 2, 4, 64, 16, 5), _LARGE, _SMALL),
-    (448, 448): (WideTile(64, 128, 2, 4, 64, 16, 5), _LARGE, _SMALL),
-    (512, 512): (WideTile(64, 128, 2, 4, 64, 16, 5), _LARGE, _SMALL),
+    (64, 64): _NARROW,
+    (128, 128): _NARROW,
+    (192, 192): (WideTile(64, 128, 2, 4, 64, 32, 4), WideTile(64, 64, 2, 4, 64, 16, 3)),
+    (256, 256): (WideTile(64, 128, 2, 4, 64, 32, 4), WideTile(64, 64, 2, 4, 64, 16, 3)),
+    (320, 320): _WIDE,
+    (384, 384): _WIDE,
+    (448, 448): _WIDE,
+    (512, 512): _WIDE,
 }
 
 
@@ -65,7 +71,7 @@ class BwdSm80WideRow(Row):
         has_dp = self.gradient != "dv"
         owned = self.block_m * (self.head_dim + self.block_n) + (self.block_m * self.head_dim_v if has_dp else 64)
         slabs = self.tile.num_stages * self.tile.slab_bytes(self.head_dim if has_dp else self.head_dim_v)
-        return -(-(2 * owned + slabs + 16 * self.block_n + _BLOCK_BYTES) // 128) * 128
+        return -(-(2 * owned + slabs + 16 * max(self.block_m, self.block_n) + _BLOCK_BYTES) // 128) * 128
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
         storage = f"flashtile::BwdSm80WideStorage<flashtile::{self.config}>"
@@ -101,8 +107,12 @@ class BwdSm80Wide(Family[BwdSm80WideRow]):
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[BwdSm80WideRow]:
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
+        # Registers: options leave none for tiles of 128, and dQ of the widest heads has none left for a band
+        has_options = key.features.num_score_options > 0
+        is_full = kernel == "bwd_sm80_dq" and dims[0] > 448 and key.features.has_band
         for tile in _TILES[dims]:
-            yield _row(kernel, tile, key.dtype, dims)
+            if tile.block_n < 128 or not (has_options or is_full):
+                yield _row(kernel, tile, key.dtype, dims)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None

@@ -43,7 +43,8 @@ class WideTile(NamedTuple):
         return 2 * max(self.block_n * self.slab_columns, self.slab_rows * row_dim)
 
 
-# By padded head_dim and head_dim_v; the first that fits the shared memory of the GPU is chosen: docs/sm80.md
+# By padded head_dim and head_dim_v; the first that fits the shared memory of the GPU is chosen. With options, which take
+# registers, the first is left out: docs/sm80.md
 _TILES: dict[tuple[int, int], tuple[WideTile, ...]] = {
     (320, 320): (WideTile(64, 128, 2, 4, 64, 32, 5), WideTile(64, 64, 2, 4, 64, 16, 4)),
     (384, 384): (WideTile(64, 128, 2, 4, 128, 32, 4), WideTile(64, 64, 2, 4, 64, 16, 3)),
@@ -119,7 +120,8 @@ class FwdSm80Wide(Family[Sm80WideRow]):
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[Sm80WideRow]:
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
-        for tile in _TILES[dims]:
+        has_options = key.features.num_score_options > 0 or not key.is_scale_positive
+        for tile in _TILES[dims][has_options:]:
             yield _row(tile, key.dtype, key.out_dtype, dims, key.length(PACKED_HEADS) > 1, key.is_scale_positive)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:

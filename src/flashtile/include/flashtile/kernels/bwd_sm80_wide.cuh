@@ -82,7 +82,8 @@ struct alignas(128) BwdSm80WideStorage {
   T sB[Config::kHasDp ? Config::kBlockM * Config::kHeadDimV : 64];
   T sP[Config::kBlockM * Config::kBlockN];
   char slabs[Config::kNumStages][Config::template kSlabBytes<Config::kResultDim>];
-  float stats[2][2][Config::kBlockN];  // lse and delta: of two tiles of queries, or [0] of the block's
+  static constexpr i32 kStatRows = Config::kBlockM > Config::kBlockN ? Config::kBlockM : Config::kBlockN;
+  float stats[2][2][kStatRows];  // lse and delta: of two tiles of queries, or [0] of the block's
   WideBlock block;
 };
 
@@ -102,7 +103,7 @@ struct BwdSm80Wide {
   static constexpr i32 kNumThreads = Config::kNumThreads;
   static constexpr bool kOwnsQueries = Config::kOwnsQueries;
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
-  static_assert(kNumThreads >= 2 * kBlockN && kBlockN >= kBlockM);
+  static_assert(kNumThreads >= 2 * kBlockN);
 
   // ---- Copies. Scope: block.
 
@@ -144,63 +145,60 @@ struct BwdSm80Wide {
     }
   }
 
-  // Copies the slabs of the tiles that stream by: columns of `a` for S, columns of `b` for dP, rows of the result's other
-  // factor.
+  // Copies the slabs of the tiles that stream by: columns of K or Q for S, columns of V or dO for dP, rows of the result's
+  // other factor. Addresses are computed for each slab: registers are scarce.
   struct Copy {
-    const T *a, *b;  // first rows of the tile: K and V, or Q and dO
-    i32 num_rows;    // of the sequence, from there on
-    i32 count, slab;
-    u32 stage;
+    i32 count, slab;  // the next slab
+    i32 head, first;  // of its tile
 
-    FT_DEVICE Copy() : a(nullptr), b(nullptr), num_rows(0), count(0), slab(0), stage(0) {}
+    FT_DEVICE Copy() : count(0), slab(0), head(0), first(0) {}
 
-    // Starts the next copy, if there is one.
-    FT_DEVICE void load_next(const Params& p, Storage& shared, const WideBlock& block) {
+    // Starts the next copy, if there is one, to a stage.
+    FT_DEVICE void load_next(const Params& p, Storage& shared, const WideBlock& block, u32 stage) {
       if (count < block.num_tiles()) {
+        if (slab == 0) start_tile(p, shared, block);
+        u32 target = shared_address(shared.slabs) + stage * kSlabBytes;
         const Strides &a_strides = kOwnsQueries ? p.k_strides : p.q_strides,
                       &b_strides = kOwnsQueries ? p.v_strides : p.dout_strides;
-        if (slab == 0) start_tile(p, shared, block, a_strides, b_strides);
-        u32 target = shared_address(shared.slabs) + stage * kSlabBytes;
+        const void *a = kOwnsQueries ? p.k : p.q, *b = kOwnsQueries ? p.v : p.dout;
         if (slab < Config::kSlabsS) {
-          load_columns(target, a, a_strides.row, slab * Config::kSlabColumns, p.head_dim);
+          load<kBlockN, Config::kSlabColumns>(p, block, target, a, a_strides, 0, slab * Config::kSlabColumns,
+                                              p.head_dim);
         } else if (slab < Config::kSlabsS + Config::kSlabsDp) {
-          load_columns(target, b, b_strides.row, (slab - Config::kSlabsS) * Config::kSlabColumns, p.head_dim_v);
+          load<kBlockN, Config::kSlabColumns>(p, block, target, b, b_strides, 0,
+                                              (slab - Config::kSlabsS) * Config::kSlabColumns, p.head_dim_v);
         } else {
-          i32 first = (slab - Config::kSlabsS - Config::kSlabsDp) * Config::kSlabRows;
-          const T* rows = Config::kHasDp ? a : b;
-          i64 stride = Config::kHasDp ? a_strides.row : b_strides.row;
-          load_slab<Config::kSlabRows, Config::kResultDim, kNumThreads, Load>(
-              target, last_row() - first, Config::kHasDp ? p.head_dim : p.head_dim_v,
-              [&](i32 row) { return rows + (first + row) * stride; });
+          i32 row = (slab - Config::kSlabsS - Config::kSlabsDp) * Config::kSlabRows;
+          load<Config::kSlabRows, Config::kResultDim>(p, block, target, Config::kHasDp ? a : b,
+                                                      Config::kHasDp ? a_strides : b_strides, row, 0,
+                                                      Config::kHasDp ? p.head_dim : p.head_dim_v);
         }
         if (++slab == Config::kNumSlabs) slab = 0, ++count;
       }
       cp_async_commit();
-      stage = stage == kNumStages - 1 ? 0 : stage + 1;
     }
 
     // Finds the next tile; starts the copy of its statistics, if it has queries.
-    FT_DEVICE void start_tile(const Params& p, Storage& shared, const WideBlock& block, const Strides& a_strides,
-                              const Strides& b_strides) {
-      i32 head = block.tile_head(count), first = block.tile_row<Config>(count);
-      num_rows = (kOwnsQueries ? block.s.seqlen_k : block.s.seqlen_q) - first;
-      a = side_rows<!kOwnsQueries>(p, kOwnsQueries ? p.k : p.q, a_strides, block.s, head, first);
-      b = side_rows<!kOwnsQueries>(p, kOwnsQueries ? p.v : p.dout, b_strides, block.s, head, first);
+    FT_DEVICE void start_tile(const Params& p, Storage& shared, const WideBlock& block) {
+      head = block.tile_head(count), first = block.tile_row<Config>(count);
       if constexpr (!kOwnsQueries) {
         i32 row = threadIdx.x % kBlockN, which = threadIdx.x / kBlockN;
         if (which < 2) {
           const float* source = (which == 0 ? p.score_lse : p.delta) + stat_index(p, block.s, head, first + row);
-          cp_async<4>(shared_address(shared.stats[count % 2][which] + row), source, row < num_rows ? 4 : 0);
+          cp_async<4>(shared_address(shared.stats[count % 2][which] + row), source,
+                      first + row < block.s.seqlen_q ? 4 : 0);
         }
       }
     }
-    FT_DEVICE i32 last_row() const {
-      if constexpr (mutates(Mutation::bwd_sm80_wide_tail)) return kBlockN;
-      return num_rows;
-    }
-    FT_DEVICE void load_columns(u32 target, const T* rows, i64 stride, i32 column, i32 head_dim) const {
-      load_slab<kBlockN, Config::kSlabColumns, kNumThreads, Load>(
-          target, last_row(), head_dim - column, [&](i32 row) { return rows + row * stride + column; });
+    // Rows from first + row on and columns from `column` on of a tensor.
+    template <i32 kRows, i32 kColumns>
+    FT_DEVICE void load(const Params& p, const WideBlock& block, u32 target, const void* tensor, const Strides& strides,
+                        i32 row, i32 column, i32 head_dim) const {
+      i32 num_rows = (kOwnsQueries ? block.s.seqlen_k : block.s.seqlen_q) - first - row;
+      if constexpr (mutates(Mutation::bwd_sm80_wide_tail)) num_rows = kRows;
+      const T* rows = side_rows<!kOwnsQueries>(p, tensor, strides, block.s, head, first + row) + column;
+      load_slab<kRows, kColumns, kNumThreads, Load>(target, num_rows, head_dim - column,
+                                                    [&](i32 r) { return rows + r * strides.row; });
     }
   };
 
@@ -258,7 +256,7 @@ struct BwdSm80Wide {
     Copy copy;
     if (block.num_tiles() > 0) load_owned(p, shared, block);
 #pragma unroll 1
-    for (i32 x = 0; x < kNumStages - 1; ++x) copy.load_next(p, shared, block);
+    for (i32 stage = 0; stage < kNumStages - 1; ++stage) copy.load_next(p, shared, block, stage);
     if constexpr (kOwnsQueries) load_owned_stats(p, shared, block);
 
     // This lane's addresses
@@ -272,7 +270,7 @@ struct BwdSm80Wide {
     auto next_slab = [&] {
       cp_async_wait<kNumStages - 2>();
       __syncthreads();
-      copy.load_next(p, shared, block);
+      copy.load_next(p, shared, block, stage == 0 ? kNumStages - 1 : stage - 1);
       u32 slab = shared_address(shared.slabs) + stage * kSlabBytes;
       stage = stage == kNumStages - 1 ? 0 : stage + 1;
       return slab;
