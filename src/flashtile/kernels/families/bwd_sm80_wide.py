@@ -110,7 +110,11 @@ class BwdSm80Wide(Family[BwdSm80WideRow]):
         # Registers: options leave none for tiles of 128, and dQ of the widest heads has none left for a band
         has_options = key.features.num_score_options > 0
         is_full = kernel == "bwd_sm80_dq" and dims[0] > 448 and key.features.has_band
-        for tile in _TILES[dims]:
+        # dV, which owns less, has room for larger slabs
+        tiles = _TILES[dims]
+        if kernel == "bwd_sm80_dv" and dims[0] % 128 == 0 and dims[0] > 256:
+            tiles = (WideTile(64, 128, 2, 4, 128, 32, 4), *tiles)
+        for tile in tiles:
             if tile.block_n < 128 or not (has_options or is_full):
                 yield _row(kernel, tile, key.dtype, dims)
 

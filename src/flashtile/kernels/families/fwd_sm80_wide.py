@@ -43,13 +43,33 @@ class WideTile(NamedTuple):
         return 2 * max(self.block_n * self.slab_columns, self.slab_rows * row_dim)
 
 
-# By padded head_dim and head_dim_v; the first that fits the shared memory of the GPU is chosen. With options, which take
-# registers, the first is left out: docs/sm80.md
-_TILES: dict[tuple[int, int], tuple[WideTile, ...]] = {
-    (320, 320): (WideTile(64, 128, 2, 4, 64, 32, 5), WideTile(64, 64, 2, 4, 64, 16, 4)),
-    (384, 384): (WideTile(64, 128, 2, 4, 128, 32, 4), WideTile(64, 64, 2, 4, 64, 16, 3)),
-    (448, 448): (WideTile(64, 128, 2, 4, 64, 16, 6), WideTile(64, 64, 2, 4, 64, 16, 2)),
-    (512, 512): (WideTile(64, 128, 2, 4, 128, 32, 4), WideTile(64, 64, 2, 4, 64, 16, 4)),
+class Choice(NamedTuple):
+    """A tile, and which calls take it."""
+
+    tile: WideTile
+    takes_options: bool = False  # it has registers for options that change scores or probabilities
+    takes_band: bool = True
+
+
+# By padded head_dim and head_dim_v; the first that fits the GPU and takes a call is chosen: docs/sm80.md
+_TILES: dict[tuple[int, int], tuple[Choice, ...]] = {
+    (320, 320): (
+        Choice(WideTile(128, 64, 4, 2, 64, 32, 5), takes_band=False),
+        Choice(WideTile(64, 128, 2, 4, 64, 32, 5)),
+        Choice(WideTile(64, 64, 2, 4, 64, 16, 4), takes_options=True),
+    ),
+    (384, 384): (
+        Choice(WideTile(64, 128, 2, 4, 128, 32, 4)),
+        Choice(WideTile(64, 64, 2, 4, 64, 16, 3), takes_options=True),
+    ),
+    (448, 448): (
+        Choice(WideTile(64, 128, 2, 4, 64, 32, 5)),
+        Choice(WideTile(64, 64, 2, 4, 64, 16, 2), takes_options=True),
+    ),
+    (512, 512): (
+        Choice(WideTile(64, 128, 2, 4, 128, 32, 4)),
+        Choice(WideTile(64, 64, 2, 4, 64, 16, 4), takes_options=True),
+    ),
 }
 
 
@@ -109,9 +129,9 @@ class FwdSm80Wide(Family[Sm80WideRow]):
         return refuse_before_ampere(arch)
 
     def every_row(self, dtype: str) -> Iterator[Sm80WideRow]:
-        for dims, tiles in _TILES.items():
-            for tile in tiles:
-                yield _row(tile, dtype, dtype, dims)
+        for dims, choices in _TILES.items():
+            for choice in choices:
+                yield _row(choice.tile, dtype, dtype, dims)
 
     def tile_note(self, key: PlanKey) -> str:
         packed_heads = key.length(PACKED_HEADS)
@@ -121,8 +141,12 @@ class FwdSm80Wide(Family[Sm80WideRow]):
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
         has_options = key.features.num_score_options > 0 or not key.is_scale_positive
-        for tile in _TILES[dims][has_options:]:
-            yield _row(tile, key.dtype, key.out_dtype, dims, key.length(PACKED_HEADS) > 1, key.is_scale_positive)
+        is_packed = key.length(PACKED_HEADS) > 1
+        for tile, takes_options, takes_band in _TILES[dims]:
+            if is_packed and tile.block_m > GROUP_ROWS:
+                continue
+            if takes_options >= has_options and takes_band >= key.features.has_band:
+                yield _row(tile, key.dtype, key.out_dtype, dims, is_packed, key.is_scale_positive)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         row = self.select("fwd_sm80_wide", key)
