@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
-from flashtile.kernels.families.fwd_sm80 import refuse_before_ampere
 from flashtile.kernels.families.fwd_sm80_wide import WideTile
+from flashtile.kernels.families.mma_sync import MmaFamily
 from flashtile.kernels.families.steps import dsinks, preprocess, query_grid
 from flashtile.kernels.plan import Grid, Step, Workspace
 from flashtile.kernels.source import qualified
@@ -24,13 +23,15 @@ _KERNELS = {"bwd_sm80_dq": "dq", "bwd_sm80_dk": "dk", "bwd_sm80_dv": "dv"}
 
 # By padded head_dim and head_dim_v; the first that fits the shared memory of the GPU is chosen: docs/sm80.md. Up to 128
 # bwd_sm80 is faster; those rows are for what it refuses: a bias, a fixed order of sums, rows aligned to nothing.
-_NARROW = WideTile(128, 64, 4, 2, 64, 32, 4), WideTile(64, 64, 2, 4, 64, 16, 3)
-_WIDE = WideTile(64, 128, 2, 4, 64, 16, 5), WideTile(64, 64, 2, 4, 64, 16, 4), WideTile(32, 64, 1, 4, 64, 16, 2)
+_SMALL = WideTile(32, 64, 1, 4, 64, 16, 2)
+_NARROW = WideTile(128, 64, 4, 2, 64, 32, 4), WideTile(64, 64, 2, 4, 64, 16, 3), WideTile(64, 64, 2, 4, 64, 16, 2)
+_MIDDLE = WideTile(64, 128, 2, 4, 64, 32, 4), WideTile(64, 64, 2, 4, 64, 16, 3), _SMALL
+_WIDE = WideTile(64, 128, 2, 4, 64, 16, 5), WideTile(64, 64, 2, 4, 64, 16, 4), _SMALL
 _TILES: dict[tuple[int, int], tuple[WideTile, ...]] = {
     (64, 64): _NARROW,
     (128, 128): _NARROW,
-    (192, 192): (WideTile(64, 128, 2, 4, 64, 32, 4), WideTile(64, 64, 2, 4, 64, 16, 3)),
-    (256, 256): (WideTile(64, 128, 2, 4, 64, 32, 4), WideTile(64, 64, 2, 4, 64, 16, 3)),
+    (192, 192): _MIDDLE,
+    (256, 256): _MIDDLE,
     (320, 320): _WIDE,
     (384, 384): _WIDE,
     (448, 448): _WIDE,
@@ -78,19 +79,15 @@ class BwdSm80WideRow(Row):
         return {"shared bytes": (f"sizeof({storage})", self.shared_bytes)}
 
 
-class BwdSm80Wide(Family[BwdSm80WideRow]):
+class BwdSm80Wide(MmaFamily[BwdSm80WideRow]):
     name = "bwd_sm80_wide"
     op = "backward"
     summary = "mma.sync, ldmatrix and cp.async, from Ampere on, for wide heads"
     kernels = tuple(_KERNELS)
-    dtypes = ("float16", "bfloat16")
     head_dims = tuple(sorted(_TILES))
     features = Family.features - {"is_paged"}
     takes_out_dtypes = False
     grad_sets = (("dq", "dk", "dv", "dsinks"),)
-
-    def refuse_arch(self, arch: Arch) -> str | None:
-        return refuse_before_ampere(arch)
 
     def refuse(self, key: PlanKey) -> str | None:
         reason = super().refuse(key)

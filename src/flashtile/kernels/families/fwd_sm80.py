@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flashtile.kernels.arch import Arch
-from flashtile.kernels.families.base import Family, Launch, Row, tile_step
+from flashtile.kernels.families.base import Launch, Row, tile_step
+from flashtile.kernels.families.mma_sync import MmaFamily
 from flashtile.kernels.families.steps import combine, query_grid
 from flashtile.kernels.length_class import PackedHeads, RaggedQueries
 from flashtile.kernels.plan import SplitRule, Step, Workspace
@@ -17,12 +18,7 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp
 PACKED_HEADS, _SHORT = PackedHeads(64, 128), RaggedQueries(128, 64, 140)
 GROUP_ROWS = 64  # rows that are packed together (attn/work_item.cuh)
 QUERY_TILE_BYTES = 72  # QueryTile (attn/work_item.cuh)
-_FIRST_ARCH = 80
 _NUM_WARPS = 8  # that the registers of a multiprocessor hold
-
-
-def refuse_before_ampere(arch: Arch) -> str | None:
-    return None if arch.number >= _FIRST_ARCH else f"{arch.name} has no cp.async and no mma.sync of bfloat16"
 
 
 class Tile(NamedTuple):
@@ -42,12 +38,13 @@ class Tile(NamedTuple):
 # on other GPUs what fits their shared memory with as many warps: docs/sm80.md.
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
     (32, 32): (Tile(128, 64, 4, 2, kept_steps=2, max_options=0), Tile(64, 64, 4, 3)),
-    (64, 64): (Tile(128, 64, 4, 2, kept_steps=4, max_options=0), Tile(64, 64, 4, 2)),
+    (64, 64): (Tile(128, 64, 4, 2, kept_steps=4, max_options=0), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1)),
     (96, 96): (
         Tile(128, 64, 4, 2, max_options=0),
         Tile(128, 32, 4, 2, max_options=0),
         Tile(64, 64, 4, 2),
         Tile(64, 32, 4, 2),
+        Tile(64, 32, 4, 1),
     ),
     (128, 128): (
         Tile(128, 48, 4, 2, max_options=0, takes_padded=False),
@@ -55,17 +52,20 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
         Tile(128, 64, 8, 1, max_options=0),
         Tile(64, 64, 4, 2),
         Tile(64, 32, 4, 2),
+        Tile(64, 32, 4, 1),
     ),
     (192, 128): (
         Tile(128, 32, 4, 2, max_options=0),
         Tile(128, 64, 8, 1, max_options=0),
         Tile(128, 32, 8, 1, max_options=0),
         Tile(64, 32, 4, 1),
+        Tile(64, 16, 4, 1),
     ),
     (192, 192): (
         Tile(128, 64, 8, 1, max_options=0),
         Tile(128, 32, 8, 1, max_options=0),
         Tile(64, 32, 4, 1),
+        Tile(64, 16, 4, 1),
     ),
     (256, 256): (
         Tile(128, 64, 8, 1, kept_steps=8, max_options=0, takes_padded=False),
@@ -134,17 +134,13 @@ class Sm80Row(Row):
         return {"shared bytes": (f"sizeof({storage})", self.shared_bytes)}
 
 
-class FwdSm80(Family[Sm80Row]):
+class FwdSm80(MmaFamily[Sm80Row]):
     name = "fwd_sm80"
     op = "forward"
     summary = "mma.sync, ldmatrix and cp.async, from Ampere on"
     kernels = ("fwd_sm80",)
-    dtypes = ("float16", "bfloat16")
     head_dims = tuple(sorted(_TILES))
     length_classes = (PACKED_HEADS, _SHORT)
-
-    def refuse_arch(self, arch: Arch) -> str | None:
-        return refuse_before_ampere(arch)
 
     def packed_heads(self, key: PlanKey) -> int:
         """How many heads share a tile."""

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flashtile.kernels.arch import Arch
-from flashtile.kernels.families.base import Family, Launch, Row, tile_step
-from flashtile.kernels.families.fwd_sm80 import GROUP_ROWS, PACKED_HEADS, QUERY_TILE_BYTES, refuse_before_ampere
+from flashtile.kernels.families.base import Launch, Row, tile_step
+from flashtile.kernels.families.fwd_sm80 import GROUP_ROWS, PACKED_HEADS, QUERY_TILE_BYTES
+from flashtile.kernels.families.mma_sync import MmaFamily
 from flashtile.kernels.families.steps import combine, query_grid
 from flashtile.kernels.plan import SplitRule, Workspace
 from flashtile.kernels.source import qualified
@@ -53,6 +53,8 @@ class Choice(NamedTuple):
 
 # By padded head_dim and head_dim_v; the first that fits the GPU and takes a call is chosen: docs/sm80.md
 _TILES: dict[tuple[int, int], tuple[Choice, ...]] = {
+    # For 64 KiB of shared memory, where fwd_sm80 has no tile of it
+    (256, 256): (Choice(WideTile(64, 64, 2, 4, 64, 16, 2), takes_options=True),),
     (320, 320): (
         Choice(WideTile(128, 64, 4, 2, 64, 32, 5), takes_band=False),
         Choice(WideTile(64, 128, 2, 4, 64, 32, 5)),
@@ -116,17 +118,13 @@ class Sm80WideRow(Row):
         return {"shared bytes": (f"sizeof({storage})", self.shared_bytes)}
 
 
-class FwdSm80Wide(Family[Sm80WideRow]):
+class FwdSm80Wide(MmaFamily[Sm80WideRow]):
     name = "fwd_sm80_wide"
     op = "forward"
     summary = "mma.sync, ldmatrix and cp.async, from Ampere on, for head dims over 256"
     kernels = ("fwd_sm80_wide",)
-    dtypes = ("float16", "bfloat16")
     head_dims = tuple(sorted(_TILES))
     length_classes = (PACKED_HEADS,)
-
-    def refuse_arch(self, arch: Arch) -> str | None:
-        return refuse_before_ampere(arch)
 
     def every_row(self, dtype: str) -> Iterator[Sm80WideRow]:
         for dims, choices in _TILES.items():
