@@ -28,6 +28,7 @@ from flashtile.kernels.families.fwd_simt import FwdSimt
 from flashtile.kernels.families.fwd_sm80 import FwdSm80
 from flashtile.kernels.families.fwd_sm80_wide import FwdSm80Wide
 from flashtile.kernels.families.fwd_sm90 import FwdSm90
+from flashtile.kernels.families.fwd_sm90_wide import FwdSm90Wide
 from flashtile.kernels.length_class import LengthClass
 from flashtile.kernels.mutation import Mutation
 from flashtile.kernels.spec import PlanKey, features_of
@@ -63,6 +64,7 @@ def find(name: str) -> Family[Any]:
 
 
 register(FwdSm90())
+register(FwdSm90Wide())
 register(FwdSm80())
 register(FwdSm80Wide())
 register(FwdSimt())

@@ -27,6 +27,10 @@ enum class Mutation {
   fwd_sm90_dropout,      // two of four words of dropout bits are swapped
   fwd_sm90_split,        // every split processes the keys of the first one
   fwd_sm90_later_tile,   // a block repeats its first query tile instead of its fourth
+  // Found by `flashtile check`, in the Hopper forward for wide heads
+  fwd_sm90_wide_gqa_head,  // query head h uses KV head h % heads_kv instead of h / group
+  fwd_sm90_wide_rescale,   // the second half of the output is not scaled down when the maximum rises
+  fwd_sm90_wide_tail,      // rows of V past the last key are not cleared
   // Found by `flashtile check`, in the mma.sync forward
   fwd_sm80_rescale,    // the output is not scaled down when the maximum rises
   fwd_sm80_stale_max,  // the maximum stays that of the first tile
