@@ -34,8 +34,8 @@ _TILES: dict[tuple[int, int], tuple[WideTile, ...]] = {
     (256, 256): _MIDDLE,
     (320, 320): _WIDE,
     (384, 384): _WIDE,
-    (448, 448): _WIDE,
-    (512, 512): _WIDE,
+    (448, 448): (*_WIDE[:2], WideTile(64, 64, 2, 4, 64, 16, 2), _SMALL),
+    (512, 512): (*_WIDE[:2], WideTile(64, 64, 2, 4, 64, 16, 3, 2), WideTile(32, 64, 1, 4, 64, 16, 3, 2)),
 }
 
 
@@ -96,9 +96,9 @@ class BwdSm80Wide(MmaFamily[BwdSm80WideRow]):
         return reason
 
     def every_row(self, dtype: str) -> Iterator[BwdSm80WideRow]:
-        for dims, tiles in _TILES.items():
-            for tile in tiles:
-                for kernel in self.kernels:
+        for dims in _TILES:
+            for kernel in self.kernels:
+                for tile in _tiles(kernel, dims):
                     yield _row(kernel, tile, dtype, dims)
 
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[BwdSm80WideRow]:
@@ -107,11 +107,7 @@ class BwdSm80Wide(MmaFamily[BwdSm80WideRow]):
         # Registers: options leave none for tiles of 128, and dQ of the widest heads has none left for a band
         has_options = key.features.num_score_options > 0
         is_full = kernel == "bwd_sm80_dq" and dims[0] > 448 and key.features.has_band
-        # dV, which owns less, has room for larger slabs
-        tiles = _TILES[dims]
-        if kernel == "bwd_sm80_dv" and dims[0] % 128 == 0 and dims[0] > 256:
-            tiles = (WideTile(64, 128, 2, 4, 128, 32, 4), *tiles)
-        for tile in tiles:
+        for tile in _tiles(kernel, dims):
             if tile.block_n < 128 or not (has_options or is_full):
                 yield _row(kernel, tile, key.dtype, dims)
 
@@ -136,6 +132,12 @@ class BwdSm80Wide(MmaFamily[BwdSm80WideRow]):
 
 
 _WORKSPACES = (Workspace("score_lse", 4, ("lse_size",)), Workspace("delta", 4, ("lse_size",)))
+
+
+def _tiles(kernel: str, dims: tuple[int, int]) -> tuple[WideTile, ...]:
+    """The tiles of a kernel, the preferred first: dV, which owns less, has room for larger slabs."""
+    has_room = kernel == "bwd_sm80_dv" and dims in ((384, 384), (512, 512))
+    return (WideTile(64, 128, 2, 4, 128, 32, 4), *_TILES[dims]) if has_room else _TILES[dims]
 
 
 def _row(kernel: str, tile: WideTile, dtype: str, dims: tuple[int, int]) -> BwdSm80WideRow:

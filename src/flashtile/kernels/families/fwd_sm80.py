@@ -110,6 +110,7 @@ class Sm80Row(Row):
     @property
     def label(self) -> str:
         words = [f"{self.block_m} x {self.block_n}, {self.num_warps} warps"]
+        words += [f"{self.min_blocks} blocks"] if self.min_blocks > 1 else []
         words += [] if self.num_stages == 2 else [f"{self.num_stages} stages"]
         words += [f"{16 * self.kept_steps} columns of Q in registers"] if self.kept_steps else []
         return ", ".join(words)

@@ -30,6 +30,7 @@ class WideTile(NamedTuple):
     slab_columns: int
     slab_rows: int
     num_stages: int
+    row_parts: int = 1
 
     @property
     def num_threads(self) -> int:
@@ -40,7 +41,7 @@ class WideTile(NamedTuple):
 
     def slab_bytes(self, row_dim: int) -> int:
         """Of a slab that holds columns of one tensor and rows of so many elements of another."""
-        return 2 * max(self.block_n * self.slab_columns, self.slab_rows * row_dim)
+        return 2 * max(self.block_n * self.slab_columns, self.slab_rows * row_dim // self.row_parts)
 
 
 class Choice(NamedTuple):
@@ -70,7 +71,9 @@ _TILES: dict[tuple[int, int], tuple[Choice, ...]] = {
     ),
     (512, 512): (
         Choice(WideTile(64, 128, 2, 4, 128, 32, 4)),
+        Choice(WideTile(64, 128, 2, 4, 64, 16, 5)),
         Choice(WideTile(64, 64, 2, 4, 64, 16, 4), takes_options=True),
+        Choice(WideTile(64, 64, 2, 4, 64, 16, 3, 2), takes_options=True),
     ),
 }
 

@@ -101,6 +101,7 @@ struct BwdSm80Wide {
   static constexpr i32 kScores = Config::kWarpScores / 2, kResults = Config::kResultDim / Config::kColumnWarps / 2;
   static constexpr i32 kNumStages = Config::kNumStages, kSlabBytes = sizeof(Storage::slabs[0]);
   static constexpr i32 kNumThreads = Config::kNumThreads;
+  static constexpr i32 kPartColumns = Config::template kPartColumns<Config::kResultDim>;
   static constexpr bool kOwnsQueries = Config::kOwnsQueries;
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
   static_assert(kNumThreads >= 2 * kBlockN);
@@ -168,10 +169,11 @@ struct BwdSm80Wide {
           load<kBlockN, Config::kSlabColumns>(p, block, target, b, b_strides, 0,
                                               (slab - Config::kSlabsS) * Config::kSlabColumns, p.head_dim_v);
         } else {
-          i32 row = (slab - Config::kSlabsS - Config::kSlabsDp) * Config::kSlabRows;
-          load<Config::kSlabRows, Config::kResultDim>(p, block, target, Config::kHasDp ? a : b,
-                                                      Config::kHasDp ? a_strides : b_strides, row, 0,
-                                                      Config::kHasDp ? p.head_dim : p.head_dim_v);
+          i32 number = slab - Config::kSlabsS - Config::kSlabsDp, row = number / Config::kRowParts * Config::kSlabRows;
+          load<Config::kSlabRows, kPartColumns>(p, block, target, Config::kHasDp ? a : b,
+                                                Config::kHasDp ? a_strides : b_strides, row,
+                                                number % Config::kRowParts * kPartColumns,
+                                                Config::kHasDp ? p.head_dim : p.head_dim_v);
         }
         if (++slab == Config::kNumSlabs) slab = 0, ++count;
       }
@@ -264,7 +266,7 @@ struct BwdSm80Wide {
     u32 b = shared_address(shared.sB) + first_row * TileB::kPitch + TileB::template lane_offset<true>();
     u32 p_lane = shared_address(shared.sP) + first_row * TileP::kPitch + TileP::template lane_offset<true>();
     u32 columns_lane = first_score * TileSlab::kPitch + TileSlab::template lane_offset<false>();
-    u32 rows_lane = slab_column_offset<Config, Config::kResultDim>(column_warp);
+    u32 rows_lane = slab_column_offset<Config, kPartColumns>(column_warp);
     u32 stage = 0;
     // Waits for the next slab. All warps are done with the one before it: refills its stage
     auto next_slab = [&] {
@@ -318,9 +320,8 @@ struct BwdSm80Wide {
       }
       // The result of this warp's columns
 #pragma unroll 1
-      for (i32 slab = 0; slab < Config::kSlabsRows; ++slab) {
-        u32 rows = next_slab() + rows_lane;
-        mma_slab_ab<Config, Config::kResultDim>(rD, p_lane, slab * (Config::kSlabRows / 16), rows);
+      for (i32 step = 0; step < kBlockN / 16; step += Config::kSlabRows / 16) {
+        mma_row_parts<Config>(rD, p_lane, step, [&] { return next_slab() + rows_lane; });
       }
     }
 

@@ -43,6 +43,7 @@ struct FwdSm80Wide {
   using TileP = SwizzledTile<Config::kBlockN>;
   static constexpr i32 kBlockN = Config::kBlockN, kMTiles = Config::kMTiles, kNumStages = Config::kNumStages;
   static constexpr i32 kScores = Config::kWarpScores / 2, kOutputs = Config::kHeadDimV / Config::kColumnWarps / 2;
+  static constexpr i32 kPartColumns = Config::template kPartColumns<Config::kHeadDimV>;
   static constexpr i32 kNumSlabs = Config::kSlabsK + Config::kSlabsV, kSlabBytes = sizeof(Storage::slabs[0]);
 
   struct State {
@@ -72,8 +73,9 @@ struct FwdSm80Wide {
           i32 column = slab * Config::kSlabColumns;
           load<kBlockN, Config::kSlabColumns>(target, k, n * kBlockN, tile.s.seqlen_k, column, p.head_dim);
         } else {
-          i32 j = n * kBlockN + (slab - Config::kSlabsK) * Config::kSlabRows;
-          load<Config::kSlabRows, Config::kHeadDimV>(target, v, j, tile.s.seqlen_k, 0, p.head_dim_v);
+          i32 number = slab - Config::kSlabsK, j = n * kBlockN + number / Config::kRowParts * Config::kSlabRows;
+          load<Config::kSlabRows, kPartColumns>(target, v, j, tile.s.seqlen_k,
+                                                number % Config::kRowParts * kPartColumns, p.head_dim_v);
         }
         if (++slab == kNumSlabs) slab = 0, --n;
       }
@@ -110,7 +112,7 @@ struct FwdSm80Wide {
     u32 q = shared_address(shared.sQ) + first_row * TileQ::kPitch + TileQ::template lane_offset<true>();
     u32 sP = shared_address(shared.sP), p_lane = sP + first_row * TileP::kPitch + TileP::template lane_offset<true>();
     u32 k_lane = column_warp * Config::kWarpScores * TileK::kPitch + TileK::template lane_offset<false>();
-    u32 v_lane = slab_column_offset<Config, Config::kHeadDimV>(column_warp);
+    u32 v_lane = slab_column_offset<Config, kPartColumns>(column_warp);
     u32 stage = 0;
     // Waits for the next slab. All warps are done with the one before it: refills its stage
     auto next_slab = [&] {
@@ -171,9 +173,8 @@ struct FwdSm80Wide {
       }
       // O += P V of this warp's columns
 #pragma unroll 1
-      for (i32 slab = 0; slab < Config::kSlabsV; ++slab) {
-        u32 v = next_slab() + v_lane;
-        mma_slab_ab<Config, Config::kHeadDimV>(state.rO, p_lane, slab * (Config::kSlabRows / 16), v);
+      for (i32 step = 0; step < kBlockN / 16; step += Config::kSlabRows / 16) {
+        mma_row_parts<Config>(state.rO, p_lane, step, [&] { return next_slab() + v_lane; });
       }
     }
   }

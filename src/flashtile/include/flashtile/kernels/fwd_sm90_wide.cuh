@@ -153,10 +153,11 @@ struct FwdSm90Wide {
   // Zeros V past the last key: those rows belong to another sequence, and 0 * NaN is NaN.
   template <i32 kGroup>
   FT_DEVICE static void clear_tail(Storage& shared, const Tile& tile, u32 stage, i32 n) {
-    if constexpr (SeqInfo::kHasLengths && !mutates(Mutation::fwd_sm90_wide_tail)) {
-      if ((n + 1) * kBlockN > tile.s.seqlen_k) {
-        clear_rows<64, kSlabsOf<kGroup>>(shared.sV[stage][kGroup == 0 ? 0 : kSlabsFirst],
-                                         tile.s.seqlen_k - n * kBlockN);
+    if constexpr (SeqInfo::kHasLengths) {
+      i32 num_rows = tile.s.seqlen_k - n * kBlockN;
+      if constexpr (mutates(Mutation::fwd_sm90_wide_tail)) num_rows = kBlockN;
+      if (num_rows < kBlockN) {
+        clear_rows<64, kSlabsOf<kGroup>>(shared.sV[stage][kGroup == 0 ? 0 : kSlabsFirst], num_rows);
         named_barrier_sync(kTailBarrier + kGroup, 128);
       }
     }

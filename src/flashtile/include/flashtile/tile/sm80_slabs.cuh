@@ -49,11 +49,12 @@ FT_DEVICE void mma_slab_abt(float (&rS)[Config::kMTiles][Config::kWarpScores / 2
   }
 }
 
-// D += P B over the rows of a slab: p is the address of the warp's rows of P, first_step the first 16 columns of it.
-// The warp's columns of B are every kColumnWarps-th 16, so that their addresses differ by constants. Scope: warp.
-template <class Config, i32 kColumns>
-FT_DEVICE void mma_slab_ab(float (&rD)[Config::kMTiles][kColumns / Config::kColumnWarps / 2], u32 p, i32 first_step,
-                           u32 slab) {
+// D += P B over the rows of a slab of kColumns columns, part number kPart of D's: p is the address of the warp's rows
+// of P, first_step the first 16 columns of it. The warp's columns of B are every kColumnWarps-th 16, so that their
+// addresses differ by constants. Scope: warp.
+template <class Config, i32 kColumns, i32 kPart, i32 kResults>
+FT_DEVICE void mma_slab_ab(float (&rD)[Config::kMTiles][kResults], u32 p, i32 first_step, u32 slab) {
+  constexpr i32 kSteps = kColumns / Config::kColumnWarps / 16;
 #pragma unroll
   for (i32 step = 0; step < Config::kSlabRows / 16; ++step) {
     u32 rP[Config::kMTiles][4];
@@ -62,18 +63,28 @@ FT_DEVICE void mma_slab_ab(float (&rD)[Config::kMTiles][kColumns / Config::kColu
       ldmatrix_x4(rP[t], SwizzledTile<Config::kBlockN>::step_address(p, t, first_step + step));
     }
 #pragma unroll
-    for (i32 n = 0; n < kColumns / Config::kColumnWarps / 16; ++n) {
+    for (i32 n = 0; n < kSteps; ++n) {
       u32 rB[4];
       ldmatrix_x4_trans(rB, SwizzledTile<kColumns>::step_address(slab, step, Config::kColumnWarps * n));
 #pragma unroll
       for (i32 t = 0; t < Config::kMTiles; ++t) {
 #pragma unroll
         for (i32 half = 0; half < 2; ++half) {
-          float* d = rD[t] + 8 * n + 4 * half;
+          float* d = rD[t] + 8 * (kPart * kSteps + n) + 4 * half;
           mma_m16n8k16<typename Config::Element>(d, rP[t], rB[2 * half], rB[2 * half + 1], d[0], d[1], d[2], d[3]);
         }
       }
     }
+  }
+}
+
+// The same over all columns: next() waits for the next slab and returns its address. Scope: block.
+template <class Config, i32 kPart = 0, i32 kResults, class Next>
+FT_DEVICE void mma_row_parts(float (&rD)[Config::kMTiles][kResults], u32 p, i32 first_step, Next next) {
+  if constexpr (kPart < Config::kRowParts) {
+    constexpr i32 kColumns = 2 * kResults * Config::kColumnWarps / Config::kRowParts;
+    mma_slab_ab<Config, kColumns, kPart>(rD, p, first_step, next());
+    mma_row_parts<Config, kPart + 1>(rD, p, first_step, next);
   }
 }
 

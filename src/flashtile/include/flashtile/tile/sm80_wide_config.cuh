@@ -5,7 +5,7 @@
 // and every kColumnWarps-th 16 columns of the result, from 16 * (warp % kColumnWarps) on. P goes through shared memory.
 //
 // Streamed tiles pass through a ring of kNumStages slabs: kSlabColumns columns of all kBlockN rows where the head dim
-// is the depth of a product, kSlabRows rows of all columns where the rows are.
+// is the depth of a product, kSlabRows rows where the rows are. kRowParts slabs hold all columns of such rows.
 #pragma once
 
 #include "flashtile/core/types.cuh"
@@ -13,7 +13,7 @@
 namespace flashtile {
 
 template <typename T, i32 kBlockM_, i32 kBlockN_, i32 kRowWarps_, i32 kColumnWarps_, i32 kSlabColumns_, i32 kSlabRows_,
-          i32 kNumStages_>
+          i32 kNumStages_, i32 kRowParts_ = 1>
 struct Sm80WideTile {
   using Element = T;
   static constexpr i32 kBlockM = kBlockM_;
@@ -23,6 +23,7 @@ struct Sm80WideTile {
   static constexpr i32 kSlabColumns = kSlabColumns_;
   static constexpr i32 kSlabRows = kSlabRows_;
   static constexpr i32 kNumStages = kNumStages_;
+  static constexpr i32 kRowParts = kRowParts_;
   static constexpr i32 kNumWarps = kRowWarps * kColumnWarps;
   static constexpr i32 kNumThreads = 32 * kNumWarps;
   static constexpr i32 kWarpRows = kBlockM / kRowWarps;
@@ -33,10 +34,13 @@ struct Sm80WideTile {
   static_assert(kBlockN % 64 == 0 && kSlabColumns % 64 == 0 && kSlabRows % 16 == 0 && kBlockN % kSlabRows == 0);
   static_assert(kNumStages >= 2);
 
-  // The bytes of a slab that holds columns of one tensor and rows of width kRowDim of another.
+  // The columns of a slab of rows of width kRowDim, and the bytes of a slab that holds one of both kinds.
+  template <i32 kRowDim>
+  static constexpr i32 kPartColumns = kRowDim / kRowParts;
   template <i32 kRowDim>
   static constexpr i32 kSlabBytes =
-      sizeof(T) * (kBlockN * kSlabColumns > kSlabRows * kRowDim ? kBlockN * kSlabColumns : kSlabRows * kRowDim);
+      sizeof(T) * (kBlockN * kSlabColumns > kSlabRows * kPartColumns<kRowDim> ? kBlockN * kSlabColumns
+                                                                              : kSlabRows * kPartColumns<kRowDim>);
 };
 
 // Forward. kPacksHeads and kIsScalePositive as in tile/sm80_config.cuh.
@@ -50,10 +54,11 @@ struct Sm80WideConfig : Tile {
   static constexpr bool kIsScalePositive = kIsScalePositive_;
   static constexpr i32 kNumConsumers = Tile::kBlockM / 64;  // groups of 64 rows (attn/work_item.cuh)
   static constexpr i32 kSlabsK = kHeadDim / Tile::kSlabColumns;
-  static constexpr i32 kSlabsV = Tile::kBlockN / Tile::kSlabRows;
+  static constexpr i32 kSlabsV = Tile::kBlockN / Tile::kSlabRows * Tile::kRowParts;
   static constexpr i32 kKeptSteps = 0;
   static constexpr bool kIsExact = false;
-  static_assert(Tile::kBlockM % 64 == 0 && kHeadDim % Tile::kSlabColumns == 0 && kHeadDimV % 64 == 0);
+  static_assert(Tile::kBlockM % 64 == 0 && kHeadDim % Tile::kSlabColumns == 0);
+  static_assert(kHeadDimV % (64 * Tile::kRowParts) == 0);
 };
 
 // Which gradient a backward kernel computes.
@@ -70,9 +75,10 @@ struct Sm80WideBwdConfig : Tile {
   static constexpr i32 kResultDim = kHasDp ? kHeadDim : kHeadDimV;
   static constexpr i32 kSlabsS = kHeadDim / Tile::kSlabColumns;
   static constexpr i32 kSlabsDp = kHasDp ? kHeadDimV / Tile::kSlabColumns : 0;
-  static constexpr i32 kSlabsRows = Tile::kBlockN / Tile::kSlabRows;
+  static constexpr i32 kSlabsRows = Tile::kBlockN / Tile::kSlabRows * Tile::kRowParts;
   static constexpr i32 kNumSlabs = kSlabsS + kSlabsDp + kSlabsRows;
   static_assert(kHeadDim % Tile::kSlabColumns == 0 && kHeadDimV % Tile::kSlabColumns == 0);
+  static_assert(kResultDim % (64 * Tile::kRowParts) == 0);
 };
 
 }  // namespace flashtile
