@@ -23,8 +23,8 @@ HEAD_DIMS = ((512, 512), (320, 320), (384, 384), (448, 448), (264, 264), (320, 2
 BACKWARD_HEAD_DIMS = (*HEAD_DIMS, (256, 256), (192, 160), (128, 128), (64, 64))
 ODD_HEAD_DIMS = ((257, 257), (300, 290), (511, 65))
 LENGTHS = ((1, 1), (1, 700), (150, 300), (200, 64), (193, 1025), (600, 513), (370, 700))
-# The backward refuses pages, results in float32 and the gradient of a bias
-NOT_BACKWARD = ("paged", "single rows as pages", "pages of 48", "paged with options", "float32 results", "everything")
+# The backward refuses pages and results in float32
+NOT_BACKWARD = ("paged", "single rows as pages", "pages of 48", "paged with options", "float32 results")
 
 
 @pytest.fixture(autouse=True)
@@ -52,14 +52,19 @@ def forward_problems() -> list[tuple[Case, int]]:
 def backward_problems() -> list[tuple[Case, int]]:
     problems = []
     for start, (feature, options) in enumerate((ALL_FEATURES | OTHERS).items()):
-        if feature in NOT_BACKWARD or "bias" in feature or "splits" in feature:
+        if feature in NOT_BACKWARD or "splits" in feature:
             continue
         for place, head_dims in enumerate(BACKWARD_HEAD_DIMS):
             if feature == "causal" or place == start % len(BACKWARD_HEAD_DIMS):
                 problems.append(problem(place + start, head_dims, LENGTHS[(place + start) % len(LENGTHS)], **options))
-    for start, feature in enumerate(("causal", "varlen", "gqa", "offset")):
+    for start, feature in enumerate(("causal", "varlen", "gqa", "offset", "bias")):
         options = (ALL_FEATURES | OTHERS)[feature]
         problems.append(problem(start, ODD_HEAD_DIMS[start % 3], LENGTHS[2 + start % 5], **options))
+    # Each way to broadcast a bias
+    for start, axes in enumerate(("q", "k", "b", "h", "bh", "qk", "bhq", "hk")):
+        options = {"bias": axes, "is_bias_float32": start % 2 == 0, "causal": "bottom_right", "heads": 3, "heads_kv": 3}
+        dims = ((64, 64), (320, 320))[start // 4]
+        problems.append(problem(start, dims, LENGTHS[2 + start % 5], **options))
     return problems
 
 

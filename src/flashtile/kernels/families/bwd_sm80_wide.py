@@ -1,7 +1,7 @@
-"""The backward pass by mma.sync for wide heads, from Ampere on: include/flashtile/kernels/bwd_sm80_wide.cuh,
+"""The backward pass by mma.sync for wide heads: include/flashtile/kernels/bwd_sm80_wide.cuh and bwd_sm80_dbias.cuh,
 docs/sm80.md.
 
-Three kernels, one for each of dQ, dK and dV. Each gradient has one owner, so results do not depend on timing, and only
+Four kernels, one for each of dQ, dK, dV and dbias. Each gradient has one owner, so results do not depend on timing, and only
 wanted gradients are computed.
 """
 
@@ -19,7 +19,9 @@ from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
 _BLOCK_BYTES = 64  # WideBlock (kernels/bwd_sm80_wide.cuh)
-_KERNELS = {"bwd_sm80_dq": "dq", "bwd_sm80_dk": "dk", "bwd_sm80_dv": "dv"}
+_TERM_BYTES = 64  # DbiasTerm (kernels/bwd_sm80_dbias.cuh)
+_KERNELS = {"bwd_sm80_dq": "dq", "bwd_sm80_dk": "dk", "bwd_sm80_dv": "dv", "bwd_sm80_dbias": "dbias"}
+_DBIAS_TILES = WideTile(64, 128, 2, 4, 64, 16, 3), WideTile(64, 64, 2, 4, 64, 16, 3)
 
 # By padded head_dim and head_dim_v; the first that fits the shared memory of the GPU is chosen: docs/sm80.md. Up to 128
 # bwd_sm80 is faster; those rows are for what it refuses: a bias, a fixed order of sums, rows aligned to nothing.
@@ -45,7 +47,7 @@ class BwdSm80WideRow(Row):
 
     @property
     def header(self) -> str:
-        return "bwd_sm80_wide"
+        return "bwd_sm80_dbias" if self.gradient == "dbias" else "bwd_sm80_wide"
 
     @property
     def num_threads(self) -> int:
@@ -57,25 +59,31 @@ class BwdSm80WideRow(Row):
 
     @property
     def config(self) -> str:
-        gradient = f"flashtile::WideGradient::k{self.gradient.capitalize()}"
+        # dbias has the roles of dQ
+        name = "Dq" if self.gradient == "dbias" else self.gradient.capitalize()
+        gradient = f"flashtile::WideGradient::k{name}"
         tile = qualified(f"flashtile::{self.tile.cpp(self.dtype)}")
         return f"Sm80WideBwdConfig<{CPP_TYPES[self.dtype]}, {gradient}, {self.head_dim}, {self.head_dim_v}, {tile}>"
 
     @property
     def label(self) -> str:
-        owned, streamed = ("queries", "keys") if self.gradient == "dq" else ("keys", "queries")
+        owned, streamed = ("queries", "keys") if self.gradient in ("dq", "dbias") else ("keys", "queries")
         warps = f"{self.tile.row_warps} x {self.tile.column_warps} warps"
         return f"{self.block_m} {owned} x {self.block_n} {streamed}, {warps}, {self.tile.num_stages} slabs"
 
     @property
     def shared_bytes(self) -> int:
+        if self.gradient == "dbias":
+            slabs = self.tile.num_stages * 128 * (self.block_m + self.block_n)
+            return -(-(slabs + 16 * self.block_m + 4 * _TERM_BYTES) // 128) * 128
         has_dp = self.gradient != "dv"
         owned = self.block_m * (self.head_dim + self.block_n) + (self.block_m * self.head_dim_v if has_dp else 64)
         slabs = self.tile.num_stages * self.tile.slab_bytes(self.head_dim if has_dp else self.head_dim_v)
         return -(-(2 * owned + slabs + 16 * max(self.block_m, self.block_n) + _BLOCK_BYTES) // 128) * 128
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
-        storage = f"flashtile::BwdSm80WideStorage<flashtile::{self.config}>"
+        name = "DbiasSm80Storage" if self.gradient == "dbias" else "BwdSm80WideStorage"
+        storage = f"flashtile::{name}<flashtile::{self.config}>"
         return {"shared bytes": (f"sizeof({storage})", self.shared_bytes)}
 
 
@@ -87,13 +95,7 @@ class BwdSm80Wide(MmaFamily[BwdSm80WideRow]):
     head_dims = tuple(sorted(_TILES))
     features = Family.features - {"is_paged"}
     takes_out_dtypes = False
-    grad_sets = (("dq", "dk", "dv", "dsinks"),)
-
-    def refuse(self, key: PlanKey) -> str | None:
-        reason = super().refuse(key)
-        if reason is None and key.grads is not None and "dbias" in key.grads:
-            return "the gradient of a bias"
-        return reason
+    grad_sets = (("dq", "dk", "dv", "dsinks"), ("dbias",))
 
     def every_row(self, dtype: str) -> Iterator[BwdSm80WideRow]:
         for dims in _TILES:
@@ -108,7 +110,7 @@ class BwdSm80Wide(MmaFamily[BwdSm80WideRow]):
         has_options = key.features.num_score_options > 0
         is_full = kernel == "bwd_sm80_dq" and dims[0] > 448 and key.features.has_band
         for tile in _tiles(kernel, dims):
-            if tile.block_n < 128 or not (has_options or is_full):
+            if tile.block_n < 128 or kernel == "bwd_sm80_dbias" or not (has_options or is_full):
                 yield _row(kernel, tile, key.dtype, dims)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
@@ -120,15 +122,19 @@ class BwdSm80Wide(MmaFamily[BwdSm80WideRow]):
             if gradient in key.grads:
                 steps.append(self._step(self.select(kernel, key), key))
         # Keys outside every sequence have no owner
-        zeroed = tuple(name for name in ("dk", "dv") if layout.has_lengths and name in key.grads)
+        zeroed = tuple(name for name in ("dk", "dv", "dbias") if layout.has_lengths and name in key.grads)
         return Launch(tuple(steps), _WORKSPACES, zeroed=zeroed)
 
     def launch_row(self, row: BwdSm80WideRow, key: PlanKey, layout: CallLayout) -> Launch:
         return Launch((self._step(row, key),), _WORKSPACES)
 
     def _step(self, row: BwdSm80WideRow, key: PlanKey) -> Step:
-        keys: Grid = ("seqlen_k", row.block_m), ("heads_kv", 1), ("batch", 1)
-        return tile_step(row, key.features, query_grid(row.block_m) if row.gradient == "dq" else keys)
+        grid: Grid = ("seqlen_k", row.block_m), ("heads_kv", 1), ("batch", 1)
+        if row.gradient == "dq":
+            grid = query_grid(row.block_m)
+        elif row.gradient == "dbias":
+            grid = ("bias_batch", 1), ("bias_heads", 1), ("bias_rows", row.block_m), ("bias_columns", row.block_n)
+        return tile_step(row, key.features, grid)
 
 
 _WORKSPACES = (Workspace("score_lse", 4, ("lse_size",)), Workspace("delta", 4, ("lse_size",)))
@@ -136,6 +142,8 @@ _WORKSPACES = (Workspace("score_lse", 4, ("lse_size",)), Workspace("delta", 4, (
 
 def _tiles(kernel: str, dims: tuple[int, int]) -> tuple[WideTile, ...]:
     """The tiles of a kernel, the preferred first: dV, which owns less, has room for larger slabs."""
+    if kernel == "bwd_sm80_dbias":
+        return _DBIAS_TILES
     has_room = kernel == "bwd_sm80_dv" and dims in ((384, 384), (512, 512))
     return (WideTile(64, 128, 2, 4, 128, 32, 4), *_TILES[dims]) if has_room else _TILES[dims]
 

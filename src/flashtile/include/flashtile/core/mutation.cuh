@@ -76,6 +76,7 @@ enum class Mutation {
   bwd_sm80_wide_gqa_head,  // dQ of query head h uses KV head h % heads_kv instead of h / group
   bwd_sm80_wide_group,     // dK and dV use only one query head of a group
   bwd_sm80_wide_tail,      // rows past the last query or key are copied instead of cleared
+  bwd_sm80_wide_dbias_head,  // a bias shared by all heads misses the gradient of the last head
   // Found by `flashtile check`, in the other kernels or in code that all share
   skip_rescale,        // the output and the sum are not scaled down when the maximum rises
   stale_max,           // the maximum stays that of the first tile: correct until an exponential overflows

@@ -204,11 +204,13 @@ struct BwdSm80Wide {
     }
   };
 
-  // ---- From scores to dS of an m16 tile whose rows are queries, from i_begin on; its columns are keys from j_begin on.
-  // sLse and sDelta are those of the rows. Scope: warp.
+  // ---- From scores and dP to dS, in place of dP, of an m16 tile whose rows are queries, from i_begin on; its columns
+  // are keys from j_begin on. sLse and sDelta are those of the rows. Without kIsOfDot dS is the gradient of the score
+  // behind the softcap. Scope: warp.
+  template <bool kIsOfDot>
   FT_DEVICE static void differentiate(const Params& p, const Sequence& s, i32 head, i32 i_begin, i32 j_begin,
                                       const float* sLse, const float* sDelta, const float (&rS)[kScores],
-                                      float (&rdP)[kScores], u32 (&packed)[kScores / 2]) {
+                                      float (&rdP)[kScores]) {
     Scorer<ScoreMod> scorer(p, s, head);
     i32 j_first = j_begin + fragment_column();
 #pragma unroll
@@ -220,7 +222,6 @@ struct BwdSm80Wide {
       if constexpr (mutates(Mutation::bwd_sm80_wide_dq_mask)) seen.end += Mask::kHasBand ? 1 : 0;
 #pragma unroll
       for (i32 b = 0; b < kScores / 4; ++b) {
-        float ds[2];
 #pragma unroll
         for (i32 e = 0; e < 2; ++e) {
           i32 x = 4 * b + 2 * r + e, j = j_first + 8 * b + e;
@@ -236,10 +237,9 @@ struct BwdSm80Wide {
             float exponent = min_with_nan(fmaf(rS[x], p.scale_log2, -lse), 0.0f);
             prob = exp2_approx(!Mask::kHasBand || is_kept ? exponent : -infinity());
           }
-          ds[e] = prob * (rdP[x] - delta);
-          if constexpr (ScoreMod::kHasSoftcap) ds[e] *= 1.0f - tanh * tanh;
+          rdP[x] = prob * (rdP[x] - delta);
+          if constexpr (ScoreMod::kHasSoftcap && kIsOfDot) rdP[x] *= 1.0f - tanh * tanh;
         }
-        packed[2 * b + r] = pack_two<T>(ds[0], ds[1]);
       }
     }
   }
@@ -300,8 +300,10 @@ struct BwdSm80Wide {
         i32 owned = block.first + first_row + 16 * t;
         if constexpr (kOwnsQueries) {
           i32 row = first_row + 16 * t;
-          differentiate(p, block.s, block.head, owned, first, shared.stats[0][0] + row, shared.stats[0][1] + row, rS[t],
-                        rdP[t], packed_ds);
+          differentiate<true>(p, block.s, block.head, owned, first, shared.stats[0][0] + row,
+                              shared.stats[0][1] + row, rS[t], rdP[t]);
+#pragma unroll
+          for (i32 x = 0; x < kScores / 2; ++x) packed_ds[x] = pack_two<T>(rdP[t][2 * x], rdP[t][2 * x + 1]);
         } else {
           const float* sLse = shared.stats[count % 2][0] + first_score;
           const float* sDelta = shared.stats[count % 2][1] + first_score;
