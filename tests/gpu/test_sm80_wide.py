@@ -1,5 +1,5 @@
-"""The mma.sync families for wide heads: every row by the error rule, every option, lengths around their tiles, rows that
-are aligned to nothing, forward and backward."""
+"""The mma.sync families for wide heads: every row by the error rule, every option, lengths around their tiles, rows
+that are aligned to nothing, forward and backward."""
 
 from __future__ import annotations
 

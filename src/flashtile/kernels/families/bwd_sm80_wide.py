@@ -1,8 +1,8 @@
 """The backward pass by mma.sync for wide heads: include/flashtile/kernels/bwd_sm80_wide.cuh and bwd_sm80_dbias.cuh,
 docs/sm80.md.
 
-Four kernels, one for each of dQ, dK, dV and dbias. Each gradient has one owner, so results do not depend on timing, and only
-wanted gradients are computed.
+Four kernels, one for each of dQ, dK, dV and dbias. Each gradient has one owner, so results do not depend on timing, and
+only wanted gradients are computed.
 """
 
 from __future__ import annotations

@@ -172,5 +172,5 @@ def _row(
     packs_heads: bool = False,
     is_scale_positive: bool = True,
 ) -> Sm80WideRow:
-    sizes = tile.block_m, tile.block_n, tile
-    return Sm80WideRow("fwd_sm80_wide", dtype, out_dtype, *dims, *sizes, packs_heads, is_scale_positive)
+    sizes = *dims, tile.block_m, tile.block_n
+    return Sm80WideRow("fwd_sm80_wide", dtype, out_dtype, *sizes, tile, packs_heads, is_scale_positive)

@@ -72,10 +72,10 @@ enum class Mutation {
   bwd_sm80_dq_tile,      // dQ of the second query tile is not added
   bwd_sm80_softcap,      // the derivative of the softcap is ignored
   // Found by `flashtile check`, in the mma.sync backward for wide heads
-  bwd_sm80_wide_dq_mask,   // causal and window masks of dQ are one key too far right
-  bwd_sm80_wide_gqa_head,  // dQ of query head h uses KV head h % heads_kv instead of h / group
-  bwd_sm80_wide_group,     // dK and dV use only one query head of a group
-  bwd_sm80_wide_tail,      // rows past the last query or key are copied instead of cleared
+  bwd_sm80_wide_dq_mask,     // causal and window masks of dQ are one key too far right
+  bwd_sm80_wide_gqa_head,    // dQ of query head h uses KV head h % heads_kv instead of h / group
+  bwd_sm80_wide_group,       // dK and dV use only one query head of a group
+  bwd_sm80_wide_tail,        // rows past the last query or key are copied instead of cleared
   bwd_sm80_wide_dbias_head,  // a bias shared by all heads misses the gradient of the last head
   // Found by `flashtile check`, in the other kernels or in code that all share
   skip_rescale,        // the output and the sum are not scaled down when the maximum rises

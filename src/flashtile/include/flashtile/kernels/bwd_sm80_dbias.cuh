@@ -4,7 +4,8 @@
 // Block:     kBlockM queries x kBlockN keys of one batch and head of the bias; all queries, or all keys, of an axis of
 //            size 1. It streams the terms of its sums: sequences, heads and tiles. Each sum has one owner and a fixed
 //            order. Warps as in bwd_sm80_wide.cuh.
-// Shared:    slabs [stage] of 64 columns of Q and K, or of dO and V, swizzled (tile/swizzled_tile.cuh); lse and delta of
+// Shared:    slabs [stage] of 64 columns of Q and K, or of dO and V, swizzled (tile/swizzled_tile.cuh); lse and delta
+// of
 //            two terms; a ring of terms. At the end the sums of a tile, where an axis is summed up.
 // Products:  S = Q K^T and dP = dO V^T. The sums stay in registers.
 // Mainloop:  one barrier per slab: behind it the slab has arrived, and the one before it is free for a copy further on.

@@ -1,8 +1,8 @@
 // Attention backward by mma.sync for wide heads, from Ampere on: three kernels, each with one gradient.
 //
-// No block can hold dK and dV of a wide head, let alone dQ. Each gradient has a kernel that owns its rows: eight products
-// instead of five, but no sums in global memory, and results that do not depend on timing. The three differ only in what
-// they own and what streams by:
+// No block can hold dK and dV of a wide head, let alone dQ. Each gradient has a kernel that owns its rows: eight
+// products instead of five, but no sums in global memory, and results that do not depend on timing. The three differ
+// only in what they own and what streams by:
 //
 //                      dQ                      dK                          dV
 //   owned rows         Q, dO                   K, V                        K
@@ -10,7 +10,8 @@
 //   dP, or dP^T        dO V^T                  V dO^T                      -
 //   result             dQ += dS K              dK += dS^T Q                dV += P^T dO
 //
-// Block:     kBlockM rows; it streams tiles of kBlockN rows that see them, of every head that shares a KV head. Warps as
+// Block:     kBlockM rows; it streams tiles of kBlockN rows that see them, of every head that shares a KV head. Warps
+// as
 //            in fwd_sm80_wide.cuh.
 // Shared:    sA [kBlockM][kHeadDim], sB [kBlockM][kHeadDimV], sP [kBlockM][kBlockN] (P or dS), slabs [stage], swizzled
 //            (tile/swizzled_tile.cuh); lse and delta of two tiles of queries.
@@ -24,13 +25,13 @@
 
 namespace flashtile {
 
-// What a block works on: rows from `first` on, and tiles of the other side: num_row_tiles of each of num_heads heads. It
-// lies in shared memory: registers are scarce. Scope of every function: thread.
+// What a block works on: rows from `first` on, and tiles of the other side: num_row_tiles of each of num_heads heads.
+// It lies in shared memory: registers are scarce. Scope of every function: thread.
 struct WideBlock {
   Sequence s;
-  i32 head, first;                 // owned: a query head, or a KV head
-  i32 first_tile, num_row_tiles;   // that stream by
-  i32 first_head, num_heads;       // of those
+  i32 head, first;                // owned: a query head, or a KV head
+  i32 first_tile, num_row_tiles;  // that stream by
+  i32 first_head, num_heads;      // of those
 
   template <class Config, class Mask, class SeqInfo>
   FT_DEVICE static WideBlock find(const Params& p) {
@@ -128,11 +129,9 @@ struct BwdSm80Wide {
       load_slab<kBlockM, decltype(shape)::kNumColumns, kNumThreads, Load>(
           shared_address(tile), num_rows, num_columns, [&](i32 row) { return rows + row * strides.row; });
     };
-    load(TileA(), shared.sA, kOwnsQueries ? p.q : p.k, kOwnsQueries ? p.q_strides : p.k_strides,
-         p.head_dim);
+    load(TileA(), shared.sA, kOwnsQueries ? p.q : p.k, kOwnsQueries ? p.q_strides : p.k_strides, p.head_dim);
     if constexpr (Config::kHasDp) {
-      load(TileB(), shared.sB, kOwnsQueries ? p.dout : p.v,
-           kOwnsQueries ? p.dout_strides : p.v_strides, p.head_dim_v);
+      load(TileB(), shared.sB, kOwnsQueries ? p.dout : p.v, kOwnsQueries ? p.dout_strides : p.v_strides, p.head_dim_v);
     }
   }
 
@@ -146,8 +145,8 @@ struct BwdSm80Wide {
     }
   }
 
-  // Copies the slabs of the tiles that stream by: columns of K or Q for S, columns of V or dO for dP, rows of the result's
-  // other factor. Addresses are computed for each slab: registers are scarce.
+  // Copies the slabs of the tiles that stream by: columns of K or Q for S, columns of V or dO for dP, rows of the
+  // result's other factor. Addresses are computed for each slab: registers are scarce.
   struct Copy {
     i32 count, slab;  // the next slab
     i32 head, first;  // of its tile
@@ -170,10 +169,9 @@ struct BwdSm80Wide {
                                               (slab - Config::kSlabsS) * Config::kSlabColumns, p.head_dim_v);
         } else {
           i32 number = slab - Config::kSlabsS - Config::kSlabsDp, row = number / Config::kRowParts * Config::kSlabRows;
-          load<Config::kSlabRows, kPartColumns>(p, block, target, Config::kHasDp ? a : b,
-                                                Config::kHasDp ? a_strides : b_strides, row,
-                                                number % Config::kRowParts * kPartColumns,
-                                                Config::kHasDp ? p.head_dim : p.head_dim_v);
+          load<Config::kSlabRows, kPartColumns>(
+              p, block, target, Config::kHasDp ? a : b, Config::kHasDp ? a_strides : b_strides, row,
+              number % Config::kRowParts * kPartColumns, Config::kHasDp ? p.head_dim : p.head_dim_v);
         }
         if (++slab == Config::kNumSlabs) slab = 0, ++count;
       }
@@ -300,8 +298,8 @@ struct BwdSm80Wide {
         i32 owned = block.first + first_row + 16 * t;
         if constexpr (kOwnsQueries) {
           i32 row = first_row + 16 * t;
-          differentiate<true>(p, block.s, block.head, owned, first, shared.stats[0][0] + row,
-                              shared.stats[0][1] + row, rS[t], rdP[t]);
+          differentiate<true>(p, block.s, block.head, owned, first, shared.stats[0][0] + row, shared.stats[0][1] + row,
+                              rS[t], rdP[t]);
 #pragma unroll
           for (i32 x = 0; x < kScores / 2; ++x) packed_ds[x] = pack_two<T>(rdP[t][2 * x], rdP[t][2 * x + 1]);
         } else {
@@ -337,8 +335,9 @@ struct BwdSm80Wide {
         rows = query_rows(static_cast<T*>(p.dq), p.dq_strides, block.s, block.head) + row * p.dq_strides.row;
       } else {
         const Strides& strides = Config::kHasDp ? p.dk_strides : p.dv_strides;
-        rows = KeyRows<T, KvSource<false>>(static_cast<T*>(Config::kHasDp ? p.dk : p.dv), strides, p, block.s, block.head)
-                   .row(row);
+        rows =
+            KeyRows<T, KvSource<false>>(static_cast<T*>(Config::kHasDp ? p.dk : p.dv), strides, p, block.s, block.head)
+                .row(row);
       }
       store_warp_columns<Config, Load::kIsAligned16>(rows, row < (kOwnsQueries ? block.s.seqlen_q : block.s.seqlen_k),
                                                      Config::kHasDp ? p.head_dim : p.head_dim_v, column_warp, x % 2,

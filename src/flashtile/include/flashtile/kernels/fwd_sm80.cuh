@@ -194,8 +194,7 @@ struct FwdSm80 {
       }
     }
     if constexpr (kIsMasked) modify_tile(p, tile, j_begin, rS);
-    state.softmax.raise_maximum(
-        factor, [&](i32 t, i32 r) { return Softmax::tile_maximum(rS[t], r); }, state.rO);
+    state.softmax.raise_maximum(factor, [&](i32 t, i32 r) { return Softmax::tile_maximum(rS[t], r); }, state.rO);
     state.softmax.template exponentiate<kIsMasked>(factor, rS);
     if constexpr (Dropout::kIsOn) drop_tile(p, tile, j_begin, rS);
 #pragma unroll

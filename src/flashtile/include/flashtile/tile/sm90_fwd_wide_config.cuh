@@ -1,7 +1,8 @@
 // The tile of the Hopper forward for wide heads: sizes, warpgroup roles and registers per role.
 //
-// A block owns 64 queries. Two consumer warpgroups share the columns of O, in slabs of 64; the first computes the scores
-// as well. A cluster of kClusterSize blocks owns consecutive queries of a head and loads each slab of K and V once.
+// A block owns 64 queries. Two consumer warpgroups share the columns of O, in slabs of 64; the first computes the
+// scores as well. A cluster of kClusterSize blocks owns consecutive queries of a head and loads each slab of K and V
+// once.
 #pragma once
 
 #include "flashtile/core/types.cuh"
