@@ -64,9 +64,9 @@ def find(name: str) -> Family[Any]:
 
 
 register(FwdSm90())
-register(FwdSm90Wide())
 register(FwdSm80())
 register(FwdSm80Wide())
+register(FwdSm90Wide())
 register(FwdSimt())
 register(BwdSm90())
 register(BwdSm90Wide())

@@ -84,7 +84,7 @@ class BwdSm80Row(Row):
 class BwdSm80(MmaFamily[BwdSm80Row]):
     name = "bwd_sm80"
     op = "backward"
-    summary = "mma.sync, ldmatrix and cp.async, from Ampere on"
+    summary = "mma.sync and ldmatrix: float16 from Turing on, bfloat16 from Ampere on"
     kernels = ("bwd_sm80",)
     head_dims = tuple(sorted(_TILES))
     features = Family.features - {"is_paged", "is_aligned16", "bias_dtype"}

@@ -90,7 +90,7 @@ class BwdSm80WideRow(Row):
 class BwdSm80Wide(MmaFamily[BwdSm80WideRow]):
     name = "bwd_sm80_wide"
     op = "backward"
-    summary = "mma.sync, ldmatrix and cp.async, from Ampere on, for wide heads"
+    summary = "mma.sync, one kernel for each gradient: head dims over 128, and what bwd_sm80 refuses"
     kernels = tuple(_KERNELS)
     head_dims = tuple(sorted(_TILES))
     features = Family.features - {"is_paged"}

@@ -138,7 +138,7 @@ class Sm80Row(Row):
 class FwdSm80(MmaFamily[Sm80Row]):
     name = "fwd_sm80"
     op = "forward"
-    summary = "mma.sync, ldmatrix and cp.async, from Ampere on"
+    summary = "mma.sync and ldmatrix: float16 from Turing on, bfloat16 from Ampere on"
     kernels = ("fwd_sm80",)
     head_dims = tuple(sorted(_TILES))
     length_classes = (PACKED_HEADS, _SHORT)

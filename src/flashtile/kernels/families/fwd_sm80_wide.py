@@ -48,7 +48,7 @@ class Choice(NamedTuple):
     """A tile, and which calls take it."""
 
     tile: WideTile
-    takes_options: bool = False  # it has registers for options that change scores or probabilities
+    takes_options: bool = False  # it has registers for options, and for rows that are not aligned
     takes_band: bool = True
 
 
@@ -124,7 +124,7 @@ class Sm80WideRow(Row):
 class FwdSm80Wide(MmaFamily[Sm80WideRow]):
     name = "fwd_sm80_wide"
     op = "forward"
-    summary = "mma.sync, ldmatrix and cp.async, from Ampere on, for head dims over 256"
+    summary = "mma.sync, for head dims over 256"
     kernels = ("fwd_sm80_wide",)
     head_dims = tuple(sorted(_TILES))
     length_classes = (PACKED_HEADS,)
@@ -141,12 +141,12 @@ class FwdSm80Wide(MmaFamily[Sm80WideRow]):
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[Sm80WideRow]:
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
-        has_options = key.features.num_score_options > 0 or not key.is_scale_positive
+        is_plain = key.features.num_score_options == 0 and key.is_scale_positive and key.features.is_aligned16
         is_packed = key.length(PACKED_HEADS) > 1
         for tile, takes_options, takes_band in _TILES[dims]:
             if is_packed and tile.block_m > GROUP_ROWS:
                 continue
-            if takes_options >= has_options and takes_band >= key.features.has_band:
+            if takes_options >= (not is_plain) and takes_band >= key.features.has_band:
                 yield _row(tile, key.dtype, key.out_dtype, dims, is_packed, key.is_scale_positive)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
