@@ -12,6 +12,8 @@ _POINTERS = (
     *(
         "bias",
         "mask",
+        "mask_bits",
+        "mask_tiles",
         "alibi_slopes",
         "sinks",
         "rng_state",
@@ -88,7 +90,7 @@ class FwdSm90Params(ctypes.Structure):
     _fields_ = [
         ("base", Params),
         ("_padding", ctypes.c_char * (-ctypes.sizeof(Params) % 64)),
-        *((f"{name}_map", ctypes.c_uint64 * 16) for name in ("q", "k", "v", "out")),
+        *((f"{name}_map", ctypes.c_uint64 * 16) for name in ("q", "k", "v", "out", "bias")),
     ]
 
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from flashtile.kernels.families.base import Launch, Row, tile_step
 from flashtile.kernels.families.fwd_sm80 import GROUP_ROWS, PACKED_HEADS, QUERY_TILE_BYTES
 from flashtile.kernels.families.mma_sync import MmaFamily
-from flashtile.kernels.families.steps import combine, query_grid
-from flashtile.kernels.plan import SplitRule, Workspace
+from flashtile.kernels.families.steps import combine, partial_results, query_grid
+from flashtile.kernels.plan import SplitRule
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
@@ -151,12 +151,11 @@ class FwdSm80Wide(MmaFamily[Sm80WideRow]):
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         row = self.select("fwd_sm80_wide", key)
-        packed_heads, rows = key.length(PACKED_HEADS), ("num_splits", "lse_size")
+        packed_heads = key.length(PACKED_HEADS)
         heads = "heads_kv" if packed_heads > 1 else "heads"
         # Each split should have a few tiles of keys
         splits = SplitRule(row.queries(packed_heads), 4 * row.block_n, heads, 1)
-        workspaces = (Workspace("partial_out", 4 * key.head_dim_v, rows), Workspace("partial_stats", 8, rows))
-        return Launch((*self.launch_row(row, key, layout).steps, combine(key)), workspaces, splits)
+        return Launch((*self.launch_row(row, key, layout).steps, combine(key)), partial_results(key), splits)
 
     def launch_row(self, row: Sm80WideRow, key: PlanKey, layout: CallLayout) -> Launch:
         packed_heads = key.length(PACKED_HEADS) if row.packs_heads else 1

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
-from flashtile.kernels.families.steps import combine, query_grid
+from flashtile.kernels.families.steps import combine, partial_results, query_grid
 from flashtile.kernels.params import FwdSm90Params, Struct
-from flashtile.kernels.plan import MapPatch, SplitRule, Workspace
+from flashtile.kernels.plan import MapPatch, SplitRule
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
@@ -93,11 +93,10 @@ class FwdSm90Wide(Family[Sm90FwdWideRow]):
         yield _row(key.dtype, key.out_dtype, dims)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
-        plain, rows = self.launch_row(self.select("fwd_sm90_wide", key), key, layout), ("num_splits", "lse_size")
+        plain = self.launch_row(self.select("fwd_sm90_wide", key), key, layout)
         # Each split should have a few tiles of keys
         splits = SplitRule(_CLUSTER * _ROWS, 8 * _KEYS, blocks=1)
-        workspaces = (Workspace("partial_out", 4 * key.head_dim_v, rows), Workspace("partial_stats", 8, rows))
-        return Launch((*plain.steps, combine(key)), workspaces, splits, plain.maps, struct=FwdSm90Params)
+        return Launch((*plain.steps, combine(key)), partial_results(key), splits, plain.maps, struct=FwdSm90Params)
 
     def launch_row(self, row: Sm90FwdWideRow, key: PlanKey, layout: CallLayout) -> Launch:
         # The first factor is the size of a cluster

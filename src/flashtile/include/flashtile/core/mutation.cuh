@@ -27,6 +27,11 @@ enum class Mutation {
   fwd_sm90_dropout,      // two of four words of dropout bits are swapped
   fwd_sm90_split,        // every split processes the keys of the first one
   fwd_sm90_later_tile,   // a block repeats its first query tile instead of its fourth
+  fwd_sm90_mask_bits,    // neighbouring keys swap their bits of a bool mask
+  fwd_sm90_mask_tiles,   // tiles count as fully seen if one lane's rows of the mask are
+  fwd_sm90_mask_row,     // every query but the first uses the bool mask of the query before
+  fwd_sm90_bias_row,     // query tiles after the first use the bias of one query before
+  fwd_sm90_alibi,        // ALiBi distances count from the first key instead of the last
   // Found by `flashtile check`, in the Hopper forward for wide heads
   fwd_sm90_wide_gqa_head,  // query head h uses KV head h % heads_kv instead of h / group
   fwd_sm90_wide_rescale,   // the second half of the output is not scaled down when the maximum rises
