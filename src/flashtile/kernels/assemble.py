@@ -150,6 +150,7 @@ def call_values(layout: CallLayout) -> Values:
         ("total_q", (Size("q", row),)),
         ("total_k", (Size("k", row),)),
         ("lse_size", (Elements("lse"),)),
+        ("head_dim", (Size("q", -1),)),
     ]
     if is_paged:
         values += [("num_pages", (Size("k", -4),)), ("page_size", (Size("k", row),))]

@@ -23,14 +23,17 @@ from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, forced_rows
 from flashtile.kernels.families.bwd_simt import BwdSimt
 from flashtile.kernels.families.bwd_sm80 import BwdSm80
+from flashtile.kernels.families.bwd_sm80_wide import BwdSm80Wide
 from flashtile.kernels.families.bwd_sm90 import BwdSm90
 from flashtile.kernels.families.bwd_sm90_f32 import BwdSm90F32
 from flashtile.kernels.families.bwd_sm90_wide import BwdSm90Wide
 from flashtile.kernels.families.decode_sm90 import DecodeSm90
 from flashtile.kernels.families.fwd_simt import FwdSimt
 from flashtile.kernels.families.fwd_sm80 import FwdSm80
+from flashtile.kernels.families.fwd_sm80_wide import FwdSm80Wide
 from flashtile.kernels.families.fwd_sm90 import FwdSm90
 from flashtile.kernels.families.fwd_sm90_f32 import FwdSm90F32
+from flashtile.kernels.families.fwd_sm90_wide import FwdSm90Wide
 from flashtile.kernels.length_class import LengthClass
 from flashtile.kernels.mutation import Mutation
 from flashtile.kernels.spec import PlanKey, features_of
@@ -68,11 +71,14 @@ def find(name: str) -> Family[Any]:
 register(DecodeSm90())
 register(FwdSm90())
 register(FwdSm80())
+register(FwdSm80Wide())
+register(FwdSm90Wide())
 register(FwdSimt())
 register(FwdSm90F32())
 register(BwdSm90())
 register(BwdSm90Wide())
 register(BwdSm80())
+register(BwdSm80Wide())
 register(BwdSimt())
 register(BwdSm90F32())
 
