@@ -7,17 +7,27 @@ docs/distributed.md has the whole story. Importing this module registers its ope
 
 from flashtile.distributed.attention import (
     context_attention,
+    explain_context,
     position_ids,
     ring_attention,
     shard,
     ulysses_attention,
     unshard,
 )
+from flashtile.distributed.context import Attention, ContextParallel, context_parallel, current
+from flashtile.distributed.cost import ContextExplanation, Link
 from flashtile.distributed.transport import PeerError
 
 __all__ = [
+    "Attention",
+    "ContextExplanation",
+    "ContextParallel",
+    "Link",
     "PeerError",
     "context_attention",
+    "context_parallel",
+    "current",
+    "explain_context",
     "position_ids",
     "ring_attention",
     "shard",

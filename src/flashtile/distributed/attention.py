@@ -13,6 +13,7 @@ from torch import Tensor
 from flashtile import ops
 from flashtile.arguments import Causal, Window, attention_args, autocast, flag, integer
 from flashtile.distributed import ring, ulysses
+from flashtile.distributed.cost import ContextExplanation, Link, choose, compare
 from flashtile.distributed.sharding import SHARDINGS, Shards
 from flashtile.distributed.transport import group_of, timeout_of
 from flashtile.errors import type_error, unknown_option, unsupported, value_error
@@ -186,8 +187,6 @@ def context_attention(
         if strategy == "both":
             raise value_error("strategy", "'both'", "a 2-D mesh (ring, heads)")
         if strategy == "auto":
-            from flashtile.distributed.cost import choose
-
             strategy = choose(given, shape[0])
         if strategy == "ring":
             out, lse = _ring(given, own, 1, timeout)
@@ -196,13 +195,46 @@ def context_attention(
     return (out, lse) if return_lse else out
 
 
+def explain_context(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: Any = None,
+    group: Any = None,
+    num_ranks: int | tuple[int, int] | None = None,
+    link: str | Link | None = None,
+    **options: Any,
+) -> ContextExplanation:
+    """What `context_attention` would choose and what each strategy would cost; print it. Nothing is computed or sent.
+
+    q, k and v hold one rank's rows and may be meta tensors. num_ranks, or (ring, heads), asks without a process group;
+    link names another speed: "nvlink", "infiniband", "ethernet", "loopback", or a `Link`.
+    """
+    shape = mesh_shape(mesh, group) if num_ranks is None else _pair(num_ranks)
+    given = _options_of(context_attention)
+    for name in options:
+        if name not in given:
+            raise unknown_option("explain_context", name, given)
+    filled = {**given, **options, "q": q, "k": k, "v": v}
+    return compare(_options(filled, shape[0] * shape[1]), shape, link)
+
+
+def _pair(num_ranks: int | tuple[int, int]) -> tuple[int, int]:
+    return num_ranks if isinstance(num_ranks, tuple) else (num_ranks, 1)
+
+
+def _options_of(function: Any) -> dict[str, Any]:
+    parameters = list(inspect.signature(function).parameters.values())[3:-1]
+    return {parameter.name: parameter.default for parameter in parameters}
+
+
 # From arguments to operators
 
 
 def _check_unknown(function: Any, unknown: dict[str, Any]) -> None:
     if unknown:
-        names = [name for name in inspect.signature(function).parameters if name not in ("q", "k", "v", "unknown")]
-        raise unknown_option(function.__name__, next(iter(unknown)), names)
+        raise unknown_option(function.__name__, next(iter(unknown)), _options_of(function))
 
 
 def _mesh_dims(mesh: Any) -> tuple[int, ...]:
