@@ -432,16 +432,15 @@ def unshard(
     total = tensor.shape[dim] * size if seqlen is None else seqlen
     steps = [(mesh.get_group(1), rank // dims[1] * dims[1]), (mesh.get_group(0), 0)] if len(dims) == 2 else None
     steps = steps or [(group_of(mesh, group), 0)]
-    rows = tensor.movedim(dim, 0).reshape(tensor.shape[dim], 1, -1)
+    rows = tensor.movedim(dim, 0)
     for index, (own, first) in enumerate(steps):
         merged = dims[1] if len(dims) == 2 and index == 1 else 1
         rows = _Gather.apply(rows, own.group_name, sharding, total, first, size, merged, timeout_of(own, timeout))
-    shape = [total, *(length for axis, length in enumerate(tensor.shape) if axis != dim % tensor.dim())]
-    return rows.reshape(shape).movedim(0, dim)
+    return rows.movedim(0, dim)
 
 
 class _Gather(torch.autograd.Function):
-    """Rows (rows, 1, columns) of all ranks of a group, in the order of the sequence."""
+    """Rows (rows, ...) of all ranks of a group, in the order of the sequence."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *place: Any) -> Tensor:
