@@ -87,8 +87,11 @@ def ring_attention(
     """
     _check_unknown(ring_attention, unknown)
     own = group_of(mesh, group)
-    size = dist.get_world_size(own)
-    given = _options(locals(), size)
+    given = _options(
+        *(q, k, v, dist.get_world_size(own)),
+        *(causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic),
+        *(layout, backend, cu_seqlens, sharding, seqlen, seqlen_k, first_head, total_heads, return_lse, transport),
+    )
     out, lse = _ring(given, own, 1, timeout)
     return (out, lse) if return_lse else out
 
@@ -129,7 +132,11 @@ def ulysses_attention(
     _check_unknown(ulysses_attention, unknown)
     own = group_of(mesh, group)
     size = dist.get_world_size(own)
-    given = _options(locals(), size)
+    given = _options(
+        *(q, k, v, size),
+        *(causal, window, scale, None, None, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic),
+        *(layout, backend, cu_seqlens, sharding, seqlen, seqlen_k, first_head, total_heads, return_lse, "auto"),
+    )
     out, lse = _ulysses(given, own, 0, size, timeout)
     return (out, lse) if return_lse else out
 
@@ -177,7 +184,11 @@ def context_attention(
     if strategy not in STRATEGIES:
         raise value_error("strategy", repr(strategy), ", ".join(map(repr, STRATEGIES)))
     shape = mesh_shape(mesh, group)
-    given = _options(locals(), shape[0] * shape[1])
+    given = _options(
+        *(q, k, v, shape[0] * shape[1]),
+        *(causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic),
+        *(layout, backend, cu_seqlens, sharding, seqlen, seqlen_k, first_head, total_heads, return_lse, transport),
+    )
     if len(_mesh_dims(mesh)) == 2:
         if strategy not in ("auto", "both"):
             raise value_error("strategy", repr(strategy), "'auto' or 'both' on a 2-D mesh", "Pass one of its dimensions")
@@ -216,8 +227,10 @@ def explain_context(
     for name in options:
         if name not in given:
             raise unknown_option("explain_context", name, given)
-    filled = {**given, **options, "q": q, "k": k, "v": v}
-    return compare(_options(filled, shape[0] * shape[1]), shape, link)
+    filled = {**given, **options}
+    for name in ("mesh", "group", "strategy", "timeout"):
+        del filled[name]
+    return compare(_options(q, k, v, shape[0] * shape[1], **filled), shape, link)
 
 
 def _pair(num_ranks: int | tuple[int, int]) -> tuple[int, int]:
@@ -251,39 +264,60 @@ def mesh_shape(mesh: Any, group: Any) -> tuple[int, int]:
     return dist.get_world_size(group_of(mesh, group)), 1
 
 
-def _options(given: dict[str, Any], num_ranks: int) -> Options:
-    """From the local variables of a public function."""
-    q, k, v, bias = autocast(given["q"], given["k"], given["v"], given.get("bias"))
-    layout, cu_seqlens = given["layout"], given["cu_seqlens"]
+def _options(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_ranks: int,
+    causal: Causal,
+    window: Window,
+    scale: float | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    softcap: float,
+    sinks: Tensor | None,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    deterministic: bool | None,
+    layout: str,
+    backend: str | None,
+    cu_seqlens: Tensor | None,
+    sharding: str,
+    seqlen: int | None,
+    seqlen_k: int | None,
+    first_head: int,
+    total_heads: int | None,
+    return_lse: bool,
+    transport: str,
+) -> Options:
+    """What the caller wrote, checked as far as one rank can."""
+    q, k, v, bias = autocast(q, k, v, bias)
     args = attention_args(
-        *(q, k, v, given["causal"], given["window"], given["scale"], given.get("mask"), bias),
-        *(given["alibi_slopes"], given["softcap"], given["sinks"], given["dropout_p"], given["rng_state"]),
-        *(given["deterministic"], layout, given["backend"]),
+        *(q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state),
+        *(deterministic, layout, backend),
         is_packed=cu_seqlens is not None,
     )
     check_layout(layout)
-    sharding, transport = given["sharding"], given.get("transport", "auto")
     if sharding not in SHARDINGS:
         raise value_error("sharding", repr(sharding), " or ".join(map(repr, SHARDINGS)))
     if transport not in ring.TRANSPORTS:
         raise value_error("transport", repr(transport), ", ".join(map(repr, ring.TRANSPORTS)))
-    flag("return_lse", given["return_lse"])
+    flag("return_lse", return_lse)
     rank = 4 if cu_seqlens is None else 3
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != rank:
             raise value_error(name, tensor, f"{rank} dimensions" + ("" if rank == 4 else ", since cu_seqlens is given"))
     row = row_axis(layout)
-    seqlen_q = _length("seqlen", given["seqlen"], q.shape[row] * num_ranks)
-    same = given["seqlen_k"] is None and given["seqlen"] is not None and k.shape[row] == q.shape[row]
-    seqlen_k = _length("seqlen_k", given["seqlen_k"], seqlen_q if same else k.shape[row] * num_ranks)
-    total_heads = given["total_heads"]
+    total_q = _length("seqlen", seqlen, q.shape[row] * num_ranks)
+    is_same = seqlen_k is None and seqlen is not None and k.shape[row] == q.shape[row]
     options = Options(
         args=args,
         cu_seqlens=cu_seqlens,
         sharding=sharding,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        first_head=integer("first_head", given["first_head"], "an integer >= 0"),
+        seqlen_q=total_q,
+        seqlen_k=_length("seqlen_k", seqlen_k, total_q if is_same else k.shape[row] * num_ranks),
+        first_head=integer("first_head", first_head, "an integer >= 0"),
         total_heads=0 if total_heads is None else integer("total_heads", total_heads, "an integer or None"),
         transport=transport,
     )
@@ -326,7 +360,7 @@ def _ring(given: Options, group: Any, merged: int, timeout: float | None) -> tup
         *(given.cu_seqlens, args.scale, args.causal, args.window_left, args.window_right, args.softcap),
         *(args.dropout_p, given.first_head, given.total_heads, args.deterministic, args.layout, args.backend),
         *(group.group_name, given.sharding, given.seqlen_q, given.seqlen_k, merged, given.transport),
-        timeout_of(group, timeout),
+        timeout_of(timeout),
     )
     return result
 
@@ -377,7 +411,7 @@ def _exchanged(given: Options, group: Any, first: int, num_shards: int, limit: f
 
 
 def _ulysses(given: Options, group: Any, first: int, num_shards: int, timeout: float | None) -> tuple[Tensor, Tensor]:
-    exchanged, back = _exchanged(given, group, first, num_shards, timeout_of(group, timeout))
+    exchanged, back = _exchanged(given, group, first, num_shards, timeout_of(timeout))
     args = exchanged.args._replace(first_head=exchanged.first_head, total_heads=exchanged.total_heads)
     if exchanged.cu_seqlens is not None:
         cu_seqlens = exchanged.cu_seqlens.to(args.q.device)
@@ -389,7 +423,7 @@ def _ulysses(given: Options, group: Any, first: int, num_shards: int, timeout: f
 def _both(given: Options, mesh: Any, shape: tuple[int, int], timeout: float | None) -> tuple[Tensor, Tensor]:
     ring_group, head_group = mesh.get_group(0), mesh.get_group(1)
     first = dist.get_rank(ring_group) * shape[1]
-    limit = timeout_of(head_group, timeout)
+    limit = timeout_of(timeout)
     exchanged, back = _exchanged(given, head_group, first, shape[0] * shape[1], limit)
     result: tuple[Tensor, Tensor] = back(*_ring(exchanged, ring_group, shape[1], timeout))
     return result
@@ -435,7 +469,7 @@ def unshard(
     rows = tensor.movedim(dim, 0)
     for index, (own, first) in enumerate(steps):
         merged = dims[1] if len(dims) == 2 and index == 1 else 1
-        rows = _Gather.apply(rows, own.group_name, sharding, total, first, size, merged, timeout_of(own, timeout))
+        rows = _Gather.apply(rows, own.group_name, sharding, total, first, size, merged, timeout_of(timeout))
     return rows.movedim(0, dim)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from flashtile.backends.base import Backend
 from flashtile.backends.registry import BACKENDS
@@ -255,7 +256,8 @@ def work_of(given: Any) -> Work:
     args: AttentionArgs = given.args
     head = head_axis(args.layout)
     has_positions = any(value is not None for value in (args.bias, args.mask, args.alibi_slopes)) or args.dropout_p > 0
-    bounds = None if given.cu_seqlens is None else tuple(given.cu_seqlens.tolist())
+    is_known = given.cu_seqlens is not None and not is_compiling()
+    bounds = tuple(given.cu_seqlens.tolist()) if is_known else None
     return Work(
         batch=args.q.shape[0] if args.q.dim() == 4 else 1,
         heads=args.q.shape[head],
@@ -276,11 +278,9 @@ def work_of(given: Any) -> Work:
 
 
 def device_of(args: AttentionArgs) -> Device:
-    """The rates that were measured for such a call, of this GPU's family of kernels or of this CPU."""
-    is_cpu = args.q.device.type == "cpu"
-    plain = AttentionArgs(*(torch.empty(2, 1, 1, t.shape[-1], dtype=t.dtype, device="meta") for t in args[:3]))
-    arch = "" if is_cpu else speeds.MEASURED_ARCH
-    return measured_device("cpu" if is_cpu else "cuda", args.q.dtype, plain.q.shape[-1], plain.v.shape[-1], arch)
+    """The rates that were measured for such a call, on a GPU or on a CPU."""
+    device = "cpu" if args.q.device.type == "cpu" else "cuda"
+    return measured_device(device, args.q.dtype, args.q.shape[-1], args.v.shape[-1])
 
 
 @functools.cache
@@ -313,16 +313,16 @@ def _time_us(backend: Backend, problem: Problem, op: str) -> float | None:
     return backend.time_us(problem, op) if backend.refuse(problem, op) is None else None
 
 
-def link_of(args: AttentionArgs, size: int) -> Link:
+def default_link(device_type: str, size: int) -> Link:
     """On a GPU NVLink up to 8 ranks, InfiniBand from there on; on a CPU TCP."""
-    if args.q.device.type == "cpu":
+    if device_type == "cpu":
         return LINKS["loopback"]
     return LINKS["nvlink" if size <= 8 else "infiniband"]
 
 
 def named_link(link: str | Link | None, args: AttentionArgs, size: int) -> Link:
     if link is None:
-        return link_of(args, size)
+        return default_link(args.q.device.type, size)
     if isinstance(link, Link):
         return link
     if link not in LINKS:
@@ -384,5 +384,22 @@ def compare(given: Any, shape: tuple[int, int], link: str | Link | None = None) 
 
 
 def choose(given: Any, size: int) -> str:
-    """Every rank must choose alike: nothing but what they share is looked at."""
-    return compare(given, (size, 1)).strategy
+    """Every rank must choose alike: nothing but what they share is looked at. While torch.compile traces, the bounds of
+    documents are not known."""
+    args: AttentionArgs = given.args
+    if args.bias is not None or args.mask is not None:
+        return "ring"
+    work = work_of(given)
+    return _choice(*dataclasses.astuple(work), args.q.device.type, args.q.dtype, size)
+
+
+@torch.compiler.assume_constant_result
+def _choice(*values: Any) -> str:
+    *numbers, device_type, dtype, size = values
+    work = Work(*numbers)
+    if ulysses.refusal(work.heads, work.heads_kv, size) is not None:
+        return "ring"
+    device = measured_device("cpu" if device_type == "cpu" else "cuda", dtype, work.head_dim, work.head_dim_v)
+    link = default_link(device_type, size)
+    ring, heads = (estimate(work, size, device, link) for estimate in (estimate_ring, estimate_ulysses))
+    return min((ring, heads), key=lambda one: one.total_s).strategy

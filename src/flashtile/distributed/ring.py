@@ -142,7 +142,7 @@ class _Pass:
         if wanted not in self._packed:
             rows = local_rows(self.keys[self.rank], wanted)
             parts = [take(tensor, rows, self.row).reshape(-1) for tensor in (self.args.k, self.args.v)]
-            self._packed[wanted] = torch.cat(parts)
+            self._packed[wanted] = self.channel.staged(torch.cat(parts))
         return [(receiver, self._packed[wanted])]
 
     def buffer(self, num_keys: int) -> Tensor:
@@ -405,7 +405,7 @@ class _Backward(_Pass):
             wanted = self.wanted(receiver, self.rank)
             if wanted:
                 returns.append((receiver, self.buffer(num_rows(wanted)), wanted))
-        self.channel.post(sends, [(peer, buffer) for peer, buffer, _ in returns], after_current=True).wait()
+        self.channel.post(sends, [(peer, buffer) for peer, buffer, _ in returns]).wait()
         for _, buffer, wanted in returns:
             self._add(wanted, *self.unpacked(buffer, num_rows(wanted)))
 
@@ -430,7 +430,7 @@ class _Backward(_Pass):
         receiver = (self.rank + step) % self.size
         wanted = self.wanted(receiver, self.rank)
         buffer = self.buffer(num_rows(wanted))
-        pending = self.channel.post(sends, [(receiver, buffer)] if wanted else [], after_current=True)
+        pending = self.channel.post(sends, [(receiver, buffer)] if wanted else [])
 
         def finish() -> None:
             pending.wait()

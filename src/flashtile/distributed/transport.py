@@ -32,25 +32,19 @@ class Channel:
     def __init__(self, group_name: str, device: torch.device, timeout: float, what: str):
         self.group: Any = _resolve_process_group(group_name)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.timeout, self.what, self.device = timeout, what, device
+        self.timeout, self.what, self.device = timeout or _own_timeout(self.group), what, device
         self.is_staged = device.type == "cuda" and not _takes_cuda(self.group)
         self.stream = _stream(device) if device.type == "cuda" else None
-        self.bytes_sent = 0
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(device))
         if device.type == "cuda" and not self.is_staged:
             _warm_up(group_name, device)
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], after_current: bool = False) -> Pending:
-        """Starts sending and receiving. after_current: what is sent has just been computed on the current stream."""
-        self.bytes_sent += sum(tensor.numel() * tensor.element_size() for _, tensor in sends)
-        bytes_sent[self.group.group_name] = bytes_sent.get(self.group.group_name, 0) + sum(
-            tensor.numel() * tensor.element_size() for _, tensor in sends
-        )
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Starts sending and receiving, behind what has been launched on the current stream so far."""
+        count = sum(tensor.numel() * tensor.element_size() for _, tensor in sends)
+        bytes_sent[self.group.group_name] = bytes_sent.get(self.group.group_name, 0) + count
         if self.stream is None:
             return Pending(self, *self._start(sends, receives))
-        if after_current:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             if self.is_staged:
                 return self._post_staged(sends, receives)
@@ -58,8 +52,19 @@ class Channel:
                 tensor.record_stream(self.stream)
             return Pending(self, *self._start(sends, receives))
 
+    def staged(self, tensor: Tensor) -> Tensor:
+        """What is handed to the backend: a copy in pinned memory where it takes no tensors of this device."""
+        if not self.is_staged or tensor.device.type == "cpu":
+            return tensor
+        assert self.stream is not None
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+        self.stream.synchronize()
+        return copy
+
     def _post_staged(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        staged = [(peer, tensor.to("cpu")) for peer, tensor in sends]
+        staged = [(peer, self.staged(tensor)) for peer, tensor in sends]
         arriving = [(peer, torch.empty_like(tensor, device="cpu", pin_memory=True)) for peer, tensor in receives]
 
         def land() -> None:
@@ -153,18 +158,23 @@ def group_of(mesh: Any, group: Any, dim: int = 0) -> Any:
     return dist.group.WORLD if group is None else group
 
 
-def timeout_of(group: Any, timeout: float | None) -> float:
-    """Seconds; None = the group's own."""
-    if timeout is not None:
-        if not timeout > 0.0:
-            raise value_error("timeout", timeout, "seconds > 0, or None for the group's")
-        return float(timeout)
-    try:
-        backend = group._get_backend(torch.device("cpu"))
-    except RuntimeError:
-        backend = group._get_backend(torch.device("cuda"))
-    limit: datetime.timedelta = backend.options._timeout
-    return limit.total_seconds()
+def timeout_of(timeout: float | None) -> float:
+    """As the operators take it: seconds, 0 = the group's own."""
+    if timeout is None:
+        return 0.0
+    if not timeout > 0.0:
+        raise value_error("timeout", timeout, "seconds > 0, or None for the group's")
+    return float(timeout)
+
+
+def _own_timeout(group: Any) -> float:
+    for device in ("cpu", "cuda"):
+        try:
+            limit: datetime.timedelta = group._get_backend(torch.device(device)).options._timeout
+        except RuntimeError:
+            continue
+        return limit.total_seconds()
+    return 1800.0
 
 
 def group_size_and_rank(group_name: str) -> tuple[int, int]:
