@@ -7,9 +7,11 @@ were launched before keep running.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +44,12 @@ class Channel:
         """Starts sending and receiving, behind what has been launched on the current stream so far."""
         count = sum(tensor.numel() * tensor.element_size() for _, tensor in sends)
         bytes_sent[self.group.group_name] = bytes_sent.get(self.group.group_name, 0) + count
+        ready_at = _slow.arrival(sends, receives) if _slow is not None else 0.0
+        pending = self._post(sends, receives)
+        pending.ready_at = ready_at
+        return pending
+
+    def _post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         if self.stream is None:
             return Pending(self, *self._start(sends, receives))
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -112,6 +120,7 @@ class Pending:
         land: Callable[[], None] | None = None,
     ):
         self.channel, self.works, self.kept, self.land = channel, works, kept, land
+        self.ready_at = 0.0
 
     def wait(self) -> None:
         """Until everything is there, for what is launched on the current stream from now on."""
@@ -121,9 +130,40 @@ class Pending:
                 work.wait(limit)
             except RuntimeError as error:
                 raise self.channel.error(doing, error) from error
+        if self.ready_at:
+            time.sleep(max(0.0, self.ready_at - time.monotonic()))
         if self.land is not None:
             self.land()
         self.works, self.kept, self.land = [], [], None
+
+
+class _SlowLink:
+    """A link that carries one message at a time in each direction, at this speed."""
+
+    def __init__(self, bytes_per_s: float, latency_s: float):
+        self.bytes_per_s, self.latency_s, self.free_at = bytes_per_s, latency_s, 0.0
+
+    def arrival(self, sends: Sequence[Message], receives: Sequence[Message]) -> float:
+        """When messages that are posted now have arrived."""
+        sizes = [sum(tensor.numel() * tensor.element_size() for _, tensor in some) for some in (sends, receives)]
+        if not any(sizes):
+            return 0.0
+        self.free_at = max(time.monotonic(), self.free_at) + self.latency_s + max(sizes) / self.bytes_per_s
+        return self.free_at
+
+
+_slow: _SlowLink | None = None
+
+
+@contextlib.contextmanager
+def slow_link(bytes_per_s: float, latency_s: float) -> Iterator[None]:
+    """Messages arrive no sooner than over such a link: for comparing runs with predictions."""
+    global _slow
+    before, _slow = _slow, _SlowLink(bytes_per_s, latency_s)
+    try:
+        yield
+    finally:
+        _slow = before
 
 
 bytes_sent: dict[str, int] = {}  # by group name, since the start of the process: for tests and reports
