@@ -106,7 +106,11 @@ def expected(
         dropout.threshold(args.dropout_p),
         dropout.keep_factor(args.dropout_p),
     )
-    params.first_query, params.first_key_group, params.first_head = args.first_query, args.first_key // 8, args.first_head
+    params.first_query, params.first_key_group, params.first_head = (
+        args.first_query,
+        args.first_key // 8,
+        args.first_head,
+    )
     params.total_heads = args.total_heads or shape.heads
     return params
 

@@ -87,11 +87,11 @@ def ring_attention(
     """
     _check_unknown(ring_attention, unknown)
     own = group_of(mesh, group)
-    given = _options(
-        *(q, k, v, dist.get_world_size(own)),
+    rest: tuple[Any, ...] = (
         *(causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic),
         *(layout, backend, cu_seqlens, sharding, seqlen, seqlen_k, first_head, total_heads, return_lse, transport),
     )
+    given = _options(q, k, v, dist.get_world_size(own), *rest)
     out, lse = _ring(given, own, 1, timeout)
     return (out, lse) if return_lse else out
 
@@ -132,11 +132,11 @@ def ulysses_attention(
     _check_unknown(ulysses_attention, unknown)
     own = group_of(mesh, group)
     size = dist.get_world_size(own)
-    given = _options(
-        *(q, k, v, size),
+    rest: tuple[Any, ...] = (
         *(causal, window, scale, None, None, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic),
         *(layout, backend, cu_seqlens, sharding, seqlen, seqlen_k, first_head, total_heads, return_lse, "auto"),
     )
+    given = _options(q, k, v, size, *rest)
     out, lse = _ulysses(given, own, 0, size, timeout)
     return (out, lse) if return_lse else out
 
@@ -184,14 +184,16 @@ def context_attention(
     if strategy not in STRATEGIES:
         raise value_error("strategy", repr(strategy), ", ".join(map(repr, STRATEGIES)))
     shape = mesh_shape(mesh, group)
-    given = _options(
-        *(q, k, v, shape[0] * shape[1]),
+    rest: tuple[Any, ...] = (
         *(causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic),
         *(layout, backend, cu_seqlens, sharding, seqlen, seqlen_k, first_head, total_heads, return_lse, transport),
     )
+    given = _options(q, k, v, shape[0] * shape[1], *rest)
     if len(_mesh_dims(mesh)) == 2:
         if strategy not in ("auto", "both"):
-            raise value_error("strategy", repr(strategy), "'auto' or 'both' on a 2-D mesh", "Pass one of its dimensions")
+            raise value_error(
+                "strategy", repr(strategy), "'auto' or 'both' on a 2-D mesh", "Pass one of its dimensions"
+            )
         out, lse = _both(given, mesh, shape, timeout)
     else:
         own = group_of(mesh, group)
@@ -386,7 +388,8 @@ def _exchanged(given: Options, group: Any, first: int, num_shards: int, limit: f
     to_heads, to_rows = ulysses.rows_to_heads, ulysses.heads_to_rows
     q = exchange(args.q, heads, 1, given.seqlen_q, args.layout, to_heads)
     k, v = (
-        exchange(tensor, heads_kv, heads // heads_kv, given.seqlen_k, args.layout, to_heads) for tensor in (args.k, args.v)
+        exchange(tensor, heads_kv, heads // heads_kv, given.seqlen_k, args.layout, to_heads)
+        for tensor in (args.k, args.v)
     )
     own = ulysses.head_range(heads, 1, size, rank)
     slopes = None if args.alibi_slopes is None else args.alibi_slopes[..., own.start : own.stop]

@@ -126,7 +126,12 @@ class ContextParallel(ParallelStyle):
         timeout: float | None = None,
     ):
         super().__init__()
-        self.options = {"strategy": strategy, "sharding": sharding, "seqlen": seqlen, "timeout": timeout}
+        self.options: dict[str, Any] = {
+            "strategy": strategy,
+            "sharding": sharding,
+            "seqlen": seqlen,
+            "timeout": timeout,
+        }
 
     def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
         plain, options = module.forward, self.options

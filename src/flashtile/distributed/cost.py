@@ -289,8 +289,8 @@ def measured_device(
 ) -> Device:
     batch, heads, length = speeds.LARGE[device]
     shapes = ((batch, heads, length, head_dim),) * 2 + ((batch, heads, length, head_dim_v),)
-    tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
-    args = AttentionArgs(*tensors, needs_grad=True)
+    q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+    args = AttentionArgs(q, k, v, needs_grad=True)
     problem = dataclasses.replace(Problem.of(args), device=device, arch=arch if device == "cuda" else "")
     rates = {}
     for op, factor in PASSES.items():
@@ -393,7 +393,7 @@ def choose(given: Any, size: int) -> str:
     return _choice(*dataclasses.astuple(work), args.q.device.type, args.q.dtype, size)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _choice(*values: Any) -> str:
     *numbers, device_type, dtype, size = values
     work = Work(*numbers)

@@ -125,9 +125,7 @@ def pieces(
     return tuple(_joined(found) if is_joinable else found)
 
 
-def _packed(
-    rows: range, q_row: int, k_row: int, band: Band, bounds: tuple[int, ...], has_dropout: bool
-) -> list[Piece]:
+def _packed(rows: range, q_row: int, k_row: int, band: Band, bounds: tuple[int, ...], has_dropout: bool) -> list[Piece]:
     """The documents inside one range, whose queries and keys are the same: one packed call. Dropout counts from the
     start of a document, so that a document which starts before the range is a call of its own."""
     documents = _documents(rows, bounds)

@@ -186,9 +186,7 @@ class _Pass:
     # One piece
 
     def pieces(self, keys: Ranges) -> tuple[Piece, ...]:
-        return pieces(
-            self.queries[self.rank], keys, self.band, self.bounds, self.has_positions, self.has_dropout
-        )
+        return pieces(self.queries[self.rank], keys, self.band, self.bounds, self.has_positions, self.has_dropout)
 
     def call(self, piece: Piece, k: Tensor, v: Tensor, needs_grad: bool) -> _Call:
         """The piece as a call of the ops."""
@@ -384,18 +382,17 @@ class _Backward(_Pass):
         if not self.needs_keys:
             return
         sends, first = [], 0
-        parts: dict[int, list[tuple[range, Tensor, Tensor]]] = {block.source: [] for block in blocks}
-        for start, block in sorted((rows.start, block) for block in blocks for rows in block.keys):
-            rows = next(rows for rows in block.keys if rows.start == start)
-            here = [grad.narrow(self.row, first, len(rows)) for grad in (dk, dv)]
-            parts[block.source].append((rows, here[0], here[1]))
-            first += len(rows)
+        parts: dict[int, list[tuple[Tensor, Tensor]]] = {block.source: [] for block in blocks}
+        held = sorted((rows.start, len(rows), block.source) for block in blocks for rows in block.keys)
+        for _, length, source in held:
+            parts[source].append((dk.narrow(self.row, first, length), dv.narrow(self.row, first, length)))
+            first += length
         returns = []
         for block in blocks:
             own = parts[block.source]
             if not own:
                 continue
-            grads = [torch.cat([part[index] for part in own], self.row) for index in (1, 2)]
+            grads = [torch.cat([part[index] for part in own], self.row) for index in (0, 1)]
             if block.source == self.rank:
                 self._add(block.keys, *grads)
             else:
@@ -549,7 +546,7 @@ def _hiding(mask: Tensor | None, pad: int, num_keys: int, device: torch.device) 
 
 def _alibi(slopes: Tensor, delta: int, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor]:
     """ALiBi over keys on one side of all queries is a term for each key and one for each row: a bias, and what is added
-    to the lse. Both are measured from the nearest key, so that near keys lose no digits. Query i is at key i + delta."""
+    to the lse. Both count from the nearest key, so that near keys lose no digits. Query i is at key i + delta."""
     slopes = (slopes if slopes.dim() == 2 else slopes[None])[..., None]
     rows, columns = (torch.arange(count, device=slopes.device) for count in (num_queries, num_keys))
     if delta >= num_keys - 1:

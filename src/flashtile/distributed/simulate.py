@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing import get_context
+from torch.multiprocessing.spawn import start_processes
 
 from flashtile import ops
 from flashtile.distributed import ulysses
@@ -131,10 +132,9 @@ def compare_with_runs(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = mp.get_context("spawn")
-    queue = context.SimpleQueue()
+    queue = get_context("spawn").SimpleQueue()
     arguments = (num_ranks, port, rows, tuple(speeds), rounds, queue)
-    processes = mp.start_processes(_measure, arguments, num_ranks, join=False, start_method="spawn")
+    processes = start_processes(_measure, arguments, num_ranks, join=False, start_method="spawn")
     assert processes is not None
     found: list[Comparison] = queue.get()
     while not processes.join():
@@ -147,8 +147,7 @@ def _measure(
 ) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, num_ranks, rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
     heads, dim = 4, 64
     q, k, v = (torch.randn(1, heads, rows, dim) for _ in range(3))
     one = dataclasses.replace(work(rows * num_ranks, heads, heads, dim, element_bytes=4), right=-1)
@@ -162,11 +161,11 @@ def _measure(
                 leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
                 dist.barrier()
                 start = time.perf_counter()
-                out = ring_attention(*leaves, transport="p2p", backend="cpu")
+                out: Any = ring_attention(*leaves, transport="p2p", backend="cpu")
                 times["forward"].append(time.perf_counter() - start)
                 dist.barrier()
                 start = time.perf_counter()
-                out.backward(torch.ones_like(out))  # type: ignore[union-attr]
+                out.backward(torch.ones_like(out))
                 times["backward"].append(time.perf_counter() - start)
         # The fastest of interleaved rounds: what else runs on this machine slows both
         best = {name: min(values[1:]) for name, values in times.items()}

@@ -17,11 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d
 
 from flashtile.errors import value_error
 
 Message = tuple[int, Tensor]  # rank in the group; contiguous
+
+
+# Of a name, which operators take in place of a group
+_resolve_process_group: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 
 
 class PeerError(RuntimeError):

@@ -93,9 +93,7 @@ def _to_heads(x: Tensor, *values: Any) -> Tensor:
 
     sends = [(peer, heads_for(peer).contiguous()) for peer in plan.peers()]
     num_heads = len(plan.heads[plan.rank])
-    receives = [
-        (peer, x.new_empty(plan.shape(x, num_heads, num_rows(plan.ranges[peer])))) for peer in plan.peers()
-    ]
+    receives = [(peer, x.new_empty(plan.shape(x, num_heads, num_rows(plan.ranges[peer])))) for peer in plan.peers()]
     pending = plan.channel.post(sends, receives)
     whole = x.new_empty(plan.shape(x, num_heads, num_rows(plan.all_rows)))
     _put_rows(plan, whole, plan.rank, heads_for(plan.rank))

@@ -80,7 +80,8 @@ def attention_mask_for(
     """As transformers' `sdpa_mask`: (batch, 1, queries, keys), True = attend, or None where the attention function
     masks by itself. None also for causal windows and under torch.compile, where `sdpa_mask` stores the whole mask."""
     if current() is not None:
-        return _mask_over_ranks(attention_mask, q_length, kv_length)
+        _check_over_ranks(attention_mask, q_length, kv_length)
+        return None
     if (
         allow_is_causal_skip
         and not (isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor))
@@ -106,7 +107,7 @@ def attention_mask_for(
     return mask
 
 
-def _mask_over_ranks(padding: Tensor | None, q_length: int, kv_length: int) -> None:
+def _check_over_ranks(padding: Tensor | None, q_length: int, kv_length: int) -> None:
     """Over the rows of all ranks the attention function masks by itself; of padding a rank knows its own."""
     if q_length != kv_length or not _hides_nothing(padding, kv_length):
         raise unsupported(
