@@ -30,7 +30,7 @@ from rank_pool import Pool, context, free_port, prepare
 
 SIZES = (1, 2, 3, 4, 8)
 MOST = max(SIZES)
-SHAPES = ((2, 2), (1, 4), (4, 2))
+SHAPES = ((2, 2), (1, 4), (4, 2), (2, 1))
 
 
 @pytest.fixture(scope="module")
@@ -331,6 +331,44 @@ def test_torch_compile(pool: Pool, strategy: str) -> None:
     pool.run(run_compiled, 2, strategy)
 
 
+def run_compiled_model(group: Any, uses_sdpa: bool) -> None:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    x = distributed.shard(torch.randn(1, 24, 32, generator=torch.Generator().manual_seed(1)), 1, group=group)
+    net, plain = model(uses_sdpa), torch.nn.functional.scaled_dot_product_attention
+    with distributed.context_parallel(group=group):
+        expected = net(x)
+        results = [torch.compile(net, backend="aot_eager", fullgraph=True)(x)]
+    assert torch.nn.functional.scaled_dot_product_attention is plain
+    try:
+        for block in net:
+            parallelize_module(block, rank_pool.meshes[2, 1]["ring"], {"": distributed.ContextParallel()})
+        results.append(torch.compile(net, backend="aot_eager", fullgraph=True)(x))
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = plain
+    for result in results:
+        result.sum().backward()
+        torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("uses_sdpa", [True, False])
+def test_compiled_models(pool: Pool, uses_sdpa: bool) -> None:
+    pool.run(run_compiled_model, 2, uses_sdpa)
+
+
+def run_checkpoint_outside(group: Any) -> None:
+    """Recomputed outside of the context, attention is another function: torch notices."""
+    from torch.utils.checkpoint import CheckpointError, checkpoint
+
+    x = torch.randn(1, 12, 32, requires_grad=True)
+    with distributed.context_parallel(group=group):
+        out = checkpoint(model(True), x, use_reentrant=False)
+        with_backward = checkpoint(model(True), x, use_reentrant=False)
+        with_backward.sum().backward()
+    with pytest.raises(CheckpointError):
+        out.sum().backward()
+
+
 def run_checkpoint(group: Any) -> None:
     from torch.utils.checkpoint import checkpoint
 
@@ -352,6 +390,7 @@ def run_checkpoint(group: Any) -> None:
 
 def test_activation_checkpointing(pool: Pool) -> None:
     pool.run(run_checkpoint, 2)
+    pool.run(run_checkpoint_outside, 2)
 
 
 class Block(torch.nn.Module):

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from flashtile.api import attention
 from flashtile.distributed.attention import context_attention
@@ -58,20 +57,35 @@ def context_parallel(
     timeout: float | None = None,
 ) -> Iterator[None]:
     """Attention inside is over all rows, of which every rank has its own; arguments as in `context_attention`."""
+    was_installed = functional.scaled_dot_product_attention is _attention_over_ranks
+    if not was_installed:
+        _install()
     _active.append(Context(mesh, group, strategy, sharding, seqlen, timeout))
     try:
-        with _Redirect():
-            yield
+        yield
     finally:
         _active.pop()
+        if not was_installed:
+            _put(_replaced.pop())
 
 
-class _Redirect(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        context = current()
-        if func is functional.scaled_dot_product_attention and context is not None:
-            return _sdpa(context, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+_replaced: list[Any] = []  # torch's function, or what stood in its place
+
+
+def _install() -> None:
+    """Puts `_attention_over_ranks` in the place of torch's function."""
+    _replaced.append(functional.scaled_dot_product_attention)
+    _put(_attention_over_ranks)
+
+
+def _put(function: Any) -> None:
+    functional.scaled_dot_product_attention = function
+
+
+def _attention_over_ranks(*args: Any, **options: Any) -> Tensor:
+    context = current()
+    out: Tensor = _replaced[-1](*args, **options) if context is None else _sdpa(context, *args, **options)
+    return out
 
 
 def _sdpa(
@@ -135,6 +149,9 @@ class ContextParallel(ParallelStyle):
 
     def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
         plain, options = module.forward, self.options
+        # For good: a compiled module cannot replace functions while it runs
+        if functional.scaled_dot_product_attention is not _attention_over_ranks:
+            _install()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with context_parallel(device_mesh, **options):

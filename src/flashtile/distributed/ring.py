@@ -22,7 +22,7 @@ from torch import Tensor
 from flashtile import ops
 from flashtile.distributed.pieces import Band, Piece, needed, pieces
 from flashtile.distributed.sharding import Ranges, Shards, coalesced, local_rows, num_rows, take
-from flashtile.distributed.transport import Channel
+from flashtile.distributed.transport import Channel, untraced
 from flashtile.errors import unsupported, value_error
 from flashtile.problem import AttentionArgs, head_axis, lse_dtype, row_axis, softmax_scale
 
@@ -595,8 +595,8 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 for _device in ("CPU", "CUDA"):
-    _library.impl("ring_forward", _forward_kernel, _device)
-    _library.impl("ring_backward", _backward_kernel, _device)
+    _library.impl("ring_forward", untraced(_forward_kernel), _device)
+    _library.impl("ring_backward", untraced(_backward_kernel), _device)
 torch.library.register_fake("flashtile::ring_forward", _forward_fake, lib=_library)
 torch.library.register_fake("flashtile::ring_backward", _backward_fake, lib=_library)
 forward_op = torch.ops.flashtile.ring_forward.default

@@ -28,6 +28,10 @@ Message = tuple[int, Tensor]  # rank in the group; contiguous
 _resolve_process_group: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 
 
+# For kernels of operators: torch.compile may not look into them
+untraced: Any = torch._disable_dynamo  # type: ignore[attr-defined]
+
+
 class PeerError(RuntimeError):
     """A peer did not deliver: it died, hangs, or called with other arguments."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashtile.distributed.sharding import Ranges, Shards, local_rows, num_rows, take
-from flashtile.distributed.transport import Channel, group_size_and_rank
+from flashtile.distributed.transport import Channel, group_size_and_rank, untraced
 from flashtile.errors import value_error
 from flashtile.problem import head_axis, row_axis
 
@@ -153,7 +153,7 @@ _KERNELS = {"rows_to_heads": _to_heads, "heads_to_rows": _to_rows}
 for _name, _kernel in _KERNELS.items():
     _library.define(f"{_name}(Tensor x, {_SCHEMA}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     for _device in ("CPU", "CUDA"):
-        _library.impl(_name, _kernel, _device)
+        _library.impl(_name, untraced(_kernel), _device)
     torch.library.register_fake(f"flashtile::{_name}", _fake(_name == "rows_to_heads"), lib=_library)
 rows_to_heads = torch.ops.flashtile.rows_to_heads.default
 heads_to_rows = torch.ops.flashtile.heads_to_rows.default

@@ -25,8 +25,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from flashtile.api import attention, attention_varlen
-from flashtile.distributed import current
 from flashtile.errors import unsupported
+
+current: Callable[[], Any] = lambda: None  # noqa: E731, without torch.distributed there are no ranks
+if torch.distributed.is_available():
+    from flashtile import distributed
+
+    current = distributed.current
 
 NAME = "flashtile"
 # What a model's config says. Without "flash" in it
