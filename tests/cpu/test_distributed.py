@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 import time
@@ -626,3 +627,29 @@ def test_the_cost_model_explains_its_choice() -> None:
     assert "context_attention over 8 ranks: ring" in str(found)
     few = distributed.explain_context(q[:, :6], q[:, :6], q[:, :6], num_ranks=4)
     assert few.refusals == {"ulysses": "6 query heads are not a multiple of 4 ranks"}
+
+
+def test_a_slow_link_takes_as_long_as_predicted() -> None:
+    """Two ranks; at 3 MB/s the messages take longer than anything else that may run on this machine."""
+    from flashtile.distributed.simulate import compare_with_runs
+
+    for run in compare_with_runs(2, 256, speeds=(3e6,), rounds=1):
+        assert 0.85 < run.ratio < 1.5, run
+        assert run.predicted_s > 3 * run.compute_s
+
+
+def test_simulation() -> None:
+    from typer.testing import CliRunner
+
+    from flashtile.cli.main import app
+
+    words = ["distributed", "simulate", "--ranks", "8,1024", "--rows", "4096,16384", "--json"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    points = json.loads(result.output.splitlines()[-1])
+    ring = {(p["link"].split()[0], p["num_ranks"], p["seqlen"]): p for p in points if p["strategy"] == "ring"}
+    assert ring["NVLink", 8, 8 * 4096]["overlap"] >= 0.9
+    assert ring["InfiniBand,", 8, 8 * 16384]["overlap"] >= 0.9
+    assert ring["InfiniBand,", 1024, 1 << 24]["memory_bytes"] < 2e9
+    bad = CliRunner().invoke(app, ["distributed", "simulate", "--links", "string"])
+    assert bad.exit_code == 2
