@@ -34,6 +34,7 @@ struct DropoutBits {
     offset = static_cast<u32>(p.rng_state[1]);
     batch_head = p.first_head + static_cast<u32>(s.batch_idx) * p.total_heads + static_cast<u32>(head);
     first_query = p.first_query;
+    if constexpr (mutates(Mutation::dropout_origin)) first_query = 0;
     first_key_group = p.first_key_group;
     threshold = p.dropout_threshold;
     keep_factor = p.keep_factor;
