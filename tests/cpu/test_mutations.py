@@ -37,6 +37,7 @@ NEEDED = {
     "dbias_head": Features(bias_dtype="float32"),
     "alibi_offset": Features(has_alibi=True),
     "dropout_lane": Features(has_dropout=True),
+    "dropout_origin": Features(has_dropout=True),
     "dropout_backward": Features(has_dropout=True),
     "softcap_derivative": Features(has_softcap=True),
     "fwd_sm90_mask_offset": Features(has_band=True),

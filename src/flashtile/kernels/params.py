@@ -42,6 +42,7 @@ _SIZES = (
     *("num_splits", "window_left", "window_right", "is_top_left"),
 )
 
+DROPOUT_ORIGIN = ("first_query", "first_key_group", "first_head", "total_heads")
 WIDE_NUMBERS = ("scale", "scale_log2", "softcap", "keep_factor")  # in double precision for float64 calls
 
 _APPEND_POINTERS = (
@@ -70,6 +71,7 @@ class Params(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("scale", "scale_log2", "softcap")),
         ("dropout_threshold", ctypes.c_uint32),
         ("keep_factor", ctypes.c_float),
+        *((name, ctypes.c_uint32) for name in DROPOUT_ORIGIN),
     ]
 
 

@@ -24,7 +24,7 @@ FT_DEVICE uint4 philox(u32 key0, u32 key1, uint4 c) {
 
 // The random numbers of one sequence and head. Scope: thread.
 struct DropoutBits {
-  u32 key0, key1, offset, batch_head, threshold;
+  u32 key0, key1, offset, batch_head, first_query, first_key_group, threshold;
   float keep_factor;
 
   FT_DEVICE DropoutBits(const Params& p, const Sequence& s, i32 head) {
@@ -32,14 +32,18 @@ struct DropoutBits {
     key0 = static_cast<u32>(seed);
     key1 = static_cast<u32>(seed >> 32);
     offset = static_cast<u32>(p.rng_state[1]);
-    batch_head = static_cast<u32>(s.batch_idx * p.heads + head);
+    batch_head = p.first_head + static_cast<u32>(s.batch_idx) * p.total_heads + static_cast<u32>(head);
+    first_query = p.first_query;
+    if constexpr (mutates(Mutation::dropout_origin)) first_query = 0;
+    first_key_group = p.first_key_group;
     threshold = p.dropout_threshold;
     keep_factor = p.keep_factor;
   }
 
   // The four words of query i and keys 8 * group .. 8 * group + 7.
   FT_DEVICE uint4 words(i32 i, i32 group) const {
-    return philox(key0, key1, make_uint4(static_cast<u32>(group), static_cast<u32>(i), batch_head, offset));
+    u32 key_group = first_key_group + static_cast<u32>(group), query = first_query + static_cast<u32>(i);
+    return philox(key0, key1, make_uint4(key_group, query, batch_head, offset));
   }
 
   // 0 or the keep factor of key number lane in its group of 8.

@@ -114,6 +114,7 @@ enum class Mutation {
   bias_row,            // every row but the first uses the bias of the row above
   alibi_offset,        // ALiBi distances count from the first key instead of the last
   dropout_lane,        // neighbouring keys swap their dropout bits
+  dropout_origin,      // dropout counts queries from the first of the call, not of the larger problem
   dropout_backward,    // dK and dV ignore dropout
   sink_twice,          // the sink joins the sum twice
   combine_weight,      // all splits have the same weight
