@@ -37,19 +37,23 @@ NEEDED = {
     "dbias_head": Features(bias_dtype="float32"),
     "alibi_offset": Features(has_alibi=True),
     "dropout_lane": Features(has_dropout=True),
+    "dropout_origin": Features(has_dropout=True),
     "dropout_backward": Features(has_dropout=True),
     "softcap_derivative": Features(has_softcap=True),
     "fwd_sm90_mask_offset": Features(has_band=True),
     "fwd_sm90_tail": Features(has_lengths=True),
     "fwd_sm90_page": Features(has_lengths=True, is_paged=True),
     "fwd_sm90_dropout": Features(has_dropout=True),
-    "decode_sm90_tail": Features(has_lengths=True),
     "fwd_sm90_mask_bits": Features(has_bool_mask=True),
     "fwd_sm90_mask_tiles": Features(has_bool_mask=True),
     "fwd_sm90_mask_row": Features(has_bool_mask=True),
     "fwd_sm90_bias_row": Features(bias_dtype="bfloat16"),
     "fwd_sm90_alibi": Features(has_alibi=True),
+    "decode_sm90_tail": Features(has_lengths=True),
     "fwd_sm80_skip": Features(has_band=True),
+    "fwd_sm90_wide_tail": Features(has_lengths=True),
+    "bwd_sm80_wide_dq_mask": Features(has_band=True),
+    "bwd_sm80_wide_dbias_head": Features(bias_dtype="bfloat16"),
     "bwd_sm80_mask_offset": Features(has_band=True),
     "bwd_sm80_softcap": Features(has_softcap=True),
     "bwd_sm90_mask_offset": Features(has_band=True),
@@ -65,6 +69,8 @@ NEEDED = {
     "bwd_sm90_wide_tail": Features(has_lengths=True),
     "bwd_sm90_wide_softcap": Features(has_softcap=True),
     "bwd_sm90_wide_dropout": Features(has_dropout=True),
+    "bwd_sm90_f32_softcap": Features(has_softcap=True),
+    "bwd_sm90_f32_dropout": Features(has_dropout=True),
 }
 BIASED = Features(bias_dtype="float32")
 
@@ -166,9 +172,10 @@ def test_plans_do_not_cross() -> None:
     assert assemble.kernels(key) == before
 
 
-@pytest.mark.parametrize("name", ["fwd_sm80_rescale", "fwd_sm90_rescale"])
+@pytest.mark.parametrize("name", ["fwd_sm80_rescale", "fwd_sm90_rescale", "fwd_sm90_f32_rescale"])
 def test_a_fault_is_looked_for_in_its_family(name: str) -> None:
-    key = PlanKey("bfloat16", "bfloat16", 64, 64, Features(), ARCH)
+    dtype = "float32" if "f32" in name else "bfloat16"
+    key = PlanKey(dtype, dtype, 64, 64, Features(), ARCH)
     with mutants.broken(name):
         assert name.startswith(families.select(key).name)
     with mutants.broken("skip_rescale"):

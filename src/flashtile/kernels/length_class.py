@@ -127,4 +127,4 @@ class ShortLengths(NamedTuple):
         return 4, self.queries, self.keys, 0
 
 
-LengthClass = SmallGrid | PackedHeads | FewQueries | RaggedQueries | ManyScores | ShortLengths
+LengthClass = SmallGrid | PackedHeads | RaggedQueries | ManyScores | ShortLengths | FewQueries

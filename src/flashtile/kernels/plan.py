@@ -93,8 +93,8 @@ class MapPatch(NamedTuple):
     axes: tuple[int, int, int]  # row, head, batch, from the end; an axis that is missing or of stride 0 has length 1
     box_rows: int
     box_heads: int = 1
-    is_paged: bool = False
     is_optional: bool = False  # left out where TMA cannot read the tensor
+    is_paged: bool = False
     l2_bytes: int = 256  # that a miss of L2 brings: 0, 64, 128 or 256
 
 
@@ -110,7 +110,8 @@ class Operand(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Memory for one call: element_bytes times the product of the values, and of the quotients rounded up."""
+    """Memory for one call: element_bytes times the product of the values and of the quotients rounded up, and
+    num_padding times the product of `padding` more elements."""
 
     name: str
     element_bytes: int
@@ -118,6 +119,8 @@ class Workspace(NamedTuple):
     is_zeroed: bool = False
     is_for_splits: bool = False  # not needed where the keys are not split
     quotients: tuple[tuple[str, int], ...] = ()  # (value, divisor)
+    num_padding: int = 0
+    padding: tuple[str, ...] = ()
 
 
 class SplitRule(NamedTuple):

@@ -14,7 +14,15 @@ struct Shape {
   i64 batch, heads, heads_kv, seqlen_q, seqlen_k;
 };
 
-enum class LengthClassKind : i64 { kSmallGrid, kPackedHeads, kRaggedQueries, kManyScores, kShortLengths, kFewQueries, kCount };
+enum class LengthClassKind : i64 {
+  kSmallGrid,
+  kPackedHeads,
+  kRaggedQueries,
+  kManyScores,
+  kShortLengths,
+  kFewQueries,
+  kCount
+};
 
 struct LengthClass {
   LengthClassKind kind;

@@ -13,7 +13,7 @@
 
 namespace flashtile {
 
-constexpr i32 kMaxTensors = 22, kMaxScalars = 11, kMaxValues = 24;
+constexpr i32 kMaxTensors = 22, kMaxScalars = 15, kMaxValues = 24;
 constexpr i32 kMaxImageBytes = 4096;  // what a launch may pass
 
 struct Span;  // cpu/engine.h
@@ -65,7 +65,8 @@ struct Product {
 struct Workspace {
   i64 element_bytes;
   bool is_zeroed, is_for_splits;
-  std::vector<i32> values;
+  i64 num_padding;
+  std::vector<i32> values, padding;
   std::vector<std::pair<i32, i64>> quotients;  // (value, divisor)
 };
 
@@ -79,8 +80,8 @@ struct MapPatch {
   i32 offset, tensor;
   i32 axes[3];
   u32 box_rows, box_heads;
-  bool is_paged;  // a box has as many rows as divide both box_rows and a page, a power of two
   bool is_optional;  // left out where TMA cannot read the tensor
+  bool is_paged;     // a box has as many rows as divide both box_rows and a page, a power of two
   int promotion;     // CUtensorMapL2promotion
 };
 

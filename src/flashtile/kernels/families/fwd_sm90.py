@@ -173,7 +173,7 @@ class Sm90Row(Row):
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
         config = "flashtile::" + self.config
         policies = [qualified(f"flashtile::{policy}") for policy in features.policies()]
-        mask, score_mod, _, lengths = policies[:4]
+        mask, score_mod, lengths = policies[0], policies[1], policies[3]
         kernel = f"flashtile::FwdSm90<{config}, {', '.join(policies[:5])}>"
         return {
             "shared bytes": (
@@ -199,12 +199,13 @@ class FwdSm90(Family[Sm90Row]):
         return None if arch.has_wgmma else f"{arch.name} has no wgmma"
 
     def refuse(self, key: PlanKey) -> str | None:
-        reason = super().refuse(key)
-        if reason is None and not key.is_scale_positive:
-            return "a scale that is not positive"
-        if reason is None and key.features.is_paged and (key.features.has_bool_mask or key.features.bias_dtype):
-            return "paged keys with a boolean mask or a bias"
-        return reason
+        return super().refuse(key) or self._refuse_more(key)
+
+    def _refuse_more(self, key: PlanKey) -> str | None:
+        features = key.features
+        if features.is_paged and (features.has_bool_mask or features.bias_dtype is not None):
+            return "a boolean mask or a bias with paged keys"
+        return None if key.is_scale_positive else "a scale that is not positive"
 
     def packed_heads(self, key: PlanKey) -> int:
         """How many heads share a tile. Heads that share memory cannot be packed: a TMA box has no stride of 0."""
@@ -274,11 +275,17 @@ def _maps(row: Sm90Row, features: Features, layout: CallLayout, packed_heads: in
         boxes["out"] = (_WARP_ROWS, 1)
     head_axis, row_axis = layout.axes
     axes = row_axis, head_axis, -4
-    maps = []
-    for name, box in boxes.items():
-        is_paged = features.is_paged and name in ("k", "v")
-        offset = getattr(FwdSm90Params, f"{name}_map").offset
-        maps.append(MapPatch(offset, name, axes, *box, is_paged, l2_bytes=128 if is_paged else 256))
+    maps = [
+        MapPatch(
+            getattr(FwdSm90Params, f"{name}_map").offset,
+            name,
+            axes,
+            *box,
+            is_paged=features.is_paged and name in ("k", "v"),
+            l2_bytes=128 if features.is_paged and name in ("k", "v") else 256,
+        )
+        for name, box in boxes.items()
+    ]
     if "bias" in layout.tensors and packed_heads == 1:
         maps.append(MapPatch(FwdSm90Params.bias_map.offset, "bias", (-2, -3, -4), _WARPGROUP_ROWS, is_optional=True))
     return tuple(maps)

@@ -52,6 +52,7 @@ struct Params {
   float scale, scale_log2, softcap;
   u32 dropout_threshold;  // drop where the 16-bit random number is below
   float keep_factor;      // of the elements kept
+  u32 first_query, first_key_group, first_head, total_heads;  // dropout indices within a larger problem
 };
 
 }  // namespace flashtile

@@ -3,8 +3,8 @@
 //
 // Threads:   warpgroups 0 .. kNumConsumers - 1 are consumers; each owns 64 queries from scores to output. One lane of
 //            the last warpgroup is the producer: it finds the work items and issues every copy. Paged keys are copied
-//            by all of its warps (attn/paged_keys.cuh). setmaxnreg moves registers from the producer's warpgroup to the
-//            consumers.
+//            by all of its warps (attn/paged_keys.cuh). setmaxnreg moves registers from the producer's
+//            warpgroup to the consumers.
 // Shared:    sQ, sP [consumer][slab][64][64] and sK, sV [stage][slab][kBlockN][64], 128-byte swizzled slabs of 64
 //            columns; the barriers; the tile scheduler; three work items.
 // Barriers:  full_* complete by copied bytes, empty_* by one arrival per consumer warp. K and V have separate rings.
@@ -58,7 +58,6 @@ struct FwdSm90 {
   using Walk = TileWalk<Mask::kHasBool>;
   using Stages = KeyRing<Config::kNumStages, KvSource::kIsPaged>;
   using Pages = PagedKeys<Config::kBlockN, 4>;
-  using Place = typename Pages::Place;
   using Tile = QueryTile<Config, Mask, SeqInfo>;
   using Item = WorkItem<Config, Mask, SeqInfo>;
   using Packing = HeadPacking<Config>;
@@ -68,9 +67,11 @@ struct FwdSm90 {
   static constexpr i32 kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
+  static_assert(!KvSource::kIsPaged || (!ScoreMod::kHasBias && !Mask::kHasBool), "all producer warps copy pages");
   // Registers per thread: warps that copy a bias or pages need more
-  static constexpr bool kHasCopies = ScoreMod::kHasBias || (KvSource::kIsPaged && Config::kNumConsumers > 1);
-  static constexpr i32 kProducerRegisters = Config::kProducerRegisters + (kHasCopies ? 16 : 0);
+  static constexpr i32 kPageRegisters = KvSource::kIsPaged && Config::kNumConsumers > 1 ? 8 * Config::kNumConsumers : 0;
+  static constexpr i32 kProducerRegisters =
+      Config::kProducerRegisters + (ScoreMod::kHasBias ? 16 : 0) + kPageRegisters;
   static constexpr i32 kConsumerRegisters = Config::consumer_registers(kProducerRegisters);
   // O leaves by TMA through sP. Not with packed sequences: a box does not end at a sequence's last row.
   static constexpr bool kStoresByTma = Config::kStoresP && !SeqInfo::kHasLengths && kIsSame<Out, T>;
@@ -115,7 +116,7 @@ struct FwdSm90 {
   template <i32 kSlabs>
   FT_DEVICE static void load_keys(T* sTile, const TensorMap& map, const void* base, const Strides& strides,
                                   i32 num_columns, u64& full, i32 n, i32 head, const Tile& tile, const Pages& pages,
-                                  Place place) {
+                                  typename Pages::Place place) {
     if constexpr (KvSource::kIsPaged) {
       pages.template copy<kSlabs>(sTile, map, static_cast<const T*>(base), strides, num_columns, full, place, head,
                                   tile.s.seqlen_k - n * kBlockN);
@@ -125,8 +126,8 @@ struct FwdSm90 {
     }
   }
 
-  FT_DEVICE static Place find_keys(const Pages& pages, const Tile& tile, i32 n) {
-    if constexpr (KvSource::kIsPaged) return n >= tile.n_begin ? pages.find(tile.s, n) : Place{-1, 0};
+  FT_DEVICE static typename Pages::Place find_keys(const Pages& pages, const Tile& tile, i32 n) {
+    if constexpr (KvSource::kIsPaged) return n >= tile.n_begin ? pages.find(tile.s, n) : typename Pages::Place{-1, 0};
     return {};
   }
 
@@ -154,23 +155,21 @@ struct FwdSm90 {
           i32 tile_index = index;
           if constexpr (mutates(Mutation::fwd_sm90_later_tile)) tile_index = num_items == 3 ? scheduler.first() : index;
           tile = Tile(p, scheduler, tile_index);
+          if (tile.has_queries()) Options::trim(params, item);
         }
       }
       sync_producer();
-      if (!is_end) {
-        if (!tile.has_queries()) continue;
-        Options::trim(params, item);
-      }
+      if (!is_end && !tile.has_queries()) continue;
       i32 kv_head = Config::kPacksHeads ? tile.coord.head : tile.coord.head / (p.heads / p.heads_kv);
       if constexpr (mutates(Mutation::fwd_sm90_gqa_head)) kv_head = tile.coord.head % p.heads_kv;
-      auto load_k = [&](i32 n, Place place = {}) {
+      auto load_k = [&](i32 n, typename Pages::Place place) {
         u32 stage = Stages::stage(num_k);
         Stages::wait_empty(shared.empty_k, num_k);
         load_keys<Config::kSlabsQK>(shared.sK[stage], params.k_map, p.k, p.k_strides, p.head_dim, shared.full_k[stage],
                                     n, kv_head, tile, pages, place);
         ++num_k;
       };
-      auto load_v = [&](i32 n, Place place = {}) {
+      auto load_v = [&](i32 n, typename Pages::Place place) {
         u32 stage = Stages::stage(num_v);
         Stages::wait_empty(shared.empty_v, num_v);
         load_keys<Config::kSlabsV>(shared.sV[stage], params.v_map, p.v, p.v_strides, p.head_dim_v, shared.full_v[stage],
@@ -179,7 +178,7 @@ struct FwdSm90 {
       };
       // Load the first K tile
       bool has_keys = !is_end && tile.has_keys();
-      Place place{}, ahead{};
+      typename Pages::Place place{}, ahead{};
       if (has_keys) {
         place = find_keys(pages, tile, tile.n_end - 1);
         ahead = find_keys(pages, tile, tile.n_end - 2);
@@ -211,19 +210,18 @@ struct FwdSm90 {
       ++num_items;
       if (is_end) return;
       if (!has_keys) continue;
-      // Load the other K and V tiles in the order in which the consumers use them
+      // Load the other K and V tiles in the order in which the consumers use them; find pages one tile ahead
       if constexpr (Mask::kHasBool) {
         Walk walk = first_walk(item, 0);
         i32 before = tile.n_end - 1;
         for (i32 n = next_tile(item, 0, walk, before); n >= tile.n_begin; n = next_tile(item, 0, walk, n)) {
-          load_k(n);
-          load_v(before);
+          load_k(n, place);
+          load_v(before, place);
           before = n;
         }
       } else {
-        // Find pages one tile ahead
         for (i32 n = tile.n_end - 2; n >= tile.n_begin; --n) {
-          Place next = ahead;
+          typename Pages::Place next = ahead;
           ahead = find_keys(pages, tile, n - 1);
           load_k(n, next);
           load_v(n + 1, place);
@@ -555,7 +553,6 @@ template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo
 __global__ void __launch_bounds__(Config::kNumThreads, Config::kNumBlocks)
     fwd_sm90_kernel(const FT_GRID_CONSTANT FwdSm90Params params) {
   static_assert(Load::kIsAligned16, "TMA reads no unaligned rows");
-  static_assert(!KvSource::kIsPaged || !(Mask::kHasBool || ScoreMod::kHasBias), "the same warps copy bias and pages");
   using Kernel = FwdSm90<Config, Mask, ScoreMod, Dropout, SeqInfo, KvSource>;
   extern __shared__ __align__(1024) char shared_bytes[];
   typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
