@@ -23,14 +23,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("facades",),
     ("__init__",),
     ("testing",),
-    ("bench", "check", "profile", "integrations", "distributed"),
+    ("bench", "check", "integrations", "distributed"),
+    ("profile",),
     ("ladder",),
     ("tiles",),
     ("cli",),
     ("__main__",),
 )
 # Each of these may be imported by the named layers only, whatever their order.
-ONLY_FOR = {"runtime": {"kernels", "backends", "ladder", "tiles", "cli"}}
+ONLY_FOR = {"runtime": {"kernels", "backends", "profile", "ladder", "tiles", "cli"}}
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
 
 

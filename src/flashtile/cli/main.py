@@ -6,9 +6,10 @@ import errno
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from flashtile.bench import command as bench_command
 from flashtile.cli import check as check_command
@@ -16,6 +17,7 @@ from flashtile.cli import compile as compile_command
 from flashtile.cli import info as info_command
 from flashtile.errors import Unsupported
 from flashtile.ladder import command as ladder_command
+from flashtile.profile import command as profile_command
 from flashtile.runtime.nvrtc import CompileError
 from flashtile.tiles import command as tiles_command
 from flashtile.version import __version__
@@ -190,3 +192,33 @@ def ladder(
     """Check, time and profile the kernel of each optimisation step, beside SDPA."""
     options = ladder_command.Options(is_list, only, dtype, causal, profile, arch, out, as_json)
     _run(lambda: ladder_command.prepare(options, sys.argv[1:]))
+
+
+class _WordsCommand(TyperCommand):
+    """A command whose arguments never begin with a dash, so that options may follow a `--`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, [argument for argument in args if argument != "--"])
+
+
+@app.command(cls=_WordsCommand)
+def profile(
+    problem: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Words such as B=4 H=16 S=4096 d=128 causal dtype=bf16 pass=fwd,bwd (also Hkv, Sq, Sk, dv, full). "
+            "Values may be lists: S=1024,4096."
+        ),
+    ] = None,
+    providers: Annotated[
+        str, typer.Option(help="Whose kernels, separated by commas: names as in `bench --backends`.")
+    ] = profile_command.DEFAULT_PROVIDERS,
+    arch: Annotated[
+        str | None, typer.Option(help="Such as sm_90: only what the compiler knows about our kernels; needs no GPU.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results. Default: results/<device>.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON; the tables go to stderr.")] = False,
+) -> None:
+    """Read the hardware counters of the kernels of a call with Nsight Compute: ours, torch's or others'."""
+    options = profile_command.Options(problem or (), providers, arch, out, as_json)
+    _run(lambda: profile_command.prepare(options, sys.argv[1:]))
