@@ -11,7 +11,7 @@ from pathlib import Path
 
 # From left to right; names in one row may not import each other, unless they are one package.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("version", "errors"),
+    ("version", "errors", "markup"),
     ("problem",),
     ("tensors",),
     ("runtime",),
@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("profile",),
     ("ladder",),
     ("tiles",),
+    ("report",),
     ("cli",),
     ("__main__",),
 )

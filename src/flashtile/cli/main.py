@@ -18,6 +18,7 @@ from flashtile.cli import info as info_command
 from flashtile.errors import Unsupported
 from flashtile.ladder import command as ladder_command
 from flashtile.profile import command as profile_command
+from flashtile.report import command as report_command
 from flashtile.runtime.nvrtc import CompileError
 from flashtile.tiles import command as tiles_command
 from flashtile.version import __version__
@@ -222,3 +223,12 @@ def profile(
     """Read the hardware counters of the kernels of a call with Nsight Compute: ours, torch's or others'."""
     options = profile_command.Options(problem or (), providers, arch, out, as_json)
     _run(lambda: profile_command.prepare(options, sys.argv[1:]))
+
+
+@app.command()
+def report(
+    results: Annotated[Path, typer.Option(help="The folder with a folder for each device.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Write one HTML page from results/: interactive curves, ratios, rooflines, the ladder, counters. No network."""
+    _run(lambda: report_command.prepare(results, out))
