@@ -66,9 +66,15 @@ def _refuse(text: str, error: Exception) -> NoReturn:
 @app.command()
 def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write an HTML page instead of tables.")] = None,
 ) -> None:
     """Show what was found on this machine, what works here, and why the rest does not."""
-    info_command.show(as_json)
+
+    def show() -> int:
+        info_command.show(as_json, html)
+        return 0
+
+    _run(lambda: show)
 
 
 @app.command("compile")

@@ -207,7 +207,7 @@ function lineChart(figure, chart) {
         .map(([one, [, value, note]]) => [shade(one.colour), one.label, `${digits(value)} ${note}`]);
       showTip(figure, svg, x(at), box.top + 8, rows, `${chart.x} ${at}, ${metric.label}`);
     };
-    const hide = () => { tip.hidden = true; cursor.style.display = "none"; };
+    const hide = () => { state.at = null; tip.hidden = true; cursor.style.display = "none"; };
     svg.addEventListener("pointermove", (event) => {
       const place = svg.getBoundingClientRect(), at = (event.clientX - place.left) * width / place.width;
       let best = 0;
@@ -297,7 +297,7 @@ function pointChart(figure, choices, labels, options) {
       const rows = [[shade(point.colour), names.y, digits(point.y)], ["transparent", names.x, digits(point.x)]];
       showTip(figure, svg, x(point.x), y(point.y), rows, point.label);
     };
-    const hide = () => { tip.hidden = true; ring.style.display = "none"; };
+    const hide = () => { state.at = null; tip.hidden = true; ring.style.display = "none"; };
     svg.addEventListener("pointermove", (event) => {
       const place = svg.getBoundingClientRect(), ratio = width / place.width;
       const distance = (index) => Math.hypot(x(points[index].x) - (event.clientX - place.left) * ratio,
