@@ -7,6 +7,8 @@ import json
 import os
 import platform
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,10 +172,16 @@ def _plain_problem(device: str) -> Problem:
     return Problem.of(Case(batch=1, heads=1, heads_kv=1).make(0, device).args)
 
 
-def show(as_json: bool, html: Path | None = None) -> None:
-    facts = collect()
+def prepare(as_json: bool, html: Path | None) -> Callable[[], int]:
+    """Checks the options and returns the job."""
     if html is not None:
         writable_folder(html.parent, "--html")
+    return partial(_show, as_json, html)
+
+
+def _show(as_json: bool, html: Path | None) -> int:
+    facts = collect()
+    if html is not None:
         write_whole(html, page(facts))
         print(f"Written: {html}")
     elif as_json:
@@ -190,6 +198,7 @@ def show(as_json: bool, html: Path | None = None) -> None:
         # Wrap long paths instead of truncating them
         found.columns[1].overflow = "fold"
         Console().print(found, backends)
+    return 0
 
 
 def page(facts: dict[str, Any]) -> str:

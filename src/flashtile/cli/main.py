@@ -69,12 +69,7 @@ def info(
     html: Annotated[Path | None, typer.Option(help="Write an HTML page instead of tables.")] = None,
 ) -> None:
     """Show what was found on this machine, what works here, and why the rest does not."""
-
-    def show() -> int:
-        info_command.show(as_json, html)
-        return 0
-
-    _run(lambda: show)
+    _run(lambda: info_command.prepare(as_json, html))
 
 
 @app.command("compile")
