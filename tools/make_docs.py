@@ -8,6 +8,7 @@ Everything between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` is filled in
 - rung/<name>: the notes at the head of that kernel of the ladder;
 - <folder>/check.json, mutations.json or sanitize.json: the record of a check;
 - families: the kernel families, from the code.
+Numbers in the text between `<!-- value:... -->` and `<!-- /value -->` are filled in by inline_values.py.
 The table between `<!-- support -->` and `<!-- /support -->` is compared with the code (support_table.py).
 A figure whose CSV has changed is drawn again.
 
@@ -27,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import inline_values
 import support_table
 
 from flashtile.bench import plots, tables
@@ -56,7 +58,8 @@ def pages(root: Path) -> list[Path]:
 
 def fill(text: str, page: Path, results: Path) -> str:
     """The page with every marked part filled in again."""
-    return MARKED.sub(lambda match: f"{match[1]}{part(match['name'], page, results)}\n{match[4]}", text)
+    filled = MARKED.sub(lambda match: f"{match[1]}{part(match['name'], page, results)}\n{match[4]}", text)
+    return inline_values.fill(filled, results)
 
 
 def part(name: str, page: Path, results: Path) -> str:
