@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 from bench_fakes import ENV, provider, rows
+from test_timeline import made
 from typer.testing import CliRunner
 
 from flashtile.bench.rows import Row, Writer
 from flashtile.cli.main import app
+from flashtile.profile import timeline
 from flashtile.report import charts, collect, page
 from flashtile.report.command import MAX_BYTES
 
@@ -62,7 +64,7 @@ def test_the_page_needs_nothing_else(text):
     assert all(link.startswith("#") for link in outline.links)
     assert sorted(outline.ids) == sorted(set(outline.ids))
     assert {link[1:] for link in outline.links} <= set(outline.ids)
-    assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|https?://(?!www\.w3\.org/2000/svg)", text)
+    assert not re.search(r"@import|url\((?!#)|fetch\(|XMLHttpRequest|https?://(?!www\.w3\.org/2000/svg)", text)
     assert len(text.encode()) < MAX_BYTES
 
 
@@ -123,6 +125,18 @@ def test_broken_files_are_listed_with_their_reason(tmp_path):
     text = page.build(collect.collect(tmp_path))
     for words in ("sdpa_other.csv with other columns", "mystery.csv", "check.json", "why it is not shown"):
         assert words in text
+
+
+def test_a_timeline_is_drawn(tmp_path):
+    write(tmp_path / "cpu-x", rows([provider("one")], 32, 64))
+    timeline.write([made()], tmp_path / "cpu-x" / "timeline_x.json")
+    (tmp_path / "cpu-x" / "timeline_broken.json").write_text("[{}]")
+    text = page.build(collect.collect(tmp_path))
+    Outline(text)
+    assert "Timelines of a block" in text
+    assert text.count("<rect x=") == 3 * 2 * 6 + 6
+    assert "waits: until it is this warpgroup" in text
+    assert "timeline_broken.json" in text
 
 
 def test_ratios_are_coloured_by_size():

@@ -183,10 +183,10 @@ class Explanation:
     def _repr_html_(self) -> str:
         """The answer as a table, for notebooks."""
         kinds = {"backend": "good", "slow": "bad", "not": "soft"}
-        lines = [
-            (label.strip(), markup.Raw(f'<span class="{kinds.get(label, "plain")}">{markup.escape(text)}</span>'))
-            for label, text in self._lines()
-        ]
+        lines = []
+        for label, text in self._lines():
+            kind = kinds.get(label.split()[0], "plain")
+            lines.append((label.strip(), markup.Raw(f'<span class="{kind}">{markup.escape(text)}</span>')))
         return markup.fragment("flashtile-explain", markup.table(("", ""), lines, is_numeric=False))
 
 

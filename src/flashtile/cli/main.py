@@ -218,11 +218,14 @@ def profile(
     arch: Annotated[
         str | None, typer.Option(help="Such as sm_90: only what the compiler knows about our kernels; needs no GPU.")
     ] = None,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Clocks of one block of our kernels, phase by phase, and a picture.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder of the results. Default: results/<device>.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON; the tables go to stderr.")] = False,
 ) -> None:
     """Read the hardware counters of the kernels of a call with Nsight Compute: ours, torch's or others'."""
-    options = profile_command.Options(problem or (), providers, arch, out, as_json)
+    options = profile_command.Options(problem or (), providers, arch, timeline, out, as_json)
     _run(lambda: profile_command.prepare(options, sys.argv[1:]))
 
 

@@ -21,7 +21,7 @@ from flashtile.bench.sweep import Settings, Sweep
 from flashtile.bench.terminal import make_console, progress_bar, say_files, say_remark, show
 from flashtile.errors import Unsupported, unsupported, value_error
 from flashtile.kernels.arch import ARCHS, Arch, arch_named
-from flashtile.profile import ceilings, figures, measure, problems, tables
+from flashtile.profile import ceilings, figures, measure, problems, tables, timeline
 from flashtile.profile.gpu import current_arch
 from flashtile.profile.problems import Problems
 from flashtile.profile.rows import KernelRow
@@ -37,6 +37,7 @@ class Options:
     words: Sequence[str] = ()
     providers: str = DEFAULT_PROVIDERS
     arch: str | None = None  # compile-time facts of another GPU
+    has_timeline: bool = False  # clocks inside of our kernels instead of counters
     out: Path | None = None
     as_json: bool = False
 
@@ -56,6 +57,8 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         raise unsupported("flashtile profile", "no GPU here", "a GPU that torch sees", hint)
     folder = writable_folder(options.out or Path("results") / device.slug(where))
     console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if options.has_timeline:
+        return partial(_timeline, wanted, folder, device.environment(where, arguments), console)
     return Run(wanted, chosen, folder, device.environment(where, arguments), console, options.as_json).start
 
 
@@ -161,3 +164,20 @@ def _facts(wanted: Problems, arch: Arch, env: Environment, console: Console, as_
     if as_json:
         print(json.dumps({"no_counters": why, "rows": [as_dict(row) for row in found]}, indent=1))
     return 0 if found else 1
+
+
+def _timeline(wanted: Problems, folder: Path, env: Environment, console: Console) -> int:
+    """Records the clocks of one block of our kernels."""
+    found: list[timeline.Timeline] = []
+    for point in wanted.points:
+        try:
+            found += timeline.record(point, tables.problem_text(point), env)
+        except Unsupported as error:
+            console.print(str(error), style="red", highlight=False, markup=False, soft_wrap=True)
+    if not found:
+        return 1
+    for one in found:
+        show(console, timeline.table(one))
+    path = folder / f"{wanted.stem.replace('profile', 'timeline', 1)}.json"
+    say_files(console, timeline.write(found, path))
+    return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from flashtile.bench.points import Point
 from flashtile.bench.tables import Table, labels, number
 from flashtile.profile.measure import TOP_STALLS, by_call, main_kernel
 from flashtile.profile.rows import KernelRow
@@ -42,7 +43,8 @@ def shown(kernels: Sequence[KernelRow]) -> list[KernelRow]:
     return [row for row in kernels if not total or (row.kernel_ms or 0.0) >= SMALL_SHARE * total]
 
 
-def problem_text(row: KernelRow) -> str:
+def problem_text(row: KernelRow | Point) -> str:
+    """A problem and its pass in one line."""
     heads = f"{row.heads}" if row.heads == row.heads_kv else f"{row.heads}/{row.heads_kv}"
     length = f"{row.seqlen_q}" if row.seqlen_q == row.seqlen_k else f"{row.seqlen_q}x{row.seqlen_k}"
     dim = f"{row.head_dim}" if row.head_dim == row.head_dim_v else f"{row.head_dim}/{row.head_dim_v}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from flashtile.markup import Raw, escape, table
 from flashtile.profile.figures import kernel_tflops, levels, roofline_points
 from flashtile.profile.rows import KernelRow
 from flashtile.profile.tables import problem_text
+from flashtile.profile.timeline import COLOURS, WAIT_COLOUR, Timeline, drawn, header_constants
 from flashtile.tiles.rows import TileRow
 
 Chart = dict[str, Any]
@@ -163,6 +165,48 @@ def tiles_chart(rows: Sequence[TileRow]) -> Chart:
         ]  # fmt: skip
         choices.append({"label": f"{own[0].kernel} {own[0].dtype} d={head_dim}", "points": points})
     return {"kind": "scatter", "x": "achieved occupancy, %", "y": "TFLOP/s", "choices": choices}
+
+
+# Timelines
+
+
+def timeline_picture(timeline: Timeline) -> str:
+    """A lane for each warpgroup over a few steps; a phase is named under the mouse. Waits are hatched."""
+    phases = {phase.name: phase for phase in header_constants()[0]}
+    shown = [span for span in drawn(timeline.spans) if span.phase != "end"]
+    warps = sorted({span.warp for span in shown})
+    start, end = min(span.start for span in shown), max(span.end for span in shown)
+    width, lane = 1100.0, 34
+    hatch_id = "wait-" + re.sub(r"\W+", "-", f"{timeline.kernel} {timeline.problem} {timeline.env.device}")
+    parts = []
+    for span in shown:
+        x, w = ((span.start - start) / (end - start) * width, (span.end - span.start) / (end - start) * width)
+        phase = phases[span.phase]
+        fill = f"url(#{hatch_id})" if phase.is_wait else COLOURS[span.phase]
+        title = f"{'waits' if phase.is_wait else 'works'}: {phase.what}; {span.end - span.start} clocks"
+        parts.append(
+            f'<rect x="{x + 90:.1f}" y="{warps.index(span.warp) * lane + 4}" width="{max(w, 0.5):.1f}" '
+            f'height="{lane - 8}" fill="{fill}"><title>{escape(title)}</title></rect>'
+        )
+    labels_ = "".join(
+        f'<text x="0" y="{index * lane + 22}">warpgroup {warp // 4}</text>' for index, warp in enumerate(warps)
+    )
+    used = [name for name in dict.fromkeys(span.phase for span in shown) if not phases[name].is_wait]
+    legend = "".join(
+        f'<span><i style="background:{COLOURS[name]}"></i>{escape(phases[name].what)}</span>' for name in used
+    )
+    height = len(warps) * lane + 24
+    hatch = (
+        f'<pattern id="{hatch_id}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        f'<rect width="6" height="6" fill="{WAIT_COLOUR}"/><rect width="2" height="6" fill="#8a8a8a"/></pattern>'
+    )
+    return (
+        f'<div class="scroll"><svg class="plot lanes" viewBox="0 0 {width + 100:.0f} {height}" role="img" '
+        f'aria-label="{escape(timeline.kernel)}: what its warpgroups do over {end - start} clocks">'
+        f'<defs>{hatch}</defs>{labels_}{"".join(parts)}<text x="{width + 90:.0f}" y="{height - 4}" text-anchor="end" '
+        f'class="soft">{end - start} clocks</text></svg></div>'
+        f'<p class="keys">{legend}<span><i class="wait"></i>waits</span></p>'
+    )
 
 
 # Heat maps

@@ -11,7 +11,9 @@ from typing import Any
 from flashtile.bench.rows import ColdRow, Environment, OverheadRow, Row, read
 from flashtile.errors import value_error
 from flashtile.ladder.rows import HbmRow, RungRow
+from flashtile.profile import timeline
 from flashtile.profile.rows import KernelRow
+from flashtile.profile.timeline import Timeline
 from flashtile.tiles.rows import TileRow
 
 # Prefix of the file name -> row; the first that fits
@@ -47,6 +49,7 @@ class DeviceResults:
     name: str  # of the folder
     files: dict[str, list[ResultCsv]] = field(default_factory=dict)
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
+    timelines: list[Timeline] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)  # file and reason
 
     def of(self, prefix: str) -> list[ResultCsv]:
@@ -88,6 +91,11 @@ def _device(folder: Path) -> DeviceResults:
             found.files.setdefault(kind[0], []).append(ResultCsv(path.stem, rows))
         else:
             found.skipped.append((path.name, "no rows"))
+    for path in sorted(folder.glob("timeline_*.json")):
+        try:
+            found.timelines += timeline.read(path)
+        except (OSError, ValueError) as error:
+            found.skipped.append((path.name, str(error)))
     for name in RECORDS:
         path = folder / f"{name}.json"
         if not path.exists():

@@ -17,6 +17,7 @@ from flashtile.ladder.rows import RungRow
 from flashtile.ladder.rungs import Rung, rungs
 from flashtile.markup import DARK_VARIABLES, VARIABLES, Raw, escape, page, table
 from flashtile.profile import tables as profile_tables
+from flashtile.profile import timeline
 from flashtile.report import charts
 from flashtile.report.collect import DeviceResults, ResultCsv
 from flashtile.tiles import tables as tile_tables
@@ -55,6 +56,7 @@ def _device(device: DeviceResults, index: int) -> str:
         ("decode", "Decoding", _decode(device)),
         ("options", "Options and unusual shapes", _options(device)),
         ("profile", "Counters of each kernel", _profiles(device)),
+        ("timelines", "Timelines of a block", _timelines(device)),
         ("memory", "Bytes through device memory", _memory(device)),
         ("ladder", "The ladder", _ladder(device)),
         ("tiles", "Tiles against occupancy", _tiles(device)),
@@ -155,6 +157,15 @@ def _profiles(device: DeviceResults) -> str:
             f"{_chart(charts.profile_roofline(one.rows), 'Memory')}{shown}"
         )
     return "".join(parts)
+
+
+def _timelines(device: DeviceResults) -> str:
+    """What the warpgroups of a block do, clock by clock."""
+    return "".join(
+        f"<h3>{escape(one.kernel)}, {escape(one.problem)}</h3>{charts.timeline_picture(one)}"
+        + _details("Median clocks of each phase", _table(timeline.table(one)))
+        for one in device.timelines
+    )
 
 
 def _memory(device: DeviceResults) -> str:
