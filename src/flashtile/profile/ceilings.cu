@@ -10,8 +10,8 @@
 #endif
 
 struct Params {
-  float* out;           // (1,), never written: its store only keeps the work from being removed
-  const float4* source; // (source_size,), for reads of L2
+  float* out;            // (1,), never written: its store only keeps the work from being removed
+  const float4* source;  // (source_size,), for reads of L2
   int source_size;
   int num_rounds;
 };
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) tensor_kernel(const Pa
   for (int round = 0; round < p.num_rounds; ++round) {
 #pragma unroll
     for (int n = 0; n < kProducts; ++n) {
-      float(&x)[4] = d[n % kTiles];
+      float (&x)[4] = d[n % kTiles];
       mma_m16n8k16<bf16_t>(x, a, a[n % 4], a[(n + 1) % 4], x[0], x[1], x[2], x[3]);
     }
   }

@@ -1,6 +1,6 @@
 // Clocks of one block, for a picture of what its warps do and wait for. mark() is empty in every build but one whose
-// unit begins with `#define FT_TIMELINE <address>`: there one lane of a warp stores the clock. profile/timeline.py makes
-// such a build, allocates the buffer and draws it.
+// unit begins with `#define FT_TIMELINE <address>`: there one lane of a warp stores the clock. profile/timeline.py
+// makes such a build, allocates the buffer and draws it.
 //
 // Buffer:   u32 [warp][step][phase], the low half of the multiprocessor's clock; 0 = not reached.
 // Meaning:  a phase lasts from its mark to the warp's next mark. A step is what a warp does for one tile of its loop.
@@ -19,6 +19,9 @@ enum class Phase : i32 {
   maximum,       // work: mask and running maximum
   wait_output,   // wait: until the product before has been added
   exponentials,  // work: exponentials, sums and rounding
+  issue_scores,  // work: the products of the next scores are issued
+  wait_dq,       // wait: until dQ is computed
+  wait_dp,       // wait: until dP is computed
   gradient,      // work: derivative of the softmax
   store,         // work: results are stored
   wait_k_stage,  // wait: until a stage of K, or of Q and dO in a backward pass, is free
