@@ -279,22 +279,18 @@ def attention_kvcache(
     if unknown:
         raise unknown_option("attention_kvcache", next(iter(unknown)), _options_of(attention_kvcache))
     if (
-        rotary_cos is None
-        and rotary_sin is None
-        and alibi_slopes is None
-        and sinks is None
-        and (type(causal) is bool or type(causal) is str)
+        (type(causal) is bool or type(causal) is str)
         and type(layout) is str
         and (backend is None or type(backend) is str)
         and is_dense(q, k_cache, v_cache, scale)
-        and q.is_cpu
-        and k_cache.is_cpu
-        and v_cache.is_cpu
         and (mode := ops.DENSE_MODES.get((causal, layout, backend))) is not None
         and cache_step.has_valid_options(window, scale, softcap, num_splits, rotary_interleaved)
     ):
-        tensors = (q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
-        done = cache_step.step(*tensors, window, scale, softcap, return_lse, mode)
+        done = cache_step.step(
+            *(q, k_cache, v_cache, alibi_slopes, sinks, k, v, cache_seqlens, cache_batch_idx, cache_leftpad),
+            *(block_table, rotary_cos, rotary_sin, window, scale, softcap, num_splits, rotary_interleaved),
+            *(return_lse, mode),
+        )
         if done is not None:
             return (done[0], cast(Tensor, done[1])) if return_lse else done[0]
     tensors = (q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
@@ -329,17 +325,19 @@ def attention_kvcache(
     row_names = {} if cache_batch_idx is None else _KVCACHE_ROW_NAMES
     names = {**_KVCACHE_NAMES, **row_names}
     if append is not None:
-        given = (*args, *append)
+        given, is_ordered = (*args, *append), kvcache.is_ordered(args)
         if not is_compiling() and all(has_memory(value) for value in given if isinstance(value, Tensor)):
             # Whatever is wrong with the call shows before anything is written
             call_as(names, _check_ahead, args, append)
             args, append = kvcache.read_first(args, append)
-        call_as(row_names, ops.append_kv, *append)
+            rotated, seqused = call_as(row_names, ops.append_step, *append, args.q, is_ordered)
+        else:
+            call_as(row_names, ops.append_kv, *append)
+            rotated = kvcache.rotated_queries(append, args.q, is_ordered)
+            seqused = append.cache_seqlens + append.k.shape[row_axis(layout)]
         if not is_compiling():
             ops.increment_version((append.k_cache, append.v_cache))
-        args = args._replace(
-            q=append.rotated_queries(args), seqused_k=append.cache_seqlens + append.k.shape[row_axis(layout)]
-        )
+        args = args._replace(q=args.q if rotated is None else rotated, seqused_k=seqused)
     out, lse = call_as(names, ops.attend, args, return_lse)
     return (out, lse) if return_lse else out
 

@@ -1,5 +1,5 @@
-"""A step of a cache on the CPU in one call of the C++ executor (csrc/exec/ops.cpp: forward_cache), which writes the new
-rows and attends to all.
+"""A step of a cache in one call of the C++ executor (csrc/exec/ops.cpp: forward_cache), which writes the new rows and
+attends to all.
 
 It handles calls whose kind has been served before. For anything else `step` answers None and has written nothing: the
 general path of `attention_kvcache` serves or refuses the call.
@@ -44,40 +44,59 @@ def step(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    alibi_slopes: Any,
+    sinks: Any,
     k: Any,
     v: Any,
     cache_seqlens: Any,
     cache_batch_idx: Any,
     leftpad: Any,
     table: Any,
+    rotary_cos: Any,
+    rotary_sin: Any,
     window: Any,
     scale: float | None,
     softcap: float,
+    num_splits: int,
+    is_interleaved: bool,
     wants_lse: bool,
     mode: int,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """(out, lse) of plain tensors q, k_cache and v_cache on the CPU; lse where it is wanted."""
+    """(out, lse) of plain tensors q, k_cache and v_cache on the CPU or on a GPU; lse where it is wanted."""
+    is_on_gpu = q.is_cuda
+    if not is_on_gpu and not q.is_cpu:
+        return None
     length = -1
     if type(cache_seqlens) is int and cache_seqlens >= 0:
         length, cache_seqlens = cache_seqlens, None
-    if cache_batch_idx is not None and table is None and type(cache_batch_idx) is Tensor and cache_batch_idx.dim() == 1:
-        cache_batch_idx, table = None, cache_batch_idx[:, None]  # rows of a larger cache are pages of one row each
-    for tensor in (k, v, cache_seqlens, leftpad, table):
-        if tensor is not None and (type(tensor) is not Tensor or not tensor.is_cpu):
+    if cache_batch_idx is not None:
+        if table is not None or type(cache_batch_idx) is not Tensor or cache_batch_idx.dim() != 1:
+            return None
+        table = cache_batch_idx[:, None]  # rows of a larger cache are pages of one row each
+    needs_grad = torch.is_grad_enabled()
+    for tensor in (
+        *(q, k_cache, v_cache, k, v, cache_seqlens, table),
+        *(alibi_slopes, sinks, leftpad, rotary_cos, rotary_sin),
+    ):
+        if tensor is not None and (
+            type(tensor) is not Tensor
+            or not (tensor.is_cuda if is_on_gpu else tensor.is_cpu)
+            or (needs_grad and tensor.requires_grad)
+        ):
             return None
     if (
-        cache_batch_idx is not None
-        or _num_dispatch_modes()
+        _num_dispatch_modes()
         or ops.is_traced_above_autograd()
-        or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k_cache, v_cache, k, v)))
         or ((k_cache.is_inference() or v_cache.is_inference()) and not _is_inference_mode())
     ):
         return None
     left, right = (-1, -1) if window is None else window
-    numbers = (scale, left, right, softcap, mode | (ops.DETERMINISTIC if ops.is_deterministic() else 0))
+    mode |= ops.DETERMINISTIC if ops.is_deterministic() else 0
     try:
         out, lse = ops.cache_forward(
-            q, k_cache, v_cache, cache_seqlens, leftpad, table, *numbers, k, v, length, wants_lse
+            *(q, k_cache, v_cache, alibi_slopes, sinks, cache_seqlens, leftpad, table),
+            *(scale, left, right, softcap, num_splits, mode),
+            *(k, v, rotary_cos, rotary_sin, is_interleaved, length, wants_lse),
         )
     except RuntimeError as error:
         ops.reraise(error)

@@ -42,10 +42,13 @@ from flashtile.problem import (
 _DENSE = f"{schema(('q', 'k', 'v', 'scale'))}, int mode"
 # A step of a cache. Internal: C++ alone handles it, and returns no tensors where it does not
 _CACHE = schema(CACHE_ARGUMENTS).replace("Tensor k,", "Tensor(a!) k,").replace("Tensor v,", "Tensor(b!) v,")
-_CACHE = f"({_CACHE}, int mode, Tensor? new_k, Tensor? new_v, int length, bool wants_lse) -> (Tensor out, Tensor lse)"
+_CACHE = (
+    f"({_CACHE}, int mode, Tensor? new_k, Tensor? new_v, Tensor? rotary_cos, Tensor? rotary_sin, "
+    "bool rotary_interleaved, int length, bool wants_lse) -> (Tensor out, Tensor lse)"
+)
 _APPEND = (
-    "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? block_table, "
-    "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, str layout) -> ()"
+    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? block_table, "
+    "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, str layout"
 )
 # By name and overload. A dense forward pass returns no lse unless its mode has needs_grad.
 _SCHEMAS = {
@@ -54,7 +57,9 @@ _SCHEMAS = {
     "backward": f"(Tensor dout, Tensor? dlse, {schema()}, Tensor out, Tensor lse, bool[] needs) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
     "backward.dense": f"(Tensor dout, {_DENSE}, Tensor out, Tensor lse) -> (Tensor dq, Tensor dk, Tensor dv)",
-    "append_kv": _APPEND,
+    "append_kv": f"({_APPEND}) -> ()",
+    # With what the read after it needs: the queries, rotated as the new keys are, and the lengths with the new rows
+    "append_kv.step": f"({_APPEND}, Tensor q, bool is_ordered) -> (Tensor rotated_q, Tensor seqused_k)",
 }
 _library = torch.library.Library("flashtile", "DEF")
 for _name, _schema in _SCHEMAS.items():
@@ -65,6 +70,7 @@ _library.define("forward.cache" + _CACHE)
 forward_op = torch.ops.flashtile.forward.default
 backward_op = torch.ops.flashtile.backward.default
 append_op = torch.ops.flashtile.append_kv.default
+append_step_op = torch.ops.flashtile.append_kv.step
 # Without the wrapper of an OpOverload, which costs 0.4 us
 dense_forward = torch.ops.flashtile.forward.dense._op
 dense_backward = torch.ops.flashtile.backward.dense._op
@@ -104,6 +110,7 @@ def _typed(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 forward, backward, append_kv = _typed(forward_op), _typed(backward_op), _typed(append_op)
+append_step = _typed(append_step_op)
 
 
 def output_sizes(args: AttentionArgs) -> tuple[list[int], list[int]]:
@@ -273,12 +280,30 @@ def _append_kv(*values: Any) -> None:
         kvcache.append(args)
 
 
+def _append_step(*values: Any) -> tuple[Tensor | None, Tensor]:
+    *given, q, is_ordered = values
+    args = AppendArgs(*given)
+    kvcache.validate(args)
+    kvcache.validate_queries(args, q)
+    is_on_gpu = args.k.device.type in cuda.CudaBackend.devices
+    if not is_on_gpu or is_checking():
+        kvcache.check_values(args)
+    step = cuda.append_step if is_on_gpu and cuda.takes_append(args.k) else kvcache.append_step
+    return step(args, q, is_ordered)
+
+
+def _no_cache_step(*values: Any) -> tuple[None, None]:
+    """Without the C++ extension every step takes the general path of `attention_kvcache`."""
+    return None, None
+
+
 _KERNELS: dict[str, Callable[..., Any]] = {
     "forward": _forward,
     "forward.dense": _forward_dense,
     "backward": _backward,
     "backward.dense": _backward_dense,
     "append_kv": _append_kv,
+    "append_kv.step": _append_step,
 }
 
 
@@ -294,6 +319,8 @@ def _register_kernels() -> None:
             kernel = native.raising(kernel, _SCHEMAS[name].partition("->")[2].count("Tensor"))
         for device in ("CPU", "CUDA"):
             _library.impl(target, kernel, device)
+    for device in ("CPU", "CUDA") if not has_cpp else ():
+        _library.impl("forward.cache", _no_cache_step, device)
 
 
 _register_kernels()
@@ -328,12 +355,22 @@ def _append_kv_fake(*values: Any) -> None:
     kvcache.validate(AppendArgs(*values))
 
 
+def _append_step_fake(*values: Any) -> tuple[Tensor | None, Tensor]:
+    *given, q, _ = values
+    args = AppendArgs(*given)
+    kvcache.validate(args)
+    kvcache.validate_queries(args, q)
+    rotated = None if args.rotary_cos is None else kvcache.empty_rotated(q, args.layout)
+    return rotated, torch.empty_like(args.cache_seqlens)
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     "forward": _forward_fake,
     "forward.dense": _forward_dense_fake,
     "backward": _backward_fake,
     "backward.dense": _backward_dense_fake,
     "append_kv": _append_kv_fake,
+    "append_kv.step": _append_step_fake,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"flashtile::{_name}", _fake, lib=_library)
@@ -521,5 +558,5 @@ def _differentiable_backward(*values: Any) -> tuple[Tensor, ...]:
 
 _library.impl("forward", _forward_autograd, "Autograd", with_keyset=True)
 _library.impl("backward", _backward_autograd, "Autograd", with_keyset=True)
-for _name in ("forward.dense", "forward.cache", "backward.dense", "append_kv"):
+for _name in ("forward.dense", "forward.cache", "backward.dense", "append_kv", "append_kv.step"):
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")

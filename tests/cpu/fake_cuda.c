@@ -35,6 +35,10 @@ int cuCtxSetCurrent(void* wanted) { return context = wanted, 0; }
 int cuMemsetD8Async(uint64_t address, uint8_t value, size_t size, void* stream) {
   return (void)stream, memset((void*)(uintptr_t)address, value, size), 0;
 }
+int cuMemsetD32Async(uint64_t address, uint32_t value, size_t count, void* stream) {
+  for (size_t index = 0; index < count; ++index) ((uint32_t*)(uintptr_t)address)[index] = value;
+  return (void)stream, 0;
+}
 int cuThreadExchangeStreamCaptureMode(int* mode) { return (void)mode, 0; }
 int cuLibraryLoadData(void** library, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
   (void)code, (void)a, (void)b, (void)c, (void)d, (void)e, (void)f;

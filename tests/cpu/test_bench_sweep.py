@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from bench_fakes import ENV, SETTINGS, provider, right, rows, sweep
 from rich.console import Console
 
-from flashtile.bench import cold, compare, load, memory, overhead, plots, timing
+from flashtile.bench import cold, compare, load, memory, overhead, plots, tables, timing
 from flashtile.bench.command import run_sweep
 from flashtile.bench.points import Plan, Point
 from flashtile.bench.providers import Attend, Provider, by_name, choose, providers
@@ -319,6 +319,19 @@ def test_waiting_for_a_core_is_measured():
     assert "too busy to trust these times: threads of this run waited for a core" in done.stdout
 
 
+def test_overhead_of_decode_steps(monkeypatch):
+    """Ours in every case; torch without pages; others not at all."""
+    monkeypatch.setattr(overhead, "NUM_ROUNDS", 3)
+    monkeypatch.setattr(overhead, "COLUMNS", [column for column in overhead.COLUMNS if column[0] == "decode"])
+    compared = [by_name("cpu"), by_name("sdpa"), provider("one")]
+    found = [row for some in overhead.rows(compared, Point(), "cpu", ENV) for row in some]
+    status = {(row.provider, row.case): row.status for row in found}
+    assert all(status["cpu", case] == "ok" for case in overhead.STEPS)
+    assert [status["sdpa", case] for case in overhead.STEPS] == ["ok", "refused", "ok", "refused"]
+    assert {status["one", case] for case in overhead.STEPS} == {"refused"}
+    assert tables.overhead_table(found).header == ("", *(f"decode, {case}" for case in overhead.STEPS))
+
+
 def test_overhead_has_six_cases_for_each_provider(monkeypatch):
     def no_grad_only(q, k, v):
         if torch.is_grad_enabled():
@@ -345,9 +358,10 @@ def test_overhead_has_six_cases_for_each_provider(monkeypatch):
         ("one", "grad", "repeated", "ok"),
         ("two", "grad", "repeated", "refused"),
     ]
-    assert [(row.mode, row.case) for row in found[::2]] == list(itertools.product(overhead.MODES, overhead.CASES))
+    assert [(row.mode, row.case) for row in found[::2]] == list(overhead.COLUMNS)
     assert found[5].reason == "inference only"
     assert all(row.p20_us <= row.median_us <= row.p80_us for row in found if row.status == "ok")
+    assert all(row.status == "refused" for row in found if row.mode == "decode")
     # Each mode: first one length repeatedly, then a new length in every call
     num_calls = (3 + overhead.NUM_WARM) * overhead.NUM_CALLS
     assert len(lengths) == 6 * num_calls

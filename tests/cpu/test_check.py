@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from flashtile.backends import dropout, registry
 from flashtile.backends.tiled import BLOCK_N, TiledBackend
 from flashtile.check import mutants, runner
+from flashtile.check.decode import DecodeDrawer
 from flashtile.check.draw import MAX_SCORES, Drawer
 from flashtile.check.judge import judge
 from flashtile.check.mutants import Hunt
@@ -613,3 +614,59 @@ def test_dropout_bits_are_probed_where_the_output_cannot_tell(monkeypatch: pytes
     trial = Trial(Case(seqlen_q=4, seqlen_k=BLOCK_N + 129, dropout_p=0.5, values="ties", head_dim_v=512), 1, False)
     monkeypatch.setattr("flashtile.backends.tiled.dropout.keep_mask", swapped)
     assert any("bits" in text for text in judge(trial, [registry.find("tiled")], "cpu").complaints["tiled"])
+
+
+# Steps over a cache
+
+
+def test_decode_problems_are_drawn_with_every_option() -> None:
+    cases = [trial.case for trial in itertools.islice(DecodeDrawer(3, "cpu", "forward", EDGES), 4000)]
+    assert not any(trial.has_backward for trial in itertools.islice(DecodeDrawer(3, "cpu"), 100))
+    assert {case.kind for case in cases} == {"cache", "padded", "paged"}
+    paged = [case for case in cases if case.kind == "cache"]
+    assert {1, 7, 16, 64, 256} <= {case.page_size for case in paged}
+    assert any(case.page_size >= case.seqlen_k > 1 for case in paged)  # by batch index
+    assert {1, 4, 8, 64} <= {case.heads // case.heads_kv for case in cases}
+    assert {1, 2, 4, 8} <= {case.seqlen_q for case in cases}
+    for name in ("has_junk_pages", "has_leftpad", "has_sinks", "softcap", "alibi", "window", "causal", "num_splits"):
+        assert len({getattr(case, name) for case in paged}) > 1, name
+    assert all(case.batch * case.heads * case.seqlen_q * case.seqlen_k <= MAX_SCORES["cpu"] for case in cases)
+
+
+@pytest.mark.parametrize("kind", ["cache", "paged"])
+def test_junk_stands_where_a_table_holds_no_key(kind: str) -> None:
+    case = Case(kind=kind, page_size=4, seqlen_k=40, batch=5, has_junk_pages=True)
+    args = case.make(3).args
+    table = args.block_table
+    assert table is not None
+    num_pages = args.k.shape[0]
+    ends = args.cu_seqlens_k.diff() if args.seqused_k is None else args.seqused_k
+    starts = torch.zeros(5, dtype=torch.int32) if args.leftpad_k is None else args.leftpad_k
+    for entries, start, end in zip(table, starts.tolist(), ends.tolist(), strict=True):
+        for slot, page in enumerate(entries.tolist()):
+            is_held = start < end and start // 4 <= slot <= (end - 1) // 4
+            assert (0 <= page < num_pages) == is_held
+    assert ((table < 0) | (table >= num_pages)).any()
+
+
+def test_a_cache_may_have_no_left_padding() -> None:
+    for kind in ("cache", "padded"):
+        assert Case(kind=kind, has_leftpad=False).make(1).args.leftpad_k is None
+        assert Case(kind=kind).make(1).args.leftpad_k is not None
+
+
+def test_decode_problems_are_checked(put_in) -> None:
+    """The backends of this machine pass, and a backend that reads the pages of another sequence does not."""
+    backends = [registry.find("cpu"), registry.find("tiled")]
+    report = check(Settings(backends, "cpu", seed=11, problems=30, is_decode=True))
+    assert report.num_problems == report.ran["tiled"] == 30
+    assert not report.failures, report.failures
+    found = check(Settings([put_in("pages")], "cpu", seed=11, problems=30, is_decode=True, stops_at_failure=True))
+    assert found.failures
+
+
+def test_decode_has_no_backward_pass() -> None:
+    for options in (["--pass", "backward"], ["--mutate", "all"]):
+        result = CliRunner().invoke(app, ["check", "--decode", "--device", "cpu", *options])
+        assert result.exit_code == 2
+        assert "--decode" in result.output

@@ -4,6 +4,8 @@ rows."""
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -483,3 +485,17 @@ def test_caches_of_inference_are_written_in_inference_mode() -> None:
     with pytest.raises(ValueError, match="k_cache: got an inference tensor"):
         flashtile.attention_kvcache(new, k_cache, v_cache, k=new, v=new, cache_seqlens=5)
     assert k_cache[:, 5].eq(0).all()
+
+
+def test_without_the_extension() -> None:
+    """A package without C++ serves steps too."""
+    lines = (
+        "import sys; sys.modules['flashtile._C'] = None",
+        "import torch, flashtile",
+        "from flashtile.runtime import extension",
+        "assert extension.missing() is not None",
+        "cache, new = torch.zeros(2, 8, 2, 16), torch.ones(2, 1, 2, 16)",
+        "out = flashtile.attention_kvcache(new, cache, cache.clone(), k=new, v=new, cache_seqlens=0)",
+        "assert torch.equal(out, new) and torch.equal(cache[:, :1], new)",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=120)

@@ -3,6 +3,7 @@ in its calls."""
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,6 +26,7 @@ from flashtile.check.draw import Drawer
 from flashtile.kernels import assemble, families
 from flashtile.kernels import plan as plans
 from flashtile.kernels.families.simt import HEAD_DIMS
+from flashtile.kernels.params import AppendParams, Params
 from flashtile.problem import DENSE_FIELDS, AttentionArgs
 from flashtile.runtime import driver, extension
 from flashtile.testing import GRADS, Case
@@ -360,6 +362,112 @@ def test_appends_are_launched_alike(
     assert extension.executor().num_plans() == 1
 
 
+# Steps of a cache: one call of C++ launches what the general path launches
+
+
+def make_step(is_paged: bool, layout: str, rotary: bool, rows: int, new: int) -> dict[str, Any]:
+    def tensor(batch: int, rows: int, heads: int) -> Tensor:
+        made = torch.randn(batch, rows, heads, 64).to(torch.bfloat16)
+        return made if layout == "bshd" else made.transpose(1, 2)
+
+    pages = (7, 16) if is_paged else (3, 32)
+    step = {"q": tensor(3, rows, 4), "k_cache": tensor(*pages, 2), "v_cache": tensor(*pages, 2), "layout": layout}
+    step |= {"k": tensor(3, new, 2), "v": tensor(3, new, 2), "backend": "cuda"}
+    if is_paged:
+        step["block_table"] = torch.tensor([[1, 0], [2, 5], [4, 3]], dtype=torch.int32)
+    if rotary:
+        step |= {"rotary_cos": torch.rand(50, 16), "rotary_sin": torch.rand(50, 16)}
+    return step
+
+
+def pointers_at(image: bytearray, struct: Any, *names: str) -> list[int]:
+    return [int.from_bytes(image[(at := getattr(struct, name).offset) : at + 8], "little") for name in names]
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("is_paged", [False, True])
+@pytest.mark.parametrize("rotary", [False, True])
+def test_a_step_launches_what_the_general_path_does(
+    rotary: bool, is_paged: bool, layout: str, served: list[str], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, step_op = ctypes.sizeof(AppendParams), ops.append_step
+    for rows, new, lengths in ((1, 1, torch.tensor([3, 0, 9], dtype=torch.int32)), (3, 2, 5), (2, 4, 7)):
+        step = make_step(is_paged, layout, rotary, rows, new) | {"cache_seqlens": lengths, "causal": rows > 1}
+        with native.python_only():
+            recorder.reset(size)
+            flashtile.attention_kvcache(**step)
+            expected = recorder.launches()
+        flashtile.attention_kvcache(**step)  # registers the plans
+        count, before = len(served), num_fallbacks()
+        monkeypatch.setattr(ops, "append_step", None)
+        recorder.reset(size)
+        out, lse = flashtile.attention_kvcache(**step, return_lse=True)
+        monkeypatch.setattr(ops, "append_step", step_op)
+        assert (len(served), num_fallbacks()) == (count, before)
+        launches = recorder.launches()
+        assert [numbers for numbers, _ in launches] == [numbers for numbers, _ in expected]
+        assert len(launches) == 2
+        (_, append), (_, read) = launches
+        rotated, used = pointers_at(append, AppendParams, "rotated_q", "seqused_k")
+        q, seqused = pointers_at(read, Params, "q", "seqused_k")
+        assert seqused == used
+        assert q == (rotated if rotary else step["q"].data_ptr())
+        assert pointers_at(read, Params, "out", "lse") == [out.data_ptr(), lse.data_ptr()]
+        # All but what each way has allocated, and a length that the general path makes a tensor
+        changing = {"rotated_q", "seqused_k", *(() if isinstance(lengths, Tensor) else ("cache_seqlens",))}
+        for struct, names, image, other in (
+            (AppendParams, changing, append, expected[0][1]),
+            (Params, {"q", "out", "lse", "seqused_k"}, read, expected[1][1]),
+        ):
+            for name in names:
+                at = getattr(struct, name).offset
+                image[at : at + 8] = other[at : at + 8] = bytes(8)
+            if not isinstance(lengths, Tensor) and struct is AppendParams:
+                at = AppendParams.length.offset
+                assert int.from_bytes(image[at : at + 4], "little") == lengths
+                image[at : at + 4] = other[at : at + 4] = bytes(4)
+            assert image == other
+
+
+def test_one_length_without_an_append_is_written_to_the_device(served: list[str], recorder: Recorder) -> None:
+    step = make_step(False, "bshd", False, 1, 1) | {"cache_seqlens": 11}
+    step |= {"k": None, "v": None}
+    flashtile.attention_kvcache(**step)
+    before = num_fallbacks()
+    recorder.reset(ctypes.sizeof(AppendParams))
+    flashtile.attention_kvcache(**step)
+    assert num_fallbacks() == before
+    ((_, read),) = recorder.launches()
+    (address,) = pointers_at(read, Params, "seqused_k")
+    assert address != 0
+
+
+def test_a_step_that_must_not_write_is_left_to_python(served: list[str], recorder: Recorder) -> None:
+    """New rows that are part of a cache are copied first, and caches that share memory are refused, when plans for
+    plain steps are known."""
+    step = make_step(False, "bshd", False, 1, 1) | {"cache_seqlens": torch.tensor([3, 0, 9], dtype=torch.int32)}
+    for _ in range(2):
+        flashtile.attention_kvcache(**step)
+    recorder.reset(ctypes.sizeof(AppendParams))
+    flashtile.attention_kvcache(**step | {"k": step["k_cache"][:, 20:21]})
+    (_, append), _ = recorder.launches()
+    (k,) = pointers_at(append, AppendParams, "k")
+    assert not 0 <= k - step["k_cache"].data_ptr() < step["k_cache"].nbytes
+    recorder.reset(0)
+    with pytest.raises(ValueError, match="v_cache: got the memory of k_cache"):
+        flashtile.attention_kvcache(**step | {"v_cache": step["k_cache"]})
+    for name, wrong in (
+        ("k", step["k"][:2]),
+        ("k", step["k"].float()),
+        ("cache_seqlens", step["cache_seqlens"].long()),
+        ("cache_seqlens", step["cache_seqlens"][:2]),
+        ("rotary_cos", torch.rand(50, 16)),
+    ):
+        with pytest.raises((ValueError, TypeError), match="got"):
+            flashtile.attention_kvcache(**step | {name: wrong})
+    assert recorder.launches() == []
+
+
 def test_angles_of_two_dtypes_are_read_as_one(recorder: Recorder) -> None:
     cache, new = torch.zeros(1, 16, 2, 64, dtype=torch.bfloat16), torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16)
     angles, lengths = torch.rand(50, 8), torch.zeros(1, dtype=torch.int32)
@@ -368,7 +476,7 @@ def test_angles_of_two_dtypes_are_read_as_one(recorder: Recorder) -> None:
         launch = cuda.append_launch(args)
         tensors = executor.prepare(launch.plan, launch.tensors)
         assert tensors["rotary_cos"].dtype == tensors["rotary_sin"].dtype == torch.float32
-        assert "float>" in launch.plan.steps[0].entry  # type: ignore[union-attr]
+        assert ", float," in launch.plan.steps[0].entry  # type: ignore[union-attr]
         assert by_cpp(recorder, ops.append_kv, args, launch) is None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends import executor, native
+from flashtile.backends import executor, kvcache, native
 from flashtile.backends.base import Backend, Grads
 from flashtile.backends.call import backward_tensors, layout_of, scalars_of, tensors_of
 from flashtile.backends.executor import Launch
@@ -123,6 +123,14 @@ def append(args: AppendArgs) -> None:
     _execute(native.APPEND, append_launch(args))
 
 
+def append_step(args: AppendArgs, q: Tensor, is_ordered: bool) -> tuple[Tensor | None, Tensor]:
+    """As kvcache.append_step, likewise, in one launch."""
+    rotated = None if args.rotary_cos is None else kvcache.empty_rotated(q, args.layout)
+    seqused = torch.empty_like(args.cache_seqlens)
+    _execute(native.APPEND, append_launch(args, q, is_ordered, rotated, seqused))
+    return rotated, seqused
+
+
 def _execute(kind: int, launch: Launch) -> None:
     """Here, and by the C++ executor from the next call like it on."""
     executor.execute(launch)
@@ -149,17 +157,40 @@ def _launch(args: AttentionArgs, tensors: dict[str, Tensor], grads: tuple[str, .
     return Launch(plan, tensors, scalars_of(args), _splits(args), _arch_of(args).name)
 
 
-def append_launch(args: AppendArgs) -> Launch:
-    tensors = {name: value for name, value in args._asdict().items() if isinstance(value, Tensor)}
+def append_launch(
+    args: AppendArgs,
+    q: Tensor | None = None,
+    is_ordered: bool = False,
+    rotated_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+) -> Launch:
+    """With seqused_k, of a step: the queries are rotated into rotated_q where there are angles."""
+    given = args._asdict() | {"seqused_k": seqused_k}
+    if rotated_q is not None:
+        given |= {"q": q, "rotated_q": rotated_q}
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     dtype = dtype_name(args.k.dtype)
     angle_dtypes = {dtype_name(angles.dtype) for angles in (args.rotary_cos, args.rotary_sin) if angles is not None}
     angle_dtype = "float32" if len(angle_dtypes) == 2 else next(iter(angle_dtypes), dtype)
-    key = append_kv.AppendKey(dtype, angle_dtype, args.layout, args.block_table is not None, bool(angle_dtypes))
+    has_rotary, is_step = bool(angle_dtypes), seqused_k is not None
+    is_aligned = _is_append_aligned(args, tensors)
+    key = append_kv.AppendKey(
+        dtype, angle_dtype, args.layout, args.block_table is not None, has_rotary, is_step, is_aligned
+    )
     index = args.k.device.index or 0
     arch = _arch(index)
     assert arch is not None  # else refused
     splits = executor.Splits(1, _num_multiprocessors(index))
-    return Launch(append_kv.plan(key), tensors, {"is_interleaved": args.rotary_interleaved}, splits, arch.name)
+    scalars = {"is_interleaved": args.rotary_interleaved, "is_ordered": is_ordered, "length": 0}
+    return Launch(append_kv.plan(key), tensors, scalars, splits, arch.name)
+
+
+def _is_append_aligned(args: AppendArgs, tensors: dict[str, Tensor]) -> bool:
+    """Rows can be moved in chunks of 16 bytes, the two halves of a rotated part too."""
+    if args.rotary_cos is not None and args.rotary_cos.shape[1] * args.k.element_size() % 16:
+        return False
+    rows = [tensors[name] for name in ("k_cache", "v_cache", "k", "v", "q", "rotated_q") if name in tensors]
+    return all(is_aligned16(tensor) and (tensor.shape[-1] <= 1 or tensor.stride(-1) == 1) for tensor in rows)
 
 
 # What is there

@@ -27,21 +27,10 @@ class AppendArgs(NamedTuple):
     rotary_interleaved: bool
     layout: str
 
-    def rotated_queries(self, args: AttentionArgs) -> Tensor:
-        """The queries, rotated as the new keys are. Where order does not matter they all stand at the end of the
-        cache."""
-        if self.rotary_cos is None or self.rotary_sin is None:
-            return args.q
-        is_ordered = args.causal != "none" or (args.window_left, args.window_right) != (-1, -1)
-        rotary = (
-            self.rotary_cos,
-            self.rotary_sin,
-            self.cache_seqlens,
-            is_ordered,
-            self.rotary_interleaved,
-            self.layout,
-        )
-        return rotate_queries(args.q, *rotary)
+
+def is_ordered(args: AttentionArgs) -> bool:
+    """The positions of the queries differ: rotary embedding turns each by its own."""
+    return args.causal != "none" or (args.window_left, args.window_right) != (-1, -1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
@@ -95,6 +84,27 @@ def append(args: AppendArgs) -> None:
         k, v = k.clone(), v.clone()
     k_cache.index_put_(rows, k)
     v_cache.index_put_(rows, v)
+
+
+def append_step(args: AppendArgs, q: Tensor, is_ordered: bool) -> tuple[Tensor | None, Tensor]:
+    """Appends. Returns the queries, rotated as the new keys are (None without rotary embedding), and the lengths with
+    the new rows."""
+    append(args)
+    return rotated_queries(args, q, is_ordered), args.cache_seqlens + args.k.shape[row_axis(args.layout)]
+
+
+def rotated_queries(args: AppendArgs, q: Tensor, is_ordered: bool) -> Tensor | None:
+    if args.rotary_cos is None or args.rotary_sin is None:
+        return None
+    rotary = args.rotary_cos, args.rotary_sin, args.cache_seqlens
+    return rotate_queries(q, *rotary, is_ordered, args.rotary_interleaved, args.layout)
+
+
+def empty_rotated(q: Tensor, layout: str) -> Tensor:
+    """Memory as that of rotate_queries: heads of a row side by side."""
+    if layout == "bshd":
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    return torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 def is_writable(cache: Tensor) -> bool:
@@ -245,6 +255,17 @@ def validate(args: AppendArgs) -> None:
         if index.device != k_cache.device:
             raise value_error(name, f"device {index.device}", f"{k_cache.device}, where k_cache is")
     check_rotary(rotary_cos, rotary_sin, k)
+
+
+def validate_queries(args: AppendArgs, q: Tensor) -> None:
+    """Checks the queries of a step; runs on symbolic sizes too."""
+    k = args.k
+    if q.dtype != k.dtype:
+        raise type_error("q", q.dtype, f"{dtype_name(k.dtype)}, as k")
+    if q.device != k.device:
+        raise value_error("q", f"device {q.device}", f"{k.device}, where k is")
+    if q.dim() != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise value_error("q", q, f"4 dimensions, the batch and the head_dim of k {tuple(k.shape)}")
 
 
 def check_rotary(cos: Tensor | None, sin: Tensor | None, k: Tensor) -> None:

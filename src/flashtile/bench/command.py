@@ -174,7 +174,7 @@ def _host_runs(
             found = list[OverheadRow]()
             writer = Writer(folder / f"overhead_{point.dtype}.csv", OverheadRow)
             with writer, progress_bar(console) as progress:
-                task = progress.add_task("", total=len(overhead.MODES) * len(overhead.CASES))
+                task = progress.add_task("", total=len(overhead.COLUMNS))
                 for some in overhead.rows(
                     providers, point, where, env, lambda name: progress.update(task, description=name)
                 ):

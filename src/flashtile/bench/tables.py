@@ -155,7 +155,8 @@ def refusals(rows: Sequence[Row]) -> Table:
 
 
 def overhead_table(rows: Sequence[OverheadRow]) -> Table:
-    cases = [(mode, case) for mode in overhead.MODES for case in overhead.CASES]
+    measured = {(row.mode, row.case) for row in rows}
+    cases = [column for column in overhead.COLUMNS if column in measured]
     cells = {
         (row.provider, row.mode, row.case): row.status if row.median_us is None else number(row.median_us)
         for row in rows

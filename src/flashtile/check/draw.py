@@ -160,7 +160,7 @@ class Drawer:
             sizes["seqlen_k"] = pick.randint(300, 4000)  # enough for every kernel's splits, and many tiles without
         elif shape < 0.22:
             sizes |= self.crowd(options.group)
-        _shrink_to(sizes, MAX_SCORES[self.device])
+        shrink_to(sizes, MAX_SCORES[self.device])
         causal, has_left, has_right = options.band
         # Logits of a few units: with larger ones a handful of rows is too small a sample to judge a factor of two by
         scale = (-1 if options.is_scale_negative else 1) * pick.uniform(0.1, 2) / plain.head_dim**0.5
@@ -192,7 +192,7 @@ class Drawer:
                     "seqlen_q": pick.randint(1, 4),
                 }
                 sizes["seqlen_k"] = pick.randint(500, MAX_SCORES[self.device] // 64)
-            _shrink_to(sizes, MAX_SCORES[self.device])
+            shrink_to(sizes, MAX_SCORES[self.device])
             changes |= {**sizes, "num_splits": pick.choice((1, 1, changes["num_splits"]))}
         if changes["values"] == "overflow":
             changes["dropout_p"] = min(changes["dropout_p"], 0.2)
@@ -243,7 +243,7 @@ class Drawer:
         return self.pick.choice(("bhqk", "hqk", "qk", "bk", "k", "q", "h", "bhq", "1"))
 
 
-def _shrink_to(sizes: dict[str, int], most: int) -> None:
+def shrink_to(sizes: dict[str, int], most: int) -> None:
     """Makes the score matrices small enough: fewer sequences first, then heads, then shorter ones."""
     while sizes["batch"] * sizes["heads"] * sizes["seqlen_q"] * sizes["seqlen_k"] > most:
         if sizes["batch"] > 1:

@@ -223,6 +223,7 @@ def paged_and_plain(inputs: Inputs) -> tuple[Inputs, Inputs]:
         ]
     else:
         at = torch.arange(args.block_table.shape[1] * page_size(args), device=args.k.device)
-        rows = [tensor[args.block_table[:, at // page_size(args)].long(), at % page_size(args)] for tensor in pages]
+        table = args.block_table.long().clamp(0, len(args.k) - 1)  # what it has out of bounds holds no key
+        rows = [tensor[table[:, at // page_size(args)], at % page_size(args)] for tensor in pages]
     k, v = (tensor.contiguous() if args.layout == "bshd" else tensor.transpose(-2, -3).contiguous() for tensor in rows)
     return inputs._replace(args=args), inputs._replace(args=args._replace(k=k, v=v, block_table=None))

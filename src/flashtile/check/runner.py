@@ -33,6 +33,7 @@ import torch
 
 from flashtile.backends import registry
 from flashtile.backends.base import Backend
+from flashtile.check.decode import DecodeDrawer
 from flashtile.check.draw import Drawer, most_different
 from flashtile.check.judge import DeviceLost, compile_jobs, is_alive, judge, warm
 from flashtile.check.shrink import shrink
@@ -59,6 +60,7 @@ class Settings:
     problems: int | None = None
     seconds: float | None = None
     direction: str = "both"
+    is_decode: bool = False  # steps over a cache alone (check/decode.py)
     reuse: int = 1
     chunk: int = _CHUNK
     jobs: int = 0  # worker processes; 0 judges in this one, where a time limit cannot stop a problem that hangs
@@ -153,7 +155,8 @@ def check(settings: Settings, progress: Progress = lambda what, done: None) -> R
 def drawn(settings: Settings) -> Iterator[Trial]:
     """Problems without end, with lengths at which the backends' tiles end."""
     edges = sorted(set[int]().union(*(backend.tile_sizes() for backend in settings.backends)))
-    return iter(Drawer(settings.seed, settings.device, settings.direction, edges, settings.reuse))
+    drawer = DecodeDrawer if settings.is_decode else Drawer
+    return iter(drawer(settings.seed, settings.device, settings.direction, edges, settings.reuse))
 
 
 class TimeOver(Exception):  # noqa: N818, it is what happened

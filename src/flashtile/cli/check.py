@@ -46,6 +46,7 @@ _MAX_UNFINISHED = 5  # cases that are shown
 _ORACLE_COPIES = 4  # of the scores and of the inputs, at a time
 # Backends that compile: sets of options in a run, least problems per set, and problems per set of an unlimited run
 _NUM_SETS, _MIN_REUSE, _REUSE = 40, 10, 25
+_NUM_DECODE_SETS = 100
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Options:
     seed: int | None = None
     backends: str | None = None
     direction: str = "both"
+    is_decode: bool = False
     device: str | None = None
     jobs: int | None = None
     case: str | None = None
@@ -69,6 +71,8 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     """Checks the options and returns the job, which returns the exit status."""
     if options.direction not in PASSES:
         raise value_error("--pass", repr(options.direction), ", ".join(PASSES))
+    if options.is_decode and (options.direction == "backward" or options.mutate is not None):
+        raise value_error("--decode", "it with --pass backward or --mutate", "forward passes", "Drop one of them")
     check_seconds("--seconds", options.seconds)
     check_count("--problems", options.problems, sys.maxsize)
     check_jobs(options.jobs)
@@ -83,7 +87,8 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         problems=options.problems if has_limit else _DEFAULT_PROBLEMS if options.mutate is None else _MUTANT_PROBLEMS,
         seconds=options.seconds,
         direction=options.direction,
-        reuse=_reuse(options.problems if has_limit else _DEFAULT_PROBLEMS)
+        is_decode=options.is_decode,
+        reuse=_reuse(options.problems if has_limit else _DEFAULT_PROBLEMS, options.is_decode)
         if any(backend.is_compiled for backend in backends)
         else 1,
         jobs=_num_workers(options, where),
@@ -141,7 +146,8 @@ class Command:
                 "[red]Nothing was checked. " + escape("; ".join(reasons)), highlight=False, soft_wrap=True
             )
         is_whole = has_result and not report.is_interrupted
-        self._keep(self._file("check.json"), {"seed": self.settings.seed, **report.as_dict()}, is_whole)
+        name = "check_decode.json" if self.settings.is_decode else "check.json"
+        self._keep(self._file(name), {"seed": self.settings.seed, **report.as_dict()}, is_whole)
         if report.is_interrupted:
             self.console.print(f"Interrupted after {report.num_problems} problems.", highlight=False)
             return INTERRUPTED
@@ -265,9 +271,10 @@ def _backends(names: str | None, device: str, has_fault: bool) -> list[Backend]:
     return chosen
 
 
-def _reuse(problems: int | None) -> int:
+def _reuse(problems: int | None, is_decode: bool = False) -> int:
     """Number of problems that share a set of options."""
-    return _REUSE if problems is None else max(_MIN_REUSE, problems // _NUM_SETS)
+    num_sets = _NUM_DECODE_SETS if is_decode else _NUM_SETS
+    return _REUSE if problems is None else max(_MIN_REUSE, problems // num_sets)
 
 
 def _num_workers(options: Options, device: str) -> int:

@@ -155,7 +155,8 @@ def _plain_jobs(
         for dtype in dtypes:
             key = PlanKey(dtype, dtype, 0, 0, Features(), arch)
             for angle_dtype in dict.fromkeys((dtype, "float32")):
-                yield Job(append_kv.kernel(dtype, angle_dtype), key)
+                for is_aligned16 in (False, True):
+                    yield Job(append_kv.kernel(dtype, angle_dtype, is_aligned16), key)
 
 
 def embedded_jobs(

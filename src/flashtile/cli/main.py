@@ -110,6 +110,7 @@ def check(
         str | None, typer.Option(help="Names, separated by commas. Default: all for the device.")
     ] = None,
     direction: Annotated[str, typer.Option("--pass", help="forward, backward or both.")] = "both",
+    is_decode: Annotated[bool, typer.Option("--decode", help="Few queries over caches alone, most in pages.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Worker processes. Default: 1, on a GPU up to 8.")] = None,
     case: Annotated[
@@ -123,7 +124,7 @@ def check(
 ) -> None:
     """Run random problems on every backend and compare with fp64 and with each other. Exits 1 if one disagrees."""
     options = check_command.Options(
-        problems, seconds, seed, backends, direction, device, jobs, case, mutate, out, as_json
+        problems, seconds, seed, backends, direction, is_decode, device, jobs, case, mutate, out, as_json
     )
     _run(lambda: check_command.prepare(options, sys.argv[1:]))
 

@@ -1,4 +1,4 @@
-"""The plan of `append_kv`: one kernel that writes new rows of k and v into a cache."""
+"""The plan of `append_kv`: one kernel that writes new rows of k and v into a cache, and what a read after it needs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ class AppendKey(NamedTuple):
     layout: str
     is_paged: bool
     has_rotary: bool
+    is_step: bool  # the queries are rotated too, and the new lengths written
+    is_aligned16: bool  # every row starts on a 16-byte boundary, and so does each half of its rotated part
 
 
-def kernel(dtype: str, angle_dtype: str) -> Step:
-    entry = f"flashtile::append_kv_kernel<{source.cpp_type(dtype)}, {source.cpp_type(angle_dtype)}>"
+def kernel(dtype: str, angle_dtype: str, is_aligned16: bool) -> Step:
+    width = (4 if dtype == "float32" else 8) if is_aligned16 else 1  # elements that a thread moves at once
+    entry = f"flashtile::append_kv_kernel<{source.cpp_type(dtype)}, {source.cpp_type(angle_dtype)}, {width}>"
     unit = source.plain_unit("append_kv", entry, AppendParams)
     return Step(unit, entry, (("batch", 1), ("new_rows", 1)), 1, 1, APPEND_THREADS, 0)
 
@@ -31,9 +34,7 @@ def kernel(dtype: str, angle_dtype: str) -> Step:
 @functools.cache
 def plan(key: AppendKey) -> LaunchPlan:
     head, row = (-2, -3) if key.layout == "bshd" else (-3, -2)
-    tensors = ("k_cache", "v_cache", "k", "v")
-    operands = [Operand(name, strides="any", is_written=name.endswith("cache")) for name in tensors]
-    operands.append(Operand("cache_seqlens", strides="contiguous"))
+    tensors = ["k_cache", "v_cache", "k", "v"]
     values: list[tuple[str, tuple[Rule, ...]]] = [
         ("batch", (Size("k", -4),)),
         ("new_rows", (Size("k", row),)),
@@ -43,6 +44,14 @@ def plan(key: AppendKey) -> LaunchPlan:
         ("num_pages", (Size("k_cache", -4),)),
         ("page_size", (Size("k_cache", row),)),
     ]
+    if key.is_step and key.has_rotary:
+        tensors += ["q", "rotated_q"]
+        values += [("seqlen_q", (Size("q", row),)), ("heads", (Size("q", head),))]
+    written = ("k_cache", "v_cache", "rotated_q")
+    operands = [Operand(name, strides="any", is_written=name in written) for name in tensors]
+    operands.append(Operand("cache_seqlens", strides="contiguous"))
+    if key.is_step:
+        operands.append(Operand("seqused_k", strides="contiguous", is_written=True))
     if key.is_paged:
         operands.append(Operand("block_table"))
         values.append(("pages_per_sequence", (Size("block_table", -1),)))
@@ -57,13 +66,12 @@ def plan(key: AppendKey) -> LaunchPlan:
             _patch(f"{name}_strides", Stride(name, axis), index) for index, axis in enumerate((-4, row, head, -1))
         ]
     patches += [_patch(name, Value(name)) for name, _ in values]
-    patches.append(_patch("is_interleaved", Scalar("is_interleaved")))
+    patches += [_patch(name, Scalar(name)) for name in ("is_interleaved", "is_ordered", "length")]
     if key.is_paged:
         patches.append(_patch("table_stride", Stride("block_table", -2)))
+    step = kernel(key.dtype, key.angle_dtype, key.is_aligned16)
     image = AppendParams(pages_per_sequence=1)
-    return LaunchPlan(
-        (kernel(key.dtype, key.angle_dtype),), tuple(operands), tuple(values), None, (), bytes(image), tuple(patches)
-    )
+    return LaunchPlan((step,), tuple(operands), tuple(values), None, (), bytes(image), tuple(patches))
 
 
 def _patch(name: str, rule: Rule, index: int = 0) -> Patch:

@@ -42,10 +42,14 @@ _SIZES = (
 
 WIDE_NUMBERS = ("scale", "scale_log2", "softcap", "keep_factor")  # in double precision for float64 calls
 
-_APPEND_POINTERS = ("k_cache", "v_cache", "k", "v", "cache_seqlens", "block_table", "rotary_cos", "rotary_sin")
+_APPEND_POINTERS = (
+    *("k_cache", "v_cache", "k", "v", "cache_seqlens", "block_table", "rotary_cos", "rotary_sin"),
+    *("q", "rotated_q", "seqused_k"),
+)
+_APPEND_STRIDES = ("k_cache", "v_cache", "k", "v", "q", "rotated_q")
 _APPEND_SIZES = (
     *("batch", "new_rows", "heads_kv", "head_dim", "head_dim_v", "num_pages", "page_size", "pages_per_sequence"),
-    *("num_positions", "rotary_half", "is_interleaved"),
+    *("num_positions", "rotary_half", "is_interleaved", "seqlen_q", "heads", "is_ordered", "length"),
 )
 _CODES = {ctypes.c_void_p: "P", ctypes.c_int64: "q", ctypes.c_int32: "i", ctypes.c_uint32: "I"}
 _CODES |= {ctypes.c_float: "f", ctypes.c_double: "d"}
@@ -72,7 +76,7 @@ class AppendParams(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _APPEND_POINTERS),
-        *((f"{name}_strides", ctypes.c_int64 * 4) for name in ("k_cache", "v_cache", "k", "v")),
+        *((f"{name}_strides", ctypes.c_int64 * 4) for name in _APPEND_STRIDES),
         ("table_stride", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in _APPEND_SIZES),
     ]

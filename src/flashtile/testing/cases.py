@@ -72,9 +72,8 @@ class Case:
     """A problem in a few words. Its repr is a reproducer: `Case(...).make(seed)` gives the same tensors again.
 
     kind    "dense"; "varlen" (packed); "used" (packed, seqused_k, NaN behind it); "paged" (packed queries, pages in
-    random order, NaN
-            in unused rows); "cache" (the same under dense queries, seqused_k and leftpad_k); "padded" (dense cache with
-            seqused_k and leftpad_k, NaN around the kept rows)
+            random order, NaN in unused rows); "cache" (the same under dense queries, seqused_k and leftpad_k); "padded"
+            (dense cache with seqused_k and leftpad_k, NaN around the kept rows)
     memory  "contiguous"; "swapped" (heads and rows swapped in memory); "sliced" (rows, heads and dims cut from a larger
     tensor of
             NaN); "expanded" (heads of stride 0); "offset" (a storage offset of one element)
@@ -104,7 +103,9 @@ class Case:
     alibi: str | None = None  # "h" or "bh"
     has_sinks: bool = False
     dropout_p: float = 0.0
-    page_size: int = 16
+    page_size: int = 16  # of a cache; at least seqlen_k: rows of a larger cache, by batch index
+    has_leftpad: bool = True  # of a cache, dense or in pages
+    has_junk_pages: bool = False  # entries of the table that hold no key of their sequence are out of bounds
     values: str = "normal"
     has_max_lengths: bool = False  # max_seqlen_q and max_seqlen_k are given
     is_out_float32: bool = False
@@ -262,10 +263,9 @@ class _Maker:
         lengths: dict[str, Tensor] = {}
         if case.kind in ("padded", "cache"):
             used = self.integers(0, case.seqlen_k, case.batch)
-            lengths = {
-                "seqused_k": used,
-                "leftpad_k": (used * torch.rand(case.batch, generator=self.generator)).to(torch.int32),
-            }
+            lengths = {"seqused_k": used}
+            if case.has_leftpad:
+                lengths["leftpad_k"] = (used * torch.rand(case.batch, generator=self.generator)).to(torch.int32)
         elif case.kind in ("varlen", "used", "paged"):
             q_lengths, k_lengths = (
                 self.integers(0, case.seqlen_q, case.batch),
@@ -281,20 +281,35 @@ class _Maker:
             per_sequence = -(-case.seqlen_k // case.page_size)
             num_pages = per_sequence * case.batch + 2
             order = torch.randperm(num_pages, generator=self.generator)[: per_sequence * case.batch]
-            lengths["block_table"] = order.to(torch.int32).view(case.batch, per_sequence)
+            table = order.to(torch.int32).view(case.batch, per_sequence)
+            lengths["block_table"] = self._with_junk(table, num_pages, lengths) if case.has_junk_pages else table
             k = [num_pages, case.page_size, case.heads_kv, case.head_dim]
         return q, k, [*k[:-1], case.head_dim_v], lengths
+
+    def _with_junk(self, table: Tensor, num_pages: int, lengths: dict[str, Tensor]) -> Tensor:
+        """The table with numbers of no page wherever it holds no key of its sequence."""
+        junk = torch.tensor([-1, num_pages, 2**31 - 1, -(2**31)], dtype=torch.int32)
+        junk = junk[torch.randint(4, table.shape, generator=self.generator)]
+        for b, (first, last) in enumerate(self._key_rows(lengths)):
+            slots = slice(first // self.case.page_size, -(-last // self.case.page_size))
+            if first < last:
+                junk[b, slots] = table[b, slots]
+        return junk
+
+    def _key_rows(self, lengths: dict[str, Tensor]) -> list[tuple[int, int]]:
+        """The rows of each sequence that hold its keys, from the first to behind the last."""
+        if "seqused_k" in lengths:
+            ends = lengths["seqused_k"].tolist()
+            starts = lengths["leftpad_k"].tolist() if "leftpad_k" in lengths else [0] * len(ends)
+            return list(zip(starts, ends, strict=True))
+        return [(0, count) for count in lengths["cu_seqlens_k"].diff().tolist()]
 
     def _poison(self, keys: Tensor, lengths: dict[str, Tensor]) -> Tensor:
         """NaN in every row of k or v that no sequence may read. Rows stand in the first dimensions here."""
         if self.case.kind in ("dense", "varlen"):
             return keys
         is_kept = torch.zeros(keys.shape[: 1 if self.case.kind == "used" else 2], dtype=torch.bool)
-        for b in range(self.case.batch):
-            if "leftpad_k" in lengths:
-                first, last = int(lengths["leftpad_k"][b]), int(lengths["seqused_k"][b])
-            else:
-                first, last = 0, int(lengths["cu_seqlens_k"][b + 1] - lengths["cu_seqlens_k"][b])
+        for b, (first, last) in enumerate(self._key_rows(lengths)):
             if self.case.kind == "padded":
                 is_kept[b, first:last] = True
             elif self.case.kind == "used":

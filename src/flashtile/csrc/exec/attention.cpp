@@ -286,7 +286,7 @@ bool read_spans(const Options& options, const Call& call, std::vector<Span>& spa
 bool prepare_append(const Options& options, Call& call, Key& key) {
   const View *tensors = call.tensors, &k = tensors[kNewK], &v = tensors[kNewV], &k_cache = tensors[kKCache],
              &v_cache = tensors[kVCache];
-  const View &table = tensors[kTable], &cos = tensors[kRotaryCos], &sin = tensors[kRotarySin];
+  const View &table = tensors[kTable], &cos = tensors[kRotaryCos], &sin = tensors[kRotarySin], &q = tensors[kStepQ];
   call.device = k_cache.device;
   if (!is_on_one_device(call, kNumAppendTensors)) return false;
   Axes axes = axes_of(options.is_bshd);
@@ -305,16 +305,44 @@ bool prepare_append(const Options& options, Call& call, Key& key) {
   }
   if (v.size(-4) != k.size(-4) || v.size(axes.row) != k.size(axes.row)) return false;
   if (!table.is_given() && k_cache.size(-4) != k.size(-4)) return false;
-  if (tensors[kCacheSeqlens].size(-1) != k.size(-4)) return false;
+  bool has_one_length = options.length >= 0;
+  if (!has_one_length && tensors[kCacheSeqlens].size(-1) != k.size(-4)) return false;
   if (table.is_given() && (table.size(-2) != k.size(-4) || table.numel() == 0)) return false;
   if (cos.is_given() != sin.is_given()) return false;
   if (cos.is_given() && (2 * cos.size(-1) > k.size(-1) || !has_sizes_of(cos, sin) || cos.numel() == 0)) return false;
-  call.scalars[0] = options.is_interleaved;
+  if (q.is_given() && (q.dim != kMaxDim || q.dtype != k.dtype || q.size(-4) != k.size(-4) || q.size(-1) != k.size(-1)))
+    return false;
+  call.scalars[kIsInterleaved] = options.is_interleaved, call.scalars[kIsOrdered] = options.is_ordered;
+  call.scalars[kLength] = static_cast<double>(has_one_length ? options.length : 0);
+  bool is_aligned = !cos.is_given() || cos.size(-1) * size_of(k.dtype) % 16 == 0;
+  for (i32 index : {kKCache, kVCache, kNewK, kNewV, kStepQ, kRotatedQ}) {
+    const View& tensor = tensors[index];
+    is_aligned = is_aligned && (!tensor.is_given() || (has_plain_rows(tensor) && is_aligned16(tensor)));
+  }
   key = Key();
   key.pass = Pass::kAppend;
   note_tensors(call, kNumAppendTensors, key);
-  key.flags = options.is_bshd;
+  // One plan takes one length for all and lengths of a tensor
+  if (has_one_length) key.tensors[kCacheSeqlens] = static_cast<u8>(static_cast<i32>(Dtype::kInt32) * 8 + 1);
+  key.flags = static_cast<u32>(options.is_bshd) | static_cast<u32>(is_aligned) << 1;
   return true;
+}
+
+void lay_out_step(const Options& options, const View& q, Call& call) {
+  View& seqused = call.tensors[kStepSeqused];
+  seqused.dim = 1, seqused.dtype = Dtype::kInt32, seqused.device = q.device;
+  seqused.sizes[kMaxDim - 1] = q.size(-4), seqused.strides[kMaxDim - 1] = 1;
+  if (!call.tensors[kRotaryCos].is_given()) return;
+  View& rotated = call.tensors[kRotatedQ];
+  call.tensors[kStepQ] = rotated = q;
+  rotated.data = nullptr;
+  // The heads of a row side by side
+  Axes axes = axes_of(options.is_bshd);
+  i64 stride = 1;
+  for (i32 axis : {-1, axes.head, axes.row, -4}) {
+    rotated.strides[kMaxDim + axis] = stride;
+    stride *= std::max<i64>(q.size(axis), 1);
+  }
 }
 
 }  // namespace flashtile

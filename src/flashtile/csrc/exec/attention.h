@@ -36,10 +36,24 @@ constexpr const char* kTensorNames[] = {
 #include "arguments.inc"
     "out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks"};
 static_assert(kDsinks + 1 == kMaxTensors);
-enum AppendTensor : i32 { kKCache, kVCache, kNewK, kNewV, kCacheSeqlens, kTable, kRotaryCos, kRotarySin };
-constexpr i32 kNumAppendTensors = 8;
-constexpr const char* kAppendNames[] = {"k_cache",       "v_cache",     "k",          "v",
-                                        "cache_seqlens", "block_table", "rotary_cos", "rotary_sin"};
+// Those of an append; the last three are of a step, whose queries are rotated too and whose new lengths are written.
+enum AppendTensor : i32 {
+  kKCache,
+  kVCache,
+  kNewK,
+  kNewV,
+  kCacheSeqlens,
+  kTable,
+  kRotaryCos,
+  kRotarySin,
+  kStepQ,
+  kRotatedQ,
+  kStepSeqused
+};
+constexpr i32 kNumAppendInputs = kStepQ, kNumAppendTensors = kStepSeqused + 1;
+constexpr const char* kAppendNames[] = {"k_cache",    "v_cache",    "k", "v",         "cache_seqlens", "block_table",
+                                        "rotary_cos", "rotary_sin", "q", "rotated_q", "seqused_k"};
+static_assert(kNumAppendTensors <= kMaxTensors);
 
 enum Scalar : i32 {
   kWindowLeft,
@@ -57,7 +71,8 @@ enum Scalar : i32 {
 constexpr const char* kScalarNames[] = {"window_left",  "window_right",      "scale",       "scale_log2",
                                         "softcap",      "dropout_threshold", "keep_factor", "max_seqlen_q",
                                         "max_seqlen_k", "num_splits",        "num_shares"};
-constexpr const char* kAppendScalarNames[] = {"is_interleaved"};
+enum AppendScalar : i32 { kIsInterleaved, kIsOrdered, kLength };
+constexpr const char* kAppendScalarNames[] = {"is_interleaved", "is_ordered", "length"};
 
 enum class Causal : u8 { kNone, kTopLeft, kBottomRight };
 
@@ -77,7 +92,9 @@ struct Options {
   bool needs_grad = false, needs_bias_grad = false;
   char matmul_precision = 0;       // the first letter of torch's switch, for float32
   bool is_wanted[kNumGrads] = {};  // of a backward pass
-  bool is_interleaved = false;     // of an append
+  bool is_interleaved = false;     // of an append, as the next two
+  bool is_ordered = false;         // the queries of a step stand one behind the other
+  i64 length = -1;                 // of every sequence; -1: cache_seqlens has them
 };
 
 // What selection looks at beside the call.
@@ -112,7 +129,9 @@ bool rows_disjoint(const View& tensor, bool is_bshd);
 // Where the queries and keys of each sequence stand, by the index tensors of a forward call on the CPU that
 // prepare_attention has checked, as problem.py: check_values. False where a value is out of bounds. None: all rows.
 bool read_spans(const Options& options, const Call& call, std::vector<Span>& spans);
-// The same for append_kv, which returns nothing.
+// The same for an append. The tensors that a step writes have been laid out.
 bool prepare_append(const Options& options, Call& call, Key& key);
+// Lays out what a step of these queries, new rows and angles writes beside the caches.
+void lay_out_step(const Options& options, const View& q, Call& call);
 
 }  // namespace flashtile

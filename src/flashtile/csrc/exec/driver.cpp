@@ -17,6 +17,7 @@ const char* Driver::open(const char* library) {
   find(cuLaunchKernel, "cuLaunchKernel");
   find(cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled");
   find(cuMemsetD8Async, "cuMemsetD8Async");
+  find(cuMemsetD32Async, "cuMemsetD32Async");
   find(cuCtxGetCurrent, "cuCtxGetCurrent");
   find(cuCtxSetCurrent, "cuCtxSetCurrent");
   find(cuDeviceGet, "cuDeviceGet");

@@ -16,6 +16,7 @@ struct Driver {
   int (*cuTensorMapEncodeTiled)(void*, int, u32, void*, const u64*, const u64*, const u32*, const u32*, int, int, int,
                                 int) = nullptr;
   int (*cuMemsetD8Async)(u64, u8, size_t, Handle) = nullptr;
+  int (*cuMemsetD32Async)(u64, u32, size_t, Handle) = nullptr;
   int (*cuCtxGetCurrent)(Handle*) = nullptr;
   int (*cuCtxSetCurrent)(Handle) = nullptr;
   int (*cuDeviceGet)(int*, int) = nullptr;

@@ -61,12 +61,17 @@ bool NewRows::has_fitting_sizes(const View& q) const {
   return table.dim == 2 && table.dtype == Dtype::kInt32 && table.size(-2) == k.size(-4) && table.device == k.device;
 }
 
-bool NewRows::place(const View& q, const std::vector<i32>& lengths) {
-  if (!has_fitting_sizes(q) || lengths.size() != static_cast<size_t>(k.size(-4))) return false;
+bool is_safe_to_write(const View& k_cache, const View& v_cache, const View& q, const View& k, const View& v) {
   if (k_cache.data == v_cache.data || !has_own_elements(k_cache) || !has_own_elements(v_cache)) return false;
   for (const View* cache : {&k_cache, &v_cache}) {
     if (may_overlap(*cache, q) || may_overlap(*cache, k) || may_overlap(*cache, v)) return false;
   }
+  return true;
+}
+
+bool NewRows::place(const View& q, const std::vector<i32>& lengths) {
+  if (!has_fitting_sizes(q) || lengths.size() != static_cast<size_t>(k.size(-4))) return false;
+  if (!is_safe_to_write(k_cache, v_cache, q, k, v)) return false;
   i64 page_size = k_cache.size(is_bshd ? -3 : -2), num_pages = k_cache.size(-4);
   i64 room = table.is_given() ? page_size * table.size(-1) : page_size;
   std::vector<i32> pages;  // that rows are written to

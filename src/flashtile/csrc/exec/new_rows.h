@@ -7,6 +7,9 @@
 
 namespace flashtile {
 
+// The caches can be written row by row, and neither q nor a new row may be part of one.
+bool is_safe_to_write(const View& k_cache, const View& v_cache, const View& q, const View& k, const View& v);
+
 struct NewRows {
   View k_cache, v_cache, k, v;
   View table;  // or none: every sequence has its own row of the cache

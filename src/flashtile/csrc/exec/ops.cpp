@@ -162,15 +162,53 @@ struct Results {
   Owned tensors[kMaxTensors];
 };
 
-// Launches a call that was read. False, and nothing was launched, where Python has to handle it. Throws where a launch
-// fails. `rows` are written right before.
-bool run(Request& request, Results& results, const NewRows* rows = nullptr) {
+// The plan of a call that was read, or null where Python has to handle it.
+std::shared_ptr<const Plan> find_plan(Request& request) {
   bool is_open = executor().is_open && request.call.tensors[0].device.type == executor().device_type;
-  if (!request.is_on_host && !is_open) return false;
-  if (executor().prepare(request) != Executor::State::kReady) return false;
+  if (!request.is_on_host && !is_open) return nullptr;
+  if (executor().prepare(request) != Executor::State::kReady) return nullptr;
   std::shared_ptr<const Plan> plan = executor().plans.find(request.key);
+  return plan != nullptr && plan->takes(request.call) ? plan : nullptr;
+}
+
+// Everything went well. False where Python has to handle the call; throws where a launch has failed.
+bool is_done(Outcome outcome, const Failure& failure) {
+  if (outcome == Outcome::kFailed) {
+    Gil gil;
+    Py_XDECREF(PyObject_CallFunction(executor().fail, "is", failure.status, failure.text.c_str()));
+    if (PyErr_Occurred() == nullptr) PyErr_SetString(PyExc_RuntimeError, failure.text.c_str());
+    throw PythonError(failure.text);
+  }
+  return outcome == Outcome::kDone;
+}
+
+// What a step of a cache does before it attends.
+struct Before {
+  const NewRows* rows = nullptr;  // to be written, on the CPU
+  Request* append = nullptr;      // to be launched, on a GPU
+  const View* lengths = nullptr;  // on a GPU: all to be set to `length`
+  i64 length = 0;
+};
+
+Outcome fill_lengths(const Before& before, void* stream, Failure& failure) {
+  const Driver& driver = executor().driver;
+  const View& lengths = *before.lengths;
+  auto fill = [&] {
+    return driver.cuMemsetD32Async(reinterpret_cast<u64>(lengths.data), static_cast<u32>(before.length),
+                                   static_cast<size_t>(lengths.numel()), stream);
+  };
+  failure = {fill(), "cuMemsetD32Async of the lengths"};
+  if (failure.status != 0 && driver.ensure_context(lengths.device.index)) failure.status = fill();
+  return failure.status == 0 ? Outcome::kDone : Outcome::kFailed;
+}
+
+// Launches a call that was read. False, and nothing was launched, where Python has to handle it. Throws where a launch
+// fails.
+bool run(Request& request, Results& results, const Before& before = {}) {
+  std::shared_ptr<const Plan> plan = find_plan(request), append_plan;
+  if (plan == nullptr) return false;
+  if (before.append != nullptr && (append_plan = find_plan(*before.append)) == nullptr) return false;
   Call& call = request.call;
-  if (plan == nullptr || !plan->takes(call)) return false;
   bool is_gpu = call.device.type != aoti_torch_device_type_cpu();
   if (is_gpu && !current_stream(call.device.index, &call.stream)) return false;
   OnDevice guard(call.device);
@@ -183,20 +221,26 @@ bool run(Request& request, Results& results, const NewRows* rows = nullptr) {
     is_returned[index] = index != call.unwanted && call.tensors[index].is_given();
     if (is_returned[index] && !results.tensors[index].allocate(call.tensors[index])) return false;
   }
-  if (rows != nullptr && !rows->write()) return false;
+  const Driver& driver = executor().driver;
   Failure failure;
-  Outcome outcome = plan->run(call, results.tensors, executor().driver, failure);
+  Filled filled, appended;
+  if (append_plan != nullptr) {
+    before.append->call.stream = call.stream;
+    if (!is_done(append_plan->make_ready(before.append->call, nullptr, driver, appended, failure), failure))
+      return false;
+  }
+  if (!is_done(plan->make_ready(call, results.tensors, driver, filled, failure), failure)) return false;
+  if (before.rows != nullptr && !before.rows->write()) return false;
+  if (before.lengths != nullptr) is_done(fill_lengths(before, call.stream, failure), failure);
+  if (append_plan != nullptr) {
+    is_done(append_plan->launch(before.append->call, nullptr, driver, appended, failure), failure);
+  }
+  Outcome outcome = plan->launch(call, results.tensors, driver, filled, failure);
   // A gradient that a kernel needs memory for and nobody wants
   for (i32 index = first; index < first + count; ++index) {
     if (!is_returned[index]) results.tensors[index] = Owned();
   }
-  if (outcome == Outcome::kFailed) {
-    Gil gil;
-    Py_XDECREF(PyObject_CallFunction(executor().fail, "is", failure.status, failure.text.c_str()));
-    if (PyErr_Occurred() == nullptr) PyErr_SetString(PyExc_RuntimeError, failure.text.c_str());
-    throw PythonError(failure.text);
-  }
-  return outcome == Outcome::kDone;
+  return is_done(outcome, failure);
 }
 
 // Hands the call to Python, which takes the arguments and leaves the results on the stack.
@@ -250,7 +294,15 @@ void forward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
 }
 
 // What forward.cache takes beside the arguments of the other overloads, where it stands on the stack.
-enum CacheStack : i32 { kNewKAt = argument::kCacheMode + 1, kNewVAt, kLengthAt, kWantsLseAt };
+enum CacheStack : i32 {
+  kNewKAt = argument::kCacheMode + 1,
+  kNewVAt,
+  kRotaryCosAt,
+  kRotarySinAt,
+  kInterleavedAt,
+  kLengthAt,
+  kWantsLseAt
+};
 
 bool view_of(StableIValue value, View& view) {
   AtenTensorHandle tensor = borrow<std::optional<AtenTensorHandle>>(value).value_or(nullptr);
@@ -260,8 +312,9 @@ bool view_of(StableIValue value, View& view) {
 // Reads the lengths before the call, the new rows, and their places. `used`: the lengths with them, which seqused_k
 // becomes.
 bool read_new_rows(const StableIValue* stack, Request& request, NewRows& rows, std::vector<i32>& used) {
-  View *tensors = request.call.tensors, &seqused = tensors[kSequsedK];
+  View *tensors = request.call.tensors, &seqused = tensors[kSequsedK], angles;
   if (!view_of(stack[kNewKAt], rows.k) || !view_of(stack[kNewVAt], rows.v)) return false;
+  if (!view_of(stack[kRotaryCosAt], angles) || !view_of(stack[kRotarySinAt], angles) || angles.is_given()) return false;
   i64 length = borrow<i64>(stack[kLengthAt]), batch = tensors[kQ].size(-4);
   if (tensors[kQ].dim != kMaxDim || rows.k.is_given() != rows.v.is_given()) return false;
   if (length >= 0 && length <= std::numeric_limits<i32>::max() && !seqused.is_given()) {
@@ -283,24 +336,96 @@ bool read_new_rows(const StableIValue* stack, Request& request, NewRows& rows, s
   return true;
 }
 
-// (q, caches, lengths, options, mode, new_k, new_v, length, wants_lse) -> (out, lse): a step of a cache on the CPU.
-// Writes the new rows behind the first seqused_k or `length` rows of each sequence, and attends to all of them. Returns
-// no tensors, and has written nothing, where Python has to handle the call.
+// A step on the CPU.
+bool run_on_host(const StableIValue* stack, Request& request, Results& results) {
+  NewRows rows;
+  std::vector<i32> used;
+  if (!read_new_rows(stack, request, rows, used)) return false;
+  Before before;
+  if (rows.is_given()) before.rows = &rows;
+  return run(request, results, before);
+}
+
+// Reads the append of a step on a GPU; false where there is none, or Python has to handle the call.
+bool read_append(const StableIValue* stack, const Request& read, Request& append) {
+  const View* tensors = read.call.tensors;
+  View* given = append.call.tensors;
+  constexpr std::pair<i32, i32> kNew[] = {
+      {kNewK, kNewKAt}, {kNewV, kNewVAt}, {kRotaryCos, kRotaryCosAt}, {kRotarySin, kRotarySinAt}};
+  for (auto [tensor, at] : kNew) {
+    if (!view_of(stack[at], given[tensor])) return false;
+  }
+  if (!given[kNewK].is_given() || !given[kNewV].is_given()) return false;
+  constexpr std::pair<i32, i32> kShared[] = {
+      {kKCache, kK}, {kVCache, kV}, {kCacheSeqlens, kSequsedK}, {kTable, kBlockTable}};
+  for (auto [tensor, other] : kShared) given[tensor] = tensors[other];
+  const Options& options = read.options;
+  append.options.is_bshd = options.is_bshd;
+  append.options.is_interleaved = borrow<bool>(stack[kInterleavedAt]);
+  append.options.is_ordered =
+      options.causal != Causal::kNone || options.window_left != -1 || options.window_right != -1;
+  const View &q = tensors[kQ], &k = given[kNewK], &v = given[kNewV];
+  if (q.dim != kMaxDim || k.dim != kMaxDim || v.dim != kMaxDim || k.size(-4) != q.size(-4)) return false;
+  for (const View* tensor : {&q, &k, &v, &tensors[kK], &tensors[kV]}) {
+    if (tensor->numel() == 0) return false;
+  }
+  if (!is_safe_to_write(tensors[kK], tensors[kV], q, k, v)) return false;
+  lay_out_step(append.options, q, append.call);
+  return true;
+}
+
+// A step on a GPU: one kernel appends, rotates the queries and writes the lengths that the others read.
+bool run_on_gpu(const StableIValue* stack, Request& request, Results& results) {
+  View *tensors = request.call.tensors, &seqused = tensors[kSequsedK];
+  i64 length = borrow<i64>(stack[kLengthAt]);
+  bool has_new = borrow<std::optional<AtenTensorHandle>>(stack[kNewKAt]).has_value();
+  bool is_plain = !has_new && !borrow<std::optional<AtenTensorHandle>>(stack[kNewVAt]) &&
+                  !borrow<std::optional<AtenTensorHandle>>(stack[kRotaryCosAt]) &&
+                  !borrow<std::optional<AtenTensorHandle>>(stack[kRotarySinAt]);
+  bool has_length = length >= 0 && length <= std::numeric_limits<i32>::max() && !seqused.is_given();
+  if (!has_length && length != -1) return false;
+  if (is_plain && !has_length) return run(request, results);  // lengths of a tensor, or the whole cache
+  if (tensors[kQ].dim != kMaxDim || (!is_plain && !has_length && !seqused.is_given())) return false;
+  Request append{Pass::kAppend, {}, {}, {}};
+  append.options.length = has_length ? length : -1;
+  if (is_plain) lay_out_step(append.options, tensors[kQ], append.call);
+  if (!is_plain && !read_append(stack, request, append)) return false;
+
+  OnDevice guard(tensors[kQ].device);
+  constexpr i64 kAlignment = 256;
+  View &rotated = append.call.tensors[kRotatedQ], &lengths = append.call.tensors[kStepSeqused];
+  i64 rotated_bytes = rotated.is_given() ? rotated.numel() * size_of(rotated.dtype) : 0;
+  i64 offset = (rotated_bytes + kAlignment - 1) / kAlignment * kAlignment;
+  Scratch scratch;
+  auto* base = static_cast<u8*>(scratch.allocate(offset + lengths.numel() * size_of(lengths.dtype), lengths.device));
+  if (base == nullptr) return false;
+  lengths.data = base + offset;
+  seqused = lengths;
+  if (rotated.is_given()) rotated.data = base, tensors[kQ] = rotated;
+  Before before;
+  if (is_plain) {
+    before.lengths = &lengths, before.length = length;
+  } else {
+    before.append = &append;
+  }
+  return run(request, results, before);
+}
+
+// (q, caches, lengths, options, mode, new_k, new_v, cos, sin, interleaved, length, wants_lse) -> (out, lse): a step of
+// a cache. Writes the new rows behind the first seqused_k or `length` rows of each sequence, and attends to all of
+// them. Returns no tensors, and has written nothing, where Python has to handle the call.
 void forward_cache(StableIValue* stack, uint64_t, uint64_t) {
   Arguments<Overload::kCache> args(stack);
   Request request{Pass::kForward, {}, {}, {}};
   if (!borrow<bool>(stack[kWantsLseAt])) request.call.unwanted = kLse;
-  NewRows rows;
-  std::vector<i32> used;
   Results results;
-  bool is_read = is_usable() && !is_checking() && read_attention(args, request) && request.is_on_host;
-  bool is_done =
-      is_read && read_new_rows(stack, request, rows, used) && run(request, results, rows.is_given() ? &rows : nullptr);
+  bool is_read = is_usable() && !is_checking() && read_attention(args, request);
+  bool is_run = is_read && (request.is_on_host ? run_on_host : run_on_gpu)(stack, request, results);
   args.release_all();
-  release<std::optional<AtenTensorHandle>>(stack[kNewKAt]), release<std::optional<AtenTensorHandle>>(stack[kNewVAt]);
+  for (i32 at : {kNewKAt, kNewVAt, kRotaryCosAt, kRotarySinAt}) release<std::optional<AtenTensorHandle>>(stack[at]);
   Results none;
-  stack[0] = result((is_done ? results : none).tensors[kOut]);
-  stack[1] = result((is_done ? results : none).tensors[kLse]);
+  stack[0] = result((is_run ? results : none).tensors[kOut]);
+  stack[1] = result((is_run ? results : none).tensors[kLse]);
 }
 
 // The tensors of a backward pass beside the arguments of its forward pass, where they stand on the stack.
@@ -384,26 +509,42 @@ void backward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
 }
 
 // The arguments of flashtile::append_kv (backends/kvcache.py: AppendArgs): tensors, the last of them optional,
-// rotary_interleaved, layout.
+// rotary_interleaved, layout. A step has q and is_ordered behind them, and returns rotated_q and seqused_k.
+template <bool kIsStep>
 void append_kv(StableIValue* stack, uint64_t, uint64_t num_outputs) {
-  constexpr i32 kInterleaved = kNumAppendTensors, kLayout = kNumAppendTensors + 1;
+  constexpr i32 kInterleaved = kNumAppendInputs, kLayout = kInterleaved + 1, kQAt = kLayout + 1, kOrderedAt = kQAt + 1;
   Request request{Pass::kAppend, {}, {}, {}};
   const char* layout = borrow<const char*>(stack[kLayout]);
   request.options.is_bshd = is_text(layout, "bshd");
   request.options.is_interleaved = borrow<bool>(stack[kInterleaved]);
   bool is_read = is_usable() && (request.options.is_bshd || is_text(layout, "bhsd"));
-  for (i32 index = 0; is_read && index < kNumAppendTensors; ++index) {
+  for (i32 index = 0; is_read && index < kNumAppendInputs; ++index) {
     AtenTensorHandle tensor = index < kTable ? borrow<AtenTensorHandle>(stack[index])
                                              : borrow<std::optional<AtenTensorHandle>>(stack[index]).value_or(nullptr);
     is_read = tensor == nullptr ? index >= kTable : view_of(tensor, request.call.tensors[index]);
   }
   Results results;
+  if constexpr (kIsStep) {
+    View q;
+    is_read = is_read && view_of(borrow<AtenTensorHandle>(stack[kQAt]), q) && q.dim == kMaxDim;
+    request.options.is_ordered = borrow<bool>(stack[kOrderedAt]);
+    if (is_read) lay_out_step(request.options, q, request.call);
+    for (i32 index : {kRotatedQ, kStepSeqused}) {
+      View& tensor = request.call.tensors[index];
+      is_read = is_read && (!tensor.is_given() || results.tensors[index].allocate(tensor));
+    }
+  }
   if (!is_read || is_checking() || !run(request, results)) {
-    return fall_back("flashtile::append_kv_fallback", "", request, is_read, stack, num_outputs);
+    return fall_back("flashtile::append_kv_fallback", kIsStep ? "step" : "", request, is_read, stack, num_outputs);
   }
   for (i32 index = 0; index < kTable; ++index) release<AtenTensorHandle>(stack[index]);
-  for (i32 index = kTable; index < kNumAppendTensors; ++index) release<std::optional<AtenTensorHandle>>(stack[index]);
+  for (i32 index = kTable; index < kNumAppendInputs; ++index) release<std::optional<AtenTensorHandle>>(stack[index]);
   release<const char*>(stack[kLayout]);
+  if constexpr (kIsStep) {
+    release<AtenTensorHandle>(stack[kQAt]);
+    stack[0] = result(results.tensors[kRotatedQ]);
+    stack[1] = result(results.tensors[kStepSeqused]);
+  }
 }
 
 }  // namespace
@@ -412,7 +553,8 @@ bool register_ops() {
   using Kernel = void (*)(StableIValue*, uint64_t, uint64_t);
   constexpr std::pair<const char*, Kernel> kKernels[] = {
       {"forward", forward<false>},        {"forward.dense", forward<true>}, {"backward", backward<false>},
-      {"backward.dense", backward<true>}, {"append_kv", append_kv},
+      {"backward.dense", backward<true>}, {"append_kv", append_kv<false>},  {"append_kv.step", append_kv<true>},
+      {"forward.cache", forward_cache},
   };
   for (const char* key : {"CPU", "CUDA"}) {
     TorchLibraryHandle library = nullptr;  // kept: to delete it would take the kernels back
@@ -420,8 +562,6 @@ bool register_ops() {
     for (auto [name, kernel] : kKernels) {
       if (torch_library_impl(library, name, kernel, TORCH_ABI_VERSION) != 0) return false;
     }
-    bool is_cpu = is_text(key, "CPU");
-    if (is_cpu && torch_library_impl(library, "forward.cache", forward_cache, TORCH_ABI_VERSION) != 0) return false;
   }
   return true;
 }

@@ -91,15 +91,6 @@ bool is_fitting(const Operand& operand, const View& tensor) {
 
 }  // namespace
 
-struct Plan::Filled {
-  alignas(64) u8 image[kMaxImageBytes];
-  i64 values[kMaxValues];
-  i64 offsets[kMaxValues], sizes[kMaxValues];  // of the workspaces
-  bool has_workspaces;
-  Scratch scratch;
-  u8* base = nullptr;  // of the scratch memory
-};
-
 Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& names) : image_(std::move(image)) {
   if (image_.size() > kMaxImageBytes) throw std::out_of_range("a plan has more parameters than a launch takes");
   Reader in(numbers, count);
@@ -308,8 +299,7 @@ bool Plan::zero_workspaces(const Call& call, const Filled& filled, const Driver&
   return true;
 }
 
-Outcome Plan::run(Call& call, Owned* owned, const Driver& driver, Failure& failure) const {
-  Filled filled;
+Outcome Plan::make_ready(Call& call, Owned* owned, const Driver& driver, Filled& filled, Failure& failure) const {
   if (!evaluate(call, filled.values)) return Outcome::kFallback;
   for (const Step& step : steps_) {
     i64 blocks = step.kind == StepKind::kKernel ? num_blocks(step, filled.values) : 0;
@@ -317,7 +307,10 @@ Outcome Plan::run(Call& call, Owned* owned, const Driver& driver, Failure& failu
     if (blocks > 0 && step.kernel == nullptr) return Outcome::kIncomplete;
   }
   if (!allocate(call, owned, filled) || !fill(call, filled)) return Outcome::kFallback;
-  if (!encode_maps(call, filled, driver, failure)) return Outcome::kFailed;
+  return encode_maps(call, filled, driver, failure) ? Outcome::kDone : Outcome::kFailed;
+}
+
+Outcome Plan::launch(const Call& call, Owned* owned, const Driver& driver, Filled& filled, Failure& failure) const {
   if (!zero_workspaces(call, filled, driver, failure)) return Outcome::kFailed;
   for (const Step& step : steps_) {
     if (step.kind == StepKind::kMemset) {

@@ -102,6 +102,16 @@ struct Failure {
 
 enum class Outcome { kDone, kFallback, kIncomplete, kFailed };
 
+// A call of a plan with everything that its launches need.
+struct Filled {
+  alignas(64) u8 image[kMaxImageBytes];
+  i64 values[kMaxValues];
+  i64 offsets[kMaxValues], sizes[kMaxValues];  // of the workspaces
+  bool has_workspaces;
+  Scratch scratch;
+  u8* base = nullptr;  // of the scratch memory
+};
+
 class Plan {
  public:
   // From numbers, the image of the parameters and the names of the kernels, one a line. Throws std::out_of_range where
@@ -110,12 +120,13 @@ class Plan {
 
   // Every tensor can be read and written in place.
   bool takes(const Call& call) const;
-  // Launches everything. `owned` are the tensors that the call writes. With kFallback, and with kIncomplete (a kernel
-  // is not compiled yet), nothing was launched and Python has to handle the call.
-  Outcome run(Call& call, Owned* owned, const Driver& driver, Failure& failure) const;
+  // Fills in everything and launches nothing. `owned` are the tensors that the call writes. With kFallback, and with
+  // kIncomplete (a kernel is not compiled yet), Python has to handle the call.
+  Outcome make_ready(Call& call, Owned* owned, const Driver& driver, Filled& filled, Failure& failure) const;
+  // Launches everything.
+  Outcome launch(const Call& call, Owned* owned, const Driver& driver, Filled& filled, Failure& failure) const;
 
  private:
-  struct Filled;
   bool evaluate(const Call& call, i64* values) const;
   bool allocate(Call& call, Owned* owned, Filled& filled) const;
   bool fill(const Call& call, Filled& filled) const;
