@@ -60,7 +60,7 @@ def rows_of(
     """The rows of one call. Without counters: a row for each of our kernels with what the compiler knows."""
     known = compiled_kernels(timed.provider, timed.point) if timed.is_ok else []
     if kernels is None:
-        parts = [_compiled_fields(step, resources, arch) for step, resources in known]
+        parts = _compiled_parts(known, arch)
     else:
         spills = {step.name: _spills(resources) for step, resources in known}
         parts = [_counted_fields(kernel) for kernel in kernels]
@@ -74,7 +74,7 @@ def compiled_rows(point: Point, arch: Arch, no_counters: str, env: Environment) 
     shape = {field.name: getattr(point, field.name) for field in dataclasses.fields(point) if field.name in _FIELDS}
     call = shape | {"provider": "cuda", "is_baseline": False, "status": "ok", "reason": "", "no_counters": no_counters}
     call |= {"flops": point.flops(), "least_bytes": point.least_bytes(), "env": env}
-    return _rows(call, [_compiled_fields(step, resources, arch) for step, resources in known])
+    return _rows(call, _compiled_parts(known, arch))
 
 
 def _rows(call: dict[str, Any], kernels: Sequence[dict[str, Any]]) -> list[KernelRow]:
@@ -138,6 +138,11 @@ def _call_fields(timed: Row, roofs: Ceilings | None) -> dict[str, Any]:
             "shared_ceiling_gb_per_s": roofs.shared_gb_per_s,
         }
     return found
+
+
+def _compiled_parts(known: Sequence[tuple[Step, Resources]], arch: Arch) -> list[dict[str, Any]]:
+    """Without the kernel that merges splits: whether there are any is decided by the call."""
+    return [_compiled_fields(step, resources, arch) for step, resources in known if not step.is_for_splits]
 
 
 def _compiled_fields(step: Step, resources: Resources, arch: Arch) -> dict[str, Any]:

@@ -35,8 +35,8 @@ DRAWN_STEPS = 6
 _FIRST_DRAWN = 8  # the pipeline is full by then
 # Okabe and Ito. Waits are grey and hatched, whatever they wait for
 COLOURS = {
-    "issue": "#D55E00", "issue_scores": "#E69F00", "maximum": "#56B4E9", "exponentials": "#0072B2", "gradient": "#009E73", "store": "#CC79A7",
-    "copy_k": "#767676", "copy_v": "#000000", "end": "#ffffff",
+    "issue": "#D55E00", "issue_scores": "#E69F00", "maximum": "#56B4E9", "exponentials": "#0072B2",
+    "gradient": "#009E73", "store": "#CC79A7", "copy_k": "#767676", "copy_v": "#000000", "end": "#ffffff",
 }  # fmt: skip
 WAIT_COLOUR = "#c9c9c9"
 
