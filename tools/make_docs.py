@@ -43,6 +43,7 @@ from flashtile.ladder.rungs import FOLDER
 from flashtile.ladder.rungs import read as read_rung
 from flashtile.profile import figures as profile_figures
 from flashtile.profile import tables as profile_tables
+from flashtile.profile import timeline
 from flashtile.profile.rows import KernelRow
 from flashtile.tiles import figures as tile_figures
 from flashtile.tiles import tables as tile_tables
@@ -165,13 +166,18 @@ def figures(results: Path, wanted: set[str], is_redraw: bool = False) -> tuple[l
 
 def _kind(path: Path) -> str:
     """The prefix of the names of a figure's CSVs."""
-    return next((kind for kind in ("ladder", "tiles", "profile") if path.stem.startswith(kind)), "sdpa")
+    return next((kind for kind in ("ladder", "tiles", "profile", "timeline") if path.stem.startswith(kind)), "sdpa")
 
 
 def draw(source: Path) -> list[Path]:
     if _kind(source) == "sdpa":
         return plots.draw(source, read(source, Row))
-    drawn_by = {"ladder": ladder_figures.draw, "tiles": tile_figures.draw, "profile": profile_figures.draw}
+    drawn_by = {
+        "ladder": ladder_figures.draw,
+        "tiles": tile_figures.draw,
+        "profile": profile_figures.draw,
+        "timeline": timeline.redraw,
+    }
     return drawn_by[_kind(source)](source)
 
 

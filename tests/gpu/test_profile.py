@@ -29,7 +29,7 @@ def test_ceilings_are_in_order():
 
 
 def test_what_the_compiler_knows_fits_the_call():
-    point = problems.parse("B=2 H=4 S=1024 d=64 dtype=bf16".split()).points[0]
+    point = problems.parse(["B=2", "H=4", "S=1024", "d=64", "dtype=bf16"]).points[0]
     kernels = measure.compiled_kernels("cuda", point)
     assert kernels
     assert all(resources.registers > 0 for _, resources in kernels)
@@ -37,7 +37,7 @@ def test_what_the_compiler_knows_fits_the_call():
 
 @pytest.mark.skipif(shutil.which("ncu") is None, reason="Nsight Compute is not installed")
 def test_a_profile(tmp_path):
-    wanted = problems.parse("B=2 H=4 S=512 d=64 dtype=bf16 pass=fwd,bwd".split())
+    wanted = problems.parse(["B=2", "H=4", "S=512", "d=64", "dtype=bf16", "pass=fwd,bwd"])
     text = io.StringIO()
     env = device.environment("cuda", ["profile"])
     run = command.Run(wanted, choose("cuda,sdpa-flash", False), tmp_path, env, Console(file=text, width=200), False)
@@ -55,7 +55,7 @@ def test_a_profile(tmp_path):
 @pytest.mark.skipif(not HAS_MARKS, reason="fwd_sm90 has no marks")
 @pytest.mark.skipif(not (torch.cuda.is_available() and gpu.current_arch().has_wgmma), reason="not a Hopper GPU")
 def test_a_timeline_of_the_hopper_forward():
-    point = problems.parse("B=4 H=16 S=4096 d=128".split()).points[0]
+    point = problems.parse(["B=4", "H=16", "S=4096", "d=128"]).points[0]
     (found,) = timeline.record(point, "", device.environment("cuda", ["profile"]))
     groups = {span.warp // 4 for span in found.spans}
     assert len(groups) >= 3  # consumers and the producer

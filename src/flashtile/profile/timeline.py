@@ -184,7 +184,7 @@ def write(timelines: Sequence[Timeline], path: Path) -> list[Path]:
     files.write_whole(path, text + "\n")
     written = [path]
     try:
-        written += [draw(one, path) for one in timelines]
+        written += redraw(path)
     except Unsupported as error:
         print(error)
     return written
@@ -204,6 +204,11 @@ def read(path: Path) -> list[Timeline]:
         ]
     except (KeyError, TypeError) as error:
         raise value_error("file", f"{path.name} ({error})", "what `flashtile profile --timeline` wrote") from error
+
+
+def redraw(path: Path) -> list[Path]:
+    """The pictures of a file, beside it."""
+    return [draw(one, path) for one in read(path)]
 
 
 def draw(timeline: Timeline, path: Path) -> Path:
