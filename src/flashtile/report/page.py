@@ -194,18 +194,27 @@ def _host(device: DeviceResults) -> str:
 
 
 def _machine(device: DeviceResults) -> str:
+    """The machines and versions that the files name, then the commit and the command of each file."""
     envs: dict[str, Environment] = {one.stem: one.env for one in device.all_files}
+    machines = dict.fromkeys(
+        (env.device, env.torch, env.cuda, env.cudnn, env.driver, env.triton, env.python) for env in envs.values()
+    )
+    found = table(
+        ("device", "torch", "CUDA", "cuDNN", "driver", "Triton", "Python"), machines, "Machine", is_numeric=False
+    )
     lines = [
         (
-            stem, env.date[:10], env.device, env.torch, env.cuda, env.cudnn, env.driver, env.triton, env.python,
+            stem,
+            env.date[:10],
             f"{env.flashtile} {env.commit or 'unknown'}{' with changes' if env.is_dirty else ''}",
             Raw(f"<code>{escape(env.command)}</code>"),
         )
         for stem, env in envs.items()
-    ]  # fmt: skip
-    header = ("file", "date", "device", "torch", "CUDA", "cuDNN", "driver", "Triton", "Python", "flashtile", "command")
-    skipped = table(("file", "why it is not shown"), device.skipped, is_numeric=False) if device.skipped else ""
-    return table(header, lines, is_numeric=False) + skipped
+    ]
+    found += table(("file", "date", "flashtile", "command"), lines, "Files", is_numeric=False)
+    if device.skipped:
+        found += table(("file", "why it is not shown"), device.skipped, "Not shown", is_numeric=False)
+    return f'<div class="one-line">{found}</div>'
 
 
 # Accuracy
