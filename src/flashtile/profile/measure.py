@@ -52,6 +52,12 @@ _TENSOR = (
     "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",
 )
 METRICS = (*_METRICS.values(), *_TENSOR, *map(ncu.STALL.format, ncu.STALLS))
+# Names that changed between architectures and versions of ncu
+_OPTIONAL = (
+    *(_METRICS[name] for name in ("local_loads", "local_stores", "occupancy", "dram_percent", "issue_percent")),
+    *_TENSOR,
+    *map(ncu.STALL.format, ("gmma", "imc_miss")),
+)
 
 
 def rows_of(
@@ -213,12 +219,13 @@ def short_name(name: str) -> str:
     return plain.rpartition("::")[2].strip() or name
 
 
-def counters_of(calls: Sequence[Row], metrics: Sequence[str] = METRICS) -> tuple[list[list[Kernel]] | None, str]:
+def counters_of(calls: Sequence[Row]) -> tuple[list[list[Kernel]] | None, str]:
     """The kernels of each timed call by Nsight Compute, or None and the reason."""
     if not calls:
         return [], ""
     try:
-        return ncu.run([ncu.Call(row.provider, row.point) for row in calls], metrics), ""
+        wanted = [ncu.Call(row.provider, row.point) for row in calls]
+        return ncu.run(wanted, METRICS, optional=_OPTIONAL), ""
     except Unsupported as error:
         return None, str(error)
 

@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -83,16 +83,17 @@ def run(
     cache_control: str = "all",
     source: str = providers.__name__,
     environment: Mapping[str, str] | None = None,
+    optional: Collection[str] = (),
 ) -> list[list[Kernel]]:
     """The kernels of each call.
 
     `cache_control`: "all" flushes the caches before every kernel, "none" leaves them. `source`: the module whose
     `profiled_providers` or `providers` resolve the provider names. Metrics that ncu does not know for this GPU are
-    left out.
+    left out; where it complains about metrics without a name, those that are `optional`.
     """
     wanted = list(dict.fromkeys((*BYTES, *metrics)))
     done = _start(calls, wanted, cache_control, source, environment)
-    if done.returncode != 0 and (unknown := _unknown_metrics(done.stdout + done.stderr, wanted)):
+    if done.returncode != 0 and (unknown := _unknown_metrics(done.stdout + done.stderr, wanted, optional)):
         wanted = [name for name in wanted if name not in unknown]
         done = _start(calls, wanted, cache_control, source, environment)
     groups = group(parse(done.stdout))
@@ -130,11 +131,12 @@ def _start(
     return done
 
 
-def _unknown_metrics(said: str, wanted: Sequence[str]) -> set[str]:
-    """The metrics that ncu names in its complaints."""
+def _unknown_metrics(said: str, wanted: Sequence[str], optional: Collection[str]) -> set[str]:
+    """The metrics that ncu names in its complaints about metrics; all optional ones where it names none."""
     complaints = " ".join(line for line in said.splitlines() if line.startswith("==") and "metric" in line.lower())
     words = set(re.findall(r"[\w.]+", complaints))
-    return {name for name in wanted if {name, name.partition(".")[0]} & words}
+    named = {name for name in wanted if {name, name.partition(".")[0]} & words}
+    return named or (set(optional) if complaints else set())
 
 
 def parse(text: str) -> list[Kernel]:
