@@ -53,7 +53,7 @@ def problem_text(row: KernelRow | Point) -> str:
 
 
 def kernel_label(row: KernelRow) -> str:
-    name = row.kernel.removesuffix("_kernel")
+    name = row.kernel.removeprefix("cudnn_generated_fort_native_").removesuffix("_kernel")
     return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 1]}…"
 
 
