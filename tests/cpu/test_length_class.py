@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from flashtile.backends import native
-from flashtile.kernels.length_class import ManyScores, PackedHeads, RaggedQueries, SmallGrid
+from flashtile.kernels.length_class import ManyScores, PackedHeads, RaggedQueries, ShortLengths, SmallGrid
 from flashtile.problem import Shape
 from flashtile.runtime import extension
 
@@ -17,6 +17,7 @@ CLASSES = (
     *(SmallGrid(rows) for rows in (1, 16, 64, 128)),
     *(PackedHeads(64, 128), PackedHeads(128, 64)),
     *(RaggedQueries(192, 128, 105), RaggedQueries(256, 64, 100)),
+    *(ShortLengths(64, 64), ShortLengths(2**31 - 1, 1)),
 )
 LENGTHS = (
     1,

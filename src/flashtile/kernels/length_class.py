@@ -89,4 +89,21 @@ class ManyScores(NamedTuple):
         return 3, self.log2, 0, 0
 
 
-LengthClass = SmallGrid | PackedHeads | RaggedQueries | ManyScores
+class ShortLengths(NamedTuple):
+    """1 where a call has at most so many queries and keys."""
+
+    queries: int
+    keys: int
+
+    @property
+    def values(self) -> tuple[int, int]:
+        return (0, 1)
+
+    def of(self, shape: Shape, num_multiprocessors: int) -> int:
+        return int(shape.seqlen_q <= self.queries and shape.seqlen_k <= self.keys)
+
+    def serialized(self) -> tuple[int, int, int, int]:
+        return 4, self.queries, self.keys, 0
+
+
+LengthClass = SmallGrid | PackedHeads | RaggedQueries | ManyScores | ShortLengths

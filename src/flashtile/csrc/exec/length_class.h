@@ -14,7 +14,7 @@ struct Shape {
   i64 batch, heads, heads_kv, seqlen_q, seqlen_k;
 };
 
-enum class LengthClassKind : i64 { kSmallGrid, kPackedHeads, kRaggedQueries, kManyScores, kCount };
+enum class LengthClassKind : i64 { kSmallGrid, kPackedHeads, kRaggedQueries, kManyScores, kShortLengths, kCount };
 
 struct LengthClass {
   LengthClassKind kind;
@@ -49,6 +49,8 @@ inline u8 length_class(const LengthClass& of, const Shape& shape, i64 num_multip
       i64 rows = saturating_product(saturating_product(shape.batch, shape.heads), shape.seqlen_q);
       return saturating_product(rows, shape.seqlen_k) >= (i64{1} << of.a);
     }
+    case LengthClassKind::kShortLengths:  // a: queries; b: keys
+      return shape.seqlen_q <= of.a && shape.seqlen_k <= of.b;
     default: return 0;
   }
 }

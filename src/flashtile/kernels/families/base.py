@@ -85,7 +85,7 @@ class Launch:
     """What a family contributes to a plan; kernels/assemble.py adds operands, values and patches."""
 
     steps: tuple[Step, ...]
-    workspaces: tuple[Workspace, ...] = ()  # of a plan with splits: not allocated where there is one split
+    workspaces: tuple[Workspace, ...] = ()
     splits: SplitRule | None = None
     maps: tuple[MapPatch, ...] = ()
     scratch: tuple[Operand, ...] = ()  # outputs that a kernel writes and the call does not want

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
-from flashtile.kernels.families.steps import combine, query_grid
+from flashtile.kernels.families.steps import combine, partial_results, query_grid
 from flashtile.kernels.length_class import PackedHeads, RaggedQueries
-from flashtile.kernels.plan import SplitRule, Step, Workspace
+from flashtile.kernels.plan import SplitRule, Step
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
@@ -167,16 +167,11 @@ class FwdSm80(Family[Sm80Row]):
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         row = self.select("fwd_sm80", key)
-        plain, packed_heads, rows = (
-            self.launch_row(row, key, layout),
-            self.packed_heads(key),
-            ("num_splits", "lse_size"),
-        )
+        plain, packed_heads = self.launch_row(row, key, layout), self.packed_heads(key)
         heads = "heads_kv" if packed_heads > 1 else "heads"
         # A multiprocessor has 8 warps, and each split should have a few tiles of keys
         splits = SplitRule(row.queries(packed_heads), 4 * row.block_n, heads, _NUM_WARPS // row.num_warps)
-        workspaces = (Workspace("partial_out", 4 * key.head_dim_v, rows), Workspace("partial_stats", 8, rows))
-        return Launch((*plain.steps, combine(key)), workspaces, splits)
+        return Launch((*plain.steps, combine(key)), partial_results(key), splits)
 
     def launch_row(self, row: Sm80Row, key: PlanKey, layout: CallLayout) -> Launch:
         return Launch((self._step(row, key, self.packed_heads(key) if row.packs_heads else 1),))

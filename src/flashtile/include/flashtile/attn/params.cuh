@@ -32,6 +32,8 @@ struct Params {
   float* partial_stats;       // (num_splits, as lse, 2): each split's m (in the unit of scores) and l
   const void* bias;           // (batch, heads, seqlen_q, seqlen_k) by strides; stride 0 where broadcast
   const u8* mask;             // (batch, heads, seqlen_q, seqlen_k) by strides; nonzero = attend
+  u32* mask_bits;             // the mask as bits (mask_bits.cuh), or null
+  u32* mask_tiles;            // the map of its tiles (pairs of words), or null
   const float* alibi_slopes;  // (heads) or (batch, heads)
   const float* sinks;         // (heads)
   const i64* rng_state;       // (2): seed, offset
