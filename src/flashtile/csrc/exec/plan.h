@@ -81,7 +81,7 @@ struct MapPatch {
   i32 axes[3];
   u32 box_rows, box_heads;
   bool is_optional;  // left out where TMA cannot read the tensor
-  bool is_paged;  // a box has as many rows as divide both box_rows and a page, a power of two
+  bool is_paged;     // a box has as many rows as divide both box_rows and a page, a power of two
 };
 
 enum class StepKind : u8 { kMemset, kKernel, kEngine };
