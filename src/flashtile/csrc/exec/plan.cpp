@@ -288,7 +288,7 @@ bool Plan::encode_maps(const Call& call, Filled& filled, const Driver& driver, F
     }
     u32 bits = map.box_rows | static_cast<u32>(tensor.size(map.axes[0]));
     if (map.is_paged) box[1] = bits & -bits;
-    int type = tensor.dtype == Dtype::kFloat16    ? kMapFloat16
+    int type = tensor.dtype == Dtype::kFloat16   ? kMapFloat16
                : tensor.dtype == Dtype::kFloat32 ? kMapFloat32
                                                  : kMapBfloat16;
     auto encode = [&] {

@@ -1,8 +1,8 @@
 """The kernel families there are, and which of them a call takes.
 
 `register` adds one. Of the families that do not refuse a call the fastest by kernels/speeds.csv is taken, of equals the
-first registered; those that are not in that table come last, in the order of their registration. FLASHTILE_FAMILY names families that are taken
-whatever their speed.
+first registered; those that are not in that table come last, in the order of their registration. FLASHTILE_FAMILY names
+families that are taken whatever their speed.
 """
 
 from __future__ import annotations

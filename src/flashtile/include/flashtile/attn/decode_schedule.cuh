@@ -1,9 +1,9 @@
 // How a decode launch deals out its keys, so that every block reads as many, whatever the lengths of the sequences.
 //
 // A row tile is up to 64 rows: some queries of a sequence for all heads that share a KV head. Its key tiles are its
-// units. The units of all row tiles lie on one line: sequence by sequence, KV head by KV head, query tile by query tile.
-// Block b takes the units [b * share, (b + 1) * share). Each block finds its own from the lengths in device memory, so
-// the grid depends on no length. Where keys may not be split, a row tile is one unit.
+// units. The units of all row tiles lie on one line: sequence by sequence, KV head by KV head, query tile by query
+// tile. Block b takes the units [b * share, (b + 1) * share). Each block finds its own from the lengths in device
+// memory, so the grid depends on no length. Where keys may not be split, a row tile is one unit.
 //
 // There may be 2^31 units in all: 64 times as many keys, counted for every KV head.
 //

@@ -76,8 +76,8 @@ struct PagedKeys {
  private:
   // Scope: warp.
   template <i32 kSlabs, typename T>
-  FT_DEVICE void copy_box(T* tile, const TensorMap& map, const Strides& strides, u64& full, Place place,
-                          i32 head, i32 num_keys) const {
+  FT_DEVICE void copy_box(T* tile, const TensorMap& map, const Strides& strides, u64& full, Place place, i32 head,
+                          i32 num_keys) const {
     // The first lane of all arrives for all boxes. Some may have completed before: the barrier counts down, too.
     if (box() == 0) {
       i32 num_rows = ceil_div(min_of(num_keys, kRows), box_rows) * box_rows;

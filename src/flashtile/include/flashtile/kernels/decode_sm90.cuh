@@ -282,8 +282,8 @@ struct DecodeSm90 {
     sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
   }
 
-  // Joins kRows rows of a row tile from `first` on: for m and l the lanes share the parts, for O the columns. 16 parts of
-  // rows are in flight together. Scope: warp.
+  // Joins kRows rows of a row tile from `first` on: for m and l the lanes share the parts, for O the columns. 16 parts
+  // of rows are in flight together. Scope: warp.
   template <i32 kRows>
   FT_DEVICE static void join_rows(const Params& p, const Storage& shared, const DecodeItem& item, i32 first,
                                   i32 num_rows, i32 num_parts) {

@@ -70,8 +70,7 @@ struct FwdSm90 {
   static_assert(!KvSource::kIsPaged || (!ScoreMod::kHasBias && !Mask::kHasBool), "all producer warps copy pages");
   // Registers per thread: warps that copy a bias or pages need more
   static constexpr i32 kPageRegisters = KvSource::kIsPaged && Config::kNumConsumers > 1 ? 8 * Config::kNumConsumers : 0;
-  static constexpr i32 kProducerRegisters =
-      Config::kProducerRegisters + (ScoreMod::kHasBias ? 16 : 0) + kPageRegisters;
+  static constexpr i32 kProducerRegisters = Config::kProducerRegisters + (ScoreMod::kHasBias ? 16 : 0) + kPageRegisters;
   static constexpr i32 kConsumerRegisters = Config::consumer_registers(kProducerRegisters);
   // O leaves by TMA through sP. Not with packed sequences: a box does not end at a sequence's last row.
   static constexpr bool kStoresByTma = Config::kStoresP && !SeqInfo::kHasLengths && kIsSame<Out, T>;
@@ -260,9 +259,8 @@ struct FwdSm90 {
     if constexpr (!Mask::kHasBool) {
       return n - 1;
     } else {
-      return walk.next(n, item.tile.n_begin, [&](i32 word) {
-        return make_uint2(item.load_visible(word), item.load_full(consumer, word));
-      });
+      return walk.next(n, item.tile.n_begin,
+                       [&](i32 word) { return make_uint2(item.load_visible(word), item.load_full(consumer, word)); });
     }
   }
 

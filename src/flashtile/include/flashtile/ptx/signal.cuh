@@ -25,7 +25,9 @@ FT_DEVICE void acquire_flag(const u64* flag, u64 value) {
 // Loads from L2, where other blocks write. (PTX ISA: ld.global.cg)
 FT_DEVICE float4 load_from_l2(const float4* address) {
   float4 x;
-  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(address));
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(address));
   return x;
 }
 FT_DEVICE float2 load_from_l2(const float2* address) {
