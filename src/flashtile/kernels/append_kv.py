@@ -28,6 +28,7 @@ def kernel(dtype: str, angle_dtype: str, is_aligned16: bool) -> Step:
     width = (4 if dtype == "float32" else 8) if is_aligned16 else 1  # elements that a thread moves at once
     entry = f"flashtile::append_kv_kernel<{source.cpp_type(dtype)}, {source.cpp_type(angle_dtype)}, {width}>"
     unit = source.plain_unit("append_kv", entry, AppendParams)
+    unit += f'static_assert(flashtile::kAppendThreads == {APPEND_THREADS}, "threads");\n'
     return Step(unit, entry, (("batch", 1), ("new_rows", 1)), 1, 1, APPEND_THREADS, 0)
 
 
