@@ -75,9 +75,10 @@ void read_switches(bool follows_deterministic, bool has_precision, Options& opti
     }
     if (is_read && has_precision) {
       PyObject* answer = PyObject_CallNoArgs(executor().matmul_precision);
-      Py_UCS4 letter = answer == nullptr ? static_cast<Py_UCS4>(-1) : PyUnicode_ReadChar(answer, 0);
-      is_read = letter != static_cast<Py_UCS4>(-1);
-      options.matmul_precision = static_cast<char>(letter);
+      // "highest", "high" and "medium" differ in their lengths
+      Py_ssize_t length = answer == nullptr ? -1 : PyUnicode_GetLength(answer);
+      is_read = length >= 0;
+      options.matmul_precision = static_cast<char>(length);
       Py_XDECREF(answer);
     }
   }
@@ -86,7 +87,7 @@ void read_switches(bool follows_deterministic, bool has_precision, Options& opti
 
 template <Overload kOverload>
 bool read_attention(const Arguments<kOverload>& args, Request& request) {
-  static_assert(argument::kCount == 28,
+  static_assert(argument::kCount == 32,
                 "a new argument: read it here and note it in the key (attention.cpp: prepare_attention)");
   if (!args.is_valid()) return false;
   for (i32 index = 0; index < kNumInputs; ++index) {
@@ -124,6 +125,10 @@ bool read_attention(const Arguments<kOverload>& args, Request& request) {
   args.template read<argument::kWindowRight>(options.window_right);
   args.template read<argument::kSoftcap>(options.softcap);
   args.template read<argument::kDropoutP>(options.dropout_p);
+  args.template read<argument::kFirstQuery>(options.first_query);
+  args.template read<argument::kFirstKey>(options.first_key);
+  args.template read<argument::kFirstHead>(options.first_head);
+  args.template read<argument::kTotalHeads>(options.total_heads);
   bool follows_deterministic = !args.template read<argument::kDeterministic>(options.is_deterministic);
   args.template read<argument::kNumSplits>(options.num_splits);
   i32 out_dtype = -1;
