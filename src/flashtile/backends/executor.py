@@ -117,9 +117,7 @@ _EVALUATE: dict[type, Callable[[Any, _Call], float | int]] = {
     plans.BroadcastSize: lambda rule, call: (
         1 if call.tensors[rule.tensor].shape[rule.axis] == 1 else call.values[rule.value]
     ),
-    plans.DistinctSize: lambda rule, call: (
-        1 if _broadcast_stride(rule, call) == 0 else call.values[rule.value]
-    ),
+    plans.DistinctSize: lambda rule, call: 1 if _broadcast_stride(rule, call) == 0 else call.values[rule.value],
     plans.Value: lambda rule, call: call.values[rule.name],
     plans.Scalar: lambda rule, call: call.scalars[rule.name],
 }

@@ -275,7 +275,7 @@ bool Plan::encode_maps(const Call& call, Filled& filled, const Driver& driver, F
       sizes[place + 1] = size;
       strides[place] = stride * size_of(tensor.dtype);
     }
-    int type = tensor.dtype == Dtype::kFloat16    ? kMapFloat16
+    int type = tensor.dtype == Dtype::kFloat16   ? kMapFloat16
                : tensor.dtype == Dtype::kFloat32 ? kMapFloat32
                                                  : kMapBfloat16;
     auto encode = [&] {

@@ -256,8 +256,9 @@ def _tiles(dims: tuple[int, int], key: PlanKey) -> list[Tile]:
 
 
 def _row(tile: Tile, dtype: str, out_dtype: str, dims: tuple[int, int], packs_heads: bool = False) -> Sm90Row:
-    flags = tile.takes_turns, tile.scales_lazily, tile.stores_p, packs_heads, tile.num_blocks
-    return Sm90Row("fwd_sm90", dtype, out_dtype, *dims, tile.block_m, tile.block_n, tile.num_stages, *flags)
+    flags = tile.takes_turns, tile.scales_lazily, tile.stores_p, packs_heads
+    sizes = tile.block_m, tile.block_n, tile.num_stages
+    return Sm90Row("fwd_sm90", dtype, out_dtype, *dims, *sizes, *flags, num_blocks=tile.num_blocks)
 
 
 def _with_options(row: Sm90Row, features: Features) -> Sm90Row:

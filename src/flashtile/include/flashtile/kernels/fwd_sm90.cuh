@@ -216,9 +216,8 @@ struct FwdSm90 {
     if constexpr (!Mask::kHasBool) {
       return n - 1;
     } else {
-      return walk.next(n, item.tile.n_begin, [&](i32 word) {
-        return make_uint2(item.load_visible(word), item.load_full(consumer, word));
-      });
+      return walk.next(n, item.tile.n_begin,
+                       [&](i32 word) { return make_uint2(item.load_visible(word), item.load_full(consumer, word)); });
     }
   }
 

@@ -102,7 +102,8 @@ __global__ void __launch_bounds__(kMaskBitsThreads, 2) mask_bits_kernel(const FT
     if (lane == 0 && is_full) atomicOr(&full, 1u << x);
   }
   __syncthreads();
-  if (threadIdx.x == 0) reinterpret_cast<uint2*>(p.mask_tiles)[layout.tiles_index(plane, group, word)] = make_uint2(visible, full);
+  if (threadIdx.x == 0)
+    reinterpret_cast<uint2*>(p.mask_tiles)[layout.tiles_index(plane, group, word)] = make_uint2(visible, full);
 }
 
 }  // namespace flashtile
