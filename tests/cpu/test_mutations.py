@@ -62,6 +62,8 @@ NEEDED = {
     "bwd_sm90_wide_tail": Features(has_lengths=True),
     "bwd_sm90_wide_softcap": Features(has_softcap=True),
     "bwd_sm90_wide_dropout": Features(has_dropout=True),
+    "bwd_sm90_f32_softcap": Features(has_softcap=True),
+    "bwd_sm90_f32_dropout": Features(has_dropout=True),
 }
 BIASED = Features(bias_dtype="float32")
 
@@ -159,9 +161,10 @@ def test_plans_do_not_cross() -> None:
     assert assemble.kernels(key) == before
 
 
-@pytest.mark.parametrize("name", ["fwd_sm80_rescale", "fwd_sm90_rescale"])
+@pytest.mark.parametrize("name", ["fwd_sm80_rescale", "fwd_sm90_rescale", "fwd_sm90_f32_rescale"])
 def test_a_fault_is_looked_for_in_its_family(name: str) -> None:
-    key = PlanKey("bfloat16", "bfloat16", 64, 64, Features(), ARCH)
+    dtype = "float32" if "f32" in name else "bfloat16"
+    key = PlanKey(dtype, dtype, 64, 64, Features(), ARCH)
     with mutants.broken(name):
         assert name.startswith(families.select(key).name)
     with mutants.broken("skip_rescale"):

@@ -161,8 +161,10 @@ def lay_out_workspaces(plan: LaunchPlan, values: dict[str, int]) -> WorkspaceLay
         if workspace.is_for_splits and values["num_splits"] == 1:
             continue
         offsets[workspace.name] = end
-        num_bytes = workspace.element_bytes * math.prod(values[name] for name in workspace.values)
-        num_bytes *= math.prod(-(-values[name] // divisor) for name, divisor in workspace.quotients)
+        elements = math.prod(values[name] for name in workspace.values)
+        elements *= math.prod(-(-values[name] // divisor) for name, divisor in workspace.quotients)
+        elements += workspace.num_padding * math.prod(values[name] for name in workspace.padding)
+        num_bytes = workspace.element_bytes * elements
         zeroed += [slice(end, end + num_bytes)] if workspace.is_zeroed else []
         end += -(-num_bytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
     return WorkspaceLayout(end, offsets, tuple(zeroed))

@@ -218,8 +218,9 @@ def serialize(
         numbers += [len(factors), *(number for factor in factors for number in rule(factor))]
     numbers.append(len(workspaces))
     for workspace in plan.workspaces:
-        numbers += [workspace.element_bytes, workspace.is_zeroed, workspace.is_for_splits, len(workspace.values)]
-        numbers += [values_at[name] for name in workspace.values]
+        numbers += [workspace.element_bytes, workspace.is_zeroed, workspace.is_for_splits, workspace.num_padding]
+        for names in (workspace.values, workspace.padding):
+            numbers += [len(names), *(values_at[name] for name in names)]
         numbers.append(len(workspace.quotients))
         numbers += [number for name, divisor in workspace.quotients for number in (values_at[name], divisor)]
     numbers.append(len(plan.patches))

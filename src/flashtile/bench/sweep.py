@@ -37,6 +37,7 @@ class Settings:
     call_limit_s: float  # calls expected to take longer are skipped
     compile_limit_s: float  # first calls of one provider, summed over the run
     use_graph: bool = False
+    copy_gb_per_s: float | None = None  # measured where bandwidth is what counts
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,7 @@ class Sweep:
             attend = provider.build(point, copies[0])
             with self._context(attend, has_grad, stream):
                 leaves = [copy.leaves(provider.layout, has_grad) for copy in copies[: MAX_GRAPHS if has_grad else None]]
+                leaves = leaves if attend.arrange is None else [attend.arrange(inputs) for inputs in leaves]
                 (out, grads), first_s = timing.once(partial(run, attend, leaves[0], has_grad), device)
                 same = None if grads is None else (*(_bhsd(grad, provider) for grad in grads[:3]), *grads[3:])
                 verdict = check.verdict(_bhsd(out, provider), same)
@@ -217,6 +219,7 @@ class Sweep:
             first_call_ms=one.first_s * 1e3,
             tflops=point.flops() / median / 1e12,
             gb_per_s=point.least_bytes() / median / 1e9,
+            copy_gb_per_s=self.settings.copy_gb_per_s,
             memory_bytes=memory_bytes,
             max_error=verdict.max_error if verdict.is_checked else None,
             yardstick_error=verdict.yardstick_error if verdict.is_checked else None,

@@ -114,6 +114,15 @@ class BwdSm90WideParams(ctypes.Structure):
     ]
 
 
+class Sm90F32Params(ctypes.Structure):
+    """What the Hopper kernels for float32 and their pre-passes are told."""
+
+    _fields_ = [
+        ("base", Params),
+        *((name, ctypes.c_void_p) for name in ("q_parts", "k_parts", "v_parts", "dout_parts", "range")),
+    ]
+
+
 class WideParams(ctypes.Structure):
     """What a float64 pass of the CPU engine is told (csrc/cpu/engine.h): these numbers of the base are not used."""
 
@@ -127,6 +136,7 @@ Struct = (
     | type[Params]
     | type[AppendParams]
     | type[FwdSm90Params]
+    | type[Sm90F32Params]
 )
 
 # A wider window hides no key of the longest sequence (problem.py: MAX_LENGTH)

@@ -107,7 +107,8 @@ class Operand(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Memory for one call: element_bytes times the product of the values, and of the quotients rounded up."""
+    """Memory for one call: element_bytes times the product of the values and of the quotients rounded up, and
+    num_padding times the product of `padding` more elements."""
 
     name: str
     element_bytes: int
@@ -115,6 +116,8 @@ class Workspace(NamedTuple):
     is_zeroed: bool = False
     is_for_splits: bool = False  # not needed where the keys are not split
     quotients: tuple[tuple[str, int], ...] = ()  # (value, divisor)
+    num_padding: int = 0
+    padding: tuple[str, ...] = ()
 
 
 class SplitRule(NamedTuple):

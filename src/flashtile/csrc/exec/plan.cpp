@@ -127,8 +127,11 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
     workspace.element_bytes = in.number();
     workspace.is_zeroed = in.index(2) != 0;
     workspace.is_for_splits = in.index(2) != 0;
-    workspace.values.resize(in.index(8));
-    for (i32& value : workspace.values) value = in.index(kMaxValues);
+    workspace.num_padding = in.number();
+    for (std::vector<i32>* values : {&workspace.values, &workspace.padding}) {
+      values->resize(in.index(8));
+      for (i32& value : *values) value = in.index(kMaxValues);
+    }
     workspace.quotients.resize(in.index(8));
     for (auto& [value, divisor] : workspace.quotients) value = in.index(kMaxValues), divisor = in.number();
   }
@@ -221,13 +224,18 @@ bool Plan::allocate(Call& call, Owned* owned, Filled& filled) const {
     const Workspace& workspace = workspaces_[place];
     filled.sizes[place] = -1;
     if (workspace.is_for_splits && filled.values[kNumSplits] == 1) continue;
-    i64 bytes = workspace.element_bytes;
+    i64 bytes = workspace.element_bytes, padding = workspace.element_bytes;
     for (i32 value : workspace.values) {
       if (!multiply(bytes, filled.values[value])) return false;
     }
     for (auto [value, divisor] : workspace.quotients) {
       if (!multiply(bytes, divide_up(filled.values[value], divisor))) return false;
     }
+    if (!multiply(padding, workspace.num_padding)) return false;
+    for (i32 value : workspace.padding) {
+      if (!multiply(padding, filled.values[value])) return false;
+    }
+    if (__builtin_add_overflow(bytes, padding, &bytes)) return false;
     filled.offsets[place] = place_bytes(bytes), filled.sizes[place] = bytes;
   }
   if (end == 0) return true;

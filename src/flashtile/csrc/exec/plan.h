@@ -65,7 +65,8 @@ struct Product {
 struct Workspace {
   i64 element_bytes;
   bool is_zeroed, is_for_splits;
-  std::vector<i32> values;
+  i64 num_padding;
+  std::vector<i32> values, padding;
   std::vector<std::pair<i32, i64>> quotients;  // (value, divisor)
 };
 

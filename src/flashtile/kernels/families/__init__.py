@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
+
 from flashtile.errors import Unsupported, dtype_name, value_error
 from flashtile.kernels import speeds
 from flashtile.kernels.arch import Arch
@@ -22,10 +24,12 @@ from flashtile.kernels.families.base import Family, Launch, Row, forced_rows
 from flashtile.kernels.families.bwd_simt import BwdSimt
 from flashtile.kernels.families.bwd_sm80 import BwdSm80
 from flashtile.kernels.families.bwd_sm90 import BwdSm90
+from flashtile.kernels.families.bwd_sm90_f32 import BwdSm90F32
 from flashtile.kernels.families.bwd_sm90_wide import BwdSm90Wide
 from flashtile.kernels.families.fwd_simt import FwdSimt
 from flashtile.kernels.families.fwd_sm80 import FwdSm80
 from flashtile.kernels.families.fwd_sm90 import FwdSm90
+from flashtile.kernels.families.fwd_sm90_f32 import FwdSm90F32
 from flashtile.kernels.length_class import LengthClass
 from flashtile.kernels.mutation import Mutation
 from flashtile.kernels.spec import PlanKey, features_of
@@ -63,10 +67,12 @@ def find(name: str) -> Family[Any]:
 register(FwdSm90())
 register(FwdSm80())
 register(FwdSimt())
+register(FwdSm90F32())
 register(BwdSm90())
 register(BwdSm90Wide())
 register(BwdSm80())
 register(BwdSimt())
+register(BwdSm90F32())
 
 
 # Selection
@@ -153,9 +159,10 @@ def clear_choices() -> None:
 
 def key_of(problem: Problem, grads: tuple[str, ...] | None, arch: Arch, num_multiprocessors: int) -> PlanKey:
     """The key of a pass; grads: those of a backward pass that are wanted."""
-    return _key_of(
-        problem, grads, arch, num_multiprocessors, length_classes("forward" if grads is None else "backward")
-    )
+    is_float32 = problem.dtype == torch.float32
+    precision = torch.get_float32_matmul_precision() if is_float32 else "highest"
+    classes = length_classes("forward" if grads is None else "backward")
+    return _key_of(problem, grads, arch, num_multiprocessors, classes, precision)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -165,6 +172,7 @@ def _key_of(
     arch: Arch,
     num_multiprocessors: int,
     classes: tuple[LengthClass, ...],
+    matmul_precision: str,
 ) -> PlanKey:
     shape = problem.shape
     return PlanKey(
@@ -180,6 +188,7 @@ def _key_of(
         problem.heads_disjoint,
         tuple((one, one.of(shape, num_multiprocessors)) for one in classes),
         problem.deterministic,
+        matmul_precision,
     )
 
 

@@ -28,10 +28,10 @@ FT_DEVICE float raised_max(float m, float tile_max) { return tile_max > m + kSim
 // P = 2^(fma(score, factor, -shift)) with shift = m * factor, rounded. The rounding error scales a whole row alike, so
 // it cancels when O is divided by l, as long as it is small. It is up to |shift| / 2^24: near 1e11 thousands, and P is
 // infinite or 0. Rows past kLargeShift therefore subtract m first, which is exact, and use a shift of 0.
-template <bool kRescalesLazily, bool kIsNatural>
+template <bool kRescalesLazily, bool kIsNatural, i32 kThresholdLog2 = 8>
 struct OnlineSoftmax {
   // Probabilities may grow to 2^8 before a maximum is raised: float32 sums and 16-bit P hold that
-  static constexpr float kRescaleThresholdLog2 = 8.0f;
+  static constexpr float kRescaleThresholdLog2 = kThresholdLog2;
   static constexpr float kLargeShift = 4096.0f;
   float m[2], l[2], alpha[2];
   bool is_raised;  // some row of the warp has a new maximum

@@ -32,6 +32,15 @@ enum class Mutation {
   fwd_sm90_mask_row,     // every query but the first uses the bool mask of the query before
   fwd_sm90_bias_row,     // query tiles after the first use the bias of one query before
   fwd_sm90_alibi,        // ALiBi distances count from the first key instead of the last
+  // Found by `flashtile check`, in the Hopper kernels for float32
+  fwd_sm90_f32_low_part,  // the small parts of P are dropped
+  fwd_sm90_f32_rescale,   // the output is not scaled down when the maximum rises
+  fwd_sm90_f32_tail,      // rows past the last query or key are split instead of cleared
+  fwd_sm90_f32_gqa_head,  // query head h uses KV head h % heads_kv instead of h / group
+  bwd_sm90_f32_unscale,   // sums of P and dS products keep the scale of their rows
+  bwd_sm90_f32_group,     // dK and dV use only one query head of a group
+  bwd_sm90_f32_softcap,   // dK ignores the derivative of the softcap
+  bwd_sm90_f32_dropout,   // dQ ignores dropout
   // Found by `flashtile check`, in the mma.sync forward
   fwd_sm80_rescale,    // the output is not scaled down when the maximum rises
   fwd_sm80_stale_max,  // the maximum stays that of the first tile
