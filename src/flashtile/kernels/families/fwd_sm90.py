@@ -9,13 +9,14 @@ from typing import NamedTuple
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import combine, mask_bits, mask_workspaces, partial_results, query_grid
-from flashtile.kernels.length_class import PackedHeads, RaggedQueries
+from flashtile.kernels.length_class import LengthClass, PackedHeads, RaggedQueries, ShortLengths
 from flashtile.kernels.params import FwdSm90Params, Struct
 from flashtile.kernels.plan import MapPatch, SplitRule, Step
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
 _PACKED_HEADS, _RAGGED = PackedHeads(64, 128), RaggedQueries(192, 128, 105)
+_WINDOWS, _FEW_KEYS = ShortLengths(64, 64), ShortLengths(2**31 - 1, 80)
 _WARP_ROWS = 16  # rows of O that a warp stores
 _WARPGROUP_ROWS = 64
 _WORK_ITEMS, _QUERY_TILE_BYTES = 3, 72  # WorkItemRing, QueryTile (attn/work_item.cuh)
@@ -34,6 +35,7 @@ class Tile(NamedTuple):
     scales_lazily: bool = False
     stores_p: bool = False
     takes_ragged: bool = True  # without a band; under one, larger tiles are mostly faster all the same
+    only: LengthClass | None = None  # calls of this class alone, without a band, and before other tiles
     max_options: int = 99  # that change scores or probabilities, that it holds without a spill
     takes_float_bias: bool = True
     num_blocks: int = 1  # that share a multiprocessor
@@ -193,7 +195,7 @@ class FwdSm90(Family[Sm90Row]):
     head_dims = tuple(sorted(_TILES))
     features = Family.features - {"is_aligned16"}
     takes_overlapping_rows = False
-    length_classes = (_PACKED_HEADS, _RAGGED)
+    length_classes = (_PACKED_HEADS, _RAGGED, _WINDOWS, _FEW_KEYS)
 
     def refuse_arch(self, arch: Arch) -> str | None:
         return None if arch.has_wgmma else f"{arch.name} has no wgmma"
@@ -253,9 +255,12 @@ class FwdSm90(Family[Sm90Row]):
 
 
 def _tiles(dims: tuple[int, int], key: PlanKey) -> list[Tile]:
-    """The tiles in order of preference: where a tile would have many rows without a query, it comes last."""
-    is_ragged = key.length(_RAGGED) and not key.features.has_band
-    return sorted(_TILES[dims], key=lambda tile: bool(is_ragged and not tile.takes_ragged))
+    """The tiles in order of preference: those for calls of this length, those for all calls, those that would have many
+    rows without a query."""
+    has_band = key.features.has_band
+    is_ragged = key.length(_RAGGED) and not has_band
+    tiles = [tile for tile in _TILES[dims] if tile.only is None or (key.length(tile.only) and not has_band)]
+    return sorted(tiles, key=lambda tile: (tile.only is None, bool(is_ragged and not tile.takes_ragged)))
 
 
 def _row(tile: Tile, dtype: str, out_dtype: str, dims: tuple[int, int], packs_heads: bool = False) -> Sm90Row:
