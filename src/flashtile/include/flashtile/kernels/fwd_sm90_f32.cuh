@@ -362,8 +362,11 @@ struct FwdSm90F32 {
       unscale_s = power_of_two(-scale_exponent(range, Operand::q) - scale_exponent(range, Operand::k));
       unscale_o *= power_of_two(-scale_exponent(range, Operand::v));
     }
-    // Score modifiers return scores in their unit; without them S stays a dot product
-    float factor = ScoreMod::kChangesScores ? exponent_factor(kIsNatural) : p.scale_log2 * unscale_s;
+    // Score modifiers return scores in their unit; without them S stays a dot product. The factor stays positive: its
+    // product with a masked score, -inf, must not be NaN.
+    constexpr float kSmallestNormal = 1.17549435e-38f;
+    float factor =
+        ScoreMod::kChangesScores ? exponent_factor(kIsNatural) : fmaxf(p.scale_log2 * unscale_s, kSmallestNormal);
     u32 num_k = 0;
     // The first turn is consumer 0's
     if (consumer == Config::kNumConsumers - 1) signal_next(consumer);
