@@ -327,7 +327,7 @@ struct FwdSm90F32 {
   // Finishes the softmax, normalises and stores O and lse; of a split the sum of P V, m and l. unscale undoes the
   // scales of P and V. Scope: warp.
   FT_DEVICE static void epilogue(const Params& p, const Tile& tile, i32 consumer, float factor, float unscale,
-                                 const Softmax& softmax, const float (&rO)[kOutputs]) {
+                                 const Softmax& softmax, float (&rO)[kOutputs]) {
     Rows rows(p, tile, consumer);
     bool is_split = p.num_splits > 1;
 #pragma unroll
@@ -340,15 +340,17 @@ struct FwdSm90F32 {
       RowStats stats = join_sink<kIsNatural>(m, softmax.l[r], sink, [](float l) { return quad_sum(l); });
       i64 stat = stat_index(p, tile.s, head, i), part = tile.coord.split * p.lse_size + stat;
       if (is_query && threadIdx.x % 4 == 0) store_stats<kIsNatural>(p, is_split, part, stat, stats.m, stats.l);
-      // Store O
-      float norm = (is_split ? 1.0f : stats.norm()) * unscale;
+      // Store O. The product of both factors may be denormal.
+      float norm = is_split ? 1.0f : stats.norm();
+#pragma unroll
+      for (i32 b = 0; b < kOutputs / 4; ++b) rO[4 * b + 2 * r] *= norm, rO[4 * b + 2 * r + 1] *= norm;
       float* gO = is_split
                       ? p.partial_out + part * p.head_dim_v
                       : query_rows(static_cast<float*>(p.out), p.out_strides, tile.s, head) + i * p.out_strides.row;
       if constexpr (Load::kIsAligned16) {
-        store_row_float(gO, is_query, p.head_dim_v, r, norm, rO);
+        store_row_float(gO, is_query, p.head_dim_v, r, unscale, rO);
       } else {
-        store_row_elements(gO, is_query, p.head_dim_v, r, norm, rO);
+        store_row_elements(gO, is_query, p.head_dim_v, r, unscale, rO);
       }
     }
   }
