@@ -86,7 +86,7 @@ FT_DEVICE void add_product(float (&rD)[kHeadDim / 2], const SplitFragment<Config
 #pragma unroll
   for (i32 first = 0; first < kHeadDim; first += kColumns) {
     float rT[kColumns / 2];
-    gemm_ab_split<typename Config::Parts, kColumns, 64>(rT, fragment.parts, b + first / 64 * kSlab, kSlabs * kSlab);
+    gemm_ab_split<typename Config::Parts, kColumns, 64>(rT, fragment.parts, 0, b + first / 64 * kSlab, kSlabs * kSlab);
     wgmma_wait<0>();
     pin_registers(rT);
 #pragma unroll

@@ -239,23 +239,29 @@ struct FwdSm90F32 {
       release_stage(shared.empty_k[Stages::stage(num_k)]);
       if (n == tile.n_begin) release_stage(shared.empty_q[consumer]);
     };
-    // Start T = P V for kColumns columns of V from `first` on
-    auto start_pv = [&](float (&rT)[Config::kColumns / 2], u32 v, i32 first) {
+    // T = P V is computed in chunks of kColumns columns and at most 64 keys, over which truncation stays small. Start
+    // chunk number `chunk`.
+    constexpr i32 kChunkKeys = kBlockN < 64 ? kBlockN : 64, kChunkColumns = Config::kHeadDimV / Config::kColumns;
+    constexpr i32 kNumChunks = kBlockN / kChunkKeys * kChunkColumns;
+    auto start_pv = [&](float (&rT)[Config::kColumns / 2], u32 v, i32 chunk) {
       constexpr i32 kSlab = kBlockN * 128 >> 4;
-      gemm_ab_split<Parts, Config::kColumns, kBlockN>(rT, rP, v + first / 64 * kSlab, Config::kSlabsV * kSlab);
+      i32 key = chunk / kChunkColumns * kChunkKeys, column = chunk % kChunkColumns * Config::kColumns;
+      gemm_ab_split<Parts, Config::kColumns, kChunkKeys>(rT, rP, key / 16, v + column / 64 * kSlab + key * (128 >> 4),
+                                                         Config::kSlabsV * kSlab);
     };
-    // Wait for T, and for the other columns one after the other: O = alpha O + T. Release V.
+    // Wait for the first chunk of T, and for the others one after the other: O = alpha O + T. Release V.
     auto finish_pv = [&](float (&rT)[Config::kColumns / 2], u32 v, u32 count, float alpha0, float alpha1) {
 #pragma unroll
-      for (i32 first = 0; first < Config::kHeadDimV; first += Config::kColumns) {
-        if (first > 0) start_pv(rT, v, first);
+      for (i32 chunk = 0; chunk < kNumChunks; ++chunk) {
+        if (chunk > 0) start_pv(rT, v, chunk);
         wgmma_wait<0>();
         pin_registers(rT);
-        if (first + Config::kColumns == Config::kHeadDimV) release_stage(shared.empty_v[Stages::stage(count)]);
+        if (chunk == kNumChunks - 1) release_stage(shared.empty_v[Stages::stage(count)]);
 #pragma unroll
         for (i32 x = 0; x < Config::kColumns / 2; ++x) {
-          float& o = rO[first / 2 + x];
-          o = fmaf(o, x / 2 % 2 == 0 ? alpha0 : alpha1, rT[x]);
+          float& o = rO[chunk % kChunkColumns * Config::kColumns / 2 + x];
+          float alpha = x / 2 % 2 == 0 ? alpha0 : alpha1;
+          o = chunk < kChunkColumns ? fmaf(o, alpha, rT[x]) : o + rT[x];
         }
       }
     };
