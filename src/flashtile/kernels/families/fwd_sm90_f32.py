@@ -13,9 +13,9 @@ from typing import NamedTuple
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.sm90_f32 import WARPGROUP_ROWS, Sm90F32Row, num_parts, part_workspaces, pre_pass
-from flashtile.kernels.families.steps import combine, query_grid
+from flashtile.kernels.families.steps import combine, partial_results, query_grid
 from flashtile.kernels.params import Sm90F32Params
-from flashtile.kernels.plan import SplitRule, Step, Workspace
+from flashtile.kernels.plan import SplitRule, Step
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
 
@@ -104,12 +104,7 @@ class FwdSm90F32(Family[FwdSm90F32Row]):
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         rows = [self.select(kernel, key) for kernel in self.kernels]
-        partial = "num_splits", "lse_size"
-        workspaces = (
-            *part_workspaces(rows, layout),
-            Workspace("partial_out", 4 * key.head_dim_v, partial),
-            Workspace("partial_stats", 8, partial),
-        )
+        workspaces = (*part_workspaces(rows, layout), *partial_results(key))
         # A block fills a multiprocessor, and each split should have a few tiles of keys
         splits = SplitRule(rows[0].block_m, 4 * rows[0].block_n, blocks=1)
         steps = (*pre_pass(rows, key), *(self._step(row, key) for row in rows), combine(key))

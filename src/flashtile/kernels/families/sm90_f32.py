@@ -71,12 +71,12 @@ def part_workspaces(rows: Sequence[Sm90F32Row], layout: CallLayout, is_backward:
     q_rows = ("heads", "total_q") if is_q_packed else ("heads", "batch", "seqlen_q")
     k_rows = ("heads_kv", "total_k") if is_k_packed else ("heads_kv", "batch", "seqlen_k")
     found = (
-        Workspace("range", _RANGE_BYTES, (), is_zeroed=True, is_always=True),
-        Workspace("q_parts", qk_bytes, q_rows, False, WARPGROUP_ROWS, ("heads", "batch"), True),
-        Workspace("k_parts", qk_bytes, k_rows, False, block_n, ("heads_kv", "batch"), True),
-        Workspace("v_parts", v_bytes, k_rows, False, block_n, ("heads_kv", "batch"), True),
+        Workspace("range", _RANGE_BYTES, (), is_zeroed=True),
+        Workspace("q_parts", qk_bytes, q_rows, num_padding=WARPGROUP_ROWS, padding=("heads", "batch")),
+        Workspace("k_parts", qk_bytes, k_rows, num_padding=block_n, padding=("heads_kv", "batch")),
+        Workspace("v_parts", v_bytes, k_rows, num_padding=block_n, padding=("heads_kv", "batch")),
     )
-    dout = Workspace("dout_parts", v_bytes, q_rows, False, WARPGROUP_ROWS, ("heads", "batch"), True)
+    dout = Workspace("dout_parts", v_bytes, q_rows, num_padding=WARPGROUP_ROWS, padding=("heads", "batch"))
     return (*found, dout) if is_backward else found
 
 
