@@ -86,6 +86,7 @@ class _Pass:
         self.row, self.head = row_axis(args.layout), head_axis(args.layout)
         self.channel = Channel(args.group, args.q.device, args.timeout, what)
         self.rank, self.size = self.channel.rank, self.channel.size
+        self.channel.check_same(self._shared_options())
         self.offset = 0 if args.causal == "top_left" else args.seqlen_k - args.seqlen_q
         self.band = Band.of(args.window_left, args.window_right if args.causal == "none" else 0, self.offset)
         self.bounds = None if args.cu_seqlens is None else _bounds(args.cu_seqlens, args.seqlen_q)
@@ -100,6 +101,15 @@ class _Pass:
         self.is_wide = args.q.dtype == torch.float64
         self.sum_dtype = torch.float64 if self.is_wide else torch.float32
         self._packed: dict[Ranges, Tensor] = {}
+
+    def _shared_options(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        args, first = self.args, RingArgs._fields.index("scale")
+        options = {name: value for name, value in args._asdict().items() if name in RingArgs._fields[first:-1]}
+        sizes = {
+            name: str(_with_rows(tensor, 0, self.row)) for name, tensor in (("q", args.q), ("k", args.k), ("v", args.v))
+        }
+        return options | sizes | {"dtype": str(args.q.dtype)}
 
     def _ranges(self, seqlen: int, rank: int) -> Ranges:
         merged = self.args.merged
