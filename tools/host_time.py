@@ -5,8 +5,9 @@ python tools/host_time.py [--rounds 600]
 
 One batch, one head, 64 queries over 64 keys, d = 64. Prints the least time of a call in microseconds over rounds of 30
 calls, interleaved: without a gradient, to be differentiated, with both passes by `torch.autograd.grad`, and the same of
-an `autograd.Function` that does nothing. What a real driver takes to launch and autograd's way to a GPU's thread are
-not in it: `flashtile bench --overhead` has both.
+an `autograd.Function` that does nothing. Then steps of `attention_kvcache`: 8 sequences, 32 heads over 8, d = 128,
+pages of 16; without new rows, with them, and with rotary embedding. What a real driver takes to launch and autograd's
+way to a GPU's thread are not in it: `flashtile bench --overhead` has both.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ import fake_gpu
 import flashtile
 
 CALLS = 30
-COLUMNS = ("no_grad", "grad", "fwd+bwd", "nothing, grad", "nothing, fwd+bwd")
+COLUMNS = ("no_grad", "grad", "fwd+bwd", "nothing, grad", "nothing, fwd+bwd", "read", "append", "append, rotary")
 
 
 class Nothing(torch.autograd.Function):
@@ -51,10 +53,20 @@ def cases(dtype: torch.dtype) -> list[Callable[[], object]]:
         lambda: torch.autograd.grad(flashtile.attention(*leaves, backend="cuda"), leaves, dout),
         lambda: apply(*leaves, out),
         lambda: torch.autograd.grad(apply(*leaves, out), leaves, dout),
+        *steps(dtype),
     ]
     for call in found:
         call()  # makes the plans
     return found
+
+
+def steps(dtype: torch.dtype) -> list[Callable[[], object]]:
+    q, k, v = (torch.randn(8, 1, heads, 128, dtype=dtype) for heads in (32, 8, 8))
+    pages, table = torch.zeros(2, 128, 16, 8, 128, dtype=dtype), torch.arange(128, dtype=torch.int32).view(8, 16)
+    lengths, angles = torch.full((8,), 100, dtype=torch.int32), torch.rand(256, 64, dtype=dtype)
+    shared = {"cache_seqlens": lengths, "block_table": table, "causal": True, "backend": "cuda"}
+    new, rotary = {"k": k, "v": v}, {"rotary_cos": angles, "rotary_sin": angles}
+    return [partial(flashtile.attention_kvcache, q, *pages, **shared, **options) for options in ({}, new, new | rotary)]
 
 
 def main() -> int:

@@ -287,10 +287,9 @@ def attention_kvcache(
         and cache_step.has_valid_options(window, scale, softcap, num_splits, rotary_interleaved)
     ):
         done = cache_step.step(
-            *(q, k_cache, v_cache, alibi_slopes, sinks, k, v, cache_seqlens, cache_batch_idx, cache_leftpad),
-            *(block_table, rotary_cos, rotary_sin, window, scale, softcap, num_splits, rotary_interleaved),
-            *(return_lse, mode),
-        )
+            q, k_cache, v_cache, alibi_slopes, sinks, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+            rotary_cos, rotary_sin, window, scale, softcap, num_splits, rotary_interleaved, return_lse, mode,
+        )  # fmt: skip
         if done is not None:
             return (done[0], cast(Tensor, done[1])) if return_lse else done[0]
     tensors = (q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)

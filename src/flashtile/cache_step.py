@@ -73,17 +73,18 @@ def step(
         if table is not None or type(cache_batch_idx) is not Tensor or cache_batch_idx.dim() != 1:
             return None
         table = cache_batch_idx[:, None]  # rows of a larger cache are pages of one row each
-    needs_grad = torch.is_grad_enabled()
-    for tensor in (
-        *(q, k_cache, v_cache, k, v, cache_seqlens, table),
-        *(alibi_slopes, sinks, leftpad, rotary_cos, rotary_sin),
-    ):
-        if tensor is not None and (
-            type(tensor) is not Tensor
-            or not (tensor.is_cuda if is_on_gpu else tensor.is_cpu)
-            or (needs_grad and tensor.requires_grad)
-        ):
+    if rotary_cos is None and rotary_sin is None and alibi_slopes is None and sinks is None:
+        others: tuple[Any, ...] = (k_cache, v_cache, k, v, cache_seqlens, leftpad, table)
+    else:
+        rare = (alibi_slopes, sinks, rotary_cos, rotary_sin)
+        others = (k_cache, v_cache, k, v, cache_seqlens, leftpad, table, *rare)
+    for tensor in others:
+        if tensor is not None and (type(tensor) is not Tensor or not (tensor.is_cuda if is_on_gpu else tensor.is_cpu)):
             return None
+    if ops.is_grad_enabled():
+        for tensor in (q, *others):
+            if tensor is not None and tensor.requires_grad:
+                return None
     if (
         _num_dispatch_modes()
         or ops.is_traced_above_autograd()
@@ -92,12 +93,12 @@ def step(
         return None
     left, right = (-1, -1) if window is None else window
     mode |= ops.DETERMINISTIC if ops.is_deterministic() else 0
+    flags = (ops.WANTS_LSE if wants_lse else 0) | (ops.INTERLEAVED if is_interleaved else 0)
     try:
         out, lse = ops.cache_forward(
-            *(q, k_cache, v_cache, alibi_slopes, sinks, cache_seqlens, leftpad, table),
-            *(scale, left, right, softcap, num_splits, mode),
-            *(k, v, rotary_cos, rotary_sin, is_interleaved, length, wants_lse),
-        )
+            q, k_cache, v_cache, alibi_slopes, sinks, cache_seqlens, leftpad, table, scale, left, right, softcap, mode,
+            k, v, rotary_cos, rotary_sin, length, flags | num_splits << ops.SPLITS_SHIFT,
+        )  # fmt: skip
     except RuntimeError as error:
         ops.reraise(error)
     if out is None:

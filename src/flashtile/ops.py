@@ -44,8 +44,10 @@ _DENSE = f"{schema(('q', 'k', 'v', 'scale'))}, int mode"
 _CACHE = schema(CACHE_ARGUMENTS).replace("Tensor k,", "Tensor(a!) k,").replace("Tensor v,", "Tensor(b!) v,")
 _CACHE = (
     f"({_CACHE}, int mode, Tensor? new_k, Tensor? new_v, Tensor? rotary_cos, Tensor? rotary_sin, "
-    "bool rotary_interleaved, int length, bool wants_lse) -> (Tensor out, Tensor lse)"
+    "int length, int flags) -> (Tensor out, Tensor lse)"
 )
+# Of its flags, with num_splits above them
+WANTS_LSE, INTERLEAVED, SPLITS_SHIFT = 1, 2, 2
 _APPEND = (
     "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? block_table, "
     "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, str layout"

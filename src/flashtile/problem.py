@@ -82,7 +82,7 @@ DENSE_FIELDS: dict[str, tuple[object, ...]] = {
 # The arguments of `flashtile::forward.cache` that it shares with the other overloads, before its mode
 CACHE_ARGUMENTS = (
     *("q", "k", "v", "alibi_slopes", "sinks", "seqused_k", "leftpad_k", "block_table"),
-    *("scale", "window_left", "window_right", "softcap", "num_splits"),
+    *("scale", "window_left", "window_right", "softcap"),
 )
 _DENSE_BITS = [(len(values) - 1).bit_length() for values in DENSE_FIELDS.values()]
 DENSE_SHIFTS = dict(zip(DENSE_FIELDS, accumulate(_DENSE_BITS, initial=0), strict=False))

@@ -13,13 +13,15 @@ from bench_fakes import ENV, SETTINGS, provider
 from typer.testing import CliRunner
 
 from flashtile.bench import compare, plots, points, providers, tables
-from flashtile.bench.options import OPTIONS
+from flashtile.bench.options import OPTIONS as ALL_OPTIONS
 from flashtile.bench.points import Plan, Point, cpu_grid, options_grid, paper_grid
 from flashtile.bench.providers import by_name, choose
 from flashtile.bench.rows import Row, Writer, read
 from flashtile.bench.sweep import Sweep
 from flashtile.cli.main import app
 
+# Those of serving have tests of their own
+OPTIONS = {name: option for name, option in ALL_OPTIONS.items() if option.entry != "serving"}
 SMALL = Point(2, 4, 4, 40, 40, 16, 16)
 LONG = Point(1, 1, 1, 1100, 1100, 8, 8, is_causal=True, option="window 1024 causal")
 STEP = Point(1, 4, 4, 1, 33, 16, 16)

@@ -119,7 +119,8 @@ def test_flops_and_bytes_follow_the_convention():
     point = Point(batch=2, heads=4, heads_kv=2, seqlen_q=8, seqlen_k=16, head_dim=32, head_dim_v=64, dtype="bf16")
     forward = 2 * 2 * 4 * 8 * 16 * (32 + 64)
     assert point.flops() == forward
-    assert dataclasses.replace(point, is_causal=True, direction="bwd").flops() == forward / 2 * 2.5
+    square = dataclasses.replace(point, seqlen_k=8, is_causal=True, direction="bwd")
+    assert square.flops() == forward / 2 / 2 * 2.5
     assert dataclasses.replace(point, direction="fwd+bwd").flops() == forward * 3.5
     assert point.sizes() == (2 * 4 * 8 * 32 * 2, 2 * 2 * 16 * 32 * 2, 2 * 2 * 16 * 64 * 2, 2 * 4 * 8 * 64 * 2)
     assert point.least_bytes() == sum(point.sizes())
@@ -133,7 +134,27 @@ def test_grids_hold_what_they_promise():
     assert [point.direction for point in forward.points] == 36 * ["fwd"]
     assert all(point.batch * point.seqlen_k == 16384 and point.heads * point.head_dim == 2048 for point in paper)
     decode = decode_grid("bf16").points
-    assert all((point.seqlen_q, point.heads, point.heads_kv, point.head_dim) == (1, 32, 8, 128) for point in decode)
+    assert len(decode) == len(set(decode))
+    assert all((point.heads, point.heads_kv, point.head_dim) == (32, 8, 128) for point in decode)
+    assert {point.seqlen_q for point in decode if not point.option} == {1}
+    served = [point for point in decode if point.option]
+    assert {point.extra.page_size for point in served} == {None, 1, 16, 64, 256}
+    assert {point.seqlen_q for point in served} == {1, 2, 4, 8, 512, 2048}
+    assert all(point.extra.is_packed == (point.seqlen_q >= 512) for point in served)
+    assert all(point.is_causal == (point.seqlen_q > 1) for point in served)
+    assert {dataclasses.replace(point, option=point.option.partition(", page")[0]) for point in served} <= set(served)
+
+
+def test_work_of_calls_over_a_cache():
+    mixed = Point(batch=4, heads=2, heads_kv=1, seqlen_q=1, seqlen_k=4096, head_dim=64, head_dim_v=64, option="mixed")
+    keys = 4096 + 3 * 512
+    assert mixed.num_keys() == keys
+    assert mixed.flops() == 4 * 2 * keys * 64
+    assert mixed.least_bytes() == 4 * (2 * keys * 64 + 2 * 4 * 2 * 64)
+    # Query i of a chunk sees all keys but the last ones
+    chunk = Point(seqlen_q=4, seqlen_k=10, head_dim=8, head_dim_v=8, is_causal=True, option="chunk")
+    assert chunk.flops() == 2 * (4 * 10 - 4 * 4 / 2) * 16
+    assert Point(seqlen_q=8, seqlen_k=8, is_causal=True).flops() * 2 == Point(seqlen_q=8, seqlen_k=8).flops()
 
 
 def test_dtype_names():

@@ -312,6 +312,12 @@ def random_step(rng: random.Random) -> dict[str, Any]:
         step["cache_leftpad"] = torch.randint(0, shortest + 1, (batch,), dtype=torch.int32)
     step |= rng.choice([{}, {"causal": True}, {"causal": "top_left"}, {"window": (3, 0)}, {"window": (-1, -1)}])
     step |= rng.choice([{}, {"softcap": 2.0}, {"scale": 0.3}, {"return_lse": True}, {"backend": "cpu"}])
+    wide = torch.float64 if dtype == torch.float64 else torch.float32  # others would be copied first
+    if rng.random() < 0.2:
+        sizes = rng.choice([(2 * heads_kv,), (batch, 2 * heads_kv)])
+        step["alibi_slopes"] = torch.rand(sizes, dtype=wide)
+    if rng.random() < 0.2:
+        step["sinks"] = torch.randn(2 * heads_kv, dtype=wide)
     return step
 
 

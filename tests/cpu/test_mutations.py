@@ -3,6 +3,7 @@ in it."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import shutil
@@ -41,8 +42,18 @@ NEEDED = {
     "softcap_derivative": Features(has_softcap=True),
     "fwd_sm90_mask_offset": Features(has_band=True),
     "fwd_sm90_tail": Features(has_lengths=True),
+    "fwd_sm90_page": Features(has_lengths=True, is_paged=True),
     "fwd_sm90_dropout": Features(has_dropout=True),
+    "fwd_sm90_mask_bits": Features(has_bool_mask=True),
+    "fwd_sm90_mask_tiles": Features(has_bool_mask=True),
+    "fwd_sm90_mask_row": Features(has_bool_mask=True),
+    "fwd_sm90_bias_row": Features(bias_dtype="bfloat16"),
+    "fwd_sm90_alibi": Features(has_alibi=True),
+    "decode_sm90_tail": Features(has_lengths=True),
     "fwd_sm80_skip": Features(has_band=True),
+    "fwd_sm90_wide_tail": Features(has_lengths=True),
+    "bwd_sm80_wide_dq_mask": Features(has_band=True),
+    "bwd_sm80_wide_dbias_head": Features(bias_dtype="bfloat16"),
     "bwd_sm80_mask_offset": Features(has_band=True),
     "bwd_sm80_softcap": Features(has_softcap=True),
     "bwd_sm90_mask_offset": Features(has_band=True),
@@ -58,6 +69,8 @@ NEEDED = {
     "bwd_sm90_wide_tail": Features(has_lengths=True),
     "bwd_sm90_wide_softcap": Features(has_softcap=True),
     "bwd_sm90_wide_dropout": Features(has_dropout=True),
+    "bwd_sm90_f32_softcap": Features(has_softcap=True),
+    "bwd_sm90_f32_dropout": Features(has_dropout=True),
 }
 BIASED = Features(bias_dtype="float32")
 
@@ -82,11 +95,15 @@ def write(features: Features) -> dict[str, tuple[str, str]]:
         for kernel in family.kernels:
             needed = BIASED if "dbias" in kernel else features
             key = PlanKey(dtype, dtype, *family.head_dims[0], needed, ARCH, grads)
+            if family.refuse(key) is not None:
+                # It may take calls of another length alone
+                classes = tuple((which, which.values[-1]) for which in family.length_classes)
+                key = dataclasses.replace(key, classes=classes)
             if family.refuse(key) is None:
                 *_, row = family.candidates(kernel, key)
                 layout = CallLayout("bhsd", ())
-                (step,) = family.launch_row(row, key, layout).steps
-                found[step.name] = (step.unit, step.entry)
+                for step in family.launch_row(row, key, layout).steps:
+                    found[step.name] = (step.unit, step.entry)
                 for step in family.launch(key, layout).steps:
                     found.setdefault(step.name, (step.unit, step.entry))
     return found
@@ -102,10 +119,10 @@ def machine_code(unit: tuple[str, str]) -> bytes:
     return PRIVATE.sub(b"", nvrtc.compile_source(toolchain.find(), unit[0], ARCH.name, [unit[1]]).cubin)
 
 
-def kernels_with(fault: str) -> list[str]:
+def kernels_with(fault: str, features: Features) -> list[str]:
     """Kernels whose own header has the fault; one of those that share it, where it is in a shared header."""
     (owner,) = [path.stem for path in headers() if fault in USE.findall(path.read_text())]
-    found = [name for name, (unit, _) in units().items() if f"/{owner}.cuh" in unit]
+    found = [name for name, (unit, _) in units(None, features).items() if f"/{owner}.cuh" in unit]
     family = next(mutation.family for mutation in mutations() if mutation.name == fault)
     return found or [f"{kernel}_kernel" for kernel in (families.find(family).kernels if family else ("fwd_simt",))]
 
@@ -122,7 +139,7 @@ def test_there_are_enough_and_each_is_planted_once():
 def test_a_fault_changes_the_machine_code(name: str) -> None:
     features = NEEDED.get(name, Features())
     plain, broken = units(None, features), units(name, features)
-    assert any(machine_code(broken[kernel]) != machine_code(plain[kernel]) for kernel in kernels_with(name))
+    assert any(machine_code(broken[kernel]) != machine_code(plain[kernel]) for kernel in kernels_with(name, features))
 
 
 def test_without_faults_the_headers_give_the_same_machine_code(tmp_path, monkeypatch) -> None:
@@ -155,9 +172,10 @@ def test_plans_do_not_cross() -> None:
     assert assemble.kernels(key) == before
 
 
-@pytest.mark.parametrize("name", ["fwd_sm80_rescale", "fwd_sm90_rescale"])
+@pytest.mark.parametrize("name", ["fwd_sm80_rescale", "fwd_sm90_rescale", "fwd_sm90_f32_rescale"])
 def test_a_fault_is_looked_for_in_its_family(name: str) -> None:
-    key = PlanKey("bfloat16", "bfloat16", 64, 64, Features(), ARCH)
+    dtype = "float32" if "f32" in name else "bfloat16"
+    key = PlanKey(dtype, dtype, 64, 64, Features(), ARCH)
     with mutants.broken(name):
         assert name.startswith(families.select(key).name)
     with mutants.broken("skip_rescale"):

@@ -175,6 +175,34 @@ def test_a_thousand_calls_are_launched_alike(part: int, recorder: Recorder, monk
     assert extension.executor().num_plans() < served + num_backward - 20  # the others met a plan of an earlier call
 
 
+@pytest.mark.parametrize("kind", ["dense", "varlen", "used", "paged", "cache", "padded"])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_float32_on_hopper_is_launched_alike(kind: str, num_splits: int, recorder: Recorder) -> None:
+    """Its workspaces are padded, and some are needed without splits, too."""
+    case = Case(
+        kind=kind, heads=4, heads_kv=2, seqlen_q=130, seqlen_k=700, head_dim=64, head_dim_v=96, num_splits=num_splits
+    )
+    inputs = case.make(num_splits)
+    args = inputs.args
+    out, lse = ops.empty_outputs(args)
+    with families.forced("fwd_sm90_f32", "bwd_sm90_f32"):
+        assemble.clear_plans()
+        launch = cuda.forward_launch(args, out, lse)
+        one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, ops.forward, args, launch)
+        assert other is not None
+        assert "f32_split_kernel" in {step.name for step in launch.plan.steps}
+        assert differences(launch, one, other, ("out", "lse")) == []
+        if kind not in ("paged", "cache"):
+            wanted = (True, True, True, False, False)
+            grads = ops.empty_grads(args, ops.GradNeeds(*wanted))
+            launch = cuda.backward_launch(args, inputs.dout, None, out, lse, grads)
+            one = by_python(recorder, launch, tuple(grads))
+            other = by_cpp(recorder, ops.backward, (inputs.dout, None, *args, out, lse, wanted), launch)
+            assert other is not None
+            assert differences(launch, one, other, GRADS) == []
+    assemble.clear_plans()
+
+
 PLAIN = Case(dtype=torch.bfloat16, head_dim=64, head_dim_v=64, seqlen_q=32, seqlen_k=640, batch=1, deterministic=False)
 # Calls that differ in one thing from the plain one, or from their neighbour; each has a plan of its own or may not take
 # another's

@@ -13,7 +13,7 @@ import torch
 
 from flashtile import ops
 from flashtile.backends import call, cuda, dropout, executor
-from flashtile.kernels import assemble
+from flashtile.kernels import assemble, families
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.families import bwd_sm90
 from flashtile.kernels.families import steps as family_steps
@@ -285,6 +285,20 @@ def test_a_workspace_that_is_not_needed_is_not_allocated() -> None:
     assert values["num_splits"] == 4
     assert found.num_bytes >= 4 * 4 * given["lse"].numel() * (32 + 1)
     assert executor.lay_out_workspaces(plan, values | {"num_splits": 1}).num_bytes == 0
+
+
+def test_some_workspaces_are_needed_without_splits() -> None:
+    """The parts of float32 operands, whose sequences each begin a tile of their own."""
+    with families.forced("fwd_sm90_f32"):
+        assemble.clear_plans()
+        args, given, plan = plan_of(Case(kind="varlen", batch=3, seqlen_q=70, seqlen_k=300, head_dim=64))
+    assemble.clear_plans()
+    values = executor.evaluate(plan, given, call.scalars_of(args), executor.Splits(1, NUM_MULTIPROCESSORS))
+    found = executor.lay_out_workspaces(plan, values)
+    assert set(found.offsets) == {"range", "q_parts", "k_parts", "v_parts"}
+    assert found.zeroed == (slice(0, 32),)
+    # 3 parts of 2 bytes; a tile of 64 queries more for each sequence
+    assert found.offsets["k_parts"] - found.offsets["q_parts"] == 6 * 64 * 2 * (values["total_q"] + 3 * 64)
 
 
 def test_kernels_without_tiles_have_the_sizes_that_plans_launch_them_with() -> None:

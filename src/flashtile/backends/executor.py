@@ -27,6 +27,7 @@ Scalars = Mapping[str, float | int]
 
 _WORKSPACE_ALIGNMENT = 256
 _ANY_STRIDE = 16  # bytes, along an axis of length 1
+_BOX_BYTES = 128  # of a row of a tensor map's box
 _STRUCTS = {code: Struct(code) for code in "PqiIfd"}
 
 
@@ -102,7 +103,7 @@ def _stride(rule: plans.Stride, call: _Call) -> int:
     return tensor.stride(rule.axis) if tensor.dim() >= -rule.axis else 0
 
 
-def _broadcast_stride(rule: plans.BroadcastStride, call: _Call) -> int:
+def _broadcast_stride(rule: plans.BroadcastStride | plans.DistinctSize, call: _Call) -> int:
     tensor = call.tensors[rule.tensor]
     return 0 if tensor.shape[rule.axis] == 1 else tensor.stride(rule.axis)
 
@@ -116,6 +117,7 @@ _EVALUATE: dict[type, Callable[[Any, _Call], float | int]] = {
     plans.BroadcastSize: lambda rule, call: (
         1 if call.tensors[rule.tensor].shape[rule.axis] == 1 else call.values[rule.value]
     ),
+    plans.DistinctSize: lambda rule, call: 1 if _broadcast_stride(rule, call) == 0 else call.values[rule.value],
     plans.Value: lambda rule, call: call.values[rule.name],
     plans.Scalar: lambda rule, call: call.scalars[rule.name],
 }
@@ -155,12 +157,16 @@ class WorkspaceLayout(NamedTuple):
 
 def lay_out_workspaces(plan: LaunchPlan, values: dict[str, int]) -> WorkspaceLayout:
     offsets, zeroed, end = {}, list[slice](), 0
-    if plan.splits is None or values["num_splits"] > 1:
-        for workspace in plan.workspaces:
-            offsets[workspace.name] = end
-            num_bytes = workspace.element_bytes * math.prod(values[name] for name in workspace.values)
-            zeroed += [slice(end, end + num_bytes)] if workspace.is_zeroed else []
-            end += -(-num_bytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+    for workspace in plan.workspaces:
+        if workspace.is_for_splits and values["num_splits"] == 1:
+            continue
+        offsets[workspace.name] = end
+        elements = math.prod(values[name] for name in workspace.values)
+        elements *= math.prod(-(-values[name] // divisor) for name, divisor in workspace.quotients)
+        elements += workspace.num_padding * math.prod(values[name] for name in workspace.padding)
+        num_bytes = workspace.element_bytes * elements
+        zeroed += [slice(end, end + num_bytes)] if workspace.is_zeroed else []
+        end += -(-num_bytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
     return WorkspaceLayout(end, offsets, tuple(zeroed))
 
 
@@ -196,16 +202,29 @@ def tensor_map(patch: MapPatch, tensor: Tensor) -> driver.TensorMap:
     axes = [axis for axis in patch.axes if tensor.dim() >= -axis and tensor.stride(axis) > 0 and tensor.shape[axis] > 1]
     lengths = [tensor.shape[axis] if axis in axes else 1 for axis in patch.axes]
     strides = [tensor.stride(axis) * tensor.element_size() if axis in axes else _ANY_STRIDE for axis in patch.axes]
+    bits = patch.box_rows | tensor.shape[patch.axes[0]]
+    box_rows = bits & -bits if patch.is_paged else patch.box_rows
     return driver.TensorMap(
-        dtype_name(tensor.dtype), (tensor.shape[-1], *lengths), strides, (64, patch.box_rows, patch.box_heads, 1)
+        dtype_name(tensor.dtype),
+        (tensor.shape[-1], *lengths),
+        strides,
+        (_BOX_BYTES // tensor.element_size(), box_rows, patch.box_heads, 1),
     )
+
+
+def is_mappable(tensor: Tensor) -> bool:
+    """TMA can read it: its last axis is contiguous, and rows begin on 16-byte boundaries."""
+    axes = [axis for axis in range(-tensor.dim(), -1) if tensor.shape[axis] > 1]
+    offsets = [tensor.data_ptr(), *(tensor.stride(axis) * tensor.element_size() for axis in axes)]
+    is_contiguous = tensor.shape[-1] > 1 and tensor.stride(-1) == 1
+    return is_contiguous and all(offset % 16 == 0 for offset in offsets)
 
 
 def encode_maps(plan: LaunchPlan, tensors: Tensors, image: bytearray) -> None:
     """Puts the tensor maps into the parameters. An empty tensor is never read and gets none."""
     for patch in plan.maps:
         tensor = tensors[patch.tensor]
-        if tensor.numel():
+        if tensor.numel() and (is_mappable(tensor) or not patch.is_optional):
             image[patch.offset : patch.offset + driver.TENSOR_MAP_BYTES] = tensor_map(patch, tensor).encode(
                 tensor.data_ptr()
             )

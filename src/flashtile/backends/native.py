@@ -163,7 +163,10 @@ def record_launches() -> Iterator[dict[tuple[str, str], None]]:
 
 _LAYOUTS = ("rows", "contiguous", "any")
 _MEMSET, _KERNEL, _ENGINE = range(3)  # csrc/exec/plan.h: StepKind
-_RULES = ("tensor", "workspace", "stride", "broadcast_stride", "size", "elements", "broadcast_size", "value", "scalar")
+_RULES = (
+    *("tensor", "workspace", "stride", "broadcast_stride", "size", "elements", "broadcast_size"),
+    *("distinct_size", "value", "scalar"),
+)
 
 
 def serialize(
@@ -192,6 +195,8 @@ def serialize(
                 return [_RULES.index("elements"), tensors.index(name), 0, 0]
             case plans.BroadcastSize(name, axis, value):
                 return [_RULES.index("broadcast_size"), tensors.index(name), -1 - axis, values_at[value]]
+            case plans.DistinctSize(name, axis, value):
+                return [_RULES.index("distinct_size"), tensors.index(name), -1 - axis, values_at[value]]
             case plans.Value(name):
                 return [_RULES.index("value"), values_at[name], 0, 0]
             case plans.Scalar(name):
@@ -213,8 +218,11 @@ def serialize(
         numbers += [len(factors), *(number for factor in factors for number in rule(factor))]
     numbers.append(len(workspaces))
     for workspace in plan.workspaces:
-        numbers += [workspace.element_bytes, workspace.is_zeroed, len(workspace.values)]
-        numbers += [values_at[name] for name in workspace.values]
+        numbers += [workspace.element_bytes, workspace.is_zeroed, workspace.is_for_splits, workspace.num_padding]
+        for names in (workspace.values, workspace.padding):
+            numbers += [len(names), *(values_at[name] for name in names)]
+        numbers.append(len(workspace.quotients))
+        numbers += [number for name, divisor in workspace.quotients for number in (values_at[name], divisor)]
     numbers.append(len(plan.patches))
     for patch in plan.patches:
         numbers += [patch.offset, ord(patch.code), *rule(patch.rule)]
@@ -227,6 +235,8 @@ def serialize(
             *axes,
             tensor_map.box_rows,
             tensor_map.box_heads,
+            tensor_map.is_optional,
+            tensor_map.is_paged,
         ]
     numbers.append(len(plan.steps))
     symbols = []

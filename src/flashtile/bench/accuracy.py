@@ -118,7 +118,9 @@ def _num_sequences(point: Point) -> int:
 
 def _mask(point: Point, inputs: Inputs, rows: Tensor, num_sequences: int) -> Tensor | None:
     """Causal mask, window and the call's own mask, for the rows of the sample."""
-    distance, masks = rows[:, None] - torch.arange(point.seqlen_k, device=rows.device), []
+    # Of causal calls the last query sees the last key
+    offset = point.seqlen_k - point.seqlen_q if point.is_causal else 0
+    distance, masks = rows[:, None] + offset - torch.arange(point.seqlen_k, device=rows.device), []
     if point.is_causal:
         masks.append((distance >= 0)[None, None])
     if point.extra.window is not None:

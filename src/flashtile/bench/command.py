@@ -29,7 +29,7 @@ from flashtile.bench.points import (
     options_grid,
     paper_grid,
 )
-from flashtile.bench.providers import CPU_PROVIDERS, OPTION_PROVIDERS, Provider, choose
+from flashtile.bench.providers import CPU_PROVIDERS, DECODE_PROVIDERS, OPTION_PROVIDERS, Provider, choose
 from flashtile.bench.rows import ColdRow, OverheadRow, Row, Writer, as_dict, read
 from flashtile.bench.sweep import Settings, Sweep
 from flashtile.bench.terminal import make_console, progress_bar, say_files, say_remark, show
@@ -91,7 +91,8 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         raise value_error("--device", f"{options.device!r} with --grid cpu", "cpu", "Drop --device")
     where, line = device.resolve("cpu" if options.grid == "cpu" else options.device)
     plan = make_plan(options, where)
-    default_set = {"options": OPTION_PROVIDERS, "cpu": CPU_PROVIDERS}.get(options.grid or "")
+    default_sets = {"options": OPTION_PROVIDERS, "cpu": CPU_PROVIDERS, "decode": DECODE_PROVIDERS}
+    default_set = default_sets.get(options.grid or "")
     providers = choose(options.backends or default_set, is_grid=options.grid is not None)
     if options.use_graph and where != "cuda":
         raise value_error("--graph", f"it on {where}", "a GPU: it replays CUDA graphs", "Drop --graph")
@@ -107,6 +108,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         call_limit_s=options.call_limit if options.call_limit is not None else _DEFAULT_CALL_LIMIT_S[where],
         compile_limit_s=options.compile_limit if options.compile_limit is not None else _DEFAULT_COMPILE_LIMIT_S[where],
         use_graph=options.use_graph,
+        copy_gb_per_s=device.copy_gb_per_s(where) if options.grid == "decode" else None,
     )
     return partial(run_sweep, Sweep(plan, providers, settings, env), folder, console, options.as_json)
 
@@ -145,7 +147,7 @@ def run_sweep(sweep: Sweep, folder: Path, console: Console, as_json: bool = Fals
 
 def _describe(point: Point, name: str) -> str:
     if point.option:
-        return f"{point.direction} {point.option}: {name}"
+        return f"{point.direction} {point.option} B={point.batch}: {name}"
     return (
         f"{point.direction} d={point.head_dim} {'causal' if point.is_causal else 'full'} B={point.batch} "
         f"S={point.seqlen_k}: {name}"
@@ -156,7 +158,7 @@ def _summary(rows: Sequence[Row]) -> Iterator[tables.Table]:
     sweep = rows[0].sweep if rows else ""
     kinds: tuple[str, ...] = ("latency", "throughput", "memory", "accuracy", "ratios")
     if sweep == "decode":
-        kinds = ("latency", "bandwidth", "ratios")
+        kinds = ("latency", "bandwidth", "ratios", "serving")
     elif sweep in ("options", "cpu"):
         kinds = ("options",)
     for kind in kinds:

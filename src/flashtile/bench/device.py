@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from flashtile.bench import timing
 from flashtile.bench.rows import Environment
 from flashtile.errors import unsupported, value_error
 from flashtile.version import __version__
@@ -46,6 +47,18 @@ def cache_bytes(device: str) -> int:
         return int(torch.cuda.get_device_properties(0).L2_cache_size)
     sizes = [_size(path.read_text()) for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     return max(sizes, default=_FALLBACK_CACHE_BYTES)
+
+
+def copy_gb_per_s(device: str) -> float:
+    """The highest rate of a copy that is far larger than the cache: bytes read plus bytes written."""
+    count = (2**31 if device == "cuda" else 2**28) // 4
+    source = torch.ones(count, device=device)
+    target = torch.empty_like(source)
+    contender = timing.Contender(
+        "copy", [lambda: target.copy_(source)], timing.once(lambda: target.copy_(source), device)[1]
+    )
+    timing.interleave([contender], device, budget_s=0.05)
+    return 2 * source.nbytes / min(contender.seconds) / 1e9
 
 
 def _size(text: str) -> int:

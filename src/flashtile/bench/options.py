@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 class Option:
     """What a call has beside q, k, v and a causal mask."""
 
-    entry: str = "attention"  # the function of ours: attention, sdpa or kvcache
+    entry: str = "attention"  # the function of ours: attention, sdpa, kvcache or serving (bench/serving.py)
     window: int | None = None  # keys to the left of the query's own
     softcap: float = 0.0
     dropout_p: float = 0.0
@@ -21,6 +21,9 @@ class Option:
     has_bias_grad: bool = False
     mask: str = ""  # padding: (batch, 1, 1, seqlen_k); dense: (batch, 1, seqlen_q, seqlen_k)
     hidden: float = 0.0  # fraction of the mask that is False
+    page_size: int | None = None  # of a cache in pages
+    short_keys: int | None = None  # of all sequences of a cache but the first
+    is_packed: bool = False  # queries of all sequences one behind the other
 
     @property
     def changes_scores(self) -> bool:
@@ -43,6 +46,24 @@ OPTIONS = {
     "kvcache step Sk128": Option(entry="kvcache"),
     "kvcache step B4": Option(entry="kvcache"),
 }
+PAGE_SIZES, SHORT_KEYS = (1, 16, 64, 256), 512
+
+
+def _serving_options() -> dict[str, Option]:
+    """By name: over a dense cache, and in pages."""
+    found = {}
+    for kind, plain in {
+        "decode": Option(entry="serving"),
+        "mixed": Option(entry="serving", short_keys=SHORT_KEYS),
+        "speculative": Option(entry="serving"),
+        "chunk": Option(entry="serving", is_packed=True),
+    }.items():
+        found[kind] = plain
+        found |= {f"{kind}, page {size}": replace(plain, page_size=size) for size in PAGE_SIZES}
+    return found
+
+
+OPTIONS |= _serving_options()
 
 
 @dataclass(frozen=True)

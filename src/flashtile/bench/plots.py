@@ -17,7 +17,7 @@ from typing import Any
 from flashtile.bench import files
 from flashtile.bench.compare import speedups
 from flashtile.bench.rows import Row
-from flashtile.bench.tables import DEFAULT_BACKENDS, measured_labels
+from flashtile.bench.tables import DEFAULT_BACKENDS, measured_labels, serving_label
 from flashtile.errors import Unsupported, unsupported
 
 SOURCE_KEY, HASH_KEY = "flashtile:csv", "flashtile:sha256"
@@ -41,6 +41,8 @@ _STYLES: dict[str, tuple[str, str, str]] = {  # provider -> colour, line, marker
     "eager": (_BLACK, ":", "."),
     "compiled": (_GREEN, "--", "."),
     "flex": (_GREY, "--", "."),
+    "torch-varlen": (_SKY, "-.", "."),
+    "flashtile": (_RED, "-", "o"),
     "flash-attn-2": (_BLUE, "--", "."),
     "flash-attn-3": (_PINK, "--", "."),
     "flash-attn-4": (_PINK, "-", "."),
@@ -72,11 +74,20 @@ def draw(csv_path: Path, rows: Sequence[Row]) -> list[Path]:
         timed = [row for row in rows if row.is_ok]
         if not timed:
             raise Unsupported("plots: no row was measured; there is nothing to draw. The reasons stand in the CSV.")
+        if timed[0].sweep == "decode":
+            plain, serving = [row for row in timed if not row.option], [row for row in timed if row.option]
+            drawn = _grid_figures(csv_path, plain) if plain else []
+            return [*drawn, _serving_figure(csv_path, serving)] if serving else drawn
         if timed[0].option:
             return []  # a grid of options is a table
         if timed[0].sweep == "Lsweep":
             return _length_figures(csv_path, timed)
         return _grid_figures(csv_path, timed)
+
+
+def style(provider: str) -> tuple[str, str, str]:
+    """Colour, line and marker of a provider."""
+    return _STYLES.get(provider, (_GREY, "-.", "."))
 
 
 def look() -> dict[str, Any]:
@@ -152,7 +163,7 @@ def _lines(axes: Any, rows: Sequence[Row], value: Value, has_band: bool = False,
         own = sorted((row for row in rows if row.provider == name and value(row)), key=lambda row: row.seqlen_k)
         if not own:
             continue
-        colour, line, marker = _STYLES.get(name, (_GREY, "-.", "."))
+        colour, line, marker = style(name)
         is_default = name in DEFAULT_BACKENDS
         xs, ys = [row.seqlen_k for row in own], [value(row) or 0.0 for row in own]
         width, size, order = (2.8, 7, 3) if is_default else (1.5, 5, 2)
@@ -306,6 +317,39 @@ def _decode_figure(csv_path: Path, rows: Sequence[Row]) -> Path:
     title = f"Decoding, one query per sequence: {problem}; {where}; higher is better"
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     return save(figure, csv_path, f"{csv_path.stem.removeprefix('sdpa_')}.png")
+
+
+def _serving_figure(csv_path: Path, rows: Sequence[Row]) -> Path:
+    """Bars for each call over a cache: bandwidth beside that of a copy, throughput of chunks of prompts."""
+    from matplotlib.figure import Figure
+
+    chunks = [row for row in rows if row.option.startswith("chunk")]
+    parts = [("Bandwidth (GB/s)", [row for row in rows if row not in chunks]), ("Throughput (TFLOP/s)", chunks)]
+    parts = [(label, some) for label, some in parts if some]
+    names, heights = measured_labels(rows), [len({serving_label(row) for row in some}) for _, some in parts]
+    figure = Figure(figsize=(9.5, 1.6 + 0.42 * sum(heights)), layout="constrained")
+    panels = figure.subplots(len(parts), 1, squeeze=False, height_ratios=heights).flatten()
+    thickness = 0.8 / len(names)
+    for axes, (label, some) in zip(panels, parts, strict=True):
+        points = list(dict.fromkeys(map(serving_label, some)))
+        is_bandwidth = some is not chunks
+        for place, (name, words) in enumerate(names.items()):
+            own = [row for row in some if row.provider == name]
+            ys = [points.index(serving_label(row)) + (place - (len(names) - 1) / 2) * thickness for row in own]
+            widths = [(row.gb_per_s if is_bandwidth else row.tflops) or 0.0 for row in own]
+            axes.barh(ys, widths, thickness, color=_STYLES.get(name, (_GREY, "-", "."))[0], label=words)
+        if is_bandwidth and some[0].copy_gb_per_s:
+            axes.axvline(some[0].copy_gb_per_s, color=_BLACK, linestyle="--", linewidth=1, label="a copy")
+        axes.set_yticks(range(len(points)), points, fontsize=9)
+        axes.invert_yaxis()
+        axes.grid(False, axis="y")
+        axes.set_xlabel(label)
+    panels[0].legend(loc="lower right", fontsize=9)
+    first = rows[0]
+    problem = f"H={first.heads}/{first.heads_kv} d={first.head_dim} {first.dtype}"
+    title = f"Serving: {problem}; {first.env.device}, torch {first.env.torch}; higher is better"
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    return save(figure, csv_path, f"{csv_path.stem.removeprefix('sdpa_')}_serving.png")
 
 
 def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from flashtile.bench.options import OPTIONS, PLAIN, Extras, Option, make_extras, shapes
+from flashtile.bench.options import OPTIONS, PAGE_SIZES, PLAIN, Extras, Option, make_extras, shapes
 from flashtile.errors import value_error
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -43,19 +43,26 @@ class Point:
         return OPTIONS.get(self.option, PLAIN)
 
     def flops(self) -> float:
-        """Two matrix products, half of that under a causal mask; a backward pass counts as 2.5 forward passes.
+        """Two matrix products, without the corner that a causal mask hides, half of a square; a backward pass counts as
+        2.5 forward passes.
 
         Under a causal window the products count that are in it. Other masks hide nothing from the count.
         """
-        scores, window = self.seqlen_q * self.seqlen_k / (2 if self.is_causal else 1), self.extra.window
+        hidden, window = (
+            self.seqlen_q * min(self.seqlen_q, self.seqlen_k) / 2 if self.is_causal else 0.0,
+            self.extra.window,
+        )
+        scores = self.seqlen_q * self.num_keys() - self.batch * hidden
         if window is not None and window < self.seqlen_k:
-            scores = (window + 1) * (self.seqlen_q - window / 2)
-        forward = 2.0 * self.batch * self.heads * scores * (self.head_dim + self.head_dim_v)
+            scores = self.batch * (window + 1) * (self.seqlen_q - window / 2)
+        forward = 2.0 * self.heads * scores * (self.head_dim + self.head_dim_v)
         return forward * {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}[self.direction]
 
     def least_bytes(self) -> int:
         """The bytes moved if every input is read once and every output is written once."""
         (q, k, v, out), extra = self.sizes(), self.extra_bytes()
+        used = self.num_keys() / (self.batch * self.seqlen_k)
+        k, v = round(k * used), round(v * used)
         forward, backward = q + k + v + out + extra, 2 * (q + k + v) + 2 * out + extra
         backward += extra if self.extra.has_bias_grad else 0
         return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[self.direction]
@@ -68,6 +75,11 @@ class Point:
             self.batch * self.heads_kv * self.seqlen_k * item,
         )
         return rows_q * self.head_dim, rows_k * self.head_dim, rows_k * self.head_dim_v, rows_q * self.head_dim_v
+
+    def num_keys(self) -> int:
+        """Of all sequences of a cache."""
+        short = self.extra.short_keys
+        return self.batch * self.seqlen_k if short is None else self.seqlen_k + (self.batch - 1) * short
 
     def extra_bytes(self) -> int:
         """Bytes of the option's tensors."""
@@ -161,7 +173,32 @@ def decode_grid(dtype: str, suffix: str = "") -> Plan:
         for seqlen in (1024, 4096, 16384, 65536)
         if batch * seqlen <= 2**20
     )
-    return Plan("decode", f"sdpa_decode_{dtype}{suffix}", points)
+    return Plan("decode", f"sdpa_decode_{dtype}{suffix}", points + _serving_points(dtype))
+
+
+def _serving_points(dtype: str) -> tuple[Point, ...]:
+    """The same heads over a cache with lengths, dense and in pages: one query; one long sequence among short ones; few
+    queries, causal; chunks of a prompt behind 8192 rows, causal."""
+    plain = Point(1, 32, 8, 1, 4096, 128, 128, dtype)
+    sizes: tuple[int | None, ...] = (None, *PAGE_SIZES)
+    decode = [replace(plain, batch=batch, option=_named("decode", size)) for batch in (1, 8, 64) for size in sizes]
+    mixed = [replace(plain, batch=32, seqlen_k=65536, option=_named("mixed", size)) for size in (None, 16, 64)]
+    speculative = [
+        replace(plain, batch=batch, seqlen_q=queries, is_causal=True, option=_named("speculative", size))
+        for batch in (1, 32)
+        for queries in (2, 4, 8)
+        for size in (None, 16)
+    ]
+    chunks = [
+        replace(plain, batch=4, seqlen_q=new, seqlen_k=8192 + new, is_causal=True, option=_named("chunk", size))
+        for new in (512, 2048)
+        for size in (None, 16, 64)
+    ]
+    return (*decode, *mixed, *speculative, *chunks)
+
+
+def _named(kind: str, page_size: int | None) -> str:
+    return kind if page_size is None else f"{kind}, page {page_size}"
 
 
 _B4 = Point(4, 16, 16, 4096, 4096, 128, 128)

@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from flashtile import api, facades
 from flashtile.backends import registry
+from flashtile.bench import serving
 from flashtile.bench.options import PLAIN
 from flashtile.bench.points import Inputs, Point
 from flashtile.errors import Unsupported, value_error
@@ -24,6 +26,7 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 OPTION_PROVIDERS = "flashtile,sdpa-cudnn,sdpa-flash,sdpa-efficient,flex"  # the default set of --grid options
 CPU_PROVIDERS = "flashtile,sdpa"  # the default set of --grid cpu
+DECODE_PROVIDERS = "flashtile,sdpa-cudnn,sdpa-flash,torch-varlen"  # the default set of --grid decode
 SLOW_BACKENDS = ("tiled", "reference")  # plain PyTorch: grids include them only by name
 
 
@@ -35,6 +38,7 @@ class Attend:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     detail: str = ""
     leaves: tuple[Tensor, ...] = ()  # tensors beside q, k and v whose gradients are taken
+    arrange: Callable[[Inputs], Inputs] | None = None  # done to each copy of the inputs ahead of the timed calls
 
 
 @dataclass(frozen=True)
@@ -95,15 +99,17 @@ def missing(provider: Provider) -> str | None:
 
 
 def _ours(name: str | None, point: Point, inputs: Inputs) -> Attend:
+    if point.extra.entry == "serving":
+        layout = serving.Layout(point, inputs.q.device)
+        detail = _detail(name, serving.explained(layout, name))
+        return Attend(serving.ours(layout, name), detail=detail, arrange=layout.arrange)
     extra, bias, leaves = point.extra, *_bias(point, inputs)
     options: dict[str, Any] = {"causal": point.is_causal, "backend": name}
     if point.option:
         options.update(softcap=extra.softcap, dropout_p=extra.dropout_p, bias=bias, mask=inputs.extras.mask)
         options.update(alibi_slopes=inputs.extras.alibi_slopes)
         options.update(window=None if extra.window is None else (extra.window, 0))
-    explanation = api.explain(inputs.q, inputs.k, inputs.v, **options)
-    details = {"backend": explanation.backend} if name is None else {}
-    detail = ", ".join(f"{key} {value}" for key, value in (details | explanation.details).items())
+    detail = _detail(name, api.explain(inputs.q, inputs.k, inputs.v, **options))
     if extra.entry == "sdpa":
         return Attend(facades.scaled_dot_product_attention, detail=detail)
     if extra.entry == "kvcache":
@@ -124,6 +130,11 @@ def _ours(name: str | None, point: Point, inputs: Inputs) -> Attend:
     return Attend(call, detail=detail, leaves=leaves)
 
 
+def _detail(name: str | None, explanation: registry.Explanation) -> str:
+    details = {"backend": explanation.backend} if name is None else {}
+    return ", ".join(f"{key} {value}" for key, value in (details | explanation.details).items())
+
+
 def _bias(point: Point, inputs: Inputs) -> tuple[Tensor | None, tuple[Tensor, ...]]:
     """The bias of the call, as a new autograd leaf where its gradient is taken, and the leaf."""
     bias = inputs.extras.bias
@@ -140,10 +151,15 @@ AUTOMATIC = Provider("flashtile", False, partial(_ours, None))  # our choice of 
 
 
 def _sdpa(pinned: SDPBackend | None, point: Point, inputs: Inputs) -> Attend:
+    extra = point.extra
+    if extra.page_size is not None or extra.short_keys is not None or extra.is_packed:
+        raise Unsupported("scaled_dot_product_attention has neither pages nor lengths")
     options: dict[str, Any] = {"is_causal": point.is_causal}
+    if point.is_causal and point.seqlen_q != point.seqlen_k:
+        options = {"attn_mask": causal_lower_right(point.seqlen_q, point.seqlen_k)}
     if point.heads != point.heads_kv:
         options["enable_gqa"] = True
-    extra, bias, bias_leaves = point.extra, *_bias(point, inputs)
+    bias, bias_leaves = _bias(point, inputs)
     for name, is_used in (("softcap", extra.softcap), ("window", extra.window), ("ALiBi slopes", extra.has_alibi)):
         if is_used:
             raise Unsupported(f"scaled_dot_product_attention has no {name}")
@@ -216,6 +232,13 @@ def _compiled(point: Point, inputs: Inputs) -> Attend:
     _refuse_options(point)
     call, detail = _compile(partial(eager, point.is_causal), point, is_dynamic=True)
     return Attend(call, detail=detail)
+
+
+def _varlen(point: Point, inputs: Inputs) -> Attend:
+    if not point.extra.is_packed:
+        raise Unsupported("measured with packed sequences alone")
+    layout = serving.Layout(point, inputs.q.device)
+    return Attend(serving.torch_varlen(layout), arrange=layout.arrange)
 
 
 def _flex(point: Point, inputs: Inputs) -> Attend:
@@ -326,6 +349,7 @@ BASELINES: list[Provider] = [
     Provider("eager", True, _eager, is_fast=False),
     Provider("compiled", True, _compiled),
     Provider("flex", True, _flex),
+    Provider("torch-varlen", True, _varlen, is_fast=False),
     Provider(
         "flash-attn-2",
         True,

@@ -67,6 +67,7 @@ class Row:
     first_call_ms: float | None
     tflops: float | None
     gb_per_s: float | None  # least possible bytes over the time
+    copy_gb_per_s: float | None  # of a large copy in this run, bytes read and written; where bandwidth is what counts
     memory_bytes: int | None  # peak beyond the inputs
     max_error: float | None  # against float64
     yardstick_error: float | None  # of plain math in the input dtype
@@ -126,7 +127,8 @@ class ColdRow:
     env: Environment
 
 
-_LATER_COLUMNS = {"option": ""}  # their values in files that were written before the column was added
+# Their values in files that were written before the column was added
+_LATER_COLUMNS: dict[str, Any] = {"option": "", "copy_gb_per_s": None}
 
 AnyRow = TypeVar("AnyRow")  # a frozen dataclass as above: numbers, strings and `env`
 

@@ -37,6 +37,7 @@ class Settings:
     call_limit_s: float  # calls expected to take longer are skipped
     compile_limit_s: float  # first calls of one provider, summed over the run
     use_graph: bool = False
+    copy_gb_per_s: float | None = None  # measured where bandwidth is what counts
 
 
 @dataclass(frozen=True)
@@ -168,11 +169,12 @@ class Sweep:
             attend = provider.build(point, copies[0])
             with self._context(attend, has_grad, stream):
                 leaves = [copy.leaves(provider.layout, has_grad) for copy in copies[: MAX_GRAPHS if has_grad else None]]
+                leaves = leaves if attend.arrange is None else [attend.arrange(inputs) for inputs in leaves]
                 (out, grads), first_s = timing.once(partial(run, attend, leaves[0], has_grad), device)
                 same = None if grads is None else (*(_bhsd(grad, provider) for grad in grads[:3]), *grads[3:])
                 verdict = check.verdict(_bhsd(out, provider), same)
                 del out, grads
-                thunks = [_thunk(attend, inputs, point.direction) for inputs in leaves]
+                thunks = [make_thunk(attend, inputs, point.direction) for inputs in leaves]
                 call_s = timing.once(thunks[0], device)[1]
                 if call_s < 0.1:
                     call_s = min(timing.once(thunks[-1], device)[1] for _ in range(2))
@@ -217,6 +219,7 @@ class Sweep:
             first_call_ms=one.first_s * 1e3,
             tflops=point.flops() / median / 1e12,
             gb_per_s=point.least_bytes() / median / 1e9,
+            copy_gb_per_s=self.settings.copy_gb_per_s,
             memory_bytes=memory_bytes,
             max_error=verdict.max_error if verdict.is_checked else None,
             yardstick_error=verdict.yardstick_error if verdict.is_checked else None,
@@ -254,7 +257,7 @@ def run(attend: Attend, inputs: Inputs, has_grad: bool) -> tuple[Tensor, tuple[T
     return out.detach(), torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v, *attend.leaves), inputs.dout)
 
 
-def _thunk(attend: Attend, inputs: Inputs, direction: str) -> Thunk:
+def make_thunk(attend: Attend, inputs: Inputs, direction: str) -> Thunk:
     """The function to time."""
     if direction == "fwd":
         return partial(attend.call, inputs.q, inputs.k, inputs.v)

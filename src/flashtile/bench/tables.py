@@ -59,11 +59,15 @@ _CELLS: dict[str, tuple[str, Callable[[Row], float | None]]] = {
     ),
     "accuracy": ("Largest error against float64", lambda row: row.max_error),
 }
-KINDS = (*_CELLS, "ratios", "options")
+KINDS = (*_CELLS, "ratios", "options", "serving")
 
 
 def of(rows: Sequence[Row], kind: str) -> Table:
     """The table of that name, one of KINDS. A column for each measured provider, a line for each point."""
+    if kind == "serving":
+        return serving_table(rows)
+    if rows and rows[0].sweep == "decode":
+        rows = [row for row in rows if not row.option]  # the others have a table of their own
     if kind == "ratios":
         return ratio_table(rows)
     if kind == "options":
@@ -95,6 +99,9 @@ def _cell(row: Row, value: Callable[[Row], float | None]) -> str:
 
 def point_labels(rows: Sequence[Row]) -> dict[int, str]:
     """A short name for each row's point, by the row's id: only the parts that vary between the rows."""
+    if rows and rows[0].sweep == "decode" and any(row.option for row in rows):
+        serving, plain = [row for row in rows if row.option], [row for row in rows if not row.option]
+        return point_labels(plain) | {id(row): serving_label(row) for row in serving}
     parts: list[tuple[str, Callable[[Row], str]]] = [
         ("direction", lambda row: row.direction),
         ("head_dim", lambda row: f"d={row.head_dim}"),
@@ -122,6 +129,41 @@ def options_table(rows: Sequence[Row]) -> Table:
         ratio = f"{min(peers) / min(ours):.2f}" if ours and peers else ""
         lines.append((point, *(cells.get(name, "") for name in names), ratio))
     return Table("Median time, microseconds", ("", *names.values(), "best peer / ours"), tuple(lines))
+
+
+def serving_label(row: Row) -> str:
+    """A call of serving in a few words."""
+    return f"B{row.batch} {row.seqlen_q} x {row.seqlen_k}, {row.option}"
+
+
+def serving_table(rows: Sequence[Row]) -> Table:
+    """Calls over a cache, dense and in pages. Ours: time over that of the dense cache of the same shape, bandwidth over
+    that of a copy; and the fastest peer's time over ours."""
+    rows = [row for row in rows if row.sweep == "decode" and row.option]
+    names = measured_labels(rows)
+    lines = []
+    for label in dict.fromkeys(map(serving_label, rows)):
+        here = [row for row in rows if serving_label(row) == label]
+        cells = {row.provider: _cell(row, lambda row: row.median_ms and row.median_ms * 1e3) for row in here}
+        ours = [row for row in here if row.is_ok and not row.is_baseline]
+        peers = [row for row in here if row.is_ok and row.is_baseline]
+        added = ["", "", ""]
+        if ours:
+            best = min(ours, key=lambda row: row.median_ms or 0.0)
+            dense = [
+                row.median_ms
+                for row in rows
+                if row.is_ok and row.provider == best.provider and serving_label(row) == label.partition(", page")[0]
+            ]
+            if dense and dense[0] and best.median_ms and ", page" in label:
+                added[0] = f"{best.median_ms / dense[0]:.2f}"
+            if best.gb_per_s and best.copy_gb_per_s:
+                added[1] = f"{best.gb_per_s / best.copy_gb_per_s:.2f}"
+            if peers and best.median_ms:
+                added[2] = f"{min(row.median_ms or 0.0 for row in peers) / best.median_ms:.2f}"
+        lines.append((label, *(cells.get(name, "") for name in names), *added))
+    header = ("", *names.values(), "over dense", "of a copy's GB/s", "best peer / ours")
+    return Table("Calls over a cache: median time, microseconds", header, tuple(lines))
 
 
 def ratio_table(rows: Sequence[Row]) -> Table:

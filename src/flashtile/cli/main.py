@@ -6,9 +6,10 @@ import errno
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from flashtile.bench import command as bench_command
 from flashtile.cli import check as check_command
@@ -17,6 +18,8 @@ from flashtile.cli import distributed as distributed_command
 from flashtile.cli import info as info_command
 from flashtile.errors import Unsupported
 from flashtile.ladder import command as ladder_command
+from flashtile.profile import command as profile_command
+from flashtile.report import command as report_command
 from flashtile.runtime.nvrtc import CompileError
 from flashtile.tiles import command as tiles_command
 from flashtile.version import __version__
@@ -68,9 +71,10 @@ def _refuse(text: str, error: Exception) -> NoReturn:
 @app.command()
 def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write an HTML page instead of tables.")] = None,
 ) -> None:
     """Show what was found on this machine, what works here, and why the rest does not."""
-    info_command.show(as_json)
+    _run(lambda: info_command.prepare(as_json, html))
 
 
 @app.command("compile")
@@ -220,3 +224,45 @@ def simulate(
         ranks, rows, links, heads, heads_kv, head_dim, not full, measured, out, as_json
     )
     _run(lambda: distributed_command.prepare(options))
+
+
+class _WordsCommand(TyperCommand):
+    """A command whose arguments never begin with a dash, so that options may follow a `--`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, [argument for argument in args if argument != "--"])
+
+
+@app.command(cls=_WordsCommand)
+def profile(
+    problem: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Words such as B=4 H=16 S=4096 d=128 causal dtype=bf16 pass=fwd,bwd (also Hkv, Sq, Sk, dv, full). "
+            "Values may be lists: S=1024,4096."
+        ),
+    ] = None,
+    providers: Annotated[
+        str, typer.Option(help="Whose kernels, separated by commas: names as in `bench --backends`.")
+    ] = profile_command.DEFAULT_PROVIDERS,
+    arch: Annotated[
+        str | None, typer.Option(help="Such as sm_90: only what the compiler knows about our kernels; needs no GPU.")
+    ] = None,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Clocks of one block of our kernels, phase by phase, and a picture.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results. Default: results/<device>.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON; the tables go to stderr.")] = False,
+) -> None:
+    """Read the hardware counters of the kernels of a call with Nsight Compute: ours, torch's or others'."""
+    options = profile_command.Options(problem or (), providers, arch, timeline, out, as_json)
+    _run(lambda: profile_command.prepare(options, sys.argv[1:]))
+
+
+@app.command()
+def report(
+    results: Annotated[Path, typer.Option(help="The folder with a folder for each device.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Write one HTML page from results/: interactive curves, ratios, rooflines, the ladder, counters. No network."""
+    _run(lambda: report_command.prepare(results, out))

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 
 from flashtile.kernels import families
 from flashtile.kernels.families.base import Launch
-from flashtile.kernels.params import DROPOUT_ORIGIN, Params, field_at
+from flashtile.kernels.params import DROPOUT_ORIGIN, Params, Struct, field_at
 from flashtile.kernels.plan import (
     AnyStep,
     BroadcastSize,
     BroadcastStride,
+    DistinctSize,
     Elements,
     LaunchPlan,
     MapPatch,
@@ -67,9 +68,9 @@ def plan_of(key: PlanKey, layout: CallLayout, launch: Launch) -> LaunchPlan:
         operands += [Operand("dlse", strides="contiguous", dtype="float32")] if "dlse" in layout.tensors else []
         tensors += ["dout", *(operand.name for operand in operands if operand.name in ("dq", "dk", "dv"))]
     steps: tuple[AnyStep, ...] = (*(Memset(name) for name in launch.zeroed), *launch.steps)
-    dims, size = (key.head_dim, key.head_dim_v), ctypes.sizeof(launch.struct)
+    values, dims = call_values(layout), (key.head_dim, key.head_dim_v)
     return assembled(
-        steps, operands, tensors, call_values(layout), launch.splits, launch.workspaces, dims, layout, launch.maps, size
+        steps, operands, tensors, values, launch.splits, launch.workspaces, dims, layout, launch.maps, launch.struct
     )
 
 
@@ -106,14 +107,16 @@ def assembled(
     head_dims: tuple[int, int],
     layout: CallLayout,
     maps: tuple[MapPatch, ...] = (),
-    num_bytes: int = ctypes.sizeof(Params),
+    struct: Struct = Params,
 ) -> LaunchPlan:
     """The plan with the image and the patches of its parameters."""
     patches = [patch for name in tensors for patch in _tensor_patches(name, layout)]
     patches += [_patch(operand.name, Pointer(operand.name)) for operand in operands if operand.name not in tensors]
-    patches += [_patch(workspace.name, Pointer(workspace.name)) for workspace in workspaces]
-    patches += [_patch(f"lse_{name}_stride", Stride("lse", axis)) for name, axis in (("batch", -3), ("head", -2))]
     fields = {name for name, *_ in Params._fields_}
+    for workspace in workspaces:
+        place = field_at(Params if workspace.name in fields else struct, workspace.name)
+        patches.append(Patch(*place, Pointer(workspace.name)))
+    patches += [_patch(f"lse_{name}_stride", Stride("lse", axis)) for name, axis in (("batch", -3), ("head", -2))]
     names = [name for name, _ in values] + (["num_splits"] if splits else [])
     patches += [_patch(name, Value(name)) for name in names if name in fields]
     patches += [_patch(name, Scalar(name)) for name in _SCALARS]
@@ -125,7 +128,7 @@ def assembled(
         values,
         splits,
         tuple(workspaces),
-        bytes(image).ljust(num_bytes, b"\0"),
+        bytes(image).ljust(ctypes.sizeof(struct), b"\0"),
         tuple(patches),
         maps,
     )
@@ -150,6 +153,7 @@ def call_values(layout: CallLayout) -> Values:
         ("total_q", (Size("q", row),)),
         ("total_k", (Size("k", row),)),
         ("lse_size", (Elements("lse"),)),
+        ("head_dim", (Size("q", -1),)),
     ]
     if is_paged:
         values += [("num_pages", (Size("k", -4),)), ("page_size", (Size("k", row),))]
@@ -157,6 +161,9 @@ def call_values(layout: CallLayout) -> Values:
         values += [("bias_batch", (Size("bias", -4),)), ("bias_heads", (Size("bias", -3),))]
         values.append(("bias_rows", (BroadcastSize("bias", -2, "seqlen_q"),)))
         values.append(("bias_columns", (BroadcastSize("bias", -1, "seqlen_k"),)))
+    if "mask" in layout.tensors:
+        axes = (("mask_batch", -4, "batch"), ("mask_heads", -3, "heads"), ("mask_rows", -2, "seqlen_q"))
+        values += [(name, (DistinctSize("mask", axis, value),)) for name, axis, value in axes]
     return tuple(values)
 
 

@@ -12,6 +12,8 @@ _POINTERS = (
     *(
         "bias",
         "mask",
+        "mask_bits",
+        "mask_tiles",
         "alibi_slopes",
         "sinks",
         "rng_state",
@@ -90,7 +92,17 @@ class FwdSm90Params(ctypes.Structure):
     _fields_ = [
         ("base", Params),
         ("_padding", ctypes.c_char * (-ctypes.sizeof(Params) % 64)),
-        *((f"{name}_map", ctypes.c_uint64 * 16) for name in ("q", "k", "v", "out")),
+        *((f"{name}_map", ctypes.c_uint64 * 16) for name in ("q", "k", "v", "out", "bias")),
+    ]
+
+
+class DecodeSm90Params(ctypes.Structure):
+    """What decode_sm90_kernel is told."""
+
+    _fields_ = [
+        ("base", Params),
+        ("_padding", ctypes.c_char * (-ctypes.sizeof(Params) % 64)),
+        *((f"{name}_map", ctypes.c_uint64 * 16) for name in ("q", "k", "v")),
     ]
 
 
@@ -114,6 +126,15 @@ class BwdSm90WideParams(ctypes.Structure):
     ]
 
 
+class Sm90F32Params(ctypes.Structure):
+    """What the Hopper kernels for float32 and their pre-passes are told."""
+
+    _fields_ = [
+        ("base", Params),
+        *((name, ctypes.c_void_p) for name in ("q_parts", "k_parts", "v_parts", "dout_parts", "range")),
+    ]
+
+
 class WideParams(ctypes.Structure):
     """What a float64 pass of the CPU engine is told (csrc/cpu/engine.h): these numbers of the base are not used."""
 
@@ -127,6 +148,8 @@ Struct = (
     | type[Params]
     | type[AppendParams]
     | type[FwdSm90Params]
+    | type[Sm90F32Params]
+    | type[DecodeSm90Params]
 )
 
 # A wider window hides no key of the longest sequence (problem.py: MAX_LENGTH)

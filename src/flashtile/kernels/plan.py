@@ -52,6 +52,14 @@ class BroadcastSize(NamedTuple):
     value: str
 
 
+class DistinctSize(NamedTuple):
+    """1 where all elements along the axis are one in memory (length 1 or stride 0), else the value."""
+
+    tensor: str
+    axis: int
+    value: str
+
+
 class Value(NamedTuple):
     """One of the plan's values."""
 
@@ -64,7 +72,7 @@ class Scalar(NamedTuple):
     name: str
 
 
-Rule = Pointer | Stride | BroadcastStride | Size | Elements | BroadcastSize | Value | Scalar
+Rule = Pointer | Stride | BroadcastStride | Size | Elements | BroadcastSize | DistinctSize | Value | Scalar
 
 
 class Patch(NamedTuple):
@@ -76,14 +84,17 @@ class Patch(NamedTuple):
 
 
 class MapPatch(NamedTuple):
-    """A tensor map in the parameters: a tensor as (last, row, head, batch), in boxes of 64 elements of its last axis,
-    box_rows rows and box_heads heads."""
+    """A tensor map in the parameters: a tensor as (last, row, head, batch), in boxes of 128 bytes of its last axis,
+    box_rows rows and box_heads heads. No box of a paged tensor crosses a page: its rows are the largest power of two
+    that divides both box_rows and the rows of a page."""
 
     offset: int
     tensor: str
     axes: tuple[int, int, int]  # row, head, batch, from the end; an axis that is missing or of stride 0 has length 1
     box_rows: int
     box_heads: int = 1
+    is_optional: bool = False  # left out where TMA cannot read the tensor
+    is_paged: bool = False
 
 
 class Operand(NamedTuple):
@@ -98,12 +109,17 @@ class Operand(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Memory for one call: element_bytes times the product of the values."""
+    """Memory for one call: element_bytes times the product of the values and of the quotients rounded up, and
+    num_padding times the product of `padding` more elements."""
 
     name: str
     element_bytes: int
     values: tuple[str, ...]
     is_zeroed: bool = False
+    is_for_splits: bool = False  # not needed where the keys are not split
+    quotients: tuple[tuple[str, int], ...] = ()  # (value, divisor)
+    num_padding: int = 0
+    padding: tuple[str, ...] = ()
 
 
 class SplitRule(NamedTuple):
@@ -164,7 +180,7 @@ class LaunchPlan:
     operands: tuple[Operand, ...]
     values: tuple[tuple[str, tuple[Rule, ...]], ...]  # a product each; a rule may ask for the values before it
     splits: SplitRule | None
-    workspaces: tuple[Workspace, ...]  # of a plan with splits: not needed where there is one
+    workspaces: tuple[Workspace, ...]
     image: bytes
     patches: tuple[Patch, ...]
     maps: tuple[MapPatch, ...] = ()

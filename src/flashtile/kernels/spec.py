@@ -88,6 +88,7 @@ class PlanKey:
     heads_disjoint: bool = True  # no two heads of q share memory
     classes: tuple[tuple[LengthClass, int], ...] = ()
     is_deterministic: bool = False  # results have the same bits in every run
+    matmul_precision: str = "highest"  # of float32 products, as torch.set_float32_matmul_precision says
 
     @property
     def op(self) -> str:

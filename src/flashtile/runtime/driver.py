@@ -40,7 +40,7 @@ _ARGUMENTS: dict[str, tuple[type, ...] | None] = {
 }
 TENSOR_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 # CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
-_MAP_TYPES = {"float16": 6, "bfloat16": 9}
+_MAP_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}
 _MAP_SWIZZLE_128, _MAP_PROMOTION_256 = 3, 3
 _CAPTURE_MODE_RELAXED = 2
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8

@@ -96,7 +96,7 @@ struct Options {
   bool is_bshd = false;
   bool is_named = false;  // the backend was asked for by name
   bool needs_grad = false, needs_bias_grad = false;
-  char matmul_precision = 0;       // the first letter of torch's switch, for float32
+  char matmul_precision = 0;       // the length of the word of torch's switch, for float32
   bool is_wanted[kNumGrads] = {};  // of a backward pass
   bool is_interleaved = false;     // of an append, as the next two
   bool is_ordered = false;         // the queries of a step stand one behind the other

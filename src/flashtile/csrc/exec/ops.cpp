@@ -75,9 +75,10 @@ void read_switches(bool follows_deterministic, bool has_precision, Options& opti
     }
     if (is_read && has_precision) {
       PyObject* answer = PyObject_CallNoArgs(executor().matmul_precision);
-      Py_UCS4 letter = answer == nullptr ? static_cast<Py_UCS4>(-1) : PyUnicode_ReadChar(answer, 0);
-      is_read = letter != static_cast<Py_UCS4>(-1);
-      options.matmul_precision = static_cast<char>(letter);
+      // "highest", "high" and "medium" differ in their lengths
+      Py_ssize_t length = answer == nullptr ? -1 : PyUnicode_GetLength(answer);
+      is_read = length >= 0;
+      options.matmul_precision = static_cast<char>(length);
       Py_XDECREF(answer);
     }
   }
@@ -190,6 +191,7 @@ bool is_done(Outcome outcome, const Failure& failure) {
 struct Before {
   const NewRows* rows = nullptr;  // to be written, on the CPU
   Request* append = nullptr;      // to be launched, on a GPU
+  Filled* appended = nullptr;     // room for it
   const View* lengths = nullptr;  // on a GPU: all to be set to `length`
   i64 length = 0;
 };
@@ -227,17 +229,17 @@ bool run(Request& request, Results& results, const Before& before = {}) {
   }
   const Driver& driver = executor().driver;
   Failure failure;
-  Filled filled, appended;
+  Filled filled;
   if (append_plan != nullptr) {
     before.append->call.stream = call.stream;
-    if (!is_done(append_plan->make_ready(before.append->call, nullptr, driver, appended, failure), failure))
+    if (!is_done(append_plan->make_ready(before.append->call, nullptr, driver, *before.appended, failure), failure))
       return false;
   }
   if (!is_done(plan->make_ready(call, results.tensors, driver, filled, failure), failure)) return false;
   if (before.rows != nullptr && !before.rows->write()) return false;
   if (before.lengths != nullptr) is_done(fill_lengths(before, call.stream, failure), failure);
   if (append_plan != nullptr) {
-    is_done(append_plan->launch(before.append->call, nullptr, driver, appended, failure), failure);
+    is_done(append_plan->launch(before.append->call, nullptr, driver, *before.appended, failure), failure);
   }
   Outcome outcome = plan->launch(call, results.tensors, driver, filled, failure);
   // A gradient that a kernel needs memory for and nobody wants
@@ -298,15 +300,9 @@ void forward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
 }
 
 // What forward.cache takes beside the arguments of the other overloads, where it stands on the stack.
-enum CacheStack : i32 {
-  kNewKAt = argument::kCacheMode + 1,
-  kNewVAt,
-  kRotaryCosAt,
-  kRotarySinAt,
-  kInterleavedAt,
-  kLengthAt,
-  kWantsLseAt
-};
+enum CacheStack : i32 { kNewKAt = argument::kCacheMode + 1, kNewVAt, kRotaryCosAt, kRotarySinAt, kLengthAt, kFlagsAt };
+// Of its flags, with num_splits above them.
+constexpr i64 kWantsLse = 1, kInterleaved = 2, kSplitsShift = 2;
 
 bool view_of(StableIValue value, View& view) {
   AtenTensorHandle tensor = borrow<std::optional<AtenTensorHandle>>(value).value_or(nullptr);
@@ -365,7 +361,7 @@ bool read_append(const StableIValue* stack, const Request& read, Request& append
   for (auto [tensor, other] : kShared) given[tensor] = tensors[other];
   const Options& options = read.options;
   append.options.is_bshd = options.is_bshd;
-  append.options.is_interleaved = borrow<bool>(stack[kInterleavedAt]);
+  append.options.is_interleaved = (borrow<i64>(stack[kFlagsAt]) & kInterleaved) != 0;
   append.options.is_ordered =
       options.causal != Causal::kNone || options.window_left != -1 || options.window_right != -1;
   const View &q = tensors[kQ], &k = given[kNewK], &v = given[kNewV];
@@ -407,23 +403,26 @@ bool run_on_gpu(const StableIValue* stack, Request& request, Results& results) {
   seqused = lengths;
   if (rotated.is_given()) rotated.data = base, tensors[kQ] = rotated;
   Before before;
+  Filled appended;
   if (is_plain) {
     before.lengths = &lengths, before.length = length;
   } else {
-    before.append = &append;
+    before.append = &append, before.appended = &appended;
   }
   return run(request, results, before);
 }
 
-// (q, caches, lengths, options, mode, new_k, new_v, cos, sin, interleaved, length, wants_lse) -> (out, lse): a step of
-// a cache. Writes the new rows behind the first seqused_k or `length` rows of each sequence, and attends to all of
-// them. Returns no tensors, and has written nothing, where Python has to handle the call.
+// (q, caches, lengths, options, mode, new_k, new_v, cos, sin, length, flags) -> (out, lse): a step of a cache. Writes
+// the new rows behind the first seqused_k or `length` rows of each sequence, and attends to all of them. Returns no
+// tensors, and has written nothing, where Python has to handle the call.
 void forward_cache(StableIValue* stack, uint64_t, uint64_t) {
   Arguments<Overload::kCache> args(stack);
   Request request{Pass::kForward, {}, {}, {}};
-  if (!borrow<bool>(stack[kWantsLseAt])) request.call.unwanted = kLse;
+  i64 flags = borrow<i64>(stack[kFlagsAt]);
+  if ((flags & kWantsLse) == 0) request.call.unwanted = kLse;
   Results results;
   bool is_read = is_usable() && !is_checking() && read_attention(args, request);
+  request.options.num_splits = flags >> kSplitsShift;
   bool is_run = is_read && (request.is_on_host ? run_on_host : run_on_gpu)(stack, request, results);
   args.release_all();
   for (i32 at : {kNewKAt, kNewVAt, kRotaryCosAt, kRotarySinAt}) release<std::optional<AtenTensorHandle>>(stack[at]);
@@ -516,11 +515,12 @@ void backward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
 // rotary_interleaved, layout. A step has q and is_ordered behind them, and returns rotated_q and seqused_k.
 template <bool kIsStep>
 void append_kv(StableIValue* stack, uint64_t, uint64_t num_outputs) {
-  constexpr i32 kInterleaved = kNumAppendInputs, kLayout = kInterleaved + 1, kQAt = kLayout + 1, kOrderedAt = kQAt + 1;
+  constexpr i32 kInterleavedAt = kNumAppendInputs, kLayout = kInterleavedAt + 1, kQAt = kLayout + 1,
+                kOrderedAt = kQAt + 1;
   Request request{Pass::kAppend, {}, {}, {}};
   const char* layout = borrow<const char*>(stack[kLayout]);
   request.options.is_bshd = is_text(layout, "bshd");
-  request.options.is_interleaved = borrow<bool>(stack[kInterleaved]);
+  request.options.is_interleaved = borrow<bool>(stack[kInterleavedAt]);
   bool is_read = is_usable() && (request.options.is_bshd || is_text(layout, "bhsd"));
   for (i32 index = 0; is_read && index < kNumAppendInputs; ++index) {
     AtenTensorHandle tensor = index < kTable ? borrow<AtenTensorHandle>(stack[index])

@@ -13,8 +13,8 @@ namespace {
 constexpr i64 kWorkspaceAlignment = 256;
 constexpr u64 kAnyStride = 16;  // bytes, along an axis of length 1
 // CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
-constexpr int kMapFloat16 = 6, kMapBfloat16 = 9, kMapSwizzle128 = 3, kMapPromotion256 = 3;
-constexpr u32 kBoxColumns = 64;
+constexpr int kMapFloat16 = 6, kMapFloat32 = 7, kMapBfloat16 = 9, kMapSwizzle128 = 3, kMapPromotion256 = 3;
+constexpr u32 kBoxBytes = 128;  // of a row
 constexpr i32 kMaxBlocks = 32;  // of a persistent grid, for each multiprocessor
 // The first values are not the plan's own
 constexpr i32 kNumSplits = 0, kNumMultiprocessors = 1, kFirstValue = 2;
@@ -38,7 +38,8 @@ class Reader {
     if (kind == RuleKind::kScalar) limit = kMaxScalars;
     i32 place = index(limit);
     i32 axis = -1 - index(kMaxDim);
-    i64 more = kind == RuleKind::kBroadcastSize ? index(kMaxValues) : number();
+    bool is_value = kind == RuleKind::kBroadcastSize || kind == RuleKind::kDistinctSize;
+    i64 more = is_value ? index(kMaxValues) : number();
     return {kind, place, axis, more};
   }
   bool is_done() const { return next_ == end_; }
@@ -60,6 +61,8 @@ i64 whole(const Rule& rule, const Call& call, const i64* values) {
     case RuleKind::kSize: return tensor.size(rule.axis) + rule.more;
     case RuleKind::kElements: return tensor.numel();
     case RuleKind::kBroadcastSize: return tensor.size(rule.axis) == 1 ? 1 : values[rule.more];
+    case RuleKind::kDistinctSize:
+      return tensor.size(rule.axis) == 1 || tensor.stride(rule.axis) == 0 ? 1 : values[rule.more];
     case RuleKind::kValue: return values[rule.index];
     case RuleKind::kScalar: return static_cast<i64>(call.scalars[rule.index]);
     default: return 0;
@@ -89,6 +92,15 @@ bool is_fitting(const Operand& operand, const View& tensor) {
   return operand.layout == Layout::kAny || tensor.size(-1) <= 1 || tensor.stride(-1) == 1;
 }
 
+// TMA can read the tensor: its last axis is contiguous, and rows begin on 16-byte boundaries.
+bool is_mappable(const View& tensor) {
+  i64 bytes = reinterpret_cast<i64>(tensor.data);
+  for (i32 axis = 2; axis <= kMaxDim; ++axis) {
+    if (tensor.size(-axis) > 1) bytes |= tensor.stride(-axis) * size_of(tensor.dtype);
+  }
+  return tensor.size(-1) > 1 && tensor.stride(-1) == 1 && bytes % 16 == 0;
+}
+
 }  // namespace
 
 Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& names) : image_(std::move(image)) {
@@ -114,8 +126,14 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
   for (Workspace& workspace : workspaces_) {
     workspace.element_bytes = in.number();
     workspace.is_zeroed = in.index(2) != 0;
-    workspace.values.resize(in.index(8));
-    for (i32& value : workspace.values) value = in.index(kMaxValues);
+    workspace.is_for_splits = in.index(2) != 0;
+    workspace.num_padding = in.number();
+    for (std::vector<i32>* values : {&workspace.values, &workspace.padding}) {
+      values->resize(in.index(8));
+      for (i32& value : *values) value = in.index(kMaxValues);
+    }
+    workspace.quotients.resize(in.index(8));
+    for (auto& [value, divisor] : workspace.quotients) value = in.index(kMaxValues), divisor = in.number();
   }
   patches_.resize(in.index(1024));
   for (Patch& patch : patches_) {
@@ -132,6 +150,8 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
     map.tensor = in.index(kMaxTensors);
     for (i32& axis : map.axes) axis = -1 - in.index(kMaxDim);
     map.box_rows = static_cast<u32>(in.number()), map.box_heads = static_cast<u32>(in.number());
+    map.is_optional = in.index(2) != 0;
+    map.is_paged = in.index(2) != 0;
   }
   steps_.resize(in.index(32));
   size_t start = 0;
@@ -201,12 +221,22 @@ bool Plan::allocate(Call& call, Owned* owned, Filled& filled) const {
   };
   View* unwanted = call.unwanted < 0 ? nullptr : &call.tensors[call.unwanted];
   if (unwanted != nullptr) place_bytes(unwanted->numel() * size_of(unwanted->dtype));
-  filled.has_workspaces = split_rows_ == 0 || filled.values[kNumSplits] > 1;
-  for (size_t place = 0; filled.has_workspaces && place < workspaces_.size(); ++place) {
-    i64 bytes = workspaces_[place].element_bytes;
-    for (i32 value : workspaces_[place].values) {
+  for (size_t place = 0; place < workspaces_.size(); ++place) {
+    const Workspace& workspace = workspaces_[place];
+    filled.sizes[place] = -1;
+    if (workspace.is_for_splits && filled.values[kNumSplits] == 1) continue;
+    i64 bytes = workspace.element_bytes, padding = workspace.element_bytes;
+    for (i32 value : workspace.values) {
       if (!multiply(bytes, filled.values[value])) return false;
     }
+    for (auto [value, divisor] : workspace.quotients) {
+      if (!multiply(bytes, divide_up(filled.values[value], divisor))) return false;
+    }
+    if (!multiply(padding, workspace.num_padding)) return false;
+    for (i32 value : workspace.padding) {
+      if (!multiply(padding, filled.values[value])) return false;
+    }
+    if (__builtin_add_overflow(bytes, padding, &bytes)) return false;
     filled.offsets[place] = place_bytes(bytes), filled.sizes[place] = bytes;
   }
   if (end == 0) return true;
@@ -224,7 +254,7 @@ bool Plan::fill(const Call& call, Filled& filled) const {
       // A workspace that is not needed stays null
       void* address = call.tensors[rule.index].data;
       if (rule.kind == RuleKind::kWorkspace)
-        address = filled.has_workspaces ? filled.base + filled.offsets[rule.index] : nullptr;
+        address = filled.sizes[rule.index] >= 0 ? filled.base + filled.offsets[rule.index] : nullptr;
       std::memcpy(place, &address, sizeof(address));
       continue;
     }
@@ -244,7 +274,9 @@ bool Plan::encode_maps(const Call& call, Filled& filled, const Driver& driver, F
     const View& tensor = call.tensors[map.tensor];
     u64 sizes[kMaxDim] = {static_cast<u64>(tensor.size(-1)), 1, 1, 1},
         strides[kMaxDim - 1] = {kAnyStride, kAnyStride, kAnyStride};
-    u32 box[kMaxDim] = {kBoxColumns, map.box_rows, map.box_heads, 1}, steps[kMaxDim] = {1, 1, 1, 1};
+    auto element = static_cast<u32>(size_of(tensor.dtype));
+    u32 box[kMaxDim] = {kBoxBytes / element, map.box_rows, map.box_heads, 1}, steps[kMaxDim] = {1, 1, 1, 1};
+    if (map.is_optional && !is_mappable(tensor)) continue;
     for (i32 place = 0; place < 3; ++place) {
       // An axis of stride 0 is one of length 1: kernels ask for its first element
       i64 size = tensor.size(map.axes[place]), stride = tensor.stride(map.axes[place]);
@@ -252,7 +284,11 @@ bool Plan::encode_maps(const Call& call, Filled& filled, const Driver& driver, F
       sizes[place + 1] = size;
       strides[place] = stride * size_of(tensor.dtype);
     }
-    int type = tensor.dtype == Dtype::kFloat16 ? kMapFloat16 : kMapBfloat16;
+    u32 bits = map.box_rows | static_cast<u32>(tensor.size(map.axes[0]));
+    if (map.is_paged) box[1] = bits & -bits;
+    int type = tensor.dtype == Dtype::kFloat16   ? kMapFloat16
+               : tensor.dtype == Dtype::kFloat32 ? kMapFloat32
+                                                 : kMapBfloat16;
     auto encode = [&] {
       return driver.cuTensorMapEncodeTiled(filled.image + map.offset, type, kMaxDim, tensor.data, sizes, strides, box,
                                            steps, 0, kMapSwizzle128, kMapPromotion256, 0);
@@ -279,9 +315,9 @@ i64 Plan::num_blocks(const Step& step, const i64* values) const {
 }
 
 bool Plan::zero_workspaces(const Call& call, const Filled& filled, const Driver& driver, Failure& failure) const {
-  for (size_t index = 0; filled.has_workspaces && index < workspaces_.size(); ++index) {
+  for (size_t index = 0; index < workspaces_.size(); ++index) {
+    if (!workspaces_[index].is_zeroed || filled.sizes[index] <= 0) continue;
     u8* start = filled.base + filled.offsets[index];
-    if (!workspaces_[index].is_zeroed || filled.sizes[index] == 0) continue;
     if (call.device.type == aoti_torch_device_type_cpu()) {
       std::memset(start, 0, filled.sizes[index]);
       continue;

@@ -37,6 +37,7 @@ enum class RuleKind : u8 {
   kSize,
   kElements,
   kBroadcastSize,
+  kDistinctSize,
   kValue,
   kScalar
 };
@@ -45,7 +46,7 @@ struct Rule {
   RuleKind kind;
   i32 index;  // of the tensor, workspace, value or number
   i32 axis;   // from the end
-  i64 more;   // kSize: what is added; kBroadcastSize: the value
+  i64 more;   // kSize: what is added; kBroadcastSize, kDistinctSize: the value
 };
 
 enum class Layout : u8 { kRows, kContiguous, kAny };
@@ -63,8 +64,10 @@ struct Product {
 
 struct Workspace {
   i64 element_bytes;
-  bool is_zeroed;
-  std::vector<i32> values;
+  bool is_zeroed, is_for_splits;
+  i64 num_padding;
+  std::vector<i32> values, padding;
+  std::vector<std::pair<i32, i64>> quotients;  // (value, divisor)
 };
 
 struct Patch {
@@ -77,6 +80,8 @@ struct MapPatch {
   i32 offset, tensor;
   i32 axes[3];
   u32 box_rows, box_heads;
+  bool is_optional;  // left out where TMA cannot read the tensor
+  bool is_paged;     // a box has as many rows as divide both box_rows and a page, a power of two
 };
 
 enum class StepKind : u8 { kMemset, kKernel, kEngine };
@@ -106,8 +111,7 @@ enum class Outcome { kDone, kFallback, kIncomplete, kFailed };
 struct Filled {
   alignas(64) u8 image[kMaxImageBytes];
   i64 values[kMaxValues];
-  i64 offsets[kMaxValues], sizes[kMaxValues];  // of the workspaces
-  bool has_workspaces;
+  i64 offsets[kMaxValues], sizes[kMaxValues];  // of the workspaces; size -1: not needed
   Scratch scratch;
   u8* base = nullptr;  // of the scratch memory
 };

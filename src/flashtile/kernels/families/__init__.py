@@ -1,8 +1,8 @@
 """The kernel families there are, and which of them a call takes.
 
-`register` adds one. Of the families that do not refuse a call the fastest by kernels/speeds.csv is taken; those that
-are not in that table come last, in the order of their registration. FLASHTILE_FAMILY names families that are taken
-whatever their speed.
+`register` adds one. Of the families that do not refuse a call the fastest by kernels/speeds.csv is taken, of equals the
+first registered; those that are not in that table come last, in the order of their registration. FLASHTILE_FAMILY names
+families that are taken whatever their speed.
 """
 
 from __future__ import annotations
@@ -15,17 +15,25 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
+
 from flashtile.errors import Unsupported, dtype_name, value_error
 from flashtile.kernels import speeds
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, forced_rows
 from flashtile.kernels.families.bwd_simt import BwdSimt
 from flashtile.kernels.families.bwd_sm80 import BwdSm80
+from flashtile.kernels.families.bwd_sm80_wide import BwdSm80Wide
 from flashtile.kernels.families.bwd_sm90 import BwdSm90
+from flashtile.kernels.families.bwd_sm90_f32 import BwdSm90F32
 from flashtile.kernels.families.bwd_sm90_wide import BwdSm90Wide
+from flashtile.kernels.families.decode_sm90 import DecodeSm90
 from flashtile.kernels.families.fwd_simt import FwdSimt
 from flashtile.kernels.families.fwd_sm80 import FwdSm80
+from flashtile.kernels.families.fwd_sm80_wide import FwdSm80Wide
 from flashtile.kernels.families.fwd_sm90 import FwdSm90
+from flashtile.kernels.families.fwd_sm90_f32 import FwdSm90F32
+from flashtile.kernels.families.fwd_sm90_wide import FwdSm90Wide
 from flashtile.kernels.length_class import LengthClass
 from flashtile.kernels.mutation import Mutation
 from flashtile.kernels.spec import PlanKey, features_of
@@ -60,13 +68,19 @@ def find(name: str) -> Family[Any]:
     raise value_error("family", repr(name), "one of " + ", ".join(family.name for family in _families))
 
 
+register(DecodeSm90())
 register(FwdSm90())
 register(FwdSm80())
+register(FwdSm80Wide())
+register(FwdSm90Wide())
 register(FwdSimt())
+register(FwdSm90F32())
 register(BwdSm90())
 register(BwdSm90Wide())
 register(BwdSm80())
+register(BwdSm80Wide())
 register(BwdSimt())
+register(BwdSm90F32())
 
 
 # Selection
@@ -135,11 +149,15 @@ def select(key: PlanKey) -> Family[Any]:
 def time_us(key: PlanKey) -> float | None:
     """The measured time of the family that takes the call; None where none does, or it is not known."""
     family = choice(key).family
-    return None if family is None else speeds.time_us(family.name, kind_of(key))
+    return None if family is None else _known_us(family, key)
+
+
+def _known_us(family: Family[Any], key: PlanKey) -> float | None:
+    return speeds.time_us(family.timed_as or family.name, kind_of(key))
 
 
 def _time_us(family: Family[Any], key: PlanKey) -> float:
-    us = speeds.time_us(family.name, kind_of(key))
+    us = _known_us(family, key)
     return math.inf if us is None else us
 
 
@@ -153,9 +171,10 @@ def clear_choices() -> None:
 
 def key_of(problem: Problem, grads: tuple[str, ...] | None, arch: Arch, num_multiprocessors: int) -> PlanKey:
     """The key of a pass; grads: those of a backward pass that are wanted."""
-    return _key_of(
-        problem, grads, arch, num_multiprocessors, length_classes("forward" if grads is None else "backward")
-    )
+    is_float32 = problem.dtype == torch.float32
+    precision = torch.get_float32_matmul_precision() if is_float32 else "highest"
+    classes = length_classes("forward" if grads is None else "backward")
+    return _key_of(problem, grads, arch, num_multiprocessors, classes, precision)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -165,6 +184,7 @@ def _key_of(
     arch: Arch,
     num_multiprocessors: int,
     classes: tuple[LengthClass, ...],
+    matmul_precision: str,
 ) -> PlanKey:
     shape = problem.shape
     return PlanKey(
@@ -180,6 +200,7 @@ def _key_of(
         problem.heads_disjoint,
         tuple((one, one.of(shape, num_multiprocessors)) for one in classes),
         problem.deterministic,
+        matmul_precision,
     )
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
-from flashtile.kernels.families.steps import dsinks, plain_step, query_grid
+from flashtile.kernels.families.steps import dsinks, mask_bits, mask_workspaces, plain_step, query_grid
 from flashtile.kernels.params import BwdSm90Params, Struct
 from flashtile.kernels.plan import Grid, MapPatch, Operand, Step, Workspace
 from flashtile.kernels.source import cpp_type
@@ -21,6 +21,7 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
 # As the constants of kernels/bwd_sm90_steps.cuh; tests/cpu/test_plan.py compares them
 STEP_ROWS, STEP_THREADS = 32, 128
+MASK_TILE = 128  # kernels/bwd_sm90_options.cuh
 _TILE_BYTES = 64 + 8 * 32  # KeyTile (attn/key_tile.cuh) and the ring of QueryTileIndex (kernels/bwd_sm90.cuh)
 
 
@@ -150,6 +151,8 @@ class BwdSm90(Family[BwdSm90Row]):
         steps = [_plain("bwd_sm90_preprocess", row, key)]
         if "dsinks" in key.grads:
             steps.append(dsinks(key))
+        if key.features.has_bool_mask:
+            steps.append(mask_bits(MASK_TILE))
         scratch: tuple[Operand, ...] = ()
         if any(name in key.grads for name in ("dq", "dk", "dv")):
             steps.append(self._step(row, key))
@@ -164,7 +167,8 @@ class BwdSm90(Family[BwdSm90Row]):
         return Launch(tuple(steps), _workspaces(row, key), None, _maps(row, layout), scratch, zeroed, BwdSm90Params)
 
     def launch_row(self, row: BwdSm90Row, key: PlanKey, layout: CallLayout) -> Launch:
-        return Launch((self._step(row, key),), _workspaces(row, key), maps=_maps(row, layout), struct=BwdSm90Params)
+        steps = (mask_bits(MASK_TILE),) * key.features.has_bool_mask + (self._step(row, key),)
+        return Launch(steps, _workspaces(row, key), maps=_maps(row, layout), struct=BwdSm90Params)
 
     def _step(self, row: BwdSm90Row, key: PlanKey) -> Step:
         row = replace(row, option_bytes=_option_bytes(key.features, row.num_bias_stages))
@@ -210,6 +214,8 @@ def _slabs(head_dim: int) -> int:
 def _workspaces(row: BwdSm90Row, key: PlanKey) -> tuple[Workspace, ...]:
     names = ("score_lse", "delta", "dq_order") if key.is_deterministic else ("score_lse", "delta")
     stats = tuple(Workspace(name, 4, ("lse_size",)) for name in names)
+    if key.features.has_bool_mask:
+        stats += mask_workspaces(MASK_TILE)
     return (*stats, Workspace("dq_accum", 256 * _slabs(row.head_dim), ("lse_size",)))
 
 

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from flashtile.kernels.families.base import Launch, tile_step
 from flashtile.kernels.families.simt import SMALL_TILES, SimtFamily, SimtRow, Tile
-from flashtile.kernels.families.steps import combine, query_grid
+from flashtile.kernels.families.steps import combine, partial_results, query_grid
 from flashtile.kernels.length_class import SmallGrid
-from flashtile.kernels.plan import SplitRule, Step, Workspace
+from flashtile.kernels.plan import SplitRule, Step
 from flashtile.kernels.spec import CallLayout, PlanKey
 
 _SMALL_GRID, _SMALL_BLOCK_M = SmallGrid(128), 64
@@ -40,9 +40,8 @@ class FwdSimt(SimtFamily):
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         row = self.select("fwd_simt", key)
-        rows = ("num_splits", "lse_size")
-        workspaces = (Workspace("partial_out", 4 * key.head_dim_v, rows), Workspace("partial_stats", 8, rows))
-        return Launch((self._step(row, key), combine(key)), workspaces, SplitRule(row.block_m, row.block_n))
+        splits = SplitRule(row.block_m, row.block_n)
+        return Launch((self._step(row, key), combine(key)), partial_results(key), splits)
 
     def launch_row(self, row: SimtRow, key: PlanKey, layout: CallLayout) -> Launch:
         return Launch((self._step(row, key),))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
-from flashtile.kernels.families.steps import combine, query_grid
+from flashtile.kernels.families.steps import combine, mask_bits, mask_workspaces, partial_results, query_grid
 from flashtile.kernels.length_class import PackedHeads, RaggedQueries
 from flashtile.kernels.params import FwdSm90Params, Struct
-from flashtile.kernels.plan import MapPatch, SplitRule, Step, Workspace
+from flashtile.kernels.plan import MapPatch, SplitRule, Step
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
@@ -19,6 +19,9 @@ _PACKED_HEADS, _RAGGED = PackedHeads(64, 128), RaggedQueries(192, 128, 105)
 _WARP_ROWS = 16  # rows of O that a warp stores
 _WARPGROUP_ROWS = 64
 _WORK_ITEMS, _QUERY_TILE_BYTES = 3, 72  # WorkItemRing, QueryTile (attn/work_item.cuh)
+_MAX_SHARED_BYTES = 227 * 1024  # FwdBiasTiles (kernels/fwd_sm90_options.cuh) has two stages where they fit
+
+_LIGHT = frozenset({"has_bool_mask", "has_alibi", "has_softcap"})  # options that take few registers
 
 
 class Tile(NamedTuple):
@@ -32,29 +35,65 @@ class Tile(NamedTuple):
     stores_p: bool = False
     takes_ragged: bool = True  # without a band; under one, larger tiles are mostly faster all the same
     max_options: int = 99  # that change scores or probabilities, that it holds without a spill
+    takes_float_bias: bool = True
+    num_blocks: int = 1  # that share a multiprocessor
+    alone: frozenset[str] = frozenset()  # options that it holds if there is no other
+
+    def takes(self, features: Features, dtype: str) -> bool:
+        """It holds the options of a call without a spill. The softcap of float16 takes more registers."""
+        if features.bias_dtype == "float32" and not self.takes_float_bias:
+            return False
+        is_light = any(getattr(features, name) for name in self.alone) and not features.has_lengths
+        is_light = is_light and not (features.has_softcap and dtype == "float16")
+        return features.num_score_options <= self.max_options or (is_light and features.num_score_options == 1)
 
 
 # By padded head_dim and head_dim_v; the first that takes a call is chosen. Measured on an NVIDIA H200: docs/sm90.md.
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
-    (64, 64): (Tile(192, 128, num_stages=4, max_options=0), Tile(128, 128)),
+    (32, 32): (
+        Tile(192, 128, num_stages=4, max_options=0, alone=_LIGHT),
+        Tile(128, 128, num_stages=4),
+        Tile(64, 64, num_blocks=4, takes_turns=False),
+        Tile(64, 64, num_blocks=3, takes_turns=False),
+        Tile(64, 64, num_blocks=2, takes_turns=False),
+    ),
+    (64, 64): (
+        Tile(192, 128, num_stages=4, max_options=0, alone=_LIGHT),
+        Tile(128, 128, max_options=3),
+        Tile(128, 64),
+        Tile(128, 128, num_stages=4, max_options=3),
+        Tile(256, 64, num_stages=4, max_options=0),
+        Tile(256, 64, num_stages=4, max_options=0, takes_turns=False),
+        Tile(128, 112, num_stages=4, max_options=0),
+        Tile(64, 128, num_blocks=2, takes_turns=False),
+        Tile(64, 64, num_blocks=3, takes_turns=False),
+        Tile(64, 64, num_blocks=4, takes_turns=False),
+        Tile(128, 64, num_blocks=2, takes_turns=False),
+        Tile(192, 80, num_stages=4, max_options=0),
+        Tile(256, 80, num_stages=4, max_options=0, takes_turns=False),
+        Tile(128, 80, num_stages=2, takes_turns=False, num_blocks=2),
+    ),
     (96, 96): (
-        Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0),
-        Tile(128, 128),
+        Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0, alone=_LIGHT),
+        Tile(128, 128, max_options=3),
+        Tile(128, 64),
     ),
     (128, 128): (
-        Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0),
-        Tile(128, 128),
+        Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0, alone=_LIGHT),
+        Tile(128, 128, max_options=3),
+        Tile(128, 64),
     ),
-    (192, 128): (Tile(128, 128),),
-    (192, 192): (Tile(128, 96, scales_lazily=True),),
+    (192, 128): (Tile(128, 128), Tile(128, 64)),
+    (192, 192): (Tile(128, 96, scales_lazily=True), Tile(128, 64)),
     (256, 256): (
         Tile(128, 80, scales_lazily=True, max_options=0),
-        Tile(128, 64, max_options=1),
+        Tile(128, 64, max_options=1, takes_float_bias=False),
         Tile(128, 32),
     ),
 }
 # Few queries of heads that share a KV head, packed into one tile: what counts is how fast keys arrive.
 _PACKED_TILES = {
+    (32, 32): Tile(64, 128, num_stages=4, takes_turns=False),
     (64, 64): Tile(64, 128, num_stages=4, takes_turns=False),
     (96, 96): Tile(64, 128, takes_turns=False),
     (128, 128): Tile(64, 128, takes_turns=False),
@@ -71,6 +110,9 @@ class Sm90Row(Row):
     scales_lazily: bool
     stores_p: bool = False  # in shared memory, not in registers
     packs_heads: bool = False
+    num_blocks: int = 1
+    has_bool_mask: bool = False
+    bias_bytes: int = 0  # of an element
 
     @property
     def header(self) -> str:
@@ -96,6 +138,7 @@ class Sm90Row(Row):
     def config(self) -> str:
         sizes = f"{self.head_dim}, {self.head_dim_v}, {self.block_m}, {self.block_n}, {self.num_stages}"
         flags = ", ".join(map(cpp_bool, (self.takes_turns, self.scales_lazily, self.stores_p, self.packs_heads)))
+        flags += f", {self.num_blocks}" if self.num_blocks > 1 else ""
         return f"Sm90Config<{CPP_TYPES[self.dtype]}, {CPP_TYPES[self.out_dtype]}, {sizes}, {flags}>"
 
     @property
@@ -105,6 +148,7 @@ class Sm90Row(Row):
         words += [] if self.takes_turns else ["no turns"]
         words += ["lazy"] if self.scales_lazily else []
         words += ["P in shared memory"] if self.stores_p else []
+        words += [f"{self.num_blocks} blocks a multiprocessor"] if self.num_blocks > 1 else []
         return ", ".join(words)
 
     @property
@@ -114,15 +158,26 @@ class Sm90Row(Row):
         consumers = self.block_m // _WARPGROUP_ROWS
         tiles += 128 * self.block_m * -(-self.block_n // 64) if self.stores_p else 16 * self.block_m // 64
         barriers, scheduler = 16 * consumers + 32 * self.num_stages, 16
-        items = _WORK_ITEMS * (_QUERY_TILE_BYTES + -(-(12 * consumers + 8) // 8) * 8)
-        return -(-(tiles + barriers + scheduler + items) // 1024) * 1024
+        window = -(-(4 * consumers + 56) // 8) * 8 if self.has_bool_mask else 0  # MaskWindow
+        items = _WORK_ITEMS * (window + _QUERY_TILE_BYTES + -(-(12 * consumers + 8) // 8) * 8)
+        end = tiles + barriers + scheduler + items
+        if self.bias_bytes:
+            end = -(-end // 1024) * 1024
+            bias_tile = 128 * _WARPGROUP_ROWS * -(-self.block_n * self.bias_bytes // 128)
+            num_stages = 2 if 1024 + tiles + 2 * consumers * bias_tile <= _MAX_SHARED_BYTES else 1
+            end += num_stages * consumers * (bias_tile + 32)
+        return -(-end // 1024) * 1024
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
         config = "flashtile::" + self.config
-        mask, score_mod, dropout, lengths = (qualified(f"flashtile::{policy}") for policy in features.policies()[:4])
-        kernel = f"flashtile::FwdSm90<{config}, {mask}, {score_mod}, {dropout}, {lengths}>"
+        policies = [qualified(f"flashtile::{policy}") for policy in features.policies()]
+        mask, score_mod, lengths = policies[0], policies[1], policies[3]
+        kernel = f"flashtile::FwdSm90<{config}, {', '.join(policies[:5])}>"
         return {
-            "shared bytes": (f"sizeof(flashtile::FwdSm90Storage<{config}, {mask}, {lengths}>)", self.shared_bytes),
+            "shared bytes": (
+                f"sizeof(flashtile::FwdSm90Storage<{config}, {mask}, {score_mod}, {lengths}>)",
+                self.shared_bytes,
+            ),
             "map of the output": (f"{kernel}::kStoresByTma", self.stores_by_tma(features)),
         }
 
@@ -134,7 +189,7 @@ class FwdSm90(Family[Sm90Row]):
     kernels = ("fwd_sm90",)
     dtypes = ("float16", "bfloat16")
     head_dims = tuple(sorted(_TILES))
-    features = Family.features - {"is_paged", "is_aligned16"}
+    features = Family.features - {"is_aligned16"}
     takes_overlapping_rows = False
     length_classes = (_PACKED_HEADS, _RAGGED)
 
@@ -142,8 +197,13 @@ class FwdSm90(Family[Sm90Row]):
         return None if arch.has_wgmma else f"{arch.name} has no wgmma"
 
     def refuse(self, key: PlanKey) -> str | None:
-        reason = super().refuse(key)
-        return "a scale that is not positive" if reason is None and not key.is_scale_positive else reason
+        return super().refuse(key) or self._refuse_more(key)
+
+    def _refuse_more(self, key: PlanKey) -> str | None:
+        features = key.features
+        if features.is_paged and (features.has_bool_mask or features.bias_dtype is not None):
+            return "a boolean mask or a bias with paged keys"
+        return None if key.is_scale_positive else "a scale that is not positive"
 
     def packed_heads(self, key: PlanKey) -> int:
         """How many heads share a tile. Heads that share memory cannot be packed: a TMA box has no stride of 0."""
@@ -164,31 +224,30 @@ class FwdSm90(Family[Sm90Row]):
         assert dims is not None  # else refused
         is_packed = self.packed_heads(key) > 1
         for tile in (_PACKED_TILES[dims],) if is_packed else _tiles(dims, key):
-            if key.features.num_score_options <= tile.max_options:
-                yield _row(tile, key.dtype, key.out_dtype, dims, is_packed)
+            if tile.takes(key.features, key.dtype):
+                yield _with_options(_row(tile, key.dtype, key.out_dtype, dims, is_packed), key.features)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         row = self.select("fwd_sm90", key)
-        plain, packed_heads, rows = (
-            self.launch_row(row, key, layout),
-            self.packed_heads(key),
-            ("num_splits", "lse_size"),
-        )
+        plain, packed_heads = self.launch_row(row, key, layout), self.packed_heads(key)
         # A block fills a multiprocessor, and each split should have a few tiles of keys
         splits = SplitRule(row.block_m, 4 * row.block_n, blocks=1)
         if packed_heads > 1:
             splits = SplitRule(row.queries(packed_heads), 2 * row.block_n, "heads_kv", blocks=1)
-        workspaces = (Workspace("partial_out", 4 * key.head_dim_v, rows), Workspace("partial_stats", 8, rows))
+        workspaces = (*plain.workspaces, *partial_results(key))
         return Launch((*plain.steps, combine(key)), workspaces, splits, plain.maps, struct=FwdSm90Params)
 
     def launch_row(self, row: Sm90Row, key: PlanKey, layout: CallLayout) -> Launch:
         packed_heads = self.packed_heads(key) if row.packs_heads else 1
         maps = _maps(row, key.features, layout, packed_heads)
-        return Launch((self._step(row, key, packed_heads),), maps=maps, struct=FwdSm90Params)
+        step = self._step(_with_options(row, key.features), key, packed_heads)
+        if not key.features.has_bool_mask:
+            return Launch((step,), maps=maps, struct=FwdSm90Params)
+        return Launch((mask_bits(row.block_n), step), mask_workspaces(row.block_n), maps=maps, struct=FwdSm90Params)
 
     def _step(self, row: Sm90Row, key: PlanKey, packed_heads: int) -> Step:
         grid = query_grid(row.queries(packed_heads), "heads_kv") if row.packs_heads else query_grid(row.block_m)
-        return tile_step(row, key.features, (("num_splits", 1), *grid), max_blocks=1)
+        return tile_step(row, key.features, (("num_splits", 1), *grid), max_blocks=row.num_blocks)
 
 
 def _tiles(dims: tuple[int, int], key: PlanKey) -> list[Tile]:
@@ -199,7 +258,14 @@ def _tiles(dims: tuple[int, int], key: PlanKey) -> list[Tile]:
 
 def _row(tile: Tile, dtype: str, out_dtype: str, dims: tuple[int, int], packs_heads: bool = False) -> Sm90Row:
     flags = tile.takes_turns, tile.scales_lazily, tile.stores_p, packs_heads
-    return Sm90Row("fwd_sm90", dtype, out_dtype, *dims, tile.block_m, tile.block_n, tile.num_stages, *flags)
+    sizes = tile.block_m, tile.block_n, tile.num_stages
+    return Sm90Row("fwd_sm90", dtype, out_dtype, *dims, *sizes, *flags, num_blocks=tile.num_blocks)
+
+
+def _with_options(row: Sm90Row, features: Features) -> Sm90Row:
+    """The row with the shared memory that the options take."""
+    bias_bytes = {None: 0, "float32": 4}.get(features.bias_dtype, 2)
+    return replace(row, has_bool_mask=features.has_bool_mask, bias_bytes=bias_bytes)
 
 
 def _maps(row: Sm90Row, features: Features, layout: CallLayout, packed_heads: int) -> tuple[MapPatch, ...]:
@@ -208,6 +274,16 @@ def _maps(row: Sm90Row, features: Features, layout: CallLayout, packed_heads: in
         boxes["out"] = (_WARP_ROWS, 1)
     head_axis, row_axis = layout.axes
     axes = row_axis, head_axis, -4
-    return tuple(
-        MapPatch(getattr(FwdSm90Params, f"{name}_map").offset, name, axes, *box) for name, box in boxes.items()
-    )
+    maps = [
+        MapPatch(
+            getattr(FwdSm90Params, f"{name}_map").offset,
+            name,
+            axes,
+            *box,
+            is_paged=features.is_paged and name in ("k", "v"),
+        )
+        for name, box in boxes.items()
+    ]
+    if "bias" in layout.tensors and packed_heads == 1:
+        maps.append(MapPatch(FwdSm90Params.bias_map.offset, "bias", (-2, -3, -4), _WARPGROUP_ROWS, is_optional=True))
+    return tuple(maps)

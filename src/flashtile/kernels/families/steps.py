@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from flashtile.kernels.params import Params
-from flashtile.kernels.plan import Grid, Step
+from flashtile.kernels.plan import Grid, Step, Workspace
 from flashtile.kernels.source import cpp_type, plain_unit
 from flashtile.kernels.spec import PlanKey
 
 # As the constants of kernels/fwd_combine.cuh and kernels/bwd_preprocess.cuh; tests/cpu/test_plan.py compares them
 COMBINE_ROWS, COMBINE_THREADS = 4, 128
 PREPROCESS_ROWS, PREPROCESS_THREADS = 64, 128
+# As those of attn/mask_bits.cuh and kernels/mask_bits.cuh
+MASK_GROUP, MASK_WORD, MASK_BITS_THREADS = 64, 32, 512
 
 
 def query_grid(block_rows: int, heads: str = "heads") -> Grid:
@@ -21,6 +23,31 @@ def combine(key: PlanKey) -> Step:
     """Joins the partial results of splits; not launched where there is one."""
     entry = f"fwd_combine_kernel<{cpp_type(key.out_dtype)}, {_sequences(key)}>"
     return plain_step("fwd_combine", entry, query_grid(COMBINE_ROWS), COMBINE_THREADS, is_for_splits=True)
+
+
+def partial_results(key: PlanKey) -> tuple[Workspace, ...]:
+    """What `combine` joins."""
+    rows = ("num_splits", "lse_size")
+    return (
+        Workspace("partial_out", 4 * key.head_dim_v, rows, is_for_splits=True),
+        Workspace("partial_stats", 8, rows, is_for_splits=True),
+    )
+
+
+def mask_bits(block_n: int) -> Step:
+    """Packs a bool mask into bits, for tiles of block_n keys, and makes the map of its tiles."""
+    sizes: Grid = (("mask_rows", MASK_GROUP), ("mask_heads", 1), ("mask_batch", 1), ("seqlen_k", MASK_WORD * block_n))
+    return plain_step("mask_bits", f"mask_bits_kernel<{block_n}>", sizes, MASK_BITS_THREADS)
+
+
+def mask_workspaces(block_n: int) -> tuple[Workspace, ...]:
+    """What `mask_bits` fills."""
+    tiles: Grid = (("mask_rows", MASK_GROUP), ("seqlen_k", MASK_WORD * block_n))
+    sizes = ("mask_rows", "mask_heads", "mask_batch")
+    return (
+        Workspace("mask_bits", 16, sizes, quotients=(("seqlen_k", block_n),)),
+        Workspace("mask_tiles", 8, sizes[1:], quotients=tiles),
+    )
 
 
 def preprocess(key: PlanKey) -> Step:

@@ -32,6 +32,8 @@ struct Params {
   float* partial_stats;       // (num_splits, as lse, 2): each split's m (in the unit of scores) and l
   const void* bias;           // (batch, heads, seqlen_q, seqlen_k) by strides; stride 0 where broadcast
   const u8* mask;             // (batch, heads, seqlen_q, seqlen_k) by strides; nonzero = attend
+  u32* mask_bits;             // the mask as bits (mask_bits.cuh), or null
+  u32* mask_tiles;            // the map of its tiles (pairs of words), or null
   const float* alibi_slopes;  // (heads) or (batch, heads)
   const float* sinks;         // (heads)
   const i64* rng_state;       // (2): seed, offset
@@ -48,8 +50,8 @@ struct Params {
   i32 num_splits;                              // parts that the keys of a query tile are split into
   i32 window_left, window_right, is_top_left;  // windows: -1 = unbounded
   float scale, scale_log2, softcap;
-  u32 dropout_threshold;  // drop where the 16-bit random number is below
-  float keep_factor;      // of the elements kept
+  u32 dropout_threshold;                                      // drop where the 16-bit random number is below
+  float keep_factor;                                          // of the elements kept
   u32 first_query, first_key_group, first_head, total_heads;  // dropout indices within a larger problem
 };
 

@@ -17,7 +17,6 @@ FT_DEVICE void modify_scores(const Params& p, const Sequence& s, i32 head, i32 i
   i32 j_first = j_begin + fragment_column();
   Range seen = key_range<Mask>(p, s, i, i + 1);
   i32 low = seen.begin - j_first, high = seen.end - j_first;
-  if constexpr (mutates(Mutation::fwd_sm90_mask_offset)) high += Mask::kHasBand ? 1 : 0;
 #pragma unroll
   for (i32 b = 0; b < kScores / 4; ++b) {
 #pragma unroll

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "flashtile/attn/block_range.cuh"
+#include "flashtile/attn/mask_bits.cuh"
 #include "flashtile/attn/scheduler.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/tile/fragment.cuh"
@@ -24,12 +25,12 @@ template <class Config, class Mask, class SeqInfo>
 struct QueryTile {
   static constexpr i32 kBlockN = Config::kBlockN;
   using Packing = HeadPacking<Config>;
-  using Scheduler = TileScheduler<Mask, Config::kPacksHeads>;
   TileCoord coord;
   Sequence s;
   i32 i_begin;  // first query of consumer 0; negative if that consumer has no queries
   i32 n_begin, n_end;
 
+  template <class Scheduler>
   FT_DEVICE QueryTile(const Params& p, const Scheduler& scheduler, i32 index)
       : coord(scheduler.coord(p, index)),
         s(find_sequence<SeqInfo>(p, coord.batch)),
@@ -70,7 +71,8 @@ struct ConsumerTiles {
 };
 
 template <class Config, class Mask, class SeqInfo>
-struct WorkItem {
+struct WorkItem : MaskWindow<Mask::kHasBool, Config::kNumConsumers> {
+  using Window = MaskWindow<Mask::kHasBool, Config::kNumConsumers>;
   QueryTile<Config, Mask, SeqInfo> tile;
   ConsumerTiles consumers[Config::kNumConsumers];
   u32 index;    // of this item in the block's sequence of items

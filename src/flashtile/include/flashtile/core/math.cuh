@@ -79,8 +79,16 @@ FT_DEVICE float tanh_by_exp2(float x) {
   return a < 0.55f ? fmaf(p * z, x, x) : (x < 0.0f ? -t : t);
 }
 
+// tanh with a relative error below 2^-11: less than the rounding of bfloat16. (PTX ISA: tanh)
+FT_DEVICE float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // The smaller of both; NaN if either is. (PTX ISA: min)
 FT_DEVICE float min_with_nan(float a, float b) {
+  if constexpr (!kHasNanMinimum) return b < a || b != b ? b : a;
   float y;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;

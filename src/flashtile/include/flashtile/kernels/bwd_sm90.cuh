@@ -579,11 +579,13 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_sm90_kernel(const 
   const KeyTile& tile = shared.tile;
   if (!tile.has_keys()) return;
   if constexpr (Mask::kHasBool) {
-    // Skip the queries if a padding mask hides all of the block's keys
-    i32 j = tile.j_begin + static_cast<i32>(threadIdx.x) % Config::kBlockN;
-    bool is_hidden = Kernel::Options::hides_key(params.base, tile.s, tile.first_head, tile.num_heads, j);
-    if (__syncthreads_and(is_hidden)) {
-      if (threadIdx.x == 0) shared.tile.m_end = shared.tile.m_begin;
+    // Skip queries that see none of the block's keys. In a fixed order of sums other blocks wait for all of them.
+    if (params.base.dq_order == nullptr) {
+      if (threadIdx.x < 32) {
+        Range seen = Kernel::Options::visible_tiles(params.base, tile);
+        __syncwarp();
+        if (threadIdx.x == 0) shared.tile.m_begin = seen.begin, shared.tile.m_end = seen.end;
+      }
       __syncthreads();
     }
   }

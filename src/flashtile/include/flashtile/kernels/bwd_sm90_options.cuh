@@ -11,6 +11,7 @@
 
 #include "flashtile/attn/block_range.cuh"
 #include "flashtile/attn/dropout.cuh"
+#include "flashtile/attn/mask_bits.cuh"
 #include "flashtile/attn/score_unit.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/ptx/cp_async.cuh"
@@ -21,6 +22,7 @@
 namespace flashtile {
 
 constexpr i32 kNumOptionConsumers = 2;
+constexpr i32 kMaskTile = 128;  // keys of a tile of the mask's bits
 
 // Bits of one tile for each consumer. Words of a warp are ordered so that a thread's eight are contiguous: those of
 // queries 2 x and 2 x + 1 are at 8 * (x % 4) + x / 4.
@@ -88,47 +90,57 @@ struct BwdSm90Options {
     }
   }
 
-  // True if a mask that is the same for all queries of the block hides key j from them, and the block may skip them: in
-  // a fixed order of sums others wait for it. Scope: thread.
-  FT_DEVICE static bool hides_key(const Params& p, const Sequence& s, i32 first_head, i32 num_heads, i32 j) {
-    if (p.mask_strides[2] != 0 || (p.mask_strides[1] != 0 && num_heads > 1) || p.dq_order != nullptr) return false;
-    if (j >= s.seqlen_k) return true;
-    return p.mask[s.batch_idx * p.mask_strides[0] + first_head * p.mask_strides[1] + j * p.mask_strides[3]] == 0;
+  // The query tiles of [m_begin, m_end) from the first to the last one with a query that sees a key of the tile. Tiles
+  // are those of the mask's map. Scope: warp.
+  template <class Tile>
+  FT_DEVICE static Range visible_tiles(const Params& p, const Tile& tile) {
+    static_assert(Config::kBlockM == kMaskGroup && Config::kBlockN == kMaskTile);
+    MaskLayout<kMaskTile> layout(p);
+    i32 n = tile.j_begin / kMaskTile, begin = tile.m_end, end = tile.m_begin;
+    for (i32 h = 0; h < (layout.num_heads == 1 ? 1 : tile.num_heads); ++h) {
+      i32 plane = layout.plane(tile.s.batch_idx, tile.first_head + h);
+#pragma unroll 4
+      for (i32 m = tile.m_begin + static_cast<i32>(threadIdx.x % 32); m < tile.m_end; m += 32) {
+        i64 index = layout.tiles_index(plane, layout.num_rows == 1 ? 0 : m, n / kMaskWord);
+        u32 visible = reinterpret_cast<const uint2*>(p.mask_tiles)[index].x;
+        if (visible >> n % kMaskWord & 1u) begin = min_of(begin, m), end = max_of(end, m + 1);
+      }
+    }
+    begin = __reduce_min_sync(0xffffffffu, begin), end = __reduce_max_sync(0xffffffffu, end);
+    return {begin, max_of(begin, end)};
   }
 
   // ---- Producer. Scope: warp.
 
-  // One bit for each of the 16 bytes that is not 0. Scope: thread.
-  FT_DEVICE static u32 nonzero_bytes(uint4 bytes) {
-    const u32 words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
-    u32 bits = 0;
+  // The words of queries i and i + 1 for the warps of a consumer. Queries past the last one, whose P is 0 anyway, have
+  // all bits. Scope: thread.
+  FT_DEVICE static void load_words(const Params& p, const Sequence& s, i32 consumer, i32 head, i32 i, i32 j_begin,
+                                   u32 (&words)[4]) {
+    MaskLayout<kMaskTile> layout(p);
+    i32 plane = layout.plane(s.batch_idx, head);
+    uint4 rows[2];
 #pragma unroll
-    for (i32 w = 0; w < 4; ++w) {
-      u32 x = words[w];
-      u32 high = (((x & 0x7f7f7f7fu) + 0x7f7f7f7fu) | x) & 0x80808080u;
-      bits |= ((high >> 7) * 0x01020408u >> 24) << (4 * w);
+    for (i32 x = 0; x < 2; ++x) {
+      i32 row = i + x;
+      if constexpr (mutates(Mutation::bwd_sm90_mask_row)) row = max_of(row - 1, 0);
+      rows[x] = make_uint4(0xffffffffu, 0xffffffffu, 0xffffffffu, 0xffffffffu);
+      if (i + x < s.seqlen_q)
+        rows[x] = reinterpret_cast<const uint4*>(p.mask_bits)[layout.bits_index(plane, row, j_begin / kMaskTile)];
     }
-    return bits;
-  }
-
-  // The mask's bits of query i and keys j .. j + 15. Queries past the last one, whose P is 0 anyway, have all bits.
-  // Scope: thread.
-  FT_DEVICE static u32 read_bits(const Params& p, const Sequence& s, i32 head, i32 i, i32 j, bool is_aligned) {
-    if (i >= s.seqlen_q) return 0xffffu;
-    if constexpr (mutates(Mutation::bwd_sm90_mask_row)) i = max_of(i - 1, 0);
-    const u8* row = p.mask + s.batch_idx * p.mask_strides[0] + head * p.mask_strides[1] + i * p.mask_strides[2];
-    if (is_aligned && j + 16 <= s.seqlen_k) return nonzero_bytes(*reinterpret_cast<const uint4*>(row + j));
-    u32 bits = 0;
-#pragma unroll 2
-    for (i32 x = 0; x < 16; ++x) {
-      if (j + x < s.seqlen_k && row[(j + x) * p.mask_strides[3]] != 0) bits |= 1u << x;
+    // The consumer's half of the keys: word t has bit 2 b + e of key 8 b + 2 t + e, of both queries
+    u32 half = consumer == 0 ? 0x5410u : 0x7632u;
+    u32 x0 = __byte_perm(rows[0].x, rows[1].x, half), x1 = __byte_perm(rows[0].y, rows[1].y, half);
+    u32 x2 = __byte_perm(rows[0].z, rows[1].z, half), x3 = __byte_perm(rows[0].w, rows[1].w, half);
+    // A nibble for each warp: keys 0 .. 3, 4 .. 7, 8 .. 11 and 12 .. 15 of its 16
+    constexpr u32 kLow = 0x33333333u;
+    u32 a = (x0 & kLow) | (x1 & kLow) << 2, b = (x2 & kLow) | (x3 & kLow) << 2;
+    u32 c = (x0 >> 2 & kLow) | (x1 & ~kLow), d = (x2 >> 2 & kLow) | (x3 & ~kLow);
+#pragma unroll
+    for (i32 warp = 0; warp < 4; ++warp) {
+      constexpr u32 kNibbles = 0x000f000fu;
+      words[warp] = (a >> 4 * warp & kNibbles) | (b >> 4 * warp & kNibbles) << 4 | (c >> 4 * warp & kNibbles) << 8 |
+                    (d >> 4 * warp & kNibbles) << 12;
     }
-    return bits;
-  }
-  // Whether 16 keys are one aligned piece of memory. Scope: thread.
-  FT_DEVICE static bool is_mask_aligned(const Params& p) {
-    i64 strides = p.mask_strides[0] | p.mask_strides[1] | p.mask_strides[2];
-    return p.mask_strides[3] == 1 && (strides | reinterpret_cast<i64>(p.mask)) % 16 == 0;
   }
 
   // Stores a lane's words of tile number count for the four consumer warps, as soon as the tile before has been read.
@@ -224,15 +236,8 @@ struct BwdSm90Options {
       if (is_same) {
         repeat_words(shared, consumer, count);
       } else {
-        bool is_aligned = is_mask_aligned(p);
         u32 words[4];
-        // Unrolled no further, which would take more registers: the words move up
-#pragma unroll 2
-        for (i32 warp = 0; warp < 4; ++warp) {
-          i32 j = j_begin + 16 * warp;
-          words[0] = words[1], words[1] = words[2], words[2] = words[3];
-          words[3] = read_bits(p, s, head, i, j, is_aligned) | read_bits(p, s, head, i + 1, j, is_aligned) << 16;
-        }
+        load_words(p, s, consumer, head, i, tile.j_begin, words);
         store_words(shared, consumer, count, words);
       }
     }

@@ -2,8 +2,9 @@
 // grid.
 //
 // Threads:   warpgroups 0 .. kNumConsumers - 1 are consumers; each owns 64 queries from scores to output. One lane of
-//            the last warpgroup is the producer: it finds the work items and issues every copy. setmaxnreg moves
-//            registers from the producer's warpgroup to the consumers.
+//            the last warpgroup is the producer: it finds the work items and issues every copy. Paged keys are copied
+//            by all of its warps (attn/paged_keys.cuh). setmaxnreg moves registers from the producer's
+//            warpgroup to the consumers.
 // Shared:    sQ, sP [consumer][slab][64][64] and sK, sV [stage][slab][kBlockN][64], 128-byte swizzled slabs of 64
 //            columns; the barriers; the tile scheduler; three work items.
 // Barriers:  full_* complete by copied bytes, empty_* by one arrival per consumer warp. K and V have separate rings.
@@ -18,9 +19,12 @@
 #include "flashtile/attn/dropout.cuh"
 #include "flashtile/attn/merge.cuh"
 #include "flashtile/attn/online_softmax.cuh"
+#include "flashtile/attn/paged_keys.cuh"
 #include "flashtile/attn/score_fragment.cuh"
 #include "flashtile/attn/work_item.cuh"
 #include "flashtile/core/mutation.cuh"
+#include "flashtile/kernels/fwd_sm90_options.cuh"
+#include "flashtile/kernels/fwd_sm90_params.cuh"
 #include "flashtile/ptx/tma.cuh"
 #include "flashtile/tile/epilogue.cuh"
 #include "flashtile/tile/pipeline.cuh"
@@ -30,15 +34,7 @@
 
 namespace flashtile {
 
-// The maps' axes are (head_dim, rows, heads, batch); their boxes have 64 columns.
-struct FwdSm90Params {
-  Params base;
-  TensorMap q_map;         // boxes of 64 rows; with kPacksHeads of 64 / num_heads rows of num_heads heads
-  TensorMap k_map, v_map;  // boxes of kBlockN rows
-  TensorMap out_map;       // boxes of 16 rows; used only with kStoresByTma
-};
-
-template <class Config, class Mask, class SeqInfo>
+template <class Config, class Mask, class ScoreMod, class SeqInfo>
 struct alignas(1024) FwdSm90Storage {
   using T = typename Config::Element;
   T sQ[Config::kNumConsumers][Config::kElementsQ];
@@ -48,16 +44,20 @@ struct alignas(1024) FwdSm90Storage {
   u64 full_q[Config::kNumConsumers], empty_q[Config::kNumConsumers];
   u64 full_k[Config::kNumStages], empty_k[Config::kNumStages];
   u64 full_v[Config::kNumStages], empty_v[Config::kNumStages];
-  TileScheduler<Mask, Config::kPacksHeads> scheduler;
+  TileScheduler<Mask, Config::kPacksHeads, ScoreMod::kHasBias> scheduler;
   WorkItemRing<WorkItem<Config, Mask, SeqInfo>> work_items;
+  FwdBiasTiles<Config, typename ScoreMod::BiasElement> bias;
 };
 
-template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo>
+template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource>
 struct FwdSm90 {
   using T = typename Config::Element;
   using Out = typename Config::OutElement;
-  using Storage = FwdSm90Storage<Config, Mask, SeqInfo>;
-  using Stages = Ring<Config::kNumStages>;
+  using Storage = FwdSm90Storage<Config, Mask, ScoreMod, SeqInfo>;
+  using Options = FwdSm90Options<Config, Mask, ScoreMod, SeqInfo>;
+  using Walk = TileWalk<Mask::kHasBool>;
+  using Stages = KeyRing<Config::kNumStages, KvSource::kIsPaged>;
+  using Pages = PagedKeys<Config::kBlockN, 4>;
   using Tile = QueryTile<Config, Mask, SeqInfo>;
   using Item = WorkItem<Config, Mask, SeqInfo>;
   using Packing = HeadPacking<Config>;
@@ -66,8 +66,12 @@ struct FwdSm90 {
   static constexpr bool kIsNatural = ScoreMod::kHasBias;
   static constexpr i32 kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
-  // With an option the mask costs little: one loop body for all tiles keeps the code short
-  static constexpr bool kMasksAlways = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
+  static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
+  static_assert(!KvSource::kIsPaged || (!ScoreMod::kHasBias && !Mask::kHasBool), "all producer warps copy pages");
+  // Registers per thread: warps that copy a bias or pages need more
+  static constexpr i32 kPageRegisters = KvSource::kIsPaged && Config::kNumConsumers > 1 ? 8 * Config::kNumConsumers : 0;
+  static constexpr i32 kProducerRegisters = Config::kProducerRegisters + (ScoreMod::kHasBias ? 16 : 0) + kPageRegisters;
+  static constexpr i32 kConsumerRegisters = Config::consumer_registers(kProducerRegisters);
   // O leaves by TMA through sP. Not with packed sequences: a box does not end at a sequence's last row.
   static constexpr bool kStoresByTma = Config::kStoresP && !SeqInfo::kHasLengths && kIsSame<Out, T>;
   static_assert(!kStoresByTma || Config::kElementsP >= 64 * 64 * Config::kSlabsV);
@@ -80,22 +84,24 @@ struct FwdSm90 {
 
   FT_DEVICE static void init(const Params& p, Storage& shared) {
     constexpr i32 kConsumerWarps = 4 * Config::kNumConsumers;
+    u32 num_producers = KvSource::kIsPaged ? Pages(p).num_arrivals() : 1;
     for (i32 consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
       mbarrier_init(shared.full_q[consumer], 1);
       mbarrier_init(shared.empty_q[consumer], 4);
     }
     for (i32 stage = 0; stage < Config::kNumStages; ++stage) {
-      mbarrier_init(shared.full_k[stage], 1);
-      mbarrier_init(shared.full_v[stage], 1);
+      mbarrier_init(shared.full_k[stage], num_producers);
+      mbarrier_init(shared.full_v[stage], num_producers);
       mbarrier_init(shared.empty_k[stage], kConsumerWarps);
       mbarrier_init(shared.empty_v[stage], kConsumerWarps);
     }
+    Options::init(shared.bias);
     mbarrier_init_fence();
     fence_proxy_async();
     init_scheduler(p, shared);
   }
 
-  // ---- Producer. Scope: one thread.
+  // ---- Producer. Scope: one thread; of paged keys the warpgroup, whose first thread does the rest.
 
   // Loads rows of one head. A map has size 1 along head or batch where the tensor's stride is 0 (broadcast or packed).
   template <i32 kRows, i32 kSlabs>
@@ -105,52 +111,92 @@ struct FwdSm90 {
     load_slabs<kRows, kSlabs>(sTile, map, full, num_rows, row, map_head, map_batch);
   }
 
+  // A tile of K or V, wherever the keys are.
+  template <i32 kSlabs>
+  FT_DEVICE static void load_keys(T* sTile, const TensorMap& map, const void* base, const Strides& strides,
+                                  i32 num_columns, u64& full, i32 n, i32 head, const Tile& tile, const Pages& pages,
+                                  typename Pages::Place place) {
+    if constexpr (KvSource::kIsPaged) {
+      pages.template copy<kSlabs>(sTile, map, static_cast<const T*>(base), strides, num_columns, full, place, head,
+                                  tile.s.seqlen_k - n * kBlockN);
+    } else {
+      load<kBlockN, kSlabs>(sTile, map, strides, full, kBlockN, static_cast<i32>(tile.s.k_row) + n * kBlockN, head,
+                            tile);
+    }
+  }
+
+  FT_DEVICE static typename Pages::Place find_keys(const Pages& pages, const Tile& tile, i32 n) {
+    if constexpr (KvSource::kIsPaged) return n >= tile.n_begin ? pages.find(tile.s, n) : typename Pages::Place{-1, 0};
+    return {};
+  }
+
+  FT_DEVICE static void sync_producer() {
+    if constexpr (KvSource::kIsPaged) named_barrier_sync(kProducerBarrier, 128);
+  }
+
   FT_DEVICE static void produce(const FwdSm90Params& params, Storage& shared) {
     const Params& p = params.base;
     const auto& scheduler = shared.scheduler;
+    Pages pages(p);
+    bool is_first = !KvSource::kIsPaged || threadIdx.x % 128 == 0;
     u32 num_k = 0, num_v = 0, num_items = 0;
     for (i32 index = scheduler.first();; index = scheduler.next(index)) {
       // Fill the next work item. Its slot is free: the producer has waited for the Q of item num_items - 2, which the
       // consumers release after they finish item num_items - 3.
       Item& item = shared.work_items.at(num_items);
       Tile& tile = item.tile;
-      item.index = num_items;
-      item.is_end = index >= scheduler.num_indices;
-      bool is_end = item.is_end;
-      if (!is_end) {
-        i32 tile_index = index;
-        if constexpr (mutates(Mutation::fwd_sm90_later_tile)) tile_index = num_items == 3 ? scheduler.first() : index;
-        tile = Tile(p, scheduler, tile_index);
-        if (!tile.has_queries()) continue;
+      bool is_end = index >= scheduler.num_indices;
+      sync_producer();
+      if (is_first) {
+        item.index = num_items;
+        item.is_end = is_end;
+        if (!is_end) {
+          i32 tile_index = index;
+          if constexpr (mutates(Mutation::fwd_sm90_later_tile)) tile_index = num_items == 3 ? scheduler.first() : index;
+          tile = Tile(p, scheduler, tile_index);
+          if (tile.has_queries()) Options::trim(params, item);
+        }
       }
+      sync_producer();
+      if (!is_end && !tile.has_queries()) continue;
       i32 kv_head = Config::kPacksHeads ? tile.coord.head : tile.coord.head / (p.heads / p.heads_kv);
-      i32 k_row = static_cast<i32>(tile.s.k_row);
       if constexpr (mutates(Mutation::fwd_sm90_gqa_head)) kv_head = tile.coord.head % p.heads_kv;
-      auto load_k = [&](i32 n) {
+      auto load_k = [&](i32 n, typename Pages::Place place) {
         u32 stage = Stages::stage(num_k);
         Stages::wait_empty(shared.empty_k, num_k);
-        load<kBlockN, Config::kSlabsQK>(shared.sK[stage], params.k_map, p.k_strides, shared.full_k[stage], kBlockN,
-                                        k_row + n * kBlockN, kv_head, tile);
+        load_keys<Config::kSlabsQK>(shared.sK[stage], params.k_map, p.k, p.k_strides, p.head_dim, shared.full_k[stage],
+                                    n, kv_head, tile, pages, place);
         ++num_k;
       };
-      auto load_v = [&](i32 n) {
+      auto load_v = [&](i32 n, typename Pages::Place place) {
         u32 stage = Stages::stage(num_v);
         Stages::wait_empty(shared.empty_v, num_v);
-        load<kBlockN, Config::kSlabsV>(shared.sV[stage], params.v_map, p.v_strides, shared.full_v[stage], kBlockN,
-                                       k_row + n * kBlockN, kv_head, tile);
+        load_keys<Config::kSlabsV>(shared.sV[stage], params.v_map, p.v, p.v_strides, p.head_dim_v, shared.full_v[stage],
+                                   n, kv_head, tile, pages, place);
         ++num_v;
       };
       // Load the first K tile
       bool has_keys = !is_end && tile.has_keys();
-      if (has_keys) load_k(tile.n_end - 1);
+      typename Pages::Place place{}, ahead{};
+      if (has_keys) {
+        place = find_keys(pages, tile, tile.n_end - 1);
+        ahead = find_keys(pages, tile, tile.n_end - 2);
+        load_k(tile.n_end - 1, place);
+      }
       // Find the key tiles of each consumer
       i32 num_heads = Packing::num_heads(p), num_queries = Packing::num_queries(p);
-      for (i32 consumer = 0; consumer < Config::kNumConsumers && !is_end; ++consumer) {
+      for (i32 consumer = 0; consumer < Config::kNumConsumers && !is_end && is_first; ++consumer) {
         item.consumers[consumer] = ConsumerTiles::find(p, tile, tile.i_begin + num_queries * consumer);
+        if constexpr (Mask::kHasBool) {
+          i32 i_first = tile.i_begin + num_queries * consumer;
+          Range common = common_key_range<Mask>(p, tile.s, i_first, i_first + num_queries);
+          item.consumers[consumer].unmasked.end = common.end / kBlockN;
+        }
       }
       // Load Q, consumer by consumer. full_q also publishes the work item, so it completes without a Q too.
       for (i32 consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
         mbarrier_wait(shared.empty_q[consumer], num_items % 2 ^ 1);
+        if (!is_first) continue;
         if (has_keys) {
           load<64, Config::kSlabsQK>(shared.sQ[consumer], params.q_map, p.q_strides, shared.full_q[consumer],
                                      num_heads * num_queries,
@@ -163,12 +209,58 @@ struct FwdSm90 {
       ++num_items;
       if (is_end) return;
       if (!has_keys) continue;
-      // Load the other K and V tiles in the order in which the consumers use them
-      for (i32 n = tile.n_end - 2; n >= tile.n_begin; --n) {
-        load_k(n);
-        load_v(n + 1);
+      // Load the other K and V tiles in the order in which the consumers use them; find pages one tile ahead
+      if constexpr (Mask::kHasBool) {
+        Walk walk = first_walk(item, 0);
+        i32 before = tile.n_end - 1;
+        for (i32 n = next_tile(item, 0, walk, before); n >= tile.n_begin; n = next_tile(item, 0, walk, n)) {
+          load_k(n, place);
+          load_v(before, place);
+          before = n;
+        }
+      } else {
+        for (i32 n = tile.n_end - 2; n >= tile.n_begin; --n) {
+          typename Pages::Place next = ahead;
+          ahead = find_keys(pages, tile, n - 1);
+          load_k(n, next);
+          load_v(n + 1, place);
+          place = next;
+        }
       }
-      load_v(tile.n_begin);
+      load_v(tile.n_begin, place);
+    }
+  }
+
+  // Copies the bias tiles of one consumer. Scope: warp.
+  FT_DEVICE static void produce_bias(const FwdSm90Params& params, Storage& shared, i32 consumer) {
+    u32 count = 0;
+    for (u32 index = 0;; ++index) {
+      wait_q(shared, consumer, index);
+      const Item& item = shared.work_items.at(index);
+      if (item.is_end) return;
+      const Tile& tile = item.tile;
+      if (!tile.has_keys()) continue;
+      Walk walk = first_walk(item, consumer);
+      for (i32 n = tile.n_end - 1; n >= tile.n_begin; n = next_tile(item, consumer, walk, n)) {
+        if (n >= item.consumers[consumer].n_end) continue;
+        Options::load_bias(params, shared.bias, tile, consumer, n, count++);
+      }
+    }
+  }
+
+  // ---- Key tiles of a work item. Scope: thread.
+
+  FT_DEVICE static Walk first_walk(const Item& item, i32 consumer) {
+    Walk walk;
+    if constexpr (Mask::kHasBool) walk.visible = item.visible, walk.full = item.full[consumer];
+    return walk;
+  }
+  FT_DEVICE static i32 next_tile(const Item& item, i32 consumer, Walk& walk, i32 n) {
+    if constexpr (!Mask::kHasBool) {
+      return n - 1;
+    } else {
+      return walk.next(n, item.tile.n_begin,
+                       [&](i32 word) { return make_uint2(item.load_visible(word), item.load_full(consumer, word)); });
     }
   }
 
@@ -226,20 +318,28 @@ struct FwdSm90 {
   }
 
   // Processes the key tiles of one work item. num_k counts the K tiles so far; V is one tile behind.
-  FT_DEVICE static void mainloop(const Params& p, Storage& shared, const Item& item, i32 consumer, u32& num_k,
-                                 float factor, Softmax& softmax, float (&rO)[kOutputs]) {
+  FT_DEVICE static void mainloop(const FwdSm90Params& params, Storage& shared, const Item& item, i32 consumer,
+                                 u32& num_k, u32& num_biases, float factor, Softmax& softmax, float (&rO)[kOutputs]) {
+    const Params& p = params.base;
     const Tile& tile = item.tile;
     const ConsumerTiles& tiles = item.consumers[consumer];
     auto q_tile = [&] { return tile_base(shared.sQ[consumer], 64 * 128); };
     auto p_tile = [&] { return tile_base(shared.sP[consumer], 64 * 128); };
     auto k_tile = [&](u32 count) { return tile_base(shared.sK[Stages::stage(count)], kBlockN * 128); };
     auto v_tile = [&](u32 count) { return tile_base(shared.sV[Stages::stage(count)], kBlockN * 128); };
-    auto needs_mask = [&](i32 n) { return kMasksAlways || n >= tiles.unmasked.end || n < tiles.unmasked.begin; };
+    Walk walk = first_walk(item, consumer);
+    auto needs_mask = [&](i32 n) {
+      if constexpr (Mask::kHasBool) {
+        if (!walk.is_full(n)) return true;
+      }
+      return n >= tiles.unmasked.end || n < tiles.unmasked.begin;
+    };
     i32 n = tile.n_end - 1;
 
     // Skip tiles that are fully masked for this consumer: release their stages unread and signal the next warpgroup.
     // The lanes leave each wait together, as in wait_q.
-    for (; n >= tiles.n_end && n >= tile.n_begin; --n, ++num_k) {
+    for (; n >= tiles.n_end && n >= tile.n_begin;
+         n = Mask::kHasBool ? next_tile(item, consumer, walk, n) : n - 1, ++num_k) {
       Stages::wait_full(shared.full_k, num_k);
       __syncwarp();
       release_stage(shared.empty_k[Stages::stage(num_k)]);
@@ -271,15 +371,31 @@ struct FwdSm90 {
       }
     };
 
+    // Scores and mask of a tile
+    typename Options::RowState state(params, item, consumer);
+    auto modify = [&](auto is_masked, const typename Options::Early& early, float (&rS)[kScores]) {
+      constexpr bool kIsMasked = decltype(is_masked)::kValue;
+      if constexpr (kHasOptions || Mask::kHasBand) {
+        Options::template modify<kIsMasked>(params, shared.bias, tile, consumer, n, early, state, num_biases, rS);
+      } else if constexpr (kIsMasked) {
+        modify_tile(p, tile, consumer, n * kBlockN, rS);
+      }
+    };
+
     // First tile: S = Q K^T, softmax
     {
       float rS[kScores];
+      auto early = Options::template load_early<true>(item, state, n);
       Stages::wait_full(shared.full_k, num_k);
       gemm_abt<T, kBlockN, Config::kHeadDim>(rS, q_tile(), k_tile(num_k));
       wgmma_wait<0>();
       pin_registers(rS);
       release_operands();
-      if (needs_mask(n)) modify_tile(p, tile, consumer, n * kBlockN, rS);
+      if (needs_mask(n)) {
+        modify(Constant<true>(), early, rS);
+      } else if constexpr (kHasOptions) {
+        modify(Constant<false>(), early, rS);
+      }
       softmax.template raise_maximum<true, true>(factor, rS);
       softmax.template exponentiate<true, true>(factor, rS);
       pack_probabilities(p, tile, consumer, n * kBlockN, rS, rP);
@@ -288,7 +404,7 @@ struct FwdSm90 {
         store_fragment(shared.sP[consumer], rP);
       }
     }
-    if constexpr (SeqInfo::kHasLengths) {
+    if constexpr (SeqInfo::kHasLengths || KvSource::kIsPaged) {
       if ((n + 1) * kBlockN > tile.s.seqlen_k) {
         Stages::wait_full(shared.full_v, num_k);
         clear_tail(shared.sV[Stages::stage(num_k)], tile.s.seqlen_k - n * kBlockN, consumer);
@@ -299,7 +415,9 @@ struct FwdSm90 {
     // Other tiles: S of this tile and O += P V of the tile before it, in flight together
     auto step = [&](auto is_masked) {
       constexpr bool kIsMasked = decltype(is_masked)::kValue;
+      constexpr bool kMayBeEmpty = kIsMasked || ScoreMod::kChangesScores;  // a bias may be -inf
       float rS[kScores];
+      auto early = Options::template load_early<kIsMasked>(item, state, n);
       // Issue both products in this consumer's turn
       u32 q = q_tile(), k = k_tile(num_k);
       Stages::wait_full(shared.full_k, num_k);
@@ -312,28 +430,29 @@ struct FwdSm90 {
       wgmma_wait<1>();
       pin_registers(rS);
       release_operands();
-      if constexpr (kIsMasked) modify_tile(p, tile, consumer, n * kBlockN, rS);
-      softmax.template raise_maximum<false, kIsMasked>(factor, rS);
+      modify(is_masked, early, rS);
+      softmax.template raise_maximum<false, kMayBeEmpty>(factor, rS);
       // Wait for O before the exponentials, not after: rescaling and packing fill the gaps between them
       wgmma_wait<0>();
       pin_registers(rO);
       release_stage(shared.empty_v[Stages::stage(num_k - 1)]);
       // Compute P, then rescale O
-      softmax.template exponentiate<false, kIsMasked>(factor, rS);
+      softmax.template exponentiate<false, kMayBeEmpty>(factor, rS);
       pack_probabilities(p, tile, consumer, n * kBlockN, rS, rP);
       if constexpr (Config::kStoresP) store_fragment(shared.sP[consumer], rP);
       softmax.rescale(rO);
       ++num_k;
     };
-    for (--n; n >= tile.n_begin; --n) {
-      // Without a band only the first tile needs a mask
-      if constexpr (Mask::kHasBand && !kMasksAlways) {
+    for (n = Mask::kHasBool ? next_tile(item, consumer, walk, n) : n - 1; n >= tile.n_begin;
+         n = Mask::kHasBool ? next_tile(item, consumer, walk, n) : n - 1) {
+      // Without a band or a bool mask only the first tile needs a mask
+      if constexpr (Mask::kHasBand || Mask::kHasBool) {
         if (needs_mask(n)) {
           step(Constant<true>());
           continue;
         }
       }
-      step(Constant<kMasksAlways>());
+      step(Constant<false>());
     }
 
     // Add the last P V
@@ -402,7 +521,7 @@ struct FwdSm90 {
     const Params& p = params.base;
     // Score modifiers return scores in their unit; without them S stays a dot product
     float factor = ScoreMod::kChangesScores ? exponent_factor(kIsNatural) : p.scale_log2;
-    u32 num_k = 0;
+    u32 num_k = 0, num_biases = 0;
     // The first turn is consumer 0's
     if (consumer == Config::kNumConsumers - 1) signal_next(consumer);
     const Item* item = &shared.work_items.at(0);
@@ -413,7 +532,7 @@ struct FwdSm90 {
 #pragma unroll
       for (i32 x = 0; x < kOutputs; ++x) rO[x] = 0.0f;
       if (item->tile.has_keys()) {
-        mainloop(p, shared, *item, consumer, num_k, factor, softmax, rO);
+        mainloop(params, shared, *item, consumer, num_k, num_biases, factor, softmax, rO);
       } else {
         release_stage(shared.empty_q[consumer]);
       }
@@ -429,9 +548,10 @@ struct FwdSm90 {
 };
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
-__global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_sm90_kernel(const FT_GRID_CONSTANT FwdSm90Params params) {
-  static_assert(!KvSource::kIsPaged && Load::kIsAligned16, "TMA reads neither pages nor unaligned rows");
-  using Kernel = FwdSm90<Config, Mask, ScoreMod, Dropout, SeqInfo>;
+__global__ void __launch_bounds__(Config::kNumThreads, Config::kNumBlocks)
+    fwd_sm90_kernel(const FT_GRID_CONSTANT FwdSm90Params params) {
+  static_assert(Load::kIsAligned16, "TMA reads no unaligned rows");
+  using Kernel = FwdSm90<Config, Mask, ScoreMod, Dropout, SeqInfo, KvSource>;
   extern __shared__ __align__(1024) char shared_bytes[];
   typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
 
@@ -442,10 +562,14 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_sm90_kernel(const 
 
   i32 warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == Config::kNumConsumers) {
-    lower_registers<Config::kProducerRegisters>();
-    if (threadIdx.x / 32 == 4 * Config::kNumConsumers && elect_lane()) {
+    lower_registers<Kernel::kProducerRegisters>();
+    if constexpr (ScoreMod::kHasBias) {
+      i32 consumer = uniform(threadIdx.x / 32) - 4 * Config::kNumConsumers - 1;
+      if (consumer >= 0 && consumer < Config::kNumConsumers) Kernel::produce_bias(params, shared, consumer);
+    }
+    if (KvSource::kIsPaged || (threadIdx.x / 32 == 4 * Config::kNumConsumers && elect_lane())) {
       // Without keys the maps are empty
-      if (params.base.seqlen_k > 0) {
+      if (params.base.seqlen_k > 0 && (!KvSource::kIsPaged || threadIdx.x % 128 == 0)) {
         prefetch_map(params.q_map);
         prefetch_map(params.k_map);
         prefetch_map(params.v_map);
@@ -454,7 +578,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_sm90_kernel(const 
       Kernel::produce(params, shared);
     }
   } else {
-    raise_registers<Config::kConsumerRegisters>();
+    raise_registers<Kernel::kConsumerRegisters>();
     Kernel::consume(params, shared, warpgroup);
   }
 }

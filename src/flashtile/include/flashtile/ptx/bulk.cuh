@@ -15,6 +15,16 @@ FT_DEVICE void reduce_add(float* global, const float* shared, u32 num_bytes) {
                : "memory");
 }
 
+// Starts the copy of num_bytes to shared memory. The barrier counts them; addresses and size are multiples of 16.
+// (PTX ISA: cp.async.bulk)
+FT_DEVICE void load_bulk(void* shared, const void* global, u32 num_bytes, u64& barrier) {
+  jitter();
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(shared)),
+               "l"(global), "r"(num_bytes), "r"(shared_address(&barrier))
+               : "memory");
+}
+
 // Closes a group of this thread's bulk stores and reductions. (PTX ISA: cp.async.bulk.commit_group)
 FT_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 

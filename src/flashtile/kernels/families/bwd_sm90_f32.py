@@ -1,0 +1,134 @@
+"""The Hopper backward pass in float32 by wgmma on split operands: include/flashtile/kernels/bwd_sm90_f32.cuh,
+docs/float32.md.
+
+A preprocess step, the pre-pass, then one kernel for dK and dV and one for dQ, each for float16 and for bfloat16 parts.
+Every result has one owner, so all of it is deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from flashtile.kernels.arch import Arch
+from flashtile.kernels.families.base import Family, Launch, tile_step
+from flashtile.kernels.families.sm90_f32 import WARPGROUP_ROWS, Sm90F32Row, num_parts, part_workspaces, pre_pass
+from flashtile.kernels.families.steps import dsinks, preprocess, query_grid
+from flashtile.kernels.params import Sm90F32Params
+from flashtile.kernels.plan import Grid, Operand, Step, Workspace
+from flashtile.kernels.spec import CallLayout, Features, PlanKey
+
+_ROWS = 64  # of every tile
+_QUERY_TILES, _KEY_TILE_BYTES, _QUERY_BLOCK_BYTES = 96, 72, 80  # WideQueryTile[8], KeyTile, WideQueryBlock
+
+
+class Tile(NamedTuple):
+    """The tile of one kernel."""
+
+    block_m: int  # of dQ: its queries. dK and dV have two warpgroups, as 128 queries would
+    num_stages: int
+    columns: int  # that one product computes
+
+
+_TILES: dict[str, dict[tuple[int, int], Tile]] = {
+    "bwd_sm90_f32_dkdv_half": {(64, 64): Tile(128, 2, 64), (128, 128): Tile(128, 2, 64)},
+    "bwd_sm90_f32_dkdv_bf16": {(64, 64): Tile(128, 2, 64), (128, 128): Tile(128, 1, 64)},
+    "bwd_sm90_f32_dq_half": {(64, 64): Tile(128, 2, 64), (128, 128): Tile(128, 1, 64)},
+    "bwd_sm90_f32_dq_bf16": {(64, 64): Tile(128, 2, 64), (128, 128): Tile(64, 1, 64)},
+}
+
+
+class BwdSm90F32Row(Sm90F32Row):
+    @property
+    def header(self) -> str:
+        return "bwd_sm90_f32"
+
+    @property
+    def is_dq(self) -> bool:
+        return "_dq_" in self.kernel
+
+    @property
+    def shared_bytes(self) -> int:
+        tile = _ROWS * sum(self.row_bytes)  # of Q and dO, or of K and V
+        if self.is_dq:
+            consumers = self.block_m // WARPGROUP_ROWS
+            total = tile * (consumers + self.num_stages) + 16 * consumers + 32 * self.num_stages + _QUERY_BLOCK_BYTES
+        else:
+            handed_over, stats = 4 * _ROWS * _ROWS, 8 * _ROWS * self.num_stages
+            barriers = 8 * (4 + 4 * self.num_stages)
+            total = tile * (1 + self.num_stages) + handed_over + stats + _QUERY_TILES + barriers + _KEY_TILE_BYTES
+        return -(-total // 1024) * 1024
+
+    def facts(self, features: Features) -> dict[str, tuple[str, object]]:
+        storage = "BwdSm90F32DqStorage" if self.is_dq else "BwdSm90F32DkdvStorage"
+        return {"shared bytes": (f"sizeof(flashtile::{storage}<flashtile::{self.config}>)", self.shared_bytes)}
+
+
+class BwdSm90F32(Family[BwdSm90F32Row]):
+    name = "bwd_sm90_f32"
+    op = "backward"
+    summary = "float32 by wgmma on operands split into 16-bit parts, on Hopper"
+    kernels = tuple(_TILES)
+    dtypes = ("float32",)
+    head_dims = tuple(sorted(_TILES["bwd_sm90_f32_dq_half"]))
+    features = Family.features - {"is_paged"}
+    takes_out_dtypes = False
+    grad_sets = (("dq", "dk", "dv", "dsinks"),)
+
+    def refuse_arch(self, arch: Arch) -> str | None:
+        return None if arch.has_wgmma else f"{arch.name} has no wgmma"
+
+    def refuse(self, key: PlanKey) -> str | None:
+        reason = super().refuse(key)
+        if reason is None and not key.is_scale_positive:
+            reason = "a scale that is not positive"
+        if reason is None and key.grads is not None and "dbias" in key.grads:
+            reason = "the gradient of a bias"
+        return reason
+
+    def every_row(self, dtype: str) -> Iterator[BwdSm90F32Row]:
+        for kernel, by_dims in _TILES.items():
+            for dims in by_dims:
+                yield _row(kernel, dims, 2 if kernel.endswith("_half") else 3)
+
+    def candidates(self, kernel: str, key: PlanKey) -> Iterator[BwdSm90F32Row]:
+        dims = self.padded(key.head_dim, key.head_dim_v)
+        assert dims is not None  # else refused
+        yield _row(kernel, dims, num_parts(kernel, key))
+
+    def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
+        assert key.grads is not None
+        has_keys, has_queries = "dk" in key.grads or "dv" in key.grads, "dq" in key.grads
+        rows = {kernel: self.select(kernel, key) for kernel in self.kernels}
+        # Both kernels read tiles of the same form
+        dq_rows = [row for row in rows.values() if row.is_dq]
+        steps = [preprocess(key)]
+        if "dsinks" in key.grads:
+            steps.append(dsinks(key))
+        if has_keys or has_queries:
+            steps += pre_pass(dq_rows, key)
+        steps += [_grad_step(row, key) for row in rows.values() if (has_queries if row.is_dq else has_keys)]
+        # One kernel writes both dK and dV
+        scratch = tuple(Operand(name, like=name[1]) for name in ("dk", "dv") if has_keys and name not in key.grads)
+        # Keys outside every sequence have no owner
+        zeroed = tuple(name for name in ("dk", "dv") if layout.has_lengths and name in key.grads)
+        workspaces = _STATS + part_workspaces(dq_rows, layout, is_backward=True)
+        return Launch(tuple(steps), workspaces, scratch=scratch, zeroed=zeroed, struct=Sm90F32Params)
+
+    def launch_row(self, row: BwdSm90F32Row, key: PlanKey, layout: CallLayout) -> Launch:
+        workspaces = _STATS + part_workspaces([row], layout, is_backward=True)
+        return Launch((_grad_step(row, key),), workspaces, struct=Sm90F32Params)
+
+
+_STATS = (Workspace("score_lse", 4, ("lse_size",)), Workspace("delta", 4, ("lse_size",)))
+
+
+def _row(kernel: str, dims: tuple[int, int], num_parts: int) -> BwdSm90F32Row:
+    tile = _TILES[kernel][dims]
+    sizes = tile.block_m, _ROWS, tile.num_stages, tile.columns
+    return BwdSm90F32Row(kernel, "float32", "float32", *dims, *sizes, True, num_parts)
+
+
+def _grad_step(row: BwdSm90F32Row, key: PlanKey) -> Step:
+    grid: Grid = ("seqlen_k", _ROWS), ("heads_kv", 1), ("batch", 1)
+    return tile_step(row, key.features, query_grid(row.block_m) if row.is_dq else grid)

@@ -1,0 +1,98 @@
+"""What the two Hopper families for float32 share: rows of kernels on split operands, and the pre-pass that splits them
+(include/flashtile/kernels/f32_split.cuh).
+
+A call launches each kernel twice, for float16 and for bfloat16 parts. The numbers in its tensors decide on the GPU
+which of the two does the work: float16 where they are in range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from flashtile.kernels.families.base import Row
+from flashtile.kernels.params import Sm90F32Params, Struct
+from flashtile.kernels.plan import Grid, Step, Workspace
+from flashtile.kernels.source import plain_unit, qualified
+from flashtile.kernels.spec import CallLayout, PlanKey, cpp_bool
+
+WARPGROUP_ROWS = 64
+_SPLIT_THREADS, _RANGE_THREADS = 256, 1024  # kSplitThreads, kRangeThreads (kernels/f32_split.cuh)
+_RANGE_BYTES = 32  # SplitRange (attn/split_tiles.cuh)
+
+
+@dataclass(frozen=True)
+class Sm90F32Row(Row):
+    num_stages: int  # of K and of V, or of what a backward kernel streams
+    columns: int  # that one product computes
+    overlaps: bool  # scores of a tile with P V of the one before it
+    num_parts: int  # that each operand is split into
+
+    @property
+    def struct(self) -> Struct:
+        return Sm90F32Params
+
+    @property
+    def num_threads(self) -> int:
+        return 2 * self.block_m + 128
+
+    @property
+    def config(self) -> str:
+        sizes = (self.head_dim, self.head_dim_v, self.block_m, self.block_n, self.num_stages, self.columns)
+        parts = f"HalfParts<{self.num_parts}>" if self.kernel.endswith("_half") else "Bf16Parts"
+        return f"Sm90F32Config<flashtile::{parts}, {', '.join(map(str, sizes))}, {cpp_bool(self.overlaps)}>"
+
+    @property
+    def label(self) -> str:
+        stages = f"{self.num_stages} stage{'s' if self.num_stages > 1 else ''}"
+        words = [f"{self.block_m} x {self.block_n}, {self.num_threads // 32} warps", stages, f"{self.columns} columns"]
+        words += [] if self.overlaps else ["no overlap"]
+        return ", ".join([*words, f"{self.num_parts} part{'s' if self.num_parts > 1 else ''}"])
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Of a row of Q or K, and of V or dO, in parts."""
+        return self.num_parts * 128 * -(-self.head_dim // 64), self.num_parts * 128 * -(-self.head_dim_v // 64)
+
+
+def num_parts(kernel: str, key: PlanKey) -> int:
+    """How many parts the kernel of a call splits operands into."""
+    if not kernel.endswith("_half"):
+        return 3
+    return 2 if key.matmul_precision == "highest" else 1
+
+
+def part_workspaces(rows: Sequence[Sm90F32Row], layout: CallLayout, is_backward: bool = False) -> tuple[Workspace, ...]:
+    """For the parts of Q, K, V and dO, which float16 and bfloat16 kernels share: at most one of them works."""
+    qk_bytes, v_bytes = (max(row.row_bytes[index] for row in rows) for index in (0, 1))
+    block_n = max(row.block_n for row in rows)
+    is_q_packed = "cu_seqlens_q" in layout.tensors
+    is_k_packed = "cu_seqlens_k" in layout.tensors and "block_table" not in layout.tensors
+    q_rows = ("heads", "total_q") if is_q_packed else ("heads", "batch", "seqlen_q")
+    k_rows = ("heads_kv", "total_k") if is_k_packed else ("heads_kv", "batch", "seqlen_k")
+    found = (
+        Workspace("range", _RANGE_BYTES, (), is_zeroed=True),
+        Workspace("q_parts", qk_bytes, q_rows, num_padding=WARPGROUP_ROWS, padding=("heads", "batch")),
+        Workspace("k_parts", qk_bytes, k_rows, num_padding=block_n, padding=("heads_kv", "batch")),
+        Workspace("v_parts", v_bytes, k_rows, num_padding=block_n, padding=("heads_kv", "batch")),
+    )
+    dout = Workspace("dout_parts", v_bytes, q_rows, num_padding=WARPGROUP_ROWS, padding=("heads", "batch"))
+    return (*found, dout) if is_backward else found
+
+
+def pre_pass(rows: Sequence[Sm90F32Row], key: PlanKey) -> Iterator[Step]:
+    """The steps that find the range of the numbers and split the tensors, for the parts of each row."""
+    lengths, source, load = key.features.policies()[3:6]
+    heads: Grid = ("heads", 1), ("batch", 1)
+    yield _step("f32_range", (lengths, source), heads, _RANGE_THREADS)
+    for row in rows:
+        # As many blocks as run at once: each splits one tile of queries or keys after the other
+        tiles: Grid = ("seqlen_q", WARPGROUP_ROWS), ("seqlen_k", row.block_n), *heads
+        yield _step("f32_split", (row.config, lengths, source, load), tiles, _SPLIT_THREADS, max_blocks=16)
+
+
+def _step(kernel: str, arguments: tuple[str, ...], grid: Grid, num_threads: int, max_blocks: int = 0) -> Step:
+    names = ", ".join(f"flashtile::{name}" for name in arguments)
+    entry = qualified(f"flashtile::{kernel}_kernel<{names}>")
+    unit = plain_unit("f32_split", entry, Sm90F32Params)
+    return Step(unit, entry, grid, 1, 1, num_threads, 0, max_blocks=max_blocks)

@@ -1,0 +1,211 @@
+"""float32 on Hopper by split operands: every option by the error rule, both kinds of parts, numbers of any range."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from test_sm90 import FEATURES, LENGTHS, assert_accurate, jitter, pytestmark  # noqa: F401
+from torch import Tensor
+
+import flashtile
+from flashtile.backends import native
+from flashtile.kernels import assemble, families
+from flashtile.testing import Case
+
+HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (8, 8), (40, 72), (33, 65), (96, 96), (200, 136))
+# Options that the 16-bit kernel refuses
+MORE: dict[str, dict] = {
+    "paged": {"kind": "paged", "batch": 3},
+    "cache": {"kind": "cache", "batch": 3, "causal": "bottom_right"},
+    "offset": {"memory": "offset"},
+    "sliced": {"memory": "sliced", "heads": 4, "heads_kv": 2},
+}
+VALUES = ("tiny", "huge", "rising", "dominant", "ties", "constant", "denormal", "overflow", "masked", "masked_keys")
+
+
+@pytest.fixture(autouse=True)
+def forced() -> Iterator[None]:
+    """These families, whatever their speed."""
+    with families.forced("fwd_sm90_f32", "bwd_sm90_f32"):
+        assemble.clear_plans()
+        yield
+    assemble.clear_plans()
+
+
+def cases(feature: str, options: dict, num_dims: int) -> Iterator[tuple[Case, int]]:
+    start = len(feature)
+    for place in range(num_dims):
+        number = place * 3 + start
+        head_dim, head_dim_v = HEAD_DIMS[number % len(HEAD_DIMS)]
+        seqlen_q, seqlen_k = LENGTHS[number % len(LENGTHS)]
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": head_dim, "head_dim_v": head_dim_v}
+        yield Case(layout=("bhsd", "bshd")[number % 2], backend="cuda", **(sizes | options)), number
+
+
+def test_error_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = ("plain", "causal", "varlen")
+    named = (FEATURES | MORE).items()
+    problems = [one for feature, options in named for one in cases(feature, options, 4 if feature in plain else 1)]
+    assert_accurate(problems, "fwd_sm90_f32_half_kernel", monkeypatch)
+
+
+def test_error_rule_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = ("everything", "bias", "bias in float32", "paged", "cache")
+    problems = []
+    for number, (feature, options) in enumerate((FEATURES | MORE).items()):
+        if feature in refused:
+            continue
+        seqlen_q, seqlen_k = LENGTHS[number % len(LENGTHS)]
+        head_dim, head_dim_v = ((64, 64), (128, 128), (40, 72), (33, 65))[number % 4]
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": head_dim, "head_dim_v": head_dim_v}
+        problems.append((Case(backend="cuda", **(sizes | options)), number))
+    assert_accurate(problems, "bwd_sm90_f32_dq_half_kernel", monkeypatch, is_forward=False)
+
+
+@pytest.mark.smoke
+def test_lengths_around_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = (1, 31, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 257)
+    features = ("plain", "causal", "top left", "window", "varlen", "gqa")
+    problems = []
+    for number, seqlen in enumerate(lengths):
+        head_dim = (64, 128)[number % 2]
+        sizes = {"seqlen_q": seqlen, "seqlen_k": lengths[-1 - number], "head_dim": head_dim, "head_dim_v": head_dim}
+        problems.append((Case(backend="cuda", **sizes | FEATURES[features[number % len(features)]]), number))
+    assert_accurate(problems, "bwd_sm90_f32_dkdv_half_kernel", monkeypatch, is_forward=False)
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_values(values: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = [
+        (
+            Case(
+                backend="cuda",
+                seqlen_q=130,
+                seqlen_k=513,
+                head_dim=head_dim,
+                head_dim_v=head_dim,
+                values=values,
+                mask="bk" if values.startswith("masked") else None,
+                bias="bhqk" if values == "masked" else None,
+            ),
+            head_dim,
+        )
+        for head_dim in (64, 128)
+    ]
+    assert_accurate(problems, "fwd_sm90_f32_bf16_kernel", monkeypatch)
+
+
+# What stands in q, k and v, and which kernel does the work: "half" or "bf16"
+RANGES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], str]] = {
+    "normal": (lambda q, k, v: (q, k, v), "half"),
+    "v 1e30": (lambda q, k, v: (q, k, v * 1e30), "half"),
+    "v 1e-30": (lambda q, k, v: (q, k, v * 1e-30), "half"),
+    "q 1e30, k 1e-30": (lambda q, k, v: (q * 1e30, k * 1e-30, v), "half"),
+    "q and k 1e-30": (lambda q, k, v: (q * 1e-30, k * 1e-30, v), "half"),
+    "one row of v 1e-12": (lambda q, k, v: (q, k, _with_row(v, 1e-12)), "bf16"),
+    "one row of v 1e12": (lambda q, k, v: (q, k, _with_row(v, 1e12)), "bf16"),
+    "one row of k 1e6": (lambda q, k, v: (q * 1e-4, _with_row(k, 1e6), v), "bf16"),
+    "rows of v from 1e-30 to 1e30": (lambda q, k, v: (q, k, v * _powers(v)), "bf16"),
+    "zero rows": (lambda q, k, v: (q, _with_row(k, 0.0), _with_row(v, 0.0)), "half"),
+}
+
+
+def _with_row(x: Tensor, factor: float) -> Tensor:
+    x = x.clone()
+    x[:, :, 5] *= factor
+    return x
+
+
+def _powers(x: Tensor) -> Tensor:
+    return 10.0 ** torch.linspace(-30, 30, x.shape[-2], device=x.device)[:, None]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", RANGES)
+def test_any_range_is_float32_accurate(name: str, head_dim: int) -> None:
+    """Row by row: each is compared with the norm of what it sums."""
+    torch.manual_seed(0)
+    q, k, v = RANGES[name][0](*(torch.randn(2, 3, 300, head_dim, device="cuda") for _ in range(3)))
+    out = flashtile.attention(q, k, v, causal=True, backend="cuda").double()
+    scores = q.double() @ k.double().transpose(-1, -2) * head_dim**-0.5
+    p = scores.masked_fill(torch.ones(300, 300, device="cuda", dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+    # Scores have float32's relative error too, so an error of p * |score|
+    room = p * (1 + scores.abs()) @ v.double().abs()
+    assert ((out - p @ v.double()).abs() <= 2e-6 * room + 1e-44).all()
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_which_kernel_works(name: str) -> None:
+    """The numbers decide, on the GPU; the other kernel returns at once."""
+    expected = RANGES[name][1]
+    torch.manual_seed(0)
+    q, k, v = RANGES[name][0](*(torch.randn(1, 2, 256, 64, device="cuda") for _ in range(3)))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(3):
+            flashtile.attention(q, k, v, backend="cuda")
+        torch.cuda.synchronize()
+    times = {event.key: event.device_time for event in profile.key_averages()}
+    us = {part: next(time for key, time in times.items() if f"fwd_sm90_f32_{part}" in key) for part in ("half", "bf16")}
+    assert max(us, key=us.__getitem__) == expected, us
+
+
+def gradients(tensors: list[Tensor], dout: Tensor, **options: object) -> list[Tensor]:
+    """The output and the gradients."""
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    out = flashtile.attention(*leaves, **options)  # type: ignore[arg-type]
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("part", ["half", "bf16"])
+def test_jitter_changes_no_bit(part: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses of random length before every barrier, copy and product. Several work items for each block."""
+    tensors = [torch.randn(2, heads, 500, head_dim, device="cuda") for heads in (64, 32, 32)]
+    if part == "bf16":
+        tensors[2] = _with_row(tensors[2], 1e-12)
+    dout = torch.randn(2, 64, 500, head_dim, device="cuda")
+    expected = [gradients(tensors, dout, causal=causal, backend="cuda") for causal in (False, True)]
+    functions = jitter(monkeypatch)
+    with native.python_only():
+        for _ in range(10):
+            for causal, whole in zip((False, True), expected, strict=True):
+                found = gradients(tensors, dout, causal=causal, backend="cuda")
+                assert all(torch.equal(one, other) for one, other in zip(found, whole, strict=True))
+    assert any(f"bwd_sm90_f32_dq_{part}_kernel" in unit for unit in functions)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_some_gradients(wanted: tuple[int, ...]) -> None:
+    """Bit by bit those of a call that wants all."""
+    tensors = [torch.randn(1, 2, 200, 64, device="cuda") for _ in range(3)]
+    dout = torch.randn_like(tensors[0])
+    expected = gradients(tensors, dout, backend="cuda")[1:]
+    leaves = [tensor.detach().requires_grad_(index in wanted) for index, tensor in enumerate(tensors)]
+    found = torch.autograd.grad(flashtile.attention(*leaves, backend="cuda"), [leaves[index] for index in wanted], dout)
+    for index, one in zip(wanted, found, strict=True):
+        assert torch.equal(one, expected[index])
+
+
+@pytest.mark.smoke
+def test_matmul_precision() -> None:
+    """One float16 product for "high" and "medium", which keeps as many bits as TF32. No plan serves another word."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 512, 64, device="cuda", requires_grad=True) for _ in range(3))
+    dout = torch.randn_like(q)
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    expected = [(wide[0] @ wide[1].transpose(-1, -2) / 8).softmax(-1) @ wide[2]]
+    expected += torch.autograd.grad(expected[0], wide, dout.double())
+    before = torch.get_float32_matmul_precision()
+    try:
+        for word in ("highest", "high", "highest", "medium", "high"):
+            torch.set_float32_matmul_precision(word)
+            out = flashtile.attention(q, k, v, backend="cuda")
+            found = [out, *torch.autograd.grad(out, (q, k, v), dout)]
+            low, high = (0.0, 7e-7) if word == "highest" else (1e-5, 1e-3)
+            for one, other in zip(found, expected, strict=True):
+                assert low <= (one.double() - other).norm() / other.norm() <= high, word
+    finally:
+        torch.set_float32_matmul_precision(before)
