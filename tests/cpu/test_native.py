@@ -229,6 +229,7 @@ VARIATIONS: list[dict[str, Any]] = [
     {"scale": -0.5},
     {"scale": 0.5},
     {"dropout_p": 0.3},
+    {"dropout_p": 0.3, "origin": (1000, 4096, 5, 40)},
     {"mask": "qk"},
     {"bias": "qk"},
     {"bias": "qk", "is_bias_float32": True},

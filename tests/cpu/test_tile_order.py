@@ -53,7 +53,8 @@ extern "C" int tiles_of(int block, int grid, int has_band, int batch, int heads,
     }
     return count;
   };
-  return has_band ? walk(TileScheduler<Mask<true, false>, false>()) : walk(TileScheduler<Mask<false, false>, false, true>());
+  if (has_band) return walk(TileScheduler<Mask<true, false>, false>());
+  return walk(TileScheduler<Mask<false, false>, false, true>());
 }
 // The key tiles of [n_begin, n_end) that a consumer walks over; the last number says which of them are full.
 extern "C" int walk(const uint2* map, int num_rows, int seqlen_k, int i_begin, int i_end, int consumer, int n_begin,

@@ -18,9 +18,7 @@ from flashtile.profile import gpu
 from flashtile.testing import Case, assert_agrees, run
 
 HEAD_DIMS = (64, 128, 33, 40, 96, 1)
-RUNGS = [
-    rung for rung in rungs.rungs() if torch.cuda.is_available() and rung.min_arch <= gpu.current_arch().number
-]
+RUNGS = [rung for rung in rungs.rungs() if torch.cuda.is_available() and rung.min_arch <= gpu.current_arch().number]
 IDS = [rung.name for rung in RUNGS]
 OWN = """// own: a kernel that goes wrong.
 // launch: block_m=1 block_n=1 threads=32 shared=0 arch=61

@@ -14,6 +14,7 @@ from typer.core import TyperCommand
 from flashtile.bench import command as bench_command
 from flashtile.cli import check as check_command
 from flashtile.cli import compile as compile_command
+from flashtile.cli import distributed as distributed_command
 from flashtile.cli import info as info_command
 from flashtile.errors import Unsupported
 from flashtile.ladder import command as ladder_command
@@ -25,6 +26,10 @@ from flashtile.version import __version__
 
 BAD_INPUT = 2
 app = typer.Typer(name="flashtile", help="IO-aware attention for PyTorch.", no_args_is_help=True, add_completion=False)
+
+
+distributed_app = typer.Typer(help="Attention over many ranks.", no_args_is_help=True)
+app.add_typer(distributed_app, name="distributed")
 
 
 def _show_version(is_wanted: bool) -> None:
@@ -195,6 +200,30 @@ def ladder(
     """Check, time and profile the kernel of each optimisation step, beside SDPA."""
     options = ladder_command.Options(is_list, only, dtype, causal, profile, arch, out, as_json)
     _run(lambda: ladder_command.prepare(options, sys.argv[1:]))
+
+
+@distributed_app.command()
+def simulate(
+    ranks: Annotated[str, typer.Option(help="Numbers of GPUs, separated by commas.")] = "8,64,256,1024",
+    rows: Annotated[str, typer.Option(help="Tokens of each GPU, separated by commas.")] = "4096,16384",
+    links: Annotated[str, typer.Option(help="nvlink, infiniband or ethernet, separated by commas.")] = (
+        "nvlink,infiniband,ethernet"
+    ),
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
+    heads_kv: Annotated[int, typer.Option(help="Key heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(help="Head dimension.")] = 128,
+    full: Annotated[bool, typer.Option("--full", help="Without a causal mask.")] = False,
+    measured: Annotated[
+        bool, typer.Option("--measured", help="Run two ranks on this CPU over slow links and compare them.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder to write a CSV and figures into.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Predict time, overlap and memory of context parallel attention for many GPUs, from measured kernel times."""
+    options = distributed_command.Options(
+        ranks, rows, links, heads, heads_kv, head_dim, not full, measured, out, as_json
+    )
+    _run(lambda: distributed_command.prepare(options))
 
 
 class _WordsCommand(TyperCommand):

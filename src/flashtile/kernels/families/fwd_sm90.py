@@ -170,8 +170,9 @@ class Sm90Row(Row):
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
         config = "flashtile::" + self.config
-        mask, score_mod, dropout, lengths = (qualified(f"flashtile::{policy}") for policy in features.policies()[:4])
-        kernel = f"flashtile::FwdSm90<{config}, {mask}, {score_mod}, {dropout}, {lengths}>"
+        policies = [qualified(f"flashtile::{policy}") for policy in features.policies()]
+        mask, score_mod, lengths = policies[0], policies[1], policies[3]
+        kernel = f"flashtile::FwdSm90<{config}, {', '.join(policies[:5])}>"
         return {
             "shared bytes": (
                 f"sizeof(flashtile::FwdSm90Storage<{config}, {mask}, {score_mod}, {lengths}>)",
@@ -188,7 +189,7 @@ class FwdSm90(Family[Sm90Row]):
     kernels = ("fwd_sm90",)
     dtypes = ("float16", "bfloat16")
     head_dims = tuple(sorted(_TILES))
-    features = Family.features - {"is_paged", "is_aligned16"}
+    features = Family.features - {"is_aligned16"}
     takes_overlapping_rows = False
     length_classes = (_PACKED_HEADS, _RAGGED)
 
@@ -196,8 +197,13 @@ class FwdSm90(Family[Sm90Row]):
         return None if arch.has_wgmma else f"{arch.name} has no wgmma"
 
     def refuse(self, key: PlanKey) -> str | None:
-        reason = super().refuse(key)
-        return "a scale that is not positive" if reason is None and not key.is_scale_positive else reason
+        return super().refuse(key) or self._refuse_more(key)
+
+    def _refuse_more(self, key: PlanKey) -> str | None:
+        features = key.features
+        if features.is_paged and (features.has_bool_mask or features.bias_dtype is not None):
+            return "a boolean mask or a bias with paged keys"
+        return None if key.is_scale_positive else "a scale that is not positive"
 
     def packed_heads(self, key: PlanKey) -> int:
         """How many heads share a tile. Heads that share memory cannot be packed: a TMA box has no stride of 0."""
@@ -251,8 +257,9 @@ def _tiles(dims: tuple[int, int], key: PlanKey) -> list[Tile]:
 
 
 def _row(tile: Tile, dtype: str, out_dtype: str, dims: tuple[int, int], packs_heads: bool = False) -> Sm90Row:
-    flags = tile.takes_turns, tile.scales_lazily, tile.stores_p, packs_heads, tile.num_blocks
-    return Sm90Row("fwd_sm90", dtype, out_dtype, *dims, tile.block_m, tile.block_n, tile.num_stages, *flags)
+    flags = tile.takes_turns, tile.scales_lazily, tile.stores_p, packs_heads
+    sizes = tile.block_m, tile.block_n, tile.num_stages
+    return Sm90Row("fwd_sm90", dtype, out_dtype, *dims, *sizes, *flags, num_blocks=tile.num_blocks)
 
 
 def _with_options(row: Sm90Row, features: Features) -> Sm90Row:
@@ -267,7 +274,16 @@ def _maps(row: Sm90Row, features: Features, layout: CallLayout, packed_heads: in
         boxes["out"] = (_WARP_ROWS, 1)
     head_axis, row_axis = layout.axes
     axes = row_axis, head_axis, -4
-    maps = [MapPatch(getattr(FwdSm90Params, f"{name}_map").offset, name, axes, *box) for name, box in boxes.items()]
+    maps = [
+        MapPatch(
+            getattr(FwdSm90Params, f"{name}_map").offset,
+            name,
+            axes,
+            *box,
+            is_paged=features.is_paged and name in ("k", "v"),
+        )
+        for name, box in boxes.items()
+    ]
     if "bias" in layout.tensors and packed_heads == 1:
         maps.append(MapPatch(FwdSm90Params.bias_map.offset, "bias", (-2, -3, -4), _WARPGROUP_ROWS, is_optional=True))
     return tuple(maps)

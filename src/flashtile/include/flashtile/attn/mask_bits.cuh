@@ -1,5 +1,5 @@
-// A bool mask as bits, in the order of a score fragment (tile/fragment.cuh), and a map of its tiles. A kernel of its own
-// makes both (kernels/mask_bits.cuh). Axes along which all elements of the mask are one in memory have length 1
+// A bool mask as bits, in the order of a score fragment (tile/fragment.cuh), and a map of its tiles. A kernel of its
+// own makes both (kernels/mask_bits.cuh). Axes along which all elements of the mask are one in memory have length 1
 // here.
 //
 // bits   [batch][head][query][key tile][4]  bit 2 b + e of word t is key 8 b + 2 t + e of the tile: what lane t of a

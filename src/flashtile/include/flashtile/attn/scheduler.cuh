@@ -7,8 +7,8 @@
 // units cost the same. If every tile gets a block of its own, units stay single. With kPacksHeads a tile holds queries
 // of all heads that share a KV head, and "head" means KV head.
 //
-// The last round of pairs may leave most blocks idle. Where that saves half a round, the middle tiles of all heads, each
-// of which costs half a pair, come last and one by one.
+// The last round of pairs may leave most blocks idle. Where that saves half a round, the middle tiles of all heads,
+// each of which costs half a pair, come last and one by one.
 //
 // Where sequences share a bias (kSharesBias), those of one head are consecutive: one of them reads it to L2 for all.
 #pragma once
@@ -49,8 +49,8 @@ struct TileScheduler {
     }
   }
 
-  // The index of this block's first tile, and of the one after index. A pair u has the indices 2 u and 2 u + 1, a single
-  // tile among pairs 2 u. The block is done when the index reaches num_indices.
+  // The index of this block's first tile, and of the one after index. A pair u has the indices 2 u and 2 u + 1, a
+  // single tile among pairs 2 u. The block is done when the index reaches num_indices.
   FT_DEVICE bool is_paired() const { return Mask::kHasBand && num_pairs > 0; }
   FT_DEVICE i32 first() const { return static_cast<i32>(blockIdx.x) * (is_paired() ? 2 : 1); }
   FT_DEVICE i32 next(i32 index) const {

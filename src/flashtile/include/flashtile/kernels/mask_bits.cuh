@@ -30,8 +30,8 @@ FT_DEVICE void add_piece(u32 bits, i32 piece, u32 (&words)[4]) {
   for (i32 t = 0; t < 4; ++t) words[t] |= ((bits >> 2 * t & 3u) | (bits >> (6 + 2 * t) & 12u)) << (4 * piece);
 }
 
-// Packs the row of a tile of kBlockN contiguous keys. Rows that are not aligned come in aligned pieces too: the last one
-// has up to 15 bytes past the tile, the first one as many before it, which are there. Scope: thread.
+// Packs the row of a tile of kBlockN contiguous keys. Rows that are not aligned come in aligned pieces too: the last
+// one has up to 15 bytes past the tile, the first one as many before it, which are there. Scope: thread.
 template <i32 kBlockN>
 FT_DEVICE void pack_contiguous(const u8* keys, u32 (&words)[4]) {
   i32 shift = static_cast<i32>(reinterpret_cast<u64>(keys) % 16);
@@ -102,7 +102,8 @@ __global__ void __launch_bounds__(kMaskBitsThreads, 2) mask_bits_kernel(const FT
     if (lane == 0 && is_full) atomicOr(&full, 1u << x);
   }
   __syncthreads();
-  if (threadIdx.x == 0) reinterpret_cast<uint2*>(p.mask_tiles)[layout.tiles_index(plane, group, word)] = make_uint2(visible, full);
+  if (threadIdx.x == 0)
+    reinterpret_cast<uint2*>(p.mask_tiles)[layout.tiles_index(plane, group, word)] = make_uint2(visible, full);
 }
 
 }  // namespace flashtile
