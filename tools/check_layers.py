@@ -11,7 +11,7 @@ from pathlib import Path
 
 # From left to right; names in one row may not import each other, unless they are one package.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("version", "errors"),
+    ("version", "errors", "markup"),
     ("problem",),
     ("tensors",),
     ("runtime",),
@@ -23,14 +23,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("facades",),
     ("__init__",),
     ("testing",),
-    ("bench", "check", "profile", "integrations", "distributed"),
+    ("distributed",),
+    ("bench", "check", "integrations"),
+    ("profile",),
     ("ladder",),
     ("tiles",),
+    ("report",),
     ("cli",),
     ("__main__",),
 )
 # Each of these may be imported by the named layers only, whatever their order.
-ONLY_FOR = {"runtime": {"kernels", "backends", "ladder", "tiles", "cli"}}
+ONLY_FOR = {"runtime": {"kernels", "backends", "profile", "ladder", "tiles", "cli"}}
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
 
 

@@ -3,11 +3,12 @@
 Everything between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` is filled in. NAME is one of
 - <folder>/<csv stem>:<table>, such as nvidia-h200/sdpa_Lsweep_B1_H1_d64_fp32:latency. Tables: latency, throughput,
   bandwidth, memory, accuracy, ratios, overhead; of the ladder: ladder, ladder-causal, counters, counters-causal,
-  one-head, hbm; of the tile study: tiles;
+  one-head, hbm; of the tile study: tiles; of a profile: profile;
 - <folder>/<figure>.png;
 - rung/<name>: the notes at the head of that kernel of the ladder;
 - <folder>/check.json, mutations.json or sanitize.json: the record of a check;
 - families: the kernel families, from the code.
+Numbers in the text between `<!-- value:... -->` and `<!-- /value -->` are filled in by inline_values.py.
 The table between `<!-- support -->` and `<!-- /support -->` is compared with the code (support_table.py).
 A figure whose CSV has changed is drawn again.
 
@@ -27,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import inline_values
 import support_table
 
 from flashtile.bench import plots, tables
@@ -39,6 +41,10 @@ from flashtile.ladder import tables as ladder_tables
 from flashtile.ladder.rows import HbmRow, RungRow
 from flashtile.ladder.rungs import FOLDER
 from flashtile.ladder.rungs import read as read_rung
+from flashtile.profile import figures as profile_figures
+from flashtile.profile import tables as profile_tables
+from flashtile.profile import timeline
+from flashtile.profile.rows import KernelRow
 from flashtile.tiles import figures as tile_figures
 from flashtile.tiles import tables as tile_tables
 from flashtile.tiles.rows import TileRow
@@ -53,7 +59,8 @@ def pages(root: Path) -> list[Path]:
 
 def fill(text: str, page: Path, results: Path) -> str:
     """The page with every marked part filled in again."""
-    return MARKED.sub(lambda match: f"{match[1]}{part(match['name'], page, results)}\n{match[4]}", text)
+    filled = MARKED.sub(lambda match: f"{match[1]}{part(match['name'], page, results)}\n{match[4]}", text)
+    return inline_values.fill(filled, results)
 
 
 def part(name: str, page: Path, results: Path) -> str:
@@ -77,6 +84,10 @@ def part(name: str, page: Path, results: Path) -> str:
     if kind == "hbm":
         hbm_rows = read(path, HbmRow)
         return titled(ladder_tables.hbm_table(hbm_rows), hbm_rows[0].env)
+    if kind == "profile":
+        kernel_rows = read(path, KernelRow)
+        found = profile_tables.tables(kernel_rows)
+        return "\n\n".join((*(f"{one.title}:\n\n{one.markdown()}" for one in found), origin(kernel_rows[0].env)))
     if kind == "tiles":
         tile_rows = read(path, TileRow)
         return titled(tile_tables.study_table(tile_rows), tile_rows[0].env)
@@ -155,13 +166,19 @@ def figures(results: Path, wanted: set[str], is_redraw: bool = False) -> tuple[l
 
 def _kind(path: Path) -> str:
     """The prefix of the names of a figure's CSVs."""
-    return next((kind for kind in ("ladder", "tiles") if path.stem.startswith(kind)), "sdpa")
+    return next((kind for kind in ("ladder", "tiles", "profile", "timeline") if path.stem.startswith(kind)), "sdpa")
 
 
 def draw(source: Path) -> list[Path]:
     if _kind(source) == "sdpa":
         return plots.draw(source, read(source, Row))
-    return (ladder_figures if _kind(source) == "ladder" else tile_figures).draw(source)
+    drawn_by = {
+        "ladder": ladder_figures.draw,
+        "tiles": tile_figures.draw,
+        "profile": profile_figures.draw,
+        "timeline": timeline.redraw,
+    }
+    return drawn_by[_kind(source)](source)
 
 
 def families_table() -> str:

@@ -36,7 +36,7 @@ from flashtile.bench import device as facts
 from flashtile.kernels import assemble, families, speeds
 
 HEADER = ("arch", "op", "dtype", "head_dim", "option", "size", "provider", "us")
-LARGE = {"cuda": (2, 16, 4096), "cpu": (1, 4, 1024)}  # batch, heads, length
+LARGE = speeds.LARGE
 SMALL = (1, 1, 64)
 ROUNDS, SMALL_CALLS, PAGE = 5, 50, 64
 SDPA = {

@@ -55,6 +55,10 @@ class AttentionArgs(NamedTuple):
     window_right: int = -1
     softcap: float = 0.0  # 0 = none
     dropout_p: float = 0.0
+    first_query: int = 0  # dropout indices of this call's first query, key and head in a larger problem
+    first_key: int = 0  # a multiple of 8
+    first_head: int = 0  # b * total_heads + h
+    total_heads: int = 0  # of the larger problem; 0 = q's
     deterministic: bool | None = None  # None = follow torch's global switch
     num_splits: int = 0  # 0 = the backend's choice
     out_dtype: torch.dtype | None = None  # None = q's dtype; float32 to merge partial results without rounding them
@@ -304,6 +308,11 @@ def _check_scalars(args: AttentionArgs) -> None:
         raise value_error("softcap", args.softcap, "a float32 number >= 0 (0 = none)")
     if not (0.0 <= args.dropout_p < 1.0):
         raise value_error("dropout_p", args.dropout_p, "a probability in [0, 1)")
+    for name in ("first_query", "first_key", "first_head", "total_heads"):
+        index = getattr(args, name)
+        if not (0 <= index <= MAX_LENGTH) or (name == "first_key" and index % 8 != 0):
+            accepted = f"an integer of 0 to {MAX_LENGTH}"
+            raise value_error(name, index, accepted + (", a multiple of 8" if name == "first_key" else ""))
     if args.num_splits < 0:
         raise value_error("num_splits", args.num_splits, "an integer >= 0 (0 = chosen)")
     for name, length in (("max_seqlen_q", args.max_seqlen_q), ("max_seqlen_k", args.max_seqlen_k)):

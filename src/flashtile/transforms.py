@@ -282,7 +282,8 @@ class _Scores:
         self.kept: Tensor | float = 1.0
         if args.dropout_p > 0.0 and args.rng_state is not None:
             batch_heads = torch.arange(s.shape[0] * heads, device=s.device).view(s.shape[0], heads)
-            kept = dropout.keep_mask(args.rng_state, args.dropout_p, batch_heads, range(seqlen_q), range(seqlen_k))
+            indices = dropout.indices(args, batch_heads, range(seqlen_q), range(seqlen_k))
+            kept = dropout.keep_mask(args.rng_state, args.dropout_p, *indices)
             self.kept = kept.to(dtype) * dropout.keep_factor(args.dropout_p)
         self.p_sink: Tensor | None = None
         if args.sinks is not None:

@@ -35,6 +35,7 @@ OPTIONS: dict[str, dict] = {
     "a bias of one row": {"bias": "k", **LONG},
     "a bias of one column, float32": {"bias": "bq", "is_bias_float32": True, "causal": "bottom_right", **LONG},
     "dropout": {"dropout_p": 0.2, **LONG},
+    "dropout of a part": {"dropout_p": 0.2, "origin": (1000, 4096, 5, 40), **LONG},
     "few queries of many heads": {"heads": 12, "seqlen_q": 3, "seqlen_k": 90, "causal": "bottom_right", "bias": "hqk"},
     "head dims 21 and 40": {"head_dim": 21, "head_dim_v": 40, "seqlen_q": 70, "memory": "sliced"},
     "head dims 200 and 70": {"head_dim": 200, "head_dim_v": 70, "seqlen_q": 40, "seqlen_k": 140},

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import flashtile
+from flashtile import ops
+from flashtile.problem import AttentionArgs
 from flashtile.testing import dropout_mask
 
 MASK = 0xFFFFFFFF
@@ -73,6 +75,30 @@ def test_backends_drop_exactly_these_elements(backend: str, seed: int) -> None:
     bits = dropout_mask(rng_state, p, batch, heads, seqlen_q, seqlen_k)
     torch.testing.assert_close(dropped, plain * bits * 65536 / (65536 - 16384))
     assert abs(bits.double().mean().item() - 0.75) < 0.01
+
+
+@pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_a_part_of_a_problem_has_its_elements(backend: str, layout: str) -> None:
+    """Queries 5 to 9, keys 16 to 31 and heads 1 and 2 of 4, each sequence for itself."""
+    rng_state, p = torch.tensor([123, 45]), 0.3
+    bits = dropout_mask(rng_state, p, 3, 4, 10, 32)[1:, 1:3, 5:10, 16:32]
+    q, k, v = torch.zeros(2, 2, 5, 8), torch.zeros(2, 2, 16, 8), torch.eye(16).expand(2, 2, 16, 16)
+    if layout == "bshd":
+        q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (q, k, v))
+    args = AttentionArgs(q, k, v, rng_state=rng_state, dropout_p=p, layout=layout, backend=backend)
+    args = args._replace(first_query=5, first_key=16, first_head=1 * 4 + 1, total_heads=4)
+    for _ in range(2):  # by Python, and by the plan that the first call has registered
+        out, _ = ops.forward(*args)
+        out = out.transpose(1, 2) if layout == "bshd" else out
+        assert torch.equal(out > 0, bits)
+
+
+@pytest.mark.parametrize(("name", "value"), [("first_key", 4), ("first_query", -1), ("total_heads", 1 << 40)])
+def test_indices_that_are_none(name: str, value: int) -> None:
+    q = torch.zeros(1, 1, 4, 8)
+    with pytest.raises(ValueError, match=f"{name}: got {value}"):
+        ops.forward(*AttentionArgs(q, q, q)._replace(**{name: value}))
 
 
 def test_rng_state_is_drawn_from_torch(seed: int) -> None:

@@ -45,7 +45,7 @@ def change(key: PlanKey = PLAIN, **changes: object) -> PlanKey:
         ({"dtype": "float32"}, "float32 is not among its dtypes (float16, bfloat16)"),
         ({"arch": ARCHS[80]}, "sm_80 has no wgmma"),
         ({"head_dim": 264}, "head_dim 264, 128 is over its 256, 256"),
-        ({"is_paged": True}, "paged keys"),
+        ({"is_paged": True}, None),
         ({"is_aligned16": False}, "rows that are not multiples of 16 bytes on 16-byte boundaries"),
         ({"is_scale_positive": False}, "a scale that is not positive"),
         ({"rows_disjoint": False}, "rows that overlap in memory"),
@@ -53,6 +53,29 @@ def change(key: PlanKey = PLAIN, **changes: object) -> PlanKey:
 )
 def test_what_the_hopper_forward_refuses(changes: dict[str, object], reason: str | None) -> None:
     assert families.find("fwd_sm90").refuse(change(**changes)) == reason
+
+
+FEW = next(which for which in families.find("decode_sm90").length_classes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"has_band": True, "has_softcap": True, "has_alibi": True, "has_lengths": True, "is_paged": True}, None),
+        ({"classes": ((FEW, 0),)}, "over 2 tiles of 64 rows, the queries of all heads that share a KV head"),
+        ({"heads_disjoint": False}, "heads of q that share memory: a TMA box has no stride of 0"),
+        ({"heads_disjoint": False, "classes": ((FEW, 1),)}, None),
+        ({"bias_dtype": "float32"}, "a bias"),
+        ({"has_bool_mask": True}, "boolean masks"),
+        ({"has_dropout": True}, "dropout"),
+        ({"arch": ARCHS[80]}, "sm_80 has no wgmma"),
+        ({"is_scale_positive": False}, "a scale that is not positive"),
+    ],
+)
+def test_what_the_hopper_decode_refuses(changes: dict[str, object], reason: str | None) -> None:
+    few = change(classes=((FEW, 4),))
+    assert families.find("decode_sm90").refuse(change(few, **changes)) == reason
 
 
 def test_simt_takes_every_dtype_on_every_arch() -> None:
@@ -111,7 +134,7 @@ def test_a_switch_names_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
     assert families.select(change(grads=("dq",))).name == "bwd_sm90"  # of another op: not concerned
     monkeypatch.setenv("FLASHTILE_FAMILY", "fwd_sm90")
     with pytest.raises(Unsupported, match="'fwd_simt' refuses: FLASHTILE_FAMILY names fwd_sm90"):
-        families.select(change(is_paged=True))
+        families.select(change(is_aligned16=False))
     monkeypatch.setenv("FLASHTILE_FAMILY", "fwd_sm91")
     names = ", ".join(family.name for family in families.all_families())
     with pytest.raises(ValueError, match=f"FLASHTILE_FAMILY: got 'fwd_sm91'; accepted: {names}"):

@@ -27,10 +27,12 @@ from flashtile.bench.sweep import Sweep
 from flashtile.cli.main import app
 from flashtile.kernels.arch import ARCHS
 from flashtile.ladder import command, counters, figures, launcher, measure, probe, rungs, tables
-from flashtile.ladder.ceilings import Ceilings
 from flashtile.ladder.probe import GUARD, KernelFault
 from flashtile.ladder.rows import Counters, HbmRow, RungRow
 from flashtile.ladder.rungs import Variables
+from flashtile.profile import gpu
+from flashtile.profile import ncu as profiler
+from flashtile.profile.ceilings import Ceilings
 from flashtile.runtime import toolchain
 from flashtile.runtime.nvrtc import CompileError
 
@@ -458,21 +460,21 @@ HEADER = [
     "ID",
     "Kernel Name",
     "Metric A",
-    *counters._BYTES,
+    *profiler.BYTES,
     *counters._METRICS.values(),
-    *map(counters._STALL.format, counters._STALLS),
+    *map(profiler.STALL.format, profiler.STALLS),
 ]
 
 
 def csv_of(*kernels):
     lines = ['"' + '","'.join(HEADER) + '"', '"' + '","'.join("" for _ in HEADER) + '"']
     for name, value in kernels:
-        cells = {"ID": "0", "Kernel Name": name, counters._STALL.format("barrier"): "9"}
+        cells = {"ID": "0", "Kernel Name": name, profiler.STALL.format("barrier"): "9"}
         lines.append('"' + '","'.join(cells.get(column, value) for column in HEADER) + '"')
     return "==PROF== Connected to process 1\n" + "\n".join(lines) + "\n==PROF== Disconnected\n"
 
 
-MARKER = "ladder_marker_kernel(int)"
+MARKER = f"{profiler.MARKER}(int)"
 
 
 @pytest.fixture
@@ -484,8 +486,8 @@ def ncu(monkeypatch):
             assert command[0] == "ncu"
             return subprocess.CompletedProcess(command, returncode, stdout, stderr)
 
-        monkeypatch.setattr(counters, "find", lambda: "ncu")
-        monkeypatch.setattr(counters.subprocess, "run", run)
+        monkeypatch.setattr(profiler, "find", lambda: "ncu")
+        monkeypatch.setattr(profiler.subprocess, "run", run)
 
     return answer
 
@@ -493,18 +495,18 @@ def ncu(monkeypatch):
 def test_counters_are_read(ncu):
     ncu(csv_of((MARKER, "1"), ("first", "1,234.5"), (MARKER, "1"), ("second", "2")))
     one, two = counters.profile(
-        [counters.Call("00_naive", Point()), counters.Call("01_shared_tiles", Point())], Variables()
+        [profiler.Call("00_naive", Point()), profiler.Call("01_shared_tiles", Point())], Variables()
     )
     assert one.dram_bytes == 2469.0
     assert one.profiled_ms == 1234.5e-6
     assert two.achieved_occupancy == 0.02
     assert two.top_stall == "barrier"
-    assert two.top_stall_share == pytest.approx(9 / (9 + 2 * (len(counters._STALLS) - 1)))
+    assert two.top_stall_share == pytest.approx(9 / (9 + 2 * (len(profiler.STALLS) - 1)))
 
 
 def test_bytes_are_summed_over_the_kernels_of_a_call(ncu):
     ncu(csv_of((MARKER, "1"), ("a", "10"), ("b", "20"), (MARKER, "1"), ("c", "1")))
-    calls = [counters.Call("eager", Point()), counters.Call("00_naive", Point())]
+    calls = [profiler.Call("eager", Point()), profiler.Call("00_naive", Point())]
     assert counters.device_bytes(calls, Variables()) == [(60.0, 2), (2.0, 1)]
 
 
@@ -530,15 +532,15 @@ def test_bytes_are_summed_over_the_kernels_of_a_call(ncu):
 def test_a_profiler_that_does_not_answer(ncu, stdout, stderr, returncode, words):
     ncu(stdout, stderr, returncode)
     with pytest.raises(Unsupported, match=words):
-        counters.profile([counters.Call("00_naive", Point())], Variables())
+        counters.profile([profiler.Call("00_naive", Point())], Variables())
 
 
 def test_no_profiler(monkeypatch):
-    monkeypatch.setattr(counters.shutil, "which", lambda *_, **__: None)
+    monkeypatch.setattr(profiler.shutil, "which", lambda *_, **__: None)
     with pytest.raises(
         Unsupported, match=r"Nsight Compute: got no ncu on PATH; accepted: an installed one\. Install it"
     ):
-        counters.find()
+        profiler.find()
 
 
 # A run on the CPU in place of the GPU
@@ -575,7 +577,7 @@ def run(tmp_path, monkeypatch):
         monkeypatch.setattr(measure, "baselines", lambda: fakes(["sdpa-math"], True))
         monkeypatch.setattr(command.ceilings, "measure", lambda: Ceilings(60.0, 4000.0, 30000.0))
         monkeypatch.setattr(probe, "check", lambda rung, head_dim, variables: 1e-7)
-        monkeypatch.setattr(launcher, "current_arch", lambda index=0: ARCHS[90])
+        monkeypatch.setattr(gpu, "current_arch", lambda index=0: ARCHS[90])
         monkeypatch.setattr(counters, "profile", profile)
         monkeypatch.setattr(counters, "device_bytes", lambda calls, variables: [(1e9, 3)] * len(calls))
         monkeypatch.setattr(figures, "draw", lambda source: [source.with_suffix(".png")])
@@ -767,7 +769,7 @@ def test_pages_are_filled(results, tmp_path_factory):
 
 
 def test_a_row_of_a_kernel(monkeypatch):
-    monkeypatch.setattr(launcher, "current_arch", lambda index=0: ARCHS[90])
+    monkeypatch.setattr(gpu, "current_arch", lambda index=0: ARCHS[90])
     rung, point = rung_of("04"), replace(measure.LARGE, is_causal=True)
     row = measure.rung_row(rung, point, Variables(), None, Ceilings(60.0, 4000.0, 30000.0), Counters(), ENV)
     assert (row.block_m, row.block_n, row.num_threads, row.shared_bytes) == (64, 64, 256, 70656)

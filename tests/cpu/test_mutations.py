@@ -3,6 +3,7 @@ in it."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import shutil
@@ -36,17 +37,23 @@ NEEDED = {
     "dbias_head": Features(bias_dtype="float32"),
     "alibi_offset": Features(has_alibi=True),
     "dropout_lane": Features(has_dropout=True),
+    "dropout_origin": Features(has_dropout=True),
     "dropout_backward": Features(has_dropout=True),
     "softcap_derivative": Features(has_softcap=True),
     "fwd_sm90_mask_offset": Features(has_band=True),
     "fwd_sm90_tail": Features(has_lengths=True),
+    "fwd_sm90_page": Features(has_lengths=True, is_paged=True),
     "fwd_sm90_dropout": Features(has_dropout=True),
     "fwd_sm90_mask_bits": Features(has_bool_mask=True),
     "fwd_sm90_mask_tiles": Features(has_bool_mask=True),
     "fwd_sm90_mask_row": Features(has_bool_mask=True),
     "fwd_sm90_bias_row": Features(bias_dtype="bfloat16"),
     "fwd_sm90_alibi": Features(has_alibi=True),
+    "decode_sm90_tail": Features(has_lengths=True),
     "fwd_sm80_skip": Features(has_band=True),
+    "fwd_sm90_wide_tail": Features(has_lengths=True),
+    "bwd_sm80_wide_dq_mask": Features(has_band=True),
+    "bwd_sm80_wide_dbias_head": Features(bias_dtype="bfloat16"),
     "bwd_sm80_mask_offset": Features(has_band=True),
     "bwd_sm80_softcap": Features(has_softcap=True),
     "bwd_sm90_mask_offset": Features(has_band=True),
@@ -88,6 +95,10 @@ def write(features: Features) -> dict[str, tuple[str, str]]:
         for kernel in family.kernels:
             needed = BIASED if "dbias" in kernel else features
             key = PlanKey(dtype, dtype, *family.head_dims[0], needed, ARCH, grads)
+            if family.refuse(key) is not None:
+                # It may take calls of another length alone
+                classes = tuple((which, which.values[-1]) for which in family.length_classes)
+                key = dataclasses.replace(key, classes=classes)
             if family.refuse(key) is None:
                 *_, row = family.candidates(kernel, key)
                 layout = CallLayout("bhsd", ())

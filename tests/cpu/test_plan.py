@@ -61,6 +61,7 @@ def draw(pick: random.Random) -> Case:
         alibi=pick.choice([None, "h", "bh"]),
         has_sinks=pick.random() < 0.3,
         dropout_p=pick.choice([0.0, 0.25]),
+        origin=pick.choice([(0, 0, 0, 0), (7, 24, 5, 9)]),
     )
 
 
@@ -105,6 +106,12 @@ def expected(
         dropout.threshold(args.dropout_p),
         dropout.keep_factor(args.dropout_p),
     )
+    params.first_query, params.first_key_group, params.first_head = (
+        args.first_query,
+        args.first_key // 8,
+        args.first_head,
+    )
+    params.total_heads = args.total_heads or shape.heads
     return params
 
 

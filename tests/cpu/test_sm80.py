@@ -15,6 +15,7 @@ from flashtile.kernels.spec import CallLayout, Features, PlanKey
 from flashtile.runtime import cache
 
 FORWARD, BACKWARD = families.find("fwd_sm80"), families.find("bwd_sm80")
+WIDE_FORWARD, WIDE_BACKWARD = families.find("fwd_sm80_wide"), families.find("bwd_sm80_wide")
 AMPERE_ON = [arch for arch in ARCHS.values() if arch.number >= 80]
 EVERYTHING = Features(True, True, True, True, "float32", True, True)
 GRADS = ("dq", "dk", "dv")
@@ -39,9 +40,44 @@ def test_every_architecture_has_a_tile_for_every_call(arch: Arch, features: Feat
                 assert row.is_exact is (head_dims == dims)
 
 
-@pytest.mark.parametrize("family", [FORWARD, BACKWARD], ids=lambda family: family.name)
-def test_turing_has_none(family: families.Family) -> None:
-    assert family.refuse(key(ARCHS[75], 64, 64)) == "sm_75 has no cp.async and no mma.sync of bfloat16"
+@pytest.mark.parametrize("arch", AMPERE_ON, ids=lambda arch: arch.name)
+@pytest.mark.parametrize("features", [Features(), EVERYTHING], ids=("plain", "everything"))
+def test_every_architecture_has_a_wide_tile_for_every_call(arch: Arch, features: Features) -> None:
+    for family, grads in ((WIDE_FORWARD, None), (WIDE_BACKWARD, GRADS)):
+        for dims in ((257, 257), (320, 320), (384, 384), (448, 448), (512, 512), (512, 40), (40, 512)):
+            call = key(arch, *dims, features, grads=grads)
+            assert family.refuse(call) is None
+            for kernel in family.kernels:
+                assert family.select(kernel, call).shared_bytes <= arch.shared_bytes
+
+
+def test_turing_takes_float16_alone() -> None:
+    turing = ARCHS[75]
+    for family, grads in ((FORWARD, None), (WIDE_FORWARD, None), (BACKWARD, GRADS), (WIDE_BACKWARD, GRADS)):
+        call = key(turing, 64, 64, grads=grads)
+        assert family.refuse(call) == "sm_75 has no mma.sync of bfloat16"
+        call = replace(call, dtype="float16", out_dtype="float16")
+        assert family.refuse(call) is None
+        for kernel in family.kernels:
+            assert family.select(kernel, call).shared_bytes <= turing.shared_bytes
+        assert family.refuse(replace(call, arch=ARCHS[61])) == "sm_61 has no mma.sync"
+        wide = replace(call, head_dim=512, head_dim_v=512)
+        assert family.refuse(wide) in ("no tile of it fits sm_75", f"head_dim 512, 512 is over its {over(family)}")
+
+
+def over(family: families.Family) -> str:
+    return ", ".join(map(str, family.head_dims[-1]))
+
+
+def test_wide_rows_take_what_the_narrow_backward_refuses() -> None:
+    for features, is_deterministic in ((Features(bias_dtype="float32"), False), (Features(), True)):
+        call = key(ARCHS[80], 128, 128, features, grads=GRADS, is_deterministic=is_deterministic)
+        assert BACKWARD.refuse(call) is not None
+        assert WIDE_BACKWARD.refuse(call) is None
+    steps = WIDE_BACKWARD.launch(
+        key(ARCHS[80], 128, 128, Features(bias_dtype="float32"), grads=("dq", "dbias")), CallLayout("bhsd", ("bias",))
+    ).steps
+    assert [step.name for step in steps] == ["bwd_preprocess_kernel", "bwd_sm80_dq_kernel", "bwd_sm80_dbias_kernel"]
 
 
 def row_of(**changes) -> Sm80Row:
@@ -75,6 +111,7 @@ def test_what_the_backward_refuses() -> None:
     assert refuse(is_deterministic=True) == "deterministic sums"
     assert refuse(features=Features(bias_dtype="float32")) == "a bias"
     assert BACKWARD.refuse(key(ARCHS[80], 256, 256, grads=GRADS)) == "head_dim 256, 256 is over its 128, 128"
+    assert FORWARD.refuse(key(ARCHS[80], 320, 320)) == "head_dim 320, 320 is over its 256, 256"
 
 
 # Every pair of head dims on two architectures; `make compile-all` compiles all
@@ -107,5 +144,36 @@ def test_backward_code_has_tensor_core_products_and_no_local_memory(number: int,
     found = opcodes(compiled.cubin, tmp_path)
     assert {"HMMA", "LDSM", "LDGSTS"} <= found
     assert found & {"RED", "REDG", "ATOMG"}
+    assert not found & LOCAL_MEMORY
+    assert compiled.warnings == []
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize(("number", "head_dim"), [(80, 512), (86, 448), (120, 320)])
+def test_wide_code_has_tensor_core_products_and_no_local_memory(number: int, head_dim: int, tmp_path) -> None:
+    features = Features(has_band=True, has_lengths=True)
+    for family, grads in ((WIDE_FORWARD, None), (WIDE_BACKWARD, GRADS)):
+        call = key(ARCHS[number], head_dim, head_dim, features, grads=grads)
+        for kernel in family.kernels:
+            (step,) = family.launch_row(family.select(kernel, call), call, CallLayout("bhsd", ())).steps
+            compiled = cache.compile_cached(step.unit, call.arch.name, [step.entry])
+            found = opcodes(compiled.cubin, tmp_path)
+            assert {"HMMA", "LDSM", "LDGSTS"} <= found
+            assert not found & {"RED", "REDG", "ATOMG"}
+            assert not found & LOCAL_MEMORY
+            assert compiled.warnings == []
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize(("family", "head_dim"), [(FORWARD, 64), (BACKWARD, 64), (WIDE_BACKWARD, 128)])
+def test_turing_code_has_tensor_core_products_and_no_local_memory(family, head_dim: int, tmp_path) -> None:
+    call = key(ARCHS[75], head_dim, head_dim, Features(has_band=True), grads=GRADS if family.op == "backward" else None)
+    call = replace(call, dtype="float16", out_dtype="float16")
+    kernel = family.kernels[0]
+    (step,) = family.launch_row(family.select(kernel, call), call, CallLayout("bhsd", ())).steps
+    compiled = cache.compile_cached(step.unit, "sm_75", [step.entry])
+    found = opcodes(compiled.cubin, tmp_path)
+    assert {"HMMA", "LDSM"} <= found
+    assert "LDGSTS" not in found
     assert not found & LOCAL_MEMORY
     assert compiled.warnings == []

@@ -40,6 +40,7 @@ OPTIONS: dict[str, dict] = {
     "alibi": {"alibi": "bh", **LONG},
     "sinks": {"has_sinks": True, "mask": "bq", **LONG},
     "dropout": {"dropout_p": 0.2, **LONG},
+    "dropout of a part": {"dropout_p": 0.2, "origin": (1000, 4096, 5, 40), **LONG},
     "gqa": {"heads": 6, "heads_kv": 2, "causal": "bottom_right"},
     "different head dims": {"head_dim": 72, "head_dim_v": 40},
     "one query": {"seqlen_q": 1, "seqlen_k": 700},

@@ -14,12 +14,11 @@ from flashtile.backends import numba
 from flashtile.ladder import launcher, probe, rungs
 from flashtile.ladder.probe import KernelFault
 from flashtile.ladder.rungs import Variables
+from flashtile.profile import gpu
 from flashtile.testing import Case, assert_agrees, run
 
 HEAD_DIMS = (64, 128, 33, 40, 96, 1)
-RUNGS = [
-    rung for rung in rungs.rungs() if torch.cuda.is_available() and rung.min_arch <= launcher.current_arch().number
-]
+RUNGS = [rung for rung in rungs.rungs() if torch.cuda.is_available() and rung.min_arch <= gpu.current_arch().number]
 IDS = [rung.name for rung in RUNGS]
 OWN = """// own: a kernel that goes wrong.
 // launch: block_m=1 block_n=1 threads=32 shared=0 arch=61
@@ -37,7 +36,7 @@ def compiled():
     """Everything side by side, ahead."""
     jobs = [(rung, head_dim) for rung in RUNGS for head_dim in HEAD_DIMS]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda job: launcher.compile_rung(*job, launcher.current_arch(), Variables()), jobs))
+        list(pool.map(lambda job: launcher.compile_rung(*job, gpu.current_arch(), Variables()), jobs))
 
 
 @pytest.mark.parametrize("rung", RUNGS, ids=IDS)

@@ -64,11 +64,11 @@ def problem(number: int, head_dims: tuple[int, int], lengths: tuple[int, int], *
 
 @pytest.mark.parametrize("part", range(4))
 def test_error_rule(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The common features meet every pair of head dims, others a third of them."""
+    """A causal mask meets every pair of head dims, each other feature one of them; lengths and dtypes take turns."""
     problems = []
     for start, (feature, options) in enumerate(ALL_FEATURES.items()):
         for place, head_dims in enumerate(HEAD_DIMS):
-            if feature in ("plain", "causal", "varlen") or place % 3 == start % 3:
+            if feature == "causal" or place == start % len(HEAD_DIMS):
                 problems.append(problem(place + start, head_dims, LENGTHS[(place + start) % len(LENGTHS)], **options))
     assert_accurate(problems[part::4], KERNEL, monkeypatch)
 
@@ -80,7 +80,7 @@ def test_unaligned_rows(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problems = []
     for start, (_, options) in enumerate((ALL_FEATURES | OTHERS).items()):
         for place, head_dims in enumerate(ODD_HEAD_DIMS):
-            if place % 4 == start % 4:
+            if place == start % len(ODD_HEAD_DIMS):
                 problems.append(problem(place + start, head_dims, LENGTHS[(place + start) % len(LENGTHS)], **options))
     assert_accurate(problems[part::4], KERNEL, monkeypatch)
 
@@ -90,7 +90,7 @@ def test_scales_splits_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = []
     for start, (_, options) in enumerate(OTHERS.items()):
         for place, head_dims in enumerate(HEAD_DIMS):
-            if place % 3 == start % 3:
+            if place == start % len(HEAD_DIMS):
                 problems.append(problem(place + start, head_dims, LENGTHS[(place + start) % len(LENGTHS)], **options))
     assert_accurate(problems, KERNEL, monkeypatch)
 
@@ -125,12 +125,12 @@ def test_rows_of_other_architectures(arch: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("FLASHTILE_ARCH", arch)
     cuda._arch.cache_clear()
     clear_plans()
-    features = ("plain", "causal", "varlen", "everything", "paged")
     problems = []
-    for start, feature in enumerate(features):
+    for start, feature in enumerate(("causal", "varlen", "everything", "paged")):
         for place, head_dims in enumerate(HEAD_DIMS):
-            lengths = LENGTHS[(place + start) % len(LENGTHS)]
-            problems.append(problem(place + start, head_dims, lengths, **ALL_FEATURES[feature]))
+            if feature == "causal" or place % 5 == start:
+                lengths = LENGTHS[(place + start) % len(LENGTHS)]
+                problems.append(problem(place + start, head_dims, lengths, **ALL_FEATURES[feature]))
     assert_accurate(problems, KERNEL, monkeypatch)
 
 

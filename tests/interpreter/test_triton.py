@@ -40,6 +40,7 @@ OPTIONS: dict[str, dict] = {
     "alibi per batch": {"alibi": "bh", "causal": "top_left", "seqlen_q": 20, "seqlen_k": 40},
     "sinks with masked rows": {"has_sinks": True, "mask": "bq", "seqlen_q": 40, "seqlen_k": 20},
     "dropout": {"dropout_p": 0.2, **LONG},
+    "dropout of a part": {"dropout_p": 0.2, "origin": (1000, 4096, 5, 40), **LONG},
     "gqa": {"heads": 4, "heads_kv": 2, "batch": 1, "seqlen_q": 40, "seqlen_k": 20},
     "mqa with everything": {
         "heads": 2,

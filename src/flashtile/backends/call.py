@@ -13,7 +13,7 @@ from flashtile.backends import dropout
 from flashtile.backends.base import Grads
 from flashtile.kernels.params import kernel_softcap, kernel_window
 from flashtile.kernels.spec import GRADS, CallLayout
-from flashtile.problem import NUM_TENSORS, AttentionArgs, key_window, rows_disjoint, softmax_scale
+from flashtile.problem import NUM_TENSORS, AttentionArgs, head_axis, key_window, rows_disjoint, softmax_scale
 
 
 def tensors_of(args: AttentionArgs) -> dict[str, Tensor]:
@@ -57,6 +57,10 @@ def scalars_of(args: AttentionArgs) -> dict[str, float | int]:
         "softcap": args.softcap if args.q.dtype == torch.float64 else kernel_softcap(args.softcap),
         "dropout_threshold": dropout.threshold(args.dropout_p),
         "keep_factor": dropout.keep_factor(args.dropout_p),
+        "first_query": args.first_query,
+        "first_key_group": args.first_key // 8,
+        "first_head": args.first_head,
+        "total_heads": args.total_heads or args.q.shape[head_axis(args.layout)],
         "max_seqlen_q": args.max_seqlen_q or 0,
         "max_seqlen_k": args.max_seqlen_k or 0,
     }

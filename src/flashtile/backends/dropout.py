@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashtile.problem import AttentionArgs, head_axis
+
 _LANES = 8
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -29,6 +31,20 @@ def threshold(dropout_p: float) -> int:
 def keep_factor(dropout_p: float) -> float:
     """The factor of kept values."""
     return 65536 / (65536 - threshold(dropout_p))
+
+
+def indices(args: AttentionArgs, batch_heads: Tensor, rows: range, columns: range) -> tuple[Tensor, range, range]:
+    """Of a part of a call, as `keep_mask` takes them: those of the larger problem that the call is a part of.
+    `batch_heads` holds indices b * heads + h of the call."""
+    if args.total_heads or args.first_head:
+        heads = args.q.shape[head_axis(args.layout)]
+        total = args.total_heads or heads
+        batch_heads = args.first_head + batch_heads // heads * total + batch_heads % heads
+    return batch_heads, _shifted(rows, args.first_query), _shifted(columns, args.first_key)
+
+
+def _shifted(indices: range, first: int) -> range:
+    return range(first + indices.start, first + indices.stop)
 
 
 def keep_mask(rng_state: Tensor, dropout_p: float, batch_heads: Tensor, rows: range, columns: range) -> Tensor:

@@ -202,11 +202,13 @@ def tensor_map(patch: MapPatch, tensor: Tensor) -> driver.TensorMap:
     axes = [axis for axis in patch.axes if tensor.dim() >= -axis and tensor.stride(axis) > 0 and tensor.shape[axis] > 1]
     lengths = [tensor.shape[axis] if axis in axes else 1 for axis in patch.axes]
     strides = [tensor.stride(axis) * tensor.element_size() if axis in axes else _ANY_STRIDE for axis in patch.axes]
+    bits = patch.box_rows | tensor.shape[patch.axes[0]]
+    box_rows = bits & -bits if patch.is_paged else patch.box_rows
     return driver.TensorMap(
         dtype_name(tensor.dtype),
         (tensor.shape[-1], *lengths),
         strides,
-        (_BOX_BYTES // tensor.element_size(), patch.box_rows, patch.box_heads, 1),
+        (_BOX_BYTES // tensor.element_size(), box_rows, patch.box_heads, 1),
     )
 
 

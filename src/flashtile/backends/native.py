@@ -164,8 +164,8 @@ def record_launches() -> Iterator[dict[tuple[str, str], None]]:
 _LAYOUTS = ("rows", "contiguous", "any")
 _MEMSET, _KERNEL, _ENGINE = range(3)  # csrc/exec/plan.h: StepKind
 _RULES = (
-    *("tensor", "workspace", "stride", "broadcast_stride", "size", "elements", "broadcast_size", "distinct_size"),
-    *("value", "scalar"),
+    *("tensor", "workspace", "stride", "broadcast_stride", "size", "elements", "broadcast_size"),
+    *("distinct_size", "value", "scalar"),
 )
 
 
@@ -236,6 +236,7 @@ def serialize(
             tensor_map.box_rows,
             tensor_map.box_heads,
             tensor_map.is_optional,
+            tensor_map.is_paged,
         ]
     numbers.append(len(plan.steps))
     symbols = []

@@ -142,7 +142,6 @@ def _dropout_factor(args: AttentionArgs, segment: Segment, dtype: torch.dtype) -
     """The factor of P: 0 where dropped, the keep factor elsewhere."""
     if args.dropout_p == 0.0 or args.rng_state is None:
         return 1.0
-    kept = dropout.keep_mask(
-        args.rng_state, args.dropout_p, segment.batch_heads(), range(segment.seqlen_q), range(segment.seqlen_k)
-    )
+    indices = dropout.indices(args, segment.batch_heads(), range(segment.seqlen_q), range(segment.seqlen_k))
+    kept = dropout.keep_mask(args.rng_state, args.dropout_p, *indices)
     return kept.to(dtype) * dropout.keep_factor(args.dropout_p)

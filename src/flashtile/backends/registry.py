@@ -12,6 +12,7 @@ import os
 import warnings
 from dataclasses import dataclass
 
+from flashtile import markup
 from flashtile.backends.base import Backend, kind_of
 from flashtile.backends.cpu import CpuBackend
 from flashtile.backends.cuda import CudaBackend
@@ -138,7 +139,8 @@ class Explanation:
     refusals: dict[str, str]  # every other backend, with its reason
     slow_paths: tuple[str, ...]  # what a warning, or in strict mode an error, would say
 
-    def __str__(self) -> str:
+    def _lines(self) -> list[tuple[str, str]]:
+        """The answer as pairs of a label and a text. A detail of the backend has an indented label."""
         problem, shape = self.problem, self.problem.shape
         options = {
             "causal": problem.causal if problem.causal != "none" else "",
@@ -159,18 +161,33 @@ class Explanation:
         given = ", ".join(f"{name} {value}" for name, value in options.items() if value)
         passes = "forward and backward" if problem.needs_grad else "forward"
         device = problem.arch or problem.device
-        lines = [
-            f"problem   {dtype_name(problem.dtype)} on {device}, layout {problem.layout}, {passes}",
-            f"sizes     batch {shape.batch}, heads {shape.heads} over {shape.heads_kv}, seqlen "
-            f"{shape.seqlen_q} x {shape.seqlen_k}, "
-            f"head_dim {shape.head_dim} / {shape.head_dim_v}",
-            f"options   scale {problem.scale:.4g}" + (f", {given}" if given else ""),
-            f"backend   {self.backend}",
-            *(f"  {name}: {value}" for name, value in self.details.items()),
-            *(f"not       {name}: {reason}" for name, reason in self.refusals.items()),
-            *(f"slow      {reason}" for reason in self.slow_paths),
+        return [
+            ("problem", f"{dtype_name(problem.dtype)} on {device}, layout {problem.layout}, {passes}"),
+            (
+                "sizes",
+                f"batch {shape.batch}, heads {shape.heads} over {shape.heads_kv}, seqlen {shape.seqlen_q} x "
+                f"{shape.seqlen_k}, head_dim {shape.head_dim} / {shape.head_dim_v}",
+            ),
+            ("options", f"scale {problem.scale:.4g}" + (f", {given}" if given else "")),
+            ("backend", self.backend),
+            *((f"  {name}", value) for name, value in self.details.items()),
+            *(("not", f"{name}: {reason}") for name, reason in self.refusals.items()),
+            *(("slow", reason) for reason in self.slow_paths),
         ]
-        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{label}: {text}" if label.startswith(" ") else f"{label:<10}{text}" for label, text in self._lines()
+        )
+
+    def _repr_html_(self) -> str:
+        """The answer as a table, for notebooks."""
+        kinds = {"backend": "good", "slow": "bad", "not": "soft"}
+        lines = []
+        for label, text in self._lines():
+            kind = kinds.get(label.split()[0], "plain")
+            lines.append((label.strip(), markup.Raw(f'<span class="{kind}">{markup.escape(text)}</span>')))
+        return markup.fragment("flashtile-explain", markup.table(("", ""), lines, is_numeric=False))
 
 
 def explain(problem: Problem, name: str | None) -> Explanation:

@@ -128,7 +128,8 @@ class Tiles:
         """Applies dropout to one tile of P or dP."""
         if self.batch_heads is None or self.args.rng_state is None:
             return p
-        keep = dropout.keep_mask(self.args.rng_state, self.args.dropout_p, self.batch_heads, i, j)
+        indices = dropout.indices(self.args, self.batch_heads, i, j)
+        keep = dropout.keep_mask(self.args.rng_state, self.args.dropout_p, *indices)
         return torch.where(keep, p * dropout.keep_factor(self.args.dropout_p), 0.0)
 
 

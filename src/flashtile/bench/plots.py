@@ -85,6 +85,11 @@ def draw(csv_path: Path, rows: Sequence[Row]) -> list[Path]:
         return _grid_figures(csv_path, timed)
 
 
+def style(provider: str) -> tuple[str, str, str]:
+    """Colour, line and marker of a provider."""
+    return _STYLES.get(provider, (_GREY, "-.", "."))
+
+
 def look() -> dict[str, Any]:
     return {
         "font.size": 11,
@@ -158,7 +163,7 @@ def _lines(axes: Any, rows: Sequence[Row], value: Value, has_band: bool = False,
         own = sorted((row for row in rows if row.provider == name and value(row)), key=lambda row: row.seqlen_k)
         if not own:
             continue
-        colour, line, marker = _STYLES.get(name, (_GREY, "-.", "."))
+        colour, line, marker = style(name)
         is_default = name in DEFAULT_BACKENDS
         xs, ys = [row.seqlen_k for row in own], [value(row) or 0.0 for row in own]
         width, size, order = (2.8, 7, 3) if is_default else (1.5, 5, 2)

@@ -174,7 +174,7 @@ class Sweep:
                 same = None if grads is None else (*(_bhsd(grad, provider) for grad in grads[:3]), *grads[3:])
                 verdict = check.verdict(_bhsd(out, provider), same)
                 del out, grads
-                thunks = [_thunk(attend, inputs, point.direction) for inputs in leaves]
+                thunks = [make_thunk(attend, inputs, point.direction) for inputs in leaves]
                 call_s = timing.once(thunks[0], device)[1]
                 if call_s < 0.1:
                     call_s = min(timing.once(thunks[-1], device)[1] for _ in range(2))
@@ -257,7 +257,7 @@ def run(attend: Attend, inputs: Inputs, has_grad: bool) -> tuple[Tensor, tuple[T
     return out.detach(), torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v, *attend.leaves), inputs.dout)
 
 
-def _thunk(attend: Attend, inputs: Inputs, direction: str) -> Thunk:
+def make_thunk(attend: Attend, inputs: Inputs, direction: str) -> Thunk:
     """The function to time."""
     if direction == "fwd":
         return partial(attend.call, inputs.q, inputs.k, inputs.v)

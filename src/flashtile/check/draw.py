@@ -196,7 +196,11 @@ class Drawer:
             changes |= {**sizes, "num_splits": pick.choice((1, 1, changes["num_splits"]))}
         if changes["values"] == "overflow":
             changes["dropout_p"] = min(changes["dropout_p"], 0.2)
-        return Trial(dataclasses.replace(plain, **changes), pick.randrange(1 << 31), options.has_backward)
+        seed = pick.randrange(1 << 31)
+        if options.has_dropout and seed % 2:
+            # A part of a larger problem
+            changes["origin"] = (seed % 1000, seed % 500 * 8, seed % 11, changes["heads"] + seed % 5)
+        return Trial(dataclasses.replace(plain, **changes), seed, options.has_backward)
 
     def values(self, options: Options) -> list[str]:
         """The kinds of values that mean something under these options."""

@@ -113,6 +113,9 @@ _ACCEPTED = {
     "scale": _Accepted(lambda value: value is None or math.isfinite(value), "a finite number"),
     "softcap": _Accepted(lambda value: 0 <= value < math.inf, "a finite number of 0 or more"),
     "dropout_p": _Accepted(lambda value: 0 <= value < 1, "a number from 0 up to, and without, 1"),
+    "origin": _Accepted(
+        lambda value: min(value) >= 0 and value[1] % 8 == 0, "query:key:head:heads, each 0 or more, key a multiple of 8"
+    ),
     "seed": _Accepted(lambda value: 0 <= value < 1 << 63, "an integer from 0 to 2**63 - 1"),
 }
 
@@ -132,6 +135,8 @@ def _value(kind: Any, text: str) -> Any:
     if kind == "bool":
         return {"True": True, "False": False}[text]
     if kind.startswith("tuple"):
-        left, right = text.split(":")
-        return int(left), int(right)
+        numbers = tuple(map(int, text.split(":")))
+        if len(numbers) != kind.count("int"):
+            raise ValueError
+        return numbers
     return {"int": int, "float": float, "str": str}[kind](text)

@@ -7,14 +7,19 @@ import json
 import os
 import platform
 import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from flashtile import markup
 from flashtile.backends import native, registry
 from flashtile.backends.base import Backend
+from flashtile.bench.files import writable_folder, write_whole
 from flashtile.cli import compile as compile_command
 from flashtile.errors import Unsupported
 from flashtile.kernels.arch import ARCHS, arch_of
@@ -167,58 +172,100 @@ def _plain_problem(device: str) -> Problem:
     return Problem.of(Case(batch=1, heads=1, heads_kv=1).make(0, device).args)
 
 
-def show(as_json: bool) -> None:
+def prepare(as_json: bool, html: Path | None) -> Callable[[], int]:
+    """Checks the options and returns the job."""
+    if html is not None:
+        writable_folder(html.parent, "--html")
+    return partial(_show, as_json, html)
+
+
+def _show(as_json: bool, html: Path | None) -> int:
     facts = collect()
-    if as_json:
+    if html is not None:
+        write_whole(html, page(facts))
+        print(f"Written: {html}")
+    elif as_json:
         print(json.dumps(facts, indent=2))
-        return
-    console = Console()
-    found = Table("what", "found", title=f"flashtile {facts['flashtile']}", title_justify="left")
-    found.add_row("python", f"{facts['python']} on {facts['platform']}")
-    found.add_row("torch", f"{facts['torch']}, {facts['cpu_threads']} CPU threads")
-    built = facts["extension"]
-    found.add_row(
-        "C++ extension",
-        f"none: {built['reason']}" if built["reason"] else f"{', '.join(built['instruction_sets'])}; {built['path']}",
-    )
-    launcher = facts["executor"]
-    found.add_row(
-        "CUDA kernels",
-        f"launched by {launcher['language']}" + (f": {launcher['reason']}" if launcher["reason"] else ""),
-    )
-    found.add_row("CUDA of torch", facts["torch_cuda"] or "none: a CPU build")
-    for gpu in facts["gpus"] or [None]:
-        found.add_row(
-            "GPU",
-            "none"
-            if gpu is None
-            else (
-                f"{gpu['name']}, compute capability {gpu['compute_capability']}, {gpu['memory_bytes'] / 2**30:.0f} GiB"
-            ),
+    else:
+        found = Table("what", "found", title=f"flashtile {facts['flashtile']}", title_justify="left")
+        for line in found_lines(facts):
+            found.add_row(*line)
+        backends = Table(
+            "backend", "cpu", "cuda", "what it is", title="backends, the preferred first", title_justify="left"
         )
-    found.add_row("CUDA of the driver", facts["driver"]["cuda"] or f"none: {facts['driver']['reason']}")
+        for name, cpu, cuda, what in backend_lines(facts):
+            backends.add_row(name, cpu, cuda, what)
+        # Wrap long paths instead of truncating them
+        found.columns[1].overflow = "fold"
+        Console().print(found, backends)
+    return 0
+
+
+def page(facts: dict[str, Any]) -> str:
+    """The same as an HTML page."""
+
+    def status(text: str) -> markup.Raw:
+        kind = "good" if text == "works" else "soft"
+        return markup.Raw(f'<span class="{kind}">{markup.escape(text)}</span>')
+
+    title = f"flashtile {facts['flashtile']}"
+    backends = [(name, status(cpu), status(cuda), what) for name, cpu, cuda, what in backend_lines(facts)]
+    body = markup.table(("what", "found"), found_lines(facts), title, is_numeric=False)
+    body += markup.table(
+        ("backend", "cpu", "cuda", "what it is"), backends, "backends, the preferred first", is_numeric=False
+    )
+    return markup.page(title, f'<main style="max-width:70rem;margin:1rem auto;padding:0 1rem">{body}</main>')
+
+
+def found_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was found, as pairs of a name and a text."""
+    built, launcher = facts["extension"], facts["executor"]
+    lines = [
+        ("python", f"{facts['python']} on {facts['platform']}"),
+        ("torch", f"{facts['torch']}, {facts['cpu_threads']} CPU threads"),
+        (
+            "C++ extension",
+            f"none: {built['reason']}"
+            if built["reason"]
+            else f"{', '.join(built['instruction_sets'])}; {built['path']}",
+        ),
+        (
+            "CUDA kernels",
+            f"launched by {launcher['language']}" + (f": {launcher['reason']}" if launcher["reason"] else ""),
+        ),
+        ("CUDA of torch", facts["torch_cuda"] or "none: a CPU build"),
+    ]
+    for gpu in facts["gpus"]:
+        memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
+        lines.append(("GPU", f"{gpu['name']}, compute capability {gpu['compute_capability']}, {memory}"))
+    if not facts["gpus"]:
+        lines.append(("GPU", "none"))
     compiler, kept = facts["nvrtc"], facts["cache"]
-    found.add_row(
-        "NVRTC", f"{compiler['version']}, {compiler['path']}" if compiler["version"] else f"none: {compiler['reason']}"
-    )
-    for variable in compiler["variables"]:
-        found.add_row("NVRTC reads", f"{variable}: kernels compiled with it are cached apart")
+    lines += [
+        ("CUDA of the driver", facts["driver"]["cuda"] or f"none: {facts['driver']['reason']}"),
+        (
+            "NVRTC",
+            f"{compiler['version']}, {compiler['path']}" if compiler["version"] else f"none: {compiler['reason']}",
+        ),
+        *(
+            ("NVRTC reads", f"{variable}: kernels compiled with it are cached apart")
+            for variable in compiler["variables"]
+        ),
+    ]
     held = f"{kept['files']} kernels, {kept['bytes'] / 2**20:.1f} MB"
-    found.add_row("kernel cache", f"{kept['directory'] or 'none'}, {kept['status']}, {held}")
     embedded = ", ".join(f"{count} for {name}" for name, count in facts["embedded"].items())
-    found.add_row("embedded kernels", embedded or "none: built without FLASHTILE_ARCHS")
     works = [name for name, status in facts["archs"].items() if status == "works"]
-    found.add_row("compiles for", ", ".join(works) or "nothing")
-    for name, status in facts["archs"].items():
-        if status != "works":
-            found.add_row(name, status)
-    for name, meaning in SWITCHES.items():
-        found.add_row(name, f"{facts['switches'][name] or 'not set'} ({meaning})")
-    backends = Table(
-        "backend", "cpu", "cuda", "what it is", title="backends, the preferred first", title_justify="left"
-    )
-    for name, status in facts["backends"].items():
-        backends.add_row(name, status["cpu"], status["cuda"], facts["summaries"][name])
-    # Wrap long paths instead of truncating them
-    found.columns[1].overflow = "fold"
-    console.print(found, backends)
+    lines += [
+        ("kernel cache", f"{kept['directory'] or 'none'}, {kept['status']}, {held}"),
+        ("embedded kernels", embedded or "none: built without FLASHTILE_ARCHS"),
+        ("compiles for", ", ".join(works) or "nothing"),
+        *((name, status) for name, status in facts["archs"].items() if status != "works"),
+        *((name, f"{facts['switches'][name] or 'not set'} ({meaning})") for name, meaning in SWITCHES.items()),
+    ]
+    return lines
+
+
+def backend_lines(facts: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    return [
+        (name, status["cpu"], status["cuda"], facts["summaries"][name]) for name, status in facts["backends"].items()
+    ]

@@ -6,22 +6,30 @@ import errno
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from flashtile.bench import command as bench_command
 from flashtile.cli import check as check_command
 from flashtile.cli import compile as compile_command
+from flashtile.cli import distributed as distributed_command
 from flashtile.cli import info as info_command
 from flashtile.errors import Unsupported
 from flashtile.ladder import command as ladder_command
+from flashtile.profile import command as profile_command
+from flashtile.report import command as report_command
 from flashtile.runtime.nvrtc import CompileError
 from flashtile.tiles import command as tiles_command
 from flashtile.version import __version__
 
 BAD_INPUT = 2
 app = typer.Typer(name="flashtile", help="IO-aware attention for PyTorch.", no_args_is_help=True, add_completion=False)
+
+
+distributed_app = typer.Typer(help="Attention over many ranks.", no_args_is_help=True)
+app.add_typer(distributed_app, name="distributed")
 
 
 def _show_version(is_wanted: bool) -> None:
@@ -63,9 +71,10 @@ def _refuse(text: str, error: Exception) -> NoReturn:
 @app.command()
 def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write an HTML page instead of tables.")] = None,
 ) -> None:
     """Show what was found on this machine, what works here, and why the rest does not."""
-    info_command.show(as_json)
+    _run(lambda: info_command.prepare(as_json, html))
 
 
 @app.command("compile")
@@ -191,3 +200,69 @@ def ladder(
     """Check, time and profile the kernel of each optimisation step, beside SDPA."""
     options = ladder_command.Options(is_list, only, dtype, causal, profile, arch, out, as_json)
     _run(lambda: ladder_command.prepare(options, sys.argv[1:]))
+
+
+@distributed_app.command()
+def simulate(
+    ranks: Annotated[str, typer.Option(help="Numbers of GPUs, separated by commas.")] = "8,64,256,1024",
+    rows: Annotated[str, typer.Option(help="Tokens of each GPU, separated by commas.")] = "4096,16384",
+    links: Annotated[str, typer.Option(help="nvlink, infiniband or ethernet, separated by commas.")] = (
+        "nvlink,infiniband,ethernet"
+    ),
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
+    heads_kv: Annotated[int, typer.Option(help="Key heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(help="Head dimension.")] = 128,
+    full: Annotated[bool, typer.Option("--full", help="Without a causal mask.")] = False,
+    measured: Annotated[
+        bool, typer.Option("--measured", help="Run two ranks on this CPU over slow links and compare them.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder to write a CSV and figures into.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Predict time, overlap and memory of context parallel attention for many GPUs, from measured kernel times."""
+    options = distributed_command.Options(
+        ranks, rows, links, heads, heads_kv, head_dim, not full, measured, out, as_json
+    )
+    _run(lambda: distributed_command.prepare(options))
+
+
+class _WordsCommand(TyperCommand):
+    """A command whose arguments never begin with a dash, so that options may follow a `--`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, [argument for argument in args if argument != "--"])
+
+
+@app.command(cls=_WordsCommand)
+def profile(
+    problem: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Words such as B=4 H=16 S=4096 d=128 causal dtype=bf16 pass=fwd,bwd (also Hkv, Sq, Sk, dv, full). "
+            "Values may be lists: S=1024,4096."
+        ),
+    ] = None,
+    providers: Annotated[
+        str, typer.Option(help="Whose kernels, separated by commas: names as in `bench --backends`.")
+    ] = profile_command.DEFAULT_PROVIDERS,
+    arch: Annotated[
+        str | None, typer.Option(help="Such as sm_90: only what the compiler knows about our kernels; needs no GPU.")
+    ] = None,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Clocks of one block of our kernels, phase by phase, and a picture.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results. Default: results/<device>.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON; the tables go to stderr.")] = False,
+) -> None:
+    """Read the hardware counters of the kernels of a call with Nsight Compute: ours, torch's or others'."""
+    options = profile_command.Options(problem or (), providers, arch, timeline, out, as_json)
+    _run(lambda: profile_command.prepare(options, sys.argv[1:]))
+
+
+@app.command()
+def report(
+    results: Annotated[Path, typer.Option(help="The folder with a folder for each device.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Write one HTML page from results/: interactive curves, ratios, rooflines, the ladder, counters. No network."""
+    _run(lambda: report_command.prepare(results, out))

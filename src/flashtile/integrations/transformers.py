@@ -7,6 +7,9 @@
 transformers takes every name with "flash" in it for the flash_attn package or a kernel of its hub. The functions are
 therefore registered as "ftile", through AttentionInterface and AttentionMaskInterface, and the one method that resolves
 names is wrapped so that "flashtile" means "ftile". "ftile" can be asked for directly, too.
+
+Inside `flashtile.distributed.context_parallel` every rank gives the model its rows of the sequence, and attention is
+over all of them.
 """
 
 from __future__ import annotations
@@ -23,6 +26,12 @@ from transformers.masking_utils import sdpa_mask
 
 from flashtile.api import attention, attention_varlen
 from flashtile.errors import unsupported
+
+current: Callable[[], Any] = lambda: None  # noqa: E731, without torch.distributed there are no ranks
+if torch.distributed.is_available():
+    from flashtile import distributed
+
+    current = distributed.current
 
 NAME = "flashtile"
 # What a model's config says. Without "flash" in it
@@ -75,6 +84,9 @@ def attention_mask_for(
 ) -> Tensor | None:
     """As transformers' `sdpa_mask`: (batch, 1, queries, keys), True = attend, or None where the attention function
     masks by itself. None also for causal windows and under torch.compile, where `sdpa_mask` stores the whole mask."""
+    if current() is not None:
+        _check_over_ranks(attention_mask, q_length, kv_length)
+        return None
     if (
         allow_is_causal_skip
         and not (isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor))
@@ -98,6 +110,14 @@ def attention_mask_for(
         **options,
     )
     return mask
+
+
+def _check_over_ranks(padding: Tensor | None, q_length: int, kv_length: int) -> None:
+    """Over the rows of all ranks the attention function masks by itself; of padding a rank knows its own."""
+    if q_length != kv_length or not _hides_nothing(padding, kv_length):
+        raise unsupported(
+            "attention_mask", "padding or a cache inside context_parallel", "whole sequences without padding"
+        )
 
 
 def _hands_over_window(config: Any, local_size: int) -> bool:
@@ -133,6 +153,8 @@ def attention_forward(
     dim). Attention weights are never stored, so the second result is None."""
     is_decoder = getattr(module, "is_causal", True) if is_causal is None else is_causal
     shared: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0, "sinks": s_aux}
+    if current() is not None:
+        return _over_ranks(module, query, key, value, sliding_window, is_decoder, attention_mask, position_bias, shared)
     lengths = [options.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     if all(isinstance(length, Tensor) for length in lengths) and query.shape[0] == 1:
         return _packed(query, key, value, lengths, options, sliding_window, is_decoder, position_bias, shared), None
@@ -171,6 +193,28 @@ def _window(module: Any, sliding_window: Any, num_keys: int) -> tuple[int, int] 
             )
         return None
     return None if sliding_window is None else (sliding_window - 1, 0)
+
+
+def _over_ranks(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sliding_window: Any,
+    is_decoder: bool,
+    attention_mask: Tensor | None,
+    position_bias: Tensor | None,
+    shared: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Inside `context_parallel`: query, key and value are this rank's rows."""
+    if attention_mask is not None or position_bias is not None:
+        name = "attention_mask" if attention_mask is not None else "position_bias"
+        raise unsupported(name, "a tensor inside context_parallel", "None")
+    context = current()
+    assert context is not None
+    window = _window(module, sliding_window, query.shape[2]) if is_decoder else None
+    out = context.attend(query, key, value, causal="top_left" if is_decoder else False, window=window, **shared)
+    return out.transpose(1, 2), None
 
 
 def _packed(

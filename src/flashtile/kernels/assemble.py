@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from flashtile.kernels import families
 from flashtile.kernels.families.base import Launch
-from flashtile.kernels.params import Params, Struct, field_at
+from flashtile.kernels.params import DROPOUT_ORIGIN, Params, Struct, field_at
 from flashtile.kernels.plan import (
     AnyStep,
     BroadcastSize,
@@ -46,7 +46,10 @@ _OPTIONAL = (
     ),
     Operand("block_table"),
 )
-_SCALARS = ("window_left", "window_right", "scale", "scale_log2", "softcap", "dropout_threshold", "keep_factor")
+_SCALARS = (
+    *("window_left", "window_right", "scale", "scale_log2", "softcap", "dropout_threshold", "keep_factor"),
+    *DROPOUT_ORIGIN,
+)
 Values = tuple[tuple[str, tuple[Rule, ...]], ...]
 
 
@@ -150,6 +153,7 @@ def call_values(layout: CallLayout) -> Values:
         ("total_q", (Size("q", row),)),
         ("total_k", (Size("k", row),)),
         ("lse_size", (Elements("lse"),)),
+        ("head_dim", (Size("q", -1),)),
     ]
     if is_paged:
         values += [("num_pages", (Size("k", -4),)), ("page_size", (Size("k", row),))]

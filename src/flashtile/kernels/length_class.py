@@ -54,6 +54,27 @@ class PackedHeads(NamedTuple):
         return 1, self.tile_rows, self.block_rows, 0
 
 
+class FewQueries(NamedTuple):
+    """How many heads share a tile of `tile_rows` rows, all that share a KV head, where the queries of a sequence make
+    at most `max_tiles` such tiles; else 0."""
+
+    tile_rows: int
+    max_tiles: int
+
+    @property
+    def values(self) -> tuple[int, int]:
+        return (0, 4)  # any number above 0: kernels do not know it
+
+    def of(self, shape: Shape, num_multiprocessors: int) -> int:
+        num_heads = shape.heads // shape.heads_kv
+        if num_heads > self.tile_rows:
+            return 0
+        return num_heads if -(-shape.seqlen_q // (self.tile_rows // num_heads)) <= self.max_tiles else 0
+
+    def serialized(self) -> tuple[int, int, int, int]:
+        return 5, self.tile_rows, self.max_tiles, 0
+
+
 class RaggedQueries(NamedTuple):
     """1 where blocks of `large` queries would hold over `percent` percent of the rows that blocks of `small` would."""
 
@@ -106,4 +127,4 @@ class ShortLengths(NamedTuple):
         return 4, self.queries, self.keys, 0
 
 
-LengthClass = SmallGrid | PackedHeads | RaggedQueries | ManyScores | ShortLengths
+LengthClass = SmallGrid | PackedHeads | RaggedQueries | ManyScores | ShortLengths | FewQueries

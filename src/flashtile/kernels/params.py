@@ -42,6 +42,7 @@ _SIZES = (
     *("num_splits", "window_left", "window_right", "is_top_left"),
 )
 
+DROPOUT_ORIGIN = ("first_query", "first_key_group", "first_head", "total_heads")
 WIDE_NUMBERS = ("scale", "scale_log2", "softcap", "keep_factor")  # in double precision for float64 calls
 
 _APPEND_POINTERS = (
@@ -70,6 +71,7 @@ class Params(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("scale", "scale_log2", "softcap")),
         ("dropout_threshold", ctypes.c_uint32),
         ("keep_factor", ctypes.c_float),
+        *((name, ctypes.c_uint32) for name in DROPOUT_ORIGIN),
     ]
 
 
@@ -91,6 +93,16 @@ class FwdSm90Params(ctypes.Structure):
         ("base", Params),
         ("_padding", ctypes.c_char * (-ctypes.sizeof(Params) % 64)),
         *((f"{name}_map", ctypes.c_uint64 * 16) for name in ("q", "k", "v", "out", "bias")),
+    ]
+
+
+class DecodeSm90Params(ctypes.Structure):
+    """What decode_sm90_kernel is told."""
+
+    _fields_ = [
+        ("base", Params),
+        ("_padding", ctypes.c_char * (-ctypes.sizeof(Params) % 64)),
+        *((f"{name}_map", ctypes.c_uint64 * 16) for name in ("q", "k", "v")),
     ]
 
 
@@ -137,6 +149,7 @@ Struct = (
     | type[AppendParams]
     | type[FwdSm90Params]
     | type[Sm90F32Params]
+    | type[DecodeSm90Params]
 )
 
 # A wider window hides no key of the longest sequence (problem.py: MAX_LENGTH)

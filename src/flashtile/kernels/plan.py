@@ -85,7 +85,8 @@ class Patch(NamedTuple):
 
 class MapPatch(NamedTuple):
     """A tensor map in the parameters: a tensor as (last, row, head, batch), in boxes of 128 bytes of its last axis,
-    box_rows rows and box_heads heads."""
+    box_rows rows and box_heads heads. No box of a paged tensor crosses a page: its rows are the largest power of two
+    that divides both box_rows and the rows of a page."""
 
     offset: int
     tensor: str
@@ -93,6 +94,7 @@ class MapPatch(NamedTuple):
     box_rows: int
     box_heads: int = 1
     is_optional: bool = False  # left out where TMA cannot read the tensor
+    is_paged: bool = False
 
 
 class Operand(NamedTuple):

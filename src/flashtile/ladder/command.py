@@ -23,9 +23,11 @@ from flashtile.bench.sweep import Settings, Sweep
 from flashtile.bench.terminal import make_console, progress_bar, say_files, say_remark, show
 from flashtile.errors import Unsupported, unsupported, value_error
 from flashtile.kernels.arch import ARCHS, Arch
-from flashtile.ladder import ceilings, counters, figures, launcher, measure, probe, tables
+from flashtile.ladder import counters, figures, launcher, measure, probe, tables
 from flashtile.ladder.rows import Counters, HbmRow, RungRow
 from flashtile.ladder.rungs import Rung, Variables
+from flashtile.profile import ceilings, gpu, ncu
+from flashtile.profile.ncu import Call
 from flashtile.runtime import toolchain
 
 _BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S = 0.08, 6.0, 150.0
@@ -65,9 +67,9 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         hint = "`flashtile ladder --list` needs none and shows what each kernel takes"
         raise unsupported("flashtile ladder", "no GPU here", "a GPU that torch sees", hint)
     if options.has_profile:
-        counters.find()
+        ncu.find()
     folder = writable_folder(options.out or Path("results") / device.slug(where))
-    arch, console = launcher.current_arch(), make_console(options.as_json)
+    arch, console = gpu.current_arch(), make_console(options.as_json)
     fitting, refusals = with_tiles(chosen, measure.LARGE.head_dim, arch, variables)
     # Compile in parallel. A compile error ends the command here, with the compiler's log
     with ThreadPoolExecutor() as pool:
@@ -206,7 +208,7 @@ class Run:
         if not self.options.has_profile:
             return {}, [], ""
         counted: dict[tuple[str, bool], Counters] = {}
-        calls = [counters.Call(rung.name, point) for point in self._points() for rung in self.chosen]
+        calls = [Call(rung.name, point, has_warm_up=False) for point in self._points() for rung in self.chosen]
         try:
             found = counters.profile(calls, self.variables)
             counted = {(call.provider, call.point.is_causal): one for call, one in zip(calls, found, strict=True)}
@@ -230,7 +232,7 @@ class Run:
     def _hbm(self) -> list[HbmRow]:
         """Device memory traffic by sequence length, of eager attention and of the last rung."""
         calls = [
-            counters.Call(name, replace(measure.LARGE, seqlen_q=seqlen, seqlen_k=seqlen))
+            Call(name, replace(measure.LARGE, seqlen_q=seqlen, seqlen_k=seqlen), has_warm_up=name == "eager")
             for name in ("eager", self.chosen[-1].name)
             for seqlen in _HBM_SEQLENS
         ]
@@ -245,7 +247,7 @@ class Run:
 
 def _arch(name: str | None) -> Arch:
     if name is None:
-        return launcher.current_arch() if torch.cuda.is_available() else ARCHS[_DEFAULT_ARCH]
+        return gpu.current_arch() if torch.cuda.is_available() else ARCHS[_DEFAULT_ARCH]
     known = {arch.name: arch for arch in ARCHS.values()}
     if name not in known:
         raise value_error("--arch", repr(name), ", ".join(known))

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from flashtile.errors import unsupported, value_error
-from flashtile.kernels.arch import Arch, arch_of
+from flashtile.kernels.arch import Arch
 from flashtile.ladder.rungs import Rung, Tile, Variables
+from flashtile.profile import gpu
 from flashtile.runtime import cache, driver
 from flashtile.runtime.nvrtc import Compiled, Resources
 
@@ -127,14 +128,5 @@ def kernel_for(rung: Rung, q: Tensor, k: Tensor, v: Tensor, variables: Variables
             raise unsupported(name, f"it on {tensor.device}", "one CUDA device")
     is_aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (q, k, v))
     return compile_rung(
-        rung, q.shape[-1], current_arch(q.device.index or 0), variables, q.shape[-1] % 4 == 0 and is_aligned
+        rung, q.shape[-1], gpu.current_arch(q.device.index or 0), variables, q.shape[-1] % 4 == 0 and is_aligned
     )
-
-
-@functools.cache
-def current_arch(index: int = 0) -> Arch:
-    major, minor = torch.cuda.get_device_capability(index)
-    arch = arch_of(major, minor)
-    if arch is None:
-        raise unsupported("GPU", f"compute capability {major}.{minor}", "6.1 or newer")
-    return arch

@@ -14,9 +14,10 @@ from flashtile.bench.providers import Attend, Provider
 from flashtile.bench.rows import Environment, Row
 from flashtile.errors import unsupported, value_error
 from flashtile.ladder import launcher, rungs
-from flashtile.ladder.ceilings import Ceilings
 from flashtile.ladder.rows import Counters, RungRow
 from flashtile.ladder.rungs import Rung, Variables
+from flashtile.profile import gpu
+from flashtile.profile.ceilings import Ceilings
 
 BASELINES = ("cuda", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math")
 LARGE = Point(4, 16, 16, 4096, 4096, 64, 64)
@@ -67,7 +68,7 @@ def rung_providers(variables: Variables, chosen_rungs: Sequence[Rung] | None = N
 
 
 def profiled_providers() -> list[Provider]:
-    """All providers that a child of ladder.counters can name."""
+    """All providers that a child of profile.ncu can name."""
     return [*rung_providers(Variables.read()), *providers.providers()]
 
 
@@ -99,7 +100,7 @@ def rung_row(
     counted: Counters,
     env: Environment,
 ) -> RungRow:
-    kernel = launcher.compile_rung(rung, point.head_dim, launcher.current_arch(), variables)
+    kernel = launcher.compile_rung(rung, point.head_dim, gpu.current_arch(), variables)
     resources, tile = kernel.resources, kernel.tile
     return RungRow(
         rung=rung.name,

@@ -103,6 +103,7 @@ class Case:
     alibi: str | None = None  # "h" or "bh"
     has_sinks: bool = False
     dropout_p: float = 0.0
+    origin: tuple[int, int, int, int] = (0, 0, 0, 0)  # first_query, first_key, first_head, total_heads
     page_size: int = 16  # of a cache; at least seqlen_k: rows of a larger cache, by batch index
     has_leftpad: bool = True  # of a cache, dense or in pages
     has_junk_pages: bool = False  # entries of the table that hold no key of their sequence are out of bounds
@@ -163,6 +164,10 @@ class _Maker:
             window_right=case.window[1],
             softcap=case.softcap,
             dropout_p=case.dropout_p,
+            first_query=case.origin[0],
+            first_key=case.origin[1],
+            first_head=case.origin[2],
+            total_heads=case.origin[3],
             deterministic=case.deterministic,
             num_splits=case.num_splits,
             out_dtype=torch.float32 if case.is_out_float32 else None,

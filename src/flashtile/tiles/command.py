@@ -20,8 +20,9 @@ from flashtile.bench.terminal import make_console, progress_bar, say_files, say_
 from flashtile.errors import Unsupported, unsupported, value_error
 from flashtile.kernels.arch import Arch
 from flashtile.ladder import counters
-from flashtile.ladder.launcher import current_arch
 from flashtile.ladder.rows import Counters
+from flashtile.profile.gpu import current_arch
+from flashtile.profile.ncu import Call
 from flashtile.tiles import figures, study, tables
 from flashtile.tiles.rows import TileRow
 from flashtile.tiles.study import Study, Trial
@@ -119,9 +120,7 @@ class Run:
     def _count(self, timed: Sequence[Row]) -> tuple[dict[str, Counters], str]:
         """What Nsight Compute counts in a full call of each tile that ran, and why nothing."""
         calls = [
-            counters.Call(row.provider, row.point)
-            for row in timed
-            if row.is_ok and not row.is_baseline and not row.is_causal
+            Call(row.provider, row.point) for row in timed if row.is_ok and not row.is_baseline and not row.is_causal
         ]
         if not calls:
             return {}, ""

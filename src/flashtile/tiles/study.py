@@ -25,8 +25,8 @@ from flashtile.kernels.families.fwd_sm90 import Sm90Row
 from flashtile.kernels.families.simt import SimtRow
 from flashtile.kernels.plan import Step
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
-from flashtile.ladder.launcher import current_arch
 from flashtile.problem import AttentionArgs
+from flashtile.profile.gpu import current_arch
 from flashtile.runtime import cache
 from flashtile.runtime.nvrtc import CompileError, Resources
 
@@ -182,7 +182,7 @@ class TileUse:
 
 
 def profiled_providers() -> list[Provider]:
-    """Everyone who can be named in a child of ladder.counters."""
+    """Everyone who can be named in a child of profile.ncu."""
     return [Trial(study.family, row).provider() for study in STUDIES for row in study.rows]
 
 

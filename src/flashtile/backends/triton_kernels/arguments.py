@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 # Integer arguments that no kernel is specialized on
 NOT_SPECIALIZED = [
     *("alibi_batch_stride", "heads", "rows", "seqlen_q", "seqlen_k", "total_q", "total_k"),
-    *("window_left", "window_right", "drop_threshold"),
+    *("window_left", "window_right", "drop_threshold", "first_query", "first_key", "first_head", "total_heads"),
     *("num_blocks", "num_m_blocks", "num_n_blocks", "num_splits", "split_stride", "num_pairs", "pair_heads"),
     *("dbias_heads", "dbias_rows", "dbias_columns"),
 ]

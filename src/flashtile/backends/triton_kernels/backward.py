@@ -63,6 +63,10 @@ def bwd_dkdv_triton_kernel(
     alibi_slopes,
     alibi_batch_stride,
     rng_state,
+    first_query,
+    first_key,
+    first_head,
+    total_heads,
     lengths,
     heads,
     seqlen_q,
@@ -171,7 +175,8 @@ def bwd_dkdv_triton_kernel(
                     do_tile = tl.where((row_lse == float("inf"))[:, None], 0.0, do_tile)
                 # dV
                 if HAS_DROPOUT:
-                    keep = tl.trans(dropout_keep(rng_state, b * heads + h, m0, n0, drop_threshold, BLOCK_M, BLOCK_N))
+                    origin = (first_query, first_key, first_head, total_heads)
+                    keep = tl.trans(dropout_keep(rng_state, origin, b, h, m0, n0, drop_threshold, BLOCK_M, BLOCK_N))
                     dropped = tl.where(keep, p * keep_factor, 0.0)
                     dv_tile = tl.dot(dropped.to(do_tile.dtype), do_tile, dv_tile, input_precision=PRECISION)
                 else:
@@ -207,6 +212,10 @@ def bwd_dq_triton_kernel(
     alibi_slopes,
     alibi_batch_stride,
     rng_state,
+    first_query,
+    first_key,
+    first_head,
+    total_heads,
     lengths,
     heads,
     seqlen_q,
@@ -290,7 +299,8 @@ def bwd_dq_triton_kernel(
                 # dS through the softmax, then through the softcap; the scale is applied when dQ is stored
                 dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
                 if HAS_DROPOUT:
-                    keep = dropout_keep(rng_state, b * heads + h, m0, n0, drop_threshold, BLOCK_M, BLOCK_N)
+                    origin = (first_query, first_key, first_head, total_heads)
+                    keep = dropout_keep(rng_state, origin, b, h, m0, n0, drop_threshold, BLOCK_M, BLOCK_N)
                     dp = tl.where(keep, dp * keep_factor, 0.0)
                 ds = p * (dp - row_delta[:, None])
                 if HAS_SOFTCAP:

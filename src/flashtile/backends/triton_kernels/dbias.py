@@ -33,6 +33,10 @@ def bwd_dbias_triton_kernel(
     alibi_slopes,
     alibi_batch_stride,
     rng_state,
+    first_query,
+    first_key,
+    first_head,
+    total_heads,
     lengths,
     heads,
     seqlen_q,
@@ -125,7 +129,8 @@ def bwd_dbias_triton_kernel(
                 p = probability(s, row_lse[:, None], bias is not None)
                 dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
                 if HAS_DROPOUT:
-                    keep = dropout_keep(rng_state, b * heads + h, m0, n0, drop_threshold, BLOCK_M, BLOCK_N)
+                    origin = (first_query, first_key, first_head, total_heads)
+                    keep = dropout_keep(rng_state, origin, b, h, m0, n0, drop_threshold, BLOCK_M, BLOCK_N)
                     dp = tl.where(keep, dp * keep_factor, 0.0)
                 sums += p * (dp - row_delta[:, None])
 

@@ -16,11 +16,15 @@ def philox_words(rng_state, batch_head, row, key_group):
 
 
 @triton.jit
-def dropout_keep(rng_state, batch_head, m0, n0, threshold, BLOCK_M, BLOCK_N):
+def dropout_keep(rng_state, origin, b, h, m0, n0, threshold, BLOCK_M, BLOCK_N):
     """True where an element of the tile (queries x keys) is kept.
 
-    The eight keys of a group take the low and the high half of words 0 to 3 in turn.
+    `origin` are the indices of the call's first query, key and head in a larger problem, and its heads. The eight keys
+    of a group take the low and the high half of words 0 to 3 in turn.
     """
+    first_query, first_key, first_head, total_heads = origin
+    batch_head = first_head + b * total_heads + h
+    m0, n0 = first_query + m0, first_key + n0
     row = (m0 + tl.arange(0, BLOCK_M)).to(tl.uint32)[:, None]
     if BLOCK_M * BLOCK_N >= MIN_SHARED_PHILOX_TILE:
         key_group = (n0 // 8 + tl.arange(0, BLOCK_N // 8)).to(tl.uint32)[None, :]

@@ -23,6 +23,10 @@ def fwd_triton_kernel(
     alibi_batch_stride,
     sinks,
     rng_state,
+    first_query,
+    first_key,
+    first_head,
+    total_heads,
     lengths,
     heads,
     seqlen_q,
@@ -122,7 +126,8 @@ def fwd_triton_kernel(
                 l = l * alpha + tl.sum(p, 1)
                 o = o * alpha[:, None]
                 if HAS_DROPOUT:
-                    keep = dropout_keep(rng_state, b * heads + h, m0, n0, drop_threshold, BLOCK_M, BLOCK_N)
+                    origin = (first_query, first_key, first_head, total_heads)
+                    keep = dropout_keep(rng_state, origin, b, h, m0, n0, drop_threshold, BLOCK_M, BLOCK_N)
                     p = tl.where(keep, p, 0.0)
                 v_tile = load_tile(v_pointer + row_offset(v, n0), v_offsets, j < seqlen_k, DV, BLOCK_DV, part != 1)
                 o = tl.dot(p.to(v_tile.dtype), v_tile, o, input_precision=PRECISION)

@@ -167,14 +167,14 @@ void keep_factors(const Params& p, const Sequence& sequence, const Query& query,
   real keep_factor = keep_factor_of(p);
   constexpr i32 kGroups = 16;  // computed together, so that the compiler vectorises the loops
   u64 seed = static_cast<u64>(p.rng_state[0]);
-  u32 batch_head = static_cast<u32>(sequence.batch_idx) * static_cast<u32>(p.heads) + static_cast<u32>(query.head),
+  u32 batch_head = p.first_head + static_cast<u32>(sequence.batch_idx) * p.total_heads + static_cast<u32>(query.head),
       offset = static_cast<u32>(p.rng_state[1]);
   i32 end = (columns.end + kDropoutGroup - 1) / kDropoutGroup;
   for (i32 first = columns.begin / kDropoutGroup; first < end; first += kGroups) {
     u32 w[4][kGroups], key0 = static_cast<u32>(seed), key1 = static_cast<u32>(seed >> 32);
     for (i32 g = 0; g < kGroups; ++g) {
-      w[0][g] = static_cast<u32>(j_begin / kDropoutGroup + first + g);
-      w[1][g] = static_cast<u32>(query.i);
+      w[0][g] = p.first_key_group + static_cast<u32>(j_begin / kDropoutGroup + first + g);
+      w[1][g] = p.first_query + static_cast<u32>(query.i);
       w[2][g] = batch_head;
       w[3][g] = offset;
     }

@@ -56,6 +56,10 @@ bool check_scalars(const Options& options) {
   if (options.has_scale && !std::isfinite(options.scale)) return false;
   if (!(options.softcap >= 0.0 && options.softcap <= std::numeric_limits<float>::max())) return false;
   if (!(options.dropout_p >= 0.0 && options.dropout_p < 1.0)) return false;
+  for (i64 index : {options.first_query, options.first_key, options.first_head, options.total_heads}) {
+    if (index < 0 || index > kMaxLength) return false;
+  }
+  if (options.first_key % 8 != 0) return false;
   return options.max_seqlen_q <= kMaxLength && options.max_seqlen_k <= kMaxLength;
 }
 
@@ -160,7 +164,7 @@ bool lay_out_grads(const Options& options, Call& call, Axes axes) {
   return true;
 }
 
-void fill_scalars(const Options& options, Call& call, double scale) {
+void fill_scalars(const Options& options, const Shape& shape, Call& call, double scale) {
   i64 right = options.causal == Causal::kNone ? options.window_right : 0;
   // Half to even, as Python rounds
   double threshold = std::fmin(std::nearbyint(options.dropout_p * 65536.0), 65535.0);
@@ -174,6 +178,10 @@ void fill_scalars(const Options& options, Call& call, double scale) {
                                : options.softcap;
   call.scalars[kDropoutThreshold] = threshold;
   call.scalars[kKeepFactor] = 65536.0 / (65536.0 - threshold);
+  call.scalars[kFirstQuery] = static_cast<double>(options.first_query);
+  call.scalars[kFirstKeyGroup] = static_cast<double>(options.first_key / 8);
+  call.scalars[kFirstHead] = static_cast<double>(options.first_head);
+  call.scalars[kTotalHeads] = static_cast<double>(options.total_heads != 0 ? options.total_heads : shape.heads);
   call.scalars[kMaxSeqlenQ] = static_cast<double>(options.max_seqlen_q < 0 ? 0 : options.max_seqlen_q);
   call.scalars[kMaxSeqlenK] = static_cast<double>(options.max_seqlen_k < 0 ? 0 : options.max_seqlen_k);
   call.asked_splits = options.num_splits != 0 ? options.num_splits : static_cast<i64>(options.is_deterministic);
@@ -211,7 +219,7 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
   if (!is_backward) lay_out_outputs(options, call, axes);
   if (is_backward && !lay_out_grads(options, call, axes)) return false;
   double scale = options.has_scale ? options.scale : 1.0 / std::sqrt(static_cast<double>(q.size(-1)));
-  fill_scalars(options, call, scale);
+  fill_scalars(options, shape, call, scale);
   bool is_on_host = gpu.num_threads > 0;
   if (is_on_host && is_backward) fill_splits(options, shape, gpu.num_threads, call);
 

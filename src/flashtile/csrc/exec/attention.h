@@ -63,14 +63,19 @@ enum Scalar : i32 {
   kSoftcap,
   kDropoutThreshold,
   kKeepFactor,
+  kFirstQuery,
+  kFirstKeyGroup,
+  kFirstHead,
+  kTotalHeads,
   kMaxSeqlenQ,
   kMaxSeqlenK,
   kKeySplits,
   kKeyShares
 };
-constexpr const char* kScalarNames[] = {"window_left",  "window_right",      "scale",       "scale_log2",
-                                        "softcap",      "dropout_threshold", "keep_factor", "max_seqlen_q",
-                                        "max_seqlen_k", "num_splits",        "num_shares"};
+constexpr const char* kScalarNames[] = {"window_left",     "window_right",      "scale",       "scale_log2",
+                                        "softcap",         "dropout_threshold", "keep_factor", "first_query",
+                                        "first_key_group", "first_head",        "total_heads", "max_seqlen_q",
+                                        "max_seqlen_k",    "num_splits",        "num_shares"};
 enum AppendScalar : i32 { kIsInterleaved, kIsOrdered, kLength };
 constexpr const char* kAppendScalarNames[] = {"is_interleaved", "is_ordered", "length"};
 
@@ -84,6 +89,7 @@ struct Options {
   Causal causal = Causal::kNone;
   i64 window_left = -1, window_right = -1;
   double softcap = 0.0, dropout_p = 0.0;
+  i64 first_query = 0, first_key = 0, first_head = 0, total_heads = 0;
   bool is_deterministic = false;
   i64 num_splits = 0;
   Dtype out_dtype = Dtype::kNone;

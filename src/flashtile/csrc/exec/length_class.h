@@ -14,7 +14,15 @@ struct Shape {
   i64 batch, heads, heads_kv, seqlen_q, seqlen_k;
 };
 
-enum class LengthClassKind : i64 { kSmallGrid, kPackedHeads, kRaggedQueries, kManyScores, kShortLengths, kCount };
+enum class LengthClassKind : i64 {
+  kSmallGrid,
+  kPackedHeads,
+  kRaggedQueries,
+  kManyScores,
+  kShortLengths,
+  kFewQueries,
+  kCount
+};
 
 struct LengthClass {
   LengthClassKind kind;
@@ -51,6 +59,10 @@ inline u8 length_class(const LengthClass& of, const Shape& shape, i64 num_multip
     }
     case LengthClassKind::kShortLengths:  // a: queries; b: keys
       return shape.seqlen_q <= of.a && shape.seqlen_k <= of.b;
+    case LengthClassKind::kFewQueries: {  // a: rows of a tile; b: tiles at most
+      i64 heads = shape.heads / shape.heads_kv;
+      return static_cast<u8>(heads <= of.a && divide_up(shape.seqlen_q, of.a / heads) <= of.b ? heads : 0);
+    }
     default: return 0;
   }
 }

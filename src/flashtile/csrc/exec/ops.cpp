@@ -87,7 +87,7 @@ void read_switches(bool follows_deterministic, bool has_precision, Options& opti
 
 template <Overload kOverload>
 bool read_attention(const Arguments<kOverload>& args, Request& request) {
-  static_assert(argument::kCount == 28,
+  static_assert(argument::kCount == 32,
                 "a new argument: read it here and note it in the key (attention.cpp: prepare_attention)");
   if (!args.is_valid()) return false;
   for (i32 index = 0; index < kNumInputs; ++index) {
@@ -125,6 +125,10 @@ bool read_attention(const Arguments<kOverload>& args, Request& request) {
   args.template read<argument::kWindowRight>(options.window_right);
   args.template read<argument::kSoftcap>(options.softcap);
   args.template read<argument::kDropoutP>(options.dropout_p);
+  args.template read<argument::kFirstQuery>(options.first_query);
+  args.template read<argument::kFirstKey>(options.first_key);
+  args.template read<argument::kFirstHead>(options.first_head);
+  args.template read<argument::kTotalHeads>(options.total_heads);
   bool follows_deterministic = !args.template read<argument::kDeterministic>(options.is_deterministic);
   args.template read<argument::kNumSplits>(options.num_splits);
   i32 out_dtype = -1;

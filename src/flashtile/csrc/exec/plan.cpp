@@ -151,6 +151,7 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
     for (i32& axis : map.axes) axis = -1 - in.index(kMaxDim);
     map.box_rows = static_cast<u32>(in.number()), map.box_heads = static_cast<u32>(in.number());
     map.is_optional = in.index(2) != 0;
+    map.is_paged = in.index(2) != 0;
   }
   steps_.resize(in.index(32));
   size_t start = 0;
@@ -283,6 +284,8 @@ bool Plan::encode_maps(const Call& call, Filled& filled, const Driver& driver, F
       sizes[place + 1] = size;
       strides[place] = stride * size_of(tensor.dtype);
     }
+    u32 bits = map.box_rows | static_cast<u32>(tensor.size(map.axes[0]));
+    if (map.is_paged) box[1] = bits & -bits;
     int type = tensor.dtype == Dtype::kFloat16   ? kMapFloat16
                : tensor.dtype == Dtype::kFloat32 ? kMapFloat32
                                                  : kMapBfloat16;

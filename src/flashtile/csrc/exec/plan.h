@@ -13,7 +13,7 @@
 
 namespace flashtile {
 
-constexpr i32 kMaxTensors = 22, kMaxScalars = 11, kMaxValues = 24;
+constexpr i32 kMaxTensors = 22, kMaxScalars = 15, kMaxValues = 24;
 constexpr i32 kMaxImageBytes = 4096;  // what a launch may pass
 
 struct Span;  // cpu/engine.h
@@ -81,6 +81,7 @@ struct MapPatch {
   i32 axes[3];
   u32 box_rows, box_heads;
   bool is_optional;  // left out where TMA cannot read the tensor
+  bool is_paged;     // a box has as many rows as divide both box_rows and a page, a power of two
 };
 
 enum class StepKind : u8 { kMemset, kKernel, kEngine };

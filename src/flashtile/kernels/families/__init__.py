@@ -1,8 +1,8 @@
 """The kernel families there are, and which of them a call takes.
 
-`register` adds one. Of the families that do not refuse a call the fastest by kernels/speeds.csv is taken; those that
-are not in that table come last, in the order of their registration. FLASHTILE_FAMILY names families that are taken
-whatever their speed.
+`register` adds one. Of the families that do not refuse a call the fastest by kernels/speeds.csv is taken, of equals the
+first registered; those that are not in that table come last, in the order of their registration. FLASHTILE_FAMILY names
+families that are taken whatever their speed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, forced_rows
 from flashtile.kernels.families.bwd_simt import BwdSimt
 from flashtile.kernels.families.bwd_sm80 import BwdSm80
+from flashtile.kernels.families.bwd_sm80_wide import BwdSm80Wide
 from flashtile.kernels.families.bwd_sm90 import BwdSm90
 from flashtile.kernels.families.bwd_sm90_f32 import BwdSm90F32
 from flashtile.kernels.families.bwd_sm90_wide import BwdSm90Wide
+from flashtile.kernels.families.decode_sm90 import DecodeSm90
 from flashtile.kernels.families.fwd_simt import FwdSimt
 from flashtile.kernels.families.fwd_sm80 import FwdSm80
+from flashtile.kernels.families.fwd_sm80_wide import FwdSm80Wide
 from flashtile.kernels.families.fwd_sm90 import FwdSm90
 from flashtile.kernels.families.fwd_sm90_f32 import FwdSm90F32
+from flashtile.kernels.families.fwd_sm90_wide import FwdSm90Wide
 from flashtile.kernels.length_class import LengthClass
 from flashtile.kernels.mutation import Mutation
 from flashtile.kernels.spec import PlanKey, features_of
@@ -64,13 +68,17 @@ def find(name: str) -> Family[Any]:
     raise value_error("family", repr(name), "one of " + ", ".join(family.name for family in _families))
 
 
+register(DecodeSm90())
 register(FwdSm90())
 register(FwdSm80())
+register(FwdSm80Wide())
+register(FwdSm90Wide())
 register(FwdSimt())
 register(FwdSm90F32())
 register(BwdSm90())
 register(BwdSm90Wide())
 register(BwdSm80())
+register(BwdSm80Wide())
 register(BwdSimt())
 register(BwdSm90F32())
 
@@ -141,11 +149,15 @@ def select(key: PlanKey) -> Family[Any]:
 def time_us(key: PlanKey) -> float | None:
     """The measured time of the family that takes the call; None where none does, or it is not known."""
     family = choice(key).family
-    return None if family is None else speeds.time_us(family.name, kind_of(key))
+    return None if family is None else _known_us(family, key)
+
+
+def _known_us(family: Family[Any], key: PlanKey) -> float | None:
+    return speeds.time_us(family.timed_as or family.name, kind_of(key))
 
 
 def _time_us(family: Family[Any], key: PlanKey) -> float:
-    us = speeds.time_us(family.name, kind_of(key))
+    us = _known_us(family, key)
     return math.inf if us is None else us
 
 

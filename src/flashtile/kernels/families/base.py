@@ -107,6 +107,7 @@ class Family(ABC, Generic[RowT]):
     head_dims: tuple[tuple[int, int], ...]  # padded (head_dim, head_dim_v), in rising order
     features: frozenset[str] = frozenset(item.name for item in fields(Features))  # that need not have their defaults
     length_classes: tuple[LengthClass, ...] = ()
+    timed_as: str | None = None  # the family whose times stand for its own: it takes only calls for which it is faster
     takes_out_dtypes = True  # an output in another dtype than q
     takes_overlapping_rows = True  # in memory; TMA does not
     grad_sets: tuple[tuple[str, ...], ...] = ()  # of a backward family: gradients that together launch every kernel

@@ -11,16 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.bwd_sm90 import STEP_ROWS, STEP_THREADS
+from flashtile.kernels.families.mma_sync import MmaFamily
 from flashtile.kernels.families.steps import dsinks, plain_step, query_grid
 from flashtile.kernels.plan import Operand, Step, Workspace
 from flashtile.kernels.source import cpp_type
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
 _TILE_BYTES = 72 + 4 * 8  # KeyBlock and the ring of QueryTilePlace (kernels/bwd_sm80.cuh)
-_FIRST_ARCH = 80
 
 
 class Tile(NamedTuple):
@@ -37,7 +36,7 @@ class Tile(NamedTuple):
 
 # By padded head_dim and head_dim_v; the first that fits the GPU and takes a call is chosen: docs/sm80.md.
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
-    (64, 64): (Tile(128, 64, 8, 1),),
+    (64, 64): (Tile(128, 64, 8, 1), Tile(64, 32, 4, 1)),
     (96, 96): (Tile(128, 64, 8, 1), Tile(64, 32, 4, 1)),
     (128, 128): (
         Tile(128, 64, 8, 1, max_options=0, takes_padded=False),
@@ -82,19 +81,15 @@ class BwdSm80Row(Row):
         return {"shared bytes": (f"sizeof(flashtile::BwdSm80Storage<flashtile::{self.config}>)", self.shared_bytes)}
 
 
-class BwdSm80(Family[BwdSm80Row]):
+class BwdSm80(MmaFamily[BwdSm80Row]):
     name = "bwd_sm80"
     op = "backward"
-    summary = "mma.sync, ldmatrix and cp.async, from Ampere on"
+    summary = "mma.sync and ldmatrix: float16 from Turing on, bfloat16 from Ampere on"
     kernels = ("bwd_sm80",)
-    dtypes = ("float16", "bfloat16")
     head_dims = tuple(sorted(_TILES))
     features = Family.features - {"is_paged", "is_aligned16", "bias_dtype"}
     takes_out_dtypes = False
     grad_sets = (("dq", "dk", "dv", "dsinks"),)
-
-    def refuse_arch(self, arch: Arch) -> str | None:
-        return None if arch.number >= _FIRST_ARCH else f"{arch.name} has no cp.async and no mma.sync of bfloat16"
 
     def refuse(self, key: PlanKey) -> str | None:
         reason = super().refuse(key)

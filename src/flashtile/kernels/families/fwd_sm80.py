@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flashtile.kernels.arch import Arch
-from flashtile.kernels.families.base import Family, Launch, Row, tile_step
+from flashtile.kernels.families.base import Launch, Row, tile_step
+from flashtile.kernels.families.mma_sync import MmaFamily
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
 from flashtile.kernels.length_class import PackedHeads, RaggedQueries
 from flashtile.kernels.plan import SplitRule, Step
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
-_PACKED_HEADS, _SHORT = PackedHeads(64, 128), RaggedQueries(128, 64, 140)
-_GROUP_ROWS = 64  # rows that are packed together (attn/work_item.cuh)
-_QUERY_TILE_BYTES = 72  # QueryTile (attn/work_item.cuh)
-_FIRST_ARCH = 80
+PACKED_HEADS, _SHORT = PackedHeads(64, 128), RaggedQueries(128, 64, 140)
+GROUP_ROWS = 64  # rows that are packed together (attn/work_item.cuh)
+QUERY_TILE_BYTES = 72  # QueryTile (attn/work_item.cuh)
 _NUM_WARPS = 8  # that the registers of a multiprocessor hold
 
 
@@ -38,12 +38,13 @@ class Tile(NamedTuple):
 # on other GPUs what fits their shared memory with as many warps: docs/sm80.md.
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
     (32, 32): (Tile(128, 64, 4, 2, kept_steps=2, max_options=0), Tile(64, 64, 4, 3)),
-    (64, 64): (Tile(128, 64, 4, 2, kept_steps=4, max_options=0), Tile(64, 64, 4, 2)),
+    (64, 64): (Tile(128, 64, 4, 2, kept_steps=4, max_options=0), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1)),
     (96, 96): (
         Tile(128, 64, 4, 2, max_options=0),
         Tile(128, 32, 4, 2, max_options=0),
         Tile(64, 64, 4, 2),
         Tile(64, 32, 4, 2),
+        Tile(64, 32, 4, 1),
     ),
     (128, 128): (
         Tile(128, 48, 4, 2, max_options=0, takes_padded=False),
@@ -51,17 +52,20 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
         Tile(128, 64, 8, 1, max_options=0),
         Tile(64, 64, 4, 2),
         Tile(64, 32, 4, 2),
+        Tile(64, 32, 4, 1),
     ),
     (192, 128): (
         Tile(128, 32, 4, 2, max_options=0),
         Tile(128, 64, 8, 1, max_options=0),
         Tile(128, 32, 8, 1, max_options=0),
         Tile(64, 32, 4, 1),
+        Tile(64, 16, 4, 1),
     ),
     (192, 192): (
         Tile(128, 64, 8, 1, max_options=0),
         Tile(128, 32, 8, 1, max_options=0),
         Tile(64, 32, 4, 1),
+        Tile(64, 16, 4, 1),
     ),
     (256, 256): (
         Tile(128, 64, 8, 1, kept_steps=8, max_options=0, takes_padded=False),
@@ -93,7 +97,7 @@ class Sm80Row(Row):
 
     def queries(self, packed_heads: int) -> int:
         """Queries of a tile that holds so many heads."""
-        return self.block_m // _GROUP_ROWS * (_GROUP_ROWS // packed_heads)
+        return self.block_m // GROUP_ROWS * (GROUP_ROWS // packed_heads)
 
     @property
     def config(self) -> str:
@@ -106,6 +110,7 @@ class Sm80Row(Row):
     @property
     def label(self) -> str:
         words = [f"{self.block_m} x {self.block_n}, {self.num_warps} warps"]
+        words += [f"{self.min_blocks} blocks"] if self.min_blocks > 1 else []
         words += [] if self.num_stages == 2 else [f"{self.num_stages} stages"]
         words += [f"{16 * self.kept_steps} columns of Q in registers"] if self.kept_steps else []
         return ", ".join(words)
@@ -114,7 +119,7 @@ class Sm80Row(Row):
     def shared_bytes(self) -> int:
         keys = self.num_stages * self.block_n * (self.head_dim + self.head_dim_v)
         tiles = 2 * (self.block_m * self.head_dim + keys)
-        return -(-(tiles + _QUERY_TILE_BYTES) // 128) * 128
+        return -(-(tiles + QUERY_TILE_BYTES) // 128) * 128
 
     def unfit(self, arch: Arch) -> str | None:
         reason = super().unfit(arch)
@@ -130,21 +135,17 @@ class Sm80Row(Row):
         return {"shared bytes": (f"sizeof({storage})", self.shared_bytes)}
 
 
-class FwdSm80(Family[Sm80Row]):
+class FwdSm80(MmaFamily[Sm80Row]):
     name = "fwd_sm80"
     op = "forward"
-    summary = "mma.sync, ldmatrix and cp.async, from Ampere on"
+    summary = "mma.sync and ldmatrix: float16 from Turing on, bfloat16 from Ampere on"
     kernels = ("fwd_sm80",)
-    dtypes = ("float16", "bfloat16")
     head_dims = tuple(sorted(_TILES))
-    length_classes = (_PACKED_HEADS, _SHORT)
-
-    def refuse_arch(self, arch: Arch) -> str | None:
-        return None if arch.number >= _FIRST_ARCH else f"{arch.name} has no cp.async and no mma.sync of bfloat16"
+    length_classes = (PACKED_HEADS, _SHORT)
 
     def packed_heads(self, key: PlanKey) -> int:
         """How many heads share a tile."""
-        return key.length(_PACKED_HEADS)
+        return key.length(PACKED_HEADS)
 
     def every_row(self, dtype: str) -> Iterator[Sm80Row]:
         for dims, tiles in _TILES.items():
@@ -184,7 +185,7 @@ class FwdSm80(Family[Sm80Row]):
 def _tiles(dims: tuple[int, int], key: PlanKey, is_packed: bool) -> list[Tile]:
     """The tiles in order of preference: where few rows of a tile have a query, the small tiles come first."""
     is_short = is_packed or key.length(_SHORT)
-    return sorted(_TILES[dims], key=lambda tile: bool(is_short and tile.block_m > _GROUP_ROWS))
+    return sorted(_TILES[dims], key=lambda tile: bool(is_short and tile.block_m > GROUP_ROWS))
 
 
 def _row(

@@ -52,28 +52,10 @@ class Tile(NamedTuple):
 
 # By padded head_dim and head_dim_v; the first that takes a call is chosen. Measured on an NVIDIA H200: docs/sm90.md.
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
-    (32, 32): (
-        Tile(192, 128, num_stages=4, max_options=0, alone=_LIGHT),
-        Tile(128, 128, num_stages=4),
-        Tile(64, 64, num_blocks=4, takes_turns=False),
-        Tile(64, 64, num_blocks=3, takes_turns=False),
-        Tile(64, 64, num_blocks=2, takes_turns=False),
-    ),
     (64, 64): (
         Tile(192, 128, num_stages=4, max_options=0, alone=_LIGHT),
         Tile(128, 128, max_options=3),
         Tile(128, 64),
-        Tile(128, 128, num_stages=4, max_options=3),
-        Tile(256, 64, num_stages=4, max_options=0),
-        Tile(256, 64, num_stages=4, max_options=0, takes_turns=False),
-        Tile(128, 112, num_stages=4, max_options=0),
-        Tile(64, 128, num_blocks=2, takes_turns=False),
-        Tile(64, 64, num_blocks=3, takes_turns=False),
-        Tile(64, 64, num_blocks=4, takes_turns=False),
-        Tile(128, 64, num_blocks=2, takes_turns=False),
-        Tile(192, 80, num_stages=4, max_options=0),
-        Tile(256, 80, num_stages=4, max_options=0, takes_turns=False),
-        Tile(128, 80, num_stages=2, takes_turns=False, num_blocks=2),
     ),
     (96, 96): (
         Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0, alone=_LIGHT),
@@ -95,7 +77,6 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
 }
 # Few queries of heads that share a KV head, packed into one tile: what counts is how fast keys arrive.
 _PACKED_TILES = {
-    (32, 32): Tile(64, 128, num_stages=4, takes_turns=False),
     (64, 64): Tile(64, 128, num_stages=4, takes_turns=False),
     (96, 96): Tile(64, 128, takes_turns=False),
     (128, 128): Tile(64, 128, takes_turns=False),
@@ -172,8 +153,9 @@ class Sm90Row(Row):
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
         config = "flashtile::" + self.config
-        mask, score_mod, dropout, lengths = (qualified(f"flashtile::{policy}") for policy in features.policies()[:4])
-        kernel = f"flashtile::FwdSm90<{config}, {mask}, {score_mod}, {dropout}, {lengths}>"
+        policies = [qualified(f"flashtile::{policy}") for policy in features.policies()]
+        mask, score_mod, lengths = policies[0], policies[1], policies[3]
+        kernel = f"flashtile::FwdSm90<{config}, {', '.join(policies[:5])}>"
         return {
             "shared bytes": (
                 f"sizeof(flashtile::FwdSm90Storage<{config}, {mask}, {score_mod}, {lengths}>)",
@@ -190,7 +172,7 @@ class FwdSm90(Family[Sm90Row]):
     kernels = ("fwd_sm90",)
     dtypes = ("float16", "bfloat16")
     head_dims = tuple(sorted(_TILES))
-    features = Family.features - {"is_paged", "is_aligned16"}
+    features = Family.features - {"is_aligned16"}
     takes_overlapping_rows = False
     length_classes = (_PACKED_HEADS, _RAGGED, _WINDOWS, _FEW_KEYS)
 
@@ -198,8 +180,13 @@ class FwdSm90(Family[Sm90Row]):
         return None if arch.has_wgmma else f"{arch.name} has no wgmma"
 
     def refuse(self, key: PlanKey) -> str | None:
-        reason = super().refuse(key)
-        return "a scale that is not positive" if reason is None and not key.is_scale_positive else reason
+        return super().refuse(key) or self._refuse_more(key)
+
+    def _refuse_more(self, key: PlanKey) -> str | None:
+        features = key.features
+        if features.is_paged and (features.has_bool_mask or features.bias_dtype is not None):
+            return "a boolean mask or a bias with paged keys"
+        return None if key.is_scale_positive else "a scale that is not positive"
 
     def packed_heads(self, key: PlanKey) -> int:
         """How many heads share a tile. Heads that share memory cannot be packed: a TMA box has no stride of 0."""
@@ -273,7 +260,16 @@ def _maps(row: Sm90Row, features: Features, layout: CallLayout, packed_heads: in
         boxes["out"] = (_WARP_ROWS, 1)
     head_axis, row_axis = layout.axes
     axes = row_axis, head_axis, -4
-    maps = [MapPatch(getattr(FwdSm90Params, f"{name}_map").offset, name, axes, *box) for name, box in boxes.items()]
+    maps = [
+        MapPatch(
+            getattr(FwdSm90Params, f"{name}_map").offset,
+            name,
+            axes,
+            *box,
+            is_paged=features.is_paged and name in ("k", "v"),
+        )
+        for name, box in boxes.items()
+    ]
     if "bias" in layout.tensors and packed_heads == 1:
         maps.append(MapPatch(FwdSm90Params.bias_map.offset, "bias", (-2, -3, -4), _WARPGROUP_ROWS, is_optional=True))
     return tuple(maps)

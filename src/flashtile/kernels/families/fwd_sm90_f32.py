@@ -15,7 +15,7 @@ from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.sm90_f32 import WARPGROUP_ROWS, Sm90F32Row, num_parts, part_workspaces, pre_pass
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
 from flashtile.kernels.params import Sm90F32Params
-from flashtile.kernels.plan import SplitRule, Step, Workspace
+from flashtile.kernels.plan import SplitRule, Step
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
 

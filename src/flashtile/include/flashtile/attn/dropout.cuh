@@ -24,7 +24,7 @@ FT_DEVICE uint4 philox(u32 key0, u32 key1, uint4 c) {
 
 // The random numbers of one sequence and head. Scope: thread.
 struct DropoutBits {
-  u32 key0, key1, offset, batch_head, threshold;
+  u32 key0, key1, offset, batch_head, first_query, first_key_group, threshold;
   float keep_factor;
 
   FT_DEVICE DropoutBits(const Params& p, const Sequence& s, i32 head) {
@@ -32,14 +32,18 @@ struct DropoutBits {
     key0 = static_cast<u32>(seed);
     key1 = static_cast<u32>(seed >> 32);
     offset = static_cast<u32>(p.rng_state[1]);
-    batch_head = static_cast<u32>(s.batch_idx * p.heads + head);
+    batch_head = p.first_head + static_cast<u32>(s.batch_idx) * p.total_heads + static_cast<u32>(head);
+    first_query = p.first_query;
+    if constexpr (mutates(Mutation::dropout_origin)) first_query = 0;
+    first_key_group = p.first_key_group;
     threshold = p.dropout_threshold;
     keep_factor = p.keep_factor;
   }
 
   // The four words of query i and keys 8 * group .. 8 * group + 7.
   FT_DEVICE uint4 words(i32 i, i32 group) const {
-    return philox(key0, key1, make_uint4(static_cast<u32>(group), static_cast<u32>(i), batch_head, offset));
+    u32 key_group = first_key_group + static_cast<u32>(group), query = first_query + static_cast<u32>(i);
+    return philox(key0, key1, make_uint4(key_group, query, batch_head, offset));
   }
 
   // 0 or the keep factor of key number lane in its group of 8.
@@ -72,7 +76,7 @@ FT_DEVICE void drop_scores(const DropoutBits& bits, i32 i_begin, i32 j_begin, Sc
 // Dropout of row r, which is query i, of a wgmma fragment (tile/fragment.cuh): 4 lanes share a row. Scope: warp.
 template <i32 kScores>
 FT_DEVICE void drop_fragment_row(const DropoutBits& bits, i32 i, i32 j_begin, i32 r, float (&rS)[kScores]) {
-  static_assert(kScores % 16 == 0);
+  static_assert(kScores % 8 == 0);
 #pragma unroll
   for (i32 b = 0; b < kScores / 4; b += 4) {
     // Lane t of a quad draws group b + t; after the transpose it has word t of the four groups
@@ -81,7 +85,7 @@ FT_DEVICE void drop_fragment_row(const DropoutBits& bits, i32 i, i32 j_begin, i3
     if constexpr (mutates(Mutation::fwd_sm90_dropout)) words[0] = drawn.y, words[1] = drawn.x;
     quad_transpose(words);
 #pragma unroll
-    for (i32 g = 0; g < 4; ++g) {
+    for (i32 g = 0; g < 4 && b + g < kScores / 4; ++g) {
       rS[4 * (b + g) + 2 * r] *= (words[g] & 0xffffu) < bits.threshold ? 0.0f : bits.keep_factor;
       rS[4 * (b + g) + 2 * r + 1] *= (words[g] >> 16) < bits.threshold ? 0.0f : bits.keep_factor;
     }
@@ -99,7 +103,7 @@ struct TransposedDropout {
 
   // Scope: warp.
   FT_DEVICE TransposedDropout(const Params& p, const Sequence& s, i32 head, i32 i_begin, i32 j_begin) {
-    static_assert(kColumns == 32 || kColumns == 64);
+    static_assert(kColumns == 16 || kColumns == 32 || kColumns == 64);
     if constexpr (Dropout::kIsOn) {
       DropoutBits random(p, s, head);
       keep_factor = random.keep_factor;
@@ -107,7 +111,7 @@ struct TransposedDropout {
       bits = 0;
 #pragma unroll
       for (i32 part = 0; part < 4; ++part) {
-        if (part % 2 >= kColumns / 32) continue;
+        if (32 * (part % 2) >= kColumns) continue;
         uint4 w = random.words(i_begin + 32 * (part % 2) + lane, group + part / 2);
 #pragma unroll
         for (i32 key = 0; key < 8; ++key) bits |= (random.factor(w, key) != 0.0f ? 1u : 0u) << (8 * part + key);

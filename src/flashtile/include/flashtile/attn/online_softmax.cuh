@@ -131,22 +131,28 @@ struct WarpSoftmax {
     for (i32 x = 0; x < 2 * kTiles; ++x) m[x / 2][x % 2] = -infinity(), l[x / 2][x % 2] = 0.0f;
   }
 
-  // Raises the maxima to those of a score tile if one is too low; rescales l and O. Scope: warp.
-  template <i32 kScores, i32 kOutputs>
-  FT_DEVICE void raise_maximum(float factor, const float (&rS)[kTiles][kScores], float (&rO)[kTiles][kOutputs]) {
+  // The maximum of row r of an m16 tile of scores. Scope: warp.
+  template <i32 kScores>
+  FT_DEVICE static float tile_maximum(const float (&rS)[kScores], i32 r) {
+    float tile_max[2] = {rS[2 * r], rS[2 * r + 1]};
+#pragma unroll
+    for (i32 b = 1; b < kScores / 4; ++b) {
+      tile_max[0] = fmaxf(tile_max[0], rS[4 * b + 2 * r]);
+      tile_max[1] = fmaxf(tile_max[1], rS[4 * b + 2 * r + 1]);
+    }
+    return quad_max(fmaxf(tile_max[0], tile_max[1]));
+  }
+
+  // Raises the maxima to those of a score tile, tile_max(t, r), if one is too low; rescales l and O. Scope: warp.
+  template <i32 kOutputs, class TileMax>
+  FT_DEVICE void raise_maximum(float factor, TileMax tile_max, float (&rO)[kTiles][kOutputs]) {
     float m_new[kTiles][2];
     bool is_far = false;
 #pragma unroll
     for (i32 t = 0; t < kTiles; ++t) {
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
-        float tile_max[2] = {rS[t][2 * r], rS[t][2 * r + 1]};
-#pragma unroll
-        for (i32 b = 1; b < kScores / 4; ++b) {
-          tile_max[0] = fmaxf(tile_max[0], rS[t][4 * b + 2 * r]);
-          tile_max[1] = fmaxf(tile_max[1], rS[t][4 * b + 2 * r + 1]);
-        }
-        m_new[t][r] = fmaxf(m[t][r], quad_max(fmaxf(tile_max[0], tile_max[1])));
+        m_new[t][r] = fmaxf(m[t][r], tile_max(t, r));
         if constexpr (mutates(Mutation::fwd_sm80_stale_max)) m_new[t][r] = m[t][r] > -1e30f ? m[t][r] : m_new[t][r];
         // Far also from -inf, unless it stays
         is_far |= (m_new[t][r] - m[t][r]) * factor > One::kRescaleThresholdLog2;

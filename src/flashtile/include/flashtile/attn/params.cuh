@@ -50,8 +50,9 @@ struct Params {
   i32 num_splits;                              // parts that the keys of a query tile are split into
   i32 window_left, window_right, is_top_left;  // windows: -1 = unbounded
   float scale, scale_log2, softcap;
-  u32 dropout_threshold;  // drop where the 16-bit random number is below
-  float keep_factor;      // of the elements kept
+  u32 dropout_threshold;                                      // drop where the 16-bit random number is below
+  float keep_factor;                                          // of the elements kept
+  u32 first_query, first_key_group, first_head, total_heads;  // dropout indices within a larger problem
 };
 
 }  // namespace flashtile

@@ -88,6 +88,7 @@ FT_DEVICE float tanh_approx(float x) {
 
 // The smaller of both; NaN if either is. (PTX ISA: min)
 FT_DEVICE float min_with_nan(float a, float b) {
+  if constexpr (!kHasNanMinimum) return b < a || b != b ? b : a;
   float y;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;

@@ -26,6 +26,7 @@ enum class Mutation {
   fwd_sm90_gqa_head,     // query head h uses KV head h % heads_kv instead of h / group
   fwd_sm90_dropout,      // two of four words of dropout bits are swapped
   fwd_sm90_split,        // every split processes the keys of the first one
+  fwd_sm90_page,         // keys after the first page are read from the page before
   fwd_sm90_later_tile,   // a block repeats its first query tile instead of its fourth
   fwd_sm90_mask_bits,    // neighbouring keys swap their bits of a bool mask
   fwd_sm90_mask_tiles,   // tiles count as fully seen if one lane's rows of the mask are
@@ -41,6 +42,14 @@ enum class Mutation {
   bwd_sm90_f32_group,     // dK and dV use only one query head of a group
   bwd_sm90_f32_softcap,   // dK ignores the derivative of the softcap
   bwd_sm90_f32_dropout,   // dQ ignores dropout
+  // Found by `flashtile check`, in the Hopper decode kernel
+  decode_sm90_tail,    // rows of V past the last key are not cleared
+  decode_sm90_weight,  // all parts of a row tile have the same weight
+  decode_sm90_unit,    // a block skips the first key tile of its share
+  // Found by `flashtile check`, in the Hopper forward for wide heads
+  fwd_sm90_wide_gqa_head,  // query head h uses KV head h % heads_kv instead of h / group
+  fwd_sm90_wide_rescale,   // the second half of the output is not scaled down when the maximum rises
+  fwd_sm90_wide_tail,      // rows of V past the last key are not cleared
   // Found by `flashtile check`, in the mma.sync forward
   fwd_sm80_rescale,    // the output is not scaled down when the maximum rises
   fwd_sm80_stale_max,  // the maximum stays that of the first tile
@@ -49,6 +58,10 @@ enum class Mutation {
   fwd_sm80_column,     // eight columns past head_dim are copied instead of cleared
   fwd_sm80_gqa_head,   // query head h uses KV head h % heads_kv instead of h / group
   fwd_sm80_warp_rows,  // every warp uses the queries of the first
+  // Found by `flashtile check`, in the mma.sync forward for wide heads
+  fwd_sm80_wide_tail,    // rows past the last key are copied instead of cleared
+  fwd_sm80_wide_maxima,  // warps that share rows keep maxima of their own
+  fwd_sm80_wide_sum,     // the sum of a row is that of one warp
   // Found by `flashtile check`, in the Hopper backward
   bwd_sm90_delta,        // delta without rowsum(dO * O)
   bwd_sm90_dq_tile,      // dQ of the second query tile is not added
@@ -77,6 +90,12 @@ enum class Mutation {
   bwd_sm80_group,        // only one query head of a group
   bwd_sm80_dq_tile,      // dQ of the second query tile is not added
   bwd_sm80_softcap,      // the derivative of the softcap is ignored
+  // Found by `flashtile check`, in the mma.sync backward for wide heads
+  bwd_sm80_wide_dq_mask,     // causal and window masks of dQ are one key too far right
+  bwd_sm80_wide_gqa_head,    // dQ of query head h uses KV head h % heads_kv instead of h / group
+  bwd_sm80_wide_group,       // dK and dV use only one query head of a group
+  bwd_sm80_wide_tail,        // rows past the last query or key are copied instead of cleared
+  bwd_sm80_wide_dbias_head,  // a bias shared by all heads misses the gradient of the last head
   // Found by `flashtile check`, in the other kernels or in code that all share
   skip_rescale,        // the output and the sum are not scaled down when the maximum rises
   stale_max,           // the maximum stays that of the first tile: correct until an exponential overflows
@@ -95,6 +114,7 @@ enum class Mutation {
   bias_row,            // every row but the first uses the bias of the row above
   alibi_offset,        // ALiBi distances count from the first key instead of the last
   dropout_lane,        // neighbouring keys swap their dropout bits
+  dropout_origin,      // dropout counts queries from the first of the call, not of the larger problem
   dropout_backward,    // dK and dV ignore dropout
   sink_twice,          // the sink joins the sum twice
   combine_weight,      // all splits have the same weight

@@ -12,7 +12,7 @@
 namespace flashtile {
 
 constexpr i32 kCombineRows = 4;
-constexpr i32 kCombineColumns = 8;  // per lane, at most
+constexpr i32 kCombineColumns = 8;  // per lane at a time
 
 template <typename Out, class SeqInfo>
 __global__ void __launch_bounds__(32 * kCombineRows) fwd_combine_kernel(const FT_GRID_CONSTANT Params p) {
@@ -44,23 +44,25 @@ __global__ void __launch_bounds__(32 * kCombineRows) fwd_combine_kernel(const FT
   // Add up the weighted splits and store
   Out* gO = query_rows(static_cast<Out*>(p.out), p.out_strides, s, head) + i * p.out_strides.row;
   float norm = l == 0.0f ? 0.0f : 1.0f / l;
-  float sums[kCombineColumns] = {};
+  for (i32 first = lane; first < p.head_dim_v; first += 32 * kCombineColumns) {
+    float sums[kCombineColumns] = {};
 #pragma unroll 4
-  for (i32 split = 0; split < p.num_splits; ++split) {
-    i64 part = split * p.lse_size + stat;
-    float weight = exp_difference(partial_stats(p, part).x, shift, factor) * norm;
-    if constexpr (mutates(Mutation::combine_weight)) weight = norm;
-    const float* partial = p.partial_out + part * p.head_dim_v;
+    for (i32 split = 0; split < p.num_splits; ++split) {
+      i64 part = split * p.lse_size + stat;
+      float weight = exp_difference(partial_stats(p, part).x, shift, factor) * norm;
+      if constexpr (mutates(Mutation::combine_weight)) weight = norm;
+      const float* partial = p.partial_out + part * p.head_dim_v;
+#pragma unroll
+      for (i32 x = 0; x < kCombineColumns; ++x) {
+        i32 d = first + 32 * x;
+        if (d < p.head_dim_v) sums[x] += weight * partial[d];
+      }
+    }
 #pragma unroll
     for (i32 x = 0; x < kCombineColumns; ++x) {
-      i32 d = lane + 32 * x;
-      if (d < p.head_dim_v) sums[x] += weight * partial[d];
+      i32 d = first + 32 * x;
+      if (d < p.head_dim_v) gO[d] = from_float<Out>(sums[x]);
     }
-  }
-#pragma unroll
-  for (i32 x = 0; x < kCombineColumns; ++x) {
-    i32 d = lane + 32 * x;
-    if (d < p.head_dim_v) gO[d] = from_float<Out>(sums[x]);
   }
 }
 

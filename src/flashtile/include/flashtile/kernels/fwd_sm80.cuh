@@ -75,12 +75,12 @@ struct FwdSm80 {
   // ---- Copies. Scope: block.
 
   // Starts the copy of Q; rows without a query become zeros.
-  FT_DEVICE static void load_q(const Params& p, Storage& shared, const Tile& tile) {
+  FT_DEVICE static void load_q(const Params& p, T* sQ, const Tile& tile) {
     const T* gQ = query_rows(static_cast<const T*>(p.q), p.q_strides, tile.s, 0) + TileQK::copy_column();
     i32 num_heads = Packing::num_heads(p), num_queries = Packing::num_queries(p);
     i32 num_columns = p.head_dim - TileQK::copy_column();
     for_each_row<Config::kHeadDim, Config::kBlockM, Config::kNumThreads, kUnrolls>(
-        shared_address(shared.sQ), [&](i32 first, i32 r, u32 target) {
+        shared_address(sQ), [&](i32 first, i32 r, u32 target) {
           i32 row = first + r, head = 0, i = tile.i_begin + row;
           if constexpr (Config::kPacksHeads) {
             head = row % 64 / num_queries;
@@ -135,12 +135,13 @@ struct FwdSm80 {
 
   // This thread's rows of m16 tile t of its warp.
   FT_DEVICE static Rows rows_of(const Params& p, const Tile& tile, i32 t) {
-    i32 row = static_cast<i32>(threadIdx.x / 32) * Config::kWarpRows + 16 * t;
+    i32 row = static_cast<i32>(threadIdx.x / 32 / Config::kColumnWarps) * Config::kWarpRows + 16 * t;
     return Rows(p, tile, row / 64, row % 64 + threadIdx.x % 32 / 4);
   }
 
   // Applies score modifiers and mask to a tile of scores.
-  FT_DEVICE static void modify_tile(const Params& p, const Tile& tile, i32 j_begin, float (&rS)[kMTiles][kScores]) {
+  template <i32 kCount>
+  FT_DEVICE static void modify_tile(const Params& p, const Tile& tile, i32 j_begin, float (&rS)[kMTiles][kCount]) {
 #pragma unroll
     for (i32 t = 0; t < kMTiles; ++t) {
       Rows rows = rows_of(p, tile, t);
@@ -153,7 +154,8 @@ struct FwdSm80 {
     }
   }
 
-  FT_DEVICE static void drop_tile(const Params& p, const Tile& tile, i32 j_begin, float (&rS)[kMTiles][kScores]) {
+  template <i32 kCount>
+  FT_DEVICE static void drop_tile(const Params& p, const Tile& tile, i32 j_begin, float (&rS)[kMTiles][kCount]) {
 #pragma unroll
     for (i32 t = 0; t < kMTiles; ++t) {
       Rows rows = rows_of(p, tile, t);
@@ -192,7 +194,7 @@ struct FwdSm80 {
       }
     }
     if constexpr (kIsMasked) modify_tile(p, tile, j_begin, rS);
-    state.softmax.raise_maximum(factor, rS, state.rO);
+    state.softmax.raise_maximum(factor, [&](i32 t, i32 r) { return Softmax::tile_maximum(rS[t], r); }, state.rO);
     state.softmax.template exponentiate<kIsMasked>(factor, rS);
     if constexpr (Dropout::kIsOn) drop_tile(p, tile, j_begin, rS);
 #pragma unroll
@@ -230,7 +232,7 @@ struct FwdSm80 {
       __syncthreads();
     }
     // Start the copies of Q and of the first tiles, a group for each tile
-    load_q(p, shared, tile);
+    load_q(p, shared.sQ, tile);
 #pragma unroll
     for (i32 stage = 0; stage < kNumStages - 1; ++stage) {
       i32 n = tile.n_end - 1 - stage;
@@ -283,6 +285,33 @@ struct FwdSm80 {
 
   // ---- Epilogue. Scope: warp.
 
+  // Lets the sink join row r, stores lse, or m and l of a split, and returns what normalises O.
+  FT_DEVICE static float finish_row(const Params& p, const Tile& tile, const Rows& rows, i32 r, float factor, float m,
+                                    float l, bool stores_stats) {
+    bool is_split = p.num_splits > 1;
+    i32 head = rows.head(tile, r);
+    float sink = p.sinks == nullptr || is_split ? -infinity() : in_score_unit(kIsNatural, p.sinks[head]);
+    float m_score = ScoreMod::kChangesScores ? m : m * factor;
+    RowStats stats = join_sink<kIsNatural>(m_score, l, sink, [](float l) { return quad_sum(l); });
+    float norm = is_split ? 1.0f : stats.norm();
+    i64 stat = stat_index(p, tile.s, head, rows.i[r]);
+    if constexpr (mutates(Mutation::fwd_sm80_out_of_bounds)) p.lse[p.lse_size] = 0.0f;
+    if (stores_stats && rows.is_query(tile, r) && threadIdx.x % 4 == 0) {
+      if constexpr (mutates(Mutation::fwd_sm80_uninitialised)) stats.l += p.lse[stat] == 1.5f ? 1.0f : 0.0f;
+      store_stats<kIsNatural>(p, is_split, tile.coord.split * p.lse_size + stat, stat, stats.m, stats.l);
+    }
+    return norm;
+  }
+
+  // Row r of O in float32: of the output, or of a split.
+  FT_DEVICE static float* float_row(const Params& p, const Tile& tile, const Rows& rows, i32 r) {
+    i32 i = rows.i[r], head = rows.head(tile, r);
+    i64 part = tile.coord.split * p.lse_size + stat_index(p, tile.s, head, i);
+    return p.num_splits > 1
+               ? p.partial_out + part * p.head_dim_v
+               : query_rows(static_cast<float*>(p.out), p.out_strides, tile.s, head) + i * p.out_strides.row;
+  }
+
   // Finishes the softmax, normalises and stores O and lse of an m16 tile; of a split the sum of P V, m and l.
   FT_DEVICE static void epilogue(const Params& p, const Tile& tile, const Rows& rows, float factor, const float (&m)[2],
                                  const float (&l)[2], const float (&rO)[kOutputs]) {
@@ -291,22 +320,10 @@ struct FwdSm80 {
     for (i32 r = 0; r < 2; ++r) {
       i32 i = rows.i[r], head = rows.head(tile, r);
       bool is_query = rows.is_query(tile, r);
-      // Store the statistics
-      float sink = p.sinks == nullptr || is_split ? -infinity() : in_score_unit(kIsNatural, p.sinks[head]);
-      float m_score = ScoreMod::kChangesScores ? m[r] : m[r] * factor;
-      RowStats stats = join_sink<kIsNatural>(m_score, l[r], sink, [](float l) { return quad_sum(l); });
-      float norm = is_split ? 1.0f : stats.norm();
-      i64 stat = stat_index(p, tile.s, head, i), part = tile.coord.split * p.lse_size + stat;
-      if constexpr (mutates(Mutation::fwd_sm80_out_of_bounds)) p.lse[p.lse_size] = 0.0f;
-      if (is_query && threadIdx.x % 4 == 0) {
-        if constexpr (mutates(Mutation::fwd_sm80_uninitialised)) stats.l += p.lse[stat] == 1.5f ? 1.0f : 0.0f;
-        store_stats<kIsNatural>(p, is_split, part, stat, stats.m, stats.l);
-      }
+      float norm = finish_row(p, tile, rows, r, factor, m[r], l[r], true);
       // Store O
       if (is_split || kIsSame<Out, float>) {
-        float* gO = is_split
-                        ? p.partial_out + part * p.head_dim_v
-                        : query_rows(static_cast<float*>(p.out), p.out_strides, tile.s, head) + i * p.out_strides.row;
+        float* gO = float_row(p, tile, rows, r);
         if constexpr (Load::kIsAligned16) {
           store_row_float(gO, is_query, p.head_dim_v, r, norm, rO);
         } else {

@@ -2,8 +2,9 @@
 // grid.
 //
 // Threads:   warpgroups 0 .. kNumConsumers - 1 are consumers; each owns 64 queries from scores to output. One lane of
-//            the last warpgroup is the producer: it finds the work items and issues every copy. setmaxnreg moves
-//            registers from the producer's warpgroup to the consumers.
+//            the last warpgroup is the producer: it finds the work items and issues every copy. Paged keys are copied
+//            by all of its warps (attn/paged_keys.cuh). setmaxnreg moves registers from the producer's
+//            warpgroup to the consumers.
 // Shared:    sQ, sP [consumer][slab][64][64] and sK, sV [stage][slab][kBlockN][64], 128-byte swizzled slabs of 64
 //            columns; the barriers; the tile scheduler; three work items.
 // Barriers:  full_* complete by copied bytes, empty_* by one arrival per consumer warp. K and V have separate rings.
@@ -18,6 +19,7 @@
 #include "flashtile/attn/dropout.cuh"
 #include "flashtile/attn/merge.cuh"
 #include "flashtile/attn/online_softmax.cuh"
+#include "flashtile/attn/paged_keys.cuh"
 #include "flashtile/attn/score_fragment.cuh"
 #include "flashtile/attn/work_item.cuh"
 #include "flashtile/core/mutation.cuh"
@@ -47,14 +49,15 @@ struct alignas(1024) FwdSm90Storage {
   FwdBiasTiles<Config, typename ScoreMod::BiasElement> bias;
 };
 
-template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo>
+template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource>
 struct FwdSm90 {
   using T = typename Config::Element;
   using Out = typename Config::OutElement;
   using Storage = FwdSm90Storage<Config, Mask, ScoreMod, SeqInfo>;
   using Options = FwdSm90Options<Config, Mask, ScoreMod, SeqInfo>;
   using Walk = TileWalk<Mask::kHasBool>;
-  using Stages = Ring<Config::kNumStages>;
+  using Stages = KeyRing<Config::kNumStages, KvSource::kIsPaged>;
+  using Pages = PagedKeys<Config::kBlockN, 4>;
   using Tile = QueryTile<Config, Mask, SeqInfo>;
   using Item = WorkItem<Config, Mask, SeqInfo>;
   using Packing = HeadPacking<Config>;
@@ -64,8 +67,10 @@ struct FwdSm90 {
   static constexpr i32 kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
-  // Registers per thread: warps that copy a bias need more
-  static constexpr i32 kProducerRegisters = Config::kProducerRegisters + (ScoreMod::kHasBias ? 16 : 0);
+  static_assert(!KvSource::kIsPaged || (!ScoreMod::kHasBias && !Mask::kHasBool), "all producer warps copy pages");
+  // Registers per thread: warps that copy a bias or pages need more
+  static constexpr i32 kPageRegisters = KvSource::kIsPaged && Config::kNumConsumers > 1 ? 8 * Config::kNumConsumers : 0;
+  static constexpr i32 kProducerRegisters = Config::kProducerRegisters + (ScoreMod::kHasBias ? 16 : 0) + kPageRegisters;
   static constexpr i32 kConsumerRegisters = Config::consumer_registers(kProducerRegisters);
   // O leaves by TMA through sP. Not with packed sequences: a box does not end at a sequence's last row.
   static constexpr bool kStoresByTma = Config::kStoresP && !SeqInfo::kHasLengths && kIsSame<Out, T>;
@@ -79,13 +84,14 @@ struct FwdSm90 {
 
   FT_DEVICE static void init(const Params& p, Storage& shared) {
     constexpr i32 kConsumerWarps = 4 * Config::kNumConsumers;
+    u32 num_producers = KvSource::kIsPaged ? Pages(p).num_arrivals() : 1;
     for (i32 consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
       mbarrier_init(shared.full_q[consumer], 1);
       mbarrier_init(shared.empty_q[consumer], 4);
     }
     for (i32 stage = 0; stage < Config::kNumStages; ++stage) {
-      mbarrier_init(shared.full_k[stage], 1);
-      mbarrier_init(shared.full_v[stage], 1);
+      mbarrier_init(shared.full_k[stage], num_producers);
+      mbarrier_init(shared.full_v[stage], num_producers);
       mbarrier_init(shared.empty_k[stage], kConsumerWarps);
       mbarrier_init(shared.empty_v[stage], kConsumerWarps);
     }
@@ -95,7 +101,7 @@ struct FwdSm90 {
     init_scheduler(p, shared);
   }
 
-  // ---- Producer. Scope: one thread.
+  // ---- Producer. Scope: one thread; of paged keys the warpgroup, whose first thread does the rest.
 
   // Loads rows of one head. A map has size 1 along head or batch where the tensor's stride is 0 (broadcast or packed).
   template <i32 kRows, i32 kSlabs>
@@ -105,48 +111,81 @@ struct FwdSm90 {
     load_slabs<kRows, kSlabs>(sTile, map, full, num_rows, row, map_head, map_batch);
   }
 
+  // A tile of K or V, wherever the keys are.
+  template <i32 kSlabs>
+  FT_DEVICE static void load_keys(T* sTile, const TensorMap& map, const void* base, const Strides& strides,
+                                  i32 num_columns, u64& full, i32 n, i32 head, const Tile& tile, const Pages& pages,
+                                  typename Pages::Place place) {
+    if constexpr (KvSource::kIsPaged) {
+      pages.template copy<kSlabs>(sTile, map, static_cast<const T*>(base), strides, num_columns, full, place, head,
+                                  tile.s.seqlen_k - n * kBlockN);
+    } else {
+      load<kBlockN, kSlabs>(sTile, map, strides, full, kBlockN, static_cast<i32>(tile.s.k_row) + n * kBlockN, head,
+                            tile);
+    }
+  }
+
+  FT_DEVICE static typename Pages::Place find_keys(const Pages& pages, const Tile& tile, i32 n) {
+    if constexpr (KvSource::kIsPaged) return n >= tile.n_begin ? pages.find(tile.s, n) : typename Pages::Place{-1, 0};
+    return {};
+  }
+
+  FT_DEVICE static void sync_producer() {
+    if constexpr (KvSource::kIsPaged) named_barrier_sync(kProducerBarrier, 128);
+  }
+
   FT_DEVICE static void produce(const FwdSm90Params& params, Storage& shared) {
     const Params& p = params.base;
     const auto& scheduler = shared.scheduler;
+    Pages pages(p);
+    bool is_first = !KvSource::kIsPaged || threadIdx.x % 128 == 0;
     u32 num_k = 0, num_v = 0, num_items = 0;
     for (i32 index = scheduler.first();; index = scheduler.next(index)) {
       // Fill the next work item. Its slot is free: the producer has waited for the Q of item num_items - 2, which the
       // consumers release after they finish item num_items - 3.
       Item& item = shared.work_items.at(num_items);
       Tile& tile = item.tile;
-      item.index = num_items;
-      item.is_end = index >= scheduler.num_indices;
-      bool is_end = item.is_end;
-      if (!is_end) {
-        i32 tile_index = index;
-        if constexpr (mutates(Mutation::fwd_sm90_later_tile)) tile_index = num_items == 3 ? scheduler.first() : index;
-        tile = Tile(p, scheduler, tile_index);
-        if (!tile.has_queries()) continue;
-        Options::trim(params, item);
+      bool is_end = index >= scheduler.num_indices;
+      sync_producer();
+      if (is_first) {
+        item.index = num_items;
+        item.is_end = is_end;
+        if (!is_end) {
+          i32 tile_index = index;
+          if constexpr (mutates(Mutation::fwd_sm90_later_tile)) tile_index = num_items == 3 ? scheduler.first() : index;
+          tile = Tile(p, scheduler, tile_index);
+          if (tile.has_queries()) Options::trim(params, item);
+        }
       }
+      sync_producer();
+      if (!is_end && !tile.has_queries()) continue;
       i32 kv_head = Config::kPacksHeads ? tile.coord.head : tile.coord.head / (p.heads / p.heads_kv);
-      i32 k_row = static_cast<i32>(tile.s.k_row);
       if constexpr (mutates(Mutation::fwd_sm90_gqa_head)) kv_head = tile.coord.head % p.heads_kv;
-      auto load_k = [&](i32 n) {
+      auto load_k = [&](i32 n, typename Pages::Place place) {
         u32 stage = Stages::stage(num_k);
         Stages::wait_empty(shared.empty_k, num_k);
-        load<kBlockN, Config::kSlabsQK>(shared.sK[stage], params.k_map, p.k_strides, shared.full_k[stage], kBlockN,
-                                        k_row + n * kBlockN, kv_head, tile);
+        load_keys<Config::kSlabsQK>(shared.sK[stage], params.k_map, p.k, p.k_strides, p.head_dim, shared.full_k[stage],
+                                    n, kv_head, tile, pages, place);
         ++num_k;
       };
-      auto load_v = [&](i32 n) {
+      auto load_v = [&](i32 n, typename Pages::Place place) {
         u32 stage = Stages::stage(num_v);
         Stages::wait_empty(shared.empty_v, num_v);
-        load<kBlockN, Config::kSlabsV>(shared.sV[stage], params.v_map, p.v_strides, shared.full_v[stage], kBlockN,
-                                       k_row + n * kBlockN, kv_head, tile);
+        load_keys<Config::kSlabsV>(shared.sV[stage], params.v_map, p.v, p.v_strides, p.head_dim_v, shared.full_v[stage],
+                                   n, kv_head, tile, pages, place);
         ++num_v;
       };
       // Load the first K tile
       bool has_keys = !is_end && tile.has_keys();
-      if (has_keys) load_k(tile.n_end - 1);
+      typename Pages::Place place{}, ahead{};
+      if (has_keys) {
+        place = find_keys(pages, tile, tile.n_end - 1);
+        ahead = find_keys(pages, tile, tile.n_end - 2);
+        load_k(tile.n_end - 1, place);
+      }
       // Find the key tiles of each consumer
       i32 num_heads = Packing::num_heads(p), num_queries = Packing::num_queries(p);
-      for (i32 consumer = 0; consumer < Config::kNumConsumers && !is_end; ++consumer) {
+      for (i32 consumer = 0; consumer < Config::kNumConsumers && !is_end && is_first; ++consumer) {
         item.consumers[consumer] = ConsumerTiles::find(p, tile, tile.i_begin + num_queries * consumer);
         if constexpr (Mask::kHasBool) {
           i32 i_first = tile.i_begin + num_queries * consumer;
@@ -157,6 +196,7 @@ struct FwdSm90 {
       // Load Q, consumer by consumer. full_q also publishes the work item, so it completes without a Q too.
       for (i32 consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
         mbarrier_wait(shared.empty_q[consumer], num_items % 2 ^ 1);
+        if (!is_first) continue;
         if (has_keys) {
           load<64, Config::kSlabsQK>(shared.sQ[consumer], params.q_map, p.q_strides, shared.full_q[consumer],
                                      num_heads * num_queries,
@@ -169,22 +209,25 @@ struct FwdSm90 {
       ++num_items;
       if (is_end) return;
       if (!has_keys) continue;
-      // Load the other K and V tiles in the order in which the consumers use them
+      // Load the other K and V tiles in the order in which the consumers use them; find pages one tile ahead
       if constexpr (Mask::kHasBool) {
         Walk walk = first_walk(item, 0);
         i32 before = tile.n_end - 1;
         for (i32 n = next_tile(item, 0, walk, before); n >= tile.n_begin; n = next_tile(item, 0, walk, n)) {
-          load_k(n);
-          load_v(before);
+          load_k(n, place);
+          load_v(before, place);
           before = n;
         }
       } else {
         for (i32 n = tile.n_end - 2; n >= tile.n_begin; --n) {
-          load_k(n);
-          load_v(n + 1);
+          typename Pages::Place next = ahead;
+          ahead = find_keys(pages, tile, n - 1);
+          load_k(n, next);
+          load_v(n + 1, place);
+          place = next;
         }
       }
-      load_v(tile.n_begin);
+      load_v(tile.n_begin, place);
     }
   }
 
@@ -361,7 +404,7 @@ struct FwdSm90 {
         store_fragment(shared.sP[consumer], rP);
       }
     }
-    if constexpr (SeqInfo::kHasLengths) {
+    if constexpr (SeqInfo::kHasLengths || KvSource::kIsPaged) {
       if ((n + 1) * kBlockN > tile.s.seqlen_k) {
         Stages::wait_full(shared.full_v, num_k);
         clear_tail(shared.sV[Stages::stage(num_k)], tile.s.seqlen_k - n * kBlockN, consumer);
@@ -507,8 +550,8 @@ struct FwdSm90 {
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
 __global__ void __launch_bounds__(Config::kNumThreads, Config::kNumBlocks)
     fwd_sm90_kernel(const FT_GRID_CONSTANT FwdSm90Params params) {
-  static_assert(!KvSource::kIsPaged && Load::kIsAligned16, "TMA reads neither pages nor unaligned rows");
-  using Kernel = FwdSm90<Config, Mask, ScoreMod, Dropout, SeqInfo>;
+  static_assert(Load::kIsAligned16, "TMA reads no unaligned rows");
+  using Kernel = FwdSm90<Config, Mask, ScoreMod, Dropout, SeqInfo, KvSource>;
   extern __shared__ __align__(1024) char shared_bytes[];
   typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
 
@@ -524,9 +567,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kNumBlocks)
       i32 consumer = uniform(threadIdx.x / 32) - 4 * Config::kNumConsumers - 1;
       if (consumer >= 0 && consumer < Config::kNumConsumers) Kernel::produce_bias(params, shared, consumer);
     }
-    if (threadIdx.x / 32 == 4 * Config::kNumConsumers && elect_lane()) {
+    if (KvSource::kIsPaged || (threadIdx.x / 32 == 4 * Config::kNumConsumers && elect_lane())) {
       // Without keys the maps are empty
-      if (params.base.seqlen_k > 0) {
+      if (params.base.seqlen_k > 0 && (!KvSource::kIsPaged || threadIdx.x % 128 == 0)) {
         prefetch_map(params.q_map);
         prefetch_map(params.k_map);
         prefetch_map(params.v_map);

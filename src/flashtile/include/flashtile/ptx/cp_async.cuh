@@ -19,11 +19,27 @@ FT_DEVICE void cp_async(float* shared, const void* global, bool is_valid) {
   }
 }
 
+// As the next one, by loads and stores. Of 16 bytes all or none are copied.
+template <i32 kBytes>
+FT_DEVICE void copy_now(u32 address, const void* global, i32 num_bytes) {
+  if constexpr (kBytes == 16) {
+    uint4 x = num_bytes > 0 ? *static_cast<const uint4*>(global) : make_uint4(0, 0, 0, 0);
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
+  } else {
+    u32 x = num_bytes == 4 ? *static_cast<const u32*>(global) : 0;
+    if (num_bytes == 2) x = *static_cast<const u16*>(global);
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+  }
+}
+
 // The same of num_bytes out of kBytes (4 or 16), to a 32-bit shared address; the rest becomes zeros. 16 bytes bring
 // their line of 128 to L2. (PTX ISA: cp.async)
 template <i32 kBytes>
 FT_DEVICE void cp_async(u32 address, const void* global, i32 num_bytes) {
-  if constexpr (kBytes == 16) {
+  if constexpr (!kHasAsyncCopy) {
+    copy_now<kBytes>(address, global, num_bytes);
+  } else if constexpr (kBytes == 16) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(num_bytes)
                  : "memory");
   } else {

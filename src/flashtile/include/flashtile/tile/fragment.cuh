@@ -27,6 +27,10 @@ FT_DEVICE u32 pack_two<bf16_t>(float low, float high) {
 template <>
 FT_DEVICE u32 pack_two<half_t>(float low, float high) {
   u32 packed;
+  if constexpr (!kHasMmaK16) {
+    packed = from_float<half_t>(low).bits | static_cast<u32>(from_float<half_t>(high).bits) << 16;
+    return packed;
+  }
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }

@@ -22,9 +22,10 @@ struct Ring {
   }
 };
 
-// Named barriers, one of each kind per consumer warpgroup. Barrier 0 is __syncthreads.
+// Named barriers, one of each kind per consumer warpgroup, and that of the producer. Barrier 0 is __syncthreads.
 constexpr i32 kPingPongBarrier = 1;
 constexpr i32 kConsumerBarrier = 8;
+constexpr i32 kProducerBarrier = 15;
 
 // Releases a stage: one arrival per consumer warp. Lane 31 arrives: racecheck tracks only a warp's last reader.
 // Scope: warp.

@@ -30,6 +30,7 @@ struct Sm80Config {
   static constexpr bool kIsScalePositive = kIsScalePositive_;
   static constexpr bool kIsExact = kIsExact_;
   static constexpr i32 kNumThreads = 32 * kNumWarps;
+  static constexpr i32 kColumnWarps = 1;              // that share rows
   static constexpr i32 kNumConsumers = kBlockM / 64;  // groups of 64 rows (attn/work_item.cuh)
   static constexpr i32 kWarpRows = kBlockM / kNumWarps;
   static constexpr i32 kMTiles = kWarpRows / 16;

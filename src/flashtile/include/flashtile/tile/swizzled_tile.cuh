@@ -15,6 +15,7 @@ namespace flashtile {
 
 template <i32 kColumns>
 struct SwizzledTile {
+  static constexpr i32 kNumColumns = kColumns;
   static constexpr i32 kPitch = 2 * kColumns;                  // bytes of a row
   static constexpr i32 kSegment = kColumns % 64 == 0 ? 8 : 4;  // chunks
   static constexpr i32 kNumSegments = kPitch / (16 * kSegment);

@@ -1,0 +1,503 @@
+"""The public functions: attention over a sequence whose rows are spread over ranks."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flashtile import ops
+from flashtile.arguments import Causal, Window, attention_args, autocast, flag, integer
+from flashtile.distributed import ring, ulysses
+from flashtile.distributed.cost import ContextExplanation, Link, choose, compare
+from flashtile.distributed.sharding import SHARDINGS, Shards
+from flashtile.distributed.transport import group_of, timeout_of
+from flashtile.errors import type_error, unknown_option, unsupported, value_error
+from flashtile.problem import AttentionArgs, check_layout, head_axis, row_axis
+
+STRATEGIES = ("auto", "ring", "ulysses", "both")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the three functions share beside q, k and v."""
+
+    args: AttentionArgs
+    cu_seqlens: Tensor | None
+    sharding: str
+    seqlen_q: int
+    seqlen_k: int
+    first_head: int
+    total_heads: int
+    transport: str
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: Any = None,
+    group: Any = None,
+    sharding: str = "zigzag",
+    seqlen: int | None = None,
+    seqlen_k: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    causal: Causal = False,
+    window: Window = None,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
+    first_head: int = 0,
+    total_heads: int | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    layout: str = "bhsd",
+    transport: str = "auto",
+    timeout: float | None = None,
+    backend: str | None = None,
+    **unknown: NoReturn,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over a sequence whose rows are spread over the ranks of a group; keys and values travel.
+
+    q, k and v hold this rank's rows, as `shard` cuts them; so does the result. Every rank makes the same call.
+
+    mesh, group    a 1-D DeviceMesh, or a process group; all ranks where neither is given.
+    sharding       "zigzag", which balances causal masks, or "contiguous".
+    seqlen         rows of the whole sequence; None = this rank's times the ranks. seqlen_k: of the keys, if different.
+    cu_seqlens     (documents + 1,) int32: bounds of the documents of the whole packed sequence, best on the CPU, since
+                   the host reads it. q, k and v are packed then, as in `attention_varlen`.
+    mask, bias     (batch or 1, heads or 1, this rank's rows or 1, all keys or 1).
+    sinks, bias    their gradients are this rank's share, as those of every replicated parameter.
+    rng_state      dropout indices are global: with one rng_state the result does not depend on the number of ranks.
+    first_head     of a tensor-parallel shard of the heads, for dropout; total_heads: of all shards.
+    transport      "p2p" computes while messages are under way, "gather" waits for all; "auto" decides by size.
+    timeout        seconds until a missing peer is an error (PeerError); None = the group's.
+
+    All other options as in `attention`.
+    """
+    _check_unknown(ring_attention, unknown)
+    own = group_of(mesh, group)
+    rest: tuple[Any, ...] = (
+        *(causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic),
+        *(layout, backend, cu_seqlens, sharding, seqlen, seqlen_k, first_head, total_heads, return_lse, transport),
+    )
+    given = _options(q, k, v, dist.get_world_size(own), *rest)
+    out, lse = _ring(given, own, 1, timeout)
+    return (out, lse) if return_lse else out
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: Any = None,
+    group: Any = None,
+    sharding: str = "zigzag",
+    seqlen: int | None = None,
+    seqlen_k: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    causal: Causal = False,
+    window: Window = None,
+    scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
+    first_head: int = 0,
+    total_heads: int | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    layout: str = "bhsd",
+    timeout: float | None = None,
+    backend: str | None = None,
+    **unknown: NoReturn,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same result by an exchange of rows for heads: each rank computes all rows of some heads.
+
+    The query heads must be a multiple of the ranks, and the key heads a multiple or a divisor of them. A mask and a
+    bias are not taken. All other arguments as in `ring_attention`.
+    """
+    _check_unknown(ulysses_attention, unknown)
+    own = group_of(mesh, group)
+    size = dist.get_world_size(own)
+    rest: tuple[Any, ...] = (
+        *(causal, window, scale, None, None, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic),
+        *(layout, backend, cu_seqlens, sharding, seqlen, seqlen_k, first_head, total_heads, return_lse, "auto"),
+    )
+    given = _options(q, k, v, size, *rest)
+    out, lse = _ulysses(given, own, 0, size, timeout)
+    return (out, lse) if return_lse else out
+
+
+def context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: Any = None,
+    group: Any = None,
+    strategy: str = "auto",
+    sharding: str = "zigzag",
+    seqlen: int | None = None,
+    seqlen_k: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    causal: Causal = False,
+    window: Window = None,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
+    first_head: int = 0,
+    total_heads: int | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    layout: str = "bhsd",
+    transport: str = "auto",
+    timeout: float | None = None,
+    backend: str | None = None,
+    **unknown: NoReturn,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`ring_attention`, `ulysses_attention` or both, whichever the cost model finds faster (`explain_context`).
+
+    strategy   "auto", "ring", "ulysses", or "both" on a 2-D mesh (ring, heads): heads are exchanged along its second
+               dimension, keys travel along the first. A 2-D mesh is always used as "both".
+
+    All other arguments as in `ring_attention`.
+    """
+    _check_unknown(context_attention, unknown)
+    if strategy not in STRATEGIES:
+        raise value_error("strategy", repr(strategy), ", ".join(map(repr, STRATEGIES)))
+    shape = mesh_shape(mesh, group)
+    rest: tuple[Any, ...] = (
+        *(causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic),
+        *(layout, backend, cu_seqlens, sharding, seqlen, seqlen_k, first_head, total_heads, return_lse, transport),
+    )
+    given = _options(q, k, v, shape[0] * shape[1], *rest)
+    if len(_mesh_dims(mesh)) == 2:
+        if strategy not in ("auto", "both"):
+            raise value_error(
+                "strategy", repr(strategy), "'auto' or 'both' on a 2-D mesh", "Pass one of its dimensions"
+            )
+        out, lse = _both(given, mesh, shape, timeout)
+    else:
+        own = group_of(mesh, group)
+        if strategy == "both":
+            raise value_error("strategy", "'both'", "a 2-D mesh (ring, heads)")
+        if strategy == "auto":
+            strategy = choose(given, shape[0])
+        if strategy == "ring":
+            out, lse = _ring(given, own, 1, timeout)
+        else:
+            out, lse = _ulysses(given, own, 0, shape[0], timeout)
+    return (out, lse) if return_lse else out
+
+
+def explain_context(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: Any = None,
+    group: Any = None,
+    num_ranks: int | tuple[int, int] | None = None,
+    link: str | Link | None = None,
+    **options: Any,
+) -> ContextExplanation:
+    """What `context_attention` would choose and what each strategy would cost; print it. Nothing is computed or sent.
+
+    q, k and v hold one rank's rows and may be meta tensors. num_ranks, or (ring, heads), asks without a process group;
+    link names another speed: "nvlink", "infiniband", "ethernet", "loopback", or a `Link`.
+    """
+    shape = mesh_shape(mesh, group) if num_ranks is None else _pair(num_ranks)
+    given = _options_of(context_attention)
+    for name in options:
+        if name not in given:
+            raise unknown_option("explain_context", name, given)
+    filled = {**given, **options}
+    for name in ("mesh", "group", "strategy", "timeout"):
+        del filled[name]
+    return compare(_options(q, k, v, shape[0] * shape[1], **filled), shape, link)
+
+
+def _pair(num_ranks: int | tuple[int, int]) -> tuple[int, int]:
+    return num_ranks if isinstance(num_ranks, tuple) else (num_ranks, 1)
+
+
+def _options_of(function: Any) -> dict[str, Any]:
+    parameters = list(inspect.signature(function).parameters.values())[3:-1]
+    return {parameter.name: parameter.default for parameter in parameters}
+
+
+# From arguments to operators
+
+
+def _check_unknown(function: Any, unknown: dict[str, Any]) -> None:
+    if unknown:
+        raise unknown_option(function.__name__, next(iter(unknown)), _options_of(function))
+
+
+def _mesh_dims(mesh: Any) -> tuple[int, ...]:
+    return () if mesh is None else tuple(mesh.shape)
+
+
+def mesh_shape(mesh: Any, group: Any) -> tuple[int, int]:
+    """(ring, heads) sizes; (size, 1) for a group or a 1-D mesh."""
+    dims = _mesh_dims(mesh)
+    if len(dims) > 2:
+        raise value_error("mesh", f"{len(dims)} dimensions", "1 or 2: mesh['cp'], or mesh['ring', 'heads']")
+    if len(dims) == 2:
+        return dims[0], dims[1]
+    return dist.get_world_size(group_of(mesh, group)), 1
+
+
+def _options(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_ranks: int,
+    causal: Causal,
+    window: Window,
+    scale: float | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    softcap: float,
+    sinks: Tensor | None,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    deterministic: bool | None,
+    layout: str,
+    backend: str | None,
+    cu_seqlens: Tensor | None,
+    sharding: str,
+    seqlen: int | None,
+    seqlen_k: int | None,
+    first_head: int,
+    total_heads: int | None,
+    return_lse: bool,
+    transport: str,
+) -> Options:
+    """What the caller wrote, checked as far as one rank can."""
+    q, k, v, bias = autocast(q, k, v, bias)
+    args = attention_args(
+        *(q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state),
+        *(deterministic, layout, backend),
+        is_packed=cu_seqlens is not None,
+    )
+    check_layout(layout)
+    if sharding not in SHARDINGS:
+        raise value_error("sharding", repr(sharding), " or ".join(map(repr, SHARDINGS)))
+    if transport not in ring.TRANSPORTS:
+        raise value_error("transport", repr(transport), ", ".join(map(repr, ring.TRANSPORTS)))
+    flag("return_lse", return_lse)
+    rank = 4 if cu_seqlens is None else 3
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != rank:
+            raise value_error(name, tensor, f"{rank} dimensions" + ("" if rank == 4 else ", since cu_seqlens is given"))
+    row = row_axis(layout)
+    total_q = _length("seqlen", seqlen, q.shape[row] * num_ranks)
+    is_same = seqlen_k is None and seqlen is not None and k.shape[row] == q.shape[row]
+    options = Options(
+        args=args,
+        cu_seqlens=cu_seqlens,
+        sharding=sharding,
+        seqlen_q=total_q,
+        seqlen_k=_length("seqlen_k", seqlen_k, total_q if is_same else k.shape[row] * num_ranks),
+        first_head=integer("first_head", first_head, "an integer >= 0"),
+        total_heads=0 if total_heads is None else integer("total_heads", total_heads, "an integer or None"),
+        transport=transport,
+    )
+    _check(options)
+    return options
+
+
+def _length(name: str, given: int | None, derived: int) -> int:
+    return derived if given is None else integer(name, given, "rows of the whole sequence, or None")
+
+
+def _check(given: Options) -> None:
+    args = given.args
+    if given.cu_seqlens is not None:
+        if not isinstance(given.cu_seqlens, Tensor):
+            raise type_error("cu_seqlens", given.cu_seqlens, "an int32 tensor")
+        if given.seqlen_q != given.seqlen_k:
+            raise value_error("cu_seqlens", "different numbers of queries and keys", "documents of self-attention")
+        if args.bias is not None or args.mask is not None:
+            raise unsupported("bias" if args.bias is not None else "mask", "it with cu_seqlens", "one of the two")
+        if args.alibi_slopes is not None and args.alibi_slopes.dim() == 2:
+            raise unsupported("alibi_slopes", "slopes for each document", "shape (heads,)")
+    if args.alibi_slopes is not None and given.seqlen_q != given.seqlen_k:
+        raise unsupported(
+            "alibi_slopes", f"{given.seqlen_q} queries and {given.seqlen_k} keys", "as many queries as keys"
+        )
+    rows, heads, batch = args.q.shape[row_axis(args.layout)], args.q.shape[head_axis(args.layout)], args.q.shape[0]
+    for name, tensor in (("bias", args.bias), ("mask", args.mask)):
+        if tensor is None:
+            continue
+        full = (batch, heads, rows, given.seqlen_k)
+        if any(size not in (1, whole) for size, whole in zip(tensor.shape, full, strict=True)):
+            raise value_error(name, tensor, f"(batch, heads, this rank's rows, all keys) = {full}, each of them or 1")
+
+
+def _ring(given: Options, group: Any, merged: int, timeout: float | None) -> tuple[Tensor, Tensor]:
+    args = given.args
+    result: tuple[Tensor, Tensor] = ring.forward_op(
+        *(args.q, args.k, args.v, args.bias, args.mask, args.alibi_slopes, args.sinks, args.rng_state),
+        *(given.cu_seqlens, args.scale, args.causal, args.window_left, args.window_right, args.softcap),
+        *(args.dropout_p, given.first_head, given.total_heads, args.deterministic, args.layout, args.backend),
+        *(group.group_name, given.sharding, given.seqlen_q, given.seqlen_k, merged, given.transport),
+        timeout_of(timeout),
+    )
+    return result
+
+
+def _exchanged(given: Options, group: Any, first: int, num_shards: int, limit: float) -> tuple[Options, Any]:
+    """The call on all rows of this rank's heads, and what brings a result back."""
+    args = given.args
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    axis = head_axis(args.layout)
+    heads, heads_kv = args.q.shape[axis], args.k.shape[axis]
+    reason = ulysses.refusal(heads, heads_kv, size)
+    if reason is not None:
+        raise unsupported("q", reason, "heads that can be dealt out", "Use ring_attention, or a 2-D mesh")
+    if args.bias is not None or args.mask is not None:
+        name = "bias" if args.bias is not None else "mask"
+        raise unsupported(name, "a tensor", "None where heads are exchanged", "Use ring_attention")
+
+    def exchange(tensor: Tensor, num_heads: int, group_heads: int, seqlen: int, layout: str, op: Any) -> Tensor:
+        place = (layout, group.group_name, given.sharding, seqlen, first, num_shards, limit)
+        result: Tensor = op(tensor, num_heads, group_heads, *place)
+        return result
+
+    to_heads, to_rows = ulysses.rows_to_heads, ulysses.heads_to_rows
+    q = exchange(args.q, heads, 1, given.seqlen_q, args.layout, to_heads)
+    k, v = (
+        exchange(tensor, heads_kv, heads // heads_kv, given.seqlen_k, args.layout, to_heads)
+        for tensor in (args.k, args.v)
+    )
+    own = ulysses.head_range(heads, 1, size, rank)
+    slopes = None if args.alibi_slopes is None else args.alibi_slopes[..., own.start : own.stop]
+    sinks = None if args.sinks is None else args.sinks[own.start : own.stop]
+    exchanged = Options(
+        args=args._replace(q=q, k=k, v=v, alibi_slopes=slopes, sinks=sinks),
+        cu_seqlens=given.cu_seqlens,
+        sharding=given.sharding,
+        seqlen_q=given.seqlen_q,
+        seqlen_k=given.seqlen_k,
+        first_head=given.first_head + own.start,
+        total_heads=given.total_heads or heads,
+        transport=given.transport,
+    )
+
+    def back(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        out = exchange(out, heads, 1, given.seqlen_q, args.layout, to_rows)
+        lse = exchange(lse[..., None], heads, 1, given.seqlen_q, "bhsd", to_rows)[..., 0]
+        return out, lse
+
+    return exchanged, back
+
+
+def _ulysses(given: Options, group: Any, first: int, num_shards: int, timeout: float | None) -> tuple[Tensor, Tensor]:
+    exchanged, back = _exchanged(given, group, first, num_shards, timeout_of(timeout))
+    args = exchanged.args._replace(first_head=exchanged.first_head, total_heads=exchanged.total_heads)
+    if exchanged.cu_seqlens is not None:
+        cu_seqlens = exchanged.cu_seqlens.to(args.q.device)
+        args = args._replace(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    result: tuple[Tensor, Tensor] = back(*ops.attend(args))
+    return result
+
+
+def _both(given: Options, mesh: Any, shape: tuple[int, int], timeout: float | None) -> tuple[Tensor, Tensor]:
+    ring_group, head_group = mesh.get_group(0), mesh.get_group(1)
+    first = dist.get_rank(ring_group) * shape[1]
+    limit = timeout_of(timeout)
+    exchanged, back = _exchanged(given, head_group, first, shape[0] * shape[1], limit)
+    result: tuple[Tensor, Tensor] = back(*_ring(exchanged, ring_group, shape[1], timeout))
+    return result
+
+
+# Helpers for the rows of a rank
+
+
+def _place(mesh: Any, group: Any) -> tuple[int, int]:
+    """(this rank, number of ranks), counted as the sharding counts them."""
+    if len(_mesh_dims(mesh)) == 2:
+        outer, inner = mesh.get_local_rank(0), mesh.get_local_rank(1)
+        return outer * mesh.shape[1] + inner, mesh.shape[0] * mesh.shape[1]
+    own = group_of(mesh, group)
+    return dist.get_rank(own), dist.get_world_size(own)
+
+
+def shard(tensor: Tensor, dim: int, *, mesh: Any = None, group: Any = None, sharding: str = "zigzag") -> Tensor:
+    """This rank's rows of a tensor that every rank has; dim is that of the sequence."""
+    rank, size = _place(mesh, group)
+    ranges = Shards(tensor.shape[dim], size, sharding).ranges(rank)
+    parts = [tensor.narrow(dim, rows.start, len(rows)) for rows in ranges]
+    return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
+
+
+def unshard(
+    tensor: Tensor,
+    dim: int,
+    *,
+    seqlen: int | None = None,
+    mesh: Any = None,
+    group: Any = None,
+    sharding: str = "zigzag",
+    timeout: float | None = None,
+) -> Tensor:
+    """The whole sequence on every rank, from each rank's rows. Differentiable: a rank's gradient is the sum over the
+    ranks of the gradients of its rows."""
+    dims = _mesh_dims(mesh)
+    rank, size = _place(mesh, group)
+    total = tensor.shape[dim] * size if seqlen is None else seqlen
+    steps = [(mesh.get_group(1), rank // dims[1] * dims[1]), (mesh.get_group(0), 0)] if len(dims) == 2 else None
+    steps = steps or [(group_of(mesh, group), 0)]
+    rows = tensor.movedim(dim, 0)
+    for index, (own, first) in enumerate(steps):
+        merged = dims[1] if len(dims) == 2 and index == 1 else 1
+        rows = _Gather.apply(rows, own.group_name, sharding, total, first, size, merged, timeout_of(timeout))
+    return rows.movedim(0, dim)
+
+
+class _Gather(torch.autograd.Function):
+    """Rows (rows, ...) of all ranks of a group, in the order of the sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *place: Any) -> Tensor:
+        ctx.place = place
+        return ulysses.gather_rows(rows, *place)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ulysses.scatter_rows(grad, *ctx.place), *([None] * len(ctx.place))
+
+
+def position_ids(
+    seqlen: int,
+    *,
+    mesh: Any = None,
+    group: Any = None,
+    sharding: str = "zigzag",
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The positions of this rank's rows in the whole sequence, int64: for rotary embeddings."""
+    rank, size = _place(mesh, group)
+    parts = [torch.arange(rows.start, rows.stop, device=device) for rows in Shards(seqlen, size, sharding).ranges(rank)]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)

@@ -1,0 +1,91 @@
+"""Which rows of a sequence each rank holds, and the helpers that cut a tensor so.
+
+    contiguous   rank r holds part r of n.
+    zigzag       the sequence is cut into 2 n parts; rank r holds parts r and 2 n - 1 - r, in this order. Under a causal
+                 mask every rank then has the same work.
+
+Parts differ by at most one row. On a 2-D mesh (ring, heads) rank (i, j) counts as rank i * size_j + j: the ranks of one
+row of the mesh together hold what one rank of a ring of size_i holds, so the two ways to split compose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashtile.errors import value_error
+
+SHARDINGS = ("zigzag", "contiguous")
+Ranges = tuple[range, ...]  # of global rows, rising, neither empty nor adjacent
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The rows of a sequence over the ranks."""
+
+    seqlen: int
+    num_ranks: int
+    sharding: str = "zigzag"
+
+    def __post_init__(self) -> None:
+        if self.sharding not in SHARDINGS:
+            raise value_error("sharding", repr(self.sharding), " or ".join(map(repr, SHARDINGS)))
+
+    def ranges(self, rank: int) -> Ranges:
+        """The rows of a rank, in the order in which it stores them."""
+        return self.union((rank,))
+
+    def union(self, ranks: Iterable[int]) -> Ranges:
+        """The rows of several ranks, in order."""
+        parts = []
+        for rank in ranks:
+            parts.append(rank)
+            if self.sharding == "zigzag":
+                parts.append(2 * self.num_ranks - 1 - rank)
+        return coalesced(self._part(part) for part in sorted(parts))
+
+    def length(self, rank: int) -> int:
+        return num_rows(self.ranges(rank))
+
+    def _part(self, part: int) -> range:
+        count = 2 * self.num_ranks if self.sharding == "zigzag" else self.num_ranks
+        return range(self.seqlen * part // count, self.seqlen * (part + 1) // count)
+
+
+def coalesced(ranges: Iterable[range]) -> Ranges:
+    """Without empty ranges, adjacent ones joined. The ranges rise and do not overlap."""
+    found: list[range] = []
+    for part in ranges:
+        if not part:
+            continue
+        if found and found[-1].stop == part.start:
+            found[-1] = range(found[-1].start, part.stop)
+        else:
+            found.append(part)
+    return tuple(found)
+
+
+def num_rows(ranges: Ranges) -> int:
+    return sum(map(len, ranges))
+
+
+def local_rows(held: Ranges, wanted: Ranges) -> list[range]:
+    """Where the wanted rows stand in the memory of a rank that holds `held`; each is inside one range of `held`."""
+    found, first = [], 0
+    for part in held:
+        for rows in wanted:
+            if part.start <= rows.start and rows.stop <= part.stop:
+                found.append(range(first + rows.start - part.start, first + rows.stop - part.start))
+        first += len(part)
+    return found
+
+
+def take(tensor: Tensor, rows: list[range], axis: int) -> Tensor:
+    """These rows of a tensor; a view where they are one range."""
+    parts = [tensor.narrow(axis, part.start, len(part)) for part in rows]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, axis) if parts else tensor.narrow(axis, 0, 0)

@@ -1,0 +1,230 @@
+"""Messages between the ranks of a group: posted together, waited for one by one, with errors that name the peer.
+
+Backends with device tensors (NCCL) run on a stream of their own; a wait makes the current stream wait, not the host.
+Gloo takes CPU tensors alone, so tensors on a GPU pass through pinned memory: then the host waits, while kernels that
+were launched before keep running.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from flashtile.errors import value_error
+
+Message = tuple[int, Tensor]  # rank in the group; contiguous
+
+
+# Of a name, which operators take in place of a group
+_resolve_process_group: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+
+
+# For kernels of operators: torch.compile may not look into them
+untraced: Any = torch._disable_dynamo  # type: ignore[attr-defined]
+
+
+class PeerError(RuntimeError):
+    """A peer did not deliver: it died, hangs, or called with other arguments."""
+
+
+class Channel:
+    """The messages of one pass over one group."""
+
+    def __init__(self, group_name: str, device: torch.device, timeout: float, what: str):
+        self.group: Any = _resolve_process_group(group_name)
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.timeout, self.what, self.device = timeout or _own_timeout(self.group), what, device
+        self.is_staged = device.type == "cuda" and not _takes_cuda(self.group)
+        self.stream = _stream(device) if device.type == "cuda" else None
+        if device.type == "cuda" and not self.is_staged:
+            _warm_up(group_name, device)
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Starts sending and receiving, behind what has been launched on the current stream so far."""
+        count = sum(tensor.numel() * tensor.element_size() for _, tensor in sends)
+        bytes_sent[self.group.group_name] = bytes_sent.get(self.group.group_name, 0) + count
+        ready_at = _slow.arrival(sends, receives) if _slow is not None else 0.0
+        pending = self._post(sends, receives)
+        pending.ready_at = ready_at
+        return pending
+
+    def _post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        if self.stream is None:
+            return Pending(self, *self._start(sends, receives))
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            if self.is_staged:
+                return self._post_staged(sends, receives)
+            for _, tensor in (*sends, *receives):
+                tensor.record_stream(self.stream)
+            return Pending(self, *self._start(sends, receives))
+
+    def staged(self, tensor: Tensor) -> Tensor:
+        """What is handed to the backend: a copy in pinned memory where it takes no tensors of this device."""
+        if not self.is_staged or tensor.device.type == "cpu":
+            return tensor
+        assert self.stream is not None
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+        self.stream.synchronize()
+        return copy
+
+    def _post_staged(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        staged = [(peer, self.staged(tensor)) for peer, tensor in sends]
+        arriving = [(peer, torch.empty_like(tensor, device="cpu", pin_memory=True)) for peer, tensor in receives]
+
+        def land() -> None:
+            assert self.stream is not None
+            with torch.cuda.stream(self.stream):
+                for (_, pinned), (_, tensor) in zip(arriving, receives, strict=True):
+                    tensor.copy_(pinned, non_blocking=True)
+                    tensor.record_stream(self.stream)
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+        return Pending(self, *self._start(staged, arriving), land)
+
+    def _start(
+        self, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> tuple[list[tuple[str, Any]], list[Message]]:
+        operations = [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=peer) for peer, tensor in sends]
+        operations += [dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=peer) for peer, tensor in receives]
+        if not operations:
+            return [], []
+        peers = [f"send to rank {peer}" for peer, _ in sends] + [f"receive from rank {peer}" for peer, _ in receives]
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise self.error(" and ".join(peers), error) from error
+        if len(works) != len(peers):  # NCCL: one for all
+            peers = [" and ".join(peers)] * len(works)
+        return list(zip(peers, works, strict=True)), [*sends, *receives]
+
+    def error(self, doing: str, cause: Exception) -> PeerError:
+        reason = str(cause).strip().partition("\n")[0]
+        return PeerError(
+            f"{self.what}: rank {self.rank} of {self.size} could not {doing} within {self.timeout:g} s. That rank has "
+            f"died, hangs, or called with other arguments. {reason}"
+        )
+
+
+class Pending:
+    """Messages under way."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        works: list[tuple[str, Any]],
+        kept: list[Message],
+        land: Callable[[], None] | None = None,
+    ):
+        self.channel, self.works, self.kept, self.land = channel, works, kept, land
+        self.ready_at = 0.0
+
+    def wait(self) -> None:
+        """Until everything is there, for what is launched on the current stream from now on."""
+        limit = datetime.timedelta(seconds=self.channel.timeout)
+        for doing, work in self.works:
+            try:
+                work.wait(limit)
+            except RuntimeError as error:
+                raise self.channel.error(doing, error) from error
+        if self.ready_at:
+            time.sleep(max(0.0, self.ready_at - time.monotonic()))
+        if self.land is not None:
+            self.land()
+        self.works, self.kept, self.land = [], [], None
+
+
+class _SlowLink:
+    """A link that carries one message at a time in each direction, at this speed."""
+
+    def __init__(self, bytes_per_s: float, latency_s: float):
+        self.bytes_per_s, self.latency_s, self.free_at = bytes_per_s, latency_s, 0.0
+
+    def arrival(self, sends: Sequence[Message], receives: Sequence[Message]) -> float:
+        """When messages that are posted now have arrived."""
+        sizes = [sum(tensor.numel() * tensor.element_size() for _, tensor in some) for some in (sends, receives)]
+        if not any(sizes):
+            return 0.0
+        self.free_at = max(time.monotonic(), self.free_at) + self.latency_s + max(sizes) / self.bytes_per_s
+        return self.free_at
+
+
+_slow: _SlowLink | None = None
+
+
+@contextlib.contextmanager
+def slow_link(bytes_per_s: float, latency_s: float) -> Iterator[None]:
+    """Messages arrive no sooner than over such a link: for comparing runs with predictions."""
+    global _slow
+    before, _slow = _slow, _SlowLink(bytes_per_s, latency_s)
+    try:
+        yield
+    finally:
+        _slow = before
+
+
+bytes_sent: dict[str, int] = {}  # by group name, since the start of the process: for tests and reports
+
+
+def _takes_cuda(group: Any) -> bool:
+    try:
+        return "nccl" in type(group._get_backend(torch.device("cuda"))).__name__.lower()
+    except RuntimeError:
+        return False
+
+
+@functools.cache
+def _stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)
+
+
+@functools.cache
+def _warm_up(group_name: str, device: torch.device) -> None:
+    """NCCL's first call of a group must be made by all of its ranks; messages may concern a few."""
+    dist.all_reduce(torch.zeros(1, device=device), group=_resolve_process_group(group_name))
+
+
+def group_of(mesh: Any, group: Any, dim: int = 0) -> Any:
+    """The process group of a mesh dimension, of a group, or of all ranks."""
+    if mesh is not None and group is not None:
+        raise value_error("group", "it with mesh", "one of the two")
+    if not dist.is_initialized():
+        raise value_error("mesh" if group is None else "group", "no process group", "after init_process_group")
+    if mesh is not None:
+        return mesh.get_group(dim)
+    return dist.group.WORLD if group is None else group
+
+
+def timeout_of(timeout: float | None) -> float:
+    """As the operators take it: seconds, 0 = the group's own."""
+    if timeout is None:
+        return 0.0
+    if not timeout > 0.0:
+        raise value_error("timeout", timeout, "seconds > 0, or None for the group's")
+    return float(timeout)
+
+
+def _own_timeout(group: Any) -> float:
+    for device in ("cpu", "cuda"):
+        try:
+            limit: datetime.timedelta = group._get_backend(torch.device(device)).options._timeout
+        except RuntimeError:
+            continue
+        return limit.total_seconds()
+    return 1800.0
+
+
+def group_size_and_rank(group_name: str) -> tuple[int, int]:
+    group = _resolve_process_group(group_name)
+    return dist.get_world_size(group), dist.get_rank(group)

@@ -1,0 +1,229 @@
+"""Ulysses: rows of all heads are exchanged for all rows of some heads, and back.
+
+Rank p of n owns query heads p * heads / n up to (p + 1) * heads / n, and the key heads that they use. Where there are
+fewer key heads than ranks, several ranks get the same key head, and its gradients are added in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.distributed.sharding import Ranges, Shards, local_rows, num_rows, take
+from flashtile.distributed.transport import Channel, group_size_and_rank, untraced
+from flashtile.errors import value_error
+from flashtile.problem import head_axis, row_axis
+
+
+def head_range(heads: int, group: int, size: int, rank: int) -> range:
+    """The heads of a tensor that a rank owns; `group` query heads share one of them."""
+    per_rank = heads * group // size
+    return range(rank * per_rank // group, -(-(rank + 1) * per_rank // group))
+
+
+def refusal(heads: int, heads_kv: int, size: int) -> str | None:
+    """Why so many heads cannot be dealt out, or None."""
+    if heads % size:
+        return f"{heads} query heads are not a multiple of {size} ranks"
+    group, per_rank = heads // heads_kv, heads // size
+    if per_rank % group and group % per_rank:
+        return f"{heads_kv} key heads are neither a multiple nor a divisor of {size} ranks"
+    return None
+
+
+class _Exchange(NamedTuple):
+    """The arguments of both operators, behind the tensor."""
+
+    heads: int  # of the tensor with all heads
+    group_heads: int  # query heads that share one of them
+    layout: str
+    group: str
+    sharding: str
+    seqlen: int
+    first: int  # of the ranks of the sharding: that of rank 0 of the group
+    num_shards: int
+    timeout: float
+
+
+_SCHEMA = (
+    "SymInt heads, SymInt group_heads, str layout, str group, str sharding, SymInt seqlen, SymInt first, "
+    "SymInt num_shards, float timeout"
+)
+
+
+class _Plan:
+    def __init__(self, args: _Exchange, device: torch.device, what: str):
+        self.args = args
+        self.channel = Channel(args.group, device, args.timeout, what)
+        self.rank, self.size = self.channel.rank, self.channel.size
+        self.row, self.head = row_axis(args.layout), head_axis(args.layout)
+        shards = Shards(args.seqlen, args.num_shards, args.sharding)
+        self.ranges = [shards.ranges(args.first + rank) for rank in range(self.size)]
+        self.all_rows: Ranges = shards.union(range(args.first, args.first + self.size))
+        self.heads = [head_range(args.heads, args.group_heads, self.size, rank) for rank in range(self.size)]
+
+    def peers(self) -> list[int]:
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def shape(self, like: Tensor, heads: int, rows: int) -> list[int]:
+        shape = list(like.shape)
+        shape[self.head], shape[self.row] = heads, rows
+        return shape
+
+    def places(self, rank: int) -> list[range]:
+        """Where the rows of a rank stand among all rows."""
+        return local_rows(self.all_rows, self.ranges[rank])
+
+
+def _to_heads(x: Tensor, *values: Any) -> Tensor:
+    plan = _Plan(_Exchange(*values), x.device, "ulysses_attention")
+    own_rows = num_rows(plan.ranges[plan.rank])
+    if x.shape[plan.row] != own_rows:
+        raise value_error(
+            "q or k",
+            f"{x.shape[plan.row]} rows on rank {plan.rank}",
+            f"{own_rows} of {plan.args.seqlen} over {plan.args.num_shards} ranks ({plan.args.sharding})",
+            "Give seqlen, the length of the whole sequence",
+        )
+
+    def heads_for(rank: int) -> Tensor:
+        return x.narrow(plan.head, plan.heads[rank].start, len(plan.heads[rank]))
+
+    sends = [(peer, heads_for(peer).contiguous()) for peer in plan.peers()]
+    num_heads = len(plan.heads[plan.rank])
+    receives = [(peer, x.new_empty(plan.shape(x, num_heads, num_rows(plan.ranges[peer])))) for peer in plan.peers()]
+    pending = plan.channel.post(sends, receives)
+    whole = x.new_empty(plan.shape(x, num_heads, num_rows(plan.all_rows)))
+    _put_rows(plan, whole, plan.rank, heads_for(plan.rank))
+    pending.wait()
+    for peer, part in receives:
+        _put_rows(plan, whole, peer, part)
+    return whole
+
+
+def _put_rows(plan: _Plan, whole: Tensor, rank: int, part: Tensor) -> None:
+    first = 0
+    for rows in plan.places(rank):
+        whole.narrow(plan.row, rows.start, len(rows)).copy_(part.narrow(plan.row, first, len(rows)))
+        first += len(rows)
+
+
+def _to_rows(y: Tensor, *values: Any) -> Tensor:
+    plan = _Plan(_Exchange(*values), y.device, "ulysses_attention")
+
+    def rows_of(rank: int) -> Tensor:
+        return take(y, plan.places(rank), plan.row)
+
+    sends = [(peer, rows_of(peer).contiguous()) for peer in plan.peers()]
+    own_rows = num_rows(plan.ranges[plan.rank])
+    received = {peer: y.new_empty(plan.shape(y, len(plan.heads[peer]), own_rows)) for peer in plan.peers()}
+    pending = plan.channel.post(sends, list(received.items()))
+    received[plan.rank] = rows_of(plan.rank)
+    is_shared = sum(map(len, plan.heads)) > plan.args.heads
+    dtype = torch.float32 if is_shared and y.dtype in (torch.float16, torch.bfloat16) else y.dtype
+    whole = torch.zeros(plan.shape(y, plan.args.heads, own_rows), dtype=dtype, device=y.device)
+    pending.wait()
+    for rank in range(plan.size):
+        target = whole.narrow(plan.head, plan.heads[rank].start, len(plan.heads[rank]))
+        target.add_(received[rank]) if is_shared else target.copy_(received[rank])
+    return whole.to(y.dtype)
+
+
+def _fake(is_to_heads: bool) -> Any:
+    def fake(x: Tensor, *values: Any) -> Tensor:
+        args = _Exchange(*values)
+        row, head = row_axis(args.layout), head_axis(args.layout)
+        size, rank = group_size_and_rank(args.group)
+        shards = Shards(args.seqlen, args.num_shards, args.sharding)
+        shape = list(x.shape)
+        if is_to_heads:
+            shape[head] = len(head_range(args.heads, args.group_heads, size, rank))
+            shape[row] = num_rows(shards.union(range(args.first, args.first + size)))
+        else:
+            shape[head], shape[row] = args.heads, shards.length(args.first + rank)
+        return x.new_empty(shape)
+
+    return fake
+
+
+_library = torch.library.Library("flashtile", "FRAGMENT")
+_KERNELS = {"rows_to_heads": _to_heads, "heads_to_rows": _to_rows}
+for _name, _kernel in _KERNELS.items():
+    _library.define(f"{_name}(Tensor x, {_SCHEMA}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, untraced(_kernel), _device)
+    torch.library.register_fake(f"flashtile::{_name}", _fake(_name == "rows_to_heads"), lib=_library)
+rows_to_heads = torch.ops.flashtile.rows_to_heads.default
+heads_to_rows = torch.ops.flashtile.heads_to_rows.default
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.options = inputs[1:]
+
+
+def _register(name: str, reverse: Any) -> None:
+    def gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return reverse(grad.contiguous(), *ctx.options), *([None] * len(_Exchange._fields))
+
+    torch.library.register_autograd(f"flashtile::{name}", gradient, setup_context=_setup, lib=_library)
+
+
+_register("rows_to_heads", heads_to_rows)
+_register("heads_to_rows", rows_to_heads)
+
+
+# Rows to every rank, and back
+
+
+def _row_places(group: str, sharding: str, seqlen: int, first: int, num_shards: int, merged: int) -> list[list[range]]:
+    """Where the rows of each rank of the group stand among those of all."""
+    size, _ = group_size_and_rank(group)
+    shards = Shards(seqlen, num_shards, sharding)
+    held = [shards.union(range(first + rank * merged, first + (rank + 1) * merged)) for rank in range(size)]
+    all_rows = shards.union(range(first, first + size * merged))
+    return [local_rows(all_rows, ranges) for ranges in held]
+
+
+def gather_rows(rows: Tensor, group: str, *place: Any) -> Tensor:
+    """(rows, ...) of all ranks in the order of the sequence; place: sharding, seqlen, first, num_shards, merged,
+    timeout."""
+    *where, timeout = place
+    places = _row_places(group, *where)
+    channel = Channel(group, rows.device, timeout, "unshard")
+    rows = rows.contiguous()
+    _check_own(rows, places[channel.rank], channel.rank)
+    peers = [(channel.rank + step) % channel.size for step in range(1, channel.size)]
+    received = {peer: rows.new_empty((sum(map(len, places[peer])), *rows.shape[1:])) for peer in peers}
+    channel.post([(peer, rows) for peer in peers], list(received.items())).wait()
+    whole = rows.new_empty((sum(len(part) for own in places for part in own), *rows.shape[1:]))
+    for rank, part in (received | {channel.rank: rows}).items():
+        start = 0
+        for target in places[rank]:
+            whole[target.start : target.stop] = part[start : start + len(target)]
+            start += len(target)
+    return whole
+
+
+def scatter_rows(grad: Tensor, group: str, *place: Any) -> Tensor:
+    """The adjoint: the sum over the ranks of what each has for this rank's rows, in the order of the ranks."""
+    *where, timeout = place
+    places = _row_places(group, *where)
+    channel = Channel(group, grad.device, timeout, "unshard (backward)")
+    peers = [(channel.rank + step) % channel.size for step in range(1, channel.size)]
+    own = take(grad, places[channel.rank], 0).contiguous()
+    received = {peer: torch.empty_like(own) for peer in peers}
+    sends = [(peer, take(grad, places[peer], 0).contiguous()) for peer in peers]
+    channel.post(sends, list(received.items())).wait()
+    received[channel.rank] = own
+    total = torch.zeros_like(own)
+    for rank in range(channel.size):
+        total += received[rank]
+    return total
+
+
+def _check_own(rows: Tensor, places: list[range], rank: int) -> None:
+    expected = sum(map(len, places))
+    if rows.shape[0] != expected:
+        raise value_error("tensor", f"{rows.shape[0]} rows on rank {rank}", f"{expected}", "Give seqlen")

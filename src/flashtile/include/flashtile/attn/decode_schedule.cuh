@@ -1,0 +1,158 @@
+// How a decode launch deals out its keys, so that every block reads as many, whatever the lengths of the sequences.
+//
+// A row tile is up to 64 rows: some queries of a sequence for all heads that share a KV head. Its key tiles are its
+// units. The units of all row tiles lie on one line: sequence by sequence, KV head by KV head, query tile by query
+// tile. Block b takes the units [b * share, (b + 1) * share). Each block finds its own from the lengths in device
+// memory, so the grid depends on no length. Where keys may not be split, a row tile is one unit.
+//
+// There may be 2^31 units in all: 64 times as many keys, counted for every KV head.
+//
+// A block walks its units from the last to the first. Of the row tiles in its share the last may continue in the next
+// block: its partial result is stored first of all. The first may have begun in blocks before: it comes last, and this
+// block joins the parts. So a block waits only for blocks with lower numbers, and only for what they did early.
+#pragma once
+
+#include "flashtile/attn/block_range.cuh"
+#include "flashtile/attn/scheduler.cuh"
+#include "flashtile/attn/work_item.cuh"
+
+namespace flashtile {
+
+enum class DecodeRole : i32 { kWhole, kPart, kJoin };
+
+// One row tile and the key tiles [n_begin, n_end) of it that a block processes.
+struct DecodeItem {
+  TileCoord coord;  // head is a KV head
+  Sequence s;
+  i32 i_begin;
+  i32 n_begin, n_end;
+  Range unmasked;   // tiles that need no mask
+  i32 first_block;  // of a join: the block that has the row tile's first unit
+  DecodeRole role;
+  bool is_end;  // no work: the consumers stop
+
+  FT_DEVICE bool has_keys() const { return n_begin < n_end; }
+};
+
+template <class Config, class Mask, class SeqInfo>
+struct DecodeSchedule {
+  static constexpr i32 kBlockN = Config::kBlockN;
+
+  // What a sequence adds to the line.
+  struct Work {
+    Sequence s;
+    i32 n_begin, num_units, num_m_blocks;  // units of a row tile
+    i32 total;                             // units of the sequence
+  };
+
+  const Params& p;
+  i32 num_heads, num_queries;  // of a row tile (HeadPacking)
+  i32 share, begin, next = 0;  // of this block: its first unit, and the end of those left
+  i32 first;                   // unit of the current sequence; at first the end of it
+  i32 batch;                   // its number; at first one more
+  Work work;
+
+  // Scope: thread.
+  FT_DEVICE Work find(i32 b) const {
+    Work found{find_sequence<SeqInfo>(p, b), 0, 1, 1, 0};
+    Range keys = key_range<Mask>(p, found.s, 0, found.s.seqlen_q);
+    found.n_begin = keys.begin / kBlockN;
+    if (p.num_splits > 1) found.num_units = max_of(1, ceil_div(keys.end, kBlockN) - found.n_begin);
+    if (found.s.seqlen_q > num_queries) found.num_m_blocks = ceil_div(found.s.seqlen_q, num_queries);
+    found.total = found.s.seqlen_q > 0 ? found.num_units * found.num_m_blocks * p.heads_kv : 0;
+    return found;
+  }
+  FT_DEVICE i32 total_of(i32 b) const { return b < p.batch ? find(b).total : 0; }
+
+  // The sum over the lanes up to this one. Scope: warp.
+  FT_DEVICE static i32 running_sum(i32 x) {
+#pragma unroll
+    for (i32 distance = 1; distance < 32; distance *= 2) {
+      i32 other = __shfl_up_sync(0xffffffffu, x, distance);
+      x += static_cast<i32>(threadIdx.x % 32) >= distance ? other : 0;
+    }
+    return x;
+  }
+
+  // Finds this block's units: from the lengths of 32 sequences at a time. Scope: warp (equal in all warps that call).
+  FT_DEVICE explicit DecodeSchedule(const Params& params) : p(params) {
+    num_heads = HeadPacking<Config>::num_heads(p);
+    num_queries = HeadPacking<Config>::num_queries(p);
+    if constexpr (SeqInfo::kHasLengths) {
+      // Twice over the sequences: for the sum, and for the sequence of this block's last unit. One loop for both: code
+      // that is not in the instruction cache costs more than a second look at the lengths.
+      bool is_summed = false;
+      i32 chunk = 0, before = 0;
+      while (true) {
+        i32 sum = running_sum(total_of(chunk + threadIdx.x % 32));
+        u32 later = __ballot_sync(0xffffffffu, before + sum >= next);
+        if (is_summed && later != 0) {
+          i32 found = __ffs(later) - 1;
+          batch = chunk + found + 1;
+          first = before + __shfl_sync(0xffffffffu, sum, found);
+          return;
+        }
+        before += __shfl_sync(0xffffffffu, sum, 31);
+        chunk += 32;
+        if (chunk >= p.batch && !is_summed) {
+          deal_out(before);
+          if (is_done()) return;
+          is_summed = true;
+          chunk = before = 0;
+        }
+      }
+    } else {
+      i32 each = find(0).total;
+      deal_out(each * p.batch);
+      if (is_done()) return;
+      batch = (next - 1) / each + 1;
+      first = batch * each;
+    }
+  }
+
+  // Sets this block's units. Scope: thread.
+  FT_DEVICE void deal_out(i32 total) {
+    share = max_of(ceil_div(total, gridDim.x), p.num_splits > 1 ? Config::kMinTiles : 1);
+    begin = min_of(static_cast<i32>(blockIdx.x) * share, total);
+    next = min_of(begin + share, total);
+  }
+
+  FT_DEVICE bool is_done() const { return begin >= next; }
+
+  // The next item, from the last to the first. Scope: thread (uniform in a warp).
+  FT_DEVICE DecodeItem take() {
+    while (next <= first) {
+      work = find(--batch);
+      first -= work.total;
+    }
+    // Find the row tile of the last unit left, and this block's part of it
+    i32 row_tile = (next - 1 - first) / work.num_units, m_block = 0, head = row_tile;
+    if (work.num_m_blocks > 1) head = row_tile / work.num_m_blocks, m_block = row_tile - head * work.num_m_blocks;
+    i32 tile_begin = first + row_tile * work.num_units, tile_end = tile_begin + work.num_units;
+    i32 from = max_of(begin, tile_begin);
+    DecodeItem item;
+    item.coord = {m_block, 0, head, batch};
+    item.s = work.s;
+    item.i_begin = m_block * num_queries;
+    item.is_end = false;
+    bool is_last = next == tile_end;
+    item.role = !is_last ? DecodeRole::kPart : begin > tile_begin ? DecodeRole::kJoin : DecodeRole::kWhole;
+    item.first_block = item.role == DecodeRole::kJoin ? tile_begin / share : 0;
+    // Keep the key tiles that these queries see
+    i32 i_end = min_of(item.i_begin + num_queries, item.s.seqlen_q);
+    Range seen = key_range<Mask>(p, item.s, item.i_begin, i_end);
+    Range common = common_key_range<Mask>(p, item.s, item.i_begin, i_end);
+    item.n_begin = seen.begin / kBlockN;
+    item.n_end = ceil_div(seen.end, kBlockN);
+    if (p.num_splits > 1) {
+      item.n_begin = max_of(item.n_begin, work.n_begin + from - tile_begin);
+      item.n_end = min_of(item.n_end, work.n_begin + next - tile_begin);
+    }
+    if constexpr (mutates(Mutation::decode_sm90_unit)) item.n_begin += from > tile_begin ? 1 : 0;
+    item.unmasked = {ceil_div(common.begin, kBlockN), common.end / kBlockN};
+    next = from;
+    return item;
+  }
+};
+
+}  // namespace flashtile

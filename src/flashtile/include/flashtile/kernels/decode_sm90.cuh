@@ -1,0 +1,465 @@
+// Attention forward on Hopper for few queries: what counts is how fast keys arrive. wgmma products over 64 rows, the
+// queries of all heads that share a KV head; a ring of small K and V tiles; keys dealt out evenly over the blocks
+// (attn/decode_schedule.cuh); partial results joined in the same launch.
+//
+// Threads:   warps 0 to 3 are the consumer: scores, softmax, output. Warps 4 and 5 are the producer: warp 4 finds the
+//            work items and issues the TMA copies; pages are copied by both (attn/paged_keys.cuh).
+// Shared:    sQ [slab][64][64], sK, sV [stage][slab][kBlockN][64], 128-byte swizzled; barriers; three work items.
+// Barriers:  full_* complete by copies, empty_* by one arrival per consumer warp. A work item arrives with Q.
+// Parts:     a block that has only some keys of a row tile stores m, l and the sum of P V to its slot in global memory
+//            and then sets the slot's flag. The block with the row tile's last unit waits for the flags of the others,
+//            clears them, and joins the parts in the order of the blocks. Slots are not initialised: memory that holds
+//            kPartReady by chance (one in 2^64) would be taken for a part.
+#pragma once
+
+#include "flashtile/attn/decode_schedule.cuh"
+#include "flashtile/attn/merge.cuh"
+#include "flashtile/attn/online_softmax.cuh"
+#include "flashtile/attn/paged_keys.cuh"
+#include "flashtile/attn/score_fragment.cuh"
+#include "flashtile/core/mutation.cuh"
+#include "flashtile/ptx/signal.cuh"
+#include "flashtile/tile/epilogue.cuh"
+#include "flashtile/tile/sm90_decode_config.cuh"
+#include "flashtile/tile/wgmma_gemm.cuh"
+
+namespace flashtile {
+
+// The maps' axes are (head_dim, rows, heads, batch); their boxes have 64 columns. partial_out is (blocks, 64,
+// head_dim_v); partial_stats is (blocks, 64, 2), and behind it one flag of 64 bits per block.
+struct DecodeSm90Params {
+  Params base;
+  TensorMap q_map;         // boxes of 64 / num_heads rows of num_heads heads
+  TensorMap k_map, v_map;  // boxes of kBlockN rows; of pages as PagedKeys says
+};
+
+constexpr u64 kPartReady = 0x9d3f5a17c2e84b61ull;
+
+template <class Config>
+struct alignas(1024) DecodeSm90Storage {
+  using T = typename Config::Element;
+  T sQ[Config::kElementsQ];
+  T sK[Config::kNumStages][Config::kElementsK];
+  T sV[Config::kNumStages][Config::kElementsV];
+  u64 full_q, empty_q;
+  u64 full_k[Config::kNumStages], empty_k[Config::kNumStages];
+  u64 full_v[Config::kNumStages], empty_v[Config::kNumStages];
+  WorkItemRing<DecodeItem> items;
+  float2 stats[64];  // m and l of this block's part, for the join
+};
+
+template <class Config, class Mask, class ScoreMod, class SeqInfo, class KvSource>
+struct DecodeSm90 {
+  using T = typename Config::Element;
+  using Out = typename Config::OutElement;
+  using Storage = DecodeSm90Storage<Config>;
+  using Stages = KeyRing<Config::kNumStages, KvSource::kIsPaged>;
+  using Pages = PagedKeys<Config::kBlockN, Config::kProducerWarps>;
+  using Schedule = DecodeSchedule<Config, Mask, SeqInfo>;
+  using Packing = HeadPacking<Config>;
+  using Rows = FragmentRows<Config>;
+  using Softmax = OnlineSoftmax<true, false>;
+  static constexpr i32 kBlockN = Config::kBlockN;
+  static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
+  static_assert(!ScoreMod::kHasBias && !Mask::kHasBool);
+  // This block's part of a join lies where K was
+  static_assert(sizeof(Storage::sK) >= 64 * Config::kHeadDimV * sizeof(float));
+
+  // ---- Prologue. Scope: thread 0.
+
+  FT_DEVICE static void init(const Params& p, Storage& shared) {
+    u32 num_producers = KvSource::kIsPaged ? Pages(p).num_arrivals() : 1;
+    mbarrier_init(shared.full_q, 1);
+    mbarrier_init(shared.empty_q, 4);
+    for (i32 stage = 0; stage < Config::kNumStages; ++stage) {
+      mbarrier_init(shared.full_k[stage], num_producers);
+      mbarrier_init(shared.full_v[stage], num_producers);
+      mbarrier_init(shared.empty_k[stage], 4);
+      mbarrier_init(shared.empty_v[stage], 4);
+    }
+    mbarrier_init_fence();
+    fence_proxy_async();
+  }
+
+  // ---- Producer. Scope: each of its warps.
+
+  template <i32 kRows, i32 kSlabs>
+  FT_DEVICE static void load(T* sTile, const TensorMap& map, const Strides& strides, u64& full, i32 num_rows, i32 row,
+                             i32 head, i32 batch) {
+    if (threadIdx.x % 32 != 0) return;
+    // A map has size 1 along an axis whose stride is 0
+    load_slabs<kRows, kSlabs>(sTile, map, full, num_rows, row, strides.head == 0 ? 0 : head,
+                              strides.batch == 0 ? 0 : batch);
+  }
+
+  template <i32 kSlabs>
+  FT_DEVICE static void load_keys(T* sTile, const TensorMap& map, const void* base, const Strides& strides,
+                                  i32 num_columns, u64& full, i32 n, const DecodeItem& item, const Pages& pages,
+                                  typename Pages::Place place) {
+    if constexpr (KvSource::kIsPaged) {
+      pages.template copy<kSlabs>(sTile, map, static_cast<const T*>(base), strides, num_columns, full, place,
+                                  item.coord.head, item.s.seqlen_k - n * kBlockN);
+    } else {
+      load<kBlockN, kSlabs>(sTile, map, strides, full, kBlockN, static_cast<i32>(item.s.k_row) + n * kBlockN,
+                            item.coord.head, item.coord.batch);
+    }
+  }
+
+  FT_DEVICE static void produce(const DecodeSm90Params& params, Storage& shared) {
+    const Params& p = params.base;
+    Pages pages(p);
+    Schedule schedule(p);
+    __syncthreads();  // the barriers are initialised
+    bool is_first = threadIdx.x == 128;
+    i32 num_heads = schedule.num_heads, num_queries = schedule.num_queries;
+    u32 num_tiles = 0;
+    for (u32 num_items = 0;; ++num_items) {
+      // Publish the next work item with its Q. Its slot is free: the consumers have released the Q of item
+      // num_items - 2, so they have finished item num_items - 3.
+      DecodeItem item;
+      bool is_end = schedule.is_done();
+      if (!is_end) item = schedule.take();
+      item.is_end = is_end;
+      bool has_keys = !is_end && item.has_keys();
+      typename Pages::Place place{}, ahead{};
+      if constexpr (KvSource::kIsPaged) {
+        if (has_keys) place = pages.find(item.s, item.n_end - 1);
+      }
+      if (is_first) shared.items.at(num_items) = item;
+      if (threadIdx.x / 32 == 4) {
+        mbarrier_wait(shared.empty_q, num_items % 2 ^ 1);
+        if (has_keys) {
+          load<64, Config::kSlabsQK>(shared.sQ, params.q_map, p.q_strides, shared.full_q, num_heads * num_queries,
+                                     static_cast<i32>(item.s.q_row) + item.i_begin, item.coord.head * num_heads,
+                                     item.coord.batch);
+        } else if (is_first) {
+          mbarrier_arrive(shared.full_q);
+        }
+      }
+      if (is_end) return;
+      if (!has_keys) continue;
+      // Load K and V tiles from the last to the first; find pages one tile ahead
+      for (i32 n = item.n_end - 1; n >= item.n_begin; --n, ++num_tiles) {
+        if constexpr (KvSource::kIsPaged) {
+          if (n > item.n_begin) ahead = pages.find(item.s, n - 1);
+        }
+        u32 stage = Stages::stage(num_tiles);
+        Stages::wait_empty(shared.empty_k, num_tiles);
+        load_keys<Config::kSlabsQK>(shared.sK[stage], params.k_map, p.k, p.k_strides, p.head_dim, shared.full_k[stage],
+                                    n, item, pages, place);
+        Stages::wait_empty(shared.empty_v, num_tiles);
+        load_keys<Config::kSlabsV>(shared.sV[stage], params.v_map, p.v, p.v_strides, p.head_dim_v, shared.full_v[stage],
+                                   n, item, pages, place);
+        place = ahead;
+      }
+    }
+  }
+
+  // ---- Consumer. Scope: warpgroup.
+
+  FT_DEVICE static void sync_consumer() { named_barrier_sync(kConsumerBarrier, 128); }
+
+  FT_DEVICE static void modify_tile(const Params& p, const DecodeItem& item, const Rows& rows, i32 j_begin,
+                                    float (&rS)[kScores]) {
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      // Rows past the last query are computed but must not read past it
+      i32 i = min_of(rows.i[r], item.s.seqlen_q - 1);
+      modify_scores<Mask, ScoreMod>(p, item.s, rows.head(item, r), i, j_begin, r, rS);
+    }
+  }
+
+  // Processes the key tiles of one work item. num_tiles counts the tiles so far.
+  FT_DEVICE static void mainloop(const Params& p, Storage& shared, const DecodeItem& item, const Rows& rows,
+                                 u32& num_tiles, float factor, Softmax& softmax, float (&rO)[kOutputs]) {
+    u32 rP[kScores / 2];
+    i32 n = item.n_end - 1, n_begin = item.n_begin;
+    auto step = [&](auto is_first) {
+      constexpr bool kIsFirst = decltype(is_first)::kValue;
+      float rS[kScores];
+      u32 stage = Stages::stage(num_tiles);
+      // S = Q K^T, in flight behind O += P V of the tile before
+      Stages::wait_full(shared.full_k, num_tiles);
+      gemm_abt<T, kBlockN, Config::kHeadDim>(rS, tile_base(shared.sQ, 64 * 128),
+                                             tile_base(shared.sK[stage], kBlockN * 128));
+      wgmma_wait<0>();
+      pin_registers(rS);
+      pin_registers(rO);
+      if constexpr (!kIsFirst) release_stage(shared.empty_v[Stages::stage(num_tiles - 1)]);
+      release_stage(shared.empty_k[stage]);
+      if (n == n_begin) release_stage(shared.empty_q);
+      // Mask and softmax
+      bool is_edge = ScoreMod::kChangesScores || n >= item.unmasked.end || n < item.unmasked.begin;
+      if (is_edge) modify_tile(p, item, rows, n * kBlockN, rS);
+      softmax.template raise_maximum<kIsFirst, true>(factor, rS);
+      softmax.template exponentiate<kIsFirst, true>(factor, rS);
+#pragma unroll
+      for (i32 x = 0; x < kScores / 2; ++x) rP[x] = pack_two<T>(rS[2 * x], rS[2 * x + 1]);
+      if constexpr (!kIsFirst) softmax.rescale(rO);
+      // O += P V
+      Stages::wait_full(shared.full_v, num_tiles);
+      if constexpr (SeqInfo::kHasLengths || KvSource::kIsPaged) {
+        // Rows of V past the last key may be anything, and 0 * NaN is NaN
+        if ((n + 1) * kBlockN > item.s.seqlen_k) {
+          i32 num_rows = item.s.seqlen_k - n * kBlockN;
+          if constexpr (mutates(Mutation::decode_sm90_tail)) num_rows = kBlockN;
+          clear_rows<kBlockN, Config::kSlabsV>(shared.sV[stage], num_rows);
+          sync_consumer();
+        }
+      }
+      gemm_ab<T, Config::kHeadDimV, kBlockN>(rO, rP, tile_base(shared.sV[stage], kBlockN * 128));
+      ++num_tiles;
+    };
+    step(Constant<true>());
+    for (--n; n >= n_begin; --n) step(Constant<false>());
+    wgmma_wait<0>();
+    pin_registers(rO);
+    release_stage(shared.empty_v[Stages::stage(num_tiles - 1)]);
+  }
+
+  // ---- Epilogue.
+
+  // The queries of the row tile, and the number of a row among those with a query: head by head. Scope: thread.
+  FT_DEVICE static i32 num_queries(const Params& p, const DecodeItem& item) {
+    return min_of(Packing::num_queries(p), item.s.seqlen_q - item.i_begin);
+  }
+  FT_DEVICE static float2* part_stats(const Params& p, i32 block) {
+    return reinterpret_cast<float2*>(p.partial_stats) + block * 64;
+  }
+  FT_DEVICE static u64* part_flag(const Params& p, i32 block) {
+    return reinterpret_cast<u64*>(part_stats(p, gridDim.x)) + block;
+  }
+  FT_DEVICE static float* part_rows(const Params& p, i32 block) {
+    return p.partial_out + static_cast<i64>(block) * 64 * p.head_dim_v;
+  }
+
+  // Stores O and lse. Scope: warp.
+  FT_DEVICE static void store(const Params& p, const DecodeItem& item, const Rows& rows, float factor,
+                              const Softmax& softmax, const float (&rO)[kOutputs]) {
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      i32 head = rows.head(item, r), i = rows.i[r];
+      bool is_query = rows.is_query(item, r);
+      float sink = p.sinks == nullptr ? -infinity() : in_score_unit(false, p.sinks[head]);
+      float m = ScoreMod::kChangesScores ? softmax.m[r] : softmax.m[r] * factor;
+      RowStats stats = join_sink<false>(m, softmax.l[r], sink, [](float l) { return quad_sum(l); });
+      float norm = stats.norm();
+      if (is_query && threadIdx.x % 4 == 0) p.lse[stat_index(p, item.s, head, i)] = lse_of(false, stats.m, stats.l);
+      Out* gO = query_rows(static_cast<Out*>(p.out), p.out_strides, item.s, head) + i * p.out_strides.row;
+      if constexpr (kIsSame<Out, float>) {
+        store_row_float(gO, is_query, p.head_dim_v, r, norm, rO);
+      } else {
+#pragma unroll
+        for (i32 b = 0; b < Config::kHeadDimV / 8; b += 4) {
+          uint4 chunk = packed_chunk<Out>(rO, b, r, norm);
+          i32 column = 8 * (b + static_cast<i32>(threadIdx.x % 4));
+          if (is_query && column < p.head_dim_v) *reinterpret_cast<uint4*>(gO + column) = chunk;
+        }
+      }
+    }
+  }
+
+  // Stores m, l and the sum of P V of the rows with a query. Scope: warp.
+  FT_DEVICE static void store_part(const Params& p, const DecodeItem& item, const Rows& rows, float factor,
+                                   const Softmax& softmax, const float (&rO)[kOutputs], float* out, float2* stats) {
+    i32 first_head = item.coord.head * Packing::num_heads(p), queries = num_queries(p, item);
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      bool is_query = rows.is_query(item, r);
+      i32 row = (rows.head(item, r) - first_head) * queries + rows.i[r] - item.i_begin;
+      float m = ScoreMod::kChangesScores ? softmax.m[r] : softmax.m[r] * factor, l = quad_sum(softmax.l[r]);
+      if (is_query && threadIdx.x % 4 == 0) stats[row] = make_float2(m, l);
+      store_row_float(out + row * p.head_dim_v, is_query, p.head_dim_v, r, 1.0f, rO);
+    }
+  }
+
+  FT_DEVICE static void store_four(float* out, float4 x) { *reinterpret_cast<float4*>(out) = x; }
+  template <typename Half>
+  FT_DEVICE static void store_four(Half* out, float4 x) {
+    *reinterpret_cast<uint2*>(out) = make_uint2(pack_two<Half>(x.x, x.y), pack_two<Half>(x.z, x.w));
+  }
+  FT_DEVICE static void add_scaled(float4& sum, float weight, float4 x) {
+    sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
+  }
+
+  // Joins kRows rows of a row tile from `first` on: for m and l the lanes share the parts, for O the columns. 16 parts
+  // of rows are in flight together. Scope: warp.
+  template <i32 kRows>
+  FT_DEVICE static void join_rows(const Params& p, const Storage& shared, const DecodeItem& item, i32 first,
+                                  i32 num_rows, i32 num_parts) {
+    constexpr i32 kColumns = 128, kParts = 16 / kRows;
+    i32 lane = threadIdx.x % 32, queries = num_queries(p, item);
+    const float2* stats = part_stats(p, item.first_block);
+    const float* own = reinterpret_cast<const float*>(shared.sK);
+    // Lane z has the statistics of part z of each 32
+    auto stats_of = [&](i32 row, i32 part) {
+      float2 found = make_float2(-infinity(), 0.0f);
+      if (part < num_parts) found = load_from_l2(stats + part * 64 + row);
+      return found;
+    };
+    float2 kept[kRows];
+    i32 row[kRows], head[kRows];
+    float sink[kRows], m[kRows], shift[kRows];
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) {
+      row[r] = min_of(first + r, num_rows - 1);  // the last row again, where there is none
+      kept[r] = stats_of(row[r], lane);
+    }
+    // Find the common maxima
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) {
+      head[r] = item.coord.head * Packing::num_heads(p) + row[r] / queries;
+      sink[r] = p.sinks == nullptr ? -infinity() : in_score_unit(false, p.sinks[head[r]]);
+      m[r] = fmaxf(fmaxf(sink[r], shared.stats[row[r]].x), kept[r].x);
+      for (i32 part = lane + 32; part < num_parts; part += 32) m[r] = fmaxf(m[r], stats_of(row[r], part).x);
+      m[r] = lanes_max<32>(m[r]);
+      shift[r] = shift_of(m[r]);
+    }
+    for (i32 slice = 0; slice < p.head_dim_v; slice += kColumns) {
+      i32 column = slice + 4 * lane;
+      bool is_inside = column < p.head_dim_v;
+      const float* columns = part_rows(p, item.first_block) + column;
+      // Begin with this block's part and the sink
+      float l[kRows];
+      float4 sum[kRows];
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) {
+        float2 own_stats = shared.stats[row[r]];
+        float weight = exp_difference(own_stats.x, shift[r], 1.0f);
+        l[r] = weight * own_stats.y + exp_difference(sink[r], shift[r], 1.0f);
+        sum[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        const float* from = own + row[r] * p.head_dim_v + column;
+        if (is_inside) add_scaled(sum[r], weight, *reinterpret_cast<const float4*>(from));
+      }
+      // Add the other parts
+      for (i32 begin = 0; begin < num_parts; begin += kParts) {
+        float4 x[kRows][kParts];
+#pragma unroll
+        for (i32 r = 0; r < kRows; ++r) {
+#pragma unroll
+          for (i32 y = 0; y < kParts; ++y) {
+            const float* from = columns + (static_cast<i64>(begin + y) * 64 + row[r]) * p.head_dim_v;
+            x[r][y] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (is_inside && begin + y < num_parts) x[r][y] = load_from_l2(reinterpret_cast<const float4*>(from));
+          }
+        }
+#pragma unroll
+        for (i32 r = 0; r < kRows; ++r) {
+          if (begin % 32 == 0 && begin + slice > 0) kept[r] = stats_of(row[r], begin + lane);
+          float weight = exp_difference(kept[r].x, shift[r], 1.0f);
+          if (begin % 32 == 0) l[r] += lanes_sum<32>(weight * kept[r].y);
+          if constexpr (mutates(Mutation::decode_sm90_weight)) weight = 1.0f;
+#pragma unroll
+          for (i32 y = 0; y < kParts; ++y) {
+            add_scaled(sum[r], __shfl_sync(0xffffffffu, weight, begin % 32 + y), x[r][y]);
+          }
+        }
+      }
+      // Normalise and store
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) {
+        i32 i = item.i_begin + row[r] % queries;
+        float norm = l[r] == 0.0f ? 0.0f : 1.0f / l[r];
+        if (lane == 0) p.lse[stat_index(p, item.s, head[r], i)] = lse_of(false, m[r], l[r]);
+        sum[r].x *= norm, sum[r].y *= norm, sum[r].z *= norm, sum[r].w *= norm;
+        Out* gO = query_rows(static_cast<Out*>(p.out), p.out_strides, item.s, head[r]) + i * p.out_strides.row;
+        if (is_inside) store_four(gO + column, sum[r]);
+      }
+    }
+  }
+
+  // Joins the parts of a row tile, of which this block's own is in shared memory. Scope: warpgroup.
+  FT_DEVICE static void join(const Params& p, Storage& shared, const DecodeItem& item) {
+    i32 num_parts = static_cast<i32>(blockIdx.x) - item.first_block;
+    // Wait for the parts
+    for (i32 part = threadIdx.x; part < num_parts; part += 128) {
+      u64* flag = part_flag(p, item.first_block + part);
+      acquire_flag(flag, kPartReady);
+      *flag = 0;
+    }
+    sync_consumer();
+    i32 num_rows = num_queries(p, item) * Packing::num_heads(p), warp = threadIdx.x / 32;
+    if (num_rows > 4 && num_parts <= 8) {
+      for (i32 first = 4 * warp; first < num_rows; first += 16) {
+        join_rows<4>(p, shared, item, first, num_rows, num_parts);
+      }
+    } else {
+      for (i32 first = warp; first < num_rows; first += 4) {
+        join_rows<1>(p, shared, item, first, num_rows, num_parts);
+      }
+    }
+  }
+
+  FT_DEVICE static void epilogue(const Params& p, Storage& shared, const DecodeItem& item, const Rows& rows,
+                                 float factor, const Softmax& softmax, const float (&rO)[kOutputs]) {
+    if (item.role == DecodeRole::kWhole) {
+      store(p, item, rows, factor, softmax, rO);
+      return;
+    }
+    // The part of a join goes to shared memory. All tiles of K have been used: a join is the block's last item.
+    i32 block = blockIdx.x;
+    bool is_join = item.role == DecodeRole::kJoin;
+    float* out = is_join ? reinterpret_cast<float*>(shared.sK) : part_rows(p, block);
+    store_part(p, item, rows, factor, softmax, rO, out, is_join ? shared.stats : part_stats(p, block));
+    if (is_join) {
+      join(p, shared, item);
+    } else {
+      sync_consumer();
+      if (threadIdx.x == 0) release_flag(part_flag(p, block), kPartReady);
+    }
+  }
+
+  FT_DEVICE static void consume(const DecodeSm90Params& params, Storage& shared) {
+    const Params& p = params.base;
+    // Score modifiers return scores in base 2; without them S stays a dot product
+    float factor = ScoreMod::kChangesScores ? 1.0f : p.scale_log2;
+    u32 num_tiles = 0;
+    for (u32 index = 0;; ++index) {
+      // Wait for a work item and its Q. The lanes leave together: once one of them releases this Q, the producer may
+      // overwrite the item before it.
+      mbarrier_wait(shared.full_q, index % 2);
+      __syncwarp();
+      const DecodeItem& item = shared.items.at(index);
+      if (item.is_end) return;
+      Rows rows(p, item, 0);
+      Softmax softmax;
+      float rO[kOutputs];
+#pragma unroll
+      for (i32 x = 0; x < kOutputs; ++x) rO[x] = 0.0f;
+      if (item.has_keys()) {
+        mainloop(p, shared, item, rows, num_tiles, factor, softmax, rO);
+      } else {
+        release_stage(shared.empty_q);
+      }
+      epilogue(p, shared, item, rows, factor, softmax, rO);
+    }
+  }
+};
+
+template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
+__global__ void __launch_bounds__(Config::kNumThreads, Config::kNumBlocks)
+    decode_sm90_kernel(const FT_GRID_CONSTANT DecodeSm90Params params) {
+  static_assert(Load::kIsAligned16 && !Dropout::kIsOn, "TMA reads no unaligned rows");
+  using Kernel = DecodeSm90<Config, Mask, ScoreMod, SeqInfo, KvSource>;
+  extern __shared__ __align__(1024) char shared_bytes[];
+  typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
+
+  i32 warp = uniform(threadIdx.x / 32);
+  if (warp < 4) {
+    if (threadIdx.x == 0) Kernel::init(params.base, shared);
+    __syncthreads();
+    Kernel::consume(params, shared);
+  } else if (warp == 4 || KvSource::kIsPaged) {
+    // Without keys the maps are empty
+    if (warp == 4 && elect_lane() && params.base.seqlen_k > 0) {
+      prefetch_map(params.q_map);
+      prefetch_map(params.k_map);
+      prefetch_map(params.v_map);
+    }
+    Kernel::produce(params, shared);
+  } else {
+    __syncthreads();
+  }
+}
+
+}  // namespace flashtile

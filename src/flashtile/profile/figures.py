@@ -1,0 +1,109 @@
+"""The roofline of a profile: throughput by arithmetic intensity under the ceilings measured on the same GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flashtile.bench import plots
+from flashtile.bench.rows import read
+from flashtile.bench.tables import labels, number
+from flashtile.profile.measure import by_call, main_kernel
+from flashtile.profile.rows import KernelRow
+
+_GREY = "#9a9a9a"
+_MARKERS = {"fwd": "o", "bwd": "s", "fwd+bwd": "D"}
+_WAVEFRONT_BYTES = 128  # that the shared-memory pipe moves in one cycle
+
+
+def draw(csv_path: Path) -> list[Path]:
+    """Draws the roofline beside the CSV. No figure without counters."""
+    plots.require_matplotlib()
+    import matplotlib
+
+    points = roofline_points(read(csv_path, KernelRow))
+    if not points:
+        return []
+    with matplotlib.rc_context(plots.look()):
+        return [_roofline(csv_path, points)]
+
+
+def roofline_points(rows: Sequence[KernelRow]) -> list[KernelRow]:
+    """The longest kernel of each call that was counted: it does all the products."""
+    calls = [kernels for kernels in by_call(rows).values() if kernels[0].status == "ok"]
+    return [kernel for kernel in map(main_kernel, calls) if kernel.kernel_ms and kernel.dram_bytes and kernel.l2_bytes]
+
+
+def levels(row: KernelRow) -> dict[str, tuple[float, float]]:
+    """For each level of memory: the kernel's FLOP per byte, and the measured bandwidth in GB/s."""
+    found = {}
+    if row.dram_bytes and row.dram_ceiling_gb_per_s:
+        found["device memory"] = row.flops / row.dram_bytes, row.dram_ceiling_gb_per_s
+    if row.l2_bytes and row.l2_ceiling_gb_per_s:
+        found["L2"] = row.flops / row.l2_bytes, row.l2_ceiling_gb_per_s
+    # Tensor cores read shared memory past the pipe that is counted
+    if row.shared_wavefronts and row.shared_ceiling_gb_per_s and not row.tensor_percent:
+        found["shared memory"] = row.flops / (_WAVEFRONT_BYTES * row.shared_wavefronts), row.shared_ceiling_gb_per_s
+    return found
+
+
+def kernel_tflops(row: KernelRow) -> float:
+    return row.flops / (row.kernel_ms or 1.0) / 1e9
+
+
+def _roofline(csv_path: Path, kernels: Sequence[KernelRow]) -> Path:
+    from matplotlib.figure import Figure
+
+    names = [name for name in ("device memory", "L2", "shared memory") if any(name in levels(row) for row in kernels)]
+    figure = Figure(figsize=(6.6 * len(names), 5.2), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False, sharey=True)[0], names, strict=True):
+        _panel(axes, [row for row in kernels if name in levels(row)], name)
+        axes.set_xlabel(f"FLOP for each byte of {name}, as counted")
+        axes.set_ylabel("TFLOP/s of the kernel")
+    first = kernels[0]
+    figure.suptitle(
+        f"Roofline, roofs as measured: {first.env.device}; {csv_path.stem.removeprefix('profile_').replace('_', ' ')}",
+        x=0.01, ha="left", fontweight="bold", fontsize=11,
+    )  # fmt: skip
+    return plots.save(figure, csv_path, f"{csv_path.stem}_roofline.png")
+
+
+def _panel(axes: Any, kernels: Sequence[KernelRow], name: str) -> None:
+    import numpy as np
+
+    first = kernels[0]
+    gb_per_s = levels(first)[name][1]
+    tops = {
+        label: value
+        for label, value in (("tensor cores", first.tensor_ceiling_tflops), ("FMA", first.fma_ceiling_tflops))
+        if value
+    }
+    top = max(tops.values())
+    points = sorted(((levels(row)[name][0], kernel_tflops(row), row) for row in kernels), key=lambda one: one[1])
+    ridge = top / gb_per_s * 1e3
+    low, high = min(ridge, *(x for x, _, _ in points)) / 6, max(ridge, *(x for x, _, _ in points)) * 60
+    xs = np.logspace(np.log10(low), np.log10(high), 300)
+    axes.plot(xs, np.minimum(xs * gb_per_s / 1e3, top), color="#000000", linewidth=1.5)
+    for label, value in tops.items():
+        axes.plot(
+            [value / gb_per_s * 1e3, high], [value, value], color="#000000", linewidth=1.0 if value < top else 1.5
+        )
+        axes.text(high, value * 1.06, f"{label}, {number(value)} TFLOP/s", ha="right", fontsize=9)
+    axes.text(low * 1.1, top * 1.06, f"{name}, {number(gb_per_s)} GB/s", fontsize=9)
+    printed = labels(row.provider for row in kernels)
+    places = plots.spread([float(np.log10(y)) for _, y, _ in points], 0.07)
+    right = max(x for x, _, _ in points)
+    for (x, y, row), place in zip(points, places, strict=True):
+        colour = plots.style(row.provider)[0]
+        axes.plot(x, y, _MARKERS[row.direction], color=colour, markersize=8)
+        mask = " causal" if row.is_causal else ""
+        text = f"{printed[row.provider]} {row.direction}{mask} S={row.seqlen_k} d={row.head_dim}"
+        axes.annotate(
+            text, xy=(x, y), xytext=(right * 1.9, 10**place), fontsize=8.5, va="center", color=colour,
+            arrowprops={"arrowstyle": "-", "color": _GREY, "linewidth": 0.6},
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(low, high)
+    axes.set_ylim(min(min(y for _, y, _ in points), min(tops.values())) / 3, top * 1.5)

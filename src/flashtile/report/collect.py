@@ -1,0 +1,107 @@
+"""The files of a results folder, read by their names. What cannot be read is listed with its reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flashtile.bench.rows import ColdRow, Environment, OverheadRow, Row, read
+from flashtile.errors import value_error
+from flashtile.ladder.rows import HbmRow, RungRow
+from flashtile.profile import timeline
+from flashtile.profile.rows import KernelRow
+from flashtile.profile.timeline import Timeline
+from flashtile.tiles.rows import TileRow
+
+# Prefix of the file name -> row; the first that fits
+KINDS: tuple[tuple[str, type[Any]], ...] = (
+    ("sdpa_", Row),
+    ("ladder_hbm_", HbmRow),
+    ("ladder_kernels_", RungRow),
+    ("ladder_", Row),
+    ("tiles_", TileRow),
+    ("profile_", KernelRow),
+    ("overhead_", OverheadRow),
+    ("cold_", ColdRow),
+)
+RECORDS = ("check", "mutations", "sanitize")
+
+
+@dataclass(frozen=True)
+class ResultCsv:
+    stem: str
+    rows: Sequence[Any]
+
+    @property
+    def env(self) -> Environment:
+        env = self.rows[0].env
+        assert isinstance(env, Environment)
+        return env
+
+
+@dataclass
+class DeviceResults:
+    """The results of one device: CSVs by the prefix of their name, and the records of checks."""
+
+    name: str  # of the folder
+    files: dict[str, list[ResultCsv]] = field(default_factory=dict)
+    records: dict[str, dict[str, Any]] = field(default_factory=dict)
+    timelines: list[Timeline] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)  # file and reason
+
+    def of(self, prefix: str) -> list[ResultCsv]:
+        return self.files.get(prefix, [])
+
+    @property
+    def all_files(self) -> list[ResultCsv]:
+        return [one for found in self.files.values() for one in found]
+
+    @property
+    def title(self) -> str:
+        return self.all_files[0].env.device if self.all_files else self.name
+
+
+def collect(folder: Path) -> list[DeviceResults]:
+    """The devices of a results folder, the GPUs first."""
+    if not folder.is_dir():
+        raise value_error("--results", f"{folder}, which is no folder", "a folder that `flashtile bench` wrote")
+    devices = [_device(path) for path in sorted(folder.iterdir()) if path.is_dir()]
+    found = [device for device in devices if device.files or device.records]
+    if not found:
+        raise value_error("--results", f"{folder} without results", "results/<device>/*.csv", "Run `flashtile bench`")
+    return sorted(found, key=lambda device: device.name.startswith("cpu"))
+
+
+def _device(folder: Path) -> DeviceResults:
+    found = DeviceResults(folder.name)
+    for path in sorted(folder.glob("*.csv")):
+        kind = next(((prefix, row) for prefix, row in KINDS if path.name.startswith(prefix)), None)
+        if kind is None:
+            found.skipped.append((path.name, "a table of a tool; the documentation has it"))
+            continue
+        try:
+            rows = read(path, kind[1])
+        except ValueError as error:
+            found.skipped.append((path.name, str(error)))
+            continue
+        if rows:
+            found.files.setdefault(kind[0], []).append(ResultCsv(path.stem, rows))
+        else:
+            found.skipped.append((path.name, "no rows"))
+    for path in sorted(folder.glob("timeline_*.json")):
+        try:
+            found.timelines += timeline.read(path)
+        except (OSError, ValueError) as error:
+            found.skipped.append((path.name, str(error)))
+    for name in RECORDS:
+        path = folder / f"{name}.json"
+        if not path.exists():
+            continue
+        try:
+            found.records[name] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            found.skipped.append((path.name, str(error)))
+    return found

@@ -1,0 +1,655 @@
+"""Attention over 1, 2, 3, 4 and 8 processes (gloo) against the oracle of one, by the error rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import flashtile
+from flashtile import distributed
+from flashtile.distributed import transport
+from flashtile.distributed.pieces import Band, needed, pieces
+from flashtile.distributed.sharding import Shards, num_rows
+from flashtile.problem import AttentionArgs, row_axis
+from flashtile.testing import Case, Inputs, Result
+from flashtile.testing.rule import disagreements
+
+sys.path.insert(0, str(Path(__file__).parent))
+import rank_pool
+from rank_pool import Pool, context, free_port, prepare
+
+SIZES = (1, 2, 3, 4, 8)
+MOST = max(SIZES)
+SHAPES = ((2, 2), (1, 4), (4, 2), (2, 1))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    ranks = Pool(MOST, SIZES, SHAPES)
+    yield ranks
+    ranks.close()
+
+
+# What is computed, by the error rule
+
+# 8 query heads, 4 key heads: Ulysses deals them out to 1, 2, 4 and 8 ranks, not to 3
+PLAIN = Case(batch=1, heads=8, heads_kv=4, seqlen_q=70, seqlen_k=70, head_dim=16, head_dim_v=8)
+CASES = {
+    "plain": {},
+    "causal": {"causal": "bottom_right"},
+    "causal, window": {"causal": "bottom_right", "window": (9, -1)},
+    "window": {"window": (5, 11)},
+    "alibi": {"alibi": "h"},
+    "alibi, causal, batch": {"alibi": "bh", "causal": "bottom_right", "batch": 2},
+    "dropout": {"dropout_p": 0.3},
+    "dropout, causal, aligned": {"dropout_p": 0.3, "causal": "bottom_right", "seqlen_q": 128, "seqlen_k": 128},
+    "dropout, window, alibi": {"dropout_p": 0.2, "window": (13, 2), "alibi": "h"},
+    "softcap, sinks, scale": {"softcap": 2.0, "has_sinks": True, "scale": 0.4},
+    "bias": {"bias": "bhqk", "causal": "bottom_right"},
+    "bias of keys, alibi": {"bias": "k", "alibi": "h"},
+    "mask, dropout": {"mask": "bhqk", "dropout_p": 0.2, "bias": "hqk"},
+    "mask of keys": {"mask": "k", "has_sinks": True},
+    "more keys": {"seqlen_q": 40, "seqlen_k": 90, "causal": "bottom_right"},
+    "more queries": {"seqlen_q": 90, "seqlen_k": 40, "causal": "bottom_right", "dropout_p": 0.1},
+    "top left": {"seqlen_q": 40, "seqlen_k": 90, "causal": "top_left", "window": (20, -1)},
+    "bfloat16": {"dtype": torch.bfloat16, "causal": "bottom_right", "layout": "bshd"},
+    "float16, few rows": {"dtype": torch.float16, "seqlen_q": 5, "seqlen_k": 5, "causal": "bottom_right"},
+    "float64, bshd": {"dtype": torch.float64, "layout": "bshd", "causal": "bottom_right", "alibi": "h"},
+}
+FEW = ("causal", "dropout, window, alibi", "mask, dropout", "bfloat16")  # of 8 processes
+WITHOUT_ULYSSES = ("bias", "mask")
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    strategy: str
+    sharding: str = "zigzag"
+    transport: str = "auto"
+
+
+WAYS = (
+    Way("ring", "zigzag", "p2p"),
+    Way("ring", "contiguous", "p2p"),
+    Way("ring", "zigzag", "gather"),
+    Way("ring", "contiguous", "gather"),
+    Way("ulysses", "zigzag"),
+    Way("ulysses", "contiguous"),
+)
+
+
+def attend(args: AttentionArgs, group: Any, way: Way, mesh: Any = None, **changes: Any) -> tuple[Tensor, Tensor]:
+    """The call of one process, made by the ranks of a group with their shards."""
+    options = {
+        "causal": False if args.causal == "none" else args.causal,
+        "window": (args.window_left, args.window_right),
+        "rng_state": args.rng_state if args.dropout_p else None,
+        "cu_seqlens": args.cu_seqlens_q,
+        "return_lse": True,
+        "sharding": way.sharding,
+        **{name: getattr(args, name) for name in ("scale", "alibi_slopes", "softcap", "sinks", "dropout_p", "layout")},
+    }
+    place = {"mesh": mesh} if mesh is not None else {"group": group}
+    lengths = {"seqlen": changes.pop("seqlen", None), "seqlen_k": changes.pop("seqlen_k", None)}
+    function: Any = distributed.context_attention if mesh is not None else distributed.ring_attention
+    if way.strategy == "ulysses":
+        function = distributed.ulysses_attention
+    else:
+        options |= {"mask": args.mask, "bias": args.bias, "transport": way.transport}
+    result: tuple[Tensor, Tensor] = function(args.q, args.k, args.v, **place, **options, **lengths, **changes)
+    return result
+
+
+def judge(group: Any, inputs: Inputs, way: Way, mesh: Any = None) -> list[str]:
+    """What is wrong with the whole result; every rank has it."""
+    args, row = inputs.args, row_axis(inputs.args.layout)
+    place = {"mesh": mesh, "sharding": way.sharding} if mesh is not None else {"group": group, "sharding": way.sharding}
+
+    def shard(tensor: Tensor, dim: int) -> Tensor:
+        return distributed.shard(tensor, dim, **place)
+
+    own = {name: shard(getattr(args, name), row).detach().requires_grad_() for name in ("q", "k", "v")}
+    for name in ("bias", "mask"):
+        tensor = getattr(args, name)
+        if tensor is not None:
+            own[name] = shard(tensor, 2) if tensor.shape[2] != 1 else tensor
+    if args.bias is not None:
+        own["bias"] = own["bias"].detach().clone().requires_grad_()
+    if args.sinks is not None:
+        own["sinks"] = args.sinks.detach().clone().requires_grad_()
+    lengths = {"seqlen": args.q.shape[row], "seqlen_k": args.k.shape[row]}
+    out, lse = attend(args._replace(**own), group, way, mesh, **lengths)
+    is_alive = shard(torch.ones_like(inputs.dlse), -1) * (lse != -torch.inf)
+    torch.autograd.backward(
+        (out, lse), (shard(inputs.dout, row), torch.where(is_alive.bool(), shard(inputs.dlse, -1), 0.0))
+    )
+
+    def whole(tensor: Tensor, dim: int, length: int) -> Tensor:
+        return distributed.unshard(tensor.detach(), dim, seqlen=length, **place)
+
+    def summed(tensor: Tensor) -> Tensor:
+        total = tensor.to(torch.float64)
+        dist.all_reduce(total, group=group)
+        return total.to(tensor.dtype)
+
+    bias, sinks = own.get("bias"), own.get("sinks")
+    dbias = None
+    if bias is not None and bias.grad is not None:
+        dbias = summed(bias.grad) if bias.shape[2] == 1 else whole(bias.grad, 2, lengths["seqlen"])
+    ours = Result(
+        whole(out, row, lengths["seqlen"]),
+        whole(lse, lse.dim() - 1, lengths["seqlen"]),
+        whole(own["q"].grad, row, lengths["seqlen"]),
+        whole(own["k"].grad, row, lengths["seqlen_k"]),
+        whole(own["v"].grad, row, lengths["seqlen_k"]),
+        dbias,
+        None if sinks is None or sinks.grad is None else summed(sinks.grad),
+    )
+    return disagreements(ours, inputs) if dist.get_rank(group) == 0 else []
+
+
+def run_cases(group: Any, names: tuple[str, ...], seed: int, ways: tuple[Way, ...]) -> list[str]:
+    size, found = dist.get_world_size(group), []
+    for number, name in enumerate(names):
+        inputs = dataclasses.replace(PLAIN, **CASES[name]).make(seed + number)
+        for way in ways:
+            if way.strategy == "ulysses" and (size == 3 or any(word in CASES[name] for word in WITHOUT_ULYSSES)):
+                continue
+            found += [f"{name}, {way}: {wrong}" for wrong in judge(group, inputs, way)]
+    return found
+
+
+@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("size", SIZES)
+def test_results_are_those_of_one_process(pool: Pool, size: int, part: int, seed: int) -> None:
+    names = FEW if size == MOST else tuple(CASES)
+    ways = WAYS if size != MOST else (WAYS[0], WAYS[2], WAYS[4])
+    found = pool.run(run_cases, size, names[part::2], seed, ways)[0]
+    assert not found, "\n".join(found)
+
+
+# Packed documents
+
+
+def packed_inputs(seed: int, lengths: list[int], **options: Any) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    total, layout = sum(lengths), options.get("layout", "bhsd")
+
+    def normal(heads: int, dim: int) -> Tensor:
+        shape = (heads, total, dim) if layout == "bhsd" else (total, heads, dim)
+        return torch.randn(shape, generator=generator)
+
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    if options.get("dropout_p"):
+        options["rng_state"] = torch.tensor([seed, 5])
+    args = AttentionArgs(
+        normal(8, 16), normal(4, 16), normal(4, 8), cu_seqlens_q=bounds, cu_seqlens_k=bounds, **options
+    )
+    return Inputs(args, normal(8, 8), torch.randn(8, total, generator=generator))
+
+
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": "bottom_right"},
+    "full, bshd": {"layout": "bshd"},
+    "window": {"causal": "bottom_right", "window_left": 6},
+    "alibi": {"alibi_slopes": torch.linspace(0.02, 0.3, 8), "causal": "bottom_right"},
+    "dropout": {"dropout_p": 0.3, "causal": "bottom_right"},
+    "dropout, full, sinks": {"dropout_p": 0.3, "sinks": torch.linspace(-1, 1, 8), "window_right": 3},
+}
+LENGTHS = ([64], [1, 30, 0, 2, 40, 7, 3], [9, 9, 100, 9], [3] * 20)
+
+
+def run_documents(group: Any, seed: int) -> list[str]:
+    found = []
+    for number, (name, options) in enumerate(DOCUMENTS.items()):
+        lengths = LENGTHS[(seed + number) % len(LENGTHS)]
+        inputs = packed_inputs(seed, lengths, **options)
+        for way in WAYS[:5]:
+            if way.strategy == "ulysses" and dist.get_world_size(group) == 3:
+                continue
+            found += [f"{name}, {lengths}, {way}: {wrong}" for wrong in judge(group, inputs, way)]
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_documents(pool: Pool, size: int, seed: int) -> None:
+    found = pool.run(run_documents, size, seed % 1000)[0]
+    assert not found, "\n".join(found)
+
+
+# Both at once, on a 2-D mesh
+
+
+def run_mesh(group: Any, shape: tuple[int, int], names: tuple[str, ...], seed: int) -> list[str]:
+    mesh = rank_pool.meshes[shape]
+    found = []
+    for number, name in enumerate(names):
+        inputs = dataclasses.replace(PLAIN, **CASES[name]).make(seed + number)
+        for sharding in ("zigzag", "contiguous"):
+            for how in ("p2p", "gather"):
+                wrong = judge(group, inputs, Way("both", sharding, how), mesh)
+                found += [f"{name}, {shape}, {sharding}, {how}: {one}" for one in wrong]
+    inputs = packed_inputs(seed, [9, 50, 3, 20], causal="bottom_right", dropout_p=0.2)
+    return found + [f"documents: {wrong}" for wrong in judge(group, inputs, Way("both", "zigzag", "p2p"), mesh)]
+
+
+NAMES = ("causal", "dropout, window, alibi", "softcap, sinks, scale", "float64, bshd", "more keys")
+
+
+@pytest.mark.parametrize(("shape", "names"), [((2, 2), NAMES), ((1, 4), NAMES[:2]), ((4, 2), NAMES[:2])])
+def test_ring_and_heads(pool: Pool, shape: tuple[int, int], names: tuple[str, ...], seed: int) -> None:
+    found = pool.run(run_mesh, shape[0] * shape[1], shape, names, seed)[0]
+    assert not found, "\n".join(found)
+
+
+# What is sent, and that it repeats
+
+
+def count_bytes(group: Any, seqlen: int, options: dict[str, Any], sharding: str) -> tuple[int, int]:
+    """Sent by this rank in a forward and in a backward pass."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    rows = Shards(seqlen, size, sharding).length(rank)
+    q, k, v = (torch.randn(1, heads, rows, 16, requires_grad=True) for heads in (4, 2, 2))
+    sent = [transport.bytes_sent.get(group.group_name, 0)]
+    out = distributed.ring_attention(q, k, v, group=group, seqlen=seqlen, sharding=sharding, transport="p2p", **options)
+    sent.append(transport.bytes_sent.get(group.group_name, 0))
+    out.sum().backward()
+    sent.append(transport.bytes_sent.get(group.group_name, 0))
+    return sent[1] - sent[0], sent[2] - sent[1]
+
+
+def test_only_keys_that_are_seen_are_sent(pool: Pool) -> None:
+    size, seqlen, key = 4, 256, 2 * 2 * 16 * 4  # two heads, k and v, 16 float32 numbers
+    # Everything: each rank's 64 keys to three others
+    forward = [one for one, _ in pool.run(count_bytes, size, seqlen, {}, "zigzag")]
+    assert forward == [3 * 64 * key] * size
+    # Causal, contiguous: rank r is seen by those behind it
+    forward = [one for one, _ in pool.run(count_bytes, size, seqlen, {"causal": True}, "contiguous")]
+    assert forward == [(size - 1 - rank) * 64 * key for rank in range(size)]
+    # Causal, zigzag: the first half goes to all, the second half to the ranks before
+    results = pool.run(count_bytes, size, seqlen, {"causal": True}, "zigzag")
+    assert [one for one, _ in results] == [3 * 32 * key + rank * 32 * key for rank in range(size)]
+    # Backward: the keys again, and a gradient for each key that was received
+    received = [3 * 32 * key + (size - 1 - rank) * 32 * key for rank in range(size)]
+    assert [two for _, two in results] == [one + back for (one, _), back in zip(results, received, strict=True)]
+    # A window of 10: ten keys to the next rank
+    results = pool.run(count_bytes, size, seqlen, {"causal": True, "window": (10, 0)}, "contiguous")
+    assert [one for one, _ in results] == [10 * key] * 3 + [0]
+
+
+def run_twice(group: Any) -> list[Tensor]:
+    rank = dist.get_rank(group)
+    found = []
+    for _ in range(2):
+        generator = torch.Generator().manual_seed(rank)
+        q, k, v = (torch.randn(2, 4, 33, 16, generator=generator).requires_grad_() for _ in range(3))
+        out = distributed.ring_attention(q, k, v, group=group, causal=True, transport="p2p", deterministic=True)
+        out.square().sum().backward()
+        found.append([out.detach(), q.grad, k.grad, v.grad])
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+    return found[0]
+
+
+def test_results_repeat_bit_by_bit(pool: Pool) -> None:
+    pool.run(run_twice, 4)
+
+
+# Around other parts of torch
+
+
+def run_compiled(group: Any, strategy: str) -> None:
+    rank = dist.get_rank(group)
+    function = {"ring": distributed.ring_attention, "ulysses": distributed.ulysses_attention}.get(
+        strategy, distributed.context_attention
+    )
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (function(2 * q, k, v, group=group, causal=True, layout="bshd") * 3).square().sum()
+
+    results = []
+    for call in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+        generator = torch.Generator().manual_seed(rank)
+        tensors = [torch.randn(1, 12, 4, 16, generator=generator).requires_grad_() for _ in range(3)]
+        value = call(*tensors)
+        value.backward()
+        results.append([value.detach(), *(tensor.grad for tensor in tensors)])
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(eager, compiled)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "auto"])
+def test_torch_compile(pool: Pool, strategy: str) -> None:
+    pool.run(run_compiled, 2, strategy)
+
+
+def run_compiled_model(group: Any, uses_sdpa: bool) -> None:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    x = distributed.shard(torch.randn(1, 24, 32, generator=torch.Generator().manual_seed(1)), 1, group=group)
+    net, plain = model(uses_sdpa), torch.nn.functional.scaled_dot_product_attention
+    with distributed.context_parallel(group=group):
+        expected = net(x)
+        results = [torch.compile(net, backend="aot_eager", fullgraph=True)(x)]
+    assert torch.nn.functional.scaled_dot_product_attention is plain
+    try:
+        for block in net:
+            parallelize_module(block, rank_pool.meshes[2, 1]["ring"], {"": distributed.ContextParallel()})
+        results.append(torch.compile(net, backend="aot_eager", fullgraph=True)(x))
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = plain
+    for result in results:
+        result.sum().backward()
+        torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("uses_sdpa", [True, False])
+def test_compiled_models(pool: Pool, uses_sdpa: bool) -> None:
+    pool.run(run_compiled_model, 2, uses_sdpa)
+
+
+def run_checkpoint_outside(group: Any) -> None:
+    """Recomputed outside of the context, attention is another function: torch notices."""
+    from torch.utils.checkpoint import CheckpointError, checkpoint
+
+    x = torch.randn(1, 12, 32, requires_grad=True)
+    with distributed.context_parallel(group=group):
+        out = checkpoint(model(True), x, use_reentrant=False)
+        with_backward = checkpoint(model(True), x, use_reentrant=False)
+        with_backward.sum().backward()
+    with pytest.raises(CheckpointError):
+        out.sum().backward()
+
+
+def run_checkpoint(group: Any) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    def block(x: Tensor, w: Tensor) -> Tensor:
+        q, k, v = (x @ w).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        out = distributed.ring_attention(q, k, v, group=group, causal=True, dropout_p=0.2)
+        return x + out.transpose(1, 2).flatten(2)
+
+    results = []
+    for is_checkpointed in (False, True):
+        torch.manual_seed(3)
+        x, w = torch.randn(1, 20, 32), torch.randn(32, 96).requires_grad_()
+        torch.manual_seed(4)
+        out = checkpoint(block, x, w, use_reentrant=False) if is_checkpointed else block(x, w)
+        out.square().sum().backward()
+        results.append(w.grad)
+    assert torch.equal(*results)
+
+
+def test_activation_checkpointing(pool: Pool) -> None:
+    pool.run(run_checkpoint, 2)
+    pool.run(run_checkpoint_outside, 2)
+
+
+class Block(torch.nn.Module):
+    """A layer that knows nothing of ranks; with torch's function or with `distributed.Attention`."""
+
+    def __init__(self, uses_sdpa: bool):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (torch.nn.Linear(32, 32, bias=False) for _ in range(4))
+        self.core = distributed.Attention(causal=True)
+        self.uses_sdpa = uses_sdpa
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        if self.uses_sdpa:
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            out = self.core(q, k, v)
+        return x + self.o(out.transpose(1, 2).flatten(2))
+
+
+def model(uses_sdpa: bool) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(Block(uses_sdpa), Block(uses_sdpa))
+
+
+def trained(net: torch.nn.Module, x: Tensor, total: int) -> Tensor:
+    """The loss of this rank's rows after two steps."""
+    optimizer = torch.optim.SGD(net.parameters(), 0.5)
+    for _ in range(2):
+        loss = net(x).square().sum() / total
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return net(x).square().sum() / total
+
+
+def run_training(group: Any, uses_sdpa: bool) -> tuple[float, float]:
+    """Context and tensor parallel on a 2 x 2 mesh, parameters sharded by FSDP2 over the context ranks."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    x = torch.randn(1, 24, 32, generator=torch.Generator().manual_seed(1))
+    expected = trained(model(uses_sdpa), x, x.numel()).item()
+    mesh = rank_pool.meshes[2, 2]
+    net = model(uses_sdpa)
+    split = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}
+    for block in net:
+        parallelize_module(block, mesh["heads"], split)
+        parallelize_module(block, mesh["ring"], {"": distributed.ContextParallel(strategy="ring")})
+        fully_shard(block, mesh=mesh["ring"])
+    fully_shard(net, mesh=mesh["ring"])
+    # FSDP2 takes the mean over its ranks; each has the loss of its own rows
+    ours = trained(net, distributed.shard(x, 1, mesh=mesh["ring"]), x.numel() // 2)
+    dist.all_reduce(ours, group=mesh["ring"].get_group())
+    return ours.item() / 2, expected
+
+
+@pytest.mark.parametrize("uses_sdpa", [True, False])
+def test_fsdp_and_tensor_parallel(pool: Pool, uses_sdpa: bool) -> None:
+    for ours, expected in pool.run(run_training, 4, uses_sdpa):
+        assert ours == pytest.approx(expected, rel=1e-4)
+
+
+def run_context(group: Any) -> None:
+    size = dist.get_world_size(group)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 21, 8, generator=generator) for heads in (4, 2, 2))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    mine = [distributed.shard(tensor, 2, group=group) for tensor in (q, k, v)]
+    with distributed.context_parallel(group=group, seqlen=21):
+        out = torch.nn.functional.scaled_dot_product_attention(*mine, is_causal=True, enable_gqa=True)
+        torch.testing.assert_close(distributed.unshard(out, 2, group=group, seqlen=21), expected)
+        with pytest.raises(ValueError, match="key: got 2 heads"):
+            torch.nn.functional.scaled_dot_product_attention(*mine)
+    assert distributed.current() is None
+    assert distributed.position_ids(21, group=group).tolist() == [
+        row for rows in Shards(21, size).ranges(dist.get_rank(group)) for row in rows
+    ]
+    # The gradient of an unsharded row is the sum over the ranks that use it
+    x = torch.ones(distributed.position_ids(21, group=group).shape[0], 2, requires_grad=True)
+    (distributed.unshard(x, 0, group=group, seqlen=21) * (1 + dist.get_rank(group))).sum().backward()
+    assert x.grad.unique().tolist() == [size * (size + 1) / 2]
+
+
+def test_context_and_helpers(pool: Pool) -> None:
+    pool.run(run_context, 3)
+
+
+# Refusals and failures
+
+
+def run_refusals(group: Any) -> None:
+    q = torch.randn(1, 4, 6, 8)
+    ring, ulysses = distributed.ring_attention, distributed.ulysses_attention
+    with pytest.raises(ValueError, match="Give seqlen"):
+        ring(q, q, q, group=group, seqlen=99)
+    with pytest.raises(flashtile.Unsupported, match="3 query heads are not a multiple of 2"):
+        ulysses(q[:, :3], q[:, :3], q[:, :3], group=group)
+    with pytest.raises(ValueError, match=r"bias: got shape .*accepted: \(batch, heads, this rank's rows, all keys\)"):
+        ring(q, q, q, group=group, bias=torch.randn(6, 6))
+    with pytest.raises(flashtile.Unsupported, match="alibi_slopes: got 12 queries and 8 keys"):
+        ring(q, q[:, :, :4], q[:, :, :4], group=group, alibi_slopes=torch.rand(4))
+    with pytest.raises(ValueError, match="sharding: got 'striped'"):
+        ring(q, q, q, group=group, sharding="striped")
+    with pytest.raises(TypeError, match="is_causal: got an option"):
+        ring(q, q, q, group=group, is_causal=True)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        ring(q[0], q[0], q[0], group=group, cu_seqlens=torch.tensor([0, 5], dtype=torch.int32))
+    with pytest.raises(ValueError, match="strategy: got 'both'"):
+        distributed.context_attention(q, q, q, group=group, strategy="both")
+
+
+def test_refusals(pool: Pool) -> None:
+    pool.run(run_refusals, 2)
+
+
+def serve_until_one_dies(rank: int, port: int, how: str, pipe: Any) -> None:
+    prepare(rank, 3, port)
+    q = torch.randn(1, 2, 8, 8, requires_grad=True)
+    distributed.ring_attention(q, q, q, timeout=20, transport="p2p")  # connections are made
+    if rank == 2 and how == "dies":
+        os._exit(1)
+    if rank == 2:
+        time.sleep(60)
+    start = time.monotonic()
+    try:
+        distributed.ring_attention(q, q, q, timeout=2, transport="p2p")
+        pipe.send(("no error", 0.0))
+    except distributed.PeerError as error:
+        pipe.send((str(error), time.monotonic() - start))
+    pipe.close()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_rank_that_is_gone_is_an_error(how: str) -> None:
+    ctx, port = context(), free_port()
+    pipes, processes = [], []
+    for rank in range(3):
+        ours, theirs = ctx.Pipe()
+        process = ctx.Process(target=serve_until_one_dies, args=(rank, port, how, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        for rank in (0, 1):
+            assert pipes[rank].poll(60), f"rank {rank} hangs"
+            message, seconds = pipes[rank].recv()
+            assert message.startswith(f"ring_attention: rank {rank} of 3 could not "), message
+            assert "within 2 s" in message
+            assert seconds < 15
+    finally:
+        for process in processes:
+            process.kill()
+
+
+# The plan, without processes
+
+
+@pytest.mark.parametrize("sharding", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(("seqlen", "size"), [(0, 3), (1, 4), (7, 3), (64, 4), (65, 8)])
+def test_every_row_is_held_once(seqlen: int, size: int, sharding: str) -> None:
+    shards = Shards(seqlen, size, sharding)
+    rows = [row for rank in range(size) for part in shards.ranges(rank) for row in part]
+    assert sorted(rows) == list(range(seqlen))
+    assert shards.union(range(size)) == ((range(seqlen),) if seqlen else ())
+
+
+def test_pieces_cover_the_band_once(seed: int) -> None:
+    """Any band, drawn; each element by what the op would compute for its piece."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    for _ in range(60):
+        seqlen_q, seqlen_k, size = draw(0, 24), draw(0, 24), draw(1, 4)
+        left, right, offset = draw(-1, 6), draw(-1, 6), draw(-5, 5)
+        band = Band.of(left, right, offset)
+        sharding = ("zigzag", "contiguous")[draw(0, 1)]
+        for rank in range(size):
+            queries = Shards(seqlen_q, size, sharding).ranges(rank)
+            seen = torch.zeros(seqlen_q, seqlen_k, dtype=torch.int32)
+            for source in range(size):
+                keys = needed(queries, Shards(seqlen_k, size, sharding).ranges(source), band, None)
+                q_rows, k_rows = ([row for part in ranges for row in part] for ranges in (queries, keys))
+                for piece in pieces(queries, keys, band, None, False, False):
+                    off = len(piece.k) - len(piece.q)
+                    assert all(side >= -1 for side in piece.window)
+                    for i, row in enumerate(piece.q):
+                        for j, column in enumerate(piece.k):
+                            is_left = piece.window[0] >= 0 and j < i + off - piece.window[0]
+                            is_right = piece.window[1] >= 0 and j > i + off + piece.window[1]
+                            if not is_left and not is_right:
+                                seen[q_rows[row], k_rows[column]] += 1
+            expected = torch.zeros_like(seen)
+            for i in (row for part in queries for row in part):
+                for j in range(seqlen_k):
+                    expected[i, j] = band.low <= j - i <= band.high
+            assert torch.equal(seen, expected), (seqlen_q, seqlen_k, size, band, sharding)
+
+
+def test_a_causal_step_is_one_call() -> None:
+    """Zigzag: the rank's own keys, those of ranks before and those of ranks behind are one call each."""
+    band, shards = Band.of(-1, 0, 0), Shards(64, 4)
+    own = shards.ranges(1)
+    for source, scores in ((1, 8 * 16 + 8), (0, 16 * 8), (2, 8 * 16), (3, 8 * 16)):
+        keys = needed(own, shards.ranges(source), band, None)
+        found = pieces(own, keys, band, None, False, False)
+        assert len(found) == 1
+        assert sum(distributed.cost.num_scores(piece) for piece in found) == scores
+        assert num_rows(keys) == (8 if source == 0 else 16)
+
+
+def test_scores_are_counted(seed: int) -> None:
+    from flashtile.distributed.cost import _below
+
+    for rows in range(5):
+        for columns in range(5):
+            for diagonal in range(-6, 7):
+                count = sum(j <= i + diagonal for i in range(rows) for j in range(columns))
+                assert _below(rows, columns, diagonal) == count
+
+
+def test_the_cost_model_explains_its_choice() -> None:
+    q = torch.empty(1, 32, 16384, 128, dtype=torch.bfloat16, device="meta")
+    k = q[:, :8]
+    found = distributed.explain_context(q, k, k, num_ranks=8, causal=True, link="infiniband")
+    assert found.strategy == "ring"
+    assert found.estimates[0].overlap > 0.9
+    assert "context_attention over 8 ranks: ring" in str(found)
+    few = distributed.explain_context(q[:, :6], q[:, :6], q[:, :6], num_ranks=4)
+    assert few.refusals == {"ulysses": "6 query heads are not a multiple of 4 ranks"}
+
+
+def test_a_slow_link_takes_as_long_as_predicted() -> None:
+    """Two ranks; at 3 MB/s the messages take longer than anything else that may run on this machine."""
+    from flashtile.distributed.simulate import compare_with_runs
+
+    for run in compare_with_runs(2, 256, speeds=(3e6,), rounds=1):
+        assert 0.85 < run.ratio < 1.5, run
+        assert run.predicted_s > 3 * run.compute_s
+
+
+def test_simulation() -> None:
+    from typer.testing import CliRunner
+
+    from flashtile.cli.main import app
+
+    words = ["distributed", "simulate", "--ranks", "8,1024", "--rows", "4096,16384", "--json"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    points = json.loads(result.output.splitlines()[-1])
+    ring = {(p["link"].split()[0], p["num_ranks"], p["seqlen"]): p for p in points if p["strategy"] == "ring"}
+    assert ring["NVLink", 8, 8 * 4096]["overlap"] >= 0.9
+    assert ring["InfiniBand,", 8, 8 * 16384]["overlap"] >= 0.9
+    assert ring["InfiniBand,", 1024, 1 << 24]["memory_bytes"] < 2e9
+    bad = CliRunner().invoke(app, ["distributed", "simulate", "--links", "string"])
+    assert bad.exit_code == 2

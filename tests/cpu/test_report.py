@@ -1,0 +1,280 @@
+"""`flashtile report`: the page of the repository's own results, of broken and of foreign files, and in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from bench_fakes import ENV, provider, rows
+from test_timeline import made
+from typer.testing import CliRunner
+
+from flashtile.bench.rows import Row, Writer
+from flashtile.cli.main import app
+from flashtile.profile import timeline
+from flashtile.report import charts, collect, page
+from flashtile.report.command import MAX_BYTES
+
+ROOT = Path(__file__).resolve().parents[2]
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+class Outline(HTMLParser):
+    """The tags of a page that matter here; complains about tags that do not match."""
+
+    EMPTY = ("meta", "br", "img", "input")
+
+    def __init__(self, text):
+        super().__init__()
+        self.ids, self.links, self.sources, self.open, self.data = [], [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        if tag not in self.EMPTY:
+            self.open.append((tag, found.get("type")))
+        self.ids += [found["id"]] if "id" in found else []
+        self.links += [found["href"]] if "href" in found else []
+        self.sources += [found["src"]] if "src" in found else []
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, text):
+        if self.open and self.open[-1] == ("script", "application/json"):
+            self.data.append(json.loads(text))
+
+
+@pytest.fixture(scope="module")
+def text():
+    return page.build(collect.collect(ROOT / "results"))
+
+
+def test_the_page_needs_nothing_else(text):
+    outline = Outline(text)
+    assert outline.sources == []
+    assert all(link.startswith("#") for link in outline.links)
+    assert sorted(outline.ids) == sorted(set(outline.ids))
+    assert {link[1:] for link in outline.links} <= set(outline.ids)
+    assert not re.search(r"@import|url\((?!#)|fetch\(|XMLHttpRequest|https?://(?!www\.w3\.org/2000/svg)", text)
+    assert len(text.encode()) < MAX_BYTES
+
+
+def test_every_result_is_on_the_page(text):
+    devices = collect.collect(ROOT / "results")
+    assert devices[0].name == "nvidia-h200"
+    for device in devices:
+        assert device.title in text
+        for one in device.all_files:
+            assert one.stem in text
+            assert one.env.commit in text
+        # Only the tables of tools are left out
+        assert all("tools" in reason or "a table of a tool" in reason for _, reason in device.skipped), device.skipped
+    kinds = {chart["kind"] for chart in Outline(text).data}
+    assert kinds == {"lines", "roofline", "scatter"}
+    for words in ("07 production tile", "Speed ratios", "Decoding", "Tiles against occupancy", "compute-sanitizer"):
+        assert words in text
+
+
+def test_charts_hold_the_values_of_the_files(text):
+    stem = "sdpa_paper_bf16_fwd"
+    (file,) = [one for device in collect.collect(ROOT / "results") for one in device.of("sdpa_") if one.stem == stem]
+    chart = next(one for one in Outline(text).data if any(stem in choice["label"] for choice in one.get("choices", ())))
+    choice = next(
+        one for one in chart["choices"] if one["label"].startswith("forward, causal") and "d=128" in one["label"]
+    )
+    series = next(one for one in choice["series"] if one["label"] == "flashtile")
+    expected = {
+        row.seqlen_k: row for row in file.rows if row.provider == "cuda" and row.head_dim == 128 and row.is_causal
+    }
+    assert series["x"] == sorted(expected)
+    for length, tflops, ms in zip(series["x"], series["throughput"], series["latency"], strict=True):
+        assert tflops == pytest.approx(expected[length].tflops, rel=1e-3)
+        assert ms == pytest.approx(expected[length].median_ms, rel=1e-3)
+
+
+def write(folder, found, name="sdpa_Lsweep_x.csv"):
+    folder.mkdir(parents=True, exist_ok=True)
+    with Writer(folder / name, Row) as writer:
+        writer.add(found)
+
+
+def test_names_and_commands_are_text_and_not_html(tmp_path):
+    bad = "</script><script>alert(1)</script><b>"
+    found = rows([provider("one")], 32, 64)
+    write(tmp_path / "cpu-x", [replace(row, provider=bad, env=replace(ENV, device=bad, command=bad)) for row in found])
+    text = page.build(collect.collect(tmp_path))
+    Outline(text)
+    assert "<script>alert" not in text
+    assert "</script><script>" not in text
+
+
+def test_broken_files_are_listed_with_their_reason(tmp_path):
+    write(tmp_path / "cpu-x", rows([provider("one")], 32, 64))
+    (tmp_path / "cpu-x" / "sdpa_other.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "cpu-x" / "mystery.csv").write_text("a\n")
+    (tmp_path / "cpu-x" / "check.json").write_text("{")
+    text = page.build(collect.collect(tmp_path))
+    for words in ("sdpa_other.csv with other columns", "mystery.csv", "check.json", "why it is not shown"):
+        assert words in text
+
+
+def test_a_timeline_is_drawn(tmp_path):
+    write(tmp_path / "cpu-x", rows([provider("one")], 32, 64))
+    timeline.write([made()], tmp_path / "cpu-x" / "timeline_x.json")
+    (tmp_path / "cpu-x" / "timeline_broken.json").write_text("[{}]")
+    text = page.build(collect.collect(tmp_path))
+    Outline(text)
+    assert "Timelines of a block" in text
+    assert text.count("<rect x=") == 3 * 2 * 6 + 6
+    assert "waits: until it is this warpgroup" in text
+    assert "timeline_broken.json" in text
+
+
+def test_ratios_are_coloured_by_size():
+    slower, equal, faster = (charts._heat_cell(ratio) for ratio in (0.5, 1.0, 2.0))
+    assert "rgb(84,39,136)" in slower
+    assert "rgb(247,247,247)" in equal
+    assert "rgb(179,88,6)" in faster
+    assert "color:#ffffff" in slower
+    assert "color:#000000" in equal
+
+
+def test_the_command(tmp_path):
+    write(tmp_path / "results" / "cpu-x", rows([provider("one")], 32, 64))
+    out = tmp_path / "new" / "page.html"
+    result = CliRunner().invoke(app, ["report", "--results", str(tmp_path / "results"), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "needs no network" in result.output
+    Outline(out.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--results", "no/such"], "--results: got no/such, which is no folder"),
+        (["--results", "{tmp}"], "without results; accepted: results/<device>/*.csv. Run `flashtile bench`"),
+        (["--results", "{root}", "--out", "{tmp}"], "--out: got {tmp}; accepted: the name of a file"),
+    ],
+)
+def test_wrong_folders_are_explained(tmp_path, arguments, words):
+    filled = [word.format(tmp=tmp_path, root=ROOT / "results") for word in arguments]
+    result = CliRunner().invoke(app, ["report", *filled])
+    assert result.exit_code == 2
+    assert words.format(tmp=tmp_path) in result.output
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no Node.js")
+def test_the_script_parses():
+    done = subprocess.run(["node", "--check", str(Path(page.__file__).with_name("page.js"))], capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless Chromium, where Playwright and a Chromium are installed."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium")
+    with playwright.sync_playwright() as running:
+        started = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def opened(browser, text, tmp_path):
+    """Opens the page in a context with these options. No errors, no requests."""
+    (tmp_path / "page.html").write_text(text, encoding="utf-8")
+    said, contexts = [], []
+
+    def start(**options):
+        context = browser.new_context(**options)
+        contexts.append(context)
+        shown = context.new_page()
+        shown.on("console", lambda message: said.append(message.text))
+        shown.on("pageerror", lambda error: said.append(str(error)))
+        shown.on("request", lambda request: said.append(request.url) if not request.url.startswith("file:") else None)
+        shown.goto((tmp_path / "page.html").as_uri())
+        return shown
+
+    yield start
+    for context in contexts:
+        context.close()
+    assert said == []
+
+
+def test_providers_can_be_switched_off_and_on(opened):
+    chart = opened().locator("figure.chart").first
+    lines = chart.locator("svg.plot > path[stroke-width]")
+    button = chart.locator(".legend button", has_text="sdpa-flash")
+    before = lines.count()
+    button.click()
+    assert lines.count() == before - 1
+    assert button.get_attribute("aria-pressed") == "false"
+    button.press("Enter")
+    assert lines.count() == before
+
+
+def test_the_mouse_and_the_keyboard_show_values(opened):
+    shown = opened()
+    chart = shown.locator("figure.chart").first
+    plot, tip = chart.locator("svg.plot"), chart.locator(".tip")
+    box = plot.bounding_box()
+    shown.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    assert tip.is_visible()
+    assert "flashtile" in tip.inner_text()
+    shown.mouse.move(0, 0)
+    assert not tip.is_visible()
+    plot.focus()
+    plot.press("ArrowRight")
+    first = tip.inner_text()
+    assert "sequence length 512" in first
+    plot.press("ArrowRight")
+    assert tip.inner_text() != first
+    plot.press("Escape")
+    assert not tip.is_visible()
+
+
+def test_metrics_problems_devices_and_steps_can_be_chosen(opened):
+    shown = opened()
+    chart = shown.locator("figure.chart").first
+    chart.get_by_role("button", name="ms per call").click()
+    assert "ms per call" in chart.locator("svg.plot").get_attribute("aria-label")
+    chart.locator("select").select_option(index=1)
+    assert "causal" in chart.locator("svg.plot").get_attribute("aria-label")
+    ladder = shown.locator("section[id^=ladder] .panels")
+    assert ladder.locator("[data-panel]:visible").get_attribute("data-panel").startswith("00")
+    ladder.get_by_role("button", name="next").click()
+    assert ladder.locator("[data-panel]:visible").get_attribute("data-panel").startswith("01")
+    assert ladder.locator("[data-panel]:visible mark").count() > 10
+    shown.locator("button[data-device='1']").click()
+    assert shown.locator("article:visible").get_attribute("data-device") == "1"
+
+
+def test_light_and_dark(opened):
+    shown = opened(color_scheme="dark")
+    colour = "getComputedStyle(document.documentElement).backgroundColor"
+    dark = shown.evaluate(colour)
+    shown.locator("#theme").click()
+    assert shown.evaluate(colour) != dark
+    assert opened(color_scheme="light").evaluate(colour) == shown.evaluate(colour)
+
+
+def test_nothing_is_wider_than_a_phone(opened):
+    shown = opened(viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True)
+    assert shown.evaluate("document.documentElement.scrollWidth") == 390
+    for index in range(shown.locator("button[data-device]").count()):
+        shown.locator("button[data-device]").nth(index).tap()
+        assert shown.evaluate("document.documentElement.scrollWidth") == 390

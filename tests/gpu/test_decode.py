@@ -1,0 +1,256 @@
+"""Few queries and paged keys on Hopper: the decode family, and pages in the forward family."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import check
+from test_sm90 import assert_accurate, jitter
+from torch import Tensor
+
+import flashtile
+from flashtile.backends import native
+from flashtile.kernels import assemble
+from flashtile.testing import Case
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of compute capability 9.0"
+)
+FAMILIES = ("decode_sm90", "fwd_sm90")
+HEAD_DIMS = ((128, 128), (64, 64), (96, 96), (192, 128), (192, 192), (256, 256), (80, 72))
+PAGE_SIZES = (1, 16, 64, 256, 7, 48, 8)
+SIZES = (
+    (1, 8, 2, 700, 3),
+    (4, 8, 2, 1500, 2),
+    (1, 3, 3, 333, 5),
+    (16, 8, 1, 900, 2),
+    (1, 32, 8, 3000, 1),
+    (7, 6, 2, 130, 40),
+)
+OPTIONS: tuple[dict[str, object], ...] = (
+    {},
+    {"causal": "bottom_right"},
+    {"causal": "bottom_right", "window": (100, -1), "has_sinks": True},
+    {"softcap": 15.0, "alibi": "bh"},
+    {"num_splits": 1, "values": "huge"},
+    {"is_out_float32": True, "values": "rising"},
+)
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Calls take this family."""
+    force(request.param, monkeypatch)
+    return str(request.param)
+
+
+def force(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHTILE_FAMILY", name)
+    assemble.clear_plans()
+
+
+def cases(kinds: tuple[str, ...]) -> list[tuple[Case, int]]:
+    """Every page size meets every kind; sizes, head dims and options take turns."""
+    found = []
+    for kind in kinds:
+        for page_size in PAGE_SIZES:
+            for step in range(3):
+                number = len(found) + step
+                seqlen_q, heads, heads_kv, seqlen_k, batch = SIZES[number % len(SIZES)]
+                head_dim, head_dim_v = HEAD_DIMS[number // 2 % len(HEAD_DIMS)]
+                case = Case(
+                    dtype=(torch.bfloat16, torch.float16)[number % 2],
+                    layout=("bshd", "bhsd")[number % 2],
+                    kind=kind,
+                    page_size=page_size,
+                    batch=batch,
+                    heads=heads,
+                    heads_kv=heads_kv,
+                    seqlen_q=seqlen_q,
+                    seqlen_k=seqlen_k,
+                    head_dim=head_dim,
+                    head_dim_v=head_dim_v,
+                    has_max_lengths=kind in ("paged", "varlen"),
+                    backend="cuda",
+                    **OPTIONS[number % len(OPTIONS)],  # type: ignore[arg-type]
+                )
+                found.append((case, number))
+    return found
+
+
+def test_error_rule(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = cases(("paged", "cache", "padded", "varlen", "dense"))
+    assert_accurate(problems, f"{family}_kernel", monkeypatch)
+
+
+def test_chunks_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many queries over pages."""
+    force("fwd_sm90", monkeypatch)
+    problems = [
+        (
+            Case(
+                dtype=torch.bfloat16,
+                layout="bshd",
+                kind="paged",
+                page_size=page_size,
+                batch=3,
+                heads=4,
+                heads_kv=2,
+                seqlen_q=300,
+                seqlen_k=900,
+                head_dim=head_dim,
+                head_dim_v=head_dim,
+                causal=causal,
+                has_max_lengths=True,
+                backend="cuda",
+            ),
+            page_size,
+        )
+        for page_size in PAGE_SIZES
+        for head_dim in (64, 128, 256)
+        for causal in ("none", "bottom_right")
+    ]
+    assert_accurate(problems, "fwd_sm90_kernel", monkeypatch)
+
+
+class Cache:
+    """Keys as pages in random order, and the same keys dense."""
+
+    def __init__(self, page_size: int, lengths: list[int], heads_kv: int = 2, head_dim: int = 128) -> None:
+        batch, per_sequence = len(lengths), -(-max(lengths) // page_size)
+        pool = (batch * per_sequence + 3, page_size, heads_kv, head_dim)
+        self.k, self.v = (torch.randn(pool, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        order = torch.randperm(pool[0], device="cuda")[: batch * per_sequence]
+        self.table = order.view(batch, per_sequence).to(torch.int32)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        self.page_size = page_size
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        batch, rows = self.table.shape[0], self.table.shape[1] * self.page_size
+        k, v = (pages[self.table.long()].reshape(batch, rows, *pages.shape[2:]) for pages in (self.k, self.v))
+        return k, v
+
+    def queries(self, seqlen_q: int, heads: int) -> Tensor:
+        sizes = (self.table.shape[0], seqlen_q, heads, self.k.shape[-1])
+        return torch.randn(sizes, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 256])
+def test_pages_give_the_bits_of_dense_keys(page_size: int, family: str) -> None:
+    """Also where unused entries of the table are garbage."""
+    cache = Cache(page_size, [1000, 1, 77, 640])
+    q = cache.queries(3, 8)
+    expected = flashtile.attention_kvcache(q, *cache.dense(), cache_seqlens=cache.lengths, causal=True, backend="cuda")
+    is_unused = torch.arange(cache.table.shape[1], device="cuda") * page_size >= cache.lengths[:, None]
+    junk = torch.randint(-(2**31), 2**31 - 1, cache.table.shape, device="cuda").to(torch.int32)
+    table = torch.where(is_unused, junk, cache.table)
+    out = flashtile.attention_kvcache(
+        q, cache.k, cache.v, cache_seqlens=cache.lengths, block_table=table, causal=True, backend="cuda"
+    )
+    # The grid is that of the capacity, which pages round up: so are the splits of the forward family
+    if family == "decode_sm90":
+        assert torch.equal(out, expected)
+    else:
+        torch.testing.assert_close(out, expected, atol=0.01, rtol=0.01)
+
+
+def test_a_graph_serves_growing_lengths(family: str) -> None:
+    """One capture; lengths and table change between replays."""
+    cache = Cache(16, [4096] + [512] * 5)
+    q, most = cache.queries(1, 8), cache.lengths.clone()
+
+    def step() -> Tensor:
+        return flashtile.attention_kvcache(
+            q, cache.k, cache.v, cache_seqlens=cache.lengths, block_table=cache.table, causal=True, backend="cuda"
+        )
+
+    step(), step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for share in (1.0, 0.01, 0.5, 0.0, 0.9):
+        cache.lengths.copy_((most * share).to(torch.int32))
+        graph.replay()
+        assert torch.equal(out, step()), share
+
+
+def test_streams_do_not_share_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joins of launches that run at the same time."""
+    force("decode_sm90", monkeypatch)
+    caches = [Cache(64, lengths) for lengths in ([20000], [300] * 12, [5000, 10, 9000])]
+    queries = [cache.queries(1, 8) for cache in caches]
+
+    def steps(index: int) -> Tensor:
+        cache = caches[index]
+        return flashtile.attention_kvcache(
+            queries[index], cache.k, cache.v, cache_seqlens=cache.lengths, block_table=cache.table, backend="cuda"
+        )
+
+    expected = [steps(index) for index in range(3)]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in caches]
+    results: list[list[Tensor]] = [[] for _ in caches]
+    for _ in range(50):
+        for index, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                results[index].append(steps(index))
+    torch.cuda.synchronize()
+    for found, one in zip(results, expected, strict=True):
+        assert all(torch.equal(out, one) for out in found)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_jitter_changes_nothing(page_size: int, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses of random length before every barrier, copy and product: the same bits over 100 runs."""
+    cache = Cache(page_size, [700, 64, 1, 3000] * 12)
+    q = cache.queries(2, 8)
+
+    def step() -> Tensor:
+        return flashtile.attention_kvcache(
+            q, cache.k, cache.v, cache_seqlens=cache.lengths, block_table=cache.table, causal=True, backend="cuda"
+        )
+
+    expected = step()
+    functions = jitter(monkeypatch)
+    with native.python_only():
+        for _ in range(100):
+            assert torch.equal(step(), expected)
+    assert functions
+
+
+def test_sequences_without_keys(family: str) -> None:
+    """A row without keys is 0, its lse -inf."""
+    cache = Cache(16, [0, 5, 0])
+    out, lse = flashtile.attention_kvcache(
+        cache.queries(1, 4),
+        cache.k,
+        cache.v,
+        cache_seqlens=cache.lengths,
+        block_table=cache.table,
+        return_lse=True,
+        backend="cuda",
+    )
+    assert (out[[0, 2]] == 0).all()
+    assert (lse[[0, 2]] == -torch.inf).all()
+    assert torch.isfinite(out).all()
+    assert torch.isfinite(lse[1]).all()
+
+
+def test_the_decode_family_by_the_error_rule_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries that fill both row tiles, and groups that do not divide a tile."""
+    force("decode_sm90", monkeypatch)
+    for heads, heads_kv, seqlen_q in ((3, 1, 40), (14, 2, 18), (64, 1, 2), (5, 5, 128), (24, 8, 42)):
+        case = Case(
+            dtype=torch.float16,
+            kind="cache",
+            heads=heads,
+            heads_kv=heads_kv,
+            seqlen_q=seqlen_q,
+            seqlen_k=500,
+            head_dim=64,
+            head_dim_v=64,
+            causal="bottom_right",
+            backend="cuda",
+        )
+        check(case, heads, True)

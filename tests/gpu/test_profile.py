@@ -1,0 +1,64 @@
+"""The ceilings, a profile and a timeline on a GPU."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from flashtile.bench import device
+from flashtile.bench.providers import choose
+from flashtile.bench.rows import read
+from flashtile.profile import ceilings, command, gpu, measure, problems, timeline
+from flashtile.profile.rows import KernelRow
+
+KERNELS = Path(timeline.__file__).resolve().parents[1] / "include" / "flashtile" / "kernels"
+HAS_MARKS = "mark(Phase::" in (KERNELS / "fwd_sm90.cuh").read_text(encoding="utf-8")
+
+
+def test_ceilings_are_in_order():
+    found = ceilings.measure()
+    assert 0 < found.dram_gb_per_s < found.l2_gb_per_s < found.shared_gb_per_s
+    assert found.fma_tflops > 1
+    if gpu.current_arch().number >= 80:
+        assert found.tensor_tflops > 2 * found.fma_tflops
+
+
+def test_what_the_compiler_knows_fits_the_call():
+    point = problems.parse(["B=2", "H=4", "S=1024", "d=64", "dtype=bf16"]).points[0]
+    kernels = measure.compiled_kernels("cuda", point)
+    assert kernels
+    assert all(resources.registers > 0 for _, resources in kernels)
+
+
+@pytest.mark.skipif(shutil.which("ncu") is None, reason="Nsight Compute is not installed")
+def test_a_profile(tmp_path):
+    wanted = problems.parse(["B=2", "H=4", "S=512", "d=64", "dtype=bf16", "pass=fwd,bwd"])
+    text = io.StringIO()
+    env = device.environment("cuda", ["profile"])
+    run = command.Run(wanted, choose("cuda,sdpa-flash", False), tmp_path, env, Console(file=text, width=200), False)
+    assert run.start() == 0, text.getvalue()
+    rows = read(tmp_path / f"{wanted.stem}.csv", KernelRow)
+    if any(row.no_counters for row in rows):
+        pytest.skip(rows[0].no_counters)
+    for kernels in measure.by_call(rows).values():
+        assert all(row.dram_bytes is not None and row.registers and row.stalls for row in kernels)
+    ours = {row.kernel for row in rows if row.provider == "cuda"}
+    known = {step.name for point in wanted.points for step, _ in measure.compiled_kernels("cuda", point)}
+    assert ours <= known
+
+
+@pytest.mark.skipif(not HAS_MARKS, reason="fwd_sm90 has no marks")
+@pytest.mark.skipif(not (torch.cuda.is_available() and gpu.current_arch().has_wgmma), reason="not a Hopper GPU")
+def test_a_timeline_of_the_hopper_forward():
+    point = problems.parse(["B=4", "H=16", "S=4096", "d=128"]).points[0]
+    (found,) = timeline.record(point, "", device.environment("cuda", ["profile"]))
+    groups = {span.warp // 4 for span in found.spans}
+    assert len(groups) >= 3  # consumers and the producer
+    assert all(0 <= span.end - span.start < 10**6 for span in found.spans)
+    names = {span.phase for span in found.spans}
+    assert {"wait_turn", "issue", "exponentials", "copy_k"} <= names

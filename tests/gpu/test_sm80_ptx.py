@@ -1,0 +1,81 @@
+"""The mma.sync families as PTX of other architectures, which the driver compiles for this GPU: exactly the instructions
+that a Turing or an Ampere GPU has run here, with the tiles for its shared memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import pytest
+import torch
+from conftest import check
+from test_sm80 import problem
+from test_sm90 import FEATURES
+
+from flashtile.backends import cuda, executor, native
+from flashtile.kernels import families
+from flashtile.kernels.assemble import clear_plans
+from flashtile.runtime import driver, nvrtc, toolchain
+
+pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 0), reason="needs compute capability 8.0")
+LENGTHS = ((150, 300), (193, 257), (64, 129))
+FAMILIES = ("fwd_sm80", "fwd_sm80_wide", "bwd_sm80", "bwd_sm80_wide")
+
+
+def ptx_of(unit: str, entry: str, arch: str) -> tuple[bytes, str]:
+    """(the PTX of a unit, the name of its kernel there)."""
+    found = toolchain.find()
+    library, program, lowered = found.library, ctypes.c_void_p(), ctypes.c_char_p()
+    assert library.nvrtcCreateProgram(ctypes.byref(program), unit.encode(), b"flashtile.cu", 0, None, None) == 0
+    try:
+        assert library.nvrtcAddNameExpression(program, entry.encode()) == 0
+        others = [text for text in nvrtc.options("sm_80")[1:] if "ptxas" not in text]
+        texts = [f"--include-path={nvrtc.INCLUDE}", f"--gpu-architecture={arch}", *others]
+        arguments = (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
+        assert library.nvrtcCompileProgram(program, len(texts), arguments) == 0
+        assert library.nvrtcGetLoweredName(program, entry.encode(), ctypes.byref(lowered)) == 0
+        name, size = (lowered.value or b"").decode(), ctypes.c_size_t()
+        assert library.nvrtcGetPTXSize(program, ctypes.byref(size)) == 0
+        text = ctypes.create_string_buffer(size.value)
+        assert library.nvrtcGetPTX(program, text) == 0
+        return text.raw, name
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+@pytest.fixture(params=["75", "80"])
+def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Inside, every kernel is PTX of this architecture."""
+    monkeypatch.setenv("FLASHTILE_ARCH", f"sm_{request.param}")
+    cuda._arch.cache_clear()
+    clear_plans()
+    seen: list[str] = []
+
+    def function(unit: str, entry: str, arch: str) -> driver.Function:
+        ptx, name = ptx_of(unit, entry, f"compute_{request.param}")
+        assert f".target sm_{request.param}".encode() in ptx
+        if "sm80" in entry:
+            seen.append(ptx.decode(errors="replace"))
+        return driver.load(ptx).function(name)
+
+    monkeypatch.setattr(executor, "function", function)
+    with families.forced(*FAMILIES), native.python_only():
+        yield request.param
+    product = "m16n8k8" if request.param == "75" else "m16n8k16"
+    assert seen
+    assert all(f"mma.sync.aligned.{product}" in text for text in seen)
+    assert all(("cp.async" in text) is (request.param == "80") for text in seen)
+    cuda._arch.cache_clear()
+    clear_plans()
+
+
+# (head dims, feature, whether forward alone), in float16, which is all that Turing takes
+PROBLEMS = (((64, 64), "causal", False), ((128, 128), "plain", False), ((256, 256), "causal", True))
+WIDE = ((512, 512), "causal", False)  # not in the 64 KiB of Turing
+
+
+def test_error_rule(target: str) -> None:
+    for number, (head_dims, feature, is_forward) in enumerate((*PROBLEMS, *([WIDE] if target == "80" else []))):
+        case, seed = problem(2 * number + 1, head_dims, LENGTHS[number % len(LENGTHS)], **FEATURES[feature])
+        assert case.dtype == torch.float16
+        check(case, seed, is_forward)
