@@ -54,28 +54,10 @@ class Tile(NamedTuple):
 
 # By padded head_dim and head_dim_v; the first that takes a call is chosen. Measured on an NVIDIA H200: docs/sm90.md.
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
-    (32, 32): (
-        Tile(192, 128, num_stages=4, max_options=0, alone=_LIGHT),
-        Tile(128, 128, num_stages=4),
-        Tile(64, 64, num_blocks=4, takes_turns=False),
-        Tile(64, 64, num_blocks=3, takes_turns=False),
-        Tile(64, 64, num_blocks=2, takes_turns=False),
-    ),
     (64, 64): (
         Tile(192, 128, num_stages=4, max_options=0, alone=_LIGHT),
         Tile(128, 128, max_options=3),
         Tile(128, 64),
-        Tile(128, 128, num_stages=4, max_options=3),
-        Tile(256, 64, num_stages=4, max_options=0),
-        Tile(256, 64, num_stages=4, max_options=0, takes_turns=False),
-        Tile(128, 112, num_stages=4, max_options=0),
-        Tile(64, 128, num_blocks=2, takes_turns=False),
-        Tile(64, 64, num_blocks=3, takes_turns=False),
-        Tile(64, 64, num_blocks=4, takes_turns=False),
-        Tile(128, 64, num_blocks=2, takes_turns=False),
-        Tile(192, 80, num_stages=4, max_options=0),
-        Tile(256, 80, num_stages=4, max_options=0, takes_turns=False),
-        Tile(128, 80, num_stages=2, takes_turns=False, num_blocks=2),
     ),
     (96, 96): (
         Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0, alone=_LIGHT),
@@ -97,7 +79,6 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
 }
 # Few queries of heads that share a KV head, packed into one tile: what counts is how fast keys arrive.
 _PACKED_TILES = {
-    (32, 32): Tile(64, 128, num_stages=4, takes_turns=False),
     (64, 64): Tile(64, 128, num_stages=4, takes_turns=False),
     (96, 96): Tile(64, 128, takes_turns=False),
     (128, 128): Tile(64, 128, takes_turns=False),
