@@ -115,7 +115,8 @@ struct DecodeSchedule {
   FT_DEVICE void deal_out(i32 total) {
     // Few units: a block for each multiprocessor leaves fewer parts to join
     i32 num_blocks = gridDim.x;
-    if (p.num_splits > 1 && total <= Config::kFewUnits * num_blocks) num_blocks = ceil_div(num_blocks, Config::kNumBlocks);
+    if (p.num_splits > 1 && total <= Config::kFewUnits * num_blocks)
+      num_blocks = ceil_div(num_blocks, Config::kNumBlocks);
     share = max_of(ceil_div(total, num_blocks), 1);
     begin = min_of(static_cast<i32>(blockIdx.x) * share, total);
     next = min_of(begin + share, total);
