@@ -14,8 +14,8 @@ from flashtile.runtime import extension
 pytestmark = pytest.mark.skipif(extension.missing() is not None, reason=str(extension.missing()))
 
 CLASSES = (
-    SmallGrid(64),
-    FewQueries(64, 2),
+    *(SmallGrid(rows) for rows in (1, 64)),
+    *(FewQueries(64, 2), FewQueries(128, 1)),
     *(PackedHeads(64, 128), PackedHeads(128, 64)),
     *(RaggedQueries(192, 128, 105), RaggedQueries(256, 64, 100)),
     *(ShortLengths(64, 64), ShortLengths(2**31 - 1, 1)),
@@ -82,5 +82,5 @@ def test_what_is_no_length_class_is_refused(wrong: tuple[int, ...]) -> None:
 def test_those_in_use_fit_a_key() -> None:
     forward, backward = native._length_classes()
     extension.executor().set_gpu(63, 132, forward, backward)
-    with pytest.raises(ValueError, match="at most 8"):
+    with pytest.raises(ValueError, match="at most 16"):
         extension.executor().set_gpu(63, 132, 3 * forward, backward)
