@@ -446,7 +446,7 @@ def test_a_step_launches_what_the_general_path_does(
         changing = {"rotated_q", "seqused_k", *(() if isinstance(lengths, Tensor) else ("cache_seqlens",))}
         for struct, names, image, other in (
             (AppendParams, changing, append, expected[0][1]),
-            (Params, {"q", "out", "lse", "seqused_k"}, read, expected[1][1]),
+            (Params, {"q", "out", "lse", "seqused_k", "partial_out", "partial_stats"}, read, expected[1][1]),
         ):
             for name in names:
                 at = getattr(struct, name).offset
