@@ -15,6 +15,7 @@
 #include "flashtile/attn/block_range.cuh"
 #include "flashtile/attn/scheduler.cuh"
 #include "flashtile/attn/work_item.cuh"
+#include "flashtile/ptx/sync.cuh"
 
 namespace flashtile {
 
@@ -113,10 +114,9 @@ struct DecodeSchedule {
 
   // Sets this block's units. Scope: thread.
   FT_DEVICE void deal_out(i32 total) {
-    // Few units: a block for each multiprocessor leaves fewer parts to join
-    i32 num_blocks = gridDim.x;
-    if (p.num_splits > 1 && total <= Config::kFewUnits * num_blocks)
-      num_blocks = ceil_div(num_blocks, Config::kNumBlocks);
+    // Few units: one block on each multiprocessor leaves fewer parts to join
+    i32 num_blocks = gridDim.x, few = Config::kFewUnits * Config::kNumBlocks * num_multiprocessors();
+    if (p.num_splits > 1 && total <= few) num_blocks = min_of(num_blocks, num_multiprocessors());
     share = max_of(ceil_div(total, num_blocks), 1);
     begin = min_of(static_cast<i32>(blockIdx.x) * share, total);
     next = min_of(begin + share, total);
