@@ -303,11 +303,14 @@ def test_some_workspaces_are_needed_without_splits() -> None:
 
 def test_kernels_without_tiles_have_the_sizes_that_plans_launch_them_with() -> None:
     """A combination that no lane has a column for would be left out without a word."""
-    text = "".join(
-        (nvrtc.INCLUDE / "flashtile" / "kernels" / f"{name}.cuh").read_text()
-        for name in ("fwd_combine", "bwd_preprocess", "bwd_sm90_steps")
-    )
+    kernels = (f"kernels/{name}" for name in ("fwd_combine", "bwd_preprocess", "bwd_sm90_steps", "mask_bits"))
+    text = "".join((nvrtc.INCLUDE / "flashtile" / f"{name}.cuh").read_text() for name in (*kernels, "attn/mask_bits"))
     sizes = {name: int(value) for name, value in re.findall(r"constexpr i32 (k\w+) = (\d+);", text)}
+    assert (sizes["kMaskGroup"], sizes["kMaskWord"], sizes["kMaskBitsThreads"]) == (
+        family_steps.MASK_GROUP,
+        family_steps.MASK_WORD,
+        family_steps.MASK_BITS_THREADS,
+    )
     assert (sizes["kCombineRows"], 32 * sizes["kCombineRows"]) == (
         family_steps.COMBINE_ROWS,
         family_steps.COMBINE_THREADS,
