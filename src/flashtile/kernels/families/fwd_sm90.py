@@ -45,6 +45,8 @@ class Tile(NamedTuple):
         """It holds the options of a call without a spill. The softcap of float16 takes more registers."""
         if features.bias_dtype == "float32" and not self.takes_float_bias:
             return False
+        if features.is_paged and self.num_blocks > 1:
+            return False  # the warps that copy pages need registers
         is_light = any(getattr(features, name) for name in self.alone) and not features.has_lengths
         is_light = is_light and not (features.has_softcap and dtype == "float16")
         return features.num_score_options <= self.max_options or (is_light and features.num_score_options == 1)
@@ -67,7 +69,7 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
         Tile(128, 128, max_options=3),
         Tile(128, 64),
     ),
-    (192, 128): (Tile(128, 128), Tile(128, 64)),
+    (192, 128): (Tile(128, 128, max_options=2), Tile(128, 64)),
     (192, 192): (Tile(128, 96, scales_lazily=True), Tile(128, 64)),
     (256, 256): (
         Tile(128, 80, scales_lazily=True, max_options=0),
@@ -267,6 +269,7 @@ def _maps(row: Sm90Row, features: Features, layout: CallLayout, packed_heads: in
             axes,
             *box,
             is_paged=features.is_paged and name in ("k", "v"),
+            l2_bytes=128 if features.is_paged and name in ("k", "v") else 256,
         )
         for name, box in boxes.items()
     ]
