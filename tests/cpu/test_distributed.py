@@ -509,6 +509,41 @@ def test_refusals(pool: Pool) -> None:
     pool.run(run_refusals, 2)
 
 
+def run_different(group: Any) -> None:
+    os.environ["FLASHTILE_CHECK"] = "1"
+    try:
+        q, rank = torch.randn(1, 4, 6, 8), dist.get_rank(group)
+        with pytest.raises(ValueError, match="window_left: got 2 on rank 1; accepted: 1, as on rank 0"):
+            distributed.ring_attention(q, q, q, group=group, window=(1 + rank, 0))
+        with pytest.raises(ValueError, match="seqlen: got 13 on rank 1"):
+            distributed.ulysses_attention(q, q, q, group=group, seqlen=12 + rank)
+        distributed.ring_attention(q, q, q, group=group, window=(2, 0))
+    finally:
+        del os.environ["FLASHTILE_CHECK"]
+
+
+def test_ranks_that_call_differently(pool: Pool) -> None:
+    pool.run(run_different, 2)
+
+
+def run_opcheck(group: Any) -> None:
+    from flashtile.distributed import ring, ulysses
+
+    name, utils = group.group_name, ("test_schema", "test_autograd_registration", "test_faketensor")
+    q, k = torch.randn(1, 4, 6, 8, requires_grad=True), torch.randn(1, 2, 6, 8, requires_grad=True)
+    options = (None, "bottom_right", -1, -1, 0.0, 0.0, 0, 0, None, "bhsd", None, name, "zigzag", 12, 12, 1)
+    args = (q, k, k, None, None, None, None, None, None, *options, "p2p", 0.0)
+    torch.library.opcheck(ring.forward_op, args, test_utils=utils)
+    torch.library.opcheck(ulysses.rows_to_heads, (q, 4, 1, "bhsd", name, "zigzag", 12, 0, 2, 0.0), test_utils=utils)
+    torch.library.opcheck(ulysses.rows_to_heads, (k, 2, 2, "bhsd", name, "zigzag", 12, 0, 2, 0.0), test_utils=utils)
+    wide = torch.randn(1, 2, 12, 8, requires_grad=True)
+    torch.library.opcheck(ulysses.heads_to_rows, (wide, 4, 1, "bhsd", name, "zigzag", 12, 0, 2, 0.0), test_utils=utils)
+
+
+def test_opcheck(pool: Pool) -> None:
+    pool.run(run_opcheck, 2)
+
+
 def serve_until_one_dies(rank: int, port: int, how: str, pipe: Any) -> None:
     prepare(rank, 3, port)
     q = torch.randn(1, 2, 8, 8, requires_grad=True)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from flashtile.errors import value_error
+from flashtile.problem import is_checking
 
 Message = tuple[int, Tensor]  # rank in the group; contiguous
 
@@ -47,6 +48,17 @@ class Channel:
         self.stream = _stream(device) if device.type == "cuda" else None
         if device.type == "cuda" and not self.is_staged:
             _warm_up(group_name, device)
+
+    def check_same(self, options: dict[str, Any]) -> None:
+        """Under FLASHTILE_CHECK=1: raises on all ranks if one of them has another value."""
+        if not is_checking() or self.size == 1:
+            return
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, options, group=self.group)
+        for rank, theirs in enumerate(found):
+            for name, value in theirs.items():
+                if value != found[0][name]:
+                    raise value_error(name, f"{value} on rank {rank}", f"{found[0][name]}, as on rank 0")
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Starts sending and receiving, behind what has been launched on the current stream so far."""
