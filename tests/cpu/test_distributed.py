@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -688,3 +689,11 @@ def test_simulation() -> None:
     assert ring["InfiniBand,", 1024, 1 << 24]["memory_bytes"] < 2e9
     bad = CliRunner().invoke(app, ["distributed", "simulate", "--links", "string"])
     assert bad.exit_code == 2
+
+
+def test_the_example() -> None:
+    example = Path(__file__).parents[2] / "examples" / "long_context.py"
+    words = [sys.executable, str(example), "--tokens", "96", "--ranks", "2", "--steps", "1"]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "96 tokens" in result.stdout
