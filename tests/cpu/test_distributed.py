@@ -63,6 +63,7 @@ CASES = {
     "mask of keys": {"mask": "k", "has_sinks": True},
     "more keys": {"seqlen_q": 40, "seqlen_k": 90, "causal": "bottom_right"},
     "more queries": {"seqlen_q": 90, "seqlen_k": 40, "causal": "bottom_right", "dropout_p": 0.1},
+    "fewer keys than ranks": {"seqlen_q": 30, "seqlen_k": 2},
     "top left": {"seqlen_q": 40, "seqlen_k": 90, "causal": "top_left", "window": (20, -1)},
     "bfloat16": {"dtype": torch.bfloat16, "causal": "bottom_right", "layout": "bshd"},
     "float16, few rows": {"dtype": torch.float16, "seqlen_q": 5, "seqlen_k": 5, "causal": "bottom_right"},
