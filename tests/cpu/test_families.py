@@ -78,6 +78,19 @@ def test_what_the_hopper_decode_refuses(changes: dict[str, object], reason: str 
     assert families.find("decode_sm90").refuse(change(few, **changes)) == reason
 
 
+def test_one_query_takes_the_decode_family() -> None:
+    """Two do not, until they are measured."""
+    _, one = families.find("decode_sm90").length_classes
+    few = change(classes=((FEW, 4), (one, 0)))
+    assert families.select(few).name == "fwd_sm90"
+    assert families.select(change(few, classes=((FEW, 4), (one, 1)))).name == "decode_sm90"
+    assert (
+        families.select(change(few, classes=((FEW, 4), (one, 1)), is_paged=True, has_lengths=True)).name
+        == "decode_sm90"
+    )
+    assert families.select(change(few, classes=((FEW, 4), (one, 1)), bias_dtype="float32")).name == "fwd_sm90"
+
+
 def test_simt_takes_every_dtype_on_every_arch() -> None:
     for arch in ARCHS.values():
         for dtype in DTYPES:

@@ -82,5 +82,5 @@ def test_what_is_no_length_class_is_refused(wrong: tuple[int, ...]) -> None:
 def test_those_in_use_fit_a_key() -> None:
     forward, backward = native._length_classes()
     extension.executor().set_gpu(63, 132, forward, backward)
-    with pytest.raises(ValueError, match="at most 8"):
+    with pytest.raises(ValueError, match="at most 16"):
         extension.executor().set_gpu(63, 132, 3 * forward, backward)

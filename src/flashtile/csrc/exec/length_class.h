@@ -8,7 +8,7 @@
 
 namespace flashtile {
 
-constexpr i32 kMaxLengthClasses = 8;
+constexpr i32 kMaxLengthClasses = 16;
 
 struct Shape {
   i64 batch, heads, heads_kv, seqlen_q, seqlen_k;

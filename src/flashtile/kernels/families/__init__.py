@@ -153,7 +153,7 @@ def time_us(key: PlanKey) -> float | None:
 
 
 def _known_us(family: Family[Any], key: PlanKey) -> float | None:
-    return speeds.time_us(family.timed_as or family.name, kind_of(key))
+    return speeds.time_us(family.timed_as(key), kind_of(key))
 
 
 def _time_us(family: Family[Any], key: PlanKey) -> float:

@@ -9,13 +9,14 @@ from typing import NamedTuple
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import query_grid
-from flashtile.kernels.length_class import FewQueries
+from flashtile.kernels.length_class import FewQueries, ShortLengths
 from flashtile.kernels.params import DecodeSm90Params, Struct
 from flashtile.kernels.plan import MapPatch, SplitRule, Step, Workspace
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
 _ROWS = 64  # of a tile: queries of all heads that share a KV head
 _FEW = FewQueries(_ROWS, 1)
+_ONE = ShortLengths(1, 2**31 - 1)  # one query
 _ITEM_RING_BYTES = 272  # WorkItemRing<DecodeItem> (attn/decode_schedule.cuh)
 _THREADS = 192
 _ANY_SPLITS = 1 << 20  # blocks that each multiprocessor could have: the kernel deals out the keys itself
@@ -87,7 +88,7 @@ class DecodeSm90(Family[DecodeRow]):
     head_dims = tuple(sorted(_TILES))
     features = Family.features - {"is_aligned16", "has_bool_mask", "bias_dtype", "has_dropout"}
     takes_overlapping_rows = False
-    length_classes = (_FEW,)
+    length_classes = (_FEW, _ONE)
 
     def refuse_arch(self, arch: Arch) -> str | None:
         return None if arch.has_wgmma else f"{arch.name} has no wgmma"
@@ -106,6 +107,10 @@ class DecodeSm90(Family[DecodeRow]):
         for dims, tiles in _TILES.items():
             for tile in tiles:
                 yield _row(tile, dtype, dtype, dims)
+
+    def timed_as(self, key: PlanKey) -> str:
+        """Faster than the forward family at every measured call of one query (docs/decode.md)."""
+        return "fwd_sm90" if key.length(_ONE) else self.name
 
     def tile_note(self, key: PlanKey) -> str:
         num_heads = key.length(_FEW)
