@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -62,6 +63,7 @@ CASES = {
     "mask of keys": {"mask": "k", "has_sinks": True},
     "more keys": {"seqlen_q": 40, "seqlen_k": 90, "causal": "bottom_right"},
     "more queries": {"seqlen_q": 90, "seqlen_k": 40, "causal": "bottom_right", "dropout_p": 0.1},
+    "fewer keys than ranks": {"seqlen_q": 30, "seqlen_k": 2},
     "top left": {"seqlen_q": 40, "seqlen_k": 90, "causal": "top_left", "window": (20, -1)},
     "bfloat16": {"dtype": torch.bfloat16, "causal": "bottom_right", "layout": "bshd"},
     "float16, few rows": {"dtype": torch.float16, "seqlen_q": 5, "seqlen_k": 5, "causal": "bottom_right"},
@@ -509,6 +511,41 @@ def test_refusals(pool: Pool) -> None:
     pool.run(run_refusals, 2)
 
 
+def run_different(group: Any) -> None:
+    os.environ["FLASHTILE_CHECK"] = "1"
+    try:
+        q, rank = torch.randn(1, 4, 6, 8), dist.get_rank(group)
+        with pytest.raises(ValueError, match="window_left: got 2 on rank 1; accepted: 1, as on rank 0"):
+            distributed.ring_attention(q, q, q, group=group, window=(1 + rank, 0))
+        with pytest.raises(ValueError, match="seqlen: got 13 on rank 1"):
+            distributed.ulysses_attention(q, q, q, group=group, seqlen=12 + rank)
+        distributed.ring_attention(q, q, q, group=group, window=(2, 0))
+    finally:
+        del os.environ["FLASHTILE_CHECK"]
+
+
+def test_ranks_that_call_differently(pool: Pool) -> None:
+    pool.run(run_different, 2)
+
+
+def run_opcheck(group: Any) -> None:
+    from flashtile.distributed import ring, ulysses
+
+    name, utils = group.group_name, ("test_schema", "test_autograd_registration", "test_faketensor")
+    q, k = torch.randn(1, 4, 6, 8, requires_grad=True), torch.randn(1, 2, 6, 8, requires_grad=True)
+    options = (None, "bottom_right", -1, -1, 0.0, 0.0, 0, 0, None, "bhsd", None, name, "zigzag", 12, 12, 1)
+    args = (q, k, k, None, None, None, None, None, None, *options, "p2p", 0.0)
+    torch.library.opcheck(ring.forward_op, args, test_utils=utils)
+    torch.library.opcheck(ulysses.rows_to_heads, (q, 4, 1, "bhsd", name, "zigzag", 12, 0, 2, 0.0), test_utils=utils)
+    torch.library.opcheck(ulysses.rows_to_heads, (k, 2, 2, "bhsd", name, "zigzag", 12, 0, 2, 0.0), test_utils=utils)
+    wide = torch.randn(1, 2, 12, 8, requires_grad=True)
+    torch.library.opcheck(ulysses.heads_to_rows, (wide, 4, 1, "bhsd", name, "zigzag", 12, 0, 2, 0.0), test_utils=utils)
+
+
+def test_opcheck(pool: Pool) -> None:
+    pool.run(run_opcheck, 2)
+
+
 def serve_until_one_dies(rank: int, port: int, how: str, pipe: Any) -> None:
     prepare(rank, 3, port)
     q = torch.randn(1, 2, 8, 8, requires_grad=True)
@@ -653,3 +690,11 @@ def test_simulation() -> None:
     assert ring["InfiniBand,", 1024, 1 << 24]["memory_bytes"] < 2e9
     bad = CliRunner().invoke(app, ["distributed", "simulate", "--links", "string"])
     assert bad.exit_code == 2
+
+
+def test_the_example() -> None:
+    example = Path(__file__).parents[2] / "examples" / "long_context.py"
+    words = [sys.executable, str(example), "--tokens", "96", "--ranks", "2", "--steps", "1"]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "96 tokens" in result.stdout

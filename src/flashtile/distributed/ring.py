@@ -86,6 +86,7 @@ class _Pass:
         self.row, self.head = row_axis(args.layout), head_axis(args.layout)
         self.channel = Channel(args.group, args.q.device, args.timeout, what)
         self.rank, self.size = self.channel.rank, self.channel.size
+        self.channel.check_same(self._shared_options())
         self.offset = 0 if args.causal == "top_left" else args.seqlen_k - args.seqlen_q
         self.band = Band.of(args.window_left, args.window_right if args.causal == "none" else 0, self.offset)
         self.bounds = None if args.cu_seqlens is None else _bounds(args.cu_seqlens, args.seqlen_q)
@@ -100,6 +101,15 @@ class _Pass:
         self.is_wide = args.q.dtype == torch.float64
         self.sum_dtype = torch.float64 if self.is_wide else torch.float32
         self._packed: dict[Ranges, Tensor] = {}
+
+    def _shared_options(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        args, first = self.args, RingArgs._fields.index("scale")
+        options = {name: value for name, value in args._asdict().items() if name in RingArgs._fields[first:-1]}
+        sizes = {
+            name: str(_with_rows(tensor, 0, self.row)) for name, tensor in (("q", args.q), ("k", args.k), ("v", args.v))
+        }
+        return options | sizes | {"dtype": str(args.q.dtype)}
 
     def _ranges(self, seqlen: int, rank: int) -> Ranges:
         merged = self.args.merged
@@ -148,7 +158,7 @@ class _Pass:
     def buffer(self, num_keys: int) -> Tensor:
         """Room for that many keys and values."""
         k, v = self.args.k, self.args.v
-        return k.new_empty((k.numel() // max(k.shape[self.row], 1) + v.numel() // max(v.shape[self.row], 1)) * num_keys)
+        return k.new_empty(sum(_numel(_with_rows(tensor, num_keys, self.row)) for tensor in (k, v)))
 
     def unpacked(self, buffer: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
         shapes = [_with_rows(tensor, num_keys, self.row) for tensor in (self.args.k, self.args.v)]
@@ -297,10 +307,14 @@ class _Block:
 class _Forward(_Pass):
     def __init__(self, args: RingArgs):
         super().__init__(args, "ring_attention")
-        plain = AttentionArgs(args.q, args.k, args.v, layout=args.layout)
-        sizes, lse_sizes = ops.output_sizes(plain)
-        self.out = args.q.new_zeros(sizes, dtype=self.sum_dtype)
-        self.lse = args.q.new_full(lse_sizes, -torch.inf, dtype=lse_dtype(plain))
+        self.plain = AttentionArgs(args.q, args.k, args.v, layout=args.layout)
+        self.sums: tuple[Tensor, Tensor] | None = None  # out and lse so far; None before the first piece
+
+    def empty(self) -> tuple[Tensor, Tensor]:
+        """out and lse of rows that see no keys."""
+        sizes, lse_sizes = ops.output_sizes(self.plain)
+        out = self.args.q.new_zeros(sizes, dtype=self.sum_dtype)
+        return out, self.args.q.new_full(lse_sizes, -torch.inf, dtype=lse_dtype(self.plain))
 
     def run(self) -> tuple[Tensor, Tensor]:
         if self.is_gathered:
@@ -314,9 +328,10 @@ class _Forward(_Pass):
                 following = self.request(step + 1)
                 self.attend(block.keys, *block.wait())
                 block, step = following, step + 1
+        out, lse = self.sums or self.empty()
         if self.args.sinks is not None:
-            self.join_sinks(self.args.sinks)
-        return self.out.to(self.args.q.dtype), self.lse
+            out, lse = self.with_sinks(out, lse, self.args.sinks)
+        return out.to(self.args.q.dtype).contiguous(), lse
 
     def attend(self, keys: Ranges, k: Tensor, v: Tensor) -> None:
         for piece in self.pieces(keys):
@@ -330,7 +345,11 @@ class _Forward(_Pass):
 
     def join(self, piece: Piece, out: Tensor, lse: Tensor) -> None:
         """Adds a partial result to the rows of the piece."""
-        own_out, own_lse = self.rows_of(self.out, piece, self.row), self.rows_of(self.lse, piece, -1)
+        if self.sums is None and len(piece.q) == self.args.q.shape[self.row]:
+            self.sums = out, lse
+            return
+        self.sums = self.sums or self.empty()
+        own_out, own_lse = self.rows_of(self.sums[0], piece, self.row), self.rows_of(self.sums[1], piece, -1)
         # The share of the new part, exp(lse) / (exp(own) + exp(lse)); 0 where it has no keys
         weight = torch.where(lse == -torch.inf, 0.0, torch.sigmoid(lse - own_lse)).to(own_out.dtype)
         own_out.lerp_(out.to(own_out.dtype), self.by_rows(weight))
@@ -340,12 +359,11 @@ class _Forward(_Pass):
         """(..., heads, rows) as it broadcasts to the output."""
         return (stats.transpose(-1, -2) if self.args.layout == "bshd" else stats)[..., None]
 
-    def join_sinks(self, sinks: Tensor) -> None:
+    def with_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
         """A sink is a key without a value: it joins the denominator only."""
-        whole = torch.logaddexp(self.lse, sinks.to(self.lse.dtype)[:, None])
-        factor = torch.where(self.lse == -torch.inf, 0.0, torch.exp(self.lse - whole))
-        self.out.mul_(self.by_rows(factor.to(self.out.dtype)))
-        self.lse = whole
+        whole = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        factor = torch.where(lse == -torch.inf, 0.0, torch.exp(lse - whole))
+        return out * self.by_rows(factor.to(out.dtype)), whole
 
 
 # Backward

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from flashtile.errors import value_error
+from flashtile.problem import is_checking
 
 Message = tuple[int, Tensor]  # rank in the group; contiguous
 
@@ -45,8 +46,20 @@ class Channel:
         self.timeout, self.what, self.device = timeout or _own_timeout(self.group), what, device
         self.is_staged = device.type == "cuda" and not _takes_cuda(self.group)
         self.stream = _stream(device) if device.type == "cuda" else None
+        self.waits_on_host = self.stream is None or self.is_staged
         if device.type == "cuda" and not self.is_staged:
             _warm_up(group_name, device)
+
+    def check_same(self, options: dict[str, Any]) -> None:
+        """Under FLASHTILE_CHECK=1: raises on all ranks if one of them has another value."""
+        if not is_checking() or self.size == 1:
+            return
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, options, group=self.group)
+        for rank, theirs in enumerate(found):
+            for name, value in theirs.items():
+                if value != found[0][name]:
+                    raise value_error(name, f"{value} on rank {rank}", f"{found[0][name]}, as on rank 0")
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Starts sending and receiving, behind what has been launched on the current stream so far."""
@@ -135,7 +148,8 @@ class Pending:
         limit = datetime.timedelta(seconds=self.channel.timeout)
         for doing, work in self.works:
             try:
-                work.wait(limit)
+                # NCCL: makes the current stream wait; with a limit it might make the host wait
+                work.wait(limit) if self.channel.waits_on_host else work.wait()
             except RuntimeError as error:
                 raise self.channel.error(doing, error) from error
         if self.ready_at:

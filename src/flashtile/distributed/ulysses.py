@@ -58,6 +58,7 @@ class _Plan:
         self.args = args
         self.channel = Channel(args.group, device, args.timeout, what)
         self.rank, self.size = self.channel.rank, self.channel.size
+        self.channel.check_same(args._asdict())
         self.row, self.head = row_axis(args.layout), head_axis(args.layout)
         shards = Shards(args.seqlen, args.num_shards, args.sharding)
         self.ranges = [shards.ranges(args.first + rank) for rank in range(self.size)]
