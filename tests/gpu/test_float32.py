@@ -130,8 +130,8 @@ def _powers(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", RANGES)
 def test_any_range_is_float32_accurate(name: str, head_dim: int) -> None:
-    """Element by element, with room for what float32 does to scores and to sums. A score's error is that of its products,
-    however small their sum is, and moves an output by up to its distance from the key's value."""
+    """Element by element, with room for what float32 does to scores and to sums. The error of a score is that of its
+    products, however small their sum is. It moves an output by up to its distance from the key's value."""
     torch.manual_seed(0)
     q, k, v = RANGES[name][0](*(torch.randn(2, 3, 300, head_dim, device="cuda") for _ in range(3)))
     out = flashtile.attention(q, k, v, causal=True, backend="cuda").double()
