@@ -9,8 +9,11 @@ one, while the others go on. A step is one token for every slot; each layer is o
 rotates, appends to the pages and attends. The step is captured once as a CUDA graph: lengths, block table and tokens
 are read on the device, so that one capture serves all steps.
 
-Then the same requests are served from a dense cache, one row of `capacity` keys for each slot. The tokens must be the
-same. Exits 1 if one differs.
+Then every token is checked against a dense cache, which has one row of keys for each slot, found by batch index. The
+same slots take the same requests, and are given the tokens that were served: one that differs does not change those
+behind it. Each must have the largest logit of the dense run. Where a kernel adds up the keys of pages in another order
+than those of a row, the last bits differ, and of two logits that are nearly equal the other may win. Such a token
+counts if it falls short by no more than SHORTFALL, which is less than a single wrong key changes. Exits 1 otherwise.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ from torch import Tensor, nn
 import flashtile
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Of a logit whose standard deviation is about 0.6. With 8 layers in bfloat16, attention by another backend makes tokens
+# fall short by 0.02, noise of one bit in every output of attention by 0.06, and one lost row of one layer by 0.5
+SHORTFALL = {torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.15}
 
 
 @dataclass
@@ -41,15 +47,12 @@ class Request:
     prompt: list[int]
     num_new: int
     tokens: list[int] = field(default_factory=list)
+    shortfalls: list[float] = field(default_factory=list)  # of a checked one: the largest logit less that of the token
 
     @property
     def num_rows(self) -> int:
         """Keys in the cache when it is done: the last token is never put in."""
         return len(self.prompt) + self.num_new - 1
-
-    @property
-    def is_done(self) -> bool:
-        return len(self.tokens) == self.num_new
 
 
 # The cache
@@ -108,16 +111,17 @@ class PagedCache(Pages):
 
 
 class DenseCache(Pages):
-    """One row of the cache for each slot."""
+    """One row of the cache for each slot, found by batch index: the same kernels, without pages to gather."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
         sizes = (options.slots, self.per_slot * self.page_size, options.heads_kv, options.width // options.heads)
         self.rows = torch.zeros((2, options.layers, *sizes), dtype=options.dtype, device=options.device)
+        self.index = torch.arange(options.slots, dtype=torch.int32, device=options.device)
 
     def attend(self, layer: int, slots: slice, **step: Any) -> Any:
         return flashtile.attention_kvcache(
-            k_cache=self.rows[0, layer, slots], v_cache=self.rows[1, layer, slots], **step
+            k_cache=self.rows[0, layer], v_cache=self.rows[1, layer], cache_batch_idx=self.index[slots], **step
         )
 
 
@@ -163,12 +167,12 @@ class Llama(nn.Module):
         self.register_buffer("sin", angles.sin())
 
     def forward(self, tokens: Tensor, cache: PagedCache | DenseCache, slots: slice, lengths: Tensor) -> Tensor:
-        """The most likely next token of each sequence: (batch,), from (batch, rows) that stand behind `lengths`."""
+        """The logits of the next token: (batch, vocabulary), from tokens (batch, rows) that stand behind `lengths`."""
         x = self.tokens(tokens)
         step = {"cache_seqlens": lengths, "causal": True, "rotary_cos": self.cos, "rotary_sin": self.sin}
         for layer, block in enumerate(self.blocks):
             x = block(x, partial(cache.attend, layer, slots, rotary_interleaved=False, **step))
-        return self.head(self.norm(x[:, -1])).argmax(-1)
+        return self.head(self.norm(x[:, -1]))
 
 
 # Serving
@@ -182,15 +186,17 @@ class Server:
         self.slots: list[Request | None] = [None] * options.slots
         self.tokens = torch.zeros(options.slots, dtype=torch.int64, device=options.device)
         self.lengths, self.is_busy = (torch.zeros_like(self.tokens, dtype=torch.int32) for _ in range(2))
-        self.step: Callable[[], None] = self._step
+        self.step: Callable[[], None] = self._captured() if options.use_graph else self._step
         self.num_steps = 0
-        if options.use_graph:
-            self.step = self._captured()
+
+    def logits(self) -> Tensor:
+        """Of every slot; its token is in the cache then."""
+        found = self.model(self.tokens[:, None], self.cache, slice(0, len(self.slots)), self.lengths)
+        self.lengths += self.is_busy
+        return found
 
     def _step(self) -> None:
-        everyone = slice(0, len(self.slots))
-        self.tokens.copy_(self.model(self.tokens[:, None], self.cache, everyone, self.lengths))
-        self.lengths += self.is_busy
+        self.tokens.copy_(self.logits().argmax(-1))
 
     def _captured(self) -> Callable[[], None]:
         """The step as a CUDA graph. Until a slot has a request, its steps write to a page of its own."""
@@ -205,39 +211,84 @@ class Server:
             self._step()
         return graph.replay
 
-    def admit(self, slot: int, request: Request) -> bool:
-        """Puts the prompt into the cache and finds the first token; False if the cache has no room."""
-        if not self.cache.take(slot, request.num_rows):
-            return False
+    def prefill(self, slot: int, request: Request) -> Tensor:
+        """Puts the prompt into the cache; the logits of the first token."""
         self.slots[slot] = request
         prompt = torch.tensor([request.prompt], device=self.device)
         start = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self.tokens[slot : slot + 1] = self.model(prompt, self.cache, slice(slot, slot + 1), start)
+        logits = self.model(prompt, self.cache, slice(slot, slot + 1), start)
         self.lengths[slot], self.is_busy[slot] = len(request.prompt), 1
+        return logits
+
+    def admit(self, slot: int, request: Request) -> bool:
+        """Finds the first token; False if the cache has no room."""
+        if not self.cache.take(slot, request.num_rows):
+            return False
+        self.tokens[slot : slot + 1] = self.prefill(slot, request).argmax(-1)
         request.tokens.append(int(self.tokens[slot]))
         return True
+
+    def advance(self) -> None:
+        """A step, and a token for every request that is not done."""
+        self.step()
+        for request, token in zip(self.slots, self.tokens.tolist(), strict=True):
+            if request is not None:
+                request.tokens.append(token)
+
+    def is_done(self, request: Request) -> bool:
+        return len(request.tokens) == request.num_new
+
+    def serve(self, requests: Sequence[Request]) -> None:
+        waiting = deque(requests)
+        while True:
+            for slot in range(len(self.slots)):
+                while True:
+                    request = self.slots[slot]
+                    if request is not None and self.is_done(request):
+                        self.release(slot)
+                    elif request is None and waiting and self.admit(slot, waiting[0]):
+                        waiting.popleft()
+                    else:
+                        break
+            if all(request is None for request in self.slots):
+                return
+            self.advance()
+            self.num_steps += 1
 
     def release(self, slot: int) -> None:
         self.slots[slot] = None
         self.cache.leave(slot)
         self.lengths[slot] = self.is_busy[slot] = self.tokens[slot] = 0
 
-    def serve(self, requests: Sequence[Request]) -> None:
-        waiting = deque(requests)
-        while True:
-            for slot, request in enumerate(self.slots):
-                if request is not None and request.is_done:
-                    self.release(slot)
-                while self.slots[slot] is None and waiting and self.admit(slot, waiting[0]):
-                    if waiting.popleft().is_done:
-                        self.release(slot)
-            if all(request is None for request in self.slots):
-                return
-            self.step()
-            self.num_steps += 1
-            for request, token in zip(self.slots, self.tokens.tolist(), strict=True):
-                if request is not None and not request.is_done:
-                    request.tokens.append(token)
+
+class Checker(Server):
+    """Serves requests that have their tokens, and notes by how much the logit of each falls short of the largest."""
+
+    def note(self, logits: Tensor, slots: Sequence[int]) -> None:
+        served = []
+        for slot in slots:
+            request = self.slots[slot]
+            served.append(0 if request is None else request.tokens[len(request.shortfalls)])
+        tokens = torch.tensor(served, device=self.device)
+        self.tokens[torch.tensor(slots, device=self.device)] = tokens
+        logits = logits.float()
+        shortfalls = (logits.max(-1).values - logits.gather(-1, tokens[:, None])[:, 0]).tolist()
+        for slot, shortfall in zip(slots, shortfalls, strict=True):
+            request = self.slots[slot]
+            if request is not None:
+                request.shortfalls.append(shortfall)
+
+    def admit(self, slot: int, request: Request) -> bool:
+        if not self.cache.take(slot, request.num_rows):
+            return False
+        self.note(self.prefill(slot, request), [slot])
+        return True
+
+    def advance(self) -> None:
+        self.note(self.logits(), range(len(self.slots)))
+
+    def is_done(self, request: Request) -> bool:
+        return len(request.shortfalls) == request.num_new
 
 
 def make_requests(options: argparse.Namespace) -> list[Request]:
@@ -249,9 +300,9 @@ def make_requests(options: argparse.Namespace) -> list[Request]:
     return requests
 
 
-def run(name: str, model: Llama, cache: PagedCache | DenseCache, options: argparse.Namespace) -> list[list[int]]:
-    """Serves the requests and prints how fast; returns the tokens."""
-    server = Server(model, cache, options)
+def serve(model: Llama, options: argparse.Namespace) -> list[Request]:
+    """Serves the requests from pages, and prints how fast."""
+    server = Server(model, PagedCache(options), options)
     server.serve(make_requests(options)[: options.slots])  # first calls compile kernels
     requests, before = make_requests(options), server.num_steps
     begin = time.perf_counter()
@@ -259,11 +310,25 @@ def run(name: str, model: Llama, cache: PagedCache | DenseCache, options: argpar
     seconds, count = time.perf_counter() - begin, sum(request.num_new for request in requests)
     steps = server.num_steps - before
     print(
-        f"{name:6} {count} tokens of {len(requests)} requests in {seconds:.2f} s, {steps} steps: "
+        f"{count} tokens of {len(requests)} requests in {seconds:.2f} s, {steps} steps: "
         f"{count / seconds:.0f} tokens/s, {count / max(steps, 1):.1f} tokens a step",
         flush=True,
     )
-    return [request.tokens for request in requests]
+    return requests
+
+
+def check(requests: Sequence[Request], model: Llama, options: argparse.Namespace) -> bool:
+    """Whether the tokens are those of a dense cache, and prints how many are."""
+    Checker(model, DenseCache(options), options).serve(requests)
+    shortfalls = [shortfall for request in requests for shortfall in request.shortfalls]
+    num_equal, bound = sum(shortfall == 0 for shortfall in shortfalls), SHORTFALL[options.dtype]
+    num_near = sum(0 < shortfall <= bound for shortfall in shortfalls)
+    print(
+        f"{num_equal} of {len(shortfalls)} tokens are those of the dense run"
+        + (f", {num_near} within {bound} of its largest logit" if num_near else "")
+        + (f"; largest shortfall {max(shortfalls):.3g}" if num_equal < len(shortfalls) else "")
+    )
+    return num_equal + num_near == len(shortfalls)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -295,12 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     torch.manual_seed(options.seed)
     model = Llama(options).to(device=options.device, dtype=options.dtype).eval()
-    paged = run("paged", model, PagedCache(options), options)
-    dense = run("dense", model, DenseCache(options), options)
-    pairs = [pair for one, other in zip(paged, dense, strict=True) for pair in zip(one, other, strict=True)]
-    num_equal = sum(a == b for a, b in pairs)
-    print(f"{num_equal} of {len(pairs)} tokens are those of the dense run")
-    return 0 if num_equal == len(pairs) else 1
+    return 0 if check(serve(model, options), model, options) else 1
 
 
 if __name__ == "__main__":

@@ -30,11 +30,10 @@ def test_served_tokens_are_those_of_a_dense_run(page: str, capsys: pytest.Captur
     """Fewer pages than slots could use, so that requests wait for those of others."""
     serve = load("serve")
     assert serve.main([*SMALL, "--page-size", page, "--memory", "0.5", "--slots", "3"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[:2]] == ["paged", "dense"]
-    assert all("tokens/s" in line for line in lines[:2])
-    count = lines[2].split()[0]
-    assert lines[2] == f"{count} of {count} tokens are those of the dense run"
+    speed, verdict = capsys.readouterr().out.splitlines()
+    count = speed.split()[0]
+    assert "tokens/s" in speed
+    assert verdict == f"{count} of {count} tokens are those of the dense run"
     assert int(count) > 6
 
 

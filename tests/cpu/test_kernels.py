@@ -131,6 +131,31 @@ def test_hopper_code_has_warpgroup_products_and_no_local_memory(row, tmp_path):
     assert not found & LOCAL_MEMORY
 
 
+DECODE = families.find("decode_sm90")
+DECODE_ROWS = [row for index, dtype in enumerate(DECODE.dtypes) for row in list(DECODE.every_row(dtype))[index::2]]
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("row", DECODE_ROWS, ids=lambda row: f"{row.dtype}-{row.head_dim}-{row.head_dim_v}")
+def test_decode_code_copies_boxes_and_rows_and_has_no_local_memory(row, tmp_path):
+    compiled = compiled_row(DECODE, row, Features(has_band=True, has_lengths=True, is_paged=True, has_alibi=True))
+    found = opcodes(compiled.cubin, tmp_path)
+    assert {"HGMMA", "UTMALDG", "LDGSTS", "SYNCS"} <= found
+    assert not found & (LOCAL_MEMORY | {"REDG", "ATOMG", "RED"})
+    assert compiled.warnings == []
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+def test_hopper_pages_take_no_local_memory(dims):
+    features = Features(has_band=True, has_lengths=True, is_paged=True)
+    key = PlanKey("bfloat16", "bfloat16", *dims, features, MAIN_ARCH)
+    step = HOPPER.launch(key, CallLayout("bhsd", ())).steps[0]
+    compiled = cache.compile_cached(step.unit, MAIN_ARCH.name, [step.entry])
+    used = compiled.resources(step.entry)
+    assert used.spill_store_bytes == used.stack_bytes == 0
+    assert compiled.warnings == []
+
+
 BACKWARD = families.find("bwd_sm90")
 BACKWARD_ROWS = [
     row

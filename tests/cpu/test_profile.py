@@ -265,7 +265,7 @@ def test_only_the_call_is_profiled(monkeypatch, direction):
 # Ceilings
 
 
-@pytest.mark.parametrize("number", [75, 80, 90, 120])
+@pytest.mark.parametrize("number", [75, 80, 90])
 def test_the_kernels_of_the_ceilings_compile_without_a_spill(number):
     compiled = ceilings.compile_kernels(ARCHS[number])
     assert ("tensor_kernel" in compiled.symbols) == (number >= 80)
@@ -286,7 +286,7 @@ def test_without_a_gpu():
 
 
 def test_what_the_compiler_knows_needs_no_gpu():
-    words = "-- B=1 H=1 S=64 d=64 dtype=fp32 pass=fwd,bwd --arch sm_80 --json"  # options may follow the --
+    words = "-- B=1 H=2 S=64 d=64 dtype=fp32 pass=fwd,bwd --arch sm_80 --json"  # options may follow the --
     result = CliRunner().invoke(app, ["profile", *words.split()])
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
@@ -319,7 +319,7 @@ def run(tmp_path, monkeypatch):
 
         def compiled(name, point, arch=None):
             small = replace(point, dtype="fp32", direction="fwd")  # one small kernel to compile
-            return known(name, small, "sm_90")
+            return known(name, small, "sm_80")
 
         monkeypatch.setattr(measure, "compiled_kernels", compiled)
         monkeypatch.setattr(command, "Settings", lambda *_: SETTINGS)

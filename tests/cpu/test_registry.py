@@ -139,6 +139,15 @@ def test_explain_of_a_gpu_differs_from_another() -> None:
     assert flashtile.explain(q, k, v, arch="cpu").backend == "cpu"
 
 
+def test_what_another_gpu_has_makes_no_path_slow() -> None:
+    """float32 takes tensor cores on Hopper alone. Elsewhere the kernel that is there is not 5 times too slow."""
+    q, k, v = (torch.empty(2, 16, 4096, 64, device="meta") for _ in range(3))
+    hopper, ampere = (flashtile.explain(q, k, v, arch=arch) for arch in ("sm_90", "sm_80"))
+    assert "fwd_sm90_f32_half_kernel" in hopper.details
+    assert "fwd_sm90_f32_half_kernel" not in ampere.details
+    assert hopper.slow_paths == ampere.slow_paths == ()
+
+
 @pytest.mark.parametrize("arch", ["h100", "sm_50", "sm_", 80])
 def test_explain_refuses_unknown_archs(arch: object) -> None:
     with pytest.raises(ValueError, match=r"^arch: got .*; accepted: 'cpu', 'sm_61', .* 'sm_120'\.$"):

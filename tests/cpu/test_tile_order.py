@@ -63,7 +63,8 @@ extern "C" int walk(const uint2* map, int num_rows, int seqlen_k, int i_begin, i
   p.batch = p.heads = 1, p.seqlen_q = num_rows, p.seqlen_k = seqlen_k;
   p.mask_strides[2] = num_rows == 1 ? 0 : 1;
   MaskWindow<true, 2> window;
-  window.find<128>(p, nullptr, map, 0, 0, 1, i_begin, i_end);
+  p.mask_tiles = reinterpret_cast<u32*>(const_cast<uint2*>(map));
+  window.find<128>(p, 0, 0, 1, i_begin, i_end);
   window.trim(n_begin, n_end);
   if (n_begin >= n_end) return 0;
   TileWalk<true> walk{window.visible, window.full[consumer]};

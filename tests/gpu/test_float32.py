@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from test_sm90 import FEATURES, LENGTHS, assert_accurate, jitter, pytestmark  # noqa: F401
+from test_sm90 import FEATURES, assert_accurate, jitter, pytestmark  # noqa: F401
 from torch import Tensor
 
 import flashtile
@@ -15,10 +15,9 @@ from flashtile.kernels import assemble, families
 from flashtile.testing import Case
 
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (8, 8), (40, 72), (33, 65), (96, 96), (200, 136))
-# Options that the 16-bit kernel refuses
+LENGTHS = ((65, 1), (90, 700), (150, 300), (200, 64), (193, 1025), (1000, 513), (370, 700))
+# Memory that the 16-bit kernel refuses
 MORE: dict[str, dict] = {
-    "paged": {"kind": "paged", "batch": 3},
-    "cache": {"kind": "cache", "batch": 3, "causal": "bottom_right"},
     "offset": {"memory": "offset"},
     "sliced": {"memory": "sliced", "heads": 4, "heads_kv": 2},
 }
@@ -52,7 +51,7 @@ def test_error_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_error_rule_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = ("everything", "bias", "bias in float32", "paged", "cache")
+    refused = ("everything", "bias", "bias in float32")
     problems = []
     for number, (feature, options) in enumerate((FEATURES | MORE).items()):
         if feature in refused:
@@ -66,12 +65,17 @@ def test_error_rule_backward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.smoke
 def test_lengths_around_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = (1, 31, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 257)
+    lengths = (65, 66, 95, 97, 127, 128, 129, 191, 192, 193, 255, 256, 257)
     features = ("plain", "causal", "top left", "window", "varlen", "gqa")
     problems = []
     for number, seqlen in enumerate(lengths):
         head_dim = (64, 128)[number % 2]
-        sizes = {"seqlen_q": seqlen, "seqlen_k": lengths[-1 - number], "head_dim": head_dim, "head_dim_v": head_dim}
+        sizes = {
+            "seqlen_q": seqlen,
+            "seqlen_k": lengths[-1 - number] - 64,
+            "head_dim": head_dim,
+            "head_dim_v": head_dim,
+        }
         problems.append((Case(backend="cuda", **sizes | FEATURES[features[number % len(features)]]), number))
     assert_accurate(problems, "bwd_sm90_f32_dkdv_half_kernel", monkeypatch, is_forward=False)
 
@@ -102,6 +106,7 @@ RANGES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor,
     "normal": (lambda q, k, v: (q, k, v), "half"),
     "v 1e30": (lambda q, k, v: (q, k, v * 1e30), "half"),
     "v 1e-30": (lambda q, k, v: (q, k, v * 1e-30), "half"),
+    "v 1e-35, all keys alike": (lambda q, k, v: (q, k * 1e-3, v * 1e-35), "half"),
     "q 1e30, k 1e-30": (lambda q, k, v: (q * 1e30, k * 1e-30, v), "half"),
     "q and k 1e-30": (lambda q, k, v: (q * 1e-30, k * 1e-30, v), "half"),
     "one row of v 1e-12": (lambda q, k, v: (q, k, _with_row(v, 1e-12)), "bf16"),
@@ -209,3 +214,11 @@ def test_matmul_precision() -> None:
                 assert low <= (one.double() - other).norm() / other.norm() <= high, word
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.smoke
+def test_refusals_name_their_reason() -> None:
+    q, k, v = (torch.randn(1, 4, length, 64, device="cuda") for length in (64, 300, 300))
+    assert "fwd_sm90_f32: at most 64 queries" in str(flashtile.explain(q, k, v))
+    bias = torch.randn(1, 4, 300, 300, device="cuda", requires_grad=True)
+    assert "bwd_sm90_f32: the gradient of a bias" in str(flashtile.explain(k, k, v, bias=bias))

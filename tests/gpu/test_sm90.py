@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from conftest import check, precompile
 
 import flashtile
 from flashtile.backends import executor, native
+from flashtile.kernels import assemble
 from flashtile.kernels.plan import Step
 from flashtile.runtime import cache, driver, nvrtc, toolchain
 from flashtile.testing import Case
@@ -137,6 +139,15 @@ def assert_accurate(
                 found.append(f"{case}.make({seed}): {error}")
             assert any(kernel in entry for entry in launched), (case, launched)
     assert found == []
+
+
+@pytest.fixture(autouse=True)
+def this_family(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Few queries take it, too."""
+    monkeypatch.setenv("FLASHTILE_FAMILY", "fwd_sm90,fwd_simt,bwd_sm90,bwd_sm90_wide,bwd_simt")
+    assemble.clear_plans()
+    yield
+    assemble.clear_plans()
 
 
 def test_error_rule(monkeypatch: pytest.MonkeyPatch) -> None:

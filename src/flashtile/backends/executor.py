@@ -209,6 +209,7 @@ def tensor_map(patch: MapPatch, tensor: Tensor) -> driver.TensorMap:
         (tensor.shape[-1], *lengths),
         strides,
         (_BOX_BYTES // tensor.element_size(), box_rows, patch.box_heads, 1),
+        patch.l2_bytes,
     )
 
 

@@ -237,6 +237,7 @@ def serialize(
             tensor_map.box_heads,
             tensor_map.is_optional,
             tensor_map.is_paged,
+            tensor_map.l2_bytes,
         ]
     numbers.append(len(plan.steps))
     symbols = []

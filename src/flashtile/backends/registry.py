@@ -21,7 +21,7 @@ from flashtile.backends.reference import ReferenceBackend
 from flashtile.backends.tiled import TiledBackend
 from flashtile.backends.triton import TritonBackend
 from flashtile.errors import SlowPathWarning, Unsupported, caller_stacklevel, dtype_name, value_error
-from flashtile.kernels import speeds
+from flashtile.kernels import families, speeds
 from flashtile.problem import Problem
 
 BACKENDS: list[Backend] = [
@@ -97,7 +97,7 @@ def _slow_paths(problem: Problem, op: str, backend: Backend, us: float, refusals
     """What is to be said of a backend that is far behind the fastest known way, or, where nothing is known of such
     calls, one that serves because preferred ones refuse."""
     kind = kind_of(problem, op)
-    best = speeds.best_known(kind)
+    best = speeds.best_known(kind, families.absent(kind.arch))
     if best is None or us == math.inf:
         return [f"{reason}; {backend.name!r} serves instead" for reason in refusals]
     provider, best_us = best

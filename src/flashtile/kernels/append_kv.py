@@ -9,7 +9,7 @@ from flashtile.kernels import source
 from flashtile.kernels.params import AppendParams, field_at
 from flashtile.kernels.plan import LaunchPlan, Operand, Patch, Pointer, Rule, Scalar, Size, Step, Stride, Value
 
-_THREADS, _QUERY_THREADS = 2 * 128, 256  # for k and v, for the queries of a step (append_kv.cuh)
+APPEND_THREADS = 128
 
 
 class AppendKey(NamedTuple):
@@ -24,14 +24,12 @@ class AppendKey(NamedTuple):
     is_aligned16: bool  # every row starts on a 16-byte boundary, and so does each half of its rotated part
 
 
-def kernel(dtype: str, angle_dtype: str, is_aligned16: bool, has_queries: bool = False) -> Step:
+def kernel(dtype: str, angle_dtype: str, is_aligned16: bool) -> Step:
     width = (4 if dtype == "float32" else 8) if is_aligned16 else 1  # elements that a thread moves at once
     entry = f"flashtile::append_kv_kernel<{source.cpp_type(dtype)}, {source.cpp_type(angle_dtype)}, {width}>"
     unit = source.plain_unit("append_kv", entry, AppendParams)
-    unit += f'static_assert(2 * flashtile::kAppendThreads == {_THREADS}, "threads");\n'
-    unit += f'static_assert(flashtile::kAppendQueryThreads == {_QUERY_THREADS}, "threads for queries");\n'
-    num_threads = _THREADS + (_QUERY_THREADS if has_queries else 0)
-    return Step(unit, entry, (("batch", 1), ("new_rows", 1)), 1, 1, num_threads, 0)
+    unit += f'static_assert(flashtile::kAppendThreads == {APPEND_THREADS}, "threads");\n'
+    return Step(unit, entry, (("batch", 1), ("new_rows", 1)), 1, 1, APPEND_THREADS, 0)
 
 
 @functools.cache
@@ -47,8 +45,7 @@ def plan(key: AppendKey) -> LaunchPlan:
         ("num_pages", (Size("k_cache", -4),)),
         ("page_size", (Size("k_cache", row),)),
     ]
-    has_queries = key.is_step and key.has_rotary
-    if has_queries:
+    if key.is_step and key.has_rotary:
         tensors += ["q", "rotated_q"]
         values += [("seqlen_q", (Size("q", row),)), ("heads", (Size("q", head),))]
     written = ("k_cache", "v_cache", "rotated_q")
@@ -73,7 +70,7 @@ def plan(key: AppendKey) -> LaunchPlan:
     patches += [_patch(name, Scalar(name)) for name in ("is_interleaved", "is_ordered", "length")]
     if key.is_paged:
         patches.append(_patch("table_stride", Stride("block_table", -2)))
-    step = kernel(key.dtype, key.angle_dtype, key.is_aligned16, has_queries)
+    step = kernel(key.dtype, key.angle_dtype, key.is_aligned16)
     image = AppendParams(pages_per_sequence=1)
     return LaunchPlan((step,), tuple(operands), tuple(values), None, (), bytes(image), tuple(patches))
 

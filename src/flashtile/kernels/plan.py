@@ -95,6 +95,7 @@ class MapPatch(NamedTuple):
     box_heads: int = 1
     is_optional: bool = False  # left out where TMA cannot read the tensor
     is_paged: bool = False
+    l2_bytes: int = 256  # that a miss of L2 brings: 0, 64, 128 or 256
 
 
 class Operand(NamedTuple):

@@ -104,9 +104,10 @@ def time_us(provider: str, kind: Kind) -> float | None:
     return max(known) if known else _rows(kind, PLAIN).get(provider)
 
 
-def best_known(kind: Kind) -> tuple[str, float] | None:
-    """(provider, its time): the fastest of all that were measured for this kind of call, torch's kernels among them."""
-    providers = {name for option in kind.options or (PLAIN,) for name in _rows(kind, option)}
+def best_known(kind: Kind, absent: frozenset[str] = frozenset()) -> tuple[str, float] | None:
+    """(provider, its time): the fastest of all that were measured for this kind of call, torch's kernels among them.
+    absent: what the GPU does not have, where the times are those of another."""
+    providers = {name for option in kind.options or (PLAIN,) for name in _rows(kind, option)} - absent
     found = []
     for name in providers:
         known = [us for us in _times(name, kind) if us is not None]

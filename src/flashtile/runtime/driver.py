@@ -41,7 +41,8 @@ _ARGUMENTS: dict[str, tuple[type, ...] | None] = {
 TENSOR_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 # CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
 _MAP_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}
-_MAP_SWIZZLE_128, _MAP_PROMOTION_256 = 3, 3
+_MAP_SWIZZLE_128 = 3
+_MAP_PROMOTIONS = (0, 64, 128, 256)  # bytes, in the order of CUtensorMapL2promotion
 _CAPTURE_MODE_RELAXED = 2
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
@@ -141,10 +142,13 @@ class TensorMap:
     """A TMA tensor map without the address.
 
     Sizes and box are in elements, fastest axis first. Strides are those of the other axes, in bytes, multiples of 16.
-    Boxes are 128-byte swizzled in shared memory; elements outside the tensor are loaded as zeros.
+    Boxes are 128-byte swizzled in shared memory; elements outside the tensor are loaded as zeros. A miss of L2 brings
+    l2_bytes.
     """
 
-    def __init__(self, dtype: str, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> None:
+    def __init__(
+        self, dtype: str, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], l2_bytes: int = 256
+    ) -> None:
         rank = len(sizes)
         self._encode: Callable[..., int] = _driver().cuTensorMapEncodeTiled
         self._kind = _MAP_TYPES[dtype], rank
@@ -154,7 +158,7 @@ class TensorMap:
             (c_uint32 * rank)(*box),
             (c_uint32 * rank)(*(1,) * rank),
         )
-        self._layout = *arrays, 0, _MAP_SWIZZLE_128, _MAP_PROMOTION_256, 0
+        self._layout = *arrays, 0, _MAP_SWIZZLE_128, _MAP_PROMOTIONS.index(l2_bytes), 0
         self._text = f"sizes {tuple(sizes)}, strides {tuple(strides)}, box {tuple(box)}"
 
     def encode(self, address: int) -> bytes:

@@ -13,7 +13,7 @@ namespace {
 constexpr i64 kWorkspaceAlignment = 256;
 constexpr u64 kAnyStride = 16;  // bytes, along an axis of length 1
 // CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
-constexpr int kMapFloat16 = 6, kMapFloat32 = 7, kMapBfloat16 = 9, kMapSwizzle128 = 3, kMapPromotion256 = 3;
+constexpr int kMapFloat16 = 6, kMapFloat32 = 7, kMapBfloat16 = 9, kMapSwizzle128 = 3;
 constexpr u32 kBoxBytes = 128;  // of a row
 constexpr i32 kMaxBlocks = 32;  // of a persistent grid, for each multiprocessor
 // The first values are not the plan's own
@@ -152,6 +152,8 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
     map.box_rows = static_cast<u32>(in.number()), map.box_heads = static_cast<u32>(in.number());
     map.is_optional = in.index(2) != 0;
     map.is_paged = in.index(2) != 0;
+    i64 l2_bytes = in.number();
+    map.promotion = l2_bytes == 256 ? 3 : static_cast<int>(l2_bytes / 64);
   }
   steps_.resize(in.index(32));
   size_t start = 0;
@@ -291,7 +293,7 @@ bool Plan::encode_maps(const Call& call, Filled& filled, const Driver& driver, F
                                                  : kMapBfloat16;
     auto encode = [&] {
       return driver.cuTensorMapEncodeTiled(filled.image + map.offset, type, kMaxDim, tensor.data, sizes, strides, box,
-                                           steps, 0, kMapSwizzle128, kMapPromotion256, 0);
+                                           steps, 0, kMapSwizzle128, map.promotion, 0);
     };
     failure.status = encode();
     // A backward pass may run in a thread of torch's that has no context yet

@@ -82,6 +82,7 @@ struct MapPatch {
   u32 box_rows, box_heads;
   bool is_optional;  // left out where TMA cannot read the tensor
   bool is_paged;     // a box has as many rows as divide both box_rows and a page, a power of two
+  int promotion;     // CUtensorMapL2promotion
 };
 
 enum class StepKind : u8 { kMemset, kKernel, kEngine };

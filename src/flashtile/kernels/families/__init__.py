@@ -19,7 +19,7 @@ import torch
 
 from flashtile.errors import Unsupported, dtype_name, value_error
 from flashtile.kernels import speeds
-from flashtile.kernels.arch import Arch
+from flashtile.kernels.arch import Arch, arch_named
 from flashtile.kernels.families.base import Family, Launch, Row, forced_rows
 from flashtile.kernels.families.bwd_simt import BwdSimt
 from flashtile.kernels.families.bwd_sm80 import BwdSm80
@@ -71,8 +71,8 @@ def find(name: str) -> Family[Any]:
 register(DecodeSm90())
 register(FwdSm90())
 register(FwdSm80())
-register(FwdSm80Wide())
 register(FwdSm90Wide())
+register(FwdSm80Wide())
 register(FwdSimt())
 register(FwdSm90F32())
 register(BwdSm90())
@@ -208,6 +208,12 @@ def kind_of(key: PlanKey) -> speeds.Kind:
     """The kind of calls that this one is compared with."""
     arch, head_dims = f"sm_{key.arch.number}", (key.head_dim, key.head_dim_v)
     return speeds.kind(arch, key.op, key.dtype, head_dims, key.features, bool(key.length(speeds.SIZE)))
+
+
+def absent(arch: str) -> frozenset[str]:
+    """The families that have nothing for an architecture, named as in speeds.Kind."""
+    found = arch_named(arch)
+    return frozenset(family.name for family in _families if found is not None and not family.runs_on(found))
 
 
 def length_classes(op: str) -> tuple[LengthClass, ...]:

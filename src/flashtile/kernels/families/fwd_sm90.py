@@ -9,13 +9,14 @@ from typing import NamedTuple
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import combine, mask_bits, mask_workspaces, partial_results, query_grid
-from flashtile.kernels.length_class import PackedHeads, RaggedQueries
+from flashtile.kernels.length_class import LengthClass, PackedHeads, RaggedQueries, ShortLengths
 from flashtile.kernels.params import FwdSm90Params, Struct
 from flashtile.kernels.plan import MapPatch, SplitRule, Step
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
 _PACKED_HEADS, _RAGGED = PackedHeads(64, 128), RaggedQueries(192, 128, 105)
+_WINDOWS, _FEW_KEYS = ShortLengths(64, 64), ShortLengths(2**31 - 1, 80)
 _WARP_ROWS = 16  # rows of O that a warp stores
 _WARPGROUP_ROWS = 64
 _WORK_ITEMS, _QUERY_TILE_BYTES = 3, 72  # WorkItemRing, QueryTile (attn/work_item.cuh)
@@ -34,6 +35,7 @@ class Tile(NamedTuple):
     scales_lazily: bool = False
     stores_p: bool = False
     takes_ragged: bool = True  # without a band; under one, larger tiles are mostly faster all the same
+    only: LengthClass | None = None  # calls of this class alone, without a band, and before other tiles
     max_options: int = 99  # that change scores or probabilities, that it holds without a spill
     takes_float_bias: bool = True
     num_blocks: int = 1  # that share a multiprocessor
@@ -43,6 +45,8 @@ class Tile(NamedTuple):
         """It holds the options of a call without a spill. The softcap of float16 takes more registers."""
         if features.bias_dtype == "float32" and not self.takes_float_bias:
             return False
+        if features.is_paged and self.num_blocks > 1:
+            return False  # the warps that copy pages need registers
         is_light = any(getattr(features, name) for name in self.alone) and not features.has_lengths
         is_light = is_light and not (features.has_softcap and dtype == "float16")
         return features.num_score_options <= self.max_options or (is_light and features.num_score_options == 1)
@@ -50,28 +54,10 @@ class Tile(NamedTuple):
 
 # By padded head_dim and head_dim_v; the first that takes a call is chosen. Measured on an NVIDIA H200: docs/sm90.md.
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
-    (32, 32): (
-        Tile(192, 128, num_stages=4, max_options=0, alone=_LIGHT),
-        Tile(128, 128, num_stages=4),
-        Tile(64, 64, num_blocks=4, takes_turns=False),
-        Tile(64, 64, num_blocks=3, takes_turns=False),
-        Tile(64, 64, num_blocks=2, takes_turns=False),
-    ),
     (64, 64): (
         Tile(192, 128, num_stages=4, max_options=0, alone=_LIGHT),
         Tile(128, 128, max_options=3),
         Tile(128, 64),
-        Tile(128, 128, num_stages=4, max_options=3),
-        Tile(256, 64, num_stages=4, max_options=0),
-        Tile(256, 64, num_stages=4, max_options=0, takes_turns=False),
-        Tile(128, 112, num_stages=4, max_options=0),
-        Tile(64, 128, num_blocks=2, takes_turns=False),
-        Tile(64, 64, num_blocks=3, takes_turns=False),
-        Tile(64, 64, num_blocks=4, takes_turns=False),
-        Tile(128, 64, num_blocks=2, takes_turns=False),
-        Tile(192, 80, num_stages=4, max_options=0),
-        Tile(256, 80, num_stages=4, max_options=0, takes_turns=False),
-        Tile(128, 80, num_stages=2, takes_turns=False, num_blocks=2),
     ),
     (96, 96): (
         Tile(192, 128, scales_lazily=True, stores_p=True, takes_ragged=False, max_options=0, alone=_LIGHT),
@@ -83,7 +69,7 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
         Tile(128, 128, max_options=3),
         Tile(128, 64),
     ),
-    (192, 128): (Tile(128, 128), Tile(128, 64)),
+    (192, 128): (Tile(128, 128, max_options=2), Tile(128, 64)),
     (192, 192): (Tile(128, 96, scales_lazily=True), Tile(128, 64)),
     (256, 256): (
         Tile(128, 80, scales_lazily=True, max_options=0),
@@ -93,7 +79,6 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
 }
 # Few queries of heads that share a KV head, packed into one tile: what counts is how fast keys arrive.
 _PACKED_TILES = {
-    (32, 32): Tile(64, 128, num_stages=4, takes_turns=False),
     (64, 64): Tile(64, 128, num_stages=4, takes_turns=False),
     (96, 96): Tile(64, 128, takes_turns=False),
     (128, 128): Tile(64, 128, takes_turns=False),
@@ -191,7 +176,7 @@ class FwdSm90(Family[Sm90Row]):
     head_dims = tuple(sorted(_TILES))
     features = Family.features - {"is_aligned16"}
     takes_overlapping_rows = False
-    length_classes = (_PACKED_HEADS, _RAGGED)
+    length_classes = (_PACKED_HEADS, _RAGGED, _WINDOWS, _FEW_KEYS)
 
     def refuse_arch(self, arch: Arch) -> str | None:
         return None if arch.has_wgmma else f"{arch.name} has no wgmma"
@@ -251,9 +236,12 @@ class FwdSm90(Family[Sm90Row]):
 
 
 def _tiles(dims: tuple[int, int], key: PlanKey) -> list[Tile]:
-    """The tiles in order of preference: where a tile would have many rows without a query, it comes last."""
-    is_ragged = key.length(_RAGGED) and not key.features.has_band
-    return sorted(_TILES[dims], key=lambda tile: bool(is_ragged and not tile.takes_ragged))
+    """The tiles in order of preference: those for calls of this length, those for all calls, those that would have many
+    rows without a query."""
+    has_band = key.features.has_band
+    is_ragged = key.length(_RAGGED) and not has_band
+    tiles = [tile for tile in _TILES[dims] if tile.only is None or (key.length(tile.only) and not has_band)]
+    return sorted(tiles, key=lambda tile: (tile.only is None, bool(is_ragged and not tile.takes_ragged)))
 
 
 def _row(tile: Tile, dtype: str, out_dtype: str, dims: tuple[int, int], packs_heads: bool = False) -> Sm90Row:
@@ -281,6 +269,7 @@ def _maps(row: Sm90Row, features: Features, layout: CallLayout, packed_heads: in
             axes,
             *box,
             is_paged=features.is_paged and name in ("k", "v"),
+            l2_bytes=128 if features.is_paged and name in ("k", "v") else 256,
         )
         for name, box in boxes.items()
     ]

@@ -17,7 +17,7 @@ from flashtile.kernels.source import plain_unit, qualified
 from flashtile.kernels.spec import CallLayout, PlanKey, cpp_bool
 
 WARPGROUP_ROWS = 64
-_SPLIT_THREADS, _RANGE_THREADS = 256, 1024  # kSplitThreads, kRangeThreads (kernels/f32_split.cuh)
+_SPLIT_THREADS, _RANGE_THREADS = 256, 512  # kSplitThreads, kRangeThreads (kernels/f32_split.cuh)
 _RANGE_BYTES = 32  # SplitRange (attn/split_tiles.cuh)
 
 

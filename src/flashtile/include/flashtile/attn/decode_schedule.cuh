@@ -15,6 +15,7 @@
 #include "flashtile/attn/block_range.cuh"
 #include "flashtile/attn/scheduler.cuh"
 #include "flashtile/attn/work_item.cuh"
+#include "flashtile/ptx/sync.cuh"
 
 namespace flashtile {
 
@@ -81,10 +82,10 @@ struct DecodeSchedule {
     if constexpr (SeqInfo::kHasLengths) {
       // Twice over the sequences: for the sum, and for the sequence of this block's last unit. One loop for both: code
       // that is not in the instruction cache costs more than a second look at the lengths.
-      bool is_summed = false;
-      i32 chunk = 0, before = 0;
+      bool is_summed = false, needs_sum = true;
+      i32 chunk = 0, before = 0, sum = 0;
       while (true) {
-        i32 sum = running_sum(total_of(chunk + threadIdx.x % 32));
+        if (needs_sum) sum = running_sum(total_of(chunk + threadIdx.x % 32));
         u32 later = __ballot_sync(0xffffffffu, before + sum >= next);
         if (is_summed && later != 0) {
           i32 found = __ffs(later) - 1;
@@ -98,6 +99,7 @@ struct DecodeSchedule {
           deal_out(before);
           if (is_done()) return;
           is_summed = true;
+          needs_sum = p.batch > 32;
           chunk = before = 0;
         }
       }
@@ -112,7 +114,10 @@ struct DecodeSchedule {
 
   // Sets this block's units. Scope: thread.
   FT_DEVICE void deal_out(i32 total) {
-    share = max_of(ceil_div(total, gridDim.x), p.num_splits > 1 ? Config::kMinTiles : 1);
+    // Few units: one block on each multiprocessor leaves fewer parts to join
+    i32 num_blocks = gridDim.x, few = Config::kFewUnits * Config::kNumBlocks * num_multiprocessors();
+    if (p.num_splits > 1 && total <= few) num_blocks = min_of(num_blocks, num_multiprocessors());
+    share = max_of(ceil_div(total, num_blocks), 1);
     begin = min_of(static_cast<i32>(blockIdx.x) * share, total);
     next = min_of(begin + share, total);
   }

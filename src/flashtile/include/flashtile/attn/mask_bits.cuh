@@ -82,7 +82,7 @@ struct MaskWindow<true, kNumConsumers> {
   const uint2* first;         // the first group of the first plane
   const u32* bits;            // the first plane
   i64 plane_words;            // of the map, from a plane to the next
-  i32 bits_words, row_words;  // of the bits, from a plane and from a row to the next; 0: there is one
+  u32 bits_words, row_words;  // of the bits, from a plane and from a row to the next; 0: there is one
   i32 num_words, num_groups;  // of a plane
   i32 num_planes;             // more than one only if the tile has several heads
   i32 first_consumer;         // whose queries are the first group
@@ -104,8 +104,9 @@ struct MaskWindow<true, kNumConsumers> {
     i32 plane = layout.plane(batch_idx, first_head);
     first = reinterpret_cast<const uint2*>(p.mask_tiles) + layout.tiles_index(plane, first_group, 0);
     bits = p.mask_bits + 4 * layout.bits_index(plane, 0, 0);
-    row_words = is_one_row ? 0 : 4 * layout.num_tiles;
-    bits_words = layout.num_heads == 1 ? 0 : 4 * layout.num_rows * layout.num_tiles;
+    // A plane of 2^32 words would be a mask of 128 GiB. Tiles of several heads have few queries.
+    row_words = is_one_row ? 0 : 4 * static_cast<u32>(layout.num_tiles);
+    bits_words = layout.num_heads == 1 ? 0 : 4 * static_cast<u32>(layout.num_tiles) * static_cast<u32>(layout.num_rows);
     first_consumer = i_begin < 0 ? -i_begin / kMaskGroup : 0;
     shares_groups = is_one_row || num_heads > 1;
   }

@@ -19,7 +19,8 @@ namespace flashtile {
 
 constexpr i32 kSmallestBox = 8;  // rows: smaller ones are slower than cp.async
 
-template <i32 kRows, i32 kNumWarps>
+// kIsOnce: no other block reads these keys.
+template <i32 kRows, i32 kNumWarps, bool kIsOnce = false>
 struct PagedKeys {
   static constexpr i32 kWarpRows = kRows / kNumWarps;  // that a warp copies by cp.async
   static_assert(kWarpRows * kNumWarps == kRows && kWarpRows % 4 == 0 && kWarpRows <= 32 && kRows / kSmallestBox <= 32);
@@ -87,7 +88,12 @@ struct PagedKeys {
     i32 map_head = strides.head == 0 ? 0 : head, map_page = strides.batch == 0 ? 0 : place.page;
 #pragma unroll
     for (i32 slab = 0; slab < kSlabs; ++slab) {
-      load_box(tile + (slab * kRows + box() * box_rows) * 64, map, full, slab * 64, place.row, map_head, map_page);
+      T* box_rows_at = tile + (slab * kRows + box() * box_rows) * 64;
+      if constexpr (kIsOnce) {
+        load_box_once(box_rows_at, map, full, slab * 64, place.row, map_head, map_page);
+      } else {
+        load_box(box_rows_at, map, full, slab * 64, place.row, map_head, map_page);
+      }
     }
   }
 

@@ -55,7 +55,7 @@ FT_DEVICE i32 scale_exponent(const SplitRange& range, Operand operand) {
   i32 exponent = static_cast<i32>(range.sample_max[static_cast<i32>(operand)] >> 23) - 127;
   return clamp(10 - exponent, -126, 126);
 }
-// 2^exponent; 0 or infinity where float32 does not hold it.
-FT_DEVICE float power_of_two(i32 exponent) { return __int_as_float(clamp(exponent + 127, 0, 255) << 23); }
+// 2^exponent, or the nearest that is neither 0 nor infinite.
+FT_DEVICE float power_of_two(i32 exponent) { return __int_as_float(clamp(exponent + 127, 1, 254) << 23); }
 
 }  // namespace flashtile

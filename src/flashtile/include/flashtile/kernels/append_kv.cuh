@@ -1,17 +1,16 @@
 // Appends new rows of k and v to each sequence of a cache, and rotates k by the angles of its position (rotary
 // embedding) if asked. A step of a cache also wants its queries rotated and the lengths that the read after it sees.
 //
-// Grid:    one block per (new row, batch): 4 warps for k, 4 for v and, where queries are rotated, 8 for these, so that
-//          none waits for the loads of another. Threads run over heads and dims, kVec elements each. A row that does
-//          not fit into the cache, or whose page does not exist, is dropped: bad lengths never write out of bounds. The
-//          blocks of a sequence share its queries.
+// Grid:    one block of 4 warps per (new row, batch). Threads run over heads and dims, kVec elements each. A row that
+//          does not fit into the cache, or whose page does not exist, is dropped: bad lengths never write out of
+//          bounds. The blocks of a sequence share its queries.
 #pragma once
 
 #include "flashtile/core/math.cuh"
 
 namespace flashtile {
 
-constexpr i32 kAppendThreads = 128, kAppendQueryThreads = 256;  // for k as for v, for queries
+constexpr i32 kAppendThreads = 128;
 
 // In elements.
 struct CacheStrides {
@@ -65,26 +64,26 @@ FT_DEVICE HeadRows<T> head_rows(const void* tensor, const CacheStrides& strides,
   return {start, strides.head, strides.dim};
 }
 
-// Copies elements `first` to `dim` of every head. Scope: kThreads of the block, numbered by `thread`.
-template <typename T, i32 kVec, i32 kThreads>
-FT_DEVICE void copy_heads(const HeadRows<T>& from, const HeadRows<T>& to, i32 thread, i32 heads, i32 first, i32 dim) {
+// Copies elements `first` to `dim` of every head. Scope: block.
+template <typename T, i32 kVec>
+FT_DEVICE void copy_heads(const HeadRows<T>& from, const HeadRows<T>& to, i32 heads, i32 first, i32 dim) {
   i32 per_head = (dim - first) / kVec;
-  for (i32 at = thread; at < heads * per_head; at += kThreads) {
+  for (i32 at = threadIdx.x; at < heads * per_head; at += kAppendThreads) {
     i32 head = at / per_head, d = first + at % per_head * kVec;
     to.template chunk<kVec>(head, d) = from.template chunk<kVec>(head, d);
   }
 }
 
 // Rotates the first pairs of every head by the angles of a position, and copies the rest. Rounds after each operation,
-// as PyTorch does. Scope: kThreads of the block, numbered by `thread`.
-template <typename T, typename Angle, i32 kVec, i32 kThreads>
+// as PyTorch does. Scope: block.
+template <typename T, typename Angle, i32 kVec>
 FT_DEVICE void rotate_heads(const AppendParams& p, i64 position, const HeadRows<T>& from, const HeadRows<T>& to,
-                            i32 thread, i32 heads) {
+                            i32 heads) {
   position = position < 0 ? 0 : position < p.num_positions ? position : p.num_positions - 1;
   const Angle* cos = static_cast<const Angle*>(p.rotary_cos) + position * p.rotary_half;
   const Angle* sin = static_cast<const Angle*>(p.rotary_sin) + position * p.rotary_half;
   i32 per_head = p.rotary_half / kVec;
-  for (i32 at = thread; at < heads * per_head; at += kThreads) {
+  for (i32 at = threadIdx.x; at < heads * per_head; at += kAppendThreads) {
     i32 head = at / per_head, pair = at % per_head * kVec;
     i32 one = p.is_interleaved ? 2 * pair : pair, other = p.is_interleaved ? one + kVec : pair + p.rotary_half;
     Chunk<T, kVec> a = from.template chunk<kVec>(head, one), b = from.template chunk<kVec>(head, other);
@@ -105,24 +104,18 @@ FT_DEVICE void rotate_heads(const AppendParams& p, i64 position, const HeadRows<
     }
     to.template chunk<kVec>(head, one) = a, to.template chunk<kVec>(head, other) = b;
   }
-  copy_heads<T, kVec, kThreads>(from, to, thread, heads, 2 * p.rotary_half, p.head_dim);
+  copy_heads<T, kVec>(from, to, heads, 2 * p.rotary_half, p.head_dim);
 }
 
 template <typename T, typename Angle, i32 kVec>
-__global__ void __launch_bounds__(2 * kAppendThreads + kAppendQueryThreads)
-    append_kv_kernel(const FT_GRID_CONSTANT AppendParams p) {
-  i32 batch_idx = blockIdx.x / p.new_rows, i = blockIdx.x % p.new_rows, thread = threadIdx.x % kAppendThreads;
+__global__ void __launch_bounds__(kAppendThreads) append_kv_kernel(const FT_GRID_CONSTANT AppendParams p) {
+  i32 batch_idx = blockIdx.x / p.new_rows, i = blockIdx.x % p.new_rows;
   i64 length = p.cache_seqlens == nullptr ? p.length : p.cache_seqlens[batch_idx];
 
   // Rotate this block's share of the queries
-  if (threadIdx.x >= 2 * kAppendThreads) {
-    for (i32 row = i; row < p.seqlen_q; row += p.new_rows) {
-      HeadRows<T> from = head_rows<T>(p.q, p.q_strides, batch_idx, row);
-      HeadRows<T> to = head_rows<T>(p.rotated_q, p.rotated_q_strides, batch_idx, row);
-      rotate_heads<T, Angle, kVec, kAppendQueryThreads>(p, length + (p.is_ordered ? row : 0), from, to,
-                                                        threadIdx.x - 2 * kAppendThreads, p.heads);
-    }
-    return;
+  for (i32 row = i; p.rotated_q != nullptr && row < p.seqlen_q; row += p.new_rows) {
+    rotate_heads<T, Angle, kVec>(p, length + (p.is_ordered ? row : 0), head_rows<T>(p.q, p.q_strides, batch_idx, row),
+                                 head_rows<T>(p.rotated_q, p.rotated_q_strides, batch_idx, row), p.heads);
   }
   // Say how many rows the sequence has from now on
   if (p.seqused_k != nullptr && i == 0 && threadIdx.x == 0)
@@ -135,16 +128,11 @@ __global__ void __launch_bounds__(2 * kAppendThreads + kAppendQueryThreads)
   i64 page = p.block_table == nullptr ? batch_idx : p.block_table[batch_idx * p.table_stride + slot];
   if (page < 0 || page >= p.num_pages) return;
 
-  // Write k, rotated, or v
-  if (threadIdx.x < kAppendThreads) {
-    HeadRows<T> from = head_rows<T>(p.k, p.k_strides, batch_idx, i);
-    HeadRows<T> to = head_rows<T>(p.k_cache, p.k_cache_strides, page, row);
-    rotate_heads<T, Angle, kVec, kAppendThreads>(p, position, from, to, thread, p.heads_kv);
-  } else {
-    HeadRows<T> from = head_rows<T>(p.v, p.v_strides, batch_idx, i);
-    HeadRows<T> to = head_rows<T>(p.v_cache, p.v_cache_strides, page, row);
-    copy_heads<T, kVec, kAppendThreads>(from, to, thread, p.heads_kv, 0, p.head_dim_v);
-  }
+  // Write k, rotated, and v
+  rotate_heads<T, Angle, kVec>(p, position, head_rows<T>(p.k, p.k_strides, batch_idx, i),
+                               head_rows<T>(p.k_cache, p.k_cache_strides, page, row), p.heads_kv);
+  copy_heads<T, kVec>(head_rows<T>(p.v, p.v_strides, batch_idx, i),
+                      head_rows<T>(p.v_cache, p.v_cache_strides, page, row), p.heads_kv, 0, p.head_dim_v);
 }
 
 }  // namespace flashtile

@@ -21,6 +21,7 @@
 #include "flashtile/attn/block_range.cuh"
 #include "flashtile/attn/key_tile.cuh"
 #include "flashtile/core/mutation.cuh"
+#include "flashtile/core/timeline.cuh"
 #include "flashtile/kernels/bwd_sm90_options.cuh"
 #include "flashtile/ptx/bulk.cuh"
 #include "flashtile/ptx/tma.cuh"
@@ -441,8 +442,10 @@ struct BwdSm90 {
       } else {
         Stats delta;
         // Compute P^T while dP^T is in flight
+        mark(Phase::wait_scores, count);
         wgmma_wait<1>();
         pin_registers(rS);
+        mark(Phase::exponentials, count);
         if (is_checked) {
           exponentiate<true>(p, s, i_begin(count), j_begin(), shared.lse[stage], lse, rS);
         } else {
@@ -450,8 +453,10 @@ struct BwdSm90 {
         }
         // Compute dS^T
         load_first_chunks(shared.delta[stage], delta);
+        mark(Phase::wait_dp, count);
         wgmma_wait<0>();
         pin_registers(rdP);
+        mark(Phase::gradient, count);
         differentiate(shared.delta[stage], delta, rS, rdP, packed_p, packed_ds);
       }
       // Store dS^T for both consumers
@@ -505,11 +510,14 @@ struct BwdSm90 {
       auto step = [&](auto is_first) {
         float rS[kScores], rdP[kScores];
         // Wait for Q and dO, then for this consumer's turn: the other consumer has stored its dS of the tile before
+        mark(Phase::wait_tile, count + 1);
         wait_operands(count + 1);
         Stats lse;
         bool is_checked = load_lse(count + 1, lse);
         OptionBits bits = load_bits(count + 1);
+        mark(Phase::wait_turn, count + 1);
         wait_turn(consumer);
+        mark(Phase::issue, count + 1);
         // Start dV and dK of this tile, dQ of the tile before and, once P^T has left the registers, S^T of the next
         // tile
         start_dv(count);
@@ -521,17 +529,22 @@ struct BwdSm90 {
         } else {
           float rdQ[kColumnsDq / 2];
           start_dq(count - 1, rdQ);
+          mark(Phase::wait_output, count + 1);
           wgmma_wait<1>();
           release_operands(count);
+          mark(Phase::issue_scores, count + 1);
           start_s(count + 1, rS);
           // Hand over dQ; dP^T takes its registers
+          mark(Phase::wait_dq, count + 1);
           wgmma_wait<1>();
           pin_registers(rdQ);
+          mark(Phase::store, count + 1);
           if (!Options::kChangesTiles || count > 0) stage_dq(shared, consumer, count - 1, rdQ);
         }
         start_dp(count + 1, rdP);
         end_turn(consumer);
         differentiate_tile(count + 1, is_checked, lse, bits, rS, rdP);
+        mark(Phase::end, count + 1);
         ++count;
       };
       // With options a copy would spill: there dQ of the first step comes from uninitialised dS and is not staged

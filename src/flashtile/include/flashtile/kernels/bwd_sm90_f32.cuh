@@ -86,7 +86,7 @@ FT_DEVICE void add_product(float (&rD)[kHeadDim / 2], const SplitFragment<Config
 #pragma unroll
   for (i32 first = 0; first < kHeadDim; first += kColumns) {
     float rT[kColumns / 2];
-    gemm_ab_split<typename Config::Parts, kColumns, 64>(rT, fragment.parts, b + first / 64 * kSlab, kSlabs * kSlab);
+    gemm_ab_split<typename Config::Parts, kColumns, 64>(rT, fragment.parts, 0, b + first / 64 * kSlab, kSlabs * kSlab);
     wgmma_wait<0>();
     pin_registers(rT);
 #pragma unroll
@@ -94,6 +94,13 @@ FT_DEVICE void add_product(float (&rD)[kHeadDim / 2], const SplitFragment<Config
       rD[first / 2 + x] = fmaf(rT[x], fragment.unscale[x / 2 % 2], rD[first / 2 + x]);
     }
   }
+}
+
+// Before the factor of a store: the product of both may be denormal. Scope: thread.
+template <i32 kCount>
+FT_DEVICE void multiply(float (&rD)[kCount], float factor) {
+#pragma unroll
+  for (i32 x = 0; x < kCount; ++x) rD[x] *= factor;
 }
 
 // ---- dK and dV.
@@ -325,7 +332,8 @@ struct BwdSm90F32Dkdv {
       add_product<Config, Config::kHeadDim>(rdK, fragment, opaque(tile_base(shared.sQ[stage], 64 * 128)));
       release_stage(shared.empty_q[stage]);
     }
-    store_keys(p.dk, p.dk_strides, p, tile, p.head_dim, p.scale * unscale.dk, rdK);
+    multiply(rdK, p.scale);
+    store_keys(p.dk, p.dk_strides, p, tile, p.head_dim, unscale.dk, rdK);
   }
 
   FT_DEVICE static void run(const Sm90F32Params& params) {
@@ -537,14 +545,15 @@ struct BwdSm90F32Dq {
     }
 
     // Store dQ
+    multiply(rdQ, p.scale);
     float* gdQ = query_rows(static_cast<float*>(p.dq), p.dq_strides, s, block.head);
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
       float* row = gdQ + i[r] * p.dq_strides.row;
       if constexpr (Load::kIsAligned16) {
-        store_row_float(row, i[r] < s.seqlen_q, p.head_dim, r, p.scale * unscale.dq, rdQ);
+        store_row_float(row, i[r] < s.seqlen_q, p.head_dim, r, unscale.dq, rdQ);
       } else {
-        store_row_elements(row, i[r] < s.seqlen_q, p.head_dim, r, p.scale * unscale.dq, rdQ);
+        store_row_elements(row, i[r] < s.seqlen_q, p.head_dim, r, unscale.dq, rdQ);
       }
     }
   }

@@ -54,7 +54,7 @@ struct DecodeSm90 {
   using Out = typename Config::OutElement;
   using Storage = DecodeSm90Storage<Config>;
   using Stages = KeyRing<Config::kNumStages, KvSource::kIsPaged>;
-  using Pages = PagedKeys<Config::kBlockN, Config::kProducerWarps>;
+  using Pages = PagedKeys<Config::kBlockN, Config::kProducerWarps, true>;
   using Schedule = DecodeSchedule<Config, Mask, SeqInfo>;
   using Packing = HeadPacking<Config>;
   using Rows = FragmentRows<Config>;
@@ -83,15 +83,7 @@ struct DecodeSm90 {
 
   // ---- Producer. Scope: each of its warps.
 
-  template <i32 kRows, i32 kSlabs>
-  FT_DEVICE static void load(T* sTile, const TensorMap& map, const Strides& strides, u64& full, i32 num_rows, i32 row,
-                             i32 head, i32 batch) {
-    if (threadIdx.x % 32 != 0) return;
-    // A map has size 1 along an axis whose stride is 0
-    load_slabs<kRows, kSlabs>(sTile, map, full, num_rows, row, strides.head == 0 ? 0 : head,
-                              strides.batch == 0 ? 0 : batch);
-  }
-
+  // A map has size 1 along an axis whose stride is 0.
   template <i32 kSlabs>
   FT_DEVICE static void load_keys(T* sTile, const TensorMap& map, const void* base, const Strides& strides,
                                   i32 num_columns, u64& full, i32 n, const DecodeItem& item, const Pages& pages,
@@ -100,8 +92,13 @@ struct DecodeSm90 {
       pages.template copy<kSlabs>(sTile, map, static_cast<const T*>(base), strides, num_columns, full, place,
                                   item.coord.head, item.s.seqlen_k - n * kBlockN);
     } else {
-      load<kBlockN, kSlabs>(sTile, map, strides, full, kBlockN, static_cast<i32>(item.s.k_row) + n * kBlockN,
-                            item.coord.head, item.coord.batch);
+      if (threadIdx.x % 32 != 0) return;
+      mbarrier_arrive_expect(full, kBlockN * kSlabs * 128);
+#pragma unroll
+      for (i32 slab = 0; slab < kSlabs; ++slab) {
+        load_box_once(sTile + slab * kBlockN * 64, map, full, slab * 64, static_cast<i32>(item.s.k_row) + n * kBlockN,
+                      strides.head == 0 ? 0 : item.coord.head, strides.batch == 0 ? 0 : item.coord.batch);
+      }
     }
   }
 
@@ -129,9 +126,12 @@ struct DecodeSm90 {
       if (threadIdx.x / 32 == 4) {
         mbarrier_wait(shared.empty_q, num_items % 2 ^ 1);
         if (has_keys) {
-          load<64, Config::kSlabsQK>(shared.sQ, params.q_map, p.q_strides, shared.full_q, num_heads * num_queries,
-                                     static_cast<i32>(item.s.q_row) + item.i_begin, item.coord.head * num_heads,
-                                     item.coord.batch);
+          if (is_first) {
+            load_slabs<64, Config::kSlabsQK>(shared.sQ, params.q_map, shared.full_q, num_heads * num_queries,
+                                             static_cast<i32>(item.s.q_row) + item.i_begin,
+                                             p.q_strides.head == 0 ? 0 : item.coord.head * num_heads,
+                                             p.q_strides.batch == 0 ? 0 : item.coord.batch);
+          }
         } else if (is_first) {
           mbarrier_arrive(shared.full_q);
         }

@@ -1,6 +1,6 @@
 // Splits float32 Q, K, V and dO into 16-bit operands (attn/split_tiles.cuh).
 //
-//   f32_range_kernel   the largest elements of a sample of rows; one block per head and sequence, one warp per row
+//   f32_range_kernel   the largest elements of a sample of rows; one block per head and sequence
 //   f32_split_kernel   a persistent grid; a block splits one tile after the other
 //
 // A thread splits 8 neighbouring elements: it reads 32 bytes and writes 16 for each part.
@@ -14,7 +14,7 @@
 
 namespace flashtile {
 
-constexpr i32 kSplitThreads = 256, kRangeThreads = 1024;
+constexpr i32 kSplitThreads = 256, kRangeThreads = 512, kSampleRows = 32;
 
 // Eight elements of a row from `column` on; zeros from head_dim on. Scope: thread.
 template <class Load>
@@ -157,17 +157,19 @@ __global__ void __launch_bounds__(kSplitThreads) f32_split_kernel(const FT_GRID_
   }
 }
 
-// The largest element of row number `warp` of kRangeThreads / 32 rows that are spread evenly over num_rows. Infinities
-// and NaN do not count. Scope: warp.
+// The largest element of kSampleRows rows that are spread evenly over num_rows; each warp reads some of them.
+// Infinities and NaN do not count. Scope: warp.
 template <class Row>
 FT_DEVICE float sample_max(i32 num_rows, i32 head_dim, Row row) {
-  i64 warp = threadIdx.x / 32;
   float largest = 0.0f;
   if (num_rows > 0) {
-    const float* sample = row(static_cast<i32>(warp * num_rows / (kRangeThreads / 32)));
-    for (i32 column = threadIdx.x % 32; column < head_dim; column += 32) {
-      float x = fabsf(sample[column]);
-      largest = x <= kLargestFloat ? fmaxf(largest, x) : largest;
+#pragma unroll
+    for (i64 sample = threadIdx.x / 32; sample < kSampleRows; sample += kRangeThreads / 32) {
+      const float* elements = row(static_cast<i32>(sample * num_rows / kSampleRows));
+      for (i32 column = threadIdx.x % 32; column < head_dim; column += 32) {
+        float x = fabsf(elements[column]);
+        largest = x <= kLargestFloat ? fmaxf(largest, x) : largest;
+      }
     }
   }
   return lanes_max<32>(largest);

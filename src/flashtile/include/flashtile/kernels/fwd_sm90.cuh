@@ -23,6 +23,7 @@
 #include "flashtile/attn/score_fragment.cuh"
 #include "flashtile/attn/work_item.cuh"
 #include "flashtile/core/mutation.cuh"
+#include "flashtile/core/timeline.cuh"
 #include "flashtile/kernels/fwd_sm90_options.cuh"
 #include "flashtile/kernels/fwd_sm90_params.cuh"
 #include "flashtile/ptx/tma.cuh"
@@ -163,14 +164,18 @@ struct FwdSm90 {
       if constexpr (mutates(Mutation::fwd_sm90_gqa_head)) kv_head = tile.coord.head % p.heads_kv;
       auto load_k = [&](i32 n, typename Pages::Place place) {
         u32 stage = Stages::stage(num_k);
+        mark(Phase::wait_k_stage, num_k);
         Stages::wait_empty(shared.empty_k, num_k);
+        mark(Phase::copy_k, num_k);
         load_keys<Config::kSlabsQK>(shared.sK[stage], params.k_map, p.k, p.k_strides, p.head_dim, shared.full_k[stage],
                                     n, kv_head, tile, pages, place);
         ++num_k;
       };
       auto load_v = [&](i32 n, typename Pages::Place place) {
         u32 stage = Stages::stage(num_v);
+        mark(Phase::wait_v_stage, num_v);
         Stages::wait_empty(shared.empty_v, num_v);
+        mark(Phase::copy_v, num_v);
         load_keys<Config::kSlabsV>(shared.sV[stage], params.v_map, p.v, p.v_strides, p.head_dim_v, shared.full_v[stage],
                                    n, kv_head, tile, pages, place);
         ++num_v;
@@ -420,27 +425,35 @@ struct FwdSm90 {
       auto early = Options::template load_early<kIsMasked>(item, state, n);
       // Issue both products in this consumer's turn
       u32 q = q_tile(), k = k_tile(num_k);
+      mark(Phase::wait_tile, num_k);
       Stages::wait_full(shared.full_k, num_k);
+      mark(Phase::wait_turn, num_k);
       wait_turn(consumer);
+      mark(Phase::issue, num_k);
       gemm_abt<T, kBlockN, Config::kHeadDim>(rS, q, k);
       Stages::wait_full(shared.full_v, num_k - 1);
       start_pv(num_k - 1);
       signal_next(consumer);
       // Wait for S; mask it and raise the maximum while O += P V is in flight
+      mark(Phase::wait_scores, num_k);
       wgmma_wait<1>();
       pin_registers(rS);
+      mark(Phase::maximum, num_k);
       release_operands();
       modify(is_masked, early, rS);
       softmax.template raise_maximum<false, kMayBeEmpty>(factor, rS);
       // Wait for O before the exponentials, not after: rescaling and packing fill the gaps between them
+      mark(Phase::wait_output, num_k);
       wgmma_wait<0>();
       pin_registers(rO);
+      mark(Phase::exponentials, num_k);
       release_stage(shared.empty_v[Stages::stage(num_k - 1)]);
       // Compute P, then rescale O
       softmax.template exponentiate<false, kMayBeEmpty>(factor, rS);
       pack_probabilities(p, tile, consumer, n * kBlockN, rS, rP);
       if constexpr (Config::kStoresP) store_fragment(shared.sP[consumer], rP);
       softmax.rescale(rO);
+      mark(Phase::end, num_k);
       ++num_k;
     };
     for (n = Mask::kHasBool ? next_tile(item, consumer, walk, n) : n - 1; n >= tile.n_begin;

@@ -239,23 +239,29 @@ struct FwdSm90F32 {
       release_stage(shared.empty_k[Stages::stage(num_k)]);
       if (n == tile.n_begin) release_stage(shared.empty_q[consumer]);
     };
-    // Start T = P V for kColumns columns of V from `first` on
-    auto start_pv = [&](float (&rT)[Config::kColumns / 2], u32 v, i32 first) {
+    // T = P V is computed in chunks of kColumns columns and at most 64 keys, over which truncation stays small. Start
+    // chunk number `chunk`.
+    constexpr i32 kChunkKeys = kBlockN < 64 ? kBlockN : 64, kChunkColumns = Config::kHeadDimV / Config::kColumns;
+    constexpr i32 kNumChunks = kBlockN / kChunkKeys * kChunkColumns;
+    auto start_pv = [&](float (&rT)[Config::kColumns / 2], u32 v, i32 chunk) {
       constexpr i32 kSlab = kBlockN * 128 >> 4;
-      gemm_ab_split<Parts, Config::kColumns, kBlockN>(rT, rP, v + first / 64 * kSlab, Config::kSlabsV * kSlab);
+      i32 key = chunk / kChunkColumns * kChunkKeys, column = chunk % kChunkColumns * Config::kColumns;
+      gemm_ab_split<Parts, Config::kColumns, kChunkKeys>(rT, rP, key / 16, v + column / 64 * kSlab + key * (128 >> 4),
+                                                         Config::kSlabsV * kSlab);
     };
-    // Wait for T, and for the other columns one after the other: O = alpha O + T. Release V.
+    // Wait for the first chunk of T, and for the others one after the other: O = alpha O + T. Release V.
     auto finish_pv = [&](float (&rT)[Config::kColumns / 2], u32 v, u32 count, float alpha0, float alpha1) {
 #pragma unroll
-      for (i32 first = 0; first < Config::kHeadDimV; first += Config::kColumns) {
-        if (first > 0) start_pv(rT, v, first);
+      for (i32 chunk = 0; chunk < kNumChunks; ++chunk) {
+        if (chunk > 0) start_pv(rT, v, chunk);
         wgmma_wait<0>();
         pin_registers(rT);
-        if (first + Config::kColumns == Config::kHeadDimV) release_stage(shared.empty_v[Stages::stage(count)]);
+        if (chunk == kNumChunks - 1) release_stage(shared.empty_v[Stages::stage(count)]);
 #pragma unroll
         for (i32 x = 0; x < Config::kColumns / 2; ++x) {
-          float& o = rO[first / 2 + x];
-          o = fmaf(o, x / 2 % 2 == 0 ? alpha0 : alpha1, rT[x]);
+          float& o = rO[chunk % kChunkColumns * Config::kColumns / 2 + x];
+          float alpha = x / 2 % 2 == 0 ? alpha0 : alpha1;
+          o = chunk < kChunkColumns ? fmaf(o, alpha, rT[x]) : o + rT[x];
         }
       }
     };
@@ -327,7 +333,7 @@ struct FwdSm90F32 {
   // Finishes the softmax, normalises and stores O and lse; of a split the sum of P V, m and l. unscale undoes the
   // scales of P and V. Scope: warp.
   FT_DEVICE static void epilogue(const Params& p, const Tile& tile, i32 consumer, float factor, float unscale,
-                                 const Softmax& softmax, const float (&rO)[kOutputs]) {
+                                 const Softmax& softmax, float (&rO)[kOutputs]) {
     Rows rows(p, tile, consumer);
     bool is_split = p.num_splits > 1;
 #pragma unroll
@@ -340,15 +346,17 @@ struct FwdSm90F32 {
       RowStats stats = join_sink<kIsNatural>(m, softmax.l[r], sink, [](float l) { return quad_sum(l); });
       i64 stat = stat_index(p, tile.s, head, i), part = tile.coord.split * p.lse_size + stat;
       if (is_query && threadIdx.x % 4 == 0) store_stats<kIsNatural>(p, is_split, part, stat, stats.m, stats.l);
-      // Store O
-      float norm = (is_split ? 1.0f : stats.norm()) * unscale;
+      // Store O. The product of both factors may be denormal.
+      float norm = is_split ? 1.0f : stats.norm();
+#pragma unroll
+      for (i32 b = 0; b < kOutputs / 4; ++b) rO[4 * b + 2 * r] *= norm, rO[4 * b + 2 * r + 1] *= norm;
       float* gO = is_split
                       ? p.partial_out + part * p.head_dim_v
                       : query_rows(static_cast<float*>(p.out), p.out_strides, tile.s, head) + i * p.out_strides.row;
       if constexpr (Load::kIsAligned16) {
-        store_row_float(gO, is_query, p.head_dim_v, r, norm, rO);
+        store_row_float(gO, is_query, p.head_dim_v, r, unscale, rO);
       } else {
-        store_row_elements(gO, is_query, p.head_dim_v, r, norm, rO);
+        store_row_elements(gO, is_query, p.head_dim_v, r, unscale, rO);
       }
     }
   }
@@ -362,8 +370,11 @@ struct FwdSm90F32 {
       unscale_s = power_of_two(-scale_exponent(range, Operand::q) - scale_exponent(range, Operand::k));
       unscale_o *= power_of_two(-scale_exponent(range, Operand::v));
     }
-    // Score modifiers return scores in their unit; without them S stays a dot product
-    float factor = ScoreMod::kChangesScores ? exponent_factor(kIsNatural) : p.scale_log2 * unscale_s;
+    // Score modifiers return scores in their unit; without them S stays a dot product. The factor stays positive: its
+    // product with a masked score, -inf, must not be NaN.
+    constexpr float kSmallestNormal = 1.17549435e-38f;
+    float factor =
+        ScoreMod::kChangesScores ? exponent_factor(kIsNatural) : fmaxf(p.scale_log2 * unscale_s, kSmallestNormal);
     u32 num_k = 0;
     // The first turn is consumer 0's
     if (consumer == Config::kNumConsumers - 1) signal_next(consumer);
@@ -411,14 +422,14 @@ FT_DEVICE void run_fwd_sm90_f32(const Sm90F32Params& params) {
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
     fwd_sm90_f32_half_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
-  static_assert(Config::kIsHalf);
+  static_assert(Config::kIsHalf && !KvSource::kIsPaged);
   if (params.range->needs_bf16 == 0) run_fwd_sm90_f32<Config, Mask, ScoreMod, Dropout, SeqInfo, Load>(params);
 }
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
     fwd_sm90_f32_bf16_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
-  static_assert(!Config::kIsHalf);
+  static_assert(!Config::kIsHalf && !KvSource::kIsPaged);
   if (params.range->needs_bf16 != 0) run_fwd_sm90_f32<Config, Mask, ScoreMod, Dropout, SeqInfo, Load>(params);
 }
 

@@ -95,8 +95,8 @@ struct FwdSm90Options {
           i32 head = rows.head(tile, r), i = clamp(rows.i[r], 0, tile.s.seqlen_q - 1);
           if constexpr (mutates(Mutation::fwd_sm90_mask_row)) i = max_of(i - 1, 0);
           if constexpr (Mask::kHasBool) {
-            i32 plane = head - tile.coord.head * Packing::num_heads(p);
-            bits[r] = static_cast<u32>(plane * item.bits_words + i * item.row_words) + threadIdx.x % 4;
+            u32 plane = static_cast<u32>(head - tile.coord.head * Packing::num_heads(p));
+            bits[r] = plane * item.bits_words + static_cast<u32>(i) * item.row_words + threadIdx.x % 4;
           }
           if constexpr (ScoreMod::kHasAlibi) {
             if (r == 0 || Config::kPacksHeads) {

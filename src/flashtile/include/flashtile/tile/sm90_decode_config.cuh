@@ -6,7 +6,7 @@
 namespace flashtile {
 
 template <typename T, typename Out, i32 kHeadDim_, i32 kHeadDimV_, i32 kBlockN_, i32 kNumStages_, i32 kNumBlocks_,
-          i32 kMinTiles_>
+          i32 kFewUnits_>
 struct Sm90DecodeConfig {
   using Element = T;
   using OutElement = Out;
@@ -16,7 +16,7 @@ struct Sm90DecodeConfig {
   static constexpr i32 kBlockN = kBlockN_;
   static constexpr i32 kNumStages = kNumStages_;  // of K and of V
   static constexpr i32 kNumBlocks = kNumBlocks_;  // per multiprocessor
-  static constexpr i32 kMinTiles = kMinTiles_;    // key tiles of a block, at least
+  static constexpr i32 kFewUnits = kFewUnits_;    // key tiles of a block: with fewer one block for each multiprocessor
   static constexpr bool kPacksHeads = true;
   static constexpr i32 kNumConsumers = 1;
   static constexpr i32 kProducerWarps = 2;

@@ -97,17 +97,18 @@ FT_DEVICE void gemm_abt_split(float (&rD)[kColumns / 2], u32 a, u32 b) {
 }
 
 // D = A B over kColumns of the columns of B, whose parts are part_stride apart (in units of 16 bytes): A (64 x kDepth)
-// in registers, one packed fragment for each part. Commits one group. Scope: warpgroup.
-template <class Parts, i32 kColumns, i32 kDepth>
-FT_DEVICE void gemm_ab_split(float (&rD)[kColumns / 2], const u32 (&rA)[Parts::kNumParts][kDepth / 4], u32 b,
-                             u32 part_stride) {
+// is in registers, columns 16 * first_step and on of one packed fragment for each part. Commits one group.
+// Scope: warpgroup.
+template <class Parts, i32 kColumns, i32 kDepth, i32 kCount>
+FT_DEVICE void gemm_ab_split(float (&rD)[kColumns / 2], const u32 (&rA)[Parts::kNumParts][kCount], i32 first_step,
+                             u32 b, u32 part_stride) {
   wgmma_fence();
 #pragma unroll
   for (i32 product = 0; product < Parts::kNumProducts; ++product) {
     PartPair pair = Parts::pair(product);
 #pragma unroll
     for (i32 step = 0; step < kDepth / 16; ++step) {
-      const u32* a = rA[pair.a] + 4 * step;
+      const u32* a = rA[pair.a] + 4 * (first_step + step);
       u64 b_step = tile_descriptor(b + pair.b * part_stride + step * (16 * 128 >> 4));
       Wgmma<typename Parts::Element, kColumns>::template rs<true>(rD, a[0], a[1], a[2], a[3], b_step,
                                                                   product != 0 || step != 0);
