@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -62,6 +63,7 @@ CASES = {
     "mask of keys": {"mask": "k", "has_sinks": True},
     "more keys": {"seqlen_q": 40, "seqlen_k": 90, "causal": "bottom_right"},
     "more queries": {"seqlen_q": 90, "seqlen_k": 40, "causal": "bottom_right", "dropout_p": 0.1},
+    "fewer keys than ranks": {"seqlen_q": 30, "seqlen_k": 2},
     "top left": {"seqlen_q": 40, "seqlen_k": 90, "causal": "top_left", "window": (20, -1)},
     "bfloat16": {"dtype": torch.bfloat16, "causal": "bottom_right", "layout": "bshd"},
     "float16, few rows": {"dtype": torch.float16, "seqlen_q": 5, "seqlen_k": 5, "causal": "bottom_right"},
@@ -688,3 +690,11 @@ def test_simulation() -> None:
     assert ring["InfiniBand,", 1024, 1 << 24]["memory_bytes"] < 2e9
     bad = CliRunner().invoke(app, ["distributed", "simulate", "--links", "string"])
     assert bad.exit_code == 2
+
+
+def test_the_example() -> None:
+    example = Path(__file__).parents[2] / "examples" / "long_context.py"
+    words = [sys.executable, str(example), "--tokens", "96", "--ranks", "2", "--steps", "1"]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "96 tokens" in result.stdout

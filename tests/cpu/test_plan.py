@@ -303,11 +303,14 @@ def test_some_workspaces_are_needed_without_splits() -> None:
 
 def test_kernels_without_tiles_have_the_sizes_that_plans_launch_them_with() -> None:
     """A combination that no lane has a column for would be left out without a word."""
-    text = "".join(
-        (nvrtc.INCLUDE / "flashtile" / "kernels" / f"{name}.cuh").read_text()
-        for name in ("fwd_combine", "bwd_preprocess", "bwd_sm90_steps")
-    )
+    kernels = (f"kernels/{name}" for name in ("fwd_combine", "bwd_preprocess", "bwd_sm90_steps", "mask_bits"))
+    text = "".join((nvrtc.INCLUDE / "flashtile" / f"{name}.cuh").read_text() for name in (*kernels, "attn/mask_bits"))
     sizes = {name: int(value) for name, value in re.findall(r"constexpr i32 (k\w+) = (\d+);", text)}
+    assert (sizes["kMaskGroup"], sizes["kMaskWord"], sizes["kMaskBitsThreads"]) == (
+        family_steps.MASK_GROUP,
+        family_steps.MASK_WORD,
+        family_steps.MASK_BITS_THREADS,
+    )
     assert (sizes["kCombineRows"], 32 * sizes["kCombineRows"]) == (
         family_steps.COMBINE_ROWS,
         family_steps.COMBINE_THREADS,
@@ -318,3 +321,32 @@ def test_kernels_without_tiles_have_the_sizes_that_plans_launch_them_with() -> N
     )
     assert (sizes["kStepRows"], sizes["kStepThreads"]) == (bwd_sm90.STEP_ROWS, bwd_sm90.STEP_THREADS)
     assert 32 * sizes["kCombineColumns"] >= HEAD_DIMS[-1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "expanded", "num_planes", "num_rows"),
+    [
+        ((2, 1, 1, 700), (2, 1, 1, 700), 2, 1),
+        ((2, 1, 1, 700), (2, 4, 300, 700), 2, 1),
+        ((1, 4, 300, 700), (2, 4, 300, 700), 4, 300),
+        ((2, 4, 300, 700), (2, 4, 300, 700), 8, 300),
+        ((1, 1, 1, 1), (1, 1, 1, 1), 1, 1),
+    ],
+)
+def test_a_mask_is_packed_once_where_it_is_broadcast(
+    shape: tuple[int, ...], expanded: tuple[int, ...], num_planes: int, num_rows: int
+) -> None:
+    mask = torch.ones(shape, dtype=torch.bool).expand(expanded)
+    case = Case(dtype=torch.bfloat16, heads=4, heads_kv=4, seqlen_q=300, seqlen_k=700, head_dim=64, head_dim_v=64)
+    inputs = case.make(0)
+    args = inputs.args._replace(mask=mask)
+    given = call.tensors_of(args) | dict(zip(("out", "lse"), ops.empty_outputs(args), strict=True))
+    plan = assemble.plan(cuda._key(args, given, None), call.layout_of(args, given))
+    assert [step.name for step in plan.steps if isinstance(step, Step)][:2] == ["mask_bits_kernel", "fwd_sm90_kernel"]
+    values = executor.evaluate(plan, executor.prepare(plan, given), call.scalars_of(args), executor.Splits(1, 132))
+    # 6 tiles of 128 keys: 16 bytes for each row; a pair of words for each group of 64 rows
+    found = executor.lay_out_workspaces(plan, values)
+    assert set(found.offsets) == {"mask_bits", "mask_tiles"}
+    bits = 16 * num_planes * num_rows * 6
+    assert found.offsets["mask_tiles"] == -(-bits // 256) * 256
+    assert executor.num_blocks(plan.steps[0], values) == num_planes * -(-num_rows // 64)  # type: ignore[arg-type]

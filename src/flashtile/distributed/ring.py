@@ -158,7 +158,7 @@ class _Pass:
     def buffer(self, num_keys: int) -> Tensor:
         """Room for that many keys and values."""
         k, v = self.args.k, self.args.v
-        return k.new_empty((k.numel() // max(k.shape[self.row], 1) + v.numel() // max(v.shape[self.row], 1)) * num_keys)
+        return k.new_empty(sum(_numel(_with_rows(tensor, num_keys, self.row)) for tensor in (k, v)))
 
     def unpacked(self, buffer: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
         shapes = [_with_rows(tensor, num_keys, self.row) for tensor in (self.args.k, self.args.v)]

@@ -46,6 +46,7 @@ class Channel:
         self.timeout, self.what, self.device = timeout or _own_timeout(self.group), what, device
         self.is_staged = device.type == "cuda" and not _takes_cuda(self.group)
         self.stream = _stream(device) if device.type == "cuda" else None
+        self.waits_on_host = self.stream is None or self.is_staged
         if device.type == "cuda" and not self.is_staged:
             _warm_up(group_name, device)
 
@@ -147,7 +148,8 @@ class Pending:
         limit = datetime.timedelta(seconds=self.channel.timeout)
         for doing, work in self.works:
             try:
-                work.wait(limit)
+                # NCCL: makes the current stream wait; with a limit it might make the host wait
+                work.wait(limit) if self.channel.waits_on_host else work.wait()
             except RuntimeError as error:
                 raise self.channel.error(doing, error) from error
         if self.ready_at:

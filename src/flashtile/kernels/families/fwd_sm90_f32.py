@@ -14,12 +14,14 @@ from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.sm90_f32 import WARPGROUP_ROWS, Sm90F32Row, num_parts, part_workspaces, pre_pass
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
+from flashtile.kernels.length_class import FewQueries
 from flashtile.kernels.params import Sm90F32Params
 from flashtile.kernels.plan import SplitRule, Step
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
 
 _HALF, _BF16 = "fwd_sm90_f32_half", "fwd_sm90_f32_bf16"
+_FEW = FewQueries(WARPGROUP_ROWS, 1)
 _WORK_ITEMS, _QUERY_TILE_BYTES = 3, 72  # WorkItemRing, QueryTile (attn/work_item.cuh)
 
 
@@ -77,14 +79,21 @@ class FwdSm90F32(Family[FwdSm90F32Row]):
     kernels = (_HALF, _BF16)
     dtypes = ("float32",)
     head_dims = tuple(sorted(_TILES[_HALF]))
+    # The pre-pass would copy all pages
+    features = Family.features - {"is_paged"}
     takes_out_dtypes = False
+    length_classes = (_FEW,)
 
     def refuse_arch(self, arch: Arch) -> str | None:
         return None if arch.has_wgmma else f"{arch.name} has no wgmma"
 
     def refuse(self, key: PlanKey) -> str | None:
         reason = super().refuse(key)
-        return "a scale that is not positive" if reason is None and not key.is_scale_positive else reason
+        if reason is None and not key.is_scale_positive:
+            reason = "a scale that is not positive"
+        if reason is None and key.length(_FEW):
+            reason = f"at most {WARPGROUP_ROWS} queries: splitting the keys would take longer than attending to them"
+        return reason
 
     def every_row(self, dtype: str) -> Iterator[FwdSm90F32Row]:
         for kernel, by_dims in _TILES.items():

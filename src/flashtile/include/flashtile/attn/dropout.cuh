@@ -24,25 +24,25 @@ FT_DEVICE uint4 philox(u32 key0, u32 key1, uint4 c) {
 
 // The random numbers of one sequence and head. Scope: thread.
 struct DropoutBits {
-  u32 key0, key1, offset, batch_head, first_query, first_key_group, threshold;
+  u32 key0, key1, offset, batch_head, threshold;
+  u32 first_query;
+  const Params& params;
   float keep_factor;
 
-  FT_DEVICE DropoutBits(const Params& p, const Sequence& s, i32 head) {
+  FT_DEVICE DropoutBits(const Params& p, const Sequence& s, i32 head) : first_query(p.first_query), params(p) {
     u64 seed = static_cast<u64>(p.rng_state[0]);
     key0 = static_cast<u32>(seed);
     key1 = static_cast<u32>(seed >> 32);
     offset = static_cast<u32>(p.rng_state[1]);
     batch_head = p.first_head + static_cast<u32>(s.batch_idx) * p.total_heads + static_cast<u32>(head);
-    first_query = p.first_query;
-    if constexpr (mutates(Mutation::dropout_origin)) first_query = 0;
-    first_key_group = p.first_key_group;
     threshold = p.dropout_threshold;
     keep_factor = p.keep_factor;
   }
 
   // The four words of query i and keys 8 * group .. 8 * group + 7.
   FT_DEVICE uint4 words(i32 i, i32 group) const {
-    u32 key_group = first_key_group + static_cast<u32>(group), query = first_query + static_cast<u32>(i);
+    u32 key_group = params.first_key_group + static_cast<u32>(group), query = first_query + static_cast<u32>(i);
+    if constexpr (mutates(Mutation::dropout_origin)) query = static_cast<u32>(i);
     return philox(key0, key1, make_uint4(key_group, query, batch_head, offset));
   }
 

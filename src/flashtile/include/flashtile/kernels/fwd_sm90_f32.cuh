@@ -422,14 +422,14 @@ FT_DEVICE void run_fwd_sm90_f32(const Sm90F32Params& params) {
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
     fwd_sm90_f32_half_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
-  static_assert(Config::kIsHalf);
+  static_assert(Config::kIsHalf && !KvSource::kIsPaged);
   if (params.range->needs_bf16 == 0) run_fwd_sm90_f32<Config, Mask, ScoreMod, Dropout, SeqInfo, Load>(params);
 }
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
     fwd_sm90_f32_bf16_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
-  static_assert(!Config::kIsHalf);
+  static_assert(!Config::kIsHalf && !KvSource::kIsPaged);
   if (params.range->needs_bf16 != 0) run_fwd_sm90_f32<Config, Mask, ScoreMod, Dropout, SeqInfo, Load>(params);
 }
 
