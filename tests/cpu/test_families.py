@@ -78,17 +78,14 @@ def test_what_the_hopper_decode_refuses(changes: dict[str, object], reason: str 
     assert families.find("decode_sm90").refuse(change(few, **changes)) == reason
 
 
-def test_one_query_takes_the_decode_family() -> None:
-    """Two do not, until they are measured."""
+@pytest.mark.parametrize("is_large", [0, 1])
+def test_one_query_takes_the_decode_family(is_large: int) -> None:
+    """Two do not, until they are measured; both in pages and out of them."""
     _, one = families.find("decode_sm90").length_classes
-    few = change(classes=((FEW, 4), (one, 0)))
-    assert families.select(few).name == "fwd_sm90"
-    assert families.select(change(few, classes=((FEW, 4), (one, 1)))).name == "decode_sm90"
-    assert (
-        families.select(change(few, classes=((FEW, 4), (one, 1)), is_paged=True, has_lengths=True)).name
-        == "decode_sm90"
-    )
-    assert families.select(change(few, classes=((FEW, 4), (one, 1)), bias_dtype="float32")).name == "fwd_sm90"
+    for pages in ({}, {"is_paged": True}, {"is_paged": True, "has_lengths": True}, {"has_lengths": True}):
+        for value, name in ((0, "fwd_sm90"), (1, "decode_sm90")):
+            classes = ((FEW, 4), (one, value), (speeds.SIZE, is_large))
+            assert families.select(change(classes=classes, **pages)).name == name, pages
 
 
 def test_simt_takes_every_dtype_on_every_arch() -> None:
