@@ -80,7 +80,11 @@ def test_layers_are_clean() -> None:
         ("problem.py", "from flashtile.api import attention", "problem imports api"),
         ("problem.py", "from flashtile import attention", "problem imports __init__"),
         ("backends/tiled.py", "def f():\n    import flashtile.ops", "backends imports ops"),
-        ("api.py", "import flashtile.runtime.nvrtc", "only backends, cli, kernels, ladder, profile, tiles may import runtime"),
+        (
+            "api.py",
+            "import flashtile.runtime.nvrtc",
+            "only backends, cli, kernels, ladder, profile, tiles may import runtime",
+        ),
         ("api.py", "from . import ops", "relative import"),
         ("news.py", "import os", "news is in no layer"),
         ("bench/run.py", "from flashtile.ladder import steps", "bench imports ladder"),

@@ -212,6 +212,15 @@ def test_biases_that_mask(head_dim: int) -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.smoke
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_alibi_slopes_of_both_signs(head_dim: int) -> None:
+    """A negative slope favours keys that are far away."""
+    *tensors, dout = random_tensors(200, 333, head_dim)
+    slopes = torch.tensor([0.05, -0.02], device="cuda").repeat(tensors[0].shape[1] // 2)
+    assert_close_to_float64(tensors, dout, "slopes of both signs", alibi_slopes=slopes)
+
+
 @pytest.mark.parametrize("softcap", [0.1, 30.0, 255.0, 257.0, 1e6])
 def test_softcaps(softcap: float) -> None:
     *tensors, dout = random_tensors(200, 333, 128)

@@ -434,7 +434,8 @@ struct BwdSm90Options {
       score = fmaf(dot, p.scale_log2, -row_lse);
     }
     if constexpr (ScoreMod::kHasAlibi) {
-      score -= fabsf(fmaf(slope, static_cast<float>(8 * (b - r) + e), first_step));
+      // slope * |distance|: the size of the product with the sign of the slope
+      score -= copysignf(fmaf(slope, static_cast<float>(8 * (b - r) + e), first_step), slope);
     }
     if constexpr (kIsNatural) score = fmaf(score - row_lse, kLog2e, ScoreMod::kHasSoftcap ? 2.0f : 0.0f);
     return score;
