@@ -9,14 +9,13 @@ from typing import NamedTuple
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import combine, mask_bits, mask_workspaces, partial_results, query_grid
-from flashtile.kernels.length_class import LengthClass, PackedHeads, RaggedQueries, ShortLengths
+from flashtile.kernels.length_class import PackedHeads, RaggedQueries
 from flashtile.kernels.params import FwdSm90Params, Struct
 from flashtile.kernels.plan import MapPatch, SplitRule, Step
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
 _PACKED_HEADS, _RAGGED = PackedHeads(64, 128), RaggedQueries(192, 128, 105)
-_WINDOWS, _FEW_KEYS = ShortLengths(64, 64), ShortLengths(2**31 - 1, 80)
 _WARP_ROWS = 16  # rows of O that a warp stores
 _WARPGROUP_ROWS = 64
 _WORK_ITEMS, _QUERY_TILE_BYTES = 3, 72  # WorkItemRing, QueryTile (attn/work_item.cuh)
@@ -35,18 +34,14 @@ class Tile(NamedTuple):
     scales_lazily: bool = False
     stores_p: bool = False
     takes_ragged: bool = True  # without a band; under one, larger tiles are mostly faster all the same
-    only: LengthClass | None = None  # calls of this class alone, without a band, and before other tiles
     max_options: int = 99  # that change scores or probabilities, that it holds without a spill
     takes_float_bias: bool = True
-    num_blocks: int = 1  # that share a multiprocessor
     alone: frozenset[str] = frozenset()  # options that it holds if there is no other
 
     def takes(self, features: Features, dtype: str) -> bool:
         """It holds the options of a call without a spill. The softcap of float16 takes more registers."""
         if features.bias_dtype == "float32" and not self.takes_float_bias:
             return False
-        if features.is_paged and self.num_blocks > 1:
-            return False  # the warps that copy pages need registers
         is_light = any(getattr(features, name) for name in self.alone) and not features.has_lengths
         is_light = is_light and not (features.has_softcap and dtype == "float16")
         return features.num_score_options <= self.max_options or (is_light and features.num_score_options == 1)
@@ -95,7 +90,6 @@ class Sm90Row(Row):
     scales_lazily: bool
     stores_p: bool = False  # in shared memory, not in registers
     packs_heads: bool = False
-    num_blocks: int = 1
     has_bool_mask: bool = False
     bias_bytes: int = 0  # of an element
 
@@ -123,7 +117,6 @@ class Sm90Row(Row):
     def config(self) -> str:
         sizes = f"{self.head_dim}, {self.head_dim_v}, {self.block_m}, {self.block_n}, {self.num_stages}"
         flags = ", ".join(map(cpp_bool, (self.takes_turns, self.scales_lazily, self.stores_p, self.packs_heads)))
-        flags += f", {self.num_blocks}" if self.num_blocks > 1 else ""
         return f"Sm90Config<{CPP_TYPES[self.dtype]}, {CPP_TYPES[self.out_dtype]}, {sizes}, {flags}>"
 
     @property
@@ -133,7 +126,6 @@ class Sm90Row(Row):
         words += [] if self.takes_turns else ["no turns"]
         words += ["lazy"] if self.scales_lazily else []
         words += ["P in shared memory"] if self.stores_p else []
-        words += [f"{self.num_blocks} blocks a multiprocessor"] if self.num_blocks > 1 else []
         return ", ".join(words)
 
     @property
@@ -176,7 +168,7 @@ class FwdSm90(Family[Sm90Row]):
     head_dims = tuple(sorted(_TILES))
     features = Family.features - {"is_aligned16"}
     takes_overlapping_rows = False
-    length_classes = (_PACKED_HEADS, _RAGGED, _WINDOWS, _FEW_KEYS)
+    length_classes = (_PACKED_HEADS, _RAGGED)
 
     def refuse_arch(self, arch: Arch) -> str | None:
         return None if arch.has_wgmma else f"{arch.name} has no wgmma"
@@ -232,22 +224,19 @@ class FwdSm90(Family[Sm90Row]):
 
     def _step(self, row: Sm90Row, key: PlanKey, packed_heads: int) -> Step:
         grid = query_grid(row.queries(packed_heads), "heads_kv") if row.packs_heads else query_grid(row.block_m)
-        return tile_step(row, key.features, (("num_splits", 1), *grid), max_blocks=row.num_blocks)
+        return tile_step(row, key.features, (("num_splits", 1), *grid), max_blocks=1)
 
 
 def _tiles(dims: tuple[int, int], key: PlanKey) -> list[Tile]:
-    """The tiles in order of preference: those for calls of this length, those for all calls, those that would have many
-    rows without a query."""
-    has_band = key.features.has_band
-    is_ragged = key.length(_RAGGED) and not has_band
-    tiles = [tile for tile in _TILES[dims] if tile.only is None or (key.length(tile.only) and not has_band)]
-    return sorted(tiles, key=lambda tile: (tile.only is None, bool(is_ragged and not tile.takes_ragged)))
+    """The tiles in order of preference: where a tile would have many rows without a query, it comes last."""
+    is_ragged = key.length(_RAGGED) and not key.features.has_band
+    return sorted(_TILES[dims], key=lambda tile: bool(is_ragged and not tile.takes_ragged))
 
 
 def _row(tile: Tile, dtype: str, out_dtype: str, dims: tuple[int, int], packs_heads: bool = False) -> Sm90Row:
     flags = tile.takes_turns, tile.scales_lazily, tile.stores_p, packs_heads
     sizes = tile.block_m, tile.block_n, tile.num_stages
-    return Sm90Row("fwd_sm90", dtype, out_dtype, *dims, *sizes, *flags, num_blocks=tile.num_blocks)
+    return Sm90Row("fwd_sm90", dtype, out_dtype, *dims, *sizes, *flags)
 
 
 def _with_options(row: Sm90Row, features: Features) -> Sm90Row:
