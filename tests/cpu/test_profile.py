@@ -8,6 +8,7 @@ import io
 import json
 import subprocess
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -179,6 +180,22 @@ def test_the_output_of_ncu(profiler):
     shares = ncu.stalls(main[0].metrics)
     assert sum(shares.values()) == pytest.approx(1.0)
     assert list(shares.values()) == sorted(shares.values(), reverse=True)
+
+
+def test_output_that_ncu_wrote_on_an_h200(profiler):
+    """Both passes of flashtile, sdpa-flash and sdpa-cudnn, a causal bfloat16 call of B=4 H=16 S=4096 d=128."""
+    profiler((0, (Path(__file__).parent / "data/ncu_h200.csv").read_text(), ""))
+    groups = ncu.run(calls(), measure.METRICS)
+    names = [[measure.short_name(kernel.name) for kernel in group] for group in groups]
+    assert [len(group) for group in names] == [1, 1, 1, 3, 5, 3]
+    assert names[0] == ["fwd_sm90_kernel"]
+    assert names[3] == ["bwd_sm90_preprocess_kernel", "bwd_sm90_kernel", "bwd_convert_dq_kernel"]
+    for kernel in (kernel for group in groups for kernel in group):
+        assert set(measure.METRICS) <= set(kernel.metrics), kernel.name
+        assert sum(ncu.stalls(kernel.metrics).values()) == pytest.approx(1.0)
+    (forward,), (flash,), _, (_, backward, _), *_ = groups
+    assert forward.metrics["gpu__time_duration.sum"] < flash.metrics["gpu__time_duration.sum"]
+    assert backward.metrics["launch__registers_per_thread"] == 168
 
 
 def test_metrics_that_the_gpu_does_not_have_are_left_out(profiler):
