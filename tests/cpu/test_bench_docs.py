@@ -126,7 +126,7 @@ WRONG_ROWS = {
         "| all options | as forward |",
         "triton, forward: 'all options', but it takes",
     ),
-    "bfloat16, head_dim to 256: [ker": ("bfloat16, head_dim to 512: [ker", "cuda: head_dim to 512, but it takes 256"),
+    "float32 (head_dim to 256), f": ("float32 (head_dim to 512), f", "cuda: head_dim to 512, but it takes 256"),
     "for reading; by name only": ("for reading", "numba: 'by name only' is missing"),
     "| `tiled` | yes |": ("| `tile` | yes |", "its backends are cuda, triton, cpu, tile, numba, reference; there are"),
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -71,11 +72,13 @@ def test_plain_16_bit(dtype):
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_features_in_pairs(part):
+def test_features_in_pairs(part, seed):
+    """Half of the variants, drawn anew in each run; `make compile-all` compiles all."""
     # The two 16-bit dtypes differ in conversions only
     jobs = compile_command.covering_jobs([MAIN_ARCH], ["float32", "bfloat16"], crosses_head_dims=False)
     assert {job.kernel for job in jobs} >= {kernel for family in families.all_families() for kernel in family.kernels}
-    assert_clean(jobs[part::4])
+    some = jobs[part::4]
+    assert_clean(random.Random(seed).sample(some, -(-len(some) // 2)))
 
 
 @pytest.mark.parametrize("part", range(2))
@@ -279,7 +282,7 @@ def mirror(fields):
 def plain_step():
     key = PlanKey("float32", "float32", 64, 64, Features(), MAIN_ARCH)
     assemble.clear_plans()
-    return assemble.kernels(key)[0]
+    return families.find("fwd_simt").launch(key, CallLayout("bhsd", ())).steps[0]
 
 
 @pytest.mark.parametrize("change", ["swapped", "narrower", "missing"])

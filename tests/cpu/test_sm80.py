@@ -96,8 +96,9 @@ def test_what_a_call_changes_in_its_tile() -> None:
     assert (negative.block_m, negative.is_scale_positive) == (64, False)
 
 
-def test_pages_and_unaligned_rows_are_taken_by_this_family_alone_of_the_tensor_core_ones() -> None:
-    for features in (Features(is_paged=True, has_lengths=True), Features(is_aligned16=False)):
+def test_unaligned_rows_and_pages_with_a_bias_are_taken_by_this_family_alone_of_the_tensor_core_ones() -> None:
+    pages = Features(is_paged=True, has_lengths=True, bias_dtype="bfloat16")
+    for features in (pages, Features(is_aligned16=False)):
         call = key(ARCHS[90], 64, 64, features)
         assert families.find("fwd_sm90").refuse(call) is not None
         assert FORWARD.refuse(call) is None
