@@ -20,7 +20,7 @@ from flashtile.kernels import assemble, families, speeds
 from flashtile.kernels.arch import ARCHS, arch_here, arch_named
 from flashtile.kernels.length_class import ManyScores
 from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
-from flashtile.problem import Problem
+from flashtile.problem import Problem, Shape
 from flashtile.testing import Case
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy_family"))
@@ -113,11 +113,11 @@ def times(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
     """Times of large bfloat16 forward calls, instead of those of the table."""
     us: dict[str, float] = {}
     row = speeds._Row("sm_90", "forward", "bfloat16", speeds.PLAIN, "large", 128, us)
-    speeds._rows.cache_clear()
+    speeds._row.cache_clear()
     monkeypatch.setattr(speeds, "_table", lambda: (row,))
     families.clear_choices()
     yield us
-    speeds._rows.cache_clear()
+    speeds._row.cache_clear()
     families.clear_choices()
 
 
@@ -261,3 +261,43 @@ def test_a_toy_family_compiles_and_python_and_c_plus_plus_agree(toy: FwdToy) -> 
         "shared bytes" in problem
         for problem in compile_command.compile_job(dataclasses.replace(job, step=wrong)).problems
     )
+
+
+FULL, CHUNK, DECODE = (2, 16, 16, 4096, 4096), (4, 32, 8, 2048, 10240), (8, 32, 8, 1, 4096)
+PAGED = Features(is_paged=True, has_lengths=True)
+TAKEN = [
+    ("forward", 128, FULL, Features(), "fwd_sm90", "fwd_sm80"),
+    ("forward", 128, FULL, Features(has_bool_mask=True), "fwd_sm90", "fwd_sm80"),
+    ("forward", 64, FULL, Features(has_dropout=True), "fwd_sm90", "fwd_sm80"),
+    ("forward", 128, FULL, Features(has_dropout=True), "fwd_sm90", "fwd_sm80"),
+    ("forward", 128, FULL, Features(has_softcap=True), "fwd_sm90", "fwd_sm80"),
+    ("forward", 128, FULL, Features(is_aligned16=False), "fwd_sm80", "fwd_sm80"),
+    ("forward", 512, FULL, Features(), "fwd_sm90_wide", "fwd_sm80_wide"),
+    ("forward", 128, CHUNK, PAGED, "fwd_sm90", "fwd_sm80"),
+    ("forward", 128, DECODE, PAGED, "decode_sm90", "fwd_simt"),
+    ("backward", 128, FULL, Features(), "bwd_sm90", "bwd_sm80"),
+    ("backward", 128, FULL, Features(has_alibi=True), "bwd_sm90", "bwd_sm80"),
+    ("backward", 128, FULL, Features(has_softcap=True), "bwd_sm90", "bwd_sm80"),
+    ("backward", 128, FULL, Features(has_dropout=True), "bwd_sm90", "bwd_sm80"),
+    ("backward", 128, FULL, Features(bias_dtype="bfloat16"), "bwd_sm90", "bwd_sm80_wide"),
+    ("backward", 256, FULL, Features(), "bwd_sm90_wide", "bwd_sm80_wide"),
+    ("backward", 512, FULL, Features(), "bwd_sm80_wide", "bwd_sm80_wide"),
+]
+
+
+@pytest.mark.parametrize(("op", "dim", "sizes", "features", "on_hopper", "on_ampere"), TAKEN)
+def test_what_calls_take(op, dim, sizes, features, on_hopper, on_ampere):
+    """By the times in speeds.csv, an option that was not measured included."""
+    shape, grads = Shape(*sizes, dim, dim), ("dq", "dk", "dv") if op == "backward" else None
+    classes = tuple((one, one.of(shape, 132)) for one in families.length_classes(op))
+    for number, expected in ((90, on_hopper), (80, on_ampere)):
+        key = PlanKey("bfloat16", "bfloat16", dim, dim, features, ARCHS[number], grads, classes=classes)
+        assert families.select(key).name == expected
+
+
+def test_an_option_that_was_not_measured_costs_what_it_costs_the_others():
+    plain = speeds.Kind("sm_90", "forward", "bfloat16", 128, (), is_large=True)
+    dropout = plain._replace(options=("dropout",))
+    measured = {name: speeds.time_us(name, dropout) / speeds.time_us(name, plain) for name in ("fwd_sm90", "triton")}
+    estimated = speeds.time_us("fwd_sm80", dropout) / speeds.time_us("fwd_sm80", plain)
+    assert estimated >= max(measured.values()) > 1.0

@@ -38,10 +38,10 @@ def known_speeds(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
         for op in speeds.OPS
         for option in (speeds.PLAIN, *speeds.OPTIONS)
     )
-    speeds._rows.cache_clear()
+    speeds._row.cache_clear()
     monkeypatch.setattr(speeds, "_table", lambda: rows)
     yield us
-    speeds._rows.cache_clear()
+    speeds._row.cache_clear()
 
 
 @pytest.fixture

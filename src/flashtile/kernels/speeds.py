@@ -79,9 +79,9 @@ def _table() -> tuple[_Row, ...]:
 
 
 @functools.cache
-def _rows(kind: Kind, option: str) -> dict[str, float]:
-    """Times by provider for one option: of the smallest measured head dim that holds the call's, else of the largest.
-    Kernels take float16 and bfloat16 in the same time."""
+def _row(kind: Kind, option: str) -> _Row | None:
+    """Of one option: that of the smallest measured head dim that holds the call's, else of the largest. Kernels take
+    float16 and bfloat16 in the same time."""
     dtype = "bfloat16" if kind.dtype == "float16" else kind.dtype
     archs = {row.arch for row in _table()}
     arch = kind.arch if kind.arch in archs else MEASURED_ARCH
@@ -92,16 +92,34 @@ def _rows(kind: Kind, option: str) -> dict[str, float]:
         and row.size == ("large" if kind.is_large else "small")
     ]
     if not same or (arch != kind.arch and kind.arch == "cpu"):
-        return {}
+        return None
     holding = [row for row in same if row.head_dim >= kind.head_dim]
-    chosen = min(holding, key=lambda row: row.head_dim) if holding else max(same, key=lambda row: row.head_dim)
-    return chosen.us
+    return min(holding, key=lambda row: row.head_dim) if holding else max(same, key=lambda row: row.head_dim)
+
+
+def _rows(kind: Kind, option: str) -> dict[str, float]:
+    """Times by provider."""
+    row = _row(kind, option)
+    return {} if row is None else row.us
 
 
 def time_us(provider: str, kind: Kind) -> float | None:
     """The provider's time for this kind of call, that of its slowest option; None where it is not known."""
-    known = [us for us in _times(provider, kind) if us is not None]
+    options = kind.options or (PLAIN,)
+    known = [us for option in options if (us := _option_us(provider, kind, option)) is not None]
     return max(known) if known else _rows(kind, PLAIN).get(provider)
+
+
+def _option_us(provider: str, kind: Kind, option: str) -> float | None:
+    """Measured, or as if the option cost the provider as much as it costs the one that loses most by it."""
+    row = _row(kind, option)
+    if row is None or provider in row.us:
+        return None if row is None else row.us[provider]
+    plain = _row(kind._replace(head_dim=row.head_dim), PLAIN)
+    if plain is None or provider not in plain.us or row.head_dim < kind.head_dim:
+        return None
+    costs = [us / plain.us[name] for name, us in row.us.items() if name in plain.us]
+    return plain.us[provider] * max(costs) if costs else None
 
 
 def best_known(kind: Kind, absent: frozenset[str] = frozenset()) -> tuple[str, float] | None:
