@@ -66,19 +66,20 @@ def test_plain_float32(arch, half):
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "float32"])
-def test_plain_16_bit(dtype):
-    head_dims = HEAD_DIMS[DTYPES.index(dtype) :: 3]
+def test_plain_16_bit(dtype, seed):
+    """Two head dims, drawn anew in each run."""
+    head_dims = sorted(random.Random(seed).sample(HEAD_DIMS, 2))
     assert_clean(compile_command.plain_jobs([MAIN_ARCH], [dtype], head_dims))
 
 
 @pytest.mark.parametrize("part", range(4))
 def test_features_in_pairs(part, seed):
-    """Half of the variants, drawn anew in each run; `make compile-all` compiles all."""
+    """A third of the variants, drawn anew in each run; `make compile-all` compiles all."""
     # The two 16-bit dtypes differ in conversions only
     jobs = compile_command.covering_jobs([MAIN_ARCH], ["float32", "bfloat16"], crosses_head_dims=False)
     assert {job.kernel for job in jobs} >= {kernel for family in families.all_families() for kernel in family.kernels}
     some = jobs[part::4]
-    assert_clean(random.Random(seed).sample(some, -(-len(some) // 2)))
+    assert_clean(random.Random(seed).sample(some, -(-len(some) // 3)))
 
 
 @pytest.mark.parametrize("part", range(2))
