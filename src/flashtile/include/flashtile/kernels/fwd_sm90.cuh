@@ -561,8 +561,7 @@ struct FwdSm90 {
 };
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
-__global__ void __launch_bounds__(Config::kNumThreads, Config::kNumBlocks)
-    fwd_sm90_kernel(const FT_GRID_CONSTANT FwdSm90Params params) {
+__global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_sm90_kernel(const FT_GRID_CONSTANT FwdSm90Params params) {
   static_assert(Load::kIsAligned16, "TMA reads no unaligned rows");
   using Kernel = FwdSm90<Config, Mask, ScoreMod, Dropout, SeqInfo, KvSource>;
   extern __shared__ __align__(1024) char shared_bytes[];

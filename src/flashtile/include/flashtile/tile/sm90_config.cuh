@@ -6,7 +6,6 @@
 //   kRescalesLazily   a row's maximum is raised, and O rescaled, only if the old maximum is too far off
 //   kStoresP          a consumer's P goes through shared memory instead of staying in registers
 //   kPacksHeads       a consumer's rows are queries of all heads that share a KV head
-//   kNumBlocks        blocks that share a multiprocessor
 #pragma once
 
 #include "flashtile/core/types.cuh"
@@ -14,7 +13,7 @@
 namespace flashtile {
 
 template <typename T, typename Out, i32 kHeadDim_, i32 kHeadDimV_, i32 kBlockM_, i32 kBlockN_, i32 kNumStages_,
-          bool kPingPong_, bool kRescalesLazily_, bool kStoresP_, bool kPacksHeads_, i32 kNumBlocks_ = 1>
+          bool kPingPong_, bool kRescalesLazily_, bool kStoresP_, bool kPacksHeads_>
 struct Sm90Config {
   using Element = T;
   using OutElement = Out;
@@ -27,15 +26,12 @@ struct Sm90Config {
   static constexpr bool kRescalesLazily = kRescalesLazily_;
   static constexpr bool kStoresP = kStoresP_;
   static constexpr bool kPacksHeads = kPacksHeads_;
-  static constexpr i32 kNumBlocks = kNumBlocks_;
   static constexpr i32 kNumConsumers = kBlockM / 64;  // warpgroups
   static constexpr i32 kNumThreads = 128 * (kNumConsumers + 1);
   // Registers per thread that setmaxnreg assigns, out of 65536 per multiprocessor
-  static constexpr i32 kProducerRegisters = kNumBlocks * kNumConsumers >= 3   ? 32
-                                            : kNumBlocks * kNumConsumers == 2 ? 40
-                                                                              : 64;
+  static constexpr i32 kProducerRegisters = kNumConsumers >= 3 ? 32 : kNumConsumers == 2 ? 40 : 64;
   // What the block was launched with: setmaxnreg would wait forever for more
-  static constexpr i32 kAllRegisters = 65536 / (kNumThreads * kNumBlocks) / 8 * 8 * (kNumConsumers + 1);
+  static constexpr i32 kAllRegisters = 65536 / kNumThreads / 8 * 8 * (kNumConsumers + 1);
   FT_DEVICE static constexpr i32 consumer_registers(i32 producer_registers) {
     i32 rest = (kAllRegisters - producer_registers) / kNumConsumers / 8 * 8;
     return rest < 248 ? rest : 248;
