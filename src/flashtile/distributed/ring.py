@@ -75,7 +75,7 @@ _TYPES: dict[object, str] = {
     str | None: "str?",
 }
 _SCHEMA = ", ".join(f"{_TYPES[hint]} {name}" for name, hint in get_type_hints(RingArgs).items())
-_NEEDS = 5  # q, k, v, bias, sinks
+_GRADIENTS = 1  # tag of messages that may be sent behind later ones with keys
 
 
 class _Pass:
@@ -155,10 +155,17 @@ class _Pass:
             self._packed[wanted] = self.channel.staged(torch.cat(parts))
         return [(receiver, self._packed[wanted])]
 
+    def pack(self) -> None:
+        """Copies what will be sent to the host, if it goes through it, before kernels stand in the way."""
+        if self.channel.is_staged:
+            for receiver in range(self.size):
+                if receiver != self.rank:
+                    self.outgoing(receiver)
+
     def buffer(self, num_keys: int) -> Tensor:
         """Room for that many keys and values."""
         k, v = self.args.k, self.args.v
-        return k.new_empty(sum(_numel(_with_rows(tensor, num_keys, self.row)) for tensor in (k, v)))
+        return self.channel.empty(k, sum(_numel(_with_rows(tensor, num_keys, self.row)) for tensor in (k, v)))
 
     def unpacked(self, buffer: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
         shapes = [_with_rows(tensor, num_keys, self.row) for tensor in (self.args.k, self.args.v)]
@@ -321,6 +328,7 @@ class _Forward(_Pass):
             _, ranges, k, v = self.gathered()
             self.attend(ranges, k, v)
         else:
+            self.pack()
             block = self.request(1)
             self.attend(self.keys[self.rank], self.args.k, self.args.v)
             step = 1
@@ -425,6 +433,7 @@ class _Backward(_Pass):
             self._add(wanted, *self.unpacked(buffer, num_rows(wanted)))
 
     def _run_steps(self) -> None:
+        self.pack()
         block = self.request(1)
         self._add(self.keys[self.rank], *self._attend(self.keys[self.rank], self.args.k, self.args.v))
         returning: Callable[[], None] | None = None
@@ -445,7 +454,7 @@ class _Backward(_Pass):
         receiver = (self.rank + step) % self.size
         wanted = self.wanted(receiver, self.rank)
         buffer = self.buffer(num_rows(wanted))
-        pending = self.channel.post(sends, [(receiver, buffer)] if wanted else [])
+        pending = self.channel.post(sends, [(receiver, buffer)] if wanted else [], _GRADIENTS)
 
         def finish() -> None:
             pending.wait()

@@ -4,8 +4,6 @@ them with."""
 from __future__ import annotations
 
 import dataclasses
-import os
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import get_context
-from torch.multiprocessing.spawn import start_processes
 
 from flashtile import ops
 from flashtile.distributed import ulysses
@@ -31,6 +27,7 @@ from flashtile.distributed.cost import (
     ring_steps,
     ring_times,
 )
+from flashtile.distributed.launch import on_ranks
 from flashtile.distributed.transport import slow_link
 from flashtile.problem import AttentionArgs
 
@@ -129,25 +126,11 @@ def compare_with_runs(
 ) -> list[Comparison]:
     """Runs ring attention on this CPU, one thread to a rank, over links of these bytes a second, and predicts it from
     the time of one local call."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    queue = get_context("spawn").SimpleQueue()
-    arguments = (num_ranks, port, rows, tuple(speeds), rounds, queue)
-    processes = start_processes(_measure, arguments, num_ranks, join=False, start_method="spawn")
-    assert processes is not None
-    found: list[Comparison] = queue.get()
-    while not processes.join():
-        pass
-    return found
+    return on_ranks(_measure, num_ranks, rows, tuple(speeds), rounds)
 
 
-def _measure(
-    rank: int, num_ranks: int, port: int, rows: int, speeds: tuple[float, ...], rounds: int, queue: Any
-) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
+def _measure(group: Any, rows: int, speeds: tuple[float, ...], rounds: int) -> list[Comparison]:
+    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     heads, dim = 4, 64
     q, k, v = (torch.randn(1, heads, rows, dim) for _ in range(3))
     one = dataclasses.replace(work(rows * num_ranks, heads, heads, dim, element_bytes=4), right=-1)
@@ -175,10 +158,7 @@ def _measure(
         for op in PASSES:
             compute, _, total = ring_times(one, ring_steps(one, num_ranks, rank), device, link, op)
             found.append(Comparison(op, num_ranks, rows, speed / 1e6, best[op], total, compute))
-    if rank == 0:
-        queue.put(found)
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 def _time_local(args: AttentionArgs, times: dict[str, list[float]]) -> None:
