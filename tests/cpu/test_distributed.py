@@ -18,10 +18,11 @@ from torch import Tensor
 
 import flashtile
 from flashtile import distributed
-from flashtile.distributed import transport
-from flashtile.distributed.exactness import CASES, WAYS, Way, case_inputs, judge, packed_inputs, refusal
+from flashtile.distributed import launch, simulate, transport
+from flashtile.distributed.exactness import CASES, WAYS, Way, case_inputs, judge, measure, packed_inputs, refusal
 from flashtile.distributed.pieces import Band, needed, pieces
 from flashtile.distributed.sharding import Shards, num_rows
+from flashtile.testing import Inputs, expect
 
 sys.path.insert(0, str(Path(__file__).parent))
 import rank_pool
@@ -45,13 +46,20 @@ FEW = ("causal", "dropout, window, alibi", "mask, dropout", "bfloat16")  # of 8 
 
 
 def run_cases(group: Any, names: tuple[str, ...], seed: int, ways: tuple[Way, ...]) -> list[str]:
-    size, found = dist.get_world_size(group), []
+    found = []
     for number, name in enumerate(names):
-        inputs = case_inputs(name, seed + number)
-        for way in ways:
-            if refusal(inputs, way, size) is not None:
-                continue
-            found += [f"{name}, {way}: {wrong}" for wrong in judge(group, inputs, way)]
+        found += measured(group, name, case_inputs(name, seed + number), ways)
+    return found
+
+
+def measured(group: Any, name: str, inputs: Inputs, ways: tuple[Way, ...]) -> list[str]:
+    """What is wrong with errors, or with the number of keys sent."""
+    found = []
+    expected = expect(inputs) if dist.get_rank(group) == 0 else None
+    for way in ways:
+        if refusal(inputs, way, dist.get_world_size(group)) is None:
+            one = measure(group, name, inputs, way, expected)
+            found += [f"{name}, {way}: {wrong}" for wrong in one.complaints] if one is not None else []
     return found
 
 
@@ -82,11 +90,7 @@ def run_documents(group: Any, seed: int) -> list[str]:
     found = []
     for number, (name, options) in enumerate(DOCUMENTS.items()):
         lengths = LENGTHS[(seed + number) % len(LENGTHS)]
-        inputs = packed_inputs(seed, lengths, **options)
-        for way in WAYS[:5]:
-            if refusal(inputs, way, dist.get_world_size(group)) is not None:
-                continue
-            found += [f"{name}, {lengths}, {way}: {wrong}" for wrong in judge(group, inputs, way)]
+        found += measured(group, f"{name}, {lengths}", packed_inputs(seed, lengths, **options), WAYS[:5])
     return found
 
 
@@ -533,13 +537,51 @@ def test_the_cost_model_explains_its_choice() -> None:
     assert few.refusals == {"ulysses": "6 query heads are not a multiple of 4 ranks"}
 
 
-def test_a_slow_link_takes_as_long_as_predicted() -> None:
-    """Two ranks; at 3 MB/s the messages take longer than anything else that may run on this machine."""
-    from flashtile.distributed.simulate import compare_with_runs
+def test_a_slow_link_takes_as_long_as_predicted(pool: Pool) -> None:
+    """Messages that take 8 times as long as what is computed beside them, and as long: without overlap the latter
+    would take 1.5 times as long. Other tests keep the machine busy, so one of some attempts must agree."""
+    runs = []
+    for _ in range(5):
+        runs = pool.run(simulate.measure, 2, 512, (8.0, 1.0), 5)[0]
+        if all(0.85 < run.ratio < 1.15 for run in runs):
+            break
+    assert all(0.85 < run.ratio < 1.15 for run in runs), runs
 
-    for run in compare_with_runs(2, 256, speeds=(3e6,), rounds=1):
-        assert 0.85 < run.ratio < 1.5, run
-        assert run.predicted_s > 3 * run.compute_s
+
+def test_check_over_ranks(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from flashtile.cli.main import app
+
+    words = ["distributed", "check", "--ranks", "2", "--seconds", "0", "--out", str(tmp_path), "--json"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert [one["way"] for one in found] == [
+        "ring zigzag p2p",
+        "ring contiguous p2p",
+        "ring zigzag gather",
+        "ulysses zigzag",
+    ]
+    assert found[0]["sent_keys"] == found[0]["least_keys"] == 70
+    table = json.loads((tmp_path / "distributed_exactness.json").read_text())["table"]
+    assert table["header"][1:3] == ["out: yardstick", "out: 2"]
+    assert table["rows"][0][0] == "plain"
+    for bad in (["--device", "tpu"], ["--backend", "nccl"], ["--ranks", "none"]):
+        assert CliRunner().invoke(app, ["distributed", "check", *bad]).exit_code == 2
+
+
+def test_a_rank_that_fails_ends_all() -> None:
+    from torch.multiprocessing.spawn import ProcessRaisedException
+
+    with pytest.raises(ProcessRaisedException, match="rank 1 gives up"):
+        launch.on_ranks(give_up, 2)
+
+
+def give_up(group: Any) -> None:
+    if dist.get_rank(group) == 1:
+        raise RuntimeError("rank 1 gives up")
+    dist.barrier()
 
 
 def test_simulation() -> None:

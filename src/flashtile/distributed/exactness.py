@@ -17,6 +17,8 @@ from torch import Tensor
 from flashtile.distributed import ulysses
 from flashtile.distributed.attention import context_attention, ring_attention, shard, ulysses_attention, unshard
 from flashtile.distributed.launch import on_ranks
+from flashtile.distributed.sharding import Shards
+from flashtile.distributed.transport import bytes_sent
 from flashtile.problem import AttentionArgs, head_axis, row_axis
 from flashtile.testing import Case, Expected, Inputs, Result, disagreements, expect
 
@@ -165,6 +167,17 @@ def attend(args: AttentionArgs, group: Any, way: Way, mesh: Any = None, **change
     return result
 
 
+def shards_of(args: AttentionArgs, place: dict[str, Any]) -> AttentionArgs:
+    """This rank's rows of a call; place: a mesh or a group, and a sharding."""
+    row = row_axis(args.layout)
+    own: dict[str, Any] = {name: shard(getattr(args, name), row, **place) for name in ("q", "k", "v")}
+    for name in ("bias", "mask"):
+        tensor = getattr(args, name)
+        if tensor is not None and tensor.shape[2] != 1:
+            own[name] = shard(tensor, 2, **place)
+    return args._replace(**own)
+
+
 def whole_result(group: Any, inputs: Inputs, way: Way, mesh: Any = None) -> Result:
     """Outputs and gradients of the whole problem, computed by all ranks; every rank has them."""
     args, row = inputs.args, row_axis(inputs.args.layout)
@@ -173,17 +186,15 @@ def whole_result(group: Any, inputs: Inputs, way: Way, mesh: Any = None) -> Resu
     def part(tensor: Tensor, dim: int) -> Tensor:
         return shard(tensor, dim, **place)
 
-    own: dict[str, Any] = {name: part(getattr(args, name), row).detach().requires_grad_() for name in ("q", "k", "v")}
-    for name in ("bias", "mask"):
-        tensor = getattr(args, name)
-        if tensor is not None:
-            own[name] = part(tensor, 2) if tensor.shape[2] != 1 else tensor
-    if args.bias is not None:
-        own["bias"] = own["bias"].detach().clone().requires_grad_()
-    if args.sinks is not None:
-        own["sinks"] = args.sinks.detach().clone().requires_grad_()
+    mine = shards_of(args, place)
+    own = {
+        name: tensor.detach().clone().requires_grad_()
+        for name in ("q", "k", "v", "bias", "sinks")
+        if (tensor := getattr(mine, name)) is not None
+    }
     seqlen, seqlen_k = args.q.shape[row], args.k.shape[row]
-    out, lse = attend(args._replace(**own), group, way, mesh, seqlen=seqlen, seqlen_k=seqlen_k)
+    leaves: dict[str, Any] = dict(own)
+    out, lse = attend(mine._replace(**leaves), group, way, mesh, seqlen=seqlen, seqlen_k=seqlen_k)
     dlse = torch.where(lse != -torch.inf, part(inputs.dlse, -1), 0.0)
     torch.autograd.backward((out, lse), (part(inputs.dout, row), dlse))
 
@@ -220,6 +231,46 @@ def judge(group: Any, inputs: Inputs, way: Way, mesh: Any = None) -> list[str]:
     return disagreements(ours, inputs) if dist.get_rank(group) == 0 else []
 
 
+def least_keys(args: AttentionArgs, num_ranks: int, sharding: str) -> int:
+    """How many keys all ranks together must send in a forward pass: each goes once to each other rank that has a query
+    which causal mask, window and documents let see it. Counted from the whole score matrix."""
+    row = row_axis(args.layout)
+    num_queries, num_keys = args.q.shape[row], args.k.shape[row]
+    i, j = torch.arange(num_queries)[:, None], torch.arange(num_keys)
+    distance = j - i - (0 if args.causal == "top_left" else num_keys - num_queries)
+    is_seen = torch.ones(num_queries, num_keys, dtype=torch.bool)
+    if args.causal != "none" or args.window_right >= 0:
+        is_seen &= distance <= (0 if args.causal != "none" else args.window_right)
+    if args.window_left >= 0:
+        is_seen &= distance >= -args.window_left
+    if args.cu_seqlens_q is not None:
+        ends = args.cu_seqlens_q[1:].cpu()
+        is_seen &= torch.bucketize(i, ends, right=True) == torch.bucketize(j, ends, right=True)
+    total = 0
+    for rank in range(num_ranks):
+        rows, own = (_rows(length, num_ranks, sharding, rank) for length in (num_queries, num_keys))
+        visible = is_seen[rows].any(0)
+        total += int(visible.sum() - visible[own].sum())
+    return total
+
+
+def _rows(seqlen: int, num_ranks: int, sharding: str, rank: int) -> list[int]:
+    return [row for part in Shards(seqlen, num_ranks, sharding).ranges(rank) for row in part]
+
+
+def sent_keys(group: Any, inputs: Inputs, way: Way) -> int:
+    """How many keys, with their values, all ranks together send in a forward pass."""
+    args, row = inputs.args, row_axis(inputs.args.layout)
+    k, v = args.k, args.v
+    per_key = (k[..., 0].numel() * k.shape[-1] + v[..., 0].numel() * v.shape[-1]) // k.shape[row] * k.element_size()
+    before = bytes_sent.get(group.group_name, 0)
+    with torch.no_grad():
+        own = shards_of(args, {"group": group, "sharding": way.sharding})
+        attend(own, group, way, seqlen=args.q.shape[row], seqlen_k=k.shape[row])
+    sent = torch.tensor([float(bytes_sent.get(group.group_name, 0) - before)], device=k.device)
+    return int(_summed(sent, group).item()) // per_key
+
+
 @dataclass(frozen=True)
 class Exactness:
     """The largest errors of one problem over some ranks, beside those of the yardstick."""
@@ -231,17 +282,23 @@ class Exactness:
     out_yardstick: float
     grad_error: float  # of q, k and v
     grad_yardstick: float
-    complaints: tuple[str, ...]  # by the error rule
+    sent_keys: int  # by all ranks in the forward pass; 0 where no keys travel
+    least_keys: int
+    complaints: tuple[str, ...]  # by the error rule, or of a rule of this module
 
 
 def measure(group: Any, name: str, inputs: Inputs, way: Way, expected: Expected | None = None) -> Exactness | None:
     """On rank 0; None on the others."""
     ours = whole_result(group, inputs, way)
     again = whole_result(group, inputs, way) if inputs.args.deterministic else ours
+    is_ring = way.strategy == "ring"
+    sent = sent_keys(group, inputs, way) if is_ring else 0
     if dist.get_rank(group):
         return None
     expected = expected or expect(inputs)
     complaints = disagreements(ours, inputs, expected)
+    least = least_keys(inputs.args, dist.get_world_size(group), way.sharding) if is_ring else 0
+    complaints += [f"{sent} keys were sent, {least} are enough"] if sent != least else []
     complaints += [
         f"{field}: differs between two runs"
         for field, one, two in zip(Result._fields, ours, again, strict=True)
@@ -259,6 +316,8 @@ def measure(group: Any, name: str, inputs: Inputs, way: Way, expected: Expected 
         out_yardstick=error(expected.low, "out"),
         grad_error=error(ours, "dq", "dk", "dv"),
         grad_yardstick=error(expected.low, "dq", "dk", "dv"),
+        sent_keys=sent,
+        least_keys=least,
         complaints=tuple(complaints),
     )
 
