@@ -126,11 +126,11 @@ def has_backward(case: Case) -> bool:
 
 
 def drawn(problems: Sequence[tuple[Case, int]]) -> list[tuple[Case, int]]:
-    """Half of the problems, others in each run: most of the time of a run goes into compiling their kernels.
+    """A third of the problems, others in each run: most of the time of a run goes into compiling their kernels.
     FLASHTILE_TEST_ALL=1 keeps them all."""
     if os.environ.get("FLASHTILE_TEST_ALL") == "1":
         return list(problems)
-    count = min(len(problems), max(8, len(problems) // 2))
+    count = min(len(problems), max(8, len(problems) // 3))
     return random.Random(f"{SEED} {len(problems)} {problems[0]}").sample(problems, count)
 
 
