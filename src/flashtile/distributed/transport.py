@@ -1,9 +1,9 @@
 """Messages between the ranks of a group: posted together, waited for one by one, with errors that name the peer.
 
-Backends with device tensors (NCCL) run on a stream of their own; a wait makes the current stream wait, not the host.
-Gloo takes CPU tensors alone, so tensors on a GPU pass through pinned memory. Copies to the host and copies from it have
-a stream each, so that neither waits for kernels that it does not depend on. The host waits for messages, while kernels
-that were launched before keep running.
+On a GPU messages have streams of their own, which wait for what a message needs and for nothing else: a kernel of
+attention fills the GPU, so that a message which becomes ready together with it would come behind it. Backends with
+device tensors (NCCL) make the current stream wait, not the host. Gloo takes CPU tensors alone, so tensors on a GPU pass
+through pinned memory, and the host waits, while kernels that were launched before keep running.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from flashtile.errors import value_error
 from flashtile.problem import is_checking
 
 Message = tuple[int, Tensor]  # rank in the group; contiguous
+Mark = Any  # an event of a stream; None on a CPU
 
 
 # Of a name, which operators take in place of a group
@@ -63,28 +64,29 @@ class Channel:
                 if value != found[0][name]:
                     raise value_error(name, f"{value} on rank {rank}", f"{found[0][name]}, as on rank 0")
 
-    def empty(self, like: Tensor, *shape: int) -> Tensor:
-        """Room for a message. Where it is staged, the memory belongs to the stream that fills it: that stream need not
-        wait for what the current stream used the memory for."""
-        with contextlib.nullcontext() if self.landing is None else torch.cuda.stream(self.landing):
-            return like.new_empty(shape)
+    def mark(self) -> Mark:
+        """Behind what has been launched on the current stream so far."""
+        return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
-        """Starts sending and receiving, behind what has been launched on the current stream so far. Messages of one tag
-        between two ranks arrive in the order in which they were posted; receives have their room from `empty`."""
+    def post(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0, behind: Sequence[Mark] = ()
+    ) -> Pending:
+        """Starts sending and receiving, behind these marks, or behind what has been launched on the current stream so
+        far. Messages of one tag between two ranks arrive in the order in which they were posted."""
         count = sum(tensor.numel() * tensor.element_size() for _, tensor in sends)
         bytes_sent[self.group.group_name] = bytes_sent.get(self.group.group_name, 0) + count
         ready_at = _slow.arrival(sends, receives) if _slow is not None else 0.0
-        pending = self._post(sends, receives, tag)
+        pending = self._post(sends, receives, tag, behind or [self.mark()])
         pending.ready_at = ready_at
         return pending
 
-    def _post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
+    def _post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, behind: Sequence[Mark]) -> Pending:
         if self.stream is None:
             return Pending(self, self._start(sends, receives, tag))
         if self.is_staged:
-            return self._post_staged(sends, receives, tag)
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            return self._post_staged(sends, receives, tag, behind)
+        for mark in behind:
+            self.stream.wait_event(mark)
         with torch.cuda.stream(self.stream):
             for _, tensor in (*sends, *receives):
                 tensor.record_stream(self.stream)
@@ -107,7 +109,9 @@ class Channel:
             tensor.record_stream(self.stream)
             return copy, self.stream.record_event()
 
-    def _post_staged(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
+    def _post_staged(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, behind: Sequence[Mark]
+    ) -> Pending:
         """Tensors in host memory are sent now; those on the device when `wait` is called, since the host would have to
         wait for the kernels before them."""
         ready = [message for message in sends if message[1].device.type == "cpu"]
@@ -122,12 +126,14 @@ class Channel:
             return self._start([(peer, copy) for peer, copy, _ in copies], [], tag)
 
         def land() -> None:
-            current = torch.cuda.current_stream(self.device)
+            # Not when it is posted: messages that land before would wait, too
+            for mark in behind:
+                landing.wait_event(mark)
             with torch.cuda.stream(landing):
                 for (_, pinned), (_, tensor) in zip(arriving, receives, strict=True):
                     tensor.copy_(pinned, non_blocking=True)
-                    tensor.record_stream(current)
-            current.wait_stream(landing)
+                    tensor.record_stream(landing)
+            torch.cuda.current_stream(self.device).wait_stream(landing)
 
         return Pending(self, self._start(ready, arriving, tag), send, land)
 
@@ -164,7 +170,7 @@ class Started(NamedTuple):
 
 
 class Pending:
-    """Messages under way. send: starts those that could not be sent yet; land: copies what arrived to the device."""
+    """Messages under way. send: starts those that could not be sent yet; land: what is done once they are there."""
 
     def __init__(
         self,

@@ -73,10 +73,6 @@ class _Plan:
         shape[self.head], shape[self.row] = heads, rows
         return shape
 
-    def room(self, like: Tensor, heads: int, rows: int) -> Tensor:
-        """For a message."""
-        return self.channel.empty(like, *self.shape(like, heads, rows))
-
     def places(self, rank: int) -> list[range]:
         """Where the rows of a rank stand among all rows."""
         return local_rows(self.all_rows, self.ranges[rank])
@@ -98,7 +94,7 @@ def _to_heads(x: Tensor, *values: Any) -> Tensor:
 
     sends = [(peer, heads_for(peer).contiguous()) for peer in plan.peers()]
     num_heads = len(plan.heads[plan.rank])
-    receives = [(peer, plan.room(x, num_heads, num_rows(plan.ranges[peer]))) for peer in plan.peers()]
+    receives = [(peer, x.new_empty(plan.shape(x, num_heads, num_rows(plan.ranges[peer])))) for peer in plan.peers()]
     pending = plan.channel.post(sends, receives)
     whole = x.new_empty(plan.shape(x, num_heads, num_rows(plan.all_rows)))
     _put_rows(plan, whole, plan.rank, heads_for(plan.rank))
@@ -123,7 +119,7 @@ def _to_rows(y: Tensor, *values: Any) -> Tensor:
 
     sends = [(peer, rows_of(peer).contiguous()) for peer in plan.peers()]
     own_rows = num_rows(plan.ranges[plan.rank])
-    received = {peer: plan.room(y, len(plan.heads[peer]), own_rows) for peer in plan.peers()}
+    received = {peer: y.new_empty(plan.shape(y, len(plan.heads[peer]), own_rows)) for peer in plan.peers()}
     pending = plan.channel.post(sends, list(received.items()))
     received[plan.rank] = rows_of(plan.rank)
     is_shared = sum(map(len, plan.heads)) > plan.args.heads
@@ -200,7 +196,7 @@ def gather_rows(rows: Tensor, group: str, *place: Any) -> Tensor:
     rows = rows.contiguous()
     _check_own(rows, places[channel.rank], channel.rank)
     peers = [(channel.rank + step) % channel.size for step in range(1, channel.size)]
-    received = {peer: channel.empty(rows, sum(map(len, places[peer])), *rows.shape[1:]) for peer in peers}
+    received = {peer: rows.new_empty((sum(map(len, places[peer])), *rows.shape[1:])) for peer in peers}
     channel.post([(peer, rows) for peer in peers], list(received.items())).wait()
     whole = rows.new_empty((sum(len(part) for own in places for part in own), *rows.shape[1:]))
     for rank, part in (received | {channel.rank: rows}).items():
@@ -218,7 +214,7 @@ def scatter_rows(grad: Tensor, group: str, *place: Any) -> Tensor:
     channel = Channel(group, grad.device, timeout, "unshard (backward)")
     peers = [(channel.rank + step) % channel.size for step in range(1, channel.size)]
     own = take(grad, places[channel.rank], 0).contiguous()
-    received = {peer: channel.empty(own, *own.shape) for peer in peers}
+    received = {peer: torch.empty_like(own) for peer in peers}
     sends = [(peer, take(grad, places[peer], 0).contiguous()) for peer in peers]
     channel.post(sends, list(received.items())).wait()
     received[channel.rank] = own
