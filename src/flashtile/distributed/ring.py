@@ -105,7 +105,7 @@ class _Pass:
         self.sum_dtype = torch.float64 if self.is_wide else torch.float32
         self._packed: dict[Ranges, Tensor] = {}
         self.slots: list[Tensor] = []  # room for the keys of a step; the steps take turns
-        self.free_behind: list[list[Mark]] = []  # by slot
+        self.free_behind: list[Mark] = []  # by slot; the first are also behind the messages with keys
 
     def _shared_options(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
@@ -171,7 +171,7 @@ class _Pass:
         if self.channel.stream is not None:
             for other in others:
                 self.outgoing(other)
-        self.free_behind = [[self.channel.mark()] for _ in self.slots]
+        self.free_behind = [self.channel.mark()] * len(self.slots)
 
     def buffer(self, num_keys: int) -> Tensor:
         """Room for that many keys and values."""
@@ -193,7 +193,7 @@ class _Pass:
         source, receiver = (self.rank - step) % self.size, (self.rank + step) % self.size
         wanted = self.wanted(self.rank, source)
         num_keys = num_rows(wanted)
-        behind: list[Mark] = []
+        behind: Mark = None
         if self.is_gathered:
             buffer = self.buffer(num_keys)
         else:
@@ -204,7 +204,7 @@ class _Pass:
 
     def release(self, step: int) -> None:
         """The room of a step may be filled again behind what has been launched so far."""
-        self.free_behind[step % len(self.slots)].append(self.channel.mark())
+        self.free_behind[step % len(self.slots)] = self.channel.mark()
 
     def gathered(self) -> tuple[list[_Block], Ranges, Tensor, Tensor]:
         """The blocks of all ranks by rank, and their keys together in the order of the sequence."""

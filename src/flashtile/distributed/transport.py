@@ -68,25 +68,22 @@ class Channel:
         """Behind what has been launched on the current stream so far."""
         return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
 
-    def post(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0, behind: Sequence[Mark] = ()
-    ) -> Pending:
-        """Starts sending and receiving, behind these marks, or behind what has been launched on the current stream so
-        far. Messages of one tag between two ranks arrive in the order in which they were posted."""
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0, behind: Mark = None) -> Pending:
+        """Starts sending and receiving, behind a mark, or behind what has been launched on the current stream so far.
+        Messages of one tag between two ranks arrive in the order in which they were posted."""
         count = sum(tensor.numel() * tensor.element_size() for _, tensor in sends)
         bytes_sent[self.group.group_name] = bytes_sent.get(self.group.group_name, 0) + count
         ready_at = _slow.arrival(sends, receives) if _slow is not None else 0.0
-        pending = self._post(sends, receives, tag, behind or [self.mark()])
+        pending = self._post(sends, receives, tag, self.mark() if behind is None else behind)
         pending.ready_at = ready_at
         return pending
 
-    def _post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, behind: Sequence[Mark]) -> Pending:
+    def _post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, behind: Mark) -> Pending:
         if self.stream is None:
             return Pending(self, self._start(sends, receives, tag))
         if self.is_staged:
             return self._post_staged(sends, receives, tag, behind)
-        for mark in behind:
-            self.stream.wait_event(mark)
+        self.stream.wait_event(behind)
         with torch.cuda.stream(self.stream):
             for _, tensor in (*sends, *receives):
                 tensor.record_stream(self.stream)
@@ -109,9 +106,7 @@ class Channel:
             tensor.record_stream(self.stream)
             return copy, self.stream.record_event()
 
-    def _post_staged(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, behind: Sequence[Mark]
-    ) -> Pending:
+    def _post_staged(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, behind: Mark) -> Pending:
         """Tensors in host memory are sent now; those on the device when `wait` is called, since the host would have to
         wait for the kernels before them."""
         ready = [message for message in sends if message[1].device.type == "cpu"]
@@ -127,8 +122,7 @@ class Channel:
 
         def land() -> None:
             # Not when it is posted: messages that land before would wait, too
-            for mark in behind:
-                landing.wait_event(mark)
+            landing.wait_event(behind)
             with torch.cuda.stream(landing):
                 for (_, pinned), (_, tensor) in zip(arriving, receives, strict=True):
                     tensor.copy_(pinned, non_blocking=True)
