@@ -34,7 +34,9 @@ SMALL_US = 20.0  # shorter copies are of numbers, not of keys
 
 def traced(group: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Kernels and copies of this rank: name, kind, stream, start and length in microseconds."""
-    shapes = [(1, heads, options.rows, 128) for heads in (options.heads, options.heads_kv, options.heads_kv)]
+    shapes = [
+        (1, heads, options.rows, options.head_dim) for heads in (options.heads, options.heads_kv, options.heads_kv)
+    ]
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
 
     def step() -> None:
@@ -131,6 +133,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16384, help="of each rank")
     parser.add_argument("--heads", type=int, default=64)
     parser.add_argument("--heads-kv", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--full", action="store_true", help="without a causal mask")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--out", type=Path, help="folder to write into")
