@@ -19,7 +19,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import distributed, ops
-from flashtile.distributed import launch, simulate, transport
+from flashtile.distributed import launch, ring, simulate, transport
 from flashtile.distributed.exactness import CASES, WAYS, Way, case_inputs, judge, measure, packed_inputs, refusal
 from flashtile.distributed.pieces import Band, needed, pieces
 from flashtile.distributed.sharding import Shards, num_rows
@@ -330,6 +330,36 @@ def test_fsdp_and_tensor_parallel(pool: Pool, uses_sdpa: bool) -> None:
         assert ours == pytest.approx(expected, rel=1e-4)
 
 
+def run_resumed(group: Any) -> None:
+    """Saved on two ranks, loaded on one that knows nothing of ranks: training goes on as if it had been alone."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    x = torch.randn(1, 24, 32, generator=torch.Generator().manual_seed(1))
+    alone, plain = model(True), torch.nn.functional.scaled_dot_product_attention
+    keys = list(alone.state_dict())
+    trained(alone, x, x.numel())
+    mesh, net = rank_pool.meshes[2, 1]["ring"], model(True)
+    try:
+        for block in net:
+            parallelize_module(block, mesh, {"": distributed.ContextParallel()})
+            fully_shard(block, mesh=mesh)
+        trained(net, distributed.shard(x, 1, mesh=mesh), x.numel() // 2)
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = plain
+    saved = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False))
+    if dist.get_rank(group) == 0:
+        assert list(saved) == keys
+        resumed = model(True)
+        resumed.load_state_dict(saved)
+        torch.testing.assert_close(trained(resumed, x, x.numel()), trained(alone, x, x.numel()), rtol=1e-4, atol=1e-6)
+
+
+def test_a_saved_model_goes_on_alone(pool: Pool) -> None:
+    pool.run(run_resumed, 2)
+
+
 def run_context(group: Any) -> None:
     size = dist.get_world_size(group)
     generator = torch.Generator().manual_seed(0)
@@ -401,7 +431,7 @@ def test_ranks_that_call_differently(pool: Pool) -> None:
 
 
 def run_opcheck(group: Any) -> None:
-    from flashtile.distributed import ring, ulysses
+    from flashtile.distributed import ulysses
 
     name, utils = group.group_name, ("test_schema", "test_autograd_registration", "test_faketensor")
     q, k = torch.randn(1, 4, 6, 8, requires_grad=True), torch.randn(1, 2, 6, 8, requires_grad=True)
@@ -418,17 +448,20 @@ def test_opcheck(pool: Pool) -> None:
     pool.run(run_opcheck, 2)
 
 
-def serve_until_one_dies(rank: int, port: int, how: str, pipe: Any) -> None:
+def serve_until_one_dies(rank: int, port: int, how: str, name: str, pipe: Any) -> None:
     prepare(rank, 3, port)
-    q = torch.randn(1, 2, 8, 8, requires_grad=True)
-    distributed.ring_attention(q, q, q, timeout=20, transport="p2p")  # connections are made
+    q = torch.randn(1, 3, 8, 8, requires_grad=True)
+    attend = {"ring_attention": functools.partial(distributed.ring_attention, transport="p2p")}.get(
+        name, distributed.ulysses_attention
+    )
+    attend(q, q, q, timeout=20)  # connections are made
     if rank == 2 and how == "dies":
         os._exit(1)
     if rank == 2:
         time.sleep(60)
     start = time.monotonic()
     try:
-        distributed.ring_attention(q, q, q, timeout=2, transport="p2p")
+        attend(q, q, q, timeout=2)
         pipe.send(("no error", 0.0))
     except distributed.PeerError as error:
         pipe.send((str(error), time.monotonic() - start))
@@ -436,13 +469,15 @@ def serve_until_one_dies(rank: int, port: int, how: str, pipe: Any) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("how", ["dies", "hangs"])
-def test_a_rank_that_is_gone_is_an_error(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "name"), [("dies", "ring_attention"), ("hangs", "ring_attention"), ("dies", "ulysses_attention")]
+)
+def test_a_rank_that_is_gone_is_an_error(how: str, name: str) -> None:
     ctx, port = context(), free_port()
     pipes, processes = [], []
     for rank in range(3):
         ours, theirs = ctx.Pipe()
-        process = ctx.Process(target=serve_until_one_dies, args=(rank, port, how, theirs), daemon=True)
+        process = ctx.Process(target=serve_until_one_dies, args=(rank, port, how, name, theirs), daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -451,7 +486,7 @@ def test_a_rank_that_is_gone_is_an_error(how: str) -> None:
         for rank in (0, 1):
             assert pipes[rank].poll(60), f"rank {rank} hangs"
             message, seconds = pipes[rank].recv()
-            assert message.startswith(f"ring_attention: rank {rank} of 3 could not "), message
+            assert message.startswith(f"{name}: rank {rank} of 3 could not "), message
             assert "within 2 s" in message
             assert seconds < 15
     finally:
@@ -517,6 +552,35 @@ def test_a_causal_step_is_one_call() -> None:
         assert num_rows(keys) == (8 if source == 0 else 16)
 
 
+class OneOfTwo:
+    """A channel for questions that need no messages."""
+
+    rank, size = 0, 2
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def check_same(self, options: Any) -> None: ...
+
+
+def test_small_problems_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call for everything, where keys and values are at most 4 MiB."""
+    monkeypatch.setattr(ring, "Channel", OneOfTwo)
+    rows = (4 << 20) // (2 * 4 * (16 + 16) * 4)  # of each of two ranks, 4 heads, k and v of 16 float32 numbers
+    tensors = [torch.empty(1, 4, rows + 1, 16) for _ in range(3)]
+    plain: dict[str, Any] = dict.fromkeys(ring.RingArgs._fields)
+    plain |= {"causal": "none", "window_left": -1, "window_right": -1, "dropout_p": 0.0, "total_heads": 0}
+    plain |= {"layout": "bhsd", "sharding": "zigzag", "merged": 1, "transport": "auto"}
+
+    def args(count: int, **changes: Any) -> Any:
+        own = dict(zip(("q", "k", "v"), (tensor[:, :, :count] for tensor in tensors), strict=True))
+        return ring.RingArgs(**(plain | own | {"seqlen_q": 2 * count, "seqlen_k": 2 * count} | changes))
+
+    assert ring._Forward(args(rows)).is_gathered
+    assert not ring._Forward(args(rows + 1)).is_gathered
+    assert not ring._Forward(args(rows, transport="p2p")).is_gathered
+    assert ring._Forward(args(rows + 1, transport="gather")).is_gathered
+
+
 def test_scores_are_counted(seed: int) -> None:
     from flashtile.distributed.cost import _below
 
@@ -534,6 +598,10 @@ def test_the_cost_model_explains_its_choice() -> None:
     assert found.strategy == "ring"
     assert found.estimates[0].overlap > 0.9
     assert "context_attention over 8 ranks: ring" in str(found)
+    slow = distributed.explain_context(
+        q[:, :, :4096], k[:, :, :4096], k[:, :, :4096], num_ranks=8, link="ethernet", causal=True
+    )
+    assert slow.strategy == "ulysses"
     few = distributed.explain_context(q[:, :6], q[:, :6], q[:, :6], num_ranks=4)
     assert few.refusals == {"ulysses": "6 query heads are not a multiple of 4 ranks"}
 
@@ -599,12 +667,12 @@ def give_up(group: Any) -> None:
     dist.barrier()
 
 
-def test_simulation() -> None:
+def test_simulation(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from flashtile.cli.main import app
 
-    words = ["distributed", "simulate", "--ranks", "8,1024", "--rows", "4096,16384", "--json"]
+    words = ["distributed", "simulate", "--ranks", "8,1024", "--rows", "4096,16384", "--json", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     points = json.loads(result.output.splitlines()[-1])
@@ -612,6 +680,9 @@ def test_simulation() -> None:
     assert ring["NVLink", 8, 8 * 4096]["overlap"] >= 0.9
     assert ring["InfiniBand,", 8, 8 * 16384]["overlap"] >= 0.9
     assert ring["InfiniBand,", 1024, 1 << 24]["memory_bytes"] < 2e9
+    written = (tmp_path / "distributed_simulation.csv").read_text().splitlines()
+    assert len(written) == 1 + len(points)
+    assert (tmp_path / "distributed_simulation.png").stat().st_size > 10_000
     bad = CliRunner().invoke(app, ["distributed", "simulate", "--links", "string"])
     assert bad.exit_code == 2
 

@@ -410,13 +410,36 @@ def _check(given: Options) -> None:
 
 def _ring(given: Options, group: Any, merged: int, timeout: float | None) -> tuple[Tensor, Tensor]:
     args = given.args
-    result: tuple[Tensor, Tensor] = ring.forward_op(
-        *(args.q, args.k, args.v, args.bias, args.mask, args.alibi_slopes, args.sinks, args.rng_state),
-        *(given.cu_seqlens, args.scale, args.causal, args.window_left, args.window_right, args.softcap),
-        *(args.dropout_p, given.first_head, given.total_heads, args.deterministic, args.layout, args.backend),
-        *(group.group_name, given.sharding, given.seqlen_q, given.seqlen_k, merged, given.transport),
-        timeout_of(timeout),
+    values = ring.RingArgs(
+        q=args.q,
+        k=args.k,
+        v=args.v,
+        bias=args.bias,
+        mask=args.mask,
+        alibi_slopes=args.alibi_slopes,
+        sinks=args.sinks,
+        rng_state=args.rng_state,
+        cu_seqlens=given.cu_seqlens,
+        scale=args.scale,
+        causal=args.causal,
+        window_left=args.window_left,
+        window_right=args.window_right,
+        softcap=args.softcap,
+        dropout_p=args.dropout_p,
+        first_head=given.first_head,
+        total_heads=given.total_heads,
+        deterministic=args.deterministic,
+        layout=args.layout,
+        backend=args.backend,
+        group=group.group_name,
+        sharding=given.sharding,
+        seqlen_q=given.seqlen_q,
+        seqlen_k=given.seqlen_k,
+        merged=merged,
+        transport=given.transport,
+        timeout=timeout_of(timeout),
     )
+    result: tuple[Tensor, Tensor] = ring.forward_op(*values)
     return result
 
 
