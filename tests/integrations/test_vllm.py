@@ -65,7 +65,7 @@ class Engine:
 
 
 def built(common: CommonAttentionMetadata) -> Any:
-    builder = ours.FlashtileBackend.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
+    builder = ours.FlashtileBackend.get_builder_cls()(None, ["layer"], None, torch.get_default_device())
     return builder.build(0, common)
 
 
