@@ -84,7 +84,10 @@ def _point(chosen: dict[str, str], is_causal: bool) -> Point:
 
 
 def _stem(lists: dict[str, list[str]], masks: Sequence[str]) -> str:
-    """The words in one fixed order, so that a problem has one file name."""
+    """The words in one fixed order, so that a problem has one file name. A mask or pass alone is left out where it is
+    the default."""
     sizes = [key + "-".join(lists[key]) for key in _SIZES if key in lists and not (key == "S" and "Sq" in lists)]
-    names = [*map(dtype_key, lists["dtype"]), *dict.fromkeys(masks), *lists["pass"]]
-    return "_".join(["profile", *sizes, *(name.replace("+", "") for name in names if name not in ("full", "fwd"))])
+    names = [dtype_key(name) for name in lists["dtype"]]
+    for words, default in ((list(dict.fromkeys(masks)), "full"), (lists["pass"], "fwd")):
+        names += [] if words in ([], [default]) else [word.replace("+", "") for word in words]
+    return "_".join(["profile", *sizes, *names])
