@@ -122,6 +122,9 @@ def test_different_problems_have_different_file_names():
     assert len(stems) == len(words)
     assert {problems.parse(one.split()).stem for one in ("", "full", "pass=fwd", "S=4096")} <= stems
     assert not any("+" in stem for stem in stems)
+    for text in ("", "B=1 H=8 Hkv=2 Sq=1 Sk=9 d=64 dv=32 causal dtype=fp16 pass=bwd"):
+        (point,), stem = (found := problems.parse(text.split())).points, found.stem
+        assert problems.stem(point) == stem
 
 
 @pytest.mark.parametrize(

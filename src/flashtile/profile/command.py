@@ -167,17 +167,18 @@ def _facts(wanted: Problems, arch: Arch, env: Environment, console: Console, as_
 
 
 def _timeline(wanted: Problems, folder: Path, env: Environment, console: Console) -> int:
-    """Records the clocks of one block of our kernels."""
-    found: list[timeline.Timeline] = []
+    """Records the clocks of one block of our kernels. Every problem and pass has a file."""
+    written: list[Path] = []
     for point in wanted.points:
         try:
-            found += timeline.record(point, tables.problem_text(point), env)
+            found = timeline.record(point, tables.problem_text(point), env)
         except Unsupported as error:
             console.print(str(error), style="red", highlight=False, markup=False, soft_wrap=True)
-    if not found:
+            continue
+        for one in found:
+            show(console, timeline.table(one))
+        written += timeline.write(found, folder / f"{problems.stem(point).replace('profile', 'timeline', 1)}.json")
+    if not written:
         return 1
-    for one in found:
-        show(console, timeline.table(one))
-    path = folder / f"{wanted.stem.replace('profile', 'timeline', 1)}.json"
-    say_files(console, timeline.write(found, path))
+    say_files(console, written)
     return 0
