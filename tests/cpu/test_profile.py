@@ -7,6 +7,7 @@ import csv
 import io
 import itertools
 import json
+import re
 import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -489,3 +490,12 @@ def test_labels_of_a_roofline_stay_apart_and_under_the_roof():
     assert places[0] == 1.0
     assert all(place <= height for place, height in zip(places, heights, strict=True))
     assert all(upper - lower >= 0.1 - 1e-9 for lower, upper in itertools.pairwise([*places, 3.0]))
+
+
+def test_commands_of_the_write_up_that_need_no_gpu():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "writeup.md").read_text(encoding="utf-8")
+    commands = re.findall(r"`flashtile ([^`]+)`", page.partition("\nWithout a GPU:")[2])
+    assert len(commands) >= 2
+    for one in commands:
+        result = CliRunner().invoke(app, one.split())
+        assert result.exit_code == 0, f"{one}: {result.output}"

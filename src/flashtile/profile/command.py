@@ -19,10 +19,10 @@ from flashtile.bench.providers import Provider
 from flashtile.bench.rows import Environment, Row, Writer, as_dict
 from flashtile.bench.sweep import Settings, Sweep
 from flashtile.bench.terminal import make_console, progress_bar, say_files, say_remark, show
-from flashtile.errors import Unsupported, unsupported, value_error
-from flashtile.kernels.arch import ARCHS, Arch, arch_named
+from flashtile.errors import Unsupported, unsupported
+from flashtile.kernels.arch import Arch
 from flashtile.profile import ceilings, figures, measure, problems, tables, timeline
-from flashtile.profile.gpu import current_arch
+from flashtile.profile.gpu import arch_option, current_arch
 from flashtile.profile.problems import Problems
 from flashtile.profile.rows import KernelRow
 
@@ -49,7 +49,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     console = make_console(options.as_json)
     if options.arch is not None:
         return partial(
-            _facts, wanted, _arch(options.arch), device.environment("cpu", arguments), console, options.as_json
+            _facts, wanted, arch_option(options.arch), device.environment("cpu", arguments), console, options.as_json
         )
     where, line = device.resolve(None)
     if where != "cuda":
@@ -138,13 +138,6 @@ class Run:
         except Unsupported as error:
             self._say(str(error))
         return written
-
-
-def _arch(name: str) -> Arch:
-    found = arch_named(name)
-    if found is None or found.number not in ARCHS:
-        raise value_error("--arch", repr(name), ", ".join(f"sm_{number}" for number in ARCHS))
-    return found
 
 
 def _facts(wanted: Problems, arch: Arch, env: Environment, console: Console, as_json: bool) -> int:
