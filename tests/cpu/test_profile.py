@@ -21,6 +21,7 @@ from test_bench_docs import make_docs
 from typer.testing import CliRunner
 
 from flashtile import Unsupported
+from flashtile.bench.load import Load
 from flashtile.bench.points import Point
 from flashtile.bench.rows import read
 from flashtile.cli.main import app
@@ -364,13 +365,16 @@ def run(tmp_path, monkeypatch):
         monkeypatch.setattr(measure, "compiled_kernels", compiled)
         monkeypatch.setattr(command, "Settings", lambda *_: SETTINGS)
         monkeypatch.setattr(command.device, "cache_bytes", lambda where: 0)
-        monkeypatch.setattr(ceilings, "measure", lambda: ROOFS)
+        events: list[str] = []
+        monkeypatch.setattr(command, "Load", lambda where: events.append("load") or Load("cpu"))
+        monkeypatch.setattr(ceilings, "measure", lambda: events.append("ceilings") or ROOFS)
         monkeypatch.setattr(command, "current_arch", lambda: ARCHS[90])
         text = io.StringIO()
         wanted = problems.parse(["B=1", "H=2", "S=64", "d=64", "dtype=bf16", "pass=fwd,bwd"])
         fakes = [provider(name, refuse if name == refusing else right, name != "cuda") for name in PROVIDERS]
         job = command.Run(wanted, fakes, tmp_path, ENV, Console(file=text, width=250), as_json=False)
         status = job.start()
+        assert events == ["load", "ceilings"]  # its own work is not other work that keeps the GPU busy
         rows = read(tmp_path / f"{wanted.stem}.csv", KernelRow)
         return status, text.getvalue(), rows
 

@@ -44,6 +44,14 @@ def test_a_mark_is_nothing_in_an_ordinary_build():
     assert machine_code((f"#define FT_TIMELINE 0x7f0000000000ull\n{MARKED}", ENTRY)) != plain
 
 
+def test_kernels_with_marks_are_found():
+    assert timeline.has_marks(MARKED.replace("flashtile::mark(flashtile::Phase", "mark(Phase"))
+    assert timeline.has_marks('#include "flashtile/kernels/fwd_sm90.cuh"\n')
+    assert timeline.has_marks('#include "flashtile/kernels/bwd_sm90.cuh"\n')
+    assert not timeline.has_marks('#include "flashtile/kernels/bwd_sm90_steps.cuh"\n')
+    assert not timeline.has_marks('#include "flashtile/core/timeline.cuh"\n')
+
+
 def test_the_phases_are_read_from_the_header():
     phases, num_steps = timeline.header_constants()
     names = [phase.name for phase in phases]

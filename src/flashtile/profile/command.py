@@ -81,13 +81,13 @@ class Run:
             return INTERRUPTED
 
     def _all(self) -> int:
+        load = Load("cuda")  # before anything of this run keeps the GPU busy
         roofs = ceilings.measure()
         self._say(
             f"Measured ceilings: {roofs.tensor_tflops:.0f} TFLOP/s of tensor cores, {roofs.fma_tflops:.1f} of FMA; "
             f"GB/s: {roofs.dram_gb_per_s:.0f} of device memory, {roofs.l2_gb_per_s:.0f} of L2, "
             f"{roofs.shared_gb_per_s:.0f} of shared memory."
         )
-        load = Load("cuda")
         timed = self._time()
         remark = load.remark()
         ran = [row for row in timed if row.is_ok]
