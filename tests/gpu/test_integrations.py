@@ -52,10 +52,11 @@ def with_gradients(call: Callable[..., Tensor], inputs: list[Tensor], dout: Tens
     return [out.detach(), *torch.autograd.grad(out, inputs, dout.to(out.dtype))]
 
 
-def assert_close(ours: list[Tensor], exact: list[Tensor]) -> None:
+def assert_close(ours: list[Tensor], exact: list[Tensor], tolerance: float = 0.02) -> None:
+    """By the norm of each tensor: rounding to bfloat16 is far below, a wrong mask or scale far above."""
     for mine, expected in zip(ours, exact, strict=True):
-        error = (mine.double() - expected).abs().max().item()
-        assert error <= 0.02 * max(1.0, expected.abs().max().item())
+        error = (mine.double() - expected.double()).norm() / expected.double().norm()
+        assert error.item() <= tolerance
 
 
 @pytest.mark.usefixtures("active")
@@ -99,13 +100,13 @@ def test_a_compiled_model_through_the_registry() -> None:
     torch._dynamo.reset()
     model = torch.nn.TransformerEncoderLayer(256, 4, 512, dropout=0.0, batch_first=True, device="cuda").bfloat16()
     x = torch.randn(2, 128, 256, device="cuda", dtype=torch.bfloat16)
-    compiled = torch.compile(model)
+    compiled = torch.compile(model, backend="aot_eager")
     out: list[Tensor] = []
     names = names_of(lambda: out.append(compiled(x)) or out[0].float().sum().backward())
     assert {"flashtile::forward", "flashtile::backward"} <= names
     with sdpa_kernel(SDPBackend.MATH):
         expected = model.double()(x.double())
-    torch.testing.assert_close(out[0].double(), expected, rtol=0.05, atol=0.05)
+    assert_close(out, [expected], tolerance=0.05)
 
 
 # transformers
@@ -120,7 +121,12 @@ def llama() -> Any:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "pad_token_id": 0}
     with torch.device("cuda"):
         config = transformers.LlamaConfig(**sizes, **heads, eos_token_id=None)
-        return transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    with torch.no_grad():  # with the initial weights the scores are next to 0
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(4.0)
+            layer.self_attn.k_proj.weight.mul_(4.0)
+    return model
 
 
 @pytest.mark.parametrize("has_padding", [False, True])
@@ -130,14 +136,15 @@ def test_llama(has_padding: bool) -> None:
     mask = torch.ones_like(ids)
     if has_padding:
         mask[1, :60] = 0
+    weights = torch.randn(int(mask.sum()), 1000, device="cuda")
     results: dict[str, list[Tensor]] = {}
     for name in ("flashtile", "sdpa"):
         model.set_attn_implementation(name)
         model.zero_grad()
         logits = model(ids, attention_mask=mask).logits[mask.bool()]
-        logits.float().square().mean().backward()
-        results[name] = [logits.detach().double(), *(p.grad.double() for p in model.parameters())]
-    assert_close(results["flashtile"], results["sdpa"])
+        (logits.float() * weights).sum().backward()
+        results[name] = [logits.detach(), *(p.grad for p in model.parameters())]
+    assert_close(results["flashtile"], results["sdpa"], tolerance=0.1)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -153,7 +160,7 @@ def test_llama_generates(cache: str) -> None:
     assert found.sequences.shape == (2, 78)
     model.set_attn_implementation("sdpa")
     expected = model(found.sequences).logits[:, 69:-1]
-    torch.testing.assert_close(torch.stack(found.logits, 1), expected.to(found.logits[0].dtype), rtol=0.05, atol=0.05)
+    assert_close([torch.stack(found.logits, 1)], [expected], tolerance=0.1)
 
 
 def test_a_compiled_llama() -> None:
@@ -163,8 +170,8 @@ def test_a_compiled_llama() -> None:
     with torch.no_grad():
         expected = model(ids).logits
         model.set_attn_implementation("flashtile")
-        compiled = torch.compile(model, fullgraph=True)
-        torch.testing.assert_close(compiled(ids).logits, expected, rtol=0.05, atol=0.05)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert_close([compiled(ids).logits], [expected], tolerance=0.1)
         assert any("fwd_sm90" in name or "fwd_sm80" in name for name in names_of(lambda: compiled(ids)))
 
 
@@ -192,4 +199,4 @@ def test_thunder() -> None:
     assert {"flashtile::forward", "flashtile::backward"} <= names
     assert "flashtile_forward" in str(thunder.last_traces(jitted)[-1])
     assert "flashtile_backward" in str(thunder.last_backward_traces(jitted)[-1])
-    assert_close(results, [t.double() for t in with_gradients(model, [x], dout)])
+    assert_close(results, with_gradients(model, [x], dout))
