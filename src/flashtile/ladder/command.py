@@ -248,10 +248,7 @@ class Run:
 def _arch(name: str | None) -> Arch:
     if name is None:
         return gpu.current_arch() if torch.cuda.is_available() else ARCHS[_DEFAULT_ARCH]
-    known = {arch.name: arch for arch in ARCHS.values()}
-    if name not in known:
-        raise value_error("--arch", repr(name), ", ".join(known))
-    return known[name]
+    return gpu.arch_option(name)
 
 
 def _list(chosen: Sequence[Rung], arch: Arch, variables: Variables, as_json: bool) -> int:

@@ -149,12 +149,15 @@ def _options(device: DeviceResults) -> str:
 def _profiles(device: DeviceResults) -> str:
     parts = []
     for one in device.of("profile_"):
-        shown = "".join(_table(found) for found in profile_tables.tables(one.rows))
+        panels: dict[str, str] = {}
+        for problem in dict.fromkeys(row.problem for row in one.rows):
+            own = [row for row in one.rows if row.problem == problem]
+            panels[profile_tables.problem_text(own[0])] = "".join(map(_table, profile_tables.tables(own)))
         missing = next((row.no_counters for row in one.rows if row.no_counters), "")
         note = f'<p class="soft">No counters: {escape(missing)}</p>' if missing else ""
         parts.append(
             f"<h3>{escape(one.stem.removeprefix('profile_').replace('_', ' '))}</h3>{note}"
-            f"{_chart(charts.profile_roofline(one.rows), 'Memory')}{shown}"
+            f"{_chart(charts.profile_roofline(one.rows), 'Memory')}{_panels(panels, 'Problem')}"
         )
     return "".join(parts)
 
