@@ -42,6 +42,10 @@ enum class Mutation {
   bwd_sm90_f32_group,     // dK and dV use only one query head of a group
   bwd_sm90_f32_softcap,   // dK ignores the derivative of the softcap
   bwd_sm90_f32_dropout,   // dQ ignores dropout
+  bwd_sm90_f32_wide_rows,   // wide heads: every other tile repeats the 32 rows before it
+  bwd_sm90_f32_wide_half,   // wide heads: both warpgroups compute the first half of dQ's columns
+  bwd_sm90_f32_wide_stale,  // wide heads: dQ takes dP of the tile before
+  bwd_sm90_f32_wide_slab,   // wide heads, bf16_t parts: the second slab of a block's rows is used again as the fourth
   // Found by `flashtile check`, in the Hopper decode kernel
   decode_sm90_tail,    // rows of V past the last key are not cleared
   decode_sm90_weight,  // all parts of a row tile have the same weight
