@@ -38,6 +38,10 @@ enum class Mutation {
   fwd_sm90_f32_rescale,   // the output is not scaled down when the maximum rises
   fwd_sm90_f32_tail,      // rows past the last query or key are split instead of cleared
   fwd_sm90_f32_gqa_head,  // query head h uses KV head h % heads_kv instead of h / group
+  fwd_sm90_f32_direct_rank,    // without a pre-pass: the last block of a cluster repeats the keys of the first
+  fwd_sm90_f32_direct_weight,  // without a pre-pass: all blocks of a cluster have the same weight
+  fwd_sm90_f32_direct_tail,    // without a pre-pass: rows past the last query or key are split instead of cleared
+  fwd_sm90_f32_direct_part,    // without a pre-pass: the small parts of the second half of V's columns are dropped
   bwd_sm90_f32_unscale,   // sums of P and dS products keep the scale of their rows
   bwd_sm90_f32_group,     // dK and dV use only one query head of a group
   bwd_sm90_f32_softcap,   // dK ignores the derivative of the softcap
