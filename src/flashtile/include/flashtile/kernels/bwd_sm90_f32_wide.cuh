@@ -263,7 +263,6 @@ struct BwdSm90F32WideDkdv {
     if (threadIdx.x == 0) {
       init(shared);
       shared.tile = KeyTile::find<kStreamRows, 64, Mask, SeqInfo>(p);
-      if constexpr (mutates(Mutation::bwd_sm90_f32_group)) shared.tile.num_heads = 1;
     }
     __syncthreads();
     const KeyTile& tile = shared.tile;
@@ -401,7 +400,6 @@ struct BwdSm90F32WideDq {
           for (i32 x = 0; x < 4; ++x) {
             float factor = warpgroup == 0 ? rX[4 * b + x] : other[x];
             float dp = (warpgroup == 0 ? other[x] : rX[4 * b + x]) * unscale.dp;
-            if constexpr (mutates(Mutation::bwd_sm90_f32_dropout)) factor = fabsf(factor);
             if constexpr (Dropout::kIsOn) dp = __float_as_int(factor) < 0 ? 0.0f : dp * p.keep_factor;
             rX[4 * b + x] = fabsf(factor) * (dp - delta[x / 2]);
           }
