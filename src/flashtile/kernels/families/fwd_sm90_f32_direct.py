@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from flashtile.kernels import speeds
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import query_grid
@@ -20,8 +21,10 @@ from flashtile.kernels.spec import CallLayout, Features, PlanKey
 
 _KERNEL = "fwd_sm90_f32_direct"
 _HEAD_DIM, _BLOCK_M, _BLOCK_N, _STAGES, _PARTS = 64, 128, 64, 2, 3
-_MAX_CLUSTER = 8
 _SMALL_GRID, _FEW = SmallGrid(_BLOCK_M), FewQueries(64, 1)
+# Blocks that share the keys of a tile: as many as give every multiprocessor about one block
+_CLUSTERS = 2, 4
+_SMALLEST_GRID = SmallGrid(_BLOCK_M // 4)
 _WORK_ITEMS, _ITEM_BYTES = 3, 104  # WorkItemRing, WorkItem (attn/work_item.cuh)
 
 
@@ -68,7 +71,7 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
     head_dims = ((_HEAD_DIM, _HEAD_DIM),)
     features = Family.features - {"is_paged", "is_aligned16"}
     takes_out_dtypes = False
-    length_classes = (_SMALL_GRID, _FEW)
+    length_classes = (_SMALL_GRID, _SMALLEST_GRID, _FEW)
 
     def refuse_arch(self, arch: Arch) -> str | None:
         return None if arch.has_wgmma else f"{arch.name} has no wgmma"
@@ -77,7 +80,7 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
         reason = super().refuse(key)
         if reason is None and not key.is_scale_positive:
             reason = "a scale that is not positive"
-        if reason is None and not key.length(_SMALL_GRID):
+        if reason is None and not (key.length(_SMALL_GRID) or key.length(_SMALLEST_GRID)):
             reason = f"tiles of {_BLOCK_M} queries give every multiprocessor a block: a pre-pass is faster"
         if reason is None and key.length(_FEW):
             reason = "at most 64 queries: a tile would be half empty"
@@ -86,10 +89,15 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
         return reason
 
     def every_row(self, dtype: str) -> Iterator[FwdSm90F32DirectRow]:
-        yield _row(_HEAD_DIM)
+        for cluster in _CLUSTERS:
+            yield _row(_HEAD_DIM, cluster)
 
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[FwdSm90F32DirectRow]:
-        yield _row(key.head_dim)
+        yield _row(key.head_dim, _CLUSTERS[key.length(_SMALLEST_GRID)])
+
+    def timed_as(self, key: PlanKey) -> str:
+        """Faster than simt at every measured length; preferred to a pre-pass for its memory (docs/float32.md)."""
+        return "fwd_sm90_f32" if key.length(speeds.SIZE) else "fwd_simt"
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         return self.launch_row(self.select(_KERNEL, key), key, layout)
@@ -99,15 +107,11 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
 
     def _step(self, row: FwdSm90F32DirectRow, key: PlanKey) -> Step:
         # The first factor is the size of a cluster
-        cluster = "head_dim", _columns(key.head_dim)
+        cluster = "head_dim", -(-key.head_dim // row.cluster)
         return tile_step(row, key.features, (cluster, *query_grid(row.block_m)))
 
 
-def _columns(head_dim: int) -> int:
-    """A divisor of a grid's factor that turns the head dim into the size of a cluster."""
-    return -(-head_dim // _MAX_CLUSTER)
-
-
-def _row(head_dim: int) -> FwdSm90F32DirectRow:
-    cluster = -(-head_dim // _columns(head_dim))
+def _row(head_dim: int, cluster: int) -> FwdSm90F32DirectRow:
+    # A factor of the grid must give it: a quotient of the head dim, which may be smaller
+    cluster = -(-head_dim // -(-head_dim // cluster))
     return FwdSm90F32DirectRow(_KERNEL, "float32", "float32", _HEAD_DIM, _HEAD_DIM, _BLOCK_M, _BLOCK_N, cluster)

@@ -99,6 +99,49 @@ FT_DEVICE void add_product(float (&rD)[kCount / 2], const SplitFragment<Config, 
   }
 }
 
+// A bool mask and score modifiers of 8 elements. Mask or bias are loaded together: one by one, each load would wait for
+// the one before. With more options that would take too many registers. Scope: thread.
+template <class Mask, class ScoreMod, class Dropout>
+struct TileOptions {
+  static constexpr bool kLoadsAhead = Mask::kHasBool != ScoreMod::kHasBias && !ScoreMod::kHasSoftcap &&
+                                      !ScoreMod::kHasAlibi && !Dropout::kIsOn;
+  const Params& p;
+  const Sequence& s;
+  i32 head;
+  Scorer<ScoreMod> scorer;
+  u32 seen;  // bit x: the mask shows element x
+  float bias[8];
+
+  FT_DEVICE TileOptions(const Params& p, const Sequence& s, i32 head) : p(p), s(s), head(head), scorer(p, s, head) {}
+
+  // place(x, i, j) sets the query and the key of element x.
+  template <class Place>
+  FT_DEVICE void load(Place place) {
+    if constexpr (!kLoadsAhead) return;
+    const auto* mask = p.mask + s.batch_idx * p.mask_strides[0] + head * p.mask_strides[1];
+    seen = 0;
+#pragma unroll
+    for (i32 x = 0; x < 8; ++x) {
+      i32 i, j;
+      place(x, i, j);
+      // Elements past the end are masked later
+      i = min_of(i, s.seqlen_q - 1), j = min_of(j, s.seqlen_k - 1);
+      if constexpr (Mask::kHasBool) seen |= (mask[i * p.mask_strides[2] + j * p.mask_strides[3]] != 0 ? 1u : 0u) << x;
+      if constexpr (ScoreMod::kHasBias) bias[x] = scorer.bias_of(i, j);
+    }
+  }
+  // Of element x, which is query i and key j inside the sequence.
+  FT_DEVICE bool is_shown(i32 x, i32 i, i32 j) const {
+    if constexpr (!Mask::kHasBool) return true;
+    if constexpr (kLoadsAhead) return (seen >> x & 1u) != 0;
+    return is_seen<Mask>(p, s, head, i, j);
+  }
+  FT_DEVICE float score(i32 x, float dot, i32 i, i32 j, float& tanh) const {
+    if constexpr (kLoadsAhead && ScoreMod::kHasBias) return scorer.score_without_bias(dot, i, j, tanh) + bias[x];
+    return scorer.score(dot, i, j, tanh);
+  }
+};
+
 // Before the factor of a store: the product of both may be denormal. Scope: thread.
 template <i32 kCount>
 FT_DEVICE void multiply(float (&rD)[kCount], float factor) {
@@ -202,7 +245,7 @@ struct BwdSm90F32Dkdv {
                                      float (&factor)[kColumns / 2]) {
     i32 i_first = queries.i_begin + fragment_column(), j_first = j_begin + fragment_row();
     TransposedDropout<Dropout, kColumns> dropout(p, s, queries.head, queries.i_begin, j_begin);
-    Scorer<ScoreMod> scorer(p, s, queries.head);
+    TileOptions<Mask, ScoreMod, Dropout> options(p, s, queries.head);
     float scale_log2 = p.scale_log2 * unscale;
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
@@ -211,6 +254,11 @@ struct BwdSm90F32Dkdv {
 #pragma unroll
       for (i32 b = 0; b < kColumns / 8; ++b) {
         float2 lse = *reinterpret_cast<const float2*>(sLse + 8 * b + fragment_column());
+        if (b % 4 == 0) {
+          options.load([&](i32 x, i32& i, i32& key) {
+            i = i_first + 8 * (b + x / 2) + x % 2, key = j;
+          });
+        }
 #pragma unroll
         for (i32 e = 0; e < 2; ++e) {
           i32 x = 4 * b + 2 * r + e, column = 8 * b + e, i = i_first + column;
@@ -218,9 +266,9 @@ struct BwdSm90F32Dkdv {
           float row_lse = e == 0 ? lse.x : lse.y;
           if constexpr (kHasOptions) {
             is_kept = is_kept && i < s.seqlen_q;
-            if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, s, queries.head, i, j);
+            is_kept = is_kept && options.is_shown(2 * (b % 4) + e, i, j);
             float tanh = 0.0f, drop = dropout.factor(b, e, r);
-            float score = is_kept ? scorer.score(rS[x] * unscale, i, j, tanh) : -infinity();
+            float score = is_kept ? options.score(2 * (b % 4) + e, rS[x] * unscale, i, j, tanh) : -infinity();
             float full = probability(score, row_lse, exponent_factor(ScoreMod::kHasBias));
             if constexpr (mutates(Mutation::bwd_sm90_f32_softcap)) tanh = 0.0f;
             factor[x] = ScoreMod::kHasSoftcap ? full * (1.0f - tanh * tanh) : full;
@@ -441,7 +489,7 @@ struct BwdSm90F32Dq {
   template <i32 kColumns>
   FT_DEVICE static u32 find_factors(const Params& p, const Sequence& s, i32 head, const i32 (&i)[2],
                                     const float (&lse)[2], i32 j_begin, float unscale, float (&rS)[kColumns / 2]) {
-    Scorer<ScoreMod> scorer(p, s, head);
+    TileOptions<Mask, ScoreMod, Dropout> options(p, s, head);
     i32 j_first = j_begin + fragment_column();
     float scale_log2 = p.scale_log2 * unscale;
 #pragma unroll
@@ -450,15 +498,20 @@ struct BwdSm90F32Dq {
       i32 low = seen.begin - j_first, high = seen.end - j_first;
 #pragma unroll
       for (i32 b = 0; b < kColumns / 8; ++b) {
+        if (b % 4 == 0) {
+          options.load([&](i32 x, i32& query, i32& j) {
+            query = i[r], j = j_first + 8 * (b + x / 2) + x % 2;
+          });
+        }
 #pragma unroll
         for (i32 e = 0; e < 2; ++e) {
           i32 x = 4 * b + 2 * r + e, column = 8 * b + e, j = j_first + column;
           bool is_kept = column >= low && column < high;
           if constexpr (kHasOptions) {
             is_kept = is_kept && i[r] < s.seqlen_q;
-            if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, s, head, i[r], j);
+            is_kept = is_kept && options.is_shown(2 * (b % 4) + e, i[r], j);
             float tanh = 0.0f;
-            float score = is_kept ? scorer.score(rS[x] * unscale, i[r], j, tanh) : -infinity();
+            float score = is_kept ? options.score(2 * (b % 4) + e, rS[x] * unscale, i[r], j, tanh) : -infinity();
             rS[x] = probability(score, lse[r], exponent_factor(ScoreMod::kHasBias));
             if constexpr (ScoreMod::kHasSoftcap) rS[x] *= 1.0f - tanh * tanh;
           } else {
