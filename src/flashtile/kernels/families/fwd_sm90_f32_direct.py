@@ -93,7 +93,8 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
             yield _row(_HEAD_DIM, cluster)
 
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[FwdSm90F32DirectRow]:
-        yield _row(key.head_dim, _CLUSTERS[key.length(_SMALLEST_GRID)])
+        for cluster in _CLUSTERS[::-1] if key.length(_SMALLEST_GRID) else _CLUSTERS:
+            yield _row(key.head_dim, cluster)
 
     def timed_as(self, key: PlanKey) -> str:
         """Faster than simt at every measured length; preferred to a pre-pass for its memory (docs/float32.md)."""
