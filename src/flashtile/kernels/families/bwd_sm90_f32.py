@@ -108,6 +108,8 @@ class BwdSm90F32(Family[BwdSm90F32Row]):
     head_dims = tuple(sorted(_TILES["bwd_sm90_f32_dq_half"]))
     features = Family.features - {"is_paged"}
     takes_out_dtypes = False
+    # Split operands would take far more memory than such tensors do
+    takes_overlapping_rows = False
     grad_sets = (("dq", "dk", "dv", "dsinks"),)
 
     def refuse_arch(self, arch: Arch) -> str | None:
