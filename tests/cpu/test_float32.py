@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from flashtile.kernels import families
@@ -13,11 +15,14 @@ GRADS = ("dq", "dk", "dv")
 NUM_MULTIPROCESSORS = 132
 
 
-def key_of(shape: Shape, grads: tuple[str, ...] | None = None, **options: bool) -> PlanKey:
+def key_of(
+    shape: Shape, grads: tuple[str, ...] | None = None, is_deterministic: bool = False, rows_disjoint: bool = True
+) -> PlanKey:
     classes = families.length_classes("forward" if grads is None else "backward")
     values = tuple((one, one.of(shape, NUM_MULTIPROCESSORS)) for one in classes)
     dims = shape.head_dim, shape.head_dim_v
-    return PlanKey("float32", "float32", *dims, Features(), ARCHS[90], grads, classes=values, **options)
+    key = PlanKey("float32", "float32", *dims, Features(), ARCHS[90], grads, classes=values)
+    return dataclasses.replace(key, is_deterministic=is_deterministic, rows_disjoint=rows_disjoint)
 
 
 def one_head(seqlen: int, head_dim: int = 64) -> Shape:
@@ -31,7 +36,8 @@ def test_one_head_needs_no_workspace(seqlen: int) -> None:
     family = families.select(key)
     assert family.name == "fwd_sm90_f32_direct"
     launch = family.launch(key, CallLayout("bhsd", ()))
-    assert launch.workspaces == () and launch.splits is None
+    assert launch.workspaces == ()
+    assert launch.splits is None
 
 
 def test_clusters_are_larger_where_tiles_are_fewer() -> None:
@@ -45,7 +51,8 @@ def test_a_cluster_is_a_factor_of_the_grid(head_dim: int) -> None:
     family = families.find("fwd_sm90_f32_direct")
     key = key_of(one_head(4096, head_dim))
     (value, divisor), *_ = family.launch(key, CallLayout("bhsd", ())).steps[0].grid
-    assert value == "head_dim" and -(-head_dim // divisor) == family.select(family.kernels[0], key).cluster
+    assert value == "head_dim"
+    assert -(-head_dim // divisor) == family.select(family.kernels[0], key).cluster
 
 
 def test_what_a_pre_pass_serves() -> None:

@@ -99,7 +99,9 @@ def write(features: Features, is_wide: bool = False) -> dict[str, tuple[str, str
             key = PlanKey(dtype, dtype, *family.head_dims[-1 if is_wide else 0], needed, ARCH, grads)
             # It may take calls of some lengths alone
             lengths = itertools.product(*(which.values for which in family.length_classes))
-            keys = (dataclasses.replace(key, classes=tuple(zip(family.length_classes, of, strict=True))) for of in lengths)
+            keys = (
+                dataclasses.replace(key, classes=tuple(zip(family.length_classes, of, strict=True))) for of in lengths
+            )
             key = next((one for one in keys if family.refuse(one) is None), key)
             if family.refuse(key) is None:
                 *_, row = family.candidates(kernel, key)
@@ -111,9 +113,7 @@ def write(features: Features, is_wide: bool = False) -> dict[str, tuple[str, str
     return found
 
 
-def units(
-    fault: str | None = None, features: Features = BIASED, is_wide: bool = False
-) -> dict[str, tuple[str, str]]:
+def units(fault: str | None = None, features: Features = BIASED, is_wide: bool = False) -> dict[str, tuple[str, str]]:
     with planted(fault) if fault else nullcontext():
         return write(features, is_wide)
 

@@ -103,8 +103,8 @@ FT_DEVICE void add_product(float (&rD)[kCount / 2], const SplitFragment<Config, 
 // the one before. With more options that would take too many registers. Scope: thread.
 template <class Mask, class ScoreMod, class Dropout>
 struct TileOptions {
-  static constexpr bool kLoadsAhead = Mask::kHasBool != ScoreMod::kHasBias && !ScoreMod::kHasSoftcap &&
-                                      !ScoreMod::kHasAlibi && !Dropout::kIsOn;
+  static constexpr bool kLoadsAhead =
+      Mask::kHasBool != ScoreMod::kHasBias && !ScoreMod::kHasSoftcap && !ScoreMod::kHasAlibi && !Dropout::kIsOn;
   const Params& p;
   const Sequence& s;
   i32 head;
@@ -255,9 +255,7 @@ struct BwdSm90F32Dkdv {
       for (i32 b = 0; b < kColumns / 8; ++b) {
         float2 lse = *reinterpret_cast<const float2*>(sLse + 8 * b + fragment_column());
         if (b % 4 == 0) {
-          options.load([&](i32 x, i32& i, i32& key) {
-            i = i_first + 8 * (b + x / 2) + x % 2, key = j;
-          });
+          options.load([&](i32 x, i32& i, i32& key) { i = i_first + 8 * (b + x / 2) + x % 2, key = j; });
         }
 #pragma unroll
         for (i32 e = 0; e < 2; ++e) {
@@ -499,9 +497,7 @@ struct BwdSm90F32Dq {
 #pragma unroll
       for (i32 b = 0; b < kColumns / 8; ++b) {
         if (b % 4 == 0) {
-          options.load([&](i32 x, i32& query, i32& j) {
-            query = i[r], j = j_first + 8 * (b + x / 2) + x % 2;
-          });
+          options.load([&](i32 x, i32& query, i32& j) { query = i[r], j = j_first + 8 * (b + x / 2) + x % 2; });
         }
 #pragma unroll
         for (i32 e = 0; e < 2; ++e) {

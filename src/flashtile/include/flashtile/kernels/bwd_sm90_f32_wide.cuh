@@ -1,8 +1,8 @@
 // Attention backward in float32 on Hopper for head dims over 128, where tiles of 64 queries and 64 keys do not fit
 // into shared memory together. docs/float32.md.
 //
-// As in bwd_sm90_f32_narrow.cuh, one kernel computes dK and dV, another dQ. A block owns 64 rows of two operands and streams
-// tiles of 32 rows of the two others; two consumer warpgroups share the work:
+// As in bwd_sm90_f32_narrow.cuh, one kernel computes dK and dV, another dQ. A block owns 64 rows of two operands and
+// streams tiles of 32 rows of the two others; two consumer warpgroups share the work:
 //
 //   dK, dV   owns K and V, streams Q and dO. Warpgroup 0 computes S^T, P^T and dV, warpgroup 1 dP^T, dS^T and dK.
 //   dQ       owns Q and dO, streams K and V. Warpgroup 0 computes S and P, warpgroup 1 dP. They exchange both in shared
@@ -275,7 +275,8 @@ struct BwdSm90F32WideDkdv {
       if (warp == 1) {
         produce_stats(p, shared, tile);
       } else if (elect_lane()) {
-        i64 at = (first_key_tile<64>(p, tile.s, tile.kv_head) + tile.j_begin / 64) * static_cast<i64>(Config::kElementsQ);
+        i64 at =
+            (first_key_tile<64>(p, tile.s, tile.kv_head) + tile.j_begin / 64) * static_cast<i64>(Config::kElementsQ);
         if (warp == 0) produce(params, shared, tile);
         if (warp == 2) Tiles::load_owned(shared.sK, shared.k, params.k_parts + at, tile.num_tiles());
         if (warp == 3) Tiles::load_owned(shared.sV, shared.v, params.v_parts + at, tile.num_tiles());
@@ -374,8 +375,7 @@ struct BwdSm90F32WideDq {
           // S = Q K^T, and the factors of dP - delta in dS, negative where dropout drops the element
           Tiles::multiply_owned(rX, shared.sQ, shared.q, shared.sK, count);
           i32 j_begin = (block.n_begin + static_cast<i32>(count)) * kStreamRows;
-          u32 kept =
-              Narrow::template find_factors<kStreamRows>(p, s, block.head, i, lse, j_begin, unscale.s, rX);
+          u32 kept = Narrow::template find_factors<kStreamRows>(p, s, block.head, i, lse, j_begin, unscale.s, rX);
 #pragma unroll
           for (i32 x = 0; x < kStreamRows / 2 && Dropout::kIsOn; ++x) rX[x] = kept >> x & 1u ? rX[x] : -rX[x];
           hand_over(shared.factors[count % 2], rX);
@@ -393,8 +393,8 @@ struct BwdSm90F32WideDq {
         // dS = P * (dP - delta)
 #pragma unroll
         for (i32 b = 0; b < kStreamRows / 8; ++b) {
-          float4 four = warpgroup == 0 ? shared.dp[slot][b][threadIdx.x % 128]
-                                       : shared.factors[count % 2][b][threadIdx.x % 128];
+          float4 four =
+              warpgroup == 0 ? shared.dp[slot][b][threadIdx.x % 128] : shared.factors[count % 2][b][threadIdx.x % 128];
           float other[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
           for (i32 x = 0; x < 4; ++x) {

@@ -70,8 +70,8 @@ struct FwdSm90F32 {
       // Score modifiers return scores in their unit; without them S stays a dot product. The factor stays positive: its
       // product with a masked score, -inf, must not be NaN.
       constexpr float kSmallestNormal = 1.17549435e-38f;
-      factor = ScoreMod::kChangesScores ? exponent_factor(kIsNatural)
-                                        : fmaxf(p.scale_log2 * unscale_s, kSmallestNormal);
+      factor =
+          ScoreMod::kChangesScores ? exponent_factor(kIsNatural) : fmaxf(p.scale_log2 * unscale_s, kSmallestNormal);
     }
   };
 

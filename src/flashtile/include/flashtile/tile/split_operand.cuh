@@ -96,8 +96,8 @@ FT_DEVICE void gemm_abt_split(float (&rD)[kColumns / 2], u32 a, u32 b) {
   if constexpr (!kIsLong) wgmma_commit();
 }
 
-// D = A B^T over one slab of 64 columns, with parts that are a_stride and b_stride apart (in units of 16 bytes). Commits
-// one group. Scope: warpgroup.
+// D = A B^T over one slab of 64 columns, with parts that are a_stride and b_stride apart (in units of 16 bytes).
+// Commits one group. Scope: warpgroup.
 template <class Parts, i32 kColumns>
 FT_DEVICE void gemm_abt_split_slab(float (&rD)[kColumns / 2], u32 a, u32 a_stride, u32 b, u32 b_stride) {
   wgmma_fence();
@@ -106,9 +106,9 @@ FT_DEVICE void gemm_abt_split_slab(float (&rD)[kColumns / 2], u32 a, u32 a_strid
     PartPair pair = Parts::pair(product);
 #pragma unroll
     for (i32 step = 0; step < 4; ++step) {
-      Wgmma<typename Parts::Element, kColumns>::template ss<false>(rD, tile_descriptor(a + pair.a * a_stride + 2 * step),
-                                                                   tile_descriptor(b + pair.b * b_stride + 2 * step),
-                                                                   product != 0 || step != 0);
+      Wgmma<typename Parts::Element, kColumns>::template ss<false>(
+          rD, tile_descriptor(a + pair.a * a_stride + 2 * step), tile_descriptor(b + pair.b * b_stride + 2 * step),
+          product != 0 || step != 0);
     }
   }
   wgmma_commit();
