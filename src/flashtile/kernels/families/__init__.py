@@ -33,6 +33,7 @@ from flashtile.kernels.families.fwd_sm80 import FwdSm80
 from flashtile.kernels.families.fwd_sm80_wide import FwdSm80Wide
 from flashtile.kernels.families.fwd_sm90 import FwdSm90
 from flashtile.kernels.families.fwd_sm90_f32 import FwdSm90F32
+from flashtile.kernels.families.fwd_sm90_f32_direct import FwdSm90F32Direct
 from flashtile.kernels.families.fwd_sm90_wide import FwdSm90Wide
 from flashtile.kernels.length_class import LengthClass
 from flashtile.kernels.mutation import Mutation
@@ -73,6 +74,7 @@ register(FwdSm90())
 register(FwdSm80())
 register(FwdSm90Wide())
 register(FwdSm80Wide())
+register(FwdSm90F32Direct())
 register(FwdSimt())
 register(FwdSm90F32())
 register(BwdSm90())
