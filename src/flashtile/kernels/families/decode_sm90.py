@@ -129,8 +129,8 @@ class DecodeSm90(Family[DecodeRow]):
         splits = SplitRule(_ROWS // num_heads, row.block_n, "heads_kv", blocks=_ANY_SPLITS)
         blocks = ("num_multiprocessors",)
         workspaces = (
-            Workspace("partial_out", 4 * key.head_dim_v * _ROWS * row.num_blocks, blocks),
-            Workspace("partial_stats", (8 * _ROWS + 8) * row.num_blocks, blocks),
+            Workspace("partial_out", 8 * key.head_dim_v * _ROWS * row.num_blocks, blocks),
+            Workspace("partial_stats", 16 * _ROWS * row.num_blocks, blocks),
         )
         maps = _maps(row, key.features, layout, num_heads)
         return Launch((_step(row, key, num_heads),), workspaces, splits, maps, struct=DecodeSm90Params)
@@ -147,7 +147,7 @@ def _row(tile: Tile, dtype: str, out_dtype: str, dims: tuple[int, int]) -> Decod
 
 def _step(row: DecodeRow, key: PlanKey, num_heads: int) -> Step:
     grid = (("num_splits", 1), *query_grid(_ROWS // num_heads, "heads_kv"))
-    return tile_step(row, key.features, grid, max_blocks=row.num_blocks)
+    return tile_step(row, key.features, grid, max_blocks=row.num_blocks, starts_early=True)
 
 
 def _maps(row: DecodeRow, features: Features, layout: CallLayout, num_heads: int) -> tuple[MapPatch, ...]:
