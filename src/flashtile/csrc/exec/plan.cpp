@@ -14,9 +14,9 @@ constexpr i64 kWorkspaceAlignment = 256;
 constexpr u64 kAnyStride = 16;  // bytes, along an axis of length 1
 // CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
 constexpr int kMapFloat16 = 6, kMapFloat32 = 7, kMapBfloat16 = 9, kMapSwizzle128 = 3;
-constexpr u32 kBoxBytes = 128;  // of a row
+constexpr u32 kBoxBytes = 128;                        // of a row
 constexpr LaunchAttribute kStartsEarly{6, 0, 1, {}};  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-constexpr i32 kMaxBlocks = 32;  // of a persistent grid, for each multiprocessor
+constexpr i32 kMaxBlocks = 32;                        // of a persistent grid, for each multiprocessor
 // The first values are not the plan's own
 constexpr i32 kNumSplits = 0, kNumMultiprocessors = 1, kFirstValue = 2;
 
@@ -381,9 +381,9 @@ Outcome Plan::launch(const Call& call, Owned* owned, const Driver& driver, Fille
     failure.status = launch();
     if (failure.status != 0 && driver.ensure_context(call.device.index)) failure.status = launch();
     if (failure.status != 0) {
-      failure.text = (step.starts_early ? "cuLaunchKernelEx of " : "cuLaunchKernel of ") + step.name + ", grid (" + std::to_string(blocks) + ", 1, 1), block (" +
-                     std::to_string(step.num_threads) + ", 1, 1), " + std::to_string(step.shared_bytes) +
-                     " bytes shared";
+      failure.text = (step.starts_early ? "cuLaunchKernelEx of " : "cuLaunchKernel of ") + step.name + ", grid (" +
+                     std::to_string(blocks) + ", 1, 1), block (" + std::to_string(step.num_threads) + ", 1, 1), " +
+                     std::to_string(step.shared_bytes) + " bytes shared";
       return Outcome::kFailed;
     }
   }

@@ -198,7 +198,9 @@ REFUSED_FEATURES = {
 }
 
 
-def tile_step(row: Row, features: Features, grid: Sequence[tuple[str, int]], max_blocks: int = 0, starts_early: bool = False) -> Step:
+def tile_step(
+    row: Row, features: Features, grid: Sequence[tuple[str, int]], max_blocks: int = 0, starts_early: bool = False
+) -> Step:
     """The launch of a kernel with tiles."""
     text, entry = unit(row.header, row.kernel, row.config, row.struct, features, row.facts(features))
     return Step(

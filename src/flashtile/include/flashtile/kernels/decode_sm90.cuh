@@ -7,9 +7,9 @@
 // Shared:    sQ [slab][64][64], sK, sV [stage][slab][kBlockN][64], 128-byte swizzled; barriers; three work items.
 // Barriers:  full_* complete by copies, empty_* by one arrival per consumer warp. A work item arrives with Q.
 // Parts:     a block that has only some keys of a row tile sends m, l and the sum of P V through its slot in global
-//            memory, two numbers and a mark in each message. The block with the row tile's last unit waits for the marks
-//            of the others, clears them, and joins the parts in the order of the blocks. Slots are not initialised:
-//            memory that holds kPartReady by chance (one in 2^64) would be taken for a message.
+//            memory, two numbers and a mark in each message. The block with the row tile's last unit waits for the
+//            marks of the others, clears them, and joins the parts in the order of the blocks. Slots are not
+//            initialised: memory that holds kPartReady by chance (one in 2^64) would be taken for a message.
 #pragma once
 
 #include "flashtile/attn/decode_schedule.cuh"
@@ -62,7 +62,7 @@ struct DecodeSm90 {
   using Softmax = OnlineSoftmax<true, false>;
   static constexpr i32 kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
-  static constexpr i32 kPartsInFlight = 8;   // of rows, of a warp that joins
+  static constexpr i32 kPartsInFlight = 8;                                       // of rows, of a warp that joins
   static_assert(!ScoreMod::kHasBias && !Mask::kHasBool);
   // This block's part of a join lies where K was
   static_assert(sizeof(Storage::sK) >= 64 * Config::kHeadDimV * sizeof(float));

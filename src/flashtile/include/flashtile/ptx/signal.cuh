@@ -1,6 +1,6 @@
-// Messages between blocks of one launch: 8 bytes of data and a mark of 8 bytes in one access of 16, so that whoever sees
-// the mark sees the data, without a fence. Scope of every function: thread.
-// (PTX ISA: Memory Consistency Model, ld.relaxed, st.relaxed)
+// Messages between blocks of one launch: 8 bytes of data and a mark of 8 bytes in one access of 16, so that whoever
+// sees the mark sees the data, without a fence. Scope of every function: thread. (PTX ISA: Memory Consistency Model,
+// ld.relaxed, st.relaxed)
 #pragma once
 
 #include "flashtile/ptx/sync.cuh"
