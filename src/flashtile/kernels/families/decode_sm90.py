@@ -17,7 +17,7 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 _ROWS = 64  # of a tile: queries of all heads that share a KV head
 _FEW = FewQueries(_ROWS, 1)
 _ONE = ShortLengths(1, 2**31 - 1)  # one query
-_ITEM_RING_BYTES = 272  # WorkItemRing<DecodeItem> (attn/decode_schedule.cuh)
+_ITEM_RING_BYTES = 288  # WorkItemRing<DecodeItem> (attn/decode_schedule.cuh)
 _THREADS = 192
 _ANY_SPLITS = 1 << 20  # blocks that each multiprocessor could have: the kernel deals out the keys itself
 
@@ -129,8 +129,8 @@ class DecodeSm90(Family[DecodeRow]):
         splits = SplitRule(_ROWS // num_heads, row.block_n, "heads_kv", blocks=_ANY_SPLITS)
         blocks = ("num_multiprocessors",)
         workspaces = (
-            Workspace("partial_out", 8 * key.head_dim_v * _ROWS * row.num_blocks, blocks),
-            Workspace("partial_stats", 16 * _ROWS * row.num_blocks, blocks),
+            Workspace("partial_out", 4 * key.head_dim_v * _ROWS * row.num_blocks, blocks),
+            Workspace("partial_stats", (8 * _ROWS + 8) * row.num_blocks, blocks),
         )
         maps = _maps(row, key.features, layout, num_heads)
         return Launch((_step(row, key, num_heads),), workspaces, splits, maps, struct=DecodeSm90Params)

@@ -26,6 +26,7 @@ struct DecodeItem {
   TileCoord coord;  // head is a KV head
   Sequence s;
   i32 i_begin;
+  i32 num_heads, num_queries;  // of the row tile: its rows are the queries of each head, head by head
   i32 n_begin, n_end;
   Range unmasked;   // tiles that need no mask
   i32 first_block;  // of a join: the block that has the row tile's first unit
@@ -145,6 +146,8 @@ struct DecodeSchedule {
     item.first_block = item.role == DecodeRole::kJoin ? tile_begin / share : 0;
     // Keep the key tiles that these queries see
     i32 i_end = min_of(item.i_begin + num_queries, item.s.seqlen_q);
+    item.num_heads = num_heads;
+    item.num_queries = i_end - item.i_begin;
     Range seen = key_range<Mask>(p, item.s, item.i_begin, i_end);
     Range common = common_key_range<Mask>(p, item.s, item.i_begin, i_end);
     item.n_begin = seen.begin / kBlockN;

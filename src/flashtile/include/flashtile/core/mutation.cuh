@@ -43,10 +43,9 @@ enum class Mutation {
   bwd_sm90_f32_softcap,   // dK ignores the derivative of the softcap
   bwd_sm90_f32_dropout,   // dQ ignores dropout
   // Found by `flashtile check`, in the Hopper decode kernel
-  decode_sm90_tail,     // rows of V past the last key are not cleared
-  decode_sm90_weight,   // all parts of a row tile have the same weight
-  decode_sm90_unit,     // a block skips the first key tile of its share
-  decode_sm90_arrival,  // a join does not wait for the parts of other blocks
+  decode_sm90_tail,    // rows of V past the last key are not cleared
+  decode_sm90_weight,  // all parts of a row tile have the same weight
+  decode_sm90_unit,    // a block skips the first key tile of its share
   // Found by `flashtile check`, in the Hopper forward for wide heads
   fwd_sm90_wide_gqa_head,  // query head h uses KV head h % heads_kv instead of h / group
   fwd_sm90_wide_rescale,   // the second half of the output is not scaled down when the maximum rises

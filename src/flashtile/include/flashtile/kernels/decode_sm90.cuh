@@ -6,10 +6,10 @@
 //            work items and issues the TMA copies; pages are copied by both (attn/paged_keys.cuh).
 // Shared:    sQ [slab][64][64], sK, sV [stage][slab][kBlockN][64], 128-byte swizzled; barriers; three work items.
 // Barriers:  full_* complete by copies, empty_* by one arrival per consumer warp. A work item arrives with Q.
-// Parts:     a block that has only some keys of a row tile sends m, l and the sum of P V through its slot in global
-//            memory, two numbers and a mark in each message. The block with the row tile's last unit waits for the
-//            marks of the others, clears them, and joins the parts in the order of the blocks. Slots are not
-//            initialised: memory that holds kPartReady by chance (one in 2^64) would be taken for a message.
+// Parts:     a block that has only some keys of a row tile stores m, l and the sum of P V to its slot in global memory
+//            and then sets the slot's flag. The block with the row tile's last unit waits for the flags of the others,
+//            clears them, and joins the parts in the order of the blocks. Slots are not initialised: memory that holds
+//            kPartReady by chance (one in 2^64) would be taken for a part.
 #pragma once
 
 #include "flashtile/attn/decode_schedule.cuh"
@@ -27,7 +27,7 @@
 namespace flashtile {
 
 // The maps' axes are (head_dim, rows, heads, batch); their boxes have 64 columns. partial_out is (blocks, 64,
-// head_dim_v / 2) messages, partial_stats (blocks, 64).
+// head_dim_v); partial_stats is (blocks, 64, 2), and behind it one flag of 64 bits per block.
 struct DecodeSm90Params {
   Params base;
   TensorMap q_map;         // boxes of 64 / num_heads rows of num_heads heads
@@ -62,7 +62,6 @@ struct DecodeSm90 {
   using Softmax = OnlineSoftmax<true, false>;
   static constexpr i32 kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
-  static constexpr i32 kPartsInFlight = 8;                                       // of rows, of a warp that joins
   static_assert(!ScoreMod::kHasBias && !Mask::kHasBool);
   // This block's part of a join lies where K was
   static_assert(sizeof(Storage::sK) >= 64 * Config::kHeadDimV * sizeof(float));
@@ -114,7 +113,8 @@ struct DecodeSm90 {
     i32 num_heads = schedule.num_heads, num_queries = schedule.num_queries;
     u32 num_tiles = 0;
     for (u32 num_items = 0;; ++num_items) {
-      // Take the next work item
+      // Publish the next work item with its Q. Its slot is free: the consumers have released the Q of item
+      // num_items - 2, so they have finished item num_items - 3.
       DecodeItem item;
       bool is_end = schedule.is_done();
       if (!is_end) item = schedule.take();
@@ -124,27 +124,26 @@ struct DecodeSm90 {
       if constexpr (KvSource::kIsPaged) {
         if (has_keys) place = pages.find(item.s, item.n_end - 1);
       }
-      // Publishes the item with its Q, once the Q before it has been used: so have all items before that one
-      auto publish = [&] {
-        if (threadIdx.x / 32 != 4) return;
+      if (is_first) shared.items.at(num_items) = item;
+      if (threadIdx.x / 32 == 4) {
         mbarrier_wait(shared.empty_q, num_items % 2 ^ 1);
-        if (!is_first) return;
-        shared.items.at(num_items) = item;
         if (has_keys) {
-          load_slabs<64, Config::kSlabsQK>(shared.sQ, params.q_map, shared.full_q, num_heads * num_queries,
-                                           static_cast<i32>(item.s.q_row) + item.i_begin,
-                                           p.q_strides.head == 0 ? 0 : item.coord.head * num_heads,
-                                           p.q_strides.batch == 0 ? 0 : item.coord.batch);
-        } else {
+          if (is_first) {
+            load_slabs<64, Config::kSlabsQK>(shared.sQ, params.q_map, shared.full_q, num_heads * num_queries,
+                                             static_cast<i32>(item.s.q_row) + item.i_begin,
+                                             p.q_strides.head == 0 ? 0 : item.coord.head * num_heads,
+                                             p.q_strides.batch == 0 ? 0 : item.coord.batch);
+          }
+        } else if (is_first) {
           mbarrier_arrive(shared.full_q);
         }
-      };
-      if (!has_keys) publish();
-      if (is_end) return;
+      }
+      if (is_end) {
+        // All copies have been started. Earlier, the blocks of the next kernel would crowd some multiprocessors
+        launch_dependents();
+        return;
+      }
       if (!has_keys) continue;
-      // Q comes behind the first tile of K. That of a later item would have to wait for the consumers: first fill the
-      // stages that they have left by then.
-      i32 n_publish = max_of(item.n_end - 1 - (num_items == 0 ? 0 : Config::kNumStages - 2), item.n_begin);
       // Load K and V tiles from the last to the first; find pages one tile ahead
       for (i32 n = item.n_end - 1; n >= item.n_begin; --n, ++num_tiles) {
         if constexpr (KvSource::kIsPaged) {
@@ -154,7 +153,6 @@ struct DecodeSm90 {
         Stages::wait_empty(shared.empty_k, num_tiles);
         load_keys<Config::kSlabsQK>(shared.sK[stage], params.k_map, p.k, p.k_strides, p.head_dim, shared.full_k[stage],
                                     n, item, pages, place);
-        if (n == n_publish) publish();
         Stages::wait_empty(shared.empty_v, num_tiles);
         load_keys<Config::kSlabsV>(shared.sV[stage], params.v_map, p.v, p.v_strides, p.head_dim_v, shared.full_v[stage],
                                    n, item, pages, place);
@@ -227,15 +225,14 @@ struct DecodeSm90 {
 
   // ---- Epilogue.
 
-  // The queries of the row tile, and the number of a row among those with a query: head by head. Scope: thread.
-  FT_DEVICE static i32 num_queries(const Params& p, const DecodeItem& item) {
-    return min_of(Packing::num_queries(p), item.s.seqlen_q - item.i_begin);
+  FT_DEVICE static float2* part_stats(const Params& p, i32 block) {
+    return reinterpret_cast<float2*>(p.partial_stats) + block * 64;
   }
-  FT_DEVICE static Message* part_stats(const Params& p, i32 block) {
-    return reinterpret_cast<Message*>(p.partial_stats) + block * 64;
+  FT_DEVICE static u64* part_flag(const Params& p, i32 block) {
+    return reinterpret_cast<u64*>(part_stats(p, gridDim.x)) + block;
   }
-  FT_DEVICE static Message* part_rows(const Params& p, i32 block) {
-    return reinterpret_cast<Message*>(p.partial_out) + static_cast<i64>(block) * 32 * p.head_dim_v;
+  FT_DEVICE static float* part_rows(const Params& p, i32 block) {
+    return p.partial_out + static_cast<i64>(block) * 64 * p.head_dim_v;
   }
 
   // Stores O and lse. Scope: warp.
@@ -264,31 +261,17 @@ struct DecodeSm90 {
     }
   }
 
-  // Stores m, l and the sum of P V of the rows with a query: to shared memory for this block's join, or to the block's
-  // slot. Scope: warp.
-  FT_DEVICE static void store_part(const Params& p, Storage& shared, const DecodeItem& item, const Rows& rows,
-                                   float factor, const Softmax& softmax, const float (&rO)[kOutputs]) {
-    bool is_join = item.role == DecodeRole::kJoin;
-    i32 first_head = item.coord.head * Packing::num_heads(p), queries = num_queries(p, item);
+  // Stores m, l and the sum of P V of the rows with a query. Scope: warp.
+  FT_DEVICE static void store_part(const Params& p, const DecodeItem& item, const Rows& rows, float factor,
+                                   const Softmax& softmax, const float (&rO)[kOutputs], float* out, float2* stats) {
+    i32 first_head = item.coord.head * item.num_heads, queries = item.num_queries;
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
       bool is_query = rows.is_query(item, r);
       i32 row = (rows.head(item, r) - first_head) * queries + rows.i[r] - item.i_begin;
       float m = ScoreMod::kChangesScores ? softmax.m[r] : softmax.m[r] * factor, l = quad_sum(softmax.l[r]);
-      if (is_join) {
-        if (is_query && threadIdx.x % 4 == 0) shared.stats[row] = make_float2(m, l);
-        store_row_float(reinterpret_cast<float*>(shared.sK) + row * p.head_dim_v, is_query, p.head_dim_v, r, 1.0f, rO);
-      } else if (is_query) {
-        if (threadIdx.x % 4 == 0) send(part_stats(p, blockIdx.x) + row, {m, l, kPartReady});
-        Message* slot = part_rows(p, blockIdx.x) + row * p.head_dim_v / 2;
-#pragma unroll
-        for (i32 b = 0; b < kOutputs / 4; ++b) {
-          i32 column = 8 * b + fragment_column();
-          if (column < p.head_dim_v) {
-            send(slot + column / 2, {rO[4 * b + 2 * r], rO[4 * b + 2 * r + 1], kPartReady});
-          }
-        }
-      }
+      if (is_query && threadIdx.x % 4 == 0) stats[row] = make_float2(m, l);
+      store_row_float(out + row * p.head_dim_v, is_query, p.head_dim_v, r, 1.0f, rO);
     }
   }
 
@@ -301,83 +284,66 @@ struct DecodeSm90 {
     sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
   }
 
-  // Whether a message has arrived.
-  FT_DEVICE static bool is_there(const Message& message) {
-    if constexpr (mutates(Mutation::decode_sm90_arrival)) return true;
-    return message.mark == kPartReady;
+  // Waits for the parts of a row tile that blocks before this one have. Scope: warpgroup.
+  FT_DEVICE static void wait_for_parts(const Params& p, const DecodeItem& item, i32 num_parts) {
+    for (i32 part = threadIdx.x; part < num_parts; part += 128) {
+      u64* flag = part_flag(p, item.first_block + part);
+      acquire_flag(flag, kPartReady);
+      *flag = 0;
+    }
+    sync_consumer();
   }
 
-  // Joins the rows of a row tile from `first` on, kRows at most: for m and l the lanes share the parts, for O the
-  // columns. 8 parts of rows are in flight together. What was received is cleared: the slots may be those of the next
-  // launch. Scope: warp.
+  // Joins kRows rows of a row tile from `first` on: for m and l the lanes share the parts, for O the columns. 16 parts
+  // of rows are in flight together. Waits for the parts first, if told so: all that needs none of them comes before.
+  // Scope: warp.
   template <i32 kRows>
   FT_DEVICE static void join_rows(const Params& p, const Storage& shared, const DecodeItem& item, i32 first,
-                                  i32 num_rows, i32 num_parts) {
-    constexpr i32 kColumns = 128, kParts = kPartsInFlight / kRows;
-    const Message kCleared{0.0f, 0.0f, 0};
-    i32 lane = threadIdx.x % 32, queries = num_queries(p, item);
+                                  i32 num_rows, i32 num_parts, bool must_wait) {
+    constexpr i32 kColumns = 128, kParts = 16 / kRows;
+    i32 lane = threadIdx.x % 32, queries = item.num_queries;
     const float* own = reinterpret_cast<const float*>(shared.sK);
-    // Rows, parts and columns that do not exist are those before them once more: loads without a condition
-    auto row_of = [&](i32 r) { return min_of(first + r, num_rows - 1); };
-    auto stats_at = [&](i32 r, i32 part) {
-      return part_stats(p, item.first_block) + min_of(part, num_parts - 1) * 64 + row_of(r);
+    i32 row[kRows], head[kRows];
+    float sink[kRows], m[kRows], shift[kRows];
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) {
+      row[r] = min_of(first + r, num_rows - 1);  // the last row again, where there is none
+      head[r] = item.coord.head * item.num_heads + row[r] / queries;
+      sink[r] = p.sinks == nullptr ? -infinity() : in_score_unit(false, p.sinks[head[r]]);
+    }
+    const float2* stats = part_stats(p, item.first_block);
+    const float* columns = part_rows(p, item.first_block) + 4 * lane;
+    i32 part_size = 64 * p.head_dim_v;
+    // Lane z has the statistics of part z of each 32
+    auto stats_of = [&](i32 r, i32 part) {
+      float2 found = make_float2(-infinity(), 0.0f);
+      if (part < num_parts) found = load_from_l2(stats + part * 64 + row[r]);
+      return found;
     };
-    auto columns_at = [&](i32 r, i32 part, i32 slice) {
-      i32 row = (min_of(part, num_parts - 1) * 64 + row_of(r)), column = min_of(slice + 4 * lane, p.head_dim_v - 4);
-      return part_rows(p, item.first_block) + (static_cast<i64>(row) * p.head_dim_v + column) / 2;
-    };
-    auto stats_of = [&](const Message& found, i32 part) {
-      return part < num_parts ? make_float2(found.x, found.y) : make_float2(-infinity(), 0.0f);
-    };
-    auto wait_for_stats = [&](i32 r, i32 part) {
-      Message found = receive(stats_at(r, part));
-      while (!is_there(found)) found = receive(stats_at(r, part));
-      return stats_of(found, part);
-    };
-    Message x[kRows][kParts][2];
-    auto receive_parts = [&](i32 slice, i32 begin) {
+    float4 x[kRows][kParts];
+    auto load_parts = [&](i32 slice, i32 begin) {
+      i32 num_left = slice + 4 * lane < p.head_dim_v ? num_parts - begin : 0;
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) {
+        const float* from = columns + slice + row[r] * p.head_dim_v + static_cast<i64>(begin) * part_size;
 #pragma unroll
-        for (i32 y = 0; y < kParts; ++y) {
-          const Message* from = columns_at(r, begin + y, slice);
-          x[r][y][0] = receive(from), x[r][y][1] = receive(from + 1);
+        for (i32 y = 0; y < kParts; ++y, from += part_size) {
+          x[r][y] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          if (y < num_left) x[r][y] = load_from_l2(reinterpret_cast<const float4*>(from));
         }
       }
     };
-    auto is_complete = [&] {
-      bool is_every = true;
-#pragma unroll
-      for (i32 r = 0; r < kRows; ++r) {
-#pragma unroll
-        for (i32 y = 0; y < kParts; ++y) is_every &= is_there(x[r][y][0]) & is_there(x[r][y][1]);
-      }
-      return is_every;
-    };
-    // Wait for the first parts and their statistics: lane z has those of part z of each 32
+    if (must_wait) wait_for_parts(p, item, num_parts);
     float2 kept[kRows];
-    bool is_ready;
-    do {
-      receive_parts(0, 0);
-      Message found[kRows];
 #pragma unroll
-      for (i32 r = 0; r < kRows; ++r) found[r] = receive(stats_at(r, lane));
-      is_ready = is_complete();
-#pragma unroll
-      for (i32 r = 0; r < kRows; ++r) {
-        is_ready &= is_there(found[r]);
-        kept[r] = stats_of(found[r], lane);
-      }
-    } while (!__all_sync(0xffffffffu, is_ready));
+    for (i32 r = 0; r < kRows; ++r) kept[r] = stats_of(r, lane);
+    load_parts(0, 0);
     // Find the common maxima
-    float sink[kRows], m[kRows], shift[kRows];
-    i32 head[kRows];
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
-      head[r] = item.coord.head * Packing::num_heads(p) + row_of(r) / queries;
-      sink[r] = p.sinks == nullptr ? -infinity() : in_score_unit(false, p.sinks[head[r]]);
-      m[r] = fmaxf(fmaxf(sink[r], shared.stats[row_of(r)].x), kept[r].x);
-      for (i32 part = lane + 32; part < num_parts; part += 32) m[r] = fmaxf(m[r], wait_for_stats(r, part).x);
+      m[r] = fmaxf(fmaxf(sink[r], shared.stats[row[r]].x), kept[r].x);
+#pragma unroll 1
+      for (i32 part = lane + 32; part < num_parts; part += 32) m[r] = fmaxf(m[r], stats_of(r, part).x);
       m[r] = lanes_max<32>(m[r]);
       shift[r] = shift_of(m[r]);
     }
@@ -389,41 +355,32 @@ struct DecodeSm90 {
       float4 sum[kRows];
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) {
-        float2 own_stats = shared.stats[row_of(r)];
+        float2 own_stats = shared.stats[row[r]];
         float weight = exp_difference(own_stats.x, shift[r], 1.0f);
         l[r] = weight * own_stats.y + exp_difference(sink[r], shift[r], 1.0f);
         sum[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        const float* from = own + row_of(r) * p.head_dim_v + column;
+        const float* from = own + row[r] * p.head_dim_v + column;
         if (is_inside) add_scaled(sum[r], weight, *reinterpret_cast<const float4*>(from));
       }
       // Add the other parts
       for (i32 begin = 0; begin < num_parts; begin += kParts) {
-        if (begin + slice > 0) {
-          do receive_parts(slice, begin);
-          while (!__all_sync(0xffffffffu, is_complete()));
-        }
+        if (begin + slice > 0) load_parts(slice, begin);
 #pragma unroll
         for (i32 r = 0; r < kRows; ++r) {
-          if (begin % 32 == 0 && begin + slice > 0) kept[r] = wait_for_stats(r, begin + lane);
+          if (begin % 32 == 0 && begin + slice > 0) kept[r] = stats_of(r, begin + lane);
           float weight = exp_difference(kept[r].x, shift[r], 1.0f);
           if (begin % 32 == 0) l[r] += lanes_sum<32>(weight * kept[r].y);
           if constexpr (mutates(Mutation::decode_sm90_weight)) weight = 1.0f;
 #pragma unroll
           for (i32 y = 0; y < kParts; ++y) {
-            bool is_part = begin + y < num_parts;
-            const Message(&two)[2] = x[r][y];
-            float4 four = make_float4(two[0].x, two[0].y, two[1].x, two[1].y);
-            float part_weight = __shfl_sync(0xffffffffu, weight, begin % 32 + y);
-            if (is_part) add_scaled(sum[r], part_weight, four);
-            Message* from = columns_at(r, begin + y, slice);
-            send(from, kCleared), send(from + 1, kCleared);
+            add_scaled(sum[r], __shfl_sync(0xffffffffu, weight, begin % 32 + y), x[r][y]);
           }
         }
       }
       // Normalise and store
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) {
-        i32 i = item.i_begin + row_of(r) % queries;
+        i32 i = item.i_begin + row[r] % queries;
         float norm = l[r] == 0.0f ? 0.0f : 1.0f / l[r];
         if (lane == 0) p.lse[stat_index(p, item.s, head[r], i)] = lse_of(false, m[r], l[r]);
         sum[r].x *= norm, sum[r].y *= norm, sum[r].z *= norm, sum[r].w *= norm;
@@ -431,24 +388,22 @@ struct DecodeSm90 {
         if (is_inside) store_four(gO + column, sum[r]);
       }
     }
-    for (i32 r = 0; r < kRows; ++r) {
-      for (i32 part = lane; part < num_parts; part += 32) send(stats_at(r, part), kCleared);
-    }
   }
 
   // Joins the parts of a row tile, of which this block's own is in shared memory. Scope: warpgroup.
   FT_DEVICE static void join(const Params& p, Storage& shared, const DecodeItem& item) {
     i32 num_parts = static_cast<i32>(blockIdx.x) - item.first_block;
-    sync_consumer();
-    i32 num_rows = num_queries(p, item) * Packing::num_heads(p), warp = threadIdx.x / 32;
+    i32 num_rows = item.num_queries * item.num_heads, warp = threadIdx.x / 32;
     if (num_rows > 4 && num_parts <= 8) {
       for (i32 first = 4 * warp; first < num_rows; first += 16) {
-        join_rows<4>(p, shared, item, first, num_rows, num_parts);
+        join_rows<4>(p, shared, item, first, num_rows, num_parts, first < 16);
       }
+      if (4 * warp >= num_rows) wait_for_parts(p, item, num_parts);
     } else {
       for (i32 first = warp; first < num_rows; first += 4) {
-        join_rows<1>(p, shared, item, first, num_rows, num_parts);
+        join_rows<1>(p, shared, item, first, num_rows, num_parts, first < 4);
       }
+      if (warp >= num_rows) wait_for_parts(p, item, num_parts);
     }
   }
 
@@ -459,8 +414,16 @@ struct DecodeSm90 {
       return;
     }
     // The part of a join goes to shared memory. All tiles of K have been used: a join is the block's last item.
-    store_part(p, shared, item, rows, factor, softmax, rO);
-    if (item.role == DecodeRole::kJoin) join(p, shared, item);
+    i32 block = blockIdx.x;
+    bool is_join = item.role == DecodeRole::kJoin;
+    float* out = is_join ? reinterpret_cast<float*>(shared.sK) : part_rows(p, block);
+    store_part(p, item, rows, factor, softmax, rO, out, is_join ? shared.stats : part_stats(p, block));
+    if (is_join) {
+      join(p, shared, item);
+    } else {
+      sync_consumer();
+      if (threadIdx.x == 0) release_flag(part_flag(p, block), kPartReady);
+    }
   }
 
   FT_DEVICE static void consume(const DecodeSm90Params& params, Storage& shared) {
@@ -500,7 +463,6 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kNumBlocks)
 
   // The kernel before this one in the stream may still run: nothing that it could read or write is touched before
   // wait_for_previous
-  launch_dependents();
   i32 warp = uniform(threadIdx.x / 32);
   preload_params(params.base, warp, Config::kNumThreads / 32, shared.stats);
   if (warp < 4) {

@@ -1,35 +1,39 @@
-// Messages between blocks of one launch: 8 bytes of data and a mark of 8 bytes in one access of 16, so that whoever
-// sees the mark sees the data, without a fence. Scope of every function: thread. (PTX ISA: Memory Consistency Model,
-// ld.relaxed, st.relaxed)
+// Messages between blocks of one launch: data in global memory, then a flag. Scope of every function: thread.
+// (PTX ISA: Memory Consistency Model)
 #pragma once
 
 #include "flashtile/ptx/sync.cuh"
 
 namespace flashtile {
 
-struct alignas(16) Message {
-  float x, y;
-  u64 mark;
-};
-
-FT_DEVICE void send(Message* to, const Message& message) {
+// Sets a flag. Whoever sees it there also sees what this thread wrote before, and what other threads of the block wrote
+// before a barrier that this thread has passed. (PTX ISA: st.release)
+FT_DEVICE void release_flag(u64* flag, u64 value) {
   jitter();
-  asm volatile(
-      "{ .reg .b64 d; .reg .b128 m; mov.b64 d, {%1, %2}; mov.b128 m, {d, %3}; st.relaxed.gpu.global.b128 [%0], m; }" ::
-          "l"(to),
-      "f"(message.x), "f"(message.y), "l"(message.mark)
-      : "memory");
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
 
-// What is there now.
-FT_DEVICE Message receive(const Message* from) {
-  Message found;
-  asm volatile(
-      "{ .reg .b64 d; .reg .b128 m; ld.relaxed.gpu.global.b128 m, [%3]; mov.b128 {d, %2}, m; mov.b64 {%0, %1}, d; }"
-      : "=f"(found.x), "=f"(found.y), "=l"(found.mark)
-      : "l"(from)
-      : "memory");
-  return found;
+// Waits for the flag. (PTX ISA: ld.acquire)
+FT_DEVICE void acquire_flag(const u64* flag, u64 value) {
+  jitter();
+  u64 found;
+  do {
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(flag) : "memory");
+  } while (found != value);
+}
+
+// Loads from L2, where other blocks write. (PTX ISA: ld.global.cg)
+FT_DEVICE float4 load_from_l2(const float4* address) {
+  float4 x;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(address));
+  return x;
+}
+FT_DEVICE float2 load_from_l2(const float2* address) {
+  float2 x;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(address));
+  return x;
 }
 
 }  // namespace flashtile
