@@ -29,7 +29,7 @@ FT_DEVICE void preload_params(const T& params, i32 caller, i32 num_callers, void
   u32 used = 0;
 #pragma unroll 1
   for (u32 word = 16 * caller; word < sizeof(T) / 4; word += 16 * num_callers) used ^= words[word];
-  static_cast<volatile u32*>(scratch)[caller] = used;
+  if (threadIdx.x % 32 == 0) static_cast<volatile u32*>(scratch)[caller] = used;
 }
 
 }  // namespace flashtile
