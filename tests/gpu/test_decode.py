@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import check
@@ -307,3 +311,21 @@ def test_the_decode_family_by_the_error_rule_once_more(monkeypatch: pytest.Monke
             backend="cuda",
         )
         check(case, heads, True)
+
+
+@pytest.mark.parametrize("page_size", ["1", "16"])
+def test_served_tokens_are_those_of_a_dense_cache(page_size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """examples/serve.py, by the families that calls take without being told."""
+    monkeypatch.delenv("FLASHTILE_FAMILY", raising=False)
+    assemble.clear_plans()
+    path = Path(__file__).resolve().parents[2] / "examples" / "serve.py"
+    spec = importlib.util.spec_from_file_location("serve", path)
+    assert spec is not None
+    assert spec.loader is not None
+    serve = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "serve", serve)
+    spec.loader.exec_module(serve)
+    sizes = (
+        "--layers 2 --width 512 --heads 4 --heads-kv 2 --vocabulary 1000 --slots 8 --requests 20 --prompt 150 --new 40"
+    )
+    assert serve.main([*sizes.split(), "--page-size", page_size]) == 0
