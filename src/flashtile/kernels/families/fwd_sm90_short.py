@@ -1,0 +1,143 @@
+"""The Hopper forward pass for short sequences: include/flashtile/kernels/fwd_sm90_short.cuh, docs/sm90.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flashtile.kernels.arch import Arch
+from flashtile.kernels.families.base import Family, Launch, Row, tile_step
+from flashtile.kernels.families.steps import query_grid
+from flashtile.kernels.length_class import KeySteps
+from flashtile.kernels.params import FwdSm90Params, Struct
+from flashtile.kernels.plan import MapPatch
+from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
+
+_ROWS = 64  # queries of an item
+_SINGLE_KEYS = 208  # of one tile at most
+_KEYS = KeySteps(_SINGLE_KEYS, 1024)
+_MANY = _KEYS.values[1]
+
+
+class Tile(NamedTuple):
+    block_n: int
+    num_consumers: int
+    num_stages: int  # of K and V together
+    num_query_stages: int
+
+
+# For sequences of several key tiles
+_TILES = (Tile(128, 3, 6, 3),)
+
+
+def _single_tile(num_steps: int) -> Tile:
+    """The tile that holds all keys of a sequence: 16 * num_steps of them."""
+    block_n = max(16 * num_steps, 64)
+    num_consumers = 4 if block_n <= 64 else 3
+    num_stages = min(8, 172 * 1024 // (256 * block_n))
+    return Tile(block_n, num_consumers, num_stages, 2 * num_consumers)
+
+
+@dataclass(frozen=True)
+class Sm90ShortRow(Row):
+    num_consumers: int
+    num_stages: int  # of K and V together
+    num_query_stages: int
+    is_single: bool  # one tile holds all keys of a sequence
+
+    @property
+    def header(self) -> str:
+        return "fwd_sm90_short"
+
+    @property
+    def struct(self) -> Struct:
+        return FwdSm90Params
+
+    @property
+    def num_threads(self) -> int:
+        return 128 * (self.num_consumers + 1)
+
+    @property
+    def config(self) -> str:
+        types = f"{CPP_TYPES[self.dtype]}, {CPP_TYPES[self.out_dtype]}"
+        sizes = self.head_dim, self.head_dim_v, self.block_n, self.num_consumers, self.num_stages, self.num_query_stages
+        return f"Sm90ShortConfig<{types}, {', '.join(map(str, sizes))}, {cpp_bool(self.is_single)}>"
+
+    @property
+    def label(self) -> str:
+        stages = f"{self.num_stages} stages of keys, {self.num_query_stages} of queries"
+        return f"{_ROWS} x {self.block_n}, {self.num_threads // 32} warps, {stages}"
+
+    @property
+    def shared_bytes(self) -> int:
+        tiles = 128 * (_ROWS * self.num_query_stages + 2 * self.block_n * self.num_stages)
+        return -(-(tiles + 16 * (self.num_stages + self.num_query_stages)) // 1024) * 1024
+
+    def facts(self, features: Features) -> dict[str, tuple[str, object]]:
+        storage = f"flashtile::FwdSm90ShortStorage<flashtile::{self.config}>"
+        return {"shared bytes": (f"sizeof({storage})", self.shared_bytes)}
+
+
+class FwdSm90Short(Family[Sm90ShortRow]):
+    name = "fwd_sm90_short"
+    op = "forward"
+    summary = "wgmma, TMA and warp specialisation, on Hopper, for short sequences"
+    kernels = ("fwd_sm90_short",)
+    dtypes = ("float16", "bfloat16")
+    head_dims = ((32, 32), (64, 64))
+    features = frozenset({"has_band"})
+    takes_out_dtypes = False
+    takes_overlapping_rows = False
+    length_classes = (_KEYS,)
+
+    def refuse_arch(self, arch: Arch) -> str | None:
+        return None if arch.has_wgmma else f"{arch.name} has no wgmma"
+
+    def refuse(self, key: PlanKey) -> str | None:
+        return super().refuse(key) or self._refuse_more(key)
+
+    def _refuse_more(self, key: PlanKey) -> str | None:
+        if key.length(_KEYS) == 0:
+            return f"over {_KEYS.most} keys"
+        return None if key.is_scale_positive else "a scale that is not positive"
+
+    def timed_as(self, key: PlanKey) -> str:
+        """Not measured yet."""
+        return self.name
+
+    def every_row(self, dtype: str) -> Iterator[Sm90ShortRow]:
+        for dims in self.head_dims:
+            for num_steps in range(_ROWS // 16, _SINGLE_KEYS // 16 + 1):
+                yield _row(_single_tile(num_steps), dtype, dims, is_single=True)
+            for tile in _TILES:
+                yield _row(tile, dtype, dims, is_single=False)
+
+    def candidates(self, kernel: str, key: PlanKey) -> Iterator[Sm90ShortRow]:
+        dims = self.padded(key.head_dim, key.head_dim_v)
+        assert dims is not None  # else refused
+        if key.length(_KEYS) != _MANY and not key.features.has_band:
+            yield _row(_single_tile(key.length(_KEYS)), key.dtype, dims, is_single=True)
+        for tile in _TILES:
+            yield _row(tile, key.dtype, dims, is_single=False)
+
+    def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
+        return self.launch_row(self.select("fwd_sm90_short", key), key, layout)
+
+    def launch_row(self, row: Sm90ShortRow, key: PlanKey, layout: CallLayout) -> Launch:
+        step = tile_step(row, key.features, query_grid(_ROWS), max_blocks=1)
+        return Launch((step,), maps=_maps(row, layout), struct=FwdSm90Params)
+
+
+def _row(tile: Tile, dtype: str, dims: tuple[int, int], is_single: bool) -> Sm90ShortRow:
+    sizes = tile.num_consumers, tile.num_stages, tile.num_query_stages
+    return Sm90ShortRow("fwd_sm90_short", dtype, dtype, *dims, _ROWS, tile.block_n, *sizes, is_single)
+
+
+def _maps(row: Sm90ShortRow, layout: CallLayout) -> tuple[MapPatch, ...]:
+    head_axis, row_axis = layout.axes
+    boxes = {"q": _ROWS, "k": row.block_n, "v": row.block_n}
+    return tuple(
+        MapPatch(getattr(FwdSm90Params, f"{name}_map").offset, name, (row_axis, head_axis, -4), box)
+        for name, box in boxes.items()
+    )
