@@ -116,7 +116,7 @@ class FwdSm90Short(Family[Sm90ShortRow]):
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[Sm90ShortRow]:
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
-        if key.length(_KEYS) != _MANY and not key.features.has_band:
+        if key.length(_KEYS) not in (0, _MANY) and not key.features.has_band:
             yield _row(_single_tile(key.length(_KEYS)), key.dtype, dims, is_single=True)
         for tile in _TILES:
             yield _row(tile, key.dtype, dims, is_single=False)
