@@ -118,6 +118,7 @@ class FwdSm90Short(Family[Sm90ShortRow]):
         assert dims is not None  # else refused
         if key.length(_KEYS) not in (0, _MANY) and not key.features.has_band:
             yield _row(_single_tile(key.length(_KEYS)), key.dtype, dims, is_single=True)
+            return
         for tile in _TILES:
             yield _row(tile, key.dtype, dims, is_single=False)
 

@@ -143,7 +143,7 @@ struct FwdSm90Short {
         i32 i = min_of(i_begin + fragment_row() + 8 * r, p.seqlen_q - 1), j_first = n * kBlockN + fragment_column();
         Range seen = key_range<Mask>(p, walk.sequence(), i, i + 1);
         i32 end = seen.end - j_first;
-        if constexpr (mutates(Mutation::fwd_sm90_short_tail)) end += 1;
+        if constexpr (mutates(Mutation::fwd_sm90_short_mask_offset)) end += Mask::kHasBand ? 1 : 0;
         u32 bits = columns_below(end);
         if constexpr (Mask::kHasBand) bits &= ~columns_below(seen.begin - j_first);
 #pragma unroll
