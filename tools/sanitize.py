@@ -150,7 +150,9 @@ def key_of(dtype: str, dims: tuple[int, int], arch: Arch, grads: tuple[str, ...]
 SPECIAL: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     ({"kind": "varlen", "dropout_p": 0.2, "mask": "bhqk"}, ("has_lengths", "has_dropout", "has_bool_mask")),
     ({"kind": "padded", "softcap": 5.0, "alibi": "bh"}, ("has_lengths", "has_softcap", "has_alibi")),
-    ({"bias": "hqk", "has_sinks": True, "causal": "bottom_right"}, ("bias_dtype",)),
+    # A family without lengths takes a bias alone, and few keys
+    ({"bias": "hqk", "has_sinks": True, "causal": "bottom_right"}, ("bias_dtype", "has_lengths")),
+    ({"bias": "hqk", "seqlen_k": 190}, ("bias_dtype",)),
     ({"has_sinks": True, "causal": "top_left"}, ()),
     ({"memory": "offset", "head_dim": 37, "num_splits": 2}, ("is_aligned16",)),
     ({"kind": "cache", "num_splits": 3, "page_size": 7}, ("is_paged",)),

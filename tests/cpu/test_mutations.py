@@ -51,6 +51,7 @@ NEEDED = {
     "fwd_sm90_alibi": Features(has_alibi=True),
     "fwd_sm90_short_rescale": Features(has_band=True),
     "fwd_sm90_short_mask_offset": Features(has_band=True),
+    "fwd_sm90_short_bias_row": Features(bias_dtype="bfloat16"),
     "decode_sm90_tail": Features(has_lengths=True),
     "fwd_sm80_skip": Features(has_band=True),
     "fwd_sm90_wide_tail": Features(has_lengths=True),

@@ -10,8 +10,9 @@ from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import query_grid
 from flashtile.kernels.length_class import KeySteps
-from flashtile.kernels.params import FwdSm90Params, Struct
-from flashtile.kernels.plan import MapPatch
+from flashtile.kernels.params import FwdSm90ShortParams, Struct
+from flashtile.kernels.plan import MapPatch, Step, Workspace
+from flashtile.kernels.source import plain_unit
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
 _ROWS = 64  # queries of an item
@@ -52,7 +53,7 @@ class Sm90ShortRow(Row):
 
     @property
     def struct(self) -> Struct:
-        return FwdSm90Params
+        return FwdSm90ShortParams
 
     @property
     def num_threads(self) -> int:
@@ -86,7 +87,7 @@ class FwdSm90Short(Family[Sm90ShortRow]):
     kernels = ("fwd_sm90_short",)
     dtypes = ("float16", "bfloat16")
     head_dims = ((32, 32), (64, 64))
-    features = frozenset({"has_band"})
+    features = frozenset({"has_band", "bias_dtype"})
     takes_out_dtypes = False
     takes_overlapping_rows = False
     length_classes = (_KEYS,)
@@ -100,6 +101,10 @@ class FwdSm90Short(Family[Sm90ShortRow]):
     def _refuse_more(self, key: PlanKey) -> str | None:
         if key.length(_KEYS) == 0:
             return f"over {_KEYS.most} keys"
+        if key.features.bias_dtype == "float32":
+            return "a bias in float32"
+        if key.features.bias_dtype is not None and not _is_single(key):
+            return f"a bias with a causal mask, a window or over {_SINGLE_KEYS} keys"
         return None if key.is_scale_positive else "a scale that is not positive"
 
     def timed_as(self, key: PlanKey) -> str:
@@ -116,7 +121,7 @@ class FwdSm90Short(Family[Sm90ShortRow]):
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[Sm90ShortRow]:
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
-        if key.length(_KEYS) not in (0, _MANY) and not key.features.has_band:
+        if _is_single(key):
             yield _row(_single_tile(key.length(_KEYS)), key.dtype, dims, is_single=True)
             return
         for tile in _TILES:
@@ -127,7 +132,26 @@ class FwdSm90Short(Family[Sm90ShortRow]):
 
     def launch_row(self, row: Sm90ShortRow, key: PlanKey, layout: CallLayout) -> Launch:
         step = tile_step(row, key.features, query_grid(_ROWS), max_blocks=1)
-        return Launch((step,), maps=_maps(row, layout), struct=FwdSm90Params)
+        maps = _maps(row, layout)
+        if key.features.bias_dtype is None:
+            return Launch((step,), maps=maps, struct=FwdSm90ShortParams)
+        num_steps = row.block_n // 16
+        planes = "bias_heads", "bias_batch"
+        workspace = Workspace("bias_fragments", 2048 * num_steps, planes, quotients=(("seqlen_q", _ROWS),))
+        before = _bias_step(key.features.bias_dtype, num_steps)
+        return Launch((before, step), (workspace,), maps=maps, struct=FwdSm90ShortParams)
+
+
+def _bias_step(bias_dtype: str, num_steps: int) -> Step:
+    """Reorders the bias."""
+    entry = f"flashtile::bias_fragments_kernel<flashtile::{CPP_TYPES[bias_dtype]}, {num_steps}>"
+    grid = ("seqlen_q", _ROWS), ("bias_heads", 1), ("bias_batch", 1)
+    return Step(plain_unit("bias_fragments", entry, FwdSm90ShortParams), entry, grid, 1, 1, 128, 0)
+
+
+def _is_single(key: PlanKey) -> bool:
+    """One tile holds all keys of a sequence. Under a band several tiles are faster: most are half empty."""
+    return key.length(_KEYS) not in (0, _MANY) and not key.features.has_band
 
 
 def _row(tile: Tile, dtype: str, dims: tuple[int, int], is_single: bool) -> Sm90ShortRow:
@@ -139,6 +163,6 @@ def _maps(row: Sm90ShortRow, layout: CallLayout) -> tuple[MapPatch, ...]:
     head_axis, row_axis = layout.axes
     boxes = {"q": _ROWS, "k": row.block_n, "v": row.block_n}
     return tuple(
-        MapPatch(getattr(FwdSm90Params, f"{name}_map").offset, name, (row_axis, head_axis, -4), box)
+        MapPatch(getattr(FwdSm90ShortParams, f"{name}_map").offset, name, (row_axis, head_axis, -4), box)
         for name, box in boxes.items()
     )

@@ -19,7 +19,7 @@
 #include "flashtile/attn/merge.cuh"
 #include "flashtile/attn/online_softmax.cuh"
 #include "flashtile/core/mutation.cuh"
-#include "flashtile/kernels/fwd_sm90_params.cuh"
+#include "flashtile/kernels/fwd_sm90_short_params.cuh"
 #include "flashtile/tile/epilogue.cuh"
 #include "flashtile/tile/pipeline.cuh"
 #include "flashtile/tile/sm90_short_config.cuh"
@@ -38,7 +38,7 @@ struct alignas(1024) FwdSm90ShortStorage {
   u64 full_kv[Config::kNumStages], empty_kv[Config::kNumStages];
 };
 
-template <class Config, class Mask>
+template <class Config, class Mask, class BiasElement>
 struct FwdSm90Short {
   using T = typename Config::Element;
   using Out = typename Config::OutElement;
@@ -46,7 +46,9 @@ struct FwdSm90Short {
   using Walk = ItemWalk<Config, Mask>;
   using Queries = Ring<Config::kNumQueryStages>;
   using Keys = Ring<Config::kNumStages>;
-  using Softmax = OnlineSoftmax<false, false>;
+  static constexpr bool kHasBias = !kIsSame<BiasElement, NoBias>;  // scores are then natural
+  static constexpr bool kMayBeEmpty = Mask::kHasBand || kHasBias;  // a row may see no key
+  using Softmax = OnlineSoftmax<false, kHasBias>;
   static constexpr i32 kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
   // A tile of over 128 keys takes two products: one would need more registers than ptxas allows it
@@ -72,7 +74,7 @@ struct FwdSm90Short {
 
   // ---- Producers. Scope of each: one thread. A map has size 1 along head or batch where the tensor's stride is 0.
 
-  FT_DEVICE static void produce_keys(const FwdSm90Params& params, Storage& shared) {
+  FT_DEVICE static void produce_keys(const FwdSm90ShortParams& params, Storage& shared) {
     const Params& p = params.base;
     u32 count = 0;
     for (Walk walk(p); walk.first_item < walk.num_items; walk.next()) {
@@ -99,7 +101,7 @@ struct FwdSm90Short {
     }
   }
 
-  FT_DEVICE static void produce_queries(const FwdSm90Params& params, Storage& shared) {
+  FT_DEVICE static void produce_queries(const FwdSm90ShortParams& params, Storage& shared) {
     const Params& p = params.base;
     i32 index = 0;
     for (Walk walk(p); walk.first_item < walk.num_items; walk.next()) {
@@ -165,6 +167,25 @@ struct FwdSm90Short {
     for (i32 x = 0; x < kScores / 2; ++x) rP[x] = pack_two<T>(rS[2 * x], rS[2 * x + 1]);
   }
 
+  // The bias of an item as it lies in memory, of the first kEarly steps of 16 keys. With few keys that is all of it,
+  // loaded before the products; more would not fit the registers.
+  static constexpr i32 kSteps = kBlockN / 16, kEarly = !kHasBias ? 1 : kBlockN <= 128 ? kSteps : 2;
+
+  // Scales the scores and adds the bias. Scope: thread.
+  FT_DEVICE static void add_bias(const Params& p, const uint4 (&early)[kEarly], const uint4* fragments,
+                                 float (&rS)[kScores]) {
+#pragma unroll
+    for (i32 step = 0; step < kSteps; ++step) {
+      uint4 eight = step < kEarly ? early[min_of(step, kEarly - 1)] : fragments[128 * step];
+      const u32 words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+      for (i32 x = 0; x < 8; ++x) {
+        BiasElement bias{static_cast<u16>(words[x / 2] >> x % 2 * 16)};
+        rS[8 * step + x] = fmaf(rS[8 * step + x], p.scale, to_float(bias));
+      }
+    }
+  }
+
   // Starts S = Q K^T.
   FT_DEVICE static void start_scores(float (&rS)[kScores], u32 q, u32 k) {
     gemm_abt<T, kFirstPart, Config::kHeadDim>(part<0, kFirstPart / 2>(rS), q, k);
@@ -176,7 +197,7 @@ struct FwdSm90Short {
 
   // Processes the key tiles of an item, number index of the block, whose queries begin with i_begin. num_seen counts the
   // key tiles that the consumer has waited for.
-  FT_DEVICE static void mainloop(Storage& shared, const Walk& walk, i32 index, i32 i_begin, u32& num_seen, float factor,
+  FT_DEVICE static void mainloop(const FwdSm90ShortParams& params, Storage& shared, const Walk& walk, i32 index, i32 i_begin, u32& num_seen, float factor,
                                  Softmax& softmax, float (&rO)[kOutputs]) {
     const Params& p = walk.p;
     u32 query_stage = Queries::stage(index);
@@ -203,17 +224,28 @@ struct FwdSm90Short {
     // First tile: S = Q K^T, softmax
     {
       float rS[kScores];
+      uint4 early[kEarly];
+      const uint4* fragments = nullptr;
+      if constexpr (kHasBias) {
+        fragments = bias_fragments(params, kSteps, walk.batch, walk.head, i_begin / 64);
+#pragma unroll
+        for (i32 step = 0; step < kEarly; ++step) early[step] = fragments[128 * step];
+      }
       // Wait for the tiles between as well: the parity of a phase is ambiguous to those who missed the one before
       for (; num_seen <= count; ++num_seen) Keys::wait_full(shared.full_kv, num_seen);
       start_scores(rS, q, k_tile(count));
       wgmma_wait<0>();
       pin_registers(rS);
       release_query();
-      if (Config::kIsOneTile || n < unmasked_begin || n >= unmasked_end) hide(walk, i_begin, n, rS);
-      softmax.template raise_maximum<true, Mask::kHasBand>(factor, rS);
-      softmax.template exponentiate<true, Mask::kHasBand>(factor, part<0, kFirstPart / 2>(rS));
+      if constexpr (kHasBias) {
+        add_bias(p, early, fragments, rS);
+      } else if (Config::kIsOneTile || n < unmasked_begin || n >= unmasked_end) {
+        hide(walk, i_begin, n, rS);
+      }
+      softmax.template raise_maximum<true, kMayBeEmpty>(factor, rS);
+      softmax.template exponentiate<true, kMayBeEmpty>(factor, part<0, kFirstPart / 2>(rS));
       if constexpr (kHasParts) {
-        softmax.template exponentiate<false, Mask::kHasBand>(factor, part<kFirstPart / 2, kRest / 2>(rS));
+        softmax.template exponentiate<false, kMayBeEmpty>(factor, part<kFirstPart / 2, kRest / 2>(rS));
       }
       pack(rS, rP);
     }
@@ -229,11 +261,11 @@ struct FwdSm90Short {
         pin_registers(rS);
         release_query();
         if constexpr (kIsMasked) hide(walk, i_begin, n, rS);
-        softmax.template raise_maximum<false, Mask::kHasBand>(factor, rS);
+        softmax.template raise_maximum<false, kMayBeEmpty>(factor, rS);
         wgmma_wait<0>();
         pin_registers(rO);
         release_stage(shared.empty_kv[Keys::stage(count - 1)]);
-        softmax.template exponentiate<false, Mask::kHasBand>(factor, rS);
+        softmax.template exponentiate<false, kMayBeEmpty>(factor, rS);
         pack(rS, rP);
         if constexpr (!mutates(Mutation::fwd_sm90_short_rescale)) softmax.rescale(rO);
       };
@@ -258,15 +290,15 @@ struct FwdSm90Short {
                                  const float (&rO)[kOutputs]) {
     const Params& p = walk.p;
     Sequence s = walk.sequence();
-    float sink = p.sinks == nullptr ? -infinity() : in_score_unit(false, p.sinks[walk.head]);
+    float sink = p.sinks == nullptr ? -infinity() : in_score_unit(kHasBias, p.sinks[walk.head]);
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
       i32 i = i_begin + fragment_row() + 8 * r;
       bool is_query = i < p.seqlen_q;
-      RowStats stats =
-          join_sink<false>(softmax.m[r] * factor, softmax.l[r], sink, [](float l) { return quad_sum(l); });
+      float m = kHasBias ? softmax.m[r] : softmax.m[r] * factor;
+      RowStats stats = join_sink<kHasBias>(m, softmax.l[r], sink, [](float l) { return quad_sum(l); });
       float norm = stats.norm();
-      if (is_query && threadIdx.x % 4 == 0) p.lse[stat_index(p, s, walk.head, i)] = lse_of(false, stats.m, stats.l);
+      if (is_query && threadIdx.x % 4 == 0) p.lse[stat_index(p, s, walk.head, i)] = lse_of(kHasBias, stats.m, stats.l);
       Out* gO = query_rows(static_cast<Out*>(p.out), p.out_strides, s, walk.head) + i * p.out_strides.row;
 #pragma unroll
       for (i32 b = 0; b < Config::kHeadDimV / 8; b += 4) {
@@ -277,8 +309,9 @@ struct FwdSm90Short {
     }
   }
 
-  FT_DEVICE static void consume(const Params& p, Storage& shared, i32 consumer) {
-    float factor = p.scale_log2;
+  FT_DEVICE static void consume(const FwdSm90ShortParams& params, Storage& shared, i32 consumer) {
+    const Params& p = params.base;
+    float factor = kHasBias ? exponent_factor(true) : p.scale_log2;
     Walk walk(p);
     u32 num_seen = 0;
     for (i32 index = consumer; index < walk.num_items; index += Config::kNumConsumers) {
@@ -288,7 +321,7 @@ struct FwdSm90Short {
       float rO[kOutputs];
 #pragma unroll
       for (i32 x = 0; x < kOutputs; ++x) rO[x] = 0.0f;
-      mainloop(shared, walk, index, i_begin, num_seen, factor, softmax, rO);
+      mainloop(params, shared, walk, index, i_begin, num_seen, factor, softmax, rO);
       epilogue(walk, i_begin, factor, softmax, rO);
     }
   }
@@ -296,11 +329,12 @@ struct FwdSm90Short {
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
-    fwd_sm90_short_kernel(const FT_GRID_CONSTANT FwdSm90Params params) {
+    fwd_sm90_short_kernel(const FT_GRID_CONSTANT FwdSm90ShortParams params) {
   static_assert(Load::kIsAligned16, "TMA reads no unaligned rows");
-  static_assert(!ScoreMod::kChangesScores && !Mask::kHasBool && !Dropout::kIsOn && !SeqInfo::kHasLengths &&
-                !KvSource::kIsPaged && !(Config::kIsOneTile && Mask::kHasBand));
-  using Kernel = FwdSm90Short<Config, Mask>;
+  static_assert(!ScoreMod::kHasSoftcap && !ScoreMod::kHasAlibi && !Mask::kHasBool && !Dropout::kIsOn);
+  static_assert(!SeqInfo::kHasLengths && !KvSource::kIsPaged);
+  static_assert(!(Config::kIsOneTile && Mask::kHasBand) && !(!Config::kIsOneTile && ScoreMod::kHasBias));
+  using Kernel = FwdSm90Short<Config, Mask, typename ScoreMod::BiasElement>;
   extern __shared__ __align__(1024) char shared_bytes[];
   typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
 
@@ -314,7 +348,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     if (warp == 1 && elect_lane()) Kernel::produce_queries(params, shared);
   } else {
     raise_registers<Config::kConsumerRegisters>();
-    Kernel::consume(params.base, shared, warpgroup);
+    Kernel::consume(params, shared, warpgroup);
   }
 }
 
