@@ -28,8 +28,13 @@ class Tile(NamedTuple):
     num_query_stages: int
 
 
-# For sequences of several key tiles
-_TILES = (Tile(128, 3, 6, 3),)
+# For sequences of several key tiles, by padded head_dim and head_dim_v
+_TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
+    (32, 32): (Tile(128, 3, 6, 3),),
+    (64, 64): (Tile(128, 3, 6, 3),),
+    (128, 128): (Tile(128, 2, 3, 2), Tile(64, 3, 5, 3)),
+}
+_SINGLE_DIM = 64  # the largest whose scores fit one tile
 
 
 def _single_tile(num_steps: int) -> Tile:
@@ -72,7 +77,8 @@ class Sm90ShortRow(Row):
 
     @property
     def shared_bytes(self) -> int:
-        tiles = 128 * (_ROWS * self.num_query_stages + 2 * self.block_n * self.num_stages)
+        slabs, slabs_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
+        tiles = 128 * (slabs * _ROWS * self.num_query_stages + (slabs + slabs_v) * self.block_n * self.num_stages)
         return -(-(tiles + 16 * (self.num_stages + self.num_query_stages)) // 1024) * 1024
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
@@ -86,7 +92,7 @@ class FwdSm90Short(Family[Sm90ShortRow]):
     summary = "wgmma, TMA and warp specialisation, on Hopper, for short sequences"
     kernels = ("fwd_sm90_short",)
     dtypes = ("float16", "bfloat16")
-    head_dims = ((32, 32), (64, 64))
+    head_dims = tuple(_TILES)
     features = frozenset({"has_band", "bias_dtype"})
     takes_out_dtypes = False
     takes_overlapping_rows = False
@@ -113,9 +119,9 @@ class FwdSm90Short(Family[Sm90ShortRow]):
 
     def every_row(self, dtype: str) -> Iterator[Sm90ShortRow]:
         for dims in self.head_dims:
-            for num_steps in range(_ROWS // 16, _SINGLE_KEYS // 16 + 1):
+            for num_steps in range(_ROWS // 16, _SINGLE_KEYS // 16 + 1) if max(dims) <= _SINGLE_DIM else ():
                 yield _row(_single_tile(num_steps), dtype, dims, is_single=True)
-            for tile in _TILES:
+            for tile in _TILES[dims]:
                 yield _row(tile, dtype, dims, is_single=False)
 
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[Sm90ShortRow]:
@@ -124,7 +130,7 @@ class FwdSm90Short(Family[Sm90ShortRow]):
         if _is_single(key):
             yield _row(_single_tile(key.length(_KEYS)), key.dtype, dims, is_single=True)
             return
-        for tile in _TILES:
+        for tile in _TILES[dims]:
             yield _row(tile, key.dtype, dims, is_single=False)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
@@ -151,7 +157,8 @@ def _bias_step(bias_dtype: str, num_steps: int) -> Step:
 
 def _is_single(key: PlanKey) -> bool:
     """One tile holds all keys of a sequence. Under a band several tiles are faster: most are half empty."""
-    return key.length(_KEYS) not in (0, _MANY) and not key.features.has_band
+    is_narrow = max(key.head_dim, key.head_dim_v) <= _SINGLE_DIM
+    return is_narrow and key.length(_KEYS) not in (0, _MANY) and not key.features.has_band
 
 
 def _row(tile: Tile, dtype: str, dims: tuple[int, int], is_single: bool) -> Sm90ShortRow:

@@ -38,10 +38,13 @@ struct ItemWalk {
     bool is_resident = Config::kIsOneTile || ceil_div(p.seqlen_k, kBlockN) < Config::kNumStages;
     return is_resident ? num_tiles() : min_of(num_tiles(), Config::kNumConsumers);
   }
+  // What follows the segment's items and key tiles.
   FT_DEVICE i32 item_end() const { return first_item + end - first; }
+  FT_DEVICE u32 ring_end() const { return ring + keys.end - keys.begin; }
+  // Goes to the next segment. Past the last one there are no items.
   FT_DEVICE void next() {
     first_item = item_end();
-    ring += keys.end - keys.begin;
+    ring = ring_end();
     first = end;
     if (first == num_tiles()) {
       first = 0;
@@ -49,11 +52,6 @@ struct ItemWalk {
     }
     find_end();
   }
-  // Goes to the segment of an item that is not before the current segment.
-  FT_DEVICE void seek(i32 item) {
-    while (item >= item_end()) next();
-  }
-
   // The first query of an item of the segment, counted within the head.
   FT_DEVICE i32 first_query(i32 item) const {
     return 64 * (Mask::kHasBand ? num_tiles() - 1 - item : item);
@@ -64,17 +62,6 @@ struct ItemWalk {
     Range seen = key_range<Mask>(p, sequence(), i_begin, min_of(i_end, p.seqlen_q));
     if (seen.begin >= seen.end) return {0, 0};
     return {seen.begin / kBlockN, ceil_div(seen.end, kBlockN)};
-  }
-  // How many items of the segment need key tile n.
-  FT_DEVICE i32 num_readers(i32 n) const {
-    if constexpr (!Mask::kHasBand) return end - first;
-    i32 count = 0;
-    for (i32 item = first; item < end; ++item) {
-      i32 i = first_query(item);
-      Range tiles = key_tiles(i, i + 64);
-      count += n >= tiles.begin && n < tiles.end;
-    }
-    return count;
   }
   FT_DEVICE Sequence sequence() const {
     return {batch, p.seqlen_q, p.seqlen_k, p.is_top_left ? 0 : p.seqlen_k - p.seqlen_q, 0, 0,

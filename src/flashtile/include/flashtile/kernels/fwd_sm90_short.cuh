@@ -6,8 +6,9 @@
 // Shared:    sQ [query stage][slab][64][64], sK, sV [stage][slab][kBlockN][64], 128-byte swizzled slabs of 64 columns;
 //            the barriers.
 // Barriers:  full_* complete by copied bytes. empty_q completes by the four warps of the one consumer that has the item.
-//            empty_kv expects four arrivals for each item of a full segment; the producer arrives for items that the
-//            segment lacks and for those that do not see the tile.
+//            empty_kv completes by one arrival per consumer warp. A consumer releases every key tile once, in order:
+//            during its last item of a segment, and unread where it has no item or the item does not see the tile. So
+//            it is never a phase behind, and the parity that it waits for is the right one.
 // Mainloop:  with kIsOneTile the scores of all keys are in registers at once: one softmax, no rescaling. Else as in
 //            fwd_sm90.cuh, without turns: S(n) = Q K(n)^T and O += P(n-1) V(n-1) are in flight together. Key tiles go
 //            from first to last.
@@ -58,15 +59,14 @@ struct FwdSm90Short {
 
   // ---- Prologue. Scope: thread 0.
 
-  FT_DEVICE static void init(const Params& p, Storage& shared) {
-    Walk walk(p);
+  FT_DEVICE static void init(Storage& shared) {
     for (i32 stage = 0; stage < Config::kNumQueryStages; ++stage) {
       mbarrier_init(shared.full_q[stage], 1);
       mbarrier_init(shared.empty_q[stage], 4);
     }
     for (i32 stage = 0; stage < Config::kNumStages; ++stage) {
       mbarrier_init(shared.full_kv[stage], 1);
-      mbarrier_init(shared.empty_kv[stage], 4 * walk.limit());
+      mbarrier_init(shared.empty_kv[stage], 4 * Config::kNumConsumers);
     }
     mbarrier_init_fence();
     fence_proxy_async();
@@ -95,8 +95,6 @@ struct FwdSm90Short {
           load_box(shared.sV[stage] + slab * kBlockN * 64, params.v_map, full, 64 * slab, n * kBlockN,
                    head_of(p.v_strides), batch_of(p.v_strides));
         }
-        i32 num_missing = walk.limit() - walk.num_readers(n);
-        if (num_missing > 0) mbarrier_arrive_many(shared.empty_kv[stage], 4 * num_missing);
       }
     }
   }
@@ -195,10 +193,20 @@ struct FwdSm90Short {
     }
   }
 
-  // Processes the key tiles of an item, number index of the block, whose queries begin with i_begin. num_seen counts the
-  // key tiles that the consumer has waited for.
-  FT_DEVICE static void mainloop(const FwdSm90ShortParams& params, Storage& shared, const Walk& walk, i32 index, i32 i_begin, u32& num_seen, float factor,
-                                 Softmax& softmax, float (&rO)[kOutputs]) {
+  // Releases the key tiles [begin, end) of the ring unread. The lanes leave each wait together: once one of them has
+  // released a stage, the producer may complete its next phase. Scope: warp.
+  FT_DEVICE static void skip(Storage& shared, u32 begin, u32 end) {
+    for (u32 count = begin; count != end; ++count) {
+      Keys::wait_full(shared.full_kv, count);
+      __syncwarp();
+      release_stage(shared.empty_kv[Keys::stage(count)]);
+    }
+  }
+
+  // Processes the key tiles of an item, number index of the block, whose queries begin with i_begin. The last item of
+  // this consumer in the segment releases the key tiles.
+  FT_DEVICE static void mainloop(const FwdSm90ShortParams& params, Storage& shared, const Walk& walk, i32 index,
+                                 i32 i_begin, bool is_last, float factor, Softmax& softmax, float (&rO)[kOutputs]) {
     const Params& p = walk.p;
     u32 query_stage = Queries::stage(index);
     u32 q = tile_base(shared.sQ[query_stage], 64 * 128);
@@ -210,12 +218,14 @@ struct FwdSm90Short {
     __syncwarp();
     if (tiles.begin >= tiles.end) {
       release_stage(shared.empty_q[query_stage]);
+      if (is_last) skip(shared, walk.ring, walk.ring_end());
       return;
     }
+    u32 count = walk.ring + tiles.begin - walk.keys.begin;
+    if (is_last) skip(shared, walk.ring, count);
     Range common = common_key_range<Mask>(p, walk.sequence(), i_begin, min_of(i_begin + 64, p.seqlen_q));
     i32 unmasked_begin = ceil_div(common.begin, kBlockN), unmasked_end = common.end / kBlockN;
     i32 n = tiles.begin;
-    u32 count = walk.ring + n - walk.keys.begin;
     u32 rP[kScores / 2];
     auto release_query = [&] {
       if (n == tiles.end - 1) release_stage(shared.empty_q[query_stage]);
@@ -231,8 +241,7 @@ struct FwdSm90Short {
 #pragma unroll
         for (i32 step = 0; step < kEarly; ++step) early[step] = fragments[128 * step];
       }
-      // Wait for the tiles between as well: the parity of a phase is ambiguous to those who missed the one before
-      for (; num_seen <= count; ++num_seen) Keys::wait_full(shared.full_kv, num_seen);
+      Keys::wait_full(shared.full_kv, count);
       start_scores(rS, q, k_tile(count));
       wgmma_wait<0>();
       pin_registers(rS);
@@ -264,7 +273,7 @@ struct FwdSm90Short {
         softmax.template raise_maximum<false, kMayBeEmpty>(factor, rS);
         wgmma_wait<0>();
         pin_registers(rO);
-        release_stage(shared.empty_kv[Keys::stage(count - 1)]);
+        if (is_last) release_stage(shared.empty_kv[Keys::stage(count - 1)]);
         softmax.template exponentiate<false, kMayBeEmpty>(factor, rS);
         pack(rS, rP);
         if constexpr (!mutates(Mutation::fwd_sm90_short_rescale)) softmax.rescale(rO);
@@ -276,13 +285,16 @@ struct FwdSm90Short {
           step(Constant<false>());
         }
       }
-      num_seen = count--;
+      --count;
     }
     // Add the last P V
     gemm_ab<T, Config::kHeadDimV, kBlockN>(rO, rP, v_tile(count));
     wgmma_wait<0>();
     pin_registers(rO);
-    release_stage(shared.empty_kv[Keys::stage(count)]);
+    if (is_last) {
+      release_stage(shared.empty_kv[Keys::stage(count)]);
+      skip(shared, count + 1, walk.ring_end());
+    }
   }
 
   // Normalises and stores O and lse. Scope: warp.
@@ -312,17 +324,19 @@ struct FwdSm90Short {
   FT_DEVICE static void consume(const FwdSm90ShortParams& params, Storage& shared, i32 consumer) {
     const Params& p = params.base;
     float factor = kHasBias ? exponent_factor(true) : p.scale_log2;
-    Walk walk(p);
-    u32 num_seen = 0;
-    for (i32 index = consumer; index < walk.num_items; index += Config::kNumConsumers) {
-      walk.seek(index);
-      i32 i_begin = walk.first_query(walk.first + index - walk.first_item);
-      Softmax softmax;
-      float rO[kOutputs];
+    i32 index = consumer;
+    for (Walk walk(p); walk.first_item < walk.num_items; walk.next()) {
+      if (index >= walk.item_end()) skip(shared, walk.ring, walk.ring_end());
+      for (; index < walk.item_end(); index += Config::kNumConsumers) {
+        i32 i_begin = walk.first_query(walk.first + index - walk.first_item);
+        bool is_last = index + Config::kNumConsumers >= walk.item_end();
+        Softmax softmax;
+        float rO[kOutputs];
 #pragma unroll
-      for (i32 x = 0; x < kOutputs; ++x) rO[x] = 0.0f;
-      mainloop(params, shared, walk, index, i_begin, num_seen, factor, softmax, rO);
-      epilogue(walk, i_begin, factor, softmax, rO);
+        for (i32 x = 0; x < kOutputs; ++x) rO[x] = 0.0f;
+        mainloop(params, shared, walk, index, i_begin, is_last, factor, softmax, rO);
+        epilogue(walk, i_begin, factor, softmax, rO);
+      }
     }
   }
 };
@@ -338,7 +352,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   extern __shared__ __align__(1024) char shared_bytes[];
   typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
 
-  if (threadIdx.x == 0) Kernel::init(params.base, shared);
+  if (threadIdx.x == 0) Kernel::init(shared);
   __syncthreads();
   i32 warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == Config::kNumConsumers) {

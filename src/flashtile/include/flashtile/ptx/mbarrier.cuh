@@ -20,12 +20,6 @@ FT_DEVICE void mbarrier_arrive(u64& barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
-// Arrives count times. (PTX ISA: mbarrier.arrive)
-FT_DEVICE void mbarrier_arrive_many(u64& barrier, u32 count) {
-  jitter();
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(count) : "memory");
-}
-
 // Arrives; the phase then also waits for num_bytes of copies. (PTX ISA: mbarrier.arrive.expect_tx)
 FT_DEVICE void mbarrier_arrive_expect(u64& barrier, u32 num_bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(num_bytes)
