@@ -28,7 +28,7 @@ struct Config {{
   static constexpr i32 kBlockN = kIsOneTile_ ? 208 : {BLOCK_N}, kNumConsumers = {CONSUMERS}, kNumStages = {STAGES};
   static constexpr bool kIsOneTile = kIsOneTile_;
 }};
-// Each item of a block: segment, batch, head, first query, key tiles; of the segment ring, ring_end, item_end, keys.begin.
+// Each item: segment, batch, head, first query, key tiles; of its segment ring, ring_end, item_end, keys.begin.
 template <class Walk>
 int walk_block(const Params& p, int* out) {{
   int segment = 0, count = 0;

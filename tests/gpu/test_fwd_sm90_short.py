@@ -54,50 +54,83 @@ def option_problems() -> list[tuple[Case, int]]:
 def length_problems() -> list[tuple[Case, int]]:
     """Every tile that holds all keys, full and with one key."""
     found = []
-    for number, keys in enumerate((1, 63, 64, 65, 80, 81, 96, 97, 112, 113, 128, 129, 144, 145, 160, 161, 176, 177, 208)):
+    for number, keys in enumerate(
+        (1, 63, 64, 65, 80, 81, 96, 97, 112, 113, 128, 129, 144, 145, 160, 161, 176, 177, 208)
+    ):
         found.append(problem(number, ((64, 64), (32, 32))[number % 2], (70, keys), heads=4, heads_kv=2))
     return found
 
 
-def test_options() -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        assert_accurate(option_problems(), "fwd_sm90_short_kernel", monkeypatch)
+def bias_problems() -> list[tuple[Case, int]]:
+    """A bias of every broadcast shape, with keys of one tile."""
+    lengths = ((65, 77), (197, 197), (64, 49), (300, 208), (130, 100))
+    found = []
+    for number, bias in enumerate(("hqk", "bhqk", "qk", "bk", "hqk", "bhqk")):
+        options = {"bias": bias, "has_sinks": number % 2 == 1, "heads": 4, "heads_kv": 2, "batch": 3}
+        found.append(problem(number, HEAD_DIMS[number % 5], lengths[number % 5], **options))
+    return found
 
 
-def test_lengths() -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        assert_accurate(length_problems(), "fwd_sm90_short_kernel", monkeypatch)
+def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_accurate(option_problems(), "fwd_sm90_short_kernel", monkeypatch)
 
 
-@pytest.mark.parametrize(("keys", "head_dim", "causal"), [(49, 32, False), (197, 64, False), (500, 64, True)])
-def test_many_items(keys: int, head_dim: int, causal: bool) -> None:
+def test_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_accurate(length_problems(), "fwd_sm90_short_kernel", monkeypatch)
+
+
+def test_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_accurate(bias_problems(), "fwd_sm90_short_kernel", monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "head_dim", "options"),
+    [
+        (49, 49, 32, ""),
+        (64, 64, 32, "bias"),
+        (197, 197, 64, ""),
+        (197, 197, 64, "bias"),
+        (300, 77, 64, ""),
+        (128, 100, 64, ""),
+        (512, 512, 64, ""),
+        (500, 500, 64, "causal"),
+        (700, 700, 64, "causal"),
+        (300, 500, 128, "causal"),
+    ],
+)
+def test_many_items(queries: int, keys: int, head_dim: int, options: str) -> None:
     """More items than blocks, whose shares begin and end inside a head: against float64."""
-    q, k, v = (torch.randn(37, 11, keys, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    out, lse = flashtile.attention(q, k, v, causal=causal, return_lse=True, backend="cuda")
-    scores = q.double() @ k.double().transpose(-1, -2) * head_dim**-0.5
-    if causal:
-        scores = scores.masked_fill(torch.ones(keys, keys, dtype=torch.bool, device="cuda").triu(1), float("-inf"))
+    batch = 400 if queries < 100 else 23
+    shapes = ((batch, 12, queries, head_dim), (batch, 6, keys, head_dim), (batch, 6, keys, head_dim))
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    scores = q.double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2) * head_dim**-0.5
+    bias = None
+    if options == "bias":
+        bias = torch.randn(1, 12, queries, keys, device="cuda", dtype=torch.bfloat16)
+        bias[:, 3, :, ::3] = bias[:, 4, 5] = float("-inf")
+        scores += bias.double()
+    if options == "causal":
+        hidden = torch.ones(queries, keys, dtype=torch.bool, device="cuda").triu(keys - queries + 1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    out, lse = flashtile.attention(q, k, v, bias=bias, causal=options == "causal", return_lse=True, backend="cuda")
+    expected = scores.softmax(-1).nan_to_num() @ v.double().repeat_interleave(2, 1)
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(out.double(), scores.softmax(-1) @ v.double(), rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize(("keys", "head_dim"), [(60, 32), (200, 64), (400, 64), (900, 64)])
+@pytest.mark.parametrize(("keys", "head_dim"), [(60, 32), (200, 64), (400, 64)])
 def test_jitter_changes_nothing(keys: int, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pauses of random length before every barrier, copy and product: the same bits over 100 runs."""
+    """Pauses of random length before every barrier, copy and product: the same bits over 50 runs."""
     q, k, v = (torch.randn(4, 64, keys, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     short = q[:, :, : keys // 3]
 
     def results() -> list[torch.Tensor]:
-        return [
-            flashtile.attention(queries, k, v, causal=causal, backend="cuda")
-            for queries in (q, short)
-            for causal in (False, True)
-        ]
+        return [flashtile.attention(queries, k, v, causal=keys > 208, backend="cuda") for queries in (q, short)]
 
     expected = results()
     functions = jitter(monkeypatch)
     with native.python_only():
-        for _ in range(100):
+        for _ in range(50):
             assert all(torch.equal(one, other) for one, other in zip(results(), expected, strict=True))
     assert functions
 

@@ -53,9 +53,7 @@ struct ItemWalk {
     find_end();
   }
   // The first query of an item of the segment, counted within the head.
-  FT_DEVICE i32 first_query(i32 item) const {
-    return 64 * (Mask::kHasBand ? num_tiles() - 1 - item : item);
-  }
+  FT_DEVICE i32 first_query(i32 item) const { return 64 * (Mask::kHasBand ? num_tiles() - 1 - item : item); }
   // The key tiles of the queries [i_begin, i_end).
   FT_DEVICE Range key_tiles(i32 i_begin, i32 i_end) const {
     if constexpr (Config::kIsOneTile) return {0, p.seqlen_k > 0 ? 1 : 0};
@@ -64,8 +62,8 @@ struct ItemWalk {
     return {seen.begin / kBlockN, ceil_div(seen.end, kBlockN)};
   }
   FT_DEVICE Sequence sequence() const {
-    return {batch, p.seqlen_q, p.seqlen_k, p.is_top_left ? 0 : p.seqlen_k - p.seqlen_q, 0, 0,
-            batch * p.lse_batch_stride};
+    return {
+        batch, p.seqlen_q, p.seqlen_k, p.is_top_left ? 0 : p.seqlen_k - p.seqlen_q, 0, 0, batch * p.lse_batch_stride};
   }
 
  private:

@@ -5,7 +5,8 @@
 //            copies keys, one lane of warp 1 copies queries.
 // Shared:    sQ [query stage][slab][64][64], sK, sV [stage][slab][kBlockN][64], 128-byte swizzled slabs of 64 columns;
 //            the barriers.
-// Barriers:  full_* complete by copied bytes. empty_q completes by the four warps of the one consumer that has the item.
+// Barriers:  full_* complete by copied bytes. empty_q completes by the four warps of the one consumer that has the
+// item.
 //            empty_kv completes by one arrival per consumer warp. A consumer releases every key tile once, in order:
 //            during its last item of a segment, and unread where it has no item or the item does not see the tile. So
 //            it is never a phase behind, and the parity that it waits for is the right one.
@@ -156,9 +157,8 @@ struct FwdSm90Short {
   }
 
   template <i32 kBegin, i32 kCount, typename Register, i32 kAll>
-  FT_DEVICE static Register (&part(Register (&all)[kAll]))[kCount] {
-    return reinterpret_cast<Register(&)[kCount]>(all[kBegin]);
-  }
+  FT_DEVICE static Register (&part(Register (&all)[kAll]))
+      [kCount] { return reinterpret_cast<Register(&)[kCount]>(all[kBegin]); }
 
   FT_DEVICE static void pack(const float (&rS)[kScores], u32 (&rP)[kScores / 2]) {
 #pragma unroll
