@@ -91,7 +91,7 @@ class Sm90ShortRow(Row):
 class FwdSm90Short(Family[Sm90ShortRow]):
     name = "fwd_sm90_short"
     op = "forward"
-    summary = "wgmma, TMA and warp specialisation, on Hopper, for short sequences"
+    summary = "the Hopper forward for short sequences: at most 1024 keys, which stay in shared memory for all queries"
     kernels = ("fwd_sm90_short",)
     dtypes = ("float16", "bfloat16")
     head_dims = tuple(_TILES)
