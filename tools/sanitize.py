@@ -144,6 +144,8 @@ def row_jobs(family: Family[Any], dtype: str, dims: tuple[int, int], arch: Arch)
                 yield Job(trial(dtype, *dims, tile, False, causal="bottom_right", **options), family.name, grads, index)
     if family.op == "forward":  # few queries, whose heads may share a tile
         yield Job(trial(dtype, *dims, 128, False, seqlen_q=3), family.name)
+        # Few keys, which may share a tile
+        yield Job(trial(dtype, *dims, 64, False, seqlen_k=203), family.name)
 
 
 def key_of(dtype: str, dims: tuple[int, int], arch: Arch, grads: tuple[str, ...]) -> PlanKey:
@@ -153,31 +155,41 @@ def key_of(dtype: str, dims: tuple[int, int], arch: Arch, grads: tuple[str, ...]
 
 # (what a case changes, the features that a family must take)
 SPECIAL: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
-    ({"kind": "varlen", "dropout_p": 0.2, "mask": "bhqk"}, ()),
-    ({"kind": "padded", "softcap": 5.0, "alibi": "bh"}, ()),
-    ({"bias": "hqk", "has_sinks": True, "causal": "bottom_right"}, ()),
+    ({"kind": "varlen", "dropout_p": 0.2, "mask": "bhqk"}, ("has_lengths", "has_dropout", "has_bool_mask")),
+    ({"kind": "padded", "softcap": 5.0, "alibi": "bh"}, ("has_lengths", "has_softcap", "has_alibi")),
+    # A family without lengths takes a bias alone, and few keys
+    ({"bias": "hqk", "has_sinks": True, "causal": "bottom_right"}, ("bias_dtype", "has_lengths")),
+    ({"bias": "hqk", "seqlen_k": 190}, ("bias_dtype",)),
+    ({"has_sinks": True, "causal": "top_left"}, ()),
     ({"memory": "offset", "head_dim": 37, "num_splits": 2}, ("is_aligned16",)),
     ({"kind": "cache", "num_splits": 3, "page_size": 7}, ("is_paged",)),
     ({"kind": "paged", "window": (20, 3)}, ("is_paged",)),
 )
-FORWARD_SPECIAL: tuple[dict[str, Any], ...] = (
+FORWARD_SPECIAL: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     # Long enough for splits of the largest tiles; the second has heads that share a tile
-    {"causal": "bottom_right", "num_splits": 2, "seqlen_k": 1100},
-    {"kind": "used", "num_splits": 2, "seqlen_q": 3, "seqlen_k": 2000},
-    {"mask": "qk", "softcap": 5.0, "alibi": "bh", "is_out_float32": True},
+    ({"causal": "bottom_right", "num_splits": 2, "seqlen_k": 1100}, ("has_lengths",)),
+    ({"kind": "used", "num_splits": 2, "seqlen_q": 3, "seqlen_k": 2000}, ("has_lengths",)),
+    (
+        {"mask": "qk", "softcap": 5.0, "alibi": "bh", "is_out_float32": True},
+        ("has_bool_mask", "has_softcap", "has_alibi"),
+    ),
 )
 # More than four work items for each block of a persistent grid: their slots are used again
-CROWDS: tuple[dict[str, Any], ...] = (
-    {"causal": "bottom_right", "batch": 10, "heads": 60, "heads_kv": 60, "seqlen_q": 180, "seqlen_k": 140},
-    {
-        "kind": "varlen",
-        "causal": "bottom_right",
-        "batch": 20,
-        "heads": 60,
-        "heads_kv": 60,
-        "seqlen_q": 40,
-        "seqlen_k": 9,
-    },
+CROWDS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    ({"causal": "bottom_right", "batch": 10, "heads": 60, "heads_kv": 60, "seqlen_q": 180, "seqlen_k": 140}, ()),
+    ({"batch": 10, "heads": 60, "heads_kv": 60, "seqlen_q": 180, "seqlen_k": 140}, ()),
+    (
+        {
+            "kind": "varlen",
+            "causal": "bottom_right",
+            "batch": 20,
+            "heads": 60,
+            "heads_kv": 60,
+            "seqlen_q": 40,
+            "seqlen_k": 9,
+        },
+        ("has_lengths",),
+    ),
 )
 
 
@@ -188,12 +200,12 @@ def special_jobs(family: Family[Any], dtype: str, arch: Arch) -> Iterator[Job]:
     sizes = {"seqlen_q": num_queries, "seqlen_k": 2 * max(row.block_n for row in rows) + 44}
     plain = Case(batch=2, heads=2, heads_kv=1, head_dim=40, head_dim_v=24, dtype=getattr(torch, dtype), **sizes)
     is_forward = family.op == "forward"
-    changes = [change for change, features in SPECIAL if set(features) <= family.features]
+    changes = list(SPECIAL)
     if is_forward:
         changes += FORWARD_SPECIAL
         if family.launch(key_of(dtype, family.head_dims[0], arch, ()), CallLayout("bhsd", ())).steps[0].max_blocks:
             changes += CROWDS
-    for change in changes:
+    for change in [change for change, features in changes if set(features) <= family.features]:
         yield Job(Trial(dataclasses.replace(plain, **change), 2, not is_forward), family.name)
 
 

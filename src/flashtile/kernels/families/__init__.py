@@ -34,6 +34,7 @@ from flashtile.kernels.families.fwd_sm80_wide import FwdSm80Wide
 from flashtile.kernels.families.fwd_sm90 import FwdSm90
 from flashtile.kernels.families.fwd_sm90_f32 import FwdSm90F32
 from flashtile.kernels.families.fwd_sm90_f32_direct import FwdSm90F32Direct
+from flashtile.kernels.families.fwd_sm90_short import FwdSm90Short
 from flashtile.kernels.families.fwd_sm90_wide import FwdSm90Wide
 from flashtile.kernels.length_class import LengthClass
 from flashtile.kernels.mutation import Mutation
@@ -70,6 +71,7 @@ def find(name: str) -> Family[Any]:
 
 
 register(DecodeSm90())
+register(FwdSm90Short())
 register(FwdSm90())
 register(FwdSm80())
 register(FwdSm90Wide())

@@ -33,6 +33,13 @@ enum class Mutation {
   fwd_sm90_mask_row,     // every query but the first uses the bool mask of the query before
   fwd_sm90_bias_row,     // query tiles after the first use the bias of one query before
   fwd_sm90_alibi,        // ALiBi distances count from the first key instead of the last
+  // Found by `flashtile check`, in the Hopper forward for short sequences
+  fwd_sm90_short_rescale,      // the output is not scaled down when the maximum rises
+  fwd_sm90_short_tail,         // one key past the last is attended
+  fwd_sm90_short_mask_offset,  // causal and window masks are one key too far right
+  fwd_sm90_short_bias_row,     // every query but the first uses the bias of the query before
+  fwd_sm90_short_gqa_head,     // query head h uses KV head h % heads_kv instead of h / group
+  fwd_sm90_short_item,         // the second query tile of a head has the queries of its first
   // Found by `flashtile check`, in the Hopper kernels for float32
   fwd_sm90_f32_low_part,       // the small parts of P are dropped
   fwd_sm90_f32_rescale,        // the output is not scaled down when the maximum rises
