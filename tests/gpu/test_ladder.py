@@ -66,11 +66,11 @@ def test_tensors_that_are_not_aligned(rung):
         ("", "wrong numbers"),
         (
             "if (first + p.head_dim == size) p.o[size + threadIdx.x] = 0.0f;",
-            "it wrote out of bounds, 32 floats behind its output",
+            "it wrote out of bounds, 32 elements behind its output",
         ),
         (
             "if (blockIdx.x == 0) p.o[-1 - (int)threadIdx.x] = 0.0f;",
-            "it wrote out of bounds, 32 floats before its output",
+            "it wrote out of bounds, 32 elements before its output",
         ),
         ("p.o[(1ll << 40) + threadIdx.x] = 0.0f;", "the kernel failed: .*illegal"),
     ],
