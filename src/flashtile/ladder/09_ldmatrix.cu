@@ -1,6 +1,7 @@
 // 09 ldmatrix: one instruction loads four operands, transposed where need be.
 //
-// Changed:   ldmatrix reads four 8 x 8 matrices, each lane giving the address of one row of 16 bytes, and deals them out
+// Changed:   ldmatrix reads four 8 x 8 matrices, each lane giving the address of one row of 16 bytes, and deals them
+// out
 //            as fragments: two B operands of K, or with .trans two of V, which need no packing.
 // Why:       in 08 a B operand of K took two loads, one of V four loads of two bytes and two packs.
 // Predicted: shared load instructions from 3 for each product to a quarter. Rows of 128 bytes start on one bank, so
@@ -129,8 +130,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) ldmatrix_kernel(con
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
-    for (int x = 0; x < 4; ++x)
-      rQ[k][x] = load_two(p.q + head, row + x % 2 * 8, 16 * k + x / 2 * 8 + pair, p);
+    for (int x = 0; x < 4; ++x) rQ[k][x] = load_two(p.q + head, row + x % 2 * 8, 16 * k + x / 2 * 8 + pair, p);
   }
   float m[2] = {-infinity(), -infinity()}, l[2] = {};
   float rO[kHeadDim / 8][4] = {};

@@ -129,8 +129,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) swizzle_kernel(cons
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
-    for (int x = 0; x < 4; ++x)
-      rQ[k][x] = load_two(p.q + head, row + x % 2 * 8, 16 * k + x / 2 * 8 + pair, p);
+    for (int x = 0; x < 4; ++x) rQ[k][x] = load_two(p.q + head, row + x % 2 * 8, 16 * k + x / 2 * 8 + pair, p);
   }
   float m[2] = {-infinity(), -infinity()}, l[2] = {};
   float rO[kHeadDim / 8][4] = {};

@@ -1,6 +1,7 @@
 // 11 async stages: tiles are copied by cp.async while the tile before is computed.
 //
-// Changed:   K and V have two stages each, filled by cp.async, as in 05. One barrier for each tile: behind it the tile has
+// Changed:   K and V have two stages each, filled by cp.async, as in 05. One barrier for each tile: behind it the tile
+// has
 //            arrived, and the stage of the tile before is free.
 // Why:       in 10 all warps of a block wait for a tile on its way from L2 through registers.
 // Predicted: waits for global memory near 0. In 05 this brought 3 %, since FMA took 20 times as long as the copy; here
@@ -49,8 +50,8 @@ __device__ unsigned address_of(bf16 (*tile)[kHeadDim], int row, int column) {
   return static_cast<unsigned>(__cvta_generic_to_shared(place(tile, row, column)));
 }
 
-// Starts copying rows [first, first + kRows) of a tensor to a swizzled tile, zeros outside the tensor. Rows that are not on
-// 16-byte boundaries (IS_WIDE is 0) are loaded and stored. (PTX ISA: cp.async) Scope: block.
+// Starts copying rows [first, first + kRows) of a tensor to a swizzled tile, zeros outside the tensor. Rows that are
+// not on 16-byte boundaries (IS_WIDE is 0) are loaded and stored. (PTX ISA: cp.async) Scope: block.
 template <int kRows>
 __device__ void copy_tile(bf16 (*tile)[kHeadDim], const bf16* tensor, int first, const Params& p) {
 #pragma unroll 4
@@ -63,9 +64,9 @@ __device__ void copy_tile(bf16 (*tile)[kHeadDim], const bf16* tensor, int first,
                    "r"(is_inside ? 16 : 0)
                    : "memory");
     } else {
-      *reinterpret_cast<uint4*>(place(tile, r, c)) = make_uint4(
-          load_two(tensor, row, c, p), load_two(tensor, row, c + 2, p), load_two(tensor, row, c + 4, p),
-          load_two(tensor, row, c + 6, p));
+      *reinterpret_cast<uint4*>(place(tile, r, c)) =
+          make_uint4(load_two(tensor, row, c, p), load_two(tensor, row, c + 2, p), load_two(tensor, row, c + 4, p),
+                     load_two(tensor, row, c + 6, p));
     }
   }
 }
@@ -135,8 +136,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) async_stages_kernel
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
-    for (int x = 0; x < 4; ++x)
-      rQ[k][x] = load_two(p.q + head, row + x % 2 * 8, 16 * k + x / 2 * 8 + pair, p);
+    for (int x = 0; x < 4; ++x) rQ[k][x] = load_two(p.q + head, row + x % 2 * 8, 16 * k + x / 2 * 8 + pair, p);
   }
   auto copy_keys = [&](int j_begin) {
     if (j_begin >= num_keys) return;

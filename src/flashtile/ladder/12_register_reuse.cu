@@ -1,8 +1,10 @@
 // 12 register reuse: a warp owns 32 queries, so that each fragment of K and V feeds twice as many products.
 //
-// Changed:   a block has 128 queries, a warp two m16 tiles of them. An ldmatrix of K or V now serves four products instead
+// Changed:   a block has 128 queries, a warp two m16 tiles of them. An ldmatrix of K or V now serves four products
+// instead
 //            of two. Q stays in registers at d 64; at d 128 it is read from shared memory with every tile.
-// Why:       in 11 an ldmatrix, 4 cycles of the shared-memory pipe, feeds two products, 3.2 cycles of the tensor cores at
+// Why:       in 11 an ldmatrix, 4 cycles of the shared-memory pipe, feeds two products, 3.2 cycles of the tensor cores
+// at
 //            the rate that mma.sync reaches: shared memory binds, not the products.
 // Predicted: cycles of shared memory for each product halve, and so do the bytes from L2. 255 registers and two blocks,
 //            8 warps, on a multiprocessor. 1.2 times as fast.
@@ -28,7 +30,7 @@ struct Params {
 
 constexpr int kHeadDim = (HEAD_DIM + 63) / 64 * 64;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kNumThreads = NUM_THREADS;
-constexpr int kSteps = kHeadDim / 16;       // products over the head dim
+constexpr int kSteps = kHeadDim / 16;     // products over the head dim
 constexpr bool kKeepsQ = kHeadDim <= 64;  // in registers
 
 struct Shared {
@@ -54,8 +56,8 @@ __device__ unsigned address_of(bf16 (*tile)[kHeadDim], int row, int column) {
   return static_cast<unsigned>(__cvta_generic_to_shared(place(tile, row, column)));
 }
 
-// Starts copying rows [first, first + kRows) of a tensor to a swizzled tile, zeros outside the tensor. Rows that are not on
-// 16-byte boundaries (IS_WIDE is 0) are loaded and stored. (PTX ISA: cp.async) Scope: block.
+// Starts copying rows [first, first + kRows) of a tensor to a swizzled tile, zeros outside the tensor. Rows that are
+// not on 16-byte boundaries (IS_WIDE is 0) are loaded and stored. (PTX ISA: cp.async) Scope: block.
 template <int kRows>
 __device__ void copy_tile(bf16 (*tile)[kHeadDim], const bf16* tensor, int first, const Params& p) {
 #pragma unroll 4
@@ -68,9 +70,9 @@ __device__ void copy_tile(bf16 (*tile)[kHeadDim], const bf16* tensor, int first,
                    "r"(is_inside ? 16 : 0)
                    : "memory");
     } else {
-      *reinterpret_cast<uint4*>(place(tile, r, c)) = make_uint4(
-          load_two(tensor, row, c, p), load_two(tensor, row, c + 2, p), load_two(tensor, row, c + 4, p),
-          load_two(tensor, row, c + 6, p));
+      *reinterpret_cast<uint4*>(place(tile, r, c)) =
+          make_uint4(load_two(tensor, row, c, p), load_two(tensor, row, c + 2, p), load_two(tensor, row, c + 4, p),
+                     load_two(tensor, row, c + 6, p));
     }
   }
 }
@@ -150,7 +152,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 2) register_reuse_kern
   auto read_q = [&](int k) {
 #pragma unroll
     for (int t = 0; t < 2; ++t)
-      load_matrices(rQ[kKeepsQ ? k : 0][t], address_of(shared.sQ, warp_row + 16 * t + lane % 16, 16 * k + lane / 16 * 8));
+      load_matrices(rQ[kKeepsQ ? k : 0][t],
+                    address_of(shared.sQ, warp_row + 16 * t + lane % 16, 16 * k + lane / 16 * 8));
   };
 
   for (int j_begin = 0; j_begin < num_keys; j_begin += kBlockN) {

@@ -1,13 +1,15 @@
 // 13 lazy maximum: O is rescaled only when a maximum rises much, and full tiles run a loop without a mask.
 //
-// Changed:   the running maximum stays until a score would exceed 2^8 times the reference; one vote decides for all rows
+// Changed:   the running maximum stays until a score would exceed 2^8 times the reference; one vote decides for all
+// rows
 //            of a warp. Key tiles go from last to first: edge tiles in a loop of their own, then full tiles, whose body
-//            has no compare. A warp skips the tiles above its own diagonal. This is the design of the production kernel,
-//            include/flashtile/kernels/fwd_sm80.cuh.
-// Why:       in 12 a warp spends 64 multiplications on O and 4 exponentials on factors with every tile, though maxima hardly
+//            has no compare. A warp skips the tiles above its own diagonal. This is the design of the production
+//            kernel, include/flashtile/kernels/fwd_sm80.cuh.
+// Why:       in 12 a warp spends 64 multiplications on O and 4 exponentials on factors with every tile, though maxima
+// hardly
 //            rise after the first tiles, and it compares every score.
-// Predicted: a tenth of the instructions beside the products go: 1.08 times as fast full, 1.1 causal; 0.95 of production.
-// Measured:  not measured yet
+// Predicted: a tenth of the instructions beside the products go: 1.08 times as fast full, 1.1 causal; 0.95 of
+// production. Measured:  not measured yet
 //
 // Threads and shared memory: as in 12.
 // launch: block_m=128 block_n=(64 if d<=64 else 32)|16 threads=128
@@ -28,7 +30,7 @@ struct Params {
 
 constexpr int kHeadDim = (HEAD_DIM + 63) / 64 * 64;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kNumThreads = NUM_THREADS;
-constexpr int kSteps = kHeadDim / 16;       // products over the head dim
+constexpr int kSteps = kHeadDim / 16;     // products over the head dim
 constexpr bool kKeepsQ = kHeadDim <= 64;  // in registers
 
 struct Shared {
@@ -61,8 +63,8 @@ __device__ unsigned address_of(bf16 (*tile)[kHeadDim], int row, int column) {
   return static_cast<unsigned>(__cvta_generic_to_shared(place(tile, row, column)));
 }
 
-// Starts copying rows [first, first + kRows) of a tensor to a swizzled tile, zeros outside the tensor. Rows that are not on
-// 16-byte boundaries (IS_WIDE is 0) are loaded and stored. (PTX ISA: cp.async) Scope: block.
+// Starts copying rows [first, first + kRows) of a tensor to a swizzled tile, zeros outside the tensor. Rows that are
+// not on 16-byte boundaries (IS_WIDE is 0) are loaded and stored. (PTX ISA: cp.async) Scope: block.
 template <int kRows>
 __device__ void copy_tile(bf16 (*tile)[kHeadDim], const bf16* tensor, int first, const Params& p) {
 #pragma unroll 4
@@ -75,9 +77,9 @@ __device__ void copy_tile(bf16 (*tile)[kHeadDim], const bf16* tensor, int first,
                    "r"(is_inside ? 16 : 0)
                    : "memory");
     } else {
-      *reinterpret_cast<uint4*>(place(tile, r, c)) = make_uint4(
-          load_two(tensor, row, c, p), load_two(tensor, row, c + 2, p), load_two(tensor, row, c + 4, p),
-          load_two(tensor, row, c + 6, p));
+      *reinterpret_cast<uint4*>(place(tile, r, c)) =
+          make_uint4(load_two(tensor, row, c, p), load_two(tensor, row, c + 2, p), load_two(tensor, row, c + 4, p),
+                     load_two(tensor, row, c + 6, p));
     }
   }
 }
@@ -159,7 +161,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 2) lazy_maximum_kernel
   auto read_q = [&](int k) {
 #pragma unroll
     for (int t = 0; t < 2; ++t)
-      load_matrices(rQ[kKeepsQ ? k : 0][t], address_of(shared.sQ, warp_row + 16 * t + lane % 16, 16 * k + lane / 16 * 8));
+      load_matrices(rQ[kKeepsQ ? k : 0][t],
+                    address_of(shared.sQ, warp_row + 16 * t + lane % 16, 16 * k + lane / 16 * 8));
   };
 
   auto process_tile = [&](int tile, auto edge) {
