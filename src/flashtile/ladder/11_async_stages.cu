@@ -54,7 +54,7 @@ __device__ unsigned address_of(bf16 (*tile)[kHeadDim], int row, int column) {
 // not on 16-byte boundaries (IS_WIDE is 0) are loaded and stored. (PTX ISA: cp.async) Scope: block.
 template <int kRows>
 __device__ void copy_tile(bf16 (*tile)[kHeadDim], const bf16* tensor, int first, const Params& p) {
-#pragma unroll 4
+#pragma unroll(IS_WIDE ? 4 : 1)
   for (int index = threadIdx.x; index < kRows * kHeadDim / 8; index += kNumThreads) {
     int r = index / (kHeadDim / 8), c = index % (kHeadDim / 8) * 8, row = first + r;
     if constexpr (IS_WIDE) {

@@ -12,7 +12,7 @@
 //
 // Threads: warp w has rows 32 w .. 32 w + 31, m16 tile t of it rows 16 t on; lanes as in 08.
 // Shared memory: sQ [kBlockM][kHeadDim], sK, sV [stage][kBlockN][kHeadDim], swizzled.
-// launch: block_m=128 block_n=(64 if d<=64 else 16)|16 threads=128
+// launch: block_m=128 block_n=(16 if d>64 else 64 if arch<100 else 32)|16 threads=128
 // launch: shared=2*((d+63)//64*64)*(block_m+4*block_n) arch=80 dtype=bf16
 
 using bf16 = unsigned short;  // its bits
@@ -60,7 +60,7 @@ __device__ unsigned address_of(bf16 (*tile)[kHeadDim], int row, int column) {
 // not on 16-byte boundaries (IS_WIDE is 0) are loaded and stored. (PTX ISA: cp.async) Scope: block.
 template <int kRows>
 __device__ void copy_tile(bf16 (*tile)[kHeadDim], const bf16* tensor, int first, const Params& p) {
-#pragma unroll 4
+#pragma unroll(IS_WIDE ? 4 : 1)
   for (int index = threadIdx.x; index < kRows * kHeadDim / 8; index += kNumThreads) {
     int r = index / (kHeadDim / 8), c = index % (kHeadDim / 8) * 8, row = first + r;
     if constexpr (IS_WIDE) {

@@ -84,7 +84,7 @@ __device__ unsigned load_two(const bf16* tensor, int row, int column, const Para
 // in
 // 11. (PTX ISA: cp.async) Scope: block.
 __device__ void copy_tile(bf16 (*tile)[kBlockN][64], const bf16* tensor, int first, const Params& p) {
-#pragma unroll 4
+#pragma unroll(IS_WIDE ? 4 : 1)
   for (int index = threadIdx.x; index < kBlockN * kHeadDim / 8; index += kNumThreads) {
     int r = index / (kHeadDim / 8), c = index % (kHeadDim / 8) * 8, row = first + r;
     bf16* target = &tile[c / 64][r][c % 64 ^ r % 8 * 8];

@@ -23,7 +23,7 @@ from flashtile.bench.sweep import Settings, Sweep
 from flashtile.bench.terminal import make_console, progress_bar, say_files, say_remark, show
 from flashtile.errors import Unsupported, unsupported, value_error
 from flashtile.kernels.arch import ARCHS, Arch
-from flashtile.ladder import counters, figures, launcher, measure, probe, tables
+from flashtile.ladder import counters, figures, launcher, measure, probe, rungs, tables
 from flashtile.ladder.rows import Counters, HbmRow, RungRow
 from flashtile.ladder.rungs import Rung, Variables
 from flashtile.profile import ceilings, gpu, ncu
@@ -173,8 +173,7 @@ class Run:
 
     @property
     def _dtype(self) -> str:
-        assert self.options.dtype is not None  # `prepare` chose one
-        return self.options.dtype
+        return self.options.dtype or rungs.DTYPES[0]
 
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
