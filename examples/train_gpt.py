@@ -66,6 +66,9 @@ class Gpt(nn.Module):
         self.positions = nn.Embedding(options.length, options.width)
         self.blocks = nn.ModuleList(Block(options.width, options.heads, attend) for _ in range(options.layers))
         self.norm = nn.LayerNorm(options.width)
+        for module in self.modules():
+            if isinstance(module, (nn.Embedding, nn.Linear)):
+                nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import check, precompile
+from conftest import check, drawn, precompile
 
 import flashtile
 from flashtile.backends import executor, native
@@ -121,7 +121,8 @@ def cases(feature: str) -> list[tuple[Case, int]]:
 def assert_accurate(
     problems: list[tuple[Case, int]], kernel: str, monkeypatch: pytest.MonkeyPatch, is_forward: bool = True
 ) -> None:
-    """Every problem by the error rule, and by a kernel whose name has these words."""
+    """The problems that are drawn, by the error rule, and by a kernel whose name has these words."""
+    problems = drawn(problems)
     precompile(problems, monkeypatch, is_forward)
     launched, found, real = [], [], executor.launch
 

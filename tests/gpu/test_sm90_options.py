@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import check, precompile
+from conftest import check, drawn, precompile
 from torch import Tensor
 
 from flashtile.testing import Case, assert_agrees, run
@@ -46,7 +46,7 @@ def cases(head_dim: int) -> list[Case]:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_shape_of_mask_and_bias(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHTILE_FAMILY", "fwd_sm90")
-    problems = [(case, seed) for seed, case in enumerate(cases(head_dim))]
+    problems = drawn([(case, seed) for seed, case in enumerate(cases(head_dim))])
     precompile(problems, monkeypatch, is_forward=True)
     found = []
     for case, seed in problems:
