@@ -17,6 +17,7 @@
 #pragma once
 
 #include "flashtile/attn/score_gradient.cuh"
+#include "flashtile/core/timeline.cuh"
 #include "flashtile/ptx/red.cuh"
 #include "flashtile/tile/epilogue.cuh"
 #include "flashtile/tile/mma_gemm.cuh"
@@ -305,8 +306,10 @@ struct BwdSm80 {
 
       for (i32 count = 0; count < num_tiles(); ++count) {
         // Wait for the tile. All warps are done with the tile before it: refill its stage
+        mark(Phase::wait_tile, count);
         cp_async_wait<kNumStages - 2>();
         __syncthreads();
+        mark(Phase::copy_k, count);
         if (count + kNumStages - 1 < num_tiles()) load_queries(p, shared, block, count + kNumStages - 1);
         cp_async_commit();
         if (threadIdx.x == 0) shared.find_place(count + kNumStages);
@@ -315,12 +318,14 @@ struct BwdSm80 {
         u32 ds_buffer = count % 2 * kBytesdS;
 
         // S^T = K Q^T, dP^T = V dO^T
+        mark(Phase::issue_scores, count);
         i32 query = column_warp(warp) * kScoreQueries;  // the first of this warp's scores
         float rS[kMTiles][kScoreQueries / 2], rdP[kMTiles][kScoreQueries / 2];
         multiply_abt<Config::kHeadDim>(rS, k_rows, q + query * TileQK::kPitch + TileQK::template lane_offset<false>());
         multiply_abt<Config::kHeadDimV>(rdP, v_rows,
                                         dout + query * TileV::kPitch + TileV::template lane_offset<false>());
         // P^T and dS^T
+        mark(Phase::gradient, count);
         u32 packed_p[kMTiles][kScoreQueries / 4], packed_ds[kMTiles][kScoreQueries / 4];
 #pragma unroll
         for (i32 t = 0; t < kMTiles; ++t) {
@@ -342,11 +347,13 @@ struct BwdSm80 {
             }
           }
         }
+        mark(Phase::store, count);
         store_scores(shared_address(shared.sdS) + ds_buffer, warp, packed_ds);
         // dV += P^T dO, dK += dS^T Q
         if constexpr (kSharesKeys) {
           store_scores(shared_address(shared.sdS[2]), warp, packed_p);
           // Wait for the other warps of these keys
+          mark(Phase::wait_turn, count);
           named_barrier_sync(1 + key_warp(warp), 32 * Config::kColumnWarps);
           u32 keys = keys_at * TileS::kPitch + TileS::template lane_offset<true>();
           u32 p_rows = shared_address(shared.sdS[2]) + keys;
@@ -355,9 +362,11 @@ struct BwdSm80 {
               TileV::step_address(dout + TileV::template lane_offset<true>(), 0, column_warp(warp) * (kColumnsV / 16));
           u32 q_columns =
               TileQK::step_address(q + TileQK::template lane_offset<true>(), 0, column_warp(warp) * (kColumnsK / 16));
+          mark(Phase::issue, count);
           multiply_ab<Config::kHeadDimV>(rdV, p_rows, dout_columns);
           multiply_ab<Config::kHeadDim>(rdK, ds_rows, q_columns);
         } else {
+          mark(Phase::issue, count);
 #pragma unroll
           for (i32 i = 0; i < kBlockM / 16; ++i) {
             mma_step_ab<T, Config::kHeadDimV>(rdV, packed_p, dout + TileV::template lane_offset<true>(), i);
@@ -368,7 +377,9 @@ struct BwdSm80 {
           }
         }
         // dQ of the tile before
+        mark(Phase::add_dq, count);
         if (count > 0) add_dq(p, shared, warp, count - 1, ds_lane + (kBytesdS - ds_buffer), k_columns);
+        mark(Phase::end, count);
       }
       // dQ of the last tile
       __syncthreads();
