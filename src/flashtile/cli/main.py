@@ -188,7 +188,9 @@ def bench(
 def ladder(
     is_list: Annotated[bool, typer.Option("--list", help="List the rungs and their resources, without a GPU.")] = False,
     only: Annotated[str | None, typer.Option(help="Names or numbers of rungs, separated by commas.")] = None,
-    dtype: Annotated[str, typer.Option(help="Only fp32.")] = "fp32",
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32 or bf16. Default: that of the rungs of --only, else fp32.")
+    ] = None,
     causal: Annotated[
         bool | None, typer.Option("--causal/--no-causal", help="Only causal problems, or none. Default: both.")
     ] = None,
