@@ -563,8 +563,8 @@ def test_python_runs_the_first_call_only(served: list[str], recorder: Recorder) 
     assert len(served) == 1
     assert len(recorder.launches()) == 1
     assert (again.shape, again.dtype, lse.shape, lse.dtype) == (first.shape, first.dtype, (2, 4, 100), torch.float32)
-    # Lengths that were never seen before, as long as no other kernel is needed
-    for length in range(101, 126):
+    # Lengths that were never seen before, of the same length class
+    for length in range(101, 113):
         flashtile.attention(q, *(torch.randn(2, 4, length, 64, dtype=torch.bfloat16) for _ in range(2)), causal=True)
     assert len(served) == 1
 

@@ -51,7 +51,7 @@ def test_every_row_is_chosen(sanitize) -> None:
                 kernel = step.name.removesuffix("_kernel")
                 if kernel in family.kernels:
                     row = family.select(kernel, key)
-                    assert case.seqlen_q > row.block_m or "dkdv" in kernel
+                    assert case.seqlen_q > row.block_m or "dkdv" in kernel or family.name in sanitize.FEW_QUERIES
                     assert case.seqlen_k > 2 * row.block_n
                     chosen.add(row)
     expected = {
@@ -59,7 +59,10 @@ def test_every_row_is_chosen(sanitize) -> None:
         for family in families.all_families()
         for dtype in family.dtypes
         for row in family.every_row(dtype)
-        if row.unfit(ARCH) is None and not row.spills(ARCH) and not getattr(row, "packs_heads", False)
+        if row.unfit(ARCH) is None
+        and not row.spills(ARCH)
+        and not getattr(row, "packs_heads", False)
+        and not getattr(row, "is_single", False)  # has no second tile of keys
     }
     assert chosen == expected
 
@@ -69,6 +72,17 @@ def test_few_queries_are_launched_for_every_pair_of_head_dims(sanitize) -> None:
     jobs = [job for job in sanitize.all_jobs(ARCH, ["bfloat16"], head_dims()) if job.trial.case.seqlen_q == 3]
     found = {(job.trial.case.head_dim, job.trial.case.head_dim_v) for job in jobs if job.family == "fwd_sm90"}
     assert found > set(families.find("fwd_sm90").head_dims)  # and those of the special calls
+
+
+def test_no_job_of_a_family_for_few_queries_is_refused(sanitize) -> None:
+    """One that its family refuses launches nothing. Crowds are an exception: some have more queries."""
+    jobs = sanitize.all_jobs(ARCH, ["bfloat16"], [128], ["decode_sm90"])
+    assert {job.family for job in jobs} == {"decode_sm90"}
+    cases = [job.trial.case for job in jobs]
+    assert {case.kind for case in cases} >= {"dense", "used", "cache", "paged", "padded", "varlen"}
+    for case in cases:
+        is_crowd = case.heads == 60
+        assert is_crowd or case.seqlen_q * case.heads // case.heads_kv <= 64
 
 
 @pytest.fixture
@@ -103,11 +117,18 @@ def test_what_is_compiled_is_what_the_shares_launch(sanitize, recorder: fake_gpu
 @pytest.mark.parametrize("family", families.all_families(), ids=lambda family: family.name)
 def test_options_are_launched_for_each_family(sanitize, family) -> None:
     cases = [job.trial.case for job in sanitize.special_jobs(family, family.dtypes[0], ARCH)]
-    for name in ("bias", "mask", "alibi", "softcap", "dropout_p", "has_sinks"):
+    options = {
+        "bias": "bias_dtype",
+        "mask": "has_bool_mask",
+        "alibi": "has_alibi",
+        "softcap": "has_softcap",
+        "dropout_p": "has_dropout",
+    }
+    for name in ("has_sinks", *(name for name, feature in options.items() if feature in family.features)):
         assert any(getattr(case, name) for case in cases), name
-    assert {case.kind for case in cases} >= {"varlen", "padded", "dense"}
+    assert {case.kind for case in cases} >= ({"varlen", "padded"} if "has_lengths" in family.features else {"dense"})
     assert ("paged" in {case.kind for case in cases}) is ("is_paged" in family.features)
-    assert family.op == "backward" or any(case.num_splits for case in cases)
+    assert family.op == "backward" or "has_lengths" not in family.features or any(case.num_splits for case in cases)
 
 
 def test_families_that_do_not_run_there_have_no_jobs(sanitize) -> None:

@@ -127,4 +127,24 @@ class ShortLengths(NamedTuple):
         return 4, self.queries, self.keys, 0
 
 
-LengthClass = SmallGrid | PackedHeads | RaggedQueries | ManyScores | ShortLengths | FewQueries
+class KeySteps(NamedTuple):
+    """How many steps of 16 keys a call has where it has at most `single` of them, at least 1; 255 where it has at most
+    `most`; else 0."""
+
+    single: int
+    most: int
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        return (0, 255, 4, self.single // 16)
+
+    def of(self, shape: Shape, num_multiprocessors: int) -> int:
+        if shape.seqlen_k > self.most:
+            return 0
+        return max(-(-shape.seqlen_k // 16), 1) if shape.seqlen_k <= self.single else 255
+
+    def serialized(self) -> tuple[int, int, int, int]:
+        return 6, self.single, self.most, 0
+
+
+LengthClass = KeySteps | SmallGrid | PackedHeads | RaggedQueries | ManyScores | ShortLengths | FewQueries

@@ -96,6 +96,18 @@ class FwdSm90Params(ctypes.Structure):
     ]
 
 
+class FwdSm90ShortParams(ctypes.Structure):
+    """What fwd_sm90_short_kernel and bias_fragments_kernel are told."""
+
+    _fields_ = [
+        ("base", Params),
+        ("_padding", ctypes.c_char * (-ctypes.sizeof(Params) % 64)),
+        *((f"{name}_map", ctypes.c_uint64 * 16) for name in ("q", "k", "v")),
+        ("bias_fragments", ctypes.c_void_p),
+        ("_end", ctypes.c_char * 56),
+    ]
+
+
 class DecodeSm90Params(ctypes.Structure):
     """What decode_sm90_kernel is told."""
 
@@ -148,6 +160,7 @@ Struct = (
     | type[Params]
     | type[AppendParams]
     | type[FwdSm90Params]
+    | type[FwdSm90ShortParams]
     | type[Sm90F32Params]
     | type[DecodeSm90Params]
 )

@@ -38,7 +38,8 @@ _FIRST_DRAWN = 8  # the pipeline is full by then
 # Okabe and Ito. Waits are grey and hatched, whatever they wait for
 COLOURS = {
     "issue": "#D55E00", "issue_scores": "#E69F00", "maximum": "#56B4E9", "exponentials": "#0072B2",
-    "gradient": "#009E73", "store": "#CC79A7", "copy_k": "#767676", "copy_v": "#000000", "end": "#ffffff",
+    "gradient": "#009E73", "store": "#CC79A7", "add_dq": "#F0E442", "copy_k": "#767676", "copy_v": "#000000",
+    "end": "#ffffff",
 }  # fmt: skip
 WAIT_COLOUR = "#c9c9c9"
 
@@ -95,7 +96,9 @@ def record(point: Point, problem: str, env: Environment) -> list[Timeline]:
             if spans := spans_of(buffer.cpu(), phases):
                 found.append(Timeline(step.name, problem, tuple(spans), env))
     if not found:
-        raise unsupported("--timeline", "a call whose kernels have no marks", "one of fwd_sm90, bwd_sm90 or fwd_sm80")
+        raise unsupported(
+            "--timeline", "a call whose kernels have no marks", "one of fwd_sm90, bwd_sm90, fwd_sm80 or bwd_sm80"
+        )
     return found
 
 

@@ -120,7 +120,7 @@ def rung_roofline(kernels: Sequence[RungRow]) -> Chart | None:
         for kernel in chosen
     ]  # fmt: skip
     roofs = {"device memory": first.dram_ceiling_gb_per_s, "shared memory": first.shared_ceiling_gb_per_s}
-    return _roofline(points, {"FMA": first.fma_ceiling_tflops}, roofs)
+    return _roofline(points, {first.unit: first.ceiling_tflops}, roofs)
 
 
 def profile_roofline(rows: Sequence[KernelRow]) -> Chart | None:

@@ -21,6 +21,7 @@ enum class LengthClassKind : i64 {
   kManyScores,
   kShortLengths,
   kFewQueries,
+  kKeySteps,
   kCount
 };
 
@@ -62,6 +63,11 @@ inline u8 length_class(const LengthClass& of, const Shape& shape, i64 num_multip
     case LengthClassKind::kFewQueries: {  // a: rows of a tile; b: tiles at most
       i64 heads = shape.heads / shape.heads_kv;
       return static_cast<u8>(heads <= of.a && divide_up(shape.seqlen_q, of.a / heads) <= of.b ? heads : 0);
+    }
+    case LengthClassKind::kKeySteps: {  // a: keys of a single tile at most; b: of all tiles
+      if (shape.seqlen_k > of.b) return 0;
+      i64 steps = divide_up(shape.seqlen_k, 16);
+      return static_cast<u8>(shape.seqlen_k > of.a ? 255 : steps < 1 ? 1 : steps);
     }
     default: return 0;
   }
