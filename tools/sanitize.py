@@ -5,7 +5,8 @@ that cannot see the kernels would be silent too. Problems are as small as a tile
 tool watches, then
 the tools run side by side, each in several processes.
 
-python tools/sanitize.py [--tools memcheck,racecheck] [--head-dims 64,128] [--dtypes float32] [--out FOLDER]
+python tools/sanitize.py [--tools memcheck,racecheck] [--families decode_sm90] [--head-dims 64,128] [--dtypes float32]
+                         [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ UNFILTERED = ("initcheck",)
 BACKEND = "cuda"
 LIMIT_S = 600.0
 GRAD_NAMES = GradNeeds._fields
+# Families that take few queries alone, and how many their jobs have
+FEW_QUERIES = {"decode_sm90": 5}
 
 
 @dataclass(frozen=True)
@@ -108,11 +111,14 @@ def trial(dtype: str, head_dim: int, head_dim_v: int, tile: int, has_backward: b
     return Trial(Case(**given), 1, has_backward)
 
 
-def all_jobs(arch: Arch, dtypes: Sequence[str], head_dims: Sequence[int]) -> list[Job]:
-    """Calls that launch every row of every family that the architecture can run, then every option once."""
+def all_jobs(
+    arch: Arch, dtypes: Sequence[str], head_dims: Sequence[int], names: Sequence[str] | None = None
+) -> list[Job]:
+    """Calls that launch every row of every family that the architecture can run, then every option once. `names`: of
+    these families alone."""
     jobs: list[Job] = []
     for family in families.all_families():
-        if not family.runs_on(arch):
+        if not family.runs_on(arch) or (names is not None and family.name not in names):
             continue
         for dtype, dims in itertools.product(family.dtypes, family.head_dims):
             if dtype in dtypes and max(dims) in head_dims:
@@ -125,6 +131,7 @@ def all_jobs(arch: Arch, dtypes: Sequence[str], head_dims: Sequence[int]) -> lis
 def row_jobs(family: Family[Any], dtype: str, dims: tuple[int, int], arch: Arch) -> Iterator[Job]:
     for grads in family.grad_sets or ((),):
         options: dict[str, Any] = {"bias": "hqk"} if "dbias" in grads else {}
+        options |= {"seqlen_q": FEW_QUERIES[family.name]} if family.name in FEW_QUERIES else {}
         options |= {"has_sinks": True} if "dsinks" in grads else {}
         key = key_of(dtype, dims, arch, grads)
         launched = {step.name.removesuffix("_kernel") for step in family.launch(key, CallLayout("bhsd", ())).steps}
@@ -134,7 +141,7 @@ def row_jobs(family: Family[Any], dtype: str, dims: tuple[int, int], arch: Arch)
             tile = max(max(row.block_m, row.block_n) for row in rows)
             yield Job(trial(dtype, *dims, tile, False, **options), family.name, grads, index)
             if family.op == "forward":  # a band has its own ways through the epilogue
-                yield Job(trial(dtype, *dims, tile, False, causal="bottom_right"), family.name, grads, index)
+                yield Job(trial(dtype, *dims, tile, False, causal="bottom_right", **options), family.name, grads, index)
     if family.op == "forward":  # few queries, whose heads may share a tile
         yield Job(trial(dtype, *dims, 128, False, seqlen_q=3), family.name)
         # Few keys, which may share a tile
@@ -189,7 +196,8 @@ CROWDS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
 def special_jobs(family: Family[Any], dtype: str, arch: Arch) -> Iterator[Job]:
     """Lengths, pages, splits, narrow loads, masks and dropout, on the rows that a call would take."""
     rows = [row for row in family.every_row(dtype) if row.unfit(arch) is None]
-    sizes = {"seqlen_q": max(row.block_m for row in rows) + 8, "seqlen_k": 2 * max(row.block_n for row in rows) + 44}
+    num_queries = FEW_QUERIES.get(family.name, max(row.block_m for row in rows) + 8)
+    sizes = {"seqlen_q": num_queries, "seqlen_k": 2 * max(row.block_n for row in rows) + 44}
     plain = Case(batch=2, heads=2, heads_kv=1, head_dim=40, head_dim_v=24, dtype=getattr(torch, dtype), **sizes)
     is_forward = family.op == "forward"
     changes = list(SPECIAL)
@@ -219,10 +227,15 @@ def compile_jobs(jobs: Sequence[Job], arch: Arch) -> frozenset[str]:
     return registry.find(BACKEND).loaded_kernels()
 
 
-def faults(tool: str, arch: Arch) -> list[str]:
-    """What is planted for a tool: a fault in the kernels of every GPU, and one in those of a family where it runs."""
+def faults(tool: str, arch: Arch, names: Sequence[str] | None = None) -> list[str]:
+    """What is planted for a tool: a fault in the kernels of every GPU, and one in those of a family where it runs.
+    `names`: the first, and those of these families."""
     tools = {"missing_barrier": "racecheck"}
-    reachable = [mutation for mutation in mutations() if families.is_reachable(mutation, arch)]
+    reachable = [
+        mutation
+        for mutation in mutations()
+        if families.is_reachable(mutation, arch) and (names is None or mutation.family in (None, *names))
+    ]
     return [mutation.name for mutation in reachable if tools.get(mutation.name, mutation.tool) == tool]
 
 
@@ -288,6 +301,7 @@ def joined(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Every kernel under compute-sanitizer.")
     parser.add_argument("--tools", default=",".join(TOOLS), help=f"some of {', '.join(TOOLS)}")
+    parser.add_argument("--families", help="some families; default: all")
     parser.add_argument("--head-dims", default=",".join(map(str, head_dims())))
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--out", type=Path, help="folder to write sanitize.json into; default: results/<device>")
@@ -302,7 +316,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     arch = arch_here(*torch.cuda.get_device_capability())
     assert arch is not None
-    jobs = all_jobs(arch, dtypes, dims)
+    names = options.families.split(",") if options.families else None
+    jobs = all_jobs(arch, dtypes, dims, names)
     if options.share:
         which, of = map(int, options.share.split("/"))
         print("\n".join(f"launched {kernel}" for kernel in sorted(run_jobs(jobs[which - 1 :: of]))), flush=True)
@@ -331,6 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Side by side: most of the time goes into patching kernels, on the host
         num_shares = max(1, (os.cpu_count() or 1) // len(tools))
         chosen = ["--dtypes", options.dtypes, "--head-dims", options.head_dims]
+        chosen += ["--families", options.families] if options.families else []
         shares = [["--share", f"{which + 1}/{num_shares}", *chosen] for which in range(num_shares)]
         with ThreadPoolExecutor(num_shares * len(tools)) as pool:
             clean_runs = {
@@ -339,7 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             fault_runs = {
                 tool: {
                     name: pool.submit(watch, program, tool, ["--fault", name], options.limit)
-                    for name in faults(tool, arch)
+                    for name in faults(tool, arch, names)
                 }
                 for tool in tools
             }

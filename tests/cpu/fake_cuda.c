@@ -83,6 +83,24 @@ int cuLaunchKernel(void* kernel, unsigned gx, unsigned gy, unsigned gz, unsigned
   return 0;
 }
 
+struct Attribute {
+  int id, padding, value, rest[15];
+};
+
+struct Config {
+  unsigned grid[3], block[3], shared;
+  void* stream;
+  const struct Attribute* attributes;
+  unsigned num_attributes;
+};
+
+int cuLaunchKernelEx(const struct Config* config, void* kernel, void** params, void** extra) {
+  const unsigned *grid = config->grid, *block = config->block;
+  // Programmatic stream serialization, and nothing else
+  if (config->num_attributes != 1 || config->attributes->id != 6 || config->attributes->value != 1) return 1;
+  return cuLaunchKernel(kernel, grid[0], grid[1], grid[2], block[0], block[1], block[2], config->shared, config->stream, params, extra);
+}
+
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void* kernel, int num_threads, size_t shared) {
   *blocks = kernel != NULL && num_threads > 0 && shared < (1u << 20);
   return 0;

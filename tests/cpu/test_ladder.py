@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from bench_fakes import ENV, SETTINGS, provider
 from rich.console import Console
 from test_bench_docs import make_docs
+from test_kernels import needs_nvdisasm, opcodes
 from typer.testing import CliRunner
 
 from flashtile import Unsupported
@@ -83,7 +84,7 @@ def test_every_file_says_what_it_does_and_what_was_expected(rung):
     assert rung.title.startswith(rung.name[3:].replace("_", " "))
     for word in ("Changed", "Why", "Predicted", "Measured"):
         assert len(rung.note(word)) > 20, word
-    assert len(rung.source.splitlines()) <= 240
+    assert len(rung.source.splitlines()) <= 420
     # Readable alone
     assert "#include" not in rung.source
 
@@ -100,6 +101,10 @@ def assert_clean(rung, head_dim, arch, is_aligned16=None):
 @pytest.mark.parametrize("head_dim", [128, 64, 33])
 @pytest.mark.parametrize("rung", RUNGS, ids=IDS)
 def test_every_rung_compiles_without_a_spill(rung, head_dim):
+    if rung.has_maps and head_dim % 8:
+        with pytest.raises(Unsupported, match=f"{rung.name}: got head_dim 33; accepted: rows on 16-byte boundaries"):
+            launcher.compile_rung(rung, head_dim, ARCHS[90], Variables())
+        return
     assert_clean(rung, head_dim, ARCHS[90])
 
 
@@ -110,6 +115,9 @@ def test_every_architecture(number):
             with pytest.raises(
                 Unsupported, match=f"{rung.name}: got sm_{number}; accepted: sm_{rung.min_arch} or newer"
             ):
+                rung.tile(64, ARCHS[number], Variables())
+        elif rung.max_arch < number:
+            with pytest.raises(Unsupported, match=f"{rung.name}: got sm_{number}a?; accepted: sm_90 to sm_90"):
                 rung.tile(64, ARCHS[number], Variables())
         else:
             assert_clean(rung, 64, ARCHS[number])
@@ -132,6 +140,32 @@ def test_the_first_rungs_for_sm_61():
     for entry in found:
         assert (entry["arch"], entry["spill_bytes"]) == ("sm_61", 0), entry
         assert entry["shared_bytes"] <= ARCHS[61].shared_bytes
+
+
+NEW_INSTRUCTIONS = {"09": "LDSM", "11": "LDGSTS", "14": "HGMMA", "15": "UTMALDG", "16": "USETMAXREG"}
+
+
+@needs_nvdisasm
+def test_each_step_brings_its_instruction(tmp_path):
+    steps = [rung for rung in RUNGS if rung.dtype == "bf16"]
+    code = [opcodes(launcher.compile_rung(rung, 64, ARCHS[90], Variables()).compiled.cubin, tmp_path) for rung in steps]
+    assert "HMMA" in code[0]
+    for number, name in NEW_INSTRUCTIONS.items():
+        at = next(index for index, rung in enumerate(steps) if rung.name.startswith(number))
+        assert name in code[at]
+        assert name not in code[at - 1]
+
+
+def test_rungs_of_a_dtype():
+    of = {dtype: measure.chosen(None, Variables(), dtype) for dtype in rungs.DTYPES}
+    assert [rung.name[:2] for rung in of["fp32"]] == [f"{number:02}" for number in range(8)]
+    assert [rung.name[:2] for rung in of["bf16"]] == [f"{number:02}" for number in range(8, len(RUNGS))]
+    assert measure.dtype_of(RUNGS, None) == "fp32"
+    assert measure.dtype_of(of["bf16"], "08,09") == "bf16"
+    with pytest.raises(ValueError, match="--only: got '07,08', rungs of fp32 and bf16; accepted: rungs of one dtype"):
+        measure.dtype_of(measure.chosen("07,08", Variables()), "07,08")
+    with pytest.raises(ValueError, match="--only: got '07'; accepted: rungs of bf16"):
+        measure.chosen("07", Variables(), "bf16")
 
 
 # Launch line and environment
@@ -335,9 +369,9 @@ def test_a_right_kernel_passes(seed):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (outside(1), r"it wrote out of bounds, 1 floats behind its output \(first at offset 0\)"),
-        (outside(-3), r"it wrote out of bounds, 1 floats before its output \(first at offset -3\)"),
-        (wrong, r"wrong numbers: out: off by .* \(largest error against float64 [\d.e-]+, plain float32 has"),
+        (outside(1), r"it wrote out of bounds, 1 elements behind its output \(first at offset 0\)"),
+        (outside(-3), r"it wrote out of bounds, 1 elements before its output \(first at offset -3\)"),
+        (wrong, r"wrong numbers: out: off by .* \(largest error against float64 [\d.e-]+, plain fp32 has"),
         (unwritten, r"48 of 48 output values are NaN"),
         (meddling, "it changed its input k"),
         (failing, "the kernel failed: an illegal memory access was encountered$"),
@@ -413,7 +447,7 @@ def test_without_a_gpu():
     ("arguments", "words"),
     [
         (["--only", "99"], "--only: got '99'; accepted: 00_naive"),
-        (["--dtype", "bf16"], "--dtype: got bf16; accepted: fp32: every rung so far computes and stores float32"),
+        (["--dtype", "fp16"], "--dtype: got fp16; accepted: fp32, bf16: what the rungs compute"),
         (["--dtype", "int8"], "--dtype: got 'int8'; accepted: fp32"),
         (["--list", "--arch", "sm_12"], "--arch: got 'sm_12'; accepted: sm_61"),
         (["--arch", "sm_90"], "--arch: got sm_90; accepted: it with --list"),
@@ -644,7 +678,8 @@ def kernel_row(rung, is_causal, ms, **counted) -> RungRow:
         head_dim=16, arch="sm_90",
         block_m=64, block_n=64, num_threads=256, registers=100, spill_bytes=0, shared_bytes=70656, occupancy=0.25,
         median_ms=ms,
-        tflops=10 / ms, flops=1e9, least_bytes=10**6, fma_ceiling_tflops=20.0, dram_ceiling_gb_per_s=4000.0,
+        tflops=10 / ms, flops=1e9, least_bytes=10**6, fma_ceiling_tflops=20.0, tensor_ceiling_tflops=600.0,
+        dram_ceiling_gb_per_s=4000.0,
         shared_ceiling_gb_per_s=30000.0, env=ENV, **counted,
     )  # fmt: skip
 

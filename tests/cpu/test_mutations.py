@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 import shutil
 from collections import Counter
@@ -82,8 +83,9 @@ def headers():
     return [path for path in nvrtc.INCLUDE.rglob("*.cuh") if path.name != "mutation.cuh"]
 
 
-def write(features: Features) -> dict[str, tuple[str, str]]:
-    """(unit, entry) of each kernel on its smallest tile, which compiles fastest."""
+def write(features: Features, is_wide: bool = False) -> dict[str, tuple[str, str]]:
+    """(unit, entry) of each kernel on its smallest tile, which compiles fastest; with is_wide for its largest head
+    dims."""
     assemble.clear_plans()
     found = {}
     for grads in (None, *([] if features.is_paged else [("dq", "dk", "dv", "dsinks")])):
@@ -97,11 +99,13 @@ def write(features: Features) -> dict[str, tuple[str, str]]:
         )
         for kernel in family.kernels:
             needed = BIASED if "dbias" in kernel else features
-            key = PlanKey(dtype, dtype, *family.head_dims[0], needed, ARCH, grads)
-            if family.refuse(key) is not None:
-                # It may take calls of another length alone
-                classes = tuple((which, which.values[-1]) for which in family.length_classes)
-                key = dataclasses.replace(key, classes=classes)
+            key = PlanKey(dtype, dtype, *family.head_dims[-1 if is_wide else 0], needed, ARCH, grads)
+            # It may take calls of some lengths alone
+            lengths = itertools.product(*(which.values for which in family.length_classes))
+            keys = (
+                dataclasses.replace(key, classes=tuple(zip(family.length_classes, of, strict=True))) for of in lengths
+            )
+            key = next((one for one in keys if family.refuse(one) is None), key)
             if family.refuse(key) is None:
                 *_, row = family.candidates(kernel, key)
                 layout = CallLayout("bhsd", ())
@@ -112,9 +116,9 @@ def write(features: Features) -> dict[str, tuple[str, str]]:
     return found
 
 
-def units(fault: str | None = None, features: Features = BIASED) -> dict[str, tuple[str, str]]:
+def units(fault: str | None = None, features: Features = BIASED, is_wide: bool = False) -> dict[str, tuple[str, str]]:
     with planted(fault) if fault else nullcontext():
-        return write(features)
+        return write(features, is_wide)
 
 
 @functools.cache
@@ -141,7 +145,8 @@ def test_there_are_enough_and_each_is_planted_once():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fault_changes_the_machine_code(name: str) -> None:
     features = NEEDED.get(name, Features())
-    plain, broken = units(None, features), units(name, features)
+    is_wide = "_f32_wide_" in name
+    plain, broken = units(None, features, is_wide), units(name, features, is_wide)
     assert any(machine_code(broken[kernel]) != machine_code(plain[kernel]) for kernel in kernels_with(name, features))
 
 

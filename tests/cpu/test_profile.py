@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
+import re
 import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from test_bench_docs import make_docs
 from typer.testing import CliRunner
 
 from flashtile import Unsupported
+from flashtile.bench.load import Load
 from flashtile.bench.points import Point
 from flashtile.bench.rows import read
 from flashtile.cli.main import app
@@ -91,7 +94,7 @@ def kernel_cache(request, monkeypatch):
 
 def test_words_of_a_problem():
     found = problems.parse(["B=2", "H=8", "Hkv=4", "S=256,512", "d=64", "causal", "dtype=bfloat16", "pass=fwd,bwd"])
-    assert found.stem == "profile_B2_H8_Hkv4_S256-512_d64_bf16_causal_bwd"
+    assert found.stem == "profile_B2_H8_Hkv4_S256-512_d64_bf16_causal_fwd_bwd"
     assert [(point.seqlen_q, point.direction) for point in found.points] == [
         (256, "fwd"), (256, "bwd"), (512, "fwd"), (512, "bwd"),
     ]  # fmt: skip
@@ -103,6 +106,27 @@ def test_what_is_left_out():
     both = problems.parse(["full", "causal", "Sq=1", "Sk=9", "dv=32"])
     assert [point.is_causal for point in both.points] == [False, True]
     assert (both.points[0].seqlen_q, both.points[0].seqlen_k, both.points[0].head_dim_v) == (1, 9, 32)
+
+
+def test_different_problems_have_different_file_names():
+    words = [
+        "",
+        "causal",
+        "full causal",
+        "pass=bwd",
+        "pass=fwd,bwd",
+        "pass=fwd+bwd",
+        "causal pass=bwd",
+        "d=64",
+        "dtype=fp16",
+    ]
+    stems = {problems.parse(one.split()).stem for one in words}
+    assert len(stems) == len(words)
+    assert {problems.parse(one.split()).stem for one in ("", "full", "pass=fwd", "S=4096")} <= stems
+    assert not any("+" in stem for stem in stems)
+    for text in ("", "B=1 H=8 Hkv=2 Sq=1 Sk=9 d=64 dv=32 causal dtype=fp16 pass=bwd"):
+        (point,), stem = (found := problems.parse(text.split())).points, found.stem
+        assert problems.stem(point) == stem
 
 
 @pytest.mark.parametrize(
@@ -341,13 +365,16 @@ def run(tmp_path, monkeypatch):
         monkeypatch.setattr(measure, "compiled_kernels", compiled)
         monkeypatch.setattr(command, "Settings", lambda *_: SETTINGS)
         monkeypatch.setattr(command.device, "cache_bytes", lambda where: 0)
-        monkeypatch.setattr(ceilings, "measure", lambda: ROOFS)
+        events: list[str] = []
+        monkeypatch.setattr(command, "Load", lambda where: events.append("load") or Load("cpu"))
+        monkeypatch.setattr(ceilings, "measure", lambda: events.append("ceilings") or ROOFS)
         monkeypatch.setattr(command, "current_arch", lambda: ARCHS[90])
         text = io.StringIO()
         wanted = problems.parse(["B=1", "H=2", "S=64", "d=64", "dtype=bf16", "pass=fwd,bwd"])
         fakes = [provider(name, refuse if name == refusing else right, name != "cuda") for name in PROVIDERS]
         job = command.Run(wanted, fakes, tmp_path, ENV, Console(file=text, width=250), as_json=False)
         status = job.start()
+        assert events == ["load", "ceilings"]  # its own work is not other work that keeps the GPU busy
         rows = read(tmp_path / f"{wanted.stem}.csv", KernelRow)
         return status, text.getvalue(), rows
 
@@ -357,7 +384,7 @@ def run(tmp_path, monkeypatch):
 def test_a_whole_run(run, tmp_path):
     status, text, rows = run(draws=True)
     assert status == 0, text
-    stem = "profile_B1_H2_S64_d64_bf16_bwd"
+    stem = "profile_B1_H2_S64_d64_bf16_fwd_bwd"
     assert {path.name for path in tmp_path.iterdir()} == {f"{stem}.csv", f"{stem}.json", f"{stem}_roofline.png"}
     assert len({row.call for row in rows}) == 6
     for row in rows:
@@ -374,6 +401,7 @@ def test_a_whole_run(run, tmp_path):
         "Measured ceilings: 800 TFLOP/s of tensor cores, 60.0 of FMA",
         "fwd: B=1 H=2 S=64 d=64 bf16, full",
         "flashtile fwd_sm90",
+        "bwd: B=1 H=2 S=64 d=64 bf16, full; other kernels",
         "tensor pipe busy",
         "stall 5",
         "occupancy, achieved",
@@ -435,7 +463,7 @@ def test_a_kernel_without_tensor_cores_is_under_the_roof_of_shared_memory(run):
 def test_the_tables_of_a_profile_go_into_the_docs(run, tmp_path):
     run(draws=True)
     (tmp_path / "results" / "gpu").mkdir(parents=True)
-    stem = "profile_B1_H2_S64_d64_bf16_bwd"
+    stem = "profile_B1_H2_S64_d64_bf16_fwd_bwd"
     for path in tmp_path.glob(f"{stem}*"):
         path.rename(tmp_path / "results" / "gpu" / path.name)
     marked = f"<!-- bench:gpu/{stem}:profile -->\n<!-- /bench:gpu/{stem}:profile -->\n"
@@ -444,5 +472,34 @@ def test_the_tables_of_a_profile_go_into_the_docs(run, tmp_path):
     filled = (tmp_path / "README.md").read_text()
     assert "| tensor pipe busy |" in filled
     assert filled.count("fwd: B=1") == 1
-    assert filled.count("bwd: B=1") == 1
+    assert filled.count("bwd: B=1") == 2
+    assert filled.count("; other kernels:") == 1
     assert make_docs(tmp_path, "--check").returncode == 0
+
+
+def test_names_in_a_figure_say_what_differs(run):
+    _, _, rows = run()
+    points = figures.roofline_points(rows)
+    assert set(tables.point_labels(points)) == {
+        f"{name} {one}" for name in ("flashtile", "sdpa-flash", "sdpa-cudnn") for one in ("fwd", "bwd")
+    }
+    causal = [replace(row, is_causal=True, head_dim=128) for row in points if row.direction == "fwd"]
+    plain = [row for row in points if row.direction == "fwd"]
+    assert tables.point_labels([plain[0], causal[0]]) == ["flashtile d=64 full", "flashtile d=128/64 causal"]
+
+
+def test_labels_of_a_roofline_stay_apart_and_under_the_roof():
+    heights = [1.0, 2.9, 2.95, 2.97]
+    places = figures._under(3.0, heights, 0.1)
+    assert places[0] == 1.0
+    assert all(place <= height for place, height in zip(places, heights, strict=True))
+    assert all(upper - lower >= 0.1 - 1e-9 for lower, upper in itertools.pairwise([*places, 3.0]))
+
+
+def test_commands_of_the_write_up_that_need_no_gpu():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "writeup.md").read_text(encoding="utf-8")
+    commands = re.findall(r"`flashtile ([^`]+)`", page.partition("\nWithout a GPU:")[2])
+    assert len(commands) >= 2
+    for one in commands:
+        result = CliRunner().invoke(app, one.split())
+        assert result.exit_code == 0, f"{one}: {result.output}"

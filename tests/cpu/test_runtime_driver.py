@@ -119,6 +119,13 @@ class FakeDriver:
             self.context,
         )
 
+    def do_cuLaunchKernelEx(self, config, kernel, params, extra):  # noqa: N802
+        given = config._obj
+        assert given.num_attributes == 1
+        self.attribute = (given.attributes[0].id, given.attributes[0].value)
+        shared = (given.shared_bytes, ctypes.c_void_p(given.stream))
+        return self.do_cuLaunchKernel(kernel, *given.grid, *given.block, *shared, params, extra)
+
     def do_cuGetErrorName(self, status, out):  # noqa: N802
         out._obj.value = ERRORS.get(status, (None, None))[0]
 
@@ -213,6 +220,16 @@ def test_launch(fake, function, by_address):
     stream = 0x7F00DEADBEEF
     function.launch(GRID, BLOCK, 1024, stream, ctypes.addressof(params) if by_address else params)
     assert fake.launched == (88, GRID, BLOCK, 1024, stream, 0x7F0012345678, 0.5, None, 1000)
+
+
+def test_a_kernel_that_starts_early(fake, function):
+    params, stream = Params(0x7F0012345678, 0.5), 0x7F00DEADBEEF
+    function.launch(GRID, BLOCK, 1024, stream, params, starts_early=True)
+    assert fake.launched == (88, GRID, BLOCK, 1024, stream, 0x7F0012345678, 0.5, None, 1000)
+    assert fake.attribute == (6, 1)  # programmatic stream serialization
+    fake.fail["cuLaunchKernelEx"] = 1
+    with pytest.raises(DriverError, match=r"cuLaunchKernelEx of kernel, grid \(7, 5, 3\).* CUDA_ERROR_INVALID_VALUE"):
+        function.launch(GRID, BLOCK, 1024, stream, params, starts_early=True)
 
 
 def test_a_failed_launch_names_kernel_and_geometry(fake, function):

@@ -51,7 +51,7 @@ def test_every_row_is_chosen(sanitize) -> None:
                 kernel = step.name.removesuffix("_kernel")
                 if kernel in family.kernels:
                     row = family.select(kernel, key)
-                    assert case.seqlen_q > row.block_m or "dkdv" in kernel
+                    assert case.seqlen_q > row.block_m or "dkdv" in kernel or family.name in sanitize.FEW_QUERIES
                     assert case.seqlen_k > 2 * row.block_n
                     chosen.add(row)
     expected = {
@@ -72,6 +72,17 @@ def test_few_queries_are_launched_for_every_pair_of_head_dims(sanitize) -> None:
     jobs = [job for job in sanitize.all_jobs(ARCH, ["bfloat16"], head_dims()) if job.trial.case.seqlen_q == 3]
     found = {(job.trial.case.head_dim, job.trial.case.head_dim_v) for job in jobs if job.family == "fwd_sm90"}
     assert found > set(families.find("fwd_sm90").head_dims)  # and those of the special calls
+
+
+def test_no_job_of_a_family_for_few_queries_is_refused(sanitize) -> None:
+    """One that its family refuses launches nothing. Crowds are an exception: some have more queries."""
+    jobs = sanitize.all_jobs(ARCH, ["bfloat16"], [128], ["decode_sm90"])
+    assert {job.family for job in jobs} == {"decode_sm90"}
+    cases = [job.trial.case for job in jobs]
+    assert {case.kind for case in cases} >= {"dense", "used", "cache", "paged", "padded", "varlen"}
+    for case in cases:
+        is_crowd = case.heads == 60
+        assert is_crowd or case.seqlen_q * case.heads // case.heads_kv <= 64
 
 
 @pytest.fixture

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
 
 import pytest
-from test_kernels import LOCAL_MEMORY, kernel_cache, needs_nvdisasm, opcodes  # noqa: F401
+from test_kernels import LOCAL_MEMORY, NVDISASM, kernel_cache, needs_nvdisasm, opcodes  # noqa: F401
 
 from flashtile.kernels import families
 from flashtile.kernels.arch import ARCHS, Arch
@@ -179,3 +180,19 @@ def test_turing_code_has_tensor_core_products_and_no_local_memory(family, head_d
     assert "LDGSTS" not in found
     assert not found & LOCAL_MEMORY
     assert compiled.warnings == []
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize(("family", "grads"), [(FORWARD, None), (BACKWARD, GRADS)], ids=("forward", "backward"))
+def test_marks_read_the_clock_in_a_build_for_a_timeline_alone(family, grads, tmp_path) -> None:
+    call = key(ARCHS[90], 64, 64, grads=grads)
+    row = family.select(family.name, call)
+    (step,) = family.launch_row(row, call, CallLayout("bhsd", ())).steps
+    found = []
+    for define in ("", "#define FT_TIMELINE 0x7f0000000000ull\n"):
+        file = tmp_path / "kernel.cubin"
+        file.write_bytes(cache.compile_cached(define + step.unit, "sm_90a", [step.entry]).cubin)
+        code = subprocess.run([str(NVDISASM), "-c", str(file)], capture_output=True, text=True, check=True).stdout
+        found.append(code.count("SR_CLOCK"))
+    assert found[0] == 0
+    assert found[1] >= 6

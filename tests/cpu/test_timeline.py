@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +42,14 @@ def test_a_mark_is_nothing_in_an_ordinary_build():
     plain = machine_code((UNIT.replace("MARK", ""), ENTRY))
     assert machine_code((MARKED, ENTRY)) == plain
     assert machine_code((f"#define FT_TIMELINE 0x7f0000000000ull\n{MARKED}", ENTRY)) != plain
+
+
+def test_kernels_with_marks_are_found():
+    assert timeline.has_marks(MARKED.replace("flashtile::mark(flashtile::Phase", "mark(Phase"))
+    assert timeline.has_marks('#include "flashtile/kernels/fwd_sm90.cuh"\n')
+    assert timeline.has_marks('#include "flashtile/kernels/bwd_sm90.cuh"\n')
+    assert not timeline.has_marks('#include "flashtile/kernels/bwd_sm90_steps.cuh"\n')
+    assert not timeline.has_marks('#include "flashtile/core/timeline.cuh"\n')
 
 
 def test_the_phases_are_read_from_the_header():
@@ -145,10 +152,12 @@ def test_the_command(tmp_path, monkeypatch):
 
     monkeypatch.setattr(timeline, "record", record)
     text = io.StringIO()
-    wanted = problems.parse(["S=64", "pass=fwd,bwd"])
+    wanted = problems.parse(["S=64", "d=64,128", "pass=fwd,bwd"])
     assert command._timeline(wanted, tmp_path, ENV, Console(file=text, width=200)) == 0
     assert "no marks" in text.getvalue()
     assert "exponentials, sums and rounding" in text.getvalue()
-    assert {Path(path).suffix for path in tmp_path.iterdir()} == {".json", ".png"}
+    stems = [f"timeline_B4_H16_S64_d{head_dim}_bf16" for head_dim in (64, 128)]
+    expected = {f"{stem}{end}" for stem in stems for end in (".json", "_fwd_sm90.png")}
+    assert {path.name for path in tmp_path.iterdir()} == expected
     only_backward = problems.parse(["S=64", "pass=bwd"])
     assert command._timeline(only_backward, tmp_path, ENV, Console(file=text, width=200)) == 1

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import check
@@ -23,7 +27,7 @@ SIZES = (
     (1, 8, 2, 700, 3),
     (4, 8, 2, 1500, 2),
     (1, 3, 3, 333, 5),
-    (16, 8, 1, 900, 2),
+    (8, 8, 1, 900, 2),
     (1, 32, 8, 3000, 1),
     (7, 6, 2, 130, 40),
 )
@@ -200,6 +204,59 @@ def test_streams_do_not_share_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(torch.equal(out, one) for out in found)
 
 
+def test_a_step_sees_the_rows_appended_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel starts while the append still runs, and must wait for it. Steps without a pause between them."""
+    force("decode_sm90", monkeypatch)
+    cache = Cache(16, [900] * 64)
+    queries, k, v = (torch.randn(40, 64, 1, heads, 128, device="cuda").bfloat16() for heads in (8, 2, 2))
+    lengths = [torch.full_like(cache.lengths, 200 + 17 * number) for number in range(40)]
+    pages = cache.k.clone(), cache.v.clone()
+
+    def steps(k_cache: Tensor, v_cache: Tensor, has_pauses: bool) -> list[Tensor]:
+        found = []
+        for number, length in enumerate(lengths):
+            where = {"cache_seqlens": length, "block_table": cache.table, "causal": True}
+            if has_pauses:
+                flashtile.attention_kvcache(queries[number], k_cache, v_cache, k=k[number], v=v[number], **where)
+                torch.cuda.synchronize()
+                where["cache_seqlens"] = length + 1
+                found.append(flashtile.attention_kvcache(queries[number], k_cache, v_cache, **where))
+                torch.cuda.synchronize()
+                continue
+            found.append(
+                flashtile.attention_kvcache(queries[number], k_cache, v_cache, k=k[number], v=v[number], **where)
+            )
+        return found
+
+    expected = steps(cache.k, cache.v, True)
+    for _ in range(5):
+        found = steps(*(pool.clone() for pool in pages), False)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_launches_that_overlap_share_no_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches in one stream whose parts have the same memory; each may start while the one before it joins."""
+    force("decode_sm90", monkeypatch)
+    caches = [Cache(64, lengths) for lengths in ([20000], [9000, 30])]
+    queries = [cache.queries(1, 8) for cache in caches]
+
+    def step(index: int) -> Tensor:
+        cache = caches[index]
+        return flashtile.attention_kvcache(
+            queries[index], cache.k, cache.v, cache_seqlens=cache.lengths, block_table=cache.table, backend="cuda"
+        )
+
+    expected = [step(index) for index in range(2)]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [step(number % 2) for number in range(20)]
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected[number % 2]) for number, out in enumerate(found))
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_jitter_changes_nothing(page_size: int, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses of random length before every barrier, copy and product: the same bits over 100 runs."""
@@ -254,3 +311,21 @@ def test_the_decode_family_by_the_error_rule_once_more(monkeypatch: pytest.Monke
             backend="cuda",
         )
         check(case, heads, True)
+
+
+@pytest.mark.parametrize("page_size", ["1", "16"])
+def test_served_tokens_are_those_of_a_dense_cache(page_size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """examples/serve.py, by the families that calls take without being told."""
+    monkeypatch.delenv("FLASHTILE_FAMILY", raising=False)
+    assemble.clear_plans()
+    path = Path(__file__).resolve().parents[2] / "examples" / "serve.py"
+    spec = importlib.util.spec_from_file_location("serve", path)
+    assert spec is not None
+    assert spec.loader is not None
+    serve = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "serve", serve)
+    spec.loader.exec_module(serve)
+    sizes = (
+        "--layers 2 --width 512 --heads 4 --heads-kv 2 --vocabulary 1000 --slots 8 --requests 20 --prompt 150 --new 40"
+    )
+    assert serve.main([*sizes.split(), "--page-size", page_size]) == 0

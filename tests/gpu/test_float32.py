@@ -15,6 +15,7 @@ from flashtile.kernels import assemble, families
 from flashtile.testing import Case
 
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (8, 8), (40, 72), (33, 65), (96, 96), (200, 136))
+BACKWARD_HEAD_DIMS = ((64, 64), (128, 128), (40, 72), (33, 65), (256, 256), (200, 136), (129, 250))
 LENGTHS = ((65, 1), (90, 700), (150, 300), (200, 64), (193, 1025), (1000, 513), (370, 700))
 # Memory that the 16-bit kernel refuses
 MORE: dict[str, dict] = {
@@ -57,10 +58,58 @@ def test_error_rule_backward(monkeypatch: pytest.MonkeyPatch) -> None:
         if feature in refused:
             continue
         seqlen_q, seqlen_k = LENGTHS[number % len(LENGTHS)]
-        head_dim, head_dim_v = ((64, 64), (128, 128), (40, 72), (33, 65))[number % 4]
+        head_dim, head_dim_v = BACKWARD_HEAD_DIMS[number % len(BACKWARD_HEAD_DIMS)]
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": head_dim, "head_dim_v": head_dim_v}
         problems.append((Case(backend="cuda", **(sizes | options)), number))
     assert_accurate(problems, "bwd_sm90_f32_dq_half_kernel", monkeypatch, is_forward=False)
+
+
+DIRECT_HEAD_DIMS = ((64, 64), (40, 64), (64, 8), (4, 60))
+
+
+@pytest.fixture
+def direct() -> Iterator[None]:
+    """The kernel without a pre-pass, which refuses deterministic calls."""
+    torch.use_deterministic_algorithms(False)
+    with families.forced("fwd_sm90_f32_direct", "bwd_sm90_f32"):
+        assemble.clear_plans()
+        yield
+
+
+@pytest.mark.usefixtures("direct")
+def test_error_rule_without_a_pre_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = []
+    for number, (feature, options) in enumerate((FEATURES | {"many keys": {"causal": "top_left"}}).items()):
+        seqlen_q, seqlen_k = (130, 2500) if feature == "many keys" else LENGTHS[number % len(LENGTHS)]
+        head_dim, head_dim_v = DIRECT_HEAD_DIMS[number % len(DIRECT_HEAD_DIMS)]
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": head_dim, "head_dim_v": head_dim_v}
+        problems.append((Case(backend="cuda", deterministic=False, **(sizes | options)), number))
+    assert_accurate(problems, "fwd_sm90_f32_direct_kernel", monkeypatch)
+
+
+@pytest.mark.smoke
+@pytest.mark.usefixtures("direct")
+def test_without_a_pre_pass_there_is_no_workspace() -> None:
+    """Beyond the inputs: the output and lse."""
+    q, k, v = (torch.randn(1, 1, 4096, 64, device="cuda") for _ in range(3))
+    flashtile.attention(q, k, v, backend="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = flashtile.attention(q, k, v, backend="cuda")
+    assert torch.cuda.max_memory_allocated() - before <= out.nbytes + 4 * 4096 + 1024
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("causal", [False, True])
+def test_jitter_without_a_pre_pass_changes_no_bit(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(1, heads, 900, 64, device="cuda") for heads in (4, 2, 2))
+    expected = flashtile.attention(q, k, v, causal=causal, backend="cuda")
+    functions = jitter(monkeypatch)
+    with native.python_only():
+        for _ in range(20):
+            assert torch.equal(flashtile.attention(q, k, v, causal=causal, backend="cuda"), expected)
+    assert any("fwd_sm90_f32_direct_kernel" in unit for unit in functions)
 
 
 @pytest.mark.smoke
@@ -69,7 +118,7 @@ def test_lengths_around_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     features = ("plain", "causal", "top left", "window", "varlen", "gqa")
     problems = []
     for number, seqlen in enumerate(lengths):
-        head_dim = (64, 128)[number % 2]
+        head_dim = (64, 128, 256)[number % 3]
         sizes = {
             "seqlen_q": seqlen,
             "seqlen_k": lengths[-1 - number] - 64,
@@ -130,6 +179,16 @@ def _powers(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", RANGES)
 def test_any_range_is_float32_accurate(name: str, head_dim: int) -> None:
+    assert_any_range(name, head_dim)
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("name", RANGES)
+def test_any_range_without_a_pre_pass(name: str) -> None:
+    assert_any_range(name, 64)
+
+
+def assert_any_range(name: str, head_dim: int) -> None:
     """Element by element, with room for what float32 does to scores and to sums. The error of a score is that of its
     products, however small their sum is. It moves an output by up to its distance from the key's value."""
     torch.manual_seed(0)
@@ -166,7 +225,7 @@ def gradients(tensors: list[Tensor], dout: Tensor, **options: object) -> list[Te
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("part", ["half", "bf16"])
 def test_jitter_changes_no_bit(part: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses of random length before every barrier, copy and product. Several work items for each block."""

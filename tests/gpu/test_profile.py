@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +14,6 @@ from flashtile.bench.providers import choose
 from flashtile.bench.rows import read
 from flashtile.profile import ceilings, command, gpu, measure, problems, timeline
 from flashtile.profile.rows import KernelRow
-
-KERNELS = Path(timeline.__file__).resolve().parents[1] / "include" / "flashtile" / "kernels"
-HAS_MARKS = "mark(Phase::" in (KERNELS / "fwd_sm90.cuh").read_text(encoding="utf-8")
 
 
 def test_ceilings_are_in_order():
@@ -52,13 +48,16 @@ def test_a_profile(tmp_path):
     assert ours <= known
 
 
-@pytest.mark.skipif(not HAS_MARKS, reason="fwd_sm90 has no marks")
+WORK = {"fwd": {"issue", "exponentials", "copy_k"}, "bwd": {"issue", "exponentials", "gradient", "store"}}
+
+
 @pytest.mark.skipif(not (torch.cuda.is_available() and gpu.current_arch().has_wgmma), reason="not a Hopper GPU")
-def test_a_timeline_of_the_hopper_forward():
-    point = problems.parse(["B=4", "H=16", "S=4096", "d=128"]).points[0]
+@pytest.mark.parametrize("direction", WORK)
+def test_a_timeline_of_a_hopper_kernel(direction):
+    point = problems.parse(["B=4", "H=16", "S=4096", "d=128", f"pass={direction}"]).points[0]
     (found,) = timeline.record(point, "", device.environment("cuda", ["profile"]))
+    assert found.kernel == f"{direction}_sm90_kernel"
     groups = {span.warp // 4 for span in found.spans}
-    assert len(groups) >= 3  # consumers and the producer
+    assert len(groups) >= (3 if direction == "fwd" else 2)  # consumers, and the producer of the forward
     assert all(0 <= span.end - span.start < 10**6 for span in found.spans)
-    names = {span.phase for span in found.spans}
-    assert {"wait_turn", "issue", "exponentials", "copy_k"} <= names
+    assert {"wait_turn", *WORK[direction]} <= {span.phase for span in found.spans}

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import DiTTransformer2DModel, FluxTransformer2DModel, UNet2DConditionModel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig
@@ -61,7 +60,7 @@ def vit() -> tuple[nn.Module, dict[str, Any], int]:
 
 def unet() -> tuple[nn.Module, dict[str, Any], int]:
     """Stable Diffusion's: self-attention over pixels, cross-attention to a text."""
-    model = UNet2DConditionModel(
+    model = pytest.importorskip("diffusers").UNet2DConditionModel(
         sample_size=16,
         block_out_channels=(32, 64),
         layers_per_block=1,
@@ -79,7 +78,7 @@ def unet() -> tuple[nn.Module, dict[str, Any], int]:
 
 
 def dit() -> tuple[nn.Module, dict[str, Any], int]:
-    model = DiTTransformer2DModel(
+    model = pytest.importorskip("diffusers").DiTTransformer2DModel(
         num_attention_heads=2, attention_head_dim=16, in_channels=4, num_layers=2, sample_size=8, norm_num_groups=4
     )
     inputs = {"hidden_states": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([1, 5])}
@@ -88,7 +87,7 @@ def dit() -> tuple[nn.Module, dict[str, Any], int]:
 
 def flux() -> tuple[nn.Module, dict[str, Any], int]:
     """Calls diffusers' attention dispatcher."""
-    model = FluxTransformer2DModel(
+    model = pytest.importorskip("diffusers").FluxTransformer2DModel(
         patch_size=1,
         in_channels=4,
         num_layers=1,
@@ -120,8 +119,8 @@ def results_of(model: Callable[..., Any], inputs: dict[str, Any], weights: list[
     """Its output and the gradients of its weights."""
     out = model(**inputs)
     out = out if isinstance(out, torch.Tensor) else out[0] if isinstance(out, tuple) else next(iter(out.values()))
-    generator = torch.Generator().manual_seed(1)
-    loss = (out * torch.randn(out.shape, generator=generator)).sum()
+    weighting = torch.randn(out.shape, generator=torch.Generator("cpu").manual_seed(1), device="cpu")
+    loss = (out * weighting.to(out.device)).sum()
     return [out.detach(), *(g for g in torch.autograd.grad(loss, weights, allow_unused=True) if g is not None)]
 
 

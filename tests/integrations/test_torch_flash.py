@@ -19,6 +19,12 @@ from flashtile.testing import dropout_mask
 aten = torch.ops.aten
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(test_device: None) -> None:
+    """On every device: tests/gpu/test_integrations.py has the tests of CUDA tensors."""
+    torch.set_default_device(None)
+
+
 @pytest.fixture
 def active() -> Iterator[None]:
     torch.manual_seed(0)

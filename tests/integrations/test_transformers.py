@@ -158,8 +158,8 @@ def differentiated(model: Any, implementation: str, inputs: dict[str, torch.Tens
     mask = inputs.get("attention_mask")
     if mask is not None and mask.shape == logits.shape[:2]:
         logits = logits[mask.bool()]
-    generator = torch.Generator().manual_seed(1)
-    (logits * torch.randn(logits.shape, generator=generator)).sum().backward()
+    weights = torch.randn(logits.shape, generator=torch.Generator("cpu").manual_seed(1), device="cpu")
+    (logits * weights.to(logits.device)).sum().backward()
     return {"logits": logits.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
 
 

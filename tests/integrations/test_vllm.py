@@ -23,7 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 20},
     "softcap": {"logits_soft_cap": 3.0},
     "alibi": {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]},
-    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "sinks": {"sinks": [0.5, -1.0, 2.0, 0.0]},
 }
 
 
@@ -65,7 +65,7 @@ class Engine:
 
 
 def built(common: CommonAttentionMetadata) -> Any:
-    builder = ours.FlashtileBackend.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
+    builder = ours.FlashtileBackend.get_builder_cls()(None, ["layer"], None, torch.get_default_device())
     return builder.build(0, common)
 
 
@@ -120,7 +120,9 @@ def test_vllms_own_checks(changes: dict[str, Any], reasons: int) -> None:
 def test_requests_in_chunks(name: str, order: tuple[int, ...]) -> None:
     """Prefill in two parts, then decoding, of three requests at once; the whole of each request is the reference."""
     torch.manual_seed(0)
-    lengths, options = [37, 18, 50], OPTIONS[name]
+    lengths, options = [37, 18, 50], dict(OPTIONS[name])
+    if name == "sinks":
+        options["sinks"] = torch.tensor(options["sinks"])
     engine, attention = Engine(lengths, order), impl(**options)
     whole = [[torch.randn(n, h, DIM) for h in (HEADS, HEADS_KV, HEADS_KV)] for n in lengths]
     results: list[list[torch.Tensor]] = [[] for _ in lengths]

@@ -317,7 +317,8 @@ def launch(step: Step, values: dict[str, int], image: bytearray, index: int, arc
         kernel = function(step.unit, step.entry, arch)
         kernel.set_shared_bytes(index, step.shared_bytes)
         stream = current_stream(index)
-        kernel.launch((blocks, 1, 1), (step.num_threads, 1, 1), step.shared_bytes, stream, _address(image))
+        block = (step.num_threads, 1, 1)
+        kernel.launch((blocks, 1, 1), block, step.shared_bytes, stream, _address(image), step.starts_early)
 
 
 def current_stream(index: int) -> int:

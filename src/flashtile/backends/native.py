@@ -253,6 +253,6 @@ def serialize(
             kernel = executor.function(step.unit, step.entry, launch.arch)
         numbers += [_KERNEL, 0 if kernel is None else kernel.address(launch.device_index), len(step.grid)]
         numbers += [number for name, divisor in step.grid for number in (values_at[name], divisor)]
-        numbers += [step.num_threads, step.shared_bytes, step.is_for_splits, step.max_blocks]
+        numbers += [step.num_threads, step.shared_bytes, step.is_for_splits, step.max_blocks, step.starts_early]
         symbols.append(step.name if kernel is None else kernel.symbol)
     return numbers, symbols

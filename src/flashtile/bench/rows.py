@@ -128,7 +128,12 @@ class ColdRow:
 
 
 # Their values in files that were written before the column was added
-_LATER_COLUMNS: dict[str, Any] = {"option": "", "copy_gb_per_s": None}
+_LATER_COLUMNS: dict[str, Any] = {
+    "option": "",
+    "copy_gb_per_s": None,
+    "tensor_ceiling_tflops": 0.0,
+    "tensor_percent": None,
+}
 
 AnyRow = TypeVar("AnyRow")  # a frozen dataclass as above: numbers, strings and `env`
 

@@ -1,5 +1,5 @@
 """`flashtile distributed simulate`: predictions for many GPUs, written, drawn and shown; and runs on this CPU over slow
-links beside what the model says of them."""
+links beside what the model says of them. `flashtile distributed check`: errors over ranks of this machine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from flashtile.bench import device as facts
 from flashtile.bench import plots
-from flashtile.bench.files import replacing, writable_folder
+from flashtile.bench.files import replacing, writable_folder, write_whole
 from flashtile.bench.tables import Table
 from flashtile.bench.terminal import make_console, say_files, show
-from flashtile.distributed import simulate
+from flashtile.distributed import exactness, simulate
 from flashtile.distributed.cost import LINKS, measured_device
+from flashtile.distributed.exactness import Exactness
 from flashtile.distributed.simulate import Comparison, Point
 from flashtile.errors import value_error
 
@@ -38,7 +40,18 @@ class Options:
     as_json: bool
 
 
-def prepare(options: Options) -> Callable[[], int]:
+@dataclass(frozen=True)
+class CheckOptions:
+    ranks: str
+    device: str
+    backend: str
+    seed: int
+    seconds: float | None
+    out: Path | None
+    as_json: bool
+
+
+def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     ranks, rows = _numbers("--ranks", options.ranks), _numbers("--rows", options.rows)
     links = [name.strip() for name in options.links.split(",")]
     for name in links:
@@ -54,9 +67,12 @@ def prepare(options: Options) -> Callable[[], int]:
         console = make_console(options.as_json)
         if options.is_measured:
             compared = simulate.compare_with_runs()
-            _show_runs(console, compared)
+            table = _runs_table(compared)
+            show(console, table)
+            if folder is not None:
+                say_files(console, [_write_table(folder / "distributed_slow_link.json", table, "cpu", arguments)])
             if options.as_json:
-                print(json.dumps([asdict(one) | {"ratio": one.ratio} for one in compared]))
+                print(json.dumps([asdict(one) for one in compared]))
             return 0
         device = measured_device("cuda", torch.bfloat16, options.head_dim, options.head_dim)
         sizes = (options.heads, options.heads_kv, options.head_dim)
@@ -74,6 +90,73 @@ def prepare(options: Options) -> Callable[[], int]:
         return 0
 
     return run
+
+
+def prepare_check(options: CheckOptions, arguments: Sequence[str]) -> Callable[[], int]:
+    """Exit status 1 if a result breaks the error rule."""
+    ranks = _numbers("--ranks", options.ranks)
+    for name, value, accepted in (
+        ("--device", options.device, ("cpu", "cuda")),
+        ("--backend", options.backend, ("gloo", "nccl")),
+    ):
+        if value not in accepted:
+            raise value_error(name, repr(value), " or ".join(accepted))
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise value_error("--device", "'cuda' without a GPU", "cpu")
+    if options.backend == "nccl" and options.device == "cpu":
+        raise value_error("--backend", "'nccl' on a CPU", "gloo")
+    folder = None if options.out is None else writable_folder(options.out)
+
+    def run() -> int:
+        console = make_console(options.as_json)
+        found = [
+            one
+            for count in ranks
+            for one in exactness.check(
+                count, options.device, options.backend, seed=options.seed, seconds=options.seconds
+            )
+        ]
+        table = _exactness_table(found, options)
+        show(console, table)
+        wrong = [one for one in found if one.complaints]
+        for one in wrong:
+            console.print(f"{one.case}, {one.way}, {one.num_ranks} ranks: {'; '.join(one.complaints)}", markup=False)
+        console.print(f"{len(found)} results, {len(wrong)} break the error rule")
+        if folder is not None:
+            name = f"distributed_exactness{'' if options.backend == 'gloo' else '_nccl'}.json"
+            say_files(console, [_write_table(folder / name, table, options.device, arguments)])
+        if options.as_json:
+            print(json.dumps([asdict(one) for one in found]))
+        return 1 if wrong else 0
+
+    return run
+
+
+def _exactness_table(found: Sequence[Exactness], options: CheckOptions) -> Table:
+    """The largest error of all ways, by case and number of ranks."""
+    sizes = list(dict.fromkeys(one.num_ranks for one in found))
+    columns = ("yardstick", *(str(size) for size in sizes))
+    header = ("case", *(f"{what}: {column}" for what in ("out", "gradients") for column in columns))
+    lines = []
+    for case in dict.fromkeys(one.case for one in found):
+        here = [one for one in found if one.case == case]
+        words = [case]
+        for error, yardstick in (("out_error", "out_yardstick"), ("grad_error", "grad_yardstick")):
+            words.append(f"{getattr(here[0], yardstick):.1e}")
+            for size in sizes:
+                errors = [getattr(one, error) for one in here if one.num_ranks == size]
+                words.append(f"{max(errors):.1e}" if errors else "")
+        lines.append(tuple(words))
+    title = f"Largest errors against the float64 oracle of one process, by ranks; {options.device}, {options.backend}"
+    return Table(title, header, tuple(lines))
+
+
+def _write_table(path: Path, table: Table, device: str, arguments: Sequence[str]) -> Path:
+    """As tools/make_docs.py reads it."""
+    environment = asdict(facts.environment(device, arguments))
+    shown = {"header": table.header, "rows": table.lines}
+    write_whole(path, json.dumps({"table": shown, "environment": environment}, indent=1) + "\n")
+    return path
 
 
 def _numbers(name: str, text: str) -> list[int]:
@@ -105,21 +188,22 @@ def _show_points(console: Console, points: Sequence[Point]) -> None:
     show(console, Table("Forward and backward pass of one layer, predicted", header, lines))
 
 
-def _show_runs(console: Console, runs: Sequence[Comparison]) -> None:
-    header = ("pass", "ranks", "rows of each", "link MB/s", "measured ms", "predicted ms", "ratio")
+def _runs_table(runs: Sequence[Comparison]) -> Table:
+    header = ("pass", "ranks", "rows of each", "message / compute", "link MB/s", "measured ms", "predicted ms", "ratio")
     lines = tuple(
         (
             run.op,
             str(run.num_ranks),
             str(run.rows),
-            f"{run.megabytes_per_s:g}",
+            f"{run.share:g}",
+            f"{run.megabytes_per_s:.0f}",
             f"{1e3 * run.measured_s:.1f}",
             f"{1e3 * run.predicted_s:.1f}",
             f"{run.ratio:.2f}",
         )
         for run in runs
     )
-    show(console, Table("Ring attention on this CPU, measured and predicted", header, lines))
+    return Table("Ring attention on this CPU, measured and predicted", header, lines)
 
 
 def _write(folder: Path, points: Sequence[Point]) -> list[Path]:

@@ -188,7 +188,9 @@ def bench(
 def ladder(
     is_list: Annotated[bool, typer.Option("--list", help="List the rungs and their resources, without a GPU.")] = False,
     only: Annotated[str | None, typer.Option(help="Names or numbers of rungs, separated by commas.")] = None,
-    dtype: Annotated[str, typer.Option(help="Only fp32.")] = "fp32",
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32 or bf16. Default: that of the rungs of --only, else fp32.")
+    ] = None,
     causal: Annotated[
         bool | None, typer.Option("--causal/--no-causal", help="Only causal problems, or none. Default: both.")
     ] = None,
@@ -223,7 +225,22 @@ def simulate(
     options = distributed_command.Options(
         ranks, rows, links, heads, heads_kv, head_dim, not full, measured, out, as_json
     )
-    _run(lambda: distributed_command.prepare(options))
+    _run(lambda: distributed_command.prepare(options, sys.argv[1:]))
+
+
+@distributed_app.command(name="check")
+def check_ranks(
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "1,2,3,4,8",
+    device: Annotated[str, typer.Option(help="cpu, or cuda: ranks share the GPUs of this machine.")] = "cpu",
+    backend: Annotated[str, typer.Option(help="Of torch.distributed: gloo or nccl.")] = "gloo",
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    seconds: Annotated[float | None, typer.Option(help="For each number of ranks; the rest is left out.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write distributed_exactness.json into.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON; tables go to stderr.")] = False,
+) -> None:
+    """Check attention over processes of this machine against the float64 oracle of one process, by the error rule."""
+    options = distributed_command.CheckOptions(ranks, device, backend, seed, seconds, out, as_json)
+    _run(lambda: distributed_command.prepare_check(options, sys.argv[1:]))
 
 
 class _WordsCommand(TyperCommand):

@@ -23,8 +23,35 @@ STRATEGIES = ("auto", "ring", "ulysses", "both")
 
 
 @dataclass(frozen=True)
+class Call:
+    """What a caller of the three functions gave, beside q, k, v and the ranks."""
+
+    causal: Causal = False
+    window: Window = None
+    scale: float | None = None
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    dropout_p: float = 0.0
+    rng_state: Tensor | None = None
+    deterministic: bool | None = None
+    layout: str = "bhsd"
+    backend: str | None = None
+    cu_seqlens: Tensor | None = None
+    sharding: str = "zigzag"
+    seqlen: int | None = None
+    seqlen_k: int | None = None
+    first_head: int = 0
+    total_heads: int | None = None
+    return_lse: bool = False
+    transport: str = "auto"
+
+
+@dataclass(frozen=True)
 class Options:
-    """What the three functions share beside q, k and v."""
+    """The same, checked, with what follows from it."""
 
     args: AttentionArgs
     cu_seqlens: Tensor | None
@@ -87,11 +114,30 @@ def ring_attention(
     """
     _check_unknown(ring_attention, unknown)
     own = group_of(mesh, group)
-    rest: tuple[Any, ...] = (
-        *(causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic),
-        *(layout, backend, cu_seqlens, sharding, seqlen, seqlen_k, first_head, total_heads, return_lse, transport),
+    call = Call(
+        causal=causal,
+        window=window,
+        scale=scale,
+        mask=mask,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        rng_state=rng_state,
+        deterministic=deterministic,
+        layout=layout,
+        backend=backend,
+        cu_seqlens=cu_seqlens,
+        sharding=sharding,
+        seqlen=seqlen,
+        seqlen_k=seqlen_k,
+        first_head=first_head,
+        total_heads=total_heads,
+        return_lse=return_lse,
+        transport=transport,
     )
-    given = _options(q, k, v, dist.get_world_size(own), *rest)
+    given = _options(q, k, v, dist.get_world_size(own), call)
     out, lse = _ring(given, own, 1, timeout)
     return (out, lse) if return_lse else out
 
@@ -132,11 +178,27 @@ def ulysses_attention(
     _check_unknown(ulysses_attention, unknown)
     own = group_of(mesh, group)
     size = dist.get_world_size(own)
-    rest: tuple[Any, ...] = (
-        *(causal, window, scale, None, None, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic),
-        *(layout, backend, cu_seqlens, sharding, seqlen, seqlen_k, first_head, total_heads, return_lse, "auto"),
+    call = Call(
+        causal=causal,
+        window=window,
+        scale=scale,
+        alibi_slopes=alibi_slopes,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        rng_state=rng_state,
+        deterministic=deterministic,
+        layout=layout,
+        backend=backend,
+        cu_seqlens=cu_seqlens,
+        sharding=sharding,
+        seqlen=seqlen,
+        seqlen_k=seqlen_k,
+        first_head=first_head,
+        total_heads=total_heads,
+        return_lse=return_lse,
     )
-    given = _options(q, k, v, size, *rest)
+    given = _options(q, k, v, size, call)
     out, lse = _ulysses(given, own, 0, size, timeout)
     return (out, lse) if return_lse else out
 
@@ -184,11 +246,30 @@ def context_attention(
     if strategy not in STRATEGIES:
         raise value_error("strategy", repr(strategy), ", ".join(map(repr, STRATEGIES)))
     shape = mesh_shape(mesh, group)
-    rest: tuple[Any, ...] = (
-        *(causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state, deterministic),
-        *(layout, backend, cu_seqlens, sharding, seqlen, seqlen_k, first_head, total_heads, return_lse, transport),
+    call = Call(
+        causal=causal,
+        window=window,
+        scale=scale,
+        mask=mask,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        rng_state=rng_state,
+        deterministic=deterministic,
+        layout=layout,
+        backend=backend,
+        cu_seqlens=cu_seqlens,
+        sharding=sharding,
+        seqlen=seqlen,
+        seqlen_k=seqlen_k,
+        first_head=first_head,
+        total_heads=total_heads,
+        return_lse=return_lse,
+        transport=transport,
     )
-    given = _options(q, k, v, shape[0] * shape[1], *rest)
+    given = _options(q, k, v, shape[0] * shape[1], call)
     if len(_mesh_dims(mesh)) == 2:
         if strategy not in ("auto", "both"):
             raise value_error(
@@ -229,10 +310,8 @@ def explain_context(
     for name in options:
         if name not in given:
             raise unknown_option("explain_context", name, given)
-    filled = {**given, **options}
-    for name in ("mesh", "group", "strategy", "timeout"):
-        del filled[name]
-    return compare(_options(q, k, v, shape[0] * shape[1], **filled), shape, link)
+    call = Call(**{name: value for name, value in options.items() if name not in ("strategy", "timeout")})
+    return compare(_options(q, k, v, shape[0] * shape[1], call), shape, link)
 
 
 def _pair(num_ranks: int | tuple[int, int]) -> tuple[int, int]:
@@ -266,62 +345,36 @@ def mesh_shape(mesh: Any, group: Any) -> tuple[int, int]:
     return dist.get_world_size(group_of(mesh, group)), 1
 
 
-def _options(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    num_ranks: int,
-    causal: Causal,
-    window: Window,
-    scale: float | None,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    softcap: float,
-    sinks: Tensor | None,
-    dropout_p: float,
-    rng_state: Tensor | None,
-    deterministic: bool | None,
-    layout: str,
-    backend: str | None,
-    cu_seqlens: Tensor | None,
-    sharding: str,
-    seqlen: int | None,
-    seqlen_k: int | None,
-    first_head: int,
-    total_heads: int | None,
-    return_lse: bool,
-    transport: str,
-) -> Options:
+def _options(q: Tensor, k: Tensor, v: Tensor, num_ranks: int, call: Call) -> Options:
     """What the caller wrote, checked as far as one rank can."""
-    q, k, v, bias = autocast(q, k, v, bias)
+    q, k, v, bias = autocast(q, k, v, call.bias)
     args = attention_args(
-        *(q, k, v, causal, window, scale, mask, bias, alibi_slopes, softcap, sinks, dropout_p, rng_state),
-        *(deterministic, layout, backend),
-        is_packed=cu_seqlens is not None,
+        *(q, k, v, call.causal, call.window, call.scale, call.mask, bias, call.alibi_slopes, call.softcap, call.sinks),
+        *(call.dropout_p, call.rng_state, call.deterministic, call.layout, call.backend),
+        is_packed=call.cu_seqlens is not None,
     )
-    check_layout(layout)
-    if sharding not in SHARDINGS:
-        raise value_error("sharding", repr(sharding), " or ".join(map(repr, SHARDINGS)))
-    if transport not in ring.TRANSPORTS:
-        raise value_error("transport", repr(transport), ", ".join(map(repr, ring.TRANSPORTS)))
-    flag("return_lse", return_lse)
-    rank = 4 if cu_seqlens is None else 3
+    check_layout(call.layout)
+    if call.sharding not in SHARDINGS:
+        raise value_error("sharding", repr(call.sharding), " or ".join(map(repr, SHARDINGS)))
+    if call.transport not in ring.TRANSPORTS:
+        raise value_error("transport", repr(call.transport), ", ".join(map(repr, ring.TRANSPORTS)))
+    flag("return_lse", call.return_lse)
+    rank = 4 if call.cu_seqlens is None else 3
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != rank:
             raise value_error(name, tensor, f"{rank} dimensions" + ("" if rank == 4 else ", since cu_seqlens is given"))
-    row = row_axis(layout)
-    total_q = _length("seqlen", seqlen, q.shape[row] * num_ranks)
-    is_same = seqlen_k is None and seqlen is not None and k.shape[row] == q.shape[row]
+    row = row_axis(call.layout)
+    total_q = _length("seqlen", call.seqlen, q.shape[row] * num_ranks)
+    is_same = call.seqlen_k is None and call.seqlen is not None and k.shape[row] == q.shape[row]
     options = Options(
         args=args,
-        cu_seqlens=cu_seqlens,
-        sharding=sharding,
+        cu_seqlens=call.cu_seqlens,
+        sharding=call.sharding,
         seqlen_q=total_q,
-        seqlen_k=_length("seqlen_k", seqlen_k, total_q if is_same else k.shape[row] * num_ranks),
-        first_head=integer("first_head", first_head, "an integer >= 0"),
-        total_heads=0 if total_heads is None else integer("total_heads", total_heads, "an integer or None"),
-        transport=transport,
+        seqlen_k=_length("seqlen_k", call.seqlen_k, total_q if is_same else k.shape[row] * num_ranks),
+        first_head=integer("first_head", call.first_head, "an integer >= 0"),
+        total_heads=0 if call.total_heads is None else integer("total_heads", call.total_heads, "an integer or None"),
+        transport=call.transport,
     )
     _check(options)
     return options
@@ -357,13 +410,36 @@ def _check(given: Options) -> None:
 
 def _ring(given: Options, group: Any, merged: int, timeout: float | None) -> tuple[Tensor, Tensor]:
     args = given.args
-    result: tuple[Tensor, Tensor] = ring.forward_op(
-        *(args.q, args.k, args.v, args.bias, args.mask, args.alibi_slopes, args.sinks, args.rng_state),
-        *(given.cu_seqlens, args.scale, args.causal, args.window_left, args.window_right, args.softcap),
-        *(args.dropout_p, given.first_head, given.total_heads, args.deterministic, args.layout, args.backend),
-        *(group.group_name, given.sharding, given.seqlen_q, given.seqlen_k, merged, given.transport),
-        timeout_of(timeout),
+    values = ring.RingArgs(
+        q=args.q,
+        k=args.k,
+        v=args.v,
+        bias=args.bias,
+        mask=args.mask,
+        alibi_slopes=args.alibi_slopes,
+        sinks=args.sinks,
+        rng_state=args.rng_state,
+        cu_seqlens=given.cu_seqlens,
+        scale=args.scale,
+        causal=args.causal,
+        window_left=args.window_left,
+        window_right=args.window_right,
+        softcap=args.softcap,
+        dropout_p=args.dropout_p,
+        first_head=given.first_head,
+        total_heads=given.total_heads,
+        deterministic=args.deterministic,
+        layout=args.layout,
+        backend=args.backend,
+        group=group.group_name,
+        sharding=given.sharding,
+        seqlen_q=given.seqlen_q,
+        seqlen_k=given.seqlen_k,
+        merged=merged,
+        transport=given.transport,
+        timeout=timeout_of(timeout),
     )
+    result: tuple[Tensor, Tensor] = ring.forward_op(*values)
     return result
 
 

@@ -64,12 +64,14 @@ def _window(rows: range, keys: range, band: Band) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def needed(queries: Ranges, keys: Ranges, band: Band, bounds: tuple[int, ...] | None) -> Ranges:
-    """The keys that some query sees, one range at most for each range given."""
-    found = []
+    """The keys that some query sees; each range is inside one of those given."""
+    found: list[range] = []
     for part in keys:
-        boxes = [box for rows in queries for box in _boxes(rows, part, band, bounds)]
-        if boxes:
-            found.append(range(min(box.start for _, box, _ in boxes), max(box.stop for _, box, _ in boxes)))
+        seen = sorted((box.start, box.stop) for rows in queries for _, box, _ in _boxes(rows, part, band, bounds))
+        stop = part.start
+        for start, end in seen:
+            found.append(range(max(start, stop), end))
+            stop = max(stop, end)
     return coalesced(found)
 
 

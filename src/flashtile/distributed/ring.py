@@ -22,7 +22,7 @@ from torch import Tensor
 from flashtile import ops
 from flashtile.distributed.pieces import Band, Piece, needed, pieces
 from flashtile.distributed.sharding import Ranges, Shards, coalesced, local_rows, num_rows, take
-from flashtile.distributed.transport import Channel, untraced
+from flashtile.distributed.transport import Channel, Mark, untraced
 from flashtile.errors import unsupported, value_error
 from flashtile.problem import AttentionArgs, head_axis, lse_dtype, row_axis, softmax_scale
 
@@ -75,7 +75,10 @@ _TYPES: dict[object, str] = {
     str | None: "str?",
 }
 _SCHEMA = ", ".join(f"{_TYPES[hint]} {name}" for name, hint in get_type_hints(RingArgs).items())
-_NEEDS = 5  # q, k, v, bias, sinks
+# Room for keys. Those of step t + 1 go where those of step t - 2 were: with one slot less the message and the kernel of
+# step t would become ready together, and the kernel would take the GPU first
+_SLOTS = 3
+_GRADIENTS = 1  # tag of messages that may be sent behind later ones with keys
 
 
 class _Pass:
@@ -101,6 +104,8 @@ class _Pass:
         self.is_wide = args.q.dtype == torch.float64
         self.sum_dtype = torch.float64 if self.is_wide else torch.float32
         self._packed: dict[Ranges, Tensor] = {}
+        self.slots: list[Tensor] = []  # room for the keys of a step; the steps take turns
+        self.free_behind: list[Mark] = []  # by slot; the first are also behind the messages with keys
 
     def _shared_options(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
@@ -155,10 +160,25 @@ class _Pass:
             self._packed[wanted] = self.channel.staged(torch.cat(parts))
         return [(receiver, self._packed[wanted])]
 
+    def pack(self) -> None:
+        """Makes room, and the messages with keys, before anything is computed, so that they need not wait for
+        kernels."""
+        if self.is_gathered:
+            return
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        most = max((num_rows(self.wanted(self.rank, other)) for other in others), default=0)
+        self.slots = [self.buffer(most) for _ in others[:_SLOTS]]
+        if self.channel.stream is not None:
+            for other in others:
+                self.outgoing(other)
+        self.free_behind = [self.channel.mark()] * len(self.slots)
+
     def buffer(self, num_keys: int) -> Tensor:
         """Room for that many keys and values."""
-        k, v = self.args.k, self.args.v
-        return k.new_empty(sum(_numel(_with_rows(tensor, num_keys, self.row)) for tensor in (k, v)))
+        return self.args.k.new_empty(self.message_size(num_keys))
+
+    def message_size(self, num_keys: int) -> int:
+        return sum(_numel(_with_rows(tensor, num_keys, self.row)) for tensor in (self.args.k, self.args.v))
 
     def unpacked(self, buffer: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
         shapes = [_with_rows(tensor, num_keys, self.row) for tensor in (self.args.k, self.args.v)]
@@ -172,9 +192,19 @@ class _Pass:
             return None
         source, receiver = (self.rank - step) % self.size, (self.rank + step) % self.size
         wanted = self.wanted(self.rank, source)
-        buffer = self.buffer(num_rows(wanted))
-        pending = self.channel.post(self.outgoing(receiver), [(source, buffer)] if wanted else [])
+        num_keys = num_rows(wanted)
+        behind: Mark = None
+        if self.is_gathered:
+            buffer = self.buffer(num_keys)
+        else:
+            slot = step % len(self.slots)
+            buffer, behind = self.slots[slot][: self.message_size(num_keys)], self.free_behind[slot]
+        pending = self.channel.post(self.outgoing(receiver), [(source, buffer)] if wanted else [], behind=behind)
         return _Block(self, source, wanted, buffer, pending)
+
+    def release(self, step: int) -> None:
+        """The room of a step may be filled again behind what has been launched so far."""
+        self.free_behind[step % len(self.slots)] = self.channel.mark()
 
     def gathered(self) -> tuple[list[_Block], Ranges, Tensor, Tensor]:
         """The blocks of all ranks by rank, and their keys together in the order of the sequence."""
@@ -317,6 +347,7 @@ class _Forward(_Pass):
         return out, self.args.q.new_full(lse_sizes, -torch.inf, dtype=lse_dtype(self.plain))
 
     def run(self) -> tuple[Tensor, Tensor]:
+        self.pack()
         if self.is_gathered:
             _, ranges, k, v = self.gathered()
             self.attend(ranges, k, v)
@@ -327,6 +358,7 @@ class _Forward(_Pass):
             while block is not None:
                 following = self.request(step + 1)
                 self.attend(block.keys, *block.wait())
+                self.release(step)
                 block, step = following, step + 1
         out, lse = self.sums or self.empty()
         if self.args.sinks is not None:
@@ -382,6 +414,7 @@ class _Backward(_Pass):
         self.dbias = wide(args.bias) if needs[3] and args.bias is not None else None
 
     def run(self) -> tuple[Tensor, ...]:
+        self.pack()
         if self.is_gathered:
             self._run_gathered()
         else:
@@ -432,6 +465,7 @@ class _Backward(_Pass):
         while block is not None:
             following = self.request(step + 1)
             grads = self._attend(block.keys, *block.wait())
+            self.release(step)
             sends = [(block.source, self._message(*grads))] if block.keys and self.needs_keys else []
             if returning is not None:
                 returning()
@@ -445,7 +479,7 @@ class _Backward(_Pass):
         receiver = (self.rank + step) % self.size
         wanted = self.wanted(receiver, self.rank)
         buffer = self.buffer(num_rows(wanted))
-        pending = self.channel.post(sends, [(receiver, buffer)] if wanted else [])
+        pending = self.channel.post(sends, [(receiver, buffer)] if wanted else [], _GRADIENTS)
 
         def finish() -> None:
             pending.wait()

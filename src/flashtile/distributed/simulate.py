@@ -4,17 +4,15 @@ them with."""
 from __future__ import annotations
 
 import dataclasses
-import os
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import get_context
-from torch.multiprocessing.spawn import start_processes
+from torch import Tensor
 
 from flashtile import ops
 from flashtile.distributed import ulysses
@@ -31,6 +29,7 @@ from flashtile.distributed.cost import (
     ring_steps,
     ring_times,
 )
+from flashtile.distributed.launch import on_ranks
 from flashtile.distributed.transport import slow_link
 from flashtile.problem import AttentionArgs
 
@@ -107,88 +106,108 @@ def sweep(
 # Measured
 
 
+SHARES = (8.0, 2.0, 1.0, 0.5)
+_LATENCY_S = 1e-3
+
+
 @dataclass(frozen=True)
 class Comparison:
-    """A pass over a slow link: what was measured and what the model says."""
+    """A pass over a slow link: what was measured and what the model says, medians of some rounds."""
 
     op: str
     num_ranks: int
     rows: int
+    share: float  # of a message's time in that of the computation it runs beside, forward
     megabytes_per_s: float
     measured_s: float
     predicted_s: float
     compute_s: float  # as predicted
-
-    @property
-    def ratio(self) -> float:
-        return self.measured_s / self.predicted_s
+    ratio: float  # of the measured to the predicted time
 
 
 def compare_with_runs(
-    num_ranks: int = 2, rows: int = 512, speeds: Sequence[float] = (5e6, 20e6, 80e6, 1e9), rounds: int = 5
+    num_ranks: int = 2, rows: int = 1024, shares: Sequence[float] = SHARES, rounds: int = 11
 ) -> list[Comparison]:
-    """Runs ring attention on this CPU, one thread to a rank, over links of these bytes a second, and predicts it from
-    the time of one local call."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    queue = get_context("spawn").SimpleQueue()
-    arguments = (num_ranks, port, rows, tuple(speeds), rounds, queue)
-    processes = start_processes(_measure, arguments, num_ranks, join=False, start_method="spawn")
-    assert processes is not None
-    found: list[Comparison] = queue.get()
-    while not processes.join():
-        pass
+    """Ring attention on this CPU, one thread to a rank, over links on which a message takes `shares` times as long as
+    the computation of a step; predicted from the time of one local call and of a ring of a few rows.
+
+    The machine may be busy with other things. So each round times a local call before and behind the ring, predicts
+    from their mean, and the median of the rounds' ratios counts.
+    """
+    return on_ranks(measure, num_ranks, rows, tuple(shares), rounds)
+
+
+def measure(group: Any, rows: int, shares: Sequence[float], rounds: int) -> list[Comparison]:
+    """What `compare_with_runs` does on every rank of a group."""
+    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    heads, dim = 4, 64
+    one = dataclasses.replace(work(rows * num_ranks, heads, heads, dim, element_bytes=4), right=-1)
+    steps = ring_steps(one, num_ranks, rank)
+    inputs, few = ([torch.randn(1, heads, count, dim) for _ in range(3)] for count in (rows, 8))
+    alone = [_time_local(group, inputs) for _ in range(8)][1:]
+    # What a step takes beside its call: that of a ring of few rows
+    short_rings, short_calls = _rings(group, few, 12)[2:], [_time_local(group, few) for _ in range(12)][2:]
+    call_s = {
+        op: max(0.0, median(one[op] for one in short_rings) / num_ranks - median(one[op] for one in short_calls))
+        for op in PASSES
+    }
+    message_bytes = rows * one.key_bytes
+    found = []
+    for share in shares:
+        # All ranks take the link of rank 0
+        speed = torch.tensor([message_bytes / (share * median(times["forward"] for times in alone))])
+        dist.broadcast(speed, group=group, group_src=0)
+        link = Link("slow", speed.item(), _LATENCY_S)
+        samples: dict[str, list[tuple[float, float, float]]] = {op: [] for op in PASSES}
+        before = _time_local(group, inputs)
+        for _ in range(rounds):
+            with slow_link(link.bytes_per_s, link.latency_s):
+                (measured,) = _rings(group, inputs, 1)
+            behind = _time_local(group, inputs)
+            for op, factor in PASSES.items():
+                rate = one.score_flops(rows * rows) * factor / ((before[op] + behind[op]) / 2)
+                device = Device("this CPU", rate, rate, call_s[op])
+                compute, _, total = ring_times(one, steps, device, link, op)
+                samples[op].append((measured[op], total, compute))
+            before = behind
+        for op, values in samples.items():
+            measured_s, predicted_s, compute_s = (median(column) for column in zip(*values, strict=True))
+            ratio = median(took / expected for took, expected, _ in values)
+            times = (measured_s, predicted_s, compute_s, ratio)
+            found.append(Comparison(op, num_ranks, rows, share, link.bytes_per_s / 1e6, *times))
     return found
 
 
-def _measure(
-    rank: int, num_ranks: int, port: int, rows: int, speeds: tuple[float, ...], rounds: int, queue: Any
-) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
-    heads, dim = 4, 64
-    q, k, v = (torch.randn(1, heads, rows, dim) for _ in range(3))
-    one = dataclasses.replace(work(rows * num_ranks, heads, heads, dim, element_bytes=4), right=-1)
+def _rings(group: Any, inputs: Sequence[Tensor], count: int) -> list[dict[str, float]]:
+    """Times of both passes over all ranks."""
     found = []
-    for speed in speeds:
-        link = Link("slow", speed, 1e-3)
-        times: dict[str, list[float]] = {name: [] for name in ("local forward", "local backward", *PASSES)}
-        for _ in range(rounds + 1):
-            _time_local(AttentionArgs(q, k, v, backend="cpu"), times)
-            with slow_link(link.bytes_per_s, link.latency_s):
-                leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-                dist.barrier()
-                start = time.perf_counter()
-                out: Any = ring_attention(*leaves, transport="p2p", backend="cpu")
-                times["forward"].append(time.perf_counter() - start)
-                dist.barrier()
-                start = time.perf_counter()
-                out.backward(torch.ones_like(out))
-                times["backward"].append(time.perf_counter() - start)
-        # The fastest of interleaved rounds: what else runs on this machine slows both
-        best = {name: min(values[1:]) for name, values in times.items()}
-        flops = one.score_flops(rows * rows)
-        rates = [flops * factor / best[f"local {op}"] for op, factor in PASSES.items()]
-        device = Device("this CPU", rates[0], rates[1], 0.5e-3)
-        for op in PASSES:
-            compute, _, total = ring_times(one, ring_steps(one, num_ranks, rank), device, link, op)
-            found.append(Comparison(op, num_ranks, rows, speed / 1e6, best[op], total, compute))
-    if rank == 0:
-        queue.put(found)
-    dist.barrier()
-    dist.destroy_process_group()
+    for _ in range(count):
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+        dist.barrier(group)
+        start = time.perf_counter()
+        out: Any = ring_attention(*leaves, group=group, transport="p2p", backend="cpu")
+        forward_s = time.perf_counter() - start
+        dout = torch.ones_like(out)
+        dist.barrier(group)
+        start = time.perf_counter()
+        out.backward(dout)
+        found.append({"forward": forward_s, "backward": time.perf_counter() - start})
+    return found
 
 
-def _time_local(args: AttentionArgs, times: dict[str, list[float]]) -> None:
-    """Of a call on one rank's rows, while the other ranks do the same."""
-    args = args._replace(out_dtype=torch.float32)
-    dist.barrier()
+def _time_local(group: Any, inputs: Sequence[Tensor]) -> dict[str, float]:
+    """Times of a call on one rank's rows, while the other ranks do the same. As many calls in a row as a ring has
+    steps: a busy machine lets a process run that begins, and stops it later."""
+    count = dist.get_world_size(group)
+    args = AttentionArgs(inputs[0], inputs[1], inputs[2], backend="cpu", out_dtype=torch.float32)
+    dist.barrier(group)
     start = time.perf_counter()
-    out, lse = ops.forward(*args)
-    times["local forward"].append(time.perf_counter() - start)
-    dist.barrier()
+    for _ in range(count):
+        out, lse = ops.forward(*args)
+    forward_s = time.perf_counter() - start
+    dout, args = torch.ones_like(out), args._replace(needs_grad=True)
+    dist.barrier(group)
     start = time.perf_counter()
-    ops.backward(torch.ones_like(out), None, *args._replace(needs_grad=True), out, lse, _GRADS)
-    times["local backward"].append(time.perf_counter() - start)
+    for _ in range(count):
+        ops.backward(dout, None, *args, out, lse, _GRADS)
+    return {"forward": forward_s / count, "backward": (time.perf_counter() - start) / count}

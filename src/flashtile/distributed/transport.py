@@ -1,8 +1,9 @@
 """Messages between the ranks of a group: posted together, waited for one by one, with errors that name the peer.
 
-Backends with device tensors (NCCL) run on a stream of their own; a wait makes the current stream wait, not the host.
-Gloo takes CPU tensors alone, so tensors on a GPU pass through pinned memory: then the host waits, while kernels that
-were launched before keep running.
+On a GPU messages have streams of their own, which wait for what a message needs and for nothing else: a kernel of
+attention fills the GPU, so that a message which becomes ready together with it would come behind it. Backends with
+device tensors (NCCL) make the current stream wait, not the host. Gloo takes CPU tensors alone, so tensors on a GPU pass
+through pinned memory, and the host waits, while kernels that were launched before keep running.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import datetime
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from flashtile.errors import value_error
 from flashtile.problem import is_checking
 
 Message = tuple[int, Tensor]  # rank in the group; contiguous
+Mark = Any  # an event of a stream; None on a CPU
 
 
 # Of a name, which operators take in place of a group
@@ -45,7 +47,8 @@ class Channel:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.timeout, self.what, self.device = timeout or _own_timeout(self.group), what, device
         self.is_staged = device.type == "cuda" and not _takes_cuda(self.group)
-        self.stream = _stream(device) if device.type == "cuda" else None
+        self.stream = _stream(device, "outgoing") if device.type == "cuda" else None
+        self.landing = _stream(device, "incoming") if self.is_staged else None
         self.waits_on_host = self.stream is None or self.is_staged
         if device.type == "cuda" and not self.is_staged:
             _warm_up(group_name, device)
@@ -61,66 +64,88 @@ class Channel:
                 if value != found[0][name]:
                     raise value_error(name, f"{value} on rank {rank}", f"{found[0][name]}, as on rank 0")
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Starts sending and receiving, behind what has been launched on the current stream so far."""
+    def mark(self) -> Mark:
+        """Behind what has been launched on the current stream so far."""
+        return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0, behind: Mark = None) -> Pending:
+        """Starts sending and receiving, behind a mark, or behind what has been launched on the current stream so far.
+        Messages of one tag between two ranks arrive in the order in which they were posted."""
         count = sum(tensor.numel() * tensor.element_size() for _, tensor in sends)
         bytes_sent[self.group.group_name] = bytes_sent.get(self.group.group_name, 0) + count
         ready_at = _slow.arrival(sends, receives) if _slow is not None else 0.0
-        pending = self._post(sends, receives)
+        pending = self._post(sends, receives, tag, self.mark() if behind is None else behind)
         pending.ready_at = ready_at
         return pending
 
-    def _post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+    def _post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, behind: Mark) -> Pending:
         if self.stream is None:
-            return Pending(self, *self._start(sends, receives))
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            return Pending(self, self._start(sends, receives, tag))
+        if self.is_staged:
+            return self._post_staged(sends, receives, tag, behind)
+        self.stream.wait_event(behind)
         with torch.cuda.stream(self.stream):
-            if self.is_staged:
-                return self._post_staged(sends, receives)
             for _, tensor in (*sends, *receives):
                 tensor.record_stream(self.stream)
-            return Pending(self, *self._start(sends, receives))
+            return Pending(self, self._start(sends, receives, tag))
 
     def staged(self, tensor: Tensor) -> Tensor:
         """What is handed to the backend: a copy in pinned memory where it takes no tensors of this device."""
-        if not self.is_staged or tensor.device.type == "cpu":
+        if not self.is_staged:
             return tensor
+        copy, is_there = self._to_host(tensor)
+        is_there.synchronize()
+        return copy
+
+    def _to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """A copy in pinned memory, and the event behind it."""
         assert self.stream is not None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-        self.stream.synchronize()
-        return copy
+            tensor.record_stream(self.stream)
+            return copy, self.stream.record_event()
 
-    def _post_staged(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        staged = [(peer, self.staged(tensor)) for peer, tensor in sends]
+    def _post_staged(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, behind: Mark) -> Pending:
+        """Tensors in host memory are sent now; those on the device when `wait` is called, since the host would have to
+        wait for the kernels before them."""
+        ready = [message for message in sends if message[1].device.type == "cpu"]
+        copies = [(peer, *self._to_host(tensor)) for peer, tensor in sends if tensor.device.type != "cpu"]
         arriving = [(peer, torch.empty_like(tensor, device="cpu", pin_memory=True)) for peer, tensor in receives]
+        landing = self.landing
+        assert landing is not None
+
+        def send() -> list[Started]:
+            for _, _, is_there in copies:
+                is_there.synchronize()
+            return self._start([(peer, copy) for peer, copy, _ in copies], [], tag)
 
         def land() -> None:
-            assert self.stream is not None
-            with torch.cuda.stream(self.stream):
+            # Not when it is posted: messages that land before would wait, too
+            landing.wait_event(behind)
+            with torch.cuda.stream(landing):
                 for (_, pinned), (_, tensor) in zip(arriving, receives, strict=True):
                     tensor.copy_(pinned, non_blocking=True)
-                    tensor.record_stream(self.stream)
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+                    tensor.record_stream(landing)
+            torch.cuda.current_stream(self.device).wait_stream(landing)
 
-        return Pending(self, *self._start(staged, arriving), land)
+        return Pending(self, self._start(ready, arriving, tag), send, land)
 
-    def _start(
-        self, sends: Sequence[Message], receives: Sequence[Message]
-    ) -> tuple[list[tuple[str, Any]], list[Message]]:
-        operations = [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=peer) for peer, tensor in sends]
-        operations += [dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=peer) for peer, tensor in receives]
-        if not operations:
-            return [], []
-        peers = [f"send to rank {peer}" for peer, _ in sends] + [f"receive from rank {peer}" for peer, _ in receives]
+    def _start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Started]:
+        posted: list[tuple[str, Any, int, Tensor]] = [("send to", dist.isend, *message) for message in sends]
+        posted += [("receive from", dist.irecv, *message) for message in receives]
+        if not posted:
+            return []
+        operations = [dist.P2POp(op, tensor, None, self.group, tag, peer) for _, op, peer, tensor in posted]
+        doing = [f"{verb} rank {peer}" for verb, _, peer, _ in posted]
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            raise self.error(" and ".join(peers), error) from error
-        if len(works) != len(peers):  # NCCL: one for all
-            peers = [" and ".join(peers)] * len(works)
-        return list(zip(peers, works, strict=True)), [*sends, *receives]
+            raise self.error(" and ".join(doing), error) from error
+        if len(works) != len(doing):  # NCCL: one for all
+            doing = [" and ".join(doing)] * len(works)
+        tensors = [tensor for _, tensor in (*sends, *receives)]
+        return [Started(one, work, tensors) for one, work in zip(doing, works, strict=True)]
 
     def error(self, doing: str, cause: Exception) -> PeerError:
         reason = str(cause).strip().partition("\n")[0]
@@ -130,23 +155,33 @@ class Channel:
         )
 
 
+class Started(NamedTuple):
+    """A message that the backend has."""
+
+    doing: str
+    work: Any
+    tensors: list[Tensor]  # kept until it has arrived
+
+
 class Pending:
-    """Messages under way."""
+    """Messages under way. send: starts those that could not be sent yet; land: what is done once they are there."""
 
     def __init__(
         self,
         channel: Channel,
-        works: list[tuple[str, Any]],
-        kept: list[Message],
+        started: list[Started],
+        send: Callable[[], list[Started]] | None = None,
         land: Callable[[], None] | None = None,
     ):
-        self.channel, self.works, self.kept, self.land = channel, works, kept, land
+        self.channel, self.started, self.send, self.land = channel, started, send, land
         self.ready_at = 0.0
 
     def wait(self) -> None:
         """Until everything is there, for what is launched on the current stream from now on."""
+        if self.send is not None:
+            self.started += self.send()
         limit = datetime.timedelta(seconds=self.channel.timeout)
-        for doing, work in self.works:
+        for doing, work, _ in self.started:
             try:
                 # NCCL: makes the current stream wait; with a limit it might make the host wait
                 work.wait(limit) if self.channel.waits_on_host else work.wait()
@@ -156,7 +191,7 @@ class Pending:
             time.sleep(max(0.0, self.ready_at - time.monotonic()))
         if self.land is not None:
             self.land()
-        self.works, self.kept, self.land = [], [], None
+        self.started, self.send, self.land = [], None, None
 
 
 class _SlowLink:
@@ -199,7 +234,7 @@ def _takes_cuda(group: Any) -> bool:
 
 
 @functools.cache
-def _stream(device: torch.device) -> Any:
+def _stream(device: torch.device, direction: str) -> Any:
     return torch.cuda.Stream(device)
 
 

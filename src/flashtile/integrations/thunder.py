@@ -115,8 +115,11 @@ def why_not(
             return f"{name} has another dtype or device than query"
         if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
             return f"{name} has a head_dim outside of 1 to {MAX_HEAD_DIM}"
-    if query.device.devicetype.name.lower() not in _DEVICES:
+    device = query.device.devicetype.name.lower()
+    if device not in _DEVICES:
         return f"query is on {query.device}"
+    if device == "cuda" and query.dtype == thunder.dtypes.float64:
+        return "query is float64, for which there is no kernel on a GPU"
     if key.shape[:2] != query.shape[:2] or value.shape[:3] != key.shape[:3] or query.shape[3] != key.shape[3]:
         return "shapes that have to be broadcast"
     if dropout_p != 0.0:

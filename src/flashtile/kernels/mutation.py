@@ -28,7 +28,7 @@ class Mutation:
     @property
     def family(self) -> str | None:
         """The family whose kernel alone has it: the prefix of its name, as in fwd_sm90_rescale."""
-        found = re.match(r"((?:fwd|bwd|decode)_sm\d+(?:_wide|_f32|_short)?)_", self.name)
+        found = re.match(r"((?:fwd|bwd|decode)_sm\d+(?:_wide|_short|_f32(?:_direct)?)?)_", self.name)
         return found[1] if found else None
 
 

@@ -23,7 +23,7 @@ from flashtile.bench.sweep import Settings, Sweep
 from flashtile.bench.terminal import make_console, progress_bar, say_files, say_remark, show
 from flashtile.errors import Unsupported, unsupported, value_error
 from flashtile.kernels.arch import ARCHS, Arch
-from flashtile.ladder import counters, figures, launcher, measure, probe, tables
+from flashtile.ladder import counters, figures, launcher, measure, probe, rungs, tables
 from flashtile.ladder.rows import Counters, HbmRow, RungRow
 from flashtile.ladder.rungs import Rung, Variables
 from flashtile.profile import ceilings, gpu, ncu
@@ -41,7 +41,7 @@ class Options:
 
     is_list: bool = False
     only: str | None = None
-    dtype: str = "fp32"
+    dtype: str | None = None  # None: that of the rungs, fp32 before bf16
     is_causal: bool | None = None  # None = both
     has_profile: bool = False
     arch: str | None = None  # only with --list
@@ -52,8 +52,9 @@ class Options:
 def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     """Checks options and environment and returns the job. Errors in them are raised here, before the GPU is used."""
     variables = Variables.read()
-    measure.check_dtype(options.dtype)
-    chosen = measure.chosen(options.only, variables)
+    if options.dtype is not None:
+        measure.check_dtype(options.dtype)
+    chosen = measure.chosen(options.only, variables, options.dtype)
     if options.is_list:
         arch = _arch(options.arch)
         for rung in chosen:
@@ -68,6 +69,9 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         raise unsupported("flashtile ladder", "no GPU here", "a GPU that torch sees", hint)
     if options.has_profile:
         ncu.find()
+    if options.dtype is None:
+        dtype = measure.dtype_of(chosen, options.only)
+        options, chosen = replace(options, dtype=dtype), [rung for rung in chosen if rung.dtype == dtype]
     folder = writable_folder(options.out or Path("results") / device.slug(where))
     arch, console = gpu.current_arch(), make_console(options.as_json)
     fitting, refusals = with_tiles(chosen, measure.LARGE.head_dim, arch, variables)
@@ -123,8 +127,8 @@ class Run:
         self._check()
         roofs = ceilings.measure()
         self._say(
-            f"Measured ceilings: {roofs.fma_tflops:.1f} TFLOP/s of FMA, {roofs.dram_gb_per_s:.0f} "
-            "GB/s of device memory, "
+            f"Measured ceilings: {roofs.fma_tflops:.1f} TFLOP/s of FMA, {roofs.tensor_tflops:.0f} of tensor cores, "
+            f"{roofs.dram_gb_per_s:.0f} GB/s of device memory, "
             f"{roofs.shared_gb_per_s:.0f} GB/s of shared memory."
         )
         # A partial run does not overwrite the files of a full one
@@ -133,7 +137,7 @@ class Run:
             and self.options.is_causal is None
             and self.variables == Variables(self.variables.is_debug)
         )
-        stem = self.options.dtype + ("" if is_whole else "_part")
+        stem = self._dtype + ("" if is_whole else "_part")
         written = [self.folder / f"ladder_{stem}.csv", self.folder / f"ladder_kernels_{stem}.csv"]
         load = Load("cuda")
         rows = self._measure(written[0])
@@ -167,6 +171,10 @@ class Run:
             )
         return 1 if refusal or any(row.status == "inaccurate" for row in rows if not row.is_baseline) else 0
 
+    @property
+    def _dtype(self) -> str:
+        return self.options.dtype or rungs.DTYPES[0]
+
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -181,7 +189,7 @@ class Run:
 
     def _measure(self, path: Path) -> list[Row]:
         """Times all providers, interleaved. Rows are written as they are measured."""
-        plan = measure.plan(self.options.dtype, self.options.is_causal)
+        plan = measure.plan(self._dtype, self.options.is_causal)
         providers = [*measure.rung_providers(self.variables, self.chosen), *measure.baselines()]
         settings = Settings("cuda", device.cache_bytes("cuda"), _BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S)
         rows: list[Row] = []
@@ -198,9 +206,7 @@ class Run:
 
     def _points(self) -> list[Point]:
         return list(
-            measure.plan(self.options.dtype, self.options.is_causal).points[
-                : 2 if self.options.is_causal is None else 1
-            ]
+            measure.plan(self._dtype, self.options.is_causal).points[: 2 if self.options.is_causal is None else 1]
         )
 
     def _profile(self) -> tuple[dict[tuple[str, bool], Counters], list[HbmRow], str]:
@@ -232,7 +238,11 @@ class Run:
     def _hbm(self) -> list[HbmRow]:
         """Device memory traffic by sequence length, of eager attention and of the last rung."""
         calls = [
-            Call(name, replace(measure.LARGE, seqlen_q=seqlen, seqlen_k=seqlen), has_warm_up=name == "eager")
+            Call(
+                name,
+                replace(measure.LARGE, dtype=self._dtype, seqlen_q=seqlen, seqlen_k=seqlen),
+                has_warm_up=name == "eager",
+            )
             for name in ("eager", self.chosen[-1].name)
             for seqlen in _HBM_SEQLENS
         ]
@@ -248,10 +258,7 @@ class Run:
 def _arch(name: str | None) -> Arch:
     if name is None:
         return gpu.current_arch() if torch.cuda.is_available() else ARCHS[_DEFAULT_ARCH]
-    known = {arch.name: arch for arch in ARCHS.values()}
-    if name not in known:
-        raise value_error("--arch", repr(name), ", ".join(known))
-    return known[name]
+    return gpu.arch_option(name)
 
 
 def _list(chosen: Sequence[Rung], arch: Arch, variables: Variables, as_json: bool) -> int:

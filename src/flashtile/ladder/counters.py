@@ -20,6 +20,7 @@ _METRICS = {
     "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
     "occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
     "fma_percent": "sm__pipe_fma_cycles_active.avg.pct_of_peak_sustained_active",
+    "tensor_percent": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "sectors_per_load": "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio",
     "divergent_branches": "smsp__sass_branch_targets_threads_divergent.sum",
 }
@@ -55,6 +56,7 @@ def _counters(metrics: Mapping[str, float]) -> Counters:
         bank_conflicts=value["bank_conflicts"],
         achieved_occupancy=None if occupancy is None else occupancy / 100,
         fma_percent=value["fma_percent"],
+        tensor_percent=value["tensor_percent"],
         sectors_per_load=value["sectors_per_load"],
         divergent_branches=value["divergent_branches"],
         top_stall=top,

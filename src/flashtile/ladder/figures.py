@@ -26,7 +26,7 @@ def draw(csv_path: Path) -> list[Path]:
         if csv_path.stem.startswith("ladder_kernels"):
             kernels = read(csv_path, RungRow)
             figures = [_roofline(csv_path, kernels)] if any(kernel.tflops for kernel in kernels) else []
-            counted = [kernel for kernel in kernels if kernel.fma_percent is not None and not kernel.is_causal]
+            counted = [kernel for kernel in kernels if kernel.unit_percent is not None and not kernel.is_causal]
             before: RungRow | None = None
             causal = {kernel.rung: kernel.median_ms for kernel in kernels if kernel.is_causal}
             for kernel in counted:
@@ -111,12 +111,13 @@ def _roofline(csv_path: Path, kernels: Sequence[RungRow]) -> Path:
 def _roof_panel(axes: Any, points: Sequence[tuple[float, RungRow]], name: str, gb_per_s: float) -> None:
     import numpy as np
 
-    top = points[0][1].fma_ceiling_tflops
+    first = points[0][1]
+    top = first.ceiling_tflops
     ridge = top / gb_per_s * 1e3
     low, high = min(ridge, *(x for x, _ in points)) / 8, max(ridge, *(x for x, _ in points)) * 40
     xs = np.logspace(np.log10(low), np.log10(high), 200)
     axes.plot(xs, np.minimum(xs * gb_per_s / 1e3, top), color="#000000", linewidth=1.5)
-    axes.text(high, top * 1.08, f"FMA, {number(top)} TFLOP/s", ha="right", fontsize=9)
+    axes.text(high, top * 1.08, f"{first.unit}, {number(top)} TFLOP/s", ha="right", fontsize=9)
     axes.text(low * 1.1, top * 1.08, f"{name}, {number(gb_per_s)} GB/s", fontsize=9)
     ordered = sorted(points, key=lambda one: one[1].tflops or 0.0)
     label_ys = plots.spread([float(np.log10(kernel.tflops or 1.0)) for _, kernel in ordered], 0.13)
@@ -137,12 +138,12 @@ def _counter_figure(csv_path: Path, kernel: RungRow, before: RungRow | None, cau
     from matplotlib.figure import Figure
 
     values: list[tuple[str, Any]] = [
-        ("FMA pipe busy", lambda one: one.fma_percent),
+        (f"{kernel.unit} pipe busy", lambda one: one.unit_percent),
         ("shared memory throughput", lambda one: one.shared_percent or 0.0),
         ("L2 throughput", lambda one: one.l2_percent or 0.0),
         ("occupancy", lambda one: 100 * (one.achieved_occupancy or 0.0)),
         ("waits for global memory", lambda one: 100 * (one.global_stall_share or 0.0)),
-        ("TFLOP/s of FMA ceiling", lambda one: 100 * (one.tflops or 0.0) / one.fma_ceiling_tflops),
+        (f"TFLOP/s of {kernel.unit} ceiling", lambda one: 100 * (one.tflops or 0.0) / one.ceiling_tflops),
     ]
     figure = Figure(figsize=(7.6, 3.1), layout="constrained")
     axes = figure.add_subplot()

@@ -1,4 +1,4 @@
-"""Compiles a rung and launches it on torch's stream, for contiguous float32 (batch, heads, seqlen, head_dim)."""
+"""Compiles a rung and launches it on torch's stream, for contiguous tensors (batch, heads, seqlen, head_dim)."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import ctypes
 import functools
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flashtile.errors import unsupported, value_error
+from flashtile.bench.points import DTYPES
+from flashtile.errors import dtype_name, unsupported, value_error
 from flashtile.kernels.arch import Arch
 from flashtile.ladder.rungs import Rung, Tile, Variables
 from flashtile.profile import gpu
 from flashtile.runtime import cache, driver
 from flashtile.runtime.nvrtc import Compiled, Resources
+
+_BOX_COLUMNS = 64  # of a tensor map: 128 bytes, what its swizzle takes
 
 
 class Params(ctypes.Structure):
@@ -34,15 +38,38 @@ class Params(ctypes.Structure):
     )
 
 
-def layout_asserts() -> str:
-    """C++ static_asserts that fail if the file's Params differ from ours."""
-    lines = [f'static_assert(sizeof(Params) == {ctypes.sizeof(Params)}, "Params: as in the files of the ladder");']
-    for name, _ in Params._fields_:
-        address = f"__INTADDR__(&(static_cast<Params*>(nullptr)->{name}))"
+_Map = ctypes.c_char * driver.TENSOR_MAP_BYTES
+
+
+class MappedParams(ctypes.Structure):
+    """The argument of a rung with tensor maps."""
+
+    _fields_ = (
+        ("map_q", _Map),
+        ("map_k", _Map),
+        ("map_v", _Map),
+        ("p", Params),
+        ("num_tiles", ctypes.c_int32),  # query tiles of all heads
+        ("padding", ctypes.c_char * 12),  # to a multiple of 64 bytes
+    )
+
+
+def layout_asserts(kinds: Sequence[type[ctypes.Structure]] = (Params,)) -> str:
+    """C++ static_asserts that fail if the structs of the file differ from ours."""
+    lines = []
+    for kind in kinds:
+        known = kind.__name__
         lines.append(
-            f'static_assert({address} == {getattr(Params, name).offset}, "Params: {name} as in the '
-            'files of the ladder");'
+            f'static_assert(sizeof({known}) == {ctypes.sizeof(kind)}, "{known}: as in the files of the ladder");'
         )
+        for name, *_ in kind._fields_:
+            if name == "padding":
+                continue
+            address = f"__INTADDR__(&(static_cast<{known}*>(nullptr)->{name}))"
+            lines.append(
+                f'static_assert({address} == {getattr(kind, name).offset}, "{known}: {name} as in the '
+                'files of the ladder");'
+            )
     return "\n".join(lines)
 
 
@@ -73,13 +100,19 @@ class Kernel:
         out = torch.empty_like(q) if out is None else out
         batch, heads, seqlen, head_dim = q.shape
         scale_log2 = math.log2(math.e) / math.sqrt(head_dim)
-        params = Params(
+        params: ctypes.Structure = Params(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), seqlen, head_dim, scale_log2, is_causal
         )
         grid = batch * heads * -(-seqlen // self.tile.block_m)
         if grid == 0:
             return out
         index = q.device.index or 0
+        if self.rung.has_maps:
+            rows = self.tile.block_m, self.tile.block_n, self.tile.block_n
+            maps = [_tensor_map(tensor, box_rows) for tensor, box_rows in zip((q, k, v), rows, strict=True)]
+            params = MappedParams(*maps, params, grid)
+        if self.rung.blocks_per_multiprocessor:
+            grid = min(grid, self.rung.blocks_per_multiprocessor * driver.multiprocessor_count(index))
         function = _function(self.compiled.cubin, self.compiled.symbols[self.rung.function])
         with torch.cuda.device(index):
             function.set_shared_bytes(index, self.tile.shared_bytes)
@@ -94,6 +127,15 @@ class Kernel:
         return out
 
 
+def _tensor_map(tensor: Tensor, box_rows: int) -> ctypes.Array[ctypes.c_char]:
+    """The map of a tensor, heads apart, so that rows past the last one of a head are loaded as zeros."""
+    batch, heads, seqlen, head_dim = tensor.shape
+    row_bytes = head_dim * tensor.element_size()
+    sizes, strides = (head_dim, seqlen, batch * heads), (row_bytes, seqlen * row_bytes)
+    tensor_map = driver.TensorMap(dtype_name(tensor.dtype), sizes, strides, (_BOX_COLUMNS, box_rows, 1))
+    return _Map.from_buffer_copy(tensor_map.encode(tensor.data_ptr()))
+
+
 @functools.cache
 def _function(cubin: bytes, symbol: str) -> driver.Function:
     return driver.load(cubin).function(symbol)
@@ -104,8 +146,11 @@ def compile_rung(
 ) -> Kernel:
     """Compiles for one head dim; needs no GPU. A CompileError contains the whole log."""
     tile = rung.tile(head_dim, arch, variables)
-    is_aligned16 = head_dim % 4 == 0 if is_aligned16 is None else is_aligned16
-    unit = f'#line 1 "{rung.path.name}"\n{rung.source}\n#line 1 "launcher"\n{layout_asserts()}\n'
+    is_aligned16 = _has_aligned_rows(rung, head_dim) if is_aligned16 is None else is_aligned16
+    if rung.has_maps and not is_aligned16:
+        raise unsupported(rung.name, f"head_dim {head_dim}", "rows on 16-byte boundaries, since it loads by TMA")
+    structs = (Params, MappedParams) if rung.has_maps else (Params,)
+    unit = f'#line 1 "{rung.path.name}"\n{rung.source}\n#line 1 "launcher"\n{layout_asserts(structs)}\n'
     compiled = cache.compile_cached(unit, arch.name, [rung.function], tile.defines(is_aligned16))
     kernel = Kernel(rung, arch, tile, compiled, variables.is_debug)
     if variables.is_debug:
@@ -118,8 +163,8 @@ def compile_rung(
 def kernel_for(rung: Rung, q: Tensor, k: Tensor, v: Tensor, variables: Variables) -> Kernel:
     """Checks the tensors of a call and returns the kernel for it."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dtype != torch.float32:
-            raise unsupported(name, tensor.dtype, "float32: all rungs so far compute and store it")
+        if tensor.dtype != DTYPES[rung.dtype]:
+            raise unsupported(name, tensor.dtype, f"{dtype_name(DTYPES[rung.dtype])}, what {rung.name} computes")
         if tensor.dim() != 4 or tensor.shape != q.shape:
             raise value_error(name, tensor, "(batch, heads, seqlen, head_dim), the same for q, k and v")
         if not tensor.is_contiguous():
@@ -127,6 +172,10 @@ def kernel_for(rung: Rung, q: Tensor, k: Tensor, v: Tensor, variables: Variables
         if tensor.device != q.device or tensor.device.type != "cuda":
             raise unsupported(name, f"it on {tensor.device}", "one CUDA device")
     is_aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (q, k, v))
-    return compile_rung(
-        rung, q.shape[-1], gpu.current_arch(q.device.index or 0), variables, q.shape[-1] % 4 == 0 and is_aligned
-    )
+    is_aligned16 = is_aligned and _has_aligned_rows(rung, q.shape[-1])
+    return compile_rung(rung, q.shape[-1], gpu.current_arch(q.device.index or 0), variables, is_aligned16)
+
+
+def _has_aligned_rows(rung: Rung, head_dim: int) -> bool:
+    """Rows of a contiguous tensor that starts on a 16-byte boundary start on one, too."""
+    return head_dim * DTYPES[rung.dtype].itemsize % 16 == 0

@@ -40,14 +40,28 @@ def plan(dtype: str, is_causal: bool | None) -> Plan:
 
 
 def check_dtype(dtype: str) -> None:
-    if dtype not in DTYPES:
-        raise value_error("--dtype", repr(dtype), "fp32")
-    if dtype != "fp32":
-        raise unsupported("--dtype", dtype, "fp32: every rung so far computes and stores float32")
+    if dtype not in rungs.DTYPES:
+        accepted = ", ".join(rungs.DTYPES)
+        if dtype in DTYPES:
+            raise unsupported("--dtype", dtype, f"{accepted}: what the rungs compute")
+        raise value_error("--dtype", repr(dtype), accepted)
 
 
-def chosen(only: str | None, variables: Variables) -> list[Rung]:
-    """The rungs whose number or name is in `only`, or all of them; plus the user's own kernel, if any."""
+def dtype_of(chosen_rungs: Sequence[Rung], only: str | None) -> str:
+    """The dtype of a run without --dtype: that of the rungs that --only names, else fp32."""
+    found = list(dict.fromkeys(rung.dtype for rung in chosen_rungs))
+    if only is None:
+        return rungs.DTYPES[0]
+    if len(found) > 1:
+        raise value_error("--only", f"{only!r}, rungs of {' and '.join(found)}", "rungs of one dtype", "Add --dtype")
+    return found[0]
+
+
+def chosen(only: str | None, variables: Variables, dtype: str | None = None) -> list[Rung]:
+    """The rungs whose number or name is in `only`, or all of them; plus the user's own kernel, if any.
+
+    With `dtype` only those of it.
+    """
     known, own = rungs.rungs(), rungs.own(variables)
     if only is None:
         found = list(known)
@@ -59,7 +73,13 @@ def chosen(only: str | None, variables: Variables) -> list[Rung]:
             names = ", ".join(rung.name for rung in known)
             raise value_error("--only", repr(unknown[0] if unknown else only), f"{names}, or their numbers")
         found = [rung for rung in known if any(rung in matches for matches in by_word.values())]
-    return found if own is None else [*found, own]
+    found = found if own is None else [*found, own]
+    if dtype is None:
+        return found
+    of_dtype = [rung for rung in found if rung.dtype == dtype]
+    if not of_dtype:
+        raise value_error("--only", repr(only), f"rungs of {dtype}")
+    return of_dtype
 
 
 def rung_providers(variables: Variables, chosen_rungs: Sequence[Rung] | None = None) -> list[Provider]:
@@ -124,6 +144,7 @@ def rung_row(
         flops=point.flops(),
         least_bytes=point.least_bytes(),
         fma_ceiling_tflops=roofs.fma_tflops,
+        tensor_ceiling_tflops=roofs.tensor_tflops,
         dram_ceiling_gb_per_s=roofs.dram_gb_per_s,
         shared_ceiling_gb_per_s=roofs.shared_gb_per_s,
         **asdict(counted),

@@ -26,7 +26,7 @@ from flashtile.runtime.nvrtc import CompileError
 
 SEQLENS = (1, 77, 200)
 LIMIT_S = 120.0
-GUARD = 2**16  # floats before and after the output
+GUARD = 2**16  # elements before and after the output
 _CHILD = "import sys; from flashtile.ladder import probe; probe.child(int(sys.argv[1]))"
 
 
@@ -40,21 +40,23 @@ def check(rung: Rung, head_dim: int, variables: Variables) -> float:
     def call(inputs: Inputs, is_causal: bool, out: Tensor) -> None:
         launcher.kernel_for(rung, inputs.q, inputs.k, inputs.v, variables)(inputs.q, inputs.k, inputs.v, is_causal, out)
 
-    return check_call(call, rung.name, head_dim, "cuda")
+    return check_call(call, rung.name, head_dim, "cuda", rung.dtype)
 
 
-def check_call(call: Callable[[Inputs, bool, Tensor], None], name: str, head_dim: int, device: str) -> float:
+def check_call(
+    call: Callable[[Inputs, bool, Tensor], None], name: str, head_dim: int, device: str, dtype: str = "fp32"
+) -> float:
     """The same for any function that fills an output."""
     worst = 0.0
     for seed, seqlen in enumerate(SEQLENS):
         for is_causal in (False, True):
-            point = Point(2, 3, 3, seqlen, seqlen, head_dim, head_dim, "fp32", is_causal)
+            point = Point(2, 3, 3, seqlen, seqlen, head_dim, head_dim, dtype, is_causal)
             inputs = point.make(device, seed)
             where = f"{name} at batch 2, heads 3, seqlen {seqlen}, head_dim {head_dim}{', causal' if is_causal else ''}"
             verdict = Check(point, inputs).verdict(_guarded(partial(call, inputs, is_causal), inputs, where), None)
             if verdict.complaint:
                 error = (
-                    f"largest error against float64 {verdict.max_error:.3g}, plain float32 has "
+                    f"largest error against float64 {verdict.max_error:.3g}, plain {dtype} has "
                     f"{verdict.yardstick_error:.3g}"
                 )
                 raise KernelFault(f"{where}: wrong numbers: {verdict.complaint} ({error})")
@@ -65,7 +67,7 @@ def check_call(call: Callable[[Inputs, bool, Tensor], None], name: str, head_dim
 def _guarded(call: Callable[[Tensor], None], inputs: Inputs, where: str) -> Tensor:
     """Runs the call on an output filled with NaN, between guard zones that must not change. Returns the output."""
     size, device = inputs.q.numel(), inputs.q.device
-    buffer = torch.full((size + 2 * GUARD,), torch.nan, device=device)
+    buffer = torch.full((size + 2 * GUARD,), torch.nan, device=device, dtype=inputs.q.dtype)
     before = [tensor.clone() for tensor in (inputs.q, inputs.k, inputs.v)]
     out = buffer[GUARD : GUARD + size].view(inputs.q.shape)
     try:
@@ -80,7 +82,7 @@ def _guarded(call: Callable[[Tensor], None], inputs: Inputs, where: str) -> Tens
         if len(touched):
             first = int(touched[0]) - (GUARD if name == "before" else 0)
             raise KernelFault(
-                f"{where}: it wrote out of bounds, {len(touched)} floats {name} its output (first at offset {first})"
+                f"{where}: it wrote out of bounds, {len(touched)} elements {name} its output (first at offset {first})"
             )
     for name, tensor, copy in zip("qkv", (inputs.q, inputs.k, inputs.v), before, strict=True):
         if not torch.equal(tensor, copy):

@@ -32,6 +32,7 @@ class KernelFacts:
     flops: float  # of the problem
     least_bytes: int  # every input read once, the output written once
     fma_ceiling_tflops: float
+    tensor_ceiling_tflops: float
     dram_ceiling_gb_per_s: float
     shared_ceiling_gb_per_s: float
 
@@ -50,6 +51,7 @@ class Counters:
     bank_conflicts: float | None = None  # additional wavefronts because of conflicts
     achieved_occupancy: float | None = None  # resident warps over the maximum, 0 to 1
     fma_percent: float | None = None  # share of cycles in which the FMA pipe was busy
+    tensor_percent: float | None = None  # the same of the tensor cores
     sectors_per_load: float | None = None  # 32-byte sectors per global load instruction
     divergent_branches: float | None = None
     top_stall: str = ""
@@ -62,6 +64,19 @@ class RungRow(Counters, KernelFacts):
     """A row of ladder_kernels_<dtype>.csv: measurements, counters, environment."""
 
     env: Environment
+
+    @property
+    def unit(self) -> str:
+        """What multiplies."""
+        return "FMA" if self.dtype == "fp32" else "tensor"
+
+    @property
+    def ceiling_tflops(self) -> float:
+        return self.fma_ceiling_tflops if self.unit == "FMA" else self.tensor_ceiling_tflops
+
+    @property
+    def unit_percent(self) -> float | None:
+        return self.fma_percent if self.unit == "FMA" else self.tensor_percent
 
 
 @dataclass(frozen=True)

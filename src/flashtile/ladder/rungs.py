@@ -7,6 +7,11 @@ preferred one first. `shared` is the dynamic shared memory in bytes, `arch` the 
 expressions over d (head_dim rounded up to a multiple of 32), arch, block_m and block_n, and may use
 `(A if x < y else B)`. A second launch line continues the first. The values are passed to the compiler as HEAD_DIM,
 BLOCK_M, BLOCK_N, NUM_THREADS, SHARED_BYTES and IS_WIDE (rows are 16-byte aligned), so a tile is written only once.
+
+Three more fields may follow. `dtype` is that of the tensors, fp32 where it is absent. `last_arch` is the newest
+architecture. `maps=1`: the argument is MappedParams, with tensor maps of q, k and v, whose boxes have 64 columns and
+block_m or block_n rows; rows must be 16-byte aligned. `blocks` limits the grid to so many blocks for each
+multiprocessor.
 """
 
 from __future__ import annotations
@@ -26,8 +31,10 @@ from flashtile.kernels.arch import Arch
 
 FOLDER = Path(__file__).resolve().parent
 MAX_HEAD_DIM = 128
+DTYPES = ("fp32", "bf16")
 _PADDING = 32
 _FIELDS = ("block_m", "block_n", "threads", "shared", "arch")
+_OPTIONAL = {"dtype": "fp32", "last_arch": "1000", "maps": "0", "blocks": "0"}  # and their defaults
 _EXAMPLE = "// launch: block_m=64 block_n=64|32 threads=256 shared=4*2*block_n*d arch=61"
 
 
@@ -137,6 +144,24 @@ class Rung:
     def min_arch(self) -> int:
         return evaluate(dict(self.launch)["arch"], {})
 
+    @property
+    def max_arch(self) -> int:
+        return evaluate(dict(self.launch)["last_arch"], {})
+
+    @property
+    def dtype(self) -> str:
+        return dict(self.launch)["dtype"]
+
+    @property
+    def has_maps(self) -> bool:
+        """Its argument is MappedParams."""
+        return evaluate(dict(self.launch)["maps"], {}) != 0
+
+    @property
+    def blocks_per_multiprocessor(self) -> int:
+        """Of a persistent grid; 0: a block for each query tile."""
+        return evaluate(dict(self.launch)["blocks"], {})
+
     def note(self, word: str) -> str:
         """The text of a section of the head comment: Changed, Why, Predicted or Measured."""
         match = re.search(rf"^// {word}:\s+(.*?)(?=^// \w+:|^//\n|^// *$|^[^/])", self.source, re.MULTILINE | re.DOTALL)
@@ -149,6 +174,8 @@ class Rung:
             raise unsupported("head_dim", head_dim, f"1 to {MAX_HEAD_DIM} in the ladder")
         if arch.number < self.min_arch:
             raise unsupported(self.name, f"{arch.name}", f"sm_{self.min_arch} or newer")
+        if arch.number > self.max_arch:
+            raise unsupported(self.name, f"{arch.name}", f"sm_{self.min_arch} to sm_{self.max_arch}")
         budget = self._budget(arch, variables)
         fields, names = dict(self.launch), {"d": -(-head_dim // _PADDING) * _PADDING, "arch": arch.number}
         names["block_m"] = self._value(fields["block_m"], names)
@@ -257,15 +284,18 @@ def _launch_line(path: Path, source: str) -> tuple[tuple[str, str], ...]:
     found = {
         name: value.strip() for name, value in re.findall(r"(\w+)=((?:\([^()]* if [^()]* else [^()]*\)|\S)+)", text)
     }
-    if sorted(found) != sorted(_FIELDS):
+    if not set(_FIELDS) <= set(found) <= {*_FIELDS, *_OPTIONAL}:
         got = f"{path.name} with {', '.join(found) or 'none'}"
         raise value_error(
             "launch line",
             got,
-            f"one that gives {', '.join(_FIELDS)}",
+            f"one that gives {', '.join(_FIELDS)}, and no more than {', '.join(_OPTIONAL)}",
             f"Write it into a comment, such as\n{_EXAMPLE}\n",
         )
-    return tuple((name, found[name]) for name in _FIELDS)
+    found = _OPTIONAL | found
+    if found["dtype"] not in DTYPES:
+        raise value_error("launch line", f"dtype={found['dtype']} in {path.name}", ", ".join(DTYPES))
+    return tuple(found.items())
 
 
 # Expressions of the launch line

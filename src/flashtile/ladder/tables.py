@@ -36,7 +36,7 @@ def ladder_table(rows: Sequence[Row], kernels: Sequence[RungRow]) -> Table:
     for kernel in kernels:
         ms = kernel.median_ms
         speed = (
-            [number(ms), number(kernel.tflops or 0.0), _percent((kernel.tflops or 0.0) / kernel.fma_ceiling_tflops)]
+            [number(ms), number(kernel.tflops or 0.0), _percent((kernel.tflops or 0.0) / kernel.ceiling_tflops)]
             if ms
             else ["", "", ""]
         )
@@ -51,12 +51,12 @@ def ladder_table(rows: Sequence[Row], kernels: Sequence[RungRow]) -> Table:
         before = ms or before
     for row in same:
         if row.is_ok and row.median_ms and row.provider not in {kernel.rung for kernel in kernels}:
-            share = _percent((row.tflops or 0.0) / first.fma_ceiling_tflops)
+            share = _percent((row.tflops or 0.0) / first.ceiling_tflops)
             ratios = ["", *(_ratio(peer, row.median_ms) for peer in baselines.values())]
             lines.append(
                 (names[row.provider], number(row.median_ms), number(row.tflops or 0.0), share, *ratios, "", "", "", "")
             )
-    header = ("", "ms", "TFLOP/s", "of FMA ceiling", "x step before", *(f"x {name}" for name in baselines))
+    header = ("", "ms", "TFLOP/s", f"of {first.unit} ceiling", "x step before", *(f"x {name}" for name in baselines))
     title = (
         f"B={first.batch} H={first.heads} S={first.seqlen} d={first.head_dim} {first.dtype}, "
         f"{'causal' if first.is_causal else 'full'}"
@@ -79,7 +79,7 @@ def counter_table(kernels: Sequence[RungRow]) -> Table:
                 _number(kernel.shared_percent),
                 number((kernel.shared_loads or 0.0) / (kernel.flops / 64)),
                 _conflicts(kernel),
-                _number(kernel.fma_percent),
+                _number(kernel.unit_percent),
                 _percent(kernel.achieved_occupancy or 0.0),
                 _number(kernel.sectors_per_load),
                 _number(kernel.divergent_branches),
@@ -89,7 +89,7 @@ def counter_table(kernels: Sequence[RungRow]) -> Table:
         )
     header = (
         "", "DRAM bytes over least", "L2 GB", "L2 %", "shared %", "shared loads per FMA", "bank conflicts",
-        "FMA pipe %", "occupancy",
+        f"{kernels[0].unit if kernels else 'FMA'} pipe %", "occupancy",
         "sectors per load", "divergent branches", "waits for global", "waits most for",
     )  # fmt: skip
     mask = "causal" if kernels and kernels[0].is_causal else "full"

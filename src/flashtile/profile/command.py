@@ -19,10 +19,10 @@ from flashtile.bench.providers import Provider
 from flashtile.bench.rows import Environment, Row, Writer, as_dict
 from flashtile.bench.sweep import Settings, Sweep
 from flashtile.bench.terminal import make_console, progress_bar, say_files, say_remark, show
-from flashtile.errors import Unsupported, unsupported, value_error
-from flashtile.kernels.arch import ARCHS, Arch, arch_named
+from flashtile.errors import Unsupported, unsupported
+from flashtile.kernels.arch import Arch
 from flashtile.profile import ceilings, figures, measure, problems, tables, timeline
-from flashtile.profile.gpu import current_arch
+from flashtile.profile.gpu import arch_option, current_arch
 from flashtile.profile.problems import Problems
 from flashtile.profile.rows import KernelRow
 
@@ -49,7 +49,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     console = make_console(options.as_json)
     if options.arch is not None:
         return partial(
-            _facts, wanted, _arch(options.arch), device.environment("cpu", arguments), console, options.as_json
+            _facts, wanted, arch_option(options.arch), device.environment("cpu", arguments), console, options.as_json
         )
     where, line = device.resolve(None)
     if where != "cuda":
@@ -81,13 +81,13 @@ class Run:
             return INTERRUPTED
 
     def _all(self) -> int:
+        load = Load("cuda")  # before anything of this run keeps the GPU busy
         roofs = ceilings.measure()
         self._say(
             f"Measured ceilings: {roofs.tensor_tflops:.0f} TFLOP/s of tensor cores, {roofs.fma_tflops:.1f} of FMA; "
             f"GB/s: {roofs.dram_gb_per_s:.0f} of device memory, {roofs.l2_gb_per_s:.0f} of L2, "
             f"{roofs.shared_gb_per_s:.0f} of shared memory."
         )
-        load = Load("cuda")
         timed = self._time()
         remark = load.remark()
         ran = [row for row in timed if row.is_ok]
@@ -140,13 +140,6 @@ class Run:
         return written
 
 
-def _arch(name: str) -> Arch:
-    found = arch_named(name)
-    if found is None or found.number not in ARCHS:
-        raise value_error("--arch", repr(name), ", ".join(f"sm_{number}" for number in ARCHS))
-    return found
-
-
 def _facts(wanted: Problems, arch: Arch, env: Environment, console: Console, as_json: bool) -> int:
     """What the compiler knows about our kernels for each problem; needs no GPU."""
     why = f"compiled for {arch.name}, not run"
@@ -167,17 +160,18 @@ def _facts(wanted: Problems, arch: Arch, env: Environment, console: Console, as_
 
 
 def _timeline(wanted: Problems, folder: Path, env: Environment, console: Console) -> int:
-    """Records the clocks of one block of our kernels."""
-    found: list[timeline.Timeline] = []
+    """Records the clocks of one block of our kernels. Every problem and pass has a file."""
+    written: list[Path] = []
     for point in wanted.points:
         try:
-            found += timeline.record(point, tables.problem_text(point), env)
+            found = timeline.record(point, tables.problem_text(point), env)
         except Unsupported as error:
             console.print(str(error), style="red", highlight=False, markup=False, soft_wrap=True)
-    if not found:
+            continue
+        for one in found:
+            show(console, timeline.table(one))
+        written += timeline.write(found, folder / f"{problems.stem(point).replace('profile', 'timeline', 1)}.json")
+    if not written:
         return 1
-    for one in found:
-        show(console, timeline.table(one))
-    path = folder / f"{wanted.stem.replace('profile', 'timeline', 1)}.json"
-    say_files(console, timeline.write(found, path))
+    say_files(console, written)
     return 0

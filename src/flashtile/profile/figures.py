@@ -8,10 +8,12 @@ from typing import Any
 
 from flashtile.bench import plots
 from flashtile.bench.rows import read
-from flashtile.bench.tables import labels, number
+from flashtile.bench.tables import number
 from flashtile.profile.measure import by_call, main_kernel
 from flashtile.profile.rows import KernelRow
+from flashtile.profile.tables import point_labels
 
+_MANY_POINTS = 8  # more do not fit in one panel with their names
 _GREY = "#9a9a9a"
 _MARKERS = {"fwd": "o", "bwd": "s", "fwd+bwd": "D"}
 _WAVEFRONT_BYTES = 128  # that the shared-memory pipe moves in one cycle
@@ -53,14 +55,21 @@ def kernel_tflops(row: KernelRow) -> float:
 
 
 def _roofline(csv_path: Path, kernels: Sequence[KernelRow]) -> Path:
+    """A column for each level of memory. Many points get a row of panels for each pass."""
     from matplotlib.figure import Figure
 
     names = [name for name in ("device memory", "L2", "shared memory") if any(name in levels(row) for row in kernels)]
-    figure = Figure(figsize=(6.6 * len(names), 5.2), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(names), squeeze=False, sharey=True)[0], names, strict=True):
-        _panel(axes, [row for row in kernels if name in levels(row)], name)
-        axes.set_xlabel(f"FLOP for each byte of {name}, as counted")
-        axes.set_ylabel("TFLOP/s of the kernel")
+    passes = list(dict.fromkeys(row.direction for row in kernels))
+    groups = [[row for row in kernels if row.direction == one] for one in passes]
+    if len(kernels) <= _MANY_POINTS:
+        groups = [list(kernels)]
+    figure = Figure(figsize=(6.6 * len(names), 4.6 * len(groups) + 0.6), layout="constrained")
+    panels = figure.subplots(len(groups), len(names), squeeze=False, sharey="row")
+    for line, group in zip(panels, groups, strict=True):
+        for axes, name in zip(line, names, strict=True):
+            _panel(axes, [row for row in group if name in levels(row)], name)
+            axes.set_xlabel(f"FLOP for each byte of {name}, as counted")
+        line[0].set_ylabel(f"TFLOP/s of the kernel{', ' + group[0].direction if len(groups) > 1 else ''}")
     first = kernels[0]
     figure.suptitle(
         f"Roofline, roofs as measured: {first.env.device}; {csv_path.stem.removeprefix('profile_').replace('_', ' ')}",
@@ -91,19 +100,26 @@ def _panel(axes: Any, kernels: Sequence[KernelRow], name: str) -> None:
         )
         axes.text(high, value * 1.06, f"{label}, {number(value)} TFLOP/s", ha="right", fontsize=9)
     axes.text(low * 1.1, top * 1.06, f"{name}, {number(gb_per_s)} GB/s", fontsize=9)
-    printed = labels(row.provider for row in kernels)
-    places = plots.spread([float(np.log10(y)) for _, y, _ in points], 0.07)
+    texts = dict(zip(map(id, kernels), point_labels(kernels), strict=True))
+    places = _under(float(np.log10(top)), [float(np.log10(y)) for _, y, _ in points], 0.085)
     right = max(x for x, _, _ in points)
     for (x, y, row), place in zip(points, places, strict=True):
         colour = plots.style(row.provider)[0]
         axes.plot(x, y, _MARKERS[row.direction], color=colour, markersize=8)
-        mask = " causal" if row.is_causal else ""
-        text = f"{printed[row.provider]} {row.direction}{mask} S={row.seqlen_k} d={row.head_dim}"
         axes.annotate(
-            text, xy=(x, y), xytext=(right * 1.9, 10**place), fontsize=8.5, va="center", color=colour,
-            arrowprops={"arrowstyle": "-", "color": _GREY, "linewidth": 0.6},
+            texts[id(row)], xy=(x, y), xytext=(right * 1.9, 10**place), fontsize=8.5, va="center", color=colour,
+            arrowprops={"arrowstyle": "-", "color": _GREY, "linewidth": 0.6, "relpos": (0.0, 0.5)},
         )  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(low, high)
     axes.set_ylim(min(min(y for _, y, _ in points), min(tops.values())) / 3, top * 1.5)
+
+
+def _under(top: float, heights: Sequence[float], gap: float) -> list[float]:
+    """Heights of labels at least a gap apart, beside their points or lower, under the top. `heights` rise."""
+    places: list[float] = []
+    for height in reversed(heights):
+        top = min(height, top - gap)
+        places.append(top)
+    return places[::-1]

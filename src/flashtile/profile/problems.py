@@ -84,7 +84,25 @@ def _point(chosen: dict[str, str], is_causal: bool) -> Point:
 
 
 def _stem(lists: dict[str, list[str]], masks: Sequence[str]) -> str:
-    """The words in one fixed order, so that a problem has one file name."""
+    """The words in one fixed order, so that a problem has one file name. A mask or pass alone is left out where it is
+    the default."""
     sizes = [key + "-".join(lists[key]) for key in _SIZES if key in lists and not (key == "S" and "Sq" in lists)]
-    names = [*map(dtype_key, lists["dtype"]), *dict.fromkeys(masks), *lists["pass"]]
-    return "_".join(["profile", *sizes, *(name.replace("+", "") for name in names if name not in ("full", "fwd"))])
+    names = [dtype_key(name) for name in lists["dtype"]]
+    for words, default in ((list(dict.fromkeys(masks)), "full"), (lists["pass"], "fwd")):
+        names += [] if words in ([], [default]) else [word.replace("+", "") for word in words]
+    return "_".join(["profile", *sizes, *names])
+
+
+def stem(point: Point) -> str:
+    """The file name of one problem and pass."""
+    words = {"B": point.batch, "H": point.heads, "Hkv": point.heads_kv, "Sq": point.seqlen_q, "Sk": point.seqlen_k}
+    words |= {"d": point.head_dim, "dv": point.head_dim_v}
+    if point.heads_kv == point.heads:
+        del words["Hkv"]
+    if point.seqlen_q == point.seqlen_k:
+        del words["Sq"], words["Sk"]
+        words["S"] = point.seqlen_q
+    if point.head_dim_v == point.head_dim:
+        del words["dv"]
+    texts = [f"{key}={value}" for key, value in {**words, "dtype": point.dtype, "pass": point.direction}.items()]
+    return parse([*texts, "causal"] if point.is_causal else texts).stem

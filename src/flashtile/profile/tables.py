@@ -1,4 +1,5 @@
-"""A profile as a table: a line for each quantity, a column for each kernel, one table for each problem."""
+"""A profile as tables: for each problem one with a line for each quantity and a column for the longest kernel of each
+call, and one with a line for each of the other kernels."""
 
 from __future__ import annotations
 
@@ -16,19 +17,43 @@ Value = Callable[[KernelRow, list[KernelRow]], str]  # of a kernel and all kerne
 
 
 def tables(rows: Sequence[KernelRow]) -> list[Table]:
-    """One table for each problem and pass."""
-    problems = dict.fromkeys(row.problem for row in rows)
-    return [table([row for row in rows if row.problem == problem]) for problem in problems]
+    """The tables of each problem and pass."""
+    found: list[Table] = []
+    for problem in dict.fromkeys(row.problem for row in rows):
+        own = [row for row in rows if row.problem == problem]
+        found += [one for one in (table(own), other_kernels(own)) if one.lines]
+    return found
 
 
 def table(rows: Sequence[KernelRow]) -> Table:
-    """The calls of one problem."""
-    calls = [found for found in by_call(rows).values() if found[0].status == "ok"]
+    """The calls of one problem: a column for the longest kernel of each. Without times every kernel has one."""
+    calls = _calls(rows)
     names = labels(row.provider for row in rows)
-    columns = [(row, found) for found in calls for row in shown(found)]
+    columns = [(row, found) for found in calls for row in (found if _has_no_times(found) else [main_kernel(found)])]
     header = ("", *(_heading(names[row.provider], row) for row, _ in columns))
     lines = [(name, *cells) for name, value in LINES if any(cells := [value(row, found) for row, found in columns])]
     return Table(problem_text(rows[0]), header, tuple(lines))
+
+
+def other_kernels(rows: Sequence[KernelRow]) -> Table:
+    """The kernels of each call besides the longest that take a noticeable share of its time."""
+    names = labels(row.provider for row in rows)
+    lines = [
+        (_heading(names[row.provider], row), *(text(row) for _, text in _OTHER_COLUMNS))
+        for kernels in _calls(rows)
+        if not _has_no_times(kernels)
+        for row in shown(kernels)
+        if row is not main_kernel(kernels)
+    ]
+    return Table(f"{problem_text(rows[0])}; other kernels", ("", *(name for name, _ in _OTHER_COLUMNS)), tuple(lines))
+
+
+def _calls(rows: Sequence[KernelRow]) -> list[list[KernelRow]]:
+    return [found for found in by_call(rows).values() if found[0].status == "ok"]
+
+
+def _has_no_times(kernels: Sequence[KernelRow]) -> bool:
+    return all(row.kernel_ms is None for row in kernels)
 
 
 def refusals(rows: Sequence[KernelRow]) -> Table:
@@ -59,6 +84,17 @@ def kernel_label(row: KernelRow) -> str:
 
 def _heading(provider: str, row: KernelRow) -> str:
     return f"{provider} {kernel_label(row)}".strip()
+
+
+def point_labels(rows: Sequence[KernelRow]) -> list[str]:
+    """A name for each call in a figure: its provider, and what differs between the calls."""
+    names = labels(row.provider for row in rows)
+    words = [problem_text(row).replace(",", "").replace(":", "").split() for row in rows]
+    varying = [len(set(column)) > 1 for column in zip(*words, strict=True)]
+    return [
+        " ".join([names[row.provider], *(word for word, varies in zip(own, varying, strict=True) if varies)])
+        for row, own in zip(rows, words, strict=True)
+    ]
 
 
 def _main_only(text: Callable[[list[KernelRow]], str]) -> Value:
@@ -136,6 +172,21 @@ LINES: tuple[tuple[str, Value], ...] = (
     ("bank conflicts", _own(_conflicts)),
     *((f"stall {index + 1}", _own(_stall(index))) for index in range(TOP_STALLS)),
 )
+
+
+_OTHER_COLUMNS: tuple[tuple[str, Callable[[KernelRow], str]], ...] = (
+    ("ms", lambda row: _count(row.kernel_ms)),
+    ("HBM throughput", lambda row: _share(row.dram_percent)),
+    ("HBM bytes over least", lambda row: _ratio(row.dram_bytes, row.least_bytes)),
+    ("occupancy", lambda row: _share(row.achieved_occupancy, 1.0)),
+    ("registers", lambda row: _count(row.registers)),
+    ("spills", lambda row: _count(row.spill_bytes)),
+    ("stall 1", _stall(0)),
+)
+
+
+def _ratio(value: float | None, whole: float) -> str:
+    return "" if value is None else number(value / whole)
 
 
 def _launch(row: KernelRow) -> str:

@@ -27,8 +27,10 @@ from flashtile.bench.tables import Table
 from flashtile.errors import Unsupported, unsupported, value_error
 from flashtile.kernels.plan import Step
 from flashtile.problem import AttentionArgs
+from flashtile.runtime import nvrtc
 
-_HEADER = Path(__file__).resolve().parent.parent / "include" / "flashtile" / "core" / "timeline.cuh"
+_HEADER = nvrtc.INCLUDE / "flashtile" / "core" / "timeline.cuh"
+_INCLUDE = re.compile(r'^#include "(flashtile/[^"]+)"', re.MULTILINE)
 _PHASE = re.compile(r"^  (\w+), +// (wait|work): (.*)$", re.MULTILINE)
 _MAX_WARPS = 32
 DRAWN_STEPS = 6
@@ -36,7 +38,8 @@ _FIRST_DRAWN = 8  # the pipeline is full by then
 # Okabe and Ito. Waits are grey and hatched, whatever they wait for
 COLOURS = {
     "issue": "#D55E00", "issue_scores": "#E69F00", "maximum": "#56B4E9", "exponentials": "#0072B2",
-    "gradient": "#009E73", "store": "#CC79A7", "copy_k": "#767676", "copy_v": "#000000", "end": "#ffffff",
+    "gradient": "#009E73", "store": "#CC79A7", "add_dq": "#F0E442", "copy_k": "#767676", "copy_v": "#000000",
+    "end": "#ffffff",
 }  # fmt: skip
 WAIT_COLOUR = "#c9c9c9"
 
@@ -85,7 +88,7 @@ def record(point: Point, problem: str, env: Environment) -> list[Timeline]:
     found = []
     for launch in _launches(point):
         for step in launch.plan.steps:
-            if not isinstance(step, Step):
+            if not isinstance(step, Step) or not has_marks(step.unit):
                 continue
             buffer.zero_()
             _execute_marked(launch, step, buffer.data_ptr())
@@ -93,8 +96,23 @@ def record(point: Point, problem: str, env: Environment) -> list[Timeline]:
             if spans := spans_of(buffer.cpu(), phases):
                 found.append(Timeline(step.name, problem, tuple(spans), env))
     if not found:
-        raise unsupported("--timeline", "a call whose kernels have no marks", "one of fwd_sm90, bwd_sm90 or fwd_sm80")
+        raise unsupported(
+            "--timeline", "a call whose kernels have no marks", "one of fwd_sm90, bwd_sm90, fwd_sm80 or bwd_sm80"
+        )
     return found
+
+
+def has_marks(source: str) -> bool:
+    """The source, or a header that it includes, calls mark()."""
+    pending, seen = [source], set[str]()
+    while pending:
+        text = pending.pop()
+        if "mark(Phase::" in text:
+            return True
+        found = [name for name in _INCLUDE.findall(text) if name not in seen]
+        seen.update(found)
+        pending += [(nvrtc.INCLUDE / name).read_text(encoding="utf-8") for name in found]
+    return False
 
 
 def _launches(point: Point) -> Iterator[Launch]:

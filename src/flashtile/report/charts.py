@@ -10,12 +10,12 @@ from typing import Any
 from flashtile.bench.compare import speedups
 from flashtile.bench.plots import style
 from flashtile.bench.rows import Row
-from flashtile.bench.tables import DEFAULT_BACKENDS, labels, measured_labels, number
+from flashtile.bench.tables import DEFAULT_BACKENDS, measured_labels, number
 from flashtile.ladder.rows import HbmRow, RungRow
 from flashtile.markup import Raw, escape, table
 from flashtile.profile.figures import kernel_tflops, levels, roofline_points
 from flashtile.profile.rows import KernelRow
-from flashtile.profile.tables import problem_text
+from flashtile.profile.tables import point_labels
 from flashtile.profile.timeline import COLOURS, WAIT_COLOUR, Timeline, drawn, header_constants
 from flashtile.tiles.rows import TileRow
 
@@ -120,19 +120,19 @@ def rung_roofline(kernels: Sequence[RungRow]) -> Chart | None:
         for kernel in chosen
     ]  # fmt: skip
     roofs = {"device memory": first.dram_ceiling_gb_per_s, "shared memory": first.shared_ceiling_gb_per_s}
-    return _roofline(points, {"FMA": first.fma_ceiling_tflops}, roofs)
+    return _roofline(points, {first.unit: first.ceiling_tflops}, roofs)
 
 
 def profile_roofline(rows: Sequence[KernelRow]) -> Chart | None:
     kernels = roofline_points(rows)
     if not kernels:
         return None
-    first, names = kernels[0], labels(row.provider for row in kernels)
+    first = kernels[0]
     points = [
-        {"label": f"{names[row.provider]}, {problem_text(row)}", "colour": style(row.provider)[0],
+        {"label": label, "colour": style(row.provider)[0],
          "marker": {"fwd": "o", "bwd": "s"}.get(row.direction, "D"), "y": kernel_tflops(row),
          "x": {name: x for name, (x, _) in levels(row).items()}}
-        for row in kernels
+        for row, label in zip(kernels, point_labels(kernels), strict=True)
     ]  # fmt: skip
     tops = {"tensor cores": first.tensor_ceiling_tflops, "FMA": first.fma_ceiling_tflops}
     roofs = {name: roof for row in kernels for name, (_, roof) in levels(row).items()}

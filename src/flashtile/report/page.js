@@ -281,7 +281,7 @@ function pointChart(figure, choices, labels, options) {
     const y = scale(range.y[0], range.y[1], box.bottom, box.top, options.isLog);
     axes(svg, box, ticks(...range.x, options.isLog), ticks(...range.y, options.isLog), x, y);
     if (options.under) options.under(svg, choice, x, y, range, box);
-    if (width >= 500 && points.length <= 16) label(svg, points, x, y, box);
+    if (width >= 500 && points.length <= 24) label(svg, points, x, y, box);
     for (const point of points) svg.append(marker(point.marker, x(point.x), y(point.y), shade(point.colour), 5.5));
     const ring = element("circle", {r: 10, fill: "none", stroke: "currentColor", "stroke-width": 1.5});
     ring.style.display = "none";

@@ -14,7 +14,7 @@ from flashtile.bench.rows import Environment, Row
 from flashtile.bench.tables import Table, number
 from flashtile.ladder import tables as ladder_tables
 from flashtile.ladder.rows import RungRow
-from flashtile.ladder.rungs import Rung, rungs
+from flashtile.ladder.rungs import DTYPES, Rung, rungs
 from flashtile.markup import DARK_VARIABLES, VARIABLES, Raw, escape, page, table
 from flashtile.profile import tables as profile_tables
 from flashtile.profile import timeline
@@ -149,12 +149,15 @@ def _options(device: DeviceResults) -> str:
 def _profiles(device: DeviceResults) -> str:
     parts = []
     for one in device.of("profile_"):
-        shown = "".join(_table(found) for found in profile_tables.tables(one.rows))
+        panels: dict[str, str] = {}
+        for problem in dict.fromkeys(row.problem for row in one.rows):
+            own = [row for row in one.rows if row.problem == problem]
+            panels[profile_tables.problem_text(own[0])] = "".join(map(_table, profile_tables.tables(own)))
         missing = next((row.no_counters for row in one.rows if row.no_counters), "")
         note = f'<p class="soft">No counters: {escape(missing)}</p>' if missing else ""
         parts.append(
             f"<h3>{escape(one.stem.removeprefix('profile_').replace('_', ' '))}</h3>{note}"
-            f"{_chart(charts.profile_roofline(one.rows), 'Memory')}{shown}"
+            f"{_chart(charts.profile_roofline(one.rows), 'Memory')}{_panels(panels, 'Problem')}"
         )
     return "".join(parts)
 
@@ -270,15 +273,20 @@ def _ladder(device: DeviceResults) -> str:
     kernel_files, time_files = device.of("ladder_kernels_"), device.of("ladder_")
     if not kernel_files or not time_files:
         return ""
-    kernels: Sequence[RungRow] = kernel_files[0].rows
+    kernels: Sequence[RungRow] = [row for one in kernel_files for row in one.rows]
     full = {kernel.rung: kernel for kernel in kernels if not kernel.is_causal}
     panels, before = dict[str, str](), None
     for rung in rungs():
         panels[f"{rung.name[:2]} {rung.name[3:].replace('_', ' ')}"] = _rung(rung, before, full)
         before = rung
-    shown = _table(ladder_tables.of(time_files[0].rows, kernels, "ladder"))
-    roofline = _chart(charts.rung_roofline(kernels), "Memory")
-    return _panels(panels, "Step") + shown + roofline
+    shown = ""
+    for dtype in DTYPES:
+        of_dtype = [kernel for kernel in kernels if kernel.dtype == dtype]
+        if of_dtype:
+            times = [row for one in time_files for row in one.rows if row.dtype == dtype]
+            shown += _table(ladder_tables.of(times, of_dtype, "ladder"))
+            shown += _chart(charts.rung_roofline(of_dtype), "Memory")
+    return _panels(panels, "Step") + shown
 
 
 def _rung(rung: Rung, before: Rung | None, kernels: dict[str, RungRow]) -> str:
@@ -311,12 +319,14 @@ def _source(text: str, before: str) -> str:
 def _bars(kernel: RungRow | None, before: RungRow | None) -> str:
     if kernel is None:
         return ""
+    if before is not None and before.unit != kernel.unit:
+        before = None
     values: list[tuple[str, Any]] = [
-        ("FMA pipe busy", lambda one: one.fma_percent),
+        (f"{kernel.unit} pipe busy", lambda one: one.unit_percent),
         ("shared memory", lambda one: one.shared_percent),
         ("L2", lambda one: one.l2_percent),
         ("occupancy", lambda one: 100 * (one.achieved_occupancy or one.occupancy)),
-        ("of the FMA ceiling", lambda one: 100 * (one.tflops or 0.0) / one.fma_ceiling_tflops),
+        (f"of the {kernel.unit} ceiling", lambda one: 100 * (one.tflops or 0.0) / one.ceiling_tflops),
     ]
     lines = []
     for name, value in values:

@@ -34,6 +34,7 @@ _ARGUMENTS: dict[str, tuple[type, ...] | None] = {
     "cuOccupancyMaxActiveBlocksPerMultiprocessor": (POINTER(c_int), c_void_p, c_int, c_size_t),
     # Declared argument types would cost 1.5 us per launch; the calls below pass pointers as c_void_p instead
     "cuLaunchKernel": None,
+    "cuLaunchKernelEx": None,
     "cuTensorMapEncodeTiled": None,
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
@@ -57,6 +58,28 @@ _ATTRIBUTES = {
     "max_registers_per_multiprocessor": 82,
     "max_shared_bytes_per_block_optin": 97,
 }
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute, whose value here is a number."""
+
+    _fields_ = (("id", c_int), ("padding", c_int), ("value", c_int), ("rest", c_int * 15))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared_bytes", c_uint),
+        ("stream", c_void_p),
+        ("attributes", POINTER(_LaunchAttribute)),
+        ("num_attributes", c_uint),
+    )
+
+
+_STARTS_EARLY = _LaunchAttribute(id=6, value=1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class DriverError(RuntimeError):
@@ -125,17 +148,25 @@ class Function:
         shared_bytes: int,
         stream: int,
         params: ctypes.Structure | int,
+        starts_early: bool = False,
     ) -> None:
         """Launches on a stream of the current device.
 
-        `params`, a structure or its address, is the kernel's only argument, passed by value.
+        `params`, a structure or its address, is the kernel's only argument, passed by value. A kernel that starts early
+        waits itself for the one before it.
         """
         pointer = byref(c_void_p(params if isinstance(params, int) else ctypes.addressof(params)))
-        status = self._launch(self._handle, *grid, *block, shared_bytes, c_void_p(stream), pointer, None)
+        name, launch, given = "cuLaunchKernel", self._launch, (*grid, *block, shared_bytes, c_void_p(stream))
+        arguments: tuple[object, ...] = (self._handle, *given, pointer, None)
+        if starts_early:
+            config = _LaunchConfig(grid, block, shared_bytes, stream, ctypes.pointer(_STARTS_EARLY), 1)
+            name, launch = "cuLaunchKernelEx", _driver().cuLaunchKernelEx
+            arguments = (byref(config), self._handle, pointer, None)
+        status = launch(*arguments)
         if status != 0:
             if _ensure_context():
-                status = self._launch(self._handle, *grid, *block, shared_bytes, c_void_p(stream), pointer, None)
-            check(status, f"cuLaunchKernel of {self.symbol}, grid {grid}, block {block}, {shared_bytes} bytes shared")
+                status = launch(*arguments)
+            check(status, f"{name} of {self.symbol}, grid {grid}, block {block}, {shared_bytes} bytes shared")
 
 
 class TensorMap:

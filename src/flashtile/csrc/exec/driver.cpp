@@ -15,6 +15,7 @@ const char* Driver::open(const char* library) {
     if (function == nullptr) missing = name;
   };
   find(cuLaunchKernel, "cuLaunchKernel");
+  find(cuLaunchKernelEx, "cuLaunchKernelEx");
   find(cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled");
   find(cuMemsetD8Async, "cuMemsetD8Async");
   find(cuMemsetD32Async, "cuMemsetD32Async");

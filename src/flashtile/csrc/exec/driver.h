@@ -9,10 +9,25 @@ namespace flashtile {
 
 constexpr i32 kTensorMapBytes = 128;
 
+// CUlaunchAttribute, whose value here is a number.
+struct LaunchAttribute {
+  int id, padding, value, rest[15];
+};
+static_assert(sizeof(LaunchAttribute) == 72);
+
+// CUlaunchConfig.
+struct LaunchConfig {
+  unsigned grid[3], block[3], shared_bytes;
+  void* stream;
+  const LaunchAttribute* attributes;
+  unsigned num_attributes;
+};
+
 struct Driver {
   using Handle = void*;
   int (*cuLaunchKernel)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void**,
                         void**) = nullptr;
+  int (*cuLaunchKernelEx)(const LaunchConfig*, Handle, void**, void**) = nullptr;
   int (*cuTensorMapEncodeTiled)(void*, int, u32, void*, const u64*, const u64*, const u32*, const u32*, int, int, int,
                                 int) = nullptr;
   int (*cuMemsetD8Async)(u64, u8, size_t, Handle) = nullptr;

@@ -14,8 +14,9 @@ constexpr i64 kWorkspaceAlignment = 256;
 constexpr u64 kAnyStride = 16;  // bytes, along an axis of length 1
 // CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
 constexpr int kMapFloat16 = 6, kMapFloat32 = 7, kMapBfloat16 = 9, kMapSwizzle128 = 3;
-constexpr u32 kBoxBytes = 128;  // of a row
-constexpr i32 kMaxBlocks = 32;  // of a persistent grid, for each multiprocessor
+constexpr u32 kBoxBytes = 128;                        // of a row
+constexpr LaunchAttribute kStartsEarly{6, 0, 1, {}};  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+constexpr i32 kMaxBlocks = 32;                        // of a persistent grid, for each multiprocessor
 // The first values are not the plan's own
 constexpr i32 kNumSplits = 0, kNumMultiprocessors = 1, kFirstValue = 2;
 
@@ -172,6 +173,7 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
     step.shared_bytes = static_cast<unsigned>(in.number());
     step.is_for_splits = in.index(2) != 0;
     step.max_blocks = in.index(kMaxBlocks + 1);
+    step.starts_early = in.index(2) != 0;
     size_t end = names.find('\n', start);
     step.name = names.substr(start, end - start);
     start = end + 1;
@@ -369,15 +371,19 @@ Outcome Plan::launch(const Call& call, Owned* owned, const Driver& driver, Fille
     if (blocks == 0) continue;
     void* params[] = {filled.image};
     auto launch = [&] {
+      if (step.starts_early) {
+        LaunchConfig config{{blocks, 1, 1}, {step.num_threads, 1, 1}, step.shared_bytes, call.stream, &kStartsEarly, 1};
+        return driver.cuLaunchKernelEx(&config, step.kernel, params, nullptr);
+      }
       return driver.cuLaunchKernel(step.kernel, blocks, 1, 1, step.num_threads, 1, 1, step.shared_bytes, call.stream,
                                    params, nullptr);
     };
     failure.status = launch();
     if (failure.status != 0 && driver.ensure_context(call.device.index)) failure.status = launch();
     if (failure.status != 0) {
-      failure.text = "cuLaunchKernel of " + step.name + ", grid (" + std::to_string(blocks) + ", 1, 1), block (" +
-                     std::to_string(step.num_threads) + ", 1, 1), " + std::to_string(step.shared_bytes) +
-                     " bytes shared";
+      failure.text = (step.starts_early ? "cuLaunchKernelEx of " : "cuLaunchKernel of ") + step.name + ", grid (" +
+                     std::to_string(blocks) + ", 1, 1), block (" + std::to_string(step.num_threads) + ", 1, 1), " +
+                     std::to_string(step.shared_bytes) + " bytes shared";
       return Outcome::kFailed;
     }
   }

@@ -96,7 +96,8 @@ struct Step {
   std::vector<std::pair<i32, i64>> grid;
   unsigned num_threads, shared_bytes;
   bool is_for_splits;
-  i64 max_blocks;  // for each multiprocessor, of a persistent grid; 0: a block for each work item
+  i64 max_blocks;     // for each multiprocessor, of a persistent grid; 0: a block for each work item
+  bool starts_early;  // may start while the kernel before it ends, and waits for it itself
   std::string name;
 };
 

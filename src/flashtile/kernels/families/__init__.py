@@ -33,6 +33,7 @@ from flashtile.kernels.families.fwd_sm80 import FwdSm80
 from flashtile.kernels.families.fwd_sm80_wide import FwdSm80Wide
 from flashtile.kernels.families.fwd_sm90 import FwdSm90
 from flashtile.kernels.families.fwd_sm90_f32 import FwdSm90F32
+from flashtile.kernels.families.fwd_sm90_f32_direct import FwdSm90F32Direct
 from flashtile.kernels.families.fwd_sm90_short import FwdSm90Short
 from flashtile.kernels.families.fwd_sm90_wide import FwdSm90Wide
 from flashtile.kernels.length_class import LengthClass
@@ -75,6 +76,7 @@ register(FwdSm90())
 register(FwdSm80())
 register(FwdSm90Wide())
 register(FwdSm80Wide())
+register(FwdSm90F32Direct())
 register(FwdSimt())
 register(FwdSm90F32())
 register(BwdSm90())

@@ -198,11 +198,21 @@ REFUSED_FEATURES = {
 }
 
 
-def tile_step(row: Row, features: Features, grid: Sequence[tuple[str, int]], max_blocks: int = 0) -> Step:
+def tile_step(
+    row: Row, features: Features, grid: Sequence[tuple[str, int]], max_blocks: int = 0, starts_early: bool = False
+) -> Step:
     """The launch of a kernel with tiles."""
     text, entry = unit(row.header, row.kernel, row.config, row.struct, features, row.facts(features))
     return Step(
-        text, entry, tuple(grid), row.block_m, row.block_n, row.num_threads, row.shared_bytes, max_blocks=max_blocks
+        text,
+        entry,
+        tuple(grid),
+        row.block_m,
+        row.block_n,
+        row.num_threads,
+        row.shared_bytes,
+        max_blocks=max_blocks,
+        starts_early=starts_early,
     )
 
 

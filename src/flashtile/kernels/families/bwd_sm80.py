@@ -30,6 +30,7 @@ class Tile(NamedTuple):
     num_warps: int
     min_blocks: int  # that should share a multiprocessor
     num_stages: int = 2
+    column_warps: int = 1  # that share keys
     max_options: int = 99  # that change scores or probabilities, that it holds without a spill
     takes_padded: bool = True  # head dims that are not the padded ones
 
@@ -50,6 +51,7 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
 class BwdSm80Row(Row):
     num_warps: int
     num_stages: int  # of Q and of dO
+    column_warps: int  # that share keys
     min_blocks: int
     is_exact: bool  # the head dims are the padded ones
 
@@ -64,7 +66,9 @@ class BwdSm80Row(Row):
     @property
     def config(self) -> str:
         sizes = f"{self.head_dim}, {self.head_dim_v}, {self.block_n}, {self.block_m}"
-        counts = f"{self.num_warps}, {self.num_stages}, {self.min_blocks}, {cpp_bool(self.is_exact)}"
+        counts = (
+            f"{self.num_warps}, {self.num_stages}, {self.column_warps}, {self.min_blocks}, {cpp_bool(self.is_exact)}"
+        )
         return f"Sm80BwdConfig<{CPP_TYPES[self.dtype]}, {sizes}, {counts}>"
 
     @property
@@ -74,7 +78,8 @@ class BwdSm80Row(Row):
     @property
     def shared_bytes(self) -> int:
         dims = self.head_dim + self.head_dim_v
-        tiles = 2 * (dims * (self.block_m + self.num_stages * self.block_n) + 2 * self.block_m * self.block_n)
+        num_scores = (2 if self.column_warps == 1 else 3) * self.block_m * self.block_n
+        tiles = 2 * (dims * (self.block_m + self.num_stages * self.block_n) + num_scores)
         return -(-(tiles + 8 * self.num_stages * self.block_n + _TILE_BYTES) // 128) * 128
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
@@ -133,7 +138,7 @@ class BwdSm80(MmaFamily[BwdSm80Row]):
 
 
 def _row(tile: Tile, dtype: str, dims: tuple[int, int], is_exact: bool = True) -> BwdSm80Row:
-    sizes = tile.block_keys, tile.block_queries, tile.num_warps, tile.num_stages, tile.min_blocks
+    sizes = tile.block_keys, tile.block_queries, tile.num_warps, tile.num_stages, tile.column_warps, tile.min_blocks
     return BwdSm80Row("bwd_sm80", dtype, dtype, *dims, *sizes, is_exact)
 
 

@@ -2,7 +2,8 @@
 docs/float32.md.
 
 A preprocess step, the pre-pass, then one kernel for dK and dV and one for dQ, each for float16 and for bfloat16 parts.
-Every result has one owner, so all of it is deterministic.
+Every result has one owner, so all of it is deterministic. Head dims over 128 have kernels of their own
+(bwd_sm90_f32_wide.cuh).
 """
 
 from __future__ import annotations
@@ -18,23 +19,40 @@ from flashtile.kernels.params import Sm90F32Params
 from flashtile.kernels.plan import Grid, Operand, Step, Workspace
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
 
-_ROWS = 64  # of every tile
+_ROWS = 64  # of every tile; of the wide kernels what a block owns
+_STREAM_ROWS, _SLOTS = 32, 2  # kStreamRows, kNumSlots (bwd_sm90_f32_wide.cuh)
 _QUERY_TILES, _KEY_TILE_BYTES, _QUERY_BLOCK_BYTES = 96, 72, 80  # WideQueryTile[8], KeyTile, WideQueryBlock
 
 
 class Tile(NamedTuple):
     """The tile of one kernel."""
 
-    block_m: int  # of dQ: its queries. dK and dV have two warpgroups, as 128 queries would
+    block_m: int  # of dQ: its queries. 128 where two warpgroups share the work on 64 rows
     num_stages: int
     columns: int  # that one product computes
 
 
 _TILES: dict[str, dict[tuple[int, int], Tile]] = {
-    "bwd_sm90_f32_dkdv_half": {(64, 64): Tile(128, 2, 64), (128, 128): Tile(128, 2, 64)},
-    "bwd_sm90_f32_dkdv_bf16": {(64, 64): Tile(128, 2, 64), (128, 128): Tile(128, 1, 64)},
-    "bwd_sm90_f32_dq_half": {(64, 64): Tile(128, 2, 64), (128, 128): Tile(128, 1, 64)},
-    "bwd_sm90_f32_dq_bf16": {(64, 64): Tile(128, 2, 64), (128, 128): Tile(64, 1, 64)},
+    "bwd_sm90_f32_dkdv_half": {
+        (64, 64): Tile(128, 2, 64),
+        (128, 128): Tile(128, 2, 64),
+        (256, 256): Tile(128, 1, 64),
+    },
+    "bwd_sm90_f32_dkdv_bf16": {
+        (64, 64): Tile(128, 2, 64),
+        (128, 128): Tile(128, 1, 64),
+        (256, 256): Tile(128, 1, 64),
+    },
+    "bwd_sm90_f32_dq_half": {
+        (64, 64): Tile(128, 2, 64),
+        (128, 128): Tile(128, 1, 64),
+        (256, 256): Tile(128, 1, 128),
+    },
+    "bwd_sm90_f32_dq_bf16": {
+        (64, 64): Tile(128, 2, 64),
+        (128, 128): Tile(64, 1, 64),
+        (256, 256): Tile(128, 1, 128),
+    },
 }
 
 
@@ -48,7 +66,24 @@ class BwdSm90F32Row(Sm90F32Row):
         return "_dq_" in self.kernel
 
     @property
+    def is_wide(self) -> bool:
+        return self.head_dim > 128
+
+    @property
+    def wide_bytes(self) -> int:
+        """Shared memory of a kernel for wide heads."""
+        slot = self.num_parts * _ROWS * 128  # a slab of 64 columns
+        owned = _ROWS * self.row_bytes[0] if self.num_parts <= 2 else _SLOTS * slot
+        tiles = 2 * (owned + _STREAM_ROWS * self.row_bytes[0])
+        handed_over, barriers = 4 * _ROWS * _STREAM_ROWS, 2 * 16 * _SLOTS + 4 * 8
+        if self.is_dq:
+            return tiles + 4 * handed_over + barriers + _QUERY_BLOCK_BYTES
+        return tiles + handed_over + 8 * _STREAM_ROWS + _QUERY_TILES + barriers + 2 * 8 + _KEY_TILE_BYTES
+
+    @property
     def shared_bytes(self) -> int:
+        if self.is_wide:
+            return -(-self.wide_bytes // 1024) * 1024
         tile = _ROWS * sum(self.row_bytes)  # of Q and dO, or of K and V
         if self.is_dq:
             consumers = self.block_m // WARPGROUP_ROWS
@@ -60,7 +95,7 @@ class BwdSm90F32Row(Sm90F32Row):
         return -(-total // 1024) * 1024
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
-        storage = "BwdSm90F32DqStorage" if self.is_dq else "BwdSm90F32DkdvStorage"
+        storage = f"BwdSm90F32{'Wide' if self.is_wide else ''}{'Dq' if self.is_dq else 'Dkdv'}Storage"
         return {"shared bytes": (f"sizeof(flashtile::{storage}<flashtile::{self.config}>)", self.shared_bytes)}
 
 
@@ -73,6 +108,8 @@ class BwdSm90F32(Family[BwdSm90F32Row]):
     head_dims = tuple(sorted(_TILES["bwd_sm90_f32_dq_half"]))
     features = Family.features - {"is_paged"}
     takes_out_dtypes = False
+    # Split operands would take far more memory than such tensors do
+    takes_overlapping_rows = False
     grad_sets = (("dq", "dk", "dv", "dsinks"),)
 
     def refuse_arch(self, arch: Arch) -> str | None:
@@ -131,4 +168,4 @@ def _row(kernel: str, dims: tuple[int, int], num_parts: int) -> BwdSm90F32Row:
 
 def _grad_step(row: BwdSm90F32Row, key: PlanKey) -> Step:
     grid: Grid = ("seqlen_k", _ROWS), ("heads_kv", 1), ("batch", 1)
-    return tile_step(row, key.features, query_grid(row.block_m) if row.is_dq else grid)
+    return tile_step(row, key.features, query_grid(_ROWS if row.is_wide else row.block_m) if row.is_dq else grid)

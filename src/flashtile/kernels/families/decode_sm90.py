@@ -17,7 +17,7 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 _ROWS = 64  # of a tile: queries of all heads that share a KV head
 _FEW = FewQueries(_ROWS, 1)
 _ONE = ShortLengths(1, 2**31 - 1)  # one query
-_ITEM_RING_BYTES = 272  # WorkItemRing<DecodeItem> (attn/decode_schedule.cuh)
+_ITEM_RING_BYTES = 288  # WorkItemRing<DecodeItem> (attn/decode_schedule.cuh)
 _THREADS = 192
 _ANY_SPLITS = 1 << 20  # blocks that each multiprocessor could have: the kernel deals out the keys itself
 
@@ -147,7 +147,7 @@ def _row(tile: Tile, dtype: str, out_dtype: str, dims: tuple[int, int]) -> Decod
 
 def _step(row: DecodeRow, key: PlanKey, num_heads: int) -> Step:
     grid = (("num_splits", 1), *query_grid(_ROWS // num_heads, "heads_kv"))
-    return tile_step(row, key.features, grid, max_blocks=row.num_blocks)
+    return tile_step(row, key.features, grid, max_blocks=row.num_blocks, starts_early=True)
 
 
 def _maps(row: DecodeRow, features: Features, layout: CallLayout, num_heads: int) -> tuple[MapPatch, ...]:

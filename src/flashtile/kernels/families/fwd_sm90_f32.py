@@ -82,6 +82,8 @@ class FwdSm90F32(Family[FwdSm90F32Row]):
     # The pre-pass would copy all pages
     features = Family.features - {"is_paged"}
     takes_out_dtypes = False
+    # Split operands would take far more memory than such tensors do
+    takes_overlapping_rows = False
     length_classes = (_FEW,)
 
     def refuse_arch(self, arch: Arch) -> str | None:

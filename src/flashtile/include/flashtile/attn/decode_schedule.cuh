@@ -26,6 +26,7 @@ struct DecodeItem {
   TileCoord coord;  // head is a KV head
   Sequence s;
   i32 i_begin;
+  i32 num_heads, num_queries;  // of the row tile: its rows are the queries of each head, head by head
   i32 n_begin, n_end;
   Range unmasked;   // tiles that need no mask
   i32 first_block;  // of a join: the block that has the row tile's first unit
@@ -49,8 +50,8 @@ struct DecodeSchedule {
   const Params& p;
   i32 num_heads, num_queries;  // of a row tile (HeadPacking)
   i32 share, begin, next = 0;  // of this block: its first unit, and the end of those left
-  i32 first;                   // unit of the current sequence; at first the end of it
-  i32 batch;                   // its number; at first one more
+  i32 first;                   // unit of the current sequence; where that is not found yet, the end of it
+  i32 batch;                   // its number; where it is not found yet, one more
   Work work;
 
   // Scope: thread.
@@ -63,7 +64,14 @@ struct DecodeSchedule {
     found.total = found.s.seqlen_q > 0 ? found.num_units * found.num_m_blocks * p.heads_kv : 0;
     return found;
   }
-  FT_DEVICE i32 total_of(i32 b) const { return b < p.batch ? find(b).total : 0; }
+  // What a lane has found. Scope: warp.
+  FT_DEVICE static Work from_lane(const Work& found, i32 lane) {
+    auto get = [&](auto x) { return __shfl_sync(0xffffffffu, x, lane); };
+    const Sequence& s = found.s;
+    Sequence same{get(s.batch_idx), get(s.seqlen_q), get(s.seqlen_k), get(s.offset),
+                  get(s.q_row),     get(s.k_row),    get(s.stat_row)};
+    return {same, get(found.n_begin), get(found.num_units), get(found.num_m_blocks), get(found.total)};
+  }
 
   // The sum over the lanes up to this one. Scope: warp.
   FT_DEVICE static i32 running_sum(i32 x) {
@@ -84,13 +92,19 @@ struct DecodeSchedule {
       // that is not in the instruction cache costs more than a second look at the lengths.
       bool is_summed = false, needs_sum = true;
       i32 chunk = 0, before = 0, sum = 0;
+      Work found_here;
       while (true) {
-        if (needs_sum) sum = running_sum(total_of(chunk + threadIdx.x % 32));
+        if (needs_sum) {
+          i32 b = chunk + threadIdx.x % 32;
+          found_here = find(min_of(b, p.batch - 1));
+          sum = running_sum(b < p.batch ? found_here.total : 0);
+        }
         u32 later = __ballot_sync(0xffffffffu, before + sum >= next);
         if (is_summed && later != 0) {
           i32 found = __ffs(later) - 1;
-          batch = chunk + found + 1;
-          first = before + __shfl_sync(0xffffffffu, sum, found);
+          batch = chunk + found;
+          work = from_lane(found_here, found);
+          first = before + __shfl_sync(0xffffffffu, sum, found) - work.total;
           return;
         }
         before += __shfl_sync(0xffffffffu, sum, 31);
@@ -145,6 +159,8 @@ struct DecodeSchedule {
     item.first_block = item.role == DecodeRole::kJoin ? tile_begin / share : 0;
     // Keep the key tiles that these queries see
     i32 i_end = min_of(item.i_begin + num_queries, item.s.seqlen_q);
+    item.num_heads = num_heads;
+    item.num_queries = i_end - item.i_begin;
     Range seen = key_range<Mask>(p, item.s, item.i_begin, i_end);
     Range common = common_key_range<Mask>(p, item.s, item.i_begin, i_end);
     item.n_begin = seen.begin / kBlockN;

@@ -35,6 +35,15 @@ struct Scorer {
   // The score of query i and key j, both inside the sequence. Sets tanh to the softcap's tanh, which the
   // backward pass needs.
   FT_DEVICE float score(float dot, i32 i, i32 j, float& tanh) const {
+    float s = score_without_bias(dot, i, j, tanh);
+    if constexpr (ScoreMod::kHasBias) s += bias_of(i, j);
+    return s;
+  }
+  FT_DEVICE float bias_of(i32 i, i32 j) const {
+    if constexpr (mutates(Mutation::bias_row)) i = max_of(i - 1, 0);
+    return to_float(bias[i * bias_row_stride + j * bias_column_stride]);
+  }
+  FT_DEVICE float score_without_bias(float dot, i32 i, i32 j, float& tanh) const {
     float s = dot * factor;
     if constexpr (ScoreMod::kHasSoftcap) {
       tanh = tanh_by_exp2(s);
@@ -45,8 +54,6 @@ struct Scorer {
       if constexpr (mutates(Mutation::alibi_offset)) distance -= offset;
       s -= slope * static_cast<float>(distance < 0 ? -distance : distance);
     }
-    if constexpr (mutates(Mutation::bias_row)) i = max_of(i - 1, 0);
-    if constexpr (ScoreMod::kHasBias) s += to_float(bias[i * bias_row_stride + j * bias_column_stride]);
     return s;
   }
 };

@@ -23,8 +23,10 @@ constexpr bool kHasNanMinimum = false;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 constexpr bool kHasVectorReduction = true;  // red.v2.f32
+constexpr bool kHasDependentLaunch = true;  // griddepcontrol
 #else
 constexpr bool kHasVectorReduction = false;
+constexpr bool kHasDependentLaunch = false;
 #endif
 
 }  // namespace flashtile

@@ -41,14 +41,22 @@ enum class Mutation {
   fwd_sm90_short_gqa_head,     // query head h uses KV head h % heads_kv instead of h / group
   fwd_sm90_short_item,         // the second query tile of a head has the queries of its first
   // Found by `flashtile check`, in the Hopper kernels for float32
-  fwd_sm90_f32_low_part,  // the small parts of P are dropped
-  fwd_sm90_f32_rescale,   // the output is not scaled down when the maximum rises
-  fwd_sm90_f32_tail,      // rows past the last query or key are split instead of cleared
-  fwd_sm90_f32_gqa_head,  // query head h uses KV head h % heads_kv instead of h / group
-  bwd_sm90_f32_unscale,   // sums of P and dS products keep the scale of their rows
-  bwd_sm90_f32_group,     // dK and dV use only one query head of a group
-  bwd_sm90_f32_softcap,   // dK ignores the derivative of the softcap
-  bwd_sm90_f32_dropout,   // dQ ignores dropout
+  fwd_sm90_f32_low_part,       // the small parts of P are dropped
+  fwd_sm90_f32_rescale,        // the output is not scaled down when the maximum rises
+  fwd_sm90_f32_tail,           // rows past the last query or key are split instead of cleared
+  fwd_sm90_f32_gqa_head,       // query head h uses KV head h % heads_kv instead of h / group
+  fwd_sm90_f32_direct_rank,    // without a pre-pass: the last block of a cluster repeats the keys of the first
+  fwd_sm90_f32_direct_weight,  // without a pre-pass: all blocks of a cluster have the same weight
+  fwd_sm90_f32_direct_tail,    // without a pre-pass: rows past the last query or key are split instead of cleared
+  fwd_sm90_f32_direct_part,    // without a pre-pass: the small parts of the second half of V's columns are dropped
+  bwd_sm90_f32_unscale,        // sums of P and dS products keep the scale of their rows
+  bwd_sm90_f32_group,          // dK and dV use only one query head of a group
+  bwd_sm90_f32_softcap,        // dK ignores the derivative of the softcap
+  bwd_sm90_f32_dropout,        // dQ ignores dropout
+  bwd_sm90_f32_wide_rows,      // wide heads: every other tile repeats the 32 rows before it
+  bwd_sm90_f32_wide_half,      // wide heads: both warpgroups compute the first half of dQ's columns
+  bwd_sm90_f32_wide_stale,     // wide heads: dQ takes dP of the tile before
+  bwd_sm90_f32_wide_slab,  // wide heads, bf16_t parts: the second slab of a block's rows is used again as the fourth
   // Found by `flashtile check`, in the Hopper decode kernel
   decode_sm90_tail,    // rows of V past the last key are not cleared
   decode_sm90_weight,  // all parts of a row tile have the same weight

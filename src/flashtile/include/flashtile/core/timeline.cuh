@@ -21,6 +21,7 @@ enum class Phase : i32 {
   exponentials,  // work: exponentials, sums and rounding
   issue_scores,  // work: the products of the next scores are issued
   wait_dq,       // wait: until dQ is computed
+  add_dq,        // work: dQ is computed and added
   wait_dp,       // wait: until dP is computed
   gradient,      // work: derivative of the softmax
   store,         // work: results are stored

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "flashtile/core/math.cuh"
+#include "flashtile/ptx/dependent_launch.cuh"
 
 namespace flashtile {
 
@@ -109,6 +110,7 @@ FT_DEVICE void rotate_heads(const AppendParams& p, i64 position, const HeadRows<
 
 template <typename T, typename Angle, i32 kVec>
 __global__ void __launch_bounds__(kAppendThreads) append_kv_kernel(const FT_GRID_CONSTANT AppendParams p) {
+  launch_dependents();
   i32 batch_idx = blockIdx.x / p.new_rows, i = blockIdx.x % p.new_rows;
   i64 length = p.cache_seqlens == nullptr ? p.length : p.cache_seqlens[batch_idx];
 

@@ -18,6 +18,7 @@
 #include "flashtile/attn/paged_keys.cuh"
 #include "flashtile/attn/score_fragment.cuh"
 #include "flashtile/core/mutation.cuh"
+#include "flashtile/ptx/dependent_launch.cuh"
 #include "flashtile/ptx/signal.cuh"
 #include "flashtile/tile/epilogue.cuh"
 #include "flashtile/tile/sm90_decode_config.cuh"
@@ -105,6 +106,7 @@ struct DecodeSm90 {
   FT_DEVICE static void produce(const DecodeSm90Params& params, Storage& shared) {
     const Params& p = params.base;
     Pages pages(p);
+    wait_for_previous();
     Schedule schedule(p);
     __syncthreads();  // the barriers are initialised
     bool is_first = threadIdx.x == 128;
@@ -136,7 +138,11 @@ struct DecodeSm90 {
           mbarrier_arrive(shared.full_q);
         }
       }
-      if (is_end) return;
+      if (is_end) {
+        // All copies have been started. Earlier, the blocks of the next kernel would crowd some multiprocessors
+        launch_dependents();
+        return;
+      }
       if (!has_keys) continue;
       // Load K and V tiles from the last to the first; find pages one tile ahead
       for (i32 n = item.n_end - 1; n >= item.n_begin; --n, ++num_tiles) {
@@ -219,10 +225,6 @@ struct DecodeSm90 {
 
   // ---- Epilogue.
 
-  // The queries of the row tile, and the number of a row among those with a query: head by head. Scope: thread.
-  FT_DEVICE static i32 num_queries(const Params& p, const DecodeItem& item) {
-    return min_of(Packing::num_queries(p), item.s.seqlen_q - item.i_begin);
-  }
   FT_DEVICE static float2* part_stats(const Params& p, i32 block) {
     return reinterpret_cast<float2*>(p.partial_stats) + block * 64;
   }
@@ -262,7 +264,7 @@ struct DecodeSm90 {
   // Stores m, l and the sum of P V of the rows with a query. Scope: warp.
   FT_DEVICE static void store_part(const Params& p, const DecodeItem& item, const Rows& rows, float factor,
                                    const Softmax& softmax, const float (&rO)[kOutputs], float* out, float2* stats) {
-    i32 first_head = item.coord.head * Packing::num_heads(p), queries = num_queries(p, item);
+    i32 first_head = item.coord.head * item.num_heads, queries = item.num_queries;
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
       bool is_query = rows.is_query(item, r);
@@ -282,43 +284,72 @@ struct DecodeSm90 {
     sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
   }
 
+  // Waits for the parts of a row tile that blocks before this one have. Scope: warpgroup.
+  FT_DEVICE static void wait_for_parts(const Params& p, const DecodeItem& item, i32 num_parts) {
+    for (i32 part = threadIdx.x; part < num_parts; part += 128) {
+      u64* flag = part_flag(p, item.first_block + part);
+      acquire_flag(flag, kPartReady);
+      *flag = 0;
+    }
+    sync_consumer();
+  }
+
   // Joins kRows rows of a row tile from `first` on: for m and l the lanes share the parts, for O the columns. 16 parts
-  // of rows are in flight together. Scope: warp.
+  // of rows are in flight together. Waits for the parts first, if told so: all that needs none of them comes before.
+  // Scope: warp.
   template <i32 kRows>
   FT_DEVICE static void join_rows(const Params& p, const Storage& shared, const DecodeItem& item, i32 first,
-                                  i32 num_rows, i32 num_parts) {
+                                  i32 num_rows, i32 num_parts, bool must_wait) {
     constexpr i32 kColumns = 128, kParts = 16 / kRows;
-    i32 lane = threadIdx.x % 32, queries = num_queries(p, item);
-    const float2* stats = part_stats(p, item.first_block);
+    i32 lane = threadIdx.x % 32, queries = item.num_queries;
     const float* own = reinterpret_cast<const float*>(shared.sK);
-    // Lane z has the statistics of part z of each 32
-    auto stats_of = [&](i32 row, i32 part) {
-      float2 found = make_float2(-infinity(), 0.0f);
-      if (part < num_parts) found = load_from_l2(stats + part * 64 + row);
-      return found;
-    };
-    float2 kept[kRows];
     i32 row[kRows], head[kRows];
     float sink[kRows], m[kRows], shift[kRows];
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
       row[r] = min_of(first + r, num_rows - 1);  // the last row again, where there is none
-      kept[r] = stats_of(row[r], lane);
+      head[r] = item.coord.head * item.num_heads + row[r] / queries;
+      sink[r] = p.sinks == nullptr ? -infinity() : in_score_unit(false, p.sinks[head[r]]);
     }
+    const float2* stats = part_stats(p, item.first_block);
+    const float* columns = part_rows(p, item.first_block) + 4 * lane;
+    i32 part_size = 64 * p.head_dim_v;
+    // Lane z has the statistics of part z of each 32
+    auto stats_of = [&](i32 r, i32 part) {
+      float2 found = make_float2(-infinity(), 0.0f);
+      if (part < num_parts) found = load_from_l2(stats + part * 64 + row[r]);
+      return found;
+    };
+    float4 x[kRows][kParts];
+    auto load_parts = [&](i32 slice, i32 begin) {
+      i32 num_left = slice + 4 * lane < p.head_dim_v ? num_parts - begin : 0;
+#pragma unroll
+      for (i32 r = 0; r < kRows; ++r) {
+        const float* from = columns + slice + row[r] * p.head_dim_v + static_cast<i64>(begin) * part_size;
+#pragma unroll
+        for (i32 y = 0; y < kParts; ++y, from += part_size) {
+          x[r][y] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          if (y < num_left) x[r][y] = load_from_l2(reinterpret_cast<const float4*>(from));
+        }
+      }
+    };
+    if (must_wait) wait_for_parts(p, item, num_parts);
+    float2 kept[kRows];
+#pragma unroll
+    for (i32 r = 0; r < kRows; ++r) kept[r] = stats_of(r, lane);
+    load_parts(0, 0);
     // Find the common maxima
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
-      head[r] = item.coord.head * Packing::num_heads(p) + row[r] / queries;
-      sink[r] = p.sinks == nullptr ? -infinity() : in_score_unit(false, p.sinks[head[r]]);
       m[r] = fmaxf(fmaxf(sink[r], shared.stats[row[r]].x), kept[r].x);
-      for (i32 part = lane + 32; part < num_parts; part += 32) m[r] = fmaxf(m[r], stats_of(row[r], part).x);
+#pragma unroll 1
+      for (i32 part = lane + 32; part < num_parts; part += 32) m[r] = fmaxf(m[r], stats_of(r, part).x);
       m[r] = lanes_max<32>(m[r]);
       shift[r] = shift_of(m[r]);
     }
     for (i32 slice = 0; slice < p.head_dim_v; slice += kColumns) {
       i32 column = slice + 4 * lane;
       bool is_inside = column < p.head_dim_v;
-      const float* columns = part_rows(p, item.first_block) + column;
       // Begin with this block's part and the sink
       float l[kRows];
       float4 sum[kRows];
@@ -333,19 +364,10 @@ struct DecodeSm90 {
       }
       // Add the other parts
       for (i32 begin = 0; begin < num_parts; begin += kParts) {
-        float4 x[kRows][kParts];
+        if (begin + slice > 0) load_parts(slice, begin);
 #pragma unroll
         for (i32 r = 0; r < kRows; ++r) {
-#pragma unroll
-          for (i32 y = 0; y < kParts; ++y) {
-            const float* from = columns + (static_cast<i64>(begin + y) * 64 + row[r]) * p.head_dim_v;
-            x[r][y] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (is_inside && begin + y < num_parts) x[r][y] = load_from_l2(reinterpret_cast<const float4*>(from));
-          }
-        }
-#pragma unroll
-        for (i32 r = 0; r < kRows; ++r) {
-          if (begin % 32 == 0 && begin + slice > 0) kept[r] = stats_of(row[r], begin + lane);
+          if (begin % 32 == 0 && begin + slice > 0) kept[r] = stats_of(r, begin + lane);
           float weight = exp_difference(kept[r].x, shift[r], 1.0f);
           if (begin % 32 == 0) l[r] += lanes_sum<32>(weight * kept[r].y);
           if constexpr (mutates(Mutation::decode_sm90_weight)) weight = 1.0f;
@@ -371,22 +393,17 @@ struct DecodeSm90 {
   // Joins the parts of a row tile, of which this block's own is in shared memory. Scope: warpgroup.
   FT_DEVICE static void join(const Params& p, Storage& shared, const DecodeItem& item) {
     i32 num_parts = static_cast<i32>(blockIdx.x) - item.first_block;
-    // Wait for the parts
-    for (i32 part = threadIdx.x; part < num_parts; part += 128) {
-      u64* flag = part_flag(p, item.first_block + part);
-      acquire_flag(flag, kPartReady);
-      *flag = 0;
-    }
-    sync_consumer();
-    i32 num_rows = num_queries(p, item) * Packing::num_heads(p), warp = threadIdx.x / 32;
+    i32 num_rows = item.num_queries * item.num_heads, warp = threadIdx.x / 32;
     if (num_rows > 4 && num_parts <= 8) {
       for (i32 first = 4 * warp; first < num_rows; first += 16) {
-        join_rows<4>(p, shared, item, first, num_rows, num_parts);
+        join_rows<4>(p, shared, item, first, num_rows, num_parts, first < 16);
       }
+      if (4 * warp >= num_rows) wait_for_parts(p, item, num_parts);
     } else {
       for (i32 first = warp; first < num_rows; first += 4) {
-        join_rows<1>(p, shared, item, first, num_rows, num_parts);
+        join_rows<1>(p, shared, item, first, num_rows, num_parts, first < 4);
       }
+      if (warp >= num_rows) wait_for_parts(p, item, num_parts);
     }
   }
 
@@ -444,9 +461,13 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kNumBlocks)
   extern __shared__ __align__(1024) char shared_bytes[];
   typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
 
+  // The kernel before this one in the stream may still run: nothing that it could read or write is touched before
+  // wait_for_previous
   i32 warp = uniform(threadIdx.x / 32);
+  preload_params(params.base, warp, Config::kNumThreads / 32, shared.stats);
   if (warp < 4) {
     if (threadIdx.x == 0) Kernel::init(params.base, shared);
+    wait_for_previous();
     __syncthreads();
     Kernel::consume(params, shared);
   } else if (warp == 4 || KvSource::kIsPaged) {

@@ -20,6 +20,7 @@
 #include "flashtile/attn/score_fragment.cuh"
 #include "flashtile/attn/work_item.cuh"
 #include "flashtile/core/mutation.cuh"
+#include "flashtile/core/timeline.cuh"
 #include "flashtile/tile/epilogue.cuh"
 #include "flashtile/tile/mma_gemm.cuh"
 #include "flashtile/tile/sm80_config.cuh"
@@ -176,12 +177,13 @@ struct FwdSm80 {
     for (i32 d = 0; d < Config::kKeptSteps; ++d) load_q_step(state.rQ[d], q, d);
   }
 
-  // One key tile: S = Q K^T, softmax, O += P V. q, k and v are this lane's addresses.
+  // Key tile number count: S = Q K^T, softmax, O += P V. q, k and v are this lane's addresses.
   template <bool kIsMasked>
   FT_DEVICE static void step(const Params& p, const Tile& tile, i32 j_begin, float factor, u32 q, u32 k, u32 v,
-                             State& state) {
+                             State& state, u32 count) {
     float rS[kMTiles][kScores];
     u32 rP[kMTiles][kScores / 2];
+    mark(Phase::issue_scores, count);
 #pragma unroll
     for (i32 d = 0; d < kDepthSteps; ++d) {
       u32 rQ[kMTiles][4];
@@ -193,8 +195,10 @@ struct FwdSm80 {
         mma_step_abt<T, kBlockN, Config::kHeadDim, false>(rS, a, k, d);
       }
     }
+    mark(Phase::maximum, count);
     if constexpr (kIsMasked) modify_tile(p, tile, j_begin, rS);
     state.softmax.raise_maximum(factor, [&](i32 t, i32 r) { return Softmax::tile_maximum(rS[t], r); }, state.rO);
+    mark(Phase::exponentials, count);
     state.softmax.template exponentiate<kIsMasked>(factor, rS);
     if constexpr (Dropout::kIsOn) drop_tile(p, tile, j_begin, rS);
 #pragma unroll
@@ -202,8 +206,10 @@ struct FwdSm80 {
 #pragma unroll
       for (i32 x = 0; x < kScores / 2; ++x) rP[t][x] = pack_two<T>(rS[t][2 * x], rS[t][2 * x + 1]);
     }
+    mark(Phase::issue, count);
 #pragma unroll
     for (i32 j = 0; j < kBlockN / 16; ++j) mma_step_ab<T, Config::kHeadDimV>(state.rO, rP, v, j);
+    mark(Phase::end, count);
   }
 
   // Processes the key tiles [n_begin, n_end) of the block; tile and shared_tile are equal. Scope: block.
@@ -257,8 +263,11 @@ struct FwdSm80 {
     i32 n = tile.n_end - 1, n_begin = tile.n_begin;
     auto process_tile = [&](auto is_masked) {
       // Wait for tile n. All warps are done with the tile before it: refill its stage
+      u32 count = tile.n_end - 1 - n;
+      mark(Phase::wait_tile, count);
       cp_async_wait<kNumStages - 2>();
       __syncthreads();
+      mark(Phase::copy_k, count);
       u32 free_stage = stage == 0 ? kNumStages - 1 : stage - 1;
       i32 n_next = n - (kNumStages - 1);
       if (n_next >= n_begin) load_tile(n_next, free_stage, Constant<false>());
@@ -269,7 +278,7 @@ struct FwdSm80 {
       // Skip the tile if it is fully masked for this warp
       if (!decltype(is_masked)::kValue || n < warp_end) {
         u32 k = k_lane + stage * kBytesK, v = v_lane + stage * kBytesV;
-        step<decltype(is_masked)::kValue>(p, shared_tile, n * kBlockN, factor, q, k, v, state);
+        step<decltype(is_masked)::kValue>(p, shared_tile, n * kBlockN, factor, q, k, v, state, count);
       }
       stage = stage == kNumStages - 1 ? 0 : stage + 1;
       --n;

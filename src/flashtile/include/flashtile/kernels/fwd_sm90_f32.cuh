@@ -57,6 +57,24 @@ struct FwdSm90F32 {
   // half_t parts lose what is below 2^-24. P is at most 2, with dropout 2^8 (f32_split.cuh).
   static constexpr float kScaleP = !kIsHalf ? 1.0f : Dropout::kIsOn ? 128.0f : 8192.0f;
 
+  // What undoes the scales of the operands, powers of two, and what turns S into exponents of 2. Scope: thread.
+  struct Scales {
+    float unscale_s = 1.0f, unscale_o = 1.0f / kScaleP, factor;
+
+    FT_DEVICE Scales(const Params& p, const SplitRange* found) {
+      if constexpr (kIsHalf) {
+        const SplitRange& range = *found;
+        unscale_s = power_of_two(-scale_exponent(range, Operand::q) - scale_exponent(range, Operand::k));
+        unscale_o *= power_of_two(-scale_exponent(range, Operand::v));
+      }
+      // Score modifiers return scores in their unit; without them S stays a dot product. The factor stays positive: its
+      // product with a masked score, -inf, must not be NaN.
+      constexpr float kSmallestNormal = 1.17549435e-38f;
+      factor =
+          ScoreMod::kChangesScores ? exponent_factor(kIsNatural) : fmaxf(p.scale_log2 * unscale_s, kSmallestNormal);
+    }
+  };
+
   // ---- Prologue. Scope: thread 0.
 
   FT_DEVICE static void init(const Params& p, Storage& shared) {
@@ -363,18 +381,7 @@ struct FwdSm90F32 {
 
   FT_DEVICE static void consume(const Sm90F32Params& params, Storage& shared, i32 consumer) {
     const Params& p = params.base;
-    // The scales of the operands: powers of two
-    float unscale_s = 1.0f, unscale_o = 1.0f / kScaleP;
-    if constexpr (kIsHalf) {
-      const SplitRange& range = *params.range;
-      unscale_s = power_of_two(-scale_exponent(range, Operand::q) - scale_exponent(range, Operand::k));
-      unscale_o *= power_of_two(-scale_exponent(range, Operand::v));
-    }
-    // Score modifiers return scores in their unit; without them S stays a dot product. The factor stays positive: its
-    // product with a masked score, -inf, must not be NaN.
-    constexpr float kSmallestNormal = 1.17549435e-38f;
-    float factor =
-        ScoreMod::kChangesScores ? exponent_factor(kIsNatural) : fmaxf(p.scale_log2 * unscale_s, kSmallestNormal);
+    Scales scales(p, params.range);
     u32 num_k = 0;
     // The first turn is consumer 0's
     if (consumer == Config::kNumConsumers - 1) signal_next(consumer);
@@ -386,11 +393,11 @@ struct FwdSm90F32 {
 #pragma unroll
       for (i32 x = 0; x < kOutputs; ++x) rO[x] = 0.0f;
       if (item->tile.has_keys()) {
-        mainloop(p, shared, *item, consumer, num_k, factor, unscale_s, softmax, rO);
+        mainloop(p, shared, *item, consumer, num_k, scales.factor, scales.unscale_s, softmax, rO);
       } else {
         release_stage(shared.empty_q[consumer]);
       }
-      epilogue(p, item->tile, consumer, factor, unscale_o, softmax, rO);
+      epilogue(p, item->tile, consumer, scales.factor, scales.unscale_o, softmax, rO);
       // Wait for the next work item
       u32 next = item->index + 1;
       wait_q(shared, consumer, next);

@@ -29,6 +29,20 @@ FT_DEVICE void mbarrier_arrive_at(u64& barrier, u32 rank) {
       : "memory");
 }
 
+// Loads 16 bytes at the place of `shared` in the block with this rank. Scope: thread.
+// (PTX ISA: mapa, ld.shared::cluster)
+FT_DEVICE float4 load_at(const float4* shared, u32 rank) {
+  jitter();
+  float4 x;
+  asm volatile(
+      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %4, %5; "
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote]; }"
+      : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+      : "r"(shared_address(shared)), "r"(rank)
+      : "memory");
+  return x;
+}
+
 // As load_box, to the same place in every block whose bit is set in `blocks`; each block's barrier counts its bytes.
 // Scope: thread. (PTX ISA: cp.async.bulk.tensor, multicast)
 FT_DEVICE void load_box_multicast(void* shared, const TensorMap& map, u64& barrier, i32 column, i32 row, i32 head,

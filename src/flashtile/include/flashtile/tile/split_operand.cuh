@@ -96,6 +96,24 @@ FT_DEVICE void gemm_abt_split(float (&rD)[kColumns / 2], u32 a, u32 b) {
   if constexpr (!kIsLong) wgmma_commit();
 }
 
+// D = A B^T over one slab of 64 columns, with parts that are a_stride and b_stride apart (in units of 16 bytes).
+// Commits one group. Scope: warpgroup.
+template <class Parts, i32 kColumns>
+FT_DEVICE void gemm_abt_split_slab(float (&rD)[kColumns / 2], u32 a, u32 a_stride, u32 b, u32 b_stride) {
+  wgmma_fence();
+#pragma unroll
+  for (i32 product = 0; product < Parts::kNumProducts; ++product) {
+    PartPair pair = Parts::pair(product);
+#pragma unroll
+    for (i32 step = 0; step < 4; ++step) {
+      Wgmma<typename Parts::Element, kColumns>::template ss<false>(
+          rD, tile_descriptor(a + pair.a * a_stride + 2 * step), tile_descriptor(b + pair.b * b_stride + 2 * step),
+          product != 0 || step != 0);
+    }
+  }
+  wgmma_commit();
+}
+
 // D = A B over kColumns of the columns of B, whose parts are part_stride apart (in units of 16 bytes): A (64 x kDepth)
 // is in registers, columns 16 * first_step and on of one packed fragment for each part. Commits one group.
 // Scope: warpgroup.

@@ -1,0 +1,343 @@
+// 16 warp specialised: a producer warp copies, and consumer warpgroups compute at their own pace.
+//
+// Changed:   one thread of an additional warpgroup, the producer, issues all copies. Two or three consumer warpgroups
+// wait
+//            for full stages and hand back empty ones; K and V have rings of their own. No barrier of the block is left
+//            in the loop. setmaxnreg moves the producer's registers to the consumers.
+// Why:       in 15 the barrier of each tile keeps the warpgroups in step, so that all of them want the tensor cores at
+// once,
+//            then all of them the exponential units.
+// Predicted: free to drift apart, one warpgroup's products run under another's softmax: 1.2 times as fast.
+// Measured:  not measured yet
+//
+// Threads: warpgroups 0 .. kNumConsumers - 1 are consumers, with 64 rows each as in 14; the last is the producer.
+// Shared memory: as in 15; barriers full and empty for each stage of K and of V.
+// launch: block_m=(192 if d<=64 else 128) block_n=128 threads=(512 if d<=64 else 384)
+// launch: shared=2*((d+63)//64*64)*(block_m+4*block_n)+128 arch=90 last_arch=90 dtype=bf16 maps=1
+
+using bf16 = unsigned short;  // its bits
+
+struct Params {
+  const bf16* q;  // (batch * heads, seqlen, head_dim), contiguous
+  const bf16* k;  // the same
+  const bf16* v;  // the same
+  bf16* o;        // the same
+  int seqlen;
+  int head_dim;
+  float scale_log2;  // softmax scale * log2(e): all exponentials are base 2
+  int is_causal;     // query i sees keys 0..i
+};
+struct alignas(64) TensorMap {
+  char bytes[128];
+};
+struct MappedParams {
+  TensorMap map_q;  // (batch * heads, seqlen, head_dim) in boxes of kBlockM rows and 64 columns
+  TensorMap map_k;  // in boxes of kBlockN rows
+  TensorMap map_v;  // the same
+  Params p;
+  int num_tiles;  // query tiles of all heads
+};
+
+constexpr int kHeadDim = (HEAD_DIM + 63) / 64 * 64;
+constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kNumThreads = NUM_THREADS;
+constexpr int kSlabs = kHeadDim / 64;  // of 64 columns, 128 bytes
+constexpr float kSlack = 8.0f;         // a weight is at most 2^8 before its maximum is raised
+constexpr int kNumConsumers = kBlockM / 64;
+constexpr int kConsumerRegisters = kNumConsumers == 3 ? 160 : 240, kProducerRegisters = kNumConsumers == 3 ? 32 : 24;
+
+struct Shared {
+  bf16 sQ[kSlabs][kBlockM][64];
+  bf16 sK[2][kSlabs][kBlockN][64];
+  bf16 sV[2][kSlabs][kBlockN][64];
+  unsigned long long full_q, full_k[2], empty_k[2], full_v[2], empty_v[2];
+  char padding[56];
+};
+static_assert(128 * (kNumConsumers + 1) == kNumThreads && kBlockN == 128 && IS_WIDE && sizeof(Shared) == SHARED_BYTES);
+
+template <bool kValue_>
+struct Constant {
+  static constexpr bool kValue = kValue_;
+};
+
+__device__ float infinity() { return __int_as_float(0x7f800000); }
+__device__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+// Two floats rounded to bfloat16, the first in the low half. (PTX ISA: cvt) Scope: thread.
+__device__ unsigned pack(float low, float high) {
+  unsigned word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+// 2^x, one instruction. (PTX ISA: ex2) Scope: thread.
+__device__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// Maximum and sum over the 4 lanes that share a row. Scope: quad.
+__device__ float row_max(float x) {
+  for (int lanes = 2; lanes > 0; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
+  return x;
+}
+__device__ float row_sum(float x) {
+  for (int lanes = 2; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+  return x;
+}
+
+// Barriers that count arrivals and bytes. A phase of a barrier has a parity, 0 first. (PTX ISA: mbarrier) Scope:
+// thread.
+using Barrier = unsigned long long;
+__device__ void barrier_init(Barrier& barrier, int num_arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(num_arrivals) : "memory");
+}
+// Arrives; the phase then also waits for so many bytes of copies.
+__device__ void barrier_expect(Barrier& barrier, int num_bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(num_bytes)
+               : "memory");
+}
+__device__ void barrier_wait(Barrier& barrier, unsigned parity) {
+  unsigned is_done = 0;
+  while (!is_done) {
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
+                 : "=r"(is_done)
+                 : "r"(shared_address(&barrier)), "r"(parity)
+                 : "memory");
+  }
+}
+// Arrives for a warp. Scope: warp.
+__device__ void barrier_arrive(Barrier& barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0)
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+// Starts the copy of kRows rows of a head, 64 columns at a time, swizzled on the way; zeros outside the tensor. The
+// barrier counts the bytes. (PTX ISA: cp.async.bulk.tensor) Scope: thread.
+template <int kRows>
+__device__ void copy_tile(bf16 (*tile)[kRows][64], const TensorMap& map, Barrier& full, int row, int head) {
+#pragma unroll
+  for (int slab = 0; slab < kSlabs; ++slab) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+            "r"(shared_address(tile[slab])),
+        "l"(&map), "r"(shared_address(&full)), "r"(64 * slab), "r"(row), "r"(head)
+        : "memory");
+  }
+}
+// Changes the number of registers of each thread. (PTX ISA: setmaxnreg) Scope: warpgroup.
+__device__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters)); }
+__device__ void drop_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters)); }
+
+#define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
+// D += A B^T, or A B^T: 64 rows of Q by 128 rows of K, 16 columns of both, in shared memory. Returns at once. (PTX ISA:
+// wgmma.mma_async) Scope: warpgroup.
+__device__ void wgmma_qk(float (&d)[64], unsigned long long a, unsigned long long b, bool accumulates) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, p, 1, 1, 0, 0; }"
+      : SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48)
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulates)));
+}
+// D += A B: 64 rows of P, 16 keys, in registers by 64 columns of V in shared memory. Returns at once. Scope: warpgroup.
+__device__ void wgmma_pv(float (&d)[32], const unsigned (&a)[4], unsigned long long b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+      : SIXTEEN(0), SIXTEEN(16)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most kPending groups of products are in flight. Scope: warpgroup.
+template <int kPending>
+__device__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+// Keeps the compiler from reading results before the wait. No instruction. Scope: thread.
+template <int kCount>
+__device__ void pin(float (&values)[kCount]) {
+#pragma unroll
+  for (int x = 0; x < kCount; ++x) asm volatile("" : "+f"(values[x])::"memory");
+}
+__device__ void pin_output(float (&rO)[kSlabs][32]) {
+#pragma unroll
+  for (int n = 0; n < kSlabs; ++n) pin(rO[n]);
+}
+// Descriptor of rows of 128 swizzled bytes in shared memory. (PTX ISA: Matrix Descriptor Format) Scope: thread.
+__device__ unsigned long long descriptor(const void* rows) {
+  return 1ull << 62 | 64ull << 32 | (shared_address(rows) & 0x3ffff) >> 4;
+}
+
+// Starts S = Q K^T with a tile of K. Scope: warpgroup.
+__device__ void start_scores(float (&rS)[64], const bf16 (*sQ)[kBlockM][64], int row, const bf16 (*sK)[kBlockN][64]) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4 * kSlabs; ++k)
+    wgmma_qk(rS, descriptor(&sQ[k / 4][row][k % 4 * 16]), descriptor(&sK[k / 4][0][k % 4 * 16]), k > 0);
+  wgmma_commit();
+}
+// Starts O += P V with a tile of V. Scope: warpgroup.
+__device__ void start_output(float (&rO)[kSlabs][32], const unsigned (&rP)[8][4], const bf16 (*sV)[kBlockN][64]) {
+  wgmma_fence();
+#pragma unroll
+  for (int n = 0; n < kSlabs; ++n) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) wgmma_pv(rO[n], rP[j], descriptor(&sV[n][16 * j][0]));
+  }
+  wgmma_commit();
+}
+
+// What a thread keeps of its two rows of the output, 8 apart.
+struct Rows {
+  int i;  // the first query
+  float m[2], l[2], alpha[2];
+};
+
+// Masks a tile, if it is an edge. Raises the maxima of a warp's rows if a weight would exceed 2^kSlack; returns whether
+// O must be multiplied by alpha. As in 13. Scope: warp.
+template <bool kIsEdge>
+__device__ bool raise_maximum(float (&rS)[64], Rows& rows, int j_begin, const Params& p) {
+  int pair = threadIdx.x % 4 * 2;
+  float tile_max[2] = {-infinity(), -infinity()};
+#pragma unroll
+  for (int x = 0; x < 64; ++x) {
+    float& score = rS[x];
+    int r = x / 2 % 2, j = j_begin + x / 4 * 8 + pair + x % 2;
+    if (kIsEdge && (j >= p.seqlen || (p.is_causal && j > rows.i + 8 * r))) score = -infinity();
+    tile_max[r] = fmaxf(tile_max[r], score);
+  }
+  tile_max[0] *= p.scale_log2;
+  tile_max[1] *= p.scale_log2;
+  bool is_risen = tile_max[0] > rows.m[0] + kSlack || tile_max[1] > rows.m[1] + kSlack;
+  if (!__any_sync(0xffffffffu, is_risen)) return false;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float m_new = fmaxf(rows.m[r], row_max(tile_max[r]));
+    rows.alpha[r] = rows.m[r] == -infinity() ? 0.0f : exp2_approx(rows.m[r] - m_new);
+    rows.m[r] = m_new;
+    rows.l[r] *= rows.alpha[r];
+  }
+  return true;
+}
+// P = 2^(S - m), packed: an accumulator of S has the layout of an operand. Scope: thread.
+template <bool kIsEdge>
+__device__ void exponentiate(unsigned (&rP)[8][4], const float (&rS)[64], Rows& rows, const Params& p) {
+#pragma unroll
+  for (int x = 0; x < 32; ++x) {
+    int r = x % 2;
+    float reference = kIsEdge && rows.m[r] == -infinity() ? 0.0f : rows.m[r];  // a row may have seen no key yet
+    float first = exp2_approx(fmaf(rS[2 * x], p.scale_log2, -reference));
+    float second = exp2_approx(fmaf(rS[2 * x + 1], p.scale_log2, -reference));
+    rows.l[r] += first + second;
+    rP[x / 4][x % 4] = pack(first, second);
+  }
+}
+__device__ void rescale(float (&rO)[kSlabs][32], const Rows& rows) {
+#pragma unroll
+  for (int x = 0; x < 32 * kSlabs; ++x) rO[x / 32][x % 32] *= rows.alpha[x / 2 % 2];
+}
+// Normalises O and stores it. Scope: thread.
+__device__ void store_output(const float (&rO)[kSlabs][32], const Rows& rows, size_t head, const Params& p) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float factor = 1.0f / row_sum(rows.l[r]);
+    if (rows.i + 8 * r >= p.seqlen) continue;
+    bf16* gO = p.o + head + static_cast<size_t>(rows.i + 8 * r) * p.head_dim;
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+      int c = 8 * n + threadIdx.x % 4 * 2;
+      const float* values = rO[n / 8] + n % 8 * 4 + 2 * r;
+      unsigned word = pack(values[0] * factor, values[1] * factor);
+      if (c < p.head_dim) *reinterpret_cast<unsigned*>(gO + c) = word;
+    }
+  }
+}
+
+// Copies Q and all key tiles, K ahead of V. Scope: one thread.
+__device__ void produce(const MappedParams& params, Shared& shared, int i_begin, int num_tiles, int head) {
+  barrier_expect(shared.full_q, sizeof(shared.sQ));
+  copy_tile(shared.sQ, params.map_q, shared.full_q, i_begin, head);
+  for (int count = 0; count < num_tiles; ++count) {
+    int stage = count % 2, row = (num_tiles - 1 - count) * kBlockN;
+    // Wait for an empty stage; the first time it is empty already
+    barrier_wait(shared.empty_k[stage], count / 2 % 2 ^ 1);
+    barrier_expect(shared.full_k[stage], sizeof(shared.sK[0]));
+    copy_tile(shared.sK[stage], params.map_k, shared.full_k[stage], row, head);
+    barrier_wait(shared.empty_v[stage], count / 2 % 2 ^ 1);
+    barrier_expect(shared.full_v[stage], sizeof(shared.sV[0]));
+    copy_tile(shared.sV[stage], params.map_v, shared.full_v[stage], row, head);
+  }
+}
+
+// Computes 64 queries. Scope: warpgroup.
+__device__ void consume(const Params& p, Shared& shared, int i_begin, int num_tiles, int head) {
+  int num_full_tiles = (p.is_causal ? min(i_begin + 1, p.seqlen) : p.seqlen) / kBlockN;  // those before have no edge
+  int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  Rows rows = {i_begin + static_cast<int>(threadIdx.x) / 32 * 16 + static_cast<int>(threadIdx.x) % 32 / 4};
+  rows.m[0] = rows.m[1] = -infinity();
+  unsigned rP[8][4];
+  barrier_wait(shared.full_q, 0);
+  float rO[kSlabs][32] = {};
+
+  auto process_tile = [&](int n, auto edge) {
+    constexpr bool kIsEdge = decltype(edge)::kValue;
+    int count = num_tiles - 1 - n, stage = count % 2, parity = count / 2 % 2;
+    // S = Q K^T
+    float rS[64];
+    barrier_wait(shared.full_k[stage], parity);
+    start_scores(rS, shared.sQ, 64 * warpgroup, shared.sK[stage]);
+    wgmma_wait<0>();
+    pin(rS);
+    barrier_arrive(shared.empty_k[stage]);
+    // Softmax
+    if (raise_maximum<kIsEdge>(rS, rows, n * kBlockN, p)) rescale(rO, rows);
+    exponentiate<kIsEdge>(rP, rS, rows, p);
+    // O += P V
+    barrier_wait(shared.full_v[stage], parity);
+    start_output(rO, rP, shared.sV[stage]);
+    wgmma_wait<0>();
+    pin_output(rO);
+    barrier_arrive(shared.empty_v[stage]);
+  };
+  int n = num_tiles - 1;
+  for (; n >= num_full_tiles; --n) process_tile(n, Constant<true>());
+  for (; n >= 0; --n) process_tile(n, Constant<false>());
+  store_output(rO, rows, static_cast<size_t>(head) * p.seqlen * p.head_dim, p);
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
+    warp_specialised_kernel(const __grid_constant__ MappedParams params) {
+  const Params& p = params.p;
+  extern __shared__ __align__(1024) char bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  if (threadIdx.x == 0) {
+    barrier_init(shared.full_q, 1);
+    for (int stage = 0; stage < 2; ++stage) {
+      barrier_init(shared.full_k[stage], 1);
+      barrier_init(shared.full_v[stage], 1);
+      barrier_init(shared.empty_k[stage], 4 * kNumConsumers);
+      barrier_init(shared.empty_v[stage], 4 * kNumConsumers);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
+  }
+  __syncthreads();
+  // Last rows first: under a causal mask they see the most keys
+  int num_m_blocks = (p.seqlen + kBlockM - 1) / kBlockM;
+  int i_begin = (num_m_blocks - 1 - static_cast<int>(blockIdx.x % num_m_blocks)) * kBlockM;
+  int num_keys = p.is_causal ? min(i_begin + kBlockM, p.seqlen) : p.seqlen;
+  int num_tiles = (num_keys + kBlockN - 1) / kBlockN;
+  int head = blockIdx.x / num_m_blocks;
+  if (threadIdx.x / 128 == kNumConsumers) {
+    drop_registers();
+    if (threadIdx.x % 128 == 0) produce(params, shared, i_begin, num_tiles, head);
+  } else {
+    take_registers();
+    consume(p, shared, i_begin, num_tiles, head);
+  }
+}

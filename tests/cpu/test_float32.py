@@ -1,0 +1,77 @@
+"""Which kernels float32 calls on Hopper take."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from flashtile.kernels import families
+from flashtile.kernels.arch import ARCHS
+from flashtile.kernels.spec import CallLayout, Features, PlanKey
+from flashtile.problem import Shape
+
+GRADS = ("dq", "dk", "dv")
+NUM_MULTIPROCESSORS = 132
+
+
+def key_of(
+    shape: Shape, grads: tuple[str, ...] | None = None, is_deterministic: bool = False, rows_disjoint: bool = True
+) -> PlanKey:
+    classes = families.length_classes("forward" if grads is None else "backward")
+    values = tuple((one, one.of(shape, NUM_MULTIPROCESSORS)) for one in classes)
+    dims = shape.head_dim, shape.head_dim_v
+    key = PlanKey("float32", "float32", *dims, Features(), ARCHS[90], grads, classes=values)
+    return dataclasses.replace(key, is_deterministic=is_deterministic, rows_disjoint=rows_disjoint)
+
+
+def one_head(seqlen: int, head_dim: int = 64) -> Shape:
+    return Shape(1, 1, 1, seqlen, seqlen, head_dim, head_dim)
+
+
+@pytest.mark.parametrize("seqlen", [128, 512, 1024, 1536, 2048, 4096, 8192, 16384])
+def test_one_head_needs_no_workspace(seqlen: int) -> None:
+    """What one head takes beyond its output must be little against it: SDPA takes nothing."""
+    key = key_of(one_head(seqlen))
+    family = families.select(key)
+    assert family.name == "fwd_sm90_f32_direct"
+    launch = family.launch(key, CallLayout("bhsd", ()))
+    assert launch.workspaces == ()
+    assert launch.splits is None
+
+
+def test_clusters_are_larger_where_tiles_are_fewer() -> None:
+    family = families.find("fwd_sm90_f32_direct")
+    keys = [key_of(one_head(seqlen)) for seqlen in (1024, 4096, 8192, 16384)]
+    assert [family.select(family.kernels[0], key).cluster for key in keys] == [4, 4, 2, 2]
+
+
+@pytest.mark.parametrize("head_dim", range(4, 65, 4))
+def test_a_cluster_is_a_factor_of_the_grid(head_dim: int) -> None:
+    family = families.find("fwd_sm90_f32_direct")
+    key = key_of(one_head(4096, head_dim))
+    (value, divisor), *_ = family.launch(key, CallLayout("bhsd", ())).steps[0].grid
+    assert value == "head_dim"
+    assert -(-head_dim // divisor) == family.select(family.kernels[0], key).cluster
+
+
+def test_what_a_pre_pass_serves() -> None:
+    """Many tiles; deterministic calls, whose results must not depend on the batch; larger head dims."""
+    names = [families.select(key_of(Shape(4, 16, 16, 4096, 4096, 64, 64))).name]
+    names += [families.select(key_of(one_head(8192), is_deterministic=True)).name]
+    names += [families.select(key_of(one_head(8192, 128))).name]
+    assert names == ["fwd_sm90_f32"] * 3
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 136, 256])
+def test_large_backward_passes_use_tensor_cores(head_dim: int) -> None:
+    key = key_of(Shape(4, 16, 16, 4096, 4096, head_dim, head_dim), GRADS)
+    assert families.select(key).name == "bwd_sm90_f32"
+
+
+def test_rows_that_overlap_are_not_split() -> None:
+    """The parts of a row that is expanded to 2^30 rows would take 384 GiB."""
+    for name, grads in (("fwd_sm90_f32", None), ("bwd_sm90_f32", GRADS)):
+        key = key_of(Shape(4, 16, 16, 4096, 4096, 64, 64), grads, rows_disjoint=False)
+        assert families.find(name).refuse(key) == "rows that overlap in memory"
+        assert families.select(key).name.endswith("_simt")

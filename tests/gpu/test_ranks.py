@@ -1,0 +1,125 @@
+"""Attention over ranks that share the GPU: gloo through pinned memory and NCCL through sockets, by the error rule; what
+its messages run beside; and a fault in the dropout of a part."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import SEED
+
+from flashtile.backends import cuda, executor, native
+from flashtile.check.mutants import broken
+from flashtile.distributed import exactness, ring
+from flashtile.distributed.exactness import WAYS
+from flashtile.distributed.sharding import Shards, take
+from flashtile.problem import row_axis
+from flashtile.testing import Case, assert_agrees, disagreements, run
+
+ALWAYS = ("causal", "dropout, causal")
+DRAWN = 2  # of the other cases in each run: most of the time goes into compiling their kernels
+
+
+def names() -> tuple[str, ...]:
+    others = [name for name in exactness.case_names("cuda") if name not in ALWAYS]
+    if os.environ.get("FLASHTILE_TEST_ALL") == "1":
+        return (*ALWAYS, *others)
+    return (*ALWAYS, *random.Random(SEED).sample(others, DRAWN))
+
+
+class Silence:
+    """A channel that carries nothing: a rank computes with the keys that happen to be in its buffers."""
+
+    stream = None
+
+    def __init__(self, name: str, *_: Any) -> None:
+        self.rank, self.size = map(int, name.split("/"))
+
+    def check_same(self, options: Any) -> None: ...
+
+    def mark(self) -> None: ...
+
+    def staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def post(self, *_: Any, **__: Any) -> Silence:
+        return self
+
+    def wait(self) -> None: ...
+
+
+def ring_passes(name: str, size: int, sharding: str, transport: str) -> Iterator[ring.RingArgs]:
+    """What each rank calls."""
+    args = exactness.case_inputs(name, 0, "cuda").args
+    row, given = row_axis(args.layout), args._asdict()
+    length = args.q.shape[row]
+    for rank in range(size):
+        rows = list(Shards(length, size, sharding).ranges(rank))
+        own = {key: take(given[key], rows, row) for key in ("q", "k", "v")}
+        shared = {key: given[key] for key in ring.RingArgs._fields if key in given and key not in own}
+        place = {"group": f"{rank}/{size}", "sharding": sharding, "seqlen_q": length, "seqlen_k": length}
+        rest = {"cu_seqlens": args.cu_seqlens_q, "merged": 1, "transport": transport, "timeout": 0.0}
+        yield ring.RingArgs(**own, **(shared | rest | place))
+
+
+def compile_kernels() -> None:
+    """What the ranks will need, once and side by side: each rank has one thread."""
+    needs = (True, True, True, False, False)
+    with pytest.MonkeyPatch.context() as patch, native.record_launches() as units:
+        patch.setattr(ring, "Channel", Silence)
+        for name in names():
+            run(exactness.case_inputs(name, 0, "cuda"))  # Ulysses
+            for size in (2, 4):
+                for way in WAYS[:3]:
+                    for args in ring_passes(name, size, way.sharding, way.transport):
+                        out, lse = ring._Forward(args).run()
+                        ring._Backward(args, out, None, out, lse, needs).run()
+    arch = cuda._arch(0)
+    assert arch is not None
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda unit: executor.function(*unit, arch.name), units))
+
+
+def test_ranks_that_share_a_gpu(tmp_path: Path) -> None:
+    """One test, so that one worker compiles the kernels."""
+    compile_kernels()
+    check_results("gloo", 4)
+    if dist.is_nccl_available():
+        check_results("nccl", 2)
+    check_overlap(tmp_path)
+
+
+def check_results(backend: str, size: int) -> None:
+    ways = (*WAYS[:3], WAYS[4])
+    found = exactness.check(size, "cuda", backend, SEED % 1000, names(), ways)
+    assert {one.way for one in found} == {str(way) for way in ways}
+    assert [f"{backend}, {one.case}, {one.way}: {one.complaints}" for one in found if one.complaints] == []
+
+
+def check_overlap(folder: Path) -> None:
+    """Copies from the host, which a step waits for, run beside kernels: all but the first of each pass."""
+    tool = Path(__file__).parents[2] / "tools" / "trace_ranks.py"
+    sizes = ["--ranks", "4", "--rows", "16384", "--heads", "64", "--heads-kv", "1", "--head-dim", "64"]
+    subprocess.run([sys.executable, str(tool), *sizes, "--out", str(folder)], check=True, timeout=120)
+    summary = json.loads((folder / "distributed_trace_gloo.json").read_text())["summary"]
+    assert summary["from host"]["count"] >= 6
+    assert summary["from host"]["hidden_share"] > 0.3
+
+
+def test_a_wrong_origin_of_dropout_is_noticed() -> None:
+    """A rank's rows are a part of the problem: dropout counts from where the part begins."""
+    case = Case(dropout_p=0.2, origin=(1000, 4096, 5, 40), batch=1, seqlen_q=150, seqlen_k=300, backend="cuda")
+    inputs = case.make(SEED % 1000, "cuda")
+    assert_agrees(run(inputs, has_backward=False), inputs)
+    with broken("dropout_origin"):
+        assert disagreements(run(inputs, has_backward=False), inputs)
