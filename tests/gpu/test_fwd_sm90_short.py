@@ -88,8 +88,8 @@ Result = tuple[torch.Tensor, torch.Tensor]  # out, lse
 
 
 def compute(queries: int, keys: int, head_dim: int, option: str) -> tuple[Result, Result]:
-    """By the kernel and in float64: two heads share a KV head; more items than blocks, whose shares begin and end inside
-    a head."""
+    """By the kernel and in float64. Two heads share a KV head. There are more items than blocks, whose shares begin and
+    end inside a head."""
     batch = 400 if queries < 100 else 23
     shapes = ((batch, 12, queries, head_dim), (batch, 6, keys, head_dim), (batch, 6, keys, head_dim))
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
