@@ -75,7 +75,8 @@ class BwdSm80Row(Row):
 
     @property
     def label(self) -> str:
-        return f"{self.block_m} keys x {self.block_n} queries, {self.num_warps} warps"
+        sharing = f", {self.column_warps} of which share keys" if self.column_warps > 1 else ""
+        return f"{self.block_m} keys x {self.block_n} queries, {self.num_warps} warps{sharing}"
 
     @property
     def shared_bytes(self) -> int:
