@@ -682,7 +682,7 @@ def test_simulation(tmp_path: Path) -> None:
     ring = {(p["link"].split()[0], p["num_ranks"], p["seqlen"]): p for p in points if p["strategy"] == "ring"}
     assert ring["NVLink", 8, 8 * 4096]["overlap"] >= 0.9
     assert ring["InfiniBand,", 8, 8 * 16384]["overlap"] >= 0.9
-    assert ring["InfiniBand,", 1024, 1 << 24]["memory_bytes"] < 2e9
+    assert ring["InfiniBand,", 1024, 1 << 24]["memory_bytes"] < 2.5e9
     written = (tmp_path / "distributed_simulation.csv").read_text().splitlines()
     assert len(written) == 1 + len(points)
     assert (tmp_path / "distributed_simulation.png").stat().st_size > 10_000
