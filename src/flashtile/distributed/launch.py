@@ -14,7 +14,7 @@ from torch.multiprocessing import get_context
 from torch.multiprocessing.spawn import start_processes
 
 T = TypeVar("T")
-_TIMEOUT = datetime.timedelta(seconds=60)  # until a rank that waits for another fails
+_TIMEOUT = datetime.timedelta(seconds=180)  # until a rank that waits for another fails
 
 
 def on_ranks(function: Callable[..., T], num_ranks: int, *args: Any, device: str = "cpu", backend: str = "gloo") -> T:
