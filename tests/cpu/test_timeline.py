@@ -113,11 +113,11 @@ def test_one_warp_of_each_warpgroup_is_drawn(tmp_path):
     assert {span.warp for span in shown} == {0, 4, 8}
     assert {span.step for span in shown} == set(range(8, 14))
     path = tmp_path / "timeline_x.json"
-    written = timeline.write([made()], path)
-    assert [one.name for one in written] == ["timeline_x.json", "timeline_x_fwd_sm90.png"]
+    written = timeline.write(made(), path)
+    assert [one.name for one in written] == ["timeline_x.json", "timeline_x.png"]
     assert plots.is_current(written[1])
-    assert timeline.read(path) == [made()]
-    path.write_text(json.dumps([{"kernel": "x"}]))
+    assert timeline.read(path) == made()
+    path.write_text(json.dumps({"kernel": "x"}))
     with pytest.raises(ValueError, match="accepted: what `flashtile profile --timeline` wrote"):
         timeline.read(path)
 
@@ -156,8 +156,8 @@ def test_the_command(tmp_path, monkeypatch):
     assert command._timeline(wanted, tmp_path, ENV, Console(file=text, width=200)) == 0
     assert "no marks" in text.getvalue()
     assert "exponentials, sums and rounding" in text.getvalue()
-    stems = [f"timeline_B4_H16_S64_d{head_dim}_bf16" for head_dim in (64, 128)]
-    expected = {f"{stem}{end}" for stem in stems for end in (".json", "_fwd_sm90.png")}
+    stems = [f"timeline_fwd_sm90_B4_H16_S64_d{head_dim}_bf16" for head_dim in (64, 128)]
+    expected = {f"{stem}{end}" for stem in stems for end in (".json", ".png")}
     assert {path.name for path in tmp_path.iterdir()} == expected
     only_backward = problems.parse(["S=64", "pass=bwd"])
     assert command._timeline(only_backward, tmp_path, ENV, Console(file=text, width=200)) == 1

@@ -196,9 +196,9 @@ def table(timeline: Timeline) -> Table:
 # Files
 
 
-def write(timelines: Sequence[Timeline], path: Path) -> list[Path]:
+def write(timeline: Timeline, path: Path) -> list[Path]:
     """JSON and, with matplotlib, a picture beside it."""
-    text = json.dumps([asdict(one) for one in timelines], separators=(",", ":"))
+    text = json.dumps(asdict(timeline), separators=(",", ":"))
     files.write_whole(path, text + "\n")
     written = [path]
     try:
@@ -208,25 +208,19 @@ def write(timelines: Sequence[Timeline], path: Path) -> list[Path]:
     return written
 
 
-def read(path: Path) -> list[Timeline]:
-    """The timelines of a file that `write` wrote."""
+def read(path: Path) -> Timeline:
+    """The timeline of a file that `write` wrote."""
     try:
-        return [
-            Timeline(
-                one["kernel"],
-                one["problem"],
-                tuple(Span(**span) for span in one["spans"]),
-                Environment(**one["env"]),
-            )
-            for one in json.loads(path.read_text(encoding="utf-8"))
-        ]
+        found = json.loads(path.read_text(encoding="utf-8"))
+        spans = tuple(Span(**span) for span in found["spans"])
+        return Timeline(found["kernel"], found["problem"], spans, Environment(**found["env"]))
     except (KeyError, TypeError) as error:
         raise value_error("file", f"{path.name} ({error})", "what `flashtile profile --timeline` wrote") from error
 
 
 def redraw(path: Path) -> list[Path]:
-    """The pictures of a file, beside it."""
-    return [draw(one, path) for one in read(path)]
+    """The picture of a file, beside it."""
+    return [draw(read(path), path)]
 
 
 def draw(timeline: Timeline, path: Path) -> Path:
@@ -266,7 +260,7 @@ def draw(timeline: Timeline, path: Path) -> Path:
             f"{timeline.kernel}: {timeline.problem}; {timeline.env.device}", x=0.01, ha="left", fontweight="bold",
             fontsize=11,
         )  # fmt: skip
-        return plots.save(figure, path, f"{path.stem}_{timeline.kernel.removesuffix('_kernel')}.png")
+        return plots.save(figure, path, f"{path.stem}.png")
 
 
 def drawn(spans: Sequence[Span]) -> list[Span]:
