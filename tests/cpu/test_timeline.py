@@ -112,6 +112,9 @@ def test_one_warp_of_each_warpgroup_is_drawn(tmp_path):
     shown = timeline.drawn(made().spans)
     assert {span.warp for span in shown} == {0, 4, 8}
     assert {span.step for span in shown} == set(range(8, 14))
+    # Every lane is drawn over the same clocks: warp 4 begins last, warp 8 ends first
+    assert (min(span.start for span in shown), max(span.end for span in shown)) == (8500, 13900)
+    assert {(span.phase, span.end) for span in shown if span.warp == 0 and span.end < 9100} == {("exponentials", 9000)}
     path = tmp_path / "timeline_x.json"
     written = timeline.write(made(), path)
     assert [one.name for one in written] == ["timeline_x.json", "timeline_x.png"]
