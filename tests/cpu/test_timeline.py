@@ -10,6 +10,7 @@ import pytest
 import torch
 from bench_fakes import ENV
 from rich.console import Console
+from test_bench_docs import make_docs
 from test_mutations import machine_code
 
 from flashtile import Unsupported
@@ -164,3 +165,15 @@ def test_the_command(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == expected
     only_backward = problems.parse(["S=64", "pass=bwd"])
     assert command._timeline(only_backward, tmp_path, ENV, Console(file=text, width=200)) == 1
+
+
+def test_the_medians_go_into_the_docs(tmp_path):
+    folder = tmp_path / "results" / "gpu"
+    folder.mkdir(parents=True)
+    timeline.write(made(), folder / "timeline_x.json")
+    marks = "<!-- bench:gpu/{0} -->\n<!-- /bench:gpu/{0} -->\n"
+    (tmp_path / "README.md").write_text(marks.format("timeline_x:timeline") + marks.format("timeline_x.png"))
+    assert make_docs(tmp_path).returncode == 0
+    filled = (tmp_path / "README.md").read_text()
+    assert "| exponentials | 600 | 600 |  | works: exponentials, sums and rounding |" in filled
+    assert "![timeline x](results/gpu/timeline_x.png)" in filled
