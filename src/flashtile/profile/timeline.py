@@ -35,7 +35,7 @@ _PHASE = re.compile(r"^  (\w+), +// (wait|work): (.*)$", re.MULTILINE)
 _MAX_WARPS = 32
 DRAWN_STEPS = 6
 _FIRST_DRAWN = 8  # the pipeline is full by then
-# Okabe and Ito, with a dark green of Tol for black, which a dark page would hide. Waits are grey and hatched, whatever they wait for
+# Okabe and Ito, with a dark green for black, which a dark page would hide. Waits are grey and hatched
 COLOURS = {
     "issue": "#D55E00", "issue_scores": "#E69F00", "maximum": "#56B4E9", "exponentials": "#0072B2",
     "gradient": "#009E73", "store": "#CC79A7", "add_dq": "#F0E442", "copy_k": "#767676", "copy_v": "#117733",
