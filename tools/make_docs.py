@@ -3,7 +3,7 @@
 Everything between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` is filled in. NAME is one of
 - <folder>/<csv stem>:<table>, such as nvidia-h200/sdpa_Lsweep_B1_H1_d64_fp32:latency. Tables: latency, throughput,
   bandwidth, memory, accuracy, ratios, overhead; of the ladder: ladder, ladder-causal, counters, counters-causal,
-  one-head, hbm; of the tile study: tiles; of a profile: profile;
+  one-head, hbm; of the tile study: tiles; of a profile: profile; of a timeline: timeline;
 - <folder>/<figure>.png;
 - rung/<name>: the notes at the head of that kernel of the ladder;
 - <folder>/check.json, mutations.json or sanitize.json: the record of a check;
@@ -91,6 +91,9 @@ def part(name: str, page: Path, results: Path) -> str:
         kernel_rows = read(path, KernelRow)
         found = profile_tables.tables(kernel_rows)
         return "\n\n".join((*(f"{one.title}:\n\n{one.markdown()}" for one in found), origin(kernel_rows[0].env)))
+    if kind == "timeline":
+        marks = timeline.read(path.with_suffix(".json"))
+        return titled(timeline.table(marks), marks.env)
     if kind == "tiles":
         tile_rows = read(path, TileRow)
         return titled(tile_tables.study_table(tile_rows), tile_rows[0].env)
