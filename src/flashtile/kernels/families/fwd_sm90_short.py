@@ -18,7 +18,7 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp
 _ROWS = 64  # queries of an item
 _SINGLE_KEYS = 208  # of one tile at most
 _KEYS = KeySteps(_SINGLE_KEYS, 1024)
-_MANY = _KEYS.values[1]
+_MANY = _KEYS.values[-1]
 
 
 class Tile(NamedTuple):
