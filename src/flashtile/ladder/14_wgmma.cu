@@ -9,7 +9,7 @@
 // 512
 //            clocks each for 64 queries and 128 keys at d 64, unless another warpgroup fills in. 1.2 times as fast
 //            as 13.
-// Measured:  not measured yet
+// Measured:  on no GPU yet; the figures above are predictions.
 //
 // Threads: warpgroup g has rows 64 g .. 64 g + 63, warp w of it rows 16 w on; lanes as in 08.
 // Shared memory: sQ [slab][kBlockM][64], sK, sV [stage][slab][kBlockN][64], slabs of 64 columns, swizzled.

@@ -33,6 +33,7 @@ class Tile(NamedTuple):
     column_warps: int = 1  # that share keys
     max_options: int = 99  # that change scores or probabilities, that it holds without a spill
     takes_padded: bool = True  # head dims that are not the padded ones
+    only_arch: int | None = None  # on which it does not spill; None: on all
 
 
 # By padded head_dim and head_dim_v; the first that fits the GPU and takes a call is chosen: docs/sm80.md.
@@ -40,6 +41,7 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
     (64, 64): (Tile(128, 64, 8, 1), Tile(64, 32, 4, 1)),
     (96, 96): (Tile(128, 64, 8, 1), Tile(64, 32, 4, 1)),
     (128, 128): (
+        Tile(128, 64, 8, 1, column_warps=2, max_options=0, only_arch=90),
         Tile(128, 64, 8, 1, max_options=0, takes_padded=False),
         Tile(128, 32, 8, 1),
         Tile(64, 32, 4, 1),
@@ -73,7 +75,8 @@ class BwdSm80Row(Row):
 
     @property
     def label(self) -> str:
-        return f"{self.block_m} keys x {self.block_n} queries, {self.num_warps} warps"
+        sharing = f", {self.column_warps} of which share keys" if self.column_warps > 1 else ""
+        return f"{self.block_m} keys x {self.block_n} queries, {self.num_warps} warps{sharing}"
 
     @property
     def shared_bytes(self) -> int:
@@ -110,7 +113,8 @@ class BwdSm80(MmaFamily[BwdSm80Row]):
         assert dims is not None  # else refused
         is_exact = (key.head_dim, key.head_dim_v) == dims
         for tile in _TILES[dims]:
-            if key.features.num_score_options <= tile.max_options and (is_exact or tile.takes_padded):
+            takes = key.features.num_score_options <= tile.max_options and (is_exact or tile.takes_padded)
+            if takes and tile.only_arch in (None, key.arch.number):
                 yield _row(tile, key.dtype, dims, is_exact)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
