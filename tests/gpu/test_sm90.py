@@ -12,7 +12,7 @@ from conftest import check, drawn, precompile
 
 import flashtile
 from flashtile.backends import executor, native
-from flashtile.kernels import assemble, families
+from flashtile.kernels import assemble
 from flashtile.kernels.plan import Step
 from flashtile.runtime import cache, driver, nvrtc, toolchain
 from flashtile.testing import Case
@@ -261,16 +261,6 @@ def jitter(monkeypatch: pytest.MonkeyPatch) -> dict[str, driver.Function]:
     return functions
 
 
-@pytest.fixture
-def forced() -> Iterator[None]:
-    """Short calls would take another family."""
-    assemble.clear_plans()
-    with families.forced("fwd_sm90"):
-        yield
-    assemble.clear_plans()
-
-
-@pytest.mark.usefixtures("forced")
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_jitter_changes_nothing(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses of random length before every barrier, copy and product: the same bits over 200 runs, dense and packed."""
