@@ -278,7 +278,23 @@ def test_a_toy_family_compiles_and_python_and_c_plus_plus_agree(toy: FwdToy) -> 
 
 FULL, CHUNK, DECODE = (2, 16, 16, 4096, 4096), (4, 32, 8, 2048, 10240), (8, 32, 8, 1, 4096)
 PAGED = Features(is_paged=True, has_lengths=True)
+VIT, SWIN, GROUPED = (256, 12, 12, 197, 197), (4096, 6, 6, 49, 49), (256, 32, 8, 4, 197)
+S512, S1024 = (32, 32, 32, 512, 512), (16, 32, 32, 1024, 1024)
 TAKEN = [
+    ("forward", 64, VIT, Features(), "fwd_sm90_short", "fwd_sm80"),
+    ("forward", 64, VIT, Features(has_band=True), "fwd_sm90", "fwd_sm80"),
+    ("forward", 64, VIT, Features(bias_dtype="float32"), "fwd_sm90", "fwd_sm80"),
+    ("forward", 64, (1, 32, 32, 700, 200), Features(), "fwd_sm90", "fwd_sm80"),  # few items
+    ("forward", 64, GROUPED, Features(), "fwd_sm90", "fwd_sm80"),  # heads share a tile
+    ("forward", 32, SWIN, Features(bias_dtype="bfloat16"), "fwd_sm90_short", "fwd_sm80"),
+    ("forward", 64, S1024, Features(), "fwd_sm90_short", "fwd_sm80"),
+    ("forward", 64, S1024, Features(has_band=True), "fwd_sm90_short", "fwd_sm80"),
+    ("forward", 64, FULL, Features(has_band=True), "fwd_sm90", "fwd_sm80"),
+    ("forward", 32, S512, Features(), "fwd_sm90", "fwd_sm80"),
+    ("forward", 96, S512, Features(has_band=True), "fwd_sm90", "fwd_sm80"),
+    ("forward", 128, S512, Features(has_band=True), "fwd_sm90_short", "fwd_sm80"),
+    ("forward", 128, S512, Features(), "fwd_sm90", "fwd_sm80"),
+    ("forward", 128, S1024, Features(has_band=True), "fwd_sm90", "fwd_sm80"),
     ("forward", 128, FULL, Features(), "fwd_sm90", "fwd_sm80"),
     ("forward", 128, FULL, Features(has_bool_mask=True), "fwd_sm90", "fwd_sm80"),
     ("forward", 64, FULL, Features(has_dropout=True), "fwd_sm90", "fwd_sm80"),
