@@ -1,8 +1,7 @@
 // 09 ldmatrix: one instruction loads four operands, transposed where need be.
 //
 // Changed:   ldmatrix reads four 8 x 8 matrices, each lane giving the address of one row of 16 bytes, and deals them
-// out
-//            as fragments: two B operands of K, or with .trans two of V, which need no packing.
+//            out as fragments: two B operands of K, or with .trans two of V, which need no packing.
 // Why:       in 08 a B operand of K took two loads, one of V four loads of two bytes and two packs.
 // Predicted: shared load instructions from 3 for each product to a quarter. Rows of 128 bytes start on one bank, so
 //            that the 8 rows of a matrix take 8 cycles, 32 for an ldmatrix where 4 would do: 64 ldmatrix, 2048 cycles

@@ -1,11 +1,10 @@
 // 11 async stages: tiles are copied by cp.async while the tile before is computed.
 //
-// Changed:   K and V have two stages each, filled by cp.async, as in 05. One barrier for each tile: behind it the tile
-// has
-//            arrived, and the stage of the tile before is free.
+// Changed:   K and V have two stages each, filled by cp.async, as in 05. One barrier for each tile: behind it the
+//            tile has arrived, and the stage of the tile before is free.
 // Why:       in 10 all warps of a block wait for a tile on its way from L2 through registers.
-// Predicted: waits for global memory near 0. In 05 this brought 3 %, since FMA took 20 times as long as the copy; here
-//            the products of a tile take about as long as a trip to L2: 1.3 times as fast. 32 KiB at d 64.
+// Predicted: waits for global memory near 0. In 05 this brought 3 %, since FMA took 20 times as long as the copy;
+//            here the products of a tile take about as long as a trip to L2: 1.3 times as fast. 32 KiB at d 64.
 // Measured:  on no GPU yet; the figures above are predictions.
 //
 // Threads: as in 08. Shared memory: sK, sV [stage][kBlockN][kHeadDim], swizzled.
