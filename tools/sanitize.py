@@ -144,8 +144,8 @@ def row_jobs(family: Family[Any], dtype: str, dims: tuple[int, int], arch: Arch)
                 yield Job(trial(dtype, *dims, tile, False, causal="bottom_right", **options), family.name, grads, index)
     if family.op == "forward":  # few queries, whose heads may share a tile
         yield Job(trial(dtype, *dims, 128, False, seqlen_q=3), family.name)
-        # Few keys, which may share a tile
-        yield Job(trial(dtype, *dims, 64, False, seqlen_k=203), family.name)
+        # Few keys, which one tile may hold
+        yield Job(trial(dtype, *dims, 64, False, seqlen_q=FEW_QUERIES.get(family.name, 67), seqlen_k=203), family.name)
 
 
 def key_of(dtype: str, dims: tuple[int, int], arch: Arch, grads: tuple[str, ...]) -> PlanKey:

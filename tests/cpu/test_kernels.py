@@ -135,6 +135,24 @@ def test_hopper_code_has_warpgroup_products_and_no_local_memory(row, tmp_path):
     assert not found & LOCAL_MEMORY
 
 
+SHORT = families.find("fwd_sm90_short")
+SHORT_ROWS = [row for index, dtype in enumerate(SHORT.dtypes) for row in list(SHORT.every_row(dtype))[2 + index :: 5]]
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("row", SHORT_ROWS, ids=lambda row: f"{row.dtype}-{row.head_dim}-{row.label}")
+def test_short_code_has_warpgroup_products_and_no_local_memory(row, tmp_path):
+    """With a bias where one tile holds all keys, else with a band."""
+    features = Features(has_band=not row.is_single, bias_dtype=row.dtype if row.is_single else None)
+    key = PlanKey(row.dtype, row.out_dtype, row.head_dim, row.head_dim_v, features, MAIN_ARCH)
+    *_, step = SHORT.launch_row(row, key, CallLayout("bhsd", ())).steps
+    compiled = cache.compile_cached(step.unit, MAIN_ARCH.name, [step.entry])
+    found = opcodes(compiled.cubin, tmp_path)
+    assert {"HGMMA", "UTMALDG", "SYNCS"} <= found
+    assert not found & LOCAL_MEMORY
+    assert compiled.warnings == []
+
+
 DECODE = families.find("decode_sm90")
 DECODE_ROWS = [row for index, dtype in enumerate(DECODE.dtypes) for row in list(DECODE.every_row(dtype))[index::2]]
 

@@ -12,6 +12,7 @@ from test_sm90 import FEATURES, assert_accurate, jitter
 
 import flashtile
 from flashtile.backends import native
+from flashtile.check import mutants
 from flashtile.kernels import families
 from flashtile.kernels.assemble import clear_plans
 from flashtile.testing import Case
@@ -83,8 +84,39 @@ def test_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_accurate(bias_problems(), "fwd_sm90_short_kernel", monkeypatch)
 
 
+Result = tuple[torch.Tensor, torch.Tensor]  # out, lse
+
+
+def compute(queries: int, keys: int, head_dim: int, option: str) -> tuple[Result, Result]:
+    """By the kernel and in float64. Two heads share a KV head. There are more items than blocks, whose shares begin and
+    end inside a head."""
+    batch = 400 if queries < 100 else 23
+    shapes = ((batch, 12, queries, head_dim), (batch, 6, keys, head_dim), (batch, 6, keys, head_dim))
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    scores = q.double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2) * head_dim**-0.5
+    bias = None
+    if option == "bias":
+        bias = torch.randn(1, 12, queries, keys, device="cuda", dtype=torch.bfloat16)
+        bias[:, 3, :, ::3] = bias[:, 4, 5] = float("-inf")
+        scores += bias.double()
+    if option == "causal":
+        hidden = torch.ones(queries, keys, dtype=torch.bool, device="cuda").triu(keys - queries + 1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    found = flashtile.attention(q, k, v, bias=bias, causal=option == "causal", return_lse=True, backend="cuda")
+    expected = scores.softmax(-1).nan_to_num() @ v.double().repeat_interleave(2, 1)
+    return found, (expected, scores.logsumexp(-1))
+
+
+def is_close(found: Result, expected: Result) -> bool:
+    out, lse = (
+        torch.isclose(found[0].double(), expected[0], rtol=2e-2, atol=1e-2),
+        torch.isclose(found[1].double(), expected[1], rtol=1e-5, atol=1e-4),
+    )
+    return bool(out.all()) and bool(lse.all())
+
+
 @pytest.mark.parametrize(
-    ("queries", "keys", "head_dim", "options"),
+    ("queries", "keys", "head_dim", "option"),
     [
         (49, 49, 32, ""),
         (64, 64, 32, "bias"),
@@ -98,24 +130,24 @@ def test_bias(monkeypatch: pytest.MonkeyPatch) -> None:
         (300, 500, 128, "causal"),
     ],
 )
-def test_many_items(queries: int, keys: int, head_dim: int, options: str) -> None:
-    """More items than blocks, whose shares begin and end inside a head: against float64."""
-    batch = 400 if queries < 100 else 23
-    shapes = ((batch, 12, queries, head_dim), (batch, 6, keys, head_dim), (batch, 6, keys, head_dim))
-    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
-    scores = q.double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2) * head_dim**-0.5
-    bias = None
-    if options == "bias":
-        bias = torch.randn(1, 12, queries, keys, device="cuda", dtype=torch.bfloat16)
-        bias[:, 3, :, ::3] = bias[:, 4, 5] = float("-inf")
-        scores += bias.double()
-    if options == "causal":
-        hidden = torch.ones(queries, keys, dtype=torch.bool, device="cuda").triu(keys - queries + 1)
-        scores = scores.masked_fill(hidden, float("-inf"))
-    out, lse = flashtile.attention(q, k, v, bias=bias, causal=options == "causal", return_lse=True, backend="cuda")
-    expected = scores.softmax(-1).nan_to_num() @ v.double().repeat_interleave(2, 1)
-    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=1e-2)
+def test_many_items(queries: int, keys: int, head_dim: int, option: str) -> None:
+    assert is_close(*compute(queries, keys, head_dim, option))
+
+
+@pytest.mark.parametrize(
+    ("name", "queries", "keys", "head_dim", "option"),
+    [
+        ("fwd_sm90_short_rescale", 300, 400, 64, ""),
+        ("fwd_sm90_short_tail", 197, 197, 64, ""),
+        ("fwd_sm90_short_mask_offset", 300, 300, 64, "causal"),
+        ("fwd_sm90_short_gqa_head", 49, 49, 32, ""),
+        ("fwd_sm90_short_item", 130, 100, 64, ""),
+        ("fwd_sm90_short_bias_row", 64, 64, 32, "bias"),
+    ],
+)
+def test_faults_are_seen(name: str, queries: int, keys: int, head_dim: int, option: str) -> None:
+    with mutants.broken(name):
+        assert not is_close(*compute(queries, keys, head_dim, option))
 
 
 @pytest.mark.parametrize(("keys", "head_dim"), [(60, 32), (200, 64), (400, 64)])

@@ -267,7 +267,7 @@ def sent_keys(group: Any, inputs: Inputs, way: Way) -> int:
     with torch.no_grad():
         own = shards_of(args, {"group": group, "sharding": way.sharding})
         attend(own, group, way, seqlen=args.q.shape[row], seqlen_k=k.shape[row])
-    sent = torch.tensor([float(bytes_sent.get(group.group_name, 0) - before)], device=k.device)
+    sent = torch.tensor([bytes_sent.get(group.group_name, 0) - before], dtype=torch.float64, device=k.device)
     return int(_summed(sent, group).item()) // per_key
 
 

@@ -145,10 +145,10 @@ def measure(group: Any, rows: int, shares: Sequence[float], rounds: int) -> list
     steps = ring_steps(one, num_ranks, rank)
     inputs, few = ([torch.randn(1, heads, count, dim) for _ in range(3)] for count in (rows, 8))
     alone = [_time_local(group, inputs) for _ in range(8)][1:]
-    # What a step takes beside its call: that of a ring of few rows
+    # What a step takes beside its call: the least that a ring of few rows took
     short_rings, short_calls = _rings(group, few, 12)[2:], [_time_local(group, few) for _ in range(12)][2:]
     call_s = {
-        op: max(0.0, median(one[op] for one in short_rings) / num_ranks - median(one[op] for one in short_calls))
+        op: max(0.0, min(one[op] for one in short_rings) / num_ranks - min(one[op] for one in short_calls))
         for op in PASSES
     }
     message_bytes = rows * one.key_bytes

@@ -49,7 +49,7 @@ struct FwdSm90Short {
   using Queries = Ring<Config::kNumQueryStages>;
   using Keys = Ring<Config::kNumStages>;
   static constexpr bool kHasBias = !kIsSame<BiasElement, NoBias>;  // scores are then natural
-  static constexpr bool kMayBeEmpty = Mask::kHasBand || kHasBias;  // a row may see no key
+  static constexpr bool kMayBeEmpty = Mask::kHasBand;              // a row may see no key of its first tiles
   using Softmax = OnlineSoftmax<false, kHasBias>;
   static constexpr i32 kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
@@ -251,10 +251,10 @@ struct FwdSm90Short {
       } else if (Config::kIsOneTile || n < unmasked_begin || n >= unmasked_end) {
         hide(walk, i_begin, n, rS);
       }
-      softmax.template raise_maximum<true, kMayBeEmpty>(factor, rS);
-      softmax.template exponentiate<true, kMayBeEmpty>(factor, part<0, kFirstPart / 2>(rS));
+      softmax.template raise_maximum<true, true>(factor, rS);
+      softmax.template exponentiate<true, true>(factor, part<0, kFirstPart / 2>(rS));
       if constexpr (kHasParts) {
-        softmax.template exponentiate<false, kMayBeEmpty>(factor, part<kFirstPart / 2, kRest / 2>(rS));
+        softmax.template exponentiate<false, true>(factor, part<kFirstPart / 2, kRest / 2>(rS));
       }
       pack(rS, rP);
     }
