@@ -105,6 +105,7 @@ enum class Mutation {
   bwd_sm80_group,        // only one query head of a group
   bwd_sm80_dq_tile,      // dQ of the second query tile is not added
   bwd_sm80_softcap,      // the derivative of the softcap is ignored
+  bwd_sm80_columns,      // warps that share keys all read the first columns of Q
   // Found by `flashtile check`, in the mma.sync backward for wide heads
   bwd_sm80_wide_dq_mask,     // causal and window masks of dQ are one key too far right
   bwd_sm80_wide_gqa_head,    // dQ of query head h uses KV head h % heads_kv instead of h / group

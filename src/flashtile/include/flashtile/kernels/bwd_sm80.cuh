@@ -362,6 +362,7 @@ struct BwdSm80 {
               TileV::step_address(dout + TileV::template lane_offset<true>(), 0, column_warp(warp) * (kColumnsV / 16));
           u32 q_columns =
               TileQK::step_address(q + TileQK::template lane_offset<true>(), 0, column_warp(warp) * (kColumnsK / 16));
+          if constexpr (mutates(Mutation::bwd_sm80_columns)) q_columns = q + TileQK::template lane_offset<true>();
           mark(Phase::issue, count);
           multiply_ab<Config::kHeadDimV>(rdV, p_rows, dout_columns);
           multiply_ab<Config::kHeadDim>(rdK, ds_rows, q_columns);
