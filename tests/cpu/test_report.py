@@ -129,12 +129,12 @@ def test_broken_files_are_listed_with_their_reason(tmp_path):
 
 def test_a_timeline_is_drawn(tmp_path):
     write(tmp_path / "cpu-x", rows([provider("one")], 32, 64))
-    timeline.write([made()], tmp_path / "cpu-x" / "timeline_x.json")
-    (tmp_path / "cpu-x" / "timeline_broken.json").write_text("[{}]")
+    timeline.write(made(), tmp_path / "cpu-x" / "timeline_x.json")
+    (tmp_path / "cpu-x" / "timeline_broken.json").write_text("{}")
     text = page.build(collect.collect(tmp_path))
     Outline(text)
     assert "Timelines of a block" in text
-    assert text.count("<rect x=") == 3 * 2 * 6 + 6
+    assert text.count("<rect x=") == len(timeline.drawn(made().spans))
     assert "waits: until it is this warpgroup" in text
     assert "timeline_broken.json" in text
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from bench_fakes import ENV
 from rich.console import Console
+from test_bench_docs import make_docs
 from test_mutations import machine_code
 
 from flashtile import Unsupported
@@ -112,12 +113,15 @@ def test_one_warp_of_each_warpgroup_is_drawn(tmp_path):
     shown = timeline.drawn(made().spans)
     assert {span.warp for span in shown} == {0, 4, 8}
     assert {span.step for span in shown} == set(range(8, 14))
+    # Every lane is drawn over the same clocks: warp 4 begins last, warp 8 ends first
+    assert (min(span.start for span in shown), max(span.end for span in shown)) == (8500, 13900)
+    assert {(span.phase, span.end) for span in shown if span.warp == 0 and span.end < 9100} == {("exponentials", 9000)}
     path = tmp_path / "timeline_x.json"
-    written = timeline.write([made()], path)
-    assert [one.name for one in written] == ["timeline_x.json", "timeline_x_fwd_sm90.png"]
+    written = timeline.write(made(), path)
+    assert [one.name for one in written] == ["timeline_x.json", "timeline_x.png"]
     assert plots.is_current(written[1])
-    assert timeline.read(path) == [made()]
-    path.write_text(json.dumps([{"kernel": "x"}]))
+    assert timeline.read(path) == made()
+    path.write_text(json.dumps({"kernel": "x"}))
     with pytest.raises(ValueError, match="accepted: what `flashtile profile --timeline` wrote"):
         timeline.read(path)
 
@@ -156,8 +160,20 @@ def test_the_command(tmp_path, monkeypatch):
     assert command._timeline(wanted, tmp_path, ENV, Console(file=text, width=200)) == 0
     assert "no marks" in text.getvalue()
     assert "exponentials, sums and rounding" in text.getvalue()
-    stems = [f"timeline_B4_H16_S64_d{head_dim}_bf16" for head_dim in (64, 128)]
-    expected = {f"{stem}{end}" for stem in stems for end in (".json", "_fwd_sm90.png")}
+    stems = [f"timeline_fwd_sm90_B4_H16_S64_d{head_dim}_bf16" for head_dim in (64, 128)]
+    expected = {f"{stem}{end}" for stem in stems for end in (".json", ".png")}
     assert {path.name for path in tmp_path.iterdir()} == expected
     only_backward = problems.parse(["S=64", "pass=bwd"])
     assert command._timeline(only_backward, tmp_path, ENV, Console(file=text, width=200)) == 1
+
+
+def test_the_medians_go_into_the_docs(tmp_path):
+    folder = tmp_path / "results" / "gpu"
+    folder.mkdir(parents=True)
+    timeline.write(made(), folder / "timeline_x.json")
+    marks = "<!-- bench:gpu/{0} -->\n<!-- /bench:gpu/{0} -->\n"
+    (tmp_path / "README.md").write_text(marks.format("timeline_x:timeline") + marks.format("timeline_x.png"))
+    assert make_docs(tmp_path).returncode == 0
+    filled = (tmp_path / "README.md").read_text()
+    assert "| exponentials | 600 | 600 |  | works: exponentials, sums and rounding |" in filled
+    assert "![timeline x](results/gpu/timeline_x.png)" in filled

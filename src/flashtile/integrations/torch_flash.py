@@ -96,9 +96,9 @@ def _lengths(cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max
 
 
 def _state(args: AttentionArgs) -> Tensor:
-    """torch carries the state of the random numbers as two uint64."""
+    """torch carries the state of the random numbers as two uint64. Without dropout nobody reads it."""
     if args.rng_state is None:
-        return torch.zeros(2, dtype=torch.uint64, device=args.q.device)
+        return torch.empty(2, dtype=torch.uint64, device=args.q.device)
     return args.rng_state.view(torch.uint64)
 
 
@@ -130,7 +130,7 @@ def flash_attention_forward(
         **_lengths(cum_seq_q, cum_seq_k, max_q, max_k, seqused_k=seqused_k, block_table=block_table),
     )
     out, lse = ops.forward(*args)
-    unused = torch.zeros((), dtype=torch.uint64, device=query.device)
+    unused = torch.empty((), dtype=torch.uint64, device=query.device)
     return out, lse, _state(args), unused, query.new_empty(0)
 
 
@@ -185,7 +185,7 @@ def sdpa_forward(
     """aten::_scaled_dot_product_flash_attention: (batch, heads, rows, dim)."""
     args = _args(query, key, value, is_causal, dropout_p, scale, "bhsd")
     out, lse = ops.forward(*args)
-    unused = torch.zeros((), dtype=torch.uint64, device=query.device)
+    unused = torch.empty((), dtype=torch.uint64, device=query.device)
     return out, lse, None, None, query.shape[2], key.shape[2], _state(args), unused, query.new_empty(0)
 
 

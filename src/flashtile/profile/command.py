@@ -160,7 +160,7 @@ def _facts(wanted: Problems, arch: Arch, env: Environment, console: Console, as_
 
 
 def _timeline(wanted: Problems, folder: Path, env: Environment, console: Console) -> int:
-    """Records the clocks of one block of our kernels. Every problem and pass has a file."""
+    """Records the clocks of one block of our kernels. Every kernel of a problem has a file."""
     written: list[Path] = []
     for point in wanted.points:
         try:
@@ -170,7 +170,8 @@ def _timeline(wanted: Problems, folder: Path, env: Environment, console: Console
             continue
         for one in found:
             show(console, timeline.table(one))
-        written += timeline.write(found, folder / f"{problems.stem(point).replace('profile', 'timeline', 1)}.json")
+            words = problems.stem(point).removeprefix("profile_")
+            written += timeline.write(one, folder / f"timeline_{one.kernel.removesuffix('_kernel')}_{words}.json")
     if not written:
         return 1
     say_files(console, written)

@@ -10,7 +10,7 @@ import re
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,10 @@ _PHASE = re.compile(r"^  (\w+), +// (wait|work): (.*)$", re.MULTILINE)
 _MAX_WARPS = 32
 DRAWN_STEPS = 6
 _FIRST_DRAWN = 8  # the pipeline is full by then
-# Okabe and Ito. Waits are grey and hatched, whatever they wait for
+# Okabe and Ito, with a dark green for black, which a dark page would hide. Waits are grey and hatched
 COLOURS = {
     "issue": "#D55E00", "issue_scores": "#E69F00", "maximum": "#56B4E9", "exponentials": "#0072B2",
-    "gradient": "#009E73", "store": "#CC79A7", "add_dq": "#F0E442", "copy_k": "#767676", "copy_v": "#000000",
+    "gradient": "#009E73", "store": "#CC79A7", "add_dq": "#F0E442", "copy_k": "#767676", "copy_v": "#117733",
     "end": "#ffffff",
 }  # fmt: skip
 WAIT_COLOUR = "#c9c9c9"
@@ -196,9 +196,10 @@ def table(timeline: Timeline) -> Table:
 # Files
 
 
-def write(timelines: Sequence[Timeline], path: Path) -> list[Path]:
+def write(timeline: Timeline, path: Path) -> list[Path]:
     """JSON and, with matplotlib, a picture beside it."""
-    text = json.dumps([asdict(one) for one in timelines], separators=(",", ":"))
+    found = asdict(timeline) | {"spans": [astuple(span) for span in timeline.spans]}
+    text = json.dumps(found, separators=(",", ":"))
     files.write_whole(path, text + "\n")
     written = [path]
     try:
@@ -208,25 +209,19 @@ def write(timelines: Sequence[Timeline], path: Path) -> list[Path]:
     return written
 
 
-def read(path: Path) -> list[Timeline]:
-    """The timelines of a file that `write` wrote."""
+def read(path: Path) -> Timeline:
+    """The timeline of a file that `write` wrote."""
     try:
-        return [
-            Timeline(
-                one["kernel"],
-                one["problem"],
-                tuple(Span(**span) for span in one["spans"]),
-                Environment(**one["env"]),
-            )
-            for one in json.loads(path.read_text(encoding="utf-8"))
-        ]
+        found = json.loads(path.read_text(encoding="utf-8"))
+        spans = tuple(Span(*span) for span in found["spans"])
+        return Timeline(found["kernel"], found["problem"], spans, Environment(**found["env"]))
     except (KeyError, TypeError) as error:
         raise value_error("file", f"{path.name} ({error})", "what `flashtile profile --timeline` wrote") from error
 
 
 def redraw(path: Path) -> list[Path]:
-    """The pictures of a file, beside it."""
-    return [draw(one, path) for one in read(path)]
+    """The picture of a file, beside it."""
+    return [draw(read(path), path)]
 
 
 def draw(timeline: Timeline, path: Path) -> Path:
@@ -241,7 +236,7 @@ def draw(timeline: Timeline, path: Path) -> Path:
     warps = sorted({span.warp for span in shown})
     start, end = min(span.start for span in shown), max(span.end for span in shown)
     with matplotlib.rc_context(plots.look()):
-        figure = Figure(figsize=(13.0, 0.42 * len(warps) + 1.9), layout="constrained")
+        figure = Figure(figsize=(13.0, 0.42 * len(warps) + 2.1), layout="constrained")
         axes = figure.add_subplot()
         for lane, warp in enumerate(warps):
             for span in (span for span in shown if span.warp == warp and span.phase != "end"):
@@ -261,19 +256,28 @@ def draw(timeline: Timeline, path: Path) -> Path:
             Patch(facecolor=COLOURS[name], label=phases[name].what) for name in used if not phases[name].is_wait
         ]
         handles.append(Patch(facecolor=WAIT_COLOUR, hatch="////", label="waits"))
-        axes.legend(handles=handles, ncols=3, fontsize=8.5, loc="upper center", bbox_to_anchor=(0.5, -0.18))
+        figure.legend(handles=handles, ncols=3, fontsize=8.5, loc="outside lower center")
         figure.suptitle(
             f"{timeline.kernel}: {timeline.problem}; {timeline.env.device}", x=0.01, ha="left", fontweight="bold",
             fontsize=11,
         )  # fmt: skip
-        return plots.save(figure, path, f"{path.stem}_{timeline.kernel.removesuffix('_kernel')}.png")
+        return plots.save(figure, path, f"{path.stem}.png")
 
 
 def drawn(spans: Sequence[Span]) -> list[Span]:
-    """The spans of a few steps, once the pipeline is full: one warp for each warpgroup."""
+    """What one warp of each warpgroup does in a few steps, once the pipeline is full: from the latest of their first
+    marks to the earliest of their last ones."""
     last = max(span.step for span in spans)
     first = min(_FIRST_DRAWN, max(0, last - DRAWN_STEPS))
-    chosen = [span for span in spans if first <= span.step < first + DRAWN_STEPS]
-    leaders = {group: min(span.warp for span in chosen if span.warp // 4 == group) for group in
-               {span.warp // 4 for span in chosen}}  # fmt: skip
-    return [span for span in chosen if span.warp in leaders.values()]
+    leaders = {group: min(span.warp for span in spans if span.warp // 4 == group) for group in
+               {span.warp // 4 for span in spans}}  # fmt: skip
+    lanes = [[span for span in spans if span.warp == warp] for warp in sorted(leaders.values())]
+    shown = [[span for span in lane if first <= span.step < first + DRAWN_STEPS] for lane in lanes]
+    start = max(min(span.start for span in lane) for lane in shown if lane)
+    end = min(max(span.end for span in lane) for lane in shown if lane)
+    return [
+        replace(span, start=max(span.start, start), end=min(span.end, end))
+        for lane in lanes
+        for span in lane
+        if span.end > start and span.start < end
+    ]

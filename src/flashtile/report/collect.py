@@ -93,7 +93,7 @@ def _device(folder: Path) -> DeviceResults:
             found.skipped.append((path.name, "no rows"))
     for path in sorted(folder.glob("timeline_*.json")):
         try:
-            found.timelines += timeline.read(path)
+            found.timelines.append(timeline.read(path))
         except (OSError, ValueError) as error:
             found.skipped.append((path.name, str(error)))
     for name in RECORDS:

@@ -26,9 +26,9 @@ enum class Phase : i32 {
   gradient,      // work: derivative of the softmax
   store,         // work: results are stored
   wait_k_stage,  // wait: until a stage of K, or of Q and dO in a backward pass, is free
-  copy_k,        // work: its copy is issued
+  copy_k,        // work: a copy of K, or of Q and dO, is issued
   wait_v_stage,  // wait: until a stage of V is free
-  copy_v,        // work: its copy is issued
+  copy_v,        // work: a copy of V is issued
   end,           // work: nothing more in this step
   count,
 };
