@@ -85,6 +85,6 @@ def unplug() -> None:
 
 
 def clear() -> None:
-    executor.function.cache_clear()
+    executor._load.cache_clear()
     driver._driver.cache_clear()
     assemble.clear_plans()

@@ -6,6 +6,9 @@ import ctypes
 import math
 import random
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -350,3 +353,22 @@ def test_a_mask_is_packed_once_where_it_is_broadcast(
     bits = 16 * num_planes * num_rows * 6
     assert found.offsets["mask_tiles"] == -(-bits // 256) * 256
     assert executor.num_blocks(plan.steps[0], values) == num_planes * -(-num_rows // 64)  # type: ignore[arg-type]
+
+
+def test_threads_share_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two objects of one kernel, one would have no address on the device."""
+    compiled = SimpleNamespace(cubin=b"", symbols={"entry": "symbol"})
+
+    def compile_slowly(*_: object) -> SimpleNamespace:
+        time.sleep(0.05)
+        return compiled
+
+    monkeypatch.setattr(executor.cache, "compile_cached", compile_slowly)
+    monkeypatch.setattr(executor.driver, "load", lambda _: SimpleNamespace(function=lambda symbol: object()))
+    executor._load.cache_clear()
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            found = set(pool.map(lambda _: executor.function("unit", "entry", "sm_90a"), range(8)))
+    finally:
+        executor._load.cache_clear()
+    assert len(found) == 1

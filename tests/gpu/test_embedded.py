@@ -41,7 +41,7 @@ def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     monkeypatch.setattr(cache, "_memory", {})
     monkeypatch.setenv("FLASHTILE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("FLASHTILE_NVRTC", str(tmp_path / "none"))
-    cached = (cache.embedded_archs, cache._load_embedded, cuda._missing, executor.function, toolchain.find)
+    cached = (cache.embedded_archs, cache._load_embedded, cuda._missing, executor._load, toolchain.find)
     for function in cached:
         function.cache_clear()
     with pytest.raises(Unsupported, match="which is no file"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from struct import Struct
@@ -237,9 +238,17 @@ def encode_maps(plan: LaunchPlan, tensors: Tensors, image: bytearray) -> None:
 loaded: set[str] = set()  # the kernels of this process, by their C++ names
 
 
-@functools.cache
+_loading: dict[tuple[str, str, str], threading.Lock] = {}  # by the arguments of `function`
+
+
 def function(unit: str, entry: str, arch: str) -> driver.Function:
-    """A kernel, compiled if it is not in the cache, loaded for every device."""
+    """A kernel, compiled if it is not in the cache, loaded for every device. All threads get the same object."""
+    with _loading.setdefault((unit, entry, arch), threading.Lock()):
+        return _load(unit, entry, arch)
+
+
+@functools.cache
+def _load(unit: str, entry: str, arch: str) -> driver.Function:
     compiled = cache.compile_cached(unit, arch, [entry])
     loaded.add(entry)
     return driver.load(compiled.cubin).function(compiled.symbols[entry])

@@ -17,7 +17,7 @@ from flashtile.kernels.families.steps import query_grid
 from flashtile.kernels.length_class import FewQueries, SmallGrid
 from flashtile.kernels.plan import Step
 from flashtile.kernels.source import qualified
-from flashtile.kernels.spec import CallLayout, Features, PlanKey
+from flashtile.kernels.spec import CallLayout, Features, PlanKey, cpp_bool
 
 _KERNEL = "fwd_sm90_f32_direct"
 _HEAD_DIM, _BLOCK_M, _BLOCK_N, _STAGES, _PARTS = 64, 128, 64, 2, 3
@@ -29,6 +29,7 @@ _WORK_ITEMS, _ITEM_BYTES = 3, 104  # WorkItemRing, WorkItem (attn/work_item.cuh)
 @dataclass(frozen=True)
 class FwdSm90F32DirectRow(Row):
     cluster: int  # blocks that share the keys of a query tile
+    overlaps: bool  # scores of a tile with P V of the one before it
 
     @property
     def header(self) -> str:
@@ -40,11 +41,12 @@ class FwdSm90F32DirectRow(Row):
 
     @property
     def config(self) -> str:
-        return f"Sm90F32DirectConfig<{self.cluster}>"
+        return f"Sm90F32DirectConfig<{self.cluster}, {cpp_bool(self.overlaps)}>"
 
     @property
     def label(self) -> str:
-        return f"{self.block_m} x {self.block_n}, {self.num_threads // 32} warps, clusters of {self.cluster}"
+        words = f"{self.block_m} x {self.block_n}, {self.num_threads // 32} warps, clusters of {self.cluster}"
+        return words if self.overlaps else f"{words}, no overlap"
 
     @property
     def shared_bytes(self) -> int:
@@ -87,10 +89,13 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
         return reason
 
     def every_row(self, dtype: str) -> Iterator[FwdSm90F32DirectRow]:
-        yield _row(_HEAD_DIM)
+        for overlaps in (True, False):
+            yield _row(_HEAD_DIM, overlaps)
 
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[FwdSm90F32DirectRow]:
-        yield _row(key.head_dim)
+        """With options an overlap would spill registers."""
+        for overlaps in (True, False) if key.features.num_options == 0 else (False,):
+            yield _row(key.head_dim, overlaps)
 
     def timed_as(self, key: PlanKey) -> str:
         """Faster than simt at every measured length; preferred to a pre-pass for its memory (docs/float32.md)."""
@@ -108,7 +113,8 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
         return tile_step(row, key.features, (cluster, *query_grid(row.block_m)))
 
 
-def _row(head_dim: int) -> FwdSm90F32DirectRow:
+def _row(head_dim: int, overlaps: bool) -> FwdSm90F32DirectRow:
     # A factor of the grid must give it: a quotient of the head dim, which may be smaller
     cluster = -(-head_dim // -(-head_dim // _MAX_CLUSTER))
-    return FwdSm90F32DirectRow(_KERNEL, "float32", "float32", _HEAD_DIM, _HEAD_DIM, _BLOCK_M, _BLOCK_N, cluster)
+    sizes = _HEAD_DIM, _HEAD_DIM, _BLOCK_M, _BLOCK_N
+    return FwdSm90F32DirectRow(_KERNEL, "float32", "float32", *sizes, cluster, overlaps)

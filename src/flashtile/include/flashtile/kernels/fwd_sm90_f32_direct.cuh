@@ -14,9 +14,9 @@
 
 namespace flashtile {
 
-template <i32 kClusterSize_>
-struct Sm90F32DirectConfig : Sm90F32Config<Bf16Parts, 64, 64, 128, 64, 2, 64, true> {
-  static constexpr i32 kClusterSize = kClusterSize_;
+template <i32 kClusterSize_, bool kOverlaps>
+struct Sm90F32DirectConfig : Sm90F32Config<Bf16Parts, 64, 64, 128, 64, 2, 64, kOverlaps> {
+  static constexpr i32 kClusterSize = kClusterSize_, kNumThreads = 384;
   static constexpr i32 kProducerRegisters = 120, kConsumerRegisters = 192;
   static_assert(2 * kConsumerRegisters + kProducerRegisters <= 65536 / kNumThreads / 8 * 8 * 3);
   static_assert(1 <= kClusterSize && kClusterSize <= 8);
