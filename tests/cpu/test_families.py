@@ -284,7 +284,7 @@ TAKEN = [
     ("forward", 64, VIT, Features(), "fwd_sm90_short", "fwd_sm80"),
     ("forward", 64, VIT, Features(has_band=True), "fwd_sm90", "fwd_sm80"),
     ("forward", 64, VIT, Features(bias_dtype="float32"), "fwd_sm90", "fwd_sm80"),
-    ("forward", 64, (1, 32, 32, 700, 200), Features(), "fwd_sm90", "fwd_sm80"),  # few items
+    ("forward", 64, (1, 32, 32, 500, 300), Features(), "fwd_sm90", "fwd_sm80"),  # few items
     ("forward", 64, GROUPED, Features(), "fwd_sm90", "fwd_sm80"),  # heads share a tile
     ("forward", 32, SWIN, Features(bias_dtype="bfloat16"), "fwd_sm90_short", "fwd_sm80"),
     ("forward", 64, S1024, Features(), "fwd_sm90_short", "fwd_sm80"),

@@ -27,7 +27,7 @@ CLASSES = (
     *(PackedHeads(64, 128), PackedHeads(128, 64)),
     *(RaggedQueries(192, 128, 105), RaggedQueries(256, 64, 100)),
     *(ShortLengths(64, 64), ShortLengths(2**31 - 1, 1)),
-    *(KeySteps(208, 1024), KeySteps(4, 4)),
+    *(KeySteps(208, 512, 1024), KeySteps(4, 4, 4)),
 )
 LENGTHS = (
     1,
@@ -59,7 +59,7 @@ HEADS = ((1, 1), (4, 4), (4, 1), (12, 4), (64, 1), (65, 1), (128, 2), (256, 1))
 
 def test_python_and_cpp_agree() -> None:
     of = extension.executor().length_classes
-    sizes = itertools.product(HEADS, (1, 3, 4096), LENGTHS, (1, 16, 17, 208, 209, 1024, 5000), (1, 16, 132))
+    sizes = itertools.product(HEADS, (1, 3, 4096), LENGTHS, (1, 16, 17, 208, 209, 512, 513, 1024, 5000), (1, 16, 132))
     for (heads, heads_kv), batch, rows, keys, num_multiprocessors in sizes:
         shape = Shape(batch, heads, heads_kv, rows, keys, 64, 64)
         for some in (CLASSES[:8], CLASSES[8:]):  # as many as fit a key

@@ -8,6 +8,7 @@ has is a failure.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -28,7 +29,7 @@ from rich.table import Table
 from flashtile.bench.files import writable_folder
 from flashtile.cli.limits import check_jobs
 from flashtile.errors import value_error
-from flashtile.kernels import append_kv, families
+from flashtile.kernels import append_kv, families, speeds
 from flashtile.kernels.arch import ARCHS, Arch, arch_named, arch_of
 from flashtile.kernels.families import Family
 from flashtile.kernels.plan import Step
@@ -170,7 +171,16 @@ def embedded_jobs(
 
 def _chosen_families(key: PlanKey) -> frozenset[Family[Any]]:
     """Those that calls of any length take, deterministic or not."""
-    classes = families.length_classes(key.op)
+    return _chosen_of(key, tuple(families.all_families(key.op)), families.forced_names())
+
+
+@functools.lru_cache(maxsize=256)
+def _chosen_of(key: PlanKey, known: tuple[Family[Any], ...], forced: tuple[str, ...]) -> frozenset[Family[Any]]:
+    """The same; the choice depends on the families that there are and on those that are forced."""
+    # A class that no family of the call looks at changes nothing but the speeds' kind
+    takers = [family for family in known if _may_take(family, key)]
+    looked_at = {speeds.SIZE, *(one for family in takers for one in family.length_classes)}
+    classes = [one for one in families.length_classes(key.op) if one in looked_at]
     lengths = [
         tuple(zip(classes, values, strict=True)) for values in itertools.product(*(one.values for one in classes))
     ]
@@ -178,6 +188,11 @@ def _chosen_families(key: PlanKey) -> frozenset[Family[Any]]:
         families.select(dataclasses.replace(key, classes=values, is_deterministic=is_deterministic))
         for values, is_deterministic in itertools.product(lengths, (False, True))
     )
+
+
+def _may_take(family: Family[Any], key: PlanKey) -> bool:
+    """It takes calls of some lengths with the features of this key."""
+    return key.dtype in family.dtypes and family.runs_on(key.arch)
 
 
 def covering_jobs(

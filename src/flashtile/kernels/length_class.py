@@ -128,23 +128,26 @@ class ShortLengths(NamedTuple):
 
 
 class KeySteps(NamedTuple):
-    """How many steps of 16 keys a call has where it has at most `single` of them, at least 1; 255 where it has at most
-    `most`; else 0."""
+    """How many steps of 16 keys a call has where it has at most `single` keys, at least 1; 254 where it has at most
+    `some`; 255 where it has at most `most`; else 0."""
 
     single: int
+    some: int
     most: int
 
     @property
     def values(self) -> tuple[int, ...]:
-        return (0, self.single // 16, 4, 255)
+        return (0, self.single // 16, 254)
 
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
         if shape.seqlen_k > self.most:
             return 0
-        return max(-(-shape.seqlen_k // 16), 1) if shape.seqlen_k <= self.single else 255
+        if shape.seqlen_k > self.single:
+            return 254 if shape.seqlen_k <= self.some else 255
+        return max(-(-shape.seqlen_k // 16), 1)
 
     def serialized(self) -> tuple[int, int, int, int]:
-        return 6, self.single, self.most, 0
+        return 6, self.single, self.some, self.most
 
 
 LengthClass = KeySteps | SmallGrid | PackedHeads | RaggedQueries | ManyScores | ShortLengths | FewQueries

@@ -64,10 +64,11 @@ inline u8 length_class(const LengthClass& of, const Shape& shape, i64 num_multip
       i64 heads = shape.heads / shape.heads_kv;
       return static_cast<u8>(heads <= of.a && divide_up(shape.seqlen_q, of.a / heads) <= of.b ? heads : 0);
     }
-    case LengthClassKind::kKeySteps: {  // a: keys of a single tile at most; b: of all tiles
-      if (shape.seqlen_k > of.b) return 0;
+    case LengthClassKind::kKeySteps: {  // a, b, c: keys at most, of a single tile, of some, and of all
+      if (shape.seqlen_k > of.c) return 0;
+      if (shape.seqlen_k > of.a) return shape.seqlen_k <= of.b ? 254 : 255;
       i64 steps = divide_up(shape.seqlen_k, 16);
-      return static_cast<u8>(shape.seqlen_k > of.a ? 255 : steps < 1 ? 1 : steps);
+      return static_cast<u8>(steps < 1 ? 1 : steps);
     }
     default: return 0;
   }

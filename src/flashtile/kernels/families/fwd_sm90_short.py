@@ -9,7 +9,7 @@ from typing import NamedTuple
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import query_grid
-from flashtile.kernels.length_class import KeySteps, PackedHeads, ShortLengths, SmallGrid
+from flashtile.kernels.length_class import KeySteps, PackedHeads, SmallGrid
 from flashtile.kernels.params import FwdSm90ShortParams, Struct
 from flashtile.kernels.plan import MapPatch, Step, Workspace
 from flashtile.kernels.source import plain_unit
@@ -17,11 +17,10 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp
 
 _ROWS = 64  # queries of an item
 _SINGLE_KEYS = 208  # of one tile at most
-_KEYS = KeySteps(_SINGLE_KEYS, 1024)
-_MANY = _KEYS.values[-1]
-_HALF = ShortLengths(2**31 - 1, 512)  # any number of queries
+_KEYS = KeySteps(_SINGLE_KEYS, 512, 1024)
+_SOME, _MANY = 254, 255  # its values for several key tiles
 _PACKED_HEADS = PackedHeads(64, 128)
-_SMALL = SmallGrid(192)  # fewer than three items for a block
+_SMALL = SmallGrid(128)  # fewer than two items for a block
 
 
 class Tile(NamedTuple):
@@ -99,7 +98,7 @@ class FwdSm90Short(Family[Sm90ShortRow]):
     features = frozenset({"has_band", "bias_dtype"})
     takes_out_dtypes = False
     takes_overlapping_rows = False
-    length_classes = (_KEYS, _HALF, _PACKED_HEADS, _SMALL)
+    length_classes = (_KEYS, _PACKED_HEADS, _SMALL)
 
     def refuse_arch(self, arch: Arch) -> str | None:
         return None if arch.has_wgmma else f"{arch.name} has no wgmma"
@@ -156,9 +155,9 @@ class FwdSm90Short(Family[Sm90ShortRow]):
 def _is_faster(key: PlanKey) -> bool:
     """Measured to be faster than fwd_sm90: one tile; S 512 and 1024 at d 64; S 512 at d 128, causal."""
     head_dim = max(key.head_dim, key.head_dim_v)
-    if _is_single(key) or key.length(_KEYS) != _MANY:
+    if _is_single(key) or key.length(_KEYS) not in (_SOME, _MANY):
         return _is_single(key)
-    return 32 < head_dim <= 64 or (head_dim > 96 and key.features.has_band and bool(key.length(_HALF)))
+    return 32 < head_dim <= 64 or (head_dim > 96 and key.features.has_band and key.length(_KEYS) == _SOME)
 
 
 def _bias_step(bias_dtype: str, num_steps: int) -> Step:
@@ -171,7 +170,7 @@ def _bias_step(bias_dtype: str, num_steps: int) -> Step:
 def _is_single(key: PlanKey) -> bool:
     """One tile holds all keys of a sequence. Under a band several tiles are faster: most are half empty."""
     is_narrow = max(key.head_dim, key.head_dim_v) <= _SINGLE_DIM
-    return is_narrow and key.length(_KEYS) not in (0, _MANY) and not key.features.has_band
+    return is_narrow and key.length(_KEYS) not in (0, _SOME, _MANY) and not key.features.has_band
 
 
 def _row(tile: Tile, dtype: str, dims: tuple[int, int], is_single: bool) -> Sm90ShortRow:
