@@ -7,6 +7,7 @@ Everything between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` is filled in
 - <folder>/<figure>.png;
 - rung/<name>: the notes at the head of that kernel of the ladder;
 - <folder>/check.json, mutations.json or sanitize.json: the record of a check;
+- <folder>/distributed_<what>.json: the table in it;
 - families: the kernel families, from the code.
 Numbers in the text between `<!-- value:... -->` and `<!-- /value -->` are filled in by inline_values.py.
 The table between `<!-- support -->` and `<!-- /support -->` is compared with the code (support_table.py).
@@ -30,9 +31,11 @@ from pathlib import Path
 
 import inline_values
 import support_table
+import trace_ranks
 
 from flashtile.bench import plots, tables
 from flashtile.bench.rows import Environment, OverheadRow, Row, read
+from flashtile.cli import distributed as distributed_command
 from flashtile.errors import value_error
 from flashtile.kernels import families
 from flashtile.kernels.arch import ARCHS
@@ -117,7 +120,10 @@ def record(path: Path) -> str:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise value_error("results", f"no {path.name} ({error.strerror})", "the file that the docs name") from error
-    if path.stem == "mutations":
+    if path.stem.startswith("distributed"):
+        header, rows = found["table"]["header"], found["table"]["rows"]
+        align = "|".join(["--", *("--:" for _ in header[1:])])
+    elif path.stem == "mutations":
         header, align = ["fault", "what is wrong", "problems", "seen as"], "--|--|--:|--"
         rows = [
             [
@@ -169,7 +175,10 @@ def figures(results: Path, wanted: set[str], is_redraw: bool = False) -> tuple[l
 
 def _kind(path: Path) -> str:
     """The prefix of the names of a figure's CSVs."""
-    return next((kind for kind in ("ladder", "tiles", "profile", "timeline") if path.stem.startswith(kind)), "sdpa")
+    return next(
+        (kind for kind in ("ladder", "tiles", "profile", "timeline", "distributed") if path.stem.startswith(kind)),
+        "sdpa",
+    )
 
 
 def draw(source: Path) -> list[Path]:
@@ -180,8 +189,14 @@ def draw(source: Path) -> list[Path]:
         "tiles": tile_figures.draw,
         "profile": profile_figures.draw,
         "timeline": timeline.redraw,
+        "distributed": draw_distributed,
     }
     return drawn_by[_kind(source)](source)
+
+
+def draw_distributed(source: Path) -> list[Path]:
+    """A trace is JSON, a simulation CSV."""
+    return [trace_ranks.draw(source) if source.suffix == ".json" else distributed_command.redraw(source)]
 
 
 def families_table() -> str:

@@ -79,13 +79,26 @@ def test_what_the_hopper_decode_refuses(changes: dict[str, object], reason: str 
 
 
 @pytest.mark.parametrize("is_large", [0, 1])
-def test_one_query_takes_the_decode_family(is_large: int) -> None:
-    """Two do not, until they are measured; both in pages and out of them."""
-    _, one = families.find("decode_sm90").length_classes
+def test_one_query_and_16_rows_take_the_decode_family(is_large: int) -> None:
+    """More rows do not: there the forward is as fast. Nor do fewer keys, until they are measured. Both in pages and out
+    of them."""
+    _, one, fastest, short = families.find("decode_sm90").length_classes
     for pages in ({}, {"is_paged": True}, {"is_paged": True, "has_lengths": True}, {"has_lengths": True}):
-        for value, name in ((0, "fwd_sm90"), (1, "decode_sm90")):
-            classes = ((FEW, 4), (one, value), (speeds.SIZE, is_large))
+        taken = (((0, 0, 0), False), ((1, 0, 1), True), ((0, 4, 0), True), ((0, 4, 1), False))
+        for values, is_taken in taken:
+            name = "decode_sm90" if is_taken else "fwd_sm90"
+            classes = (*zip((one, fastest, short), values, strict=True), (FEW, 4), (speeds.SIZE, is_large))
             assert families.select(change(classes=classes, **pages)).name == name, pages
+
+
+@pytest.mark.parametrize(
+    ("heads", "heads_kv", "seqlen_q", "rows"),
+    [(32, 8, 4, True), (32, 8, 5, False), (4, 4, 16, True), (4, 4, 17, False), (64, 1, 1, False), (15, 3, 3, True)],
+)
+def test_which_calls_have_16_rows(heads: int, heads_kv: int, seqlen_q: int, rows: bool) -> None:
+    fastest = families.find("decode_sm90").length_classes[2]
+    shape = Shape(batch=2, heads=heads, heads_kv=heads_kv, seqlen_q=seqlen_q, seqlen_k=100, head_dim=64, head_dim_v=64)
+    assert bool(fastest.of(shape, 132)) == rows
 
 
 def test_simt_takes_every_dtype_on_every_arch() -> None:
@@ -265,7 +278,23 @@ def test_a_toy_family_compiles_and_python_and_c_plus_plus_agree(toy: FwdToy) -> 
 
 FULL, CHUNK, DECODE = (2, 16, 16, 4096, 4096), (4, 32, 8, 2048, 10240), (8, 32, 8, 1, 4096)
 PAGED = Features(is_paged=True, has_lengths=True)
+VIT, SWIN, GROUPED = (256, 12, 12, 197, 197), (4096, 6, 6, 49, 49), (256, 32, 8, 4, 197)
+S512, S1024 = (32, 32, 32, 512, 512), (16, 32, 32, 1024, 1024)
 TAKEN = [
+    ("forward", 64, VIT, Features(), "fwd_sm90_short", "fwd_sm80"),
+    ("forward", 64, VIT, Features(has_band=True), "fwd_sm90", "fwd_sm80"),
+    ("forward", 64, VIT, Features(bias_dtype="float32"), "fwd_sm90", "fwd_sm80"),
+    ("forward", 64, (1, 32, 32, 700, 200), Features(), "fwd_sm90", "fwd_sm80"),  # few items
+    ("forward", 64, GROUPED, Features(), "fwd_sm90", "fwd_sm80"),  # heads share a tile
+    ("forward", 32, SWIN, Features(bias_dtype="bfloat16"), "fwd_sm90_short", "fwd_sm80"),
+    ("forward", 64, S1024, Features(), "fwd_sm90_short", "fwd_sm80"),
+    ("forward", 64, S1024, Features(has_band=True), "fwd_sm90_short", "fwd_sm80"),
+    ("forward", 64, FULL, Features(has_band=True), "fwd_sm90", "fwd_sm80"),
+    ("forward", 32, S512, Features(), "fwd_sm90", "fwd_sm80"),
+    ("forward", 96, S512, Features(has_band=True), "fwd_sm90", "fwd_sm80"),
+    ("forward", 128, S512, Features(has_band=True), "fwd_sm90_short", "fwd_sm80"),
+    ("forward", 128, S512, Features(), "fwd_sm90", "fwd_sm80"),
+    ("forward", 128, S1024, Features(has_band=True), "fwd_sm90", "fwd_sm80"),
     ("forward", 128, FULL, Features(), "fwd_sm90", "fwd_sm80"),
     ("forward", 128, FULL, Features(has_bool_mask=True), "fwd_sm90", "fwd_sm80"),
     ("forward", 64, FULL, Features(has_dropout=True), "fwd_sm90", "fwd_sm80"),

@@ -40,12 +40,6 @@ def test_one_head_needs_no_workspace(seqlen: int) -> None:
     assert launch.splits is None
 
 
-def test_clusters_are_larger_where_tiles_are_fewer() -> None:
-    family = families.find("fwd_sm90_f32_direct")
-    keys = [key_of(one_head(seqlen)) for seqlen in (1024, 4096, 8192, 16384)]
-    assert [family.select(family.kernels[0], key).cluster for key in keys] == [4, 4, 2, 2]
-
-
 @pytest.mark.parametrize("head_dim", range(4, 65, 4))
 def test_a_cluster_is_a_factor_of_the_grid(head_dim: int) -> None:
     family = families.find("fwd_sm90_f32_direct")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,6 +155,18 @@ def test_each_step_brings_its_instruction(tmp_path):
         at = next(index for index, rung in enumerate(steps) if rung.name.startswith(number))
         assert name in code[at]
         assert name not in code[at - 1]
+
+
+def test_params_with_tensor_maps_hold_every_byte(monkeypatch):
+    """A tensor map has zeros inside."""
+    images = [bytes([number, 0, 7] * 42 + [9, 9]) for number in range(3)]
+    encoded = iter(images)
+    monkeypatch.setattr(launcher.driver, "TensorMap", lambda *_: SimpleNamespace(encode=lambda address: next(encoded)))
+    tensor = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
+    maps = [launcher._tensor_map(tensor, 128) for _ in images]
+    params = launcher.MappedParams(*maps, launcher.Params(1, 2, 3, 4, 8, 64, 0.5, 1), 5)
+    assert bytes(params)[: 3 * 128] == b"".join(images)
+    assert (params.p.seqlen, params.p.is_causal, params.num_tiles) == (8, 1, 5)
 
 
 def test_rungs_of_a_dtype():

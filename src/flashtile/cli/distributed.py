@@ -6,11 +6,10 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from flashtile.bench import device as facts
 from flashtile.bench import plots
@@ -82,9 +81,11 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
             f"{device.backward_flops / 1e12:.0f} backward; bfloat16, {options.heads} query heads, "
             f"{options.heads_kv} key heads, head dim {options.head_dim}"
         )
-        _show_points(console, points)
+        table = _points_table(points)
+        show(console, table)
         if folder is not None:
-            say_files(console, _write(folder, points))
+            written = _write_table(folder / f"{_NAME}.json", table, "cpu", arguments)
+            say_files(console, [*_write(folder, points), written])
         if options.as_json:
             print(json.dumps([asdict(point) for point in points]))
         return 0
@@ -169,7 +170,7 @@ def _numbers(name: str, text: str) -> list[int]:
     return found
 
 
-def _show_points(console: Console, points: Sequence[Point]) -> None:
+def _points_table(points: Sequence[Point]) -> Table:
     header = ("link", "GPUs", "tokens", "strategy", "ms", "compute ms", "overlap", "sent GB", "memory GB")
     lines = tuple(
         (
@@ -185,7 +186,7 @@ def _show_points(console: Console, points: Sequence[Point]) -> None:
         )
         for point in points
     )
-    show(console, Table("Forward and backward pass of one layer, predicted", header, lines))
+    return Table("Forward and backward pass of one layer, predicted", header, lines)
 
 
 def _runs_table(runs: Sequence[Comparison]) -> Table:
@@ -213,6 +214,14 @@ def _write(folder: Path, points: Sequence[Point]) -> list[Path]:
         writer.writeheader()
         writer.writerows(asdict(point) for point in points)
     return [path, _draw(path, points)]
+
+
+def redraw(path: Path) -> Path:
+    """The figure of a CSV."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    kinds = {"int": int, "float": float, "str": str}
+    return _draw(path, [Point(**{f.name: kinds[str(f.type)](row[f.name]) for f in fields(Point)}) for row in rows])
 
 
 def _draw(path: Path, points: Sequence[Point]) -> Path:

@@ -214,7 +214,10 @@ def estimate_ring(work: Work, size: int, device: Device, link: Link, merged: int
     rows = -(-work.seqlen_q // size)
     per_row = work.batch * work.heads
     accumulated = rows * per_row * 4 * max(work.head_dim_v, 2 * work.head_dim)
-    buffers = 4 * -(-work.seqlen_k // size) * work.key_bytes
+    # In keys of a rank, backward: messages to send 1.5, slots 3, gradients of a step, to send and received 3; and in
+    # float32 the sums of the rank and of the step
+    blocks = 7.5 + 2 * max(1.0, 4 / work.element_bytes)
+    buffers = int(blocks * -(-work.seqlen_k // size) * work.key_bytes)
     return Estimate("ring", compute, messages, total, sent, accumulated + buffers)
 
 

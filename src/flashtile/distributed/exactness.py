@@ -76,9 +76,11 @@ DOCUMENTS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "documents, dropout": ((9, 9, 100, 9), {"causal": "bottom_right", "dropout_p": 0.3}),
 }
 
-# For a GPU: 16-bit, of several tiles a rank
-LARGE = dataclasses.replace(PLAIN, dtype=torch.bfloat16, seqlen_q=1100, seqlen_k=1100, head_dim=64, head_dim_v=64)
-ALIGNED = {"seqlen_q": 1024, "seqlen_k": 1024}  # shards start at multiples of 8 keys: dropout needs no padding
+# For a GPU: 16-bit, and over four ranks still long enough for the kernels of long sequences
+LARGE = dataclasses.replace(
+    PLAIN, dtype=torch.bfloat16, heads=4, heads_kv=2, seqlen_q=4400, seqlen_k=4400, head_dim=64, head_dim_v=64
+)
+ALIGNED = {"seqlen_q": 4096, "seqlen_k": 4096}  # shards start at multiples of 8 keys: dropout needs no padding
 LARGE_CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": "bottom_right"},
@@ -90,7 +92,7 @@ LARGE_CASES: dict[str, dict[str, Any]] = {
     "head dim 128, bshd": {"causal": "bottom_right", "head_dim": 128, "head_dim_v": 128, "layout": "bshd"},
 }
 LARGE_DOCUMENTS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
-    "documents, causal": ((100, 500, 3, 421), {"causal": "bottom_right"}),
+    "documents, causal": ((400, 2000, 12, 1684), {"causal": "bottom_right"}),
 }
 
 

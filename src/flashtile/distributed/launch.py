@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import socket
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch.multiprocessing import get_context
 from torch.multiprocessing.spawn import start_processes
 
 T = TypeVar("T")
+_TIMEOUT = datetime.timedelta(seconds=180)  # until a rank that waits for another fails
 
 
 def on_ranks(function: Callable[..., T], num_ranks: int, *args: Any, device: str = "cpu", backend: str = "gloo") -> T:
@@ -46,7 +48,8 @@ def _serve(
         torch.cuda.set_device(rank % torch.cuda.device_count())
         if backend == "nccl" and num_ranks > torch.cuda.device_count():
             os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo")
-    dist.init_process_group(backend, f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group(backend, address, timeout=_TIMEOUT, rank=rank, world_size=num_ranks)
     result = function(dist.group.WORLD, *args)
     if rank == 0:
         queue.put(result)

@@ -136,7 +136,7 @@ class KeySteps(NamedTuple):
 
     @property
     def values(self) -> tuple[int, ...]:
-        return (0, 255, 4, self.single // 16)
+        return (0, self.single // 16, 4, 255)
 
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
         if shape.seqlen_k > self.most:

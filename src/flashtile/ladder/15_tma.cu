@@ -1,12 +1,10 @@
 // 15 tma: one thread starts the copy of a whole tile, and the copy engine does the rest.
 //
-// Changed:   K, V and Q come by TMA: a tensor map describes the tensor, one instruction copies a box of it and swizzles
-// on
-//            the way. A barrier in shared memory counts the bytes, and the warps wait for its phase.
+// Changed:   K, V and Q come by TMA: a tensor map describes the tensor, one instruction copies a box of it and
+//            swizzles on the way. A barrier in shared memory counts the bytes, and the warps wait for its phase.
 // Why:       in 14 each thread computes 16 addresses and issues 16 copies a tile, and holds the registers for them.
 // Predicted: about 150 of 900 instructions a warp and tile go; copies and products overlapped before, too. 1.05 times
-// as
-//            fast.
+//            as fast.
 // Measured:  on no GPU yet; the figures above are predictions.
 //
 // Threads: as in 14. Shared memory: sQ [slab][kBlockM][64], sK, sV [stage][slab][kBlockN][64], swizzled; barriers.

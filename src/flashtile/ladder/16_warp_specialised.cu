@@ -1,12 +1,10 @@
 // 16 warp specialised: a producer warp copies, and consumer warpgroups compute at their own pace.
 //
 // Changed:   one thread of an additional warpgroup, the producer, issues all copies. Two or three consumer warpgroups
-// wait
-//            for full stages and hand back empty ones; K and V have rings of their own. No barrier of the block is left
-//            in the loop. setmaxnreg moves the producer's registers to the consumers.
-// Why:       in 15 the barrier of each tile keeps the warpgroups in step, so that all of them want the tensor cores at
-// once,
-//            then all of them the exponential units.
+//            wait for full stages and hand back empty ones; K and V have rings of their own. No barrier of the block
+//            is left in the loop. setmaxnreg moves the producer's registers to the consumers.
+// Why:       in 15 the barrier of each tile keeps the warpgroups in step, so that all of them want the tensor cores
+//            at once, then all of them the exponential units.
 // Predicted: free to drift apart, one warpgroup's products run under another's softmax: 1.2 times as fast.
 // Measured:  on no GPU yet; the figures above are predictions.
 //

@@ -1,12 +1,10 @@
 // 17 ping pong: the products of a tile are in flight under the softmax of the next, and warpgroups take turns.
 //
 // Changed:   a consumer starts S of tile n and O += P V of the tile before it together, and computes the softmax of
-// tile n
-//            while the second product runs. Consumers start their products in turn, by named barriers.
+//            tile n while the second product runs. Consumers start their products in turn, by named barriers.
 // Why:       in 16 a warpgroup waits for each of its products; that another one fills the gap is left to chance.
-// Predicted: tensor cores and exponential units are both busy most of the time: 1.15 times as fast. 96 registers hold S
-// and
-//            P at once.
+// Predicted: tensor cores and exponential units are both busy most of the time: 1.15 times as fast. 96 registers hold
+//            S and P at once.
 // Measured:  on no GPU yet; the figures above are predictions.
 //
 // Threads and shared memory: as in 16.

@@ -38,7 +38,7 @@ class Params(ctypes.Structure):
     )
 
 
-_Map = ctypes.c_char * driver.TENSOR_MAP_BYTES
+_Map = ctypes.c_ubyte * driver.TENSOR_MAP_BYTES  # an array of c_char would end at the first zero
 
 
 class MappedParams(ctypes.Structure):
@@ -127,7 +127,7 @@ class Kernel:
         return out
 
 
-def _tensor_map(tensor: Tensor, box_rows: int) -> ctypes.Array[ctypes.c_char]:
+def _tensor_map(tensor: Tensor, box_rows: int) -> ctypes.Array[ctypes.c_ubyte]:
     """The map of a tensor, heads apart, so that rows past the last one of a head are loaded as zeros."""
     batch, heads, seqlen, head_dim = tensor.shape
     row_bytes = head_dim * tensor.element_size()

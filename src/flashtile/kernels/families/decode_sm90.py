@@ -17,6 +17,7 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 _ROWS = 64  # of a tile: queries of all heads that share a KV head
 _FEW = FewQueries(_ROWS, 1)
 _ONE = ShortLengths(1, 2**31 - 1)  # one query
+_FASTEST, _SHORT = FewQueries(16, 1), ShortLengths(16, 4095)  # at most 16 rows; and few keys
 _ITEM_RING_BYTES = 288  # WorkItemRing<DecodeItem> (attn/decode_schedule.cuh)
 _THREADS = 192
 _ANY_SPLITS = 1 << 20  # blocks that each multiprocessor could have: the kernel deals out the keys itself
@@ -88,7 +89,7 @@ class DecodeSm90(Family[DecodeRow]):
     head_dims = tuple(sorted(_TILES))
     features = Family.features - {"is_aligned16", "has_bool_mask", "bias_dtype", "has_dropout"}
     takes_overlapping_rows = False
-    length_classes = (_FEW, _ONE)
+    length_classes = (_FEW, _ONE, _FASTEST, _SHORT)
 
     def refuse_arch(self, arch: Arch) -> str | None:
         return None if arch.has_wgmma else f"{arch.name} has no wgmma"
@@ -109,8 +110,10 @@ class DecodeSm90(Family[DecodeRow]):
                 yield _row(tile, dtype, dtype, dims)
 
     def timed_as(self, key: PlanKey) -> str:
-        """Faster than the forward family at every measured call of one query (docs/decode.md)."""
-        return "fwd_sm90" if key.length(_ONE) else self.name
+        """Faster than the forward family at every measured call: one query, and up to 16 rows over 4096 keys
+        (docs/decode.md)."""
+        is_fastest = key.length(_ONE) or (key.length(_FASTEST) and not key.length(_SHORT))
+        return "fwd_sm90" if is_fastest else self.name
 
     def tile_note(self, key: PlanKey) -> str:
         num_heads = key.length(_FEW)

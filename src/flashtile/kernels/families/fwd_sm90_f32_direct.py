@@ -22,9 +22,7 @@ from flashtile.kernels.spec import CallLayout, Features, PlanKey
 _KERNEL = "fwd_sm90_f32_direct"
 _HEAD_DIM, _BLOCK_M, _BLOCK_N, _STAGES, _PARTS = 64, 128, 64, 2, 3
 _SMALL_GRID, _FEW = SmallGrid(_BLOCK_M), FewQueries(64, 1)
-# Blocks that share the keys of a tile: as many as give every multiprocessor about one block
-_CLUSTERS = 2, 4
-_SMALLEST_GRID = SmallGrid(_BLOCK_M // 4)
+_MAX_CLUSTER = 8  # blocks that share the keys of a tile
 _WORK_ITEMS, _ITEM_BYTES = 3, 104  # WorkItemRing, WorkItem (attn/work_item.cuh)
 
 
@@ -71,7 +69,7 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
     head_dims = ((_HEAD_DIM, _HEAD_DIM),)
     features = Family.features - {"is_paged", "is_aligned16"}
     takes_out_dtypes = False
-    length_classes = (_SMALL_GRID, _SMALLEST_GRID, _FEW)
+    length_classes = (_SMALL_GRID, _FEW)
 
     def refuse_arch(self, arch: Arch) -> str | None:
         return None if arch.has_wgmma else f"{arch.name} has no wgmma"
@@ -80,7 +78,7 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
         reason = super().refuse(key)
         if reason is None and not key.is_scale_positive:
             reason = "a scale that is not positive"
-        if reason is None and not (key.length(_SMALL_GRID) or key.length(_SMALLEST_GRID)):
+        if reason is None and not key.length(_SMALL_GRID):
             reason = f"tiles of {_BLOCK_M} queries give every multiprocessor a block: a pre-pass is faster"
         if reason is None and key.length(_FEW):
             reason = "at most 64 queries: a tile would be half empty"
@@ -89,12 +87,10 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
         return reason
 
     def every_row(self, dtype: str) -> Iterator[FwdSm90F32DirectRow]:
-        for cluster in _CLUSTERS:
-            yield _row(_HEAD_DIM, cluster)
+        yield _row(_HEAD_DIM)
 
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[FwdSm90F32DirectRow]:
-        for cluster in _CLUSTERS[::-1] if key.length(_SMALLEST_GRID) else _CLUSTERS:
-            yield _row(key.head_dim, cluster)
+        yield _row(key.head_dim)
 
     def timed_as(self, key: PlanKey) -> str:
         """Faster than simt at every measured length; preferred to a pre-pass for its memory (docs/float32.md)."""
@@ -112,7 +108,7 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
         return tile_step(row, key.features, (cluster, *query_grid(row.block_m)))
 
 
-def _row(head_dim: int, cluster: int) -> FwdSm90F32DirectRow:
+def _row(head_dim: int) -> FwdSm90F32DirectRow:
     # A factor of the grid must give it: a quotient of the head dim, which may be smaller
-    cluster = -(-head_dim // -(-head_dim // cluster))
+    cluster = -(-head_dim // -(-head_dim // _MAX_CLUSTER))
     return FwdSm90F32DirectRow(_KERNEL, "float32", "float32", _HEAD_DIM, _HEAD_DIM, _BLOCK_M, _BLOCK_N, cluster)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import query_grid
-from flashtile.kernels.length_class import KeySteps
+from flashtile.kernels.length_class import KeySteps, PackedHeads, ShortLengths, SmallGrid
 from flashtile.kernels.params import FwdSm90ShortParams, Struct
 from flashtile.kernels.plan import MapPatch, Step, Workspace
 from flashtile.kernels.source import plain_unit
@@ -18,7 +18,10 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp
 _ROWS = 64  # queries of an item
 _SINGLE_KEYS = 208  # of one tile at most
 _KEYS = KeySteps(_SINGLE_KEYS, 1024)
-_MANY = _KEYS.values[1]
+_MANY = _KEYS.values[-1]
+_HALF = ShortLengths(2**31 - 1, 512)  # any number of queries
+_PACKED_HEADS = PackedHeads(64, 128)
+_SMALL = SmallGrid(192)  # fewer than three items for a block
 
 
 class Tile(NamedTuple):
@@ -32,7 +35,7 @@ class Tile(NamedTuple):
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
     (32, 32): (Tile(128, 3, 6, 3),),
     (64, 64): (Tile(128, 3, 6, 3),),
-    (128, 128): (Tile(128, 2, 3, 2), Tile(64, 3, 5, 3)),
+    (128, 128): (Tile(64, 3, 5, 3),),
 }
 _SINGLE_DIM = 64  # the largest whose scores fit one tile
 
@@ -96,7 +99,7 @@ class FwdSm90Short(Family[Sm90ShortRow]):
     features = frozenset({"has_band", "bias_dtype"})
     takes_out_dtypes = False
     takes_overlapping_rows = False
-    length_classes = (_KEYS,)
+    length_classes = (_KEYS, _HALF, _PACKED_HEADS, _SMALL)
 
     def refuse_arch(self, arch: Arch) -> str | None:
         return None if arch.has_wgmma else f"{arch.name} has no wgmma"
@@ -112,6 +115,12 @@ class FwdSm90Short(Family[Sm90ShortRow]):
         if key.features.bias_dtype is not None and not _is_single(key):
             return f"a bias with a causal mask, a window or over {_SINGLE_KEYS} keys"
         return None if key.is_scale_positive else "a scale that is not positive"
+
+    def timed_as(self, key: PlanKey) -> str:
+        """The forward family, where it was measured to be faster (docs/sm90.md). Few queries of heads that share a KV
+        head belong into one tile, and few items leave consumers idle."""
+        is_small = bool(key.length(_SMALL)) or key.length(_PACKED_HEADS) > 1
+        return "fwd_sm90" if _is_faster(key) and not is_small else self.name
 
     def every_row(self, dtype: str) -> Iterator[Sm90ShortRow]:
         for dims in self.head_dims:
@@ -142,6 +151,14 @@ class FwdSm90Short(Family[Sm90ShortRow]):
         workspace = Workspace("bias_fragments", 2048 * num_steps, planes, quotients=(("seqlen_q", _ROWS),))
         before = _bias_step(key.features.bias_dtype, num_steps)
         return Launch((before, step), (workspace,), maps=maps, struct=FwdSm90ShortParams)
+
+
+def _is_faster(key: PlanKey) -> bool:
+    """Measured to be faster than fwd_sm90: one tile; S 512 and 1024 at d 64; S 512 at d 128, causal."""
+    head_dim = max(key.head_dim, key.head_dim_v)
+    if _is_single(key) or key.length(_KEYS) != _MANY:
+        return _is_single(key)
+    return 32 < head_dim <= 64 or (head_dim > 96 and key.features.has_band and bool(key.length(_HALF)))
 
 
 def _bias_step(bias_dtype: str, num_steps: int) -> Step:
