@@ -373,3 +373,15 @@ def test_a_stale_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 1, 4, 8)
     with pytest.raises(flashtile.Unsupported, match="built from other sources"):
         flashtile.attention(q, q, q, backend="cpu")
+
+
+def test_partial_sums_of_long_rows_are_scaled_together() -> None:
+    """Over 128 columns a dot product has several partial sums. Divided by a tiny softcap, they are infinities of both
+    signs; the whole one is not NaN."""
+    q, k, v = torch.ones(1, 1, 3, 300), torch.ones(1, 1, 5, 300), torch.randn(1, 1, 5, 16)
+    q[..., :128] = -1e10
+    q[..., 128:] = 2e10
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    out = flashtile.attention(*leaves, softcap=1e-30, backend="cpu")
+    torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out))
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), leaves))

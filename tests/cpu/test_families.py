@@ -296,6 +296,7 @@ TAKEN = [
     ("forward", 128, S512, Features(), "fwd_sm90", "fwd_sm80"),
     ("forward", 128, S1024, Features(has_band=True), "fwd_sm90", "fwd_sm80"),
     ("forward", 128, FULL, Features(), "fwd_sm90", "fwd_sm80"),
+    ("forward", 256, FULL, Features(), "fwd_sm90", "fwd_sm80"),
     ("forward", 128, FULL, Features(has_bool_mask=True), "fwd_sm90", "fwd_sm80"),
     ("forward", 64, FULL, Features(has_dropout=True), "fwd_sm90", "fwd_sm80"),
     ("forward", 128, FULL, Features(has_dropout=True), "fwd_sm90", "fwd_sm80"),
@@ -322,6 +323,29 @@ def test_what_calls_take(op, dim, sizes, features, on_hopper, on_ampere):
     for number, expected in ((90, on_hopper), (80, on_ampere)):
         key = PlanKey("bfloat16", "bfloat16", dim, dim, features, ARCHS[number], grads, classes=classes)
         assert families.select(key).name == expected
+
+
+@pytest.mark.parametrize("op", speeds.OPS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_times_of_wgmma_say_nothing_of_a_gpu_without_it(op, head_dim):
+    """A plain call of Triton is taken to last at least as long there as one by mma.sync; an option costs what it
+    costs."""
+    hopper = speeds.Kind("sm_90", op, "bfloat16", head_dim, (), is_large=True)
+    for arch in ("sm_80", "sm_120"):
+        plain = hopper._replace(arch=arch)
+        ours = min(us for name in speeds.MMA_SYNC[op] if (us := speeds.time_us(name, plain)) is not None)
+        assert speeds.time_us("triton", plain) == pytest.approx(max(ours, speeds.time_us("triton", hopper)))
+        assert speeds.time_us("triton", plain) >= ours
+        cost, cost_on_hopper = (
+            speeds.time_us("triton", kind._replace(options=("mask",), head_dim=128))
+            / speeds.time_us("triton", kind._replace(head_dim=128))
+            for kind in (plain, hopper)
+        )
+        assert cost == pytest.approx(cost_on_hopper)
+        assert speeds.best_known(plain)[0] not in speeds.BY_WGMMA
+    for arch, dtype in (("sm_100", "bfloat16"), ("sm_80", "float32")):  # tcgen05; no tensor cores
+        kind = hopper._replace(arch=arch, dtype=dtype)
+        assert speeds.time_us("triton", kind) == speeds.time_us("triton", kind._replace(arch="sm_90"))
 
 
 def test_an_option_that_was_not_measured_costs_what_it_costs_the_others():

@@ -25,6 +25,9 @@ SLOW = 2.0
 # The reference calls: (batch, heads, length)
 LARGE = {"cuda": (2, 16, 4096), "cpu": (1, 4, 1024)}
 MEASURED_ARCH = "sm_90"  # stands in for GPUs that are not in the table
+# 16-bit products of these are wgmma on the measured GPU, and mma.sync on a GPU that has nothing else
+BY_WGMMA = frozenset({"triton", "flex", "sdpa-cudnn"})
+MMA_SYNC = {"forward": ("fwd_sm80", "fwd_sm80_wide"), "backward": ("bwd_sm80", "bwd_sm80_wide")}
 OPS = ("forward", "backward")
 
 
@@ -79,12 +82,16 @@ def _table() -> tuple[_Row, ...]:
 
 
 @functools.cache
+def _archs() -> frozenset[str]:
+    return frozenset(row.arch for row in _table())
+
+
+@functools.cache
 def _row(kind: Kind, option: str) -> _Row | None:
     """Of one option: that of the smallest measured head dim that holds the call's, else of the largest. Kernels take
     float16 and bfloat16 in the same time."""
     dtype = "bfloat16" if kind.dtype == "float16" else kind.dtype
-    archs = {row.arch for row in _table()}
-    arch = kind.arch if kind.arch in archs else MEASURED_ARCH
+    arch = kind.arch if kind.arch in _archs() else MEASURED_ARCH
     same = [
         row
         for row in _table()
@@ -104,7 +111,28 @@ def _rows(kind: Kind, option: str) -> dict[str, float]:
 
 
 def time_us(provider: str, kind: Kind) -> float | None:
-    """The provider's time for this kind of call, that of its slowest option; None where it is not known."""
+    """The provider's time for this kind of call, that of its slowest option; None where it is not known.
+
+    On a GPU with mma.sync alone, a provider that was measured with wgmma is taken to need at least the time of the
+    mma.sync kernels for a plain call, and for an option what it costs the provider on the measured GPU."""
+    if provider not in BY_WGMMA or not _has_mma_sync_alone(kind):
+        return _measured_us(provider, kind)
+    plain = kind._replace(options=())
+    by_mma_sync = [us for name in MMA_SYNC[kind.op] if (us := _measured_us(name, plain)) is not None]
+    us, plain_us = _measured_us(provider, kind), _measured_us(provider, plain)
+    if not by_mma_sync or us is None or plain_us is None:
+        return None
+    return max(min(by_mma_sync) * (us / plain_us), us)
+
+
+def _has_mma_sync_alone(kind: Kind) -> bool:
+    """A 16-bit call on a GPU that was not measured and has neither wgmma nor tcgen05."""
+    if kind.arch == "cpu" or kind.arch in _archs() or kind.dtype not in ("float16", "bfloat16"):
+        return False
+    return not 90 <= int(kind.arch.removeprefix("sm_")) < 120
+
+
+def _measured_us(provider: str, kind: Kind) -> float | None:
     options = kind.options or (PLAIN,)
     known = [us for option in options if (us := _option_us(provider, kind, option)) is not None]
     return max(known) if known else _rows(kind, PLAIN).get(provider)
@@ -126,6 +154,8 @@ def best_known(kind: Kind, absent: frozenset[str] = frozenset()) -> tuple[str, f
     """(provider, its time): the fastest of all that were measured for this kind of call, torch's kernels among them.
     absent: what the GPU does not have, where the times are those of another."""
     providers = {name for option in kind.options or (PLAIN,) for name in _rows(kind, option)} - absent
+    if _has_mma_sync_alone(kind):
+        providers -= BY_WGMMA
     found = []
     for name in providers:
         known = [us for us in _times(name, kind) if us is not None]

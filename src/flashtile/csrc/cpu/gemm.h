@@ -19,11 +19,10 @@ enum class Epilogue {
   kAdd,         // C += A B
   kRescaleAdd,  // C = factors * C + A B
   kScale,       // C = factors * A B
+  kAddScale,    // C = factors * (C + A B)
   kScaleAdd,    // C += factors * A B
 };
-constexpr bool has_factors(Epilogue epilogue) {
-  return epilogue == Epilogue::kRescaleAdd || epilogue == Epilogue::kScale || epilogue == Epilogue::kScaleAdd;
-}
+constexpr bool has_factors(Epilogue epilogue) { return epilogue != Epilogue::kStore && epilogue != Epilogue::kAdd; }
 
 // Element (row, depth) of A is a[row * row_stride + depth * depth_stride].
 struct OperandA {
@@ -72,6 +71,7 @@ void micro_kernel(i32 depth, OperandA a, const real* b, i64 b_stride, real* c, i
       if (kEpilogue == Epilogue::kAdd) sum[r][n] += load(target);
       if (kEpilogue == Epilogue::kRescaleAdd) sum[r][n] += rounded(load(target) * factors[r]);
       if (kEpilogue == Epilogue::kScale) sum[r][n] *= splat(factors[r]);
+      if (kEpilogue == Epilogue::kAddScale) sum[r][n] = (load(target) + sum[r][n]) * splat(factors[r]);
       if (kEpilogue == Epilogue::kScaleAdd) sum[r][n] = load(target) + rounded(sum[r][n] * factors[r]);
       store(target, sum[r][n]);
     }
@@ -105,12 +105,15 @@ FT_INLINE void multiply_panel(i32 rows, i32 vectors, i32 depth, OperandA a, cons
   }
 }
 
-// C of any number of rows, `columns` a multiple of kLanes.
+// C of any number of rows, `columns` a multiple of kLanes. kScale scales the whole sum: partial sums of both signs may
+// overflow when they are scaled.
 template <Epilogue kEpilogue>
 void product(i32 rows, i32 columns, i32 depth, OperandA a, OperandB b, real* c, i64 c_stride,
              const real* factors = nullptr) {
-  constexpr Epilogue kContinue =
-      kEpilogue == Epilogue::kScale || kEpilogue == Epilogue::kScaleAdd ? Epilogue::kScaleAdd : Epilogue::kAdd;
+  constexpr bool kIsScaled = kEpilogue == Epilogue::kScale;
+  constexpr Epilogue kFirst = kIsScaled ? Epilogue::kStore : kEpilogue;
+  constexpr Epilogue kNext = kEpilogue == Epilogue::kScaleAdd ? Epilogue::kScaleAdd : Epilogue::kAdd;
+  constexpr Epilogue kLast = kIsScaled ? Epilogue::kAddScale : kNext;
   for (i32 column = 0; column < columns; column += kPanel, b.b += b.panel_stride) {
     i32 vectors = min_of(columns - column, kPanel) / kLanes;
     for (i32 row = 0; row < rows; row += kMicroRows) {
@@ -118,13 +121,20 @@ void product(i32 rows, i32 columns, i32 depth, OperandA a, OperandB b, real* c, 
       const real *right = b.b, *row_factors = has_factors(kEpilogue) ? factors + row : nullptr;
       real* target = c + row * c_stride + column;
       i32 count = min_of(rows - row, kMicroRows);
-      multiply_panel<kEpilogue>(count, vectors, min_of(depth, kMaxTerms), left, right, b.row_stride, target, c_stride,
-                                row_factors);
+      if (depth <= kMaxTerms) {
+        multiply_panel<kEpilogue>(count, vectors, depth, left, right, b.row_stride, target, c_stride, row_factors);
+        continue;
+      }
+      multiply_panel<kFirst>(count, vectors, kMaxTerms, left, right, b.row_stride, target, c_stride, row_factors);
       for (i32 done = kMaxTerms; done < depth; done += kMaxTerms) {
         left.a += kMaxTerms * a.depth_stride;
         right += kMaxTerms * b.row_stride;
-        multiply_panel<kContinue>(count, vectors, min_of(depth - done, kMaxTerms), left, right, b.row_stride, target,
-                                  c_stride, row_factors);
+        i32 terms = min_of(depth - done, kMaxTerms);
+        if (done + terms == depth) {
+          multiply_panel<kLast>(count, vectors, terms, left, right, b.row_stride, target, c_stride, row_factors);
+        } else {
+          multiply_panel<kNext>(count, vectors, terms, left, right, b.row_stride, target, c_stride, row_factors);
+        }
       }
     }
   }
