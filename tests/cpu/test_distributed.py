@@ -635,6 +635,21 @@ def test_a_slow_link_takes_as_long_as_predicted(pool: Pool) -> None:
     pytest.fail(str(runs))
 
 
+def test_a_new_group_of_an_old_name_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    warmed: list[str] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: warmed.append(group.group_name))
+    device = torch.device("cpu")
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            for _ in range(2):
+                transport._warm_up(dist.group.WORLD, device)
+        finally:
+            dist.destroy_process_group()
+    assert len(warmed) == 2
+    assert warmed[0] == warmed[1]
+
+
 def test_check_over_ranks(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 

@@ -348,6 +348,22 @@ def test_times_of_wgmma_say_nothing_of_a_gpu_without_it(op, head_dim):
         assert speeds.time_us("triton", kind) == speeds.time_us("triton", kind._replace(arch="sm_90"))
 
 
+@pytest.mark.parametrize("has_band", [False, True])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_a_deterministic_call_takes_the_same_tile_in_every_batch(dim, has_band):
+    """In another tile the sums of a row would have other bits."""
+    for seqlen in (1, 49, 197, 512, 1024, 4096):
+        taken = set()
+        for batch in (1, 2, 8, 64, 512):
+            shape = Shape(batch, 12, 12, seqlen, max(seqlen, 49), dim, dim)
+            classes = tuple((one, one.of(shape, 132)) for one in families.length_classes("forward"))
+            key = PlanKey("bfloat16", "bfloat16", dim, dim, Features(has_band), HOPPER, classes=classes)
+            key = dataclasses.replace(key, is_deterministic=True)
+            family = families.select(key)
+            taken.add((family.name, family.select(family.kernels[0], key).label))
+        assert len(taken) == 1
+
+
 def test_an_option_that_was_not_measured_costs_what_it_costs_the_others():
     plain = speeds.Kind("sm_90", "forward", "bfloat16", 128, (), is_large=True)
     dropout = plain._replace(options=("dropout",))

@@ -181,6 +181,16 @@ def test_rungs_of_a_dtype():
         measure.chosen("07", Variables(), "bf16")
 
 
+def test_an_own_kernel_is_never_left_out_for_its_dtype(tmp_path):
+    path = tmp_path / "mine.cu"
+    path.write_text(next(rung for rung in RUNGS if rung.dtype == "bf16").source)
+    variables = Variables(source=path)
+    assert measure.dtype_of(measure.chosen(None, variables), None) == "bf16"
+    assert measure.chosen(None, variables, "bf16")[-1].is_own
+    with pytest.raises(ValueError, match="--dtype: got fp32; accepted: bf16, that of mine"):
+        measure.chosen(None, variables, "fp32")
+
+
 # Launch line and environment
 
 

@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import functools
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -51,7 +52,7 @@ class Channel:
         self.landing = _stream(device, "incoming") if self.is_staged else None
         self.waits_on_host = self.stream is None or self.is_staged
         if device.type == "cuda" and not self.is_staged:
-            _warm_up(group_name, device)
+            _warm_up(self.group, device)
 
     def check_same(self, options: dict[str, Any]) -> None:
         """Under FLASHTILE_CHECK=1: raises on all ranks if one of them has another value."""
@@ -238,10 +239,16 @@ def _stream(device: torch.device, direction: str) -> Any:
     return torch.cuda.Stream(device)
 
 
-@functools.cache
-def _warm_up(group_name: str, device: torch.device) -> None:
+# Not by name: a group that is made after destroy_process_group may have the name of one before
+_warm_devices: weakref.WeakKeyDictionary[Any, set[torch.device]] = weakref.WeakKeyDictionary()
+
+
+def _warm_up(group: Any, device: torch.device) -> None:
     """NCCL's first call of a group must be made by all of its ranks; messages may concern a few."""
-    dist.all_reduce(torch.zeros(1, device=device), group=_resolve_process_group(group_name))
+    devices = _warm_devices.setdefault(group, set())
+    if device not in devices:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        devices.add(device)
 
 
 def group_of(mesh: Any, group: Any, dim: int = 0) -> Any:

@@ -48,10 +48,11 @@ def check_dtype(dtype: str) -> None:
 
 
 def dtype_of(chosen_rungs: Sequence[Rung], only: str | None) -> str:
-    """The dtype of a run without --dtype: that of the rungs that --only names, else fp32."""
+    """The dtype of a run without --dtype: that of the rungs that --only names, else of the user's own kernel, else
+    fp32."""
     found = list(dict.fromkeys(rung.dtype for rung in chosen_rungs))
     if only is None:
-        return rungs.DTYPES[0]
+        return next((rung.dtype for rung in chosen_rungs if rung.is_own), rungs.DTYPES[0])
     if len(found) > 1:
         raise value_error("--only", f"{only!r}, rungs of {' and '.join(found)}", "rungs of one dtype", "Add --dtype")
     return found[0]
@@ -76,6 +77,8 @@ def chosen(only: str | None, variables: Variables, dtype: str | None = None) -> 
     found = found if own is None else [*found, own]
     if dtype is None:
         return found
+    if own is not None and own.dtype != dtype:
+        raise value_error("--dtype", dtype, f"{own.dtype}, that of {own.path.name}")
     of_dtype = [rung for rung in found if rung.dtype == dtype]
     if not of_dtype:
         raise value_error("--only", repr(only), f"rungs of {dtype}")

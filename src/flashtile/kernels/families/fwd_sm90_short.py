@@ -117,9 +117,10 @@ class FwdSm90Short(Family[Sm90ShortRow]):
 
     def timed_as(self, key: PlanKey) -> str:
         """The forward family, where it was measured to be faster (docs/sm90.md). Few queries of heads that share a KV
-        head belong into one tile, and few items leave consumers idle."""
+        head belong into one tile, and few items leave consumers idle. A deterministic call takes another family: the
+        number of items depends on the batch, and its bits must not."""
         is_small = bool(key.length(_SMALL)) or key.length(_PACKED_HEADS) > 1
-        return "fwd_sm90" if _is_faster(key) and not is_small else self.name
+        return "fwd_sm90" if _is_faster(key) and not is_small and not key.is_deterministic else self.name
 
     def every_row(self, dtype: str) -> Iterator[Sm90ShortRow]:
         for dims in self.head_dims:

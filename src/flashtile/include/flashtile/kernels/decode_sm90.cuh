@@ -57,7 +57,6 @@ struct DecodeSm90 {
   using Stages = KeyRing<Config::kNumStages, KvSource::kIsPaged>;
   using Pages = PagedKeys<Config::kBlockN, Config::kProducerWarps, true>;
   using Schedule = DecodeSchedule<Config, Mask, SeqInfo>;
-  using Packing = HeadPacking<Config>;
   using Rows = FragmentRows<Config>;
   using Softmax = OnlineSoftmax<true, false>;
   static constexpr i32 kBlockN = Config::kBlockN;

@@ -6,8 +6,7 @@
 // Shared:    sQ [query stage][slab][64][64], sK, sV [stage][slab][kBlockN][64], 128-byte swizzled slabs of 64 columns;
 //            the barriers.
 // Barriers:  full_* complete by copied bytes. empty_q completes by the four warps of the one consumer that has the
-// item.
-//            empty_kv completes by one arrival per consumer warp. A consumer releases every key tile once, in order:
+//            item, empty_kv by one arrival per consumer warp. A consumer releases every key tile once, in order:
 //            during its last item of a segment, and unread where it has no item or the item does not see the tile. So
 //            it is never a phase behind, and the parity that it waits for is the right one.
 // Mainloop:  with kIsOneTile the scores of all keys are in registers at once: one softmax, no rescaling. Else as in

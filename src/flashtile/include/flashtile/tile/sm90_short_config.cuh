@@ -23,7 +23,7 @@ struct Sm90ShortConfig {
   static constexpr i32 kTail = kBlockN <= 64 ? kBlockN : 16;
   static constexpr i32 kNumThreads = 128 * (kNumConsumers + 1);
   // Registers per thread that setmaxnreg assigns, out of what the block was launched with
-  static constexpr i32 kProducerRegisters = kNumConsumers == 2 ? 40 : 32;
+  static constexpr i32 kProducerRegisters = 32;
   static constexpr i32 kAllRegisters = 65536 / kNumThreads / 8 * 8 * (kNumConsumers + 1);
   static constexpr i32 kConsumerRegisters = (kAllRegisters - kProducerRegisters) / kNumConsumers / 8 * 8;
   // Tiles are slabs of 64 columns; the last slab may be padded
