@@ -232,6 +232,16 @@ def test_a_kernel_that_starts_early(fake, function):
         function.launch(GRID, BLOCK, 1024, stream, params, starts_early=True)
 
 
+@pytest.mark.parametrize(("version", "expected"), [((12, 2), False), ((12, 3), True), ((13, 0), True)])
+def test_which_drivers_start_kernels_early(version, expected, monkeypatch):
+    monkeypatch.setattr(driver, "version", lambda: version)
+    driver.can_start_early.cache_clear()
+    try:
+        assert driver.can_start_early() is expected
+    finally:
+        driver.can_start_early.cache_clear()
+
+
 def test_a_failed_launch_names_kernel_and_geometry(fake, function):
     fake.fail["cuLaunchKernel"] = 1
     words = (

@@ -20,7 +20,7 @@ from flashtile.testing import Case
 pytestmark = pytest.mark.skipif(
     torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of compute capability 9.0"
 )
-HEAD_DIMS = ((64, 64), (32, 32), (8, 8), (40, 64), (64, 24))
+HEAD_DIMS = ((64, 64), (32, 32), (8, 8), (40, 64), (64, 24), (128, 128), (104, 128))
 TAKEN = ("plain", "causal", "top left", "window", "window and causal", "gqa", "sinks", "swapped")
 VALUES: dict[str, dict] = {
     "huge": {"values": "huge", "causal": "bottom_right"},

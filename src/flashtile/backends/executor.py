@@ -327,7 +327,8 @@ def launch(step: Step, values: dict[str, int], image: bytearray, index: int, arc
         kernel.set_shared_bytes(index, step.shared_bytes)
         stream = current_stream(index)
         block = (step.num_threads, 1, 1)
-        kernel.launch((blocks, 1, 1), block, step.shared_bytes, stream, _address(image), step.starts_early)
+        starts_early = step.starts_early and driver.can_start_early()
+        kernel.launch((blocks, 1, 1), block, step.shared_bytes, stream, _address(image), starts_early)
 
 
 def current_stream(index: int) -> int:

@@ -21,7 +21,7 @@ from flashtile.kernels import assemble, families
 from flashtile.kernels import plan as plans
 from flashtile.kernels.plan import EnginePass, Memset, Step
 from flashtile.problem import CACHE_ARGUMENTS, SCHEMA_TYPES, dense_schema
-from flashtile.runtime import extension
+from flashtile.runtime import driver, extension
 
 _SWITCH = "FLASHTILE_EXECUTOR"
 FORWARD, BACKWARD, APPEND = range(3)  # csrc/exec/attention.h: Pass
@@ -253,6 +253,7 @@ def serialize(
             kernel = executor.function(step.unit, step.entry, launch.arch)
         numbers += [_KERNEL, 0 if kernel is None else kernel.address(launch.device_index), len(step.grid)]
         numbers += [number for name, divisor in step.grid for number in (values_at[name], divisor)]
-        numbers += [step.num_threads, step.shared_bytes, step.is_for_splits, step.max_blocks, step.starts_early]
+        starts_early = kernel is not None and step.starts_early and driver.can_start_early()
+        numbers += [step.num_threads, step.shared_bytes, step.is_for_splits, step.max_blocks, starts_early]
         symbols.append(step.name if kernel is None else kernel.symbol)
     return numbers, symbols

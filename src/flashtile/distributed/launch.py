@@ -33,6 +33,8 @@ def on_ranks(function: Callable[..., T], num_ranks: int, *args: Any, device: str
     # A rank that fails puts nothing: join raises its exception
     while queue.empty() and not processes.join(timeout=0.05):
         pass
+    if queue.empty():
+        raise RuntimeError(f"{num_ranks} ranks ended without a result")
     result: T = queue.get()
     while not processes.join():
         pass

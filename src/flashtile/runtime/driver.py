@@ -221,6 +221,12 @@ def version() -> tuple[int, int]:
 
 
 @functools.cache
+def can_start_early() -> bool:
+    """Graphs of older drivers have no edge for a kernel that starts while the one before it ends."""
+    return version() >= (12, 3)
+
+
+@functools.cache
 def attribute(device_index: int, name: str) -> int:
     """One property of a device; the names are those of `_ATTRIBUTES`."""
     value = c_int()

@@ -158,7 +158,8 @@ def _is_faster(key: PlanKey) -> bool:
     head_dim = max(key.head_dim, key.head_dim_v)
     if _is_single(key) or key.length(_KEYS) not in (_SOME, _MANY):
         return _is_single(key)
-    return 32 < head_dim <= 64 or (head_dim > 96 and key.features.has_band and key.length(_KEYS) == _SOME)
+    is_banded = key.features.has_band and key.length(_KEYS) == _SOME
+    return 32 < head_dim <= 64 or (is_banded and key.head_dim == key.head_dim_v == 128)
 
 
 def _bias_step(bias_dtype: str, num_steps: int) -> Step:
