@@ -14,8 +14,8 @@ FT_DEVICE void launch_dependents() {
   if constexpr (kHasDependentLaunch) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Waits until the kernel before this one has ended and its stores can be seen; returns at once where this kernel was not
-// launched to start early. Kernels before that one have ended too if each that started early has waited.
+// Waits until the kernel before this one has ended and its stores can be seen; returns at once where this kernel was
+// not launched to start early. Kernels before that one have ended too if each that started early has waited.
 FT_DEVICE void wait_for_previous() {
   if constexpr (kHasDependentLaunch) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
