@@ -85,6 +85,6 @@ def unplug() -> None:
 
 
 def clear() -> None:
-    executor._load.cache_clear()
+    executor._functions.clear()
     driver._driver.cache_clear()
     assemble.clear_plans()

@@ -365,10 +365,10 @@ def test_threads_share_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(executor.cache, "compile_cached", compile_slowly)
     monkeypatch.setattr(executor.driver, "load", lambda _: SimpleNamespace(function=lambda symbol: object()))
-    executor._load.cache_clear()
+    executor._functions.clear()
     try:
         with ThreadPoolExecutor(8) as pool:
             found = set(pool.map(lambda _: executor.function("unit", "entry", "sm_90a"), range(8)))
     finally:
-        executor._load.cache_clear()
+        executor._functions.clear()
     assert len(found) == 1

@@ -41,9 +41,10 @@ def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     monkeypatch.setattr(cache, "_memory", {})
     monkeypatch.setenv("FLASHTILE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("FLASHTILE_NVRTC", str(tmp_path / "none"))
-    cached = (cache.embedded_archs, cache._load_embedded, cuda._missing, executor._load, toolchain.find)
+    cached = (cache.embedded_archs, cache._load_embedded, cuda._missing, toolchain.find)
     for function in cached:
         function.cache_clear()
+    executor._functions.clear()
     with pytest.raises(Unsupported, match="which is no file"):
         toolchain.find()
     yield
@@ -51,6 +52,7 @@ def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     monkeypatch.undo()
     for function in cached:
         function.cache_clear()
+    executor._functions.clear()
 
 
 def test_plain_and_causal_calls_compile_nothing(no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ It knows tensors, bytes and grids, and nothing about attention. Up to the launch
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import threading
 from collections.abc import Callable, Mapping
@@ -236,22 +235,22 @@ def encode_maps(plan: LaunchPlan, tensors: Tensors, image: bytearray) -> None:
 
 
 loaded: set[str] = set()  # the kernels of this process, by their C++ names
-
-
-_loading: dict[tuple[str, str, str], threading.Lock] = {}  # by the arguments of `function`
+_functions: dict[tuple[str, str, str], driver.Function] = {}  # by the arguments of `function`
+_loading: dict[tuple[str, str, str], threading.Lock] = {}
 
 
 def function(unit: str, entry: str, arch: str) -> driver.Function:
     """A kernel, compiled if it is not in the cache, loaded for every device. All threads get the same object."""
-    with _loading.setdefault((unit, entry, arch), threading.Lock()):
-        return _load(unit, entry, arch)
-
-
-@functools.cache
-def _load(unit: str, entry: str, arch: str) -> driver.Function:
-    compiled = cache.compile_cached(unit, arch, [entry])
-    loaded.add(entry)
-    return driver.load(compiled.cubin).function(compiled.symbols[entry])
+    key = unit, entry, arch
+    found = _functions.get(key)
+    if found is None:
+        with _loading.setdefault(key, threading.Lock()):
+            found = _functions.get(key)
+            if found is None:
+                compiled = cache.compile_cached(unit, arch, [entry])
+                loaded.add(entry)
+                found = _functions[key] = driver.load(compiled.cubin).function(compiled.symbols[entry])
+    return found
 
 
 class _Ready(NamedTuple):

@@ -191,7 +191,7 @@ def _chosen_of(key: PlanKey, known: tuple[Family[Any], ...], forced: tuple[str, 
 
 
 def _may_take(family: Family[Any], key: PlanKey) -> bool:
-    """It takes calls of some lengths with the features of this key."""
+    """It has kernels of the key's dtype for its architecture."""
     return key.dtype in family.dtypes and family.runs_on(key.arch)
 
 

@@ -109,6 +109,8 @@ class Family(ABC, Generic[RowT]):
     length_classes: tuple[LengthClass, ...] = ()
     takes_out_dtypes = True  # an output in another dtype than q
     takes_overlapping_rows = True  # in memory; TMA does not
+    takes_any_scale = True  # 0 and negative ones, too
+    needs_wgmma = False
     grad_sets: tuple[tuple[str, ...], ...] = ()  # of a backward family: gradients that together launch every kernel
 
     def runs_on(self, arch: Arch) -> bool:
@@ -116,7 +118,7 @@ class Family(ABC, Generic[RowT]):
 
     def refuse_arch(self, arch: Arch) -> str | None:
         """Why the family has nothing for the architecture, or None."""
-        return None
+        return f"{arch.name} has no wgmma" if self.needs_wgmma and not arch.has_wgmma else None
 
     def refuse(self, key: PlanKey) -> str | None:
         """Why the family does not take the call, or None. Subclasses add their own reasons."""
@@ -134,6 +136,8 @@ class Family(ABC, Generic[RowT]):
             return f"an output in {key.out_dtype}"
         if not self.takes_overlapping_rows and not key.rows_disjoint:
             return "rows that overlap in memory"
+        if not self.takes_any_scale and not key.is_scale_positive:
+            return "a scale that is not positive"
         return None
 
     def padded(self, head_dim: int, head_dim_v: int) -> tuple[int, int] | None:

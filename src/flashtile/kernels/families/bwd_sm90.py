@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import dsinks, mask_bits, mask_workspaces, plain_step, query_grid
 from flashtile.kernels.params import BwdSm90Params, Struct
@@ -115,9 +114,7 @@ class BwdSm90(Family[BwdSm90Row]):
     features = Family.features - {"is_paged", "is_aligned16"}
     takes_out_dtypes = takes_overlapping_rows = False
     grad_sets = (("dq", "dk", "dv", "dsinks"), ("dbias",))
-
-    def refuse_arch(self, arch: Arch) -> str | None:
-        return None if arch.has_wgmma else f"{arch.name} has no wgmma"
+    needs_wgmma = True
 
     def refuse(self, key: PlanKey) -> str | None:
         return super().refuse(key) or self._refuse_options(key)

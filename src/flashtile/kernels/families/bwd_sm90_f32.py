@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.sm90_f32 import WARPGROUP_ROWS, Sm90F32Row, num_parts, part_workspaces, pre_pass
 from flashtile.kernels.families.steps import dsinks, preprocess, query_grid
@@ -111,14 +110,11 @@ class BwdSm90F32(Family[BwdSm90F32Row]):
     # Split operands would take far more memory than such tensors do
     takes_overlapping_rows = False
     grad_sets = (("dq", "dk", "dv", "dsinks"),)
-
-    def refuse_arch(self, arch: Arch) -> str | None:
-        return None if arch.has_wgmma else f"{arch.name} has no wgmma"
+    needs_wgmma = True
+    takes_any_scale = False
 
     def refuse(self, key: PlanKey) -> str | None:
         reason = super().refuse(key)
-        if reason is None and not key.is_scale_positive:
-            reason = "a scale that is not positive"
         if reason is None and key.grads is not None and "dbias" in key.grads:
             reason = "the gradient of a bias"
         return reason

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.bwd_sm90 import STEP_ROWS, STEP_THREADS
 from flashtile.kernels.families.steps import dsinks, plain_step, query_grid
@@ -109,9 +108,7 @@ class BwdSm90Wide(Family[BwdSm90WideRow]):
     features = Family.features - {"is_paged", "is_aligned16"}
     takes_out_dtypes = takes_overlapping_rows = False
     grad_sets = (("dq", "dk", "dv", "dsinks"),)
-
-    def refuse_arch(self, arch: Arch) -> str | None:
-        return None if arch.has_wgmma else f"{arch.name} has no wgmma"
+    needs_wgmma = True
 
     def refuse(self, key: PlanKey) -> str | None:
         reason = super().refuse(key)

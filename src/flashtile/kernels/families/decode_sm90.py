@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import query_grid
 from flashtile.kernels.length_class import FewQueries, ShortLengths
@@ -90,14 +89,11 @@ class DecodeSm90(Family[DecodeRow]):
     features = Family.features - {"is_aligned16", "has_bool_mask", "bias_dtype", "has_dropout"}
     takes_overlapping_rows = False
     length_classes = (_FEW, _ONE, _FASTEST, _SHORT)
-
-    def refuse_arch(self, arch: Arch) -> str | None:
-        return None if arch.has_wgmma else f"{arch.name} has no wgmma"
+    needs_wgmma = True
+    takes_any_scale = False
 
     def refuse(self, key: PlanKey) -> str | None:
         reason = super().refuse(key)
-        if reason is None and not key.is_scale_positive:
-            return "a scale that is not positive"
         if reason is None and not key.length(_FEW):
             return f"over {_ROWS} rows, the queries of all heads that share a KV head"
         if reason is None and key.length(_FEW) > 1 and not key.heads_disjoint:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import combine, mask_bits, mask_workspaces, partial_results, query_grid
 from flashtile.kernels.length_class import PackedHeads, RaggedQueries
@@ -169,9 +168,8 @@ class FwdSm90(Family[Sm90Row]):
     features = Family.features - {"is_aligned16"}
     takes_overlapping_rows = False
     length_classes = (_PACKED_HEADS, _RAGGED)
-
-    def refuse_arch(self, arch: Arch) -> str | None:
-        return None if arch.has_wgmma else f"{arch.name} has no wgmma"
+    needs_wgmma = True
+    takes_any_scale = False
 
     def refuse(self, key: PlanKey) -> str | None:
         return super().refuse(key) or self._refuse_more(key)
@@ -180,7 +178,7 @@ class FwdSm90(Family[Sm90Row]):
         features = key.features
         if features.is_paged and (features.has_bool_mask or features.bias_dtype is not None):
             return "a boolean mask or a bias with paged keys"
-        return None if key.is_scale_positive else "a scale that is not positive"
+        return None
 
     def packed_heads(self, key: PlanKey) -> int:
         """How many heads share a tile. Heads that share memory cannot be packed: a TMA box has no stride of 0."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.sm90_f32 import WARPGROUP_ROWS, Sm90F32Row, num_parts, part_workspaces, pre_pass
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
@@ -85,14 +84,11 @@ class FwdSm90F32(Family[FwdSm90F32Row]):
     # Split operands would take far more memory than such tensors do
     takes_overlapping_rows = False
     length_classes = (_FEW,)
-
-    def refuse_arch(self, arch: Arch) -> str | None:
-        return None if arch.has_wgmma else f"{arch.name} has no wgmma"
+    needs_wgmma = True
+    takes_any_scale = False
 
     def refuse(self, key: PlanKey) -> str | None:
         reason = super().refuse(key)
-        if reason is None and not key.is_scale_positive:
-            reason = "a scale that is not positive"
         if reason is None and key.length(_FEW):
             reason = f"at most {WARPGROUP_ROWS} queries: splitting the keys would take longer than attending to them"
         return reason

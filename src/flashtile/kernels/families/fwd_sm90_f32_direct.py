@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashtile.kernels import speeds
-from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import query_grid
 from flashtile.kernels.length_class import FewQueries, SmallGrid
@@ -72,14 +71,11 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
     features = Family.features - {"is_paged", "is_aligned16"}
     takes_out_dtypes = False
     length_classes = (_SMALL_GRID, _FEW)
-
-    def refuse_arch(self, arch: Arch) -> str | None:
-        return None if arch.has_wgmma else f"{arch.name} has no wgmma"
+    needs_wgmma = True
+    takes_any_scale = False
 
     def refuse(self, key: PlanKey) -> str | None:
         reason = super().refuse(key)
-        if reason is None and not key.is_scale_positive:
-            reason = "a scale that is not positive"
         if reason is None and not key.length(_SMALL_GRID):
             reason = f"tiles of {_BLOCK_M} queries give every multiprocessor a block: a pre-pass is faster"
         if reason is None and key.length(_FEW):

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import query_grid
 from flashtile.kernels.length_class import KeySteps, PackedHeads, SmallGrid
@@ -99,9 +98,8 @@ class FwdSm90Short(Family[Sm90ShortRow]):
     takes_out_dtypes = False
     takes_overlapping_rows = False
     length_classes = (_KEYS, _PACKED_HEADS, _SMALL)
-
-    def refuse_arch(self, arch: Arch) -> str | None:
-        return None if arch.has_wgmma else f"{arch.name} has no wgmma"
+    needs_wgmma = True
+    takes_any_scale = False
 
     def refuse(self, key: PlanKey) -> str | None:
         return super().refuse(key) or self._refuse_more(key)
@@ -113,7 +111,7 @@ class FwdSm90Short(Family[Sm90ShortRow]):
             return "a bias in float32"
         if key.features.bias_dtype is not None and not _is_single(key):
             return f"a bias with a causal mask, a window or over {_SINGLE_KEYS} keys"
-        return None if key.is_scale_positive else "a scale that is not positive"
+        return None
 
     def timed_as(self, key: PlanKey) -> str:
         """The forward family, where it was measured to be faster (docs/sm90.md). Few queries of heads that share a KV

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
 from flashtile.kernels.params import FwdSm90Params, Struct
@@ -75,13 +74,8 @@ class FwdSm90Wide(Family[Sm90FwdWideRow]):
     head_dims = tuple(sorted(_STAGES))
     features = Family.features - {"is_paged", "is_aligned16"}
     takes_overlapping_rows = False
-
-    def refuse_arch(self, arch: Arch) -> str | None:
-        return None if arch.has_wgmma else f"{arch.name} has no wgmma"
-
-    def refuse(self, key: PlanKey) -> str | None:
-        reason = super().refuse(key)
-        return "a scale that is not positive" if reason is None and not key.is_scale_positive else reason
+    needs_wgmma = True
+    takes_any_scale = False
 
     def every_row(self, dtype: str) -> Iterator[Sm90FwdWideRow]:
         for dims in _STAGES:
