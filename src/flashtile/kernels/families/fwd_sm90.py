@@ -8,13 +8,15 @@ from typing import NamedTuple
 
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import combine, mask_bits, mask_workspaces, partial_results, query_grid
-from flashtile.kernels.length_class import PackedHeads, RaggedQueries
+from flashtile.kernels.length_class import PackedHeads, RaggedQueries, SmallGrid
 from flashtile.kernels.params import FwdSm90Params, Struct
 from flashtile.kernels.plan import MapPatch, SplitRule, Step
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
-_PACKED_HEADS, _RAGGED = PackedHeads(64, 128), RaggedQueries(192, 128, 105)
+_PACKED_HEADS = PackedHeads(64, 128)
+_RAGGED, _VERY_RAGGED = RaggedQueries(192, 128, 105), RaggedQueries(192, 128, 113)
+_SMALL = SmallGrid(128)
 _WARP_ROWS = 16  # rows of O that a warp stores
 _WARPGROUP_ROWS = 64
 _WORK_ITEMS, _QUERY_TILE_BYTES = 3, 72  # WorkItemRing, QueryTile (attn/work_item.cuh)
@@ -167,7 +169,7 @@ class FwdSm90(Family[Sm90Row]):
     head_dims = tuple(sorted(_TILES))
     features = Family.features - {"is_aligned16"}
     takes_overlapping_rows = False
-    length_classes = (_PACKED_HEADS, _RAGGED)
+    length_classes = (_PACKED_HEADS, _RAGGED, _VERY_RAGGED, _SMALL)
     needs_wgmma = True
     takes_any_scale = False
 
@@ -226,8 +228,10 @@ class FwdSm90(Family[Sm90Row]):
 
 
 def _tiles(dims: tuple[int, int], key: PlanKey) -> list[Tile]:
-    """The tiles in order of preference: where a tile would have many rows without a query, it comes last."""
-    is_ragged = key.length(_RAGGED) and not key.features.has_band
+    """The tiles in order of preference: where a tile would have many rows without a query, it comes last. Blocks share
+    such tiles evenly if there is more than one tile for each. A deterministic call must not depend on their number."""
+    is_shared = not key.length(_SMALL) and not key.is_deterministic
+    is_ragged = key.length(_VERY_RAGGED if is_shared else _RAGGED) and not key.features.has_band
     return sorted(_TILES[dims], key=lambda tile: bool(is_ragged and not tile.takes_ragged))
 
 

@@ -45,7 +45,7 @@ struct alignas(1024) FwdSm90Storage {
   u64 full_q[Config::kNumConsumers], empty_q[Config::kNumConsumers];
   u64 full_k[Config::kNumStages], empty_k[Config::kNumStages];
   u64 full_v[Config::kNumStages], empty_v[Config::kNumStages];
-  TileScheduler<Mask, Config::kPacksHeads, ScoreMod::kHasBias> scheduler;
+  TileScheduler<Mask, Config::kPacksHeads, ScoreMod::kHasBias, !Mask::kHasBand && !Config::kPacksHeads> scheduler;
   WorkItemRing<WorkItem<Config, Mask, SeqInfo>> work_items;
   FwdBiasTiles<Config, typename ScoreMod::BiasElement> bias;
 };
@@ -456,16 +456,31 @@ struct FwdSm90 {
       mark(Phase::end, num_k);
       ++num_k;
     };
-    for (n = Mask::kHasBool ? next_tile(item, consumer, walk, n) : n - 1; n >= tile.n_begin;
-         n = Mask::kHasBool ? next_tile(item, consumer, walk, n) : n - 1) {
-      // Without a band or a bool mask only the first tile needs a mask
-      if constexpr (Mask::kHasBand || Mask::kHasBool) {
+    if constexpr (Mask::kHasBand && !Mask::kHasBool) {
+      // Unmasked tiles run a loop of their own: a branch in each step would keep ptxas from overlapping the steps
+      for (--n; n >= tile.n_begin;) {
         if (needs_mask(n)) {
           step(Constant<true>());
+          --n;
           continue;
         }
+        i32 n_last = max_of(tile.n_begin, tiles.unmasked.begin);
+        do {
+          step(Constant<false>());
+        } while (--n >= n_last);
       }
-      step(Constant<false>());
+    } else {
+      for (n = Mask::kHasBool ? next_tile(item, consumer, walk, n) : n - 1; n >= tile.n_begin;
+           n = Mask::kHasBool ? next_tile(item, consumer, walk, n) : n - 1) {
+        // Without a band or a bool mask only the first tile needs a mask
+        if constexpr (Mask::kHasBool) {
+          if (needs_mask(n)) {
+            step(Constant<true>());
+            continue;
+          }
+        }
+        step(Constant<false>());
+      }
     }
 
     // Add the last P V
