@@ -169,6 +169,9 @@ def bench(
     tiles: Annotated[
         bool, typer.Option("--tiles", help="Compare tiles of the forward kernels; takes --dtype, --out and --json.")
     ] = False,
+    calls: Annotated[
+        str | None, typer.Option(help="Of --grid options: only calls whose names contain one of these parts.")
+    ] = None,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(metavar="A.csv B.csv", help="Print and write the ratios of two runs.")
     ] = None,
@@ -177,7 +180,7 @@ def bench(
     options = bench_command.Options(
         grid, full, seqlens, dtype, batch, heads, heads_kv, head_dim, causal, direction, backends, device, out,
         as_json, graph, seconds,
-        call_limit, compile_limit, overhead, cold,
+        call_limit, compile_limit, overhead, cold, calls,
     )  # fmt: skip
     if compare:
         _run(lambda: bench_command.prepare_compare(*compare, out, as_json))

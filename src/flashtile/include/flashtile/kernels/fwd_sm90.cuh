@@ -68,6 +68,8 @@ struct FwdSm90 {
   static constexpr i32 kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
+  // Under a band, unmasked tiles run a loop of their own, where the registers allow it
+  static constexpr bool kSeparatesMasked = Mask::kHasBand && !kHasOptions && !Config::kStoresP;
   static_assert(!KvSource::kIsPaged || (!ScoreMod::kHasBias && !Mask::kHasBool), "all producer warps copy pages");
   // Registers per thread: warps that copy a bias or pages need more
   static constexpr i32 kPageRegisters = KvSource::kIsPaged && Config::kNumConsumers > 1 ? 8 * Config::kNumConsumers : 0;
@@ -456,8 +458,8 @@ struct FwdSm90 {
       mark(Phase::end, num_k);
       ++num_k;
     };
-    if constexpr (Mask::kHasBand && !Mask::kHasBool) {
-      // Unmasked tiles run a loop of their own: a branch in each step would keep ptxas from overlapping the steps
+    if constexpr (kSeparatesMasked) {
+      // A branch in each step would keep ptxas from overlapping the steps
       for (--n; n >= tile.n_begin;) {
         if (needs_mask(n)) {
           step(Constant<true>());
@@ -473,7 +475,7 @@ struct FwdSm90 {
       for (n = Mask::kHasBool ? next_tile(item, consumer, walk, n) : n - 1; n >= tile.n_begin;
            n = Mask::kHasBool ? next_tile(item, consumer, walk, n) : n - 1) {
         // Without a band or a bool mask only the first tile needs a mask
-        if constexpr (Mask::kHasBool) {
+        if constexpr (Mask::kHasBand || Mask::kHasBool) {
           if (needs_mask(n)) {
             step(Constant<true>());
             continue;
