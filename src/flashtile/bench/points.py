@@ -266,7 +266,9 @@ def _named_calls(calls: dict[str, Point], names: str) -> dict[str, Point]:
     parts = [part.strip().lower() for part in names.split(",") if part.strip()]
     unknown = [part for part in parts if not any(part in name.lower() for name in calls)]
     if unknown or not parts:
-        raise value_error("--calls", repr(unknown[0] if unknown else names), f"parts of these names: {'; '.join(calls)}")
+        raise value_error(
+            "--calls", repr(unknown[0] if unknown else names), f"parts of these names: {'; '.join(calls)}"
+        )
     return {name: point for name, point in calls.items() if any(part in name.lower() for part in parts)}
 
 
