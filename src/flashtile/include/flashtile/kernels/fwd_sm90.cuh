@@ -38,6 +38,9 @@ namespace flashtile {
 template <class Config, class Mask, class ScoreMod, class SeqInfo>
 struct alignas(1024) FwdSm90Storage {
   using T = typename Config::Element;
+  // Of plain calls alone: the producer of other calls has no registers for it
+  static constexpr bool kRotates =
+      !Mask::kHasBand && !Mask::kHasBool && !ScoreMod::kChangesScores && !SeqInfo::kHasLengths && !Config::kPacksHeads;
   T sQ[Config::kNumConsumers][Config::kElementsQ];
   T sK[Config::kNumStages][Config::kElementsK];
   T sV[Config::kNumStages][Config::kElementsV];
@@ -45,7 +48,7 @@ struct alignas(1024) FwdSm90Storage {
   u64 full_q[Config::kNumConsumers], empty_q[Config::kNumConsumers];
   u64 full_k[Config::kNumStages], empty_k[Config::kNumStages];
   u64 full_v[Config::kNumStages], empty_v[Config::kNumStages];
-  TileScheduler<Mask, Config::kPacksHeads, ScoreMod::kHasBias, !Mask::kHasBand && !Config::kPacksHeads> scheduler;
+  TileScheduler<Mask, Config::kPacksHeads, ScoreMod::kHasBias, kRotates> scheduler;
   WorkItemRing<WorkItem<Config, Mask, SeqInfo>> work_items;
   FwdBiasTiles<Config, typename ScoreMod::BiasElement> bias;
 };
@@ -68,8 +71,8 @@ struct FwdSm90 {
   static constexpr i32 kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
-  // Under a band, unmasked tiles run a loop of their own, where the registers allow it
-  static constexpr bool kSeparatesMasked = Mask::kHasBand && !kHasOptions && !Config::kStoresP;
+  // Under a band, unmasked tiles run a loop of their own
+  static constexpr bool kSeparatesMasked = Mask::kHasBand && !kHasOptions;
   static_assert(!KvSource::kIsPaged || (!ScoreMod::kHasBias && !Mask::kHasBool), "all producer warps copy pages");
   // Registers per thread: warps that copy a bias or pages need more
   static constexpr i32 kPageRegisters = KvSource::kIsPaged && Config::kNumConsumers > 1 ? 8 * Config::kNumConsumers : 0;
@@ -460,17 +463,13 @@ struct FwdSm90 {
     };
     if constexpr (kSeparatesMasked) {
       // A branch in each step would keep ptxas from overlapping the steps
-      for (--n; n >= tile.n_begin;) {
-        if (needs_mask(n)) {
-          step(Constant<true>());
-          --n;
-          continue;
-        }
-        i32 n_last = max_of(tile.n_begin, tiles.unmasked.begin);
-        do {
-          step(Constant<false>());
-        } while (--n >= n_last);
-      }
+      --n;
+#pragma unroll 1
+      for (; n >= tile.n_begin && n >= tiles.unmasked.end; --n) step(Constant<true>());
+#pragma unroll 1
+      for (; n >= tile.n_begin && n >= tiles.unmasked.begin; --n) step(Constant<false>());
+#pragma unroll 1
+      for (; n >= tile.n_begin; --n) step(Constant<true>());
     } else {
       for (n = Mask::kHasBool ? next_tile(item, consumer, walk, n) : n - 1; n >= tile.n_begin;
            n = Mask::kHasBool ? next_tile(item, consumer, walk, n) : n - 1) {
