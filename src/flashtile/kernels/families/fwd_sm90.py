@@ -228,9 +228,10 @@ class FwdSm90(Family[Sm90Row]):
 
 
 def _tiles(dims: tuple[int, int], key: PlanKey) -> list[Tile]:
-    """The tiles in order of preference: where a tile would have many rows without a query, it comes last. Blocks share
-    such tiles evenly if there is more than one tile for each. A deterministic call must not depend on their number."""
-    is_shared = not key.length(_SMALL) and not key.is_deterministic
+    """The tiles in order of preference: where a tile would have many rows without a query, it comes last. In plain
+    calls with more than one tile for each block, blocks share such tiles evenly (kRotates). A deterministic call must
+    not depend on their number."""
+    is_shared = not key.features.num_options and not key.length(_SMALL) and not key.is_deterministic
     is_ragged = key.length(_VERY_RAGGED if is_shared else _RAGGED) and not key.features.has_band
     return sorted(_TILES[dims], key=lambda tile: bool(is_ragged and not tile.takes_ragged))
 
