@@ -17,6 +17,7 @@
 #pragma once
 
 #include "flashtile/attn/dropout.cuh"
+#include "flashtile/attn/lazy_softmax.cuh"
 #include "flashtile/attn/merge.cuh"
 #include "flashtile/attn/online_softmax.cuh"
 #include "flashtile/attn/paged_keys.cuh"
@@ -66,7 +67,7 @@ struct FwdSm90 {
   using Item = WorkItem<Config, Mask, SeqInfo>;
   using Packing = HeadPacking<Config>;
   using Rows = FragmentRows<Config>;
-  using Softmax = OnlineSoftmax<Config::kRescalesLazily, ScoreMod::kHasBias>;
+  using Softmax = typename SoftmaxKind<Config::kRescalesLazily, ScoreMod::kHasBias>::Type;
   static constexpr bool kIsNatural = ScoreMod::kHasBias;
   static constexpr i32 kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
