@@ -328,9 +328,7 @@ def measure(group: Any, name: str, inputs: Inputs, way: Way, expected: Expected 
     )
 
 
-def _at_fault(
-    name: str, ours: Result, expected: Expected, args: AttentionArgs, num_ranks: int, way: Way
-) -> str:
+def _at_fault(name: str, ours: Result, expected: Expected, args: AttentionArgs, num_ranks: int, way: Way) -> str:
     """The rank whose rows of a tensor are the farthest off, in words; nothing for tensors without rows."""
     mine, exact = getattr(ours, name), getattr(expected.ref, name)
     dims = {"lse": -1, "dbias": 2, **dict.fromkeys(("out", "dq", "dk", "dv"), row_axis(args.layout))}
