@@ -47,6 +47,15 @@ def _whole_call(kernels: Sequence[KernelRow]) -> KernelRow:
     return replace(main_kernel(kernels), **sums)
 
 
+def roofline_groups(points: Sequence[KernelRow]) -> list[list[KernelRow]]:
+    """Those of one panel: all, or where they are many those of one pass."""
+    if not points:
+        return []
+    if len(points) <= _MANY_POINTS:
+        return [list(points)]
+    return [[row for row in points if row.direction == one] for one in dict.fromkeys(row.direction for row in points)]
+
+
 def levels(row: KernelRow) -> dict[str, tuple[float, float]]:
     """For each level of memory: the FLOP per byte of a row, and the measured bandwidth in GB/s."""
     found = {}
@@ -69,10 +78,7 @@ def _roofline(csv_path: Path, kernels: Sequence[KernelRow]) -> Path:
     from matplotlib.figure import Figure
 
     names = [name for name in ("device memory", "L2", "shared memory") if any(name in levels(row) for row in kernels)]
-    passes = list(dict.fromkeys(row.direction for row in kernels))
-    groups = [[row for row in kernels if row.direction == one] for one in passes]
-    if len(kernels) <= _MANY_POINTS:
-        groups = [list(kernels)]
+    groups = roofline_groups(kernels)
     figure = Figure(figsize=(6.6 * len(names), 4.6 * len(groups) + 0.6), layout="constrained")
     panels = figure.subplots(len(groups), len(names), squeeze=False, sharey="row")
     for line, group in zip(panels, groups, strict=True):
