@@ -43,7 +43,7 @@ _SUMMED = ("kernel_ms", "dram_bytes", "l2_bytes", "shared_wavefronts")
 
 def _whole_call(kernels: Sequence[KernelRow]) -> KernelRow:
     """The products may be spread over several kernels: the FLOPs of a call belong to the sum of their times."""
-    sums = {name: sum(getattr(row, name) or 0.0 for row in kernels) for name in _SUMMED}
+    sums: dict[str, Any] = {name: sum(getattr(row, name) or 0.0 for row in kernels) for name in _SUMMED}
     return replace(main_kernel(kernels), **sums)
 
 
