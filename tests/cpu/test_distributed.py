@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import subprocess
@@ -412,6 +413,20 @@ def run_refusals(group: Any) -> None:
 
 def test_refusals(pool: Pool) -> None:
     pool.run(run_refusals, 2)
+
+
+def test_functions_of_one_strategy_show_and_check_their_options() -> None:
+    ring, ulysses = (
+        inspect.signature(one).parameters for one in (distributed.ring_attention, distributed.ulysses_attention)
+    )
+    assert ring["sharding"].default == "zigzag"
+    assert "strategy" not in ring
+    assert ring.keys() - ulysses.keys() == {"mask", "bias", "transport"}
+    q = torch.randn(1, 4, 6, 8)
+    with pytest.raises(TypeError, match="transport: got an option that ulysses_attention does not have"):
+        distributed.ulysses_attention(q, q, q, transport="p2p")
+    with pytest.raises(TypeError, match="strategy: got an option that ring_attention does not have"):
+        distributed.ring_attention(q, q, q, strategy="ulysses")
 
 
 def run_different(group: Any) -> None:
