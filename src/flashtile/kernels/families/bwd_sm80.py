@@ -46,6 +46,10 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
         Tile(128, 32, 8, 1),
         Tile(64, 32, 4, 1),
     ),
+    (256, 256): (
+        Tile(64, 64, 8, 1, column_warps=2, max_options=0, takes_padded=False, only_arch=90),
+        Tile(64, 32, 8, 1, column_warps=2),
+    ),
 }
 
 
