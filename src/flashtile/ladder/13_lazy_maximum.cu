@@ -71,10 +71,10 @@ __device__ unsigned step_address(unsigned first, int row, int column) {
   return (first ^ column % 64 * 2) + column / 64 * 128 + row * kHeadDim * 2;
 }
 
-// Starts copying rows [first, first + kRows) of a tensor to a swizzled tile. Columns of padding are zeros, with kHasTail
-// also rows past the last one. A thread copies one column of 16 bytes of rows that are a multiple of 8 apart: they have
-// the same swizzle, so that all addresses are its first plus constants. Rows that are not on 16-byte boundaries (IS_WIDE
-// is 0) are loaded and stored. (PTX ISA: cp.async) Scope: block.
+// Starts copying rows [first, first + kRows) of a tensor to a swizzled tile. Columns of padding are zeros, with
+// kHasTail also rows past the last one. A thread copies one column of 16 bytes of rows that are a multiple of 8 apart:
+// they have the same swizzle, so that all addresses are its first plus constants. Rows that are not on 16-byte
+// boundaries (IS_WIDE is 0) are loaded and stored. (PTX ISA: cp.async) Scope: block.
 template <int kRows, bool kHasTail>
 __device__ void copy_tile(bf16 (*tile)[kHeadDim], const bf16* tensor, int first, const Params& p) {
   constexpr int kRowStep = kNumThreads / (kHeadDim / 8);
