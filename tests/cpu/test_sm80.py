@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from test_kernels import LOCAL_MEMORY, NVDISASM, kernel_cache, needs_nvdisasm, opcodes  # noqa: F401
 
-from flashtile.kernels import families
+from flashtile.kernels import families, speeds
 from flashtile.kernels.arch import ARCHS, Arch
 from flashtile.kernels.families.fwd_sm80 import FwdSm80, Sm80Row
 from flashtile.kernels.length_class import PackedHeads, RaggedQueries
@@ -17,6 +17,7 @@ from flashtile.runtime import cache
 
 FORWARD, BACKWARD = families.find("fwd_sm80"), families.find("bwd_sm80")
 WIDE_FORWARD, WIDE_BACKWARD = families.find("fwd_sm80_wide"), families.find("bwd_sm80_wide")
+FLOAT32 = families.find("fwd_sm80_f32")
 AMPERE_ON = [arch for arch in ARCHS.values() if arch.number >= 80]
 EVERYTHING = Features(True, True, True, True, "float32", True, True)
 GRADS = ("dq", "dk", "dv")
@@ -169,6 +170,35 @@ def test_wide_code_has_tensor_core_products_and_no_local_memory(number: int, hea
             assert not found & {"RED", "REDG", "ATOMG"}
             assert not found & LOCAL_MEMORY
             assert compiled.warnings == []
+
+
+def test_float32_where_three_tf32_products_are_faster_than_fma() -> None:
+    def refuse(number: int, **changes) -> str | None:
+        call = PlanKey("float32", "float32", 128, 128, Features(), ARCHS[number])
+        return FLOAT32.refuse(replace(call, **changes))
+
+    assert refuse(80) is None
+    assert refuse(75) == "sm_75 has no TF32 products"
+    assert refuse(86) == "FMA is as fast as three TF32 products on sm_86"
+    assert refuse(80, head_dim=192) == "head_dim 192, 128 is over its 128, 128"
+    assert refuse(80, features=Features(is_paged=True)) is not None
+    large = replace(PlanKey("float32", "float32", 128, 128, Features(), ARCHS[80]), classes=((speeds.SIZE, 1),))
+    assert families.select(large) is FLOAT32
+    assert families.select(replace(large, arch=ARCHS[90])).name == "fwd_sm90_f32"
+    assert families.select(replace(large, arch=ARCHS[89])).name == "fwd_simt"
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize(("number", "head_dim", "bias_dtype"), [(80, 64, None), (90, 128, None), (80, 128, "float32")])
+def test_float32_code_has_tensor_core_products_and_no_local_memory(number, head_dim, bias_dtype, tmp_path) -> None:
+    features = Features(has_band=True, bias_dtype=bias_dtype)
+    call = PlanKey("float32", "float32", head_dim, head_dim, features, ARCHS[number])
+    (step,) = FLOAT32.launch_row(FLOAT32.select("fwd_sm80_f32", call), call, CallLayout("bhsd", ())).steps
+    compiled = cache.compile_cached(step.unit, call.arch.name, [step.entry])
+    found = opcodes(compiled.cubin, tmp_path)
+    assert {"HMMA", "LDSM", "LDGSTS"} <= found
+    assert not found & LOCAL_MEMORY
+    assert compiled.warnings == []
 
 
 @needs_nvdisasm
