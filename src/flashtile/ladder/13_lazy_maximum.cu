@@ -11,7 +11,8 @@
 //            compute addresses and bounds.
 // Predicted: 640 instructions for a full tile at d 64, of which 80 run only where a maximum rises. 1.4 times as fast as
 //            12 at d 64, 1.8 times at d 128, and as fast as the production kernel.
-// Measured:  TO MEASURE
+// Measured:  full 0.770 ms and causal 0.443 ms at d 64, 1.54 and 1.51 times as fast as 12; 1.36 and 0.774 ms at d 128,
+//            2.1 times as fast. 1.03 to 1.05 times the speed of the production kernel, which also takes every option.
 //
 // Threads and shared memory: as in 12.
 // launch: block_m=128 block_n=(64 if d<=64 else 48)|16 threads=128
