@@ -181,7 +181,11 @@ def _serving_points(dtype: str) -> tuple[Point, ...]:
     queries, causal; chunks of a prompt behind 8192 rows, causal."""
     plain = Point(1, 32, 8, 1, 4096, 128, 128, dtype)
     sizes: tuple[int | None, ...] = (None, *PAGE_SIZES)
-    decode = [replace(plain, batch=batch, option=_named("decode", size)) for batch in (1, 8, 64) for size in sizes]
+    decode = [
+        replace(plain, batch=batch, seqlen_k=keys, option=_named("decode", size))
+        for batch, keys in ((1, 4096), (1, 65536), (8, 4096), (64, 4096))
+        for size in sizes
+    ]
     mixed = [replace(plain, batch=32, seqlen_k=65536, option=_named("mixed", size)) for size in (None, 16, 64)]
     speculative = [
         replace(plain, batch=batch, seqlen_q=queries, is_causal=True, option=_named("speculative", size))

@@ -105,8 +105,8 @@ class Sweep:
                 outcomes[provider.name] = self._prepare(provider, point, copies, check)
             except Refusal as refusal:
                 outcomes[provider.name] = self._row(provider, point, refusal.status, refusal.reason)
-            if isinstance(outcomes[provider.name], Row):
-                self._release()
+                if refusal.status == "oom":
+                    self._release()
         on_step(point, "timing")
         measured = [outcome for outcome in outcomes.values() if isinstance(outcome, _Measured)]
         to_time = [one.contender for one in measured if not one.contender.seconds]
