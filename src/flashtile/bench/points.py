@@ -118,9 +118,11 @@ class Inputs:
     dout: Tensor
     extras: Extras = field(default_factory=Extras)
 
-    def leaves(self, layout: str, needs_grad: bool) -> Inputs:
-        """The same values as new autograd leaves, in the provider's layout."""
+    def leaves(self, layout: str, needs_grad: bool, is_own: bool = False) -> Inputs:
+        """The same values as new autograd leaves, in the provider's layout. `is_own`: in memory of their own."""
         q, k, v, dout = (tensor.detach() for tensor in (self.q, self.k, self.v, self.dout))
+        if is_own:
+            q, k, v, dout = (tensor.clone() for tensor in (q, k, v, dout))
         if layout == "bshd":
             q, k, v, dout = (tensor.transpose(1, 2).contiguous() for tensor in (q, k, v, dout))
         return Inputs(q.requires_grad_(needs_grad), k.requires_grad_(needs_grad), v.requires_grad_(needs_grad), dout)
