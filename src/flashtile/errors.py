@@ -78,6 +78,11 @@ def describe(value: Any) -> str:
     return f"{short_repr(value)} ({type(value).__name__})"
 
 
+def quoted(value: Any) -> Any:
+    """A value as the caller gave it, for a message: a string would count as a description otherwise."""
+    return f"{short_repr(value)} (str)" if isinstance(value, str) else value
+
+
 def short_repr(value: Any) -> str:
     """The value as Python writes it, cut where it is long or nested."""
     return _repr.repr(value)

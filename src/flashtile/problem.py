@@ -452,11 +452,11 @@ def _check_sizes(args: AttentionArgs, shape: Shape) -> None:
 def _check_score_tensors(args: AttentionArgs, shape: Shape) -> None:
     if args.mask is not None:
         if args.mask.dtype != torch.bool:
-            raise type_error("mask", args.mask.dtype, "bool, True = attend", "Values to be added are a bias")
+            raise type_error("mask", args.mask.dtype, "bool, True = attend", "Pass values to be added as bias")
         _check_broadcast(args, "mask", args.mask, shape)
     if args.bias is not None:
         if args.bias.dtype not in (args.q.dtype, torch.float32):
-            raise type_error("bias", args.bias.dtype, q_or_float32(args.q.dtype), "A boolean tensor is a mask")
+            raise type_error("bias", args.bias.dtype, q_or_float32(args.q.dtype), "Pass booleans as mask")
         _check_broadcast(args, "bias", args.bias, shape)
     for name, slopes in (("alibi_slopes", args.alibi_slopes), ("sinks", args.sinks)):
         if slopes is None:

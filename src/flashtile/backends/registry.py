@@ -62,8 +62,10 @@ def choose(problem: Problem, name: str | None, op: str = "forward") -> tuple[Bac
         backend = find(name)
         reason = refusal(backend, problem)
         if reason is not None:
-            accepted = f"None, or another of {', '.join(names())}"
-            raise Unsupported(f"backend: got {name!r}, which refuses: {reason}. accepted: {accepted}.")
+            others = ", ".join(repr(other) for other in names() if other != name)
+            raise Unsupported(
+                f"backend: got {name!r}, which refuses: {reason}; accepted: None, or another of {others}."
+            )
         return backend, []
     best: tuple[float, int, Backend] | None = None
     reasons: dict[int, str] = {}  # of those that refuse
