@@ -8,6 +8,7 @@ Every error names the argument, what it got, what is accepted and, if possible, 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import reprlib
 import sys
@@ -49,6 +50,14 @@ def unsupported(argument: str, got: Any, accepted: str, hint: str = "") -> Unsup
 def _marked(error: ErrorType) -> ErrorType:
     error.names_argument = True  # type: ignore[attr-defined]
     return error
+
+
+def is_switched_on(variable: str) -> bool:
+    """An environment variable that is 0 or 1. Unset and empty are 0."""
+    value = os.environ.get(variable, "")
+    if value not in ("", "0", "1"):
+        raise value_error(variable, repr(value), "0 or 1")
+    return value == "1"
 
 
 def caller_stacklevel() -> int:

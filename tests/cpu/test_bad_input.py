@@ -667,9 +667,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         "deterministic: got () (tuple); accepted: True, False or None.",
     ),
     "flash cache return flag": (
-        lambda: flashtile.flash_attn_with_kvcache(
-            t(1, 3, 1, 8), t(1, 3, 1, 8), t(1, 3, 1, 8), return_softmax_lse=None
-        ),
+        lambda: flashtile.flash_attn_with_kvcache(t(1, 3, 1, 8), t(1, 3, 1, 8), t(1, 3, 1, 8), return_softmax_lse=None),
         TypeError,
         "return_softmax_lse: got None (NoneType); accepted: True or False.",
     ),

@@ -172,6 +172,15 @@ def test_explain_of_a_cache_without_lengths() -> None:
         flashtile.explain(q, pages[:1], pages[:1], rotary_cos=torch.zeros(4, 4))
 
 
+@pytest.mark.parametrize(
+    ("variable", "options"), [("FLASHTILE_STRICT", {"softcap": 1.0}), ("FLASHTILE_CHECK", {"backend": "cpu"})]
+)
+def test_a_switch_is_0_or_1(variable: str, options: dict, picky: Picky, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "false")
+    with pytest.raises(ValueError, match=f"{variable}: got 'false'; accepted: 0 or 1"):
+        flashtile.attention(*qkv(), **options)
+
+
 def test_explain_refuses_unknown_options() -> None:
     with pytest.raises(TypeError, match="is_causal: got an option that attention does not have; accepted: causal"):
         flashtile.explain(*qkv(), is_causal=True)
