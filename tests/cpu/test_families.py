@@ -294,7 +294,7 @@ TAKEN = [
     ("forward", 64, CROSS, Features(has_band=True), "fwd_sm90", "fwd_sm80"),
     ("forward", 64, BERT, Features(), "fwd_sm90_short", "fwd_sm80"),
     ("forward", 64, BERT, Features(has_bool_mask=True), "fwd_sm90", "fwd_sm80"),
-    ("forward", 64, S1024, Features(), "fwd_sm90_short", "fwd_sm80"),
+    ("forward", 64, S1024, Features(), "fwd_sm90", "fwd_sm80"),
     ("forward", 64, S1024, Features(has_band=True), "fwd_sm90_short", "fwd_sm80"),
     ("forward", 64, FULL, Features(has_band=True), "fwd_sm90", "fwd_sm80"),
     ("forward", 32, S512, Features(), "fwd_sm90", "fwd_sm80"),

@@ -18,8 +18,8 @@ struct LazySoftmax {
   FT_DEVICE LazySoftmax()
       : m{-infinity(), -infinity()}, l{0.0f, 0.0f}, alpha{1.0f, 1.0f}, is_raised(false), is_large(false) {}
 
-  // Raises the maxima to those of a score tile if one is too low, sets alpha and rescales l. Scope: warp.
-  template <bool kIsFirst, bool kMayBeEmpty, i32 kScores>
+  // Raises the maxima to those of a score tile if one is too low or kMustRaise, sets alpha and rescales l. Scope: warp.
+  template <bool kIsFirst, bool kMayBeEmpty, bool kMustRaise = false, i32 kScores>
   FT_DEVICE void raise_maximum(float factor, const float (&rS)[kScores]) {
     float tile_max[2];  // of this thread
 #pragma unroll
@@ -30,20 +30,20 @@ struct LazySoftmax {
         both[0] = fmaxf(both[0], rS[4 * b + 2 * r]);
         both[1] = fmaxf(both[1], rS[4 * b + 2 * r + 1]);
       }
-      tile_max[r] = fmaxf(both[0], both[1]);
+      tile_max[r] = joined_max<kIsFirst>(m[r], fmaxf(both[0], both[1]));
     }
-    if constexpr (!kIsFirst) {
+    is_raised = true;
+    if constexpr (!kIsFirst && !kMustRaise) {
       constexpr float kThreshold = Eager::kRescaleThresholdLog2;
       bool is_far = (tile_max[0] - m[0]) * factor > kThreshold || (tile_max[1] - m[1]) * factor > kThreshold;
       is_raised = __any_sync(0xffffffffu, is_far);
-      if constexpr (mutates(Mutation::fwd_sm90_stale_max)) is_raised = false;
       if (!is_raised) return;
     }
     float largest = 0.0f;
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
       float m_old = m[r];
-      m[r] = quad_max(kIsFirst ? tile_max[r] : fmaxf(m_old, tile_max[r]));
+      m[r] = quad_max(tile_max[r]);
       float shift = Eager::template scaled_shift<kMayBeEmpty>(m[r], factor);
       largest = fmaxf(largest, fabsf(shift));
       // Exactly 1 where the maximum stays
@@ -82,24 +82,45 @@ struct LazySoftmax {
     }
   }
 
+  // Turns scores into probabilities by the maxima as they are. True if one of them may be too low, so that the scores are
+  // needed again; else the probabilities are good, and `accept` adds their sums to l. Scope: thread.
+  static constexpr float kLargestSum = 4096.0f;  // of a thread's probabilities of a row: float16 holds each of them
+  template <i32 kScores>
+  FT_DEVICE bool guess(float factor, float (&rS)[kScores], float (&sums)[2]) const {
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      float shift = m[r] * factor;
+      sums[r] = 0.0f;
+#pragma unroll
+      for (i32 b = 0; b < kScores / 4; ++b) {
+#pragma unroll
+        for (i32 e = 0; e < 2; ++e) {
+          float& x = rS[4 * b + 2 * r + e];
+          x = exp2_approx(fmaf(x, factor, -shift));
+          sums[r] += x;
+        }
+      }
+    }
+    if constexpr (mutates(Mutation::fwd_sm90_guess)) return false;
+    return is_large || fmaxf(sums[0], sums[1]) > kLargestSum;
+  }
+  FT_DEVICE void accept(const float (&sums)[2]) { l[0] += sums[0], l[1] += sums[1]; }
+
   // Rescales O to the new maxima. Scope: thread.
   template <i32 kOutputs>
   FT_DEVICE void rescale(float (&rO)[kOutputs]) const {
-    if (!is_raised) return;
-    if constexpr (mutates(Mutation::fwd_sm90_rescale)) return;
-#pragma unroll
-    for (i32 x = 0; x < kOutputs; ++x) rO[x] *= alpha[x / 2 % 2];
+    if (is_raised) rescale_rows(alpha, rO);
   }
 };
 
-// The softmax of a kernel that rescales lazily, or in every tile.
-template <bool kRescalesLazily, bool kIsNatural>
+// LazySoftmax if kIsBranching, else OnlineSoftmax.
+template <bool kIsBranching, bool kRescalesLazily, bool kIsNatural>
 struct SoftmaxKind {
-  using Type = LazySoftmax<kIsNatural>;
+  using Type = OnlineSoftmax<kRescalesLazily, kIsNatural>;
 };
-template <bool kIsNatural>
-struct SoftmaxKind<false, kIsNatural> {
-  using Type = OnlineSoftmax<false, kIsNatural>;
+template <bool kRescalesLazily, bool kIsNatural>
+struct SoftmaxKind<true, kRescalesLazily, kIsNatural> {
+  using Type = LazySoftmax<kIsNatural>;
 };
 
 }  // namespace flashtile

@@ -39,7 +39,7 @@ namespace flashtile {
 template <class Config, class Mask, class ScoreMod, class SeqInfo>
 struct alignas(1024) FwdSm90Storage {
   using T = typename Config::Element;
-  // Of plain calls alone: the producer of other calls has no registers for it
+  // Not with masks, score modifiers and lengths: the producer has no registers for it
   static constexpr bool kRotates =
       !Mask::kHasBand && !Mask::kHasBool && !ScoreMod::kChangesScores && !SeqInfo::kHasLengths && !Config::kPacksHeads;
   T sQ[Config::kNumConsumers][Config::kElementsQ];
@@ -67,13 +67,17 @@ struct FwdSm90 {
   using Item = WorkItem<Config, Mask, SeqInfo>;
   using Packing = HeadPacking<Config>;
   using Rows = FragmentRows<Config>;
-  using Softmax = typename SoftmaxKind<Config::kRescalesLazily, ScoreMod::kHasBias>::Type;
+  using Softmax = typename SoftmaxKind<Config::kRescalesLazily && Config::kIsSoftmaxBound, Config::kRescalesLazily,
+                                       ScoreMod::kHasBias>::Type;
   static constexpr bool kIsNatural = ScoreMod::kHasBias;
   static constexpr i32 kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
   // Under a band, unmasked tiles run a loop of their own
-  static constexpr bool kSeparatesMasked = Mask::kHasBand && !kHasOptions;
+  static constexpr bool kSeparatesMasked = Mask::kHasBand && !kHasOptions && Config::kIsSoftmaxBound;
+  // Unmasked tiles take the maxima of the tiles before: theirs are found only if probabilities grow. With 128 columns
+  // the vote of the warpgroup costs more than that saves.
+  static constexpr bool kGuessesMaximum = Config::kRescalesLazily && Config::kHeadDimV <= 64 && !kHasOptions;
   static_assert(!KvSource::kIsPaged || (!ScoreMod::kHasBias && !Mask::kHasBool), "all producer warps copy pages");
   // Registers per thread: warps that copy a bias or pages need more
   static constexpr i32 kPageRegisters = KvSource::kIsPaged && Config::kNumConsumers > 1 ? 8 * Config::kNumConsumers : 0;
@@ -442,6 +446,39 @@ struct FwdSm90 {
       signal_next(consumer);
       // Wait for S; mask it and raise the maximum while O += P V is in flight
       mark(Phase::wait_scores, num_k);
+      if constexpr (kGuessesMaximum) {
+        if constexpr (!kIsMasked) {
+          wgmma_wait<1>();
+          pin_registers(rS);
+          mark(Phase::exponentials, num_k);
+          float sums[2];
+          bool is_low = softmax.guess(factor, rS, sums);
+          mark(Phase::wait_output, num_k);
+          wgmma_wait<0>();
+          pin_registers(rO);
+          mark(Phase::end, num_k);
+          release_stage(shared.empty_v[Stages::stage(num_k - 1)]);
+          pack_probabilities(p, tile, consumer, n * kBlockN, rS, rP);
+          if constexpr (Config::kStoresP) store_fragment(shared.sP[consumer], rP);
+          // A branch of the warpgroup, whose product it is; the vote tells ptxas that it is one of the warp
+          if (__any_sync(0xffffffffu, named_barrier_any(kConsumerBarrier + consumer, 128, is_low))) {
+            // Compute the scores again
+            gemm_abt<T, kBlockN, Config::kHeadDim>(rS, q, k);
+            wgmma_wait<0>();
+            pin_registers(rS);
+            softmax.template raise_maximum<false, true, true>(factor, rS);
+            softmax.template exponentiate<false, true>(factor, rS);
+            pack_probabilities(p, tile, consumer, n * kBlockN, rS, rP);
+            if constexpr (Config::kStoresP) store_fragment(shared.sP[consumer], rP);
+            softmax.rescale(rO);
+          } else {
+            softmax.accept(sums);
+          }
+          release_operands();
+          ++num_k;
+          return;
+        }
+      }
       wgmma_wait<1>();
       pin_registers(rS);
       mark(Phase::maximum, num_k);
