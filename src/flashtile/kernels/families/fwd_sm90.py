@@ -51,7 +51,8 @@ class Tile(NamedTuple):
 # By padded head_dim and head_dim_v; the first that takes a call is chosen. Measured on an NVIDIA H200: docs/sm90.md.
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
     (64, 64): (
-        Tile(192, 128, num_stages=4, scales_lazily=True, max_options=0, alone=_LIGHT),
+        Tile(192, 128, num_stages=4, scales_lazily=True, max_options=0),
+        Tile(192, 128, num_stages=4, max_options=0, alone=_LIGHT),
         Tile(128, 128, max_options=3),
         Tile(128, 64),
     ),

@@ -67,17 +67,17 @@ struct FwdSm90 {
   using Item = WorkItem<Config, Mask, SeqInfo>;
   using Packing = HeadPacking<Config>;
   using Rows = FragmentRows<Config>;
-  using Softmax = typename SoftmaxKind<Config::kRescalesLazily && Config::kIsSoftmaxBound, Config::kRescalesLazily,
-                                       ScoreMod::kHasBias>::Type;
   static constexpr bool kIsNatural = ScoreMod::kHasBias;
   static constexpr i32 kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
+  static constexpr bool kIsBranching = Config::kRescalesLazily && Config::kIsSoftmaxBound && !kHasOptions;
+  using Softmax = typename SoftmaxKind<kIsBranching, Config::kRescalesLazily, ScoreMod::kHasBias>::Type;
   // Under a band, unmasked tiles run a loop of their own
   static constexpr bool kSeparatesMasked = Mask::kHasBand && !kHasOptions && Config::kIsSoftmaxBound;
   // Unmasked tiles take the maxima of the tiles before: theirs are found only if probabilities grow. With 128 columns
   // the vote of the warpgroup costs more than that saves.
-  static constexpr bool kGuessesMaximum = Config::kRescalesLazily && Config::kHeadDimV <= 64 && !kHasOptions;
+  static constexpr bool kGuessesMaximum = kIsBranching && Config::kHeadDimV <= 64;
   static_assert(!KvSource::kIsPaged || (!ScoreMod::kHasBias && !Mask::kHasBool), "all producer warps copy pages");
   // Registers per thread: warps that copy a bias or pages need more
   static constexpr i32 kPageRegisters = KvSource::kIsPaged && Config::kNumConsumers > 1 ? 8 * Config::kNumConsumers : 0;
