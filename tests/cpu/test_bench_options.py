@@ -76,7 +76,8 @@ def test_calls_are_selected_by_parts_of_their_names():
 def test_padding_to_lengths_leaves_half_of_the_first_sequence_and_all_of_the_last():
     point = Point(4, 1, 1, 8, 96, 8, 8, option="padding to lengths S/2 to S")
     mask = point.make_extras("cpu").mask
-    assert mask is not None and mask.shape == (4, 1, 1, 96)
+    assert mask is not None
+    assert mask.shape == (4, 1, 1, 96)
     assert mask.sum(-1).flatten().tolist() == [48, 64, 80, 96]
     assert all(row == sorted(row, reverse=True) for row in mask.flatten(0, 2).tolist())
 

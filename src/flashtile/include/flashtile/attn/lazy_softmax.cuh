@@ -1,7 +1,7 @@
 // OnlineSoftmax (attn/online_softmax.cuh) for loops that are short of issue slots. Its maxima are raised, and O
 // rescaled, only where a probability of some row of the warp would exceed 2^8. Whether that is so is one vote over the
-// maxima of the threads: what else a raise needs, the maxima of the quads, the factors and the test for large scores, is
-// behind a branch that few tiles take.
+// maxima of the threads: what else a raise needs, the maxima of the quads, the factors and the test for large scores,
+// is behind a branch that few tiles take.
 #pragma once
 
 #include "flashtile/attn/online_softmax.cuh"
@@ -82,8 +82,8 @@ struct LazySoftmax {
     }
   }
 
-  // Turns scores into probabilities by the maxima as they are. True if one of them may be too low, so that the scores are
-  // needed again; else the probabilities are good, and `accept` adds their sums to l. Scope: thread.
+  // Turns scores into probabilities by the maxima as they are. True if one of them may be too low, so that the scores
+  // are needed again; else the probabilities are good, and `accept` adds their sums to l. Scope: thread.
   static constexpr float kLargestSum = 4096.0f;  // of a thread's probabilities of a row: float16 holds each of them
   template <i32 kScores>
   FT_DEVICE bool guess(float factor, float (&rS)[kScores], float (&sums)[2]) const {
