@@ -111,8 +111,7 @@ struct PagedKeys {
     i32 lane = thread() % 32, chunk = lane % 8;
     u32 first = shared_address(tile) + warp() * kWarpRows * 128;
 #pragma unroll kUnrolledRows
-    for (i32 step = 0; step < kWarpRows / 4; ++step) {
-      i32 r = 4 * step + lane / 8;
+    for (i32 r = lane / 8; r < kWarpRows; r += 4) {
       i32 page = __shfl_sync(0xffffffffu, place.page, r), row = __shfl_sync(0xffffffffu, place.row, r);
       const T* source = base + max_of(page, 0) * strides.batch + row * strides.row + chunk * 8;
       u32 target = first + r * 128 + (chunk ^ (warp() * kWarpRows + r) % 8) * 16;
