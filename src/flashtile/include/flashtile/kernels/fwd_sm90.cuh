@@ -21,6 +21,7 @@
 #include "flashtile/attn/online_softmax.cuh"
 #include "flashtile/attn/paged_keys.cuh"
 #include "flashtile/attn/score_fragment.cuh"
+#include "flashtile/attn/unused_rows.cuh"
 #include "flashtile/attn/work_item.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/core/timeline.cuh"
@@ -574,6 +575,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_sm90_kernel(const 
   typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
 
   if (threadIdx.x == 0) Kernel::init(params.base, shared);
+  if constexpr (Config::kPacksHeads) {
+    if (threadIdx.x < 128) clear_unused_rows<Config>(params.base, shared.sQ[0]);
+  }
   __syncthreads();
   if constexpr (mutates(Mutation::fwd_sm90_race))
     if (threadIdx.x == 0) Kernel::init_scheduler(params.base, shared);
