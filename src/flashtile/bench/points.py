@@ -188,6 +188,7 @@ def _serving_points(dtype: str) -> tuple[Point, ...]:
         for batch, keys in ((1, 4096), (1, 65536), (8, 4096), (64, 4096))
         for size in sizes
     ]
+    decode += [replace(plain, batch=64, heads_kv=32, option=_named("decode", size)) for size in (None, 16, 64, 256)]
     mixed = [replace(plain, batch=32, seqlen_k=65536, option=_named("mixed", size)) for size in (None, 16, 64)]
     speculative = [
         replace(plain, batch=batch, seqlen_q=queries, is_causal=True, option=_named("speculative", size))
