@@ -258,17 +258,14 @@ def _backends(names: str | None, device: str, has_fault: bool) -> list[Backend]:
             raise value_error("--mutate", f"it on {device}", "a GPU: faults are planted in CUDA kernels")
     if names is None:
         return here
-    chosen = []
-    for name in filter(None, (part.strip() for part in names.split(","))):
-        backend = registry.find(name)
-        if backend not in here:
-            raise value_error("--backends", name, f"those for {device} here: {', '.join(known.name for known in here)}")
-        chosen.append(backend)
+    known = {backend.name: backend for backend in here}
+    chosen = [name for name in (part.strip() for part in names.split(",")) if name]
+    for name in chosen:
+        if name not in known:
+            raise value_error("--backends", repr(name), f"those for {device} here: {', '.join(known)}")
     if not chosen:
-        raise value_error(
-            "--backends", repr(names), f"names of {', '.join(known.name for known in here)}, separated by commas"
-        )
-    return chosen
+        raise value_error("--backends", repr(names), f"names of {', '.join(known)}, separated by commas")
+    return [known[name] for name in chosen]
 
 
 def _reuse(problems: int | None, is_decode: bool = False) -> int:
@@ -316,9 +313,9 @@ def _faults(names: str, arch: Arch | None) -> list[Mutation]:
     if names == "all":
         return list(known.values())
     chosen = [name.strip() for name in names.split(",") if name.strip()]
-    for name in chosen:
+    for name in chosen or [names]:
         if name not in known:
-            raise value_error("--mutate", name, f"all, or some of {', '.join(known)}")
+            raise value_error("--mutate", repr(name), f"all, or some of {', '.join(known)}")
     return [known[name] for name in chosen]
 
 
