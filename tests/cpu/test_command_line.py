@@ -91,5 +91,5 @@ def test_a_bad_option_is_refused_by_its_name(arguments: list[str], text: str) ->
 
 @pytest.mark.parametrize("names", ["", " ,"])
 def test_a_hunt_for_no_fault_is_refused(names: str) -> None:
-    with pytest.raises(ValueError, match="--mutate: got '.*'; accepted: all, or some of "):
+    with pytest.raises(ValueError, match=r"--mutate: got '.*'; accepted: all, or some of "):
         check_command._faults(names, None)
