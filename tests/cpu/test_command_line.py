@@ -79,6 +79,19 @@ def test_info_writes_a_page_and_prints_json(tmp_path: Path) -> None:
         ),
         (["distributed", "check", "--ranks", "1", "--seconds", "-1"], "--seconds: got -1.0; accepted: 0 or more."),
         (["distributed", "check", "--ranks", "1", "--seconds", "nan"], "--seconds: got nan; accepted: 0 or more."),
+        (
+            ["check", "--device", "cpu", "--case", "", "--problems", "3", "--seed", "0", "--pass", "forward"],
+            "--case: got it with --problems, --seed, --pass; accepted: --case without them",
+        ),
+        (
+            ["check", "--device", "cpu", "--case", "", "--decode", "--mutate", "all"],
+            "--case: got it with --decode, --mutate; accepted: --case without them",
+        ),
+        (
+            ["bench", "--compare", "a.csv", "b.csv", "--full"],
+            "--compare: got options of a sweep beside it; accepted: --out and --json. Drop the others.",
+        ),
+        (["bench", "--compare", "a.csv", "b.csv", "--tiles"], "--compare: got options of a sweep beside it"),
         (["distributed", "simulate", "--head-dim", "600"], "--head-dim: got 600; accepted: 1 to 512."),
     ],
     ids=str,

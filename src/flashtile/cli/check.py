@@ -71,6 +71,8 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     """Checks the options and returns the job, which returns the exit status."""
     if options.direction not in PASSES:
         raise value_error("--pass", repr(options.direction), ", ".join(PASSES))
+    if options.case is not None:
+        _check_alone(options)
     if options.is_decode and (options.direction == "backward" or options.mutate is not None):
         raise value_error("--decode", "it with --pass backward or --mutate", "forward passes", "Drop one of them")
     check_seconds("--seconds", options.seconds)
@@ -266,6 +268,20 @@ def _backends(names: str | None, device: str, has_fault: bool) -> list[Backend]:
     if not chosen:
         raise value_error("--backends", repr(names), f"names of {', '.join(known)}, separated by commas")
     return [known[name] for name in chosen]
+
+
+def _check_alone(options: Options) -> None:
+    """A problem says its own seed and pass. What draws problems or plants faults would be ignored."""
+    others = {
+        "--problems": options.problems is not None,
+        "--seed": options.seed is not None,
+        "--pass": options.direction != "both",
+        "--decode": options.is_decode,
+        "--mutate": options.mutate is not None,
+    }
+    given = ", ".join(name for name, is_given in others.items() if is_given)
+    if given:
+        raise value_error("--case", f"it with {given}", "--case without them: a problem says its own seed and pass")
 
 
 def _reuse(problems: int | None, is_decode: bool = False) -> int:
