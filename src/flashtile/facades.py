@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -224,9 +223,9 @@ def flash_attn_with_kvcache(
         )
 
 
-def _asked(deterministic: Any) -> Any:
+def _asked(deterministic: Any) -> bool | None:
     """flash_attn's False asks for nothing, so torch's switch decides."""
-    return None if isinstance(deterministic, Integral) and deterministic == 0 else deterministic
+    return None if deterministic is None else flag("deterministic", deterministic, "True, False or None") or None
 
 
 def _sdpa_4d(
