@@ -355,7 +355,7 @@ def test_command_stops_in_time() -> None:
     ("arguments", "words"),
     [
         (["--backends", "cuda"], "those for cpu here: "),
-        (["--backends", "fast"], "backend: got 'fast'"),
+        (["--backends", "fast"], "--backends: got 'fast'; accepted: those for cpu here: "),
         (["--backends", ","], "separated by commas"),
         (["--pass", "fwd"], "--pass: got 'fwd'; accepted: forward, backward, both"),
         (["--problems", "0"], "--problems: got 0"),
