@@ -10,7 +10,8 @@ from test_sm90 import FEATURES, assert_accurate, jitter, pytestmark  # noqa: F40
 from torch import Tensor
 
 import flashtile
-from flashtile.backends import native
+from flashtile.backends import native, registry
+from flashtile.check.runner import Settings, check
 from flashtile.kernels import assemble, families
 from flashtile.testing import Case
 
@@ -218,6 +219,16 @@ def test_which_kernel_works(name: str) -> None:
     times = {event.key: event.device_time for event in profile.key_averages()}
     us = {part: next(time for key, time in times.items() if f"fwd_sm90_f32_{part}" in key) for part in ("half", "bf16")}
     assert max(us, key=us.__getitem__) == expected, us
+
+
+def test_numbers_of_very_different_sizes(seed: int) -> None:
+    """A few problems of `flashtile check --float32`, for each family."""
+    torch.use_deterministic_algorithms(False)
+    settings = Settings([registry.find("cuda")], "cuda", seed=seed % 100000, problems=40, reuse=10, is_float32=True)
+    report = check(settings)
+    assert report.ran["cuda"] + sum(report.refused.get("cuda", {}).values()) == 40
+    assert report.families
+    assert not report.failures, report.failures
 
 
 def gradients(tensors: list[Tensor], dout: Tensor, **options: object) -> list[Tensor]:
