@@ -278,7 +278,7 @@ def test_the_cpu_grid_runs(tmp_path: Path):
         (["--grid", "cpu", "--pass", "bwd"], "--pass: got 'bwd' with --grid cpu; accepted: fwd"),
         (["--grid", "cpu", "--dtype", "bf16"], "--dtype: got it with --grid cpu"),
         (["--grid", "options", "--heads", "3"], "--heads: got it with --grid options"),
-        (["--grid", "option"], "--grid: got 'option'; accepted: paper, decode, options, cpu"),
+        (["--grid", "option"], "--grid: got 'option'; accepted: paper, decode, options, float32, cpu"),
     ],
 )
 def test_what_does_not_fit_a_grid_is_refused(arguments: list[str], complaint: str, tmp_path: Path):

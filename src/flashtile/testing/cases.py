@@ -266,6 +266,8 @@ class _Maker:
             )
             v = v.sign() * (0.5 + 0.5 * torch.rand(v.shape, generator=self.generator)) * largest
         elif case.values == "wide":
+            if case.dtype not in (torch.float32, torch.float64):
+                raise value_error("values", f"'wide' in {case.dtype}", "float32 or float64")
             q, k, v = (self._spread(x, -3, bits) for x, bits in ((q, _QK_BITS), (k, _QK_BITS), (v, _V_BITS)))
             # No logit is larger than the product of two norms
             norms = [tensor.double().norm(dim=-1).amax().item() for tensor in (q, k) if tensor.numel()]
