@@ -21,7 +21,9 @@ from flashtile.kernels.spec import CallLayout, Features, PlanKey, cpp_bool
 _KERNEL = "fwd_sm90_f32_direct"
 _HEAD_DIM, _BLOCK_M, _BLOCK_N, _STAGES, _PARTS = 64, 128, 64, 2, 3
 _SMALL_GRID, _FEW = SmallGrid(_BLOCK_M), FewQueries(64, 1)
-_MAX_CLUSTER = 8  # blocks that share the keys of a tile
+# Blocks that share the keys of a tile of queries, by the class of calls whose blocks then all run at once; else 1. An
+# NVIDIA H200 runs fewer than 16 clusters of 8 at once
+_CLUSTERS = {8: SmallGrid(15), 4: SmallGrid(32), 2: SmallGrid(64)}
 _WORK_ITEMS, _ITEM_BYTES = 3, 104  # WorkItemRing, WorkItem (attn/work_item.cuh)
 
 
@@ -70,7 +72,7 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
     head_dims = ((_HEAD_DIM, _HEAD_DIM),)
     features = Family.features - {"is_paged", "is_aligned16"}
     takes_out_dtypes = False
-    length_classes = (_SMALL_GRID, _FEW)
+    length_classes = (_SMALL_GRID, *_CLUSTERS.values(), _FEW)
     needs_wgmma = True
     takes_any_scale = False
 
@@ -85,13 +87,15 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
         return reason
 
     def every_row(self, dtype: str) -> Iterator[FwdSm90F32DirectRow]:
-        for overlaps in (True, False):
-            yield _row(_HEAD_DIM, overlaps)
+        for cluster in (*_CLUSTERS, 1):
+            for overlaps in (True, False):
+                yield _row(_HEAD_DIM, cluster, overlaps)
 
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[FwdSm90F32DirectRow]:
         """With options an overlap would spill registers."""
+        cluster = next((size for size, fits in _CLUSTERS.items() if key.length(fits)), 1)
         for overlaps in (True, False) if key.features.num_options == 0 else (False,):
-            yield _row(key.head_dim, overlaps)
+            yield _row(key.head_dim, cluster, overlaps)
 
     def timed_as(self, key: PlanKey) -> str:
         """Faster than simt at every measured length; preferred to a pre-pass for its memory (docs/float32.md)."""
@@ -109,8 +113,8 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
         return tile_step(row, key.features, (cluster, *query_grid(row.block_m)))
 
 
-def _row(head_dim: int, overlaps: bool) -> FwdSm90F32DirectRow:
+def _row(head_dim: int, cluster: int, overlaps: bool) -> FwdSm90F32DirectRow:
     # A factor of the grid must give it: a quotient of the head dim, which may be smaller
-    cluster = -(-head_dim // -(-head_dim // _MAX_CLUSTER))
+    cluster = -(-head_dim // -(-head_dim // cluster))
     sizes = _HEAD_DIM, _HEAD_DIM, _BLOCK_M, _BLOCK_N
     return FwdSm90F32DirectRow(_KERNEL, "float32", "float32", *sizes, cluster, overlaps)
