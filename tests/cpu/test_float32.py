@@ -36,8 +36,24 @@ def test_one_head_needs_no_workspace(seqlen: int) -> None:
     family = families.select(key)
     assert family.name == "fwd_sm90_f32_direct"
     launch = family.launch(key, CallLayout("bhsd", ()))
-    assert launch.workspaces == ()
+    assert sum(workspace.element_bytes for workspace in launch.workspaces) <= 32
+    assert not any(workspace.values or workspace.quotients for workspace in launch.workspaces)
     assert launch.splits is None
+    # Every block of the call runs at once
+    cluster = family.select(family.kernels[0], key).cluster
+    assert cluster * -(-seqlen // 128) <= NUM_MULTIPROCESSORS
+    assert cluster == 1 or 2 * cluster * -(-seqlen // 128) > NUM_MULTIPROCESSORS or cluster == 8
+
+
+def test_long_heads_look_at_their_numbers_first() -> None:
+    """float16 parts take half the products of bfloat16 parts, if they hold the numbers."""
+    family, layout = families.find("fwd_sm90_f32_direct"), CallLayout("bhsd", ())
+
+    def kernels(seqlen: int) -> list[str]:
+        return [step.name for step in family.launch(key_of(one_head(seqlen)), layout).steps]
+
+    assert kernels(2048) == ["fwd_sm90_f32_direct_bf16_kernel"]
+    assert kernels(16384)[-2:] == ["fwd_sm90_f32_direct_half_kernel", "fwd_sm90_f32_direct_bf16_kernel"]
 
 
 @pytest.mark.parametrize("head_dim", range(4, 65, 4))

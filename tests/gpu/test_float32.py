@@ -13,6 +13,9 @@ import flashtile
 from flashtile.backends import native, registry
 from flashtile.check.runner import Settings, check
 from flashtile.kernels import assemble, families
+from flashtile.kernels.families import fwd_sm90_f32_direct
+from flashtile.kernels.families.fwd_sm90_f32_direct import FwdSm90F32Direct
+from flashtile.kernels.length_class import ManyScores
 from flashtile.testing import Case
 
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (8, 8), (40, 72), (33, 65), (96, 96), (200, 136))
@@ -77,15 +80,24 @@ def direct() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(params=["half", "bf16"])
+def direct_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernel of long calls, which looks at the numbers first, and that of short ones, for calls of any length."""
+    least = 0 if request.param == "half" else 62
+    monkeypatch.setattr(fwd_sm90_f32_direct, "_MANY", ManyScores(least))
+    monkeypatch.setattr(FwdSm90F32Direct, "length_classes", (*FwdSm90F32Direct.length_classes, ManyScores(least)))
+    return request.param
+
+
 @pytest.mark.usefixtures("direct")
-def test_error_rule_without_a_pre_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_rule_without_a_pre_pass(direct_parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problems = []
     for number, (feature, options) in enumerate((FEATURES | {"many keys": {"causal": "top_left"}}).items()):
         seqlen_q, seqlen_k = (130, 2500) if feature == "many keys" else LENGTHS[number % len(LENGTHS)]
         head_dim, head_dim_v = DIRECT_HEAD_DIMS[number % len(DIRECT_HEAD_DIMS)]
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": head_dim, "head_dim_v": head_dim_v}
         problems.append((Case(backend="cuda", deterministic=False, **(sizes | options)), number))
-    assert_accurate(problems, "fwd_sm90_f32_direct_kernel", monkeypatch)
+    assert_accurate(problems, f"fwd_sm90_f32_direct_{direct_parts}_kernel", monkeypatch)
 
 
 @pytest.mark.smoke
@@ -103,14 +115,16 @@ def test_without_a_pre_pass_there_is_no_workspace() -> None:
 
 @pytest.mark.usefixtures("direct")
 @pytest.mark.parametrize("causal", [False, True])
-def test_jitter_without_a_pre_pass_changes_no_bit(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jitter_without_a_pre_pass_changes_no_bit(
+    causal: bool, direct_parts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     q, k, v = (torch.randn(1, heads, 900, 64, device="cuda") for heads in (4, 2, 2))
     expected = flashtile.attention(q, k, v, causal=causal, backend="cuda")
     functions = jitter(monkeypatch)
     with native.python_only():
         for _ in range(20):
             assert torch.equal(flashtile.attention(q, k, v, causal=causal, backend="cuda"), expected)
-    assert any("fwd_sm90_f32_direct_kernel" in unit for unit in functions)
+    assert any(f"fwd_sm90_f32_direct_{direct_parts}_kernel" in unit for unit in functions)
 
 
 @pytest.mark.smoke
@@ -185,9 +199,22 @@ def test_any_range_is_float32_accurate(name: str, head_dim: int) -> None:
 
 @pytest.mark.usefixtures("direct")
 @pytest.mark.parametrize("name", RANGES)
+@pytest.mark.usefixtures("direct_parts")
 def test_any_range_without_a_pre_pass(name: str) -> None:
     """Nothing scales tiny numbers: the third bfloat16 part of one below 2^-110 loses bits, up to 2^-133."""
     assert_any_range(name, 64, smallest=2.0**-133)
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("name", ["normal", "one row of v 1e-12"])
+def test_a_long_head_without_a_pre_pass(name: str) -> None:
+    """A head that is long enough for float16 parts, and one whose numbers they cannot hold."""
+    torch.manual_seed(0)
+    q, k, v = RANGES[name][0](*(torch.randn(1, 1, 8192, 64, device="cuda") for _ in range(3)))
+    out = flashtile.attention(q, k, v, backend="cuda")
+    rows = torch.arange(0, 8192, 37, device="cuda")
+    expected = (q[:, :, rows].double() @ k.double().transpose(-1, -2) / 8).softmax(-1) @ v.double()
+    assert (out[:, :, rows] - expected).norm() / expected.norm() < 6e-7
 
 
 def assert_any_range(name: str, head_dim: int, smallest: float = 1e-44) -> None:

@@ -1,8 +1,9 @@
 """The Hopper forward pass in float32 for few queries and heads: include/flashtile/kernels/fwd_sm90_f32_direct.cuh,
 docs/float32.md.
 
-One launch, no pre-pass and no workspace: a cluster of blocks shares the keys of a query tile and merges its results in
-shared memory.
+No workspace: the kernel splits the operands itself, and a cluster of blocks shares the keys of a query tile and merges
+its results in shared memory. Short calls are one launch, with bfloat16 parts. Longer ones look first whether float16
+parts hold the numbers.
 """
 
 from __future__ import annotations
@@ -12,14 +13,23 @@ from dataclasses import dataclass
 
 from flashtile.kernels import speeds
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
+from flashtile.kernels.families.sm90_f32 import RANGE, check_pass
 from flashtile.kernels.families.steps import query_grid
-from flashtile.kernels.length_class import FewQueries, SmallGrid
+from flashtile.kernels.length_class import FewQueries, ManyScores, SmallGrid
+from flashtile.kernels.params import Sm90F32Params, Struct
 from flashtile.kernels.plan import Step
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CallLayout, Features, PlanKey, cpp_bool
 
-_KERNEL = "fwd_sm90_f32_direct"
-_HEAD_DIM, _BLOCK_M, _BLOCK_N, _STAGES, _PARTS = 64, 128, 64, 2, 3
+_HEADER = "fwd_sm90_f32_direct"
+_HALF, _BF16 = "fwd_sm90_f32_direct_half", "fwd_sm90_f32_direct_bf16"
+_HEAD_DIM, _BLOCK_M, _BLOCK_N, _STAGES = 64, 128, 64, 2
+_NUM_PARTS = {_HALF: 2, _BF16: 3}
+# With as many scores float16 parts save more time than looking at the numbers takes
+_MANY = ManyScores(26)
+_CHECKED = (
+    f"Sm90F32Config<flashtile::HalfParts<2>, {_HEAD_DIM}, {_HEAD_DIM}, {_BLOCK_M}, {_BLOCK_N}, {_STAGES}, 64, true>"
+)
 _SMALL_GRID, _FEW = SmallGrid(_BLOCK_M), FewQueries(64, 1)
 # Blocks that share the keys of a tile of queries, by the class of calls whose blocks then all run at once; else 1. An
 # NVIDIA H200 runs fewer than 16 clusters of 8 at once
@@ -34,7 +44,11 @@ class FwdSm90F32DirectRow(Row):
 
     @property
     def header(self) -> str:
-        return _KERNEL
+        return _HEADER
+
+    @property
+    def struct(self) -> Struct:
+        return Sm90F32Params
 
     @property
     def num_threads(self) -> int:
@@ -42,7 +56,8 @@ class FwdSm90F32DirectRow(Row):
 
     @property
     def config(self) -> str:
-        return f"Sm90F32DirectConfig<{self.cluster}, {cpp_bool(self.overlaps)}>"
+        parts = "HalfParts<2>" if self.kernel == _HALF else "Bf16Parts"
+        return f"Sm90F32DirectConfig<flashtile::{parts}, {self.cluster}, {cpp_bool(self.overlaps)}>"
 
     @property
     def label(self) -> str:
@@ -51,7 +66,7 @@ class FwdSm90F32DirectRow(Row):
 
     @property
     def shared_bytes(self) -> int:
-        row = _PARTS * 128
+        row = _NUM_PARTS[self.kernel] * 128
         tiles = row * (self.block_m + 2 * _STAGES * self.block_n)
         barriers, scheduler = 16 * (self.block_m // 64) + 32 * _STAGES, 16
         storage = -(-(tiles + barriers + scheduler + _WORK_ITEMS * _ITEM_BYTES) // 1024) * 1024
@@ -64,15 +79,15 @@ class FwdSm90F32DirectRow(Row):
 
 
 class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
-    name = _KERNEL
+    name = _HEADER
     op = "forward"
     summary = "float32 by wgmma, split in the kernel, on Hopper: few queries and heads"
-    kernels = (_KERNEL,)
+    kernels = (_HALF, _BF16)
     dtypes = ("float32",)
     head_dims = ((_HEAD_DIM, _HEAD_DIM),)
     features = Family.features - {"is_paged", "is_aligned16"}
     takes_out_dtypes = False
-    length_classes = (_SMALL_GRID, *_CLUSTERS.values(), _FEW)
+    length_classes = (_SMALL_GRID, *_CLUSTERS.values(), _MANY, _FEW)
     needs_wgmma = True
     takes_any_scale = False
 
@@ -87,25 +102,31 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
         return reason
 
     def every_row(self, dtype: str) -> Iterator[FwdSm90F32DirectRow]:
-        for cluster in (*_CLUSTERS, 1):
-            for overlaps in (True, False):
-                yield _row(_HEAD_DIM, cluster, overlaps)
+        for kernel in self.kernels:
+            for cluster in (*_CLUSTERS, 1):
+                for overlaps in (True, False):
+                    yield _row(kernel, _HEAD_DIM, cluster, overlaps)
 
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[FwdSm90F32DirectRow]:
         """With options an overlap would spill registers."""
         cluster = next((size for size, fits in _CLUSTERS.items() if key.length(fits)), 1)
         for overlaps in (True, False) if key.features.num_options == 0 else (False,):
-            yield _row(key.head_dim, cluster, overlaps)
+            yield _row(kernel, key.head_dim, cluster, overlaps)
 
     def timed_as(self, key: PlanKey) -> str:
         """Faster than simt at every measured length; preferred to a pre-pass for its memory (docs/float32.md)."""
         return "fwd_sm90_f32" if key.length(speeds.SIZE) else "fwd_simt"
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
-        return self.launch_row(self.select(_KERNEL, key), key, layout)
+        half, bf16 = (self.select(kernel, key) for kernel in self.kernels)
+        if not key.length(_MANY):
+            return self.launch_row(bf16, key, layout)
+        steps = (*check_pass(_CHECKED, half.block_n, key), self._step(half, key), self._step(bf16, key))
+        return Launch(steps, (RANGE,), struct=Sm90F32Params)
 
     def launch_row(self, row: FwdSm90F32DirectRow, key: PlanKey, layout: CallLayout) -> Launch:
-        return Launch((self._step(row, key),))
+        workspaces = (RANGE,) if row.kernel == _HALF else ()
+        return Launch((self._step(row, key),), workspaces, struct=Sm90F32Params)
 
     def _step(self, row: FwdSm90F32DirectRow, key: PlanKey) -> Step:
         # The first factor is the size of a cluster
@@ -113,8 +134,8 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
         return tile_step(row, key.features, (cluster, *query_grid(row.block_m)))
 
 
-def _row(head_dim: int, cluster: int, overlaps: bool) -> FwdSm90F32DirectRow:
+def _row(kernel: str, head_dim: int, cluster: int, overlaps: bool) -> FwdSm90F32DirectRow:
     # A factor of the grid must give it: a quotient of the head dim, which may be smaller
     cluster = -(-head_dim // -(-head_dim // cluster))
     sizes = _HEAD_DIM, _HEAD_DIM, _BLOCK_M, _BLOCK_N
-    return FwdSm90F32DirectRow(_KERNEL, "float32", "float32", *sizes, cluster, overlaps)
+    return FwdSm90F32DirectRow(kernel, "float32", "float32", *sizes, cluster, overlaps)
