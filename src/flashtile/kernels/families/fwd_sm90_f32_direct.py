@@ -105,13 +105,14 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
         for kernel in self.kernels:
             for cluster in (*_CLUSTERS, 1):
                 for overlaps in (True, False):
-                    yield _row(kernel, _HEAD_DIM, cluster, overlaps)
+                    yield _row(kernel, cluster, overlaps)
 
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[FwdSm90F32DirectRow]:
         """With options an overlap would spill registers."""
-        cluster = next((size for size, fits in _CLUSTERS.items() if key.length(fits)), 1)
-        for overlaps in (True, False) if key.features.num_options == 0 else (False,):
-            yield _row(kernel, key.head_dim, cluster, overlaps)
+        preferred = next((size for size, fits in _CLUSTERS.items() if key.length(fits)), 1)
+        for cluster in (preferred, *(size for size in (1, *_CLUSTERS) if size != preferred)):
+            for overlaps in (True, False) if key.features.num_options == 0 else (False,):
+                yield _row(kernel, cluster, overlaps)
 
     def timed_as(self, key: PlanKey) -> str:
         """Faster than simt at every measured length; preferred to a pre-pass for its memory (docs/float32.md)."""
@@ -129,13 +130,9 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
         return Launch((self._step(row, key),), workspaces, struct=Sm90F32Params)
 
     def _step(self, row: FwdSm90F32DirectRow, key: PlanKey) -> Step:
-        # The first factor is the size of a cluster
-        cluster = "head_dim", -(-key.head_dim // row.cluster)
-        return tile_step(row, key.features, (cluster, *query_grid(row.block_m)))
+        return tile_step(row, key.features, query_grid(row.block_m), cluster=row.cluster)
 
 
-def _row(kernel: str, head_dim: int, cluster: int, overlaps: bool) -> FwdSm90F32DirectRow:
-    # A factor of the grid must give it: a quotient of the head dim, which may be smaller
-    cluster = -(-head_dim // -(-head_dim // cluster))
+def _row(kernel: str, cluster: int, overlaps: bool) -> FwdSm90F32DirectRow:
     sizes = _HEAD_DIM, _HEAD_DIM, _BLOCK_M, _BLOCK_N
     return FwdSm90F32DirectRow(kernel, "float32", "float32", *sizes, cluster, overlaps)
