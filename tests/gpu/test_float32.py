@@ -16,7 +16,8 @@ from flashtile.kernels import assemble, families
 from flashtile.kernels.families import fwd_sm90_f32_direct
 from flashtile.kernels.families.fwd_sm90_f32_direct import FwdSm90F32Direct
 from flashtile.kernels.length_class import ManyScores
-from flashtile.testing import Case
+from flashtile.kernels.mutation import planted
+from flashtile.testing import Case, disagreements, run
 
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (8, 8), (40, 72), (33, 65), (96, 96), (200, 136))
 BACKWARD_HEAD_DIMS = ((64, 64), (128, 128), (40, 72), (33, 65), (256, 256), (200, 136), (129, 250))
@@ -100,17 +101,33 @@ def test_error_rule_without_a_pre_pass(direct_parts: str, monkeypatch: pytest.Mo
     assert_accurate(problems, f"fwd_sm90_f32_direct_{direct_parts}_kernel", monkeypatch)
 
 
+@pytest.mark.usefixtures("direct", "direct_parts")
+def test_lost_parts_are_seen_without_a_pre_pass() -> None:
+    """A fault in the line that splits V."""
+    inputs = Case(backend="cuda", seqlen_q=130, seqlen_k=300, head_dim=64, head_dim_v=64, deterministic=False).make(
+        0, "cuda"
+    )
+    assert disagreements(run(inputs, has_backward=False), inputs) == []
+    try:
+        with planted("fwd_sm90_f32_direct_part"), native.python_only():
+            assemble.clear_plans()
+            assert disagreements(run(inputs, has_backward=False), inputs)
+    finally:
+        assemble.clear_plans()
+
+
 @pytest.mark.smoke
 @pytest.mark.usefixtures("direct")
-def test_without_a_pre_pass_there_is_no_workspace() -> None:
-    """Beyond the inputs: the output and lse."""
-    q, k, v = (torch.randn(1, 1, 4096, 64, device="cuda") for _ in range(3))
+@pytest.mark.parametrize("seqlen", [4096, 8192])
+def test_without_a_pre_pass_there_is_no_workspace(seqlen: int) -> None:
+    """Beyond the inputs: the output and lse, and what is known about the numbers."""
+    q, k, v = (torch.randn(1, 1, seqlen, 64, device="cuda") for _ in range(3))
     flashtile.attention(q, k, v, backend="cuda")
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     out = flashtile.attention(q, k, v, backend="cuda")
-    assert torch.cuda.max_memory_allocated() - before <= out.nbytes + 4 * 4096 + 1024
+    assert torch.cuda.max_memory_allocated() - before <= out.nbytes + 4 * seqlen + 1024
 
 
 @pytest.mark.usefixtures("direct")
