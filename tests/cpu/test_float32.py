@@ -40,21 +40,22 @@ def test_one_head_needs_no_workspace(seqlen: int) -> None:
     assert sum(workspace.element_bytes for workspace in launch.workspaces) <= 32
     assert not any(workspace.values or workspace.quotients for workspace in launch.workspaces)
     assert launch.splits is None
-    # Every block of the call runs at once
-    cluster = family.select(family.kernels[0], key).cluster
-    assert cluster * -(-seqlen // 128) <= NUM_MULTIPROCESSORS
-    assert cluster == {128: 8, 512: 8, 1024: 8, 1536: 8, 2048: 4, 4096: 4, 8192: 2, 16384: 1}[seqlen]
+    banded = dataclasses.replace(key, features=Features(has_band=True))
+    clusters = [family.select(family.kernels[0], one).cluster for one in (key, banded)]
+    assert clusters == {8192: [2, 4], 16384: [1, 2]}.get(seqlen, [8, 8])
 
 
 def test_long_heads_look_at_their_numbers_first() -> None:
     """float16 parts take half the products of bfloat16 parts, if they hold the numbers."""
     family, layout = families.find("fwd_sm90_f32_direct"), CallLayout("bhsd", ())
 
-    def kernels(seqlen: int) -> list[str]:
-        return [step.name for step in family.launch(key_of(one_head(seqlen)), layout).steps]
+    def kernels(seqlen: int, **features: bool) -> list[str]:
+        key = dataclasses.replace(key_of(one_head(seqlen)), features=Features(**features))
+        return [step.name for step in family.launch(key, layout).steps]
 
-    assert kernels(2048) == ["fwd_sm90_f32_direct_bf16_kernel"]
-    assert kernels(16384)[-2:] == ["fwd_sm90_f32_direct_half_kernel", "fwd_sm90_f32_direct_bf16_kernel"]
+    both = ["fwd_sm90_f32_direct_half_kernel", "fwd_sm90_f32_direct_bf16_kernel"]
+    assert kernels(4096) == kernels(16384, has_bool_mask=True) == both[1:]
+    assert kernels(8192)[-2:] == kernels(16384, has_band=True)[-2:] == both
 
 
 @pytest.mark.parametrize("head_dim", [4, 20, 64])

@@ -2,12 +2,13 @@
 docs/float32.md.
 
 No workspace: the kernel splits the operands itself, and a cluster of blocks shares the keys of a query tile and merges
-its results in shared memory. Short calls are one launch, with bfloat16 parts. Longer ones look first whether float16
-parts hold the numbers.
+its results in shared memory. Short calls and calls with options are one launch, with bfloat16 parts. Long ones look
+first whether float16 parts hold the numbers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,15 +26,18 @@ _HEADER = "fwd_sm90_f32_direct"
 _HALF, _BF16 = "fwd_sm90_f32_direct_half", "fwd_sm90_f32_direct_bf16"
 _HEAD_DIM, _BLOCK_M, _BLOCK_N, _STAGES = 64, 128, 64, 2
 _NUM_PARTS = {_HALF: 2, _BF16: 3}
-# With as many scores float16 parts save more time than looking at the numbers takes
-_MANY = ManyScores(26)
+# With as many scores float16 parts save more time than looking at the numbers takes: one head of 6144 keys on an H200
+_MANY = ManyScores(25)
 _CHECKED = (
     f"Sm90F32Config<flashtile::HalfParts<2>, {_HEAD_DIM}, {_HEAD_DIM}, {_BLOCK_M}, {_BLOCK_N}, {_STAGES}, 64, true>"
 )
 _SMALL_GRID, _FEW = SmallGrid(_BLOCK_M), FewQueries(64, 1)
-# Blocks that share the keys of a tile of queries, by the class of calls whose blocks then all run at once; else 1. An
-# NVIDIA H200 runs fewer than 16 clusters of 8 at once
-_CLUSTERS = {8: SmallGrid(15), 4: SmallGrid(32), 2: SmallGrid(64)}
+# Blocks that share the keys of a tile of queries, without and with a band, by the class of a call: the fastest for one
+# head on an H200 (docs/float32.md). Under a band tiles differ in their keys, and larger clusters balance them
+_FEW_TILES, _SOME_TILES = SmallGrid(40), SmallGrid(64)
+_CLUSTERS = {_FEW_TILES: (8, 8), _SOME_TILES: (2, 4)}
+_CLUSTERS_OF_MANY = (1, 2)
+_SIZES = (1, 2, 4, 8)
 _WORK_ITEMS, _ITEM_BYTES = 3, 104  # WorkItemRing, WorkItem (attn/work_item.cuh)
 
 
@@ -87,7 +91,7 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
     head_dims = ((_HEAD_DIM, _HEAD_DIM),)
     features = Family.features - {"is_paged", "is_aligned16"}
     takes_out_dtypes = False
-    length_classes = (_SMALL_GRID, *_CLUSTERS.values(), _MANY, _FEW)
+    length_classes = (_SMALL_GRID, *_CLUSTERS, _MANY, _FEW)
     needs_wgmma = True
     takes_any_scale = False
 
@@ -103,14 +107,15 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
 
     def every_row(self, dtype: str) -> Iterator[FwdSm90F32DirectRow]:
         for kernel in self.kernels:
-            for cluster in (*_CLUSTERS, 1):
+            for cluster in _SIZES:
                 for overlaps in (True, False):
                     yield _row(kernel, cluster, overlaps)
 
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[FwdSm90F32DirectRow]:
         """With options an overlap would spill registers."""
-        preferred = next((size for size, fits in _CLUSTERS.items() if key.length(fits)), 1)
-        for cluster in (preferred, *(size for size in (1, *_CLUSTERS) if size != preferred)):
+        sizes = next((sizes for fits, sizes in _CLUSTERS.items() if key.length(fits)), _CLUSTERS_OF_MANY)
+        preferred = sizes[key.features.has_band]
+        for cluster in (preferred, *(size for size in _SIZES if size != preferred)):
             for overlaps in (True, False) if key.features.num_options == 0 else (False,):
                 yield _row(kernel, cluster, overlaps)
 
@@ -120,7 +125,7 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         half, bf16 = (self.select(kernel, key) for kernel in self.kernels)
-        if not key.length(_MANY):
+        if not key.length(_MANY) or dataclasses.replace(key.features, has_band=False) != Features():
             return self.launch_row(bf16, key, layout)
         steps = (*check_pass(_CHECKED, half.block_n, key), self._step(half, key), self._step(bf16, key))
         return Launch(steps, (RANGE,), struct=Sm90F32Params)
