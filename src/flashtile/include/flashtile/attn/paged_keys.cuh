@@ -23,7 +23,7 @@ constexpr i32 kSmallestBox = 8;  // rows: smaller ones are slower than cp.async
 // is used.
 template <i32 kRows, i32 kNumWarps, bool kIsOnce = false, bool kSavesRegisters = false>
 struct PagedKeys {
-  static constexpr i32 kWarpRows = kRows / kNumWarps;  // that a warp copies by cp.async
+  static constexpr i32 kWarpRows = kRows / kNumWarps;    // that a warp copies by cp.async
   static constexpr i32 kUnrolledRows = kIsOnce ? 4 : 1;  // few warps that copy: each has more copies under way
   static_assert(kWarpRows * kNumWarps == kRows && kWarpRows % 4 == 0 && kWarpRows <= 32 && kRows / kSmallestBox <= 32);
 

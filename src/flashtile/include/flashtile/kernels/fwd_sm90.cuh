@@ -80,8 +80,8 @@ struct FwdSm90 {
   // the vote of the warpgroup costs more than that saves.
   static constexpr bool kGuessesMaximum = kIsBranching && Config::kHeadDimV <= 64;
   static_assert(!KvSource::kIsPaged || (!ScoreMod::kHasBias && !Mask::kHasBool), "all producer warps copy pages");
-  // Registers per thread: warps that copy a bias or pages need more. Beside three consumers there are none to spare: the
-  // producer looks up pages when it needs them, one tile late, and keeps no number that it can find again.
+  // Registers per thread: warps that copy a bias or pages need more. Three consumers leave none to spare: there the
+  // producer does not look up pages ahead, and keeps no number that it can find again.
   static constexpr bool kSavesRegisters = KvSource::kIsPaged && Config::kNumConsumers > 2;
   static constexpr i32 kPageRegisters = KvSource::kIsPaged && Config::kNumConsumers == 2 ? 16 : 0;
   static constexpr i32 kProducerRegisters = Config::kProducerRegisters + (ScoreMod::kHasBias ? 16 : 0) + kPageRegisters;
@@ -242,7 +242,7 @@ struct FwdSm90 {
           typename Pages::Place next = kSavesRegisters ? find_keys(pages, tile, n) : ahead;
           if constexpr (!kSavesRegisters) ahead = find_keys(pages, tile, n - 1);
           load_k(n, next);
-          if constexpr (kSavesRegisters) num_v = num_k - 2;
+          if constexpr (kSavesRegisters) num_v = num_k - 2;  // K of tiles n + 1 and n is under way
           load_v(n + 1, place);
           place = next;
         }
