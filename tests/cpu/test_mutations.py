@@ -85,7 +85,7 @@ def headers():
 
 
 def write(features: Features, is_wide: bool = False, is_first: bool = False) -> dict[str, tuple[str, str]]:
-    """(unit, entry) of each kernel on its smallest tile, which compiles fastest; with is_first on the first tile for its
+    """(unit, entry) of each kernel on its smallest tile, which compiles fastest; with is_first on the first tile of its
     smallest head dims, with is_wide for its largest."""
     assemble.clear_plans()
     found = {}
