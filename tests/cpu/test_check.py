@@ -120,6 +120,10 @@ def test_values_are_what_they_say(values: str, dtype: torch.dtype, seed: int) ->
     case = Case(
         dtype=dtype, values=values, mask="bk", bias="bhqk" if values == "masked" else None, head_dim=16, head_dim_v=16
     )
+    if values == "wide" and dtype != torch.float32:
+        with pytest.raises(ValueError, match="values: got 'wide' in torch"):
+            case.make(seed)
+        return
     args = case.make(seed).args
     q, k, v = (tensor.double() for tensor in (args.q, args.k, args.v))
     logits = q @ k.transpose(-1, -2) / 4
@@ -140,6 +144,8 @@ def test_values_are_what_they_say(values: str, dtype: torch.dtype, seed: int) ->
         assert k.norm(dim=-1).amax(-1).min() > 3 * k.norm(dim=-1).median()
     elif values == "constant":
         assert all(torch.equal(tensor.amax(-1), tensor.amin(-1)) for tensor in (q, k, v))
+    elif values == "wide":
+        assert 0 < logits.abs().max() < 64 * 2**0.5
     elif values == "denormal":
         assert 0 < v.abs().max() < limits.smallest_normal
     elif values == "overflow":
@@ -355,7 +361,7 @@ def test_command_stops_in_time() -> None:
     ("arguments", "words"),
     [
         (["--backends", "cuda"], "those for cpu here: "),
-        (["--backends", "fast"], "backend: got 'fast'"),
+        (["--backends", "fast"], "--backends: got 'fast'; accepted: those for cpu here: "),
         (["--backends", ","], "separated by commas"),
         (["--pass", "fwd"], "--pass: got 'fwd'; accepted: forward, backward, both"),
         (["--problems", "0"], "--problems: got 0"),
@@ -631,6 +637,16 @@ def test_decode_problems_are_drawn_with_every_option() -> None:
     for name in ("has_junk_pages", "has_leftpad", "has_sinks", "softcap", "alibi", "window", "causal", "num_splits"):
         assert len({getattr(case, name) for case in paged}) > 1, name
     assert all(case.batch * case.heads * case.seqlen_q * case.seqlen_k <= MAX_SCORES["cpu"] for case in cases)
+
+
+def test_decode_problems_are_soon_drawn() -> None:
+    """Their keys are: on a GPU, where more scores are allowed, they would be up to 240 million numbers."""
+    cases = [trial.case for trial in itertools.islice(DecodeDrawer(3, "cuda", "forward", EDGES), 4000)]
+    elements = [case.batch * case.heads_kv * case.seqlen_k * (case.head_dim + case.head_dim_v) for case in cases]
+    assert 3_000_000 < max(elements) <= 1 << 22
+    assert all(case.heads % case.heads_kv == 0 for case in cases)
+    assert {1, 8, 33} <= {case.batch for case in cases}
+    assert max(case.seqlen_k for case in cases) > 4000
 
 
 @pytest.mark.parametrize("kind", ["cache", "paged"])

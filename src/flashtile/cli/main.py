@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -16,7 +17,7 @@ from flashtile.cli import check as check_command
 from flashtile.cli import compile as compile_command
 from flashtile.cli import distributed as distributed_command
 from flashtile.cli import info as info_command
-from flashtile.errors import Unsupported
+from flashtile.errors import Unsupported, value_error
 from flashtile.ladder import command as ladder_command
 from flashtile.profile import command as profile_command
 from flashtile.report import command as report_command
@@ -116,6 +117,9 @@ def check(
     ] = None,
     direction: Annotated[str, typer.Option("--pass", help="forward, backward or both.")] = "both",
     is_decode: Annotated[bool, typer.Option("--decode", help="Few queries over caches alone, most in pages.")] = False,
+    is_float32: Annotated[
+        bool, typer.Option("--float32", help="Float32 by tensor cores alone, most numbers of very different sizes.")
+    ] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Worker processes. Default: 1, on a GPU up to 8.")] = None,
     case: Annotated[
@@ -129,7 +133,7 @@ def check(
 ) -> None:
     """Run random problems on every backend and compare with fp64 and with each other. Exits 1 if one disagrees."""
     options = check_command.Options(
-        problems, seconds, seed, backends, direction, is_decode, device, jobs, case, mutate, out, as_json
+        problems, seconds, seed, backends, direction, is_decode, is_float32, device, jobs, case, mutate, out, as_json
     )
     _run(lambda: check_command.prepare(options, sys.argv[1:]))
 
@@ -137,7 +141,7 @@ def check(
 @app.command()
 def bench(
     grid: Annotated[
-        str | None, typer.Option(help="paper, decode, options or cpu: a grid of problems instead of one length sweep.")
+        str | None, typer.Option(help="paper, decode, options, float32 or cpu: problems instead of one length sweep.")
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Sequence lengths up to 16384 instead of 2048.")] = False,
     seqlens: Annotated[str | None, typer.Option(help="Sequence lengths, separated by commas.")] = None,
@@ -183,8 +187,14 @@ def bench(
         call_limit, compile_limit, overhead, cold, calls,
     )  # fmt: skip
     if compare:
-        _run(lambda: bench_command.prepare_compare(*compare, out, as_json))
+        _run(lambda: _prepare_compare(compare, options, tiles))
     _run(lambda: (tiles_command if tiles else bench_command).prepare(options, sys.argv[1:]))
+
+
+def _prepare_compare(files: tuple[Path, Path], options: bench_command.Options, has_tiles: bool) -> Callable[[], int]:
+    if has_tiles or replace(options, out=None, as_json=False) != bench_command.Options():
+        raise value_error("--compare", "options of a sweep beside it", "--out and --json", "Drop the others")
+    return bench_command.prepare_compare(*files, options.out, options.as_json)
 
 
 @app.command()

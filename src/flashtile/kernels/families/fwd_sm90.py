@@ -22,7 +22,7 @@ _WARPGROUP_ROWS = 64
 _WORK_ITEMS, _QUERY_TILE_BYTES = 3, 72  # WorkItemRing, QueryTile (attn/work_item.cuh)
 _MAX_SHARED_BYTES = 227 * 1024  # FwdBiasTiles (kernels/fwd_sm90_options.cuh) has two stages where they fit
 
-_LIGHT = frozenset({"has_bool_mask", "has_alibi", "has_softcap"})  # options that take few registers
+_LIGHT = frozenset({"has_bool_mask", "has_alibi", "has_softcap", "is_paged"})  # options that take few registers
 
 
 class Tile(NamedTuple):
@@ -43,7 +43,8 @@ class Tile(NamedTuple):
         """It holds the options of a call without a spill. The softcap of float16 takes more registers."""
         if features.bias_dtype == "float32" and not self.takes_float_bias:
             return False
-        is_light = any(getattr(features, name) for name in self.alone) and not features.has_lengths
+        is_light = any(getattr(features, name) for name in self.alone)
+        is_light = is_light and (features.is_paged or not features.has_lengths)
         is_light = is_light and not (features.has_softcap and dtype == "float16")
         return features.num_score_options <= self.max_options or (is_light and features.num_score_options == 1)
 

@@ -22,6 +22,7 @@
 #include "flashtile/attn/online_softmax.cuh"
 #include "flashtile/attn/paged_keys.cuh"
 #include "flashtile/attn/score_fragment.cuh"
+#include "flashtile/attn/unused_rows.cuh"
 #include "flashtile/attn/work_item.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/core/timeline.cuh"
@@ -62,7 +63,7 @@ struct FwdSm90 {
   using Options = FwdSm90Options<Config, Mask, ScoreMod, SeqInfo>;
   using Walk = TileWalk<Mask::kHasBool>;
   using Stages = KeyRing<Config::kNumStages, KvSource::kIsPaged>;
-  using Pages = PagedKeys<Config::kBlockN, 4>;
+  using Pages = PagedKeys<Config::kBlockN, 4, false, (Config::kNumConsumers > 2)>;
   using Tile = QueryTile<Config, Mask, SeqInfo>;
   using Item = WorkItem<Config, Mask, SeqInfo>;
   using Packing = HeadPacking<Config>;
@@ -79,8 +80,10 @@ struct FwdSm90 {
   // the vote of the warpgroup costs more than that saves.
   static constexpr bool kGuessesMaximum = kIsBranching && Config::kHeadDimV <= 64;
   static_assert(!KvSource::kIsPaged || (!ScoreMod::kHasBias && !Mask::kHasBool), "all producer warps copy pages");
-  // Registers per thread: warps that copy a bias or pages need more
-  static constexpr i32 kPageRegisters = KvSource::kIsPaged && Config::kNumConsumers > 1 ? 8 * Config::kNumConsumers : 0;
+  // Registers per thread: warps that copy a bias or pages need more. Beside three consumers there are none to spare: the
+  // producer looks up pages when it needs them, one tile late, and keeps no number that it can find again.
+  static constexpr bool kSavesRegisters = KvSource::kIsPaged && Config::kNumConsumers > 2;
+  static constexpr i32 kPageRegisters = KvSource::kIsPaged && Config::kNumConsumers == 2 ? 16 : 0;
   static constexpr i32 kProducerRegisters = Config::kProducerRegisters + (ScoreMod::kHasBias ? 16 : 0) + kPageRegisters;
   static constexpr i32 kConsumerRegisters = Config::consumer_registers(kProducerRegisters);
   // O leaves by TMA through sP. Not with packed sequences: a box does not end at a sequence's last row.
@@ -149,7 +152,7 @@ struct FwdSm90 {
     const Params& p = params.base;
     const auto& scheduler = shared.scheduler;
     Pages pages(p);
-    bool is_first = !KvSource::kIsPaged || threadIdx.x % 128 == 0;
+    auto is_first = [] { return !KvSource::kIsPaged || Pages::thread() % 128 == 0; };
     u32 num_k = 0, num_v = 0, num_items = 0;
     for (i32 index = scheduler.first();; index = scheduler.next(index)) {
       // Fill the next work item. Its slot is free: the producer has waited for the Q of item num_items - 2, which the
@@ -158,7 +161,7 @@ struct FwdSm90 {
       Tile& tile = item.tile;
       bool is_end = index >= scheduler.num_indices;
       sync_producer();
-      if (is_first) {
+      if (is_first()) {
         item.index = num_items;
         item.is_end = is_end;
         if (!is_end) {
@@ -195,12 +198,12 @@ struct FwdSm90 {
       typename Pages::Place place{}, ahead{};
       if (has_keys) {
         place = find_keys(pages, tile, tile.n_end - 1);
-        ahead = find_keys(pages, tile, tile.n_end - 2);
+        if constexpr (!kSavesRegisters) ahead = find_keys(pages, tile, tile.n_end - 2);
         load_k(tile.n_end - 1, place);
       }
       // Find the key tiles of each consumer
       i32 num_heads = Packing::num_heads(p), num_queries = Packing::num_queries(p);
-      for (i32 consumer = 0; consumer < Config::kNumConsumers && !is_end && is_first; ++consumer) {
+      for (i32 consumer = 0; consumer < Config::kNumConsumers && !is_end && is_first(); ++consumer) {
         item.consumers[consumer] = ConsumerTiles::find(p, tile, tile.i_begin + num_queries * consumer);
         if constexpr (Mask::kHasBool) {
           i32 i_first = tile.i_begin + num_queries * consumer;
@@ -211,7 +214,7 @@ struct FwdSm90 {
       // Load Q, consumer by consumer. full_q also publishes the work item, so it completes without a Q too.
       for (i32 consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
         mbarrier_wait(shared.empty_q[consumer], num_items % 2 ^ 1);
-        if (!is_first) continue;
+        if (!is_first()) continue;
         if (has_keys) {
           load<64, Config::kSlabsQK>(shared.sQ[consumer], params.q_map, p.q_strides, shared.full_q[consumer],
                                      num_heads * num_queries,
@@ -224,6 +227,7 @@ struct FwdSm90 {
       ++num_items;
       if (is_end) return;
       if (!has_keys) continue;
+      if constexpr (kSavesRegisters) place = find_keys(pages, tile, tile.n_end - 1);
       // Load the other K and V tiles in the order in which the consumers use them; find pages one tile ahead
       if constexpr (Mask::kHasBool) {
         Walk walk = first_walk(item, 0);
@@ -235,14 +239,17 @@ struct FwdSm90 {
         }
       } else {
         for (i32 n = tile.n_end - 2; n >= tile.n_begin; --n) {
-          typename Pages::Place next = ahead;
-          ahead = find_keys(pages, tile, n - 1);
+          typename Pages::Place next = kSavesRegisters ? find_keys(pages, tile, n) : ahead;
+          if constexpr (!kSavesRegisters) ahead = find_keys(pages, tile, n - 1);
           load_k(n, next);
+          if constexpr (kSavesRegisters) num_v = num_k - 2;
           load_v(n + 1, place);
           place = next;
         }
       }
+      if constexpr (kSavesRegisters) num_v = num_k - 1;
       load_v(tile.n_begin, place);
+      if constexpr (kSavesRegisters) num_items = item.index + 1;
     }
   }
 
@@ -622,6 +629,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_sm90_kernel(const 
   typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
 
   if (threadIdx.x == 0) Kernel::init(params.base, shared);
+  if constexpr (Config::kPacksHeads) {
+    if (threadIdx.x < 128) clear_unused_rows<Config>(params.base, shared.sQ[0]);
+  }
   __syncthreads();
   if constexpr (mutates(Mutation::fwd_sm90_race))
     if (threadIdx.x == 0) Kernel::init_scheduler(params.base, shared);
