@@ -284,7 +284,7 @@ def watch(program: str, tool: str, arguments: Sequence[str], limit_s: float) -> 
     except subprocess.TimeoutExpired:
         os.killpg(running.pid, signal.SIGKILL)
         output, _ = running.communicate()
-        output += f"\nnot done in {limit_s:g} s"
+        output += f"not done in {limit_s:g} s"
     found = TOOLS[tool].search(output)
     lines = [line.strip("= ") for line in output.splitlines() if line.startswith("=========")]
     said = [line for line in lines if line not in ("", "COMPUTE-SANITIZER")]
