@@ -16,7 +16,7 @@ test: .venv/extension
 
 # With a GPU, in the environment that has it: every kernel against fp64, memory, determinism, streams, graphs. Several processes share the GPU
 # where pytest-xdist is installed. GPU_TESTS takes more options, as in `make test-gpu GPU_TESTS="-m smoke"`
-GPU_JOBS ?= $(shell n=$$(( $(JOBS) / 2 )); echo $$(( n > 8 ? 8 : n < 1 ? 1 : n )))
+GPU_JOBS ?= $(shell n=$(JOBS); echo $$(( n > 15 ? 15 : n )))
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu \
 		$$($(PYTHON) -c 'import importlib.util as u; print("-n $(GPU_JOBS) --dist worksteal" if u.find_spec("xdist") else "")') $(GPU_TESTS)

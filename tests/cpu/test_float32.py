@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from flashtile.backends import executor
 from flashtile.kernels import families
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
@@ -40,13 +41,12 @@ def test_one_head_needs_no_workspace(seqlen: int) -> None:
     assert launch.splits is None
 
 
-@pytest.mark.parametrize("head_dim", range(4, 65, 4))
-def test_a_cluster_is_a_factor_of_the_grid(head_dim: int) -> None:
-    family = families.find("fwd_sm90_f32_direct")
-    key = key_of(one_head(4096, head_dim))
-    (value, divisor), *_ = family.launch(key, CallLayout("bhsd", ())).steps[0].grid
-    assert value == "head_dim"
-    assert -(-head_dim // divisor) == family.select(family.kernels[0], key).cluster
+@pytest.mark.parametrize("head_dim", [4, 20, 64])
+def test_every_query_tile_has_a_cluster(head_dim: int) -> None:
+    family, key = families.find("fwd_sm90_f32_direct"), key_of(one_head(4096, head_dim))
+    (step,) = family.launch(key, CallLayout("bhsd", ())).steps
+    values = {"num_splits": 1, "seqlen_q": 4096, "heads": 1, "batch": 1, "num_multiprocessors": 132}
+    assert executor.num_blocks(step, values) == 4096 // step.block_rows * family.select(family.kernels[0], key).cluster
 
 
 def test_what_a_pre_pass_serves() -> None:

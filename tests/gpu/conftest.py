@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -125,13 +125,16 @@ def has_backward(case: Case) -> bool:
     return case.kind != "paged"
 
 
-def drawn(problems: Sequence[tuple[Case, int]]) -> list[tuple[Case, int]]:
-    """A third of the problems, others in each run: most of the time of a run goes into compiling their kernels.
+T = TypeVar("T")
+
+
+def drawn(choices: Sequence[T], at_least: int = 6) -> list[T]:
+    """A fifth of the choices, others in each run: most of the time of a run goes into compiling their kernels.
     FLASHTILE_TEST_ALL=1 keeps them all."""
     if os.environ.get("FLASHTILE_TEST_ALL") == "1":
-        return list(problems)
-    count = min(len(problems), max(8, len(problems) // 3))
-    return random.Random(f"{SEED} {len(problems)} {problems[0]}").sample(problems, count)
+        return list(choices)
+    count = min(len(choices), max(at_least, len(choices) // 5))
+    return random.Random(f"{SEED} {len(choices)} {choices[0]}").sample(choices, count)
 
 
 def precompile(problems: Iterable[tuple[Case, int]], monkeypatch: pytest.MonkeyPatch, is_forward: bool = False) -> None:

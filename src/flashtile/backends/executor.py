@@ -192,7 +192,7 @@ def addresses(tensors: Tensors, found: WorkspaceLayout, workspace: Tensor | None
 def num_blocks(step: Step, values: dict[str, int]) -> int:
     if step.is_for_splits and values["num_splits"] == 1:
         return 0
-    blocks = math.prod(-(-values[name] // divisor) for name, divisor in step.grid)
+    blocks = step.cluster * math.prod(-(-values[name] // divisor) for name, divisor in step.grid)
     return min(blocks, step.max_blocks * values["num_multiprocessors"]) if step.max_blocks else blocks
 
 

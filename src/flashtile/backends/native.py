@@ -254,6 +254,7 @@ def serialize(
         numbers += [_KERNEL, 0 if kernel is None else kernel.address(launch.device_index), len(step.grid)]
         numbers += [number for name, divisor in step.grid for number in (values_at[name], divisor)]
         starts_early = kernel is not None and step.starts_early and driver.can_start_early()
-        numbers += [step.num_threads, step.shared_bytes, step.is_for_splits, step.max_blocks, starts_early]
+        numbers += [step.num_threads, step.shared_bytes, step.is_for_splits]
+        numbers += [step.max_blocks, step.cluster, starts_early]
         symbols.append(step.name if kernel is None else kernel.symbol)
     return numbers, symbols

@@ -17,6 +17,7 @@ constexpr int kMapFloat16 = 6, kMapFloat32 = 7, kMapBfloat16 = 9, kMapSwizzle128
 constexpr u32 kBoxBytes = 128;                        // of a row
 constexpr LaunchAttribute kStartsEarly{6, 0, 1, {}};  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 constexpr i32 kMaxBlocks = 32;                        // of a persistent grid, for each multiprocessor
+constexpr i32 kMaxCluster = 16;
 // The first values are not the plan's own
 constexpr i32 kNumSplits = 0, kNumMultiprocessors = 1, kFirstValue = 2;
 
@@ -173,6 +174,7 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
     step.shared_bytes = static_cast<unsigned>(in.number());
     step.is_for_splits = in.index(2) != 0;
     step.max_blocks = in.index(kMaxBlocks + 1);
+    step.cluster = in.index(kMaxCluster + 1);
     step.starts_early = in.index(2) != 0;
     size_t end = names.find('\n', start);
     step.name = names.substr(start, end - start);
@@ -310,7 +312,7 @@ bool Plan::encode_maps(const Call& call, Filled& filled, const Driver& driver, F
 
 i64 Plan::num_blocks(const Step& step, const i64* values) const {
   if (step.is_for_splits && values[kNumSplits] == 1) return 0;
-  i64 blocks = 1;
+  i64 blocks = step.cluster;
   for (auto [value, divisor] : step.grid) {
     if (!multiply(blocks, divide_up(values[value], divisor))) return -1;
   }

@@ -203,7 +203,13 @@ REFUSED_FEATURES = {
 
 
 def tile_step(
-    row: Row, features: Features, grid: Sequence[tuple[str, int]], max_blocks: int = 0, starts_early: bool = False
+    row: Row,
+    features: Features,
+    grid: Sequence[tuple[str, int]],
+    *,
+    max_blocks: int = 0,
+    cluster: int = 1,
+    starts_early: bool = False,
 ) -> Step:
     """The launch of a kernel with tiles."""
     text, entry = unit(row.header, row.kernel, row.config, row.struct, features, row.facts(features))
@@ -216,6 +222,7 @@ def tile_step(
         row.num_threads,
         row.shared_bytes,
         max_blocks=max_blocks,
+        cluster=cluster,
         starts_early=starts_early,
     )
 

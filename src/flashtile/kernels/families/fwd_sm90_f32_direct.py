@@ -21,7 +21,7 @@ from flashtile.kernels.spec import CallLayout, Features, PlanKey, cpp_bool
 _KERNEL = "fwd_sm90_f32_direct"
 _HEAD_DIM, _BLOCK_M, _BLOCK_N, _STAGES, _PARTS = 64, 128, 64, 2, 3
 _SMALL_GRID, _FEW = SmallGrid(_BLOCK_M), FewQueries(64, 1)
-_MAX_CLUSTER = 8  # blocks that share the keys of a tile
+_CLUSTER = 8  # blocks that share the keys of a tile
 _WORK_ITEMS, _ITEM_BYTES = 3, 104  # WorkItemRing, WorkItem (attn/work_item.cuh)
 
 
@@ -86,12 +86,12 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
 
     def every_row(self, dtype: str) -> Iterator[FwdSm90F32DirectRow]:
         for overlaps in (True, False):
-            yield _row(_HEAD_DIM, overlaps)
+            yield _row(overlaps)
 
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[FwdSm90F32DirectRow]:
         """With options an overlap would spill registers."""
         for overlaps in (True, False) if key.features.num_options == 0 else (False,):
-            yield _row(key.head_dim, overlaps)
+            yield _row(overlaps)
 
     def timed_as(self, key: PlanKey) -> str:
         """Faster than simt at every measured length; preferred to a pre-pass for its memory (docs/float32.md)."""
@@ -104,13 +104,9 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
         return Launch((self._step(row, key),))
 
     def _step(self, row: FwdSm90F32DirectRow, key: PlanKey) -> Step:
-        # The first factor is the size of a cluster
-        cluster = "head_dim", -(-key.head_dim // row.cluster)
-        return tile_step(row, key.features, (cluster, *query_grid(row.block_m)))
+        return tile_step(row, key.features, query_grid(row.block_m), cluster=row.cluster)
 
 
-def _row(head_dim: int, overlaps: bool) -> FwdSm90F32DirectRow:
-    # A factor of the grid must give it: a quotient of the head dim, which may be smaller
-    cluster = -(-head_dim // -(-head_dim // _MAX_CLUSTER))
+def _row(overlaps: bool) -> FwdSm90F32DirectRow:
     sizes = _HEAD_DIM, _HEAD_DIM, _BLOCK_M, _BLOCK_N
-    return FwdSm90F32DirectRow(_KERNEL, "float32", "float32", *sizes, cluster, overlaps)
+    return FwdSm90F32DirectRow(_KERNEL, "float32", "float32", *sizes, _CLUSTER, overlaps)

@@ -93,9 +93,7 @@ class FwdSm90Wide(Family[Sm90FwdWideRow]):
         return Launch((*plain.steps, combine(key)), partial_results(key), splits, plain.maps, struct=FwdSm90Params)
 
     def launch_row(self, row: Sm90FwdWideRow, key: PlanKey, layout: CallLayout) -> Launch:
-        # The first factor is the size of a cluster
-        cluster = "head_dim", -(-key.head_dim // _CLUSTER)
-        step = tile_step(row, key.features, (cluster, ("num_splits", 1), *query_grid(_CLUSTER * _ROWS)))
+        step = tile_step(row, key.features, (("num_splits", 1), *query_grid(_CLUSTER * _ROWS)), cluster=_CLUSTER)
         return Launch((step,), maps=_maps(layout), struct=FwdSm90Params)
 
 
