@@ -46,6 +46,7 @@ from flashtile.kernels import assemble, families
 from flashtile.kernels.arch import Arch, arch_here
 from flashtile.kernels.families import Family
 from flashtile.kernels.mutation import mutations
+from flashtile.kernels.plan import LaunchPlan
 from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
 from flashtile.runtime.cache import KernelCache
 from flashtile.testing import Case
@@ -64,6 +65,9 @@ UNFILTERED = ("initcheck",)
 BACKEND = "cuda"
 LIMIT_S = 600.0
 GRAD_NAMES = GradNeeds._fields
+# Families whose blocks wait for flags in a workspace that nobody has written (kernels/decode_sm90.cuh, Parts): the last
+# part of 65 of the workspace. Here they are written, or initcheck would report each wait.
+FLAGS = {"decode_sm90": "partial_stats"}
 # Families that take few queries alone, and how many their jobs have
 FEW_QUERIES = {"decode_sm90": 5}
 
@@ -79,7 +83,7 @@ class Job:
 
     def run(self) -> None:
         backend, family = registry.find(BACKEND), families.find(self.family)
-        with choosing(family, self.row):
+        with choosing(family, self.row), flags_written(family.name):
             if family.op == "forward" or not self.grads:
                 warm(self.trial, backend, "cuda")
                 return
@@ -106,6 +110,29 @@ def choosing(family: Family[Any], row: int | None) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(is_deterministic)
         assemble.clear_plans()
+
+
+@contextmanager
+def flags_written(family: str) -> Iterator[None]:
+    """Inside, the flags of the family's workspaces are zeros."""
+    if family not in FLAGS:
+        yield
+        return
+    lay_out = executor.lay_out_workspaces
+
+    def with_zeros(plan: LaunchPlan, values: dict[str, int]) -> executor.WorkspaceLayout:
+        found = lay_out(plan, values)
+        if (start := found.offsets.get(FLAGS[family])) is None:
+            return found
+        (part,) = (part for part in plan.workspaces if part.name == FLAGS[family])
+        size = part.element_bytes * math.prod(values[name] for name in part.values)
+        return found._replace(zeroed=(*found.zeroed, slice(start + size // 65 * 64, start + size)))
+
+    executor.lay_out_workspaces = with_zeros
+    try:
+        yield
+    finally:
+        executor.lay_out_workspaces = lay_out
 
 
 def trial(dtype: str, head_dim: int, head_dim_v: int, tile: int, has_backward: bool, **options: Any) -> Trial:
@@ -257,9 +284,12 @@ def run_fault(name: str) -> None:
         torch.cuda.synchronize()
 
 
-def watch(program: str, tool: str, arguments: Sequence[str], limit_s: float) -> dict[str, Any]:
+def watch(
+    program: str, tool: str, arguments: Sequence[str], limit_s: float, folder: Path | None = None
+) -> dict[str, Any]:
     """This script under one tool: how many errors it reports, its first words about them and the kernels in them, the
-    kernels it saw launched, and how many calls of each family. A process that is killed has the calls it made."""
+    kernels it saw launched, and how many calls of each family. A process that is killed has the calls it made. What is
+    not clean is kept in the folder."""
     names = [] if tool in UNFILTERED else ["--kernel-name", "kns=flashtile"]
     command = [
         program,
@@ -286,6 +316,9 @@ def watch(program: str, tool: str, arguments: Sequence[str], limit_s: float) -> 
         output, _ = running.communicate()
         output += f"not done in {limit_s:g} s"
     found = TOOLS[tool].search(output)
+    if folder is not None and not (found and int(found[1]) == 0):
+        name = "_".join([tool, *arguments[:2]]).replace("/", "_").replace("--", "")
+        (folder / f"{name}.log").write_text(output)
     lines = [line.strip("= ") for line in output.splitlines() if line.startswith("=========")]
     said = [line for line in lines if line not in ("", "COMPUTE-SANITIZER")]
     return {
@@ -357,6 +390,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
 
+    folder = options.out or Path("results") / facts.slug("cuda")
     with tempfile.TemporaryDirectory() as folder_of_kernels:
         if KernelCache.default().directory is None:
             os.environ.update(FLASHTILE_CACHE_DIR=folder_of_kernels, FLASHTILE_CACHE="1")
@@ -367,7 +401,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Side by side: most of the time goes into patching kernels, on the host
         chosen = ["--dtypes", options.dtypes, "--head-dims", options.head_dims, "--seconds", str(options.seconds)]
         chosen += ["--families", options.families] if options.families else []
-        shares = num_shares(tools)
+        shares, logs = num_shares(tools), folder / "sanitize"
+        logs.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(sum(shares.values()) + len(tools)) as pool:
             fault_runs = {
                 tool: {
@@ -378,7 +413,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             }
             clean_runs = {
                 tool: [
-                    pool.submit(watch, program, tool, ["--share", f"{which + 1}/{of}", *chosen], options.limit)
+                    pool.submit(watch, program, tool, ["--share", f"{which + 1}/{of}", *chosen], options.limit, logs)
                     for which in range(of)
                 ]
                 for tool, of in shares.items()
@@ -400,8 +435,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for family, count in wanted.items():
         watched = [f"{tool} {report['tools'][tool]['clean']['calls'].get(family, 0)}" for tool in tools]
         print(f"{family:20} {count} calls: {', '.join(watched)}")
-    folder = options.out or Path("results") / facts.slug("cuda")
-    folder.mkdir(parents=True, exist_ok=True)
     given = sys.argv[1:] if arguments is None else arguments
     environment = dataclasses.asdict(
         facts.environment("cuda", given, "python tools/sanitize.py" if given else "make sanitize")

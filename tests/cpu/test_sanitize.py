@@ -157,6 +157,21 @@ def test_what_is_launched_has_the_fault(sanitize, recorder: fake_gpu.Recorder) -
             assert own == {f"#define FT_MUTATION {name}"}
 
 
+def test_the_flags_of_a_decode_step_are_written(sanitize, recorder: fake_gpu.Recorder, monkeypatch) -> None:
+    """One of 8 bytes for each slot, behind the statistics of 64 rows for each."""
+    layouts = list[executor.WorkspaceLayout]()
+    allocate = executor.WorkspaceLayout.allocate
+    monkeypatch.setattr(
+        executor.WorkspaceLayout, "allocate", lambda found, device: layouts.append(found) or allocate(found, device)
+    )
+    (job, *_) = sanitize.all_jobs(ARCH, ["bfloat16"], [128], ["decode_sm90"])
+    job.run()
+    (layout,) = layouts
+    (flags,) = layout.zeroed
+    assert flags.stop - flags.start == (flags.start - layout.offsets["partial_stats"]) // 64 > 0
+    assert layout.num_bytes - flags.stop < 256
+
+
 def test_no_call_starts_when_the_time_is_over(sanitize, recorder, capsys: pytest.CaptureFixture[str]) -> None:
     jobs = sanitize.all_jobs(ARCH, ["float32"], [64])[:2]
     sanitize.run_jobs(jobs, seconds=-1.0)
