@@ -76,7 +76,7 @@ def test_anything_else_is_compiled(
 
 
 def test_other_headers_are_another_kernel(no_compiler: nvrtc.Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "include_digest", lambda folder: "of headers that were edited")
+    monkeypatch.setattr(cache, "_known_headers", lambda folder, names: "of headers that were edited")
     with pytest.raises(Unsupported, match="none here"):
         cache.compile_cached(SOURCE, HOPPER, ["add_one"])
 

@@ -43,7 +43,7 @@ def forget():
     cache._warned.clear()
     cache._toolchain_digest.cache_clear()
     cache._remove_stale.cache_clear()
-    cache.include_digest.cache_clear()
+    cache._known_headers.cache_clear()
 
 
 @pytest.fixture
@@ -402,6 +402,23 @@ def test_the_key_follows_everything_that_reaches_the_compiler(tmp_path, compilat
     assert len(keys()) == 8
 
 
+@pytest.mark.parametrize(
+    ("text", "is_same"), [("", True), ('#include "new.cuh"', False), ("#define N <new.cuh>\n# include N", False)]
+)
+def test_a_header_matters_to_those_that_include_it(tmp_path, text, is_same):
+    header, names = tmp_path / "include" / "new.cuh", cache._include_names(f"{SOURCE}\n{text}")
+    header.write_text("int one;")
+    before = cache.headers_digest(tmp_path / "include", names)
+    header.write_text("int two;")
+    assert (cache.headers_digest(tmp_path / "include", names) == before) == is_same
+
+
+def test_headers_that_include_each_other_have_a_digest(tmp_path):
+    for name, other in (("a.cuh", "b.cuh"), ("b.cuh", "a.cuh")):
+        (tmp_path / name).write_text(f'#pragma once\n#include "{other}"\n')
+    assert cache.headers_digest(tmp_path, frozenset(["a.cuh"])) == cache.headers_digest(tmp_path, frozenset(["b.cuh"]))
+
+
 def test_parts_of_a_key_do_not_run_together():
     assert KernelCache.key(["ab", "c"]) != KernelCache.key(["a", "bc"]) != KernelCache.key(["abc"])
     assert KernelCache.key(["ab"]) == KernelCache.key([b"ab"])
@@ -409,7 +426,7 @@ def test_parts_of_a_key_do_not_run_together():
 
 
 def test_a_header_edited_while_the_process_runs_stays_out_of_the_cache(tmp_path, compilations):
-    cache.include_digest(nvrtc.INCLUDE)
+    cache._known_headers(nvrtc.INCLUDE, cache._include_names(UNIT[0]))
     (tmp_path / "include" / "factor.cuh").write_text("#define FACTOR 3\n")
     compile_cached(*UNIT)
     assert list((tmp_path / "cache").glob("*.kernel")) == []

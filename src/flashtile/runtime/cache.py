@@ -18,6 +18,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import stat
 import struct
 import tempfile
@@ -39,6 +40,8 @@ _MAGIC = b"FLASHTIL"
 _FORMAT = 1
 _KERNEL_FIELDS = {"arch": str, "symbols": dict, "log": str}
 _STALE_S = 3600.0  # a temporary file this old belongs to a process that was killed
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include\b[ \t]*(?:["<]([^">\n]+)[">])?', re.MULTILINE)
+_ANY = ""
 EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
 
 
@@ -167,7 +170,7 @@ def compile_cached(source: str, arch: str, names: Sequence[str], defines: Sequen
 
     Threads that need the same unit wait for one compilation.
     """
-    headers = include_digest(nvrtc.INCLUDE)
+    headers = _known_headers(nvrtc.INCLUDE, _include_names(source))
     options = _options_text(names, arch, defines)
     if is_embedded(arch) and (ready := _load_embedded(arch, KernelCache.key([headers, source, options]))) is not None:
         return ready
@@ -182,7 +185,7 @@ def compile_cached(source: str, arch: str, names: Sequence[str], defines: Sequen
             if found is None:
                 found = nvrtc.compile_source(compiler, source, arch, names, defines)
                 # If a header changed after hashing, this kernel is current but does not belong under this key
-                if tree_digest(nvrtc.INCLUDE) == headers:
+                if headers_digest(nvrtc.INCLUDE, _include_names(source)) == headers:
                     cache.store(key, found)
             _memory[key] = found
         return _memory[key]
@@ -203,7 +206,8 @@ def embed(folder: Path, source: str, arch: str, names: Sequence[str]) -> None:
     """Compiles a unit, or takes it from the cache, and writes it to a folder that will become EMBEDDED."""
     check_embedding()
     compiled = compile_cached(source, arch, names)
-    key = KernelCache.key([tree_digest(nvrtc.INCLUDE), source, _options_text(names, arch)])
+    headers = headers_digest(nvrtc.INCLUDE, _include_names(source))
+    key = KernelCache.key([headers, source, _options_text(names, arch)])
     meta = {"key": key, "arch": arch, "symbols": compiled.symbols, "log": compiled.log}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{arch}-{key}.kernel").write_bytes(_pack(meta, compiled.cubin))
@@ -232,12 +236,27 @@ def _load_embedded(arch: str, key: str) -> Compiled | None:
         return None
 
 
-def tree_digest(folder: Path) -> str:
-    """SHA-256 over path and content of every file below the folder."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return KernelCache.key(
-        [part for path in files for part in (path.relative_to(folder).as_posix(), path.read_bytes())]
-    )
+def headers_digest(folder: Path, names: frozenset[str]) -> str:
+    """SHA-256 over name and content of these headers below the folder and of all that they include. A change of one
+    kernel leaves the others cached. A header that is not below the folder comes with the compiler."""
+    found: dict[str, bytes] = {}
+    seen, waiting = set(names), list(names)
+    while waiting:
+        name = waiting.pop()
+        path, more = folder / name, frozenset[str]()
+        if name == _ANY:
+            more = frozenset(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+        elif path.is_file():
+            found[name] = path.read_bytes()
+            more = _include_names(found[name].decode())
+        waiting += more - seen
+        seen |= more
+    return KernelCache.key([part for name in sorted(found) for part in (name, found[name])])
+
+
+def _include_names(source: str) -> frozenset[str]:
+    """What a source names in #include, whatever condition it stands under; _ANY for what a macro names."""
+    return frozenset(_INCLUDE.findall(source))
 
 
 _memory: dict[str, Compiled] = {}
@@ -245,7 +264,7 @@ _locks: dict[str, threading.Lock] = {}
 _guard = threading.Lock()
 _warned: set[str] = set()
 
-include_digest = functools.cache(tree_digest)
+_known_headers = functools.cache(headers_digest)
 
 
 @functools.cache
