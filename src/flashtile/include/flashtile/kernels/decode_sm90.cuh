@@ -81,9 +81,6 @@ struct DecodeSm90 {
     fence_proxy_async();
   }
 
-  // All warps meet, each at its own place: a __syncthreads must be the same one for all threads.
-  FT_DEVICE static void sync_all() { named_barrier_sync(kProducerBarrier, Config::kNumThreads); }
-
   // ---- Producer. Scope: each of its warps.
 
   // A map has size 1 along an axis whose stride is 0.
@@ -110,7 +107,7 @@ struct DecodeSm90 {
     Pages pages(p);
     wait_for_previous();
     Schedule schedule(p);
-    sync_all();  // the barriers are initialised
+    __syncthreads();  // the barriers are initialised
     bool is_first = threadIdx.x == 128;
     i32 num_heads = schedule.num_heads, num_queries = schedule.num_queries;
     u32 num_tiles = 0;
@@ -470,7 +467,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kNumBlocks)
   if (warp < 4) {
     if (threadIdx.x == 0) Kernel::init(params.base, shared);
     wait_for_previous();
-    Kernel::sync_all();
+    __syncthreads();
     Kernel::consume(params, shared);
   } else if (warp == 4 || KvSource::kIsPaged) {
     // Without keys the maps are empty
@@ -481,7 +478,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kNumBlocks)
     }
     Kernel::produce(params, shared);
   } else {
-    Kernel::sync_all();
+    __syncthreads();
   }
 }
 

@@ -128,7 +128,7 @@ struct FwdSm90F32Direct {
   // ---- Producer. Scope: warpgroup.
 
   FT_DEVICE static void signal_full(u64& full) {
-    arrive_warp(full);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(full);
   }
 
   FT_DEVICE static void produce(const Params& p, Storage& shared) {
