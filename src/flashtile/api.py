@@ -18,6 +18,7 @@ from flashtile.arguments import (
     Window,
     attention_args,
     autocast,
+    flag,
     kvcache_args,
     require_tensors,
     varlen_args,
@@ -100,7 +101,7 @@ def attention(
         and sinks is None
         and rng_state is None
         and deterministic is None
-        and not return_lse
+        and return_lse is False
         and (type(causal) is bool or type(causal) is str)
         and (scale is None or type(scale) is float)
         and type(softcap) is float
@@ -116,6 +117,7 @@ def attention(
         return dense(q, k, v, scale, mode | bits)
     if not is_compiling() and (found := recorders(q, k, v, mask, bias, alibi_slopes, sinks, rng_state)):
         return record(attention, found, locals())
+    return_lse = flag("return_lse", return_lse)
     q, k, v, bias = autocast(q, k, v, bias)
     args = attention_args(
         q,
@@ -211,6 +213,7 @@ def attention_varlen(
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, mask, bias, alibi_slopes, sinks, rng_state)
     if not is_compiling() and (found := recorders(*tensors)):
         return record(attention_varlen, found, locals())
+    return_lse = flag("return_lse", return_lse)
     q, k, v, bias = autocast(q, k, v, bias)
     args = varlen_args(
         *(
@@ -281,6 +284,7 @@ def attention_kvcache(
     if (
         (type(causal) is bool or type(causal) is str)
         and type(layout) is str
+        and type(return_lse) is bool
         and (backend is None or type(backend) is str)
         and is_dense(q, k_cache, v_cache, scale)
         and (mode := ops.DENSE_MODES.get((causal, layout, backend))) is not None
@@ -295,6 +299,7 @@ def attention_kvcache(
     tensors = (q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     if not is_compiling() and (found := recorders(*tensors, rotary_cos, rotary_sin, alibi_slopes, sinks)):
         return record(attention_kvcache, found, locals())
+    return_lse = flag("return_lse", return_lse)
     args, append = kvcache_args(
         *(
             q,
@@ -346,7 +351,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, arch: str | None = None, **optio
 
     Takes the options of `attention`; those of `attention_varlen` when cu_seqlens_q is among them; those of
     `attention_kvcache`, k and v being the caches, when cache_seqlens or another option of the cache is. Nothing is
-    computed, and nothing warns.
+    computed or drawn, and nothing warns.
 
     arch, as "sm_80", asks about a GPU that need not be here, with a compiler and Triton at hand, whatever device the
     tensors are on; "cpu" asks about this CPU. Meta tensors are taken for tensors on this GPU, or where there is none on
@@ -382,10 +387,10 @@ def _on_arch(problem: Problem, arch: str | None) -> Problem:
 def _look_ahead(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Problem, str | None]:
     """The Problem of the function that these options belong to."""
     function: Callable[..., Any] = attention
-    if any(name.startswith("cache_") for name in options) or "num_splits" in options:
-        function = attention_kvcache
-    elif "cu_seqlens_q" in options:
+    if "cu_seqlens_q" in options:
         function = attention_varlen
+    elif options.keys() & (_options_of(attention_kvcache).keys() - _options_of(attention).keys()):
+        function = attention_kvcache
     filled = _options_of(function)
     for name in options:
         if name not in filled:
@@ -396,6 +401,8 @@ def _look_ahead(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tup
         args, _ = kvcache_args(q, k, v, **filled)
         return Problem.of(args), args.backend
     q, k, v, filled["bias"] = autocast(q, k, v, filled["bias"])
+    if filled["rng_state"] is None:
+        filled["rng_state"] = q.new_empty(2, dtype=torch.int64)  # or dropout would draw one
     args = attention_args(q, k, v, **filled) if function is attention else varlen_args(q, k, v, **filled)
     needs_grad = ops.requires_grad(args)
     needs_bias_grad = needs_grad and args.bias is not None and args.bias.requires_grad

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashtile.backends import registry
 from flashtile.backends.kvcache import AppendArgs
-from flashtile.errors import short_repr, type_error, unsupported, value_error
+from flashtile.errors import quoted, short_repr, type_error, unsupported, value_error
 from flashtile.problem import AttentionArgs, check_layout
 from flashtile.tensors import is_causal_bias, is_plain, require_readable, without_causal_bias
 
@@ -206,7 +206,7 @@ def kvcache_args(
         block_table = cache_batch_idx[:, None]
     if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
         length = integer("cache_seqlens", cache_seqlens, "an int32 tensor, an int or None")
-        if length >= 2**31:
+        if not -(2**31) <= length < 2**31:
             raise value_error("cache_seqlens", length, "the number of rows in use")
         cache_seqlens = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
     splits = integer("num_splits", num_splits, "an integer >= 0 (0 = chosen)")
@@ -285,7 +285,7 @@ def flag(name: str, value: Any, accepted: str = "True or False") -> bool:
         return bool(value)
     if type(value).__name__ in ("bool_", "bool"):  # numpy's, without importing numpy
         return bool(value)
-    raise type_error(name, value, accepted)
+    raise type_error(name, quoted(value), accepted)
 
 
 def integer(name: str, value: Any, accepted: str) -> Any:
@@ -293,10 +293,10 @@ def integer(name: str, value: Any, accepted: str) -> Any:
     if isinstance(value, torch.SymInt):
         return value
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise type_error(name, value, accepted)
+        raise type_error(name, quoted(value), accepted)
     value = int(value)
     if not -(2**63) <= value < 2**63:
-        raise value_error(name, value, accepted + " of 64 bits")
+        raise value_error(name, value, "an integer of 64 bits")
     return value
 
 
@@ -307,7 +307,7 @@ def number(name: str, value: Any) -> Any:
     if isinstance(value, torch.SymFloat | torch.SymInt):
         return value
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise type_error(name, value, "a number")
+        raise type_error(name, quoted(value), "a number")
     try:
         return float(value)
     except OverflowError:

@@ -16,6 +16,7 @@ from torch import Tensor
 from flashtile import ops
 
 _LARGEST_SOFTCAP = torch.finfo(torch.float32).max
+_LARGEST_INT = 2**31 - 1  # the general path takes larger ones
 # C functions, since every call asks them
 _is_inference_mode = torch._C.is_inference_mode_enabled
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -26,7 +27,7 @@ def has_valid_options(window: Any, scale: Any, softcap: Any, num_splits: Any, in
     return (
         (scale is None or (type(scale) is float and math.isfinite(scale)))
         and (type(softcap) is float and 0.0 <= softcap <= _LARGEST_SOFTCAP)
-        and (type(num_splits) is int and num_splits >= 0)
+        and (type(num_splits) is int and 0 <= num_splits <= _LARGEST_INT)
         and (interleaved is True or interleaved is False)
         and (
             window is None
@@ -34,7 +35,8 @@ def has_valid_options(window: Any, scale: Any, softcap: Any, num_splits: Any, in
                 type(window) is tuple
                 and len(window) == 2
                 and type(window[0]) is type(window[1]) is int
-                and window[0] >= -1 <= window[1]
+                and -1 <= window[0] <= _LARGEST_INT
+                and -1 <= window[1] <= _LARGEST_INT
             )
         )
     )
@@ -67,7 +69,7 @@ def step(
     if not is_on_gpu and not q.is_cpu:
         return None
     length = -1
-    if type(cache_seqlens) is int and cache_seqlens >= 0:
+    if type(cache_seqlens) is int and 0 <= cache_seqlens <= _LARGEST_INT:
         length, cache_seqlens = cache_seqlens, None
     if cache_batch_idx is not None:
         if table is not None or type(cache_batch_idx) is not Tensor or cache_batch_idx.dim() != 1:

@@ -8,6 +8,7 @@ Every error names the argument, what it got, what is accepted and, if possible, 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import reprlib
 import sys
@@ -51,6 +52,14 @@ def _marked(error: ErrorType) -> ErrorType:
     return error
 
 
+def is_switched_on(variable: str) -> bool:
+    """An environment variable that is 0 or 1. Unset and empty are 0."""
+    value = os.environ.get(variable, "")
+    if value not in ("", "0", "1"):
+        raise value_error(variable, repr(value), "0 or 1")
+    return value == "1"
+
+
 def caller_stacklevel() -> int:
     """For a `warnings.warn` in the function that asks: the first frame outside of flashtile and torch, whose dispatcher
     may stand between a public function and its kernel. On autograd's threads there is none: the outermost."""
@@ -76,6 +85,11 @@ def describe(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"shape {_sizes(value)} ({value.dtype}, {type(value).__module__}.{type(value).__name__})"
     return f"{short_repr(value)} ({type(value).__name__})"
+
+
+def quoted(value: Any) -> Any:
+    """A value as the caller gave it, for a message: a string would count as a description otherwise."""
+    return f"{short_repr(value)} (str)" if isinstance(value, str) else value
 
 
 def short_repr(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from flashtile.problem import AttentionArgs, q_or_float32, validate
 from flashtile.tensors import corner_of, has_strides, is_causal_bias, recorders
 
 _SDPA_NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "causal": "is_causal"}
-_FLASH_NAMES = {"scale": "softmax_scale", "window": "window_size"}
+_FLASH_NAMES = {"scale": "softmax_scale", "window": "window_size", "return_lse": "return_softmax_lse"}
 
 
 def scaled_dot_product_attention(
@@ -116,6 +117,7 @@ def flash_attn_func(
     """
     if not is_compiling() and (found := recorders(q, k, v, alibi_slopes)):
         return record(flash_attn_func, found, locals())
+    return_attn_probs = flag("return_attn_probs", return_attn_probs)
     out, lse = call_as(
         _FLASH_NAMES,
         attention,
@@ -126,7 +128,7 @@ def flash_attn_func(
         window=window_size,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
-        deterministic=deterministic or None,
+        deterministic=_asked(deterministic),
         return_lse=True,
         layout="bshd",
     )
@@ -154,6 +156,7 @@ def flash_attn_varlen_func(
     """`flash_attn.flash_attn_varlen_func`, argument by argument: (total, heads, dim) and cumulative lengths."""
     if not is_compiling() and (found := recorders(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, block_table)):
         return record(flash_attn_varlen_func, found, locals())
+    return_attn_probs = flag("return_attn_probs", return_attn_probs)
     out, lse = call_as(
         _FLASH_NAMES,
         attention_varlen,
@@ -166,7 +169,7 @@ def flash_attn_varlen_func(
         window=window_size,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
-        deterministic=deterministic or None,
+        deterministic=_asked(deterministic),
         return_lse=True,
     )
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
@@ -219,6 +222,11 @@ def flash_attn_with_kvcache(
             num_splits=num_splits,
             return_lse=return_softmax_lse,
         )
+
+
+def _asked(deterministic: Any) -> Any:
+    """flash_attn's False asks for nothing, so torch's switch decides."""
+    return None if isinstance(deterministic, Integral) and deterministic == 0 else deterministic
 
 
 def _sdpa_4d(
@@ -319,7 +327,7 @@ def _share_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Ten
         else:
             raise value_error("value", f"{heads_v} heads", f"{heads_k}, as key")
     heads, heads_kv = q.shape[-3], k.shape[-3]
-    if heads == 1:
+    if heads == 1 and not enable_gqa:
         return k, v, heads_kv
     if not enable_gqa and heads_kv != 1 and heads_kv != heads:
         raise value_error("key", f"{heads_kv} heads", f"{heads}, as query", "Pass enable_gqa=True to share key heads")

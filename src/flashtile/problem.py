@@ -9,7 +9,6 @@ checks what stands inside the index tensors. `Problem` is the frozen summary tha
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -18,7 +17,7 @@ from typing import NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from flashtile.errors import dtype_name, type_error, unsupported, value_error
+from flashtile.errors import dtype_name, is_switched_on, type_error, unsupported, value_error
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("bhsd", "bshd")
@@ -452,11 +451,11 @@ def _check_sizes(args: AttentionArgs, shape: Shape) -> None:
 def _check_score_tensors(args: AttentionArgs, shape: Shape) -> None:
     if args.mask is not None:
         if args.mask.dtype != torch.bool:
-            raise type_error("mask", args.mask.dtype, "bool, True = attend", "Values to be added are a bias")
+            raise type_error("mask", args.mask.dtype, "bool, True = attend", "Pass values to be added as bias")
         _check_broadcast(args, "mask", args.mask, shape)
     if args.bias is not None:
         if args.bias.dtype not in (args.q.dtype, torch.float32):
-            raise type_error("bias", args.bias.dtype, q_or_float32(args.q.dtype), "A boolean tensor is a mask")
+            raise type_error("bias", args.bias.dtype, q_or_float32(args.q.dtype), "Pass booleans as mask")
         _check_broadcast(args, "bias", args.bias, shape)
     for name, slopes in (("alibi_slopes", args.alibi_slopes), ("sinks", args.sinks)):
         if slopes is None:
@@ -517,7 +516,7 @@ def with_given_shapes(error: Exception, **tensors: Tensor | None) -> Exception:
 def is_checking() -> bool:
     """FLASHTILE_CHECK=1: index tensors on a GPU are read and checked too, which waits for it. Kernels clamp bad values
     otherwise."""
-    return os.environ.get("FLASHTILE_CHECK", "0") not in ("", "0")
+    return is_switched_on("FLASHTILE_CHECK")
 
 
 def check_values(args: AttentionArgs) -> list[SequenceSpan]:

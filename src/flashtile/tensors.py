@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flashtile.errors import type_error, unsupported, value_error
+from flashtile.errors import quoted, type_error, unsupported, value_error
 from flashtile.problem import row_axis
 
 # What a class has that changes nothing about its functions: torch.Tensor's own, and that of torch.nn.Parameter
@@ -30,7 +30,7 @@ def require_readable(name: str, value: Any, accepted: str) -> None:
     """Refuses what is no tensor, what has no strides, and subclasses that hide their values."""
     if not isinstance(value, Tensor):
         hint = f"Call torch.as_tensor({name})" if isinstance(value, list) or hasattr(value, "__array__") else ""
-        raise type_error(name, value, accepted, hint)
+        raise type_error(name, quoted(value), accepted, hint)
     if value.is_nested:
         hint = "Pass its values() and its offsets().int() to attention_varlen"
         raise unsupported(name, "a nested tensor", "tensors with strides", hint)

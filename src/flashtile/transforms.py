@@ -144,7 +144,8 @@ def _map_forward(
     if not _can_fold(args, in_dims):
         return _one_by_one(call, size, in_dims, values), (0, 0)
     out, lse = call(*_folded(args, in_dims, size, needs_bias_grad=False))
-    return (out.unflatten(0, (size, -1)), lse.unflatten(0, (size, -1))), (0, 0)
+    sizes = size, _unmapped_sizes(args.q, in_dims[0])[0]
+    return (out.unflatten(0, sizes), lse.unflatten(0, sizes)), (0, 0)
 
 
 def _map_backward(
@@ -158,10 +159,11 @@ def _map_backward(
     dims = (in_dims[0], in_dims[1], *in_dims[-3:-1])
     wide = [None if t is None else _fold(t, dim, size) for t, dim in zip((dout, dlse, out, lse), dims, strict=True)]
     grads = list(call(wide[0], wide[1], *folded, wide[2], wide[3], needs))
+    sizes = size, _unmapped_sizes(args.q, own_dims[0])[0]
     for index, is_needed in enumerate(needs):
         grad = grads[index]
-        grads[index] = grad.unflatten(0, (size, -1)) if is_needed else grad.expand(size, *grad.shape)
-    if needs[3] and args.bias is not None and _unmapped(args.bias, own_dims[3]).shape[0] == 1:
+        grads[index] = grad.unflatten(0, sizes) if is_needed else grad.expand(size, *grad.shape)
+    if needs[3] and args.bias is not None and _unmapped_sizes(args.bias, own_dims[3])[0] == 1:
         grads[3] = grads[3].sum(1, keepdim=True)
     return tuple(grads), (0,) * 5
 
@@ -172,9 +174,12 @@ def _can_fold(args: AttentionArgs, in_dims: tuple[Any, ...]) -> bool:
     return not has_indices and in_dims[_ORDER.index("sinks")] is None
 
 
-def _unmapped(tensor: Tensor, dim: int | None) -> Tensor:
-    """One element, for its shape."""
-    return tensor if dim is None else tensor.select(dim, 0)
+def _unmapped_sizes(tensor: Tensor, dim: int | None) -> list[int]:
+    """The sizes of one element."""
+    sizes = list(tensor.shape)
+    if dim is not None:
+        del sizes[dim]
+    return sizes
 
 
 def _fold(tensor: Tensor, dim: int | None, size: int, batch: int | None = None) -> Tensor:
@@ -187,17 +192,18 @@ def _fold(tensor: Tensor, dim: int | None, size: int, batch: int | None = None) 
 
 def _folded(args: AttentionArgs, in_dims: tuple[Any, ...], size: int, needs_bias_grad: bool) -> AttentionArgs:
     q, k, v = (_fold(tensor, dim, size) for tensor, dim in zip(args[:3], in_dims, strict=False))
-    batch = q.shape[0] // size
+    batch = _unmapped_sizes(args.q, in_dims[0])[0]
     shared: dict[str, Any] = {}
     for name in ("bias", "mask", "alibi_slopes"):
         tensor, dim = getattr(args, name), in_dims[_ORDER.index(name)]
         if tensor is None:
             continue
-        is_broadcast = _unmapped(tensor, dim).shape[0] == 1 if name != "alibi_slopes" else tensor.dim() == 1
+        own_sizes = _unmapped_sizes(tensor, dim)
+        is_broadcast = own_sizes[0] == 1 if name != "alibi_slopes" else tensor.dim() == 1
         if dim is None and is_broadcast and not (name == "bias" and needs_bias_grad):
             continue
-        if name == "alibi_slopes" and _unmapped(tensor, dim).dim() == 1:
-            tensor = tensor.unsqueeze(0 if dim is None else dim + 1)
+        if name == "alibi_slopes" and len(own_sizes) == 1:
+            tensor, dim = (tensor[None], None) if dim is None else (tensor.movedim(dim, 0)[:, None], 0)
         shared[name] = _fold(tensor, dim, size, batch)
     return args._replace(q=q, k=k, v=v, **shared)
 
@@ -275,7 +281,7 @@ class _Scores:
             keep = keep & args.mask
         if args.bias is not None:
             s = s + args.bias.to(dtype)
-            keep = keep & (args.bias != -torch.inf)
+            keep = keep & (s != -torch.inf)
         self.is_alive = lse != -torch.inf
         self.shift = torch.where(self.is_alive, lse, 0.0)
         self.p = torch.where(keep, torch.exp(torch.where(keep, s - self.shift[..., None], 0.0)), 0.0)

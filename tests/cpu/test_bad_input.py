@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         TypeError,
         "v: got None (NoneType); accepted: a torch.Tensor.",
     ),
-    "mask no tensor": (dense(mask="causal"), TypeError, "mask: got causal; accepted: a torch.Tensor or None."),
+    "mask no tensor": (dense(mask="causal"), TypeError, "mask: got 'causal' (str); accepted: a torch.Tensor or None."),
     "rank 3": (
         dense(q=t(4, 5, 8)),
         ValueError,
@@ -141,7 +141,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         "scale: got nan (float); accepted: a finite number, or None for 1 / sqrt(head_dim).",
     ),
     "infinite scale": (dense(scale=math.inf), ValueError, "scale: got inf (float); accepted: a finite number"),
-    "scale of another type": (dense(scale="0.1"), TypeError, "scale: got 0.1; accepted: a number."),
+    "scale of another type": (dense(scale="0.1"), TypeError, "scale: got '0.1' (str); accepted: a number."),
     "negative window": (
         dense(window=(-2, 0)),
         ValueError,
@@ -189,13 +189,13 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "window beyond 64 bits": (
         dense(window=(2**64, 0)),
         ValueError,
-        "window: got 18446744073709551616 (int); accepted: None or a pair",
+        "window: got 18446744073709551616 (int); accepted: an integer of 64 bits.",
     ),
     "layout of another type": (dense(layout=3), TypeError, "layout: got 3 (int); accepted: a name."),
     "deterministic of another type": (
         dense(deterministic="yes"),
         TypeError,
-        "deterministic: got yes; accepted: True, False or None.",
+        "deterministic: got 'yes' (str); accepted: True, False or None.",
     ),
     "causal of another type": (
         dense(causal=2.5),
@@ -236,7 +236,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "mask dtype": (
         dense(mask=t(5, 7, dtype=torch.uint8)),
         TypeError,
-        "mask: got uint8; accepted: bool, True = attend. Values to be added are a bias.",
+        "mask: got uint8; accepted: bool, True = attend. Pass values to be added as bias.",
     ),
     "bias shape": (
         dense(bias=t(2, 5, 7)),
@@ -296,12 +296,12 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "bias dtype": (
         dense(bias=t(5, 7, dtype=torch.float16)),
         TypeError,
-        "bias: got float16; accepted: float32. A boolean tensor is a mask.",
+        "bias: got float16; accepted: float32. Pass booleans as mask.",
     ),
     "bool bias": (
         dense(bias=t(5, 7, dtype=torch.bool)),
         TypeError,
-        "bias: got bool; accepted: float32. A boolean tensor is a mask.",
+        "bias: got bool; accepted: float32. Pass booleans as mask.",
     ),
     "slopes shape": (
         dense(alibi_slopes=t(2)),
@@ -627,7 +627,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "sdpa causal of another type": (
         sdpa((3, 8), (3, 8), (3, 8), is_causal="x"),
         TypeError,
-        "is_causal: got x; accepted: True or False.",
+        "is_causal: got 'x' (str); accepted: True or False.",
     ),
     "sdpa head_dim": (
         sdpa((1, 1, 3, 8), (1, 1, 3, 9), (1, 1, 3, 9)),
@@ -643,6 +643,64 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         sdpa((8,), (3, 8), (3, 8)),
         ValueError,
         "query: got shape (8,) (float32 on cpu); accepted: at least 2 dimensions",
+    ),
+    "sdpa bias under autocast": (
+        torch.autocast("cpu", torch.bfloat16)(
+            sdpa((1, 1, 3, 8), (1, 1, 3, 8), (1, 1, 3, 8), attn_mask=t(3, 3, dtype=torch.float64))
+        ),
+        TypeError,
+        "attn_mask: got float64; accepted: bfloat16 (query's) or float32. Pass booleans as attn_mask.",
+    ),
+    "sdpa one query head under GQA": (
+        sdpa((1, 1, 3, 8), (1, 4, 3, 8), (1, 4, 3, 8), enable_gqa=True),
+        ValueError,
+        "key: got 4 heads; accepted: a divisor of query's 1 heads.",
+    ),
+    "flash return flag": (
+        lambda: flashtile.flash_attn_func(t(1, 3, 1, 8), t(1, 3, 1, 8), t(1, 3, 1, 8), return_attn_probs="no"),
+        TypeError,
+        "return_attn_probs: got 'no' (str); accepted: True or False.",
+    ),
+    "flash deterministic": (
+        lambda: flashtile.flash_attn_func(t(1, 3, 1, 8), t(1, 3, 1, 8), t(1, 3, 1, 8), deterministic=()),
+        TypeError,
+        "deterministic: got () (tuple); accepted: True, False or None.",
+    ),
+    "flash cache return flag": (
+        lambda: flashtile.flash_attn_with_kvcache(t(1, 3, 1, 8), t(1, 3, 1, 8), t(1, 3, 1, 8), return_softmax_lse=None),
+        TypeError,
+        "return_softmax_lse: got None (NoneType); accepted: True or False.",
+    ),
+    "return_lse": (dense(return_lse="no"), TypeError, "return_lse: got 'no' (str); accepted: True or False."),
+    "return_lse of 2": (varlen(return_lse=2), TypeError, "return_lse: got 2 (int); accepted: True or False."),
+    "no return_lse": (cache(return_lse=None), TypeError, "return_lse: got None (NoneType); accepted: True or False."),
+    "splits beyond 64 bits": (
+        cache(num_splits=2**70),
+        ValueError,
+        "num_splits: got 1180591620717411303424 (int); accepted: an integer of 64 bits.",
+    ),
+    "cache window beyond 64 bits": (
+        cache(window=(2**70, 0)),
+        ValueError,
+        "window: got 1180591620717411303424 (int); accepted: an integer of 64 bits.",
+    ),
+    "cache length beyond 64 bits": (
+        cache(cache_seqlens=2**70),
+        ValueError,
+        "cache_seqlens: got 1180591620717411303424 (int); accepted: an integer of 64 bits.",
+    ),
+    "cache length below 32 bits": (
+        cache(cache_seqlens=-(2**63)),
+        ValueError,
+        "cache_seqlens: got -9223372036854775808 (int); accepted: the number of rows in use.",
+    ),
+    "refused by the backend asked for": (
+        dense(backend="cuda"),
+        flashtile.Unsupported,
+        (
+            "backend: got 'cuda', which refuses: it runs on cuda, and q is on cpu; accepted: None, or another of "
+            "'triton', 'cpu', 'tiled', 'numba', 'reference'."
+        ),
     ),
     "flash scale": (
         lambda: flashtile.flash_attn_func(t(1, 3, 1, 8), t(1, 3, 1, 8), t(1, 3, 1, 8), softmax_scale=math.nan),
@@ -716,6 +774,12 @@ def test_unknown_options_are_type_errors(options: dict, text: str) -> None:
         with pytest.raises(TypeError) as caught:
             function(q, q, q, **options)
         assert str(caught.value).startswith(text)
+
+
+def test_the_largest_integers_are_taken() -> None:
+    whole = cache(window=(-1, -1))()
+    for options in ({"num_splits": 2**63 - 1}, {"window": (2**63 - 1, 2**63 - 1)}):
+        assert torch.equal(cache(**options)(), whole)
 
 
 def test_an_unknown_option_names_the_nearest() -> None:

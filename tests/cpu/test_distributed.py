@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import subprocess
@@ -20,7 +21,7 @@ from torch import Tensor
 import flashtile
 from flashtile import distributed, ops
 from flashtile.cli import distributed as distributed_command
-from flashtile.distributed import launch, ring, simulate, transport
+from flashtile.distributed import exactness, launch, ring, simulate, transport
 from flashtile.distributed.exactness import CASES, WAYS, Way, case_inputs, judge, measure, packed_inputs, refusal
 from flashtile.distributed.pieces import Band, needed, pieces
 from flashtile.distributed.sharding import Shards, num_rows
@@ -414,6 +415,20 @@ def test_refusals(pool: Pool) -> None:
     pool.run(run_refusals, 2)
 
 
+def test_functions_of_one_strategy_show_and_check_their_options() -> None:
+    ring, ulysses = (
+        inspect.signature(one).parameters for one in (distributed.ring_attention, distributed.ulysses_attention)
+    )
+    assert ring["sharding"].default == "zigzag"
+    assert "strategy" not in ring
+    assert ring.keys() - ulysses.keys() == {"mask", "bias", "transport"}
+    q = torch.randn(1, 4, 6, 8)
+    with pytest.raises(TypeError, match="transport: got an option that ulysses_attention does not have"):
+        distributed.ulysses_attention(q, q, q, transport="p2p")
+    with pytest.raises(TypeError, match="strategy: got an option that ring_attention does not have"):
+        distributed.ring_attention(q, q, q, strategy="ulysses")
+
+
 def run_different(group: Any) -> None:
     os.environ["FLASHTILE_CHECK"] = "1"
     try:
@@ -635,6 +650,28 @@ def test_a_slow_link_takes_as_long_as_predicted(pool: Pool) -> None:
     pytest.fail(str(runs))
 
 
+def test_a_complaint_names_the_rank(pool: Pool) -> None:
+    (complaint,) = pool.run(measure_spoiled, 3)[0]
+    assert complaint.startswith("out: ")
+    assert complaint.endswith(" (rank 1 is the farthest off)")
+
+
+def measure_spoiled(group: Any) -> tuple[str, ...]:
+    """Rank 1 gets its output wrong."""
+    attend = exactness.attend
+
+    def spoiled(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = attend(*args, **options)
+        return (out + 1.0 if dist.get_rank(group) == 1 else out), lse
+
+    exactness.attend = spoiled
+    try:
+        found = measure(group, "causal", case_inputs("causal", 0), WAYS[0])
+        return () if found is None else found.complaints
+    finally:
+        exactness.attend = attend
+
+
 def test_a_new_group_of_an_old_name_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     warmed: list[str] = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: warmed.append(group.group_name))
@@ -673,16 +710,42 @@ def test_check_over_ranks(tmp_path: Path) -> None:
         assert CliRunner().invoke(app, ["distributed", "check", *bad]).exit_code == 2
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that need not import torch again, which takes seconds."""
+    start = launch.start_processes
+    monkeypatch.setattr(launch, "start_processes", lambda *args, **how: start(*args, **{**how, "start_method": "fork"}))
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_fails_ends_all() -> None:
     from torch.multiprocessing.spawn import ProcessRaisedException
 
-    with pytest.raises(ProcessRaisedException, match="rank 1 gives up"):
+    with pytest.raises(ProcessRaisedException, match="rank 1 gives up") as caught:
         launch.on_ranks(give_up, 2)
+    assert "Process 1 terminated" in str(caught.value)
 
 
 def give_up(group: Any) -> None:
     if dist.get_rank(group) == 1:
         raise RuntimeError("rank 1 gives up")
+    dist.barrier()
+
+
+@pytest.mark.usefixtures("forked")
+def test_ranks_that_do_not_end_are_named() -> None:
+    with pytest.raises(TimeoutError) as caught:
+        launch.on_ranks(hang, 2, limit_s=4.0)
+    said = str(caught.value)
+    assert said.startswith("2 of 2 ranks had not ended after 4 s")
+    waiting, hanging = said.partition("rank 1: ")[::2]
+    assert "in barrier" in waiting
+    assert "in hang" in hanging
+
+
+def hang(group: Any) -> None:
+    while dist.get_rank(group) == 1:
+        time.sleep(0.1)
     dist.barrier()
 
 

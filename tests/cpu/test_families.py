@@ -310,7 +310,7 @@ TAKEN = [
     ("backward", 128, FULL, Features(has_softcap=True), "bwd_sm90", "bwd_sm80"),
     ("backward", 128, FULL, Features(has_dropout=True), "bwd_sm90", "bwd_sm80"),
     ("backward", 128, FULL, Features(bias_dtype="bfloat16"), "bwd_sm90", "bwd_sm80_wide"),
-    ("backward", 256, FULL, Features(), "bwd_sm90_wide", "bwd_sm80_wide"),
+    ("backward", 256, FULL, Features(), "bwd_sm90_wide", "bwd_sm80"),
     ("backward", 512, FULL, Features(), "bwd_sm80_wide", "bwd_sm80_wide"),
 ]
 

@@ -88,6 +88,19 @@ def test_masked_scores_may_hold_anything(backend: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_bias_of_minus_infinity_does_not_hide_nan(backend: str, seed: int) -> None:
+    q, k, v = (tensor.detach() for tensor in leaves(5, 7, 7))
+    bias = torch.zeros(7)
+    bias[3] = -torch.inf
+    assert flashtile.attention(q, k, v, bias=bias, backend=backend).isfinite().all()
+    k[0, 0, 3] = torch.nan
+    out, lse = flashtile.attention(q, k, v, bias=bias, return_lse=True, backend=backend)
+    assert out[0, 0].isnan().all()
+    assert lse[0, 0].isnan().all()
+    assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_in_a_visible_key_is_not_hidden(backend: str, seed: int) -> None:
     q, k, v = (tensor.detach() for tensor in leaves(5, 7, 7))
     k[0, 0, 2] = torch.nan

@@ -479,6 +479,18 @@ def test_the_tables_of_a_profile_go_into_the_docs(run, tmp_path):
     assert make_docs(tmp_path, "--check").returncode == 0
 
 
+def test_a_roofline_point_is_a_whole_call(run):
+    """A backward pass may compute dK and dV in one kernel and dQ in another."""
+    _, _, rows = run()
+    kernels = [row for row in rows if row.provider == "cuda" and row.direction == "bwd"]
+    assert len(kernels) > 1
+    (point,) = figures.roofline_points(kernels)
+    assert point.kernel_ms == sum(row.kernel_ms for row in kernels)
+    assert point.dram_bytes == sum(row.dram_bytes for row in kernels)
+    tflops = point.flops / point.kernel_ms / 1e9
+    assert figures.kernel_tflops(point) == tflops < figures.kernel_tflops(measure.main_kernel(kernels))
+
+
 def test_names_in_a_figure_say_what_differs(run):
     _, _, rows = run()
     points = figures.roofline_points(rows)

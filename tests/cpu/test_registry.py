@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -154,6 +154,33 @@ def test_explain_refuses_unknown_archs(arch: object) -> None:
         flashtile.explain(*qkv(), arch=arch)
 
 
+@pytest.mark.parametrize("ask", [flashtile.explain, flashtile.prewarm])
+def test_explaining_dropout_draws_no_random_number(ask: Callable) -> None:
+    tensors, before = qkv(), torch.get_rng_state()
+    assert ask(*tensors, dropout_p=0.5).problem.dropout_p == 0.5
+    q, cu = torch.zeros(4, 1, 8), torch.tensor([0, 4], dtype=torch.int32)
+    assert ask(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, dropout_p=0.5).problem.dropout_p == 0.5
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_explain_of_a_cache_without_lengths() -> None:
+    """Any option that only attention_kvcache has says that the call is one of its own."""
+    q, pages = torch.zeros(1, 1, 2, 8), torch.zeros(3, 4, 2, 8)
+    table = torch.tensor([[2, 0]], dtype=torch.int32)
+    assert flashtile.explain(q, pages, pages, block_table=table).problem.page_size == 4
+    with pytest.raises(ValueError, match="rotary_cos: got it without k and v"):
+        flashtile.explain(q, pages[:1], pages[:1], rotary_cos=torch.zeros(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("variable", "options"), [("FLASHTILE_STRICT", {"softcap": 1.0}), ("FLASHTILE_CHECK", {"backend": "cpu"})]
+)
+def test_a_switch_is_0_or_1(variable: str, options: dict, picky: Picky, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "false")
+    with pytest.raises(ValueError, match=f"{variable}: got 'false'; accepted: 0 or 1"):
+        flashtile.attention(*qkv(), **options)
+
+
 def test_explain_refuses_unknown_options() -> None:
     with pytest.raises(TypeError, match="is_causal: got an option that attention does not have; accepted: causal"):
         flashtile.explain(*qkv(), is_causal=True)
@@ -265,7 +292,7 @@ def test_explain_shows_a_window_that_is_causal_in_effect(seed: int) -> None:
 def test_a_forced_backend_gives_its_reason(picky: Picky, seed: int) -> None:
     with pytest.raises(
         flashtile.Unsupported,
-        match=r"backend: got 'picky', which refuses: softcap is not among its features. accepted: None",
+        match=r"backend: got 'picky', which refuses: softcap is not among its features; accepted: None",
     ):
         flashtile.attention(*qkv(), softcap=1.0, backend="picky")
 

@@ -278,3 +278,26 @@ def test_nothing_is_wider_than_a_phone(opened):
     for index in range(shown.locator("button[data-device]").count()):
         shown.locator("button[data-device]").nth(index).tap()
         assert shown.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_labels_of_a_roofline_overlap_neither_points_nor_each_other(opened):
+    shown = opened(viewport={"width": 1280, "height": 900})
+    charts = shown.locator("section[id^=profile] figure.chart")
+    assert charts.count() == 2  # 18 calls: a chart for each pass
+    for index in range(charts.count()):
+        marks = charts.nth(index).locator("svg.plot > :is(circle, rect)")
+        points = [box for mark in marks.all() if (box := mark.bounding_box()) is not None]
+        assert len(points) == 9
+        texts = [text.bounding_box() for text in charts.nth(index).locator("svg.plot > text", has_text=" d=").all()]
+        assert len(texts) == 9
+        for number, text in enumerate(texts):
+            for other in (*points, *texts[:number]):
+                assert not overlap(text, other, slack=3)
+
+
+def overlap(one, other, slack):
+    """More than the slack, since the box of a text is higher than its letters."""
+    return all(
+        one[at] + slack < other[at] + other[size] and other[at] + slack < one[at] + one[size]
+        for at, size in (("x", "width"), ("y", "height"))
+    )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from test_kernels import LOCAL_MEMORY, NVDISASM, kernel_cache, needs_nvdisasm, opcodes  # noqa: F401
 
-from flashtile.kernels import families
+from flashtile.kernels import families, speeds
 from flashtile.kernels.arch import ARCHS, Arch
 from flashtile.kernels.families.fwd_sm80 import FwdSm80, Sm80Row
 from flashtile.kernels.length_class import PackedHeads, RaggedQueries
@@ -17,6 +17,7 @@ from flashtile.runtime import cache
 
 FORWARD, BACKWARD = families.find("fwd_sm80"), families.find("bwd_sm80")
 WIDE_FORWARD, WIDE_BACKWARD = families.find("fwd_sm80_wide"), families.find("bwd_sm80_wide")
+FLOAT32 = families.find("fwd_sm80_f32")
 AMPERE_ON = [arch for arch in ARCHS.values() if arch.number >= 80]
 EVERYTHING = Features(True, True, True, True, "float32", True, True)
 GRADS = ("dq", "dk", "dv")
@@ -34,6 +35,10 @@ def test_every_architecture_has_a_tile_for_every_call(arch: Arch, features: Feat
         for dims in family.head_dims:
             for head_dims in (dims, (dims[0] - 8, dims[1])):
                 call = key(arch, *head_dims, features, grads=grads)
+                if family is BACKWARD and dims[0] > 128 and arch.shared_bytes < 128 * 1024:
+                    assert family.refuse(call) == f"no tile of it fits {arch.name}"
+                    assert WIDE_BACKWARD.refuse(call) is None
+                    continue
                 assert family.refuse(call) is None
                 row = family.select(family.name, call)
                 shared = row.min_blocks * (row.shared_bytes + arch.reserved_shared_bytes)
@@ -112,7 +117,7 @@ def test_what_the_backward_refuses() -> None:
     assert refuse() is None
     assert refuse(is_deterministic=True) == "deterministic sums"
     assert refuse(features=Features(bias_dtype="float32")) == "a bias"
-    assert BACKWARD.refuse(key(ARCHS[80], 256, 256, grads=GRADS)) == "head_dim 256, 256 is over its 128, 128"
+    assert BACKWARD.refuse(key(ARCHS[80], 264, 264, grads=GRADS)) == "head_dim 264, 264 is over its 256, 256"
     assert FORWARD.refuse(key(ARCHS[80], 320, 320)) == "head_dim 320, 320 is over its 256, 256"
 
 
@@ -137,7 +142,7 @@ def test_forward_code_has_tensor_core_products_and_no_local_memory(arch: Arch, d
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize(("number", "head_dim"), [(80, 128), (86, 64), (90, 64), (120, 96)])
+@pytest.mark.parametrize(("number", "head_dim"), [(80, 128), (86, 64), (90, 64), (120, 96), (80, 256), (90, 256)])
 def test_backward_code_has_tensor_core_products_and_no_local_memory(number: int, head_dim: int, tmp_path) -> None:
     call = key(ARCHS[number], head_dim, head_dim, Features(has_band=True, has_lengths=True), grads=GRADS)
     row = BACKWARD.select("bwd_sm80", call)
@@ -165,6 +170,35 @@ def test_wide_code_has_tensor_core_products_and_no_local_memory(number: int, hea
             assert not found & {"RED", "REDG", "ATOMG"}
             assert not found & LOCAL_MEMORY
             assert compiled.warnings == []
+
+
+def test_float32_where_three_tf32_products_are_faster_than_fma() -> None:
+    def refuse(number: int, **changes) -> str | None:
+        call = PlanKey("float32", "float32", 128, 128, Features(), ARCHS[number])
+        return FLOAT32.refuse(replace(call, **changes))
+
+    assert refuse(80) is None
+    assert refuse(75) == "sm_75 has no TF32 products"
+    assert refuse(86) == "FMA is as fast as three TF32 products on sm_86"
+    assert refuse(80, head_dim=192) == "head_dim 192, 128 is over its 128, 128"
+    assert refuse(80, features=Features(is_paged=True)) is not None
+    large = replace(PlanKey("float32", "float32", 128, 128, Features(), ARCHS[80]), classes=((speeds.SIZE, 1),))
+    assert families.select(large) is FLOAT32
+    assert families.select(replace(large, arch=ARCHS[90])).name == "fwd_sm90_f32"
+    assert families.select(replace(large, arch=ARCHS[89])).name == "fwd_simt"
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize(("number", "head_dim", "bias_dtype"), [(80, 64, None), (90, 128, None), (80, 128, "float32")])
+def test_float32_code_has_tensor_core_products_and_no_local_memory(number, head_dim, bias_dtype, tmp_path) -> None:
+    features = Features(has_band=True, bias_dtype=bias_dtype)
+    call = PlanKey("float32", "float32", head_dim, head_dim, features, ARCHS[number])
+    (step,) = FLOAT32.launch_row(FLOAT32.select("fwd_sm80_f32", call), call, CallLayout("bhsd", ())).steps
+    compiled = cache.compile_cached(step.unit, call.arch.name, [step.entry])
+    found = opcodes(compiled.cubin, tmp_path)
+    assert {"HMMA", "LDSM", "LDGSTS"} <= found
+    assert not found & LOCAL_MEMORY
+    assert compiled.warnings == []
 
 
 @needs_nvdisasm

@@ -49,6 +49,25 @@ def test_vmap_of_options(seed: int) -> None:
     torch.testing.assert_close(nested[3, 1], flashtile.attention(q[3], k[3], v[3])[1])
 
 
+@pytest.mark.parametrize("sizes", [(3,), (2, 3)], ids=["heads", "batch and heads"])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_vmap_of_slopes(dim: int, sizes: tuple[int, ...], seed: int) -> None:
+    q, k, v = (torch.randn(*SIZES) for _ in range(3))
+    slopes = torch.rand(4, *sizes)
+    out = vmap(lambda slopes: flashtile.attention(q, k, v, alibi_slopes=slopes), in_dims=dim)(slopes.movedim(0, dim))
+    for i in range(4):
+        torch.testing.assert_close(out[i], flashtile.attention(q, k, v, alibi_slopes=slopes[i]))
+
+
+def test_vmap_over_nothing() -> None:
+    q, k, v = torch.randn(0, *SIZES), torch.randn(*SIZES), torch.randn(*SIZES)
+    bias = torch.randn(0, 5, 5)
+    out, lse = vmap(lambda q, bias: flashtile.attention(q, k, v, bias=bias, return_lse=True))(q, bias)
+    assert (out.shape, lse.shape) == ((0, *SIZES), (0, *SIZES[:-1]))
+    dq, dbias = vmap(grad(lambda q, bias: attend(q, k, v, bias=bias).sum(), argnums=(0, 1)))(q, bias)
+    assert (dq.shape, dbias.shape) == (q.shape, bias.shape)
+
+
 @pytest.mark.filterwarnings("ignore:.*cannot be folded:flashtile.SlowPathWarning")
 def test_vmap_of_dropout(seed: int) -> None:
     q, k, v = (torch.randn(*SIZES) for _ in range(3))

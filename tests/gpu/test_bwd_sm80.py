@@ -6,17 +6,29 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from test_sm80 import LENGTHS, problem
+from test_sm80 import LENGTHS, problem, taken_by, taken_for
 from test_sm90 import FEATURES, assert_accurate
 
 import flashtile
 from flashtile.backends import cuda
 from flashtile.kernels import families
 from flashtile.kernels.assemble import clear_plans
+from flashtile.kernels.families.bwd_sm80 import BwdSm80
 
 pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 0), reason="needs compute capability 8.0")
 KERNEL = "bwd_sm80_kernel"
-HEAD_DIMS = ((64, 64), (128, 128), (96, 96), (8, 8), (40, 72), (128, 64), (120, 112))
+HEAD_DIMS = (
+    (64, 64),
+    (128, 128),
+    (256, 256),
+    (96, 96),
+    (8, 8),
+    (40, 72),
+    (128, 64),
+    (120, 112),
+    (200, 136),
+    (256, 192),
+)
 # Tests poison memory by torch's switch for deterministic algorithms, under which the family refuses: calls say False
 NOT_DETERMINISTIC = {"deterministic": False}
 # The family refuses the gradient of a bias
@@ -56,28 +68,28 @@ def test_lengths_around_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     features = ("plain", "causal", "top left", "window", "varlen", "gqa")
     problems = []
     for number, seqlen in enumerate(lengths):
-        dim = (64, 128)[number % 2]
+        dim = (64, 128, 256)[number % 3]
         options = FEATURES[features[number % len(features)]] | NOT_DETERMINISTIC
         problems.append(problem(number, (dim, dim), (seqlen, lengths[-1 - number]), **options))
     assert_accurate(problems, KERNEL, monkeypatch, is_forward=False)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_120"])
 def test_rows_of_other_architectures(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their tiles, within their shared memory, compiled for the GPU at hand."""
-    monkeypatch.setenv("FLASHTILE_ARCH", arch)
-    cuda._arch.cache_clear()
-    clear_plans()
+    head_dims = taken_by(BwdSm80(), arch, HEAD_DIMS, ("dq", "dk", "dv"))
+    taken_for(monkeypatch, arch)
     problems = []
-    for start, feature in enumerate(("causal", "varlen")):
-        for place, head_dims in enumerate(HEAD_DIMS):
+    for start, feature in enumerate(("causal", "varlen", "dropout")):
+        for place, dims in enumerate(head_dims):
             if feature == "causal" or place % 3 == start:
+                number = 2 * (place + start) + 1 if arch == "sm_75" else place + start  # Turing: float16 alone
                 options = FEATURES[feature] | NOT_DETERMINISTIC
-                problems.append(problem(place + start, head_dims, LENGTHS[(place + start) % len(LENGTHS)], **options))
+                problems.append(problem(number, dims, LENGTHS[(place + start) % len(LENGTHS)], **options))
     assert_accurate(problems, KERNEL, monkeypatch, is_forward=False)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_many_tiles_of_many_heads(head_dim: int, causal: bool) -> None:
     """More blocks than fit the GPU at a time: against float64 on a few heads."""

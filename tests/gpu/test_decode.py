@@ -276,6 +276,25 @@ def test_jitter_changes_nothing(page_size: int, family: str, monkeypatch: pytest
     assert functions
 
 
+def test_jitter_in_joins_of_full_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All four warps of a join write to the memory that K had: 64 rows, pauses of random length, the same bits."""
+    force("decode_sm90", monkeypatch)
+    cache = Cache(64, [3000, 700])
+    q = cache.queries(16, 8)
+
+    def step() -> Tensor:
+        return flashtile.attention_kvcache(
+            q, cache.k, cache.v, cache_seqlens=cache.lengths, block_table=cache.table, causal=True, backend="cuda"
+        )
+
+    expected = step()
+    functions = jitter(monkeypatch)
+    with native.python_only():
+        for _ in range(100):
+            assert torch.equal(step(), expected)
+    assert functions
+
+
 def test_sequences_without_keys(family: str) -> None:
     """A row without keys is 0, its lse -inf."""
     cache = Cache(16, [0, 5, 0])

@@ -3,7 +3,7 @@ to nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -12,8 +12,10 @@ from test_sm90 import FEATURES, assert_accurate
 import flashtile
 from flashtile.backends import cuda
 from flashtile.kernels import families
+from flashtile.kernels.arch import arch_named
 from flashtile.kernels.assemble import clear_plans
 from flashtile.kernels.families.fwd_sm80 import FwdSm80
+from flashtile.kernels.spec import Features, PlanKey
 from flashtile.testing import Case
 
 pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 0), reason="needs compute capability 8.0")
@@ -119,18 +121,35 @@ def test_packed_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_accurate(problems, KERNEL, monkeypatch)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_120"])
-def test_rows_of_other_architectures(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their tiles, within their shared memory, compiled for the GPU at hand."""
+def taken_by(
+    family: families.Family, arch: str, head_dims: Iterable[tuple[int, int]], grads: tuple[str, ...] | None = None
+) -> list[tuple[int, int]]:
+    """Of these head dims those that the family has a tile for, within the shared memory of an architecture."""
+    named = arch_named(arch)
+    assert named is not None
+    keys = {dims: PlanKey("float16", "float16", *dims, Features(), named, grads) for dims in head_dims}
+    return [dims for dims, key in keys.items() if family.refuse(key) is None]
+
+
+def taken_for(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    """From here on the GPU is taken for one of that architecture."""
     monkeypatch.setenv("FLASHTILE_ARCH", arch)
     cuda._arch.cache_clear()
     clear_plans()
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_120"])
+def test_rows_of_other_architectures(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tiles, within their shared memory, compiled for the GPU at hand."""
+    head_dims = taken_by(FwdSm80(), arch, HEAD_DIMS)
+    taken_for(monkeypatch, arch)
     problems = []
     for start, feature in enumerate(("causal", "varlen", "everything", "paged")):
-        for place, head_dims in enumerate(HEAD_DIMS):
+        for place, dims in enumerate(head_dims):
             if feature == "causal" or place % 5 == start:
+                number = 2 * (place + start) + 1 if arch == "sm_75" else place + start  # Turing: float16 alone
                 lengths = LENGTHS[(place + start) % len(LENGTHS)]
-                problems.append(problem(place + start, head_dims, lengths, **ALL_FEATURES[feature]))
+                problems.append(problem(number, dims, lengths, **ALL_FEATURES[feature]))
     assert_accurate(problems, KERNEL, monkeypatch)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from test_sm80 import ALL_FEATURES, OTHERS, problem
+from test_sm80 import ALL_FEATURES, OTHERS, problem, taken_for
 from test_sm90 import assert_accurate
 
 import flashtile
@@ -105,17 +105,17 @@ def test_packed_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_accurate(problems, FORWARD, monkeypatch)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86"])
 def test_rows_of_other_architectures(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their tiles, within their shared memory, compiled for the GPU at hand."""
-    monkeypatch.setenv("FLASHTILE_ARCH", arch)
-    cuda._arch.cache_clear()
-    clear_plans()
+    """Their tiles, within their shared memory, compiled for the GPU at hand. Turing takes float16 to head dim 256."""
+    head_dims = ((256, 256), (192, 160), (64, 64)) if arch == "sm_75" else HEAD_DIMS[:4]
+    taken_for(monkeypatch, arch)
     problems = []
     for start, feature in enumerate(("plain", "causal")):
-        for place, head_dims in enumerate(HEAD_DIMS[:4]):
+        for place, dims in enumerate(head_dims):
+            number = 2 * (place + start) + 1 if arch == "sm_75" else place + start
             lengths = LENGTHS[(place + start) % len(LENGTHS)]
-            problems.append(problem(place + start, head_dims, lengths, **ALL_FEATURES[feature]))
+            problems.append(problem(number, dims, lengths, **ALL_FEATURES[feature]))
     assert_accurate(problems, BACKWARD, monkeypatch, is_forward=False)
 
 

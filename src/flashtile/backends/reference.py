@@ -125,9 +125,8 @@ def _scores(args: AttentionArgs, segment: Segment, q: Tensor, k: Tensor) -> tupl
         s = s - slopes.to(s.dtype)[..., None, None] * distance.abs().to(s.dtype)
     keep = torch.ones(s.shape, dtype=torch.bool, device=q.device)
     if args.bias is not None:
-        bias = segment.scores(args.bias).to(s.dtype)
-        keep = keep & (bias != -torch.inf)
-        s = s + bias
+        s = s + segment.scores(args.bias).to(s.dtype)
+        keep = keep & (s != -torch.inf)  # added, not replaced: NaN stays
     if args.mask is not None:
         keep = keep & segment.scores(args.mask)
     left, right = key_window(args)

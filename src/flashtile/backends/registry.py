@@ -8,7 +8,6 @@ than the fastest known way, torch's kernels among them, warns once per reason.
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ from flashtile.backends.numba import NumbaBackend
 from flashtile.backends.reference import ReferenceBackend
 from flashtile.backends.tiled import TiledBackend
 from flashtile.backends.triton import TritonBackend
-from flashtile.errors import SlowPathWarning, Unsupported, caller_stacklevel, dtype_name, value_error
+from flashtile.errors import SlowPathWarning, Unsupported, caller_stacklevel, dtype_name, is_switched_on, value_error
 from flashtile.kernels import families, speeds
 from flashtile.problem import Problem
 
@@ -62,8 +61,10 @@ def choose(problem: Problem, name: str | None, op: str = "forward") -> tuple[Bac
         backend = find(name)
         reason = refusal(backend, problem)
         if reason is not None:
-            accepted = f"None, or another of {', '.join(names())}"
-            raise Unsupported(f"backend: got {name!r}, which refuses: {reason}. accepted: {accepted}.")
+            others = ", ".join(repr(other) for other in names() if other != name)
+            raise Unsupported(
+                f"backend: got {name!r}, which refuses: {reason}; accepted: None, or another of {others}."
+            )
         return backend, []
     best: tuple[float, int, Backend] | None = None
     reasons: dict[int, str] = {}  # of those that refuse
@@ -126,7 +127,7 @@ def announce_slow_path(reason: str) -> None:
 
 
 def is_strict() -> bool:
-    return os.environ.get("FLASHTILE_STRICT", "0") not in ("", "0")
+    return is_switched_on("FLASHTILE_STRICT")
 
 
 @dataclass(frozen=True)

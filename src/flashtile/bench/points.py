@@ -118,9 +118,11 @@ class Inputs:
     dout: Tensor
     extras: Extras = field(default_factory=Extras)
 
-    def leaves(self, layout: str, needs_grad: bool) -> Inputs:
-        """The same values as new autograd leaves, in the provider's layout."""
+    def leaves(self, layout: str, needs_grad: bool, is_own: bool = False) -> Inputs:
+        """The same values as new autograd leaves, in the provider's layout. `is_own`: in memory of their own."""
         q, k, v, dout = (tensor.detach() for tensor in (self.q, self.k, self.v, self.dout))
+        if is_own:
+            q, k, v, dout = (tensor.clone() for tensor in (q, k, v, dout))
         if layout == "bshd":
             q, k, v, dout = (tensor.transpose(1, 2).contiguous() for tensor in (q, k, v, dout))
         return Inputs(q.requires_grad_(needs_grad), k.requires_grad_(needs_grad), v.requires_grad_(needs_grad), dout)
@@ -181,7 +183,11 @@ def _serving_points(dtype: str) -> tuple[Point, ...]:
     queries, causal; chunks of a prompt behind 8192 rows, causal."""
     plain = Point(1, 32, 8, 1, 4096, 128, 128, dtype)
     sizes: tuple[int | None, ...] = (None, *PAGE_SIZES)
-    decode = [replace(plain, batch=batch, option=_named("decode", size)) for batch in (1, 8, 64) for size in sizes]
+    decode = [
+        replace(plain, batch=batch, seqlen_k=keys, option=_named("decode", size))
+        for batch, keys in ((1, 4096), (1, 65536), (8, 4096), (64, 4096))
+        for size in sizes
+    ]
     mixed = [replace(plain, batch=32, seqlen_k=65536, option=_named("mixed", size)) for size in (None, 16, 64)]
     speculative = [
         replace(plain, batch=batch, seqlen_q=queries, is_causal=True, option=_named("speculative", size))

@@ -105,8 +105,8 @@ class Sweep:
                 outcomes[provider.name] = self._prepare(provider, point, copies, check)
             except Refusal as refusal:
                 outcomes[provider.name] = self._row(provider, point, refusal.status, refusal.reason)
-            if isinstance(outcomes[provider.name], Row):
-                self._release()
+                if refusal.status == "oom":
+                    self._release()
         on_step(point, "timing")
         measured = [outcome for outcome in outcomes.values() if isinstance(outcome, _Measured)]
         to_time = [one.contender for one in measured if not one.contender.seconds]
@@ -168,7 +168,10 @@ class Sweep:
         with refusing():
             attend = provider.build(point, copies[0])
             with self._context(attend, has_grad, stream):
-                leaves = [copy.leaves(provider.layout, has_grad) for copy in copies[: MAX_GRAPHS if has_grad else None]]
+                # On a GPU memory of its own: what another provider read with a higher priority stays in L2 for long
+                is_own = device == "cuda" and attend.arrange is None
+                some = copies[: MAX_GRAPHS if has_grad else None]
+                leaves = [copy.leaves(provider.layout, has_grad, is_own) for copy in some]
                 leaves = leaves if attend.arrange is None else [attend.arrange(inputs) for inputs in leaves]
                 (out, grads), first_s = timing.once(partial(run, attend, leaves[0], has_grad), device)
                 same = None if grads is None else (*(_bhsd(grad, provider) for grad in grads[:3]), *grads[3:])

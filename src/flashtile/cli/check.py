@@ -46,7 +46,7 @@ _MAX_UNFINISHED = 5  # cases that are shown
 _ORACLE_COPIES = 4  # of the scores and of the inputs, at a time
 # Backends that compile: sets of options in a run, least problems per set, and problems per set of an unlimited run
 _NUM_SETS, _MIN_REUSE, _REUSE = 40, 10, 25
-_NUM_DECODE_SETS = 100
+_NUM_DECODE_SETS = 40  # each needs 4 to 5 kernels: more would take longer to compile than 10,000 problems to judge
 
 
 @dataclass(frozen=True)

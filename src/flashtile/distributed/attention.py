@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ STRATEGIES = ("auto", "ring", "ulysses", "both")
 
 @dataclass(frozen=True)
 class Call:
-    """What a caller of the three functions gave, beside q, k, v and the ranks."""
+    """What a caller gave, beside q, k, v and the ranks."""
 
     causal: Causal = False
     window: Window = None
@@ -63,146 +64,6 @@ class Options:
     transport: str
 
 
-def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mesh: Any = None,
-    group: Any = None,
-    sharding: str = "zigzag",
-    seqlen: int | None = None,
-    seqlen_k: int | None = None,
-    cu_seqlens: Tensor | None = None,
-    causal: Causal = False,
-    window: Window = None,
-    scale: float | None = None,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng_state: Tensor | None = None,
-    first_head: int = 0,
-    total_heads: int | None = None,
-    deterministic: bool | None = None,
-    return_lse: bool = False,
-    layout: str = "bhsd",
-    transport: str = "auto",
-    timeout: float | None = None,
-    backend: str | None = None,
-    **unknown: NoReturn,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over a sequence whose rows are spread over the ranks of a group; keys and values travel.
-
-    q, k and v hold this rank's rows, as `shard` cuts them; so does the result. Every rank makes the same call.
-
-    mesh, group    a 1-D DeviceMesh, or a process group; all ranks where neither is given.
-    sharding       "zigzag", which balances causal masks, or "contiguous".
-    seqlen         rows of the whole sequence; None = this rank's times the ranks. seqlen_k: of the keys, if different.
-    cu_seqlens     (documents + 1,) int32: bounds of the documents of the whole packed sequence, best on the CPU, since
-                   the host reads it. q, k and v are packed then, as in `attention_varlen`.
-    mask, bias     (batch or 1, heads or 1, this rank's rows or 1, all keys or 1).
-    sinks, bias    their gradients are this rank's share, as those of every replicated parameter.
-    rng_state      dropout indices are global: with one rng_state the result does not depend on the number of ranks.
-    first_head     of a tensor-parallel shard of the heads, for dropout; total_heads: of all shards.
-    transport      "p2p" computes while messages are under way, "gather" waits for all; "auto" decides by size.
-    timeout        seconds until a missing peer is an error (PeerError); None = the group's.
-
-    All other options as in `attention`.
-    """
-    _check_unknown(ring_attention, unknown)
-    own = group_of(mesh, group)
-    call = Call(
-        causal=causal,
-        window=window,
-        scale=scale,
-        mask=mask,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        softcap=softcap,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        rng_state=rng_state,
-        deterministic=deterministic,
-        layout=layout,
-        backend=backend,
-        cu_seqlens=cu_seqlens,
-        sharding=sharding,
-        seqlen=seqlen,
-        seqlen_k=seqlen_k,
-        first_head=first_head,
-        total_heads=total_heads,
-        return_lse=return_lse,
-        transport=transport,
-    )
-    given = _options(q, k, v, dist.get_world_size(own), call)
-    out, lse = _ring(given, own, 1, timeout)
-    return (out, lse) if return_lse else out
-
-
-def ulysses_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mesh: Any = None,
-    group: Any = None,
-    sharding: str = "zigzag",
-    seqlen: int | None = None,
-    seqlen_k: int | None = None,
-    cu_seqlens: Tensor | None = None,
-    causal: Causal = False,
-    window: Window = None,
-    scale: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng_state: Tensor | None = None,
-    first_head: int = 0,
-    total_heads: int | None = None,
-    deterministic: bool | None = None,
-    return_lse: bool = False,
-    layout: str = "bhsd",
-    timeout: float | None = None,
-    backend: str | None = None,
-    **unknown: NoReturn,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The same result by an exchange of rows for heads: each rank computes all rows of some heads.
-
-    The query heads must be a multiple of the ranks, and the key heads a multiple or a divisor of them. A mask and a
-    bias are not taken. All other arguments as in `ring_attention`.
-    """
-    _check_unknown(ulysses_attention, unknown)
-    own = group_of(mesh, group)
-    size = dist.get_world_size(own)
-    call = Call(
-        causal=causal,
-        window=window,
-        scale=scale,
-        alibi_slopes=alibi_slopes,
-        softcap=softcap,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        rng_state=rng_state,
-        deterministic=deterministic,
-        layout=layout,
-        backend=backend,
-        cu_seqlens=cu_seqlens,
-        sharding=sharding,
-        seqlen=seqlen,
-        seqlen_k=seqlen_k,
-        first_head=first_head,
-        total_heads=total_heads,
-        return_lse=return_lse,
-    )
-    given = _options(q, k, v, size, call)
-    out, lse = _ulysses(given, own, 0, size, timeout)
-    return (out, lse) if return_lse else out
-
-
 def context_attention(
     q: Tensor,
     k: Tensor,
@@ -235,14 +96,30 @@ def context_attention(
     backend: str | None = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`ring_attention`, `ulysses_attention` or both, whichever the cost model finds faster (`explain_context`).
+    """Attention over a sequence whose rows are spread over the ranks of a group.
 
-    strategy   "auto", "ring", "ulysses", or "both" on a 2-D mesh (ring, heads): heads are exchanged along its second
-               dimension, keys travel along the first. A 2-D mesh is always used as "both".
+    q, k and v hold this rank's rows, as `shard` cuts them; so does the result. Every rank makes the same call.
 
-    All other arguments as in `ring_attention`.
+    mesh, group    a DeviceMesh, or a process group; all ranks where neither is given.
+    strategy       "ring", "ulysses", "auto" for whichever the cost model finds faster (`explain_context`), or "both" on
+                   a 2-D mesh (ring, heads): heads are exchanged along its second dimension, keys travel along the
+                   first. A 2-D mesh is always used as "both".
+    sharding       "zigzag", which balances causal masks, or "contiguous".
+    seqlen         rows of the whole sequence; None = this rank's times the ranks. seqlen_k: of the keys, if different.
+    cu_seqlens     (documents + 1,) int32: bounds of the documents of the whole packed sequence, best on the CPU, since
+                   the host reads it. q, k and v are packed then, as in `attention_varlen`.
+    mask, bias     (batch or 1, heads or 1, this rank's rows or 1, all keys or 1).
+    sinks, bias    their gradients are this rank's share, as those of every replicated parameter.
+    rng_state      dropout indices are global: with one rng_state the result does not depend on the number of ranks.
+    first_head     of a tensor-parallel shard of the heads, for dropout; total_heads: of all shards.
+    transport      of a ring: "p2p" computes while messages are under way, "gather" waits for all; "auto" decides by
+                   size.
+    timeout        seconds until a missing peer is an error (PeerError); None = the group's.
+
+    All other options as in `attention`.
     """
-    _check_unknown(context_attention, unknown)
+    if unknown:
+        raise unknown_option("context_attention", next(iter(unknown)), _OPTIONS)
     if strategy not in STRATEGIES:
         raise value_error("strategy", repr(strategy), ", ".join(map(repr, STRATEGIES)))
     shape = mesh_shape(mesh, group)
@@ -289,6 +166,43 @@ def context_attention(
     return (out, lse) if return_lse else out
 
 
+_OPTIONS = tuple(inspect.signature(context_attention).parameters)[3:-1]
+_RING_OPTIONS = tuple(name for name in _OPTIONS if name != "strategy")
+_ULYSSES_OPTIONS = tuple(name for name in _RING_OPTIONS if name not in ("mask", "bias", "transport"))
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """`context_attention` with strategy="ring": queries stay, keys and values travel. The other options as there; a
+    mesh has one dimension."""
+    _check_names("ring_attention", options, _RING_OPTIONS)
+    return context_attention(q, k, v, strategy="ring", **options)
+
+
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """`context_attention` with strategy="ulysses": rows are exchanged for heads, so that each rank has all rows of some
+    heads. The query heads must be a multiple of the ranks, and the key heads a multiple or a divisor of them. The other
+    options as there, without mask, bias and transport; a mesh has one dimension."""
+    _check_names("ulysses_attention", options, _ULYSSES_OPTIONS)
+    return context_attention(q, k, v, strategy="ulysses", **options)
+
+
+def _check_names(function: str, options: dict[str, Any], known: Sequence[str]) -> None:
+    for name in options:
+        if name not in known:
+            raise unknown_option(function, name, known)
+
+
+def _show_options(function: Any, names: Sequence[str]) -> None:
+    """`help` shows the options with their defaults, as if they were written out."""
+    whole = inspect.signature(context_attention)
+    parameters = [one for name, one in whole.parameters.items() if name in ("q", "k", "v", *names)]
+    function.__signature__ = whole.replace(parameters=parameters)
+
+
+_show_options(ring_attention, _RING_OPTIONS)
+_show_options(ulysses_attention, _ULYSSES_OPTIONS)
+
+
 def explain_context(
     q: Tensor,
     k: Tensor,
@@ -306,10 +220,7 @@ def explain_context(
     link names another speed: "nvlink", "infiniband", "ethernet", "loopback", or a `Link`.
     """
     shape = mesh_shape(mesh, group) if num_ranks is None else _pair(num_ranks)
-    given = _options_of(context_attention)
-    for name in options:
-        if name not in given:
-            raise unknown_option("explain_context", name, given)
+    _check_names("explain_context", options, _OPTIONS)
     call = Call(**{name: value for name, value in options.items() if name not in ("strategy", "timeout")})
     return compare(_options(q, k, v, shape[0] * shape[1], call), shape, link)
 
@@ -318,17 +229,7 @@ def _pair(num_ranks: int | tuple[int, int]) -> tuple[int, int]:
     return num_ranks if isinstance(num_ranks, tuple) else (num_ranks, 1)
 
 
-def _options_of(function: Any) -> dict[str, Any]:
-    parameters = list(inspect.signature(function).parameters.values())[3:-1]
-    return {parameter.name: parameter.default for parameter in parameters}
-
-
 # From arguments to operators
-
-
-def _check_unknown(function: Any, unknown: dict[str, Any]) -> None:
-    if unknown:
-        raise unknown_option(function.__name__, next(iter(unknown)), _options_of(function))
 
 
 def _mesh_dims(mesh: Any) -> tuple[int, ...]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -298,7 +299,10 @@ def measure(group: Any, name: str, inputs: Inputs, way: Way, expected: Expected 
     if dist.get_rank(group):
         return None
     expected = expected or expect(inputs)
-    complaints = disagreements(ours, inputs, expected)
+    complaints = [
+        text + _at_fault(text.partition(":")[0], ours, expected, inputs.args, dist.get_world_size(group), way)
+        for text in disagreements(ours, inputs, expected)
+    ]
     least = least_keys(inputs.args, dist.get_world_size(group), way.sharding) if is_ring else 0
     complaints += [f"{sent} keys were sent, {least} are enough"] if sent != least else []
     complaints += [
@@ -324,6 +328,19 @@ def measure(group: Any, name: str, inputs: Inputs, way: Way, expected: Expected 
     )
 
 
+def _at_fault(name: str, ours: Result, expected: Expected, args: AttentionArgs, num_ranks: int, way: Way) -> str:
+    """The rank whose rows of a tensor are the farthest off, in words; nothing for tensors without rows."""
+    mine, exact = getattr(ours, name), getattr(expected.ref, name)
+    dims = {"lse": -1, "dbias": 2, **dict.fromkeys(("out", "dq", "dk", "dv"), row_axis(args.layout))}
+    if mine is None or name not in dims or mine.shape[dims[name]] == 1:
+        return ""
+    errors = torch.where(mine == exact, 0.0, (mine.double() - exact.double()).abs().nan_to_num(torch.inf))
+    errors = errors.movedim(dims[name], 0).flatten(1).amax(1)
+    by_rank = [errors[_rows(len(errors), num_ranks, way.sharding, rank)] for rank in range(num_ranks)]
+    worst = max(range(num_ranks), key=lambda rank: by_rank[rank].max().item() if by_rank[rank].numel() else 0.0)
+    return f" (rank {worst} is the farthest off)"
+
+
 def _largest(one: Tensor, other: Tensor) -> float:
     return (one.double() - other.double()).abs().max().item() if one.numel() else 0.0
 
@@ -336,16 +353,19 @@ def check(
     names: Sequence[str] = (),
     ways: Sequence[Way] = WAYS[:3] + WAYS[4:5],
     seconds: float | None = None,
+    limit_s: float = math.inf,
 ) -> list[Exactness]:
     """Every case in every way that takes it, over processes of this machine. Stops behind the case that exceeds
-    `seconds`."""
+    `seconds`. limit_s: as in `on_ranks`."""
     names = names or case_names(device)
-    return on_ranks(_check, num_ranks, device, seed, names, ways, seconds, device=device, backend=backend)
+    given = (device, seed, names, ways, seconds)
+    return on_ranks(check_group, num_ranks, *given, device=device, backend=backend, limit_s=limit_s)
 
 
-def _check(
-    group: Any, device: str, seed: int, names: Sequence[str], ways: Sequence[Way], seconds: float | None
+def check_group(
+    group: Any, device: str, seed: int, names: Sequence[str], ways: Sequence[Way], seconds: float | None = None
 ) -> list[Exactness]:
+    """The same on every rank of a group; rank 0 has the results."""
     found: list[Exactness] = []
     start = time.monotonic()
     for name in names:

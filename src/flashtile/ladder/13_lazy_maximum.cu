@@ -2,17 +2,20 @@
 //
 // Changed:   the running maximum stays until a score would exceed 2^8 times the reference; one vote decides for all
 //            rows of a warp. Key tiles go from last to first: edge tiles in a loop of their own, then full tiles,
-//            whose body has no compare. A warp skips the tiles above its own diagonal. This is the design of the
-//            production kernel, include/flashtile/kernels/fwd_sm80.cuh.
+//            whose body has no compare. A warp skips the tiles above its own diagonal. Addresses are a lane's first
+//            one, an XOR and a constant; only the last tile checks its rows; the first product of S starts from no
+//            registers. That leaves room for tiles of 48 keys at d 128. This is the design of the production kernel,
+//            include/flashtile/kernels/fwd_sm80.cuh.
 // Why:       in 12 a warp spends 64 multiplications on O and 4 exponentials on factors with every tile, though maxima
-//            hardly rise after the first tiles, and it compares every score.
-// Predicted: a tenth of the instructions beside the products go: 1.08 times as fast full, 1.1 causal; 0.95 of
-//            production.
-// Measured:  causal 0.549 ms at d 64, 1.22 times as fast, more than predicted; full 2.01 ms at d 128. The production
-//            kernel takes 0.467 ms causal at d 64: 0.85 of its speed. It computes addresses once for a whole tile.
+//            hardly rise after the first tiles; it compares every score, and half of its 1370 instructions a tile
+//            compute addresses and bounds.
+// Predicted: 640 instructions for a full tile at d 64, of which 80 run only where a maximum rises. 1.4 times as fast as
+//            12 at d 64, 1.8 times at d 128, and as fast as the production kernel.
+// Measured:  full 0.770 ms and causal 0.443 ms at d 64, 1.54 and 1.51 times as fast as 12; 1.36 and 0.774 ms at d 128,
+//            2.1 times as fast. 1.03 to 1.05 times the speed of the production kernel, which also takes every option.
 //
 // Threads and shared memory: as in 12.
-// launch: block_m=128 block_n=(64 if d<=64 else 32 if arch>=90 else 16)|16 threads=128
+// launch: block_m=128 block_n=(64 if d<=64 else 48)|16 threads=128
 // launch: shared=2*((d+63)//64*64)*(block_m+4*block_n) arch=80 dtype=bf16
 
 using bf16 = unsigned short;  // its bits
@@ -63,23 +66,38 @@ __device__ unsigned address_of(bf16 (*tile)[kHeadDim], int row, int column) {
   return static_cast<unsigned>(__cvta_generic_to_shared(place(tile, row, column)));
 }
 
-// Starts copying rows [first, first + kRows) of a tensor to a swizzled tile, zeros outside the tensor. Rows that are
-// not on 16-byte boundaries (IS_WIDE is 0) are loaded and stored. (PTX ISA: cp.async) Scope: block.
-template <int kRows>
+// The address `row` rows and `column` columns behind a lane's first one in a tile, for multiples of 8 and of 16: the
+// swizzle of the row does not change, so that one XOR and a constant do. Scope: thread.
+__device__ unsigned step_address(unsigned first, int row, int column) {
+  return (first ^ column % 64 * 2) + column / 64 * 128 + row * kHeadDim * 2;
+}
+
+// Starts copying rows [first, first + kRows) of a tensor to a swizzled tile. Columns of padding are zeros, with
+// kHasTail also rows past the last one. A thread copies one column of 16 bytes of rows that are a multiple of 8 apart:
+// they have the same swizzle, so that all addresses are its first plus constants. Rows that are not on 16-byte
+// boundaries (IS_WIDE is 0) are loaded and stored. (PTX ISA: cp.async) Scope: block.
+template <int kRows, bool kHasTail>
 __device__ void copy_tile(bf16 (*tile)[kHeadDim], const bf16* tensor, int first, const Params& p) {
-#pragma unroll(IS_WIDE ? 4 : 1)
-  for (int index = threadIdx.x; index < kRows * kHeadDim / 8; index += kNumThreads) {
-    int r = index / (kHeadDim / 8), c = index % (kHeadDim / 8) * 8, row = first + r;
-    if constexpr (IS_WIDE) {
-      bool is_inside = row < p.seqlen && c < p.head_dim;
-      const bf16* source = is_inside ? tensor + static_cast<size_t>(row) * p.head_dim + c : tensor;
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address_of(tile, r, c)), "l"(source),
-                   "r"(is_inside ? 16 : 0)
+  constexpr int kRowStep = kNumThreads / (kHeadDim / 8);
+  static_assert(kRowStep % 8 == 0 && kRows % kRowStep == 0);
+  int r = threadIdx.x / (kHeadDim / 8), c = threadIdx.x % (kHeadDim / 8) * 8;
+  if constexpr (IS_WIDE) {
+    unsigned target = address_of(tile, r, c);
+    const bf16* source = tensor + static_cast<size_t>(first + r) * HEAD_DIM + c;
+    bool is_column = HEAD_DIM == kHeadDim || c < HEAD_DIM;
+#pragma unroll
+    for (int step = 0; step < kRows; step += kRowStep) {
+      bool is_inside = is_column && (!kHasTail || first + r + step < p.seqlen);
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target + step * kHeadDim * 2),
+                   "l"(is_inside ? source + step * HEAD_DIM : tensor), "r"(is_inside ? 16 : 0)
                    : "memory");
-    } else {
-      *reinterpret_cast<uint4*>(place(tile, r, c)) =
-          make_uint4(load_two(tensor, row, c, p), load_two(tensor, row, c + 2, p), load_two(tensor, row, c + 4, p),
-                     load_two(tensor, row, c + 6, p));
+    }
+  } else {
+#pragma unroll 1
+    for (int row = r; row < kRows; row += kRowStep) {
+      *reinterpret_cast<uint4*>(place(tile, row, c)) =
+          make_uint4(load_two(tensor, first + row, c, p), load_two(tensor, first + row, c + 2, p),
+                     load_two(tensor, first + row, c + 4, p), load_two(tensor, first + row, c + 6, p));
     }
   }
 }
@@ -108,6 +126,14 @@ __device__ void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned
       "{%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// D = A B: the first product of a sum, which needs no zeros in registers. Scope: warp.
+__device__ void mma_first(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %10, %10, %10};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
 
 // Two floats rounded to bfloat16, the first in the low half. (PTX ISA: cvt) Scope: thread.
@@ -146,23 +172,24 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 2) lazy_maximum_kernel
   int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 32, pair = lane % 4 * 2;
   int row = i_begin + warp_row + lane / 4;  // this lane's first query; the others are 8, 16 and 24 further
 
-  auto copy_keys = [&](int n) {
-    if (n < 0) return;
-    copy_tile<kBlockN>(shared.sK[n % 2], p.k + head, n * kBlockN, p);
-    copy_tile<kBlockN>(shared.sV[n % 2], p.v + head, n * kBlockN, p);
+  auto copy_keys = [&](int n, auto tail) {
+    copy_tile<kBlockN, decltype(tail)::kValue>(shared.sK[n % 2], p.k + head, n * kBlockN, p);
+    copy_tile<kBlockN, decltype(tail)::kValue>(shared.sV[n % 2], p.v + head, n * kBlockN, p);
   };
-  copy_tile<kBlockM>(shared.sQ, p.q + head, i_begin, p);
-  copy_keys(num_tiles - 1);
+  copy_tile<kBlockM, true>(shared.sQ, p.q + head, i_begin, p);
+  copy_keys(num_tiles - 1, Constant<true>());
   unsigned rQ[kKeepsQ ? kSteps : 1][2][4];
   float m[2][2], l[2][2] = {}, rO[2][kHeadDim / 8][4] = {};
 #pragma unroll
   for (int t = 0; t < 2; ++t) m[t][0] = m[t][1] = -infinity();
+  // This lane's first addresses
+  unsigned q_lane = address_of(shared.sQ, warp_row + lane % 16, lane / 16 * 8);
+  unsigned k_lane = address_of(shared.sK[0], lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8);
+  unsigned v_lane = address_of(shared.sV[0], lane % 16, lane / 16 * 8);
   // Reads the A operands of Q of one step over the head dim
   auto read_q = [&](int k) {
 #pragma unroll
-    for (int t = 0; t < 2; ++t)
-      load_matrices(rQ[kKeepsQ ? k : 0][t],
-                    address_of(shared.sQ, warp_row + 16 * t + lane % 16, 16 * k + lane / 16 * 8));
+    for (int t = 0; t < 2; ++t) load_matrices(rQ[kKeepsQ ? k : 0][t], step_address(q_lane, 16 * t, 16 * k));
   };
 
   auto process_tile = [&](int tile, auto edge) {
@@ -170,8 +197,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 2) lazy_maximum_kernel
     // Wait for the tile. All warps are done with the one before: start the next copy into its stage
     copy_wait();
     __syncthreads();
-    int stage = tile % 2, j_begin = tile * kBlockN;
-    copy_keys(tile - 1);
+    int stage = tile % 2 * static_cast<int>(sizeof(shared.sK[0])), j_begin = tile * kBlockN;  // stage in bytes
+    if (tile > 0) copy_keys(tile - 1, Constant<false>());
     if (kKeepsQ && tile == num_tiles - 1) {
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) read_q(k);
@@ -180,18 +207,23 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 2) lazy_maximum_kernel
     if (kIsEdge && p.is_causal && j_begin > i_begin + warp_row + 31) return;
 
     // S = Q K^T: 16 keys, 16 columns of K for each ldmatrix
-    float rS[2][kBlockN / 8][4] = {};
+    float rS[2][kBlockN / 8][4];
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       if (!kKeepsQ) read_q(k);
 #pragma unroll
       for (int n = 0; n < kBlockN / 8; n += 2) {
         unsigned rK[4];
-        load_matrices(rK, address_of(shared.sK[stage], 8 * n + lane / 16 * 8 + lane % 8, 16 * k + lane / 8 % 2 * 8));
+        load_matrices(rK, step_address(k_lane + stage, 8 * n, 16 * k));
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
-          mma(rS[t][n], rQ[kKeepsQ ? k : 0][t], rK[0], rK[1]);
-          mma(rS[t][n + 1], rQ[kKeepsQ ? k : 0][t], rK[2], rK[3]);
+          if (k == 0) {
+            mma_first(rS[t][n], rQ[0][t], rK[0], rK[1]);
+            mma_first(rS[t][n + 1], rQ[0][t], rK[2], rK[3]);
+          } else {
+            mma(rS[t][n], rQ[kKeepsQ ? k : 0][t], rK[0], rK[1]);
+            mma(rS[t][n + 1], rQ[kKeepsQ ? k : 0][t], rK[2], rK[3]);
+          }
         }
       }
     }
@@ -256,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 2) lazy_maximum_kernel
 #pragma unroll
       for (int n = 0; n < kHeadDim / 8; n += 2) {
         unsigned rV[4];
-        load_transposed(rV, address_of(shared.sV[stage], 16 * j + lane % 16, 8 * n + lane / 16 * 8));
+        load_transposed(rV, step_address(v_lane + stage, 16 * j, 8 * n));
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
           mma(rO[t][n], rP[t][j], rV[0], rV[1]);

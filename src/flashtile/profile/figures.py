@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,31 @@ def draw(csv_path: Path) -> list[Path]:
 
 
 def roofline_points(rows: Sequence[KernelRow]) -> list[KernelRow]:
-    """The longest kernel of each call that was counted: it does all the products."""
+    """A row for each call that was counted: its longest kernel, with the time and the traffic of all of them."""
     calls = [kernels for kernels in by_call(rows).values() if kernels[0].status == "ok"]
-    return [kernel for kernel in map(main_kernel, calls) if kernel.kernel_ms and kernel.dram_bytes and kernel.l2_bytes]
+    return [row for row in map(_whole_call, calls) if row.kernel_ms and row.dram_bytes and row.l2_bytes]
+
+
+_SUMMED = ("kernel_ms", "dram_bytes", "l2_bytes", "shared_wavefronts")
+
+
+def _whole_call(kernels: Sequence[KernelRow]) -> KernelRow:
+    """The products may be spread over several kernels: the FLOPs of a call belong to the sum of their times."""
+    sums: dict[str, Any] = {name: sum(getattr(row, name) or 0.0 for row in kernels) for name in _SUMMED}
+    return replace(main_kernel(kernels), **sums)
+
+
+def roofline_groups(points: Sequence[KernelRow]) -> list[list[KernelRow]]:
+    """Those of one panel: all, or where they are many those of one pass."""
+    if not points:
+        return []
+    if len(points) <= _MANY_POINTS:
+        return [list(points)]
+    return [[row for row in points if row.direction == one] for one in dict.fromkeys(row.direction for row in points)]
 
 
 def levels(row: KernelRow) -> dict[str, tuple[float, float]]:
-    """For each level of memory: the kernel's FLOP per byte, and the measured bandwidth in GB/s."""
+    """For each level of memory: the FLOP per byte of a row, and the measured bandwidth in GB/s."""
     found = {}
     if row.dram_bytes and row.dram_ceiling_gb_per_s:
         found["device memory"] = row.flops / row.dram_bytes, row.dram_ceiling_gb_per_s
@@ -59,17 +78,14 @@ def _roofline(csv_path: Path, kernels: Sequence[KernelRow]) -> Path:
     from matplotlib.figure import Figure
 
     names = [name for name in ("device memory", "L2", "shared memory") if any(name in levels(row) for row in kernels)]
-    passes = list(dict.fromkeys(row.direction for row in kernels))
-    groups = [[row for row in kernels if row.direction == one] for one in passes]
-    if len(kernels) <= _MANY_POINTS:
-        groups = [list(kernels)]
+    groups = roofline_groups(kernels)
     figure = Figure(figsize=(6.6 * len(names), 4.6 * len(groups) + 0.6), layout="constrained")
     panels = figure.subplots(len(groups), len(names), squeeze=False, sharey="row")
     for line, group in zip(panels, groups, strict=True):
         for axes, name in zip(line, names, strict=True):
             _panel(axes, [row for row in group if name in levels(row)], name)
             axes.set_xlabel(f"FLOP for each byte of {name}, as counted")
-        line[0].set_ylabel(f"TFLOP/s of the kernel{', ' + group[0].direction if len(groups) > 1 else ''}")
+        line[0].set_ylabel(f"TFLOP/s of all kernels of a call{', ' + group[0].direction if len(groups) > 1 else ''}")
     first = kernels[0]
     figure.suptitle(
         f"Roofline, roofs as measured: {first.env.device}; {csv_path.stem.removeprefix('profile_').replace('_', ' ')}",

@@ -13,7 +13,7 @@ from flashtile.bench.rows import Row
 from flashtile.bench.tables import DEFAULT_BACKENDS, measured_labels, number
 from flashtile.ladder.rows import HbmRow, RungRow
 from flashtile.markup import Raw, escape, table
-from flashtile.profile.figures import kernel_tflops, levels, roofline_points
+from flashtile.profile.figures import kernel_tflops, levels, roofline_groups, roofline_points
 from flashtile.profile.rows import KernelRow
 from flashtile.profile.tables import point_labels
 from flashtile.profile.timeline import COLOURS, WAIT_COLOUR, Timeline, drawn, header_constants
@@ -123,20 +123,25 @@ def rung_roofline(kernels: Sequence[RungRow]) -> Chart | None:
     return _roofline(points, {first.unit: first.ceiling_tflops}, roofs)
 
 
-def profile_roofline(rows: Sequence[KernelRow]) -> Chart | None:
-    kernels = roofline_points(rows)
-    if not kernels:
-        return None
-    first = kernels[0]
+def profile_rooflines(rows: Sequence[KernelRow]) -> list[Chart]:
+    """One, or one for each pass where there are many calls."""
+    return [_profile_roofline(group) for group in roofline_groups(roofline_points(rows))]
+
+
+def _profile_roofline(calls: Sequence[KernelRow]) -> Chart:
+    first = calls[0]
     points = [
         {"label": label, "colour": style(row.provider)[0],
          "marker": {"fwd": "o", "bwd": "s"}.get(row.direction, "D"), "y": kernel_tflops(row),
          "x": {name: x for name, (x, _) in levels(row).items()}}
-        for row, label in zip(kernels, point_labels(kernels), strict=True)
+        for row, label in zip(calls, point_labels(calls), strict=True)
     ]  # fmt: skip
     tops = {"tensor cores": first.tensor_ceiling_tflops, "FMA": first.fma_ceiling_tflops}
-    roofs = {name: roof for row in kernels for name, (_, roof) in levels(row).items()}
-    return _roofline(points, {name: value for name, value in tops.items() if value}, roofs)
+    roofs = {name: roof for row in calls for name, (_, roof) in levels(row).items()}
+    title = {"fwd": "Forward", "bwd": "Backward"}.get(first.direction, "")
+    is_alone = len({row.direction for row in calls}) == 1
+    chart = _roofline(points, {name: value for name, value in tops.items() if value}, roofs)
+    return chart | {"isColumn": True, "title": title if is_alone else ""}
 
 
 def _roofline(points: Sequence[Chart], tops: dict[str, float], roofs: dict[str, float]) -> Chart:

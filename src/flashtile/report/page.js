@@ -242,13 +242,15 @@ function lineChart(figure, chart) {
   draw();
 }
 
-// Labels beside their points, at least a line apart, each with a thin line to its point
-function label(svg, points, x, y, box) {
-  const ordered = [...points].sort((a, b) => y(a.y) - y(b.y));
-  let last = box.top;
+// Labels at least a line apart, each with a thin line to its point: beside it, or all in one column
+function label(svg, points, x, y, box, isColumn) {
+  const ordered = [...points].sort((a, b) => y(a.y) - y(b.y)), places = points.map((point) => x(point.x));
+  const middle = (box.left + box.right) * .62, last = Math.max(...places), first = Math.min(...places);
+  let lowest = box.top;
   for (const point of ordered) {
-    const at = last = Math.max(y(point.y), last + 14), isLeft = x(point.x) > (box.left + box.right) * .62;
-    const end = x(point.x) + (isLeft ? -26 : 26);
+    const at = lowest = Math.max(y(point.y), lowest + 14);
+    const isLeft = (isColumn ? last : x(point.x)) > middle;
+    const from = isColumn ? (isLeft ? first : last) : x(point.x), end = from + (isLeft ? -26 : 26);
     svg.append(element("line", {class: "grid", x1: x(point.x), y1: y(point.y), x2: end, y2: at}),
                element("text", {x: end + (isLeft ? -4 : 4), y: at + 4, "text-anchor": isLeft ? "end" : "start"},
                        point.label));
@@ -281,7 +283,7 @@ function pointChart(figure, choices, labels, options) {
     const y = scale(range.y[0], range.y[1], box.bottom, box.top, options.isLog);
     axes(svg, box, ticks(...range.x, options.isLog), ticks(...range.y, options.isLog), x, y);
     if (options.under) options.under(svg, choice, x, y, range, box);
-    if (width >= 500 && points.length <= 24) label(svg, points, x, y, box);
+    if (width >= 500 && points.length <= 24) label(svg, points, x, y, box, options.isColumn);
     for (const point of points) svg.append(marker(point.marker, x(point.x), y(point.y), shade(point.colour), 5.5));
     const ring = element("circle", {r: 10, fill: "none", stroke: "currentColor", "stroke-width": 1.5});
     ring.style.display = "none";
@@ -334,13 +336,13 @@ function roofline(figure, chart) {
   }));
   const top = Math.max(...chart.tops.map((one) => one.value));
   pointChart(figure, choices, (choice) => ({x: `FLOP per byte of ${choice.label}`, y: "TFLOP/s"}), {
-    isLog: true,
+    isLog: true, isColumn: chart.isColumn,
     range(choice) {
       const xs = [...choice.points.map((point) => point.x), top / choice.level.value * 1e3];
       const ys = [...choice.points.map((point) => point.y), ...chart.tops.map((one) => one.value)];
       return {x: [Math.min(...xs) / 4, Math.max(...xs) * 4], y: [Math.min(...ys) / 3, Math.max(...ys) * 1.6]};
     },
-    under(svg, choice, x, y, range) {
+    under(svg, choice, x, y, range, box) {
       const slope = choice.level.value / 1e3, ridge = top / slope;
       const left = Math.max(range.x[0], range.y[0] / slope);
       const at = `M${x(left)},${y(left * slope)}L${x(ridge)},${y(top)}L${x(range.x[1])},${y(top)}`;
@@ -352,7 +354,9 @@ function roofline(figure, chart) {
                            `${one.label} ${digits(one.value)} TFLOP/s`));
       }
       const note = `${choice.label} ${digits(choice.level.value)} GB/s`;
-      svg.append(element("text", {x: x(range.x[0]) + 4, y: y(range.y[1]) + 34}, note));
+      const isNarrow = box.right - box.left < 440;  // points are under the slope then
+      const below = isNarrow ? box.bottom - 8 : y(left * slope) + 10;
+      svg.append(element("text", {x: x(left) + (isNarrow ? 4 : 14), y: below}, note));
     },
   });
 }

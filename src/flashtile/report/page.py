@@ -157,9 +157,14 @@ def _profiles(device: DeviceResults) -> str:
         note = f'<p class="soft">No counters: {escape(missing)}</p>' if missing else ""
         parts.append(
             f"<h3>{escape(one.stem.removeprefix('profile_').replace('_', ' '))}</h3>{note}"
-            f"{_chart(charts.profile_roofline(one.rows), 'Memory')}{_panels(panels, 'Problem')}"
+            f"{''.join(map(_roofline, charts.profile_rooflines(one.rows)))}{_panels(panels, 'Problem')}"
         )
     return "".join(parts)
+
+
+def _roofline(chart: charts.Chart) -> str:
+    title = chart["title"]
+    return (f"<h4>{escape(title)}</h4>" if title else "") + _chart(chart, "Memory")
 
 
 def _timelines(device: DeviceResults) -> str:

@@ -30,6 +30,7 @@ from flashtile.kernels.families.bwd_sm90_wide import BwdSm90Wide
 from flashtile.kernels.families.decode_sm90 import DecodeSm90
 from flashtile.kernels.families.fwd_simt import FwdSimt
 from flashtile.kernels.families.fwd_sm80 import FwdSm80
+from flashtile.kernels.families.fwd_sm80_f32 import FwdSm80F32
 from flashtile.kernels.families.fwd_sm80_wide import FwdSm80Wide
 from flashtile.kernels.families.fwd_sm90 import FwdSm90
 from flashtile.kernels.families.fwd_sm90_f32 import FwdSm90F32
@@ -79,6 +80,7 @@ register(FwdSm80Wide())
 register(FwdSm90F32Direct())
 register(FwdSimt())
 register(FwdSm90F32())
+register(FwdSm80F32())
 register(BwdSm90())
 register(BwdSm90Wide())
 register(BwdSm80())

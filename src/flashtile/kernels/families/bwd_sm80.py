@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.bwd_sm90 import STEP_ROWS, STEP_THREADS
 from flashtile.kernels.families.mma_sync import MmaFamily
@@ -38,13 +39,17 @@ class Tile(NamedTuple):
 
 # By padded head_dim and head_dim_v; the first that fits the GPU and takes a call is chosen: docs/sm80.md.
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
-    (64, 64): (Tile(128, 64, 8, 1), Tile(64, 32, 4, 1)),
+    (64, 64): (Tile(128, 32, 4, 2, max_options=0), Tile(128, 64, 8, 1), Tile(64, 32, 4, 1)),
     (96, 96): (Tile(128, 64, 8, 1), Tile(64, 32, 4, 1)),
     (128, 128): (
         Tile(128, 64, 8, 1, column_warps=2, max_options=0, only_arch=90),
         Tile(128, 64, 8, 1, max_options=0, takes_padded=False),
         Tile(128, 32, 8, 1),
         Tile(64, 32, 4, 1),
+    ),
+    (256, 256): (
+        Tile(64, 64, 8, 1, column_warps=2, max_options=0, takes_padded=False, only_arch=90),
+        Tile(64, 32, 8, 1, column_warps=2),
     ),
 }
 
@@ -84,6 +89,14 @@ class BwdSm80Row(Row):
         num_scores = (2 if self.column_warps == 1 else 3) * self.block_m * self.block_n
         tiles = 2 * (dims * (self.block_m + self.num_stages * self.block_n) + num_scores)
         return -(-(tiles + 8 * self.num_stages * self.block_n + _TILE_BYTES) // 128) * 128
+
+    def unfit(self, arch: Arch) -> str | None:
+        reason = super().unfit(arch)
+        needed = self.min_blocks * (self.shared_bytes + arch.reserved_shared_bytes)
+        if reason is None and needed > arch.shared_bytes_per_multiprocessor:
+            kib, limit = needed / 1024, arch.shared_bytes_per_multiprocessor // 1024
+            return f"{self.min_blocks} blocks have {kib:.0f} KiB of shared memory, a multiprocessor {limit}"
+        return reason
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
         return {"shared bytes": (f"sizeof(flashtile::BwdSm80Storage<flashtile::{self.config}>)", self.shared_bytes)}

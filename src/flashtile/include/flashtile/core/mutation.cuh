@@ -73,6 +73,9 @@ enum class Mutation {
   fwd_sm80_column,     // eight columns past head_dim are copied instead of cleared
   fwd_sm80_gqa_head,   // query head h uses KV head h % heads_kv instead of h / group
   fwd_sm80_warp_rows,  // every warp uses the queries of the first
+  // Found by `flashtile check`, in the mma.sync forward in float32
+  fwd_sm80_f32_small,  // products of the small parts of operands are left out
+  fwd_sm80_f32_tail,   // rows past the last key are copied instead of cleared
   // Found by `flashtile check`, in the mma.sync forward for wide heads
   fwd_sm80_wide_tail,    // rows past the last key are copied instead of cleared
   fwd_sm80_wide_maxima,  // warps that share rows keep maxima of their own

@@ -412,9 +412,11 @@ struct DecodeSm90 {
       store(p, item, rows, factor, softmax, rO);
       return;
     }
-    // The part of a join goes to shared memory. All tiles of K have been used: a join is the block's last item.
+    // The part of a join goes to shared memory, where K was. A join is the block's last item, so no copy comes; the
+    // barrier waits for warps that still read the last tile of K.
     i32 block = blockIdx.x;
     bool is_join = item.role == DecodeRole::kJoin;
+    if (is_join) sync_consumer();
     float* out = is_join ? reinterpret_cast<float*>(shared.sK) : part_rows(p, block);
     store_part(p, item, rows, factor, softmax, rO, out, is_join ? shared.stats : part_stats(p, block));
     if (is_join) {

@@ -33,9 +33,9 @@ struct Sm80BwdConfig {
   static constexpr i32 kDqMTiles = kColumnWarps;
   static constexpr i32 kDqRowWarps = kBlockM / (16 * kDqMTiles);
   static constexpr i32 kDqColumns = kHeadDim * kDqRowWarps / kNumWarps;
-  static_assert(sizeof(T) == 2 && kHeadDim % 32 == 0 && kHeadDimV % 32 == 0 && kHeadDim <= 128 && kHeadDimV <= 128);
+  static_assert(sizeof(T) == 2 && kHeadDim % 32 == 0 && kHeadDimV % 32 == 0 && kHeadDim <= 256 && kHeadDimV <= 256);
   static_assert(kBlockM % 32 == 0 && kBlockN % 64 == 0 && kKeyWarps % 4 == 0 && kNumStages >= 2);
-  static_assert(kScoreQueries % 32 == 0 && kColumnsK % 32 == 0 && kColumnsV % 32 == 0);
+  static_assert(kScoreQueries % 16 == 0 && kColumnsK % 32 == 0 && kColumnsV % 32 == 0);
   static_assert(kNumWarps % kDqRowWarps == 0 && kDqColumns % 16 == 0);
 };
 
