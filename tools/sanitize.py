@@ -65,8 +65,10 @@ UNFILTERED = ("initcheck",)
 BACKEND = "cuda"
 LIMIT_S = 600.0
 GRAD_NAMES = GradNeeds._fields
-# Families whose blocks wait for flags in a workspace that nobody has written (kernels/decode_sm90.cuh, Parts): the last
-# part of 65 of the workspace. Here they are written, or initcheck would report each wait.
+# Of a block: racecheck and synccheck count for themselves, and miss barriers that are initialised in loops
+NUM_MBARRIERS = 64
+# Families whose blocks wait for flags in a workspace that nobody has written (kernels/decode_sm90.cuh, Parts). Here it
+# is written, or initcheck would report each wait.
 FLAGS = {"decode_sm90": "partial_stats"}
 # Families that take few queries alone, and how many their jobs have
 FEW_QUERIES = {"decode_sm90": 5}
@@ -114,7 +116,7 @@ def choosing(family: Family[Any], row: int | None) -> Iterator[None]:
 
 @contextmanager
 def flags_written(family: str) -> Iterator[None]:
-    """Inside, the flags of the family's workspaces are zeros."""
+    """Inside, the workspace with the family's flags is zeros."""
     if family not in FLAGS:
         yield
         return
@@ -126,7 +128,7 @@ def flags_written(family: str) -> Iterator[None]:
             return found
         (part,) = (part for part in plan.workspaces if part.name == FLAGS[family])
         size = part.element_bytes * math.prod(values[name] for name in part.values)
-        return found._replace(zeroed=(*found.zeroed, slice(start + size // 65 * 64, start + size)))
+        return found._replace(zeroed=(*found.zeroed, slice(start, start + size)))
 
     executor.lay_out_workspaces = with_zeros
     try:
@@ -241,14 +243,20 @@ def special_jobs(family: Family[Any], dtype: str, arch: Arch) -> Iterator[Job]:
 
 
 def run_jobs(jobs: Sequence[Job], seconds: float = math.inf) -> frozenset[str]:
-    """Makes the calls, none of them later than that; returns the kernels that were launched."""
+    """Makes the calls, none of them later than that; returns the kernels that were launched. After a call that fails
+    the process cannot use the GPU any more: says where the next family begins."""
     torch.set_num_threads(1)
     end = time.monotonic() + seconds
-    for job in jobs:
+    for index, job in enumerate(jobs):
         if time.monotonic() > end:
             break
-        job.run()
-        torch.cuda.synchronize()
+        try:
+            job.run()
+            torch.cuda.synchronize()
+        except RuntimeError:
+            others = [later for later in range(index, len(jobs)) if jobs[later].family != job.family]
+            print(f"failed {job.family}; next is {others[0] if others else len(jobs)}", flush=True)
+            raise
         print(f"watched {job.family}", flush=True)
     return registry.find(BACKEND).loaded_kernels()
 
@@ -296,6 +304,7 @@ def watch(
         "--tool",
         tool,
         *names,
+        *(["--num-cuda-barriers", str(NUM_MBARRIERS)] if tool in ("racecheck", "synccheck") else []),
         "--report-api-errors",
         "no",
         "--print-limit",
@@ -317,7 +326,7 @@ def watch(
         output += f"not done in {limit_s:g} s"
     found = TOOLS[tool].search(output)
     if folder is not None and not (found and int(found[1]) == 0):
-        name = "_".join([tool, *arguments[:2]]).replace("/", "_").replace("--", "")
+        name = "_".join([tool, *arguments[:4]]).replace("/", "_").replace("--", "")
         (folder / f"{name}.log").write_text(output)
     lines = [line.strip("= ") for line in output.splitlines() if line.startswith("=========")]
     said = [line for line in lines if line not in ("", "COMPUTE-SANITIZER")]
@@ -325,10 +334,23 @@ def watch(
         "errors": int(found[1]) if found else None,
         "kernels": re.findall(r"^launched (.*)$", output, re.MULTILINE),
         "calls": dict(Counter(re.findall(r"^watched (.*)$", output, re.MULTILINE))),
+        "next": int(failed[1]) if (failed := re.search(r"^failed \w+; next is (\d+)$", output, re.MULTILINE)) else None,
         "in": sorted({name for line in lines for name in re.findall(r"flashtile::(\w+)_kernel", line)}),
         "seconds": round(time.monotonic() - start, 1),
         "said": "; ".join(said[:3])[:400] if found and int(found[1]) else ("" if found else output[-2000:]),
     }
+
+
+def watch_share(
+    program: str, tool: str, share: str, arguments: Sequence[str], limit_s: float, folder: Path
+) -> dict[str, Any]:
+    """One share of the rows. Where a call fails, a new process goes on with the next family."""
+    runs, first, end = list[dict[str, Any]](), 0, time.monotonic() + limit_s
+    while first is not None and (limit := end - time.monotonic()) > 0:
+        begin = ["--share", share, "--first", str(first)]
+        runs.append(watch(program, tool, [*begin, *arguments], limit, folder))
+        first = None if runs[-1]["next"] is None else first + runs[-1]["next"]
+    return joined(runs)
 
 
 def num_shares(tools: Sequence[str]) -> dict[str, int]:
@@ -360,6 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="when processes stop making calls")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that one process under a tool may take")
     parser.add_argument("--share", help="launch one share of the rows, watched or not: 2/4 is the second of four")
+    parser.add_argument("--first", type=int, default=0, help="the first row of the share to launch")
     parser.add_argument("--fault", help="launch kernels with this fault, watched or not")
     options = parser.parse_args(arguments)
     tools, dtypes = options.tools.split(","), options.dtypes.split(",")
@@ -373,7 +396,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jobs = all_jobs(arch, dtypes, dims, names)
     if options.share:
         which, of = map(int, options.share.split("/"))
-        launched = run_jobs(jobs[which - 1 :: of], options.seconds)
+        launched = run_jobs(jobs[which - 1 :: of][options.first :], options.seconds)
         print("\n".join(f"launched {kernel}" for kernel in sorted(launched)), flush=True)
         return 0
     if options.fault:
@@ -413,18 +436,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             }
             clean_runs = {
                 tool: [
-                    pool.submit(watch, program, tool, ["--share", f"{which + 1}/{of}", *chosen], options.limit, logs)
+                    pool.submit(watch_share, program, tool, f"{which + 1}/{of}", chosen, options.limit, logs)
                     for which in range(of)
                 ]
                 for tool, of in shares.items()
             }
-    wanted = Counter(job.family for job in jobs)
-    report: dict[str, Any] = {"kernels": len(kernels), "calls": dict(wanted), "tools": {}}
+    calls = Counter(job.family for job in jobs)
+    report: dict[str, Any] = {"kernels": len(kernels), "calls": dict(calls), "tools": {}}
     is_good = True
     for tool in tools:
         clean = joined([run.result() for run in clean_runs[tool]])
         planted = {name: run.result() for name, run in fault_runs[tool].items()}
-        is_clean = clean["errors"] == 0 and clean["calls"] == wanted and set(clean["kernels"]) == kernels
+        is_clean = clean["errors"] == 0 and clean["calls"] == calls and set(clean["kernels"]) == kernels
         is_good = is_good and is_clean and all(run["errors"] for run in planted.values())
         for run in (clean, *planted.values()):
             run["kernels"] = len(run["kernels"])
@@ -432,7 +455,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = ["clean" if is_clean else f"NOT CLEAN: {clean}"]
         words += [f"{name} {'seen' if run['errors'] else f'NOT SEEN: {run}'}" for name, run in planted.items()]
         print(f"{tool:10} {', '.join(words)} ({clean['seconds']} s)", flush=True)
-    for family, count in wanted.items():
+    for family, count in calls.items():
         watched = [f"{tool} {report['tools'][tool]['clean']['calls'].get(family, 0)}" for tool in tools]
         print(f"{family:20} {count} calls: {', '.join(watched)}")
     given = sys.argv[1:] if arguments is None else arguments
