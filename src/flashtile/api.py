@@ -463,7 +463,9 @@ def _check_ahead(args: AttentionArgs, append: AppendArgs) -> None:
         _served.add(signature)
     if args.q.device.type == "cpu" or is_checking():
         check_values(args)
-        kvcache.check_positions(append.cache_seqlens, args.q.shape[row_axis(append.layout)], append.rotary_cos)
+        rows = args.q.shape[row_axis(append.layout)]
+        num_positions = rows if kvcache.is_ordered(args) else min(rows, 1)  # all queries have the first one
+        kvcache.check_positions(append.cache_seqlens, num_positions, append.rotary_cos)
 
 
 def _signature(args: AttentionArgs) -> tuple[Any, ...]:

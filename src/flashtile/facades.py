@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ from flashtile.api import (
     record,
 )
 from flashtile.arguments import autocast_dtype, flag, require_optional_tensors, require_tensors
-from flashtile.errors import Unsupported, type_error, unsupported, value_error
-from flashtile.problem import AttentionArgs, q_or_float32, validate
+from flashtile.errors import Unsupported, short_repr, type_error, unsupported, value_error
+from flashtile.problem import AttentionArgs, has_memory, is_checking, q_or_float32, validate
 from flashtile.tensors import corner_of, has_strides, is_causal_bias, recorders
 
 _SDPA_NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "causal": "is_causal"}
@@ -224,9 +223,9 @@ def flash_attn_with_kvcache(
         )
 
 
-def _asked(deterministic: Any) -> Any:
+def _asked(deterministic: Any) -> bool | None:
     """flash_attn's False asks for nothing, so torch's switch decides."""
-    return None if isinstance(deterministic, Integral) and deterministic == 0 else deterministic
+    return None if deterministic is None else flag("deterministic", deterministic, "True, False or None") or None
 
 
 def _sdpa_4d(
@@ -273,6 +272,9 @@ def _sdpa_jagged(
         if tensor.lengths() is not None:
             hint = "Call contiguous() before heads are split off"
             raise unsupported(name, "a nested tensor with gaps between its sequences", "one without", hint)
+        if tensor.shape[0] != query.shape[0]:
+            raise value_error(name, f"batch {tensor.shape[0]}", f"{query.shape[0]}, as query")
+    _check_lengths(key.offsets(), value.offsets())
     if key.shape[1] != query.shape[1] and not flag("enable_gqa", enable_gqa):
         accepted = f"{query.shape[1]}, as query"
         raise value_error("key", f"{key.shape[1]} heads", accepted, "Pass enable_gqa=True to share key heads")
@@ -289,6 +291,17 @@ def _sdpa_jagged(
         layout="bhsd",
     )
     return torch.nested.nested_tensor_from_jagged(out, query.offsets(), jagged_dim=2, max_seqlen=longest[0])
+
+
+def _check_lengths(k_offsets: Tensor, v_offsets: Tensor) -> None:
+    """Sequences of key and value must be as long. As other index tensors, offsets on a GPU are read on demand."""
+    if k_offsets is v_offsets or k_offsets.device != v_offsets.device:
+        return
+    if is_compiling() or not has_memory(k_offsets) or not (k_offsets.is_cpu or is_checking()):
+        return
+    if not torch.equal(k_offsets, v_offsets):
+        k_lengths, v_lengths = (short_repr(offsets.diff().tolist()) for offsets in (k_offsets, v_offsets))
+        raise value_error("value", f"sequences of lengths {v_lengths}", f"{k_lengths}, as key")
 
 
 def _without_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -209,6 +209,8 @@ def _folded(args: AttentionArgs, in_dims: tuple[Any, ...], size: int, needs_bias
 
 
 def _one_by_one(call: Callable[..., Any], size: int, in_dims: tuple[Any, ...], values: tuple[Any, ...]) -> Any:
+    if size == 0:
+        raise unsupported("vmap", "no element", "one or more in a call that cannot be folded into the batch")
     registry.announce_slow_path("a call inside vmap that cannot be folded into the batch runs once for each element")
     results = []
     for index in range(size):

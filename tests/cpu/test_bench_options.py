@@ -48,7 +48,7 @@ def test_the_options_grid_has_the_calls_in_both_passes():
     assert (plan.sweep, plan.stem) == ("options", "sdpa_options_bf16")
     backward = [point for point in plan.points if point.direction == "bwd"]
     assert len(plan.points) == 2 * len(backward) - 1  # the gradient of a bias has no forward pass of its own
-    assert len({point.option for point in backward}) == len(backward) == 25
+    assert len({point.option for point in backward}) == len(backward) == 31
     named = {point.option: point for point in backward}
     assert named["GQA 32/8 causal"] == Point(
         4, 32, 8, 4096, 4096, 128, 128, "bf16", True, "bwd", option="GQA 32/8 causal"
@@ -56,6 +56,30 @@ def test_the_options_grid_has_the_calls_in_both_passes():
     assert named["fp32 d256"].dtype == "fp32"
     assert set(OPTIONS) - {point.option for point in cpu_grid().points} <= set(named)
     assert options_grid("fp16", only="fwd+bwd").stem == "sdpa_options_fp16_fwdbwd"
+
+
+def test_calls_are_selected_by_parts_of_their_names():
+    plan = options_grid("bf16", only="fwd", names="plain, Swin,lengths")
+    assert [point.option for point in plan.points] == [
+        "plain",
+        "padding to lengths S/2 to S",
+        "Swin B4096 S49",
+        "Swin B4096 S49 bias",
+        "Swin B4096 S64",
+        "Swin B4096 S64 bias",
+    ]
+    for names in ("plain,nothing like it", ","):
+        with pytest.raises(ValueError, match="--calls"):
+            options_grid("bf16", names=names)
+
+
+def test_padding_to_lengths_leaves_half_of_the_first_sequence_and_all_of_the_last():
+    point = Point(4, 1, 1, 8, 96, 8, 8, option="padding to lengths S/2 to S")
+    mask = point.make_extras("cpu").mask
+    assert mask is not None
+    assert mask.shape == (4, 1, 1, 96)
+    assert mask.sum(-1).flatten().tolist() == [48, 64, 80, 96]
+    assert all(row == sorted(row, reverse=True) for row in mask.flatten(0, 2).tolist())
 
 
 def test_the_calls_are_smaller_on_a_cpu():

@@ -355,7 +355,7 @@ def test_command_stops_in_time() -> None:
     ("arguments", "words"),
     [
         (["--backends", "cuda"], "those for cpu here: "),
-        (["--backends", "fast"], "backend: got 'fast'"),
+        (["--backends", "fast"], "--backends: got 'fast'; accepted: those for cpu here: "),
         (["--backends", ","], "separated by commas"),
         (["--pass", "fwd"], "--pass: got 'fwd'; accepted: forward, backward, both"),
         (["--problems", "0"], "--problems: got 0"),
@@ -618,6 +618,16 @@ def test_decode_problems_are_drawn_with_every_option() -> None:
     for name in ("has_junk_pages", "has_leftpad", "has_sinks", "softcap", "alibi", "window", "causal", "num_splits"):
         assert len({getattr(case, name) for case in paged}) > 1, name
     assert all(case.batch * case.heads * case.seqlen_q * case.seqlen_k <= MAX_SCORES["cpu"] for case in cases)
+
+
+def test_decode_problems_are_soon_drawn() -> None:
+    """Their keys are: on a GPU, where more scores are allowed, they would be up to 240 million numbers."""
+    cases = [trial.case for trial in itertools.islice(DecodeDrawer(3, "cuda", "forward", EDGES), 4000)]
+    elements = [case.batch * case.heads_kv * case.seqlen_k * (case.head_dim + case.head_dim_v) for case in cases]
+    assert 3_000_000 < max(elements) <= 1 << 22
+    assert all(case.heads % case.heads_kv == 0 for case in cases)
+    assert {1, 8, 33} <= {case.batch for case in cases}
+    assert max(case.seqlen_k for case in cases) > 4000
 
 
 @pytest.mark.parametrize("kind", ["cache", "paged"])

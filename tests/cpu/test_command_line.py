@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -57,3 +59,50 @@ def test_an_error_of_the_check_itself_is_not_a_backend_that_disagrees(monkeypatc
     result = CliRunner().invoke(app, ["check", "--device", "cpu", "--problems", "1"])
     assert result.exit_code == 2
     assert "not thought of" in result.output
+
+
+def test_info_writes_a_page_and_prints_json(tmp_path: Path) -> None:
+    page = tmp_path / "info.html"
+    result = CliRunner().invoke(app, ["info", "--json", "--html", str(page)])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["executor"]["language"] in ("c++", "python")
+    assert "<html" in page.read_text()
+    assert f"Written: {page}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ["check", "--device", "cpu", "--backends", "bogus"],
+            "--backends: got 'bogus'; accepted: those for cpu here: ",
+        ),
+        (["distributed", "check", "--ranks", "1", "--seconds", "-1"], "--seconds: got -1.0; accepted: 0 or more."),
+        (["distributed", "check", "--ranks", "1", "--seconds", "nan"], "--seconds: got nan; accepted: 0 or more."),
+        (
+            ["check", "--device", "cpu", "--case", "", "--problems", "3", "--seed", "0", "--pass", "forward"],
+            "--case: got it with --problems, --seed, --pass; accepted: --case without them",
+        ),
+        (
+            ["check", "--device", "cpu", "--case", "", "--decode", "--mutate", "all"],
+            "--case: got it with --decode, --mutate; accepted: --case without them",
+        ),
+        (
+            ["bench", "--compare", "a.csv", "b.csv", "--full"],
+            "--compare: got options of a sweep beside it; accepted: --out and --json. Drop the others.",
+        ),
+        (["bench", "--compare", "a.csv", "b.csv", "--tiles"], "--compare: got options of a sweep beside it"),
+        (["distributed", "simulate", "--head-dim", "600"], "--head-dim: got 600; accepted: 1 to 512."),
+    ],
+    ids=str,
+)
+def test_a_bad_option_is_refused_by_its_name(arguments: list[str], text: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(text)
+
+
+@pytest.mark.parametrize("names", ["", " ,"])
+def test_a_hunt_for_no_fault_is_refused(names: str) -> None:
+    with pytest.raises(ValueError, match=r"--mutate: got '.*'; accepted: all, or some of "):
+        check_command._faults(names, None)

@@ -279,6 +279,7 @@ def test_a_toy_family_compiles_and_python_and_c_plus_plus_agree(toy: FwdToy) -> 
 FULL, CHUNK, DECODE = (2, 16, 16, 4096, 4096), (4, 32, 8, 2048, 10240), (8, 32, 8, 1, 4096)
 PAGED = Features(is_paged=True, has_lengths=True)
 VIT, SWIN, GROUPED = (256, 12, 12, 197, 197), (4096, 6, 6, 49, 49), (256, 32, 8, 4, 197)
+CROSS, BERT = (8, 10, 10, 4096, 77), (64, 12, 12, 512, 512)
 S512, S1024 = (32, 32, 32, 512, 512), (16, 32, 32, 1024, 1024)
 TAKEN = [
     ("forward", 64, VIT, Features(), "fwd_sm90_short", "fwd_sm80"),
@@ -286,8 +287,14 @@ TAKEN = [
     ("forward", 64, VIT, Features(bias_dtype="float32"), "fwd_sm90", "fwd_sm80"),
     ("forward", 64, (1, 32, 32, 500, 300), Features(), "fwd_sm90", "fwd_sm80"),  # few items
     ("forward", 64, GROUPED, Features(), "fwd_sm90", "fwd_sm80"),  # heads share a tile
+    ("forward", 64, VIT, Features(bias_dtype="bfloat16"), "fwd_sm90_short", "fwd_sm80"),
+    ("forward", 32, SWIN, Features(), "fwd_sm90_short", "fwd_sm80"),
     ("forward", 32, SWIN, Features(bias_dtype="bfloat16"), "fwd_sm90_short", "fwd_sm80"),
-    ("forward", 64, S1024, Features(), "fwd_sm90_short", "fwd_sm80"),
+    ("forward", 64, CROSS, Features(), "fwd_sm90_short", "fwd_sm80"),
+    ("forward", 64, CROSS, Features(has_band=True), "fwd_sm90", "fwd_sm80"),
+    ("forward", 64, BERT, Features(), "fwd_sm90_short", "fwd_sm80"),
+    ("forward", 64, BERT, Features(has_bool_mask=True), "fwd_sm90", "fwd_sm80"),
+    ("forward", 64, S1024, Features(), "fwd_sm90", "fwd_sm80"),
     ("forward", 64, S1024, Features(has_band=True), "fwd_sm90_short", "fwd_sm80"),
     ("forward", 64, FULL, Features(has_band=True), "fwd_sm90", "fwd_sm80"),
     ("forward", 32, S512, Features(), "fwd_sm90", "fwd_sm80"),
@@ -346,6 +353,25 @@ def test_times_of_wgmma_say_nothing_of_a_gpu_without_it(op, head_dim):
     for arch, dtype in (("sm_100", "bfloat16"), ("sm_80", "float32")):  # tcgen05; no tensor cores
         kind = hopper._replace(arch=arch, dtype=dtype)
         assert speeds.time_us("triton", kind) == speeds.time_us("triton", kind._replace(arch="sm_90"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows"),
+    [
+        (S512, 192),  # the last of three tiles has 128 queries
+        (S1024, 192),
+        ((1, 16, 16, 512, 512), 128),  # fewer tiles than multiprocessors
+        ((32, 16, 16, 256, 256), 128),  # a third of the rows would have no query
+        (FULL, 192),
+    ],
+)
+@pytest.mark.parametrize("dim", [96, 128])
+def test_the_tile_of_a_full_forward(dim, sizes, rows):
+    shape = Shape(*sizes, dim, dim)
+    classes = tuple((one, one.of(shape, 132)) for one in families.length_classes("forward"))
+    key = PlanKey("bfloat16", "bfloat16", dim, dim, Features(), HOPPER, classes=classes)
+    family = families.select(key)
+    assert (family.name, family.select("fwd_sm90", key).block_m) == ("fwd_sm90", rows)
 
 
 @pytest.mark.parametrize("has_band", [False, True])

@@ -167,11 +167,13 @@ def test_decode_code_copies_boxes_and_rows_and_has_no_local_memory(row, tmp_path
     assert compiled.warnings == []
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (256, 256)])
 def test_hopper_pages_take_no_local_memory(dims):
+    """Also beside three consumers, which leave the producer 32 registers."""
     features = Features(has_band=True, has_lengths=True, is_paged=True)
     key = PlanKey("bfloat16", "bfloat16", *dims, features, MAIN_ARCH)
     step = HOPPER.launch(key, CallLayout("bhsd", ())).steps[0]
+    assert step.block_rows == (128 if dims[0] > 128 else 192)
     compiled = cache.compile_cached(step.unit, MAIN_ARCH.name, [step.entry])
     used = compiled.resources(step.entry)
     assert used.spill_store_bytes == used.stack_bytes == 0

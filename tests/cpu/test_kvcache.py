@@ -505,3 +505,20 @@ def test_without_the_extension() -> None:
         "assert torch.equal(out, new) and torch.equal(cache[:, :1], new)",
     )
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=120)
+
+
+def test_unordered_queries_need_the_angles_of_one_position(seed: int) -> None:
+    """Without causal and window all queries are turned at cache_seqlens, however many there are."""
+    q, cos, sin = torch.randn(1, 9, 2, 8), torch.randn(20, 4), torch.randn(20, 4)
+    new = {"k": torch.randn(1, 3, 2, 8), "v": torch.randn(1, 3, 2, 8), "cache_seqlens": 5}
+    caches = torch.randn(1, 16, 2, 8), torch.randn(1, 16, 2, 8)
+
+    def step(positions: int, **options) -> torch.Tensor:
+        angles = {"rotary_cos": cos[:positions], "rotary_sin": sin[:positions]}
+        return flashtile.attention_kvcache(q, *(cache.clone() for cache in caches), **new, **angles, **options)
+
+    assert torch.equal(step(8), step(20))
+    with pytest.raises(ValueError, match="rotary_cos: got 7 positions; accepted: at least 8"):
+        step(7)
+    with pytest.raises(ValueError, match="rotary_cos: got 8 positions; accepted: at least 14"):
+        step(8, causal=True)

@@ -89,3 +89,18 @@ def test_refusals(seed: int) -> None:
         flashtile.scaled_dot_product_attention(packed((3, 5)), q, q)
     with pytest.raises(flashtile.Unsupported, match="key: got a nested tensor"):
         flashtile.scaled_dot_product_attention(torch.randn(2, 4, 3, DIM), q, q)
+
+
+def test_values_of_other_lengths_are_refused(seed: int) -> None:
+    """Also where the totals agree: the key's lengths would cut the values into other sequences."""
+    q, k, v = (with_heads(packed(lengths)) for lengths in ((3, 5), (4, 2), (2, 4)))
+    with pytest.raises(ValueError, match=r"value: got sequences of lengths \[2, 4\]; accepted: \[4, 2\], as key"):
+        flashtile.scaled_dot_product_attention(q, k, v)
+
+
+def test_another_batch_is_refused(seed: int) -> None:
+    q, k = with_heads(packed((3, 5))), with_heads(packed((3, 5, 1)))
+    with pytest.raises(ValueError, match="key: got batch 3; accepted: 2, as query"):
+        flashtile.scaled_dot_product_attention(q, k, k)
+    with pytest.raises(ValueError, match="value: got batch 3; accepted: 2, as query"):
+        flashtile.scaled_dot_product_attention(q, q, k)

@@ -12,6 +12,7 @@ import torch._dynamo.testing
 import torch.nn.functional as F
 
 import flashtile
+from flashtile import facades
 from flashtile.backends import native
 
 SIGNATURES = {
@@ -45,6 +46,23 @@ def test_signature(name: str) -> None:
         ", ".join(str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters)
         == SIGNATURES[name]
     )
+
+
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
+def test_flash_attn_leaves_determinism_to_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    numpy, asked = pytest.importorskip("numpy"), []
+
+    def attend(*tensors: torch.Tensor, deterministic: object, **options: object) -> tuple[torch.Tensor, None]:
+        asked.append(deterministic)
+        return tensors[0], None
+
+    for target in ("attention", "attention_varlen"):
+        monkeypatch.setattr(facades, target, attend)
+    q = torch.zeros(1, 2, 1, 8)
+    lengths = (q, q, 2, 2) if name == "flash_attn_varlen_func" else ()
+    for value in (False, 0, None, numpy.bool_(False), True, 1):
+        getattr(flashtile, name)(q, q, q, *lengths, deterministic=value)
+    assert asked == [None, None, None, None, True, True]
 
 
 def compare(dtype: torch.dtype, *sizes: tuple[int, ...], attn_mask: torch.Tensor | None = None, **options) -> None:

@@ -11,7 +11,7 @@ from test_kernels import LOCAL_MEMORY, NVDISASM, kernel_cache, needs_nvdisasm, o
 from flashtile.kernels import families, speeds
 from flashtile.kernels.arch import ARCHS, Arch
 from flashtile.kernels.families.fwd_sm80 import FwdSm80, Sm80Row
-from flashtile.kernels.length_class import PackedHeads, RaggedQueries
+from flashtile.kernels.length_class import FewQueries, PackedHeads, RaggedQueries
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
 from flashtile.runtime import cache
 
@@ -182,6 +182,7 @@ def test_float32_where_three_tf32_products_are_faster_than_fma() -> None:
     assert refuse(86) == "FMA is as fast as three TF32 products on sm_86"
     assert refuse(80, head_dim=192) == "head_dim 192, 128 is over its 128, 128"
     assert refuse(80, features=Features(is_paged=True)) is not None
+    assert refuse(80, classes=((FewQueries(64, 1), 4),)) == "at most 64 queries: most rows of its tiles would be empty"
     large = replace(PlanKey("float32", "float32", 128, 128, Features(), ARCHS[80]), classes=((speeds.SIZE, 1),))
     assert families.select(large) is FLOAT32
     assert families.select(replace(large, arch=ARCHS[90])).name == "fwd_sm90_f32"

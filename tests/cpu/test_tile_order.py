@@ -38,7 +38,8 @@ SOURCE = (
 #include "flashtile/attn/mask_bits.cuh"
 #include "flashtile/attn/scheduler.cuh"
 using namespace flashtile;
-extern "C" int tiles_of(int block, int grid, int has_band, int batch, int heads, int seqlen_q, int shares_bias,
+// order: 0 as they come, 1 pairs under a band, 2 in rotation
+extern "C" int tiles_of(int block, int grid, int order, int batch, int heads, int seqlen_q, int shares_bias,
                         int* tiles) {
   blockIdx.x = block, gridDim.x = grid;
   Params p{};
@@ -53,7 +54,8 @@ extern "C" int tiles_of(int block, int grid, int has_band, int batch, int heads,
     }
     return count;
   };
-  if (has_band) return walk(TileScheduler<Mask<true, false>, false>());
+  if (order == 1) return walk(TileScheduler<Mask<true, false>, false>());
+  if (order == 2) return walk(TileScheduler<Mask<false, false>, false, true, true>());
   return walk(TileScheduler<Mask<false, false>, false, true>());
 }
 // The key tiles of [n_begin, n_end) that a consumer walks over; the last number says which of them are full.
@@ -108,8 +110,8 @@ def test_every_query_tile_once(library: ctypes.CDLL, seed: int) -> None:
     for _ in range(150):
         grid, batch, heads, num_m_blocks = (draw.randint(1, high) for high in (20, 5, 9, 12))
         expected = Counter((m, h, b) for m in range(num_m_blocks) for h in range(heads) for b in range(batch))
-        for has_band, shares_bias in ((0, 0), (0, 1), (1, 0)):
-            sizes = has_band, batch, heads, 128 * num_m_blocks, shares_bias
+        for order, shares_bias in ((0, 0), (0, 1), (1, 0), (2, 0), (2, 1)):
+            sizes = order, batch, heads, 128 * num_m_blocks, shares_bias
             found = Counter(tile for block in range(grid) for tile in tiles_of(library, block, grid, *sizes))
             # A head without a partner has tiles past the last query, which cost nothing
             assert Counter({tile: n for tile, n in found.items() if tile[0] < num_m_blocks}) == expected
@@ -126,6 +128,20 @@ def test_the_last_round_is_no_longer_than_half(
     sizes = 1, batch, heads, 128 * num_m_blocks, 0
     costs = [sum(cost(m, num_m_blocks) for m, *_ in tiles_of(library, block, 132, *sizes)) for block in range(132)]
     assert max(costs) / (num_m_blocks + 1) <= limit
+
+
+@pytest.mark.parametrize(("heads", "num_m_blocks"), [(512, 3), (256, 6), (128, 11)])
+def test_in_rotation_every_block_gets_its_share_of_each_tile(
+    library: ctypes.CDLL, heads: int, num_m_blocks: int
+) -> None:
+    """The last tile of a head has fewer queries, and 132 blocks are a multiple of the tiles of a head."""
+    spread = {}
+    for order in (0, 2):
+        blocks = [tiles_of(library, block, 132, order, 1, heads, 128 * num_m_blocks, 0) for block in range(132)]
+        counts = [sum(m == num_m_blocks - 1 for m, *_ in tiles) for tiles in blocks]
+        spread[order] = max(counts) - min(counts)
+    assert spread[0] >= heads * num_m_blocks // 132  # as they come, some blocks get no other tile
+    assert spread[2] <= 1
 
 
 def test_sequences_that_share_a_bias_follow_each_other(library: ctypes.CDLL) -> None:

@@ -66,6 +66,8 @@ def test_vmap_over_nothing() -> None:
     assert (out.shape, lse.shape) == ((0, *SIZES), (0, *SIZES[:-1]))
     dq, dbias = vmap(grad(lambda q, bias: attend(q, k, v, bias=bias).sum(), argnums=(0, 1)))(q, bias)
     assert (dq.shape, dbias.shape) == (q.shape, bias.shape)
+    with pytest.raises(flashtile.Unsupported, match="vmap: got no element; accepted: one or more in a call that"):
+        vmap(lambda sinks: flashtile.attention(k, k, v, sinks=sinks))(torch.randn(0, 3))
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be folded:flashtile.SlowPathWarning")

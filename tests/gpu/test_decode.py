@@ -295,6 +295,27 @@ def test_jitter_in_joins_of_full_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert functions
 
 
+@pytest.mark.parametrize("seqlen_q", [1, 5])
+def test_what_shared_memory_held_changes_no_bits(seqlen_q: int, family: str) -> None:
+    """Rows of a tile that no query fills: 4 and 20 of 64 are filled. Before each call a full tile of another call is in
+    their place, whose rows would vote for other maxima."""
+    cache = Cache(16, [1000, 130, 700])
+    q, full = cache.queries(seqlen_q, 8), cache.queries(16, 8)
+
+    def results() -> list[Tensor]:
+        found = []
+        for scale in (0.0, 1000.0, 1.0):
+            for queries in (full * scale, q):
+                out = flashtile.attention_kvcache(
+                    queries, cache.k, cache.v, cache_seqlens=cache.lengths, block_table=cache.table, backend="cuda"
+                )
+            found.append(out)
+        return found
+
+    first, *others = results()
+    assert all(torch.equal(first, other) for other in others)
+
+
 def test_sequences_without_keys(family: str) -> None:
     """A row without keys is 0, its lse -inf."""
     cache = Cache(16, [0, 5, 0])

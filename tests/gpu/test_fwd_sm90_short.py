@@ -135,6 +135,39 @@ def test_many_items(queries: int, keys: int, head_dim: int, option: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("batch", "heads", "queries", "keys", "head_dim", "option"),
+    [
+        (64, 12, 197, 197, 64, ""),  # ViT
+        (64, 12, 197, 197, 64, "bias"),  # BEiT
+        (256, 6, 49, 49, 32, "bias"),  # Swin
+        (256, 6, 64, 64, 32, ""),
+        (4, 10, 2048, 77, 64, ""),  # cross attention
+        (16, 12, 512, 512, 64, ""),  # BERT
+        (8, 16, 512, 512, 128, "causal"),
+    ],
+)
+def test_calls_take_it_by_default(batch: int, heads: int, queries: int, keys: int, head_dim: int, option: str) -> None:
+    """backend=None: right, and bit for bit what the family gives by name."""
+    q, k, v = (
+        torch.randn(batch, heads, rows, head_dim, device="cuda", dtype=torch.bfloat16) for rows in (queries, keys, keys)
+    )
+    bias = torch.randn(1, heads, queries, keys, device="cuda", dtype=torch.bfloat16) if option == "bias" else None
+    options = {"bias": bias, "causal": option == "causal"}
+    with families.forced():
+        assert "fwd_sm90_short_kernel" in str(flashtile.explain(q, k, v, **options))
+        found = flashtile.attention(q, k, v, return_lse=True, **options)
+    clear_plans()
+    by_name = flashtile.attention(q, k, v, return_lse=True, backend="cuda", **options)
+    assert all(torch.equal(one, other) for one, other in zip(found, by_name, strict=True))
+    scores = q.double() @ k.double().transpose(-1, -2) * head_dim**-0.5
+    scores += 0.0 if bias is None else bias.double()
+    if option == "causal":
+        hidden = torch.ones(queries, keys, dtype=torch.bool, device="cuda").triu(keys - queries + 1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    assert is_close(found, (scores.softmax(-1) @ v.double(), scores.logsumexp(-1)))
+
+
+@pytest.mark.parametrize(
     ("name", "queries", "keys", "head_dim", "option"),
     [
         ("fwd_sm90_short_rescale", 300, 400, 64, ""),

@@ -123,13 +123,15 @@ def registered() -> Iterator[None]:
 
 
 def made(build: Callable[[], Any]) -> Any:
-    """A model whose logits depend on its attention: transformers' initial weights are too small for that."""
-    model = build()
+    """A model whose logits depend on its attention: transformers' initial weights are too small for that. With the same
+    weights on every device."""
+    with torch.device("cpu"):
+        model = build()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1 and "embed" not in name and "router" not in name:
                 weight.mul_(4.0)
-    return model.eval()
+    return model.to(torch.get_default_device()).eval()
 
 
 def padding(side: str) -> torch.Tensor | None:
@@ -142,7 +144,13 @@ def padding(side: str) -> torch.Tensor | None:
 
 
 def inputs_of(name: str, side: str = "none") -> dict[str, torch.Tensor]:
-    ids, mask = torch.randint(3, VOCABULARY, (BATCH, ROWS)), padding(side)
+    with torch.device("cpu"):
+        given = host_inputs_of(name, padding(side))
+    return {key: value.to(torch.get_default_device()) for key, value in given.items()}
+
+
+def host_inputs_of(name: str, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, VOCABULARY, (BATCH, ROWS))
     if name == "vit":
         return {"pixel_values": torch.randn(BATCH, 3, 24, 24)}
     if name == "whisper":

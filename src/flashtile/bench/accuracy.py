@@ -127,7 +127,7 @@ def _mask(point: Point, inputs: Inputs, rows: Tensor, num_sequences: int) -> Ten
         masks.append((distance <= point.extra.window)[None, None])
     if inputs.extras.mask is not None:
         own = inputs.extras.mask[:num_sequences]
-        masks.append(own if point.extra.mask == "padding" else own[:, :, rows])
+        masks.append(own[:, :, rows] if point.extra.mask == "dense" else own)
     return functools.reduce(torch.logical_and, masks) if masks else None
 
 

@@ -76,6 +76,7 @@ class Options:
     compile_limit: float | None = None
     has_overhead: bool = False
     has_cold: bool = False
+    calls: str | None = None
 
 
 def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
@@ -244,6 +245,8 @@ def make_plan(options: Options, where: str) -> Plan:
     """The points that the options select on that device, and the file name."""
     if options.direction not in (None, *DIRECTIONS):
         raise value_error("--pass", repr(options.direction), ", ".join(DIRECTIONS))
+    if options.calls is not None and options.grid != "options":
+        raise value_error("--calls", "it without --grid options", "the calls of that grid", "Drop --calls")
     suffix = "_graph" if options.use_graph else ""
     if options.grid is not None:
         if options.grid not in GRIDS:
@@ -256,7 +259,7 @@ def make_plan(options: Options, where: str) -> Plan:
         if options.grid == "paper":
             return paper_grid(dtype, suffix, options.direction)
         if options.grid == "options":
-            return options_grid(dtype, suffix, options.direction, is_small)
+            return options_grid(dtype, suffix, options.direction, is_small, options.calls)
         if options.direction not in (None, "fwd"):
             raise value_error("--pass", f"{options.direction!r} with --grid {options.grid}", "fwd")
         if options.grid == "cpu":

@@ -19,8 +19,8 @@ class Option:
     has_alibi: bool = False
     has_bias: bool = False  # (1, heads, seqlen_q, seqlen_k), in the dtype of q
     has_bias_grad: bool = False
-    mask: str = ""  # padding: (batch, 1, 1, seqlen_k); dense: (batch, 1, seqlen_q, seqlen_k)
-    hidden: float = 0.0  # fraction of the mask that is False
+    mask: str = ""  # padding, lengths: (batch, 1, 1, seqlen_k); dense: (batch, 1, seqlen_q, seqlen_k)
+    hidden: float = 0.0  # fraction of the mask that is False, at random; of lengths: at the end of the first sequence
     page_size: int | None = None  # of a cache in pages
     short_keys: int | None = None  # of all sequences of a cache but the first
     is_packed: bool = False  # queries of all sequences one behind the other
@@ -36,11 +36,15 @@ OPTIONS = {
     "bias (1,H,S,S)": Option(has_bias=True),
     "bias with gradient": Option(has_bias=True, has_bias_grad=True),
     "padding mask (B,1,1,S)": Option(mask="padding", hidden=0.1),
+    "padding to lengths S/2 to S": Option(mask="lengths", hidden=0.5),
     "bool mask (B,1,S,S)": Option(mask="dense", hidden=0.2),
     "dropout 0.1": Option(dropout_p=0.1),
     "softcap 30 causal": Option(softcap=30.0),
     "ALiBi causal": Option(has_alibi=True),
     "window 1024 causal": Option(window=1024),
+    "BEiT B256 S197 bias": Option(has_bias=True),
+    "Swin B4096 S49 bias": Option(has_bias=True),
+    "Swin B4096 S64 bias": Option(has_bias=True),
     "SDPA facade": Option(entry="sdpa"),
     "kvcache step": Option(entry="kvcache"),
     "kvcache step Sk128": Option(entry="kvcache"),
@@ -84,7 +88,7 @@ def shapes(option: Option, batch: int, heads: int, seqlen_q: int, seqlen_k: int)
     if option.has_bias:
         found["bias"] = (1, heads, seqlen_q, seqlen_k)
     if option.mask:
-        found["mask"] = (batch, 1, 1 if option.mask == "padding" else seqlen_q, seqlen_k)
+        found["mask"] = (batch, 1, seqlen_q if option.mask == "dense" else 1, seqlen_k)
     if option.has_alibi:
         found["alibi_slopes"] = (heads,)
     return found
@@ -93,11 +97,15 @@ def shapes(option: Option, batch: int, heads: int, seqlen_q: int, seqlen_k: int)
 def make_extras(
     option: Option, sizes: dict[str, tuple[int, ...]], dtype: torch.dtype, generator: torch.Generator
 ) -> Extras:
-    """Random normal bias, random mask, slopes from 1/2 to 1/256 over the heads."""
+    """Random normal bias, random mask or evenly spaced lengths, slopes from 1/2 to 1/256 over the heads."""
     made, device = dict[str, Tensor](), generator.device
     for name, shape in sizes.items():
         if name == "bias":
             made[name] = torch.randn(shape, dtype=dtype, device=device, generator=generator)
+        elif name == "mask" and option.mask == "lengths":
+            batch, seqlen_k = shape[0], shape[-1]
+            lengths = torch.linspace(seqlen_k * (1 - option.hidden), seqlen_k, batch, device=device).round()
+            made[name] = torch.arange(seqlen_k, device=device) < lengths.view(batch, 1, 1, 1)
         elif name == "mask":
             made[name] = torch.rand(shape, device=device, generator=generator) >= option.hidden
         else:

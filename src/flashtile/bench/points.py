@@ -188,6 +188,7 @@ def _serving_points(dtype: str) -> tuple[Point, ...]:
         for batch, keys in ((1, 4096), (1, 65536), (8, 4096), (64, 4096))
         for size in sizes
     ]
+    decode += [replace(plain, batch=64, heads_kv=32, option=_named("decode", size)) for size in (None, 16, 64, 256)]
     mixed = [replace(plain, batch=32, seqlen_k=65536, option=_named("mixed", size)) for size in (None, 16, 64)]
     speculative = [
         replace(plain, batch=batch, seqlen_q=queries, is_causal=True, option=_named("speculative", size))
@@ -209,6 +210,8 @@ def _named(kind: str, page_size: int | None) -> str:
 
 _B4 = Point(4, 16, 16, 4096, 4096, 128, 128)
 _D64 = replace(_B4, head_dim=64, head_dim_v=64)
+_VIT = replace(_D64, batch=256, heads=12, heads_kv=12, seqlen_q=197, seqlen_k=197)
+_SWIN = Point(4096, 6, 6, 49, 49, 32, 32)
 _OPTION_CALLS = {  # name -> problem; a dtype other than the grid's is named
     "plain": _B4,
     "causal": replace(_B4, is_causal=True),
@@ -216,6 +219,7 @@ _OPTION_CALLS = {  # name -> problem; a dtype other than the grid's is named
     "bias (1,H,S,S)": _B4,
     "bias with gradient": _B4,
     "padding mask (B,1,1,S)": _B4,
+    "padding to lengths S/2 to S": _B4,
     "bool mask (B,1,S,S)": _B4,
     "dropout 0.1": _B4,
     "softcap 30 causal": replace(_B4, is_causal=True),
@@ -227,7 +231,12 @@ _OPTION_CALLS = {  # name -> problem; a dtype other than the grid's is named
     "d192/128 causal": replace(_B4, head_dim=192, is_causal=True),
     "d320": replace(_B4, batch=2, heads=8, heads_kv=8, head_dim=320, head_dim_v=320),
     "d512": replace(_B4, batch=1, heads=8, heads_kv=8, head_dim=512, head_dim_v=512),
-    "ViT B256 S197": replace(_D64, batch=256, heads=12, heads_kv=12, seqlen_q=197, seqlen_k=197),
+    "ViT B256 S197": _VIT,
+    "BEiT B256 S197 bias": _VIT,
+    "Swin B4096 S49": _SWIN,
+    "Swin B4096 S49 bias": _SWIN,
+    "Swin B4096 S64": replace(_SWIN, seqlen_q=64, seqlen_k=64),
+    "Swin B4096 S64 bias": replace(_SWIN, seqlen_q=64, seqlen_k=64),
     "BERT B64 S512": replace(_D64, batch=64, heads=12, heads_kv=12, seqlen_q=512, seqlen_k=512),
     "SD cross Sk77": replace(_D64, batch=8, heads=10, heads_kv=10, seqlen_k=77),
     "d40": replace(_D64, batch=8, heads=8, heads_kv=8, head_dim=40, head_dim_v=40),
@@ -240,11 +249,16 @@ _FP32_CALLS = {
 }
 
 
-def options_grid(dtype: str, suffix: str = "", only: str | None = None, is_small: bool = False) -> Plan:
-    """Calls with options and of unusual shapes, both passes or only one. `is_small` is for a CPU."""
+def options_grid(
+    dtype: str, suffix: str = "", only: str | None = None, is_small: bool = False, names: str | None = None
+) -> Plan:
+    """Calls with options and of unusual shapes, both passes or only one. `names` selects calls by parts of their names,
+    separated by commas. `is_small` is for a CPU."""
     calls = {name: replace(point, dtype=dtype) for name, point in _OPTION_CALLS.items()}
     if dtype != "fp32":
         calls.update(_FP32_CALLS)
+    if names is not None:
+        calls = _named_calls(calls, names)
     points = tuple(
         replace(_shrunk(point) if is_small else point, direction=direction, option=name)
         for direction in (("fwd", "bwd") if only is None else (only,))
@@ -252,6 +266,17 @@ def options_grid(dtype: str, suffix: str = "", only: str | None = None, is_small
         if direction != "fwd" or not OPTIONS.get(name, PLAIN).has_bias_grad
     )
     return Plan("options", f"sdpa_options_{dtype}" + (f"_{only.replace('+', '')}" if only else "") + suffix, points)
+
+
+def _named_calls(calls: dict[str, Point], names: str) -> dict[str, Point]:
+    """The calls whose names contain one of these parts, whatever the case."""
+    parts = [part.strip().lower() for part in names.split(",") if part.strip()]
+    unknown = [part for part in parts if not any(part in name.lower() for name in calls)]
+    if unknown or not parts:
+        raise value_error(
+            "--calls", repr(unknown[0] if unknown else names), f"parts of these names: {'; '.join(calls)}"
+        )
+    return {name: point for name, point in calls.items() if any(part in name.lower() for part in parts)}
 
 
 def _shrunk(point: Point) -> Point:

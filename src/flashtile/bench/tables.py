@@ -132,8 +132,9 @@ def options_table(rows: Sequence[Row]) -> Table:
 
 
 def serving_label(row: Row) -> str:
-    """A call of serving in a few words."""
-    return f"B{row.batch} {row.seqlen_q} x {row.seqlen_k}, {row.option}"
+    """A call of serving in a few words. Grouped heads are the rule."""
+    heads = f" H{row.heads}" if row.heads == row.heads_kv else ""
+    return f"B{row.batch}{heads} {row.seqlen_q} x {row.seqlen_k}, {row.option}"
 
 
 def serving_table(rows: Sequence[Row]) -> Table:

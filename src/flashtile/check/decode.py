@@ -25,6 +25,7 @@ _GROUPS = (1, 1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 12, 16, 32, 64)
 # Pages of whole groups of 8 rows; of other sizes; one page for a sequence, as by batch index
 _PAGE_SIZES = {"whole": (8, 16, 32, 64, 128, 256), "odd": (1, 1, 2, 3, 4, 5, 7, 12, 24, 100, 255), "row": ()}
 _PAGES = ("whole", "whole", "whole", "odd", "odd", "row")
+_MAX_KEY_ELEMENTS = 1 << 22  # of k and v together: they are drawn on the host, which takes longer than all else
 
 
 class DecodeDrawer(Drawer):
@@ -75,6 +76,7 @@ class DecodeDrawer(Drawer):
             "seqlen_k": max(1, pick.choice((self.length(), pick.randint(1, 600), pick.randint(300, 5000)))),
         }
         shrink_to(sizes, MAX_SCORES[self.device])
+        _shrink_keys(sizes, plain.head_dim + plain.head_dim_v)
         causal, has_left, has_right = options.band
         scale = (-1 if options.is_scale_negative else 1) * pick.uniform(0.1, 2) / plain.head_dim**0.5
         changes: dict[str, Any] = {
@@ -93,3 +95,16 @@ class DecodeDrawer(Drawer):
             "values": pick.choice(("normal", "normal", "normal", *self.values(options))),
         }
         return Trial(dataclasses.replace(plain, **changes), pick.randrange(1 << 31), False)
+
+
+def _shrink_keys(sizes: dict[str, int], dims: int) -> None:
+    """Makes k and v small enough: fewer sequences first, then heads, then shorter ones."""
+    group = sizes["heads"] // sizes["heads_kv"]
+    while sizes["batch"] * sizes["heads_kv"] * sizes["seqlen_k"] * dims > _MAX_KEY_ELEMENTS:
+        if sizes["batch"] > 1:
+            sizes["batch"] -= 1
+        elif sizes["heads_kv"] > 1:
+            sizes["heads_kv"] -= 1
+            sizes["heads"] = group * sizes["heads_kv"]
+        else:
+            sizes["seqlen_k"] //= 2

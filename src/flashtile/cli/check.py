@@ -71,6 +71,8 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     """Checks the options and returns the job, which returns the exit status."""
     if options.direction not in PASSES:
         raise value_error("--pass", repr(options.direction), ", ".join(PASSES))
+    if options.case is not None:
+        _check_alone(options)
     if options.is_decode and (options.direction == "backward" or options.mutate is not None):
         raise value_error("--decode", "it with --pass backward or --mutate", "forward passes", "Drop one of them")
     check_seconds("--seconds", options.seconds)
@@ -258,17 +260,28 @@ def _backends(names: str | None, device: str, has_fault: bool) -> list[Backend]:
             raise value_error("--mutate", f"it on {device}", "a GPU: faults are planted in CUDA kernels")
     if names is None:
         return here
-    chosen = []
-    for name in filter(None, (part.strip() for part in names.split(","))):
-        backend = registry.find(name)
-        if backend not in here:
-            raise value_error("--backends", name, f"those for {device} here: {', '.join(known.name for known in here)}")
-        chosen.append(backend)
+    known = {backend.name: backend for backend in here}
+    chosen = [name for name in (part.strip() for part in names.split(",")) if name]
+    for name in chosen:
+        if name not in known:
+            raise value_error("--backends", repr(name), f"those for {device} here: {', '.join(known)}")
     if not chosen:
-        raise value_error(
-            "--backends", repr(names), f"names of {', '.join(known.name for known in here)}, separated by commas"
-        )
-    return chosen
+        raise value_error("--backends", repr(names), f"names of {', '.join(known)}, separated by commas")
+    return [known[name] for name in chosen]
+
+
+def _check_alone(options: Options) -> None:
+    """A problem says its own seed and pass. What draws problems or plants faults would be ignored."""
+    others = {
+        "--problems": options.problems is not None,
+        "--seed": options.seed is not None,
+        "--pass": options.direction != "both",
+        "--decode": options.is_decode,
+        "--mutate": options.mutate is not None,
+    }
+    given = ", ".join(name for name, is_given in others.items() if is_given)
+    if given:
+        raise value_error("--case", f"it with {given}", "--case without them: a problem says its own seed and pass")
 
 
 def _reuse(problems: int | None, is_decode: bool = False) -> int:
@@ -316,9 +329,9 @@ def _faults(names: str, arch: Arch | None) -> list[Mutation]:
     if names == "all":
         return list(known.values())
     chosen = [name.strip() for name in names.split(",") if name.strip()]
-    for name in chosen:
+    for name in chosen or [names]:
         if name not in known:
-            raise value_error("--mutate", name, f"all, or some of {', '.join(known)}")
+            raise value_error("--mutate", repr(name), f"all, or some of {', '.join(known)}")
     return [known[name] for name in chosen]
 
 

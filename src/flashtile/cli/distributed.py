@@ -59,7 +59,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     if options.heads < 1 or options.heads_kv < 1 or options.heads % options.heads_kv:
         raise value_error("--heads", f"{options.heads} over {options.heads_kv}", "a multiple of --heads-kv")
     if not 1 <= options.head_dim <= 512:
-        raise value_error("--head-dim", options.head_dim, "1 to 512")
+        raise value_error("--head-dim", str(options.head_dim), "1 to 512")
     folder = None if options.out is None else writable_folder(options.out)
 
     def run() -> int:
@@ -106,6 +106,8 @@ def prepare_check(options: CheckOptions, arguments: Sequence[str]) -> Callable[[
         raise value_error("--device", "'cuda' without a GPU", "cpu")
     if options.backend == "nccl" and options.device == "cpu":
         raise value_error("--backend", "'nccl' on a CPU", "gloo")
+    if options.seconds is not None and not options.seconds >= 0:  # NaN is not
+        raise value_error("--seconds", str(options.seconds), "0 or more")
     folder = None if options.out is None else writable_folder(options.out)
 
     def run() -> int:

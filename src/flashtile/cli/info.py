@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import platform
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -183,10 +184,10 @@ def _show(as_json: bool, html: Path | None) -> int:
     facts = collect()
     if html is not None:
         write_whole(html, page(facts))
-        print(f"Written: {html}")
-    elif as_json:
+        print(f"Written: {html}", file=sys.stderr if as_json else sys.stdout)
+    if as_json:
         print(json.dumps(facts, indent=2))
-    else:
+    elif html is None:
         found = Table("what", "found", title=f"flashtile {facts['flashtile']}", title_justify="left")
         for line in found_lines(facts):
             found.add_row(*line)

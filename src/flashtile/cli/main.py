@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -16,7 +17,7 @@ from flashtile.cli import check as check_command
 from flashtile.cli import compile as compile_command
 from flashtile.cli import distributed as distributed_command
 from flashtile.cli import info as info_command
-from flashtile.errors import Unsupported
+from flashtile.errors import Unsupported, value_error
 from flashtile.ladder import command as ladder_command
 from flashtile.profile import command as profile_command
 from flashtile.report import command as report_command
@@ -169,6 +170,9 @@ def bench(
     tiles: Annotated[
         bool, typer.Option("--tiles", help="Compare tiles of the forward kernels; takes --dtype, --out and --json.")
     ] = False,
+    calls: Annotated[
+        str | None, typer.Option(help="Of --grid options: only calls whose names contain one of these parts.")
+    ] = None,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(metavar="A.csv B.csv", help="Print and write the ratios of two runs.")
     ] = None,
@@ -177,11 +181,17 @@ def bench(
     options = bench_command.Options(
         grid, full, seqlens, dtype, batch, heads, heads_kv, head_dim, causal, direction, backends, device, out,
         as_json, graph, seconds,
-        call_limit, compile_limit, overhead, cold,
+        call_limit, compile_limit, overhead, cold, calls,
     )  # fmt: skip
     if compare:
-        _run(lambda: bench_command.prepare_compare(*compare, out, as_json))
+        _run(lambda: _prepare_compare(compare, options, tiles))
     _run(lambda: (tiles_command if tiles else bench_command).prepare(options, sys.argv[1:]))
+
+
+def _prepare_compare(files: tuple[Path, Path], options: bench_command.Options, has_tiles: bool) -> Callable[[], int]:
+    if has_tiles or replace(options, out=None, as_json=False) != bench_command.Options():
+        raise value_error("--compare", "options of a sweep beside it", "--out and --json", "Drop the others")
+    return bench_command.prepare_compare(*files, options.out, options.as_json)
 
 
 @app.command()

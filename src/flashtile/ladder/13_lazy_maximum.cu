@@ -15,7 +15,7 @@
 //            2.1 times as fast. 1.03 to 1.05 times the speed of the production kernel, which also takes every option.
 //
 // Threads and shared memory: as in 12.
-// launch: block_m=128 block_n=(64 if d<=64 else 48)|16 threads=128
+// launch: block_m=128 block_n=(64 if d<=64 else 48 if arch<100 else 32)|16 threads=128
 // launch: shared=2*((d+63)//64*64)*(block_m+4*block_n) arch=80 dtype=bf16
 
 using bf16 = unsigned short;  // its bits
@@ -83,14 +83,15 @@ __device__ void copy_tile(bf16 (*tile)[kHeadDim], const bf16* tensor, int first,
   int r = threadIdx.x / (kHeadDim / 8), c = threadIdx.x % (kHeadDim / 8) * 8;
   if constexpr (IS_WIDE) {
     unsigned target = address_of(tile, r, c);
-    const bf16* source = tensor + static_cast<size_t>(first + r) * HEAD_DIM + c;
-    bool is_column = HEAD_DIM == kHeadDim || c < HEAD_DIM;
+    unsigned source = static_cast<unsigned>(first + r) * p.head_dim + c;  // inside of a head
+    int column_bytes = c < p.head_dim ? 16 : 0;
 #pragma unroll
     for (int step = 0; step < kRows; step += kRowStep) {
-      bool is_inside = is_column && (!kHasTail || first + r + step < p.seqlen);
+      int num_bytes = !kHasTail || first + r + step < p.seqlen ? column_bytes : 0;
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target + step * kHeadDim * 2),
-                   "l"(is_inside ? source + step * HEAD_DIM : tensor), "r"(is_inside ? 16 : 0)
+                   "l"(tensor + source), "r"(num_bytes)
                    : "memory");
+      source += kRowStep * p.head_dim;
     }
   } else {
 #pragma unroll 1

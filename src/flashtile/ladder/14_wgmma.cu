@@ -8,9 +8,9 @@
 // Predicted: no ldmatrix is left. Each product is waited for, so that tensor cores and exponential units take turns:
 //            512 clocks each for 64 queries and 128 keys at d 64, unless another warpgroup fills in. 1.2 times as
 //            fast as 13.
-// Measured:  full 1.22 ms and causal 0.684 ms at d 64: slower than 13, 0.8 of its speed causal. With one block of 8
-//            warps that waits for each product nothing runs under the softmax. Full at d 128 1.71 ms, 1.18 times as
-//            fast as 13: there the products are twice as long.
+// Measured:  full 1.21 ms and causal 0.680 ms at d 64: 0.64 and 0.65 of the speed of 13. With one block of 8 warps
+//            that waits for each product nothing runs under the softmax, and a third of the instructions compute
+//            addresses. At d 128 1.85 and 1.03 ms, 0.73 and 0.75 of it.
 //
 // Threads: warpgroup g has rows 64 g .. 64 g + 63, warp w of it rows 16 w on; lanes as in 08.
 // Shared memory: sQ [slab][kBlockM][64], sK, sV [stage][slab][kBlockN][64], slabs of 64 columns, swizzled.

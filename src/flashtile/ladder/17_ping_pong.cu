@@ -5,7 +5,8 @@
 // Why:       in 16 a warpgroup waits for each of its products; that another one fills the gap is left to chance.
 // Predicted: tensor cores and exponential units are both busy most of the time: 1.15 times as fast. 96 registers hold
 //            S and P at once.
-// Measured:  on no GPU yet; the figures above are predictions.
+// Measured:  full 0.530 ms and causal 0.332 ms at d 64: 1.03 and 1.04 times as fast, less than predicted. Three
+//            consumers left to chance already fill most of each other's gaps. At d 128, with two, 0.907 and 0.508 ms.
 //
 // Threads and shared memory: as in 16.
 // launch: block_m=(192 if d<=64 else 128) block_n=128 threads=(512 if d<=64 else 384)

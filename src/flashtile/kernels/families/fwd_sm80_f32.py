@@ -11,12 +11,14 @@ from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.fwd_sm80 import QUERY_TILE_BYTES
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
+from flashtile.kernels.length_class import FewQueries
 from flashtile.kernels.plan import SplitRule, Step
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CallLayout, Features, PlanKey, cpp_bool
 
 # TF32 has 8 times the rate of FMA there. On consumer GPUs it has about the same, and three products are slower
 _FAST_TF32 = (80, 90, 100)
+_FEW = FewQueries(64, 1)
 
 
 class Tile(NamedTuple):
@@ -86,12 +88,19 @@ class FwdSm80F32(Family[Sm80F32Row]):
     dtypes = ("float32",)
     head_dims = tuple(sorted(_TILES))
     features = Family.features - {"is_paged"}
+    length_classes = (_FEW,)
     takes_out_dtypes = False
 
     def refuse_arch(self, arch: Arch) -> str | None:
         if arch.number < min(_FAST_TF32):
             return f"{arch.name} has no TF32 products"
         return None if arch.number in _FAST_TF32 else f"FMA is as fast as three TF32 products on {arch.name}"
+
+    def refuse(self, key: PlanKey) -> str | None:
+        reason = super().refuse(key)
+        if reason is None and key.length(_FEW):
+            reason = f"at most {_FEW.tile_rows} queries: most rows of its tiles would be empty"
+        return reason
 
     def every_row(self, dtype: str) -> Iterator[Sm80F32Row]:
         for dims, tiles in _TILES.items():

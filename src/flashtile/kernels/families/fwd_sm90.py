@@ -8,19 +8,21 @@ from typing import NamedTuple
 
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import combine, mask_bits, mask_workspaces, partial_results, query_grid
-from flashtile.kernels.length_class import PackedHeads, RaggedQueries
+from flashtile.kernels.length_class import PackedHeads, RaggedQueries, SmallGrid
 from flashtile.kernels.params import FwdSm90Params, Struct
 from flashtile.kernels.plan import MapPatch, SplitRule, Step
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
-_PACKED_HEADS, _RAGGED = PackedHeads(64, 128), RaggedQueries(192, 128, 105)
+_PACKED_HEADS = PackedHeads(64, 128)
+_RAGGED, _VERY_RAGGED = RaggedQueries(192, 128, 105), RaggedQueries(192, 128, 113)
+_SMALL = SmallGrid(128)
 _WARP_ROWS = 16  # rows of O that a warp stores
 _WARPGROUP_ROWS = 64
 _WORK_ITEMS, _QUERY_TILE_BYTES = 3, 72  # WorkItemRing, QueryTile (attn/work_item.cuh)
 _MAX_SHARED_BYTES = 227 * 1024  # FwdBiasTiles (kernels/fwd_sm90_options.cuh) has two stages where they fit
 
-_LIGHT = frozenset({"has_bool_mask", "has_alibi", "has_softcap"})  # options that take few registers
+_LIGHT = frozenset({"has_bool_mask", "has_alibi", "has_softcap", "is_paged"})  # options that take few registers
 
 
 class Tile(NamedTuple):
@@ -41,7 +43,8 @@ class Tile(NamedTuple):
         """It holds the options of a call without a spill. The softcap of float16 takes more registers."""
         if features.bias_dtype == "float32" and not self.takes_float_bias:
             return False
-        is_light = any(getattr(features, name) for name in self.alone) and not features.has_lengths
+        is_light = any(getattr(features, name) for name in self.alone)
+        is_light = is_light and (features.is_paged or not features.has_lengths)
         is_light = is_light and not (features.has_softcap and dtype == "float16")
         return features.num_score_options <= self.max_options or (is_light and features.num_score_options == 1)
 
@@ -49,6 +52,7 @@ class Tile(NamedTuple):
 # By padded head_dim and head_dim_v; the first that takes a call is chosen. Measured on an NVIDIA H200: docs/sm90.md.
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
     (64, 64): (
+        Tile(192, 128, num_stages=4, scales_lazily=True, max_options=0),
         Tile(192, 128, num_stages=4, max_options=0, alone=_LIGHT),
         Tile(128, 128, max_options=3),
         Tile(128, 64),
@@ -167,7 +171,7 @@ class FwdSm90(Family[Sm90Row]):
     head_dims = tuple(sorted(_TILES))
     features = Family.features - {"is_aligned16"}
     takes_overlapping_rows = False
-    length_classes = (_PACKED_HEADS, _RAGGED)
+    length_classes = (_PACKED_HEADS, _RAGGED, _VERY_RAGGED, _SMALL)
     needs_wgmma = True
     takes_any_scale = False
 
@@ -226,8 +230,11 @@ class FwdSm90(Family[Sm90Row]):
 
 
 def _tiles(dims: tuple[int, int], key: PlanKey) -> list[Tile]:
-    """The tiles in order of preference: where a tile would have many rows without a query, it comes last."""
-    is_ragged = key.length(_RAGGED) and not key.features.has_band
+    """The tiles in order of preference: where a tile would have many rows without a query, it comes last. In plain
+    calls with more than one tile for each block, blocks share such tiles evenly (kRotates). A deterministic call must
+    not depend on their number."""
+    is_shared = not key.features.num_options and not key.length(_SMALL) and not key.is_deterministic
+    is_ragged = key.length(_VERY_RAGGED if is_shared else _RAGGED) and not key.features.has_band
     return sorted(_TILES[dims], key=lambda tile: bool(is_ragged and not tile.takes_ragged))
 
 

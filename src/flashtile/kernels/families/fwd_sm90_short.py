@@ -152,12 +152,13 @@ class FwdSm90Short(Family[Sm90ShortRow]):
 
 
 def _is_faster(key: PlanKey) -> bool:
-    """Measured to be faster than fwd_sm90: one tile; S 512 and 1024 at d 64; S 512 at d 128, causal."""
+    """Measured to be faster than fwd_sm90: one tile; d 64 at S 512, and at S 1024 causal; d 128 at S 512, causal."""
     head_dim = max(key.head_dim, key.head_dim_v)
     if _is_single(key) or key.length(_KEYS) not in (_SOME, _MANY):
         return _is_single(key)
-    is_banded = key.features.has_band and key.length(_KEYS) == _SOME
-    return 32 < head_dim <= 64 or (is_banded and key.head_dim == key.head_dim_v == 128)
+    is_banded, has_some = key.features.has_band, key.length(_KEYS) == _SOME
+    is_wide = key.head_dim == key.head_dim_v == 128
+    return (32 < head_dim <= 64 and (is_banded or has_some)) or (is_wide and is_banded and has_some)
 
 
 def _bias_step(bias_dtype: str, num_steps: int) -> Step:

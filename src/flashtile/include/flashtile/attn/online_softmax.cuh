@@ -21,6 +21,21 @@ FT_DEVICE float shift_of(float m) { return m == -infinity() ? 0.0f : m; }
 constexpr float kSimtRescaleThreshold = 1.0f;
 FT_DEVICE float raised_max(float m, float tile_max) { return tile_max > m + kSimtRescaleThreshold ? tile_max : m; }
 
+// The maximum of a row after a tile, of which it may be the first. Scope: thread.
+template <bool kIsFirst>
+FT_DEVICE float joined_max(float m, float tile_max) {
+  if constexpr (mutates(Mutation::fwd_sm90_stale_max)) return kIsFirst ? tile_max : m;
+  return kIsFirst ? tile_max : fmaxf(m, tile_max);
+}
+
+// Rescales a thread's two rows of O. Scope: thread.
+template <i32 kOutputs>
+FT_DEVICE void rescale_rows(const float (&alpha)[2], float (&rO)[kOutputs]) {
+  if constexpr (mutates(Mutation::fwd_sm90_rescale)) return;
+#pragma unroll
+  for (i32 x = 0; x < kOutputs; ++x) rO[x] *= alpha[x / 2 % 2];
+}
+
 // The softmax state of a thread's two rows of a score fragment (tile/fragment.cuh). Maxima are of scores as they come:
 // dot products, or scores in their unit. `factor` > 0 turns both into base 2. l is this thread's part of the row sum;
 // the epilogue adds up the quad.
@@ -57,12 +72,9 @@ struct OnlineSoftmax {
         tile_max[0] = fmaxf(tile_max[0], rS[4 * b + 2 * r]);
         tile_max[1] = fmaxf(tile_max[1], rS[4 * b + 2 * r + 1]);
       }
-      m_new[r] = quad_max(fmaxf(tile_max[0], tile_max[1]));
-      if constexpr (!kIsFirst) m_new[r] = fmaxf(m[r], m_new[r]);
+      m_new[r] = joined_max<kIsFirst>(m[r], quad_max(fmaxf(tile_max[0], tile_max[1])));
     }
     is_raised = true;
-    if constexpr (mutates(Mutation::fwd_sm90_stale_max))
-      if (!kIsFirst) m_new[0] = m[0], m_new[1] = m[1];
     if constexpr (kRescalesLazily && !kIsFirst) {
       // Keep the old maxima while they are close enough for every row of the warp
       bool is_far =
@@ -111,10 +123,7 @@ struct OnlineSoftmax {
   // Rescales O to the new maxima. Scope: thread.
   template <i32 kOutputs>
   FT_DEVICE void rescale(float (&rO)[kOutputs]) const {
-    if (!is_raised) return;
-    if constexpr (mutates(Mutation::fwd_sm90_rescale)) return;
-#pragma unroll
-    for (i32 x = 0; x < kOutputs; ++x) rO[x] *= alpha[x / 2 % 2];
+    if (is_raised) rescale_rows(alpha, rO);
   }
 };
 

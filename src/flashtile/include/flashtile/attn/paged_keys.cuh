@@ -19,15 +19,15 @@ namespace flashtile {
 
 constexpr i32 kSmallestBox = 8;  // rows: smaller ones are slower than cp.async
 
-// kIsOnce: no other block reads these keys.
-template <i32 kRows, i32 kNumWarps, bool kIsOnce = false>
+// kIsOnce: no other block reads these keys. kSavesRegisters: what follows from the thread's number is computed where it
+// is used.
+template <i32 kRows, i32 kNumWarps, bool kIsOnce = false, bool kSavesRegisters = false>
 struct PagedKeys {
   static constexpr i32 kWarpRows = kRows / kNumWarps;  // that a warp copies by cp.async
+  static constexpr i32 kUnrolledRows = kIsOnce ? 4 : 1;  // few warps that copy: each has more copies under way
   static_assert(kWarpRows * kNumWarps == kRows && kWarpRows % 4 == 0 && kWarpRows <= 32 && kRows / kSmallestBox <= 32);
 
   const Params& p;
-  bool copies_boxes;
-  i32 box_rows;
 
   // This lane's box or row: its page, -1 if it is behind the last key, and its row there.
   struct Place {
@@ -37,22 +37,29 @@ struct PagedKeys {
   // Scope of all up to copy: thread (uniform in a block).
 
   // The rows of a box of the maps: the largest power of two that divides both a page and a tile.
-  FT_DEVICE explicit PagedKeys(const Params& params) : p(params) {
+  FT_DEVICE explicit PagedKeys(const Params& params) : p(params) {}
+  FT_DEVICE i32 box_rows() const {
     i32 bits = p.page_size | kRows;
-    box_rows = bits & -bits;
-    copies_boxes = p.leftpad_k == nullptr && box_rows >= kSmallestBox;
+    return bits & -bits;
   }
+  FT_DEVICE bool copies_boxes() const { return p.leftpad_k == nullptr && box_rows() >= kSmallestBox; }
   // How often the producer arrives at the barrier of a tile.
-  FT_DEVICE u32 num_arrivals() const { return copies_boxes ? 1 : 32 * kNumWarps; }
+  FT_DEVICE u32 num_arrivals() const { return copies_boxes() ? 1 : 32 * kNumWarps; }
 
-  FT_DEVICE static i32 warp() { return static_cast<i32>(threadIdx.x / 32) % kNumWarps; }
+  // The thread's number. The compiler keeps nothing that follows from a volatile read.
+  FT_DEVICE static u32 thread() {
+    u32 x = threadIdx.x;
+    if constexpr (kSavesRegisters) asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+  }
+  FT_DEVICE static i32 warp() { return static_cast<i32>(thread() / 32 % kNumWarps); }
   // This lane's box of a tile, if the tile has so many.
-  FT_DEVICE static i32 box() { return static_cast<i32>(threadIdx.x % 32) * kNumWarps + warp(); }
+  FT_DEVICE static i32 box() { return static_cast<i32>(thread() % 32) * kNumWarps + warp(); }
 
   // Where this lane's part of tile n is. Scope: thread.
   FT_DEVICE Place find(const Sequence& s, i32 n) const {
-    i32 lane = threadIdx.x % 32;
-    i32 row_in_tile = copies_boxes ? box() * box_rows : lane < kWarpRows ? warp() * kWarpRows + lane : kRows;
+    i32 lane = thread() % 32;
+    i32 row_in_tile = copies_boxes() ? box() * box_rows() : lane < kWarpRows ? warp() * kWarpRows + lane : kRows;
     i32 j = n * kRows + row_in_tile;
     if (row_in_tile >= kRows || j >= s.seqlen_k) return {-1, 0};
     i32 at = static_cast<i32>(s.k_row) + j, slot = at / p.page_size;
@@ -66,7 +73,7 @@ struct PagedKeys {
   template <i32 kSlabs, typename T>
   FT_DEVICE void copy(T* tile, const TensorMap& map, const T* base, const Strides& strides, i32 num_columns, u64& full,
                       Place place, i32 head, i32 num_keys) const {
-    if (copies_boxes) {
+    if (copies_boxes()) {
       copy_box<kSlabs>(tile, map, strides, full, place, head, num_keys);
     } else {
       copy_rows<kSlabs>(tile, base + head * strides.head, strides, num_columns, full, place);
@@ -80,7 +87,7 @@ struct PagedKeys {
                           i32 num_keys) const {
     // The first lane of all arrives for all boxes. Some may have completed before: the barrier counts down, too.
     if (box() == 0) {
-      i32 num_rows = ceil_div(min_of(num_keys, kRows), box_rows) * box_rows;
+      i32 num_rows = (min_of(num_keys, kRows) + box_rows() - 1) & -box_rows();  // whole boxes
       mbarrier_arrive_expect(full, num_rows * kSlabs * 128);
     }
     if (place.page < 0) return;
@@ -88,7 +95,7 @@ struct PagedKeys {
     i32 map_head = strides.head == 0 ? 0 : head, map_page = strides.batch == 0 ? 0 : place.page;
 #pragma unroll
     for (i32 slab = 0; slab < kSlabs; ++slab) {
-      T* box_rows_at = tile + (slab * kRows + box() * box_rows) * 64;
+      T* box_rows_at = tile + (slab * kRows + box() * box_rows()) * 64;
       if constexpr (kIsOnce) {
         load_box_once(box_rows_at, map, full, slab * 64, place.row, map_head, map_page);
       } else {
@@ -101,9 +108,9 @@ struct PagedKeys {
   template <i32 kSlabs, typename T>
   FT_DEVICE void copy_rows(T* tile, const T* base, const Strides& strides, i32 num_columns, u64& full,
                            Place place) const {
-    i32 lane = threadIdx.x % 32, chunk = lane % 8;
+    i32 lane = thread() % 32, chunk = lane % 8;
     u32 first = shared_address(tile) + warp() * kWarpRows * 128;
-#pragma unroll 1
+#pragma unroll kUnrolledRows
     for (i32 r = lane / 8; r < kWarpRows; r += 4) {
       i32 page = __shfl_sync(0xffffffffu, place.page, r), row = __shfl_sync(0xffffffffu, place.row, r);
       const T* source = base + max_of(page, 0) * strides.batch + row * strides.row + chunk * 8;

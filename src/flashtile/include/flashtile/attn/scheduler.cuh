@@ -11,11 +11,16 @@
 // each of which costs half a pair, come last and one by one.
 //
 // Where sequences share a bias (kSharesBias), those of one head are consecutive: one of them reads it to L2 for all.
+//
+// The last tile of a head may have few queries and cost less than the others. Where the number of blocks is a multiple
+// of the number of tiles, a block would get the same tile of every head: with kRotates, block b takes the tile of block
+// b + r in round r instead, so that all blocks get their share of the cheap ones.
 #pragma once
 
 #include "flashtile/attn/config.cuh"
 #include "flashtile/attn/params.cuh"
 #include "flashtile/core/math.cuh"
+#include "flashtile/core/mutation.cuh"
 
 namespace flashtile {
 
@@ -23,8 +28,9 @@ struct TileCoord {
   i32 m_block, split, head, batch;
 };
 
-template <class Mask, bool kPacksHeads, bool kSharesBias = false>
+template <class Mask, bool kPacksHeads, bool kSharesBias = false, bool kRotates = false>
 struct TileScheduler {
+  static_assert(!kRotates || !Mask::kHasBand, "pairs cost the same in every block");
   i32 num_m_blocks, num_indices;
   i32 num_pairs;   // units that are pairs; 0: every unit is a tile
   i32 num_middle;  // tiles of each head that are not in a pair
@@ -55,6 +61,11 @@ struct TileScheduler {
   FT_DEVICE i32 first() const { return static_cast<i32>(blockIdx.x) * (is_paired() ? 2 : 1); }
   FT_DEVICE i32 next(i32 index) const {
     i32 grid = static_cast<i32>(gridDim.x);
+    if constexpr (kRotates) {
+      bool is_last = index % grid == grid - 1;
+      if constexpr (mutates(Mutation::fwd_sm90_rotation)) is_last = false;
+      return index + grid + 1 - (is_last ? grid : 0);
+    }
     if (!is_paired()) return index + grid;
     return index % 2 == 0 && index < 2 * num_pairs ? index + 1 : (index / 2 + grid) * 2;
   }

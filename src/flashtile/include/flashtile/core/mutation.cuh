@@ -28,6 +28,8 @@ enum class Mutation {
   fwd_sm90_split,        // every split processes the keys of the first one
   fwd_sm90_page,         // keys after the first page are read from the page before
   fwd_sm90_later_tile,   // a block repeats its first query tile instead of its fourth
+  fwd_sm90_guess,        // probabilities by the maxima of earlier tiles are kept however large they are
+  fwd_sm90_rotation,     // the last block of a round skips a round
   fwd_sm90_mask_bits,    // neighbouring keys swap their bits of a bool mask
   fwd_sm90_mask_tiles,   // tiles count as fully seen if one lane's rows of the mask are
   fwd_sm90_mask_row,     // every query but the first uses the bool mask of the query before

@@ -17,6 +17,7 @@
 #include "flashtile/attn/online_softmax.cuh"
 #include "flashtile/attn/paged_keys.cuh"
 #include "flashtile/attn/score_fragment.cuh"
+#include "flashtile/attn/unused_rows.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/ptx/dependent_launch.cuh"
 #include "flashtile/ptx/signal.cuh"
@@ -468,6 +469,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kNumBlocks)
   preload_params(params.base, warp, Config::kNumThreads / 32, shared.stats);
   if (warp < 4) {
     if (threadIdx.x == 0) Kernel::init(params.base, shared);
+    clear_unused_rows<Config>(params.base, shared.sQ);
     wait_for_previous();
     __syncthreads();
     Kernel::consume(params, shared);

@@ -17,10 +17,12 @@
 #pragma once
 
 #include "flashtile/attn/dropout.cuh"
+#include "flashtile/attn/lazy_softmax.cuh"
 #include "flashtile/attn/merge.cuh"
 #include "flashtile/attn/online_softmax.cuh"
 #include "flashtile/attn/paged_keys.cuh"
 #include "flashtile/attn/score_fragment.cuh"
+#include "flashtile/attn/unused_rows.cuh"
 #include "flashtile/attn/work_item.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/core/timeline.cuh"
@@ -38,6 +40,9 @@ namespace flashtile {
 template <class Config, class Mask, class ScoreMod, class SeqInfo>
 struct alignas(1024) FwdSm90Storage {
   using T = typename Config::Element;
+  // Not with masks, score modifiers and lengths: the producer has no registers for it
+  static constexpr bool kRotates =
+      !Mask::kHasBand && !Mask::kHasBool && !ScoreMod::kChangesScores && !SeqInfo::kHasLengths && !Config::kPacksHeads;
   T sQ[Config::kNumConsumers][Config::kElementsQ];
   T sK[Config::kNumStages][Config::kElementsK];
   T sV[Config::kNumStages][Config::kElementsV];
@@ -45,7 +50,7 @@ struct alignas(1024) FwdSm90Storage {
   u64 full_q[Config::kNumConsumers], empty_q[Config::kNumConsumers];
   u64 full_k[Config::kNumStages], empty_k[Config::kNumStages];
   u64 full_v[Config::kNumStages], empty_v[Config::kNumStages];
-  TileScheduler<Mask, Config::kPacksHeads, ScoreMod::kHasBias> scheduler;
+  TileScheduler<Mask, Config::kPacksHeads, ScoreMod::kHasBias, kRotates> scheduler;
   WorkItemRing<WorkItem<Config, Mask, SeqInfo>> work_items;
   FwdBiasTiles<Config, typename ScoreMod::BiasElement> bias;
 };
@@ -58,19 +63,27 @@ struct FwdSm90 {
   using Options = FwdSm90Options<Config, Mask, ScoreMod, SeqInfo>;
   using Walk = TileWalk<Mask::kHasBool>;
   using Stages = KeyRing<Config::kNumStages, KvSource::kIsPaged>;
-  using Pages = PagedKeys<Config::kBlockN, 4>;
+  using Pages = PagedKeys<Config::kBlockN, 4, false, (Config::kNumConsumers > 2)>;
   using Tile = QueryTile<Config, Mask, SeqInfo>;
   using Item = WorkItem<Config, Mask, SeqInfo>;
   using Packing = HeadPacking<Config>;
   using Rows = FragmentRows<Config>;
-  using Softmax = OnlineSoftmax<Config::kRescalesLazily, ScoreMod::kHasBias>;
   static constexpr bool kIsNatural = ScoreMod::kHasBias;
   static constexpr i32 kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
+  static constexpr bool kIsBranching = Config::kRescalesLazily && Config::kIsSoftmaxBound && !kHasOptions;
+  using Softmax = typename SoftmaxKind<kIsBranching, Config::kRescalesLazily, ScoreMod::kHasBias>::Type;
+  // Under a band, unmasked tiles run a loop of their own
+  static constexpr bool kSeparatesMasked = Mask::kHasBand && !kHasOptions && Config::kIsSoftmaxBound;
+  // Unmasked tiles take the maxima of the tiles before: theirs are found only if probabilities grow. With 128 columns
+  // the vote of the warpgroup costs more than that saves.
+  static constexpr bool kGuessesMaximum = kIsBranching && Config::kHeadDimV <= 64;
   static_assert(!KvSource::kIsPaged || (!ScoreMod::kHasBias && !Mask::kHasBool), "all producer warps copy pages");
-  // Registers per thread: warps that copy a bias or pages need more
-  static constexpr i32 kPageRegisters = KvSource::kIsPaged && Config::kNumConsumers > 1 ? 8 * Config::kNumConsumers : 0;
+  // Registers per thread: warps that copy a bias or pages need more. Beside three consumers there are none to spare: the
+  // producer looks up pages when it needs them, one tile late, and keeps no number that it can find again.
+  static constexpr bool kSavesRegisters = KvSource::kIsPaged && Config::kNumConsumers > 2;
+  static constexpr i32 kPageRegisters = KvSource::kIsPaged && Config::kNumConsumers == 2 ? 16 : 0;
   static constexpr i32 kProducerRegisters = Config::kProducerRegisters + (ScoreMod::kHasBias ? 16 : 0) + kPageRegisters;
   static constexpr i32 kConsumerRegisters = Config::consumer_registers(kProducerRegisters);
   // O leaves by TMA through sP. Not with packed sequences: a box does not end at a sequence's last row.
@@ -139,7 +152,7 @@ struct FwdSm90 {
     const Params& p = params.base;
     const auto& scheduler = shared.scheduler;
     Pages pages(p);
-    bool is_first = !KvSource::kIsPaged || threadIdx.x % 128 == 0;
+    auto is_first = [] { return !KvSource::kIsPaged || Pages::thread() % 128 == 0; };
     u32 num_k = 0, num_v = 0, num_items = 0;
     for (i32 index = scheduler.first();; index = scheduler.next(index)) {
       // Fill the next work item. Its slot is free: the producer has waited for the Q of item num_items - 2, which the
@@ -148,7 +161,7 @@ struct FwdSm90 {
       Tile& tile = item.tile;
       bool is_end = index >= scheduler.num_indices;
       sync_producer();
-      if (is_first) {
+      if (is_first()) {
         item.index = num_items;
         item.is_end = is_end;
         if (!is_end) {
@@ -185,12 +198,12 @@ struct FwdSm90 {
       typename Pages::Place place{}, ahead{};
       if (has_keys) {
         place = find_keys(pages, tile, tile.n_end - 1);
-        ahead = find_keys(pages, tile, tile.n_end - 2);
+        if constexpr (!kSavesRegisters) ahead = find_keys(pages, tile, tile.n_end - 2);
         load_k(tile.n_end - 1, place);
       }
       // Find the key tiles of each consumer
       i32 num_heads = Packing::num_heads(p), num_queries = Packing::num_queries(p);
-      for (i32 consumer = 0; consumer < Config::kNumConsumers && !is_end && is_first; ++consumer) {
+      for (i32 consumer = 0; consumer < Config::kNumConsumers && !is_end && is_first(); ++consumer) {
         item.consumers[consumer] = ConsumerTiles::find(p, tile, tile.i_begin + num_queries * consumer);
         if constexpr (Mask::kHasBool) {
           i32 i_first = tile.i_begin + num_queries * consumer;
@@ -201,7 +214,7 @@ struct FwdSm90 {
       // Load Q, consumer by consumer. full_q also publishes the work item, so it completes without a Q too.
       for (i32 consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
         mbarrier_wait(shared.empty_q[consumer], num_items % 2 ^ 1);
-        if (!is_first) continue;
+        if (!is_first()) continue;
         if (has_keys) {
           load<64, Config::kSlabsQK>(shared.sQ[consumer], params.q_map, p.q_strides, shared.full_q[consumer],
                                      num_heads * num_queries,
@@ -214,6 +227,7 @@ struct FwdSm90 {
       ++num_items;
       if (is_end) return;
       if (!has_keys) continue;
+      if constexpr (kSavesRegisters) place = find_keys(pages, tile, tile.n_end - 1);
       // Load the other K and V tiles in the order in which the consumers use them; find pages one tile ahead
       if constexpr (Mask::kHasBool) {
         Walk walk = first_walk(item, 0);
@@ -225,14 +239,17 @@ struct FwdSm90 {
         }
       } else {
         for (i32 n = tile.n_end - 2; n >= tile.n_begin; --n) {
-          typename Pages::Place next = ahead;
-          ahead = find_keys(pages, tile, n - 1);
+          typename Pages::Place next = kSavesRegisters ? find_keys(pages, tile, n) : ahead;
+          if constexpr (!kSavesRegisters) ahead = find_keys(pages, tile, n - 1);
           load_k(n, next);
+          if constexpr (kSavesRegisters) num_v = num_k - 2;
           load_v(n + 1, place);
           place = next;
         }
       }
+      if constexpr (kSavesRegisters) num_v = num_k - 1;
       load_v(tile.n_begin, place);
+      if constexpr (kSavesRegisters) num_items = item.index + 1;
     }
   }
 
@@ -436,6 +453,39 @@ struct FwdSm90 {
       signal_next(consumer);
       // Wait for S; mask it and raise the maximum while O += P V is in flight
       mark(Phase::wait_scores, num_k);
+      if constexpr (kGuessesMaximum) {
+        if constexpr (!kIsMasked) {
+          wgmma_wait<1>();
+          pin_registers(rS);
+          mark(Phase::exponentials, num_k);
+          float sums[2];
+          bool is_low = softmax.guess(factor, rS, sums);
+          mark(Phase::wait_output, num_k);
+          wgmma_wait<0>();
+          pin_registers(rO);
+          mark(Phase::end, num_k);
+          release_stage(shared.empty_v[Stages::stage(num_k - 1)]);
+          pack_probabilities(p, tile, consumer, n * kBlockN, rS, rP);
+          if constexpr (Config::kStoresP) store_fragment(shared.sP[consumer], rP);
+          // A branch of the warpgroup, whose product it is; the vote tells ptxas that it is one of the warp
+          if (__any_sync(0xffffffffu, named_barrier_any(kConsumerBarrier + consumer, 128, is_low))) {
+            // Compute the scores again
+            gemm_abt<T, kBlockN, Config::kHeadDim>(rS, q, k);
+            wgmma_wait<0>();
+            pin_registers(rS);
+            softmax.template raise_maximum<false, true, true>(factor, rS);
+            softmax.template exponentiate<false, true>(factor, rS);
+            pack_probabilities(p, tile, consumer, n * kBlockN, rS, rP);
+            if constexpr (Config::kStoresP) store_fragment(shared.sP[consumer], rP);
+            softmax.rescale(rO);
+          } else {
+            softmax.accept(sums);
+          }
+          release_operands();
+          ++num_k;
+          return;
+        }
+      }
       wgmma_wait<1>();
       pin_registers(rS);
       mark(Phase::maximum, num_k);
@@ -456,16 +506,27 @@ struct FwdSm90 {
       mark(Phase::end, num_k);
       ++num_k;
     };
-    for (n = Mask::kHasBool ? next_tile(item, consumer, walk, n) : n - 1; n >= tile.n_begin;
-         n = Mask::kHasBool ? next_tile(item, consumer, walk, n) : n - 1) {
-      // Without a band or a bool mask only the first tile needs a mask
-      if constexpr (Mask::kHasBand || Mask::kHasBool) {
-        if (needs_mask(n)) {
-          step(Constant<true>());
-          continue;
+    if constexpr (kSeparatesMasked) {
+      // A branch in each step would keep ptxas from overlapping the steps
+      --n;
+#pragma unroll 1
+      for (; n >= tile.n_begin && n >= tiles.unmasked.end; --n) step(Constant<true>());
+#pragma unroll 1
+      for (; n >= tile.n_begin && n >= tiles.unmasked.begin; --n) step(Constant<false>());
+#pragma unroll 1
+      for (; n >= tile.n_begin; --n) step(Constant<true>());
+    } else {
+      for (n = Mask::kHasBool ? next_tile(item, consumer, walk, n) : n - 1; n >= tile.n_begin;
+           n = Mask::kHasBool ? next_tile(item, consumer, walk, n) : n - 1) {
+        // Without a band or a bool mask only the first tile needs a mask
+        if constexpr (Mask::kHasBand || Mask::kHasBool) {
+          if (needs_mask(n)) {
+            step(Constant<true>());
+            continue;
+          }
         }
+        step(Constant<false>());
       }
-      step(Constant<false>());
     }
 
     // Add the last P V
@@ -568,6 +629,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_sm90_kernel(const 
   typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
 
   if (threadIdx.x == 0) Kernel::init(params.base, shared);
+  if constexpr (Config::kPacksHeads) {
+    if (threadIdx.x < 128) clear_unused_rows<Config>(params.base, shared.sQ[0]);
+  }
   __syncthreads();
   if constexpr (mutates(Mutation::fwd_sm90_race))
     if (threadIdx.x == 0) Kernel::init_scheduler(params.base, shared);

@@ -16,9 +16,9 @@
 #pragma once
 
 #include "flashtile/attn/item_walk.cuh"
+#include "flashtile/attn/lazy_softmax.cuh"
 #include "flashtile/attn/mask_bits.cuh"
 #include "flashtile/attn/merge.cuh"
-#include "flashtile/attn/online_softmax.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/kernels/fwd_sm90_short_params.cuh"
 #include "flashtile/tile/epilogue.cuh"
@@ -49,7 +49,7 @@ struct FwdSm90Short {
   using Keys = Ring<Config::kNumStages>;
   static constexpr bool kHasBias = !kIsSame<BiasElement, NoBias>;  // scores are then natural
   static constexpr bool kMayBeEmpty = Mask::kHasBand;              // a row may see no key of its first tiles
-  using Softmax = OnlineSoftmax<false, kHasBias>;
+  using Softmax = typename SoftmaxKind<!Config::kIsOneTile, false, kHasBias>::Type;
   static constexpr i32 kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
   // A tile of over 128 keys takes two products: one would need more registers than ptxas allows it

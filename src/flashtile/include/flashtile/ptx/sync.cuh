@@ -31,6 +31,17 @@ FT_DEVICE void named_barrier_arrive(i32 barrier_idx, i32 num_threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier_idx), "r"(num_threads) : "memory");
 }
 
+// The same for num_threads waiting threads; true in all of them if `flag` is in one. (PTX ISA: barrier, red)
+FT_DEVICE bool named_barrier_any(i32 barrier_idx, i32 num_threads, bool flag) {
+  u32 is_any;
+  jitter();
+  asm volatile("{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, %2, %3, p; selp.u32 %0, 1, 0, q; }"
+               : "=r"(is_any)
+               : "r"(static_cast<u32>(flag)), "r"(barrier_idx), "r"(num_threads)
+               : "memory");
+  return is_any != 0;
+}
+
 // Orders this thread's ordinary shared-memory stores before later TMA and wgmma accesses. Scope: thread.
 // (PTX ISA: membar / fence)
 FT_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -37,6 +37,8 @@ struct Sm90Config {
     return rest < 248 ? rest : 248;
   }
   static constexpr i32 kConsumerRegisters = consumer_registers(kProducerRegisters);
+  // Up to 128 columns the softmax limits the loop, with more the products: loops differ
+  static constexpr bool kIsSoftmaxBound = kHeadDimV <= 128;
   // Tiles are slabs of 64 columns; the last slab may be padded
   static constexpr i32 kSlabsQK = (kHeadDim + 63) / 64;
   static constexpr i32 kSlabsV = (kHeadDimV + 63) / 64;
