@@ -33,9 +33,12 @@ CHUNK, REUSE = 4, 2
 MAX_DEATHS = 3  # of processes, until it is no accident
 _DRAWS = 10  # for each problem that is judged: most draws reach the kernel
 
+_NO_OPTIONS: dict[str, Any] = {"kind": "dense", "causal": "none", "window": (-1, -1), "mask": None, "bias": None, "alibi": None}
+_NO_OPTIONS |= {"softcap": 0.0, "dropout_p": 0.0, "deterministic": None}
 _BAND, _GROUPS = {"causal": "bottom_right"}, {"heads": 4, "heads_kv": 2, "seqlen_q": 150}
 _MANY_TILES = {"seqlen_q": 300, "seqlen_k": 700, "num_splits": 1}
 _RISING = {"values": "huge", "softcap": 0.0, **_MANY_TILES}
+_CROWD = {"kind": "dense", "batch": 16, "heads": 48, "heads_kv": 48, "seqlen_q": 20, "seqlen_k": 20}
 _JUNK_BEHIND = {"kind": "used", "batch": 3}
 _SHARED_BIAS = {"kind": "dense", "bias": "qk", "heads": 2, "heads_kv": 2}
 _BIAS, _MASK = {"kind": "dense", "bias": "hqk", "seqlen_q": 200}, {"kind": "dense", "mask": "qk"}
@@ -52,8 +55,10 @@ NEEDS: dict[str, dict[str, Any]] = {
     "split": {"num_splits": 2, "seqlen_k": 1500},
     "combine_weight": {"num_splits": 3, "seqlen_k": 1500},
     "item": {"seqlen_q": 300},
-    # More query tiles than four for each persistent block
-    "later_tile": {"kind": "dense", "batch": 16, "heads": 48, "heads_kv": 48, "seqlen_q": 20, "seqlen_k": 20},
+    # More query tiles than four for each persistent block; without options these take turns
+    "later_tile": _CROWD,
+    "rotation": {**_CROWD, **_NO_OPTIONS},
+    "guess": {**_RISING, **_NO_OPTIONS, "head_dim": 256, "head_dim_v": 256},
     "mask_offset": _BAND,
     "dq_mask": _BAND,
     "skip": _BAND,
