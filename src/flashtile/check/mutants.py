@@ -33,8 +33,8 @@ CHUNK, REUSE = 4, 2
 MAX_DEATHS = 3  # of processes, until it is no accident
 _DRAWS = 10  # for each problem that is judged: most draws reach the kernel
 
-_NO_OPTIONS: dict[str, Any] = {"kind": "dense", "causal": "none", "window": (-1, -1), "mask": None, "bias": None, "alibi": None}
-_NO_OPTIONS |= {"softcap": 0.0, "dropout_p": 0.0, "deterministic": None}
+_NO_OPTIONS: dict[str, Any] = {"kind": "dense", "causal": "none", "window": (-1, -1), "softcap": 0.0, "dropout_p": 0.0}
+_NO_OPTIONS |= dict.fromkeys(("mask", "bias", "alibi", "deterministic"))
 _BAND, _GROUPS = {"causal": "bottom_right"}, {"heads": 4, "heads_kv": 2, "seqlen_q": 150}
 _MANY_TILES = {"seqlen_q": 300, "seqlen_k": 700, "num_splits": 1}
 _RISING = {"values": "huge", "softcap": 0.0, **_MANY_TILES}
