@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from flashtile.bench import compare, plots, points, providers, tables
 from flashtile.bench.options import OPTIONS as ALL_OPTIONS
-from flashtile.bench.points import Plan, Point, cpu_grid, options_grid, paper_grid
+from flashtile.bench.points import Plan, Point, cpu_grid, float32_grid, options_grid, paper_grid
 from flashtile.bench.providers import by_name, choose
 from flashtile.bench.rows import Row, Writer, read
 from flashtile.bench.sweep import Sweep
@@ -54,7 +54,8 @@ def test_the_options_grid_has_the_calls_in_both_passes():
         4, 32, 8, 4096, 4096, 128, 128, "bf16", True, "bwd", option="GQA 32/8 causal"
     )
     assert named["fp32 d256"].dtype == "fp32"
-    assert set(OPTIONS) - {point.option for point in cpu_grid().points} <= set(named)
+    others = {point.option for grid in (cpu_grid(), float32_grid()) for point in grid.points}
+    assert set(OPTIONS) - others <= set(named)
     assert options_grid("fp16", only="fwd+bwd").stem == "sdpa_options_fp16_fwdbwd"
 
 
@@ -301,7 +302,7 @@ def test_the_cpu_grid_runs(tmp_path: Path):
         (["--grid", "cpu", "--pass", "bwd"], "--pass: got 'bwd' with --grid cpu; accepted: fwd"),
         (["--grid", "cpu", "--dtype", "bf16"], "--dtype: got it with --grid cpu"),
         (["--grid", "options", "--heads", "3"], "--heads: got it with --grid options"),
-        (["--grid", "option"], "--grid: got 'option'; accepted: paper, decode, options, cpu"),
+        (["--grid", "option"], "--grid: got 'option'; accepted: paper, decode, options, float32, cpu"),
     ],
 )
 def test_what_does_not_fit_a_grid_is_refused(arguments: list[str], complaint: str, tmp_path: Path):

@@ -120,6 +120,10 @@ def test_values_are_what_they_say(values: str, dtype: torch.dtype, seed: int) ->
     case = Case(
         dtype=dtype, values=values, mask="bk", bias="bhqk" if values == "masked" else None, head_dim=16, head_dim_v=16
     )
+    if values == "wide" and dtype != torch.float32:
+        with pytest.raises(ValueError, match="values: got 'wide' in torch"):
+            case.make(seed)
+        return
     args = case.make(seed).args
     q, k, v = (tensor.double() for tensor in (args.q, args.k, args.v))
     logits = q @ k.transpose(-1, -2) / 4
@@ -140,6 +144,8 @@ def test_values_are_what_they_say(values: str, dtype: torch.dtype, seed: int) ->
         assert k.norm(dim=-1).amax(-1).min() > 3 * k.norm(dim=-1).median()
     elif values == "constant":
         assert all(torch.equal(tensor.amax(-1), tensor.amin(-1)) for tensor in (q, k, v))
+    elif values == "wide":
+        assert 0 < logits.abs().max() < 64 * 2**0.5
     elif values == "denormal":
         assert 0 < v.abs().max() < limits.smallest_normal
     elif values == "overflow":

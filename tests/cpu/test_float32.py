@@ -37,8 +37,25 @@ def test_one_head_needs_no_workspace(seqlen: int) -> None:
     family = families.select(key)
     assert family.name == "fwd_sm90_f32_direct"
     launch = family.launch(key, CallLayout("bhsd", ()))
-    assert launch.workspaces == ()
+    assert sum(workspace.element_bytes for workspace in launch.workspaces) <= 32
+    assert not any(workspace.values or workspace.quotients for workspace in launch.workspaces)
     assert launch.splits is None
+    banded = dataclasses.replace(key, features=Features(has_band=True))
+    clusters = [family.select(family.kernels[0], one).cluster for one in (key, banded)]
+    assert clusters == {8192: [2, 4], 16384: [1, 2]}.get(seqlen, [8, 8])
+
+
+def test_long_heads_look_at_their_numbers_first() -> None:
+    """float16 parts take half the products of bfloat16 parts, if they hold the numbers."""
+    family, layout = families.find("fwd_sm90_f32_direct"), CallLayout("bhsd", ())
+
+    def kernels(seqlen: int, **features: bool) -> list[str]:
+        key = dataclasses.replace(key_of(one_head(seqlen)), features=Features(**features))
+        return [step.name for step in family.launch(key, layout).steps]
+
+    both = ["fwd_sm90_f32_direct_half_kernel", "fwd_sm90_f32_direct_bf16_kernel"]
+    assert kernels(4096) == kernels(16384, has_bool_mask=True) == both[1:]
+    assert kernels(8192)[-2:] == kernels(16384, has_band=True)[-2:] == both
 
 
 @pytest.mark.parametrize("head_dim", [4, 20, 64])
@@ -68,4 +85,5 @@ def test_rows_that_overlap_are_not_split() -> None:
     for name, grads in (("fwd_sm90_f32", None), ("bwd_sm90_f32", GRADS)):
         key = key_of(Shape(4, 16, 16, 4096, 4096, 64, 64), grads, rows_disjoint=False)
         assert families.find(name).refuse(key) == "rows that overlap in memory"
+        # Kernels that read the rows where they are
         assert families.select(key).name in ("fwd_sm80_f32", "bwd_simt")

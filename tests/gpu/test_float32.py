@@ -10,9 +10,14 @@ from test_sm90 import FEATURES, assert_accurate, jitter, pytestmark  # noqa: F40
 from torch import Tensor
 
 import flashtile
-from flashtile.backends import native
+from flashtile.backends import native, registry
+from flashtile.check.runner import Settings, check
 from flashtile.kernels import assemble, families
-from flashtile.testing import Case
+from flashtile.kernels.families import fwd_sm90_f32_direct
+from flashtile.kernels.families.fwd_sm90_f32_direct import FwdSm90F32Direct
+from flashtile.kernels.length_class import ManyScores
+from flashtile.kernels.mutation import planted
+from flashtile.testing import Case, disagreements, run
 
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (8, 8), (40, 72), (33, 65), (96, 96), (200, 136))
 BACKWARD_HEAD_DIMS = ((64, 64), (128, 128), (40, 72), (33, 65), (256, 256), (200, 136), (129, 250))
@@ -76,40 +81,70 @@ def direct() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(params=["half", "bf16"])
+def direct_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernel of long calls, which looks at the numbers first, and that of short ones, for calls of any length."""
+    least = 0 if request.param == "half" else 62
+    monkeypatch.setattr(fwd_sm90_f32_direct, "_MANY", ManyScores(least))
+    monkeypatch.setattr(FwdSm90F32Direct, "length_classes", (*FwdSm90F32Direct.length_classes, ManyScores(least)))
+    return request.param
+
+
 @pytest.mark.usefixtures("direct")
-def test_error_rule_without_a_pre_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_rule_without_a_pre_pass(direct_parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problems = []
-    for number, (feature, options) in enumerate((FEATURES | {"many keys": {"causal": "top_left"}}).items()):
+    features = FEATURES | {"many keys": {"causal": "top_left"}}
+    if direct_parts == "half":  # takes a band and no other option
+        features = {name: features[name] for name in ("plain", "causal", "top left", "window", "gqa", "many keys")}
+    for number, (feature, options) in enumerate(features.items()):
         seqlen_q, seqlen_k = (130, 2500) if feature == "many keys" else LENGTHS[number % len(LENGTHS)]
         head_dim, head_dim_v = DIRECT_HEAD_DIMS[number % len(DIRECT_HEAD_DIMS)]
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": head_dim, "head_dim_v": head_dim_v}
         problems.append((Case(backend="cuda", deterministic=False, **(sizes | options)), number))
-    assert_accurate(problems, "fwd_sm90_f32_direct_kernel", monkeypatch)
+    assert_accurate(problems, f"fwd_sm90_f32_direct_{direct_parts}_kernel", monkeypatch)
+
+
+@pytest.mark.usefixtures("direct", "direct_parts")
+def test_lost_parts_are_seen_without_a_pre_pass() -> None:
+    """A fault in the line that splits V."""
+    inputs = Case(backend="cuda", seqlen_q=130, seqlen_k=300, head_dim=64, head_dim_v=64, deterministic=False).make(
+        0, "cuda"
+    )
+    assert disagreements(run(inputs, has_backward=False), inputs) == []
+    try:
+        with planted("fwd_sm90_f32_direct_part"), native.python_only():
+            assemble.clear_plans()
+            assert disagreements(run(inputs, has_backward=False), inputs)
+    finally:
+        assemble.clear_plans()
 
 
 @pytest.mark.smoke
 @pytest.mark.usefixtures("direct")
-def test_without_a_pre_pass_there_is_no_workspace() -> None:
-    """Beyond the inputs: the output and lse."""
-    q, k, v = (torch.randn(1, 1, 4096, 64, device="cuda") for _ in range(3))
+@pytest.mark.parametrize("seqlen", [4096, 8192])
+def test_without_a_pre_pass_there_is_no_workspace(seqlen: int) -> None:
+    """Beyond the inputs: the output and lse, and what is known about the numbers."""
+    q, k, v = (torch.randn(1, 1, seqlen, 64, device="cuda") for _ in range(3))
     flashtile.attention(q, k, v, backend="cuda")
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     out = flashtile.attention(q, k, v, backend="cuda")
-    assert torch.cuda.max_memory_allocated() - before <= out.nbytes + 4 * 4096 + 1024
+    assert torch.cuda.max_memory_allocated() - before <= out.nbytes + 4 * seqlen + 1024
 
 
 @pytest.mark.usefixtures("direct")
 @pytest.mark.parametrize("causal", [False, True])
-def test_jitter_without_a_pre_pass_changes_no_bit(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jitter_without_a_pre_pass_changes_no_bit(
+    causal: bool, direct_parts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     q, k, v = (torch.randn(1, heads, 900, 64, device="cuda") for heads in (4, 2, 2))
     expected = flashtile.attention(q, k, v, causal=causal, backend="cuda")
     functions = jitter(monkeypatch)
     with native.python_only():
         for _ in range(20):
             assert torch.equal(flashtile.attention(q, k, v, causal=causal, backend="cuda"), expected)
-    assert any("fwd_sm90_f32_direct_kernel" in unit for unit in functions)
+    assert any(f"fwd_sm90_f32_direct_{direct_parts}_kernel" in unit for unit in functions)
 
 
 @pytest.mark.smoke
@@ -184,9 +219,22 @@ def test_any_range_is_float32_accurate(name: str, head_dim: int) -> None:
 
 @pytest.mark.usefixtures("direct")
 @pytest.mark.parametrize("name", RANGES)
+@pytest.mark.usefixtures("direct_parts")
 def test_any_range_without_a_pre_pass(name: str) -> None:
     """Nothing scales tiny numbers: the third bfloat16 part of one below 2^-110 loses bits, up to 2^-133."""
     assert_any_range(name, 64, smallest=2.0**-133)
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("name", ["normal", "one row of v 1e-12"])
+def test_a_long_head_without_a_pre_pass(name: str) -> None:
+    """A head that is long enough for float16 parts, and one whose numbers they cannot hold."""
+    torch.manual_seed(0)
+    q, k, v = RANGES[name][0](*(torch.randn(1, 1, 8192, 64, device="cuda") for _ in range(3)))
+    out = flashtile.attention(q, k, v, backend="cuda")
+    rows = torch.arange(0, 8192, 37, device="cuda")
+    expected = (q[:, :, rows].double() @ k.double().transpose(-1, -2) / 8).softmax(-1) @ v.double()
+    assert (out[:, :, rows] - expected).norm() / expected.norm() < 6e-7
 
 
 def assert_any_range(name: str, head_dim: int, smallest: float = 1e-44) -> None:
@@ -218,6 +266,16 @@ def test_which_kernel_works(name: str) -> None:
     times = {event.key: event.device_time for event in profile.key_averages()}
     us = {part: next(time for key, time in times.items() if f"fwd_sm90_f32_{part}" in key) for part in ("half", "bf16")}
     assert max(us, key=us.__getitem__) == expected, us
+
+
+def test_numbers_of_very_different_sizes(seed: int) -> None:
+    """A few problems of `flashtile check --float32`, for each family."""
+    torch.use_deterministic_algorithms(False)
+    settings = Settings([registry.find("cuda")], "cuda", seed=seed % 100000, problems=40, reuse=10, is_float32=True)
+    report = check(settings)
+    assert report.ran["cuda"] + sum(report.refused.get("cuda", {}).values()) == 40
+    assert report.families
+    assert not report.failures, report.failures
 
 
 def gradients(tensors: list[Tensor], dout: Tensor, **options: object) -> list[Tensor]:

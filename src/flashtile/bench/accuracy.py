@@ -23,6 +23,7 @@ FULL_SCORES = {"cpu": 2**22, "cuda": 2**26}
 class Verdict:
     max_error: float
     yardstick_error: float
+    relative_error: float
     complaint: str  # empty if accurate
     checked: str
     is_checked: bool = True  # False: the errors are NaN
@@ -58,10 +59,14 @@ class Check:
         heads *= _num_sequences(point)
         return 8 * point.seqlen_k * (4 * rows * heads + MAX_GROUPS * (point.head_dim + point.head_dim_v))
 
-    def verdict(self, out: Tensor, grads: tuple[Tensor, ...] | None) -> Verdict:
-        """Judges `out` and the gradients of a provider, (batch, heads, rows, dim); a fourth one is the bias's."""
+    def verdict(
+        self, out: Tensor, grads: tuple[Tensor, ...] | None, max_relative_error: float | None = None
+    ) -> Verdict:
+        """Judges `out` and the gradients of a provider, (batch, heads, rows, dim); a fourth one is the bias's. By the
+        error rule, or by a bound on the norm of the error."""
         if self.point.extra.dropout_p:
-            return Verdict(math.nan, math.nan, "", "nothing: every provider drops other weights", is_checked=False)
+            nothing = "nothing: every provider drops other weights"
+            return Verdict(math.nan, math.nan, math.nan, "", nothing, is_checked=False)
         part, ref, low = self._part, self._expected.ref, self._expected.low
         ours = {"out": out[: part.num_sequences, : part.num_heads, part.rows]}
         if grads is not None:
@@ -70,11 +75,20 @@ class Check:
                 ours["dk"], ours["dv"] = (grad[: part.num_sequences, : part.num_heads_kv] for grad in grads[1:3])
             if self.point.extra.has_bias_grad:
                 ours["dbias"] = grads[3][:, : part.num_heads, part.rows]
-        complaints = [self._expected.disagreement(name, ours[name]) for name in ours]
         timed = [name for name in ours if name != "out"] or ["out"]
+        relative = {name: _relative(ours[name], getattr(ref, name)) for name in ours}
+        if max_relative_error is None:
+            complaints = [self._expected.disagreement(name, ours[name]) for name in ours]
+        else:
+            complaints = [
+                f"{name}: relative error {error:.3e}, allowed {max_relative_error:.3e}"
+                for name, error in relative.items()
+                if not error <= max_relative_error
+            ]
         return Verdict(
             max_error=max(_distance(ours[name], getattr(ref, name)) for name in timed),
             yardstick_error=max(_distance(getattr(low, name), getattr(ref, name)) for name in timed),
+            relative_error=max(relative[name] for name in timed),
             complaint="; ".join(complaint for complaint in complaints if complaint),
             checked=self._describe(list(ours)),
         )
@@ -88,6 +102,11 @@ class Check:
 
 def _distance(one: Tensor, other: Tensor) -> float:
     return (one.double() - other.double()).abs().max().item()
+
+
+def _relative(one: Tensor, ref: Tensor) -> float:
+    """Norm of the difference over the norm of `ref`."""
+    return ((one.double() - ref).norm() / ref.norm().clamp(min=torch.finfo(torch.float64).tiny)).item()
 
 
 def _sample(point: Point, inputs: Inputs) -> _Part:

@@ -25,11 +25,19 @@ from flashtile.bench.points import (
     cpu_grid,
     decode_grid,
     dtype_key,
+    float32_grid,
     length_sweep,
     options_grid,
     paper_grid,
 )
-from flashtile.bench.providers import CPU_PROVIDERS, DECODE_PROVIDERS, OPTION_PROVIDERS, Provider, choose
+from flashtile.bench.providers import (
+    CPU_PROVIDERS,
+    DECODE_PROVIDERS,
+    FLOAT32_PROVIDERS,
+    OPTION_PROVIDERS,
+    Provider,
+    choose,
+)
 from flashtile.bench.rows import ColdRow, OverheadRow, Row, Writer, as_dict, read
 from flashtile.bench.sweep import Settings, Sweep
 from flashtile.bench.terminal import make_console, progress_bar, say_files, say_remark, show
@@ -92,7 +100,12 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         raise value_error("--device", f"{options.device!r} with --grid cpu", "cpu", "Drop --device")
     where, line = device.resolve("cpu" if options.grid == "cpu" else options.device)
     plan = make_plan(options, where)
-    default_sets = {"options": OPTION_PROVIDERS, "cpu": CPU_PROVIDERS, "decode": DECODE_PROVIDERS}
+    default_sets = {
+        "options": OPTION_PROVIDERS,
+        "float32": FLOAT32_PROVIDERS,
+        "cpu": CPU_PROVIDERS,
+        "decode": DECODE_PROVIDERS,
+    }
     default_set = default_sets.get(options.grid or "")
     providers = choose(options.backends or default_set, is_grid=options.grid is not None)
     if options.use_graph and where != "cuda":
@@ -162,6 +175,8 @@ def _summary(rows: Sequence[Row]) -> Iterator[tables.Table]:
         kinds = ("latency", "bandwidth", "ratios", "serving")
     elif sweep in ("options", "cpu"):
         kinds = ("options",)
+    elif sweep == "float32":
+        kinds = ("float32",)
     for kind in kinds:
         yield tables.of(rows, kind)
     yield tables.refusals(rows)
@@ -254,12 +269,16 @@ def make_plan(options: Options, where: str) -> Plan:
         for name, field in _SWEEP_ONLY.items():
             if getattr(options, field) != getattr(Options(), field):
                 raise value_error(name, f"it with --grid {options.grid}", "a length sweep", f"Drop {name} or --grid")
-        is_small = options.grid == "options" and where == "cpu"
+        is_small = options.grid in ("options", "float32") and where == "cpu"
         dtype = dtype_key(options.dtype or ("fp32" if is_small else "bf16"))
         if options.grid == "paper":
             return paper_grid(dtype, suffix, options.direction)
         if options.grid == "options":
             return options_grid(dtype, suffix, options.direction, is_small, options.calls)
+        if options.grid == "float32":
+            if options.dtype is not None:
+                raise value_error("--dtype", "it with --grid float32", "float32", "Drop --dtype")
+            return float32_grid(suffix, options.direction, is_small)
         if options.direction not in (None, "fwd"):
             raise value_error("--pass", f"{options.direction!r} with --grid {options.grid}", "fwd")
         if options.grid == "cpu":

@@ -24,6 +24,7 @@ class Option:
     page_size: int | None = None  # of a cache in pages
     short_keys: int | None = None  # of all sequences of a cache but the first
     is_packed: bool = False  # queries of all sequences one behind the other
+    has_tiny_row: bool = False  # the first row of v times 2^-40: two float16 parts cannot hold all of v
 
     @property
     def changes_scores(self) -> bool:
@@ -32,6 +33,7 @@ class Option:
 
 
 PLAIN = Option()
+TINY_ROW = "one row of V times 2^-40"
 OPTIONS = {
     "bias (1,H,S,S)": Option(has_bias=True),
     "bias with gradient": Option(has_bias=True, has_bias_grad=True),
@@ -45,6 +47,7 @@ OPTIONS = {
     "BEiT B256 S197 bias": Option(has_bias=True),
     "Swin B4096 S49 bias": Option(has_bias=True),
     "Swin B4096 S64 bias": Option(has_bias=True),
+    TINY_ROW: Option(has_tiny_row=True),
     "SDPA facade": Option(entry="sdpa"),
     "kvcache step": Option(entry="kvcache"),
     "kvcache step Sk128": Option(entry="kvcache"),

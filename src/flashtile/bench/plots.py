@@ -43,6 +43,7 @@ _STYLES: dict[str, tuple[str, str, str]] = {  # provider -> colour, line, marker
     "flex": (_GREY, "--", "."),
     "torch-varlen": (_SKY, "-.", "."),
     "flashtile": (_RED, "-", "o"),
+    "flashtile-high": (_ORANGE, "-", "o"),
     "flash-attn-2": (_BLUE, "--", "."),
     "flash-attn-3": (_PINK, "--", "."),
     "flash-attn-4": (_PINK, "-", "."),
@@ -78,8 +79,8 @@ def draw(csv_path: Path, rows: Sequence[Row]) -> list[Path]:
             plain, serving = [row for row in timed if not row.option], [row for row in timed if row.option]
             drawn = _grid_figures(csv_path, plain) if plain else []
             return [*drawn, _serving_figure(csv_path, serving)] if serving else drawn
-        if timed[0].option:
-            return []  # a grid of options is a table
+        if timed[0].option or timed[0].sweep == "float32":
+            return []  # such a grid is a table
         if timed[0].sweep == "Lsweep":
             return _length_figures(csv_path, timed)
         return _grid_figures(csv_path, timed)

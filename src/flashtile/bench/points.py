@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from flashtile.bench.options import OPTIONS, PAGE_SIZES, PLAIN, Extras, Option, make_extras, shapes
+from flashtile.bench.options import OPTIONS, PAGE_SIZES, PLAIN, TINY_ROW, Extras, Option, make_extras, shapes
 from flashtile.errors import value_error
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
 FAST_SEQLENS = (512, 1024, 1536, 2048)
 FULL_SEQLENS = (*FAST_SEQLENS, 4096, 8192, 16384)
-GRIDS = ("paper", "decode", "options", "cpu")
+GRIDS = ("paper", "decode", "options", "float32", "cpu")
 
 _SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64", "half": "fp16"}
 
@@ -105,6 +105,8 @@ class Point:
             torch.randn(self.batch, h, s, d, device=device, dtype=DTYPES[self.dtype], generator=generator)
             for h, s, d in zip(heads, rows, dims, strict=True)
         )
+        if self.extra.has_tiny_row:
+            v[:, :, 0] *= 2.0**-40
         return Inputs(q, k, v, dout)
 
 
@@ -290,6 +292,21 @@ def _shrunk(point: Point) -> Point:
         seqlen_q=point.seqlen_q // (8 if point.seqlen_q > 512 else 1),
         seqlen_k=point.seqlen_k // (8 if point.seqlen_k > 512 else 1),
     )
+
+
+def float32_grid(suffix: str = "", only: str | None = None, is_small: bool = False) -> Plan:
+    """Float32 at B=4 H=16 S=4096: d 64 to 256, full and causal; with values that float16 parts cannot hold; with a mask
+    and with a bias. Both passes, or only one. `is_small` is for a CPU."""
+    dims = [replace(_B4, head_dim=dim, head_dim_v=dim) for dim in (64, 128, 256)]
+    calls = [replace(point, is_causal=is_causal) for point in dims for is_causal in (False, True)]
+    calls += [replace(point, option=TINY_ROW) for point in dims]
+    calls += [replace(_B4, option=name) for name in ("bool mask (B,1,S,S)", "bias (1,H,S,S)")]
+    points = tuple(
+        replace(_shrunk(point) if is_small else point, direction=direction)
+        for direction in (("fwd", "bwd") if only is None else (only,))
+        for point in calls
+    )
+    return Plan("float32", "sdpa_float32" + (f"_{only.replace('+', '')}" if only else "") + suffix, points)
 
 
 def cpu_grid() -> Plan:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from flashtile.errors import Unsupported, value_error
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 OPTION_PROVIDERS = "flashtile,sdpa-cudnn,sdpa-flash,sdpa-efficient,flex"  # the default set of --grid options
+FLOAT32_PROVIDERS = "flashtile,flashtile-high,sdpa-efficient"  # the default set of --grid float32
 CPU_PROVIDERS = "flashtile,sdpa"  # the default set of --grid cpu
 DECODE_PROVIDERS = "flashtile,sdpa-cudnn,sdpa-flash,torch-varlen"  # the default set of --grid decode
 SLOW_BACKENDS = ("tiled", "reference")  # plain PyTorch: grids include them only by name
@@ -51,6 +52,7 @@ class Provider:
     layout: str = "bhsd"
     is_fast: bool = True  # in the default set of a grid
     requires: str = ""  # the module that must be importable
+    max_relative_error: float | None = None  # what it is judged by instead of the error rule
 
 
 def providers() -> list[Provider]:
@@ -73,7 +75,7 @@ def choose(text: str | None, is_grid: bool) -> list[Provider]:
     if text is None:
         return [provider for provider in known if provider.is_fast or not is_grid]
     groups = {"ours": [p for p in known if not p.is_baseline], "baselines": [p for p in known if p.is_baseline]}
-    groups.update({provider.name: [provider] for provider in (*known, AUTOMATIC)})
+    groups.update({provider.name: [provider] for provider in (*known, AUTOMATIC, HIGH)})
     chosen: dict[str, Provider] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):
         if word not in groups:
@@ -81,7 +83,7 @@ def choose(text: str | None, is_grid: bool) -> list[Provider]:
         chosen.update({provider.name: provider for provider in groups[word]})
     if not chosen:
         raise value_error("--backends", repr(text), "at least one of " + ", ".join(groups))
-    return [provider for provider in (AUTOMATIC, *known) if provider.name in chosen]
+    return [provider for provider in (AUTOMATIC, HIGH, *known) if provider.name in chosen]
 
 
 def missing(provider: Provider) -> str | None:
@@ -144,7 +146,27 @@ def _bias(point: Point, inputs: Inputs) -> tuple[Tensor | None, tuple[Tensor, ..
     return bias, (bias,)
 
 
+def _ours_high(point: Point, inputs: Inputs) -> Attend:
+    if point.dtype != "fp32":
+        raise Unsupported(f"torch.set_float32_matmul_precision is for float32, and this is {point.dtype}")
+    with _high_precision():
+        attend = _ours(None, point, inputs)
+    return replace(attend, context=_high_precision)
+
+
+@contextmanager
+def _high_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 AUTOMATIC = Provider("flashtile", False, partial(_ours, None))  # our choice of a backend for each call
+# The same with products of TF32's precision; its bound is that of docs/float32.md
+HIGH = Provider("flashtile-high", False, _ours_high, max_relative_error=1e-3)
 
 
 # torch
@@ -367,7 +389,7 @@ BASELINES: list[Provider] = [
 
 
 def by_name(name: str, among: Sequence[Provider] | None = None) -> Provider:
-    for provider in among or [AUTOMATIC, *providers()]:
+    for provider in among or [AUTOMATIC, HIGH, *providers()]:
         if provider.name == name:
             return provider
     raise value_error("provider", repr(name), ", ".join(provider.name for provider in among or providers()))

@@ -71,6 +71,7 @@ class Row:
     memory_bytes: int | None  # peak beyond the inputs
     max_error: float | None  # against float64
     yardstick_error: float | None  # of plain math in the input dtype
+    relative_error: float | None  # norm of the error over the norm of the float64 result, of the worst tensor
     is_accurate: bool | None
     checked: str  # what the accuracy was computed on
     env: Environment
@@ -131,6 +132,7 @@ class ColdRow:
 _LATER_COLUMNS: dict[str, Any] = {
     "option": "",
     "copy_gb_per_s": None,
+    "relative_error": None,
     "tensor_ceiling_tflops": 0.0,
     "tensor_percent": None,
 }

@@ -175,7 +175,7 @@ class Sweep:
                 leaves = leaves if attend.arrange is None else [attend.arrange(inputs) for inputs in leaves]
                 (out, grads), first_s = timing.once(partial(run, attend, leaves[0], has_grad), device)
                 same = None if grads is None else (*(_bhsd(grad, provider) for grad in grads[:3]), *grads[3:])
-                verdict = check.verdict(_bhsd(out, provider), same)
+                verdict = check.verdict(_bhsd(out, provider), same, provider.max_relative_error)
                 del out, grads
                 thunks = [make_thunk(attend, inputs, point.direction) for inputs in leaves]
                 call_s = timing.once(thunks[0], device)[1]
@@ -226,6 +226,7 @@ class Sweep:
             memory_bytes=memory_bytes,
             max_error=verdict.max_error if verdict.is_checked else None,
             yardstick_error=verdict.yardstick_error if verdict.is_checked else None,
+            relative_error=verdict.relative_error if verdict.is_checked else None,
             is_accurate=not verdict.complaint if verdict.is_checked else None,
             checked=verdict.checked,
         )

@@ -59,7 +59,7 @@ _CELLS: dict[str, tuple[str, Callable[[Row], float | None]]] = {
     ),
     "accuracy": ("Largest error against float64", lambda row: row.max_error),
 }
-KINDS = (*_CELLS, "ratios", "options", "serving")
+KINDS = (*_CELLS, "ratios", "options", "float32", "serving")
 
 
 def of(rows: Sequence[Row], kind: str) -> Table:
@@ -72,6 +72,8 @@ def of(rows: Sequence[Row], kind: str) -> Table:
         return ratio_table(rows)
     if kind == "options":
         return options_table(rows)
+    if kind == "float32":
+        return float32_table(rows)
     if kind not in _CELLS:
         raise value_error("table", repr(kind), ", ".join(KINDS))
     title, value = _CELLS[kind]
@@ -129,6 +131,39 @@ def options_table(rows: Sequence[Row]) -> Table:
         ratio = f"{min(peers) / min(ours):.2f}" if ours and peers else ""
         lines.append((point, *(cells.get(name, "") for name in names), ratio))
     return Table("Median time, microseconds", ("", *names.values(), "best peer / ours"), tuple(lines))
+
+
+def float32_table(rows: Sequence[Row]) -> Table:
+    """The float32 grid: speed against the fastest peer, what "high" precision gains, and relative errors."""
+    lines = []
+    for point in dict.fromkeys(row.point for row in rows):
+        here = {row.provider: row for row in rows if row.point == point and row.is_ok}
+        ours, high = here.get("flashtile"), here.get("flashtile-high")
+        peer = min(
+            (row for row in here.values() if row.is_baseline), key=lambda row: row.median_ms or 0.0, default=None
+        )
+        label = f"{point.direction} d={point.head_dim} {point.option or ('causal' if point.is_causal else 'full')}"
+        lines.append(
+            (
+                label,
+                number(ours.median_ms) if ours and ours.median_ms else "",
+                number(ours.tflops) if ours and ours.tflops else "",
+                _speed(peer, ours),
+                _speed(ours, high),
+                *(
+                    "" if row is None or row.relative_error is None else number(row.relative_error)
+                    for row in (ours, peer, high)
+                ),
+            )
+        )
+    peers = ", ".join(dict.fromkeys(row.provider for row in rows if row.is_baseline)) or "no peer"
+    header = ("", "ms", "TFLOP/s", f"over {peers}", '"high" over it', "error", f"error of {peers}", 'error of "high"')
+    return Table("Float32: speed, and the norm of the error over the norm of the float64 result", header, tuple(lines))
+
+
+def _speed(slow: Row | None, fast: Row | None) -> str:
+    """Times that the second is as fast as the first."""
+    return f"{slow.median_ms / fast.median_ms:.2f}" if slow and fast and slow.median_ms and fast.median_ms else ""
 
 
 def serving_label(row: Row) -> str:

@@ -207,6 +207,8 @@ class Drawer:
         unfit = set[str]()
         if options.has_backward:
             unfit.update(FORWARD_ONLY)
+        if options.plain.dtype in (torch.float16, torch.bfloat16):
+            unfit.add("wide")
         if options.plain.dtype == torch.float64:
             unfit.add("overflow")  # no sum comes near its largest number, and no rounding of the oracle's is smaller
         if not (options.plain.mask and options.plain.bias):

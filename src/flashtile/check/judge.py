@@ -9,6 +9,7 @@ same way.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,7 @@ from flashtile.backends import registry
 from flashtile.backends.base import Backend, GradNeeds
 from flashtile.backends.segments import segments
 from flashtile.check.trial import Trial
+from flashtile.kernels import assemble, families
 from flashtile.problem import AttentionArgs, Problem, page_size, row_axis
 from flashtile.testing import GRADS, OUTPUTS, Inputs, Result, disagreements, expect, oracle, run
 
@@ -43,10 +45,14 @@ class Verdict:
         return [name for name, found in self.complaints.items() if found]
 
 
-def judge(trial: Trial, backends: Sequence[Backend], device: str) -> Verdict:
-    """Runs the trial on every backend that takes it. Raises DeviceLost where nothing can be run any more."""
+def judge(trial: Trial, backends: Sequence[Backend], device: str, oracle_device: str | None = None) -> Verdict:
+    """Runs the trial on every backend that takes it. Raises DeviceLost where nothing can be run any more.
+
+    The oracle runs on `oracle_device`, by default the same device.
+    """
     try:
-        return _judge(trial, backends, device)
+        with forced(trial.families):
+            return _judge(trial, backends, device, oracle_device or device)
     except DeviceLost:
         raise
     except Exception as error:
@@ -63,12 +69,27 @@ def is_alive(device: str) -> bool:
         return False
 
 
-def _judge(trial: Trial, backends: Sequence[Backend], device: str) -> Verdict:
+@contextmanager
+def forced(names: tuple[str, ...]) -> Iterator[None]:
+    """Inside, calls on the CUDA engine take kernels of these families or are refused. All threads share it."""
+    if not names:
+        yield
+        return
+    try:
+        with families.forced(*names):
+            assemble.clear_plans()
+            yield
+    finally:
+        assemble.clear_plans()
+
+
+def _judge(trial: Trial, backends: Sequence[Backend], device: str, oracle_device: str) -> Verdict:
     verdict, inputs = Verdict(), trial.make(device)
     takers = [backend for backend in backends if _takes(backend, inputs, trial.has_backward, verdict)]
     if not takers:
         return verdict
-    expected = expect(inputs, has_backward=trial.has_backward)
+    there = inputs if oracle_device == device else trial.make(oracle_device)
+    expected = expect(there, has_backward=trial.has_backward)
     probe = dropout_probe(inputs, trial.seed) if trial.case.dropout_p > 0.0 else None
     bits = None if probe is None else oracle(probe, has_backward=False).out != 0
     pages, rows = paged_and_plain(inputs) if trial.case.kind in ("paged", "cache") else (None, None)
@@ -76,7 +97,9 @@ def _judge(trial: Trial, backends: Sequence[Backend], device: str) -> Verdict:
         found = verdict.complaints[backend.name] = list[str]()
         try:
             result = _run(inputs, backend, trial.has_backward)
-            found += disagreements(result, inputs, expected)
+            found += disagreements(
+                _moved(result, oracle_device), there, expected, is_relative=trial.case.values == "wide"
+            )
             if trial.case.deterministic:
                 found += _differences(
                     result, _run(inputs, backend, trial.has_backward), "a second run gives other bits"
@@ -175,6 +198,10 @@ def _poison(inputs: Inputs, has_backward: bool) -> None:
         blocks += [grad for grad in grads if grad is not None]
     for block in blocks:
         block.fill_(torch.nan)
+
+
+def _moved(result: Result, device: str) -> Result:
+    return Result(*(None if tensor is None else tensor.to(device) for tensor in result))  # type: ignore[arg-type]
 
 
 def _differences(one: Result, other: Result, what: str) -> list[str]:

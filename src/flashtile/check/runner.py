@@ -35,7 +35,8 @@ from flashtile.backends import registry
 from flashtile.backends.base import Backend
 from flashtile.check.decode import DecodeDrawer
 from flashtile.check.draw import Drawer, most_different
-from flashtile.check.judge import DeviceLost, compile_jobs, is_alive, judge, warm
+from flashtile.check.float32 import Float32Drawer
+from flashtile.check.judge import DeviceLost, compile_jobs, forced, is_alive, judge, warm
 from flashtile.check.shrink import shrink
 from flashtile.check.trial import Trial
 from flashtile.errors import Unsupported
@@ -61,10 +62,16 @@ class Settings:
     seconds: float | None = None
     direction: str = "both"
     is_decode: bool = False  # steps over a cache alone (check/decode.py)
+    is_float32: bool = False  # float32 by tensor cores alone (check/float32.py)
     reuse: int = 1
     chunk: int = _CHUNK
     jobs: int = 0  # worker processes; 0 judges in this one, where a time limit cannot stop a problem that hangs
     stops_at_failure: bool = False  # at the first, as it came
+
+    @property
+    def oracle_device(self) -> str:
+        """Where float64 is computed. Float32 problems are small: a GPU would launch longer than a core computes."""
+        return "cpu" if self.is_float32 else self.device
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,7 @@ class Report:
     refused: dict[str, Counter[str]] = field(default_factory=dict)
     failed: Counter[str] = field(default_factory=Counter)
     kernels: dict[str, set[str]] = field(default_factory=dict)
+    families: Counter[str] = field(default_factory=Counter)  # problems that had to be run by these
     values: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
     compile_s: float = 0.0
@@ -115,8 +123,8 @@ class Report:
     def add(self, other: Report) -> None:
         self.num_problems += other.num_problems
         self.num_deaths += other.num_deaths
-        for mine, its in ((self.ran, other.ran), (self.failed, other.failed), (self.values, other.values)):
-            mine.update(its)
+        for name in ("ran", "failed", "values", "families"):
+            getattr(self, name).update(getattr(other, name))
         for name, reasons in other.refused.items():
             self.refused.setdefault(name, Counter()).update(reasons)
         for name, kernels in other.kernels.items():
@@ -132,6 +140,7 @@ class Report:
             "failed": {name: self.failed[name] for name in self.ran},
             "refused": {name: dict(reasons.most_common()) for name, reasons in self.refused.items()},
             "kernels": {name: len(kernels) for name, kernels in self.kernels.items()},
+            "families": dict(self.families.most_common()),
             "values": dict(self.values.most_common()),
             "compile_s": round(self.compile_s, 1),
             "total_s": round(self.total_s, 1),
@@ -155,7 +164,7 @@ def check(settings: Settings, progress: Progress = lambda what, done: None) -> R
 def drawn(settings: Settings) -> Iterator[Trial]:
     """Problems without end, with lengths at which the backends' tiles end."""
     edges = sorted(set[int]().union(*(backend.tile_sizes() for backend in settings.backends)))
-    drawer = DecodeDrawer if settings.is_decode else Drawer
+    drawer = DecodeDrawer if settings.is_decode else Float32Drawer if settings.is_float32 else Drawer
     return iter(drawer(settings.seed, settings.device, settings.direction, edges, settings.reuse))
 
 
@@ -271,13 +280,15 @@ def _judge(trial: Trial, settings: Settings, report: Report) -> None:
     report.num_problems += 1
     report.values[trial.case.values] += 1
     try:
-        verdict = judge(trial, settings.backends, settings.device)
+        verdict = judge(trial, settings.backends, settings.device, settings.oracle_device)
     except DeviceLost as error:
         report.lost = str(error)
         report.failures.append(Failure(error.backends, (report.lost,), trial, trial, (report.lost,)))
         return
     for name, reason in verdict.refusals.items():
         report.refused.setdefault(name, Counter())[reason] += 1
+    if trial.families and verdict.complaints:
+        report.families[", ".join(trial.families)] += 1
     for name, complaints in verdict.complaints.items():
         report.ran[name] += 1
         if complaints:
@@ -306,7 +317,8 @@ def _made_small(failure: Failure, settings: Settings, seconds: float) -> Failure
         # Twice: what depends on the timing of threads need not fail every time
         for _ in range(2):
             try:
-                found = judge(smaller, [backend], settings.device).complaints.get(backend.name)
+                verdict = judge(smaller, [backend], settings.device, settings.oracle_device)
+                found = verdict.complaints.get(backend.name)
             except (ValueError, TypeError, Unsupported) as error:
                 if not hasattr(error, "names_argument"):
                     raise
@@ -635,9 +647,13 @@ def _warm_all(trials: Sequence[Trial], backends: Sequence[Backend], device: str,
         if time.monotonic() < end:
             warm(trial, backend, device)  # what goes wrong shows when the trial is judged
 
-    with _fresh_memory(device), ThreadPoolExecutor(os.cpu_count()) as pool:
-        for trial, backend in itertools.product(most_different(trials), backends):
-            pool.submit(call, trial, backend)
+    by_families: dict[tuple[str, ...], list[Trial]] = {}
+    for trial in most_different(trials):
+        by_families.setdefault(trial.families, []).append(trial)
+    for names, some in by_families.items():
+        with _fresh_memory(device), forced(names), ThreadPoolExecutor(os.cpu_count()) as pool:
+            for trial, backend in itertools.product(some, backends):
+                pool.submit(call, trial, backend)
 
 
 @contextmanager

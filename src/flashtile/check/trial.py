@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 from flashtile.errors import dtype_name, value_error
+from flashtile.kernels import families
 from flashtile.problem import CAUSAL_KINDS, DTYPES, LAYOUTS, MAX_HEAD_DIM
 from flashtile.testing import FORWARD_ONLY, KINDS, MEMORIES, VALUES, Case, Inputs
 
 # The backend is asked for on the command line, not by the problem
 _FIELDS = {field.name: field for field in dataclasses.fields(Case) if field.name != "backend"}
+_OTHERS = ("families", "seed", "pass")
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Trial:
     case: Case
     seed: int
     has_backward: bool
+    families: tuple[str, ...] = ()  # of the CUDA engine's kernels: those that must run; none: the fastest
 
     def make(self, device: str) -> Inputs:
         return self.case.make(self.seed, device)
@@ -36,37 +39,41 @@ class Trial:
             for name, field in _FIELDS.items()
             if getattr(self.case, name) != field.default
         ]
+        words += [f"families={_text(self.families)}"] if self.families else []
         return ",".join([*words, f"seed={self.seed}", f"pass={'backward' if self.has_backward else 'forward'}"])
 
     @classmethod
     def parse(cls, text: str) -> Trial:
         """The reverse of str. Fields that are left out are those of the plain case."""
         options: dict[str, Any] = {}
-        seed, has_backward = 0, False
+        seed, has_backward, chosen = 0, False, tuple[str, ...]()
         for word in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = word.partition("=")
-            if not equals or name not in {*_FIELDS, "seed", "pass"}:
+            if not equals or name not in {*_FIELDS, *_OTHERS}:
                 raise value_error(
-                    "--case", repr(word), f"name=value, the name one of {', '.join((*_FIELDS, 'seed', 'pass'))}"
+                    "--case", repr(word), f"name=value, the name one of {', '.join((*_FIELDS, *_OTHERS))}"
                 )
             try:
                 if name == "seed":
                     seed = int(value)
                 elif name == "pass":
                     has_backward = {"forward": False, "backward": True}[value]
+                elif name == "families":
+                    chosen = tuple(families.find(part).name for part in value.split(":"))
                 else:
                     options[name] = _value(_FIELDS[name].type, value)
             except (ValueError, KeyError) as error:
                 accepted = {
                     "pass": "forward or backward",
                     "seed": "an integer",
+                    "families": ":".join(family.name for family in families.all_families()) + ", or some of them",
                     "dtype": ", ".join(map(dtype_name, DTYPES)),
                 }.get(name)
                 accepted = accepted or str(_FIELDS[name].type)
                 raise value_error("--case", repr(word), accepted) from error
-            if name in _ACCEPTED and not _ACCEPTED[name].is_met(seed if name == "seed" else options[name]):
+            if name in _ACCEPTED and not _ACCEPTED[name].is_met(options.get(name, seed)):
                 raise value_error("--case", repr(word), _ACCEPTED[name].words)
-        trial = cls(Case(**options), seed, has_backward)
+        trial = cls(Case(**options), seed, has_backward, chosen)
         if has_backward and trial.case.values in FORWARD_ONLY:
             raise value_error("--case", f"'values={trial.case.values}' with 'pass=backward'", "pass=forward")
         return trial

@@ -59,6 +59,7 @@ class Options:
     backends: str | None = None
     direction: str = "both"
     is_decode: bool = False
+    is_float32: bool = False
     device: str | None = None
     jobs: int | None = None
     case: str | None = None
@@ -75,6 +76,8 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         _check_alone(options)
     if options.is_decode and (options.direction == "backward" or options.mutate is not None):
         raise value_error("--decode", "it with --pass backward or --mutate", "forward passes", "Drop one of them")
+    if options.is_float32 and (options.is_decode or options.mutate is not None):
+        raise value_error("--float32", "it with --decode or --mutate", "problems of one kind", "Drop one of them")
     check_seconds("--seconds", options.seconds)
     check_count("--problems", options.problems, sys.maxsize)
     check_jobs(options.jobs)
@@ -90,6 +93,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         seconds=options.seconds,
         direction=options.direction,
         is_decode=options.is_decode,
+        is_float32=options.is_float32,
         reuse=_reuse(options.problems if has_limit else _DEFAULT_PROBLEMS, options.is_decode)
         if any(backend.is_compiled for backend in backends)
         else 1,
@@ -148,7 +152,8 @@ class Command:
                 "[red]Nothing was checked. " + escape("; ".join(reasons)), highlight=False, soft_wrap=True
             )
         is_whole = has_result and not report.is_interrupted
-        name = "check_decode.json" if self.settings.is_decode else "check.json"
+        kind = "_decode" if self.settings.is_decode else "_float32" if self.settings.is_float32 else ""
+        name = f"check{kind}.json"
         self._keep(self._file(name), {"seed": self.settings.seed, **report.as_dict()}, is_whole)
         if report.is_interrupted:
             self.console.print(f"Interrupted after {report.num_problems} problems.", highlight=False)

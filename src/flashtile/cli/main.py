@@ -117,6 +117,9 @@ def check(
     ] = None,
     direction: Annotated[str, typer.Option("--pass", help="forward, backward or both.")] = "both",
     is_decode: Annotated[bool, typer.Option("--decode", help="Few queries over caches alone, most in pages.")] = False,
+    is_float32: Annotated[
+        bool, typer.Option("--float32", help="Float32 by tensor cores alone, most numbers of very different sizes.")
+    ] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Worker processes. Default: 1, on a GPU up to 8.")] = None,
     case: Annotated[
@@ -130,7 +133,7 @@ def check(
 ) -> None:
     """Run random problems on every backend and compare with fp64 and with each other. Exits 1 if one disagrees."""
     options = check_command.Options(
-        problems, seconds, seed, backends, direction, is_decode, device, jobs, case, mutate, out, as_json
+        problems, seconds, seed, backends, direction, is_decode, is_float32, device, jobs, case, mutate, out, as_json
     )
     _run(lambda: check_command.prepare(options, sys.argv[1:]))
 
@@ -138,7 +141,7 @@ def check(
 @app.command()
 def bench(
     grid: Annotated[
-        str | None, typer.Option(help="paper, decode, options or cpu: a grid of problems instead of one length sweep.")
+        str | None, typer.Option(help="paper, decode, options, float32 or cpu: problems instead of one length sweep.")
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Sequence lengths up to 16384 instead of 2048.")] = False,
     seqlens: Annotated[str | None, typer.Option(help="Sequence lengths, separated by commas.")] = None,

@@ -34,10 +34,17 @@ VALUES = {
     "constant": "every row the same number throughout",
     "denormal": "numbers below the smallest normal one",
     "overflow": "v near the largest number of the dtype, as far as sums of it can be held (forward pass only)",
+    "wide": (
+        "sizes far apart: elements, rows, columns or whole tensors times powers of two, sums with a constant, zeros; "
+        "logits of at most 64 (float32 and float64 only)"
+    ),
     "masked": "infinities and NaN in the bias wherever the mask hides it",
     "masked_keys": "infinities and NaN in the keys that the mask hides from every query (forward pass only)",
 }
 FORWARD_ONLY = ("overflow", "masked_keys")
+# How far a row or a whole tensor of "wide" values may be from 1, in bits: q and k, v and dout. dq is a product of the
+# last two and k
+_QK_BITS, _V_BITS = 50, 30
 
 
 def dropout_mask(rng_state: Tensor, dropout_p: float, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -177,7 +184,11 @@ class _Maker:
         args = args._replace(**{name: tensor.to(self.device) for name, tensor in lengths.items()})  # type: ignore[arg-type]
         validate(args)
         out, lse = ops.empty_outputs(args)
-        return Inputs(args, self._to(self.normal(*out.shape), out.dtype), self._to(self.normal(*lse.shape), lse.dtype))
+        dout, dlse = self.normal(*out.shape), self.normal(*lse.shape)
+        if case.values == "wide":
+            dout = self._spread(dout, -3 if case.layout == "bshd" else -2, _V_BITS)
+            dlse *= _power(_mean_size(dout) * _mean_size(v))  # as large as what it is added to
+        return Inputs(args, self._to(dout, out.dtype), self._to(dlse, lse.dtype))
 
     def _to(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor.to(dtype).to(self.device)
@@ -254,11 +265,41 @@ class _Maker:
                 else torch.finfo(torch.float32).max / (8 * max(case.seqlen_k, 1))
             )
             v = v.sign() * (0.5 + 0.5 * torch.rand(v.shape, generator=self.generator)) * largest
+        elif case.values == "wide":
+            if case.dtype not in (torch.float32, torch.float64):
+                raise value_error("values", f"'wide' in {case.dtype}", "float32 or float64")
+            q, k, v = (self._spread(x, -3, bits) for x, bits in ((q, _QK_BITS), (k, _QK_BITS), (v, _V_BITS)))
+            # No logit is larger than the product of two norms
+            norms = [tensor.double().norm(dim=-1).amax().item() for tensor in (q, k) if tensor.numel()]
+            largest = abs(case.scale or case.head_dim**-0.5) * math.prod(norms)
+            q = q * _power(2 ** self._uniform(-3, 6) / largest) if largest > 0 else q
         elif case.values == "masked_keys" and case.kind == "dense" and mask is not None:
             k = torch.where(self._is_hidden(mask, "bk")[:, 0, 0, :, None, None], self._junk(*k.shape), k)
         elif case.values not in VALUES:
             raise value_error("values", repr(case.values), ", ".join(VALUES))
         return q, k, v
+
+    def _uniform(self, low: float, high: float) -> float:
+        return low + (high - low) * torch.rand((), generator=self.generator).item()
+
+    def _spread(self, tensor: Tensor, row_axis: int, bits: int) -> Tensor:
+        """Normal numbers made very different in size, in one of several ways."""
+        way = int(self.integers(0, 7, 1))
+        if way == 0 or tensor.numel() == 0:
+            return tensor
+        if way == 1:
+            return tensor + self._uniform(-10, 10)
+        if way == 2:
+            return tensor * (torch.rand(tensor.shape, generator=self.generator) < self._uniform(0.01, 0.5))
+        if way == 3:
+            return tensor * 2.0 ** round(self._uniform(-bits, bits))
+        if way == 4:
+            row = int(self.integers(0, tensor.shape[row_axis] - 1, 1))
+            tensor.select(row_axis, row).mul_(2.0 ** round(self._uniform(-bits, bits)))
+            return tensor
+        sizes, reach = ((list(tensor.shape), 12), ([*tensor.shape[:-1], 1], 20), ([tensor.shape[-1]], 20))[way - 5]
+        powers = (2 * torch.rand(sizes, generator=self.generator) - 1) * self._uniform(0, reach)
+        return tensor * 2.0 ** powers.round()
 
     def _lengths(self) -> tuple[list[int], list[int], list[int], dict[str, Tensor]]:
         """Sizes of q, k and v as (batch, rows, heads, dim) or (rows, heads, dim), and the index tensors of the kind."""
@@ -349,6 +390,16 @@ class _Maker:
             larger[place] = tensor
             return larger.to(self.device)[place]
         raise value_error("memory", repr(case.memory), ", ".join(MEMORIES))
+
+
+def _power(number: float) -> float:
+    """The power of two next to a positive number."""
+    return 2.0 ** round(math.log2(number)) if number > 0 else 1.0
+
+
+def _mean_size(tensor: Tensor) -> float:
+    """Of its numbers; NaN stands in rows that are not read."""
+    return tensor.abs().nanmean().item() if tensor.numel() else 1.0
 
 
 def _compact(tensor: Tensor) -> Tensor:

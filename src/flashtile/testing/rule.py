@@ -151,18 +151,34 @@ class Expected:
     def floor(self) -> Result:
         return rounding_floor(self.inputs, self.ref)
 
-    def disagreement(self, name: str, ours: Tensor) -> str | None:
-        ref, low = getattr(self.ref, name), getattr(self.low, name)
-        return disagreement(name, ours, ref, low, self.inputs.args.q.dtype, lambda: getattr(self.floor, name))
+    def disagreement(self, name: str, ours: Tensor, *, is_relative: bool = False) -> str | None:
+        """The error rule for one tensor. `is_relative` judges it as if its largest number were near 1, so that the
+        rule's absolute slack hides no error of tiny numbers."""
+        dtype, ref, low = self.inputs.args.q.dtype, getattr(self.ref, name), getattr(self.low, name)
+
+        def floor() -> Tensor:
+            return getattr(self.floor, name)
+
+        if not is_relative or name == "lse" or ours.shape != ref.shape or not 0 < (largest := _largest(ref)) < math.inf:
+            return disagreement(name, ours, ref, low, dtype, floor)
+        unit = 2.0 ** -math.floor(math.log2(largest))
+        one, other, third = (tensor.double() * unit for tensor in (ours, ref, low))
+        return disagreement(name, one, other, third, dtype, lambda: floor() * unit)
 
 
 def expect(inputs: Inputs, *, has_backward: bool = True) -> Expected:
     return Expected(inputs, oracle(inputs, has_backward=has_backward), yardstick(inputs, has_backward=has_backward))
 
 
-def disagreements(ours: Result, inputs: Inputs, expected: Expected | None = None) -> list[str]:
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+def disagreements(
+    ours: Result, inputs: Inputs, expected: Expected | None = None, *, is_relative: bool = False
+) -> list[str]:
     """Every tensor of the result that breaks the error rule, in words. `expected` spares the oracle where it ran
-    already."""
+    already; `is_relative`: see Expected.disagreement."""
     has_backward = any(getattr(ours, name) is not None for name in GRADS)
     expected = expected or expect(inputs, has_backward=has_backward)
     found: list[str | None] = []
@@ -171,7 +187,7 @@ def disagreements(ours: Result, inputs: Inputs, expected: Expected | None = None
         if mine is None and getattr(expected.ref, name) is not None:
             found.append(f"{name}: missing")
         elif mine is not None:
-            found.append(expected.disagreement(name, mine))
+            found.append(expected.disagreement(name, mine, is_relative=is_relative))
     return [text for text in found if text is not None]
 
 

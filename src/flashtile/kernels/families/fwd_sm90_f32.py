@@ -33,6 +33,7 @@ class Tile(NamedTuple):
     columns: int  # of O that one product computes
     overlaps: bool = True  # scores of a tile with P V of the one before it
     max_options: int = 99  # that it holds without a spill
+    max_parts: int = 3  # that operands are split into
 
 
 # By kernel, padded head_dim and head_dim_v; the first that takes a call is chosen
@@ -40,7 +41,8 @@ _TILES: dict[str, dict[tuple[int, int], tuple[Tile, ...]]] = {
     _HALF: {
         (64, 64): (Tile(128, 128, 2, 64, max_options=0), Tile(128, 64, 2, 64)),
         (128, 128): (Tile(128, 64, 2, 128, max_options=0), Tile(128, 64, 2, 64)),
-        (256, 256): (Tile(128, 32, 1, 64, max_options=0), Tile(128, 32, 1, 64, overlaps=False)),
+        # Two parts: several chains of sums for a score, which cannot overlap; one part, for "high": one chain
+        (256, 256): (Tile(128, 32, 1, 64, max_options=0, max_parts=1), Tile(128, 32, 1, 64, overlaps=False)),
     },
     _BF16: {
         (64, 64): (Tile(128, 64, 2, 64),),
@@ -97,13 +99,13 @@ class FwdSm90F32(Family[FwdSm90F32Row]):
         for kernel, by_dims in _TILES.items():
             for dims, tiles in by_dims.items():
                 for tile in tiles:
-                    yield _row(kernel, dims, tile, 2 if kernel == _HALF else 3)
+                    yield _row(kernel, dims, tile, min(2 if kernel == _HALF else 3, tile.max_parts))
 
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[FwdSm90F32Row]:
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
         for tile in _TILES[kernel][dims]:
-            if key.features.num_options <= tile.max_options:
+            if key.features.num_options <= tile.max_options and num_parts(kernel, key) <= tile.max_parts:
                 yield _row(kernel, dims, tile, num_parts(kernel, key))
 
     def tile_note(self, key: PlanKey) -> str:

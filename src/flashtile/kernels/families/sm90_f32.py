@@ -62,6 +62,9 @@ def num_parts(kernel: str, key: PlanKey) -> int:
     return 2 if key.matmul_precision == "highest" else 1
 
 
+RANGE = Workspace("range", _RANGE_BYTES, (), is_zeroed=True)  # what the pre-pass finds out about the numbers
+
+
 def part_workspaces(rows: Sequence[Sm90F32Row], layout: CallLayout, is_backward: bool = False) -> tuple[Workspace, ...]:
     """For the parts of Q, K, V and dO, which float16 and bfloat16 kernels share: at most one of them works."""
     qk_bytes, v_bytes = (max(row.row_bytes[index] for row in rows) for index in (0, 1))
@@ -71,7 +74,7 @@ def part_workspaces(rows: Sequence[Sm90F32Row], layout: CallLayout, is_backward:
     q_rows = ("heads", "total_q") if is_q_packed else ("heads", "batch", "seqlen_q")
     k_rows = ("heads_kv", "total_k") if is_k_packed else ("heads_kv", "batch", "seqlen_k")
     found = (
-        Workspace("range", _RANGE_BYTES, (), is_zeroed=True),
+        RANGE,
         Workspace("q_parts", qk_bytes, q_rows, num_padding=WARPGROUP_ROWS, padding=("heads", "batch")),
         Workspace("k_parts", qk_bytes, k_rows, num_padding=block_n, padding=("heads_kv", "batch")),
         Workspace("v_parts", v_bytes, k_rows, num_padding=block_n, padding=("heads_kv", "batch")),
@@ -89,6 +92,15 @@ def pre_pass(rows: Sequence[Sm90F32Row], key: PlanKey) -> Iterator[Step]:
         # As many blocks as run at once: each splits one tile of queries or keys after the other
         tiles: Grid = ("seqlen_q", WARPGROUP_ROWS), ("seqlen_k", row.block_n), *heads
         yield _step("f32_split", (row.config, lengths, source, load), tiles, _SPLIT_THREADS, max_blocks=16)
+
+
+def check_pass(config: str, block_n: int, key: PlanKey) -> Iterator[Step]:
+    """The steps that find the range of the numbers and whether float16 parts hold them."""
+    lengths, source, load = key.features.policies()[3:6]
+    heads: Grid = ("heads", 1), ("batch", 1)
+    yield _step("f32_range", (lengths, source), heads, _RANGE_THREADS)
+    tiles: Grid = ("seqlen_q", WARPGROUP_ROWS), ("seqlen_k", block_n), *heads
+    yield _step("f32_check", (config, lengths, source, load), tiles, _SPLIT_THREADS, max_blocks=16)
 
 
 def _step(kernel: str, arguments: tuple[str, ...], grid: Grid, num_threads: int, max_blocks: int = 0) -> Step:

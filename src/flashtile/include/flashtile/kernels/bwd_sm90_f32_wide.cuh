@@ -80,9 +80,14 @@ struct WideTiles {
     u32 b = opaque(tile_base(sTile, kStreamRows * 128));
     if constexpr (kHoldsOwned) {
       if (count == 0) mbarrier_wait(barriers.full[0], 0);
-      gemm_abt_split<Parts, kStreamRows, Config::kHeadDim>(rD, opaque(tile_base(sRows, 64 * 128)), b);
-      wgmma_wait<0>();
-      pin_registers(rD);
+      u32 a = opaque(tile_base(sRows, 64 * 128));
+      if constexpr (Parts::kNumParts == 2) {
+        gemm_abt_chains<Parts, kStreamRows, Config::kHeadDim, 2>(rD, a, b);
+      } else {
+        gemm_abt_split<Parts, kStreamRows, Config::kHeadDim>(rD, a, b);
+        wgmma_wait<0>();
+        pin_registers(rD);
+      }
     } else {
       constexpr u32 kSlabA = 64 * 128 >> 4, kSlabB = kStreamRows * 128 >> 4;
 #pragma unroll

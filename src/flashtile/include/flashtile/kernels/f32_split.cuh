@@ -2,6 +2,7 @@
 //
 //   f32_range_kernel   the largest elements of a sample of rows; one block per head and sequence
 //   f32_split_kernel   a persistent grid; a block splits one tile after the other
+//   f32_check_kernel   the same for half_t parts, which it checks but does not store
 //
 // A thread splits 8 neighbouring elements: it reads 32 bytes and writes 16 for each part.
 #pragma once
@@ -53,7 +54,7 @@ struct RowLimits {
 };
 
 // Splits rows [0, num_rows) of a tile of kRows; row(r) is the address of row r. Scope: block.
-template <class Config, i32 kRows, i32 kSlabs, class Load, class Row>
+template <class Config, bool kStores, i32 kRows, i32 kSlabs, class Load, class Row>
 FT_DEVICE void split_tile(const Sm90F32Params& params, Operand operand, u16* tile, i32 num_rows, i32 head_dim,
                           Row row) {
   using Parts = typename Config::Parts;
@@ -88,7 +89,7 @@ FT_DEVICE void split_tile(const Sm90F32Params& params, Operand operand, u16* til
         }
       }
 #pragma unroll
-      for (i32 part = 0; part < Parts::kNumParts; ++part) {
+      for (i32 part = 0; part < Parts::kNumParts && kStores; ++part) {
         uint4* slab = reinterpret_cast<uint4*>(tile + ((part * kSlabs + chunk / 8) * kRows + r) * 64);
         slab[chunk % 8 ^ r % 8] = make_uint4(words[part][0], words[part][1], words[part][2], words[part][3]);
       }
@@ -104,7 +105,7 @@ FT_DEVICE void split_tile(const Sm90F32Params& params, Operand operand, u16* til
 }
 
 // Splits tile number `tile` of the queries of a head and sequence: Q, and dO of a backward pass. Scope: block.
-template <class Config, class SeqInfo, class Load>
+template <class Config, bool kStores, class SeqInfo, class Load>
 FT_DEVICE void split_queries(const Sm90F32Params& params, i32 tile, i32 head, i32 batch) {
   const Params& p = params.base;
   Sequence s = find_sequence<SeqInfo>(p, batch);
@@ -112,18 +113,18 @@ FT_DEVICE void split_queries(const Sm90F32Params& params, i32 tile, i32 head, i3
   if (num_rows <= 0) return;
   i64 at = first_query_tile(p, s, head) + tile;
   const float* q = query_rows(static_cast<const float*>(p.q), p.q_strides, s, head);
-  split_tile<Config, 64, Config::kSlabsQK, Load>(params, Operand::q, params.q_parts + at * Config::kElementsQ, num_rows,
-                                                 p.head_dim,
-                                                 [&](i32 r) { return q + (i_begin + r) * p.q_strides.row; });
+  split_tile<Config, kStores, 64, Config::kSlabsQK, Load>(params, Operand::q, params.q_parts + at * Config::kElementsQ,
+                                                          num_rows, p.head_dim,
+                                                          [&](i32 r) { return q + (i_begin + r) * p.q_strides.row; });
   if (params.dout_parts == nullptr) return;
   const float* dout = query_rows(static_cast<const float*>(p.dout), p.dout_strides, s, head);
-  split_tile<Config, 64, Config::kSlabsV, Load>(params, Operand::dout, params.dout_parts + at * Config::kElementsdO,
-                                                num_rows, p.head_dim_v,
-                                                [&](i32 r) { return dout + (i_begin + r) * p.dout_strides.row; });
+  split_tile<Config, kStores, 64, Config::kSlabsV, Load>(
+      params, Operand::dout, params.dout_parts + at * Config::kElementsdO, num_rows, p.head_dim_v,
+      [&](i32 r) { return dout + (i_begin + r) * p.dout_strides.row; });
 }
 
 // Splits tile number `tile` of the keys of a KV head and sequence: K and V. Scope: block.
-template <class Config, class SeqInfo, class KvSource, class Load>
+template <class Config, bool kStores, class SeqInfo, class KvSource, class Load>
 FT_DEVICE void split_keys(const Sm90F32Params& params, i32 tile, i32 kv_head, i32 batch) {
   constexpr i32 kRows = Config::kBlockN;
   const Params& p = params.base;
@@ -132,29 +133,41 @@ FT_DEVICE void split_keys(const Sm90F32Params& params, i32 tile, i32 kv_head, i3
   if (num_rows <= 0) return;
   i64 at = first_key_tile<kRows>(p, s, kv_head) + tile;
   KeyRows<const float, KvSource> k(static_cast<const float*>(p.k), p.k_strides, p, s, kv_head);
-  split_tile<Config, kRows, Config::kSlabsQK, Load>(params, Operand::k, params.k_parts + at * Config::kElementsK,
-                                                    num_rows, p.head_dim, [&](i32 r) { return k.row(j_begin + r); });
+  split_tile<Config, kStores, kRows, Config::kSlabsQK, Load>(params, Operand::k,
+                                                             params.k_parts + at * Config::kElementsK, num_rows,
+                                                             p.head_dim, [&](i32 r) { return k.row(j_begin + r); });
   KeyRows<const float, KvSource> v(static_cast<const float*>(p.v), p.v_strides, p, s, kv_head);
-  split_tile<Config, kRows, Config::kSlabsV, Load>(params, Operand::v, params.v_parts + at * Config::kElementsV,
-                                                   num_rows, p.head_dim_v, [&](i32 r) { return v.row(j_begin + r); });
+  split_tile<Config, kStores, kRows, Config::kSlabsV, Load>(params, Operand::v,
+                                                            params.v_parts + at * Config::kElementsV, num_rows,
+                                                            p.head_dim_v, [&](i32 r) { return v.row(j_begin + r); });
 }
 
-template <class Config, class SeqInfo, class KvSource, class Load>
-__global__ void __launch_bounds__(kSplitThreads) f32_split_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
+// Splits all tiles of queries, then all tiles of keys. Scope: grid.
+template <class Config, bool kStores, class SeqInfo, class KvSource, class Load>
+FT_DEVICE void split_all(const Sm90F32Params& params) {
   const Params& p = params.base;
-  if (!Config::kIsHalf && params.range->needs_bf16 == 0) return;
-  // All tiles of queries, then all tiles of keys
   i32 q_tiles = ceil_div(p.seqlen_q, 64), k_tiles = ceil_div(p.seqlen_k, Config::kBlockN);
   i32 num_queries = q_tiles * p.heads * p.batch, num_tiles = num_queries + k_tiles * p.heads_kv * p.batch;
   for (i32 index = blockIdx.x; index < num_tiles; index += gridDim.x) {
     if (index < num_queries) {
       i32 row = index / q_tiles;
-      split_queries<Config, SeqInfo, Load>(params, index % q_tiles, row % p.heads, row / p.heads);
+      split_queries<Config, kStores, SeqInfo, Load>(params, index % q_tiles, row % p.heads, row / p.heads);
     } else {
       i32 rest = index - num_queries, row = rest / k_tiles;
-      split_keys<Config, SeqInfo, KvSource, Load>(params, rest % k_tiles, row % p.heads_kv, row / p.heads_kv);
+      split_keys<Config, kStores, SeqInfo, KvSource, Load>(params, rest % k_tiles, row % p.heads_kv, row / p.heads_kv);
     }
   }
+}
+
+template <class Config, class SeqInfo, class KvSource, class Load>
+__global__ void __launch_bounds__(kSplitThreads) f32_split_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
+  if (Config::kIsHalf || params.range->needs_bf16 != 0) split_all<Config, true, SeqInfo, KvSource, Load>(params);
+}
+
+template <class Config, class SeqInfo, class KvSource, class Load>
+__global__ void __launch_bounds__(kSplitThreads) f32_check_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
+  static_assert(Config::kIsHalf);
+  split_all<Config, false, SeqInfo, KvSource, Load>(params);
 }
 
 // The largest element of kSampleRows rows that are spread evenly over num_rows; each warp reads some of them.

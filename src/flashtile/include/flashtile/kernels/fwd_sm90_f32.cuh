@@ -220,6 +220,16 @@ struct FwdSm90F32 {
     }
   }
 
+  // Starts S = Q K^T. In two half_t parts over more than 128 columns it has several chains of sums, and is done here.
+  FT_DEVICE static void start_scores(float (&rS)[kScores], u32 q, u32 k) {
+    if constexpr (kIsHalf && kNumParts == 2 && Config::kHeadDim > 128) {
+      static_assert(!Config::kOverlaps);
+      gemm_abt_chains<Parts, kBlockN, Config::kHeadDim, 1>(rS, q, k);
+    } else {
+      gemm_abt_split<Parts, kBlockN, Config::kHeadDim>(rS, q, k);
+    }
+  }
+
   // Processes the key tiles of one work item. num_k counts the tiles so far.
   FT_DEVICE static void mainloop(const Params& p, Storage& shared, const Item& item, i32 consumer, u32& num_k,
                                  float factor, float unscale, Softmax& softmax, float (&rO)[kOutputs]) {
@@ -288,7 +298,7 @@ struct FwdSm90F32 {
     {
       float rS[kScores];
       Stages::wait_full(shared.full_k, num_k);
-      gemm_abt_split<Parts, kBlockN, Config::kHeadDim>(rS, q_tile(), k_tile(num_k));
+      start_scores(rS, q_tile(), k_tile(num_k));
       wgmma_wait<0>();
       pin_registers(rS);
       release_operands();
@@ -307,14 +317,14 @@ struct FwdSm90F32 {
       u32 q = q_tile(), k = k_tile(num_k), v = v_tile(num_k - 1);
       Stages::wait_full(shared.full_k, num_k);
       wait_turn(consumer);
-      if constexpr (Config::kOverlaps) gemm_abt_split<Parts, kBlockN, Config::kHeadDim>(rS, q, k);
+      if constexpr (Config::kOverlaps) start_scores(rS, q, k);
       Stages::wait_full(shared.full_v, num_k - 1);
       start_pv(rT, v, 0);
       float alpha0 = softmax.alpha[0], alpha1 = softmax.alpha[1];  // of T's tile
       if constexpr (mutates(Mutation::fwd_sm90_f32_rescale)) alpha0 = alpha1 = 1.0f;
       if constexpr (!Config::kOverlaps) {
         finish_pv(rT, v, num_k - 1, alpha0, alpha1);
-        gemm_abt_split<Parts, kBlockN, Config::kHeadDim>(rS, q, k);
+        start_scores(rS, q, k);
       }
       signal_next(consumer);
       // Wait for S; mask it and raise the maximum while T is in flight

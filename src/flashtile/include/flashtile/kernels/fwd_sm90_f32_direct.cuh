@@ -1,10 +1,10 @@
-// Attention forward in float32 on Hopper for few queries and heads, without a pre-pass and without a workspace: the
-// kernel splits the operands itself, and a cluster of blocks shares the keys of a query tile. docs/float32.md.
+// Attention forward in float32 on Hopper for few queries and heads, without a workspace: the kernel splits the operands
+// itself, and a cluster of blocks shares the keys of a query tile. docs/float32.md.
 //
 // Cluster:   its blocks have the same 128 queries and each a share of their keys. Each leaves the sum of P V, m and l
 //            in its shared memory; then each merges some rows of all and stores them.
 // Threads:   warpgroups 0 and 1 are the consumers of fwd_sm90_f32.cuh. Warpgroup 2 loads rows, splits them into
-//            bf16_t parts and stores them where the consumers expect them. It loads a tile while it splits another.
+//            parts and stores them where the consumers expect them. It loads a tile while it splits another.
 // Shared:    FwdSm90F32Storage; m and l of each row. The sums of a consumer lie where its Q was.
 #pragma once
 
@@ -14,8 +14,8 @@
 
 namespace flashtile {
 
-template <i32 kClusterSize_, bool kOverlaps>
-struct Sm90F32DirectConfig : Sm90F32Config<Bf16Parts, 64, 64, 128, 64, 2, 64, kOverlaps> {
+template <class Parts, i32 kClusterSize_, bool kOverlaps>
+struct Sm90F32DirectConfig : Sm90F32Config<Parts, 64, 64, 128, 64, 2, 64, kOverlaps> {
   static constexpr i32 kClusterSize = kClusterSize_, kNumThreads = 384;
   static constexpr i32 kProducerRegisters = 120, kConsumerRegisters = 192;
   static_assert(2 * kConsumerRegisters + kProducerRegisters <= 65536 / kNumThreads / 8 * 8 * 3);
@@ -57,9 +57,9 @@ struct RowsInFlight {
     }
   }
 
-  // Splits the rows and stores the parts, swizzled, for wgmma to read. Scope: thread.
+  // Splits the rows, scaled for half_t parts, and stores the parts, swizzled, for wgmma to read. Scope: thread.
   template <bool kIsV>
-  FT_DEVICE void store(u16* sTile) const {
+  FT_DEVICE void store(u16* sTile, float scale) const {
     constexpr i32 kNumParts = Config::kNumParts;
 #pragma unroll
     for (i32 y = 0; y < kRowsPerThread; ++y) {
@@ -68,7 +68,9 @@ struct RowsInFlight {
 #pragma unroll
       for (i32 pair = 0; pair < 4; ++pair) {
         u32 parts[kNumParts];
-        Config::Parts::split(x[y][2 * pair], x[y][2 * pair + 1], parts);
+        float low = x[y][2 * pair], high = x[y][2 * pair + 1];
+        if constexpr (Config::kIsHalf) low *= scale, high *= scale;
+        Config::Parts::split(low, high, parts);
         if constexpr (mutates(Mutation::fwd_sm90_f32_direct_part)) parts[1] = kIsV && chunk >= 4 ? 0 : parts[1];
 #pragma unroll
         for (i32 part = 0; part < kNumParts; ++part) words[part][pair] = parts[part];
@@ -131,7 +133,15 @@ struct FwdSm90F32Direct {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(full);
   }
 
-  FT_DEVICE static void produce(const Params& p, Storage& shared) {
+  // The power of two that an operand is scaled by.
+  FT_DEVICE static float scale_of(const SplitRange* range, Operand operand) {
+    if constexpr (!Config::kIsHalf) return 1.0f;
+    return power_of_two(scale_exponent(*range, operand));
+  }
+
+  FT_DEVICE static void produce(const Params& p, const SplitRange* range, Storage& shared) {
+    float scale_q = scale_of(range, Operand::q), scale_k = scale_of(range, Operand::k);
+    float scale_v = scale_of(range, Operand::v);
     auto& tiles = shared.tiles;
     const typename Base::Tile& tile = tiles.work_items.at(0).tile;
     const Sequence& s = tile.s;
@@ -153,10 +163,10 @@ struct FwdSm90F32Direct {
     // Load Q and the first K
     load_q(a, 0);
     load_q(b, 1);
-    a.template store<false>(tiles.sQ[0]);
+    a.template store<false>(tiles.sQ[0], scale_q);
     signal_full(tiles.full_q[0]);
     load_k(a, tile.n_end - 1);
-    b.template store<false>(tiles.sQ[1]);
+    b.template store<false>(tiles.sQ[1], scale_q);
     signal_full(tiles.full_q[1]);
     u32 count = 0;
     for (i32 n = tile.n_end - 1; n >= tile.n_begin; --n, ++count) {
@@ -164,12 +174,12 @@ struct FwdSm90F32Direct {
       // Store K while V is on its way
       load_v(b, n);
       Stages::wait_empty(tiles.empty_k, count);
-      a.template store<false>(tiles.sK[stage]);
+      a.template store<false>(tiles.sK[stage], scale_k);
       signal_full(tiles.full_k[stage]);
       // Store V while the next K is on its way
       if (n > tile.n_begin) load_k(a, n - 1);
       Stages::wait_empty(tiles.empty_v, count);
-      b.template store<true>(tiles.sV[stage]);
+      b.template store<true>(tiles.sV[stage], scale_v);
       signal_full(tiles.full_v[stage]);
     }
   }
@@ -183,8 +193,8 @@ struct FwdSm90F32Direct {
     return reinterpret_cast<float4*>(shared.tiles.sQ[consumer]);
   }
 
-  FT_DEVICE static void consume(const Params& p, Storage& shared, i32 consumer) {
-    typename Base::Scales scales(p, nullptr);
+  FT_DEVICE static void consume(const Params& p, const SplitRange* range, Storage& shared, i32 consumer) {
+    typename Base::Scales scales(p, range);
     const Item& item = shared.tiles.work_items.at(0);
     typename Base::Softmax softmax;
     float rO[Base::kOutputs];
@@ -265,12 +275,12 @@ struct FwdSm90F32Direct {
 };
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
-__global__ void __cluster_dims__(Config::kClusterSize, 1, 1) __launch_bounds__(Config::kNumThreads, 1)
-    fwd_sm90_f32_direct_kernel(const FT_GRID_CONSTANT Params p) {
+FT_DEVICE void run_fwd_sm90_f32_direct(const Sm90F32Params& params) {
   static_assert(!KvSource::kIsPaged && Load::kIsAligned16);
   using Kernel = FwdSm90F32Direct<Config, Mask, ScoreMod, Dropout, SeqInfo, Load>;
   extern __shared__ __align__(1024) char shared_bytes[];
   typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
+  const Params& p = params.base;
 
   if (threadIdx.x == 0) Kernel::init(p, shared);
   __syncthreads();
@@ -281,17 +291,33 @@ __global__ void __cluster_dims__(Config::kClusterSize, 1, 1) __launch_bounds__(C
   i32 warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == Config::kNumConsumers) {
     lower_registers<Config::kProducerRegisters>();
-    if (tile.has_keys()) Kernel::produce(p, shared);
+    if (tile.has_keys()) Kernel::produce(p, params.range, shared);
     cluster_sync();
   } else {
     raise_registers<Config::kConsumerRegisters>();
-    Kernel::consume(p, shared, warpgroup);
+    Kernel::consume(p, params.range, shared, warpgroup);
     // Wait for the sums of every block
     cluster_sync();
     Kernel::merge(p, shared);
   }
   // Other blocks may still read this block's sums
   cluster_sync();
+}
+
+// Where nothing looked for the range of the numbers, the second alone is launched.
+template <class Config, class... Policies>
+__global__ void __cluster_dims__(Config::kClusterSize, 1, 1) __launch_bounds__(Config::kNumThreads, 1)
+    fwd_sm90_f32_direct_half_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
+  static_assert(Config::kIsHalf);
+  if (params.range->needs_bf16 == 0) run_fwd_sm90_f32_direct<Config, Policies...>(params);
+}
+template <class Config, class... Policies>
+__global__ void __cluster_dims__(Config::kClusterSize, 1, 1) __launch_bounds__(Config::kNumThreads, 1)
+    fwd_sm90_f32_direct_bf16_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
+  static_assert(!Config::kIsHalf);
+  if (params.range == nullptr || params.range->needs_bf16 != 0) {
+    run_fwd_sm90_f32_direct<Config, Policies...>(params);
+  }
 }
 
 }  // namespace flashtile
