@@ -2,11 +2,11 @@
 
 Each tool must be silent about our kernels, and must speak about the faults planted for it (core/mutation.cuh): a tool
 that cannot see the kernels would be silent too. Problems are as small as a tile allows. Kernels are compiled before any
-tool watches, then
-the tools run side by side, each in several processes.
+tool watches; then the tools run side by side, each in several processes. With --seconds, a process starts no call after
+that time. sanitize.json says how many calls of each family every tool has watched.
 
 python tools/sanitize.py [--tools memcheck,racecheck] [--families decode_sm90] [--head-dims 64,128] [--dtypes float32]
-                         [--out FOLDER]
+                         [--seconds 60] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -44,6 +46,7 @@ from flashtile.kernels import assemble, families
 from flashtile.kernels.arch import Arch, arch_here
 from flashtile.kernels.families import Family
 from flashtile.kernels.mutation import mutations
+from flashtile.kernels.plan import LaunchPlan
 from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
 from flashtile.runtime.cache import KernelCache
 from flashtile.testing import Case
@@ -55,11 +58,18 @@ TOOLS = {
     "initcheck": re.compile(r"ERROR SUMMARY: (\d+) error"),
     "synccheck": re.compile(r"ERROR SUMMARY: (\d+) error"),
 }
+# The part of the processes that a tool gets: racecheck is the slowest
+WEIGHTS = {"memcheck": 1, "racecheck": 3, "initcheck": 1, "synccheck": 1}
 # initcheck must see what other kernels write, or all that they wrote would count as never written
 UNFILTERED = ("initcheck",)
 BACKEND = "cuda"
 LIMIT_S = 600.0
 GRAD_NAMES = GradNeeds._fields
+# Of a block: racecheck and synccheck count for themselves, and miss barriers that are initialised in loops
+NUM_MBARRIERS = 64
+# Families whose blocks wait for flags in a workspace that nobody has written (kernels/decode_sm90.cuh, Parts). Here it
+# is written, or initcheck would report each wait.
+FLAGS = {"decode_sm90": "partial_stats"}
 # Families that take few queries alone, and how many their jobs have
 FEW_QUERIES = {"decode_sm90": 5}
 
@@ -75,7 +85,7 @@ class Job:
 
     def run(self) -> None:
         backend, family = registry.find(BACKEND), families.find(self.family)
-        with choosing(family, self.row):
+        with choosing(family, self.row), flags_written(family.name):
             if family.op == "forward" or not self.grads:
                 warm(self.trial, backend, "cuda")
                 return
@@ -102,6 +112,29 @@ def choosing(family: Family[Any], row: int | None) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(is_deterministic)
         assemble.clear_plans()
+
+
+@contextmanager
+def flags_written(family: str) -> Iterator[None]:
+    """Inside, the workspace with the family's flags is zeros."""
+    if family not in FLAGS:
+        yield
+        return
+    lay_out = executor.lay_out_workspaces
+
+    def with_zeros(plan: LaunchPlan, values: dict[str, int]) -> executor.WorkspaceLayout:
+        found = lay_out(plan, values)
+        if (start := found.offsets.get(FLAGS[family])) is None:
+            return found
+        (part,) = (part for part in plan.workspaces if part.name == FLAGS[family])
+        size = part.element_bytes * math.prod(values[name] for name in part.values)
+        return found._replace(zeroed=(*found.zeroed, slice(start, start + size)))
+
+    executor.lay_out_workspaces = with_zeros
+    try:
+        yield
+    finally:
+        executor.lay_out_workspaces = lay_out
 
 
 def trial(dtype: str, head_dim: int, head_dim_v: int, tile: int, has_backward: bool, **options: Any) -> Trial:
@@ -209,19 +242,30 @@ def special_jobs(family: Family[Any], dtype: str, arch: Arch) -> Iterator[Job]:
         yield Job(Trial(dataclasses.replace(plain, **change), 2, not is_forward), family.name)
 
 
-def run_jobs(jobs: Sequence[Job]) -> frozenset[str]:
-    """Makes the calls; returns the kernels that were launched."""
+def run_jobs(jobs: Sequence[Job], seconds: float = math.inf) -> frozenset[str]:
+    """Makes the calls, none of them later than that; returns the kernels that were launched. After a call that fails
+    the process cannot use the GPU any more: says where the next family begins."""
     torch.set_num_threads(1)
-    for job in jobs:
-        job.run()
-    torch.cuda.synchronize()
+    end = time.monotonic() + seconds
+    for index, job in enumerate(jobs):
+        if time.monotonic() > end:
+            break
+        try:
+            job.run()
+            torch.cuda.synchronize()
+        except RuntimeError:
+            others = [later for later in range(index, len(jobs)) if jobs[later].family != job.family]
+            print(f"failed {job.family}; next is {others[0] if others else len(jobs)}", flush=True)
+            raise
+        print(f"watched {job.family}", flush=True)
     return registry.find(BACKEND).loaded_kernels()
 
 
 def compile_jobs(jobs: Sequence[Job], arch: Arch) -> frozenset[str]:
     """Compiles what the calls would launch, in as many threads as there are cores; returns the kernels."""
     with native.record_launches() as units:
-        run_jobs(jobs)
+        for job in jobs:
+            job.run()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda unit: executor.function(*unit, arch.name), units))
     return registry.find(BACKEND).loaded_kernels()
@@ -248,19 +292,23 @@ def run_fault(name: str) -> None:
         torch.cuda.synchronize()
 
 
-def watch(program: str, tool: str, arguments: Sequence[str], limit_s: float) -> dict[str, Any]:
-    """This script under one tool: how many errors it reports, its first words about them, and the kernels it saw
-    launched."""
+def watch(
+    program: str, tool: str, arguments: Sequence[str], limit_s: float, folder: Path | None = None
+) -> dict[str, Any]:
+    """This script under one tool: how many errors it reports, its first words about them and the kernels in them, the
+    kernels it saw launched, and how many calls of each family. A process that is killed has the calls it made. What is
+    not clean is kept in the folder."""
     names = [] if tool in UNFILTERED else ["--kernel-name", "kns=flashtile"]
     command = [
         program,
         "--tool",
         tool,
         *names,
+        *(["--num-cuda-barriers", str(NUM_MBARRIERS)] if tool in ("racecheck", "synccheck") else []),
         "--report-api-errors",
         "no",
         "--print-limit",
-        "3",
+        "30",
         sys.executable,
         __file__,
         *arguments,
@@ -274,17 +322,41 @@ def watch(program: str, tool: str, arguments: Sequence[str], limit_s: float) -> 
         output, _ = running.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         os.killpg(running.pid, signal.SIGKILL)
-        running.communicate()
-        return {"errors": None, "seconds": limit_s, "said": f"not done in {limit_s:g} s", "kernels": []}
+        output, _ = running.communicate()
+        output += f"not done in {limit_s:g} s"
     found = TOOLS[tool].search(output)
+    if folder is not None and not (found and int(found[1]) == 0):
+        name = "_".join([tool, *arguments[:4]]).replace("/", "_").replace("--", "")
+        (folder / f"{name}.log").write_text(output)
     lines = [line.strip("= ") for line in output.splitlines() if line.startswith("=========")]
     said = [line for line in lines if line not in ("", "COMPUTE-SANITIZER")]
     return {
         "errors": int(found[1]) if found else None,
         "kernels": re.findall(r"^launched (.*)$", output, re.MULTILINE),
+        "calls": dict(Counter(re.findall(r"^watched (.*)$", output, re.MULTILINE))),
+        "next": int(failed[1]) if (failed := re.search(r"^failed \w+; next is (\d+)$", output, re.MULTILINE)) else None,
+        "in": sorted({name for line in lines for name in re.findall(r"flashtile::(\w+)_kernel", line)}),
         "seconds": round(time.monotonic() - start, 1),
         "said": "; ".join(said[:3])[:400] if found and int(found[1]) else ("" if found else output[-2000:]),
     }
+
+
+def watch_share(
+    program: str, tool: str, share: str, arguments: Sequence[str], limit_s: float, folder: Path
+) -> dict[str, Any]:
+    """One share of the rows. Where a call fails, a new process goes on with the next family."""
+    runs, first, end = list[dict[str, Any]](), 0, time.monotonic() + limit_s
+    while first is not None and (limit := end - time.monotonic()) > 0:
+        begin = ["--share", share, "--first", str(first)]
+        runs.append(watch(program, tool, [*begin, *arguments], limit, folder))
+        first = None if runs[-1]["next"] is None else first + runs[-1]["next"]
+    return joined(runs)
+
+
+def num_shares(tools: Sequence[str]) -> dict[str, int]:
+    """How many processes each tool gets: as many as there are cores, at least one each."""
+    part = (os.cpu_count() or 1) / sum(WEIGHTS[tool] for tool in tools)
+    return {tool: max(1, int(part * WEIGHTS[tool])) for tool in tools}
 
 
 def joined(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -293,6 +365,8 @@ def joined(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "errors": None if None in errors else sum(errors),
         "kernels": sorted({kernel for run in runs for kernel in run["kernels"]}),
+        "calls": dict(sum((Counter(run["calls"]) for run in runs), Counter())),
+        "in": sorted({kernel for run in runs for kernel in run["in"]}),
         "seconds": max(run["seconds"] for run in runs),
         "said": "; ".join(filter(None, (run["said"] for run in runs))),
     }
@@ -305,8 +379,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--head-dims", default=",".join(map(str, head_dims())))
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--out", type=Path, help="folder to write sanitize.json into; default: results/<device>")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="when processes stop making calls")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that one process under a tool may take")
     parser.add_argument("--share", help="launch one share of the rows, watched or not: 2/4 is the second of four")
+    parser.add_argument("--first", type=int, default=0, help="the first row of the share to launch")
     parser.add_argument("--fault", help="launch kernels with this fault, watched or not")
     options = parser.parse_args(arguments)
     tools, dtypes = options.tools.split(","), options.dtypes.split(",")
@@ -320,7 +396,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jobs = all_jobs(arch, dtypes, dims, names)
     if options.share:
         which, of = map(int, options.share.split("/"))
-        print("\n".join(f"launched {kernel}" for kernel in sorted(run_jobs(jobs[which - 1 :: of]))), flush=True)
+        launched = run_jobs(jobs[which - 1 :: of][options.first :], options.seconds)
+        print("\n".join(f"launched {kernel}" for kernel in sorted(launched)), flush=True)
         return 0
     if options.fault:
         run_fault(options.fault)
@@ -336,6 +413,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
 
+    folder = options.out or Path("results") / facts.slug("cuda")
     with tempfile.TemporaryDirectory() as folder_of_kernels:
         if KernelCache.default().directory is None:
             os.environ.update(FLASHTILE_CACHE_DIR=folder_of_kernels, FLASHTILE_CACHE="1")
@@ -344,14 +422,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kernels = compile_jobs(jobs, arch)
         print(f"{len(kernels)} kernels compiled in {time.monotonic() - start:.0f} s", flush=True)
         # Side by side: most of the time goes into patching kernels, on the host
-        num_shares = max(1, (os.cpu_count() or 1) // len(tools))
-        chosen = ["--dtypes", options.dtypes, "--head-dims", options.head_dims]
+        chosen = ["--dtypes", options.dtypes, "--head-dims", options.head_dims, "--seconds", str(options.seconds)]
         chosen += ["--families", options.families] if options.families else []
-        shares = [["--share", f"{which + 1}/{num_shares}", *chosen] for which in range(num_shares)]
-        with ThreadPoolExecutor(num_shares * len(tools)) as pool:
-            clean_runs = {
-                tool: [pool.submit(watch, program, tool, share, options.limit) for share in shares] for tool in tools
-            }
+        shares, logs = num_shares(tools), folder / "sanitize"
+        logs.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(sum(shares.values()) + len(tools)) as pool:
             fault_runs = {
                 tool: {
                     name: pool.submit(watch, program, tool, ["--fault", name], options.limit)
@@ -359,12 +434,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 }
                 for tool in tools
             }
-    report: dict[str, Any] = {"kernels": len(kernels), "tools": {}}
+            clean_runs = {
+                tool: [
+                    pool.submit(watch_share, program, tool, f"{which + 1}/{of}", chosen, options.limit, logs)
+                    for which in range(of)
+                ]
+                for tool, of in shares.items()
+            }
+    calls = Counter(job.family for job in jobs)
+    report: dict[str, Any] = {"kernels": len(kernels), "calls": dict(calls), "tools": {}}
     is_good = True
     for tool in tools:
         clean = joined([run.result() for run in clean_runs[tool]])
         planted = {name: run.result() for name, run in fault_runs[tool].items()}
-        is_clean = clean["errors"] == 0 and set(clean["kernels"]) == kernels
+        is_clean = clean["errors"] == 0 and clean["calls"] == calls and set(clean["kernels"]) == kernels
         is_good = is_good and is_clean and all(run["errors"] for run in planted.values())
         for run in (clean, *planted.values()):
             run["kernels"] = len(run["kernels"])
@@ -372,8 +455,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = ["clean" if is_clean else f"NOT CLEAN: {clean}"]
         words += [f"{name} {'seen' if run['errors'] else f'NOT SEEN: {run}'}" for name, run in planted.items()]
         print(f"{tool:10} {', '.join(words)} ({clean['seconds']} s)", flush=True)
-    folder = options.out or Path("results") / facts.slug("cuda")
-    folder.mkdir(parents=True, exist_ok=True)
+    for family, count in calls.items():
+        watched = [f"{tool} {report['tools'][tool]['clean']['calls'].get(family, 0)}" for tool in tools]
+        print(f"{family:20} {count} calls: {', '.join(watched)}")
     given = sys.argv[1:] if arguments is None else arguments
     environment = dataclasses.asdict(
         facts.environment("cuda", given, "python tools/sanitize.py" if given else "make sanitize")

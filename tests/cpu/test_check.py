@@ -596,19 +596,6 @@ def test_faults_that_were_found_are_kept_whatever_becomes_of_the_others(
     assert (tmp_path / "mutations.json").read_text() == "of a finished run"
 
 
-@pytest.mark.parametrize("name", ["skip_rescale", "fwd_sm90_rescale"])
-def test_a_fault_is_looked_for_where_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (fault,) = (mutation for mutation in mutations() if mutation.name == name)
-    judged = list[Trial]()
-    monkeypatch.setattr(
-        mutants, "check_trials", lambda trials, _: judged.extend(trials) or Report(num_problems=len(judged))
-    )
-    found = mutants.hunt_one(fault, Settings(backends=[], device="cpu", seed=3, problems=40))
-    assert found.num_problems == len(judged) == 40
-    assert {trial.has_backward for trial in judged} == ({False} if fault.family else {True, False})
-    assert ({trial.case.dtype for trial in judged} <= {torch.float16, torch.bfloat16}) == bool(fault.family)
-
-
 def test_dropout_bits_are_probed_where_the_output_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     """One lane wrong in one place: too little for the error rule over a long row of equal weights."""
     real = dropout.keep_mask

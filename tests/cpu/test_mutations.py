@@ -10,14 +10,22 @@ import random
 import re
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
+import fake_gpu
 import pytest
+import torch
 
+from flashtile.backends import native, registry
 from flashtile.check import mutants
+from flashtile.check.judge import warm
+from flashtile.check.runner import Report, Settings, drawn
+from flashtile.check.trial import Trial
 from flashtile.kernels import assemble, families
 from flashtile.kernels.arch import ARCHS
-from flashtile.kernels.mutation import mutations, planted
+from flashtile.kernels.mutation import is_broken, mutations, planted
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
 from flashtile.runtime import cache, nvrtc, toolchain
 
@@ -187,8 +195,55 @@ def test_plans_do_not_cross() -> None:
     key = PlanKey("float32", "float32", 64, 64, Features(), ARCH)
     before = assemble.kernels(key)
     with mutants.broken("skip_rescale"):
-        assert all(step.unit.startswith("#define FT_MUTATION skip_rescale\n") for step in assemble.kernels(key))
+        broken = [step.name for step in assemble.kernels(key) if is_broken(step.unit)]
+        assert broken == ["fwd_simt_kernel"]  # not fwd_combine, whose headers do not have it
     assert assemble.kernels(key) == before
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_gpu.Recorder]:
+    make = Trial.make
+    torch.use_deterministic_algorithms(False)  # which some families refuse
+    monkeypatch.setattr(Trial, "make", lambda trial, _: make(trial, "cpu"))
+    yield fake_gpu.plug_in(fake_gpu.build(tmp_path), monkeypatch.setattr)
+    fake_gpu.unplug()
+
+
+def test_every_fault_is_in_a_kernel_that_its_problems_launch(gpu: fake_gpu.Recorder, seed: int) -> None:
+    """A call that another family took would show nothing."""
+    backend = registry.find("cuda")
+    settings = Settings([backend], "cuda", seed, problems=1, jobs=0, stops_at_failure=True)
+    for fault in mutations():
+        if fault.tool is not None:
+            continue
+        needs = mutants.NEEDS.get(fault.kind, {}) | mutants.NEEDS.get(fault.name, {})
+        with mutants.broken(fault.name):
+            fits = (mutants.fitted(trial, fault, "cuda") for trial in itertools.islice(drawn(settings), 40))
+            trial = next((fit for fit in fits if fit is not None), None)
+            assert trial is not None, fault.name
+            assert {name: getattr(trial.case, name) for name in needs} == needs, fault.name
+            with native.record_launches() as launched:
+                warm(trial, backend, "cuda")
+            assert any(is_broken(unit) for unit, _ in launched), fault.name
+
+
+def test_what_a_fault_needs_is_of_a_fault() -> None:
+    known = {name for fault in mutations() for name in (fault.name, fault.kind)}
+    assert set(mutants.NEEDS) <= known
+
+
+def test_only_problems_that_reach_the_fault_are_judged(gpu: fake_gpu.Recorder, monkeypatch) -> None:
+    judged = list[Trial]()
+    monkeypatch.setattr(mutants, "is_alive", lambda _: True)
+    monkeypatch.setattr(
+        mutants, "check_trials", lambda trials, _: judged.extend(trials) or Report(num_problems=len(judged))
+    )
+    (fault,) = (fault for fault in mutations() if fault.name == "fwd_sm90_wide_tail")
+    found = mutants.hunt_one(fault, Settings([registry.find("cuda")], "cuda", 3, problems=5))
+    assert found.num_problems == len(judged) == 5
+    assert not found.is_found
+    assert {(trial.case.kind, trial.has_backward) for trial in judged} == {("used", False)}
+    assert min(trial.case.head_dim for trial in judged) > 256
 
 
 @pytest.mark.parametrize("name", ["fwd_sm80_rescale", "fwd_sm90_rescale", "fwd_sm90_f32_rescale"])
@@ -198,4 +253,4 @@ def test_a_fault_is_looked_for_in_its_family(name: str) -> None:
     with mutants.broken(name):
         assert name.startswith(families.select(key).name)
     with mutants.broken("skip_rescale"):
-        assert families.forced_names() == ()
+        assert families.forced_names() == ("fwd_simt", "bwd_simt")

@@ -13,10 +13,10 @@ import fake_gpu
 import pytest
 import torch
 
-from flashtile.backends import executor
+from flashtile.backends import executor, native
 from flashtile.check.trial import Trial
 from flashtile.cli.compile import head_dims
-from flashtile.kernels import families
+from flashtile.kernels import families, mutation
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.mutation import mutations
 from flashtile.kernels.spec import DTYPES, CallLayout
@@ -147,13 +147,79 @@ def test_each_tool_has_a_fault_in_each_family(sanitize) -> None:
         assert sanitize.faults(tool, ARCHS[61]) == [simt]
 
 
+def test_what_is_launched_has_the_fault(sanitize, recorder: fake_gpu.Recorder) -> None:
+    """Another family that takes the call would be clean."""
+    for tool in sanitize.TOOLS:
+        for name in sanitize.faults(tool, ARCH):
+            with native.record_launches() as units:
+                sanitize.run_fault(name)
+            own = {unit.splitlines()[0] for unit, _ in units if mutation.is_broken(unit)}
+            assert own == {f"#define FT_MUTATION {name}"}
+
+
+def test_the_flags_of_a_decode_step_are_written(sanitize, recorder: fake_gpu.Recorder, monkeypatch) -> None:
+    layouts = list[executor.WorkspaceLayout]()
+    allocate = executor.WorkspaceLayout.allocate
+    monkeypatch.setattr(
+        executor.WorkspaceLayout, "allocate", lambda found, device: layouts.append(found) or allocate(found, device)
+    )
+    (job, *_) = sanitize.all_jobs(ARCH, ["bfloat16"], [128], ["decode_sm90"])
+    job.run()
+    (layout,) = layouts
+    (flags,) = layout.zeroed
+    assert flags.start == layout.offsets["partial_stats"]
+    assert 0 <= layout.num_bytes - flags.stop < 256
+
+
+def test_no_call_starts_when_the_time_is_over(sanitize, recorder, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = sanitize.all_jobs(ARCH, ["float32"], [64])[:2]
+    sanitize.run_jobs(jobs, seconds=-1.0)
+    assert capsys.readouterr().out == ""
+    sanitize.run_jobs(jobs)
+    assert capsys.readouterr().out == "".join(f"watched {job.family}\n" for job in jobs)
+
+
+def test_after_a_failure_the_next_family_is_watched(sanitize, tmp_path: Path, monkeypatch, recorder, capsys) -> None:
+    jobs = [
+        job for family in ("fwd_simt", "bwd_simt") for job in sanitize.all_jobs(ARCH, ["float32"], [64], [family])[:2]
+    ]
+
+    def run(job):
+        if job.family == "fwd_simt":
+            raise RuntimeError("unspecified launch failure")
+
+    monkeypatch.setattr(sanitize.Job, "run", run)
+    with pytest.raises(RuntimeError):
+        sanitize.run_jobs(jobs)
+    assert capsys.readouterr().out == "failed fwd_simt; next is 2\n"
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(
+        "#!/bin/sh\ncase \"$*\" in *'--first 0'*)\n"
+        "echo 'failed fwd_simt; next is 2'; echo '========= ERROR SUMMARY: 5 errors';;\n"
+        " *'--first 2'*) echo 'watched bwd_simt'; echo '========= ERROR SUMMARY: 0 errors';; esac\n"
+    )
+    program.chmod(0o755)
+    found = sanitize.watch_share(str(program), "memcheck", "1/1", [], 60.0, tmp_path)
+    assert found["errors"] == 5
+    assert found["calls"] == {"bwd_simt": 1}
+    assert len(list(tmp_path.glob("*.log"))) == 1
+
+
+def test_every_tool_has_a_process(sanitize, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitize.os, "cpu_count", lambda: 16)
+    assert sanitize.num_shares(list(sanitize.TOOLS)) == {"memcheck": 2, "racecheck": 8, "initcheck": 2, "synccheck": 2}
+    monkeypatch.setattr(sanitize.os, "cpu_count", lambda: 1)
+    assert set(sanitize.num_shares(list(sanitize.TOOLS)).values()) == {1}
+
+
 @pytest.mark.parametrize(
     ("tool", "output", "errors"),
     [
-        ("memcheck", "launched a<1>\nlaunched b<2>\n========= ERROR SUMMARY: 0 errors", 0),
+        ("memcheck", "watched x\nwatched x\nlaunched a<1>\nlaunched b<2>\n========= ERROR SUMMARY: 0 errors", 0),
         (
             "memcheck",
-            "========= COMPUTE-SANITIZER\n========= Invalid __global__ write\n========= ERROR SUMMARY: 3 errors",
+            "========= COMPUTE-SANITIZER\n========= Invalid __global__ write\n"
+            "=========     at void flashtile::fwd_simt_kernel<flashtile::X>+0x60\n========= ERROR SUMMARY: 3 errors",
             3,
         ),
         ("racecheck", "========= RACECHECK SUMMARY: 7 hazards displayed (7 errors, 0 warnings)", 7),
@@ -167,27 +233,29 @@ def test_what_a_tool_says(sanitize, tmp_path: Path, tool: str, output: str, erro
     found = sanitize.watch(str(program), tool, ["--share", "1/2"], 60.0)
     assert found["errors"] == errors
     assert found["kernels"] == (["a<1>", "b<2>"] if "launched" in output else [])
+    assert found["calls"] == ({"x": 2} if "launched" in output else {})
+    assert found["in"] == (["fwd_simt"] if errors == 3 else [])
     assert bool(found["said"]) == (errors != 0)
 
 
 def test_a_process_has_its_time(sanitize, tmp_path: Path) -> None:
     program = tmp_path / "compute-sanitizer"
-    program.write_text("#!/bin/sh\nsleep 60 &\nwait\n")
+    program.write_text("#!/bin/sh\necho watched fwd_simt\nsleep 60 &\nwait\n")
     program.chmod(0o755)
-    assert sanitize.watch(str(program), "memcheck", [], 0.2) == {
-        "errors": None,
-        "seconds": 0.2,
-        "said": "not done in 0.2 s",
-        "kernels": [],
-    }
+    found = sanitize.watch(str(program), "memcheck", [], 0.5)
+    assert found["errors"] is None
+    assert found["calls"] == {"fwd_simt": 1}
+    assert found["said"].endswith("not done in 0.5 s")
+    assert found["seconds"] < 30
 
 
 def test_runs_of_one_tool_count_as_one(sanitize) -> None:
     runs = [
-        {"errors": errors, "kernels": kernels, "seconds": 1.0, "said": ""}
+        {"errors": errors, "kernels": kernels, "calls": dict.fromkeys(kernels, 1), "in": [], "seconds": 1.0, "said": ""}
         for errors, kernels in ((0, ["a"]), (2, ["a", "b"]), (None, []))
     ]
-    assert sanitize.joined(runs[:2]) == {"errors": 2, "kernels": ["a", "b"], "seconds": 1.0, "said": ""}
+    joined = {"errors": 2, "kernels": ["a", "b"], "calls": {"a": 2, "b": 1}, "in": [], "seconds": 1.0, "said": ""}
+    assert sanitize.joined(runs[:2]) == joined
     assert sanitize.joined(runs)["errors"] is None
 
 

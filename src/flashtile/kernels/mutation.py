@@ -1,19 +1,26 @@
 """Kernels broken on purpose, one fault at a time, so that tests can be seen to fail. The faults are listed in
 core/mutation.cuh.
 
-A unit with a fault begins with a define, so its cache key is its own, and it is never taken for the kernel.
+A unit with a fault begins with a define, so its cache key is its own, and it is never taken for the kernel. A unit
+whose headers do not have the planted fault stays as it is.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-_LIST = Path(__file__).resolve().parent.parent / "include" / "flashtile" / "core" / "mutation.cuh"
+_INCLUDE = Path(__file__).resolve().parent.parent / "include"
+_LIST = _INCLUDE / "flashtile" / "core" / "mutation.cuh"
 _ENTRY = re.compile(r"^ +(\w+), +// (?:(memcheck|racecheck|initcheck|synccheck): )?(.*)$", re.MULTILINE)
+_FAMILY = re.compile(r"((?:fwd|bwd|decode)_sm\d+(?:_wide|_short|_f32(?:_direct)?)?)_")
+_USE = re.compile(r"mutates\(Mutation::(\w+)\)")
+_INCLUDED = re.compile(r'^#include "(.*)"$', re.MULTILINE)
+_DEFINE = "#define FT_MUTATION"
 _planted: str | None = None
 
 
@@ -28,8 +35,18 @@ class Mutation:
     @property
     def family(self) -> str | None:
         """The family whose kernel alone has it: the prefix of its name, as in fwd_sm90_rescale."""
-        found = re.match(r"((?:fwd|bwd|decode)_sm\d+(?:_wide|_short|_f32(?:_direct)?)?)_", self.name)
+        found = _FAMILY.match(self.name)
         return found[1] if found else None
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """Those in which it is looked for: its own, or the ones that run on every GPU and have all shared code."""
+        return ("fwd_simt", "bwd_simt") if self.family is None else (self.family,)
+
+    @property
+    def kind(self) -> str:
+        """Its name without the family."""
+        return _FAMILY.sub("", self.name)
 
 
 def mutations() -> list[Mutation]:
@@ -50,6 +67,21 @@ def planted(name: str) -> Iterator[None]:
         _planted = outer
 
 
-def defines() -> list[str]:
-    """The lines that a unit begins with."""
-    return [] if _planted is None else [f"#define FT_MUTATION {_planted}"]
+def defines(text: str) -> list[str]:
+    """The lines that a unit with this text begins with: none where neither it nor its headers have the fault."""
+    return [f"{_DEFINE} {_planted}"] if _planted is not None and _planted in _faults_in(text) else []
+
+
+def is_broken(unit: str) -> bool:
+    """The unit was written with a fault in it."""
+    return unit.startswith(_DEFINE)
+
+
+def _faults_in(text: str) -> frozenset[str]:
+    return frozenset(_USE.findall(text)).union(*map(_faults_below, _INCLUDED.findall(text)))
+
+
+@functools.cache
+def _faults_below(header: str) -> frozenset[str]:
+    """Those of a header and of what it includes."""
+    return _faults_in((_INCLUDE / header).read_text(encoding="utf-8"))

@@ -22,7 +22,7 @@ def plain_unit(header: str | Path, entry: str, struct: Struct) -> str:
         header.read_text(encoding="utf-8") if isinstance(header, Path) else f'#include "flashtile/kernels/{header}.cuh"'
     )
     instance = f"template __global__ void {entry}(const FT_GRID_CONSTANT flashtile::{struct.__name__});"
-    return "\n".join([*mutation.defines(), include, layout_asserts(struct), instance, ""])
+    return "\n".join([*mutation.defines(include), include, layout_asserts(struct), instance, ""])
 
 
 def unit(

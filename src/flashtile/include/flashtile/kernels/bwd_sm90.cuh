@@ -171,7 +171,7 @@ struct BwdSm90 {
           shared.lse[stage][32 * x + lane] = lse[x];
           shared.delta[stage][32 * x + lane] = delta[x];
         }
-        if (lane == 0) {
+        if (lane == 31) {
           i32 i_begin = m * kBlockM, head = tile.first_head + h;
           bool is_checked[2];
 #pragma unroll
@@ -189,7 +189,7 @@ struct BwdSm90 {
                                                     {is_checked[0], is_checked[1]}};
         }
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared.full[stage]);
+        arrive_warp(shared.full[stage]);
         Options::prepare(p, shared.options, tile, 0, h, m, count, 0);
       }
     }
@@ -340,7 +340,7 @@ struct BwdSm90 {
     }
     fence_proxy_async();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.full_dq[buffer]);
+    arrive_warp(shared.full_dq[buffer]);
   }
 
   // Stores dK or dV of a consumer's keys.
@@ -597,7 +597,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_sm90_kernel(const 
       if (threadIdx.x < 32) {
         Range seen = Kernel::Options::visible_tiles(params.base, tile);
         __syncwarp();
-        if (threadIdx.x == 0) shared.tile.m_begin = seen.begin, shared.tile.m_end = seen.end;
+        if (threadIdx.x == 31) shared.tile.m_begin = seen.begin, shared.tile.m_end = seen.end;
       }
       __syncthreads();
     }

@@ -171,7 +171,7 @@ struct DbiasSm90 {
             shared.lse[stage][32 * x + lane] = lse[x];
             shared.delta[stage][32 * x + lane] = delta[x];
           }
-          if (lane == 0) {
+          if (lane == 31) {
             DbiasTile& to = shared.tiles[stage];
             to.s = s;
             to.head = head, to.i_begin = tile * kBlockM, to.j_begin = j_begin;
@@ -180,7 +180,7 @@ struct DbiasSm90 {
             to.has_large_lse = is_large;
           }
           __syncwarp();
-          if (lane == 0) mbarrier_arrive(shared.full[stage]);
+          arrive_warp(shared.full[stage]);
         }
         ++kv_count;
       });

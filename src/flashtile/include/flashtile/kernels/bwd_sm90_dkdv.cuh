@@ -107,7 +107,7 @@ struct BwdSm90Dkdv {
         if (is_issuer) load_rows<64, kSlabs>(sRows[stage], map, strides, full_tail, row, head, tile.s.batch_idx);
         mbarrier_wait(full_tail, num_tails++ % 2);
         clear_tail<64, kSlabs>(sRows[stage], num_rows);
-        for (i32 slab = 0; slab < kSlabs && is_issuer; ++slab) mbarrier_arrive(full[slab][stage]);
+        for (i32 slab = 0; slab < kSlabs; ++slab) arrive_warp(full[slab][stage]);
       } else if (is_issuer) {
 #pragma unroll
         for (i32 slab = 0; slab < kSlabs; ++slab) {
@@ -163,9 +163,9 @@ struct BwdSm90Dkdv {
         shared.lse[stage][32 * x + lane] = lse[x];
         shared.delta[stage][32 * x + lane] = delta[x];
       }
-      if (lane == 0) shared.queries[count % kNumWideQueryTiles] = {i_begin, head, is_large};
+      if (lane == 31) shared.queries[count % kNumWideQueryTiles] = {i_begin, head, is_large};
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(shared.full_q[0][stage]);
+      arrive_warp(shared.full_q[0][stage]);
     });
   }
 
@@ -297,7 +297,7 @@ struct BwdSm90Dkdv {
           make_uint4(packed[4 * x], packed[4 * x + 1], packed[4 * x + 2], packed[4 * x + 3]);
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.full_p[buffer]);
+    arrive_warp(shared.full_p[buffer]);
   }
   FT_DEVICE static void receive(Storage& shared, u32 count, u32 (&packed)[kScores / 2]) {
     Buffers::wait_full(shared.full_p, count);

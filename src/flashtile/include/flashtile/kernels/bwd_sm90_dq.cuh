@@ -126,7 +126,7 @@ struct BwdSm90Dq {
     if (has_tail) {
       mbarrier_wait(full_tail, num_tails++ % 2);
       clear_tail<kBlockN, kSlabs>(tile, num_rows);
-      if (is_issuer) mbarrier_arrive(full);
+      arrive_warp(full);
     }
   }
 

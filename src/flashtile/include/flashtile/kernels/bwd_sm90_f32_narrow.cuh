@@ -231,9 +231,9 @@ struct BwdSm90F32Dkdv {
         shared.lse[stage][32 * x + lane] = i < tile.s.seqlen_q ? p.score_lse[stat] : infinity();
         shared.delta[stage][32 * x + lane] = i < tile.s.seqlen_q ? p.delta[stat] : 0.0f;
       }
-      if (lane == 0) shared.queries[count % kNumWideQueryTiles] = {i_begin, head, 0};
+      if (lane == 31) shared.queries[count % kNumWideQueryTiles] = {i_begin, head, 0};
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(shared.full_q[stage]);
+      arrive_warp(shared.full_q[stage]);
     });
   }
 
@@ -347,7 +347,7 @@ struct BwdSm90F32Dkdv {
               make_float4(factor[4 * x], factor[4 * x + 1], factor[4 * x + 2], factor[4 * x + 3]);
         }
         __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.full_p);
+        arrive_warp(shared.full_p);
         fragment.split(rS);
       }
       // dV += P^T dO

@@ -190,9 +190,9 @@ struct BwdSm90F32WideDkdv {
       i64 stat = stat_index(p, tile.s, head, i);
       shared.lse[lane] = i < tile.s.seqlen_q ? p.score_lse[stat] : infinity();
       shared.delta[lane] = i < tile.s.seqlen_q ? p.delta[stat] : 0.0f;
-      if (lane == 0) shared.queries[count % kNumWideQueryTiles] = {i_begin, head, 0};
+      if (lane == 31) shared.queries[count % kNumWideQueryTiles] = {i_begin, head, 0};
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(shared.full_q[0]);
+      arrive_warp(shared.full_q[0]);
     });
   }
 
@@ -219,7 +219,7 @@ struct BwdSm90F32WideDkdv {
         mbarrier_wait(shared.empty_p, count % 2 ^ 1);
         hand_over(shared.sP, factor);
         __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.full_p);
+        arrive_warp(shared.full_p);
         fragment.split(rS);
       }
       // dV += P^T dO

@@ -150,15 +150,15 @@ struct BwdSm90Options {
     mbarrier_wait(tiles.empty[consumer], count % 2 ^ 1);
 #pragma unroll
     for (i32 warp = 0; warp < 4; ++warp) tiles.words[consumer][warp][lane % 4 * 8 + lane / 4] = words[warp];
-    if (lane == 0) tiles.is_full[consumer] = is_full;
+    if (lane == 31) tiles.is_full[consumer] = is_full;
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(tiles.full[consumer]);
+    arrive_warp(tiles.full[consumer]);
   }
 
   // Passes on the tile before.
   FT_DEVICE static void repeat_words(MaskBits& tiles, i32 consumer, u32 count) {
     mbarrier_wait(tiles.empty[consumer], count % 2 ^ 1);
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(tiles.full[consumer]);
+    arrive_warp(tiles.full[consumer]);
   }
 
   // Starts copying rows of the bias in pieces of kBytes.

@@ -27,10 +27,13 @@ constexpr i32 kPingPongBarrier = 1;
 constexpr i32 kConsumerBarrier = 8;
 constexpr i32 kProducerBarrier = 15;
 
-// Releases a stage: one arrival per consumer warp. Lane 31 arrives: racecheck tracks only a warp's last reader.
-// Scope: warp.
-FT_DEVICE void release_stage(u64& empty) {
-  if (threadIdx.x % 32 == 31) mbarrier_arrive(empty);
+// One arrival for the warp, after a __syncwarp if all lanes must be done. Lane 31 arrives: racecheck follows a warp by
+// its last lane. Scope: warp.
+FT_DEVICE void arrive_warp(u64& barrier) {
+  if (threadIdx.x % 32 == 31) mbarrier_arrive(barrier);
 }
+
+// Releases a stage: one arrival per consumer warp. Scope: warp.
+FT_DEVICE void release_stage(u64& empty) { arrive_warp(empty); }
 
 }  // namespace flashtile
