@@ -58,7 +58,7 @@ def attention_args(
     softcap, dropout_p = number("softcap", softcap), number("dropout_p", dropout_p)
     scale = None if scale is None else number("scale", scale)
     deterministic = None if deterministic is None else flag("deterministic", deterministic, "True, False or None")
-    if rng_state is None and dropout_p > 0.0:
+    if rng_state is None and 0.0 < dropout_p < 1.0:
         rng_state = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
     left, right = _window(window)
     return AttentionArgs(

@@ -776,6 +776,14 @@ def test_unknown_options_are_type_errors(options: dict, text: str) -> None:
         assert str(caught.value).startswith(text)
 
 
+@pytest.mark.parametrize("dropout_p", [1.0, 1.5, -0.5, math.nan])
+def test_a_refused_probability_draws_no_random_number(dropout_p: float) -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="dropout_p: got"):
+        dense(dropout_p=dropout_p)()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_the_largest_integers_are_taken() -> None:
     whole = cache(window=(-1, -1))()
     for options in ({"num_splits": 2**63 - 1}, {"window": (2**63 - 1, 2**63 - 1)}):
