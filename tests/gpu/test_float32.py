@@ -84,7 +84,7 @@ def direct() -> Iterator[None]:
 @pytest.fixture(params=["half", "bf16"])
 def direct_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernel of long calls, which looks at the numbers first, and that of short ones, for calls of any length."""
-    least = 0 if request.param == "half" else 62
+    least = 1 if request.param == "half" else 62
     monkeypatch.setattr(fwd_sm90_f32_direct, "_MANY", ManyScores(least))
     monkeypatch.setattr(FwdSm90F32Direct, "length_classes", (*FwdSm90F32Direct.length_classes, ManyScores(least)))
     return request.param

@@ -58,7 +58,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     # More query tiles than four for each persistent block; without options these take turns
     "later_tile": _CROWD,
     "rotation": {**_CROWD, **_NO_OPTIONS},
-    "guess": {**_RISING, **_NO_OPTIONS, "head_dim": 256, "head_dim_v": 256},
+    "guess": {**_RISING, **_NO_OPTIONS, "head_dim": 64, "head_dim_v": 64},
     "mask_offset": _BAND,
     "dq_mask": _BAND,
     "skip": _BAND,
