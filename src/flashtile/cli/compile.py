@@ -217,7 +217,8 @@ def covering_jobs(
                 jobs += _jobs(family, [_chosen_key(family, choice, turn, arch, grads)])
         # Kernels that take no option
         if set(family.kernels) - {job.kernel for job in jobs}:
-            key = PlanKey(own_dtypes[0], own_dtypes[0], *pairs[0], Features(), arch, _grad_sets(family)[0])
+            dtype, (head_dim, head_dim_v) = own_dtypes[0], pairs[0]
+            key = PlanKey(dtype, dtype, head_dim, head_dim_v, Features(), arch, _grad_sets(family)[0])
             jobs += _jobs(family, _of_all_lengths(family, key))
     return _once(jobs)
 
