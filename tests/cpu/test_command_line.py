@@ -88,6 +88,10 @@ def test_info_writes_a_page_and_prints_json(tmp_path: Path) -> None:
             "--case: got it with --decode, --mutate; accepted: --case without them",
         ),
         (
+            ["check", "--device", "cpu", "--case", "", "--float32"],
+            "--case: got it with --float32; accepted: --case without them",
+        ),
+        (
             ["bench", "--compare", "a.csv", "b.csv", "--full"],
             "--compare: got options of a sweep beside it; accepted: --out and --json. Drop the others.",
         ),

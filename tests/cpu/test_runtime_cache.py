@@ -22,6 +22,7 @@ SOURCE = '#include "factor.cuh"\ntemplate <int N> __global__ void scale(float* x
 UNIT = (SOURCE, "sm_90", ["scale<4>"], ["NAME=1"])
 KEY = KernelCache.key(["a kernel"])
 KERNEL = Compiled("sm_90a", bytes(range(256)) * 10, {"f<1>": "_Z1fILi1EEvv"}, "the log: ü\n")
+HEADERS = nvrtc.INCLUDE  # before a test replaces it
 
 
 @pytest.fixture(autouse=True)
@@ -417,6 +418,13 @@ def test_headers_that_include_each_other_have_a_digest(tmp_path):
     for name, other in (("a.cuh", "b.cuh"), ("b.cuh", "a.cuh")):
         (tmp_path / name).write_text(f'#pragma once\n#include "{other}"\n')
     assert cache.headers_digest(tmp_path, frozenset(["a.cuh"])) == cache.headers_digest(tmp_path, frozenset(["b.cuh"]))
+
+
+def test_every_header_that_flashtile_includes_has_a_part_in_the_digest():
+    """The compiler would also find one beside the file that includes it; the digest would not."""
+    for path in HEADERS.rglob("*.cuh"):
+        names = cache._include_names(path.read_text(encoding="utf-8"))
+        assert [name for name in names if not (HEADERS / name).is_file()] == [], path
 
 
 def test_parts_of_a_key_do_not_run_together():

@@ -79,7 +79,7 @@ def test_numbers_of_any_size(head_dim: int, sizes: tuple[float, float]) -> None:
     skew, size_v = sizes
     q, k, v = (torch.randn(2, 3, 700, head_dim, device="cuda") for _ in range(3))
     q, k, v = q * skew, k / skew, v * size_v
-    out = flashtile.attention(q, k, v, causal=True).double()
+    out = flashtile.attention(q, k, v, causal=True, backend="cuda").double()
     scores = q.double() @ k.double().transpose(-1, -2) * head_dim**-0.5
     scores = scores.masked_fill(torch.ones(700, 700, device="cuda", dtype=torch.bool).triu(1), float("-inf"))
     want = scores.softmax(-1) @ v.double()
@@ -94,4 +94,4 @@ def test_nothing_behind_the_tails_is_read() -> None:
         for seqlen in (seqlen_q, seqlen_k, seqlen_k):
             around = torch.full((2, 3, seqlen + 70, head_dim + 40), float("nan"), device="cuda")
             tensors.append(around[:, :, 35:-35, 20:-20].normal_())
-        assert torch.isfinite(flashtile.attention(*tensors, causal=True)).all()
+        assert torch.isfinite(flashtile.attention(*tensors, causal=True, backend="cuda")).all()

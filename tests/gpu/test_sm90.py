@@ -236,7 +236,7 @@ def test_p_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_many_tiles_of_many_heads(head_dim: int, causal: bool) -> None:
     """More tiles than blocks, so that each block takes several: against float64 on a few heads."""
     q, k, v = (torch.randn(3, 40, 1500, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    out, lse = flashtile.attention(q, k, v, causal=causal, return_lse=True)
+    out, lse = flashtile.attention(q, k, v, causal=causal, return_lse=True, backend="cuda")
     for batch, head in ((0, 0), (1, 17), (2, 39)):
         scores = q[batch, head].double() @ k[batch, head].double().T * head_dim**-0.5
         if causal:
@@ -290,7 +290,7 @@ def test_nothing_behind_the_tails_is_read() -> None:
         for seqlen in (seqlen_q, seqlen_k, seqlen_k):
             around = torch.full((2, 3, seqlen + 70, head_dim), float("nan"), device="cuda", dtype=torch.bfloat16)
             tensors.append(around[:, :, 35:-35].normal_())
-        assert torch.isfinite(flashtile.attention(*tensors, causal=True)).all()
+        assert torch.isfinite(flashtile.attention(*tensors, causal=True, backend="cuda")).all()
 
 
 @pytest.mark.smoke

@@ -3,13 +3,15 @@ all false or mixed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from conftest import check, drawn, precompile
 from torch import Tensor
 
+from flashtile.kernels import families
+from flashtile.kernels.assemble import clear_plans
 from flashtile.testing import Case, assert_agrees, run
 
 pytestmark = pytest.mark.skipif(
@@ -18,6 +20,14 @@ pytestmark = pytest.mark.skipif(
 LENGTHS = ((256, 384), (197, 197), (700, 1000), (130, 4500), (64, 64), (49, 49), (5, 600))
 AXES = ("bhqk", "hqk", "bqk", "qk", "bhk", "bk", "k", "hq", "q", "b", "")
 HEAD_DIMS = (128, 64, 32, 96, 256, 192)
+
+
+@pytest.fixture(autouse=True)
+def forced() -> Iterator[None]:
+    clear_plans()
+    with families.forced("fwd_sm90"):
+        yield
+    clear_plans()
 
 
 def cases(head_dim: int) -> list[Case]:
@@ -45,7 +55,6 @@ def cases(head_dim: int) -> list[Case]:
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_shape_of_mask_and_bias(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHTILE_FAMILY", "fwd_sm90")
     problems = drawn([(case, seed) for seed, case in enumerate(cases(head_dim))])
     precompile(problems, monkeypatch, is_forward=True)
     found = []
@@ -84,10 +93,7 @@ MASKS: dict[str, Callable[[int, int, int, int], Tensor]] = {
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
-def test_tiles_that_are_all_true_all_false_or_mixed(
-    head_dim: int, causal: str, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FLASHTILE_FAMILY", "fwd_sm90")
+def test_tiles_that_are_all_true_all_false_or_mixed(head_dim: int, causal: str, seed: int) -> None:
     found = []
     for name, make in MASKS.items():
         for seqlen_q, seqlen_k in LENGTHS:

@@ -282,6 +282,7 @@ def _check_alone(options: Options) -> None:
         "--seed": options.seed is not None,
         "--pass": options.direction != "both",
         "--decode": options.is_decode,
+        "--float32": options.is_float32,
         "--mutate": options.mutate is not None,
     }
     given = ", ".join(name for name, is_given in others.items() if is_given)

@@ -155,7 +155,7 @@ class Step:
     shared_bytes: int
     is_for_splits: bool = False  # left out where the keys are not split
     max_blocks: int = 0  # for each multiprocessor, of a persistent grid; 0: a block for each work item
-    cluster: int = 1  # blocks for each of the grid
+    cluster: int = 1  # blocks that share a place of the grid; not with max_blocks
     starts_early: bool = False  # on sm_90 and newer: may start while the kernel before it ends, and waits for it itself
 
     @property
