@@ -63,6 +63,7 @@ def test_every_row_is_chosen(sanitize) -> None:
         and not row.spills(ARCH)
         and not getattr(row, "packs_heads", False)
         and not getattr(row, "is_single", False)  # has no second tile of keys
+        and getattr(row, "num_parts", 2) > 1  # a row of calls that allow TF32 alone
     }
     assert chosen == expected
 

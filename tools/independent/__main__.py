@@ -54,7 +54,7 @@ def judge(name: str, got: torch.Tensor, value: Any, bound: Any, dtype: str, tall
     x = got.double().numpy()
     with np.errstate(invalid="ignore", over="ignore"):
         off = np.abs(x - value)
-        overflow = np.isinf(x) & (x * value > 0) & (np.abs(value) + bound >= PRECISIONS[dtype].largest)
+        overflow = np.isinf(x) & (np.sign(x) * value + bound >= PRECISIONS[dtype].largest)
         is_right = (x == value) | (off <= bound) | (np.isnan(x) & np.isnan(value)) | overflow
         if is_right.all():
             share = off / bound

@@ -152,7 +152,7 @@ def _plain_jobs(
             for grads in _grad_sets(family):
                 bias = dtype if grads == ("dbias",) else None
                 key = PlanKey(dtype, dtype, *pair, Features(has_band=has_band, bias_dtype=bias), arch, grads)
-                yield from _jobs(family, [key, *_other_lengths(family, key)])
+                yield from _jobs(family, _of_all_lengths(family, key))
         for dtype in dtypes:
             key = PlanKey(dtype, dtype, 0, 0, Features(), arch)
             for angle_dtype in dict.fromkeys((dtype, "float32")):
@@ -215,6 +215,11 @@ def covering_jobs(
             factors |= {which: which.values for which in family.length_classes}
             for choice, turn in zip(pairwise(factors), itertools.cycle(pairs), strict=False):
                 jobs += _jobs(family, [_chosen_key(family, choice, turn, arch, grads)])
+        # Kernels that take no option
+        if set(family.kernels) - {job.kernel for job in jobs}:
+            dtype, (head_dim, head_dim_v) = own_dtypes[0], pairs[0]
+            key = PlanKey(dtype, dtype, head_dim, head_dim_v, Features(), arch, _grad_sets(family)[0])
+            jobs += _jobs(family, _of_all_lengths(family, key))
     return _once(jobs)
 
 
@@ -265,12 +270,12 @@ def _grad_sets(family: Family[Any]) -> tuple[tuple[str, ...] | None, ...]:
     return family.grad_sets or (None,)
 
 
-def _other_lengths(family: Family[Any], key: PlanKey) -> list[PlanKey]:
-    """The keys of calls that differ in the class of their lengths alone."""
+def _of_all_lengths(family: Family[Any], key: PlanKey) -> list[PlanKey]:
+    """The keys of calls that differ in the classes of their lengths alone."""
+    classes = family.length_classes
     return [
-        dataclasses.replace(key, classes=((which, value),))
-        for which in family.length_classes
-        for value in which.values[1:]
+        dataclasses.replace(key, classes=tuple(zip(classes, values, strict=True)))
+        for values in itertools.product(*(which.values for which in classes))
     ]
 
 

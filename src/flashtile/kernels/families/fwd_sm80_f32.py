@@ -74,6 +74,10 @@ class Sm80F32Row(Row):
         keys = self.num_stages * self.block_n * (self.head_dim + self.head_dim_v)
         return -(-(4 * (self.block_m * self.head_dim + keys) + QUERY_TILE_BYTES) // 128) * 128
 
+    def spills(self, arch: Arch) -> bool:
+        """Four bytes by NVRTC 13.4, none by 13.0."""
+        return arch.number == 90 and (self.head_dim, self.block_m) == (64, 128)
+
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
         policies = [qualified(f"flashtile::{policy}") for policy in features.policies()]
         storage = f"flashtile::FwdSm80Storage<flashtile::{self.config}, {policies[0]}, {policies[3]}>"
