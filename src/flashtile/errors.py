@@ -52,12 +52,12 @@ def _marked(error: ErrorType) -> ErrorType:
     return error
 
 
-def is_switched_on(variable: str) -> bool:
-    """An environment variable that is 0 or 1. Unset and empty are 0."""
+def is_switched_on(variable: str, default: bool = False) -> bool:
+    """An environment variable that is 0 or 1; the default where it is unset or empty."""
     value = os.environ.get(variable, "")
     if value not in ("", "0", "1"):
         raise value_error(variable, repr(value), "0 or 1")
-    return value == "1"
+    return value == "1" if value else default
 
 
 def caller_stacklevel() -> int:

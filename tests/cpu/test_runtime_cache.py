@@ -114,6 +114,12 @@ def test_disk_cache_turned_off(monkeypatch, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
+def test_a_switch_of_the_cache_is_0_or_1(monkeypatch):
+    monkeypatch.setenv("FLASHTILE_CACHE", "false")
+    with pytest.raises(ValueError, match="FLASHTILE_CACHE: got 'false'; accepted: 0 or 1"):
+        KernelCache.default()
+
+
 def test_round_trip_in_a_closed_directory(tmp_path):
     assert quietly(KernelCache.default().load, KEY) is None
     quietly(KernelCache.default().store, KEY, KERNEL)

@@ -22,7 +22,7 @@ from flashtile.backends import native, registry
 from flashtile.backends.base import Backend
 from flashtile.bench.files import writable_folder, write_whole
 from flashtile.cli import compile as compile_command
-from flashtile.errors import Unsupported
+from flashtile.errors import Unsupported, is_switched_on
 from flashtile.kernels.arch import ARCHS, arch_of
 from flashtile.problem import Problem
 from flashtile.runtime import driver, extension, nvrtc, toolchain
@@ -129,7 +129,7 @@ def _cache() -> dict[str, Any]:
     if kept.directory is None:
         facts["status"] = (
             "off: FLASHTILE_CACHE=0"
-            if os.environ.get("FLASHTILE_CACHE") == "0"
+            if not is_switched_on("FLASHTILE_CACHE", default=True)
             else "off: the user has no home directory"
         )
     elif not is_usable:

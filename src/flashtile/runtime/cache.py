@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashtile.errors import value_error
+from flashtile.errors import is_switched_on, value_error
 from flashtile.runtime import nvrtc, toolchain
 from flashtile.runtime.nvrtc import Compiled
 from flashtile.runtime.toolchain import Toolchain
@@ -58,7 +58,7 @@ class KernelCache:
     @classmethod
     def default(cls) -> KernelCache:
         """The cache that the environment variables select."""
-        if os.environ.get("FLASHTILE_CACHE") == "0":
+        if not is_switched_on("FLASHTILE_CACHE", default=True):
             return cls(None)
         asked = os.environ.get("FLASHTILE_CACHE_DIR")
         home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
