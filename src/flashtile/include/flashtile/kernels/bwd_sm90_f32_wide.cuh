@@ -74,7 +74,9 @@ struct WideTiles {
     }
   }
 
-  // D = A B^T: A is what the block owns, B is tile number `count` of the stream. Scope: warpgroup.
+  // D = A B^T: A is what the block owns, B is tile number `count` of the stream. kTogether: of gemm_abt_chains. Scope:
+  // warpgroup.
+  template <i32 kTogether = 2>
   FT_DEVICE static void multiply_owned(float (&rD)[kStreamRows / 2], u16* sRows, OwnedBarriers& barriers, u16* sTile,
                                        u32 count) {
     u32 b = opaque(tile_base(sTile, kStreamRows * 128));
@@ -82,7 +84,7 @@ struct WideTiles {
       if (count == 0) mbarrier_wait(barriers.full[0], 0);
       u32 a = opaque(tile_base(sRows, 64 * 128));
       if constexpr (Parts::kNumParts == 2) {
-        gemm_abt_chains<Parts, kStreamRows, Config::kHeadDim, 2>(rD, a, b);
+        gemm_abt_chains<Parts, kStreamRows, Config::kHeadDim, kTogether>(rD, a, b);
       } else {
         gemm_abt_split<Parts, kStreamRows, Config::kHeadDim>(rD, a, b);
         wgmma_wait<0>();
@@ -146,6 +148,7 @@ struct BwdSm90F32WideDkdv {
   using Tiles = WideTiles<Config>;
   using Storage = BwdSm90F32WideDkdvStorage<Config>;
   using Stages = Ring<1>;
+  static constexpr i32 kTogether = ScoreMod::kHasBias ? 1 : 2;  // chains of S^T; with a bias two would spill
 
   // Scope: thread 0.
   FT_DEVICE static void init(Storage& shared) {
@@ -209,7 +212,7 @@ struct BwdSm90F32WideDkdv {
         // S^T = K Q^T
         float rS[kStreamRows / 2], factor[kStreamRows / 2];
         Stages::wait_full(shared.full_q, count);
-        Tiles::multiply_owned(rS, shared.sK, shared.k, shared.sQ, count);
+        Tiles::template multiply_owned<kTogether>(rS, shared.sK, shared.k, shared.sQ, count);
         // P^T
         Narrow::template exponentiate<kStreamRows>(p, tile.s, shared.queries[count % kNumWideQueryTiles], tile.j_begin,
                                                    shared.lse, unscale.s, rS, factor);
