@@ -267,12 +267,9 @@ def test_launches_that_overlap_share_no_parts(monkeypatch: pytest.MonkeyPatch) -
     assert all(torch.equal(out, expected[number % 2]) for number, out in enumerate(found))
 
 
-@pytest.mark.usefixtures("splits_keys")
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_jitter_changes_nothing(page_size: int, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pauses of random length before every barrier, copy and product: the same bits over 100 runs."""
-    cache = Cache(page_size, [700, 64, 1, 3000] * 12)
-    q = cache.queries(2, 8)
+def assert_steady(cache: Cache, seqlen_q: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits over 100 runs with pauses of random length before every barrier, copy and product."""
+    q = cache.queries(seqlen_q, 8)
 
     def step() -> Tensor:
         return flashtile.attention_kvcache(
@@ -285,26 +282,19 @@ def test_jitter_changes_nothing(page_size: int, family: str, monkeypatch: pytest
         for _ in range(100):
             assert torch.equal(step(), expected)
     assert functions
+
+
+@pytest.mark.usefixtures("splits_keys")
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_jitter_changes_nothing(page_size: int, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_steady(Cache(page_size, [700, 64, 1, 3000] * 12), 2, monkeypatch)
 
 
 @pytest.mark.usefixtures("splits_keys")
 def test_jitter_in_joins_of_full_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """All four warps of a join write to the memory that K had: 64 rows, pauses of random length, the same bits."""
     force("decode_sm90", monkeypatch)
-    cache = Cache(64, [3000, 700])
-    q = cache.queries(16, 8)
-
-    def step() -> Tensor:
-        return flashtile.attention_kvcache(
-            q, cache.k, cache.v, cache_seqlens=cache.lengths, block_table=cache.table, causal=True, backend="cuda"
-        )
-
-    expected = step()
-    functions = jitter(monkeypatch)
-    with native.python_only():
-        for _ in range(100):
-            assert torch.equal(step(), expected)
-    assert functions
+    assert_steady(Cache(64, [3000, 700]), 16, monkeypatch)
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 5])

@@ -93,8 +93,8 @@ class CudaBackend(Backend):
         return frozenset(executor.loaded)
 
     def prepare(self, problem: Problem) -> None:
-        """Compiles for tensors whose rows are aligned, if their head dims allow that, and for every class of
-        lengths."""
+        """Compiles for tensors whose rows are aligned, if their head dims allow that, and for calls that differ in one
+        class of lengths."""
         keys = [problem_key(problem, "forward")]
         if problem.needs_grad and self.refuse(problem, "backward") is None:
             keys.append(problem_key(problem, "backward"))

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flashtile.kernels.arch import Arch
-from flashtile.kernels.families.base import Family, Launch, Row, tile_step
+from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.bwd_sm90 import STEP_ROWS, STEP_THREADS
-from flashtile.kernels.families.mma_sync import MmaFamily
+from flashtile.kernels.families.mma_sync import MmaFamily, MmaRow
 from flashtile.kernels.families.steps import dsinks, plain_step, query_grid
 from flashtile.kernels.plan import Operand, Step, Workspace
 from flashtile.kernels.source import cpp_type
@@ -55,7 +54,7 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
 
 
 @dataclass(frozen=True)
-class BwdSm80Row(Row):
+class BwdSm80Row(MmaRow):
     num_warps: int
     num_stages: int  # of Q and of dO
     column_warps: int  # that share keys
@@ -89,14 +88,6 @@ class BwdSm80Row(Row):
         num_scores = (2 if self.column_warps == 1 else 3) * self.block_m * self.block_n
         tiles = 2 * (dims * (self.block_m + self.num_stages * self.block_n) + num_scores)
         return -(-(tiles + 8 * self.num_stages * self.block_n + _TILE_BYTES) // 128) * 128
-
-    def unfit(self, arch: Arch) -> str | None:
-        reason = super().unfit(arch)
-        needed = self.min_blocks * (self.shared_bytes + arch.reserved_shared_bytes)
-        if reason is None and needed > arch.shared_bytes_per_multiprocessor:
-            kib, limit = needed / 1024, arch.shared_bytes_per_multiprocessor // 1024
-            return f"{self.min_blocks} blocks have {kib:.0f} KiB of shared memory, a multiprocessor {limit}"
-        return reason
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
         return {"shared bytes": (f"sizeof(flashtile::BwdSm80Storage<flashtile::{self.config}>)", self.shared_bytes)}

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flashtile.kernels.arch import Arch
-from flashtile.kernels.families.base import Launch, Row, tile_step
-from flashtile.kernels.families.mma_sync import MmaFamily
+from flashtile.kernels.families.base import Launch, tile_step
+from flashtile.kernels.families.mma_sync import MmaFamily, MmaRow
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
 from flashtile.kernels.length_class import PackedHeads, RaggedQueries
 from flashtile.kernels.plan import SplitRule, Step
@@ -78,7 +77,7 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
 
 
 @dataclass(frozen=True)
-class Sm80Row(Row):
+class Sm80Row(MmaRow):
     num_warps: int
     num_stages: int  # of K and of V
     min_blocks: int  # that should share a multiprocessor
@@ -120,14 +119,6 @@ class Sm80Row(Row):
         keys = self.num_stages * self.block_n * (self.head_dim + self.head_dim_v)
         tiles = 2 * (self.block_m * self.head_dim + keys)
         return -(-(tiles + QUERY_TILE_BYTES) // 128) * 128
-
-    def unfit(self, arch: Arch) -> str | None:
-        reason = super().unfit(arch)
-        needed = self.min_blocks * (self.shared_bytes + arch.reserved_shared_bytes)
-        if reason is None and needed > arch.shared_bytes_per_multiprocessor:
-            kib, limit = needed / 1024, arch.shared_bytes_per_multiprocessor // 1024
-            return f"{self.min_blocks} blocks have {kib:.0f} KiB of shared memory, a multiprocessor {limit}"
-        return reason
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
         policies = [qualified(f"flashtile::{policy}") for policy in features.policies()]

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flashtile.kernels.arch import Arch
-from flashtile.kernels.families.base import Family, Launch, Row, tile_step
+from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.fwd_sm80 import QUERY_TILE_BYTES
+from flashtile.kernels.families.mma_sync import MmaRow
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
 from flashtile.kernels.length_class import FewQueries
 from flashtile.kernels.plan import SplitRule, Step
@@ -43,7 +44,7 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
 
 
 @dataclass(frozen=True)
-class Sm80F32Row(Row):
+class Sm80F32Row(MmaRow):
     num_warps: int
     num_stages: int  # of K and of V
     min_blocks: int  # that should share a multiprocessor

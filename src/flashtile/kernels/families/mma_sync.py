@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from flashtile.kernels.arch import Arch
-from flashtile.kernels.families.base import Family, RowT
+from flashtile.kernels.families.base import Family, Row, RowT
 from flashtile.kernels.spec import PlanKey
 
 _TURING, _AMPERE = 75, 80
+
+
+class MmaRow(Row):
+    """A tile of which several blocks should share a multiprocessor; min_blocks is a field of each kernel's row."""
+
+    min_blocks: int
+
+    def unfit(self, arch: Arch) -> str | None:
+        reason = super().unfit(arch)
+        needed = self.min_blocks * (self.shared_bytes + arch.reserved_shared_bytes)
+        if reason is None and needed > arch.shared_bytes_per_multiprocessor:
+            kib, limit = needed / 1024, arch.shared_bytes_per_multiprocessor // 1024
+            return f"{self.min_blocks} blocks have {kib:.0f} KiB of shared memory, a multiprocessor {limit}"
+        return reason
 
 
 class MmaFamily(Family[RowT]):
