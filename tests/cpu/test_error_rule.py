@@ -187,6 +187,20 @@ def test_the_rule_does_not_judge_by_a_broken_yardstick(broken: float) -> None:
     assert disagreement("out", ones, ones, ones, torch.float32) is None
 
 
+def test_the_floor_judges_where_the_yardstick_overflows(seed: int) -> None:
+    """q k^T is 300 / scale, more than float16 holds, though the scores are about 300."""
+    case = Case(dtype=torch.float16, head_dim=128, head_dim_v=128, scale=0.003, values="huge", seqlen_k=40)
+    inputs = case.make(seed)
+    expected = expect(inputs)
+    assert not torch.isfinite(expected.low.lse).all()
+    right = run(inputs)
+    assert disagreements(right, inputs, expected) == []
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        wrong = getattr(right, name).clone()
+        wrong.view(-1)[wrong.abs().argmax()] *= 1.5
+        assert expected.disagreement(name, wrong) is not None, name
+
+
 @pytest.mark.parametrize("axes", ["1", "h", "k", "q"])
 def test_the_rule_sees_a_wrong_sum(axes: str, seed: int) -> None:
     """Gradients that are summed over many elements: the slack must not grow with their number."""

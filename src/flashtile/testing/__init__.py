@@ -10,7 +10,7 @@ twice the yardstick's largest error plus rounding, a gradient by three times; th
 twice the factor. A yardstick may be right by luck. So an error is never wrong below the floor: four times the
 root-mean-square error of a kernel that computes in float32, rounds P, dS and what it stores to the input dtype, and
 makes every rounding as large as it can be (`testing.floor`: variances of roundings, carried from the scores to every
-result in float64).
+result in float64). Where the yardstick overflows (float16 q k^T before the scale), the floor alone judges.
 """
 
 from flashtile.testing.cases import (
