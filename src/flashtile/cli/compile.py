@@ -29,9 +29,10 @@ from rich.table import Table
 from flashtile.bench.files import writable_folder
 from flashtile.cli.limits import check_jobs
 from flashtile.errors import value_error
-from flashtile.kernels import append_kv, families, speeds
+from flashtile.kernels import append_kv, families
 from flashtile.kernels.arch import ARCHS, Arch, arch_named, arch_of
 from flashtile.kernels.families import Family
+from flashtile.kernels.length_class import LengthClass
 from flashtile.kernels.plan import Step
 from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
 from flashtile.runtime import cache, toolchain
@@ -177,22 +178,39 @@ def _chosen_families(key: PlanKey) -> frozenset[Family[Any]]:
 @functools.lru_cache(maxsize=256)
 def _chosen_of(key: PlanKey, known: tuple[Family[Any], ...], forced: tuple[str, ...]) -> frozenset[Family[Any]]:
     """The same; the choice depends on the families that there are and on those that are forced."""
-    # A class that no family of the call looks at changes nothing but the speeds' kind
-    takers = [family for family in known if _may_take(family, key)]
-    looked_at = {speeds.SIZE, *(one for family in takers for one in family.length_classes)}
-    classes = [one for one in families.length_classes(key.op) if one in looked_at]
-    lengths = [
-        tuple(zip(classes, values, strict=True)) for values in itertools.product(*(one.values for one in classes))
-    ]
-    return frozenset(
-        families.select(dataclasses.replace(key, classes=values, is_deterministic=is_deterministic))
-        for values, is_deterministic in itertools.product(lengths, (False, True))
-    )
+    keys = (dataclasses.replace(key, is_deterministic=is_deterministic) for is_deterministic in (False, True))
+    return frozenset(families.select(one) for key in keys for one in _asked_lengths(key, families.select))
 
 
-def _may_take(family: Family[Any], key: PlanKey) -> bool:
-    """It has kernels of the key's dtype for its architecture."""
-    return key.dtype in family.dtypes and family.runs_on(key.arch)
+@dataclass(frozen=True)
+class _PartialKey(PlanKey):
+    """A key that does not guess a length class it was not given."""
+
+    def length(self, which: LengthClass) -> int:
+        if which not in dict(self.classes):
+            raise _UnknownLengthError(which)
+        return super().length(which)
+
+
+class _UnknownLengthError(Exception):
+    def __init__(self, which: LengthClass) -> None:
+        super().__init__(which)
+        self.which = which
+
+
+def _asked_lengths(key: PlanKey, function: Callable[[PlanKey], object]) -> Iterator[PlanKey]:
+    """Keys with every value of every length class that the function asks them for. Of two classes of which the second
+    is asked for under some values of the first alone, not all pairs come."""
+    fields = {field.name: getattr(key, field.name) for field in dataclasses.fields(key)}
+    left: list[tuple[tuple[LengthClass, int], ...]] = [()]
+    while left:
+        fields["classes"] = left.pop()
+        try:
+            function(_PartialKey(**fields))
+        except _UnknownLengthError as missing:
+            left += [(*fields["classes"], (missing.which, value)) for value in missing.which.values]
+        else:
+            yield PlanKey(**fields)
 
 
 def covering_jobs(
@@ -271,12 +289,8 @@ def _grad_sets(family: Family[Any]) -> tuple[tuple[str, ...] | None, ...]:
 
 
 def _of_all_lengths(family: Family[Any], key: PlanKey) -> list[PlanKey]:
-    """The keys of calls that differ in the classes of their lengths alone."""
-    classes = family.length_classes
-    return [
-        dataclasses.replace(key, classes=tuple(zip(classes, values, strict=True)))
-        for values in itertools.product(*(which.values for which in classes))
-    ]
+    """The keys of calls that differ in the classes of their lengths alone, as far as the family looks at them."""
+    return list(_asked_lengths(key, lambda some: family.refuse(some) or family.launch(some, _LAYOUT)))
 
 
 def _feature_values(family: Family[Any], grads: tuple[str, ...] | None) -> dict[str, Sequence[Any]]:
