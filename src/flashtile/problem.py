@@ -297,7 +297,7 @@ def check_layout(layout: str) -> None:
 def _check_scalars(args: AttentionArgs) -> None:
     check_layout(args.layout)
     if args.causal not in CAUSAL_KINDS:
-        raise value_error("causal", repr(args.causal), "False, True, 'top_left' or 'bottom_right'")
+        raise value_error("causal", repr(args.causal), "'none', 'top_left' or 'bottom_right'")
     for side, value in (("left", args.window_left), ("right", args.window_right)):
         if value < -1:
             raise value_error("window", f"{side} = {value}", "integers >= 0, or -1 for unbounded")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import ops
-from flashtile.problem import AttentionArgs
+from flashtile.problem import AttentionArgs, validate
 
 
 def t(*sizes: int, dtype: torch.dtype = torch.float32, **options) -> torch.Tensor:
@@ -820,11 +820,13 @@ def test_none_leaves_a_side_of_the_window_open(seed: int) -> None:
 
 def test_the_ops_check_too() -> None:
     """Whoever calls the op itself gets the same errors."""
-    from flashtile import ops
-    from flashtile.problem import AttentionArgs
-
     args = AttentionArgs(t(1, 1, 2, 4), t(1, 1, 2, 4), t(1, 1, 2, 4))
-    with pytest.raises(ValueError, match="causal: got 'maybe'"):
+    for causal in ("maybe", False):
+        with pytest.raises(
+            ValueError, match=f"^causal: got {causal!r}; accepted: 'none', 'top_left' or 'bottom_right'\\.$"
+        ):
+            validate(args._replace(causal=causal))
+    with pytest.raises(ValueError, match="^causal: got 'maybe'; accepted: 'none', 'top_left' or 'bottom_right'"):
         ops.forward(*args._replace(causal="maybe"))
     with pytest.raises(ValueError, match="rng_state: got None; accepted: an int64"):
         ops.forward(*args._replace(dropout_p=0.5))

@@ -4,8 +4,9 @@ in its calls."""
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -508,20 +509,58 @@ def test_angles_of_two_dtypes_are_read_as_one(recorder: Recorder) -> None:
         assert by_cpp(recorder, ops.append_kv, args, launch) is None
 
 
-def test_a_plan_that_is_not_whole_is_refused(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def set_at(index: int, number: int) -> Callable[[list[int]], list[int]]:
+    """A change of one number of a serialized plan."""
+
+    def change(numbers: list[int]) -> list[int]:
+        changed = list(numbers)
+        changed[index] = number
+        return changed
+
+    return change
+
+
+# The last step of the plan is a kernel: (value, divisor) of its grid, threads, shared bytes, is_for_splits, max_blocks,
+# cluster, starts_early
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda numbers: numbers[:-1], "a plan ends too early"),
+        (lambda numbers: [*numbers, 0], "a plan does not end where it should"),
+        (set_at(4, 99), "number 4 of a plan: got 99; accepted: 0 to 23"),
+        (set_at(-2, 0), "cluster of a plan's step: got 0; accepted: 1 to 16"),
+        (set_at(-2, 17), "cluster of a plan's step: got 17; accepted: 1 to 16"),
+        (set_at(-6, 0), "threads of a plan's step: got 0; accepted: 1 to 1024"),
+        (set_at(-7, 0), "divisor of a plan's grid: got 0; accepted: 1 to 2147483647"),
+        (set_at(2, 0), "keys of a plan's split: got 0; accepted: 1 to 2147483647"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, change: Callable[[list[int]], list[int]], message: str
+) -> None:
     args, serialize = PLAIN.make(0).args, native.serialize
-    changes = (
-        lambda numbers: numbers[:-1],
-        lambda numbers: [*numbers, 0],
-        lambda numbers: [*numbers[:4], 99, *numbers[5:]],
-    )
-    for change in changes:
-        monkeypatch.setattr(
-            native, "serialize", lambda *values, change=change: (change(serialize(*values)[0]), ["a", "b"])
-        )
-        with pytest.raises(ValueError, match="a plan"):
-            ops.forward(*args)
+
+    def changed(*values: Any) -> tuple[list[int], list[str]]:
+        numbers, names = serialize(*values)
+        return change(numbers), names
+
+    monkeypatch.setattr(native, "serialize", changed)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        ops.forward(*args)
     assert extension.executor().num_plans() == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"cluster": 0}, "cluster: got 0 (int); accepted: 1 to 16."),
+        ({"cluster": 17}, "cluster: got 17 (int); accepted: 1 to 16."),
+        ({"cluster": 2, "max_blocks": 1}, "cluster: got 2 (int); accepted: 1 in a persistent grid."),
+    ],
+)
+def test_a_step_with_a_wrong_cluster_is_refused(fields: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        plans.Step("", "kernel", (("batch", 1),), 64, 64, 128, 0, **fields)
 
 
 def test_a_plan_belongs_to_the_call_that_fell_back(recorder: Recorder) -> None:

@@ -9,6 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from flashtile.errors import value_error
+
+_MAX_CLUSTER = 16  # blocks, of any GPU
+
 # Rules: each gives one number of a call
 
 
@@ -155,8 +159,14 @@ class Step:
     shared_bytes: int
     is_for_splits: bool = False  # left out where the keys are not split
     max_blocks: int = 0  # for each multiprocessor, of a persistent grid; 0: a block for each work item
-    cluster: int = 1  # blocks that share a place of the grid; not with max_blocks
+    cluster: int = 1  # blocks of a cluster: `grid` counts clusters; 1 where max_blocks is given
     starts_early: bool = False  # on sm_90 and newer: may start while the kernel before it ends, and waits for it itself
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.cluster <= _MAX_CLUSTER:
+            raise value_error("cluster", self.cluster, f"1 to {_MAX_CLUSTER}")
+        if self.cluster > 1 and self.max_blocks > 0:
+            raise value_error("cluster", self.cluster, "1 in a persistent grid")
 
     @property
     def name(self) -> str:

@@ -17,20 +17,30 @@ constexpr int kMapFloat16 = 6, kMapFloat32 = 7, kMapBfloat16 = 9, kMapSwizzle128
 constexpr u32 kBoxBytes = 128;                        // of a row
 constexpr LaunchAttribute kStartsEarly{6, 0, 1, {}};  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 constexpr i32 kMaxBlocks = 32;                        // of a persistent grid, for each multiprocessor
-constexpr i32 kMaxCluster = 16;
+constexpr i32 kMaxCluster = 16, kMaxThreads = 1024;   // blocks of a cluster; threads of a block
+constexpr i32 kMaxInt = std::numeric_limits<i32>::max();
 // The first values are not the plan's own
 constexpr i32 kNumSplits = 0, kNumMultiprocessors = 1, kFirstValue = 2;
 
+// Reads the numbers of a plan. Each function throws std::out_of_range where the next number does not fit.
 class Reader {
  public:
-  Reader(const i64* numbers, i64 count) : next_(numbers), end_(numbers + count) {}
+  Reader(const i64* numbers, i64 count) : first_(numbers), next_(numbers), end_(numbers + count) {}
   i64 number() {
     if (next_ == end_) throw std::out_of_range("a plan ends too early");
     return *next_++;
   }
+  // From 0 to limit - 1.
   i32 index(i32 limit) {
+    i64 place = next_ - first_, found = number();
+    if (found < 0 || found >= limit)
+      throw refusal("number " + std::to_string(place) + " of a plan", found, 0, limit - 1);
+    return static_cast<i32>(found);
+  }
+  // From 1 to most; `name` is for the message.
+  i32 positive(const char* name, i32 most = kMaxInt) {
     i64 found = number();
-    if (found < 0 || found >= limit) throw std::out_of_range("a plan names something that is not there");
+    if (found < 1 || found > most) throw refusal(name, found, 1, most);
     return static_cast<i32>(found);
   }
   Rule rule() {
@@ -47,7 +57,12 @@ class Reader {
   bool is_done() const { return next_ == end_; }
 
  private:
-  const i64 *next_, *end_;
+  static std::out_of_range refusal(const std::string& name, i64 got, i32 least, i32 most) {
+    return std::out_of_range(name + ": got " + std::to_string(got) + "; accepted: " + std::to_string(least) + " to " +
+                             std::to_string(most));
+  }
+
+  const i64 *first_, *next_, *end_;
 };
 
 i64 divide_up(i64 a, i64 b) { return (a + b - 1) / b; }
@@ -109,7 +124,9 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
   if (image_.size() > kMaxImageBytes) throw std::out_of_range("a plan has more parameters than a launch takes");
   Reader in(numbers, count);
   num_multiprocessors_ = in.number();
-  split_rows_ = in.number(), split_columns_ = in.number(), split_blocks_ = in.number();
+  split_rows_ = in.index(kMaxInt);
+  split_columns_ = split_rows_ == 0 ? in.number() : in.positive("keys of a plan's split");
+  split_blocks_ = in.number();
   seqlen_q_ = in.index(kMaxValues), seqlen_k_ = in.index(kMaxValues), heads_ = in.index(kMaxValues),
   batch_ = in.index(kMaxValues);
   operands_.resize(in.index(kMaxTensors + 1));
@@ -135,7 +152,8 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
       for (i32& value : *values) value = in.index(kMaxValues);
     }
     workspace.quotients.resize(in.index(8));
-    for (auto& [value, divisor] : workspace.quotients) value = in.index(kMaxValues), divisor = in.number();
+    for (auto& [value, divisor] : workspace.quotients)
+      value = in.index(kMaxValues), divisor = in.positive("divisor of a plan's workspace");
   }
   patches_.resize(in.index(1024));
   for (Patch& patch : patches_) {
@@ -169,12 +187,13 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
     if (step.kind != StepKind::kKernel) continue;
     step.kernel = reinterpret_cast<void*>(in.number());
     step.grid.resize(in.index(8));
-    for (auto& [value, divisor] : step.grid) value = in.index(kMaxValues), divisor = in.number();
-    step.num_threads = static_cast<unsigned>(in.number());
+    for (auto& [value, divisor] : step.grid)
+      value = in.index(kMaxValues), divisor = in.positive("divisor of a plan's grid");
+    step.num_threads = static_cast<unsigned>(in.positive("threads of a plan's step", kMaxThreads));
     step.shared_bytes = static_cast<unsigned>(in.number());
     step.is_for_splits = in.index(2) != 0;
     step.max_blocks = in.index(kMaxBlocks + 1);
-    step.cluster = in.index(kMaxCluster + 1);
+    step.cluster = in.positive("cluster of a plan's step", kMaxCluster);
     step.starts_early = in.index(2) != 0;
     size_t end = names.find('\n', start);
     step.name = names.substr(start, end - start);

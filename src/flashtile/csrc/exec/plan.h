@@ -97,7 +97,7 @@ struct Step {
   unsigned num_threads, shared_bytes;
   bool is_for_splits;
   i64 max_blocks;     // for each multiprocessor, of a persistent grid; 0: a block for each work item
-  i64 cluster;        // blocks that share a place of the grid; not with max_blocks
+  i64 cluster;        // blocks of a cluster: `grid` counts clusters
   bool starts_early;  // may start while the kernel before it ends, and waits for it itself
   std::string name;
 };
