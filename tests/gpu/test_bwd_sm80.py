@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from test_sm80 import LENGTHS, problem, taken_by, taken_for
-from test_sm90 import FEATURES, assert_accurate
+from family_tests import FEATURES, LENGTHS, assert_accurate, forced, needs_ampere, problem, taken_by, taken_for
 
 import flashtile
-from flashtile.backends import cuda
-from flashtile.kernels import families
-from flashtile.kernels.assemble import clear_plans
 from flashtile.kernels.families.bwd_sm80 import BwdSm80
 
-pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 0), reason="needs compute capability 8.0")
+pytestmark = needs_ampere
+forced_families = forced("bwd_sm80")
 KERNEL = "bwd_sm80_kernel"
 HEAD_DIMS = (
     (64, 64),
@@ -40,15 +35,6 @@ OTHERS: dict[str, dict] = {
     "dominant": {"values": "dominant"},
     "options together": {"mask": "hqk", "alibi": "bh", "has_sinks": True, "dropout_p": 0.1, "softcap": 3.0},
 }
-
-
-@pytest.fixture(autouse=True)
-def forced() -> Iterator[None]:
-    clear_plans()
-    with families.forced("bwd_sm80"):
-        yield
-    cuda._arch.cache_clear()
-    clear_plans()
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_sm90 import DTYPES, FEATURES, LENGTHS, assert_accurate, jitter, pytestmark  # noqa: F401
+from family_tests import DTYPES, FEATURES, LENGTHS, assert_accurate, feature_problems, forced, jitter, needs_hopper
 
 import flashtile
 from flashtile.backends import native
-from flashtile.kernels import assemble, families
 from flashtile.testing import Case
+
+pytestmark = needs_hopper
+forced_families = forced("bwd_sm90")
 
 HEAD_DIMS = ((64, 64), (128, 128), (96, 96), (8, 8), (40, 72), (128, 64), (120, 112))
 # Tests poison memory by torch's switch for deterministic algorithms, under which sums have a fixed order
@@ -21,31 +23,8 @@ NOT_DETERMINISTIC = {"deterministic": False}
 TAKEN = [name for name in FEATURES if name != "everything"]  # not at head_dim 128
 
 
-@pytest.fixture(autouse=True)
-def forced():
-    """This family, whatever its speed."""
-    with families.forced("bwd_sm90"):
-        assemble.clear_plans()
-        yield
-    assemble.clear_plans()
-
-
 def test_error_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    problems = []
-    for start, feature in enumerate(TAKEN):
-        for place, (head_dim, head_dim_v) in enumerate(HEAD_DIMS):
-            if feature in ("plain", "causal", "varlen") or place % 3 == start % 3:
-                number = place + start
-                seqlen_q, seqlen_k = LENGTHS[number % len(LENGTHS)]
-                sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": head_dim, "head_dim_v": head_dim_v}
-                layout = ("bhsd", "bshd")[number // 2 % 2]
-                case = Case(
-                    dtype=DTYPES[number % 2],
-                    layout=layout,
-                    backend="cuda",
-                    **(sizes | FEATURES[feature] | NOT_DETERMINISTIC),
-                )
-                problems.append((case, number))
+    problems = feature_problems(TAKEN, HEAD_DIMS, **NOT_DETERMINISTIC)
     assert_accurate(problems, "bwd_sm90_kernel", monkeypatch, is_forward=False)
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_bwd_sm90 import forced, gradients  # noqa: F401
-from test_sm90 import DTYPES, FEATURES, assert_accurate, jitter, pytestmark  # noqa: F401
+from family_tests import DTYPES, FEATURES, assert_accurate, forced, jitter, needs_hopper
+from test_bwd_sm90 import gradients
 
 from flashtile.backends import native
 from flashtile.testing import Case
+
+pytestmark = needs_hopper
+forced_families = forced("bwd_sm90")
 
 HEAD_DIMS = (64, 96, 128)
 CALLS = {

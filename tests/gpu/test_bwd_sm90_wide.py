@@ -4,38 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_sm90 import DTYPES, FEATURES, LENGTHS, assert_accurate, jitter, pytestmark  # noqa: F401
+from family_tests import DTYPES, FEATURES, assert_accurate, feature_problems, forced, jitter, needs_hopper
 
 import flashtile
 from flashtile.backends import native
-from flashtile.kernels import assemble, families
 from flashtile.testing import Case
+
+pytestmark = needs_hopper
+forced_families = forced("bwd_sm90_wide")
 
 HEAD_DIMS = ((256, 256), (192, 128), (192, 192), (136, 136), (200, 72), (248, 240), (64, 256))
 # The family refuses the gradient of a bias
 TAKEN = [name for name in FEATURES if name not in ("everything", "bias", "bias in float32")]
 
 
-@pytest.fixture(autouse=True)
-def forced():
-    """This family, whatever its speed."""
-    with families.forced("bwd_sm90_wide"):
-        assemble.clear_plans()
-        yield
-    assemble.clear_plans()
-
-
 def test_error_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    problems = []
-    for start, feature in enumerate(TAKEN):
-        for place, (head_dim, head_dim_v) in enumerate(HEAD_DIMS):
-            if feature in ("plain", "causal", "varlen") or place % 3 == start % 3:
-                number = place + start
-                seqlen_q, seqlen_k = LENGTHS[number % len(LENGTHS)]
-                sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": head_dim, "head_dim_v": head_dim_v}
-                layout = ("bhsd", "bshd")[number // 2 % 2]
-                case = Case(dtype=DTYPES[number % 2], layout=layout, backend="cuda", **(sizes | FEATURES[feature]))
-                problems.append((case, number))
+    problems = feature_problems(TAKEN, HEAD_DIMS)
     assert_accurate(problems, "bwd_sm90_dkdv_kernel", monkeypatch, is_forward=False)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from test_sm90 import FEATURES, assert_accurate, jitter, pytestmark  # noqa: F401
+from family_tests import FEATURES, assert_accurate, forced, jitter, needs_hopper
 from torch import Tensor
 
 import flashtile
@@ -19,6 +19,9 @@ from flashtile.kernels.length_class import ManyScores
 from flashtile.kernels.mutation import planted
 from flashtile.testing import Case, disagreements, run
 
+pytestmark = needs_hopper
+forced_families = forced("fwd_sm90_f32", "bwd_sm90_f32")
+
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (8, 8), (40, 72), (33, 65), (96, 96), (200, 136))
 BACKWARD_HEAD_DIMS = ((64, 64), (128, 128), (40, 72), (33, 65), (256, 256), (200, 136), (129, 250))
 LENGTHS = ((65, 1), (90, 700), (150, 300), (200, 64), (193, 1025), (1000, 513), (370, 700))
@@ -28,15 +31,6 @@ MORE: dict[str, dict] = {
     "sliced": {"memory": "sliced", "heads": 4, "heads_kv": 2},
 }
 VALUES = ("tiny", "huge", "rising", "dominant", "ties", "constant", "denormal", "overflow", "masked", "masked_keys")
-
-
-@pytest.fixture(autouse=True)
-def forced() -> Iterator[None]:
-    """These families, whatever their speed."""
-    with families.forced("fwd_sm90_f32", "bwd_sm90_f32"):
-        assemble.clear_plans()
-        yield
-    assemble.clear_plans()
 
 
 def cases(feature: str, options: dict, num_dims: int) -> Iterator[tuple[Case, int]]:

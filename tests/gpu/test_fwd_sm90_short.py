@@ -3,12 +3,9 @@ tiles, more items than blocks, and pauses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from test_sm80 import problem
-from test_sm90 import FEATURES, assert_accurate, jitter
+from family_tests import FEATURES, assert_accurate, forced, jitter, needs_hopper, problem
 
 import flashtile
 from flashtile.backends import native
@@ -17,9 +14,8 @@ from flashtile.kernels import families
 from flashtile.kernels.assemble import clear_plans
 from flashtile.testing import Case
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of compute capability 9.0"
-)
+pytestmark = needs_hopper
+forced_families = forced("fwd_sm90_short")
 HEAD_DIMS = ((64, 64), (32, 32), (8, 8), (40, 64), (64, 24), (128, 128), (104, 128))
 TAKEN = ("plain", "causal", "top left", "window", "window and causal", "gqa", "sinks", "swapped")
 VALUES: dict[str, dict] = {
@@ -29,14 +25,6 @@ VALUES: dict[str, dict] = {
     "dominant": {"values": "dominant"},
     "no keys": {"seqlen_k": 0},
 }
-
-
-@pytest.fixture(autouse=True)
-def forced() -> Iterator[None]:
-    clear_plans()
-    with families.forced("fwd_sm90_short"):
-        yield
-    clear_plans()
 
 
 def option_problems() -> list[tuple[Case, int]]:

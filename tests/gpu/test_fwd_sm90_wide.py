@@ -3,33 +3,19 @@ tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from test_sm80 import OTHERS, problem
-from test_sm90 import FEATURES, assert_accurate
+from family_tests import FEATURES, OTHERS, assert_accurate, forced, needs_hopper, problem
 
 import flashtile
-from flashtile.kernels import families
-from flashtile.kernels.assemble import clear_plans
 from flashtile.testing import Case
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of compute capability 9.0"
-)
+pytestmark = needs_hopper
+forced_families = forced("fwd_sm90_wide")
 HEAD_DIMS = ((512, 512), (320, 320), (384, 384), (448, 448), (264, 264), (320, 256), (512, 136))
 LENGTHS = ((1, 1), (1, 700), (150, 300), (200, 64), (193, 1025), (600, 513), (370, 700))
 # It refuses these
 REFUSED = ("expanded", "sliced", "offset")
-
-
-@pytest.fixture(autouse=True)
-def forced() -> Iterator[None]:
-    clear_plans()
-    with families.forced("fwd_sm90_wide"):
-        yield
-    clear_plans()
 
 
 def option_problems() -> list[tuple[Case, int]]:

@@ -3,32 +3,18 @@ nothing, numbers of other sizes, and the rows of an Ampere GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from test_sm80 import OTHERS, taken_for
-from test_sm90 import FEATURES, assert_accurate
+from family_tests import FEATURES, OTHERS, assert_accurate, forced, needs_ampere, taken_for
 
 import flashtile
-from flashtile.backends import cuda
-from flashtile.kernels import families
-from flashtile.kernels.assemble import clear_plans
 from flashtile.testing import Case
 
-pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 0), reason="needs compute capability 8.0")
+pytestmark = needs_ampere
+forced_families = forced("fwd_sm80_f32")
 KERNEL = "fwd_sm80_f32_kernel"
 HEAD_DIMS = ((64, 64), (128, 128), (32, 32), (40, 72), (100, 128), (33, 33), (63, 65), (1, 1))
 LENGTHS = ((150, 300), (70, 700), (200, 64), (193, 1025), (65, 1), (370, 700), (129, 127))  # it refuses 64 queries
-
-
-@pytest.fixture(autouse=True)
-def forced() -> Iterator[None]:
-    clear_plans()
-    with families.forced("fwd_sm80_f32"):
-        yield
-    cuda._arch.cache_clear()
-    clear_plans()
 
 
 def problem(number: int, head_dims: tuple[int, int], lengths: tuple[int, int], **options: object) -> tuple[Case, int]:

@@ -9,15 +9,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from conftest import check
-from test_sm80 import problem
-from test_sm90 import FEATURES
+from family_tests import FEATURES, needs_ampere, problem
 
 from flashtile.backends import cuda, executor, native
 from flashtile.kernels import families
 from flashtile.kernels.assemble import clear_plans
 from flashtile.runtime import driver, nvrtc, toolchain
 
-pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 0), reason="needs compute capability 8.0")
+pytestmark = needs_ampere
 LENGTHS = ((150, 300), (193, 257), (64, 129))
 FAMILIES = ("fwd_sm80", "fwd_sm80_wide", "bwd_sm80", "bwd_sm80_wide")
 

@@ -3,20 +3,15 @@ that are aligned to nothing, forward and backward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from test_sm80 import ALL_FEATURES, OTHERS, problem, taken_for
-from test_sm90 import assert_accurate
+from family_tests import ALL_FEATURES, OTHERS, assert_accurate, forced, needs_ampere, problem, taken_for
 
 import flashtile
-from flashtile.backends import cuda
-from flashtile.kernels import families
-from flashtile.kernels.assemble import clear_plans
 from flashtile.testing import Case
 
-pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 0), reason="needs compute capability 8.0")
+pytestmark = needs_ampere
+forced_families = forced("fwd_sm80_wide", "bwd_sm80_wide")
 FORWARD, BACKWARD = "fwd_sm80_wide_kernel", "bwd_sm80_dq_kernel"
 HEAD_DIMS = ((512, 512), (320, 320), (384, 384), (448, 448), (264, 264), (320, 256), (512, 40))
 # Up to 256 the backward takes what bwd_sm80 refuses
@@ -25,15 +20,6 @@ ODD_HEAD_DIMS = ((257, 257), (300, 290), (511, 65))
 LENGTHS = ((1, 1), (1, 700), (150, 300), (200, 64), (193, 1025), (600, 513), (370, 700))
 # The backward refuses pages and results in float32
 NOT_BACKWARD = ("paged", "single rows as pages", "pages of 48", "paged with options", "float32 results")
-
-
-@pytest.fixture(autouse=True)
-def forced() -> Iterator[None]:
-    clear_plans()
-    with families.forced("fwd_sm80_wide", "bwd_sm80_wide"):
-        yield
-    cuda._arch.cache_clear()
-    clear_plans()
 
 
 def forward_problems() -> list[tuple[Case, int]]:

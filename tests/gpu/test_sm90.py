@@ -8,18 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import check, drawn, precompile
+from family_tests import (
+    DTYPES,
+    FEATURES,
+    assert_accurate,
+    assert_many_heads_are_right,
+    feature_problems,
+    jitter,
+    needs_hopper,
+)
 
 import flashtile
-from flashtile.backends import executor, native
+from flashtile.backends import native
 from flashtile.kernels import assemble
-from flashtile.kernels.plan import Step
-from flashtile.runtime import cache, driver, nvrtc, toolchain
+from flashtile.runtime import driver, nvrtc, toolchain
 from flashtile.testing import Case
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of compute capability 9.0"
-)
+pytestmark = needs_hopper
 PROOF = (Path(__file__).parent / "wgmma_proof.cuh").read_text()
 
 
@@ -62,84 +67,7 @@ def test_descriptors(dtype: torch.dtype, slabs: int, columns: int, is_transposed
 
 # Kernels
 
-DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (8, 8), (40, 72), (136, 200))
-LENGTHS = ((1, 1), (1, 700), (150, 300), (200, 64), (193, 1025), (1000, 513), (370, 700))
-FEATURES: dict[str, dict] = {
-    "plain": {},
-    "causal": {"causal": "bottom_right"},
-    "top left": {"causal": "top_left"},
-    "window": {"window": (70, 30)},
-    "window and causal": {"window": (150, 0), "causal": "bottom_right"},
-    "gqa": {"heads": 6, "heads_kv": 2, "causal": "bottom_right"},
-    "softcap": {"softcap": 1.5, "causal": "bottom_right"},
-    "mask": {"mask": "bhqk"},
-    "bias": {"bias": "hqk", "causal": "bottom_right"},
-    "bias in float32": {"bias": "bk", "is_bias_float32": True},
-    "alibi": {"alibi": "bh", "causal": "bottom_right"},
-    "sinks": {"has_sinks": True, "window": (20, 0)},
-    "dropout": {"dropout_p": 0.2, "causal": "bottom_right"},
-    "varlen": {"kind": "varlen", "batch": 5, "causal": "bottom_right"},
-    "varlen without a band": {"kind": "varlen", "batch": 3, "heads": 4},
-    "used keys": {"kind": "used", "batch": 4, "causal": "bottom_right"},
-    "padded": {"kind": "padded", "batch": 4},
-    "everything": {
-        "kind": "varlen",
-        "batch": 3,
-        "bias": "bhqk",
-        "mask": "hqk",
-        "alibi": "bh",
-        "has_sinks": True,
-        "dropout_p": 0.1,
-        "softcap": 3.0,
-    },
-    "swapped": {"memory": "swapped", "heads": 4},
-    "expanded": {"memory": "expanded", "heads": 4},
-}
-
-
-def cases(feature: str) -> list[tuple[Case, int]]:
-    """The common features meet every pair of head dims, others a third of them; lengths, dtypes and layouts take
-    turns."""
-    start = list(FEATURES).index(feature)
-    found = []
-    for place, (head_dim, head_dim_v) in enumerate(HEAD_DIMS):
-        if feature in ("plain", "causal", "varlen") or place % 3 == start % 3:
-            number = place + start
-            seqlen_q, seqlen_k = LENGTHS[number % len(LENGTHS)]
-            sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": head_dim, "head_dim_v": head_dim_v}
-            case = Case(
-                dtype=DTYPES[number % 2],
-                layout=("bhsd", "bshd")[number // 2 % 2],
-                backend="cuda",
-                **(sizes | FEATURES[feature]),
-            )
-            found.append((case, number))
-    return found
-
-
-def assert_accurate(
-    problems: list[tuple[Case, int]], kernel: str, monkeypatch: pytest.MonkeyPatch, is_forward: bool = True
-) -> None:
-    """The problems that are drawn, by the error rule, and by a kernel whose name has these words."""
-    problems = drawn(problems)
-    precompile(problems, monkeypatch, is_forward)
-    launched, found, real = [], [], executor.launch
-
-    def launch(step: Step, *rest: object) -> None:
-        launched.append(step.entry)
-        real(step, *rest)
-
-    monkeypatch.setattr(executor, "launch", launch)
-    with native.python_only():
-        for case, seed in problems:
-            launched.clear()
-            try:
-                check(case, seed, is_forward)
-            except AssertionError as error:
-                found.append(f"{case}.make({seed}): {error}")
-            assert any(kernel in entry for entry in launched), (case, launched)
-    assert found == []
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +80,7 @@ def this_family(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_error_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_accurate([problem for feature in FEATURES for problem in cases(feature)], "fwd_sm90_kernel", monkeypatch)
+    assert_accurate(feature_problems(FEATURES, HEAD_DIMS), "fwd_sm90_kernel", monkeypatch)
 
 
 def test_lengths_around_a_tile_under_a_band(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,30 +163,7 @@ def test_p_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_many_tiles_of_many_heads(head_dim: int, causal: bool) -> None:
     """More tiles than blocks, so that each block takes several: against float64 on a few heads."""
-    q, k, v = (torch.randn(3, 40, 1500, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    out, lse = flashtile.attention(q, k, v, causal=causal, return_lse=True, backend="cuda")
-    for batch, head in ((0, 0), (1, 17), (2, 39)):
-        scores = q[batch, head].double() @ k[batch, head].double().T * head_dim**-0.5
-        if causal:
-            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
-        torch.testing.assert_close(lse[batch, head].double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(
-            out[batch, head].double(), scores.softmax(-1) @ v[batch, head].double(), rtol=2e-2, atol=1e-2
-        )
-
-
-def jitter(monkeypatch: pytest.MonkeyPatch) -> dict[str, driver.Function]:
-    """From now on kernels pause for a random time before every barrier, copy and product. Returns those that ran."""
-    functions: dict[str, driver.Function] = {}
-
-    def jittered(unit: str, entry: str, arch: str) -> driver.Function:
-        if unit not in functions:
-            compiled = cache.compile_cached(unit, arch, [entry], ["FT_JITTER"])
-            functions[unit] = driver.load(compiled.cubin).function(compiled.symbols[entry])
-        return functions[unit]
-
-    monkeypatch.setattr(executor, "function", jittered)
-    return functions
+    assert_many_heads_are_right(head_dim, causal)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

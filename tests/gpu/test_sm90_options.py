@@ -3,31 +3,21 @@ all false or mixed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from conftest import check, drawn, precompile
+from family_tests import forced, needs_hopper
 from torch import Tensor
 
-from flashtile.kernels import families
-from flashtile.kernels.assemble import clear_plans
 from flashtile.testing import Case, assert_agrees, run
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of compute capability 9.0"
-)
+pytestmark = needs_hopper
+forced_families = forced("fwd_sm90")
 LENGTHS = ((256, 384), (197, 197), (700, 1000), (130, 4500), (64, 64), (49, 49), (5, 600))
 AXES = ("bhqk", "hqk", "bqk", "qk", "bhk", "bk", "k", "hq", "q", "b", "")
 HEAD_DIMS = (128, 64, 32, 96, 256, 192)
-
-
-@pytest.fixture(autouse=True)
-def forced() -> Iterator[None]:
-    clear_plans()
-    with families.forced("fwd_sm90"):
-        yield
-    clear_plans()
 
 
 def cases(head_dim: int) -> list[Case]:

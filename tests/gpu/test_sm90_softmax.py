@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from family_tests import forced, needs_hopper
 
 import flashtile
 from flashtile.check import mutants
-from flashtile.kernels import families
-from flashtile.kernels.assemble import clear_plans
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of compute capability 9.0"
-)
+pytestmark = needs_hopper
+forced_families = forced("fwd_sm90")
 # Tests poison memory by torch's switch for deterministic algorithms, under which lengths that do not fill tiles of 192
 # queries take smaller tiles with another softmax
 OPTIONS: dict[str, Any] = {"deterministic": False, "backend": "cuda"}
-
-
-@pytest.fixture(autouse=True)
-def forced() -> Iterator[None]:
-    clear_plans()
-    with families.forced("fwd_sm90"):
-        yield
-    clear_plans()
 
 
 def is_right(values: str, head_dim: int, causal: bool, seqlen: int = 900, dtype: torch.dtype = torch.bfloat16) -> bool:
