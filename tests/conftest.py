@@ -51,3 +51,11 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def kept_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled kernels are kept between runs of the tests: an unchanged one is compiled once."""
+    folder = request.config.cache.mkdir("kernels")
+    folder.chmod(0o700)
+    monkeypatch.setenv("FLASHTILE_CACHE_DIR", str(folder))

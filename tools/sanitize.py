@@ -41,7 +41,7 @@ from flashtile.bench import device as facts
 from flashtile.check import mutants
 from flashtile.check.judge import warm
 from flashtile.check.trial import Trial
-from flashtile.cli.compile import head_dims
+from flashtile.cli.kernel_jobs import head_dims
 from flashtile.kernels import assemble, families
 from flashtile.kernels.arch import Arch, arch_here
 from flashtile.kernels.families import Family

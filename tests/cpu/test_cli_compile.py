@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from flashtile.backends import numba, registry
 from flashtile.cli import compile as compile_command
 from flashtile.cli import info as info_command
+from flashtile.cli import kernel_jobs
 from flashtile.cli.main import app
 from flashtile.errors import unsupported
 from flashtile.kernels import families
@@ -137,15 +138,15 @@ def test_all_skips_what_the_compiler_does_not_know(monkeypatch, compiler):
 
 def test_pairwise_covers_every_pair():
     factors = {"a": (0, 1), "b": (0, 1), "c": ("x", "y", "z"), "d": (0, 1), "e": (False,)}
-    chosen = compile_command.pairwise(factors)
-    assert chosen == compile_command.pairwise(factors)
+    chosen = kernel_jobs.pairwise(factors)
+    assert chosen == kernel_jobs.pairwise(factors)
     for (one, ones), (other, others) in itertools.combinations(factors.items(), 2):
         assert {(choice[one], choice[other]) for choice in chosen} == set(itertools.product(ones, others))
     assert len(chosen) < 10
 
 
 def test_covering_meets_every_feature():
-    jobs = compile_command.covering_jobs([ARCHS[80], ARCHS[90]])
+    jobs = kernel_jobs.covering_jobs([ARCHS[80], ARCHS[90]])
     hopper = [job.key.features for job in jobs if job.kernel == "fwd_sm90"]
     for field in dataclasses.fields(Features):
         assert (len({getattr(features, field.name) for features in hopper}) >= 2) is (
@@ -158,7 +159,7 @@ def test_covering_meets_every_feature():
 
 
 def test_edges_of_a_dtype_with_two_kernels():
-    kernels = {job.kernel for job in compile_command.edge_jobs([ARCHS[90]], ["bfloat16"])}
+    kernels = {job.kernel for job in kernel_jobs.edge_jobs([ARCHS[90]], ["bfloat16"])}
     assert {"fwd_sm90", "bwd_dq_simt", "bwd_dkdv_simt"} <= kernels
 
 

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flashtile.backends import cuda
-from flashtile.cli import compile as compile_command
+from flashtile.cli import kernel_jobs
 from flashtile.cli.main import app
 from flashtile.errors import Unsupported
 from flashtile.kernels import assemble, families
@@ -101,7 +101,7 @@ def test_the_backend_works_without_a_compiler_for_embedded_architectures(
 def test_plain_and_causal_calls_need_nothing_else(seed: int) -> None:
     """Of any size, deterministic or not: selection looks at both. 200 classes of lengths for each call, drawn anew in
     each run."""
-    embedded = {job.identity for job in compile_command.embedded_jobs([ARCHS[90]])}
+    embedded = {job.identity for job in kernel_jobs.embedded_jobs([ARCHS[90]])}
     pick = random.Random(seed)
     dims = (8, 64, 72, 128, 200, 256)
     for dtype, dim, has_band, grads in itertools.product(DTYPES, dims, (False, True), (None, ("dq", "dk", "dv"))):

@@ -15,6 +15,7 @@ import torch
 import flashtile
 from flashtile.backends import cuda, native
 from flashtile.cli import compile as compile_command
+from flashtile.cli import kernel_jobs
 from flashtile.errors import Unsupported
 from flashtile.kernels import assemble, families, speeds
 from flashtile.kernels.arch import ARCHS, arch_here, arch_named
@@ -239,10 +240,10 @@ def test_a_name_is_given_once(toy: FwdToy) -> None:
 
 def test_a_toy_family_is_taken_up_by_everything(toy: FwdToy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert toy.tile_sizes() <= families.tile_sizes()
-    jobs = compile_command.plain_jobs([HOPPER], ["float32"], [32])
+    jobs = kernel_jobs.plain_jobs([HOPPER], ["float32"], [32])
     assert "fwd_toy" in {job.kernel for job in jobs}
     assert "fwd_toy" in {
-        job.kernel for job in compile_command.covering_jobs([HOPPER], ["float32"], crosses_head_dims=False)
+        job.kernel for job in kernel_jobs.covering_jobs([HOPPER], ["float32"], crosses_head_dims=False)
     }
     recorder = fake_gpu.plug_in(fake_gpu.build(tmp_path), monkeypatch.setattr)
     try:
@@ -265,7 +266,7 @@ def test_a_toy_family_is_taken_up_by_everything(toy: FwdToy, tmp_path: Path, mon
 def test_a_toy_family_compiles_and_python_and_c_plus_plus_agree(toy: FwdToy) -> None:
     key = PlanKey("float32", "float32", 32, 32, Features(has_band=True, has_lengths=True, is_aligned16=False), HOPPER)
     (step,) = toy.launch(key, CallLayout("bhsd", ())).steps
-    job = compile_command.Job(step, key, toy)
+    job = kernel_jobs.Job(step, key, toy)
     result = compile_command.compile_job(job)
     assert result.problems == ()
     wrong = dataclasses.replace(step, unit=step.unit.replace("== 4096", "== 4097"))

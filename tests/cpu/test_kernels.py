@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from flashtile.cli import compile as compile_command
+from flashtile.cli import kernel_jobs
 from flashtile.kernels import assemble, families
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.families.simt import HEAD_DIMS, SimtRow
@@ -25,6 +26,7 @@ from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
 from flashtile.runtime import cache, nvrtc, toolchain
 from flashtile.runtime.nvrtc import CompileError
 
+pytestmark = pytest.mark.usefixtures("kept_kernels")
 # Under xdist the workers already share the cores
 NUM_THREADS = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
 MAIN_ARCH = ARCHS[90]
@@ -34,14 +36,6 @@ NVRTC_12 = next(
     (path for folder in sys.path for path in Path(folder).glob("nvidia/cuda_nvrtc/lib/libnvrtc.so.12")), None
 )
 NVRTC_NEWEST = next(Path(sys.prefix).glob("nvrtc-newest/nvidia/cu13/lib/libnvrtc.so.13"), None)
-
-
-@pytest.fixture(autouse=True)
-def kernel_cache(request, monkeypatch):
-    """Unchanged kernels are compiled once, not on every run of the tests."""
-    folder = request.config.cache.mkdir("kernels")
-    folder.chmod(0o700)
-    monkeypatch.setenv("FLASHTILE_CACHE_DIR", str(folder))
 
 
 def assert_clean(jobs):
@@ -62,21 +56,21 @@ def assert_clean(jobs):
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS.values() if arch.number >= 75], ids=lambda arch: arch.name)
 def test_plain_float32(arch, half):
     head_dims = HEAD_DIMS[half::2] if arch in DISTINCT else (HEAD_DIMS[(2 * half + arch.number) % len(HEAD_DIMS)],)
-    assert_clean(compile_command.plain_jobs([arch], ["float32"], head_dims))
+    assert_clean(kernel_jobs.plain_jobs([arch], ["float32"], head_dims))
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "float32"])
 def test_plain_16_bit(dtype, seed):
     """Two head dims, drawn anew in each run."""
     head_dims = sorted(random.Random(seed).sample(HEAD_DIMS, 2))
-    assert_clean(compile_command.plain_jobs([MAIN_ARCH], [dtype], head_dims))
+    assert_clean(kernel_jobs.plain_jobs([MAIN_ARCH], [dtype], head_dims))
 
 
 @pytest.mark.parametrize("part", range(4))
 def test_features_in_pairs(part, seed):
     """A quarter of the variants, drawn anew in each run; `make compile-all` compiles all."""
     # The two 16-bit dtypes differ in conversions only
-    jobs = compile_command.covering_jobs([MAIN_ARCH], ["float32", "bfloat16"], crosses_head_dims=False)
+    jobs = kernel_jobs.covering_jobs([MAIN_ARCH], ["float32", "bfloat16"], crosses_head_dims=False)
     assert {job.kernel for job in jobs} >= {kernel for family in families.all_families() for kernel in family.kernels}
     some = jobs[part::4]
     assert_clean(random.Random(seed).sample(some, -(-len(some) // 4)))
@@ -84,7 +78,7 @@ def test_features_in_pairs(part, seed):
 
 @pytest.mark.parametrize("part", range(2))
 def test_few_options_on_the_largest_tiles(part):
-    assert_clean(compile_command.edge_jobs([MAIN_ARCH], ["float32"])[part::2])
+    assert_clean(kernel_jobs.edge_jobs([MAIN_ARCH], ["float32"])[part::2])
 
 
 # The machine code of the Hopper family

@@ -51,11 +51,8 @@ extern "C" __global__ void own_kernel(const Params p) { p.o[blockIdx.x] = p.q[th
 
 
 @pytest.fixture(autouse=True)
-def kernel_cache(request, monkeypatch):
-    """Keeps compiled kernels between test runs, and ignores the FLASH_* variables of the caller."""
-    folder = request.config.cache.mkdir("kernels")
-    folder.chmod(0o700)
-    monkeypatch.setenv("FLASHTILE_CACHE_DIR", str(folder))
+def no_variables(kept_kernels, monkeypatch):
+    """The FLASH_* variables of the caller are not seen."""
     for name in Variables().environment():
         monkeypatch.delenv(name, raising=False)
 

@@ -31,6 +31,7 @@ from flashtile.profile import ceilings, command, figures, measure, ncu, problems
 from flashtile.profile.ceilings import Ceilings
 from flashtile.profile.rows import KernelRow
 
+pytestmark = pytest.mark.usefixtures("kept_kernels")
 # The kernels of six calls: the forward pass of three providers, then the backward pass. Times in ns; the counters of
 # fwd_sm90 are near those of results/nvidia-h200/tiles_bf16.csv, the others are made up
 CALLS = (
@@ -80,14 +81,6 @@ def ncu_output():
 OUTPUT = ncu_output()
 ROOFS = Ceilings(60.0, 4000.0, 30000.0, 7000.0, 800.0)
 PROVIDERS = ("cuda", "sdpa-flash", "sdpa-cudnn")
-
-
-@pytest.fixture(autouse=True)
-def kernel_cache(request, monkeypatch):
-    """Keeps compiled kernels between test runs."""
-    folder = request.config.cache.mkdir("kernels")
-    folder.chmod(0o700)
-    monkeypatch.setenv("FLASHTILE_CACHE_DIR", str(folder))
 
 
 # The words of a problem

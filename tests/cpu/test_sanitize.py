@@ -15,7 +15,7 @@ import torch
 
 from flashtile.backends import executor, native
 from flashtile.check.trial import Trial
-from flashtile.cli.compile import head_dims
+from flashtile.cli.kernel_jobs import head_dims
 from flashtile.kernels import families, mutation
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.mutation import mutations

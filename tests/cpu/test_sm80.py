@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import replace
 
 import pytest
-from test_kernels import LOCAL_MEMORY, NVDISASM, kernel_cache, needs_nvdisasm, opcodes  # noqa: F401
+from test_kernels import LOCAL_MEMORY, NVDISASM, needs_nvdisasm, opcodes
 
 from flashtile.kernels import families, speeds
 from flashtile.kernels.arch import ARCHS, Arch
@@ -15,6 +15,7 @@ from flashtile.kernels.length_class import FewQueries, PackedHeads, RaggedQuerie
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
 from flashtile.runtime import cache
 
+pytestmark = pytest.mark.usefixtures("kept_kernels")
 FORWARD, BACKWARD = families.find("fwd_sm80"), families.find("bwd_sm80")
 WIDE_FORWARD, WIDE_BACKWARD = families.find("fwd_sm80_wide"), families.find("bwd_sm80_wide")
 FLOAT32 = families.find("fwd_sm80_f32")

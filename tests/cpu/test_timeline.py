@@ -19,6 +19,7 @@ from flashtile.bench.points import Point
 from flashtile.profile import command, problems, timeline
 from flashtile.profile.timeline import Span, Timeline
 
+pytestmark = pytest.mark.usefixtures("kept_kernels")
 ENTRY = "loop_kernel"
 UNIT = """#include "flashtile/core/timeline.cuh"
 extern "C" __global__ void loop_kernel(float* x) {
@@ -30,13 +31,6 @@ extern "C" __global__ void loop_kernel(float* x) {
 }
 """
 MARKED = UNIT.replace("MARK", "flashtile::mark(flashtile::Phase::exponentials, step);")
-
-
-@pytest.fixture(autouse=True)
-def kernel_cache(request, monkeypatch):
-    folder = request.config.cache.mkdir("kernels")
-    folder.chmod(0o700)
-    monkeypatch.setenv("FLASHTILE_CACHE_DIR", str(folder))
 
 
 def test_a_mark_is_nothing_in_an_ordinary_build():

@@ -15,8 +15,6 @@ from flashtile.bench import files
 from flashtile.bench.points import Point
 from flashtile.errors import value_error
 
-STATUSES = ("ok", "refused", "oom", "slow", "inaccurate")
-
 
 @dataclass(frozen=True)
 class Environment:
@@ -55,7 +53,7 @@ class Row:
     head_dim: int
     head_dim_v: int
     option: str  # the name of the call in a grid of options, else empty
-    status: str  # one of STATUSES
+    status: str  # ok, refused, oom, slow or inaccurate
     reason: str
     median_ms: float | None
     p20_ms: float | None

@@ -13,7 +13,7 @@ from rich.table import Table as RichTable
 
 from flashtile.bench import tables
 
-_FILE_WIDTH = 150
+_FILE_WIDTH = 200
 
 
 def make_console(as_json: bool) -> Console:

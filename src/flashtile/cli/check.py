@@ -26,6 +26,7 @@ from flashtile.backends.base import Backend
 from flashtile.bench import device as facts
 from flashtile.bench.command import INTERRUPTED, check_seconds
 from flashtile.bench.files import ResultFile, writable_folder
+from flashtile.bench.terminal import make_console
 from flashtile.check.draw import PASSES
 from flashtile.check.mutants import Hunt, hunt
 from flashtile.check.runner import Report, Settings, check, check_trials
@@ -38,7 +39,6 @@ from flashtile.kernels.mutation import Mutation, mutations
 from flashtile.runtime import cache
 
 FOUND, NOTHING_CHECKED = 1, 2
-_FILE_WIDTH = 200
 _DEFAULT_PROBLEMS = 200
 _MUTANT_PROBLEMS = 400
 _GPU_JOBS = 8
@@ -102,7 +102,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     trial = None if options.case is None else _trial(options.case, where)
     faults = None if options.mutate is None else _faults(options.mutate, arch_of(*torch.cuda.get_device_capability()))
     out = None if options.out is None else writable_folder(options.out)
-    console = _console(options.as_json)
+    console = make_console(options.as_json)
     console.print(line, highlight=False, soft_wrap=True)
     command = Command(settings, console, options.as_json, out, dataclasses.asdict(facts.environment(where, arguments)))
     return partial(command.start, partial(command.check, trial) if faults is None else partial(command.hunt, faults))
@@ -364,8 +364,3 @@ def _hunts(hunts: Sequence[Hunt]) -> Table:
         cells = [found.mutation.name, found.mutation.what, str(found.num_problems), f"{found.report.total_s:.1f}", seen]
         table.add_row(*cells, style=None if found.is_found else "red")
     return table
-
-
-def _console(as_json: bool) -> Console:
-    console = Console(stderr=as_json)
-    return console if console.is_terminal else Console(stderr=as_json, width=_FILE_WIDTH)

@@ -287,14 +287,14 @@ def device_of(args: AttentionArgs) -> Device:
 
 
 @functools.cache
-def measured_device(
-    device: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, arch: str = speeds.MEASURED_ARCH
-) -> Device:
+def measured_device(device: str, dtype: torch.dtype, head_dim: int, head_dim_v: int) -> Device:
+    """The GPU of kernels/speeds.csv for "cuda", this CPU for "cpu", with the rates of the fastest backend."""
+    arch = speeds.MEASURED_ARCH if device == "cuda" else ""
     batch, heads, length = speeds.LARGE[device]
     shapes = ((batch, heads, length, head_dim),) * 2 + ((batch, heads, length, head_dim_v),)
     q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
     args = AttentionArgs(q, k, v, needs_grad=True)
-    problem = dataclasses.replace(Problem.of(args), device=device, arch=arch if device == "cuda" else "")
+    problem = dataclasses.replace(Problem.of(args), device=device, arch=arch)
     rates = {}
     for op, factor in PASSES.items():
         times = [time for backend in _backends(device) if (time := _time_us(backend, problem, op)) is not None]

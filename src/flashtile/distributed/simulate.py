@@ -106,7 +106,6 @@ def sweep(
 # Measured
 
 
-SHARES = (8.0, 2.0, 1.0, 0.5)
 _LATENCY_S = 1e-3
 
 
@@ -125,28 +124,26 @@ class Comparison:
     ratio: float  # of the measured to the predicted time
 
 
-def compare_with_runs(
-    num_ranks: int = 2, rows: int = 1024, shares: Sequence[float] = SHARES, rounds: int = 11
-) -> list[Comparison]:
+def compare_with_runs() -> list[Comparison]:
+    """`measure` on two ranks of this machine."""
+    return on_ranks(measure, 2, 1024, (8.0, 2.0, 1.0, 0.5), 11)
+
+
+def measure(group: Any, rows: int, shares: Sequence[float], rounds: int) -> list[Comparison]:
     """Ring attention on this CPU, one thread to a rank, over links on which a message takes `shares` times as long as
     the computation of a step; predicted from the time of one local call and of a ring of a few rows.
 
     The machine may be busy with other things. So each round times a local call before and behind the ring, predicts
     from their mean, and the median of the rounds' ratios counts.
     """
-    return on_ranks(measure, num_ranks, rows, tuple(shares), rounds)
-
-
-def measure(group: Any, rows: int, shares: Sequence[float], rounds: int) -> list[Comparison]:
-    """What `compare_with_runs` does on every rank of a group."""
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     heads, dim = 4, 64
     one = dataclasses.replace(work(rows * num_ranks, heads, heads, dim, element_bytes=4), right=-1)
     steps = ring_steps(one, num_ranks, rank)
     inputs, few = ([torch.randn(1, heads, count, dim) for _ in range(3)] for count in (rows, 8))
-    alone = [_time_local(group, inputs) for _ in range(8)][1:]
+    alone = [_time_local(group, inputs) for _ in range(rounds + 1)][1:]
     # What a step takes beside its call: the least that a ring of few rows took
-    short_rings, short_calls = _rings(group, few, 12)[2:], [_time_local(group, few) for _ in range(12)][2:]
+    short_rings, short_calls = _rings(group, few, rounds), [_time_local(group, few) for _ in range(rounds)]
     call_s = {
         op: max(0.0, min(one[op] for one in short_rings) / num_ranks - min(one[op] for one in short_calls))
         for op in PASSES
