@@ -7,6 +7,7 @@ With tiles of 32 x 32 even short sequences have full, partial and last tiles.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,21 @@ DTYPES = (torch.float16, torch.float32)
 ONE = {"batch": 1, "heads": 1, "heads_kv": 1}
 LONG = {**ONE, "seqlen_q": 40, "seqlen_k": 70}
 SQUARE = {**ONE, "seqlen_q": 40, "seqlen_k": 40}
+TOGETHER: dict[str, Any] = {
+    "heads": 2,
+    "heads_kv": 1,
+    "causal": "bottom_right",
+    "window": (25, -1),
+    "softcap": 3.0,
+    "alibi": "h",
+    "bias": "hk",
+    "mask": "k",
+    "has_sinks": True,
+    "dropout_p": 0.1,
+    "batch": 1,
+    "seqlen_q": 40,
+    "seqlen_k": 60,
+}
 OPTIONS: dict[str, dict] = {
     "plain": LONG,
     "causal bottom right": {"causal": "bottom_right", **LONG},
@@ -42,21 +58,6 @@ OPTIONS: dict[str, dict] = {
     "dropout": {"dropout_p": 0.2, **LONG},
     "dropout of a part": {"dropout_p": 0.2, "origin": (1000, 4096, 5, 40), **LONG},
     "gqa": {"heads": 4, "heads_kv": 2, "batch": 1, "seqlen_q": 40, "seqlen_k": 20},
-    "mqa with everything": {
-        "heads": 2,
-        "heads_kv": 1,
-        "causal": "bottom_right",
-        "window": (25, -1),
-        "softcap": 3.0,
-        "alibi": "h",
-        "bias": "hk",
-        "mask": "k",
-        "has_sinks": True,
-        "dropout_p": 0.1,
-        "batch": 1,
-        "seqlen_q": 40,
-        "seqlen_k": 60,
-    },
     "head dims 21 and 40": {"head_dim": 21, "head_dim_v": 40, **SQUARE},
     "head dims 1": {"head_dim": 1, "head_dim_v": 1, **SQUARE},
     "head dim 256": {"head_dim": 256, "head_dim_v": 8, **SQUARE},
@@ -127,7 +128,7 @@ def test_each_option(option: str, seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_options_together(dtype: torch.dtype, seed: int) -> None:
-    inputs = Case(dtype=dtype, backend="triton", **OPTIONS["mqa with everything"]).make(seed)
+    inputs = Case(dtype=dtype, backend="triton", **TOGETHER).make(seed)
     assert_agrees(run(inputs), inputs)
 
 
