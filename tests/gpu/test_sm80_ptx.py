@@ -3,43 +3,22 @@ that a Turing or an Ampere GPU has run here, with the tiles for its shared memor
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 
 import pytest
 import torch
 from conftest import check
 from family_tests import FEATURES, needs_ampere, problem
+from ptx import ptx_of
 
 from flashtile.backends import cuda, executor, native
 from flashtile.kernels import families
 from flashtile.kernels.assemble import clear_plans
-from flashtile.runtime import driver, nvrtc, toolchain
+from flashtile.runtime import driver
 
 pytestmark = needs_ampere
 LENGTHS = ((150, 300), (193, 257), (64, 129))
 FAMILIES = ("fwd_sm80", "fwd_sm80_wide", "bwd_sm80", "bwd_sm80_wide")
-
-
-def ptx_of(unit: str, entry: str, arch: str) -> tuple[bytes, str]:
-    """(the PTX of a unit, the name of its kernel there)."""
-    found = toolchain.find()
-    library, program, lowered = found.library, ctypes.c_void_p(), ctypes.c_char_p()
-    assert library.nvrtcCreateProgram(ctypes.byref(program), unit.encode(), b"flashtile.cu", 0, None, None) == 0
-    try:
-        assert library.nvrtcAddNameExpression(program, entry.encode()) == 0
-        others = [text for text in nvrtc.options("sm_80")[1:] if "ptxas" not in text]
-        texts = [f"--include-path={nvrtc.INCLUDE}", f"--gpu-architecture={arch}", *others]
-        arguments = (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
-        assert library.nvrtcCompileProgram(program, len(texts), arguments) == 0
-        assert library.nvrtcGetLoweredName(program, entry.encode(), ctypes.byref(lowered)) == 0
-        name, size = (lowered.value or b"").decode(), ctypes.c_size_t()
-        assert library.nvrtcGetPTXSize(program, ctypes.byref(size)) == 0
-        text = ctypes.create_string_buffer(size.value)
-        assert library.nvrtcGetPTX(program, text) == 0
-        return text.raw, name
-    finally:
-        library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
 @pytest.fixture(params=["75", "80"])
