@@ -143,7 +143,7 @@ def measure(group: Any, rows: int, shares: Sequence[float], rounds: int) -> list
     inputs, few = ([torch.randn(1, heads, count, dim) for _ in range(3)] for count in (rows, 8))
     alone = [_time_local(group, inputs) for _ in range(rounds + 1)][1:]
     # What a step takes beside its call: the least that a ring of few rows took
-    short_rings, short_calls = _rings(group, few, rounds), [_time_local(group, few) for _ in range(rounds)]
+    short_rings, short_calls = _rings(group, few, 12)[2:], [_time_local(group, few) for _ in range(12)][2:]
     call_s = {
         op: max(0.0, min(one[op] for one in short_rings) / num_ranks - min(one[op] for one in short_calls))
         for op in PASSES
