@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from flashtile.bench import plots
 from flashtile.bench.command import run_sweep
 from flashtile.check.mutants import Hunt
-from flashtile.check.runner import Report
+from flashtile.check.report import Report
 from flashtile.cli.main import app
 from flashtile.kernels.mutation import Mutation
 

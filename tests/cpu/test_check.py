@@ -21,12 +21,13 @@ from typer.testing import CliRunner
 
 from flashtile.backends import dropout, registry
 from flashtile.backends.tiled import BLOCK_N, TiledBackend
-from flashtile.check import mutants, runner
+from flashtile.check import mutants, workers
 from flashtile.check.decode import DecodeDrawer
 from flashtile.check.draw import MAX_SCORES, Drawer
 from flashtile.check.judge import judge
 from flashtile.check.mutants import Hunt
-from flashtile.check.runner import Report, Settings, check, check_trials, processes
+from flashtile.check.report import Report, Settings
+from flashtile.check.runner import check, check_trials, judge_all
 from flashtile.check.shrink import candidates
 from flashtile.check.trial import Trial
 from flashtile.cli import check as command
@@ -430,6 +431,14 @@ def test_the_time_is_kept_after_a_death() -> None:
     assert report.num_problems < 10
 
 
+def test_a_worker_says_that_no_time_was_left() -> None:
+    """Problems may be given to workers in time and not be judged in time."""
+    report = Report()
+    report.add(judge_all(draw(2, seed=4), Settings([registry.find("tiled")], "cpu", seed=4), end=0.0))
+    assert report.num_problems == 0
+    assert report.is_time_over
+
+
 class Hanging(TiledBackend):
     """It hangs where scores are capped: when it judges, when it is called to compile, or when a job compiles for it."""
 
@@ -451,7 +460,7 @@ class Hanging(TiledBackend):
 def test_the_time_is_kept_whatever_a_worker_does(where: str) -> None:
     small = Case(batch=1, heads=1, heads_kv=1, seqlen_q=4, seqlen_k=4)
     trials = [with_softcap(Trial(small, place, False), 2.0 if place >= 5 else 0.0) for place in range(20)]
-    with processes(1, "cpu"):  # so that the time of importing torch is not measured
+    with workers.processes(1, "cpu"):  # so that the time of importing torch is not measured
         pass
     start = time.monotonic()
     report = check_trials(trials, Settings([Hanging(where)], "cpu", seed=4, jobs=2, seconds=6.0))
@@ -469,7 +478,7 @@ def test_the_time_is_kept_whatever_a_worker_does(where: str) -> None:
 
 def test_the_first_problems_wait_for_no_compiler() -> None:
     small = Case(batch=1, heads=1, heads_kv=1, seqlen_q=4, seqlen_k=4)
-    with processes(1, "cpu"):
+    with workers.processes(1, "cpu"):
         pass
     start, first = time.monotonic(), list[float]()
 
@@ -529,7 +538,7 @@ def _hunt_too_long(fault: Mutation, _: Settings, end: float) -> Hunt:
 
 
 def test_processes_that_cannot_start_are_no_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_ON_INTERRUPT", "no handler")  # what each process begins with
+    monkeypatch.setattr(workers, "_ON_INTERRUPT", "no handler")  # what each process begins with
     result = invoke("--problems", "3", "--device", "cpu", "--jobs", "2")
     assert result.exit_code == 2
     assert "Worker processes died. Pass --jobs 1, or fewer jobs if memory is short." in result.output
@@ -562,7 +571,7 @@ def test_an_interrupt_keeps_what_was_not_yet_asked_for() -> None:
 
 def test_an_interrupt_ends_what_runs() -> None:
     def interrupted() -> None:
-        with processes(1, "cpu") as pool:
+        with workers.processes(1, "cpu") as pool:
             pool.submit(time.sleep, 600)
             raise KeyboardInterrupt
 

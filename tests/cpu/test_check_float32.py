@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from flashtile.backends import reference, registry
 from flashtile.check.float32 import Float32Drawer, split_families
 from flashtile.check.judge import forced, judge
-from flashtile.check.runner import Settings, check
+from flashtile.check.report import Settings
+from flashtile.check.runner import check
 from flashtile.check.trial import Trial
 from flashtile.cli.main import app
 from flashtile.kernels import families

@@ -22,7 +22,8 @@ from ptx import ptx_of
 from flashtile.backends import native, registry
 from flashtile.check import mutants
 from flashtile.check.judge import warm
-from flashtile.check.runner import Report, Settings, drawn
+from flashtile.check.report import Report, Settings
+from flashtile.check.runner import drawn
 from flashtile.check.trial import Trial
 from flashtile.kernels import assemble, families
 from flashtile.kernels.arch import ARCHS

@@ -12,7 +12,8 @@ from conftest import SEED
 
 from flashtile.backends import registry
 from flashtile.check.mutants import hunt_one
-from flashtile.check.runner import Settings, check
+from flashtile.check.report import Settings
+from flashtile.check.runner import check
 from flashtile.check.trial import Trial
 from flashtile.kernels.mutation import mutations
 from flashtile.testing import OUTPUTS, disagreement, expect, run

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import flashtile
 from flashtile.backends import native, registry
-from flashtile.check.runner import Settings, check
+from flashtile.check.report import Settings
+from flashtile.check.runner import check
 from flashtile.kernels import assemble, families
 from flashtile.kernels.families import fwd_sm90_f32_direct
 from flashtile.kernels.families.fwd_sm90_f32_direct import FwdSm90F32Direct

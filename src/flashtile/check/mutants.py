@@ -20,8 +20,10 @@ import torch
 from flashtile.backends import registry
 from flashtile.backends.cuda import problem_key
 from flashtile.check.judge import is_alive
-from flashtile.check.runner import GRACE_S, Report, Settings, TimeOver, check_trials, drawn, processes
+from flashtile.check.report import Report, Settings
+from flashtile.check.runner import check_trials, drawn
 from flashtile.check.trial import Trial
+from flashtile.check.workers import GRACE_S, TimeOver, processes
 from flashtile.errors import dtype_name
 from flashtile.kernels import assemble, families
 from flashtile.kernels.mutation import Mutation, is_broken, mutations, planted

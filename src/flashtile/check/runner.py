@@ -12,11 +12,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import multiprocessing
 import os
 import pickle
-import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -24,7 +21,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, Thr
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -37,122 +34,19 @@ from flashtile.check.decode import DecodeDrawer
 from flashtile.check.draw import Drawer, most_different
 from flashtile.check.float32 import Float32Drawer
 from flashtile.check.judge import DeviceLost, compile_jobs, forced, is_alive, judge, warm
+from flashtile.check.report import Failure, Report, Settings
 from flashtile.check.shrink import shrink
 from flashtile.check.trial import Trial
+from flashtile.check.workers import GRACE_S, TimeOver, interrupts_held, kill, processes, start_forkserver
 from flashtile.errors import Unsupported
 
-_CHUNK = 500  # problems whose kernels are compiled side by side, before the first of them is judged
 _BATCH = 10  # problems that are given to a process at a time
 _SHRINK_S = 30.0
 _SHRINK_SHARE = 0.25  # of a limited time, kept for shrinking as soon as there is a failure
 _MAX_SHRUNK = 5  # failures that are made small; the rest is shown as it came
 _START_S, _LEAST_S = 15.0, 1.0  # for starting the workers and for judging, however short the time is
-GRACE_S = 2.0  # for a worker to finish its problem when the time is over
 _TICK_S = 1.0  # between two looks at what was judged meanwhile
 
-
-@dataclass(frozen=True)
-class Settings:
-    """What is checked, and for how long: whichever of problems and seconds comes first."""
-
-    backends: Sequence[Backend]
-    device: str
-    seed: int
-    problems: int | None = None
-    seconds: float | None = None
-    direction: str = "both"
-    is_decode: bool = False  # steps over a cache alone (check/decode.py)
-    is_float32: bool = False  # float32 by tensor cores alone (check/float32.py)
-    reuse: int = 1
-    chunk: int = _CHUNK
-    jobs: int = 0  # worker processes; 0 judges in this one, where a time limit cannot stop a problem that hangs
-    stops_at_failure: bool = False  # at the first, as it came
-
-    @property
-    def oracle_device(self) -> str:
-        """Where float64 is computed. Float32 problems are small: a GPU would launch longer than a core computes."""
-        return "cpu" if self.is_float32 else self.device
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A trial that a backend fails, and the smallest one found that it fails too."""
-
-    backend: str
-    complaints: tuple[str, ...]
-    trial: Trial
-    smallest: Trial
-    smallest_complaints: tuple[str, ...]
-    is_deadly: bool = False  # to the process that judges it: it stays as it came
-
-    @property
-    def reproducer(self) -> str:
-        return f"flashtile check --case '{self.smallest}' --backends {self.backend}"
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "backend": self.backend,
-            "complaints": list(self.complaints),
-            "case": str(self.trial),
-            "smallest": str(self.smallest),
-            "smallest_complaints": list(self.smallest_complaints),
-            "reproducer": self.reproducer,
-        }
-
-
-@dataclass
-class Report:
-    """What was run and what came of it."""
-
-    num_problems: int = 0
-    ran: Counter[str] = field(default_factory=Counter)
-    refused: dict[str, Counter[str]] = field(default_factory=dict)
-    failed: Counter[str] = field(default_factory=Counter)
-    kernels: dict[str, set[str]] = field(default_factory=dict)
-    families: Counter[str] = field(default_factory=Counter)  # problems that had to be run by these
-    values: Counter[str] = field(default_factory=Counter)
-    failures: list[Failure] = field(default_factory=list)
-    compile_s: float = 0.0
-    total_s: float = 0.0
-    lost: str = ""  # why the GPU is gone, if it is
-    num_deaths: int = 0  # of processes that judged
-    unfinished: list[str] = field(default_factory=list)  # cases that were stopped when the time was over
-    is_time_over: bool = False
-    is_interrupted: bool = False
-
-    def add(self, other: Report) -> None:
-        self.num_problems += other.num_problems
-        self.num_deaths += other.num_deaths
-        for name in ("ran", "failed", "values", "families"):
-            getattr(self, name).update(getattr(other, name))
-        for name, reasons in other.refused.items():
-            self.refused.setdefault(name, Counter()).update(reasons)
-        for name, kernels in other.kernels.items():
-            self.kernels.setdefault(name, set()).update(kernels)
-        self.failures += other.failures
-        self.unfinished += other.unfinished
-        self.lost = self.lost or other.lost
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "problems": self.num_problems,
-            "ran": dict(self.ran),
-            "failed": {name: self.failed[name] for name in self.ran},
-            "refused": {name: dict(reasons.most_common()) for name, reasons in self.refused.items()},
-            "kernels": {name: len(kernels) for name, kernels in self.kernels.items()},
-            "families": dict(self.families.most_common()),
-            "values": dict(self.values.most_common()),
-            "compile_s": round(self.compile_s, 1),
-            "total_s": round(self.total_s, 1),
-            "failures": [failure.as_dict() for failure in self.failures],
-            "lost": self.lost,
-            "deaths": self.num_deaths,
-            "unfinished": self.unfinished,
-            "is_interrupted": self.is_interrupted,
-        }
-
-
-_NOTHING = Settings(backends=(), device="cpu", seed=0)
 Progress = Callable[[str, int], None]  # what goes on, and how many problems are done
 
 
@@ -166,10 +60,6 @@ def drawn(settings: Settings) -> Iterator[Trial]:
     edges = sorted(set[int]().union(*(backend.tile_sizes() for backend in settings.backends)))
     drawer = DecodeDrawer if settings.is_decode else Float32Drawer if settings.is_float32 else Drawer
     return iter(drawer(settings.seed, settings.device, settings.direction, edges, settings.reuse))
-
-
-class TimeOver(Exception):  # noqa: N818, it is what happened
-    """The time was over while worker processes were started."""
 
 
 def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress = lambda what, done: None) -> Report:
@@ -263,7 +153,8 @@ def judge_all(
         return report
     with _fresh_memory(settings.device):
         for trial in trials:
-            if report.lost or time.monotonic() > end:
+            report.is_time_over = time.monotonic() > end
+            if report.lost or report.is_time_over:
                 break
             one = Report()
             _judge(trial, settings, one)
@@ -416,7 +307,7 @@ class _Judges:
     def stop(self, take: Callable[[Report], None]) -> None:
         """Kills what still judges, and hands over what it had judged by then."""
         for pool in {task.pool for task in self.tasks.values() if task.pool is not None}:
-            _kill(pool)
+            kill(pool)
         for done, task in self.tasks.items():
             if done.done() and not done.cancelled() and done.exception() is None:
                 take(done.result())
@@ -487,93 +378,12 @@ def _judge_with_journal(journal: Path, trials: Sequence[Trial], settings: Settin
         return judge_all(trials, settings, end, lambda one: pickle.dump(one, file))
 
 
-# Each process is forked from one that has imported everything and never touched a GPU, whose context cannot be forked
-_START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-
-
-_ON_INTERRUPT = signal.SIG_IGN  # in a worker
-
-
-def _begin(interrupt: Any, environment: dict[str, str]) -> None:
-    """An interrupt is for the process that asked, which ends the others. The environment is that of the asking process,
-    too."""
-    signal.signal(signal.SIGINT, interrupt)
-    os.environ.clear()
-    os.environ.update(environment)
-
-
-@contextmanager
-def processes(jobs: int, device: str, end: float = math.inf, is_ready: bool = True) -> Iterator[ProcessPoolExecutor]:
-    """Fresh worker processes. What they still work on at the end is not wanted any more: they are killed.
-
-    is_ready: all have started. Raises TimeOver where that takes longer than until `end`.
-    """
-    context = multiprocessing.get_context(_START)
-    pool = ProcessPoolExecutor(jobs, context, initializer=_begin, initargs=(_ON_INTERRUPT, dict(os.environ)))
-    try:
-        if is_ready:
-            _start_forkserver(device)
-            with _interrupts_held():
-                started = [pool.submit(judge_all, (), _NOTHING) for _ in range(jobs)]
-            left = None if end == math.inf else max(0.0, end - time.monotonic())
-            if wait(started, left).not_done:
-                raise TimeOver
-            for one in started:
-                one.result()
-        yield pool
-    finally:
-        if pool._pending_work_items:
-            _kill(pool)
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _kill(pool: ProcessPoolExecutor) -> None:
-    for process in list((pool._processes or {}).values()):
-        process.kill()
-
-
 @contextmanager
 def _importing_ahead(settings: Settings) -> Iterator[None]:
     """The workers' imports run while this process gets ready: on a busy machine they take most of a short time."""
     if settings.jobs > 0:
-        _start_forkserver(settings.device)
+        start_forkserver(settings.device)
     yield
-
-
-def _start_forkserver(device: str) -> None:
-    """With interrupts ignored: one that comes while it imports torch would end it, and the workers wait for it."""
-    if _START != "forkserver":
-        return
-    from multiprocessing import forkserver  # not on every platform
-
-    # On the CPU _fresh_memory needs the second
-    preloaded = [__name__, *(["torch._inductor.config"] if device == "cpu" else [])]
-    multiprocessing.get_context(_START).set_forkserver_preload(preloaded)
-    with _interrupts_handled_by(signal.SIG_IGN):
-        forkserver.ensure_running()
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """An interrupt raises at the end of the block: in the middle of starting a worker it would leave that without a
-    parent."""
-    came = list[bool]()
-    with _interrupts_handled_by(lambda *_: came.append(True)):
-        yield
-    if came:
-        raise KeyboardInterrupt
-
-
-@contextmanager
-def _interrupts_handled_by(handler: Any) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield  # interrupts are for the main thread
-        return
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class _Compilers:
@@ -613,9 +423,9 @@ class _Compilers:
         self.started.update(new)
         if not new:
             return []
-        _start_forkserver(self.settings.device)
+        start_forkserver(self.settings.device)
         try:
-            with _interrupts_held():
+            with interrupts_held():
                 return [self.pool.submit(job) for job in new.values()]
         except BrokenProcessPool:
             return []  # they compile when they are judged
@@ -629,7 +439,7 @@ class _Compilers:
                     caller: Any = opened.enter_context(ThreadPoolExecutor(1))
                 else:
                     caller = self.caller
-                with suppress(BrokenProcessPool), _interrupts_held():
+                with suppress(BrokenProcessPool), interrupts_held():
                     pending.add(
                         caller.submit(_warm_all, trials, self.called_backends, self.settings.device, self.end())
                     )

@@ -29,7 +29,8 @@ from flashtile.bench.files import ResultFile, writable_folder
 from flashtile.bench.terminal import make_console
 from flashtile.check.draw import PASSES
 from flashtile.check.mutants import Hunt, hunt
-from flashtile.check.runner import Report, Settings, check, check_trials
+from flashtile.check.report import Report, Settings
+from flashtile.check.runner import check, check_trials
 from flashtile.check.trial import Trial
 from flashtile.cli.limits import check_count, check_jobs
 from flashtile.errors import value_error
