@@ -121,7 +121,7 @@ def trials(dtypes: list[str], head_dims: list[int]) -> list[Trial]:
 def call(trial: Trial, args: AttentionArgs, tensors: list[torch.Tensor], lse: torch.Tensor) -> Callable[[], Any]:
     out, dq, dk, dv = tensors
     name = trial.kernel
-    backend._config = lambda *_: trial.config  # type: ignore[assignment]
+    backend.tile_config = lambda *_: trial.config  # type: ignore[assignment]
     backend._precision = lambda *_: trial.precision  # type: ignore[assignment]
     if name == "fwd":
         made = backend._forward_call(args, out, lse)

@@ -116,15 +116,15 @@ def test_tiles_that_share_philox_words_have_a_call_for_each_thread() -> None:
     """Triton 3.6 returns wrong words when a tile has more threads than Philox calls (one for eight keys)."""
     kernels = pytest.importorskip("flashtile.backends.triton_kernels")
     found = [
-        backend._config(kernel, dtype, shape_of(case.make(0).args), torch.device("cpu"), False, is_aligned16)
-        for kernel in backend._CONFIGS
+        backend.tile_config(kernel, dtype, shape_of(case.make(0).args), torch.device("cpu"), False, is_aligned16)
+        for kernel in backend.CONFIGS
         for dtype in backend.DTYPES
         for is_aligned16 in (False, True)
         for case in (Case(head_dim=dim, head_dim_v=dim_v, seqlen_q=queries) for dim, dim_v, queries in DROPOUT_SHAPES)
     ]
     found += [
         config
-        for by_bytes in backend._SMALL_CONFIGS.values()
+        for by_bytes in backend.SMALL_CONFIGS.values()
         for by_dim in by_bytes.values()
         for config in by_dim.values()
     ]

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reaso
 @pytest.fixture(autouse=True)
 def larger_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's time goes by the number of tiles."""
-    monkeypatch.setattr(backend, "_config", lambda *_: backend.Config(64, 64, 4, 1))
+    monkeypatch.setattr(backend, "tile_config", lambda *_: backend.Config(64, 64, 4, 1))
 
 
 @pytest.mark.parametrize("kind", ["float32", "float16"])
@@ -64,7 +64,7 @@ def test_huge_logits(seed: int) -> None:
 @pytest.mark.parametrize("causal", [False, "top_left"])
 def test_the_widest_windows_hide_nothing(causal: bool | str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions plus such a window do not fit into 32 bits."""
-    monkeypatch.setattr(backend, "_config", lambda *_: backend.Config(32, 32, 4, 1))
+    monkeypatch.setattr(backend, "tile_config", lambda *_: backend.Config(32, 32, 4, 1))
     q, k, v = (torch.randn(1, 1, rows, 16, requires_grad=True) for rows in (70, 40, 40))
     results = []
     for window in ((2**31 - 1, 2**31 - 1), (-1, -1)):

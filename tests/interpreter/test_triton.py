@@ -113,7 +113,7 @@ OPTIONS: dict[str, dict] = {
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "_config", lambda *_: backend.Config(32, 32, 4, 1))
+    monkeypatch.setattr(backend, "tile_config", lambda *_: backend.Config(32, 32, 4, 1))
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -134,7 +134,7 @@ def test_options_together(dtype: torch.dtype, seed: int) -> None:
 
 def test_dropout_in_tiles_with_one_philox_call_per_key(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such tiles are used for large head dims in float32."""
-    monkeypatch.setattr(backend, "_config", lambda *_: backend.Config(16, 32, 4, 1))
+    monkeypatch.setattr(backend, "tile_config", lambda *_: backend.Config(16, 32, 4, 1))
     inputs = Case(
         backend="triton", dropout_p=0.3, bias="bhqk", batch=1, heads=2, heads_kv=1, seqlen_q=40, seqlen_k=50
     ).make(seed)
@@ -144,7 +144,7 @@ def test_dropout_in_tiles_with_one_philox_call_per_key(seed: int, monkeypatch: p
 @pytest.mark.parametrize("block", [16, 32])
 def test_every_dropout_bit(block: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With equal weights and V the identity, the nonzero outputs are the dropout mask."""
-    monkeypatch.setattr(backend, "_config", lambda *_: backend.Config(block, block, 4, 1))
+    monkeypatch.setattr(backend, "tile_config", lambda *_: backend.Config(block, block, 4, 1))
     rng_state = torch.tensor([-(2**62) - seed, 2**40 + 5])
     q, k, v = torch.zeros(2, 3, 37, 4), torch.zeros(2, 3, 53, 4), torch.eye(53).expand(2, 3, 53, 53)
     out = flashtile.attention(q, k, v, dropout_p=0.37, rng_state=rng_state, backend="triton")

@@ -1,9 +1,9 @@
 """The Triton engine: a second GPU implementation, independent of the CUDA one and used to check it.
 
-This file turns a call into launches of the kernels in triton_kernels/: it refuses what they cannot do, chooses tiles
-and builds arguments. It shares nothing with the CUDA engine but the meaning of the options. Triton is imported by the
-first call that needs it, never by `import flashtile`. With TRITON_INTERPRET=1 set before that import the kernels run on
-the CPU in Triton's interpreter; the backend then has to be asked for by name.
+This file turns a call into launches of the kernels in triton_kernels/: it refuses what they cannot do and builds
+arguments; triton_tiles.py chooses tiles. It shares nothing with the CUDA engine but the meaning of the options. Triton
+is imported by the first call that needs it, never by `import flashtile`. With TRITON_INTERPRET=1 set before that import
+the kernels run on the CPU in Triton's interpreter; the backend then has to be asked for by name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,13 +22,12 @@ from torch import Tensor
 
 from flashtile.backends import dropout
 from flashtile.backends.base import Backend, Grads
+from flashtile.backends.triton_tiles import CONFIGS, SMALL_CONFIGS, Config, capability_of, padded_head_dim, tile_config
 from flashtile.errors import dtype_name
-from flashtile.kernels.arch import arch_of
 from flashtile.kernels.params import kernel_softcap, kernel_window
 from flashtile.problem import (
     AttentionArgs,
     Problem,
-    Shape,
     check_values,
     head_axis,
     is_checking,
@@ -43,59 +42,6 @@ MAX_HEAD_DIM = 256
 OLDEST_TRITON = (3, 6)
 OLDEST_CAPABILITY = (8, 0)
 _PREPROCESS_ROWS = 64
-
-
-@dataclass(frozen=True)
-class Config:
-    """Tile and launch configuration of a kernel."""
-
-    block_m: int  # queries
-    block_n: int  # keys
-    num_warps: int
-    num_stages: int  # depth of Triton's load pipeline
-
-
-# Kernel -> element size in bytes -> largest padded head dim -> configuration, for GPUs with 227 KB of shared memory per
-# block. Up to head dim 128 they are the fastest of results/nvidia-h200/triton_tiles.csv; at 256 they spill least.
-# 64 x 16 with 8 warps is excluded: see _padded.
-_CONFIGS: dict[str, dict[int, dict[int, Config]]] = {
-    "fwd": {
-        2: {64: Config(128, 64, 8, 3), 128: Config(64, 64, 4, 3), 256: Config(128, 64, 8, 2)},
-        4: {64: Config(128, 64, 8, 2), 128: Config(128, 32, 8, 2), 256: Config(32, 16, 4, 2)},
-    },
-    "bwd_dkdv": {
-        2: {64: Config(64, 64, 4, 2), 128: Config(64, 128, 8, 3), 256: Config(32, 64, 8, 2)},
-        4: {64: Config(32, 128, 8, 2), 128: Config(32, 64, 8, 1), 256: Config(16, 16, 4, 1)},
-    },
-    "bwd_dq": {
-        2: {64: Config(64, 64, 4, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 2)},
-        4: {64: Config(128, 32, 8, 2), 128: Config(64, 16, 4, 1), 256: Config(16, 16, 4, 1)},
-    },
-    "bwd_dbias": {
-        2: {64: Config(64, 64, 4, 1), 128: Config(64, 64, 4, 1), 256: Config(32, 32, 4, 1)},
-        4: {64: Config(32, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)},
-    },
-}
-# For every other GPU: small enough for 99 KB of shared memory. Compiled for them, but not run on one
-_SMALL_CONFIGS: dict[str, dict[int, dict[int, Config]]] = {
-    "fwd": {
-        2: {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2), 256: Config(32, 32, 4, 1)},
-        4: {64: Config(32, 32, 4, 2), 128: Config(32, 16, 4, 1), 256: Config(16, 16, 4, 1)},
-    },
-    "bwd_dkdv": {
-        2: {64: Config(32, 64, 4, 2), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)},
-        4: {64: Config(16, 32, 4, 1), 128: Config(16, 16, 4, 1), 256: Config(16, 16, 4, 1)},
-    },
-    "bwd_dq": {
-        2: {64: Config(64, 32, 4, 2), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)},
-        4: {64: Config(32, 16, 4, 1), 128: Config(16, 16, 4, 1), 256: Config(16, 16, 4, 1)},
-    },
-    "bwd_dbias": {
-        2: {64: Config(32, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)},
-        4: {64: Config(16, 16, 4, 1), 128: Config(16, 16, 4, 1), 256: Config(16, 16, 4, 1)},
-    },
-}
-_LARGE_SHARED_BYTES = 227 * 1024
 
 
 class TritonBackend(Backend):
@@ -123,7 +69,7 @@ class TritonBackend(Backend):
         if self.is_interpreted and problem.dtype == torch.bfloat16:
             return "Triton's interpreter does not multiply bfloat16 as a GPU does"
         if problem.arch:
-            return _refuse_capability(_capability(problem.arch))
+            return _refuse_capability(capability_of(problem.arch))
         return _missing(self.is_interpreted, problem.device_index)
 
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
@@ -163,10 +109,12 @@ class TritonBackend(Backend):
             has_score_tensors = problem.has_mask or problem.bias_dtype is not None
             is_aligned16 = problem.shape.head_dim % 8 == 0 and problem.shape.head_dim_v % 8 == 0
             device = torch.device(problem.device)
-            config = _config(name, problem.dtype, problem.shape, device, has_score_tensors, is_aligned16, problem.arch)
+            config = tile_config(
+                name, problem.dtype, problem.shape, device, has_score_tensors, is_aligned16, problem.arch
+            )
             tile = (
                 f"tile {config.block_m} x {config.block_n}, head dim "
-                f"{_padded(max(problem.shape.head_dim, problem.shape.head_dim_v))}"
+                f"{padded_head_dim(max(problem.shape.head_dim, problem.shape.head_dim_v))}"
             )
             found[f"{name}_triton_kernel"] = f"{tile}, {config.num_warps} warps, {config.num_stages} stages"
         found["products"] = (
@@ -179,7 +127,7 @@ class TritonBackend(Backend):
     def tile_sizes(self) -> frozenset[int]:
         configs = (
             config
-            for table in (_CONFIGS, _SMALL_CONFIGS)
+            for table in (CONFIGS, SMALL_CONFIGS)
             for sizes in table.values()
             for dims in sizes.values()
             for config in dims.values()
@@ -237,21 +185,6 @@ def _refuse_capability(capability: tuple[int, int]) -> str | None:
     return f"compute capability {own} is older than Triton's oldest ({oldest})"
 
 
-def _capability(arch: str) -> tuple[int, int]:
-    """Of a name such as sm_80."""
-    return divmod(int(arch.removeprefix("sm_")), 10)
-
-
-@functools.cache
-def _is_large(device: torch.device, named: str = "") -> bool:
-    """Whether a block may use as much shared memory as the tuned tiles need; `named` is a GPU that need not be
-    here."""
-    if device.type == "cpu":
-        return True
-    arch = arch_of(*(_capability(named) if named else torch.cuda.get_device_capability(device)))
-    return arch is not None and arch.shared_bytes >= _LARGE_SHARED_BYTES
-
-
 @functools.cache
 def _num_multiprocessors(device: torch.device) -> int:
     return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
@@ -300,43 +233,6 @@ def _short_args(problem: Problem) -> AttentionArgs:
         dropout_p=problem.dropout_p,
         layout=problem.layout,
     )
-
-
-# Tile selection
-
-
-def _padded(head_dim: int) -> int:
-    """The head dim of the tile: a power of two, at least 32.
-
-    16 is excluded: with 8 warps Triton 3.6 compiles a product of 64 rows and 16 columns that reads past its tile.
-    """
-    return max(32, 1 << (head_dim - 1).bit_length())
-
-
-def _config(
-    kernel: str,
-    dtype: torch.dtype,
-    shape: Shape,
-    device: torch.device,
-    has_score_tensors: bool,
-    is_aligned16: bool,
-    arch: str = "",
-) -> Config:
-    table = _CONFIGS if _is_large(device, arch) else _SMALL_CONFIGS
-    padded = _padded(max(shape.head_dim, shape.head_dim_v))
-    config = next(config for limit, config in table[kernel][dtype.itemsize].items() if padded <= limit)
-    if dtype.itemsize == 2 and not (is_aligned16 and _padded(shape.head_dim) == _padded(shape.head_dim_v)):
-        # 2-byte elements that cannot be copied 16 bytes at a time pass through registers. Triton 3.6 compiles wrong
-        # wgmma products of such tiles, mostly where K and V differ in size. It uses wgmma from 64 rows on; 32 rows use
-        # mma.sync
-        config = replace(config, num_warps=4, **{"block_n" if kernel == "bwd_dkdv" else "block_m": 32})
-    if kernel == "fwd" and shape.seqlen_q <= 16:
-        # Few queries, as in decoding: a larger tile would be mostly padding
-        config = replace(config, block_m=16, num_warps=4)
-    if has_score_tensors:
-        # Tiles of bias and mask need shared memory too
-        config = replace(config, num_stages=max(1, config.num_stages - 1))
-    return config
 
 
 def _precision(dtype: torch.dtype, is_interpreted: bool) -> str:
@@ -393,7 +289,7 @@ def _arguments(kernel: str, args: AttentionArgs, tensors: dict[str, Tensor]) -> 
     """Configuration and arguments that all kernels but preprocess take. `tensors`: row tensors besides q, k and v."""
     shape, kernels, row = shape_of(args), _kernels(), row_axis(args.layout)
     is_aligned16 = all(_is_aligned16(tensor) for tensor in (args.q, args.k, args.v, *tensors.values()))
-    config = _config(
+    config = tile_config(
         kernel, args.q.dtype, shape, args.q.device, args.bias is not None or args.mask is not None, is_aligned16
     )
     window_left, window_right = map(kernel_window, key_window(args))
@@ -431,8 +327,8 @@ def _arguments(kernel: str, args: AttentionArgs, tensors: dict[str, Tensor]) -> 
         "keep_factor": dropout.keep_factor(args.dropout_p),
         "D": shape.head_dim,
         "DV": shape.head_dim_v,
-        "BLOCK_D": _padded(shape.head_dim),
-        "BLOCK_DV": _padded(shape.head_dim_v),
+        "BLOCK_D": padded_head_dim(shape.head_dim),
+        "BLOCK_DV": padded_head_dim(shape.head_dim_v),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "IS_TOP_LEFT": args.causal == "top_left",
@@ -475,7 +371,7 @@ def _preprocess_call(
         "rows": rows,
         "num_blocks": num_blocks,
         "DV": out.shape[-1],
-        "BLOCK_DV": _padded(out.shape[-1]),
+        "BLOCK_DV": padded_head_dim(out.shape[-1]),
         "BLOCK_M": _PREPROCESS_ROWS,
         "IS_NATURAL": args.bias is not None,
     }
