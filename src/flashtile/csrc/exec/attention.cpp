@@ -66,7 +66,7 @@ bool check_scalars(const Options& options) {
 bool check_sizes(const Call& call, const Shape& shape, Axes axes) {
   const View *tensors = call.tensors, &q = tensors[kQ], &k = tensors[kK], &v = tensors[kV];
   for (const View* tensor : {&q, &k, &v}) {
-    // What is empty is rare and needs care
+    // Empty tensors are rare: Python handles them
     if (tensor->numel() == 0 || !has_plain_rows(*tensor)) return false;
     for (i64 size : tensor->sizes) {
       if (size > kMaxLength) return false;
@@ -330,7 +330,7 @@ bool prepare_append(const Options& options, Call& call, Key& key) {
   key = Key();
   key.pass = Pass::kAppend;
   note_tensors(call, kNumAppendTensors, key);
-  // One plan takes one length for all and lengths of a tensor
+  // The same plan serves one length for all sequences and a tensor of lengths
   if (has_one_length) key.tensors[kCacheSeqlens] = static_cast<u8>(static_cast<i32>(Dtype::kInt32) * 8 + 1);
   key.flags = static_cast<u32>(options.is_bshd) | static_cast<u32>(is_aligned) << 1;
   return true;
@@ -344,7 +344,7 @@ void lay_out_step(const Options& options, const View& q, Call& call) {
   View& rotated = call.tensors[kRotatedQ];
   call.tensors[kStepQ] = rotated = q;
   rotated.data = nullptr;
-  // The heads of a row side by side
+  // The heads of a row lie side by side
   Axes axes = axes_of(options.is_bshd);
   i64 stride = 1;
   for (i32 axis : {-1, axes.head, axes.row, -4}) {

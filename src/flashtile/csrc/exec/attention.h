@@ -15,8 +15,8 @@ namespace flashtile {
 
 enum class Pass : u8 { kForward, kBackward, kAppend };
 
-// Tensors of the two passes by index. Their names, and those of the other lists, are what a plan's names are looked up
-// in.
+// The tensors of a forward or backward pass by index. backends/native.py looks the names of a plan up in kTensorNames
+// and in the lists of names below.
 enum Tensor : i32 {
 #define FT_TENSOR(index, name) index,
 #include "arguments.inc"
@@ -36,7 +36,7 @@ constexpr const char* kTensorNames[] = {
 #include "arguments.inc"
     "out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks"};
 static_assert(kDsinks + 1 == kMaxTensors);
-// Those of an append; the last three are of a step, whose queries are rotated too and whose new lengths are written.
+// The tensors of an append. The last three belong to a step, which also rotates its queries and writes the new lengths.
 enum AppendTensor : i32 {
   kKCache,
   kVCache,
@@ -96,10 +96,10 @@ struct Options {
   bool is_bshd = false;
   bool is_named = false;  // the backend was asked for by name
   bool needs_grad = false, needs_bias_grad = false;
-  char matmul_precision = 0;       // the length of the word of torch's switch, for float32
+  char matmul_precision = 0;       // for float32: the length of "highest", "high" or "medium"
   bool is_wanted[kNumGrads] = {};  // of a backward pass
   bool is_interleaved = false;     // of an append, as the next two
-  bool is_ordered = false;         // the queries of a step stand one behind the other
+  bool is_ordered = false;         // each query of a step has a position of its own
   i64 length = -1;                 // of every sequence; -1: cache_seqlens has them
 };
 
@@ -115,8 +115,8 @@ struct Gpu {
 struct Key {
   Pass pass = Pass::kForward;
   u8 device = 0;
-  u8 tensors[kMaxTensors + 2] =
-      {};  // dtype and rank, 0 where there is none; two more, since keys are compared as bytes: no padding
+  // Dtype and rank, 0 where there is none. Two more than needed: keys are compared as bytes, and may have no padding
+  u8 tensors[kMaxTensors + 2] = {};
   u8 classes[kMaxLengthClasses] = {};
   char matmul_precision = 0;
   u8 out_dtype = 0;

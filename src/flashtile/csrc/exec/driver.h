@@ -39,6 +39,15 @@ struct Driver {
 
   // Null, or the name of what is missing.
   const char* open(const char* library);
+  // The status of a call of the driver. A backward pass may run in a thread of torch's that has no context yet: then
+  // the call is made once more, in the device's primary context.
+  template <typename Function>
+  int in_context(i32 device_index, Function call) const {
+    int status = call();
+    return status != 0 && ensure_context(device_index) ? call() : status;
+  }
+
+ private:
   // Makes the device's primary context current if the thread has none. True if it had none.
   bool ensure_context(i32 device_index) const;
 };

@@ -199,12 +199,11 @@ struct Before {
 Outcome fill_lengths(const Before& before, void* stream, Failure& failure) {
   const Driver& driver = executor().driver;
   const View& lengths = *before.lengths;
-  auto fill = [&] {
+  int status = driver.in_context(lengths.device.index, [&] {
     return driver.cuMemsetD32Async(reinterpret_cast<u64>(lengths.data), static_cast<u32>(before.length),
                                    static_cast<size_t>(lengths.numel()), stream);
-  };
-  failure = {fill(), "cuMemsetD32Async of the lengths"};
-  if (failure.status != 0 && driver.ensure_context(lengths.device.index)) failure.status = fill();
+  });
+  failure = {status, "cuMemsetD32Async of the lengths"};
   return failure.status == 0 ? Outcome::kDone : Outcome::kFailed;
 }
 
@@ -242,7 +241,7 @@ bool run(Request& request, Results& results, const Before& before = {}) {
     is_done(append_plan->launch(before.append->call, nullptr, driver, *before.appended, failure), failure);
   }
   Outcome outcome = plan->launch(call, results.tensors, driver, filled, failure);
-  // A gradient that a kernel needs memory for and nobody wants
+  // Frees outputs that kernels write and the call does not return (Operand::like)
   for (i32 index = first; index < first + count; ++index) {
     if (!is_returned[index]) results.tensors[index] = Owned();
   }
@@ -452,8 +451,8 @@ bool read_needs(StableIValue value, Options& options) {
   return is_any;
 }
 
-// A gradient that autograd hands over may have any strides, those of a sum are 0: a contiguous copy takes its place on
-// the stack.
+// Puts a contiguous copy in the place of a tensor on the stack. autograd hands over gradients of any strides: that of
+// a sum has stride 0 along every axis.
 bool replace_by_copy(StableIValue& value, View& view) {
   Owned copy;
   if (!copy.copy(borrow<AtenTensorHandle>(value), view)) return false;

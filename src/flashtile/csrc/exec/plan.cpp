@@ -314,13 +314,10 @@ bool Plan::encode_maps(const Call& call, Filled& filled, const Driver& driver, F
     int type = tensor.dtype == Dtype::kFloat16   ? kMapFloat16
                : tensor.dtype == Dtype::kFloat32 ? kMapFloat32
                                                  : kMapBfloat16;
-    auto encode = [&] {
+    failure.status = driver.in_context(call.device.index, [&] {
       return driver.cuTensorMapEncodeTiled(filled.image + map.offset, type, kMaxDim, tensor.data, sizes, strides, box,
                                            steps, 0, kMapSwizzle128, map.promotion, 0);
-    };
-    failure.status = encode();
-    // A backward pass may run in a thread of torch's that has no context yet
-    if (failure.status != 0 && driver.ensure_context(call.device.index)) failure.status = encode();
+    });
     if (failure.status != 0) {
       failure.text = "cuTensorMapEncodeTiled";
       return false;
@@ -347,11 +344,9 @@ bool Plan::zero_workspaces(const Call& call, const Filled& filled, const Driver&
       std::memset(start, 0, filled.sizes[index]);
       continue;
     }
-    auto zero = [&] {
+    failure.status = driver.in_context(call.device.index, [&] {
       return driver.cuMemsetD8Async(reinterpret_cast<u64>(start), 0, filled.sizes[index], call.stream);
-    };
-    failure.status = zero();
-    if (failure.status != 0 && driver.ensure_context(call.device.index)) failure.status = zero();
+    });
     if (failure.status != 0) {
       failure.text = "cuMemsetD8Async of a workspace";
       return false;
@@ -391,16 +386,14 @@ Outcome Plan::launch(const Call& call, Owned* owned, const Driver& driver, Fille
     auto blocks = static_cast<unsigned>(num_blocks(step, filled.values));
     if (blocks == 0) continue;
     void* params[] = {filled.image};
-    auto launch = [&] {
+    failure.status = driver.in_context(call.device.index, [&] {
       if (step.starts_early) {
         LaunchConfig config{{blocks, 1, 1}, {step.num_threads, 1, 1}, step.shared_bytes, call.stream, &kStartsEarly, 1};
         return driver.cuLaunchKernelEx(&config, step.kernel, params, nullptr);
       }
       return driver.cuLaunchKernel(step.kernel, blocks, 1, 1, step.num_threads, 1, 1, step.shared_bytes, call.stream,
                                    params, nullptr);
-    };
-    failure.status = launch();
-    if (failure.status != 0 && driver.ensure_context(call.device.index)) failure.status = launch();
+    });
     if (failure.status != 0) {
       failure.text = (step.starts_early ? "cuLaunchKernelEx of " : "cuLaunchKernel of ") + step.name + ", grid (" +
                      std::to_string(blocks) + ", 1, 1), block (" + std::to_string(step.num_threads) + ", 1, 1), " +

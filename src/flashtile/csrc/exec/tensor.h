@@ -26,7 +26,7 @@ struct Device {
 
 inline bool operator==(Device a, Device b) { return a.type == b.type && a.index == b.index; }
 
-// Sizes and strides in elements, the last axis in [kMaxDim - 1]; one that the tensor has not is of size 1 and stride 0.
+// Sizes and strides in elements, the last axis in [kMaxDim - 1]. A missing axis has size 1 and stride 0.
 struct View {
   void* data = nullptr;
   i64 sizes[kMaxDim] = {1, 1, 1, 1};
