@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -25,7 +25,7 @@ STRATEGIES = ("auto", "ring", "ulysses", "both")
 
 @dataclass(frozen=True)
 class Call:
-    """What a caller gave, beside q, k, v and the ranks."""
+    """The options of `context_attention` as a caller gave them, beside the ranks, the strategy and the timeout."""
 
     causal: Causal = False
     window: Window = None
@@ -52,7 +52,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Options:
-    """The same, checked, with what follows from it."""
+    """The options of a call, checked, with the sizes and heads of all ranks."""
 
     args: AttentionArgs
     cu_seqlens: Tensor | None
@@ -371,15 +371,11 @@ def _exchanged(given: Options, group: Any, first: int, num_shards: int, limit: f
     own = ulysses.head_range(heads, 1, size, rank)
     slopes = None if args.alibi_slopes is None else args.alibi_slopes[..., own.start : own.stop]
     sinks = None if args.sinks is None else args.sinks[own.start : own.stop]
-    exchanged = Options(
+    exchanged = replace(
+        given,
         args=args._replace(q=q, k=k, v=v, alibi_slopes=slopes, sinks=sinks),
-        cu_seqlens=given.cu_seqlens,
-        sharding=given.sharding,
-        seqlen_q=given.seqlen_q,
-        seqlen_k=given.seqlen_k,
         first_head=given.first_head + own.start,
         total_heads=given.total_heads or heads,
-        transport=given.transport,
     )
 
     def back(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
