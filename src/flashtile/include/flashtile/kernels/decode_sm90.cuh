@@ -10,6 +10,7 @@
 //            and then sets the slot's flag. The block with the row tile's last unit waits for the flags of the others,
 //            clears them, and joins the parts in the order of the blocks. Slots are not initialised: memory that holds
 //            kPartReady by chance (one in 2^64) would be taken for a part.
+// Refuses:   unaligned rows, bias, bool mask, dropout.
 #pragma once
 
 #include "flashtile/attn/decode_schedule.cuh"

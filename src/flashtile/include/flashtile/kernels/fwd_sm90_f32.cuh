@@ -10,7 +10,8 @@
 // Mainloop:  S = Q K^T; softmax; P split in registers; T = P V; O = alpha O + T. Tensor cores truncate their sums, so
 //            each key tile starts a new accumulator T, and O is summed in float32. As in fwd_sm90.cuh, S of a tile and
 //            T of the one before it are in flight together, and consumers issue their products in turn.
-// Epilogue:  O leaves by 8-byte stores from registers.
+// Epilogue:  O leaves by 8-byte stores from registers, or element by element where rows are not aligned.
+// Refuses:   pages.
 #pragma once
 
 #include "flashtile/attn/dropout.cuh"
@@ -435,7 +436,7 @@ FT_DEVICE void run_fwd_sm90_f32(const Sm90F32Params& params) {
   }
 }
 
-// Both kernels are launched; one of them does the work.
+// Both kernels are launched; the numbers of the call decide which of them does the work.
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
     fwd_sm90_f32_half_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {
