@@ -12,8 +12,8 @@
 #include "flashtile/attn/sequence.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/ptx/cp_async.cuh"
+#include "flashtile/ptx/tma.cuh"
 #include "flashtile/tile/pipeline.cuh"
-#include "flashtile/tile/smem_tile.cuh"
 
 namespace flashtile {
 

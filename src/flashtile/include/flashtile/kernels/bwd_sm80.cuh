@@ -52,7 +52,8 @@ struct OwnedKeys {
   FT_DEVICE i32 num_tiles() const { return (m_end - m_begin) * num_heads; }
 };
 
-// One of the query tiles that stream by. Thread 0 finds tile c + 2 in turn c; the ring holds tiles c - 1 to c + 2.
+// One of the query tiles that stream by. In turn c thread 0 finds tile c + kNumStages, while dQ may still need tile c
+// - 1.
 struct QueryTilePlace {
   i32 i_begin, head;
 };

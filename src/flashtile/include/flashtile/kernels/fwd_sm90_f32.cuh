@@ -375,7 +375,7 @@ struct FwdSm90F32 {
       RowStats stats = join_sink<kIsNatural>(m, softmax.l[r], sink, [](float l) { return quad_sum(l); });
       i64 stat = stat_index(p, tile.s, head, i), part = tile.coord.split * p.lse_size + stat;
       if (is_query && threadIdx.x % 4 == 0) store_stats<kIsNatural>(p, is_split, part, stat, stats.m, stats.l);
-      // Store O. The product of both factors may be denormal.
+      // Store O. It is multiplied by norm and by unscale one after the other: their product may be denormal.
       float norm = is_split ? 1.0f : stats.norm();
 #pragma unroll
       for (i32 b = 0; b < kOutputs / 4; ++b) rO[4 * b + 2 * r] *= norm, rO[4 * b + 2 * r + 1] *= norm;
