@@ -1,6 +1,6 @@
-// The barrier of all threads of a block, where warps meet from different places of the code. PTX allows that: only the
-// threads of one warp must execute the same instruction. synccheck wants one instruction for the block, so builds for it
-// define FT_ONE_BARRIER and call a function. (PTX ISA: Parallel Synchronization and Communication, bar)
+// The barrier of all threads of a block, for warps that meet there from different places of the code. PTX allows that:
+// only the threads of one warp must execute the same instruction. synccheck expects one instruction for the block.
+// Builds for it define FT_ONE_BARRIER and call a function. (PTX ISA: bar)
 #pragma once
 
 #include "flashtile/core/types.cuh"

@@ -28,8 +28,8 @@ constexpr i32 kPingPongBarrier = 1;
 constexpr i32 kConsumerBarrier = 8;
 constexpr i32 kProducerBarrier = 15;
 
-// One arrival for the warp, after a __syncwarp if all lanes must be done. Lane 31 arrives; in builds for racecheck every
-// lane does, with its part of the weight. Scope: warp.
+// One arrival for the warp, after a __syncwarp if all lanes must be done. Lane 31 arrives; in builds for racecheck
+// every lane does, with its part of the weight. Scope: warp.
 FT_DEVICE void arrive_warp(u64& barrier) {
   if constexpr (kArrivalWeight == 32) {
     mbarrier_arrive_weighted<1>(shared_address(&barrier));
