@@ -122,7 +122,7 @@ struct PagedKeys {
         cp_async<16>(target + slab * kRows * 128, source + slab * 64, is_inside ? 16 : 0);
       }
     }
-    cp_async_arrive(shared_address(&full));
+    arrive_after_copies(shared_address(&full));
   }
 };
 

@@ -388,7 +388,7 @@ struct FwdSm90Options {
         return;
       }
     }
-    cp_async_arrive(shared_address(&bias.full[consumer][stage]));
+    arrive_after_copies(shared_address(&bias.full[consumer][stage]));
   }
 };
 
