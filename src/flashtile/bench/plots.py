@@ -165,7 +165,7 @@ def _lines(axes: Any, rows: Sequence[Row], value: Value, has_band: bool = False,
         if not own:
             continue
         colour, line, marker = style(name)
-        is_default = name in DEFAULT_BACKENDS
+        is_default = name in (*DEFAULT_BACKENDS, "flashtile")
         xs, ys = [row.seqlen_k for row in own], [value(row) or 0.0 for row in own]
         width, size, order = (2.8, 7, 3) if is_default else (1.5, 5, 2)
         axes.plot(xs, ys, color=colour, linestyle=line, marker=marker, linewidth=width, markersize=size, zorder=order)
