@@ -41,6 +41,7 @@ from flashtile.cli import distributed as distributed_command
 from flashtile.errors import value_error
 from flashtile.kernels import families
 from flashtile.kernels.arch import ARCHS
+from flashtile.kernels.families.base import REFUSED_FEATURES
 from flashtile.ladder import figures as ladder_figures
 from flashtile.ladder import tables as ladder_tables
 from flashtile.ladder.rows import HbmRow, RungRow
@@ -56,7 +57,6 @@ from flashtile.tiles.rows import TileRow
 
 MARKED = re.compile(r"(<!-- bench:(?P<name>[^ ]+) -->\n)(?P<body>.*?)(<!-- /bench:(?P=name) -->)", re.DOTALL)
 IMAGE = re.compile(r"!\[(?P<words>[^\]]+)\]\(")
-UNALIGNED = "rows that are not multiples of 16 bytes on 16-byte boundaries"  # as families say it
 OPENING = re.compile(r"^<!-- /?bench:[^ ]+ -->$", re.MULTILINE)
 
 
@@ -214,7 +214,7 @@ def families_table() -> str:
         gpus = archs[0] if len(archs) == 1 else f"{archs[0]} to {archs[-1]}"
         dims, dims_v = (max(pair[index] for pair in family.head_dims) for index in (0, 1))
         limit = f"1 to {dims}" if dims == dims_v else f"1 to {dims}, {dims_v}"
-        support = family.support().replace(UNALIGNED, "unaligned rows").replace("; ", ", ")
+        support = family.support().replace(REFUSED_FEATURES["is_aligned16"], "unaligned rows").replace("; ", ", ")
         cells = (f"`{family.name}`", family.op, gpus, ", ".join(family.dtypes), limit, support, family.summary)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
