@@ -83,6 +83,7 @@ def test_forward_error_rule(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_accurate(forward_problems()[part::4], FORWARD, monkeypatch)
 
 
+@pytest.mark.long(25)
 @pytest.mark.parametrize("part", range(4))
 def test_backward_error_rule(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_accurate(backward_problems()[part::4], BACKWARD, monkeypatch, is_forward=False)
