@@ -303,9 +303,8 @@ def gradients(tensors: list[Tensor], dout: Tensor, **options: object) -> list[Te
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-@pytest.mark.long(75)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("part", ["half", "bf16"])
+@pytest.mark.parametrize("part", [pytest.param("half", marks=pytest.mark.long(75)), "bf16"])  # by the same kernels
 def test_jitter_changes_no_bit(part: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses of random length before every barrier, copy and product. Several work items for each block."""
     tensors = [torch.randn(2, heads, 500, head_dim, device="cuda") for heads in (64, 32, 32)]
