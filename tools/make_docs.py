@@ -11,7 +11,6 @@ Everything between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` is filled in
 - families: the kernel families, from the code.
 Numbers in the text between `<!-- value:... -->` and `<!-- /value -->` are filled in by inline_values.py.
 The table between `<!-- support -->` and `<!-- /support -->` is compared with the code (support_table.py).
-Relative links must lead to a file and a heading (page_links.py).
 A figure whose CSV has changed is drawn again.
 
 python tools/make_docs.py [--check | --redraw] [--root FOLDER]
@@ -31,7 +30,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import inline_values
-import page_links
 import support_table
 import trace_ranks
 
@@ -242,7 +240,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             complaints.append(f"{name}: {error}")
             continue
         complaints += [f"{name}: table of backends: {complaint}" for complaint in support_table.complaints(filled)]
-        complaints += [f"{name}: {complaint}" for complaint in page_links.complaints(page, filled)]
         if filled == text:
             continue
         if options.check:

@@ -18,6 +18,7 @@ HEAD_DIMS = ((256, 256), (192, 128), (192, 192), (136, 136), (200, 72), (248, 24
 TAKEN = [name for name in FEATURES if name not in ("everything", "bias", "bias in float32")]
 
 
+@pytest.mark.long(40)
 def test_error_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = feature_problems(TAKEN, HEAD_DIMS)
     assert_accurate(problems, "bwd_sm90_dkdv_kernel", monkeypatch, is_forward=False)

@@ -21,7 +21,7 @@ from family_tests import (
 import flashtile
 from flashtile.backends import native
 from flashtile.kernels import assemble
-from flashtile.runtime import driver, nvrtc, toolchain
+from flashtile.runtime import cache, driver
 from flashtile.testing import Case
 
 pytestmark = needs_hopper
@@ -33,7 +33,7 @@ def product(a: torch.Tensor, b: torch.Tensor, is_transposed: bool) -> torch.Tens
     columns, slabs = (b.shape[1] if is_transposed else b.shape[0]), a.shape[1] // 64
     name = {torch.bfloat16: "bf16_t", torch.float16: "half_t"}[a.dtype]
     entry = f"flashtile::wgmma_proof_kernel<flashtile::{name}, {columns}, {slabs}, {str(is_transposed).lower()}>"
-    compiled = nvrtc.compile_source(toolchain.find(), PROOF, "sm_90a", [entry])
+    compiled = cache.compile_cached(PROOF, "sm_90a", [entry])
     function = driver.load(compiled.cubin).function(compiled.symbols[entry])
     d = torch.full((64, columns), float("nan"), device="cuda")
     image = b""
@@ -79,6 +79,7 @@ def this_family(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assemble.clear_plans()
 
 
+@pytest.mark.long(35)
 def test_error_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_accurate(feature_problems(FEATURES, HEAD_DIMS), "fwd_sm90_kernel", monkeypatch)
 
