@@ -106,7 +106,7 @@ def worker(rank: int, options: argparse.Namespace, port: int, queue: Any) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=2)
