@@ -9,11 +9,11 @@ one, while the others go on. A step is one token for every slot; each layer is o
 rotates, appends to the pages and attends. The step is captured once as a CUDA graph: lengths, block table and tokens
 are read on the device, so that one capture serves all steps.
 
-Then every token is checked against a dense cache, which has one row of keys for each slot, found by batch index. The
-same slots take the same requests, and are given the tokens that were served: one that differs does not change those
-behind it. Each must have the largest logit of the dense run. Where a kernel adds up the keys of pages in another order
-than those of a row, the last bits differ, and of two logits that are nearly equal the other may win. Such a token
-counts if it falls short by no more than SHORTFALL, which is less than a single wrong key changes. Exits 1 otherwise.
+Then every token is checked against a dense cache with one row of keys for each slot, found by batch index. The same
+slots take the same requests. The dense run is given the tokens that were served, so one wrong token does not change
+those after it. Each served token must have the largest logit of the dense run. A kernel may sum the keys of pages in
+another order than those of a row, so the last bits differ, and of two nearly equal logits the other may win. Such a
+token counts if it falls short by no more than SHORTFALL, which is less than one wrong key changes. Exits 1 otherwise.
 """
 
 from __future__ import annotations

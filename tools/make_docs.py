@@ -4,7 +4,7 @@ Everything between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` is filled in
 - <folder>/<csv stem>:<table>, such as nvidia-h200/sdpa_Lsweep_B1_H1_d64_fp32:latency. Tables: latency, throughput,
   bandwidth, memory, accuracy, ratios, overhead; of the ladder: ladder, ladder-causal, counters, counters-causal,
   one-head, hbm; of the tile study: tiles; of a profile: profile; of a timeline: timeline;
-- <folder>/<figure>.png;
+- <folder>/<figure>.png; its alternative text is written in the page and kept;
 - rung/<name>: the notes at the head of that kernel of the ladder;
 - <folder>/check.json, mutations.json or sanitize.json: the record of a check;
 - <folder>/distributed_<what>.json: the table in it;
@@ -39,6 +39,7 @@ from flashtile.cli import distributed as distributed_command
 from flashtile.errors import value_error
 from flashtile.kernels import families
 from flashtile.kernels.arch import ARCHS
+from flashtile.kernels.families.base import REFUSED_FEATURES
 from flashtile.ladder import figures as ladder_figures
 from flashtile.ladder import tables as ladder_tables
 from flashtile.ladder.rows import HbmRow, RungRow
@@ -53,6 +54,7 @@ from flashtile.tiles import tables as tile_tables
 from flashtile.tiles.rows import TileRow
 
 MARKED = re.compile(r"(<!-- bench:(?P<name>[^ ]+) -->\n)(?P<body>.*?)(<!-- /bench:(?P=name) -->)", re.DOTALL)
+IMAGE = re.compile(r"!\[(?P<words>[^\]]+)\]\(")
 OPENING = re.compile(r"^<!-- /?bench:[^ ]+ -->$", re.MULTILINE)
 
 
@@ -62,15 +64,18 @@ def pages(root: Path) -> list[Path]:
 
 def fill(text: str, page: Path, results: Path) -> str:
     """The page with every marked part filled in again."""
-    filled = MARKED.sub(lambda match: f"{match[1]}{part(match['name'], page, results)}\n{match[4]}", text)
+    filled = MARKED.sub(
+        lambda match: f"{match[1]}{part(match['name'], page, results, match['body'])}\n{match[4]}", text
+    )
     return inline_values.fill(filled, results)
 
 
-def part(name: str, page: Path, results: Path) -> str:
-    """The text between the markers of that name."""
+def part(name: str, page: Path, results: Path, before: str = "") -> str:
+    """The text between the markers of that name. `before` is what the page has there now."""
     if name.endswith(".png"):
-        figure = results / name
-        return f"![{figure.stem.replace('_', ' ')}]({os.path.relpath(figure, page.parent)})"
+        figure, image = results / name, IMAGE.match(before)
+        words = image["words"] if image else figure.stem.replace("_", " ")
+        return f"![{words}]({os.path.relpath(figure, page.parent)})"
     if name.startswith("rung/"):
         rung = read_rung(FOLDER / f"{name.removeprefix('rung/')}.cu", None)
         return "\n\n".join(f"**{word}.** {rung.note(word)}" for word in ("Changed", "Why", "Predicted", "Measured"))
@@ -106,7 +111,7 @@ def part(name: str, page: Path, results: Path) -> str:
 
 def named(rows: Sequence[Row]) -> list[Row]:
     """The rows with the printed names of their providers, for tables that print a provider as it is."""
-    names = tables.labels(row.provider for row in rows)
+    names = ladder_tables.labels(rows)
     return [replace(row, provider=names[row.provider]) for row in rows]
 
 
@@ -207,7 +212,8 @@ def families_table() -> str:
         gpus = archs[0] if len(archs) == 1 else f"{archs[0]} to {archs[-1]}"
         dims, dims_v = (max(pair[index] for pair in family.head_dims) for index in (0, 1))
         limit = f"1 to {dims}" if dims == dims_v else f"1 to {dims}, {dims_v}"
-        cells = (f"`{family.name}`", family.op, gpus, ", ".join(family.dtypes), limit, family.support(), family.summary)
+        support = family.support().replace(REFUSED_FEATURES["is_aligned16"], "unaligned rows").replace("; ", ", ")
+        cells = (f"`{family.name}`", family.op, gpus, ", ".join(family.dtypes), limit, support, family.summary)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

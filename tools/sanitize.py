@@ -2,8 +2,11 @@
 
 Each tool must be silent about our kernels, and must speak about the faults planted for it (core/mutation.cuh): a tool
 that cannot see the kernels would be silent too. Problems are as small as a tile allows. Kernels are compiled before any
-tool watches; then the tools run side by side, each in several processes. With --seconds, a process starts no call after
-that time. sanitize.json says how many calls of each family every tool has watched.
+tool watches; then the tools run side by side, each in several processes.
+
+With --seconds the command ends by then, and SIGINT or SIGTERM end it at once. However it ends, it prints a summary and
+writes sanitize.json: for each tool and family the calls watched and the reports. A later run of the same commit and
+calls with other --tools adds to that file.
 
 python tools/sanitize.py [--tools memcheck,racecheck] [--families decode_sm90] [--head-dims 64,128] [--dtypes float32]
                          [--seconds 60] [--out FOLDER]
@@ -23,14 +26,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,7 +52,8 @@ from flashtile.kernels.families import Family
 from flashtile.kernels.mutation import mutations
 from flashtile.kernels.plan import LaunchPlan
 from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
-from flashtile.runtime.cache import KernelCache
+from flashtile.runtime import cache
+from flashtile.runtime.nvrtc import Compiled
 from flashtile.testing import Case
 
 # What a tool's last line looks like
@@ -58,13 +63,35 @@ TOOLS = {
     "initcheck": re.compile(r"ERROR SUMMARY: (\d+) error"),
     "synccheck": re.compile(r"ERROR SUMMARY: (\d+) error"),
 }
+# The first line of a report. Its other lines are indented; the tool's remaining lines are these.
+REPORT = re.compile(r"^========= (?!COMPUTE-SANITIZER|(?:ERROR|RACECHECK) SUMMARY|Target application)\S")
 # The part of the processes that a tool gets: racecheck is the slowest
 WEIGHTS = {"memcheck": 1, "racecheck": 3, "initcheck": 1, "synccheck": 1}
 # initcheck must see what other kernels write, or all that they wrote would count as never written
 UNFILTERED = ("initcheck",)
 BACKEND = "cuda"
 LIMIT_S = 600.0
+CALLS_END_S = 6.0  # before the end of --seconds no call starts: the last one and its tool must come to their end
+KILL_S = 2.5  # before the end of --seconds what still runs is killed
 GRAD_NAMES = GradNeeds._fields
+
+
+class Build(NamedTuple):
+    """Kernels that are compiled another way for a tool."""
+
+    define: str
+    entries: re.Pattern[str]  # in the C++ names of those kernels
+
+
+# Machine code that a tool misreads (docs/check.md)
+BUILDS = {
+    # A copy of 2 out of 4 bytes counts as a read of 4 (ptx/cp_async.cuh)
+    "memcheck": Build("FT_EXACT_COPIES", re.compile(r"_sm80_.*Load<false>")),
+    # An arrival orders the accesses of its own thread alone (ptx/mbarrier.cuh)
+    "racecheck": Build("FT_LANE_ARRIVALS", re.compile(r"_sm90_")),
+    # Warps that meet at a barrier from two places count as divergent (ptx/block_barrier.cuh)
+    "synccheck": Build("FT_ONE_BARRIER", re.compile(r"decode_sm90_|fwd_sm80_(f32_)?kernel<.*Mask<true")),
+}
 # Of a block: racecheck and synccheck count for themselves, and miss barriers that are initialised in loops
 NUM_MBARRIERS = 64
 # Families whose blocks wait for flags in a workspace that nobody has written (kernels/decode_sm90.cuh, Parts). Here it
@@ -242,14 +269,35 @@ def special_jobs(family: Family[Any], dtype: str, arch: Arch) -> Iterator[Job]:
         yield Job(Trial(dataclasses.replace(plain, **change), 2, not is_forward), family.name)
 
 
-def run_jobs(jobs: Sequence[Job], seconds: float = math.inf) -> frozenset[str]:
-    """Makes the calls, none of them later than that; returns the kernels that were launched. After a call that fails
-    the process cannot use the GPU any more: says where the next family begins."""
+def defines_for(tool: str, entry: str) -> list[str]:
+    """What the kernel of this name is compiled with for a tool."""
+    build = BUILDS.get(tool)
+    return [build.define] if build is not None and build.entries.search(entry) else []
+
+
+@contextmanager
+def built_for(tool: str) -> Iterator[None]:
+    """Kernels that are compiled or loaded inside are those for this tool."""
+    compile_cached = cache.compile_cached
+
+    def compile_for_tool(source: str, arch: str, names: Sequence[str], defines: Sequence[str] = ()) -> Compiled:
+        return compile_cached(source, arch, names, [*defines, *defines_for(tool, names[0])])
+
+    cache.compile_cached = compile_for_tool
+    try:
+        yield
+    finally:
+        cache.compile_cached = compile_cached
+
+
+def run_jobs(jobs: Sequence[Job], until: float = math.inf) -> frozenset[str]:
+    """Makes the calls, none of them after that time of day; returns the kernels that were launched. After a call that
+    fails the process cannot use the GPU any more: says where the next family begins."""
     torch.set_num_threads(1)
-    end = time.monotonic() + seconds
     for index, job in enumerate(jobs):
-        if time.monotonic() > end:
+        if time.time() > until:
             break
+        print(f"calling {job.family}", flush=True)
         try:
             job.run()
             torch.cuda.synchronize()
@@ -261,14 +309,100 @@ def run_jobs(jobs: Sequence[Job], seconds: float = math.inf) -> frozenset[str]:
     return registry.find(BACKEND).loaded_kernels()
 
 
-def compile_jobs(jobs: Sequence[Job], arch: Arch) -> frozenset[str]:
-    """Compiles what the calls would launch, in as many threads as there are cores; returns the kernels."""
+class Run:
+    """One run of this script: when it must end, and what it then has to kill."""
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self.end = time.monotonic() + seconds
+        self.ended_by = ""
+        self._processes: set[subprocess.Popen[str]] = set()
+        self._guard = threading.Lock()
+
+    def remaining(self) -> float:
+        """Seconds until everything is killed."""
+        return 0.0 if self.ended_by else self.end - KILL_S - time.monotonic()
+
+    def stop(self, reason: str) -> None:
+        """Kills every process. None is started later."""
+        with self._guard:
+            self.ended_by = self.ended_by or reason
+            for process in self._processes:
+                _kill(process)
+
+    @contextmanager
+    def stopped_by_signals(self) -> Iterator[None]:
+        """Inside, SIGINT and SIGTERM stop the run instead of the interpreter."""
+        numbers = signal.SIGINT, signal.SIGTERM
+        before = [signal.signal(number, lambda caught, _: self.stop(signal.Signals(caught).name)) for number in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+
+    def output(self, command: Sequence[str], limit_s: float) -> str:
+        """What a process prints until its end, its limit or that of the run."""
+        limit_s = min(limit_s, self.remaining())
+        with self._guard:
+            if self.ended_by or limit_s <= 0:
+                return "not started"
+            # A group of their own: the tool's end is not that of the process it watches
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            )
+            self._processes.add(process)
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            _kill(process)
+            output, _ = process.communicate()
+            output += f"not done in {limit_s:g} s"
+        with self._guard:
+            self._processes.discard(process)
+        return output + (f"\nended by {self.ended_by}" if self.ended_by else "")
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):  # it has come to its end
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def units_of(jobs: Sequence[Job]) -> list[tuple[str, str]]:
+    """(text, C++ name) of each kernel that the calls would launch."""
     with native.record_launches() as units:
         for job in jobs:
             job.run()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda unit: executor.function(*unit, arch.name), units))
-    return registry.find(BACKEND).loaded_kernels()
+    return list(units)
+
+
+def fault_units(names: Sequence[str]) -> list[tuple[str, str]]:
+    """The same of the kernels with these faults."""
+    with native.record_launches() as units:
+        for name in names:
+            run_fault(name)
+    return list(units)
+
+
+def compile_units(units: dict[str, list[tuple[str, str]]], arch: Arch, run: Run) -> bool:
+    """Compiles those of each tool as the tool needs them, in as many threads as there are cores; False if the time ends
+    first."""
+    wanted = dict.fromkeys(
+        (unit, entry, *defines_for(tool, entry)) for tool, own in units.items() for unit, entry in own
+    )
+
+    def compile_one(unit: str, entry: str, *own: str) -> None:
+        if run.remaining() > 0:
+            cache.compile_cached(unit, arch.name, [entry], own)
+
+    pool = ThreadPoolExecutor(os.cpu_count())
+    compiling = [pool.submit(compile_one, *one) for one in wanted]
+    unfinished = compiling
+    while unfinished and run.remaining() > 0:  # in short steps: a signal must end it
+        unfinished = list(wait(unfinished, min(0.2, run.remaining())).not_done)
+    pool.shutdown(wait=False, cancel_futures=True)
+    for done in set(compiling) - set(unfinished):
+        done.result()
+    return not unfinished
 
 
 def faults(tool: str, arch: Arch, names: Sequence[str] | None = None) -> list[str]:
@@ -293,11 +427,14 @@ def run_fault(name: str) -> None:
 
 
 def watch(
-    program: str, tool: str, arguments: Sequence[str], limit_s: float, folder: Path | None = None
+    program: str,
+    tool: str,
+    arguments: Sequence[str],
+    limit_s: float,
+    folder: Path | None = None,
+    run: Run | None = None,
 ) -> dict[str, Any]:
-    """This script under one tool: how many errors it reports, its first words about them and the kernels in them, the
-    kernels it saw launched, and how many calls of each family. A process that is killed has the calls it made. What is
-    not clean is kept in the folder."""
+    """This script under one tool; see `read` for what is returned. What is not clean is kept in the folder."""
     names = [] if tool in UNFILTERED else ["--kernel-name", "kns=flashtile"]
     command = [
         program,
@@ -311,44 +448,52 @@ def watch(
         "30",
         sys.executable,
         __file__,
+        "--tools",
+        tool,
         *arguments,
     ]
     start = time.monotonic()
-    # A group of their own: the tool's end is not that of the process it watches
-    running = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output, _ = running.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(running.pid, signal.SIGKILL)
-        output, _ = running.communicate()
-        output += f"not done in {limit_s:g} s"
-    found = TOOLS[tool].search(output)
-    if folder is not None and not (found and int(found[1]) == 0):
+    output = (run or Run()).output(command, limit_s)
+    found = read(tool, output)
+    if folder is not None and found["errors"] != 0:
         name = "_".join([tool, *arguments[:4]]).replace("/", "_").replace("--", "")
         (folder / f"{name}.log").write_text(output)
+    return found | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def read(tool: str, output: str) -> dict[str, Any]:
+    """How many errors a tool counts in the end (None: it was killed before), its first words about them and the kernels
+    in them, the reports it printed and the calls it has watched by family, and the kernels that were launched."""
+    found = TOOLS[tool].search(output)
     lines = [line.strip("= ") for line in output.splitlines() if line.startswith("=========")]
     said = [line for line in lines if line not in ("", "COMPUTE-SANITIZER")]
+    reports, family = Counter[str](), "none"
+    for line in output.splitlines():
+        if line.startswith("calling "):
+            family = line.removeprefix("calling ")
+        elif REPORT.match(line):
+            reports[family] += 1
     return {
         "errors": int(found[1]) if found else None,
         "kernels": re.findall(r"^launched (.*)$", output, re.MULTILINE),
         "calls": dict(Counter(re.findall(r"^watched (.*)$", output, re.MULTILINE))),
+        "reports": dict(reports),
         "next": int(failed[1]) if (failed := re.search(r"^failed \w+; next is (\d+)$", output, re.MULTILINE)) else None,
         "in": sorted({name for line in lines for name in re.findall(r"flashtile::(\w+)_kernel", line)}),
-        "seconds": round(time.monotonic() - start, 1),
         "said": "; ".join(said[:3])[:400] if found and int(found[1]) else ("" if found else output[-2000:]),
     }
 
 
 def watch_share(
-    program: str, tool: str, share: str, arguments: Sequence[str], limit_s: float, folder: Path
+    program: str, tool: str, share: str, arguments: Sequence[str], limit_s: float, folder: Path, run: Run | None = None
 ) -> dict[str, Any]:
     """One share of the rows. Where a call fails, a new process goes on with the next family."""
-    runs, first, end = list[dict[str, Any]](), 0, time.monotonic() + limit_s
+    run = run or Run()
+    runs, end = list[dict[str, Any]](), time.monotonic() + limit_s
+    first: int | None = 0
     while first is not None and (limit := end - time.monotonic()) > 0:
         begin = ["--share", share, "--first", str(first)]
-        runs.append(watch(program, tool, [*begin, *arguments], limit, folder))
+        runs.append(watch(program, tool, [*begin, *arguments], limit, folder, run))
         first = None if runs[-1]["next"] is None else first + runs[-1]["next"]
     return joined(runs)
 
@@ -366,10 +511,65 @@ def joined(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "errors": None if None in errors else sum(errors),
         "kernels": sorted({kernel for run in runs for kernel in run["kernels"]}),
         "calls": dict(sum((Counter(run["calls"]) for run in runs), Counter())),
+        "reports": dict(sum((Counter(run["reports"]) for run in runs), Counter())),
         "in": sorted({kernel for run in runs for kernel in run["in"]}),
         "seconds": max(run["seconds"] for run in runs),
         "said": "; ".join(filter(None, (run["said"] for run in runs))),
     }
+
+
+@dataclass
+class Summary:
+    """What one run has seen so far: enough to print at any time."""
+
+    calls: dict[str, int]  # of each family, that a tool has to watch
+    kernels: int
+    tools: dict[str, dict[str, Any]]
+    complaints: list[str]  # why the run as a whole counts for nothing
+
+    def add(self, tool: str, clean: dict[str, Any], planted: dict[str, dict[str, Any]], kernels: set[str]) -> None:
+        is_clean = clean["errors"] == 0 and clean["calls"] == self.calls and set(clean["kernels"]) == kernels
+        for one in (clean, *planted.values()):
+            one["kernels"] = len(one["kernels"])
+        self.tools[tool] = {"clean": clean, "planted": planted, "is_clean": is_clean}
+
+    def is_good(self) -> bool:
+        runs = self.tools.values()
+        is_seen = all(one["errors"] for run in runs for one in run["planted"].values())
+        return not self.complaints and is_seen and all(run["is_clean"] for run in runs)
+
+    def lines(self) -> Iterator[str]:
+        """One line for each tool, one for each family, and the verdict."""
+        for tool, run in self.tools.items():
+            words = ["clean" if run["is_clean"] else f"NOT CLEAN: {run['clean']}"]
+            words += [
+                f"{name} {'seen' if one['errors'] else f'NOT SEEN: {one}'}" for name, one in run["planted"].items()
+            ]
+            yield f"{tool:10} {', '.join(words)} ({run['clean']['seconds']} s)"
+        for family, count in self.calls.items():
+            yield f"{family:20} {count} calls: {', '.join(self._watched(tool, family) for tool in self.tools)}"
+        problems = self.complaints + [
+            f"{tool}: {self._watched(tool, family)} in {family}"
+            for tool, run in self.tools.items()
+            for family, count in self.calls.items()
+            if run["clean"]["reports"].get(family) or run["clean"]["calls"].get(family, 0) != count
+        ]
+        yield "sanitize: clean" if self.is_good() else f"sanitize: NOT CLEAN: {'; '.join(problems) or 'see above'}"
+
+    def _watched(self, tool: str, family: str) -> str:
+        clean = self.tools[tool]["clean"]
+        return f"{tool} {clean['calls'].get(family, 0)} watched, {clean['reports'].get(family, 0)} reports"
+
+    def write(self, path: Path, environment: dict[str, Any]) -> None:
+        """Other tools of a run of the same commit and calls stay in the file."""
+        tools = dict[str, Any]()
+        with suppress(OSError, ValueError):
+            before = json.loads(path.read_text())
+            is_same = before["environment"]["commit"] == environment["commit"] and before["calls"] == self.calls
+            tools = before["tools"] if is_same else {}
+        report = {"kernels": self.kernels, "calls": self.calls, "tools": tools | self.tools}
+        report |= {"complaints": self.complaints, "environment": environment}
+        path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -379,16 +579,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--head-dims", default=",".join(map(str, head_dims())))
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--out", type=Path, help="folder to write sanitize.json into; default: results/<device>")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="when processes stop making calls")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="when the command ends, with its summary")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that one process under a tool may take")
     parser.add_argument("--share", help="launch one share of the rows, watched or not: 2/4 is the second of four")
     parser.add_argument("--first", type=int, default=0, help="the first row of the share to launch")
+    parser.add_argument("--until", type=float, default=math.inf, help="of a share: no call after this time of day")
     parser.add_argument("--fault", help="launch kernels with this fault, watched or not")
     options = parser.parse_args(arguments)
+    run = Run(options.seconds)
     tools, dtypes = options.tools.split(","), options.dtypes.split(",")
     dims = [int(text) for text in options.head_dims.split(",")]
     if not torch.cuda.is_available():
         print("sanitize: got no GPU; accepted: a machine with one", file=sys.stderr)
+        return 2
+    if unknown := [tool for tool in tools if tool not in TOOLS]:
+        print(f"--tools: got {unknown[0]}; accepted: {', '.join(TOOLS)}.", file=sys.stderr)
         return 2
     arch = arch_here(*torch.cuda.get_device_capability())
     assert arch is not None
@@ -396,17 +601,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jobs = all_jobs(arch, dtypes, dims, names)
     if options.share:
         which, of = map(int, options.share.split("/"))
-        launched = run_jobs(jobs[which - 1 :: of][options.first :], options.seconds)
+        with built_for(tools[0]):
+            launched = run_jobs(jobs[which - 1 :: of][options.first :], options.until)
         print("\n".join(f"launched {kernel}" for kernel in sorted(launched)), flush=True)
         return 0
     if options.fault:
-        run_fault(options.fault)
+        with built_for(tools[0]):
+            run_fault(options.fault)
         return 0
-    unknown = [tool for tool in tools if tool not in TOOLS]
     program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
-    if unknown:
-        print(f"--tools: got {unknown[0]}; accepted: {', '.join(TOOLS)}.", file=sys.stderr)
-        return 2
     if program is None:
         print(
             "compute-sanitizer: not found. It comes with the CUDA toolkit; put its bin folder on PATH.", file=sys.stderr
@@ -414,57 +617,70 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
     folder = options.out or Path("results") / facts.slug("cuda")
-    with tempfile.TemporaryDirectory() as folder_of_kernels:
-        if KernelCache.default().directory is None:
+    chosen = ["--dtypes", options.dtypes, "--head-dims", options.head_dims]
+    chosen += ["--families", options.families] if options.families else []
+    if options.seconds < math.inf:
+        chosen += ["--until", str(time.time() + options.seconds - CALLS_END_S)]
+    with tempfile.TemporaryDirectory() as folder_of_kernels, run.stopped_by_signals():
+        if cache.KernelCache.default().directory is None:
             os.environ.update(FLASHTILE_CACHE_DIR=folder_of_kernels, FLASHTILE_CACHE="1")
         os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-        start = time.monotonic()
-        kernels = compile_jobs(jobs, arch)
-        print(f"{len(kernels)} kernels compiled in {time.monotonic() - start:.0f} s", flush=True)
-        # Side by side: most of the time goes into patching kernels, on the host
-        chosen = ["--dtypes", options.dtypes, "--head-dims", options.head_dims, "--seconds", str(options.seconds)]
-        chosen += ["--families", options.families] if options.families else []
-        shares, logs = num_shares(tools), folder / "sanitize"
-        logs.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(sum(shares.values()) + len(tools)) as pool:
-            fault_runs = {
-                tool: {
-                    name: pool.submit(watch, program, tool, ["--fault", name], options.limit)
-                    for name in faults(tool, arch, names)
-                }
-                for tool in tools
+        planted = {tool: faults(tool, arch, names) for tool in tools}
+        summary = watch_all(program, jobs, planted, arch, chosen, options.limit, folder, run)
+        for line in summary.lines():
+            print(line, flush=True)
+        given = sys.argv[1:] if arguments is None else arguments
+        command = "python tools/sanitize.py" if given else "make sanitize"
+        summary.write(folder / "sanitize.json", dataclasses.asdict(facts.environment("cuda", given, command)))
+    return 0 if summary.is_good() else 1
+
+
+def watch_all(
+    program: str,
+    jobs: Sequence[Job],
+    planted: dict[str, list[str]],
+    arch: Arch,
+    chosen: Sequence[str],
+    limit_s: float,
+    folder: Path,
+    run: Run,
+) -> Summary:
+    """Compiles, then watches the calls and the planted faults with each tool, side by side: most of the time goes into
+    patching kernels, on the host."""
+    start = time.monotonic()
+    tools = list(planted)
+    units = units_of(jobs)
+    kernels = {entry for _, entry in units}
+    summary = Summary(dict(Counter(job.family for job in jobs)), len(kernels), {}, [])
+    if not compile_units({tool: [*units, *fault_units(planted[tool])] for tool in tools}, arch, run):
+        summary.complaints.append(f"ended by {run.ended_by or '--seconds'} while kernels were compiled")
+        return summary
+    print(f"{len(kernels)} kernels compiled in {time.monotonic() - start:.0f} s", flush=True)
+    shares, logs = num_shares(tools), folder / "sanitize"
+    logs.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(sum(shares.values()) + sum(map(len, planted.values()))) as pool:
+        clean_runs: dict[str, list[Future[dict[str, Any]]]] = {
+            tool: [
+                pool.submit(watch_share, program, tool, f"{which + 1}/{of}", chosen, limit_s, logs, run)
+                for which in range(of)
+            ]
+            for tool, of in shares.items()
+        }
+        fault_runs = {
+            tool: {
+                name: pool.submit(watch, program, tool, ["--fault", name], limit_s, None, run) for name in planted[tool]
             }
-            clean_runs = {
-                tool: [
-                    pool.submit(watch_share, program, tool, f"{which + 1}/{of}", chosen, options.limit, logs)
-                    for which in range(of)
-                ]
-                for tool, of in shares.items()
-            }
-    calls = Counter(job.family for job in jobs)
-    report: dict[str, Any] = {"kernels": len(kernels), "calls": dict(calls), "tools": {}}
-    is_good = True
-    for tool in tools:
-        clean = joined([run.result() for run in clean_runs[tool]])
-        planted = {name: run.result() for name, run in fault_runs[tool].items()}
-        is_clean = clean["errors"] == 0 and clean["calls"] == calls and set(clean["kernels"]) == kernels
-        is_good = is_good and is_clean and all(run["errors"] for run in planted.values())
-        for run in (clean, *planted.values()):
-            run["kernels"] = len(run["kernels"])
-        report["tools"][tool] = {"clean": clean, "planted": planted}
-        words = ["clean" if is_clean else f"NOT CLEAN: {clean}"]
-        words += [f"{name} {'seen' if run['errors'] else f'NOT SEEN: {run}'}" for name, run in planted.items()]
-        print(f"{tool:10} {', '.join(words)} ({clean['seconds']} s)", flush=True)
-    for family, count in calls.items():
-        watched = [f"{tool} {report['tools'][tool]['clean']['calls'].get(family, 0)}" for tool in tools]
-        print(f"{family:20} {count} calls: {', '.join(watched)}")
-    given = sys.argv[1:] if arguments is None else arguments
-    environment = dataclasses.asdict(
-        facts.environment("cuda", given, "python tools/sanitize.py" if given else "make sanitize")
-    )
-    (folder / "sanitize.json").write_text(json.dumps(report | {"environment": environment}, indent=1) + "\n")
-    return 0 if is_good else 1
+            for tool in tools
+        }
+        for tool in tools:
+            clean = joined([one.result() for one in clean_runs[tool]])
+            summary.add(tool, clean, {name: one.result() for name, one in fault_runs[tool].items()}, kernels)
+    if run.ended_by:
+        summary.complaints.append(f"ended by {run.ended_by}")
+    return summary
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # threads that compile cannot be ended, and the interpreter would wait for them

@@ -67,7 +67,7 @@ def plug_in(library: Path, patch: Callable[[object, str, object], None]) -> Reco
     patch(
         cache,
         "compile_cached",
-        lambda unit, arch, names: types.SimpleNamespace(cubin=b"", symbols={name: name for name in names}),
+        lambda unit, arch, names, defines=(): types.SimpleNamespace(cubin=b"", symbols={name: name for name in names}),
     )
     patch(native, "missing", lambda: None)
     clear()

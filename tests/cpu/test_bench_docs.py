@@ -77,6 +77,19 @@ def test_pages_are_filled_and_an_edit_is_found(root: Path):
     assert "README.md: differs from results/" in done.stderr
 
 
+def test_the_alternative_text_of_a_figure_is_kept(root: Path):
+    assert make_docs(root).returncode == 0
+    page = root / "README.md"
+    filled = page.read_text()
+    default = f"![{Path(NAMES[2]).stem.replace('_', ' ')}](results/{NAMES[2]})"
+    assert default in filled
+    page.write_text(filled.replace(default, f"![Ours is faster](results/{NAMES[2]})"))
+    assert make_docs(root, "--check").returncode == 0
+    page.write_text(filled.replace(default, "![Ours is faster](results/other.png)"))
+    assert make_docs(root).returncode == 0
+    assert f"![Ours is faster](results/{NAMES[2]})" in page.read_text()
+
+
 def test_a_stale_or_missing_figure_is_found_and_drawn_again(root: Path):
     assert make_docs(root).returncode == 0
     csv, figure = root / "results" / "box" / f"{STEM}.csv", root / "results" / NAMES[2]

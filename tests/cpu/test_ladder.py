@@ -795,6 +795,14 @@ def test_figures(results):
     assert all(plots.is_current(path) for path in written)
 
 
+def test_our_default_is_named_by_its_kernel(results):
+    kernel = "fwd_simt_kernel tile 128 x 64, head dim 64, 4 warps"
+    rows = read(results / "ladder_fp32.csv", Row)
+    rows = [replace(row, detail=kernel) if row.provider == "cuda" else row for row in rows]
+    assert tables.labels(rows)["cuda"] == "flashtile (fwd_simt)"
+    assert tables.labels(rows)["sdpa-math"] == "sdpa-math"
+
+
 def test_our_default_is_called_flashtile_in_the_figure(results, monkeypatch):
     drawn = []
     monkeypatch.setattr(plots, "save", lambda figure, csv_path, name: drawn.append(figure) or csv_path)

@@ -5,7 +5,12 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
+import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,13 +19,14 @@ import pytest
 import torch
 
 from flashtile.backends import executor, native
+from flashtile.bench import device as facts
 from flashtile.check.trial import Trial
 from flashtile.cli.compile import head_dims
 from flashtile.kernels import families, mutation
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.mutation import mutations
 from flashtile.kernels.spec import DTYPES, CallLayout
-from flashtile.runtime import extension
+from flashtile.runtime import cache, extension
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "sanitize.py"
 ARCH = ARCHS[90]
@@ -97,14 +103,82 @@ def recorder(sanitize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def test_compiling_launches_nothing_and_teaches_nothing(sanitize, recorder: fake_gpu.Recorder) -> None:
-    assert sanitize.compile_jobs(sanitize.all_jobs(ARCH, ["float32"], [64])[:2], ARCH)
+    units = sanitize.units_of(sanitize.all_jobs(ARCH, ["float32"], [64])[:2])
+    assert units
+    assert sanitize.compile_units({"memcheck": units}, ARCH, sanitize.Run())
     assert not recorder.launches()
     assert extension.executor().num_plans() == 0
 
 
+def test_compiling_ends_in_time(sanitize, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over = threading.Event()
+    monkeypatch.setattr(cache, "compile_cached", lambda *_: is_over.wait(60))
+    start = time.monotonic()
+    assert not sanitize.compile_units({"memcheck": [("", "a")]}, ARCH, sanitize.Run(sanitize.KILL_S + 0.3))
+    assert time.monotonic() - start < 30
+    is_over.set()
+
+
+def test_kernels_are_built_for_the_tool_that_watches(sanitize, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    monkeypatch.setattr(cache, "compile_cached", lambda unit, arch, names, defines: compiled.append((*names, *defines)))
+    unaligned = "flashtile::fwd_sm80_kernel<X, flashtile::Load<false>>"
+    causal = "flashtile::fwd_sm80_f32_kernel<X, flashtile::Mask<true, false>, flashtile::Load<true>>"
+    names = ["flashtile::fwd_sm90_kernel<X>", unaligned, causal, "flashtile::fwd_simt_kernel<flashtile::Load<false>>"]
+    expected = {tool: [(name,) for name in names] for tool in sanitize.TOOLS}
+    expected["racecheck"][0] += ("FT_LANE_ARRIVALS",)
+    expected["memcheck"][1] += ("FT_EXACT_COPIES",)
+    expected["synccheck"][2] += ("FT_ONE_BARRIER",)
+    for tool in sanitize.TOOLS:
+        compiled.clear()
+        with sanitize.built_for(tool):
+            for name in names:
+                cache.compile_cached("", "sm_90a", [name])
+        assert compiled == expected[tool]
+        compiled.clear()
+        assert sanitize.compile_units({tool: [("", name) for name in names]}, ARCH, sanitize.Run())
+        assert sorted(compiled) == sorted(expected[tool])
+
+
+PIPELINE = """
+#include "flashtile/ptx/block_barrier.cuh"
+#include "flashtile/tile/pipeline.cuh"
+namespace flashtile {
+static_assert(kArrivalWeight == WEIGHT && kCopiesExactly == IS_EXACT);
+__global__ void arrivals_kernel(const u16* from, i32 count) {
+  __shared__ u64 barriers[4];
+  __shared__ u32 to[32];
+  for (i32 x = 0; x < 4; ++x) mbarrier_init(barriers[x], 1);
+  sync_block();
+  arrive_warp(barriers[0]);
+  mbarrier_arrive(barriers[1]);
+  mbarrier_arrive_expect(barriers[2], 4);
+  cp_async<4>(shared_address(to + threadIdx.x), from, count);
+  arrive_after_copies(shared_address(&barriers[3]));
+}
+}
+"""
+
+
+def test_builds_for_tools_compile_and_differ() -> None:
+    def cubin(weight: int, is_exact: str, *defines: str) -> bytes:
+        source = PIPELINE.replace("WEIGHT", str(weight)).replace("IS_EXACT", is_exact)
+        compiled = cache.compile_cached(source, "sm_90a", ["flashtile::arrivals_kernel"], defines)
+        assert not compiled.warnings
+        return compiled.cubin
+
+    cubins = {
+        cubin(1, "false"),
+        cubin(32, "false", "FT_LANE_ARRIVALS"),
+        cubin(1, "true", "FT_EXACT_COPIES"),
+        cubin(1, "false", "FT_ONE_BARRIER"),
+    }
+    assert len(cubins) == 4
+
+
 def test_what_is_compiled_is_what_the_shares_launch(sanitize, recorder: fake_gpu.Recorder) -> None:
     jobs, launched = sanitize.all_jobs(ARCH, DTYPES, head_dims()), set()
-    compiled = sanitize.compile_jobs(jobs, ARCH)
+    compiled = {entry for _, entry in sanitize.units_of(jobs)}
     for which in range(4):
         executor.loaded.clear()
         fake_gpu.clear()
@@ -174,10 +248,10 @@ def test_the_flags_of_a_decode_step_are_written(sanitize, recorder: fake_gpu.Rec
 
 def test_no_call_starts_when_the_time_is_over(sanitize, recorder, capsys: pytest.CaptureFixture[str]) -> None:
     jobs = sanitize.all_jobs(ARCH, ["float32"], [64])[:2]
-    sanitize.run_jobs(jobs, seconds=-1.0)
+    sanitize.run_jobs(jobs, time.time() - 1.0)
     assert capsys.readouterr().out == ""
     sanitize.run_jobs(jobs)
-    assert capsys.readouterr().out == "".join(f"watched {job.family}\n" for job in jobs)
+    assert capsys.readouterr().out == "".join(f"calling {job.family}\nwatched {job.family}\n" for job in jobs)
 
 
 def test_after_a_failure_the_next_family_is_watched(sanitize, tmp_path: Path, monkeypatch, recorder, capsys) -> None:
@@ -192,7 +266,7 @@ def test_after_a_failure_the_next_family_is_watched(sanitize, tmp_path: Path, mo
     monkeypatch.setattr(sanitize.Job, "run", run)
     with pytest.raises(RuntimeError):
         sanitize.run_jobs(jobs)
-    assert capsys.readouterr().out == "failed fwd_simt; next is 2\n"
+    assert capsys.readouterr().out == "calling fwd_simt\nfailed fwd_simt; next is 2\n"
     program = tmp_path / "compute-sanitizer"
     program.write_text(
         "#!/bin/sh\ncase \"$*\" in *'--first 0'*)\n"
@@ -250,13 +324,118 @@ def test_a_process_has_its_time(sanitize, tmp_path: Path) -> None:
     assert found["seconds"] < 30
 
 
+def test_reports_are_counted_by_family(sanitize) -> None:
+    """Also of a process that was killed, whose tool had no last word."""
+    output = """========= COMPUTE-SANITIZER
+calling fwd_sm90
+watched fwd_sm90
+calling bwd_sm90
+========= Error: Race reported between Read access at void flashtile::bwd_sm90_kernel<X>+0x10
+=========     and Write access at void flashtile::bwd_sm90_kernel<X>+0x20 [64 hazards]
+=========
+========= Error: Race reported between Read access at void flashtile::bwd_sm90_kernel<X>+0x30
+watched bwd_sm90
+calling bwd_simt
+not done in 3 s"""
+    found = sanitize.read("racecheck", output)
+    assert found["errors"] is None
+    assert found["reports"] == {"bwd_sm90": 2}
+    assert found["calls"] == {"fwd_sm90": 1, "bwd_sm90": 1}
+    last = "\n========= Target application returned an error\n========= RACECHECK SUMMARY: 2 hazards displayed"
+    assert sanitize.read("racecheck", output + last)["reports"] == {"bwd_sm90": 2}
+
+
+@pytest.fixture
+def run_main(sanitize, recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs the script on one family, with this shell script for compute-sanitizer."""
+    environment = facts.environment
+    monkeypatch.setattr(facts, "environment", lambda _, *rest: environment("cpu", *rest))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sanitize.shutil, "which", lambda *_, **__: str(tmp_path / "compute-sanitizer"))
+    monkeypatch.setattr(sanitize.os, "cpu_count", lambda: 2)
+    monkeypatch.setenv("FLASHTILE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+
+    def run(script: str, *arguments: str) -> tuple[int, dict]:
+        program = tmp_path / "compute-sanitizer"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        given = ["--families", "fwd_simt", "--head-dims", "64", "--dtypes", "float32", "--out", str(tmp_path)]
+        status = sanitize.main([*given, *arguments])
+        return status, json.loads((tmp_path / "sanitize.json").read_text())
+
+    return run
+
+
+REPORTS_AND_WAITS = """echo calling fwd_simt; echo watched fwd_simt; echo calling fwd_simt
+echo '========= Invalid __global__ read of size 4 bytes'
+echo '=========     at void flashtile::fwd_simt_kernel<X>+0x60'
+touch $0.started
+sleep 60 & wait"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_with_a_summary(run_main, tmp_path: Path, capsys, number: signal.Signals) -> None:
+    def interrupt() -> None:
+        while not (tmp_path / "compute-sanitizer.started").exists():
+            time.sleep(0.05)
+        time.sleep(0.2)
+        os.kill(os.getpid(), number)
+
+    start, before = time.monotonic(), signal.getsignal(number)
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    status, report = run_main(REPORTS_AND_WAITS, "--tools", "memcheck")
+    sender.join()
+    assert time.monotonic() - start < 30
+    assert status == 1
+    assert report["complaints"] == [f"ended by {number.name}"]
+    clean = report["tools"]["memcheck"]["clean"]
+    assert clean["errors"] is None
+    assert clean["calls"]["fwd_simt"] == clean["reports"]["fwd_simt"] >= 1
+    *_, family, verdict = capsys.readouterr().out.splitlines()
+    assert family.startswith("fwd_simt ")
+    assert verdict.startswith(f"sanitize: NOT CLEAN: ended by {number.name}; memcheck: memcheck ")
+    assert signal.getsignal(number) is before
+
+
+def test_the_run_ends_in_time_with_a_summary(run_main, capsys) -> None:
+    """Of more processes than cores, too."""
+    start = time.monotonic()
+    status, report = run_main(REPORTS_AND_WAITS, "--seconds", "6")
+    assert time.monotonic() - start < 30
+    assert status == 1
+    assert list(report["tools"]) == ["memcheck", "racecheck", "initcheck", "synccheck"]
+    assert "sanitize: NOT CLEAN" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_tools_of_one_commit_share_a_record(run_main, sanitize, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = sanitize.all_jobs(ARCH, ["float32"], [64], ["fwd_simt"])
+    entries = sorted({entry for _, entry in sanitize.units_of(jobs)})
+    watched = "\n".join([*(f"watched {job.family}" for job in jobs), *(f"launched {entry}" for entry in entries)])
+    script = f"""count=0
+case "$*" in *--fault*) count=3;;
+*'--share 1/'*) cat <<'END'
+{watched}
+END
+esac
+echo "========= RACECHECK SUMMARY: $count hazards"; echo "========= ERROR SUMMARY: $count errors\""""
+    for tool in ("memcheck", "racecheck"):
+        status, report = run_main(script, "--tools", tool)
+        assert (status, capsys.readouterr().out.splitlines()[-1]) == (0, "sanitize: clean")
+    assert list(report["tools"]) == ["memcheck", "racecheck"]
+    monkeypatch.setenv("FLASHTILE_COMMIT", "0123456789ab")
+    assert list(run_main(script, "--tools", "synccheck")[1]["tools"]) == ["synccheck"]
+
+
 def test_runs_of_one_tool_count_as_one(sanitize) -> None:
     runs = [
-        {"errors": errors, "kernels": kernels, "calls": dict.fromkeys(kernels, 1), "in": [], "seconds": 1.0, "said": ""}
+        {"errors": errors, "kernels": kernels, "calls": dict.fromkeys(kernels, 1), "reports": {"a": errors or 0}}
+        | {"in": [], "seconds": 1.0, "said": ""}
         for errors, kernels in ((0, ["a"]), (2, ["a", "b"]), (None, []))
     ]
-    joined = {"errors": 2, "kernels": ["a", "b"], "calls": {"a": 2, "b": 1}, "in": [], "seconds": 1.0, "said": ""}
-    assert sanitize.joined(runs[:2]) == joined
+    joined = {"errors": 2, "kernels": ["a", "b"], "calls": {"a": 2, "b": 1}, "reports": {"a": 2}}
+    assert sanitize.joined(runs[:2]) == joined | {"in": [], "seconds": 1.0, "said": ""}
     assert sanitize.joined(runs)["errors"] is None
 
 

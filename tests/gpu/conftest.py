@@ -1,8 +1,8 @@
 """GPU tests: kernels are compiled ahead, side by side; what was covered is written to results/<device>/ at the end.
 
 With pytest-xdist (`make test-gpu` uses it where it is installed) several workers share the GPU and the kernel cache on
-disk. They draw from one seed, and the controller joins what they covered. A line of progress has the tests done of each
-file.
+disk. They draw from one seed, begin with the longest tests, and the controller joins what they covered. A line of
+progress has the tests done of each file.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ def is_worker(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long(seconds): takes this long beside others on an NVIDIA H200, nothing cached")
     if not is_worker(config):
         config.pluginmanager.register(Progress(config), "flashtile-progress")
 
@@ -92,6 +93,24 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         raise pytest.UsageError("tests/gpu needs a GPU that torch sees; tests/cpu runs without one")
+    items[:] = dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def dealt(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
+    """The tests in the order in which several workers end soonest. xdist gives each worker as many consecutive tests.
+    Each share begins with long tests, the longest first: one that begins last would run alone."""
+    if num_workers == 1:
+        return items
+    seconds = {item: mark.args[0] for item in items if (mark := item.get_closest_marker("long")) is not None}
+    long = sorted(seconds, key=seconds.__getitem__, reverse=True)
+    others = [item for item in items if item not in seconds]
+    found: list[pytest.Item] = []
+    for worker in range(num_workers):
+        share = long[worker::num_workers]
+        count = max(0, (len(items) - len(found)) // (num_workers - worker) - len(share))
+        found += share + others[:count]
+        del others[:count]
+    return found + others
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -128,7 +147,7 @@ def has_backward(case: Case) -> bool:
 T = TypeVar("T")
 
 
-def drawn(choices: Sequence[T], at_least: int = 6) -> list[T]:
+def drawn(choices: Sequence[T], at_least: int = 4) -> list[T]:
     """A fifth of the choices, others in each run: most of the time of a run goes into compiling their kernels.
     FLASHTILE_TEST_ALL=1 keeps them all."""
     if os.environ.get("FLASHTILE_TEST_ALL") == "1":

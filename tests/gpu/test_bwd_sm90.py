@@ -30,6 +30,7 @@ def forced():
     assemble.clear_plans()
 
 
+@pytest.mark.long(25)
 def test_error_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = []
     for start, feature in enumerate(TAKEN):
@@ -58,6 +59,7 @@ OPTIONS: dict[str, dict] = {
 }
 
 
+@pytest.mark.long(45)
 def test_options_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a band and lengths taking turns."""
     problems = []
@@ -72,6 +74,7 @@ def test_options_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_accurate(problems, "bwd_sm90_kernel", monkeypatch, is_forward=False)
 
 
+@pytest.mark.long(30)
 @pytest.mark.smoke
 def test_gradients_of_biases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every set of axes, in both dtypes, with the options that meet the bias taking turns."""
@@ -251,6 +254,7 @@ def test_broadcast_gradients_of_out() -> None:
             torch.testing.assert_close(one, other, rtol=0.0, atol=1e-2)
 
 
+@pytest.mark.long(40)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_jitter_changes_no_sum_of_one_owner(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses of random length before every barrier, copy and product: dK and dV, which have one owner, keep their bits;

@@ -25,6 +25,7 @@ def forced():
     assemble.clear_plans()
 
 
+@pytest.mark.long(40)
 def test_error_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = []
     for start, feature in enumerate(TAKEN):

@@ -40,11 +40,12 @@ def test_all_backends_agree() -> None:
 
 
 def test_the_time_is_kept() -> None:
-    """Other tests keep the machine busy: the time is measured by that of starting one process, which a worker takes."""
+    """Other tests keep the machine busy: the time is measured by that of starting one process, which a worker takes.
+    What is left of it is for compiling what one problem needs."""
     start = time.monotonic()
     subprocess.run([sys.executable, "-c", START], check=True)
     start_s = time.monotonic() - start
-    seconds = 10 + 2 * start_s
+    seconds = 10 + 4 * start_s
     start = time.monotonic()
     report = check(settings(seconds=seconds, jobs=4, reuse=25))
     assert time.monotonic() - start < seconds + 5 + 2 * start_s

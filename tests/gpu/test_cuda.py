@@ -137,9 +137,10 @@ def test_every_option(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
     assert failures(problems) == []
 
 
+@pytest.mark.long(35)
 @pytest.mark.parametrize("share", range(4))
 def test_random_problems(share: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    problems = random_problems(52)[share::4]
+    problems = random_problems(32)[share::4]
     precompile(problems, monkeypatch)
     assert failures(problems) == []
 

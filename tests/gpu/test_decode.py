@@ -90,6 +90,7 @@ def cases(kinds: tuple[str, ...]) -> list[tuple[Case, int]]:
     return found
 
 
+@pytest.mark.long(40)
 def test_error_rule(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problems = cases(("paged", "cache", "padded", "varlen", "dense"))
     assert_accurate(problems, f"{family}_kernel", monkeypatch)

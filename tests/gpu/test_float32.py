@@ -56,6 +56,7 @@ def test_error_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_accurate(problems, "fwd_sm90_f32_half_kernel", monkeypatch)
 
 
+@pytest.mark.long(35)
 def test_error_rule_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = ("everything", "bias", "bias in float32")
     problems = []
@@ -147,6 +148,7 @@ def test_jitter_without_a_pre_pass_changes_no_bit(
     assert any(f"fwd_sm90_f32_direct_{direct_parts}_kernel" in unit for unit in functions)
 
 
+@pytest.mark.long(25)
 @pytest.mark.smoke
 def test_lengths_around_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = (65, 66, 95, 97, 127, 128, 129, 191, 192, 193, 255, 256, 257)
@@ -267,7 +269,8 @@ def test_which_kernel_works_without_a_pre_pass(name: str, direct_parts: str) -> 
 
 
 def assert_works(name: str, family: str) -> None:
-    """Of the two kernels of a family the one that the numbers call for takes longer."""
+    """Of the two kernels of a family the one that the numbers call for takes longer. The shortest of its runs counts:
+    others use the GPU at the same time."""
     expected = RANGES[name][1]
     torch.manual_seed(0)
     q, k, v = RANGES[name][0](*(torch.randn(1, 2, 256, 64, device="cuda") for _ in range(3)))
@@ -275,8 +278,11 @@ def assert_works(name: str, family: str) -> None:
         for _ in range(3):
             flashtile.attention(q, k, v, backend="cuda")
         torch.cuda.synchronize()
-    times = {event.key: event.device_time for event in profile.key_averages()}
-    us = {part: next(time for key, time in times.items() if f"{family}_{part}" in key) for part in ("half", "bf16")}
+    events = profile.events() or []
+    us = {
+        part: min(event.device_time for event in events if f"{family}_{part}" in event.name)
+        for part in ("half", "bf16")
+    }
     assert max(us, key=us.__getitem__) == expected, us
 
 
@@ -298,7 +304,7 @@ def gradients(tensors: list[Tensor], dout: Tensor, **options: object) -> list[Te
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("part", ["half", "bf16"])
+@pytest.mark.parametrize("part", [pytest.param("half", marks=pytest.mark.long(75)), "bf16"])  # by the same kernels
 def test_jitter_changes_no_bit(part: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses of random length before every barrier, copy and product. Several work items for each block."""
     tensors = [torch.randn(2, heads, 500, head_dim, device="cuda") for heads in (64, 32, 32)]

@@ -176,6 +176,7 @@ def by_pytorch(step: dict[str, Any]) -> tuple[torch.Tensor, ...]:
 
 
 @needs_executor
+@pytest.mark.long(65)
 @pytest.mark.smoke
 def test_a_step_has_the_bits_of_an_append_by_pytorch(seed: int) -> None:
     """By Python in the first call of a kind, by C++ in the second."""

@@ -89,6 +89,7 @@ def compile_kernels() -> None:
         list(pool.map(lambda unit: executor.function(*unit, arch.name), units))
 
 
+@pytest.mark.long(180)
 def test_ranks_that_share_a_gpu(tmp_path: Path) -> None:
     """One test, so that one worker compiles the kernels."""
     compile_kernels()

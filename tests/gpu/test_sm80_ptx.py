@@ -74,6 +74,7 @@ PROBLEMS = (((64, 64), "causal", False), ((128, 128), "plain", False), ((256, 25
 WIDE = ((512, 512), "causal", False)  # not in the 64 KiB of Turing
 
 
+@pytest.mark.long(50)
 def test_error_rule(target: str) -> None:
     for number, (head_dims, feature, is_forward) in enumerate((*PROBLEMS, *([WIDE] if target == "80" else []))):
         # Tests poison memory by torch's switch for deterministic algorithms, under which bwd_sm80 refuses

@@ -14,7 +14,7 @@ import flashtile
 from flashtile.backends import executor, native
 from flashtile.kernels import assemble
 from flashtile.kernels.plan import Step
-from flashtile.runtime import cache, driver, nvrtc, toolchain
+from flashtile.runtime import cache, driver
 from flashtile.testing import Case
 
 pytestmark = pytest.mark.skipif(
@@ -28,7 +28,7 @@ def product(a: torch.Tensor, b: torch.Tensor, is_transposed: bool) -> torch.Tens
     columns, slabs = (b.shape[1] if is_transposed else b.shape[0]), a.shape[1] // 64
     name = {torch.bfloat16: "bf16_t", torch.float16: "half_t"}[a.dtype]
     entry = f"flashtile::wgmma_proof_kernel<flashtile::{name}, {columns}, {slabs}, {str(is_transposed).lower()}>"
-    compiled = nvrtc.compile_source(toolchain.find(), PROOF, "sm_90a", [entry])
+    compiled = cache.compile_cached(PROOF, "sm_90a", [entry])
     function = driver.load(compiled.cubin).function(compiled.symbols[entry])
     d = torch.full((64, columns), float("nan"), device="cuda")
     image = b""
@@ -151,6 +151,7 @@ def this_family(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assemble.clear_plans()
 
 
+@pytest.mark.long(35)
 def test_error_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_accurate([problem for feature in FEATURES for problem in cases(feature)], "fwd_sm90_kernel", monkeypatch)
 

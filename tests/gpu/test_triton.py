@@ -22,7 +22,8 @@ from flashtile.backends.base import GradNeeds
 from flashtile.testing import Case, assert_agrees, run
 
 pytest.importorskip("triton")
-PROCESSES = max(1, min(14, (os.cpu_count() or 2) - 1))
+# Beside other tests the cores have work enough, and a process takes seconds of one to start
+PROCESSES = max(1, min(5 if "PYTEST_XDIST_WORKER" in os.environ else 14, (os.cpu_count() or 2) - 1))
 
 
 def failure(problem: tuple[Case, int]) -> str | None:
@@ -41,6 +42,7 @@ def failures(problems: list[tuple[Case, int]]) -> list[str]:
     return [text for text in found if text is not None]
 
 
+@pytest.mark.long(110)
 def test_every_option() -> None:
     problems = [
         (
@@ -64,6 +66,7 @@ def test_no_queries_of_heads_that_share_keys(causal: str) -> None:
     )
 
 
+@pytest.mark.long(110)
 def test_random_problems() -> None:
     problems = [
         (dataclasses.replace(case, backend="triton"), seed)
@@ -73,6 +76,7 @@ def test_random_problems() -> None:
     assert failures(problems) == []
 
 
+@pytest.mark.long(70)
 def test_dropout_in_tiles_whose_threads_outnumber_its_words() -> None:
     """Float32 over head dim 128: Triton 3.6 handed out wrong words there while keys shared them."""
     options = [

@@ -165,7 +165,7 @@ def _lines(axes: Any, rows: Sequence[Row], value: Value, has_band: bool = False,
         if not own:
             continue
         colour, line, marker = style(name)
-        is_default = name in DEFAULT_BACKENDS
+        is_default = name in (*DEFAULT_BACKENDS, "flashtile")
         xs, ys = [row.seqlen_k for row in own], [value(row) or 0.0 for row in own]
         width, size, order = (2.8, 7, 3) if is_default else (1.5, 5, 2)
         axes.plot(xs, ys, color=colour, linestyle=line, marker=marker, linewidth=width, markersize=size, zorder=order)
@@ -330,22 +330,25 @@ def _serving_figure(csv_path: Path, rows: Sequence[Row]) -> Path:
     names, heights = measured_labels(rows), [len({serving_label(row) for row in some}) for _, some in parts]
     figure = Figure(figsize=(9.5, 1.6 + 0.42 * sum(heights)), layout="constrained")
     panels = figure.subplots(len(parts), 1, squeeze=False, height_ratios=heights).flatten()
-    thickness = 0.8 / len(names)
+    thickness = 0.8 / max(len({row.provider for row in some}) for _, some in parts)
+    shown: dict[str, Any] = {}
     for axes, (label, some) in zip(panels, parts, strict=True):
         points = list(dict.fromkeys(map(serving_label, some)))
         is_bandwidth = some is not chunks
-        for place, (name, words) in enumerate(names.items()):
-            own = [row for row in some if row.provider == name]
-            ys = [points.index(serving_label(row)) + (place - (len(names) - 1) / 2) * thickness for row in own]
-            widths = [(row.gb_per_s if is_bandwidth else row.tflops) or 0.0 for row in own]
-            axes.barh(ys, widths, thickness, color=_STYLES.get(name, (_GREY, "-", "."))[0], label=words)
+        for y, point in enumerate(points):
+            own = [row for row in some if serving_label(row) == point]
+            for place, row in enumerate(own):
+                width = (row.gb_per_s if is_bandwidth else row.tflops) or 0.0
+                middle = y + (place - (len(own) - 1) / 2) * thickness
+                shown[names[row.provider]] = axes.barh(middle, width, thickness, color=style(row.provider)[0])
         if is_bandwidth and some[0].copy_gb_per_s:
-            axes.axvline(some[0].copy_gb_per_s, color=_BLACK, linestyle="--", linewidth=1, label="a copy")
+            shown["memory copy"] = axes.axvline(some[0].copy_gb_per_s, color=_BLACK, linestyle="--", linewidth=1)
+        axes.margins(y=0.01)
         axes.set_yticks(range(len(points)), points, fontsize=9)
         axes.invert_yaxis()
         axes.grid(False, axis="y")
         axes.set_xlabel(label)
-    panels[0].legend(loc="lower right", fontsize=9)
+    figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=len(shown), fontsize=9)
     first = rows[0]
     problem = f"H={first.heads}/{first.heads_kv} d={first.head_dim} {first.dtype}"
     title = f"Serving: {problem}; {first.env.device}, torch {first.env.torch}; higher is better"

@@ -241,7 +241,7 @@ def _draw(path: Path, points: Sequence[Point]) -> Path:
             here = [point for point in points if point.link == link]
             for key in dict.fromkeys((point.strategy, point.seqlen // point.num_ranks) for point in here):
                 line = [p for p in here if (p.strategy, p.seqlen // p.num_ranks) == key]
-                label = f"{key[0]}, {key[1]:,} tokens a GPU"
+                label = f"{key[0]}, {key[1]:,} tokens per GPU"
                 tokens, style = [p.seqlen for p in line], "-" if key[0] == "ring" else "--"
                 panels[0][column].plot(tokens, [100 * p.overlap for p in line], style, marker="o", label=label)
                 panels[1][column].plot(tokens, [1e3 * p.total_s for p in line], style, marker="o", label=label)
@@ -249,7 +249,8 @@ def _draw(path: Path, points: Sequence[Point]) -> Path:
             panels[1][column].set_xlabel("tokens")
             panels[1][column].set_xscale("log", base=2)
             panels[1][column].set_yscale("log")
-        panels[0][0].set_ylabel("messages hidden, %")
-        panels[1][0].set_ylabel("forward + backward, ms")
-        panels[1][0].legend()
+        panels[0][0].set_ylabel("communication hidden (%)")
+        panels[1][0].set_ylabel("forward + backward (ms), simulated")
+        lines, words = panels[0][0].get_legend_handles_labels()
+        figure.legend(lines, words, loc="outside lower center", ncols=len(words))
         return plots.save(figure, path, f"{_NAME}.png")

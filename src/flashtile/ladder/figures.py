@@ -8,8 +8,9 @@ from typing import Any
 
 from flashtile.bench import plots
 from flashtile.bench.rows import Row, read
-from flashtile.bench.tables import labels, number
+from flashtile.bench.tables import number
 from flashtile.ladder.rows import HbmRow, RungRow
+from flashtile.ladder.tables import labels
 
 OURS, STEP_BEFORE, PEER = "#D55E00", "#9a9a9a", "#0072B2"
 _WAVEFRONT_BYTES = 128  # bytes that the shared-memory pipe moves in one cycle
@@ -41,7 +42,7 @@ def _times(csv_path: Path, rows: Sequence[Row]) -> Path:
     from matplotlib.figure import Figure
 
     masks = sorted({row.is_causal for row in rows})
-    names = labels(row.provider for row in rows)
+    names = labels(rows)
     figure = Figure(figsize=(5.9 * len(masks) + 1.2, 0.36 * len(names) + 1.5), layout="constrained")
     panels = figure.subplots(1, len(masks), squeeze=False, sharey=True)[0]
     for axes, is_causal in zip(panels, masks, strict=True):
@@ -179,7 +180,7 @@ def _bytes_figure(csv_path: Path, rows: Sequence[HbmRow]) -> Path:
     names = list(dict.fromkeys(row.provider for row in rows))
     least = {row.seqlen: row.least_bytes for row in rows}
     axes.plot(lengths, [least[length] / 1e9 for length in lengths], color="#000000", linestyle=":", linewidth=1.5)
-    ends: list[plots.End] = [(least[lengths[-1]] / 1e9, lengths[-1], "least there can be", "#000000", False)]
+    ends: list[plots.End] = [(least[lengths[-1]] / 1e9, lengths[-1], "least bytes", "#000000", False)]
     for name in names:
         own = sorted((row for row in rows if row.provider == name), key=lambda row: row.seqlen)
         colour = PEER if name == "eager" else OURS

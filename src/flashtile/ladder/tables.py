@@ -24,6 +24,13 @@ def of(rows: Sequence[Row], kernels: Sequence[RungRow], kind: str) -> Table:
     return counter_table(chosen) if kind.startswith("counters") else ladder_table(rows, chosen)
 
 
+def labels(rows: Sequence[Row]) -> dict[str, str]:
+    """The printed name of each provider. Our default is named by its kernel: it differs from dtype to dtype."""
+    names = bench_tables.labels(row.provider for row in rows)
+    kernels = {row.provider: row.detail.partition("_kernel ")[0] for row in rows if "_kernel " in row.detail}
+    return {name: f"flashtile ({kernels[name]})" if name in kernels else label for name, label in names.items()}
+
+
 def ladder_table(rows: Sequence[Row], kernels: Sequence[RungRow]) -> Table:
     """Each rung at the large problem, then the baselines."""
     if not kernels:
@@ -31,7 +38,7 @@ def ladder_table(rows: Sequence[Row], kernels: Sequence[RungRow]) -> Table:
     first = kernels[0]
     same = [row for row in rows if _is_at(row, first)]
     baselines = {row.provider: row.median_ms for row in same if row.provider.startswith("sdpa") and row.is_ok}
-    names = bench_tables.labels(row.provider for row in same)
+    names = labels(same)
     lines, before = [], None
     for kernel in kernels:
         ms = kernel.median_ms

@@ -19,7 +19,7 @@ from flashtile.kernels.plan import Operand, Step, Workspace
 from flashtile.kernels.source import cpp_type
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
-_TILE_BYTES = 72 + 4 * 8  # KeyBlock and the ring of QueryTilePlace (kernels/bwd_sm80.cuh)
+_TILE_BYTES = 72 + 4 * 8  # OwnedKeys and the ring of QueryTilePlace (kernels/bwd_sm80.cuh)
 
 
 class Tile(NamedTuple):

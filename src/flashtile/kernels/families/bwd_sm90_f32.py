@@ -20,7 +20,7 @@ from flashtile.kernels.spec import CallLayout, Features, PlanKey
 
 _ROWS = 64  # of every tile; of the wide kernels what a block owns
 _STREAM_ROWS, _SLOTS = 32, 2  # kStreamRows, kNumSlots (bwd_sm90_f32_wide.cuh)
-_QUERY_TILES, _KEY_TILE_BYTES, _QUERY_BLOCK_BYTES = 96, 72, 80  # WideQueryTile[8], KeyTile, WideQueryBlock
+_QUERY_TILES, _KEY_TILE_BYTES, _QUERY_BLOCK_BYTES = 96, 72, 80  # StreamedQueryTile[8], KeyTile, QueryBlock
 
 
 class Tile(NamedTuple):

@@ -22,8 +22,8 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 _NUM_THREADS = 384
 _KEYS, _QUERIES = 64, 64  # of a tile of dK and dV
 _BUFFERS = 2  # of P
-_TILE_BYTES = 64 + 8 * 12  # KeyTile (attn/key_tile.cuh) and the ring of WideQueryTile (kernels/bwd_sm90_dkdv.cuh)
-_BLOCK_BYTES = 72  # WideQueryBlock (kernels/bwd_sm90_dq.cuh)
+_TILE_BYTES = 64 + 8 * 12  # KeyTile (attn/key_tile.cuh) and the ring of StreamedQueryTile (kernels/bwd_sm90_dkdv.cuh)
+_BLOCK_BYTES = 72  # QueryBlock (kernels/bwd_sm90_dq.cuh)
 
 
 class Tile(NamedTuple):

@@ -11,7 +11,8 @@ struct Range {
   i32 begin, end;
 };
 
-// position - window and position + window, clamped to [0, length]. Windows reach 2^31 - 1: the sums could overflow.
+// position - window and position + window, clamped to [0, length]. A window may be 2^31 - 1: written as sums, they
+// could overflow.
 FT_DEVICE i32 window_begin(i32 position, i32 window, i32 length) {
   return position <= window ? 0 : min_of(position - window, length);
 }

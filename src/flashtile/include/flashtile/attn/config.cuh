@@ -38,7 +38,8 @@ struct KvSource {
 
 template <bool kIsAligned16_>
 struct Load {
-  static constexpr bool kIsAligned16 = kIsAligned16_;  // every row of every tensor starts on a 16-byte boundary
+  // Every row of every tensor starts on a 16-byte boundary and is a multiple of 16 bytes long
+  static constexpr bool kIsAligned16 = kIsAligned16_;
 };
 
 }  // namespace flashtile

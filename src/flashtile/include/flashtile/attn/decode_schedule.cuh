@@ -1,11 +1,11 @@
-// How a decode launch deals out its keys, so that every block reads as many, whatever the lengths of the sequences.
+// How a decode launch deals out its keys, so that all blocks read equally many, whatever the lengths of the sequences.
 //
 // A row tile is up to 64 rows: some queries of a sequence for all heads that share a KV head. Its key tiles are its
 // units. The units of all row tiles lie on one line: sequence by sequence, KV head by KV head, query tile by query
 // tile. Block b takes the units [b * share, (b + 1) * share). Each block finds its own from the lengths in device
 // memory, so the grid depends on no length. Where keys may not be split, a row tile is one unit.
 //
-// There may be 2^31 units in all: 64 times as many keys, counted for every KV head.
+// Units are counted in 32 bits: there are fewer than 2^31 of them.
 //
 // A block walks its units from the last to the first. Of the row tiles in its share the last may continue in the next
 // block: its partial result is stored first of all. The first may have begun in blocks before: it comes last, and this
@@ -49,9 +49,11 @@ struct DecodeSchedule {
 
   const Params& p;
   i32 num_heads, num_queries;  // of a row tile (HeadPacking)
-  i32 share, begin, next = 0;  // of this block: its first unit, and the end of those left
-  i32 first;                   // unit of the current sequence; where that is not found yet, the end of it
-  i32 batch;                   // its number; where it is not found yet, one more
+  i32 share;                   // units of a block
+  i32 begin, next = 0;         // this block's first unit, and the end of those that are left
+  // The first unit of the current sequence, and its number. Before take() has found it: the end of its units, and one
+  // more
+  i32 first, batch;
   Work work;
 
   // Scope: thread.

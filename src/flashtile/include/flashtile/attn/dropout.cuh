@@ -73,7 +73,7 @@ FT_DEVICE void drop_scores(const DropoutBits& bits, i32 i_begin, i32 j_begin, Sc
   }
 }
 
-// Dropout of row r, which is query i, of a wgmma fragment (tile/fragment.cuh): 4 lanes share a row. Scope: warp.
+// Dropout of row r, which is query i, of a fragment (tile/fragment.cuh): 4 lanes share a row. Scope: warp.
 template <i32 kScores>
 FT_DEVICE void drop_fragment_row(const DropoutBits& bits, i32 i, i32 j_begin, i32 r, float (&rS)[kScores]) {
   static_assert(kScores % 8 == 0);
@@ -92,9 +92,9 @@ FT_DEVICE void drop_fragment_row(const DropoutBits& bits, i32 i, i32 j_begin, i3
   }
 }
 
-// Dropout of a wgmma fragment whose rows are keys and whose kColumns columns are queries, all from i_begin and j_begin
-// on. The 8 keys of a row of lanes are one group; a lane draws the words of every 32nd query and packs a bit for each
-// key, so that one shuffle brings the bits of four elements.
+// Dropout of a fragment (tile/fragment.cuh) whose rows are keys, from j_begin on, and whose kColumns columns are
+// queries, from i_begin on. The warp's 8 keys of rows r are one group of random words. A lane draws the words of
+// every 32nd query and packs a bit for each key, so that one shuffle brings the bits of four elements.
 template <class Dropout, i32 kColumns>
 struct TransposedDropout {
   u32 bits;  // 8 for each of the two groups of keys and of kColumns / 32 queries

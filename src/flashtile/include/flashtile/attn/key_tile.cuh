@@ -51,6 +51,14 @@ struct KeyTile {
     i32 n = j_begin / kBlockN;
     return is_reversed<Mask>(p) ? ceil_div(keys.end, kBlockN) - 1 - n : n - keys.begin / kBlockN;
   }
+  // Calls body(head, first query, number of the tile) for each of the block's tiles of kBlockM queries, head by head.
+  template <i32 kBlockM, class Body>
+  FT_DEVICE void for_each_query_tile(Body body) const {
+    u32 count = 0;
+    for (i32 h = 0; h < num_heads; ++h) {
+      for (i32 m = m_begin; m < m_end; ++m, ++count) body(first_head + h, m * kBlockM, count);
+    }
+  }
   FT_DEVICE bool has_keys() const { return j_begin < s.seqlen_k; }
   FT_DEVICE bool has_queries() const { return m_begin < m_end; }
   FT_DEVICE u32 num_tiles() const { return static_cast<u32>((m_end - m_begin) * num_heads); }

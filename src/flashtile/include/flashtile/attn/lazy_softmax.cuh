@@ -1,7 +1,7 @@
-// OnlineSoftmax (attn/online_softmax.cuh) for loops that are short of issue slots. Its maxima are raised, and O
-// rescaled, only where a probability of some row of the warp would exceed 2^8. Whether that is so is one vote over the
-// maxima of the threads: what else a raise needs, the maxima of the quads, the factors and the test for large scores,
-// is behind a branch that few tiles take.
+// OnlineSoftmax (attn/online_softmax.cuh) for loops that are short of issue slots. Maxima are raised, and O rescaled,
+// only where a probability of some row of the warp would exceed 2^8. One vote over the threads' own maxima decides. The
+// rest of a raise (maxima of the quads, rescale factors, the test for large shifts) is behind a branch that few tiles
+// take.
 #pragma once
 
 #include "flashtile/attn/online_softmax.cuh"
@@ -18,20 +18,13 @@ struct LazySoftmax {
   FT_DEVICE LazySoftmax()
       : m{-infinity(), -infinity()}, l{0.0f, 0.0f}, alpha{1.0f, 1.0f}, is_raised(false), is_large(false) {}
 
-  // Raises the maxima to those of a score tile if one is too low or kMustRaise, sets alpha and rescales l. Scope: warp.
+  // Raises the maxima to those of a score tile if one is too low, or always with kMustRaise; sets alpha and rescales l.
+  // Scope: warp.
   template <bool kIsFirst, bool kMayBeEmpty, bool kMustRaise = false, i32 kScores>
   FT_DEVICE void raise_maximum(float factor, const float (&rS)[kScores]) {
     float tile_max[2];  // of this thread
 #pragma unroll
-    for (i32 r = 0; r < 2; ++r) {
-      float both[2] = {rS[2 * r], rS[2 * r + 1]};
-#pragma unroll
-      for (i32 b = 1; b < kScores / 4; ++b) {
-        both[0] = fmaxf(both[0], rS[4 * b + 2 * r]);
-        both[1] = fmaxf(both[1], rS[4 * b + 2 * r + 1]);
-      }
-      tile_max[r] = joined_max<kIsFirst>(m[r], fmaxf(both[0], both[1]));
-    }
+    for (i32 r = 0; r < 2; ++r) tile_max[r] = joined_max<kIsFirst>(m[r], thread_maximum(rS, r));
     is_raised = true;
     if constexpr (!kIsFirst && !kMustRaise) {
       constexpr float kThreshold = Eager::kRescaleThresholdLog2;
@@ -62,45 +55,24 @@ struct LazySoftmax {
     float shift[2] = {Eager::template scaled_shift<kMayBeEmpty>(m[0], factor),
                       Eager::template scaled_shift<kMayBeEmpty>(m[1], factor)};
     if (is_large) {
-#pragma unroll
-      for (i32 x = 0; x < kScores; ++x) rS[x] -= shift_of(m[x / 2 % 2]);
+      subtract_maxima(m, rS);
       shift[0] = shift[1] = 0.0f;
     }
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
-      float sum = 0.0f;
-#pragma unroll
-      for (i32 b = 0; b < kScores / 4; ++b) {
-#pragma unroll
-        for (i32 e = 0; e < 2; ++e) {
-          float& x = rS[4 * b + 2 * r + e];
-          x = exp2_approx(fmaf(x, factor, -shift[r]));
-          sum += x;
-        }
-      }
+      float sum = exponentiate_row(factor, shift[r], r, rS);
       l[r] = kIsFirst ? sum : l[r] + sum;
     }
   }
 
-  // Turns scores into probabilities by the maxima as they are. True if one of them may be too low, so that the scores
-  // are needed again; else the probabilities are good, and `accept` adds their sums to l. Scope: thread.
+  // Turns scores into probabilities by the maxima as they are. Returns true if one of the maxima may be too low: the
+  // caller then computes the scores again and raises them. Else `accept` adds the sums of the probabilities to l.
+  // Scope: thread.
   static constexpr float kLargestSum = 4096.0f;  // of a thread's probabilities of a row: float16 holds each of them
   template <i32 kScores>
   FT_DEVICE bool guess(float factor, float (&rS)[kScores], float (&sums)[2]) const {
 #pragma unroll
-    for (i32 r = 0; r < 2; ++r) {
-      float shift = m[r] * factor;
-      sums[r] = 0.0f;
-#pragma unroll
-      for (i32 b = 0; b < kScores / 4; ++b) {
-#pragma unroll
-        for (i32 e = 0; e < 2; ++e) {
-          float& x = rS[4 * b + 2 * r + e];
-          x = exp2_approx(fmaf(x, factor, -shift));
-          sums[r] += x;
-        }
-      }
-    }
+    for (i32 r = 0; r < 2; ++r) sums[r] = exponentiate_row(factor, m[r] * factor, r, rS);
     if constexpr (mutates(Mutation::fwd_sm90_guess)) return false;
     return is_large || fmaxf(sums[0], sums[1]) > kLargestSum;
   }

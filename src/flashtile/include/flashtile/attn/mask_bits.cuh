@@ -1,6 +1,5 @@
 // A bool mask as bits, in the order of a score fragment (tile/fragment.cuh), and a map of its tiles. A kernel of its
-// own makes both (kernels/mask_bits.cuh). Axes along which all elements of the mask are one in memory have length 1
-// here.
+// own makes both (kernels/mask_bits.cuh). Axes along which the mask is broadcast (stride 0) have length 1 here.
 //
 // bits   [batch][head][query][key tile][4]  bit 2 b + e of word t is key 8 b + 2 t + e of the tile: what lane t of a
 //                                           quad has of the query's row. Keys past the last one have no bit.
@@ -60,7 +59,8 @@ struct TileWalk<true> {
 
   // Every element of tile n, which is the current one, is seen.
   FT_DEVICE bool is_full(i32 n) const { return (full >> n % kMaskWord & 1u) != 0; }
-  // The tile after n: below n_begin if there is none, which must be a tile that is seen. load_word gives a word.
+  // The seen tile before n in key order; n_begin - 1 if there is none. Tile n_begin must be seen. load_word(word)
+  // returns the words `visible` and `full` of the map.
   template <class LoadWord>
   FT_DEVICE i32 next(i32 n, i32 n_begin, LoadWord load_word) {
     if (n <= n_begin) return n - 1;

@@ -2,8 +2,8 @@
 // split stores its maximum and its sum instead, and fwd_combine_kernel merges them.
 //
 // A split stores two numbers, not its lse: near 300 a float32 lse has no digits left for the difference of two, while
-// maxima are exact. The "maximum" is what the row's exponents were lowered by: one of its scores, at most 1 (simt) or 8
-// (Hopper) below the largest. Maxima and sinks are in the unit of scores.
+// maxima are exact. The "maximum" is what the row's exponents were lowered by. It may lag behind the largest score, by
+// as much as the kernel's rescale threshold (attn/online_softmax.cuh). Maxima and sinks are in the unit of scores.
 #pragma once
 
 #include "flashtile/attn/online_softmax.cuh"

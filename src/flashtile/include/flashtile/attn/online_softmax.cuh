@@ -4,7 +4,6 @@
 // FlashAttention-2, section 3.1.
 #pragma once
 
-#include "flashtile/attn/params.cuh"
 #include "flashtile/core/math.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/core/reduce.cuh"
@@ -21,11 +20,48 @@ FT_DEVICE float shift_of(float m) { return m == -infinity() ? 0.0f : m; }
 constexpr float kSimtRescaleThreshold = 1.0f;
 FT_DEVICE float raised_max(float m, float tile_max) { return tile_max > m + kSimtRescaleThreshold ? tile_max : m; }
 
-// The maximum of a row after a tile, of which it may be the first. Scope: thread.
+// The maximum of a row after a tile with maximum tile_max. With kIsFirst it is the row's first tile: m is ignored.
+// Scope: thread.
 template <bool kIsFirst>
 FT_DEVICE float joined_max(float m, float tile_max) {
   if constexpr (mutates(Mutation::fwd_sm90_stale_max)) return kIsFirst ? tile_max : m;
   return kIsFirst ? tile_max : fmaxf(m, tile_max);
+}
+
+// The maximum of row r of a score tile over this thread's columns. Two chains, for more parallelism. Scope: thread.
+template <i32 kScores>
+FT_DEVICE float thread_maximum(const float (&rS)[kScores], i32 r) {
+  float largest[2] = {rS[2 * r], rS[2 * r + 1]};
+#pragma unroll
+  for (i32 b = 1; b < kScores / 4; ++b) {
+    largest[0] = fmaxf(largest[0], rS[4 * b + 2 * r]);
+    largest[1] = fmaxf(largest[1], rS[4 * b + 2 * r + 1]);
+  }
+  return fmaxf(largest[0], largest[1]);
+}
+
+// Subtracts the maxima of a thread's two rows from a score tile. Scope: thread.
+template <i32 kScores>
+FT_DEVICE void subtract_maxima(const float (&m)[2], float (&rS)[kScores]) {
+#pragma unroll
+  for (i32 x = 0; x < kScores; ++x) rS[x] -= shift_of(m[x / 2 % 2]);
+}
+
+// Turns row r of a score tile into probabilities 2^(score * factor - shift). Returns their sum over this thread's
+// columns. Scope: thread.
+template <i32 kScores>
+FT_DEVICE float exponentiate_row(float factor, float shift, i32 r, float (&rS)[kScores]) {
+  float sum = 0.0f;
+#pragma unroll
+  for (i32 b = 0; b < kScores / 4; ++b) {
+#pragma unroll
+    for (i32 e = 0; e < 2; ++e) {
+      float& x = rS[4 * b + 2 * r + e];
+      x = exp2_approx(fmaf(x, factor, -shift));
+      sum += x;
+    }
+  }
+  return sum;
 }
 
 // Rescales a thread's two rows of O. Scope: thread.
@@ -65,15 +101,7 @@ struct OnlineSoftmax {
   FT_DEVICE void raise_maximum(float factor, const float (&rS)[kScores]) {
     float m_new[2];
 #pragma unroll
-    for (i32 r = 0; r < 2; ++r) {
-      float tile_max[2] = {rS[2 * r], rS[2 * r + 1]};
-#pragma unroll
-      for (i32 b = 1; b < kScores / 4; ++b) {
-        tile_max[0] = fmaxf(tile_max[0], rS[4 * b + 2 * r]);
-        tile_max[1] = fmaxf(tile_max[1], rS[4 * b + 2 * r + 1]);
-      }
-      m_new[r] = joined_max<kIsFirst>(m[r], quad_max(fmaxf(tile_max[0], tile_max[1])));
-    }
+    for (i32 r = 0; r < 2; ++r) m_new[r] = joined_max<kIsFirst>(m[r], quad_max(thread_maximum(rS, r)));
     is_raised = true;
     if constexpr (kRescalesLazily && !kIsFirst) {
       // Keep the old maxima while they are close enough for every row of the warp
@@ -100,22 +128,12 @@ struct OnlineSoftmax {
     float shift[2] = {scaled_shift<kMayBeEmpty>(m[0], factor), scaled_shift<kMayBeEmpty>(m[1], factor)};
     // A branch of the whole warp: a divergent one would take the uniform registers from the loop around it
     if (__any_sync(0xffffffffu, fmaxf(fabsf(shift[0]), fabsf(shift[1])) > kLargeShift)) {
-#pragma unroll
-      for (i32 x = 0; x < kScores; ++x) rS[x] -= shift_of(m[x / 2 % 2]);
+      subtract_maxima(m, rS);
       shift[0] = shift[1] = 0.0f;
     }
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
-      float sum = 0.0f;
-#pragma unroll
-      for (i32 b = 0; b < kScores / 4; ++b) {
-#pragma unroll
-        for (i32 e = 0; e < 2; ++e) {
-          float& x = rS[4 * b + 2 * r + e];
-          x = exp2_approx(fmaf(x, factor, -shift[r]));
-          sum += x;
-        }
-      }
+      float sum = exponentiate_row(factor, shift[r], r, rS);
       l[r] = kIsFirst ? sum : fmaf(l[r], alpha[r], sum);
     }
   }
@@ -127,9 +145,9 @@ struct OnlineSoftmax {
   }
 };
 
-// The softmax state of a warp that owns kTiles m16 tiles (tile/fragment.cuh) and rescales O before the exponentials.
-// As OnlineSoftmax with lazy rescaling. One vote decides for all rows; what a raise needs is computed only then, so
-// that no factor of it lives in registers.
+// The softmax state of a warp that owns kTiles m16 tiles (tile/fragment.cuh): OnlineSoftmax with lazy rescaling. One
+// vote decides for all rows whether maxima are raised. Rescale factors are computed only then, and O is rescaled at
+// once, so that they do not stay in registers.
 template <i32 kTiles, bool kIsNatural>
 struct WarpSoftmax {
   using One = OnlineSoftmax<true, kIsNatural>;
@@ -143,13 +161,7 @@ struct WarpSoftmax {
   // The maximum of row r of an m16 tile of scores. Scope: warp.
   template <i32 kScores>
   FT_DEVICE static float tile_maximum(const float (&rS)[kScores], i32 r) {
-    float tile_max[2] = {rS[2 * r], rS[2 * r + 1]};
-#pragma unroll
-    for (i32 b = 1; b < kScores / 4; ++b) {
-      tile_max[0] = fmaxf(tile_max[0], rS[4 * b + 2 * r]);
-      tile_max[1] = fmaxf(tile_max[1], rS[4 * b + 2 * r + 1]);
-    }
-    return quad_max(fmaxf(tile_max[0], tile_max[1]));
+    return quad_max(thread_maximum(rS, r));
   }
 
   // Raises the maxima to those of a score tile, tile_max(t, r), if one is too low; rescales l and O. Scope: warp.
@@ -163,7 +175,7 @@ struct WarpSoftmax {
       for (i32 r = 0; r < 2; ++r) {
         m_new[t][r] = fmaxf(m[t][r], tile_max(t, r));
         if constexpr (mutates(Mutation::fwd_sm80_stale_max)) m_new[t][r] = m[t][r] > -1e30f ? m[t][r] : m_new[t][r];
-        // Far also from -inf, unless it stays
+        // True for a first finite maximum: it is infinitely far from -inf. False while both are -inf: NaN
         is_far |= (m_new[t][r] - m[t][r]) * factor > One::kRescaleThresholdLog2;
       }
     }
@@ -201,8 +213,7 @@ struct WarpSoftmax {
     if (__any_sync(0xffffffffu, is_large)) {
 #pragma unroll
       for (i32 t = 0; t < kTiles; ++t) {
-#pragma unroll
-        for (i32 x = 0; x < kScores; ++x) rS[t][x] -= shift_of(m[t][x / 2 % 2]);
+        subtract_maxima(m[t], rS[t]);
         shift[t][0] = shift[t][1] = 0.0f;
       }
     }

@@ -12,8 +12,8 @@
 #include "flashtile/attn/sequence.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/ptx/cp_async.cuh"
+#include "flashtile/ptx/tma.cuh"
 #include "flashtile/tile/pipeline.cuh"
-#include "flashtile/tile/smem_tile.cuh"
 
 namespace flashtile {
 
@@ -36,8 +36,8 @@ struct PagedKeys {
 
   // Scope of all up to copy: thread (uniform in a block).
 
-  // The rows of a box of the maps: the largest power of two that divides both a page and a tile.
   FT_DEVICE explicit PagedKeys(const Params& params) : p(params) {}
+  // The rows of a box of the maps: the largest power of two that divides both a page and a tile.
   FT_DEVICE i32 box_rows() const {
     i32 bits = p.page_size | kRows;
     return bits & -bits;
@@ -85,7 +85,8 @@ struct PagedKeys {
   template <i32 kSlabs, typename T>
   FT_DEVICE void copy_box(T* tile, const TensorMap& map, const Strides& strides, u64& full, Place place, i32 head,
                           i32 num_keys) const {
-    // The first lane of all arrives for all boxes. Some may have completed before: the barrier counts down, too.
+    // Lane 0 of warp 0 arrives for all boxes. Some may complete before it: the barrier's count of bytes may be
+    // negative.
     if (box() == 0) {
       i32 num_rows = (min_of(num_keys, kRows) + box_rows() - 1) & -box_rows();  // whole boxes
       mbarrier_arrive_expect(full, num_rows * kSlabs * 128);
@@ -121,7 +122,7 @@ struct PagedKeys {
         cp_async<16>(target + slab * kRows * 128, source + slab * 64, is_inside ? 16 : 0);
       }
     }
-    cp_async_arrive(shared_address(&full));
+    arrive_after_copies(shared_address(&full));
   }
 };
 

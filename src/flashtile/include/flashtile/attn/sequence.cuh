@@ -18,7 +18,7 @@ struct Sequence {
   i64 stat_row;  // index of its first element of lse, head 0
 };
 
-// The sequence number batch_idx of the batch.
+// Finds sequence number batch_idx of the batch.
 template <class SeqInfo>
 FT_DEVICE Sequence find_sequence(const Params& p, i32 batch_idx) {
   Sequence s{batch_idx, p.seqlen_q, p.seqlen_k, 0, 0, 0, batch_idx * p.lse_batch_stride};

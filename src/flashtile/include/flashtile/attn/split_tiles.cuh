@@ -17,7 +17,7 @@ namespace flashtile {
 
 // What the pre-pass finds out about the numbers of a call. Zeroed before it.
 struct SplitRange {
-  u32 sample_max[4];  // of |q|, |k|, |v|, |dout|, as bits
+  u32 sample_max[4];  // of |q|, |k|, |v|, |dout|: the bits of a float
   u32 needs_bf16;     // nonzero: some row does not fit half_t parts
   u32 unused[3];
 };

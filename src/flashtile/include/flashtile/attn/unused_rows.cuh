@@ -1,7 +1,9 @@
-// Rows of a query tile that no query fills, where a tile holds the queries of all heads that share a KV head: 44 of 64
-// rows are used by 22 heads. They are computed too. Nothing of theirs is stored, but the rows of a warp vote on when
-// maxima are raised (attn/online_softmax.cuh): were they what an earlier kernel left in shared memory, the same call
-// would not give the same bits.
+// Rows of a query tile without a query. A tile holds queries of all heads that share a KV head (HeadPacking), and 64
+// need not be a multiple of their number: 22 heads with 2 queries each use 44 rows of 64.
+//
+// Unused rows are computed, not stored. They still take part in the warp's vote on raising maxima
+// (attn/online_softmax.cuh). TMA does not write them, so whatever an earlier kernel left in shared memory would decide
+// when used rows are rescaled, and equal calls could differ in their last bits. Zeros prevent that.
 #pragma once
 
 #include "flashtile/attn/work_item.cuh"
@@ -9,7 +11,7 @@
 
 namespace flashtile {
 
-// Clears the rows of Q behind those that TMA copies. A barrier of the block must follow. Scope: warpgroup.
+// Zeros the rows of Q behind those that TMA copies. A barrier of the block must follow. Scope: warpgroup.
 template <class Config, typename T>
 FT_DEVICE void clear_unused_rows(const Params& p, T* sQ) {
   using Packing = HeadPacking<Config>;

@@ -2,9 +2,13 @@
 // unit that begins with `#define FT_MUTATION skip_rescale` has that fault, any other unit has none. kernels/mutation.py
 // reads the list below.
 //
-// In a kernel a fault is one line, in one of two forms: if constexpr (mutates(Mutation::name)) wrong statement;
-// removed from a build without faults if constexpr (!mutates(Mutation::name)) correct statement;    only the statement
-// stays A test strips the faults by this rule and compares the machine code byte by byte.
+// In a kernel a fault is one line, in one of two forms:
+//
+//   if constexpr (mutates(Mutation::name)) wrong statement;
+//   if constexpr (!mutates(Mutation::name)) correct statement;
+//
+// A build without faults drops the first form and keeps the statement of the second. A test strips the faults by this
+// rule and compares the machine code byte by byte.
 #pragma once
 
 #include "flashtile/core/types.cuh"

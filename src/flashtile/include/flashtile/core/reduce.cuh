@@ -6,7 +6,7 @@
 
 namespace flashtile {
 
-// A quad: the 4 lanes that share a row of a wgmma fragment.
+// A quad: the 4 lanes that share a row of a score fragment (tile/fragment.cuh).
 FT_DEVICE float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));

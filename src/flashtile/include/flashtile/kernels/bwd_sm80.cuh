@@ -1,5 +1,5 @@
-// Attention backward by mma.sync, from Ampere on: dQ, dK and dV in one pass over the scores. FlashAttention-2, section
-// 3.1.2.
+// Attention backward by mma.sync, float16 from Turing on and bfloat16 from Ampere on: dQ, dK and dV in one pass over
+// the scores. Reads neither pages nor unaligned rows. FlashAttention-2, section 3.1.2.
 //
 // Block:     kBlockN keys of one KV head; streams the queries that see them, of every head that shares the KV head. A
 //            warp owns 16 keys, or twice 16: their dK and dV stay in registers and need no atomics. With kColumnWarps =
@@ -27,13 +27,13 @@ namespace flashtile {
 
 // What a block works on: kBlockN keys, and the query tiles [m_begin, m_end) of each head of a group. It lies in shared
 // memory: registers are scarce.
-struct KeyBlock {
+struct OwnedKeys {
   Sequence s;
   i32 kv_head, j_begin, m_begin, m_end, first_head, num_heads;
 
   template <class Config, class Mask, class SeqInfo>
-  FT_DEVICE static KeyBlock find(const Params& p) {
-    KeyBlock block;
+  FT_DEVICE static OwnedKeys find(const Params& p) {
+    OwnedKeys block;
     i32 num_n_blocks = ceil_div(p.seqlen_k, Config::kBlockN);
     // The first keys come first: under a causal mask most queries see them
     block.j_begin = static_cast<i32>(blockIdx.x % num_n_blocks) * Config::kBlockN;
@@ -52,7 +52,8 @@ struct KeyBlock {
   FT_DEVICE i32 num_tiles() const { return (m_end - m_begin) * num_heads; }
 };
 
-// One of the query tiles that stream by. Thread 0 finds tile c + 2 in turn c; the ring holds tiles c - 1 to c + 2.
+// One of the query tiles that stream by. In turn c thread 0 finds tile c + kNumStages, while dQ may still need tile c
+// - 1.
 struct QueryTilePlace {
   i32 i_begin, head;
 };
@@ -71,7 +72,7 @@ struct alignas(128) BwdSm80Storage {
   float lse[Config::kNumStages][Config::kBlockM];
   float delta[Config::kNumStages][Config::kBlockM];
   QueryTilePlace places[kNumPlaces];  // tile number count is at count % kNumPlaces
-  KeyBlock block;
+  OwnedKeys block;
 
   // Finds a query tile. Scope: thread 0.
   FT_DEVICE void find_place(i32 count) {
@@ -97,6 +98,7 @@ struct BwdSm80 {
   static constexpr i32 kScoreQueries = Config::kScoreQueries;
   static constexpr bool kSharesKeys = Config::kColumnWarps > 1;
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
+  static_assert(kNumThreads >= 2 * kBlockM, "a thread copies one statistic of a tile");
 
   // ---- Copies. Scope: block.
 
@@ -115,7 +117,7 @@ struct BwdSm80 {
   }
 
   // Starts the copy of Q, dO and the statistics of tile number count.
-  FT_DEVICE static void load_queries(const Params& p, Storage& shared, const KeyBlock& block, i32 count) {
+  FT_DEVICE static void load_queries(const Params& p, Storage& shared, const OwnedKeys& block, i32 count) {
     i32 stage = count % kNumStages, head = shared.place(count).head, i_begin = shared.place(count).i_begin;
     i32 num_rows = block.s.seqlen_q - i_begin;
     const T* gQ = query_rows(static_cast<const T*>(p.q), p.q_strides, block.s, head) + i_begin * p.q_strides.row;
@@ -245,7 +247,7 @@ struct BwdSm80 {
 
   // Stores dK or dV of an m16 tile of keys.
   template <i32 kCount>
-  FT_DEVICE static void store_rows(void* base, const Strides& strides, const Params& p, const KeyBlock& block, i32 j,
+  FT_DEVICE static void store_rows(void* base, const Strides& strides, const Params& p, const OwnedKeys& block, i32 j,
                                    i32 first_column, i32 num_columns, float factor, const float (&rD)[kCount]) {
     KeyRows<T, KvSource<false>> rows(static_cast<T*>(base), strides, p, block.s, block.kv_head);
 #pragma unroll
@@ -261,7 +263,7 @@ struct BwdSm80 {
     }
   }
 
-  FT_DEVICE static void run(const Params& p, Storage& shared, const KeyBlock& block, i32 warp) {
+  FT_DEVICE static void run(const Params& p, Storage& shared, const OwnedKeys& block, i32 warp) {
     const Sequence& s = block.s;
     constexpr i32 kColumnsK = Config::kColumnsK, kColumnsV = Config::kColumnsV;
     float rdK[kMTiles][kColumnsK / 2], rdV[kMTiles][kColumnsV / 2];
@@ -405,7 +407,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
   extern __shared__ __align__(128) char shared_bytes[];
   typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
   if (threadIdx.x == 0) {
-    shared.block = KeyBlock::find<Config, Mask, SeqInfo>(p);
+    shared.block = OwnedKeys::find<Config, Mask, SeqInfo>(p);
     for (i32 count = 0; count < Config::kNumStages; ++count) shared.find_place(count);
   }
   __syncthreads();

@@ -1,12 +1,11 @@
-// The gradient of a bias by mma.sync, from Turing on: sums of dS before the softcap's derivative, over everything that
-// the bias is broadcast onto.
+// The gradient of a bias by mma.sync, float16 from Turing on and bfloat16 from Ampere on: sums of dS before the
+// softcap's derivative, over everything that the bias is broadcast onto. Reads no pages.
 //
 // Block:     kBlockM queries x kBlockN keys of one batch and head of the bias; all queries, or all keys, of an axis of
 //            size 1. It streams the terms of its sums: sequences, heads and tiles. Each sum has one owner and a fixed
 //            order. Warps as in bwd_sm80_wide.cuh.
 // Shared:    slabs [stage] of 64 columns of Q and K, or of dO and V, swizzled (tile/swizzled_tile.cuh); lse and delta
-// of
-//            two terms; a ring of terms. At the end the sums of a tile, where an axis is summed up.
+//            of two terms; a ring of terms. At the end the sums of a tile, where an axis is summed up.
 // Products:  S = Q K^T and dP = dO V^T. The sums stay in registers.
 // Mainloop:  one barrier per slab: behind it the slab has arrived, and the one before it is free for a copy further on.
 #pragma once
@@ -42,6 +41,7 @@ struct DbiasSm80 {
   static constexpr i32 kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kMTiles = Config::kMTiles;
   static constexpr i32 kScores = Config::kWarpScores / 2, kNumStages = Config::kNumStages;
   static constexpr i32 kSlabsS = Config::kHeadDim / 64, kSlabsDp = Config::kHeadDimV / 64;
+  static_assert(Config::kNumThreads >= 2 * kBlockM, "a thread copies one statistic of a term");
   static_assert(Config::kSlabColumns == 64 && kNumStages - 1 <= kSlabsS + kSlabsDp, "copies are one term ahead");
 
   // What the block owns, and the next term. Scope of all: thread.

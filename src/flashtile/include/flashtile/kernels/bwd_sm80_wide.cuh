@@ -1,4 +1,5 @@
-// Attention backward by mma.sync for wide heads, from Ampere on: three kernels, each with one gradient.
+// Attention backward by mma.sync for wide heads, float16 from Turing on and bfloat16 from Ampere on: three kernels,
+// each with one gradient. Reads no pages.
 //
 // No block can hold dK and dV of a wide head, let alone dQ. Each gradient has a kernel that owns its rows: eight
 // products instead of five, but no sums in global memory, and results that do not depend on timing. The three differ
@@ -11,8 +12,7 @@
 //   result             dQ += dS K              dK += dS^T Q                dV += P^T dO
 //
 // Block:     kBlockM rows; it streams tiles of kBlockN rows that see them, of every head that shares a KV head. Warps
-// as
-//            in fwd_sm80_wide.cuh.
+//            as in fwd_sm80_wide.cuh.
 // Shared:    sA [kBlockM][kHeadDim], sB [kBlockM][kHeadDimV], sP [kBlockM][kBlockN] (P or dS), slabs [stage], swizzled
 //            (tile/swizzled_tile.cuh); lse and delta of two tiles of queries.
 // Mainloop:  one barrier per slab, as in fwd_sm80_wide.cuh.
@@ -105,7 +105,7 @@ struct BwdSm80Wide {
   static constexpr i32 kPartColumns = Config::template kPartColumns<Config::kResultDim>;
   static constexpr bool kOwnsQueries = Config::kOwnsQueries;
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
-  static_assert(kNumThreads >= 2 * kBlockN);
+  static_assert(kNumThreads >= 2 * kBlockN, "a thread copies one statistic of a tile");
 
   // ---- Copies. Scope: block.
 
@@ -306,12 +306,13 @@ struct BwdSm80Wide {
           const float* sLse = shared.stats[count % 2][0] + first_score;
           const float* sDelta = shared.stats[count % 2][1] + first_score;
           i32 j_begin = owned - warp % 4 * 16;  // this warp's rows of 64 keys there (tile/fragment.cuh)
-          const auto& rdP_or_zero = Config::kHasDp ? rdP[t] : rS[t];
+          // dV needs no dS: there any registers do for dP
+          const auto& rdP_or_any = Config::kHasDp ? rdP[t] : rS[t];
           if constexpr (kHasOptions) {
-            Gradient::with_options(p, block.s, head, first, j_begin, sLse, sDelta, rS[t], rdP_or_zero, packed_p,
+            Gradient::with_options(p, block.s, head, first, j_begin, sLse, sDelta, rS[t], rdP_or_any, packed_p,
                                    packed_ds);
           } else {
-            Gradient::template plain<Mask::kHasBand>(p, block.s, first, j_begin, sLse, sDelta, rS[t], rdP_or_zero,
+            Gradient::template plain<Mask::kHasBand>(p, block.s, first, j_begin, sLse, sDelta, rS[t], rdP_or_any,
                                                      packed_p, packed_ds);
           }
         }

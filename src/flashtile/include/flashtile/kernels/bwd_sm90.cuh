@@ -16,6 +16,7 @@
 //            dQ. The consumers take turns (ping-pong): one issues its five products while the other computes P and dS.
 //            The turn also publishes dS.
 // dQ:        float32 sums in global memory (dq_accum) by bulk reductions. bwd_convert_dq_kernel turns them into dQ.
+// Refuses:   unaligned rows, pages, head dims over 128.
 #pragma once
 
 #include "flashtile/attn/block_range.cuh"
@@ -270,7 +271,7 @@ struct BwdSm90 {
     for (i32 chunk = 0; chunk < kChunksAhead; ++chunk) load_chunk(sStats, chunk, stats);
   }
 
-  // The columns [low, high) of the fragment whose queries see key j, before a bool mask. The first column is query i.
+  // The columns [begin, end) of the fragment whose queries see key j, before a bool mask. The first column is query i.
   FT_DEVICE static Range seen_columns(const Params& p, const Sequence& s, i32 i, i32 j) {
     Range seen = query_range<Mask>(p, s, j, j + 1);
     if constexpr (mutates(Mutation::bwd_sm90_mask_offset)) seen.begin -= Mask::kHasBand ? 1 : 0;

@@ -9,6 +9,7 @@
 //            key axis.
 // Products:  S^T = K Q^T and dP^T = V dO^T, keys as rows.
 // Barriers:  full and empty of K and V per buffer, of Q, dO and statistics per stage.
+// Refuses:   unaligned rows, pages.
 #pragma once
 
 #include "flashtile/kernels/bwd_sm90.cuh"
@@ -187,7 +188,7 @@ struct DbiasSm90 {
     }
   }
 
-  // Prepares what consumer w reads of the options. Scope: warp.
+  // Prepares the mask and the bias of one consumer. Scope: warp.
   FT_DEVICE void produce_options(Storage& shared, i32 consumer) const {
     u32 count = 0;
     for (i32 m = m_begin; m < m_end; m = pass_end(m)) {

@@ -11,7 +11,9 @@
 // Mainloop:  warpgroup 0: S(i), P(i), dV(i); warpgroup 1: dP(i), dS(i), dK(i). The second product of a tile and the
 //            first of the next one are in flight together. The warpgroups take turns (ping-pong): one issues both while
 //            the other computes P or dS.
-// Barriers:  full_k, full_v; of Q and of dO, full per stage and slab, empty per stage; full_p and empty_p per buffer.
+// Barriers:  full_k, full_v; of Q and of dO, full per stage and slab, empty per stage; full_p and empty_p per buffer;
+//            full_tail for tiles with rows past the last query, which the producer clears before it signals full.
+// Refuses:   unaligned rows, pages, head dims over 256.
 #pragma once
 
 #include "flashtile/kernels/bwd_sm90_wide.cuh"
@@ -19,16 +21,16 @@
 namespace flashtile {
 
 // One of the query tiles that stream by.
-struct WideQueryTile {
+struct StreamedQueryTile {
   i32 i_begin, head;
   i32 has_large_lse;
 };
-constexpr u32 kNumWideQueryTiles = 8;
+constexpr u32 kNumStreamedTiles = 8;
 
 template <class Config>
 struct alignas(1024) BwdSm90DkdvStorage {
   using T = typename Config::Element;
-  static_assert(kNumWideQueryTiles >= Config::kNumStages + 2);
+  static_assert(kNumStreamedTiles >= Config::kNumStages + 2);
   T sK[Config::kElementsQK];
   T sV[Config::kElementsV];
   T sQ[Config::kNumStages][Config::kElementsQK];
@@ -36,7 +38,7 @@ struct alignas(1024) BwdSm90DkdvStorage {
   uint4 sP[Config::kNumBuffers][4][128];  // packed fragments: 16 bytes of each thread, four times
   float lse[Config::kNumStages][64];
   float delta[Config::kNumStages][64];
-  WideQueryTile queries[kNumWideQueryTiles];  // tile number count is at count % kNumWideQueryTiles
+  StreamedQueryTile queries[kNumStreamedTiles];  // tile number count is at count % kNumStreamedTiles
   u64 full_k, full_v;
   u64 full_tail[2];  // a tile of Q or dO with rows past the last query
   // Each slab of a tile has a full barrier of its own, so that products start with the first; statistics come with the
@@ -80,15 +82,6 @@ struct BwdSm90Dkdv {
 
   // ---- Producer.
 
-  // Calls body(head, row of Q, number of the tile) for every query tile in their order.
-  template <class Body>
-  FT_DEVICE static void for_each_tile(const KeyTile& tile, Body body) {
-    u32 count = 0;
-    for (i32 h = 0; h < tile.num_heads; ++h) {
-      for (i32 m = tile.m_begin; m < tile.m_end; ++m, ++count) body(tile.first_head + h, m * 64, count);
-    }
-  }
-
   // Loads tiles of Q or dO. Rows past the last query of a packed sequence are another's: the warp clears them before
   // the consumers see the tile. Scope: warp; one lane issues the copies.
   template <i32 kSlabs, i32 kCount>
@@ -97,7 +90,7 @@ struct BwdSm90Dkdv {
                                      u64 (&empty)[Config::kNumStages], u64& full_tail) {
     bool is_issuer = elect_lane();
     u32 num_tails = 0;
-    for_each_tile(tile, [&](i32 head, i32 i, u32 count) {
+    tile.for_each_query_tile<64>([&](i32 head, i32 i, u32 count) {
       u32 stage = Stages::stage(count);
       i32 row = static_cast<i32>(tile.s.q_row) + i, num_rows = tile.s.seqlen_q - i;
       // The lanes leave each wait together: a late one must not find the barrier two phases on
@@ -143,7 +136,7 @@ struct BwdSm90Dkdv {
   // Fills the statistics of every stage. Rows past the last query get those of a fully masked row. Scope: warp.
   FT_DEVICE static void produce_stats(const Params& p, Storage& shared, const KeyTile& tile) {
     i32 lane = threadIdx.x % 32;
-    for_each_tile(tile, [&](i32 head, i32 i_begin, u32 count) {
+    tile.for_each_query_tile<64>([&](i32 head, i32 i_begin, u32 count) {
       float lse[2], delta[2];
       bool is_large = false;
 #pragma unroll
@@ -163,7 +156,7 @@ struct BwdSm90Dkdv {
         shared.lse[stage][32 * x + lane] = lse[x];
         shared.delta[stage][32 * x + lane] = delta[x];
       }
-      if (lane == 31) shared.queries[count % kNumWideQueryTiles] = {i_begin, head, is_large};
+      if (lane == 31) shared.queries[count % kNumStreamedTiles] = {i_begin, head, is_large};
       __syncwarp();
       arrive_warp(shared.full_q[0][stage]);
     });
@@ -214,7 +207,7 @@ struct BwdSm90Dkdv {
     }
   }
 
-  // The columns [low, high) of the fragment whose queries see key j, before a bool mask. The first column is query i.
+  // The columns [begin, end) of the fragment whose queries see key j, before a bool mask. The first column is query i.
   FT_DEVICE static Range seen_columns(const Params& p, const Sequence& s, i32 i, i32 j) {
     Range seen = query_range<Mask>(p, s, j, j + 1);
     if constexpr (mutates(Mutation::bwd_sm90_wide_mask_offset)) seen.begin -= Mask::kHasBand ? 1 : 0;
@@ -377,7 +370,7 @@ struct BwdSm90Dkdv {
       u32 stage = Stages::stage(count);
       wgmma_wait<0>();
       pin_registers(rS);
-      const WideQueryTile& queries = shared.queries[count % kNumWideQueryTiles];
+      const StreamedQueryTile& queries = shared.queries[count % kNumStreamedTiles];
       if constexpr (kHasOptions) {
         u32 packed_factor[kScores / 2];
         exponentiate_options(p, s, queries.head, queries.i_begin, tile.j_begin, shared.lse[stage], rS, packed_p,

@@ -9,7 +9,9 @@
 // Mainloop:  dQ of tile n - 1, dP and S of tile n; then dS of tile n. The consumers take turns (ping-pong): one issues
 //            its three products while the other computes dS.
 // Barriers:  full_q, full_do per consumer; full and empty per stage of K; the same per stage and slab of V. V has one
-//            stage where two do not fit: a slab is refilled as soon as both consumers have used it.
+//            stage where two do not fit: a slab is refilled as soon as both consumers have used it. full_tail as in
+//            bwd_sm90_dkdv.cuh.
+// Refuses:   unaligned rows, pages, head dims over 256.
 #pragma once
 
 #include "flashtile/kernels/bwd_sm90_wide.cuh"
@@ -18,14 +20,14 @@ namespace flashtile {
 
 // What a block works on: 128 queries of one head and the key tiles [n_begin, n_end) that they see. It lies in shared
 // memory: registers are scarce.
-struct WideQueryBlock {
+struct QueryBlock {
   Sequence s;
   i32 head, i_begin, n_begin, n_end;
   Range consumers[2];  // the tiles that the 64 queries of each see, counted from n_begin
 
   template <class Config, class Mask, class SeqInfo>
-  FT_DEVICE static WideQueryBlock find(const Params& p) {
-    WideQueryBlock block;
+  FT_DEVICE static QueryBlock find(const Params& p) {
+    QueryBlock block;
     i32 num_m_blocks = ceil_div(p.seqlen_q, Config::kBlockM), m_block = static_cast<i32>(blockIdx.x) % num_m_blocks;
     // The last queries come first: under a causal mask they see most keys
     if constexpr (Mask::kHasBand) m_block = num_m_blocks - 1 - m_block;
@@ -62,7 +64,7 @@ struct alignas(1024) BwdSm90DqStorage {
   u64 full_tail[2];  // a part of V or K with rows past the last key
   u64 full_k[Config::kStagesK], empty_k[Config::kStagesK];
   u64 full_v[Config::kSlabsV][Config::kStagesV], empty_v[Config::kSlabsV][Config::kStagesV];
-  WideQueryBlock block;
+  QueryBlock block;
 };
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo>
@@ -102,10 +104,10 @@ struct BwdSm90Dq {
   // wait together: a late one must not find the barrier two phases on.
 
   // The first key of tile number count.
-  FT_DEVICE static i32 first_key(const WideQueryBlock& block, u32 count) {
+  FT_DEVICE static i32 first_key(const QueryBlock& block, u32 count) {
     return (block.n_begin + static_cast<i32>(count)) * kBlockN;
   }
-  FT_DEVICE static i32 kv_head(const Params& p, const WideQueryBlock& block) {
+  FT_DEVICE static i32 kv_head(const Params& p, const QueryBlock& block) {
     i32 head = block.head / (p.heads / p.heads_kv);
     if constexpr (mutates(Mutation::bwd_sm90_wide_gqa_head)) head = block.head % p.heads_kv;
     return head;
@@ -114,7 +116,7 @@ struct BwdSm90Dq {
   // Loads kSlabs slabs of a tile of K or V, from slab number `first` on. Rows past the last key are another sequence's:
   // the warp clears them before the consumers see the tile.
   template <i32 kSlabs>
-  FT_DEVICE static void load_keys(const Params& p, const WideQueryBlock& block, T* tile, const TensorMap& map,
+  FT_DEVICE static void load_keys(const Params& p, const QueryBlock& block, T* tile, const TensorMap& map,
                                   const Strides& strides, u64& full, u64& full_tail, u32& num_tails, u32 count,
                                   i32 first) {
     i32 row = first_key(block, count), num_rows = block.s.seqlen_k - row, head = kv_head(p, block);
@@ -130,7 +132,7 @@ struct BwdSm90Dq {
     }
   }
 
-  FT_DEVICE static void produce_v(const BwdSm90WideParams& params, Storage& shared, const WideQueryBlock& block) {
+  FT_DEVICE static void produce_v(const BwdSm90WideParams& params, Storage& shared, const QueryBlock& block) {
     const Params& p = params.base;
     u32 num_tails = 0;
     auto load_do = [&](i32 consumer) {
@@ -152,7 +154,7 @@ struct BwdSm90Dq {
     }
   }
 
-  FT_DEVICE static void produce_k(const BwdSm90WideParams& params, Storage& shared, const WideQueryBlock& block) {
+  FT_DEVICE static void produce_k(const BwdSm90WideParams& params, Storage& shared, const QueryBlock& block) {
     const Params& p = params.base;
     u32 num_tails = 0;
     auto load_q = [&](i32 consumer) {
@@ -179,13 +181,13 @@ struct BwdSm90Dq {
 
   // A thread's two rows.
   struct Rows {
-    const WideQueryBlock& block;
+    const QueryBlock& block;
     i32 consumer;
     float lse[2], delta[2];
     bool is_large;  // some lse of the warp
 
     // Scope: warp.
-    FT_DEVICE Rows(const Params& p, const WideQueryBlock& block, i32 consumer) : block(block), consumer(consumer) {
+    FT_DEVICE Rows(const Params& p, const QueryBlock& block, i32 consumer) : block(block), consumer(consumer) {
       is_large = false;
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
@@ -201,7 +203,7 @@ struct BwdSm90Dq {
     FT_DEVICE i32 i(i32 r) const { return first() + fragment_row() + 8 * r; }
   };
 
-  // The columns [low, high) of the fragment that query i sees, before a bool mask. The first column is key j.
+  // The columns [begin, end) of the fragment that query i sees, before a bool mask. The first column is key j.
   FT_DEVICE static Range seen_columns(const Params& p, const Sequence& s, i32 i, i32 j) {
     Range seen = key_range<Mask>(p, s, i, i + 1);
     if constexpr (mutates(Mutation::bwd_sm90_wide_dq_mask)) seen.end += Mask::kHasBand ? 1 : 0;
@@ -308,7 +310,7 @@ struct BwdSm90Dq {
     }
   }
 
-  FT_DEVICE static void consume(const BwdSm90WideParams& params, Storage& shared, const WideQueryBlock& block,
+  FT_DEVICE static void consume(const BwdSm90WideParams& params, Storage& shared, const QueryBlock& block,
                                 i32 consumer) {
     const Params& p = params.base;
     const Sequence& s = block.s;
@@ -449,10 +451,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
 
   if (threadIdx.x == 0) {
     Kernel::init(shared);
-    shared.block = WideQueryBlock::find<Config, Mask, SeqInfo>(params.base);
+    shared.block = QueryBlock::find<Config, Mask, SeqInfo>(params.base);
   }
   __syncthreads();
-  const WideQueryBlock& block = shared.block;
+  const QueryBlock& block = shared.block;
   if (!block.has_queries()) return;
 
   i32 warpgroup = uniform(threadIdx.x / 128);

@@ -39,8 +39,9 @@ struct Unscale {
   }
 };
 
+// Starts the bulk copy of a split tile. Scope: thread.
 template <i32 kElements>
-FT_DEVICE void load_tile(u16* sTile, const u16* tile, u64& full) {
+FT_DEVICE void load_split_tile(u16* sTile, const u16* tile, u64& full) {
   mbarrier_arrive_expect(full, 2 * kElements);
   load_bulk(sTile, tile, 2 * kElements, full);
 }
@@ -142,7 +143,8 @@ struct TileOptions {
   }
 };
 
-// Before the factor of a store: the product of both may be denormal. Scope: thread.
+// Multiplies results by a factor apart from that of the store: the product of both factors may be denormal.
+// Scope: thread.
 template <i32 kCount>
 FT_DEVICE void multiply(float (&rD)[kCount], float factor) {
 #pragma unroll
@@ -157,10 +159,10 @@ struct alignas(1024) BwdSm90F32DkdvStorage {
   u16 sV[Config::kElementsdO];
   u16 sQ[Config::kNumStages][Config::kElementsQ];
   u16 sdO[Config::kNumStages][Config::kElementsdO];
-  float4 sP[8][128];  // of each thread of warpgroup 0, for the same thread of warpgroup 1
+  float4 sP[8][128];  // from each thread of warpgroup 0 to the same thread of warpgroup 1
   float lse[Config::kNumStages][64];
   float delta[Config::kNumStages][64];
-  WideQueryTile queries[kNumWideQueryTiles];  // tile number count is at count % kNumWideQueryTiles
+  StreamedQueryTile queries[kNumStreamedTiles];  // tile number count is at count % kNumStreamedTiles
   u64 full_k, full_v;
   u64 full_q[Config::kNumStages], empty_q[Config::kNumStages];  // statistics come with Q
   u64 full_do[Config::kNumStages], empty_do[Config::kNumStages];
@@ -191,37 +193,29 @@ struct BwdSm90F32Dkdv {
     fence_proxy_async();
   }
 
-  // Calls body(head, first query, number of the tile) for every query tile in their order.
-  template <class Body>
-  FT_DEVICE static void for_each_tile(const KeyTile& tile, Body body) {
-    u32 count = 0;
-    for (i32 h = 0; h < tile.num_heads; ++h) {
-      for (i32 m = tile.m_begin; m < tile.m_end; ++m, ++count) body(tile.first_head + h, m * 64, count);
-    }
-  }
-
   // Scope: one thread.
   FT_DEVICE static void produce(const Sm90F32Params& params, Storage& shared, const KeyTile& tile) {
     const Params& p = params.base;
     i64 key_tile = first_key_tile<64>(p, tile.s, tile.kv_head) + tile.j_begin / 64;
-    load_tile<Config::kElementsQ>(shared.sK, params.k_parts + key_tile * Config::kElementsQ, shared.full_k);
-    load_tile<Config::kElementsdO>(shared.sV, params.v_parts + key_tile * Config::kElementsdO, shared.full_v);
-    for_each_tile(tile, [&](i32 head, i32 i, u32 count) {
+    load_split_tile<Config::kElementsQ>(shared.sK, params.k_parts + key_tile * Config::kElementsQ, shared.full_k);
+    load_split_tile<Config::kElementsdO>(shared.sV, params.v_parts + key_tile * Config::kElementsdO, shared.full_v);
+    tile.for_each_query_tile<64>([&](i32 head, i32 i, u32 count) {
       u32 stage = Stages::stage(count);
       i64 query_tile = first_query_tile(p, tile.s, head) + i / 64;
       Stages::wait_empty(shared.empty_q, count);
-      load_tile<Config::kElementsQ>(shared.sQ[stage], params.q_parts + query_tile * Config::kElementsQ,
-                                    shared.full_q[stage]);
+      load_split_tile<Config::kElementsQ>(shared.sQ[stage], params.q_parts + query_tile * Config::kElementsQ,
+                                          shared.full_q[stage]);
       Stages::wait_empty(shared.empty_do, count);
-      load_tile<Config::kElementsdO>(shared.sdO[stage], params.dout_parts + query_tile * Config::kElementsdO,
-                                     shared.full_do[stage]);
+      load_split_tile<Config::kElementsdO>(shared.sdO[stage], params.dout_parts + query_tile * Config::kElementsdO,
+                                           shared.full_do[stage]);
     });
   }
 
-  // Fills the statistics of every stage. Rows past the last query get those of a fully masked row. Scope: warp.
+  // Fills the statistics of every stage and describes its tile. Rows past the last query get those of a fully masked
+  // row. Scope: warp.
   FT_DEVICE static void produce_stats(const Params& p, Storage& shared, const KeyTile& tile) {
     i32 lane = threadIdx.x % 32;
-    for_each_tile(tile, [&](i32 head, i32 i_begin, u32 count) {
+    tile.for_each_query_tile<64>([&](i32 head, i32 i_begin, u32 count) {
       u32 stage = Stages::stage(count);
       Stages::wait_empty(shared.empty_q, count);
 #pragma unroll
@@ -231,7 +225,7 @@ struct BwdSm90F32Dkdv {
         shared.lse[stage][32 * x + lane] = i < tile.s.seqlen_q ? p.score_lse[stat] : infinity();
         shared.delta[stage][32 * x + lane] = i < tile.s.seqlen_q ? p.delta[stat] : 0.0f;
       }
-      if (lane == 31) shared.queries[count % kNumWideQueryTiles] = {i_begin, head, 0};
+      if (lane == 31) shared.queries[count % kNumStreamedTiles] = {i_begin, head, 0};
       __syncwarp();
       arrive_warp(shared.full_q[stage]);
     });
@@ -240,7 +234,7 @@ struct BwdSm90F32Dkdv {
   // P^T of a tile in place of S^T, and the factor of dP^T - delta in dS^T, which is negative where dropout drops the
   // element. Without options both are the same. Scope: warp.
   template <i32 kColumns>
-  FT_DEVICE static void exponentiate(const Params& p, const Sequence& s, const WideQueryTile& queries, i32 j_begin,
+  FT_DEVICE static void exponentiate(const Params& p, const Sequence& s, const StreamedQueryTile& queries, i32 j_begin,
                                      const float* sLse, float unscale, float (&rS)[kColumns / 2],
                                      float (&factor)[kColumns / 2]) {
     i32 i_first = queries.i_begin + fragment_column(), j_first = j_begin + fragment_row();
@@ -335,7 +329,7 @@ struct BwdSm90F32Dkdv {
         wgmma_wait<0>();
         pin_registers(rS);
         // P^T
-        exponentiate<64>(p, tile.s, shared.queries[count % kNumWideQueryTiles], tile.j_begin, shared.lse[stage],
+        exponentiate<64>(p, tile.s, shared.queries[count % kNumStreamedTiles], tile.j_begin, shared.lse[stage],
                          unscale.s, rS, factor);
         __syncwarp();
         release_stage(shared.empty_q[stage]);
@@ -433,7 +427,7 @@ struct alignas(1024) BwdSm90F32DqStorage {
   u64 full_q[Config::kNumConsumers], full_do[Config::kNumConsumers];
   u64 full_k[Config::kNumStages], empty_k[Config::kNumStages];
   u64 full_v[Config::kNumStages], empty_v[Config::kNumStages];
-  WideQueryBlock block;
+  QueryBlock block;
 };
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class Load>
@@ -460,26 +454,26 @@ struct BwdSm90F32Dq {
   }
 
   // Scope: one thread.
-  FT_DEVICE static void produce(const Sm90F32Params& params, Storage& shared, const WideQueryBlock& block) {
+  FT_DEVICE static void produce(const Sm90F32Params& params, Storage& shared, const QueryBlock& block) {
     const Params& p = params.base;
     for (i32 consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
       i32 i = block.i_begin + 64 * consumer;
       if (i >= block.s.seqlen_q) continue;
       i64 query_tile = first_query_tile(p, block.s, block.head) + i / 64;
-      load_tile<Config::kElementsQ>(shared.sQ[consumer], params.q_parts + query_tile * Config::kElementsQ,
-                                    shared.full_q[consumer]);
-      load_tile<Config::kElementsdO>(shared.sdO[consumer], params.dout_parts + query_tile * Config::kElementsdO,
-                                     shared.full_do[consumer]);
+      load_split_tile<Config::kElementsQ>(shared.sQ[consumer], params.q_parts + query_tile * Config::kElementsQ,
+                                          shared.full_q[consumer]);
+      load_split_tile<Config::kElementsdO>(shared.sdO[consumer], params.dout_parts + query_tile * Config::kElementsdO,
+                                           shared.full_do[consumer]);
     }
     i64 key_tile = first_key_tile<64>(p, block.s, block.head / (p.heads / p.heads_kv)) + block.n_begin;
     for (u32 count = 0; count < block.num_tiles(); ++count, ++key_tile) {
       u32 stage = Stages::stage(count);
       Stages::wait_empty(shared.empty_k, count);
-      load_tile<Config::kElementsQ>(shared.sK[stage], params.k_parts + key_tile * Config::kElementsQ,
-                                    shared.full_k[stage]);
+      load_split_tile<Config::kElementsQ>(shared.sK[stage], params.k_parts + key_tile * Config::kElementsQ,
+                                          shared.full_k[stage]);
       Stages::wait_empty(shared.empty_v, count);
-      load_tile<Config::kElementsdO>(shared.sV[stage], params.v_parts + key_tile * Config::kElementsdO,
-                                     shared.full_v[stage]);
+      load_split_tile<Config::kElementsdO>(shared.sV[stage], params.v_parts + key_tile * Config::kElementsdO,
+                                           shared.full_v[stage]);
     }
   }
 
@@ -540,8 +534,7 @@ struct BwdSm90F32Dq {
   }
 
   // Scope: warpgroup.
-  FT_DEVICE static void consume(const Sm90F32Params& params, Storage& shared, const WideQueryBlock& block,
-                                i32 consumer) {
+  FT_DEVICE static void consume(const Sm90F32Params& params, Storage& shared, const QueryBlock& block, i32 consumer) {
     const Params& p = params.base;
     const Sequence& s = block.s;
     Unscale unscale = Unscale::find<Config>(*params.range);
@@ -625,10 +618,10 @@ struct BwdSm90F32Dq {
     Storage& shared = *reinterpret_cast<Storage*>(shared_bytes);
     if (threadIdx.x == 0) {
       init(shared);
-      shared.block = WideQueryBlock::find<Config, Mask, SeqInfo>(params.base);
+      shared.block = QueryBlock::find<Config, Mask, SeqInfo>(params.base);
     }
     __syncthreads();
-    const WideQueryBlock& block = shared.block;
+    const QueryBlock& block = shared.block;
     if (!block.has_queries()) return;
     i32 warpgroup = uniform(threadIdx.x / 128);
     if (warpgroup == Config::kNumConsumers) {

@@ -48,7 +48,7 @@ struct WideTiles {
   // Loads what a block owns, once, or slab by slab for each tile of the stream. Scope: one thread.
   FT_DEVICE static void load_owned(u16* sRows, OwnedBarriers& barriers, const u16* tile, u32 num_tiles) {
     if constexpr (kHoldsOwned) {
-      load_tile<Config::kElementsQ>(sRows, tile, barriers.full[0]);
+      load_split_tile<Config::kElementsQ>(sRows, tile, barriers.full[0]);
     } else {
       for (u32 count = 0; count < kSlabs * num_tiles; ++count) {
         u32 slot = Slots::stage(count), slab = count % kSlabs;
@@ -131,10 +131,10 @@ struct alignas(1024) BwdSm90F32WideDkdvStorage {
   u16 sV[Tiles::kElementsOwned];
   u16 sQ[Tiles::kElementsStream];
   u16 sdO[Tiles::kElementsStream];
-  HandedOver sP;
+  HandedOver sP;  // from warpgroup 0 to warpgroup 1
   float lse[kStreamRows];
   float delta[kStreamRows];
-  WideQueryTile queries[kNumWideQueryTiles];  // tile number count is at count % kNumWideQueryTiles
+  StreamedQueryTile queries[kNumStreamedTiles];  // tile number count is at count % kNumStreamedTiles
   OwnedBarriers k, v;
   u64 full_q[1], empty_q[1];  // statistics come with Q
   u64 full_do[1], empty_do[1];
@@ -164,18 +164,9 @@ struct BwdSm90F32WideDkdv {
     fence_proxy_async();
   }
 
-  // Calls body(head, first query, number of the tile) for every query tile in their order.
-  template <class Body>
-  FT_DEVICE static void for_each_tile(const KeyTile& tile, Body body) {
-    u32 count = 0;
-    for (i32 h = 0; h < tile.num_heads; ++h) {
-      for (i32 m = tile.m_begin; m < tile.m_end; ++m, ++count) body(tile.first_head + h, m * kStreamRows, count);
-    }
-  }
-
   // Scope: one thread.
   FT_DEVICE static void produce(const Sm90F32Params& params, Storage& shared, const KeyTile& tile) {
-    for_each_tile(tile, [&](i32 head, i32 i, u32 count) {
+    tile.for_each_query_tile<kStreamRows>([&](i32 head, i32 i, u32 count) {
       i64 at = (first_query_tile(params.base, tile.s, head) + i / 64) * static_cast<i64>(Config::kElementsQ);
       Stages::wait_empty(shared.empty_q, count);
       Tiles::load_stream(shared.sQ, params.q_parts + at, i % 64, shared.full_q[0]);
@@ -184,16 +175,17 @@ struct BwdSm90F32WideDkdv {
     });
   }
 
-  // Loads the statistics. Rows past the last query get those of a fully masked row. Scope: warp.
+  // Loads the statistics of every tile and describes it. Rows past the last query get those of a fully masked row.
+  // Scope: warp.
   FT_DEVICE static void produce_stats(const Params& p, Storage& shared, const KeyTile& tile) {
     i32 lane = threadIdx.x % 32;
-    for_each_tile(tile, [&](i32 head, i32 i_begin, u32 count) {
+    tile.for_each_query_tile<kStreamRows>([&](i32 head, i32 i_begin, u32 count) {
       Stages::wait_empty(shared.empty_q, count);
       i32 i = i_begin + lane;
       i64 stat = stat_index(p, tile.s, head, i);
       shared.lse[lane] = i < tile.s.seqlen_q ? p.score_lse[stat] : infinity();
       shared.delta[lane] = i < tile.s.seqlen_q ? p.delta[stat] : 0.0f;
-      if (lane == 31) shared.queries[count % kNumWideQueryTiles] = {i_begin, head, 0};
+      if (lane == 31) shared.queries[count % kNumStreamedTiles] = {i_begin, head, 0};
       __syncwarp();
       arrive_warp(shared.full_q[0]);
     });
@@ -214,7 +206,7 @@ struct BwdSm90F32WideDkdv {
         Stages::wait_full(shared.full_q, count);
         Tiles::template multiply_owned<kTogether>(rS, shared.sK, shared.k, shared.sQ, count);
         // P^T
-        Narrow::template exponentiate<kStreamRows>(p, tile.s, shared.queries[count % kNumWideQueryTiles], tile.j_begin,
+        Narrow::template exponentiate<kStreamRows>(p, tile.s, shared.queries[count % kNumStreamedTiles], tile.j_begin,
                                                    shared.lse, unscale.s, rS, factor);
         __syncwarp();
         release_stage(shared.empty_q[0]);
@@ -312,7 +304,7 @@ struct alignas(1024) BwdSm90F32WideDqStorage {
   OwnedBarriers q, dout;
   u64 full_k[1], empty_k[1];
   u64 full_v[1], empty_v[1];
-  WideQueryBlock block;
+  QueryBlock block;
 };
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class Load>
@@ -323,7 +315,7 @@ struct BwdSm90F32WideDq {
   using Stages = Ring<1>;
   static constexpr i32 kHalf = Config::kHeadDim / 2;  // the columns of dQ that a warpgroup computes
 
-  // What WideQueryBlock asks for.
+  // What QueryBlock asks for.
   struct Sizes {
     static constexpr i32 kBlockM = 64, kBlockN = kStreamRows;
   };
@@ -341,7 +333,7 @@ struct BwdSm90F32WideDq {
   }
 
   // Scope: one thread.
-  FT_DEVICE static void produce(const Sm90F32Params& params, Storage& shared, const WideQueryBlock& block) {
+  FT_DEVICE static void produce(const Sm90F32Params& params, Storage& shared, const QueryBlock& block) {
     const Params& p = params.base;
     i64 first = first_key_tile<64>(p, block.s, block.head / (p.heads / p.heads_kv));
     for (u32 count = 0; count < block.num_tiles(); ++count) {
@@ -355,8 +347,7 @@ struct BwdSm90F32WideDq {
   }
 
   // Scope: warpgroup.
-  FT_DEVICE static void consume(const Sm90F32Params& params, Storage& shared, const WideQueryBlock& block,
-                                i32 warpgroup) {
+  FT_DEVICE static void consume(const Sm90F32Params& params, Storage& shared, const QueryBlock& block, i32 warpgroup) {
     const Params& p = params.base;
     const Sequence& s = block.s;
     Unscale unscale = Unscale::find<Config>(*params.range);
@@ -443,10 +434,10 @@ struct BwdSm90F32WideDq {
     const Params& p = params.base;
     if (threadIdx.x == 0) {
       init(shared);
-      shared.block = WideQueryBlock::find<Sizes, Mask, SeqInfo>(p);
+      shared.block = QueryBlock::find<Sizes, Mask, SeqInfo>(p);
     }
     __syncthreads();
-    const WideQueryBlock& block = shared.block;
+    const QueryBlock& block = shared.block;
     if (!block.has_queries()) return;
     i32 warpgroup = uniform(threadIdx.x / 128);
     if (warpgroup == 2) {

@@ -215,7 +215,7 @@ struct BwdSm90Options {
       mbarrier_arrive(tiles.full[consumer][stage]);
       return;
     }
-    cp_async_arrive(barrier);
+    arrive_after_copies(barrier);
   }
 
   // Prepares query tile m of head number h of the block for one consumer. count is the number of tiles before it, first

@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kStepThreads) bwd_convert_dq_kernel(const FT_G
 #pragma unroll
     for (i32 slab = 0; slab < kSlabs; ++slab) {
       const float4* row = reinterpret_cast<const float4*>(p.dq_accum + (slab * p.lse_size + stat) * 64);
-      // Swizzled: BwdSm90::add_dq
+      // Undo the swizzle of BwdSm90::stage_dq
       i32 chunk = lane ^ i % 8, column = 64 * slab + 8 * lane;
       if constexpr (mutates(Mutation::bwd_sm90_dq_order)) chunk = lane;
       float4 x = row[2 * chunk], y = row[2 * chunk + 1];

@@ -1,5 +1,5 @@
-// What the two kernels of the wide Hopper backward share (bwd_sm90_dkdv.cuh, bwd_sm90_dq.cuh): parameters, loads and
-// the probabilities of a tile.
+// What the two kernels of the wide Hopper backward share (bwd_sm90_dkdv.cuh, bwd_sm90_dq.cuh): includes, parameters,
+// loads by TMA, and the clearing of rows past the end of a sequence.
 //
 // A head dim over 128 leaves no room for dQ beside dK and dV. Two kernels compute S and dP each: seven products instead
 // of five, but no float32 sums of dQ in global memory, no atomics, and results that do not depend on timing.

@@ -10,6 +10,7 @@
 //            and then sets the slot's flag. The block with the row tile's last unit waits for the flags of the others,
 //            clears them, and joins the parts in the order of the blocks. Slots are not initialised: memory that holds
 //            kPartReady by chance (one in 2^64) would be taken for a part.
+// Refuses:   unaligned rows, bias, bool mask, dropout.
 #pragma once
 
 #include "flashtile/attn/decode_schedule.cuh"
@@ -19,6 +20,7 @@
 #include "flashtile/attn/score_fragment.cuh"
 #include "flashtile/attn/unused_rows.cuh"
 #include "flashtile/core/mutation.cuh"
+#include "flashtile/ptx/block_barrier.cuh"
 #include "flashtile/ptx/dependent_launch.cuh"
 #include "flashtile/ptx/signal.cuh"
 #include "flashtile/tile/epilogue.cuh"
@@ -108,7 +110,7 @@ struct DecodeSm90 {
     Pages pages(p);
     wait_for_previous();
     Schedule schedule(p);
-    __syncthreads();  // the barriers are initialised
+    sync_block();  // the barriers are initialised
     bool is_first = threadIdx.x == 128;
     i32 num_heads = schedule.num_heads, num_queries = schedule.num_queries;
     u32 num_tiles = 0;
@@ -471,7 +473,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kNumBlocks)
     if (threadIdx.x == 0) Kernel::init(params.base, shared);
     clear_unused_rows<Config>(params.base, shared.sQ);
     wait_for_previous();
-    __syncthreads();
+    sync_block();
     Kernel::consume(params, shared);
   } else if (warp == 4 || KvSource::kIsPaged) {
     // Without keys the maps are empty
@@ -482,7 +484,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kNumBlocks)
     }
     Kernel::produce(params, shared);
   } else {
-    __syncthreads();
+    sync_block();
   }
 }
 

@@ -1,16 +1,15 @@
-// Attention forward by mma.sync, from Ampere on: ldmatrix, cp.async, every option. FlashAttention-2, section 3.
+// Attention forward by mma.sync, float16 from Turing on and bfloat16 from Ampere on: ldmatrix, cp.async, every option.
+// FlashAttention-2, section 3.
 //
 // Grid:      one block per query tile (attn/scheduler.cuh), in one dimension. Under a band the last tile of a head
-// comes
-//            first, since it may see the most keys.
+//            comes first, since it may see the most keys.
 // Block:     kBlockM queries; a warp owns kWarpRows of them from scores to output, as one or two m16 tiles. S, P and O
 //            stay in its registers, so warps meet only where a stage changes hands.
 // Shared:    sQ [kBlockM][kHeadDim], sK [stage][kBlockN][kHeadDim], sV [stage][kBlockN][kHeadDimV], swizzled
 //            (tile/swizzled_tile.cuh).
 // Mainloop:  key tiles go from last to first. One barrier per tile: behind it the tile has arrived, and the stage of
-// the
-//            tile before it is free for the copies of a tile further on. Only the last tile of a sequence has missing
-//            rows, and it is copied in the prologue. Masked tiles run a separate loop body.
+//            the tile before it is free for the copies of a tile further on. Only the last tile of a sequence has
+//            missing rows, and it is copied in the prologue. Masked tiles run a separate loop body.
 // Epilogue:  16-byte stores from registers; a quad exchanges words for them.
 #pragma once
 
@@ -21,6 +20,7 @@
 #include "flashtile/attn/work_item.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/core/timeline.cuh"
+#include "flashtile/ptx/block_barrier.cuh"
 #include "flashtile/tile/epilogue.cuh"
 #include "flashtile/tile/mma_gemm.cuh"
 #include "flashtile/tile/sm80_config.cuh"
@@ -63,7 +63,7 @@ struct FwdSm80 {
   // With an option the mask costs little: one loop body for all tiles keeps the code short
   static constexpr bool kMasksAlways = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
 
-  // Loops over the rows of a copy, unless the rows need checks
+  // Loops over the rows of a copy are unrolled, unless the rows need checks
   static constexpr bool kUnrolls = Config::kIsExact && Load::kIsAligned16;
 
   // What a warp carries from tile to tile.
@@ -155,6 +155,7 @@ struct FwdSm80 {
     }
   }
 
+  // Applies dropout to a tile of probabilities.
   template <i32 kCount>
   FT_DEVICE static void drop_tile(const Params& p, const Tile& tile, i32 j_begin, float (&rS)[kMTiles][kCount]) {
 #pragma unroll
@@ -167,6 +168,7 @@ struct FwdSm80 {
     }
   }
 
+  // Loads 16 columns of Q, number `step`, of the warp's m16 tiles; load_q_steps those that stay in registers.
   FT_DEVICE static void load_q_step(u32 (&rQ)[kMTiles][4], u32 q, i32 step) {
 #pragma unroll
     for (i32 t = 0; t < kMTiles; ++t) ldmatrix_x4(rQ[t], TileQK::step_address(q, t, step));
@@ -266,7 +268,7 @@ struct FwdSm80 {
       u32 count = tile.n_end - 1 - n;
       mark(Phase::wait_tile, count);
       cp_async_wait<kNumStages - 2>();
-      __syncthreads();
+      sync_block();
       mark(Phase::copy_k, count);
       u32 free_stage = stage == 0 ? kNumStages - 1 : stage - 1;
       i32 n_next = n - (kNumStages - 1);
@@ -358,6 +360,7 @@ struct FwdSm80 {
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
 __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     fwd_sm80_kernel(const FT_GRID_CONSTANT Params p) {
+  static_assert(sizeof(typename Config::Element) == 2);
   using Kernel = FwdSm80<Config, Mask, ScoreMod, Dropout, SeqInfo, KvSource, Load>;
   extern __shared__ __align__(128) char shared_bytes[];
   typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);

@@ -3,7 +3,8 @@
 // Parts:     a float is the sum of two TF32 numbers: big, rounded to 11 bits, and small, the rest, of which the tensor
 //            core reads 11 bits. A product is big * big + big * small + small * big; small * small is below 2^-22 of
 //            it.
-// Grid, Block, Mainloop: as fwd_sm80.cuh, from which mask, softmax and scheduling come. Heads are not packed.
+// Grid, Block, Mainloop: as fwd_sm80.cuh, from which mask, softmax and scheduling come. Heads are not packed, and keys
+//            not paged.
 // Shared:    sQ [kBlockM][kHeadDim], sK [stage][kBlockN][kHeadDim], sV [stage][kBlockN][kHeadDimV], floats, swizzled as
 //            rows of twice as many 16-bit columns (tile/swizzled_tile.cuh).
 // Operands:  ldmatrix reads a row of four floats where it reads eight 16-bit columns, so that Q and K need no other
@@ -27,7 +28,7 @@ struct Tf32Parts {
 
   // Scope: thread.
   FT_DEVICE void set(i32 x, float value) {
-    // Half of the last kept bit rounds. The tensor core ignores the bits behind it; the rest must not
+    // Add half of the last kept bit, to round. The tensor core ignores the bits behind it; `small` must not
     u32 rounded = (__float_as_uint(value) + 0x1000u) & 0xffffe000u;
     big[x] = rounded;
     small[x] = __float_as_uint(value - __uint_as_float(rounded));
@@ -230,7 +231,7 @@ struct FwdSm80F32 : FwdSm80<Config, Mask, BaseScoreMod, Dropout, SeqInfo, KvSour
     auto process_tile = [&](auto is_masked) {
       // Wait for tile n. All warps are done with the tile before it: refill its stage
       cp_async_wait<kNumStages - 2>();
-      __syncthreads();
+      sync_block();
       u32 free_stage = stage == 0 ? kNumStages - 1 : stage - 1;
       i32 n_next = n - (kNumStages - 1);
       if (n_next >= n_begin) load_tile(n_next, free_stage, Constant<false>());

@@ -1,4 +1,5 @@
-// Attention forward by mma.sync for wide heads, from Ampere on: head dims to 512, every option.
+// Attention forward by mma.sync for wide heads, float16 from Turing on and bfloat16 from Ampere on: head dims to 512,
+// every option.
 //
 // Grid:      as fwd_sm80.cuh.
 // Block:     kBlockM queries. No warp holds a row of O: kColumnWarps warps share rows. Each computes its keys of S and

@@ -14,6 +14,7 @@
 //            softmax of S(n) overlaps the second product. Consumers issue their products in turn (ping-pong). Key tiles
 //            go from last to first; masked tiles run a separate loop body.
 // Epilogue:  O leaves by TMA through sP where P is in shared memory, else by 16-byte stores from registers.
+// Refuses:   unaligned rows; pages together with a bias or a bool mask.
 #pragma once
 
 #include "flashtile/attn/dropout.cuh"

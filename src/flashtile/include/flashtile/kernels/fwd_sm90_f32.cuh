@@ -10,7 +10,8 @@
 // Mainloop:  S = Q K^T; softmax; P split in registers; T = P V; O = alpha O + T. Tensor cores truncate their sums, so
 //            each key tile starts a new accumulator T, and O is summed in float32. As in fwd_sm90.cuh, S of a tile and
 //            T of the one before it are in flight together, and consumers issue their products in turn.
-// Epilogue:  O leaves by 8-byte stores from registers.
+// Epilogue:  O leaves by 8-byte stores from registers, or element by element where rows are not aligned.
+// Refuses:   pages.
 #pragma once
 
 #include "flashtile/attn/dropout.cuh"
@@ -374,7 +375,7 @@ struct FwdSm90F32 {
       RowStats stats = join_sink<kIsNatural>(m, softmax.l[r], sink, [](float l) { return quad_sum(l); });
       i64 stat = stat_index(p, tile.s, head, i), part = tile.coord.split * p.lse_size + stat;
       if (is_query && threadIdx.x % 4 == 0) store_stats<kIsNatural>(p, is_split, part, stat, stats.m, stats.l);
-      // Store O. The product of both factors may be denormal.
+      // Store O. It is multiplied by norm and by unscale one after the other: their product may be denormal.
       float norm = is_split ? 1.0f : stats.norm();
 #pragma unroll
       for (i32 b = 0; b < kOutputs / 4; ++b) rO[4 * b + 2 * r] *= norm, rO[4 * b + 2 * r + 1] *= norm;
@@ -435,7 +436,7 @@ FT_DEVICE void run_fwd_sm90_f32(const Sm90F32Params& params) {
   }
 }
 
-// Both kernels are launched; one of them does the work.
+// Both kernels are launched; the numbers of the call decide which of them does the work.
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class KvSource, class Load>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
     fwd_sm90_f32_half_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {

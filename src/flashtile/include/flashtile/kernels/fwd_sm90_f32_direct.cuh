@@ -6,6 +6,9 @@
 // Threads:   warpgroups 0 and 1 are the consumers of fwd_sm90_f32.cuh. Warpgroup 2 loads rows, splits them into
 //            parts and stores them where the consumers expect them. It loads a tile while it splits another.
 // Shared:    FwdSm90F32Storage; m and l of each row. The sums of a consumer lie where its Q was.
+// Barriers:  as in fwd_sm90_f32.cuh, but full_* complete by one arrival of each producer warp. Cluster barriers stand
+//            before the merge and before the exit: other blocks read this block's sums.
+// Refuses:   pages, unaligned rows, head dims over 64.
 #pragma once
 
 #include "flashtile/attn/sequence.cuh"
@@ -304,7 +307,8 @@ FT_DEVICE void run_fwd_sm90_f32_direct(const Sm90F32Params& params) {
   cluster_sync();
 }
 
-// Where nothing looked for the range of the numbers, the second alone is launched.
+// Both kernels are launched; the range of the numbers decides which of them does the work. Where no kernel before them
+// has found the range (null), the bf16_t kernel alone is launched.
 template <class Config, class... Policies>
 __global__ void __cluster_dims__(Config::kClusterSize, 1, 1) __launch_bounds__(Config::kNumThreads, 1)
     fwd_sm90_f32_direct_half_kernel(const FT_GRID_CONSTANT Sm90F32Params params) {

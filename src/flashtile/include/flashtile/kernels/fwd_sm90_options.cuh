@@ -129,7 +129,7 @@ struct FwdSm90Options {
   FT_DEVICE static void modify(const FwdSm90Params& params, Bias& bias, const Tile& tile, i32 consumer, i32 n,
                                Early early, const RowState& state, u32& num_biases, float (&rS)[kScores]) {
     const Params& p = params.base;
-    // Not earlier: a product would wait for them
+    // Use the loaded bits no earlier than here: a product issued after such a use would wait for the loads
     if constexpr (Mask::kHasBool && kIsMasked) asm volatile("" : "+r"(early.seen[0]), "+r"(early.seen[1]));
     if constexpr (ScoreMod::kChangesScores) {
       auto apply = [&](auto is_exact) {
@@ -388,7 +388,7 @@ struct FwdSm90Options {
         return;
       }
     }
-    cp_async_arrive(shared_address(&bias.full[consumer][stage]));
+    arrive_after_copies(shared_address(&bias.full[consumer][stage]));
   }
 };
 

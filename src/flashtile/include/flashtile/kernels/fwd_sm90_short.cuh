@@ -1,8 +1,8 @@
 // Attention forward on Hopper for short sequences: the keys of a head stay in shared memory for all of its queries.
 //
 // Threads:   warpgroups 0 .. kNumConsumers - 1 are consumers. Each takes items of 64 queries (attn/item_walk.cuh) and
-//            computes them from scores to output, in no step with the others. Of the last warpgroup, one lane of warp 0
-//            copies keys, one lane of warp 1 copies queries.
+//            computes them from scores to output, independently of the others. Of the last warpgroup, one lane of warp
+//            0 copies keys, one lane of warp 1 copies queries.
 // Shared:    sQ [query stage][slab][64][64], sK, sV [stage][slab][kBlockN][64], 128-byte swizzled slabs of 64 columns;
 //            the barriers.
 // Barriers:  full_* complete by copied bytes. empty_q completes by the four warps of the one consumer that has the
@@ -13,6 +13,9 @@
 //            fwd_sm90.cuh, without turns: S(n) = Q K(n)^T and O += P(n-1) V(n-1) are in flight together. Key tiles go
 //            from first to last.
 // Epilogue:  16-byte stores from registers.
+// Refuses:   unaligned rows, softcap, ALiBi, bool mask, dropout, sequence lengths, pages; with kIsOneTile a band, else
+// a
+//            bias.
 #pragma once
 
 #include "flashtile/attn/item_walk.cuh"
@@ -155,9 +158,11 @@ struct FwdSm90Short {
     }
   }
 
+  // The kCount registers from kBegin on. Scope: thread.
   template <i32 kBegin, i32 kCount, typename Register, i32 kAll>
-  FT_DEVICE static Register (&part(Register (&all)[kAll]))
-      [kCount] { return reinterpret_cast<Register(&)[kCount]>(all[kBegin]); }
+  FT_DEVICE static auto& part(Register (&all)[kAll]) {
+    return reinterpret_cast<Register(&)[kCount]>(all[kBegin]);
+  }
 
   FT_DEVICE static void pack(const float (&rS)[kScores], u32 (&rP)[kScores / 2]) {
 #pragma unroll

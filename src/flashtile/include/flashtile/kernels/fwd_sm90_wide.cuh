@@ -10,6 +10,7 @@
 //            of all blocks arrive at empty in all blocks. full_p and empty_p per buffer of P.
 // Mainloop:  warpgroup 0: S of tile n and O += P V of tile n + 1 are in flight together, and the softmax of tile n
 //            overlaps the second. Key tiles go from last to first.
+// Refuses:   unaligned rows, pages.
 #pragma once
 
 #include "flashtile/kernels/fwd_sm80.cuh"
@@ -58,6 +59,7 @@ struct FwdSm90Wide {
   static constexpr i32 kSlabsOf = kGroup == 0 ? kSlabsFirst : kSlabsV - kSlabsFirst;
 
   // ---- Prologue. Scope: thread 0.
+
   FT_DEVICE static void init(Storage& shared) {
     constexpr i32 kWarps = 4 * Config::kClusterSize;
     mbarrier_init(shared.full_q, 1);
@@ -96,6 +98,7 @@ struct FwdSm90Wide {
   }
 
   // ---- Producer. Scope: one thread.
+
   FT_DEVICE static void produce(const FwdSm90Params& params, Storage& shared, const Tile& tile, u32 rank) {
     const Params& p = params.base;
     constexpr u16 kAllBlocks = (1 << Config::kClusterSize) - 1;
@@ -195,7 +198,7 @@ struct FwdSm90Wide {
     }
     if (threadIdx.x % 32 == 0) shared.is_raised[buffer][threadIdx.x / 32] = softmax.is_raised;
     __syncwarp();
-    release_stage(shared.full_p[buffer]);
+    arrive_warp(shared.full_p[buffer]);
   }
 
   // Warpgroup 0: scores, softmax, the first columns of O.

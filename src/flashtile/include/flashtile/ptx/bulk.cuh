@@ -41,8 +41,9 @@ FT_DEVICE void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Turns of blocks that add to the same memory in a fixed order: a count in global memory, at first 0, of the blocks
-// that are done. If it is this block's turn, bulk reductions of this thread come after those before signal_turn.
+// Blocks that add to the same memory in a fixed order take turns. `count`, in global memory and 0 at first, is the
+// number of blocks that are done; `order` is this block's place. After is_turn returns true, this thread's bulk
+// reductions come after those that other blocks made before their signal_turn.
 FT_DEVICE bool is_turn(const i32* count, i32 order) {
   jitter();
   i32 found;
@@ -50,7 +51,7 @@ FT_DEVICE bool is_turn(const i32* count, i32 order) {
   asm volatile("fence.proxy.async;" ::: "memory");
   return found == order;
 }
-// Ends this block's turn. Its reductions are those that bulk_wait has waited for.
+// Ends this block's turn. The caller has waited for its reductions by bulk_wait.
 FT_DEVICE void signal_turn(i32* count) {
   asm volatile("fence.proxy.async;" ::: "memory");
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory");

@@ -22,11 +22,19 @@ FT_DEVICE void cluster_sync() {
 // (PTX ISA: mapa, mbarrier.arrive)
 FT_DEVICE void mbarrier_arrive_at(u64& barrier, u32 rank) {
   jitter();
-  asm volatile(
-      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1; "
-      "mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(shared_address(&barrier)),
-      "r"(rank)
-      : "memory");
+  if constexpr (kArrivalWeight == 1) {
+    asm volatile(
+        "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1; "
+        "mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(shared_address(&barrier)),
+        "r"(rank)
+        : "memory");
+  } else {
+    asm volatile(
+        "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1; "
+        "mbarrier.arrive.shared::cluster.b64 _, [remote], %2; }" ::"r"(shared_address(&barrier)),
+        "r"(rank), "n"(kArrivalWeight)
+        : "memory");
+  }
 }
 
 // Loads 16 bytes at the place of `shared` in the block with this rank. Scope: thread.

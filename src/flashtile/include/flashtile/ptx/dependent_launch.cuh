@@ -20,9 +20,9 @@ FT_DEVICE void wait_for_previous() {
   if constexpr (kHasDependentLaunch) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Brings parameters to the constant cache, 64 bytes at a time; the callers share them. What a kernel reads first of all
-// would miss it line by line. Shared memory at `scratch`, 4 bytes per caller, is overwritten: a load without a use is
-// not made. Scope: warp.
+// Prefetches kernel parameters to the constant cache, which would otherwise miss on each line of 64 bytes in turn. The
+// callers share the lines; `caller` is this warp's number among num_callers. Each overwrites 4 bytes of shared memory
+// at `scratch`: the compiler would drop a load whose result is not used. Scope: warp.
 template <class T>
 FT_DEVICE void preload_params(const T& params, i32 caller, i32 num_callers, void* scratch) {
   const u32* words = reinterpret_cast<const u32*>(&params);

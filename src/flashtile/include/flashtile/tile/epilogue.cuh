@@ -7,7 +7,7 @@
 
 namespace flashtile {
 
-// Waits until TMA has read what this warp stored to shared memory before. Scope: warp.
+// Waits until the TMA stores that lane 0 has started have read shared memory. Scope: warp.
 FT_DEVICE void wait_tma_store_read() {
   if (threadIdx.x % 32 == 0) bulk_wait_read<0>();
   __syncwarp();

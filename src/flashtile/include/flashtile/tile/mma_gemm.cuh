@@ -3,6 +3,7 @@
 // them. Scope of every function: warp.
 #pragma once
 
+#include "flashtile/ptx/ldmatrix.cuh"
 #include "flashtile/ptx/mma_sync.cuh"
 #include "flashtile/tile/swizzled_tile.cuh"
 

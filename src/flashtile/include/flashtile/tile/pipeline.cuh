@@ -3,6 +3,7 @@
 // consumer warp has released it. All stages start empty.
 #pragma once
 
+#include "flashtile/ptx/cp_async.cuh"
 #include "flashtile/ptx/mbarrier.cuh"
 
 namespace flashtile {
@@ -27,10 +28,20 @@ constexpr i32 kPingPongBarrier = 1;
 constexpr i32 kConsumerBarrier = 8;
 constexpr i32 kProducerBarrier = 15;
 
-// One arrival for the warp, after a __syncwarp if all lanes must be done. Lane 31 arrives: racecheck follows a warp by
-// its last lane. Scope: warp.
+// One arrival for the warp, after a __syncwarp if all lanes must be done. Lane 31 arrives; in builds for racecheck
+// every lane does, with its part of the weight. Scope: warp.
 FT_DEVICE void arrive_warp(u64& barrier) {
-  if (threadIdx.x % 32 == 31) mbarrier_arrive(barrier);
+  if constexpr (kArrivalWeight == 32) {
+    mbarrier_arrive_weighted<1>(shared_address(&barrier));
+  } else {
+    if (threadIdx.x % 32 == 31) mbarrier_arrive(barrier);
+  }
+}
+
+// One arrival of this thread, once its cp.async copies so far have completed. Scope: thread.
+FT_DEVICE void arrive_after_copies(u32 barrier_address) {
+  mbarrier_arrive_weighted<kArrivalWeight - 1>(barrier_address);
+  cp_async_arrive(barrier_address);
 }
 
 // Releases a stage: one arrival per consumer warp. Scope: warp.

@@ -1,4 +1,4 @@
-// The tile of a mma.sync kernel: sizes, warps and what each thread holds.
+// The tile of an mma.sync forward: sizes, warps and what each thread holds.
 //
 // A warp owns kWarpRows of the kBlockM queries, one or two m16 tiles. Two let every K and V fragment feed twice as many
 // products, which halves the traffic of shared memory.
@@ -34,7 +34,7 @@ struct Sm80Config {
   static constexpr i32 kNumConsumers = kBlockM / 64;  // groups of 64 rows (attn/work_item.cuh)
   static constexpr i32 kWarpRows = kBlockM / kNumWarps;
   static constexpr i32 kMTiles = kWarpRows / 16;
-  static_assert(sizeof(T) == 2 && kHeadDim % 32 == 0 && kHeadDimV % 32 == 0);
+  static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0);
   static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kNumStages >= 2);
   static_assert(kWarpRows % 16 == 0 && kMTiles <= 2 && kKeptSteps <= kHeadDim / 16);
 };

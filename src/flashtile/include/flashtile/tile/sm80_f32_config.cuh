@@ -1,39 +1,14 @@
-// The tile of the float32 forward by mma.sync: sizes, warps and what each thread holds.
-//
-// A warp owns kWarpRows of the kBlockM queries, one or two m16 tiles.
-//   kMinBlocks         blocks that share a multiprocessor; limits the registers
-//   kIsScalePositive   S may stay a dot product: its maximum is the score's
-//   kIsExact           the head dims are the padded ones: no column needs a check
+// The tile of the float32 forward by mma.sync: an Sm80Config of floats. Q is read again for every key tile, and heads
+// are not packed.
 #pragma once
 
-#include "flashtile/core/types.cuh"
+#include "flashtile/tile/sm80_config.cuh"
 
 namespace flashtile {
 
-template <i32 kHeadDim_, i32 kHeadDimV_, i32 kBlockM_, i32 kBlockN_, i32 kNumWarps_, i32 kNumStages_, i32 kMinBlocks_,
-          bool kIsScalePositive_, bool kIsExact_>
-struct Sm80F32Config {
-  using Element = float;
-  using OutElement = float;
-  static constexpr i32 kHeadDim = kHeadDim_;    // padded
-  static constexpr i32 kHeadDimV = kHeadDimV_;  // padded
-  static constexpr i32 kBlockM = kBlockM_;
-  static constexpr i32 kBlockN = kBlockN_;
-  static constexpr i32 kNumWarps = kNumWarps_;
-  static constexpr i32 kNumStages = kNumStages_;  // of K and of V
-  static constexpr i32 kMinBlocks = kMinBlocks_;
-  static constexpr i32 kKeptSteps = 0;  // Q is read again for every key tile
-  static constexpr bool kPacksHeads = false;
-  static constexpr bool kIsScalePositive = kIsScalePositive_;
-  static constexpr bool kIsExact = kIsExact_;
-  static constexpr i32 kNumThreads = 32 * kNumWarps;
-  static constexpr i32 kColumnWarps = 1;              // that share rows
-  static constexpr i32 kNumConsumers = kBlockM / 64;  // groups of 64 rows (attn/work_item.cuh)
-  static constexpr i32 kWarpRows = kBlockM / kNumWarps;
-  static constexpr i32 kMTiles = kWarpRows / 16;
-  static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0);
-  static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kNumStages >= 2);
-  static_assert(kWarpRows % 16 == 0 && kMTiles <= 2);
-};
+template <i32 kHeadDim, i32 kHeadDimV, i32 kBlockM, i32 kBlockN, i32 kNumWarps, i32 kNumStages, i32 kMinBlocks,
+          bool kIsScalePositive, bool kIsExact>
+struct Sm80F32Config : Sm80Config<float, float, kHeadDim, kHeadDimV, kBlockM, kBlockN, kNumWarps, kNumStages,
+                                  kMinBlocks, 0, false, kIsScalePositive, kIsExact> {};
 
 }  // namespace flashtile

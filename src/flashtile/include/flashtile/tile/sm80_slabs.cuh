@@ -1,6 +1,5 @@
-// What the mma.sync kernels for wide heads do with slabs (tile/sm80_wide_config.cuh): copies from global memory,
-// products of one warp with them, and the way of P or dS through shared memory. Operands in shared memory are given by
-// this lane's address in them.
+// Slabs of the mma.sync kernels for wide heads (tile/sm80_wide_config.cuh): copies from global memory, products of one
+// warp, and stores of P or dS to shared memory. Operands in shared memory are given by this lane's address in them.
 #pragma once
 
 #include "flashtile/tile/fragment.cuh"

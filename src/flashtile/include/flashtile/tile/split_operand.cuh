@@ -8,8 +8,8 @@
 // the last bit that is kept. Tensor cores truncate sums, so the smallest products come first.
 #pragma once
 
+#include "flashtile/ptx/wgmma.cuh"
 #include "flashtile/tile/fragment.cuh"
-#include "flashtile/tile/wgmma_gemm.cuh"
 
 namespace flashtile {
 

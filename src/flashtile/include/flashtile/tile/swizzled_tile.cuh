@@ -2,14 +2,12 @@
 // rows of one column of chunks lie on different banks. Chunk c of row r is stored at chunk c ^ (r % 8) of its segment
 // of 128 bytes; in rows of an odd number of 64 bytes at chunk c ^ (r / 2 % 4) of its segment of 64 bytes.
 //
-// Rows come by cp.async, 16 bytes per thread; rows that are not aligned by 4 bytes, or element by element.
+// Rows come by cp.async, 16 bytes per thread. Unaligned rows come in copies of 4 bytes, or element by element.
 #pragma once
 
 #include "flashtile/core/math.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/ptx/cp_async.cuh"
-#include "flashtile/ptx/ldmatrix.cuh"
-#include "flashtile/ptx/sync.cuh"
 
 namespace flashtile {
 
