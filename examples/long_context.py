@@ -106,13 +106,16 @@ def worker(rank: int, options: argparse.Namespace, port: int, queue: Any) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--strategy", default="auto", choices=("auto", "ring", "ulysses"))
     options = parser.parse_args()
+    for name in ("tokens", "ranks", "steps", "layers"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}: got {getattr(options, name)}; accepted: 1 or more")
     start = time.perf_counter()
     alone = train(options, over_ranks=False)
     middle = time.perf_counter()
@@ -122,9 +125,9 @@ def main() -> None:
     queue = mp.get_context("spawn").SimpleQueue()
     processes = mp.start_processes(worker, (options, port, queue), options.ranks, join=False, start_method="spawn")
     assert processes is not None
-    spread = queue.get()
-    while not processes.join():
+    while not processes.join():  # raises what a worker raised
         pass
+    spread = queue.get()
     end = time.perf_counter()
     print(f"{options.tokens:,} tokens: {middle - start:.0f} s on one rank, {end - middle:.0f} s on {options.ranks}")
     print(f"{'step':>4}{'one rank':>12}{options.ranks:>7} ranks{'difference':>13}")

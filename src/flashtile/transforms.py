@@ -118,7 +118,8 @@ class _Backward(Function):
         def formula(*inputs: Tensor) -> tuple[Tensor, ...]:
             return _gradients(*_replaced(values, given, inputs))
 
-        primals = tuple(values[index] for index in given)
+        # torch refuses dual numbers of tensors that overlap themselves, as the gradient of a sum does
+        primals = tuple(values[index].contiguous() for index in given)
         result: tuple[Tensor, ...] = torch.func.jvp(formula, primals, tuple(tangents[index] for index in given))[1]
         return result
 

@@ -89,6 +89,14 @@ def test_takes_the_arch_of_the_gpu(monkeypatch, compiler):
     assert {arch for _, arch in compiler["called"]} == {"sm_90a"}
 
 
+def test_the_table_says_which_kernel_takes_any_head_dim(compiler):
+    result = run("--arch", "sm_90", "--dtype", "float32", "--head-dim", "64")
+    assert result.exit_code == 0
+    rows = [[cell.strip() for cell in line.split("│")] for line in result.output.splitlines() if "│" in line]
+    assert {row[4] for row in rows if row[1] == "append_kv"} == {"any"}
+    assert {row[4] for row in rows if row[1] != "append_kv"} == {"64"}
+
+
 def test_json(compiler):
     result = run("--arch", "sm_90", "--dtype", "float32", "--head-dim", "60", "--json")
     assert result.exit_code == 0

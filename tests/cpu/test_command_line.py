@@ -70,6 +70,14 @@ def test_info_writes_a_page_and_prints_json(tmp_path: Path) -> None:
     assert f"Written: {page}" in result.stderr
 
 
+def test_info_cuts_no_text_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    result = CliRunner().invoke(app, ["info"])
+    assert result.exit_code == 0
+    assert "FLASHTILE_FAMILY" in result.stdout
+    assert "\N{HORIZONTAL ELLIPSIS}" not in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -270,6 +270,25 @@ def test_the_floor_knows_what_cancels(seed: int) -> None:
     assert all(getattr(floor, name).isfinite().all() for name in (*OUTPUTS, "dq", "dk", "dv"))
 
 
+def test_the_floor_knows_of_columns_that_cancel_at_the_end() -> None:
+    """Rows that are alike add up to large columns, whose sum is small."""
+    case = Case(
+        batch=3,
+        heads=1,
+        heads_kv=1,
+        seqlen_q=129,
+        seqlen_k=48,
+        head_dim=128,
+        head_dim_v=64,
+        bias="h",
+        alibi="bh",
+        values="wide",
+        backend="cpu",
+    )
+    inputs = case.make(2078409351)
+    assert disagreements(run(inputs), inputs, is_relative=True) == []
+
+
 def test_without_deterministic_algorithms(seed: int) -> None:
     torch.use_deterministic_algorithms(False)
     inputs = Case(kind="paged", batch=3, bias="hqk", dropout_p=0.1).make(seed)

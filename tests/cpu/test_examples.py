@@ -25,6 +25,30 @@ def load(name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.parametrize("name", ["long_context", "serve", "train_gpt"])
+def test_help_shows_the_whole_description(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = load(name)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit):
+        example.main()
+    assert example.__doc__ is not None
+    assert example.__doc__.strip() in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--ranks", "--steps", "--layers"])
+def test_a_long_context_of_nothing_is_refused(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = load("long_context")
+    monkeypatch.setattr(sys, "argv", ["long_context.py", "--tokens", "8", "--steps", "1", option, "0"])
+    monkeypatch.setattr(example, "train", lambda *_, **__: pytest.fail("training began"))
+    with pytest.raises(SystemExit):
+        example.main()
+    assert f"{option}: got 0; accepted: 1 or more" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("page", ["1", "4", "16"])
 def test_served_tokens_are_those_of_a_dense_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Fewer pages than slots could use, so that requests wait for those of others."""

@@ -480,11 +480,12 @@ def test_wrong_options_are_explained(arguments, words):
 
 
 def test_a_list_by_number_and_by_name():
-    result = ladder("--list", "--only", f"00, {IDS[2]}")
+    result = ladder("--list", "--only", f"0, {IDS[2]}")
     assert result.exit_code == 0
     assert IDS[0] in result.output
     assert IDS[2] in result.output
     assert IDS[1] not in result.output
+    assert "│ naive: attention as it is written down" in result.output  # text starts at the left
 
 
 def test_the_list_without_a_compiler_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:

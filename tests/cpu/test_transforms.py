@@ -115,6 +115,7 @@ DIFFERENTIATING: dict[str, Callable] = {
     "jacrev": lambda f, x: jacrev(f, argnums=ALL)(*x),
     "jacfwd": lambda f, x: jacfwd(f, argnums=ALL)(*x),
     "hessian": lambda f, x: hessian(lambda *x: f(*x).square().sum(), argnums=(0, 3, 4))(*x),
+    "hessian of a sum": lambda f, x: hessian(lambda *x: f(*x).sum(), argnums=(0, 2, 4))(*x),
     "grad of grad": lambda f, x: grad(lambda q: grad(lambda q: f(q, *x[1:]).square().sum())(q).square().sum())(x[0]),
     "vmap of grad": lambda f, x: vmap(
         grad(lambda *x: f(*x).square().sum(), argnums=(0, 1, 2, 3)), (0, 0, None, None, None)

@@ -14,6 +14,7 @@ from rich.table import Table as RichTable
 from flashtile.bench import tables
 
 _FILE_WIDTH = 200
+_TEXT_COLUMNS = ("reason", "what it does")
 
 
 def make_console(as_json: bool) -> Console:
@@ -36,7 +37,7 @@ def show(console: Console, table: tables.Table) -> None:
     console.print(table.title, style="bold", highlight=False)
     shown = RichTable(show_edge=False, pad_edge=False)
     for index, name in enumerate(table.header):
-        is_text = index == 0 or table.header[-1] == "reason"
+        is_text = index == 0 or table.header[-1] == "reason" or name in _TEXT_COLUMNS
         shown.add_column(name, justify="left" if is_text else "right", overflow="fold")
     for line in table.lines:
         shown.add_row(*line)

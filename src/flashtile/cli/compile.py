@@ -256,7 +256,7 @@ def _table(results: Sequence[Result]) -> Table:
     for result in results:
         job, step = result.job, result.job.step
         tile = f"{step.block_rows} x {step.block_columns}" if job.has_tile else "-"
-        cells = [job.kernel, job.key.arch.name, job.key.dtype, str(job.key.head_dim), tile]
+        cells = [job.kernel, job.key.arch.name, job.key.dtype, str(job.key.head_dim or "any"), tile]
         cells += [str(step.num_threads), str(result.registers), str(result.spill_bytes), str(result.stack_bytes)]
         cells += [
             f"{result.shared_bytes / 1024:.1f}",

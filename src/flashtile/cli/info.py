@@ -38,6 +38,7 @@ SWITCHES = {
     "FLASHTILE_CACHE": "0: keep compiled kernels in memory only",
     "FLASHTILE_EXECUTOR": "python: launch CUDA kernels from Python instead of from the C++ extension",
     "FLASHTILE_CPU_ISA": "the instruction set of the CPU engine: avx512, avx2 or baseline; default: the best",
+    "FLASHTILE_FAMILY": "kernel families, separated by commas, that CUDA calls take whatever their speed",
     "FLASHTILE_COMMIT": "the commit that result files name, for a source copy without git history",
 }
 
@@ -196,8 +197,9 @@ def _show(as_json: bool, html: Path | None) -> int:
         )
         for name, cpu, cuda, what in backend_lines(facts):
             backends.add_row(name, cpu, cuda, what)
-        # Wrap long paths instead of truncating them
-        found.columns[1].overflow = "fold"
+        # Wrap long paths and names of variables instead of truncating them
+        for column in (*found.columns, *backends.columns):
+            column.overflow = "fold"
         Console().print(found, backends)
     return 0
 

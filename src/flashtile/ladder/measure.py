@@ -68,7 +68,7 @@ def chosen(only: str | None, variables: Variables, dtype: str | None = None) -> 
         found = list(known)
     else:
         words = [word.strip() for word in only.split(",") if word.strip()]
-        by_word = {word: [rung for rung in known if word in (rung.name, rung.name[:2])] for word in words}
+        by_word = {word: [rung for rung in known if word.zfill(2) in (rung.name, rung.name[:2])] for word in words}
         unknown = [word for word, matches in by_word.items() if not matches]
         if unknown or not words:
             names = ", ".join(rung.name for rung in known)

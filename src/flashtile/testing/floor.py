@@ -143,6 +143,9 @@ class _Backward:
     def _add_dbias(self, dbias_var: Tensor, num_cells: int) -> None:
         ds, ds_var, p = self.ds, self.ds_var, self.forward.p
         squares = ds.square().sum_to_size(dbias_var.shape)
+        if dbias_var.shape[-2:] == (1, 1):
+            # Kernels may add up each key's column first. Columns grow where rows are alike, and cancel at the end alone
+            squares = squares + ds.sum(-2, keepdim=True).square().sum_to_size(dbias_var.shape)
         if dbias_var.shape[-1] == 1:
             ds, ds_var, p = (tensor.sum(-1, keepdim=True) for tensor in (ds, ds_var, p))
         variance = ds_var + self.forward.lse_var * ds.square() + self.delta_var * p.square()
