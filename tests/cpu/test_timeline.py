@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -44,6 +45,9 @@ def test_kernels_with_marks_are_found():
     assert timeline.has_marks('#include "flashtile/kernels/fwd_sm90.cuh"\n')
     assert timeline.has_marks('#include "flashtile/kernels/bwd_sm90.cuh"\n')
     assert not timeline.has_marks('#include "flashtile/kernels/bwd_sm90_steps.cuh"\n')
+    for kernel in ("fwd_sm90", "bwd_sm90"):  # producer and consumers
+        text = (timeline._HEADER.parents[1] / "kernels" / f"{kernel}.cuh").read_text()
+        assert {"wait_k_stage", "copy_k", "wait_turn", "issue"} <= set(re.findall(r"mark\(Phase::(\w+)", text))
     assert not timeline.has_marks('#include "flashtile/core/timeline.cuh"\n')
 
 
@@ -122,7 +126,7 @@ def test_one_warp_of_each_warpgroup_is_drawn(tmp_path):
 
 def test_medians_of_each_phase():
     shown = timeline.table(made())
-    assert shown.header[1:4] == ("warpgroup 0", "warpgroup 1", "warpgroup 2")
+    assert shown.header[1:4] == ("warpgroup 0", "warpgroup 1", "producer")
     assert {line[0]: line[1:4] for line in shown.lines} == {
         "wait turn": ("100", "100", ""),
         "issue": ("300", "300", ""),

@@ -42,6 +42,7 @@ COLOURS = {
     "end": "#ffffff",
 }  # fmt: skip
 WAIT_COLOUR = "#c9c9c9"
+_PRODUCER_PHASES = ("wait_k_stage", "copy_k", "wait_v_stage", "copy_v", "end")
 
 
 @dataclass(frozen=True)
@@ -173,10 +174,21 @@ def spans_of(clocks: Tensor, phases: Sequence[Phase]) -> list[Span]:
     return found
 
 
+def lane_names(spans: Sequence[Span]) -> dict[int, str]:
+    """The name of each warpgroup: a producer is one that only copies."""
+    groups = sorted({span.warp // 4 for span in spans})
+    return {
+        group: "producer"
+        if all(span.phase in _PRODUCER_PHASES for span in spans if span.warp // 4 == group)
+        else f"warpgroup {group}"
+        for group in groups
+    }
+
+
 def table(timeline: Timeline) -> Table:
     """Median clocks of each phase, over the steps after the pipeline is full, for each warpgroup."""
     phases = {phase.name: phase for phase in header_constants()[0]}
-    groups = sorted({span.warp // 4 for span in timeline.spans})
+    groups = lane_names(timeline.spans)
     lines = []
     for name, phase in phases.items():
         cells = []
@@ -189,7 +201,7 @@ def table(timeline: Timeline) -> Table:
             cells.append(f"{statistics.median(own):.0f}" if own else "")
         if any(cells) and name != "end":
             lines.append((name.replace("_", " "), *cells, f"{'waits' if phase.is_wait else 'works'}: {phase.what}"))
-    header = ("median clocks", *(f"warpgroup {group}" for group in groups), "")
+    header = ("median clocks", *groups.values(), "")
     return Table(f"{timeline.kernel}, {timeline.problem}", header, tuple(lines))
 
 
@@ -225,7 +237,7 @@ def redraw(path: Path) -> list[Path]:
 
 
 def draw(timeline: Timeline, path: Path) -> Path:
-    """A lane for each warp, producer and consumers side by side, over a few steps of the loop."""
+    """A lane for each warpgroup, producer and consumers side by side, over a few steps of the loop."""
     plots.require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
@@ -246,7 +258,8 @@ def draw(timeline: Timeline, path: Path) -> Path:
                     facecolor=WAIT_COLOUR if is_wait else COLOURS[span.phase], edgecolor="#ffffff", linewidth=0.4,
                     hatch="////" if is_wait else None,
                 )  # fmt: skip
-        axes.set_yticks(range(len(warps)), [f"warp {warp}" for warp in warps])
+        names = lane_names(timeline.spans)
+        axes.set_yticks(range(len(warps)), [names[warp // 4] for warp in warps])
         axes.set_xlim(0, end - start)
         axes.set_xlabel("clocks")
         axes.invert_yaxis()

@@ -52,7 +52,7 @@ def _figure(csv_path: Path, rows: Sequence[TileRow]) -> Path:
         f"Tiles of {first.kernel}: {first.dtype}, B={first.batch} S={first.seqlen}; {first.env.device}, "
         f"torch {first.env.torch}"
     )
-    figure.suptitle(f"{title}; in red what plain calls take", x=0.01, ha="left", fontweight="bold", fontsize=11)
+    figure.suptitle(f"{title}; in orange what plain calls take", x=0.01, ha="left", fontweight="bold", fontsize=11)
     return plots.save(figure, csv_path, f"{csv_path.stem}.png")
 
 
@@ -71,7 +71,7 @@ def _speeds(axes: Any, group: Sequence[TileRow], causal: dict[str, TileRow]) -> 
             f"{number(row.tflops or 0.0)}{spills}",
             va="center",
             fontsize=8.5,
-            color="white",
+            color="black",
         )
     if peer is not None:
         axes.axvline(peer, color=PEER, linewidth=1.5)

@@ -131,7 +131,9 @@ struct BwdSm90 {
       for (i32 m = tile.m_begin; m < tile.m_end; ++m, ++count) {
         u32 stage = Stages::stage(count);
         i32 row = q_row + m * kBlockM;
+        mark(Phase::wait_k_stage, count);
         Stages::wait_empty(shared.empty, count);
+        mark(Phase::copy_k, count);
         load<kBlockM, Config::kSlabsQK>(shared.sQ[stage], params.q_map, p.q_strides, shared.full[stage], row,
                                         tile.first_head + h, batch);
         if (count == 0) {
