@@ -134,7 +134,7 @@ def test_different_problems_have_different_file_names():
         ("H=6 Hkv=4", "Hkv: got 4; accepted: a divisor of H, which is 6"),
         ("pass=back", "pass: got 'back'; accepted: fwd, bwd, fwd"),
         ("dtype=int8", "--dtype: got 'int8'"),
-        ("--providers nobody", "--backends: got 'nobody'"),
+        ("--providers nobody", "--providers: got 'nobody'"),
         ("--arch sm_12", "--arch: got 'sm_12'; accepted: sm_61"),
     ],
 )
@@ -319,6 +319,13 @@ def test_without_a_gpu():
     result = CliRunner().invoke(app, ["profile"])
     assert result.exit_code == 2
     assert "flashtile profile: got no GPU here; accepted: a GPU that torch sees. With --arch sm_90" in result.output
+
+
+def test_a_launch_that_did_not_happen_has_threads_but_no_blocks():
+    result = CliRunner().invoke(app, ["profile", "--arch", "sm_80", "B=1", "H=2", "S=64", "d=64", "dtype=fp32"])
+    assert result.exit_code == 0, result.output
+    assert re.search(r"^threads of a block +│ +\d+$", result.output, re.MULTILINE)
+    assert not re.search(r"^blocks", result.output, re.MULTILINE)
 
 
 def test_what_the_compiler_knows_needs_no_gpu():

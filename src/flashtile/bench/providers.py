@@ -69,8 +69,9 @@ def providers() -> list[Provider]:
     return ours + BASELINES
 
 
-def choose(text: str | None, is_grid: bool) -> list[Provider]:
-    """The providers of a comma-separated list of names, `ours` and `baselines`. None: the default set."""
+def choose(text: str | None, is_grid: bool, option: str = "--backends") -> list[Provider]:
+    """The providers of a comma-separated list of names, `ours` and `baselines`. None: the default set. Errors name the
+    option of the command line."""
     known = providers()
     if text is None:
         return [provider for provider in known if provider.is_fast or not is_grid]
@@ -79,10 +80,10 @@ def choose(text: str | None, is_grid: bool) -> list[Provider]:
     chosen: dict[str, Provider] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):
         if word not in groups:
-            raise value_error("--backends", repr(word), ", ".join(groups))
+            raise value_error(option, repr(word), ", ".join(groups))
         chosen.update({provider.name: provider for provider in groups[word]})
     if not chosen:
-        raise value_error("--backends", repr(text), "at least one of " + ", ".join(groups))
+        raise value_error(option, repr(text), "at least one of " + ", ".join(groups))
     return [provider for provider in (AUTOMATIC, HIGH, *known) if provider.name in chosen]
 
 

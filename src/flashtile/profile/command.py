@@ -45,7 +45,7 @@ class Options:
 def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     """Checks the options and returns the job."""
     wanted = problems.parse(options.words)
-    chosen = providers.choose(options.providers, is_grid=False)
+    chosen = providers.choose(options.providers, is_grid=False, option="--providers")
     console = make_console(options.as_json)
     if options.arch is not None:
         return partial(

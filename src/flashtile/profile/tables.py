@@ -163,7 +163,8 @@ LINES: tuple[tuple[str, Value], ...] = (
     ("issue slots used", _own(lambda row: _share(row.issue_percent))),
     ("occupancy, theoretical", _own(lambda row: _share(row.occupancy, 1.0))),
     ("occupancy, achieved", _own(lambda row: _share(row.achieved_occupancy, 1.0))),
-    ("blocks x threads", _own(lambda row: _launch(row))),
+    ("blocks", _own(lambda row: _count(row.grid_blocks))),
+    ("threads of a block", _own(lambda row: _count(row.block_threads))),
     ("registers", _own(lambda row: _count(row.registers))),
     ("spill bytes, compiled", _own(lambda row: _count(row.spill_bytes))),
     ("local MB moved", _own(lambda row: "" if row.local_bytes is None else number(row.local_bytes / 1e6))),
@@ -187,9 +188,3 @@ _OTHER_COLUMNS: tuple[tuple[str, Callable[[KernelRow], str]], ...] = (
 
 def _ratio(value: float | None, whole: float) -> str:
     return "" if value is None else number(value / whole)
-
-
-def _launch(row: KernelRow) -> str:
-    if row.block_threads is None:
-        return ""
-    return str(row.block_threads) if row.grid_blocks is None else f"{row.grid_blocks} x {row.block_threads}"
