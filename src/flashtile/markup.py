@@ -25,6 +25,7 @@ _TABLE = """
 %(scope)s thead th { color: var(--ft-soft); font-weight: 600; }
 %(scope)s .numeric thead th:not(:first-child) { text-align: right; }
 %(scope)s td.number { text-align: right; white-space: nowrap; }
+%(scope)s .scroll { overflow-x: auto; max-width: 100%%; }
 %(scope)s .good { color: var(--ft-good); }
 %(scope)s .bad { color: var(--ft-bad); }
 %(scope)s .soft { color: var(--ft-soft); }

@@ -29,6 +29,9 @@ def test_explain_as_html_says_what_its_text_says():
         label, text = line[:10].strip(), line[10:]
         if line.startswith(" "):
             label, _, text = line.strip().partition(": ")
+        elif label == "not":
+            label, _, text = text.partition(": ")
+            label = f"not {label}"
         assert f"{label} {text}" in words
 
 

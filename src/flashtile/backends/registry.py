@@ -187,6 +187,9 @@ class Explanation:
         lines = []
         for label, text in self._lines():
             kind = kinds.get(label.split()[0], "plain")
+            if label == "not":
+                name, _, text = text.partition(": ")
+                label = f"not {name}"
             lines.append((label.strip(), markup.Raw(f'<span class="{kind}">{markup.escape(text)}</span>')))
         return markup.fragment("flashtile-explain", markup.table(("", ""), lines, is_numeric=False))
 

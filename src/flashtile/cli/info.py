@@ -225,7 +225,7 @@ def found_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     built, launcher = facts["extension"], facts["executor"]
     lines = [
         ("python", f"{facts['python']} on {facts['platform']}"),
-        ("torch", f"{facts['torch']}, {facts['cpu_threads']} CPU threads"),
+        ("torch", f"{facts['torch']}, CPU threads: {facts['cpu_threads']}"),
         (
             "C++ extension",
             f"none: {built['reason']}"
