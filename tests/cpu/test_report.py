@@ -76,17 +76,28 @@ def test_every_result_is_on_the_page(text):
         for one in device.all_files:
             assert one.stem in text
             assert one.env.commit in text
-        # Only the tables of tools are left out
-        assert all("tools" in reason or "a table of a tool" in reason for _, reason in device.skipped), device.skipped
+        # Only the files of tools are left out
+        assert all("tools" in reason or "written by a tool" in reason for _, reason in device.skipped), device.skipped
+    assert "NVIDIA H200, mma-sync" in {device.title for device in devices}
+    assert "flashtile check --float32" in text
     kinds = {chart["kind"] for chart in Outline(text).data}
     assert kinds == {"lines", "roofline", "scatter"}
     for words in ("07 production tile", "Speed ratios", "Decoding", "Tiles against occupancy", "compute-sanitizer"):
         assert words in text
+    assert "waits most for long_scoreboard" in text
+    assert "waits most for <" not in text  # of a rung without counters
+    assert "waits most for None" not in text
+
+
+def test_what_is_measured_most_comes_first(text):
+    first = next(one for one in Outline(text).data if one["kind"] == "lines")
+    assert first["choices"][0]["label"].startswith("forward, full, 16384 tokens")
+    assert text.index("fwd_sm90_kernel, fwd") < text.index("bwd_sm90_kernel, bwd") < text.index("fwd_sm80_kernel, fwd")
 
 
 def test_charts_hold_the_values_of_the_files(text):
     stem = "sdpa_paper_bf16_fwd"
-    (file,) = [one for device in collect.collect(ROOT / "results") for one in device.of("sdpa_") if one.stem == stem]
+    (file,) = [one for one in collect.collect(ROOT / "results")[0].of("sdpa_") if one.stem == stem]
     chart = next(one for one in Outline(text).data if any(stem in choice["label"] for choice in one.get("choices", ())))
     choice = next(
         one for one in chart["choices"] if one["label"].startswith("forward, causal") and "d=128" in one["label"]
@@ -122,9 +133,19 @@ def test_broken_files_are_listed_with_their_reason(tmp_path):
     (tmp_path / "cpu-x" / "sdpa_other.csv").write_text("a,b\n1,2\n")
     (tmp_path / "cpu-x" / "mystery.csv").write_text("a\n")
     (tmp_path / "cpu-x" / "check.json").write_text("{")
+    (tmp_path / "cpu-x" / "riddle.json").write_text("{}")
     text = page.build(collect.collect(tmp_path))
-    for words in ("sdpa_other.csv with other columns", "mystery.csv", "check.json", "why it is not shown"):
+    expected = ("sdpa_other.csv with other columns", "mystery.csv", "check.json", "riddle.json", "why it is not shown")
+    for words in expected:
         assert words in text
+
+
+def test_a_folder_inside_a_device_is_a_variant_of_it(tmp_path):
+    write(tmp_path / "cpu-x", rows([provider("one")], 32, 64))
+    write(tmp_path / "cpu-x" / "other-kernels", rows([provider("two")], 32, 64))
+    plain, variant = collect.collect(tmp_path)
+    assert variant.title == f"{plain.title}, other-kernels"
+    assert [row.provider for row in variant.of("sdpa_")[0].rows] == ["two", "two"]
 
 
 def test_a_timeline_is_drawn(tmp_path):
@@ -136,6 +157,8 @@ def test_a_timeline_is_drawn(tmp_path):
     assert "Timelines of a block" in text
     assert text.count("<rect x=") == len(timeline.drawn(made().spans))
     assert "waits: until it is this warpgroup" in text
+    assert ">warpgroup 0<" in text
+    assert ">producer<" in text
     assert "timeline_broken.json" in text
 
 
@@ -280,9 +303,24 @@ def test_nothing_is_wider_than_a_phone(opened):
         assert shown.evaluate("document.documentElement.scrollWidth") == 390
 
 
+def test_all_sections_can_be_seen_on_a_wide_screen(opened):
+    nav = opened(viewport={"width": 1280, "height": 900}).locator("article:visible nav")
+    assert nav.evaluate("one => one.scrollWidth <= one.clientWidth")
+    assert all(link.bounding_box()["x"] + link.bounding_box()["width"] <= 1280 for link in nav.locator("a").all())
+
+
+def test_the_page_of_info_fits_a_phone(browser, tmp_path):
+    out = tmp_path / "info.html"
+    assert CliRunner().invoke(app, ["info", "--html", str(out)]).exit_code == 0
+    shown = browser.new_context(viewport={"width": 390, "height": 844}, is_mobile=True).new_page()
+    shown.goto(out.as_uri())
+    assert shown.evaluate("document.documentElement.scrollWidth") == 390
+    shown.context.close()
+
+
 def test_labels_of_a_roofline_overlap_neither_points_nor_each_other(opened):
     shown = opened(viewport={"width": 1280, "height": 900})
-    charts = shown.locator("section[id^=profile] figure.chart")
+    charts = shown.locator("#profile-0 figure.chart")
     assert charts.count() == 2  # 18 calls: a chart for each pass
     for index in range(charts.count()):
         marks = charts.nth(index).locator("svg.plot > :is(circle, rect)")

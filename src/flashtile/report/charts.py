@@ -16,7 +16,7 @@ from flashtile.markup import Raw, escape, table
 from flashtile.profile.figures import kernel_tflops, levels, roofline_groups, roofline_points
 from flashtile.profile.rows import KernelRow
 from flashtile.profile.tables import point_labels
-from flashtile.profile.timeline import COLOURS, WAIT_COLOUR, Timeline, drawn, header_constants
+from flashtile.profile.timeline import COLOURS, WAIT_COLOUR, Timeline, drawn, header_constants, lane_names
 from flashtile.tiles.rows import TileRow
 
 Chart = dict[str, Any]
@@ -193,8 +193,9 @@ def timeline_picture(timeline: Timeline) -> str:
             f'<rect x="{x + 90:.1f}" y="{warps.index(span.warp) * lane + 4}" width="{max(w, 0.5):.1f}" '
             f'height="{lane - 8}" fill="{fill}"><title>{escape(title)}</title></rect>'
         )
+    names = lane_names(timeline.spans)
     labels_ = "".join(
-        f'<text x="0" y="{index * lane + 22}">warpgroup {warp // 4}</text>' for index, warp in enumerate(warps)
+        f'<text x="0" y="{index * lane + 22}">{names[warp // 4]}</text>' for index, warp in enumerate(warps)
     )
     used = [name for name in dict.fromkeys(span.phase for span in shown) if not phases[name].is_wait]
     legend = "".join(
@@ -231,7 +232,7 @@ def heat_maps(rows: Sequence[Row]) -> dict[str, str]:
     for provider, peer in pairs:
         ratios = speedups(timed, provider, peer)
         if len(ratios) > 1:
-            found[f"{names[provider]} over {names[peer]}"] = _heat_table(timed, provider, ratios)
+            found[f"{names[provider]} against {names[peer]}"] = _heat_table(timed, provider, ratios)
     return found
 
 

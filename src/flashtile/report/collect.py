@@ -27,7 +27,8 @@ KINDS: tuple[tuple[str, type[Any]], ...] = (
     ("overhead_", OverheadRow),
     ("cold_", ColdRow),
 )
-RECORDS = ("check", "mutations", "sanitize")
+RECORDS = ("check", "check_float32", "mutations", "sanitize")
+_OF_A_TOOL = "written by a tool; the documentation has it"
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class DeviceResults:
     """The results of one device: CSVs by the prefix of their name, and the records of checks."""
 
     name: str  # of the folder
+    variant: str = ""  # of the folder inside it, such as mma-sync
     files: dict[str, list[ResultCsv]] = field(default_factory=dict)
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
     timelines: list[Timeline] = field(default_factory=list)
@@ -61,26 +63,33 @@ class DeviceResults:
 
     @property
     def title(self) -> str:
-        return self.all_files[0].env.device if self.all_files else self.name
+        device = self.all_files[0].env.device if self.all_files else self.name
+        return f"{device}, {self.variant}" if self.variant else device
 
 
 def collect(folder: Path) -> list[DeviceResults]:
-    """The devices of a results folder, the GPUs first."""
+    """The devices of a results folder, the GPUs first. A folder inside a device's is a variant: results of the same
+    device with other kernels."""
     if not folder.is_dir():
         raise value_error("--results", f"{folder}, which is no folder", "a folder that `flashtile bench` wrote")
-    devices = [_device(path) for path in sorted(folder.iterdir()) if path.is_dir()]
+    devices = [
+        _device(path, variant)
+        for path in sorted(folder.iterdir())
+        if path.is_dir()
+        for variant in ("", *sorted(inner.name for inner in path.iterdir() if inner.is_dir()))
+    ]
     found = [device for device in devices if device.files or device.records]
     if not found:
         raise value_error("--results", f"{folder} without results", "results/<device>/*.csv", "Run `flashtile bench`")
     return sorted(found, key=lambda device: device.name.startswith("cpu"))
 
 
-def _device(folder: Path) -> DeviceResults:
-    found = DeviceResults(folder.name)
+def _device(device: Path, variant: str) -> DeviceResults:
+    folder, found = device / variant, DeviceResults(device.name, variant)
     for path in sorted(folder.glob("*.csv")):
         kind = next(((prefix, row) for prefix, row in KINDS if path.name.startswith(prefix)), None)
         if kind is None:
-            found.skipped.append((path.name, "a table of a tool; the documentation has it"))
+            found.skipped.append((path.name, _OF_A_TOOL))
             continue
         try:
             rows = read(path, kind[1])
@@ -91,17 +100,14 @@ def _device(folder: Path) -> DeviceResults:
             found.files.setdefault(kind[0], []).append(ResultCsv(path.stem, rows))
         else:
             found.skipped.append((path.name, "no rows"))
-    for path in sorted(folder.glob("timeline_*.json")):
+    for path in sorted(folder.glob("*.json")):
         try:
-            found.timelines.append(timeline.read(path))
-        except (OSError, ValueError) as error:
-            found.skipped.append((path.name, str(error)))
-    for name in RECORDS:
-        path = folder / f"{name}.json"
-        if not path.exists():
-            continue
-        try:
-            found.records[name] = json.loads(path.read_text(encoding="utf-8"))
+            if path.name.startswith("timeline_"):
+                found.timelines.append(timeline.read(path))
+            elif path.stem in RECORDS:
+                found.records[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+            elif not path.with_suffix(".csv").exists():  # a CSV has the same rows
+                found.skipped.append((path.name, _OF_A_TOOL))
         except (OSError, ValueError) as error:
             found.skipped.append((path.name, str(error)))
     return found

@@ -124,7 +124,7 @@ function showTip(figure, svg, x, y, rows, title) {
 }
 
 function plotWidth(figure) {
-  return Math.max(300, Math.min(1100, figure.clientWidth || 900));
+  return Math.max(300, Math.min(1240, figure.clientWidth || 900));
 }
 
 // Throughput, time or memory over the length

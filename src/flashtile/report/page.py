@@ -101,9 +101,15 @@ def _details(title: str, body: str) -> str:
 
 
 def _plain(device: DeviceResults) -> list[ResultCsv]:
-    """The sweeps over the length: grids before single problems, and those with our kernels first."""
+    """The sweeps over the length: grids before single problems, those with our kernels first, forward passes first."""
     found = [one for one in device.of("sdpa_") if one.rows[0].sweep in ("Lsweep", "paper")]
-    return sorted(found, key=lambda one: (one.rows[0].sweep != "paper", all(row.is_baseline for row in one.rows)))
+
+    def rank(one: ResultCsv) -> tuple[bool, bool, int]:
+        first = one.rows[0]
+        is_without_ours = all(row.is_baseline for row in one.rows)
+        return first.sweep != "paper", is_without_ours, list(charts.PASSES).index(first.direction)
+
+    return sorted(found, key=rank)
 
 
 # Sections
@@ -118,7 +124,7 @@ def _curves(device: DeviceResults) -> str:
         _details(one.stem, _table(bench_tables.of(one.rows, "latency")) + _table(bench_tables.of(one.rows, "memory")))
         for one in files
     )
-    return (_chart(chart, "Problem") + _details("The same as tables", single)) if files else ""
+    return (_chart(chart, "Problem") + _details("All problems as tables", single)) if files else ""
 
 
 def _ratios(device: DeviceResults) -> str:
@@ -126,7 +132,10 @@ def _ratios(device: DeviceResults) -> str:
     for one in [*_plain(device), *_of_sweep(device, "decode")]:
         for name, text in charts.heat_maps(one.rows).items():
             found[f"{name} ({one.stem})"] = text
-    note = "<p>The time of the second over the time of the first: above 1, in orange, the first is faster.</p>"
+    note = (
+        "<p>How many times as fast the first is as the second: above 1, in orange, the first is faster; below 1, in "
+        "purple, the second.</p>"
+    )
     return note + _panels(found, "Pair") if found else ""
 
 
@@ -172,7 +181,7 @@ def _timelines(device: DeviceResults) -> str:
     return "".join(
         f"<h3>{escape(one.kernel)}, {escape(one.problem)}</h3>{charts.timeline_picture(one)}"
         + _details("Median clocks of each phase", _table(timeline.table(one)))
-        for one in device.timelines
+        for one in sorted(device.timelines, key=lambda one: ("sm90" not in one.kernel, "fwd" not in one.kernel))
     )
 
 
@@ -222,7 +231,7 @@ def _machine(device: DeviceResults) -> str:
     found += table(("file", "date", "flashtile", "command"), lines, "Files", is_numeric=False)
     if device.skipped:
         found += table(("file", "why it is not shown"), device.skipped, "Not shown", is_numeric=False)
-    return f'<div class="one-line">{found}</div>'
+    return f'<div class="files">{found}</div>'
 
 
 # Accuracy
@@ -235,6 +244,9 @@ def _accuracy(device: DeviceResults) -> str:
         for row in one.rows:
             if row.max_error is not None and row.yardstick_error:
                 groups.setdefault((row.dtype, row.direction, row.provider), []).append(row)
+    # A call with `backend=None` is `flashtile` in one file, the backend that it takes in another
+    names = bench_tables.labels(provider for _, _, provider in groups)
+    names |= {name: f"flashtile ({name})" for name in bench_tables.DEFAULT_BACKENDS if name in names}
     lines = []
     for (dtype, direction, provider), rows in sorted(groups.items()):
         worst = max(rows, key=lambda row: (row.max_error or 0.0) / (row.yardstick_error or 1.0))
@@ -242,20 +254,21 @@ def _accuracy(device: DeviceResults) -> str:
         cells = (number(worst.max_error or 0.0), number(worst.yardstick_error or 0.0))
         ratio = number((worst.max_error or 0.0) / (worst.yardstick_error or 1.0))
         verdict = Raw(f'<span class="{"bad" if wrong else "good"}">{wrong}</span>')
-        lines.append((f"{dtype} {direction} {provider}", str(len(rows)), *cells, ratio, verdict))
+        lines.append((f"{dtype} {direction} {names[provider]}", str(len(rows)), *cells, ratio, verdict))
     header = ("", "calls", "error there", "error of plain math there", "worst ratio", "inaccurate calls")
     shown = table(header, lines, "Largest error against float64, relative to plain math in the same dtype")
     return (shown if lines else "") + "".join(_record(name, found) for name, found in device.records.items())
 
 
 def _record(name: str, found: dict[str, Any]) -> str:
-    if name == "check":
+    if name in ("check", "check_float32"):
         lines = [
             (backend, ran, sum(found["refused"].get(backend, {}).values()), found["failed"][backend])
             for backend, ran in found["ran"].items()
         ]
         header = ("backend", "ran", "refused", "failed")
-        return table(header, lines, f"flashtile check: {found['problems']} random problems, seed {found['seed']}")
+        command = "flashtile check --float32" if name == "check_float32" else "flashtile check"
+        return table(header, lines, f"{command}: {found['problems']} random problems, seed {found['seed']}")
     if name == "mutations":
         faults = [
             (one["mutation"], one["what"], one["problems"] if one["found"] else "not found")
@@ -341,5 +354,7 @@ def _bars(kernel: RungRow | None, before: RungRow | None) -> str:
         ghost = "" if last is None else f'<i style="width:{min(last, 100):.1f}%"></i>'
         bar = Raw(f'<span class="meter"><b style="width:{min(own, 100):.1f}%"></b>{ghost}</span>')
         lines.append((name, bar, f"{own:.3g} %", "" if last is None else f"{last:.3g} %"))
-    title = f"{number(kernel.median_ms)} ms; waits most for {kernel.top_stall}" if kernel.median_ms else ""
+    title = f"{number(kernel.median_ms)} ms" if kernel.median_ms else ""
+    if title and kernel.top_stall:  # counted
+        title += f"; waits most for {kernel.top_stall}"
     return table(("", "", "here", "step before"), lines, title)
