@@ -23,6 +23,7 @@ import torch
 
 from flashtile.backends import cuda, executor, native
 from flashtile.bench import device as facts
+from flashtile.kernels import assemble
 from flashtile.testing import Case, Inputs, assert_agrees, run
 
 # Workers inherit the environment, and with it the seed
@@ -136,8 +137,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 @pytest.fixture(autouse=True)
 def free_switches():
+    """No test takes plans of another one, whose families, faults or architecture were forced."""
     yield
     torch.use_deterministic_algorithms(False)
+    cuda._arch.cache_clear()
+    assemble.clear_plans()
 
 
 def has_backward(case: Case) -> bool:

@@ -85,11 +85,8 @@ def forced(*names: str) -> Any:
 
     @pytest.fixture(autouse=True, name="forced")
     def fixture() -> Iterator[None]:
-        clear_plans()
         with families.forced(*names):
             yield
-        cuda._arch.cache_clear()
-        clear_plans()
 
     return fixture
 

@@ -33,6 +33,7 @@ def settings(*names: str, **options) -> Settings:
     return Settings(backends, "cuda", SEED, **options)
 
 
+@pytest.mark.long(60)
 def test_all_backends_agree() -> None:
     report = check(settings(problems=100, reuse=20))
     assert report.ran.keys() >= {"cuda", "tiled", "reference"}
@@ -40,6 +41,7 @@ def test_all_backends_agree() -> None:
     assert [f"{failure.reproducer}: {failure.smallest_complaints}" for failure in report.failures] == []
 
 
+@pytest.mark.long(45)
 def test_the_time_is_kept() -> None:
     """Other tests keep the machine busy: the time is measured by that of starting one process, which a worker takes.
     What is left of it is for compiling what one problem needs."""

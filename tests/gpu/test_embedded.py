@@ -55,6 +55,7 @@ def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     executor._functions.clear()
 
 
+@pytest.mark.long(60)
 def test_plain_and_causal_calls_compile_nothing(no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def compiled(*_: object) -> None:
         raise AssertionError("something was compiled")
