@@ -93,3 +93,10 @@ def test_those_in_use_fit_a_key() -> None:
     extension.executor().set_gpu(63, 132, forward, backward)
     with pytest.raises(ValueError, match="at most 16"):
         extension.executor().set_gpu(63, 132, 3 * forward, backward)
+
+
+def test_classes_of_different_kinds_differ():
+    """A plan's key, and what a family asks for, may hold two kinds with the same numbers."""
+    one, two = (SmallGrid(22), ManyScores(22)), (PackedHeads(64, 2), FewQueries(64, 2), ShortLengths(64, 2))
+    three = (RaggedQueries(64, 32, 100), KeySteps(64, 32, 100))
+    assert all(len(set(kinds)) == len(kinds) for kinds in (one, two, three))

@@ -4,17 +4,18 @@ A plan's key holds no length. A family (kernels/families/) lists the classes it 
 number for each. The thresholds are data: the C++ executor gets `serialized` and computes the same numbers
 (csrc/exec/length_class.h), so a threshold is written once. A new kind of class is one type here and one case there;
 tests/cpu/test_length_class.py compares the two. `values` are those that lead to different kernels, the value of a long
-call first.
+call first. Classes are dataclasses, not tuples: two of different kinds are never equal, whatever their numbers.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from flashtile.problem import Shape
 
 
-class SmallGrid(NamedTuple):
+@dataclass(frozen=True)
+class SmallGrid:
     """1 where tiles of `block_rows` queries make fewer blocks than the GPU has multiprocessors."""
 
     block_rows: int
@@ -31,7 +32,8 @@ class SmallGrid(NamedTuple):
         return 0, self.block_rows, 0, 0
 
 
-class PackedHeads(NamedTuple):
+@dataclass(frozen=True)
+class PackedHeads:
     """How many heads should share a tile of `tile_rows` rows: all that share a KV head if that makes fewer tiles than
     blocks of `block_rows` queries would, else 1."""
 
@@ -54,7 +56,8 @@ class PackedHeads(NamedTuple):
         return 1, self.tile_rows, self.block_rows, 0
 
 
-class FewQueries(NamedTuple):
+@dataclass(frozen=True)
+class FewQueries:
     """How many heads share a tile of `tile_rows` rows, all that share a KV head, where the queries of a sequence make
     at most `max_tiles` such tiles; else 0."""
 
@@ -75,7 +78,8 @@ class FewQueries(NamedTuple):
         return 5, self.tile_rows, self.max_tiles, 0
 
 
-class RaggedQueries(NamedTuple):
+@dataclass(frozen=True)
+class RaggedQueries:
     """1 where blocks of `large` queries would hold over `percent` percent of the rows that blocks of `small` would."""
 
     large: int
@@ -94,7 +98,8 @@ class RaggedQueries(NamedTuple):
         return 2, self.large, self.small, self.percent
 
 
-class ManyScores(NamedTuple):
+@dataclass(frozen=True)
+class ManyScores:
     """1 where a call has at least 2 ** log2 scores over all heads."""
 
     log2: int
@@ -110,7 +115,8 @@ class ManyScores(NamedTuple):
         return 3, self.log2, 0, 0
 
 
-class ShortLengths(NamedTuple):
+@dataclass(frozen=True)
+class ShortLengths:
     """1 where a call has at most so many queries and keys."""
 
     queries: int
@@ -127,7 +133,8 @@ class ShortLengths(NamedTuple):
         return 4, self.queries, self.keys, 0
 
 
-class KeySteps(NamedTuple):
+@dataclass(frozen=True)
+class KeySteps:
     """How many steps of 16 keys a call has where it has at most `single` keys, at least 1; 254 where it has at most
     `some`; 255 where it has at most `most`; else 0."""
 
