@@ -24,6 +24,7 @@ from flashtile.errors import type_error, unknown_option, unsupported, value_erro
 from flashtile.problem import AttentionArgs, check_layout, head_axis, row_axis, validate
 
 STRATEGIES = ("auto", "ring", "ulysses", "both")
+_FUNCTIONS = {"ring": "ring_attention", "ulysses": "ulysses_attention"}
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,8 @@ def context_attention(
     given = _options(q, k, v, shape[0] * shape[1], call)
     if seqlen is None and not is_compiling():
         for dim in range(max(1, len(_mesh_dims(mesh)))):
-            require_same_lengths(group_of(mesh, group, dim), given.seqlen_q, given.seqlen_k, q.device, timeout)
+            lengths, what = (given.seqlen_q, given.seqlen_k), _FUNCTIONS.get(strategy, "context_attention")
+            require_same_lengths(group_of(mesh, group, dim), lengths, q.device, timeout, what)
     if len(_mesh_dims(mesh)) == 2:
         if strategy not in ("auto", "both"):
             raise value_error(
@@ -503,7 +505,7 @@ def unshard(
     steps = steps or [(group_of(mesh, group), 0)]
     if seqlen is None and not is_compiling():
         for own, _ in steps:
-            require_same_lengths(own, total, total, tensor.device, timeout)
+            require_same_lengths(own, (total, total), tensor.device, timeout, "unshard")
     rows = tensor.movedim(dim, 0)
     for index, (own, first) in enumerate(steps):
         merged = dims[1] if len(dims) == 2 and index == 1 else 1

@@ -258,7 +258,10 @@ def work_of(given: Any) -> Work:
     """Of the options of a call (attention.py)."""
     args: AttentionArgs = given.args
     head = head_axis(args.layout)
-    has_positions = any(value is not None for value in (args.bias, args.mask, args.alibi_slopes)) or args.dropout_p > 0
+    has_dropout = False
+    if args.dropout_p > 0.0:  # a branch: while torch.compile traces, the comparison may be symbolic
+        has_dropout = True
+    has_positions = has_dropout or any(value is not None for value in (args.bias, args.mask, args.alibi_slopes))
     is_known = given.cu_seqlens is not None and not is_compiling()
     bounds = tuple(given.cu_seqlens.tolist()) if is_known else None
     batch = args.q.shape[0] if args.q.dim() == 4 else 1
@@ -280,7 +283,7 @@ def work_of(given: Any) -> Work:
         sharding=given.sharding,
         bounds=bounds,
         has_positions=has_positions,
-        has_dropout=args.dropout_p > 0.0,
+        has_dropout=has_dropout,
     )
 
 

@@ -255,33 +255,36 @@ def _warm_up(group: Any, device: torch.device) -> None:
 
 _same_lengths: weakref.WeakKeyDictionary[Any, set[tuple[int, int]]] = weakref.WeakKeyDictionary()
 _MOST_LENGTHS = 1024
+_LENGTHS = 2  # tag of messages; keys have 0, gradients 1
 
 
-def require_same_lengths(group: Any, seqlen_q: int, seqlen_k: int, device: torch.device, timeout: float | None) -> None:
-    """Raises on all ranks if they have different numbers of rows and none said seqlen. Their messages would have other
-    sizes than their receivers expect: gloo ends the process then. One exchange for each pair of lengths."""
-    size, own = dist.get_world_size(group), (seqlen_q, seqlen_k)
+def require_same_lengths(
+    group: Any, lengths: tuple[int, int], device: torch.device, timeout: float | None, what: str
+) -> None:
+    """Raises on all ranks if they have other numbers of queries or keys and none said seqlen. Their messages would have
+    other sizes than their receivers expect: gloo ends the process then. By NCCL the host would have to wait for the
+    GPU, so each pair of lengths is compared once."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
     known = _same_lengths.setdefault(group, set())
-    if size == 1 or own in known:
+    if size == 1 or lengths in known:
         return
-    lengths = torch.tensor(own, device=device if _takes_cuda(group) else "cpu")
-    found = [torch.empty_like(lengths) for _ in range(size)]
-    channel = Channel(group.group_name, lengths.device, timeout_of(timeout), "seqlen")
-    try:
-        dist.all_gather(found, lengths, group=group, async_op=True).wait(datetime.timedelta(seconds=channel.timeout))
-    except RuntimeError as error:
-        raise channel.error("compare its number of rows with the other ranks", error) from error
-    for rank, theirs in enumerate(found):
-        if theirs.tolist() != found[0].tolist():
-            rows, first = ([length // size for length in one.tolist()] for one in (theirs, found[0]))
+    own = torch.tensor(lengths, device=device if _takes_cuda(group) else "cpu")
+    found = {peer: torch.empty_like(own) for peer in range(size) if peer != rank}
+    channel = Channel(group.group_name, own.device, timeout_of(timeout), what)
+    channel.post([(peer, own) for peer in found], list(found.items()), _LENGTHS).wait()
+    first, *others = (rows.tolist() for _, rows in sorted((found | {rank: own}).items()))
+    for other, theirs in enumerate(others, 1):
+        if theirs != first:
+            (queries, keys), (queries_0, keys_0) = ([length // size for length in one] for one in (theirs, first))
             raise value_error(
                 "seqlen",
-                f"None, {rows[0]} queries and {rows[1]} keys on rank {rank}, {first[0]} and {first[1]} on rank 0",
+                f"None, {queries} queries and {keys} keys on rank {other}, {queries_0} and {keys_0} on rank 0",
                 "the length of the whole sequence, where ranks have different numbers of rows",
             )
-    if len(known) >= _MOST_LENGTHS:
-        known.clear()
-    known.add(own)
+    if own.device.type == "cuda":
+        if len(known) >= _MOST_LENGTHS:
+            known.clear()
+        known.add(lengths)
 
 
 def group_of(mesh: Any, group: Any, dim: int = 0) -> Any:

@@ -141,7 +141,7 @@ def _fake(is_to_heads: bool) -> Any:
         shape = list(x.shape)
         if is_to_heads:
             shape[head] = len(head_range(args.heads, args.group_heads, size, rank))
-            shape[row] = num_rows(shards.union(range(args.first, args.first + size)))
+            shape[row] = shards.length(*range(args.first, args.first + size))
         else:
             shape[head], shape[row] = args.heads, shards.length(args.first + rank)
         return x.new_empty(shape)
@@ -215,9 +215,11 @@ def _scatter_rows(grad: Tensor, *values: Any) -> Tensor:
 def _gathering_fake(is_gather: bool) -> Any:
     def fake(rows: Tensor, *values: Any) -> Tensor:
         args = _Gathering(*values)
-        _, rank = group_size_and_rank(args.group)
-        held = args.places() if is_gather else args.places()[rank : rank + 1]
-        return rows.new_empty((sum(len(part) for own in held for part in own), *rows.shape[1:]))
+        size, rank = group_size_and_rank(args.group)
+        start, count = (0, size) if is_gather else (rank, 1)
+        ranks = range(args.first + start * args.merged, args.first + (start + count) * args.merged)
+        shards = Shards(args.seqlen, args.num_shards, args.sharding)
+        return rows.new_empty((shards.length(*ranks), *rows.shape[1:]))
 
     return fake
 
