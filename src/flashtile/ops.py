@@ -473,7 +473,12 @@ def requires_grad(values: tuple[Any, ...]) -> bool:
 
 def is_transformed() -> bool:
     """Inside forward-mode differentiation or a torch.func transform, which must see the Autograd key."""
-    return forward_ad._current_level >= 0 or _are_functorch_transforms_active()
+    return is_forward_mode() or _are_functorch_transforms_active()
+
+
+def is_forward_mode() -> bool:
+    """Inside forward-mode differentiation, of torch.func too."""
+    return bool(forward_ad._current_level >= 0)
 
 
 def is_traced_above_autograd() -> bool:

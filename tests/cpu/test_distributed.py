@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import json
@@ -72,6 +73,27 @@ def test_results_are_those_of_one_process(pool: Pool, size: int, part: int, seed
     names = FEW if size == MOST else tuple(CASES)
     ways = WAYS if size != MOST else (WAYS[0], WAYS[2], WAYS[4])
     found = pool.run(run_cases, size, names[part::2], seed, ways)[0]
+    assert not found, "\n".join(found)
+
+
+EMPTY = (
+    {"batch": 0, "dropout_p": 0.1},
+    {"seqlen_q": 0, "seqlen_k": 0, "causal": "bottom_right"},
+    {"seqlen_q": 5, "seqlen_k": 0, "has_sinks": True},
+    {"seqlen_q": 0, "seqlen_k": 5, "alibi": None},
+)
+
+
+def run_empty(group: Any, seed: int) -> list[str]:
+    found = []
+    for changes in EMPTY:
+        inputs = dataclasses.replace(exactness.PLAIN, **changes).make(seed)
+        found += measured(group, str(changes), inputs, WAYS[:5])
+    return found
+
+
+def test_nothing_to_compute(pool: Pool, seed: int) -> None:
+    found = pool.run(run_empty, 2, seed)[0]
     assert not found, "\n".join(found)
 
 
@@ -163,6 +185,23 @@ def test_only_keys_that_are_seen_are_sent(pool: Pool) -> None:
     assert [one for one, _ in results] == [10 * key] * 3 + [0]
 
 
+def count_ulysses_bytes(group: Any) -> list[int]:
+    """Sent by this rank in a forward pass without and with lse."""
+    q, found = torch.randn(1, 4, 6, 8), []
+    for return_lse in (False, True):
+        before = transport.bytes_sent.get(group.group_name, 0)
+        distributed.ulysses_attention(q, q, q, group=group, seqlen=12, return_lse=return_lse)
+        found.append(transport.bytes_sent[group.group_name] - before)
+    return found
+
+
+def test_heads_that_stay_are_not_sent(pool: Pool) -> None:
+    """Half of the heads of q, k, v and out; lse only where it is asked for."""
+    half = 2 * 6 * 8 * 4
+    for sent in pool.run(count_ulysses_bytes, 2):
+        assert sent == [4 * half, 4 * half + 2 * 6 * 4]
+
+
 def run_twice(group: Any) -> list[Tensor]:
     rank = dist.get_rank(group)
     found = []
@@ -206,6 +245,52 @@ def run_compiled(group: Any, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "auto"])
 def test_torch_compile(pool: Pool, strategy: str) -> None:
     pool.run(run_compiled, 2, strategy)
+
+
+def run_compiled_symbolic(group: Any) -> None:
+    """One graph for several lengths, with the strategy that the cost model chooses."""
+
+    def whole(x: Tensor) -> Tensor:
+        out = distributed.context_attention(2 * x, x, x, group=group, causal=True)
+        return distributed.unshard(out, 2, group=group)
+
+    graphs: list[Any] = []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(whole, backend=count, fullgraph=True, dynamic=True)
+    for rows in (13, 14, 15):
+        x = torch.randn(1, 4, rows, 16)
+        torch.testing.assert_close(compiled(x), whole(x))
+    assert len(graphs) == 1
+
+
+def test_torch_compile_with_symbolic_lengths(pool: Pool) -> None:
+    pool.run(run_compiled_symbolic, 2)
+
+
+def run_second_derivatives(group: Any) -> None:
+    whole = torch.randn(1, 4, 12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def second(attend: Any, x: Tensor) -> Tensor:
+        x.requires_grad_()
+        (first,) = torch.autograd.grad(attend(x, x, x, causal=True).pow(3).sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    own = distributed.shard(whole, 2, group=group)
+    expected = second(functools.partial(flashtile.attention, backend="reference"), whole)
+    ulysses = functools.partial(distributed.ulysses_attention, group=group, backend="reference")
+    torch.testing.assert_close(second(ulysses, own), distributed.shard(expected, 2, group=group))
+    with pytest.raises(flashtile.Unsupported, match="a second derivative of ring attention"):
+        second(functools.partial(distributed.ring_attention, group=group, backend="reference"), own)
+    with pytest.raises(flashtile.Unsupported, match="forward-mode"):
+        torch.func.jvp(lambda x: distributed.ring_attention(x, x, x, group=group), (own,), (own,))
+
+
+def test_second_derivatives(pool: Pool) -> None:
+    pool.run(run_second_derivatives, 2)
 
 
 def run_compiled_model(group: Any, uses_sdpa: bool) -> None:
@@ -409,6 +494,48 @@ def run_refusals(group: Any) -> None:
         ring(q[0], q[0], q[0], group=group, cu_seqlens=torch.tensor([0, 5], dtype=torch.int32))
     with pytest.raises(ValueError, match="strategy: got 'both'"):
         distributed.context_attention(q, q, q, group=group, strategy="both")
+    # Before anything is sent: a message that nobody waits for would be taken for one of the next call
+    for attend in (ring, ulysses, distributed.context_attention):
+        with pytest.raises(ValueError, match="k: got 3 heads; accepted: a divisor of q's 4 heads"):
+            attend(q, q[:, :3], q[:, :3], group=group)
+        with pytest.raises(ValueError, match="v: got 2 heads; accepted: 4, as k"):
+            attend(q, q, q[:, :2], group=group)
+        with pytest.raises(TypeError, match="v: got float64; accepted: float32, as q"):
+            attend(q, q, q.double(), group=group)
+        with pytest.raises(ValueError, match=r"sinks: got shape \(3,\)"):
+            attend(q, q, q, group=group, sinks=torch.zeros(3))
+        with pytest.raises(ValueError, match=r"cu_seqlens: got \(0, 9\)"):
+            attend(q[0], q[0], q[0], group=group, cu_seqlens=torch.tensor([0, 9], dtype=torch.int32))
+        with pytest.raises(TypeError, match=r"cu_seqlens: got shape \(2,\) \(int64"):
+            attend(q[0], q[0], q[0], group=group, cu_seqlens=torch.tensor([0, 12]))
+    with pytest.raises(ValueError, match="total_heads: got 5 with first_head 2 and 4 heads"):
+        ring(q, q, q, group=group, first_head=2, total_heads=5)
+    with pytest.raises(TypeError, match="mesh: got"):
+        ring(q, q, q, mesh=group)
+    with pytest.raises(TypeError, match="group: got"):
+        ring(q, q, q, group=rank_pool.meshes[2, 1])
+    with pytest.raises(ValueError, match="group: got one without this rank"):
+        ring(q, q, q, group=dist.GroupMember.NON_GROUP_MEMBER)
+    with pytest.raises(ValueError, match="seqlen: got -1"):
+        ring(q, q, q, group=group, seqlen=-1)
+    with pytest.raises(flashtile.Unsupported, match=r"k: got a DTensor.*Pass k\.to_local"):
+        ring(q, torch.distributed.tensor.distribute_tensor(q, rank_pool.meshes[2, 1]["ring"]), q, group=group)
+    torch.testing.assert_close(ring(q, q, q, group=group), ulysses(q, q, q, group=group))
+
+
+def run_different_lengths(group: Any) -> None:
+    q = torch.randn(1, 4, 7 + dist.get_rank(group), 8)
+    words = "seqlen: got None, 8 queries and 8 keys on rank 1, 7 and 7 on rank 0; accepted: the length of the whole"
+    for attend in (distributed.ring_attention, distributed.ulysses_attention):
+        with pytest.raises(ValueError, match=words):
+            attend(q, q, q, group=group)
+        assert attend(q[:, :, :7], q[:, :, :7], q[:, :, :7], group=group).shape[2] == 7
+    with pytest.raises(ValueError, match=words):
+        distributed.unshard(q, 2, group=group)
+
+
+def test_ranks_of_different_lengths_must_say_so(pool: Pool) -> None:
+    pool.run(run_different_lengths, 2)
 
 
 def test_refusals(pool: Pool) -> None:
@@ -437,6 +564,11 @@ def run_different(group: Any) -> None:
             distributed.ring_attention(q, q, q, group=group, window=(1 + rank, 0))
         with pytest.raises(ValueError, match="seqlen: got 13 on rank 1"):
             distributed.ulysses_attention(q, q, q, group=group, seqlen=12 + rank)
+        with pytest.raises(ValueError, match="function: got ulysses_attention on rank 1; accepted: ring_attention"):
+            (distributed.ring_attention, distributed.ulysses_attention)[rank](q, q, q, group=group)
+        documents = torch.tensor([0, 4 + rank, 12], dtype=torch.int32)
+        with pytest.raises(ValueError, match=r"cu_seqlens: got \[0, 5, 12\] on rank 1"):
+            distributed.ring_attention(q[0], q[0], q[0], group=group, cu_seqlens=documents)
         distributed.ring_attention(q, q, q, group=group, window=(2, 0))
     finally:
         del os.environ["FLASHTILE_CHECK"]
@@ -620,6 +752,26 @@ def test_the_cost_model_explains_its_choice() -> None:
     assert slow.strategy == "ulysses"
     few = distributed.explain_context(q[:, :6], q[:, :6], q[:, :6], num_ranks=4)
     assert few.refusals == {"ulysses": "6 query heads are not a multiple of 4 ranks"}
+    # What the caller asks for is what is taken, or nothing
+    assert distributed.explain_context(q, k, k, num_ranks=8, strategy="ulysses").strategy == "ulysses"
+    assert distributed.explain_context(q, k, k, num_ranks=(8, 1)).strategy == "both"
+    for size, words in ((4, {"strategy": "ulysses"}), ((2, 4), {})):
+        assert distributed.explain_context(q[:, :6], q[:, :6], q[:, :6], num_ranks=size, **words).strategy == "none"
+    for size in (0, "8", (2,), True):
+        with pytest.raises(ValueError, match="num_ranks: got"):
+            distributed.explain_context(q, k, k, num_ranks=size)
+
+
+def test_a_strategy_is_chosen_once_for_each_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashtile.distributed import attention, cost
+
+    q, counted, estimate = torch.empty(1, 8, 48, 16), [], cost.estimate_ring
+    monkeypatch.setattr(cost, "estimate_ring", lambda *args: counted.append(args) or estimate(*args))
+    cost._faster.cache_clear()
+    for rows in (48, 48, 24):
+        part = q[:, :, :rows]
+        cost.choose(attention._options(part, part, part, 8, attention.Call()), 8)
+    assert len(counted) == 2
 
 
 SLOW_ROWS = 64

@@ -10,17 +10,21 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from flashtile import ops
 from flashtile.arguments import Causal, Window, attention_args, autocast, flag, integer
 from flashtile.distributed import ring, ulysses
 from flashtile.distributed.cost import ContextExplanation, Link, choose, compare
 from flashtile.distributed.sharding import SHARDINGS, Shards
-from flashtile.distributed.transport import group_of, timeout_of
+from flashtile.distributed.transport import group_of, require_same_lengths, timeout_of
 from flashtile.errors import type_error, unknown_option, unsupported, value_error
-from flashtile.problem import AttentionArgs, check_layout, head_axis, row_axis
+from flashtile.problem import AttentionArgs, check_layout, head_axis, row_axis, validate
 
 STRATEGIES = ("auto", "ring", "ulysses", "both")
+_FUNCTIONS = {"ring": "ring_attention", "ulysses": "ulysses_attention"}
 
 
 @dataclass(frozen=True)
@@ -120,8 +124,9 @@ def context_attention(
     """
     if unknown:
         raise unknown_option("context_attention", next(iter(unknown)), _OPTIONS)
-    if strategy not in STRATEGIES:
-        raise value_error("strategy", repr(strategy), ", ".join(map(repr, STRATEGIES)))
+    _check_strategy(strategy)
+    if not is_compiling() and ops.is_forward_mode():
+        raise unsupported("q", "a call inside forward-mode differentiation", "reverse mode: backward")
     shape = mesh_shape(mesh, group)
     call = Call(
         causal=causal,
@@ -147,12 +152,16 @@ def context_attention(
         transport=transport,
     )
     given = _options(q, k, v, shape[0] * shape[1], call)
+    if seqlen is None and not is_compiling():
+        for dim in range(max(1, len(_mesh_dims(mesh)))):
+            lengths, what = (given.seqlen_q, given.seqlen_k), _FUNCTIONS.get(strategy, "context_attention")
+            require_same_lengths(group_of(mesh, group, dim), lengths, q.device, timeout, what)
     if len(_mesh_dims(mesh)) == 2:
         if strategy not in ("auto", "both"):
             raise value_error(
                 "strategy", repr(strategy), "'auto' or 'both' on a 2-D mesh", "Pass one of its dimensions"
             )
-        out, lse = _both(given, mesh, shape, timeout)
+        out, lse = _both(given, mesh, shape, timeout, return_lse)
     else:
         own = group_of(mesh, group)
         if strategy == "both":
@@ -162,8 +171,13 @@ def context_attention(
         if strategy == "ring":
             out, lse = _ring(given, own, 1, timeout)
         else:
-            out, lse = _ulysses(given, own, 0, shape[0], timeout)
+            out, lse = _ulysses(given, own, 0, shape[0], timeout, return_lse)
     return (out, lse) if return_lse else out
+
+
+def _check_strategy(strategy: str) -> None:
+    if strategy not in STRATEGIES:
+        raise value_error("strategy", repr(strategy), ", ".join(map(repr, STRATEGIES)))
 
 
 _OPTIONS = tuple(inspect.signature(context_attention).parameters)[3:-1]
@@ -219,21 +233,34 @@ def explain_context(
     q, k and v hold one rank's rows and may be meta tensors. num_ranks, or (ring, heads), asks without a process group;
     link names another speed: "nvlink", "infiniband", "ethernet", "loopback", or a `Link`.
     """
-    shape = mesh_shape(mesh, group) if num_ranks is None else _pair(num_ranks)
+    if num_ranks is None:
+        shape, is_mesh = mesh_shape(mesh, group), len(_mesh_dims(mesh)) == 2
+    else:
+        shape, is_mesh = _pair(num_ranks), isinstance(num_ranks, tuple)
     _check_names("explain_context", options, _OPTIONS)
+    strategy = options.get("strategy", "auto")
+    _check_strategy(strategy)
     call = Call(**{name: value for name, value in options.items() if name not in ("strategy", "timeout")})
-    return compare(_options(q, k, v, shape[0] * shape[1], call), shape, link)
+    given = _options(q, k, v, shape[0] * shape[1], call)
+    return compare(given, shape, link, "both" if is_mesh else strategy)
 
 
-def _pair(num_ranks: int | tuple[int, int]) -> tuple[int, int]:
-    return num_ranks if isinstance(num_ranks, tuple) else (num_ranks, 1)
+def _pair(num_ranks: Any) -> tuple[int, int]:
+    pair = num_ranks if isinstance(num_ranks, tuple) else (num_ranks, 1)
+    if len(pair) != 2 or any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in pair):
+        raise value_error("num_ranks", repr(num_ranks), "a number of ranks, or a pair (ring, heads) of them")
+    return pair
 
 
 # From arguments to operators
 
 
 def _mesh_dims(mesh: Any) -> tuple[int, ...]:
-    return () if mesh is None else tuple(mesh.shape)
+    if mesh is None:
+        return ()
+    if not isinstance(mesh, DeviceMesh):
+        raise type_error("mesh", mesh, "a DeviceMesh", "Pass a process group as group")
+    return tuple(mesh.shape)
 
 
 def mesh_shape(mesh: Any, group: Any) -> tuple[int, int]:
@@ -241,13 +268,15 @@ def mesh_shape(mesh: Any, group: Any) -> tuple[int, int]:
     dims = _mesh_dims(mesh)
     if len(dims) > 2:
         raise value_error("mesh", f"{len(dims)} dimensions", "1 or 2: mesh['cp'], or mesh['ring', 'heads']")
-    if len(dims) == 2:
-        return dims[0], dims[1]
-    return dist.get_world_size(group_of(mesh, group)), 1
+    own = group_of(mesh, group)
+    return (dims[0], dims[1]) if len(dims) == 2 else (dist.get_world_size(own), 1)
 
 
 def _options(q: Tensor, k: Tensor, v: Tensor, num_ranks: int, call: Call) -> Options:
     """What the caller wrote, checked as far as one rank can."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if isinstance(tensor, DTensor):
+            raise unsupported(name, "a DTensor", "this rank's rows as a tensor", f"Pass {name}.to_local()")
     q, k, v, bias = autocast(q, k, v, call.bias)
     args = attention_args(
         *(q, k, v, call.causal, call.window, call.scale, call.mask, bias, call.alibi_slopes, call.softcap, call.sinks),
@@ -282,16 +311,27 @@ def _options(q: Tensor, k: Tensor, v: Tensor, num_ranks: int, call: Call) -> Opt
 
 
 def _length(name: str, given: int | None, derived: int) -> int:
-    return derived if given is None else integer(name, given, "rows of the whole sequence, or None")
+    if given is None:
+        return derived
+    accepted = "the number of rows of the whole sequence, or None"
+    length: int = integer(name, given, accepted)
+    if length < 0:
+        raise value_error(name, length, accepted)
+    return length
 
 
 def _check(given: Options) -> None:
+    """Everything that one rank can see, before anything is sent: a rank that fails later leaves messages behind."""
     args = given.args
     if given.cu_seqlens is not None:
-        if not isinstance(given.cu_seqlens, Tensor):
+        if not isinstance(given.cu_seqlens, Tensor) or given.cu_seqlens.dtype != torch.int32:
             raise type_error("cu_seqlens", given.cu_seqlens, "an int32 tensor")
+        if given.cu_seqlens.dim() != 1:
+            raise value_error("cu_seqlens", given.cu_seqlens, "shape (documents + 1,)")
         if given.seqlen_q != given.seqlen_k:
             raise value_error("cu_seqlens", "different numbers of queries and keys", "documents of self-attention")
+        if not is_compiling():
+            ring.bounds_of(given.cu_seqlens, given.seqlen_q)
         if args.bias is not None or args.mask is not None:
             raise unsupported("bias" if args.bias is not None else "mask", "it with cu_seqlens", "one of the two")
         if args.alibi_slopes is not None and args.alibi_slopes.dim() == 2:
@@ -307,6 +347,20 @@ def _check(given: Options) -> None:
         full = (batch, heads, rows, given.seqlen_k)
         if any(size not in (1, whole) for size, whole in zip(tensor.shape, full, strict=True)):
             raise value_error(name, tensor, f"(batch, heads, this rank's rows, all keys) = {full}, each of them or 1")
+    validate(_as_local_call(given))
+    if given.total_heads and given.first_head + heads > given.total_heads:
+        got = f"{given.total_heads} with first_head {given.first_head} and {heads} heads"
+        raise value_error("total_heads", got, "at least first_head + heads")
+
+
+def _as_local_call(given: Options) -> AttentionArgs:
+    """A call of one rank with the tensors of this rank: documents as one sequence, bias and mask of one key."""
+    args = given.args
+    tensors = {name: getattr(args, name) for name in ("q", "k", "v")}
+    if given.cu_seqlens is not None:
+        tensors = {name: tensor[None] for name, tensor in tensors.items()}
+    scores = {name: tensor[..., :1] for name in ("bias", "mask") if (tensor := getattr(args, name)) is not None}
+    return args._replace(**tensors, **scores, first_head=given.first_head, total_heads=given.total_heads)
 
 
 def _ring(given: Options, group: Any, merged: int, timeout: float | None) -> tuple[Tensor, Tensor]:
@@ -344,8 +398,10 @@ def _ring(given: Options, group: Any, merged: int, timeout: float | None) -> tup
     return result
 
 
-def _exchanged(given: Options, group: Any, first: int, num_shards: int, limit: float) -> tuple[Options, Any]:
-    """The call on all rows of this rank's heads, and what brings a result back."""
+def _exchanged(
+    given: Options, group: Any, first: int, num_shards: int, limit: float, wants_lse: bool
+) -> tuple[Options, Any]:
+    """The call on all rows of this rank's heads, and what brings a result back; lse only where it is wanted."""
     args = given.args
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     axis = head_axis(args.layout)
@@ -380,14 +436,17 @@ def _exchanged(given: Options, group: Any, first: int, num_shards: int, limit: f
 
     def back(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         out = exchange(out, heads, 1, given.seqlen_q, args.layout, to_rows)
-        lse = exchange(lse[..., None], heads, 1, given.seqlen_q, "bhsd", to_rows)[..., 0]
+        if wants_lse:
+            lse = exchange(lse[..., None], heads, 1, given.seqlen_q, "bhsd", to_rows)[..., 0]
         return out, lse
 
     return exchanged, back
 
 
-def _ulysses(given: Options, group: Any, first: int, num_shards: int, timeout: float | None) -> tuple[Tensor, Tensor]:
-    exchanged, back = _exchanged(given, group, first, num_shards, timeout_of(timeout))
+def _ulysses(
+    given: Options, group: Any, first: int, num_shards: int, timeout: float | None, wants_lse: bool
+) -> tuple[Tensor, Tensor]:
+    exchanged, back = _exchanged(given, group, first, num_shards, timeout_of(timeout), wants_lse)
     args = exchanged.args._replace(first_head=exchanged.first_head, total_heads=exchanged.total_heads)
     if exchanged.cu_seqlens is not None:
         cu_seqlens = exchanged.cu_seqlens.to(args.q.device)
@@ -396,11 +455,13 @@ def _ulysses(given: Options, group: Any, first: int, num_shards: int, timeout: f
     return result
 
 
-def _both(given: Options, mesh: Any, shape: tuple[int, int], timeout: float | None) -> tuple[Tensor, Tensor]:
+def _both(
+    given: Options, mesh: Any, shape: tuple[int, int], timeout: float | None, wants_lse: bool
+) -> tuple[Tensor, Tensor]:
     ring_group, head_group = mesh.get_group(0), mesh.get_group(1)
     first = dist.get_rank(ring_group) * shape[1]
     limit = timeout_of(timeout)
-    exchanged, back = _exchanged(given, head_group, first, shape[0] * shape[1], limit)
+    exchanged, back = _exchanged(given, head_group, first, shape[0] * shape[1], limit, wants_lse)
     result: tuple[Tensor, Tensor] = back(*_ring(exchanged, ring_group, shape[1], timeout))
     return result
 
@@ -439,27 +500,17 @@ def unshard(
     ranks of the gradients of its rows."""
     dims = _mesh_dims(mesh)
     rank, size = _place(mesh, group)
-    total = tensor.shape[dim] * size if seqlen is None else seqlen
+    total = _length("seqlen", seqlen, tensor.shape[dim] * size)
     steps = [(mesh.get_group(1), rank // dims[1] * dims[1]), (mesh.get_group(0), 0)] if len(dims) == 2 else None
     steps = steps or [(group_of(mesh, group), 0)]
+    if seqlen is None and not is_compiling():
+        for own, _ in steps:
+            require_same_lengths(own, (total, total), tensor.device, timeout, "unshard")
     rows = tensor.movedim(dim, 0)
     for index, (own, first) in enumerate(steps):
         merged = dims[1] if len(dims) == 2 and index == 1 else 1
-        rows = _Gather.apply(rows, own.group_name, sharding, total, first, size, merged, timeout_of(timeout))
+        rows = ulysses.gather_rows(rows, own.group_name, sharding, total, first, size, merged, timeout_of(timeout))
     return rows.movedim(0, dim)
-
-
-class _Gather(torch.autograd.Function):
-    """Rows (rows, ...) of all ranks of a group, in the order of the sequence."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, *place: Any) -> Tensor:
-        ctx.place = place
-        return ulysses.gather_rows(rows, *place)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ulysses.scatter_rows(grad, *ctx.place), *([None] * len(ctx.place))
 
 
 def position_ids(
@@ -472,5 +523,6 @@ def position_ids(
 ) -> Tensor:
     """The positions of this rank's rows in the whole sequence, int64: for rotary embeddings."""
     rank, size = _place(mesh, group)
+    seqlen = _length("seqlen", seqlen, 0)
     parts = [torch.arange(rows.start, rows.stop, device=device) for rows in Shards(seqlen, size, sharding).ranges(rank)]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)

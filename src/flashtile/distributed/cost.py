@@ -258,26 +258,53 @@ def work_of(given: Any) -> Work:
     """Of the options of a call (attention.py)."""
     args: AttentionArgs = given.args
     head = head_axis(args.layout)
-    has_positions = any(value is not None for value in (args.bias, args.mask, args.alibi_slopes)) or args.dropout_p > 0
+    has_dropout = False
+    if args.dropout_p > 0.0:  # a branch: while torch.compile traces, the comparison may be symbolic
+        has_dropout = True
+    has_positions = has_dropout or any(value is not None for value in (args.bias, args.mask, args.alibi_slopes))
     is_known = given.cu_seqlens is not None and not is_compiling()
     bounds = tuple(given.cu_seqlens.tolist()) if is_known else None
+    batch = args.q.shape[0] if args.q.dim() == 4 else 1
+    seqlen_q, seqlen_k = given.seqlen_q, given.seqlen_k
+    if is_compiling():
+        batch, seqlen_q, seqlen_k = (_power_of_two(size) for size in (batch, seqlen_q, seqlen_k))
     return Work(
-        batch=args.q.shape[0] if args.q.dim() == 4 else 1,
-        heads=args.q.shape[head],
-        heads_kv=args.k.shape[head],
-        seqlen_q=given.seqlen_q,
-        seqlen_k=given.seqlen_k,
-        head_dim=args.q.shape[-1],
-        head_dim_v=args.v.shape[-1],
+        batch=batch,
+        heads=_plain(args.q.shape[head]),
+        heads_kv=_plain(args.k.shape[head]),
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=_plain(args.q.shape[-1]),
+        head_dim_v=_plain(args.v.shape[-1]),
         element_bytes=args.q.element_size(),
         left=args.window_left,
         right=args.window_right if args.causal == "none" else 0,
-        offset=0 if args.causal == "top_left" else given.seqlen_k - given.seqlen_q,
+        offset=0 if args.causal == "top_left" else seqlen_k - seqlen_q,
         sharding=given.sharding,
         bounds=bounds,
         has_positions=has_positions,
-        has_dropout=args.dropout_p > 0.0,
+        has_dropout=has_dropout,
     )
+
+
+def _plain(size: int) -> int:
+    """The number that a symbolic size stands for, by comparisons: torch.compile lets int(size) stay symbolic."""
+    if not is_compiling():
+        return size
+    value = 0
+    for bit in range(16, -1, -1):
+        if value + (1 << bit) <= size:
+            value += 1 << bit
+    return value
+
+
+def _power_of_two(size: int) -> int:
+    """The next one, a plain number for a symbolic size: what is chosen for it holds for all sizes in between, so that
+    few lengths compile anew."""
+    power = 1
+    while power < size:
+        power *= 2
+    return power
 
 
 def device_of(args: AttentionArgs) -> Device:
@@ -363,32 +390,34 @@ class ContextExplanation:
         return "\n".join(lines)
 
 
-def compare(given: Any, shape: tuple[int, int], link: str | Link | None = None) -> ContextExplanation:
+def compare(given: Any, shape: tuple[int, int], link: str | Link | None, strategy: str) -> ContextExplanation:
+    """strategy: what the caller asked for; "auto" = the fastest."""
     work, device = work_of(given), device_of(given.args)
     size = shape[0] * shape[1]
     own_link = named_link(link, given.args, size)
     has_scores = given.args.bias is not None or given.args.mask is not None
     refusals, estimates = {}, []
-    if shape[1] > 1:
+    if strategy == "both":
         reason = ulysses.refusal(work.heads, work.heads_kv, shape[1])
         if reason is None and not has_scores:
             estimates.append(estimate_both(work, shape, device, own_link))
         else:
             refusals["both"] = reason or "a mask or a bias is not exchanged"
-        return ContextExplanation(shape, device, own_link, tuple(estimates), refusals, "both")
+        return ContextExplanation(shape, device, own_link, tuple(estimates), refusals, "none" if refusals else "both")
     estimates.append(estimate_ring(work, size, device, own_link))
     reason = ulysses.refusal(work.heads, work.heads_kv, size)
     if reason is None and not has_scores:
         estimates.append(estimate_ulysses(work, size, device, own_link))
     else:
         refusals["ulysses"] = reason or "a mask or a bias is not exchanged"
-    best = min(estimates, key=lambda one: one.total_s)
-    return ContextExplanation(shape, device, own_link, tuple(estimates), refusals, best.strategy)
+    best = min(estimates, key=lambda one: one.total_s).strategy if strategy == "auto" else strategy
+    taken = "none" if best in refusals else best
+    return ContextExplanation(shape, device, own_link, tuple(estimates), refusals, taken)
 
 
 def choose(given: Any, size: int) -> str:
     """Every rank must choose alike: nothing but what they share is looked at. While torch.compile traces, the bounds of
-    documents are not known."""
+    documents are not known, and sizes are rounded up."""
     args: AttentionArgs = given.args
     if args.bias is not None or args.mask is not None:
         return "ring"
@@ -398,6 +427,11 @@ def choose(given: Any, size: int) -> str:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _choice(*values: Any) -> str:
+    return _faster(*values)
+
+
+@functools.lru_cache(maxsize=256)  # 3 ms for 8 ranks, which every layer would pay
+def _faster(*values: Any) -> str:
     *numbers, device_type, dtype, size = values
     work = Work(*numbers)
     if ulysses.refusal(work.heads, work.heads_kv, size) is not None:

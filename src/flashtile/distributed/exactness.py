@@ -265,13 +265,13 @@ def sent_keys(group: Any, inputs: Inputs, way: Way) -> int:
     """How many keys, with their values, all ranks together send in a forward pass."""
     args, row = inputs.args, row_axis(inputs.args.layout)
     k, v = args.k, args.v
-    per_key = (k[..., 0].numel() * k.shape[-1] + v[..., 0].numel() * v.shape[-1]) // k.shape[row] * k.element_size()
+    per_key = (k.numel() + v.numel()) // max(1, k.shape[row]) * k.element_size()
     before = bytes_sent.get(group.group_name, 0)
     with torch.no_grad():
         own = shards_of(args, {"group": group, "sharding": way.sharding})
         attend(own, group, way, seqlen=args.q.shape[row], seqlen_k=k.shape[row])
     sent = torch.tensor([bytes_sent.get(group.group_name, 0) - before], dtype=torch.float64, device=k.device)
-    return int(_summed(sent, group).item()) // per_key
+    return int(_summed(sent, group).item()) // max(1, per_key)
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,9 @@ def measure(group: Any, name: str, inputs: Inputs, way: Way, expected: Expected 
         text + _at_fault(text.partition(":")[0], ours, expected, inputs.args, dist.get_world_size(group), way)
         for text in disagreements(ours, inputs, expected)
     ]
-    least = least_keys(inputs.args, dist.get_world_size(group), way.sharding) if is_ring else 0
+    least = (
+        least_keys(inputs.args, dist.get_world_size(group), way.sharding) if is_ring and inputs.args.k.numel() else 0
+    )
     complaints += [f"{sent} keys were sent, {least} are enough"] if sent != least else []
     complaints += [
         f"{field}: differs between two runs"

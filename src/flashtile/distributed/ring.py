@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, NoReturn, get_type_hints
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ class _Pass:
         self.channel.check_same(self._shared_options())
         self.offset = 0 if args.causal == "top_left" else args.seqlen_k - args.seqlen_q
         self.band = Band.of(args.window_left, args.window_right if args.causal == "none" else 0, self.offset)
-        self.bounds = None if args.cu_seqlens is None else _bounds(args.cu_seqlens, args.seqlen_q)
+        self.bounds = None if args.cu_seqlens is None else bounds_of(args.cu_seqlens, args.seqlen_q)
         self.heads = args.q.shape[self.head]
         self.total_heads = args.total_heads or self.heads
         self.queries = [self._ranges(args.seqlen_q, rank) for rank in range(self.size)]
@@ -114,7 +114,8 @@ class _Pass:
         sizes = {
             name: str(_with_rows(tensor, 0, self.row)) for name, tensor in (("q", args.q), ("k", args.k), ("v", args.v))
         }
-        return options | sizes | {"dtype": str(args.q.dtype)}
+        documents = None if args.cu_seqlens is None else args.cu_seqlens.tolist()
+        return options | sizes | {"dtype": str(args.q.dtype), "cu_seqlens": documents}
 
     def _ranges(self, seqlen: int, rank: int) -> Ranges:
         merged = self.args.merged
@@ -567,7 +568,8 @@ def _numel(shape: list[int]) -> int:
     return product
 
 
-def _bounds(cu_seqlens: Tensor, total: int) -> tuple[int, ...]:
+def bounds_of(cu_seqlens: Tensor, total: int) -> tuple[int, ...]:
+    """Of the documents of a sequence, read by the host."""
     bounds = tuple(cu_seqlens.tolist())
     if not bounds or bounds[0] != 0 or bounds[-1] != total or list(bounds) != sorted(bounds):
         raise value_error("cu_seqlens", f"{bounds}", f"rising values from 0 to {total}, the length of the sequence")
@@ -675,4 +677,9 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     return tuple(results)
 
 
+def _no_second_derivative(ctx: Any, *grads: Tensor | None) -> NoReturn:
+    raise unsupported("q", "a second derivative of ring attention", "first derivatives", "Use ulysses_attention")
+
+
 torch.library.register_autograd("flashtile::ring_forward", _gradients, setup_context=_setup, lib=_library)
+torch.library.register_autograd("flashtile::ring_backward", _no_second_derivative, lib=_library)

@@ -40,19 +40,21 @@ class Shards:
 
     def union(self, ranks: Iterable[int]) -> Ranges:
         """The rows of several ranks, in order."""
-        parts = []
-        for rank in ranks:
-            parts.append(rank)
-            if self.sharding == "zigzag":
-                parts.append(2 * self.num_ranks - 1 - rank)
-        return coalesced(self._part(part) for part in sorted(parts))
+        return coalesced(range(self._start(part), self._start(part + 1)) for part in sorted(self._parts(ranks)))
 
-    def length(self, rank: int) -> int:
-        return num_rows(self.ranges(rank))
+    def length(self, *ranks: int) -> int:
+        """The number of their rows, symbolic if seqlen is."""
+        if len(ranks) == self.num_ranks:
+            return self.seqlen
+        return sum(self._start(part + 1) - self._start(part) for part in self._parts(ranks))
 
-    def _part(self, part: int) -> range:
+    def _parts(self, ranks: Iterable[int]) -> list[int]:
+        is_zigzag = self.sharding == "zigzag"
+        return [part for rank in ranks for part in ((rank, 2 * self.num_ranks - 1 - rank) if is_zigzag else (rank,))]
+
+    def _start(self, part: int) -> int:
         count = 2 * self.num_ranks if self.sharding == "zigzag" else self.num_ranks
-        return range(self.seqlen * part // count, self.seqlen * (part + 1) // count)
+        return self.seqlen * part // count
 
 
 def coalesced(ranges: Iterable[range]) -> Ranges:

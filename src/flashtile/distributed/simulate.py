@@ -177,12 +177,12 @@ def measure(group: Any, rows: int, shares: Sequence[float], rounds: int) -> list
 
 def _rings(group: Any, inputs: Sequence[Tensor], count: int) -> list[dict[str, float]]:
     """Times of both passes over all ranks."""
-    found = []
+    found, seqlen = [], inputs[0].shape[2] * dist.get_world_size(group)
     for _ in range(count):
         leaves = [tensor.clone().requires_grad_() for tensor in inputs]
         dist.barrier(group)
         start = time.perf_counter()
-        out: Any = ring_attention(*leaves, group=group, transport="p2p", backend="cpu")
+        out: Any = ring_attention(*leaves, group=group, seqlen=seqlen, transport="p2p", backend="cpu")
         forward_s = time.perf_counter() - start
         dout = torch.ones_like(out)
         dist.barrier(group)

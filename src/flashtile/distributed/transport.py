@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from flashtile.errors import value_error
+from flashtile.arguments import number
+from flashtile.errors import type_error, value_error
 from flashtile.problem import is_checking
 
 Message = tuple[int, Tensor]  # rank in the group; contiguous
@@ -59,11 +60,12 @@ class Channel:
         if not is_checking() or self.size == 1:
             return
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, options, group=self.group)
+        # The function comes first: those of another have other options
+        dist.all_gather_object(found, {"function": self.what} | options, group=self.group)
         for rank, theirs in enumerate(found):
-            for name, value in theirs.items():
-                if value != found[0][name]:
-                    raise value_error(name, f"{value} on rank {rank}", f"{found[0][name]}, as on rank 0")
+            for name, value in found[0].items():
+                if theirs[name] != value:
+                    raise value_error(name, f"{theirs[name]} on rank {rank}", f"{value}, as on rank 0")
 
     def mark(self) -> Mark:
         """Behind what has been launched on the current stream so far."""
@@ -251,6 +253,40 @@ def _warm_up(group: Any, device: torch.device) -> None:
         devices.add(device)
 
 
+_same_lengths: weakref.WeakKeyDictionary[Any, set[tuple[int, int]]] = weakref.WeakKeyDictionary()
+_MOST_LENGTHS = 1024
+_LENGTHS = 2  # tag of messages; keys have 0, gradients 1
+
+
+def require_same_lengths(
+    group: Any, lengths: tuple[int, int], device: torch.device, timeout: float | None, what: str
+) -> None:
+    """Raises on all ranks if they have other numbers of queries or keys and none said seqlen. Their messages would have
+    other sizes than their receivers expect: gloo ends the process then. By NCCL the host would have to wait for the
+    GPU, so each pair of lengths is compared once."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    known = _same_lengths.setdefault(group, set())
+    if size == 1 or lengths in known:
+        return
+    own = torch.tensor(lengths, device=device if _takes_cuda(group) else "cpu")
+    found = {peer: torch.empty_like(own) for peer in range(size) if peer != rank}
+    channel = Channel(group.group_name, own.device, timeout_of(timeout), what)
+    channel.post([(peer, own) for peer in found], list(found.items()), _LENGTHS).wait()
+    first, *others = (rows.tolist() for _, rows in sorted((found | {rank: own}).items()))
+    for other, theirs in enumerate(others, 1):
+        if theirs != first:
+            (queries, keys), (queries_0, keys_0) = ([length // size for length in one] for one in (theirs, first))
+            raise value_error(
+                "seqlen",
+                f"None, {queries} queries and {keys} keys on rank {other}, {queries_0} and {keys_0} on rank 0",
+                "the length of the whole sequence, where ranks have different numbers of rows",
+            )
+    if own.device.type == "cuda":
+        if len(known) >= _MOST_LENGTHS:
+            known.clear()
+        known.add(lengths)
+
+
 def group_of(mesh: Any, group: Any, dim: int = 0) -> Any:
     """The process group of a mesh dimension, of a group, or of all ranks."""
     if mesh is not None and group is not None:
@@ -259,14 +295,20 @@ def group_of(mesh: Any, group: Any, dim: int = 0) -> Any:
         raise value_error("mesh" if group is None else "group", "no process group", "after init_process_group")
     if mesh is not None:
         return mesh.get_group(dim)
-    return dist.group.WORLD if group is None else group
+    if group is None:
+        return dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise value_error("group", f"one without this rank ({dist.get_rank()})", "a group that this rank is in")
+    if not isinstance(group, dist.ProcessGroup):
+        raise type_error("group", group, "a torch.distributed.ProcessGroup", "Pass a DeviceMesh as mesh")
+    return group
 
 
 def timeout_of(timeout: float | None) -> float:
     """As the operators take it: seconds, 0 = the group's own."""
     if timeout is None:
         return 0.0
-    if not timeout > 0.0:
+    if not number("timeout", timeout) > 0.0:
         raise value_error("timeout", timeout, "seconds > 0, or None for the group's")
     return float(timeout)
 

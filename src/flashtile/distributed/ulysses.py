@@ -54,11 +54,11 @@ _SCHEMA = (
 
 
 class _Plan:
-    def __init__(self, args: _Exchange, device: torch.device, what: str):
+    def __init__(self, args: _Exchange, x: Tensor, what: str):
         self.args = args
-        self.channel = Channel(args.group, device, args.timeout, what)
+        self.channel = Channel(args.group, x.device, args.timeout, what)
         self.rank, self.size = self.channel.rank, self.channel.size
-        self.channel.check_same(args._asdict())
+        self.channel.check_same(args._asdict() | {"dtype": str(x.dtype)})
         self.row, self.head = row_axis(args.layout), head_axis(args.layout)
         shards = Shards(args.seqlen, args.num_shards, args.sharding)
         self.ranges = [shards.ranges(args.first + rank) for rank in range(self.size)]
@@ -79,7 +79,7 @@ class _Plan:
 
 
 def _to_heads(x: Tensor, *values: Any) -> Tensor:
-    plan = _Plan(_Exchange(*values), x.device, "ulysses_attention")
+    plan = _Plan(_Exchange(*values), x, "ulysses_attention")
     own_rows = num_rows(plan.ranges[plan.rank])
     if x.shape[plan.row] != own_rows:
         raise value_error(
@@ -112,7 +112,7 @@ def _put_rows(plan: _Plan, whole: Tensor, rank: int, part: Tensor) -> None:
 
 
 def _to_rows(y: Tensor, *values: Any) -> Tensor:
-    plan = _Plan(_Exchange(*values), y.device, "ulysses_attention")
+    plan = _Plan(_Exchange(*values), y, "ulysses_attention")
 
     def rows_of(rank: int) -> Tensor:
         return take(y, plan.places(rank), plan.row)
@@ -141,7 +141,7 @@ def _fake(is_to_heads: bool) -> Any:
         shape = list(x.shape)
         if is_to_heads:
             shape[head] = len(head_range(args.heads, args.group_heads, size, rank))
-            shape[row] = num_rows(shards.union(range(args.first, args.first + size)))
+            shape[row] = shards.length(*range(args.first, args.first + size))
         else:
             shape[head], shape[row] = args.heads, shards.length(args.first + rank)
         return x.new_empty(shape)
@@ -149,50 +149,38 @@ def _fake(is_to_heads: bool) -> Any:
     return fake
 
 
-_library = torch.library.Library("flashtile", "FRAGMENT")
-_KERNELS = {"rows_to_heads": _to_heads, "heads_to_rows": _to_rows}
-for _name, _kernel in _KERNELS.items():
-    _library.define(f"{_name}(Tensor x, {_SCHEMA}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-    for _device in ("CPU", "CUDA"):
-        _library.impl(_name, untraced(_kernel), _device)
-    torch.library.register_fake(f"flashtile::{_name}", _fake(_name == "rows_to_heads"), lib=_library)
-rows_to_heads = torch.ops.flashtile.rows_to_heads.default
-heads_to_rows = torch.ops.flashtile.heads_to_rows.default
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.options = inputs[1:]
-
-
-def _register(name: str, reverse: Any) -> None:
-    def gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return reverse(grad.contiguous(), *ctx.options), *([None] * len(_Exchange._fields))
-
-    torch.library.register_autograd(f"flashtile::{name}", gradient, setup_context=_setup, lib=_library)
-
-
-_register("rows_to_heads", heads_to_rows)
-_register("heads_to_rows", rows_to_heads)
-
-
 # Rows to every rank, and back
 
 
-def _row_places(group: str, sharding: str, seqlen: int, first: int, num_shards: int, merged: int) -> list[list[range]]:
-    """Where the rows of each rank of the group stand among those of all."""
-    size, _ = group_size_and_rank(group)
-    shards = Shards(seqlen, num_shards, sharding)
-    held = [shards.union(range(first + rank * merged, first + (rank + 1) * merged)) for rank in range(size)]
-    all_rows = shards.union(range(first, first + size * merged))
-    return [local_rows(all_rows, ranges) for ranges in held]
+class _Gathering(NamedTuple):
+    """The arguments of both operators, behind the tensor."""
+
+    group: str
+    sharding: str
+    seqlen: int
+    first: int  # of the ranks of the sharding: that of rank 0 of the group
+    num_shards: int
+    merged: int  # ranks of the sharding whose rows each rank of the group holds
+    timeout: float
+
+    def places(self) -> list[list[range]]:
+        """Where the rows of each rank of the group stand among those of all."""
+        size, _ = group_size_and_rank(self.group)
+        shards = Shards(self.seqlen, self.num_shards, self.sharding)
+        starts = [self.first + rank * self.merged for rank in range(size)]
+        held = [shards.union(range(start, start + self.merged)) for start in starts]
+        all_rows = shards.union(range(self.first, self.first + size * self.merged))
+        return [local_rows(all_rows, ranges) for ranges in held]
 
 
-def gather_rows(rows: Tensor, group: str, *place: Any) -> Tensor:
-    """(rows, ...) of all ranks in the order of the sequence; place: sharding, seqlen, first, num_shards, merged,
-    timeout."""
-    *where, timeout = place
-    places = _row_places(group, *where)
-    channel = Channel(group, rows.device, timeout, "unshard")
+_GATHERING = "str group, str sharding, SymInt seqlen, SymInt first, SymInt num_shards, SymInt merged, float timeout"
+
+
+def _gather_rows(rows: Tensor, *values: Any) -> Tensor:
+    """(rows, ...) of all ranks in the order of the sequence."""
+    args = _Gathering(*values)
+    places = args.places()
+    channel = Channel(args.group, rows.device, args.timeout, "unshard")
     rows = rows.contiguous()
     _check_own(rows, places[channel.rank], channel.rank)
     peers = [(channel.rank + step) % channel.size for step in range(1, channel.size)]
@@ -207,11 +195,11 @@ def gather_rows(rows: Tensor, group: str, *place: Any) -> Tensor:
     return whole
 
 
-def scatter_rows(grad: Tensor, group: str, *place: Any) -> Tensor:
+def _scatter_rows(grad: Tensor, *values: Any) -> Tensor:
     """The adjoint: the sum over the ranks of what each has for this rank's rows, in the order of the ranks."""
-    *where, timeout = place
-    places = _row_places(group, *where)
-    channel = Channel(group, grad.device, timeout, "unshard (backward)")
+    args = _Gathering(*values)
+    places = args.places()
+    channel = Channel(args.group, grad.device, args.timeout, "unshard (backward)")
     peers = [(channel.rank + step) % channel.size for step in range(1, channel.size)]
     own = take(grad, places[channel.rank], 0).contiguous()
     received = {peer: torch.empty_like(own) for peer in peers}
@@ -224,7 +212,54 @@ def scatter_rows(grad: Tensor, group: str, *place: Any) -> Tensor:
     return total
 
 
+def _gathering_fake(is_gather: bool) -> Any:
+    def fake(rows: Tensor, *values: Any) -> Tensor:
+        args = _Gathering(*values)
+        size, rank = group_size_and_rank(args.group)
+        start, count = (0, size) if is_gather else (rank, 1)
+        ranks = range(args.first + start * args.merged, args.first + (start + count) * args.merged)
+        shards = Shards(args.seqlen, args.num_shards, args.sharding)
+        return rows.new_empty((shards.length(*ranks), *rows.shape[1:]))
+
+    return fake
+
+
 def _check_own(rows: Tensor, places: list[range], rank: int) -> None:
     expected = sum(map(len, places))
     if rows.shape[0] != expected:
         raise value_error("tensor", f"{rows.shape[0]} rows on rank {rank}", f"{expected}", "Give seqlen")
+
+
+# The operators: two pairs, each the gradient of the other
+
+_library = torch.library.Library("flashtile", "FRAGMENT")
+
+
+def _define(name: str, kernel: Any, schema: str, fake: Any) -> Any:
+    _library.define(f"{name}(Tensor x, {schema}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, untraced(kernel), device)
+    torch.library.register_fake(f"flashtile::{name}", fake, lib=_library)
+    return getattr(torch.ops.flashtile, name).default
+
+
+rows_to_heads = _define("rows_to_heads", _to_heads, _SCHEMA, _fake(True))
+heads_to_rows = _define("heads_to_rows", _to_rows, _SCHEMA, _fake(False))
+gather_rows = _define("gather_rows", _gather_rows, _GATHERING, _gathering_fake(True))
+scatter_rows = _define("scatter_rows", _scatter_rows, _GATHERING, _gathering_fake(False))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.options = inputs[1:]
+
+
+def _register(op: Any, reverse: Any) -> None:
+    def gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return reverse(grad.contiguous(), *ctx.options), *([None] * len(ctx.options))
+
+    torch.library.register_autograd(op, gradient, setup_context=_setup, lib=_library)
+
+
+for _one, _other in ((rows_to_heads, heads_to_rows), (gather_rows, scatter_rows)):
+    _register(_one, _other)
+    _register(_other, _one)
