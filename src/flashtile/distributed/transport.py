@@ -253,8 +253,6 @@ def _warm_up(group: Any, device: torch.device) -> None:
         devices.add(device)
 
 
-_same_lengths: weakref.WeakKeyDictionary[Any, set[tuple[int, int]]] = weakref.WeakKeyDictionary()
-_MOST_LENGTHS = 1024
 _LENGTHS = 2  # tag of messages; keys have 0, gradients 1
 
 
@@ -262,13 +260,12 @@ def require_same_lengths(
     group: Any, lengths: tuple[int, int], device: torch.device, timeout: float | None, what: str
 ) -> None:
     """Raises on all ranks if they have other numbers of queries or keys and none said seqlen. Their messages would have
-    other sizes than their receivers expect: gloo ends the process then. By NCCL the host would have to wait for the
-    GPU, so each pair of lengths is compared once."""
+    other sizes than their receivers expect: gloo ends the process then. With NCCL the host would have to wait for the
+    GPU, so nothing is compared there; FLASHTILE_CHECK=1 does (`Channel.check_same`)."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    known = _same_lengths.setdefault(group, set())
-    if size == 1 or lengths in known:
+    if size == 1 or (device.type == "cuda" and _takes_cuda(group)):
         return
-    own = torch.tensor(lengths, device=device if _takes_cuda(group) else "cpu")
+    own = torch.tensor(lengths)
     found = {peer: torch.empty_like(own) for peer in range(size) if peer != rank}
     channel = Channel(group.group_name, own.device, timeout_of(timeout), what)
     channel.post([(peer, own) for peer in found], list(found.items()), _LENGTHS).wait()
@@ -281,10 +278,6 @@ def require_same_lengths(
                 f"None, {queries} queries and {keys} keys on rank {other}, {queries_0} and {keys_0} on rank 0",
                 "the length of the whole sequence, where ranks have different numbers of rows",
             )
-    if own.device.type == "cuda":
-        if len(known) >= _MOST_LENGTHS:
-            known.clear()
-        known.add(lengths)
 
 
 def group_of(mesh: Any, group: Any, dim: int = 0) -> Any:
