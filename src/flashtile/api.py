@@ -26,7 +26,7 @@ from flashtile.arguments import (
 from flashtile.backends import kvcache, registry
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.backends.registry import Explanation
-from flashtile.errors import Unsupported, renamed, unknown_option, unsupported, value_error
+from flashtile.errors import Unsupported, quoted, renamed, type_error, unknown_option, unsupported, value_error
 from flashtile.kernels.arch import ARCHS, arch_named
 from flashtile.problem import (
     NUM_TENSORS,
@@ -44,6 +44,7 @@ from flashtile.tensors import recorders
 _served: set[tuple[Any, ...]] = set()
 _MOST_SIGNATURES = 1024
 
+_COMPILE_HINT = "`flashtile compile --arch sm_80` compiles for GPUs that are not here"
 _KVCACHE_NAMES = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad"}
 _KVCACHE_ROW_NAMES = {"block_table": "cache_batch_idx", "page": "row"}
 
@@ -91,7 +92,7 @@ def attention(
     Returns out in q's layout, or (out, lse). docs/semantics.md has the formulas.
     """
     if unknown:
-        raise unknown_option("attention", next(iter(unknown)), _options_of(attention))
+        raise unknown_option("attention", next(iter(unknown)), _OPTIONS["attention"])
     # Most calls: tensors, and options that the dense overloads take
     if (
         window is None
@@ -209,7 +210,7 @@ def attention_varlen(
     All other options as in `attention`. lse is (heads, total_q).
     """
     if unknown:
-        raise unknown_option("attention_varlen", next(iter(unknown)), _options_of(attention_varlen))
+        raise unknown_option("attention_varlen", next(iter(unknown)), _OPTIONS["attention_varlen"])
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, mask, bias, alibi_slopes, sinks, rng_state)
     if not is_compiling() and (found := recorders(*tensors)):
         return record(attention_varlen, found, locals())
@@ -280,7 +281,7 @@ def attention_kvcache(
     A refused call writes nothing. All other options as in `attention`.
     """
     if unknown:
-        raise unknown_option("attention_kvcache", next(iter(unknown)), _options_of(attention_kvcache))
+        raise unknown_option("attention_kvcache", next(iter(unknown)), _OPTIONS["attention_kvcache"])
     if (
         (type(causal) is bool or type(causal) is str)
         and type(layout) is str
@@ -364,6 +365,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, arch: str | None = None, **optio
 def prewarm(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
     """Does now what the first such call would wait for, such as compiling its kernels, and says what will run. Takes
     what `explain` takes, meta tensors too, but not `arch`."""
+    if "arch" in options:
+        raise type_error("arch", quoted(options["arch"]), "kernels for the GPU of this machine", _COMPILE_HINT)
     problem, name = _look_ahead(q, k, v, options)
     problem = _on_arch(problem, None)
     passes = ("forward", "backward") if problem.needs_grad else ("forward",)
@@ -396,7 +399,7 @@ def _look_ahead(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tup
         if name not in filled:
             raise unknown_option(function.__name__, name, filled)
     filled.update(options)
-    del filled["return_lse"]
+    flag("return_lse", filled.pop("return_lse"))
     if function is attention_kvcache:
         args, _ = kvcache_args(q, k, v, **filled)
         return Problem.of(args), args.backend
@@ -417,6 +420,10 @@ def _options_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The arguments after q, k and v with their defaults; None where there is none."""
     parameters = list(inspect.signature(function).parameters.values())[3:-1]
     return {p.name: None if p.default is inspect.Parameter.empty else p.default for p in parameters}
+
+
+# By name, since torch.compile cannot trace inspect
+_OPTIONS = {function.__name__: _options_of(function) for function in (attention, attention_varlen, attention_kvcache)}
 
 
 def record(function: Callable[..., Any], found: tuple[Any, ...], given: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from flashtile.backends import registry
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.errors import quoted, short_repr, type_error, unsupported, value_error
-from flashtile.problem import AttentionArgs, check_layout
+from flashtile.problem import LAYOUTS, AttentionArgs, check_layout
 from flashtile.tensors import is_causal_bias, is_plain, require_readable, without_causal_bias
 
 Window = Sequence[int | None] | None
@@ -51,10 +51,10 @@ def attention_args(
         )
     if backend is not None:
         if not isinstance(backend, str):
-            raise type_error("backend", backend, "None or a name")
+            raise type_error("backend", backend, "None or one of " + ", ".join(map(repr, registry.names())))
         registry.find(backend)
     if not isinstance(layout, str):
-        raise type_error("layout", layout, "a name")
+        raise type_error("layout", layout, " or ".join(map(repr, LAYOUTS)))
     softcap, dropout_p = number("softcap", softcap), number("dropout_p", dropout_p)
     scale = None if scale is None else number("scale", scale)
     deterministic = None if deterministic is None else flag("deterministic", deterministic, "True, False or None")
@@ -205,9 +205,12 @@ def kvcache_args(
         # Rows of a larger cache are pages of one row each
         block_table = cache_batch_idx[:, None]
     if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
+        if isinstance(cache_seqlens, list) or hasattr(cache_seqlens, "__array__"):
+            hint = "Call torch.as_tensor(cache_seqlens, dtype=torch.int32, device=q.device)"
+            raise type_error("cache_seqlens", cache_seqlens, "an int32 tensor, an int or None", hint)
         length = integer("cache_seqlens", cache_seqlens, "an int32 tensor, an int or None")
         if not -(2**31) <= length < 2**31:
-            raise value_error("cache_seqlens", length, "the number of rows in use")
+            raise value_error("cache_seqlens", length, "0 to the number of rows that the cache holds")
         cache_seqlens = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
     splits = integer("num_splits", num_splits, "an integer >= 0 (0 = chosen)")
     args = args._replace(seqused_k=cache_seqlens, leftpad_k=cache_leftpad, block_table=block_table, num_splits=splits)
@@ -307,7 +310,8 @@ def number(name: str, value: Any) -> Any:
     if isinstance(value, torch.SymFloat | torch.SymInt):
         return value
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise type_error(name, quoted(value), "a number")
+        hint = f"Pass float({name}); that synchronises with a GPU" if isinstance(value, Tensor) else ""
+        raise type_error(name, quoted(value), "a number", hint)
     try:
         return float(value)
     except OverflowError:

@@ -7,13 +7,13 @@ general path of `attention_kvcache` serves or refuses the call.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashtile import ops
+from flashtile.problem import LARGEST_SCALE
 
 _LARGEST_SOFTCAP = torch.finfo(torch.float32).max
 _LARGEST_INT = 2**31 - 1  # the general path takes larger ones
@@ -25,7 +25,7 @@ _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 def has_valid_options(window: Any, scale: Any, softcap: Any, num_splits: Any, interleaved: Any) -> bool:
     """No option of these would be refused."""
     return (
-        (scale is None or (type(scale) is float and math.isfinite(scale)))
+        (scale is None or (type(scale) is float and -LARGEST_SCALE <= scale <= LARGEST_SCALE))
         and (type(softcap) is float and 0.0 <= softcap <= _LARGEST_SOFTCAP)
         and (type(num_splits) is int and 0 <= num_splits <= _LARGEST_INT)
         and (interleaved is True or interleaved is False)

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
+from torch.compiler import is_compiling
 
 ErrorType = TypeVar("ErrorType", bound=Exception)
 
@@ -48,7 +49,8 @@ def unsupported(argument: str, got: Any, accepted: str, hint: str = "") -> Unsup
 
 
 def _marked(error: ErrorType) -> ErrorType:
-    error.names_argument = True  # type: ignore[attr-defined]
+    if not is_compiling():  # Dynamo cannot trace the attribute, and would report that instead of the error
+        error.names_argument = True  # type: ignore[attr-defined]
     return error
 
 
@@ -129,7 +131,7 @@ def unknown_option(function: str, name: str, known: Iterable[str]) -> TypeError:
     known = list(known)
     if name in _FOREIGN_OPTIONS:
         return type_error(name, f"an option that {function} does not have", _FOREIGN_OPTIONS[name])
-    close = difflib.get_close_matches(name, known, n=1)
+    close = [] if is_compiling() else difflib.get_close_matches(name, known, n=1)  # difflib cannot be traced
     hint = f"Perhaps {close[0]} is meant" if close else ""
     return type_error(name, f"an option that {function} does not have", ", ".join(known), hint)
 

@@ -238,7 +238,9 @@ def _sdpa_4d(
         and attn_mask.dtype not in (q.dtype, torch.float32)
         and autocast_dtype(q) is None
     ):
-        raise type_error("mask", attn_mask.dtype, f"bool, or {q_or_float32(q.dtype)}")
+        is_added = attn_mask.is_floating_point()
+        hint = "Call mask.to(q.dtype)" if is_added else "Call mask.bool() where nonzero means attend"
+        raise type_error("mask", attn_mask.dtype, f"bool, or {q_or_float32(q.dtype)}", hint)
     return attention(
         *(q, k, v),
         causal=causal,

@@ -25,6 +25,7 @@ CAUSAL_KINDS = ("none", "top_left", "bottom_right")
 MAX_HEAD_DIM = 512
 MAX_LENGTH = 2**31 - 1024  # positions are 32-bit, and loops step past the end by less than 1024
 
+LARGEST_SCALE = 2.0**127  # but for float64: scale * log2(e) is a float32 number up to here
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 _ACCEPTED_DTYPES = ", ".join(dtype_name(dtype) for dtype in DTYPES)
@@ -303,6 +304,9 @@ def _check_scalars(args: AttentionArgs) -> None:
             raise value_error("window", f"{side} = {value}", "integers >= 0, or -1 for unbounded")
     if args.scale is not None and not (-math.inf < args.scale < math.inf):
         raise value_error("scale", args.scale, "a finite number, or None for 1 / sqrt(head_dim)")
+    if args.scale is not None and args.q.dtype != torch.float64 and not -LARGEST_SCALE <= args.scale <= LARGEST_SCALE:
+        accepted = f"a number of size 2^127 at most for {dtype_name(args.q.dtype)}"
+        raise value_error("scale", args.scale, accepted, "Scale q instead, or pass float64 tensors")
     if not (0.0 <= args.softcap <= _LARGEST_FLOAT32):
         raise value_error("softcap", args.softcap, "a float32 number >= 0 (0 = none)")
     if not (0.0 <= args.dropout_p < 1.0):
@@ -451,17 +455,20 @@ def _check_sizes(args: AttentionArgs, shape: Shape) -> None:
 def _check_score_tensors(args: AttentionArgs, shape: Shape) -> None:
     if args.mask is not None:
         if args.mask.dtype != torch.bool:
-            raise type_error("mask", args.mask.dtype, "bool, True = attend", "Pass values to be added as bias")
+            is_added = args.mask.is_floating_point()
+            hint = "Pass values to be added as bias" if is_added else "Call mask.bool() where nonzero means attend"
+            raise type_error("mask", args.mask.dtype, "bool, True = attend", hint)
         _check_broadcast(args, "mask", args.mask, shape)
     if args.bias is not None:
         if args.bias.dtype not in (args.q.dtype, torch.float32):
-            raise type_error("bias", args.bias.dtype, q_or_float32(args.q.dtype), "Pass booleans as mask")
+            hint = "Call bias.to(q.dtype)" if args.bias.is_floating_point() else "Pass booleans as mask"
+            raise type_error("bias", args.bias.dtype, q_or_float32(args.q.dtype), hint)
         _check_broadcast(args, "bias", args.bias, shape)
     for name, slopes in (("alibi_slopes", args.alibi_slopes), ("sinks", args.sinks)):
         if slopes is None:
             continue
         if slopes.dtype not in (args.q.dtype, torch.float32):
-            raise type_error(name, slopes.dtype, q_or_float32(args.q.dtype))
+            raise type_error(name, slopes.dtype, q_or_float32(args.q.dtype), f"Call {name}.float()")
         per_head = slopes.dim() == 1 and slopes.shape[0] == shape.heads
         per_batch = slopes.dim() == 2 and slopes.shape[0] == shape.batch and slopes.shape[1] == shape.heads
         if not per_head and not (per_batch and name == "alibi_slopes"):

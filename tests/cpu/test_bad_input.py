@@ -141,6 +141,18 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         "scale: got nan (float); accepted: a finite number, or None for 1 / sqrt(head_dim).",
     ),
     "infinite scale": (dense(scale=math.inf), ValueError, "scale: got inf (float); accepted: a finite number"),
+    "scale beyond float32": (
+        dense(scale=1e39),
+        ValueError,
+        "scale: got 1e+39 (float); accepted: a number of size 2^127 at most for float32. Scale q instead",
+    ),
+    "negative scale beyond float32": (dense(scale=-1e39, backend="tiled"), ValueError, "scale: got -1e+39 (float)"),
+    "scale beyond float32 over a cache": (cache(scale=1e39), ValueError, "scale: got 1e+39 (float)"),
+    "scale is a tensor": (
+        dense(scale=torch.tensor(0.1)),
+        TypeError,
+        "scale: got shape () (float32 on cpu); accepted: a number. Pass float(scale); that synchronises with a GPU.",
+    ),
     "scale of another type": (dense(scale="0.1"), TypeError, "scale: got '0.1' (str); accepted: a number."),
     "negative window": (
         dense(window=(-2, 0)),
@@ -191,7 +203,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         ValueError,
         "window: got 18446744073709551616 (int); accepted: an integer of 64 bits.",
     ),
-    "layout of another type": (dense(layout=3), TypeError, "layout: got 3 (int); accepted: a name."),
+    "layout of another type": (dense(layout=3), TypeError, "layout: got 3 (int); accepted: 'bhsd' or 'bshd'."),
     "deterministic of another type": (
         dense(deterministic="yes"),
         TypeError,
@@ -218,7 +230,11 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         ValueError,
         "backend: got 'cutlass'; accepted: None or one of 'cuda', 'triton', 'cpu', 'tiled', 'numba', 'reference'.",
     ),
-    "backend of another type": (dense(backend=3), TypeError, "backend: got 3 (int); accepted: None or a name."),
+    "backend of another type": (
+        dense(backend=3),
+        TypeError,
+        "backend: got 3 (int); accepted: None or one of 'cuda', 'triton', 'cpu', 'tiled', 'numba', 'reference'.",
+    ),
     # Mask, bias, slopes, sinks, rng_state
     "mask shape": (
         dense(mask=t(5, 6, dtype=torch.bool)),
@@ -234,9 +250,14 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         "mask: got shape (1, 2, 4, 5, 7); accepted: at most 4 dimensions",
     ),
     "mask dtype": (
+        dense(mask=t(5, 7)),
+        TypeError,
+        "mask: got float32; accepted: bool, True = attend. Pass values to be added as bias.",
+    ),
+    "integer mask": (
         dense(mask=t(5, 7, dtype=torch.uint8)),
         TypeError,
-        "mask: got uint8; accepted: bool, True = attend. Pass values to be added as bias.",
+        "mask: got uint8; accepted: bool, True = attend. Call mask.bool() where nonzero means attend.",
     ),
     "bias shape": (
         dense(bias=t(2, 5, 7)),
@@ -296,7 +317,22 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "bias dtype": (
         dense(bias=t(5, 7, dtype=torch.float16)),
         TypeError,
-        "bias: got float16; accepted: float32. Pass booleans as mask.",
+        "bias: got float16; accepted: float32. Call bias.to(q.dtype).",
+    ),
+    "sdpa mask dtype": (
+        sdpa((2, 4, 5, 8), (2, 4, 7, 8), (2, 4, 7, 8), attn_mask=t(5, 7, dtype=torch.float16)),
+        TypeError,
+        "attn_mask: got float16; accepted: bool, or float32. Call attn_mask.to(query.dtype).",
+    ),
+    "explain of a bad return_lse": (
+        lambda: flashtile.explain(t(1, 1, 3, 8), t(1, 1, 3, 8), t(1, 1, 3, 8), return_lse="yes"),
+        TypeError,
+        "return_lse: got 'yes' (str); accepted: True or False.",
+    ),
+    "prewarm for another GPU": (
+        lambda: flashtile.prewarm(t(1, 1, 3, 8), t(1, 1, 3, 8), t(1, 1, 3, 8), arch="sm_80"),
+        TypeError,
+        "arch: got 'sm_80' (str); accepted: kernels for the GPU of this machine. `flashtile compile --arch sm_80`",
     ),
     "bool bias": (
         dense(bias=t(5, 7, dtype=torch.bool)),
@@ -498,10 +534,18 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
         TypeError,
         "num_splits: got 1.5 (float); accepted: an integer >= 0 (0 = chosen).",
     ),
+    "lengths are a list": (
+        cache(cache_seqlens=[1, 2]),
+        TypeError,
+        (
+            "cache_seqlens: got [1, 2] (list); accepted: an int32 tensor, an int or None. "
+            "Call torch.as_tensor(cache_seqlens, dtype=torch.int32, device=q.device)."
+        ),
+    ),
     "huge length": (
         cache(cache_seqlens=2**40),
         ValueError,
-        "cache_seqlens: got 1099511627776 (int); accepted: the number of rows in use.",
+        "cache_seqlens: got 1099511627776 (int); accepted: 0 to the number of rows that the cache holds.",
     ),
     "expanded cache": (
         cache(k_cache=t(1, 10, 2, 8).expand(2, -1, -1, -1), k=NEW, v=NEW, cache_seqlens=0),
@@ -622,7 +666,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "sdpa integer mask": (
         sdpa((1, 1, 3, 8), (1, 1, 3, 8), (1, 1, 3, 8), attn_mask=t(3, 3, dtype=torch.int32)),
         TypeError,
-        "attn_mask: got int32; accepted: bool, or float32.",
+        "attn_mask: got int32; accepted: bool, or float32. Call attn_mask.bool() where nonzero means attend.",
     ),
     "sdpa causal of another type": (
         sdpa((3, 8), (3, 8), (3, 8), is_causal="x"),
@@ -649,7 +693,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
             sdpa((1, 1, 3, 8), (1, 1, 3, 8), (1, 1, 3, 8), attn_mask=t(3, 3, dtype=torch.float64))
         ),
         TypeError,
-        "attn_mask: got float64; accepted: bfloat16 (query's) or float32. Pass booleans as attn_mask.",
+        "attn_mask: got float64; accepted: bfloat16 (query's) or float32. Call attn_mask.to(query.dtype).",
     ),
     "sdpa one query head under GQA": (
         sdpa((1, 1, 3, 8), (1, 4, 3, 8), (1, 4, 3, 8), enable_gqa=True),
@@ -692,7 +736,7 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     "cache length below 32 bits": (
         cache(cache_seqlens=-(2**63)),
         ValueError,
-        "cache_seqlens: got -9223372036854775808 (int); accepted: the number of rows in use.",
+        "cache_seqlens: got -9223372036854775808 (int); accepted: 0 to the number of rows that the cache holds.",
     ),
     "refused by the backend asked for": (
         dense(backend="cuda"),
@@ -788,6 +832,36 @@ def test_the_largest_integers_are_taken() -> None:
     whole = cache(window=(-1, -1))()
     for options in ({"num_splits": 2**63 - 1}, {"window": (2**63 - 1, 2**63 - 1)}):
         assert torch.equal(cache(**options)(), whole)
+
+
+@pytest.mark.parametrize("backend", [None, "cpu", "tiled"])
+def test_the_largest_scale(backend: str | None) -> None:
+    """Served plans take no larger one either; float64 has room for more."""
+    q, k, v = (torch.full((1, 1, 3, 8), 1e-20) * torch.tensor([1.0, 2.0, 3.0])[:, None] for _ in range(3))
+    for scale in (2.0**127, -(2.0**127)):
+        assert flashtile.attention(q, k, v, scale=scale, backend=backend).isfinite().all()
+        with pytest.raises(ValueError, match="scale: got"):
+            flashtile.attention(q, k, v, scale=scale * 1.5, backend=backend)
+    wide = [tensor.double() for tensor in (q, k, v)]
+    want = torch.nn.functional.scaled_dot_product_attention(*wide, scale=1e40)
+    torch.testing.assert_close(flashtile.attention(*wide, scale=1e40, backend=backend), want)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"caussal": True}, "caussal: got an option that attention does not have"),
+        ({"is_causal": True}, "is_causal: got an option that attention does not have; accepted: causal='top_left'"),
+        ({"causal": "x"}, "causal: got 'x'; accepted: False, True, 'top_left' or 'bottom_right'."),
+        ({"scale": "0.1"}, "scale: got '0.1' (str); accepted: a number."),
+        ({"window": (1, 2.5)}, "window: got 2.5 (float); accepted: None or a pair (left, right)"),
+    ],
+)
+def test_errors_keep_their_words_under_compile(options: dict, text: str) -> None:
+    x = t(1, 1, 3, 8)
+    with pytest.raises(Exception) as caught:  # noqa: PT011, Dynamo wraps it in an error of its own
+        torch.compile(lambda x: flashtile.attention(x, x, x, **options), fullgraph=True, backend="eager")(x)
+    assert text in str(caught.value).replace("\\'", "'")
 
 
 def test_an_unknown_option_names_the_nearest() -> None:

@@ -19,6 +19,12 @@ from flashtile.cli.main import app
 PROGRAM = [sys.executable, "-c", "from flashtile_command import main; main()"]
 
 
+def test_the_commands_start_without_dynamo() -> None:
+    """Its import takes longer than torch's own."""
+    code = "import sys, flashtile.cli.main; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.parametrize("seconds", [0.3, 1.0])
 def test_an_interrupt_while_torch_is_imported_is_quiet(seconds: float) -> None:
     started = subprocess.Popen(

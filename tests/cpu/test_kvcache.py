@@ -445,11 +445,11 @@ REFUSED = {
     ),
     "repeated row": (
         {"cache_batch_idx": torch.tensor([1, 1], dtype=torch.int32)},
-        r"cache_batch_idx: got row 1 at \[0, 0\] and at \[1, 0\]; accepted: a row of its own wherever rows are added",
+        r"cache_batch_idx: got row 1 at \[0, 0\] and at \[1, 0\]; accepted: each row appended to by one sequence only",
     ),
     "repeated page": (
         {"block_table": torch.tensor([[0], [0]], dtype=torch.int32)},
-        r"block_table: got page 0 at \[0, 0\] and at \[1, 0\]; accepted: a page of its own",
+        r"block_table: got page 0 at \[0, 0\] and at \[1, 0\]; accepted: each page appended to by one sequence",
     ),
 }
 

@@ -205,7 +205,7 @@ def _check_pages(lengths: list[int], new: int, table: list[list[int]], page: int
             other = places.setdefault(number, (b, slot))
             if other != (b, slot):
                 came = f"page {number} at {list(other)} and at [{b}, {slot}]"
-                raise value_error("block_table", came, "a page of its own wherever rows are added")
+                raise value_error("block_table", came, "each page appended to by one sequence only")
 
 
 def validate(args: AppendArgs) -> None:

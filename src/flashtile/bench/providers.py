@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from flashtile import api, facades
 from flashtile.backends import registry
@@ -179,6 +178,8 @@ def _sdpa(pinned: SDPBackend | None, point: Point, inputs: Inputs) -> Attend:
         raise Unsupported("scaled_dot_product_attention has neither pages nor lengths")
     options: dict[str, Any] = {"is_causal": point.is_causal}
     if point.is_causal and point.seqlen_q != point.seqlen_k:
+        from torch.nn.attention.bias import causal_lower_right  # imports Dynamo, which takes seconds
+
         options = {"attn_mask": causal_lower_right(point.seqlen_q, point.seqlen_k)}
     if point.heads != point.heads_kv:
         options["enable_gqa"] = True

@@ -15,7 +15,6 @@ from typer.core import TyperCommand
 from flashtile.bench import command as bench_command
 from flashtile.cli import check as check_command
 from flashtile.cli import compile as compile_command
-from flashtile.cli import distributed as distributed_command
 from flashtile.cli import info as info_command
 from flashtile.errors import Unsupported, value_error
 from flashtile.ladder import command as ladder_command
@@ -235,6 +234,8 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Predict time, overlap and memory of context parallel attention for many GPUs, from measured kernel times."""
+    from flashtile.cli import distributed as distributed_command  # imports Dynamo, which takes seconds
+
     options = distributed_command.Options(
         ranks, rows, links, heads, heads_kv, head_dim, not full, measured, out, as_json
     )
@@ -252,6 +253,8 @@ def check_ranks(
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON; tables go to stderr.")] = False,
 ) -> None:
     """Check attention over processes of this machine against the float64 oracle of one process, by the error rule."""
+    from flashtile.cli import distributed as distributed_command  # imports Dynamo, which takes seconds
+
     options = distributed_command.CheckOptions(ranks, device, backend, seed, seconds, out, as_json)
     _run(lambda: distributed_command.prepare_check(options, sys.argv[1:]))
 

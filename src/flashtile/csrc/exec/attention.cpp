@@ -10,6 +10,7 @@ namespace {
 constexpr i64 kMaxLength = (i64{1} << 31) - 1024;                         // problem.py: MAX_LENGTH
 constexpr i64 kWidestWindow = std::numeric_limits<i32>::max();            // kernels/params.py: kernel_window
 constexpr double kSmallestSoftcap = 0x1p-100, kLargestSoftcap = 0x1p100;  // kernels/params.py: kernel_softcap
+constexpr double kLargestScale = 0x1p127;                                 // problem.py: LARGEST_SCALE
 constexpr i64 kMaxHeadDim = 512;
 constexpr double kLog2e = 1.4426950408889634;
 
@@ -53,7 +54,8 @@ Shape shape_of(const Options& options, const Call& call, Axes axes) {
 
 bool check_scalars(const Options& options) {
   if (options.window_left < -1 || options.window_right < -1 || options.num_splits < 0) return false;
-  if (options.has_scale && !std::isfinite(options.scale)) return false;
+  // Larger ones are for float64 alone: Python takes or refuses them
+  if (options.has_scale && !(std::fabs(options.scale) <= kLargestScale)) return false;
   if (!(options.softcap >= 0.0 && options.softcap <= std::numeric_limits<float>::max())) return false;
   if (!(options.dropout_p >= 0.0 && options.dropout_p < 1.0)) return false;
   for (i64 index : {options.first_query, options.first_key, options.first_head, options.total_heads}) {
