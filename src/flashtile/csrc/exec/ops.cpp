@@ -249,7 +249,8 @@ bool run(Request& request, Results& results, const Before& before = {}) {
   return is_done(outcome, failure);
 }
 
-// Hands a call that was read, or null, to Python, which may register a plan for it.
+// Hands the call to Python, which takes the arguments and leaves the results on the stack, and may register a plan for
+// the request. Null: it may not.
 void fall_back(const char* op, const char* overload, Request* request, StableIValue* stack, uint64_t num_outputs) {
   ++executor().num_fallbacks;
   Request* outer = std::exchange(fallen_back(), is_checking() ? nullptr : request);
@@ -561,8 +562,8 @@ bool is_deterministic() {
   return options.is_deterministic;
 }
 
-void call_python(const char* op, const char* overload, StableIValue* stack, uint64_t num_outputs) {
-  fall_back(op, overload, nullptr, stack, num_outputs);
+void call_python(const char* op, StableIValue* stack, uint64_t num_outputs) {
+  fall_back(op, "", nullptr, stack, num_outputs);
 }
 
 void forward_dense(StableIValue* stack) { forward<true>(stack, argument::kNumDense, 2); }

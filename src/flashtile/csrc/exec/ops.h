@@ -14,7 +14,7 @@ bool is_usable();
 bool is_deterministic();
 // Hands a call to an op with a Python kernel, which takes the arguments and leaves its tensors on the stack. Throws
 // what it raises.
-void call_python(const char* op, const char* overload, StableIValue* stack, uint64_t num_outputs);
+void call_python(const char* op, StableIValue* stack, uint64_t num_outputs);
 
 // The kernels of forward.dense and backward.dense: the stack has the arguments of the schema, then what it returns.
 void forward_dense(StableIValue* stack);

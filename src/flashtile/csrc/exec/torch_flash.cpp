@@ -52,7 +52,7 @@ void sdpa_forward(StableIValue* stack, uint64_t, uint64_t) {
   aoti_torch_get_dtype(borrow<AtenTensorHandle>(stack[kQuery]), &dtype);
   StableIValue out = 0, lse = 0, rng_state = 0;
   if (is_for_python(stack[kDropoutP])) {
-    call_python("flashtile::sdpa_forward_fallback", "", stack, 3);
+    call_python("flashtile::sdpa_forward_fallback", stack, 3);
     out = stack[0], lse = stack[1], rng_state = stack[2];
   } else {
     StableIValue dense[] = {stack[kQuery], stack[kKey], stack[kValue], stack[kScale],
@@ -75,7 +75,7 @@ void sdpa_forward(StableIValue* stack, uint64_t, uint64_t) {
 void sdpa_backward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
   enum : i32 { kGradOut, kQuery, kKey, kValue, kOut, kLogsumexp, kCumSeqQ, kCumSeqK };
   enum : i32 { kDropoutP = 10, kIsCausal, kPhiloxSeed, kPhiloxOffset, kScale };
-  if (is_for_python(stack[kDropoutP])) return call_python("flashtile::sdpa_backward_fallback", "", stack, num_outputs);
+  if (is_for_python(stack[kDropoutP])) return call_python("flashtile::sdpa_backward_fallback", stack, num_outputs);
   for (i32 index : {kCumSeqQ, kCumSeqK}) release<AtenTensorHandle>(stack[index]);
   for (i32 index : {kPhiloxSeed, kPhiloxOffset}) release<AtenTensorHandle>(stack[index]);
   i64 mode = mode_of(borrow<bool>(stack[kIsCausal]));
