@@ -44,6 +44,7 @@ SOURCES = {
     "exec/plan.cpp": [],
     "exec/python.cpp": [],
     "exec/tensor.cpp": [],
+    "exec/torch_flash.cpp": [],
     "cpu/run.cpp": [],
     "cpu/engine_baseline.cpp": [],
     "cpu/engine_baseline_f64.cpp": [],

@@ -1,13 +1,15 @@
 """What a call costs the host without a GPU: the CUDA backend behind a driver that launches nothing, CPU tensors in its
 calls.
 
-python tools/host_time.py [--rounds 600]
+python tools/host_time.py [--rounds 600] [--calls 30]
 
 One batch, one head, 64 queries over 64 keys, d = 64. Prints the least time of a call in microseconds over rounds of 30
-calls, interleaved: without a gradient, to be differentiated, with both passes by `torch.autograd.grad`, and the same of
-an `autograd.Function` that does nothing. Then steps of `attention_kvcache`: 8 sequences, 32 heads over 8, d = 128,
-pages of 16; without new rows, with them, and with rotary embedding. What a real driver takes to launch and autograd's
-way to a GPU's thread are not in it: `flashtile bench --overhead` has both.
+calls (on a busy machine fewer are less often interrupted), interleaved: without a gradient, to be differentiated, with
+both passes by `torch.autograd.grad`, and the same of an `autograd.Function` that does nothing. "registry" is torch's
+flash attention operator, causal, with the CUDA kernels of `flashtile.integrations.torch_flash` in its place. Then steps
+of `attention_kvcache`: 8 sequences, 32 heads over 8, d = 128, pages of 16; without new rows, with them, and with rotary
+embedding. What a real driver takes to launch and autograd's way to a GPU's thread are not in it: `flashtile bench
+--overhead` has both.
 """
 
 from __future__ import annotations
@@ -27,9 +29,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "cpu")
 import fake_gpu
 
 import flashtile
+from flashtile.integrations import torch_flash
 
-CALLS = 30
-COLUMNS = ("no_grad", "grad", "fwd+bwd", "nothing, grad", "nothing, fwd+bwd", "read", "append", "append, rotary")
+COLUMNS = (
+    *("no_grad", "grad", "fwd+bwd", "nothing, grad", "nothing, fwd+bwd"),
+    *("registry, no_grad", "registry, grad", "registry, fwd+bwd"),
+    *("read", "append", "append, rotary"),
+)
 
 
 class Nothing(torch.autograd.Function):
@@ -46,6 +52,7 @@ def cases(dtype: torch.dtype) -> list[Callable[[], object]]:
     q, k, v = (torch.randn(1, 1, 64, 64, dtype=dtype) for _ in range(3))
     leaves = tuple(tensor.clone().requires_grad_() for tensor in (q, k, v))
     dout, out = torch.randn_like(q), (torch.randn_like(q),)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default._op
     apply = super(torch.autograd.Function, Nothing).apply
     found = [
         lambda: flashtile.attention(q, k, v, backend="cuda"),
@@ -53,6 +60,9 @@ def cases(dtype: torch.dtype) -> list[Callable[[], object]]:
         lambda: torch.autograd.grad(flashtile.attention(*leaves, backend="cuda"), leaves, dout),
         lambda: apply(*leaves, out),
         lambda: torch.autograd.grad(apply(*leaves, out), leaves, dout),
+        lambda: flash(q, k, v, 0.0, True),
+        lambda: flash(*leaves, 0.0, True),
+        lambda: torch.autograd.grad(flash(*leaves, 0.0, True)[0], leaves, dout),
         *steps(dtype),
     ]
     for call in found:
@@ -72,22 +82,25 @@ def steps(dtype: torch.dtype) -> list[Callable[[], object]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=600)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--calls", type=int, default=30, help="of a round")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         recorder = fake_gpu.plug_in(fake_gpu.build(Path(folder)), setattr)
-        print(f"{'':9}" + "".join(f"{name:>18}" for name in COLUMNS))
+        operators = torch_flash.Handle(torch_flash.put_cuda_kernels_in_place("CPU"))
+        print(f"{'':9}" + "".join(f"{name:>19}" for name in COLUMNS))
         for dtype in (torch.bfloat16, torch.float32):
             calls = cases(dtype)
             least = [float("inf")] * len(calls)
-            for _ in range(rounds):
+            for _ in range(options.rounds):
                 for place, call in enumerate(calls):
                     recorder.reset(0)
                     start = time.perf_counter()
-                    for _ in range(CALLS):
+                    for _ in range(options.calls):
                         call()
-                    least[place] = min(least[place], (time.perf_counter() - start) / CALLS * 1e6)
-            print(f"{str(dtype)[6:]:9}" + "".join(f"{micros:>18.1f}" for micros in least))
+                    least[place] = min(least[place], (time.perf_counter() - start) / options.calls * 1e6)
+            print(f"{str(dtype)[6:]:9}" + "".join(f"{micros:>19.1f}" for micros in least))
+        operators.remove()
     return 0
 
 

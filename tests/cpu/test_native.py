@@ -24,6 +24,7 @@ from flashtile.backends import cuda, executor, native
 from flashtile.backends.executor import Launch
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.check.draw import Drawer
+from flashtile.integrations import torch_flash
 from flashtile.kernels import assemble, families
 from flashtile.kernels import plan as plans
 from flashtile.kernels.families.simt import HEAD_DIMS
@@ -972,3 +973,57 @@ def test_the_python_executor_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_torch_that_lacks_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C, "_get_float32_matmul_precision")
     assert extension.open_executor("cpu") == f"torch {torch.__version__} has no _get_float32_matmul_precision"
+
+
+# torch's flash attention operators
+
+
+@pytest.fixture
+def torch_operators(served: list[str]) -> Iterator[None]:
+    handle = torch_flash.Handle(torch_flash.put_cuda_kernels_in_place("CPU"))
+    yield
+    handle.remove()
+
+
+@pytest.mark.usefixtures("torch_operators")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_torch_operators_launch_what_ours_do(is_deterministic: bool, is_causal: bool, recorder: Recorder) -> None:
+    """Splits depend on the deterministic switch, and are without it more than one."""
+    q, k, v = (torch.randn(1, 1, rows, 64, dtype=torch.bfloat16) for rows in (2, 4000, 4000))
+    options = {"scale": 0.3, "causal": "top_left" if is_causal else "none", "deterministic": is_deterministic}
+    args = AttentionArgs(q, k, v, needs_grad=True, **options)
+    out, lse = ops.empty_outputs(args)
+    forward = torch.ops.aten._scaled_dot_product_flash_attention
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+
+    def compare(launch: Launch, results: tuple[Any, ...], names: tuple[str, ...], call: Callable[[], Any]) -> Any:
+        one = by_python(recorder, launch, results)
+        torch.use_deterministic_algorithms(is_deterministic)
+        for _ in range(2):  # the first call of a kind registers its plan
+            recorder.reset(len(launch.plan.image))
+            before = num_fallbacks()
+            found = call()
+        torch.use_deterministic_algorithms(False)
+        assert num_fallbacks() == before
+        assert differences(launch, one, Done(recorder.launches(), found[: len(names)]), names) == []
+        return found
+
+    out, lse, *more = compare(
+        cuda.forward_launch(args, out, lse),
+        (out, lse),
+        ("out", "lse"),
+        lambda: forward(q, k, v, 0.0, is_causal, scale=0.3),
+    )
+    lengths, (state, unused, mask) = more[:4], more[4:]
+    assert lengths == [None, None, 2, 4000]
+    described = [(x.dtype, x.shape) for x in (state, unused, mask)]
+    assert described == [(torch.uint64, (2,)), (torch.uint64, ()), (torch.bfloat16, (0,))]
+    grads = ops.empty_grads(args, ops.GradNeeds(True, True, True, False, False))
+    dout = torch.randn_like(out)
+    compare(
+        cuda.backward_launch(args, dout, None, out, lse, grads),
+        tuple(grads[:3]),
+        GRADS[:3],
+        lambda: backward(dout, q, k, v, out, lse, *lengths, 0.0, is_causal, state, unused, scale=0.3),
+    )

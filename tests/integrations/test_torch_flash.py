@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 import flashtile
+from flashtile.backends import native
 from flashtile.integrations import torch_flash
 from flashtile.testing import dropout_mask
 
@@ -34,11 +35,16 @@ def active() -> Iterator[None]:
     torch.nn.attention.restore_flash_attention_impl()
 
 
-@pytest.fixture
-def cuda_kernels_on_the_cpu() -> Iterator[None]:
+@pytest.fixture(params=["c++", "python"])
+def cuda_kernels_on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Without the extension all of them are Python functions."""
     torch.manual_seed(0)
-    handle = torch_flash.Handle([torch_flash._library("CPU", torch_flash._CUDA_KERNELS)])
-    yield
+    if request.param == "python":
+        monkeypatch.setattr(native, "override_torch_flash", lambda key: None)
+    elif native.missing_on_host() is not None:
+        pytest.skip(f"no C++ kernels: {native.missing_on_host()}")
+    handle = torch_flash.Handle(torch_flash.put_cuda_kernels_in_place("CPU"))
+    yield request.param
     handle.remove()
 
 
@@ -138,6 +144,28 @@ def test_dropout_is_drawn_once() -> None:
     assert_same(out, flashtile.attention(*inputs, dropout_p=0.4, rng_state=rng_state), inputs)
     again = aten._scaled_dot_product_flash_attention(*inputs, 0.4)[0]
     assert not torch.equal(again, out)
+
+
+def test_what_goes_through_python(cuda_kernels_on_the_cpu: str) -> None:
+    """With the extension calls with dropout alone, and the first call of a kind."""
+    inputs = leaves((2, 3, 9, 16), (2, 3, 9, 16), (2, 3, 9, 16))
+    for dropout_p in (0.0, 0.4):
+        call = lambda p=dropout_p: aten._scaled_dot_product_flash_attention(*inputs, p)[0].sum().backward()  # noqa: E731
+        call()
+        names = {name for name in names_of(call) if name.startswith("flashtile::")}
+        is_python = cuda_kernels_on_the_cpu == "python" or dropout_p > 0.0
+        assert ({"flashtile::forward", "flashtile::backward"} <= names) == is_python
+        assert bool(names) == is_python
+
+
+def test_a_refusal(cuda_kernels_on_the_cpu: str) -> None:
+    """C++ raises a RuntimeError with the refusal as its cause, as every op of torch does."""
+    q, k = torch.randn(2, 3, 9, 16), torch.randn(2, 2, 9, 16)
+    for dropout_p in (0.0, 0.4):
+        with pytest.raises((ValueError, RuntimeError), match="heads") as caught:
+            aten._scaled_dot_product_flash_attention(q, k, k, dropout_p)
+        is_cpp = cuda_kernels_on_the_cpu == "c++"
+        assert isinstance(caught.value.__cause__ if is_cpp else caught.value, ValueError)
 
 
 @pytest.mark.usefixtures("cuda_kernels_on_the_cpu")

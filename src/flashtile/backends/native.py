@@ -48,6 +48,15 @@ def register_ops() -> bool:
     return True
 
 
+def override_torch_flash(key: str) -> Callable[[], None] | None:
+    """C++ kernels for torch's flash attention operators under this dispatch key (csrc/exec/torch_flash.cpp), until the
+    returned function is called. None where there are no C++ kernels."""
+    module = _module()
+    if module is None:
+        return None
+    return functools.partial(module.restore_torch_flash, module.override_torch_flash(key))
+
+
 def raising(kernel: Callable[..., Any], num_outputs: int) -> Callable[..., Any]:
     """A Python kernel that C++ calls through the dispatcher, which loses the types of exceptions: C++ gets them beside
     it."""

@@ -15,6 +15,7 @@ calls them too. On the CPU the flash operators of scaled_dot_product_attention a
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,24 +26,24 @@ from torch import Tensor
 from torch.library import Library
 
 from flashtile import ops
-from flashtile.arguments import attention_args
+from flashtile.backends import native
 from flashtile.errors import unsupported
 from flashtile.problem import AttentionArgs
 
 NAME = "flashtile"
 _NEEDS = (True, True, True, False, False)
+_MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1
 
 
 @dataclass
 class Handle:
     """What torch keeps while the implementation is active."""
 
-    libraries: list[Library]
+    undo: list[Callable[[], None]]
 
     def remove(self) -> None:
-        for library in self.libraries:
-            library._destroy()
-        self.libraries = []
+        while self.undo:
+            self.undo.pop()()
 
 
 def register() -> None:
@@ -54,16 +55,72 @@ def register() -> None:
 
 def activate() -> Handle:
     """What torch calls to put the operators' kernels in place."""
-    return Handle([_library("CUDA", _CUDA_KERNELS), _library("CPU", _CPU_KERNELS)])
+    # The CPU's first: torch warns of the first replaced kernel of a process, and only here can that be ignored
+    return Handle([*_put_in_place("CPU", _CPU_KERNELS), *put_cuda_kernels_in_place("CUDA")])
 
 
-def _library(key: str, kernels: dict[str, Callable[..., Any]]) -> Library:
+def put_cuda_kernels_in_place(key: str) -> list[Callable[[], None]]:
+    """C++ kernels where there are some, Python functions for the other operators. Returns what undoes it."""
+    undo, in_cpp = [], set[str]()
+    if _cpp_knows_the_schemas() and (restore := native.override_torch_flash(key)):
+        _define_fallbacks()
+        undo, in_cpp = [restore], set(_CPP_TYPES)
+    return [*undo, *_put_in_place(key, {name: f for name, f in _CUDA_KERNELS.items() if name not in in_cpp})]
+
+
+def _put_in_place(key: str, kernels: dict[str, Callable[..., Any]]) -> list[Callable[[], None]]:
     library = Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel", UserWarning)
         for name, kernel in kernels.items():
             if hasattr(torch.ops.aten, name):  # not every torch has all of them
                 library.impl(name, kernel, key)
+    return [library._destroy]
+
+
+# What csrc/exec/torch_flash.cpp reads and returns
+_CPP_TYPES = {
+    "_scaled_dot_product_flash_attention": (
+        "Tensor Tensor Tensor float bool bool Optional[float]",
+        "Tensor Tensor Tensor Tensor int int Tensor Tensor Tensor",
+    ),
+    "_scaled_dot_product_flash_attention_backward": (
+        "Tensor Tensor Tensor Tensor Tensor Tensor Tensor Tensor int int float bool Tensor Tensor Optional[float]",
+        "Tensor Tensor Tensor",
+    ),
+}
+
+
+def _cpp_knows_the_schemas() -> bool:
+    for name, types in _CPP_TYPES.items():
+        schema = getattr(torch.ops.aten, name).default._schema
+        if types != tuple(" ".join(str(x.type) for x in values) for values in (schema.arguments, schema.returns)):
+            return False
+    return True
+
+
+@functools.cache
+def _define_fallbacks() -> Library:
+    """The ops to which the C++ kernels hand calls that they do not take: those with dropout."""
+    library = Library("flashtile", "FRAGMENT")
+    for name, arguments, kernel in (
+        (
+            "sdpa_forward_fallback",
+            "Tensor query, Tensor key, Tensor value, float dropout_p, bool is_causal, bool return_debug_mask",
+            _sdpa_forward,
+        ),
+        (
+            "sdpa_backward_fallback",
+            "Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor cum_seq_q, "
+            "Tensor cum_seq_k, int max_q, int max_k, float dropout_p, bool is_causal, Tensor philox_seed, "
+            "Tensor philox_offset",
+            sdpa_backward,
+        ),
+    ):
+        library.define(f"{name}({arguments}, float? scale) -> (Tensor, Tensor, Tensor)")
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        for key in ("CPU", "CUDA"):
+            library.impl(name, native.raising(kernel, 3), key)
     return library
 
 
@@ -76,23 +133,31 @@ def _args(
     scale: float | None,
     layout: str,
     rng_state: Tensor | None = None,
-    bias: Tensor | None = None,
     window: tuple[int | None, int | None] = (None, None),
-    alibi_slopes: Tensor | None = None,
-    **lengths: Any,
+    **more: Any,
 ) -> AttentionArgs:
-    corner = "top_left" if layout == "bhsd" else True
-    args = attention_args(
-        *(query, key, value, corner if is_causal else False, window, scale, None, bias, alibi_slopes, 0.0, None),
-        *(dropout_p, rng_state, None, layout, None),
+    corner = "top_left" if layout == "bhsd" else "bottom_right"
+    left, right = (-1 if side is None else side for side in window)
+    if rng_state is None and dropout_p > 0.0:
+        rng_state = torch.randint(_MIN_INT64, _MAX_INT64, (2,), dtype=torch.int64, device=query.device)
+    return AttentionArgs(
+        *(query, key, value),
+        rng_state=rng_state,
+        scale=scale,
+        causal=corner if is_causal else "none",
+        window_left=left,
+        window_right=right,
+        dropout_p=dropout_p,
+        layout=layout,
+        needs_grad=True,
+        **more,
     )
-    return args._replace(needs_grad=True, **lengths)
 
 
-def _lengths(cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, **more: Any) -> dict[str, Any]:
+def _lengths(cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int) -> dict[str, Any]:
     if cum_seq_q is None:
-        return {name: value for name, value in more.items() if value is not None}
-    return {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k, **more}
+        return {}
+    return {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
 
 
 def _state(args: AttentionArgs) -> Tensor:
@@ -125,9 +190,11 @@ def flash_attention_forward(
     """aten::_flash_attention_forward: (batch, rows, heads, dim), or (total, heads, dim) with cumulative lengths."""
     args = _args(
         *(query, key, value, is_causal, dropout_p, scale, "bshd"),
-        window=(window_size_left, window_size_right),
         alibi_slopes=alibi_slopes,
-        **_lengths(cum_seq_q, cum_seq_k, max_q, max_k, seqused_k=seqused_k, block_table=block_table),
+        seqused_k=seqused_k,
+        block_table=block_table,
+        window=(window_size_left, window_size_right),
+        **_lengths(cum_seq_q, cum_seq_k, max_q, max_k),
     )
     out, lse = ops.forward(*args)
     unused = torch.empty((), dtype=torch.uint64, device=query.device)
@@ -183,10 +250,23 @@ def sdpa_forward(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """aten::_scaled_dot_product_flash_attention: (batch, heads, rows, dim)."""
+    out, lse, state = _sdpa_forward(query, key, value, dropout_p, is_causal, return_debug_mask, scale)
+    unused = torch.empty((), dtype=torch.uint64, device=query.device)
+    return out, lse, None, None, query.shape[2], key.shape[2], state, unused, query.new_empty(0)
+
+
+def _sdpa_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     args = _args(query, key, value, is_causal, dropout_p, scale, "bhsd")
     out, lse = ops.forward(*args)
-    unused = torch.empty((), dtype=torch.uint64, device=query.device)
-    return out, lse, None, None, query.shape[2], key.shape[2], _state(args), unused, query.new_empty(0)
+    return out, lse, _state(args)
 
 
 def sdpa_backward(
@@ -204,7 +284,6 @@ def sdpa_backward(
     is_causal: bool,
     philox_seed: Tensor,
     philox_offset: Tensor,
-    *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """aten::_scaled_dot_product_flash_attention_backward"""
@@ -228,7 +307,7 @@ def sdpa_cpu_forward(
     elsewhere."""
     if dropout_p > 0.0:
         raise unsupported("dropout_p", f"{dropout_p}", "0 on the CPU", "Pin SDPBackend.MATH")
-    out, lse = ops.forward(*_args(query, key, value, is_causal, dropout_p, scale, "bhsd", bias=attn_mask))
+    out, lse = ops.forward(*_args(query, key, value, is_causal, dropout_p, scale, "bhsd", bias=_to_4d(attn_mask)))
     return out, _rows_first(lse)
 
 
@@ -246,9 +325,13 @@ def sdpa_cpu_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     """aten::_scaled_dot_product_flash_attention_for_cpu_backward"""
-    args = _args(query, key, value, is_causal, dropout_p, scale, "bhsd", bias=attn_mask)
+    args = _args(query, key, value, is_causal, dropout_p, scale, "bhsd", bias=_to_4d(attn_mask))
     grads = ops.backward(grad_out, None, *args, out, logsumexp.contiguous(), _NEEDS)
     return tuple(_rows_first(grad) for grad in grads[:3])
+
+
+def _to_4d(mask: Tensor | None) -> Tensor | None:
+    return mask if mask is None else mask[(None,) * (4 - mask.dim())]
 
 
 def _rows_first(tensor: Tensor) -> Tensor:

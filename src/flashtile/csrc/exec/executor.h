@@ -66,7 +66,4 @@ Request*& fallen_back();
 // What that call has raised in Python, or null. Owned.
 PyObject*& raised();
 
-// The kernels of the ops for CPU and CUDA tensors. False where torch refuses them.
-bool register_ops();
-
 }  // namespace flashtile

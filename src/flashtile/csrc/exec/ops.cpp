@@ -4,13 +4,14 @@
 // A kernel reads its arguments, looks its plan up and launches. A call that it cannot handle, or has no plan for, falls
 // back: the op of the same arguments whose name ends in _fallback is a Python kernel (ops.py), which may register a
 // plan for the next call of the kind.
+#include "ops.h"
+
 #include <cstdlib>
 #include <limits>
 #include <stdexcept>
 
 #include "executor.h"
 #include "new_rows.h"
-#include "stack.h"
 
 namespace flashtile {
 namespace {
@@ -248,11 +249,11 @@ bool run(Request& request, Results& results, const Before& before = {}) {
   return is_done(outcome, failure);
 }
 
-// Hands the call to Python, which takes the arguments and leaves the results on the stack.
-void fall_back(const char* op, const char* overload, Request& request, bool is_read, StableIValue* stack,
-               uint64_t num_outputs) {
+// Hands the call to Python, which takes the arguments and leaves the results on the stack, and may register a plan for
+// the request. Null: it may not.
+void fall_back(const char* op, const char* overload, Request* request, StableIValue* stack, uint64_t num_outputs) {
   ++executor().num_fallbacks;
-  Request* outer = std::exchange(fallen_back(), is_read && !is_checking() ? &request : nullptr);
+  Request* outer = std::exchange(fallen_back(), is_checking() ? nullptr : request);
   AOTITorchError status = torch_call_dispatcher(op, overload, stack, TORCH_ABI_VERSION);
   fallen_back() = outer;
   if (PyObject* error = std::exchange(raised(), nullptr)) {
@@ -277,11 +278,6 @@ void make_empty(const View& like, Owned& tensor) {
   if (!tensor.allocate(view)) throw std::runtime_error("no memory for a result");
 }
 
-bool is_usable() {
-  const Executor& found = executor();
-  return (found.is_open || found.is_host_open) && !found.is_python_only;
-}
-
 // (arguments) -> (out, lse). The dense overload returns no lse unless its mode has needs_grad.
 template <bool kIsDense>
 void forward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
@@ -291,7 +287,8 @@ void forward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
   if (kIsDense && !request.options.needs_grad) request.call.unwanted = kLse;
   Results results;
   if (!is_read || is_checking() || !run(request, results)) {
-    return fall_back("flashtile::forward_fallback", kIsDense ? "dense" : "", request, is_read, stack, num_outputs);
+    return fall_back("flashtile::forward_fallback", kIsDense ? "dense" : "", is_read ? &request : nullptr, stack,
+                     num_outputs);
   }
   args.release_all();
   stack[0] = result(results.tensors[kOut]);
@@ -496,7 +493,8 @@ void backward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
   Results results;
   bool is_read = is_usable() && read_backward(stack, args, request);
   if (!is_read || is_checking() || !run(request, results)) {
-    return fall_back("flashtile::backward_fallback", kIsDense ? "dense" : "", request, is_read, stack, num_outputs);
+    return fall_back("flashtile::backward_fallback", kIsDense ? "dense" : "", is_read ? &request : nullptr, stack,
+                     num_outputs);
   }
   for (i32 index = kDq; !kIsDense && index <= kDsinks; ++index) {
     if (results.tensors[index].get() == nullptr) make_empty(request.call.tensors[kQ], results.tensors[index]);
@@ -538,7 +536,8 @@ void append_kv(StableIValue* stack, uint64_t, uint64_t num_outputs) {
     }
   }
   if (!is_read || is_checking() || !run(request, results)) {
-    return fall_back("flashtile::append_kv_fallback", kIsStep ? "step" : "", request, is_read, stack, num_outputs);
+    return fall_back("flashtile::append_kv_fallback", kIsStep ? "step" : "", is_read ? &request : nullptr, stack,
+                     num_outputs);
   }
   for (i32 index = 0; index < kTable; ++index) release<AtenTensorHandle>(stack[index]);
   for (i32 index = kTable; index < kNumAppendInputs; ++index) release<std::optional<AtenTensorHandle>>(stack[index]);
@@ -551,6 +550,25 @@ void append_kv(StableIValue* stack, uint64_t, uint64_t num_outputs) {
 }
 
 }  // namespace
+
+bool is_usable() {
+  const Executor& found = executor();
+  return (found.is_open || found.is_host_open) && !found.is_python_only;
+}
+
+bool is_deterministic() {
+  Options options;
+  read_switches(true, false, options);
+  return options.is_deterministic;
+}
+
+void call_python(const char* op, StableIValue* stack, uint64_t num_outputs) {
+  fall_back(op, "", nullptr, stack, num_outputs);
+}
+
+void forward_dense(StableIValue* stack) { forward<true>(stack, argument::kNumDense, 2); }
+
+void backward_dense(StableIValue* stack) { backward<true>(stack, argument::kNumDense + 3, 3); }
 
 bool register_ops() {
   using Kernel = void (*)(StableIValue*, uint64_t, uint64_t);

@@ -5,7 +5,8 @@
 #include <vector>
 
 #include "executor.h"
-#include "stack.h"
+#include "ops.h"
+#include "torch_flash.h"
 
 namespace flashtile {
 namespace {
@@ -16,6 +17,26 @@ PyObject* register_ops_once(PyObject*, PyObject*) {
     PyErr_SetString(PyExc_RuntimeError, "torch does not take the C++ kernels of flashtile's ops");
     return nullptr;
   }
+  Py_RETURN_NONE;
+}
+
+// (dispatch key): C++ kernels for torch's flash attention operators. A number for restore_torch_flash.
+PyObject* override_torch_flash_by_key(PyObject*, PyObject* args) {
+  const char* key = nullptr;
+  if (!PyArg_ParseTuple(args, "s", &key)) return nullptr;
+  TorchLibraryHandle library = override_torch_flash(key);
+  if (library == nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "torch does not take C++ kernels of its flash attention operators");
+    return nullptr;
+  }
+  return PyLong_FromVoidPtr(library);
+}
+
+// Takes them back.
+PyObject* restore_torch_flash(PyObject*, PyObject* number) {
+  void* library = PyLong_AsVoidPtr(number);
+  if (library != nullptr) aoti_torch_delete_library_object(static_cast<TorchLibraryHandle>(library));
+  if (PyErr_Occurred() != nullptr) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -157,6 +178,8 @@ PyObject* close_executor(PyObject*, PyObject*) {
 
 PyMethodDef kMethods[] = {
     {"register_ops", register_ops_once, METH_NOARGS, nullptr},
+    {"override_torch_flash", override_torch_flash_by_key, METH_VARARGS, nullptr},
+    {"restore_torch_flash", restore_torch_flash, METH_O, nullptr},
     {"raise_in_kernel", raise_in_kernel, METH_O, nullptr},
     {"register_plan", register_plan, METH_VARARGS, nullptr},
     {"clear_plans", clear_plans, METH_NOARGS, nullptr},

@@ -1,0 +1,23 @@
+// The kernels of the ops, for those who call them without torch's dispatcher.
+#pragma once
+
+#include "stack.h"
+
+namespace flashtile {
+
+// The kernels of flashtile's ops for CPU and CUDA tensors. False where torch refuses them.
+bool register_ops();
+
+// C++ may handle calls; otherwise Python handles all of them.
+bool is_usable();
+// torch's switch, which only Python can read. The executor is usable.
+bool is_deterministic();
+// Hands a call to an op with a Python kernel, which takes the arguments and leaves its tensors on the stack. Throws
+// what it raises.
+void call_python(const char* op, StableIValue* stack, uint64_t num_outputs);
+
+// The kernels of forward.dense and backward.dense: the stack has the arguments of the schema, then what it returns.
+void forward_dense(StableIValue* stack);
+void backward_dense(StableIValue* stack);
+
+}  // namespace flashtile
