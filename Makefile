@@ -115,7 +115,7 @@ clean:
 .venv-thunder/ready:
 	$(PYTHON) -m venv .venv-thunder
 	.venv-thunder/bin/python -m pip install --quiet torch==2.11.0 lightning-thunder==0.2.6 \
-		hypothesis==6.170.15 pytest==9.2.0 pytest-xdist==3.8.0 rich==15.0.0 setuptools==84.2.1 typer==0.29.0
+		hypothesis==6.170.15 pytest==9.2.0 pytest-xdist==3.8.0 rich==15.0.0 setuptools==80.9.0 typer==0.29.0
 	FLASHTILE_EXTENSION=1 .venv-thunder/bin/python setup.py --quiet build_ext --inplace
 	touch $@
 
