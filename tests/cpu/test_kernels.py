@@ -61,19 +61,19 @@ def test_plain_float32(arch, half):
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "float32"])
 def test_plain_16_bit(dtype, seed):
-    """Two head dims, drawn anew in each run."""
-    head_dims = sorted(random.Random(seed).sample(HEAD_DIMS, 2))
+    """One head dim, drawn anew in each run."""
+    head_dims = random.Random(seed).sample(HEAD_DIMS, 1)
     assert_clean(kernel_jobs.plain_jobs([MAIN_ARCH], [dtype], head_dims))
 
 
 @pytest.mark.parametrize("part", range(4))
 def test_features_in_pairs(part, seed):
-    """A quarter of the variants, drawn anew in each run; `make compile-all` compiles all."""
+    """A sixth of the variants, drawn anew in each run; `make compile-all` compiles all."""
     # The two 16-bit dtypes differ in conversions only
     jobs = kernel_jobs.covering_jobs([MAIN_ARCH], ["float32", "bfloat16"], crosses_head_dims=False)
     assert {job.kernel for job in jobs} >= {kernel for family in families.all_families() for kernel in family.kernels}
     some = jobs[part::4]
-    assert_clean(random.Random(seed).sample(some, -(-len(some) // 4)))
+    assert_clean(random.Random(seed).sample(some, -(-len(some) // 6)))
 
 
 @pytest.mark.parametrize("part", range(2))
