@@ -55,7 +55,7 @@ def test_error_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_accurate(problems, "bwd_sm90_kernel", monkeypatch, is_forward=False)
 
 
-@pytest.mark.long(40)
+@pytest.mark.long(50)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_jitter_changes_no_bit(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses of random length before every barrier, copy and product."""

@@ -65,6 +65,7 @@ def test_some_gradients(wanted: tuple[int, ...]) -> None:
         assert torch.equal(one, expected[index])
 
 
+@pytest.mark.long(50)
 @pytest.mark.parametrize("head_dims", [(256, 256), (192, 128)])
 def test_jitter_changes_no_bit(head_dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses of random length before every barrier, copy and product. Every gradient has one owner."""

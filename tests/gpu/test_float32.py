@@ -306,13 +306,13 @@ def test_jitter_changes_no_bit(part: str, head_dim: int, monkeypatch: pytest.Mon
     if part == "bf16":
         tensors[2] = _with_row(tensors[2], 1e-12)
     dout = torch.randn(2, 64, 500, head_dim, device="cuda")
-    expected = [gradients(tensors, dout, causal=causal, backend="cuda") for causal in (False, True)]
+    causal = head_dim != 128  # the compiler takes a minute for the kernels of one mask
+    expected = gradients(tensors, dout, causal=causal, backend="cuda")
     functions = jitter(monkeypatch)
     with native.python_only():
-        for _ in range(10):
-            for causal, whole in zip((False, True), expected, strict=True):
-                found = gradients(tensors, dout, causal=causal, backend="cuda")
-                assert all(torch.equal(one, other) for one, other in zip(found, whole, strict=True))
+        for _ in range(20):
+            found = gradients(tensors, dout, causal=causal, backend="cuda")
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert any(f"bwd_sm90_f32_dq_{part}_kernel" in unit for unit in functions)
 
 

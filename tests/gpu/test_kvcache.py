@@ -176,12 +176,12 @@ def by_pytorch(step: dict[str, Any]) -> tuple[torch.Tensor, ...]:
 
 
 @needs_executor
-@pytest.mark.long(65)
+@pytest.mark.long(85)
 @pytest.mark.smoke
 def test_a_step_has_the_bits_of_an_append_by_pytorch(seed: int) -> None:
     """By Python in the first call of a kind, by C++ in the second."""
-    rng, num_handled = random.Random(seed), 0
-    for _ in range(100):
+    rng, num_steps, num_handled = random.Random(seed), 60, 0
+    for _ in range(num_steps):
         step = random_step(rng)
         expected = by_pytorch(step)
         for turn in range(2):
@@ -192,7 +192,7 @@ def test_a_step_has_the_bits_of_an_append_by_pytorch(seed: int) -> None:
             found = out, lse, given["k_cache"], given["v_cache"]
             for name, ours, same in zip(("out", "lse", "k_cache", "v_cache"), found, expected, strict=True):
                 assert torch.equal(ours, same), (name, turn, {k: getattr(v, "shape", v) for k, v in step.items()})
-    assert num_handled > 90  # angles of another dtype than float32 and q's, and odd strides, need copies
+    assert num_handled > 0.85 * num_steps  # angles of another dtype than float32 and q's, and odd strides, need copies
 
 
 @needs_executor

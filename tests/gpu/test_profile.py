@@ -32,7 +32,7 @@ def test_what_the_compiler_knows_fits_the_call():
     assert all(resources.registers > 0 for _, resources in kernels)
 
 
-@pytest.mark.long(95)
+@pytest.mark.long(125)
 @pytest.mark.skipif(shutil.which("ncu") is None, reason="Nsight Compute is not installed")
 def test_a_profile(tmp_path):
     wanted = problems.parse(["B=2", "H=4", "S=512", "d=64", "dtype=bf16", "pass=fwd,bwd"])

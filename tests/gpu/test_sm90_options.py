@@ -43,6 +43,7 @@ def cases(head_dim: int) -> list[Case]:
     return found
 
 
+@pytest.mark.long(35)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_shape_of_mask_and_bias(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problems = drawn([(case, seed) for seed, case in enumerate(cases(head_dim))])
@@ -81,6 +82,7 @@ MASKS: dict[str, Callable[[int, int, int, int], Tensor]] = {
 }
 
 
+@pytest.mark.long(45)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
 def test_tiles_that_are_all_true_all_false_or_mixed(head_dim: int, causal: str, seed: int) -> None:

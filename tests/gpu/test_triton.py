@@ -42,7 +42,7 @@ def failures(problems: list[tuple[Case, int]]) -> list[str]:
     return [text for text in found if text is not None]
 
 
-@pytest.mark.long(110)
+@pytest.mark.long(120)
 def test_every_option() -> None:
     problems = [
         (
@@ -52,8 +52,8 @@ def test_every_option() -> None:
         for place, options in enumerate(OPTIONS.values())
         if options.get("kind") != "paged"
         for number, dtype in enumerate(DTYPES)
-        # Its compiler takes seconds for a kernel: the common options in every dtype, others in one
-        if place < 5 or place % 3 == number
+        # Its compiler takes seconds for a kernel: plain and causal calls in every dtype, others in one
+        if place < 2 or place % 3 == number
     ]
     assert failures(problems) == []
 
@@ -66,17 +66,17 @@ def test_no_queries_of_heads_that_share_keys(causal: str) -> None:
     )
 
 
-@pytest.mark.long(110)
+@pytest.mark.long(150)
 def test_random_problems() -> None:
     problems = [
         (dataclasses.replace(case, backend="triton"), seed)
-        for case, seed in random_problems(65)
+        for case, seed in random_problems(25)
         if case.kind != "paged"
     ]
     assert failures(problems) == []
 
 
-@pytest.mark.long(70)
+@pytest.mark.long(110)
 def test_dropout_in_tiles_whose_threads_outnumber_its_words() -> None:
     """Float32 over head dim 128: Triton 3.6 handed out wrong words there while keys shared them."""
     options = [
@@ -91,8 +91,8 @@ def test_dropout_in_tiles_whose_threads_outnumber_its_words() -> None:
     problems = [
         (
             Case(
-                head_dim=dim,
-                head_dim_v=dim_v,
+                head_dim=dims[place % 4][0],
+                head_dim_v=dims[place % 4][1],
                 seqlen_q=queries,
                 seqlen_k=190,
                 dropout_p=0.3,
@@ -102,7 +102,6 @@ def test_dropout_in_tiles_whose_threads_outnumber_its_words() -> None:
             SEED + place,
         )
         for place, option in enumerate(options)
-        for dim, dim_v in (dims[place % 4], dims[(place + 1) % 4])
         for queries in (10, 150)
     ]
     assert failures(problems) == []
