@@ -90,7 +90,7 @@ BUILDS = {
     # An arrival orders the accesses of its own thread alone (ptx/mbarrier.cuh)
     "racecheck": Build("FT_LANE_ARRIVALS", re.compile(r"_sm90_")),
     # Warps that meet at a barrier from two places count as divergent (ptx/block_barrier.cuh)
-    "synccheck": Build("FT_ONE_BARRIER", re.compile(r"decode_sm90_|fwd_sm80_(f32_)?kernel<.*Mask<true")),
+    "synccheck": Build("FT_COUNTED_BARRIER", re.compile(r"decode_sm90_|fwd_sm80_(f32_)?kernel<.*Mask<true")),
 }
 # Of a block: racecheck and synccheck count for themselves, and miss barriers that are initialised in loops
 NUM_MBARRIERS = 64

@@ -128,7 +128,7 @@ def test_kernels_are_built_for_the_tool_that_watches(sanitize, monkeypatch: pyte
     expected = {tool: [(name,) for name in names] for tool in sanitize.TOOLS}
     expected["racecheck"][0] += ("FT_LANE_ARRIVALS",)
     expected["memcheck"][1] += ("FT_EXACT_COPIES",)
-    expected["synccheck"][2] += ("FT_ONE_BARRIER",)
+    expected["synccheck"][2] += ("FT_COUNTED_BARRIER",)
     for tool in sanitize.TOOLS:
         compiled.clear()
         with sanitize.built_for(tool):
@@ -171,7 +171,7 @@ def test_builds_for_tools_compile_and_differ() -> None:
         cubin(1, "false"),
         cubin(32, "false", "FT_LANE_ARRIVALS"),
         cubin(1, "true", "FT_EXACT_COPIES"),
-        cubin(1, "false", "FT_ONE_BARRIER"),
+        cubin(1, "false", "FT_COUNTED_BARRIER"),
     }
     assert len(cubins) == 4
 

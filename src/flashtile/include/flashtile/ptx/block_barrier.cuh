@@ -1,6 +1,6 @@
 // The barrier of all threads of a block, for warps that meet there from different places of the code. PTX allows that:
-// only the threads of one warp must execute the same instruction. synccheck expects one instruction for the block.
-// Builds for it define FT_ONE_BARRIER and call a function. (PTX ISA: bar)
+// only the threads of one warp must execute the same instruction. synccheck expects one instruction for the block,
+// unless the barrier counts its threads. Builds for it define FT_COUNTED_BARRIER. (PTX ISA: bar)
 #pragma once
 
 #include "flashtile/core/types.cuh"
@@ -8,10 +8,12 @@
 namespace flashtile {
 
 // Scope: block.
-#ifdef FT_ONE_BARRIER
-__device__ __noinline__ void sync_block() { __syncthreads(); }
+FT_DEVICE void sync_block() {
+#ifdef FT_COUNTED_BARRIER
+  asm volatile("bar.sync 0, %0;" ::"r"(blockDim.x) : "memory");
 #else
-FT_DEVICE void sync_block() { __syncthreads(); }
+  __syncthreads();
 #endif
+}
 
 }  // namespace flashtile
