@@ -4,10 +4,11 @@ Every rounding is taken at its largest, half a unit in the last place, and as in
 are carried to first order, in float64, from the scores to lse, out and the gradients. What is rounded:
 
 - P and dS, to the input dtype: tensor cores read them so. Stored results, to the input dtype; the backward pass reads
-out as stored.
+  out as stored.
 - Everything else, to float32. A matrix product adds its n terms one by one: n roundings of partial sums, whose size is
-that of
-  the total or of a random walk over the terms. Row sums and sums over a broadcast bias go tile by tile.
+  that of the total or of a random walk over the terms. Row sums and sums over a broadcast bias go tile by tile.
+- Tensor cores add 16 terms at a time and truncate. Where all scores of a row have one sign, so do their errors, and lse
+  has the mean of them.
 
 An error that a whole row shares (its lse, its delta) is carried as one, not as independent errors of its keys.
 """
@@ -29,6 +30,8 @@ from flashtile.testing.cases import Inputs, Result
 # deviations.
 FACTOR = 4.0
 _TILE = 64
+# Of a tensor core: terms added at a time, and the units in the last place that this takes from the sum at most
+_TERMS, _TRUNCATED = 16, 2
 
 
 class _Units(NamedTuple):
@@ -88,7 +91,11 @@ class _Forward:
         self.scores_var = units.computed * torch.where(keep, scores_var, 0.0)
         self.sum_var = units.computed * _depth(segment.seqlen_k)  # of the row sum, relative to it
         self.p_var = self.p.square() * self.scores_var  # before it is rounded
-        self.lse_var = self.p_var.sum(-1, keepdim=True) + self.sum_var + units.computed * self.top_squares
+        # A partial sum has half of the score on average, and a unit is two roundings
+        num_units = _TRUNCATED * math.ceil(self.q.shape[-1] / _TERMS)
+        truncated = num_units * (self.p * self.raw.abs()).sum(-1, keepdim=True)
+        row_var = units.computed * (self.top_squares + (truncated / FACTOR).square())
+        self.lse_var = self.p_var.sum(-1, keepdim=True) + self.sum_var + row_var
         # Sums of P V
         squares = (self.p * self.kept).square() @ self.v.square()
         self.product_var = units.computed * segment.seqlen_k / 2 * (squares + self.out.square())
