@@ -89,8 +89,6 @@ BUILDS = {
     "memcheck": Build("FT_EXACT_COPIES", re.compile(r"_sm80_.*Load<false>")),
     # An arrival orders the accesses of its own thread alone (ptx/mbarrier.cuh)
     "racecheck": Build("FT_LANE_ARRIVALS", re.compile(r"_sm90_")),
-    # Warps that meet at a barrier from two places count as divergent (ptx/block_barrier.cuh)
-    "synccheck": Build("FT_COUNTED_BARRIER", re.compile(r"decode_sm90_|fwd_sm80_(f32_)?kernel<.*Mask<true")),
 }
 # Of a block: racecheck and synccheck count for themselves, and miss barriers that are initialised in loops
 NUM_MBARRIERS = 64

@@ -123,12 +123,10 @@ def test_kernels_are_built_for_the_tool_that_watches(sanitize, monkeypatch: pyte
     compiled = []
     monkeypatch.setattr(cache, "compile_cached", lambda unit, arch, names, defines: compiled.append((*names, *defines)))
     unaligned = "flashtile::fwd_sm80_kernel<X, flashtile::Load<false>>"
-    causal = "flashtile::fwd_sm80_f32_kernel<X, flashtile::Mask<true, false>, flashtile::Load<true>>"
-    names = ["flashtile::fwd_sm90_kernel<X>", unaligned, causal, "flashtile::fwd_simt_kernel<flashtile::Load<false>>"]
+    names = ["flashtile::fwd_sm90_kernel<X>", unaligned, "flashtile::fwd_simt_kernel<flashtile::Load<false>>"]
     expected = {tool: [(name,) for name in names] for tool in sanitize.TOOLS}
     expected["racecheck"][0] += ("FT_LANE_ARRIVALS",)
     expected["memcheck"][1] += ("FT_EXACT_COPIES",)
-    expected["synccheck"][2] += ("FT_COUNTED_BARRIER",)
     for tool in sanitize.TOOLS:
         compiled.clear()
         with sanitize.built_for(tool):
@@ -141,7 +139,6 @@ def test_kernels_are_built_for_the_tool_that_watches(sanitize, monkeypatch: pyte
 
 
 PIPELINE = """
-#include "flashtile/ptx/block_barrier.cuh"
 #include "flashtile/tile/pipeline.cuh"
 namespace flashtile {
 static_assert(kArrivalWeight == WEIGHT && kCopiesExactly == IS_EXACT);
@@ -149,7 +146,7 @@ __global__ void arrivals_kernel(const u16* from, i32 count) {
   __shared__ u64 barriers[4];
   __shared__ u32 to[32];
   for (i32 x = 0; x < 4; ++x) mbarrier_init(barriers[x], 1);
-  sync_block();
+  __syncthreads();
   arrive_warp(barriers[0]);
   mbarrier_arrive(barriers[1]);
   mbarrier_arrive_expect(barriers[2], 4);
@@ -171,9 +168,8 @@ def test_builds_for_tools_compile_and_differ() -> None:
         cubin(1, "false"),
         cubin(32, "false", "FT_LANE_ARRIVALS"),
         cubin(1, "true", "FT_EXACT_COPIES"),
-        cubin(1, "false", "FT_COUNTED_BARRIER"),
     }
-    assert len(cubins) == 4
+    assert len(cubins) == 3
 
 
 def test_what_is_compiled_is_what_the_shares_launch(sanitize, recorder: fake_gpu.Recorder) -> None:

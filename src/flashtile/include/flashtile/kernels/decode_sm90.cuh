@@ -20,7 +20,6 @@
 #include "flashtile/attn/score_fragment.cuh"
 #include "flashtile/attn/unused_rows.cuh"
 #include "flashtile/core/mutation.cuh"
-#include "flashtile/ptx/block_barrier.cuh"
 #include "flashtile/ptx/dependent_launch.cuh"
 #include "flashtile/ptx/signal.cuh"
 #include "flashtile/tile/epilogue.cuh"
@@ -110,7 +109,7 @@ struct DecodeSm90 {
     Pages pages(p);
     wait_for_previous();
     Schedule schedule(p);
-    sync_block();  // the barriers are initialised
+    __syncthreads();  // the barriers are initialised
     bool is_first = threadIdx.x == 128;
     i32 num_heads = schedule.num_heads, num_queries = schedule.num_queries;
     u32 num_tiles = 0;
@@ -473,7 +472,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kNumBlocks)
     if (threadIdx.x == 0) Kernel::init(params.base, shared);
     clear_unused_rows<Config>(params.base, shared.sQ);
     wait_for_previous();
-    sync_block();
+    __syncthreads();
     Kernel::consume(params, shared);
   } else if (warp == 4 || KvSource::kIsPaged) {
     // Without keys the maps are empty
@@ -484,7 +483,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kNumBlocks)
     }
     Kernel::produce(params, shared);
   } else {
-    sync_block();
+    __syncthreads();
   }
 }
 

@@ -20,7 +20,6 @@
 #include "flashtile/attn/work_item.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/core/timeline.cuh"
-#include "flashtile/ptx/block_barrier.cuh"
 #include "flashtile/tile/epilogue.cuh"
 #include "flashtile/tile/mma_gemm.cuh"
 #include "flashtile/tile/sm80_config.cuh"
@@ -268,7 +267,7 @@ struct FwdSm80 {
       u32 count = tile.n_end - 1 - n;
       mark(Phase::wait_tile, count);
       cp_async_wait<kNumStages - 2>();
-      sync_block();
+      __syncthreads();
       mark(Phase::copy_k, count);
       u32 free_stage = stage == 0 ? kNumStages - 1 : stage - 1;
       i32 n_next = n - (kNumStages - 1);

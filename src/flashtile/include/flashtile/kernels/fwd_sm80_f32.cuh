@@ -231,7 +231,7 @@ struct FwdSm80F32 : FwdSm80<Config, Mask, BaseScoreMod, Dropout, SeqInfo, KvSour
     auto process_tile = [&](auto is_masked) {
       // Wait for tile n. All warps are done with the tile before it: refill its stage
       cp_async_wait<kNumStages - 2>();
-      sync_block();
+      __syncthreads();
       u32 free_stage = stage == 0 ? kNumStages - 1 : stage - 1;
       i32 n_next = n - (kNumStages - 1);
       if (n_next >= n_begin) load_tile(n_next, free_stage, Constant<false>());
