@@ -6,7 +6,7 @@ Everything between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` is filled in
   one-head, hbm; of the tile study: tiles; of a profile: profile; of a timeline: timeline;
 - <folder>/<figure>.png; its alternative text is written in the page and kept;
 - rung/<name>: the notes at the head of that kernel of the ladder;
-- <folder>/check.json, mutations.json or sanitize.json: the record of a check;
+- <folder>/check*.json, mutations.json or sanitize*.json: the record of a check;
 - <folder>/distributed_<what>.json: the table in it;
 - families: the kernel families, from the code.
 Numbers in the text between `<!-- value:... -->` and `<!-- /value -->` are filled in by inline_values.py.
@@ -139,7 +139,7 @@ def record(path: Path) -> str:
             ]
             for one in found["mutations"]
         ]
-    elif path.stem == "sanitize":
+    elif path.stem.startswith("sanitize"):
         header, align = ["tool", "kernels", "reports", "fault planted: reports then"], "--|--:|--:|--"
         rows = []
         for name, one in found["tools"].items():
@@ -154,7 +154,7 @@ def record(path: Path) -> str:
         ]
     lines = [" | ".join(map(str, row)) for row in (header, *rows)]
     table = "\n".join(f"| {line} |" for line in (lines[0], align.replace("|", " | "), *lines[1:]))
-    seed = f"seed {found['seed']}, {found['total_s']:.0f} s; " if path.stem == "check" else ""
+    seed = f"seed {found['seed']}, {found['total_s']:.0f} s; " if path.stem.startswith("check") else ""
     return f"{table}\n\n{seed}{origin(Environment(**found['environment']))}"
 
 

@@ -261,13 +261,13 @@ def _accuracy(device: DeviceResults) -> str:
 
 
 def _record(name: str, found: dict[str, Any]) -> str:
-    if name in ("check", "check_float32"):
+    if name.startswith("check"):
         lines = [
             (backend, ran, sum(found["refused"].get(backend, {}).values()), found["failed"][backend])
             for backend, ran in found["ran"].items()
         ]
         header = ("backend", "ran", "refused", "failed")
-        command = "flashtile check --float32" if name == "check_float32" else "flashtile check"
+        command = " --".join(["flashtile check", *name.split("_")[1:]])
         return table(header, lines, f"{command}: {found['problems']} random problems, seed {found['seed']}")
     if name == "mutations":
         faults = [
@@ -280,7 +280,8 @@ def _record(name: str, found: dict[str, Any]) -> str:
         (tool, one["clean"]["kernels"], one["clean"]["errors"], sum(run["errors"] for run in one["planted"].values()))
         for tool, one in found["tools"].items()
     ]
-    return table(("tool", "kernels", "reports", "reports with faults planted"), tools, "compute-sanitizer")
+    title = "compute-sanitizer, simt kernels" if name == "sanitize_simt" else "compute-sanitizer"
+    return table(("tool", "kernels", "reports", "reports with faults planted"), tools, title)
 
 
 # The ladder
