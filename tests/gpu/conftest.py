@@ -152,11 +152,11 @@ T = TypeVar("T")
 
 
 def drawn(choices: Sequence[T], at_least: int = 4) -> list[T]:
-    """A fifth of the choices, others in each run: most of the time of a run goes into compiling their kernels.
+    """A seventh of the choices, others in each run: most of the time of a run goes into compiling their kernels.
     FLASHTILE_TEST_ALL=1 keeps them all."""
     if os.environ.get("FLASHTILE_TEST_ALL") == "1":
         return list(choices)
-    count = min(len(choices), max(at_least, len(choices) // 5))
+    count = min(len(choices), max(at_least, len(choices) // 7))
     return random.Random(f"{SEED} {len(choices)} {choices[0]}").sample(choices, count)
 
 

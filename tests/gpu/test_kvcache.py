@@ -180,7 +180,7 @@ def by_pytorch(step: dict[str, Any]) -> tuple[torch.Tensor, ...]:
 @pytest.mark.smoke
 def test_a_step_has_the_bits_of_an_append_by_pytorch(seed: int) -> None:
     """By Python in the first call of a kind, by C++ in the second."""
-    rng, num_steps, num_handled = random.Random(seed), 60, 0
+    rng, num_steps, num_handled = random.Random(seed), 40, 0
     for _ in range(num_steps):
         step = random_step(rng)
         expected = by_pytorch(step)

@@ -43,7 +43,7 @@ def cases(head_dim: int) -> list[Case]:
     return found
 
 
-@pytest.mark.long(35)
+@pytest.mark.long(55)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_shape_of_mask_and_bias(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problems = drawn([(case, seed) for seed, case in enumerate(cases(head_dim))])
@@ -82,13 +82,13 @@ MASKS: dict[str, Callable[[int, int, int, int], Tensor]] = {
 }
 
 
-@pytest.mark.long(45)
+@pytest.mark.long(30)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
 def test_tiles_that_are_all_true_all_false_or_mixed(head_dim: int, causal: str, seed: int) -> None:
     found = []
-    for name, make in MASKS.items():
-        for seqlen_q, seqlen_k in LENGTHS:
+    for place, (name, make) in enumerate(MASKS.items()):
+        for seqlen_q, seqlen_k in (LENGTHS * 2)[place % len(LENGTHS) :][:3]:  # they take turns
             sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": head_dim, "head_dim_v": head_dim}
             case = Case(dtype=torch.bfloat16, backend="cuda", batch=2, heads=4, heads_kv=2, causal=causal, **sizes)
             inputs = case.make(seed, "cuda")
