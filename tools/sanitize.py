@@ -85,6 +85,8 @@ class Build(NamedTuple):
 
 # Machine code that a tool misreads (docs/check.md)
 BUILDS = {
+    # Warps that meet at a barrier from several places count as divergent (ptx/block_barrier.cuh)
+    "synccheck": Build("FT_ONE_BARRIER", re.compile(r"decode_sm90_|fwd_sm80_(f32_)?kernel<.*Mask<true")),
     # A copy of 2 out of 4 bytes counts as a read of 4 (ptx/cp_async.cuh)
     "memcheck": Build("FT_EXACT_COPIES", re.compile(r"_sm80_.*Load<false>")),
     # An arrival orders the accesses of its own thread alone (ptx/mbarrier.cuh)

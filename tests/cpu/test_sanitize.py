@@ -17,6 +17,7 @@ from pathlib import Path
 import fake_gpu
 import pytest
 import torch
+from ptx import ptx_of
 
 from flashtile.backends import executor, native
 from flashtile.bench import device as facts
@@ -123,10 +124,12 @@ def test_kernels_are_built_for_the_tool_that_watches(sanitize, monkeypatch: pyte
     compiled = []
     monkeypatch.setattr(cache, "compile_cached", lambda unit, arch, names, defines: compiled.append((*names, *defines)))
     unaligned = "flashtile::fwd_sm80_kernel<X, flashtile::Load<false>>"
-    names = ["flashtile::fwd_sm90_kernel<X>", unaligned, "flashtile::fwd_simt_kernel<flashtile::Load<false>>"]
+    causal = "flashtile::fwd_sm80_f32_kernel<X, flashtile::Mask<true, false>, flashtile::Load<true>>"
+    names = ["flashtile::fwd_sm90_kernel<X>", unaligned, causal, "flashtile::fwd_simt_kernel<flashtile::Load<false>>"]
     expected = {tool: [(name,) for name in names] for tool in sanitize.TOOLS}
     expected["racecheck"][0] += ("FT_LANE_ARRIVALS",)
     expected["memcheck"][1] += ("FT_EXACT_COPIES",)
+    expected["synccheck"][2] += ("FT_ONE_BARRIER",)
     for tool in sanitize.TOOLS:
         compiled.clear()
         with sanitize.built_for(tool):
@@ -170,6 +173,22 @@ def test_builds_for_tools_compile_and_differ() -> None:
         cubin(1, "true", "FT_EXACT_COPIES"),
     }
     assert len(cubins) == 3
+
+
+@pytest.mark.usefixtures("recorder")
+@pytest.mark.parametrize(
+    ("family", "expected"), [("decode_sm90", (3, 1)), ("fwd_sm80", (3, 2)), ("fwd_sm80_f32", (3, 2))]
+)
+def test_all_warps_meet_in_one_place_for_synccheck(sanitize, family: str, expected: tuple[int, int]) -> None:
+    """Block barriers of a causal kernel, without and with the define. That of a block without keys stays in both."""
+    jobs = sanitize.all_jobs(ARCH, ["bfloat16", "float32"], [64], [family])
+    (job, *_) = (job for job in jobs if job.trial.case.causal == "bottom_right")
+    ((unit, entry), *_) = sanitize.units_of([job])
+    found = [
+        ptx_of(text + unit, entry, "compute_90a")[0].count(b"bar.sync \t0;")
+        for text in ("", "#define FT_ONE_BARRIER\n")
+    ]
+    assert tuple(found) == expected
 
 
 def test_what_is_compiled_is_what_the_shares_launch(sanitize, recorder: fake_gpu.Recorder) -> None:

@@ -20,6 +20,7 @@
 #include "flashtile/attn/score_fragment.cuh"
 #include "flashtile/attn/unused_rows.cuh"
 #include "flashtile/core/mutation.cuh"
+#include "flashtile/ptx/block_barrier.cuh"
 #include "flashtile/ptx/dependent_launch.cuh"
 #include "flashtile/ptx/signal.cuh"
 #include "flashtile/tile/epilogue.cuh"
@@ -83,6 +84,12 @@ struct DecodeSm90 {
     fence_proxy_async();
   }
 
+  // A barrier of the block must follow. Scope: consumer warpgroup.
+  FT_DEVICE static void set_up(const Params& p, Storage& shared) {
+    if (threadIdx.x == 0) init(p, shared);
+    clear_unused_rows<Config>(p, shared.sQ);
+  }
+
   // ---- Producer. Scope: each of its warps.
 
   // A map has size 1 along an axis whose stride is 0.
@@ -109,7 +116,7 @@ struct DecodeSm90 {
     Pages pages(p);
     wait_for_previous();
     Schedule schedule(p);
-    __syncthreads();  // the barriers are initialised
+    if constexpr (!kHasOneBarrier) __syncthreads();  // after set_up
     bool is_first = threadIdx.x == 128;
     i32 num_heads = schedule.num_heads, num_queries = schedule.num_queries;
     u32 num_tiles = 0;
@@ -468,11 +475,14 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kNumBlocks)
   // wait_for_previous
   i32 warp = uniform(threadIdx.x / 32);
   preload_params(params.base, warp, Config::kNumThreads / 32, shared.stats);
-  if (warp < 4) {
-    if (threadIdx.x == 0) Kernel::init(params.base, shared);
-    clear_unused_rows<Config>(params.base, shared.sQ);
-    wait_for_previous();
+  if constexpr (kHasOneBarrier) {
+    if (warp < 4) Kernel::set_up(params.base, shared);
     __syncthreads();
+  }
+  if (warp < 4) {
+    if constexpr (!kHasOneBarrier) Kernel::set_up(params.base, shared);
+    wait_for_previous();
+    if constexpr (!kHasOneBarrier) __syncthreads();
     Kernel::consume(params, shared);
   } else if (warp == 4 || KvSource::kIsPaged) {
     // Without keys the maps are empty
@@ -482,7 +492,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kNumBlocks)
       prefetch_map(params.v_map);
     }
     Kernel::produce(params, shared);
-  } else {
+  } else if constexpr (!kHasOneBarrier) {
     __syncthreads();
   }
 }

@@ -20,6 +20,7 @@
 #include "flashtile/attn/work_item.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/core/timeline.cuh"
+#include "flashtile/ptx/block_barrier.cuh"
 #include "flashtile/tile/epilogue.cuh"
 #include "flashtile/tile/mma_gemm.cuh"
 #include "flashtile/tile/sm80_config.cuh"
@@ -60,7 +61,8 @@ struct FwdSm80 {
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per m16 tile
   static constexpr i32 kDepthSteps = Config::kHeadDim / 16;
   // With an option the mask costs little: one loop body for all tiles keeps the code short
-  static constexpr bool kMasksAlways = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
+  static constexpr bool kMasksAlways =
+      ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn || kHasOneBarrier;
 
   // Loops over the rows of a copy are unrolled, unless the rows need checks
   static constexpr bool kUnrolls = Config::kIsExact && Load::kIsAligned16;
