@@ -71,6 +71,7 @@ def main() -> None:
     env = facts.environment("cuda", sys.argv[1:], "python tools/time_registry.py")
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent / "results"
     path = (folder if len(sys.argv) > 1 else folder / facts.slug("cuda")) / "registry_bf16.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
     with Writer(path, RegistryRow) as writer:
         for shape in SHAPES:
             q, k, v, dout = (
