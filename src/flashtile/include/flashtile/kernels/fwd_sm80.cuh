@@ -61,8 +61,7 @@ struct FwdSm80 {
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per m16 tile
   static constexpr i32 kDepthSteps = Config::kHeadDim / 16;
   // With an option the mask costs little: one loop body for all tiles keeps the code short
-  static constexpr bool kMasksAlways =
-      ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn || kHasOneBarrier;
+  static constexpr bool kMasksAlways = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn || kHasOneBarrier;
 
   // Loops over the rows of a copy are unrolled, unless the rows need checks
   static constexpr bool kUnrolls = Config::kIsExact && Load::kIsAligned16;
