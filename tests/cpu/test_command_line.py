@@ -25,6 +25,15 @@ def test_the_commands_start_without_dynamo() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.fixture
+def interruptible():
+    """Processes started inside do not ignore interrupts, as the background jobs of a shell do."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("seconds", [0.3, 1.0])
 def test_an_interrupt_while_torch_is_imported_is_quiet(seconds: float) -> None:
     started = subprocess.Popen(
@@ -37,6 +46,7 @@ def test_an_interrupt_while_torch_is_imported_is_quiet(seconds: float) -> None:
     assert (out, err) == (b"", b"")
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_workers_start_is_quiet() -> None:
     started = subprocess.Popen(
         [*PROGRAM, "check", "--device", "cpu", "--jobs", "2", "--backends", "reference"],

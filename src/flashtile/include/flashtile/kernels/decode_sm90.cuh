@@ -402,16 +402,19 @@ struct DecodeSm90 {
   FT_DEVICE static void join(const Params& p, Storage& shared, const DecodeItem& item) {
     i32 num_parts = static_cast<i32>(blockIdx.x) - item.first_block;
     i32 num_rows = item.num_queries * item.num_heads, warp = threadIdx.x / 32;
+    // Each warp waits in join_rows, or here if it has no rows
+    constexpr bool kWaitsLate = !kHasOneBarrier;
+    if constexpr (!kWaitsLate) wait_for_parts(p, item, num_parts);
     if (num_rows > 4 && num_parts <= 8) {
       for (i32 first = 4 * warp; first < num_rows; first += 16) {
-        join_rows<4>(p, shared, item, first, num_rows, num_parts, first < 16);
+        join_rows<4>(p, shared, item, first, num_rows, num_parts, kWaitsLate && first < 16);
       }
-      if (4 * warp >= num_rows) wait_for_parts(p, item, num_parts);
+      if (kWaitsLate && 4 * warp >= num_rows) wait_for_parts(p, item, num_parts);
     } else {
       for (i32 first = warp; first < num_rows; first += 4) {
-        join_rows<1>(p, shared, item, first, num_rows, num_parts, first < 4);
+        join_rows<1>(p, shared, item, first, num_rows, num_parts, kWaitsLate && first < 4);
       }
-      if (warp >= num_rows) wait_for_parts(p, item, num_parts);
+      if (kWaitsLate && warp >= num_rows) wait_for_parts(p, item, num_parts);
     }
   }
 

@@ -1,6 +1,6 @@
-// Barriers of all threads of a block that warps reach in different places of the code. PTX allows that: only the
-// threads of one warp must execute the same instruction. synccheck expects one instruction for the block. Builds for it
-// define FT_ONE_BARRIER: there all warps meet in one place. (PTX ISA: bar)
+// Barriers that warps of a block reach in different places of the code. PTX allows that: only the threads of one warp
+// must execute the same instruction. synccheck expects one instruction for all warps. Builds for it define
+// FT_ONE_BARRIER: there all warps meet in one place. (PTX ISA: bar)
 #pragma once
 
 #include "flashtile/core/types.cuh"
