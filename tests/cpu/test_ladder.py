@@ -82,7 +82,7 @@ def test_every_file_says_what_it_does_and_what_was_expected(rung):
     assert rung.title.startswith(rung.name[3:].replace("_", " "))
     for word in ("Changed", "Why", "Predicted", "Measured"):
         assert len(rung.note(word)) > 20, word
-    assert len(rung.source.splitlines()) <= 420
+    assert len(rung.source.splitlines()) <= 440
     # Readable alone
     assert "#include" not in rung.source
 
@@ -507,6 +507,15 @@ def test_the_plan_has_the_large_problem_first():
     ]
     assert {(point.batch, point.seqlen_q) for point in points[2:]} == {(1, 512), (1, 1024), (1, 1536), (1, 2048)}
     assert all(point.is_causal for point in measure.plan("fp32", True).points)
+    wide = measure.plan("bf16", None, 128)
+    assert {(point.head_dim, point.head_dim_v) for point in wide.points} == {(128, 128)}
+    assert (measure.plan("bf16", None).stem, wide.stem) == ("ladder_bf16", "ladder_bf16_d128")
+
+
+def test_a_head_dim_that_no_rung_takes_is_refused():
+    result = ladder("--list", "--head-dim", "129")
+    assert result.exit_code == 2
+    assert "--head-dim: got 129; accepted: 1 to 128." in result.output
 
 
 # Counters
@@ -625,7 +634,7 @@ def run(tmp_path, monkeypatch):
             "ladder_fp32",
             (point, replace(point, is_causal=True), replace(point, batch=1, heads=1, heads_kv=1)),
         )
-        monkeypatch.setattr(measure, "plan", lambda dtype, is_causal: plan)
+        monkeypatch.setattr(measure, "plan", lambda dtype, is_causal, head_dim: plan)
         monkeypatch.setattr(
             measure, "rung_providers", lambda variables, chosen: fakes([rung.name for rung in chosen], False)
         )

@@ -47,6 +47,7 @@ class Options:
     arch: str | None = None  # only with --list
     out: Path | None = None
     as_json: bool = False
+    head_dim: int = measure.LARGE.head_dim
 
 
 def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
@@ -54,13 +55,14 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     variables = Variables.read()
     if options.dtype is not None:
         measure.check_dtype(options.dtype)
+    measure.check_head_dim(options.head_dim)
     chosen = measure.chosen(options.only, variables, options.dtype)
     if options.is_list:
         arch = _arch(options.arch)
         for rung in chosen:
             if rung.is_own:
-                launcher.compile_rung(rung, measure.LARGE.head_dim, arch, variables)
-        return partial(_list, chosen, arch, variables, options.as_json)
+                launcher.compile_rung(rung, options.head_dim, arch, variables)
+        return partial(_list, chosen, arch, variables, options.as_json, options.head_dim)
     if options.arch is not None:
         raise value_error("--arch", options.arch, "it with --list; kernels are measured on the GPU at hand")
     where, line = device.resolve(None)
@@ -74,10 +76,10 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         options, chosen = replace(options, dtype=dtype), [rung for rung in chosen if rung.dtype == dtype]
     folder = writable_folder(options.out or Path("results") / device.slug(where))
     arch, console = gpu.current_arch(), make_console(options.as_json)
-    fitting, refusals = with_tiles(chosen, measure.LARGE.head_dim, arch, variables)
+    fitting, refusals = with_tiles(chosen, options.head_dim, arch, variables)
     # Compile in parallel. A compile error ends the command here, with the compiler's log
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda rung: launcher.compile_rung(rung, measure.LARGE.head_dim, arch, variables), fitting))
+        list(pool.map(lambda rung: launcher.compile_rung(rung, options.head_dim, arch, variables), fitting))
     for text in (line, *refusals):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     return Run(options, variables, fitting, folder, device.environment(where, arguments), console).start
@@ -137,7 +139,7 @@ class Run:
             and self.options.is_causal is None
             and self.variables == Variables(self.variables.is_debug)
         )
-        stem = self._dtype + ("" if is_whole else "_part")
+        stem = measure.stem(self._dtype, self.options.head_dim) + ("" if is_whole else "_part")
         written = [self.folder / f"ladder_{stem}.csv", self.folder / f"ladder_kernels_{stem}.csv"]
         load = Load("cuda")
         rows = self._measure(written[0])
@@ -183,13 +185,13 @@ class Run:
         errors = []
         for rung in self.chosen:
             check = probe.check_apart if rung.is_own else probe.check
-            errors.append(check(rung, measure.LARGE.head_dim, self.variables))
+            errors.append(check(rung, self.options.head_dim, self.variables))
         names = ", ".join(f"{rung.name} {error:.2g}" for rung, error in zip(self.chosen, errors, strict=True))
         self._say(f"Checked against float64 at lengths {', '.join(map(str, probe.SEQLENS))}, largest errors: {names}.")
 
     def _measure(self, path: Path) -> list[Row]:
         """Times all providers, interleaved. Rows are written as they are measured."""
-        plan = measure.plan(self._dtype, self.options.is_causal)
+        plan = measure.plan(self._dtype, self.options.is_causal, self.options.head_dim)
         providers = [*measure.rung_providers(self.variables, self.chosen), *measure.baselines()]
         settings = Settings("cuda", device.cache_bytes("cuda"), _BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S)
         rows: list[Row] = []
@@ -206,7 +208,9 @@ class Run:
 
     def _points(self) -> list[Point]:
         return list(
-            measure.plan(self._dtype, self.options.is_causal).points[: 2 if self.options.is_causal is None else 1]
+            measure.plan(self._dtype, self.options.is_causal, self.options.head_dim).points[
+                : 2 if self.options.is_causal is None else 1
+            ]
         )
 
     def _profile(self) -> tuple[dict[tuple[str, bool], Counters], list[HbmRow], str]:
@@ -237,12 +241,9 @@ class Run:
 
     def _hbm(self) -> list[HbmRow]:
         """Device memory traffic by sequence length, of eager attention and of the last rung."""
+        large = measure.plan(self._dtype, False, self.options.head_dim).points[0]
         calls = [
-            Call(
-                name,
-                replace(measure.LARGE, dtype=self._dtype, seqlen_q=seqlen, seqlen_k=seqlen),
-                has_warm_up=name == "eager",
-            )
+            Call(name, replace(large, seqlen_q=seqlen, seqlen_k=seqlen), has_warm_up=name == "eager")
             for name in ("eager", self.chosen[-1].name)
             for seqlen in _HBM_SEQLENS
         ]
@@ -261,7 +262,7 @@ def _arch(name: str | None) -> Arch:
     return gpu.arch_option(name)
 
 
-def _list(chosen: Sequence[Rung], arch: Arch, variables: Variables, as_json: bool) -> int:
+def _list(chosen: Sequence[Rung], arch: Arch, variables: Variables, as_json: bool, head_dim: int) -> int:
     """Lists the rungs and the resources of each on the architecture. Compiles them; needs no GPU."""
     console = make_console(as_json)
     found, lines = list[dict[str, object]](), list[tuple[str, ...]]()
@@ -272,7 +273,7 @@ def _list(chosen: Sequence[Rung], arch: Arch, variables: Variables, as_json: boo
             lines.append((rung.name, "", "", "", "", "", "", rung.title))
             continue
         try:
-            kernel = launcher.compile_rung(rung, measure.LARGE.head_dim, arch, variables)
+            kernel = launcher.compile_rung(rung, head_dim, arch, variables)
         except (Unsupported, ValueError) as error:
             found.append({"rung": rung.name, "title": rung.title, "refusal": str(error)})
             lines.append((rung.name, "", "", "", "", "", "", str(error)))
@@ -294,7 +295,7 @@ def _list(chosen: Sequence[Rung], arch: Arch, variables: Variables, as_json: boo
             "arch": arch.name,
         }
         found.append({"rung": rung.name, "title": rung.title, **vars(tile), **facts})
-    show(console, replace(tables.kernel_table(lines), title=f"The ladder for {arch.name}, d={measure.LARGE.head_dim}"))
+    show(console, replace(tables.kernel_table(lines), title=f"The ladder for {arch.name}, d={head_dim}"))
     if no_compiler:
         console.print(
             f"Not compiled, so that resources are not known. {no_compiler}",

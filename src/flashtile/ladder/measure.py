@@ -24,19 +24,26 @@ LARGE = Point(4, 16, 16, 4096, 4096, 64, 64)
 SMALL = Point(1, 1, 1, 512, 512, 64, 64)
 
 
-def plan(dtype: str, is_causal: bool | None) -> Plan:
+def plan(dtype: str, is_causal: bool | None, head_dim: int = LARGE.head_dim) -> Plan:
     """The large problem and the lengths of the fast sweep, full, causal or both.
 
     The large problem comes first: its times show which providers to skip.
     """
     masks = (False, True) if is_causal is None else (is_causal,)
-    points = [replace(LARGE, dtype=dtype, is_causal=mask) for mask in masks]
-    points += [
-        replace(SMALL, dtype=dtype, is_causal=mask, seqlen_q=size, seqlen_k=size)
-        for mask in masks
-        for size in FAST_SEQLENS
-    ]
-    return Plan("ladder", f"ladder_{dtype}", tuple(points))
+    large, small = (replace(point, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim) for point in (LARGE, SMALL))
+    points = [replace(large, is_causal=mask) for mask in masks]
+    points += [replace(small, is_causal=mask, seqlen_q=size, seqlen_k=size) for mask in masks for size in FAST_SEQLENS]
+    return Plan("ladder", f"ladder_{stem(dtype, head_dim)}", tuple(points))
+
+
+def stem(dtype: str, head_dim: int) -> str:
+    """What names of files have in common."""
+    return dtype + ("" if head_dim == LARGE.head_dim else f"_d{head_dim}")
+
+
+def check_head_dim(head_dim: int) -> None:
+    if not 1 <= head_dim <= rungs.MAX_HEAD_DIM:
+        raise value_error("--head-dim", str(head_dim), f"1 to {rungs.MAX_HEAD_DIM}")
 
 
 def check_dtype(dtype: str) -> None:
