@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from flashtile import Unsupported
@@ -54,6 +56,30 @@ def test_cubin_symbols_and_resources(arch):
     )
     assert shared.static_shared_bytes == 128
     assert unit.warnings == []
+
+
+class Recorder:
+    """An NVRTC that writes down its options."""
+
+    def __init__(self, library):
+        self.library, self.options = library, []
+
+    def __getattr__(self, name):
+        return getattr(self.library, name)
+
+    def nvrtcCompileProgram(self, program, count, options):  # noqa: N802, its name there
+        self.options += [option.decode() for option in options]
+        return self.library.nvrtcCompileProgram(program, count, options)
+
+
+@pytest.mark.parametrize(("version", "expected"), [((12, 8), False), ((12, 9), True), ((13, 0), True)])
+def test_nvrtc_takes_nothing_from_its_own_cache(version, expected):
+    """What comes from there has an empty log: neither registers nor spills would be known."""
+    library = Recorder(toolchain.find().library)
+    found = SimpleNamespace(library=library, version=version)
+    unit = compile_source(found, SCALE, "sm_90", ["test::shared"], ["FACTOR=2"])
+    assert ("--no-cache" in library.options) is expected
+    assert unit.resources("test::shared").registers > 0
 
 
 def test_spills_are_seen():

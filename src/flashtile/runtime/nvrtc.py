@@ -15,6 +15,9 @@ from flashtile.runtime.toolchain import Toolchain
 INCLUDE = Path(__file__).resolve().parent.parent / "include"
 # Without --no-source-include a header in the working directory would be found before ours
 BASE_OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--device-as-default-execution-space", "--no-source-include")
+# From this version on NVRTC keeps results in the driver's cache where there is a driver; the log of a result from there
+# is empty
+_FIRST_WITH_CACHE = (12, 9)
 # Environment variables that NVRTC reads, such as NVRTC_APPEND_FLAGS, begin with these
 _VARIABLES = ("NVRTC", "NVVM", "NV_NVVM", "LIBNVVM")
 # Warnings about the code. "nvrtc: warning" is about the options, such as a deprecated architecture
@@ -77,7 +80,9 @@ def compile_source(
     try:
         for name in names:
             _check(toolchain, nvrtc.nvrtcAddNameExpression(program, name.encode()))
-        arguments = [f"--include-path={INCLUDE}".encode(), *(option.encode() for option in options(arch, defines))]
+        no_cache = ["--no-cache"] if toolchain.version >= _FIRST_WITH_CACHE else []
+        given = [f"--include-path={INCLUDE}", *no_cache, *options(arch, defines)]
+        arguments = [option.encode() for option in given]
         status = nvrtc.nvrtcCompileProgram(program, len(arguments), (ctypes.c_char_p * len(arguments))(*arguments))
         log = _text(toolchain, program, "nvrtcGetProgramLog")
         if status != 0:
