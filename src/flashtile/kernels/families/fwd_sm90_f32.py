@@ -33,6 +33,7 @@ class Tile(NamedTuple):
     columns: int  # of O that one product computes
     overlaps: bool = True  # scores of a tile with P V of the one before it
     max_options: int = 99  # that it holds without a spill
+    takes_bias: bool = True  # without a spill
     max_parts: int = 3  # that operands are split into
 
 
@@ -42,7 +43,11 @@ _TILES: dict[str, dict[tuple[int, int], tuple[Tile, ...]]] = {
         (64, 64): (Tile(128, 128, 2, 64, max_options=0), Tile(128, 64, 2, 64)),
         (128, 128): (Tile(128, 64, 2, 128, max_options=0), Tile(128, 64, 2, 64)),
         # Two parts: several chains of sums for a score, which cannot overlap; one part, for "high": one chain
-        (256, 256): (Tile(128, 32, 1, 64, max_options=0, max_parts=1), Tile(128, 32, 1, 64, overlaps=False)),
+        (256, 256): (
+            Tile(128, 32, 1, 64, max_options=0, max_parts=1),
+            Tile(128, 32, 1, 64, overlaps=False, takes_bias=False),
+            Tile(64, 32, 1, 64, overlaps=False),
+        ),
     },
     _BF16: {
         (64, 64): (Tile(128, 64, 2, 64),),
@@ -105,7 +110,9 @@ class FwdSm90F32(Family[FwdSm90F32Row]):
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
         for tile in _TILES[kernel][dims]:
-            if key.features.num_options <= tile.max_options and num_parts(kernel, key) <= tile.max_parts:
+            takes_options = key.features.num_options <= tile.max_options
+            takes_bias = tile.takes_bias or key.features.bias_dtype is None
+            if takes_options and takes_bias and num_parts(kernel, key) <= tile.max_parts:
                 yield _row(kernel, dims, tile, num_parts(kernel, key))
 
     def tile_note(self, key: PlanKey) -> str:

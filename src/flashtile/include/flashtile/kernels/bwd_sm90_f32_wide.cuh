@@ -84,7 +84,7 @@ struct WideTiles {
       if (count == 0) mbarrier_wait(barriers.full[0], 0);
       u32 a = opaque(tile_base(sRows, 64 * 128));
       if constexpr (Parts::kNumParts == 2) {
-        gemm_abt_chains<Parts, kStreamRows, Config::kHeadDim, kTogether>(rD, a, b);
+        gemm_abt_chains<Parts, kStreamRows, Config::kHeadDim, 64, kTogether>(rD, a, b);
       } else {
         gemm_abt_split<Parts, kStreamRows, Config::kHeadDim>(rD, a, b);
         wgmma_wait<0>();

@@ -225,7 +225,9 @@ struct FwdSm90F32 {
   FT_DEVICE static void start_scores(float (&rS)[kScores], u32 q, u32 k) {
     if constexpr (kIsHalf && kNumParts == 2 && Config::kHeadDim > 128) {
       static_assert(!Config::kOverlaps);
-      gemm_abt_chains<Parts, kBlockN, Config::kHeadDim, 1>(rS, q, k);
+      // With options the descriptors of a longer chain would spill
+      constexpr i32 kChain = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn ? 64 : 128;
+      gemm_abt_chains<Parts, kBlockN, Config::kHeadDim, kChain, 1>(rS, q, k);
     } else {
       gemm_abt_split<Parts, kBlockN, Config::kHeadDim>(rS, q, k);
     }

@@ -96,14 +96,14 @@ FT_DEVICE void gemm_abt_split(float (&rD)[kColumns / 2], u32 a, u32 b) {
   if constexpr (!kIsLong) wgmma_commit();
 }
 
-// The same with a chain of sums for every 64 columns: one over 256 columns would truncate too much. kTogether of them
-// are in flight at a time. Waits for the products. Scope: warpgroup.
-template <class Parts, i32 kColumns, i32 kDepth, i32 kTogether>
+// The same with a chain of sums for every kChain columns: one over 256 columns would truncate too much. kTogether of
+// them are in flight at a time. Waits for the products. Scope: warpgroup.
+template <class Parts, i32 kColumns, i32 kDepth, i32 kChain, i32 kTogether>
 FT_DEVICE void gemm_abt_chains(float (&rD)[kColumns / 2], u32 a, u32 b) {
-  constexpr i32 kSlabs = kDepth / 64, kSlabA = 64 * 128 >> 4, kSlabB = kColumns * 128 >> 4;
-  static_assert(kDepth % (64 * kTogether) == 0);
+  constexpr i32 kSlabs = kDepth / 64, kChainSlabs = kChain / 64, kSlabA = 64 * 128 >> 4, kSlabB = kColumns * 128 >> 4;
+  static_assert(kChain % 64 == 0 && kDepth % (kChain * kTogether) == 0);
 #pragma unroll
-  for (i32 first = 0; first < kSlabs; first += kTogether) {
+  for (i32 first = 0; first < kSlabs; first += kChainSlabs * kTogether) {
     float rT[kTogether][kColumns / 2];
     u32 a_first = opaque(a + first * kSlabA), b_first = opaque(b + first * kSlabB);
     wgmma_fence();
@@ -111,12 +111,13 @@ FT_DEVICE void gemm_abt_chains(float (&rD)[kColumns / 2], u32 a, u32 b) {
     for (i32 product = 0; product < Parts::kNumProducts; ++product) {
       PartPair pair = Parts::pair(product);
 #pragma unroll
-      for (i32 step = 0; step < 4 * kTogether; ++step) {
+      for (i32 step = 0; step < 4 * kChainSlabs * kTogether; ++step) {
         i32 slab = step / 4, column = step % 4 * 2;
         u32 a_step = a_first + (pair.a * kSlabs + slab) * kSlabA + column;
         u32 b_step = b_first + (pair.b * kSlabs + slab) * kSlabB + column;
-        Wgmma<typename Parts::Element, kColumns>::template ss<false>(
-            rT[step / 4], tile_descriptor(a_step), tile_descriptor(b_step), product != 0 || step % 4 != 0);
+        Wgmma<typename Parts::Element, kColumns>::template ss<false>(rT[slab / kChainSlabs], tile_descriptor(a_step),
+                                                                     tile_descriptor(b_step),
+                                                                     product != 0 || step % (4 * kChainSlabs) != 0);
       }
     }
     wgmma_commit();
