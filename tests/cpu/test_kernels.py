@@ -77,8 +77,10 @@ def test_features_in_pairs(part, seed):
 
 
 @pytest.mark.parametrize("part", range(2))
-def test_few_options_on_the_largest_tiles(part):
-    assert_clean(kernel_jobs.edge_jobs([MAIN_ARCH], ["float32"])[part::2])
+def test_few_options_on_the_largest_tiles(part, seed):
+    """Half of the variants, drawn anew in each run."""
+    some = kernel_jobs.edge_jobs([MAIN_ARCH], ["float32"])[part::2]
+    assert_clean(random.Random(seed).sample(some, -(-len(some) // 2)))
 
 
 # The machine code of the Hopper family
