@@ -7,6 +7,7 @@
 //            S and P at once.
 // Measured:  full 0.530 ms and causal 0.332 ms at d 64: 1.03 and 1.04 times as fast, less than predicted. Three
 //            consumers left to chance already fill most of each other's gaps. At d 128, with two, 0.907 and 0.508 ms.
+//            The tensor cores are busy for 58 % of the time.
 //
 // Threads and shared memory: as in 16.
 // launch: block_m=(192 if d<=64 else 128) block_n=128 threads=(512 if d<=64 else 384)
