@@ -80,6 +80,20 @@ def test_large_backward_passes_use_tensor_cores(head_dim: int) -> None:
     assert families.select(key).name == "bwd_sm90_f32"
 
 
+def test_the_gradient_of_a_bias_is_that_of_simt() -> None:
+    key = key_of(Shape(4, 16, 16, 4096, 4096, 64, 64), (*GRADS, "dbias"))
+    key = dataclasses.replace(key, features=Features(bias_dtype="float32"))
+    family, layout = families.select(key), CallLayout("bhsd", ())
+    assert family.name == "bwd_sm90_f32"
+    launch = family.launch(key, layout)
+    assert [step.name for step in launch.steps][-2:] == ["bwd_sm90_f32_dq_bf16_kernel", "bwd_dbias_simt_kernel"]
+    assert launch.zeroed == ("dbias",)
+    # Nothing is split for it alone
+    alone = family.launch(dataclasses.replace(key, grads=("dbias",)), layout)
+    assert [step.name for step in alone.steps] == ["bwd_preprocess_kernel", "bwd_dbias_simt_kernel"]
+    assert {workspace.name for workspace in alone.workspaces} == {"score_lse", "delta"}
+
+
 def test_rows_that_overlap_are_not_split() -> None:
     """The parts of a row that is expanded to 2^30 rows would take 384 GiB."""
     for name, grads in (("fwd_sm90_f32", None), ("bwd_sm90_f32", GRADS)):

@@ -80,6 +80,12 @@ class BwdSimt(SimtFamily):
         return tile_step(row, key.features, _grid(row))
 
 
+def dbias(key: PlanKey) -> Step:
+    """The gradient of a bias alone, after `preprocess`: also for families that have no kernel of their own for it."""
+    family = BwdSimt()
+    return family._step(family.select("bwd_dbias_simt", key), key)
+
+
 _WORKSPACES = (Workspace("score_lse", 4, ("lse_size",)), Workspace("delta", 4, ("lse_size",)))
 
 

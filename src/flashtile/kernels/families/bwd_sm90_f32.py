@@ -2,8 +2,8 @@
 docs/float32.md.
 
 A preprocess step, the pre-pass, then one kernel for dK and dV and one for dQ, each for float16 and for bfloat16 parts.
-Every result has one owner, so all of it is deterministic. Head dims over 128 have kernels of their own
-(bwd_sm90_f32_wide.cuh).
+The gradient of a bias is that of bwd_simt. Every result has one owner, so all of it is deterministic. Head dims over
+128 have kernels of their own (bwd_sm90_f32_wide.cuh).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from flashtile.kernels.families.base import Family, Launch, tile_step
+from flashtile.kernels.families.bwd_simt import dbias
 from flashtile.kernels.families.sm90_f32 import WARPGROUP_ROWS, Sm90F32Row, num_parts, part_workspaces, pre_pass
 from flashtile.kernels.families.steps import dsinks, preprocess, query_grid
 from flashtile.kernels.params import Sm90F32Params
@@ -113,12 +114,6 @@ class BwdSm90F32(Family[BwdSm90F32Row]):
     needs_wgmma = True
     takes_any_scale = False
 
-    def refuse(self, key: PlanKey) -> str | None:
-        reason = super().refuse(key)
-        if reason is None and key.grads is not None and "dbias" in key.grads:
-            reason = "the gradient of a bias"
-        return reason
-
     def every_row(self, dtype: str) -> Iterator[BwdSm90F32Row]:
         for kernel, by_dims in _TILES.items():
             for dims in by_dims:
@@ -141,11 +136,15 @@ class BwdSm90F32(Family[BwdSm90F32Row]):
         if has_keys or has_queries:
             steps += pre_pass(dq_rows, key)
         steps += [_grad_step(row, key) for row in rows.values() if (has_queries if row.is_dq else has_keys)]
+        if "dbias" in key.grads:
+            steps.append(dbias(key))
         # One kernel writes both dK and dV
         scratch = tuple(Operand(name, like=name[1]) for name in ("dk", "dv") if has_keys and name not in key.grads)
-        # Keys outside every sequence have no owner
-        zeroed = tuple(name for name in ("dk", "dv") if layout.has_lengths and name in key.grads)
-        workspaces = _STATS + part_workspaces(dq_rows, layout, is_backward=True)
+        # Keys outside every sequence have no owner, and neither have the scores there
+        unowned = ("dk", "dv", "dbias") if layout.has_lengths else ("dbias",)
+        zeroed = tuple(name for name in unowned if name in key.grads)
+        has_parts = has_keys or has_queries
+        workspaces = _STATS + (part_workspaces(dq_rows, layout, is_backward=True) if has_parts else ())
         return Launch(tuple(steps), workspaces, scratch=scratch, zeroed=zeroed, struct=Sm90F32Params)
 
     def launch_row(self, row: BwdSm90F32Row, key: PlanKey, layout: CallLayout) -> Launch:
