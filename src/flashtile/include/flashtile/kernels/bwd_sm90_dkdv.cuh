@@ -61,6 +61,11 @@ struct BwdSm90Dkdv {
   using Buffers = Ring<Config::kNumBuffers>;
   static constexpr i32 kScores = 32;  // registers per thread of S^T
   static constexpr bool kHasOptions = Options::kChangesTiles;
+  // What P^T needs is loaded while dV of the tile before is in flight, unless that takes too many registers
+  static constexpr bool kLoadsEarly = !kHasOptions || Options::kLoadsLseAhead;
+  // Registers per thread: the warp that prepares tiles takes its own from the warpgroup that knows no options
+  static constexpr i32 kProducerRegisters = Config::kProducerRegisters + (Options::kNumTiles == 0 ? 0 : 8 + 8 * Options::kNumTiles);
+  static constexpr i32 kRegistersDk = Config::kConsumerRegisters - kProducerRegisters + Config::kProducerRegisters;
   // Options need the registers that K would take
   static constexpr bool kHoldsKeys = Config::kHoldsKeys && !kHasOptions;
 
@@ -252,8 +257,9 @@ struct BwdSm90Dkdv {
   // The same with options: P^T as dV needs it, and the factor of dP^T - delta in dS^T, which is negative where dropout
   // drops the element. Scope: warp.
   template <bool kIsChecked, bool kIsMasked>
-  FT_DEVICE static void exponentiate_options(Options& options, const Range (&seen)[2], float (&rS)[kScores],
-                                             u32 (&packed_p)[kScores / 2], u32 (&packed_factor)[kScores / 2]) {
+  FT_DEVICE static void exponentiate_options(Options& options, const Range (&seen)[2], const float* sLse,
+                                             float (&rS)[kScores], u32 (&packed_p)[kScores / 2],
+                                             u32 (&packed_factor)[kScores / 2]) {
 #pragma unroll
     for (i32 b = 0; b < kScores / 4; ++b) {
       options.advance_bias(b);
@@ -272,8 +278,9 @@ struct BwdSm90Dkdv {
         packed_factor[2 * b + r] = pack_two<T>(factor[0], factor[1]);
         if constexpr (mutates(Mutation::bwd_sm90_wide_softcap)) packed_factor[2 * b + r] = packed_p[2 * b + r];
       }
-      // Finish these columns before the next: the checked body, which is rare, must not take more registers
-      if constexpr (kIsChecked) Options::pin(rS[4 * b], rS[4 * b + 1], rS[4 * b + 2], rS[4 * b + 3]);
+      options.advance_lse(sLse, b);
+      // Finish these columns before the next, if registers are few; the checked body is rare
+      if constexpr (kIsChecked || Options::kNumOptions > 2) Options::pin(rS[4 * b], rS[4 * b + 1], rS[4 * b + 2], rS[4 * b + 3]);
     }
   }
 
@@ -362,7 +369,7 @@ struct BwdSm90Dkdv {
         const StreamedQueryTile& queries = shared.queries[count % kNumStreamedTiles];
         auto bits = Options::load_bits(p, shared.options, s, 0, count, queries.head, queries.i_begin, tile.j_begin);
         Options options(p, shared.options, s, 0, count, queries.head, queries.i_begin, tile.j_begin, bits, sLse);
-        options.pin_lse();
+        if constexpr (kLoadsEarly) options.pin_lse();
         return options;
       } else {
         load_stats(sLse, lse);
@@ -376,7 +383,7 @@ struct BwdSm90Dkdv {
       wgmma_wait<0>();
       pin_registers(rS);
       const StreamedQueryTile& queries = shared.queries[count % kNumStreamedTiles];
-      release_stage(shared.empty_q[stage]);
+      if constexpr (kLoadsEarly) release_stage(shared.empty_q[stage]);
       bool is_checked = queries.has_large_lse != 0;
       if constexpr (Mask::kHasBand) {
         is_checked |= needs_mask<Band>(p, s, queries.i_begin, 0, tile.j_begin, 64);
@@ -385,8 +392,8 @@ struct BwdSm90Dkdv {
       if constexpr (kHasOptions) {
         u32 packed_factor[kScores / 2];
         auto exponentiate = [&](auto checked, auto masked, const Range(&seen)[2]) {
-          exponentiate_options<decltype(checked)::kValue, decltype(masked)::kValue>(options, seen, rS, packed_p,
-                                                                                    packed_factor);
+          exponentiate_options<decltype(checked)::kValue, decltype(masked)::kValue>(options, seen, shared.lse[stage],
+                                                                                    rS, packed_p, packed_factor);
         };
         if (is_checked || options.needs_exact_tanh()) {
           Range seen[2];
@@ -400,6 +407,10 @@ struct BwdSm90Dkdv {
           exponentiate(Constant<false>(), Constant<Mask::kHasBool>(), {});
         } else {
           exponentiate(Constant<false>(), Constant<false>(), {});
+        }
+        if constexpr (!kLoadsEarly) {
+          __syncwarp();
+          release_stage(shared.empty_q[stage]);
         }
         send(shared, count, packed_factor);
       } else {
@@ -432,16 +443,20 @@ struct BwdSm90Dkdv {
       for (; count < tile.num_tiles(); ++count) {
         float rS[kScores];
         Stats lse;
+        // Wait for dV of the tile before: release its dO
+        auto wait_dv = [&] {
+          wgmma_wait<Config::kSlabsQK>();
+          pin_registers(rdV);
+          release_stage(shared.empty_do[Stages::stage(count - 1)]);
+        };
         // Start dV of the tile before and S^T of this one
         wait_turn(0);
         start_dv(count - 1);
         start_s(count, rS);
         end_turn(0);
+        if constexpr (!kLoadsEarly) wait_dv();
         auto options = prepare(count, lse);
-        // Wait for dV: release its dO
-        wgmma_wait<Config::kSlabsQK>();
-        pin_registers(rdV);
-        release_stage(shared.empty_do[Stages::stage(count - 1)]);
+        if constexpr (kLoadsEarly) wait_dv();
         finish_s(count, lse, options, rS);
       }
       wait_turn(0);
@@ -552,7 +567,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
 
   i32 warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 2) {
-    lower_registers<Kernel::Options::kProducerRegisters>();
+    lower_registers<Kernel::kProducerRegisters>();
     i32 warp = uniform(threadIdx.x / 32 % 4);
     // Without queries the maps are empty
     if (!tile.has_queries()) return;
@@ -567,10 +582,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
       Kernel::Options::produce(params.base, shared.options, tile, 0, count);
     }
   } else if (warpgroup == 0) {
-    raise_registers<Kernel::Options::kConsumerRegisters>();
+    raise_registers<Config::kConsumerRegisters>();
     Kernel::consume_dv(params, shared, tile);
   } else {
-    raise_registers<Kernel::Options::kConsumerRegisters>();
+    raise_registers<Kernel::kRegistersDk>();
     Kernel::consume_dk(params, shared, tile);
   }
 }

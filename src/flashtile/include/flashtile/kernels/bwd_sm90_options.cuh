@@ -320,11 +320,14 @@ struct BwdSm90Options {
   // Words of the bias that a thread has of columns 8 b .. 8 b + 15: pairs of elements in 16 bits, or elements
   static constexpr i32 kBiasWords = sizeof(BiasElement) == 4 ? 8 : 4;
   // All of the bias is loaded ahead if registers allow, else two columns of tiles at a time
-  static constexpr bool kLoadsBiasAhead =
-      ScoreMod::kHasBias && sizeof(BiasElement) == 2 && kNumOptions <= (Config::kHasOneProduct ? 2 : 1);
+  static constexpr bool kLoadsBiasAhead = ScoreMod::kHasBias && sizeof(BiasElement) == 2 && kNumOptions == 1;
   static constexpr i32 kBiasFragments = kLoadsBiasAhead ? kScores / 8 : 2;
 
-  static constexpr i32 kLsesAhead = Config::kHasOneProduct ? 8 : kIsSplit ? 4 : 2;
+  static constexpr bool kLoadsLseAhead = Config::kHasOneProduct && kNumOptions == 1;
+  static constexpr i32 kLsesAhead = kLoadsLseAhead              ? kScores / 4
+                                    : !Config::kHasOneProduct ? (kIsSplit ? 4 : 2)
+                                    : kNumOptions > 3         ? 1
+                                                              : 2;
   static constexpr i32 kDeltasAhead = ScoreMod::kHasSoftcap ? 3 : kScores / 4;
 
   const Params& p;
@@ -480,10 +483,14 @@ struct BwdSm90Options {
     asm volatile("" : "+f"(a), "+f"(b), "+f"(c), "+f"(d)::"memory");
   }
 
-  // Loads lse no later than here. Scope: thread.
+  // After columns 8 b .. 8 b + 7: starts loading the lse of later ones. Scope: thread.
+  FT_DEVICE void advance_lse(const float* sLse, i32 b) {
+    if (b + kLsesAhead < kScores / 4) lse[b + kLsesAhead] = stats(sLse, b + kLsesAhead);
+  }
+  // With kLoadsLseAhead: nothing of lse is loaded after this. Scope: thread.
   FT_DEVICE void pin_lse() {
 #pragma unroll
-    for (i32 b = 0; b < kLsesAhead; b += 2) pin(lse[b].x, lse[b].y, lse[b + 1].x, lse[b + 1].y);
+    for (i32 b = 0; b < kScores / 4; b += 2) pin(lse[b].x, lse[b].y, lse[b + 1].x, lse[b + 1].y);
   }
 
   // Statistics of a thread's queries among columns 8 b .. 8 b + 7. Scope: thread.
@@ -502,7 +509,7 @@ struct BwdSm90Options {
       for (i32 b = 0; b < kScores / 4; ++b) {
         advance_bias(b);
         exponentiate_columns<kIsChecked, kIsMasked>(b, seen, rS, packed_p);
-        if (b + kLsesAhead < kScores / 4) lse[b + kLsesAhead] = stats(sLse, b + kLsesAhead);
+        advance_lse(sLse, b);
         // Finish these columns before the next: the checked body, which is rare, must not take more registers
         if constexpr (kIsChecked) pin(rS[4 * b], rS[4 * b + 1], rS[4 * b + 2], rS[4 * b + 3]);
       }
@@ -527,7 +534,7 @@ struct BwdSm90Options {
         }
         advance_bias(b);
         exponentiate_columns<kIsChecked, kIsMasked>(b, seen, rS, packed_p);
-        if (b + kLsesAhead < kScores / 4) lse[b + kLsesAhead] = stats(sLse, b + kLsesAhead);
+        advance_lse(sLse, b);
         differentiate_columns(b, delta[b], rS, rdP, packed_p, packed_ds);
         pin(rdP[4 * b], rdP[4 * b + 1], rdP[4 * b + 2], rdP[4 * b + 3]);
       }
@@ -544,7 +551,7 @@ struct BwdSm90Options {
     for (i32 b = 0; b < kScores / 4; ++b) {
       advance_bias(b);
       exponentiate_columns<kIsChecked, kIsMasked, false>(b, seen, rS, no_p);
-      if (b + kLsesAhead < kScores / 4) lse[b + kLsesAhead] = stats(sLse, b + kLsesAhead);
+      advance_lse(sLse, b);
 #pragma unroll
       for (i32 y = 0; y < 4; ++y) {
         i32 x = 4 * b + y, r = y / 2, e = y % 2, column = 8 * b + e;
