@@ -20,7 +20,7 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
 # As the constants of kernels/bwd_sm90_steps.cuh; tests/cpu/test_plan.py compares them
 STEP_ROWS, STEP_THREADS = 32, 128
-MASK_TILE = 128  # kernels/bwd_sm90_options.cuh
+MASK_TILE = 128  # kMaskTile of attn/mask_bits.cuh
 _TILE_BYTES = 64 + 8 * 32  # KeyTile (attn/key_tile.cuh) and the ring of QueryTileIndex (kernels/bwd_sm90.cuh)
 
 

@@ -64,7 +64,8 @@ struct BwdSm90Dkdv {
   // What P^T needs is loaded while dV of the tile before is in flight, unless that takes too many registers
   static constexpr bool kLoadsEarly = !kHasOptions || Options::kLoadsLseAhead;
   // Registers per thread: the warp that prepares tiles takes its own from the warpgroup that knows no options
-  static constexpr i32 kProducerRegisters = Config::kProducerRegisters + (Options::kNumTiles == 0 ? 0 : 8 + 8 * Options::kNumTiles);
+  static constexpr i32 kProducerRegisters =
+      Config::kProducerRegisters + (Options::kNumTiles == 0 ? 0 : 8 + 8 * Options::kNumTiles);
   static constexpr i32 kRegistersDk = Config::kConsumerRegisters - kProducerRegisters + Config::kProducerRegisters;
   // Options need the registers that K would take
   static constexpr bool kHoldsKeys = Config::kHoldsKeys && !kHasOptions;
@@ -280,7 +281,8 @@ struct BwdSm90Dkdv {
       }
       options.advance_lse(sLse, b);
       // Finish these columns before the next, if registers are few; the checked body is rare
-      if constexpr (kIsChecked || Options::kNumOptions > 2) Options::pin(rS[4 * b], rS[4 * b + 1], rS[4 * b + 2], rS[4 * b + 3]);
+      if constexpr (kIsChecked || Options::kNumOptions > 2)
+        Options::pin(rS[4 * b], rS[4 * b + 1], rS[4 * b + 2], rS[4 * b + 3]);
     }
   }
 
@@ -399,8 +401,7 @@ struct BwdSm90Dkdv {
           Range seen[2];
 #pragma unroll
           for (i32 r = 0; r < 2; ++r) {
-            seen[r] =
-                seen_columns(p, s, queries.i_begin + fragment_column(), tile.j_begin + fragment_row() + 8 * r);
+            seen[r] = seen_columns(p, s, queries.i_begin + fragment_column(), tile.j_begin + fragment_row() + 8 * r);
           }
           exponentiate(Constant<true>(), Constant<Mask::kHasBool>(), seen);
         } else if (Mask::kHasBool && options.bits.is_masked) {

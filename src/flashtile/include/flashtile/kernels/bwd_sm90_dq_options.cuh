@@ -109,8 +109,8 @@ struct BwdSm90DqOptions {
 
   // ---- While S is in flight.
 
-  // Draws the bits of dropout. Lane t of a quad draws keys 8 t .. 8 t + 7 of each 32 and packs a bit for each; a shuffle
-  // brings the bits of 8 elements. Scope: warp.
+  // Draws the bits of dropout. Lane t of a quad draws keys 8 t .. 8 t + 7 of each 32 and packs a bit for each; a
+  // shuffle brings the bits of 8 elements. Scope: warp.
   FT_DEVICE void draw(const Params& p, const Sequence& s, i32 head, const i32 (&i)[2], i32 j_begin) {
     if constexpr (Dropout::kIsOn) {
       DropoutBits random(p, s, head);
@@ -185,8 +185,7 @@ struct BwdSm90DqOptions {
           if constexpr (ScoreMod::kHasAlibi) {
             penalty = copysignf(fmaf(-slope, static_cast<float>(8 * (b - r) + e), first_step), slope);
           }
-          float power =
-              Exponent::template find<kIsExact>(p, rS[x], lse[r], bias_of(b, r, e), penalty, derivative);
+          float power = Exponent::template find<kIsExact>(p, rS[x], lse[r], bias_of(b, r, e), penalty, derivative);
           if constexpr (kIsExact) power = power > Exponent::kLargest ? Exponent::kLargest : power;
           float prob = exp2_approx(power);
           if constexpr (kIsMasked) prob = is_seen(b, r, e) ? prob : 0.0f;

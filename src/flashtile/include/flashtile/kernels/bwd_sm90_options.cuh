@@ -324,7 +324,7 @@ struct BwdSm90Options {
   static constexpr i32 kBiasFragments = kLoadsBiasAhead ? kScores / 8 : 2;
 
   static constexpr bool kLoadsLseAhead = Config::kHasOneProduct && kNumOptions == 1;
-  static constexpr i32 kLsesAhead = kLoadsLseAhead              ? kScores / 4
+  static constexpr i32 kLsesAhead = kLoadsLseAhead            ? kScores / 4
                                     : !Config::kHasOneProduct ? (kIsSplit ? 4 : 2)
                                     : kNumOptions > 3         ? 1
                                                               : 2;
