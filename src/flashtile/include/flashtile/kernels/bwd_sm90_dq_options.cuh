@@ -62,7 +62,6 @@ struct BwdSm90DqOptions {
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
       i32 row = min_of(i[r], s.seqlen_q - 1);
-      if constexpr (mutates(Mutation::bwd_sm90_wide_bias_row)) row = max_of(row - 1, 0);
       rows[r] = static_cast<const BiasElement*>(p.bias) + s.batch_idx * p.bias_strides[0] + head * p.bias_strides[1] +
                 row * p.bias_strides[2] + j * p.bias_strides[3];
     }

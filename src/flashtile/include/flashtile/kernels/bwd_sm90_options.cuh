@@ -326,7 +326,7 @@ struct BwdSm90Options {
   static constexpr bool kLoadsLseAhead = Config::kHasOneProduct && kNumOptions == 1;
   static constexpr i32 kLsesAhead = kLoadsLseAhead            ? kScores / 4
                                     : !Config::kHasOneProduct ? (kIsSplit ? 4 : 2)
-                                    : kNumOptions > 3         ? 1
+                                    : kNumOptions > 2         ? 1
                                                               : 2;
   static constexpr i32 kDeltasAhead = ScoreMod::kHasSoftcap ? 3 : kScores / 4;
 
