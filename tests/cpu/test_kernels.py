@@ -218,6 +218,33 @@ def test_wide_backward_has_one_owner_for_each_sum_and_no_local_memory(row, tmp_p
     assert compiled.warnings == []
 
 
+# Those that take the most registers at head_dim 256, and calls that are common
+WIDE_OPTIONS = BACKWARD_OPTIONS | {
+    "mask and bias": Features(has_bool_mask=True, bias_dtype="bfloat16"),
+    "three": Features(has_softcap=True, has_dropout=True, bias_dtype="float32"),
+    "all": Features(has_bool_mask=True, has_softcap=True, has_alibi=True, has_dropout=True, bias_dtype="float32"),
+}
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("name", WIDE_OPTIONS)
+def test_options_of_the_wide_backward_use_no_local_memory(name, tmp_path):
+    """A bias is loaded in words of two elements, by the kernel of dK and dV asynchronously."""
+    features = replace(WIDE_OPTIONS[name], has_band=True, has_lengths=True)
+    key = PlanKey("bfloat16", "bfloat16", 256, 256, features, MAIN_ARCH, ("dq", "dk", "dv"))
+    launch = WIDE.launch(key, CallLayout("bhsd", ()))
+    steps = [step for step in launch.steps if step.shared_bytes > 0]
+    assert [step.name for step in steps] == ["bwd_sm90_dkdv_kernel", "bwd_sm90_dq_kernel"]
+    assert any("mask_bits" in step.entry for step in launch.steps) is features.has_bool_mask
+    for step in steps:
+        compiled = cache.compile_cached(step.unit, MAIN_ARCH.name, [step.entry])
+        used, found = compiled.resources(step.entry), opcodes(compiled.cubin, tmp_path)
+        assert used.spill_store_bytes == used.stack_bytes == 0
+        assert not found & LOCAL_MEMORY
+        assert ("LDGSTS" in found) is ("dkdv" in step.name and features.bias_dtype is not None)
+        assert compiled.warnings == []
+
+
 @needs_nvdisasm
 @pytest.mark.parametrize("name", BACKWARD_OPTIONS)
 def test_options_of_the_hopper_backward_use_no_local_memory(name, tmp_path):

@@ -84,6 +84,7 @@ NEEDED = {
     "bwd_sm90_wide_tail": Features(has_lengths=True),
     "bwd_sm90_wide_softcap": Features(has_softcap=True),
     "bwd_sm90_wide_dropout": Features(has_dropout=True),
+    "bwd_sm90_wide_mask_row": Features(has_bool_mask=True),
     "bwd_sm90_f32_softcap": Features(has_softcap=True),
     "bwd_sm90_f32_dropout": Features(has_dropout=True),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -151,6 +151,60 @@ def assert_accurate(
                 found.append(f"{case}.make({seed}): {error}")
             assert any(kernel in entry for entry in launched), (case, launched)
     assert found == []
+
+
+def random_tensors(seqlen_q: int, seqlen_k: int, head_dim: int, heads_kv: int = 4) -> list[torch.Tensor]:
+    """q, k, v and the gradient of out."""
+    sizes = ((4, seqlen_q), (heads_kv, seqlen_k), (heads_kv, seqlen_k), (4, seqlen_q))
+    return [torch.randn(2, heads, rows, head_dim, device="cuda", dtype=torch.bfloat16) for heads, rows in sizes]
+
+
+def views(seqlen_q: int, seqlen_k: int, make: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A mask or bias of (2, 4, seqlen_q, seqlen_k) in every way that memory may hold it."""
+    return {
+        "whole": make(2, 4, seqlen_q, seqlen_k),
+        "all heads": make(2, 1, seqlen_q, seqlen_k),
+        "all batches": make(1, 4, seqlen_q, seqlen_k),
+        "padding": make(2, 1, 1, seqlen_k),
+        "keys": make(1, 1, 1, seqlen_k),
+        "heads and keys": make(1, 4, 1, seqlen_k),
+        "queries": make(2, 1, seqlen_q, 1),
+        "one": make(1, 1, 1, 1),
+        "every other key": make(1, 4, seqlen_q, 2 * seqlen_k)[..., ::2],
+        "transposed": make(2, 1, seqlen_k, seqlen_q).transpose(-1, -2),
+        "rows apart": make(1, 2, seqlen_q, seqlen_k + 24)[:, :1, :, :seqlen_k],
+        "not on a boundary": make(1, 1, seqlen_q, seqlen_k + 1)[..., 1:],
+        "heads of stride 0": make(2, 1, seqlen_q, seqlen_k).expand(2, 4, seqlen_q, seqlen_k),
+    }
+
+
+def masks_by_tiles(seqlen_q: int, seqlen_k: int) -> dict[str, torch.Tensor]:
+    """Masks whose tiles are all true, all false or mixed; hidden rows, keys, and blocks of keys."""
+    i, j = torch.arange(seqlen_q, device="cuda")[:, None], torch.arange(seqlen_k, device="cuda")
+    masks = {
+        "all": torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device="cuda"),
+        "none": torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device="cuda"),
+        "blocks": (i // 64 + j // 64) % 2 == 0,
+        "documents": i // 100 == j // 130,
+        "rows": (i % 3 != 0) & (i < 200),
+        "keys": (j % 128 < 64) & (j != 17),
+        "half of the keys": j < seqlen_k // 2,
+        "one key": j == 300,
+    }
+    return {
+        name: mask.expand(1, 1, *torch.broadcast_shapes(mask.shape[-2:], (1, seqlen_k))) for name, mask in masks.items()
+    }
+
+
+def bias_that_masks(seqlen_q: int, seqlen_k: int) -> torch.Tensor:
+    """Of (1, 4, seqlen_q, seqlen_k): -inf in places, in rows, in blocks of keys; large finite values."""
+    bias = torch.randn(1, 4, seqlen_q, seqlen_k, device="cuda")
+    bias.masked_fill_(torch.rand_like(bias) < 0.3, float("-inf"))
+    bias[..., 128:256] = float("-inf")
+    bias[:, 1, 70:140] = float("-inf")
+    bias[:, 2] *= 1000.0
+    bias[:, 3, :, 5] = -1e38
+    return bias
 
 
 def assert_many_heads_are_right(head_dim: int, causal: bool) -> None:

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
-from family_tests import DTYPES, FEATURES, LENGTHS, assert_accurate, feature_problems, forced, jitter, needs_hopper
+from family_tests import (
+    DTYPES,
+    FEATURES,
+    LENGTHS,
+    assert_accurate,
+    bias_that_masks,
+    feature_problems,
+    forced,
+    jitter,
+    masks_by_tiles,
+    needs_hopper,
+    random_tensors,
+    views,
+)
 
 import flashtile
 from flashtile.backends import native
@@ -123,31 +135,6 @@ def error_of_sums(tensors: list[torch.Tensor], dout: torch.Tensor, bias: torch.T
     return 4 * 2**-8 * squares.sum_to_size(bias.shape).max().sqrt().item()
 
 
-def random_tensors(seqlen_q: int, seqlen_k: int, head_dim: int, heads_kv: int = 4) -> list[torch.Tensor]:
-    """q, k, v and the gradient of out."""
-    sizes = ((4, seqlen_q), (heads_kv, seqlen_k), (heads_kv, seqlen_k), (4, seqlen_q))
-    return [torch.randn(2, heads, rows, head_dim, device="cuda", dtype=torch.bfloat16) for heads, rows in sizes]
-
-
-def views(seqlen_q: int, seqlen_k: int, make: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A mask or bias of (2, 4, seqlen_q, seqlen_k) in every way that memory may hold it."""
-    return {
-        "whole": make(2, 4, seqlen_q, seqlen_k),
-        "all heads": make(2, 1, seqlen_q, seqlen_k),
-        "all batches": make(1, 4, seqlen_q, seqlen_k),
-        "padding": make(2, 1, 1, seqlen_k),
-        "keys": make(1, 1, 1, seqlen_k),
-        "heads and keys": make(1, 4, 1, seqlen_k),
-        "queries": make(2, 1, seqlen_q, 1),
-        "one": make(1, 1, 1, 1),
-        "every other key": make(1, 4, seqlen_q, 2 * seqlen_k)[..., ::2],
-        "transposed": make(2, 1, seqlen_k, seqlen_q).transpose(-1, -2),
-        "rows apart": make(1, 2, seqlen_q, seqlen_k + 24)[:, :1, :, :seqlen_k],
-        "not on a boundary": make(1, 1, seqlen_q, seqlen_k + 1)[..., 1:],
-        "heads of stride 0": make(2, 1, seqlen_q, seqlen_k).expand(2, 4, seqlen_q, seqlen_k),
-    }
-
-
 # Keys in pieces of 16, 4 and 2 bytes
 @pytest.mark.parametrize("seqlen_k", [320, 302, 301])
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -171,21 +158,9 @@ def test_biases_in_memory(head_dim: int, seqlen_k: int, dtype: torch.dtype) -> N
 def test_masks_by_tiles(head_dim: int) -> None:
     """Tiles that are all true, all false or mixed; hidden rows, keys, and blocks of keys; a band over them."""
     *tensors, dout = random_tensors(384, 512, head_dim)
-    i, j = torch.arange(384, device="cuda")[:, None], torch.arange(512, device="cuda")
-    masks = {
-        "all": torch.ones(1, 1, 384, 512, dtype=torch.bool, device="cuda"),
-        "none": torch.zeros(1, 1, 384, 512, dtype=torch.bool, device="cuda"),
-        "blocks": (i // 64 + j // 64) % 2 == 0,
-        "documents": i // 100 == j // 130,
-        "rows": (i % 3 != 0) & (i < 200),
-        "keys": (j % 128 < 64) & (j != 17),
-        "half of the keys": j < 256,
-        "one key": j == 300,
-    }
-    for name, mask in masks.items():
-        full = mask.expand(1, 1, *torch.broadcast_shapes(mask.shape[-2:], (1, 512)))
-        assert_close_to_float64(tensors, dout, name, mask=full)
-        assert_close_to_float64(tensors, dout, f"{name}, causal", mask=full, causal=True)
+    for name, mask in masks_by_tiles(384, 512).items():
+        assert_close_to_float64(tensors, dout, name, mask=mask)
+        assert_close_to_float64(tensors, dout, f"{name}, causal", mask=mask, causal=True)
 
 
 @pytest.mark.smoke
@@ -193,12 +168,7 @@ def test_masks_by_tiles(head_dim: int) -> None:
 def test_biases_that_mask(head_dim: int) -> None:
     """-inf in places, in rows, in blocks of keys; large finite values."""
     *tensors, dout = random_tensors(200, 333, head_dim)
-    bias = torch.randn(1, 4, 200, 333, device="cuda")
-    bias.masked_fill_(torch.rand_like(bias) < 0.3, float("-inf"))
-    bias[..., 128:256] = float("-inf")
-    bias[:, 1, 70:140] = float("-inf")
-    bias[:, 2] *= 1000.0
-    bias[:, 3, :, 5] = -1e38
+    bias = bias_that_masks(200, 333)
     for dtype in (torch.bfloat16, torch.float32):
         assert_close_to_float64(tensors, dout, str(dtype), bias=bias.to(dtype))
 

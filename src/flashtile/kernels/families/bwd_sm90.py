@@ -20,7 +20,7 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
 # As the constants of kernels/bwd_sm90_steps.cuh; tests/cpu/test_plan.py compares them
 STEP_ROWS, STEP_THREADS = 32, 128
-MASK_TILE = 128  # kernels/bwd_sm90_options.cuh
+MASK_TILE = 128  # kMaskTile of attn/mask_bits.cuh
 _TILE_BYTES = 64 + 8 * 32  # KeyTile (attn/key_tile.cuh) and the ring of QueryTileIndex (kernels/bwd_sm90.cuh)
 
 
@@ -99,7 +99,7 @@ class BwdSm90Row(Row):
         return -(-(tiles + self.option_bytes + stats + rest) // 1024) * 1024
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
-        policies = ", ".join(f"flashtile::{name}" for name in (self.config, *_option_policies(features)))
+        policies = ", ".join(f"flashtile::{name}" for name in (self.config, *option_policies(features)))
         storage = "DbiasSm90Storage" if self.kernel == "bwd_sm90_dbias" else "BwdSm90Storage"
         return {"shared bytes": (f"sizeof(flashtile::{storage}<{policies}>)", self.shared_bytes)}
 
@@ -188,19 +188,24 @@ def _row(kernel: str, tile: Tile, dtype: str, dims: tuple[int, int], features: F
     )
 
 
-def _option_policies(features: Features) -> list[str]:
+def _option_bytes(features: Features, num_bias_stages: int) -> int:
+    """An empty OptionStorage takes the 16 bytes to the next boundary."""
+    return option_bytes(features, num_bias_stages, 2) or 16
+
+
+def option_policies(features: Features) -> list[str]:
     """The C++ policies that decide OptionStorage (kernels/bwd_sm90_options.cuh)."""
     return features.policies()[:2]
 
 
-def _option_bytes(features: Features, num_bias_stages: int) -> int:
-    """The size of OptionStorage; an empty struct takes the 16 bytes to the next boundary."""
-    bits = 1024 + 2 * 3 * 8  # words, barriers and flags of two consumers
+def option_bytes(features: Features, num_bias_stages: int, num_consumers: int) -> int:
+    """The size of OptionStorage; 0 where it is empty."""
+    bits = num_consumers * (512 + 3 * 8)  # words, barriers and flags
     found = bits * features.has_bool_mask
     if features.bias_dtype is not None:
         element = 4 if features.bias_dtype == "float32" else 2
-        found += 2 * num_bias_stages * (64 * 64 * element + 2 * 8)
-    return found or 16
+        found += num_consumers * num_bias_stages * (64 * 64 * element + 2 * 8)
+    return found
 
 
 def _slabs(head_dim: int) -> int:

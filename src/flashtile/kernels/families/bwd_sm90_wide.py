@@ -8,12 +8,12 @@ so results do not depend on timing, and only wanted gradients are computed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
-from flashtile.kernels.families.bwd_sm90 import STEP_ROWS, STEP_THREADS
-from flashtile.kernels.families.steps import dsinks, plain_step, query_grid
+from flashtile.kernels.families.bwd_sm90 import MASK_TILE, STEP_ROWS, STEP_THREADS, option_bytes, option_policies
+from flashtile.kernels.families.steps import dsinks, mask_bits, mask_workspaces, plain_step, query_grid
 from flashtile.kernels.params import BwdSm90WideParams, Struct
 from flashtile.kernels.plan import Grid, MapPatch, Operand, Step, Workspace
 from flashtile.kernels.source import cpp_type
@@ -47,6 +47,8 @@ _TILES: dict[tuple[int, int], Tile] = {
 @dataclass(frozen=True)
 class BwdSm90WideRow(Row):
     stages: tuple[int, ...]  # of Q and dO together, or of K and of V
+    bias_stages: int = 0
+    option_bytes: int = 0  # of shared memory
 
     @property
     def header(self) -> str:
@@ -67,6 +69,8 @@ class BwdSm90WideRow(Row):
     @property
     def config(self) -> str:
         sizes = (self.block_n, *self.stages) if self.is_dq else self.stages
+        if self.bias_stages > 0:
+            sizes += (self.bias_stages,)
         name = "Sm90DqConfig" if self.is_dq else "Sm90DkdvConfig"
         return f"{name}<{CPP_TYPES[self.dtype]}, {', '.join(map(str, (self.head_dim, self.head_dim_v, *sizes)))}>"
 
@@ -91,11 +95,14 @@ class BwdSm90WideRow(Row):
             probabilities, stats = _BUFFERS * 2 * _KEYS * _QUERIES, 8 * stages * _QUERIES
             barriers = 8 * (4 + (2 + slabs + slabs_v) * stages + 2 * _BUFFERS)
             total = owned + streamed + probabilities + stats + barriers + _TILE_BYTES
+            total = -(-total // 128) * 128 + max(self.option_bytes, 1)
         return -(-total // 1024) * 1024
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
+        policies = [self.config] if self.is_dq else [self.config, *option_policies(features)]
         storage = "BwdSm90DqStorage" if self.is_dq else "BwdSm90DkdvStorage"
-        return {"shared bytes": (f"sizeof(flashtile::{storage}<flashtile::{self.config}>)", self.shared_bytes)}
+        names = ", ".join(f"flashtile::{name}" for name in policies)
+        return {"shared bytes": (f"sizeof(flashtile::{storage}<{names}>)", self.shared_bytes)}
 
 
 class BwdSm90Wide(Family[BwdSm90WideRow]):
@@ -126,13 +133,15 @@ class BwdSm90Wide(Family[BwdSm90WideRow]):
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[BwdSm90WideRow]:
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
-        yield _row(kernel, key.dtype, dims)
+        yield _with_options(_row(kernel, key.dtype, dims), key)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
         steps = [_preprocess(key)]
         if "dsinks" in key.grads:
             steps.append(dsinks(key))
+        if key.features.has_bool_mask:
+            steps.append(mask_bits(MASK_TILE))
         scratch: tuple[Operand, ...] = ()
         if "dk" in key.grads or "dv" in key.grads:
             steps.append(self._step(self.select("bwd_sm90_dkdv", key), key))
@@ -143,17 +152,21 @@ class BwdSm90Wide(Family[BwdSm90WideRow]):
             steps.append(self._step(row, key))
         # Keys outside every sequence have no owner
         zeroed = tuple(name for name in ("dk", "dv") if layout.has_lengths and name in key.grads)
-        return Launch(tuple(steps), _WORKSPACES, None, _maps(row, layout), scratch, zeroed, BwdSm90WideParams)
+        return Launch(tuple(steps), _workspaces(key), None, _maps(row, layout), scratch, zeroed, BwdSm90WideParams)
 
     def launch_row(self, row: BwdSm90WideRow, key: PlanKey, layout: CallLayout) -> Launch:
-        return Launch((self._step(row, key),), _WORKSPACES, maps=_maps(row, layout), struct=BwdSm90WideParams)
+        steps = (mask_bits(MASK_TILE),) * key.features.has_bool_mask + (self._step(row, key),)
+        return Launch(steps, _workspaces(key), maps=_maps(row, layout), struct=BwdSm90WideParams)
 
     def _step(self, row: BwdSm90WideRow, key: PlanKey) -> Step:
+        row = _with_options(row, key)
         grid: Grid = ("seqlen_k", row.block_m), ("heads_kv", 1), ("batch", 1)
         return tile_step(row, key.features, query_grid(row.block_m) if row.is_dq else grid)
 
 
-_WORKSPACES = (Workspace("score_lse", 4, ("lse_size",)), Workspace("delta", 4, ("lse_size",)))
+def _workspaces(key: PlanKey) -> tuple[Workspace, ...]:
+    stats = (Workspace("score_lse", 4, ("lse_size",)), Workspace("delta", 4, ("lse_size",)))
+    return stats + mask_workspaces(MASK_TILE) if key.features.has_bool_mask else stats
 
 
 def _row(kernel: str, dtype: str, dims: tuple[int, int]) -> BwdSm90WideRow:
@@ -161,6 +174,22 @@ def _row(kernel: str, dtype: str, dims: tuple[int, int]) -> BwdSm90WideRow:
     if kernel == "bwd_sm90_dq":
         return BwdSm90WideRow(kernel, dtype, dtype, *dims, 128, tile.block_keys, (tile.stages_k, tile.stages_v))
     return BwdSm90WideRow(kernel, dtype, dtype, *dims, _KEYS, _QUERIES, (tile.stages,))
+
+
+def _with_options(row: BwdSm90WideRow, key: PlanKey) -> BwdSm90WideRow:
+    """The row with shared memory for the options of a call. Two stages of a bias may take the place of a stage of Q and
+    dO. The kernel of dQ needs none."""
+    if row.is_dq:
+        return row
+    (stages,), features = row.stages, key.features
+    if features.bias_dtype is None:
+        return replace(row, option_bytes=option_bytes(features, 0, 1))
+    choices = [(stages, 2), *[(stages - 1, 2)] * (stages > 3), (stages, 1), (stages - 1, 1)]
+    rows = [
+        replace(row, stages=(number,), bias_stages=biases, option_bytes=option_bytes(features, biases, 1))
+        for number, biases in choices
+    ]
+    return next((row for row in rows if row.unfit(key.arch) is None), rows[-1])
 
 
 def _preprocess(key: PlanKey) -> Step:

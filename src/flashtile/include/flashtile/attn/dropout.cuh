@@ -126,7 +126,6 @@ struct TransposedDropout {
   // 0 or the keep factor of row r and column 8 b + fragment_column() + e. Scope: thread.
   FT_DEVICE float factor(i32 b, i32 e, i32 r) const {
     if constexpr (!Dropout::kIsOn) return 1.0f;
-    if constexpr (mutates(Mutation::bwd_sm90_wide_dropout)) r ^= 1;
     return got[2 * (b % 4) + e] >> (8 * (b / 4 + 2 * r)) & 1u ? keep_factor : 0.0f;
   }
 };

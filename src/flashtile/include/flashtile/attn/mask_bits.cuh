@@ -14,6 +14,7 @@ namespace flashtile {
 
 constexpr i32 kMaskGroup = 64;  // queries of a bit of the map
 constexpr i32 kMaskWord = 32;   // key tiles of a word of the map
+constexpr i32 kMaskTile = 128;  // keys of a key tile in the backward kernels
 
 template <i32 kBlockN>
 struct MaskLayout {

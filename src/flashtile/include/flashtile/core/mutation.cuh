@@ -106,7 +106,8 @@ enum class Mutation {
   bwd_sm90_wide_mask_offset,  // causal and window masks of dK and dV are one query too early
   bwd_sm90_wide_tail,         // rows past the last query or key are not cleared
   bwd_sm90_wide_group,        // dK and dV use only one query head of a group
-  bwd_sm90_wide_dropout,      // the keys of two rows swap their dropout bits
+  bwd_sm90_wide_dropout,      // two queries of dQ swap their dropout bits
+  bwd_sm90_wide_mask_row,     // every query of dQ but the first uses the bool mask of the query before
   bwd_sm90_wide_softcap,      // dK ignores the derivative of the softcap
   // Found by `flashtile check`, in the mma.sync backward
   bwd_sm80_mask_offset,  // causal and window masks are one query too early

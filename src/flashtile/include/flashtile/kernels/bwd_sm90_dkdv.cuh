@@ -2,10 +2,10 @@
 //
 // Threads:   a block owns 64 keys of one KV head and streams the queries that see them, of every head that shares the
 //            KV head. Warpgroup 0 computes P and dV, warpgroup 1 computes dS and dK. In warpgroup 2, one warp loads K
-//            and Q, another V and dO, a third the statistics.
+//            and Q, another V and dO, a third the statistics; the fourth prepares a bool mask and a bias.
 // Shared:    sK, sV [slab][64][64], sQ, sdO [stage][slab][64][64], 128-byte swizzled slabs of 64 columns; sP, the
 //            fragments that warpgroup 0 hands to warpgroup 1; lse and delta of each stage; a ring of query tiles;
-//            barriers.
+//            barriers; bits of a mask and tiles of a bias (bwd_sm90_options.cuh).
 // Products:  S^T = K Q^T and dP^T = V dO^T have keys as rows. P^T and dS^T, packed to 16 bits, are register operands of
 //            dV += P^T dO and dK += dS^T Q. Both accumulators stay in registers; the block is their only owner.
 // Mainloop:  warpgroup 0: S(i), P(i), dV(i); warpgroup 1: dP(i), dS(i), dK(i). The second product of a tile and the
@@ -16,6 +16,7 @@
 // Refuses:   unaligned rows, pages, head dims over 256.
 #pragma once
 
+#include "flashtile/kernels/bwd_sm90_options.cuh"
 #include "flashtile/kernels/bwd_sm90_wide.cuh"
 
 namespace flashtile {
@@ -27,7 +28,7 @@ struct StreamedQueryTile {
 };
 constexpr u32 kNumStreamedTiles = 8;
 
-template <class Config>
+template <class Config, class Mask, class ScoreMod>
 struct alignas(1024) BwdSm90DkdvStorage {
   using T = typename Config::Element;
   static_assert(kNumStreamedTiles >= Config::kNumStages + 2);
@@ -47,16 +48,25 @@ struct alignas(1024) BwdSm90DkdvStorage {
   u64 full_do[Config::kSlabsV][Config::kNumStages], empty_do[Config::kNumStages];
   u64 full_p[Config::kNumBuffers], empty_p[Config::kNumBuffers];
   KeyTile tile;
+  alignas(128) OptionStorage<Config, Mask, ScoreMod> options;
 };
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo>
 struct BwdSm90Dkdv {
   using T = typename Config::Element;
-  using Storage = BwdSm90DkdvStorage<Config>;
+  using Storage = BwdSm90DkdvStorage<Config, Mask, ScoreMod>;
+  using Options = BwdSm90Options<Config, Mask, ScoreMod, Dropout>;
+  using Band = typename Options::Band;
   using Stages = Ring<Config::kNumStages>;
   using Buffers = Ring<Config::kNumBuffers>;
   static constexpr i32 kScores = 32;  // registers per thread of S^T
-  static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
+  static constexpr bool kHasOptions = Options::kChangesTiles;
+  // What P^T needs is loaded while dV of the tile before is in flight, unless that takes too many registers
+  static constexpr bool kLoadsEarly = !kHasOptions || Options::kLoadsLseAhead;
+  // Registers per thread: the warp that prepares tiles takes its own from the warpgroup that knows no options
+  static constexpr i32 kProducerRegisters =
+      Config::kProducerRegisters + (Options::kNumTiles == 0 ? 0 : 8 + 8 * Options::kNumTiles);
+  static constexpr i32 kRegistersDk = Config::kConsumerRegisters - kProducerRegisters + Config::kProducerRegisters;
   // Options need the registers that K would take
   static constexpr bool kHoldsKeys = Config::kHoldsKeys && !kHasOptions;
 
@@ -76,6 +86,7 @@ struct BwdSm90Dkdv {
       mbarrier_init(shared.full_p[buffer], 4);
       mbarrier_init(shared.empty_p[buffer], 4);
     }
+    Options::init(shared.options);
     mbarrier_init_fence();
     fence_proxy_async();
   }
@@ -246,37 +257,32 @@ struct BwdSm90Dkdv {
 
   // The same with options: P^T as dV needs it, and the factor of dP^T - delta in dS^T, which is negative where dropout
   // drops the element. Scope: warp.
-  FT_DEVICE static void exponentiate_options(const Params& p, const Sequence& s, i32 head, i32 i_begin, i32 j_begin,
-                                             const float* sLse, const float (&rS)[kScores],
-                                             u32 (&packed_p)[kScores / 2], u32 (&packed_factor)[kScores / 2]) {
-    Scorer<ScoreMod> scorer(p, s, head);
-    i32 i_first = i_begin + fragment_column(), j_first = j_begin + fragment_row();
-    TransposedDropout<Dropout, 64> dropout(p, s, head, i_begin, j_begin);
+  template <bool kIsChecked, bool kIsMasked>
+  FT_DEVICE static void exponentiate_options(Options& options, const Range (&seen)[2], const float* sLse,
+                                             float (&rS)[kScores], u32 (&packed_p)[kScores / 2],
+                                             u32 (&packed_factor)[kScores / 2]) {
 #pragma unroll
     for (i32 b = 0; b < kScores / 4; ++b) {
-      float2 lse = *reinterpret_cast<const float2*>(sLse + 8 * b + fragment_column());
+      options.advance_bias(b);
+      options.template exponentiate_columns<kIsChecked, kIsMasked>(b, seen, rS, packed_p);
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
-        i32 j = j_first + 8 * r;
-        Range seen = seen_columns(p, s, i_first, j);
-        float prob[2], factor[2];
+        float kept[2], factor[2];
 #pragma unroll
         for (i32 e = 0; e < 2; ++e) {
-          i32 column = 8 * b + e, i = i_first + column;
-          bool is_kept = column >= seen.begin && column < seen.end && i < s.seqlen_q && j < s.seqlen_k;
-          if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, s, head, i, j);
-          float tanh = 0.0f, drop = dropout.factor(b, e, r);
-          float score = is_kept ? scorer.score(rS[4 * b + 2 * r + e], i, j, tanh) : -infinity();
-          float full = probability(score, e == 0 ? lse.x : lse.y, exponent_factor(ScoreMod::kHasBias));
-          prob[e] = full * drop;
-          factor[e] = full;
-          if constexpr (!mutates(Mutation::bwd_sm90_wide_softcap))
-            if constexpr (ScoreMod::kHasSoftcap) factor[e] *= 1.0f - tanh * tanh;
-          if constexpr (Dropout::kIsOn) factor[e] = drop == 0.0f ? -factor[e] : factor[e];
+          float prob = rS[4 * b + 2 * r + e];
+          bool is_kept = options.is_kept(b, r, e);
+          kept[e] = is_kept ? prob : 0.0f;
+          factor[e] = is_kept ? prob : -prob;
         }
-        packed_p[2 * b + r] = pack_two<T>(prob[0], prob[1]);
+        if constexpr (!ScoreMod::kHasSoftcap) packed_p[2 * b + r] = pack_two<T>(kept[0], kept[1]);
         packed_factor[2 * b + r] = pack_two<T>(factor[0], factor[1]);
+        if constexpr (mutates(Mutation::bwd_sm90_wide_softcap)) packed_factor[2 * b + r] = packed_p[2 * b + r];
       }
+      options.advance_lse(sLse, b);
+      // Finish these columns before the next, if registers are few; the checked body is rare
+      if constexpr (kIsChecked || Options::kNumOptions > 2)
+        Options::pin(rS[4 * b], rS[4 * b + 1], rS[4 * b + 2], rS[4 * b + 3]);
     }
   }
 
@@ -358,32 +364,57 @@ struct BwdSm90Dkdv {
       for (i32 slab = 0; slab < Config::kSlabsV; ++slab) Stages::wait_full(shared.full_do[slab], count);
       gemm_ab<T, Config::kHeadDimV, 64>(rdV, packed_p, tile_base(shared.sdO[Stages::stage(count)], 64 * 128));
     };
-    // Load the statistics while S^T is in flight
-    auto load_lse = [&](u32 count, Stats& lse) {
-      if constexpr (!kHasOptions) {
-        load_stats(shared.lse[Stages::stage(count)], lse);
+    // Load what P^T needs while S^T is in flight
+    auto prepare = [&](u32 count, Stats& lse) {
+      const float* sLse = shared.lse[Stages::stage(count)];
+      if constexpr (kHasOptions) {
+        const StreamedQueryTile& queries = shared.queries[count % kNumStreamedTiles];
+        auto bits = Options::load_bits(p, shared.options, s, 0, count, queries.head, queries.i_begin, tile.j_begin);
+        Options options(p, shared.options, s, 0, count, queries.head, queries.i_begin, tile.j_begin, bits, sLse);
+        if constexpr (kLoadsEarly) options.pin_lse();
+        return options;
+      } else {
+        load_stats(sLse, lse);
         pin_registers(lse);
+        return Constant<0>();
       }
     };
     // Wait for S^T, release its Q, compute P^T and hand it to the other warpgroup
-    auto finish_s = [&](u32 count, const Stats& lse, float (&rS)[kScores]) {
+    auto finish_s = [&](u32 count, const Stats& lse, auto& options, float (&rS)[kScores]) {
       u32 stage = Stages::stage(count);
       wgmma_wait<0>();
       pin_registers(rS);
       const StreamedQueryTile& queries = shared.queries[count % kNumStreamedTiles];
+      if constexpr (kLoadsEarly) release_stage(shared.empty_q[stage]);
+      bool is_checked = queries.has_large_lse != 0;
+      if constexpr (Mask::kHasBand) {
+        is_checked |= needs_mask<Band>(p, s, queries.i_begin, 0, tile.j_begin, 64);
+        is_checked |= needs_mask<Band>(p, s, queries.i_begin, 64, tile.j_begin, 64);
+      }
       if constexpr (kHasOptions) {
         u32 packed_factor[kScores / 2];
-        exponentiate_options(p, s, queries.head, queries.i_begin, tile.j_begin, shared.lse[stage], rS, packed_p,
-                             packed_factor);
-        release_stage(shared.empty_q[stage]);
+        auto exponentiate = [&](auto checked, auto masked, const Range(&seen)[2]) {
+          exponentiate_options<decltype(checked)::kValue, decltype(masked)::kValue>(options, seen, shared.lse[stage],
+                                                                                    rS, packed_p, packed_factor);
+        };
+        if (is_checked || options.needs_exact_tanh()) {
+          Range seen[2];
+#pragma unroll
+          for (i32 r = 0; r < 2; ++r) {
+            seen[r] = seen_columns(p, s, queries.i_begin + fragment_column(), tile.j_begin + fragment_row() + 8 * r);
+          }
+          exponentiate(Constant<true>(), Constant<Mask::kHasBool>(), seen);
+        } else if (Mask::kHasBool && options.bits.is_masked) {
+          exponentiate(Constant<false>(), Constant<Mask::kHasBool>(), {});
+        } else {
+          exponentiate(Constant<false>(), Constant<false>(), {});
+        }
+        if constexpr (!kLoadsEarly) {
+          __syncwarp();
+          release_stage(shared.empty_q[stage]);
+        }
         send(shared, count, packed_factor);
       } else {
-        release_stage(shared.empty_q[stage]);
-        bool is_checked = queries.has_large_lse != 0;
-        if constexpr (Mask::kHasBand) {
-          is_checked |= needs_mask<Mask>(p, s, queries.i_begin, 0, tile.j_begin, 64);
-          is_checked |= needs_mask<Mask>(p, s, queries.i_begin, 64, tile.j_begin, 64);
-        }
         if (is_checked) {
           exponentiate<true>(p, s, queries.i_begin, tile.j_begin, lse, rS, packed_p);
         } else {
@@ -406,24 +437,28 @@ struct BwdSm90Dkdv {
         wait_turn(0);
         start_s(0, rS);
         end_turn(0);
-        load_lse(0, lse);
-        finish_s(0, lse, rS);
+        auto options = prepare(0, lse);
+        finish_s(0, lse, options, rS);
       }
       u32 count = 1;
       for (; count < tile.num_tiles(); ++count) {
         float rS[kScores];
         Stats lse;
+        // Wait for dV of the tile before: release its dO
+        auto wait_dv = [&] {
+          wgmma_wait<Config::kSlabsQK>();
+          pin_registers(rdV);
+          release_stage(shared.empty_do[Stages::stage(count - 1)]);
+        };
         // Start dV of the tile before and S^T of this one
         wait_turn(0);
         start_dv(count - 1);
         start_s(count, rS);
         end_turn(0);
-        load_lse(count, lse);
-        // Wait for dV: release its dO
-        wgmma_wait<Config::kSlabsQK>();
-        pin_registers(rdV);
-        release_stage(shared.empty_do[Stages::stage(count - 1)]);
-        finish_s(count, lse, rS);
+        if constexpr (!kLoadsEarly) wait_dv();
+        auto options = prepare(count, lse);
+        if constexpr (kLoadsEarly) wait_dv();
+        finish_s(count, lse, options, rS);
       }
       wait_turn(0);
       start_dv(count - 1);
@@ -431,7 +466,7 @@ struct BwdSm90Dkdv {
       wgmma_wait<0>();
       pin_registers(rdV);
     }
-    store_keys(p.dv, p.dv_strides, p, tile, p.head_dim_v, 1.0f, rdV);
+    store_keys(p.dv, p.dv_strides, p, tile, p.head_dim_v, Options::dv_factor(p), rdV);
   }
 
   // Warpgroup 1: dS and dK.
@@ -521,10 +556,19 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   __syncthreads();
   const KeyTile& tile = shared.tile;
   if (!tile.has_keys()) return;
+  if constexpr (Mask::kHasBool) {
+    // Skip queries that see none of the block's keys
+    if (threadIdx.x < 32) {
+      Range seen = Kernel::Options::visible_tiles(params.base, tile);
+      __syncwarp();
+      if (threadIdx.x == 31) shared.tile.m_begin = seen.begin, shared.tile.m_end = seen.end;
+    }
+    __syncthreads();
+  }
 
   i32 warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 2) {
-    lower_registers<Config::kProducerRegisters>();
+    lower_registers<Kernel::kProducerRegisters>();
     i32 warp = uniform(threadIdx.x / 32 % 4);
     // Without queries the maps are empty
     if (!tile.has_queries()) return;
@@ -534,12 +578,15 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
       Kernel::produce_do(params, shared, tile);
     } else if (warp == 2) {
       Kernel::produce_stats(params.base, shared, tile);
+    } else if (Kernel::Options::kHasTiles) {
+      u32 count = 0;
+      Kernel::Options::produce(params.base, shared.options, tile, 0, count);
     }
   } else if (warpgroup == 0) {
     raise_registers<Config::kConsumerRegisters>();
     Kernel::consume_dv(params, shared, tile);
   } else {
-    raise_registers<Config::kConsumerRegisters>();
+    raise_registers<Kernel::kRegistersDk>();
     Kernel::consume_dk(params, shared, tile);
   }
 }

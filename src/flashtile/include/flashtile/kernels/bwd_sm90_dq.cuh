@@ -7,13 +7,14 @@
 // Products:  S = Q K^T and dP = dO V^T have queries as rows. dS, packed to 16 bits, is a register operand of
 //            dQ += dS K. dQ stays in registers; a consumer is its only owner.
 // Mainloop:  dQ of tile n - 1, dP and S of tile n; then dS of tile n. The consumers take turns (ping-pong): one issues
-//            its three products while the other computes dS.
+//            its three products while the other computes dS. Options: bwd_sm90_dq_options.cuh.
 // Barriers:  full_q, full_do per consumer; full and empty per stage of K; the same per stage and slab of V. V has one
 //            stage where two do not fit: a slab is refilled as soon as both consumers have used it. full_tail as in
 //            bwd_sm90_dkdv.cuh.
 // Refuses:   unaligned rows, pages, head dims over 256.
 #pragma once
 
+#include "flashtile/kernels/bwd_sm90_dq_options.cuh"
 #include "flashtile/kernels/bwd_sm90_wide.cuh"
 
 namespace flashtile {
@@ -25,14 +26,17 @@ struct QueryBlock {
   i32 head, i_begin, n_begin, n_end;
   Range consumers[2];  // the tiles that the 64 queries of each see, counted from n_begin
 
-  template <class Config, class Mask, class SeqInfo>
+  template <class Config, class Mask, class ScoreMod, class SeqInfo>
   FT_DEVICE static QueryBlock find(const Params& p) {
     QueryBlock block;
     i32 num_m_blocks = ceil_div(p.seqlen_q, Config::kBlockM), m_block = static_cast<i32>(blockIdx.x) % num_m_blocks;
     // The last queries come first: under a causal mask they see most keys
     if constexpr (Mask::kHasBand) m_block = num_m_blocks - 1 - m_block;
-    block.head = blockIdx.x / num_m_blocks % p.heads;
-    block.s = find_sequence<SeqInfo>(p, blockIdx.x / num_m_blocks / p.heads);
+    u32 row = blockIdx.x / num_m_blocks;
+    // Sequences that share a bias come one after the other: the second reads it from L2
+    bool is_shared = ScoreMod::kHasBias && p.bias_strides[0] == 0;
+    block.head = is_shared ? row / p.batch : row % p.heads;
+    block.s = find_sequence<SeqInfo>(p, is_shared ? row % p.batch : row / p.heads);
     block.i_begin = m_block * Config::kBlockM;
     i32 i_end = min_of(block.i_begin + Config::kBlockM, block.s.seqlen_q);
     Range keys = key_range<Mask>(p, block.s, block.i_begin, i_end);
@@ -47,7 +51,36 @@ struct QueryBlock {
       block.consumers[consumer] =
           is_empty ? Range{0, 0} : Range{keys.begin / Config::kBlockN - block.n_begin, end - block.n_begin};
     }
+    if constexpr (Mask::kHasBool) block.trim<Config::kBlockN>(p);
     return block;
+  }
+  // Skips key tiles that the bool mask hides from all queries of a consumer, at both ends of its range.
+  template <i32 kBlockN>
+  FT_DEVICE void trim(const Params& p) {
+    constexpr i32 kParts = kMaskTile / kBlockN;  // of a tile of the mask's map
+    for (i32 consumer = 0; consumer < 2; ++consumer) {
+      Range& tiles = consumers[consumer];
+      if (tiles.begin >= tiles.end) continue;
+      i32 i = i_begin + 64 * consumer, begin = tiles.begin + n_begin, end = tiles.end + n_begin;
+      i32 first = begin / kParts, last = ceil_div(end, kParts);
+      MaskWindow<true, 1> window;
+      window.find<kMaskTile>(p, s.batch_idx, head, 1, i, min_of(i + 64, s.seqlen_q));
+      window.trim(first, last);
+      begin = max_of(begin, first * kParts), end = min_of(end, last * kParts);
+      tiles = begin < end ? Range{begin - n_begin, end - n_begin} : Range{0, 0};
+    }
+    // The tiles of both
+    bool is_first_empty = consumers[0].begin >= consumers[0].end,
+         is_second_empty = consumers[1].begin >= consumers[1].end;
+    Range both = {min_of(consumers[0].begin, consumers[1].begin), max_of(consumers[0].end, consumers[1].end)};
+    if (is_first_empty) both = consumers[1];
+    if (is_second_empty) both = consumers[0];
+    for (i32 consumer = 0; consumer < 2; ++consumer) {
+      Range& tiles = consumers[consumer];
+      if (tiles.begin < tiles.end) tiles = {tiles.begin - both.begin, tiles.end - both.begin};
+    }
+    n_end = n_begin + both.end;
+    n_begin += both.begin;
   }
   FT_DEVICE bool has_queries() const { return i_begin < s.seqlen_q; }
   FT_DEVICE u32 num_tiles() const { return static_cast<u32>(n_end - n_begin); }
@@ -75,7 +108,10 @@ struct BwdSm90Dq {
   using StagesV = Ring<Config::kStagesV>;
   static constexpr i32 kBlockN = Config::kBlockN, kSlabsV = Config::kSlabsV;
   static constexpr i32 kScores = kBlockN / 2;  // registers per thread of S
-  static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
+  using Options = BwdSm90DqOptions<Config, Mask, ScoreMod, Dropout>;
+  using Band = typename Options::Band;
+  static constexpr bool kHasOptions = Options::kIsOn;
+  static constexpr bool kIsSplit = !kHasOptions || Options::kIsSplit;  // dP is in flight while P is computed
   static constexpr bool kHoldsdO = Config::kHoldsdO && !kHasOptions;
 
   // ---- Prologue. Scope: thread 0.
@@ -238,68 +274,6 @@ struct BwdSm90Dq {
     }
   }
 
-  // With options, before dP: replaces S by the factor of dP - delta in dS. Bit x of the result is set if dropout keeps
-  // element x. Scope: warp.
-  FT_DEVICE static u32 find_factors(const Params& p, const Sequence& s, i32 head, const Rows& rows, i32 j_begin,
-                                    float (&rS)[kScores]) {
-    Scorer<ScoreMod> scorer(p, s, head);
-    i32 j_first = j_begin + fragment_column();
-#pragma unroll
-    for (i32 r = 0; r < 2; ++r) {
-      Range seen = seen_columns(p, s, rows.i(r), j_first);
-#pragma unroll
-      for (i32 b = 0; b < kScores / 4; ++b) {
-#pragma unroll
-        for (i32 e = 0; e < 2; ++e) {
-          i32 x = 4 * b + 2 * r + e, column = 8 * b + e, i = rows.i(r), j = j_first + column;
-          bool is_kept = column >= seen.begin && column < seen.end && i < s.seqlen_q;
-          if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, s, head, i, j);
-          float tanh = 0.0f;
-          float score = is_kept ? scorer.score(rS[x], i, j, tanh) : -infinity();
-          rS[x] = probability(score, rows.lse[r], exponent_factor(ScoreMod::kHasBias));
-          if constexpr (ScoreMod::kHasSoftcap) rS[x] *= 1.0f - tanh * tanh;
-        }
-      }
-    }
-    u32 kept = 0;
-    if constexpr (Dropout::kIsOn) {
-      static_assert(kScores <= 32 && kScores % 16 == 0);
-      DropoutBits bits(p, s, head);
-#pragma unroll
-      for (i32 x = 0; x < kScores; x += 16) {
-#pragma unroll
-        for (i32 r = 0; r < 2; ++r) {
-          // Lane t of a quad draws keys 8 t .. 8 t + 7 of 32; after the transpose it has the bits of its two columns
-          uint4 drawn = bits.words(rows.i(r), (j_begin + 2 * x) / 8 + threadIdx.x % 4);
-          u32 words[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
-          quad_transpose(words);
-#pragma unroll
-          for (i32 g = 0; g < 4; ++g) {
-            u32 two = ((words[g] & 0xffffu) >= bits.threshold ? 1u : 0u) | (words[g] >> 16 >= bits.threshold ? 2u : 0u);
-            kept |= two << (x + 4 * g + 2 * r);
-          }
-        }
-      }
-    }
-    return kept;
-  }
-
-  // dS from these factors. Scope: thread.
-  FT_DEVICE static void differentiate_options(const Params& p, const Rows& rows, u32 kept, const float (&rS)[kScores],
-                                              const float (&rdP)[kScores], u32 (&packed_ds)[kScores / 2]) {
-#pragma unroll
-    for (i32 x = 0; x < kScores; x += 2) {
-      float ds[2];
-#pragma unroll
-      for (i32 e = 0; e < 2; ++e) {
-        float dp = rdP[x + e];
-        if constexpr (Dropout::kIsOn) dp = kept >> (x + e) & 1u ? dp * p.keep_factor : 0.0f;
-        ds[e] = rS[x + e] * (dp - rows.delta[x / 2 % 2]);
-      }
-      packed_ds[x / 2] = pack_two<T>(ds[0], ds[1]);
-    }
-  }
-
   // Waits for dP slab by slab, and releases V. kPending groups are in flight behind it.
   template <i32 kPending, i32 kSlab = 0>
   FT_DEVICE static void release_v(Storage& shared, u32 count) {
@@ -350,16 +324,49 @@ struct BwdSm90Dq {
     };
     // Start dQ += dS K
     auto start_dq = [&](u32 count) { gemm_ab<T, Config::kHeadDim, kBlockN>(rdQ, packed_ds, k_tile(count)); };
-    // One turn: dQ of the tile before, if there is one, and dS of tile number count. With options dP waits for the
-    // factors: they need its registers.
+    // Load what the factors of dS need, before the turn
+    Options options;
+    float slope = 0.0f;
+    if constexpr (ScoreMod::kHasAlibi) {
+      slope = in_score_unit(ScoreMod::kHasBias, p.alibi_slopes[s.batch_idx * p.alibi_batch_stride + block.head]);
+    }
+    auto load_options = [&](u32 count) {
+      if constexpr (kHasOptions) options.load(p, s, block.head, {rows.i(0), rows.i(1)}, j_begin(count));
+    };
+    // From S to the factors of dS
+    auto find_factors = [&](u32 count, float (&rS)[kScores]) {
+      options.open_mask(j_begin(count));
+      if (needs_mask<Band>(p, s, rows.first(), 0, j_begin(count), kBlockN) ||
+          (Mask::kHasBand && needs_mask<Band>(p, s, rows.first(), 64, j_begin(count), kBlockN))) {
+#pragma unroll
+        for (i32 r = 0; r < 2; ++r) {
+          options.hide(r, seen_columns(p, s, rows.i(r), j_begin(count) + fragment_column()));
+        }
+      }
+      i32 distance = rows.i(0) + s.offset - j_begin(count) - fragment_column();
+      auto find = [&](auto exact, auto masked) {
+        options.template find_factors<decltype(exact)::kValue, decltype(masked)::kValue>(p, rows.lse, slope, distance,
+                                                                                         rS);
+      };
+      if (rows.is_large || Options::Exponent::needs_exact_tanh(p)) {
+        find(Constant<true>(), Constant<true>());
+      } else if (__any_sync(0xffffffffu, !options.sees_all())) {
+        find(Constant<false>(), Constant<true>());
+      } else {
+        find(Constant<false>(), Constant<false>());
+      }
+    };
+    // One turn: dQ of the tile before, if there is one, and dS of tile number count. With options dP follows dQ, whose
+    // operand then leaves its registers to the bias or, where even these do not suffice, the factors.
     auto step = [&](u32 count, auto has_dq) {
       constexpr bool kHasDq = decltype(has_dq)::kValue;
       float rdP[kScores], rS[kScores];
+      load_options(count);
       wait_turn(consumer);
       if constexpr (kHasDq) start_dq(count - 1);
       if constexpr (!kHasOptions) start_dp(count, rdP);
       start_s(count, rS);
-      end_turn(consumer);
+      if constexpr (!kHasOptions || !kIsSplit) end_turn(consumer);
       if constexpr (kHasDq) {
         // Wait for dQ: release its K
         wgmma_wait<(kHasOptions ? 0 : kSlabsV) + 1>();
@@ -367,14 +374,19 @@ struct BwdSm90Dq {
         release_stage(shared.empty_k[StagesK::stage(count - 1)]);
       }
       if constexpr (kHasOptions) {
-        wgmma_wait<0>();
+        if constexpr (kIsSplit) {
+          start_dp(count, rdP);
+          end_turn(consumer);
+        }
+        options.draw(p, s, block.head, {rows.i(0), rows.i(1)}, j_begin(count));
+        wgmma_wait<kIsSplit ? kSlabsV : 0>();
         pin_registers(rS);
-        u32 kept = find_factors(p, s, block.head, rows, j_begin(count), rS);
+        find_factors(count, rS);
         pin_registers(rS);
-        start_dp(count, rdP);
+        if constexpr (!kIsSplit) start_dp(count, rdP);
         release_v<0>(shared, count);
         pin_registers(rdP);
-        differentiate_options(p, rows, kept, rS, rdP, packed_ds);
+        options.differentiate(p, rows.delta, rS, rdP, packed_ds);
       } else {
         release_v<1>(shared, count);
         wgmma_wait<0>();
@@ -451,7 +463,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
 
   if (threadIdx.x == 0) {
     Kernel::init(shared);
-    shared.block = QueryBlock::find<Config, Mask, SeqInfo>(params.base);
+    shared.block = QueryBlock::find<Config, Mask, ScoreMod, SeqInfo>(params.base);
   }
   __syncthreads();
   const QueryBlock& block = shared.block;

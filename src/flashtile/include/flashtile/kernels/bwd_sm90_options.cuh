@@ -1,5 +1,5 @@
-// Options of the Hopper backward (bwd_sm90.cuh): bool mask, softcap, ALiBi, bias and dropout between S^T, dP^T and
-// P^T, dS^T.
+// Options of the Hopper kernels that own keys (bwd_sm90.cuh, bwd_sm90_dkdv.cuh): bool mask, softcap, ALiBi, bias and
+// dropout between S^T, dP^T and P^T, dS^T. A consumer has 64 keys.
 //
 // Threads:  one warp for each consumer prepares the mask and the bias of each tile of 64 keys x 64 queries. Consumers
 //           draw dropout bits themselves.
@@ -12,7 +12,7 @@
 #include "flashtile/attn/block_range.cuh"
 #include "flashtile/attn/dropout.cuh"
 #include "flashtile/attn/mask_bits.cuh"
-#include "flashtile/attn/score_unit.cuh"
+#include "flashtile/attn/score_exponent.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/ptx/cp_async.cuh"
 #include "flashtile/ptx/ldmatrix.cuh"
@@ -21,30 +21,28 @@
 
 namespace flashtile {
 
-constexpr i32 kNumOptionConsumers = 2;
-constexpr i32 kMaskTile = 128;  // keys of a tile of the mask's bits
-
 // Bits of one tile for each consumer. Words of a warp are ordered so that a thread's eight are contiguous: those of
 // queries 2 x and 2 x + 1 are at 8 * (x % 4) + x / 4.
-template <bool kIsOn>
+template <bool kIsOn, i32 kNumConsumers>
 struct BitTiles {
-  alignas(16) u32 words[kNumOptionConsumers][4][32];
-  u64 full[kNumOptionConsumers], empty[kNumOptionConsumers];
-  u64 is_full[kNumOptionConsumers];  // nonzero: every bit is set
+  alignas(16) u32 words[kNumConsumers][4][32];
+  u64 full[kNumConsumers], empty[kNumConsumers];
+  u64 is_full[kNumConsumers];  // nonzero: every bit is set
 };
-template <>
-struct BitTiles<false> {};
+template <i32 kNumConsumers>
+struct BitTiles<false, kNumConsumers> {};
 
-template <class Element, i32 kNumStages>
+template <class Element, i32 kNumConsumers, i32 kNumStages>
 struct BiasTiles {
-  Element tiles[kNumOptionConsumers][kNumStages][64 * 64];
-  u64 full[kNumOptionConsumers][kNumStages], empty[kNumOptionConsumers][kNumStages];
+  Element tiles[kNumConsumers][kNumStages][64 * 64];
+  u64 full[kNumConsumers][kNumStages], empty[kNumConsumers][kNumStages];
 };
-template <i32 kNumStages>
-struct BiasTiles<NoBias, kNumStages> {};
+template <i32 kNumConsumers, i32 kNumStages>
+struct BiasTiles<NoBias, kNumConsumers, kNumStages> {};
 
 template <class Config, class Mask, class ScoreMod>
-struct OptionStorage : BiasTiles<typename ScoreMod::BiasElement, Config::kNumBiasStages>, BitTiles<Mask::kHasBool> {};
+struct OptionStorage : BiasTiles<typename ScoreMod::BiasElement, Config::kNumConsumers, Config::kNumBiasStages>,
+                       BitTiles<Mask::kHasBool, Config::kNumConsumers> {};
 
 template <class Config, class Mask, class ScoreMod, class Dropout>
 struct BwdSm90Options {
@@ -52,8 +50,10 @@ struct BwdSm90Options {
   using Band = flashtile::Mask<Mask::kHasBand, false>;
   using BiasElement = typename ScoreMod::BiasElement;
   using BiasStages = Ring<Config::kNumBiasStages>;
-  using Bias = BiasTiles<BiasElement, Config::kNumBiasStages>;
-  using MaskBits = BitTiles<Mask::kHasBool>;
+  using Bias = BiasTiles<BiasElement, Config::kNumConsumers, Config::kNumBiasStages>;
+  using MaskBits = BitTiles<Mask::kHasBool, Config::kNumConsumers>;
+  using Exponent = ScoreExponent<ScoreMod>;
+  static constexpr bool kIsHalfTile = Config::kBlockN < kMaskTile;  // the block owns half of a tile of the mask's bits
   static constexpr bool kChangesTiles = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
   static constexpr i32 kNumTiles = ScoreMod::kHasBias + Mask::kHasBool;  // that warps prepare
   static constexpr bool kHasTiles = kNumTiles > 0;
@@ -64,9 +64,6 @@ struct BwdSm90Options {
   // P^T is computed while dP^T is in flight, unless that takes too many registers
   static constexpr bool kIsSplit =
       kNumOptions < 2 || (Config::kHeadDim + Config::kHeadDimV <= 128 && !ScoreMod::kHasSoftcap);
-  // With a softcap, P is kept times 4: its derivative 4 r (1 - r) then needs no factor. dv_factor divides by it.
-  static constexpr float kLargestExponent = ScoreMod::kHasSoftcap ? 2.0f : 0.0f;
-  static constexpr float kLargestFastSoftcap = 256.0f;
   // Registers per thread: warps that prepare tiles need more than 24
   static constexpr i32 kProducerRegisters = Config::kProducerRegisters + 16 * kNumTiles;
   static constexpr i32 kConsumerRegisters = Config::kConsumerRegisters - 8 * kNumTiles;
@@ -75,13 +72,13 @@ struct BwdSm90Options {
 
   FT_DEVICE static void init(Storage& shared) {
     if constexpr (Mask::kHasBool) {
-      for (i32 consumer = 0; consumer < kNumOptionConsumers; ++consumer) {
+      for (i32 consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
         mbarrier_init(shared.MaskBits::full[consumer], 1);
         mbarrier_init(shared.MaskBits::empty[consumer], 4);
       }
     }
     if constexpr (ScoreMod::kHasBias) {
-      for (i32 consumer = 0; consumer < kNumOptionConsumers; ++consumer) {
+      for (i32 consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
         for (i32 stage = 0; stage < Config::kNumBiasStages; ++stage) {
           mbarrier_init(shared.Bias::full[consumer][stage], 32);
           mbarrier_init(shared.Bias::empty[consumer][stage], 4);
@@ -94,7 +91,7 @@ struct BwdSm90Options {
   // are those of the mask's map. Scope: warp.
   template <class Tile>
   FT_DEVICE static Range visible_tiles(const Params& p, const Tile& tile) {
-    static_assert(Config::kBlockM == kMaskGroup && Config::kBlockN == kMaskTile);
+    static_assert(Config::kBlockM == kMaskGroup && kMaskTile % Config::kBlockN == 0);
     MaskLayout<kMaskTile> layout(p);
     i32 n = tile.j_begin / kMaskTile, begin = tile.m_end, end = tile.m_begin;
     for (i32 h = 0; h < (layout.num_heads == 1 ? 1 : tile.num_heads); ++h) {
@@ -128,6 +125,7 @@ struct BwdSm90Options {
         rows[x] = reinterpret_cast<const uint4*>(p.mask_bits)[layout.bits_index(plane, row, j_begin / kMaskTile)];
     }
     // The consumer's half of the keys: word t has bit 2 b + e of key 8 b + 2 t + e, of both queries
+    if constexpr (kIsHalfTile) consumer = j_begin / 64 % 2;
     u32 half = consumer == 0 ? 0x5410u : 0x7632u;
     u32 x0 = __byte_perm(rows[0].x, rows[1].x, half), x1 = __byte_perm(rows[0].y, rows[1].y, half);
     u32 x2 = __byte_perm(rows[0].z, rows[1].z, half), x3 = __byte_perm(rows[0].w, rows[1].w, half);
@@ -325,7 +323,11 @@ struct BwdSm90Options {
   static constexpr bool kLoadsBiasAhead = ScoreMod::kHasBias && sizeof(BiasElement) == 2 && kNumOptions == 1;
   static constexpr i32 kBiasFragments = kLoadsBiasAhead ? kScores / 8 : 2;
 
-  static constexpr i32 kLsesAhead = kIsSplit ? 4 : 2;
+  static constexpr bool kLoadsLseAhead = Config::kHasOneProduct && kNumOptions == 1;
+  static constexpr i32 kLsesAhead = kLoadsLseAhead            ? kScores / 4
+                                    : !Config::kHasOneProduct ? (kIsSplit ? 4 : 2)
+                                    : kNumOptions > 2         ? 1
+                                                              : 2;
   static constexpr i32 kDeltasAhead = ScoreMod::kHasSoftcap ? 3 : kScores / 4;
 
   const Params& p;
@@ -401,7 +403,7 @@ struct BwdSm90Options {
   }
 
   // True if the fast softcap would not be accurate.
-  FT_DEVICE bool needs_exact_tanh() const { return ScoreMod::kHasSoftcap && p.softcap > kLargestFastSoftcap; }
+  FT_DEVICE bool needs_exact_tanh() const { return Exponent::needs_exact_tanh(p); }
 
   // The factor of dV that its sums lack.
   FT_DEVICE static float dv_factor(const Params& p) {
@@ -412,33 +414,15 @@ struct BwdSm90Options {
   // From the dot product S to the exponent of P. Sets `derivative` to that of the softcap, divided by 4. Scope: thread.
   template <bool kIsChecked>
   FT_DEVICE float exponent(float dot, i32 b, i32 e, i32 r, float& derivative) const {
-    constexpr bool kIsNatural = ScoreMod::kHasBias;
-    float score, row_lse = e == 0 ? lse[b].x : lse[b].y, added = bias_of(b, r, e);
-    if constexpr (ScoreMod::kHasSoftcap) {
-      float cap = kIsNatural ? p.softcap : p.softcap * kLog2e;
-      float rest = kIsNatural ? added : 2.0f - row_lse;
-      if constexpr (kIsChecked) {
-        float tanh = tanh_by_exp2(dot * (p.scale * reciprocal(p.softcap)));
-        derivative = 0.25f - 0.25f * tanh * tanh;
-        score = fmaf(cap, tanh, rest);
-      } else {
-        // tanh(x) = 1 - 2 r and its derivative 4 r (1 - r), with r = 1 / (1 + e^2x)
-        float r_tanh = reciprocal(1.0f + exp2_approx(dot * (2.0f * kLog2e * p.scale * reciprocal(p.softcap))));
-        derivative = fmaf(-r_tanh, r_tanh, r_tanh);
-        score = fmaf(r_tanh, -2.0f * cap, cap + rest);
-      }
-      if constexpr (mutates(Mutation::bwd_sm90_softcap)) derivative = 0.25f;
-    } else if constexpr (kIsNatural) {
-      score = fmaf(dot, p.scale, added);
-    } else {
-      score = fmaf(dot, p.scale_log2, -row_lse);
-    }
+    // slope * |distance|: the size of the product with the sign of the slope
+    float penalty = 0.0f;
     if constexpr (ScoreMod::kHasAlibi) {
-      // slope * |distance|: the size of the product with the sign of the slope
-      score -= copysignf(fmaf(slope, static_cast<float>(8 * (b - r) + e), first_step), slope);
+      penalty = copysignf(fmaf(slope, static_cast<float>(8 * (b - r) + e), first_step), slope);
     }
-    if constexpr (kIsNatural) score = fmaf(score - row_lse, kLog2e, ScoreMod::kHasSoftcap ? 2.0f : 0.0f);
-    return score;
+    float row_lse = e == 0 ? lse[b].x : lse[b].y;
+    float found = Exponent::template find<kIsChecked>(p, dot, row_lse, bias_of(b, r, e), penalty, derivative);
+    if constexpr (mutates(Mutation::bwd_sm90_softcap)) derivative = 0.25f;
+    return found;
   }
 
   // Columns 8 b .. 8 b + 7: turns S^T into P^T. With kIsOfDot and a softcap, rS becomes P^T times the derivative, and
@@ -455,7 +439,7 @@ struct BwdSm90Options {
         float derivative;
         float power = exponent<kIsChecked>(rS[x], b, e, r, derivative);
         if constexpr (kIsChecked) {
-          power = power > kLargestExponent ? kLargestExponent : power;
+          power = power > Exponent::kLargest ? Exponent::kLargest : power;
           power = column >= seen[r].begin && column < seen[r].end ? power : -infinity();
         }
         float prob = exp2_approx(power);
@@ -499,6 +483,16 @@ struct BwdSm90Options {
     asm volatile("" : "+f"(a), "+f"(b), "+f"(c), "+f"(d)::"memory");
   }
 
+  // After columns 8 b .. 8 b + 7: starts loading the lse of later ones. Scope: thread.
+  FT_DEVICE void advance_lse(const float* sLse, i32 b) {
+    if (b + kLsesAhead < kScores / 4) lse[b + kLsesAhead] = stats(sLse, b + kLsesAhead);
+  }
+  // With kLoadsLseAhead: nothing of lse is loaded after this. Scope: thread.
+  FT_DEVICE void pin_lse() {
+#pragma unroll
+    for (i32 b = 0; b < kScores / 4; b += 2) pin(lse[b].x, lse[b].y, lse[b + 1].x, lse[b + 1].y);
+  }
+
   // Statistics of a thread's queries among columns 8 b .. 8 b + 7. Scope: thread.
   FT_DEVICE static float2 stats(const float* sStats, i32 b) {
     return *reinterpret_cast<const float2*>(sStats + 8 * b + fragment_column());
@@ -515,7 +509,7 @@ struct BwdSm90Options {
       for (i32 b = 0; b < kScores / 4; ++b) {
         advance_bias(b);
         exponentiate_columns<kIsChecked, kIsMasked>(b, seen, rS, packed_p);
-        if (b + kLsesAhead < kScores / 4) lse[b + kLsesAhead] = stats(sLse, b + kLsesAhead);
+        advance_lse(sLse, b);
         // Finish these columns before the next: the checked body, which is rare, must not take more registers
         if constexpr (kIsChecked) pin(rS[4 * b], rS[4 * b + 1], rS[4 * b + 2], rS[4 * b + 3]);
       }
@@ -540,7 +534,7 @@ struct BwdSm90Options {
         }
         advance_bias(b);
         exponentiate_columns<kIsChecked, kIsMasked>(b, seen, rS, packed_p);
-        if (b + kLsesAhead < kScores / 4) lse[b + kLsesAhead] = stats(sLse, b + kLsesAhead);
+        advance_lse(sLse, b);
         differentiate_columns(b, delta[b], rS, rdP, packed_p, packed_ds);
         pin(rdP[4 * b], rdP[4 * b + 1], rdP[4 * b + 2], rdP[4 * b + 3]);
       }
@@ -557,7 +551,7 @@ struct BwdSm90Options {
     for (i32 b = 0; b < kScores / 4; ++b) {
       advance_bias(b);
       exponentiate_columns<kIsChecked, kIsMasked, false>(b, seen, rS, no_p);
-      if (b + kLsesAhead < kScores / 4) lse[b + kLsesAhead] = stats(sLse, b + kLsesAhead);
+      advance_lse(sLse, b);
 #pragma unroll
       for (i32 y = 0; y < 4; ++y) {
         i32 x = 4 * b + y, r = y / 2, e = y % 2, column = 8 * b + e;

@@ -6,10 +6,7 @@
 #pragma once
 
 #include "flashtile/attn/block_range.cuh"
-#include "flashtile/attn/dropout.cuh"
 #include "flashtile/attn/key_tile.cuh"
-#include "flashtile/attn/mask.cuh"
-#include "flashtile/attn/score_mod.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/ptx/tma.cuh"
 #include "flashtile/tile/epilogue.cuh"

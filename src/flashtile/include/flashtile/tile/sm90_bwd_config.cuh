@@ -21,6 +21,7 @@ struct Sm90BwdConfig {
   static constexpr i32 kNumDqBuffers = kNumDqBuffers_;  // 64 x 64 parts of dQ on their way to global memory
   static constexpr i32 kNumBiasStages = kNumBiasStages_;
   static constexpr i32 kNumConsumers = kBlockN / 64;
+  static constexpr bool kHasOneProduct = false;  // a consumer has both S^T and dP^T
   static constexpr i32 kNumThreads = 128 * (kNumConsumers + 1);
   // Registers per thread that setmaxnreg assigns, out of 65536 per multiprocessor
   static constexpr i32 kProducerRegisters = 24;

@@ -21,13 +21,16 @@ struct Sm90WideConfig {
 };
 
 // bwd_sm90_dkdv_kernel: a block owns 64 keys and streams tiles of 64 queries.
-template <typename T, i32 kHeadDim, i32 kHeadDimV, i32 kNumStages_>
+template <typename T, i32 kHeadDim, i32 kHeadDimV, i32 kNumStages_, i32 kNumBiasStages_ = 1>
 struct Sm90DkdvConfig : Sm90WideConfig<T, kHeadDim, kHeadDimV> {
   using Base = Sm90WideConfig<T, kHeadDim, kHeadDimV>;
   static constexpr i32 kBlockM = 64;
   static constexpr i32 kBlockN = 64;
   static constexpr i32 kNumStages = kNumStages_;  // of Q and of dO
   static constexpr i32 kNumBuffers = 2;           // of P
+  static constexpr i32 kNumBiasStages = kNumBiasStages_;
+  static constexpr i32 kNumConsumers = 1;       // of options: the warpgroup that computes P
+  static constexpr bool kHasOneProduct = true;  // it has S^T, and no dP^T
   // K and V are register operands where there is room: products then read less shared memory, which is the bound
   static constexpr bool kHoldsKeys = kHeadDim <= 192 && kHeadDimV <= 192;
   static constexpr i32 kElementsQK = 64 * 64 * Base::kSlabsQK;
