@@ -64,9 +64,9 @@ struct BwdSm90Dkdv {
   // What P^T needs is loaded while dV of the tile before is in flight, unless that takes too many registers
   static constexpr bool kLoadsEarly = !kHasOptions || Options::kLoadsLseAhead;
   // Registers per thread: the warp that prepares tiles takes its own from the warpgroup that knows no options
-  static constexpr i32 kProducerRegisters =
-      Config::kProducerRegisters + (Options::kNumTiles == 0 ? 0 : 8 + 8 * Options::kNumTiles);
-  static constexpr i32 kRegistersDk = Config::kConsumerRegisters - kProducerRegisters + Config::kProducerRegisters;
+  static constexpr i32 kMoreRegisters = Options::kHasTiles ? 8 + 8 * Options::kNumTiles : 0;
+  static constexpr i32 kProducerRegisters = Config::kProducerRegisters + kMoreRegisters;
+  static constexpr i32 kRegistersDk = Config::kConsumerRegisters - kMoreRegisters;
   // Options need the registers that K would take
   static constexpr bool kHoldsKeys = Config::kHoldsKeys && !kHasOptions;
 

@@ -70,11 +70,9 @@ struct QueryBlock {
       tiles = begin < end ? Range{begin - n_begin, end - n_begin} : Range{0, 0};
     }
     // The tiles of both
-    bool is_first_empty = consumers[0].begin >= consumers[0].end,
-         is_second_empty = consumers[1].begin >= consumers[1].end;
     Range both = {min_of(consumers[0].begin, consumers[1].begin), max_of(consumers[0].end, consumers[1].end)};
-    if (is_first_empty) both = consumers[1];
-    if (is_second_empty) both = consumers[0];
+    if (consumers[0].begin >= consumers[0].end) both = consumers[1];
+    if (consumers[1].begin >= consumers[1].end) both = consumers[0];
     for (i32 consumer = 0; consumer < 2; ++consumer) {
       Range& tiles = consumers[consumer];
       if (tiles.begin < tiles.end) tiles = {tiles.begin - both.begin, tiles.end - both.begin};
