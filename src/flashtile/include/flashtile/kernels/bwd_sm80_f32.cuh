@@ -231,11 +231,11 @@ struct BwdSm80F32 {
           Tf32Parts<4> parts[kMTiles][kBlockN / 8];
           if constexpr (!kOwnsQueries) {
             split_accumulators(parts, rS);
-            tf32_gemm_ab<Config::kHeadDimV>(rdV, parts, stream_grad + tf32_lane_offset<Config::kHeadDimV>());
+            tf32_gemm_ab<Config::kHeadDimV, true>(rdV, parts, stream_grad + tf32_lane_offset<Config::kHeadDimV>());
           }
           // dQ += dS K, or dK += dS^T Q
           split_accumulators(parts, rdP);
-          tf32_gemm_ab<Config::kHeadDim>(rD, parts, stream + tf32_lane_offset<Config::kHeadDim>());
+          tf32_gemm_ab<Config::kHeadDim, true>(rD, parts, stream + tf32_lane_offset<Config::kHeadDim>());
         }
         place.advance(block);
         stage = stage == kNumStages - 1 ? 0 : stage + 1;

@@ -128,12 +128,22 @@ FT_DEVICE u32 tf32_lane_offset() {
   return SwizzledTile<2 * kColumns>::chunk_offset(2 * (threadIdx.x % 4), threadIdx.x % 32 / 4);
 }
 
+// True; the compiler does not know it. A branch on it ends a basic block, across which ptxas moves little. Scope:
+// thread.
+FT_DEVICE bool is_true() {
+  u32 num_threads;
+  asm volatile("mov.u32 %0, %%ntid.x;" : "=r"(num_threads));
+  return num_threads != 0;
+}
+
 // O += A B. Tensor cores truncate when they add: the sum of this call has accumulators of its own, which float32 adds
-// to O. b is this lane's address. Scope: warp.
-template <i32 kColumns, i32 kMTiles, i32 kSteps>
+// to O. b is this lane's address. Without kSavesRegisters ptxas may put these additions off to the last columns, with
+// all accumulators in registers. Scope: warp.
+template <i32 kColumns, bool kSavesRegisters = false, i32 kMTiles, i32 kSteps>
 FT_DEVICE void tf32_gemm_ab(float (&rO)[kMTiles][kColumns / 2], const Tf32Parts<4> (&a)[kMTiles][kSteps], u32 b) {
 #pragma unroll
   for (i32 c = 0; c < kColumns / 32; ++c) {
+    if (kSavesRegisters && !is_true()) continue;
     float rD[kMTiles][16];
     tf32_step_ab<kColumns, true>(rD, a, b + 128 * c, 0);
 #pragma unroll
