@@ -30,20 +30,18 @@ class Tile(NamedTuple):
     min_blocks: int  # that should share a multiprocessor
     num_stages: int = 2
     max_options: int = 99  # that change scores or probabilities, that it holds without a spill
-    takes_padded: bool = True  # head dims that are not the padded ones, without a spill
-    takes_unaligned: bool = True  # without a spill
 
 
 # By padded head_dim and head_dim_v; the first that fits the GPU and takes a call is chosen: docs/sm80.md
 _TILES: dict[str, dict[tuple[int, int], tuple[Tile, ...]]] = {
     "bwd_sm80_f32_dkdv": {
-        (32, 32): (Tile(128, 32, 4, 2), Tile(64, 32, 4, 2)),
-        (64, 64): (Tile(128, 16, 4, 2), Tile(64, 32, 4, 2)),
-        (128, 128): (Tile(128, 32, 8, 1), Tile(128, 16, 8, 1)),
+        (32, 32): (Tile(128, 32, 4, 2, max_options=0), Tile(64, 32, 4, 2)),
+        (64, 64): (Tile(128, 16, 4, 2, max_options=0), Tile(64, 32, 4, 2)),
+        (128, 128): (Tile(128, 32, 8, 1, max_options=1), Tile(128, 16, 8, 1)),
     },
     "bwd_sm80_f32_dq": {
-        (32, 32): (Tile(128, 32, 4, 2), Tile(64, 32, 4, 2)),
-        (64, 64): (Tile(128, 32, 4, 2), Tile(128, 16, 4, 2), Tile(64, 32, 4, 2)),
+        (32, 32): (Tile(128, 32, 4, 2, max_options=1), Tile(64, 32, 4, 2)),
+        (64, 64): (Tile(128, 32, 4, 2, max_options=1), Tile(64, 32, 4, 2)),
         (128, 128): (Tile(128, 32, 8, 1), Tile(128, 16, 8, 1)),
     },
 }
@@ -121,8 +119,7 @@ class BwdSm80F32(Family[BwdSm80F32Row]):
         assert dims is not None  # else refused
         is_exact = (key.head_dim, key.head_dim_v) == dims
         for tile in _TILES[kernel][dims]:
-            takes_rows = (tile.takes_padded or is_exact) and (tile.takes_unaligned or key.features.is_aligned16)
-            if takes_rows and key.features.num_score_options <= tile.max_options:
+            if key.features.num_score_options <= tile.max_options:
                 yield _row(kernel, tile, dims, is_exact)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:

@@ -45,6 +45,8 @@ struct BwdSm80F32 {
   static constexpr i32 kNumStages = Config::kNumStages, kNumThreads = Config::kNumThreads;
   static constexpr bool kOwnsQueries = Config::kOwnsQueries;
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
+  // A band hides few tiles from both of two m16 tiles
+  static constexpr bool kSkipsTiles = Mask::kHasBand && kMTiles == 1;
   static_assert(kNumThreads >= 2 * kBlockN, "a thread copies one statistic of a tile");
 
   // ---- Copies. Scope: block.
@@ -113,7 +115,7 @@ struct BwdSm80F32 {
 
   // The streamed rows that any of this warp's rows sees.
   FT_DEVICE static Range seen_rows(const Params& p, const OwnedRows& block, i32 first_row) {
-    i32 first = block.first + first_row, end = first + 64 * (kMTiles - 1) + 16;
+    i32 first = block.first + first_row, end = first + 16;
     if constexpr (kOwnsQueries) {
       return key_range<Mask>(p, block.s, first, min_of(end, block.s.seqlen_q));
     } else {
@@ -202,7 +204,7 @@ struct BwdSm80F32 {
       u32 own_grad = shared_address(shared.sOwnGrad) + first_row * TileV::kPitch + TileV::template lane_offset<true>();
       constexpr u32 kBytes = sizeof(shared.sStream[0]), kGradBytes = sizeof(shared.sStreamGrad[0]);
       Range seen{0, 0};
-      if constexpr (Mask::kHasBand) seen = seen_rows(p, block, first_row);
+      if constexpr (kSkipsTiles) seen = seen_rows(p, block, first_row);
       u32 stage = 0;
       for (i32 count = 0; count < num_tiles; ++count) {
         // Wait for the tile. All warps are done with the tile before it: refill its stage
@@ -214,18 +216,20 @@ struct BwdSm80F32 {
         }
         cp_async_commit();
         // Skip the tile if it is fully masked for this warp
-        if (!Mask::kHasBand || (place.row < seen.end && place.row + kBlockN > seen.begin)) {
+        if (!kSkipsTiles || (place.row < seen.end && place.row + kBlockN > seen.begin)) {
           u32 stream = shared_address(shared.sStream) + stage * kBytes;
           u32 stream_grad = shared_address(shared.sStreamGrad) + stage * kGradBytes;
-          // S and dP, or S^T and dP^T
+          // S and dP, or S^T and dP^T. Branches that are always taken keep ptxas from mixing the steps: it would spill
           float rS[kMTiles][kScores], rdP[kMTiles][kScores];
           tf32_gemm_abt<kBlockN, Config::kHeadDim, 4>(rS, own, stream + TileQK::template lane_offset<false>());
-          tf32_gemm_abt<kBlockN, Config::kHeadDimV, 4>(rdP, own_grad,
-                                                       stream_grad + TileV::template lane_offset<false>());
+          if (is_true()) {
+            tf32_gemm_abt<kBlockN, Config::kHeadDimV, 4>(rdP, own_grad,
+                                                         stream_grad + TileV::template lane_offset<false>());
+          }
           // P and dS
 #pragma unroll
           for (i32 t = 0; t < kMTiles; ++t) {
-            differentiate(p, shared, first_row + 64 * t, place, stage, rS[t], rdP[t]);
+            if (is_true()) differentiate(p, shared, first_row + 64 * t, place, stage, rS[t], rdP[t]);
           }
           // dV += P^T dO
           Tf32Parts<4> parts[kMTiles][kBlockN / 8];
