@@ -219,7 +219,7 @@ struct BwdSm80F32 {
         if (!kSkipsTiles || (place.row < seen.end && place.row + kBlockN > seen.begin)) {
           u32 stream = shared_address(shared.sStream) + stage * kBytes;
           u32 stream_grad = shared_address(shared.sStreamGrad) + stage * kGradBytes;
-          // S and dP, or S^T and dP^T. Branches that are always taken keep ptxas from mixing the steps: it would spill
+          // S and dP, or S^T and dP^T. is_true and __syncwarp keep ptxas from mixing the steps: it would spill
           float rS[kMTiles][kScores], rdP[kMTiles][kScores];
           tf32_gemm_abt<kBlockN, Config::kHeadDim, 4>(rS, own, stream + TileQK::template lane_offset<false>());
           if (is_true()) {
@@ -227,6 +227,7 @@ struct BwdSm80F32 {
                                                          stream_grad + TileV::template lane_offset<false>());
           }
           // P and dS
+          __syncwarp();
 #pragma unroll
           for (i32 t = 0; t < kMTiles; ++t) {
             if (is_true()) differentiate(p, shared, first_row + 64 * t, place, stage, rS[t], rdP[t]);
