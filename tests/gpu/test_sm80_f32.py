@@ -19,8 +19,10 @@ KERNEL = "fwd_sm80_f32_kernel"
 HEAD_DIMS = ((64, 64), (128, 128), (32, 32), (40, 72), (100, 128), (33, 33), (63, 65), (1, 1))
 BACKWARD_KERNELS = "bwd_sm80_f32_dkdv_kernel", "bwd_sm80_f32_dq_kernel"
 BACKWARD_LENGTHS = ((150, 300), (1, 700), (70, 700), (200, 64), (193, 1025), (370, 1), (1, 1), (129, 127))
-# The backward refuses the gradient of a bias
-TAKEN = {name: options for name, options in (FEATURES | OTHERS).items() if "bias" not in options}
+# The backward refuses the gradient of a bias, and hidden keys that are not finite have none
+TAKEN = {
+    name: options for name, options in (FEATURES | OTHERS).items() if "bias" not in options and name != "hidden keys"
+}
 LENGTHS = ((150, 300), (70, 700), (200, 64), (193, 1025), (65, 1), (370, 700), (129, 127))  # it refuses 64 queries
 
 
