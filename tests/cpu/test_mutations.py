@@ -67,6 +67,7 @@ NEEDED = {
     "decode_sm90_tail": Features(has_lengths=True),
     "fwd_sm80_skip": Features(has_band=True),
     "fwd_sm90_wide_tail": Features(has_lengths=True),
+    "bwd_sm80_f32_mask_offset": Features(has_band=True),
     "bwd_sm80_wide_dq_mask": Features(has_band=True),
     "bwd_sm80_wide_dbias_head": Features(bias_dtype="bfloat16"),
     "bwd_sm80_mask_offset": Features(has_band=True),

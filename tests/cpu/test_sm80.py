@@ -18,7 +18,7 @@ from flashtile.runtime import cache
 pytestmark = pytest.mark.usefixtures("kept_kernels")
 FORWARD, BACKWARD = families.find("fwd_sm80"), families.find("bwd_sm80")
 WIDE_FORWARD, WIDE_BACKWARD = families.find("fwd_sm80_wide"), families.find("bwd_sm80_wide")
-FLOAT32 = families.find("fwd_sm80_f32")
+FLOAT32, FLOAT32_BACKWARD = families.find("fwd_sm80_f32"), families.find("bwd_sm80_f32")
 AMPERE_ON = [arch for arch in ARCHS.values() if arch.number >= 80]
 EVERYTHING = Features(True, True, True, True, "float32", True, True)
 GRADS = ("dq", "dk", "dv")
@@ -201,6 +201,65 @@ def test_float32_code_has_tensor_core_products_and_no_local_memory(number, head_
     assert {"HMMA", "LDSM", "LDGSTS"} <= found
     assert not found & LOCAL_MEMORY
     assert compiled.warnings == []
+
+
+def float32_backward(number: int, head_dim: int, features: Features = Features(), **changes) -> PlanKey:  # noqa: B008
+    call = PlanKey("float32", "float32", head_dim, head_dim, features, ARCHS[number], grads=GRADS)
+    return replace(call, **changes)
+
+
+def test_what_the_float32_backward_takes() -> None:
+    for number in (80, 90, 100):
+        for head_dim in (1, 32, 33, 64, 100, 128):
+            for features in (Features(), EVERYTHING, replace(EVERYTHING, is_aligned16=False)):
+                call = float32_backward(number, head_dim, features, is_deterministic=True)
+                assert FLOAT32_BACKWARD.refuse(call) is None
+                assert FLOAT32_BACKWARD.refuse(replace(call, is_scale_positive=False)) is None
+                for kernel in FLOAT32_BACKWARD.kernels:
+                    assert FLOAT32_BACKWARD.select(kernel, call).shared_bytes <= ARCHS[number].shared_bytes
+    bias = Features(bias_dtype="float32")
+    assert FLOAT32_BACKWARD.refuse(float32_backward(80, 64, bias, grads=("dq", "dbias"))) == "the gradient of a bias"
+    assert FLOAT32_BACKWARD.refuse(float32_backward(80, 64, Features(is_paged=True))) == "paged keys"
+    assert FLOAT32_BACKWARD.refuse(float32_backward(80, 136)) == "head_dim 136, 136 is over its 128, 128"
+    assert FLOAT32_BACKWARD.refuse(float32_backward(86, 64)) == "FMA is as fast as three TF32 products on sm_86"
+    # On Hopper its own kernels stay the default
+    large = float32_backward(90, 128, classes=((speeds.SIZE, 1),))
+    assert families.select(large).name == "bwd_sm90_f32"
+
+
+def test_the_float32_backward_launches_what_is_wanted() -> None:
+    def names(*grads: str) -> list[str]:
+        call = float32_backward(80, 64, grads=grads)
+        return [step.name for step in FLOAT32_BACKWARD.launch(call, CallLayout("bhsd", ())).steps]
+
+    assert names("dq") == ["bwd_preprocess_kernel", "bwd_sm80_f32_dq_kernel"]
+    assert names("dv") == ["bwd_preprocess_kernel", "bwd_sm80_f32_dkdv_kernel"]
+    assert names("dq", "dk", "dv", "dsinks") == [
+        "bwd_preprocess_kernel",
+        "bwd_dsinks_kernel",
+        "bwd_sm80_f32_dkdv_kernel",
+        "bwd_sm80_f32_dq_kernel",
+    ]
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize(
+    ("number", "head_dim", "bias_dtype"),
+    [(80, 64, None), (80, 128, None), (90, 64, None), (90, 128, None), (100, 128, None), (80, 128, "float32")],
+)
+def test_float32_backward_has_tensor_core_products_and_one_owner(number, head_dim, bias_dtype, tmp_path) -> None:
+    call = float32_backward(number, head_dim, Features(has_band=True, bias_dtype=bias_dtype))
+    for kernel in FLOAT32_BACKWARD.kernels:
+        row = FLOAT32_BACKWARD.select(kernel, call)
+        (step,) = FLOAT32_BACKWARD.launch_row(row, call, CallLayout("bhsd", ())).steps
+        compiled = cache.compile_cached(step.unit, call.arch.name, [step.entry])
+        found = opcodes(compiled.cubin, tmp_path)
+        assert {"HMMA", "LDSM", "LDGSTS"} <= found
+        assert not found & {"RED", "REDG", "ATOMG"}
+        assert not found & LOCAL_MEMORY
+        assert compiled.warnings == []
+        registers = compiled.resources(step.entry).registers
+        assert call.arch.blocks_per_multiprocessor(row.num_threads, registers, row.shared_bytes) >= row.min_blocks
 
 
 @needs_nvdisasm

@@ -23,6 +23,7 @@ from flashtile.kernels.arch import Arch, arch_named
 from flashtile.kernels.families.base import Family, Launch, Row, forced_rows
 from flashtile.kernels.families.bwd_simt import BwdSimt
 from flashtile.kernels.families.bwd_sm80 import BwdSm80
+from flashtile.kernels.families.bwd_sm80_f32 import BwdSm80F32
 from flashtile.kernels.families.bwd_sm80_wide import BwdSm80Wide
 from flashtile.kernels.families.bwd_sm90 import BwdSm90
 from flashtile.kernels.families.bwd_sm90_f32 import BwdSm90F32
@@ -87,6 +88,7 @@ register(BwdSm80())
 register(BwdSm80Wide())
 register(BwdSimt())
 register(BwdSm90F32())
+register(BwdSm80F32())
 
 
 # Selection

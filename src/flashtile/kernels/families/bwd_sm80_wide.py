@@ -18,7 +18,7 @@ from flashtile.kernels.plan import Grid, Step, Workspace
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
-_BLOCK_BYTES = 64  # WideBlock (kernels/bwd_sm80_wide.cuh)
+_BLOCK_BYTES = 64  # OwnedRows (attn/owned_rows.cuh)
 _TERM_BYTES = 64  # DbiasTerm (kernels/bwd_sm80_dbias.cuh)
 _KERNELS = {"bwd_sm80_dq": "dq", "bwd_sm80_dk": "dk", "bwd_sm80_dv": "dv", "bwd_sm80_dbias": "dbias"}
 _DBIAS_TILES = WideTile(64, 128, 2, 4, 64, 16, 3), WideTile(64, 64, 2, 4, 64, 16, 3)

@@ -10,15 +10,13 @@ from typing import NamedTuple
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.fwd_sm80 import QUERY_TILE_BYTES
-from flashtile.kernels.families.mma_sync import MmaRow
+from flashtile.kernels.families.mma_sync import MmaRow, refuse_slow_tf32
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
 from flashtile.kernels.length_class import FewQueries
 from flashtile.kernels.plan import SplitRule, Step
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CallLayout, Features, PlanKey, cpp_bool
 
-# TF32 has 8 times the rate of FMA there. On consumer GPUs it has about the same, and three products are slower
-_FAST_TF32 = (80, 90, 100)
 _FEW = FewQueries(64, 1)
 
 
@@ -97,9 +95,7 @@ class FwdSm80F32(Family[Sm80F32Row]):
     takes_out_dtypes = False
 
     def refuse_arch(self, arch: Arch) -> str | None:
-        if arch.number < min(_FAST_TF32):
-            return f"{arch.name} has no TF32 products"
-        return None if arch.number in _FAST_TF32 else f"FMA is as fast as three TF32 products on {arch.name}"
+        return refuse_slow_tf32(arch)
 
     def refuse(self, key: PlanKey) -> str | None:
         reason = super().refuse(key)

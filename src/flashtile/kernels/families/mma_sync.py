@@ -7,6 +7,15 @@ from flashtile.kernels.families.base import Family, Row, RowT
 from flashtile.kernels.spec import PlanKey
 
 _TURING, _AMPERE = 75, 80
+# TF32 has 8 times the rate of FMA there. On consumer GPUs it has about the same, and three products are slower
+_FAST_TF32 = (80, 90, 100)
+
+
+def refuse_slow_tf32(arch: Arch) -> str | None:
+    """Why three TF32 products are not faster than FMA on the architecture, or None."""
+    if arch.number < min(_FAST_TF32):
+        return f"{arch.name} has no TF32 products"
+    return None if arch.number in _FAST_TF32 else f"FMA is as fast as three TF32 products on {arch.name}"
 
 
 class MmaRow(Row):

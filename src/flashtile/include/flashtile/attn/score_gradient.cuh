@@ -1,6 +1,9 @@
-// From scores and dP to P and dS in a fragment (tile/fragment.cuh) whose rows are keys and whose kBlockM columns are
-// queries: S^T and dP^T in, packed P^T and dS^T out. A thread's rows are fragment_row() and the 8th after it of the 64
-// keys from j_begin on. Scope of every function: thread, with dropout warp.
+// From scores and dP to P and dS in a fragment (tile/fragment.cuh). Scope of every function: thread, with dropout warp.
+//
+// ScoreGradient   rows are keys, the kBlockM columns queries: S^T and dP^T in, P^T and dS^T out, in the operand's type
+//                 T. A thread's rows are fragment_row() and the 8th after it of the 64 keys from j_begin on.
+// QueryGradient   rows are queries, the kBlockN columns keys: S and dP in, dS out in place of dP. A thread's rows are
+//                 lane / 4 and the 8th after it of the 16 queries from i_begin on.
 #pragma once
 
 #include "flashtile/attn/block_range.cuh"
@@ -12,11 +15,29 @@
 
 namespace flashtile {
 
+// What kCount floats become in type T: two 16-bit elements share a register, floats stay as they are.
+template <typename T, i32 kCount>
+struct Packed {
+  using Type = u32[kCount / 2];
+  FT_DEVICE static void set_two(Type& packed, i32 pair, float first, float second) {
+    packed[pair] = pack_two<T>(first, second);
+  }
+};
+template <i32 kCount>
+struct Packed<float, kCount> {
+  using Type = float[kCount];
+  FT_DEVICE static void set_two(Type& packed, i32 pair, float first, float second) {
+    packed[2 * pair] = first;
+    packed[2 * pair + 1] = second;
+  }
+};
+
 template <typename T, class Mask, class ScoreMod, class Dropout, i32 kBlockM>
 struct ScoreGradient {
   static constexpr i32 kScores = kBlockM / 2;  // registers per thread
   using Scores = float[kScores];
-  using Packed = u32[kScores / 2];
+  using Pairs = Packed<T, kScores>;
+  using Operand = typename Pairs::Type;
 
   // The columns [begin, end) whose queries see key j, before a bool mask. The first column is query i.
   FT_DEVICE static Range seen_columns(const Params& p, const Sequence& s, i32 i, i32 j) {
@@ -29,8 +50,8 @@ struct ScoreGradient {
   // a query does not see the key. Queries past the last one have Q and dO of zeros and add nothing.
   template <bool kIsMasked>
   FT_DEVICE static void plain(const Params& p, const Sequence& s, i32 i_begin, i32 j_begin, const float* sLse,
-                              const float* sDelta, const Scores& rS, const Scores& rdP, Packed& packed_p,
-                              Packed& packed_ds) {
+                              const float* sDelta, const Scores& rS, const Scores& rdP, Operand& packed_p,
+                              Operand& packed_ds) {
     Range seen[2];
 #pragma unroll
     for (i32 r = 0; r < 2 && kIsMasked; ++r) {
@@ -51,8 +72,8 @@ struct ScoreGradient {
           prob[e] = exp2_approx(exponent);
           ds[e] = prob[e] * (rdP[x] - (e == 0 ? delta.x : delta.y));
         }
-        packed_p[2 * b + r] = pack_two<T>(prob[0], prob[1]);
-        packed_ds[2 * b + r] = pack_two<T>(ds[0], ds[1]);
+        Pairs::set_two(packed_p, 2 * b + r, prob[0], prob[1]);
+        Pairs::set_two(packed_ds, 2 * b + r, ds[0], ds[1]);
       }
     }
   }
@@ -60,7 +81,7 @@ struct ScoreGradient {
   // With options: softcap needs its derivative, dropout the same bits twice.
   FT_DEVICE static void with_options(const Params& p, const Sequence& s, i32 head, i32 i_begin, i32 j_begin,
                                      const float* sLse, const float* sDelta, const Scores& rS, const Scores& rdP,
-                                     Packed& packed_p, Packed& packed_ds) {
+                                     Operand& packed_p, Operand& packed_ds) {
     Scorer<ScoreMod> scorer(p, s, head);
     i32 i_first = i_begin + fragment_column(), j_first = j_begin + fragment_row();
     TransposedDropout<Dropout, kBlockM> dropout(p, s, head, i_begin, j_begin);
@@ -87,8 +108,54 @@ struct ScoreGradient {
           if constexpr (!mutates(Mutation::bwd_sm80_softcap))
             if constexpr (ScoreMod::kHasSoftcap) ds[e] *= 1.0f - tanh * tanh;
         }
-        packed_p[2 * b + r] = pack_two<T>(prob[0], prob[1]);
-        packed_ds[2 * b + r] = pack_two<T>(ds[0], ds[1]);
+        Pairs::set_two(packed_p, 2 * b + r, prob[0], prob[1]);
+        Pairs::set_two(packed_ds, 2 * b + r, ds[0], ds[1]);
+      }
+    }
+  }
+};
+
+template <class Mask, class ScoreMod, class Dropout, i32 kBlockN>
+struct QueryGradient {
+  static constexpr i32 kScores = kBlockN / 2;  // registers per thread
+  static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
+
+  // Keys are those from j_begin on; sLse and sDelta belong to the 16 queries. Without options kIsMasked says whether
+  // queries may not see keys of the tile. Without kIsOfDot dS is the gradient of the score behind the softcap.
+  template <bool kIsOfDot, bool kIsMasked>
+  FT_DEVICE static void differentiate(const Params& p, const Sequence& s, i32 head, i32 i_begin, i32 j_begin,
+                                      const float* sLse, const float* sDelta, const float (&rS)[kScores],
+                                      float (&rdP)[kScores]) {
+    Scorer<ScoreMod> scorer(p, s, head);
+    i32 j_first = j_begin + fragment_column();
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      i32 row = static_cast<i32>(threadIdx.x % 32 / 4) + 8 * r, i = i_begin + row;
+      float lse = sLse[row], delta = sDelta[row];
+      if constexpr (Dropout::kIsOn) drop_fragment_row(DropoutBits(p, s, head), i, j_begin, r, rdP);
+      Range seen = key_range<Mask>(p, s, i, i + 1);
+      if constexpr (mutates(Mutation::bwd_sm80_wide_dq_mask)) seen.end += Mask::kHasBand ? 1 : 0;
+      if constexpr (mutates(Mutation::bwd_sm80_f32_mask_offset)) seen.end += Mask::kHasBand ? 1 : 0;
+#pragma unroll
+      for (i32 b = 0; b < kScores / 4; ++b) {
+#pragma unroll
+        for (i32 e = 0; e < 2; ++e) {
+          i32 x = 4 * b + 2 * r + e, j = j_first + 8 * b + e;
+          bool is_kept = j >= seen.begin && j < seen.end;
+          float prob, tanh = 0.0f;
+          if constexpr (kHasOptions) {
+            is_kept = is_kept && i < s.seqlen_q;
+            if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, s, head, i, j);
+            float score = is_kept ? scorer.score(rS[x], i, j, tanh) : -infinity();
+            prob = probability(score, lse, exponent_factor(ScoreMod::kHasBias));
+          } else {
+            // Keys past the last one have K and V of zeros and add nothing
+            float exponent = min_with_nan(fmaf(rS[x], p.scale_log2, -lse), 0.0f);
+            prob = exp2_approx(!kIsMasked || is_kept ? exponent : -infinity());
+          }
+          rdP[x] = prob * (rdP[x] - delta);
+          if constexpr (ScoreMod::kHasSoftcap && kIsOfDot) rdP[x] *= 1.0f - tanh * tanh;
+        }
       }
     }
   }

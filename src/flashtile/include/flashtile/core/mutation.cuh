@@ -116,6 +116,12 @@ enum class Mutation {
   bwd_sm80_dq_tile,      // dQ of the second query tile is not added
   bwd_sm80_softcap,      // the derivative of the softcap is ignored
   bwd_sm80_columns,      // warps that share keys all read the first columns of Q
+  // Found by `flashtile check`, in the mma.sync backward in float32
+  bwd_sm80_f32_small,        // products of the small parts of operands are left out
+  bwd_sm80_f32_tail,         // rows past the last query or key are copied instead of cleared
+  bwd_sm80_f32_mask_offset,  // causal and window masks of dQ are one key too far right
+  bwd_sm80_f32_gqa_head,     // dQ of query head h uses KV head h % heads_kv instead of h / group
+  bwd_sm80_f32_group,        // dK and dV use only one query head of a group
   // Found by `flashtile check`, in the mma.sync backward for wide heads
   bwd_sm80_wide_dq_mask,     // causal and window masks of dQ are one key too far right
   bwd_sm80_wide_gqa_head,    // dQ of query head h uses KV head h % heads_kv instead of h / group

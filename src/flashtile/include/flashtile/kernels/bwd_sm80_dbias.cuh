@@ -162,9 +162,9 @@ struct DbiasSm80 {
 #pragma unroll
       for (i32 t = 0; t < kMTiles; ++t) {
         i32 row = first_row + 16 * t;
-        Wide::template differentiate<false>(p, term.s, term.head, term.i_begin + row, term.j_begin + first_score,
-                                            shared.stats[count % 2][0] + row, shared.stats[count % 2][1] + row, rS[t],
-                                            rdP[t]);
+        Wide::Rows::template differentiate<false, Mask::kHasBand>(
+            p, term.s, term.head, term.i_begin + row, term.j_begin + first_score, shared.stats[count % 2][0] + row,
+            shared.stats[count % 2][1] + row, rS[t], rdP[t]);
 #pragma unroll
         for (i32 x = 0; x < kScores; ++x) rSum[t][x] += rdP[t][x];
       }

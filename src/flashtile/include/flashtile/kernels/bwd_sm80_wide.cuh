@@ -18,63 +18,12 @@
 // Mainloop:  one barrier per slab, as in fwd_sm80_wide.cuh.
 #pragma once
 
-#include "flashtile/attn/key_tile.cuh"
+#include "flashtile/attn/owned_rows.cuh"
 #include "flashtile/attn/score_gradient.cuh"
 #include "flashtile/tile/sm80_slabs.cuh"
 #include "flashtile/tile/sm80_wide_config.cuh"
 
 namespace flashtile {
-
-// What a block works on: rows from `first` on, and tiles of the other side: num_row_tiles of each of num_heads heads.
-// It lies in shared memory: registers are scarce. Scope of every function: thread.
-struct WideBlock {
-  Sequence s;
-  i32 head, first;                // owned: a query head, or a KV head
-  i32 first_tile, num_row_tiles;  // that stream by
-  i32 first_head, num_heads;      // of those
-
-  template <class Config, class Mask, class SeqInfo>
-  FT_DEVICE static WideBlock find(const Params& p) {
-    WideBlock block;
-    if constexpr (Config::kOwnsQueries) {
-      i32 num_m_blocks = ceil_div(p.seqlen_q, Config::kBlockM), m_block = static_cast<i32>(blockIdx.x) % num_m_blocks;
-      // The last queries come first: under a causal mask they see most keys
-      if constexpr (Mask::kHasBand) m_block = num_m_blocks - 1 - m_block;
-      block.head = blockIdx.x / num_m_blocks % p.heads;
-      block.s = find_sequence<SeqInfo>(p, blockIdx.x / num_m_blocks / p.heads);
-      block.first = m_block * Config::kBlockM;
-      i32 i_end = min_of(block.first + Config::kBlockM, block.s.seqlen_q);
-      Range keys = key_range<Mask>(p, block.s, block.first, i_end);
-      block.first_tile = keys.begin / Config::kBlockN;
-      block.num_row_tiles = max_of(ceil_div(keys.end, Config::kBlockN) - block.first_tile, 0);
-      block.first_head = block.head / (p.heads / p.heads_kv);
-      if constexpr (mutates(Mutation::bwd_sm80_wide_gqa_head)) block.first_head = block.head % p.heads_kv;
-      block.num_heads = 1;
-    } else {
-      KeyTile tile = KeyTile::find<Config::kBlockN, Config::kBlockM, Mask, SeqInfo>(p);
-      block.s = tile.s;
-      block.head = tile.kv_head;
-      block.first = tile.j_begin;
-      block.first_tile = tile.m_begin;
-      block.num_row_tiles = tile.m_end - tile.m_begin;
-      block.first_head = tile.first_head;
-      block.num_heads = tile.num_heads;
-      if constexpr (mutates(Mutation::bwd_sm80_wide_group)) block.num_heads = 1;
-    }
-    return block;
-  }
-  template <class Config>
-  FT_DEVICE bool has_rows() const {
-    return first < (Config::kOwnsQueries ? s.seqlen_q : s.seqlen_k);
-  }
-  FT_DEVICE i32 num_tiles() const { return num_row_tiles * num_heads; }
-  // The head and the first row of streamed tile number count.
-  FT_DEVICE i32 tile_head(i32 count) const { return first_head + count / num_row_tiles; }
-  template <class Config>
-  FT_DEVICE i32 tile_row(i32 count) const {
-    return (first_tile + count % num_row_tiles) * Config::kBlockN;
-  }
-};
 
 template <class Config>
 struct alignas(128) BwdSm80WideStorage {
@@ -85,7 +34,7 @@ struct alignas(128) BwdSm80WideStorage {
   char slabs[Config::kNumStages][Config::template kSlabBytes<Config::kResultDim>];
   static constexpr i32 kStatRows = Config::kBlockM > Config::kBlockN ? Config::kBlockM : Config::kBlockN;
   float stats[2][2][kStatRows];  // lse and delta: of two tiles of queries, or [0] of the block's
-  WideBlock block;
+  OwnedRows block;
 };
 
 template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo, class Load>
@@ -98,6 +47,7 @@ struct BwdSm80Wide {
   using TileP = SwizzledTile<Config::kBlockN>;
   using TileSlab = SwizzledTile<Config::kSlabColumns>;
   using Gradient = ScoreGradient<T, Mask, ScoreMod, Dropout, Config::kWarpScores>;
+  using Rows = QueryGradient<Mask, ScoreMod, Dropout, Config::kWarpScores>;
   static constexpr i32 kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kMTiles = Config::kMTiles;
   static constexpr i32 kScores = Config::kWarpScores / 2, kResults = Config::kResultDim / Config::kColumnWarps / 2;
   static constexpr i32 kNumStages = Config::kNumStages, kSlabBytes = sizeof(Storage::slabs[0]);
@@ -122,7 +72,7 @@ struct BwdSm80Wide {
   }
 
   // Starts the copy of the rows that the block owns.
-  FT_DEVICE static void load_owned(const Params& p, Storage& shared, const WideBlock& block) {
+  FT_DEVICE static void load_owned(const Params& p, Storage& shared, const OwnedRows& block) {
     i32 num_rows = (kOwnsQueries ? block.s.seqlen_q : block.s.seqlen_k) - block.first;
     auto load = [&](auto shape, T* tile, const void* tensor, const Strides& strides, i32 num_columns) {
       const T* rows = side_rows<kOwnsQueries>(p, tensor, strides, block.s, block.head, block.first);
@@ -136,7 +86,7 @@ struct BwdSm80Wide {
   }
 
   // The statistics of the block's queries. The first slab's barrier comes before their first use.
-  FT_DEVICE static void load_owned_stats(const Params& p, Storage& shared, const WideBlock& block) {
+  FT_DEVICE static void load_owned_stats(const Params& p, Storage& shared, const OwnedRows& block) {
     for (i32 row = threadIdx.x; row < kBlockM; row += kNumThreads) {
       bool is_query = block.first + row < block.s.seqlen_q;
       i64 stat = stat_index(p, block.s, block.head, block.first + row);
@@ -154,7 +104,7 @@ struct BwdSm80Wide {
     FT_DEVICE Copy() : count(0), slab(0), head(0), first(0) {}
 
     // Starts the next copy, if there is one, to a stage.
-    FT_DEVICE void load_next(const Params& p, Storage& shared, const WideBlock& block, u32 stage) {
+    FT_DEVICE void load_next(const Params& p, Storage& shared, const OwnedRows& block, u32 stage) {
       if (count < block.num_tiles()) {
         if (slab == 0) start_tile(p, shared, block);
         u32 target = shared_address(shared.slabs) + stage * kSlabBytes;
@@ -179,7 +129,7 @@ struct BwdSm80Wide {
     }
 
     // Finds the next tile; starts the copy of its statistics, if it has queries.
-    FT_DEVICE void start_tile(const Params& p, Storage& shared, const WideBlock& block) {
+    FT_DEVICE void start_tile(const Params& p, Storage& shared, const OwnedRows& block) {
       head = block.tile_head(count), first = block.tile_row<Config>(count);
       if constexpr (!kOwnsQueries) {
         i32 row = threadIdx.x % kBlockN, which = threadIdx.x / kBlockN;
@@ -192,7 +142,7 @@ struct BwdSm80Wide {
     }
     // Rows from first + row on and columns from `column` on of a tensor.
     template <i32 kRows, i32 kColumns>
-    FT_DEVICE void load(const Params& p, const WideBlock& block, u32 target, const void* tensor, const Strides& strides,
+    FT_DEVICE void load(const Params& p, const OwnedRows& block, u32 target, const void* tensor, const Strides& strides,
                         i32 row, i32 column, i32 head_dim) const {
       i32 num_rows = (kOwnsQueries ? block.s.seqlen_k : block.s.seqlen_q) - first - row;
       if constexpr (mutates(Mutation::bwd_sm80_wide_tail)) num_rows = kRows;
@@ -202,49 +152,9 @@ struct BwdSm80Wide {
     }
   };
 
-  // ---- From scores and dP to dS, in place of dP, of an m16 tile whose rows are queries, from i_begin on; its columns
-  // are keys from j_begin on. sLse and sDelta are those of the rows. Without kIsOfDot dS is the gradient of the score
-  // behind the softcap. Scope: warp.
-  template <bool kIsOfDot>
-  FT_DEVICE static void differentiate(const Params& p, const Sequence& s, i32 head, i32 i_begin, i32 j_begin,
-                                      const float* sLse, const float* sDelta, const float (&rS)[kScores],
-                                      float (&rdP)[kScores]) {
-    Scorer<ScoreMod> scorer(p, s, head);
-    i32 j_first = j_begin + fragment_column();
-#pragma unroll
-    for (i32 r = 0; r < 2; ++r) {
-      i32 row = static_cast<i32>(threadIdx.x % 32 / 4) + 8 * r, i = i_begin + row;
-      float lse = sLse[row], delta = sDelta[row];
-      if constexpr (Dropout::kIsOn) drop_fragment_row(DropoutBits(p, s, head), i, j_begin, r, rdP);
-      Range seen = key_range<Mask>(p, s, i, i + 1);
-      if constexpr (mutates(Mutation::bwd_sm80_wide_dq_mask)) seen.end += Mask::kHasBand ? 1 : 0;
-#pragma unroll
-      for (i32 b = 0; b < kScores / 4; ++b) {
-#pragma unroll
-        for (i32 e = 0; e < 2; ++e) {
-          i32 x = 4 * b + 2 * r + e, j = j_first + 8 * b + e;
-          bool is_kept = j >= seen.begin && j < seen.end;
-          float prob, tanh = 0.0f;
-          if constexpr (kHasOptions) {
-            is_kept = is_kept && i < s.seqlen_q;
-            if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, s, head, i, j);
-            float score = is_kept ? scorer.score(rS[x], i, j, tanh) : -infinity();
-            prob = probability(score, lse, exponent_factor(ScoreMod::kHasBias));
-          } else {
-            // Keys past the last one have K and V of zeros and add nothing
-            float exponent = min_with_nan(fmaf(rS[x], p.scale_log2, -lse), 0.0f);
-            prob = exp2_approx(!Mask::kHasBand || is_kept ? exponent : -infinity());
-          }
-          rdP[x] = prob * (rdP[x] - delta);
-          if constexpr (ScoreMod::kHasSoftcap && kIsOfDot) rdP[x] *= 1.0f - tanh * tanh;
-        }
-      }
-    }
-  }
-
   // ---- Mainloop. Scope: block.
 
-  FT_DEVICE static void run(const Params& p, Storage& shared, const WideBlock& block) {
+  FT_DEVICE static void run(const Params& p, Storage& shared, const OwnedRows& block) {
     i32 warp = uniform(threadIdx.x / 32), row_warp = warp / Config::kColumnWarps;
     i32 column_warp = warp % Config::kColumnWarps, first_row = row_warp * Config::kWarpRows;
     i32 first_score = column_warp * Config::kWarpScores;
@@ -298,8 +208,8 @@ struct BwdSm80Wide {
         i32 owned = block.first + first_row + 16 * t;
         if constexpr (kOwnsQueries) {
           i32 row = first_row + 16 * t;
-          differentiate<true>(p, block.s, block.head, owned, first, shared.stats[0][0] + row, shared.stats[0][1] + row,
-                              rS[t], rdP[t]);
+          Rows::template differentiate<true, Mask::kHasBand>(
+              p, block.s, block.head, owned, first, shared.stats[0][0] + row, shared.stats[0][1] + row, rS[t], rdP[t]);
 #pragma unroll
           for (i32 x = 0; x < kScores / 2; ++x) packed_ds[x] = pack_two<T>(rdP[t][2 * x], rdP[t][2 * x + 1]);
         } else {
@@ -354,7 +264,7 @@ FT_DEVICE void run_wide_backward(const Params& p) {
   using Kernel = BwdSm80Wide<Config, Mask, ScoreMod, Dropout, SeqInfo, Load>;
   extern __shared__ __align__(128) char shared_bytes[];
   typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
-  if (threadIdx.x == 0) shared.block = WideBlock::find<Config, Mask, SeqInfo>(p);
+  if (threadIdx.x == 0) shared.block = OwnedRows::find<Config, Mask, SeqInfo>(p);
   __syncthreads();
   if (shared.block.template has_rows<Config>()) Kernel::run(p, shared, shared.block);
 }

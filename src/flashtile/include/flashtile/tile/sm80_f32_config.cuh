@@ -1,5 +1,9 @@
-// The tile of the float32 forward by mma.sync: an Sm80Config of floats. Q is read again for every key tile, and heads
-// are not packed.
+// The tiles of the float32 kernels by mma.sync.
+//
+// Forward: an Sm80Config of floats. Q is read again for every key tile, and heads are not packed.
+// Backward: a block owns kBlockM rows, queries or keys, and streams tiles of kBlockN rows of the other side. A warp
+// owns kMTiles m16 tiles, 64 rows apart from one another: tile t of warp w has rows 64 g + 16 (w % 4) .. + 15, g = t +
+// kMTiles * (w / 4).
 #pragma once
 
 #include "flashtile/tile/sm80_config.cuh"
@@ -10,5 +14,24 @@ template <i32 kHeadDim, i32 kHeadDimV, i32 kBlockM, i32 kBlockN, i32 kNumWarps, 
           bool kIsScalePositive, bool kIsExact>
 struct Sm80F32Config : Sm80Config<float, float, kHeadDim, kHeadDimV, kBlockM, kBlockN, kNumWarps, kNumStages,
                                   kMinBlocks, 0, false, kIsScalePositive, kIsExact> {};
+
+template <i32 kHeadDim_, i32 kHeadDimV_, i32 kBlockM_, i32 kBlockN_, i32 kNumWarps_, i32 kNumStages_, i32 kMinBlocks_,
+          bool kOwnsQueries_, bool kIsExact_>
+struct Sm80F32BwdConfig {
+  static constexpr i32 kHeadDim = kHeadDim_;    // padded
+  static constexpr i32 kHeadDimV = kHeadDimV_;  // padded
+  static constexpr i32 kBlockM = kBlockM_;
+  static constexpr i32 kBlockN = kBlockN_;
+  static constexpr i32 kNumWarps = kNumWarps_;
+  static constexpr i32 kNumStages = kNumStages_;  // of streamed tiles
+  static constexpr i32 kMinBlocks = kMinBlocks_;
+  static constexpr bool kOwnsQueries = kOwnsQueries_;
+  static constexpr bool kIsExact = kIsExact_;
+  static constexpr i32 kNumThreads = 32 * kNumWarps;
+  static constexpr i32 kMTiles = kBlockM / (16 * kNumWarps);
+  static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0 && kNumStages >= 2);
+  static_assert(kNumWarps % 4 == 0 && kBlockM == 16 * kNumWarps * kMTiles && (kMTiles == 1 || kMTiles == 2));
+  static_assert(kBlockN == 16 || kBlockN == 32 || kBlockN == 64);
+};
 
 }  // namespace flashtile
