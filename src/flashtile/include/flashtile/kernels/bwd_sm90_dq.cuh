@@ -26,7 +26,8 @@ struct QueryBlock {
   i32 head, i_begin, n_begin, n_end;
   Range consumers[2];  // the tiles that the 64 queries of each see, counted from n_begin
 
-  template <class Config, class Mask, class ScoreMod, class SeqInfo>
+  // kHasMaskMap: a pre-pass has made the map of the bool mask's tiles.
+  template <class Config, class Mask, class ScoreMod, class SeqInfo, bool kHasMaskMap = Mask::kHasBool>
   FT_DEVICE static QueryBlock find(const Params& p) {
     QueryBlock block;
     i32 num_m_blocks = ceil_div(p.seqlen_q, Config::kBlockM), m_block = static_cast<i32>(blockIdx.x) % num_m_blocks;
@@ -51,7 +52,7 @@ struct QueryBlock {
       block.consumers[consumer] =
           is_empty ? Range{0, 0} : Range{keys.begin / Config::kBlockN - block.n_begin, end - block.n_begin};
     }
-    if constexpr (Mask::kHasBool) block.trim<Config::kBlockN>(p);
+    if constexpr (kHasMaskMap) block.trim<Config::kBlockN>(p);
     return block;
   }
   // Skips key tiles that the bool mask hides from all queries of a consumer, at both ends of its range.

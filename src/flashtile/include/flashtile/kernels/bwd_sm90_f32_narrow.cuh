@@ -618,7 +618,7 @@ struct BwdSm90F32Dq {
     Storage& shared = *reinterpret_cast<Storage*>(shared_bytes);
     if (threadIdx.x == 0) {
       init(shared);
-      shared.block = QueryBlock::find<Config, Mask, SeqInfo>(params.base);
+      shared.block = QueryBlock::find<Config, Mask, ScoreMod, SeqInfo, false>(params.base);
     }
     __syncthreads();
     const QueryBlock& block = shared.block;

@@ -434,7 +434,7 @@ struct BwdSm90F32WideDq {
     const Params& p = params.base;
     if (threadIdx.x == 0) {
       init(shared);
-      shared.block = QueryBlock::find<Sizes, Mask, SeqInfo>(p);
+      shared.block = QueryBlock::find<Sizes, Mask, ScoreMod, SeqInfo, false>(p);
     }
     __syncthreads();
     const QueryBlock& block = shared.block;
