@@ -40,8 +40,8 @@ _TILES: dict[str, dict[tuple[int, int], tuple[Tile, ...]]] = {
         (128, 128): (Tile(128, 32, 8, 1, max_options=1), Tile(128, 16, 8, 1)),
     },
     "bwd_sm80_f32_dq": {
-        (32, 32): (Tile(128, 32, 4, 2, max_options=1), Tile(64, 32, 4, 2)),
-        (64, 64): (Tile(128, 32, 4, 2, max_options=1), Tile(64, 32, 4, 2)),
+        (32, 32): (Tile(128, 32, 4, 2, max_options=0), Tile(64, 32, 4, 2)),
+        (64, 64): (Tile(128, 32, 4, 2, max_options=0), Tile(64, 32, 4, 2)),
         (128, 128): (Tile(128, 32, 8, 1), Tile(128, 16, 8, 1)),
     },
 }
