@@ -50,6 +50,7 @@ class Choice(NamedTuple):
     tile: WideTile
     takes_options: bool = False  # it has registers for options, and for rows that are not aligned
     takes_band: bool = True
+    takes_lengths: bool = True
 
 
 # By padded head_dim and head_dim_v; the first that fits the GPU and takes a call is chosen: docs/sm80.md
@@ -57,7 +58,7 @@ _TILES: dict[tuple[int, int], tuple[Choice, ...]] = {
     # For 64 KiB of shared memory, where fwd_sm80 has no tile of it
     (256, 256): (Choice(WideTile(64, 64, 2, 4, 64, 16, 2), takes_options=True),),
     (320, 320): (
-        Choice(WideTile(128, 64, 4, 2, 64, 32, 5), takes_band=False),
+        Choice(WideTile(128, 64, 4, 2, 64, 32, 5), takes_band=False, takes_lengths=False),
         Choice(WideTile(64, 128, 2, 4, 64, 32, 5)),
         Choice(WideTile(64, 64, 2, 4, 64, 16, 4), takes_options=True),
     ),
@@ -143,10 +144,12 @@ class FwdSm80Wide(MmaFamily[Sm80WideRow]):
         assert dims is not None  # else refused
         is_plain = key.features.num_score_options == 0 and key.is_scale_positive and key.features.is_aligned16
         is_packed = key.length(PACKED_HEADS) > 1
-        for tile, takes_options, takes_band in _TILES[dims]:
+        for choice in _TILES[dims]:
+            tile = choice.tile
             if is_packed and tile.block_m > GROUP_ROWS:
                 continue
-            if takes_options >= (not is_plain) and takes_band >= key.features.has_band:
+            takes_lengths = choice.takes_lengths >= key.features.has_lengths
+            if choice.takes_options >= (not is_plain) and choice.takes_band >= key.features.has_band and takes_lengths:
                 yield _row(tile, key.dtype, key.out_dtype, dims, is_packed, key.is_scale_positive)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
