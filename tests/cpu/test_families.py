@@ -127,11 +127,13 @@ def times(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
     """Times of large bfloat16 forward calls, instead of those of the table."""
     us: dict[str, float] = {}
     row = speeds._Row("sm_90", "forward", "bfloat16", speeds.PLAIN, "large", 128, us)
-    speeds._row.cache_clear()
+    for cached in (speeds._row, speeds._archs):
+        cached.cache_clear()
     monkeypatch.setattr(speeds, "_table", lambda: (row,))
     families.clear_choices()
     yield us
-    speeds._row.cache_clear()
+    for cached in (speeds._row, speeds._archs):
+        cached.cache_clear()
     families.clear_choices()
 
 

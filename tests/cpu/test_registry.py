@@ -38,10 +38,12 @@ def known_speeds(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
         for op in speeds.OPS
         for option in (speeds.PLAIN, *speeds.OPTIONS)
     )
-    speeds._row.cache_clear()
+    for cached in (speeds._row, speeds._archs):
+        cached.cache_clear()
     monkeypatch.setattr(speeds, "_table", lambda: rows)
     yield us
-    speeds._row.cache_clear()
+    for cached in (speeds._row, speeds._archs):
+        cached.cache_clear()
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@
 //            multiprocessor; and the last blocks of a causal grid leave most multiprocessors idle.
 // Predicted: prologue and epilogue overlap with products: 1.04 times as fast full, 1.1 causal. At least 0.9 of the
 //            production kernel.
-// Measured:  full 0.502 ms and causal 0.325 ms at d 64: 1.06 and 1.02 times as fast, 0.97 and 0.82 of the speed of the
-//            production kernel. At d 128 0.807 and 0.502 ms, 0.93 and 0.80 of it: production has three consumers
+// Measured:  full 0.503 ms and causal 0.326 ms at d 64: 1.06 and 1.02 times as fast, 0.97 and 0.82 of the speed of the
+//            production kernel. At d 128 0.810 and 0.505 ms, 0.92 and 0.80 of it: production has three consumers
 //            there, since P goes through shared memory. Full, the tensor cores are busy for 61 % of the time. Causal,
 //            the order of tiles costs most of what the persistent grid saves.
 //

@@ -9,8 +9,8 @@
 // Predicted: from the loads of the blocks, a work item counted as one key tile: the busiest has 189 instead of 227 at
 //            d 64 and 274 instead of 312 at d 128 (64 heads of 4096 queries). Causal 1.2 and 1.14 times as fast, full
 //            unchanged.
-// Measured:  causal 0.286 ms at d 64 and 0.437 ms at d 128: 1.14 and 1.15 times as fast, 0.93 and 0.91 of the speed of
-//            the production kernel. Full 0.516 and 0.808 ms, 0.94 and 0.93 of it: at d 64 3 % slower than 18.
+// Measured:  causal 0.287 ms at d 64 and 0.441 ms at d 128: 1.13 and 1.15 times as fast, 0.93 and 0.91 of the speed of
+//            the production kernel. Full 0.520 and 0.814 ms, 0.94 and 0.91 of it: at d 64 3 % slower than 18.
 //
 // Threads and shared memory: as in 18, and the work item.
 // launch: block_m=(192 if d<=64 else 128) block_n=128 threads=(512 if d<=64 else 384)

@@ -27,7 +27,7 @@ KINDS: tuple[tuple[str, type[Any]], ...] = (
     ("overhead_", OverheadRow),
     ("cold_", ColdRow),
 )
-RECORDS = ("check", "check_decode", "check_float32", "mutations", "sanitize", "sanitize_simt")
+RECORDS = ("check", "check_decode", "check_float32", "mutations", "sanitize", "sanitize_latest", "sanitize_simt")
 _OF_A_TOOL = "written by a tool; the documentation has it"
 
 

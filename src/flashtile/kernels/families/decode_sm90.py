@@ -98,10 +98,9 @@ class DecodeSm90(Family[DecodeRow]):
             return f"over {_ROWS} rows, the queries of all heads that share a KV head"
         if reason is None and key.length(_FEW) > 1 and not key.heads_disjoint:
             return "heads of q that share memory: a TMA box has no stride of 0"
-        features = key.features
-        if reason is None and key.dtype == "float16" and features.has_alibi and features.is_paged:
-            if self.padded(key.head_dim, key.head_dim_v) == (192, 128):
-                return "float16, ALiBi and paged keys at head dims 192 and 128: registers would spill"
+        has_spill = key.dtype == "float16" and key.features.has_alibi and key.features.is_paged
+        if reason is None and has_spill and self.padded(key.head_dim, key.head_dim_v) == (192, 128):
+            return "float16, ALiBi and paged keys at head dims 192 and 128: registers would spill"
         return reason
 
     def every_row(self, dtype: str) -> Iterator[DecodeRow]:
