@@ -32,11 +32,13 @@ def draw(count: int, reuse: int = 1, seed: int = 3, direction: str = "both") -> 
 
 
 def test_every_family_and_option_is_drawn() -> None:
-    trials = draw(600)
+    trials = draw(900)
     chosen = {trial.families for trial in trials}
     forwards = [family.name for family in split_families("forward", HopperDrawer.arch)]
+    backwards = [family.name for family in split_families("backward", HopperDrawer.arch)]
     assert {"fwd_sm90_f32", "fwd_sm90_f32_direct"} <= set(forwards)
-    assert chosen == {(name,) for name in forwards} | {(name, "bwd_sm90_f32") for name in forwards}
+    assert "bwd_sm90_f32" in backwards
+    assert chosen == {(name,) for name in forwards} | set(itertools.product(forwards, backwards))
     for names in chosen:
         cases = [trial.case for trial in trials if trial.families == names]
         for name in ("mask", "alibi", "has_sinks", "softcap", "dropout_p", "causal", "window", "kind", "layout"):
