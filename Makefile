@@ -11,8 +11,9 @@ EXTENSION_SOURCES := setup.py $(wildcard src/flashtile/csrc/* src/flashtile/csrc
 
 .PHONY: test test-gpu test-install test-integrations test-thunder test-vllm check sanitize sanitize-cpu lint format bench compile-all docs docs-check clean
 
+# One worker more than cores: some tests wait for processes of their own
 test: .venv/extension
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(( $(JOBS) + 1 )) --dist worksteal
 
 # With a GPU, in the environment that has it: every kernel against fp64, memory, determinism, streams, graphs. Several processes share the GPU
 # where pytest-xdist is installed. GPU_TESTS takes more options, as in `make test-gpu GPU_TESTS="-m smoke"`

@@ -27,6 +27,7 @@ class Tile(NamedTuple):
     num_stages: int
     num_blocks: int  # per multiprocessor
     few_units: int = 4  # key tiles of a block: with fewer a multiprocessor gets one block
+    takes_paged_alibi: bool = True  # in float16, without a spill
 
 
 # By padded head_dim and head_dim_v
@@ -34,7 +35,7 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
     (64, 64): (Tile(64, 6, 2),),
     (96, 96): (Tile(64, 3, 2),),
     (128, 128): (Tile(64, 3, 2),),
-    (192, 128): (Tile(64, 2, 2),),
+    (192, 128): (Tile(64, 2, 2, takes_paged_alibi=False), Tile(64, 4, 1)),
     (192, 192): (Tile(64, 4, 1),),
     (256, 256): (Tile(64, 3, 1),),
 }
@@ -98,9 +99,6 @@ class DecodeSm90(Family[DecodeRow]):
             return f"over {_ROWS} rows, the queries of all heads that share a KV head"
         if reason is None and key.length(_FEW) > 1 and not key.heads_disjoint:
             return "heads of q that share memory: a TMA box has no stride of 0"
-        has_spill = key.dtype == "float16" and key.features.has_alibi and key.features.is_paged
-        if reason is None and has_spill and self.padded(key.head_dim, key.head_dim_v) == (192, 128):
-            return "float16, ALiBi and paged keys at head dims 192 and 128: registers would spill"
         return reason
 
     def every_row(self, dtype: str) -> Iterator[DecodeRow]:
@@ -121,8 +119,10 @@ class DecodeSm90(Family[DecodeRow]):
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[DecodeRow]:
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
+        is_large = key.dtype == "float16" and key.features.has_alibi and key.features.is_paged
         for tile in _TILES[dims]:
-            yield _row(tile, key.dtype, key.out_dtype, dims)
+            if tile.takes_paged_alibi or not is_large:
+                yield _row(tile, key.dtype, key.out_dtype, dims)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         row = self.select("decode_sm90", key)
@@ -144,7 +144,8 @@ class DecodeSm90(Family[DecodeRow]):
 
 
 def _row(tile: Tile, dtype: str, out_dtype: str, dims: tuple[int, int]) -> DecodeRow:
-    return DecodeRow("decode_sm90", dtype, out_dtype, *dims, _ROWS, *tile)
+    sizes = tile.block_n, tile.num_stages, tile.num_blocks, tile.few_units
+    return DecodeRow("decode_sm90", dtype, out_dtype, *dims, _ROWS, *sizes)
 
 
 def _step(row: DecodeRow, key: PlanKey, num_heads: int) -> Step:
