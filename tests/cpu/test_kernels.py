@@ -55,10 +55,10 @@ def assert_clean(jobs):
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS.values() if arch.number >= 75], ids=lambda arch: arch.name)
 def test_plain_float32(arch, half, seed):
-    """Half of the kernels, drawn anew in each run."""
+    """A third of the kernels, drawn anew in each run."""
     head_dims = HEAD_DIMS[half::2] if arch in DISTINCT else (HEAD_DIMS[(2 * half + arch.number) % len(HEAD_DIMS)],)
     jobs = kernel_jobs.plain_jobs([arch], ["float32"], head_dims)
-    assert_clean(random.Random(seed).sample(jobs, -(-len(jobs) // 2)))
+    assert_clean(random.Random(seed).sample(jobs, -(-len(jobs) // 3)))
 
 
 def test_plain_16_bit(seed):
