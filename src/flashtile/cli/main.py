@@ -210,7 +210,9 @@ def ladder(
     arch: Annotated[str | None, typer.Option(help="For --list, such as sm_90. Default: the GPU's, else sm_90.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the results. Default: results/<device>.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON; the tables go to stderr.")] = False,
-    head_dim: Annotated[int, typer.Option(help="1 to 128; the files of others than 64 have it in their name.")] = 64,
+    head_dim: Annotated[
+        int, typer.Option(help="Up to 128. Files of another one than the default have it in their name.")
+    ] = ladder_command.Options.head_dim,
 ) -> None:
     """Check, time and profile the kernel of each optimisation step, beside SDPA."""
     options = ladder_command.Options(is_list, only, dtype, causal, profile, arch, out, as_json, head_dim)

@@ -1,8 +1,8 @@
 // 19 work counter: blocks take query tiles from a counter, those with the most keys first.
 //
 // Changed:   the producer takes the next work item from a counter in global memory and hands it to the consumers with
-//            Q. It asks for it one item ahead, so that nobody waits for the answer. The counter starts again at 0 after
-//            the last block's last question. Under a causal mask tiles end with the last query: the rows that no query
+//            Q. It fetches the counter one item ahead, which hides the latency of the atomic. The last fetch of a
+//            launch sets the counter to 0. Under a causal mask tiles end with the last query: the rows that no query
 //            fills belong to the tile with the fewest keys.
 // Why:       in 18 a block takes every gridDim-th tile, long or short. Under a causal mask the busiest block has 1.15
 //            times the mean number of key tiles, and all others wait for it.
@@ -295,8 +295,8 @@ __device__ Work find_work(const MappedParams& params, int index) {
   return {head, i_begin, (num_keys + kBlockN - 1) / kBlockN};
 }
 
-// How many work items were taken. The blocks ask num_tiles + gridDim.x times, and the last question sets it to 0 for
-// the next launch; two launches at a time would share it.
+// How many work items were taken. The blocks increment it num_tiles + gridDim.x times; the last increment wraps it to 0
+// for the next launch. Two launches at a time would share it.
 __device__ unsigned num_taken;
 __device__ int take_index(const MappedParams& params) {
   return static_cast<int>(atomicInc(&num_taken, params.num_tiles + gridDim.x - 1));

@@ -17,7 +17,7 @@ from flashtile.bench import tables as bench_tables
 from flashtile.bench.command import INTERRUPTED
 from flashtile.bench.files import writable_folder
 from flashtile.bench.load import Load
-from flashtile.bench.points import Point
+from flashtile.bench.points import Plan, Point
 from flashtile.bench.rows import Environment, Row, Writer, as_dict
 from flashtile.bench.sweep import Settings, Sweep
 from flashtile.bench.terminal import make_console, progress_bar, say_files, say_remark, show
@@ -177,6 +177,10 @@ class Run:
     def _dtype(self) -> str:
         return self.options.dtype or rungs.DTYPES[0]
 
+    @property
+    def _plan(self) -> Plan:
+        return measure.plan(self._dtype, self.options.is_causal, self.options.head_dim)
+
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -191,7 +195,7 @@ class Run:
 
     def _measure(self, path: Path) -> list[Row]:
         """Times all providers, interleaved. Rows are written as they are measured."""
-        plan = measure.plan(self._dtype, self.options.is_causal, self.options.head_dim)
+        plan = self._plan
         providers = [*measure.rung_providers(self.variables, self.chosen), *measure.baselines()]
         settings = Settings("cuda", device.cache_bytes("cuda"), _BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S)
         rows: list[Row] = []
@@ -207,11 +211,7 @@ class Run:
         return rows
 
     def _points(self) -> list[Point]:
-        return list(
-            measure.plan(self._dtype, self.options.is_causal, self.options.head_dim).points[
-                : 2 if self.options.is_causal is None else 1
-            ]
-        )
+        return list(self._plan.points[: 2 if self.options.is_causal is None else 1])
 
     def _profile(self) -> tuple[dict[tuple[str, bool], Counters], list[HbmRow], str]:
         """Counters of every rung at the large problem, bytes by sequence length, and the error if there are none."""

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.simt import SMALL_TILES, SimtFamily, SimtRow, Tile
-from flashtile.kernels.families.steps import dsinks, preprocess, query_grid
-from flashtile.kernels.plan import Grid, Operand, Step, Workspace
+from flashtile.kernels.families.steps import ROW_STATS, dsinks, preprocess, query_grid
+from flashtile.kernels.plan import Grid, Operand, Step
 from flashtile.kernels.spec import CallLayout, PlanKey
 
 
@@ -71,10 +71,10 @@ class BwdSimt(SimtFamily):
         # Keys outside every sequence have no owner, and neither have the scores there
         unowned = ("dk", "dv", "dbias") if layout.has_lengths else ("dbias",)
         zeroed = tuple(name for name in unowned if name in key.grads)
-        return Launch(tuple(steps), _WORKSPACES, scratch=tuple(scratch), zeroed=zeroed)
+        return Launch(tuple(steps), ROW_STATS, scratch=tuple(scratch), zeroed=zeroed)
 
     def launch_row(self, row: SimtRow, key: PlanKey, layout: CallLayout) -> Launch:
-        return Launch((self._step(row, key),), _WORKSPACES)
+        return Launch((self._step(row, key),), ROW_STATS)
 
     def _step(self, row: SimtRow, key: PlanKey) -> Step:
         return tile_step(row, key.features, _grid(row))
@@ -84,9 +84,6 @@ def dbias(key: PlanKey) -> Step:
     """The gradient of a bias alone, after `preprocess`: also for families that have no kernel of their own for it."""
     family = BwdSimt()
     return family._step(family.select("bwd_dbias_simt", key), key)
-
-
-_WORKSPACES = (Workspace("score_lse", 4, ("lse_size",)), Workspace("delta", 4, ("lse_size",)))
 
 
 def _grid(row: SimtRow) -> Grid:

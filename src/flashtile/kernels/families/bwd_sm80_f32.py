@@ -14,8 +14,8 @@ from typing import NamedTuple
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.mma_sync import MmaRow, refuse_slow_tf32
-from flashtile.kernels.families.steps import dsinks, preprocess, query_grid
-from flashtile.kernels.plan import Grid, Operand, Step, Workspace
+from flashtile.kernels.families.steps import ROW_STATS, dsinks, preprocess, query_grid
+from flashtile.kernels.plan import Grid, Operand, Step
 from flashtile.kernels.spec import CallLayout, Features, PlanKey, cpp_bool
 
 _BLOCK_BYTES = 64  # OwnedRows (attn/owned_rows.cuh)
@@ -136,17 +136,14 @@ class BwdSm80F32(Family[BwdSm80F32Row]):
         scratch = tuple(Operand(name, like=name[1]) for name in ("dk", "dv") if has_keys and name not in key.grads)
         # Keys outside every sequence have no owner
         zeroed = tuple(name for name in ("dk", "dv") if layout.has_lengths and name in key.grads)
-        return Launch(tuple(steps), _WORKSPACES, scratch=scratch, zeroed=zeroed)
+        return Launch(tuple(steps), ROW_STATS, scratch=scratch, zeroed=zeroed)
 
     def launch_row(self, row: BwdSm80F32Row, key: PlanKey, layout: CallLayout) -> Launch:
-        return Launch((self._step(row, key),), _WORKSPACES)
+        return Launch((self._step(row, key),), ROW_STATS)
 
     def _step(self, row: BwdSm80F32Row, key: PlanKey) -> Step:
         grid: Grid = ("seqlen_k", row.block_m), ("heads_kv", 1), ("batch", 1)
         return tile_step(row, key.features, query_grid(row.block_m) if row.is_dq else grid)
-
-
-_WORKSPACES = (Workspace("score_lse", 4, ("lse_size",)), Workspace("delta", 4, ("lse_size",)))
 
 
 def _row(kernel: str, tile: Tile, dims: tuple[int, int], is_exact: bool = True) -> BwdSm80F32Row:

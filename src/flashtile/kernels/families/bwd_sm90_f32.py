@@ -14,9 +14,9 @@ from typing import NamedTuple
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.bwd_simt import dbias
 from flashtile.kernels.families.sm90_f32 import WARPGROUP_ROWS, Sm90F32Row, num_parts, part_workspaces, pre_pass
-from flashtile.kernels.families.steps import dsinks, preprocess, query_grid
+from flashtile.kernels.families.steps import ROW_STATS, dsinks, preprocess, query_grid
 from flashtile.kernels.params import Sm90F32Params
-from flashtile.kernels.plan import Grid, Operand, Step, Workspace
+from flashtile.kernels.plan import Grid, Operand, Step
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
 
 _ROWS = 64  # of every tile; of the wide kernels what a block owns
@@ -144,15 +144,12 @@ class BwdSm90F32(Family[BwdSm90F32Row]):
         unowned = ("dk", "dv", "dbias") if layout.has_lengths else ("dbias",)
         zeroed = tuple(name for name in unowned if name in key.grads)
         has_parts = has_keys or has_queries
-        workspaces = _STATS + (part_workspaces(dq_rows, layout, is_backward=True) if has_parts else ())
+        workspaces = ROW_STATS + (part_workspaces(dq_rows, layout, is_backward=True) if has_parts else ())
         return Launch(tuple(steps), workspaces, scratch=scratch, zeroed=zeroed, struct=Sm90F32Params)
 
     def launch_row(self, row: BwdSm90F32Row, key: PlanKey, layout: CallLayout) -> Launch:
-        workspaces = _STATS + part_workspaces([row], layout, is_backward=True)
+        workspaces = ROW_STATS + part_workspaces([row], layout, is_backward=True)
         return Launch((_grad_step(row, key),), workspaces, struct=Sm90F32Params)
-
-
-_STATS = (Workspace("score_lse", 4, ("lse_size",)), Workspace("delta", 4, ("lse_size",)))
 
 
 def _row(kernel: str, dims: tuple[int, int], num_parts: int) -> BwdSm90F32Row:

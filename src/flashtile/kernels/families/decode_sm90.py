@@ -119,9 +119,9 @@ class DecodeSm90(Family[DecodeRow]):
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[DecodeRow]:
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
-        is_large = key.dtype == "float16" and key.features.has_alibi and key.features.is_paged
+        is_paged_alibi = key.dtype == "float16" and key.features.has_alibi and key.features.is_paged
         for tile in _TILES[dims]:
-            if tile.takes_paged_alibi or not is_large:
+            if tile.takes_paged_alibi or not is_paged_alibi:
                 yield _row(tile, key.dtype, key.out_dtype, dims)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:

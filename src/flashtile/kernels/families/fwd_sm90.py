@@ -37,14 +37,14 @@ class Tile(NamedTuple):
     takes_ragged: bool = True  # without a band; under one, larger tiles are mostly faster all the same
     max_options: int = 99  # that change scores or probabilities, that it holds without a spill
     takes_float_bias: bool = True
-    takes_options_of_lengths: bool = True  # options together with sequence lengths, without a spill
+    takes_options_with_lengths: bool = True  # options together with sequence lengths, without a spill
     alone: frozenset[str] = frozenset()  # options that it holds if there is no other
 
     def takes(self, features: Features, dtype: str) -> bool:
         """It holds the options of a call without a spill. The softcap of float16 takes more registers."""
         if features.bias_dtype == "float32" and not self.takes_float_bias:
             return False
-        if features.has_lengths and features.num_score_options and not self.takes_options_of_lengths:
+        if features.has_lengths and features.num_score_options and not self.takes_options_with_lengths:
             return False
         is_light = any(getattr(features, name) for name in self.alone)
         is_light = is_light and (features.is_paged or not features.has_lengths)
@@ -70,11 +70,11 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
         Tile(128, 128, max_options=3),
         Tile(128, 64),
     ),
-    (192, 128): (Tile(128, 128, max_options=2, takes_options_of_lengths=False), Tile(128, 64)),
+    (192, 128): (Tile(128, 128, max_options=2, takes_options_with_lengths=False), Tile(128, 64)),
     (192, 192): (Tile(128, 96, scales_lazily=True, max_options=3), Tile(128, 64)),
     (256, 256): (
         Tile(128, 80, scales_lazily=True, max_options=0),
-        Tile(128, 64, max_options=1, takes_float_bias=False, takes_options_of_lengths=False),
+        Tile(128, 64, max_options=1, takes_float_bias=False, takes_options_with_lengths=False),
         Tile(128, 32),
     ),
 }

@@ -56,6 +56,10 @@ def preprocess(key: PlanKey) -> Step:
     return plain_step("bwd_preprocess", entry, query_grid(PREPROCESS_ROWS), PREPROCESS_THREADS)
 
 
+# What `preprocess` fills
+ROW_STATS = (Workspace("score_lse", 4, ("lse_size",)), Workspace("delta", 4, ("lse_size",)))
+
+
 def dsinks(key: PlanKey) -> Step:
     return plain_step("bwd_preprocess", f"bwd_dsinks_kernel<{_sequences(key)}>", (("heads", 1),), PREPROCESS_THREADS)
 
