@@ -115,7 +115,8 @@ def dense_schema() -> tuple[str, ...]:
 
 
 class Shape(NamedTuple):
-    """The sizes of a call. For packed or paged inputs the sequence lengths are upper bounds."""
+    """The sizes of a call. For packed or paged inputs the sequence lengths are upper bounds; means are known where
+    packed sequences come without a maximum."""
 
     batch: int
     heads: int
@@ -124,6 +125,23 @@ class Shape(NamedTuple):
     seqlen_k: int
     head_dim: int
     head_dim_v: int
+    mean_q: int | None = None
+    mean_k: int | None = None
+
+    @property
+    def expected_q(self) -> int:
+        """The length by which kernels and tiles are chosen. Each of them takes any length."""
+        return self.seqlen_q if self.mean_q is None else self.mean_q
+
+    @property
+    def few_q(self) -> int:
+        """The length by which kernels for few queries are chosen, which are slow where there are many. One query is
+        what a mean of 1 says; a larger mean may be that of one long sequence among short ones."""
+        return self.expected_q if self.expected_q <= 1 else self.seqlen_q
+
+    @property
+    def expected_k(self) -> int:
+        return self.seqlen_k if self.mean_k is None else self.mean_k
 
 
 @dataclass(frozen=True)
@@ -264,15 +282,30 @@ def shape_of(args: AttentionArgs) -> Shape:
     """The sizes, once the ranks are known to be right."""
     head, row = head_axis(args.layout), row_axis(args.layout)
     q, k, v = args.q, args.k, args.v
-    if args.cu_seqlens_q is None:
-        batch, seqlen_q = q.shape[0], q.shape[row]
-    else:
+    batch, seqlen_q, seqlen_k = q.shape[0], q.shape[row], k.shape[row]
+    mean_q = mean_k = None
+    if args.block_table is not None:
+        seqlen_k *= args.block_table.shape[1]
+    if args.cu_seqlens_q is not None:
         batch = args.cu_seqlens_q.shape[0] - 1
-        seqlen_q = q.shape[row] if args.max_seqlen_q is None else args.max_seqlen_q
-    seqlen_k = args.block_table.shape[1] * k.shape[row] if args.block_table is not None else k.shape[row]
-    if args.cu_seqlens_q is not None and args.max_seqlen_k is not None:
-        seqlen_k = args.max_seqlen_k
-    return Shape(batch, q.shape[head], k.shape[head], seqlen_q, seqlen_k, q.shape[-1], v.shape[-1])
+        total_q, total_k = seqlen_q, seqlen_k
+        seqlen_q = _bound(args, total_q, args.max_seqlen_q, 2)
+        seqlen_k = _bound(args, total_k, args.max_seqlen_k, 3)
+        if args.max_seqlen_q is None:
+            mean_q = min(-(-total_q // max(batch, 1)), seqlen_q)
+        if args.max_seqlen_k is None and args.block_table is None:
+            mean_k = min(-(-total_k // max(batch, 1)), seqlen_k)
+    return Shape(batch, q.shape[head], k.shape[head], seqlen_q, seqlen_k, q.shape[-1], v.shape[-1], mean_q, mean_k)
+
+
+def _bound(args: AttentionArgs, most: int, max_seqlen: int | None, axis: int) -> int:
+    """No packed sequence is longer than all of them together, than its pages hold, or than a mask or bias that is not
+    broadcast along the axis: 2 for queries, 3 for keys."""
+    sizes = [most] if max_seqlen is None else [most, max_seqlen]
+    for tensor in (args.mask, args.bias):
+        if tensor is not None and tensor.dim() == 4 and tensor.shape[axis] != 1:
+            sizes.append(tensor.shape[axis])
+    return min(sizes)
 
 
 # Checks. Each raises a typed error; none reads the contents of a tensor.
@@ -488,8 +521,15 @@ def _check_broadcast(args: AttentionArgs, name: str, tensor: Tensor, shape: Shap
     check_values."""
     _check_device(args, name, tensor)
     is_packed = args.cu_seqlens_q is not None
-    full = (shape.batch, shape.heads, shape.seqlen_q, shape.seqlen_k)
-    is_open = (False, False, is_packed and args.max_seqlen_q is None, is_packed and args.max_seqlen_k is None)
+    max_seqlen_q = args.max_seqlen_q if is_packed else None
+    max_seqlen_k = args.max_seqlen_k if is_packed else None
+    full = (
+        shape.batch,
+        shape.heads,
+        shape.seqlen_q if max_seqlen_q is None else max_seqlen_q,
+        shape.seqlen_k if max_seqlen_k is None else max_seqlen_k,
+    )
+    is_open = (False, False, is_packed and max_seqlen_q is None, is_packed and max_seqlen_k is None)
     if tensor.dim() == 4 and all(
         is_open[axis] or tensor.shape[axis] == 1 or tensor.shape[axis] == full[axis] for axis in range(4)
     ):

@@ -61,11 +61,14 @@ def test_python_and_cpp_agree() -> None:
     of = extension.executor().length_classes
     sizes = itertools.product(HEADS, (1, 3, 4096), LENGTHS, (1, 16, 17, 208, 209, 512, 513, 1024, 5000), (1, 16, 132))
     for (heads, heads_kv), batch, rows, keys, num_multiprocessors in sizes:
-        shape = Shape(batch, heads, heads_kv, rows, keys, 64, 64)
-        for some in (CLASSES[:8], CLASSES[8:]):  # as many as fit a key
-            serialized = tuple(one.serialized() for one in some)
-            expected = tuple(one.of(shape, num_multiprocessors) for one in some)
-            assert of(serialized, (batch, heads, heads_kv, rows, keys), num_multiprocessors) == expected, shape
+        # Sequences of one length, and packed ones whose means alone are known
+        for means in ((rows, keys), (1, 1), (min(rows, 17), min(keys, 100))):
+            shape = Shape(batch, heads, heads_kv, rows, keys, 64, 64, *means)
+            for some in (CLASSES[:8], CLASSES[8:]):  # as many as fit a key
+                serialized = tuple(one.serialized() for one in some)
+                expected = tuple(one.of(shape, num_multiprocessors) for one in some)
+                sizes_of_call = (batch, heads, heads_kv, rows, keys, *means)
+                assert of(serialized, sizes_of_call, num_multiprocessors) == expected, shape
 
 
 def test_many_scores_beyond_64_bits() -> None:
@@ -75,7 +78,7 @@ def test_many_scores_beyond_64_bits() -> None:
     ):
         shape = Shape(batch, heads, 1, rows, keys, 64, 64)
         found = extension.executor().length_classes(
-            tuple(one.serialized() for one in classes), (batch, heads, 1, rows, keys), 132
+            tuple(one.serialized() for one in classes), (batch, heads, 1, rows, keys, rows, keys), 132
         )
         assert found == tuple(one.of(shape, 132) for one in classes), shape
 

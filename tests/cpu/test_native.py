@@ -528,11 +528,11 @@ def set_at(index: int, number: int) -> Callable[[list[int]], list[int]]:
     [
         (lambda numbers: numbers[:-1], "a plan ends too early"),
         (lambda numbers: [*numbers, 0], "a plan does not end where it should"),
-        (set_at(4, 99), "number 4 of a plan: got 99; accepted: 0 to 23"),
+        (set_at(4, 99), "number 4 of a plan: got 99; accepted: 0 to 47"),
         (set_at(-2, 0), "cluster of a plan's step: got 0; accepted: 1 to 16"),
         (set_at(-2, 17), "cluster of a plan's step: got 17; accepted: 1 to 16"),
         (set_at(-6, 0), "threads of a plan's step: got 0; accepted: 1 to 1024"),
-        (set_at(-7, 0), "divisor of a plan's grid: got 0; accepted: 1 to 2147483647"),
+        (set_at(-8, 0), "divisor of a plan's grid: got 0; accepted: 1 to 2147483647"),
         (set_at(2, 0), "keys of a plan's split: got 0; accepted: 1 to 2147483647"),
     ],
 )

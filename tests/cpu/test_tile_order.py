@@ -1,5 +1,5 @@
-"""The order of query tiles (attn/scheduler.cuh) and the key tiles that a bool mask leaves (attn/mask_bits.cuh), by the
-headers that kernels include, compiled for the host."""
+"""The order of tiles (attn/scheduler.cuh, attn/tile_place.cuh, attn/key_tile.cuh) and the key tiles that a bool mask
+leaves (attn/mask_bits.cuh), by the headers that kernels include, compiled for the host."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -31,32 +32,63 @@ inline float __int_as_float(int x) { float y; std::memcpy(&y, &x, 4); return y; 
 inline int __float_as_int(float x) { int y; std::memcpy(&y, &x, 4); return y; }
 #define asm(...)
 #define clock64() 0
+#define __shfl_sync(mask, x, lane) (x)
+#define __cvta_generic_to_shared(pointer) 0
 """
 SOURCE = (
     BUILTINS
     + """
+#include "flashtile/attn/key_tile.cuh"
 #include "flashtile/attn/mask_bits.cuh"
 #include "flashtile/attn/scheduler.cuh"
 using namespace flashtile;
-// order: 0 as they come, 1 pairs under a band, 2 in rotation
+// order: 0 as they come, 1 pairs under a band, 2 in rotation. cu_seqlens: of packed sequences, or null.
 extern "C" int tiles_of(int block, int grid, int order, int batch, int heads, int seqlen_q, int shares_bias,
-                        int* tiles) {
+                        const int* cu_seqlens, int* tiles) {
   blockIdx.x = block, gridDim.x = grid;
   Params p{};
   p.batch = batch, p.heads = p.heads_kv = heads, p.seqlen_q = seqlen_q, p.num_splits = 1;
   p.bias_strides[0] = shares_bias ? 0 : 1;
+  if (cu_seqlens != nullptr) p.cu_seqlens_q = cu_seqlens, p.total_q = cu_seqlens[batch];
   auto walk = [&](auto scheduler) {
     scheduler.init(p, 128);
     int count = 0;
-    for (int index = scheduler.first(); index < scheduler.num_indices; index = scheduler.next(index), ++count) {
-      TileCoord coord = scheduler.coord(p, index);
+    for (int index = scheduler.first(p, 128); index < scheduler.num_indices;
+         index = scheduler.next(p, index, 128), ++count) {
+      TileCoord coord = scheduler.coord(p, index, 128);
       tiles[3 * count] = coord.m_block, tiles[3 * count + 1] = coord.head, tiles[3 * count + 2] = coord.batch;
     }
     return count;
   };
-  if (order == 1) return walk(TileScheduler<Mask<true, false>, false>());
-  if (order == 2) return walk(TileScheduler<Mask<false, false>, false, true, true>());
-  return walk(TileScheduler<Mask<false, false>, false, true>());
+  using Lengths = SeqInfo<true>;
+  if (order == 1) return walk(TileScheduler<Mask<true, false>, Lengths, false>());
+  if (order == 2) return walk(TileScheduler<Mask<false, false>, SeqInfo<false>, false, true, true>());
+  return walk(TileScheduler<Mask<false, false>, Lengths, false, true>());
+}
+// The tiles of packed queries that the blocks of a grid get: (tile, tiles of the row, row, sequence) of each block.
+extern "C" void places_of(int grid, int tile_rows, int num_rows, int from_last, int batch, const int* cu_seqlens,
+                          int* places) {
+  Params p{};
+  p.batch = batch, p.cu_seqlens_q = cu_seqlens, p.total_q = cu_seqlens[batch];
+  for (int index = 0; index < grid; ++index) {
+    TilePlace place = place_queries<SeqInfo<true>>(p, tile_rows, num_rows, index, from_last != 0);
+    int found[] = {place.tile, place.num_tiles, place.row, place.batch};
+    std::memcpy(places + 4 * index, found, sizeof(found));
+  }
+}
+// The same of packed keys, (tile, KV head, sequence), where the sums of dQ have a fixed order or not.
+extern "C" void key_tiles_of(int grid, int heads_kv, int batch, int is_banded, int is_ordered, const int* cu_seqlens,
+                             int* tiles) {
+  Params p{};
+  p.batch = batch, p.heads = p.heads_kv = heads_kv, p.window_left = -1, p.window_right = is_banded ? 0 : -1;
+  p.cu_seqlens_q = p.cu_seqlens_k = cu_seqlens, p.total_q = p.total_k = p.seqlen_q = p.seqlen_k = cu_seqlens[batch];
+  p.dq_order = is_ordered ? reinterpret_cast<i32*>(tiles) : nullptr;
+  for (int index = 0; index < grid; ++index) {
+    blockIdx.x = index;
+    auto tile = is_banded ? KeyTile::find<64, 128, Mask<true, false>, SeqInfo<true>>(p)
+                          : KeyTile::find<64, 128, Mask<false, false>, SeqInfo<true>>(p);
+    tiles[3 * index] = tile.j_begin / 128, tiles[3 * index + 1] = tile.kv_head, tiles[3 * index + 2] = tile.s.batch_idx;
+  }
 }
 // The key tiles of [n_begin, n_end) that a consumer walks over; the last number says which of them are full.
 extern "C" int walk(const uint2* map, int num_rows, int seqlen_k, int i_begin, int i_end, int consumer, int n_begin,
@@ -94,10 +126,34 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(folder / "unit.so"))
 
 
-def tiles_of(library: ctypes.CDLL, block: int, grid: int, *sizes: int) -> list[tuple[int, int, int]]:
+def tiles_of(
+    library: ctypes.CDLL, block: int, grid: int, *sizes: int, cu_seqlens: list[int] | None = None
+) -> list[tuple[int, int, int]]:
     buffer = (ctypes.c_int * 100_000)()
-    count = library.tiles_of(block, grid, *sizes, buffer)
+    count = library.tiles_of(block, grid, *sizes, cu_seqlens and numbers(cu_seqlens), buffer)
     return [tuple(buffer[3 * x : 3 * x + 3]) for x in range(count)]  # type: ignore[misc]
+
+
+def numbers(values: list[int]) -> ctypes.Array[ctypes.c_int]:
+    return (ctypes.c_int * len(values))(*values)
+
+
+def draw_packed(draw: random.Random, tile_rows: int) -> list[int]:
+    """The bounds of packed sequences: empty ones, single rows, whole tiles, long ones."""
+    lengths = [
+        draw.choice((0, 0, 1, 1, tile_rows, 2 * tile_rows, draw.randint(0, 5 * tile_rows)))
+        for _ in range(draw.choice((1, 2, 7, 8, 9, 40)))
+    ]
+    return [sum(lengths[:b]) for b in range(len(lengths) + 1)]
+
+
+def packed_tiles(cu_seqlens: list[int], tile_rows: int, num_rows: int) -> Counter[tuple[int, int, int]]:
+    return Counter(
+        (tile, row, b)
+        for b, (start, end) in enumerate(pairwise(cu_seqlens))
+        for tile in range(-(-(end - start) // tile_rows))
+        for row in range(num_rows)
+    )
 
 
 def cost(m_block: int, num_m_blocks: int) -> int:
@@ -115,6 +171,59 @@ def test_every_query_tile_once(library: ctypes.CDLL, seed: int) -> None:
             found = Counter(tile for block in range(grid) for tile in tiles_of(library, block, grid, *sizes))
             # A head without a partner has tiles past the last query, which cost nothing
             assert Counter({tile: n for tile, n in found.items() if tile[0] < num_m_blocks}) == expected
+
+
+def test_every_query_tile_of_packed_sequences_once(library: ctypes.CDLL, seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(150):
+        grid, heads, cu_seqlens = draw.randint(1, 20), draw.randint(1, 9), draw_packed(draw, 128)
+        expected, batch = packed_tiles(cu_seqlens, 128, heads), len(cu_seqlens) - 1
+        for order in (0, 1):
+            sizes = order, batch, heads, max(cu_seqlens[-1], 1), 0
+            tiles = [t for block in range(grid) for t in tiles_of(library, block, grid, *sizes, cu_seqlens=cu_seqlens)]
+            found = Counter((m, h, b) for m, h, b in tiles if 128 * m < cu_seqlens[b + 1] - cu_seqlens[b])
+            assert found == expected, (order, cu_seqlens)
+            assert len(tiles) <= 2 * (cu_seqlens[-1] // 128 + batch) * (heads + 1)
+
+
+def test_every_tile_of_packed_sequences_has_a_block(library: ctypes.CDLL, seed: int) -> None:
+    """In a grid as the host counts it, and every block's tile lies in its own sequence or behind the last."""
+    draw = random.Random(seed)
+    for _ in range(300):
+        tile_rows, num_rows, from_last = draw.choice((4, 64, 80, 192)), draw.randint(1, 9), draw.randint(0, 1)
+        cu_seqlens = draw_packed(draw, tile_rows)
+        grid = (-(-cu_seqlens[-1] // tile_rows) + len(cu_seqlens) - 1) * num_rows
+        places = (ctypes.c_int * (4 * grid))()
+        bounds = numbers(cu_seqlens)
+        library.places_of(grid, tile_rows, num_rows, from_last, len(cu_seqlens) - 1, bounds, places)
+        found: Counter[tuple[int, int, int]] = Counter()
+        for tile, num_tiles, row, b in zip(*[iter(places)] * 4, strict=True):
+            assert num_tiles == -(-(cu_seqlens[b + 1] - cu_seqlens[b]) // tile_rows)
+            assert tile >= 0
+            assert 0 <= row < num_rows
+            found.update([(tile, row, b)] * (tile < num_tiles))
+        assert found == packed_tiles(cu_seqlens, tile_rows, num_rows)
+
+
+@pytest.mark.parametrize("is_banded", [0, 1])
+@pytest.mark.parametrize("is_ordered", [0, 1])
+def test_blocks_of_packed_keys(library: ctypes.CDLL, seed: int, is_banded: int, is_ordered: int) -> None:
+    """Every tile of keys has one block. Where sums have an order, a block waits for those with smaller numbers alone:
+    the first keys come first, or the last ones under a causal mask."""
+    draw = random.Random(seed)
+    for _ in range(150):
+        heads, cu_seqlens = draw.randint(1, 9), draw_packed(draw, 128)
+        grid = (-(-cu_seqlens[-1] // 128) + len(cu_seqlens) - 1) * heads
+        tiles = (ctypes.c_int * (3 * grid))()
+        library.key_tiles_of(grid, heads, len(cu_seqlens) - 1, is_banded, is_ordered, numbers(cu_seqlens), tiles)
+        found = [
+            (n, h, b) for n, h, b in zip(*[iter(tiles)] * 3, strict=True) if 128 * n < cu_seqlens[b + 1] - cu_seqlens[b]
+        ]
+        assert Counter(found) == packed_tiles(cu_seqlens, 128, heads)
+        if is_ordered:
+            ordered = sorted(found, key=lambda tile: (tile[2], tile[1]))
+            rows = {(h, b): [m for m, *row in ordered if row == [h, b]] for _, h, b in ordered}
+            assert all(row == sorted(row, reverse=bool(is_banded)) for row in rows.values())
 
 
 @pytest.mark.parametrize(

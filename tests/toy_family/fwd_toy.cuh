@@ -3,6 +3,7 @@
 // Threads: kBlockM, one query each. Shared memory: kBlockN rows of K and of V. float32, head dims to 32, causal and
 // window.
 #include "flashtile/attn/mask.cuh"
+#include "flashtile/attn/tile_place.cuh"
 
 namespace flashtile {
 
@@ -23,10 +24,9 @@ __global__ void __launch_bounds__(Config::kBlockM) fwd_toy_kernel(const FT_GRID_
   FwdToyStorage<Config>& shared = *reinterpret_cast<FwdToyStorage<Config>*>(shared_bytes);
 
   // Find this thread's query
-  i32 num_m_blocks = ceil_div(p.seqlen_q, Config::kBlockM), rest = blockIdx.x / num_m_blocks;
-  i32 i = static_cast<i32>(blockIdx.x % num_m_blocks) * Config::kBlockM + static_cast<i32>(threadIdx.x),
-      head = rest % p.heads;
-  Sequence s = find_sequence<SeqInfo>(p, rest / p.heads);
+  TilePlace place = place_queries<SeqInfo>(p, Config::kBlockM, p.heads, static_cast<i32>(blockIdx.x));
+  i32 i = place.tile * Config::kBlockM + static_cast<i32>(threadIdx.x), head = place.row;
+  Sequence s = find_sequence<SeqInfo>(p, place.batch);
   const float* gQ = query_rows(static_cast<const float*>(p.q), p.q_strides, s, head) + i * p.q_strides.row;
   KeyRows<const float, KvSource> gK(static_cast<const float*>(p.k), p.k_strides, p, s, head / (p.heads / p.heads_kv));
   KeyRows<const float, KvSource> gV(static_cast<const float*>(p.v), p.v_strides, p, s, head / (p.heads / p.heads_kv));

@@ -60,4 +60,4 @@ class FwdToy(Family[ToyRow]):
         return self.launch_row(self.select("fwd_toy", key), key, layout)
 
     def launch_row(self, row: ToyRow, key: PlanKey, layout: CallLayout) -> Launch:
-        return Launch((tile_step(row, key.features, query_grid(row.block_m)),))
+        return Launch((tile_step(row, key.features, query_grid(layout, row.block_m)),))

@@ -118,6 +118,13 @@ _EVALUATE: dict[type, Callable[[Any, _Call], float | int]] = {
         1 if call.tensors[rule.tensor].shape[rule.axis] == 1 else call.values[rule.value]
     ),
     plans.DistinctSize: lambda rule, call: 1 if _broadcast_stride(rule, call) == 0 else call.values[rule.value],
+    plans.Bounded: lambda rule, call: (
+        call.values[rule.value]
+        if call.tensors[rule.tensor].shape[rule.axis] == 1
+        else min(call.values[rule.value], call.tensors[rule.tensor].shape[rule.axis])
+    ),
+    plans.Share: lambda rule, call: -(-call.values[rule.value] // max(1, call.values[rule.among])),
+    plans.Least: lambda rule, call: min(call.values[rule.value], call.values[rule.other]),
     plans.Value: lambda rule, call: call.values[rule.name],
     plans.Scalar: lambda rule, call: call.scalars[rule.name],
 }
@@ -133,7 +140,7 @@ def evaluate(plan: LaunchPlan, tensors: Tensors, scalars: Scalars, splits: Split
         rule = plan.splits
         num_tiles = -(-values["seqlen_k"] // rule.split_keys)
         # Left to us: as many as give every multiprocessor its blocks, each with a tile of keys at least
-        num_blocks = -(-values["seqlen_q"] // rule.block_rows) * values[rule.heads] * values["batch"]
+        num_blocks = -(-values["expected_q"] // rule.block_rows) * values[rule.heads] * values["batch"]
         wanted = splits.asked or rule.blocks * splits.num_multiprocessors // max(1, num_blocks)
         values["num_splits"] = max(1, min(wanted, num_tiles))
     return values
@@ -192,7 +199,7 @@ def addresses(tensors: Tensors, found: WorkspaceLayout, workspace: Tensor | None
 def num_blocks(step: Step, values: dict[str, int]) -> int:
     if step.is_for_splits and values["num_splits"] == 1:
         return 0
-    blocks = step.cluster * math.prod(-(-values[name] // divisor) for name, divisor in step.grid)
+    blocks = step.cluster * math.prod(factor.of(values) for factor in step.grid)
     return min(blocks, step.max_blocks * values["num_multiprocessors"]) if step.max_blocks else blocks
 
 

@@ -174,7 +174,7 @@ _LAYOUTS = ("rows", "contiguous", "any")
 _MEMSET, _KERNEL, _ENGINE = range(3)  # csrc/exec/plan.h: StepKind
 _RULES = (
     *("tensor", "workspace", "stride", "broadcast_stride", "size", "elements", "broadcast_size"),
-    *("distinct_size", "value", "scalar"),
+    *("distinct_size", "bounded", "share", "least", "value", "scalar"),
 )
 
 
@@ -206,6 +206,12 @@ def serialize(
                 return [_RULES.index("broadcast_size"), tensors.index(name), -1 - axis, values_at[value]]
             case plans.DistinctSize(name, axis, value):
                 return [_RULES.index("distinct_size"), tensors.index(name), -1 - axis, values_at[value]]
+            case plans.Bounded(name, axis, value):
+                return [_RULES.index("bounded"), tensors.index(name), -1 - axis, values_at[value]]
+            case plans.Share(name, among):
+                return [_RULES.index("share"), values_at[name], 0, values_at[among]]
+            case plans.Least(name, other):
+                return [_RULES.index("least"), values_at[name], 0, values_at[other]]
             case plans.Value(name):
                 return [_RULES.index("value"), values_at[name], 0, 0]
             case plans.Scalar(name):
@@ -216,7 +222,7 @@ def serialize(
         splits.num_multiprocessors,
         *((split.block_rows, split.split_keys, split.blocks) if split else (0, 0, 0)),
     ]
-    numbers += [values_at[name] for name in ("seqlen_q", "seqlen_k", split.heads, "batch")] if split else [0] * 4
+    numbers += [values_at[name] for name in ("expected_q", "seqlen_k", split.heads, "batch")] if split else [0] * 4
     numbers.append(len(plan.operands))
     for operand in plan.operands:
         dtype = 0 if operand.dtype is None else 1 + extension.DTYPES.index(operand.dtype)
@@ -261,7 +267,9 @@ def serialize(
         if executor.num_blocks(step, values) > 0:
             kernel = executor.function(step.unit, step.entry, launch.arch)
         numbers += [_KERNEL, 0 if kernel is None else kernel.address(launch.device_index), len(step.grid)]
-        numbers += [number for name, divisor in step.grid for number in (values_at[name], divisor)]
+        for factor in step.grid:
+            numbers += [values_at[factor.value], factor.divisor]
+            numbers.append(0 if factor.plus is None else 1 + values_at[factor.plus])
         starts_early = kernel is not None and step.starts_early and driver.can_start_early()
         numbers += [step.num_threads, step.shared_bytes, step.is_for_splits]
         numbers += [step.max_blocks, step.cluster, starts_early]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from flashtile.kernels import source
 from flashtile.kernels.params import AppendParams, field_at
-from flashtile.kernels.plan import LaunchPlan, Operand, Patch, Pointer, Rule, Scalar, Size, Step, Stride, Value
+from flashtile.kernels.plan import Factor, LaunchPlan, Operand, Patch, Pointer, Rule, Scalar, Size, Step, Stride, Value
 
 APPEND_THREADS = 128
 
@@ -29,7 +29,7 @@ def kernel(dtype: str, angle_dtype: str, is_aligned16: bool) -> Step:
     entry = f"flashtile::append_kv_kernel<{source.cpp_type(dtype)}, {source.cpp_type(angle_dtype)}, {width}>"
     unit = source.plain_unit("append_kv", entry, AppendParams)
     unit += f'static_assert(flashtile::kAppendThreads == {APPEND_THREADS}, "threads");\n'
-    return Step(unit, entry, (("batch", 1), ("new_rows", 1)), 1, 1, APPEND_THREADS, 0)
+    return Step(unit, entry, (Factor("batch"), Factor("new_rows")), 1, 1, APPEND_THREADS, 0)
 
 
 @functools.cache

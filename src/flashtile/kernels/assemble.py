@@ -15,11 +15,13 @@ from flashtile.kernels.families.base import Launch
 from flashtile.kernels.params import DROPOUT_ORIGIN, Params, Struct, field_at
 from flashtile.kernels.plan import (
     AnyStep,
+    Bounded,
     BroadcastSize,
     BroadcastStride,
     DistinctSize,
     Elements,
     LaunchPlan,
+    Least,
     MapPatch,
     Memset,
     Operand,
@@ -27,6 +29,7 @@ from flashtile.kernels.plan import (
     Pointer,
     Rule,
     Scalar,
+    Share,
     Size,
     SplitRule,
     Step,
@@ -138,20 +141,15 @@ def call_values(layout: CallLayout) -> Values:
     """The sizes of a call, each a product of rules."""
     head, row = layout.axes
     is_packed, is_paged = "cu_seqlens_q" in layout.tensors, "block_table" in layout.tensors
-    seqlen_q: tuple[Rule, ...] = (Size("q", row),)
-    seqlen_k: tuple[Rule, ...] = (Size("k", row), Size("block_table", -1)) if is_paged else (Size("k", row),)
-    if is_packed and layout.has_max_seqlen_q:
-        seqlen_q = (Scalar("max_seqlen_q"),)
-    if is_packed and layout.has_max_seqlen_k:
-        seqlen_k = (Scalar("max_seqlen_k"),)
+    capacity: tuple[Rule, ...] = (Size("k", row), Size("block_table", -1)) if is_paged else (Size("k", row),)
     values: list[tuple[str, tuple[Rule, ...]]] = [
         ("batch", (Size("cu_seqlens_q", -1, plus=-1) if is_packed else Size("q", -4),)),
         ("heads", (Size("q", head),)),
         ("heads_kv", (Size("k", head),)),
-        ("seqlen_q", seqlen_q),
-        ("seqlen_k", seqlen_k),
         ("total_q", (Size("q", row),)),
         ("total_k", (Size("k", row),)),
+        *_length("q", (Size("q", row),), layout.has_max_seqlen_q, layout),
+        *_length("k", capacity, layout.has_max_seqlen_k, layout),
         ("lse_size", (Elements("lse"),)),
         ("head_dim", (Size("q", -1),)),
     ]
@@ -165,6 +163,26 @@ def call_values(layout: CallLayout) -> Values:
         axes = (("mask_batch", -4, "batch"), ("mask_heads", -3, "heads"), ("mask_rows", -2, "seqlen_q"))
         values += [(name, (DistinctSize("mask", axis, value),)) for name, axis, value in axes]
     return tuple(values)
+
+
+def _length(side: str, most: tuple[Rule, ...], has_max: bool, layout: CallLayout) -> Values:
+    """The values seqlen_q and expected_q, or those of keys, as problem.py: shape_of. No sequence is longer than
+    `most`."""
+    seqlen, expected = f"seqlen_{side}", f"expected_{side}"
+    if not layout.has_packed_queries:
+        return (seqlen, most), (expected, (Value(seqlen),))
+    values: list[tuple[str, tuple[Rule, ...]]] = [(f"most_{side}", most)]
+    if has_max:
+        values.append((f"max_{side}", (Scalar(f"max_{seqlen}"),)))
+        values.append((f"bound_{side}", (Least(f"most_{side}", f"max_{side}"),)))
+    for name in ("mask", "bias"):
+        if name in layout.tensors:
+            values.append((f"{name}_bound_{side}", (Bounded(name, -2 if side == "q" else -1, values[-1][0]),)))
+    values.append((seqlen, (Value(values[-1][0]),)))
+    if has_max or (side == "k" and not layout.has_packed_keys):
+        return (*values, (expected, (Value(seqlen),)))
+    mean = f"mean_{side}"
+    return (*values, (mean, (Share(f"total_{side}", "batch"),)), (expected, (Least(mean, seqlen),)))
 
 
 def _patch(name: str, rule: Rule, index: int = 0) -> Patch:

@@ -25,7 +25,7 @@ class SmallGrid:
         return (0, 1)
 
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
-        num_blocks = -(-shape.seqlen_q // self.block_rows) * shape.heads * shape.batch
+        num_blocks = -(-shape.expected_q // self.block_rows) * shape.heads * shape.batch
         return int(num_blocks < num_multiprocessors)
 
     def serialized(self) -> tuple[int, int, int, int]:
@@ -48,8 +48,8 @@ class PackedHeads:
         num_heads = shape.heads // shape.heads_kv
         if not 1 < num_heads <= self.tile_rows:
             return 1
-        num_packed = -(-shape.seqlen_q // (self.tile_rows // num_heads))
-        num_single = num_heads * -(-shape.seqlen_q // self.block_rows)
+        num_packed = -(-shape.expected_q // (self.tile_rows // num_heads))
+        num_single = num_heads * -(-shape.expected_q // self.block_rows)
         return num_heads if num_packed < num_single else 1
 
     def serialized(self) -> tuple[int, int, int, int]:
@@ -72,7 +72,7 @@ class FewQueries:
         num_heads = shape.heads // shape.heads_kv
         if num_heads > self.tile_rows:
             return 0
-        return num_heads if -(-shape.seqlen_q // (self.tile_rows // num_heads)) <= self.max_tiles else 0
+        return num_heads if -(-shape.few_q // (self.tile_rows // num_heads)) <= self.max_tiles else 0
 
     def serialized(self) -> tuple[int, int, int, int]:
         return 5, self.tile_rows, self.max_tiles, 0
@@ -91,8 +91,8 @@ class RaggedQueries:
         return (0, 1)
 
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
-        rows = -(-shape.seqlen_q // self.large) * self.large
-        return int(100 * rows > self.percent * -(-shape.seqlen_q // self.small) * self.small)
+        rows = -(-shape.expected_q // self.large) * self.large
+        return int(100 * rows > self.percent * -(-shape.expected_q // self.small) * self.small)
 
     def serialized(self) -> tuple[int, int, int, int]:
         return 2, self.large, self.small, self.percent
@@ -109,7 +109,7 @@ class ManyScores:
         return (1, 0)
 
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
-        return int(shape.batch * shape.heads * shape.seqlen_q * shape.seqlen_k >= 1 << self.log2)
+        return int(shape.batch * shape.heads * shape.expected_q * shape.expected_k >= 1 << self.log2)
 
     def serialized(self) -> tuple[int, int, int, int]:
         return 3, self.log2, 0, 0
@@ -127,7 +127,7 @@ class ShortLengths:
         return (0, 1)
 
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
-        return int(shape.seqlen_q <= self.queries and shape.seqlen_k <= self.keys)
+        return int(shape.expected_q <= self.queries and shape.expected_k <= self.keys)
 
     def serialized(self) -> tuple[int, int, int, int]:
         return 4, self.queries, self.keys, 0
@@ -147,11 +147,11 @@ class KeySteps:
         return (0, self.single // 16, 254)
 
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
-        if shape.seqlen_k > self.most:
+        if shape.expected_k > self.most:
             return 0
-        if shape.seqlen_k > self.single:
-            return 254 if shape.seqlen_k <= self.some else 255
-        return max(-(-shape.seqlen_k // 16), 1)
+        if shape.expected_k > self.single:
+            return 254 if shape.expected_k <= self.some else 255
+        return max(-(-shape.expected_k // 16), 1)
 
     def serialized(self) -> tuple[int, int, int, int]:
         return 6, self.single, self.some, self.most

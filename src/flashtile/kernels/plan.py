@@ -64,6 +64,28 @@ class DistinctSize(NamedTuple):
     value: str
 
 
+class Bounded(NamedTuple):
+    """The value, or the size of a tensor along the axis where that is smaller and not 1."""
+
+    tensor: str
+    axis: int
+    value: str
+
+
+class Share(NamedTuple):
+    """A value divided among as many as another value counts, rounded up."""
+
+    value: str
+    among: str
+
+
+class Least(NamedTuple):
+    """The smaller one of two values."""
+
+    value: str
+    other: str
+
+
 class Value(NamedTuple):
     """One of the plan's values."""
 
@@ -76,7 +98,20 @@ class Scalar(NamedTuple):
     name: str
 
 
-Rule = Pointer | Stride | BroadcastStride | Size | Elements | BroadcastSize | DistinctSize | Value | Scalar
+Rule = (
+    Pointer
+    | Stride
+    | BroadcastStride
+    | Size
+    | Elements
+    | BroadcastSize
+    | DistinctSize
+    | Bounded
+    | Share
+    | Least
+    | Value
+    | Scalar
+)
 
 
 class Patch(NamedTuple):
@@ -122,14 +157,15 @@ class Workspace(NamedTuple):
     values: tuple[str, ...]
     is_zeroed: bool = False
     is_for_splits: bool = False  # not needed where the keys are not split
-    quotients: tuple[tuple[str, int], ...] = ()  # (value, divisor)
+    quotients: tuple[tuple[str, int], ...] = ()  # (value, divisor), rounded up
     num_padding: int = 0
     padding: tuple[str, ...] = ()
 
 
 class SplitRule(NamedTuple):
     """How many splits the keys get where the caller does not say: as many as give every multiprocessor its blocks, each
-    with at least `split_keys` keys. The executor adds the value num_splits."""
+    with at least `split_keys` keys. The executor adds the value num_splits, from the expected queries and the most keys
+    of a sequence."""
 
     block_rows: int
     split_keys: int
@@ -143,7 +179,18 @@ class Memset(NamedTuple):
     tensor: str
 
 
-Grid = tuple[tuple[str, int], ...]  # (value, divisor): the number of blocks is the product of the quotients, rounded up
+class Factor(NamedTuple):
+    """Of the number of blocks: a value divided and rounded up, and another value added to it."""
+
+    value: str
+    divisor: int = 1
+    plus: str | None = None
+
+    def of(self, values: dict[str, int]) -> int:
+        return -(-values[self.value] // self.divisor) + (0 if self.plus is None else values[self.plus])
+
+
+Grid = tuple[Factor, ...]
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,14 @@ class CallLayout(NamedTuple):
         return any(name in self.tensors for name in ("cu_seqlens_q", "seqused_k", "leftpad_k"))
 
     @property
+    def has_packed_queries(self) -> bool:
+        return "cu_seqlens_q" in self.tensors
+
+    @property
+    def has_packed_keys(self) -> bool:
+        return "cu_seqlens_k" in self.tensors and "block_table" not in self.tensors
+
+    @property
     def axes(self) -> tuple[int, int]:
         """(head, row), from the end."""
         return (-2, -3) if self.layout == "bshd" else (-3, -2)

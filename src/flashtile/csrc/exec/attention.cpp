@@ -39,15 +39,29 @@ bool is_aligned16(const View& tensor) {
   return true;
 }
 
+// As problem.py: _bound
+i64 bound(const Call& call, i64 most, i64 max_seqlen, i32 axis) {
+  i64 length = max_seqlen >= 0 ? std::min(most, max_seqlen) : most;
+  for (Tensor index : {kMask, kBias}) {
+    const View& tensor = call.tensors[index];
+    if (tensor.is_given() && tensor.size(axis) != 1) length = std::min(length, tensor.size(axis));
+  }
+  return length;
+}
+
+// As problem.py: shape_of
 Shape shape_of(const Options& options, const Call& call, Axes axes) {
   const View *tensors = call.tensors, &q = tensors[kQ], &k = tensors[kK];
-  bool is_packed = tensors[kCuSeqlensQ].is_given();
-  Shape shape{q.size(-4), q.size(axes.head), k.size(axes.head), q.size(axes.row), k.size(axes.row)};
-  if (tensors[kBlockTable].is_given()) shape.seqlen_k *= tensors[kBlockTable].size(-1);
-  if (is_packed) {
+  bool is_paged = tensors[kBlockTable].is_given();
+  i64 total_q = q.size(axes.row), total_k = k.size(axes.row) * (is_paged ? tensors[kBlockTable].size(-1) : 1);
+  Shape shape{q.size(-4), q.size(axes.head), k.size(axes.head), total_q, total_k, total_q, total_k};
+  if (tensors[kCuSeqlensQ].is_given()) {
     shape.batch = tensors[kCuSeqlensQ].size(-1) - 1;
-    if (options.max_seqlen_q >= 0) shape.seqlen_q = options.max_seqlen_q;
-    if (options.max_seqlen_k >= 0) shape.seqlen_k = options.max_seqlen_k;
+    shape.expected_q = shape.seqlen_q = bound(call, total_q, options.max_seqlen_q, -2);
+    shape.expected_k = shape.seqlen_k = bound(call, total_k, options.max_seqlen_k, -1);
+    i64 batch = std::max<i64>(shape.batch, 1);
+    if (options.max_seqlen_q < 0) shape.expected_q = std::min(divide_up(total_q, batch), shape.seqlen_q);
+    if (options.max_seqlen_k < 0 && !is_paged) shape.expected_k = std::min(divide_up(total_k, batch), shape.seqlen_k);
   }
   return shape;
 }
@@ -96,6 +110,8 @@ bool check_sizes(const Call& call, const Shape& shape, Axes axes) {
 bool check_broadcast(const View& tensor, const Shape& shape, const Options& options, bool is_packed) {
   if (!tensor.is_given()) return true;
   i64 full[] = {shape.batch, shape.heads, shape.seqlen_q, shape.seqlen_k};
+  if (is_packed && options.max_seqlen_q >= 0) full[2] = options.max_seqlen_q;
+  if (is_packed && options.max_seqlen_k >= 0) full[3] = options.max_seqlen_k;
   for (i32 axis = 0; axis < kMaxDim; ++axis) {
     bool is_open = is_packed && ((axis == 2 && options.max_seqlen_q < 0) || (axis == 3 && options.max_seqlen_k < 0));
     if (tensor.sizes[axis] != 1 && tensor.sizes[axis] != full[axis] && !is_open) return false;

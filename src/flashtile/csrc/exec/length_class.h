@@ -12,6 +12,7 @@ constexpr i32 kMaxLengthClasses = 16;
 
 struct Shape {
   i64 batch, heads, heads_kv, seqlen_q, seqlen_k;
+  i64 expected_q, expected_k;  // lengths by which kernels are chosen (problem.py: Shape)
 };
 
 enum class LengthClassKind : i64 {
@@ -41,33 +42,34 @@ inline i64 saturating_product(i64 a, i64 b) {
 inline u8 length_class(const LengthClass& of, const Shape& shape, i64 num_multiprocessors) {
   switch (of.kind) {
     case LengthClassKind::kSmallGrid: {  // a: rows of a block
-      i64 blocks = saturating_product(saturating_product(divide_up(shape.seqlen_q, of.a), shape.heads), shape.batch);
+      i64 blocks = saturating_product(saturating_product(divide_up(shape.expected_q, of.a), shape.heads), shape.batch);
       return blocks < num_multiprocessors;
     }
     case LengthClassKind::kPackedHeads: {  // a: rows of a tile; b: rows of a block
       i64 heads = shape.heads / shape.heads_kv;
       if (heads <= 1 || heads > of.a) return 1;
-      i64 num_packed = divide_up(shape.seqlen_q, of.a / heads), num_single = heads * divide_up(shape.seqlen_q, of.b);
+      i64 num_packed = divide_up(shape.expected_q, of.a / heads),
+          num_single = heads * divide_up(shape.expected_q, of.b);
       return static_cast<u8>(num_packed < num_single ? heads : 1);
     }
     case LengthClassKind::kRaggedQueries: {  // a: rows of a large block; b: of a small one; c: percent
-      i64 rows = divide_up(shape.seqlen_q, of.a) * of.a;
-      return 100 * rows > of.c * (divide_up(shape.seqlen_q, of.b) * of.b);
+      i64 rows = divide_up(shape.expected_q, of.a) * of.a;
+      return 100 * rows > of.c * (divide_up(shape.expected_q, of.b) * of.b);
     }
     case LengthClassKind::kManyScores: {  // a: log2 of the number of scores
-      i64 rows = saturating_product(saturating_product(shape.batch, shape.heads), shape.seqlen_q);
-      return saturating_product(rows, shape.seqlen_k) >= (i64{1} << of.a);
+      i64 rows = saturating_product(saturating_product(shape.batch, shape.heads), shape.expected_q);
+      return saturating_product(rows, shape.expected_k) >= (i64{1} << of.a);
     }
     case LengthClassKind::kShortLengths:  // a: queries; b: keys
-      return shape.seqlen_q <= of.a && shape.seqlen_k <= of.b;
+      return shape.expected_q <= of.a && shape.expected_k <= of.b;
     case LengthClassKind::kFewQueries: {  // a: rows of a tile; b: tiles at most
-      i64 heads = shape.heads / shape.heads_kv;
-      return static_cast<u8>(heads <= of.a && divide_up(shape.seqlen_q, of.a / heads) <= of.b ? heads : 0);
+      i64 heads = shape.heads / shape.heads_kv, queries = shape.expected_q <= 1 ? shape.expected_q : shape.seqlen_q;
+      return static_cast<u8>(heads <= of.a && divide_up(queries, of.a / heads) <= of.b ? heads : 0);
     }
     case LengthClassKind::kKeySteps: {  // a, b, c: keys at most, of a single tile, of some, and of all
-      if (shape.seqlen_k > of.c) return 0;
-      if (shape.seqlen_k > of.a) return shape.seqlen_k <= of.b ? 254 : 255;
-      i64 steps = divide_up(shape.seqlen_k, 16);
+      if (shape.expected_k > of.c) return 0;
+      if (shape.expected_k > of.a) return shape.expected_k <= of.b ? 254 : 255;
+      i64 steps = divide_up(shape.expected_k, 16);
       return static_cast<u8>(steps < 1 ? 1 : steps);
     }
     default: return 0;

@@ -1,5 +1,6 @@
 #include "plan.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -46,12 +47,13 @@ class Reader {
   Rule rule() {
     auto kind = static_cast<RuleKind>(index(static_cast<i32>(RuleKind::kScalar) + 1));
     i32 limit = kMaxTensors;
-    if (kind == RuleKind::kValue || kind == RuleKind::kWorkspace) limit = kMaxValues;
+    bool has_value = kind == RuleKind::kValue || kind == RuleKind::kShare || kind == RuleKind::kLeast;
+    if (has_value || kind == RuleKind::kWorkspace) limit = kMaxValues;
     if (kind == RuleKind::kScalar) limit = kMaxScalars;
     i32 place = index(limit);
     i32 axis = -1 - index(kMaxDim);
-    bool is_value = kind == RuleKind::kBroadcastSize || kind == RuleKind::kDistinctSize;
-    i64 more = is_value ? index(kMaxValues) : number();
+    bool is_more_value = kind >= RuleKind::kBroadcastSize && kind <= RuleKind::kLeast;
+    i64 more = is_more_value ? index(kMaxValues) : number();
     return {kind, place, axis, more};
   }
   bool is_done() const { return next_ == end_; }
@@ -71,7 +73,7 @@ bool multiply(i64& product, i64 factor) { return !__builtin_mul_overflow(product
 
 // A rule that is neither a pointer nor a scalar.
 i64 whole(const Rule& rule, const Call& call, const i64* values) {
-  const View& tensor = call.tensors[rule.index];
+  const View& tensor = call.tensors[rule.index < kMaxTensors ? rule.index : 0];
   switch (rule.kind) {
     case RuleKind::kStride: return tensor.stride(rule.axis);
     case RuleKind::kBroadcastStride: return tensor.size(rule.axis) == 1 ? 0 : tensor.stride(rule.axis);
@@ -80,6 +82,12 @@ i64 whole(const Rule& rule, const Call& call, const i64* values) {
     case RuleKind::kBroadcastSize: return tensor.size(rule.axis) == 1 ? 1 : values[rule.more];
     case RuleKind::kDistinctSize:
       return tensor.size(rule.axis) == 1 || tensor.stride(rule.axis) == 0 ? 1 : values[rule.more];
+    case RuleKind::kBounded: {
+      i64 size = tensor.size(rule.axis), value = values[rule.more];
+      return size == 1 || size > value ? value : size;
+    }
+    case RuleKind::kShare: return divide_up(values[rule.index], std::max<i64>(1, values[rule.more]));
+    case RuleKind::kLeast: return std::min(values[rule.index], values[rule.more]);
     case RuleKind::kValue: return values[rule.index];
     case RuleKind::kScalar: return static_cast<i64>(call.scalars[rule.index]);
     default: return 0;
@@ -127,7 +135,7 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
   split_rows_ = in.index(kMaxInt);
   split_columns_ = split_rows_ == 0 ? in.number() : in.positive("keys of a plan's split");
   split_blocks_ = in.number();
-  seqlen_q_ = in.index(kMaxValues), seqlen_k_ = in.index(kMaxValues), heads_ = in.index(kMaxValues),
+  expected_q_ = in.index(kMaxValues), seqlen_k_ = in.index(kMaxValues), heads_ = in.index(kMaxValues),
   batch_ = in.index(kMaxValues);
   operands_.resize(in.index(kMaxTensors + 1));
   for (Operand& operand : operands_) {
@@ -187,8 +195,10 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
     if (step.kind != StepKind::kKernel) continue;
     step.kernel = reinterpret_cast<void*>(in.number());
     step.grid.resize(in.index(8));
-    for (auto& [value, divisor] : step.grid)
-      value = in.index(kMaxValues), divisor = in.positive("divisor of a plan's grid");
+    for (Factor& factor : step.grid) {
+      factor.value = in.index(kMaxValues), factor.divisor = in.positive("divisor of a plan's grid");
+      factor.plus = in.index(kMaxValues + 1) - 1;
+    }
     step.num_threads = static_cast<unsigned>(in.positive("threads of a plan's step", kMaxThreads));
     step.shared_bytes = static_cast<unsigned>(in.number());
     step.is_for_splits = in.index(2) != 0;
@@ -221,7 +231,7 @@ bool Plan::evaluate(const Call& call, i64* values) const {
   }
   if (split_rows_ != 0) {
     // Left to us: as many as give every multiprocessor its blocks, each with a tile of keys at least
-    i64 tiles = divide_up(values[seqlen_k_], split_columns_), blocks = divide_up(values[seqlen_q_], split_rows_);
+    i64 tiles = divide_up(values[seqlen_k_], split_columns_), blocks = divide_up(values[expected_q_], split_rows_);
     if (!multiply(blocks, values[heads_]) || !multiply(blocks, values[batch_])) return false;
     i64 wanted =
         call.asked_splits != 0 ? call.asked_splits : split_blocks_ * num_multiprocessors_ / (blocks > 1 ? blocks : 1);
@@ -328,12 +338,18 @@ bool Plan::encode_maps(const Call& call, Filled& filled, const Driver& driver, F
 
 i64 Plan::num_blocks(const Step& step, const i64* values) const {
   if (step.is_for_splits && values[kNumSplits] == 1) return 0;
-  i64 blocks = step.cluster;
-  for (auto [value, divisor] : step.grid) {
-    if (!multiply(blocks, divide_up(values[value], divisor))) return -1;
+  i64 blocks = step.cluster, limit = step.max_blocks * num_multiprocessors_;
+  for (const Factor& factor : step.grid) {
+    i64 more = factor.plus < 0 ? 0 : values[factor.plus],
+        number = divide_up(values[factor.value], factor.divisor) + more;
+    if (number == 0) return 0;
+    bool is_counted = multiply(blocks, number);
+    if (step.max_blocks != 0 && (!is_counted || blocks > limit))
+      blocks = limit;
+    else if (!is_counted)
+      return -1;
   }
-  i64 limit = step.max_blocks * num_multiprocessors_;
-  return step.max_blocks != 0 && blocks > limit ? limit : blocks;
+  return blocks;
 }
 
 bool Plan::zero_workspaces(const Call& call, const Filled& filled, const Driver& driver, Failure& failure) const {

@@ -13,7 +13,7 @@
 
 namespace flashtile {
 
-constexpr i32 kMaxTensors = 22, kMaxScalars = 15, kMaxValues = 24;
+constexpr i32 kMaxTensors = 22, kMaxScalars = 15, kMaxValues = 48;
 constexpr i32 kMaxImageBytes = 4096;  // what a launch may pass
 
 struct Span;  // cpu/engine.h
@@ -38,6 +38,9 @@ enum class RuleKind : u8 {
   kElements,
   kBroadcastSize,
   kDistinctSize,
+  kBounded,
+  kShare,
+  kLeast,
   kValue,
   kScalar
 };
@@ -46,7 +49,7 @@ struct Rule {
   RuleKind kind;
   i32 index;  // of the tensor, workspace, value or number
   i32 axis;   // from the end
-  i64 more;   // kSize: what is added; kBroadcastSize, kDistinctSize: the value
+  i64 more;   // kSize: what is added; kBroadcastSize, kDistinctSize, kBounded, kShare, kLeast: a value
 };
 
 enum class Layout : u8 { kRows, kContiguous, kAny };
@@ -60,6 +63,12 @@ struct Operand {
 
 struct Product {
   std::vector<Rule> rules;
+};
+
+struct Factor {
+  i32 value;
+  i64 divisor;
+  i32 plus;  // a value that is added to the quotient; -1: none
 };
 
 struct Workspace {
@@ -93,7 +102,7 @@ struct Step {
   bool is_backward;  // of a pass of the CPU engine, as the next: cpu/run.h
   int elements[4];
   void* kernel;  // of a launch, as all below; null: not compiled yet
-  std::vector<std::pair<i32, i64>> grid;
+  std::vector<Factor> grid;
   unsigned num_threads, shared_bytes;
   bool is_for_splits;
   i64 max_blocks;     // for each multiprocessor, of a persistent grid; 0: a block for each work item
@@ -144,7 +153,7 @@ class Plan {
   std::string image_;
   i64 num_multiprocessors_ = 0;
   i64 split_rows_ = 0, split_columns_ = 0, split_blocks_ = 0;  // 0: keys are not split
-  i32 seqlen_q_ = 0, seqlen_k_ = 0, heads_ = 0, batch_ = 0;    // which values they are, where keys are split
+  i32 expected_q_ = 0, seqlen_k_ = 0, heads_ = 0, batch_ = 0;  // which values they are, where keys are split
   std::vector<Operand> operands_;
   std::vector<Product> values_;
   std::vector<Workspace> workspaces_;

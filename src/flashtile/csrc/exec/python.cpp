@@ -128,20 +128,22 @@ PyObject* set_gpu(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// (length classes, (batch, heads, heads_kv, seqlen_q, seqlen_k), multiprocessors): a tuple of their numbers, for a
-// test.
+// (length classes, (batch, heads, heads_kv, seqlen_q, seqlen_k, expected_q, expected_k), multiprocessors): a tuple of
+// their numbers, for a test.
 PyObject* length_classes(PyObject*, PyObject* args) {
   PyObject* tuple = nullptr;
-  long long batch = 0, heads = 0, heads_kv = 0, seqlen_q = 0, seqlen_k = 0, num_multiprocessors = 0;
-  if (!PyArg_ParseTuple(args, "O!(LLLLL)L", &PyTuple_Type, &tuple, &batch, &heads, &heads_kv, &seqlen_q, &seqlen_k,
-                        &num_multiprocessors)) {
+  long long batch = 0, heads = 0, heads_kv = 0, seqlen_q = 0, seqlen_k = 0, expected_q = 0, expected_k = 0,
+            num_multiprocessors = 0;
+  if (!PyArg_ParseTuple(args, "O!(LLLLLLL)L", &PyTuple_Type, &tuple, &batch, &heads, &heads_kv, &seqlen_q, &seqlen_k,
+                        &expected_q, &expected_k, &num_multiprocessors)) {
     return nullptr;
   }
+  Shape shape{batch, heads, heads_kv, seqlen_q, seqlen_k, expected_q, expected_k};
   LengthClass classes[kMaxLengthClasses];
   i32 count = read_classes(tuple, classes);
   PyObject* found = count < 0 ? nullptr : PyTuple_New(count);
   for (i32 index = 0; found != nullptr && index < count; ++index) {
-    u8 number = length_class(classes[index], {batch, heads, heads_kv, seqlen_q, seqlen_k}, num_multiprocessors);
+    u8 number = length_class(classes[index], shape, num_multiprocessors);
     PyTuple_SetItem(found, index, PyLong_FromLong(number));
   }
   return found;

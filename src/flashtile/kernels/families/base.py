@@ -8,7 +8,7 @@ sanitizers, prewarm and the support table of README. docs/map.md, "Adding a kern
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.length_class import LengthClass
 from flashtile.kernels.params import Params, Struct
-from flashtile.kernels.plan import MapPatch, Operand, SplitRule, Step, Workspace
+from flashtile.kernels.plan import Grid, MapPatch, Operand, SplitRule, Step, Workspace
 from flashtile.kernels.source import unit
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
 
@@ -205,7 +205,7 @@ REFUSED_FEATURES = {
 def tile_step(
     row: Row,
     features: Features,
-    grid: Sequence[tuple[str, int]],
+    grid: Grid,
     *,
     max_blocks: int = 0,
     cluster: int = 1,
@@ -216,7 +216,7 @@ def tile_step(
     return Step(
         text,
         entry,
-        tuple(grid),
+        grid,
         row.block_m,
         row.block_n,
         row.num_threads,

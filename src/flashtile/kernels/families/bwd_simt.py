@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.simt import SMALL_TILES, SimtFamily, SimtRow, Tile
-from flashtile.kernels.families.steps import ROW_STATS, dsinks, preprocess, query_grid
+from flashtile.kernels.families.steps import ROW_STATS, bias_grid, dsinks, key_grid, preprocess, query_grid
 from flashtile.kernels.plan import Grid, Operand, Step
 from flashtile.kernels.spec import CallLayout, PlanKey
 
@@ -52,7 +52,7 @@ class BwdSimt(SimtFamily):
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
-        steps = [preprocess(key)]
+        steps = [preprocess(key, layout)]
         if "dsinks" in key.grads:
             steps.append(dsinks(key))
         for kernel, grads in (
@@ -61,7 +61,7 @@ class BwdSimt(SimtFamily):
             ("bwd_dbias_simt", ("dbias",)),
         ):
             if any(grad in key.grads for grad in grads):
-                steps.append(self._step(self.select(kernel, key), key))
+                steps.append(self._step(self.select(kernel, key), key, layout))
         # One kernel writes both dK and dV
         scratch = [
             Operand(other, like=other[1])
@@ -74,21 +74,21 @@ class BwdSimt(SimtFamily):
         return Launch(tuple(steps), ROW_STATS, scratch=tuple(scratch), zeroed=zeroed)
 
     def launch_row(self, row: SimtRow, key: PlanKey, layout: CallLayout) -> Launch:
-        return Launch((self._step(row, key),), ROW_STATS)
+        return Launch((self._step(row, key, layout),), ROW_STATS)
 
-    def _step(self, row: SimtRow, key: PlanKey) -> Step:
-        return tile_step(row, key.features, _grid(row))
+    def _step(self, row: SimtRow, key: PlanKey, layout: CallLayout) -> Step:
+        return tile_step(row, key.features, _grid(row, layout))
 
 
-def dbias(key: PlanKey) -> Step:
+def dbias(key: PlanKey, layout: CallLayout) -> Step:
     """The gradient of a bias alone, after `preprocess`: also for families that have no kernel of their own for it."""
     family = BwdSimt()
-    return family._step(family.select("bwd_dbias_simt", key), key)
+    return family._step(family.select("bwd_dbias_simt", key), key, layout)
 
 
-def _grid(row: SimtRow) -> Grid:
+def _grid(row: SimtRow, layout: CallLayout) -> Grid:
     if row.kernel == "bwd_dkdv_simt":
-        return ("seqlen_k", row.block_m), ("heads_kv", 1), ("batch", 1)
+        return key_grid(layout, row.block_m)
     if row.kernel == "bwd_dbias_simt":
-        return ("bias_batch", 1), ("bias_heads", 1), ("bias_rows", row.block_m), ("bias_columns", row.block_n)
-    return query_grid(row.block_m)
+        return bias_grid(row.block_m, row.block_n)
+    return query_grid(layout, row.block_m)

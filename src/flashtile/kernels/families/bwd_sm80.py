@@ -14,7 +14,7 @@ from typing import NamedTuple
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.bwd_sm90 import STEP_ROWS, STEP_THREADS
 from flashtile.kernels.families.mma_sync import MmaFamily, MmaRow
-from flashtile.kernels.families.steps import dsinks, plain_step, query_grid
+from flashtile.kernels.families.steps import dsinks, key_grid, plain_step, query_grid
 from flashtile.kernels.plan import Operand, Step, Workspace
 from flashtile.kernels.source import cpp_type
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
@@ -126,25 +126,25 @@ class BwdSm80(MmaFamily[BwdSm80Row]):
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
         row = self.select("bwd_sm80", key)
-        steps = [_plain("bwd_sm90_preprocess", row, key)]
+        steps = [_plain("bwd_sm90_preprocess", row, key, layout)]
         if "dsinks" in key.grads:
             steps.append(dsinks(key))
         scratch: tuple[Operand, ...] = ()
         if any(name in key.grads for name in ("dq", "dk", "dv")):
-            steps.append(self._step(row, key))
+            steps.append(self._step(row, key, layout))
             # The kernel writes both dK and dV
             scratch = tuple(Operand(name, like=name[1]) for name in ("dk", "dv") if name not in key.grads)
         if "dq" in key.grads:
-            steps.append(_plain("bwd_convert_dq", row, key))
+            steps.append(_plain("bwd_convert_dq", row, key, layout))
         # Keys outside every sequence have no owner
         zeroed = tuple(name for name in ("dk", "dv") if layout.has_lengths and name in key.grads)
         return Launch(tuple(steps), _workspaces(row), scratch=scratch, zeroed=zeroed)
 
     def launch_row(self, row: BwdSm80Row, key: PlanKey, layout: CallLayout) -> Launch:
-        return Launch((self._step(row, key),), _workspaces(row))
+        return Launch((self._step(row, key, layout),), _workspaces(row))
 
-    def _step(self, row: BwdSm80Row, key: PlanKey) -> Step:
-        return tile_step(row, key.features, (("seqlen_k", row.block_m), ("heads_kv", 1), ("batch", 1)))
+    def _step(self, row: BwdSm80Row, key: PlanKey, layout: CallLayout) -> Step:
+        return tile_step(row, key.features, key_grid(layout, row.block_m))
 
 
 def _row(tile: Tile, dtype: str, dims: tuple[int, int], is_exact: bool = True) -> BwdSm80Row:
@@ -162,7 +162,7 @@ def _workspaces(row: BwdSm80Row) -> tuple[Workspace, ...]:
     return (*stats, Workspace("dq_accum", 256 * _slabs(row.head_dim), ("lse_size",)))
 
 
-def _plain(kernel: str, row: BwdSm80Row, key: PlanKey) -> Step:
+def _plain(kernel: str, row: BwdSm80Row, key: PlanKey, layout: CallLayout) -> Step:
     sequences = "flashtile::" + key.features.policies()[3]
     entry = f"{kernel}_kernel<{cpp_type(key.dtype)}, {sequences}, {_slabs(row.head_dim)}>"
-    return plain_step("bwd_sm90_steps", entry, query_grid(STEP_ROWS), STEP_THREADS)
+    return plain_step("bwd_sm90_steps", entry, query_grid(layout, STEP_ROWS), STEP_THREADS)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.mma_sync import MmaRow, refuse_slow_tf32
-from flashtile.kernels.families.steps import ROW_STATS, dsinks, preprocess, query_grid
-from flashtile.kernels.plan import Grid, Operand, Step
+from flashtile.kernels.families.steps import ROW_STATS, dsinks, key_grid, preprocess, query_grid
+from flashtile.kernels.plan import Operand, Step
 from flashtile.kernels.spec import CallLayout, Features, PlanKey, cpp_bool
 
 _BLOCK_BYTES = 64  # OwnedRows (attn/owned_rows.cuh)
@@ -124,14 +124,14 @@ class BwdSm80F32(Family[BwdSm80F32Row]):
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
-        steps = [preprocess(key)]
+        steps = [preprocess(key, layout)]
         if "dsinks" in key.grads:
             steps.append(dsinks(key))
         has_keys = "dk" in key.grads or "dv" in key.grads
         if has_keys:
-            steps.append(self._step(self.select("bwd_sm80_f32_dkdv", key), key))
+            steps.append(self._step(self.select("bwd_sm80_f32_dkdv", key), key, layout))
         if "dq" in key.grads:
-            steps.append(self._step(self.select("bwd_sm80_f32_dq", key), key))
+            steps.append(self._step(self.select("bwd_sm80_f32_dq", key), key, layout))
         # One kernel writes both dK and dV
         scratch = tuple(Operand(name, like=name[1]) for name in ("dk", "dv") if has_keys and name not in key.grads)
         # Keys outside every sequence have no owner
@@ -139,11 +139,11 @@ class BwdSm80F32(Family[BwdSm80F32Row]):
         return Launch(tuple(steps), ROW_STATS, scratch=scratch, zeroed=zeroed)
 
     def launch_row(self, row: BwdSm80F32Row, key: PlanKey, layout: CallLayout) -> Launch:
-        return Launch((self._step(row, key),), ROW_STATS)
+        return Launch((self._step(row, key, layout),), ROW_STATS)
 
-    def _step(self, row: BwdSm80F32Row, key: PlanKey) -> Step:
-        grid: Grid = ("seqlen_k", row.block_m), ("heads_kv", 1), ("batch", 1)
-        return tile_step(row, key.features, query_grid(row.block_m) if row.is_dq else grid)
+    def _step(self, row: BwdSm80F32Row, key: PlanKey, layout: CallLayout) -> Step:
+        grid = (query_grid if row.is_dq else key_grid)(layout, row.block_m)
+        return tile_step(row, key.features, grid)
 
 
 def _row(kernel: str, tile: Tile, dims: tuple[int, int], is_exact: bool = True) -> BwdSm80F32Row:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.fwd_sm80_wide import WideTile
 from flashtile.kernels.families.mma_sync import MmaFamily
-from flashtile.kernels.families.steps import dsinks, preprocess, query_grid
-from flashtile.kernels.plan import Grid, Step, Workspace
+from flashtile.kernels.families.steps import bias_grid, dsinks, key_grid, preprocess, query_grid
+from flashtile.kernels.plan import Step, Workspace
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
@@ -115,25 +115,23 @@ class BwdSm80Wide(MmaFamily[BwdSm80WideRow]):
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
-        steps = [preprocess(key)]
+        steps = [preprocess(key, layout)]
         if "dsinks" in key.grads:
             steps.append(dsinks(key))
         for kernel, gradient in _KERNELS.items():
             if gradient in key.grads:
-                steps.append(self._step(self.select(kernel, key), key))
+                steps.append(self._step(self.select(kernel, key), key, layout))
         # Keys outside every sequence have no owner
         zeroed = tuple(name for name in ("dk", "dv", "dbias") if layout.has_lengths and name in key.grads)
         return Launch(tuple(steps), _WORKSPACES, zeroed=zeroed)
 
     def launch_row(self, row: BwdSm80WideRow, key: PlanKey, layout: CallLayout) -> Launch:
-        return Launch((self._step(row, key),), _WORKSPACES)
+        return Launch((self._step(row, key, layout),), _WORKSPACES)
 
-    def _step(self, row: BwdSm80WideRow, key: PlanKey) -> Step:
-        grid: Grid = ("seqlen_k", row.block_m), ("heads_kv", 1), ("batch", 1)
-        if row.gradient == "dq":
-            grid = query_grid(row.block_m)
-        elif row.gradient == "dbias":
-            grid = ("bias_batch", 1), ("bias_heads", 1), ("bias_rows", row.block_m), ("bias_columns", row.block_n)
+    def _step(self, row: BwdSm80WideRow, key: PlanKey, layout: CallLayout) -> Step:
+        if row.gradient == "dbias":
+            return tile_step(row, key.features, bias_grid(row.block_m, row.block_n))
+        grid = (query_grid if row.gradient == "dq" else key_grid)(layout, row.block_m)
         return tile_step(row, key.features, grid)
 
 

@@ -12,9 +12,17 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
-from flashtile.kernels.families.steps import dsinks, mask_bits, mask_workspaces, plain_step, query_grid
+from flashtile.kernels.families.steps import (
+    bias_grid,
+    dsinks,
+    key_grid,
+    mask_bits,
+    mask_workspaces,
+    plain_step,
+    query_grid,
+)
 from flashtile.kernels.params import BwdSm90Params, Struct
-from flashtile.kernels.plan import Grid, MapPatch, Operand, Step, Workspace
+from flashtile.kernels.plan import MapPatch, Operand, Step, Workspace
 from flashtile.kernels.source import cpp_type
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
@@ -145,33 +153,32 @@ class BwdSm90(Family[BwdSm90Row]):
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
         row = self.select("bwd_sm90", key)
-        steps = [_plain("bwd_sm90_preprocess", row, key)]
+        steps = [_plain("bwd_sm90_preprocess", row, key, layout)]
         if "dsinks" in key.grads:
             steps.append(dsinks(key))
         if key.features.has_bool_mask:
             steps.append(mask_bits(MASK_TILE))
         scratch: tuple[Operand, ...] = ()
         if any(name in key.grads for name in ("dq", "dk", "dv")):
-            steps.append(self._step(row, key))
+            steps.append(self._step(row, key, layout))
             # The kernel writes both dK and dV
             scratch = tuple(Operand(name, like=name[1]) for name in ("dk", "dv") if name not in key.grads)
         if "dq" in key.grads:
-            steps.append(_plain("bwd_convert_dq", row, key))
+            steps.append(_plain("bwd_convert_dq", row, key, layout))
         if "dbias" in key.grads:
-            steps.append(self._step(self.select("bwd_sm90_dbias", key), key))
+            steps.append(self._step(self.select("bwd_sm90_dbias", key), key, layout))
         # Keys outside every sequence have no owner
         zeroed = tuple(name for name in ("dk", "dv", "dbias") if layout.has_lengths and name in key.grads)
         return Launch(tuple(steps), _workspaces(row, key), None, _maps(row, layout), scratch, zeroed, BwdSm90Params)
 
     def launch_row(self, row: BwdSm90Row, key: PlanKey, layout: CallLayout) -> Launch:
-        steps = (mask_bits(MASK_TILE),) * key.features.has_bool_mask + (self._step(row, key),)
+        steps = (mask_bits(MASK_TILE),) * key.features.has_bool_mask + (self._step(row, key, layout),)
         return Launch(steps, _workspaces(row, key), maps=_maps(row, layout), struct=BwdSm90Params)
 
-    def _step(self, row: BwdSm90Row, key: PlanKey) -> Step:
+    def _step(self, row: BwdSm90Row, key: PlanKey, layout: CallLayout) -> Step:
         row = replace(row, option_bytes=_option_bytes(key.features, row.num_bias_stages))
-        grid: Grid = (("seqlen_k", row.block_n), ("heads_kv", 1), ("batch", 1))
-        if row.kernel == "bwd_sm90_dbias":
-            grid = (("bias_batch", 1), ("bias_heads", 1), ("bias_rows", _DBIAS_QUERIES), ("bias_columns", row.block_n))
+        is_dbias = row.kernel == "bwd_sm90_dbias"
+        grid = bias_grid(_DBIAS_QUERIES, row.block_n) if is_dbias else key_grid(layout, row.block_n)
         return tile_step(row, key.features, grid)
 
 
@@ -221,10 +228,10 @@ def _workspaces(row: BwdSm90Row, key: PlanKey) -> tuple[Workspace, ...]:
     return (*stats, Workspace("dq_accum", 256 * _slabs(row.head_dim), ("lse_size",)))
 
 
-def _plain(kernel: str, row: BwdSm90Row, key: PlanKey) -> Step:
+def _plain(kernel: str, row: BwdSm90Row, key: PlanKey, layout: CallLayout) -> Step:
     sequences = "flashtile::" + key.features.policies()[3]
     entry = f"{kernel}_kernel<{cpp_type(key.dtype)}, {sequences}, {_slabs(row.head_dim)}>"
-    return plain_step("bwd_sm90_steps", entry, query_grid(STEP_ROWS), STEP_THREADS)
+    return plain_step("bwd_sm90_steps", entry, query_grid(layout, STEP_ROWS), STEP_THREADS)
 
 
 def _maps(row: BwdSm90Row, layout: CallLayout) -> tuple[MapPatch, ...]:

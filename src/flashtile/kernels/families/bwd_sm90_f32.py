@@ -14,9 +14,9 @@ from typing import NamedTuple
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.bwd_simt import dbias
 from flashtile.kernels.families.sm90_f32 import WARPGROUP_ROWS, Sm90F32Row, num_parts, part_workspaces, pre_pass
-from flashtile.kernels.families.steps import ROW_STATS, dsinks, preprocess, query_grid
+from flashtile.kernels.families.steps import ROW_STATS, dsinks, key_grid, preprocess, query_grid
 from flashtile.kernels.params import Sm90F32Params
-from flashtile.kernels.plan import Grid, Operand, Step
+from flashtile.kernels.plan import Operand, Step
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
 
 _ROWS = 64  # of every tile; of the wide kernels what a block owns
@@ -130,14 +130,14 @@ class BwdSm90F32(Family[BwdSm90F32Row]):
         rows = {kernel: self.select(kernel, key) for kernel in self.kernels}
         # Both kernels read tiles of the same form
         dq_rows = [row for row in rows.values() if row.is_dq]
-        steps = [preprocess(key)]
+        steps = [preprocess(key, layout)]
         if "dsinks" in key.grads:
             steps.append(dsinks(key))
         if has_keys or has_queries:
-            steps += pre_pass(dq_rows, key)
-        steps += [_grad_step(row, key) for row in rows.values() if (has_queries if row.is_dq else has_keys)]
+            steps += pre_pass(dq_rows, key, layout)
+        steps += [_grad_step(row, key, layout) for row in rows.values() if (has_queries if row.is_dq else has_keys)]
         if "dbias" in key.grads:
-            steps.append(dbias(key))
+            steps.append(dbias(key, layout))
         # One kernel writes both dK and dV
         scratch = tuple(Operand(name, like=name[1]) for name in ("dk", "dv") if has_keys and name not in key.grads)
         # Keys outside every sequence have no owner, and neither have the scores there
@@ -149,7 +149,7 @@ class BwdSm90F32(Family[BwdSm90F32Row]):
 
     def launch_row(self, row: BwdSm90F32Row, key: PlanKey, layout: CallLayout) -> Launch:
         workspaces = ROW_STATS + part_workspaces([row], layout, is_backward=True)
-        return Launch((_grad_step(row, key),), workspaces, struct=Sm90F32Params)
+        return Launch((_grad_step(row, key, layout),), workspaces, struct=Sm90F32Params)
 
 
 def _row(kernel: str, dims: tuple[int, int], num_parts: int) -> BwdSm90F32Row:
@@ -158,6 +158,8 @@ def _row(kernel: str, dims: tuple[int, int], num_parts: int) -> BwdSm90F32Row:
     return BwdSm90F32Row(kernel, "float32", "float32", *dims, *sizes, True, num_parts)
 
 
-def _grad_step(row: BwdSm90F32Row, key: PlanKey) -> Step:
-    grid: Grid = ("seqlen_k", _ROWS), ("heads_kv", 1), ("batch", 1)
-    return tile_step(row, key.features, query_grid(_ROWS if row.is_wide else row.block_m) if row.is_dq else grid)
+def _grad_step(row: BwdSm90F32Row, key: PlanKey, layout: CallLayout) -> Step:
+    grid = key_grid(layout, _ROWS)
+    if row.is_dq:
+        grid = query_grid(layout, _ROWS if row.is_wide else row.block_m)
+    return tile_step(row, key.features, grid)

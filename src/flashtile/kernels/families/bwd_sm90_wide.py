@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.bwd_sm90 import MASK_TILE, STEP_ROWS, STEP_THREADS, option_bytes, option_policies
-from flashtile.kernels.families.steps import dsinks, mask_bits, mask_workspaces, plain_step, query_grid
+from flashtile.kernels.families.steps import dsinks, key_grid, mask_bits, mask_workspaces, plain_step, query_grid
 from flashtile.kernels.params import BwdSm90WideParams, Struct
-from flashtile.kernels.plan import Grid, MapPatch, Operand, Step, Workspace
+from flashtile.kernels.plan import MapPatch, Operand, Step, Workspace
 from flashtile.kernels.source import cpp_type
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
@@ -137,31 +137,31 @@ class BwdSm90Wide(Family[BwdSm90WideRow]):
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
-        steps = [_preprocess(key)]
+        steps = [_preprocess(key, layout)]
         if "dsinks" in key.grads:
             steps.append(dsinks(key))
         if key.features.has_bool_mask:
             steps.append(mask_bits(MASK_TILE))
         scratch: tuple[Operand, ...] = ()
         if "dk" in key.grads or "dv" in key.grads:
-            steps.append(self._step(self.select("bwd_sm90_dkdv", key), key))
+            steps.append(self._step(self.select("bwd_sm90_dkdv", key), key, layout))
             # The kernel writes both
             scratch = tuple(Operand(name, like=name[1]) for name in ("dk", "dv") if name not in key.grads)
         row = self.select("bwd_sm90_dq", key)
         if "dq" in key.grads:
-            steps.append(self._step(row, key))
+            steps.append(self._step(row, key, layout))
         # Keys outside every sequence have no owner
         zeroed = tuple(name for name in ("dk", "dv") if layout.has_lengths and name in key.grads)
         return Launch(tuple(steps), _workspaces(key), None, _maps(row, layout), scratch, zeroed, BwdSm90WideParams)
 
     def launch_row(self, row: BwdSm90WideRow, key: PlanKey, layout: CallLayout) -> Launch:
-        steps = (mask_bits(MASK_TILE),) * key.features.has_bool_mask + (self._step(row, key),)
+        steps = (mask_bits(MASK_TILE),) * key.features.has_bool_mask + (self._step(row, key, layout),)
         return Launch(steps, _workspaces(key), maps=_maps(row, layout), struct=BwdSm90WideParams)
 
-    def _step(self, row: BwdSm90WideRow, key: PlanKey) -> Step:
+    def _step(self, row: BwdSm90WideRow, key: PlanKey, layout: CallLayout) -> Step:
         row = _with_options(row, key)
-        grid: Grid = ("seqlen_k", row.block_m), ("heads_kv", 1), ("batch", 1)
-        return tile_step(row, key.features, query_grid(row.block_m) if row.is_dq else grid)
+        grid = (query_grid if row.is_dq else key_grid)(layout, row.block_m)
+        return tile_step(row, key.features, grid)
 
 
 def _workspaces(key: PlanKey) -> tuple[Workspace, ...]:
@@ -192,11 +192,11 @@ def _with_options(row: BwdSm90WideRow, key: PlanKey) -> BwdSm90WideRow:
     return next((row for row in rows if row.unfit(key.arch) is None), rows[-1])
 
 
-def _preprocess(key: PlanKey) -> Step:
+def _preprocess(key: PlanKey, layout: CallLayout) -> Step:
     """Fills score_lse and delta; there are no sums of dQ to zero."""
     sequences = "flashtile::" + key.features.policies()[3]
     entry = f"bwd_sm90_preprocess_kernel<{cpp_type(key.dtype)}, {sequences}, 0>"
-    return plain_step("bwd_sm90_steps", entry, query_grid(STEP_ROWS), STEP_THREADS)
+    return plain_step("bwd_sm90_steps", entry, query_grid(layout, STEP_ROWS), STEP_THREADS)
 
 
 def _maps(row: BwdSm90WideRow, layout: CallLayout) -> tuple[MapPatch, ...]:

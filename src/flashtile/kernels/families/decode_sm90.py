@@ -10,7 +10,7 @@ from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import query_grid
 from flashtile.kernels.length_class import FewQueries, ShortLengths
 from flashtile.kernels.params import DecodeSm90Params, Struct
-from flashtile.kernels.plan import MapPatch, SplitRule, Step, Workspace
+from flashtile.kernels.plan import Factor, MapPatch, SplitRule, Step, Workspace
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
 _ROWS = 64  # of a tile: queries of all heads that share a KV head
@@ -135,12 +135,12 @@ class DecodeSm90(Family[DecodeRow]):
             Workspace("partial_stats", (8 * _ROWS + 8) * row.num_blocks, blocks),
         )
         maps = _maps(row, key.features, layout, num_heads)
-        return Launch((_step(row, key, num_heads),), workspaces, splits, maps, struct=DecodeSm90Params)
+        return Launch((_step(row, key, layout, num_heads),), workspaces, splits, maps, struct=DecodeSm90Params)
 
     def launch_row(self, row: DecodeRow, key: PlanKey, layout: CallLayout) -> Launch:
         num_heads = max(key.length(_FEW), 1)
         maps = _maps(row, key.features, layout, num_heads)
-        return Launch((_step(row, key, num_heads),), maps=maps, struct=DecodeSm90Params)
+        return Launch((_step(row, key, layout, num_heads),), maps=maps, struct=DecodeSm90Params)
 
 
 def _row(tile: Tile, dtype: str, out_dtype: str, dims: tuple[int, int]) -> DecodeRow:
@@ -148,8 +148,8 @@ def _row(tile: Tile, dtype: str, out_dtype: str, dims: tuple[int, int]) -> Decod
     return DecodeRow("decode_sm90", dtype, out_dtype, *dims, _ROWS, *sizes)
 
 
-def _step(row: DecodeRow, key: PlanKey, num_heads: int) -> Step:
-    grid = (("num_splits", 1), *query_grid(_ROWS // num_heads, "heads_kv"))
+def _step(row: DecodeRow, key: PlanKey, layout: CallLayout, num_heads: int) -> Step:
+    grid = (Factor("num_splits"), *query_grid(layout, _ROWS // num_heads, "heads_kv"))
     return tile_step(row, key.features, grid, max_blocks=row.num_blocks, starts_early=True)
 
 

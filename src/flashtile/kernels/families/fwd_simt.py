@@ -9,7 +9,7 @@ from flashtile.kernels.families.base import Launch, tile_step
 from flashtile.kernels.families.simt import SMALL_TILES, SimtFamily, SimtRow, Tile
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
 from flashtile.kernels.length_class import SmallGrid
-from flashtile.kernels.plan import SplitRule, Step
+from flashtile.kernels.plan import Factor, SplitRule, Step
 from flashtile.kernels.spec import CallLayout, PlanKey
 
 _SMALL_GRID, _SMALL_BLOCK_M = SmallGrid(128), 64
@@ -41,10 +41,10 @@ class FwdSimt(SimtFamily):
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         row = self.select("fwd_simt", key)
         splits = SplitRule(row.block_m, row.block_n)
-        return Launch((self._step(row, key), combine(key)), partial_results(key), splits)
+        return Launch((self._step(row, key, layout), combine(key, layout)), partial_results(key), splits)
 
     def launch_row(self, row: SimtRow, key: PlanKey, layout: CallLayout) -> Launch:
-        return Launch((self._step(row, key),))
+        return Launch((self._step(row, key, layout),))
 
-    def _step(self, row: SimtRow, key: PlanKey) -> Step:
-        return tile_step(row, key.features, (("num_splits", 1), *query_grid(row.block_m)))
+    def _step(self, row: SimtRow, key: PlanKey, layout: CallLayout) -> Step:
+        return tile_step(row, key.features, (Factor("num_splits"), *query_grid(layout, row.block_m)))

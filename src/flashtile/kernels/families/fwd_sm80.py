@@ -10,7 +10,7 @@ from flashtile.kernels.families.base import Launch, tile_step
 from flashtile.kernels.families.mma_sync import MmaFamily, MmaRow
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
 from flashtile.kernels.length_class import PackedHeads, RaggedQueries
-from flashtile.kernels.plan import SplitRule, Step
+from flashtile.kernels.plan import Factor, SplitRule, Step
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
@@ -163,14 +163,15 @@ class FwdSm80(MmaFamily[Sm80Row]):
         heads = "heads_kv" if packed_heads > 1 else "heads"
         # A multiprocessor has 8 warps, and each split should have a few tiles of keys
         splits = SplitRule(row.queries(packed_heads), 4 * row.block_n, heads, _NUM_WARPS // row.num_warps)
-        return Launch((*plain.steps, combine(key)), partial_results(key), splits)
+        return Launch((*plain.steps, combine(key, layout)), partial_results(key), splits)
 
     def launch_row(self, row: Sm80Row, key: PlanKey, layout: CallLayout) -> Launch:
-        return Launch((self._step(row, key, self.packed_heads(key) if row.packs_heads else 1),))
+        return Launch((self._step(row, key, layout),))
 
-    def _step(self, row: Sm80Row, key: PlanKey, packed_heads: int) -> Step:
-        grid = query_grid(row.queries(packed_heads), "heads_kv") if row.packs_heads else query_grid(row.block_m)
-        return tile_step(row, key.features, (("num_splits", 1), *grid))
+    def _step(self, row: Sm80Row, key: PlanKey, layout: CallLayout) -> Step:
+        packed_heads = self.packed_heads(key) if row.packs_heads else 1
+        grid = query_grid(layout, row.queries(packed_heads), "heads_kv" if row.packs_heads else "heads")
+        return tile_step(row, key.features, (Factor("num_splits"), *grid))
 
 
 def _tiles(dims: tuple[int, int], key: PlanKey, is_packed: bool) -> list[Tile]:

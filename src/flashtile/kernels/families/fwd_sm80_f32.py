@@ -13,7 +13,7 @@ from flashtile.kernels.families.fwd_sm80 import QUERY_TILE_BYTES
 from flashtile.kernels.families.mma_sync import MmaRow, refuse_slow_tf32
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
 from flashtile.kernels.length_class import FewQueries
-from flashtile.kernels.plan import SplitRule, Step
+from flashtile.kernels.plan import Factor, SplitRule, Step
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CallLayout, Features, PlanKey, cpp_bool
 
@@ -121,13 +121,13 @@ class FwdSm80F32(Family[Sm80F32Row]):
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         row = self.select("fwd_sm80_f32", key)
         splits = SplitRule(row.block_m, 4 * row.block_n, "heads", row.min_blocks)
-        return Launch((self._step(row, key), combine(key)), partial_results(key), splits)
+        return Launch((self._step(row, key, layout), combine(key, layout)), partial_results(key), splits)
 
     def launch_row(self, row: Sm80F32Row, key: PlanKey, layout: CallLayout) -> Launch:
-        return Launch((self._step(row, key),))
+        return Launch((self._step(row, key, layout),))
 
-    def _step(self, row: Sm80F32Row, key: PlanKey) -> Step:
-        return tile_step(row, key.features, (("num_splits", 1), *query_grid(row.block_m)))
+    def _step(self, row: Sm80F32Row, key: PlanKey, layout: CallLayout) -> Step:
+        return tile_step(row, key.features, (Factor("num_splits"), *query_grid(layout, row.block_m)))
 
 
 def _row(tile: Tile, dims: tuple[int, int], is_scale_positive: bool = True, is_exact: bool = True) -> Sm80F32Row:

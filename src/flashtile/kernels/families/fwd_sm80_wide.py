@@ -14,7 +14,7 @@ from flashtile.kernels.families.base import Launch, Row, tile_step
 from flashtile.kernels.families.fwd_sm80 import GROUP_ROWS, PACKED_HEADS, QUERY_TILE_BYTES
 from flashtile.kernels.families.mma_sync import MmaFamily
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
-from flashtile.kernels.plan import SplitRule
+from flashtile.kernels.plan import Factor, SplitRule
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
@@ -158,12 +158,12 @@ class FwdSm80Wide(MmaFamily[Sm80WideRow]):
         heads = "heads_kv" if packed_heads > 1 else "heads"
         # Each split should have a few tiles of keys
         splits = SplitRule(row.queries(packed_heads), 4 * row.block_n, heads, 1)
-        return Launch((*self.launch_row(row, key, layout).steps, combine(key)), partial_results(key), splits)
+        return Launch((*self.launch_row(row, key, layout).steps, combine(key, layout)), partial_results(key), splits)
 
     def launch_row(self, row: Sm80WideRow, key: PlanKey, layout: CallLayout) -> Launch:
         packed_heads = key.length(PACKED_HEADS) if row.packs_heads else 1
-        grid = query_grid(row.queries(packed_heads), "heads_kv") if row.packs_heads else query_grid(row.block_m)
-        return Launch((tile_step(row, key.features, (("num_splits", 1), *grid)),))
+        grid = query_grid(layout, row.queries(packed_heads), "heads_kv" if row.packs_heads else "heads")
+        return Launch((tile_step(row, key.features, (Factor("num_splits"), *grid)),))
 
 
 def _row(

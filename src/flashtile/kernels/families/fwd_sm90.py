@@ -10,7 +10,7 @@ from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import combine, mask_bits, mask_workspaces, partial_results, query_grid
 from flashtile.kernels.length_class import PackedHeads, RaggedQueries, SmallGrid
 from flashtile.kernels.params import FwdSm90Params, Struct
-from flashtile.kernels.plan import MapPatch, SplitRule, Step
+from flashtile.kernels.plan import Factor, MapPatch, SplitRule, Step
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
@@ -217,19 +217,19 @@ class FwdSm90(Family[Sm90Row]):
         if packed_heads > 1:
             splits = SplitRule(row.queries(packed_heads), 2 * row.block_n, "heads_kv", blocks=1)
         workspaces = (*plain.workspaces, *partial_results(key))
-        return Launch((*plain.steps, combine(key)), workspaces, splits, plain.maps, struct=FwdSm90Params)
+        return Launch((*plain.steps, combine(key, layout)), workspaces, splits, plain.maps, struct=FwdSm90Params)
 
     def launch_row(self, row: Sm90Row, key: PlanKey, layout: CallLayout) -> Launch:
         packed_heads = self.packed_heads(key) if row.packs_heads else 1
         maps = _maps(row, key.features, layout, packed_heads)
-        step = self._step(_with_options(row, key.features), key, packed_heads)
+        step = self._step(_with_options(row, key.features), key, layout, packed_heads)
         if not key.features.has_bool_mask:
             return Launch((step,), maps=maps, struct=FwdSm90Params)
         return Launch((mask_bits(row.block_n), step), mask_workspaces(row.block_n), maps=maps, struct=FwdSm90Params)
 
-    def _step(self, row: Sm90Row, key: PlanKey, packed_heads: int) -> Step:
-        grid = query_grid(row.queries(packed_heads), "heads_kv") if row.packs_heads else query_grid(row.block_m)
-        return tile_step(row, key.features, (("num_splits", 1), *grid), max_blocks=1)
+    def _step(self, row: Sm90Row, key: PlanKey, layout: CallLayout, packed_heads: int) -> Step:
+        grid = query_grid(layout, row.queries(packed_heads), "heads_kv" if row.packs_heads else "heads")
+        return tile_step(row, key.features, (Factor("num_splits"), *grid), max_blocks=1)
 
 
 def _tiles(dims: tuple[int, int], key: PlanKey) -> list[Tile]:

@@ -15,7 +15,7 @@ from flashtile.kernels.families.sm90_f32 import WARPGROUP_ROWS, Sm90F32Row, num_
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
 from flashtile.kernels.length_class import FewQueries
 from flashtile.kernels.params import Sm90F32Params
-from flashtile.kernels.plan import SplitRule, Step
+from flashtile.kernels.plan import Factor, SplitRule, Step
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
 
@@ -123,15 +123,15 @@ class FwdSm90F32(Family[FwdSm90F32Row]):
         workspaces = (*part_workspaces(rows, layout), *partial_results(key))
         # A block fills a multiprocessor, and each split should have a few tiles of keys
         splits = SplitRule(rows[0].block_m, 4 * rows[0].block_n, blocks=1)
-        steps = (*pre_pass(rows, key), *(self._step(row, key) for row in rows), combine(key))
+        steps = (*pre_pass(rows, key, layout), *(self._step(row, key, layout) for row in rows), combine(key, layout))
         return Launch(steps, workspaces, splits, struct=Sm90F32Params)
 
     def launch_row(self, row: FwdSm90F32Row, key: PlanKey, layout: CallLayout) -> Launch:
         """The kernel alone; what it reads comes from a pre-pass."""
-        return Launch((self._step(row, key),), part_workspaces([row], layout), struct=Sm90F32Params)
+        return Launch((self._step(row, key, layout),), part_workspaces([row], layout), struct=Sm90F32Params)
 
-    def _step(self, row: FwdSm90F32Row, key: PlanKey) -> Step:
-        return tile_step(row, key.features, (("num_splits", 1), *query_grid(row.block_m)), max_blocks=1)
+    def _step(self, row: FwdSm90F32Row, key: PlanKey, layout: CallLayout) -> Step:
+        return tile_step(row, key.features, (Factor("num_splits"), *query_grid(layout, row.block_m)), max_blocks=1)
 
 
 def _row(kernel: str, dims: tuple[int, int], tile: Tile, num_parts: int) -> FwdSm90F32Row:

@@ -127,15 +127,19 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
         half, bf16 = (self.select(kernel, key) for kernel in self.kernels)
         if not key.length(_MANY) or dataclasses.replace(key.features, has_band=False) != Features():
             return self.launch_row(bf16, key, layout)
-        steps = (*check_pass(_CHECKED, half.block_n, key), self._step(half, key), self._step(bf16, key))
+        steps = (
+            *check_pass(_CHECKED, half.block_n, key, layout),
+            self._step(half, key, layout),
+            self._step(bf16, key, layout),
+        )
         return Launch(steps, (RANGE,), struct=Sm90F32Params)
 
     def launch_row(self, row: FwdSm90F32DirectRow, key: PlanKey, layout: CallLayout) -> Launch:
         workspaces = (RANGE,) if row.kernel == _HALF else ()
-        return Launch((self._step(row, key),), workspaces, struct=Sm90F32Params)
+        return Launch((self._step(row, key, layout),), workspaces, struct=Sm90F32Params)
 
-    def _step(self, row: FwdSm90F32DirectRow, key: PlanKey) -> Step:
-        return tile_step(row, key.features, query_grid(row.block_m), cluster=row.cluster)
+    def _step(self, row: FwdSm90F32DirectRow, key: PlanKey, layout: CallLayout) -> Step:
+        return tile_step(row, key.features, query_grid(layout, row.block_m), cluster=row.cluster)
 
 
 def _row(kernel: str, cluster: int, overlaps: bool) -> FwdSm90F32DirectRow:

@@ -10,7 +10,7 @@ from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import query_grid
 from flashtile.kernels.length_class import KeySteps, PackedHeads, SmallGrid
 from flashtile.kernels.params import FwdSm90ShortParams, Struct
-from flashtile.kernels.plan import MapPatch, Step, Workspace
+from flashtile.kernels.plan import Factor, MapPatch, Step, Workspace
 from flashtile.kernels.source import plain_unit
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
@@ -140,7 +140,7 @@ class FwdSm90Short(Family[Sm90ShortRow]):
         return self.launch_row(self.select("fwd_sm90_short", key), key, layout)
 
     def launch_row(self, row: Sm90ShortRow, key: PlanKey, layout: CallLayout) -> Launch:
-        step = tile_step(row, key.features, query_grid(_ROWS), max_blocks=1)
+        step = tile_step(row, key.features, query_grid(layout, _ROWS), max_blocks=1)
         maps = _maps(row, layout)
         if key.features.bias_dtype is None:
             return Launch((step,), maps=maps, struct=FwdSm90ShortParams)
@@ -164,7 +164,7 @@ def _is_faster(key: PlanKey) -> bool:
 def _bias_step(bias_dtype: str, num_steps: int) -> Step:
     """Reorders the bias."""
     entry = f"flashtile::bias_fragments_kernel<flashtile::{CPP_TYPES[bias_dtype]}, {num_steps}>"
-    grid = ("seqlen_q", _ROWS), ("bias_heads", 1), ("bias_batch", 1)
+    grid = Factor("seqlen_q", _ROWS), Factor("bias_heads"), Factor("bias_batch")
     return Step(plain_unit("bias_fragments", entry, FwdSm90ShortParams), entry, grid, 1, 1, 128, 0)
 
 

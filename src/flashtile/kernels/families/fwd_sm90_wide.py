@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
 from flashtile.kernels.params import FwdSm90Params, Struct
-from flashtile.kernels.plan import MapPatch, SplitRule
+from flashtile.kernels.plan import Factor, MapPatch, SplitRule
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
@@ -90,10 +90,14 @@ class FwdSm90Wide(Family[Sm90FwdWideRow]):
         plain = self.launch_row(self.select("fwd_sm90_wide", key), key, layout)
         # Each split should have a few tiles of keys
         splits = SplitRule(_CLUSTER * _ROWS, 8 * _KEYS, blocks=1)
-        return Launch((*plain.steps, combine(key)), partial_results(key), splits, plain.maps, struct=FwdSm90Params)
+        return Launch(
+            (*plain.steps, combine(key, layout)), partial_results(key), splits, plain.maps, struct=FwdSm90Params
+        )
 
     def launch_row(self, row: Sm90FwdWideRow, key: PlanKey, layout: CallLayout) -> Launch:
-        step = tile_step(row, key.features, (("num_splits", 1), *query_grid(_CLUSTER * _ROWS)), cluster=_CLUSTER)
+        step = tile_step(
+            row, key.features, (Factor("num_splits"), *query_grid(layout, _CLUSTER * _ROWS)), cluster=_CLUSTER
+        )
         return Launch((step,), maps=_maps(layout), struct=FwdSm90Params)
 
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from flashtile.kernels.families.base import Row
+from flashtile.kernels.families.steps import key_tiles, query_tiles
 from flashtile.kernels.params import Sm90F32Params, Struct
-from flashtile.kernels.plan import Grid, Step, Workspace
+from flashtile.kernels.plan import Factor, Grid, Step, Workspace
 from flashtile.kernels.source import plain_unit, qualified
 from flashtile.kernels.spec import CallLayout, PlanKey, cpp_bool
 
@@ -69,10 +70,8 @@ def part_workspaces(rows: Sequence[Sm90F32Row], layout: CallLayout, is_backward:
     """For the parts of Q, K, V and dO, which float16 and bfloat16 kernels share: at most one of them works."""
     qk_bytes, v_bytes = (max(row.row_bytes[index] for row in rows) for index in (0, 1))
     block_n = max(row.block_n for row in rows)
-    is_q_packed = "cu_seqlens_q" in layout.tensors
-    is_k_packed = "cu_seqlens_k" in layout.tensors and "block_table" not in layout.tensors
-    q_rows = ("heads", "total_q") if is_q_packed else ("heads", "batch", "seqlen_q")
-    k_rows = ("heads_kv", "total_k") if is_k_packed else ("heads_kv", "batch", "seqlen_k")
+    q_rows = ("heads", "total_q") if layout.has_packed_queries else ("heads", "batch", "seqlen_q")
+    k_rows = ("heads_kv", "total_k") if layout.has_packed_keys else ("heads_kv", "batch", "seqlen_k")
     found = (
         RANGE,
         Workspace("q_parts", qk_bytes, q_rows, num_padding=WARPGROUP_ROWS, padding=("heads", "batch")),
@@ -83,24 +82,26 @@ def part_workspaces(rows: Sequence[Sm90F32Row], layout: CallLayout, is_backward:
     return (*found, dout) if is_backward else found
 
 
-def pre_pass(rows: Sequence[Sm90F32Row], key: PlanKey) -> Iterator[Step]:
+def pre_pass(rows: Sequence[Sm90F32Row], key: PlanKey, layout: CallLayout) -> Iterator[Step]:
     """The steps that find the range of the numbers and split the tensors, for the parts of each row."""
     lengths, source, load = key.features.policies()[3:6]
-    heads: Grid = ("heads", 1), ("batch", 1)
+    heads = Factor("heads"), Factor("batch")
     yield _step("f32_range", (lengths, source), heads, _RANGE_THREADS)
     for row in rows:
-        # As many blocks as run at once: each splits one tile of queries or keys after the other
-        tiles: Grid = ("seqlen_q", WARPGROUP_ROWS), ("seqlen_k", row.block_n), *heads
-        yield _step("f32_split", (row.config, lengths, source, load), tiles, _SPLIT_THREADS, max_blocks=16)
+        yield _step("f32_split", (row.config, lengths, source, load), _tiles(row.block_n, layout), _SPLIT_THREADS, 16)
 
 
-def check_pass(config: str, block_n: int, key: PlanKey) -> Iterator[Step]:
+def check_pass(config: str, block_n: int, key: PlanKey, layout: CallLayout) -> Iterator[Step]:
     """The steps that find the range of the numbers and whether float16 parts hold them."""
     lengths, source, load = key.features.policies()[3:6]
-    heads: Grid = ("heads", 1), ("batch", 1)
+    heads = Factor("heads"), Factor("batch")
     yield _step("f32_range", (lengths, source), heads, _RANGE_THREADS)
-    tiles: Grid = ("seqlen_q", WARPGROUP_ROWS), ("seqlen_k", block_n), *heads
-    yield _step("f32_check", (config, lengths, source, load), tiles, _SPLIT_THREADS, max_blocks=16)
+    yield _step("f32_check", (config, lengths, source, load), _tiles(block_n, layout), _SPLIT_THREADS, 16)
+
+
+def _tiles(block_n: int, layout: CallLayout) -> Grid:
+    """More than there are of queries and of keys: the grid is one of as many blocks as run at once."""
+    return (*query_tiles(layout, WARPGROUP_ROWS), *key_tiles(layout, block_n), Factor("heads"))
 
 
 def _step(kernel: str, arguments: tuple[str, ...], grid: Grid, num_threads: int, max_blocks: int = 0) -> Step:

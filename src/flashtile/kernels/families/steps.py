@@ -1,11 +1,11 @@
-"""Steps that several families share: kernels without a tile, and the grids of kernels over queries."""
+"""Steps that several families share: kernels without a tile, and the grids of kernels over tiles of queries or keys."""
 
 from __future__ import annotations
 
 from flashtile.kernels.params import Params
-from flashtile.kernels.plan import Grid, Step, Workspace
+from flashtile.kernels.plan import Factor, Grid, Step, Workspace
 from flashtile.kernels.source import cpp_type, plain_unit
-from flashtile.kernels.spec import PlanKey
+from flashtile.kernels.spec import CallLayout, PlanKey
 
 # As the constants of kernels/fwd_combine.cuh and kernels/bwd_preprocess.cuh; tests/cpu/test_plan.py compares them
 COMBINE_ROWS, COMBINE_THREADS = 4, 128
@@ -14,15 +14,47 @@ PREPROCESS_ROWS, PREPROCESS_THREADS = 64, 128
 MASK_GROUP, MASK_WORD, MASK_BITS_THREADS = 64, 32, 512
 
 
-def query_grid(block_rows: int, heads: str = "heads") -> Grid:
+def query_grid(layout: CallLayout, block_rows: int, heads: str = "heads") -> Grid:
     """A block for each tile of queries of each head."""
-    return ("seqlen_q", block_rows), (heads, 1), ("batch", 1)
+    return (*query_tiles(layout, block_rows), Factor(heads))
 
 
-def combine(key: PlanKey) -> Step:
+def key_grid(layout: CallLayout, block_rows: int) -> Grid:
+    """A block for each tile of keys of each KV head."""
+    return (*key_tiles(layout, block_rows), Factor("heads_kv"))
+
+
+def bias_grid(block_rows: int, block_columns: int) -> Grid:
+    """A block for each tile of the gradient of a bias."""
+    return (
+        Factor("bias_batch"),
+        Factor("bias_heads"),
+        Factor("bias_rows", block_rows),
+        Factor("bias_columns", block_columns),
+    )
+
+
+def query_tiles(layout: CallLayout, block_rows: int) -> Grid:
+    """Tiles of queries of one head."""
+    return _tiles("q", block_rows, layout.has_packed_queries)
+
+
+def key_tiles(layout: CallLayout, block_rows: int) -> Grid:
+    """Tiles of keys of one KV head."""
+    return _tiles("k", block_rows, layout.has_packed_keys)
+
+
+def _tiles(side: str, block_rows: int, is_packed: bool) -> Grid:
+    # The tiles of packed sequences lie on one line: attn/tile_place.cuh
+    if is_packed:
+        return (Factor(f"total_{side}", block_rows, plus="batch"),)
+    return Factor(f"seqlen_{side}", block_rows), Factor("batch")
+
+
+def combine(key: PlanKey, layout: CallLayout) -> Step:
     """Joins the partial results of splits; not launched where there is one."""
     entry = f"fwd_combine_kernel<{cpp_type(key.out_dtype)}, {_sequences(key)}>"
-    return plain_step("fwd_combine", entry, query_grid(COMBINE_ROWS), COMBINE_THREADS, is_for_splits=True)
+    return plain_step("fwd_combine", entry, query_grid(layout, COMBINE_ROWS), COMBINE_THREADS, is_for_splits=True)
 
 
 def partial_results(key: PlanKey) -> tuple[Workspace, ...]:
@@ -36,13 +68,14 @@ def partial_results(key: PlanKey) -> tuple[Workspace, ...]:
 
 def mask_bits(block_n: int) -> Step:
     """Packs a bool mask into bits, for tiles of block_n keys, and makes the map of its tiles."""
-    sizes: Grid = (("mask_rows", MASK_GROUP), ("mask_heads", 1), ("mask_batch", 1), ("seqlen_k", MASK_WORD * block_n))
+    groups = Factor("mask_rows", MASK_GROUP), Factor("mask_heads"), Factor("mask_batch")
+    sizes: Grid = (*groups, Factor("seqlen_k", MASK_WORD * block_n))
     return plain_step("mask_bits", f"mask_bits_kernel<{block_n}>", sizes, MASK_BITS_THREADS)
 
 
 def mask_workspaces(block_n: int) -> tuple[Workspace, ...]:
     """What `mask_bits` fills."""
-    tiles: Grid = (("mask_rows", MASK_GROUP), ("seqlen_k", MASK_WORD * block_n))
+    tiles = ("mask_rows", MASK_GROUP), ("seqlen_k", MASK_WORD * block_n)
     sizes = ("mask_rows", "mask_heads", "mask_batch")
     return (
         Workspace("mask_bits", 16, sizes, quotients=(("seqlen_k", block_n),)),
@@ -50,10 +83,10 @@ def mask_workspaces(block_n: int) -> tuple[Workspace, ...]:
     )
 
 
-def preprocess(key: PlanKey) -> Step:
+def preprocess(key: PlanKey, layout: CallLayout) -> Step:
     """Fills score_lse and delta for a backward pass."""
     entry = f"bwd_preprocess_kernel<{cpp_type(key.out_dtype)}, {_sequences(key)}>"
-    return plain_step("bwd_preprocess", entry, query_grid(PREPROCESS_ROWS), PREPROCESS_THREADS)
+    return plain_step("bwd_preprocess", entry, query_grid(layout, PREPROCESS_ROWS), PREPROCESS_THREADS)
 
 
 # What `preprocess` fills
@@ -61,7 +94,7 @@ ROW_STATS = (Workspace("score_lse", 4, ("lse_size",)), Workspace("delta", 4, ("l
 
 
 def dsinks(key: PlanKey) -> Step:
-    return plain_step("bwd_preprocess", f"bwd_dsinks_kernel<{_sequences(key)}>", (("heads", 1),), PREPROCESS_THREADS)
+    return plain_step("bwd_preprocess", f"bwd_dsinks_kernel<{_sequences(key)}>", (Factor("heads"),), PREPROCESS_THREADS)
 
 
 def _sequences(key: PlanKey) -> str:

@@ -3,6 +3,7 @@
 
 #include "flashtile/attn/block_range.cuh"
 #include "flashtile/attn/key_order.cuh"
+#include "flashtile/attn/tile_place.cuh"
 #include "flashtile/core/math.cuh"
 #include "flashtile/ptx/sync.cuh"
 
@@ -17,20 +18,30 @@ struct KeyTile {
   template <i32 kBlockM, i32 kBlockN, class Mask, class SeqInfo>
   FT_DEVICE static KeyTile find(const Params& p) {
     KeyTile tile;
-    i32 num_n_blocks = ceil_div(p.seqlen_k, kBlockN), num_rows = p.heads_kv * p.batch, group = 1;
-    if (p.dq_order != nullptr) {
-      i32 num_tiles = ceil_div(p.seqlen_q, kBlockM) * (p.heads / p.heads_kv);
-      group = order_group(num_rows, num_tiles, num_multiprocessors());
-    }
-    KeyBlock block = key_block(blockIdx.x, num_n_blocks, num_rows, group);
     // The first keys come first: under a causal mask most queries see them. In a fixed order of sums the last ones do:
     // their first query tile is seen by the fewest keys.
-    if (is_reversed<Mask>(p)) block.n = num_n_blocks - 1 - block.n;
-    tile.j_begin = block.n * kBlockN;
-    // Sequences that share a bias come one after the other: the second reads it from L2
-    bool is_shared = p.bias != nullptr && p.bias_strides[0] == 0;
-    tile.kv_head = is_shared ? block.row / p.batch : block.row % p.heads_kv;
-    tile.s = find_sequence<SeqInfo>(p, is_shared ? block.row % p.batch : block.row / p.heads_kv);
+    bool from_last = is_reversed<Mask>(p);
+    if (has_packed_keys<SeqInfo>(p)) {
+      auto found = packed_key_tiles(p, kBlockN).find(static_cast<i32>(blockIdx.x), p.heads_kv);
+      tile.s = find_sequence<SeqInfo>(p, found.batch);
+      KeyBlock block{found.num_counted, found.row};
+      if (found.local >= 0) {
+        i32 group = find_group<kBlockM>(p, tile.s.seqlen_q, p.heads_kv);
+        block = key_block(found.local, found.num_counted, p.heads_kv, group);
+      }
+      if (from_last && block.n < found.num_tiles) block.n = found.num_tiles - 1 - block.n;
+      tile.j_begin = block.n * kBlockN;
+      tile.kv_head = block.row;
+    } else {
+      i32 num_n_blocks = ceil_div(p.seqlen_k, kBlockN), num_rows = p.heads_kv * p.batch;
+      KeyBlock block = key_block(blockIdx.x, num_n_blocks, num_rows, find_group<kBlockM>(p, p.seqlen_q, num_rows));
+      if (from_last) block.n = num_n_blocks - 1 - block.n;
+      tile.j_begin = block.n * kBlockN;
+      // Sequences that share a bias come one after the other: the second reads it from L2
+      bool is_shared = p.bias != nullptr && p.bias_strides[0] == 0;
+      tile.kv_head = is_shared ? block.row / p.batch : block.row % p.heads_kv;
+      tile.s = find_sequence<SeqInfo>(p, is_shared ? block.row % p.batch : block.row / p.heads_kv);
+    }
     i32 j_end = min_of(tile.j_begin + kBlockN, tile.s.seqlen_k);
     Range queries = query_range<Mask>(p, tile.s, tile.j_begin, j_end);
     tile.m_begin = queries.begin / kBlockM;
@@ -38,6 +49,12 @@ struct KeyTile {
     tile.num_heads = p.heads / p.heads_kv;
     tile.first_head = tile.kv_head * tile.num_heads;
     return tile;
+  }
+  // The KV heads whose blocks start in turn.
+  template <i32 kBlockM>
+  FT_DEVICE static i32 find_group(const Params& p, i32 seqlen_q, i32 num_rows) {
+    if (p.dq_order == nullptr) return 1;
+    return order_group(num_rows, ceil_div(seqlen_q, kBlockM) * (p.heads / p.heads_kv), num_multiprocessors());
   }
   // Whether the blocks of keys that see a query tile add to its dQ from the last to the first.
   template <class Mask>

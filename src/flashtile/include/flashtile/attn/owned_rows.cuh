@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flashtile/attn/key_tile.cuh"
+#include "flashtile/attn/tile_place.cuh"
 #include "flashtile/core/mutation.cuh"
 
 namespace flashtile {
@@ -18,12 +19,12 @@ struct OwnedRows {
   FT_DEVICE static OwnedRows find(const Params& p) {
     OwnedRows block;
     if constexpr (Config::kOwnsQueries) {
-      i32 num_m_blocks = ceil_div(p.seqlen_q, Config::kBlockM), m_block = static_cast<i32>(blockIdx.x) % num_m_blocks;
       // The last queries come first: under a causal mask they see most keys
-      if constexpr (Mask::kHasBand) m_block = num_m_blocks - 1 - m_block;
-      block.head = blockIdx.x / num_m_blocks % p.heads;
-      block.s = find_sequence<SeqInfo>(p, blockIdx.x / num_m_blocks / p.heads);
-      block.first = m_block * Config::kBlockM;
+      TilePlace place =
+          place_queries<SeqInfo>(p, Config::kBlockM, p.heads, static_cast<i32>(blockIdx.x), Mask::kHasBand);
+      block.head = place.row;
+      block.s = find_sequence<SeqInfo>(p, place.batch);
+      block.first = place.tile * Config::kBlockM;
       i32 i_end = min_of(block.first + Config::kBlockM, block.s.seqlen_q);
       Range keys = key_range<Mask>(p, block.s, block.first, i_end);
       block.first_tile = keys.begin / Config::kBlockN;

@@ -32,7 +32,7 @@ struct QueryTile {
 
   template <class Scheduler>
   FT_DEVICE QueryTile(const Params& p, const Scheduler& scheduler, i32 index)
-      : coord(scheduler.coord(p, index)),
+      : coord(scheduler.coord(p, index, Packing::block_queries(p))),
         s(find_sequence<SeqInfo>(p, coord.batch)),
         i_begin(coord.m_block * Packing::block_queries(p)) {
     i32 block = Packing::block_queries(p);

@@ -142,6 +142,7 @@ enum class Mutation {
   tail_column,         // elements past head_dim are read as part of the row
   gqa_head,            // query head h uses KV head h % heads_kv instead of h / group
   neighbour_length,    // a packed sequence has the number of keys of the one before it
+  packed_rest,         // packed sequences lack the tile that ends at no multiple of its size
   page_index,          // keys after the first page are read from the page before
   bias_row,            // every row but the first uses the bias of the row above
   alibi_offset,        // ALiBi distances count from the first key instead of the last

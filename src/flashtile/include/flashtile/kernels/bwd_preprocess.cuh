@@ -7,6 +7,7 @@
 
 #include "flashtile/attn/score_unit.cuh"
 #include "flashtile/attn/sequence.cuh"
+#include "flashtile/attn/tile_place.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/core/reduce.cuh"
 
@@ -17,12 +18,12 @@ constexpr i32 kPreprocessThreads = 128;
 
 template <typename Out, class SeqInfo>
 __global__ void __launch_bounds__(kPreprocessThreads) bwd_preprocess_kernel(const FT_GRID_CONSTANT Params p) {
-  i32 num_blocks = ceil_div(p.seqlen_q, kPreprocessRows);
-  i32 head = blockIdx.x / num_blocks % p.heads;
-  Sequence s = find_sequence<SeqInfo>(p, blockIdx.x / num_blocks / p.heads);
+  TilePlace place = place_queries<SeqInfo>(p, kPreprocessRows, p.heads, static_cast<i32>(blockIdx.x));
+  i32 head = place.row;
+  Sequence s = find_sequence<SeqInfo>(p, place.batch);
   const Out* gO = query_rows(static_cast<const Out*>(p.out), p.out_strides, s, head);
   const Out* gdO = query_rows(static_cast<const Out*>(p.dout), p.dout_strides, s, head);
-  i32 lane = threadIdx.x % 32, first = blockIdx.x % num_blocks * kPreprocessRows;
+  i32 lane = threadIdx.x % 32, first = place.tile * kPreprocessRows;
   i32 end = min_of(first + kPreprocessRows, s.seqlen_q);
   for (i32 i = first + threadIdx.x / 32; i < end; i += kPreprocessThreads / 32) {
     // rowsum(dO * O)

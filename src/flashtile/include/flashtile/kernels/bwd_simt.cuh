@@ -17,6 +17,7 @@
 #include "flashtile/attn/dropout.cuh"
 #include "flashtile/attn/mask.cuh"
 #include "flashtile/attn/score_mod.cuh"
+#include "flashtile/attn/tile_place.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/tile/simt_gemm.cuh"
 
@@ -111,10 +112,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dq_simt_kernel(con
   BwdSimtStorage<Config>& shared = *reinterpret_cast<BwdSimtStorage<Config>*>(shared_bytes);
 
   // Find this block's queries and load Q and dO
-  i32 num_m_blocks = ceil_div(p.seqlen_q, Config::kBlockM);
-  i32 i_begin = (num_m_blocks - 1 - static_cast<i32>(blockIdx.x % num_m_blocks)) * Config::kBlockM;
-  i32 head = blockIdx.x / num_m_blocks % p.heads;
-  Sequence s = find_sequence<SeqInfo>(p, blockIdx.x / num_m_blocks / p.heads);
+  TilePlace place = place_queries<SeqInfo>(p, Config::kBlockM, p.heads, static_cast<i32>(blockIdx.x), true);
+  i32 i_begin = place.tile * Config::kBlockM, head = place.row;
+  Sequence s = find_sequence<SeqInfo>(p, place.batch);
   if (i_begin >= s.seqlen_q) return;
   i32 kv_head = head / (p.heads / p.heads_kv);
   const T* gQ = query_rows(static_cast<const T*>(p.q), p.q_strides, s, head);
@@ -169,10 +169,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dkdv_simt_kernel(c
   BwdSimtStorage<Config>& shared = *reinterpret_cast<BwdSimtStorage<Config>*>(shared_bytes);
 
   // Find this block's keys and load K and V. The first keys come first: under a causal mask most queries see them
-  i32 num_blocks = ceil_div(p.seqlen_k, Config::kBlockM);
-  i32 j_begin = static_cast<i32>(blockIdx.x % num_blocks) * Config::kBlockM;
-  i32 kv_head = blockIdx.x / num_blocks % p.heads_kv;
-  Sequence s = find_sequence<SeqInfo>(p, blockIdx.x / num_blocks / p.heads_kv);
+  TilePlace place = place_keys<SeqInfo>(p, Config::kBlockM, p.heads_kv, static_cast<i32>(blockIdx.x));
+  i32 j_begin = place.tile * Config::kBlockM, kv_head = place.row;
+  Sequence s = find_sequence<SeqInfo>(p, place.batch);
   if (j_begin >= s.seqlen_k) return;
   KeyRows<const T, KvSource> gK(static_cast<const T*>(p.k), p.k_strides, p, s, kv_head);
   KeyRows<const T, KvSource> gV(static_cast<const T*>(p.v), p.v_strides, p, s, kv_head);

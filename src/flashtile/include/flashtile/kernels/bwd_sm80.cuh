@@ -17,6 +17,7 @@
 #pragma once
 
 #include "flashtile/attn/score_gradient.cuh"
+#include "flashtile/attn/tile_place.cuh"
 #include "flashtile/core/timeline.cuh"
 #include "flashtile/ptx/red.cuh"
 #include "flashtile/tile/epilogue.cuh"
@@ -34,11 +35,11 @@ struct OwnedKeys {
   template <class Config, class Mask, class SeqInfo>
   FT_DEVICE static OwnedKeys find(const Params& p) {
     OwnedKeys block;
-    i32 num_n_blocks = ceil_div(p.seqlen_k, Config::kBlockN);
     // The first keys come first: under a causal mask most queries see them
-    block.j_begin = static_cast<i32>(blockIdx.x % num_n_blocks) * Config::kBlockN;
-    block.kv_head = blockIdx.x / num_n_blocks % p.heads_kv;
-    block.s = find_sequence<SeqInfo>(p, blockIdx.x / num_n_blocks / p.heads_kv);
+    TilePlace place = place_keys<SeqInfo>(p, Config::kBlockN, p.heads_kv, static_cast<i32>(blockIdx.x));
+    block.j_begin = place.tile * Config::kBlockN;
+    block.kv_head = place.row;
+    block.s = find_sequence<SeqInfo>(p, place.batch);
     i32 j_end = min_of(block.j_begin + Config::kBlockN, block.s.seqlen_k);
     Range queries = query_range<Mask>(p, block.s, block.j_begin, j_end);
     block.m_begin = queries.begin / Config::kBlockM;

@@ -30,15 +30,17 @@ struct QueryBlock {
   template <class Config, class Mask, class ScoreMod, class SeqInfo, bool kHasMaskMap = Mask::kHasBool>
   FT_DEVICE static QueryBlock find(const Params& p) {
     QueryBlock block;
-    i32 num_m_blocks = ceil_div(p.seqlen_q, Config::kBlockM), m_block = static_cast<i32>(blockIdx.x) % num_m_blocks;
     // The last queries come first: under a causal mask they see most keys
-    if constexpr (Mask::kHasBand) m_block = num_m_blocks - 1 - m_block;
-    u32 row = blockIdx.x / num_m_blocks;
+    TilePlace place = place_queries<SeqInfo>(p, Config::kBlockM, p.heads, static_cast<i32>(blockIdx.x), Mask::kHasBand);
+    block.head = place.row;
+    i32 batch_idx = place.batch;
     // Sequences that share a bias come one after the other: the second reads it from L2
-    bool is_shared = ScoreMod::kHasBias && p.bias_strides[0] == 0;
-    block.head = is_shared ? row / p.batch : row % p.heads;
-    block.s = find_sequence<SeqInfo>(p, is_shared ? row % p.batch : row / p.heads);
-    block.i_begin = m_block * Config::kBlockM;
+    if (ScoreMod::kHasBias && p.bias_strides[0] == 0 && !has_packed_queries<SeqInfo>(p)) {
+      i32 row = place.batch * p.heads + place.row;
+      block.head = row / p.batch, batch_idx = row % p.batch;
+    }
+    block.s = find_sequence<SeqInfo>(p, batch_idx);
+    block.i_begin = place.tile * Config::kBlockM;
     i32 i_end = min_of(block.i_begin + Config::kBlockM, block.s.seqlen_q);
     Range keys = key_range<Mask>(p, block.s, block.i_begin, i_end);
     block.n_begin = keys.begin / Config::kBlockN;

@@ -10,6 +10,7 @@
 
 #include "flashtile/attn/score_unit.cuh"
 #include "flashtile/attn/sequence.cuh"
+#include "flashtile/attn/tile_place.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/core/reduce.cuh"
 #include "flashtile/tile/fragment.cuh"
@@ -26,10 +27,10 @@ struct StepRows {
   i32 head, first;
 
   FT_DEVICE explicit StepRows(const Params& p) {
-    i32 num_blocks = ceil_div(p.seqlen_q, kStepRows);
-    head = blockIdx.x / num_blocks % p.heads;
-    s = find_sequence<SeqInfo>(p, blockIdx.x / num_blocks / p.heads);
-    first = blockIdx.x % num_blocks * kStepRows + threadIdx.x / 8;
+    TilePlace place = place_queries<SeqInfo>(p, kStepRows, p.heads, static_cast<i32>(blockIdx.x));
+    head = place.row;
+    s = find_sequence<SeqInfo>(p, place.batch);
+    first = place.tile * kStepRows + threadIdx.x / 8;
   }
 };
 

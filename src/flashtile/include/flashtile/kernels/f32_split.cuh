@@ -9,6 +9,7 @@
 
 #include "flashtile/attn/config.cuh"
 #include "flashtile/attn/split_tiles.cuh"
+#include "flashtile/attn/tile_place.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/core/reduce.cuh"
 #include "flashtile/tile/sm90_f32_config.cuh"
@@ -146,16 +147,17 @@ FT_DEVICE void split_keys(const Sm90F32Params& params, i32 tile, i32 kv_head, i3
 template <class Config, bool kStores, class SeqInfo, class KvSource, class Load>
 FT_DEVICE void split_all(const Sm90F32Params& params) {
   const Params& p = params.base;
-  i32 q_tiles = ceil_div(p.seqlen_q, 64), k_tiles = ceil_div(p.seqlen_k, Config::kBlockN);
-  i32 num_queries = q_tiles * p.heads * p.batch, num_tiles = num_queries + k_tiles * p.heads_kv * p.batch;
-  for (i32 index = blockIdx.x; index < num_tiles; index += gridDim.x) {
-    if (index < num_queries) {
-      i32 row = index / q_tiles;
-      split_queries<Config, kStores, SeqInfo, Load>(params, index % q_tiles, row % p.heads, row / p.heads);
-    } else {
-      i32 rest = index - num_queries, row = rest / k_tiles;
-      split_keys<Config, kStores, SeqInfo, KvSource, Load>(params, rest % k_tiles, row % p.heads_kv, row / p.heads_kv);
-    }
+  i32 num_queries = num_query_indices<SeqInfo>(p, 64, p.heads), grid = static_cast<i32>(gridDim.x);
+  for (i32 index = static_cast<i32>(blockIdx.x); index < num_queries; index += grid) {
+    TilePlace place = place_queries<SeqInfo>(p, 64, p.heads, index);
+    split_queries<Config, kStores, SeqInfo, Load>(params, place.tile, place.row, place.batch);
+  }
+  // The block after the one of the last queries goes on with the first keys
+  i32 num_keys = num_key_indices<SeqInfo>(p, Config::kBlockN, p.heads_kv);
+  i32 first = static_cast<i32>(blockIdx.x) - num_queries % grid;
+  for (i32 index = first + (first < 0 ? grid : 0); index < num_keys; index += grid) {
+    TilePlace place = place_keys<SeqInfo>(p, Config::kBlockN, p.heads_kv, index);
+    split_keys<Config, kStores, SeqInfo, KvSource, Load>(params, place.tile, place.row, place.batch);
   }
 }
 

@@ -7,6 +7,7 @@
 
 #include "flashtile/attn/merge.cuh"
 #include "flashtile/attn/sequence.cuh"
+#include "flashtile/attn/tile_place.cuh"
 #include "flashtile/core/reduce.cuh"
 
 namespace flashtile {
@@ -16,11 +17,12 @@ constexpr i32 kCombineColumns = 8;  // per lane at a time
 
 template <typename Out, class SeqInfo>
 __global__ void __launch_bounds__(32 * kCombineRows) fwd_combine_kernel(const FT_GRID_CONSTANT Params p) {
-  i32 num_blocks = ceil_div(p.seqlen_q, kCombineRows);
-  i32 head = blockIdx.x / num_blocks % p.heads;
-  Sequence s = find_sequence<SeqInfo>(p, blockIdx.x / num_blocks / p.heads);
-  i32 i = blockIdx.x % num_blocks * kCombineRows + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (i >= s.seqlen_q) return;
+  TilePlace place = place_queries<SeqInfo>(p, kCombineRows, p.heads, static_cast<i32>(blockIdx.x));
+  i32 head = place.row;
+  Sequence s = find_sequence<SeqInfo>(p, place.batch);
+  i32 i = place.tile * kCombineRows + threadIdx.x / 32, lane = threadIdx.x % 32;
+  // It is never negative; without a word about it, kernels for packed sequences spill (sm_100)
+  if (i < 0 || i >= s.seqlen_q) return;
   i64 stat = stat_index(p, s, head, i);
 
   // Find the common maximum and sum

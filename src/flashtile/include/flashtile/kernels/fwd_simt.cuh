@@ -16,6 +16,7 @@
 #include "flashtile/attn/merge.cuh"
 #include "flashtile/attn/online_softmax.cuh"
 #include "flashtile/attn/score_mod.cuh"
+#include "flashtile/attn/tile_place.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/tile/simt_gemm.cuh"
 
@@ -108,13 +109,11 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_simt_kernel(const 
   FwdSimtStorage<Config>& shared = *reinterpret_cast<FwdSimtStorage<Config>*>(shared_bytes);
 
   // Find this block's queries and keys
-  i32 num_m_blocks = ceil_div(p.seqlen_q, Config::kBlockM);
-  i32 m_block = num_m_blocks - 1 - static_cast<i32>(blockIdx.x % num_m_blocks);
-  i32 rest = blockIdx.x / num_m_blocks;
-  i32 split = rest % p.num_splits;
-  i32 head = rest / p.num_splits % p.heads;
-  Sequence s = find_sequence<SeqInfo>(p, rest / p.num_splits / p.heads);
-  i32 i_begin = m_block * Config::kBlockM;
+  TilePlace place =
+      place_queries<SeqInfo>(p, Config::kBlockM, p.num_splits * p.heads, static_cast<i32>(blockIdx.x), true);
+  i32 split = place.row % p.num_splits, head = place.row / p.num_splits;
+  Sequence s = find_sequence<SeqInfo>(p, place.batch);
+  i32 i_begin = place.tile * Config::kBlockM;
   if (i_begin >= s.seqlen_q) return;
   i32 kv_head = head / (p.heads / p.heads_kv);
   if constexpr (mutates(Mutation::gqa_head)) kv_head = head % p.heads_kv;

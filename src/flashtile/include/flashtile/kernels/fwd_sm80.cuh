@@ -366,11 +366,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
   typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
 
   // Find this block's query tile
-  TileScheduler<Mask, Config::kPacksHeads> scheduler;
-  scheduler.init(p, Kernel::Packing::block_queries(p));
-  i32 index = static_cast<i32>(blockIdx.x);
-  if constexpr (Mask::kHasBand) index += scheduler.num_m_blocks - 1 - 2 * (index % scheduler.num_m_blocks);
-  typename Kernel::Tile tile(p, scheduler, index);
+  TileGrid<Mask, SeqInfo, Config::kPacksHeads> grid;
+  typename Kernel::Tile tile(p, grid, static_cast<i32>(blockIdx.x));
   if (!tile.has_queries()) return;
   // For masks and the epilogue it stays in shared memory: registers are scarce
   auto& shared_tile = *reinterpret_cast<typename Kernel::Tile*>(shared.tile);

@@ -51,7 +51,7 @@ struct alignas(1024) FwdSm90Storage {
   u64 full_q[Config::kNumConsumers], empty_q[Config::kNumConsumers];
   u64 full_k[Config::kNumStages], empty_k[Config::kNumStages];
   u64 full_v[Config::kNumStages], empty_v[Config::kNumStages];
-  TileScheduler<Mask, Config::kPacksHeads, ScoreMod::kHasBias, kRotates> scheduler;
+  TileScheduler<Mask, SeqInfo, Config::kPacksHeads, ScoreMod::kHasBias, kRotates> scheduler;
   WorkItemRing<WorkItem<Config, Mask, SeqInfo>> work_items;
   FwdBiasTiles<Config, typename ScoreMod::BiasElement> bias;
 };
@@ -155,7 +155,8 @@ struct FwdSm90 {
     Pages pages(p);
     auto is_first = [] { return !KvSource::kIsPaged || Pages::thread() % 128 == 0; };
     u32 num_k = 0, num_v = 0, num_items = 0;
-    for (i32 index = scheduler.first();; index = scheduler.next(index)) {
+    i32 block = Packing::block_queries(p);
+    for (i32 index = scheduler.first(p, block);; index = scheduler.next(p, index, block)) {
       // Fill the next work item. Its slot is free: the producer has waited for the Q of item num_items - 2, which the
       // consumers release after they finish item num_items - 3.
       Item& item = shared.work_items.at(num_items);
@@ -167,7 +168,8 @@ struct FwdSm90 {
         item.is_end = is_end;
         if (!is_end) {
           i32 tile_index = index;
-          if constexpr (mutates(Mutation::fwd_sm90_later_tile)) tile_index = num_items == 3 ? scheduler.first() : index;
+          if constexpr (mutates(Mutation::fwd_sm90_later_tile))
+            tile_index = num_items == 3 ? scheduler.first(p, block) : index;
           tile = Tile(p, scheduler, tile_index);
           if (tile.has_queries()) Options::trim(params, item);
         }

@@ -36,7 +36,7 @@ struct alignas(1024) FwdSm90F32Storage {
   u64 full_q[Config::kNumConsumers], empty_q[Config::kNumConsumers];
   u64 full_k[Config::kNumStages], empty_k[Config::kNumStages];
   u64 full_v[Config::kNumStages], empty_v[Config::kNumStages];
-  TileScheduler<Mask, Config::kPacksHeads> scheduler;
+  TileScheduler<Mask, SeqInfo, Config::kPacksHeads> scheduler;
   WorkItemRing<WorkItem<Config, Mask, SeqInfo>> work_items;
 };
 
@@ -107,7 +107,8 @@ struct FwdSm90F32 {
     const Params& p = params.base;
     const auto& scheduler = shared.scheduler;
     u32 num_k = 0, num_v = 0, num_items = 0;
-    for (i32 index = scheduler.first();; index = scheduler.next(index)) {
+    i32 block = Config::kBlockM;
+    for (i32 index = scheduler.first(p, block);; index = scheduler.next(p, index, block)) {
       // Fill the next work item. Its slot is free: the producer has waited for the Q of item num_items - 2, which the
       // consumers release after they finish item num_items - 3.
       Item& item = shared.work_items.at(num_items);
@@ -162,6 +163,7 @@ struct FwdSm90F32 {
         load_v(n + 1);
       }
       load_v(tile.n_begin);
+      num_v = num_k;  // one register less
     }
   }
 

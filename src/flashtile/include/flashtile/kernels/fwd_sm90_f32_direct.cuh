@@ -112,13 +112,9 @@ struct FwdSm90F32Direct {
       mbarrier_init(tiles.empty_v[stage], 4 * Config::kNumConsumers);
     }
     mbarrier_init_fence();
-    // The last query tiles come first: under a causal mask they see most keys
-    auto& scheduler = tiles.scheduler;
-    scheduler.init(p, Config::kBlockM);
-    i32 index = static_cast<i32>(blockIdx.x) / Config::kClusterSize;
-    if constexpr (Mask::kHasBand) index += scheduler.num_m_blocks - 1 - 2 * (index % scheduler.num_m_blocks);
+    TileGrid<Mask, SeqInfo, false> grid;
     Item& item = tiles.work_items.at(0);
-    item.tile = typename Base::Tile(p, scheduler, index);
+    item.tile = typename Base::Tile(p, grid, static_cast<i32>(blockIdx.x) / Config::kClusterSize);
     // This block's share of the keys
     i32 rank = static_cast<i32>(cluster_rank()), begin = item.tile.n_begin;
     i32 num_tiles = max_of(item.tile.n_end - begin, 0);

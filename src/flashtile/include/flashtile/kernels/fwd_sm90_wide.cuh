@@ -361,11 +361,8 @@ __global__ void __cluster_dims__(Config::kClusterSize, 1, 1) __launch_bounds__(C
   i32 rank = Config::kClusterSize == 1 ? 0 : static_cast<i32>(cluster_rank());
   if (threadIdx.x == 0) {
     Kernel::init(shared);
-    TileScheduler<Mask, false> scheduler;
-    scheduler.init(p, 64 * Config::kClusterSize);
-    i32 index = static_cast<i32>(blockIdx.x) / Config::kClusterSize;
-    if constexpr (Mask::kHasBand) index += scheduler.num_m_blocks - 1 - 2 * (index % scheduler.num_m_blocks);
-    *reinterpret_cast<Tile*>(shared.tile) = Tile(p, scheduler, index);
+    TileGrid<Mask, SeqInfo, false> grid;
+    *reinterpret_cast<Tile*>(shared.tile) = Tile(p, grid, static_cast<i32>(blockIdx.x) / Config::kClusterSize);
   }
   __syncthreads();
   if constexpr (Config::kClusterSize > 1) cluster_sync();
