@@ -207,7 +207,9 @@ def test_packed_heads_where_they_make_fewer_tiles() -> None:
         1,
         1,
     ]
-    assert [packed_heads(1, heads, heads_kv) for heads, heads_kv in ((8, 8), (6, 2), (64, 1), (65, 1))] == [1, 3, 64, 1]
+    # More heads than a tile has rows lie in as few tiles as hold them
+    groups = ((8, 8), (6, 2), (64, 1), (65, 1), (128, 1), (129, 1), (384, 2))
+    assert [packed_heads(1, heads, heads_kv) for heads, heads_kv in groups] == [1, 3, 64, 33, 64, 43, 64]
     assert [packed_heads(seqlen_q, 3, 1) for seqlen_q in (21, 42, 43)] == [3, 3, 1]
 
 

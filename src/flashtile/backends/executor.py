@@ -125,6 +125,7 @@ _EVALUATE: dict[type, Callable[[Any, _Call], float | int]] = {
     ),
     plans.Share: lambda rule, call: -(-call.values[rule.value] // max(1, call.values[rule.among])),
     plans.Least: lambda rule, call: min(call.values[rule.value], call.values[rule.other]),
+    plans.Quotient: lambda rule, call: -(-call.values[rule.value] // rule.divisor),
     plans.Value: lambda rule, call: call.values[rule.name],
     plans.Scalar: lambda rule, call: call.scalars[rule.name],
 }

@@ -174,7 +174,7 @@ _LAYOUTS = ("rows", "contiguous", "any")
 _MEMSET, _KERNEL, _ENGINE = range(3)  # csrc/exec/plan.h: StepKind
 _RULES = (
     *("tensor", "workspace", "stride", "broadcast_stride", "size", "elements", "broadcast_size"),
-    *("distinct_size", "bounded", "share", "least", "value", "scalar"),
+    *("distinct_size", "bounded", "share", "least", "quotient", "value", "scalar"),
 )
 
 
@@ -212,6 +212,8 @@ def serialize(
                 return [_RULES.index("share"), values_at[name], 0, values_at[among]]
             case plans.Least(name, other):
                 return [_RULES.index("least"), values_at[name], 0, values_at[other]]
+            case plans.Quotient(name, divisor):
+                return [_RULES.index("quotient"), values_at[name], 0, divisor]
             case plans.Value(name):
                 return [_RULES.index("value"), values_at[name], 0, 0]
             case plans.Scalar(name):

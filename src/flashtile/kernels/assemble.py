@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from flashtile.kernels import families
 from flashtile.kernels.families.base import Launch
+from flashtile.kernels.length_class import PACKED_ROWS
 from flashtile.kernels.params import DROPOUT_ORIGIN, Params, Struct, field_at
 from flashtile.kernels.plan import (
     AnyStep,
@@ -27,6 +28,7 @@ from flashtile.kernels.plan import (
     Operand,
     Patch,
     Pointer,
+    Quotient,
     Rule,
     Scalar,
     Share,
@@ -146,6 +148,9 @@ def call_values(layout: CallLayout) -> Values:
         ("batch", (Size("cu_seqlens_q", -1, plus=-1) if is_packed else Size("q", -4),)),
         ("heads", (Size("q", head),)),
         ("heads_kv", (Size("k", head),)),
+        # Tiles of heads, where those that share a KV head lie in as few tiles as hold them (attn/head_packing.cuh)
+        ("group_heads", (Share("heads", "heads_kv"),)),
+        ("head_tiles", (Value("heads_kv"), Quotient("group_heads", PACKED_ROWS))),
         ("total_q", (Size("q", row),)),
         ("total_k", (Size("k", row),)),
         *_length("q", (Size("q", row),), layout.has_max_seqlen_q, layout),

@@ -32,10 +32,21 @@ class SmallGrid:
         return 0, self.block_rows, 0, 0
 
 
+PACKED_ROWS = 64  # of a tile that holds several heads (attn/head_packing.cuh)
+
+
+def packed_heads(shape: Shape, tile_rows: int) -> tuple[int, int]:
+    """How many heads share a tile of `tile_rows` rows, and the tiles of those that share a KV head: as few as hold
+    them. As attn/head_packing.cuh."""
+    num_heads = shape.heads // shape.heads_kv
+    num_tiles = -(-num_heads // tile_rows)
+    return -(-num_heads // num_tiles), num_tiles
+
+
 @dataclass(frozen=True)
 class PackedHeads:
-    """How many heads should share a tile of `tile_rows` rows: all that share a KV head if that makes fewer tiles than
-    blocks of `block_rows` queries would, else 1."""
+    """How many heads share a tile of `tile_rows` rows (`packed_heads`) if that makes fewer tiles than blocks of
+    `block_rows` queries would, else 1."""
 
     tile_rows: int
     block_rows: int
@@ -45,11 +56,9 @@ class PackedHeads:
         return (1, 4)  # any number above 1: kernels do not know it
 
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
-        num_heads = shape.heads // shape.heads_kv
-        if not 1 < num_heads <= self.tile_rows:
-            return 1
-        num_packed = -(-shape.expected_q // (self.tile_rows // num_heads))
-        num_single = num_heads * -(-shape.expected_q // self.block_rows)
+        num_heads, num_tiles = packed_heads(shape, self.tile_rows)
+        num_packed = num_tiles * -(-shape.expected_q // (self.tile_rows // num_heads))
+        num_single = shape.heads // shape.heads_kv * -(-shape.expected_q // self.block_rows)
         return num_heads if num_packed < num_single else 1
 
     def serialized(self) -> tuple[int, int, int, int]:
@@ -58,8 +67,8 @@ class PackedHeads:
 
 @dataclass(frozen=True)
 class FewQueries:
-    """How many heads share a tile of `tile_rows` rows, all that share a KV head, where the queries of a sequence make
-    at most `max_tiles` such tiles; else 0."""
+    """How many heads share a tile of `tile_rows` rows (`packed_heads`) where the queries of a sequence make at most
+    `max_tiles` tiles for the same heads; else 0."""
 
     tile_rows: int
     max_tiles: int
@@ -69,9 +78,7 @@ class FewQueries:
         return (0, 4)  # any number above 0: kernels do not know it
 
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
-        num_heads = shape.heads // shape.heads_kv
-        if num_heads > self.tile_rows:
-            return 0
+        num_heads, _ = packed_heads(shape, self.tile_rows)
         return num_heads if -(-shape.few_q // (self.tile_rows // num_heads)) <= self.max_tiles else 0
 
     def serialized(self) -> tuple[int, int, int, int]:

@@ -86,6 +86,13 @@ class Least(NamedTuple):
     other: str
 
 
+class Quotient(NamedTuple):
+    """A value divided by a number, rounded up."""
+
+    value: str
+    divisor: int
+
+
 class Value(NamedTuple):
     """One of the plan's values."""
 
@@ -109,6 +116,7 @@ Rule = (
     | Bounded
     | Share
     | Least
+    | Quotient
     | Value
     | Scalar
 )

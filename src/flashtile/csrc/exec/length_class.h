@@ -39,6 +39,16 @@ inline i64 saturating_product(i64 a, i64 b) {
   return __builtin_mul_overflow(a, b, &product) ? std::numeric_limits<i64>::max() : product;
 }
 
+struct PackedHeads {
+  i64 heads, num_tiles;  // of a tile; of the heads that share a KV head
+};
+
+// As kernels/length_class.py: packed_heads
+inline PackedHeads packed_heads(const Shape& shape, i64 tile_rows) {
+  i64 heads = shape.heads / shape.heads_kv, num_tiles = divide_up(heads, tile_rows);
+  return {divide_up(heads, num_tiles), num_tiles};
+}
+
 inline u8 length_class(const LengthClass& of, const Shape& shape, i64 num_multiprocessors) {
   switch (of.kind) {
     case LengthClassKind::kSmallGrid: {  // a: rows of a block
@@ -46,11 +56,10 @@ inline u8 length_class(const LengthClass& of, const Shape& shape, i64 num_multip
       return blocks < num_multiprocessors;
     }
     case LengthClassKind::kPackedHeads: {  // a: rows of a tile; b: rows of a block
-      i64 heads = shape.heads / shape.heads_kv;
-      if (heads <= 1 || heads > of.a) return 1;
-      i64 num_packed = divide_up(shape.expected_q, of.a / heads),
-          num_single = heads * divide_up(shape.expected_q, of.b);
-      return static_cast<u8>(num_packed < num_single ? heads : 1);
+      PackedHeads packed = packed_heads(shape, of.a);
+      i64 num_packed = packed.num_tiles * divide_up(shape.expected_q, of.a / packed.heads);
+      i64 num_single = shape.heads / shape.heads_kv * divide_up(shape.expected_q, of.b);
+      return static_cast<u8>(num_packed < num_single ? packed.heads : 1);
     }
     case LengthClassKind::kRaggedQueries: {  // a: rows of a large block; b: of a small one; c: percent
       i64 rows = divide_up(shape.expected_q, of.a) * of.a;
@@ -63,8 +72,9 @@ inline u8 length_class(const LengthClass& of, const Shape& shape, i64 num_multip
     case LengthClassKind::kShortLengths:  // a: queries; b: keys
       return shape.expected_q <= of.a && shape.expected_k <= of.b;
     case LengthClassKind::kFewQueries: {  // a: rows of a tile; b: tiles at most
-      i64 heads = shape.heads / shape.heads_kv, queries = shape.expected_q <= 1 ? shape.expected_q : shape.seqlen_q;
-      return static_cast<u8>(heads <= of.a && divide_up(queries, of.a / heads) <= of.b ? heads : 0);
+      i64 heads = packed_heads(shape, of.a).heads;
+      i64 queries = shape.expected_q <= 1 ? shape.expected_q : shape.seqlen_q;
+      return static_cast<u8>(divide_up(queries, of.a / heads) <= of.b ? heads : 0);
     }
     case LengthClassKind::kKeySteps: {  // a, b, c: keys at most, of a single tile, of some, and of all
       if (shape.expected_k > of.c) return 0;

@@ -47,13 +47,15 @@ class Reader {
   Rule rule() {
     auto kind = static_cast<RuleKind>(index(static_cast<i32>(RuleKind::kScalar) + 1));
     i32 limit = kMaxTensors;
-    bool has_value = kind == RuleKind::kValue || kind == RuleKind::kShare || kind == RuleKind::kLeast;
-    if (has_value || kind == RuleKind::kWorkspace) limit = kMaxValues;
+    bool is_of_value = kind >= RuleKind::kShare && kind <= RuleKind::kValue;
+    if (is_of_value || kind == RuleKind::kWorkspace) limit = kMaxValues;
     if (kind == RuleKind::kScalar) limit = kMaxScalars;
     i32 place = index(limit);
     i32 axis = -1 - index(kMaxDim);
     bool is_more_value = kind >= RuleKind::kBroadcastSize && kind <= RuleKind::kLeast;
-    i64 more = is_more_value ? index(kMaxValues) : number();
+    i64 more = is_more_value                 ? index(kMaxValues)
+               : kind == RuleKind::kQuotient ? positive("divisor of a plan's value")
+                                             : number();
     return {kind, place, axis, more};
   }
   bool is_done() const { return next_ == end_; }
@@ -88,6 +90,7 @@ i64 whole(const Rule& rule, const Call& call, const i64* values) {
     }
     case RuleKind::kShare: return divide_up(values[rule.index], std::max<i64>(1, values[rule.more]));
     case RuleKind::kLeast: return std::min(values[rule.index], values[rule.more]);
+    case RuleKind::kQuotient: return divide_up(values[rule.index], rule.more);
     case RuleKind::kValue: return values[rule.index];
     case RuleKind::kScalar: return static_cast<i64>(call.scalars[rule.index]);
     default: return 0;

@@ -41,6 +41,7 @@ enum class RuleKind : u8 {
   kBounded,
   kShare,
   kLeast,
+  kQuotient,
   kValue,
   kScalar
 };
@@ -49,7 +50,8 @@ struct Rule {
   RuleKind kind;
   i32 index;  // of the tensor, workspace, value or number
   i32 axis;   // from the end
-  i64 more;   // kSize: what is added; kBroadcastSize, kDistinctSize, kBounded, kShare, kLeast: a value
+  i64 more;   // kSize: what is added; kBroadcastSize, kDistinctSize, kBounded, kShare, kLeast: a value; kQuotient: the
+              // divisor
 };
 
 enum class Layout : u8 { kRows, kContiguous, kAny };

@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import query_grid
-from flashtile.kernels.length_class import FewQueries, ShortLengths
+from flashtile.kernels.length_class import PACKED_ROWS, FewQueries, ShortLengths
 from flashtile.kernels.params import DecodeSm90Params, Struct
 from flashtile.kernels.plan import Factor, MapPatch, SplitRule, Step, Workspace
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
-_ROWS = 64  # of a tile: queries of all heads that share a KV head
-_FEW = FewQueries(_ROWS, 1)
+_FEW = FewQueries(PACKED_ROWS, 1)
 _ONE = ShortLengths(1, 2**31 - 1)  # one query
 _FASTEST, _SHORT = FewQueries(16, 1), ShortLengths(16, 4095)  # at most 16 rows; and few keys
 _ITEM_RING_BYTES = 288  # WorkItemRing<DecodeItem> (attn/decode_schedule.cuh)
@@ -72,8 +71,8 @@ class DecodeRow(Row):
     @property
     def shared_bytes(self) -> int:
         slabs, slabs_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
-        tiles = 128 * (slabs * _ROWS + self.num_stages * self.block_n * (slabs + slabs_v))
-        barriers, stats = 16 + 32 * self.num_stages, 8 * _ROWS
+        tiles = 128 * (slabs * PACKED_ROWS + self.num_stages * self.block_n * (slabs + slabs_v))
+        barriers, stats = 16 + 32 * self.num_stages, 8 * PACKED_ROWS
         return -(-(tiles + barriers + _ITEM_RING_BYTES + stats) // 1024) * 1024
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
@@ -96,7 +95,7 @@ class DecodeSm90(Family[DecodeRow]):
     def refuse(self, key: PlanKey) -> str | None:
         reason = super().refuse(key)
         if reason is None and not key.length(_FEW):
-            return f"over {_ROWS} rows, the queries of all heads that share a KV head"
+            return f"more queries than fit a tile of {PACKED_ROWS} rows with the heads that share a KV head"
         if reason is None and key.length(_FEW) > 1 and not key.heads_disjoint:
             return "heads of q that share memory: a TMA box has no stride of 0"
         return reason
@@ -128,11 +127,11 @@ class DecodeSm90(Family[DecodeRow]):
         row = self.select("decode_sm90", key)
         num_heads = max(key.length(_FEW), 1)
         # Keys may be split unless the caller forbids it; the kernel finds out where
-        splits = SplitRule(_ROWS // num_heads, row.block_n, "heads_kv", blocks=_ANY_SPLITS)
+        splits = SplitRule(PACKED_ROWS // num_heads, row.block_n, "head_tiles", blocks=_ANY_SPLITS)
         blocks = ("num_multiprocessors",)
         workspaces = (
-            Workspace("partial_out", 4 * key.head_dim_v * _ROWS * row.num_blocks, blocks),
-            Workspace("partial_stats", (8 * _ROWS + 8) * row.num_blocks, blocks),
+            Workspace("partial_out", 4 * key.head_dim_v * PACKED_ROWS * row.num_blocks, blocks),
+            Workspace("partial_stats", (8 * PACKED_ROWS + 8) * row.num_blocks, blocks),
         )
         maps = _maps(row, key.features, layout, num_heads)
         return Launch((_step(row, key, layout, num_heads),), workspaces, splits, maps, struct=DecodeSm90Params)
@@ -145,11 +144,11 @@ class DecodeSm90(Family[DecodeRow]):
 
 def _row(tile: Tile, dtype: str, out_dtype: str, dims: tuple[int, int]) -> DecodeRow:
     sizes = tile.block_n, tile.num_stages, tile.num_blocks, tile.few_units
-    return DecodeRow("decode_sm90", dtype, out_dtype, *dims, _ROWS, *sizes)
+    return DecodeRow("decode_sm90", dtype, out_dtype, *dims, PACKED_ROWS, *sizes)
 
 
 def _step(row: DecodeRow, key: PlanKey, layout: CallLayout, num_heads: int) -> Step:
-    grid = (Factor("num_splits"), *query_grid(layout, _ROWS // num_heads, "heads_kv"))
+    grid = (Factor("num_splits"), *query_grid(layout, PACKED_ROWS // num_heads, "head_tiles"))
     return tile_step(row, key.features, grid, max_blocks=row.num_blocks, starts_early=True)
 
 
@@ -157,7 +156,7 @@ def _maps(row: DecodeRow, features: Features, layout: CallLayout, num_heads: int
     head_axis, row_axis = layout.axes
     axes, params = (row_axis, head_axis, -4), DecodeSm90Params
     return (
-        MapPatch(params.q_map.offset, "q", axes, _ROWS // num_heads, num_heads),
+        MapPatch(params.q_map.offset, "q", axes, PACKED_ROWS // num_heads, num_heads),
         # With 256 bytes, two slabs, both slabs of a row miss: 5 % slower than with 128 (B 64, S 4096, NVIDIA H200)
         MapPatch(params.k_map.offset, "k", axes, row.block_n, is_paged=features.is_paged, l2_bytes=128),
         MapPatch(params.v_map.offset, "v", axes, row.block_n, is_paged=features.is_paged, l2_bytes=128),

@@ -9,12 +9,12 @@ from typing import NamedTuple
 from flashtile.kernels.families.base import Launch, tile_step
 from flashtile.kernels.families.mma_sync import MmaFamily, MmaRow
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
-from flashtile.kernels.length_class import PackedHeads, RaggedQueries
+from flashtile.kernels.length_class import PACKED_ROWS, PackedHeads, RaggedQueries
 from flashtile.kernels.plan import Factor, SplitRule, Step
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
-PACKED_HEADS, _SHORT = PackedHeads(64, 128), RaggedQueries(128, 64, 140)
+PACKED_HEADS, _SHORT = PackedHeads(PACKED_ROWS, 128), RaggedQueries(128, 64, 140)
 GROUP_ROWS = 64  # rows that are packed together (attn/work_item.cuh)
 QUERY_TILE_BYTES = 72  # QueryTile (attn/work_item.cuh)
 _NUM_WARPS = 8  # that the registers of a multiprocessor hold
@@ -160,7 +160,7 @@ class FwdSm80(MmaFamily[Sm80Row]):
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         row = self.select("fwd_sm80", key)
         plain, packed_heads = self.launch_row(row, key, layout), self.packed_heads(key)
-        heads = "heads_kv" if packed_heads > 1 else "heads"
+        heads = "head_tiles" if packed_heads > 1 else "heads"
         # A multiprocessor has 8 warps, and each split should have a few tiles of keys
         splits = SplitRule(row.queries(packed_heads), 4 * row.block_n, heads, _NUM_WARPS // row.num_warps)
         return Launch((*plain.steps, combine(key, layout)), partial_results(key), splits)
@@ -170,7 +170,7 @@ class FwdSm80(MmaFamily[Sm80Row]):
 
     def _step(self, row: Sm80Row, key: PlanKey, layout: CallLayout) -> Step:
         packed_heads = self.packed_heads(key) if row.packs_heads else 1
-        grid = query_grid(layout, row.queries(packed_heads), "heads_kv" if row.packs_heads else "heads")
+        grid = query_grid(layout, row.queries(packed_heads), "head_tiles" if row.packs_heads else "heads")
         return tile_step(row, key.features, (Factor("num_splits"), *grid))
 
 

@@ -155,14 +155,14 @@ class FwdSm80Wide(MmaFamily[Sm80WideRow]):
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         row = self.select("fwd_sm80_wide", key)
         packed_heads = key.length(PACKED_HEADS)
-        heads = "heads_kv" if packed_heads > 1 else "heads"
+        heads = "head_tiles" if packed_heads > 1 else "heads"
         # Each split should have a few tiles of keys
         splits = SplitRule(row.queries(packed_heads), 4 * row.block_n, heads, 1)
         return Launch((*self.launch_row(row, key, layout).steps, combine(key, layout)), partial_results(key), splits)
 
     def launch_row(self, row: Sm80WideRow, key: PlanKey, layout: CallLayout) -> Launch:
         packed_heads = key.length(PACKED_HEADS) if row.packs_heads else 1
-        grid = query_grid(layout, row.queries(packed_heads), "heads_kv" if row.packs_heads else "heads")
+        grid = query_grid(layout, row.queries(packed_heads), "head_tiles" if row.packs_heads else "heads")
         return Launch((tile_step(row, key.features, (Factor("num_splits"), *grid)),))
 
 

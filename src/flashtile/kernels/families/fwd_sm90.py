@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import combine, mask_bits, mask_workspaces, partial_results, query_grid
-from flashtile.kernels.length_class import PackedHeads, RaggedQueries, SmallGrid
+from flashtile.kernels.length_class import PACKED_ROWS, PackedHeads, RaggedQueries, SmallGrid
 from flashtile.kernels.params import FwdSm90Params, Struct
 from flashtile.kernels.plan import Factor, MapPatch, SplitRule, Step
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
-_PACKED_HEADS = PackedHeads(64, 128)
+_PACKED_HEADS = PackedHeads(PACKED_ROWS, 128)
 _RAGGED, _VERY_RAGGED = RaggedQueries(192, 128, 105), RaggedQueries(192, 128, 113)
 _SMALL = SmallGrid(128)
 _WARP_ROWS = 16  # rows of O that a warp stores
@@ -215,7 +215,7 @@ class FwdSm90(Family[Sm90Row]):
         # A block fills a multiprocessor, and each split should have a few tiles of keys
         splits = SplitRule(row.block_m, 4 * row.block_n, blocks=1)
         if packed_heads > 1:
-            splits = SplitRule(row.queries(packed_heads), 2 * row.block_n, "heads_kv", blocks=1)
+            splits = SplitRule(row.queries(packed_heads), 2 * row.block_n, "head_tiles", blocks=1)
         workspaces = (*plain.workspaces, *partial_results(key))
         return Launch((*plain.steps, combine(key, layout)), workspaces, splits, plain.maps, struct=FwdSm90Params)
 
@@ -228,7 +228,7 @@ class FwdSm90(Family[Sm90Row]):
         return Launch((mask_bits(row.block_n), step), mask_workspaces(row.block_n), maps=maps, struct=FwdSm90Params)
 
     def _step(self, row: Sm90Row, key: PlanKey, layout: CallLayout, packed_heads: int) -> Step:
-        grid = query_grid(layout, row.queries(packed_heads), "heads_kv" if row.packs_heads else "heads")
+        grid = query_grid(layout, row.queries(packed_heads), "head_tiles" if row.packs_heads else "heads")
         return tile_step(row, key.features, (Factor("num_splits"), *grid), max_blocks=1)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import query_grid
-from flashtile.kernels.length_class import KeySteps, PackedHeads, SmallGrid
+from flashtile.kernels.length_class import PACKED_ROWS, KeySteps, PackedHeads, SmallGrid
 from flashtile.kernels.params import FwdSm90ShortParams, Struct
 from flashtile.kernels.plan import Factor, MapPatch, Step, Workspace
 from flashtile.kernels.source import plain_unit
@@ -18,7 +18,7 @@ _ROWS = 64  # queries of an item
 _SINGLE_KEYS = 208  # of one tile at most
 _KEYS = KeySteps(_SINGLE_KEYS, 512, 1024)
 _SOME, _MANY = 254, 255  # its values for several key tiles
-_PACKED_HEADS = PackedHeads(64, 128)
+_PACKED_HEADS = PackedHeads(PACKED_ROWS, 128)
 _SMALL = SmallGrid(128)  # fewer than two items for a block
 
 

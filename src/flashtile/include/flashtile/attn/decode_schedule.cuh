@@ -1,8 +1,8 @@
 // How a decode launch deals out its keys, so that all blocks read equally many, whatever the lengths of the sequences.
 //
-// A row tile is up to 64 rows: some queries of a sequence for all heads that share a KV head. Its key tiles are its
-// units. The units of all row tiles lie on one line: sequence by sequence, KV head by KV head, query tile by query
-// tile. Block b takes the units [b * share, (b + 1) * share). Each block finds its own from the lengths in device
+// A row tile is up to 64 rows: some queries of a sequence for the heads of a tile (attn/head_packing.cuh). Its key
+// tiles are its units. The units of all row tiles lie on one line: sequence by sequence, head by head, query tile by
+// query tile. Block b takes the units [b * share, (b + 1) * share). Each block finds its own from the lengths in device
 // memory, so the grid depends on no length. Where keys may not be split, a row tile is one unit.
 //
 // Units are counted in 32 bits: there are fewer than 2^31 of them.
@@ -23,7 +23,7 @@ enum class DecodeRole : i32 { kWhole, kPart, kJoin };
 
 // One row tile and the key tiles [n_begin, n_end) of it that a block processes.
 struct DecodeItem {
-  TileCoord coord;  // head is a KV head
+  TileCoord coord;
   Sequence s;
   i32 i_begin;
   i32 num_heads, num_queries;  // of the row tile: its rows are the queries of each head, head by head
@@ -38,6 +38,7 @@ struct DecodeItem {
 
 template <class Config, class Mask, class SeqInfo>
 struct DecodeSchedule {
+  using Packing = HeadPacking<Config>;
   static constexpr i32 kBlockN = Config::kBlockN;
 
   // What a sequence adds to the line.
@@ -48,7 +49,7 @@ struct DecodeSchedule {
   };
 
   const Params& p;
-  i32 num_heads, num_queries;  // of a row tile (HeadPacking)
+  i32 num_heads, num_queries;  // that a row tile has room for
   i32 share;                   // units of a block
   i32 begin, next = 0;         // this block's first unit, and the end of those that are left
   // The first unit of the current sequence, and its number. Before take() has found it: the end of its units, and one
@@ -63,7 +64,7 @@ struct DecodeSchedule {
     found.n_begin = keys.begin / kBlockN;
     if (p.num_splits > 1) found.num_units = max_of(1, ceil_div(keys.end, kBlockN) - found.n_begin);
     if (found.s.seqlen_q > num_queries) found.num_m_blocks = ceil_div(found.s.seqlen_q, num_queries);
-    found.total = found.s.seqlen_q > 0 ? found.num_units * found.num_m_blocks * p.heads_kv : 0;
+    found.total = found.s.seqlen_q > 0 ? found.num_units * found.num_m_blocks * Packing::num_rows(p) : 0;
     return found;
   }
   // What a lane has found. Scope: warp.
@@ -87,8 +88,8 @@ struct DecodeSchedule {
 
   // Finds this block's units: from the lengths of 32 sequences at a time. Scope: warp (equal in all warps that call).
   FT_DEVICE explicit DecodeSchedule(const Params& params) : p(params) {
-    num_heads = HeadPacking<Config>::num_heads(p);
-    num_queries = HeadPacking<Config>::num_queries(p);
+    num_heads = Packing::num_heads(p);
+    num_queries = Packing::num_queries(p);
     if constexpr (SeqInfo::kHasLengths) {
       // Twice over the sequences: for the sum, and for the sequence of this block's last unit. One loop for both: code
       // that is not in the instruction cache costs more than a second look at the lengths.
@@ -152,7 +153,7 @@ struct DecodeSchedule {
     i32 tile_begin = first + row_tile * work.num_units, tile_end = tile_begin + work.num_units;
     i32 from = max_of(begin, tile_begin);
     DecodeItem item;
-    item.coord = {m_block, 0, head, batch};
+    item.coord = {m_block, 0, Packing::first_head(p, head), batch};
     item.s = work.s;
     item.i_begin = m_block * num_queries;
     item.is_end = false;
@@ -161,7 +162,7 @@ struct DecodeSchedule {
     item.first_block = item.role == DecodeRole::kJoin ? tile_begin / share : 0;
     // Keep the key tiles that these queries see
     i32 i_end = min_of(item.i_begin + num_queries, item.s.seqlen_q);
-    item.num_heads = num_heads;
+    item.num_heads = Packing::num_heads(p, item.coord.head);
     item.num_queries = i_end - item.i_begin;
     Range seen = key_range<Mask>(p, item.s, item.i_begin, i_end);
     Range common = common_key_range<Mask>(p, item.s, item.i_begin, i_end);

@@ -5,7 +5,7 @@
 // gridDim.x, and so on. Without a band a unit is one tile. Under a band the last queries of a head may see all keys and
 // the first ones almost none: a unit is then a tile of one head and the mirrored tile of the next head, so that all
 // units cost the same. If every tile gets a block of its own, units stay single. With kPacksHeads a tile holds queries
-// of all heads that share a KV head, and "head" means KV head.
+// of several heads (attn/head_packing.cuh), and "head" means all heads of a tile.
 //
 // The last round of pairs may leave most blocks idle. Where that saves half a round, the middle tiles of all heads,
 // each of which costs half a pair, come last and one by one.
@@ -21,6 +21,7 @@
 #pragma once
 
 #include "flashtile/attn/config.cuh"
+#include "flashtile/attn/head_packing.cuh"
 #include "flashtile/attn/params.cuh"
 #include "flashtile/attn/tile_place.cuh"
 #include "flashtile/core/math.cuh"
@@ -29,22 +30,19 @@
 namespace flashtile {
 
 struct TileCoord {
-  i32 m_block, split, head, batch;
+  i32 m_block, split, head, batch;  // head: the first one of the tile
 };
-
-template <bool kPacksHeads>
-FT_DEVICE i32 num_tiled_heads(const Params& p) {
-  return kPacksHeads ? p.heads_kv : p.heads;
-}
 
 // The tiles of a grid with a block, or a cluster, for each of them. Under a band the last tiles of a head come first:
 // they see the most keys.
 template <class Mask, class SeqInfo, bool kPacksHeads>
 struct TileGrid {
   FT_DEVICE TileCoord coord(const Params& p, i32 index, i32 block_queries) const {
-    i32 num_rows = p.num_splits * num_tiled_heads<kPacksHeads>(p);
+    using Heads = HeadGroups<kPacksHeads>;
+    i32 num_rows = p.num_splits * Heads::num_rows(p);
     TilePlace place = place_queries<SeqInfo>(p, block_queries, num_rows, index, Mask::kHasBand);
-    return {place.tile, place.row % p.num_splits, place.row / p.num_splits, place.batch};
+    i32 head = Heads::first_head(p, place.row / p.num_splits);
+    return {place.tile, place.row % p.num_splits, head, place.batch};
   }
 };
 
@@ -56,14 +54,14 @@ struct TileScheduler {
   i32 num_pairs;   // units that are pairs; 0: every unit is a tile
   i32 num_middle;  // tiles of each head that are not in a pair
 
-  FT_DEVICE static i32 num_heads(const Params& p) { return num_tiled_heads<kPacksHeads>(p); }
+  using Heads = HeadGroups<kPacksHeads>;
 
   FT_DEVICE void init(const Params& p, i32 block_queries) {
     i32 grid = static_cast<i32>(gridDim.x);
     num_pairs = num_middle = 0;
     if (has_packed_queries<SeqInfo>(p)) {
       PackedTiles tiles = packed_query_tiles(p, block_queries);
-      i32 num_rows = p.num_splits * num_heads(p);
+      i32 num_rows = p.num_splits * Heads::num_rows(p);
       num_m_blocks = 0;
       num_indices = tiles.num_indices() * num_rows;
       if (Mask::kHasBand && num_indices > grid && num_rows > 1) {
@@ -73,7 +71,7 @@ struct TileScheduler {
       return;
     }
     num_m_blocks = ceil_div(p.seqlen_q, block_queries);
-    i32 num_rows = p.num_splits * num_heads(p) * p.batch;
+    i32 num_rows = p.num_splits * Heads::num_rows(p) * p.batch;
     num_indices = num_m_blocks * num_rows;
     if (Mask::kHasBand && num_indices > grid) {
       i32 num_row_pairs = ceil_div(num_rows, 2), num_singles = 0;
@@ -122,11 +120,14 @@ struct TileScheduler {
       }
       row = 2 * row + second;
       if (second == 0) m_block = num_m_blocks - 1 - m_block;
-      if (row == p.num_splits * num_heads(p) * p.batch) m_block = num_m_blocks, row = 0;
+      if (row == p.num_splits * Heads::num_rows(p) * p.batch) m_block = num_m_blocks, row = 0;
     }
     i32 split = row % p.num_splits, rest = row / p.num_splits;
-    if (kSharesBias && p.bias_strides[0] == 0) return {m_block, split, rest / p.batch, rest % p.batch};
-    return {m_block, split, rest % num_heads(p), rest / num_heads(p)};
+    if (kSharesBias && p.bias_strides[0] == 0) {
+      return {m_block, split, Heads::first_head(p, rest / p.batch), rest % p.batch};
+    }
+    i32 batch = rest / Heads::num_rows(p);
+    return {m_block, split, Heads::first_head(p, rest - batch * Heads::num_rows(p)), batch};
   }
 
  private:
@@ -134,7 +135,8 @@ struct TileScheduler {
   FT_DEVICE i32 skipped(const Params& p, i32 index, i32 block_queries) const {
     if (!has_packed_queries<SeqInfo>(p)) return index;
     PackedTiles tiles = packed_query_tiles(p, block_queries);
-    i32 num_rows = p.num_splits * num_heads(p), scale = is_paired() ? 2 : 1, step = scale * static_cast<i32>(gridDim.x);
+    i32 num_rows = p.num_splits * Heads::num_rows(p), scale = is_paired() ? 2 : 1,
+        step = scale * static_cast<i32>(gridDim.x);
     i32 first_rest = is_paired() ? num_pairs : tiles.num_counted() * num_rows;
     while (index >= scale * first_rest && index < num_indices) {
       i32 count = tiles.num_missing(index / scale - first_rest, step / scale, num_rows);
@@ -146,7 +148,7 @@ struct TileScheduler {
 
   FT_DEVICE TileCoord packed_coord(const Params& p, i32 index, i32 block_queries) const {
     PackedTiles tiles = packed_query_tiles(p, block_queries);
-    i32 num_rows = p.num_splits * num_heads(p), at = index, rows = num_rows;
+    i32 num_rows = p.num_splits * Heads::num_rows(p), at = index, rows = num_rows;
     bool is_pair = is_paired() && index < 2 * num_pairs;
     if (is_pair) at = index / 2, rows = ceil_div(num_rows, 2);
     if (is_paired() && !is_pair) at = tiles.num_counted() * num_rows + index / 2 - num_pairs;
@@ -159,7 +161,7 @@ struct TileScheduler {
       if (place.row >= num_rows) place.tile = place.num_tiles, place.row = 0;
     }
     i32 head = quotient(place.row, p.num_splits);
-    return {place.tile, place.row - head * p.num_splits, head, place.batch};
+    return {place.tile, place.row - head * p.num_splits, Heads::first_head(p, head), place.batch};
   }
 };
 

@@ -1,5 +1,5 @@
-// Rows of a query tile without a query. A tile holds queries of all heads that share a KV head (HeadPacking), and 64
-// need not be a multiple of their number: 22 heads with 2 queries each use 44 rows of 64.
+// Rows of a query tile without a query. A tile holds queries of several heads (attn/head_packing.cuh), and 64 need not
+// be a multiple of their number: 22 heads with 2 queries each use 44 rows of 64.
 //
 // Unused rows are computed, not stored. They still take part in the warp's vote on raising maxima
 // (attn/online_softmax.cuh). TMA does not write them, so whatever an earlier kernel left in shared memory would decide

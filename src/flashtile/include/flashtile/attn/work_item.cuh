@@ -4,21 +4,13 @@
 #pragma once
 
 #include "flashtile/attn/block_range.cuh"
+#include "flashtile/attn/head_packing.cuh"
 #include "flashtile/attn/mask_bits.cuh"
 #include "flashtile/attn/scheduler.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/tile/fragment.cuh"
 
 namespace flashtile {
-
-// The heads and queries of a consumer's 64 rows: 64 queries of one head; or, with kPacksHeads, all heads that share a
-// KV head, head by head, with as many queries of each as fit.
-template <class Config>
-struct HeadPacking {
-  FT_DEVICE static i32 num_heads(const Params& p) { return Config::kPacksHeads ? p.heads / p.heads_kv : 1; }
-  FT_DEVICE static i32 num_queries(const Params& p) { return Config::kPacksHeads ? 64 / num_heads(p) : 64; }
-  FT_DEVICE static i32 block_queries(const Params& p) { return Config::kNumConsumers * num_queries(p); }
-};
 
 // One query tile and the key tiles [n_begin, n_end) that it needs.
 template <class Config, class Mask, class SeqInfo>
@@ -97,7 +89,8 @@ struct FragmentRows {
 
   template <class Tile>
   FT_DEVICE FragmentRows(const Params& p, const Tile& tile, i32 consumer, i32 first_row = fragment_row()) {
-    i32 num_heads = HeadPacking<Config>::num_heads(p), num_queries = HeadPacking<Config>::num_queries(p);
+    using Packing = HeadPacking<Config>;
+    i32 num_heads = Packing::num_heads(p, tile.coord.head), num_queries = Packing::num_queries(p);
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
       i32 row = first_row + 8 * r;
@@ -105,7 +98,7 @@ struct FragmentRows {
       if constexpr (Config::kPacksHeads) {
         i32 head = row / num_queries;
         i[r] = head < num_heads ? i[r] - head * num_queries : p.seqlen_q;
-        packed_head[r] = tile.coord.head * num_heads + min_of(head, num_heads - 1);
+        packed_head[r] = tile.coord.head + min_of(head, num_heads - 1);
       }
     }
   }

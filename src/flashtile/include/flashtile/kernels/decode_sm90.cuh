@@ -95,18 +95,18 @@ struct DecodeSm90 {
   // A map has size 1 along an axis whose stride is 0.
   template <i32 kSlabs>
   FT_DEVICE static void load_keys(T* sTile, const TensorMap& map, const void* base, const Strides& strides,
-                                  i32 num_columns, u64& full, i32 n, const DecodeItem& item, const Pages& pages,
-                                  typename Pages::Place place) {
+                                  i32 num_columns, u64& full, i32 n, i32 kv_head, const DecodeItem& item,
+                                  const Pages& pages, typename Pages::Place place) {
     if constexpr (KvSource::kIsPaged) {
-      pages.template copy<kSlabs>(sTile, map, static_cast<const T*>(base), strides, num_columns, full, place,
-                                  item.coord.head, item.s.seqlen_k - n * kBlockN);
+      pages.template copy<kSlabs>(sTile, map, static_cast<const T*>(base), strides, num_columns, full, place, kv_head,
+                                  item.s.seqlen_k - n * kBlockN);
     } else {
       if (threadIdx.x % 32 != 0) return;
       mbarrier_arrive_expect(full, kBlockN * kSlabs * 128);
 #pragma unroll
       for (i32 slab = 0; slab < kSlabs; ++slab) {
         load_box_once(sTile + slab * kBlockN * 64, map, full, slab * 64, static_cast<i32>(item.s.k_row) + n * kBlockN,
-                      strides.head == 0 ? 0 : item.coord.head, strides.batch == 0 ? 0 : item.coord.batch);
+                      strides.head == 0 ? 0 : kv_head, strides.batch == 0 ? 0 : item.coord.batch);
       }
     }
   }
@@ -139,7 +139,7 @@ struct DecodeSm90 {
           if (is_first) {
             load_slabs<64, Config::kSlabsQK>(shared.sQ, params.q_map, shared.full_q, num_heads * num_queries,
                                              static_cast<i32>(item.s.q_row) + item.i_begin,
-                                             p.q_strides.head == 0 ? 0 : item.coord.head * num_heads,
+                                             p.q_strides.head == 0 ? 0 : item.coord.head,
                                              p.q_strides.batch == 0 ? 0 : item.coord.batch);
           }
         } else if (is_first) {
@@ -153,6 +153,7 @@ struct DecodeSm90 {
       }
       if (!has_keys) continue;
       // Load K and V tiles from the last to the first; find pages one tile ahead
+      i32 kv_head = item.coord.head / (p.heads / p.heads_kv);
       for (i32 n = item.n_end - 1; n >= item.n_begin; --n, ++num_tiles) {
         if constexpr (KvSource::kIsPaged) {
           if (n > item.n_begin) ahead = pages.find(item.s, n - 1);
@@ -160,10 +161,10 @@ struct DecodeSm90 {
         u32 stage = Stages::stage(num_tiles);
         Stages::wait_empty(shared.empty_k, num_tiles);
         load_keys<Config::kSlabsQK>(shared.sK[stage], params.k_map, p.k, p.k_strides, p.head_dim, shared.full_k[stage],
-                                    n, item, pages, place);
+                                    n, kv_head, item, pages, place);
         Stages::wait_empty(shared.empty_v, num_tiles);
         load_keys<Config::kSlabsV>(shared.sV[stage], params.v_map, p.v, p.v_strides, p.head_dim_v, shared.full_v[stage],
-                                   n, item, pages, place);
+                                   n, kv_head, item, pages, place);
         place = ahead;
       }
     }
@@ -272,11 +273,11 @@ struct DecodeSm90 {
   // Stores m, l and the sum of P V of the rows with a query. Scope: warp.
   FT_DEVICE static void store_part(const Params& p, const DecodeItem& item, const Rows& rows, float factor,
                                    const Softmax& softmax, const float (&rO)[kOutputs], float* out, float2* stats) {
-    i32 first_head = item.coord.head * item.num_heads, queries = item.num_queries;
+    i32 queries = item.num_queries;
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
       bool is_query = rows.is_query(item, r);
-      i32 row = (rows.head(item, r) - first_head) * queries + rows.i[r] - item.i_begin;
+      i32 row = (rows.head(item, r) - item.coord.head) * queries + rows.i[r] - item.i_begin;
       float m = ScoreMod::kChangesScores ? softmax.m[r] : softmax.m[r] * factor, l = quad_sum(softmax.l[r]);
       if (is_query && threadIdx.x % 4 == 0) stats[row] = make_float2(m, l);
       store_row_float(out + row * p.head_dim_v, is_query, p.head_dim_v, r, 1.0f, rO);
@@ -316,7 +317,7 @@ struct DecodeSm90 {
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) {
       row[r] = min_of(first + r, num_rows - 1);  // the last row again, where there is none
-      head[r] = item.coord.head * item.num_heads + row[r] / queries;
+      head[r] = item.coord.head + row[r] / queries;
       sink[r] = p.sinks == nullptr ? -infinity() : in_score_unit(false, p.sinks[head[r]]);
     }
     const float2* stats = part_stats(p, item.first_block);

@@ -78,7 +78,7 @@ struct FwdSm80 {
   // Starts the copy of Q; rows without a query become zeros.
   FT_DEVICE static void load_q(const Params& p, T* sQ, const Tile& tile) {
     const T* gQ = query_rows(static_cast<const T*>(p.q), p.q_strides, tile.s, 0) + TileQK::copy_column();
-    i32 num_heads = Packing::num_heads(p), num_queries = Packing::num_queries(p);
+    i32 num_heads = Packing::num_heads(p, tile.coord.head), num_queries = Packing::num_queries(p);
     i32 num_columns = p.head_dim - TileQK::copy_column();
     for_each_row<Config::kHeadDim, Config::kBlockM, Config::kNumThreads, kUnrolls>(
         shared_address(sQ), [&](i32 first, i32 r, u32 target) {
@@ -88,7 +88,7 @@ struct FwdSm80 {
             i = tile.i_begin + row / 64 * num_queries + row % 64 - head * num_queries;
           }
           bool is_row = head < num_heads && static_cast<u32>(i) < static_cast<u32>(tile.s.seqlen_q);
-          const T* source = gQ + (tile.coord.head * num_heads + head) * p.q_strides.head + i * p.q_strides.row;
+          const T* source = gQ + (tile.coord.head + head) * p.q_strides.head + i * p.q_strides.row;
           copy_row_chunks<Config::kHeadDim, Config::kIsExact, Load>(target, source, is_row, num_columns);
         });
   }
@@ -218,7 +218,7 @@ struct FwdSm80 {
   FT_DEVICE static void mainloop(const Params& p, Storage& shared, const Tile& tile, const Tile& shared_tile,
                                  float factor, State& state) {
     i32 warp = uniform(threadIdx.x / 32);
-    i32 kv_head = Config::kPacksHeads ? tile.coord.head : tile.coord.head / (p.heads / p.heads_kv);
+    i32 kv_head = tile.coord.head / (p.heads / p.heads_kv);
     if constexpr (mutates(Mutation::fwd_sm80_gqa_head)) kv_head = tile.coord.head % p.heads_kv;
     KeyCopy<Config::kHeadDim> gK(p.k, p.k_strides, p, tile, kv_head, p.head_dim);
     KeyCopy<Config::kHeadDimV> gV(p.v, p.v_strides, p, tile, kv_head, p.head_dim_v);

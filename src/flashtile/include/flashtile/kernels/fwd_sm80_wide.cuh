@@ -100,7 +100,7 @@ struct FwdSm80Wide {
                                  float factor, State& state) {
     i32 warp = uniform(threadIdx.x / 32), row_warp = warp / Config::kColumnWarps;
     i32 column_warp = warp % Config::kColumnWarps, first_row = row_warp * Config::kWarpRows;
-    i32 kv_head = Config::kPacksHeads ? tile.coord.head : tile.coord.head / (p.heads / p.heads_kv);
+    i32 kv_head = tile.coord.head / (p.heads / p.heads_kv);
     // Start the copies of Q and of the first slabs
     clear_tile<Config::kNumThreads>(shared.sQ, sizeof(shared.sQ));
     __syncthreads();

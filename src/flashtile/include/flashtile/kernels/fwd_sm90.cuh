@@ -176,7 +176,7 @@ struct FwdSm90 {
       }
       sync_producer();
       if (!is_end && !tile.has_queries()) continue;
-      i32 kv_head = Config::kPacksHeads ? tile.coord.head : tile.coord.head / (p.heads / p.heads_kv);
+      i32 kv_head = tile.coord.head / (p.heads / p.heads_kv);
       if constexpr (mutates(Mutation::fwd_sm90_gqa_head)) kv_head = tile.coord.head % p.heads_kv;
       auto load_k = [&](i32 n, typename Pages::Place place) {
         u32 stage = Stages::stage(num_k);
@@ -219,10 +219,9 @@ struct FwdSm90 {
         mbarrier_wait(shared.empty_q[consumer], num_items % 2 ^ 1);
         if (!is_first()) continue;
         if (has_keys) {
-          load<64, Config::kSlabsQK>(shared.sQ[consumer], params.q_map, p.q_strides, shared.full_q[consumer],
-                                     num_heads * num_queries,
-                                     static_cast<i32>(tile.s.q_row) + tile.i_begin + num_queries * consumer,
-                                     tile.coord.head * num_heads, tile);
+          load<64, Config::kSlabsQK>(
+              shared.sQ[consumer], params.q_map, p.q_strides, shared.full_q[consumer], num_heads * num_queries,
+              static_cast<i32>(tile.s.q_row) + tile.i_begin + num_queries * consumer, tile.coord.head, tile);
         } else {
           mbarrier_arrive(shared.full_q[consumer]);
         }

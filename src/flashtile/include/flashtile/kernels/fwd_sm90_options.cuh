@@ -26,7 +26,13 @@ namespace flashtile {
 template <typename BiasElement>
 struct BiasRows {
   const BiasElement* first;  // its first element
-  i32 num_rows, num_keys;    // from there on, of the whole tensor
+  i32 num_rows, num_keys;    // from there on, of the sequence
+  i32 num_heads;
+
+  FT_DEVICE bool operator==(const BiasRows& other) const {
+    return first == other.first && num_rows == other.num_rows && num_keys == other.num_keys &&
+           num_heads == other.num_heads;
+  }
 };
 
 template <class Config, typename BiasElement>
@@ -69,9 +75,9 @@ struct FwdSm90Options {
     if constexpr (Mask::kHasBool) {
       const Params& p = params.base;
       Tile& tile = item.tile;
-      i32 num_heads = Packing::num_heads(p), i_end = min_of(tile.i_begin + Packing::block_queries(p), tile.s.seqlen_q);
+      i32 head = tile.coord.head, i_end = min_of(tile.i_begin + Packing::block_queries(p), tile.s.seqlen_q);
       if (!tile.has_keys()) return;
-      item.template find<kBlockN>(p, tile.s.batch_idx, tile.coord.head * num_heads, num_heads, tile.i_begin, i_end);
+      item.template find<kBlockN>(p, tile.s.batch_idx, head, Packing::num_heads(p, head), tile.i_begin, i_end);
       item.trim(tile.n_begin, tile.n_end);
     }
   }
@@ -95,7 +101,7 @@ struct FwdSm90Options {
           i32 head = rows.head(tile, r), i = clamp(rows.i[r], 0, tile.s.seqlen_q - 1);
           if constexpr (mutates(Mutation::fwd_sm90_mask_row)) i = max_of(i - 1, 0);
           if constexpr (Mask::kHasBool) {
-            u32 plane = static_cast<u32>(head - tile.coord.head * Packing::num_heads(p));
+            u32 plane = static_cast<u32>(head - tile.coord.head);
             bits[r] = plane * item.bits_words + static_cast<u32>(i) * item.row_words + threadIdx.x % 4;
           }
           if constexpr (ScoreMod::kHasAlibi) {
@@ -287,7 +293,7 @@ struct FwdSm90Options {
   FT_DEVICE static const BiasElement* row_of(const Params& p, const Source& source, i32 row) {
     if constexpr (Config::kPacksHeads) {
       i32 num_queries = Packing::num_queries(p), head = row / num_queries, i = row - head * num_queries;
-      bool is_query = head < Packing::num_heads(p) && i < source.num_rows;
+      bool is_query = head < source.num_heads && i < source.num_rows;
       return is_query ? source.first + head * p.bias_strides[1] + i * p.bias_strides[2] : nullptr;
     } else {
       return row < source.num_rows ? source.first + row * p.bias_strides[2] : nullptr;
@@ -361,16 +367,15 @@ struct FwdSm90Options {
     u32 to = shared_address(bias.tiles[consumer][stage]);
     i32 i_first = tile.i_begin + Packing::num_queries(p) * consumer, j_first = n * kBlockN;
     if constexpr (mutates(Mutation::fwd_sm90_bias_row)) i_first = max_of(i_first - 1, 0);
-    i64 first = tile.s.batch_idx * p.bias_strides[0] + tile.coord.head * Packing::num_heads(p) * p.bias_strides[1] +
+    i64 first = tile.s.batch_idx * p.bias_strides[0] + tile.coord.head * p.bias_strides[1] +
                 i_first * p.bias_strides[2] + j_first * p.bias_strides[3];
-    Source source{static_cast<const BiasElement*>(p.bias) + first, tile.s.seqlen_q - i_first,
-                  tile.s.seqlen_k - j_first};
+    Source source{static_cast<const BiasElement*>(p.bias) + first, tile.s.seqlen_q - i_first, tile.s.seqlen_k - j_first,
+                  Packing::num_heads(p, tile.coord.head)};
     i64 bytes = (p.bias_strides[0] | p.bias_strides[1] | p.bias_strides[2]) * sizeof(BiasElement);
     bytes |= reinterpret_cast<i64>(p.bias);
     BiasStages::wait_empty(bias.empty[consumer], count);
     Source& held = bias.held[consumer][stage];
-    bool is_held = held.first == source.first && held.num_rows == source.num_rows && held.num_keys == source.num_keys;
-    if (!is_held) {
+    if (!(held == source)) {
       __syncwarp();
       if (threadIdx.x % 32 == 0) held = source;
       __syncwarp();
