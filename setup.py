@@ -39,6 +39,7 @@ SOURCES = {
     "exec/attention.cpp": [],
     "exec/driver.cpp": [],
     "exec/executor.cpp": [],
+    "exec/kept.cpp": [],
     "exec/new_rows.cpp": [],
     "exec/ops.cpp": [],
     "exec/plan.cpp": [],

@@ -10,6 +10,7 @@ static uint64_t next_handle = 1000;
 static uint8_t log_bytes[kLogBytes];
 static uint64_t log_end;
 static uint64_t image_bytes;  // that a launch's parameters have
+static uint64_t capture;      // in which every stream is; 0: none
 static int next_status;       // of the next launch
 
 // What the tests ask for
@@ -17,6 +18,7 @@ uint8_t* fake_log(void) { return log_bytes; }
 uint64_t fake_log_end(void) { return log_end; }
 void fake_reset(uint64_t num_image_bytes) { log_end = 0, image_bytes = num_image_bytes; }
 void fake_fail_next(int status) { next_status = status; }
+void fake_capture(uint64_t number) { capture = number; }
 void fake_drop_context(void) { context = NULL; }
 
 static void put(const void* data, uint64_t size) {
@@ -38,6 +40,15 @@ int cuMemsetD8Async(uint64_t address, uint8_t value, size_t size, void* stream) 
 int cuMemsetD32Async(uint64_t address, uint32_t value, size_t count, void* stream) {
   for (size_t index = 0; index < count; ++index) ((uint32_t*)(uintptr_t)address)[index] = value;
   return (void)stream, 0;
+}
+int cuMemAlloc_v2(uint64_t* address, size_t size) { return *address = (uintptr_t)malloc(size), 0; }
+int cuStreamCreate(void** stream, unsigned flags) { return *stream = (void*)(uintptr_t)(flags + next_handle++), 0; }
+int cuStreamSynchronize(void* stream) { return (void)stream, 0; }
+int cuStreamDestroy_v2(void* stream) { return (void)stream, 0; }
+int cuStreamGetId(void* stream, uint64_t* number) { return *number = (uintptr_t)stream, 0; }
+int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* number, void* a, void* b, void* c) {
+  (void)stream, (void)a, (void)b, (void)c;
+  return *number = capture, *status = capture != 0, 0;
 }
 int cuThreadExchangeStreamCaptureMode(int* mode) { return (void)mode, 0; }
 int cuLibraryLoadData(void** library, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {

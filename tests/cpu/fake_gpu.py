@@ -15,7 +15,7 @@ import torch
 from flashtile.backends import cuda, executor, native
 from flashtile.kernels import assemble
 from flashtile.kernels.arch import ARCHS
-from flashtile.runtime import cache, driver, extension
+from flashtile.runtime import cache, driver, extension, kept
 
 NUM_MULTIPROCESSORS = 132
 MAP_ADDRESS = 88  # where fake_cuda.c puts the address into a tensor map
@@ -87,4 +87,5 @@ def unplug() -> None:
 def clear() -> None:
     executor._functions.clear()
     driver._driver.cache_clear()
+    kept.clear()
     assemble.clear_plans()

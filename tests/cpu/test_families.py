@@ -64,7 +64,7 @@ FEW = next(which for which in families.find("decode_sm90").length_classes)
     [
         ({}, None),
         ({"has_band": True, "has_softcap": True, "has_alibi": True, "has_lengths": True, "is_paged": True}, None),
-        ({"classes": ((FEW, 0),)}, "over 64 rows, the queries of all heads that share a KV head"),
+        ({"classes": ((FEW, 0),)}, "more queries than fit a tile of 64 rows with the heads that share a KV head"),
         ({"heads_disjoint": False}, "heads of q that share memory: a TMA box has no stride of 0"),
         ({"heads_disjoint": False, "classes": ((FEW, 1),)}, None),
         ({"bias_dtype": "float32"}, "a bias"),

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(extension.missing() is not None, reason=str(exte
 
 CLASSES = (
     *(SmallGrid(rows) for rows in (1, 64)),
-    *(FewQueries(64, 2), FewQueries(128, 1)),
+    *(FewQueries(64, 2), FewQueries(128, 1), FewQueries(16, 1, is_one_head_tile=True)),
     *(PackedHeads(64, 128), PackedHeads(128, 64)),
     *(RaggedQueries(192, 128, 105), RaggedQueries(256, 64, 100)),
     *(ShortLengths(64, 64), ShortLengths(2**31 - 1, 1)),

@@ -28,7 +28,7 @@ from flashtile.integrations import torch_flash
 from flashtile.kernels import assemble, families
 from flashtile.kernels import plan as plans
 from flashtile.kernels.families.simt import HEAD_DIMS
-from flashtile.kernels.params import AppendParams, Params
+from flashtile.kernels.params import AppendParams, DecodeSm90Params, Params
 from flashtile.problem import DENSE_FIELDS, AttentionArgs
 from flashtile.runtime import driver, extension
 from flashtile.testing import GRADS, Case
@@ -109,7 +109,7 @@ def differences(launch: Launch, one: Done, other: Done, names: tuple[str, ...]) 
         (patch.rule.name, patch.offset) for patch in launch.plan.patches if isinstance(patch.rule, plans.Pointer)
     ]
     pointers += [(patch.tensor, patch.offset + MAP_ADDRESS) for patch in launch.plan.maps]
-    workspaces = {workspace.name for workspace in launch.plan.workspaces}
+    workspaces = {workspace.name for workspace in launch.plan.workspaces if not workspace.is_kept}
     scratch = {operand.name for operand in launch.plan.operands if operand.like is not None}
     for (_, a), (_, b) in zip(one.launches, other.launches, strict=True):
         bases = None
@@ -632,6 +632,33 @@ def test_a_call_that_needs_a_copy_teaches_nothing(served: list[str], monkeypatch
         flashtile.attention(q, longer, longer, alibi_slopes=slopes[:2])  # split, and combined
         flashtile.attention(q, k, v, alibi_slopes=slopes[::2])  # not contiguous
     assert len(served) == len(copies) == 3
+
+
+def test_flags_of_a_join_are_kept_zeros_of_one_stream_and_capture(served: list[str], recorder: Recorder) -> None:
+    q, k, v = torch.randn(1, 2, 1, 64, dtype=torch.bfloat16), *make(1, 2, 4000, 64)[1:]
+    offset, size = DecodeSm90Params.part_flags.offset, ctypes.sizeof(DecodeSm90Params)
+
+    def address() -> int:
+        recorder.reset(size)
+        flashtile.attention(q, k, v)
+        ((_, image),) = recorder.launches()
+        return int.from_bytes(image[offset : offset + 8], "little")
+
+    eager = address()
+    assert (ctypes.c_uint32 * (2 * fake_gpu.NUM_MULTIPROCESSORS)).from_address(eager)[:] == [0] * 264
+    assert address() == eager
+    assert len(served) == 1
+    # What a graph has captured may run beside the stream: it has zeros of its own, from its first call on
+    recorder.library.fake_capture(7)
+    captured = address()
+    assert len(served) == 2
+    assert captured != eager
+    assert address() == captured
+    recorder.library.fake_capture(8)
+    assert address() not in (eager, captured)
+    recorder.library.fake_capture(0)
+    assert address() == eager
+    assert len(served) == 3
 
 
 def test_what_is_returned_belongs_to_the_caller_alone(served: list[str]) -> None:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from flashtile.errors import dtype_name
 from flashtile.kernels import plan as plans
-from flashtile.kernels.plan import EnginePass, LaunchPlan, MapPatch, Memset, Operand, Step
-from flashtile.runtime import cache, driver, extension
+from flashtile.kernels.plan import EnginePass, LaunchPlan, MapPatch, Memset, Operand, Step, Workspace
+from flashtile.runtime import cache, driver, extension, kept
+from flashtile.runtime.kept import KeptZeros
 
 Tensors = Mapping[str, Tensor]
 Scalars = Mapping[str, float | int]
@@ -166,16 +167,30 @@ class WorkspaceLayout(NamedTuple):
 def lay_out_workspaces(plan: LaunchPlan, values: dict[str, int]) -> WorkspaceLayout:
     offsets, zeroed, end = {}, list[slice](), 0
     for workspace in plan.workspaces:
-        if workspace.is_for_splits and values["num_splits"] == 1:
+        if workspace.is_kept or (workspace.is_for_splits and values["num_splits"] == 1):
             continue
         offsets[workspace.name] = end
-        elements = math.prod(values[name] for name in workspace.values)
-        elements *= math.prod(-(-values[name] // divisor) for name, divisor in workspace.quotients)
-        elements += workspace.num_padding * math.prod(values[name] for name in workspace.padding)
-        num_bytes = workspace.element_bytes * elements
+        num_bytes = _num_bytes(workspace, values)
         zeroed += [slice(end, end + num_bytes)] if workspace.is_zeroed else []
         end += -(-num_bytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
     return WorkspaceLayout(end, offsets, tuple(zeroed))
+
+
+def kept_zeros(plan: LaunchPlan, values: dict[str, int], device_index: int) -> dict[str, KeptZeros]:
+    """The kept workspace of a call on the current stream, by its name."""
+    return {
+        workspace.name: kept.zeros(device_index, current_stream(device_index), _num_bytes(workspace, values))
+        for workspace in plan.workspaces
+        if workspace.is_kept
+    }
+
+
+def _num_bytes(workspace: Workspace, values: dict[str, int]) -> int:
+    elements = math.prod(values[name] for name in workspace.values)
+    elements *= math.prod(-(-values[name] // divisor) for name, divisor in workspace.quotients)
+    return workspace.element_bytes * (
+        elements + workspace.num_padding * math.prod(values[x] for x in workspace.padding)
+    )
 
 
 def fill(
@@ -272,14 +287,15 @@ class _Ready(NamedTuple):
     image: bytearray
 
 
-def _ready(plan: LaunchPlan, given: Tensors, scalars: Scalars, splits: Splits) -> _Ready:
-    tensors = prepare(plan, given)
-    values = evaluate(plan, tensors, scalars, splits)
+def _ready(call: Launch) -> _Ready:
+    plan = call.plan
+    tensors = prepare(plan, call.tensors)
+    values = evaluate(plan, tensors, call.scalars, call.splits)
     found = lay_out_workspaces(plan, values)
     workspace = found.allocate(next(iter(tensors.values())).device)
-    return _Ready(
-        tensors, values, workspace, fill(plan, tensors, scalars, values, addresses(tensors, found, workspace))
-    )
+    pointers = addresses(tensors, found, workspace)
+    pointers |= {name: region.address for name, region in kept_zeros(plan, values, call.device_index).items()}
+    return _Ready(tensors, values, workspace, fill(plan, tensors, call.scalars, values, pointers))
 
 
 class _Running(NamedTuple):
@@ -319,7 +335,7 @@ def execute_on_host(call: Launch, spans: int = 0) -> None:
 
 
 def _execute(call: Launch, spans: int) -> None:
-    tensors, values, _workspace, image = _ready(call.plan, call.tensors, call.scalars, call.splits)
+    tensors, values, _workspace, image = _ready(call)
     encode_maps(call.plan, tensors, image)
     running = _Running(call, tensors, values, image, spans)
     for step in call.plan.steps:

@@ -124,6 +124,8 @@ def _hand_over(kind: int, launch: Launch) -> None:
         return
     names = (module.APPEND_TENSORS, module.APPEND_SCALARS) if kind == APPEND else (module.TENSORS, module.SCALARS)
     values = executor.evaluate(plan, launch.tensors, launch.scalars, launch.splits)
+    for region in executor.kept_zeros(plan, values, launch.device_index).values():
+        module.add_kept_zeros(*region.owner, region.address, region.num_bytes)
     numbers, symbols = serialize(launch, values, *names)
     module.register_plan(kind, array("q", numbers).tobytes(), plan.image, "".join(f"{symbol}\n" for symbol in symbols))
 
@@ -235,7 +237,8 @@ def serialize(
         numbers += [len(factors), *(number for factor in factors for number in rule(factor))]
     numbers.append(len(workspaces))
     for workspace in plan.workspaces:
-        numbers += [workspace.element_bytes, workspace.is_zeroed, workspace.is_for_splits, workspace.num_padding]
+        numbers += [workspace.element_bytes, workspace.is_zeroed, workspace.is_for_splits, workspace.is_kept]
+        numbers.append(workspace.num_padding)
         for names in (workspace.values, workspace.padding):
             numbers += [len(names), *(values_at[name] for name in names)]
         numbers.append(len(workspace.quotients))

@@ -72,17 +72,20 @@ class FewQueries:
 
     tile_rows: int
     max_tiles: int
+    is_one_head_tile: bool = False  # 0 also where the heads that share a KV head take more than one tile
 
     @property
     def values(self) -> tuple[int, int]:
         return (0, 4)  # any number above 0: kernels do not know it
 
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
-        num_heads, _ = packed_heads(shape, self.tile_rows)
+        num_heads, num_tiles = packed_heads(shape, self.tile_rows)
+        if self.is_one_head_tile and num_tiles > 1:
+            return 0
         return num_heads if -(-shape.few_q // (self.tile_rows // num_heads)) <= self.max_tiles else 0
 
     def serialized(self) -> tuple[int, int, int, int]:
-        return 5, self.tile_rows, self.max_tiles, 0
+        return 5, self.tile_rows, self.max_tiles, int(self.is_one_head_tile)
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,8 @@ class DecodeSm90Params(ctypes.Structure):
         ("base", Params),
         ("_padding", ctypes.c_char * (-ctypes.sizeof(Params) % 64)),
         *((f"{name}_map", ctypes.c_uint64 * 16) for name in ("q", "k", "v")),
+        ("part_flags", ctypes.c_void_p),
+        ("_end", ctypes.c_char * 56),
     ]
 
 

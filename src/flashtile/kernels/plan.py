@@ -158,7 +158,10 @@ class Operand(NamedTuple):
 
 class Workspace(NamedTuple):
     """Memory for one call: element_bytes times the product of the values and of the quotients rounded up, and
-    num_padding times the product of `padding` more elements."""
+    num_padding times the product of `padding` more elements.
+
+    A kept workspace is not the call's own: zeros that every launch leaves as it finds them (runtime/kept.py). A plan
+    has one at most."""
 
     name: str
     element_bytes: int
@@ -168,6 +171,7 @@ class Workspace(NamedTuple):
     quotients: tuple[tuple[str, int], ...] = ()  # (value, divisor), rounded up
     num_padding: int = 0
     padding: tuple[str, ...] = ()
+    is_kept: bool = False
 
 
 class SplitRule(NamedTuple):

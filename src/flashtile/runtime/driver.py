@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint32, c_uint64, c_void_p
 
 import torch
 
@@ -27,6 +27,13 @@ _ARGUMENTS: dict[str, tuple[type, ...] | None] = {
     "cuCtxGetCurrent": (POINTER(c_void_p),),
     "cuCtxSetCurrent": (c_void_p,),
     "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
+    "cuStreamGetId": (c_void_p, POINTER(c_uint64)),
+    "cuStreamGetCaptureInfo_v2": (c_void_p, POINTER(c_int), POINTER(c_uint64), c_void_p, c_void_p, c_void_p),
+    "cuStreamCreate": (POINTER(c_void_p), c_uint),
+    "cuStreamSynchronize": (c_void_p,),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
+    "cuMemsetD8Async": (c_uint64, c_ubyte, c_size_t, c_void_p),
     "cuLibraryLoadData": (POINTER(c_void_p), c_char_p, c_void_p, c_void_p, c_uint, c_void_p, c_void_p, c_uint),
     "cuLibraryGetKernel": (POINTER(c_void_p), c_void_p, c_char_p),
     "cuKernelGetFunction": (POINTER(c_void_p), c_void_p),
@@ -45,6 +52,7 @@ _MAP_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}
 _MAP_SWIZZLE_128 = 3
 _MAP_PROMOTIONS = (0, 64, 128, 256)  # bytes, in the order of CUtensorMapL2promotion
 _CAPTURE_MODE_RELAXED = 2
+_STREAM_NON_BLOCKING = 1
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
 # CUdevice_attribute
@@ -218,6 +226,39 @@ def version() -> tuple[int, int]:
     number = c_int()
     _call("cuDriverGetVersion", byref(number))
     return number.value // 1000, number.value % 1000 // 10
+
+
+def stream_id(stream: int) -> int:
+    """Of a stream of the current device: unlike its handle, it is never another's."""
+    _ensure_context()
+    number = c_uint64()
+    _call("cuStreamGetId", stream, byref(number))
+    return number.value
+
+
+def capture_id(stream: int) -> int:
+    """Of the graph capture that the stream is in; 0 where it is in none."""
+    _ensure_context()
+    status, number = c_int(), c_uint64()
+    _call("cuStreamGetCaptureInfo_v2", stream, byref(status), byref(number), None, None, None)
+    return number.value if status.value else 0
+
+
+def allocate_zeros(num_bytes: int) -> int:
+    """Memory of the current device, filled with zeros, for the life of the process. May be called while the thread
+    captures a graph."""
+    _ensure_context()
+    address, stream = c_uint64(), c_void_p()
+    with _relaxed_capture():
+        _call("cuMemAlloc_v2", byref(address), num_bytes)
+        # On a stream of its own: the default one would wait for others, and may be captured
+        _call("cuStreamCreate", byref(stream), _STREAM_NON_BLOCKING)
+        try:
+            _call("cuMemsetD8Async", address, 0, num_bytes, stream)
+            _call("cuStreamSynchronize", stream)
+        finally:
+            _call("cuStreamDestroy_v2", stream)
+    return address.value
 
 
 @functools.cache

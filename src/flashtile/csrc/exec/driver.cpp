@@ -19,6 +19,8 @@ const char* Driver::open(const char* library) {
   find(cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled");
   find(cuMemsetD8Async, "cuMemsetD8Async");
   find(cuMemsetD32Async, "cuMemsetD32Async");
+  find(cuStreamGetId, "cuStreamGetId");
+  find(cuStreamGetCaptureInfo_v2, "cuStreamGetCaptureInfo_v2");
   find(cuCtxGetCurrent, "cuCtxGetCurrent");
   find(cuCtxSetCurrent, "cuCtxSetCurrent");
   find(cuDeviceGet, "cuDeviceGet");

@@ -32,6 +32,8 @@ struct Driver {
                                 int) = nullptr;
   int (*cuMemsetD8Async)(u64, u8, size_t, Handle) = nullptr;
   int (*cuMemsetD32Async)(u64, u32, size_t, Handle) = nullptr;
+  int (*cuStreamGetId)(Handle, u64*) = nullptr;
+  int (*cuStreamGetCaptureInfo_v2)(Handle, int*, u64*, void*, void*, void*) = nullptr;
   int (*cuCtxGetCurrent)(Handle*) = nullptr;
   int (*cuCtxSetCurrent)(Handle) = nullptr;
   int (*cuDeviceGet)(int*, int) = nullptr;

@@ -71,8 +71,9 @@ inline u8 length_class(const LengthClass& of, const Shape& shape, i64 num_multip
     }
     case LengthClassKind::kShortLengths:  // a: queries; b: keys
       return shape.expected_q <= of.a && shape.expected_k <= of.b;
-    case LengthClassKind::kFewQueries: {  // a: rows of a tile; b: tiles at most
-      i64 heads = packed_heads(shape, of.a).heads;
+    case LengthClassKind::kFewQueries: {  // a: rows of a tile; b: tiles at most; c: nonzero: one tile of heads
+      auto [heads, num_tiles] = packed_heads(shape, of.a);
+      if (of.c != 0 && num_tiles > 1) return 0;
       i64 queries = shape.expected_q <= 1 ? shape.expected_q : shape.seqlen_q;
       return static_cast<u8>(divide_up(queries, of.a / heads) <= of.b ? heads : 0);
     }

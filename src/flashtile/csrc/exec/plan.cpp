@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "../cpu/run.h"
+#include "kept.h"
 
 namespace flashtile {
 namespace {
@@ -157,6 +158,7 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
     workspace.element_bytes = in.number();
     workspace.is_zeroed = in.index(2) != 0;
     workspace.is_for_splits = in.index(2) != 0;
+    workspace.is_kept = in.index(2) != 0;
     workspace.num_padding = in.number();
     for (std::vector<i32>* values : {&workspace.values, &workspace.padding}) {
       values->resize(in.index(8));
@@ -244,7 +246,24 @@ bool Plan::evaluate(const Call& call, i64* values) const {
   return true;
 }
 
-bool Plan::allocate(Call& call, Owned* owned, Filled& filled) const {
+// Its size. False where the number overflows.
+bool Plan::num_bytes(const Workspace& workspace, const i64* values, i64& bytes) const {
+  i64 padding = workspace.element_bytes;
+  bytes = workspace.element_bytes;
+  for (i32 value : workspace.values) {
+    if (!multiply(bytes, values[value])) return false;
+  }
+  for (auto [value, divisor] : workspace.quotients) {
+    if (!multiply(bytes, divide_up(values[value], divisor))) return false;
+  }
+  if (!multiply(padding, workspace.num_padding)) return false;
+  for (i32 value : workspace.padding) {
+    if (!multiply(padding, values[value])) return false;
+  }
+  return !__builtin_add_overflow(bytes, padding, &bytes);
+}
+
+bool Plan::allocate(Call& call, Owned* owned, const Driver& driver, Filled& filled) const {
   for (const Operand& operand : operands_) {
     if (operand.like < 0) continue;
     View& view = call.tensors[operand.tensor];
@@ -259,28 +278,28 @@ bool Plan::allocate(Call& call, Owned* owned, Filled& filled) const {
   };
   View* unwanted = call.unwanted < 0 ? nullptr : &call.tensors[call.unwanted];
   if (unwanted != nullptr) place_bytes(unwanted->numel() * size_of(unwanted->dtype));
+  i64 offsets[kMaxValues];  // -1: not in the scratch memory
   for (size_t place = 0; place < workspaces_.size(); ++place) {
     const Workspace& workspace = workspaces_[place];
-    filled.sizes[place] = -1;
+    filled.workspaces[place] = nullptr, offsets[place] = -1;
     if (workspace.is_for_splits && filled.values[kNumSplits] == 1) continue;
-    i64 bytes = workspace.element_bytes, padding = workspace.element_bytes;
-    for (i32 value : workspace.values) {
-      if (!multiply(bytes, filled.values[value])) return false;
+    i64& bytes = filled.sizes[place];
+    if (!num_bytes(workspace, filled.values, bytes)) return false;
+    if (workspace.is_kept) {
+      filled.workspaces[place] = kept_zeros().find(driver, call.device.index, call.stream, bytes);
+      if (filled.workspaces[place] == nullptr) return false;
+    } else {
+      offsets[place] = place_bytes(bytes);
     }
-    for (auto [value, divisor] : workspace.quotients) {
-      if (!multiply(bytes, divide_up(filled.values[value], divisor))) return false;
-    }
-    if (!multiply(padding, workspace.num_padding)) return false;
-    for (i32 value : workspace.padding) {
-      if (!multiply(padding, filled.values[value])) return false;
-    }
-    if (__builtin_add_overflow(bytes, padding, &bytes)) return false;
-    filled.offsets[place] = place_bytes(bytes), filled.sizes[place] = bytes;
   }
   if (end == 0) return true;
-  filled.base = static_cast<u8*>(filled.scratch.allocate(end, call.device));
-  if (unwanted != nullptr) unwanted->data = filled.base;
-  return filled.base != nullptr;
+  auto* base = static_cast<u8*>(filled.scratch.allocate(end, call.device));
+  if (base == nullptr) return false;
+  if (unwanted != nullptr) unwanted->data = base;
+  for (size_t place = 0; place < workspaces_.size(); ++place) {
+    if (offsets[place] >= 0) filled.workspaces[place] = base + offsets[place];
+  }
+  return true;
 }
 
 bool Plan::fill(const Call& call, Filled& filled) const {
@@ -291,8 +310,7 @@ bool Plan::fill(const Call& call, Filled& filled) const {
     if (patch.code == 'P') {
       // A workspace that is not needed stays null
       void* address = call.tensors[rule.index].data;
-      if (rule.kind == RuleKind::kWorkspace)
-        address = filled.sizes[rule.index] >= 0 ? filled.base + filled.offsets[rule.index] : nullptr;
+      if (rule.kind == RuleKind::kWorkspace) address = filled.workspaces[rule.index];
       std::memcpy(place, &address, sizeof(address));
       continue;
     }
@@ -357,8 +375,8 @@ i64 Plan::num_blocks(const Step& step, const i64* values) const {
 
 bool Plan::zero_workspaces(const Call& call, const Filled& filled, const Driver& driver, Failure& failure) const {
   for (size_t index = 0; index < workspaces_.size(); ++index) {
-    if (!workspaces_[index].is_zeroed || filled.sizes[index] <= 0) continue;
-    u8* start = filled.base + filled.offsets[index];
+    u8* start = filled.workspaces[index];
+    if (!workspaces_[index].is_zeroed || start == nullptr || filled.sizes[index] == 0) continue;
     if (call.device.type == aoti_torch_device_type_cpu()) {
       std::memset(start, 0, filled.sizes[index]);
       continue;
@@ -381,7 +399,7 @@ Outcome Plan::make_ready(Call& call, Owned* owned, const Driver& driver, Filled&
     if (blocks < 0 || blocks > std::numeric_limits<i32>::max()) return Outcome::kFallback;
     if (blocks > 0 && step.kernel == nullptr) return Outcome::kIncomplete;
   }
-  if (!allocate(call, owned, filled) || !fill(call, filled)) return Outcome::kFallback;
+  if (!allocate(call, owned, driver, filled) || !fill(call, filled)) return Outcome::kFallback;
   return encode_maps(call, filled, driver, failure) ? Outcome::kDone : Outcome::kFailed;
 }
 

@@ -76,6 +76,7 @@ struct Factor {
 struct Workspace {
   i64 element_bytes;
   bool is_zeroed, is_for_splits;
+  bool is_kept;  // not the call's own: kept.h
   i64 num_padding;
   std::vector<i32> values, padding;
   std::vector<std::pair<i32, i64>> quotients;  // (value, divisor)
@@ -125,9 +126,9 @@ enum class Outcome { kDone, kFallback, kIncomplete, kFailed };
 struct Filled {
   alignas(64) u8 image[kMaxImageBytes];
   i64 values[kMaxValues];
-  i64 offsets[kMaxValues], sizes[kMaxValues];  // of the workspaces; size -1: not needed
+  u8* workspaces[kMaxValues];  // null: not needed
+  i64 sizes[kMaxValues];       // of the workspaces, in bytes
   Scratch scratch;
-  u8* base = nullptr;  // of the scratch memory
 };
 
 class Plan {
@@ -146,7 +147,8 @@ class Plan {
 
  private:
   bool evaluate(const Call& call, i64* values) const;
-  bool allocate(Call& call, Owned* owned, Filled& filled) const;
+  bool num_bytes(const Workspace& workspace, const i64* values, i64& bytes) const;
+  bool allocate(Call& call, Owned* owned, const Driver& driver, Filled& filled) const;
   bool fill(const Call& call, Filled& filled) const;
   bool zero_workspaces(const Call& call, const Filled& filled, const Driver& driver, Failure& failure) const;
   bool encode_maps(const Call& call, Filled& filled, const Driver& driver, Failure& failure) const;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "executor.h"
+#include "kept.h"
 #include "ops.h"
 #include "torch_flash.h"
 
@@ -66,6 +67,15 @@ PyObject* register_plan(PyObject*, PyObject* args) {
     return nullptr;
   }
   Py_RETURN_TRUE;
+}
+
+// (index of a device, stream, capture, address, bytes): as runtime/kept.py: KeptZeros.
+PyObject* add_kept_zeros(PyObject*, PyObject* args) {
+  long long device_index = 0, num_bytes = 0;
+  unsigned long long stream = 0, capture = 0, address = 0;
+  if (!PyArg_ParseTuple(args, "LKKKL", &device_index, &stream, &capture, &address, &num_bytes)) return nullptr;
+  kept_zeros().add({device_index, stream, capture}, reinterpret_cast<u8*>(address), num_bytes);
+  Py_RETURN_NONE;
 }
 
 PyObject* clear_plans(PyObject*, PyObject*) {
@@ -165,6 +175,7 @@ PyObject* open_executor(PyObject*, PyObject* args) {
     found.device_type =
         std::strcmp(device_type, "cuda") == 0 ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
     found.plans.clear();
+    kept_zeros().clear();
   }
   Py_INCREF(args);  // and with it the functions
   found.fail = fail, found.is_deterministic = is_deterministic, found.matmul_precision = matmul_precision;
@@ -184,6 +195,7 @@ PyMethodDef kMethods[] = {
     {"restore_torch_flash", restore_torch_flash, METH_O, nullptr},
     {"raise_in_kernel", raise_in_kernel, METH_O, nullptr},
     {"register_plan", register_plan, METH_VARARGS, nullptr},
+    {"add_kept_zeros", add_kept_zeros, METH_VARARGS, nullptr},
     {"clear_plans", clear_plans, METH_NOARGS, nullptr},
     {"num_plans", num_plans, METH_NOARGS, nullptr},
     {"num_fallbacks", num_fallbacks, METH_NOARGS, nullptr},

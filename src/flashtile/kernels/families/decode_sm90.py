@@ -15,7 +15,7 @@ from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey
 
 _FEW = FewQueries(PACKED_ROWS, 1)
 _ONE = ShortLengths(1, 2**31 - 1)  # one query
-_FASTEST, _SHORT = FewQueries(16, 1), ShortLengths(16, 4095)  # at most 16 rows; and few keys
+_FASTEST, _SHORT = FewQueries(16, 1, is_one_head_tile=True), ShortLengths(16, 4095)  # at most 16 rows; and few keys
 _ITEM_RING_BYTES = 288  # WorkItemRing<DecodeItem> (attn/decode_schedule.cuh)
 _THREADS = 192
 _ANY_SPLITS = 1 << 20  # blocks that each multiprocessor could have: the kernel deals out the keys itself
@@ -131,7 +131,8 @@ class DecodeSm90(Family[DecodeRow]):
         blocks = ("num_multiprocessors",)
         workspaces = (
             Workspace("partial_out", 4 * key.head_dim_v * PACKED_ROWS * row.num_blocks, blocks),
-            Workspace("partial_stats", (8 * PACKED_ROWS + 8) * row.num_blocks, blocks),
+            Workspace("partial_stats", 8 * PACKED_ROWS * row.num_blocks, blocks),
+            Workspace("part_flags", 4 * row.num_blocks, blocks, is_kept=True),
         )
         maps = _maps(row, key.features, layout, num_heads)
         return Launch((_step(row, key, layout, num_heads),), workspaces, splits, maps, struct=DecodeSm90Params)

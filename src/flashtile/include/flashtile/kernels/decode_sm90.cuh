@@ -8,8 +8,8 @@
 // Barriers:  full_* complete by copies, empty_* by one arrival per consumer warp. A work item arrives with Q.
 // Parts:     a block that has only some keys of a row tile stores m, l and the sum of P V to its slot in global memory
 //            and then sets the slot's flag. The block with the row tile's last unit waits for the flags of the others,
-//            clears them, and joins the parts in the order of the blocks. Slots are not initialised: memory that holds
-//            kPartReady by chance (one in 2^64) would be taken for a part.
+//            clears them, and joins the parts in the order of the blocks. The flags are kept zeros (runtime/kept.py):
+//            nothing else writes them, and each launch leaves them as it found them.
 // Refuses:   unaligned rows, bias, bool mask, dropout.
 #pragma once
 
@@ -30,14 +30,13 @@
 namespace flashtile {
 
 // The maps' axes are (head_dim, rows, heads, batch); their boxes have 64 columns. partial_out is (blocks, 64,
-// head_dim_v); partial_stats is (blocks, 64, 2), and behind it one flag of 64 bits per block.
+// head_dim_v); partial_stats is (blocks, 64, 2).
 struct DecodeSm90Params {
   Params base;
   TensorMap q_map;         // boxes of 64 / num_heads rows of num_heads heads
   TensorMap k_map, v_map;  // boxes of kBlockN rows; of pages as PagedKeys says
+  u32* part_flags;         // (blocks), 0 between launches; 1: the block's part is ready
 };
-
-constexpr u64 kPartReady = 0x9d3f5a17c2e84b61ull;
 
 template <class Config>
 struct alignas(1024) DecodeSm90Storage {
@@ -237,9 +236,6 @@ struct DecodeSm90 {
   FT_DEVICE static float2* part_stats(const Params& p, i32 block) {
     return reinterpret_cast<float2*>(p.partial_stats) + block * 64;
   }
-  FT_DEVICE static u64* part_flag(const Params& p, i32 block) {
-    return reinterpret_cast<u64*>(part_stats(p, gridDim.x)) + block;
-  }
   FT_DEVICE static float* part_rows(const Params& p, i32 block) {
     return p.partial_out + static_cast<i64>(block) * 64 * p.head_dim_v;
   }
@@ -294,10 +290,10 @@ struct DecodeSm90 {
   }
 
   // Waits for the parts of a row tile that blocks before this one have. Scope: warpgroup.
-  FT_DEVICE static void wait_for_parts(const Params& p, const DecodeItem& item, i32 num_parts) {
+  FT_DEVICE static void wait_for_parts(const DecodeSm90Params& params, const DecodeItem& item, i32 num_parts) {
     for (i32 part = threadIdx.x; part < num_parts; part += 128) {
-      u64* flag = part_flag(p, item.first_block + part);
-      acquire_flag(flag, kPartReady);
+      u32* flag = params.part_flags + item.first_block + part;
+      acquire_flag(flag, 1);
       *flag = 0;
     }
     sync_consumer();
@@ -307,8 +303,9 @@ struct DecodeSm90 {
   // of rows are in flight together. Waits for the parts first, if told so: all that needs none of them comes before.
   // Scope: warp.
   template <i32 kRows>
-  FT_DEVICE static void join_rows(const Params& p, const Storage& shared, const DecodeItem& item, i32 first,
-                                  i32 num_rows, i32 num_parts, bool must_wait) {
+  FT_DEVICE static void join_rows(const DecodeSm90Params& params, const Storage& shared, const DecodeItem& item,
+                                  i32 first, i32 num_rows, i32 num_parts, bool must_wait) {
+    const Params& p = params.base;
     constexpr i32 kColumns = 128, kParts = 16 / kRows;
     i32 lane = threadIdx.x % 32, queries = item.num_queries;
     const float* own = reinterpret_cast<const float*>(shared.sK);
@@ -342,7 +339,7 @@ struct DecodeSm90 {
         }
       }
     };
-    if (must_wait) wait_for_parts(p, item, num_parts);
+    if (must_wait) wait_for_parts(params, item, num_parts);
     float2 kept[kRows];
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) kept[r] = stats_of(r, lane);
@@ -400,27 +397,28 @@ struct DecodeSm90 {
   }
 
   // Joins the parts of a row tile, of which this block's own is in shared memory. Scope: warpgroup.
-  FT_DEVICE static void join(const Params& p, Storage& shared, const DecodeItem& item) {
+  FT_DEVICE static void join(const DecodeSm90Params& params, Storage& shared, const DecodeItem& item) {
     i32 num_parts = static_cast<i32>(blockIdx.x) - item.first_block;
     i32 num_rows = item.num_queries * item.num_heads, warp = threadIdx.x / 32;
     // Each warp waits in join_rows, or here if it has no rows
     constexpr bool kWaitsLate = !kHasOneBarrier;
-    if constexpr (!kWaitsLate) wait_for_parts(p, item, num_parts);
+    if constexpr (!kWaitsLate) wait_for_parts(params, item, num_parts);
     if (num_rows > 4 && num_parts <= 8) {
       for (i32 first = 4 * warp; first < num_rows; first += 16) {
-        join_rows<4>(p, shared, item, first, num_rows, num_parts, kWaitsLate && first < 16);
+        join_rows<4>(params, shared, item, first, num_rows, num_parts, kWaitsLate && first < 16);
       }
-      if (kWaitsLate && 4 * warp >= num_rows) wait_for_parts(p, item, num_parts);
+      if (kWaitsLate && 4 * warp >= num_rows) wait_for_parts(params, item, num_parts);
     } else {
       for (i32 first = warp; first < num_rows; first += 4) {
-        join_rows<1>(p, shared, item, first, num_rows, num_parts, kWaitsLate && first < 4);
+        join_rows<1>(params, shared, item, first, num_rows, num_parts, kWaitsLate && first < 4);
       }
-      if (kWaitsLate && warp >= num_rows) wait_for_parts(p, item, num_parts);
+      if (kWaitsLate && warp >= num_rows) wait_for_parts(params, item, num_parts);
     }
   }
 
-  FT_DEVICE static void epilogue(const Params& p, Storage& shared, const DecodeItem& item, const Rows& rows,
-                                 float factor, const Softmax& softmax, const float (&rO)[kOutputs]) {
+  FT_DEVICE static void epilogue(const DecodeSm90Params& params, Storage& shared, const DecodeItem& item,
+                                 const Rows& rows, float factor, const Softmax& softmax, const float (&rO)[kOutputs]) {
+    const Params& p = params.base;
     if (item.role == DecodeRole::kWhole) {
       store(p, item, rows, factor, softmax, rO);
       return;
@@ -433,10 +431,10 @@ struct DecodeSm90 {
     float* out = is_join ? reinterpret_cast<float*>(shared.sK) : part_rows(p, block);
     store_part(p, item, rows, factor, softmax, rO, out, is_join ? shared.stats : part_stats(p, block));
     if (is_join) {
-      join(p, shared, item);
+      join(params, shared, item);
     } else {
       sync_consumer();
-      if (threadIdx.x == 0) release_flag(part_flag(p, block), kPartReady);
+      if (threadIdx.x == 0) release_flag(params.part_flags + block, 1);
     }
   }
 
@@ -462,7 +460,7 @@ struct DecodeSm90 {
       } else {
         release_stage(shared.empty_q);
       }
-      epilogue(p, shared, item, rows, factor, softmax, rO);
+      epilogue(params, shared, item, rows, factor, softmax, rO);
     }
   }
 };

@@ -8,17 +8,17 @@ namespace flashtile {
 
 // Sets a flag. Whoever sees it there also sees what this thread wrote before, and what other threads of the block wrote
 // before a barrier that this thread has passed. (PTX ISA: st.release)
-FT_DEVICE void release_flag(u64* flag, u64 value) {
+FT_DEVICE void release_flag(u32* flag, u32 value) {
   jitter();
-  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
 // Waits for the flag. (PTX ISA: ld.acquire)
-FT_DEVICE void acquire_flag(const u64* flag, u64 value) {
+FT_DEVICE void acquire_flag(const u32* flag, u32 value) {
   jitter();
-  u64 found;
+  u32 found;
   do {
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(flag) : "memory");
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(flag) : "memory");
   } while (found != value);
 }
 
