@@ -28,6 +28,8 @@ SIZES = (
     (8, 8, 1, 900, 2),
     (1, 32, 8, 3000, 1),
     (7, 6, 2, 130, 40),
+    (1, 65, 1, 700, 3),  # more heads than a tile has rows
+    (1, 258, 2, 900, 2),
 )
 OPTIONS: tuple[dict[str, object], ...] = (
     {},
@@ -265,6 +267,60 @@ def test_launches_that_overlap_share_no_parts(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(20):
         graph.replay()
     torch.cuda.synchronize()
+    assert all(torch.equal(out, expected[number % 2]) for number, out in enumerate(found))
+
+
+@pytest.mark.usefixtures("splits_keys")
+@pytest.mark.parametrize("number", [1, 2, -1, 0x9D3F5A17C2E84B61 - (1 << 64)])
+def test_a_join_trusts_no_memory_that_held_other_numbers(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    force("decode_sm90", monkeypatch)
+    for dtype in (torch.int32, torch.int64):
+        cache = Cache(64, [20000])
+        q = cache.queries(1, 8)
+        torch.cuda.synchronize()
+        expected = flashtile.attention_kvcache(
+            q, cache.k, cache.v, cache_seqlens=cache.lengths, block_table=cache.table, num_splits=1
+        )
+        for _ in range(5):
+            torch.cuda.empty_cache()
+            # Of every size that the allocator could give to the next call
+            bits = number if dtype == torch.int64 else (number + 2**31) % 2**32 - 2**31
+            filled = [torch.full((1 << size,), bits, dtype=dtype, device="cuda") for size in range(8, 24)]
+            torch.cuda.synchronize()
+            del filled
+            out = flashtile.attention_kvcache(
+                q, cache.k, cache.v, cache_seqlens=cache.lengths, block_table=cache.table, backend="cuda"
+            )
+            torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.usefixtures("splits_keys")
+def test_a_graph_on_two_streams_beside_the_stream_that_it_was_captured_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    force("decode_sm90", monkeypatch)
+    caches = [Cache(64, lengths) for lengths in ([20000], [9000, 30])]
+    queries = [cache.queries(1, 8) for cache in caches]
+    own, other = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def step(index: int) -> Tensor:
+        cache = caches[index]
+        return flashtile.attention_kvcache(
+            queries[index], cache.k, cache.v, cache_seqlens=cache.lengths, block_table=cache.table, backend="cuda"
+        )
+
+    torch.cuda.synchronize()
+    with torch.cuda.stream(own):
+        expected = [step(index) for index in range(2)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=own):
+        found = [step(number % 2) for number in range(6)]
+    for _ in range(30):
+        for stream in (own, other):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        with torch.cuda.stream(own):
+            eager = [step(index) for index in range(2)]
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, one) for out, one in zip(eager, expected, strict=True))
     assert all(torch.equal(out, expected[number % 2]) for number, out in enumerate(found))
 
 

@@ -1,0 +1,154 @@
+"""Packed sequences without max_seqlen beside the same call with it: forward passes, decode steps, backward passes and
+gradients of a bias, of equal lengths, of lengths drawn log-uniformly, and of one long sequence among single tokens.
+bfloat16, GPU time by graphs, in random order. Needs a GPU.
+
+PYTHONPATH=src python tools/time_packed.py [FOLDER]      writes packed_bf16.csv there, or to results/<device>
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile.backends import cuda, executor, native
+from flashtile.bench import device as facts
+from flashtile.bench.rows import Environment, Writer
+from flashtile.bench.timing import capture, median_ms
+
+BATCHES = (1, 2, 16, 128, 1024, 4096)
+LENGTHS = ("equal", "log-uniform", "one long")
+PASSES = ("prefill", "decode", "backward", "dbias")
+TOTAL = 32768  # tokens of all sequences
+LONG = 16384
+HEADS, HEADS_KV, HEAD_DIM = 16, 4, 128
+ROUNDS, CALLS = 7, 5
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    direction: str  # one of PASSES
+    lengths: str
+    batch: int
+    longest: int
+    with_us: float
+    without_us: float
+    ratio: float
+    env: Environment
+
+
+def lengths_of(kind: str, batch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(batch)
+    if kind == "equal":
+        return torch.full((batch,), TOTAL // batch)
+    if kind == "one long":
+        lengths = torch.ones(batch, dtype=torch.int64)
+        lengths[int(torch.randint(batch, (), generator=generator))] = LONG
+        return lengths
+    sizes = (torch.rand(batch, generator=generator) * 6).exp()
+    return (sizes * (TOTAL / sizes.sum())).long().clamp_min(1)
+
+
+def cumulative(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to("cuda", torch.int32)
+
+
+def make_call(direction: str, kind: str, batch: int) -> Callable[[bool], Callable[[], Any]]:
+    """Of whether max_seqlen is given: the call."""
+    lengths = lengths_of(kind, batch)
+    keys, longest_k = cumulative(lengths), int(lengths.max())
+    queries, longest_q = (keys, longest_k)
+    if direction == "decode":
+        queries, longest_q = cumulative(torch.ones_like(lengths)), 1
+    total_q, total_k = int(queries[-1]), int(keys[-1])
+
+    def draw(total: int, heads: int) -> Tensor:
+        return torch.randn(total, heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+
+    q, k, v = draw(total_q, HEADS), draw(total_k, HEADS_KV), draw(total_k, HEADS_KV)
+    bias = None
+    if direction == "dbias":
+        bias = torch.randn(1, 1, longest_q, longest_k, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    if direction in ("backward", "dbias"):
+        q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
+    dout = torch.randn_like(q, requires_grad=False)
+
+    def call(is_given: bool) -> Callable[[], Any]:
+        most = (longest_q, longest_k) if is_given else (None, None)
+
+        def attend() -> Any:
+            return flashtile.attention_varlen(q, k, v, queries, keys, *most, causal=True, bias=bias)
+
+        if direction in ("prefill", "decode"):
+            return attend
+        out = attend()
+        inputs = [q, k, v] if bias is None else [q, k, v, bias]
+        return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+    return call
+
+
+def compile_all(units: Iterable[tuple[str, str]]) -> None:
+    """In as many threads as there are cores."""
+    arch = cuda._arch(0)
+    assert arch is not None
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda unit: executor.function(*unit, arch.name), units))
+
+
+def points() -> Iterator[tuple[str, str, int]]:
+    for direction in PASSES:
+        for kind in LENGTHS:
+            for batch in BATCHES:
+                if not (direction == "dbias" and batch == 1):  # a bias of 2 GiB
+                    yield direction, kind, batch
+
+
+def main() -> None:
+    env = facts.environment("cuda", sys.argv[1:], "python tools/time_packed.py")
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent / "results"
+    path = (folder if len(sys.argv) > 1 else folder / facts.slug("cuda")) / "packed_bf16.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stream, worst = torch.cuda.Stream(), 0.0
+    # A backward pass runs on the stream of its forward pass: all on the one that graphs capture
+    with native.record_launches() as units, torch.cuda.stream(stream):
+        for point in points():
+            make = make_call(*point)
+            for is_given in (True, False):
+                make(is_given)()
+    compile_all(units)
+    with Writer(path, PackedRow) as writer:
+        for direction, kind, batch in points():
+            make = make_call(direction, kind, batch)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                calls = {is_given: make(is_given) for is_given in (True, False)}
+                for call in calls.values():
+                    call()
+            order = random.sample(list(calls), 2)
+            graphs = {is_given: capture([calls[is_given]] * CALLS, stream) for is_given in order}
+            found = median_ms(graphs, ROUNDS)
+            given, left_out = (1000 * found[is_given] / CALLS for is_given in (True, False))
+            worst = max(worst, left_out / given)
+            row = PackedRow(
+                direction, kind, batch, int(lengths_of(kind, batch).max()), given, left_out, left_out / given, env
+            )
+            writer.add([row])
+            print(
+                f"{direction:9} {kind:12} {batch:5} {given:9.1f} {left_out:9.1f} us {left_out / given:6.3f}", flush=True
+            )
+            del graphs, calls, make
+            torch.cuda.empty_cache()
+    print(f"worst ratio {worst:.3f}")
+
+
+if __name__ == "__main__":
+    main()
