@@ -45,7 +45,7 @@ int cuMemAlloc_v2(uint64_t* address, size_t size) { return *address = (uintptr_t
 int cuStreamCreate(void** stream, unsigned flags) { return *stream = (void*)(uintptr_t)(flags + next_handle++), 0; }
 int cuStreamSynchronize(void* stream) { return (void)stream, 0; }
 int cuStreamDestroy_v2(void* stream) { return (void)stream, 0; }
-int cuStreamGetId(void* stream, uint64_t* number) { return *number = (uintptr_t)stream, 0; }
+int cuStreamGetId(void* stream, uint64_t* number) { return *number = (uintptr_t)stream, capture != 0 ? 900 : 0; }
 int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* number, void* a, void* b, void* c) {
   (void)stream, (void)a, (void)b, (void)c;
   return *number = capture, *status = capture != 0, 0;

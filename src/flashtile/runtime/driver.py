@@ -228,20 +228,16 @@ def version() -> tuple[int, int]:
     return number.value // 1000, number.value % 1000 // 10
 
 
-def stream_id(stream: int) -> int:
-    """Of a stream of the current device: unlike its handle, it is never another's."""
-    _ensure_context()
-    number = c_uint64()
-    _call("cuStreamGetId", stream, byref(number))
-    return number.value
-
-
-def capture_id(stream: int) -> int:
-    """Of the graph capture that the stream is in; 0 where it is in none."""
+def stream_and_capture(stream: int) -> tuple[int, int]:
+    """(identifier of a stream of the current device, 0), or, while a graph captures the stream, (its handle, identifier
+    of the capture). No two streams of a process ever have one identifier; handles are used again."""
     _ensure_context()
     status, number = c_int(), c_uint64()
     _call("cuStreamGetCaptureInfo_v2", stream, byref(status), byref(number), None, None, None)
-    return number.value if status.value else 0
+    if status.value:
+        return stream, number.value  # cuStreamGetId would end the capture
+    _call("cuStreamGetId", stream, byref(number))
+    return number.value, 0
 
 
 def allocate_zeros(num_bytes: int) -> int:

@@ -21,8 +21,8 @@ class Owner(NamedTuple):
     """Whose launches run one after another."""
 
     device_index: int
-    stream: int  # its identifier, which no other stream of the process ever has
-    capture: int  # 0: none
+    stream: int
+    capture: int  # runtime/driver.py: stream_and_capture
 
 
 class KeptZeros(NamedTuple):
@@ -37,7 +37,7 @@ _lock = threading.Lock()
 
 def zeros(device_index: int, stream: int, num_bytes: int) -> KeptZeros:
     """Those of a stream of the current device, at least as many. May be called while the stream is captured."""
-    owner = Owner(device_index, driver.stream_id(stream), driver.capture_id(stream))
+    owner = Owner(device_index, *driver.stream_and_capture(stream))
     with _lock:
         found = _regions.get(owner)
         if found is None or found.num_bytes < num_bytes:

@@ -11,13 +11,15 @@ u8* KeptZeros::find(const Driver& driver, i32 device_index, void* stream, i64 nu
   Owner owner{device_index, 0, 0};
   int is_captured = 0;
   int status = driver.in_context(device_index, [&] {
-    int failed = driver.cuStreamGetId(stream, &owner.stream);
-    return failed != 0
-               ? failed
-               : driver.cuStreamGetCaptureInfo_v2(stream, &is_captured, &owner.capture, nullptr, nullptr, nullptr);
+    return driver.cuStreamGetCaptureInfo_v2(stream, &is_captured, &owner.capture, nullptr, nullptr, nullptr);
   });
   if (status != 0) return nullptr;
-  if (is_captured == 0) owner.capture = 0;
+  if (is_captured != 0) {
+    owner.stream = reinterpret_cast<u64>(stream);  // cuStreamGetId would end the capture
+  } else {
+    owner.capture = 0;
+    if (driver.cuStreamGetId(stream, &owner.stream) != 0) return nullptr;
+  }
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = regions_.find(owner);
   return found != regions_.end() && found->second.num_bytes >= num_bytes ? found->second.address : nullptr;
