@@ -115,8 +115,8 @@ def dense_schema() -> tuple[str, ...]:
 
 
 class Shape(NamedTuple):
-    """The sizes of a call. For packed or paged inputs the sequence lengths are upper bounds; means are known where
-    packed sequences come without a maximum."""
+    """The sizes of a call. For packed or paged inputs the sequence lengths are upper bounds. The mean of packed queries
+    is known; that of packed keys stands in for a maximum that is not given."""
 
     batch: int
     heads: int
@@ -291,8 +291,7 @@ def shape_of(args: AttentionArgs) -> Shape:
         total_q, total_k = seqlen_q, seqlen_k
         seqlen_q = _bound(args, total_q, args.max_seqlen_q, 2)
         seqlen_k = _bound(args, total_k, args.max_seqlen_k, 3)
-        if args.max_seqlen_q is None:
-            mean_q = min(-(-total_q // max(batch, 1)), seqlen_q)
+        mean_q = min(-(-total_q // max(batch, 1)), seqlen_q)
         if args.max_seqlen_k is None and args.block_table is None:
             mean_k = min(-(-total_k // max(batch, 1)), seqlen_k)
     return Shape(batch, q.shape[head], k.shape[head], seqlen_q, seqlen_k, q.shape[-1], v.shape[-1], mean_q, mean_k)

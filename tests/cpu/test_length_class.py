@@ -10,6 +10,7 @@ from flashtile.backends import native
 from flashtile.kernels.length_class import (
     FewQueries,
     KeySteps,
+    ManyRows,
     ManyScores,
     PackedHeads,
     RaggedQueries,
@@ -27,6 +28,7 @@ CLASSES = (
     *(PackedHeads(64, 128), PackedHeads(128, 64)),
     *(RaggedQueries(192, 128, 105), RaggedQueries(256, 64, 100)),
     *(ShortLengths(64, 64), ShortLengths(2**31 - 1, 1)),
+    *(ManyRows(64), ManyRows(3)),
     *(KeySteps(208, 512, 1024), KeySteps(4, 4, 4)),
 )
 LENGTHS = (

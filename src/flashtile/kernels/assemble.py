@@ -184,7 +184,7 @@ def _length(side: str, most: tuple[Rule, ...], has_max: bool, layout: CallLayout
         if name in layout.tensors:
             values.append((f"{name}_bound_{side}", (Bounded(name, -2 if side == "q" else -1, values[-1][0]),)))
     values.append((seqlen, (Value(values[-1][0]),)))
-    if has_max or (side == "k" and not layout.has_packed_keys):
+    if side == "k" and (has_max or not layout.has_packed_keys):
         return (*values, (expected, (Value(seqlen),)))
     mean = f"mean_{side}"
     return (*values, (mean, (Share(f"total_{side}", "batch"),)), (expected, (Least(mean, seqlen),)))

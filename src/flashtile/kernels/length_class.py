@@ -89,6 +89,24 @@ class FewQueries:
 
 
 @dataclass(frozen=True)
+class ManyRows:
+    """1 where the queries of a sequence, for the heads that share a tile of `tile_rows` rows (`packed_heads`), fill more
+    than that tile."""
+
+    tile_rows: int
+
+    @property
+    def values(self) -> tuple[int, int]:
+        return (0, 1)
+
+    def of(self, shape: Shape, num_multiprocessors: int) -> int:
+        return int(shape.expected_q * packed_heads(shape, self.tile_rows)[0] > self.tile_rows)
+
+    def serialized(self) -> tuple[int, int, int, int]:
+        return 7, self.tile_rows, 0, 0
+
+
+@dataclass(frozen=True)
 class RaggedQueries:
     """1 where blocks of `large` queries would hold over `percent` percent of the rows that blocks of `small` would."""
 

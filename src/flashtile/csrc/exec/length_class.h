@@ -23,6 +23,7 @@ enum class LengthClassKind : i64 {
   kShortLengths,
   kFewQueries,
   kKeySteps,
+  kManyRows,
   kCount
 };
 
@@ -77,6 +78,8 @@ inline u8 length_class(const LengthClass& of, const Shape& shape, i64 num_multip
       i64 queries = shape.expected_q <= 1 ? shape.expected_q : shape.seqlen_q;
       return static_cast<u8>(divide_up(queries, of.a / heads) <= of.b ? heads : 0);
     }
+    case LengthClassKind::kManyRows:  // a: rows of a tile
+      return saturating_product(shape.expected_q, packed_heads(shape, of.a).heads) > of.a;
     case LengthClassKind::kKeySteps: {  // a, b, c: keys at most, of a single tile, of some, and of all
       if (shape.expected_k > of.c) return 0;
       if (shape.expected_k > of.a) return shape.expected_k <= of.b ? 254 : 255;

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from flashtile.kernels.families.base import Family, Launch, Row, tile_step
 from flashtile.kernels.families.steps import combine, mask_bits, mask_workspaces, partial_results, query_grid
-from flashtile.kernels.length_class import PACKED_ROWS, PackedHeads, RaggedQueries, SmallGrid
+from flashtile.kernels.length_class import PACKED_ROWS, ManyRows, PackedHeads, RaggedQueries, SmallGrid
 from flashtile.kernels.params import FwdSm90Params, Struct
 from flashtile.kernels.plan import Factor, MapPatch, SplitRule, Step
 from flashtile.kernels.source import qualified
 from flashtile.kernels.spec import CPP_TYPES, CallLayout, Features, PlanKey, cpp_bool
 
-_PACKED_HEADS = PackedHeads(PACKED_ROWS, 128)
+_PACKED_HEADS, _MANY_ROWS = PackedHeads(PACKED_ROWS, 128), ManyRows(PACKED_ROWS)
 _RAGGED, _VERY_RAGGED = RaggedQueries(192, 128, 105), RaggedQueries(192, 128, 113)
 _SMALL = SmallGrid(128)
 _WARP_ROWS = 16  # rows of O that a warp stores
@@ -87,6 +87,15 @@ _PACKED_TILES = {
     (192, 192): Tile(64, 96, takes_turns=False),
     (256, 256): Tile(64, 64, takes_turns=False),
 }
+# More of them than 64 rows, in plain calls
+_LARGE_PACKED_TILES = {
+    (64, 64): Tile(128, 128, max_options=0),
+    (96, 96): Tile(128, 128, max_options=0),
+    (128, 128): Tile(128, 128, max_options=0),
+    (192, 128): Tile(128, 128, max_options=0),
+    (192, 192): Tile(128, 96, scales_lazily=True, max_options=0),
+    (256, 256): Tile(128, 80, scales_lazily=True, max_options=0),
+}
 
 
 @dataclass(frozen=True)
@@ -132,6 +141,7 @@ class Sm90Row(Row):
         words += [] if self.takes_turns else ["no turns"]
         words += ["lazy"] if self.scales_lazily else []
         words += ["P in shared memory"] if self.stores_p else []
+        words += ["heads packed"] if self.packs_heads else []
         return ", ".join(words)
 
     @property
@@ -174,7 +184,7 @@ class FwdSm90(Family[Sm90Row]):
     head_dims = tuple(sorted(_TILES))
     features = Family.features - {"is_aligned16"}
     takes_overlapping_rows = False
-    length_classes = (_PACKED_HEADS, _RAGGED, _VERY_RAGGED, _SMALL)
+    length_classes = (_PACKED_HEADS, _MANY_ROWS, _RAGGED, _VERY_RAGGED, _SMALL)
     needs_wgmma = True
     takes_any_scale = False
 
@@ -195,7 +205,8 @@ class FwdSm90(Family[Sm90Row]):
         for dims, tiles in _TILES.items():
             for tile in tiles:
                 yield _row(tile, dtype, dtype, dims)
-            yield _row(_PACKED_TILES[dims], dtype, dtype, dims, packs_heads=True)
+            for tile in (_LARGE_PACKED_TILES[dims], _PACKED_TILES[dims]):
+                yield _row(tile, dtype, dtype, dims, packs_heads=True)
 
     def tile_note(self, key: PlanKey) -> str:
         packed_heads = self.packed_heads(key)
@@ -205,7 +216,7 @@ class FwdSm90(Family[Sm90Row]):
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
         is_packed = self.packed_heads(key) > 1
-        for tile in (_PACKED_TILES[dims],) if is_packed else _tiles(dims, key):
+        for tile in _packed_tiles(dims, key) if is_packed else _tiles(dims, key):
             if tile.takes(key.features, key.dtype):
                 yield _with_options(_row(tile, key.dtype, key.out_dtype, dims, is_packed), key.features)
 
@@ -239,6 +250,11 @@ def _tiles(dims: tuple[int, int], key: PlanKey) -> list[Tile]:
     is_shared = not key.features.num_options and not key.length(_SMALL) and not key.is_deterministic
     is_ragged = key.length(_VERY_RAGGED if is_shared else _RAGGED) and not key.features.has_band
     return sorted(_TILES[dims], key=lambda tile: bool(is_ragged and not tile.takes_ragged))
+
+
+def _packed_tiles(dims: tuple[int, int], key: PlanKey) -> list[Tile]:
+    large = [_LARGE_PACKED_TILES[dims]] if key.length(_MANY_ROWS) and not key.length(_SMALL) else []
+    return [*large, _PACKED_TILES[dims]]
 
 
 def _row(tile: Tile, dtype: str, out_dtype: str, dims: tuple[int, int], packs_heads: bool = False) -> Sm90Row:

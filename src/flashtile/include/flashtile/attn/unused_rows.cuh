@@ -11,7 +11,7 @@
 
 namespace flashtile {
 
-// Zeros the rows of Q behind those that TMA copies. A barrier of the block must follow. Scope: warpgroup.
+// Zeros the rows of a consumer's Q behind those that TMA copies. A barrier of the block must follow. Scope: warpgroup.
 template <class Config, typename T>
 FT_DEVICE void clear_unused_rows(const Params& p, T* sQ) {
   using Packing = HeadPacking<Config>;

@@ -632,7 +632,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_sm90_kernel(const 
 
   if (threadIdx.x == 0) Kernel::init(params.base, shared);
   if constexpr (Config::kPacksHeads) {
-    if (threadIdx.x < 128) clear_unused_rows<Config>(params.base, shared.sQ[0]);
+    if (threadIdx.x < 128 * Config::kNumConsumers) clear_unused_rows<Config>(params.base, shared.sQ[threadIdx.x / 128]);
   }
   __syncthreads();
   if constexpr (mutates(Mutation::fwd_sm90_race))
