@@ -59,6 +59,7 @@ if platform.machine().lower() in ("x86_64", "amd64"):
 FLAGS = [
     *("-std=c++17", "-O2", "-ftree-vectorize", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"),
     *("-ffp-contract=fast", "-fno-math-errno"),  # products and sums are fused where the processor can
+    "-Wno-psabi",  # GCC's note on how it passes vectors: ours are passed within one file alone
     "-Wno-maybe-uninitialized",  # of GCC's own AVX-512 headers, which leave values undefined on purpose
 ]
 TORCH_TARGET_VERSION = "0x020a000000000000"  # 2.10

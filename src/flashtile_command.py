@@ -7,11 +7,16 @@ a traceback.
 from __future__ import annotations
 
 import signal
+import sys
 
 
 def main() -> None:
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from flashtile.cli.main import app
-
+    try:
+        from flashtile.cli.main import app
+    except (ValueError, NotImplementedError) as error:  # a variable of the environment that says nonsense
+        if not getattr(error, "names_argument", False):
+            raise
+        sys.exit(f"flashtile: {error}")
     signal.signal(signal.SIGINT, handler)
     app()

@@ -51,8 +51,9 @@ def _cell(reference: str, rows: Callable[[str], Rows]) -> float:
     wanted = [part.partition("=")[::2] for part in match["where"].split("&") if part]
     fitting = [row for row in rows(match["file"]) if all(row.get(key) == cell for key, cell in wanted)]
     cells = [float(row[match["column"]]) for row in fitting if row.get(match["column"])]
-    if not cells or (match["how"] is None and len(cells) != 1):
-        raise value_error("value", f"{reference!r}, which {len(cells)} cells fit", "conditions that leave one")
+    if not cells or (match["how"] is None and len(fitting) != 1):
+        fit = f"{reference!r}, which {len(fitting)} rows fit, {len(cells)} with a number"
+        raise value_error("value", fit, "conditions that leave one")
     return _COMBINED[match["how"]](cells) if match["how"] else cells[0]
 
 

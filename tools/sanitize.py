@@ -40,14 +40,14 @@ import torch
 
 from flashtile import ops
 from flashtile.backends import executor, native, registry
-from flashtile.backends.base import GradNeeds
+from flashtile.backends.base import GradNeeds, device_arch
 from flashtile.bench import device as facts
 from flashtile.check import mutants
 from flashtile.check.judge import warm
 from flashtile.check.trial import Trial
 from flashtile.cli.kernel_jobs import head_dims
 from flashtile.kernels import assemble, families
-from flashtile.kernels.arch import Arch, arch_here
+from flashtile.kernels.arch import Arch
 from flashtile.kernels.families import Family
 from flashtile.kernels.mutation import mutations
 from flashtile.kernels.plan import LaunchPlan
@@ -595,7 +595,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [tool for tool in tools if tool not in TOOLS]:
         print(f"--tools: got {unknown[0]}; accepted: {', '.join(TOOLS)}.", file=sys.stderr)
         return 2
-    arch = arch_here(*torch.cuda.get_device_capability())
+    arch = device_arch()
     assert arch is not None
     names = options.families.split(",") if options.families else None
     jobs = all_jobs(arch, dtypes, dims, names)

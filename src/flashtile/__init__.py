@@ -1,16 +1,24 @@
 """flashtile: IO-aware attention for PyTorch. `flashtile.attention` is the place to start."""
 
-import flashtile.flops  # noqa: F401, registers the formulas
-from flashtile.api import attention, attention_kvcache, attention_varlen, explain, prewarm
-from flashtile.backends.registry import Explanation
-from flashtile.errors import SlowPathWarning, Unsupported
-from flashtile.facades import (
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-    scaled_dot_product_attention,
-)
-from flashtile.version import __version__
+import warnings
+
+with warnings.catch_warnings():
+    # torch's imports warn where NumPy is not installed. Nothing here needs it
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
+    import flashtile.flops  # noqa: F401, registers the formulas
+    from flashtile.api import attention, attention_kvcache, attention_varlen, explain, prewarm
+    from flashtile.backends.environment import check as _check_environment
+    from flashtile.backends.registry import Explanation
+    from flashtile.errors import SlowPathWarning, Unsupported
+    from flashtile.facades import (
+        flash_attn_func,
+        flash_attn_varlen_func,
+        flash_attn_with_kvcache,
+        scaled_dot_product_attention,
+    )
+    from flashtile.version import __version__
+
+_check_environment()
 
 __all__ = [
     "Explanation",

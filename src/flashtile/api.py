@@ -157,6 +157,8 @@ def is_dense(q: Any, k: Any, v: Any, scale: Any) -> bool:
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mode: int) -> Tensor:
     """A call of few options by the dense overloads. The mode is one of ops.DENSE_MODES with ops.dense_bits."""
+    if ops.num_dispatch_modes():
+        ops.meet_dispatch_modes()
     try:
         if mode & ops.NEEDS_GRAD:
             return ops.dense_function(mode, scale)(q, k, v)

@@ -19,7 +19,6 @@ _LARGEST_SOFTCAP = torch.finfo(torch.float32).max
 _LARGEST_INT = 2**31 - 1  # the general path takes larger ones
 # C functions, since every call asks them
 _is_inference_mode = torch._C.is_inference_mode_enabled
-_num_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def has_valid_options(window: Any, scale: Any, softcap: Any, num_splits: Any, interleaved: Any) -> bool:
@@ -88,7 +87,7 @@ def step(
             if tensor is not None and tensor.requires_grad:
                 return None
     if (
-        _num_dispatch_modes()
+        ops.num_dispatch_modes()
         or ops.is_traced_above_autograd()
         or ((k_cache.is_inference() or v_cache.is_inference()) and not _is_inference_mode())
     ):

@@ -40,7 +40,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`, argument by argument: (..., heads, rows, dim), causal from
-    the top left. Nested tensors of layout torch.jagged, (batch, heads, ragged, dim), give one."""
+    the top left, beside attn_mask too. Nested tensors of layout torch.jagged, (batch, heads, ragged, dim), give one."""
     # Most calls: four dimensions. What is refused here, such as sizes to be broadcast, is served or refused below
     if (
         type(dropout_p) is float
@@ -56,10 +56,11 @@ def scaled_dot_product_attention(
                 if bits >= 0:
                     mode = ops.DENSE_MODES["top_left" if is_causal else False, "bhsd", None]
                     return dense(query, key, value, scale, mode | bits)
-            elif type(attn_mask) is Tensor and not is_causal:
-                if attn_mask.dtype is torch.bool:
-                    return attention(query, key, value, mask=attn_mask, scale=scale)  # type: ignore[return-value]
-                return attention(query, key, value, bias=attn_mask, scale=scale)  # type: ignore[return-value]
+            elif type(attn_mask) is Tensor:
+                is_bool, corner = attn_mask.dtype is torch.bool, "top_left" if is_causal else False
+                mask, bias = (attn_mask, None) if is_bool else (None, attn_mask)
+                out = attention(query, key, value, causal=corner, mask=mask, bias=bias, scale=scale)
+                return out  # type: ignore[return-value]
         except (ValueError, TypeError, Unsupported):
             pass
     if not is_compiling() and (found := recorders(query, key, value, attn_mask)):
@@ -69,15 +70,13 @@ def scaled_dot_product_attention(
         return _sdpa_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     require_tensors(query=query, key=key, value=value)
     is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
-    if is_causal and attn_mask is not None:
-        raise value_error(
-            "attn_mask", "it with is_causal=True", "one of the two", "Fold the causal mask into attn_mask"
-        )
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:
             raise value_error(name, tensor, "at least 2 dimensions (..., rows, dim)")
     causal: bool | str = "top_left" if is_causal else False
     if is_causal_bias(attn_mask):
+        if is_causal:
+            raise value_error("attn_mask", "a CausalBias with is_causal=True", "one of the two")
         causal, attn_mask = corner_of("attn_mask", attn_mask, False, query.shape[-2], key.shape[-2]), None
     require_optional_tensors(attn_mask=attn_mask)
     q, k, v = (_at_least_3d(last_contiguous(tensor)) for tensor in (query, key, value))

@@ -8,19 +8,17 @@ tensors.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from flashtile.ops import dense_args, split_backward
+from flashtile.ops import dense_args, on_dispatch_mode, split_backward
 from flashtile.problem import AttentionArgs, check_values, shape_of
 
 _COUNTER = "torch.utils.flop_counter"
+forward_packet, backward_packet = torch.ops.flashtile.forward, torch.ops.flashtile.backward
 
 
 def _per_column(args: AttentionArgs) -> int:
@@ -47,39 +45,25 @@ def backward_flops(*values: Any, out_val: Any = None) -> int:
 
 
 def register(counter: ModuleType) -> None:
-    counter.register_flop_formula(torch.ops.flashtile.forward, get_raw=True)(forward_flops)
-    counter.register_flop_formula(torch.ops.flashtile.backward, get_raw=True)(backward_flops)
+    counter.register_flop_formula(forward_packet, get_raw=True)(forward_flops)
+    counter.register_flop_formula(backward_packet, get_raw=True)(backward_flops)
 
 
-class _RegisterOnImport(MetaPathFinder):
-    """torch's counter imports Triton, which takes 0.6 s: whoever wants it imports it, and gets these formulas with
-    it."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _COUNTER:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
-        return spec
-
-
-class _Loader(Loader):
-    def __init__(self, inner: Loader) -> None:
-        self.inner = inner
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.inner.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self.inner.exec_module(module)
-        register(module)
+def serve_counters() -> None:
+    """Registers the formulas with torch's counter if it has been imported, and with the counters that are running:
+    each copies the formulas when it is made. The counter is not imported here, since it imports Triton, which takes
+    0.6 s."""
+    counter = sys.modules.get(_COUNTER)
+    if counter is None or not hasattr(counter, "FlopCounterMode"):  # being imported right now
+        return
+    if forward_packet not in counter.flop_registry:
+        register(counter)
+    for mode in _get_current_dispatch_mode_stack():
+        formulas = getattr(getattr(mode, "counter", None), "flop_registry", None)
+        if isinstance(formulas, dict):
+            for packet in (forward_packet, backward_packet):
+                formulas.setdefault(packet, counter.flop_registry[packet])
 
 
-if _COUNTER in sys.modules:
-    register(sys.modules[_COUNTER])
-else:
-    sys.meta_path.insert(0, _RegisterOnImport())
+serve_counters()
+on_dispatch_mode.append(serve_counters)

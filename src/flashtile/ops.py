@@ -84,6 +84,7 @@ is_grad_enabled = torch._C.is_grad_enabled
 increment_version = torch._C._increment_version  # of what a kernel has changed: torch asks for it in backward passes
 _are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 _is_tracing, _num_function_modes = torch._C._is_tracing, torch._C._len_torch_function_stack
+num_dispatch_modes = torch._C._len_torch_dispatch_stack
 # Without the device's name, which costs as much as all the other checks; a torch that lacks it takes the longer way
 is_autocasting: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _is_key_included, _PRE_DISPATCH = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
@@ -97,12 +98,22 @@ def reraise(error: RuntimeError) -> NoReturn:
     raise cause from cause.__cause__
 
 
+on_dispatch_mode: list[Callable[[], None]] = []  # of those who must act before an op runs inside a dispatch mode
+
+
+def meet_dispatch_modes() -> None:
+    for act in on_dispatch_mode:
+        act()
+
+
 def _typed(op: Callable[..., Any]) -> Callable[..., Any]:
     """The op with typed errors."""
 
     def call(*args: Any) -> Any:
         if is_compiling():
             return op(*args)
+        if num_dispatch_modes():
+            meet_dispatch_modes()
         try:
             return op(*args)
         except RuntimeError as error:
@@ -423,6 +434,8 @@ def dense_function(mode: int, scale: float | None) -> Callable[[Tensor, Tensor, 
 
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
+        if num_dispatch_modes():
+            meet_dispatch_modes()
         if is_grad_enabled():
             args = dense_args(q, k, v, scale, mode)._replace(deterministic=None)
             return _gradients(args, dout, None, out, lse, (True, True, True, False, False))[:3]

@@ -638,11 +638,6 @@ CASES: dict[str, tuple[Callable, type[Exception], str]] = {
     ),
     "cache layout": (cache(layout="thd"), ValueError, "layout: got 'thd'; accepted: 'bhsd' or 'bshd'."),
     # Facades, in the words of their arguments
-    "sdpa mask and causal": (
-        sdpa((1, 1, 3, 8), (1, 1, 3, 8), (1, 1, 3, 8), attn_mask=t(3, 3), is_causal=True),
-        ValueError,
-        "attn_mask: got it with is_causal=True; accepted: one of the two. Fold the causal mask into attn_mask.",
-    ),
     "sdpa heads": (
         sdpa((1, 4, 3, 8), (1, 2, 3, 8), (1, 2, 3, 8)),
         ValueError,

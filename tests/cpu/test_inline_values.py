@@ -39,9 +39,9 @@ def test_values(tmp_path, what, shown):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("box/run?name=a#ms", "which 2 cells fit; accepted: conditions that leave one"),
-        ("box/run?name=c#ms", "which 0 cells fit"),
-        ("box/run?name=a#seconds", "which 0 cells fit"),
+        ("box/run?name=a#ms", "which 2 rows fit, 2 with a number; accepted: conditions that leave one"),
+        ("box/run?name=c#ms", "which 0 rows fit"),
+        ("box/run?name=a#seconds", "which 2 rows fit, 0 with a number"),
         ("box/none?#max:ms", "no none.csv"),
         ("box/run", "accepted: <folder>/<csv stem>"),
     ],

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
 from flashtile import ops
-from flashtile.backends import cuda, executor, native
+from flashtile.backends import cuda, executor, native, registry
 from flashtile.backends.executor import Launch
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.check.draw import Drawer
@@ -670,7 +670,7 @@ def test_what_is_returned_belongs_to_the_caller_alone(served: list[str]) -> None
             out, lse = flashtile.attention(q, k, v, return_lse=True)
             without = flashtile.attention(q, k, v)
         grads = torch.autograd.grad(flashtile.attention(*leaves), leaves, dout)
-    assert len(served) == 3
+    assert len(served) == 2
     assert [tensor._use_count() for tensor in (out, lse, without, *grads)] == [alone] * 6
 
 
@@ -693,8 +693,35 @@ def test_both_passes(served: list[str]) -> None:
     with torch.no_grad():
         count = len(served)
         assert not flashtile.attention(parameter, k, v).requires_grad
-        assert not flashtile.attention(parameter, k, v).requires_grad
-        assert len(served) == count + 1  # a call without gradients has a key of its own
+        assert len(served) == count  # the plan of a forward pass serves calls without gradients too
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 1.0}], ids=str)  # the dense overload, and the full one
+def test_a_forward_pass_with_gradients_plans_nothing_anew(
+    options: dict[str, Any], served: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = make(2, 4, 64, 64)
+    flashtile.attention(q, k, v, **options)
+    functions = len(executor._functions)
+    monkeypatch.setattr(registry, "select", None)  # a call that is planned asks it
+    q.requires_grad_()
+    for leaves in ((q, k, v), (q, k.requires_grad_(), v.requires_grad_())):
+        assert flashtile.attention(*leaves, **options).requires_grad
+    assert (len(served), len(executor._functions)) == (1, functions)
+
+
+def test_a_named_backend_must_take_the_backward_pass_too(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse = cuda.CudaBackend.refuse
+    monkeypatch.setattr(
+        cuda.CudaBackend,
+        "refuse",
+        lambda self, problem, op="forward": "not here" if op == "backward" else refuse(self, problem, op),
+    )
+    q, k, v = make(2, 4, 64, 64)
+    for _ in range(2):
+        flashtile.attention(q, k, v, backend="cuda")
+    with pytest.raises(flashtile.Unsupported, match="'cuda', which refuses: not here"):
+        flashtile.attention(q.requires_grad_(), k, v, backend="cuda")
 
 
 def test_an_append_is_launched_once(served: list[str], recorder: Recorder) -> None:

@@ -15,8 +15,10 @@ from bench_fakes import ENV, provider, rows
 from test_timeline import made
 from typer.testing import CliRunner
 
+from flashtile.bench import compare, join, tables
 from flashtile.bench.rows import Row, Writer
 from flashtile.cli.main import app
+from flashtile.ladder import tables as ladder_tables
 from flashtile.profile import timeline
 from flashtile.report import charts, collect, page
 from flashtile.report.command import MAX_BYTES
@@ -110,6 +112,54 @@ def test_charts_hold_the_values_of_the_files(text):
     for length, tflops, ms in zip(series["x"], series["throughput"], series["latency"], strict=True):
         assert tflops == pytest.approx(expected[length].tflops, rel=1e-3)
         assert ms == pytest.approx(expected[length].median_ms, rel=1e-3)
+
+
+def test_each_table_of_the_ladder_is_of_one_problem(text):
+    """Rungs at head dim 128 stand beside the peers at head dim 128, and each panel shows the rung that was counted."""
+    device = collect.collect(ROOT / "results")[0]
+    kernels = [row for one in device.of("ladder_kernels_") for row in one.rows if not row.is_causal]
+    math_ms = {
+        (row.dtype, row.head_dim): row.median_ms
+        for one in device.of("ladder_")
+        for row in one.rows
+        if row.provider == "sdpa-math" and not row.is_causal and row.batch * row.heads > 1
+    }
+    shown = page._ladder(device)
+    parts = [part for part in re.findall(r"<table.*?</table>", shown, re.DOTALL) if "x sdpa-math" in part]
+    assert len(parts) == len(math_ms) == 3
+    for part in parts:
+        (head_dim,), (dtype,) = re.findall(r" d=(\d+) ", part), re.findall(r"(fp32|bf16), full", part)
+        own = [kernel for kernel in kernels if (kernel.dtype, kernel.head_dim) == (dtype, int(head_dim))]
+        found = re.findall(r"<tr>.*?</tr>", part, re.DOTALL)
+        header, *lines = (re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", one) for one in found)
+        column, rungs = header.index("x sdpa-math"), [line for line in lines if line[0][:2].isdigit()]
+        assert [line[0] for line in rungs] == [kernel.rung for kernel in own]
+        for line, kernel in zip(rungs, own, strict=True):
+            assert line[1] == tables.number(kernel.median_ms)
+            assert line[column] == tables.number(math_ms[dtype, int(head_dim)] / kernel.median_ms)
+    counted = {kernel.rung for kernel in kernels if kernel.top_stall}
+    assert len(re.findall(r"d=64: [\d.]+ ms; waits most for", shown)) == len(counted) == 20
+
+
+def test_a_join_that_does_not_tell_rows_apart_is_an_error(tmp_path):
+    found = rows([provider("one"), provider("sdpa")], 32, 64)
+    doubled = [*found, *(replace(row, dtype="bf16", median_ms=1.0) for row in found)]
+    assert join.groups([1, 2, 3], lambda number: number % 2) == {1: [1, 3], 0: [2]}
+    words = "rows: got two of .*; accepted: rows that the columns of a table or figure tell apart. They differ in dtype"
+    for use in (
+        lambda: tables.of(doubled, "latency"),
+        lambda: charts.by_length(row for row in doubled if row.provider == "one"),
+        lambda: charts.heat_maps([*found, *found]),
+        lambda: compare.changes(found, [*found, *found]),
+    ):
+        with pytest.raises(ValueError, match="rows: got two of"):
+            use()
+    with pytest.raises(ValueError, match=words):
+        tables.of(doubled, "latency")
+    kernels = [row for one in collect.collect(ROOT / "results")[0].of("ladder_kernels_") for row in one.rows]
+    with pytest.raises(ValueError, match=r"got rows of the problems .*'bf16', 4, 16, 4096, 128"):
+        ladder_tables.of([], [row for row in kernels if row.rung in ("08_tensor_cores", "07_production_tile")
+                              and (row.head_dim == 128) == (row.rung == "08_tensor_cores")], "ladder")  # fmt: skip
 
 
 def write(folder, found, name="sdpa_Lsweep_x.csv"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -103,6 +103,51 @@ def test_masks(kind: str, shape: tuple[int, ...], seed: int) -> None:
     if kind == "bool":
         mask[..., 0] = True  # torch and flashtile agree on empty rows too, but not every torch version does
     compare(torch.float32, (2, 3, 7, 8), (2, 3, 9, 8), (2, 3, 9, 8), attn_mask=mask)
+
+
+@pytest.mark.parametrize("executor", ["python", "c++"])
+@pytest.mark.parametrize(
+    ("shape", "lead"),
+    [
+        *(((7, 9), (2, 3)), ((1, 9), (2, 3)), ((7, 1), (2, 3)), ((2, 1, 7, 9), (2, 3)), ((2, 3, 1, 1), (2, 3))),
+        *(((3, 7, 9), (3,)), ((7, 9), ()), ((2, 1, 3, 7, 9), (2, 2, 3))),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_mask_and_is_causal_both_apply(
+    kind: str, shape: tuple[int, ...], lead: tuple[int, ...], executor: str, seed: int
+) -> None:
+    """As on torch's CPU path; its other paths refuse it."""
+    tensors = [torch.randn(*lead, rows, 8) for rows in (7, 9, 9)]
+    mask = torch.rand(shape) < 0.7 if kind == "bool" else torch.randn(shape)
+    seen, dout = torch.ones(7, 9, dtype=torch.bool).tril(), torch.randn(*lead, 7, 8)
+    results = []
+    for is_ours in (False, True):
+        leaves = [tensor.clone().requires_grad_() for tensor in (*tensors, *([mask] if kind == "float" else []))]
+        given = leaves[3] if kind == "float" else mask
+        if is_ours:
+            with native.python_only() if executor == "python" else nullcontext():
+                out = flashtile.scaled_dot_product_attention(*leaves[:3], attn_mask=given, is_causal=True)
+        else:
+            both = given & seen if kind == "bool" else given.masked_fill(~seen, -torch.inf)
+            out = F.scaled_dot_product_attention(*leaves[:3], attn_mask=both)
+        results.append([out, *torch.autograd.grad(out, leaves, dout)])
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+    with suppress(RuntimeError), torch.no_grad():
+        theirs = F.scaled_dot_product_attention(*tensors, attn_mask=mask, is_causal=True)
+        torch.testing.assert_close(results[1][0], theirs, rtol=2e-5, atol=2e-5)
+
+
+def test_a_mask_and_is_causal_both_apply_in_a_graph(seed: int) -> None:
+    q, k, mask = torch.randn(2, 3, 7, 8), torch.randn(2, 3, 9, 8), torch.randn(7, 9)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return flashtile.scaled_dot_product_attention(q, k, k, attn_mask=mask, is_causal=True)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, mask), attend(q, k, mask))
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 2, 3), (2, 1, 2, 3)], ids=str)

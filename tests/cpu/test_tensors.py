@@ -120,7 +120,7 @@ def test_causal_bias_is_compiled(seed: int) -> None:
         ),
         (
             lambda q, k, v: flashtile.scaled_dot_product_attention(q, k, v, causal_upper_left(5, 7), is_causal=True),
-            "attn_mask: got it with is_causal=True; accepted: one of the two",
+            "attn_mask: got a CausalBias with is_causal=True; accepted: one of the two",
         ),
     ],
 )

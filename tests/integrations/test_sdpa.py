@@ -275,3 +275,11 @@ def test_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 2, 3, 600)
     with sdpa.replaced(), pytest.raises(flashtile.Unsupported, match="left to torch"):
         F.scaled_dot_product_attention(q, q, q)
+
+
+def test_a_mask_beside_is_causal_is_served() -> None:
+    q, mask = torch.randn(1, 2, 5, 8), torch.rand(5, 5) < 0.7
+    with sdpa.replaced() as report:
+        out = F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=True)
+    assert (report.served, report.left_to_torch.total()) == (1, 0)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, q, q, attn_mask=mask.tril()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
@@ -11,16 +12,29 @@ from torch import Tensor
 
 from flashtile.errors import dtype_name
 from flashtile.kernels import speeds
+from flashtile.kernels.arch import Arch, arch_here
 from flashtile.kernels.spec import features_of
 from flashtile.problem import AttentionArgs, Problem
+
+
+@functools.cache
+def device_arch(index: int = 0) -> Arch | None:
+    """What this GPU is taken for, by every part of flashtile (arch_here); None where it is too old. FLASHTILE_ARCH is
+    read once."""
+    return arch_here(*torch.cuda.get_device_capability(index))
+
+
+def capability(index: int) -> tuple[int, int]:
+    """That of what this GPU is taken for, or its own where it is too old."""
+    arch = device_arch(index)
+    return torch.cuda.get_device_capability(index) if arch is None else divmod(arch.number, 10)
 
 
 def kind_of(problem: Problem, op: str) -> speeds.Kind:
     """The kind of calls that the problem is compared with, on any device."""
     arch, shape = problem.arch or problem.device, problem.shape
     if arch == "cuda":
-        major, minor = torch.cuda.get_device_capability(problem.device_index)
-        arch = f"sm_{major}{minor}"
+        arch = "sm_{}{}".format(*capability(problem.device_index))
     head_dims, is_large = (shape.head_dim, shape.head_dim_v), bool(speeds.SIZE.of(shape, 0))
     return speeds.kind(arch, op, dtype_name(problem.dtype), head_dims, features_of(problem), is_large)
 

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from flashtile.backends import executor, kvcache, native
-from flashtile.backends.base import Backend, Grads
+from flashtile.backends.base import Backend, Grads, capability
+from flashtile.backends.base import device_arch as _arch
 from flashtile.backends.call import backward_tensors, layout_of, scalars_of, tensors_of
 from flashtile.backends.executor import Launch
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.errors import Unsupported, dtype_name
 from flashtile.kernels import append_kv, assemble, families
-from flashtile.kernels.arch import Arch, arch_here, arch_named, typical_multiprocessors
+from flashtile.kernels.arch import Arch, arch_named, typical_multiprocessors
 from flashtile.kernels.families import Family, Row
 from flashtile.kernels.plan import LaunchPlan
 from flashtile.kernels.spec import DTYPES, GRADS, PlanKey
@@ -78,7 +79,7 @@ class CudaBackend(Backend):
             if step.shared_bytes:
                 tile = f"tile {step.block_rows} x {step.block_columns}, {step.num_threads // 32} warps"
                 memory = f"{step.shared_bytes / 1024:.0f} KiB of shared memory"
-                found[step.name] = f"{tile}{chosen.tile_note(key)}, {memory}, {key.arch.name}"
+                found[step.name] = f"{tile}{chosen.tile_note(key)}, {memory}, {key.arch.label}"
         for name, reason in families.choice(key).refusals.items():
             if reason is None and name != chosen.name:
                 reason = f"{chosen.name} is faster"
@@ -196,11 +197,6 @@ def _is_append_aligned(args: AppendArgs, tensors: dict[str, Tensor]) -> bool:
 # What is there
 
 
-@functools.cache
-def _arch(device_index: int) -> Arch | None:
-    return arch_here(*torch.cuda.get_device_capability(device_index))
-
-
 def _gpu(problem: Problem) -> tuple[Arch | None, int]:
     """What a problem is to run on, and its multiprocessors: the device, or a GPU that need not be here."""
     if not problem.arch:
@@ -225,7 +221,7 @@ def _missing(device_index: int) -> str | None:
     """Why nothing can be compiled for that GPU or launched on it, or None."""
     arch = _arch(device_index)
     if arch is None:
-        major, minor = torch.cuda.get_device_capability(device_index)
+        major, minor = capability(device_index)
         return f"compute capability {major}.{minor} is older than its kernels (6.1)"
     if cache.is_embedded(arch.name):
         return None

@@ -71,12 +71,17 @@ def raising(kernel: Callable[..., Any], num_outputs: int) -> Callable[..., Any]:
     return run
 
 
-def _unavailable() -> str | None:
-    """Why Python executes every plan, or None."""
+def named_executor() -> str:
+    """The language that FLASHTILE_EXECUTOR names."""
     wanted = os.environ.get(_SWITCH) or "c++"
     if wanted not in ("c++", "python"):
         raise value_error(_SWITCH, repr(wanted), "c++ or python", "Unset it")
-    if wanted == "python":
+    return wanted
+
+
+def _unavailable() -> str | None:
+    """Why Python executes every plan, or None."""
+    if named_executor() == "python":
         return f"{_SWITCH}=python"
     if extension.missing() is None and _module() is None:
         return "the C++ extension was built from other sources; `pip install .` builds it anew"

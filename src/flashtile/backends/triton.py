@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends import dropout
-from flashtile.backends.base import Backend, Grads
+from flashtile.backends.base import Backend, Grads, capability
 from flashtile.backends.triton_tiles import CONFIGS, SMALL_CONFIGS, Config, capability_of, padded_head_dim, tile_config
 from flashtile.errors import dtype_name
 from flashtile.kernels.params import kernel_softcap, kernel_window
@@ -170,7 +170,7 @@ def _missing(is_interpreted: bool, device_index: int) -> str | None:
         return f"triton {version} is older than {'.'.join(map(str, OLDEST_TRITON))}"
     if is_interpreted:
         return None
-    reason = _refuse_capability(torch.cuda.get_device_capability(device_index))
+    reason = _refuse_capability(capability(device_index))
     if reason is not None:
         return reason
     if not any(shutil.which(compiler) for compiler in (os.environ.get("CC", "cc"), "gcc", "clang")):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flashtile.backends.base import device_arch
 from flashtile.kernels.arch import arch_of
 from flashtile.problem import Shape
 
@@ -75,7 +76,10 @@ def _is_large(device: torch.device, named: str = "") -> bool:
     here."""
     if device.type == "cpu":
         return True
-    arch = arch_of(*(capability_of(named) if named else torch.cuda.get_device_capability(device)))
+    if named:
+        arch = arch_of(*capability_of(named))
+    else:
+        arch = device_arch(torch.cuda.current_device() if device.index is None else device.index)
     return arch is not None and arch.shared_bytes >= _LARGE_SHARED_BYTES
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from flashtile.bench import files
+from flashtile.bench import files, join
 from flashtile.bench.points import Point
 from flashtile.bench.rows import Row
 
@@ -46,11 +46,17 @@ def ratios(rows: Sequence[Row]) -> list[Ratio]:
 
 def speedups(rows: Iterable[Row], provider: str, peer: str) -> dict[Point, float]:
     """The peer's time over the provider's, at every point where both are accurate."""
-    times: dict[str, dict[Point, float]] = {provider: {}, peer: {}}
-    for row in rows:
-        if row.provider in times and row.is_ok and row.median_ms:
-            times[row.provider][row.point] = row.median_ms
-    return {point: times[peer][point] / ms for point, ms in times[provider].items() if point in times[peer]}
+    timed = [row for row in rows if row.is_ok and row.median_ms]
+    own, others = (join.unique((row for row in timed if row.provider == name), _point) for name in (provider, peer))
+    return {
+        point: (others[point].median_ms or 0.0) / (row.median_ms or 1.0)
+        for point, row in own.items()
+        if point in others
+    }
+
+
+def _point(row: Row) -> Point:
+    return row.point
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -78,11 +84,14 @@ class Change:
 
 
 def changes(before: Sequence[Row], after: Sequence[Row]) -> list[Change]:
-    known = {(row.provider, row.point): row for row in before if row.is_ok}
+    known, now = (
+        join.unique((row for row in rows if row.is_ok), lambda row: (row.provider, row.point))
+        for rows in (before, after)
+    )
     found = []
-    for row in after:
-        old = known.get((row.provider, row.point))
-        if old is None or not row.is_ok or old.median_ms is None or row.median_ms is None:
+    for key, row in now.items():
+        old = known.get(key)
+        if old is None or old.median_ms is None or row.median_ms is None:
             continue
         point = row.point
         shape = {field.name: getattr(point, field.name) for field in fields(Change) if hasattr(point, field.name)}

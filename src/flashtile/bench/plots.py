@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from flashtile.bench import files
+from flashtile.bench import files, join
 from flashtile.bench.compare import speedups
 from flashtile.bench.rows import Row
 from flashtile.bench.tables import DEFAULT_BACKENDS, measured_labels, serving_label
@@ -161,7 +161,7 @@ def _lines(axes: Any, rows: Sequence[Row], value: Value, has_band: bool = False,
     names = measured_labels(rows)
     lengths = sorted({row.seqlen_k for row in rows})
     for name, label in names.items():
-        own = sorted((row for row in rows if row.provider == name and value(row)), key=lambda row: row.seqlen_k)
+        own = by_length(row for row in rows if row.provider == name and value(row))
         if not own:
             continue
         colour, line, marker = style(name)
@@ -184,6 +184,12 @@ def _lines(axes: Any, rows: Sequence[Row], value: Value, has_band: bool = False,
     axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.minorticks_off()
     return ends
+
+
+def by_length(rows: Iterable[Row]) -> list[Row]:
+    """The rows of one line, one for each length."""
+    found = join.unique(rows, lambda row: row.seqlen_k)
+    return [found[length] for length in sorted(found)]
 
 
 def _plain_ticks(axes: Any) -> None:
@@ -386,9 +392,9 @@ def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
     norm = TwoSlopeNorm(0.0, -1.5, 1.5)
     for axes, ((provider, peer), found) in zip(panels, tables.items(), strict=False):
         values = np.full((len(kinds), len(lengths)), np.nan)
-        for row in rows:
-            if row.provider == provider and row.point in found:
-                values[kinds.index(_heat_line(row)), lengths.index(row.seqlen_k)] = found[row.point]
+        cells = heat_cells([row for row in rows if row.provider == provider and row.point in found])
+        for (line, length), row in cells.items():
+            values[kinds.index(line), lengths.index(length)] = found[row.point]
         axes.imshow(np.log2(values), cmap="PuOr", norm=norm, aspect="auto")
         for (line, column), value in np.ndenumerate(values):
             if not np.isnan(value):
@@ -413,6 +419,11 @@ def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
     title = f"Speed ratio; above 1 the first is faster\n{first.dtype}; {first.env.device}, torch {first.env.torch}"
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     return save(figure, csv_path, f"{csv_path.stem.removeprefix('sdpa_')}_ratios.png")
+
+
+def heat_cells(rows: Sequence[Row]) -> dict[tuple[str, int], Row]:
+    """The rows of one provider by their line and column of a heat map."""
+    return join.unique(rows, lambda row: (_heat_line(row), row.seqlen_k))
 
 
 def _heat_line(row: Row) -> str:

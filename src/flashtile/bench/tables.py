@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from flashtile.backends import registry
-from flashtile.bench import compare, overhead
+from flashtile.bench import compare, join, overhead
 from flashtile.bench.rows import ColdRow, OverheadRow, Row
 from flashtile.errors import value_error
 
@@ -80,9 +80,8 @@ def of(rows: Sequence[Row], kind: str) -> Table:
     names = measured_labels(rows)
     points = point_labels(rows)
     lines = []
-    for point in dict.fromkeys(points.values()):
-        cells = {row.provider: _cell(row, value) for row in rows if points[id(row)] == point}
-        lines.append((point, *(cells.get(name, "") for name in names)))
+    for point, here in join.groups(rows, lambda row: points[id(row)]).items():
+        lines.append((point, *_cells(here, names, value)))
     return Table(title, ("", *names.values()), tuple(lines))
 
 
@@ -90,6 +89,16 @@ def measured_labels(rows: Sequence[Row]) -> dict[str, str]:
     """The labels of the providers that were timed at one point or more, in the order of the rows."""
     timed = {row.provider for row in rows if row.median_ms is not None}
     return labels(row.provider for row in rows if row.provider in timed)
+
+
+def _cells(rows: Sequence[Row], names: Iterable[str], value: Callable[[Row], float | None]) -> list[str]:
+    """The cells of one line: one row at most for each provider."""
+    found = join.unique(rows, lambda row: row.provider)
+    return [_cell(found[name], value) if name in found else "" for name in names]
+
+
+def _micros(row: Row) -> float | None:
+    return row.median_ms and row.median_ms * 1e3
 
 
 def _cell(row: Row, value: Callable[[Row], float | None]) -> str:
@@ -123,21 +132,19 @@ def options_table(rows: Sequence[Row]) -> Table:
     """The times of a grid of options in microseconds, and the fastest peer's time over ours."""
     names, points = measured_labels(rows), point_labels(rows)
     lines = []
-    for point in dict.fromkeys(points.values()):
-        here = [row for row in rows if points[id(row)] == point]
-        cells = {row.provider: _cell(row, lambda row: row.median_ms and row.median_ms * 1e3) for row in here}
+    for point, here in join.groups(rows, lambda row: points[id(row)]).items():
         ours = [row.median_ms for row in here if row.is_ok and row.median_ms and not row.is_baseline]
         peers = [row.median_ms for row in here if row.is_ok and row.median_ms and row.is_baseline]
         ratio = f"{min(peers) / min(ours):.2f}" if ours and peers else ""
-        lines.append((point, *(cells.get(name, "") for name in names), ratio))
+        lines.append((point, *_cells(here, names, _micros), ratio))
     return Table("Median time, microseconds", ("", *names.values(), "best peer / ours"), tuple(lines))
 
 
 def float32_table(rows: Sequence[Row]) -> Table:
     """The float32 grid: speed against the fastest peer, what "high" precision gains, and relative errors."""
     lines = []
-    for point in dict.fromkeys(row.point for row in rows):
-        here = {row.provider: row for row in rows if row.point == point and row.is_ok}
+    for point, group in join.groups(rows, lambda row: row.point).items():
+        here = join.unique((row for row in group if row.is_ok), lambda row: row.provider)
         ours, high = here.get("flashtile"), here.get("flashtile-high")
         peer = min(
             (row for row in here.values() if row.is_baseline), key=lambda row: row.median_ms or 0.0, default=None
@@ -178,26 +185,21 @@ def serving_table(rows: Sequence[Row]) -> Table:
     rows = [row for row in rows if row.sweep == "decode" and row.option]
     names = measured_labels(rows)
     lines = []
-    for label in dict.fromkeys(map(serving_label, rows)):
-        here = [row for row in rows if serving_label(row) == label]
-        cells = {row.provider: _cell(row, lambda row: row.median_ms and row.median_ms * 1e3) for row in here}
+    calls = join.groups(rows, serving_label)
+    for label, here in calls.items():
         ours = [row for row in here if row.is_ok and not row.is_baseline]
         peers = [row for row in here if row.is_ok and row.is_baseline]
         added = ["", "", ""]
         if ours:
             best = min(ours, key=lambda row: row.median_ms or 0.0)
-            dense = [
-                row.median_ms
-                for row in rows
-                if row.is_ok and row.provider == best.provider and serving_label(row) == label.partition(", page")[0]
-            ]
-            if dense and dense[0] and best.median_ms and ", page" in label:
-                added[0] = f"{best.median_ms / dense[0]:.2f}"
+            dense = join.unique(calls.get(label.partition(", page")[0], []), lambda row: row.provider)
+            if ", page" in label and best.provider in dense:
+                added[0] = _speed(best, dense[best.provider] if dense[best.provider].is_ok else None)
             if best.gb_per_s and best.copy_gb_per_s:
                 added[1] = f"{best.gb_per_s / best.copy_gb_per_s:.2f}"
             if peers and best.median_ms:
                 added[2] = f"{min(row.median_ms or 0.0 for row in peers) / best.median_ms:.2f}"
-        lines.append((label, *(cells.get(name, "") for name in names), *added))
+        lines.append((label, *_cells(here, names, _micros), *added))
     header = ("", *names.values(), "over dense", "of a copy's GB/s", "best peer / ours")
     return Table("Calls over a cache: median time, microseconds", header, tuple(lines))
 
@@ -235,10 +237,8 @@ def refusals(rows: Sequence[Row]) -> Table:
 def overhead_table(rows: Sequence[OverheadRow]) -> Table:
     measured = {(row.mode, row.case) for row in rows}
     cases = [column for column in overhead.COLUMNS if column in measured]
-    cells = {
-        (row.provider, row.mode, row.case): row.status if row.median_us is None else number(row.median_us)
-        for row in rows
-    }
+    found = join.unique(rows, lambda row: (row.provider, row.mode, row.case))
+    cells = {key: row.status if row.median_us is None else number(row.median_us) for key, row in found.items()}
     timed = {row.provider for row in rows if row.median_us is not None}
     names = labels(row.provider for row in rows if row.provider in timed)
     lines = tuple((label, *(cells.get((name, *case), "") for case in cases)) for name, label in names.items())

@@ -11,12 +11,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
+from flashtile.backends.base import device_arch
 from flashtile.check.draw import Drawer, Options, shrink_to
 from flashtile.check.trial import Trial
 from flashtile.kernels import families
-from flashtile.kernels.arch import Arch, arch_here, typical_multiprocessors
+from flashtile.kernels.arch import Arch, typical_multiprocessors
 from flashtile.kernels.families import Family
 from flashtile.problem import LAYOUTS, Problem
 from flashtile.testing import Case
@@ -41,7 +40,7 @@ class Float32Drawer(Drawer):
 
     @property
     def arch(self) -> Arch | None:
-        return arch_here(*torch.cuda.get_device_capability()) if self.device == "cuda" else None
+        return device_arch() if self.device == "cuda" else None
 
     def options(self) -> Options:
         """For families that are drawn first: as many sets for those that refuse most options."""

@@ -15,14 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from flashtile.backends import registry
-from flashtile.backends.base import Backend
+from flashtile.backends.base import Backend, device_arch
 from flashtile.bench import device as facts
 from flashtile.bench.command import INTERRUPTED, check_seconds
 from flashtile.bench.files import ResultFile, writable_folder
@@ -35,7 +34,7 @@ from flashtile.check.trial import Trial
 from flashtile.cli.limits import check_count, check_jobs
 from flashtile.errors import value_error
 from flashtile.kernels import families
-from flashtile.kernels.arch import Arch, arch_of
+from flashtile.kernels.arch import Arch
 from flashtile.kernels.mutation import Mutation, mutations
 from flashtile.runtime import cache
 
@@ -101,7 +100,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         jobs=_num_workers(options, where),
     )
     trial = None if options.case is None else _trial(options.case, where)
-    faults = None if options.mutate is None else _faults(options.mutate, arch_of(*torch.cuda.get_device_capability()))
+    faults = None if options.mutate is None else _faults(options.mutate, device_arch())
     out = None if options.out is None else writable_folder(options.out)
     console = make_console(options.as_json)
     console.print(line, highlight=False, soft_wrap=True)

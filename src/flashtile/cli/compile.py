@@ -22,12 +22,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from flashtile.backends.base import device_arch
 from flashtile.bench.files import writable_folder
 from flashtile.bench.terminal import make_console
 from flashtile.cli.kernel_jobs import Job, covering_jobs, edge_jobs, embedded_jobs, head_dims, plain_jobs
 from flashtile.cli.limits import check_jobs
 from flashtile.errors import value_error
-from flashtile.kernels.arch import ARCHS, Arch, arch_named, arch_of
+from flashtile.kernels.arch import ARCHS, Arch, arch_named
 from flashtile.kernels.spec import DTYPES
 from flashtile.runtime import cache, toolchain
 from flashtile.runtime.nvrtc import CompileError
@@ -104,8 +105,7 @@ def _asked_archs(names: Sequence[str], compiler: Toolchain) -> list[Arch]:
 
 def _archs_found() -> list[Arch]:
     """The architectures of the GPUs here."""
-    capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
-    archs = [arch for arch in (arch_of(*capability) for capability in capabilities) if arch is not None]
+    archs = [arch for index in range(torch.cuda.device_count()) if (arch := device_arch(index)) is not None]
     if not archs:
         way_out = (
             "Name what to compile for, as in --arch sm_90, or take --all; known: "

@@ -18,29 +18,17 @@ from rich.console import Console
 from rich.table import Table
 
 from flashtile import markup
-from flashtile.backends import native, registry
-from flashtile.backends.base import Backend
+from flashtile.backends import environment, native, registry
+from flashtile.backends.base import Backend, device_arch
 from flashtile.bench.files import writable_folder, write_whole
 from flashtile.cli import compile as compile_command
 from flashtile.errors import Unsupported, is_switched_on
-from flashtile.kernels.arch import ARCHS, arch_of
+from flashtile.kernels.arch import ARCHS
 from flashtile.problem import Problem
 from flashtile.runtime import driver, extension, nvrtc, toolchain
 from flashtile.runtime.cache import KernelCache, embedded_archs
 from flashtile.testing import Case
 from flashtile.version import __version__
-
-SWITCHES = {
-    "FLASHTILE_STRICT": "1: a call that would fall back to a slower path raises instead of warning",
-    "FLASHTILE_CHECK": "1: check lengths and block tables on a GPU, which synchronises with it",
-    "FLASHTILE_NVRTC": "the libnvrtc file to compile with; default: the first one found",
-    "FLASHTILE_CACHE_DIR": "folder of compiled kernels; default: flashtile/ below XDG_CACHE_HOME or ~/.cache",
-    "FLASHTILE_CACHE": "0: keep compiled kernels in memory only",
-    "FLASHTILE_EXECUTOR": "python: launch CUDA kernels from Python instead of from the C++ extension",
-    "FLASHTILE_CPU_ISA": "the instruction set of the CPU engine: avx512, avx2 or baseline; default: the best",
-    "FLASHTILE_FAMILY": "kernel families, separated by commas, that CUDA calls take whatever their speed",
-    "FLASHTILE_COMMIT": "the commit that result files name, for a source copy without git history",
-}
 
 
 def collect() -> dict[str, Any]:
@@ -65,7 +53,7 @@ def collect() -> dict[str, Any]:
             for backend in registry.BACKENDS
         },
         "summaries": {backend.name: backend.summary for backend in registry.BACKENDS},
-        "switches": {name: os.environ.get(name) for name in SWITCHES},
+        "switches": {name: os.environ.get(name) for name in environment.MEANINGS},
     }
 
 
@@ -94,7 +82,7 @@ def _gpus() -> list[dict[str, Any]]:
                 "name": properties.name,
                 "compute_capability": f"{properties.major}.{properties.minor}",
                 "memory_bytes": properties.total_memory,
-                "arch": getattr(arch_of(properties.major, properties.minor), "name", None),
+                "arch": getattr(device_arch(index), "label", None),
             }
         )
     return found
@@ -240,7 +228,8 @@ def found_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     for gpu in facts["gpus"]:
         memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
-        lines.append(("GPU", f"{gpu['name']}, compute capability {gpu['compute_capability']}, {memory}"))
+        text = f"{gpu['name']}, compute capability {gpu['compute_capability']}, {memory}"
+        lines.append(("GPU", f"{text}; kernels: {gpu['arch'] or 'none'}"))
     if not facts["gpus"]:
         lines.append(("GPU", "none"))
     compiler, kept = facts["nvrtc"], facts["cache"]
@@ -263,7 +252,10 @@ def found_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("embedded kernels", embedded or "none: built without FLASHTILE_ARCHS"),
         ("compiles for", ", ".join(works) or "nothing"),
         *((name, status) for name, status in facts["archs"].items() if status != "works"),
-        *((name, f"{facts['switches'][name] or 'not set'} ({meaning})") for name, meaning in SWITCHES.items()),
+        *(
+            (name, f"{facts['switches'][name] or 'not set'} ({meaning})")
+            for name, meaning in environment.MEANINGS.items()
+        ),
     ]
     return lines
 

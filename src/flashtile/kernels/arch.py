@@ -26,7 +26,16 @@ class Arch:
     @property
     def name(self) -> str:
         """The compile target."""
-        return self.target or f"sm_{self.number}{self.suffix}"
+        return self.target or self.own_name
+
+    @property
+    def own_name(self) -> str:
+        return f"sm_{self.number}{self.suffix}"
+
+    @property
+    def label(self) -> str:
+        """For people: the compile target, and whose rows and limits count where they are another's."""
+        return f"{self.target} as sm_{self.number}" if self.target not in ("", self.own_name) else self.name
 
     def blocks_per_multiprocessor(self, num_threads: int, registers: int, shared_bytes: int) -> int:
         """How many blocks a multiprocessor can hold at a time, by warps, registers and shared memory."""
@@ -88,11 +97,21 @@ def arch_named(name: str) -> Arch | None:
 def arch_here(major: int, minor: int) -> Arch | None:
     """What a GPU is taken for: itself, or under FLASHTILE_ARCH a GPU of that architecture, with its rows and its
     limits, whose kernels are compiled for this one. For tests, check and bench."""
-    own, name = arch_of(major, minor), os.environ.get(_SWITCH)
-    if not name or own is None:
+    own, other = arch_of(major, minor), named_arch()
+    if other is None or own is None:
         return own
-    other = arch_named(name)
-    if other is None or other.shared_bytes > own.shared_bytes:
-        known = [arch.name for arch in ARCHS.values() if arch.shared_bytes <= own.shared_bytes]
-        raise value_error(_SWITCH, repr(name), f"one that fits this GPU: {', '.join(known)}", "Unset it")
+    if other.shared_bytes > own.shared_bytes:
+        fitting = [arch.name for arch in ARCHS.values() if arch.shared_bytes <= own.shared_bytes]
+        raise value_error(_SWITCH, other.name, f"one that fits this GPU: {', '.join(fitting)}", "Unset it")
     return replace(other, target=own.name)
+
+
+def named_arch() -> Arch | None:
+    """What FLASHTILE_ARCH names, if anything."""
+    name = os.environ.get(_SWITCH)
+    if not name:
+        return None
+    found = arch_named(name)
+    if found is None:
+        raise value_error(_SWITCH, repr(name), ", ".join(arch.name for arch in ARCHS.values()), "Unset it")
+    return found

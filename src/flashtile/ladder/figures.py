@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flashtile.bench import plots
+from flashtile.bench import join, plots
 from flashtile.bench.rows import Row, read
 from flashtile.bench.tables import number
 from flashtile.ladder.rows import HbmRow, RungRow
@@ -29,7 +29,7 @@ def draw(csv_path: Path) -> list[Path]:
             figures = [_roofline(csv_path, kernels)] if any(kernel.tflops for kernel in kernels) else []
             counted = [kernel for kernel in kernels if kernel.unit_percent is not None and not kernel.is_causal]
             before: RungRow | None = None
-            causal = {kernel.rung: kernel.median_ms for kernel in kernels if kernel.is_causal}
+            causal = join.unique((kernel for kernel in kernels if kernel.is_causal), lambda kernel: kernel.rung)
             for kernel in counted:
                 figures.append(_counter_figure(csv_path, kernel, before, causal.get(kernel.rung)))
                 before = kernel
@@ -46,7 +46,7 @@ def _times(csv_path: Path, rows: Sequence[Row]) -> Path:
     figure = Figure(figsize=(5.9 * len(masks) + 1.2, 0.36 * len(names) + 1.5), layout="constrained")
     panels = figure.subplots(1, len(masks), squeeze=False, sharey=True)[0]
     for axes, is_causal in zip(panels, masks, strict=True):
-        here = {row.provider: row for row in rows if row.is_causal == is_causal}
+        here = join.unique((row for row in rows if row.is_causal == is_causal), lambda row: row.provider)
         for y, name in enumerate(names):
             if name not in here:
                 continue
@@ -134,7 +134,7 @@ def _roof_panel(axes: Any, points: Sequence[tuple[float, RungRow]], name: str, g
     axes.set_xlim(low, high)
 
 
-def _counter_figure(csv_path: Path, kernel: RungRow, before: RungRow | None, causal_ms: float | None) -> Path:
+def _counter_figure(csv_path: Path, kernel: RungRow, before: RungRow | None, causal: RungRow | None) -> Path:
     """Counters of a rung as percentages, with the previous rung in grey."""
     from matplotlib.figure import Figure
 
@@ -160,7 +160,8 @@ def _counter_figure(csv_path: Path, kernel: RungRow, before: RungRow | None, cau
     axes.grid(False, axis="y")
     axes.invert_yaxis()
     step = f"; in grey {before.rung}" if before is not None else ""
-    times = [f"{name}{number(ms)} ms" for name, ms in (("", kernel.median_ms), ("causal ", causal_ms)) if ms]
+    timed = (("", kernel), ("causal ", causal))
+    times = [f"{name}{number(one.median_ms)} ms" for name, one in timed if one is not None and one.median_ms]
     figure.suptitle(f"{kernel.rung}: {', '.join(times)}{step}", x=0.01, ha="left", fontweight="bold", fontsize=10.5)
     suffix = csv_path.stem.removeprefix(f"ladder_kernels_{kernel.dtype}")
     return plots.save(figure, csv_path, f"ladder_{kernel.rung}{suffix}.png")

@@ -36,6 +36,11 @@ class KernelFacts:
     dram_ceiling_gb_per_s: float
     shared_ceiling_gb_per_s: float
 
+    @property
+    def problem(self) -> tuple[str, int, int, int, int]:
+        """What every table and figure of the ladder compares rungs on, full and causal apart."""
+        return self.dtype, self.batch, self.heads, self.seqlen, self.head_dim
+
 
 @dataclass(frozen=True)
 class Counters:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flashtile.bench import join
 from flashtile.bench import tables as bench_tables
+from flashtile.bench.points import Point
 from flashtile.bench.rows import Row
 from flashtile.bench.tables import Table, number
 from flashtile.errors import value_error
@@ -35,9 +37,10 @@ def ladder_table(rows: Sequence[Row], kernels: Sequence[RungRow]) -> Table:
     """Each rung at the large problem, then the baselines."""
     if not kernels:
         return Table("", (), ())
-    first = kernels[0]
+    first = _rungs_of_one_problem(kernels)[0]
     same = [row for row in rows if _is_at(row, first)]
-    baselines = {row.provider: row.median_ms for row in same if row.provider.startswith("sdpa") and row.is_ok}
+    by_name = join.unique(same, lambda row: row.provider)
+    baselines = {name: row.median_ms for name, row in by_name.items() if name.startswith("sdpa") and row.is_ok}
     names = labels(same)
     lines, before = [], None
     for kernel in kernels:
@@ -74,7 +77,7 @@ def ladder_table(rows: Sequence[Row], kernels: Sequence[RungRow]) -> Table:
 def counter_table(kernels: Sequence[RungRow]) -> Table:
     """Counters of the rungs that were profiled."""
     lines = []
-    for kernel in kernels:
+    for kernel in _rungs_of_one_problem(kernels):
         if kernel.dram_bytes is None or kernel.l2_bytes is None:
             continue
         lines.append(
@@ -107,7 +110,7 @@ def hbm_table(rows: Sequence[HbmRow]) -> Table:
     names = list(dict.fromkeys(row.provider for row in rows))
     lines = []
     for seqlen in sorted({row.seqlen for row in rows}):
-        here = {row.provider: row for row in rows if row.seqlen == seqlen}
+        here = join.unique((row for row in rows if row.seqlen == seqlen), lambda row: row.provider)
         least = next(iter(here.values())).least_bytes
         cells = [number(here[name].dram_bytes / 1e6) if name in here else "" for name in names]
         lines.append((f"S={seqlen}", number(least / 1e6), *cells))
@@ -119,10 +122,28 @@ def kernel_table(lines: Sequence[tuple[str, ...]]) -> Table:
     return Table("The ladder", header, tuple(lines))
 
 
+def _rungs_of_one_problem(kernels: Sequence[RungRow]) -> Sequence[RungRow]:
+    """As they are; an error where one would be compared with a rung at other sizes."""
+    join.unique(kernels, lambda kernel: kernel.rung)
+    problems = join.groups(kernels, lambda kernel: (kernel.problem, kernel.is_causal))
+    if len(problems) > 1:
+        raise value_error("kernels", f"rows of the problems {list(problems)}", "those of one")
+    return kernels
+
+
 def _is_at(row: Row, kernel: RungRow) -> bool:
-    return (row.batch, row.heads, row.seqlen_q, row.head_dim, row.is_causal) == (
-        kernel.batch, kernel.heads, kernel.seqlen, kernel.head_dim, kernel.is_causal,
-    )  # fmt: skip
+    point = Point(
+        batch=kernel.batch,
+        heads=kernel.heads,
+        heads_kv=kernel.heads,
+        seqlen_q=kernel.seqlen,
+        seqlen_k=kernel.seqlen,
+        head_dim=kernel.head_dim,
+        head_dim_v=kernel.head_dim,
+        dtype=kernel.dtype,
+        is_causal=kernel.is_causal,
+    )
+    return row.point == point
 
 
 def _ratio(peer: float | None, own: float | None) -> str:

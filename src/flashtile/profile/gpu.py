@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 
-import torch
-
+from flashtile.backends.base import capability, device_arch
 from flashtile.errors import unsupported, value_error
-from flashtile.kernels.arch import ARCHS, Arch, arch_named, arch_of
+from flashtile.kernels.arch import ARCHS, Arch, arch_named
 
 
 @functools.cache
 def current_arch(index: int = 0) -> Arch:
-    major, minor = torch.cuda.get_device_capability(index)
-    arch = arch_of(major, minor)
+    arch = device_arch(index)
     if arch is None:
+        major, minor = capability(index)
         raise unsupported("GPU", f"compute capability {major}.{minor}", "6.1 or newer")
     return arch
 

@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from flashtile.bench import join
 from flashtile.bench.compare import speedups
-from flashtile.bench.plots import style
+from flashtile.bench.plots import by_length, heat_cells, style
 from flashtile.bench.rows import Row
 from flashtile.bench.tables import DEFAULT_BACKENDS, measured_labels, number
 from flashtile.ladder.rows import HbmRow, RungRow
@@ -66,7 +67,7 @@ def _series(rows: Sequence[Row], metrics: Sequence[str]) -> list[Chart]:
     names = measured_labels(rows)
     found = []
     for name, label in names.items():
-        own = sorted((row for row in rows if row.provider == name), key=lambda row: row.seqlen_k)
+        own = by_length(row for row in rows if row.provider == name)
         colour, line, marker = style(name)
         found.append(
             {
@@ -98,6 +99,7 @@ def hbm_chart(rows: Sequence[HbmRow]) -> Chart:
     ]  # fmt: skip
     for name in names:
         own = sorted((row for row in rows if row.provider == name), key=lambda row: row.seqlen)
+        join.unique(own, lambda row: row.seqlen)
         series.append(
             {"label": name, "colour": _PEER if name == "eager" else _OURS, "dash": "", "marker": "o",
              "strong": name != "eager", "x": [row.seqlen for row in own], "note": [""] * len(own),
@@ -237,17 +239,13 @@ def heat_maps(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def _heat_table(rows: Sequence[Row], provider: str, ratios: dict[Any, float]) -> str:
-    cells: dict[str, dict[int, float]] = {}
-    for row in rows:
-        if row.provider == provider and row.point in ratios:
-            line = (
-                f"B={row.batch}"
-                if row.sweep == "decode"
-                else f"{row.direction} d={row.head_dim} {'causal' if row.is_causal else 'full'}"
-            )
-            cells.setdefault(line, {})[row.seqlen_k] = ratios[row.point]
-    lengths = sorted({length for line in cells.values() for length in line})
-    lines_ = [(name, *(_heat_cell(line.get(length)) for length in lengths)) for name, line in cells.items()]
+    cells = heat_cells([row for row in rows if row.provider == provider and row.point in ratios])
+    lengths = sorted({length for _, length in cells})
+    shown = {place: ratios[row.point] for place, row in cells.items()}
+    lines_ = [
+        (line, *(_heat_cell(shown.get((line, length))) for length in lengths))
+        for line in dict.fromkeys(line for line, _ in cells)
+    ]
     return table(("", *map(str, lengths)), lines_).replace('<td class="number">', '<td class="heat">')
 
 

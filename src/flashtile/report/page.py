@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flashtile.bench import join
 from flashtile.bench import tables as bench_tables
 from flashtile.bench.rows import Environment, Row
 from flashtile.bench.tables import Table, number
@@ -292,20 +293,31 @@ def _ladder(device: DeviceResults) -> str:
     kernel_files, time_files = device.of("ladder_kernels_"), device.of("ladder_")
     if not kernel_files or not time_files:
         return ""
-    kernels: Sequence[RungRow] = [row for one in kernel_files for row in one.rows]
-    full = {kernel.rung: kernel for kernel in kernels if not kernel.is_causal}
+    kernels: list[RungRow] = [row for one in kernel_files for row in one.rows]
+    times: list[Row] = [row for one in time_files for row in one.rows]
     panels, before = dict[str, str](), None
+    counted = _counted(kernels)
     for rung in rungs():
-        panels[f"{rung.name[:2]} {rung.name[3:].replace('_', ' ')}"] = _rung(rung, before, full)
+        panels[f"{rung.name[:2]} {rung.name[3:].replace('_', ' ')}"] = _rung(rung, before, counted)
         before = rung
     shown = ""
-    for dtype in DTYPES:
-        of_dtype = [kernel for kernel in kernels if kernel.dtype == dtype]
-        if of_dtype:
-            times = [row for one in time_files for row in one.rows if row.dtype == dtype]
-            shown += _table(ladder_tables.of(times, of_dtype, "ladder"))
-            shown += _chart(charts.rung_roofline(of_dtype), "Memory")
+    for own in join.groups(sorted(kernels, key=lambda row: DTYPES.index(row.dtype)), lambda row: row.problem).values():
+        shown += _table(ladder_tables.of(times, own, "ladder"))
+        shown += _chart(charts.rung_roofline(own), "Memory")
     return _panels(panels, "Step") + shown
+
+
+def _counted(kernels: Sequence[RungRow]) -> dict[str, RungRow]:
+    """Full calls by rung. All rungs of a dtype are shown at one problem: the one with the most counters, of several the
+    smallest."""
+    found: dict[str, RungRow] = {}
+    full = [kernel for kernel in kernels if not kernel.is_causal]
+    for of_dtype in join.groups(full, lambda kernel: kernel.dtype).values():
+        problems = join.groups(of_dtype, lambda kernel: kernel.problem)
+        num_counted = {one: sum(row.dram_bytes is not None for row in rows) for one, rows in problems.items()}
+        chosen = min(problems, key=lambda problem: (-num_counted[problem], problem))
+        found |= join.unique(problems[chosen], lambda kernel: kernel.rung)
+    return found
 
 
 def _rung(rung: Rung, before: Rung | None, kernels: dict[str, RungRow]) -> str:
@@ -355,7 +367,7 @@ def _bars(kernel: RungRow | None, before: RungRow | None) -> str:
         ghost = "" if last is None else f'<i style="width:{min(last, 100):.1f}%"></i>'
         bar = Raw(f'<span class="meter"><b style="width:{min(own, 100):.1f}%"></b>{ghost}</span>')
         lines.append((name, bar, f"{own:.3g} %", "" if last is None else f"{last:.3g} %"))
-    title = f"{number(kernel.median_ms)} ms" if kernel.median_ms else ""
+    title = f"d={kernel.head_dim}: {number(kernel.median_ms)} ms" if kernel.median_ms else ""
     if title and kernel.top_stall:  # counted
         title += f"; waits most for {kernel.top_stall}"
     return table(("", "", "here", "step before"), lines, title)

@@ -15,6 +15,7 @@ from flashtile.runtime import driver
 
 _NAME = "flashtile._C"
 _ISA_SWITCH = "FLASHTILE_CPU_ISA"
+_ALL_INSTRUCTION_SETS = ("avx512", "avx2", "baseline")  # that some build and processor have
 # As csrc/exec/tensor.h: Dtype, from 1 on
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "bool", "uint8")
 
@@ -66,14 +67,20 @@ def instruction_sets() -> tuple[str, ...]:
     return tuple(_module().instruction_sets())
 
 
-def instruction_set() -> str:
-    """The one that runs: the best, or what FLASHTILE_CPU_ISA names."""
-    known, wanted = instruction_sets(), os.environ.get(_ISA_SWITCH)
+def named_instruction_set() -> str | None:
+    """What FLASHTILE_CPU_ISA names, if anything."""
+    wanted = os.environ.get(_ISA_SWITCH)
     if not wanted:
-        return known[0]
+        return None
+    known = _ALL_INSTRUCTION_SETS if missing() else instruction_sets()
     if wanted not in known:
         raise value_error(_ISA_SWITCH, repr(wanted), ", ".join(known), "Unset it")
     return wanted
+
+
+def instruction_set() -> str:
+    """The one that runs."""
+    return named_instruction_set() or instruction_sets()[0]
 
 
 def cpu_forward(params: int, *more: int) -> None:

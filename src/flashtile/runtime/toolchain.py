@@ -114,14 +114,20 @@ def _is_current(folder: str) -> bool:
         return False
 
 
+def named_file() -> Path | None:
+    """What FLASHTILE_NVRTC names, if anything."""
+    asked = os.path.expanduser(os.environ.get("FLASHTILE_NVRTC", ""))
+    if asked and not Path(asked).is_file():
+        raise unsupported("FLASHTILE_NVRTC", f"{asked}, which is no file", f"the path of a {_ACCEPTED}", _HINT)
+    return Path(asked) if asked else None
+
+
 @functools.cache
 def find() -> Toolchain:
     """The NVRTC to compile with. Raises Unsupported, listing the places searched, if there is none."""
-    asked = os.path.expanduser(os.environ.get("FLASHTILE_NVRTC", ""))
-    if asked:
-        if not Path(asked).is_file():
-            raise unsupported("FLASHTILE_NVRTC", f"{asked}, which is no file", f"the path of a {_ACCEPTED}", _HINT)
-        return Toolchain(str(Path(asked).absolute()))
+    asked = named_file()
+    if asked is not None:
+        return Toolchain(str(asked.absolute()))
     for path in candidates():
         if path.is_file():
             return Toolchain(str(path.absolute()))

@@ -12,6 +12,7 @@ from flashtile.bench.tables import number
 from flashtile.errors import Unsupported
 from flashtile.ladder.figures import OURS, PEER, STEP_BEFORE
 from flashtile.tiles.rows import TileRow
+from flashtile.tiles.tables import by_tile
 
 
 def draw(csv_path: Path) -> list[Path]:
@@ -40,7 +41,7 @@ def _figure(csv_path: Path, rows: Sequence[TileRow]) -> Path:
         len(dims), 2, squeeze=False, sharex="col", gridspec_kw={"width_ratios": (3, 2), "height_ratios": heights}
     )
     for (speed, occupancy), group in zip(panels, groups, strict=True):
-        causal = {row.tile: row for row in rows if row.head_dim == group[0].head_dim and row.is_causal}
+        causal = by_tile(rows, group[0].head_dim, is_causal=True)
         _speeds(speed, group, causal)
         _occupancies(occupancy, group)
         occupancy.sharey(speed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flashtile.bench import join
 from flashtile.bench.tables import Table, number
 from flashtile.tiles.rows import TileRow
 
@@ -21,8 +22,7 @@ def study_table(rows: Sequence[TileRow]) -> Table:
         return Table("", (), ())
     lines: list[tuple[str, ...]] = []
     for head_dim in sorted({row.head_dim for row in rows}):
-        full = {row.tile: row for row in rows if row.head_dim == head_dim and not row.is_causal}
-        causal = {row.tile: row for row in rows if row.head_dim == head_dim and row.is_causal}
+        full, causal = (by_tile(rows, head_dim, is_causal) for is_causal in (False, True))
         for row in sorted(full.values(), key=lambda row: -(row.tflops or 0.0)):
             lines.append(
                 (
@@ -45,6 +45,11 @@ def study_table(rows: Sequence[TileRow]) -> Table:
     )
     shape = f"{first.kernel} {first.dtype}, B={first.batch} S={first.seqlen}, H={_heads(rows)}"
     return Table(f"{shape}; {CHOSEN} = taken by plain calls{''.join(reasons)}", _HEADER, tuple(lines))
+
+
+def by_tile(rows: Sequence[TileRow], head_dim: int, is_causal: bool) -> dict[str, TileRow]:
+    own = (row for row in rows if (row.head_dim, row.is_causal) == (head_dim, is_causal))
+    return join.unique(own, lambda row: row.tile)
 
 
 def _first(rows: dict[str, TileRow]) -> list[TileRow]:

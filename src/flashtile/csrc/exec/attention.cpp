@@ -263,8 +263,10 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
   note(options.max_seqlen_k >= 0);
   note(options.is_named);
   note(options.is_deterministic);
-  note(options.needs_grad);
-  note(options.needs_bias_grad);
+  // A forward pass is chosen without regard to the backward one, unless the caller names a backend: it must take both
+  bool counts_grads = is_backward || options.is_named;
+  note(options.needs_grad && counts_grads);
+  note(options.needs_bias_grad && counts_grads);
   note(scale > 0.0);
   bool is_aligned = true, is_disjoint = true;
   for (Tensor index : {kQ, kK, kV, kOut, kDout, kDq, kDk, kDv}) {

@@ -1,0 +1,118 @@
+"""`import flashtile`: what it leaves alone, what it needs, and the variables of the environment that it refuses."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashtile import Unsupported
+from flashtile.backends import base, environment
+from flashtile.kernels.arch import ARCHS
+
+ROOT = Path(__file__).resolve().parents[2]
+WITHOUT_NUMPY = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "numpy":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+finder = Absent()
+sys.meta_path.insert(0, finder)
+import flashtile
+assert sys.meta_path[0] is finder
+import torch
+q = torch.ones(1, 2, 3, 8, requires_grad=True)
+flashtile.attention(q, q, q).sum().backward()
+assert "numpy" not in sys.modules
+"""
+
+
+def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    own = {name: value for name, value in os.environ.items() if name not in environment.MEANINGS}
+    return subprocess.run([sys.executable, *arguments], env=own | variables, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("filters", [(), ("-W", "error")], ids=["warnings", "errors"])
+def test_numpy_is_not_needed(filters: tuple[str, ...]) -> None:
+    """torch warns where it is absent, when its own imports ask for it."""
+    done = python(*filters, "-c", WITHOUT_NUMPY)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_process_is_left_as_it_was() -> None:
+    code = """
+import sys, torch, warnings
+before = [list(sys.meta_path), list(sys.path_hooks), list(warnings.filters), dict(torch.nn.functional.__dict__)]
+import flashtile
+after = [list(sys.meta_path), list(sys.path_hooks), list(warnings.filters), dict(torch.nn.functional.__dict__)]
+assert before == after
+assert not {"triton", "torch.utils.flop_counter", "torch._dynamo", "matplotlib"} & set(sys.modules)
+"""
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+NONSENSE = {
+    "FLASHTILE_STRICT": ("false", "accepted: 0 or 1."),
+    "FLASHTILE_CHECK": ("yes", "accepted: 0 or 1."),
+    "FLASHTILE_CACHE": ("2", "accepted: 0 or 1."),
+    "FLASHTILE_NVRTC": ("/none/libnvrtc.so.13", "which is no file; accepted: the path of a libnvrtc"),
+    "FLASHTILE_EXECUTOR": ("rust", "accepted: c++ or python. Unset it."),
+    "FLASHTILE_CPU_ISA": ("sse9", "baseline. Unset it."),
+    "FLASHTILE_FAMILY": ("fwd_simt,fwd_sm91", "accepted: "),
+    "FLASHTILE_ARCH": ("volta", "accepted: sm_61, "),
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_nonsense_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    value, words = NONSENSE[name]
+    monkeypatch.setenv(name, value)
+    with pytest.raises((ValueError, Unsupported), match=rf"^{name}: got .*{re.escape(words)}"):
+        environment.check()
+    monkeypatch.setenv(name, "")  # as if it were not set
+    environment.check()
+
+
+@pytest.mark.parametrize("name", ["FLASHTILE_STRICT", "FLASHTILE_ARCH"])
+def test_nonsense_is_refused_at_import(name: str) -> None:
+    value, words = NONSENSE[name]
+    done = python("-c", "import flashtile", **{name: value})
+    assert done.returncode == 1
+    assert f"ValueError: {name}: got '{value}'; {words}" in done.stderr
+    done = python("-c", "from flashtile_command import main; main()", **{name: value})
+    assert done.returncode == 1
+    assert re.fullmatch(rf"flashtile: {name}: got '{value}'; .*\n", done.stderr)
+
+
+def test_every_variable_is_known() -> None:
+    """Those that the sources name, but for those of a build. What takes any text has no reader."""
+    found = set()
+    for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "src").rglob("*.cpp")]:
+        found |= set(re.findall(r"FLASHTILE_[A-Z_]+", path.read_text(encoding="utf-8")))
+    assert found - {"FLASHTILE_EXTENSION", "FLASHTILE_ARCHS"} == set(environment.MEANINGS)
+    assert set(environment.READERS) == set(NONSENSE)
+    assert set(environment.MEANINGS) - set(environment.READERS) == {"FLASHTILE_CACHE_DIR", "FLASHTILE_COMMIT"}
+
+
+def test_one_place_says_what_a_gpu_is_taken_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asking = [path for path in (ROOT / "src").rglob("*.py") if "get_device_capability" in path.read_text("utf-8")]
+    assert [path.name for path in asking] == ["base.py"]
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index=None: (9, 0))
+    monkeypatch.setenv("FLASHTILE_ARCH", "sm_86")
+    base.device_arch.cache_clear()
+    try:
+        arch = base.device_arch()
+        assert arch is not None
+        assert (arch.number, arch.shared_bytes, arch.name) == (86, ARCHS[86].shared_bytes, "sm_90a")
+        assert (arch.label, ARCHS[90].label) == ("sm_90a as sm_86", "sm_90a")
+        assert base.capability(0) == (8, 6)
+    finally:
+        base.device_arch.cache_clear()
