@@ -315,7 +315,7 @@ def test_a_launch_that_fails_frees_its_tensors(call: Callable[[Memory], None], r
 @needs_cpp
 @pytest.mark.usefixtures("torchs_operators")
 @pytest.mark.parametrize(
-    "call", (whole_pass, whole_gradients, torchs_pass, torchs_gradients), ids=lambda call: call.__name__
+    "call", [whole_pass, whole_gradients, torchs_pass, torchs_gradients], ids=lambda call: call.__name__
 )
 def test_a_switch_that_cannot_be_read_frees_the_tensors(
     call: Callable[[Memory], None], monkeypatch: pytest.MonkeyPatch
