@@ -155,6 +155,7 @@ def is_dense(q: Any, k: Any, v: Any, scale: Any) -> bool:
     )
 
 
+@ops.waits_for_errors
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mode: int) -> Tensor:
     """A call of few options by the dense overloads. The mode is one of ops.DENSE_MODES with ops.dense_bits."""
     if ops.num_dispatch_modes():

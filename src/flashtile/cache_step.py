@@ -41,6 +41,7 @@ def has_valid_options(window: Any, scale: Any, softcap: Any, num_splits: Any, in
     )
 
 
+@ops.waits_for_errors
 def step(
     q: Tensor,
     k_cache: Tensor,

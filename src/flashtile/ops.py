@@ -90,12 +90,18 @@ is_autocasting: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled
 _is_key_included, _PRE_DISPATCH = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
 
 
+waits_for_errors = native.waits_for_errors
+
+
 def reraise(error: RuntimeError) -> NoReturn:
-    """Raises what a Python kernel has raised: torch hands it over as the cause of a RuntimeError."""
-    cause = error.__cause__
-    if cause is None:
-        raise error
-    raise cause from cause.__cause__
+    """Raises what a kernel has raised, of which torch hands over the text alone."""
+    raised = native.take_raised(error) or error
+    context = raised.__context__
+    try:
+        raise raised
+    finally:
+        raised.__context__ = context
+        del error, raised, context  # the traceback has this frame: a cycle would keep the call's tensors alive
 
 
 on_dispatch_mode: list[Callable[[], None]] = []  # of those who must act before an op runs inside a dispatch mode
@@ -109,6 +115,7 @@ def meet_dispatch_modes() -> None:
 def _typed(op: Callable[..., Any]) -> Callable[..., Any]:
     """The op with typed errors."""
 
+    @native.waits_for_errors
     def call(*args: Any) -> Any:
         if is_compiling():
             return op(*args)
@@ -432,6 +439,7 @@ def dense_function(mode: int, scale: float | None) -> Callable[[Tensor, Tensor, 
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
+    @native.waits_for_errors
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         if num_dispatch_modes():

@@ -533,9 +533,7 @@ def _check_broadcast(args: AttentionArgs, name: str, tensor: Tensor, shape: Shap
         is_open[axis] or tensor.shape[axis] == 1 or tensor.shape[axis] == full[axis] for axis in range(4)
     ):
         return
-    error = broadcast_error(name, tuple(tensor.shape), full)
-    error.full_shape = full  # type: ignore[attr-defined]
-    raise error
+    raise broadcast_error(name, tuple(tensor.shape), full)
 
 
 def broadcast_error(name: str, shape: tuple[int, ...], full: tuple[int, ...]) -> ValueError:
@@ -547,7 +545,9 @@ def broadcast_error(name: str, shape: tuple[int, ...], full: tuple[int, ...]) ->
     elif len(shape) == 3 and shape[0] == batch and shape[1] in (1, seqlen_q) and shape[2] in (1, seqlen_k):
         hint = f"Pass {name}[:, None] where it is (batch, seqlen_q, seqlen_k)"
     accepted = "at most 4 dimensions, broadcastable to (batch, heads, seqlen_q, seqlen_k) = " + str(full)
-    return value_error(name, f"shape {shape}", accepted, hint)
+    error = value_error(name, f"shape {shape}", accepted, hint)
+    error.full_shape = full  # type: ignore[attr-defined]
+    return error
 
 
 def with_given_shapes(error: Exception, **tensors: Tensor | None) -> Exception:

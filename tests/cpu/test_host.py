@@ -382,12 +382,11 @@ def test_what_a_signal_raises_is_not_lost(error: type[BaseException], monkeypatc
                 call()
 
 
-def test_a_direct_call_of_an_op_names_the_cause() -> None:
+def test_a_direct_call_of_an_op_raises_a_runtime_error() -> None:
     q = torch.randn(1, 2, 9, 16)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="v: got 1 heads") as found:
+        with pytest.raises(RuntimeError, match=r"^v: got 1 heads"):
             torch.ops.flashtile.forward(*AttentionArgs(q, q, q[:, :1]))
-        assert isinstance(found.value.__cause__, ValueError)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias"])

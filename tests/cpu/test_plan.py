@@ -16,6 +16,7 @@ import torch
 
 from flashtile import ops
 from flashtile.backends import call, cuda, dropout, executor
+from flashtile.errors import Unsupported
 from flashtile.kernels import assemble, families
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.families import bwd_sm90
@@ -23,7 +24,7 @@ from flashtile.kernels.families import steps as family_steps
 from flashtile.kernels.families.simt import HEAD_DIMS
 from flashtile.kernels.length_class import PackedHeads
 from flashtile.kernels.params import Params
-from flashtile.kernels.plan import LaunchPlan, Memset, Step
+from flashtile.kernels.plan import Factor, LaunchPlan, Memset, Step
 from flashtile.problem import AttentionArgs, Shape, head_axis, key_window, page_size, row_axis, shape_of, softmax_scale
 from flashtile.runtime import nvrtc
 from flashtile.testing import GRADS, Case
@@ -374,3 +375,11 @@ def test_threads_share_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         executor._functions.clear()
     assert len(found) == 1
+
+
+def test_more_blocks_than_a_grid_has_are_refused() -> None:
+    """The driver takes the number modulo 2**32."""
+    step = Step("", "flashtile::fwd_kernel<4>", (Factor("tiles", 2), Factor("heads")), 1, 1, 32, 0)
+    assert executor.num_blocks(step, {"tiles": 2**31 - 2, "heads": 2}) == 2**31 - 2
+    with pytest.raises(Unsupported, match="2147483648 blocks of fwd_kernel; accepted: at most 2147483647"):
+        executor.num_blocks(step, {"tiles": 2**31 - 1, "heads": 2})

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.errors import dtype_name
+from flashtile.errors import dtype_name, unsupported
 from flashtile.kernels import plan as plans
 from flashtile.kernels.plan import EnginePass, LaunchPlan, MapPatch, Memset, Operand, Step, Workspace
 from flashtile.runtime import cache, driver, extension, kept
@@ -29,6 +29,7 @@ Scalars = Mapping[str, float | int]
 _WORKSPACE_ALIGNMENT = 256
 _ANY_STRIDE = 16  # bytes, along an axis of length 1
 _BOX_BYTES = 128  # of a row of a tensor map's box
+_MAX_BLOCKS = 2**31 - 1  # of a grid
 _STRUCTS = {code: Struct(code) for code in "PqiIfd"}
 
 
@@ -216,7 +217,12 @@ def num_blocks(step: Step, values: dict[str, int]) -> int:
     if step.is_for_splits and values["num_splits"] == 1:
         return 0
     blocks = step.cluster * math.prod(factor.of(values) for factor in step.grid)
-    return min(blocks, step.max_blocks * values["num_multiprocessors"]) if step.max_blocks else blocks
+    if step.max_blocks:
+        return min(blocks, step.max_blocks * values["num_multiprocessors"])
+    if blocks > _MAX_BLOCKS:  # the driver takes them modulo 2**32
+        sizes = f"sizes that need {blocks} blocks of {step.name}"
+        raise unsupported("q", sizes, f"at most {_MAX_BLOCKS}", "Split the batch over several calls")
+    return blocks
 
 
 def tensor_map(patch: MapPatch, tensor: Tensor) -> driver.TensorMap:

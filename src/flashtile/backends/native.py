@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
+import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
 from flashtile.backends import executor
 from flashtile.backends.executor import Launch
@@ -22,6 +25,8 @@ from flashtile.kernels import plan as plans
 from flashtile.kernels.plan import EnginePass, Memset, Step
 from flashtile.problem import CACHE_ARGUMENTS, SCHEMA_TYPES, dense_schema
 from flashtile.runtime import driver, extension
+
+Function = TypeVar("Function", bound=Any)
 
 _SWITCH = "FLASHTILE_EXECUTOR"
 FORWARD, BACKWARD, APPEND = range(3)  # csrc/exec/attention.h: Pass
@@ -43,7 +48,7 @@ def register_ops() -> bool:
     """C++ kernels for the ops; False where Python has to provide them."""
     if _module() is None:
         return False
-    _module().register_ops()
+    _module().register_ops(_keep)
     missing_on_host()  # opens it, so that the first call already registers its plan
     return True
 
@@ -57,18 +62,62 @@ def override_torch_flash(key: str) -> Callable[[], None] | None:
     return functools.partial(module.restore_torch_flash, module.override_torch_flash(key))
 
 
+class _Raised(threading.local):
+    """What a kernel of this thread has raised inside of C++, and the frame that had called it."""
+
+    error: BaseException | None = None
+    frame: FrameType | None = None
+
+
+_raised = _Raised()
+_waiting: set[CodeType] = set()
+
+
+def waits_for_errors(function: Function) -> Function:
+    """A function that calls ops and gives their RuntimeErrors to `take_raised`."""
+    _waiting.add(function.__code__)
+    return function
+
+
 def raising(kernel: Callable[..., Any], num_outputs: int) -> Callable[..., Any]:
-    """A Python kernel that C++ calls through the dispatcher, which loses the types of exceptions: C++ gets them beside
-    it."""
+    """A Python kernel that C++ calls through the dispatcher, which loses exceptions: C++ gets them beside it."""
 
     def run(*values: Any) -> Any:
         try:
             return kernel(*values)
         except BaseException as error:
-            _module().raise_in_kernel(error)
+            if not _module().raise_in_kernel(error):
+                raise
             return (None,) * num_outputs if num_outputs else None
 
     return run
+
+
+def _keep(error: BaseException) -> bytes:
+    """Keeps what a kernel raises, if a function waits for it: it holds the call's tensors. Returns the text that C++
+    throws."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals is globals():
+        frame = frame.f_back
+    outer = frame
+    while outer is not None and outer.f_code not in _waiting:
+        outer = outer.f_back
+    if outer is not None:
+        _raised.error, _raised.frame = error, frame
+    text = str(error) or type(error).__name__
+    return text.encode(errors="replace").replace(b"\0", b" ")
+
+
+def take_raised(error: BaseException) -> BaseException | None:
+    """What a kernel has raised, where that made torch raise this error in the frame that had called the kernel. torch
+    keeps the text alone."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or trace.tb_frame is not _raised.frame:
+        return None
+    raised, _raised.error, _raised.frame = _raised.error, None, None
+    return raised
 
 
 def named_executor() -> str:

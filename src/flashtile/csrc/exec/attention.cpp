@@ -226,6 +226,12 @@ void note_tensors(const Call& call, i32 count, Key& key) {
 
 }  // namespace
 
+bool Gpu::operator==(const Gpu& other) const {
+  return num_multiprocessors == other.num_multiprocessors && num_threads == other.num_threads &&
+         std::equal(num_classes, num_classes + 2, other.num_classes) &&
+         std::equal(classes[0], classes[0] + 2 * kMaxLengthClasses, other.classes[0]);
+}
+
 bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& call, Key& key) {
   const View *tensors = call.tensors, &q = tensors[kQ];
   call.device = q.device;

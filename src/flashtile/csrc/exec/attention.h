@@ -105,10 +105,12 @@ struct Options {
 
 // What selection looks at beside the call.
 struct Gpu {
-  i64 num_multiprocessors = 0;  // 0: not known yet
-  i32 num_classes[2] = {};      // of a forward pass, of a backward pass
+  i64 num_multiprocessors = 0;
+  i32 num_classes[2] = {};  // of a forward pass, of a backward pass
   LengthClass classes[2][kMaxLengthClasses] = {};
   i64 num_threads = 0;  // of the CPU engine, where that is the device
+
+  bool operator==(const Gpu& other) const;
 };
 
 // Everything that Python's choice of a plan looks at. Of lengths it holds their classes alone.

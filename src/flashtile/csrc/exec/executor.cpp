@@ -1,5 +1,6 @@
 #include "executor.h"
 
+#include <pthread.h>
 #include <torch/csrc/stable/c/shim.h>
 
 namespace flashtile {
@@ -38,8 +39,12 @@ size_t Plans::size() {
 }
 
 Executor& executor() {
-  static Executor found;
-  return found;
+  static Executor* found = [] {
+    auto unlock = [] { executor().plans.unlock(); };
+    pthread_atfork([] { executor().plans.lock(); }, unlock, unlock);
+    return new Executor;
+  }();
+  return *found;
 }
 
 Request*& fallen_back() {
@@ -47,9 +52,15 @@ Request*& fallen_back() {
   return request;
 }
 
-PyObject*& raised() {
-  thread_local PyObject* error = nullptr;
+Raised*& raised() {
+  thread_local Raised* error = nullptr;
   return error;
+}
+
+void Executor::set_gpu(i32 index, const Gpu& gpu) {
+  const Gpu* known = gpus[index];
+  // Another thread may be reading the one before: it stays
+  if (known == nullptr || !(*known == gpu)) gpus[index] = new Gpu(gpu);
 }
 
 Executor::State Executor::prepare(Request& request) const {
@@ -68,8 +79,9 @@ Executor::State Executor::prepare(Request& request) const {
   }
   i32 index = request.call.tensors[kQ].device.index;
   if (index < 0 || index >= kMaxGpus) return State::kFallback;
-  if (gpus[index].num_multiprocessors == 0) return State::kUnknownGpu;
-  return answer(prepare_attention(request.pass, request.options, gpus[index], request.call, request.key));
+  const Gpu* gpu = gpus[index];
+  if (gpu == nullptr) return State::kUnknownGpu;
+  return answer(prepare_attention(request.pass, request.options, *gpu, request.call, request.key));
 }
 
 }  // namespace flashtile

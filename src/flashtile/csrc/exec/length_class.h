@@ -30,6 +30,10 @@ enum class LengthClassKind : i64 {
 struct LengthClass {
   LengthClassKind kind;
   i64 a, b, c;
+
+  bool operator==(const LengthClass& other) const {
+    return kind == other.kind && a == other.a && b == other.b && c == other.c;
+  }
 };
 
 inline i64 divide_up(i64 a, i64 b) { return (a + b - 1) / b; }

@@ -16,35 +16,34 @@
 namespace flashtile {
 namespace {
 
+// The GIL, which threads of torch may want when Python has already ended: they would hang.
 class Gil {
  public:
-  Gil() : state_(PyGILState_Ensure()) {}
+  Gil() {
+    require_python();
+    state_ = PyGILState_Ensure();
+  }
   ~Gil() { PyGILState_Release(state_); }
   Gil(const Gil&) = delete;
   Gil& operator=(const Gil&) = delete;
+
+  static void require_python() {
+    if (!Py_IsInitialized()) throw std::runtime_error("flashtile: this call needs Python, which has ended");
+  }
 
  private:
   PyGILState_STATE state_;
 };
 
-// Python's exception is set. The binding of torch that called the dispatcher raises a RuntimeError from it.
-class PythonError : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
-// Makes the exception Python's current one and throws. Steals the reference.
-[[noreturn]] void rethrow(PyObject* error) {
-  std::string text = "flashtile";
-  {
-    Gil gil;
-    PyObject *words = PyObject_Str(error), *bytes = words == nullptr ? nullptr : PyUnicode_AsUTF8String(words);
-    if (bytes != nullptr) text = PyBytes_AsString(bytes);
-    Py_XDECREF(words), Py_XDECREF(bytes);
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
-    Py_DECREF(error);
-  }
-  throw PythonError(text);
+// Throws the text of Python's current exception, which Python keeps.
+[[noreturn]] void throw_python_error() {
+  PyObject *type = nullptr, *error = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &error, &trace);
+  PyErr_NormalizeException(&type, &error, &trace);
+  if (trace != nullptr) PyException_SetTraceback(error, trace);
+  std::string text = keep(error);
+  Py_XDECREF(type), Py_XDECREF(error), Py_XDECREF(trace);
+  throw std::runtime_error(text);
 }
 
 // A non-empty variable of the environment, or null.
@@ -64,26 +63,22 @@ bool is_text(const char* text, const char* other) { return std::strcmp(text, oth
 // The switches of torch that only Python can read. Throws what Python raises.
 void read_switches(bool follows_deterministic, bool has_precision, Options& options) {
   if (!follows_deterministic && !has_precision) return;
-  bool is_read = true;
-  {
-    Gil gil;
-    if (follows_deterministic) {
-      PyObject* answer = PyObject_CallNoArgs(executor().is_deterministic);
-      int truth = answer == nullptr ? -1 : PyObject_IsTrue(answer);
-      options.is_deterministic = truth > 0;
-      is_read = truth >= 0;
-      Py_XDECREF(answer);
-    }
-    if (is_read && has_precision) {
-      PyObject* answer = PyObject_CallNoArgs(executor().matmul_precision);
-      // "highest", "high" and "medium" differ in their lengths
-      Py_ssize_t length = answer == nullptr ? -1 : PyUnicode_GetLength(answer);
-      is_read = length >= 0;
-      options.matmul_precision = static_cast<char>(length);
-      Py_XDECREF(answer);
-    }
+  Gil gil;
+  if (follows_deterministic) {
+    PyObject* answer = PyObject_CallNoArgs(executor().is_deterministic);
+    int truth = answer == nullptr ? -1 : PyObject_IsTrue(answer);
+    Py_XDECREF(answer);
+    if (truth < 0) throw_python_error();
+    options.is_deterministic = truth > 0;
   }
-  if (!is_read) throw PythonError("torch's switches cannot be read");
+  if (has_precision) {
+    PyObject* answer = PyObject_CallNoArgs(executor().matmul_precision);
+    // "highest", "high" and "medium" differ in their lengths
+    Py_ssize_t length = answer == nullptr ? -1 : PyUnicode_GetLength(answer);
+    Py_XDECREF(answer);
+    if (length < 0) throw_python_error();
+    options.matmul_precision = static_cast<char>(length);
+  }
 }
 
 template <Overload kOverload>
@@ -182,8 +177,8 @@ bool is_done(Outcome outcome, const Failure& failure) {
   if (outcome == Outcome::kFailed) {
     Gil gil;
     Py_XDECREF(PyObject_CallFunction(executor().fail, "is", failure.status, failure.text.c_str()));
-    if (PyErr_Occurred() == nullptr) PyErr_SetString(PyExc_RuntimeError, failure.text.c_str());
-    throw PythonError(failure.text);
+    if (PyErr_Occurred() != nullptr) throw_python_error();
+    throw std::runtime_error(failure.text);
   }
   return outcome == Outcome::kDone;
 }
@@ -252,22 +247,30 @@ bool run(Request& request, Results& results, const Before& before = {}) {
 // Hands the call to Python, which takes the arguments and leaves the results on the stack, and may register a plan for
 // the request. Null: it may not.
 void fall_back(const char* op, const char* overload, Request* request, StableIValue* stack, uint64_t num_outputs) {
+  Gil::require_python();
   ++executor().num_fallbacks;
-  Request* outer = std::exchange(fallen_back(), is_checking() ? nullptr : request);
+  Raised error;
+  Request* outer_request = std::exchange(fallen_back(), is_checking() ? nullptr : request);
+  Raised* outer_error = std::exchange(raised(), &error);
   AOTITorchError status = torch_call_dispatcher(op, overload, stack, TORCH_ABI_VERSION);
-  fallen_back() = outer;
-  if (PyObject* error = std::exchange(raised(), nullptr)) {
+  fallen_back() = outer_request, raised() = outer_error;
+  if (error.has_value()) {
     for (uint64_t index = 0; status == 0 && index < num_outputs; ++index) release<AtenTensorHandle>(stack[index]);
-    rethrow(error);
+    throw std::runtime_error(*error);
   }
   if (status != 0) throw std::runtime_error(std::string(op) + " could not be called");
 }
 
-StableIValue result(Owned& tensor) {
-  AtenTensorHandle handle = tensor.release();
-  if (handle == nullptr && aoti_torch_new_uninitialized_tensor(&handle) != 0)
-    throw std::runtime_error("no memory for a result");
-  return torch::stable::detail::from(handle);
+// Makes all of the tensors ones that a stack may have: a missing one becomes an undefined tensor.
+void complete(Owned* tensors, uint64_t count) {
+  for (uint64_t index = 0; index < count; ++index) {
+    if (tensors[index].get() == nullptr) tensors[index] = Owned::undefined();
+  }
+}
+
+// Leaves complete tensors on the stack.
+void hand_out(Owned* tensors, uint64_t count, StableIValue* stack) {
+  for (uint64_t index = 0; index < count; ++index) stack[index] = torch::stable::detail::from(tensors[index].release());
 }
 
 // A tensor without elements, which stands for a gradient that is not needed.
@@ -282,17 +285,19 @@ void make_empty(const View& like, Owned& tensor) {
 template <bool kIsDense>
 void forward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
   Arguments<kIsDense ? Overload::kDense : Overload::kFull> args(stack);
+  Owner owner([&] { args.release_all(); });
   Request request{Pass::kForward, {}, {}, {}};
   bool is_read = is_usable() && read_attention(args, request);
   if (kIsDense && !request.options.needs_grad) request.call.unwanted = kLse;
   Results results;
   if (!is_read || is_checking() || !run(request, results)) {
+    owner.pass_on();
     return fall_back("flashtile::forward_fallback", kIsDense ? "dense" : "", is_read ? &request : nullptr, stack,
                      num_outputs);
   }
-  args.release_all();
-  stack[0] = result(results.tensors[kOut]);
-  stack[1] = result(results.tensors[kLse]);
+  complete(&results.tensors[kOut], num_outputs);
+  owner.free();
+  hand_out(&results.tensors[kOut], num_outputs, stack);
 }
 
 // What forward.cache takes beside the arguments of the other overloads, where it stands on the stack.
@@ -411,8 +416,12 @@ bool run_on_gpu(const StableIValue* stack, Request& request, Results& results) {
 // (q, caches, lengths, options, mode, new_k, new_v, cos, sin, length, flags) -> (out, lse): a step of a cache. Writes
 // the new rows behind the first seqused_k or `length` rows of each sequence, and attends to all of them. Returns no
 // tensors, and has written nothing, where Python has to handle the call.
-void forward_cache(StableIValue* stack, uint64_t, uint64_t) {
+void forward_cache(StableIValue* stack, uint64_t, uint64_t num_outputs) {
   Arguments<Overload::kCache> args(stack);
+  Owner owner([&] {
+    args.release_all();
+    for (i32 at : {kNewKAt, kNewVAt, kRotaryCosAt, kRotarySinAt}) release<std::optional<AtenTensorHandle>>(stack[at]);
+  });
   Request request{Pass::kForward, {}, {}, {}};
   i64 flags = borrow<i64>(stack[kFlagsAt]);
   if ((flags & kWantsLse) == 0) request.call.unwanted = kLse;
@@ -420,11 +429,11 @@ void forward_cache(StableIValue* stack, uint64_t, uint64_t) {
   bool is_read = is_usable() && !is_checking() && read_attention(args, request);
   request.options.num_splits = flags >> kSplitsShift;
   bool is_run = is_read && (request.is_on_host ? run_on_host : run_on_gpu)(stack, request, results);
-  args.release_all();
-  for (i32 at : {kNewKAt, kNewVAt, kRotaryCosAt, kRotarySinAt}) release<std::optional<AtenTensorHandle>>(stack[at]);
   Results none;
-  stack[0] = result((is_run ? results : none).tensors[kOut]);
-  stack[1] = result((is_run ? results : none).tensors[kLse]);
+  Owned* returned = &(is_run ? results : none).tensors[kOut];
+  complete(returned, num_outputs);
+  owner.free();
+  hand_out(returned, num_outputs, stack);
 }
 
 // The tensors of a backward pass beside the arguments of its forward pass, where they stand on the stack.
@@ -489,23 +498,28 @@ template <bool kIsDense>
 void backward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
   constexpr BackwardStack kAt = kIsDense ? kDenseBackward : kBackward;
   Arguments<kIsDense ? Overload::kDense : Overload::kFull> args(stack + kAt.first);
+  Owner owner([&] {
+    for (i32 index : {0, kAt.out, kAt.lse}) release<AtenTensorHandle>(stack[index]);
+    if constexpr (!kIsDense) {
+      release<std::optional<AtenTensorHandle>>(stack[kAt.dlse]);
+      release<StableListHandle>(stack[kAt.needs]);
+    }
+    args.release_all();
+  });
   Request request{Pass::kBackward, {}, {}, {}};
   Results results;
   bool is_read = is_usable() && read_backward(stack, args, request);
   if (!is_read || is_checking() || !run(request, results)) {
+    owner.pass_on();
     return fall_back("flashtile::backward_fallback", kIsDense ? "dense" : "", is_read ? &request : nullptr, stack,
                      num_outputs);
   }
   for (i32 index = kDq; !kIsDense && index <= kDsinks; ++index) {
     if (results.tensors[index].get() == nullptr) make_empty(request.call.tensors[kQ], results.tensors[index]);
   }
-  for (i32 index : {0, kAt.out, kAt.lse}) release<AtenTensorHandle>(stack[index]);
-  if constexpr (!kIsDense) {
-    release<std::optional<AtenTensorHandle>>(stack[kAt.dlse]);
-    release<StableListHandle>(stack[kAt.needs]);
-  }
-  args.release_all();
-  for (uint64_t index = 0; index < num_outputs; ++index) stack[index] = result(results.tensors[kDq + index]);
+  complete(&results.tensors[kDq], num_outputs);
+  owner.free();
+  hand_out(&results.tensors[kDq], num_outputs, stack);
 }
 
 // The arguments of flashtile::append_kv (backends/kvcache.py: AppendArgs): tensors, the last of them optional,
@@ -514,6 +528,12 @@ template <bool kIsStep>
 void append_kv(StableIValue* stack, uint64_t, uint64_t num_outputs) {
   constexpr i32 kInterleavedAt = kNumAppendInputs, kLayout = kInterleavedAt + 1, kQAt = kLayout + 1,
                 kOrderedAt = kQAt + 1;
+  Owner owner([&] {
+    for (i32 index = 0; index < kTable; ++index) release<AtenTensorHandle>(stack[index]);
+    for (i32 index = kTable; index < kNumAppendInputs; ++index) release<std::optional<AtenTensorHandle>>(stack[index]);
+    release<const char*>(stack[kLayout]);
+    if constexpr (kIsStep) release<AtenTensorHandle>(stack[kQAt]);
+  });
   Request request{Pass::kAppend, {}, {}, {}};
   const char* layout = borrow<const char*>(stack[kLayout]);
   request.options.is_bshd = is_text(layout, "bshd");
@@ -536,20 +556,27 @@ void append_kv(StableIValue* stack, uint64_t, uint64_t num_outputs) {
     }
   }
   if (!is_read || is_checking() || !run(request, results)) {
+    owner.pass_on();
     return fall_back("flashtile::append_kv_fallback", kIsStep ? "step" : "", is_read ? &request : nullptr, stack,
                      num_outputs);
   }
-  for (i32 index = 0; index < kTable; ++index) release<AtenTensorHandle>(stack[index]);
-  for (i32 index = kTable; index < kNumAppendInputs; ++index) release<std::optional<AtenTensorHandle>>(stack[index]);
-  release<const char*>(stack[kLayout]);
-  if constexpr (kIsStep) {
-    release<AtenTensorHandle>(stack[kQAt]);
-    stack[0] = result(results.tensors[kRotatedQ]);
-    stack[1] = result(results.tensors[kStepSeqused]);
-  }
+  complete(&results.tensors[kRotatedQ], num_outputs);
+  owner.free();
+  hand_out(&results.tensors[kRotatedQ], num_outputs, stack);
 }
 
 }  // namespace
+
+std::string keep(PyObject* error) {
+  PyObject* text = PyObject_CallFunctionObjArgs(executor().keep, error, nullptr);
+  char* bytes = nullptr;
+  Py_ssize_t length = 0;
+  bool is_found = text != nullptr && PyBytes_AsStringAndSize(text, &bytes, &length) == 0;
+  std::string found = is_found ? std::string(bytes, static_cast<size_t>(length)) : "flashtile";
+  PyErr_Clear();
+  Py_XDECREF(text);
+  return found;
+}
 
 bool is_usable() {
   const Executor& found = executor();

@@ -1,12 +1,19 @@
 // The kernels of the ops, for those who call them without torch's dispatcher.
 #pragma once
 
+#include <string>
+
+#include "python.h"
 #include "stack.h"
 
 namespace flashtile {
 
 // The kernels of flashtile's ops for CPU and CUDA tensors. False where torch refuses them.
 bool register_ops();
+
+// Hands an exception to Python (backends/native.py: keep), which keeps it for the function that waits for it: torch
+// drops all but the text, which is returned. The GIL is held.
+std::string keep(PyObject* error);
 
 // C++ may handle calls; otherwise Python handles all of them.
 bool is_usable();

@@ -12,8 +12,10 @@
 namespace flashtile {
 namespace {
 
-// (): from now on C++ kernels handle the ops, and fall back to Python.
-PyObject* register_ops_once(PyObject*, PyObject*) {
+// (keep): from now on C++ kernels handle the ops, and fall back to Python. `keep` takes an exception that a kernel
+// raises, and returns its text as bytes.
+PyObject* register_ops_once(PyObject*, PyObject* keep) {
+  executor().keep = Py_NewRef(keep);
   if (!register_ops()) {
     PyErr_SetString(PyExc_RuntimeError, "torch does not take the C++ kernels of flashtile's ops");
     return nullptr;
@@ -41,10 +43,11 @@ PyObject* restore_torch_flash(PyObject*, PyObject* number) {
   Py_RETURN_NONE;
 }
 
-// (exception): what a fallback raises; the C++ kernel that called it raises it again.
+// (exception): what a fallback raises; the C++ kernel that called it throws its text. False where none has.
 PyObject* raise_in_kernel(PyObject*, PyObject* error) {
-  Py_XDECREF(std::exchange(raised(), Py_NewRef(error)));
-  Py_RETURN_NONE;
+  if (raised() == nullptr) Py_RETURN_FALSE;
+  *raised() = keep(error);
+  Py_RETURN_TRUE;
 }
 
 // (pass, numbers of a plan, image, names): for the call that has fallen back to Python on this thread, and all others
@@ -134,7 +137,7 @@ PyObject* set_gpu(PyObject*, PyObject* args) {
   for (i32 pass : {0, 1}) {
     if ((gpu.num_classes[pass] = read_classes(classes[pass], gpu.classes[pass])) < 0) return nullptr;
   }
-  if (index >= 0 && index < kMaxGpus) executor().gpus[index] = gpu;
+  if (index >= 0 && index < kMaxGpus) executor().set_gpu(index, gpu);
   Py_RETURN_NONE;
 }
 
@@ -171,6 +174,7 @@ PyObject* open_executor(PyObject*, PyObject* args) {
   if (!is_host) {
     Driver driver;
     if (const char* missing = driver.open(library)) return PyUnicode_FromFormat("%s cannot be found", missing);
+    found.is_open = false;
     found.driver = driver;
     found.device_type =
         std::strcmp(device_type, "cuda") == 0 ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
@@ -190,7 +194,7 @@ PyObject* close_executor(PyObject*, PyObject*) {
 }
 
 PyMethodDef kMethods[] = {
-    {"register_ops", register_ops_once, METH_NOARGS, nullptr},
+    {"register_ops", register_ops_once, METH_O, nullptr},
     {"override_torch_flash", override_torch_flash_by_key, METH_VARARGS, nullptr},
     {"restore_torch_flash", restore_torch_flash, METH_O, nullptr},
     {"raise_in_kernel", raise_in_kernel, METH_O, nullptr},

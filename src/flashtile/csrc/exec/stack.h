@@ -7,6 +7,7 @@
 
 #include <optional>
 #include <type_traits>
+#include <utility>
 
 #include "flashtile/core/types.cuh"
 
@@ -95,6 +96,29 @@ void release(StableIValue value) {
     torch_delete_list(torch::stable::detail::to<StableListHandle>(value));
   }
 }
+
+// The arguments of a kernel while it runs, freed by a function at the end of its scope or before.
+template <typename Free>
+class Owner {
+ public:
+  explicit Owner(Free free) : free_(std::move(free)) {}
+  ~Owner() {
+    if (is_owner_) free_();
+  }
+  Owner(const Owner&) = delete;
+  Owner& operator=(const Owner&) = delete;
+
+  void free() {
+    is_owner_ = false;
+    free_();
+  }
+  // Somebody else frees them.
+  void pass_on() { is_owner_ = false; }
+
+ private:
+  Free free_;
+  bool is_owner_ = true;
+};
 
 enum class Overload : u8 { kFull, kDense, kCache };
 

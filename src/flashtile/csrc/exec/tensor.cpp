@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <stdexcept>
+
 namespace flashtile {
 namespace {
 
@@ -90,6 +92,12 @@ void* Scratch::allocate(i64 bytes, Device device) {
   view.sizes[kMaxDim - 1] = bytes, view.strides[kMaxDim - 1] = 1;
   view.dim = 1, view.dtype = Dtype::kUint8, view.device = device;
   return owned_.allocate(view) ? view.data : nullptr;
+}
+
+Owned Owned::undefined() {
+  AtenTensorHandle handle = nullptr;
+  if (aoti_torch_new_uninitialized_tensor(&handle) != 0) throw std::runtime_error("no memory for a result");
+  return Owned(handle);
 }
 
 bool Owned::allocate(View& view) {

@@ -75,6 +75,7 @@ bool current_stream(i32 device_index, void** stream);
 class Owned {
  public:
   Owned() = default;
+  explicit Owned(AtenTensorHandle handle) : handle_(handle) {}
   Owned(Owned&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
   Owned& operator=(Owned&& other) noexcept {
     std::swap(handle_, other.handle_);
@@ -83,6 +84,9 @@ class Owned {
   ~Owned() {
     if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
   }
+
+  // A tensor that stands for none.
+  static Owned undefined();
 
   bool allocate(View& view);
   // A contiguous copy; sets the view to it.

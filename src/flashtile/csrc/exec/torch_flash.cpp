@@ -27,18 +27,12 @@ i64 mode_of(bool is_causal) {
 bool is_for_python(StableIValue dropout_p) { return !is_usable() || borrow<double>(dropout_p) != 0.0; }
 
 // Of no axis, or of one of that size.
-StableIValue make_empty(i32 dim, int64_t size, i32 dtype, Device device) {
+Owned make_empty(i32 dim, int64_t size, i32 dtype, Device device) {
   constexpr int64_t kStride = 1;
   AtenTensorHandle handle = nullptr;
   if (aoti_torch_empty_strided(dim, &size, &kStride, dtype, device.type, device.index, &handle) != 0)
     throw std::runtime_error("no memory for a result");
-  return stable::from(handle);
-}
-
-StableIValue no_tensor() {
-  AtenTensorHandle handle = nullptr;
-  if (aoti_torch_new_uninitialized_tensor(&handle) != 0) throw std::runtime_error("no memory for a result");
-  return stable::from(handle);
+  return Owned(handle);
 }
 
 // aten::_scaled_dot_product_flash_attention: (query, key, value, dropout_p, is_causal, return_debug_mask, scale) ->
@@ -47,41 +41,70 @@ void sdpa_forward(StableIValue* stack, uint64_t, uint64_t) {
   enum : i32 { kQuery, kKey, kValue, kDropoutP, kIsCausal, kReturnDebugMask, kScale };
   View query, key;
   i32 dtype = 0;
+  Owner owner([&] {
+    for (i32 index : {kQuery, kKey, kValue}) release<AtenTensorHandle>(stack[index]);
+    release<std::optional<double>>(stack[kScale]);
+  });
   view_of(borrow<AtenTensorHandle>(stack[kQuery]), query);
   view_of(borrow<AtenTensorHandle>(stack[kKey]), key);
   aoti_torch_get_dtype(borrow<AtenTensorHandle>(stack[kQuery]), &dtype);
-  StableIValue out = 0, lse = 0, rng_state = 0;
+  // All that may fail comes before the call: what it returns has no owner
+  Owned none[] = {Owned::undefined(), Owned::undefined()};
+  Owned rng_state, unused = make_empty(0, 1, aoti_torch_dtype_uint64(), query.device),
+                   debug_mask = make_empty(1, 0, dtype, query.device);
   if (is_for_python(stack[kDropoutP])) {
+    owner.pass_on();
     call_python("flashtile::sdpa_forward_fallback", stack, 3);
-    out = stack[0], lse = stack[1], rng_state = stack[2];
+    stack[6] = stack[2];
   } else {
+    rng_state = make_empty(1, 2, aoti_torch_dtype_uint64(), query.device);
     StableIValue dense[] = {stack[kQuery], stack[kKey], stack[kValue], stack[kScale],
                             stable::from(mode_of(borrow<bool>(stack[kIsCausal])))};
+    owner.pass_on();
     forward_dense(dense);
-    out = dense[0], lse = dense[1];
-    rng_state = make_empty(1, 2, aoti_torch_dtype_uint64(), query.device);
+    stack[0] = dense[0], stack[1] = dense[1];
+    stack[6] = stable::from(rng_state.release());
   }
-  stack[0] = out, stack[1] = lse;
-  stack[2] = no_tensor(), stack[3] = no_tensor();
+  stack[2] = stable::from(none[0].release()), stack[3] = stable::from(none[1].release());
   stack[4] = stable::from(query.size(-2)), stack[5] = stable::from(key.size(-2));
-  stack[6] = rng_state;
-  stack[7] = make_empty(0, 1, aoti_torch_dtype_uint64(), query.device);
-  stack[8] = make_empty(1, 0, dtype, query.device);
+  stack[7] = stable::from(unused.release()), stack[8] = stable::from(debug_mask.release());
 }
 
 // aten::_scaled_dot_product_flash_attention_backward: (grad_out, query, key, value, out, logsumexp, cum_seq_q,
 // cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset, scale) -> (grad_query, grad_key,
 // grad_value)
 void sdpa_backward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
-  enum : i32 { kGradOut, kQuery, kKey, kValue, kOut, kLogsumexp, kCumSeqQ, kCumSeqK };
-  enum : i32 { kDropoutP = 10, kIsCausal, kPhiloxSeed, kPhiloxOffset, kScale };
+  enum : i32 {
+    kGradOut,
+    kQuery,
+    kKey,
+    kValue,
+    kOut,
+    kLogsumexp,
+    kCumSeqQ,
+    kCumSeqK,
+    kMaxQ,
+    kMaxK,
+    kDropoutP,
+    kIsCausal,
+    kPhiloxSeed,
+    kPhiloxOffset,
+    kScale
+  };
   if (is_for_python(stack[kDropoutP])) return call_python("flashtile::sdpa_backward_fallback", stack, num_outputs);
-  for (i32 index : {kCumSeqQ, kCumSeqK}) release<AtenTensorHandle>(stack[index]);
-  for (i32 index : {kPhiloxSeed, kPhiloxOffset}) release<AtenTensorHandle>(stack[index]);
+  Owner others([&] {
+    for (i32 index : {kCumSeqQ, kCumSeqK, kPhiloxSeed, kPhiloxOffset}) release<AtenTensorHandle>(stack[index]);
+  });
+  Owner passed([&] {
+    for (i32 index : {kGradOut, kQuery, kKey, kValue, kOut, kLogsumexp}) release<AtenTensorHandle>(stack[index]);
+    release<std::optional<double>>(stack[kScale]);
+  });
   i64 mode = mode_of(borrow<bool>(stack[kIsCausal]));
   StableIValue dense[] = {stack[kGradOut], stack[kQuery],      stack[kKey], stack[kValue],
                           stack[kScale],   stable::from(mode), stack[kOut], stack[kLogsumexp]};
+  passed.pass_on();
   backward_dense(dense);
+  others.free();
   for (uint64_t index = 0; index < num_outputs; ++index) stack[index] = dense[index];
 }
 
