@@ -520,7 +520,8 @@ def dense_bits(q: Any, k: Any, v: Any) -> int:
     bits = DETERMINISTIC if is_deterministic() else 0
     num_grads = q.requires_grad + k.requires_grad + v.requires_grad if is_grad_enabled() else 0
     if num_grads == 0:
-        return bits
+        # torch.jit.trace and dispatch modes get another op without being asked for (`_recorded_forward`)
+        return -1 if _num_function_modes() and _is_key_included(_PRE_DISPATCH) else bits
     return bits | NEEDS_GRAD if num_grads == 3 and not is_traced_above_autograd() else -1
 
 
@@ -588,3 +589,26 @@ _library.impl("forward", _forward_autograd, "Autograd", with_keyset=True)
 _library.impl("backward", _backward_autograd, "Autograd", with_keyset=True)
 for _name in ("forward.dense", "forward.cache", "backward.dense", "append_kv", "append_kv.step"):
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+
+
+# The dense overloads have no gradient, so a graph must not hold them: whoever records gets the ops that have one. These
+# keys are active inside a tracer or a dispatch mode alone; other calls pay nothing
+
+
+def _expanded(values: tuple[Any, ...]) -> AttentionArgs:
+    """torch's switch decides when the graph runs, not when it is recorded."""
+    return dense_args(*values)._replace(deterministic=None)
+
+
+def _recorded_forward(*values: Any) -> Any:
+    return forward_op(*_expanded(values))
+
+
+def _recorded_backward(dout: Tensor, *values: Any) -> Any:
+    *inputs, out, lse = values
+    return tuple(backward_op(dout, None, *_expanded(tuple(inputs)), out, lse, [True, True, True, False, False])[:3])
+
+
+for _key in ("Tracer", "Python"):
+    _library.impl("forward.dense", _recorded_forward, _key)
+    _library.impl("backward.dense", _recorded_backward, _key)

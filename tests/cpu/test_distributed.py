@@ -570,6 +570,26 @@ def run_different(group: Any) -> None:
         with pytest.raises(ValueError, match=r"cu_seqlens: got \[0, 5, 12\] on rank 1"):
             distributed.ring_attention(q[0], q[0], q[0], group=group, cu_seqlens=documents)
         distributed.ring_attention(q, q, q, group=group, window=(2, 0))
+        with pytest.raises(ValueError, match="seqlen: got 13 on rank 1"):
+            distributed.unshard(q, 2, group=group, seqlen=12 + rank)
+        for function in (distributed.ring_attention, distributed.ulysses_attention):
+            options: dict[str, Any] = {"group": group, "seqlen": 12}
+            with pytest.raises(ValueError, match="causal: got bottom_right on rank 1; accepted: none, as on rank 0"):
+                function(q, q, q, **options, causal=rank == 1)
+            with pytest.raises(ValueError, match=r"scale: got 2\.0 on rank 1; accepted: None, as on rank 0"):
+                function(q, q, q, **options, scale=2.0 if rank else None)
+            with pytest.raises(ValueError, match=r"cu_seqlens: got \[0, 5, 12\] on rank 1"):
+                function(q[0], q[0], q[0], **options, cu_seqlens=documents)
+            wide, deep, double = torch.randn(1, 4, 6, 8 + rank), torch.randn(1 + rank, 4, 6, 8), q.double()
+            for tensor, other in ((wide, 9), (deep, 2), (double if rank else q, "float64")):
+                with pytest.raises(ValueError, match=rf"got .*{other}.* on rank 1; accepted: .*, as on rank 0"):
+                    function(tensor, tensor, tensor, **options)
+            leaf = q.clone().requires_grad_()
+            loss = function(leaf, leaf, leaf, **options).sum()
+            with pytest.raises(
+                ValueError, match=r"function: got \w+ on rank 1; accepted: \w+ \(backward\), as on rank 0"
+            ):
+                function(q, q, q, **options) if rank else loss.backward()
     finally:
         del os.environ["FLASHTILE_CHECK"]
 
@@ -586,10 +606,12 @@ def run_opcheck(group: Any) -> None:
     options = (None, "bottom_right", -1, -1, 0.0, 0.0, 0, 0, None, "bhsd", None, name, "zigzag", 12, 12, 1)
     args = (q, k, k, None, None, None, None, None, None, *options, "p2p", 0.0)
     torch.library.opcheck(ring.forward_op, args, test_utils=utils)
-    torch.library.opcheck(ulysses.rows_to_heads, (q, 4, 1, "bhsd", name, "zigzag", 12, 0, 2, 0.0), test_utils=utils)
-    torch.library.opcheck(ulysses.rows_to_heads, (k, 2, 2, "bhsd", name, "zigzag", 12, 0, 2, 0.0), test_utils=utils)
+    call = (None, None, "none", -1, -1, 0.0, 0.0, 0, 0, None, None, "ulysses_attention")
+    place = ("bhsd", name, "zigzag", 12, 0, 2, 0.0, *call)
+    torch.library.opcheck(ulysses.rows_to_heads, (q, 4, 1, *place), test_utils=utils)
+    torch.library.opcheck(ulysses.rows_to_heads, (k, 2, 2, *place), test_utils=utils)
     wide = torch.randn(1, 2, 12, 8, requires_grad=True)
-    torch.library.opcheck(ulysses.heads_to_rows, (wide, 4, 1, "bhsd", name, "zigzag", 12, 0, 2, 0.0), test_utils=utils)
+    torch.library.opcheck(ulysses.heads_to_rows, (wide, 4, 1, *place), test_utils=utils)
 
 
 def test_opcheck(pool: Pool) -> None:
@@ -602,14 +624,16 @@ def serve_until_one_dies(rank: int, port: int, how: str, name: str, pipe: Any) -
     attend = {"ring_attention": functools.partial(distributed.ring_attention, transport="p2p")}.get(
         name, distributed.ulysses_attention
     )
-    attend(q, q, q, timeout=20)  # connections are made
-    if rank == 2 and how == "dies":
+    if how == "skips the backward":
+        os.environ["FLASHTILE_CHECK"] = "1"
+    out = attend(q, q, q, timeout=20)  # connections are made
+    if rank == 2 and how != "hangs":
         os._exit(1)
     if rank == 2:
         time.sleep(60)
     start = time.monotonic()
     try:
-        attend(q, q, q, timeout=2)
+        out.sum().backward() if how == "skips the backward" else attend(q, q, q, timeout=2)
         pipe.send(("no error", 0.0))
     except distributed.PeerError as error:
         pipe.send((str(error), time.monotonic() - start))
@@ -618,7 +642,14 @@ def serve_until_one_dies(rank: int, port: int, how: str, name: str, pipe: Any) -
 
 
 @pytest.mark.parametrize(
-    ("how", "name"), [("dies", "ring_attention"), ("hangs", "ring_attention"), ("dies", "ulysses_attention")]
+    ("how", "name"),
+    [
+        ("dies", "ring_attention"),
+        ("hangs", "ring_attention"),
+        ("skips the backward", "ring_attention"),
+        ("dies", "ulysses_attention"),
+        ("skips the backward", "ulysses_attention"),
+    ],
 )
 def test_a_rank_that_is_gone_is_an_error(how: str, name: str) -> None:
     ctx, port = context(), free_port()
@@ -634,8 +665,9 @@ def test_a_rank_that_is_gone_is_an_error(how: str, name: str) -> None:
         for rank in (0, 1):
             assert pipes[rank].poll(60), f"rank {rank} hangs"
             message, seconds = pipes[rank].recv()
-            assert message.startswith(f"{name}: rank {rank} of 3 could not "), message
-            assert "within 2 s" in message
+            function = f"{name} (backward)" if how == "skips the backward" else name
+            assert message.startswith(f"{function}: rank {rank} of 3 could not "), message
+            assert f"within {20 if how == 'skips the backward' else 2} s" in message
             assert seconds < 15
     finally:
         for process in processes:

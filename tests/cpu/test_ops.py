@@ -6,10 +6,13 @@ import dataclasses
 import itertools
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 import flashtile
@@ -283,6 +286,40 @@ def test_jit_trace_sees_the_op(seed: int) -> None:
         flashtile.attention(q, k, v, causal=True)
     traced = torch.jit.trace(lambda q, k, v: flashtile.attention(q, k, v, causal=True), (q, k, v), check_trace=False)
     torch.testing.assert_close(traced(2 * q, k, v), flashtile.attention(2 * q, k, v, causal=True))
+
+
+TRACERS: dict[str, Callable[..., Any]] = {
+    "jit": torch.jit.trace,
+    "make_fx": lambda function, inputs: make_fx(function)(*inputs),
+    "make_fx, pre_dispatch": lambda function, inputs: make_fx(function, pre_dispatch=True)(*inputs),
+    "make_fx, fake": lambda function, inputs: make_fx(function, tracing_mode="fake")(*inputs),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("is_traced_with_grad", [False, True])
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_traced_calls_have_gradients(tracer: str, is_traced_with_grad: bool, seed: int) -> None:
+    """Beside a path around attention, whose gradient would hide that the other is missing."""
+    functions = (
+        lambda q, k, v: q + flashtile.attention(q, k, v),
+        lambda q, k, v: q + flashtile.scaled_dot_product_attention(q, k, v, is_causal=True),
+        lambda q, k, v: q + flashtile.attention(q, k, v, softcap=1.0),
+    )
+    example = tuple(torch.randn(1, 2, 9, 8, requires_grad=is_traced_with_grad) for _ in range(3))
+    inputs = tuple(torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
+    for function in functions:
+        traced = TRACERS[tracer](function, example)
+        expected = torch.autograd.grad(function(*inputs).square().sum(), inputs)
+        torch.testing.assert_close(torch.autograd.grad(traced(*inputs).square().sum(), inputs), expected)
+
+
+def test_a_traced_gradient_has_gradients() -> None:
+    def gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(flashtile.attention(q, k, v).sum(), q)[0]
+
+    example = tuple(torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
+    assert "flashtile.backward.default" in make_fx(gradient)(*example).code
 
 
 def test_tensors_whose_memory_does_not_hold_their_values() -> None:

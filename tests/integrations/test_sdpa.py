@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,6 +195,24 @@ def test_one_module() -> None:
         sdpa.uninstall(model)
     model(x)
     assert report.served == 2
+
+
+def test_one_module_can_be_saved(tmp_path: Path) -> None:
+    model, inputs, _ = encoder()
+    report = sdpa.install(model)
+    expected = model(**inputs)
+    torch.save(model, tmp_path / "model.pt")
+    copies = [torch.load(tmp_path / "model.pt", weights_only=False), copy.deepcopy(model)]
+    sdpa.uninstall(model)
+    for other in copies:  # as any other model: not served until it is asked for
+        sdpa.reset_report()
+        torch.testing.assert_close(other(**inputs), expected)
+        assert report.served == 0
+        sdpa.install(other)
+        torch.testing.assert_close(other(**inputs), expected)
+        assert report.served > 0
+        sdpa.uninstall(other)
+        assert F.scaled_dot_product_attention is TORCH
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -414,8 +414,30 @@ def _exchanged(
         raise unsupported(name, "a tensor", "None where heads are exchanged", "Use ring_attention")
 
     def exchange(tensor: Tensor, num_heads: int, group_heads: int, seqlen: int, layout: str, op: Any) -> Tensor:
-        place = (layout, group.group_name, given.sharding, seqlen, first, num_shards, limit)
-        result: Tensor = op(tensor, num_heads, group_heads, *place)
+        values = ulysses.Exchange(
+            heads=num_heads,
+            group_heads=group_heads,
+            layout=layout,
+            group=group.group_name,
+            sharding=given.sharding,
+            seqlen=seqlen,
+            first=first,
+            num_shards=num_shards,
+            timeout=limit,
+            cu_seqlens=given.cu_seqlens,
+            scale=args.scale,
+            causal=args.causal,
+            window_left=args.window_left,
+            window_right=args.window_right,
+            softcap=args.softcap,
+            dropout_p=args.dropout_p,
+            first_head=given.first_head,
+            total_heads=given.total_heads,
+            deterministic=args.deterministic,
+            backend=args.backend,
+            function="ulysses_attention",
+        )
+        result: Tensor = op(tensor, *values)
         return result
 
     to_heads, to_rows = ulysses.rows_to_heads, ulysses.heads_to_rows

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import json
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -59,13 +60,26 @@ class Channel:
         """Under FLASHTILE_CHECK=1: raises on all ranks if one of them has another value."""
         if not is_checking() or self.size == 1:
             return
-        found: list[Any] = [None] * self.size
         # The function comes first: those of another have other options
-        dist.all_gather_object(found, {"function": self.what} | options, group=self.group)
+        found = self._gathered({"function": self.what} | options)
         for rank, theirs in enumerate(found):
             for name, value in found[0].items():
                 if theirs[name] != value:
                     raise value_error(name, f"{theirs[name]} on rank {rank}", f"{value}, as on rank 0")
+
+    def _gathered(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank."""
+        own = torch.frombuffer(bytearray(json.dumps(value), "utf-8"), dtype=torch.uint8).to(self.device)
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        lengths = self._swapped(own.new_tensor([own.numel()], dtype=torch.int64), dict.fromkeys(peers, 1))
+        texts = self._swapped(own, {peer: int(length) for peer, length in lengths.items()}) | {self.rank: own}
+        return [json.loads(bytes(texts[rank].tolist())) for rank in range(self.size)]
+
+    def _swapped(self, own: Tensor, sizes: dict[int, int]) -> dict[int, Tensor]:
+        """What each peer sent, for the same tensor to all of them."""
+        received = {peer: own.new_empty(size) for peer, size in sizes.items()}
+        self.post([(peer, own) for peer in received], list(received.items()), _CHECKS).wait()
+        return received
 
     def mark(self) -> Mark:
         """Behind what has been launched on the current stream so far."""
@@ -253,7 +267,7 @@ def _warm_up(group: Any, device: torch.device) -> None:
         devices.add(device)
 
 
-_LENGTHS = 2  # tag of messages; keys have 0, gradients 1
+_LENGTHS, _CHECKS = 2, 3  # tags of messages; keys have 0, gradients 1
 
 
 def require_same_lengths(

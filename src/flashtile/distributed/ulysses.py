@@ -33,8 +33,9 @@ def refusal(heads: int, heads_kv: int, size: int) -> str | None:
     return None
 
 
-class _Exchange(NamedTuple):
-    """The arguments of both operators, behind the tensor."""
+class Exchange(NamedTuple):
+    """The arguments of both operators, behind the tensor. Those of the last lines say which call it is: under
+    FLASHTILE_CHECK=1 they are compared."""
 
     heads: int  # of the tensor with all heads
     group_heads: int  # query heads that share one of them
@@ -45,21 +46,46 @@ class _Exchange(NamedTuple):
     first: int  # of the ranks of the sharding: that of rank 0 of the group
     num_shards: int
     timeout: float
+    cu_seqlens: Tensor | None  # of the whole packed sequence
+    scale: float | None
+    causal: str
+    window_left: int
+    window_right: int
+    softcap: float
+    dropout_p: float
+    first_head: int
+    total_heads: int
+    deterministic: bool | None
+    backend: str | None
+    function: str
 
 
 _SCHEMA = (
     "SymInt heads, SymInt group_heads, str layout, str group, str sharding, SymInt seqlen, SymInt first, "
-    "SymInt num_shards, float timeout"
+    "SymInt num_shards, float timeout, Tensor? cu_seqlens, float? scale, str causal, SymInt window_left, "
+    "SymInt window_right, float softcap, float dropout_p, SymInt first_head, SymInt total_heads, bool? deterministic, "
+    "str? backend, str function"
 )
 
 
+def _check_same(channel: Channel, args: Exchange | _Gathering, x: Tensor, row: int) -> None:
+    """Ranks may differ in their rows and in how long they wait."""
+    options = {
+        name: value.tolist() if isinstance(value, Tensor) else value
+        for name, value in args._asdict().items()
+        if name not in ("function", "timeout")
+    }
+    sizes = [size for axis, size in enumerate(x.shape) if axis != row]
+    channel.check_same(options | {"dtype": str(x.dtype), "sizes without rows": sizes})
+
+
 class _Plan:
-    def __init__(self, args: _Exchange, x: Tensor, what: str):
+    def __init__(self, args: Exchange, x: Tensor):
         self.args = args
-        self.channel = Channel(args.group, x.device, args.timeout, what)
+        self.channel = Channel(args.group, x.device, args.timeout, args.function)
         self.rank, self.size = self.channel.rank, self.channel.size
-        self.channel.check_same(args._asdict() | {"dtype": str(x.dtype)})
         self.row, self.head = row_axis(args.layout), head_axis(args.layout)
+        _check_same(self.channel, args, x, self.row)
         shards = Shards(args.seqlen, args.num_shards, args.sharding)
         self.ranges = [shards.ranges(args.first + rank) for rank in range(self.size)]
         self.all_rows: Ranges = shards.union(range(args.first, args.first + self.size))
@@ -79,7 +105,7 @@ class _Plan:
 
 
 def _to_heads(x: Tensor, *values: Any) -> Tensor:
-    plan = _Plan(_Exchange(*values), x, "ulysses_attention")
+    plan = _Plan(Exchange(*values), x)
     own_rows = num_rows(plan.ranges[plan.rank])
     if x.shape[plan.row] != own_rows:
         raise value_error(
@@ -112,7 +138,7 @@ def _put_rows(plan: _Plan, whole: Tensor, rank: int, part: Tensor) -> None:
 
 
 def _to_rows(y: Tensor, *values: Any) -> Tensor:
-    plan = _Plan(_Exchange(*values), y, "ulysses_attention")
+    plan = _Plan(Exchange(*values), y)
 
     def rows_of(rank: int) -> Tensor:
         return take(y, plan.places(rank), plan.row)
@@ -134,7 +160,7 @@ def _to_rows(y: Tensor, *values: Any) -> Tensor:
 
 def _fake(is_to_heads: bool) -> Any:
     def fake(x: Tensor, *values: Any) -> Tensor:
-        args = _Exchange(*values)
+        args = Exchange(*values)
         row, head = row_axis(args.layout), head_axis(args.layout)
         size, rank = group_size_and_rank(args.group)
         shards = Shards(args.seqlen, args.num_shards, args.sharding)
@@ -182,6 +208,7 @@ def _gather_rows(rows: Tensor, *values: Any) -> Tensor:
     places = args.places()
     channel = Channel(args.group, rows.device, args.timeout, "unshard")
     rows = rows.contiguous()
+    _check_same(channel, args, rows, 0)
     _check_own(rows, places[channel.rank], channel.rank)
     peers = [(channel.rank + step) % channel.size for step in range(1, channel.size)]
     received = {peer: rows.new_empty((sum(map(len, places[peer])), *rows.shape[1:])) for peer in peers}
@@ -200,6 +227,7 @@ def _scatter_rows(grad: Tensor, *values: Any) -> Tensor:
     args = _Gathering(*values)
     places = args.places()
     channel = Channel(args.group, grad.device, args.timeout, "unshard (backward)")
+    _check_same(channel, args, grad, 0)
     peers = [(channel.rank + step) % channel.size for step in range(1, channel.size)]
     own = take(grad, places[channel.rank], 0).contiguous()
     received = {peer: torch.empty_like(own) for peer in peers}
@@ -253,13 +281,19 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.options = inputs[1:]
 
 
-def _register(op: Any, reverse: Any) -> None:
+def _setup_exchange(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    args = Exchange(*inputs[1:])
+    # The forward pass has compared the documents
+    ctx.options = tuple(args._replace(cu_seqlens=None, function=f"{args.function} (backward)"))
+
+
+def _register(op: Any, reverse: Any, setup: Any) -> None:
     def gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return reverse(grad.contiguous(), *ctx.options), *([None] * len(ctx.options))
 
-    torch.library.register_autograd(op, gradient, setup_context=_setup, lib=_library)
+    torch.library.register_autograd(op, gradient, setup_context=setup, lib=_library)
 
 
-for _one, _other in ((rows_to_heads, heads_to_rows), (gather_rows, scatter_rows)):
-    _register(_one, _other)
-    _register(_other, _one)
+for _one, _other, _saves in ((rows_to_heads, heads_to_rows, _setup_exchange), (gather_rows, scatter_rows, _setup)):
+    _register(_one, _other, _saves)
+    _register(_other, _one, _saves)

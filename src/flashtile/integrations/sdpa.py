@@ -102,9 +102,20 @@ def reset_report() -> None:
 
 def _hooked(part: torch.nn.Module) -> tuple[Any, Any]:
     return (
-        part.register_forward_pre_hook(lambda *_: _enter()),
-        part.register_forward_hook(lambda *_: _leave(), always_call=True),
+        part.register_forward_pre_hook(_entering),
+        part.register_forward_hook(_leaving, always_call=True),
     )
+
+
+# Functions of the module, so that a model with these hooks can be pickled
+
+
+def _entering(module: torch.nn.Module, args: Any) -> None:
+    _enter()
+
+
+def _leaving(module: torch.nn.Module, args: Any, output: Any) -> None:
+    _leave()
 
 
 def _enter() -> None:

@@ -5,8 +5,9 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="flashtile")
 
 transformers takes every name with "flash" in it for the flash_attn package or a kernel of its hub. The functions are
-therefore registered as "ftile", through AttentionInterface and AttentionMaskInterface, and the one method that resolves
-names is wrapped so that "flashtile" means "ftile". "ftile" can be asked for directly, too.
+therefore registered as "ftile", through AttentionInterface and AttentionMaskInterface, and the methods that resolve
+names are wrapped so that "flashtile" means "ftile". "ftile" can be asked for directly, too. Models whose attention does
+not go through these interfaces, or needs its mask stored, are refused.
 
 Inside `flashtile.distributed.context_parallel` every rank gives the model its rows of the sequence, and attention is
 over all of them.
@@ -15,6 +16,7 @@ over all of them.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from flashtile.api import attention, attention_varlen
-from flashtile.errors import unsupported
+from flashtile.errors import unsupported, value_error
 
 current: Callable[[], Any] = lambda: None  # noqa: E731, without torch.distributed there are no ranks
 if torch.distributed.is_available():
@@ -40,34 +42,95 @@ CONFIG_NAME = "ftile"
 # These models build a window into their masks and do not hand it to the attention function
 _MODELS_WITH_WINDOWS_IN_MASKS = ("doge", "paligemma", "phimoe", "qwen2_moe")
 _NOT_GIVEN: Any = object()
-_METHOD = "_check_and_adjust_attn_implementation"
 
 
 def register() -> None:
     """Makes `attn_implementation="flashtile"` known to transformers. A second call changes nothing."""
     AttentionInterface.register(CONFIG_NAME, attention_forward)
     AttentionMaskInterface.register(CONFIG_NAME, attention_mask_for)
-    method = getattr(PreTrainedModel, _METHOD)
-    if not hasattr(method, "_flashtile_original"):
-        setattr(PreTrainedModel, _METHOD, _resolving(method))
+    for name, wrap in _WRAPPERS.items():
+        method = getattr(PreTrainedModel, name)
+        if not hasattr(method, "_flashtile_original"):
+            wrapper = functools.wraps(method)(wrap(method))
+            wrapper._flashtile_original = method
+            setattr(PreTrainedModel, name, wrapper)
 
 
 def unregister() -> None:
     """Undoes `register`. Models that use it cannot be run until it is called again."""
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(CONFIG_NAME, None)
-    method = getattr(PreTrainedModel, _METHOD)
-    setattr(PreTrainedModel, _METHOD, getattr(method, "_flashtile_original", method))
+    for name in _WRAPPERS:
+        method = getattr(PreTrainedModel, name)
+        setattr(PreTrainedModel, name, getattr(method, "_flashtile_original", method))
 
 
-def _resolving(method: Callable[..., str]) -> Callable[..., str]:
-    @functools.wraps(method)
-    def resolve(self: Any, attn_implementation: str | None, *args: Any, **options: Any) -> str:
-        name = CONFIG_NAME if attn_implementation == NAME else attn_implementation
-        return method(self, name, *args, **options)
+def _named(asked: Any) -> Any:
+    """What is asked for, of a model or by part, with the name of the config."""
+    if isinstance(asked, dict):
+        return {part: _named(name) for part, name in asked.items()}
+    return CONFIG_NAME if asked == NAME else asked
 
-    resolve._flashtile_original = method  # type: ignore[attr-defined]
-    return resolve
+
+def _adjusting(method: Callable[..., str]) -> Any:
+    """Of the method that takes names as users write them."""
+
+    def adjust(self: Any, attn_implementation: str | None, *args: Any, **options: Any) -> str:
+        return method(self, _named(attn_implementation), *args, **options)
+
+    return adjust
+
+
+def _correcting(method: Callable[..., str]) -> Any:
+    """Of the method that checks a name for a model and for each of its parts."""
+
+    def correct(self: Any, requested_attention: str | None, *args: Any, **options: Any) -> str:
+        if requested_attention == CONFIG_NAME:
+            _check_fits(type(self))
+        return method(self, requested_attention, *args, **options)
+
+    return correct
+
+
+def _setting(method: Callable[..., None]) -> Any:
+    """Of `set_attn_implementation`, which leaves models without the interface as they are and warns."""
+
+    def set_implementation(self: Any, attn_implementation: Any, *args: Any, **options: Any) -> None:
+        name = _named(attn_implementation)
+        if (name.get("") if isinstance(name, dict) else name) == CONFIG_NAME:
+            _check_fits(type(self))
+        method(self, name, *args, **options)
+
+    return set_implementation
+
+
+_WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "_check_and_adjust_attn_implementation": _adjusting,
+    "get_correct_attn_implementation": _correcting,
+    "set_attn_implementation": _setting,
+}
+
+
+def _check_fits(model: type[PreTrainedModel]) -> None:
+    """Raises for a model whose attention would not be served, or without its mask. What "sdpa" promises is what is
+    needed here: without a mask the attention is causal where the module says so. The other promise of that kind is
+    that of flash attention or FlexAttention together with attention backends of others; "sdpa" lacks sinks and
+    softcap."""
+    module = sys.modules.get(model.__module__)
+    has_interface = hasattr(module, "ALL_ATTENTION_FUNCTIONS")
+    if not has_interface and (model._can_set_attn_implementation() or model.config_class.sub_configs):
+        return  # no attention of its own; its parts are asked, too
+    masks_by_position = model._supports_sdpa or (
+        model._supports_attention_backend and (model._supports_flash_attn or model._supports_flex_attn)
+    )
+    if not (has_interface and masks_by_position):
+        reason = "needs a stored mask" if has_interface else "does not call transformers' AttentionInterface"
+        raise value_error(
+            "attn_implementation",
+            f"{NAME!r} for {model.__name__}, whose attention {reason}",
+            "models that transformers serves by position, as with 'sdpa'",
+            "Use attn_implementation='eager', or a dict with a name for each part of a model",
+        )
 
 
 def attention_mask_for(
@@ -157,7 +220,7 @@ def attention_forward(
         return _over_ranks(module, query, key, value, sliding_window, is_decoder, attention_mask, position_bias, shared)
     lengths = [options.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     if all(isinstance(length, Tensor) for length in lengths) and query.shape[0] == 1:
-        return _packed(query, key, value, lengths, options, sliding_window, is_decoder, position_bias, shared), None
+        return _packed(module, query, key, value, lengths, options, sliding_window, is_decoder, position_bias, shared), None
 
     # Without a mask a decoder is causal from the top left: rows of a static cache behind the queries are empty. A
     # single query sees every key
@@ -165,7 +228,7 @@ def attention_forward(
     is_causal = bool(attention_mask is None and is_decoder and num_queries > 1)
     window = None
     if is_causal and num_queries == num_keys:
-        window = _window(module, sliding_window, num_keys)
+        window = _window(module, sliding_window, is_decoder, num_keys, is_masked=True)
     mask, bias = attention_mask, position_bias
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         mask, bias = None, attention_mask if position_bias is None else attention_mask + position_bias
@@ -180,19 +243,24 @@ def attention_forward(
     return out.transpose(1, 2), None  # type: ignore[union-attr]
 
 
-def _window(module: Any, sliding_window: Any, num_keys: int) -> tuple[int, int] | None:
-    if sliding_window is _NOT_GIVEN:
-        config = getattr(module, "config", None)
-        size = getattr(config, "sliding_window", None)
-        if isinstance(size, int) and num_keys >= size and _hands_over_window(config, size):
+def _window(
+    module: Any, sliding_window: Any, is_decoder: bool, num_keys: int, is_masked: bool
+) -> tuple[int, int] | None:
+    """is_masked: what the model keeps in its mask needs no window here, since the mask is used."""
+    if sliding_window is not _NOT_GIVEN and sliding_window is not None:
+        return sliding_window - 1, 0 if is_decoder else sliding_window - 1
+    config = getattr(module, "config", None)
+    size = getattr(config, "sliding_window", None) if sliding_window is _NOT_GIVEN else None
+    chunk = None if is_masked else getattr(config, "attention_chunk_size", None)
+    for name, limit in (("sliding_window", size), ("attention_chunk_size", chunk)):
+        if isinstance(limit, int) and num_keys >= limit and not (is_masked and not _hands_over_window(config, limit)):
             raise unsupported(
-                "sliding_window",
-                f"nothing from {type(module).__name__}, whose config has a window of {size}",
-                "models that hand their window to the attention function",
+                name,
+                f"nothing from {type(module).__name__}, whose config has {name}={limit}",
+                "models that hand it to the attention function",
                 'Use attn_implementation="sdpa" for this model',
             )
-        return None
-    return None if sliding_window is None else (sliding_window - 1, 0)
+    return None
 
 
 def _over_ranks(
@@ -212,12 +280,13 @@ def _over_ranks(
         raise unsupported(name, "a tensor inside context_parallel", "None")
     context = current()
     assert context is not None
-    window = _window(module, sliding_window, query.shape[2]) if is_decoder else None
+    window = _window(module, sliding_window, is_decoder, context.seqlen or sys.maxsize, is_masked=False)
     out = context.attend(query, key, value, causal="top_left" if is_decoder else False, window=window, **shared)
     return out.transpose(1, 2), None
 
 
 def _packed(
+    module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -232,15 +301,17 @@ def _packed(
     The mask is made from the same positions and is not needed."""
     if position_bias is not None:
         raise unsupported("position_bias", "it with cu_seq_lens_q", "one of the two")
-    has_window = is_decoder and isinstance(sliding_window, int)
+    longest = options.get("max_length_k")
+    num_keys = longest if isinstance(longest, int) else key.shape[2]
+    window = _window(module, sliding_window, is_decoder, num_keys, is_masked=False)
     out = attention_varlen(
         *(query[0], key[0], value[0]),
         cu_seqlens_q=lengths[0].to(torch.int32),
         cu_seqlens_k=lengths[1].to(torch.int32),
         max_seqlen_q=options.get("max_length_q"),
-        max_seqlen_k=options.get("max_length_k"),
+        max_seqlen_k=longest,
         causal=bool(is_decoder),
-        window=(sliding_window - 1, 0) if has_window else None,
+        window=window,
         layout="bhsd",
         **shared,
     )
