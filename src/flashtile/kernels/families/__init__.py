@@ -3,6 +3,9 @@
 `register` adds one. Of the families that do not refuse a call the fastest by kernels/speeds.csv is taken, of equals the
 first registered; those that are not in that table come last, in the order of their registration. FLASHTILE_FAMILY names
 families that are taken whatever their speed.
+
+Small calls, too, go by the times of large ones: their own are those of the host's launches, in which the kernels of
+every family are hidden. Families for large calls alone come last there.
 """
 
 from __future__ import annotations
@@ -120,8 +123,8 @@ def forced_names() -> tuple[str, ...]:
 
 
 class Choice(NamedTuple):
-    """Of one key: each family of its op with the reason why it does not take the call, or None; and the fastest that
-    does, or None."""
+    """Of one key: each family of its op with the reason why it does not take the call, or None; and the one that is
+    taken, or None."""
 
     refusals: Mapping[str, str | None]
     family: Family[Any] | None
@@ -140,13 +143,13 @@ def _choice(key: PlanKey, forced: tuple[str, ...], known: tuple[Family[Any], ...
         if reason is None and names and family.name not in names:
             reason = f"{_SWITCH} names {', '.join(names)}"
         reasons[family.name] = reason
-    # The first registered of those whose time is not known
     found = [family for family in known if reasons[family.name] is None]
-    return Choice(MappingProxyType(reasons), min(found, key=lambda family: _time_us(family, key), default=None))
+    # The first registered of those whose time is not known
+    return Choice(MappingProxyType(reasons), min(found, key=lambda family: _cost(family, key), default=None))
 
 
 def select(key: PlanKey) -> Family[Any]:
-    """The fastest that takes the call; the first registered of those whose time is not known."""
+    """The family that takes the call; an error where there is none."""
     reasons, family = choice(key)
     if family is None:
         words = "; ".join(f"{name!r} refuses: {reason}" for name, reason in reasons.items())
@@ -154,19 +157,21 @@ def select(key: PlanKey) -> Family[Any]:
     return family
 
 
+def preference(key: PlanKey) -> str:
+    """What the family is that takes the call, beside others that would."""
+    return "faster" if key.length(speeds.SIZE) else "preferred for small calls"
+
+
 def time_us(key: PlanKey) -> float | None:
     """The measured time of the family that takes the call; None where none does, or it is not known."""
     family = choice(key).family
-    return None if family is None else _known_us(family, key)
+    return None if family is None else speeds.time_us(family.timed_as(key), kind_of(key))
 
 
-def _known_us(family: Family[Any], key: PlanKey) -> float | None:
-    return speeds.time_us(family.timed_as(key), kind_of(key))
-
-
-def _time_us(family: Family[Any], key: PlanKey) -> float:
-    us = _known_us(family, key)
-    return math.inf if us is None else us
+def _cost(family: Family[Any], key: PlanKey) -> tuple[bool, float]:
+    """What orders families: whether the call is too small for one, and its time of such a call if it were large."""
+    us = speeds.time_us(family.timed_as(key), kind_of(key)._replace(is_large=True))
+    return family.is_for_large_calls and not key.length(speeds.SIZE), math.inf if us is None else us
 
 
 def clear_choices() -> None:

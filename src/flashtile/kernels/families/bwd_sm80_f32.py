@@ -94,6 +94,7 @@ class BwdSm80F32(Family[BwdSm80F32Row]):
     summary = "float32 by mma.sync, three TF32 products for each, on sm_80, sm_90 and sm_100"
     kernels = tuple(_TILES)
     dtypes = ("float32",)
+    is_for_large_calls = True
     head_dims = tuple(sorted(_TILES["bwd_sm80_f32_dq"]))
     features = Family.features - {"is_paged"}
     takes_out_dtypes = False

@@ -105,6 +105,7 @@ class BwdSm90F32(Family[BwdSm90F32Row]):
     summary = "float32 by wgmma on operands split into 16-bit parts, on Hopper"
     kernels = tuple(_TILES)
     dtypes = ("float32",)
+    is_for_large_calls = True
     head_dims = tuple(sorted(_TILES["bwd_sm90_f32_dq_half"]))
     features = Family.features - {"is_paged"}
     takes_out_dtypes = False

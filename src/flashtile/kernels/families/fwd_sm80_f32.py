@@ -89,6 +89,7 @@ class FwdSm80F32(Family[Sm80F32Row]):
     summary = "float32 by mma.sync, three TF32 products for each, on sm_80, sm_90 and sm_100"
     kernels = ("fwd_sm80_f32",)
     dtypes = ("float32",)
+    is_for_large_calls = True
     head_dims = tuple(sorted(_TILES))
     features = Family.features - {"is_paged"}
     length_classes = (_FEW,)

@@ -84,6 +84,7 @@ class FwdSm90F32(Family[FwdSm90F32Row]):
     summary = "float32 by wgmma on operands split into 16-bit parts, on Hopper"
     kernels = (_HALF, _BF16)
     dtypes = ("float32",)
+    is_for_large_calls = True
     head_dims = tuple(sorted(_TILES[_HALF]))
     # The pre-pass would copy all pages
     features = Family.features - {"is_paged"}
