@@ -134,6 +134,24 @@ class ShortLengths:
 
 
 @dataclass(frozen=True)
+class LongLengths:
+    """1 where a call has at least so many queries and keys."""
+
+    queries: int
+    keys: int
+
+    @property
+    def values(self) -> tuple[int, int]:
+        return (1, 0)
+
+    def of(self, shape: Shape, num_multiprocessors: int) -> int:
+        return int(shape.expected_q >= self.queries and shape.expected_k >= self.keys)
+
+    def serialized(self) -> tuple[int, int, int, int]:
+        return 7, self.queries, self.keys, 0
+
+
+@dataclass(frozen=True)
 class KeySteps:
     """How many steps of 16 keys a call has where it has at most `single` keys, at least 1; 254 where it has at most
     `some`; 255 where it has at most `most`; else 0."""
@@ -157,4 +175,4 @@ class KeySteps:
         return 6, self.single, self.some, self.most
 
 
-LengthClass = KeySteps | SmallGrid | PackedHeads | RaggedQueries | ManyScores | ShortLengths | FewQueries
+LengthClass = KeySteps | SmallGrid | PackedHeads | RaggedQueries | ManyScores | ShortLengths | FewQueries | LongLengths

@@ -29,16 +29,6 @@ bool is_on_one_device(const Call& call, i32 count) {
 
 bool has_plain_rows(const View& tensor) { return tensor.size(-1) <= 1 || tensor.stride(-1) == 1; }
 
-// Every row starts on a 16-byte boundary and is a multiple of 16 bytes long.
-bool is_aligned16(const View& tensor) {
-  i64 size = size_of(tensor.dtype);
-  if (reinterpret_cast<u64>(tensor.data) % 16 != 0 || tensor.size(-1) * size % 16 != 0) return false;
-  for (i32 axis = -tensor.dim; axis < -1; ++axis) {
-    if (tensor.size(axis) > 1 && tensor.stride(axis) * size % 16 != 0) return false;
-  }
-  return true;
-}
-
 // As problem.py: _bound
 i64 bound(const Call& call, i64 most, i64 max_seqlen, i32 axis) {
   i64 length = max_seqlen >= 0 ? std::min(most, max_seqlen) : most;
@@ -268,7 +258,7 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
   note(scale > 0.0);
   bool is_aligned = true, is_disjoint = true;
   for (Tensor index : {kQ, kK, kV, kOut, kDout, kDq, kDk, kDv}) {
-    is_aligned = is_aligned && (!tensors[index].is_given() || is_aligned16(tensors[index]));
+    is_aligned = is_aligned && (!tensors[index].is_given() || tensors[index].is_aligned16());
   }
   for (Tensor index : {kQ, kK, kV}) is_disjoint = is_disjoint && rows_disjoint(tensors[index], options.is_bshd);
   note(is_aligned);
@@ -343,7 +333,7 @@ bool prepare_append(const Options& options, Call& call, Key& key) {
   bool is_aligned = !cos.is_given() || cos.size(-1) * size_of(k.dtype) % 16 == 0;
   for (i32 index : {kKCache, kVCache, kNewK, kNewV, kStepQ, kRotatedQ}) {
     const View& tensor = tensors[index];
-    is_aligned = is_aligned && (!tensor.is_given() || (has_plain_rows(tensor) && is_aligned16(tensor)));
+    is_aligned = is_aligned && (!tensor.is_given() || (has_plain_rows(tensor) && tensor.is_aligned16()));
   }
   key = Key();
   key.pass = Pass::kAppend;

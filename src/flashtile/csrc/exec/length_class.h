@@ -23,6 +23,7 @@ enum class LengthClassKind : i64 {
   kShortLengths,
   kFewQueries,
   kKeySteps,
+  kLongLengths,
   kCount
 };
 
@@ -72,6 +73,8 @@ inline u8 length_class(const LengthClass& of, const Shape& shape, i64 num_multip
       i64 steps = divide_up(shape.expected_k, 16);
       return static_cast<u8>(steps < 1 ? 1 : steps);
     }
+    case LengthClassKind::kLongLengths:  // a: queries; b: keys
+      return shape.expected_q >= of.a && shape.expected_k >= of.b;
     default: return 0;
   }
 }

@@ -52,13 +52,14 @@ struct Rule {
   i64 more;   // kSize: what is added; kBroadcastSize, kDistinctSize, kBounded, kShare, kLeast: a value
 };
 
-enum class Layout : u8 { kRows, kContiguous, kAny };
+enum class Layout : u8 { kRows, kContiguous, kAny, kAligned };
 
 struct Operand {
   i32 tensor;
   Layout layout;
   Dtype dtype;  // kNone: its own
   i32 like;     // -1, or: scratch output shaped like that tensor; discarded
+  bool is_written;
 };
 
 struct Product {
@@ -119,6 +120,14 @@ struct Failure {
 
 enum class Outcome { kDone, kFallback, kIncomplete, kFailed };
 
+// Memory with aligned rows that stands in a call for a tensor without.
+struct Staged {
+  i32 tensor;
+  bool is_written;
+  View original;
+  Owned memory;
+};
+
 // A call of a plan with everything that its launches need.
 struct Filled {
   alignas(64) u8 image[kMaxImageBytes];
@@ -126,6 +135,7 @@ struct Filled {
   i64 offsets[kMaxValues], sizes[kMaxValues];  // of the workspaces; size -1: not needed
   Scratch scratch;
   u8* base = nullptr;  // of the scratch memory
+  std::vector<Staged> staged;
 };
 
 class Plan {
@@ -134,7 +144,7 @@ class Plan {
   // they do not fit.
   Plan(const i64* numbers, i64 count, std::string image, const std::string& names);
 
-  // Every tensor can be read and written in place.
+  // Every tensor can be read and written in place, or staged.
   bool takes(const Call& call) const;
   // Fills in everything and launches nothing. `owned` are the tensors that the call writes. With kFallback, and with
   // kIncomplete (a kernel is not compiled yet), Python has to handle the call.
@@ -143,6 +153,7 @@ class Plan {
   Outcome launch(const Call& call, Owned* owned, const Driver& driver, Filled& filled, Failure& failure) const;
 
  private:
+  bool stage(Call& call, Filled& filled) const;
   bool evaluate(const Call& call, i64* values) const;
   bool allocate(Call& call, Owned* owned, Filled& filled) const;
   bool fill(const Call& call, Filled& filled) const;

@@ -10,6 +10,7 @@ every family are hidden. Families for large calls alone come last there.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import os
@@ -41,7 +42,7 @@ from flashtile.kernels.families.fwd_sm90_f32 import FwdSm90F32
 from flashtile.kernels.families.fwd_sm90_f32_direct import FwdSm90F32Direct
 from flashtile.kernels.families.fwd_sm90_short import FwdSm90Short
 from flashtile.kernels.families.fwd_sm90_wide import FwdSm90Wide
-from flashtile.kernels.length_class import LengthClass
+from flashtile.kernels.length_class import LengthClass, LongLengths
 from flashtile.kernels.mutation import Mutation
 from flashtile.kernels.spec import PlanKey, features_of
 from flashtile.problem import Problem
@@ -49,6 +50,10 @@ from flashtile.problem import Problem
 __all__ = ["Family", "Launch", "Row", "all_families", "forced_rows", "register"]
 
 _SWITCH = "FLASHTILE_FAMILY"
+# Where rows that are not aligned may be copied to where they are: with fewer keys to a row a copy takes longer than it
+# saves (docs/limits.md)
+COPIES = {"forward": LongLengths(1024, 1024), "backward": LongLengths(256, 256)}
+_COPY_COST = 1.25  # the time with copies over that without: a quarter more at those lengths
 _families: list[Family[Any]] = []
 
 
@@ -165,7 +170,8 @@ def preference(key: PlanKey) -> str:
 def time_us(key: PlanKey) -> float | None:
     """The measured time of the family that takes the call; None where none does, or it is not known."""
     family = choice(key).family
-    return None if family is None else speeds.time_us(family.timed_as(key), kind_of(key))
+    us = None if family is None else speeds.time_us(family.timed_as(key), kind_of(key))
+    return us * _COPY_COST if us is not None and key.copies_rows else us
 
 
 def _cost(family: Family[Any], key: PlanKey) -> tuple[bool, float]:
@@ -177,6 +183,25 @@ def _cost(family: Family[Any], key: PlanKey) -> tuple[bool, float]:
 def clear_choices() -> None:
     """After a change of speeds."""
     _choice.cache_clear()
+
+
+def with_copies(key: PlanKey) -> PlanKey:
+    """The key of the call with aligned copies of its rows, if that is faster; else the key itself. No length of the
+    keys may be in a tensor: of a cache all rows would be copied."""
+    if key.features.is_aligned16 or not key.length(COPIES[key.op]):
+        return key
+    width = 4 if key.dtype == "float32" else 8  # elements of 16 bytes
+    aligned = dataclasses.replace(
+        key,
+        head_dim=-(-key.head_dim // width) * width,
+        head_dim_v=-(-key.head_dim_v // width) * width,
+        features=dataclasses.replace(key.features, is_aligned16=True),
+        copies_rows=True,
+    )
+    family, other = choice(key).family, choice(aligned).family
+    if other is None or (family is not None and _cost(family, key)[1] <= _COPY_COST * _cost(other, aligned)[1]):
+        return key
+    return aligned
 
 
 # The key of a plan
@@ -231,7 +256,8 @@ def absent(arch: str) -> frozenset[str]:
 
 def length_classes(op: str) -> tuple[LengthClass, ...]:
     """Every class that the choice looks at: of a family, or of all."""
-    return tuple(dict.fromkeys((speeds.SIZE, *(one for family in all_families(op) for one in family.length_classes))))
+    of_families = (one for family in all_families(op) for one in family.length_classes)
+    return tuple(dict.fromkeys((speeds.SIZE, COPIES[op], *of_families)))
 
 
 def is_reachable(mutation: Mutation, arch: Arch) -> bool:

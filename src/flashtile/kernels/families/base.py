@@ -110,7 +110,7 @@ class Family(ABC, Generic[RowT]):
     takes_out_dtypes = True  # an output in another dtype than q
     takes_overlapping_rows = True  # in memory; TMA does not
     takes_any_scale = True  # 0 and negative ones, too
-    is_for_large_calls = False  # small calls take another if there is one: it needs more launches, or was not timed there
+    is_for_large_calls = False  # small ones take another if there is one: of fewer launches, or timed there
     needs_wgmma = False
     grad_sets: tuple[tuple[str, ...], ...] = ()  # of a backward family: gradients that together launch every kernel
 
