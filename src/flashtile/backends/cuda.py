@@ -84,7 +84,7 @@ class CudaBackend(Backend):
                 found[step.name] = f"{tile}{chosen.tile_note(key)}, {memory}, {key.arch.name}"
         for name, reason in families.choice(key).refusals.items():
             if reason is None and name != chosen.name:
-                reason = f"{chosen.name} is {families.preference(key)}"
+                reason = families.find(name).drawback(key) or f"{chosen.name} is faster"
             if reason is not None:
                 found[f"not {name}"] = reason
         return found

@@ -152,6 +152,26 @@ class LongLengths:
 
 
 @dataclass(frozen=True)
+class LongShares:
+    """How many of these lengths, in rising order, the rows of a sequence reach on average: of q and of k, whichever are
+    fewer."""
+
+    first: int
+    second: int
+    third: int
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        return (3, 2, 1, 0)
+
+    def of(self, shape: Shape, num_multiprocessors: int) -> int:
+        return sum(shape.least_share >= length for length in (self.first, self.second, self.third))
+
+    def serialized(self) -> tuple[int, int, int, int]:
+        return 8, self.first, self.second, self.third
+
+
+@dataclass(frozen=True)
 class KeySteps:
     """How many steps of 16 keys a call has where it has at most `single` keys, at least 1; 254 where it has at most
     `some`; 255 where it has at most `most`; else 0."""
@@ -175,4 +195,14 @@ class KeySteps:
         return 6, self.single, self.some, self.most
 
 
-LengthClass = KeySteps | SmallGrid | PackedHeads | RaggedQueries | ManyScores | ShortLengths | FewQueries | LongLengths
+LengthClass = (
+    KeySteps
+    | SmallGrid
+    | PackedHeads
+    | RaggedQueries
+    | ManyScores
+    | ShortLengths
+    | FewQueries
+    | LongLengths
+    | LongShares
+)

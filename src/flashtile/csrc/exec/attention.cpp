@@ -44,15 +44,19 @@ Shape shape_of(const Options& options, const Call& call, Axes axes) {
   const View *tensors = call.tensors, &q = tensors[kQ], &k = tensors[kK];
   bool is_paged = tensors[kBlockTable].is_given();
   i64 total_q = q.size(axes.row), total_k = k.size(axes.row) * (is_paged ? tensors[kBlockTable].size(-1) : 1);
-  Shape shape{q.size(-4), q.size(axes.head), k.size(axes.head), total_q, total_k, total_q, total_k};
+  Shape shape{q.size(-4), q.size(axes.head), k.size(axes.head), total_q, total_k, total_q, total_k, 0};
+  i64 share_q = total_q, share_k = total_k;
   if (tensors[kCuSeqlensQ].is_given()) {
     shape.batch = tensors[kCuSeqlensQ].size(-1) - 1;
     shape.expected_q = shape.seqlen_q = bound(call, total_q, options.max_seqlen_q, -2);
     shape.expected_k = shape.seqlen_k = bound(call, total_k, options.max_seqlen_k, -1);
     i64 batch = std::max<i64>(shape.batch, 1);
-    if (options.max_seqlen_q < 0) shape.expected_q = std::min(divide_up(total_q, batch), shape.seqlen_q);
-    if (options.max_seqlen_k < 0 && !is_paged) shape.expected_k = std::min(divide_up(total_k, batch), shape.seqlen_k);
+    share_q = std::min(divide_up(total_q, batch), shape.seqlen_q);
+    share_k = is_paged ? shape.seqlen_k : std::min(divide_up(total_k, batch), shape.seqlen_k);
+    if (options.max_seqlen_q < 0) shape.expected_q = share_q;
+    if (options.max_seqlen_k < 0) shape.expected_k = share_k;
   }
+  shape.least_share = std::min(share_q, share_k);
   return shape;
 }
 

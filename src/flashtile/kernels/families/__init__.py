@@ -5,7 +5,7 @@ first registered; those that are not in that table come last, in the order of th
 families that are taken whatever their speed.
 
 Small calls, too, go by the times of large ones: their own are those of the host's launches, in which the kernels of
-every family are hidden. Families for large calls alone come last there.
+every family are hidden. Families with a drawback (base.py) come last.
 """
 
 from __future__ import annotations
@@ -162,11 +162,6 @@ def select(key: PlanKey) -> Family[Any]:
     return family
 
 
-def preference(key: PlanKey) -> str:
-    """What the family is that takes the call, beside others that would."""
-    return "faster" if key.length(speeds.SIZE) else "preferred for small calls"
-
-
 def time_us(key: PlanKey) -> float | None:
     """The measured time of the family that takes the call; None where none does, or it is not known."""
     family = choice(key).family
@@ -175,9 +170,9 @@ def time_us(key: PlanKey) -> float | None:
 
 
 def _cost(family: Family[Any], key: PlanKey) -> tuple[bool, float]:
-    """What orders families: whether the call is too small for one, and its time of such a call if it were large."""
+    """What orders families: whether one has a drawback, and its time of such a call if it were large."""
     us = speeds.time_us(family.timed_as(key), kind_of(key)._replace(is_large=True))
-    return family.is_for_large_calls and not key.length(speeds.SIZE), math.inf if us is None else us
+    return family.drawback(key) is not None, math.inf if us is None else us
 
 
 def clear_choices() -> None:

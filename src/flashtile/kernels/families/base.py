@@ -110,7 +110,6 @@ class Family(ABC, Generic[RowT]):
     takes_out_dtypes = True  # an output in another dtype than q
     takes_overlapping_rows = True  # in memory; TMA does not
     takes_any_scale = True  # 0 and negative ones, too
-    is_for_large_calls = False  # small ones take another if there is one: of fewer launches, or timed there
     needs_wgmma = False
     grad_sets: tuple[tuple[str, ...], ...] = ()  # of a backward family: gradients that together launch every kernel
 
@@ -139,6 +138,10 @@ class Family(ABC, Generic[RowT]):
             return "rows that overlap in memory"
         if not self.takes_any_scale and not key.is_scale_positive:
             return "a scale that is not positive"
+        return None
+
+    def drawback(self, key: PlanKey) -> str | None:
+        """Why any other family that takes the call goes first, whatever its speed, or None."""
         return None
 
     def padded(self, head_dim: int, head_dim_v: int) -> tuple[int, int] | None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.fwd_sm80 import QUERY_TILE_BYTES
-from flashtile.kernels.families.mma_sync import MmaRow, refuse_slow_tf32
+from flashtile.kernels.families.mma_sync import MmaRow, refuse_slow_tf32, small_call
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
 from flashtile.kernels.length_class import FewQueries
 from flashtile.kernels.plan import Factor, SplitRule, Step
@@ -89,7 +89,6 @@ class FwdSm80F32(Family[Sm80F32Row]):
     summary = "float32 by mma.sync, three TF32 products for each, on sm_80, sm_90 and sm_100"
     kernels = ("fwd_sm80_f32",)
     dtypes = ("float32",)
-    is_for_large_calls = True
     head_dims = tuple(sorted(_TILES))
     features = Family.features - {"is_paged"}
     length_classes = (_FEW,)
@@ -103,6 +102,9 @@ class FwdSm80F32(Family[Sm80F32Row]):
         if reason is None and key.length(_FEW):
             reason = f"at most {_FEW.tile_rows} queries: most rows of its tiles would be empty"
         return reason
+
+    def drawback(self, key: PlanKey) -> str | None:
+        return small_call(key)
 
     def every_row(self, dtype: str) -> Iterator[Sm80F32Row]:
         for dims, tiles in _TILES.items():
