@@ -115,8 +115,8 @@ def dense_schema() -> tuple[str, ...]:
 
 
 class Shape(NamedTuple):
-    """The sizes of a call. For packed or paged inputs the sequence lengths are upper bounds. The mean of packed queries
-    is known; that of packed keys stands in for a maximum that is not given."""
+    """The sizes of a call. For packed or paged inputs the sequence lengths are upper bounds. A share is how many rows a
+    packed sequence has on average. Kernels are chosen by the means: shares, unless a maximum of the keys is given."""
 
     batch: int
     heads: int
@@ -127,6 +127,7 @@ class Shape(NamedTuple):
     head_dim_v: int
     mean_q: int | None = None
     mean_k: int | None = None
+    share_k: int | None = None
 
     @property
     def expected_q(self) -> int:
@@ -142,6 +143,11 @@ class Shape(NamedTuple):
     @property
     def expected_k(self) -> int:
         return self.seqlen_k if self.mean_k is None else self.mean_k
+
+    @property
+    def least_share(self) -> int:
+        """The rows that memory by rows holds for each sequence: of q, or of k if they are fewer."""
+        return min(self.expected_q, self.seqlen_k if self.share_k is None else self.share_k)
 
 
 @dataclass(frozen=True)
@@ -283,7 +289,7 @@ def shape_of(args: AttentionArgs) -> Shape:
     head, row = head_axis(args.layout), row_axis(args.layout)
     q, k, v = args.q, args.k, args.v
     batch, seqlen_q, seqlen_k = q.shape[0], q.shape[row], k.shape[row]
-    mean_q = mean_k = None
+    mean_q = mean_k = share_k = None
     if args.block_table is not None:
         seqlen_k *= args.block_table.shape[1]
     if args.cu_seqlens_q is not None:
@@ -292,9 +298,10 @@ def shape_of(args: AttentionArgs) -> Shape:
         seqlen_q = _bound(args, total_q, args.max_seqlen_q, 2)
         seqlen_k = _bound(args, total_k, args.max_seqlen_k, 3)
         mean_q = min(-(-total_q // max(batch, 1)), seqlen_q)
-        if args.max_seqlen_k is None and args.block_table is None:
-            mean_k = min(-(-total_k // max(batch, 1)), seqlen_k)
-    return Shape(batch, q.shape[head], k.shape[head], seqlen_q, seqlen_k, q.shape[-1], v.shape[-1], mean_q, mean_k)
+        share_k = None if args.block_table is not None else min(-(-total_k // max(batch, 1)), seqlen_k)
+        mean_k = share_k if args.max_seqlen_k is None else None
+    means = mean_q, mean_k, share_k
+    return Shape(batch, q.shape[head], k.shape[head], seqlen_q, seqlen_k, q.shape[-1], v.shape[-1], *means)
 
 
 def _bound(args: AttentionArgs, most: int, max_seqlen: int | None, axis: int) -> int:

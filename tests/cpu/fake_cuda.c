@@ -12,6 +12,8 @@ static uint64_t log_end;
 static uint64_t image_bytes;  // that a launch's parameters have
 static uint64_t capture;      // in which every stream is; 0: none
 static int next_status;       // of the next launch
+static uint64_t watched_at, watched_size;  // where a launch's parameters have an address, and how many bytes from there
+static uint8_t* watched;
 
 // What the tests ask for
 uint8_t* fake_log(void) { return log_bytes; }
@@ -19,6 +21,8 @@ uint64_t fake_log_end(void) { return log_end; }
 void fake_reset(uint64_t num_image_bytes) { log_end = 0, image_bytes = num_image_bytes; }
 void fake_fail_next(int status) { next_status = status; }
 void fake_capture(uint64_t number) { capture = number; }
+void fake_watch(uint64_t at, uint64_t size) { watched_at = at, watched_size = size, watched = realloc(watched, size + 1); }
+uint8_t* fake_watched(void) { return watched; }
 void fake_drop_context(void) { context = NULL; }
 
 static void put(const void* data, uint64_t size) {
@@ -91,6 +95,11 @@ int cuLaunchKernel(void* kernel, unsigned gx, unsigned gy, unsigned gz, unsigned
   uint64_t numbers[] = {(uintptr_t)kernel, gx, gy, gz, bx, by, bz, shared, (uintptr_t)stream, (uintptr_t)extra};
   put(numbers, sizeof(numbers));
   put(params[0], image_bytes);
+  if (watched_size != 0) {
+    void* address;
+    memcpy(&address, (const uint8_t*)params[0] + watched_at, sizeof(address));
+    memcpy(watched, address, watched_size);
+  }
   return 0;
 }
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import types
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -39,10 +39,22 @@ class Recorder:
         self.library.fake_log.restype = ctypes.c_void_p
         self.library.fake_log_end.restype = ctypes.c_uint64
         self.library.fake_reset.argtypes = [ctypes.c_uint64]
+        self.library.fake_watch.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
+        self.library.fake_watched.restype = ctypes.c_void_p
 
     def reset(self, image_bytes: int) -> None:
         self.image_bytes = image_bytes
         self.library.fake_reset(image_bytes)
+
+    @contextmanager
+    def watch(self, offset: int, num_bytes: int) -> Iterator[Callable[[], bytes]]:
+        """Inside, each launch notes these bytes behind the address at an offset of its parameters; the function gives
+        those of the last one."""
+        self.library.fake_watch(offset, num_bytes)
+        try:
+            yield lambda: ctypes.string_at(self.library.fake_watched(), num_bytes)
+        finally:
+            self.library.fake_watch(0, 0)
 
     def launches(self) -> list[tuple[tuple[int, ...], bytearray]]:
         """(numbers, parameters) of each launch."""

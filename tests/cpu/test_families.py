@@ -4,6 +4,7 @@ up."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -316,7 +317,7 @@ TAKEN = [
     ("forward", 128, FULL, Features(is_aligned16=False), "fwd_sm80", "fwd_sm80"),
     ("forward", 512, FULL, Features(), "fwd_sm90_wide", "fwd_sm80_wide"),
     ("forward", 128, CHUNK, PAGED, "fwd_sm90", "fwd_sm80"),
-    ("forward", 128, DECODE, PAGED, "decode_sm90", "fwd_simt"),
+    ("forward", 128, DECODE, PAGED, "decode_sm90", "fwd_sm80"),
     ("backward", 128, FULL, Features(), "bwd_sm90", "bwd_sm80"),
     ("backward", 128, FULL, Features(has_alibi=True), "bwd_sm90", "bwd_sm80"),
     ("backward", 128, FULL, Features(has_softcap=True), "bwd_sm90", "bwd_sm80"),
@@ -324,12 +325,20 @@ TAKEN = [
     ("backward", 128, FULL, Features(bias_dtype="bfloat16"), "bwd_sm90", "bwd_sm80_wide"),
     ("backward", 256, FULL, Features(), "bwd_sm90_wide", "bwd_sm80"),
     ("backward", 512, FULL, Features(), "bwd_sm80_wide", "bwd_sm80_wide"),
+    ("backward", 48, (1, 6, 6, 577, 577), Features(), "bwd_sm90", "bwd_sm80"),
+    ("backward", 128, (4, 10, 10, 256, 256), Features(), "bwd_sm90", "bwd_sm80"),
+    ("backward", 64, (1, 16, 16, 384, 384), Features(has_bool_mask=True), "bwd_sm90", "bwd_sm80"),
+    ("backward", 64, (2, 12, 12, 197, 197), Features(), "bwd_sm90", "bwd_sm80"),
+    ("backward", 32, (64, 6, 6, 49, 49), Features(bias_dtype="bfloat16"), "bwd_sm90", "bwd_sm80_wide"),
+    ("backward", 256, (1, 1, 1, 16, 16), Features(has_band=True), "bwd_sm90_wide", "bwd_sm80"),
+    ("backward", 64, (1, 2, 2, 64, 64), Features(is_aligned16=False), "bwd_sm80_wide", "bwd_sm80_wide"),
+    ("forward", 48, (1, 6, 6, 577, 577), Features(), "fwd_sm90", "fwd_sm80"),
 ]
 
 
 @pytest.mark.parametrize(("op", "dim", "sizes", "features", "on_hopper", "on_ampere"), TAKEN)
 def test_what_calls_take(op, dim, sizes, features, on_hopper, on_ampere):
-    """By the times in speeds.csv, an option that was not measured included."""
+    """By the times of large calls in speeds.csv, an option that was not measured included."""
     shape, grads = Shape(*sizes, dim, dim), ("dq", "dk", "dv") if op == "backward" else None
     classes = tuple((one, one.of(shape, 132)) for one in families.length_classes(op))
     for number, expected in ((90, on_hopper), (80, on_ampere)):
@@ -393,6 +402,31 @@ def test_a_deterministic_call_takes_the_same_tile_in_every_batch(dim, has_band):
             family = families.select(key)
             taken.add((family.name, family.select(family.kernels[0], key).label))
         assert len(taken) == 1
+
+
+@pytest.mark.parametrize("number", [80, 86, 90, 100])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dim", [8, 32, 64, 96, 128, 160, 256])
+@pytest.mark.parametrize("op", speeds.OPS)
+def test_small_calls_take_tensor_cores_too(op, dim, dtype, number):
+    """FFMA serves no 16-bit call that a kernel by tensor cores takes, whatever its options and however few its
+    scores."""
+    options = [item.name for item in dataclasses.fields(Features) if item.name not in ("is_aligned16", "bias_dtype")]
+    some = [Features(**{name: True}) for name in options]
+    some += [Features(), Features(is_aligned16=False), Features(bias_dtype=dtype), Features(bias_dtype="float32")]
+    grads = (("dq", "dk", "dv"), ("dq", "dk", "dv", "dbias")) if op == "backward" else (None,)
+    for features, wanted, is_deterministic in itertools.product(some, grads, (False, True)):
+        key = PlanKey(dtype, dtype, dim, dim, features, ARCHS[number], wanted, is_deterministic=is_deterministic)
+        small = dataclasses.replace(key, classes=((speeds.SIZE, 0),))
+        refusals, family = families.choice(small)
+        by_tensor_cores = [name for name, reason in refusals.items() if reason is None and "simt" not in name]
+        assert family is None or not by_tensor_cores or family.name in by_tensor_cores
+
+
+def test_small_float32_calls_take_few_launches():
+    for grads, expected in ((None, "fwd_simt"), (("dq", "dk", "dv"), "bwd_simt")):
+        key = PlanKey("float32", "float32", 128, 128, Features(), HOPPER, grads, classes=((speeds.SIZE, 0),))
+        assert families.select(key).name == expected
 
 
 def test_an_option_that_was_not_measured_costs_what_it_costs_the_others():

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+from collections import Counter
 
 import pytest
+import torch
 
 from flashtile.backends import executor
-from flashtile.kernels import families
+from flashtile.backends.call import scalars_of, tensors_of
+from flashtile.kernels import assemble, families
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
-from flashtile.problem import Shape
+from flashtile.problem import AttentionArgs, Shape, shape_of
 
 GRADS = ("dq", "dk", "dv")
 NUM_MULTIPROCESSORS = 132
@@ -92,6 +96,63 @@ def test_the_gradient_of_a_bias_is_that_of_simt() -> None:
     alone = family.launch(dataclasses.replace(key, grads=("dbias",)), layout)
     assert [step.name for step in alone.steps] == ["bwd_preprocess_kernel", "bwd_dbias_simt_kernel"]
     assert {workspace.name for workspace in alone.workspaces} == {"score_lse", "delta"}
+
+
+def test_the_gradient_of_a_bias_beside_mma_sync() -> None:
+    key = dataclasses.replace(key_of(Shape(256, 16, 16, 60, 60, 64, 64), ("dq", "dbias")), arch=ARCHS[80])
+    key = dataclasses.replace(key, features=Features(bias_dtype="float32"))
+    family = families.select(key)
+    launch = family.launch(key, CallLayout("bhsd", ()))
+    kernels = ["bwd_preprocess_kernel", "bwd_sm80_f32_dq_kernel", "bwd_dbias_simt_kernel"]
+    assert (family.name, [step.name for step in launch.steps]) == ("bwd_sm80_f32", kernels)
+    assert launch.zeroed == ("dbias",)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("has_max", [False, True])
+@pytest.mark.parametrize("kind", ["packed", "dense"])
+def test_workspaces_take_at_most_four_times_the_inputs(kind: str, has_max: bool, backward: bool, seed: int) -> None:
+    """And a constant, of any head dims and lengths: many short sequences, one long among single tokens."""
+    draw, meta, served = random.Random(seed), {"device": "meta", "dtype": torch.float32}, Counter[str]()
+    for _ in range(400):
+        heads_kv = draw.choice((1, 2, 8))
+        heads, batch = heads_kv * draw.choice((1, 4)), int(2 ** draw.uniform(0, 14))
+        dims = [draw.choice((1, 16, 24, 33, 48, 64, 65, 96, 128, 130, 200, 256)) for _ in range(2)]
+        lengths = [int(2 ** draw.uniform(0, 12)) for _ in range(2)]  # the means, or those of all
+        longest = [min(length * draw.choice((1, 30)), length * batch) for length in lengths]
+        layout = CallLayout("bhsd", ())
+        if kind == "packed":
+            q, k, v = (
+                torch.empty(number, length * batch, dim, **meta)
+                for number, length, dim in zip(
+                    (heads, heads_kv, heads_kv), (*lengths, lengths[1]), (dims[0], *dims), strict=True
+                )
+            )
+            cu = torch.empty(batch + 1, device="meta", dtype=torch.int32)
+            bounds = {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]} if has_max else {}
+            args = AttentionArgs(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, **bounds)
+            layout = CallLayout("bhsd", ("cu_seqlens_q", "cu_seqlens_k"), has_max, has_max)
+        else:
+            q, k, v = (
+                torch.empty(batch, number, length, dim, **meta)
+                for number, length, dim in zip(
+                    (heads, heads_kv, heads_kv), (*lengths, lengths[1]), (dims[0], *dims), strict=True
+                )
+            )
+            args = AttentionArgs(q, k, v)
+        key = key_of(shape_of(args), GRADS if backward else None)
+        family = families.select(key)
+        served[family.name] += 1
+        plan = assemble.plan(key, layout)
+        sizes = (*q.shape[:-1], dims[1])
+        results = {name: torch.empty(sizes, **meta) for name in ("out", "dout")}
+        tensors = tensors_of(args) | results | {"lse": torch.empty(sizes[:-1], **meta)}
+        tensors |= {f"d{name}": getattr(args, name) for name in "qkv"}
+        values = executor.evaluate(plan, tensors, scalars_of(args), executor.Splits(1, NUM_MULTIPROCESSORS))
+        inputs = 4 * sum(tensor.numel() for tensor in (q, k, v, *((results["dout"],) if backward else ())))
+        taken = executor.lay_out_workspaces(plan, values).num_bytes
+        assert taken <= 4 * inputs + 2**20, (family.name, shape_of(args))
+    assert any("sm90_f32" in name for name in served)
 
 
 def test_rows_that_overlap_are_not_split() -> None:

@@ -217,7 +217,7 @@ def test_gradients_that_are_broadcast_over_rows_are_not_copied(layout: str, seed
     for sizes in ((2, 1, 8, 16), (2, 9, 1, 16), (1, 9, 8, 16)):
         dout = torch.randn(sizes).expand(2, 9, 8, 16)
         grads = ops.empty_grads(args, GradNeeds(*needs))
-        assert backward_tensors(args, dout, None, out, lse, grads, needs_disjoint_rows=False)["dout"] is dout
+        assert backward_tensors(args, dout, None, out, lse, grads, is_for_gpu=False)["dout"] is dout
         expected = ops.backward(dout.contiguous(), None, *args, out, lse, needs)
         for _ in range(2):
             found = ops.backward(dout, None, *args, out, lse, needs)

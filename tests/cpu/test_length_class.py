@@ -10,6 +10,8 @@ from flashtile.backends import native
 from flashtile.kernels.length_class import (
     FewQueries,
     KeySteps,
+    LongLengths,
+    LongShares,
     ManyRows,
     ManyScores,
     PackedHeads,
@@ -30,6 +32,7 @@ CLASSES = (
     *(ShortLengths(64, 64), ShortLengths(2**31 - 1, 1)),
     *(ManyRows(64), ManyRows(3)),
     *(KeySteps(208, 512, 1024), KeySteps(4, 4, 4)),
+    *(LongLengths(16, 208), LongLengths(1024, 1), LongShares(16, 64, 208), LongShares(1, 17, 4096)),
 )
 LENGTHS = (
     1,
@@ -65,12 +68,11 @@ def test_python_and_cpp_agree() -> None:
     for (heads, heads_kv), batch, rows, keys, num_multiprocessors in sizes:
         # Sequences of one length, and packed ones whose means alone are known
         for means in ((rows, keys), (1, 1), (min(rows, 17), min(keys, 100))):
-            shape = Shape(batch, heads, heads_kv, rows, keys, 64, 64, *means)
-            for some in (CLASSES[:8], CLASSES[8:]):  # as many as fit a key
-                serialized = tuple(one.serialized() for one in some)
-                expected = tuple(one.of(shape, num_multiprocessors) for one in some)
-                sizes_of_call = (batch, heads, heads_kv, rows, keys, *means)
-                assert of(serialized, sizes_of_call, num_multiprocessors) == expected, shape
+            shape = Shape(batch, heads, heads_kv, rows, keys, 64, 64, *means, means[1])
+            serialized = tuple(one.serialized() for one in CLASSES)
+            expected = tuple(one.of(shape, num_multiprocessors) for one in CLASSES)
+            sizes_of_call = (batch, heads, heads_kv, rows, keys, *means, min(means))
+            assert of(serialized, sizes_of_call, num_multiprocessors) == expected, shape
 
 
 def test_many_scores_beyond_64_bits() -> None:
@@ -80,13 +82,13 @@ def test_many_scores_beyond_64_bits() -> None:
     ):
         shape = Shape(batch, heads, 1, rows, keys, 64, 64)
         found = extension.executor().length_classes(
-            tuple(one.serialized() for one in classes), (batch, heads, 1, rows, keys, rows, keys), 132
+            tuple(one.serialized() for one in classes), (batch, heads, 1, rows, keys, rows, keys, 1), 132
         )
         assert found == tuple(one.of(shape, 132) for one in classes), shape
 
 
 @pytest.mark.parametrize(
-    "wrong", [(9, 1, 1, 1), (-1, 1, 1, 1), (0, 0, 0, 0), (1, 256, 64, 0), (1, 64, 0, 0), (2, 64, 0, 5), (3, 63, 0, 0)]
+    "wrong", [(10, 1, 1, 1), (-1, 1, 1, 1), (0, 0, 0, 0), (1, 256, 64, 0), (1, 64, 0, 0), (2, 64, 0, 5), (3, 63, 0, 0)]
 )
 def test_what_is_no_length_class_is_refused(wrong: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="no length class"):
@@ -96,7 +98,7 @@ def test_what_is_no_length_class_is_refused(wrong: tuple[int, ...]) -> None:
 def test_those_in_use_fit_a_key() -> None:
     forward, backward = native._length_classes()
     extension.executor().set_gpu(63, 132, forward, backward)
-    with pytest.raises(ValueError, match="at most 16"):
+    with pytest.raises(ValueError, match="at most 24"):
         extension.executor().set_gpu(63, 132, 3 * forward, backward)
 
 

@@ -4,6 +4,7 @@ in its calls."""
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from flashtile.kernels import assemble, families
 from flashtile.kernels import plan as plans
 from flashtile.kernels.families.simt import HEAD_DIMS
 from flashtile.kernels.params import AppendParams, DecodeSm90Params, Params
-from flashtile.problem import DENSE_FIELDS, AttentionArgs
+from flashtile.problem import DENSE_FIELDS, AttentionArgs, Problem, is_aligned16
 from flashtile.runtime import driver, extension
 from flashtile.testing import GRADS, Case
 
@@ -110,7 +111,7 @@ def differences(launch: Launch, one: Done, other: Done, names: tuple[str, ...]) 
     ]
     pointers += [(patch.tensor, patch.offset + MAP_ADDRESS) for patch in launch.plan.maps]
     workspaces = {workspace.name for workspace in launch.plan.workspaces if not workspace.is_kept}
-    scratch = {operand.name for operand in launch.plan.operands if operand.like is not None}
+    scratch = {operand.name for operand in launch.plan.operands if operand.like or is_copied(operand, launch)}
     for (_, a), (_, b) in zip(one.launches, other.launches, strict=True):
         bases = None
         for name, offset in pointers:
@@ -133,6 +134,10 @@ def differences(launch: Launch, one: Done, other: Done, names: tuple[str, ...]) 
         if a != b:
             found.append(f"bytes {[place for place in range(len(a)) if a[place] != b[place]]}")
     return found
+
+
+def is_copied(operand: plans.Operand, launch: Launch) -> bool:
+    return operand.strides == "aligned" and not executor.is_fitting(operand, launch.tensors[operand.name])
 
 
 def problems(seed: int) -> Iterator[tuple[Case, int, bool]]:
@@ -337,6 +342,133 @@ def test_a_gradient_that_is_broadcast_over_heads_is_read_in_place(
     other = by_cpp(recorder, ops.backward, (dout, None, *args, out, lse, wanted), launch)
     assert other is not None
     assert differences(launch, one, other, GRADS) == []  # the address of dout among them
+
+
+# Rows that are not aligned
+
+
+LONG = Case(
+    dtype=torch.bfloat16, batch=1, heads=2, heads_kv=1, seqlen_q=1030, seqlen_k=1100, head_dim=64, head_dim_v=64
+)
+UNALIGNED: list[dict[str, Any]] = [
+    {"memory": "offset"},
+    {"memory": "sliced"},
+    {"memory": "offset", "layout": "bshd", "dtype": torch.float16},
+    {"memory": "expanded", "heads": 4, "heads_kv": 4, "head_dim": 30, "head_dim_v": 30},
+    {"head_dim": 65, "head_dim_v": 65, "batch": 2},
+    {"head_dim": 127, "head_dim_v": 101, "layout": "bshd"},
+    {"head_dim": 255, "head_dim_v": 255, "seqlen_q": 1024, "seqlen_k": 1024},
+    {"head_dim": 96, "head_dim_v": 90, "memory": "swapped"},
+    {"head_dim": 33, "head_dim_v": 33, "bias": "qk", "has_sinks": True},
+]
+
+
+@pytest.mark.parametrize("changes", UNALIGNED, ids=lambda changes: ", ".join(map(str, changes.values())))
+def test_rows_that_are_not_aligned_are_copied(changes: dict[str, Any], recorder: Recorder) -> None:
+    """Long calls take the kernels for aligned rows, on copies; by both executors."""
+    inputs = Case(**{**{name: getattr(LONG, name) for name in LONG.__dataclass_fields__}, **changes}).make(0)
+    args = inputs.args
+    sinks = {} if args.sinks is None else {"sinks": args.sinks.float()}
+    args = args._replace(**sinks)
+    out, lse = ops.empty_outputs(args)
+    launch = cuda.forward_launch(args, out, lse)
+    assert {step.name for step in launch.plan.steps} & {"fwd_sm90_kernel"}
+    copied = {operand.name for operand in launch.plan.operands if is_copied(operand, launch)}
+    assert copied == {name for name in ("q", "k", "v", "out") if not is_aligned16(launch.tensors[name])} != set()
+    one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, ops.forward, args, launch)
+    assert other is not None
+    assert differences(launch, one, other, ("out", "lse")) == []
+    wanted = (True, True, args.layout == "bhsd", args.bias is not None, False)
+    grads = ops.empty_grads(args, ops.GradNeeds(*wanted))
+    launch = cuda.backward_launch(args, inputs.dout, None, out, lse, grads)
+    assert {step.name for step in launch.plan.steps} & {"bwd_sm90_kernel", "bwd_sm90_dkdv_kernel"}
+    one = by_python(recorder, launch, tuple(grads))
+    other = by_cpp(recorder, ops.backward, (inputs.dout, None, *args, out, lse, wanted), launch)
+    assert other is not None
+    assert differences(launch, one, other, GRADS) == []
+
+
+@pytest.mark.parametrize("wanted", [(True, True, True, False, False), (False, False, True, False, False)])
+def test_gradients_of_unowned_keys_are_zeros_through_copies(wanted: tuple[bool, ...], recorder: Recorder) -> None:
+    """Zeros go to the copy that kernels write, which then overwrites the result."""
+    q, k, v = (torch.randn(4, total, 65, dtype=torch.bfloat16) for total in (2100, 2200, 2200))
+    cu = [torch.tensor(bounds, dtype=torch.int32) for bounds in ((0, 1000, 2100), (0, 1200, 2200))]
+    args = AttentionArgs(q, k, v, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], max_seqlen_q=1100, max_seqlen_k=1200)
+    out, lse = ops.empty_outputs(args)
+    dout = torch.randn(out.shape).to(out.dtype)
+    grads = ops.empty_grads(args, ops.GradNeeds(*wanted))
+    launch = cuda.backward_launch(args, dout, None, out, lse, grads)
+    assert plans.Memset("dv") in launch.plan.steps
+    one = by_python(recorder, launch, tuple(grads))
+    other = by_cpp(recorder, ops.backward, (dout, None, *args, out, lse, wanted), launch)
+    assert other is not None
+    assert differences(launch, one, other, GRADS) == []
+
+
+@pytest.mark.parametrize("head_dim", [64, 65])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_copies_have_the_elements_and_zeros_behind_them(name: str, head_dim: int, recorder: Recorder) -> None:
+    def tensor(heads: int) -> Tensor:
+        larger = torch.randn(2, 1024, heads, head_dim + 2, dtype=torch.bfloat16)
+        return larger[..., 1:-1].transpose(1, 2)
+
+    args = AttentionArgs(tensor(3), tensor(1).expand(2, 3, 1024, head_dim), tensor(3))
+    given = getattr(args, name)
+    out, lse = ops.empty_outputs(args)
+    launch = cuda.forward_launch(args, out, lse)
+    rows = given[:, :1] if name == "k" else given  # heads that are one in memory stay one
+    padding = 72 if head_dim == 65 else 64
+    expected = torch.zeros(*rows.shape[:-1], padding, dtype=rows.dtype)
+    expected[..., :head_dim] = rows
+    (offset,) = (patch.offset for patch in launch.plan.patches if patch.rule == plans.Pointer(name))
+    with recorder.watch(offset, expected.numel() * 2) as watched:
+        found = []
+        by_python(recorder, launch, (out, lse))
+        found.append(watched())
+        assert by_cpp(recorder, ops.forward, args, launch) is not None
+        found.append(watched())
+    for memory in found:
+        assert torch.equal(torch.frombuffer(bytearray(memory), dtype=rows.dtype), expected.flatten())
+
+
+def test_short_calls_and_caches_are_read_where_they_are() -> None:
+    plain = {name: getattr(LONG, name) for name in LONG.__dataclass_fields__} | {"head_dim": 65, "head_dim_v": 65}
+    found = {}
+    for name, changes in {
+        "long": {},
+        "short": {"seqlen_q": 1000},
+        "few queries": {"seqlen_q": 1},
+        "few keys": {"seqlen_k": 77},
+        "cache": {"kind": "cache"},
+        "used": {"kind": "used"},
+        "paged": {"kind": "paged"},
+        "float32": {"dtype": torch.float32},  # whose kernels take any rows
+    }.items():
+        problem = dataclasses.replace(Problem.of(Case(**{**plain, **changes}).make(0).args), arch="sm_90")
+        found[name] = cuda.problem_key(problem, "forward").copies_rows
+        assert ("copies" in cuda.CudaBackend().details(problem)) == found[name]
+    assert found == {name: name == "long" for name in found}
+
+
+@pytest.mark.parametrize("seqlen", [5, 300])
+def test_a_gradient_off_16_bytes_takes_the_kernels_of_aligned_ones(seqlen: int, recorder: Recorder) -> None:
+    q, k, v = (torch.randn(1, 2, seqlen, 64, dtype=torch.bfloat16) for _ in range(3))
+    args = AttentionArgs(q, k, v)
+    out, lse = ops.empty_outputs(args)
+    wanted = (True, True, True, False, False)
+    names = []
+    for dout in (torch.randn(out.shape).to(out.dtype), torch.randn(out.numel() + 1).to(out.dtype)[1:].view(out.shape)):
+        grads = ops.empty_grads(args, ops.GradNeeds(*wanted))
+        launch = cuda.backward_launch(args, dout, None, out, lse, grads)
+        names.append([step.name for step in launch.plan.steps])
+        one = by_python(recorder, launch, tuple(grads))
+        other = by_cpp(recorder, ops.backward, (dout, None, *args, out, lse, wanted), launch)
+        assert other is not None
+        (offset,) = (patch.offset for patch in launch.plan.patches if patch.rule == plans.Pointer("dout"))
+        for done in (one, other):
+            for _, image in done.launches:
+                assert int.from_bytes(image[offset : offset + 8], "little") % 16 == 0
+    assert names[0] == names[1]
 
 
 def test_lse_that_nobody_wants_has_room_of_its_own(recorder: Recorder) -> None:

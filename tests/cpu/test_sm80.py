@@ -218,7 +218,7 @@ def test_what_the_float32_backward_takes() -> None:
                 for kernel in FLOAT32_BACKWARD.kernels:
                     assert FLOAT32_BACKWARD.select(kernel, call).shared_bytes <= ARCHS[number].shared_bytes
     bias = Features(bias_dtype="float32")
-    assert FLOAT32_BACKWARD.refuse(float32_backward(80, 64, bias, grads=("dq", "dbias"))) == "the gradient of a bias"
+    assert FLOAT32_BACKWARD.refuse(float32_backward(80, 64, bias, grads=("dq", "dbias"))) is None
     assert FLOAT32_BACKWARD.refuse(float32_backward(80, 64, Features(is_paged=True))) == "paged keys"
     assert FLOAT32_BACKWARD.refuse(float32_backward(80, 136)) == "head_dim 136, 136 is over its 128, 128"
     assert FLOAT32_BACKWARD.refuse(float32_backward(86, 64)) == "FMA is as fast as three TF32 products on sm_86"

@@ -393,6 +393,18 @@ def test_sequences_without_keys(family: str) -> None:
     assert torch.isfinite(lse[1]).all()
 
 
+@pytest.mark.parametrize("batch", [31, 33, 1024, 1025, 5000])
+@pytest.mark.parametrize("kind", ["cache", "varlen"])
+def test_many_short_sequences(kind: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a warp looks at in one step, of any lengths, none among them."""
+    force("decode_sm90", monkeypatch)
+    sizes = {"heads": 4, "heads_kv": 2, "seqlen_q": 3, "seqlen_k": 90, "head_dim": 64, "head_dim_v": 64}
+    case = Case(
+        dtype=torch.bfloat16, kind=kind, batch=batch, has_max_lengths=True, backend="cuda", deterministic=False, **sizes
+    )
+    check(case, batch, is_forward=True)
+
+
 def test_the_decode_family_by_the_error_rule_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries that fill a row tile, and groups that do not divide one."""
     force("decode_sm90", monkeypatch)

@@ -13,7 +13,15 @@ from flashtile.backends import dropout
 from flashtile.backends.base import Grads
 from flashtile.kernels.params import kernel_softcap, kernel_window
 from flashtile.kernels.spec import GRADS, CallLayout
-from flashtile.problem import NUM_TENSORS, AttentionArgs, head_axis, key_window, rows_disjoint, softmax_scale
+from flashtile.problem import (
+    NUM_TENSORS,
+    AttentionArgs,
+    head_axis,
+    is_aligned16,
+    key_window,
+    rows_disjoint,
+    softmax_scale,
+)
 
 
 def tensors_of(args: AttentionArgs) -> dict[str, Tensor]:
@@ -29,13 +37,17 @@ def backward_tensors(
     out: Tensor,
     lse: Tensor,
     grads: Grads,
-    needs_disjoint_rows: bool,
+    is_for_gpu: bool,
 ) -> dict[str, Tensor]:
-    """The same for a backward pass, with the gradients that are wanted. needs_disjoint_rows: TMA has no stride of 0
-    along rows, which the gradient of a sum has."""
-    is_plain = dout.shape[-1] <= 1 or dout.stride(-1) == 1
-    if not is_plain or (needs_disjoint_rows and not rows_disjoint(dout, args.layout)):
-        dout = dout.contiguous()
+    """The same for a backward pass, with the gradients that are wanted. A gradient that autograd hands over in odd
+    memory is copied. is_for_gpu: TMA has no stride of 0 along rows, which the gradient of a sum has, and reads aligned
+    rows alone: a copy costs far less than kernels for others."""
+    is_read_in_place = dout.shape[-1] <= 1 or dout.stride(-1) == 1
+    if is_for_gpu:
+        can_align = dout.shape[-1] * dout.element_size() % 16 == 0
+        is_read_in_place &= rows_disjoint(dout, args.layout) and (not can_align or is_aligned16(dout))
+    if not is_read_in_place:
+        dout = dout.clone(memory_format=torch.contiguous_format)
     others = {"out": out, "lse": lse, "dout": dout, "dlse": dlse, **grads._asdict()}
     return tensors_of(args) | {name: tensor for name, tensor in others.items() if tensor is not None}
 

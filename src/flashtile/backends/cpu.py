@@ -49,7 +49,7 @@ class CpuBackend(Backend):
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
     ) -> None:
         args, spans = _with_spans(args)
-        given = backward_tensors(args, dout, dlse, out, lse, grads, needs_disjoint_rows=False)
+        given = backward_tensors(args, dout, dlse, out, lse, grads, is_for_gpu=False)
         num_splits = _num_splits(args)
         scalars = scalars_of(args) | {"num_splits": num_splits, "num_shares": num_splits if num_splits > 1 else 0}
         launch = _launch(args, given, scalars, tuple(name for name in GRADS if name in given))

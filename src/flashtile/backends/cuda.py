@@ -75,6 +75,9 @@ class CudaBackend(Backend):
     def details(self, problem: Problem, op: str = "forward") -> dict[str, str]:
         key, found = problem_key(problem, op), {}
         chosen = families.select(key)
+        if key.copies_rows:
+            label = "copies" if op == "forward" else "backward copies"
+            found[label] = "rows that are not multiples of 16 bytes on 16-byte boundaries, to memory where they are"
         for step in assemble.kernels(key):
             if step.shared_bytes:
                 tile = f"tile {step.block_rows} x {step.block_columns}, {step.num_threads // 32} warps"
@@ -82,7 +85,7 @@ class CudaBackend(Backend):
                 found[step.name] = f"{tile}{chosen.tile_note(key)}, {memory}, {key.arch.label}"
         for name, reason in families.choice(key).refusals.items():
             if reason is None and name != chosen.name:
-                reason = f"{chosen.name} is faster"
+                reason = families.find(name).drawback(key) or f"{chosen.name} is faster"
             if reason is not None:
                 found[f"not {name}"] = reason
         return found
@@ -96,10 +99,11 @@ class CudaBackend(Backend):
     def prepare(self, problem: Problem) -> None:
         """Compiles for tensors whose rows are aligned, if their head dims allow that, and for calls that differ in one
         class of lengths."""
-        keys = [problem_key(problem, "forward")]
+        keys = [_op_key(problem, "forward")]
         if problem.needs_grad and self.refuse(problem, "backward") is None:
-            keys.append(problem_key(problem, "backward"))
+            keys.append(_op_key(problem, "backward"))
         keys += [key for one in list(keys) for key in _other_lengths(one)]
+        keys = [_with_copies(key, problem) for key in keys]
         kernels = {(step.unit, step.entry, key.arch.name) for key in keys for step in assemble.kernels(key)}
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda kernel: executor.function(*kernel), kernels))
@@ -149,7 +153,7 @@ def forward_launch(args: AttentionArgs, out: Tensor, lse: Tensor) -> Launch:
 def backward_launch(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
 ) -> Launch:
-    tensors = backward_tensors(args, dout, dlse, out, lse, grads, needs_disjoint_rows=True)
+    tensors = backward_tensors(args, dout, dlse, out, lse, grads, is_for_gpu=True)
     return _launch(args, tensors, tuple(name for name in GRADS if name in tensors))
 
 
@@ -236,19 +240,31 @@ def _missing(device_index: int) -> str | None:
 
 
 def _key(args: AttentionArgs, tensors: dict[str, Tensor], grads: tuple[str, ...] | None = None) -> PlanKey:
-    key = _key_of(Problem.summary(args, shape_of(args)), grads)
+    problem = Problem.summary(args, shape_of(args))
+    key = _key_of(problem, grads)
     others = (tensors[name] for name in ("out", "dout", "dq", "dk", "dv") if name in tensors)
     if key.features.is_aligned16 and not all(map(is_aligned16, others)):
-        return dataclasses.replace(key, features=dataclasses.replace(key.features, is_aligned16=False))
-    return key
+        key = dataclasses.replace(key, features=dataclasses.replace(key.features, is_aligned16=False))
+    return _with_copies(key, problem)
 
 
 def problem_key(problem: Problem, op: str) -> PlanKey:
     """The key of a pass as far as it is known before its results are allocated."""
+    return _with_copies(_op_key(problem, op), problem)
+
+
+def _op_key(problem: Problem, op: str) -> PlanKey:
+    """The same without copies."""
     if op == "forward":
         return _key_of(problem, None)
     is_wanted = {"dbias": problem.needs_bias_grad, "dsinks": problem.has_sinks}
     return _key_of(problem, tuple(name for name in GRADS if is_wanted.get(name, True)))
+
+
+def _with_copies(key: PlanKey, problem: Problem) -> PlanKey:
+    """Keys and values are not copied where they are a cache, of which a call reads a part."""
+    is_cache = problem.page_size > 0 or problem.has_key_lengths
+    return key if is_cache else families.with_copies(key)
 
 
 def _key_of(problem: Problem, grads: tuple[str, ...] | None) -> PlanKey:

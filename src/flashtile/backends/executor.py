@@ -20,6 +20,7 @@ from torch import Tensor
 from flashtile.errors import dtype_name, unsupported
 from flashtile.kernels import plan as plans
 from flashtile.kernels.plan import EnginePass, LaunchPlan, MapPatch, Memset, Operand, Step, Workspace
+from flashtile.problem import is_aligned16
 from flashtile.runtime import cache, driver, extension, kept
 from flashtile.runtime.kept import KeptZeros
 
@@ -65,10 +66,13 @@ def prepare(plan: LaunchPlan, given: Tensors) -> dict[str, Tensor]:
 
 def _fitting(operand: Operand, given: Tensors) -> Tensor:
     if operand.like is not None:
-        return torch.empty_like(given[operand.like])
+        like = given[operand.like]
+        return aligned_rows(like, is_written=True) if operand.strides == "aligned" else torch.empty_like(like)
     tensor = given[operand.name]
     if is_fitting(operand, tensor):
         return tensor
+    if operand.strides == "aligned":
+        return aligned_rows(tensor, operand.is_written)
     dtype = tensor.dtype if operand.dtype is None else getattr(torch, operand.dtype)
     if operand.is_written:
         return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
@@ -80,7 +84,26 @@ def is_fitting(operand: Operand, tensor: Tensor) -> bool:
         return False
     if operand.strides == "contiguous":
         return tensor.is_contiguous()
+    if operand.strides == "aligned" and not is_aligned16(tensor):
+        return False
     return operand.strides == "any" or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
+
+
+def aligned_rows(tensor: Tensor, is_written: bool) -> Tensor:
+    """Memory like the tensor's whose rows start on 16-byte boundaries, with its elements and zeros between them unless
+    they are to be written. What is one row in memory stays one."""
+    axes = [axis for axis in range(tensor.dim() - 1) if tensor.stride(axis) == 0 and not is_written]
+    distinct = tensor
+    for axis in axes:
+        distinct = distinct.narrow(axis, 0, min(1, tensor.shape[axis]))
+    width, columns = 16 // tensor.element_size(), tensor.shape[-1]
+    sizes = (*distinct.shape[:-1], -(-columns // width) * width)
+    is_padded = sizes[-1] != columns and not is_written
+    memory = (torch.zeros if is_padded else torch.empty)(sizes, dtype=tensor.dtype, device=tensor.device)
+    rows = memory[..., :columns]
+    if not is_written:
+        rows.copy_(distinct)
+    return rows.expand(tensor.shape) if axes else rows
 
 
 def finish(plan: LaunchPlan, given: Tensors, tensors: Tensors) -> None:

@@ -172,7 +172,8 @@ def register_host_plan(kind: int, launch: Launch) -> None:
 def _hand_over(kind: int, launch: Launch) -> None:
     module, plan = _module(), launch.plan
     is_in_place = all(
-        operand.like or executor.is_fitting(operand, launch.tensors[operand.name]) for operand in plan.operands
+        operand.like or operand.strides == "aligned" or executor.is_fitting(operand, launch.tensors[operand.name])
+        for operand in plan.operands
     )
     if module.is_python_only() or not is_in_place:
         return
@@ -226,7 +227,7 @@ def record_launches() -> Iterator[dict[tuple[str, str], None]]:
 
 # A plan as numbers, in the order that csrc/exec/plan.cpp reads them
 
-_LAYOUTS = ("rows", "contiguous", "any")
+_LAYOUTS = ("rows", "contiguous", "any", "aligned")
 _MEMSET, _KERNEL, _ENGINE = range(3)  # csrc/exec/plan.h: StepKind
 _RULES = (
     *("tensor", "workspace", "stride", "broadcast_stride", "size", "elements", "broadcast_size"),
@@ -285,7 +286,7 @@ def serialize(
     for operand in plan.operands:
         dtype = 0 if operand.dtype is None else 1 + extension.DTYPES.index(operand.dtype)
         like = 0 if operand.like is None else 1 + tensors.index(operand.like)
-        numbers += [tensors.index(operand.name), _LAYOUTS.index(operand.strides), dtype, like]
+        numbers += [tensors.index(operand.name), _LAYOUTS.index(operand.strides), dtype, like, operand.is_written]
     numbers.append(len(plan.values))
     for _, factors in plan.values:
         numbers += [len(factors), *(number for factor in factors for number in rule(factor))]

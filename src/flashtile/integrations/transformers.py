@@ -220,7 +220,9 @@ def attention_forward(
         return _over_ranks(module, query, key, value, sliding_window, is_decoder, attention_mask, position_bias, shared)
     lengths = [options.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     if all(isinstance(length, Tensor) for length in lengths) and query.shape[0] == 1:
-        return _packed(module, query, key, value, lengths, options, sliding_window, is_decoder, position_bias, shared), None
+        return _packed(
+            module, query, key, value, lengths, options, sliding_window, is_decoder, position_bias, shared
+        ), None
 
     # Without a mask a decoder is causal from the top left: rows of a static cache behind the queries are empty. A
     # single query sees every key

@@ -72,6 +72,8 @@ def plan_of(key: PlanKey, layout: CallLayout, launch: Launch) -> LaunchPlan:
         operands += [Operand("dout", dtype=key.out_dtype), *_grad_operands(key.grads), *launch.scratch]
         operands += [Operand("dlse", strides="contiguous", dtype="float32")] if "dlse" in layout.tensors else []
         tensors += ["dout", *(operand.name for operand in operands if operand.name in ("dq", "dk", "dv"))]
+    if key.copies_rows:
+        operands = [item._replace(strides="aligned") if item.name in tensors else item for item in operands]
     steps: tuple[AnyStep, ...] = (*(Memset(name) for name in launch.zeroed), *launch.steps)
     values, dims = call_values(layout), (key.head_dim, key.head_dim_v)
     return assembled(
@@ -156,7 +158,6 @@ def call_values(layout: CallLayout) -> Values:
         *_length("q", (Size("q", row),), layout.has_max_seqlen_q, layout),
         *_length("k", capacity, layout.has_max_seqlen_k, layout),
         ("lse_size", (Elements("lse"),)),
-        ("head_dim", (Size("q", -1),)),
     ]
     if is_paged:
         values += [("num_pages", (Size("k", -4),)), ("page_size", (Size("k", row),))]

@@ -90,8 +90,8 @@ class FewQueries:
 
 @dataclass(frozen=True)
 class ManyRows:
-    """1 where the queries of a sequence, for the heads that share a tile of `tile_rows` rows (`packed_heads`), fill more
-    than that tile."""
+    """1 where the queries of a sequence, for the heads that share a tile of `tile_rows` rows (`packed_heads`), do not
+    fit one tile."""
 
     tile_rows: int
 
@@ -103,7 +103,7 @@ class ManyRows:
         return int(shape.expected_q * packed_heads(shape, self.tile_rows)[0] > self.tile_rows)
 
     def serialized(self) -> tuple[int, int, int, int]:
-        return 7, self.tile_rows, 0, 0
+        return 9, self.tile_rows, 0, 0
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,44 @@ class ShortLengths:
 
 
 @dataclass(frozen=True)
+class LongLengths:
+    """1 where a call has at least so many queries and keys."""
+
+    queries: int
+    keys: int
+
+    @property
+    def values(self) -> tuple[int, int]:
+        return (1, 0)
+
+    def of(self, shape: Shape, num_multiprocessors: int) -> int:
+        return int(shape.expected_q >= self.queries and shape.expected_k >= self.keys)
+
+    def serialized(self) -> tuple[int, int, int, int]:
+        return 7, self.queries, self.keys, 0
+
+
+@dataclass(frozen=True)
+class LongShares:
+    """How many of these lengths, in rising order, the rows of a sequence reach on average: of q and of k, whichever are
+    fewer."""
+
+    first: int
+    second: int
+    third: int
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        return (3, 2, 1, 0)
+
+    def of(self, shape: Shape, num_multiprocessors: int) -> int:
+        return sum(shape.least_share >= length for length in (self.first, self.second, self.third))
+
+    def serialized(self) -> tuple[int, int, int, int]:
+        return 8, self.first, self.second, self.third
+
+
+@dataclass(frozen=True)
 class KeySteps:
     """How many steps of 16 keys a call has where it has at most `single` keys, at least 1; 254 where it has at most
     `some`; 255 where it has at most `most`; else 0."""
@@ -185,4 +223,15 @@ class KeySteps:
         return 6, self.single, self.some, self.most
 
 
-LengthClass = KeySteps | SmallGrid | PackedHeads | RaggedQueries | ManyScores | ShortLengths | FewQueries
+LengthClass = (
+    KeySteps
+    | SmallGrid
+    | PackedHeads
+    | RaggedQueries
+    | ManyScores
+    | ShortLengths
+    | FewQueries
+    | LongLengths
+    | LongShares
+    | ManyRows
+)

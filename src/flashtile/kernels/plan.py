@@ -150,7 +150,9 @@ class Operand(NamedTuple):
     copied back if it is written."""
 
     name: str
-    strides: str = "rows"  # "rows": the last dimension is contiguous; "contiguous": all are; "any"
+    # "rows": the last dimension is contiguous; "contiguous": all are; "any"; "aligned": as "rows", and every row starts
+    # on a 16-byte boundary. Its copy has zeros behind each row, up to a multiple of 16 bytes, that kernels may read
+    strides: str = "rows"
     dtype: str | None = None  # None: its own
     is_written: bool = False
     like: str | None = None  # not a tensor of the call: scratch output shaped like this tensor, discarded

@@ -89,6 +89,7 @@ class PlanKey:
     classes: tuple[tuple[LengthClass, int], ...] = ()
     is_deterministic: bool = False  # results have the same bits in every run
     matmul_precision: str = "highest"  # of float32 products, as torch.set_float32_matmul_precision says
+    copies_rows: bool = False  # rows that are not aligned are copied; `features` and head dims are those of the copies
 
     @property
     def op(self) -> str:

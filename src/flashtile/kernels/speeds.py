@@ -5,8 +5,8 @@ arch or "cpu", an op, a dtype, a head dim, an option, and a size. "large" calls 
 ones, under ManyScores' limit, by the host's launch. Times are compared within one kind of call and say nothing about
 others.
 
-Selection takes the fastest that accepts a call; what is more than SLOW times behind the best known warns
-(backends/registry.py).
+Selection takes the fastest backend that accepts a call; what is more than SLOW times behind the best known warns
+(backends/registry.py). Kernel families are told apart by large calls alone (families/__init__.py).
 """
 
 from __future__ import annotations

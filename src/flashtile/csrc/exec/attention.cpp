@@ -29,16 +29,6 @@ bool is_on_one_device(const Call& call, i32 count) {
 
 bool has_plain_rows(const View& tensor) { return tensor.size(-1) <= 1 || tensor.stride(-1) == 1; }
 
-// Every row starts on a 16-byte boundary and is a multiple of 16 bytes long.
-bool is_aligned16(const View& tensor) {
-  i64 size = size_of(tensor.dtype);
-  if (reinterpret_cast<u64>(tensor.data) % 16 != 0 || tensor.size(-1) * size % 16 != 0) return false;
-  for (i32 axis = -tensor.dim; axis < -1; ++axis) {
-    if (tensor.size(axis) > 1 && tensor.stride(axis) * size % 16 != 0) return false;
-  }
-  return true;
-}
-
 // As problem.py: _bound
 i64 bound(const Call& call, i64 most, i64 max_seqlen, i32 axis) {
   i64 length = max_seqlen >= 0 ? std::min(most, max_seqlen) : most;
@@ -54,15 +44,18 @@ Shape shape_of(const Options& options, const Call& call, Axes axes) {
   const View *tensors = call.tensors, &q = tensors[kQ], &k = tensors[kK];
   bool is_paged = tensors[kBlockTable].is_given();
   i64 total_q = q.size(axes.row), total_k = k.size(axes.row) * (is_paged ? tensors[kBlockTable].size(-1) : 1);
-  Shape shape{q.size(-4), q.size(axes.head), k.size(axes.head), total_q, total_k, total_q, total_k};
+  Shape shape{q.size(-4), q.size(axes.head), k.size(axes.head), total_q, total_k, total_q, total_k, 0};
+  i64 share_k = total_k;
   if (tensors[kCuSeqlensQ].is_given()) {
     shape.batch = tensors[kCuSeqlensQ].size(-1) - 1;
     shape.seqlen_q = bound(call, total_q, options.max_seqlen_q, -2);
     shape.expected_k = shape.seqlen_k = bound(call, total_k, options.max_seqlen_k, -1);
     i64 batch = std::max<i64>(shape.batch, 1);
     shape.expected_q = std::min(divide_up(total_q, batch), shape.seqlen_q);
-    if (options.max_seqlen_k < 0 && !is_paged) shape.expected_k = std::min(divide_up(total_k, batch), shape.seqlen_k);
+    share_k = is_paged ? shape.seqlen_k : std::min(divide_up(total_k, batch), shape.seqlen_k);
+    if (options.max_seqlen_k < 0) shape.expected_k = share_k;
   }
+  shape.least_share = std::min(shape.expected_q, share_k);
   return shape;
 }
 
@@ -276,7 +269,7 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
   note(scale > 0.0);
   bool is_aligned = true, is_disjoint = true;
   for (Tensor index : {kQ, kK, kV, kOut, kDout, kDq, kDk, kDv}) {
-    is_aligned = is_aligned && (!tensors[index].is_given() || is_aligned16(tensors[index]));
+    is_aligned = is_aligned && (!tensors[index].is_given() || tensors[index].is_aligned16());
   }
   for (Tensor index : {kQ, kK, kV}) is_disjoint = is_disjoint && rows_disjoint(tensors[index], options.is_bshd);
   note(is_aligned);
@@ -351,7 +344,7 @@ bool prepare_append(const Options& options, Call& call, Key& key) {
   bool is_aligned = !cos.is_given() || cos.size(-1) * size_of(k.dtype) % 16 == 0;
   for (i32 index : {kKCache, kVCache, kNewK, kNewV, kStepQ, kRotatedQ}) {
     const View& tensor = tensors[index];
-    is_aligned = is_aligned && (!tensor.is_given() || (has_plain_rows(tensor) && is_aligned16(tensor)));
+    is_aligned = is_aligned && (!tensor.is_given() || (has_plain_rows(tensor) && tensor.is_aligned16()));
   }
   key = Key();
   key.pass = Pass::kAppend;

@@ -125,7 +125,7 @@ struct Key {
   i32 head_dim = 0, head_dim_v = 0;
   u32 flags = 0;
 };
-static_assert(sizeof(Key) == 56, "Key: no padding");
+static_assert(sizeof(Key) == 64, "Key: no padding");
 
 inline bool operator==(const Key& a, const Key& b) { return std::memcmp(&a, &b, sizeof(Key)) == 0; }
 

@@ -8,11 +8,12 @@
 
 namespace flashtile {
 
-constexpr i32 kMaxLengthClasses = 16;
+constexpr i32 kMaxLengthClasses = 24;
 
 struct Shape {
   i64 batch, heads, heads_kv, seqlen_q, seqlen_k;
   i64 expected_q, expected_k;  // lengths by which kernels are chosen (problem.py: Shape)
+  i64 least_share;             // likewise
 };
 
 enum class LengthClassKind : i64 {
@@ -23,6 +24,8 @@ enum class LengthClassKind : i64 {
   kShortLengths,
   kFewQueries,
   kKeySteps,
+  kLongLengths,
+  kLongShares,
   kManyRows,
   kCount
 };
@@ -90,6 +93,10 @@ inline u8 length_class(const LengthClass& of, const Shape& shape, i64 num_multip
       i64 steps = divide_up(shape.expected_k, 16);
       return static_cast<u8>(steps < 1 ? 1 : steps);
     }
+    case LengthClassKind::kLongLengths:  // a: queries; b: keys
+      return shape.expected_q >= of.a && shape.expected_k >= of.b;
+    case LengthClassKind::kLongShares:  // a, b, c: shares, in rising order
+      return static_cast<u8>((shape.least_share >= of.a) + (shape.least_share >= of.b) + (shape.least_share >= of.c));
     default: return 0;
   }
 }

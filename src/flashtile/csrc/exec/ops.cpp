@@ -487,8 +487,12 @@ bool read_backward(StableIValue* stack, const Arguments<kOverload>& args, Reques
   }
   // As backends/call.py: backward_tensors
   View& dout = tensors[kDout];
-  bool is_plain = dout.size(-1) <= 1 || dout.stride(-1) == 1;
-  bool is_read_in_place = is_plain && (request.is_on_host || rows_disjoint(dout, request.options.is_bshd));
+  bool is_read_in_place = dout.size(-1) <= 1 || dout.stride(-1) == 1;
+  if (!request.is_on_host) {
+    bool can_align = dout.size(-1) * size_of(dout.dtype) % 16 == 0;
+    is_read_in_place =
+        is_read_in_place && rows_disjoint(dout, request.options.is_bshd) && (!can_align || dout.is_aligned16());
+  }
   return is_read_in_place || replace_by_copy(stack[0], dout);
 }
 

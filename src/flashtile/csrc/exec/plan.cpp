@@ -144,9 +144,10 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
   operands_.resize(in.index(kMaxTensors + 1));
   for (Operand& operand : operands_) {
     operand.tensor = in.index(kMaxTensors);
-    operand.layout = static_cast<Layout>(in.index(3));
+    operand.layout = static_cast<Layout>(in.index(4));
     operand.dtype = static_cast<Dtype>(in.index(static_cast<i32>(Dtype::kCount)));
     operand.like = in.index(kMaxTensors + 1) - 1;
+    operand.is_written = in.index(2) != 0;
   }
   values_.resize(in.index(kMaxValues - kFirstValue + 1));
   for (Product& value : values_) {
@@ -224,6 +225,16 @@ bool Plan::takes(const Call& call) const {
   return true;
 }
 
+bool Plan::stage(Call& call, Filled& filled) const {
+  for (const Operand& operand : operands_) {
+    View& view = call.tensors[operand.tensor];
+    if (operand.layout != Layout::kAligned || operand.like >= 0 || view.is_aligned16()) continue;
+    Staged& staged = filled.staged.emplace_back(Staged{operand.tensor, operand.is_written, view, Owned()});
+    if (!staged.memory.allocate_aligned(view, operand.is_written)) return false;
+  }
+  return true;
+}
+
 bool Plan::evaluate(const Call& call, i64* values) const {
   values[kNumSplits] = 1, values[kNumMultiprocessors] = num_multiprocessors_;
   i64* next = values + kFirstValue;
@@ -267,8 +278,11 @@ bool Plan::allocate(Call& call, Owned* owned, const Driver& driver, Filled& fill
   for (const Operand& operand : operands_) {
     if (operand.like < 0) continue;
     View& view = call.tensors[operand.tensor];
-    lay_out_like(call.tensors[operand.like], view);
-    if (!owned[operand.tensor].allocate(view)) return false;
+    Owned& memory = owned[operand.tensor];
+    bool is_aligned = operand.layout == Layout::kAligned;
+    if (is_aligned) view = call.tensors[operand.like];
+    if (!is_aligned) lay_out_like(call.tensors[operand.like], view);
+    if (!(is_aligned ? memory.allocate_aligned(view, true) : memory.allocate(view))) return false;
   }
   i64 end = 0;
   auto place_bytes = [&](i64 bytes) {
@@ -393,7 +407,7 @@ bool Plan::zero_workspaces(const Call& call, const Filled& filled, const Driver&
 }
 
 Outcome Plan::make_ready(Call& call, Owned* owned, const Driver& driver, Filled& filled, Failure& failure) const {
-  if (!evaluate(call, filled.values)) return Outcome::kFallback;
+  if (!stage(call, filled) || !evaluate(call, filled.values)) return Outcome::kFallback;
   for (const Step& step : steps_) {
     i64 blocks = step.kind == StepKind::kKernel ? num_blocks(step, filled.values) : 0;
     if (blocks < 0 || blocks > std::numeric_limits<i32>::max()) return Outcome::kFallback;
@@ -405,9 +419,25 @@ Outcome Plan::make_ready(Call& call, Owned* owned, const Driver& driver, Filled&
 
 Outcome Plan::launch(const Call& call, Owned* owned, const Driver& driver, Filled& filled, Failure& failure) const {
   if (!zero_workspaces(call, filled, driver, failure)) return Outcome::kFailed;
+  auto copy_staged = [&](bool is_written) {
+    for (const Staged& staged : filled.staged) {
+      const View &copy = call.tensors[staged.tensor], &original = staged.original;
+      if (staged.is_written != is_written) continue;
+      if (!(is_written ? copy_elements(copy, original) : copy_elements(original, copy))) {
+        failure = {-1, "a copy of rows that are not aligned"};
+        return false;
+      }
+    }
+    return true;
+  };
+  if (!copy_staged(false)) return Outcome::kFailed;
   for (const Step& step : steps_) {
     if (step.kind == StepKind::kMemset) {
-      if (!owned[step.tensor].zero()) {
+      Owned* written = &owned[step.tensor];
+      for (Staged& staged : filled.staged) {
+        if (staged.tensor == step.tensor) written = &staged.memory;
+      }
+      if (!written->zero()) {
         failure = {-1, "zeros for a gradient"};
         return Outcome::kFailed;
       }
@@ -438,7 +468,7 @@ Outcome Plan::launch(const Call& call, Owned* owned, const Driver& driver, Fille
       return Outcome::kFailed;
     }
   }
-  return Outcome::kDone;
+  return copy_staged(true) ? Outcome::kDone : Outcome::kFailed;
 }
 
 void lay_out_like(const View& from, View& to) {

@@ -54,13 +54,14 @@ struct Rule {
               // divisor
 };
 
-enum class Layout : u8 { kRows, kContiguous, kAny };
+enum class Layout : u8 { kRows, kContiguous, kAny, kAligned };
 
 struct Operand {
   i32 tensor;
   Layout layout;
   Dtype dtype;  // kNone: its own
   i32 like;     // -1, or: scratch output shaped like that tensor; discarded
+  bool is_written;
 };
 
 struct Product {
@@ -122,6 +123,14 @@ struct Failure {
 
 enum class Outcome { kDone, kFallback, kIncomplete, kFailed };
 
+// Memory with aligned rows that stands in a call for a tensor without.
+struct Staged {
+  i32 tensor;
+  bool is_written;
+  View original;
+  Owned memory;
+};
+
 // A call of a plan with everything that its launches need.
 struct Filled {
   alignas(64) u8 image[kMaxImageBytes];
@@ -129,6 +138,7 @@ struct Filled {
   u8* workspaces[kMaxValues];  // null: not needed
   i64 sizes[kMaxValues];       // of the workspaces, in bytes
   Scratch scratch;
+  std::vector<Staged> staged;
 };
 
 class Plan {
@@ -137,7 +147,7 @@ class Plan {
   // they do not fit.
   Plan(const i64* numbers, i64 count, std::string image, const std::string& names);
 
-  // Every tensor can be read and written in place.
+  // Every tensor can be read and written in place, or staged.
   bool takes(const Call& call) const;
   // Fills in everything and launches nothing. `owned` are the tensors that the call writes. With kFallback, and with
   // kIncomplete (a kernel is not compiled yet), Python has to handle the call.
@@ -146,6 +156,7 @@ class Plan {
   Outcome launch(const Call& call, Owned* owned, const Driver& driver, Filled& filled, Failure& failure) const;
 
  private:
+  bool stage(Call& call, Filled& filled) const;
   bool evaluate(const Call& call, i64* values) const;
   bool num_bytes(const Workspace& workspace, const i64* values, i64& bytes) const;
   bool allocate(Call& call, Owned* owned, const Driver& driver, Filled& filled) const;

@@ -141,17 +141,17 @@ PyObject* set_gpu(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// (length classes, (batch, heads, heads_kv, seqlen_q, seqlen_k, expected_q, expected_k), multiprocessors): a tuple of
-// their numbers, for a test.
+// (length classes, (batch, heads, heads_kv, seqlen_q, seqlen_k, expected_q, expected_k, least_share), multiprocessors):
+// a tuple of their numbers, for a test.
 PyObject* length_classes(PyObject*, PyObject* args) {
   PyObject* tuple = nullptr;
   long long batch = 0, heads = 0, heads_kv = 0, seqlen_q = 0, seqlen_k = 0, expected_q = 0, expected_k = 0,
-            num_multiprocessors = 0;
-  if (!PyArg_ParseTuple(args, "O!(LLLLLLL)L", &PyTuple_Type, &tuple, &batch, &heads, &heads_kv, &seqlen_q, &seqlen_k,
-                        &expected_q, &expected_k, &num_multiprocessors)) {
+            least_share = 0, num_multiprocessors = 0;
+  if (!PyArg_ParseTuple(args, "O!(LLLLLLLL)L", &PyTuple_Type, &tuple, &batch, &heads, &heads_kv, &seqlen_q, &seqlen_k,
+                        &expected_q, &expected_k, &least_share, &num_multiprocessors)) {
     return nullptr;
   }
-  Shape shape{batch, heads, heads_kv, seqlen_q, seqlen_k, expected_q, expected_k};
+  Shape shape{batch, heads, heads_kv, seqlen_q, seqlen_k, expected_q, expected_k, least_share};
   LengthClass classes[kMaxLengthClasses];
   i32 count = read_classes(tuple, classes);
   PyObject* found = count < 0 ? nullptr : PyTuple_New(count);

@@ -113,6 +113,45 @@ bool Owned::allocate(View& view) {
   return aoti_torch_get_data_ptr(handle_, &view.data) == 0;
 }
 
+bool Owned::allocate_aligned(View& view, bool is_written) {
+  i64 columns = 16 / size_of(view.dtype), end = 1;
+  for (i32 axis = -1; axis >= -view.dim; --axis) {
+    i64 size = view.size(axis), padded = axis == -1 ? (size + columns - 1) / columns * columns : size;
+    if (axis < -1 && size > 1 && view.stride(axis) == 0 && !is_written) continue;
+    view.strides[kMaxDim + axis] = end;
+    end *= padded > 1 ? padded : 1;
+  }
+  View memory;
+  memory.dim = 1, memory.dtype = view.dtype, memory.device = view.device;
+  memory.sizes[kMaxDim - 1] = end, memory.strides[kMaxDim - 1] = 1;
+  bool is_allocated = allocate(memory);
+  view.data = memory.data;
+  bool is_padded = view.size(-1) % columns != 0 && !is_written;
+  return is_allocated && (!is_padded || zero());
+}
+
+bool copy_elements(const View& from, const View& to) {
+  AtenTensorHandle handles[2] = {};
+  int64_t sizes[kMaxDim], strides[2][kMaxDim];
+  i32 first = kMaxDim - to.dim;
+  for (i32 axis = 0; axis < to.dim; ++axis) {
+    sizes[axis] = to.strides[first + axis] == 0 ? 1 : to.sizes[first + axis];
+    strides[0][axis] = from.strides[first + axis], strides[1][axis] = to.strides[first + axis];
+  }
+  bool is_done = true;
+  for (i32 place = 0; place < 2; ++place) {
+    const View& view = place == 0 ? from : to;
+    is_done = is_done && aoti_torch_create_tensor_from_blob(view.data, view.dim, sizes, strides[place], 0,
+                                                            torch_dtypes().numbers[static_cast<i32>(view.dtype)],
+                                                            view.device.type, view.device.index, &handles[place]) == 0;
+  }
+  is_done = is_done && aoti_torch_copy_(handles[1], handles[0], 0) == 0;
+  for (AtenTensorHandle handle : handles) {
+    if (handle != nullptr) aoti_torch_delete_tensor_object(handle);
+  }
+  return is_done;
+}
+
 bool Owned::copy(AtenTensorHandle from, View& view) {
   view.make_contiguous();
   return allocate(view) && aoti_torch_copy_(handle_, from, 0) == 0;

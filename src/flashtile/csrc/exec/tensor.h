@@ -55,6 +55,15 @@ struct View {
   i32 i32_at(i64 row, i64 column) const {
     return __atomic_load_n(static_cast<i32*>(data) + row * stride(-2) + column * stride(-1), __ATOMIC_RELAXED);
   }
+  // As problem.py: is_aligned16
+  bool is_aligned16() const {
+    i64 size = size_of(dtype);
+    if (reinterpret_cast<u64>(data) % 16 != 0 || sizes[kMaxDim - 1] * size % 16 != 0) return false;
+    for (i32 axis = 0; axis < kMaxDim - 1; ++axis) {
+      if (sizes[axis] > 1 && strides[axis] * size % 16 != 0) return false;
+    }
+    return true;
+  }
   void make_contiguous() {
     i64 stride = 1;
     for (i32 axis = kMaxDim - 1; axis >= kMaxDim - dim; --axis) {
@@ -89,6 +98,8 @@ class Owned {
   static Owned undefined();
 
   bool allocate(View& view);
+  // The same with rows on 16-byte boundaries, as executor.py: aligned_rows; sets the view's strides, too.
+  bool allocate_aligned(View& view, bool is_written);
   // A contiguous copy; sets the view to it.
   bool copy(AtenTensorHandle from, View& view);
   bool zero() { return aoti_torch_zero_(handle_) == 0; }
@@ -98,6 +109,9 @@ class Owned {
  private:
   AtenTensorHandle handle_ = nullptr;
 };
+
+// Copies the elements. Those that are one in `to` are read once.
+bool copy_elements(const View& from, const View& to);
 
 // Memory for one call: it lives until the launches are queued, no longer, since torch's allocator orders reuse on the
 // same stream.

@@ -3,10 +3,14 @@
 `register` adds one. Of the families that do not refuse a call the fastest by kernels/speeds.csv is taken, of equals the
 first registered; those that are not in that table come last, in the order of their registration. FLASHTILE_FAMILY names
 families that are taken whatever their speed.
+
+Small calls, too, go by the times of large ones: their own are those of the host's launches, in which the kernels of
+every family are hidden. Families with a drawback (base.py) come last.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import os
@@ -38,7 +42,7 @@ from flashtile.kernels.families.fwd_sm90_f32 import FwdSm90F32
 from flashtile.kernels.families.fwd_sm90_f32_direct import FwdSm90F32Direct
 from flashtile.kernels.families.fwd_sm90_short import FwdSm90Short
 from flashtile.kernels.families.fwd_sm90_wide import FwdSm90Wide
-from flashtile.kernels.length_class import LengthClass
+from flashtile.kernels.length_class import LengthClass, LongLengths
 from flashtile.kernels.mutation import Mutation
 from flashtile.kernels.spec import PlanKey, features_of
 from flashtile.problem import Problem
@@ -46,6 +50,10 @@ from flashtile.problem import Problem
 __all__ = ["Family", "Launch", "Row", "all_families", "forced_rows", "register"]
 
 _SWITCH = "FLASHTILE_FAMILY"
+# Where rows that are not aligned may be copied to where they are: with fewer keys to a row a copy takes longer than it
+# saves (docs/limits.md)
+COPIES = {"forward": LongLengths(1024, 1024), "backward": LongLengths(256, 256)}
+_COPY_COST = 1.25  # the time with copies over that without: a quarter more at those lengths
 _families: list[Family[Any]] = []
 
 
@@ -120,8 +128,8 @@ def forced_names() -> tuple[str, ...]:
 
 
 class Choice(NamedTuple):
-    """Of one key: each family of its op with the reason why it does not take the call, or None; and the fastest that
-    does, or None."""
+    """Of one key: each family of its op with the reason why it does not take the call, or None; and the one that is
+    taken, or None."""
 
     refusals: Mapping[str, str | None]
     family: Family[Any] | None
@@ -140,13 +148,13 @@ def _choice(key: PlanKey, forced: tuple[str, ...], known: tuple[Family[Any], ...
         if reason is None and names and family.name not in names:
             reason = f"{_SWITCH} names {', '.join(names)}"
         reasons[family.name] = reason
-    # The first registered of those whose time is not known
     found = [family for family in known if reasons[family.name] is None]
-    return Choice(MappingProxyType(reasons), min(found, key=lambda family: _time_us(family, key), default=None))
+    # The first registered of those whose time is not known
+    return Choice(MappingProxyType(reasons), min(found, key=lambda family: _cost(family, key), default=None))
 
 
 def select(key: PlanKey) -> Family[Any]:
-    """The fastest that takes the call; the first registered of those whose time is not known."""
+    """The family that takes the call; an error where there is none."""
     reasons, family = choice(key)
     if family is None:
         words = "; ".join(f"{name!r} refuses: {reason}" for name, reason in reasons.items())
@@ -157,21 +165,38 @@ def select(key: PlanKey) -> Family[Any]:
 def time_us(key: PlanKey) -> float | None:
     """The measured time of the family that takes the call; None where none does, or it is not known."""
     family = choice(key).family
-    return None if family is None else _known_us(family, key)
+    us = None if family is None else speeds.time_us(family.timed_as(key), kind_of(key))
+    return us * _COPY_COST if us is not None and key.copies_rows else us
 
 
-def _known_us(family: Family[Any], key: PlanKey) -> float | None:
-    return speeds.time_us(family.timed_as(key), kind_of(key))
-
-
-def _time_us(family: Family[Any], key: PlanKey) -> float:
-    us = _known_us(family, key)
-    return math.inf if us is None else us
+def _cost(family: Family[Any], key: PlanKey) -> tuple[bool, float]:
+    """What orders families: whether one has a drawback, and its time of such a call if it were large."""
+    us = speeds.time_us(family.timed_as(key), kind_of(key)._replace(is_large=True))
+    return family.drawback(key) is not None, math.inf if us is None else us
 
 
 def clear_choices() -> None:
     """After a change of speeds."""
     _choice.cache_clear()
+
+
+def with_copies(key: PlanKey) -> PlanKey:
+    """The key of the call with aligned copies of its rows, if that is faster; else the key itself. No length of the
+    keys may be in a tensor: of a cache all rows would be copied."""
+    if key.features.is_aligned16 or not key.length(COPIES[key.op]):
+        return key
+    width = 4 if key.dtype == "float32" else 8  # elements of 16 bytes
+    aligned = dataclasses.replace(
+        key,
+        head_dim=-(-key.head_dim // width) * width,
+        head_dim_v=-(-key.head_dim_v // width) * width,
+        features=dataclasses.replace(key.features, is_aligned16=True),
+        copies_rows=True,
+    )
+    family, other = choice(key).family, choice(aligned).family
+    if other is None or (family is not None and _cost(family, key)[1] <= _COPY_COST * _cost(other, aligned)[1]):
+        return key
+    return aligned
 
 
 # The key of a plan
@@ -226,7 +251,8 @@ def absent(arch: str) -> frozenset[str]:
 
 def length_classes(op: str) -> tuple[LengthClass, ...]:
     """Every class that the choice looks at: of a family, or of all."""
-    return tuple(dict.fromkeys((speeds.SIZE, *(one for family in all_families(op) for one in family.length_classes))))
+    of_families = (one for family in all_families(op) for one in family.length_classes)
+    return tuple(dict.fromkeys((speeds.SIZE, COPIES[op], *of_families)))
 
 
 def is_reachable(mutation: Mutation, arch: Arch) -> bool:

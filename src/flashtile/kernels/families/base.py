@@ -140,6 +140,10 @@ class Family(ABC, Generic[RowT]):
             return "a scale that is not positive"
         return None
 
+    def drawback(self, key: PlanKey) -> str | None:
+        """Why any other family that takes the call goes first, whatever its speed, or None."""
+        return None
+
     def padded(self, head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
         """The first pair of head dims that holds a call's, or None."""
         return next((pair for pair in self.head_dims if head_dim <= pair[0] and head_dim_v <= pair[1]), None)

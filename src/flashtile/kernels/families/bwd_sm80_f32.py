@@ -2,7 +2,7 @@
 docs/sm80.md.
 
 A preprocess step, then one kernel for dK and dV and one for dQ, each launched where its result is wanted. Every result
-has one owner, so all of it is deterministic.
+has one owner, so all of it is deterministic. The gradient of a bias is that of bwd_simt.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, tile_step
-from flashtile.kernels.families.mma_sync import MmaRow, refuse_slow_tf32
+from flashtile.kernels.families.bwd_simt import dbias
+from flashtile.kernels.families.mma_sync import MmaRow, refuse_slow_tf32, small_call
 from flashtile.kernels.families.steps import ROW_STATS, dsinks, key_grid, preprocess, query_grid
 from flashtile.kernels.plan import Operand, Step
 from flashtile.kernels.spec import CallLayout, Features, PlanKey, cpp_bool
@@ -102,11 +103,8 @@ class BwdSm80F32(Family[BwdSm80F32Row]):
     def refuse_arch(self, arch: Arch) -> str | None:
         return refuse_slow_tf32(arch)
 
-    def refuse(self, key: PlanKey) -> str | None:
-        reason = super().refuse(key)
-        if reason is None and key.grads is not None and "dbias" in key.grads:
-            reason = "the gradient of a bias"
-        return reason
+    def drawback(self, key: PlanKey) -> str | None:
+        return small_call(key)
 
     def every_row(self, dtype: str) -> Iterator[BwdSm80F32Row]:
         for kernel, by_dims in _TILES.items():
@@ -132,10 +130,13 @@ class BwdSm80F32(Family[BwdSm80F32Row]):
             steps.append(self._step(self.select("bwd_sm80_f32_dkdv", key), key, layout))
         if "dq" in key.grads:
             steps.append(self._step(self.select("bwd_sm80_f32_dq", key), key, layout))
+        if "dbias" in key.grads:
+            steps.append(dbias(key, layout))
         # One kernel writes both dK and dV
         scratch = tuple(Operand(name, like=name[1]) for name in ("dk", "dv") if has_keys and name not in key.grads)
-        # Keys outside every sequence have no owner
-        zeroed = tuple(name for name in ("dk", "dv") if layout.has_lengths and name in key.grads)
+        # Keys outside every sequence have no owner, and neither have the scores there
+        unowned = ("dk", "dv", "dbias") if layout.has_lengths else ("dbias",)
+        zeroed = tuple(name for name in unowned if name in key.grads)
         return Launch(tuple(steps), ROW_STATS, scratch=scratch, zeroed=zeroed)
 
     def launch_row(self, row: BwdSm80F32Row, key: PlanKey, layout: CallLayout) -> Launch:

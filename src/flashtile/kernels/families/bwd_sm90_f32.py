@@ -13,7 +13,16 @@ from typing import NamedTuple
 
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.bwd_simt import dbias
-from flashtile.kernels.families.sm90_f32 import WARPGROUP_ROWS, Sm90F32Row, num_parts, part_workspaces, pre_pass
+from flashtile.kernels.families.mma_sync import small_call
+from flashtile.kernels.families.sm90_f32 import (
+    SHARES,
+    WARPGROUP_ROWS,
+    Sm90F32Row,
+    num_parts,
+    padding,
+    part_workspaces,
+    pre_pass,
+)
 from flashtile.kernels.families.steps import ROW_STATS, dsinks, key_grid, preprocess, query_grid
 from flashtile.kernels.params import Sm90F32Params
 from flashtile.kernels.plan import Operand, Step
@@ -111,8 +120,13 @@ class BwdSm90F32(Family[BwdSm90F32Row]):
     # Split operands would take far more memory than such tensors do
     takes_overlapping_rows = False
     grad_sets = (("dq", "dk", "dv", "dsinks"),)
+    length_classes = (SHARES,)
     needs_wgmma = True
     takes_any_scale = False
+
+    def drawback(self, key: PlanKey) -> str | None:
+        rows = [self.select(kernel, key) for kernel in self.kernels]
+        return small_call(key) or padding([row for row in rows if row.is_dq], key)
 
     def every_row(self, dtype: str) -> Iterator[BwdSm90F32Row]:
         for kernel, by_dims in _TILES.items():

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.fwd_sm80 import QUERY_TILE_BYTES
-from flashtile.kernels.families.mma_sync import MmaRow, refuse_slow_tf32
+from flashtile.kernels.families.mma_sync import MmaRow, refuse_slow_tf32, small_call
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
 from flashtile.kernels.length_class import FewQueries
 from flashtile.kernels.plan import Factor, SplitRule, Step
@@ -102,6 +102,9 @@ class FwdSm80F32(Family[Sm80F32Row]):
         if reason is None and key.length(_FEW):
             reason = f"at most {_FEW.tile_rows} queries: most rows of its tiles would be empty"
         return reason
+
+    def drawback(self, key: PlanKey) -> str | None:
+        return small_call(key)
 
     def every_row(self, dtype: str) -> Iterator[Sm80F32Row]:
         for dims, tiles in _TILES.items():

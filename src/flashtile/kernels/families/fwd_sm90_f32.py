@@ -11,7 +11,16 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from flashtile.kernels.families.base import Family, Launch, tile_step
-from flashtile.kernels.families.sm90_f32 import WARPGROUP_ROWS, Sm90F32Row, num_parts, part_workspaces, pre_pass
+from flashtile.kernels.families.mma_sync import small_call
+from flashtile.kernels.families.sm90_f32 import (
+    SHARES,
+    WARPGROUP_ROWS,
+    Sm90F32Row,
+    num_parts,
+    padding,
+    part_workspaces,
+    pre_pass,
+)
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
 from flashtile.kernels.length_class import FewQueries
 from flashtile.kernels.params import Sm90F32Params
@@ -90,7 +99,7 @@ class FwdSm90F32(Family[FwdSm90F32Row]):
     takes_out_dtypes = False
     # Split operands would take far more memory than such tensors do
     takes_overlapping_rows = False
-    length_classes = (_FEW,)
+    length_classes = (_FEW, SHARES)
     needs_wgmma = True
     takes_any_scale = False
 
@@ -99,6 +108,9 @@ class FwdSm90F32(Family[FwdSm90F32Row]):
         if reason is None and key.length(_FEW):
             reason = f"at most {WARPGROUP_ROWS} queries: splitting the keys would take longer than attending to them"
         return reason
+
+    def drawback(self, key: PlanKey) -> str | None:
+        return small_call(key) or padding([self.select(kernel, key) for kernel in self.kernels], key)
 
     def every_row(self, dtype: str) -> Iterator[FwdSm90F32Row]:
         for kernel, by_dims in _TILES.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashtile.kernels import speeds
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Row, RowT
 from flashtile.kernels.spec import PlanKey
@@ -16,6 +17,11 @@ def refuse_slow_tf32(arch: Arch) -> str | None:
     if arch.number < min(_FAST_TF32):
         return f"{arch.name} has no TF32 products"
     return None if arch.number in _FAST_TF32 else f"FMA is as fast as three TF32 products on {arch.name}"
+
+
+def small_call(key: PlanKey) -> str | None:
+    """Why FFMA goes first in float32, or None."""
+    return None if key.length(speeds.SIZE) else "a small call: float32 by tensor cores was not timed there"
 
 
 class MmaRow(Row):

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from flashtile.kernels.families.base import Row
 from flashtile.kernels.families.steps import key_tiles, query_tiles
+from flashtile.kernels.length_class import LongShares
 from flashtile.kernels.params import Sm90F32Params, Struct
 from flashtile.kernels.plan import Factor, Grid, Step, Workspace
 from flashtile.kernels.source import plain_unit, qualified
@@ -61,6 +63,22 @@ def num_parts(kernel: str, key: PlanKey) -> int:
     if not kernel.endswith("_half"):
         return 3
     return 2 if key.matmul_precision == "highest" else 1
+
+
+# Parts have rows of whole slabs of 64 columns, and tiles of 64 queries, or as many keys as a kernel's, that hold one
+# sequence each. So those of short rows and sequences are far larger than what is split
+SHARES = LongShares(64, 128, 384)
+MOST_PADDING = 4  # bytes of parts over those of what is split: 6 over 4 without padding
+
+
+def padding(rows: Sequence[Sm90F32Row], key: PlanKey) -> str | None:
+    """Why the parts of a call might take too much memory, or None."""
+    pairs = [pair for row in rows for pair in zip(row.row_bytes, (key.head_dim, key.head_dim_v), strict=True)]
+    tile = max(WARPGROUP_ROWS, *(row.block_n for row in rows))
+    least = (1, SHARES.first, SHARES.second, SHARES.third)[key.length(SHARES)]  # rows of a sequence
+    if max(Fraction(row_bytes, 4 * dim) for row_bytes, dim in pairs) * (least + tile) <= MOST_PADDING * least:
+        return None
+    return f"rows or sequences so short that their parts might take over {MOST_PADDING} times the bytes of the inputs"
 
 
 RANGE = Workspace("range", _RANGE_BYTES, (), is_zeroed=True)  # what the pre-pass finds out about the numbers

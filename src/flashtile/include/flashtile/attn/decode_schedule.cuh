@@ -40,6 +40,7 @@ template <class Config, class Mask, class SeqInfo>
 struct DecodeSchedule {
   using Packing = HeadPacking<Config>;
   static constexpr i32 kBlockN = Config::kBlockN;
+  static constexpr i32 kLengthsInFlight = 4;  // of a lane: none needs the result of another
 
   // What a sequence adds to the line.
   struct Work {
@@ -86,39 +87,45 @@ struct DecodeSchedule {
     return x;
   }
 
-  // Finds this block's units: from the lengths of 32 sequences at a time. Scope: warp (equal in all warps that call).
+  // Finds this block's units: sums the lengths of up to 32 groups of sequences, and looks into the group of its last
+  // unit in the same way, until a group is 32 sequences. One loop for all: code that is not in the instruction cache
+  // costs more than another look at some lengths. Scope: warp (equal in all warps that call).
   FT_DEVICE explicit DecodeSchedule(const Params& params) : p(params) {
     num_heads = Packing::num_heads(p);
     num_queries = Packing::num_queries(p);
     if constexpr (SeqInfo::kHasLengths) {
-      // Twice over the sequences: for the sum, and for the sequence of this block's last unit. One loop for both: code
-      // that is not in the instruction cache costs more than a second look at the lengths.
-      bool is_summed = false, needs_sum = true;
-      i32 chunk = 0, before = 0, sum = 0;
-      Work found_here;
+      i32 lane = threadIdx.x % 32, from = 0, count = p.batch, before = 0;  // sequences; units before them
+      bool is_summed = false;
       while (true) {
-        if (needs_sum) {
-          i32 b = chunk + threadIdx.x % 32;
-          found_here = find(min_of(b, p.batch - 1));
-          sum = running_sum(b < p.batch ? found_here.total : 0);
+        bool is_last = count <= 32;
+        i32 group = 32 * ceil_div(count, 32 * 32), units = 0;  // of this lane: of a group, at last of a sequence
+        Work found_here;
+        for (i32 start = 0, place = 0; start < count; start += group, ++place) {
+          i32 sum = 0, end = min_of(start + group, count);
+#pragma unroll kLengthsInFlight
+          for (i32 i = start + lane; i - lane < end; i += 32) {
+            found_here = find(from + min_of(i, count - 1));
+            sum += i < end ? found_here.total : 0;
+          }
+          if (!is_last) sum = __shfl_sync(0xffffffffu, running_sum(sum), 31);
+          if (is_last || place == lane) units = sum;
         }
-        u32 later = __ballot_sync(0xffffffffu, before + sum >= next);
-        if (is_summed && later != 0) {
-          i32 found = __ffs(later) - 1;
-          batch = chunk + found;
-          work = from_lane(found_here, found);
-          first = before + __shfl_sync(0xffffffffu, sum, found) - work.total;
-          return;
-        }
-        before += __shfl_sync(0xffffffffu, sum, 31);
-        chunk += 32;
-        if (chunk >= p.batch && !is_summed) {
-          deal_out(before);
+        i32 sum = running_sum(units);
+        if (!is_summed) {
+          deal_out(__shfl_sync(0xffffffffu, sum, 31));
           if (is_done()) return;
           is_summed = true;
-          needs_sum = p.batch > 32;
-          chunk = before = 0;
         }
+        i32 found = __ffs(__ballot_sync(0xffffffffu, before + sum >= next)) - 1;
+        before += __shfl_sync(0xffffffffu, sum - units, found);
+        if (is_last) {
+          batch = from + found;
+          work = from_lane(found_here, found);
+          first = before;
+          return;
+        }
+        from += found * group;
+        count = min_of(group, count - found * group);
       }
     } else {
       i32 each = find(0).total;
