@@ -52,7 +52,7 @@ struct Rule {
   i64 more;   // kSize: what is added; kBroadcastSize, kDistinctSize, kBounded, kShare, kLeast: a value
 };
 
-enum class Layout : u8 { kRows, kContiguous, kAny, kAligned };
+enum class Layout : u8 { kRows, kContiguous, kAny, kAligned, kPairs };
 
 struct Operand {
   i32 tensor;
