@@ -89,7 +89,7 @@ def expected(
     params.lse_batch_stride = lse.stride(0) if lse.dim() == 3 else 0
     params.lse_head_stride, params.lse_size = lse.stride(-2), lse.numel()
     for name in ("bias", "mask"):
-        if (tensor := getattr(args, name)) is not None:
+        if (tensor := tensors.get(name)) is not None:
             strides = zip(tensor.stride(), tensor.shape, strict=True)
             getattr(params, f"{name}_strides")[:] = [0 if length == 1 else stride for stride, length in strides]
     if args.bias is not None:

@@ -59,6 +59,9 @@ class Launch(NamedTuple):
 # Tensors
 
 
+COPIED = ("aligned", "pairs")  # strides of an operand: both executors copy a tensor that has others
+
+
 def prepare(plan: LaunchPlan, given: Tensors) -> dict[str, Tensor]:
     """The tensors that kernels read and write: those given, or copies where kernels expect another form."""
     return {operand.name: _fitting(operand, given) for operand in plan.operands}
@@ -71,7 +74,7 @@ def _fitting(operand: Operand, given: Tensors) -> Tensor:
     tensor = given[operand.name]
     if is_fitting(operand, tensor):
         return tensor
-    if operand.strides == "aligned":
+    if operand.strides in COPIED:
         return aligned_rows(tensor, operand.is_written)
     dtype = tensor.dtype if operand.dtype is None else getattr(torch, operand.dtype)
     if operand.is_written:
@@ -86,7 +89,18 @@ def is_fitting(operand: Operand, tensor: Tensor) -> bool:
         return tensor.is_contiguous()
     if operand.strides == "aligned" and not is_aligned16(tensor):
         return False
+    if operand.strides == "pairs":
+        return has_pairs(tensor)
     return operand.strides == "any" or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
+
+
+def has_pairs(tensor: Tensor) -> bool:
+    """Pairs of elements of a row lie on 4-byte boundaries, or there is one row alone in memory."""
+    size, last = tensor.element_size(), tensor.shape[-1]
+    if size >= 4 or any(tensor.shape[axis] == 1 or tensor.stride(axis) == 0 for axis in (-1, -2)):
+        return True
+    offsets = [tensor.stride(axis) * size for axis in range(-tensor.dim(), -1) if tensor.shape[axis] > 1]
+    return last <= 1 or (tensor.stride(-1) == 1 and all(offset % 4 == 0 for offset in (tensor.data_ptr(), *offsets)))
 
 
 def aligned_rows(tensor: Tensor, is_written: bool) -> Tensor:

@@ -172,7 +172,7 @@ def register_host_plan(kind: int, launch: Launch) -> None:
 def _hand_over(kind: int, launch: Launch) -> None:
     module, plan = _module(), launch.plan
     is_in_place = all(
-        operand.like or operand.strides == "aligned" or executor.is_fitting(operand, launch.tensors[operand.name])
+        operand.like or operand.strides in executor.COPIED or executor.is_fitting(operand, launch.tensors[operand.name])
         for operand in plan.operands
     )
     if module.is_python_only() or not is_in_place:
@@ -227,7 +227,7 @@ def record_launches() -> Iterator[dict[tuple[str, str], None]]:
 
 # A plan as numbers, in the order that csrc/exec/plan.cpp reads them
 
-_LAYOUTS = ("rows", "contiguous", "any", "aligned")
+_LAYOUTS = ("rows", "contiguous", "any", "aligned", "pairs")
 _MEMSET, _KERNEL, _ENGINE = range(3)  # csrc/exec/plan.h: StepKind
 _RULES = (
     *("tensor", "workspace", "stride", "broadcast_stride", "size", "elements", "broadcast_size"),

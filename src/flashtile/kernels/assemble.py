@@ -72,6 +72,7 @@ def plan_of(key: PlanKey, layout: CallLayout, launch: Launch) -> LaunchPlan:
         operands += [Operand("dout", dtype=key.out_dtype), *_grad_operands(key.grads), *launch.scratch]
         operands += [Operand("dlse", strides="contiguous", dtype="float32")] if "dlse" in layout.tensors else []
         tensors += ["dout", *(operand.name for operand in operands if operand.name in ("dq", "dk", "dv"))]
+    operands = [item._replace(strides="pairs") if item.name in launch.in_pairs else item for item in operands]
     if key.copies_rows:
         operands = [item._replace(strides="aligned") if item.name in tensors else item for item in operands]
     steps: tuple[AnyStep, ...] = (*(Memset(name) for name in launch.zeroed), *launch.steps)

@@ -151,7 +151,8 @@ class Operand(NamedTuple):
 
     name: str
     # "rows": the last dimension is contiguous; "contiguous": all are; "any"; "aligned": as "rows", and every row starts
-    # on a 16-byte boundary. Its copy has zeros behind each row, up to a multiple of 16 bytes, that kernels may read
+    # on a 16-byte boundary. Its copy has zeros behind each row, up to a multiple of 16 bytes, that kernels may read.
+    # "pairs": as "any", and rows that are not one in memory have their pairs of elements on 4-byte boundaries
     strides: str = "rows"
     dtype: str | None = None  # None: its own
     is_written: bool = False

@@ -118,7 +118,21 @@ bool put_float(u8* place, double number) {
 bool is_fitting(const Operand& operand, const View& tensor) {
   if (operand.dtype != Dtype::kNone && operand.dtype != tensor.dtype) return false;
   if (operand.layout == Layout::kContiguous) return tensor.is_contiguous();
-  return operand.layout == Layout::kAny || tensor.size(-1) <= 1 || tensor.stride(-1) == 1;
+  return operand.layout == Layout::kAny || operand.layout == Layout::kPairs || tensor.size(-1) <= 1 ||
+         tensor.stride(-1) == 1;
+}
+
+// As executor.py: has_pairs
+bool has_pairs(const View& tensor) {
+  if (size_of(tensor.dtype) >= 4) return true;
+  for (i32 axis : {-1, -2}) {
+    if (tensor.size(axis) == 1 || tensor.stride(axis) == 0) return true;
+  }
+  i64 bytes = reinterpret_cast<i64>(tensor.data);
+  for (i32 axis = -kMaxDim; axis < -1; ++axis) {
+    if (tensor.size(axis) > 1) bytes |= tensor.stride(axis) * size_of(tensor.dtype);
+  }
+  return tensor.stride(-1) == 1 && bytes % 4 == 0;
 }
 
 // TMA can read the tensor: its last axis is contiguous, and rows begin on 16-byte boundaries.
@@ -144,7 +158,7 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
   operands_.resize(in.index(kMaxTensors + 1));
   for (Operand& operand : operands_) {
     operand.tensor = in.index(kMaxTensors);
-    operand.layout = static_cast<Layout>(in.index(4));
+    operand.layout = static_cast<Layout>(in.index(5));
     operand.dtype = static_cast<Dtype>(in.index(static_cast<i32>(Dtype::kCount)));
     operand.like = in.index(kMaxTensors + 1) - 1;
     operand.is_written = in.index(2) != 0;
@@ -228,7 +242,10 @@ bool Plan::takes(const Call& call) const {
 bool Plan::stage(Call& call, Filled& filled) const {
   for (const Operand& operand : operands_) {
     View& view = call.tensors[operand.tensor];
-    if (operand.layout != Layout::kAligned || operand.like >= 0 || view.is_aligned16()) continue;
+    if (operand.like >= 0) continue;
+    bool is_odd = operand.layout == Layout::kAligned ? !view.is_aligned16()
+                                                     : operand.layout == Layout::kPairs && !has_pairs(view);
+    if (!is_odd) continue;
     Staged& staged = filled.staged.emplace_back(Staged{operand.tensor, operand.is_written, view, Owned()});
     if (!staged.memory.allocate_aligned(view, operand.is_written)) return false;
   }

@@ -54,7 +54,7 @@ struct Rule {
               // divisor
 };
 
-enum class Layout : u8 { kRows, kContiguous, kAny, kAligned };
+enum class Layout : u8 { kRows, kContiguous, kAny, kAligned, kPairs };
 
 struct Operand {
   i32 tensor;

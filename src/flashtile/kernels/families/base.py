@@ -90,6 +90,7 @@ class Launch:
     maps: tuple[MapPatch, ...] = ()
     scratch: tuple[Operand, ...] = ()  # outputs that a kernel writes and the call does not want
     zeroed: tuple[str, ...] = ()  # outputs that the kernels do not write everywhere
+    in_pairs: tuple[str, ...] = ()  # tensors that kernels would read one element at a time where pairs are not aligned
     struct: Struct = Params
 
 

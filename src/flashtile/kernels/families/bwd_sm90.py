@@ -169,7 +169,8 @@ class BwdSm90(Family[BwdSm90Row]):
             steps.append(self._step(self.select("bwd_sm90_dbias", key), key, layout))
         # Keys outside every sequence have no owner
         zeroed = tuple(name for name in ("dk", "dv", "dbias") if layout.has_lengths and name in key.grads)
-        return Launch(tuple(steps), _workspaces(row, key), None, _maps(row, layout), scratch, zeroed, BwdSm90Params)
+        workspaces, maps = _workspaces(row, key), _maps(row, layout)
+        return Launch(tuple(steps), workspaces, None, maps, scratch, zeroed, ("bias",), BwdSm90Params)
 
     def launch_row(self, row: BwdSm90Row, key: PlanKey, layout: CallLayout) -> Launch:
         steps = (mask_bits(MASK_TILE),) * key.features.has_bool_mask + (self._step(row, key, layout),)

@@ -152,7 +152,8 @@ class BwdSm90Wide(Family[BwdSm90WideRow]):
             steps.append(self._step(row, key, layout))
         # Keys outside every sequence have no owner
         zeroed = tuple(name for name in ("dk", "dv") if layout.has_lengths and name in key.grads)
-        return Launch(tuple(steps), _workspaces(key), None, _maps(row, layout), scratch, zeroed, BwdSm90WideParams)
+        workspaces, maps = _workspaces(key), _maps(row, layout)
+        return Launch(tuple(steps), workspaces, None, maps, scratch, zeroed, ("bias",), BwdSm90WideParams)
 
     def launch_row(self, row: BwdSm90WideRow, key: PlanKey, layout: CallLayout) -> Launch:
         steps = (mask_bits(MASK_TILE),) * key.features.has_bool_mask + (self._step(row, key, layout),)

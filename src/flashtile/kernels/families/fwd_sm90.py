@@ -228,7 +228,8 @@ class FwdSm90(Family[Sm90Row]):
         if packed_heads > 1:
             splits = SplitRule(row.queries(packed_heads), 2 * row.block_n, "head_tiles", blocks=1)
         workspaces = (*plain.workspaces, *partial_results(key))
-        return Launch((*plain.steps, combine(key, layout)), workspaces, splits, plain.maps, struct=FwdSm90Params)
+        steps = *plain.steps, combine(key, layout)
+        return Launch(steps, workspaces, splits, plain.maps, in_pairs=("bias",), struct=FwdSm90Params)
 
     def launch_row(self, row: Sm90Row, key: PlanKey, layout: CallLayout) -> Launch:
         packed_heads = self.packed_heads(key) if row.packs_heads else 1
