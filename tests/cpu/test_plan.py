@@ -106,6 +106,7 @@ def expected(
     params.window_left, params.window_right = (-1 if reach >= 1 << 30 else reach for reach in key_window(args))
     params.is_top_left, params.softcap = args.causal == "top_left", args.softcap
     params.scale, params.scale_log2 = softmax_scale(args), softmax_scale(args) * math.log2(math.e)
+    params.softcap_factor = softmax_scale(args) / args.softcap if args.softcap else 0.0
     params.dropout_threshold, params.keep_factor = (
         dropout.threshold(args.dropout_p),
         dropout.keep_factor(args.dropout_p),
@@ -139,6 +140,26 @@ def filled(
     pointers = executor.addresses(tensors, room, room.allocate(args.q.device))
     image = executor.fill(plan, tensors, call.scalars_of(args), values, pointers)
     return image, expected(args, tensors, pointers, values["num_splits"]), values
+
+
+@pytest.mark.parametrize("scale", [5e-324, 1e-46, 7e-46, 1e-44, 0.125, 1e38])
+def test_a_positive_scale_is_positive_in_float32(scale: float) -> None:
+    found = ctypes.c_float(call.scalars_of(Case(scale=scale).make(0).args)["scale_log2"]).value
+    assert found == max(ctypes.c_float(scale * math.log2(math.e)).value, 2.0**-149)
+
+
+@pytest.mark.parametrize("softcap", [5e-324, 1e-45, 1e-25, 1.0, 1e30, 3e38])
+@pytest.mark.parametrize("scale", [0.0, 1e-100, 1e-30, -0.125, 1.0, 1e20, -1.7e38])
+def test_the_factor_of_a_softcap_is_a_float32_number(scale: float, softcap: float) -> None:
+    scalars = call.scalars_of(Case(scale=scale, softcap=softcap).make(0).args)
+    cap, factor = (ctypes.c_float(scalars[name]).value for name in ("softcap", "softcap_factor"))
+    assert 2.0**-100 <= cap <= 2.0**100
+    assert math.isfinite(ctypes.c_float(2 * math.log2(math.e) * factor).value)
+    if 2.0**-126 <= abs(scale / softcap) <= 2.0**126 and 2.0**-100 <= softcap <= 2.0**100:
+        assert (cap, factor) == tuple(ctypes.c_float(x).value for x in (softcap, scale / softcap))
+    elif abs(scale) >= 2.0**-100 and softcap > 1.0:
+        # What is not capped is multiplied by the scale
+        assert cap * factor == pytest.approx(scale, rel=1e-6)
 
 
 @pytest.mark.parametrize("part", range(4))

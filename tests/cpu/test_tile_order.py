@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from flashtile.problem import MAX_LENGTH
 from flashtile.runtime.nvrtc import INCLUDE
 
 COMPILER = shutil.which("g++")
@@ -25,6 +26,7 @@ BUILTINS = """
 struct Index { unsigned x = 0; };
 inline thread_local Index blockIdx, gridDim, threadIdx;
 struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
@@ -110,6 +112,32 @@ extern "C" int walk(const uint2* map, int num_rows, int seqlen_k, int i_begin, i
                   [&](int word) { return make_uint2(window.load_visible(word), window.load_full(consumer, word)); });
   }
   return count;
+}
+// Where a query tile looks for the bits of query i of its head number `head`, and where they are; in words.
+template <bool kPacksHeads_, int kNumConsumers_, int kBlockN_>
+struct MaskConfig {
+  static constexpr bool kPacksHeads = kPacksHeads_;
+  static constexpr i32 kNumConsumers = kNumConsumers_, kBlockN = kBlockN_;
+};
+template <class Config>
+void find_bits(const Params& p, int i_begin, int num_heads, int head, int i, int n, i64* found) {
+  constexpr i32 kBlockN = Config::kBlockN;
+  MaskWindow<true, Config::kNumConsumers> window;
+  window.template find<kBlockN>(p, p.batch - 1, p.heads - num_heads, num_heads, i_begin, p.seqlen_q);
+  MaskOffset<Config> offset = window.template row_offset<Config>(head, i - (i_begin < 0 ? 0 : i_begin));
+  const uint4* words = window.bits + (offset + static_cast<MaskOffset<Config>>(n));
+  found[0] = words - reinterpret_cast<const uint4*>(p.mask_bits);
+  MaskLayout<kBlockN> layout(p);
+  found[1] = layout.bits_index(layout.plane(p.batch - 1, p.heads - num_heads + head), i, n);
+}
+extern "C" void bits_of(int tile, int batch, int heads, int seqlen_q, int seqlen_k, int i_begin, int num_heads,
+                        int head, int i, int n, i64* found) {
+  Params p{};
+  p.batch = batch, p.heads = heads, p.seqlen_q = seqlen_q, p.seqlen_k = seqlen_k;
+  for (i64& stride : p.mask_strides) stride = 1;
+  auto find = tile == 0 ? find_bits<MaskConfig<false, 3, 128>> : tile == 1 ? find_bits<MaskConfig<false, 2, 32>>
+                                                                           : find_bits<MaskConfig<true, 1, 64>>;
+  find(p, i_begin, num_heads, head, i, n, found);
 }
 extern "C" unsigned below(int end) { return columns_below(end); }
 """
@@ -285,6 +313,30 @@ def test_the_walk_over_key_tiles(library: ctypes.CDLL, seed: int) -> None:
         count = library.walk((ctypes.c_uint * len(words))(*words), *sizes, found, is_full)
         assert found[:count] == expected
         assert [bool(x) for x in is_full[:count]] == [full[own][n] for n in expected]
+
+
+@pytest.mark.parametrize(
+    ("tile", "block_n", "sizes", "i_begin", "num_heads"),
+    [
+        (0, 128, (1, 1, 1 << 19, 1 << 18), 1 << 18, 1),  # sizes: batch, heads, queries, keys
+        (0, 128, (2, 3, 1 << 30, 1 << 30), (1 << 30) - 192, 1),
+        (0, 128, (1, 1, 192, MAX_LENGTH), 0, 1),
+        (0, 128, (1, 1, 192, MAX_LENGTH), -64, 1),
+        (1, 32, (1, 1, 128, MAX_LENGTH), 0, 1),
+        (2, 64, (1, 64, 64, MAX_LENGTH), 63, 64),
+        (2, 64, (3, 64, 64, 1 << 27), 0, 16),
+    ],
+)
+def test_the_bits_of_large_masks(
+    library: ctypes.CDLL, tile: int, block_n: int, sizes: tuple[int, ...], i_begin: int, num_heads: int
+) -> None:
+    """No offset wraps around at 32 bits."""
+    found, (_, _, seqlen_q, seqlen_k) = (ctypes.c_int64 * 2)(), sizes
+    for head in {0, num_heads - 1}:
+        for i in {max(i_begin, 0), seqlen_q - 1 if tile == 2 else min(i_begin + 191, seqlen_q - 1)}:
+            for n in (0, -(-seqlen_k // block_n) - 1):
+                library.bits_of(tile, *sizes, i_begin, num_heads, head, i, n, found)
+                assert found[0] == found[1], (head, i, n)
 
 
 def test_columns_below_an_end(library: ctypes.CDLL) -> None:

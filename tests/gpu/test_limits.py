@@ -66,6 +66,45 @@ def test_huge_logits(scale: float, seed: int) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scale", large_scores.SMALL_SCALES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_scale_too_small_to_leave_anything(backend: str, scale: float, dtype: torch.dtype, seed: int) -> None:
+    large_scores.check_a_scale_too_small_to_leave_anything(backend, "cuda", scale, dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_denormal_scale(backend: str, dtype: torch.dtype, seed: int) -> None:
+    large_scores.check_a_denormal_scale(backend, "cuda", dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("scale", "softcap"), large_scores.SCALES_AND_SOFTCAPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_scale_over_the_softcap(backend: str, scale: float, softcap: float, dtype: torch.dtype, seed: int) -> None:
+    large_scores.check_a_scale_over_the_softcap(backend, "cuda", scale, softcap, dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_softcap_far_over_the_scale(backend: str, dtype: torch.dtype, seed: int) -> None:
+    large_scores.check_a_softcap_far_over_the_scale(backend, "cuda", dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dropout_p", large_scores.LARGE_DROPOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dropout_of_nearly_everything(backend: str, dtype: torch.dtype, dropout_p: float, seed: int) -> None:
+    large_scores.check_dropout_of_nearly_everything(backend, "cuda", dtype, dropout_p)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dropout_of_a_probability_of_1(backend: str, dtype: torch.dtype, seed: int) -> None:
+    large_scores.check_dropout_of_a_probability_of_1(backend, "cuda", dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_window_of_a_billion_keys(backend: str, seed: int) -> None:
     """Over 2^30 queries, one row in memory, and 64 keys: the window hides keys from the last queries alone."""
     num_keys, left = 64, 1 << 30

@@ -61,6 +61,33 @@ def test_huge_logits(seed: int) -> None:
     large_scores.check_huge_logits("triton", "cpu", 1e11, seed)
 
 
+@pytest.mark.parametrize(("scale", "dtype"), [(1e-44, torch.float32), (1e-46, torch.float16), (1e-300, torch.float32)])
+def test_a_scale_too_small_to_leave_anything(scale: float, dtype: torch.dtype, seed: int) -> None:
+    large_scores.check_a_scale_too_small_to_leave_anything("triton", "cpu", scale, dtype)
+
+
+def test_a_denormal_scale(seed: int) -> None:
+    large_scores.check_a_denormal_scale("triton", "cpu", torch.float32)
+
+
+@pytest.mark.parametrize(("scale", "softcap"), [(1e20, 1e-25), (1e38, 0.5), (-1e20, 1e-25)])
+def test_a_scale_over_the_softcap(scale: float, softcap: float, seed: int) -> None:
+    large_scores.check_a_scale_over_the_softcap("triton", "cpu", scale, softcap)
+
+
+def test_a_softcap_far_over_the_scale(seed: int) -> None:
+    large_scores.check_a_softcap_far_over_the_scale("triton", "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("dropout_p", [0.99, 0.99999])
+def test_dropout_of_nearly_everything(dropout_p: float, seed: int) -> None:
+    large_scores.check_dropout_of_nearly_everything("triton", "cpu", torch.float16, dropout_p)
+
+
+def test_dropout_of_a_probability_of_1(seed: int) -> None:
+    large_scores.check_dropout_of_a_probability_of_1("triton", "cpu", torch.float16)
+
+
 @pytest.mark.parametrize("causal", [False, "top_left"])
 def test_the_widest_windows_hide_nothing(causal: bool | str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions plus such a window do not fit into 32 bits."""

@@ -3,7 +3,6 @@ a plan."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from flashtile.backends import dropout
 from flashtile.backends.base import Grads
-from flashtile.kernels.params import kernel_softcap, kernel_window
+from flashtile.kernels.params import kernel_scale_log2, kernel_softcap, kernel_window
 from flashtile.kernels.spec import GRADS, CallLayout
 from flashtile.problem import (
     NUM_TENSORS,
@@ -61,12 +60,14 @@ def layout_of(args: AttentionArgs, tensors: dict[str, Tensor]) -> CallLayout:
 
 def scalars_of(args: AttentionArgs) -> dict[str, float | int]:
     scale, (left, right) = softmax_scale(args), map(kernel_window, key_window(args))
+    softcap, softcap_factor = kernel_softcap(args.softcap, scale, args.q.dtype == torch.float64)
     return {
         "window_left": left,
         "window_right": right,
         "scale": scale,
-        "scale_log2": scale * math.log2(math.e),
-        "softcap": args.softcap if args.q.dtype == torch.float64 else kernel_softcap(args.softcap),
+        "scale_log2": kernel_scale_log2(scale),
+        "softcap": softcap,
+        "softcap_factor": softcap_factor,
         "dropout_threshold": dropout.threshold(args.dropout_p),
         "keep_factor": dropout.keep_factor(args.dropout_p),
         "first_query": args.first_query,

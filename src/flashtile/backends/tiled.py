@@ -66,7 +66,7 @@ class Tiles:
         self.heads_kv = self.k.shape[1]
         self.q = self.grouped(segment.queries(args.q))
         self.scale = softmax_scale(args)
-        self.softcap = args.softcap if self.dtype == torch.float64 else kernel_softcap(args.softcap)
+        self.softcap, self.softcap_factor = kernel_softcap(args.softcap, self.scale, self.dtype == torch.float64)
         self.window = key_window(args)
         self.seqlen_q, self.seqlen_k, self.offset = segment.seqlen_q, segment.seqlen_k, segment.offset
         slopes = segment.slopes()
@@ -74,6 +74,7 @@ class Tiles:
         self.sinks = None if args.sinks is None else self.grouped(args.sinks[None].to(self.dtype))[..., None]
         self.bias = None if args.bias is None else self.grouped(segment.scores(args.bias))
         self.mask = None if args.mask is None else self.grouped(segment.scores(args.mask))
+        self.keep_factor = dropout.keep_factor(args.dropout_p)
         self.batch_heads = self.grouped(segment.batch_heads()) if args.dropout_p else None
 
     def grouped(self, tensor: Tensor) -> Tensor:
@@ -101,11 +102,13 @@ class Tiles:
 
     def scores(self, i: range, j: range, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
         """S of one tile, -inf where masked, and the softcap's tanh if there is a softcap."""
-        s = torch.einsum("bhgid,bhjd->bhgij", q, k) * self.scale
+        s = torch.einsum("bhgid,bhjd->bhgij", q, k)
         capped = None
         if self.softcap:
-            capped = torch.tanh(s / self.softcap)
+            capped = torch.tanh(s * self.softcap_factor)
             s = capped * self.softcap
+        else:
+            s = s * self.scale
         distance = (
             torch.arange(i.start, i.stop, device=s.device)[:, None]
             + self.offset
@@ -125,12 +128,12 @@ class Tiles:
         return s, capped
 
     def drop(self, p: Tensor, i: range, j: range) -> Tensor:
-        """Applies dropout to one tile of P or dP."""
+        """Applies dropout to one tile of P or dP, but for the factor of what is kept."""
         if self.batch_heads is None or self.args.rng_state is None:
             return p
         indices = dropout.indices(self.args, self.batch_heads, i, j)
         keep = dropout.keep_mask(self.args.rng_state, self.args.dropout_p, *indices)
-        return torch.where(keep, p * dropout.keep_factor(self.args.dropout_p), 0.0)
+        return torch.where(keep, p, 0.0)
 
 
 def forward_segment(tiles: Tiles, segment: Segment, out: Tensor, lse: Tensor) -> None:
@@ -159,7 +162,7 @@ def forward_segment(tiles: Tiles, segment: Segment, out: Tensor, lse: Tensor) ->
             l = l * alpha + torch.exp(tiles.sinks - finite(m_new))
             o, m = o * alpha[..., None], m_new
         # A fully masked row has l = 0: output 0, lse -inf
-        out[..., i.start : i.stop, :] = o / torch.where(l == 0, 1.0, l)[..., None]
+        out[..., i.start : i.stop, :] = o * (tiles.keep_factor / torch.where(l == 0, 1.0, l))[..., None]
         lse[..., i.start : i.stop] = m + torch.log(l)
 
 
@@ -195,11 +198,12 @@ def backward_segment(
             s, capped = tiles.scores(i, j, q, k)
             p = torch.exp((s - finite(lse[..., i.start : i.stop])[..., None]).clamp(max=0.0))
             if dv is not None:
-                dv[:, :, j.start : j.stop] += torch.einsum("bhgij,bhgid->bhjd", tiles.drop(p, i, j), do)
+                dropped = tiles.drop(p, i, j) * tiles.keep_factor
+                dv[:, :, j.start : j.stop] += torch.einsum("bhgij,bhgid->bhjd", dropped, do)
             if not needs_ds:
                 continue
             # dS through the softmax, then through the softcap and the scale
-            dp = tiles.drop(torch.einsum("bhgid,bhjd->bhgij", do, v), i, j)
+            dp = tiles.drop(torch.einsum("bhgid,bhjd->bhgij", do, v), i, j) * tiles.keep_factor
             ds = p * (dp - delta[..., i.start : i.stop, None])
             if dbias is not None:
                 part = crop(dbias, i, j)

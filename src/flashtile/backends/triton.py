@@ -42,6 +42,8 @@ MAX_HEAD_DIM = 256
 OLDEST_TRITON = (3, 6)
 OLDEST_CAPABILITY = (8, 0)
 _PREPROCESS_ROWS = 64
+# With a smaller scale the difference of two dot products may overflow where its product with the scale counts
+_SMALLEST_EXPONENT_SCALE = 2.0**-118
 
 
 class TritonBackend(Backend):
@@ -293,6 +295,7 @@ def _arguments(kernel: str, args: AttentionArgs, tensors: dict[str, Tensor]) -> 
         kernel, args.q.dtype, shape, args.q.device, args.bias is not None or args.mask is not None, is_aligned16
     )
     window_left, window_right = map(kernel_window, key_window(args))
+    softcap, softcap_factor = kernel_softcap(args.softcap, softmax_scale(args))
     # In a packed call no sequence is longer than the rows and columns of bias and mask
     score_tensors = [tensor for tensor in (args.bias, args.mask) if tensor is not None]
     seqlen_q = min([shape.seqlen_q, *(tensor.shape[2] for tensor in score_tensors if tensor.shape[2] != 1)])
@@ -320,7 +323,8 @@ def _arguments(kernel: str, args: AttentionArgs, tensors: dict[str, Tensor]) -> 
         "total_q": args.q.shape[row],
         "total_k": args.k.shape[row],
         "scale": softmax_scale(args),
-        "softcap": kernel_softcap(args.softcap),
+        "softcap": softcap,
+        "softcap_factor": softcap_factor,
         "window_left": window_left,
         "window_right": window_right,
         "drop_threshold": dropout.threshold(args.dropout_p),
@@ -350,9 +354,10 @@ def _forward_call(args: AttentionArgs, out: Tensor, lse: Tensor) -> Call:
     config, arguments = _arguments("fwd", args, {"out": out})
     num_m_blocks = _num_blocks(shape.seqlen_q, config.block_m)
     options = (args.alibi_slopes, args.bias, args.sinks)
-    has_plain_scores = softmax_scale(args) > 0.0 and args.softcap == 0.0 and all(option is None for option in options)
+    has_plain_scores = args.softcap == 0.0 and all(option is None for option in options)
+    scales_exponents = has_plain_scores and softmax_scale(args) >= _SMALLEST_EXPONENT_SCALE
     sinks = None if args.sinks is None else args.sinks.float().contiguous()
-    arguments |= {"lse": lse, "sinks": sinks, "num_m_blocks": num_m_blocks, "SCALE_IN_EXPONENT": has_plain_scores}
+    arguments |= {"lse": lse, "sinks": sinks, "num_m_blocks": num_m_blocks, "SCALE_IN_EXPONENT": scales_exponents}
     return "fwd", num_m_blocks * shape.heads * shape.batch, config, arguments
 
 

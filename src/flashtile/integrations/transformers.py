@@ -51,7 +51,7 @@ def register() -> None:
     for name, wrap in _WRAPPERS.items():
         method = getattr(PreTrainedModel, name)
         if not hasattr(method, "_flashtile_original"):
-            wrapper = functools.wraps(method)(wrap(method))
+            wrapper: Any = functools.wraps(method)(wrap(method))
             wrapper._flashtile_original = method
             setattr(PreTrainedModel, name, wrapper)
 

@@ -52,7 +52,8 @@ _OPTIONAL = (
     Operand("block_table"),
 )
 _SCALARS = (
-    *("window_left", "window_right", "scale", "scale_log2", "softcap", "dropout_threshold", "keep_factor"),
+    *("window_left", "window_right", "scale", "scale_log2", "softcap", "softcap_factor"),
+    *("dropout_threshold", "keep_factor"),
     *DROPOUT_ORIGIN,
 )
 Values = tuple[tuple[str, tuple[Rule, ...]], ...]

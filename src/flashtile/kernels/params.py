@@ -4,6 +4,7 @@ offset agrees."""
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 _POINTERS = (
@@ -43,7 +44,8 @@ _SIZES = (
 )
 
 DROPOUT_ORIGIN = ("first_query", "first_key_group", "first_head", "total_heads")
-WIDE_NUMBERS = ("scale", "scale_log2", "softcap", "keep_factor")  # in double precision for float64 calls
+# In double precision for float64 calls
+WIDE_NUMBERS = ("scale", "scale_log2", "softcap", "softcap_factor", "keep_factor")
 
 _APPEND_POINTERS = (
     *("k_cache", "v_cache", "k", "v", "cache_seqlens", "block_table", "rotary_cos", "rotary_sin"),
@@ -68,7 +70,7 @@ class Params(ctypes.Structure):
         *((name, ctypes.c_int64 * 4) for name in ("bias_strides", "mask_strides", "bias_sizes")),
         *((name, ctypes.c_int64) for name in ("alibi_batch_stride", "table_stride")),
         *((name, ctypes.c_int32) for name in _SIZES),
-        *((name, ctypes.c_float) for name in ("scale", "scale_log2", "softcap")),
+        *((name, ctypes.c_float) for name in ("scale", "scale_log2", "softcap", "softcap_factor")),
         ("dropout_threshold", ctypes.c_uint32),
         ("keep_factor", ctypes.c_float),
         *((name, ctypes.c_uint32) for name in DROPOUT_ORIGIN),
@@ -169,9 +171,13 @@ Struct = (
 
 # A wider window hides no key of the longest sequence (problem.py: MAX_LENGTH)
 _WIDEST_WINDOW = 2**31 - 1
-# Between these bounds float32 holds 1 / softcap and softcap * log2(e). A softcap outside gives the same float32 results
-# as the nearer bound, except for scores over 2^88 or under 2^-100
+# Between these bounds float32 holds softcap * log2(e). A softcap outside gives the same float32 results as the nearer
+# bound, except for scores over 2^88 or under 2^-100
 _SMALLEST_SOFTCAP, _LARGEST_SOFTCAP = 2.0**-100, 2.0**100
+# The factor of the softcap's tanh: float32 holds it, and 2 log2(e) times it. A softcap whose factor would be smaller
+# gives the same results as one with this factor, except for dot products over 2^114
+_SMALLEST_FACTOR, _LARGEST_FACTOR, _LARGEST_FACTOR_F64 = 2.0**-126, 2.0**126, 2.0**1022
+_SMALLEST_FLOAT = 2.0**-149
 
 
 def kernel_window(reach: int) -> int:
@@ -179,9 +185,23 @@ def kernel_window(reach: int) -> int:
     return reach if reach <= _WIDEST_WINDOW else -1
 
 
-def kernel_softcap(softcap: float) -> float:
-    """The softcap as kernels read it; 0 = none."""
-    return min(max(softcap, _SMALLEST_SOFTCAP), _LARGEST_SOFTCAP) if softcap > 0.0 else 0.0
+def kernel_scale_log2(scale: float) -> float:
+    """scale * log2(e) as kernels read it. A positive one stays positive in float32: kernels multiply masked scores,
+    -inf, by it."""
+    scale_log2 = scale * math.log2(math.e)
+    return max(scale_log2, _SMALLEST_FLOAT) if scale > 0.0 else scale_log2
+
+
+def kernel_softcap(softcap: float, scale: float, is_float64: bool = False) -> tuple[float, float]:
+    """The softcap as kernels read it, 0 = none, and scale / softcap, the factor of its tanh. It is finite: a dot
+    product of 0 must not give NaN."""
+    if softcap == 0.0:
+        return 0.0, 0.0
+    largest_factor = _LARGEST_FACTOR_F64 if is_float64 else _LARGEST_FACTOR
+    if not is_float64:
+        largest = min(_LARGEST_SOFTCAP, abs(scale) / _SMALLEST_FACTOR)
+        softcap = max(min(softcap, largest), _SMALLEST_SOFTCAP)
+    return softcap, max(-largest_factor, min(scale / softcap, largest_factor))
 
 
 def field_at(struct: Struct, name: str, index: int = 0) -> tuple[int, str]:

@@ -76,6 +76,7 @@ def bwd_dkdv_triton_kernel(
     num_n_blocks,
     scale,
     softcap,
+    softcap_factor,
     window_left,
     window_right,
     drop_threshold,
@@ -152,7 +153,7 @@ def bwd_dkdv_triton_kernel(
                 m0 = tl.multiple_of(part_begin + step % divisor * BLOCK_M if GROUP > 1 else step, BLOCK_M)
                 position = (b, h, offset, seqlen_q, seqlen_k)
                 slope = load_slope(alibi_slopes, alibi_batch_stride, b, h)
-                options = (scale, softcap, slope, window_left, window_right)
+                options = (scale, softcap, softcap_factor, slope, window_left, window_right)
                 q_pointer, do_pointer = pointer_to(q, b, h, q_first), pointer_to(dout, b, h, q_first)
                 stats_offset = (lse_batch.to(tl.int64) * heads + h) * lse_rows + q_first
                 i = m0 + tl.arange(0, BLOCK_M)
@@ -173,11 +174,11 @@ def bwd_dkdv_triton_kernel(
                 do_tile = load_tile(do_pointer + row_offset(dout, m0), do_offsets, is_query, DV, BLOCK_DV, part != 1)
                 if mask is not None or bias is not None:
                     do_tile = tl.where((row_lse == float("inf"))[:, None], 0.0, do_tile)
-                # dV
+                # dV; the keep factor is applied when it is stored: P times it may be too large for float16
                 if HAS_DROPOUT:
                     origin = (first_query, first_key, first_head, total_heads)
                     keep = tl.trans(dropout_keep(rng_state, origin, b, h, m0, n0, drop_threshold, BLOCK_M, BLOCK_N))
-                    dropped = tl.where(keep, p * keep_factor, 0.0)
+                    dropped = tl.where(keep, p, 0.0)
                     dv_tile = tl.dot(dropped.to(do_tile.dtype), do_tile, dv_tile, input_precision=PRECISION)
                 else:
                     dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, dv_tile, input_precision=PRECISION)
@@ -195,7 +196,7 @@ def bwd_dkdv_triton_kernel(
     dv_offsets = tile_offsets(dv, BLOCK_N, BLOCK_DV, USE_INT64)
     dk_pointer, dv_pointer = pointer_to(dk, b, h_kv, k_first + n0), pointer_to(dv, b, h_kv, k_first + n0)
     store_tile(dk_pointer, dk_offsets, dk_tile * scale, is_key, D, BLOCK_D)
-    store_tile(dv_pointer, dv_offsets, dv_tile, is_key, DV, BLOCK_DV)
+    store_tile(dv_pointer, dv_offsets, dv_tile * keep_factor, is_key, DV, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -225,6 +226,7 @@ def bwd_dq_triton_kernel(
     num_m_blocks,
     scale,
     softcap,
+    softcap_factor,
     window_left,
     window_right,
     drop_threshold,
@@ -262,7 +264,14 @@ def bwd_dq_triton_kernel(
     if IS_TOP_LEFT:
         offset = offset * 0
     position = (b, h, offset, seqlen_q, seqlen_k)
-    options = (scale, softcap, load_slope(alibi_slopes, alibi_batch_stride, b, h), window_left, window_right)
+    options = (
+        scale,
+        softcap,
+        softcap_factor,
+        load_slope(alibi_slopes, alibi_batch_stride, b, h),
+        window_left,
+        window_right,
+    )
     flags = (HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, alibi_slopes is not None, IS_FLOAT32)
     i = m0 + tl.arange(0, BLOCK_M)
     stats_offset = (lse_batch.to(tl.int64) * heads + h) * lse_rows + q_first

@@ -45,6 +45,7 @@ def bwd_dbias_triton_kernel(
     total_k,
     scale,
     softcap,
+    softcap_factor,
     window_left,
     window_right,
     drop_threshold,
@@ -95,7 +96,14 @@ def bwd_dbias_triton_kernel(
         if IS_TOP_LEFT:
             offset = offset * 0
         position = (b, h, offset, seqlen_q, seqlen_k)
-        options = (scale, softcap, load_slope(alibi_slopes, alibi_batch_stride, b, h), window_left, window_right)
+        options = (
+            scale,
+            softcap,
+            softcap_factor,
+            load_slope(alibi_slopes, alibi_batch_stride, b, h),
+            window_left,
+            window_right,
+        )
         stats_offset = (lse_batch.to(tl.int64) * heads + h) * lse_rows + q_first
         for m0 in tl.range(
             0 if BROADCAST_ROWS else m_block * BLOCK_M,

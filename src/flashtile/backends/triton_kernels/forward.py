@@ -36,6 +36,7 @@ def fwd_triton_kernel(
     num_m_blocks,
     scale,
     softcap,
+    softcap_factor,
     window_left,
     window_right,
     drop_threshold,
@@ -79,7 +80,14 @@ def fwd_triton_kernel(
     k_offsets = tile_offsets(k, BLOCK_N, BLOCK_D, USE_INT64)
     v_offsets = tile_offsets(v, BLOCK_N, BLOCK_DV, USE_INT64)
     position = (b, h, offset, seqlen_q, seqlen_k)
-    options = (scale, softcap, load_slope(alibi_slopes, alibi_batch_stride, b, h), window_left, window_right)
+    options = (
+        scale,
+        softcap,
+        softcap_factor,
+        load_slope(alibi_slopes, alibi_batch_stride, b, h),
+        window_left,
+        window_right,
+    )
     flags = (HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, alibi_slopes is not None, IS_FLOAT32)
     i = m0 + tl.arange(0, BLOCK_M)
     q_pointer = pointer_to(q, b, h, q_first + m0)

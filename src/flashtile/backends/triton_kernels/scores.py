@@ -53,11 +53,11 @@ def score_tile(s, i, j, bias, mask, position, options, flags, IS_PARTIAL, HAS_EN
     positions past the last key. SCALE_IN_EXPONENT: the caller applies the scale.
     """
     b, h, offset, seqlen_q, seqlen_k = position
-    scale, softcap, slope, window_left, window_right = options
+    scale, softcap, softcap_factor, slope, window_left, window_right = options
     HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, IS_FLOAT32 = flags
     capped = s
     if HAS_SOFTCAP:
-        capped = tanh(s * (scale / softcap), IS_FLOAT32)
+        capped = tanh(s * softcap_factor, IS_FLOAT32)
         s = capped * (softcap if bias is not None else softcap * LOG2E)
     elif not SCALE_IN_EXPONENT:
         s = s * (scale if bias is not None else scale * LOG2E)

@@ -108,7 +108,7 @@ struct BackwardTile {
         store(p_row + c, prob_c);
       }
     } else {
-      keep_factors(p, s, query, j, range, factors);
+      keep_factors(p, s, query, j, range, keep_factor_of(p), factors);
       for (i32 c = range.begin; c < range.end; c += kLanes) {
         vf prob_c = exp2_of(at_most_zero((load(p_row + c) - lse) * factor)), keep_factor = load(factors + c);
         store(ds_row + c, prob_c * (load(ds_row + c) * keep_factor - delta));

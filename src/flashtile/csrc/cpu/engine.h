@@ -15,7 +15,7 @@ enum class Element : i32 { kFloat32, kFloat16, kBfloat16, kFloat64 };
 // mirrors the struct.
 struct WideParams {
   Params base;  // without the numbers below
-  double scale, scale_log2, softcap, keep_factor;
+  double scale, scale_log2, softcap, softcap_factor, keep_factor;
 };
 
 // Rows of one sequence; the same fields as SequenceSpan in problem.py.

@@ -98,7 +98,7 @@ void forward_task(const EngineCall& call, i64 task, void* base) {
   const Params& p = *call.params;
   ForwardPlan plan(call);
   ForwardScratch t(p, plan, static_cast<real*>(base));
-  [[maybe_unused]] FlushDenormals flush;
+  [[maybe_unused]] FlushDenormals flush(scale_of(p));
 
   // Find the queries. Last blocks come first: under a causal mask they see the most keys
   i32 m_block = plan.num_m_blocks - 1 - static_cast<i32>(task % plan.num_m_blocks);
@@ -154,7 +154,7 @@ void forward_task(const EngineCall& call, i64 task, void* base) {
       softmax(rows, columns.vectors, t.s, plan.block_n, t.m + row, t.l + row * kLanes, alpha);
       if (p.dropout_threshold != 0) {
         for (i32 r = 0; r < rows; ++r) {
-          keep_factors(p, s, queries[row + r], j, columns.vectors, t.factors);
+          keep_factors(p, s, queries[row + r], j, columns.vectors, 1.0f, t.factors);
           real* line = t.s + r * plan.block_n;
           for (i32 c = columns.vectors.begin; c < columns.vectors.end; c += kLanes)
             store(line + c, load(line + c) * load(t.factors + c));
@@ -168,6 +168,8 @@ void forward_task(const EngineCall& call, i64 task, void* base) {
     }
   }
 
+  // Kept probabilities stay as they are until here
+  real keep_factor = p.dropout_threshold != 0 ? keep_factor_of(p) : real(1);
   for (i32 r = 0; r < num_rows; ++r) {
     const Query& query = queries[r];
     real m = t.m[r], l = horizontal_sum(load(t.l + r * kLanes)), alpha = 1.0f;
@@ -181,7 +183,7 @@ void forward_task(const EngineCall& call, i64 task, void* base) {
     }
     // A fully masked row has l = 0: output 0, lse -inf
     store_row(query_row(p.out, p.out_strides, call.out_element, s, query.head, query.i), t.o + r * t.v.padded_dim,
-              call.out_element, p.head_dim_v, l == 0.0f ? 0.0f : alpha / l);
+              call.out_element, p.head_dim_v, l == 0.0f ? 0.0f : alpha / l * keep_factor);
     reals(p.lse)[query.lse_idx] = l == 0.0f ? -kInfinity : m * (is_natural ? real(1) : kLn2) + log_of(l);
   }
 }

@@ -13,11 +13,13 @@ FT_INLINE const WideParams& wide(const Params& p) { return reinterpret_cast<cons
 FT_INLINE double scale_of(const Params& p) { return wide(p).scale; }
 FT_INLINE double scale_log2_of(const Params& p) { return wide(p).scale_log2; }
 FT_INLINE double softcap_of(const Params& p) { return wide(p).softcap; }
+FT_INLINE double softcap_factor_of(const Params& p) { return wide(p).softcap_factor; }
 FT_INLINE double keep_factor_of(const Params& p) { return wide(p).keep_factor; }
 #else
 FT_INLINE float scale_of(const Params& p) { return p.scale; }
 FT_INLINE float scale_log2_of(const Params& p) { return p.scale_log2; }
 FT_INLINE float softcap_of(const Params& p) { return p.softcap; }
+FT_INLINE float softcap_factor_of(const Params& p) { return p.softcap_factor; }
 FT_INLINE float keep_factor_of(const Params& p) { return p.keep_factor; }
 #endif
 FT_INLINE bool has_softcap(const Params& p) { return softcap_of(p) > 0; }
@@ -104,7 +106,7 @@ FT_INLINE real in_score_unit(const Params& p, real x) {
 // The factor of a dot product: it gives the score, or the argument of the softcap's tanh. Q itself is not scaled,
 // because the rounding errors of a scaled Q would add up over head_dim.
 FT_INLINE real dot_factor(const Params& p) {
-  if (has_softcap(p)) return scale_of(p) / softcap_of(p);
+  if (has_softcap(p)) return softcap_factor_of(p);
   return has_natural_scores(p) ? scale_of(p) : scale_log2_of(p);
 }
 
@@ -161,10 +163,9 @@ FT_INLINE bool has_score_options(const Params& p) {
 
 constexpr i32 kDropoutGroup = 8;  // consecutive keys that share one Philox call
 
-// 0 or the keep factor for `columns` of a row of a tile (bounds are multiples of 4). The bits are in docs/semantics.md.
-void keep_factors(const Params& p, const Sequence& sequence, const Query& query, i32 j_begin, Range columns,
+// 0 or `kept` for `columns` of a row of a tile (bounds are multiples of 4). The bits are in docs/semantics.md.
+void keep_factors(const Params& p, const Sequence& sequence, const Query& query, i32 j_begin, Range columns, real kept,
                   real* factors) {
-  real keep_factor = keep_factor_of(p);
   constexpr i32 kGroups = 16;  // computed together, so that the compiler vectorises the loops
   u64 seed = static_cast<u64>(p.rng_state[0]);
   u32 batch_head = p.first_head + static_cast<u32>(sequence.batch_idx) * p.total_heads + static_cast<u32>(query.head),
@@ -191,7 +192,7 @@ void keep_factors(const Params& p, const Sequence& sequence, const Query& query,
     for (i32 g = 0; g < groups; ++g) {
       for (i32 lane = 0; lane < kDropoutGroup; ++lane) {
         u32 bits = w[lane / 2][g] >> (16 * (lane % 2)) & 0xffffu;
-        factors[(first + g) * kDropoutGroup + lane] = bits < p.dropout_threshold ? 0.0f : keep_factor;
+        factors[(first + g) * kDropoutGroup + lane] = bits < p.dropout_threshold ? 0.0f : kept;
       }
     }
   }

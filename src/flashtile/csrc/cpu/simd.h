@@ -49,9 +49,9 @@ constexpr real kLog2e = static_cast<real>(1.4426950408889634074);
 constexpr real kLn2 = static_cast<real>(0.69314718055994530942);
 constexpr real kInfinity = __builtin_inff();
 #if defined(FT_DOUBLE)
-constexpr real kLargest = __DBL_MAX__;
+constexpr real kLargest = __DBL_MAX__, kSmallestNormal = __DBL_MIN__;
 #else
-constexpr real kLargest = __FLT_MAX__;
+constexpr real kLargest = __FLT_MAX__, kSmallestNormal = __FLT_MIN__;
 #endif
 
 typedef real vf __attribute__((vector_size(kVectorBytes)));
@@ -231,12 +231,17 @@ FT_INLINE real horizontal_sum(vf x) {
   return sum;
 }
 
-// Flushes denormals to zero during its lifetime: the tail of a softmax has many of them, and they are slow.
+// Flushes denormals to zero during its lifetime: the tail of a softmax has many of them, and they are slow. Not where
+// the scale is one.
 struct FlushDenormals {
 #if defined(__x86_64__)
   u32 saved = _mm_getcsr();
-  FlushDenormals() { _mm_setcsr(saved | 0x8040u); }
+  explicit FlushDenormals(real scale) {
+    if (scale <= -kSmallestNormal || scale >= kSmallestNormal) _mm_setcsr(saved | 0x8040u);
+  }
   ~FlushDenormals() { _mm_setcsr(saved); }
+#else
+  explicit FlushDenormals(real) {}
 #endif
 };
 

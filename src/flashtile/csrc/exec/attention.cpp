@@ -7,10 +7,12 @@
 namespace flashtile {
 namespace {
 
-constexpr i64 kMaxLength = (i64{1} << 31) - 1024;                         // problem.py: MAX_LENGTH
-constexpr i64 kWidestWindow = std::numeric_limits<i32>::max();            // kernels/params.py: kernel_window
-constexpr double kSmallestSoftcap = 0x1p-100, kLargestSoftcap = 0x1p100;  // kernels/params.py: kernel_softcap
-constexpr double kLargestScale = 0x1p127;                                 // problem.py: LARGEST_SCALE
+constexpr i64 kMaxLength = (i64{1} << 31) - 1024;               // problem.py: MAX_LENGTH
+constexpr i64 kWidestWindow = std::numeric_limits<i32>::max();  // kernels/params.py: kernel_window
+// As in kernels/params.py: kernel_softcap, kernel_scale_log2
+constexpr double kSmallestSoftcap = 0x1p-100, kLargestSoftcap = 0x1p100, kSmallestFloat = 0x1p-149;
+constexpr double kSmallestFactor = 0x1p-126, kLargestFactor = 0x1p126, kLargestFactorF64 = 0x1p1022;
+constexpr double kLargestScale = 0x1p127;  // problem.py: LARGEST_SCALE
 constexpr i64 kMaxHeadDim = 512;
 constexpr double kLog2e = 1.4426950408889634;
 
@@ -175,6 +177,18 @@ bool lay_out_grads(const Options& options, Call& call, Axes axes) {
   return true;
 }
 
+void fill_softcap(double softcap, double scale, Call& call) {
+  bool is_float64 = call.tensors[kQ].dtype == Dtype::kFloat64;
+  double factor = 0.0, largest_factor = is_float64 ? kLargestFactorF64 : kLargestFactor;
+  if (softcap != 0.0) {
+    double largest = std::fmin(kLargestSoftcap, std::fabs(scale) / kSmallestFactor);
+    if (!is_float64) softcap = std::fmax(std::fmin(softcap, largest), kSmallestSoftcap);
+    factor = std::fmax(-largest_factor, std::fmin(scale / softcap, largest_factor));
+  }
+  call.scalars[kSoftcap] = softcap;
+  call.scalars[kSoftcapFactor] = factor;
+}
+
 void fill_scalars(const Options& options, const Shape& shape, Call& call, double scale) {
   i64 right = options.causal == Causal::kNone ? options.window_right : 0;
   // Half to even, as Python rounds
@@ -182,11 +196,8 @@ void fill_scalars(const Options& options, const Shape& shape, Call& call, double
   call.scalars[kWindowLeft] = static_cast<double>(options.window_left > kWidestWindow ? -1 : options.window_left);
   call.scalars[kWindowRight] = static_cast<double>(right > kWidestWindow ? -1 : right);
   call.scalars[kScale] = scale;
-  call.scalars[kScaleLog2] = scale * kLog2e;
-  bool is_float64 = call.tensors[kQ].dtype == Dtype::kFloat64;
-  call.scalars[kSoftcap] = options.softcap > 0.0 && !is_float64
-                               ? std::fmin(std::fmax(options.softcap, kSmallestSoftcap), kLargestSoftcap)
-                               : options.softcap;
+  call.scalars[kScaleLog2] = scale > 0.0 ? std::fmax(scale * kLog2e, kSmallestFloat) : scale * kLog2e;
+  fill_softcap(options.softcap, scale, call);
   call.scalars[kDropoutThreshold] = threshold;
   call.scalars[kKeepFactor] = 65536.0 / (65536.0 - threshold);
   call.scalars[kFirstQuery] = static_cast<double>(options.first_query);

@@ -61,6 +61,7 @@ enum Scalar : i32 {
   kScale,
   kScaleLog2,
   kSoftcap,
+  kSoftcapFactor,
   kDropoutThreshold,
   kKeepFactor,
   kFirstQuery,
@@ -72,10 +73,11 @@ enum Scalar : i32 {
   kKeySplits,
   kKeyShares
 };
-constexpr const char* kScalarNames[] = {"window_left",     "window_right",      "scale",       "scale_log2",
-                                        "softcap",         "dropout_threshold", "keep_factor", "first_query",
-                                        "first_key_group", "first_head",        "total_heads", "max_seqlen_q",
-                                        "max_seqlen_k",    "num_splits",        "num_shares"};
+constexpr const char* kScalarNames[] = {
+    "window_left",       "window_right", "scale",       "scale_log2",      "softcap",    "softcap_factor",
+    "dropout_threshold", "keep_factor",  "first_query", "first_key_group", "first_head", "total_heads",
+    "max_seqlen_q",      "max_seqlen_k", "num_splits",  "num_shares"};
+static_assert(kKeyShares < kMaxScalars);
 enum AppendScalar : i32 { kIsInterleaved, kIsOrdered, kLength };
 constexpr const char* kAppendScalarNames[] = {"is_interleaved", "is_ordered", "length"};
 

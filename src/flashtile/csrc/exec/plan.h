@@ -13,7 +13,7 @@
 
 namespace flashtile {
 
-constexpr i32 kMaxTensors = 22, kMaxScalars = 15, kMaxValues = 48;
+constexpr i32 kMaxTensors = 22, kMaxScalars = 16, kMaxValues = 48;
 constexpr i32 kMaxImageBytes = 4096;  // what a launch may pass
 
 struct Span;  // cpu/engine.h

@@ -151,7 +151,7 @@ class Sm90Row(Row):
         consumers = self.block_m // _WARPGROUP_ROWS
         tiles += 128 * self.block_m * -(-self.block_n // 64) if self.stores_p else 16 * self.block_m // 64
         barriers, scheduler = 16 * consumers + 32 * self.num_stages, 16
-        window = -(-(4 * consumers + 56) // 8) * 8 if self.has_bool_mask else 0  # MaskWindow
+        window = -(-(4 * consumers + 60) // 8) * 8 if self.has_bool_mask else 0  # MaskWindow
         items = _WORK_ITEMS * (window + _QUERY_TILE_BYTES + -(-(12 * consumers + 8) // 8) * 8)
         end = tiles + barriers + scheduler + items
         if self.bias_bytes:

@@ -1,5 +1,8 @@
 // Dropout bits by Philox4x32-10, as docs/semantics.md defines them, and dropout of a tile of probabilities in the
 // three register layouts. Each lane draws the words of one group of 8 keys; lanes that share a row exchange them.
+//
+// Kept probabilities stay as they are, and O and dV are multiplied by the keep factor at the end: it reaches 2^16, and
+// its product with a probability may be too large for float16.
 #pragma once
 
 #include "flashtile/attn/sequence.cuh"
@@ -27,7 +30,6 @@ struct DropoutBits {
   u32 key0, key1, offset, batch_head, threshold;
   u32 first_query;
   const Params& params;
-  float keep_factor;
 
   FT_DEVICE DropoutBits(const Params& p, const Sequence& s, i32 head) : first_query(p.first_query), params(p) {
     u64 seed = static_cast<u64>(p.rng_state[0]);
@@ -36,7 +38,6 @@ struct DropoutBits {
     offset = static_cast<u32>(p.rng_state[1]);
     batch_head = p.first_head + static_cast<u32>(s.batch_idx) * p.total_heads + static_cast<u32>(head);
     threshold = p.dropout_threshold;
-    keep_factor = p.keep_factor;
   }
 
   // The four words of query i and keys 8 * group .. 8 * group + 7.
@@ -46,14 +47,20 @@ struct DropoutBits {
     return philox(key0, key1, make_uint4(key_group, query, batch_head, offset));
   }
 
-  // 0 or the keep factor of key number lane in its group of 8.
-  FT_DEVICE float factor(uint4 w, i32 lane) const {
+  // Key number lane of its group of 8 is kept.
+  FT_DEVICE bool is_kept(uint4 w, i32 lane) const {
     if constexpr (mutates(Mutation::dropout_lane)) lane ^= 1;
     u32 word = lane < 4 ? (lane < 2 ? w.x : w.y) : (lane < 6 ? w.z : w.w);
     u32 bits = (word >> (16 * (lane & 1))) & 0xffffu;
-    return bits < threshold ? 0.0f : keep_factor;
+    return bits >= threshold;
   }
 };
+
+// The factor of what is kept. Scope: thread.
+template <class Dropout>
+FT_DEVICE float keep_factor(const Params& p) {
+  return Dropout::kIsOn ? p.keep_factor : 1.0f;
+}
 
 // Dropout of a simt tile whose rows are queries (tile/simt_gemm.cuh): 8 lanes share a row. Scope: warp.
 template <class Config>
@@ -68,7 +75,7 @@ FT_DEVICE void drop_scores(const DropoutBits& bits, i32 i_begin, i32 j_begin, Sc
       i32 source = 8 * row_group() + n;
       uint4 w = make_uint4(__shfl_sync(0xffffffffu, mine.x, source), __shfl_sync(0xffffffffu, mine.y, source),
                            __shfl_sync(0xffffffffu, mine.z, source), __shfl_sync(0xffffffffu, mine.w, source));
-      rS[t][n] *= bits.factor(w, column_group());
+      if (!bits.is_kept(w, column_group())) rS[t][n] = 0.0f;
     }
   }
 }
@@ -86,8 +93,8 @@ FT_DEVICE void drop_fragment_row(const DropoutBits& bits, i32 i, i32 j_begin, i3
     quad_transpose(words);
 #pragma unroll
     for (i32 g = 0; g < 4 && b + g < kScores / 4; ++g) {
-      rS[4 * (b + g) + 2 * r] *= (words[g] & 0xffffu) < bits.threshold ? 0.0f : bits.keep_factor;
-      rS[4 * (b + g) + 2 * r + 1] *= (words[g] >> 16) < bits.threshold ? 0.0f : bits.keep_factor;
+      if ((words[g] & 0xffffu) < bits.threshold) rS[4 * (b + g) + 2 * r] = 0.0f;
+      if ((words[g] >> 16) < bits.threshold) rS[4 * (b + g) + 2 * r + 1] = 0.0f;
     }
   }
 }
@@ -99,14 +106,12 @@ template <class Dropout, i32 kColumns>
 struct TransposedDropout {
   u32 bits;  // 8 for each of the two groups of keys and of kColumns / 32 queries
   u32 got[8];
-  float keep_factor;
 
   // Scope: warp.
   FT_DEVICE TransposedDropout(const Params& p, const Sequence& s, i32 head, i32 i_begin, i32 j_begin) {
     static_assert(kColumns == 16 || kColumns == 32 || kColumns == 64);
     if constexpr (Dropout::kIsOn) {
       DropoutBits random(p, s, head);
-      keep_factor = random.keep_factor;
       i32 lane = threadIdx.x % 32, group = (j_begin + threadIdx.x % 128 / 32 * 16) / 8;
       bits = 0;
 #pragma unroll
@@ -114,7 +119,7 @@ struct TransposedDropout {
         if (32 * (part % 2) >= kColumns) continue;
         uint4 w = random.words(i_begin + 32 * (part % 2) + lane, group + part / 2);
 #pragma unroll
-        for (i32 key = 0; key < 8; ++key) bits |= (random.factor(w, key) != 0.0f ? 1u : 0u) << (8 * part + key);
+        for (i32 key = 0; key < 8; ++key) bits |= (random.is_kept(w, key) ? 1u : 0u) << (8 * part + key);
       }
 #pragma unroll
       for (i32 x = 0; x < 8; ++x) {
@@ -123,10 +128,10 @@ struct TransposedDropout {
     }
   }
 
-  // 0 or the keep factor of row r and column 8 b + fragment_column() + e. Scope: thread.
-  FT_DEVICE float factor(i32 b, i32 e, i32 r) const {
-    if constexpr (!Dropout::kIsOn) return 1.0f;
-    return got[2 * (b % 4) + e] >> (8 * (b / 4 + 2 * r)) & 1u ? keep_factor : 0.0f;
+  // Row r and column 8 b + fragment_column() + e is kept. Scope: thread.
+  FT_DEVICE bool is_kept(i32 b, i32 e, i32 r) const {
+    if constexpr (!Dropout::kIsOn) return true;
+    return (got[2 * (b % 4) + e] >> (8 * (b / 4 + 2 * r)) & 1u) != 0;
   }
 };
 

@@ -75,15 +75,23 @@ struct TileWalk<true> {
   }
 };
 
+// Counts key tiles over the rows of a query tile, 64 for each consumer, of up to 2^31 keys. The rows of packed heads
+// lie in several planes.
+template <class Config>
+constexpr bool kHasWideMaskOffset = Config::kPacksHeads || (Config::kBlockN < 32 * Config::kNumConsumers);
+template <class Config>
+using MaskOffset = typename Select<kHasWideMaskOffset<Config>, i64, u32>::Type;
+
 // The part of the map that belongs to a query tile. The producer leaves it in the work item.
 template <bool kHasBool, i32 kNumConsumers>
 struct MaskWindow {};
 template <i32 kNumConsumers>
 struct MaskWindow<true, kNumConsumers> {
   const uint2* first;         // the first group of the first plane
-  const u32* bits;            // the first plane
+  const uint4* bits;          // of the first query in the first plane: the four words of each key tile
   i64 plane_words;            // of the map, from a plane to the next
-  u32 bits_words, row_words;  // of the bits, from a plane and from a row to the next; 0: there is one
+  i64 bits_plane;             // of the bits, from a plane to the next; 0: there is one
+  u32 bits_row;               // and from a row to the next
   i32 num_words, num_groups;  // of a plane
   i32 num_planes;             // more than one only if the tile has several heads
   i32 first_consumer;         // whose queries are the first group
@@ -104,12 +112,18 @@ struct MaskWindow<true, kNumConsumers> {
     plane_words = static_cast<i64>(layout.num_groups) * num_words;
     i32 plane = layout.plane(batch_idx, first_head);
     first = reinterpret_cast<const uint2*>(p.mask_tiles) + layout.tiles_index(plane, first_group, 0);
-    bits = p.mask_bits + 4 * layout.bits_index(plane, 0, 0);
-    // A plane of 2^32 words would be a mask of 128 GiB. Tiles of several heads have few queries.
-    row_words = is_one_row ? 0 : 4 * static_cast<u32>(layout.num_tiles);
-    bits_words = layout.num_heads == 1 ? 0 : 4 * static_cast<u32>(layout.num_tiles) * static_cast<u32>(layout.num_rows);
+    bits = reinterpret_cast<const uint4*>(p.mask_bits) + layout.bits_index(plane, max_of(i_begin, 0), 0);
+    bits_row = is_one_row ? 0 : static_cast<u32>(layout.num_tiles);
+    bits_plane = layout.num_heads == 1 ? 0 : static_cast<i64>(layout.num_rows) * layout.num_tiles;
     first_consumer = i_begin < 0 ? -i_begin / kMaskGroup : 0;
     shares_groups = is_one_row || num_heads > 1;
+  }
+
+  // From `bits` to the words of a query: row `row` of the tile's queries, in its head number `plane`.
+  template <class Config>
+  FT_DEVICE MaskOffset<Config> row_offset(i32 plane, i32 row) const {
+    using Offset = MaskOffset<Config>;
+    return static_cast<Offset>(row) * bits_row + static_cast<Offset>(plane * bits_plane);
   }
 
   // The tiles of a word that any query sees; those that all queries of a consumer see completely.

@@ -47,9 +47,9 @@ struct Params {
   i64 bias_strides[4], mask_strides[4], bias_sizes[4];
   i64 alibi_batch_stride, table_stride;
   i32 batch, heads, heads_kv, seqlen_q, seqlen_k, total_q, total_k, head_dim, head_dim_v, num_pages, page_size;
-  i32 num_splits;                              // parts that the keys of a query tile are split into
-  i32 window_left, window_right, is_top_left;  // windows: -1 = unbounded
-  float scale, scale_log2, softcap;
+  i32 num_splits;                                             // parts that the keys of a query tile are split into
+  i32 window_left, window_right, is_top_left;                 // windows: -1 = unbounded
+  float scale, scale_log2, softcap, softcap_factor;           // softcap_factor: scale / softcap
   u32 dropout_threshold;                                      // drop where the 16-bit random number is below
   float keep_factor;                                          // of the elements kept
   u32 first_query, first_key_group, first_head, total_heads;  // dropout indices within a larger problem

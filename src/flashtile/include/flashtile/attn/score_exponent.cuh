@@ -28,12 +28,12 @@ struct ScoreExponent {
       float cap = kIsNatural ? p.softcap : p.softcap * kLog2e;
       float rest = kIsNatural ? bias : 2.0f - lse;
       if constexpr (kIsExact) {
-        float tanh = tanh_by_exp2(dot * (p.scale * reciprocal(p.softcap)));
+        float tanh = tanh_by_exp2(dot * p.softcap_factor);
         derivative = 0.25f - 0.25f * tanh * tanh;
         score = fmaf(cap, tanh, rest);
       } else {
         // tanh(x) = 1 - 2 r and its derivative 4 r (1 - r), with r = 1 / (1 + e^2x)
-        float r_tanh = reciprocal(1.0f + exp2_approx(dot * (2.0f * kLog2e * p.scale * reciprocal(p.softcap))));
+        float r_tanh = reciprocal(1.0f + exp2_approx(dot * (2.0f * kLog2e * p.softcap_factor)));
         derivative = fmaf(-r_tanh, r_tanh, r_tanh);
         score = fmaf(r_tanh, -2.0f * cap, cap + rest);
       }

@@ -78,7 +78,7 @@ struct ScoreGradient {
     }
   }
 
-  // With options: softcap needs its derivative, dropout the same bits twice.
+  // With options: softcap needs its derivative, dropout the same bits twice. P lacks the keep factor.
   FT_DEVICE static void with_options(const Params& p, const Sequence& s, i32 head, i32 i_begin, i32 j_begin,
                                      const float* sLse, const float* sDelta, const Scores& rS, const Scores& rdP,
                                      Operand& packed_p, Operand& packed_ds) {
@@ -100,11 +100,12 @@ struct ScoreGradient {
           i32 column = 8 * b + e, x = 4 * b + 2 * r + e, i = i_first + column, j = j_first + 8 * r;
           bool is_kept = column >= seen.begin && column < seen.end && i < s.seqlen_q;
           if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, s, head, i, j);
-          float tanh = 0.0f, drop = dropout.factor(b, e, r);
+          float tanh = 0.0f, dp = rdP[x] * keep_factor<Dropout>(p);
           float score = is_kept ? scorer.score(rS[x], i, j, tanh) : -infinity();
           float full = probability(score, e == 0 ? lse.x : lse.y, exponent_factor(ScoreMod::kHasBias));
-          prob[e] = full * drop;
-          ds[e] = full * (rdP[x] * drop - (e == 0 ? delta.x : delta.y));
+          bool is_drawn = dropout.is_kept(b, e, r);
+          prob[e] = is_drawn ? full : 0.0f;
+          ds[e] = full * ((is_drawn ? dp : 0.0f) - (e == 0 ? delta.x : delta.y));
           if constexpr (!mutates(Mutation::bwd_sm80_softcap))
             if constexpr (ScoreMod::kHasSoftcap) ds[e] *= 1.0f - tanh * tanh;
         }
@@ -153,7 +154,7 @@ struct QueryGradient {
             float exponent = min_with_nan(fmaf(rS[x], p.scale_log2, -lse), 0.0f);
             prob = exp2_approx(!kIsMasked || is_kept ? exponent : -infinity());
           }
-          rdP[x] = prob * (rdP[x] - delta);
+          rdP[x] = prob * (rdP[x] * keep_factor<Dropout>(p) - delta);
           if constexpr (ScoreMod::kHasSoftcap && kIsOfDot) rdP[x] *= 1.0f - tanh * tanh;
         }
       }

@@ -19,7 +19,7 @@ struct Scorer {
   i32 offset;
 
   FT_DEVICE Scorer(const Params& p, const Sequence& s, i32 head) : offset(s.offset) {
-    factor = ScoreMod::kHasSoftcap ? p.scale / p.softcap : (kIsNatural ? p.scale : p.scale_log2);
+    factor = ScoreMod::kHasSoftcap ? p.softcap_factor : (kIsNatural ? p.scale : p.scale_log2);
     if constexpr (mutates(Mutation::score_base)) factor *= kLn2;
     if constexpr (ScoreMod::kHasSoftcap) cap = kIsNatural ? p.softcap : p.softcap * kLog2e;
     if constexpr (ScoreMod::kHasAlibi) {

@@ -36,7 +36,7 @@ enum class Mutation {
   fwd_sm90_rotation,     // the last block of a round skips a round
   fwd_sm90_mask_bits,    // neighbouring keys swap their bits of a bool mask
   fwd_sm90_mask_tiles,   // tiles count as fully seen if one lane's rows of the mask are
-  fwd_sm90_mask_row,     // every query but the first uses the bool mask of the query before
+  fwd_sm90_mask_row,     // every query but a tile's first uses the bool mask of the query before
   fwd_sm90_bias_row,     // query tiles after the first use the bias of one query before
   fwd_sm90_alibi,        // ALiBi distances count from the first key instead of the last
   // Found by `flashtile check`, in the Hopper forward for short sequences

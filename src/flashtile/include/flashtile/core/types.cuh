@@ -25,6 +25,16 @@ constexpr bool kIsSame = false;
 template <typename A>
 constexpr bool kIsSame<A, A> = true;
 
+// A if kIsFirst, else B.
+template <bool kIsFirst, typename A, typename B>
+struct Select {
+  using Type = A;
+};
+template <typename A, typename B>
+struct Select<false, A, B> {
+  using Type = B;
+};
+
 // A compile-time bool passed as a function argument.
 template <bool kValue_>
 struct Constant {

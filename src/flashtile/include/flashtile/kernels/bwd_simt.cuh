@@ -57,7 +57,7 @@ FT_DEVICE void query_tile_ds(const Params& p, const Sequence& s, i32 head, const
 #pragma unroll
   for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
 #pragma unroll
-    for (i32 n = 0; n < Config::kColsPerThread; ++n) drop[t][n] = 1.0f;
+    for (i32 n = 0; n < Config::kColsPerThread; ++n) drop[t][n] = keep_factor<Dropout>(p);
   }
   if constexpr (Dropout::kIsOn) drop_scores<Config>(DropoutBits(p, s, head), i_begin, j_begin, drop);
 #pragma unroll
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dkdv_simt_kernel(c
             float drop = 1.0f;
             if constexpr (Dropout::kIsOn) {
               DropoutBits bits(p, s, head);
-              drop = bits.factor(bits.words(i, j / 8), j % 8);
+              drop = bits.is_kept(bits.words(i, j / 8), j % 8) ? p.keep_factor : 0.0f;
               if constexpr (mutates(Mutation::dropout_backward)) drop = 1.0f;
             }
             backward_element<ScoreMod>(scorer, p.scale, rS[t][n], rD[t][n], drop, score_lse, delta, i, j, p_dropped, ds,

@@ -395,7 +395,8 @@ struct BwdSm80 {
     for (i32 t = 0; t < kMTiles; ++t) {
       i32 j = block.j_begin + 64 * (t + kMTiles * (key_warp(warp) / 4)) + fragment_row();
       store_rows(p.dk, p.dk_strides, p, block, j, column_warp(warp) * kColumnsK, p.head_dim, p.scale, rdK[t]);
-      store_rows(p.dv, p.dv_strides, p, block, j, column_warp(warp) * kColumnsV, p.head_dim_v, 1.0f, rdV[t]);
+      store_rows(p.dv, p.dv_strides, p, block, j, column_warp(warp) * kColumnsV, p.head_dim_v, keep_factor<Dropout>(p),
+                 rdV[t]);
     }
   }
 };

@@ -255,7 +255,7 @@ struct BwdSm80F32 {
         store_rows(p, block, row, p.dq, p.dq_strides, p.head_dim, p.scale, rD[t]);
       } else {
         store_rows(p, block, row, p.dk, p.dk_strides, p.head_dim, p.scale, rD[t]);
-        store_rows(p, block, row, p.dv, p.dv_strides, p.head_dim_v, 1.0f, rdV[t]);
+        store_rows(p, block, row, p.dv, p.dv_strides, p.head_dim_v, keep_factor<Dropout>(p), rdV[t]);
       }
     }
   }

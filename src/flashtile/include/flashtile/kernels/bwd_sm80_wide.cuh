@@ -240,7 +240,7 @@ struct BwdSm80Wide {
 #pragma unroll
     for (i32 x = 0; x < 2 * kMTiles; ++x) {
       i32 row = block.first + first_row + static_cast<i32>(threadIdx.x % 32 / 4) + 8 * x;
-      float factor = Config::kHasDp ? p.scale : 1.0f;
+      float factor = Config::kHasDp ? p.scale : keep_factor<Dropout>(p);
       T* rows;
       if constexpr (kOwnsQueries) {
         rows = query_rows(static_cast<T*>(p.dq), p.dq_strides, block.s, block.head) + row * p.dq_strides.row;

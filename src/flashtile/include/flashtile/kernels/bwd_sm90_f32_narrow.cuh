@@ -259,13 +259,14 @@ struct BwdSm90F32Dkdv {
           if constexpr (kHasOptions) {
             is_kept = is_kept && i < s.seqlen_q;
             is_kept = is_kept && options.is_shown(2 * (b % 4) + e, i, j);
-            float tanh = 0.0f, drop = dropout.factor(b, e, r);
+            float tanh = 0.0f;
+            bool is_drawn = dropout.is_kept(b, e, r);
             float score = is_kept ? options.score(2 * (b % 4) + e, rS[x] * unscale, i, j, tanh) : -infinity();
             float full = probability(score, row_lse, exponent_factor(ScoreMod::kHasBias));
             if constexpr (mutates(Mutation::bwd_sm90_f32_softcap)) tanh = 0.0f;
             factor[x] = ScoreMod::kHasSoftcap ? full * (1.0f - tanh * tanh) : full;
-            if constexpr (Dropout::kIsOn) factor[x] = drop == 0.0f ? -factor[x] : factor[x];
-            rS[x] = full * drop;
+            if constexpr (Dropout::kIsOn) factor[x] = is_drawn ? factor[x] : -factor[x];
+            rS[x] = is_drawn ? full * keep_factor<Dropout>(p) : 0.0f;
           } else {
             float exponent = min_with_nan(fmaf(rS[x], scale_log2, -row_lse), 0.0f);
             rS[x] = factor[x] = exp2_approx(is_kept ? exponent : -infinity());

@@ -101,7 +101,7 @@ FT_DEVICE void split_tile(const Sm90F32Params& params, Operand operand, u16* til
     }
   }
   if constexpr (kIsHalf) {
-    if (!fits || params.base.keep_factor > 128.0f) params.range->needs_bf16 = 1;
+    if (!fits || (params.dout_parts != nullptr && params.base.keep_factor > 128.0f)) params.range->needs_bf16 = 1;
   }
 }
 

@@ -191,8 +191,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_simt_kernel(const 
   for (i32 t = 0; t < Config::kRowsPerThread; ++t) {
     i32 i = i_begin + row_of<Config>(t);
     RowStats stats = join_sink<kIsNatural>(state.m[t], state.l[t], sink, [](float l) { return l; });
-    float norm = stats.norm();
-    if (is_split) norm = 1.0f;
+    float norm = (is_split ? 1.0f : stats.norm()) * keep_factor<Dropout>(p);
     if (i >= s.seqlen_q) continue;
     i64 stat = stat_index(p, s, head, i);
     i64 part = split * p.lse_size + stat;

@@ -304,7 +304,7 @@ struct FwdSm80 {
     float sink = p.sinks == nullptr || is_split ? -infinity() : in_score_unit(kIsNatural, p.sinks[head]);
     float m_score = ScoreMod::kChangesScores ? m : m * factor;
     RowStats stats = join_sink<kIsNatural>(m_score, l, sink, [](float l) { return quad_sum(l); });
-    float norm = is_split ? 1.0f : stats.norm();
+    float norm = (is_split ? 1.0f : stats.norm()) * keep_factor<Dropout>(p);
     i64 stat = stat_index(p, tile.s, head, rows.i[r]);
     if constexpr (mutates(Mutation::fwd_sm80_out_of_bounds)) p.lse[p.lse_size] = 0.0f;
     if (stores_stats && rows.is_query(tile, r) && threadIdx.x % 4 == 0) {

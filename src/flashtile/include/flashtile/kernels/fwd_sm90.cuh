@@ -554,7 +554,7 @@ struct FwdSm90 {
       float sink = p.sinks == nullptr || is_split ? -infinity() : in_score_unit(kIsNatural, p.sinks[head]);
       float m = ScoreMod::kChangesScores ? softmax.m[r] : softmax.m[r] * factor;
       RowStats stats = join_sink<kIsNatural>(m, softmax.l[r], sink, [](float l) { return quad_sum(l); });
-      norm[r] = is_split ? 1.0f : stats.norm();
+      norm[r] = (is_split ? 1.0f : stats.norm()) * keep_factor<Dropout>(p);
       i64 stat = stat_index(p, tile.s, head, rows.i[r]);
       part[r] = tile.coord.split * p.lse_size + stat;
       if constexpr (mutates(Mutation::fwd_sm90_out_of_bounds)) p.lse[p.lse_size] = 0.0f;

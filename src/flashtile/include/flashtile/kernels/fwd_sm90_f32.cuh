@@ -55,10 +55,11 @@ struct FwdSm90F32 {
   static constexpr i32 kBlockN = Config::kBlockN, kNumParts = Config::kNumParts;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
   static constexpr bool kMasksAlways = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
-  // half_t parts lose what is below 2^-24. P is at most 2, with dropout 2^8 (f32_split.cuh).
-  static constexpr float kScaleP = !kIsHalf ? 1.0f : Dropout::kIsOn ? 128.0f : 8192.0f;
+  // half_t parts lose what is below 2^-24. P is at most 2.
+  static constexpr float kScaleP = kIsHalf ? 8192.0f : 1.0f;
 
-  // What undoes the scales of the operands, powers of two, and what turns S into exponents of 2. Scope: thread.
+  // What undoes the scales of the operands, powers of two, with dropout's keep factor in that of O, and what turns S
+  // into exponents of 2. Scope: thread.
   struct Scales {
     float unscale_s = 1.0f, unscale_o = 1.0f / kScaleP, factor;
 
@@ -68,11 +69,11 @@ struct FwdSm90F32 {
         unscale_s = power_of_two(-scale_exponent(range, Operand::q) - scale_exponent(range, Operand::k));
         unscale_o *= power_of_two(-scale_exponent(range, Operand::v));
       }
+      unscale_o *= keep_factor<Dropout>(p);
       // Score modifiers return scores in their unit; without them S stays a dot product. The factor stays positive: its
       // product with a masked score, -inf, must not be NaN.
-      constexpr float kSmallestNormal = 1.17549435e-38f;
-      factor =
-          ScoreMod::kChangesScores ? exponent_factor(kIsNatural) : fmaxf(p.scale_log2 * unscale_s, kSmallestNormal);
+      constexpr float kSmallestFloat = 1.40129846e-45f;
+      factor = ScoreMod::kChangesScores ? exponent_factor(kIsNatural) : fmaxf(p.scale_log2 * unscale_s, kSmallestFloat);
     }
   };
 

@@ -68,6 +68,7 @@ struct FwdSm90Options {
   static constexpr bool kIsRough = kIsSame<typename Config::Element, bf16_t>;
   static constexpr float kLargestFastSoftcap = 256.0f;
   static constexpr u32 kAllColumns = 0xffffffffu;
+  using Offset = MaskOffset<Config>;
 
   // Lets the key tiles of a work item begin and end with one that the bool mask leaves. Scope: thread.
   template <class Item>
@@ -86,7 +87,7 @@ struct FwdSm90Options {
 
   // What a thread keeps of its two rows of a work item. Scope: thread.
   struct RowState {
-    u32 bits[2];     // where its words of the mask's bits begin
+    Offset bits[2];  // where its rows of the mask's bits begin
     float slope[2];  // of ALiBi
 
     template <class Item>
@@ -99,10 +100,10 @@ struct FwdSm90Options {
         for (i32 r = 0; r < 2; ++r) {
           // Rows past the last query are computed but must not read past it
           i32 head = rows.head(tile, r), i = clamp(rows.i[r], 0, tile.s.seqlen_q - 1);
-          if constexpr (mutates(Mutation::fwd_sm90_mask_row)) i = max_of(i - 1, 0);
           if constexpr (Mask::kHasBool) {
-            u32 plane = static_cast<u32>(head - tile.coord.head);
-            bits[r] = plane * item.bits_words + static_cast<u32>(i) * item.row_words + threadIdx.x % 4;
+            i32 i_first = max_of(tile.i_begin, 0);
+            if constexpr (mutates(Mutation::fwd_sm90_mask_row)) i = max_of(i - 1, i_first);
+            bits[r] = item.template row_offset<Config>(head - tile.coord.head, i - i_first);
           }
           if constexpr (ScoreMod::kHasAlibi) {
             if (r == 0 || Config::kPacksHeads) {
@@ -125,7 +126,10 @@ struct FwdSm90Options {
     Early early{{kAllColumns, kAllColumns}};
     if constexpr (Mask::kHasBool && kIsMasked) {
 #pragma unroll
-      for (i32 r = 0; r < 2; ++r) early.seen[r] = item.bits[rows.bits[r] + 4 * static_cast<u32>(n)];
+      for (i32 r = 0; r < 2; ++r) {
+        const uint4* words = item.bits + (rows.bits[r] + static_cast<Offset>(n));
+        early.seen[r] = reinterpret_cast<const u32*>(words)[threadIdx.x % 4];
+      }
     }
     return early;
   }
@@ -189,7 +193,7 @@ struct FwdSm90Options {
   FT_DEVICE static void score(const Params& p, Bias& bias, const Tile& tile, i32 consumer, i32 n, const RowState& state,
                               i32 side, u32& num_biases, float (&rS)[kScores]) {
     float cap = kIsNatural ? p.softcap : p.softcap * kLog2e;
-    float factor = ScoreMod::kHasSoftcap ? p.scale * reciprocal(p.softcap) : kIsNatural ? p.scale : p.scale_log2;
+    float factor = ScoreMod::kHasSoftcap ? p.softcap_factor : kIsNatural ? p.scale : p.scale_log2;
     float slope[2], first[2];  // ALiBi: slope, and the distance of the first column, times the slope if kIsOneSided
     if constexpr (ScoreMod::kHasAlibi) {
       Rows rows(p, tile, consumer);
