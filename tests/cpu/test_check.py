@@ -35,7 +35,7 @@ from flashtile.cli.main import app
 from flashtile.kernels import families
 from flashtile.kernels.mutation import Mutation, mutations
 from flashtile.problem import Problem, shape_of
-from flashtile.testing import FORWARD_ONLY, KINDS, MEMORIES, VALUES, Case
+from flashtile.testing import DOUT_MEMORIES, FORWARD_ONLY, KINDS, MEMORIES, VALUES, Case
 
 EDGES = (64, 128)
 
@@ -58,6 +58,8 @@ def test_everything_is_drawn() -> None:
     assert {case.values for case in cases} == set(VALUES)
     assert {case.kind for case in cases} == set(KINDS)
     assert {case.memory for case in cases} == set(MEMORIES)
+    assert {case.dout for case in cases} == set(DOUT_MEMORIES)
+    assert max(case.heads // case.heads_kv for case in cases) > 64
     assert {edge + step for edge in EDGES for step in (-1, 0, 1)} <= {case.seqlen_k for case in cases}
     assert {trial.has_backward for trial in drawn} == {True, False}
     for name in (
@@ -670,10 +672,10 @@ def test_a_cache_may_have_no_left_padding() -> None:
 def test_decode_problems_are_checked(put_in) -> None:
     """The backends of this machine pass, and a backend that reads the pages of another sequence does not."""
     backends = [registry.find("cpu"), registry.find("tiled")]
-    report = check(Settings(backends, "cpu", seed=11, problems=30, is_decode=True))
+    report = check(Settings(backends, "cpu", seed=11, problems=30, kind="decode"))
     assert report.num_problems == report.ran["tiled"] == 30
     assert not report.failures, report.failures
-    found = check(Settings([put_in("pages")], "cpu", seed=11, problems=30, is_decode=True, stops_at_failure=True))
+    found = check(Settings([put_in("pages")], "cpu", seed=11, problems=30, kind="decode", stops_at_failure=True))
     assert found.failures
 
 

@@ -124,11 +124,11 @@ class HalfV(type(registry.find("reference"))):  # type: ignore[misc]
 def test_lost_bits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = HalfV()
     monkeypatch.setattr(registry, "BACKENDS", [backend, *registry.BACKENDS])
-    settings = Settings([registry.find("tiled")], "cpu", seed=3, problems=30, is_float32=True)
+    settings = Settings([registry.find("tiled")], "cpu", seed=3, problems=30, kind="float32")
     report = check(settings)
     assert report.ran["tiled"] == 30
     assert not report.failures, report.failures
-    wrong = Settings([backend], "cpu", seed=3, problems=30, is_float32=True, direction="forward", stops_at_failure=True)
+    wrong = Settings([backend], "cpu", seed=3, problems=30, kind="float32", direction="forward", stops_at_failure=True)
     assert check(wrong).failures
 
 

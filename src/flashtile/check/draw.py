@@ -16,7 +16,7 @@ import torch
 
 from flashtile.check.trial import Trial
 from flashtile.problem import LAYOUTS, MAX_HEAD_DIM
-from flashtile.testing import FORWARD_ONLY, MEMORIES, VALUES, Case
+from flashtile.testing import DOUT_MEMORIES, FORWARD_ONLY, MEMORIES, VALUES, Case
 
 PASSES = ("forward", "backward", "both")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -117,6 +117,7 @@ class Drawer:
             layout=pick.choice(LAYOUTS),
             kind=kind,
             memory=pick.choice(("contiguous", *MEMORIES)),
+            dout=pick.choice(("contiguous", *DOUT_MEMORIES)) if has_backward else "contiguous",
             head_dim=head_dim,
             head_dim_v=head_dim if self.chance(0.7) else self.head_dim(),
             mask=self.axes() if kind != "cache" and self.chance(0.35) else None,
@@ -131,12 +132,15 @@ class Drawer:
         return Options(
             plain=plain,
             has_backward=has_backward,
-            group=pick.choice((1, 1, 2, 3)),
+            group=self.group(),
             band=self.band() if self.chance(0.5) else ("none", False, False),
             is_scale_negative=self.chance(0.2),
             has_softcap=self.chance(0.25),
             has_dropout=kind != "cache" and self.chance(0.3),
         )
+
+    def group(self) -> int:
+        return self.pick.choice((1, 1, 2, 3)) if self.chance(0.95) else self.pick.randint(60, 140)
 
     def head_dim(self) -> int:
         if self.chance(0.7):
@@ -221,7 +225,7 @@ class Drawer:
         """Short sequences of many heads: more tiles than there are persistent blocks, each of which takes several."""
         heads_kv, batch = self.pick.randint(40, 60), self.pick.randint(12, 20)
         # A tile may hold the queries of a whole group, which therefore adds no tiles
-        seqlen_q, seqlen_k = (self.pick.randint(1, 30 // group) for _ in range(2))
+        seqlen_q, seqlen_k = (self.pick.randint(1, max(1, 30 // group)) for _ in range(2))
         return {
             "batch": batch,
             "heads": heads_kv * group,

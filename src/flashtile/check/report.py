@@ -21,8 +21,7 @@ class Settings:
     problems: int | None = None
     seconds: float | None = None
     direction: str = "both"
-    is_decode: bool = False  # steps over a cache alone (check/decode.py)
-    is_float32: bool = False  # float32 by tensor cores alone (check/float32.py)
+    kind: str = ""  # of problems, one of runner.DRAWERS
     reuse: int = 1
     chunk: int = 500  # problems whose kernels are compiled side by side, before the first of them is judged
     jobs: int = 0  # worker processes; 0 judges in this one, where a time limit cannot stop a problem that hangs
@@ -31,7 +30,7 @@ class Settings:
     @property
     def oracle_device(self) -> str:
         """Where float64 is computed. Float32 problems are small: a GPU would launch longer than a core computes."""
-        return "cpu" if self.is_float32 else self.device
+        return "cpu" if self.kind == "float32" else self.device
 
 
 @dataclass(frozen=True)

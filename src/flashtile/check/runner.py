@@ -34,6 +34,7 @@ from flashtile.check.decode import DecodeDrawer
 from flashtile.check.draw import Drawer, most_different
 from flashtile.check.float32 import Float32Drawer
 from flashtile.check.judge import DeviceLost, compile_jobs, forced, is_alive, judge, warm
+from flashtile.check.packed import PackedDrawer
 from flashtile.check.report import Failure, Report, Settings
 from flashtile.check.shrink import shrink
 from flashtile.check.trial import Trial
@@ -47,6 +48,8 @@ _MAX_SHRUNK = 5  # failures that are made small; the rest is shown as it came
 _START_S, _LEAST_S = 15.0, 1.0  # for starting the workers and for judging, however short the time is
 _TICK_S = 1.0  # between two looks at what was judged meanwhile
 
+# By kind; "" draws any problem
+DRAWERS = {"": Drawer, "decode": DecodeDrawer, "float32": Float32Drawer, "packed": PackedDrawer}
 Progress = Callable[[str, int], None]  # what goes on, and how many problems are done
 
 
@@ -58,8 +61,7 @@ def check(settings: Settings, progress: Progress = lambda what, done: None) -> R
 def drawn(settings: Settings) -> Iterator[Trial]:
     """Problems without end, with lengths at which the backends' tiles end."""
     edges = sorted(set[int]().union(*(backend.tile_sizes() for backend in settings.backends)))
-    drawer = DecodeDrawer if settings.is_decode else Float32Drawer if settings.is_float32 else Drawer
-    return iter(drawer(settings.seed, settings.device, settings.direction, edges, settings.reuse))
+    return iter(DRAWERS[settings.kind](settings.seed, settings.device, settings.direction, edges, settings.reuse))
 
 
 def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress = lambda what, done: None) -> Report:

@@ -15,7 +15,7 @@ _PLAIN = Case()
 _OPTIONS = (
     "num_splits", "has_max_lengths", "is_out_float32", "is_bias_float32", "alibi", "has_sinks", "softcap",
     "origin", "dropout_p", "mask", "bias", "has_junk_pages", "has_leftpad",
-    "scale", "window", "causal", "deterministic", "values", "memory", "kind", "page_size", "layout", "dtype",
+    "scale", "window", "causal", "deterministic", "values", "memory", "dout", "kind", "page_size", "layout", "dtype",
 )  # fmt: skip
 _SIZES = ("batch", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
 

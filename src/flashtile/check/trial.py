@@ -13,7 +13,7 @@ import torch
 from flashtile.errors import dtype_name, value_error
 from flashtile.kernels import families
 from flashtile.problem import CAUSAL_KINDS, DTYPES, LAYOUTS, MAX_HEAD_DIM
-from flashtile.testing import FORWARD_ONLY, KINDS, MEMORIES, VALUES, Case, Inputs
+from flashtile.testing import DOUT_MEMORIES, FORWARD_ONLY, KINDS, MEMORIES, VALUES, Case, Inputs
 
 # The backend is asked for on the command line, not by the problem
 _FIELDS = {field.name: field for field in dataclasses.fields(Case) if field.name != "backend"}
@@ -102,6 +102,7 @@ _ACCEPTED = {
     "layout": _one_of(*LAYOUTS),
     "kind": _one_of(*KINDS),
     "memory": _one_of(*MEMORIES),
+    "dout": _one_of(*DOUT_MEMORIES),
     "causal": _one_of(*CAUSAL_KINDS),
     "values": _one_of(*VALUES),
     "alibi": _one_of("h", "bh"),

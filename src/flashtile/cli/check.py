@@ -58,8 +58,7 @@ class Options:
     seed: int | None = None
     backends: str | None = None
     direction: str = "both"
-    is_decode: bool = False
-    is_float32: bool = False
+    kind: str = ""  # of problems: decode, float32 or packed alone; "" = any
     device: str | None = None
     jobs: int | None = None
     case: str | None = None
@@ -68,16 +67,25 @@ class Options:
     as_json: bool = False
 
 
+def only_kind(**are_asked: bool) -> str:
+    """The one kind of problems that is asked for; "" = none."""
+    asked = [name for name, is_asked in are_asked.items() if is_asked]
+    if len(asked) > 1:
+        words = " and ".join(f"--{name}" for name in asked[1:])
+        raise value_error(f"--{asked[0]}", f"it with {words}", "problems of one kind", "Drop one of them")
+    return asked[0] if asked else ""
+
+
 def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     """Checks the options and returns the job, which returns the exit status."""
     if options.direction not in PASSES:
         raise value_error("--pass", repr(options.direction), ", ".join(PASSES))
     if options.case is not None:
         _check_alone(options)
-    if options.is_decode and (options.direction == "backward" or options.mutate is not None):
-        raise value_error("--decode", "it with --pass backward or --mutate", "forward passes", "Drop one of them")
-    if options.is_float32 and (options.is_decode or options.mutate is not None):
-        raise value_error("--float32", "it with --decode or --mutate", "problems of one kind", "Drop one of them")
+    if options.kind == "decode" and options.direction == "backward":
+        raise value_error("--decode", "it with --pass backward", "forward passes", "Drop one of them")
+    if options.kind and options.mutate is not None:
+        raise value_error(f"--{options.kind}", "it with --mutate", "problems of one kind", "Drop one of them")
     check_seconds("--seconds", options.seconds)
     check_count("--problems", options.problems, sys.maxsize)
     check_jobs(options.jobs)
@@ -92,9 +100,8 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         problems=options.problems if has_limit else _DEFAULT_PROBLEMS if options.mutate is None else _MUTANT_PROBLEMS,
         seconds=options.seconds,
         direction=options.direction,
-        is_decode=options.is_decode,
-        is_float32=options.is_float32,
-        reuse=_reuse(options.problems if has_limit else _DEFAULT_PROBLEMS, options.is_decode)
+        kind=options.kind,
+        reuse=_reuse(options.problems if has_limit else _DEFAULT_PROBLEMS, options.kind)
         if any(backend.is_compiled for backend in backends)
         else 1,
         jobs=_num_workers(options, where),
@@ -152,8 +159,7 @@ class Command:
                 "[red]Nothing was checked. " + escape("; ".join(reasons)), highlight=False, soft_wrap=True
             )
         is_whole = has_result and not report.is_interrupted
-        kind = "_decode" if self.settings.is_decode else "_float32" if self.settings.is_float32 else ""
-        name = f"check{kind}.json"
+        name = f"check_{self.settings.kind}.json" if self.settings.kind else "check.json"
         self._keep(self._file(name), {"seed": self.settings.seed, **report.as_dict()}, is_whole)
         if report.is_interrupted:
             self.console.print(f"Interrupted after {report.num_problems} problems.", highlight=False)
@@ -281,8 +287,7 @@ def _check_alone(options: Options) -> None:
         "--problems": options.problems is not None,
         "--seed": options.seed is not None,
         "--pass": options.direction != "both",
-        "--decode": options.is_decode,
-        "--float32": options.is_float32,
+        f"--{options.kind}": bool(options.kind),
         "--mutate": options.mutate is not None,
     }
     given = ", ".join(name for name, is_given in others.items() if is_given)
@@ -290,9 +295,9 @@ def _check_alone(options: Options) -> None:
         raise value_error("--case", f"it with {given}", "--case without them: a problem says its own seed and pass")
 
 
-def _reuse(problems: int | None, is_decode: bool = False) -> int:
+def _reuse(problems: int | None, kind: str = "") -> int:
     """Number of problems that share a set of options."""
-    num_sets = _NUM_DECODE_SETS if is_decode else _NUM_SETS
+    num_sets = _NUM_DECODE_SETS if kind == "decode" else _NUM_SETS
     return _REUSE if problems is None else max(_MIN_REUSE, problems // num_sets)
 
 

@@ -119,6 +119,9 @@ def check(
     is_float32: Annotated[
         bool, typer.Option("--float32", help="Float32 by tensor cores alone, most numbers of very different sizes.")
     ] = False,
+    is_packed: Annotated[
+        bool, typer.Option("--packed", help="Packed sequences without max_seqlen alone, in memory of any kind.")
+    ] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Worker processes. Default: 1, on a GPU up to 8.")] = None,
     case: Annotated[
@@ -131,10 +134,15 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; the tables go to stderr.")] = False,
 ) -> None:
     """Run random problems on every backend and compare with fp64 and with each other. Exits 1 if one disagrees."""
-    options = check_command.Options(
-        problems, seconds, seed, backends, direction, is_decode, is_float32, device, jobs, case, mutate, out, as_json
-    )
-    _run(lambda: check_command.prepare(options, sys.argv[1:]))
+
+    def prepare() -> Callable[[], int]:
+        kind = check_command.only_kind(decode=is_decode, float32=is_float32, packed=is_packed)
+        options = check_command.Options(
+            problems, seconds, seed, backends, direction, kind, device, jobs, case, mutate, out, as_json
+        )
+        return check_command.prepare(options, sys.argv[1:])
+
+    _run(prepare)
 
 
 @app.command()

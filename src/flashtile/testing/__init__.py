@@ -14,6 +14,7 @@ result in float64). Where the yardstick overflows (float16 q k^T before the scal
 """
 
 from flashtile.testing.cases import (
+    DOUT_MEMORIES,
     FORWARD_ONLY,
     GRADS,
     KINDS,
@@ -29,6 +30,7 @@ from flashtile.testing.floor import rounding_floor
 from flashtile.testing.rule import Expected, assert_agrees, disagreement, disagreements, expect, oracle, run, yardstick
 
 __all__ = [
+    "DOUT_MEMORIES",
     "FORWARD_ONLY",
     "GRADS",
     "KINDS",

@@ -17,7 +17,8 @@ from flashtile.problem import AttentionArgs, validate
 OUTPUTS = ("out", "lse")
 GRADS = ("dq", "dk", "dv", "dbias", "dsinks")
 KINDS = ("dense", "varlen", "used", "paged", "cache", "padded")
-MEMORIES = ("contiguous", "swapped", "sliced", "expanded", "offset")
+MEMORIES = ("contiguous", "swapped", "sliced", "expanded", "offset", "ragged", "aligned")
+DOUT_MEMORIES = (*MEMORIES, "row", "number", "columns")
 VALUES = {
     "normal": "the normal distribution",
     "tiny": "logits of 1e-7: all keys weigh alike",
@@ -82,17 +83,21 @@ class Case:
             random order, NaN in unused rows); "cache" (the same under dense queries, seqused_k and leftpad_k); "padded"
             (dense cache with seqused_k and leftpad_k, NaN around the kept rows)
     memory  "contiguous"; "swapped" (heads and rows swapped in memory); "sliced" (rows, heads and dims cut from a larger
-    tensor of
-            NaN); "expanded" (heads of stride 0); "offset" (a storage offset of one element)
-    mask    which axes of "bhqk" are there, the others being 1: "bhqk", "qk" and "b11k" alike; None = no mask. Same for
-    bias. values  what stands in q, k and v (VALUES): "normal", or one of the ways to break a kernel that is right for
-    normal     numbers
+            tensor of NaN); "expanded" (heads of stride 0); "offset" (a storage offset of one element); "ragged" (cut
+            from a larger tensor of NaN at random, bias and mask too); "aligned" (the same by multiples of 16 bytes)
+    dout    how the gradient of the output lies in memory: one of these, "row" (rows of stride 0), "number" (all strides
+            0, as the gradient of a sum) or "columns" (the last dimension is not contiguous)
+    mask    which axes of "bhqk" are there, the others being 1: "bhqk", "qk" and "b11k" alike; None = no mask
+    bias    the same
+    values  what stands in q, k and v (VALUES): "normal", or one of the ways to break a kernel that is right for normal
+            numbers
     """
 
     dtype: torch.dtype = torch.float32
     layout: str = "bhsd"
     kind: str = "dense"
     memory: str = "contiguous"
+    dout: str = "contiguous"
     batch: int = 2
     heads: int = 2
     heads_kv: int = 2
@@ -158,7 +163,7 @@ class _Maker:
                 k,
                 v,
                 self._bias(mask),
-                None if mask is None else mask.to(self.device),
+                None if mask is None else self._lay_out_scores(mask),
                 slopes,
                 sinks,
                 self._rng_state(),
@@ -188,7 +193,7 @@ class _Maker:
         if case.values == "wide":
             dout = self._spread(dout, -3 if case.layout == "bshd" else -2, _V_BITS)
             dlse *= _power(_mean_size(dout) * _mean_size(v))  # as large as what it is added to
-        return Inputs(args, self._to(dout, out.dtype), self._to(dlse, lse.dtype))
+        return Inputs(args, self._lay_out(dout.to(out.dtype), case.dout), self._to(dlse, lse.dtype))
 
     def _to(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor.to(dtype).to(self.device)
@@ -219,7 +224,7 @@ class _Maker:
         bias = self.normal(*sizes).masked_fill(torch.rand(sizes, generator=self.generator) < 0.1, -torch.inf)
         if case.values == "masked" and mask is not None:
             bias = torch.where(self._is_hidden(mask, case.bias), self._junk(*sizes), bias)
-        return self._to(bias, torch.float32 if case.is_bias_float32 else case.dtype)
+        return self._lay_out_scores(bias.to(torch.float32 if case.is_bias_float32 else case.dtype))
 
     def _is_hidden(self, mask: Tensor, axes: str) -> Tensor:
         """What the mask hides, as a tensor of these axes: hidden along all the others."""
@@ -370,26 +375,46 @@ class _Maker:
         return keys
 
     def _place(self, tensor: Tensor) -> Tensor:
-        """Casts (..., rows, heads, dim) and lays it out in memory as the case says; what goes to the device is a plain
-        copy."""
-        case = self.case
-        tensor = (tensor if case.layout == "bshd" else tensor.transpose(-2, -3)).to(case.dtype)
-        if case.memory == "contiguous":
+        """Casts (..., rows, heads, dim) and lays it out in memory as the case says."""
+        tensor = tensor if self.case.layout == "bshd" else tensor.transpose(-2, -3)
+        return self._lay_out(tensor.to(self.case.dtype), self.case.memory)
+
+    def _lay_out_scores(self, tensor: Tensor) -> Tensor:
+        """Of a bias or mask."""
+        return self._lay_out(tensor, self.case.memory if self.case.memory in ("ragged", "aligned") else "contiguous")
+
+    def _lay_out(self, tensor: Tensor, memory: str) -> Tensor:
+        """A tensor whose axes are in order, in memory of that kind; what goes to the device is a plain copy."""
+        head, row = (-2, -3) if self.case.layout == "bshd" else (-3, -2)
+        if memory == "contiguous" or tensor.numel() == 0:
             return _compact(tensor).to(self.device)
-        if case.memory == "swapped":
-            return _compact(tensor.transpose(-2, -3)).to(self.device).transpose(-2, -3)
-        if case.memory == "offset":
+        if memory in ("swapped", "columns"):
+            axes = (-2, -3) if memory == "swapped" else (-1, -2)
+            return _compact(tensor.transpose(*axes)).to(self.device).transpose(*axes)
+        if memory == "offset":
             flat = torch.cat([tensor.new_full((1,), torch.nan), tensor.flatten()])
             return flat.to(self.device)[1:].view(tensor.shape)
-        if case.memory == "expanded":
-            head = -2 if case.layout == "bshd" else -3
-            return _compact(tensor.narrow(head, 0, 1)).to(self.device).expand(tensor.shape)
-        if case.memory == "sliced":
-            larger = tensor.new_full([size + 3 for size in tensor.shape], torch.nan)
-            place = tuple(slice(1, 1 + size) for size in tensor.shape)
-            larger[place] = tensor
-            return larger.to(self.device)[place]
-        raise value_error("memory", repr(case.memory), ", ".join(MEMORIES))
+        if memory in ("expanded", "row"):
+            return (
+                _compact(tensor.narrow(head if memory == "expanded" else row, 0, 1))
+                .to(self.device)
+                .expand(tensor.shape)
+            )
+        if memory == "number":
+            return _compact(tensor.flatten()[:1]).to(self.device)[0].expand(tensor.shape)
+        before, after = [1] * tensor.dim(), [2] * tensor.dim()
+        if memory in ("ragged", "aligned"):
+            step = 16 // tensor.element_size() if memory == "aligned" else 1
+            before, after = ((self.integers(0, 3, tensor.dim()) * step).tolist() for _ in range(2))
+            if memory == "aligned":
+                after[-1] += -tensor.shape[-1] % step
+        elif memory != "sliced":
+            raise value_error("memory", repr(memory), ", ".join(DOUT_MEMORIES))
+        sizes = [first + size + last for first, size, last in zip(before, tensor.shape, after, strict=True)]
+        larger = torch.full(sizes, torch.nan).to(tensor.dtype)
+        place = tuple(slice(first, first + size) for first, size in zip(before, tensor.shape, strict=True))
+        larger[place] = tensor
+        return larger.to(self.device)[place]
 
 
 def _power(number: float) -> float:

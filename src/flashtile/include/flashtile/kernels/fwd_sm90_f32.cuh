@@ -58,8 +58,7 @@ struct FwdSm90F32 {
   // half_t parts lose what is below 2^-24. P is at most 2.
   static constexpr float kScaleP = kIsHalf ? 8192.0f : 1.0f;
 
-  // What undoes the scales of the operands, powers of two, with dropout's keep factor in that of O, and what turns S
-  // into exponents of 2. Scope: thread.
+  // What undoes the scales of the operands, powers of two, and what turns S into exponents of 2. Scope: thread.
   struct Scales {
     float unscale_s = 1.0f, unscale_o = 1.0f / kScaleP, factor;
 
@@ -69,7 +68,6 @@ struct FwdSm90F32 {
         unscale_s = power_of_two(-scale_exponent(range, Operand::q) - scale_exponent(range, Operand::k));
         unscale_o *= power_of_two(-scale_exponent(range, Operand::v));
       }
-      unscale_o *= keep_factor<Dropout>(p);
       // Score modifiers return scores in their unit; without them S stays a dot product. The factor stays positive: its
       // product with a masked score, -inf, must not be NaN.
       constexpr float kSmallestFloat = 1.40129846e-45f;
@@ -365,7 +363,7 @@ struct FwdSm90F32 {
   }
 
   // Finishes the softmax, normalises and stores O and lse; of a split the sum of P V, m and l. unscale undoes the
-  // scales of P and V. Scope: warp.
+  // scales of P and V, and has dropout's keep factor. Scope: warp.
   FT_DEVICE static void epilogue(const Params& p, const Tile& tile, i32 consumer, float factor, float unscale,
                                  const Softmax& softmax, float (&rO)[kOutputs]) {
     Rows rows(p, tile, consumer);
@@ -413,7 +411,7 @@ struct FwdSm90F32 {
       } else {
         release_stage(shared.empty_q[consumer]);
       }
-      epilogue(p, item->tile, consumer, scales.factor, scales.unscale_o, softmax, rO);
+      epilogue(p, item->tile, consumer, scales.factor, scales.unscale_o * keep_factor<Dropout>(p), softmax, rO);
       // Wait for the next work item
       u32 next = item->index + 1;
       wait_q(shared, consumer, next);

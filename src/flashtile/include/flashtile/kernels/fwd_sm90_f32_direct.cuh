@@ -209,6 +209,7 @@ struct FwdSm90F32Direct {
     // Leave the sums in place of Q, once every warp has read it
     named_barrier_sync(kConsumerBarrier + consumer, 128);
     float* partial = reinterpret_cast<float*>(sums(shared, consumer));
+    float unscale = scales.unscale_o * keep_factor<Dropout>(p);
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
       i32 row = fragment_row() + 8 * r;
@@ -218,7 +219,7 @@ struct FwdSm90F32Direct {
 #pragma unroll
       for (i32 y = 0; y < Base::kOutputs / 4; ++y) {
         i32 column = 8 * y + fragment_column();
-        float2 two = make_float2(rO[4 * y + 2 * r] * scales.unscale_o, rO[4 * y + 2 * r + 1] * scales.unscale_o);
+        float2 two = make_float2(rO[4 * y + 2 * r] * unscale, rO[4 * y + 2 * r + 1] * unscale);
         *reinterpret_cast<float2*>(partial + 4 * chunk_place(row, column / 4) + column % 4) = two;
       }
     }
