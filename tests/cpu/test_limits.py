@@ -93,7 +93,7 @@ def test_a_scale_over_the_softcap(backend: str, scale: float, softcap: float, dt
     large_scores.check_a_scale_over_the_softcap(backend, "cpu", scale, softcap, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_softcap_far_over_the_scale(backend: str, dtype: torch.dtype, seed: int) -> None:
     large_scores.check_a_softcap_far_over_the_scale(backend, "cpu", dtype)
 

@@ -75,8 +75,9 @@ def test_a_scale_over_the_softcap(scale: float, softcap: float, seed: int) -> No
     large_scores.check_a_scale_over_the_softcap("triton", "cpu", scale, softcap)
 
 
-def test_a_softcap_far_over_the_scale(seed: int) -> None:
-    large_scores.check_a_softcap_far_over_the_scale("triton", "cpu", torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_softcap_far_over_the_scale(dtype: torch.dtype, seed: int) -> None:
+    large_scores.check_a_softcap_far_over_the_scale("triton", "cpu", dtype)
 
 
 @pytest.mark.parametrize("dropout_p", [0.99, 0.99999])

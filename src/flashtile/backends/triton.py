@@ -42,6 +42,8 @@ MAX_HEAD_DIM = 256
 OLDEST_TRITON = (3, 6)
 OLDEST_CAPABILITY = (8, 0)
 _PREPROCESS_ROWS = 64
+# With a larger one an absolute error of the tanh counts in 16-bit calls
+_LARGEST_ROUGH_SOFTCAP = 256.0
 # With a smaller scale the difference of two dot products may overflow where its product with the scale counts
 _SMALLEST_EXPONENT_SCALE = 2.0**-118
 
@@ -296,6 +298,7 @@ def _arguments(kernel: str, args: AttentionArgs, tensors: dict[str, Tensor]) -> 
     )
     window_left, window_right = map(kernel_window, key_window(args))
     softcap, softcap_factor = kernel_softcap(args.softcap, softmax_scale(args))
+    is_float32 = args.q.dtype == torch.float32
     # In a packed call no sequence is longer than the rows and columns of bias and mask
     score_tensors = [tensor for tensor in (args.bias, args.mask) if tensor is not None]
     seqlen_q = min([shape.seqlen_q, *(tensor.shape[2] for tensor in score_tensors if tensor.shape[2] != 1)])
@@ -338,9 +341,8 @@ def _arguments(kernel: str, args: AttentionArgs, tensors: dict[str, Tensor]) -> 
         "IS_TOP_LEFT": args.causal == "top_left",
         "HAS_LEFT": window_left >= 0,
         "HAS_RIGHT": window_right >= 0,
-        "HAS_SOFTCAP": args.softcap > 0.0,
+        "SOFTCAP": 0 if args.softcap == 0.0 else 1 + (is_float32 or args.softcap > _LARGEST_ROUGH_SOFTCAP),
         "HAS_DROPOUT": args.dropout_p > 0.0,
-        "IS_FLOAT32": args.q.dtype == torch.float32,
         "PRECISION": _precision(args.q.dtype, args.q.device.type == "cpu"),
     }
 
@@ -358,6 +360,7 @@ def _forward_call(args: AttentionArgs, out: Tensor, lse: Tensor) -> Call:
     scales_exponents = has_plain_scores and softmax_scale(args) >= _SMALLEST_EXPONENT_SCALE
     sinks = None if args.sinks is None else args.sinks.float().contiguous()
     arguments |= {"lse": lse, "sinks": sinks, "num_m_blocks": num_m_blocks, "SCALE_IN_EXPONENT": scales_exponents}
+    arguments["IS_FLOAT32"] = args.q.dtype == torch.float32
     return "fwd", num_m_blocks * shape.heads * shape.batch, config, arguments
 
 

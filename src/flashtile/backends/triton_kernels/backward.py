@@ -92,9 +92,8 @@ def bwd_dkdv_triton_kernel(
     IS_TOP_LEFT: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
-    IS_FLOAT32: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dK and dV of BLOCK_N keys of one key head.
@@ -126,7 +125,7 @@ def bwd_dkdv_triton_kernel(
     v_tile = load_tile(pointer_to(v, b, h_kv, k_first + n0), v_offsets, is_key, DV, BLOCK_DV, True)
     q_offsets = tile_offsets(q, BLOCK_M, BLOCK_D, USE_INT64)
     do_offsets = tile_offsets(dout, BLOCK_M, BLOCK_DV, USE_INT64)
-    flags = (HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, alibi_slopes is not None, IS_FLOAT32)
+    flags = (HAS_LEFT, HAS_RIGHT, SOFTCAP, alibi_slopes is not None)
     # Keys past the end only affect their own rows of dK and dV, which are not stored. Clamp them for loads of scores
     j = tl.minimum(j, seqlen_k - 1)
     dk_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -187,7 +186,7 @@ def bwd_dkdv_triton_kernel(
                 if HAS_DROPOUT:
                     dp = tl.where(keep, dp * keep_factor, 0.0)
                 ds = p * (dp - row_delta[None, :])
-                if HAS_SOFTCAP:
+                if SOFTCAP:
                     ds = ds * (1 - capped * capped)
                 # dK
                 dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision=PRECISION)
@@ -242,9 +241,8 @@ def bwd_dq_triton_kernel(
     IS_TOP_LEFT: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
-    IS_FLOAT32: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dQ of BLOCK_M queries of one head."""
@@ -272,7 +270,7 @@ def bwd_dq_triton_kernel(
         window_left,
         window_right,
     )
-    flags = (HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, alibi_slopes is not None, IS_FLOAT32)
+    flags = (HAS_LEFT, HAS_RIGHT, SOFTCAP, alibi_slopes is not None)
     i = m0 + tl.arange(0, BLOCK_M)
     stats_offset = (lse_batch.to(tl.int64) * heads + h) * lse_rows + q_first
     row_lse = tl.load(score_lse + stats_offset + i, mask=i < seqlen_q, other=float("inf"))
@@ -312,7 +310,7 @@ def bwd_dq_triton_kernel(
                     keep = dropout_keep(rng_state, origin, b, h, m0, n0, drop_threshold, BLOCK_M, BLOCK_N)
                     dp = tl.where(keep, dp * keep_factor, 0.0)
                 ds = p * (dp - row_delta[:, None])
-                if HAS_SOFTCAP:
+                if SOFTCAP:
                     ds = ds * (1 - capped * capped)
                 dq_tile = tl.dot(ds.to(k_tile.dtype), k_tile, dq_tile, input_precision=PRECISION)
 

@@ -61,9 +61,8 @@ def bwd_dbias_triton_kernel(
     IS_TOP_LEFT: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
-    IS_FLOAT32: tl.constexpr,
     PRECISION: tl.constexpr,
     BROADCAST_BATCH: tl.constexpr,
     BROADCAST_HEADS: tl.constexpr,
@@ -81,7 +80,7 @@ def bwd_dbias_triton_kernel(
     max_seqlen_q = seqlen_q
     max_seqlen_k = seqlen_k
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    flags = (HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, alibi_slopes is not None, IS_FLOAT32)
+    flags = (HAS_LEFT, HAS_RIGHT, SOFTCAP, alibi_slopes is not None)
 
     for pair in tl.range(split, num_pairs, num_splits):
         b = pair // pair_heads if BROADCAST_BATCH else bias_b

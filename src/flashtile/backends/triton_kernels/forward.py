@@ -52,7 +52,7 @@ def fwd_triton_kernel(
     IS_TOP_LEFT: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
     IS_FLOAT32: tl.constexpr,
     SCALE_IN_EXPONENT: tl.constexpr,  # scores are scale * q.k, scale > 0, no sinks: exp2 applies the scale
@@ -88,7 +88,7 @@ def fwd_triton_kernel(
         window_left,
         window_right,
     )
-    flags = (HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, alibi_slopes is not None, IS_FLOAT32)
+    flags = (HAS_LEFT, HAS_RIGHT, SOFTCAP, alibi_slopes is not None)
     i = m0 + tl.arange(0, BLOCK_M)
     q_pointer = pointer_to(q, b, h, q_first + m0)
     q_offsets = tile_offsets(q, BLOCK_M, BLOCK_D, USE_INT64)

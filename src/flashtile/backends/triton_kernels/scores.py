@@ -30,10 +30,10 @@ def probability(s, lse, IS_NATURAL):
 
 
 @triton.jit
-def tanh(x, IS_FLOAT32):
-    """Relative error of a few float32 roundings if IS_FLOAT32, else an absolute error of one rounding of 1."""
+def tanh(x, IS_EXACT):
+    """Relative error of a few float32 roundings if IS_EXACT, else an absolute error of one rounding of 1."""
     t = 1 - 2 / (1 + tl.exp2(x * (2 * LOG2E)))
-    if IS_FLOAT32:
+    if IS_EXACT:
         # The formula above cancels near 0. Use an odd polynomial there, fitted to tanh(x) / x for |x| < 0.62
         # with an error of 4e-9
         z = x * x
@@ -50,14 +50,15 @@ def score_tile(s, i, j, bias, mask, position, options, flags, IS_PARTIAL, HAS_EN
     """Scores of the products s = q.k, -inf where masked, and the softcap's tanh (s itself without a softcap).
 
     Query and key positions i and j broadcast against each other, in either order. HAS_END: the tile may contain
-    positions past the last key. SCALE_IN_EXPONENT: the caller applies the scale.
+    positions past the last key. SCALE_IN_EXPONENT: the caller applies the scale. SOFTCAP: 0 for none, 1 for a tanh with
+    an absolute error, 2 with a relative one.
     """
     b, h, offset, seqlen_q, seqlen_k = position
     scale, softcap, softcap_factor, slope, window_left, window_right = options
-    HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, IS_FLOAT32 = flags
+    HAS_LEFT, HAS_RIGHT, SOFTCAP, HAS_ALIBI = flags
     capped = s
-    if HAS_SOFTCAP:
-        capped = tanh(s * softcap_factor, IS_FLOAT32)
+    if SOFTCAP:
+        capped = tanh(s * softcap_factor, SOFTCAP == 2)
         s = capped * (softcap if bias is not None else softcap * LOG2E)
     elif not SCALE_IN_EXPONENT:
         s = s * (scale if bias is not None else scale * LOG2E)

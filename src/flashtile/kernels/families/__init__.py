@@ -165,8 +165,10 @@ def select(key: PlanKey) -> Family[Any]:
 def time_us(key: PlanKey) -> float | None:
     """The measured time of the family that takes the call; None where none does, or it is not known."""
     family = choice(key).family
-    us = None if family is None else speeds.time_us(family.timed_as(key), kind_of(key))
-    return us * _COPY_COST if us is not None and key.copies_rows else us
+    kind = kind_of(key)
+    us = None if family is None else speeds.time_us(family.timed_as(key), kind)
+    # The time of a small call is that of its launch, beside which copies take none
+    return us * _COPY_COST if us is not None and key.copies_rows and kind.is_large else us
 
 
 def _cost(family: Family[Any], key: PlanKey) -> tuple[bool, float]:

@@ -34,6 +34,7 @@ class Tile(NamedTuple):
     max_options: int = 99  # that change scores or probabilities, that it holds without a spill
     takes_dropout: bool = True  # without a spill
     takes_padded: bool = True  # head dims that are not the padded ones
+    takes_lengths: bool = True  # without a spill
     only_arch: int | None = None  # on which it does not spill; None: on all
 
 
@@ -42,7 +43,7 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
     (64, 64): (Tile(128, 32, 4, 2, max_options=0), Tile(128, 64, 8, 1), Tile(64, 32, 4, 1)),
     (96, 96): (Tile(128, 64, 8, 1, takes_dropout=False), Tile(64, 32, 4, 1)),
     (128, 128): (
-        Tile(128, 64, 8, 1, column_warps=2, max_options=0, only_arch=90),
+        Tile(128, 64, 8, 1, column_warps=2, max_options=0, takes_lengths=False, only_arch=90),
         Tile(128, 64, 8, 1, max_options=0, takes_padded=False),
         Tile(128, 32, 8, 1),
         Tile(64, 32, 4, 1),
@@ -120,6 +121,7 @@ class BwdSm80(MmaFamily[BwdSm80Row]):
         for tile in _TILES[dims]:
             takes = key.features.num_score_options <= tile.max_options and (is_exact or tile.takes_padded)
             takes = takes and (tile.takes_dropout or not key.features.has_dropout)
+            takes = takes and (tile.takes_lengths or not key.features.has_lengths)
             if takes and tile.only_arch in (None, key.arch.number):
                 yield _row(tile, key.dtype, dims, is_exact)
 

@@ -50,7 +50,11 @@ class Tile(NamedTuple):
 _TILES: dict[str, dict[tuple[int, int], tuple[Tile, ...]]] = {
     _HALF: {
         (64, 64): (Tile(128, 128, 2, 64, max_options=0), Tile(128, 64, 2, 64)),
-        (128, 128): (Tile(128, 64, 2, 128, max_options=0), Tile(128, 64, 2, 64)),
+        (128, 128): (
+            Tile(128, 64, 2, 128, max_options=0),
+            Tile(128, 64, 2, 64, max_options=3),
+            Tile(128, 64, 2, 64, overlaps=False),
+        ),
         # Two parts: several chains of sums for a score, which cannot overlap; one part, for "high": one chain
         (256, 256): (
             Tile(128, 32, 1, 64, max_options=0, max_parts=1),
