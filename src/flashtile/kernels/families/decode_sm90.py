@@ -26,7 +26,7 @@ class Tile(NamedTuple):
     num_stages: int
     num_blocks: int  # per multiprocessor
     few_units: int = 4  # key tiles of a block: with fewer a multiprocessor gets one block
-    takes_paged_alibi: bool = True  # in float16, without a spill
+    takes_paged_alibi: bool = True  # without a spill
 
 
 # By padded head_dim and head_dim_v
@@ -118,7 +118,7 @@ class DecodeSm90(Family[DecodeRow]):
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[DecodeRow]:
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
-        is_paged_alibi = key.dtype == "float16" and key.features.has_alibi and key.features.is_paged
+        is_paged_alibi = key.features.has_alibi and key.features.is_paged
         for tile in _TILES[dims]:
             if tile.takes_paged_alibi or not is_paged_alibi:
                 yield _row(tile, key.dtype, key.out_dtype, dims)
