@@ -8,8 +8,9 @@ PYTHONPATH=src python tools/time_packed.py [FOLDER]      writes packed_bf16.csv 
 from __future__ import annotations
 
 import random
+import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +31,8 @@ PASSES = ("prefill", "decode", "backward", "dbias")
 TOTAL = 32768  # tokens of all sequences
 LONG = 16384
 HEADS, HEADS_KV, HEAD_DIM = 16, 4, 128
-ROUNDS, CALLS = 7, 5
-SLOW_MS = 5.0  # calls that take longer are timed alone, in fewer rounds
+ROUNDS, CALLS = 12, 5
+SLOW_MS, SLOW_ROUNDS = 5.0, 5  # calls that take longer are timed one at a time
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,17 @@ def compile_all(units: Iterable[tuple[str, str]]) -> None:
         list(pool.map(lambda unit: executor.function(*unit, arch.name), units))
 
 
+def compare(graphs: Mapping[bool, Callable[[], Any]], rounds: int) -> tuple[float, float, float]:
+    """Median milliseconds with and without, and the median of the ratios of rounds: the clock of a GPU moves from round
+    to round. Each round has an order of its own."""
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(rounds):
+        for is_given in random.sample(list(graphs), 2):
+            times[is_given].append(median_ms({"": graphs[is_given]}, 1, calls=1)[""])
+    ratios = [left_out / given for given, left_out in zip(times[True], times[False], strict=True)]
+    return statistics.median(times[True]), statistics.median(times[False]), statistics.median(ratios)
+
+
 def points() -> Iterator[tuple[str, str, int]]:
     for direction in PASSES:
         for kind in LENGTHS:
@@ -135,18 +147,14 @@ def main() -> None:
                 for call in calls.values():
                     call()
                 is_slow = once(calls[True], "cuda")[1] > SLOW_MS / 1000
-            order, count = random.sample(list(calls), 2), 1 if is_slow else CALLS
-            graphs = {is_given: capture([calls[is_given]] * count, stream) for is_given in order}
-            found = median_ms(graphs, 3 if is_slow else ROUNDS, calls=1 if is_slow else 2)
-            given, left_out = (1000 * found[is_given] / count for is_given in (True, False))
-            worst = max(worst, left_out / given)
-            row = PackedRow(
-                direction, kind, batch, int(lengths_of(kind, batch).max()), given, left_out, left_out / given, env
-            )
-            writer.add([row])
-            print(
-                f"{direction:9} {kind:12} {batch:5} {given:9.1f} {left_out:9.1f} us {left_out / given:6.3f}", flush=True
-            )
+            count = 1 if is_slow else CALLS
+            graphs = {is_given: capture([calls[is_given]] * count, stream) for is_given in (True, False)}
+            given, left_out, ratio = compare(graphs, SLOW_ROUNDS if is_slow else ROUNDS)
+            given, left_out = (1000 * ms / count for ms in (given, left_out))
+            worst = max(worst, ratio)
+            longest = int(lengths_of(kind, batch).max())
+            writer.add([PackedRow(direction, kind, batch, longest, given, left_out, ratio, env)])
+            print(f"{direction:9} {kind:12} {batch:5} {given:9.1f} {left_out:9.1f} us {ratio:6.3f}", flush=True)
             del graphs, calls, make
             torch.cuda.empty_cache()
     print(f"worst ratio {worst:.3f}")

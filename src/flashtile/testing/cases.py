@@ -262,12 +262,13 @@ class _Maker:
         elif case.values == "denormal":
             return tuple(tensor.double() * finite.smallest_normal / 8 for tensor in (q, k, v))  # type: ignore[return-value]
         elif case.values == "overflow":
-            # Kernels sum in float32 before they divide by the row sum: up to 2 for each key (docs/simt.md), 2.5 under
-            # dropout
+            # Kernels sum in float32 before they divide by the row sum: up to 2 for each key in float32, 2^8 in 16 bits
+            # (docs/semantics.md)
+            most = 2 if case.dtype in (torch.float32, torch.float64) else 2**8
             largest = (
                 finite.max / 4
                 if case.dtype == torch.float16
-                else torch.finfo(torch.float32).max / (8 * max(case.seqlen_k, 1))
+                else torch.finfo(torch.float32).max / (4 * most * max(case.seqlen_k, 1))
             )
             v = v.sign() * (0.5 + 0.5 * torch.rand(v.shape, generator=self.generator)) * largest
         elif case.values == "wide":
