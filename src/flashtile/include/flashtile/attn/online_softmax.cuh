@@ -221,15 +221,8 @@ struct WarpSoftmax {
     for (i32 t = 0; t < kTiles; ++t) {
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
-#pragma unroll
-        for (i32 b = 0; b < kScores / 4; ++b) {
-#pragma unroll
-          for (i32 e = 0; e < 2; ++e) {
-            float& x = rS[t][4 * b + 2 * r + e];
-            x = exp2_approx(fmaf(x, factor, -shift[t][r]));
-            l[t][r] += x;
-          }
-        }
+        // Each tile has a sum of its own: thousands of keys added to l one by one would round it too often
+        l[t][r] += exponentiate_row(factor, shift[t][r], r, rS[t]);
       }
     }
   }
