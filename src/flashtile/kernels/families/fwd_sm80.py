@@ -31,7 +31,7 @@ class Tile(NamedTuple):
     kept_steps: int = 0
     max_options: int = 99  # that change scores or probabilities, that it holds without a spill
     takes_padded: bool = True  # head dims that are not the padded ones
-    takes_half_bias: bool = True  # a bias of a float16 call, without a spill
+    takes_heavy_bias: bool = True  # a bias of a float16 call or with dropout, without a spill
     takes_unaligned_lengths: bool = True  # sequence lengths with rows off 16 bytes, without a spill
 
 
@@ -69,11 +69,11 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
         Tile(64, 16, 4, 1),
     ),
     (256, 256): (
-        Tile(128, 64, 8, 1, kept_steps=8, max_options=0, takes_padded=False),
+        Tile(128, 64, 8, 1, kept_steps=8, max_options=0, takes_padded=False, takes_unaligned_lengths=False),
         Tile(128, 64, 8, 1, max_options=0),
         Tile(128, 48, 8, 1, kept_steps=8, max_options=0),
         Tile(128, 16, 8, 1, kept_steps=8, max_options=0),
-        Tile(64, 32, 4, 1, takes_half_bias=False),
+        Tile(64, 32, 4, 1, takes_heavy_bias=False),
         Tile(64, 16, 4, 1),
     ),
 }
@@ -157,11 +157,11 @@ class FwdSm80(MmaFamily[Sm80Row]):
         is_exact = (key.head_dim, key.head_dim_v) == dims
         features = key.features
         num_options = features.num_score_options + (not key.is_scale_positive)
-        has_half_bias = features.bias_dtype is not None and key.dtype == "float16"
+        has_heavy_bias = features.bias_dtype is not None and (key.dtype == "float16" or features.has_dropout)
         has_unaligned_lengths = features.has_lengths and not features.is_aligned16
         for tile in _tiles(dims, key, is_packed):
             takes = num_options <= tile.max_options and (is_exact or tile.takes_padded)
-            takes = takes and (tile.takes_half_bias or not has_half_bias)
+            takes = takes and (tile.takes_heavy_bias or not has_heavy_bias)
             if takes and (tile.takes_unaligned_lengths or not has_unaligned_lengths):
                 yield _row(tile, key.dtype, key.out_dtype, dims, is_packed, key.is_scale_positive, is_exact)
 
