@@ -113,7 +113,7 @@ _OF_LAYERS = r"layer_types|layers_block_type|layers_pattern|indexer_types|no_rop
 
 def _kept_layers(config: dict[str, Any]) -> list[int]:
     """One layer of each kind, and two at least."""
-    kinds = next((list(map(str, config[key])) for key in config if re.search("^(layer_types|layers_block_type)$", key) and config[key]), None)
+    kinds = next((list(map(str, config[key])) for key in ("layer_types", "layers_block_type") if config.get(key)), None)
     if kinds is None:
         return [0, 1]
     kept = sorted({kinds.index(kind) for kind in kinds})
@@ -125,6 +125,8 @@ def _shrunk_list(name: str, values: list[Any], kept: list[int], layers: int, few
         return [values[i % len(values)] for i in kept]
     if name in ("depths", "num_block_repeats", "layer_depths") and not few:
         return [1 for _ in values]
+    if name == "image_size":
+        return [v // 64 * 8 if v >= 64 else v for v in values]
     if name.startswith("mrope_section") and not few:
         return [4, 2, 2]
     if few or not values or not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
@@ -158,6 +160,8 @@ def shrunk(config: dict[str, Any], few: bool = False) -> dict[str, Any]:
         elif isinstance(value, int):
             if name in ("num_hidden_layers", "num_layers", "n_layer"):
                 value = min(value, len(kept))
+            elif name == "hidden_size" and config.get("embed_dim_per_stage") and not few:
+                value = config["embed_dim_per_stage"][0] // 8
             elif name == "embed_dim" and heads:
                 value = value if few else 8 * heads[0]
             else:
@@ -180,14 +184,29 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), {"prediction_length": 4, "context_length": 8}),
     **dict.fromkeys(("xmod",), {"default_language": "en_XX"}),
     "blt": {part: {"hidden_size": 64, "hidden_size_global": 64, "vocab_size": 260, "encoder_hash_byte_group_vocab": 50} for part in ("patcher_config", "encoder_config", "decoder_config", "global_config")} | {"encoder_hash_byte_group_vocab": 50},
+    **dict.fromkeys(("qwen2_5_vl_vision", "exaone4_5_vision", "qwen2_5_omni_vision_encoder"), {"window_size": 32, "fullatt_block_indexes": [1]}),
+    **dict.fromkeys(
+        ("cohere_compass_text", "beam"),
+        {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}},
+    ),
+    "cohere_compass": {
+        "text_config": {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}}
+    },
+    "bamba": {"num_hidden_layers": 2, "layer_types": None, "layers_block_type": None, "attn_layer_indices": [1]},
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "emu3": {"vocabulary_map": {"<image>": 8}},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1},
+    "llama4_vision_model": {"intermediate_size": 256, "projector_input_dim": 64, "projector_output_dim": 64, "vision_output_dim": 64},
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 64},
+    "xlstm": {"qk_dim_factor": 1.0, "v_dim_factor": 1.0},
     "chameleon": {"vocabulary_map": {"<image>": 8}},
-    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2}, "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}},
-    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_routed_experts": 4},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "dia": {"delay_pattern": [0, 1], "decoder_config": {"num_channels": 2}},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
-    "esm": {"vocab_size": 160},
-    "gemma3n_text": {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.0] * 4},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "esm": {"vocab_size": 160, "pad_token_id": 1, "mask_token_id": 32},
+    "gemma3n_text": {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.0] * 4, "intermediate_size": 64, "num_kv_shared_layers": 0},
     "hrm_text": {"prefix_lm": True, "num_layers_per_stack": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
@@ -199,19 +218,20 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "step3p5": {"sliding_window": 4},
     "step3p7": {"text_config": {"sliding_window": 4}},
     "xlnet": {"d_head": 16},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
-    "zamba2": {"attention_head_dim": 32, "mamba_headdim": 16},
+    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
+    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_headdim": 16, "n_mamba_heads": 8, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "layer_types": ["mamba", "hybrid"] * 2},
 }
 
 
 # Their default sections of the rotary embedding are for larger heads
 MROPE: dict[str, list[int]] = {
     **dict.fromkeys(
-        "qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text colqwen2 qwen2_5_omni_text qwen2_5_omni qwen2_5_omni_talker paddleocr_vl paddleocr_vl_text "
-        "glm_image glm_image_text glm4v glm4v_text glm46v glm_ocr glm_ocr_text glmga ernie4_5_vl_moe ernie4_5_vl_moe_text hunyuan_vl hunyuan_vl_text".split(),
+        "qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text colqwen2 qwen2_5_omni_text qwen2_5_omni qwen2_5_omni_talker qwen2_5_omni_thinker paddleocr_vl paddleocr_vl_text "
+        "glm_image glm_image_text glm4v glm4v_text glm46v glm_ocr glm_ocr_text glmga hunyuan_vl hunyuan_vl_text".split(),
         [4, 2, 2],
     ),
     **dict.fromkeys(("glm4v_moe", "glm4v_moe_text"), [2, 1, 1]),
+    **dict.fromkeys(("ernie4_5_vl_moe", "ernie4_5_vl_moe_text"), [2, 2, 4]),
 }
 
 
@@ -227,6 +247,8 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     for name, value in changes.items():
         both = isinstance(value, dict) and isinstance(result.get(name), dict)
         result[name] = merged(result[name], value) if both else value
+        if value is None:
+            del result[name]
     return result
 
 
@@ -295,7 +317,7 @@ def sharpen(model: Any) -> None:
 def inputs_of(model: Any, rows: int = ROWS) -> Iterator[dict[str, Any]]:
     """What may be the inputs of this model, the likeliest first."""
     config = model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     parameters = inspect.signature(model.forward).parameters
     choices: dict[str, list[Any]] = {}
     for name, parameter in parameters.items():
@@ -346,11 +368,21 @@ def _choices(name: str, model: Any, config: Any, text: Any, rows: int, needed: b
         flat = channels * patch**2
         yield normal(32, flat * (_of(config, "temporal_patch_size") or 1))
         yield normal(32, flat)
+        yield normal(32, flat * 2)
         yield normal(32, channels, patch, patch)
         yield normal(1, 32, flat)
         yield normal(1, 32, channels, patch, patch)
     elif name == "grid_thw" and needed:
         yield torch.tensor([[1, 4, 4], [1, 4, 4]])
+    elif name == "use_cache":
+        yield None
+        yield False
+    elif name in ("states", "actions", "rewards", "returns_to_go") and "timesteps" in parameters:
+        yield normal(BATCH, rows, {"states": _of(config, "state_dim"), "actions": _of(config, "act_dim")}.get(name) or 1)
+    elif name == "timesteps":
+        yield torch.arange(rows).expand(BATCH, rows)
+    elif name == "attention_mask" and "timesteps" in parameters:
+        yield torch.ones(BATCH, rows, dtype=torch.long)
     elif name == "spatial_shapes":
         yield torch.tensor([[2, 2], [2, 2]])
     elif name == "pixel_attention_mask" and "spatial_shapes" in parameters:
@@ -374,8 +406,12 @@ def _choices(name: str, model: Any, config: Any, text: Any, rows: int, needed: b
     elif name == "merge_sizes" and needed:
         yield torch.tensor([2, 2])
     elif name in ("pixel_values", "image"):
-        if not is_main and has_text:
+        if has_text and not needed:
             yield None
+        if "aspect_ratio_ids" in parameters:
+            yield normal(BATCH, 1, 4, channels, size, size)
+        if "pixel_position_ids" in parameters:
+            yield normal(BATCH, 16, channels * patch**2)
         if "spatial_shapes" in parameters:
             yield normal(BATCH, 4, channels * patch**2)
         yield normal(BATCH, channels, height, breadth)
