@@ -16,7 +16,6 @@ import tiny_models
 import torch
 from tiny_models import BATCH, FIRST_TOKEN, ROWS
 from torch import Tensor
-from transformers import PreTrainedModel
 
 import flashtile
 from flashtile.integrations import transformers as ours
@@ -97,7 +96,9 @@ def padding(side: str) -> Tensor:
 
 def is_refusal(error: Exception) -> bool:
     """By flashtile, or by a model that refuses every name with "flash" in it."""
-    return isinstance(error, ValueError) and ("got 'flashtile' for" in str(error) or "='flashtile'` is not" in str(error))
+    return isinstance(error, ValueError) and (
+        "got 'flashtile' for" in str(error) or "='flashtile'` is not" in str(error)
+    )
 
 
 def refused(function: Callable[[], Any]) -> str | None:
@@ -112,8 +113,7 @@ def refused(function: Callable[[], Any]) -> str | None:
 
 def check(name: str, task: str = "") -> Result:
     try:
-        kind = tiny_models.model_class(name, task)
-        kind.config_class  # where a package is missing, this says which
+        assert tiny_models.model_class(name, task).config_class or True  # where a package is missing, this says which
     except LookupError as error:
         return Result("no model", str(error))
     except ImportError as error:
@@ -269,7 +269,9 @@ def packed(eager: Any, model: Any, inputs: dict[str, Any], way: str) -> str:
         block = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
         see = block[:, None] == block
         works = [relative(first(run(eager, given)), expected) <= TOLERANCE]
-        is_causal = relative(first(run(eager, {"input_ids": ids}))[:, : LENGTHS[0]], expected[:, : LENGTHS[0]]) <= TOLERANCE
+        is_causal = (
+            relative(first(run(eager, {"input_ids": ids}))[:, : LENGTHS[0]], expected[:, : LENGTHS[0]]) <= TOLERANCE
+        )
         if is_causal:
             see = see & torch.ones_like(see).tril()
         mask = torch.zeros(see.shape).masked_fill(~see, torch.finfo(torch.float32).min)[None, None]
@@ -283,7 +285,12 @@ def packed(eager: Any, model: Any, inputs: dict[str, Any], way: str) -> str:
         return "eager mixes sequences"
     if way == "cu_seq_lens":
         lengths = torch.tensor([0, *LENGTHS]).cumsum(0)
-        given |= {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": max(LENGTHS), "max_length_k": max(LENGTHS)}
+        given |= {
+            "cu_seq_lens_q": lengths,
+            "cu_seq_lens_k": lengths,
+            "max_length_q": max(LENGTHS),
+            "max_length_k": max(LENGTHS),
+        }
     counts: Counter[str] = Counter()
     try:
         with counting(counts):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,9 @@ def test_model_type(name: str, task: str, record_property: Callable[[str, object
 
 REFUSED: dict[str, tuple[str, str]] = {
     # Causal by a mask that their own attention adds
-    **dict.fromkeys(("bloom", "xglm", "codegen", "big_bird", "mpt"), ("does not call transformers' AttentionInterface", "")),
+    **dict.fromkeys(
+        ("bloom", "xglm", "codegen", "big_bird", "mpt"), ("does not call transformers' AttentionInterface", "")
+    ),
     # Their own attention would add a boolean mask as 0 and 1
     **dict.fromkeys(
         ("megatron-bert", "mpnet", "rembert", "roformer", "convbert", "ibert", "nystromformer", "tapas", "longformer"),
@@ -85,13 +88,16 @@ def test_refused_by_name(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_other_parts_of_a_refused_model_can_be_served() -> None:
-    model = tiny_models.tiny_model("sam", attn_implementation="eager")
-    model.set_attn_implementation({"mask_decoder_config": "flashtile"})
-    assert model.config.mask_decoder_config._attn_implementation == "ftile"
-    assert model.config.vision_config._attn_implementation == "eager"
-    inputs = next(tiny_models.inputs_of(model))
-    expected = model_sweep.run(tiny_models.tiny_model("sam", attn_implementation="eager"), inputs)
-    assert model_sweep.difference(model_sweep.run(model, inputs), expected) < model_sweep.TOLERANCE
+    model, other = (tiny_models.tiny_model("granite_speech", attn_implementation="eager") for _ in range(2))
+    model.set_attn_implementation({"text_config": "flashtile"})
+    assert model.config.text_config._attn_implementation == "ftile"
+    assert model.config.encoder_config._attn_implementation == "eager"
+    inputs = {"input_ids": ids_of(BATCH, ROWS)}
+    counts: Counter[str] = Counter()
+    with model_sweep.counting(counts):
+        found = model_sweep.run(model, inputs)
+    assert counts["flashtile"] > 0
+    assert model_sweep.difference(found, model_sweep.run(other, inputs)) < model_sweep.TOLERANCE
 
 
 # Masks that do not say what the modules say

@@ -56,7 +56,7 @@ def register() -> None:
     for name, wrap in _WRAPPERS.items():
         method = getattr(PreTrainedModel, name)
         if not hasattr(method, "_flashtile_original"):
-            wrapper = functools.wraps(method)(wrap(method))
+            wrapper: Any = functools.wraps(method)(wrap(method))
             wrapper._flashtile_original = method
             setattr(PreTrainedModel, name, wrapper)
 
@@ -148,7 +148,9 @@ def _why_not(model: type[PreTrainedModel]) -> str | None:
     if "ALL_ATTENTION_FUNCTIONS" in names:
         return None if masks_by_position else "needs a stored mask"
     has_parts = bool(getattr(model.config_class, "sub_configs", None))
-    if has_parts and (model._supports_sdpa or model._supports_attention_backend) or model._can_set_attn_implementation():
+    if (
+        has_parts and (model._supports_sdpa or model._supports_attention_backend)
+    ) or model._can_set_attn_implementation():
         return None  # no attention of its own; its parts are asked, too
     return "does not call transformers' AttentionInterface"
 
@@ -332,7 +334,9 @@ def _packed(
         raise unsupported("position_bias", "it with cu_seq_lens_q", "one of the two")
     config = getattr(module, "config", None)
     if not is_decoder and getattr(config, "model_type", None) in _MODELS_WITH_CAUSAL_MASKS:
-        raise unsupported("cu_seq_lens_q", "it with use_bidirectional_attention=True", "models whose masks agree with it")
+        raise unsupported(
+            "cu_seq_lens_q", "it with use_bidirectional_attention=True", "models whose masks agree with it"
+        )
     longest = options.get("max_length_k")
     num_keys = longest if isinstance(longest, int) else key.shape[2]
     window = _window(module, sliding_window, is_decoder, num_keys, is_masked=False)
