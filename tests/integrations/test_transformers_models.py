@@ -149,6 +149,14 @@ def test_a_model_with_its_window_in_the_mask_cannot_be_packed() -> None:
         model(input_ids=ids_of(1, ROWS), cu_seq_lens_q=ends, cu_seq_lens_k=ends)
 
 
+def test_a_model_that_adds_numbers_to_its_scores_cannot_be_packed() -> None:
+    model = text_model("doge")
+    model.set_attn_implementation("flashtile")
+    ends = torch.tensor([0, 5, ROWS]).int()
+    with pytest.raises(flashtile.Unsupported, match="attention_mask: got numbers to add with cu_seq_lens_q"):
+        model(input_ids=ids_of(1, ROWS), cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+
+
 def test_paligemma_without_token_types_is_causal() -> None:
     """Its text model says is_causal=False, and its masks are causal."""
     model = tiny_models.tiny_model("paligemma", attn_implementation="eager")

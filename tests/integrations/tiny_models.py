@@ -303,6 +303,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "moshi_depth": {"num_codebooks": 12},
     "nougat": {},
     "pix2struct_text_model": {"initializer_range": 0.02},
+    "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [4, 8], "attn_layers": ["local", "lsh"]},
     "step3p5": {"sliding_window": 4},
     "step3p7": {"text_config": {"sliding_window": 4}},
@@ -333,7 +334,7 @@ _NOT_MADE: dict[str, str] = {
     ),
     "needs torchaudio": ("higgs_audio_v2_tokenizer"),
     "needs detectron2": ("layoutlmv2"),
-    "has no forward": ("glm_image_vqmodel qwen2_5_omni qwen2_5_omni_token2wav"),
+    "has no forward": ("chameleon_vqgan emu3_vqgan glm_image_vqmodel qwen2_5_omni qwen2_5_omni_token2wav"),
     "needs the state of a video session": ("sam2_video sam3_tracker_video sam3_video"),
     "needs the states of another model": (
         "gemma4_assistant gemma4_unified_assistant muse_glimmer_assistant rag qwen3_omni_moe_talker_text "
@@ -373,8 +374,8 @@ NOT_MADE = {name: reason for reason, names in _NOT_MADE.items() for name in name
 # Their default sections of the rotary embedding are for larger heads
 _SECTIONS = {
     (4, 2, 2): (
-        "qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text colqwen2 qwen2_5_omni_text qwen2_5_omni qwen2_5_omni_thinker "
-        "paddleocr_vl paddleocr_vl_text glm_image glm_image_text glm4v glm4v_text glm46v glm_ocr glm_ocr_text glmga "
+        "qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text colqwen2 qwen2_5_omni_text qwen2_5_omni "
+        "qwen2_5_omni_thinker paddleocr_vl paddleocr_vl_text glm_image glm_image_text glm4v glm4v_text glm46v glm_ocr glm_ocr_text glmga "
         "hunyuan_vl hunyuan_vl_text"
     ),
     (2, 1, 1): "glm4v_moe glm4v_moe_text",

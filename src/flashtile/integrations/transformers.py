@@ -245,6 +245,8 @@ def attention_forward(
         return _over_ranks(module, query, key, value, sliding_window, is_decoder, attention_mask, position_bias, shared)
     lengths = [options.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     if all(isinstance(length, Tensor) for length in lengths) and query.shape[0] == 1:
+        if attention_mask is not None and attention_mask.dtype != torch.bool:
+            raise unsupported("attention_mask", "numbers to add with cu_seq_lens_q", "one of the two")
         return _packed(
             module, query, key, value, lengths, options, sliding_window, is_decoder, position_bias, shared
         ), None
