@@ -375,8 +375,8 @@ NOT_MADE = {name: reason for reason, names in _NOT_MADE.items() for name in name
 _SECTIONS = {
     (4, 2, 2): (
         "qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text colqwen2 qwen2_5_omni_text qwen2_5_omni "
-        "qwen2_5_omni_thinker paddleocr_vl paddleocr_vl_text glm_image glm_image_text glm4v glm4v_text glm46v glm_ocr glm_ocr_text glmga "
-        "hunyuan_vl hunyuan_vl_text"
+        "qwen2_5_omni_thinker paddleocr_vl paddleocr_vl_text glm_image glm_image_text glm4v glm4v_text glm46v glm_ocr "
+        "glm_ocr_text glmga hunyuan_vl hunyuan_vl_text"
     ),
     (2, 1, 1): "glm4v_moe glm4v_moe_text",
     (2, 2, 4): "ernie4_5_vl_moe ernie4_5_vl_moe_text",
