@@ -16,6 +16,7 @@ over all of them.
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +41,11 @@ NAME = "flashtile"
 CONFIG_NAME = "ftile"
 
 # These models build a window into their masks and do not hand it to the attention function
-_MODELS_WITH_WINDOWS_IN_MASKS = ("doge", "paligemma", "phimoe", "qwen2_moe")
+_MODELS_WITH_WINDOWS_IN_MASKS = ("doge", "moshi", "paligemma", "phimoe", "qwen2_moe", "unlimited_ocr_text")
+# These modules say is_causal=True under masks that look both ways
+_MODULES_WITHOUT_CAUSAL_MASKS = ("Phi4MultimodalVisionAttention",)
+# With use_bidirectional_attention=True these say is_causal=False and make causal masks
+_MODELS_WITH_CAUSAL_MASKS = ("gemma", "gemma2")
 _NOT_GIVEN: Any = object()
 
 
@@ -97,7 +102,11 @@ def _setting(method: Callable[..., None]) -> Any:
 
     def set_implementation(self: Any, attn_implementation: Any, *args: Any, **options: Any) -> None:
         name = _named(attn_implementation)
-        if (name.get("") if isinstance(name, dict) else name) == CONFIG_NAME:
+        if name == CONFIG_NAME:
+            for part in self.modules():
+                if isinstance(part, PreTrainedModel):
+                    _check_fits(type(part))
+        elif isinstance(name, dict) and name.get("") == CONFIG_NAME:
             _check_fits(type(self))
         method(self, name, *args, **options)
 
@@ -112,25 +121,38 @@ _WRAPPERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _check_fits(model: type[PreTrainedModel]) -> None:
-    """Raises for a model whose attention would not be served, or without its mask. What "sdpa" promises is what is
-    needed here: without a mask the attention is causal where the module says so. The other promise of that kind is
-    that of flash attention or FlexAttention together with attention backends of others; "sdpa" lacks sinks and
-    softcap."""
-    module = sys.modules.get(model.__module__)
-    has_interface = hasattr(module, "ALL_ATTENTION_FUNCTIONS")
-    if not has_interface and (model._can_set_attn_implementation() or model.config_class.sub_configs):
-        return  # no attention of its own; its parts are asked, too
-    masks_by_position = model._supports_sdpa or (
-        model._supports_attention_backend and (model._supports_flash_attn or model._supports_flex_attn)
-    )
-    if not (has_interface and masks_by_position):
-        reason = "needs a stored mask" if has_interface else "does not call transformers' AttentionInterface"
+    """Raises for a model whose attention would not be served, or without its mask."""
+    reason = _why_not(model)
+    if reason is not None:
         raise value_error(
             "attn_implementation",
             f"{NAME!r} for {model.__name__}, whose attention {reason}",
             "models that transformers serves by position, as with 'sdpa'",
             "Use attn_implementation='eager', or a dict with a name for each part of a model",
         )
+
+
+def _why_not(model: type[PreTrainedModel]) -> str | None:
+    """What "sdpa" promises is what is needed here: without a mask the attention is causal where the module says so. The
+    other promise of that kind is that of flash attention or FlexAttention together with attention backends of others;
+    "sdpa" lacks sinks and softcap."""
+    names = vars(sys.modules.get(model.__module__, sys))
+    masks_by_position = model._supports_sdpa or (
+        model._supports_attention_backend and (model._supports_flash_attn or model._supports_flex_attn)
+    )
+    for name, value in names.items():
+        # As in SAM_VISION_ATTENTION_CLASSES, of SamVisionModel
+        owner = re.fullmatch(r"(.+?)(_SELF)?_ATTENTION_CLASSES", name)
+        if owner and CONFIG_NAME not in value and model.__name__.upper().startswith(owner[1].replace("_", "")):
+            return "is one of its own classes, chosen by name"
+    if "ALL_ATTENTION_FUNCTIONS" in names:
+        return None if masks_by_position else "needs a stored mask"
+    has_parts = bool(getattr(model.config_class, "sub_configs", None))
+    if (
+        has_parts and (model._supports_sdpa or model._supports_attention_backend)
+    ) or model._can_set_attn_implementation():
+        return None  # no attention of its own; its parts are asked, too
+    return "does not call transformers' AttentionInterface"
 
 
 def attention_mask_for(
@@ -150,6 +172,8 @@ def attention_mask_for(
     if current() is not None:
         _check_over_ranks(attention_mask, q_length, kv_length)
         return None
+    if getattr(config, "use_bidirectional_attention", False):
+        allow_is_causal_skip = False  # its modules say is_causal=False: PaliGemma's, without token types
     if (
         allow_is_causal_skip
         and not (isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor))
@@ -214,12 +238,15 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """The attention function of transformers' AttentionInterface: (batch, heads, rows, dim) to (batch, rows, heads,
     dim). Attention weights are never stored, so the second result is None."""
-    is_decoder = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_decoder = _is_causal(module) if is_causal is None else is_causal
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     shared: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0, "sinks": s_aux}
     if current() is not None:
         return _over_ranks(module, query, key, value, sliding_window, is_decoder, attention_mask, position_bias, shared)
     lengths = [options.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     if all(isinstance(length, Tensor) for length in lengths) and query.shape[0] == 1:
+        if attention_mask is not None and attention_mask.dtype != torch.bool:
+            raise unsupported("attention_mask", "numbers to add with cu_seq_lens_q", "one of the two")
         return _packed(
             module, query, key, value, lengths, options, sliding_window, is_decoder, position_bias, shared
         ), None
@@ -245,6 +272,10 @@ def attention_forward(
     return out.transpose(1, 2), None  # type: ignore[union-attr]
 
 
+def _is_causal(module: torch.nn.Module) -> bool:
+    return getattr(module, "is_causal", True) and type(module).__name__ not in _MODULES_WITHOUT_CAUSAL_MASKS
+
+
 def _window(
     module: Any, sliding_window: Any, is_decoder: bool, num_keys: int, is_masked: bool
 ) -> tuple[int, int] | None:
@@ -255,7 +286,7 @@ def _window(
     size = getattr(config, "sliding_window", None) if sliding_window is _NOT_GIVEN else None
     chunk = None if is_masked else getattr(config, "attention_chunk_size", None)
     for name, limit in (("sliding_window", size), ("attention_chunk_size", chunk)):
-        if isinstance(limit, int) and num_keys >= limit and not (is_masked and not _hands_over_window(config, limit)):
+        if limit and num_keys >= limit and not (is_masked and not _hands_over_window(config, limit)):
             raise unsupported(
                 name,
                 f"nothing from {type(module).__name__}, whose config has {name}={limit}",
@@ -303,6 +334,11 @@ def _packed(
     The mask is made from the same positions and is not needed."""
     if position_bias is not None:
         raise unsupported("position_bias", "it with cu_seq_lens_q", "one of the two")
+    config = getattr(module, "config", None)
+    if not is_decoder and getattr(config, "model_type", None) in _MODELS_WITH_CAUSAL_MASKS:
+        raise unsupported(
+            "cu_seq_lens_q", "it with use_bidirectional_attention=True", "models whose masks agree with it"
+        )
     longest = options.get("max_length_k")
     num_keys = longest if isinstance(longest, int) else key.shape[2]
     window = _window(module, sliding_window, is_decoder, num_keys, is_masked=False)
