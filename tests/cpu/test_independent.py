@@ -15,7 +15,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
 
 def test_random_problems_agree() -> None:
     """With a fresh seed every time; a failure prints the command that shows it again."""
-    found = run("--problems", "60")
+    found = run("--problems", "100")
     assert found.returncode == 0, found.stdout + found.stderr
     assert " 0 failed" in found.stdout
 
