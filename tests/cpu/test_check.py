@@ -589,7 +589,8 @@ def test_an_interrupt_ends_a_check_and_keeps_what_it_found() -> None:
 def test_an_interrupt_keeps_what_was_not_yet_asked_for(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(_: str, done: int) -> None:
         if done:
-            while clock() < 2:  # until the other process is done, too
+            end = time.monotonic() + HANGS_S
+            while clock() < 2 and time.monotonic() < end:  # until the other process is done, too
                 time.sleep(0.05)
             raise KeyboardInterrupt
 

@@ -356,8 +356,10 @@ def test_a_process_has_its_time(sanitize, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def wait_for(path: Path) -> None:
-    while not path.exists():
+    end = time.monotonic() + 600
+    while not path.exists() and time.monotonic() < end:
         time.sleep(0.05)
+    assert path.exists()
 
 
 def test_reports_are_counted_by_family(sanitize) -> None:
