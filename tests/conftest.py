@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,15 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("flashtile")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_report_teststatus(report: Any, config: pytest.Config) -> tuple[str, str, str] | None:
+    """The name of a test that fails, as it comes, where others are dots."""
+    if not (report.failed and config.get_verbosity() < 0):
+        return None
+    category, word = ("failed", "FAILED") if report.when == "call" else ("error", "ERROR")
+    return category, f"\n{word} {report.nodeid}\n", word
 
 
 @pytest.fixture(autouse=True)

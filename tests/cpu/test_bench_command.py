@@ -13,7 +13,7 @@ from flashtile.bench import device, plots
 from flashtile.bench.rows import Row, read
 from flashtile.cli.main import app
 
-SMALL = ["bench", "--seqlens", "48,32", "--seconds", "0.002", "--backends", "tiled,sdpa-math"]
+SMALL = ["bench", "--seqlens", "48,32", "--seconds", "0.002", "--backends", "tiled,sdpa-math", "--call-limit", "1000"]
 
 
 def invoke(*arguments: object):

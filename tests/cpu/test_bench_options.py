@@ -287,7 +287,7 @@ def test_the_options_grid_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_cpu_grid_runs(tmp_path: Path):
-    result = invoke("bench", "--grid", "cpu", "--seconds", "0.002", "--out", tmp_path)
+    result = invoke("bench", "--grid", "cpu", "--seconds", "0.002", "--call-limit", "1000", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     found = read(tmp_path / "sdpa_cpu.csv", Row)
     assert [(row.option, row.provider, row.status) for row in found] == [

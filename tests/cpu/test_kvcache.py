@@ -504,7 +504,7 @@ def test_without_the_extension() -> None:
         "out = flashtile.attention_kvcache(new, cache, cache.clone(), k=new, v=new, cache_seqlens=0)",
         "assert torch.equal(out, new) and torch.equal(cache[:, :1], new)",
     )
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
 
 
 def test_unordered_queries_need_the_angles_of_one_position(seed: int) -> None:

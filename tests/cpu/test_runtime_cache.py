@@ -485,9 +485,9 @@ def test_eight_processes_race_on_an_empty_cache(tmp_path, compilations):
     processes = [context.Process(target=race, args=arguments) for _ in range(8)]
     for process in processes:
         process.start()
-    units = [results.get(timeout=600) for _ in processes]
+    units = [results.get(timeout=1800) for _ in processes]
     for process in processes:
-        process.join(60)
+        process.join(600)
     assert [process.exitcode for process in processes] == [0] * 8
     assert all(unit == units[0] for unit in units)
     # They leave one kernel, one digest and no temporary file

@@ -29,7 +29,6 @@ def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProce
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=600,
     )
 
 

@@ -6,10 +6,7 @@ import dataclasses
 import itertools
 import math
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
-from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +20,7 @@ from flashtile.check.judge import is_alive
 from flashtile.check.report import Report, Settings
 from flashtile.check.runner import check_trials, drawn
 from flashtile.check.trial import Trial
-from flashtile.check.workers import GRACE_S, TimeOver, processes
+from flashtile.check.workers import GRACE_S, TimeOver, as_done, processes
 from flashtile.errors import dtype_name
 from flashtile.kernels import assemble, families
 from flashtile.kernels.mutation import Mutation, is_broken, mutations, planted
@@ -137,23 +134,23 @@ def hunt(mutations: Sequence[Mutation], settings: Settings) -> Iterator[Hunt]:
 
     A time limit holds for all of them together: those that it leaves no time for do not come.
     """
-    end = math.inf if settings.seconds is None else time.monotonic() + settings.seconds
+    clock = settings.clock
+    end = math.inf if settings.seconds is None else clock() + settings.seconds
     alone = dataclasses.replace(settings, chunk=CHUNK, reuse=REUSE, jobs=0, stops_at_failure=True)
     remaining = list(mutations)
     num_deaths = 0
-    while remaining and time.monotonic() < end:
+    while remaining and clock() < end:
         try:
-            with processes(max(1, settings.jobs), settings.device, end) as pool:
+            with processes(max(1, settings.jobs), settings.device, end, clock) as pool:
                 hunts = [pool.submit(hunt_one, mutation, alone, end) for mutation in remaining]
-                limit = None if end == math.inf else end - time.monotonic() + GRACE_S
-                for future in as_completed(hunts, limit):
+                for future in as_done(hunts, end + GRACE_S, clock):
                     found = future.result()
                     if found.num_problems or not (found.report.lost or found.report.is_time_over):
                         remaining.remove(found.mutation)
                         yield found
                     if found.report.lost:
                         break  # its process cannot use the GPU any more: the rest goes on in new ones
-        except (FutureTimeout, TimeOver):
+        except TimeOver:
             return
         except BrokenProcessPool:
             num_deaths += 1
@@ -164,11 +161,11 @@ def hunt(mutations: Sequence[Mutation], settings: Settings) -> Iterator[Hunt]:
 def hunt_one(mutation: Mutation, settings: Settings, end: float = math.inf) -> Hunt:
     """Checks for one fault until a problem shows it, `settings.problems` do not, or the time is over. Only problems
     that reach a kernel with the fault are judged."""
-    if time.monotonic() > end:
+    if settings.clock() > end:
         return Hunt(mutation, False, 0, Report(is_time_over=True))
     if not is_alive(settings.device):
         return Hunt(mutation, False, 0, Report(lost="an earlier fault took the GPU from this process"))
-    settings = dataclasses.replace(settings, seconds=None if end == math.inf else end - time.monotonic())
+    settings = dataclasses.replace(settings, seconds=None if end == math.inf else end - settings.clock())
     with broken(mutation.name):
         draws = itertools.islice(drawn(settings), _DRAWS * (settings.problems or sys.maxsize // _DRAWS))
         trials = (fit for trial in draws if (fit := fitted(trial, mutation, settings.device)) is not None)

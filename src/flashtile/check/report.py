@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ class Settings:
     chunk: int = 500  # problems whose kernels are compiled side by side, before the first of them is judged
     jobs: int = 0  # worker processes; 0 judges in this one, where a time limit cannot stop a problem that hangs
     stops_at_failure: bool = False  # at the first, as it came
+    clock: Callable[[], float] = time.monotonic  # of `seconds`, the same in all processes
 
     @property
     def oracle_device(self) -> str:

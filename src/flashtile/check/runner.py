@@ -14,11 +14,9 @@ import itertools
 import math
 import os
 import pickle
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -38,7 +36,16 @@ from flashtile.check.packed import PackedDrawer
 from flashtile.check.report import Failure, Report, Settings
 from flashtile.check.shrink import shrink
 from flashtile.check.trial import Trial
-from flashtile.check.workers import GRACE_S, TimeOver, interrupts_held, kill, processes, start_forkserver
+from flashtile.check.workers import (
+    GRACE_S,
+    TICK_S,
+    TimeOver,
+    as_done,
+    interrupts_held,
+    kill,
+    processes,
+    start_forkserver,
+)
 from flashtile.errors import Unsupported
 
 _BATCH = 10  # problems that are given to a process at a time
@@ -46,7 +53,6 @@ _SHRINK_S = 30.0
 _SHRINK_SHARE = 0.25  # of a limited time, kept for shrinking as soon as there is a failure
 _MAX_SHRUNK = 5  # failures that are made small; the rest is shown as it came
 _START_S, _LEAST_S = 15.0, 1.0  # for starting the workers and for judging, however short the time is
-_TICK_S = 1.0  # between two looks at what was judged meanwhile
 
 # By kind; "" draws any problem
 DRAWERS = {"": Drawer, "decode": DecodeDrawer, "float32": Float32Drawer, "packed": PackedDrawer}
@@ -66,7 +72,8 @@ def drawn(settings: Settings) -> Iterator[Trial]:
 
 def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress = lambda what, done: None) -> Report:
     """Judges these problems."""
-    report, start, remaining = Report(), time.monotonic(), iter(trials)
+    report, clock, remaining = Report(), settings.clock, iter(trials)
+    start = clock()
     judges = _Judges(settings, math.inf if settings.seconds is None else start + settings.seconds)
 
     def judging_end() -> float:
@@ -74,7 +81,7 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
         return judges.end - _SHRINK_SHARE * settings.seconds if settings.seconds and has_shrinking else judges.end
 
     def is_over() -> bool:
-        report.is_time_over = report.is_time_over or time.monotonic() > judging_end()
+        report.is_time_over = report.is_time_over or clock() > judging_end()
         return report.is_time_over or bool(report.lost) or (settings.stops_at_failure and bool(report.failures))
 
     def compile_end() -> float:
@@ -107,25 +114,25 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
             chunk = list(itertools.islice(remaining, next(sizes)))
             compiling = compilers.start(chunk)
             while chunk and not is_over():
-                compile_start = time.monotonic()
+                compile_start = clock()
                 following = list(itertools.islice(remaining, next(sizes)))
                 compiling_next = compilers.start(following)
                 compilers.finish(chunk, compiling, tick)
-                report.compile_s += time.monotonic() - compile_start
+                report.compile_s += clock() - compile_start
                 for batch in _batches(chunk, _BATCH if settings.jobs > 0 else 1):
                     if is_over():
                         break
                     judges.submit(batch)
                     # One chunk is judged while the next is compiled for
                     while len(judges.tasks) > (settings.chunk // _BATCH if settings.jobs > 0 else 0) and not is_over():
-                        judges.collect(take, _TICK_S)
+                        judges.collect(take, TICK_S)
                 chunk, compiling = following, compiling_next
-            while judges.tasks and time.monotonic() < judging_end() + GRACE_S:
-                judges.collect(take, _TICK_S)
+            while judges.tasks and clock() < judging_end() + GRACE_S:
+                judges.collect(take, TICK_S)
             report.is_time_over = report.is_time_over or bool(judges.tasks)
         finally:
             judges.stop(report.add)
-    report.total_s = time.monotonic() - start
+    report.total_s = clock() - start
     if not (settings.stops_at_failure or report.lost or report.is_interrupted):
         with _interruptible(report), _fresh_memory(settings.device):
             places = [place for place, failure in enumerate(report.failures) if not failure.is_deadly]
@@ -155,7 +162,7 @@ def judge_all(
         return report
     with _fresh_memory(settings.device):
         for trial in trials:
-            report.is_time_over = time.monotonic() > end
+            report.is_time_over = settings.clock() > end
             if report.lost or report.is_time_over:
                 break
             one = Report()
@@ -192,14 +199,16 @@ def _judge(trial: Trial, settings: Settings, report: Report) -> None:
 def _made_small_apart(failure: Failure, settings: Settings, end: float) -> Failure:
     """In a worker process, where there are such: a smaller problem may kill it or hang. The failure then stays as it
     came."""
-    seconds = min(_SHRINK_S, end - time.monotonic())
+    clock = settings.clock
+    seconds = min(_SHRINK_S, end - clock())
     if seconds <= 0:
         return failure
     if settings.jobs == 0:
         return _made_small(failure, settings, seconds)
-    with suppress(BrokenProcessPool, FutureTimeout, TimeOver), processes(1, settings.device, end) as pool:
-        seconds = min(seconds, end - time.monotonic())  # what starting the process left
-        return pool.submit(_made_small, failure, settings, seconds).result(seconds + GRACE_S)
+    with suppress(BrokenProcessPool, TimeOver), processes(1, settings.device, end, clock) as pool:
+        seconds = min(seconds, end - clock())  # what starting the process left
+        smaller = pool.submit(_made_small, failure, settings, seconds)
+        return next(as_done([smaller], clock() + seconds + GRACE_S, clock)).result()
     return failure
 
 
@@ -221,7 +230,7 @@ def _made_small(failure: Failure, settings: Settings, seconds: float) -> Failure
                 return True
         return False
 
-    smallest = shrink(failure.trial, fails, seconds)
+    smallest = shrink(failure.trial, fails, seconds, settings.clock)
     return dataclasses.replace(failure, smallest=smallest, smallest_complaints=tuple(latest))
 
 
@@ -267,7 +276,7 @@ class _Judges:
     """
 
     def __init__(self, settings: Settings, end: float) -> None:
-        self.settings, self.end, self.opened = settings, end, ExitStack()
+        self.settings, self.end, self.clock, self.opened = settings, end, settings.clock, ExitStack()
         self.pool: ProcessPoolExecutor | None = None
         self.apart: ProcessPoolExecutor | None = None
         self.tasks: dict[Future[Report], _Task] = {}  # what is not collected
@@ -276,9 +285,8 @@ class _Judges:
     def __enter__(self) -> _Judges:
         self.folder = Path(self.opened.enter_context(TemporaryDirectory()))
         if self.settings.jobs > 0:
-            starting = processes(self.settings.jobs, self.settings.device, max(self.end, time.monotonic() + _START_S))
-            self.pool = self.opened.enter_context(starting)
-            self.end = max(self.end, time.monotonic() + _LEAST_S)
+            self.pool = self._open(self.settings.jobs, max(self.end, self.clock() + _START_S))
+            self.end = max(self.end, self.clock() + _LEAST_S)
         return self
 
     def __exit__(self, *error: Any) -> bool | None:
@@ -327,7 +335,7 @@ class _Judges:
         except BrokenProcessPool:
             report = Report(num_deaths=int(task.pool is self.pool))
         if task.pool is self.pool:
-            self.pool = self._open(self.settings.jobs)
+            self.pool = self._open(self.settings.jobs, self.end)
         if not task.has_begun:
             self.submit(task.trials)
             return report
@@ -340,20 +348,20 @@ class _Judges:
 
     def _judge_apart(self, trial: Trial) -> Report:
         """Alone in a process; where that dies, each backend in a fresh one, so that it is known of which."""
-        if time.monotonic() > self.end:
+        if self.clock() > self.end:
             return Report()
-        self.apart = self.apart or self._open(1)
+        self.apart = self.apart or self._open(1, self.end)
         try:
             return self._wait_for(self.apart.submit(judge_all, [trial], self.settings))
         except BrokenProcessPool:
             self.apart = None
-        except FutureTimeout:
+        except TimeOver:
             self.apart = None
             return Report(unfinished=[str(trial)])
         report = Report(num_problems=1, num_deaths=1, values=Counter([trial.case.values]))
         for backend in self.settings.backends:
             try:
-                with processes(1, self.settings.device, self.end) as pool:
+                with processes(1, self.settings.device, self.end, self.clock) as pool:
                     alone = dataclasses.replace(self.settings, backends=[backend])
                     found = self._wait_for(pool.submit(judge_all, [trial], alone))
                 report.add(dataclasses.replace(found, num_problems=0, values=Counter()))
@@ -363,16 +371,16 @@ class _Judges:
                 report.add(
                     Report(ran=Counter([backend.name]), failed=Counter([backend.name]), failures=[deadly], num_deaths=1)
                 )
-            except (FutureTimeout, TimeOver):
+            except TimeOver:
                 report.add(Report(unfinished=[str(trial)]))
                 break
         return report
 
     def _wait_for(self, done: Future[Report]) -> Report:
-        return done.result(None if self.end == math.inf else max(0.0, self.end - time.monotonic()) + GRACE_S)
+        return next(as_done([done], max(self.end, self.clock()) + GRACE_S, self.clock)).result()
 
-    def _open(self, jobs: int) -> ProcessPoolExecutor:
-        return self.opened.enter_context(processes(jobs, self.settings.device, self.end))
+    def _open(self, jobs: int, end: float) -> ProcessPoolExecutor:
+        return self.opened.enter_context(processes(jobs, self.settings.device, end, self.clock))
 
 
 def _judge_with_journal(journal: Path, trials: Sequence[Trial], settings: Settings, end: float) -> Report:
@@ -442,28 +450,26 @@ class _Compilers:
                 else:
                     caller = self.caller
                 with suppress(BrokenProcessPool), interrupts_held():
-                    pending.add(
-                        caller.submit(_warm_all, trials, self.called_backends, self.settings.device, self.end())
-                    )
-            while pending and not self.is_over() and time.monotonic() < self.end():
-                pending = wait(pending, _TICK_S, FIRST_COMPLETED).not_done
+                    pending.add(caller.submit(_warm_all, trials, self.called_backends, self.settings, self.end()))
+            while pending and not self.is_over() and self.settings.clock() < self.end():
+                pending = wait(pending, TICK_S, FIRST_COMPLETED).not_done
                 tick()
             for job in pending:
                 job.cancel()
 
 
-def _warm_all(trials: Sequence[Trial], backends: Sequence[Backend], device: str, end: float) -> None:
+def _warm_all(trials: Sequence[Trial], backends: Sequence[Backend], settings: Settings, end: float) -> None:
     """Makes calls in as many threads as there are cores: NVRTC works outside Python's lock."""
 
     def call(trial: Trial, backend: Backend) -> None:
-        if time.monotonic() < end:
-            warm(trial, backend, device)  # what goes wrong shows when the trial is judged
+        if settings.clock() < end:
+            warm(trial, backend, settings.device)  # what goes wrong shows when the trial is judged
 
     by_families: dict[tuple[str, ...], list[Trial]] = {}
     for trial in most_different(trials):
         by_families.setdefault(trial.families, []).append(trial)
     for names, some in by_families.items():
-        with _fresh_memory(device), forced(names), ThreadPoolExecutor(os.cpu_count()) as pool:
+        with _fresh_memory(settings.device), forced(names), ThreadPoolExecutor(os.cpu_count()) as pool:
             for trial, backend in itertools.product(some, backends):
                 pool.submit(call, trial, backend)
 

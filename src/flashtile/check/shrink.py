@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,13 +19,13 @@ _OPTIONS = (
 _SIZES = ("batch", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
 
 
-def shrink(trial: Trial, fails: Callable[[Trial], bool], seconds: float) -> Trial:
+def shrink(trial: Trial, fails: Callable[[Trial], bool], seconds: float, clock: Callable[[], float]) -> Trial:
     """Takes the first smaller trial that fails, again and again, until none does or the time is over."""
-    deadline = time.monotonic() + seconds
+    deadline = clock() + seconds
     tried = {trial}
     while True:
         for smaller in candidates(trial):
-            if time.monotonic() > deadline:
+            if clock() > deadline:
                 return trial
             if smaller in tried:
                 continue

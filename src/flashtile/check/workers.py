@@ -9,14 +9,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from flashtile.check.report import Settings
 
+Result = TypeVar("Result")
+
 GRACE_S = 2.0  # for a worker to finish its problem when the time is over
+TICK_S = 1.0  # between two looks at the clock, and at what was judged meanwhile
 # Each process is forked from one that has imported everything and never touched a GPU, whose context cannot be forked
 _START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 _WORK = "flashtile.check.runner"  # the module whose functions workers run
@@ -24,7 +27,7 @@ _ON_INTERRUPT = signal.SIG_IGN  # in a worker
 
 
 class TimeOver(Exception):  # noqa: N818, it is what happened
-    """The time was over while worker processes were started."""
+    """The time was over before worker processes had started, or done what was asked for."""
 
 
 def _begin(interrupt: Any, environment: dict[str, str]) -> None:
@@ -41,10 +44,12 @@ def _get_ready() -> None:
 
 
 @contextmanager
-def processes(jobs: int, device: str, end: float = math.inf, is_ready: bool = True) -> Iterator[ProcessPoolExecutor]:
+def processes(
+    jobs: int, device: str, end: float = math.inf, clock: Callable[[], float] = time.monotonic, is_ready: bool = True
+) -> Iterator[ProcessPoolExecutor]:
     """Fresh worker processes. What they still work on at the end is not wanted any more: they are killed.
 
-    is_ready: all have started. Raises TimeOver where that takes longer than until `end`.
+    is_ready: all have started. Raises TimeOver where that takes longer than until the clock says `end`.
     """
     context = multiprocessing.get_context(_START)
     pool = ProcessPoolExecutor(jobs, context, initializer=_begin, initargs=(_ON_INTERRUPT, dict(os.environ)))
@@ -53,16 +58,25 @@ def processes(jobs: int, device: str, end: float = math.inf, is_ready: bool = Tr
             start_forkserver(device)
             with interrupts_held():
                 started = [pool.submit(_get_ready) for _ in range(jobs)]
-            left = None if end == math.inf else max(0.0, end - time.monotonic())
-            if wait(started, left).not_done:
-                raise TimeOver
-            for one in started:
+            for one in as_done(started, end, clock):
                 one.result()
         yield pool
     finally:
         if pool._pending_work_items:
             kill(pool)
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def as_done(
+    futures: Iterable[Future[Result]], end: float, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Future[Result]]:
+    """Futures as they are done. Raises TimeOver where one is not by `end`."""
+    waiting = set(futures)
+    while waiting:
+        done, waiting = wait(waiting, max(0.0, min(TICK_S, end - clock())), FIRST_COMPLETED)
+        yield from done
+        if waiting and clock() >= end:
+            raise TimeOver
 
 
 def kill(pool: ProcessPoolExecutor) -> None:
