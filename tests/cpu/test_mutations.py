@@ -44,6 +44,7 @@ NEEDED = {
     "mask_offset": Features(has_band=True),
     "window_edge": Features(has_band=True),
     "neighbour_length": Features(has_lengths=True),
+    "packed_rest": Features(has_lengths=True),
     "page_index": Features(has_lengths=True, is_paged=True),
     "bias_row": Features(bias_dtype="float32"),
     "dbias_head": Features(bias_dtype="float32"),

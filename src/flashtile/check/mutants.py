@@ -71,6 +71,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "group": _GROUPS,
     "dk_group": _GROUPS,
     "neighbour_length": {"kind": "varlen", "batch": 3},
+    "packed_rest": {"kind": "varlen", "batch": 3},
     "page": {"kind": "paged", "batch": 3},
     "page_index": {"kind": "paged", "batch": 3},
     "mask_bits": _MASK,

@@ -83,15 +83,18 @@ def plain_jobs(
 
 
 def _plain_jobs(
-    archs: Iterable[Arch], dtypes: Sequence[str], dims: Sequence[int] | None, has_band: bool
+    archs: Iterable[Arch], dtypes: Sequence[str], dims: Sequence[int] | None, has_band: bool, has_padded: bool = False
 ) -> Iterator[Job]:
-    """As plain_jobs, with a kernel that several families or keys share once for each."""
+    """As plain_jobs, with a kernel that several families or keys share once for each. has_padded: also as calls take
+    them whose head dims are padded the most."""
     for arch in archs:
         for family, dtype, pair in _tables(arch, dtypes, dims):
             for grads in _grad_sets(family):
                 bias = dtype if grads == ("dbias",) else None
-                key = PlanKey(dtype, dtype, *pair, Features(has_band=has_band, bias_dtype=bias), arch, grads)
-                yield from _jobs(family, _of_all_lengths(family, key))
+                for head_dim, head_dim_v in {pair, _least_head_dims(family, pair) if has_padded else pair}:
+                    features = Features(has_band=has_band, bias_dtype=bias)
+                    key = PlanKey(dtype, dtype, head_dim, head_dim_v, features, arch, grads)
+                    yield from _jobs(family, _of_all_lengths(family, key))
         for dtype in dtypes:
             key = PlanKey(dtype, dtype, 0, 0, Features(), arch)
             for angle_dtype in dict.fromkeys((dtype, "float32")):
@@ -104,7 +107,7 @@ def embedded_jobs(
 ) -> list[Job]:
     """The kernels that come with a package: those without an option, and causal ones, of the families that calls
     take."""
-    jobs = (job for has_band in (False, True) for job in _plain_jobs(archs, dtypes, dims, has_band))
+    jobs = (job for has_band in (False, True) for job in _plain_jobs(archs, dtypes, dims, has_band, has_padded=True))
     return _once(job for job in jobs if job.is_chosen)
 
 
@@ -220,6 +223,12 @@ def _tables(
             for dtype, pair in itertools.product(family.dtypes, family.head_dims):
                 if dtype in dtypes and (dims is None or max(pair) in dims):
                     yield family, dtype, pair
+
+
+def _least_head_dims(family: Family[Any], pair: tuple[int, int]) -> tuple[int, int]:
+    """The smallest head dims that are padded to these."""
+    least = tuple(1 + max((dims[i] for dims in family.head_dims if dims[i] < pair[i]), default=0) for i in (0, 1))
+    return (least[0], least[1]) if family.padded(*least) == pair else pair
 
 
 def _grad_sets(family: Family[Any]) -> tuple[tuple[str, ...] | None, ...]:
