@@ -36,9 +36,9 @@ class BwdSimt(SimtFamily):
             32: (Tile(64, 64, 4), *SMALL_TILES),
             64: (Tile(64, 64, 4, max_options=1), Tile(64, 32, 4), *SMALL_TILES),
             96: (Tile(64, 32, 4), *SMALL_TILES),
-            128: (Tile(64, 32, 4, max_options=1), *SMALL_TILES),
+            128: (Tile(64, 32, 4, max_options=1, no_lengths_on=100), *SMALL_TILES),
             192: SMALL_TILES,
-            256: SMALL_TILES,
+            256: (Tile(32, 32, 4, no_lengths_on=100), *SMALL_TILES[1:]),
         },
         "bwd_dbias_simt": {
             32: (Tile(64, 32, 4), *SMALL_TILES),

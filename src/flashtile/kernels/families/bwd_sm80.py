@@ -34,16 +34,16 @@ class Tile(NamedTuple):
     max_options: int = 99  # that change scores or probabilities, that it holds without a spill
     takes_dropout: bool = True  # without a spill
     takes_padded: bool = True  # head dims that are not the padded ones
-    takes_lengths: bool = True  # without a spill
+    no_lengths_on: int | None = None  # the arch on which it spills with sequence lengths
     only_arch: int | None = None  # on which it does not spill; None: on all
 
 
 # By padded head_dim and head_dim_v; the first that fits the GPU and takes a call is chosen: docs/sm80.md.
 _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
-    (64, 64): (Tile(128, 32, 4, 2, max_options=0), Tile(128, 64, 8, 1), Tile(64, 32, 4, 1)),
-    (96, 96): (Tile(128, 64, 8, 1, takes_dropout=False), Tile(64, 32, 4, 1)),
+    (64, 64): (Tile(128, 32, 4, 2, max_options=0), Tile(128, 64, 8, 1, no_lengths_on=100), Tile(64, 32, 4, 1)),
+    (96, 96): (Tile(128, 64, 8, 1, takes_dropout=False, no_lengths_on=100), Tile(64, 32, 4, 1)),
     (128, 128): (
-        Tile(128, 64, 8, 1, column_warps=2, max_options=0, takes_lengths=False, only_arch=90),
+        Tile(128, 64, 8, 1, column_warps=2, max_options=0, no_lengths_on=90, only_arch=90),
         Tile(128, 64, 8, 1, max_options=0, takes_padded=False),
         Tile(128, 32, 8, 1),
         Tile(64, 32, 4, 1),
@@ -121,7 +121,7 @@ class BwdSm80(MmaFamily[BwdSm80Row]):
         for tile in _TILES[dims]:
             takes = key.features.num_score_options <= tile.max_options and (is_exact or tile.takes_padded)
             takes = takes and (tile.takes_dropout or not key.features.has_dropout)
-            takes = takes and (tile.takes_lengths or not key.features.has_lengths)
+            takes = takes and not (key.features.has_lengths and tile.no_lengths_on == key.arch.number)
             if takes and tile.only_arch in (None, key.arch.number):
                 yield _row(tile, key.dtype, dims, is_exact)
 

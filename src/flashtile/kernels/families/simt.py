@@ -23,6 +23,7 @@ class Tile(NamedTuple):
     block_n: int
     num_warps: int
     max_options: int = 99
+    no_lengths_on: int | None = None  # the arch on which it spills with sequence lengths
 
 
 # Take any option and fit any GPU. 64 x 64 is the reference tile.
@@ -79,5 +80,6 @@ class SimtFamily(Family[SimtRow]):
         dims = self.padded(key.head_dim, key.head_dim_v)
         assert dims is not None  # else refused
         for tile in self.tiles[kernel][dims[0]]:
-            if key.features.num_options <= tile.max_options:
+            spills = key.features.has_lengths and tile.no_lengths_on == key.arch.number
+            if key.features.num_options <= tile.max_options and not spills:
                 yield SimtRow(kernel, key.dtype, key.out_dtype, *dims, *tile[:3])
