@@ -100,7 +100,7 @@ def tiny(is_packed: bool) -> Thunk:
 def pairs() -> Iterator[Pair]:
     for batch, num_keys in DECODE:
         for heads in HEADS:
-            point = f"B{batch} S{num_keys} d128, {heads} heads over 64"
+            point = f"B{batch} S{num_keys} d128, {heads} heads for 64"
             yield Pair(
                 "heads of a key head",
                 point,
@@ -117,13 +117,13 @@ def pairs() -> Iterator[Pair]:
             )
     for sizes in SMALL:
         yield Pair(
-            "small steps over the Hopper kernels by name",
+            "small steps beside the Hopper kernels by name",
             f"B{sizes[0]} H{sizes[1]} S{sizes[2]} d{sizes[3]}",
             lambda sizes=sizes: step(sizes, "fwd_sm90_short", "fwd_sm90", "bwd_sm90"),  # type: ignore[misc]
             lambda sizes=sizes: step(sizes),  # type: ignore[misc]
         )
     yield Pair(
-        "tiny sequences, packed over dense", f"{NUM_TINY} of {TINY} keys", lambda: tiny(False), lambda: tiny(True)
+        "tiny sequences, packed instead of dense", f"{NUM_TINY} of {TINY} keys", lambda: tiny(False), lambda: tiny(True)
     )
 
 
