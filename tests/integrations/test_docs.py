@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import flashtile
+
+SOURCE = Path(flashtile.__file__).parents[1]
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "integrations.md").read_text()
 BLOCKS = {
@@ -27,7 +30,7 @@ def test_block(title: str, tmp_path: Path) -> None:
                 importlib.import_module(package)
             except Exception as error:
                 pytest.skip(f"{package} cannot be imported: {error}")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
         [sys.executable, "-c", BLOCKS[title]], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
