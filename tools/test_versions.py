@@ -30,13 +30,13 @@ NEWEST_OF = ("transformers", "diffusers")
 TORCHS_OWN = ("triton", "setuptools", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 SHOWN = ("torch", "transformers", "diffusers")
 RESULTS = ("passed", "failed", "skipped")
-# Of tests/cpu. Which torch is there makes no difference to these: they compile or choose kernels, make tables and pages,
-# or try the build
+# Of tests/cpu. To these it makes no difference which torch is there: they compile or choose kernels, make tables
+# or pages, or try the build
 LEFT_OUT = """
     bench_docs bench_float32 bench_options bench_rows bench_serving cli_compile embedded gpu_tests headers inline_values
     item_walk kernels key_order ladder markup mutations profile report runtime_cache runtime_nvrtc runtime_toolchain
     sanitize setup sm80 tile_order tiles timeline tools
-""".split()
+"""
 # What would put another flashtile or other options in place of those that users get
 UNSET = ("PYTHONPATH", "PYTEST_ADDOPTS")
 
@@ -91,10 +91,10 @@ def run(python: Path, version: str, jobs: str, options: list[str]) -> tuple[Coun
     """Runs the tests. Returns the number of each result, and of each reason of a skip."""
     results, reasons = Counter[str](), Counter[str]()
     every = sorted((ROOT / "tests" / "cpu").glob("test_*.py"))
-    unknown = set(LEFT_OUT) - {path.stem.removeprefix("test_") for path in every}
+    unknown = set(LEFT_OUT.split()) - {path.stem.removeprefix("test_") for path in every}
     if unknown:
         sys.exit(f"LEFT_OUT: there is no {', '.join(sorted(unknown))} in tests/cpu.")
-    chosen = [path for path in every if path.stem.removeprefix("test_") not in LEFT_OUT]
+    chosen = [path for path in every if path.stem.removeprefix("test_") not in LEFT_OUT.split()]
     for name, paths in (("cpu", chosen), ("integrations", [ROOT / "tests" / "integrations"])):
         report = BUILD / f"{version}-{name}.xml"
         print(f"torch {version}, tests/{name}", flush=True)
