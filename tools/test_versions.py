@@ -109,7 +109,8 @@ def run(python: Path, version: str, jobs: str, options: list[str]) -> tuple[Coun
             ends = {child.tag: child for child in case}
             skipped = ends.get("skipped")
             if skipped is not None:
-                reasons[skipped.get("message", "")] += 1
+                of_a_file = (skipped.text or "").partition("Skipped: ")[2].rstrip("\"')")
+                reasons[of_a_file or skipped.get("message", "")] += 1
             is_failed = "failure" in ends or "error" in ends
             results["failed" if is_failed else "skipped" if skipped is not None else "passed"] += 1
     return results, reasons
