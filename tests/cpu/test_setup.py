@@ -30,6 +30,11 @@ OF_TORCH = """
 """
 
 
+needs_symbols = pytest.mark.skipif(
+    extension.missing() is not None or shutil.which("nm") is None, reason="needs the C++ extension, and nm"
+)
+
+
 def build(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     places = ("--build-lib", str(folder / "lib"))
     environment = {name: value for name, value in os.environ.items() if name not in ("FLASHTILE_EXTENSION", "CXX")}
@@ -61,11 +66,20 @@ def test_other_values_are_refused(tmp_path: Path) -> None:
     assert "FLASHTILE_EXTENSION: got 'no'; accepted: 0 or 1." in done.stderr
 
 
-@pytest.mark.skipif(extension.missing() is not None, reason="without the C++ extension")
-@pytest.mark.skipif(shutil.which("nm") is None, reason="no nm on PATH")
+def undefined_symbols() -> str:
+    command = ["nm", "--dynamic", "--undefined-only", extension.path()]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@needs_symbols
 def test_the_extension_asks_nothing_new_of_torch() -> None:
     """Headers of a newer torch declare functions that the oldest one lacks, and not all of them are guarded."""
-    command = ["nm", "--dynamic", "--undefined-only", extension.path()]
-    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = undefined_symbols()
     assert sorted(re.findall(r"^\s*U ((?:aoti_)?torch_\w+)$", names, re.MULTILINE)) == OF_TORCH.split()
     assert not re.findall(r" U (_ZNK?(?:2at|3c10|5torch)\w+)$", names, re.MULTILINE), "torch's C++ changes"
+
+
+@needs_symbols
+def test_the_extension_puts_nothing_off_to_its_first_call() -> None:
+    """A static of a function is locked while it is made, and a fork at that moment copies the lock."""
+    assert "__cxa_guard_acquire" not in undefined_symbols()
