@@ -31,8 +31,9 @@ test-integrations: .venv-integrations/ready
 	PYTHONPATH=src OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest -n $(JOBS) tests/integrations
 
 # One wheel under the oldest torch that flashtile serves, the pinned one and the newest, with the newest transformers and diffusers: the CPU and
-# integration tests in environments of their own. Not part of CI: it downloads gigabytes, and what is newest differs from day to day. CI runs the
-# same tests with the pinned versions. VERSIONS takes others, as in `make test-versions VERSIONS="2.11.0 newest"`; the first one builds the wheel
+# integration tests in environments of their own. Not part of CI: it downloads gigabytes, and what is newest differs from day to day. CI runs these
+# tests with the pinned versions, and tests/cpu/test_setup.py sees that the extension asks nothing of torch that the oldest one lacks.
+# VERSIONS takes others, as in `make test-versions VERSIONS="2.11.0 newest"`; the first one builds the wheel
 VERSIONS ?= 2.10.0 $(patsubst torch==%,%,$(TORCH)) newest
 test-versions:
 	$(PYTHON) tools/test_versions.py --jobs $(JOBS) $(VERSIONS)
