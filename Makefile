@@ -9,7 +9,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
 EXTENSION_SOURCES := setup.py $(wildcard src/flashtile/csrc/* src/flashtile/csrc/cpu/* src/flashtile/csrc/exec/*) src/flashtile/include/flashtile/attn/params.cuh
 
-.PHONY: test test-gpu test-install test-integrations test-thunder test-vllm check sanitize sanitize-cpu lint format bench compile-all docs docs-check clean
+.PHONY: test test-gpu test-install test-integrations test-versions test-thunder test-vllm check sanitize sanitize-cpu lint format bench compile-all docs docs-check clean
 
 # One worker more than cores: some tests wait for processes of their own
 test: .venv/extension
@@ -29,6 +29,14 @@ test-install: .venv/ready
 # transformers, diffusers and the others, each with its real package, in an environment of their own
 test-integrations: .venv-integrations/ready
 	PYTHONPATH=src OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest -n $(JOBS) tests/integrations
+
+# One wheel under the oldest torch that flashtile serves, the pinned one and the newest, with the newest transformers and diffusers: the CPU and
+# integration tests in environments of their own. Not part of CI: it downloads gigabytes, and what is newest differs from day to day. CI runs these
+# tests with the pinned versions, and tests/cpu/test_setup.py sees that the extension asks nothing of torch that the oldest one lacks.
+# VERSIONS takes others, as in `make test-versions VERSIONS="2.11.0 newest"`; the first one builds the wheel
+VERSIONS ?= 2.10.0 $(patsubst torch==%,%,$(TORCH)) newest
+test-versions:
+	$(PYTHON) tools/test_versions.py --jobs $(JOBS) $(VERSIONS)
 
 # Lightning Thunder needs an older torch, and so an environment of its own; not part of CI
 test-thunder: .venv-thunder/ready
@@ -91,7 +99,7 @@ docs-check: .venv/ready
 	$(BIN)/python tools/make_docs.py --check
 
 clean:
-	rm -rf .venv .venv-integrations .venv-thunder .venv-vllm build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-integrations .venv-thunder .venv-vllm .venv-versions build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 .venv/ready: pyproject.toml requirements-dev.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "flashtile needs Python 3.10 or newer, this is " + sys.version)'

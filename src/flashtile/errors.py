@@ -96,7 +96,10 @@ def quoted(value: Any) -> Any:
 
 def short_repr(value: Any) -> str:
     """The value as Python writes it, cut where it is long or nested."""
-    return _repr.repr(value)
+    # torch 2.10 cannot trace reprlib's way to these
+    if isinstance(value, str):
+        return _repr.repr_str(value, 1)
+    return repr(value) if isinstance(value, float | bool) else _repr.repr(value)
 
 
 def _sizes(value: Any) -> Any:

@@ -420,6 +420,8 @@ torch.set_num_threads(1)
 import flashtile
 
 q = torch.zeros(1, 1, 1, 1)
+for _ in range(2):
+    flashtile.attention(q, q, q)  # torch's own operators lock themselves in their first call
 
 def work():
     while True:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"
+import flashtile
+
+SOURCE = Path(flashtile.__file__).parents[1]
 PACKAGES = (
     "transformers",
     "diffusers",

@@ -260,7 +260,7 @@ def _mesh_dims(mesh: Any) -> tuple[int, ...]:
         return ()
     if not isinstance(mesh, DeviceMesh):
         raise type_error("mesh", mesh, "a DeviceMesh", "Pass a process group as group")
-    return tuple(mesh.shape)
+    return mesh.shape
 
 
 def mesh_shape(mesh: Any, group: Any) -> tuple[int, int]:

@@ -415,6 +415,9 @@ def compare(given: Any, shape: tuple[int, int], link: str | Link | None, strateg
     return ContextExplanation(shape, device, own_link, tuple(estimates), refusals, taken)
 
 
+_NUMBERS = tuple(field.name for field in dataclasses.fields(Work))
+
+
 def choose(given: Any, size: int) -> str:
     """Every rank must choose alike: nothing but what they share is looked at. While torch.compile traces, the bounds of
     documents are not known, and sizes are rounded up."""
@@ -422,7 +425,8 @@ def choose(given: Any, size: int) -> str:
     if args.bias is not None or args.mask is not None:
         return "ring"
     work = work_of(given)
-    return _choice(*dataclasses.astuple(work), args.q.device.type, args.q.dtype, size)
+    numbers = [getattr(work, name) for name in _NUMBERS]  # torch 2.10 cannot trace astuple
+    return _choice(*numbers, args.q.device.type, args.q.dtype, size)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -104,12 +104,13 @@ const char* run_backward(const Engine& engine, EngineCall& call) {
   return nullptr;
 }
 
+static const Engine* const kBest = [] {
+  const Engine* found = nullptr;
+  for (const char* name : kInstructionSets) found = found != nullptr ? found : find_engine(name);
+  return found;
+}();
+
 const char* run_best(bool is_backward, const void* params, const Span* spans, const int (&elements)[4]) {
-  static const Engine* const best = [] {
-    const Engine* found = nullptr;
-    for (const char* name : kInstructionSets) found = found != nullptr ? found : find_engine(name);
-    return found;
-  }();
   EngineCall call{};
   call.params = static_cast<const Params*>(params);
   call.spans = spans;
@@ -117,7 +118,7 @@ const char* run_best(bool is_backward, const void* params, const Span* spans, co
   call.out_element = static_cast<Element>(elements[1]);
   call.bias_element = static_cast<Element>(elements[2]);
   call.key_grad_element = static_cast<Element>(elements[3]);
-  return is_backward ? run_backward(*best, call) : run_forward(*best, call);
+  return is_backward ? run_backward(*kBest, call) : run_forward(*kBest, call);
 }
 
 }  // namespace flashtile

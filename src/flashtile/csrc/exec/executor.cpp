@@ -38,14 +38,14 @@ size_t Plans::size() {
   return plans_.size();
 }
 
-Executor& executor() {
-  static Executor* found = [] {
-    auto unlock = [] { executor().plans.unlock(); };
-    pthread_atfork([] { executor().plans.lock(); }, unlock, unlock);
-    return new Executor;
-  }();
-  return *found;
-}
+// Never destroyed: threads may still make calls at exit
+static Executor* const kExecutor = [] {
+  auto unlock = [] { executor().plans.unlock(); };
+  pthread_atfork([] { executor().plans.lock(); }, unlock, unlock);
+  return new Executor;
+}();
+
+Executor& executor() { return *kExecutor; }
 
 Request*& fallen_back() {
   thread_local Request* request = nullptr;

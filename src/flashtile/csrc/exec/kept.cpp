@@ -35,9 +35,8 @@ void KeptZeros::clear() {
   regions_.clear();
 }
 
-KeptZeros& kept_zeros() {
-  static auto* found = new KeptZeros;  // never destroyed: threads may still launch at exit
-  return *found;
-}
+static KeptZeros* const kKeptZeros = new KeptZeros;  // never destroyed: threads may still launch at exit
+
+KeptZeros& kept_zeros() { return *kKeptZeros; }
 
 }  // namespace flashtile

@@ -7,6 +7,9 @@
 namespace flashtile {
 namespace {
 
+// What is asked once is asked when the library is loaded: whoever asks at its first use may be forked in the middle,
+// and the child would wait for ever.
+
 // torch's numbers of the dtypes, in the order of Dtype from 1 on.
 struct TorchDtypes {
   i32 numbers[static_cast<i32>(Dtype::kCount)];
@@ -22,10 +25,7 @@ struct TorchDtypes {
                 aoti_torch_dtype_uint8()} {}
 };
 
-const TorchDtypes& torch_dtypes() {
-  static const TorchDtypes found;
-  return found;
-}
+const TorchDtypes kTorchDtypes;
 
 // Functions of libtorch_cuda.so, which a torch without CUDA does not have. Scratch memory without a tensor saves 2 us.
 struct TorchCuda {
@@ -42,16 +42,13 @@ struct TorchCuda {
   }
 };
 
-const TorchCuda& torch_cuda() {
-  static const TorchCuda found;
-  return found;
-}
+const TorchCuda kTorchCuda;
 
 }  // namespace
 
 Dtype dtype_of(i32 torch_dtype) {
   for (i32 dtype = 1; dtype < static_cast<i32>(Dtype::kCount); ++dtype) {
-    if (torch_dtypes().numbers[dtype] == torch_dtype) return static_cast<Dtype>(dtype);
+    if (kTorchDtypes.numbers[dtype] == torch_dtype) return static_cast<Dtype>(dtype);
   }
   return Dtype::kNone;
 }
@@ -76,15 +73,15 @@ bool view_of(AtenTensorHandle tensor, View& view) {
 }
 
 bool current_stream(i32 device_index, void** stream) {
-  return torch_cuda().current_stream != nullptr && torch_cuda().current_stream(device_index, stream) == 0;
+  return kTorchCuda.current_stream != nullptr && kTorchCuda.current_stream(device_index, stream) == 0;
 }
 
 Scratch::~Scratch() {
-  if (raw_ != nullptr) torch_cuda().free(raw_);
+  if (raw_ != nullptr) kTorchCuda.free(raw_);
 }
 
 void* Scratch::allocate(i64 bytes, Device device) {
-  const TorchCuda& cuda = torch_cuda();
+  const TorchCuda& cuda = kTorchCuda;
   if (device.type != aoti_torch_device_type_cpu() && cuda.allocate != nullptr && cuda.free != nullptr) {
     return cuda.allocate(static_cast<u64>(bytes), &raw_) == 0 ? raw_ : nullptr;
   }
@@ -107,7 +104,7 @@ bool Owned::allocate(View& view) {
     sizes[axis] = view.sizes[first + axis];
     strides[axis] = view.strides[first + axis];
   }
-  i32 dtype = torch_dtypes().numbers[static_cast<i32>(view.dtype)];
+  i32 dtype = kTorchDtypes.numbers[static_cast<i32>(view.dtype)];
   if (aoti_torch_empty_strided(view.dim, sizes, strides, dtype, view.device.type, view.device.index, &handle_) != 0)
     return false;
   return aoti_torch_get_data_ptr(handle_, &view.data) == 0;
@@ -142,7 +139,7 @@ bool copy_elements(const View& from, const View& to) {
   for (i32 place = 0; place < 2; ++place) {
     const View& view = place == 0 ? from : to;
     is_done = is_done && aoti_torch_create_tensor_from_blob(view.data, view.dim, sizes, strides[place], 0,
-                                                            torch_dtypes().numbers[static_cast<i32>(view.dtype)],
+                                                            kTorchDtypes.numbers[static_cast<i32>(view.dtype)],
                                                             view.device.type, view.device.index, &handles[place]) == 0;
   }
   is_done = is_done && aoti_torch_copy_(handles[1], handles[0], 0) == 0;
