@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 
 import flashtile
 from flashtile.cli.main import app
+from flashtile.runtime import nvrtc
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,3 +99,26 @@ def test_the_layer_check_finds_violations(path: str, line: str, complaint: str, 
     file.write_text(line + "\n")
     (found,) = layers().check(tmp_path / "flashtile")
     assert complaint in found
+
+
+def test_kernels_that_differ_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """A planted fault changes the PTX of the mma.sync forward; another name of a kernel does not count."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    compare = importlib.import_module("compare_kernels")
+    assert compare.masked(b".entry _Z3one(// _Z3one\n_Z3one _Z3two") == compare.masked(b".entry _Z1a(\n_Z1a _Z1b")
+    assert compare.masked(b"_Z3one _Z3two") != compare.masked(b"_Z3one _Z3one")
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["", "--archs", "sm_80", "--sample", "0.005", "--jobs", "1", *arguments])
+        return compare.main()
+
+    before = str(tmp_path / "before.csv")
+    assert run("--write", before) == 0
+    assert run("--against", before) == 0
+    headers = tmp_path / "include"
+    shutil.copytree(nvrtc.INCLUDE, headers)
+    monkeypatch.setattr(nvrtc, "INCLUDE", headers)
+    math = headers / "flashtile" / "core" / "math.cuh"
+    math.write_text(math.read_text().replace("ex2.approx.ftz.f32", "lg2.approx.ftz.f32"))
+    assert run("--against", before) == 1
+    assert "differs: sm_80" in capsys.readouterr().out

@@ -94,7 +94,7 @@ def _plain_jobs(
                 for head_dim, head_dim_v in {pair, _least_head_dims(family, pair) if has_padded else pair}:
                     features = Features(has_band=has_band, bias_dtype=bias)
                     key = PlanKey(dtype, dtype, head_dim, head_dim_v, features, arch, grads)
-                    yield from _jobs(family, _of_all_lengths(family, key))
+                    yield from _jobs(family, keys_of_all_lengths(family, key))
         for dtype in dtypes:
             key = PlanKey(dtype, dtype, 0, 0, Features(), arch)
             for angle_dtype in dict.fromkeys((dtype, "float32")):
@@ -178,7 +178,7 @@ def covering_jobs(
         if set(family.kernels) - {job.kernel for job in jobs}:
             dtype, (head_dim, head_dim_v) = own_dtypes[0], pairs[0]
             key = PlanKey(dtype, dtype, head_dim, head_dim_v, Features(), arch, _grad_sets(family)[0])
-            jobs += _jobs(family, _of_all_lengths(family, key))
+            jobs += _jobs(family, keys_of_all_lengths(family, key))
     return _once(jobs)
 
 
@@ -235,7 +235,7 @@ def _grad_sets(family: Family[Any]) -> tuple[tuple[str, ...] | None, ...]:
     return family.grad_sets or (None,)
 
 
-def _of_all_lengths(family: Family[Any], key: PlanKey) -> list[PlanKey]:
+def keys_of_all_lengths(family: Family[Any], key: PlanKey) -> list[PlanKey]:
     """The keys of calls that differ in the classes of their lengths alone, as far as the family looks at them."""
     return list(_asked_lengths(key, lambda some: family.refuse(some) or family.launch(some, _LAYOUT)))
 
