@@ -134,7 +134,9 @@ def _like(tensor: Tensor, example: Tensor) -> Tensor:
         if 0 in example.stride():
             raise unsupported("query", "expanded dimensions with another head_dim than value", "a contiguous query")
         return tensor
-    if tensor.stride() == torch.empty_like(example, device="meta").stride():
+    strides = torch.empty_like(example, device="meta").stride()
+    sizes = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    if all(size == 1 or mine == other for size, mine, other in sizes):
         return tensor
     return torch.empty_like(example, dtype=tensor.dtype).copy_(tensor)
 
