@@ -1,6 +1,7 @@
 """flashtile: IO-aware attention for PyTorch. `flashtile.attention` is the place to start."""
 
 import importlib
+import os
 import warnings
 from typing import Any
 
@@ -20,6 +21,7 @@ with warnings.catch_warnings():
     )
     from flashtile.version import __version__
 
+__path__.append(os.path.join(__path__[0], "former"))
 _check_environment()
 
 __all__ = [
@@ -46,3 +48,7 @@ def __getattr__(name: str) -> Any:
     if name in ("install", "uninstall"):
         return getattr(importlib.import_module("flashtile.integrations.torch_ops"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
