@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 import flashtile
-from flashtile.integrations import sdpa, torch_ops
+from flashtile.integrations import sdpa, torch_kernels, torch_ops
 from flashtile.testing import dropout_mask
 
 aten = torch.ops.aten
@@ -92,10 +92,14 @@ def test_the_cpu(report: torch_ops.Report, kind: str, dtype: torch.dtype) -> Non
         "gqa": {"enable_gqa": True},
     }[kind]
     inputs = sdpa_inputs(2 if kind == "gqa" else 4, dtype)
-    ours = gradients(F.scaled_dot_product_attention(*inputs, **options), inputs)
+    if kind == "bias, causal":  # which torch 2.15 takes in the operator alone
+        out = aten._scaled_dot_product_flash_attention_for_cpu(*inputs, **options)[0]
+    else:
+        out = F.scaled_dot_product_attention(*inputs, **options)
+    ours = gradients(out, inputs)
     assert report.served == {CPU_FORWARD: 1, CPU_BACKWARD: 1}
     assert not report.left_to_torch
-    if kind == "bias, causal":  # which MATH refuses
+    if kind == "bias, causal":
         seen = torch.ones(9, 11, dtype=torch.bool).tril()
         options = {"attn_mask": options["attn_mask"].masked_fill(~seen, float("-inf"))}
     assert_same(ours, by_math(inputs, **options), **({"rtol": 4e-2, "atol": 4e-2} if dtype.itemsize == 2 else {}))
@@ -485,6 +489,23 @@ def test_dropout_of_the_operators_for_cuda(cuda_report: torch_ops.Report, name: 
     expected = (scores.softmax(-1) * kept / (1 - round(0.4 * 65536) / 65536)) @ v
     assert_same(gradients(out, [q, k, v]), gradients(expected, [q, k, v]))
     assert not cuda_report.left_to_torch
+
+
+def test_dropout_is_of_one_library(cuda_report: torch_ops.Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What selection takes cannot go to torch later, whose random numbers are others."""
+    wide = torch.randn(1, 2, 5, 600)
+    with pytest.warns(flashtile.SlowPathWarning), pytest.raises(flashtile.Unsupported, match="head_dim 600"):
+        aten._scaled_dot_product_flash_attention(wide, wide, wide, 0.5)
+    assert cuda_report.left_to_torch.total() == 1
+
+    def refuse(*args: Any) -> None:
+        raise flashtile.Unsupported("a reason")
+
+    monkeypatch.setattr(torch_kernels.ops, "forward", refuse)
+    q = torch.randn(1, 2, 5, 8)
+    with pytest.raises(RuntimeError, match=r"has chosen to serve this call with dropout, and cannot: a reason"):
+        aten._scaled_dot_product_flash_attention(q, q, q, 0.5)
+    assert cuda_report.left_to_torch.total() == 1
 
 
 @pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
