@@ -397,6 +397,20 @@ def test_rows_that_are_not_aligned_are_copied(changes: dict[str, Any], recorder:
     assert differences(launch, one, other, GRADS) == []
 
 
+@pytest.mark.parametrize("head_dim", [36, 64, 98, 100, 101])
+def test_rows_of_an_output_in_float32_hold_what_kernels_write(head_dim: int, recorder: Recorder) -> None:
+    """A row of 16-bit elements may be padded by more columns than one of float32."""
+    larger = torch.randn(3, 1, 2, 2048, head_dim + 1, dtype=torch.bfloat16)
+    args = AttentionArgs(*larger[..., 1:].unbind(), out_dtype=torch.float32)
+    out, lse = ops.empty_outputs(args)
+    launch = cuda.forward_launch(args, out, lse)
+    written = Params.from_buffer_copy(launch.plan.image).head_dim_v
+    assert executor.prepare(launch.plan, launch.tensors)["out"].stride(-2) >= written
+    one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, ops.forward, args, launch)
+    assert other is not None
+    assert differences(launch, one, other, ("out", "lse")) == []
+
+
 @pytest.mark.parametrize("wanted", [(True, True, True, False, False), (False, False, True, False, False)])
 def test_gradients_of_unowned_keys_are_zeros_through_copies(wanted: tuple[bool, ...], recorder: Recorder) -> None:
     """Zeros go to the copy that kernels write, which then overwrites the result."""
