@@ -493,6 +493,24 @@ def test_a_bias_off_4_bytes_is_copied(is_copied_now: bool, recorder: Recorder) -
         assert executor.has_pairs(bias)  # one row in memory; float32; one column
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_bias_whose_rows_overlap_is_read_in_place(batch: int, recorder: Recorder) -> None:
+    """A bias by relative position as a view of its table: a copy would be as large as all scores."""
+    q, k, v = (torch.randn(2, 3, 300, 64, dtype=torch.bfloat16) for _ in range(3))
+    table = torch.randn(3, 599, dtype=torch.bfloat16)
+    bias = table.unfold(-1, 300, 1).expand(batch, 3, 300, 300)
+    args = AttentionArgs(q, k, v, bias)
+    out, lse = ops.empty_outputs(args)
+    with families.forced("fwd_sm90"):
+        assemble.clear_plans()
+        launch = cuda.forward_launch(args, out, lse)
+        assert executor.prepare(launch.plan, launch.tensors)["bias"] is bias
+        one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, ops.forward, args, launch)
+        assert other is not None
+        assert differences(launch, one, other, ("out", "lse")) == []
+    assemble.clear_plans()
+
+
 def test_short_calls_and_caches_are_read_where_they_are() -> None:
     plain = {name: getattr(LONG, name) for name in LONG.__dataclass_fields__} | {"head_dim": 65, "head_dim_v": 65}
     found = {}

@@ -95,9 +95,13 @@ def is_fitting(operand: Operand, tensor: Tensor) -> bool:
 
 
 def has_pairs(tensor: Tensor) -> bool:
-    """Pairs of elements of a row lie on 4-byte boundaries, or there is one row alone in memory."""
+    """Pairs of elements of a row lie on 4-byte boundaries, or there is one row alone in memory, or rows that overlap:
+    copies of those may be thousands of times as large."""
     size, last = tensor.element_size(), tensor.shape[-1]
     if size >= 4 or any(tensor.shape[axis] == 1 or tensor.stride(axis) == 0 for axis in (-1, -2)):
+        return True
+    distinct = [(length, stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    if 1 + sum((length - 1) * stride for length, stride in distinct) < math.prod(length for length, _ in distinct):
         return True
     offsets = [tensor.stride(axis) * size for axis in range(-tensor.dim(), -1) if tensor.shape[axis] > 1]
     return last <= 1 or (tensor.stride(-1) == 1 and all(offset % 4 == 0 for offset in (tensor.data_ptr(), *offsets)))
