@@ -8,7 +8,7 @@ import dataclasses
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -871,6 +871,26 @@ def test_flags_of_a_join_are_kept_zeros_of_one_stream_and_capture(served: list[s
     recorder.library.fake_capture(0)
     assert address() == eager
     assert len(served) == 3
+
+
+def test_flags_of_a_join_lie_on_the_device_of_the_call(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the current device is: its default stream is not that of the call's."""
+    current, asked = [1], list[int]()
+
+    @contextmanager
+    def on_device(index: int) -> Iterator[None]:
+        current.append(index)
+        yield
+        current.pop()
+
+    find = driver.stream_and_capture
+    monkeypatch.setattr(executor, "on_device", on_device)
+    monkeypatch.setattr(driver, "stream_and_capture", lambda stream: asked.append(current[-1]) or find(stream))
+    q, cache = torch.randn(1, 1, 4, 64).bfloat16(), torch.randn(1, 4000, 4, 64).bfloat16()
+    flashtile.attention_kvcache(q, cache, cache)
+    assert len(served) == 1
+    assert asked
+    assert set(asked) == {0}
 
 
 def test_what_is_returned_belongs_to_the_caller_alone(served: list[str]) -> None:

@@ -220,11 +220,12 @@ def lay_out_workspaces(plan: LaunchPlan, values: dict[str, int]) -> WorkspaceLay
 
 def kept_zeros(plan: LaunchPlan, values: dict[str, int], device_index: int) -> dict[str, KeptZeros]:
     """The kept workspace of a call on the current stream, by its name."""
-    return {
-        workspace.name: kept.zeros(device_index, current_stream(device_index), _num_bytes(workspace, values))
-        for workspace in plan.workspaces
-        if workspace.is_kept
-    }
+    workspaces = [workspace for workspace in plan.workspaces if workspace.is_kept]
+    if not workspaces:
+        return {}
+    with on_device(device_index):  # whose default stream is another than that of the current device
+        stream = current_stream(device_index)
+        return {one.name: kept.zeros(device_index, stream, _num_bytes(one, values)) for one in workspaces}
 
 
 def _num_bytes(workspace: Workspace, values: dict[str, int]) -> int:
