@@ -893,6 +893,23 @@ def test_flags_of_a_join_lie_on_the_device_of_the_call(served: list[str], monkey
     assert set(asked) == {0}
 
 
+def test_more_tiles_than_32_bits_number_are_refused(served: list[str]) -> None:
+    """Where a plan is known, too. Only the results would take memory."""
+
+    def call(batch: int, heads: int) -> Tensor:
+        q, k = (torch.zeros(1, 1, length, 8, dtype=torch.bfloat16) for length in (1, 1 << 16))
+        q = q.expand(batch, heads, -1, -1)
+        k = k.expand(batch, heads, -1, -1)
+        with families.forced("fwd_sm90"):
+            return flashtile.attention(q, k, k, backend="cuda")
+
+    call(1 << 13, 8)
+    call(1 << 14, 8)
+    assert len(served) == 1
+    with pytest.raises(flashtile.Unsupported, match="more tiles of queries than kernels number in 32 bits"):
+        call(1 << 27, 8)
+
+
 def test_what_is_returned_belongs_to_the_caller_alone(served: list[str]) -> None:
     q, k, v = make(2, 4, 64, 64)
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
