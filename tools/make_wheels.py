@@ -45,7 +45,7 @@ def call(*command: str | Path, folder: Path = ROOT, **variables: str) -> str:
 
 
 def commit_time() -> str:
-    """The time of the commit, which all files in the archives get: two builds give the same bytes."""
+    """The time of the commit, which all files in the wheels get: two builds give the same wheels."""
     return call("git", "log", "-1", "--format=%ct").strip()
 
 
@@ -79,9 +79,10 @@ def variables_for(machine: str, folder: Path) -> dict[str, str]:
     }
 
 
-def audit(wheel: Path, folder: Path) -> Path:
+def audit(wheel: Path, folder: Path, epoch: str) -> Path:
     """The wheel under the names of the oldest policies that it fulfils."""
-    call(sys.executable, "-m", "auditwheel", "repair", "--exclude", TORCH_LIBRARY, "--wheel-dir", folder, wheel)
+    command = ("repair", "--exclude", TORCH_LIBRARY, "--wheel-dir", folder, wheel)
+    call(sys.executable, "-m", "auditwheel", *command, SOURCE_DATE_EPOCH=epoch)
     (audited,) = folder.glob("*.whl")
     policies = [(int(a), int(b)) for a, b in re.findall(r"manylinux_(\d+)_(\d+)_", audited.name)]
     if not policies or min(policies) > NEWEST_POLICY:
@@ -114,7 +115,7 @@ def main() -> int:
             library = folder / f"library-{machine}"
             library.mkdir()
             wheel = build_wheel(source, folders[machine], epoch, **variables_for(machine, library))
-            made.append(audit(wheel, folder / f"audited-{machine}"))
+            made.append(audit(wheel, folder / f"audited-{machine}", epoch))
         given.outdir.mkdir(parents=True, exist_ok=True)
         for old in given.outdir.glob("flashtile-*"):
             old.unlink()

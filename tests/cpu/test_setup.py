@@ -149,16 +149,16 @@ def test_a_wheel_for_newer_systems_than_torchs_is_refused(
 ) -> None:
     make_wheels = importlib.import_module("make_wheels")
 
-    def call(*command: object) -> str:
+    def call(*command: object, **variables: str) -> str:
         (tmp_path / f"flashtile-1.0-cp310-abi3-{tag}.whl").touch()
         return "shown"
 
     monkeypatch.setattr(make_wheels, "call", call)
     if is_accepted:
-        assert tag in make_wheels.audit(tmp_path / "raw.whl", tmp_path).name
+        assert tag in make_wheels.audit(tmp_path / "raw.whl", tmp_path, "0").name
     else:
         with pytest.raises(SystemExit, match=r"needs a newer system than torch does.*\nshown"):
-            make_wheels.audit(tmp_path / "raw.whl", tmp_path)
+            make_wheels.audit(tmp_path / "raw.whl", tmp_path, "0")
 
 
 def test_a_machine_whose_compiler_is_missing(tools: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
