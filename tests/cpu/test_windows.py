@@ -57,7 +57,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_call_and_the_command_line() -> None:
     script = """
-import flashtile, warnings
+import flashtile, importlib, warnings
 from flashtile.runtime import extension
 warnings.simplefilter("ignore", flashtile.SlowPathWarning)
 assert "not made for Windows" in extension.missing(), extension.missing()
@@ -65,6 +65,9 @@ q = torch.randn(1, 2, 8, 16)
 out = flashtile.attention(q, q, q, causal=True)
 torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True))
 from flashtile.cli import main
+for name in ("bench", "ladder", "profile", "report", "tiles"):
+    importlib.import_module(f"flashtile.lab.{name}.command")
+importlib.import_module("flashtile.lab.check.runner")
 assert not asked, asked
 """
     done = run(script)
