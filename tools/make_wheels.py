@@ -45,7 +45,7 @@ def call(*command: str | Path, folder: Path = ROOT, **variables: str) -> str:
 
 
 def commit_time() -> str:
-    """The time of the commit, which all files in the wheels get: two builds give the same wheels."""
+    """Returns the time of the commit, which the files in the wheels get, so that it does not differ from build to build."""
     return call("git", "log", "-1", "--format=%ct").strip()
 
 
