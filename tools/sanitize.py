@@ -126,7 +126,7 @@ class Job:
 
 
 @contextmanager
-def choosing(family: Family[Any], row: int | None) -> Iterator[None]:
+def choosing(family: Family, row: int | None) -> Iterator[None]:
     """Calls take the family, and the row at this index for each of its kernels. Some families refuse deterministic
     calls."""
     rows = {} if row is None else dict.fromkeys(family.kernels, row)
@@ -188,7 +188,7 @@ def all_jobs(
     return jobs
 
 
-def row_jobs(family: Family[Any], dtype: str, dims: tuple[int, int], arch: Arch) -> Iterator[Job]:
+def row_jobs(family: Family, dtype: str, dims: tuple[int, int], arch: Arch) -> Iterator[Job]:
     for grads in family.grad_sets or ((),):
         options: dict[str, Any] = {"bias": "hqk"} if "dbias" in grads else {}
         options |= {"seqlen_q": FEW_QUERIES[family.name]} if family.name in FEW_QUERIES else {}
@@ -198,7 +198,7 @@ def row_jobs(family: Family[Any], dtype: str, dims: tuple[int, int], arch: Arch)
         found = [family.rows(kernel, key) for kernel in family.kernels if kernel in launched]
         for index in range(max(map(len, found))):
             rows = [some[min(index, len(some) - 1)] for some in found]
-            tile = max(max(row.block_m, row.block_n) for row in rows)
+            tile = max(max(row.owned, row.streamed) for row in rows)
             yield Job(trial(dtype, *dims, tile, False, **options), family.name, grads, index)
             if family.op == "forward":  # a band has its own ways through the epilogue
                 yield Job(trial(dtype, *dims, tile, False, causal="bottom_right", **options), family.name, grads, index)
@@ -253,11 +253,11 @@ CROWDS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
 )
 
 
-def special_jobs(family: Family[Any], dtype: str, arch: Arch) -> Iterator[Job]:
+def special_jobs(family: Family, dtype: str, arch: Arch) -> Iterator[Job]:
     """Lengths, pages, splits, narrow loads, masks and dropout, on the rows that a call would take."""
     rows = [row for row in family.every_row(dtype) if row.unfit(arch) is None]
-    num_queries = FEW_QUERIES.get(family.name, max(row.block_m for row in rows) + 8)
-    sizes = {"seqlen_q": num_queries, "seqlen_k": 2 * max(row.block_n for row in rows) + 44}
+    num_queries = FEW_QUERIES.get(family.name, max(row.num_queries for row in rows) + 8)
+    sizes = {"seqlen_q": num_queries, "seqlen_k": 2 * max(row.num_keys for row in rows) + 44}
     plain = Case(batch=2, heads=2, heads_kv=1, head_dim=40, head_dim_v=24, dtype=getattr(torch, dtype), **sizes)
     is_forward = family.op == "forward"
     changes = list(SPECIAL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ from flashtile.cli import compile as compile_command
 from flashtile.cli import kernel_jobs
 from flashtile.errors import Unsupported
 from flashtile.kernels import assemble, families, speeds
-from flashtile.kernels.arch import ARCHS, arch_here, arch_named
+from flashtile.kernels.arch import ARCHS, arch_here, arch_named, arch_of
+from flashtile.kernels.families import tiles
 from flashtile.kernels.length_class import ManyScores
 from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
 from flashtile.problem import Problem, Shape
@@ -118,6 +120,105 @@ def test_rows_fit_some_architecture_and_labels_tell_them_apart(family: families.
     assert len({(row.kernel, row.head_dim, row.head_dim_v, row.label) for row in rows}) == len(rows) == len(set(rows))
     assert all(any(row.unfit(arch) is None for arch in ARCHS.values() if family.runs_on(arch)) for row in rows)
     assert set(family.kernels) == {row.kernel for row in rows}
+
+
+# The table of tiles
+
+LINES = FwdToy.table.read_text().splitlines()
+
+
+def toy_of(lines: list[str], tmp_path: Path) -> FwdToy:
+    """The toy family with another table."""
+    family = FwdToy()
+    family.table = tmp_path / "tiles.csv"
+    family.table.write_text("\n".join(lines) + "\n")
+    return family
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("fwd_toy,float32,32,32,64,16,64,,,", "tiles.csv, line 2: got 10 cells; accepted: 11"),
+        ("fwd_toy,float32,32,32,64,,64,,,,", "tiles.csv, line 2, streamed: got ''; accepted: a positive number"),
+        ("fwd_toy,float32,0,32,64,16,64,,,,", "tiles.csv, line 2, d: got '0'; accepted: a positive number"),
+        ("fwd_toy,float64,32,32,64,16,64,,,,", "tiles.csv, line 2, dtypes: got 'float64'; accepted: some of float32"),
+        ("fwd_toy,float32,32,32,64,16,64,stages,,,", "line 2, knobs: got 'stages'; accepted: name=number"),
+        ("fwd_toy,float32,32,32,64,16,64,stages=2,,,", "line 2, knobs: got stages; accepted: none"),
+        ("fwd_toy,float32,32,32,64,16,64,,band wide,,", "line 2: got 'wide'; accepted: options>1 or so, or one of "),
+        ("fwd_toy,float32,32,32,64,16,64,,,!sm_91,", "line 2: got 'sm_91'; accepted: options>1 or so, or one of "),
+        (LINES[2] + "twice", "tiles.csv, line 3: got the tile of tiles.csv, line 2 again; accepted: a tile that"),
+    ],
+)
+def test_a_wrong_line_of_the_table_is_named(line: str, error: str, tmp_path: Path) -> None:
+    family = toy_of([LINES[0], line, LINES[2]], tmp_path)
+    with pytest.raises(ValueError, match=re.escape(error)):
+        families.register(family)
+    assert family not in families.all_families()
+
+
+def test_a_wrong_header_of_the_table_is_an_error(tmp_path: Path) -> None:
+    family = toy_of([LINES[0].replace("owned", "block_m"), *LINES[1:]], tmp_path)
+    with pytest.raises(ValueError, match=r"tiles.csv: got columns kernel, dtypes, d, d_v, block_m, "):
+        families.register(family)
+
+
+def test_a_new_head_dim_is_one_line_and_a_forgotten_kernel_is_an_error(tmp_path: Path) -> None:
+    family = families.find("bwd_sm90")
+    text = tiles.TABLE.read_text()
+    (line,) = (line for line in text.splitlines() if line.startswith("bwd_sm90,") and ",64,64,128,64," in line)
+    table = tmp_path / "tiles.csv"
+    table.write_text(f"{text}{line.replace(',64,64,128,64,', ',32,32,128,64,')}\n")
+    found = tiles.tiles_of(table, family.kernel_types, frozenset())
+    # The tiles of the bias gradient are for every pair
+    assert {tile.dims for tile in found["bwd_sm90_dbias"]} == {(32, 32), *family.head_dims}
+    other = tmp_path / "others.csv"
+    dbias = "bwd_sm90_dbias,float16 bfloat16,"
+    assert f"{dbias}*,*," in text
+    other.write_text(text.replace(f"{dbias}*,*,", f"{dbias}64,64,"))
+    error = "got head dims 96, 96 in float16 for bwd_sm90 alone; accepted: a tile of bwd_sm90_dbias for them, too"
+    with pytest.raises(ValueError, match=error):
+        tiles.tiles_of(other, family.kernel_types, frozenset())
+
+
+def test_a_line_of_an_unknown_kernel_is_an_error() -> None:
+    known = [kernel for family in families.all_families() for kernel in family.kernels]
+    tiles.check_kernels(tiles.TABLE, known)
+    with pytest.raises(ValueError, match=r"tiles.csv, line \d+: got 'fwd_simt'; accepted: one of "):
+        tiles.check_kernels(tiles.TABLE, [name for name in known if name != "fwd_simt"])
+
+
+def test_words_of_a_tile_hold_together_or_in_turn() -> None:
+    plain = tiles.words_of(PLAIN, (128, 128), 0)
+    assert plain == {"bfloat16", "sm_90", "highest"}
+    call = change(head_dim=120, bias_dtype="float32", has_lengths=True, is_aligned16=False)
+    words = tiles.words_of(call, (128, 128), 2)
+    assert words - plain == {"bias", "float_bias", "lengths", "unaligned", "padded", "options>0", "options>1"}
+    one = tiles.Condition(frozenset({"bias", "lengths"}), frozenset({"paged"}))
+    assert one.holds(words)
+    assert not one.holds(words | {"paged"})
+    assert not one.holds(plain)
+    # A GPU that is not in ARCHS takes the tiles of the one whose limits it takes
+    arch = arch_of(10, 3)
+    assert arch is not None
+    assert "sm_100" in tiles.words_of(change(arch=arch), (128, 128), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "dtype", "expected"),
+    [
+        ("bwd_sm90_f32", 128, "float32", "64 keys x 64 queries"),
+        ("bwd_sm90_f32", 256, "float32", "64 keys x 32 queries"),
+        ("bwd_sm80", 64, "bfloat16", "128 keys x 32 queries"),
+        ("bwd_sm90", 128, "bfloat16", "128 keys x 64 queries"),
+        ("fwd_sm90", 128, "bfloat16", "192 queries x 128 keys"),
+    ],
+)
+def test_a_step_says_what_its_block_owns(name: str, head_dim: int, dtype: str, expected: str) -> None:
+    family = families.find(name)
+    grads = ("dq", "dk", "dv") if family.op == "backward" else None
+    key = change(dtype=dtype, out_dtype=dtype, head_dim=head_dim, head_dim_v=head_dim, grads=grads)
+    steps = family.launch(key, CallLayout("bhsd", ())).steps
+    assert next(step for step in steps if step.shared_bytes).tile == expected
 
 
 # Choice
@@ -256,7 +357,9 @@ def test_a_toy_family_is_taken_up_by_everything(toy: FwdToy, tmp_path: Path, mon
         with families.forced("fwd_toy"):
             assemble.clear_plans()
             explained = flashtile.explain(args.q, args.k, args.v, causal=True, backend="cuda")
-            assert explained.details["fwd_toy_kernel"].startswith("tile 64 x 16, 2 warps, 4 KiB of shared memory")
+            assert explained.details["fwd_toy_kernel"].startswith(
+                "tile 64 queries x 16 keys, 2 warps, 4 KiB of shared memory"
+            )
             flashtile.attention(args.q, args.k, args.v, causal=True, backend="cuda")
         (numbers, _), *more = recorder.launches()
         assert not more
@@ -385,7 +488,7 @@ def test_the_tile_of_a_full_forward(dim, sizes, rows):
     classes = tuple((one, one.of(shape, 132)) for one in families.length_classes("forward"))
     key = PlanKey("bfloat16", "bfloat16", dim, dim, Features(), HOPPER, classes=classes)
     family = families.select(key)
-    assert (family.name, family.select("fwd_sm90", key).block_m) == ("fwd_sm90", rows)
+    assert (family.name, family.select("fwd_sm90", key).owned) == ("fwd_sm90", rows)
 
 
 @pytest.mark.parametrize("has_band", [False, True])

@@ -124,8 +124,8 @@ def write(features: Features, is_wide: bool = False, is_first: bool = False) -> 
                 rows = list(family.candidates(kernel, key))
                 row = rows[0 if is_wide or is_first else -1]
                 layout = CallLayout("bhsd", ())
-                for step in family.launch_row(row, key, layout).steps:
-                    found[step.name] = (step.unit, step.entry)
+                step = family.step(row, key, layout)
+                found[step.name] = (step.unit, step.entry)
                 for step in family.launch(key, layout).steps:
                     found.setdefault(step.name, (step.unit, step.entry))
     return found

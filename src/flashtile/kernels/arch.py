@@ -18,10 +18,14 @@ class Arch:
     max_warps: int
     max_blocks: int
     reserved_shared_bytes: int  # the system's own share of each block
-    max_thread_scores: int = 64  # of a tile, that the compiler keeps in a thread's registers without a spill
     suffix: str = ""  # "a": with the instructions that only this architecture has
     has_wgmma: bool = False
     target: str = ""  # what is compiled for, where it is not the architecture itself (FLASHTILE_ARCH)
+
+    @property
+    def base(self) -> int:
+        """The number of the architecture in ARCHS whose limits and tiles count."""
+        return max(number for number in ARCHS if number // 10 == self.number // 10 and number <= self.number)
 
     @property
     def name(self) -> str:
@@ -59,8 +63,8 @@ ARCHS = {
         Arch(86, 99 * _KB, 100 * _KB, 48, 16, _KB),
         Arch(89, 99 * _KB, 100 * _KB, 48, 24, _KB),
         Arch(90, 227 * _KB, 228 * _KB, 64, 32, _KB, suffix="a", has_wgmma=True),
-        Arch(100, 227 * _KB, 228 * _KB, 64, 32, _KB, max_thread_scores=32),
-        Arch(120, 99 * _KB, 100 * _KB, 48, 24, _KB, max_thread_scores=32),
+        Arch(100, 227 * _KB, 228 * _KB, 64, 32, _KB),
+        Arch(120, 99 * _KB, 100 * _KB, 48, 24, _KB),
     )
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashtile.kernels import speeds
 from flashtile.kernels.arch import Arch
-from flashtile.kernels.families.base import Family, Row, RowT
+from flashtile.kernels.families.base import Family
 from flashtile.kernels.spec import PlanKey
 
 _TURING, _AMPERE = 75, 80
@@ -24,23 +24,7 @@ def small_call(key: PlanKey) -> str | None:
     return None if key.length(speeds.SIZE) else "a small call: float32 by tensor cores was not timed there"
 
 
-class MmaRow(Row):
-    """A tile of which several blocks should share a multiprocessor; min_blocks is a field of each kernel's row."""
-
-    min_blocks: int
-
-    def unfit(self, arch: Arch) -> str | None:
-        reason = super().unfit(arch)
-        needed = self.min_blocks * (self.shared_bytes + arch.reserved_shared_bytes)
-        if reason is None and needed > arch.shared_bytes_per_multiprocessor:
-            kib, limit = needed / 1024, arch.shared_bytes_per_multiprocessor // 1024
-            return f"{self.min_blocks} blocks have {kib:.0f} KiB of shared memory, a multiprocessor {limit}"
-        return reason
-
-
-class MmaFamily(Family[RowT]):
-    dtypes = ("float16", "bfloat16")
-
+class MmaFamily(Family):
     def refuse_arch(self, arch: Arch) -> str | None:
         return None if arch.number >= _TURING else f"{arch.name} has no mma.sync"
 
