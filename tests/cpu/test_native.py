@@ -24,11 +24,11 @@ from flashtile import ops
 from flashtile.backends import cuda, executor, native, registry
 from flashtile.backends.executor import Launch
 from flashtile.backends.kvcache import AppendArgs
-from flashtile.check.draw import Drawer
 from flashtile.integrations import torch_flash
 from flashtile.kernels import assemble, families
 from flashtile.kernels import plan as plans
 from flashtile.kernels.params import AppendParams, DecodeSm90Params, Params
+from flashtile.lab.check.draw import Drawer
 from flashtile.problem import DENSE_FIELDS, AttentionArgs, Problem, is_aligned16
 from flashtile.runtime import driver, extension
 from flashtile.testing import GRADS, Case
@@ -91,8 +91,10 @@ def by_cpp(recorder: Recorder, op: Any, args: tuple[Any, ...], launch: Launch) -
     return None
 
 
-def differences(launch: Launch, one: Done, other: Done, names: tuple[str, ...]) -> list[str]:
-    """What differs beside the addresses of what each has allocated."""
+def differences(
+    launch: Launch, one: Done, other: Done, names: tuple[str, ...], dout: Tensor | None = None
+) -> list[str]:
+    """What differs beside the addresses of what each has allocated. dout: the caller's; both copy it, or none does."""
     found = []
     for name, a, b in zip(names, one.results, other.results, strict=True):
         if (a is None) != (b is None):
@@ -121,6 +123,8 @@ def differences(launch: Launch, one: Done, other: Done, names: tuple[str, ...]) 
                 bases = bases or ((x, y) if x else None)
             elif name in scratch:
                 is_same = x != 0 and y != 0
+            elif name == "dout" and dout is not None:
+                is_same = (x == dout.data_ptr()) == (y == dout.data_ptr()) and x != 0 and y != 0
             elif name in names:
                 result, another = (done.results[names.index(name)] for done in (one, other))
                 is_same = (
@@ -174,7 +178,7 @@ def test_a_thousand_calls_are_launched_alike(part: int, recorder: Recorder, monk
         one = by_python(recorder, launch, tuple(grads))
         other = by_cpp(recorder, ops.backward, (inputs.dout, dlse, *args, out, lse, wanted), launch)
         if other is not None:
-            assert differences(launch, one, other, GRADS) == [], (case, seed)
+            assert differences(launch, one, other, GRADS, inputs.dout) == [], (case, seed)
             num_backward += 1
     assert left < 250
     assert num_backward > 20
