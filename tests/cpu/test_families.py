@@ -3,12 +3,15 @@ up."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib.util
 import itertools
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import fake_gpu
 import pytest
@@ -19,11 +22,12 @@ from flashtile.backends import cuda, native
 from flashtile.cli import compile as compile_command
 from flashtile.cli import kernel_jobs
 from flashtile.errors import Unsupported
-from flashtile.kernels import assemble, families, speeds
+from flashtile.kernels import assemble, families, mutation, speeds
 from flashtile.kernels.arch import ARCHS, arch_here, arch_named, arch_of
 from flashtile.kernels.families import tiles
 from flashtile.kernels.length_class import ManyScores
 from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
+from flashtile.lab.check import mutants
 from flashtile.problem import Problem, Shape
 from flashtile.testing import Case
 
@@ -31,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy_family"))
 from toy import FwdToy
 
 HOPPER = ARCHS[90]
+LAYOUT = CallLayout("bhsd", ())
 PLAIN = PlanKey("bfloat16", "bfloat16", 128, 128, Features(), HOPPER)
 
 
@@ -385,6 +390,67 @@ def test_a_toy_family_compiles_and_python_and_c_plus_plus_agree(toy: FwdToy) -> 
     )
 
 
+def test_a_toy_family_meets_the_faults_and_the_sanitizers(toy: FwdToy) -> None:
+    """No tool has a list of families."""
+    fault = mutation.Mutation("fwd_toy_rescale", "O keeps its old scale", None)
+    shared = mutation.Mutation("skip_rescale", "the same, in a shared header", None)
+    assert (families.fault_family(fault), families.fault_kind(fault)) == (toy, "rescale")
+    assert families.families_with(fault) == (toy,)
+    assert families.is_reachable(fault, ARCHS[61])
+    assert mutants.needs_of(fault) == {**mutants.NEEDS["rescale"], **toy.fault_needs["rescale"]}
+    assert mutants.needs_of(fault)["head_dim"] == 32
+    assert (families.fault_family(shared), families.fault_kind(shared)) == (None, "skip_rescale")
+    assert [family.name for family in families.families_with(shared)] == ["fwd_simt", "bwd_simt"]
+    (step,) = toy.launch(change(dtype="float32", out_dtype="float32", head_dim=32, head_dim_v=32), LAYOUT).steps
+    sanitize = load_tool("sanitize")
+    assert sanitize.defines_for("racecheck", step.entry) == ["FT_LANE_ARRIVALS"]
+    assert sanitize.defines_for("memcheck", step.entry) == []
+    jobs = sanitize.all_jobs(HOPPER, ["float32"], [32], ["fwd_toy"])
+    assert {job.family for job in jobs} == {"fwd_toy"}
+    assert {job.row for job in jobs} == {0, 1, None}
+
+
+def load_tool(name: str) -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / "tools" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_longest_name_is_the_family_of_a_fault() -> None:
+    names = {fault.name: families.fault_family(fault) for fault in mutation.mutations()}
+    assert names["bwd_sm90_f32_wide_rows"] is families.find("bwd_sm90_f32")
+    assert names["bwd_sm90_wide_tail"] is families.find("bwd_sm90_wide")
+    assert names["fwd_sm90_short_tail"] is families.find("fwd_sm90_short")
+    assert names["decode_sm90_weight"] is families.find("decode_sm90")
+
+
+def numbers_compared(path: Path) -> list[str]:
+    """Lines that compare the number of an architecture with a literal or a constant."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        has_number = any(isinstance(side, ast.Attribute) and side.attr == "number" for side in sides)
+        is_literal = any(isinstance(side, (ast.Constant, ast.Tuple)) for side in sides)
+        is_constant = any(isinstance(side, ast.Name) and side.id.isupper() and side.id != "ARCHS" for side in sides)
+        if has_number and (is_literal or is_constant):
+            found.append(f"{path.name}:{node.lineno}")
+    return found
+
+
+def test_arch_py_alone_compares_sm_numbers(tmp_path: Path) -> None:
+    source = Path(flashtile.__file__).parent
+    assert [line for path in source.rglob("*.py") if path.name != "arch.py" for line in numbers_compared(path)] == []
+    wrong = tmp_path / "wrong.py"
+    for condition in ("arch.number >= 80", "arch.number in (80, 90)", "key.arch.number < _AMPERE"):
+        wrong.write_text(f"x = {condition}\n")
+        assert numbers_compared(wrong) == ["wrong.py:1"]
+
+
 FULL, CHUNK, DECODE = (2, 16, 16, 4096, 4096), (4, 32, 8, 2048, 10240), (8, 32, 8, 1, 4096)
 PAGED = Features(is_paged=True, has_lengths=True)
 VIT, SWIN, GROUPED = (256, 12, 12, 197, 197), (4096, 6, 6, 49, 49), (256, 32, 8, 4, 197)
@@ -449,6 +515,9 @@ def test_what_calls_take(op, dim, sizes, features, on_hopper, on_ampere):
         assert families.select(key).name == expected
 
 
+MMA_SYNC = {"forward": ("fwd_sm80", "fwd_sm80_wide"), "backward": ("bwd_sm80", "bwd_sm80_wide")}
+
+
 @pytest.mark.parametrize("op", speeds.OPS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_times_of_wgmma_say_nothing_of_a_gpu_without_it(op, head_dim):
@@ -457,19 +526,19 @@ def test_times_of_wgmma_say_nothing_of_a_gpu_without_it(op, head_dim):
     hopper = speeds.Kind("sm_90", op, "bfloat16", head_dim, (), is_large=True)
     for arch in ("sm_80", "sm_120"):
         plain = hopper._replace(arch=arch)
-        ours = min(us for name in speeds.MMA_SYNC[op] if (us := speeds.time_us(name, plain)) is not None)
-        assert speeds.time_us("triton", plain) == pytest.approx(max(ours, speeds.time_us("triton", hopper)))
-        assert speeds.time_us("triton", plain) >= ours
+        ours = min(us for name in MMA_SYNC[op] if (us := families.provider_us(name, plain)) is not None)
+        assert families.provider_us("triton", plain) == pytest.approx(max(ours, families.provider_us("triton", hopper)))
+        assert families.provider_us("triton", plain) >= ours
         cost, cost_on_hopper = (
-            speeds.time_us("triton", kind._replace(options=("mask",), head_dim=128))
-            / speeds.time_us("triton", kind._replace(head_dim=128))
+            families.provider_us("triton", kind._replace(options=("mask",), head_dim=128))
+            / families.provider_us("triton", kind._replace(head_dim=128))
             for kind in (plain, hopper)
         )
         assert cost == pytest.approx(cost_on_hopper)
         assert speeds.best_known(plain)[0] not in speeds.BY_WGMMA
     for arch, dtype in (("sm_100", "bfloat16"), ("sm_80", "float32")):  # tcgen05; no tensor cores
         kind = hopper._replace(arch=arch, dtype=dtype)
-        assert speeds.time_us("triton", kind) == speeds.time_us("triton", kind._replace(arch="sm_90"))
+        assert families.provider_us("triton", kind) == families.provider_us("triton", kind._replace(arch="sm_90"))
 
 
 @pytest.mark.parametrize(
@@ -535,6 +604,8 @@ def test_small_float32_calls_take_few_launches():
 def test_an_option_that_was_not_measured_costs_what_it_costs_the_others():
     plain = speeds.Kind("sm_90", "forward", "bfloat16", 128, (), is_large=True)
     dropout = plain._replace(options=("dropout",))
-    measured = {name: speeds.time_us(name, dropout) / speeds.time_us(name, plain) for name in ("fwd_sm90", "triton")}
-    estimated = speeds.time_us("fwd_sm80", dropout) / speeds.time_us("fwd_sm80", plain)
+    measured = {
+        name: families.provider_us(name, dropout) / families.provider_us(name, plain) for name in ("fwd_sm90", "triton")
+    }
+    estimated = families.provider_us("fwd_sm80", dropout) / families.provider_us("fwd_sm80", plain)
     assert estimated >= max(measured.values()) > 1.0

@@ -4,6 +4,7 @@ it takes."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.steps import query_grid
@@ -32,6 +33,8 @@ class FwdToy(Family):
         ),
     )
     table = _FOLDER / "tiles.csv"
+    misread_by: ClassVar = {"racecheck": "fwd_toy_"}
+    fault_needs: ClassVar = {"rescale": {"head_dim": 32}}
     features = frozenset({"has_band", "has_lengths", "is_aligned16"})
 
     def refuse(self, key: PlanKey) -> str | None:

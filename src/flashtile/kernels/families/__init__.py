@@ -170,14 +170,19 @@ def time_us(key: PlanKey) -> float | None:
     """The measured time of the family that takes the call; None where none does, or it is not known."""
     family = choice(key).family
     kind = kind_of(key)
-    us = None if family is None else speeds.time_us(family.timed_as(key), kind)
+    us = None if family is None else provider_us(family.timed_as(key), kind)
     # The time of a small call is that of its launch, beside which copies take none
     return us * _COPY_COST if us is not None and key.copies_rows and kind.is_large else us
 
 
+def provider_us(provider: str, kind: speeds.Kind) -> float | None:
+    """The time of a family, a backend or a torch kernel for calls of a kind; None where it is not known."""
+    return speeds.time_us(provider, kind, (family.name for family in all_families(kind.op) if family.is_by_mma_sync))
+
+
 def _cost(family: Family, key: PlanKey) -> tuple[bool, float]:
     """What orders families: whether one has a drawback, and its time of such a call if it were large."""
-    us = speeds.time_us(family.timed_as(key), kind_of(key)._replace(is_large=True))
+    us = provider_us(family.timed_as(key), kind_of(key)._replace(is_large=True))
     return family.drawback(key) is not None, math.inf if us is None else us
 
 
@@ -261,9 +266,31 @@ def length_classes(op: str) -> tuple[LengthClass, ...]:
     return tuple(dict.fromkeys((speeds.SIZE, COPIES[op], *of_families)))
 
 
-def is_reachable(mutation: Mutation, arch: Arch) -> bool:
-    """A fault in a family's kernel shows only where the family runs."""
-    return mutation.family is None or find(mutation.family).runs_on(arch)
+# Planted faults
+
+
+def fault_family(fault: Mutation) -> Family | None:
+    """The family whose kernels alone have the fault: the one with the longest name that its name begins with."""
+    found = [family for family in _families if fault.name.startswith(f"{family.name}_")]
+    return max(found, key=lambda family: len(family.name), default=None)
+
+
+def families_with(fault: Mutation) -> tuple[Family, ...]:
+    """The families in which a fault is looked for: its own, or those with all shared code."""
+    own = fault_family(fault)
+    return tuple(family for family in _families if family.has_all_shared_code) if own is None else (own,)
+
+
+def fault_kind(fault: Mutation) -> str:
+    """The name of a fault without that of its family."""
+    own = fault_family(fault)
+    return fault.name if own is None else fault.name.removeprefix(f"{own.name}_")
+
+
+def is_reachable(fault: Mutation, arch: Arch) -> bool:
+    """True if some family with the fault runs on the architecture."""
+    own = fault_family(fault)
+    return own is None or own.runs_on(arch)
 
 
 def tile_sizes() -> frozenset[int]:

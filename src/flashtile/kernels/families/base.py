@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar
 
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.tiles import TABLE, Dims, Kernel, Knobs, Row, Tile, tiles_of, words_of
@@ -52,6 +54,15 @@ class Family(ABC):
     takes_overlapping_rows = True  # in memory; TMA does not
     takes_any_scale = True  # 0 and negative ones, too
     needs_wgmma = False
+    is_by_mma_sync = False  # its 16-bit products; else they are FMA or wgmma
+    # What the checks of the kernels ask
+    has_all_shared_code = False  # faults in shared headers are looked for in its kernels, which run on every GPU
+    # A fault's name without the family's -> what a problem must have, beside what mutants.NEEDS says, for it to show
+    fault_needs: ClassVar[Mapping[str, Mapping[str, object]]] = MappingProxyType({})
+    # A tool of compute-sanitizer -> pattern of the C++ names of kernels whose machine code it misreads (docs/check.md)
+    misread_by: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    flags_workspace = ""  # the workspace with flags that its blocks wait for and that nobody has written before
+    few_queries: int | None = None  # queries of the calls that check it, where it takes few alone
     grad_sets: tuple[tuple[str, ...], ...] = ()  # of a backward family: gradients that together launch every kernel
 
     def runs_on(self, arch: Arch) -> bool:

@@ -7,6 +7,8 @@ refused. So is a bias: its loads would spill registers.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.bwd_sm90 import STEP_ROWS, STEP_THREADS
 from flashtile.kernels.families.mma_sync import MmaFamily
@@ -44,6 +46,10 @@ class BwdSm80(MmaFamily):
     features = Family.features - {"is_paged", "is_aligned16", "bias_dtype"}
     takes_out_dtypes = False
     grad_sets = (("dq", "dk", "dv", "dsinks"),)
+
+    # The preprocess step is that of bwd_sm90
+    misread_by: ClassVar = {"racecheck": "bwd_sm90_"}
+    fault_needs: ClassVar = {"columns": {"head_dim": 128, "head_dim_v": 128}}
 
     def refuse(self, key: PlanKey) -> str | None:
         reason = super().refuse(key)

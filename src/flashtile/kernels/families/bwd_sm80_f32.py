@@ -7,10 +7,12 @@ has one owner, so all of it is deterministic. The gradient of a bias is that of 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.bwd_simt import dbias
-from flashtile.kernels.families.mma_sync import refuse_slow_tf32, small_call
+from flashtile.kernels.families.mma_sync import NARROW_LOADS, refuse_slow_tf32, small_call
 from flashtile.kernels.families.steps import ROW_STATS, dsinks, key_grid, preprocess, query_grid
 from flashtile.kernels.families.tiles import Kernel, Knobs, Row, Tile
 from flashtile.kernels.plan import Operand, Step
@@ -45,6 +47,8 @@ class BwdSm80F32(Family):
     features = Family.features - {"is_paged"}
     takes_out_dtypes = False
     grad_sets = (("dq", "dk", "dv", "dsinks"),)
+
+    misread_by: ClassVar = {"memcheck": NARROW_LOADS}
 
     def refuse_arch(self, arch: Arch) -> str | None:
         return refuse_slow_tf32(arch)

@@ -7,9 +7,11 @@ only wanted gradients are computed.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.fwd_sm80_wide import WIDE_KNOBS, WIDE_TILE, slab_bytes
-from flashtile.kernels.families.mma_sync import MmaFamily
+from flashtile.kernels.families.mma_sync import NARROW_LOADS, MmaFamily
 from flashtile.kernels.families.steps import ROW_STATS, bias_grid, dsinks, key_grid, preprocess, query_grid
 from flashtile.kernels.families.tiles import Kernel, Row
 from flashtile.kernels.plan import Step
@@ -55,6 +57,8 @@ class BwdSm80Wide(MmaFamily):
     features = Family.features - {"is_paged"}
     takes_out_dtypes = False
     grad_sets = (("dq", "dk", "dv", "dsinks"), ("dbias",))
+
+    misread_by: ClassVar = {"memcheck": NARROW_LOADS}
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None

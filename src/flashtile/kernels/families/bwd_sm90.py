@@ -7,6 +7,8 @@ own.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.steps import (
     bias_grid,
@@ -89,6 +91,8 @@ class BwdSm90(Family):
     takes_out_dtypes = takes_overlapping_rows = False
     grad_sets = (("dq", "dk", "dv", "dsinks"), ("dbias",))
     needs_wgmma = True
+
+    misread_by: ClassVar = {"racecheck": "bwd_sm90_"}
 
     def refuse(self, key: PlanKey) -> str | None:
         return super().refuse(key) or self._refuse_options(key)

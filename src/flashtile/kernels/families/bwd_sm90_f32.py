@@ -8,6 +8,8 @@ The gradient of a bias is that of bwd_simt. Every result has one owner, so all o
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.bwd_simt import dbias
 from flashtile.kernels.families.mma_sync import small_call
@@ -89,6 +91,15 @@ class BwdSm90F32(Family):
     length_classes = (SHARES,)
     needs_wgmma = True
     takes_any_scale = False
+
+    misread_by: ClassVar = {"racecheck": "bwd_sm90_"}
+    fault_needs: ClassVar = {
+        "wide_rows": {"head_dim": 256, "head_dim_v": 256},
+        "wide_half": {"head_dim": 256, "head_dim_v": 256},
+        "wide_stale": {"head_dim": 256, "head_dim_v": 256, "seqlen_k": 300},
+        # float16 parts do not hold the factor of such a dropout
+        "wide_slab": {"head_dim": 256, "head_dim_v": 256, "kind": "dense", "dropout_p": 0.995},
+    }
 
     def call_knobs(self, tile: Tile, key: PlanKey | None) -> Knobs:
         return parts_knob(tile, key)

@@ -7,6 +7,8 @@ so results do not depend on timing, and only wanted gradients are computed.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.bwd_sm90 import MASK_TILE, STEP_ROWS, STEP_THREADS, option_bytes
 from flashtile.kernels.families.steps import (
@@ -83,6 +85,8 @@ class BwdSm90Wide(Family):
     takes_out_dtypes = takes_overlapping_rows = False
     grad_sets = (("dq", "dk", "dv", "dsinks"),)
     needs_wgmma = True
+
+    misread_by: ClassVar = {"racecheck": "bwd_sm90_"}
 
     def refuse(self, key: PlanKey) -> str | None:
         reason = super().refuse(key)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.steps import query_grid
 from flashtile.kernels.families.tiles import Kernel, Row
@@ -44,6 +46,16 @@ class DecodeSm90(Family):
     length_classes = (_FEW, _ONE, _FASTEST, _SHORT)
     needs_wgmma = True
     takes_any_scale = False
+
+    misread_by: ClassVar = {"racecheck": "decode_sm90_", "synccheck": "decode_sm90_"}
+    flags_workspace = "partial_stats"  # Parts (kernels/decode_sm90.cuh)
+    few_queries = 5
+    # Few queries over caches that several blocks share
+    fault_needs: ClassVar = {
+        "tail": {"kind": "padded", "batch": 3, "seqlen_q": 1},
+        "weight": {"batch": 2, "seqlen_q": 1, "seqlen_k": 3000},
+        "unit": {"batch": 2, "seqlen_q": 1, "seqlen_k": 3000},
+    }
 
     def refuse(self, key: PlanKey) -> str | None:
         reason = super().refuse(key)

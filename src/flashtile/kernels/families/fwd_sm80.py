@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from flashtile.kernels.families.base import Launch, tile_step
-from flashtile.kernels.families.mma_sync import MmaFamily
+from flashtile.kernels.families.mma_sync import MASKED, NARROW_LOADS, MmaFamily
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
 from flashtile.kernels.families.tiles import Dims, Kernel, Knobs, Row, Tile
 from flashtile.kernels.length_class import PACKED_ROWS, PackedHeads, RaggedQueries
@@ -37,6 +39,8 @@ class FwdSm80(MmaFamily):
     )
     own_words = frozenset({"few_rows"})
     length_classes = (PACKED_HEADS, _SHORT)
+
+    misread_by: ClassVar = {"memcheck": NARROW_LOADS, "synccheck": MASKED}
 
     def packed_heads(self, key: PlanKey) -> int:
         """How many heads share a tile."""

@@ -3,10 +3,12 @@ docs/float32.md."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.fwd_sm80 import QUERY_TILE_BYTES
-from flashtile.kernels.families.mma_sync import refuse_slow_tf32, small_call
+from flashtile.kernels.families.mma_sync import MASKED, NARROW_LOADS, refuse_slow_tf32, small_call
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
 from flashtile.kernels.families.tiles import Kernel, Knobs, Row, Tile
 from flashtile.kernels.length_class import FewQueries
@@ -38,6 +40,8 @@ class FwdSm80F32(Family):
     features = Family.features - {"is_paged"}
     length_classes = (_FEW,)
     takes_out_dtypes = False
+
+    misread_by: ClassVar = {"memcheck": NARROW_LOADS, "synccheck": MASKED}
 
     def refuse_arch(self, arch: Arch) -> str | None:
         return refuse_slow_tf32(arch)

@@ -6,9 +6,11 @@ No warp holds a row of O: warps that share rows split its columns, and P passes 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from flashtile.kernels.families.base import Launch, tile_step
 from flashtile.kernels.families.fwd_sm80 import PACKED_HEADS, QUERY_TILE_BYTES
-from flashtile.kernels.families.mma_sync import MmaFamily
+from flashtile.kernels.families.mma_sync import NARROW_LOADS, MmaFamily
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
 from flashtile.kernels.families.tiles import Dims, Kernel, Knobs, Row, Tile
 from flashtile.kernels.plan import Factor, SplitRule, Step
@@ -57,6 +59,8 @@ class FwdSm80Wide(MmaFamily):
     def call_knobs(self, tile: Tile, key: PlanKey | None) -> Knobs:
         packs_heads = key is not None and key.length(PACKED_HEADS) > 1
         return ("packs_heads", packs_heads), ("is_scale_positive", key is None or key.is_scale_positive)
+
+    misread_by: ClassVar = {"memcheck": NARROW_LOADS}
 
     def tile_note(self, key: PlanKey) -> str:
         packed_heads = key.length(PACKED_HEADS)

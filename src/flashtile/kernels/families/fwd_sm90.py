@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.steps import combine, mask_bits, mask_workspaces, partial_results, query_grid
 from flashtile.kernels.families.tiles import GROUP_ROWS, Dims, Kernel, Row
@@ -70,6 +72,8 @@ class FwdSm90(Family):
     length_classes = (_PACKED_HEADS, _MANY_ROWS, _RAGGED, _VERY_RAGGED, _SMALL)
     needs_wgmma = True
     takes_any_scale = False
+
+    misread_by: ClassVar = {"racecheck": "fwd_sm90_"}
 
     def refuse(self, key: PlanKey) -> str | None:
         return super().refuse(key) or self._refuse_more(key)

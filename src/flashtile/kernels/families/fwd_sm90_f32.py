@@ -7,6 +7,8 @@ float16 parts where they are in range, else that for bfloat16 parts.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.mma_sync import small_call
 from flashtile.kernels.families.sm90_f32 import (
@@ -66,6 +68,8 @@ class FwdSm90F32(Family):
     length_classes = (_FEW, SHARES)
     needs_wgmma = True
     takes_any_scale = False
+
+    misread_by: ClassVar = {"racecheck": "fwd_sm90_"}
 
     def refuse(self, key: PlanKey) -> str | None:
         reason = super().refuse(key)

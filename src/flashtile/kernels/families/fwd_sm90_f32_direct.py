@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import ClassVar
 
 from flashtile.kernels import speeds
 from flashtile.kernels.families.base import Family, Launch, tile_step
@@ -70,6 +71,10 @@ class FwdSm90F32Direct(Family):
     length_classes = (_SMALL_GRID, *_CLUSTERS, _MANY, _FEW)
     needs_wgmma = True
     takes_any_scale = False
+
+    misread_by: ClassVar = {"racecheck": "fwd_sm90_"}
+    # A single head: its blocks are too few for a pre-pass
+    fault_needs: ClassVar = {"tail": {"kind": "used", "batch": 2, "heads": 1, "heads_kv": 1, "seqlen_q": 300}}
 
     def refuse(self, key: PlanKey) -> str | None:
         reason = super().refuse(key)

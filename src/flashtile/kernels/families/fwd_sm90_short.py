@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.steps import query_grid
@@ -51,6 +52,14 @@ class FwdSm90Short(Family):
     length_classes = (_KEYS, _PACKED_HEADS, _SMALL)
     needs_wgmma = True
     takes_any_scale = False
+
+    misread_by: ClassVar = {"racecheck": "fwd_sm90_"}
+    # The family takes few keys, and no lengths
+    fault_needs: ClassVar = {
+        "rescale": {"values": "huge", "seqlen_k": 700},
+        "tail": {"kind": "dense", "seqlen_k": 99},
+        "bias_row": {"kind": "dense", "bias": "hqk", "seqlen_q": 200, "seqlen_k": 99},
+    }
 
     def refuse(self, key: PlanKey) -> str | None:
         return super().refuse(key) or self._refuse_more(key)

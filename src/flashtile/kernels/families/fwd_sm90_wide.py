@@ -3,6 +3,8 @@ docs/sm80.md."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.steps import combine, partial_results, query_grid
 from flashtile.kernels.families.tiles import Kernel, Row
@@ -40,6 +42,8 @@ class FwdSm90Wide(Family):
     takes_overlapping_rows = False
     needs_wgmma = True
     takes_any_scale = False
+
+    misread_by: ClassVar = {"racecheck": "fwd_sm90_"}
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         row = self.select("fwd_sm90_wide", key)

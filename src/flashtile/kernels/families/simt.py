@@ -27,5 +27,7 @@ def _shared_bytes(own_tiles: int) -> Callable[[Row], int]:
 
 
 class SimtFamily(Family):
+    has_all_shared_code = True
+
     def num_options(self, key: PlanKey) -> int:
         return key.features.num_options
