@@ -7,6 +7,7 @@ the sanitizers, prewarm and the support table of README. docs/map.md, "Adding a 
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -158,15 +159,21 @@ class Family(ABC):
 
     def rows(self, kernel: str, key: PlanKey) -> list[Row]:
         """The candidates that fit the GPU."""
-        return [row for row in self.candidates(kernel, key) if row.unfit(key.arch) is None]
+        return list(self._fitting(kernel, key))
+
+    def has_row(self, kernel: str, key: PlanKey) -> bool:
+        return any(True for _ in self._fitting(kernel, key))
+
+    def _fitting(self, kernel: str, key: PlanKey) -> Iterator[Row]:
+        return (row for row in self.candidates(kernel, key) if row.unfit(key.arch) is None)
 
     def select(self, kernel: str, key: PlanKey) -> Row:
         """The row that a call takes."""
         forced = _forced_rows.get(kernel, 0)
         if isinstance(forced, Row):
             return forced
-        rows = self.rows(kernel, key)
-        return rows[min(forced, len(rows) - 1)]
+        *_, row = itertools.islice(self._fitting(kernel, key), forced + 1)
+        return row
 
     @abstractmethod
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:

@@ -91,13 +91,12 @@ class FwdSm90(Family):
     def words(self, key: PlanKey, dims: Dims) -> frozenset[str]:
         """ragged: tiles of 192 queries would have many rows without one. In plain calls with more than one tile for
         each block, blocks share such tiles evenly (kRotates). A deterministic call must not depend on their number."""
+        if self.packed_heads(key) > 1:
+            own = {"packed", "many_rows"} if key.length(_MANY_ROWS) and not key.length(_SMALL) else {"packed"}
+            return super().words(key, dims) | own
         is_shared = not key.features.num_options and not key.length(_SMALL) and not key.is_deterministic
-        own = {
-            "packed": self.packed_heads(key) > 1,
-            "many_rows": key.length(_MANY_ROWS) and not key.length(_SMALL),
-            "ragged": key.length(_VERY_RAGGED if is_shared else _RAGGED) and not key.features.has_band,
-        }
-        return super().words(key, dims) | {word for word, holds in own.items() if holds}
+        is_ragged = key.length(_VERY_RAGGED if is_shared else _RAGGED) and not key.features.has_band
+        return super().words(key, dims) | ({"ragged"} if is_ragged else set())
 
     def tile_note(self, key: PlanKey) -> str:
         packed_heads = self.packed_heads(key)

@@ -36,6 +36,6 @@ class MmaFamily(Family):
             return reason
         if key.dtype not in key.arch.mma_dtypes:
             return f"{key.arch.name} has no mma.sync of {key.dtype}"
-        if not all(self.rows(kernel, key) for kernel in self.kernels):
+        if not all(self.has_row(kernel, key) for kernel in self.kernels):
             return f"no tile of it fits {key.arch.name}"
         return None

@@ -172,7 +172,7 @@ class Row:
     def num_threads(self) -> int:
         return self.tile.num_threads
 
-    @property
+    @functools.cached_property
     def knobs(self) -> Mapping[str, int]:
         """Those of the tile, then those of the call."""
         return dict(self.tile.knobs + self.call_knobs)
@@ -202,7 +202,7 @@ class Row:
         """The C++ config type, without its namespace."""
         return self.of.config.format(**self.names, **{name: str(value) for name, value in self.knobs.items()})
 
-    @property
+    @functools.cached_property
     def shared_bytes(self) -> int:
         return self.of.shared_bytes(self)
 
@@ -228,7 +228,8 @@ class Row:
 
     def with_options(self, features: Features) -> Row:
         """The row with the shared memory that the options of a call take."""
-        return replace(self, options=Features(has_bool_mask=features.has_bool_mask, bias_dtype=features.bias_dtype))
+        options = Features(has_bool_mask=features.has_bool_mask, bias_dtype=features.bias_dtype)
+        return self if options == self.options else replace(self, options=options)
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
         """What Python and C++ must agree on: the message of the static_assert -> (C++ expression, value)."""
