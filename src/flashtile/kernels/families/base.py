@@ -1,4 +1,4 @@
-"""What a kernel family is: one object that knows everything about one kernel of one op, or a group launched together.
+"""A kernel family: one object that knows everything about one kernel of one op, or about a group launched together.
 
 A family says why it refuses a call, which features it takes, and what its plan launches; its tiles are lines of
 tiles.csv. Everything else loops over the families: selection, plans, `compile`, `explain`, `check`, `bench --tiles`,
@@ -177,7 +177,7 @@ class Family(ABC):
 
     @abstractmethod
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
-        """What the plan of a call launches."""
+        """Returns what the plan of a call launches."""
 
     @abstractmethod
     def step(self, row: Row, key: PlanKey, layout: CallLayout) -> Step:
@@ -188,7 +188,7 @@ class Family(ABC):
         return self.name
 
     def tile_note(self, key: PlanKey) -> str:
-        """What `explain` adds to the tile of a call."""
+        """Returns what `explain` adds to the tile of a call."""
         return ""
 
     def support(self) -> str:

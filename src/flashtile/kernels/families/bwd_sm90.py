@@ -29,8 +29,6 @@ from flashtile.kernels.spec import CallLayout, Features, PlanKey
 STEP_ROWS, STEP_THREADS = 32, 128
 MASK_TILE = 128  # kMaskTile of attn/mask_bits.cuh
 _TILE_BYTES = 64 + 8 * 32  # KeyTile (attn/key_tile.cuh) and the ring of QueryTileIndex (kernels/bwd_sm90.cuh)
-
-
 _DBIAS_QUERIES = 8 * 64  # of a block; DbiasSm90::kTiles
 
 

@@ -52,7 +52,7 @@ WORDS = frozenset(
 
 
 def words_of(key: PlanKey, dims: Dims, num_options: int) -> frozenset[str]:
-    """The words that hold for a call with these padded head dims."""
+    """Returns the words that hold for a call with these padded head dims."""
     features = key.features
     holds = {
         "band": features.has_band,
@@ -120,7 +120,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the tiles of one kernel have in common. `config` and `storage` are C++ with names in braces: those of
+    """One kernel of a family: what its tiles share. `config` and `storage` are C++ with names in braces: those of
     `Row.names` and of knobs. `storage` takes {config}, the policies {mask}, {score_mod} and {lengths}, and {wide}:
     "Wide" for head dims over 128."""
 
@@ -174,7 +174,7 @@ class Row:
 
     @functools.cached_property
     def knobs(self) -> Mapping[str, int]:
-        """Those of the tile, then those of the call."""
+        """Returns the knobs of the tile, then those of the call."""
         return dict(self.tile.knobs + self.call_knobs)
 
     def __getitem__(self, knob: str) -> int:
@@ -182,8 +182,8 @@ class Row:
 
     @property
     def names(self) -> dict[str, str]:
-        """What a config may name in braces, beside knobs. The rows of consumer warpgroups are 64 each; a producer
-        warpgroup has none."""
+        """Returns the names that a config may have in braces, beside knobs. Consumer warpgroups have 64 rows each, a
+        producer warpgroup none."""
         return {
             "dtype": CPP_TYPES[self.dtype],
             "out_dtype": CPP_TYPES[self.out_dtype],
@@ -208,7 +208,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        """What tells the row from others of its kernel and head dims."""
+        """Tells the row from others of its kernel and head dims."""
         knobs = (f"{name}={_text(value)}" for name, value in self.knobs.items())
         return ", ".join([f"{self.owned} x {self.streamed}, {self.num_threads // 32} warps", *knobs])
 
@@ -223,16 +223,16 @@ class Row:
         return self.streamed if self.of.owns == "queries" else self.owned
 
     def queries(self, packed_heads: int) -> int:
-        """Queries of a tile that holds so many heads."""
+        """Returns how many queries a tile with so many packed heads holds."""
         return self.owned // GROUP_ROWS * (GROUP_ROWS // packed_heads)
 
     def with_options(self, features: Features) -> Row:
-        """The row with the shared memory that the options of a call take."""
+        """Returns the row with the shared memory that the options of a call take."""
         options = Features(has_bool_mask=features.has_bool_mask, bias_dtype=features.bias_dtype)
         return self if options == self.options else replace(self, options=options)
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
-        """What Python and C++ must agree on: the message of the static_assert -> (C++ expression, value)."""
+        """Returns what Python and C++ must agree on: the message of the static_assert -> (C++ expression, value)."""
         policies = [qualified(f"flashtile::{policy}") for policy in features.policies()]
         names = {
             "wide": "Wide" if self.head_dim > 128 else "",
@@ -245,8 +245,8 @@ class Row:
         return found if self.of.asserts is None else found | dict(self.of.asserts(self, features))
 
     def unfit(self, arch: Arch) -> str | None:
-        """Why the row cannot run on the architecture, or None. Its knob `blocks` says how many of its blocks should
-        share a multiprocessor."""
+        """Returns why the row cannot run on the architecture, or None. Its knob `blocks` says how many of its blocks
+        should share a multiprocessor."""
         if self.shared_bytes > arch.shared_bytes:
             kib, limit = self.shared_bytes / 1024, arch.shared_bytes // 1024
             return f"{kib:.0f} KiB of shared memory, and a block of {arch.name} may have {limit}"
@@ -271,7 +271,7 @@ def _text(value: int) -> str:
 
 @functools.cache
 def read(path: Path) -> tuple[Tile, ...]:
-    """Every line; an error that names the line where one cannot be read or stands there twice."""
+    """Returns the tile of every line; raises an error that names a line that cannot be read or stands there twice."""
     lines = path.read_text(encoding="utf-8").splitlines()
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line and not line.startswith("#")]
     cells = csv.reader(line for _, line in numbered)
@@ -326,7 +326,7 @@ def _conditions(text: str) -> Iterator[Condition]:
 
 
 def tiles_of(path: Path, kernels: Iterable[Kernel], own_words: frozenset[str]) -> dict[str, tuple[Tile, ...]]:
-    """The tiles of a family by kernel, in order of preference; an error that names the line where the table does not
+    """Returns the tiles of a family by kernel, in order of preference; raises an error that names a line that does not
     agree with the family."""
     known = {kernel.name: kernel for kernel in kernels}
     lines = [tile for tile in read(path) if tile.kernel in known]
@@ -367,7 +367,7 @@ def _check(tile: Tile, kernel: Kernel, words: frozenset[str]) -> None:
 
 
 def check_kernels(path: Path, kernels: Iterable[str]) -> None:
-    """An error where a line names a kernel that no family has."""
+    """Raises an error if a line names a kernel that no family has."""
     known = set(kernels)
     for tile in read(path):
         if tile.kernel not in known:
