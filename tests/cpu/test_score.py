@@ -61,8 +61,9 @@ void find(const Params& p, int head, int i, int j, float dot, float lse, float* 
   Scores scores(p, s, head);
   typename Scores::Kept kept{};
   *out++ = scores.score(dot, i, j, kept);
-  *out++ = scores.gradient(1.0f, kept, i, j);
-  *out++ = scores.bias_gradient(1.0f, kept, i, j);
+  *out++ = scores.gradient(kept);
+  *out++ = scores.bias_gradient(kept);
+  *out++ = scores.dot_gradient(kept) * scores.bias_gradient(kept);
   // A forward tile that begins 8 rows and 9 columns before the element
   float bias = 0.0f;
   if constexpr (ScoreMod::kHasBias) bias = scores.bias_of(i, j);
@@ -98,7 +99,7 @@ void find(const Params& p, int head, int i, int j, float dot, float lse, float* 
   *out++ = Scores::kProbFactor;
 }
 """
-NAMES = ("score", "gradient", "bias_gradient", "rough", "fast", "exact", "one_sided")
+NAMES = ("score", "gradient", "bias_gradient", "product", "rough", "fast", "exact", "one_sided")
 NAMES += tuple(
     f"{what}_{how}" for how in ("rows", "rows_fast", "keys", "keys_bias") for what in ("power", "derivative")
 )
@@ -207,6 +208,7 @@ def test_all_forms_agree_with_the_definition(library: ctypes.CDLL, variant: int,
             2 * step
         )
         assert found["gradient"] == pytest.approx(of_dot, rel=1e-3, abs=1e-4)
+        assert found["product"] == pytest.approx(of_dot, rel=1e-3, abs=1e-4)
         assert found["bias_gradient"] == pytest.approx(of_bias, rel=1e-3, abs=1e-4)
         factor = 4.0 if softcap else 1.0
         assert out[len(NAMES)] == factor
@@ -232,7 +234,7 @@ POLICY = re.compile(r"flashtile::ScoreMod<[^<>]*")
 
 
 def marked_units() -> dict[str, tuple[str, str]]:
-    """(unit, entry) of each kernel that takes score options, with a function of the score, on its smallest head dims."""
+    """(unit, entry) of each kernel that takes score options, with a function of the score."""
     found = {}
     for family in families.all_families():
         if "has_alibi" not in family.features:

@@ -43,8 +43,8 @@ struct Score {
 
   // What gradient() needs of an element. All zeros where the element is masked.
   struct Kept {
-    float tanh;    // the softcap's
-    float before;  // the score before the function
+    float tanh;        // the softcap's
+    float derivative;  // the function's
   };
 
   Function function;
@@ -73,12 +73,6 @@ struct Score {
     if constexpr (ScoreMod::kHasFunction) x = behind_bias(x, i, j, kept);
     return x;
   }
-  // The same where the bias has been loaded.
-  FT_DEVICE float score(float dot, i32 i, i32 j, Kept& kept, float bias) const {
-    float x = before_bias(dot, i, j, kept) + bias;
-    if constexpr (ScoreMod::kHasFunction) x = behind_bias(x, i, j, kept);
-    return x;
-  }
   FT_DEVICE float before_bias(float dot, i32 i, i32 j, Kept& kept) const {
     float x = dot * factor;
     if constexpr (ScoreMod::kHasSoftcap) {
@@ -93,27 +87,25 @@ struct Score {
     return x;
   }
   FT_DEVICE float behind_bias(float x, i32 i, i32 j, Kept& kept) const {
-    kept.before = x;
-    return function.score(function.row(head, i), x, i, j);
+    auto row = function.row(head, i);
+    kept.derivative = function.derivative(row, x, i, j);
+    return function.score(row, x, i, j);
   }
   FT_DEVICE float bias_of(i32 i, i32 j) const {
     if constexpr (mutates(Mutation::bias_row)) i = max_of(i - 1, 0);
     return to_float(bias[i * bias_row_stride + j * bias_column_stride]);
   }
 
-  // The gradient of scale times the dot product, from x, that of the score.
-  FT_DEVICE float gradient(float x, const Kept& kept, i32 i, i32 j) const {
-    return dot_gradient(bias_gradient(x, kept, i, j), kept);
+  // The derivative of the score with respect to scale times the dot product.
+  FT_DEVICE static float gradient(const Kept& kept) {
+    float derivative = ScoreMod::kHasFunction ? kept.derivative : 1.0f;
+    if constexpr (ScoreMod::kHasSoftcap) derivative *= 1.0f - kept.tanh * kept.tanh;
+    return derivative;
   }
-  // The same from x, that of the bias.
-  FT_DEVICE static float dot_gradient(float x, const Kept& kept) {
-    if constexpr (ScoreMod::kHasSoftcap) x *= 1.0f - kept.tanh * kept.tanh;
-    return x;
-  }
-  // The gradient of the bias, from x, that of the score.
-  FT_DEVICE float bias_gradient(float x, const Kept& kept, i32 i, i32 j) const {
-    if constexpr (ScoreMod::kHasFunction) x = function.weighted(x, function.row(head, i), kept.before, i, j);
-    return x;
+  // The same in two factors: with respect to the bias, and of what the bias is added to.
+  FT_DEVICE static float bias_gradient(const Kept& kept) { return ScoreMod::kHasFunction ? kept.derivative : 1.0f; }
+  FT_DEVICE static float dot_gradient(const Kept& kept) {
+    return ScoreMod::kHasSoftcap ? 1.0f - kept.tanh * kept.tanh : 1.0f;
   }
 
   // ---- The Hopper forward. A thread has two rows of a fragment (tile/fragment.cuh).
@@ -252,7 +244,7 @@ struct Score {
       if constexpr (ScoreMod::kHasFunction) {
         i32 query = i + (kIsTransposed ? column : 8 * r), key = j + (kIsTransposed ? 8 * r : column);
         auto row = function.row(head, query);
-        derivative = function.weighted(derivative, row, x, query, key);
+        derivative *= function.derivative(row, x, query, key);
         // The lse of a query past the last one is +inf
         x = lse == infinity() ? -infinity() : function.score(row, x, query, key);
       }

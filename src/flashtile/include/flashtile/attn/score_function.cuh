@@ -34,13 +34,12 @@ struct FunctionInPlace {
   FT_DEVICE float score(const Row& row, float x, i32 i, i32 j) const {
     return Function::score(p, row, x * kThere, query(i), key(j)) * kBack;
   }
-  // x times the derivative, which may be infinite or NaN where x is 0.
-  FT_DEVICE float weighted(float x, const Row& row, float score, i32 i, i32 j) const {
-    if constexpr (Function::kHasDerivative) {
-      float derivative = Function::derivative(p, row, score * kThere, query(i), key(j));
-      x = x == 0.0f ? 0.0f : x * derivative;
+  FT_DEVICE float derivative(const Row& row, float x, i32 i, i32 j) const {
+    if constexpr (!Function::kHasDerivative) {
+      return 1.0f;
+    } else {
+      return Function::derivative(p, row, x * kThere, query(i), key(j));
     }
-    return x;
   }
   FT_DEVICE i32 query(i32 i) const { return clamp(i, 0, s.seqlen_q - 1); }
   FT_DEVICE i32 key(i32 j) const { return clamp(j, 0, s.seqlen_k - 1); }

@@ -108,7 +108,7 @@ struct ScoreGradient {
           prob[e] = is_drawn ? full : 0.0f;
           ds[e] = full * ((is_drawn ? dp : 0.0f) - (e == 0 ? delta.x : delta.y));
           if constexpr (!mutates(Mutation::bwd_sm80_softcap))
-            if constexpr (ScoreMod::kHasDerivative) ds[e] = scores.gradient(ds[e], kept, i, j);
+            if constexpr (ScoreMod::kHasDerivative) ds[e] *= scores.gradient(kept);
         }
         Pairs::set_two(packed_p, 2 * b + r, prob[0], prob[1]);
         Pairs::set_two(packed_ds, 2 * b + r, ds[0], ds[1]);
@@ -157,8 +157,8 @@ struct QueryGradient {
             prob = exp2_approx(!kIsMasked || is_kept ? exponent : -infinity());
           }
           rdP[x] = prob * (rdP[x] * keep_factor<Dropout>(p) - delta);
-          if constexpr (ScoreMod::kHasDerivative && kIsOfDot) rdP[x] = scores.gradient(rdP[x], kept, i, j);
-          if constexpr (ScoreMod::kHasFunction && !kIsOfDot) rdP[x] = scores.bias_gradient(rdP[x], kept, i, j);
+          if constexpr (ScoreMod::kHasDerivative && kIsOfDot) rdP[x] *= scores.gradient(kept);
+          if constexpr (ScoreMod::kHasFunction && !kIsOfDot) rdP[x] *= scores.bias_gradient(kept);
         }
       }
     }

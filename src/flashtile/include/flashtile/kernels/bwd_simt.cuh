@@ -42,9 +42,9 @@ FT_DEVICE void backward_element(const Score<ScoreMod>& scores, float scale, floa
   float p = probability(scores.score(dot, i, j, kept), score_lse, kFactor);
   p_dropped = p * drop;
   ds = p * (dp * drop - delta);
-  if constexpr (ScoreMod::kHasFunction) ds = scores.bias_gradient(ds, kept, i, j);
+  if constexpr (ScoreMod::kHasFunction) ds *= scores.bias_gradient(kept);
   chain = scale;
-  if constexpr (ScoreMod::kHasDerivative) chain = scores.dot_gradient(scale, kept);
+  if constexpr (ScoreMod::kHasDerivative) chain = scale * scores.dot_gradient(kept);
   if constexpr (mutates(Mutation::softcap_derivative)) chain = scale;
 }
 

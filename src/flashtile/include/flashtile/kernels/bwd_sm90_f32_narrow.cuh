@@ -139,7 +139,7 @@ struct TileOptions {
   }
   using Kept = typename Score<ScoreMod>::Kept;
   FT_DEVICE float score(i32 x, float dot, i32 i, i32 j, Kept& kept) const {
-    if constexpr (kLoadsAhead && ScoreMod::kHasBias) return scores.score(dot, i, j, kept, bias[x]);
+    if constexpr (kLoadsAhead && ScoreMod::kHasBias) return scores.before_bias(dot, i, j, kept) + bias[x];
     return scores.score(dot, i, j, kept);
   }
 };
@@ -269,7 +269,7 @@ struct BwdSm90F32Dkdv {
             float full = probability(score, row_lse, exponent_factor(ScoreMod::kIsNatural));
             if constexpr (mutates(Mutation::bwd_sm90_f32_softcap)) kept.tanh = 0.0f;
             factor[x] = full;
-            if constexpr (ScoreMod::kHasDerivative) factor[x] = options.scores.gradient(full, kept, i, j);
+            if constexpr (ScoreMod::kHasDerivative) factor[x] *= options.scores.gradient(kept);
             if constexpr (Dropout::kIsOn) factor[x] = is_drawn ? factor[x] : -factor[x];
             rS[x] = is_drawn ? full * keep_factor<Dropout>(p) : 0.0f;
           } else {
@@ -512,7 +512,7 @@ struct BwdSm90F32Dq {
             typename Options::Kept kept{};
             float score = is_kept ? options.score(2 * (b % 4) + e, rS[x] * unscale, i[r], j, kept) : -infinity();
             rS[x] = probability(score, lse[r], exponent_factor(ScoreMod::kIsNatural));
-            if constexpr (ScoreMod::kHasDerivative) rS[x] = options.scores.gradient(rS[x], kept, i[r], j);
+            if constexpr (ScoreMod::kHasDerivative) rS[x] *= options.scores.gradient(kept);
           } else {
             float exponent = min_with_nan(fmaf(rS[x], scale_log2, -lse[r]), 0.0f);
             rS[x] = exp2_approx(is_kept ? exponent : -infinity());
