@@ -67,35 +67,38 @@ void find(const Params& p, int head, int i, int j, float dot, float lse, float* 
   // A forward tile that begins 8 rows and 9 columns before the element
   float bias = 0.0f;
   if constexpr (ScoreMod::kHasBias) bias = scores.bias_of(i, j);
-  typename Scores::Row rows[2];
-  for (int r = 0; r < 2; ++r) rows[r].find(p, s, head, i - 8 + 8 * r, r == 0 ? nullptr : &rows[0]);
+  typename Scores::Rows rows;
+  for (int r = 0; r < 2; ++r) rows.template find<true>(r, p, s, head, i - 8 + 8 * r);
   auto forward = [&](auto tile, int side) {
-    for (int r = 0; r < 2; ++r) tile.place(r, rows[r], i - 8 + 8 * r, j - 9, i - 8 + 8 * r + OFFSET - j + 9, side);
+    for (int r = 0; r < 2; ++r) {
+      tile.place(r, rows, i - 8 + 8 * r + OFFSET - j + 9, side);
+      if constexpr (ScoreMod::kHasFunction) tile.place_at(r, s, rows, i - 8 + 8 * r, j - 9);
+    }
     float x = dot;
-    tile.score(x, 1, 9, bias);
+    tile.score(p, x, 1, 9, bias);
     *out++ = x;
   };
   using Tanh = typename Scores::Tanh;
   int side = i + OFFSET >= j ? 1 : -1;
-  forward(typename Scores::template ForwardTile<Tanh::kRough, false>(p, s), 0);
-  forward(typename Scores::template ForwardTile<Tanh::kFast, false>(p, s), 0);
-  forward(typename Scores::template ForwardTile<Tanh::kExact, false>(p, s), 0);
-  forward(typename Scores::template ForwardTile<Tanh::kExact, true>(p, s), side);
+  forward(typename Scores::template ForwardTile<Tanh::kRough, false>(p), 0);
+  forward(typename Scores::template ForwardTile<Tanh::kFast, false>(p), 0);
+  forward(typename Scores::template ForwardTile<Tanh::kExact, false>(p), 0);
+  forward(typename Scores::template ForwardTile<Tanh::kExact, true>(p), side);
   // A backward tile that begins 8 rows and 9 columns before the element
   auto backward = [&](auto tile, auto exact, auto of_dot, int first_i, int first_j) {
-    tile.open(s, head);
+    tile.open(p, s, head);
     tile.place(first_i + OFFSET - first_j);
     tile.place_at(first_i, first_j);
     *out++ = tile.template exponent<decltype(exact)::kValue, decltype(of_dot)::kValue>(
-        dot, 1, 9, lse, bias, tile.shift(1, 9), out[1]);
+        p, dot, 1, 9, lse, bias, tile.shift(1, 9), out[1]);
     ++out;
   };
   Constant<true> yes;
   Constant<false> no;
-  backward(typename Scores::template BackwardTile<false>(p, s), yes, yes, i - 8, j - 9);
-  backward(typename Scores::template BackwardTile<false>(p, s), no, yes, i - 8, j - 9);
-  backward(typename Scores::template BackwardTile<true>(p, s), yes, yes, i - 9, j - 8);
-  backward(typename Scores::template BackwardTile<true>(p, s), yes, no, i - 9, j - 8);
+  backward(typename Scores::template BackwardTile<false>(), yes, yes, i - 8, j - 9);
+  backward(typename Scores::template BackwardTile<false>(), no, yes, i - 8, j - 9);
+  backward(typename Scores::template BackwardTile<true>(), yes, yes, i - 9, j - 8);
+  backward(typename Scores::template BackwardTile<true>(), yes, no, i - 9, j - 8);
   *out++ = Scores::kProbFactor;
 }
 """

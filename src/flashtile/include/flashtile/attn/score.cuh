@@ -110,16 +110,26 @@ struct Score {
 
   // ---- The Hopper forward. A thread has two rows of a fragment (tile/fragment.cuh).
 
-  // What a thread keeps of a query.
+  // What a thread keeps of its two queries.
   static constexpr bool kHasRows = ScoreMod::kHasAlibi || ScoreMod::kHasFunction;
-  struct Row {
-    float slope;  // of ALiBi
-    typename Function::Row function;
+  struct Nothing {};
+  struct FunctionRows {
+    typename Function::Row function[2];
+  };
+  struct Rows : Select<ScoreMod::kHasFunction, FunctionRows, Nothing>::Type {
+    float slope[2];  // of ALiBi
 
-    // `last` is a row of the same head, or null.
-    FT_DEVICE void find(const Params& p, const Sequence& s, i32 head, i32 i, const Row* last) {
-      if constexpr (ScoreMod::kHasAlibi) slope = last == nullptr ? slope_of(p, s, head) : last->slope;
-      if constexpr (ScoreMod::kHasFunction) function = Function(p, s).row(head, i);
+    // Row 0 comes first. With kHasOneHead both rows are of one head.
+    template <bool kHasOneHead>
+    FT_DEVICE void find(i32 r, const Params& p, const Sequence& s, i32 head, i32 i) {
+      if constexpr (ScoreMod::kHasAlibi) {
+        if (r == 0 || !kHasOneHead) {
+          slope[r] = slope_of(p, s, head);
+        } else {
+          slope[r] = slope[0];
+        }
+      }
+      if constexpr (ScoreMod::kHasFunction) this->function[r] = Function(p, s).row(head, i);
     }
   };
 
@@ -127,27 +137,31 @@ struct Score {
   enum class Tanh { kRough, kFast, kExact };
 
   // The columns of one tile of keys. With kIsOneSided all distances of a query from a key have the same sign.
+  struct RowPlace {
+    const Sequence* sequence;
+    const Rows* rows;
+    i32 i[2], j;  // of the thread's first column
+  };
   template <Tanh kTanh, bool kIsOneSided>
-  struct ForwardTile {
-    Function function;
+  struct ForwardTile : Select<ScoreMod::kHasFunction, RowPlace, Nothing>::Type {
     float cap, factor;
     float slope[2], first[2];  // ALiBi: slope, and the distance of the first column, times the slope if kIsOneSided
-    Row rows[2];
-    i32 i[2], j;
 
-    FT_DEVICE ForwardTile(const Params& p, const Sequence& s) : function(p, s), cap(cap_of(p)), factor(factor_of(p)) {}
-    // Row r is query first_i; the thread's first column is key first_j. Both may be past the last one. `side` is the
-    // sign of the distances.
-    FT_DEVICE void place(i32 r, const Row& row, i32 first_i, i32 first_j, i32 distance, i32 side) {
+    FT_DEVICE explicit ForwardTile(const Params& p) : cap(cap_of(p)), factor(factor_of(p)) {}
+    // `distance` is that of row r from the thread's first column, `side` the sign of all distances.
+    FT_DEVICE void place(i32 r, const Rows& rows, i32 distance, i32 side) {
       if constexpr (ScoreMod::kHasAlibi) {
-        slope[r] = kIsOneSided && side < 0 ? -row.slope : row.slope;
+        slope[r] = kIsOneSided && side < 0 ? -rows.slope[r] : rows.slope[r];
         first[r] = (kIsOneSided ? -slope[r] : 1.0f) * static_cast<float>(distance);
       }
-      if constexpr (ScoreMod::kHasFunction) rows[r] = row, i[r] = first_i, j = first_j;
+    }
+    // Row r is query i and the thread's first column key j; both may be past the last one. For a function alone.
+    FT_DEVICE void place_at(i32 r, const Sequence& s, const Rows& rows, i32 i, i32 j) {
+      this->sequence = &s, this->rows = &rows, this->i[r] = i, this->j = j;
     }
 
     // Turns a dot product into its score: row r, and a column that counts from the thread's first.
-    FT_DEVICE void score(float& element, i32 r, i32 column, float bias) const {
+    FT_DEVICE void score(const Params& p, float& element, i32 r, i32 column, float bias) const {
       float factor = this->factor, cap = this->cap, x = element;
       if constexpr (ScoreMod::kHasSoftcap) {
         if constexpr (kTanh == Tanh::kRough) {
@@ -173,7 +187,9 @@ struct Score {
         }
         if constexpr (ScoreMod::kHasBias) x += bias;
       }
-      if constexpr (ScoreMod::kHasFunction) x = function.score(rows[r].function, x, i[r], j + column);
+      if constexpr (ScoreMod::kHasFunction) {
+        x = Function(p, *this->sequence).score(this->rows->function[r], x, this->i[r], this->j + column);
+      }
       element = x;
     }
   };
@@ -188,26 +204,30 @@ struct Score {
   static constexpr float kProbFactor = ScoreMod::kHasSoftcap ? 4.0f : 1.0f;
   static constexpr float kLargestExponent = ScoreMod::kHasSoftcap ? 2.0f : 0.0f;  // of P times kProbFactor
 
+  // Where the function of a tile is.
+  struct Place {
+    const Sequence* sequence;
+    i32 head, i, j;  // of the thread's first element
+  };
+
   // A thread's elements of one tile. Row r is 8 r rows below its first row, columns count from its first column. Rows
   // are queries and columns keys; with kIsTransposed rows are keys and columns queries.
   template <bool kIsTransposed>
-  struct BackwardTile {
-    const Params& p;
-    Function function;
-    i32 head, i, j;           // of its first element
+  struct BackwardTile : Select<ScoreMod::kHasFunction, Place, Nothing>::Type {
     float slope, first_step;  // ALiBi: the slope, and its product with the distance of the first element
 
-    FT_DEVICE BackwardTile(const Params& p, const Sequence& s) : p(p), function(p, s) {}
-    FT_DEVICE void open(const Sequence& s, i32 its_head) {
-      head = its_head;
+    FT_DEVICE void open(const Params& p, const Sequence& s, i32 head) {
+      if constexpr (ScoreMod::kHasFunction) this->sequence = &s, this->head = head;
       if constexpr (ScoreMod::kHasAlibi) slope = slope_of(p, s, head);
     }
     // `distance` is that of the first element's query from its key.
     FT_DEVICE void place(i32 distance) {
       if constexpr (ScoreMod::kHasAlibi) first_step = slope * static_cast<float>(distance);
     }
-    // The first element is query first_i and key first_j. Needed with a function alone.
-    FT_DEVICE void place_at(i32 first_i, i32 first_j) { i = first_i, j = first_j; }
+    // The first element is query i and key j. For a function alone.
+    FT_DEVICE void place_at(i32 i, i32 j) {
+      if constexpr (ScoreMod::kHasFunction) this->i = i, this->j = j;
+    }
 
     // What an element's place alone subtracts from its score: slope * |distance|, the size of the product with the sign
     // of the slope.
@@ -219,7 +239,7 @@ struct Score {
     // exact. Sets `derivative`, divided by kProbFactor, to that of the score with respect to scale times the dot
     // product, or without kIsOfDot with respect to the bias.
     template <bool kIsExact, bool kIsOfDot>
-    FT_DEVICE float exponent(float dot, i32 r, i32 column, float lse, float bias, float shift,
+    FT_DEVICE float exponent(const Params& p, float dot, i32 r, i32 column, float lse, float bias, float shift,
                              float& derivative) const {
       constexpr bool kSubtractsLast = kIsNatural || ScoreMod::kHasFunction;  // lse
       float x;
@@ -242,8 +262,9 @@ struct Score {
       }
       if constexpr (ScoreMod::kHasAlibi) x -= shift;
       if constexpr (ScoreMod::kHasFunction) {
-        i32 query = i + (kIsTransposed ? column : 8 * r), key = j + (kIsTransposed ? 8 * r : column);
-        auto row = function.row(head, query);
+        Function function(p, *this->sequence);
+        i32 query = this->i + (kIsTransposed ? column : 8 * r), key = this->j + (kIsTransposed ? 8 * r : column);
+        auto row = function.row(this->head, query);
         derivative *= function.derivative(row, x, query, key);
         // The lse of a query past the last one is +inf
         x = lse == infinity() ? -infinity() : function.score(row, x, query, key);

@@ -327,8 +327,8 @@ struct BwdSm90Dq {
     auto start_dq = [&](u32 count) { gemm_ab<T, Config::kHeadDim, kBlockN>(rdQ, packed_ds, k_tile(count)); };
     // Load what the factors of dS need, before the turn
     Options options;
-    typename Options::ScoreTile scores(p, s);
-    if constexpr (Options::Scores::kHasRows) scores.open(s, block.head);
+    typename Options::ScoreTile scores;
+    if constexpr (Options::Scores::kHasRows) scores.open(p, s, block.head);
     auto load_options = [&](u32 count) {
       if constexpr (kHasOptions) options.load(p, s, block.head, {rows.i(0), rows.i(1)}, j_begin(count));
     };
@@ -345,7 +345,7 @@ struct BwdSm90Dq {
       if constexpr (ScoreMod::kHasFunction) scores.place_at(rows.i(0), j_begin(count) + fragment_column());
       i32 distance = rows.i(0) + s.offset - j_begin(count) - fragment_column();
       auto find = [&](auto exact, auto masked) {
-        options.template find_factors<decltype(exact)::kValue, decltype(masked)::kValue>(scores, rows.lse, distance,
+        options.template find_factors<decltype(exact)::kValue, decltype(masked)::kValue>(p, scores, rows.lse, distance,
                                                                                          rS);
       };
       if (rows.is_large || Options::Scores::needs_exact_tanh(p)) {

@@ -169,7 +169,8 @@ struct BwdSm90DqOptions {
   // Replaces S by the factor of dP - delta in dS. With kIsMasked it is 0 where the query does not see the key; with
   // kIsExact, P is at most 1 and the softcap exact. `distance` is that of the thread's first element. Scope: thread.
   template <bool kIsExact, bool kIsMasked>
-  FT_DEVICE void find_factors(ScoreTile& scores, const float (&lse)[2], i32 distance, float (&rS)[kScores]) const {
+  FT_DEVICE void find_factors(const Params& p, ScoreTile& scores, const float (&lse)[2], i32 distance,
+                              float (&rS)[kScores]) const {
     scores.place(distance);
 #pragma unroll
     for (i32 b = 0; b < kScores / 4; ++b) {
@@ -179,8 +180,8 @@ struct BwdSm90DqOptions {
         for (i32 e = 0; e < 2; ++e) {
           i32 x = 4 * b + 2 * r + e;
           float shift = scores.shift(r, 8 * b + e), derivative;
-          float power = scores.template exponent<kIsExact, true>(rS[x], r, 8 * b + e, lse[r], bias_of(b, r, e), shift,
-                                                                 derivative);
+          float power = scores.template exponent<kIsExact, true>(p, rS[x], r, 8 * b + e, lse[r], bias_of(b, r, e),
+                                                                 shift, derivative);
           if constexpr (kIsExact) power = power > Scores::kLargestExponent ? Scores::kLargestExponent : power;
           float prob = exp2_approx(power);
           if constexpr (kIsMasked) prob = is_seen(b, r, e) ? prob : 0.0f;

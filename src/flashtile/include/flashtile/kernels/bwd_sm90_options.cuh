@@ -341,13 +341,13 @@ struct BwdSm90Options {
   // Waits for the bias of tile number count, and loads it. Scope: warpgroup.
   FT_DEVICE BwdSm90Options(const Params& p, Storage& shared, const Sequence& s, i32 consumer, u32 count, i32 head,
                            i32 i_begin, i32 j_begin, const Bits& bits, const float* sLse)
-      : p(p), shared(shared), consumer(consumer), count(count), bits(bits), scores(p, s) {
+      : p(p), shared(shared), consumer(consumer), count(count), bits(bits) {
     if constexpr (kChangesTiles) {
 #pragma unroll
       for (i32 b = 0; b < kLsesAhead; ++b) lse[b] = stats(sLse, b);
     }
     if constexpr (Scores::kHasRows) {
-      scores.open(s, head);
+      scores.open(p, s, head);
       i32 distance = i_begin + fragment_column() + s.offset - j_begin - fragment_row();
       if constexpr (mutates(Mutation::bwd_sm90_alibi)) distance -= s.offset;
       scores.place(distance);
@@ -415,8 +415,8 @@ struct BwdSm90Options {
   template <bool kIsChecked, bool kIsOfDot>
   FT_DEVICE float exponent(float dot, i32 b, i32 e, i32 r, float& derivative) const {
     float shift = scores.shift(r, 8 * b + e), row_lse = e == 0 ? lse[b].x : lse[b].y;
-    float found =
-        scores.template exponent<kIsChecked, kIsOfDot>(dot, r, 8 * b + e, row_lse, bias_of(b, r, e), shift, derivative);
+    float found = scores.template exponent<kIsChecked, kIsOfDot>(p, dot, r, 8 * b + e, row_lse, bias_of(b, r, e), shift,
+                                                                 derivative);
     if constexpr (mutates(Mutation::bwd_sm90_softcap)) derivative = 0.25f;
     return found;
   }

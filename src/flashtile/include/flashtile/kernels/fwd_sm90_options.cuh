@@ -86,7 +86,7 @@ struct FwdSm90Options {
   // What a thread keeps of its two rows of a work item. Scope: thread.
   struct RowState {
     Offset bits[2];  // where its rows of the mask's bits begin
-    typename Scores::Row scores[2];
+    typename Scores::Rows scores;
 
     template <class Item>
     FT_DEVICE RowState(const FwdSm90Params& params, const Item& item, i32 consumer) {
@@ -103,7 +103,7 @@ struct FwdSm90Options {
             if constexpr (mutates(Mutation::fwd_sm90_mask_row)) i = max_of(i - 1, i_first);
             bits[r] = item.template row_offset<Config>(head - tile.coord.head, i - i_first);
           }
-          scores[r].find(p, tile.s, head, i, r == 0 || Config::kPacksHeads ? nullptr : &scores[0]);
+          scores.template find<!Config::kPacksHeads>(r, p, tile.s, head, i);
         }
       }
     }
@@ -184,14 +184,17 @@ struct FwdSm90Options {
   template <Tanh kTanh, bool kIsOneSided>
   FT_DEVICE static void score(const Params& p, Bias& bias, const Tile& tile, i32 consumer, i32 n, const RowState& state,
                               i32 side, u32& num_biases, float (&rS)[kScores]) {
-    typename Scores::template ForwardTile<kTanh, kIsOneSided> scores(p, tile.s);
+    typename Scores::template ForwardTile<kTanh, kIsOneSided> scores(p);
     if constexpr (Scores::kHasRows) {
       Rows rows(p, tile, consumer);
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
         i32 distance = rows.i[r] + tile.s.offset - n * kBlockN - fragment_column();
         if constexpr (mutates(Mutation::fwd_sm90_alibi)) distance -= tile.s.offset;
-        scores.place(r, state.scores[r], rows.i[r], n * kBlockN + fragment_column(), distance, side);
+        scores.place(r, state.scores, distance, side);
+        if constexpr (ScoreMod::kHasFunction) {
+          scores.place_at(r, tile.s, state.scores, rows.i[r], n * kBlockN + fragment_column());
+        }
       }
     }
     u32 address = 0;
@@ -206,7 +209,7 @@ struct FwdSm90Options {
 #pragma unroll
       for (i32 x = 0; x < 8; ++x) {
         i32 r = x / 2 % 2, column = 8 * (b + x / 4) + x % 2;
-        scores.score(rS[4 * b + x], r, column, ScoreMod::kHasBias ? added[x] : 0.0f);
+        scores.score(p, rS[4 * b + x], r, column, ScoreMod::kHasBias ? added[x] : 0.0f);
       }
     }
     if constexpr (ScoreMod::kHasBias) {
