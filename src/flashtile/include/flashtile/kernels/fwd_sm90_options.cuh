@@ -144,7 +144,7 @@ struct FwdSm90Options {
           score<kTanh, false>(p, bias, tile, consumer, n, state, 0, num_biases, rS);
         }
       };
-      if (!kIsRough && Scores::needs_exact_tanh(p)) {
+      if (ScoreMod::kHasSoftcap && !kIsRough && Scores::needs_exact_tanh(p)) {
         apply(Constant<true>());
       } else {
         apply(Constant<false>());
