@@ -74,8 +74,8 @@ class Sm80F32Row(MmaRow):
         return -(-(4 * (self.block_m * self.head_dim + keys) + QUERY_TILE_BYTES) // 128) * 128
 
     def spills(self, arch: Arch) -> bool:
-        """Four bytes by NVRTC 13.4, none by 13.0."""
-        return arch.number == 90 and (self.head_dim, self.block_m) == (64, 128)
+        """Four bytes on sm_90 by NVRTC 13.4, none by 13.0; four to eight on sm_80."""
+        return arch.number in (80, 90) and (self.head_dim, self.block_m) == (64, 128)
 
     def facts(self, features: Features) -> dict[str, tuple[str, object]]:
         policies = [qualified(f"flashtile::{policy}") for policy in features.policies()]
