@@ -3,7 +3,8 @@
 // Scope of every function: thread.
 //
 // Score                  one element: score() and gradient()
-// Score::ForwardTile     elements of two rows of a fragment, for fwd_sm90 and fwd_sm90_short
+// Score::scaled()        one element where a bias is the only option, for fwd_sm90_short
+// Score::ForwardTile     elements of two rows of a fragment, for fwd_sm90
 // Score::BackwardTile    elements of a fragment or a transposed one, as exponents of P, for bwd_sm90 and bwd_sm90_wide
 //
 // A new option is a function of the score: score_function.cuh says what it gives.
@@ -136,12 +137,13 @@ struct Score {
   // The softcap's tanh: kRough is tanh.approx, as accurate as bfloat16.
   enum class Tanh { kRough, kFast, kExact };
 
-  // The columns of one tile of keys. With kIsOneSided all distances of a query from a key have the same sign.
+  // Where the function of a tile is.
   struct RowPlace {
     const Sequence* sequence;
     const Rows* rows;
     i32 i[2], j;  // of the thread's first column
   };
+  // The columns of one tile of keys. With kIsOneSided all distances of a query from a key have the same sign.
   template <Tanh kTanh, bool kIsOneSided>
   struct ForwardTile : Select<ScoreMod::kHasFunction, RowPlace, Nothing>::Type {
     float cap, factor;
@@ -162,6 +164,7 @@ struct Score {
 
     // Turns a dot product into its score: row r, and a column that counts from the thread's first.
     FT_DEVICE void score(const Params& p, float& element, i32 r, i32 column, float bias) const {
+      // In this order: the compiler sorts the operands of products by it
       float factor = this->factor, cap = this->cap, x = element;
       if constexpr (ScoreMod::kHasSoftcap) {
         if constexpr (kTanh == Tanh::kRough) {
