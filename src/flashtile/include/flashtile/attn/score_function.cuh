@@ -8,8 +8,9 @@
 // score(p, row, x, i, j)       the new score, from x, the score so far; both natural or both base 2, as kIsNatural says
 // derivative(p, row, x, i, j)  that of score() with respect to x, if kHasDerivative
 //
-// If scores may be natural without a bias, has_natural_scores (score_unit.cuh), which kernels without policies ask, must
-// say so too. The query i and the key j are inside the sequence. What masked elements give is not used. Scope: thread.
+// If scores may be natural without a bias, has_natural_scores (score_unit.cuh), which kernels without policies ask,
+// must say so too. The query i and the key j are inside the sequence. What masked elements give is not used. Scope:
+// thread.
 #pragma once
 
 #include "flashtile/attn/config.cuh"
