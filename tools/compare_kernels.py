@@ -5,8 +5,9 @@ python tools/compare_kernels.py --against before.csv   # exits 1 and names every
 
 The list: each kernel of each family without options and causal, with each option alone and with all together, on one
 GPU of each generation; head dims and dtypes take turns where an option is on. Names of C++ functions and types are
-masked, so that a renamed type is no difference. Equal PTX is equal machine code: ptxas sees nothing else. Needs NVRTC,
-no GPU. --sample takes a part of the list.
+masked, virtual registers numbered anew and constants that no instruction reads left out, so that a renamed type or a
+new trait is no difference. Equal PTX is equal machine code: ptxas sees nothing else. Needs NVRTC, no GPU. --sample
+takes a part of the list.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import random
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -42,6 +44,10 @@ Unit = tuple[str, str, str]  # text, C++ name of the kernel, virtual architectur
 # Mangled and internal names, which differ where a type or a file has another name
 _NAME = re.compile(rb"_Z\w+|_INTERNAL_\w+|__unnamed_\d+")
 _COMMENT = re.compile(rb"//[^\n]*")
+_REGISTER = re.compile(rb"%([a-z]+)\d+\b")
+_REGISTERS = re.compile(rb"(\.reg [^\n]*)<\d+>")  # how many of a kind
+_WORD = re.compile(rb"[\w$]+")
+_CONSTANT = re.compile(rb"^\.global (?:\.align \d+ )?\.\w+ ([\w$]+)[^\n]*;\n", re.MULTILINE)
 
 
 def features_in_turn(family: Family) -> Iterator[Features]:
@@ -89,9 +95,15 @@ def listed(archs: Sequence[Arch]) -> Iterator[tuple[Row, Unit]]:
 
 
 def masked(ptx: bytes) -> bytes:
-    """The PTX with its names numbered in the order in which they come."""
+    """The PTX with names and registers numbered in their order, without constants that are not read."""
     numbers: dict[bytes, bytes] = {}
-    return _NAME.sub(lambda found: numbers.setdefault(found[0], b"name_%d" % len(numbers)), _COMMENT.sub(b"", ptx))
+    registers: dict[bytes, bytes] = {}
+    ptx = _COMMENT.sub(b"", ptx)
+    uses = Counter(_WORD.findall(ptx))
+    ptx = _CONSTANT.sub(lambda found: b"" if uses[found[1]] == 1 else found[0], ptx)
+    ptx = _NAME.sub(lambda found: numbers.setdefault(found[0], b"name_%d" % len(numbers)), ptx)
+    ptx = _REGISTERS.sub(rb"\1", ptx)
+    return _REGISTER.sub(lambda found: registers.setdefault(found[0], b"%%%s_%d" % (found[1], len(registers))), ptx)
 
 
 def digest(unit: Unit) -> str:

@@ -12,13 +12,27 @@ struct Mask {
 };
 
 struct NoBias {};
-template <bool kHasSoftcap_, bool kHasAlibi_, typename BiasElement_>
+// A function of the score derives from this; score.cuh says what else it gives.
+template <bool kIsNatural_, bool kHasDerivative_>
+struct ScoreFunction {
+  static constexpr bool kIsNatural = kIsNatural_;          // its scores are natural, else base 2 (score_unit.cuh)
+  static constexpr bool kHasDerivative = kHasDerivative_;  // which is not 1 everywhere
+};
+struct NoFunction : ScoreFunction<false, false> {
+  struct Row {};
+};
+template <bool kHasSoftcap_, bool kHasAlibi_, typename BiasElement_, class Function_ = NoFunction>
 struct ScoreMod {
+  using Function = Function_;
   using BiasElement = BiasElement_;
   static constexpr bool kHasSoftcap = kHasSoftcap_;
   static constexpr bool kHasAlibi = kHasAlibi_;
   static constexpr bool kHasBias = !kIsSame<BiasElement, NoBias>;
-  static constexpr bool kChangesScores = kHasSoftcap || kHasAlibi || kHasBias;  // more than the scale
+  static constexpr bool kHasFunction = !kIsSame<Function, NoFunction>;
+  static constexpr i32 kNumOptions = kHasSoftcap + kHasAlibi + kHasBias + kHasFunction;
+  static constexpr bool kChangesScores = kNumOptions > 0;               // more than the scale
+  static constexpr bool kIsNatural = kHasBias || Function::kIsNatural;  // the unit of scores (score_unit.cuh)
+  static constexpr bool kHasDerivative = kHasSoftcap || Function::kHasDerivative;  // which is not the scale alone
 };
 
 template <bool kIsOn_>

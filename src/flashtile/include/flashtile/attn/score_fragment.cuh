@@ -3,7 +3,7 @@
 
 #include "flashtile/attn/block_range.cuh"
 #include "flashtile/attn/mask.cuh"
-#include "flashtile/attn/score_mod.cuh"
+#include "flashtile/attn/score.cuh"
 #include "flashtile/tile/fragment.cuh"
 
 namespace flashtile {
@@ -13,7 +13,7 @@ namespace flashtile {
 template <class Mask, class ScoreMod, i32 kScores>
 FT_DEVICE void modify_scores(const Params& p, const Sequence& s, i32 head, i32 i, i32 j_begin, i32 r,
                              float (&rS)[kScores]) {
-  Scorer<ScoreMod> scorer(p, s, head);
+  Score<ScoreMod> scores(p, s, head);
   i32 j_first = j_begin + fragment_column();
   Range seen = key_range<Mask>(p, s, i, i + 1);
   i32 low = seen.begin - j_first, high = seen.end - j_first;
@@ -26,8 +26,8 @@ FT_DEVICE void modify_scores(const Params& p, const Sequence& s, i32 head, i32 i
       bool is_kept = column >= low && column < high;
       if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, s, head, i, j_first + column);
       if constexpr (ScoreMod::kChangesScores) {
-        float tanh;
-        if (is_kept) x = scorer.score(x, i, j_first + column, tanh);
+        typename Score<ScoreMod>::Kept kept;
+        if (is_kept) x = scores.score(x, i, j_first + column, kept);
       }
       x = is_kept ? x : -infinity();
     }

@@ -9,7 +9,7 @@
 #include "flashtile/attn/block_range.cuh"
 #include "flashtile/attn/dropout.cuh"
 #include "flashtile/attn/mask.cuh"
-#include "flashtile/attn/score_mod.cuh"
+#include "flashtile/attn/score.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/tile/fragment.cuh"
 
@@ -78,11 +78,11 @@ struct ScoreGradient {
     }
   }
 
-  // With options: softcap needs its derivative, dropout the same bits twice. P lacks the keep factor.
+  // With options: scores need their derivative, dropout the same bits twice. P lacks the keep factor.
   FT_DEVICE static void with_options(const Params& p, const Sequence& s, i32 head, i32 i_begin, i32 j_begin,
                                      const float* sLse, const float* sDelta, const Scores& rS, const Scores& rdP,
                                      Operand& packed_p, Operand& packed_ds) {
-    Scorer<ScoreMod> scorer(p, s, head);
+    Score<ScoreMod> scores(p, s, head);
     i32 i_first = i_begin + fragment_column(), j_first = j_begin + fragment_row();
     TransposedDropout<Dropout, kBlockM> dropout(p, s, head, i_begin, j_begin);
 #pragma unroll
@@ -100,14 +100,15 @@ struct ScoreGradient {
           i32 column = 8 * b + e, x = 4 * b + 2 * r + e, i = i_first + column, j = j_first + 8 * r;
           bool is_kept = column >= seen.begin && column < seen.end && i < s.seqlen_q;
           if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, s, head, i, j);
-          float tanh = 0.0f, dp = rdP[x] * keep_factor<Dropout>(p);
-          float score = is_kept ? scorer.score(rS[x], i, j, tanh) : -infinity();
-          float full = probability(score, e == 0 ? lse.x : lse.y, exponent_factor(ScoreMod::kHasBias));
+          typename Score<ScoreMod>::Kept kept{};
+          float dp = rdP[x] * keep_factor<Dropout>(p);
+          float score = is_kept ? scores.score(rS[x], i, j, kept) : -infinity();
+          float full = probability(score, e == 0 ? lse.x : lse.y, exponent_factor(ScoreMod::kIsNatural));
           bool is_drawn = dropout.is_kept(b, e, r);
           prob[e] = is_drawn ? full : 0.0f;
           ds[e] = full * ((is_drawn ? dp : 0.0f) - (e == 0 ? delta.x : delta.y));
           if constexpr (!mutates(Mutation::bwd_sm80_softcap))
-            if constexpr (ScoreMod::kHasSoftcap) ds[e] *= 1.0f - tanh * tanh;
+            if constexpr (ScoreMod::kHasDerivative) ds[e] *= scores.gradient(kept);
         }
         Pairs::set_two(packed_p, 2 * b + r, prob[0], prob[1]);
         Pairs::set_two(packed_ds, 2 * b + r, ds[0], ds[1]);
@@ -122,12 +123,12 @@ struct QueryGradient {
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
 
   // Keys are those from j_begin on; sLse and sDelta belong to the 16 queries. Without options kIsMasked says whether
-  // queries may not see keys of the tile. Without kIsOfDot dS is the gradient of the score behind the softcap.
+  // queries may not see keys of the tile. Without kIsOfDot dS is the gradient of the bias.
   template <bool kIsOfDot, bool kIsMasked>
   FT_DEVICE static void differentiate(const Params& p, const Sequence& s, i32 head, i32 i_begin, i32 j_begin,
                                       const float* sLse, const float* sDelta, const float (&rS)[kScores],
                                       float (&rdP)[kScores]) {
-    Scorer<ScoreMod> scorer(p, s, head);
+    Score<ScoreMod> scores(p, s, head);
     i32 j_first = j_begin + fragment_column();
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
@@ -143,19 +144,21 @@ struct QueryGradient {
         for (i32 e = 0; e < 2; ++e) {
           i32 x = 4 * b + 2 * r + e, j = j_first + 8 * b + e;
           bool is_kept = j >= seen.begin && j < seen.end;
-          float prob, tanh = 0.0f;
+          float prob;
+          typename Score<ScoreMod>::Kept kept{};
           if constexpr (kHasOptions) {
             is_kept = is_kept && i < s.seqlen_q;
             if constexpr (Mask::kHasBool) is_kept = is_kept && is_seen<Mask>(p, s, head, i, j);
-            float score = is_kept ? scorer.score(rS[x], i, j, tanh) : -infinity();
-            prob = probability(score, lse, exponent_factor(ScoreMod::kHasBias));
+            float score = is_kept ? scores.score(rS[x], i, j, kept) : -infinity();
+            prob = probability(score, lse, exponent_factor(ScoreMod::kIsNatural));
           } else {
             // Keys past the last one have K and V of zeros and add nothing
             float exponent = min_with_nan(fmaf(rS[x], p.scale_log2, -lse), 0.0f);
             prob = exp2_approx(!kIsMasked || is_kept ? exponent : -infinity());
           }
           rdP[x] = prob * (rdP[x] * keep_factor<Dropout>(p) - delta);
-          if constexpr (ScoreMod::kHasSoftcap && kIsOfDot) rdP[x] *= 1.0f - tanh * tanh;
+          if constexpr (ScoreMod::kHasDerivative && kIsOfDot) rdP[x] *= scores.gradient(kept);
+          if constexpr (ScoreMod::kHasFunction && !kIsOfDot) rdP[x] *= scores.bias_gradient(kept);
         }
       }
     }

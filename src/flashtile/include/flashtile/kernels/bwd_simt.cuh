@@ -16,7 +16,7 @@
 #include "flashtile/attn/block_range.cuh"
 #include "flashtile/attn/dropout.cuh"
 #include "flashtile/attn/mask.cuh"
-#include "flashtile/attn/score_mod.cuh"
+#include "flashtile/attn/score.cuh"
 #include "flashtile/attn/tile_place.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/tile/simt_gemm.cuh"
@@ -32,24 +32,26 @@ struct BwdSimtStorage {
   float sP[Config::kBlockM * Config::kScoreStride];
 };
 
-// One element: from the dot products S and dP to P with dropout and to dS before the softcap. `chain` turns dS into the
-// gradient of the dot product. Scope: thread.
+// One element: from the dot products S and dP to P with dropout and to dS, the gradient of the bias. `chain` turns dS
+// into the gradient of the dot product. Scope: thread.
 template <class ScoreMod>
-FT_DEVICE void backward_element(const Scorer<ScoreMod>& scorer, float scale, float dot, float dp, float drop,
+FT_DEVICE void backward_element(const Score<ScoreMod>& scores, float scale, float dot, float dp, float drop,
                                 float score_lse, float delta, i32 i, i32 j, float& p_dropped, float& ds, float& chain) {
-  float tanh = 0.0f;
-  constexpr float kFactor = exponent_factor(ScoreMod::kHasBias);
-  float p = probability(scorer.score(dot, i, j, tanh), score_lse, kFactor);
+  typename Score<ScoreMod>::Kept kept{};
+  constexpr float kFactor = exponent_factor(ScoreMod::kIsNatural);
+  float p = probability(scores.score(dot, i, j, kept), score_lse, kFactor);
   p_dropped = p * drop;
   ds = p * (dp * drop - delta);
-  chain = ScoreMod::kHasSoftcap ? scale * (1.0f - tanh * tanh) : scale;
+  if constexpr (ScoreMod::kHasFunction) ds *= scores.bias_gradient(kept);
+  chain = scale;
+  if constexpr (ScoreMod::kHasDerivative) chain = scale * scores.dot_gradient(kept);
   if constexpr (mutates(Mutation::softcap_derivative)) chain = scale;
 }
 
 // Turns a tile whose rows are queries into dS: takes Q K^T in rS and dO V^T in rD, returns dS in rS, with kOfDot times
 // `chain`. Scope: warp.
 template <class Config, class Mask, class ScoreMod, class Dropout, bool kIsMasked, bool kOfDot>
-FT_DEVICE void query_tile_ds(const Params& p, const Sequence& s, i32 head, const Scorer<ScoreMod>& scorer, i32 i_begin,
+FT_DEVICE void query_tile_ds(const Params& p, const Sequence& s, i32 head, const Score<ScoreMod>& scores, i32 i_begin,
                              i32 j_begin, const float (&score_lse)[Config::kRowsPerThread],
                              const float (&delta)[Config::kRowsPerThread], ScoreTile<Config>& rS,
                              ScoreTile<Config>& rD) {
@@ -68,7 +70,7 @@ FT_DEVICE void query_tile_ds(const Params& p, const Sequence& s, i32 head, const
       i32 j = j_begin + column_group() + 8 * n;
       float p_dropped = 0.0f, ds = 0.0f, chain = 0.0f;
       if (!kIsMasked || is_seen<Mask>(p, s, head, i, j)) {
-        backward_element<ScoreMod>(scorer, p.scale, rS[t][n], rD[t][n], drop[t][n], score_lse[t], delta[t], i, j,
+        backward_element<ScoreMod>(scores, p.scale, rS[t][n], rD[t][n], drop[t][n], score_lse[t], delta[t], i, j,
                                    p_dropped, ds, chain);
       }
       rS[t][n] = kOfDot ? ds * chain : ds;
@@ -78,14 +80,14 @@ FT_DEVICE void query_tile_ds(const Params& p, const Sequence& s, i32 head, const
 
 // query_tile_ds with a mask where the tile needs one. Scope: warp.
 template <class Config, class Mask, class ScoreMod, class Dropout, bool kOfDot>
-FT_DEVICE void query_tile(const Params& p, const Sequence& s, i32 head, const Scorer<ScoreMod>& scorer, i32 i_begin,
+FT_DEVICE void query_tile(const Params& p, const Sequence& s, i32 head, const Score<ScoreMod>& scores, i32 i_begin,
                           i32 j_begin, const float (&score_lse)[Config::kRowsPerThread],
                           const float (&delta)[Config::kRowsPerThread], ScoreTile<Config>& rS, ScoreTile<Config>& rD) {
   if (needs_mask<Mask>(p, s, i_begin, Config::kBlockM, j_begin, Config::kBlockN)) {
-    query_tile_ds<Config, Mask, ScoreMod, Dropout, true, kOfDot>(p, s, head, scorer, i_begin, j_begin, score_lse, delta,
+    query_tile_ds<Config, Mask, ScoreMod, Dropout, true, kOfDot>(p, s, head, scores, i_begin, j_begin, score_lse, delta,
                                                                  rS, rD);
   } else {
-    query_tile_ds<Config, Mask, ScoreMod, Dropout, false, kOfDot>(p, s, head, scorer, i_begin, j_begin, score_lse,
+    query_tile_ds<Config, Mask, ScoreMod, Dropout, false, kOfDot>(p, s, head, scores, i_begin, j_begin, score_lse,
                                                                   delta, rS, rD);
   }
 }
@@ -130,7 +132,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dq_simt_kernel(con
   load_stats<Config>(p, s, head, i_begin, score_lse, delta);
   OutputTile<Config> rdQ;
   clear<Config>(rdQ);
-  Scorer<ScoreMod> scorer(p, s, head);
+  Score<ScoreMod> scores(p, s, head);
   Range keys = key_range<Mask>(p, s, i_begin, min_of(i_begin + Config::kBlockM, s.seqlen_q));
   for (i32 n = keys.begin / Config::kBlockN; n < ceil_div(keys.end, Config::kBlockN); ++n) {
     i32 j_begin = n * Config::kBlockN;
@@ -150,7 +152,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dq_simt_kernel(con
     ScoreTile<Config> rS, rD;
     product_abt<Config>(rS, shared.sOwn, shared.sStream);
     product_abt<Config>(rD, shared.sOwnGrad, shared.sStreamGrad);
-    query_tile<Config, Mask, ScoreMod, Dropout, true>(p, s, head, scorer, i_begin, j_begin, score_lse, delta, rS, rD);
+    query_tile<Config, Mask, ScoreMod, Dropout, true>(p, s, head, scores, i_begin, j_begin, score_lse, delta, rS, rD);
     // dQ += dS K
     store_scores<Config>(shared.sP, rS);
     product_pb<Config>(rdQ, shared.sP, shared.sStream);
@@ -190,7 +192,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dkdv_simt_kernel(c
       if (head != kv_head * group) continue;
     const T* gQ = query_rows(static_cast<const T*>(p.q), p.q_strides, s, head);
     const Out* gdO = query_rows(static_cast<const Out*>(p.dout), p.dout_strides, s, head);
-    Scorer<ScoreMod> scorer(p, s, head);
+    Score<ScoreMod> scores(p, s, head);
     for (i32 m = queries.begin / Config::kBlockN; m < ceil_div(queries.end, Config::kBlockN); ++m) {
       i32 i_begin = m * Config::kBlockN;
       // Load Q and dO
@@ -224,7 +226,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dkdv_simt_kernel(c
               drop = bits.is_kept(bits.words(i, j / 8), j % 8) ? p.keep_factor : 0.0f;
               if constexpr (mutates(Mutation::dropout_backward)) drop = 1.0f;
             }
-            backward_element<ScoreMod>(scorer, p.scale, rS[t][n], rD[t][n], drop, score_lse, delta, i, j, p_dropped, ds,
+            backward_element<ScoreMod>(scores, p.scale, rS[t][n], rD[t][n], drop, score_lse, delta, i, j, p_dropped, ds,
                                        chain);
           }
           rS[t][n] = p_dropped;
@@ -281,7 +283,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dbias_simt_kernel(
       const Out* gdO = query_rows(static_cast<const Out*>(p.dout), p.dout_strides, s, head);
       KeyRows<const T, KvSource> gK(static_cast<const T*>(p.k), p.k_strides, p, s, kv_head);
       KeyRows<const T, KvSource> gV(static_cast<const T*>(p.v), p.v_strides, p, s, kv_head);
-      Scorer<ScoreMod> scorer(p, s, head);
+      Score<ScoreMod> scores(p, s, head);
       for (i32 m = m_tile; m < (all_i ? ceil_div(s.seqlen_q, Config::kBlockM) : m_tile + 1); ++m) {
         i32 i_begin = m * Config::kBlockM;
         Range keys = key_range<Mask>(p, s, i_begin, min_of(i_begin + Config::kBlockM, s.seqlen_q));
@@ -308,7 +310,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_dbias_simt_kernel(
           ScoreTile<Config> rS, rD;
           product_abt<Config>(rS, shared.sOwn, shared.sStream);
           product_abt<Config>(rD, shared.sOwnGrad, shared.sStreamGrad);
-          query_tile<Config, Mask, ScoreMod, Dropout, false>(p, s, head, scorer, i_begin, j_begin, score_lse, delta, rS,
+          query_tile<Config, Mask, ScoreMod, Dropout, false>(p, s, head, scores, i_begin, j_begin, score_lse, delta, rS,
                                                              rD);
 #pragma unroll
           for (i32 t = 0; t < Config::kRowsPerThread; ++t) {

@@ -56,6 +56,7 @@ struct BwdSm90Dkdv {
   using T = typename Config::Element;
   using Storage = BwdSm90DkdvStorage<Config, Mask, ScoreMod>;
   using Options = BwdSm90Options<Config, Mask, ScoreMod, Dropout>;
+  static_assert(!ScoreMod::Function::kHasDerivative || !Dropout::kIsOn, "the sign of factors says what dropout drops");
   using Band = typename Options::Band;
   using Stages = Ring<Config::kNumStages>;
   using Buffers = Ring<Config::kNumBuffers>;
@@ -275,7 +276,7 @@ struct BwdSm90Dkdv {
           kept[e] = is_kept ? prob : 0.0f;
           factor[e] = is_kept ? prob : -prob;
         }
-        if constexpr (!ScoreMod::kHasSoftcap) packed_p[2 * b + r] = pack_two<T>(kept[0], kept[1]);
+        if constexpr (!ScoreMod::kHasDerivative) packed_p[2 * b + r] = pack_two<T>(kept[0], kept[1]);
         packed_factor[2 * b + r] = pack_two<T>(factor[0], factor[1]);
         if constexpr (mutates(Mutation::bwd_sm90_wide_softcap)) packed_factor[2 * b + r] = packed_p[2 * b + r];
       }

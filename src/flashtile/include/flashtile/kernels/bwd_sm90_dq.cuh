@@ -327,10 +327,8 @@ struct BwdSm90Dq {
     auto start_dq = [&](u32 count) { gemm_ab<T, Config::kHeadDim, kBlockN>(rdQ, packed_ds, k_tile(count)); };
     // Load what the factors of dS need, before the turn
     Options options;
-    float slope = 0.0f;
-    if constexpr (ScoreMod::kHasAlibi) {
-      slope = in_score_unit(ScoreMod::kHasBias, p.alibi_slopes[s.batch_idx * p.alibi_batch_stride + block.head]);
-    }
+    typename Options::ScoreTile scores;
+    if constexpr (Options::Scores::kHasRows) scores.open(p, s, block.head);
     auto load_options = [&](u32 count) {
       if constexpr (kHasOptions) options.load(p, s, block.head, {rows.i(0), rows.i(1)}, j_begin(count));
     };
@@ -344,12 +342,13 @@ struct BwdSm90Dq {
           options.hide(r, seen_columns(p, s, rows.i(r), j_begin(count) + fragment_column()));
         }
       }
+      if constexpr (ScoreMod::kHasFunction) scores.place_at(rows.i(0), j_begin(count) + fragment_column());
       i32 distance = rows.i(0) + s.offset - j_begin(count) - fragment_column();
       auto find = [&](auto exact, auto masked) {
-        options.template find_factors<decltype(exact)::kValue, decltype(masked)::kValue>(p, rows.lse, slope, distance,
+        options.template find_factors<decltype(exact)::kValue, decltype(masked)::kValue>(p, scores, rows.lse, distance,
                                                                                          rS);
       };
-      if (rows.is_large || Options::Exponent::needs_exact_tanh(p)) {
+      if (rows.is_large || Options::Scores::needs_exact_tanh(p)) {
         find(Constant<true>(), Constant<true>());
       } else if (__any_sync(0xffffffffu, !options.sees_all())) {
         find(Constant<false>(), Constant<true>());

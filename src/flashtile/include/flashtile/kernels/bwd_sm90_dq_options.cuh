@@ -10,7 +10,7 @@
 #include "flashtile/attn/block_range.cuh"
 #include "flashtile/attn/dropout.cuh"
 #include "flashtile/attn/mask_bits.cuh"
-#include "flashtile/attn/score_exponent.cuh"
+#include "flashtile/attn/score.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/tile/fragment.cuh"
 
@@ -20,11 +20,11 @@ template <class Config, class Mask, class ScoreMod, class Dropout>
 struct BwdSm90DqOptions {
   using T = typename Config::Element;
   using BiasElement = typename ScoreMod::BiasElement;
-  using Exponent = ScoreExponent<ScoreMod>;
+  using Scores = Score<ScoreMod>;
+  using ScoreTile = typename Scores::template BackwardTile<false>;
   using Band = flashtile::Mask<Mask::kHasBand, false>;
   static constexpr bool kIsOn = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
-  static constexpr i32 kNumOptions =
-      ScoreMod::kHasSoftcap + ScoreMod::kHasAlibi + ScoreMod::kHasBias + Mask::kHasBool + Dropout::kIsOn;
+  static constexpr i32 kNumOptions = ScoreMod::kNumOptions + Mask::kHasBool + Dropout::kIsOn;
   static constexpr i32 kScores = Config::kBlockN / 2;  // registers per thread of S
   static constexpr bool kHasPairs = sizeof(BiasElement) == 2;
   // Words of the bias: pairs of elements in 16 bits, or elements, in the order of the scores
@@ -169,9 +169,9 @@ struct BwdSm90DqOptions {
   // Replaces S by the factor of dP - delta in dS. With kIsMasked it is 0 where the query does not see the key; with
   // kIsExact, P is at most 1 and the softcap exact. `distance` is that of the thread's first element. Scope: thread.
   template <bool kIsExact, bool kIsMasked>
-  FT_DEVICE void find_factors(const Params& p, const float (&lse)[2], float slope, i32 distance,
+  FT_DEVICE void find_factors(const Params& p, ScoreTile& scores, const float (&lse)[2], i32 distance,
                               float (&rS)[kScores]) const {
-    float first_step = slope * static_cast<float>(distance);
+    scores.place(distance);
 #pragma unroll
     for (i32 b = 0; b < kScores / 4; ++b) {
 #pragma unroll
@@ -179,16 +179,14 @@ struct BwdSm90DqOptions {
 #pragma unroll
         for (i32 e = 0; e < 2; ++e) {
           i32 x = 4 * b + 2 * r + e;
-          // slope * |distance|: the size of the product with the sign of the slope
-          float penalty = 0.0f, derivative;
-          if constexpr (ScoreMod::kHasAlibi) {
-            penalty = copysignf(fmaf(-slope, static_cast<float>(8 * (b - r) + e), first_step), slope);
-          }
-          float power = Exponent::template find<kIsExact>(p, rS[x], lse[r], bias_of(b, r, e), penalty, derivative);
-          if constexpr (kIsExact) power = power > Exponent::kLargest ? Exponent::kLargest : power;
+          float shift = scores.shift(r, 8 * b + e), derivative;
+          float power = scores.template exponent<kIsExact, true>(p, rS[x], r, 8 * b + e, lse[r], bias_of(b, r, e),
+                                                                 shift, derivative);
+          if constexpr (kIsExact) power = power > Scores::kLargestExponent ? Scores::kLargestExponent : power;
           float prob = exp2_approx(power);
           if constexpr (kIsMasked) prob = is_seen(b, r, e) ? prob : 0.0f;
-          rS[x] = ScoreMod::kHasSoftcap ? prob * derivative : prob;
+          rS[x] = prob;
+          if constexpr (ScoreMod::kHasDerivative) rS[x] = Scores::weighted(prob, derivative);
         }
       }
       // Finish these columns before the next: the exact body, which is rare, must not take more registers

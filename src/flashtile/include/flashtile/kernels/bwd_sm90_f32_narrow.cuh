@@ -105,15 +105,15 @@ FT_DEVICE void add_product(float (&rD)[kCount / 2], const SplitFragment<Config, 
 template <class Mask, class ScoreMod, class Dropout>
 struct TileOptions {
   static constexpr bool kLoadsAhead =
-      Mask::kHasBool != ScoreMod::kHasBias && !ScoreMod::kHasSoftcap && !ScoreMod::kHasAlibi && !Dropout::kIsOn;
+      Mask::kHasBool + ScoreMod::kNumOptions == 1 && (Mask::kHasBool || ScoreMod::kHasBias) && !Dropout::kIsOn;
   const Params& p;
   const Sequence& s;
   i32 head;
-  Scorer<ScoreMod> scorer;
+  Score<ScoreMod> scores;
   u32 seen;  // bit x: the mask shows element x
   float bias[8];
 
-  FT_DEVICE TileOptions(const Params& p, const Sequence& s, i32 head) : p(p), s(s), head(head), scorer(p, s, head) {}
+  FT_DEVICE TileOptions(const Params& p, const Sequence& s, i32 head) : p(p), s(s), head(head), scores(p, s, head) {}
 
   // place(x, i, j) sets the query and the key of element x.
   template <class Place>
@@ -128,7 +128,7 @@ struct TileOptions {
       // Elements past the end are masked later
       i = min_of(i, s.seqlen_q - 1), j = min_of(j, s.seqlen_k - 1);
       if constexpr (Mask::kHasBool) seen |= (mask[i * p.mask_strides[2] + j * p.mask_strides[3]] != 0 ? 1u : 0u) << x;
-      if constexpr (ScoreMod::kHasBias) bias[x] = scorer.bias_of(i, j);
+      if constexpr (ScoreMod::kHasBias) bias[x] = scores.bias_of(i, j);
     }
   }
   // Of element x, which is query i and key j inside the sequence.
@@ -137,9 +137,10 @@ struct TileOptions {
     if constexpr (kLoadsAhead) return (seen >> x & 1u) != 0;
     return is_seen<Mask>(p, s, head, i, j);
   }
-  FT_DEVICE float score(i32 x, float dot, i32 i, i32 j, float& tanh) const {
-    if constexpr (kLoadsAhead && ScoreMod::kHasBias) return scorer.score_without_bias(dot, i, j, tanh) + bias[x];
-    return scorer.score(dot, i, j, tanh);
+  using Kept = typename Score<ScoreMod>::Kept;
+  FT_DEVICE float score(i32 x, float dot, i32 i, i32 j, Kept& kept) const {
+    if constexpr (kLoadsAhead && ScoreMod::kHasBias) return scores.before_bias(dot, i, j, kept) + bias[x];
+    return scores.score(dot, i, j, kept);
   }
 };
 
@@ -174,8 +175,11 @@ template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo
 struct BwdSm90F32Dkdv {
   using Parts = typename Config::Parts;
   using Storage = BwdSm90F32DkdvStorage<Config>;
+  using Options = TileOptions<Mask, ScoreMod, Dropout>;
   using Stages = Ring<Config::kNumStages>;
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
+  static constexpr bool kIsSigned = ScoreMod::Function::kHasDerivative;  // factors of dP - delta may be negative
+  static_assert(!kIsSigned || !Dropout::kIsOn, "their sign says what dropout drops");
 
   // Scope: thread 0.
   FT_DEVICE static void init(Storage& shared) {
@@ -239,7 +243,7 @@ struct BwdSm90F32Dkdv {
                                      float (&factor)[kColumns / 2]) {
     i32 i_first = queries.i_begin + fragment_column(), j_first = j_begin + fragment_row();
     TransposedDropout<Dropout, kColumns> dropout(p, s, queries.head, queries.i_begin, j_begin);
-    TileOptions<Mask, ScoreMod, Dropout> options(p, s, queries.head);
+    Options options(p, s, queries.head);
     float scale_log2 = p.scale_log2 * unscale;
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
@@ -259,12 +263,13 @@ struct BwdSm90F32Dkdv {
           if constexpr (kHasOptions) {
             is_kept = is_kept && i < s.seqlen_q;
             is_kept = is_kept && options.is_shown(2 * (b % 4) + e, i, j);
-            float tanh = 0.0f;
+            typename Options::Kept kept{};
             bool is_drawn = dropout.is_kept(b, e, r);
-            float score = is_kept ? options.score(2 * (b % 4) + e, rS[x] * unscale, i, j, tanh) : -infinity();
-            float full = probability(score, row_lse, exponent_factor(ScoreMod::kHasBias));
-            if constexpr (mutates(Mutation::bwd_sm90_f32_softcap)) tanh = 0.0f;
-            factor[x] = ScoreMod::kHasSoftcap ? full * (1.0f - tanh * tanh) : full;
+            float score = is_kept ? options.score(2 * (b % 4) + e, rS[x] * unscale, i, j, kept) : -infinity();
+            float full = probability(score, row_lse, exponent_factor(ScoreMod::kIsNatural));
+            if constexpr (mutates(Mutation::bwd_sm90_f32_softcap)) kept.tanh = 0.0f;
+            factor[x] = full;
+            if constexpr (ScoreMod::kHasDerivative) factor[x] *= options.scores.gradient(kept);
             if constexpr (Dropout::kIsOn) factor[x] = is_drawn ? factor[x] : -factor[x];
             rS[x] = is_drawn ? full * keep_factor<Dropout>(p) : 0.0f;
           } else {
@@ -289,7 +294,7 @@ struct BwdSm90F32Dkdv {
       for (i32 x = 0; x < 4; ++x) {
         float dp = rdP[4 * b + x] * unscale;
         if constexpr (Dropout::kIsOn) dp = __float_as_int(factor[x]) < 0 ? 0.0f : dp * p.keep_factor;
-        rdP[4 * b + x] = fabsf(factor[x]) * (dp - (x % 2 == 0 ? delta.x : delta.y));
+        rdP[4 * b + x] = (kIsSigned ? factor[x] : fabsf(factor[x])) * (dp - (x % 2 == 0 ? delta.x : delta.y));
       }
     }
   }
@@ -435,8 +440,11 @@ template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo
 struct BwdSm90F32Dq {
   using Parts = typename Config::Parts;
   using Storage = BwdSm90F32DqStorage<Config>;
+  using Options = TileOptions<Mask, ScoreMod, Dropout>;
   using Stages = Ring<Config::kNumStages>;
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
+  static constexpr bool kIsSigned = ScoreMod::Function::kHasDerivative;  // factors of dP - delta may be negative
+  static_assert(!kIsSigned || !Dropout::kIsOn, "their sign says what dropout drops");
 
   // Scope: thread 0.
   FT_DEVICE static void init(Storage& shared) {
@@ -482,7 +490,7 @@ struct BwdSm90F32Dq {
   template <i32 kColumns>
   FT_DEVICE static u32 find_factors(const Params& p, const Sequence& s, i32 head, const i32 (&i)[2],
                                     const float (&lse)[2], i32 j_begin, float unscale, float (&rS)[kColumns / 2]) {
-    TileOptions<Mask, ScoreMod, Dropout> options(p, s, head);
+    Options options(p, s, head);
     i32 j_first = j_begin + fragment_column();
     float scale_log2 = p.scale_log2 * unscale;
 #pragma unroll
@@ -501,10 +509,10 @@ struct BwdSm90F32Dq {
           if constexpr (kHasOptions) {
             is_kept = is_kept && i[r] < s.seqlen_q;
             is_kept = is_kept && options.is_shown(2 * (b % 4) + e, i[r], j);
-            float tanh = 0.0f;
-            float score = is_kept ? options.score(2 * (b % 4) + e, rS[x] * unscale, i[r], j, tanh) : -infinity();
-            rS[x] = probability(score, lse[r], exponent_factor(ScoreMod::kHasBias));
-            if constexpr (ScoreMod::kHasSoftcap) rS[x] *= 1.0f - tanh * tanh;
+            typename Options::Kept kept{};
+            float score = is_kept ? options.score(2 * (b % 4) + e, rS[x] * unscale, i[r], j, kept) : -infinity();
+            rS[x] = probability(score, lse[r], exponent_factor(ScoreMod::kIsNatural));
+            if constexpr (ScoreMod::kHasDerivative) rS[x] *= options.scores.gradient(kept);
           } else {
             float exponent = min_with_nan(fmaf(rS[x], scale_log2, -lse[r]), 0.0f);
             rS[x] = exp2_approx(is_kept ? exponent : -infinity());

@@ -400,7 +400,7 @@ struct BwdSm90F32WideDq {
             float factor = warpgroup == 0 ? rX[4 * b + x] : other[x];
             float dp = (warpgroup == 0 ? other[x] : rX[4 * b + x]) * unscale.dp;
             if constexpr (Dropout::kIsOn) dp = __float_as_int(factor) < 0 ? 0.0f : dp * p.keep_factor;
-            rX[4 * b + x] = fabsf(factor) * (dp - delta[x / 2]);
+            rX[4 * b + x] = (Narrow::kIsSigned ? factor : fabsf(factor)) * (dp - delta[x / 2]);
           }
         }
         fragment.split(rX);

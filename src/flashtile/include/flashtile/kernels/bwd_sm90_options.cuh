@@ -12,7 +12,7 @@
 #include "flashtile/attn/block_range.cuh"
 #include "flashtile/attn/dropout.cuh"
 #include "flashtile/attn/mask_bits.cuh"
-#include "flashtile/attn/score_exponent.cuh"
+#include "flashtile/attn/score.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/ptx/cp_async.cuh"
 #include "flashtile/ptx/ldmatrix.cuh"
@@ -52,18 +52,17 @@ struct BwdSm90Options {
   using BiasStages = Ring<Config::kNumBiasStages>;
   using Bias = BiasTiles<BiasElement, Config::kNumConsumers, Config::kNumBiasStages>;
   using MaskBits = BitTiles<Mask::kHasBool, Config::kNumConsumers>;
-  using Exponent = ScoreExponent<ScoreMod>;
+  using Scores = Score<ScoreMod>;
   static constexpr bool kIsHalfTile = Config::kBlockN < kMaskTile;  // the block owns half of a tile of the mask's bits
   static constexpr bool kChangesTiles = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
   static constexpr i32 kNumTiles = ScoreMod::kHasBias + Mask::kHasBool;  // that warps prepare
   static constexpr bool kHasTiles = kNumTiles > 0;
   static constexpr i32 kScores = Config::kBlockM / 2;  // registers per thread of S^T
   using T = typename Config::Element;
-  static constexpr i32 kNumOptions =
-      ScoreMod::kHasSoftcap + ScoreMod::kHasAlibi + ScoreMod::kHasBias + Mask::kHasBool + Dropout::kIsOn;
+  static constexpr i32 kNumOptions = ScoreMod::kNumOptions + Mask::kHasBool + Dropout::kIsOn;
   // P^T is computed while dP^T is in flight, unless that takes too many registers
   static constexpr bool kIsSplit =
-      kNumOptions < 2 || (Config::kHeadDim + Config::kHeadDimV <= 128 && !ScoreMod::kHasSoftcap);
+      kNumOptions < 2 || (Config::kHeadDim + Config::kHeadDimV <= 128 && !ScoreMod::kHasDerivative);
   // Registers per thread: warps that prepare tiles need more than 24
   static constexpr i32 kProducerRegisters = Config::kProducerRegisters + 16 * kNumTiles;
   static constexpr i32 kConsumerRegisters = Config::kConsumerRegisters - 8 * kNumTiles;
@@ -328,7 +327,7 @@ struct BwdSm90Options {
                                     : !Config::kHasOneProduct ? (kIsSplit ? 4 : 2)
                                     : kNumOptions > 2         ? 1
                                                               : 2;
-  static constexpr i32 kDeltasAhead = ScoreMod::kHasSoftcap ? 3 : kScores / 4;
+  static constexpr i32 kDeltasAhead = ScoreMod::kHasDerivative ? 3 : kScores / 4;
 
   const Params& p;
   Storage& shared;
@@ -337,7 +336,7 @@ struct BwdSm90Options {
   float2 lse[kScores / 4];
   Bits bits;
   u32 bias[kBiasFragments][kBiasWords];
-  float slope, first_step;  // ALiBi: the slope, and its product with the distance of the thread's first element
+  typename Scores::template BackwardTile<true> scores;
 
   // Waits for the bias of tile number count, and loads it. Scope: warpgroup.
   FT_DEVICE BwdSm90Options(const Params& p, Storage& shared, const Sequence& s, i32 consumer, u32 count, i32 head,
@@ -347,11 +346,12 @@ struct BwdSm90Options {
 #pragma unroll
       for (i32 b = 0; b < kLsesAhead; ++b) lse[b] = stats(sLse, b);
     }
-    if constexpr (ScoreMod::kHasAlibi) {
-      slope = in_score_unit(ScoreMod::kHasBias, p.alibi_slopes[s.batch_idx * p.alibi_batch_stride + head]);
+    if constexpr (Scores::kHasRows) {
+      scores.open(p, s, head);
       i32 distance = i_begin + fragment_column() + s.offset - j_begin - fragment_row();
       if constexpr (mutates(Mutation::bwd_sm90_alibi)) distance -= s.offset;
-      first_step = slope * static_cast<float>(distance);
+      scores.place(distance);
+      if constexpr (ScoreMod::kHasFunction) scores.place_at(i_begin + fragment_column(), j_begin + fragment_row());
     }
     if constexpr (ScoreMod::kHasBias) {
       BiasStages::wait_full(shared.Bias::full[consumer], count);
@@ -403,30 +403,26 @@ struct BwdSm90Options {
   }
 
   // True if the fast softcap would not be accurate.
-  FT_DEVICE bool needs_exact_tanh() const { return Exponent::needs_exact_tanh(p); }
+  FT_DEVICE bool needs_exact_tanh() const { return Scores::needs_exact_tanh(p); }
 
   // The factor of dV that its sums lack.
   FT_DEVICE static float dv_factor(const Params& p) {
-    float factor = ScoreMod::kHasSoftcap ? 0.25f : 1.0f;
+    float factor = 1.0f / Scores::kProbFactor;
     return Dropout::kIsOn ? factor * p.keep_factor : factor;
   }
 
-  // From the dot product S to the exponent of P. Sets `derivative` to that of the softcap, divided by 4. Scope: thread.
-  template <bool kIsChecked>
+  // From the dot product S to the exponent of P (attn/score.cuh). Scope: thread.
+  template <bool kIsChecked, bool kIsOfDot>
   FT_DEVICE float exponent(float dot, i32 b, i32 e, i32 r, float& derivative) const {
-    // slope * |distance|: the size of the product with the sign of the slope
-    float penalty = 0.0f;
-    if constexpr (ScoreMod::kHasAlibi) {
-      penalty = copysignf(fmaf(slope, static_cast<float>(8 * (b - r) + e), first_step), slope);
-    }
-    float row_lse = e == 0 ? lse[b].x : lse[b].y;
-    float found = Exponent::template find<kIsChecked>(p, dot, row_lse, bias_of(b, r, e), penalty, derivative);
+    float shift = scores.shift(r, 8 * b + e), row_lse = e == 0 ? lse[b].x : lse[b].y;
+    float found = scores.template exponent<kIsChecked, kIsOfDot>(p, dot, r, 8 * b + e, row_lse, bias_of(b, r, e), shift,
+                                                                 derivative);
     if constexpr (mutates(Mutation::bwd_sm90_softcap)) derivative = 0.25f;
     return found;
   }
 
-  // Columns 8 b .. 8 b + 7: turns S^T into P^T. With kIsOfDot and a softcap, rS becomes P^T times the derivative, and
-  // P^T itself is packed. With kIsChecked, P is 0 outside the columns seen[r], and bounded. Scope: thread.
+  // Columns 8 b .. 8 b + 7: turns S^T into P^T. Where scores have a derivative, rS becomes P^T times it, and with
+  // kIsOfDot P^T itself is packed. With kIsChecked, P is 0 outside the columns seen[r], and bounded. Scope: thread.
   template <bool kIsChecked, bool kIsMasked, bool kIsOfDot = true>
   FT_DEVICE void exponentiate_columns(i32 b, const Range (&seen)[2], float (&rS)[kScores],
                                       u32 (&packed_p)[kScores / 2]) const {
@@ -437,21 +433,21 @@ struct BwdSm90Options {
       for (i32 e = 0; e < 2; ++e) {
         i32 x = 4 * b + 2 * r + e, column = 8 * b + e;
         float derivative;
-        float power = exponent<kIsChecked>(rS[x], b, e, r, derivative);
+        float power = exponent<kIsChecked, kIsOfDot>(rS[x], b, e, r, derivative);
         if constexpr (kIsChecked) {
-          power = power > Exponent::kLargest ? Exponent::kLargest : power;
+          power = power > Scores::kLargestExponent ? Scores::kLargestExponent : power;
           power = column >= seen[r].begin && column < seen[r].end ? power : -infinity();
         }
         float prob = exp2_approx(power);
         if constexpr (kIsMasked) prob = is_seen(b, r, e) ? prob : 0.0f;
-        if constexpr (ScoreMod::kHasSoftcap) {
-          rS[x] = prob * (kIsOfDot ? derivative : 0.25f);
+        if constexpr (ScoreMod::kHasDerivative) {
+          rS[x] = Scores::weighted(prob, derivative);
           kept[e] = is_kept(b, r, e) ? prob : 0.0f;
         } else {
           rS[x] = prob;
         }
       }
-      if constexpr (ScoreMod::kHasSoftcap && kIsOfDot) packed_p[2 * b + r] = pack_two<T>(kept[0], kept[1]);
+      if constexpr (ScoreMod::kHasDerivative && kIsOfDot) packed_p[2 * b + r] = pack_two<T>(kept[0], kept[1]);
     }
   }
 
@@ -475,7 +471,7 @@ struct BwdSm90Options {
         ds[e] = score_gradient(rP[x], rdP[x], delta, b, r, e);
       }
       packed_ds[2 * b + r] = pack_two<T>(ds[0], ds[1]);
-      if constexpr (!ScoreMod::kHasSoftcap) packed_p[2 * b + r] = pack_two<T>(kept[0], kept[1]);
+      if constexpr (!ScoreMod::kHasDerivative) packed_p[2 * b + r] = pack_two<T>(kept[0], kept[1]);
     }
   }
 
@@ -541,7 +537,7 @@ struct BwdSm90Options {
     }
   }
 
-  // Adds the gradient of the scores before softcap's derivative, P^T * (dP^T - delta), to rSum. S^T and dP^T are
+  // Adds the gradient of the bias, P^T * (dP^T - delta), to rSum. S^T and dP^T are
   // complete. With kIsChecked, nothing is added outside the columns seen[r]: rows there may be NaN. Scope: warpgroup.
   template <bool kIsChecked, bool kIsMasked>
   FT_DEVICE void add_score_gradient(const Range (&seen)[2], const float* sLse, const float2 (&delta)[kScores / 4],

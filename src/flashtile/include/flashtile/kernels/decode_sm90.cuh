@@ -60,7 +60,9 @@ struct DecodeSm90 {
   using Pages = PagedKeys<Config::kBlockN, Config::kProducerWarps, true>;
   using Schedule = DecodeSchedule<Config, Mask, SeqInfo>;
   using Rows = FragmentRows<Config>;
-  using Softmax = OnlineSoftmax<true, false>;
+  using Softmax = OnlineSoftmax<true, ScoreMod::kIsNatural>;
+  static constexpr bool kIsNatural = ScoreMod::kIsNatural;
+  static constexpr float kFactor = exponent_factor(kIsNatural);
   static constexpr i32 kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
   static_assert(!ScoreMod::kHasBias && !Mask::kHasBool);
@@ -247,11 +249,12 @@ struct DecodeSm90 {
     for (i32 r = 0; r < 2; ++r) {
       i32 head = rows.head(item, r), i = rows.i[r];
       bool is_query = rows.is_query(item, r);
-      float sink = p.sinks == nullptr ? -infinity() : in_score_unit(false, p.sinks[head]);
+      float sink = p.sinks == nullptr ? -infinity() : in_score_unit(kIsNatural, p.sinks[head]);
       float m = ScoreMod::kChangesScores ? softmax.m[r] : softmax.m[r] * factor;
-      RowStats stats = join_sink<false>(m, softmax.l[r], sink, [](float l) { return quad_sum(l); });
+      RowStats stats = join_sink<kIsNatural>(m, softmax.l[r], sink, [](float l) { return quad_sum(l); });
       float norm = stats.norm();
-      if (is_query && threadIdx.x % 4 == 0) p.lse[stat_index(p, item.s, head, i)] = lse_of(false, stats.m, stats.l);
+      if (is_query && threadIdx.x % 4 == 0)
+        p.lse[stat_index(p, item.s, head, i)] = lse_of(kIsNatural, stats.m, stats.l);
       Out* gO = query_rows(static_cast<Out*>(p.out), p.out_strides, item.s, head) + i * p.out_strides.row;
       if constexpr (kIsSame<Out, float>) {
         store_row_float(gO, is_query, p.head_dim_v, r, norm, rO);
@@ -315,7 +318,7 @@ struct DecodeSm90 {
     for (i32 r = 0; r < kRows; ++r) {
       row[r] = min_of(first + r, num_rows - 1);  // the last row again, where there is none
       head[r] = item.coord.head + row[r] / queries;
-      sink[r] = p.sinks == nullptr ? -infinity() : in_score_unit(false, p.sinks[head[r]]);
+      sink[r] = p.sinks == nullptr ? -infinity() : in_score_unit(kIsNatural, p.sinks[head[r]]);
     }
     const float2* stats = part_stats(p, item.first_block);
     const float* columns = part_rows(p, item.first_block) + 4 * lane;
@@ -362,8 +365,8 @@ struct DecodeSm90 {
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) {
         float2 own_stats = shared.stats[row[r]];
-        float weight = exp_difference(own_stats.x, shift[r], 1.0f);
-        l[r] = weight * own_stats.y + exp_difference(sink[r], shift[r], 1.0f);
+        float weight = exp_difference(own_stats.x, shift[r], kFactor);
+        l[r] = weight * own_stats.y + exp_difference(sink[r], shift[r], kFactor);
         sum[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         const float* from = own + row[r] * p.head_dim_v + column;
         if (is_inside) add_scaled(sum[r], weight, *reinterpret_cast<const float4*>(from));
@@ -374,7 +377,7 @@ struct DecodeSm90 {
 #pragma unroll
         for (i32 r = 0; r < kRows; ++r) {
           if (begin % 32 == 0 && begin + slice > 0) kept[r] = stats_of(r, begin + lane);
-          float weight = exp_difference(kept[r].x, shift[r], 1.0f);
+          float weight = exp_difference(kept[r].x, shift[r], kFactor);
           if (begin % 32 == 0) l[r] += lanes_sum<32>(weight * kept[r].y);
           if constexpr (mutates(Mutation::decode_sm90_weight)) weight = 1.0f;
 #pragma unroll
@@ -388,7 +391,7 @@ struct DecodeSm90 {
       for (i32 r = 0; r < kRows; ++r) {
         i32 i = item.i_begin + row[r] % queries;
         float norm = l[r] == 0.0f ? 0.0f : 1.0f / l[r];
-        if (lane == 0) p.lse[stat_index(p, item.s, head[r], i)] = lse_of(false, m[r], l[r]);
+        if (lane == 0) p.lse[stat_index(p, item.s, head[r], i)] = lse_of(kIsNatural, m[r], l[r]);
         sum[r].x *= norm, sum[r].y *= norm, sum[r].z *= norm, sum[r].w *= norm;
         Out* gO = query_rows(static_cast<Out*>(p.out), p.out_strides, item.s, head[r]) + i * p.out_strides.row;
         if (is_inside) store_four(gO + column, sum[r]);
@@ -441,7 +444,7 @@ struct DecodeSm90 {
   FT_DEVICE static void consume(const DecodeSm90Params& params, Storage& shared) {
     const Params& p = params.base;
     // Score modifiers return scores in base 2; without them S stays a dot product
-    float factor = ScoreMod::kChangesScores ? 1.0f : p.scale_log2;
+    float factor = ScoreMod::kChangesScores ? kFactor : p.scale_log2;
     u32 num_tiles = 0;
     for (u32 index = 0;; ++index) {
       // Wait for a work item and its Q. The lanes leave together: once one of them releases this Q, the producer may

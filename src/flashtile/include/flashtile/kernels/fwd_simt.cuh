@@ -15,7 +15,7 @@
 #include "flashtile/attn/mask.cuh"
 #include "flashtile/attn/merge.cuh"
 #include "flashtile/attn/online_softmax.cuh"
-#include "flashtile/attn/score_mod.cuh"
+#include "flashtile/attn/score.cuh"
 #include "flashtile/attn/tile_place.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/tile/simt_gemm.cuh"
@@ -41,11 +41,11 @@ struct FwdSimtState {
 // Turns a tile of dot products into P: score modifiers, mask, online softmax, dropout. Leaves P in shared memory and
 // rescales O. Scope: warp.
 template <class Config, class Mask, class ScoreMod, class Dropout, bool kIsMasked>
-FT_DEVICE void fwd_simt_scores(const Params& p, const Sequence& s, i32 head, const Scorer<ScoreMod>& scorer,
-                               i32 i_begin, i32 j_begin, FwdSimtStorage<Config>& shared, FwdSimtState<Config>& state,
+FT_DEVICE void fwd_simt_scores(const Params& p, const Sequence& s, i32 head, const Score<ScoreMod>& scores, i32 i_begin,
+                               i32 j_begin, FwdSimtStorage<Config>& shared, FwdSimtState<Config>& state,
                                ScoreTile<Config>& rS) {
   constexpr i32 kCols = Config::kColsPerThread;
-  constexpr float kFactor = exponent_factor(ScoreMod::kHasBias);
+  constexpr float kFactor = exponent_factor(ScoreMod::kIsNatural);
   // Store each P as soon as it is computed: 5 % faster with 8 x 8 scores on an NVIDIA H200, no change with fewer. Not
   // with dropout, which needs the whole row
   constexpr bool kStoresEarly = !Dropout::kIsOn && Config::kRowsPerThread * kCols >= 64;
@@ -56,12 +56,12 @@ FT_DEVICE void fwd_simt_scores(const Params& p, const Sequence& s, i32 head, con
 #pragma unroll
     for (i32 n = 0; n < kCols; ++n) {
       i32 j = j_begin + column_group() + 8 * n;
-      float tanh;
+      typename Score<ScoreMod>::Kept kept;
       if constexpr (kIsMasked) {
         bool seen = is_seen<Mask>(p, s, head, i, j);
-        rS[t][n] = seen ? scorer.score(rS[t][n], i, j, tanh) : -infinity();
+        rS[t][n] = seen ? scores.score(rS[t][n], i, j, kept) : -infinity();
       } else {
-        rS[t][n] = scorer.score(rS[t][n], i, j, tanh);
+        rS[t][n] = scores.score(rS[t][n], i, j, kept);
       }
     }
     // Raise the maximum if it is too low
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_simt_kernel(const 
   }
   clear<Config>(state.rO);
 
-  Scorer<ScoreMod> scorer(p, s, head);
+  Score<ScoreMod> scores(p, s, head);
   if constexpr (mutates(Mutation::divergent_barrier))
     if (threadIdx.x % 2 == 0) __syncthreads();
   for (i32 n = n_begin; n < n_end; ++n) {
@@ -169,9 +169,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_simt_kernel(const 
     load_k(n + 1);
     // Compute P; only edge tiles pay for the mask
     if (needs_mask<Mask>(p, s, i_begin, Config::kBlockM, j_begin, Config::kBlockN)) {
-      fwd_simt_scores<Config, Mask, ScoreMod, Dropout, true>(p, s, head, scorer, i_begin, j_begin, shared, state, rS);
+      fwd_simt_scores<Config, Mask, ScoreMod, Dropout, true>(p, s, head, scores, i_begin, j_begin, shared, state, rS);
     } else {
-      fwd_simt_scores<Config, Mask, ScoreMod, Dropout, false>(p, s, head, scorer, i_begin, j_begin, shared, state, rS);
+      fwd_simt_scores<Config, Mask, ScoreMod, Dropout, false>(p, s, head, scores, i_begin, j_begin, shared, state, rS);
     }
     // Wait for the V tile
     cp_async_wait<1>();
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) fwd_simt_kernel(const 
 
   // Finish the softmax, normalise and store O and lse; of a split the sum of P V, m and l
   bool is_split = p.num_splits > 1;
-  constexpr bool kIsNatural = ScoreMod::kHasBias;
+  constexpr bool kIsNatural = ScoreMod::kIsNatural;
   float sink = p.sinks == nullptr || is_split ? -infinity() : in_score_unit(kIsNatural, p.sinks[head]);
   Out* gO = query_rows(static_cast<Out*>(p.out), p.out_strides, s, head);
 #pragma unroll

@@ -53,10 +53,10 @@ struct FwdSm80 {
   using Tile = QueryTile<Config, Mask, SeqInfo>;
   using Packing = HeadPacking<Config>;
   using Rows = FragmentRows<Config>;
-  using Softmax = WarpSoftmax<Config::kMTiles, ScoreMod::kHasBias>;
+  using Softmax = WarpSoftmax<Config::kMTiles, ScoreMod::kIsNatural>;
   using TileQK = SwizzledTile<Config::kHeadDim>;
   using TileV = SwizzledTile<Config::kHeadDimV>;
-  static constexpr bool kIsNatural = ScoreMod::kHasBias;
+  static constexpr bool kIsNatural = ScoreMod::kIsNatural;
   static constexpr i32 kBlockN = Config::kBlockN, kMTiles = Config::kMTiles, kNumStages = Config::kNumStages;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per m16 tile
   static constexpr i32 kDepthSteps = Config::kHeadDim / 16;

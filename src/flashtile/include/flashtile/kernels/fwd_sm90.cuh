@@ -69,12 +69,12 @@ struct FwdSm90 {
   using Item = WorkItem<Config, Mask, SeqInfo>;
   using Packing = HeadPacking<Config>;
   using Rows = FragmentRows<Config>;
-  static constexpr bool kIsNatural = ScoreMod::kHasBias;
+  static constexpr bool kIsNatural = ScoreMod::kIsNatural;
   static constexpr i32 kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
   static constexpr bool kHasOptions = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;
   static constexpr bool kIsBranching = Config::kRescalesLazily && Config::kIsSoftmaxBound && !kHasOptions;
-  using Softmax = typename SoftmaxKind<kIsBranching, Config::kRescalesLazily, ScoreMod::kHasBias>::Type;
+  using Softmax = typename SoftmaxKind<kIsBranching, Config::kRescalesLazily, ScoreMod::kIsNatural>::Type;
   // Under a band, unmasked tiles run a loop of their own
   static constexpr bool kSeparatesMasked = Mask::kHasBand && !kHasOptions && Config::kIsSoftmaxBound;
   // Unmasked tiles take the maxima of the tiles before: theirs are found only if probabilities grow. With 128 columns

@@ -49,9 +49,9 @@ struct FwdSm90F32 {
   using Item = WorkItem<Config, Mask, SeqInfo>;
   using Rows = FragmentRows<Config>;
   // Lazily: O and l are rescaled only where a probability would exceed 2, so that rounding errors do not add up
-  using Softmax = OnlineSoftmax<true, ScoreMod::kHasBias, 1>;
+  using Softmax = OnlineSoftmax<true, ScoreMod::kIsNatural, 1>;
   static constexpr bool kIsHalf = Config::kIsHalf;
-  static constexpr bool kIsNatural = ScoreMod::kHasBias;
+  static constexpr bool kIsNatural = ScoreMod::kIsNatural;
   static constexpr i32 kBlockN = Config::kBlockN, kNumParts = Config::kNumParts;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
   static constexpr bool kMasksAlways = ScoreMod::kChangesScores || Mask::kHasBool || Dropout::kIsOn;

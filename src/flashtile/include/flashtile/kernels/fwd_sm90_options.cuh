@@ -10,7 +10,7 @@
 
 #include "flashtile/attn/block_range.cuh"
 #include "flashtile/attn/mask_bits.cuh"
-#include "flashtile/attn/score_unit.cuh"
+#include "flashtile/attn/score.cuh"
 #include "flashtile/attn/work_item.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/kernels/fwd_sm90_params.cuh"
@@ -61,12 +61,10 @@ struct FwdSm90Options {
   using Rows = FragmentRows<Config>;
   static constexpr i32 kNumBiasStages = Bias::kNumStages;
   using BiasStages = Ring<kNumBiasStages>;
-  static constexpr bool kIsNatural = ScoreMod::kHasBias;
+  using Scores = Score<ScoreMod>;
+  using Tanh = typename Scores::Tanh;
   static constexpr i32 kBlockN = Config::kBlockN, kScores = kBlockN / 2;
-  // The softcap's tanh: tanh.approx for bfloat16; else 1 - 2 / (1 + e^2x), which cancels where |x| is small, so that
-  // its error grows with the cap
-  static constexpr bool kIsRough = kIsSame<typename Config::Element, bf16_t>;
-  static constexpr float kLargestFastSoftcap = 256.0f;
+  static constexpr bool kIsRough = kIsSame<typename Config::Element, bf16_t>;  // so may the softcap's tanh be
   static constexpr u32 kAllColumns = 0xffffffffu;
   using Offset = MaskOffset<Config>;
 
@@ -88,11 +86,11 @@ struct FwdSm90Options {
   // What a thread keeps of its two rows of a work item. Scope: thread.
   struct RowState {
     Offset bits[2];  // where its rows of the mask's bits begin
-    float slope[2];  // of ALiBi
+    typename Scores::Rows scores;
 
     template <class Item>
     FT_DEVICE RowState(const FwdSm90Params& params, const Item& item, i32 consumer) {
-      if constexpr (Mask::kHasBool || ScoreMod::kHasAlibi) {
+      if constexpr (Mask::kHasBool || Scores::kHasRows) {
         const Params& p = params.base;
         const Tile& tile = item.tile;
         Rows rows(p, tile, consumer);
@@ -105,13 +103,7 @@ struct FwdSm90Options {
             if constexpr (mutates(Mutation::fwd_sm90_mask_row)) i = max_of(i - 1, i_first);
             bits[r] = item.template row_offset<Config>(head - tile.coord.head, i - i_first);
           }
-          if constexpr (ScoreMod::kHasAlibi) {
-            if (r == 0 || Config::kPacksHeads) {
-              slope[r] = in_score_unit(kIsNatural, p.alibi_slopes[tile.s.batch_idx * p.alibi_batch_stride + head]);
-            } else {
-              slope[r] = slope[0];
-            }
-          }
+          scores.template find<!Config::kPacksHeads>(r, p, tile.s, head, i);
         }
       }
     }
@@ -143,16 +135,16 @@ struct FwdSm90Options {
     if constexpr (Mask::kHasBool && kIsMasked) asm volatile("" : "+r"(early.seen[0]), "+r"(early.seen[1]));
     if constexpr (ScoreMod::kChangesScores) {
       auto apply = [&](auto is_exact) {
-        constexpr bool kIsExact = decltype(is_exact)::kValue;
+        constexpr Tanh kTanh = kIsRough ? Tanh::kRough : decltype(is_exact)::kValue ? Tanh::kExact : Tanh::kFast;
         // Where all keys of the warp's rows are on one side of the diagonal, the sign of the distances is known
         i32 side = ScoreMod::kHasAlibi ? side_of_diagonal(p, tile, consumer, n) : 0;
         if (ScoreMod::kHasAlibi && side != 0) {
-          score<kIsExact, true>(p, bias, tile, consumer, n, state, side, num_biases, rS);
+          score<kTanh, true>(p, bias, tile, consumer, n, state, side, num_biases, rS);
         } else {
-          score<kIsExact, false>(p, bias, tile, consumer, n, state, 0, num_biases, rS);
+          score<kTanh, false>(p, bias, tile, consumer, n, state, 0, num_biases, rS);
         }
       };
-      if (ScoreMod::kHasSoftcap && !kIsRough && p.softcap > kLargestFastSoftcap) {
+      if (ScoreMod::kHasSoftcap && !kIsRough && Scores::needs_exact_tanh(p)) {
         apply(Constant<true>());
       } else {
         apply(Constant<false>());
@@ -188,21 +180,21 @@ struct FwdSm90Options {
     return first >= kBlockN - 1 ? 1 : first + num_queries - 1 <= 0 ? -1 : 0;
   }
 
-  // Scale, softcap, ALiBi and bias, in this order. With kIsOneSided, `side` is the sign of all distances. Scope: warp.
-  template <bool kIsExact, bool kIsOneSided>
+  // With kIsOneSided, `side` is the sign of all distances. Scope: warp.
+  template <Tanh kTanh, bool kIsOneSided>
   FT_DEVICE static void score(const Params& p, Bias& bias, const Tile& tile, i32 consumer, i32 n, const RowState& state,
                               i32 side, u32& num_biases, float (&rS)[kScores]) {
-    float cap = kIsNatural ? p.softcap : p.softcap * kLog2e;
-    float factor = ScoreMod::kHasSoftcap ? p.softcap_factor : kIsNatural ? p.scale : p.scale_log2;
-    float slope[2], first[2];  // ALiBi: slope, and the distance of the first column, times the slope if kIsOneSided
-    if constexpr (ScoreMod::kHasAlibi) {
+    typename Scores::template ForwardTile<kTanh, kIsOneSided> scores(p);
+    if constexpr (Scores::kHasRows) {
       Rows rows(p, tile, consumer);
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
         i32 distance = rows.i[r] + tile.s.offset - n * kBlockN - fragment_column();
         if constexpr (mutates(Mutation::fwd_sm90_alibi)) distance -= tile.s.offset;
-        slope[r] = kIsOneSided && side < 0 ? -state.slope[r] : state.slope[r];
-        first[r] = (kIsOneSided ? -slope[r] : 1.0f) * static_cast<float>(distance);
+        scores.place(r, state.scores, distance, side);
+        if constexpr (ScoreMod::kHasFunction) {
+          scores.place_at(r, tile.s, state.scores, rows.i[r], n * kBlockN + fragment_column());
+        }
       }
     }
     u32 address = 0;
@@ -217,31 +209,7 @@ struct FwdSm90Options {
 #pragma unroll
       for (i32 x = 0; x < 8; ++x) {
         i32 r = x / 2 % 2, column = 8 * (b + x / 4) + x % 2;
-        float& s = rS[4 * b + x];
-        if constexpr (ScoreMod::kHasSoftcap) {
-          if constexpr (kIsRough) {
-            s = cap * tanh_approx(s * factor);
-          } else if constexpr (kIsExact) {
-            s = cap * tanh_by_exp2(s * factor);
-          } else {
-            s = fmaf(reciprocal(1.0f + exp2_approx(s * (2.0f * kLog2e * factor))), -2.0f * cap, cap);
-          }
-          if constexpr (ScoreMod::kHasBias && !ScoreMod::kHasAlibi) s += added[x];
-        } else if constexpr (ScoreMod::kHasBias && !ScoreMod::kHasAlibi) {
-          s = fmaf(s, factor, added[x]);
-        } else if constexpr (!ScoreMod::kHasAlibi) {
-          s *= factor;
-        }
-        if constexpr (ScoreMod::kHasAlibi) {
-          if constexpr (kIsOneSided) {
-            float step = fmaf(slope[r], static_cast<float>(column), first[r]);
-            s = ScoreMod::kHasSoftcap ? s + step : fmaf(s, factor, step);
-          } else {
-            float distance = fabsf(first[r] - static_cast<float>(column));
-            s = fmaf(-slope[r], distance, ScoreMod::kHasSoftcap ? s : s * factor);
-          }
-          if constexpr (ScoreMod::kHasBias) s += added[x];
-        }
+        scores.score(p, rS[4 * b + x], r, column, ScoreMod::kHasBias ? added[x] : 0.0f);
       }
     }
     if constexpr (ScoreMod::kHasBias) {

@@ -22,6 +22,7 @@
 #include "flashtile/attn/lazy_softmax.cuh"
 #include "flashtile/attn/mask_bits.cuh"
 #include "flashtile/attn/merge.cuh"
+#include "flashtile/attn/score.cuh"
 #include "flashtile/core/mutation.cuh"
 #include "flashtile/kernels/fwd_sm90_short_params.cuh"
 #include "flashtile/tile/epilogue.cuh"
@@ -42,17 +43,18 @@ struct alignas(1024) FwdSm90ShortStorage {
   u64 full_kv[Config::kNumStages], empty_kv[Config::kNumStages];
 };
 
-template <class Config, class Mask, class BiasElement>
+template <class Config, class Mask, class ScoreMod>
 struct FwdSm90Short {
   using T = typename Config::Element;
+  using BiasElement = typename ScoreMod::BiasElement;
   using Out = typename Config::OutElement;
   using Storage = FwdSm90ShortStorage<Config>;
   using Walk = ItemWalk<Config, Mask>;
   using Queries = Ring<Config::kNumQueryStages>;
   using Keys = Ring<Config::kNumStages>;
-  static constexpr bool kHasBias = !kIsSame<BiasElement, NoBias>;  // scores are then natural
-  static constexpr bool kMayBeEmpty = Mask::kHasBand;              // a row may see no key of its first tiles
-  using Softmax = typename SoftmaxKind<!Config::kIsOneTile, false, kHasBias>::Type;
+  static constexpr bool kHasBias = ScoreMod::kHasBias;
+  static constexpr bool kMayBeEmpty = Mask::kHasBand;  // a row may see no key of its first tiles
+  using Softmax = typename SoftmaxKind<!Config::kIsOneTile, false, ScoreMod::kIsNatural>::Type;
   static constexpr i32 kBlockN = Config::kBlockN;
   static constexpr i32 kScores = kBlockN / 2, kOutputs = Config::kHeadDimV / 2;  // registers per thread
   // A tile of over 128 keys takes two products: one would need more registers than ptxas allows it
@@ -183,7 +185,7 @@ struct FwdSm90Short {
 #pragma unroll
       for (i32 x = 0; x < 8; ++x) {
         BiasElement bias{static_cast<u16>(words[x / 2] >> x % 2 * 16)};
-        rS[8 * step + x] = fmaf(rS[8 * step + x], p.scale, to_float(bias));
+        rS[8 * step + x] = Score<ScoreMod>::scaled(p, rS[8 * step + x], to_float(bias));
       }
     }
   }
@@ -327,7 +329,7 @@ struct FwdSm90Short {
 
   FT_DEVICE static void consume(const FwdSm90ShortParams& params, Storage& shared, i32 consumer) {
     const Params& p = params.base;
-    float factor = kHasBias ? exponent_factor(true) : p.scale_log2;
+    float factor = kHasBias ? exponent_factor(ScoreMod::kIsNatural) : p.scale_log2;
     i32 index = consumer;
     for (Walk walk(p); walk.first_item < walk.num_items; walk.next()) {
       if (index >= walk.item_end()) skip(shared, walk.ring, walk.ring_end());
@@ -349,10 +351,10 @@ template <class Config, class Mask, class ScoreMod, class Dropout, class SeqInfo
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
     fwd_sm90_short_kernel(const FT_GRID_CONSTANT FwdSm90ShortParams params) {
   static_assert(Load::kIsAligned16, "TMA reads no unaligned rows");
-  static_assert(!ScoreMod::kHasSoftcap && !ScoreMod::kHasAlibi && !Mask::kHasBool && !Dropout::kIsOn);
+  static_assert(ScoreMod::kNumOptions == ScoreMod::kHasBias && !Mask::kHasBool && !Dropout::kIsOn);
   static_assert(!SeqInfo::kHasLengths && !KvSource::kIsPaged);
   static_assert(!(Config::kIsOneTile && Mask::kHasBand) && !(!Config::kIsOneTile && ScoreMod::kHasBias));
-  using Kernel = FwdSm90Short<Config, Mask, typename ScoreMod::BiasElement>;
+  using Kernel = FwdSm90Short<Config, Mask, ScoreMod>;
   extern __shared__ __align__(1024) char shared_bytes[];
   typename Kernel::Storage& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
 

@@ -44,7 +44,7 @@ struct FwdSm90Wide {
   using Storage = FwdSm90WideStorage<Config, Mask, SeqInfo>;
   using Tile = QueryTile<Config, Mask, SeqInfo>;
   using Rows = FragmentRows<Config>;
-  using Softmax = OnlineSoftmax<true, ScoreMod::kHasBias>;
+  using Softmax = OnlineSoftmax<true, ScoreMod::kIsNatural>;
   using EndOfRow = FwdSm80<Config, Mask, ScoreMod, Dropout, SeqInfo, KvSource<false>, Load<true>>;
   using StagesK = Ring<Config::kStagesK>;
   using StagesV = Ring<Config::kStagesV>;
@@ -318,7 +318,7 @@ struct FwdSm90Wide {
   }
 
   FT_DEVICE static void consume_first(const Params& p, Storage& shared, const Tile& tile, i32 rank) {
-    float factor = ScoreMod::kChangesScores ? exponent_factor(ScoreMod::kHasBias) : p.scale_log2;
+    float factor = ScoreMod::kChangesScores ? exponent_factor(ScoreMod::kIsNatural) : p.scale_log2;
     Softmax softmax;
     float rO[kSlabsFirst * 32];
 #pragma unroll
