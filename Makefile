@@ -75,6 +75,7 @@ lint: .venv/ready
 	$(LIST_NATIVE_SOURCES) | xargs -0 $(BIN)/clang-format --dry-run --Werror
 	$(BIN)/mypy
 	$(BIN)/python tools/check_layers.py
+	$(BIN)/python tools/check_words.py
 	$(BIN)/python tools/make_wgmma.py --check
 	$(BIN)/python tools/make_arguments.py --check
 

@@ -59,7 +59,8 @@ class Request:
 
 
 class Pages:
-    """Which pages are free, and which of them each slot has. Slots and their requests are the same for both caches."""
+    """Pages of the cache: which are free, and which each slot has. Slots and their requests are the same for both
+    caches."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.page_size, self.per_slot = options.page_size, -(-options.capacity // options.page_size)
@@ -190,7 +191,7 @@ class Server:
         self.num_steps = 0
 
     def logits(self) -> Tensor:
-        """Of every slot; its token is in the cache then."""
+        """Returns the logits of every slot, whose token is in the cache then."""
         found = self.model(self.tokens[:, None], self.cache, slice(0, len(self.slots)), self.lengths)
         self.lengths += self.is_busy
         return found

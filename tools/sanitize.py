@@ -270,7 +270,7 @@ def special_jobs(family: Family[Any], dtype: str, arch: Arch) -> Iterator[Job]:
 
 
 def defines_for(tool: str, entry: str) -> list[str]:
-    """What the kernel of this name is compiled with for a tool."""
+    """Returns what the kernel of this name is compiled with for a tool."""
     build = BUILDS.get(tool)
     return [build.define] if build is not None and build.entries.search(entry) else []
 
@@ -341,7 +341,7 @@ class Run:
                 signal.signal(number, handler)
 
     def output(self, command: Sequence[str], limit_s: float) -> str:
-        """What a process prints until its end, its limit or that of the run."""
+        """Returns what a process prints until its end, its limit or that of the run."""
         limit_s = min(limit_s, self.remaining())
         with self._guard:
             if self.ended_by or limit_s <= 0:
@@ -376,7 +376,7 @@ def units_of(jobs: Sequence[Job]) -> list[tuple[str, str]]:
 
 
 def fault_units(names: Sequence[str]) -> list[tuple[str, str]]:
-    """The same of the kernels with these faults."""
+    """Returns the units of the kernels with these faults."""
     with native.record_launches() as units:
         for name in names:
             run_fault(name)
@@ -406,8 +406,8 @@ def compile_units(units: dict[str, list[tuple[str, str]]], arch: Arch, run: Run)
 
 
 def faults(tool: str, arch: Arch, names: Sequence[str] | None = None) -> list[str]:
-    """What is planted for a tool: a fault in the kernels of every GPU, and one in those of a family where it runs.
-    `names`: the first, and those of these families."""
+    """Returns what is planted for a tool: a fault in the kernels of every GPU, and one in those of a family where it
+    runs. `names`: the first, and those of these families."""
     tools = {"missing_barrier": "racecheck"}
     reachable = [
         mutation
@@ -520,7 +520,7 @@ def joined(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @dataclass
 class Summary:
-    """What one run has seen so far: enough to print at any time."""
+    """Record of what one run has seen so far: enough to print at any time."""
 
     calls: dict[str, int]  # of each family, that a tool has to watch
     kernels: int

@@ -75,7 +75,7 @@ def compare(problem: Problem, results: Results, expected: Expected, tally: Tally
 
 
 def check(problem: Problem, ref: Reference, tally: Tally) -> list[str]:
-    """What is wrong with the problem on every backend that takes it."""
+    """Returns what is wrong with the problem on every backend that takes it."""
     wrong = []
     expected: Expected | None = None
     torch.set_num_threads(problem.threads)

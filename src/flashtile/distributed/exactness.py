@@ -221,7 +221,7 @@ def whole_result(group: Any, inputs: Inputs, way: Way, mesh: Any = None) -> Resu
 
 
 def _summed(tensor: Tensor, group: Any) -> Tensor:
-    """Of what each rank has, in float64; by the host, since gloo takes no tensors of a GPU."""
+    """Returns the sum of what each rank has, in float64, made by the host: gloo takes no tensors of a GPU."""
     is_gloo = dist.get_backend(group) == "gloo"
     total = tensor.to("cpu" if is_gloo else tensor.device, torch.float64)
     dist.all_reduce(total, group=group)
@@ -229,7 +229,7 @@ def _summed(tensor: Tensor, group: Any) -> Tensor:
 
 
 def judge(group: Any, inputs: Inputs, way: Way, mesh: Any = None) -> list[str]:
-    """What is wrong with the whole result; rank 0 has it."""
+    """Returns what is wrong with the whole result; rank 0 has it."""
     ours = whole_result(group, inputs, way, mesh)
     return disagreements(ours, inputs) if dist.get_rank(group) == 0 else []
 
@@ -291,7 +291,7 @@ class Exactness:
 
 
 def measure(group: Any, name: str, inputs: Inputs, way: Way, expected: Expected | None = None) -> Exactness | None:
-    """On rank 0; None on the others."""
+    """Returns the measurement on rank 0, and None on the others."""
     ours = whole_result(group, inputs, way)
     again = whole_result(group, inputs, way) if inputs.args.deterministic else ours
     is_ring = way.strategy == "ring"
@@ -367,7 +367,7 @@ def check(
 def check_group(
     group: Any, device: str, seed: int, names: Sequence[str], ways: Sequence[Way], seconds: float | None = None
 ) -> list[Exactness]:
-    """The same on every rank of a group; rank 0 has the results."""
+    """Runs the same checks on every rank of a group; rank 0 has the results."""
     found: list[Exactness] = []
     start = time.monotonic()
     for name in names:

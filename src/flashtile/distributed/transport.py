@@ -76,7 +76,7 @@ class Channel:
         return [json.loads(bytes(texts[rank].tolist())) for rank in range(self.size)]
 
     def _swapped(self, own: Tensor, sizes: dict[int, int]) -> dict[int, Tensor]:
-        """What each peer sent, for the same tensor to all of them."""
+        """Sends the same tensor to all peers and returns what each of them sent."""
         received = {peer: own.new_empty(size) for peer, size in sizes.items()}
         self.post([(peer, own) for peer in received], list(received.items()), _CHECKS).wait()
         return received
@@ -107,7 +107,7 @@ class Channel:
             return Pending(self, self._start(sends, receives, tag))
 
     def staged(self, tensor: Tensor) -> Tensor:
-        """What is handed to the backend: a copy in pinned memory where it takes no tensors of this device."""
+        """Returns what is handed to the backend: a copy in pinned memory where it takes no tensors of this device."""
         if not self.is_staged:
             return tensor
         copy, is_there = self._to_host(tensor)
@@ -218,7 +218,7 @@ class _SlowLink:
         self.bytes_per_s, self.latency_s, self.free_at = bytes_per_s, latency_s, 0.0
 
     def arrival(self, sends: Sequence[Message], receives: Sequence[Message]) -> float:
-        """When messages that are posted now have arrived."""
+        """Returns when messages that are posted now have arrived."""
         sizes = [sum(tensor.numel() * tensor.element_size() for _, tensor in some) for some in (sends, receives)]
         if not any(sizes):
             return 0.0
@@ -312,7 +312,7 @@ def group_of(mesh: Any, group: Any, dim: int = 0) -> Any:
 
 
 def timeout_of(timeout: float | None) -> float:
-    """As the operators take it: seconds, 0 = the group's own."""
+    """Returns the time limit as the operators take it: seconds, 0 = the group's own."""
     if timeout is None:
         return 0.0
     if not number("timeout", timeout) > 0.0:

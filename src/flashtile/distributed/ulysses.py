@@ -100,7 +100,7 @@ class _Plan:
         return shape
 
     def places(self, rank: int) -> list[range]:
-        """Where the rows of a rank stand among all rows."""
+        """Returns where the rows of a rank stand among all rows."""
         return local_rows(self.all_rows, self.ranges[rank])
 
 
@@ -190,7 +190,7 @@ class _Gathering(NamedTuple):
     timeout: float
 
     def places(self) -> list[list[range]]:
-        """Where the rows of each rank of the group stand among those of all."""
+        """Returns where the rows of each rank of the group stand among those of all."""
         size, _ = group_size_and_rank(self.group)
         shards = Shards(self.seqlen, self.num_shards, self.sharding)
         starts = [self.first + rank * self.merged for rank in range(size)]

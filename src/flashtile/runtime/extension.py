@@ -63,12 +63,12 @@ def params_bytes() -> int:
 
 @functools.cache
 def instruction_sets() -> tuple[str, ...]:
-    """What both this build and this processor have, the best first."""
+    """Returns what both this build and this processor have, the best first."""
     return tuple(_module().instruction_sets())
 
 
 def named_instruction_set() -> str | None:
-    """What FLASHTILE_CPU_ISA names, if anything."""
+    """Returns what FLASHTILE_CPU_ISA names, if anything."""
     wanted = os.environ.get(_ISA_SWITCH)
     if not wanted:
         return None
@@ -101,7 +101,7 @@ def executor() -> Any:
 
 
 def open_executor(device_type: str) -> str | None:
-    """From now on C++ handles calls on such devices ("host": the CPU engine). Why it cannot, or None."""
+    """Lets C++ handle calls on such devices ("host": the CPU engine) from now on. Returns why it cannot, or None."""
     try:
         switches = torch._C._get_deterministic_algorithms, torch._C._get_float32_matmul_precision
     except AttributeError as error:

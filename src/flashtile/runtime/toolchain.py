@@ -115,7 +115,7 @@ def _is_current(folder: str) -> bool:
 
 
 def named_file() -> Path | None:
-    """What FLASHTILE_NVRTC names, if anything."""
+    """Returns what FLASHTILE_NVRTC names, if anything."""
     asked = os.path.expanduser(os.environ.get("FLASHTILE_NVRTC", ""))
     if asked and not Path(asked).is_file():
         raise unsupported("FLASHTILE_NVRTC", f"{asked}, which is no file", f"the path of a {_ACCEPTED}", _HINT)

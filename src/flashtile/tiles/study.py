@@ -1,5 +1,5 @@
-"""Which tiles are studied, on which problems, and each of them as a provider of the benchmark. The product's selection
-knows none of it."""
+"""Tiles that are studied, their problems, and each tile as a provider of the benchmark. The product's selection knows
+none of it."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Trial:
         return f"{self.row.kernel} d={self.row.head_dim} {self.name}"
 
     def key(self, is_causal: bool, arch: Arch) -> PlanKey:
-        """Of a large plain call."""
+        """Returns the key of a large plain call."""
         row = self.row
         return PlanKey(row.dtype, row.out_dtype, row.head_dim, row.head_dim_v, Features(has_band=is_causal), arch)
 
@@ -143,7 +143,7 @@ class Trial:
         return families.find(self.family).refuse_arch(arch) or self.row.unfit(arch)
 
     def facts(self, is_causal: bool, arch: Arch) -> TileUse:
-        """What the compiled kernel takes; the driver is asked on the GPU at hand."""
+        """Returns what the compiled kernel takes; the driver is asked on the GPU at hand."""
         step = self.step(is_causal, arch)
         resources = cache.compile_cached(step.unit, arch.name, [step.entry]).resources(step.entry)
         function = executor.function(step.unit, step.entry, arch.name)
@@ -157,7 +157,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class TileUse:
-    """What a tile takes of a multiprocessor."""
+    """Resources of a multiprocessor that a tile takes."""
 
     step: Step
     resources: Resources
@@ -170,7 +170,7 @@ class TileUse:
 
     @cached_property
     def computed_occupancy(self) -> float:
-        """By kernels/arch.py, which knows no driver."""
+        """Returns the occupancy by kernels/arch.py, which knows no driver."""
         return self._share(
             self.arch.blocks_per_multiprocessor(self.step.num_threads, self.resources.registers, self.step.shared_bytes)
         )
