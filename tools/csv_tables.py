@@ -16,9 +16,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from flashtile.bench.rows import Environment, Row, read
-from flashtile.bench.tables import Table, labels, number
 from flashtile.errors import value_error
+from flashtile.lab.bench.rows import Environment, Row, read
+from flashtile.lab.bench.tables import Table, labels, number
 
 NAME = re.compile(r"(?P<file>[\w./*-]+):(?P<kind>[\w-]+)(\?(?P<where>[^#]*))?(#(?P<columns>.+))?")
 COMBINED: dict[str, Callable[[Sequence[float]], float]] = {"count": len, "min": min, "max": max}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from bench_fakes import ENV, provider, rows
 
-from flashtile.bench.rows import Row, Writer
+from flashtile.lab.bench.rows import Row, Writer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import make_docs
