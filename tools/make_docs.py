@@ -9,7 +9,8 @@ Everything between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` is filled in
 - rung/<name>: the notes at the head of that kernel of the ladder;
 - <folder>/check*.json, mutations.json or sanitize*.json: the record of a check;
 - <folder>/distributed_<what>.json: the table in it;
-- families: the kernel families, from the code.
+- families: the kernel families, from the code;
+- environment: the variables of the environment, from the code.
 The table between `<!-- support -->` and `<!-- /support -->` is compared with the code (support_table.py).
 A figure whose CSV has changed is drawn again.
 
@@ -33,6 +34,7 @@ import csv_tables
 import support_table
 import trace_ranks
 
+from flashtile.backends import environment
 from flashtile.cli import distributed as distributed_command
 from flashtile.errors import value_error
 from flashtile.kernels import families
@@ -78,6 +80,8 @@ def part(name: str, page: Path, results: Path, before: str = "") -> str:
         return "\n\n".join(f"**{word}.** {rung.note(word)}" for word in ("Changed", "Why", "Predicted", "Measured"))
     if name == "families":
         return families_table()
+    if name == "environment":
+        return environment_tables()
     if name.endswith(".json"):
         return record(results / name)
     chosen = csv_tables.choice(name, results)
@@ -219,6 +223,15 @@ def families_table() -> str:
         cells = (f"`{family.name}`", family.op, gpus, ", ".join(family.dtypes), limit, support, family.summary)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def environment_tables() -> str:
+    """A table of variables for each group of backends/environment.py."""
+    header = "| variable | accepted | default | what it does | when it is read |\n|---|---|---|---|---|"
+    return "\n\n".join(
+        "\n".join((f"**{name}**\n", header, *(f"| `{one.name}` | {' | '.join(one[1:])} |" for one in group)))
+        for name, group in environment.GROUPS.items()
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
