@@ -319,7 +319,7 @@ def serve(model: Llama, options: argparse.Namespace) -> list[Request]:
 
 
 def check(requests: Sequence[Request], model: Llama, options: argparse.Namespace) -> bool:
-    """Whether the tokens are those of a dense cache, and prints how many are."""
+    """Returns whether the tokens are those of a dense cache, and prints how many are."""
     Checker(model, DenseCache(options), options).serve(requests)
     shortfalls = [shortfall for request in requests for shortfall in request.shortfalls]
     num_equal, bound = sum(shortfall == 0 for shortfall in shortfalls), SHORTFALL[options.dtype]

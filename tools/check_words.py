@@ -19,8 +19,8 @@ FOLDERS = ("src/flashtile", "tools", "examples")
 # Of src/flashtile: their docstrings are not held to it
 UNCHECKED = ("backends", "kernels", "ops.py", "problem.py")
 FRAGMENT = re.compile(
-    r"(?:Also|And|As|Because|But|By|For|From|In|Its|Likewise|Not|Of|On|Or|Than|That|The same|Their|Those|To|What|When"
-    r"|Where|Which|Whose|With|Without)\b"
+    r"(?:Also|And|As|Because|Behind|But|By|For|From|How|In|Its|Likewise|Not|Of|On|Or|Over|Per|Than|That|The one"
+    r"|The same|Their|Those|To|Until|What|When|Where|Whether|Which|Whose|Why|With|Without)\b"
 )
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

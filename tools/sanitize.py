@@ -462,8 +462,9 @@ def watch(
 
 
 def read(tool: str, output: str) -> dict[str, Any]:
-    """How many errors a tool counts in the end (None: it was killed before), its first words about them and the kernels
-    in them, the reports it printed and the calls it has watched by family, and the kernels that were launched."""
+    """Returns how many errors a tool counts in the end (None: it was killed before), its first words about them and the
+    kernels in them, the reports it printed and the calls it has watched by family, and the kernels that were launched.
+    """
     found = TOOLS[tool].search(output)
     lines = [line.strip("= ") for line in output.splitlines() if line.startswith("=========")]
     said = [line for line in lines if line not in ("", "COMPUTE-SANITIZER")]
@@ -499,7 +500,7 @@ def watch_share(
 
 
 def num_shares(tools: Sequence[str]) -> dict[str, int]:
-    """How many processes each tool gets: as many as there are cores, at least one each."""
+    """Returns how many processes each tool gets: as many as there are cores, at least one each."""
     part = (os.cpu_count() or 1) / sum(WEIGHTS[tool] for tool in tools)
     return {tool: max(1, int(part * WEIGHTS[tool])) for tool in tools}
 

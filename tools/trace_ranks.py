@@ -78,7 +78,7 @@ def kind(name: str, category: str) -> str:
 
 
 def hidden_us(event: dict[str, Any], others: list[tuple[float, float]]) -> float:
-    """How long an event runs beside the others, which are sorted by their starts."""
+    """Returns how long an event runs beside the others, which are sorted by their starts."""
     begin, end = event["start_us"], event["start_us"] + event["us"]
     total, at = 0.0, begin
     for first, last in others:

@@ -46,7 +46,7 @@ class Tally:
 
 
 def judge(name: str, got: torch.Tensor, value: Any, bound: Any, dtype: str, tally: Tally) -> str | None:
-    """Why a result is wrong; None if it is right."""
+    """Returns why a result is wrong; None if it is right."""
     if str(got.dtype) != f"torch.{dtype}":
         return f"{name} is {got.dtype}, expected {dtype}"
     if tuple(got.shape) != value.shape:

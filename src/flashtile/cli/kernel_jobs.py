@@ -32,7 +32,7 @@ class Job:
 
     @property
     def is_chosen(self) -> bool:
-        """Some call with the features of this key takes the family."""
+        """True if some call with the features of this key takes the family."""
         return self.family is None or self.family in _chosen_families(dataclasses.replace(self.key, classes=()))
 
     @property

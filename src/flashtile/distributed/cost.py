@@ -49,7 +49,7 @@ LINKS = {
 
 @dataclass(frozen=True)
 class Device:
-    """How fast one rank computes."""
+    """Speed of one rank."""
 
     name: str
     forward_flops: float  # per second
@@ -113,7 +113,7 @@ class Estimate:
 
 
 def _below(rows: int, columns: int, diagonal: int) -> int:
-    """How many (i, j) of a rectangle have j <= i + diagonal."""
+    """Returns how many (i, j) of a rectangle have j <= i + diagonal."""
     first = max(0, -diagonal)  # the first row that has any
     full = min(max(columns - 1 - diagonal, first), rows)  # the first that has all
     if first >= rows:
@@ -419,8 +419,8 @@ _NUMBERS = tuple(field.name for field in dataclasses.fields(Work))
 
 
 def choose(given: Any, size: int) -> str:
-    """Every rank must choose alike: nothing but what they share is looked at. While torch.compile traces, the bounds of
-    documents are not known, and sizes are rounded up."""
+    """Chooses a strategy. Every rank must choose alike: nothing but what they share is looked at. While torch.compile
+    traces, the bounds of documents are not known, and sizes are rounded up."""
     args: AttentionArgs = given.args
     if args.bias is not None or args.mask is not None:
         return "ring"

@@ -26,7 +26,7 @@ from flashtile.testing import Case, Expected, Inputs, Result, disagreements, exp
 
 @dataclass(frozen=True)
 class Way:
-    """How a call is made."""
+    """Way in which a call is made."""
 
     strategy: str
     sharding: str = "zigzag"
@@ -138,7 +138,7 @@ def packed_inputs(seed: int, lengths: Sequence[int], like: Case = PLAIN, device:
 
 
 def refusal(inputs: Inputs, way: Way, num_ranks: int) -> str | None:
-    """Why a call cannot be made this way, or None."""
+    """Returns why a call cannot be made this way, or None."""
     args = inputs.args
     if way.strategy != "ulysses":
         return None
@@ -235,8 +235,8 @@ def judge(group: Any, inputs: Inputs, way: Way, mesh: Any = None) -> list[str]:
 
 
 def least_keys(args: AttentionArgs, num_ranks: int, sharding: str) -> int:
-    """How many keys all ranks together must send in a forward pass: each goes once to each other rank that has a query
-    which causal mask, window and documents let see it. Counted from the whole score matrix."""
+    """Returns how many keys all ranks together must send in a forward pass: each goes once to each other rank that has
+    a query which causal mask, window and documents let see it. Counted from the whole score matrix."""
     row = row_axis(args.layout)
     num_queries, num_keys = args.q.shape[row], args.k.shape[row]
     i, j = torch.arange(num_queries)[:, None], torch.arange(num_keys)
@@ -262,7 +262,7 @@ def _rows(seqlen: int, num_ranks: int, sharding: str, rank: int) -> list[int]:
 
 
 def sent_keys(group: Any, inputs: Inputs, way: Way) -> int:
-    """How many keys, with their values, all ranks together send in a forward pass."""
+    """Returns how many keys, with their values, all ranks together send in a forward pass."""
     args, row = inputs.args, row_axis(inputs.args.layout)
     k, v = args.k, args.v
     per_key = (k.numel() + v.numel()) // max(1, k.shape[row]) * k.element_size()

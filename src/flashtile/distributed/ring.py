@@ -135,7 +135,7 @@ class _Pass:
 
     @property
     def is_gathered(self) -> bool:
-        """All ranks must agree: only what they share may decide."""
+        """True if keys are gathered. All ranks must agree: only what they share may decide."""
         args = self.args
         if args.transport != "auto":
             return args.transport == "gather"

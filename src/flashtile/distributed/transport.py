@@ -82,7 +82,7 @@ class Channel:
         return received
 
     def mark(self) -> Mark:
-        """Behind what has been launched on the current stream so far."""
+        """Marks the place behind what has been launched on the current stream so far."""
         return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0, behind: Mark = None) -> Pending:
@@ -194,7 +194,7 @@ class Pending:
         self.ready_at = 0.0
 
     def wait(self) -> None:
-        """Until everything is there, for what is launched on the current stream from now on."""
+        """Lets what is launched on the current stream from now on wait until everything is there."""
         if self.send is not None:
             self.started += self.send()
         limit = datetime.timedelta(seconds=self.channel.timeout)

@@ -24,7 +24,7 @@ def head_range(heads: int, group: int, size: int, rank: int) -> range:
 
 
 def refusal(heads: int, heads_kv: int, size: int) -> str | None:
-    """Why so many heads cannot be dealt out, or None."""
+    """Returns why so many heads cannot be dealt out, or None."""
     if heads % size:
         return f"{heads} query heads are not a multiple of {size} ranks"
     group, per_rank = heads // heads_kv, heads // size

@@ -201,7 +201,8 @@ def attention_mask_for(
 
 
 def _check_over_ranks(padding: Tensor | None, q_length: int, kv_length: int) -> None:
-    """Over the rows of all ranks the attention function masks by itself; of padding a rank knows its own."""
+    """Checks a call over several ranks. The attention function masks the rows of all ranks by itself; a rank knows the
+    padding of its own rows only."""
     if q_length != kv_length or not _hides_nothing(padding, kv_length):
         raise unsupported(
             "attention_mask", "padding or a cache inside context_parallel", "whole sequences without padding"

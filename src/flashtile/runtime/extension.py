@@ -1,4 +1,4 @@
-"""The C++ extension flashtile._C: there or not, why not, and its functions. Whoever needs it asks `missing` first."""
+"""The C++ extension flashtile._C: its functions, or why it is not there. Whoever needs it asks `missing` first."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
 
 
 def missing() -> str | None:
-    """Why there is no extension, or None."""
+    """Returns why there is no extension, or None."""
     return _load()[1]
 
 
@@ -79,7 +79,7 @@ def named_instruction_set() -> str | None:
 
 
 def instruction_set() -> str:
-    """The one that runs."""
+    """Returns the instruction set that runs."""
     return named_instruction_set() or instruction_sets()[0]
 
 

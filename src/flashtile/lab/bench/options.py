@@ -28,7 +28,7 @@ class Option:
 
     @property
     def changes_scores(self) -> bool:
-        """Whether scores are changed or hidden, other than by a causal mask."""
+        """True if scores are changed or hidden, other than by a causal mask."""
         return bool(self.window is not None or self.softcap or self.has_alibi or self.has_bias or self.mask)
 
 

@@ -87,7 +87,7 @@ def choose(text: str | None, is_grid: bool, option: str = "--backends") -> list[
 
 
 def missing(provider: Provider) -> str | None:
-    """Why the provider's package cannot be used here, or None."""
+    """Returns why the provider's package cannot be used here, or None."""
     if not provider.requires:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Terminal output: tables, progress bars and the list of written files."""
+"""Terminal output of all commands of the laboratory: tables, progress bars and the list of written files."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Float32Drawer(Drawer):
         )
 
     def _is_taken(self, trial: Trial) -> bool:
-        """Whether the chosen families take the call."""
+        """True if the chosen families take the call."""
         if not self.chosen or (arch := self.arch) is None:
             return True
         args = trial.make("cpu").args

@@ -1,4 +1,4 @@
-"""How many problems it takes to notice each fault that can be planted in a kernel: the check of the check."""
+"""Counts the problems that it takes to notice each fault that can be planted in a kernel: the check of the check."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def fitted(trial: Trial, mutation: Mutation, device: str) -> Trial | None:
 
 
 def _reaches(trial: Trial, device: str) -> bool:
-    """One of the kernels that it launches has the fault."""
+    """True if one of the kernels that the call launches has the fault."""
     args, ops = trial.make(device).args, ("forward", "backward") if trial.has_backward else ("forward",)
     needs_bias_grad = trial.has_backward and args.bias is not None
     problem = Problem.of(args._replace(needs_grad=trial.has_backward, needs_bias_grad=needs_bias_grad))

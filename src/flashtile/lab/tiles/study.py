@@ -103,7 +103,7 @@ STUDIES = (
 
 
 def studies(dtype: str | None) -> list[Study]:
-    """The one of a dtype, or all."""
+    """Returns the study of a dtype, or all."""
     found = [study for study in STUDIES if dtype in (None, study.dtype)]
     if not found:
         raise value_error("--dtype", repr(dtype), ", ".join(study.dtype for study in STUDIES) + " with --tiles")
@@ -135,11 +135,11 @@ class Trial:
         return step
 
     def is_chosen(self, is_causal: bool, arch: Arch) -> bool:
-        """Whether a large plain call takes this tile."""
+        """True if a large plain call takes this tile."""
         return families.find(self.family).select(self.row.kernel, self.key(is_causal, arch)) == self.row
 
     def why_not(self, arch: Arch) -> str | None:
-        """Why it cannot run on the architecture, or None."""
+        """Returns why the tile cannot run on the architecture, or None."""
         return families.find(self.family).refuse_arch(arch) or self.row.unfit(arch)
 
     def facts(self, is_causal: bool, arch: Arch) -> TileUse:
