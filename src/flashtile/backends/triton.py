@@ -165,7 +165,7 @@ def _kernels() -> Any:
 
 @functools.cache
 def _missing(is_interpreted: bool, device_index: int) -> str | None:
-    """Why no kernel can be compiled for that GPU or launched on it, or None."""
+    """Returns why no kernel can be compiled for that GPU or launched on it, or None."""
     try:
         version = importlib.import_module("triton").__version__
     except ImportError as error:
@@ -259,7 +259,7 @@ def _contiguous_rows(tensor: Tensor) -> Tensor:
 
 
 def _is_aligned16(tensor: Tensor) -> bool:
-    """Whether rows can be copied 16 bytes at a time."""
+    """True if rows can be copied 16 bytes at a time."""
     strides = (stride for stride, length in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if length > 1)
     return tensor.data_ptr() % 16 == 0 and tensor.shape[-1] % 8 == 0 and all(stride % 8 == 0 for stride in strides)
 
