@@ -110,8 +110,8 @@ class Channel:
         """Returns what is handed to the backend: a copy in pinned memory where it takes no tensors of this device."""
         if not self.is_staged:
             return tensor
-        copy, is_there = self._to_host(tensor)
-        is_there.synchronize()
+        copy, copied = self._to_host(tensor)
+        copied.synchronize()
         return copy
 
     def _to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
@@ -133,8 +133,8 @@ class Channel:
         assert landing is not None
 
         def send() -> list[Started]:
-            for _, _, is_there in copies:
-                is_there.synchronize()
+            for _, _, copied in copies:
+                copied.synchronize()
             return self._start([(peer, copy) for peer, copy, _ in copies], [], tag)
 
         def land() -> None:
