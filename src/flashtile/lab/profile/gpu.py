@@ -11,6 +11,7 @@ from flashtile.kernels.arch import ARCHS, Arch, arch_named
 
 @functools.cache
 def current_arch(index: int = 0) -> Arch:
+    """Returns what the GPU is taken for. Raises Unsupported where it is too old."""
     arch = device_arch(index)
     if arch is None:
         major, minor = capability(index)
