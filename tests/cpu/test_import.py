@@ -17,6 +17,7 @@ from flashtile.cli import info
 from flashtile.kernels.arch import ARCHS
 
 ROOT = Path(__file__).resolve().parents[2]
+BUILD = (ROOT / "setup.py", ROOT / "tools" / "build_backend.py")
 WITHOUT_NUMPY = """
 import sys
 
@@ -65,7 +66,7 @@ NONSENSE = {
     "FLASHTILE_STRICT": ("false", "accepted: 0 or 1."),
     "FLASHTILE_CHECK": ("yes", "accepted: 0 or 1."),
     "FLASHTILE_CACHE": ("2", "accepted: 0 or 1."),
-    "FLASHTILE_NVRTC": ("/none/libnvrtc.so.13", "which is no file; accepted: the path of a libnvrtc"),
+    "FLASHTILE_NVRTC": ("/none/libnvrtc.so.13", "which is no file; accepted: the path of NVRTC of CUDA"),
     "FLASHTILE_EXECUTOR": ("rust", "accepted: c++ or python. Unset it."),
     "FLASHTILE_CPU_ISA": ("sse9", "baseline. Unset it."),
     "FLASHTILE_FAMILY": ("fwd_simt,fwd_sm91", "accepted: "),
@@ -97,7 +98,7 @@ def test_nonsense_is_refused_at_import(name: str) -> None:
 def test_every_variable_is_known() -> None:
     """A variable that the sources read, in whatever language, is in the list. What takes any text has no reader."""
     found = set()
-    for path in [ROOT / "setup.py", *(ROOT / "src").rglob("*.py"), *(ROOT / "src").rglob("*.cpp")]:
+    for path in [*BUILD, *(ROOT / "src").rglob("*.py"), *(ROOT / "src").rglob("*.cpp")]:
         if path.name != "environment.py":
             found |= variables_in(path.read_text(encoding="utf-8"))
     # Children inherit it
