@@ -17,11 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("src/flashtile", "tools", "examples")
 # Of src/flashtile: their docstrings are not held to it
-UNCHECKED = (
-    *(f"backends/{name}.py" for name in ("base", "cuda", "native")),
-    "kernels/families",
-    *(f"kernels/{name}.py" for name in ("arch", "length_class", "mutation", "plan", "speeds")),
-)
+UNCHECKED = ("backends/cuda.py", "backends/native.py", "kernels/length_class.py")
 FRAGMENT = re.compile(
     r"(?:Also|And|As|Because|Behind|But|By|For|From|How|In|Its|Likewise|Not|Of|On|Or|Over|Per|Than|That|The one"
     r"|The same|Their|Those|To|Until|What|When|Where|Whether|Which|Whose|Why|With|Without)\b"

@@ -45,7 +45,7 @@ def call(*command: str | Path, folder: Path = ROOT, **variables: str) -> str:
 
 
 def commit_time() -> str:
-    """The time of the commit, which all files in the wheels get: two builds give the same wheels."""
+    """Returns the time of the commit: the files in the wheels get it, whenever they are built."""
     return call("git", "log", "-1", "--format=%ct").strip()
 
 

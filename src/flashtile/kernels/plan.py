@@ -23,14 +23,14 @@ class Pointer(NamedTuple):
 
 
 class Stride(NamedTuple):
-    """In elements; 0 along an axis that the tensor does not have."""
+    """Stride in elements; 0 along an axis that the tensor does not have."""
 
     tensor: str
     axis: int  # from the end
 
 
 class BroadcastStride(NamedTuple):
-    """In elements; 0 along an axis of length 1."""
+    """Stride in elements; 0 along an axis of length 1."""
 
     tensor: str
     axis: int
@@ -178,9 +178,9 @@ class Workspace(NamedTuple):
 
 
 class SplitRule(NamedTuple):
-    """How many splits the keys get where the caller does not say: as many as give every multiprocessor its blocks, each
-    with at least `split_keys` keys. The executor adds the value num_splits, from the expected queries and the most keys
-    of a sequence."""
+    """Number of splits that the keys get where the caller does not say: as many as give every multiprocessor its
+    blocks, each with at least `split_keys` keys. The executor adds the value num_splits, from the expected queries and
+    the most keys of a sequence."""
 
     block_rows: int
     split_keys: int
@@ -195,7 +195,7 @@ class Memset(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """Of the number of blocks: a value divided and rounded up, and another value added to it."""
+    """Factor of the number of blocks: a value divided and rounded up, and another value added to it."""
 
     value: str
     divisor: int = 1
@@ -215,14 +215,15 @@ class Step:
     unit: str
     entry: str
     grid: Grid
-    block_rows: int
-    block_columns: int
+    owned: int  # rows of a block's own tile, 1 in a kernel without tiles
+    streamed: int  # rows of the tiles that stream by
     num_threads: int
     shared_bytes: int
     is_for_splits: bool = False  # left out where the keys are not split
     max_blocks: int = 0  # for each multiprocessor, of a persistent grid; 0: a block for each work item
     cluster: int = 1  # blocks of a cluster: `grid` counts clusters; 1 where max_blocks is given
     starts_early: bool = False  # on sm_90 and newer: may start while the kernel before it ends, and waits for it itself
+    owns: str = "queries"  # or "keys": what a block owns; the other streams by
 
     def __post_init__(self) -> None:
         if not 1 <= self.cluster <= _MAX_CLUSTER:
@@ -234,6 +235,12 @@ class Step:
     def name(self) -> str:
         """The kernel without its template arguments."""
         return self.entry.split("<")[0].removeprefix("flashtile::")
+
+    @property
+    def tile(self) -> str:
+        """The tile in words, as in "128 keys x 64 queries"."""
+        other = "queries" if self.owns == "keys" else "keys"
+        return f"{self.owned} {self.owns} x {self.streamed} {other}"
 
 
 ENGINE_DTYPES = ("float32", "float16", "bfloat16", "float64")  # csrc/cpu/engine.h: Element
