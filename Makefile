@@ -75,6 +75,8 @@ lint: .venv/ready
 	$(LIST_NATIVE_SOURCES) | xargs -0 $(BIN)/clang-format --dry-run --Werror
 	$(BIN)/mypy
 	$(BIN)/python tools/check_layers.py
+	$(BIN)/python tools/check_words.py
+	$(BIN)/python tools/format_docs.py --check
 	$(BIN)/python tools/make_wgmma.py --check
 	$(BIN)/python tools/make_arguments.py --check
 
@@ -82,6 +84,7 @@ format: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(LIST_NATIVE_SOURCES) | xargs -0 $(BIN)/clang-format -i
+	$(BIN)/python tools/format_docs.py
 
 # The fast sweep, on the GPU if there is one; BENCH takes more options, as in `make bench BENCH=--full`
 bench: .venv/extension

@@ -59,7 +59,8 @@ class Request:
 
 
 class Pages:
-    """Which pages are free, and which of them each slot has. Slots and their requests are the same for both caches."""
+    """Pages of the cache: which are free, and which each slot has. Slots and their requests are the same for both
+    caches."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.page_size, self.per_slot = options.page_size, -(-options.capacity // options.page_size)
@@ -190,7 +191,7 @@ class Server:
         self.num_steps = 0
 
     def logits(self) -> Tensor:
-        """Of every slot; its token is in the cache then."""
+        """Returns the logits of every slot, whose token is in the cache then."""
         found = self.model(self.tokens[:, None], self.cache, slice(0, len(self.slots)), self.lengths)
         self.lengths += self.is_busy
         return found
@@ -318,7 +319,7 @@ def serve(model: Llama, options: argparse.Namespace) -> list[Request]:
 
 
 def check(requests: Sequence[Request], model: Llama, options: argparse.Namespace) -> bool:
-    """Whether the tokens are those of a dense cache, and prints how many are."""
+    """Returns whether the tokens are those of a dense cache, and prints how many are."""
     Checker(model, DenseCache(options), options).serve(requests)
     shortfalls = [shortfall for request in requests for shortfall in request.shortfalls]
     num_equal, bound = sum(shortfall == 0 for shortfall in shortfalls), SHORTFALL[options.dtype]

@@ -215,7 +215,8 @@ def state_that_keeps(dropout_p: float, heads: int, seqlen_q: int, seqlen_k: int,
 
 
 def check_dropout_of_nearly_everything(backend: str, device: str, dtype: torch.dtype, dropout_p: float) -> None:
-    """What is kept is multiplied by up to 65536: the results are finite, and float16 holds no such probability."""
+    """Checks that results are finite although what is kept is multiplied by up to 65536; float16 holds no such
+    probability."""
     q, k, v = (torch.randn(1, 2, 70, 64, device=device).mul(0.1).to(dtype).requires_grad_() for _ in range(3))
     with torch.no_grad():
         q.zero_()  # every score is the row's maximum

@@ -1,5 +1,4 @@
-"""What a call costs the host without a GPU: the CUDA backend behind a driver that launches nothing, CPU tensors in its
-calls.
+"""Host time of a call without a GPU: the CUDA backend behind a driver that launches nothing, CPU tensors in its calls.
 
 python tools/host_time.py [--rounds 600] [--calls 30]
 

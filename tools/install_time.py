@@ -1,4 +1,4 @@
-"""What `flashtile.install()` costs the host: a call of torch's attention operators with flashtile's kernels behind it.
+"""Host time of `flashtile.install()`: a call of torch's attention operators with flashtile's kernels behind it.
 
 python tools/install_time.py [--rounds 300] [--calls 20]
 

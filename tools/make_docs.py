@@ -3,13 +3,14 @@
 Everything between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` is filled in. NAME is one of
 - <folder>/<csv stem>:<table>, such as nvidia-h200/sdpa_Lsweep_B1_H1_d64_fp32:latency. Tables: latency, throughput,
   bandwidth, memory, accuracy, ratios, overhead; of the ladder: ladder, ladder-causal, counters, counters-causal,
-  one-head, hbm; of the tile study: tiles; of a profile: profile; of a timeline: timeline;
+  one-head, hbm; of the tile study: tiles; of a profile: profile; of a timeline: timeline; of any CSV: columns.
+  `?column=pattern&...` behind a table of a sweep, or behind columns, chooses rows (csv_tables.py);
 - <folder>/<figure>.png; its alternative text is written in the page and kept;
 - rung/<name>: the notes at the head of that kernel of the ladder;
 - <folder>/check*.json, mutations.json or sanitize*.json: the record of a check;
 - <folder>/distributed_<what>.json: the table in it;
-- families: the kernel families, from the code.
-Numbers in the text between `<!-- value:... -->` and `<!-- /value -->` are filled in by inline_values.py.
+- families: the kernel families, from the code;
+- environment: the variables of the environment, from the code.
 The table between `<!-- support -->` and `<!-- /support -->` is compared with the code (support_table.py).
 A figure whose CSV has changed is drawn again.
 
@@ -29,10 +30,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import inline_values
+import csv_tables
 import support_table
 import trace_ranks
 
+from flashtile.backends import environment
 from flashtile.cli import distributed as distributed_command
 from flashtile.errors import value_error
 from flashtile.kernels import families
@@ -64,10 +66,7 @@ def pages(root: Path) -> list[Path]:
 
 def fill(text: str, page: Path, results: Path) -> str:
     """The page with every marked part filled in again."""
-    filled = MARKED.sub(
-        lambda match: f"{match[1]}{part(match['name'], page, results, match['body'])}\n{match[4]}", text
-    )
-    return inline_values.fill(filled, results)
+    return MARKED.sub(lambda match: f"{match[1]}{part(match['name'], page, results, match['body'])}\n{match[4]}", text)
 
 
 def part(name: str, page: Path, results: Path, before: str = "") -> str:
@@ -81,10 +80,15 @@ def part(name: str, page: Path, results: Path, before: str = "") -> str:
         return "\n\n".join(f"**{word}.** {rung.note(word)}" for word in ("Changed", "Why", "Predicted", "Measured"))
     if name == "families":
         return families_table()
+    if name == "environment":
+        return environment_tables()
     if name.endswith(".json"):
         return record(results / name)
-    stem, _, kind = name.partition(":")
-    path = results / f"{stem}.csv"
+    chosen = csv_tables.choice(name, results)
+    path, kind = chosen.paths[0], chosen.kind
+    if kind == "columns":
+        table, environments = csv_tables.columns_table(chosen)
+        return f"{table.markdown()}\n\n{csv_tables.origins(environments, origin)}"
     if kind in ladder_tables.KINDS:
         rows = named(read(path, Row))
         kernels = read(path.with_name(path.name.replace("ladder_", "ladder_kernels_")), RungRow)
@@ -105,8 +109,11 @@ def part(name: str, page: Path, results: Path, before: str = "") -> str:
     if kind == "overhead":
         overhead_rows = read(path, OverheadRow)
         return f"{tables.overhead_table(overhead_rows).markdown()}\n\n{origin(overhead_rows[0].env)}"
-    rows = read(path, Row)
-    return titled(tables.of(rows, kind or "latency"), rows[0].env)
+    rows = csv_tables.chosen_rows(chosen)
+    found_table = tables.of(rows, kind)
+    return (
+        f"{found_table.title}:\n\n{found_table.markdown()}\n\n{csv_tables.origins([row.env for row in rows], origin)}"
+    )
 
 
 def named(rows: Sequence[Row]) -> list[Row]:
@@ -216,6 +223,15 @@ def families_table() -> str:
         cells = (f"`{family.name}`", family.op, gpus, ", ".join(family.dtypes), limit, support, family.summary)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def environment_tables() -> str:
+    """A table of variables for each group of backends/environment.py."""
+    header = "| variable | accepted | default | what it does | when it is read |\n|---|---|---|---|---|"
+    return "\n\n".join(
+        "\n".join((f"**{name}**\n", header, *(f"| `{one.name}` | {' | '.join(one[1:])} |" for one in group)))
+        for name, group in environment.GROUPS.items()
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -258,7 +258,7 @@ def special_jobs(family: Family, dtype: str, arch: Arch) -> Iterator[Job]:
 
 
 def defines_for(tool: str, entry: str) -> list[str]:
-    """What the kernel of this name is compiled with for a tool."""
+    """Returns what the kernel of this name is compiled with for a tool."""
     misread = (family.misread_by.get(tool) for family in families.all_families())
     return [DEFINES[tool]] if any(pattern and re.search(pattern, entry) for pattern in misread) else []
 
@@ -329,7 +329,7 @@ class Run:
                 signal.signal(number, handler)
 
     def output(self, command: Sequence[str], limit_s: float) -> str:
-        """What a process prints until its end, its limit or that of the run."""
+        """Returns what a process prints until its end, its limit or that of the run."""
         limit_s = min(limit_s, self.remaining())
         with self._guard:
             if self.ended_by or limit_s <= 0:
@@ -364,7 +364,7 @@ def units_of(jobs: Sequence[Job]) -> list[tuple[str, str]]:
 
 
 def fault_units(names: Sequence[str]) -> list[tuple[str, str]]:
-    """The same of the kernels with these faults."""
+    """Returns the units of the kernels with these faults."""
     with native.record_launches() as units:
         for name in names:
             run_fault(name)
@@ -394,8 +394,8 @@ def compile_units(units: dict[str, list[tuple[str, str]]], arch: Arch, run: Run)
 
 
 def faults(tool: str, arch: Arch, names: Sequence[str] | None = None) -> list[str]:
-    """What is planted for a tool: a fault in the kernels of every GPU, and one in those of a family where it runs.
-    `names`: the first, and those of these families."""
+    """Returns what is planted for a tool: a fault in the kernels of every GPU, and one in those of a family where it
+    runs. `names`: the first, and those of these families."""
     tools = {"missing_barrier": "racecheck"}
     reachable = [
         mutation
@@ -456,8 +456,9 @@ def watch(
 
 
 def read(tool: str, output: str) -> dict[str, Any]:
-    """How many errors a tool counts in the end (None: it was killed before), its first words about them and the kernels
-    in them, the reports it printed and the calls it has watched by family, and the kernels that were launched."""
+    """Returns how many errors a tool counts in the end (None: it was killed before), its first words about them and the
+    kernels in them, the reports it printed and the calls it has watched by family, and the kernels that were launched.
+    """
     found = TOOLS[tool].search(output)
     lines = [line.strip("= ") for line in output.splitlines() if line.startswith("=========")]
     said = [line for line in lines if line not in ("", "COMPUTE-SANITIZER")]
@@ -493,7 +494,7 @@ def watch_share(
 
 
 def num_shares(tools: Sequence[str]) -> dict[str, int]:
-    """How many processes each tool gets: as many as there are cores, at least one each."""
+    """Returns how many processes each tool gets: as many as there are cores, at least one each."""
     part = (os.cpu_count() or 1) / sum(WEIGHTS[tool] for tool in tools)
     return {tool: max(1, int(part * WEIGHTS[tool])) for tool in tools}
 
@@ -514,7 +515,7 @@ def joined(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @dataclass
 class Summary:
-    """What one run has seen so far: enough to print at any time."""
+    """Record of what one run has seen so far: enough to print at any time."""
 
     calls: dict[str, int]  # of each family, that a tool has to watch
     kernels: int

@@ -36,7 +36,7 @@ NO_BACKWARD = "it has no backward pass"
 
 
 def complaints(text: str) -> list[str]:
-    """What the table of a page says that the code does not. None where the page has no such table."""
+    """Returns what the table of a page says that the code does not; nothing where the page has no such table."""
     match = MARKED.search(text)
     return [] if match is None else list(_complaints(match["table"]))
 
@@ -69,7 +69,7 @@ def _complaints(table: str) -> Iterator[str]:
 
 
 def options_taken(backend: Backend, op: str) -> str:
-    """In the words of the table."""
+    """Returns the options that a backend takes, in the words of the table."""
     plain = _refusal(backend, SMALL, op)
     if plain == NO_BACKWARD:
         return "no"

@@ -33,9 +33,9 @@ RESULTS = ("passed", "failed", "skipped")
 # Of tests/cpu. To these it makes no difference which torch is there: they compile or choose kernels, make tables
 # or pages, or try the build
 LEFT_OUT = """
-    bench_docs bench_float32 bench_options bench_rows bench_serving cli_compile embedded gpu_tests headers inline_values
-    item_walk kernels key_order ladder markup mutations profile report runtime_cache runtime_nvrtc runtime_toolchain
-    sanitize setup sm80 tile_order tiles timeline tools
+    bench_docs bench_float32 bench_options bench_rows bench_serving cli_compile csv_tables embedded format_docs
+    gpu_tests headers item_walk kernels key_order ladder markup mutations profile report runtime_cache runtime_nvrtc
+    runtime_toolchain sanitize setup sm80 tile_order tiles timeline tools words
 """
 # What would put another flashtile or other options in place of those that users get
 UNSET = ("PYTHONPATH", "PYTEST_ADDOPTS")

@@ -68,7 +68,7 @@ def make_model(is_tiny: bool, device: str) -> LlamaForCausalLM:
 
 
 def prefill(model: LlamaForCausalLM, ids: torch.Tensor) -> Callable[[], Any]:
-    """What `generate` does first: all tokens into an empty cache, logits of the last one."""
+    """Returns the call that `generate` makes first: all tokens into an empty cache, logits of the last one."""
 
     def run() -> Any:
         with torch.no_grad():
@@ -89,7 +89,7 @@ def step(model: LlamaForCausalLM, ids: torch.Tensor, optimizer: torch.optim.Opti
 
 
 def seconds_of(run: Callable[[], Any]) -> float:
-    """From an idle device to the end of its work, so that time of the host that the device waits for counts."""
+    """Times from an idle device to the end of its work, so that time of the host that the device waits for counts."""
     if not torch.cuda.is_available():
         started = time.perf_counter()
         run()

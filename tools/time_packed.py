@@ -64,7 +64,7 @@ def cumulative(lengths: Tensor) -> Tensor:
 
 
 def make_call(direction: str, kind: str, batch: int) -> Callable[[bool], Callable[[], Any]]:
-    """Of whether max_seqlen is given: the call."""
+    """Returns a function from whether max_seqlen is given to the call."""
     lengths = lengths_of(kind, batch)
     keys, longest_k = cumulative(lengths), int(lengths.max())
     queries, longest_q = (keys, longest_k)
@@ -99,7 +99,7 @@ def make_call(direction: str, kind: str, batch: int) -> Callable[[bool], Callabl
 
 
 def compile_all(units: Iterable[tuple[str, str]]) -> None:
-    """In as many threads as there are cores."""
+    """Compiles in as many threads as there are cores."""
     arch = cuda._arch(0)
     assert arch is not None
     with ThreadPoolExecutor() as pool:

@@ -71,14 +71,14 @@ def traced(group: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def kind(name: str, category: str) -> str:
-    """What an event does: "compute", or the part of a message."""
+    """Returns what an event does: "compute", or the part of a message."""
     if category == "kernel":
         return "NCCL" if "nccl" in name.lower() else "compute"
     return "to host" if "DtoH" in name else "from host" if "HtoD" in name else "compute"
 
 
 def hidden_us(event: dict[str, Any], others: list[tuple[float, float]]) -> float:
-    """How long an event runs beside the others, which are sorted by their starts."""
+    """Returns how long an event runs beside the others, which are sorted by their starts."""
     begin, end = event["start_us"], event["start_us"] + event["us"]
     total, at = 0.0, begin
     for first, last in others:
@@ -89,7 +89,7 @@ def hidden_us(event: dict[str, Any], others: list[tuple[float, float]]) -> float
 
 
 def summary(events: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """By kind of message: how many, how long, and which share of that a kernel runs beside."""
+    """Returns for each kind of message how many, how long, and which share of that a kernel runs beside."""
     compute = [(one["start_us"], one["start_us"] + one["us"]) for one in events if one["kind"] == "compute"]
     found: dict[str, dict[str, float]] = {}
     for event in events:

@@ -112,7 +112,7 @@ class Place:
         return output
 
     def check(self, python: Path, has_extension: bool, is_used: bool = True) -> str:
-        """What is installed is what the tag says, and works. Returns the tag."""
+        """Checks that what is installed is what the tag says, and works. Returns the tag."""
         files = "import importlib.metadata as m; d = m.distribution('flashtile'); print(d.locate_file(''))"
         status, output = self.run(python, "-I", "-c", files, folder=self.folder)
         expect(status == 0, "flashtile is not installed", output)

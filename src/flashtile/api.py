@@ -351,7 +351,7 @@ def attention_kvcache(
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, *, arch: str | None = None, **options: Any) -> Explanation:
-    """Which backend would run this call and how, and why each other one would not.
+    """Says which backend would run this call and how, and why each other one would not.
 
     Takes the options of `attention`; those of `attention_varlen` when cu_seqlens_q is among them; those of
     `attention_kvcache`, k and v being the caches, when cache_seqlens or another option of the cache is. Nothing is
@@ -463,7 +463,7 @@ def _check_inference(**tensors: Tensor | None) -> None:
 
 
 def _check_ahead(args: AttentionArgs, append: AppendArgs) -> None:
-    """What the append and the read after it would refuse."""
+    """Raises what the append and the read after it would refuse."""
     kvcache.check_writable(append)
     signature = _signature(args)
     if signature not in _served:

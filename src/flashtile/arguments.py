@@ -1,4 +1,4 @@
-"""From what a caller may write to the op's arguments: types, defaults and words, nothing about sizes.
+"""Turns what a caller may write into the op's arguments: types, defaults and words, nothing about sizes.
 
 No size becomes a plain value here and no tensor is read, so all of it traces with symbolic shapes.
 """

@@ -63,8 +63,9 @@ def is_switched_on(variable: str, default: bool = False) -> bool:
 
 
 def caller_stacklevel() -> int:
-    """For a `warnings.warn` in the function that asks: the first frame outside of flashtile and torch, whose dispatcher
-    may stand between a public function and its kernel. On autograd's threads there is none: the outermost."""
+    """Returns the level of the first frame outside of flashtile and torch for a `warnings.warn` in the function that
+    asks; torch's dispatcher may stand between a public function and its kernel. On autograd's threads there is no such
+    frame, and the outermost is taken."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("flashtile", "torch"):
         level, frame = level + 1, frame.f_back
@@ -130,7 +131,7 @@ _FOREIGN_OPTIONS = {
 
 
 def unknown_option(function: str, name: str, known: Iterable[str]) -> TypeError:
-    """For an option that the function does not have: names the one that was probably meant."""
+    """Returns the error for an option that the function does not have; it names the one that was probably meant."""
     known = list(known)
     if name in _FOREIGN_OPTIONS:
         return type_error(name, f"an option that {function} does not have", _FOREIGN_OPTIONS[name])

@@ -22,7 +22,7 @@ forward_packet, backward_packet = torch.ops.flashtile.forward, torch.ops.flashti
 
 
 def _per_column(args: AttentionArgs) -> int:
-    """Of one column of a product with all scores."""
+    """Returns the FLOPs of one column of a product with all scores."""
     shape = shape_of(args)
     if args.cu_seqlens_q is None and args.seqused_k is None and args.leftpad_k is None:
         return 2 * shape.batch * shape.heads * shape.seqlen_q * shape.seqlen_k

@@ -46,7 +46,7 @@ _CACHE = (
     f"({_CACHE}, int mode, Tensor? new_k, Tensor? new_v, Tensor? rotary_cos, Tensor? rotary_sin, "
     "int length, int flags) -> (Tensor out, Tensor lse)"
 )
-# Of its flags, with num_splits above them
+# Bits of `flags`; num_splits takes the bits from SPLITS_SHIFT up
 WANTS_LSE, INTERLEAVED, SPLITS_SHIFT = 1, 2, 2
 _APPEND = (
     "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? block_table, "
@@ -134,7 +134,7 @@ append_step = _typed(append_step_op)
 
 
 def output_sizes(args: AttentionArgs) -> tuple[list[int], list[int]]:
-    """Of out, as q with v's head_dim, and of lse: (batch, heads, seqlen_q) or (heads, total_q)."""
+    """Returns the sizes of out, as q with v's head_dim, and of lse: (batch, heads, seqlen_q) or (heads, total_q)."""
     q = args.q
     lse = list(q.shape[:-1]) if args.layout == "bhsd" else [*q.shape[:-3], q.shape[-2], q.shape[-3]]
     return [*q.shape[:-1], args.v.shape[-1]], lse
@@ -223,7 +223,7 @@ DETERMINISTIC, NEEDS_GRAD = 1 << DENSE_SHIFTS["deterministic"], 1 << DENSE_SHIFT
 
 
 def dense_mode(**options: Any) -> int:
-    """From values of DENSE_FIELDS; the first one where none is given."""
+    """Packs values of DENSE_FIELDS; the first one counts where none is given."""
     return sum(DENSE_FIELDS[name].index(value) << DENSE_SHIFTS[name] for name, value in options.items())
 
 
@@ -283,7 +283,7 @@ def backward_by_python(
 
 
 def _backward_problem(args: AttentionArgs, needs: GradNeeds) -> Problem:
-    """Of arguments that split_backward has checked."""
+    """Returns the problem of arguments that split_backward has checked."""
     args = args._replace(needs_grad=True, needs_bias_grad=args.needs_bias_grad or needs.dbias)
     return Problem.summary(args, shape_of(args))
 
@@ -313,7 +313,7 @@ def _append_step(*values: Any) -> tuple[Tensor | None, Tensor]:
 
 
 def _no_cache_step(*values: Any) -> tuple[None, None]:
-    """Without the C++ extension every step takes the general path of `attention_kvcache`."""
+    """Refuses every step: without the C++ extension it takes the general path of `attention_kvcache`."""
     return None, None
 
 
@@ -409,7 +409,8 @@ def _plain_apply(function: Any) -> Any:
 
 
 class _Attention(torch.autograd.Function):
-    """Of the inputs that have a gradient, and of all arguments once more. lse is an output only where it is wanted."""
+    """Autograd of q, k, v, bias and sinks, which come one by one and in `args` once more. lse is an output only where
+    it is wanted."""
 
     @staticmethod
     def forward(
@@ -509,8 +510,8 @@ def is_traced_above_autograd() -> bool:
 
 
 def dense_bits(q: Any, k: Any, v: Any) -> int:
-    """What a dense call adds to its mode: DETERMINISTIC where torch's switch is on, NEEDS_GRAD where q, k and v all
-    require grad. Negative where the call is none: inside autocast, forward-mode differentiation or a torch.func
+    """Returns what a dense call adds to its mode: DETERMINISTIC where torch's switch is on, NEEDS_GRAD where q, k and v
+    all require grad. Negative where the call is none: inside autocast, forward-mode differentiation or a torch.func
     transform, inside a tracer that must see it above autograd, with some gradients alone, or with anything but three
     plain tensors."""
     if not (type(q) is Tensor and type(k) is Tensor and type(v) is Tensor):

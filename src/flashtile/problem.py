@@ -1,4 +1,4 @@
-"""What is asked: the arguments of one attention call, their checks, and the Problem that selection looks at.
+"""The question: the arguments of one attention call, their checks, and the Problem that selection looks at.
 
 `AttentionArgs` is the one list of the arguments of `flashtile::forward`: the schemas of the ops and
 csrc/exec/arguments.inc are generated from it. `validate` checks whatever can be told from sizes, strides and dtypes
@@ -189,7 +189,7 @@ class Problem:
 
     @classmethod
     def summary(cls, args: AttentionArgs, shape: Shape) -> Problem:
-        """Of arguments that are known to be valid."""
+        """Returns the summary of arguments that are known to be valid."""
         tensors = (args.q, args.k, args.v)
         return cls(
             needs_grad=args.needs_grad,
@@ -232,7 +232,7 @@ def is_aligned16(tensor: Tensor) -> bool:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Its elements can be read: not those of meta tensors, fake ones and other wrappers."""
+    """True if the elements can be read: not those of meta tensors, fake ones and other wrappers."""
     kind = type(tensor)
     return not tensor.is_meta and (kind is Tensor or kind.__torch_dispatch__ is Tensor.__torch_dispatch__)
 
@@ -547,7 +547,7 @@ def _check_broadcast(args: AttentionArgs, name: str, tensor: Tensor, shape: Shap
 
 
 def broadcast_error(name: str, shape: tuple[int, ...], full: tuple[int, ...]) -> ValueError:
-    """For a mask or bias that does not broadcast to (batch, heads, seqlen_q, seqlen_k)."""
+    """Returns the error for a mask or bias that does not broadcast to (batch, heads, seqlen_q, seqlen_k)."""
     batch, _, seqlen_q, seqlen_k = full
     hint = ""
     if shape == (batch, seqlen_k):
@@ -594,7 +594,7 @@ def check_values(args: AttentionArgs) -> list[SequenceSpan]:
 
 
 class SequenceSpan(NamedTuple):
-    """Where one sequence of a batch stands: its packed query rows and its keys."""
+    """Place of one sequence of a batch: its packed query rows and its keys."""
 
     q_start: int  # packed row of its first query
     seqlen_q: int

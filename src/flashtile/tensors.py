@@ -1,4 +1,4 @@
-"""Which objects kernels can read as tensors, and what becomes of the others.
+"""Tensors that kernels can read, and what becomes of other objects.
 
 Kernels read a tensor's memory. That is wrong for a subclass whose memory does not hold its values, such as torch's
 CausalBias. torch's dispatcher calls a subclass with `__torch_dispatch__` instead of a kernel, so such a subclass
@@ -50,7 +50,7 @@ def require_readable(name: str, value: Any, accepted: str) -> None:
 
 
 def _is_understood(kind: type) -> bool:
-    """Its memory holds its values, or torch's dispatcher calls it in place of a kernel."""
+    """True if the memory of such a tensor holds its values, or torch's dispatcher calls it in place of a kernel."""
     function = kind.__torch_function__  # type: ignore[attr-defined]
     if getattr(function, "__func__", function) in _INERT_FUNCTIONS:
         return True
@@ -68,7 +68,7 @@ def is_causal_bias(value: Any) -> bool:
 
 
 def corner_of(name: str, bias: Any, causal: bool | str, seqlen_q: int, seqlen_k: int) -> str:
-    """What torch's CausalBias means as `causal`."""
+    """Returns what torch's CausalBias means as `causal`."""
     if causal != 0:
         raise value_error(name, f"a CausalBias with causal={causal!r}", "one of the two")
     if not is_compiling() and (bias.seq_len_q, bias.seq_len_kv) != (seqlen_q, seqlen_k):

@@ -300,7 +300,7 @@ class _Scores:
 
 
 def _tangents(args: AttentionArgs, out: Tensor, lse: Tensor, tangents: list[Any]) -> tuple[Tensor, Tensor]:
-    """Of out and lse, for tangents of q, k, v, bias and sinks."""
+    """Returns the tangents of out and lse for those of q, k, v, bias and sinks."""
     scores = _Scores(args, lse)
     heads, dtype = scores.q.shape[1], scores.dtype
     tq, tk, tv, tbias, tsinks = tangents

@@ -30,7 +30,7 @@ SETTINGS = Settings("cpu", cache_bytes=0, budget_s=0.002, call_limit_s=1e3, comp
 
 
 class Clock:
-    """In place of `time` in bench/timing.py: calls say what they take, and a look at it takes a microsecond."""
+    """Clock in place of `time` in bench/timing.py: calls say what they take, and a look at it takes a microsecond."""
 
     now_ns = 0
 

@@ -65,8 +65,8 @@ class Recorder:
 
 
 def plug_in(library: Path, patch: Callable[[object, str, object], None]) -> Recorder:
-    """To both executors CPU tensors are on this GPU, kernels cost nothing to compile, and nothing is computed. `patch`
-    is setattr, or one that can be undone."""
+    """Makes both executors take CPU tensors for tensors on this GPU; kernels cost nothing to compile, and nothing is
+    computed. `patch` is setattr, or one that can be undone."""
     patch(driver, "_LIBRARY", str(library))
     patch(torch.cuda, "current_device", lambda: 0)
     patch(cuda, "_arch", lambda index: ARCHS[90])

@@ -13,9 +13,11 @@ import pytest
 import flashtile
 from flashtile import Unsupported
 from flashtile.backends import base, environment
+from flashtile.cli import info
 from flashtile.kernels.arch import ARCHS
 
 ROOT = Path(__file__).resolve().parents[2]
+BUILD = (ROOT / "setup.py", ROOT / "tools" / "build_backend.py")
 WITHOUT_NUMPY = """
 import sys
 
@@ -64,7 +66,7 @@ NONSENSE = {
     "FLASHTILE_STRICT": ("false", "accepted: 0 or 1."),
     "FLASHTILE_CHECK": ("yes", "accepted: 0 or 1."),
     "FLASHTILE_CACHE": ("2", "accepted: 0 or 1."),
-    "FLASHTILE_NVRTC": ("/none/libnvrtc.so.13", "which is no file; accepted: the path of a libnvrtc"),
+    "FLASHTILE_NVRTC": ("/none/libnvrtc.so.13", "which is no file; accepted: the path of NVRTC of CUDA"),
     "FLASHTILE_EXECUTOR": ("rust", "accepted: c++ or python. Unset it."),
     "FLASHTILE_CPU_ISA": ("sse9", "baseline. Unset it."),
     "FLASHTILE_FAMILY": ("fwd_simt,fwd_sm91", "accepted: "),
@@ -94,13 +96,33 @@ def test_nonsense_is_refused_at_import(name: str) -> None:
 
 
 def test_every_variable_is_known() -> None:
-    """Those that the sources name, but for those of a build. What takes any text has no reader."""
+    """A variable that the sources read, in whatever language, is in the list. What takes any text has no reader."""
     found = set()
-    for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "src").rglob("*.cpp")]:
-        found |= set(re.findall(r"FLASHTILE_[A-Z_]+", path.read_text(encoding="utf-8")))
-    assert found - {"FLASHTILE_EXTENSION", "FLASHTILE_ARCHS"} == set(environment.MEANINGS)
+    for path in [*BUILD, *(ROOT / "src").rglob("*.py"), *(ROOT / "src").rglob("*.cpp")]:
+        if path.name != "environment.py":
+            found |= variables_in(path.read_text(encoding="utf-8"))
+    # Children inherit it
+    assert found - {"PYTHONPATH"} == set(environment.MEANINGS)
     assert set(environment.READERS) == set(NONSENSE)
-    assert set(environment.MEANINGS) - set(environment.READERS) == {"FLASHTILE_CACHE_DIR", "FLASHTILE_COMMIT"}
+    own = {name for name in environment.MEANINGS if name.startswith("FLASHTILE_")}
+    build = {variable.name for variable in environment.GROUPS["Building"]}
+    assert own - set(environment.READERS) - build == {"FLASHTILE_CACHE_DIR", "FLASHTILE_COMMIT"}
+
+
+def variables_in(text: str) -> set[str]:
+    """Returns the names in quotes that are ours or are looked up in an environment."""
+    ours = re.findall(r'"(FLASHTILE_[A-Z_]+|FLASH_(?:DEBUG|SMEM|BLOCK|KERNEL)[A-Z_]*)"', text)
+    return {*ours, *re.findall(r'environ(?:ment)?(?:\.get\(|\[)"([A-Z_]+)"(?!\] =)', text)}
+
+
+def test_reads_of_variables_are_found() -> None:
+    text = 'os.environ.get("AN_OTHER", "") or os.environ["ONE"] or _positive(environment, "FLASH_BLOCK_N")'
+    assert variables_in(text + '; os.environ["WRITTEN"] = "1"') == {"AN_OTHER", "ONE", "FLASH_BLOCK_N"}
+
+
+def test_info_lists_what_the_page_lists() -> None:
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `([A-Z_]+)` \|", page, re.MULTILINE) == list(info.collect()["switches"])
 
 
 def test_the_laboratory_is_not_imported() -> None:

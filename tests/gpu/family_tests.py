@@ -1,4 +1,4 @@
-"""What the tests of kernel families share: features and problems, how they are judged, and kernels with pauses."""
+"""Shared parts of the tests of kernel families: features and problems, how they are judged, and kernels with pauses."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def feature_problems(
 def taken_by(
     family: families.Family, arch: str, head_dims: Iterable[tuple[int, int]], grads: tuple[str, ...] | None = None
 ) -> list[tuple[int, int]]:
-    """Of these head dims those that the family has a tile for, within the shared memory of an architecture."""
+    """Returns those of these head dims that the family has a tile for, within the shared memory of an architecture."""
     named = arch_named(arch)
     assert named is not None
     keys = {dims: PlanKey("float16", "float16", *dims, Features(), named, grads) for dims in head_dims}
@@ -123,7 +123,7 @@ def taken_by(
 
 
 def taken_for(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
-    """From here on the GPU is taken for one of that architecture."""
+    """Takes the GPU for one of that architecture from here on."""
     monkeypatch.setenv("FLASHTILE_ARCH", arch)
     cuda._arch.cache_clear()
     clear_plans()
@@ -197,7 +197,7 @@ def masks_by_tiles(seqlen_q: int, seqlen_k: int) -> dict[str, torch.Tensor]:
 
 
 def bias_that_masks(seqlen_q: int, seqlen_k: int) -> torch.Tensor:
-    """Of (1, 4, seqlen_q, seqlen_k): -inf in places, in rows, in blocks of keys; large finite values."""
+    """Returns a bias of (1, 4, seqlen_q, seqlen_k): -inf in places, in rows, in blocks of keys; large finite values."""
     bias = torch.randn(1, 4, seqlen_q, seqlen_k, device="cuda")
     bias.masked_fill_(torch.rand_like(bias) < 0.3, float("-inf"))
     bias[..., 128:256] = float("-inf")
@@ -222,7 +222,7 @@ def assert_many_heads_are_right(head_dim: int, causal: bool) -> None:
 
 
 def jitter(monkeypatch: pytest.MonkeyPatch) -> dict[str, driver.Function]:
-    """From now on kernels pause for a random time before every barrier, copy and product. Returns those that ran."""
+    """Makes kernels pause for a random time before every barrier, copy and product. Returns those that ran."""
     functions: dict[str, driver.Function] = {}
 
     def jittered(unit: str, entry: str, arch: str) -> driver.Function:

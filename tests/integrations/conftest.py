@@ -24,7 +24,7 @@ def test_device() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What test_transformers_models.py found, of every model type."""
+    """Prints what test_transformers_models.py found, of every model type."""
     found: dict[str, list[str]] = defaultdict(list)
     for reports in terminalreporter.stats.values():
         for report in reports:

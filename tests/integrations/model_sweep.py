@@ -95,7 +95,7 @@ def padding(side: str) -> Tensor:
 
 
 def is_refusal(error: Exception) -> bool:
-    """By flashtile, or by a model that refuses every name with "flash" in it."""
+    """True for an error of flashtile, or of a model that refuses every name with "flash" in it."""
     return isinstance(error, ValueError) and (
         "got 'flashtile' for" in str(error) or "='flashtile'` is not" in str(error)
     )
@@ -238,7 +238,8 @@ def padded(eager: Any, model: Any, inputs: dict[str, Any], side: str) -> str:
 
 
 def roundings(eager: Any, inputs: dict[str, Any], expected: dict[str, Tensor], mask: Tensor | None = None) -> float:
-    """What a model that enlarges roundings may be off: ten times what float32 is off float64, and no more than 1 %."""
+    """Returns what a model that enlarges roundings may be off: ten times what float32 is off float64, and no more than
+    1 %."""
     return min(0.01, 10 * difference(run(copy.deepcopy(eager).double(), doubled(inputs)), expected, mask))
 
 

@@ -444,7 +444,7 @@ def model_class(name: str, task: str = "") -> Any:
 
 
 def tiny_model(name: str, task: str = "", few: bool = False, **options: Any) -> Any:
-    """With weights that make attention matter: transformers' initial ones are too small for that."""
+    """Makes a model with weights that make attention matter: transformers' initial ones are too small for that."""
     kind = model_class(name, task)
     torch.manual_seed(0)
     config = tiny_config(name, task, few)
@@ -476,7 +476,7 @@ def sharpen(model: Any) -> None:
 
 
 def inputs_of(model: Any, rows: int = ROWS) -> Iterator[dict[str, Any]]:
-    """What may be the inputs of this model, the likeliest first."""
+    """Yields what may be the inputs of this model, the likeliest first."""
     config = model.config
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     parameters = inspect.signature(model.forward).parameters

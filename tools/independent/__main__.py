@@ -46,7 +46,7 @@ class Tally:
 
 
 def judge(name: str, got: torch.Tensor, value: Any, bound: Any, dtype: str, tally: Tally) -> str | None:
-    """Why a result is wrong; None if it is right."""
+    """Returns why a result is wrong; None if it is right."""
     if str(got.dtype) != f"torch.{dtype}":
         return f"{name} is {got.dtype}, expected {dtype}"
     if tuple(got.shape) != value.shape:
@@ -75,7 +75,7 @@ def compare(problem: Problem, results: Results, expected: Expected, tally: Tally
 
 
 def check(problem: Problem, ref: Reference, tally: Tally) -> list[str]:
-    """What is wrong with the problem on every backend that takes it."""
+    """Returns what is wrong with the problem on every backend that takes it."""
     wrong = []
     expected: Expected | None = None
     torch.set_num_threads(problem.threads)

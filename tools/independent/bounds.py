@@ -1,4 +1,5 @@
-"""How far a correct result may be from the reference: the roundings of a kernel, from the scores to each result.
+"""Bounds on how far a correct result may be from the reference: the roundings of a kernel, from the scores to each
+result.
 
 A kernel computes in float32 (float64 for float64 inputs), may round P and dS to the inputs' dtype before a matrix
 product, and rounds what it stores. `unit` is the largest relative error of one rounding. A sum of n products in any
@@ -49,7 +50,7 @@ class Errors:
 
 
 def weight_error(log_p: Array, p: Array, e: Array, limit: float) -> Array:
-    """How far exp(log_p +- e) is from p, where no weight exceeds exp(limit)."""
+    """Returns how far exp(log_p +- e) is from p, where no weight exceeds exp(limit)."""
     near = p * np.expm1(np.minimum(e, 1.0))
     far = np.maximum(np.exp(np.clip(log_p + e, -1e4, limit)) - p, p)
     return np.where(e <= 1.0, near, far)

@@ -77,7 +77,7 @@ class Cache(Problem):
             self.tensors[name], self.values[name] = rounded(function(angles), dtype)
 
     def draw_places(self, longest: int) -> None:
-        """Where row j of each sequence lies, as an index into all rows of the cache."""
+        """Draws where row j of each sequence lies, as an index into all rows of the cache."""
         d = self.d
         if d.chance(0.35):
             page = d.pick([1, 2, 3, 4, 8, 16, 16, 32, 64])

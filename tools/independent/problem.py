@@ -1,4 +1,4 @@
-"""What all kinds of problems share: options, score modifiers, tensors in odd memory, and the choice of gradients.
+"""Parts that all kinds of problems share: options, score modifiers, tensors in odd memory, and the choice of gradients.
 
 A problem holds its tensors in the caller's layout and memory, and their values in float64 as (batch, heads, rows, dim).
 """
@@ -284,7 +284,7 @@ class Problem:
         return x
 
     def swapped(self, x: Any, a: int, b: int) -> Any:
-        """From (batch, heads, rows, dim) to the caller's layout, or back."""
+        """Turns (batch, heads, rows, dim) into the caller's layout, or back."""
         return np.swapaxes(x, a, b) if self.layout == "bshd" else x
 
     def rounded_sum(self, x: Any, terms: int, dtype: str) -> tuple[Any, Any, str]:
@@ -333,5 +333,5 @@ class Problem:
         raise NotImplementedError
 
     def objection(self, results: Results) -> str | None:
-        """What is wrong apart from values."""
+        """Returns what is wrong apart from values."""
         return None

@@ -18,7 +18,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass
 class Options:
-    """What all sequences of a call share."""
+    """Options that all sequences of a call share."""
 
     heads: int
     heads_kv: int
@@ -165,7 +165,7 @@ class Reference:
         return out, size
 
     def query_positions(self, o: Options, used: int, num: int) -> NDArray[np.int64]:
-        """Where the queries of a cache call are rotated; `used` are the rows in use before it."""
+        """Returns where the queries of a cache call are rotated; `used` are the rows in use before it."""
         is_moving = bool(o.causal) or (o.window is not None and max(o.window) >= 0)
         return used + np.arange(num) * is_moving
 

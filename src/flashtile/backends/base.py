@@ -1,4 +1,4 @@
-"""What a backend is: a name, a reason for every refusal, and the two passes."""
+"""A backend: a name, a reason for every refusal, and the two passes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from flashtile.problem import AttentionArgs, Problem
 
 @functools.cache
 def device_arch(index: int = 0) -> Arch | None:
-    """What this GPU is taken for, by every part of flashtile (arch_here); None where it is too old. FLASHTILE_ARCH is
-    read once."""
+    """Returns what this GPU is taken for, by every part of flashtile (arch_here); None where it is too old.
+    FLASHTILE_ARCH is read once."""
     return arch_here(*torch.cuda.get_device_capability(index))
 
 
 def capability(index: int) -> tuple[int, int]:
-    """That of what this GPU is taken for, or its own where it is too old."""
+    """Returns the compute capability of what this GPU is taken for, or its own where it is too old."""
     arch = device_arch(index)
     return torch.cuda.get_device_capability(index) if arch is None else divmod(arch.number, 10)
 
@@ -40,7 +40,7 @@ def kind_of(problem: Problem, op: str) -> speeds.Kind:
 
 
 class GradNeeds(NamedTuple):
-    """Which gradients the backward pass is asked for."""
+    """Gradients that the backward pass is asked for."""
 
     dq: bool
     dk: bool
@@ -84,12 +84,12 @@ class Backend(ABC):
 
     @abstractmethod
     def refuse(self, problem: Problem, op: str = "forward") -> str | None:
-        """Why this backend does not take the op ("forward" or "backward") of the problem, or None if it does. Devices
-        are checked by the registry."""
+        """Returns why this backend does not take the op ("forward" or "backward") of the problem, or None if it does.
+        Devices are checked by the registry."""
 
     def time_us(self, problem: Problem, op: str) -> float | None:
-        """Its measured time for calls like this one (kernels/speeds.py), None where it is not known. Asked
-        before `refuse`, so it may not be expensive."""
+        """Returns the measured time of the backend for calls like this one (kernels/speeds.py), None where it is not
+        known. Asked before `refuse`, so it may not be expensive."""
         return families.provider_us(self.name, kind_of(problem, op))
 
     @abstractmethod
@@ -104,7 +104,7 @@ class Backend(ABC):
         of, and of another backend."""
 
     def details(self, problem: Problem, op: str = "forward") -> dict[str, str]:
-        """What `explain` says about how this backend would run the problem."""
+        """Returns what `explain` says about how this backend would run the problem."""
         return {}
 
     def tile_sizes(self) -> frozenset[int]:
@@ -119,8 +119,8 @@ class Backend(ABC):
     def compile_jobs(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads | None
     ) -> dict[Hashable, Callable[[], None]]:
-        """What a call would wait for, as jobs for other processes, by the kernel that each compiles; grads is None in a
-        forward pass.
+        """Returns what a call would wait for, as jobs for other processes, by the kernel that each compiles; grads is
+        None in a forward pass.
 
         Of backends whose compiler leaves its kernels on disk and keeps Python's other threads waiting. The others are
         compiled by calls.

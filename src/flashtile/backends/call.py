@@ -1,4 +1,4 @@
-"""What an executor is told of a call: its tensors by name, its form, its numbers. The same for every backend that runs
+"""A call as an executor is told of it: its tensors by name, its form, its numbers. The same for every backend that runs
 a plan."""
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def backward_tensors(
     grads: Grads,
     is_for_gpu: bool,
 ) -> dict[str, Tensor]:
-    """The same for a backward pass, with the gradients that are wanted. A gradient that autograd hands over in odd
-    memory is copied. is_for_gpu: TMA has no stride of 0 along rows, which the gradient of a sum has, and reads aligned
-    rows alone: a copy costs far less than kernels for others."""
+    """Returns the tensors of a backward pass, with the gradients that are wanted. A gradient that autograd hands over
+    in odd memory is copied. is_for_gpu: TMA has no stride of 0 along rows, which the gradient of a sum has, and reads
+    aligned rows alone: a copy costs far less than kernels for others."""
     is_read_in_place = dout.shape[-1] <= 1 or dout.stride(-1) == 1
     if is_for_gpu:
         can_align = dout.shape[-1] * dout.element_size() % 16 == 0

@@ -91,8 +91,8 @@ def _address(spans: array[int] | None) -> int:
 
 
 def _num_splits(args: AttentionArgs) -> int:
-    """Over how many tasks of the backward pass the keys of a head are dealt out: one where there is a head for every
-    thread, or where the result may not depend on their number."""
+    """Returns over how many tasks of the backward pass the keys of a head are dealt out: one where there is a head for
+    every thread, or where the result may not depend on their number."""
     shape = shape_of(args)
     num_tasks = shape.heads_kv * shape.batch
     if is_deterministic(args) or args.block_table is not None or num_tasks == 0:

@@ -34,8 +34,8 @@ def keep_factor(dropout_p: float) -> float:
 
 
 def indices(args: AttentionArgs, batch_heads: Tensor, rows: range, columns: range) -> tuple[Tensor, range, range]:
-    """Of a part of a call, as `keep_mask` takes them: those of the larger problem that the call is a part of.
-    `batch_heads` holds indices b * heads + h of the call."""
+    """Returns the indices of a part of a call, as `keep_mask` takes them: those of the larger problem that the call is
+    a part of. `batch_heads` holds indices b * heads + h of the call."""
     if args.total_heads or args.first_head:
         heads = args.q.shape[head_axis(args.layout)]
         total = args.total_heads or heads

@@ -35,8 +35,7 @@ _STRUCTS = {code: Struct(code) for code in "PqiIfd"}
 
 
 class Splits(NamedTuple):
-    """How the number of splits is found: what the caller asks for (0 = chosen, 1 = none), and what would fill the
-    GPU."""
+    """Source of the number of splits: what the caller asks for (0 = chosen, 1 = none), and what would fill the GPU."""
 
     asked: int
     num_multiprocessors: int
@@ -347,7 +346,7 @@ def _ready(call: Launch) -> _Ready:
 
 
 class _Running(NamedTuple):
-    """What a step needs to know of its call."""
+    """Facts of a call that its steps need."""
 
     call: Launch
     tensors: dict[str, Tensor]
@@ -377,8 +376,8 @@ def execute(call: Launch) -> None:
 
 
 def execute_on_host(call: Launch, spans: int = 0) -> None:
-    """The same on the CPU. `spans`: the address of each sequence's bounds (csrc/cpu/engine.h: Span), where they have
-    lengths."""
+    """Executes a plan on the CPU. `spans`: the address of each sequence's bounds (csrc/cpu/engine.h: Span), where they
+    have lengths."""
     _execute(call, spans)
 
 

@@ -154,7 +154,8 @@ def check_writable(args: AppendArgs) -> None:
 
 
 def read_first(args: AttentionArgs, append: AppendArgs) -> tuple[AttentionArgs, AppendArgs]:
-    """With copies of the queries and new rows that are part of a cache: writing one row must not change another."""
+    """Returns the arguments with copies of the queries and new rows that are part of a cache: writing one row must not
+    change another."""
     caches = append.k_cache, append.v_cache
     if shares_memory(caches, (args.q,)):
         args = args._replace(q=args.q.clone())

@@ -68,7 +68,7 @@ class NumbaBackend(Backend):
 
 @functools.cache
 def missing(device: str) -> str | None:
-    """Why Numba cannot run on tensors of the device, or None. Imports Numba only if it may run there."""
+    """Returns why Numba cannot run on tensors of the device, or None. Imports Numba only if it may run there."""
     if device == "cpu" and os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
         return "on the CPU it runs in Numba's simulator only; set NUMBA_ENABLE_CUDASIM=1 before Numba is imported"
     try:

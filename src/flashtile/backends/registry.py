@@ -1,4 +1,4 @@
-"""Which backend runs an op of a problem, and why not the others.
+"""Choice of the backend that runs an op of a problem, and why not the others.
 
 Of the automatic backends that do not refuse, the fastest is taken by kernels/speeds.csv, forward and backward each.
 One whose time is not known keeps its place in the order below. A call that is served more than speeds.SLOW times slower
@@ -47,7 +47,7 @@ def find(name: str) -> Backend:
 
 
 def refusal(backend: Backend, problem: Problem) -> str | None:
-    """Why the backend does not take the problem, in the backward pass either if one will follow, or None."""
+    """Returns why the backend does not take the problem, in the backward pass either if one will follow, or None."""
     if problem.device not in backend.devices:
         return f"it runs on {' and '.join(backend.devices)}, and q is on {problem.device}"
     ops = ("backward", "forward") if problem.needs_grad else ("forward",)
@@ -89,13 +89,13 @@ def choose(problem: Problem, name: str | None, op: str = "forward") -> tuple[Bac
 
 
 def _is_faster(backend: Backend, problem: Problem, op: str, us: float) -> bool:
-    """Its time is known, and less than this one, which is known too."""
+    """True if this backend's measured time is known and below the other, which is known too."""
     own = backend.time_us(problem, op) if us < math.inf else None
     return own is not None and own < us
 
 
 def _slow_paths(problem: Problem, op: str, backend: Backend, us: float, refusals: list[str]) -> list[str]:
-    """What is to be said of a backend that is far behind the fastest known way, or, where nothing is known of such
+    """Returns warnings for the chosen backend: one far behind the fastest known way, or, without measurements of such
     calls, one that serves because preferred ones refuse."""
     kind = kind_of(problem, op)
     best = speeds.best_known(kind, families.absent(kind.arch))
@@ -132,7 +132,7 @@ def is_strict() -> bool:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would run and why: the answer of `flashtile.explain`. Printing it gives the readable form."""
+    """Answer of `flashtile.explain`: what would run and why. Printing it gives the readable form."""
 
     problem: Problem
     backend: str

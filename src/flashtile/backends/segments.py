@@ -38,7 +38,7 @@ class Segment:
         return query_offset(self.args, self.seqlen_q, self.seqlen_k)
 
     def queries(self, tensor: Tensor) -> Tensor:
-        """Its part of q, out or one of their gradients: (batch, heads, seqlen_q, dim)."""
+        """Returns the segment's part of q, out or one of their gradients: (batch, heads, seqlen_q, dim)."""
         if self.args.layout == "bshd":
             tensor = tensor.transpose(-2, -3)
         if self.args.cu_seqlens_q is not None:
@@ -46,13 +46,13 @@ class Segment:
         return tensor[self.first : self.first + self.batch]
 
     def stats(self, tensor: Tensor) -> Tensor:
-        """Its part of lse or its gradient: (batch, heads, seqlen_q)."""
+        """Returns the segment's part of lse or its gradient: (batch, heads, seqlen_q)."""
         if self.args.cu_seqlens_q is not None:
             return tensor[None, :, self.span.q_start : self.span.q_start + self.seqlen_q]
         return tensor[self.first : self.first + self.batch]
 
     def keys(self, tensor: Tensor) -> Tensor:
-        """Its part of k or v: (batch, heads_kv, seqlen_k, dim)."""
+        """Returns the segment's part of k or v: (batch, heads_kv, seqlen_k, dim)."""
         if self.args.block_table is not None:
             pages = tensor if self.args.layout == "bshd" else tensor.transpose(1, 2)
             return pages[self._page_index()].transpose(0, 1)[None]
@@ -67,7 +67,7 @@ class Segment:
             self._key_view(tensor).add_(grad)
 
     def scores(self, tensor: Tensor) -> Tensor:
-        """Its part of bias or mask: (batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1)."""
+        """Returns the segment's part of bias or mask: (batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1)."""
         if tensor.shape[0] != 1:
             tensor = tensor[self.first : self.first + self.batch]
         if tensor.shape[2] != 1:

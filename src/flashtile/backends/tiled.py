@@ -90,7 +90,7 @@ class Tiles:
             yield range(start, min(start + BLOCK_N, self.seqlen_k))
 
     def is_empty(self, i: range, j: range) -> bool:
-        """Whether no query of the tile sees any of its keys, so that the tile can be skipped."""
+        """True if no query of the tile sees any of its keys, so that the tile can be skipped."""
         left, right = self.window
         return (right >= 0 and j.start > i.stop - 1 + self.offset + right) or (
             left >= 0 and j.stop - 1 < i.start + self.offset - left

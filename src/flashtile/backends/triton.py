@@ -165,7 +165,7 @@ def _kernels() -> Any:
 
 @functools.cache
 def _missing(is_interpreted: bool, device_index: int) -> str | None:
-    """Why no kernel can be compiled for that GPU or launched on it, or None."""
+    """Returns why no kernel can be compiled for that GPU or launched on it, or None."""
     try:
         version = importlib.import_module("triton").__version__
     except ImportError as error:
@@ -214,8 +214,8 @@ def _short_args(problem: Problem) -> AttentionArgs:
     def scores(dtype: torch.dtype | None) -> Tensor | None:
         return None if dtype is None else zeros((1, shape.heads, rows_q, rows_k), dtype=dtype)
 
-    def ends(*values: int, is_there: bool) -> Tensor | None:
-        return torch.tensor(values, dtype=torch.int32, device=problem.device) if is_there else None
+    def index(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=problem.device)
 
     return AttentionArgs(
         rows(shape.heads, rows_q, shape.head_dim),
@@ -226,9 +226,9 @@ def _short_args(problem: Problem) -> AttentionArgs:
         alibi_slopes=zeros(shape.heads) if problem.has_alibi else None,
         sinks=zeros(shape.heads) if problem.has_sinks else None,
         rng_state=zeros(2, dtype=torch.int64) if problem.dropout_p else None,
-        cu_seqlens_q=ends(0, rows_q, is_there=problem.is_varlen),
-        cu_seqlens_k=ends(0, rows_k, is_there=problem.is_varlen),
-        seqused_k=ends(rows_k, is_there=problem.has_key_lengths),
+        cu_seqlens_q=index(0, rows_q) if problem.is_varlen else None,
+        cu_seqlens_k=index(0, rows_k) if problem.is_varlen else None,
+        seqused_k=index(rows_k) if problem.has_key_lengths else None,
         scale=problem.scale,
         causal=problem.causal,
         window_left=problem.window[0],
@@ -259,7 +259,7 @@ def _contiguous_rows(tensor: Tensor) -> Tensor:
 
 
 def _is_aligned16(tensor: Tensor) -> bool:
-    """Whether rows can be copied 16 bytes at a time."""
+    """True if rows can be copied 16 bytes at a time."""
     strides = (stride for stride, length in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if length > 1)
     return tensor.data_ptr() % 16 == 0 and tensor.shape[-1] % 8 == 0 and all(stride % 8 == 0 for stride in strides)
 

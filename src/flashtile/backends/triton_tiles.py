@@ -66,14 +66,13 @@ _LARGE_SHARED_BYTES = 227 * 1024
 
 
 def capability_of(arch: str) -> tuple[int, int]:
-    """Of a name such as sm_80."""
+    """Returns the compute capability of a name such as sm_80."""
     return divmod(int(arch.removeprefix("sm_")), 10)
 
 
 @functools.cache
 def _is_large(device: torch.device, named: str = "") -> bool:
-    """Whether a block may use as much shared memory as the tuned tiles need; `named` is a GPU that need not be
-    here."""
+    """True if a block may use as much shared memory as the tuned tiles need; `named` is a GPU that need not be here."""
     if device.type == "cpu":
         return True
     if named:

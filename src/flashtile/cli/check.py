@@ -68,7 +68,7 @@ class Options:
 
 
 def only_kind(**are_asked: bool) -> str:
-    """The one kind of problems that is asked for; "" = none."""
+    """Returns the one kind of problems that is asked for; "" = none."""
     asked = [name for name, is_asked in are_asked.items() if is_asked]
     if len(asked) > 1:
         words = " and ".join(f"--{name}" for name in asked[1:])

@@ -37,7 +37,7 @@ from flashtile.runtime.toolchain import Toolchain
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a job. `problems` is empty if the kernel may be used."""
+    """Outcome of a job. `problems` is empty if the kernel may be used."""
 
     job: Job
     registers: int

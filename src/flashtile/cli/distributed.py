@@ -155,7 +155,7 @@ def _exactness_table(found: Sequence[Exactness], options: CheckOptions) -> Table
 
 
 def _write_table(path: Path, table: Table, device: str, arguments: Sequence[str]) -> Path:
-    """As tools/make_docs.py reads it."""
+    """Writes the table as tools/make_docs.py reads it."""
     environment = asdict(facts.environment(device, arguments))
     shown = {"header": table.header, "rows": table.lines}
     write_whole(path, json.dumps({"table": shown, "environment": environment}, indent=1) + "\n")

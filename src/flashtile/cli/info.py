@@ -68,7 +68,7 @@ def _extension() -> dict[str, Any]:
 
 
 def _executor() -> dict[str, Any]:
-    """Which language launches CUDA kernels and, if Python, why not C++."""
+    """Says which language launches CUDA kernels and, if Python, why not C++."""
     reason = native.missing()
     return {"language": "c++" if reason is None else "python", "reason": reason}
 
@@ -132,7 +132,7 @@ def _cache() -> dict[str, Any]:
 
 
 def _archs() -> dict[str, str]:
-    """For each architecture with kernels: "works", or what is missing."""
+    """Returns "works", or what is missing, for each architecture with kernels."""
     try:
         compiler = toolchain.find()
         known = compiler.archs
@@ -158,7 +158,7 @@ def _status(backend: Backend, device: str) -> str:
 
 @functools.cache
 def _plain_problem(device: str) -> Problem:
-    """What every backend takes that works at all."""
+    """Returns a problem that every backend takes that works at all."""
     return Problem.of(Case(batch=1, heads=1, heads_kv=1).make(0, device).args)
 
 
@@ -193,7 +193,7 @@ def _show(as_json: bool, html: Path | None) -> int:
 
 
 def page(facts: dict[str, Any]) -> str:
-    """The same as an HTML page."""
+    """Returns the facts as an HTML page."""
 
     def status(text: str) -> markup.Raw:
         kind = "good" if text == "works" else "soft"
@@ -209,7 +209,7 @@ def page(facts: dict[str, Any]) -> str:
 
 
 def found_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """What was found, as pairs of a name and a text."""
+    """Returns what was found, as pairs of a name and a text."""
     built, launcher = facts["extension"], facts["executor"]
     lines = [
         ("python", f"{facts['python']} on {facts['platform']}"),

@@ -1,4 +1,4 @@
-"""What there is to compile: the kernels that families launch, without options, with few, and with options in pairs.
+"""Jobs for the compiler: the kernels that families launch, without options, with few, and with options in pairs.
 
 It comes from the families, so a new row, kernel or step is covered as soon as a family launches it.
 """
@@ -32,7 +32,7 @@ class Job:
 
     @property
     def is_chosen(self) -> bool:
-        """Some call with the features of this key takes the family."""
+        """True if some call with the features of this key takes the family."""
         return self.family is None or self.family in _chosen_families(dataclasses.replace(self.key, classes=()))
 
     @property
@@ -85,8 +85,8 @@ def plain_jobs(
 def _plain_jobs(
     archs: Iterable[Arch], dtypes: Sequence[str], dims: Sequence[int] | None, has_band: bool, has_padded: bool = False
 ) -> Iterator[Job]:
-    """As plain_jobs, with a kernel that several families or keys share once for each. has_padded: also as calls take
-    them whose head dims are padded the most."""
+    """Yields plain_jobs, with a kernel that several families or keys share once for each. has_padded: also as calls
+    take them whose head dims are padded the most."""
     for arch in archs:
         for family, dtype, pair in _tables(arch, dtypes, dims):
             for grads in _grad_sets(family):
@@ -112,13 +112,14 @@ def embedded_jobs(
 
 
 def _chosen_families(key: PlanKey) -> frozenset[Family]:
-    """Those that calls of any length take, deterministic or not."""
+    """Returns the families that calls of any length take, deterministic or not."""
     return _chosen_of(key, tuple(families.all_families(key.op)), families.forced_names())
 
 
 @functools.lru_cache(maxsize=256)
 def _chosen_of(key: PlanKey, known: tuple[Family, ...], forced: tuple[str, ...]) -> frozenset[Family]:
-    """The same; the choice depends on the families that there are and on those that are forced."""
+    """Returns what _chosen_families does; the choice depends on the families that there are and on those that are
+    forced."""
     keys = (dataclasses.replace(key, is_deterministic=is_deterministic) for is_deterministic in (False, True))
     return frozenset(families.select(one) for key in keys for one in _asked_lengths(key, families.select))
 

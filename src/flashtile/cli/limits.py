@@ -15,5 +15,5 @@ def check_count(option: str, number: int | None, most: int) -> None:
 
 
 def check_jobs(jobs: int | None) -> None:
-    """More than a few for each core only take memory."""
+    """Refuses more processes than a few for each core, which only take memory."""
     check_count("--jobs", jobs, _JOBS_PER_CORE * (os.cpu_count() or 1))

@@ -228,7 +228,8 @@ def explain_context(
     link: str | Link | None = None,
     **options: Any,
 ) -> ContextExplanation:
-    """What `context_attention` would choose and what each strategy would cost; print it. Nothing is computed or sent.
+    """Explains what `context_attention` would choose and what each strategy would cost; print it. Nothing is computed
+    or sent.
 
     q, k and v hold one rank's rows and may be meta tensors. num_ranks, or (ring, heads), asks without a process group;
     link names another speed: "nvlink", "infiniband", "ethernet", "loopback", or a `Link`.
@@ -273,7 +274,7 @@ def mesh_shape(mesh: Any, group: Any) -> tuple[int, int]:
 
 
 def _options(q: Tensor, k: Tensor, v: Tensor, num_ranks: int, call: Call) -> Options:
-    """What the caller wrote, checked as far as one rank can."""
+    """Returns what the caller wrote, checked as far as one rank can."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if isinstance(tensor, DTensor):
             raise unsupported(name, "a DTensor", "this rank's rows as a tensor", f"Pass {name}.to_local()")

@@ -24,7 +24,7 @@ from flashtile.errors import value_error
 
 @dataclass(frozen=True)
 class Context:
-    """Where attention is computed: the options of `context_attention` that say so."""
+    """Options of `context_attention` that say where attention is computed."""
 
     mesh: Any = None
     group: Any = None

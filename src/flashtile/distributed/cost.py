@@ -1,4 +1,4 @@
-"""What a call over several ranks costs: the model that chooses a strategy, that `explain_context` prints, and that
+"""Cost of a call over several ranks: the model that chooses a strategy, that `explain_context` prints, and that
 `flashtile distributed simulate` draws.
 
 Compute time is the number of scores of each piece at the measured rate of the kernel (kernels/speeds.csv), and a fixed
@@ -50,12 +50,12 @@ LINKS = {
 
 @dataclass(frozen=True)
 class Device:
-    """How fast one rank computes."""
+    """Speed of one rank."""
 
     name: str
     forward_flops: float  # per second
     backward_flops: float
-    call_s: float  # of a call beside its arithmetic, with the join of its result
+    call_s: float  # fixed cost of a call, merging its partial result included
 
     def rate(self, op: str) -> float:
         return self.forward_flops if op == "forward" else self.backward_flops
@@ -87,7 +87,7 @@ class Work:
 
     @property
     def key_bytes(self) -> int:
-        """Of one key and value of all heads."""
+        """Returns the bytes of one key and value of all heads."""
         return self.batch * self.heads_kv * (self.head_dim + self.head_dim_v) * self.element_bytes
 
     def score_flops(self, count: int) -> float:
@@ -114,7 +114,7 @@ class Estimate:
 
 
 def _below(rows: int, columns: int, diagonal: int) -> int:
-    """How many (i, j) of a rectangle have j <= i + diagonal."""
+    """Returns how many (i, j) of a rectangle have j <= i + diagonal."""
     first = max(0, -diagonal)  # the first row that has any
     full = min(max(columns - 1 - diagonal, first), rows)  # the first that has all
     if first >= rows:
@@ -142,7 +142,7 @@ def _sampled(size: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank does in a step of the ring."""
+    """Work of one rank in a step of the ring."""
 
     scores: int
     calls: int
@@ -256,7 +256,7 @@ def estimate_both(work: Work, shape: tuple[int, int], device: Device, link: Link
 
 
 def work_of(given: Any) -> Work:
-    """Of the options of a call (attention.py)."""
+    """Returns the work that the options of a call (attention.py) ask for."""
     args: AttentionArgs = given.args
     head = head_axis(args.layout)
     has_dropout = False
@@ -345,7 +345,7 @@ def _time_us(backend: Backend, problem: Problem, op: str) -> float | None:
 
 
 def default_link(device_type: str, size: int) -> Link:
-    """On a GPU NVLink up to 8 ranks, InfiniBand from there on; on a CPU TCP."""
+    """Returns NVLink for up to 8 GPUs, InfiniBand for more, TCP for CPUs."""
     if device_type == "cpu":
         return LINKS["loopback"]
     return LINKS["nvlink" if size <= 8 else "infiniband"]
@@ -420,8 +420,8 @@ _NUMBERS = tuple(field.name for field in dataclasses.fields(Work))
 
 
 def choose(given: Any, size: int) -> str:
-    """Every rank must choose alike: nothing but what they share is looked at. While torch.compile traces, the bounds of
-    documents are not known, and sizes are rounded up."""
+    """Chooses a strategy. Every rank must choose alike: nothing but what they share is looked at. While torch.compile
+    traces, the bounds of documents are not known, and sizes are rounded up."""
     args: AttentionArgs = given.args
     if args.bias is not None or args.mask is not None:
         return "ring"

@@ -26,7 +26,7 @@ from flashtile.testing import Case, Expected, Inputs, Result, disagreements, exp
 
 @dataclass(frozen=True)
 class Way:
-    """How a call is made."""
+    """Way in which a call is made."""
 
     strategy: str
     sharding: str = "zigzag"
@@ -138,7 +138,7 @@ def packed_inputs(seed: int, lengths: Sequence[int], like: Case = PLAIN, device:
 
 
 def refusal(inputs: Inputs, way: Way, num_ranks: int) -> str | None:
-    """Why a call cannot be made this way, or None."""
+    """Returns why a call cannot be made this way, or None."""
     args = inputs.args
     if way.strategy != "ulysses":
         return None
@@ -221,7 +221,7 @@ def whole_result(group: Any, inputs: Inputs, way: Way, mesh: Any = None) -> Resu
 
 
 def _summed(tensor: Tensor, group: Any) -> Tensor:
-    """Of what each rank has, in float64; by the host, since gloo takes no tensors of a GPU."""
+    """Returns the sum of what each rank has, in float64, made by the host: gloo takes no tensors of a GPU."""
     is_gloo = dist.get_backend(group) == "gloo"
     total = tensor.to("cpu" if is_gloo else tensor.device, torch.float64)
     dist.all_reduce(total, group=group)
@@ -229,14 +229,14 @@ def _summed(tensor: Tensor, group: Any) -> Tensor:
 
 
 def judge(group: Any, inputs: Inputs, way: Way, mesh: Any = None) -> list[str]:
-    """What is wrong with the whole result; rank 0 has it."""
+    """Returns what is wrong with the whole result; rank 0 has it."""
     ours = whole_result(group, inputs, way, mesh)
     return disagreements(ours, inputs) if dist.get_rank(group) == 0 else []
 
 
 def least_keys(args: AttentionArgs, num_ranks: int, sharding: str) -> int:
-    """How many keys all ranks together must send in a forward pass: each goes once to each other rank that has a query
-    which causal mask, window and documents let see it. Counted from the whole score matrix."""
+    """Returns how many keys all ranks together must send in a forward pass: each goes once to each other rank that has
+    a query which causal mask, window and documents let see it. Counted from the whole score matrix."""
     row = row_axis(args.layout)
     num_queries, num_keys = args.q.shape[row], args.k.shape[row]
     i, j = torch.arange(num_queries)[:, None], torch.arange(num_keys)
@@ -262,7 +262,7 @@ def _rows(seqlen: int, num_ranks: int, sharding: str, rank: int) -> list[int]:
 
 
 def sent_keys(group: Any, inputs: Inputs, way: Way) -> int:
-    """How many keys, with their values, all ranks together send in a forward pass."""
+    """Returns how many keys, with their values, all ranks together send in a forward pass."""
     args, row = inputs.args, row_axis(inputs.args.layout)
     k, v = args.k, args.v
     per_key = (k.numel() + v.numel()) // max(1, k.shape[row]) * k.element_size()
@@ -291,7 +291,7 @@ class Exactness:
 
 
 def measure(group: Any, name: str, inputs: Inputs, way: Way, expected: Expected | None = None) -> Exactness | None:
-    """On rank 0; None on the others."""
+    """Returns the measurement on rank 0, and None on the others."""
     ours = whole_result(group, inputs, way)
     again = whole_result(group, inputs, way) if inputs.args.deterministic else ours
     is_ring = way.strategy == "ring"
@@ -367,7 +367,7 @@ def check(
 def check_group(
     group: Any, device: str, seed: int, names: Sequence[str], ways: Sequence[Way], seconds: float | None = None
 ) -> list[Exactness]:
-    """The same on every rank of a group; rank 0 has the results."""
+    """Runs the same checks on every rank of a group; rank 0 has the results."""
     found: list[Exactness] = []
     start = time.monotonic()
     for name in names:

@@ -23,7 +23,7 @@ _TIMEOUT = datetime.timedelta(seconds=180)  # until a rank that waits for anothe
 
 
 class _Place(NamedTuple):
-    """What the ranks have in common."""
+    """Facts that the ranks have in common."""
 
     num_ranks: int
     port: int

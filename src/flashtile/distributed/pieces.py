@@ -1,4 +1,4 @@
-"""Which parts of the score matrix a rank computes, and which keys it needs for them.
+"""Pieces of the score matrix: the parts that a rank computes, and the keys that it needs for them.
 
 A rank has ranges of global query rows and gets ranges of global keys. Each pair of ranges is a rectangle of the score
 matrix. Causal masks and windows are a band of its diagonals, low <= j - i <= high. A piece is the smallest rectangle
@@ -28,7 +28,7 @@ class Band(NamedTuple):
 
     @classmethod
     def of(cls, left: int, right: int, offset: int) -> Band:
-        """Of a window around key i + offset; -1 = unbounded."""
+        """Returns the band of a window around key i + offset; -1 = unbounded."""
         return cls(offset - left if left >= 0 else -_FAR, offset + right if right >= 0 else _FAR)
 
 
@@ -93,7 +93,7 @@ def _boxes(rows: range, keys: range, band: Band, bounds: tuple[int, ...] | None)
 
 
 def _documents(rows: range, bounds: tuple[int, ...]) -> range:
-    """Those that have some of the rows."""
+    """Returns the documents that have some of the rows."""
     return range(bisect_right(bounds, rows.start) - 1, bisect_left(bounds, rows.stop))
 
 
@@ -101,8 +101,8 @@ def _documents(rows: range, bounds: tuple[int, ...]) -> range:
 def pieces(
     queries: Ranges, keys: Ranges, band: Band, bounds: tuple[int, ...] | None, has_positions: bool, has_dropout: bool
 ) -> tuple[Piece, ...]:
-    """What a rank with these queries computes once it has these keys. has_positions: some option but the band looks at
-    global positions, so that rows which are neighbours in memory alone may not be joined."""
+    """Returns what a rank with these queries computes once it has these keys. has_positions: some option but the band
+    looks at global positions, so that rows which are neighbours in memory alone may not be joined."""
     is_joinable = not has_positions and bounds is None
     if is_joinable and len(queries) > 1 and queries == keys and band == Band(-_FAR, 0):
         # Memory has the order of the sequence, so the causal mask is one of the rows in memory

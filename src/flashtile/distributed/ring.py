@@ -82,7 +82,7 @@ _GRADIENTS = 1  # tag of messages that may be sent behind later ones with keys
 
 
 class _Pass:
-    """What the two passes of one rank share."""
+    """State and steps that the two passes of one rank share."""
 
     def __init__(self, args: RingArgs, what: str):
         self.args = args
@@ -108,7 +108,7 @@ class _Pass:
         self.free_behind: list[Mark] = []  # by slot; the first are also behind the messages with keys
 
     def _shared_options(self) -> dict[str, Any]:
-        """What must be the same on all ranks."""
+        """Returns the options that must be the same on all ranks."""
         args, first = self.args, RingArgs._fields.index("scale")
         options = {name: value for name, value in args._asdict().items() if name in RingArgs._fields[first:-1]}
         sizes = {
@@ -135,7 +135,7 @@ class _Pass:
 
     @property
     def is_gathered(self) -> bool:
-        """All ranks must agree: only what they share may decide."""
+        """True if keys are gathered. All ranks must agree: only what they share may decide."""
         args = self.args
         if args.transport != "auto":
             return args.transport == "gather"
@@ -569,7 +569,7 @@ def _numel(shape: list[int]) -> int:
 
 
 def bounds_of(cu_seqlens: Tensor, total: int) -> tuple[int, ...]:
-    """Of the documents of a sequence, read by the host."""
+    """Returns the bounds of the documents of a sequence, read by the host."""
     bounds = tuple(cu_seqlens.tolist())
     if not bounds or bounds[0] != 0 or bounds[-1] != total or list(bounds) != sorted(bounds):
         raise value_error("cu_seqlens", f"{bounds}", f"rising values from 0 to {total}, the length of the sequence")

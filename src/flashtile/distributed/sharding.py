@@ -1,4 +1,4 @@
-"""Which rows of a sequence each rank holds, and the helpers that cut a tensor so.
+"""Sharding: the rows of a sequence that each rank holds, and the helpers that cut a tensor so.
 
     contiguous   rank r holds part r of n.
     zigzag       the sequence is cut into 2 n parts; rank r holds parts r and 2 n - 1 - r, in this order. Under a causal
@@ -58,7 +58,7 @@ class Shards:
 
 
 def coalesced(ranges: Iterable[range]) -> Ranges:
-    """Without empty ranges, adjacent ones joined. The ranges rise and do not overlap."""
+    """Returns the ranges without empty ones, adjacent ones joined. The ranges rise and do not overlap."""
     found: list[range] = []
     for part in ranges:
         if not part:
@@ -75,7 +75,8 @@ def num_rows(ranges: Ranges) -> int:
 
 
 def local_rows(held: Ranges, wanted: Ranges) -> list[range]:
-    """Where the wanted rows stand in the memory of a rank that holds `held`; each is inside one range of `held`."""
+    """Returns where the wanted rows stand in the memory of a rank that holds `held`; each is inside one range of
+    `held`."""
     found, first = [], 0
     for part in held:
         for rows in wanted:

@@ -93,7 +93,7 @@ def sweep(
     head_dim: int,
     is_causal: bool = True,
 ) -> list[Point]:
-    """Over numbers of ranks, rows of each, and links."""
+    """Returns predictions over numbers of ranks, rows of each, and links."""
     return [
         point
         for link in links

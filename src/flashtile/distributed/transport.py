@@ -76,13 +76,13 @@ class Channel:
         return [json.loads(bytes(texts[rank].tolist())) for rank in range(self.size)]
 
     def _swapped(self, own: Tensor, sizes: dict[int, int]) -> dict[int, Tensor]:
-        """What each peer sent, for the same tensor to all of them."""
+        """Sends the same tensor to all peers and returns what each of them sent."""
         received = {peer: own.new_empty(size) for peer, size in sizes.items()}
         self.post([(peer, own) for peer in received], list(received.items()), _CHECKS).wait()
         return received
 
     def mark(self) -> Mark:
-        """Behind what has been launched on the current stream so far."""
+        """Marks the place behind what has been launched on the current stream so far."""
         return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0, behind: Mark = None) -> Pending:
@@ -107,11 +107,11 @@ class Channel:
             return Pending(self, self._start(sends, receives, tag))
 
     def staged(self, tensor: Tensor) -> Tensor:
-        """What is handed to the backend: a copy in pinned memory where it takes no tensors of this device."""
+        """Returns what is handed to the backend: a copy in pinned memory where it takes no tensors of this device."""
         if not self.is_staged:
             return tensor
-        copy, is_there = self._to_host(tensor)
-        is_there.synchronize()
+        copy, copied = self._to_host(tensor)
+        copied.synchronize()
         return copy
 
     def _to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
@@ -133,8 +133,8 @@ class Channel:
         assert landing is not None
 
         def send() -> list[Started]:
-            for _, _, is_there in copies:
-                is_there.synchronize()
+            for _, _, copied in copies:
+                copied.synchronize()
             return self._start([(peer, copy) for peer, copy, _ in copies], [], tag)
 
         def land() -> None:
@@ -194,7 +194,7 @@ class Pending:
         self.ready_at = 0.0
 
     def wait(self) -> None:
-        """Until everything is there, for what is launched on the current stream from now on."""
+        """Lets what is launched on the current stream from now on wait until everything is there."""
         if self.send is not None:
             self.started += self.send()
         limit = datetime.timedelta(seconds=self.channel.timeout)
@@ -218,7 +218,7 @@ class _SlowLink:
         self.bytes_per_s, self.latency_s, self.free_at = bytes_per_s, latency_s, 0.0
 
     def arrival(self, sends: Sequence[Message], receives: Sequence[Message]) -> float:
-        """When messages that are posted now have arrived."""
+        """Returns when messages that are posted now have arrived."""
         sizes = [sum(tensor.numel() * tensor.element_size() for _, tensor in some) for some in (sends, receives)]
         if not any(sizes):
             return 0.0
@@ -312,7 +312,7 @@ def group_of(mesh: Any, group: Any, dim: int = 0) -> Any:
 
 
 def timeout_of(timeout: float | None) -> float:
-    """As the operators take it: seconds, 0 = the group's own."""
+    """Returns the time limit as the operators take it: seconds, 0 = the group's own."""
     if timeout is None:
         return 0.0
     if not number("timeout", timeout) > 0.0:

@@ -24,7 +24,7 @@ def head_range(heads: int, group: int, size: int, rank: int) -> range:
 
 
 def refusal(heads: int, heads_kv: int, size: int) -> str | None:
-    """Why so many heads cannot be dealt out, or None."""
+    """Returns why so many heads cannot be dealt out, or None."""
     if heads % size:
         return f"{heads} query heads are not a multiple of {size} ranks"
     group, per_rank = heads // heads_kv, heads // size
@@ -102,7 +102,7 @@ class _Plan:
         return shape
 
     def places(self, rank: int) -> list[range]:
-        """Where the rows of a rank stand among all rows."""
+        """Returns where the rows of a rank stand among all rows."""
         return local_rows(self.all_rows, self.ranges[rank])
 
 
@@ -192,7 +192,7 @@ class _Gathering(NamedTuple):
     timeout: float
 
     def places(self) -> list[list[range]]:
-        """Where the rows of each rank of the group stand among those of all."""
+        """Returns where the rows of each rank of the group stand among those of all."""
         size, _ = group_size_and_rank(self.group)
         shards = Shards(self.seqlen, self.num_shards, self.sharding)
         starts = [self.first + rank * self.merged for rank in range(size)]

@@ -23,7 +23,7 @@ from flashtile.problem import AttentionArgs, lse_dtype
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """For ExportedProgram.run_decompositions."""
+    """Returns the decompositions for ExportedProgram.run_decompositions."""
     return {forward_op: forward}
 
 

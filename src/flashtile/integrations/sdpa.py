@@ -35,8 +35,8 @@ from flashtile.problem import DTYPES, MAX_HEAD_DIM
 
 @dataclass
 class Report:
-    """How many calls were served, and how many were left to torch for which reason. Calls inside a compiled graph are
-    counted when the graph is traced."""
+    """Counts of calls that were served, and of those that were left to torch for each reason. Calls inside a compiled
+    graph are counted when the graph is traced."""
 
     served: int = 0
     left_to_torch: Counter[str] = field(default_factory=Counter)
@@ -187,7 +187,7 @@ _count_left._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _refusal(query: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float) -> str:
-    """Why a traced call is left to torch, or "". An error inside a traced operator cannot be caught."""
+    """Returns why a traced call is left to torch, or "". An error inside a traced operator cannot be caught."""
     for name, tensor in (("query", query), ("value", value)):
         if not 1 <= tensor.shape[-1] <= MAX_HEAD_DIM:
             return f"{name}: a head_dim outside of 1 to {MAX_HEAD_DIM}"

@@ -104,7 +104,7 @@ def why_not(
     *,
     scale: float | None = None,
 ) -> str:
-    """Why the executor leaves a call to the others, or ""."""
+    """Returns why the executor leaves a call to the others, or ""."""
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
         if len(tensor.shape) != 4:

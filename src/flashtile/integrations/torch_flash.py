@@ -37,7 +37,7 @@ _MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1
 
 @dataclass
 class Handle:
-    """What torch keeps while the implementation is active."""
+    """Handle that torch keeps while the implementation is active."""
 
     undo: list[Callable[[], None]]
 
@@ -54,7 +54,7 @@ def register() -> None:
 
 
 def activate() -> Handle:
-    """What torch calls to put the operators' kernels in place."""
+    """Puts the operators' kernels in place, when torch asks for it."""
     # The CPU's first: torch warns of the first replaced kernel of a process, and only here can that be ignored
     return Handle([*_put_in_place("CPU", _CPU_KERNELS), *put_cuda_kernels_in_place("CUDA")])
 

@@ -118,8 +118,8 @@ def _backward(
 
 
 def _of_one_library(op: Any, *values: Any) -> Any:
-    """With dropout both passes must be of one library, whose random numbers they share: torch gets such a call only
-    where flashtile's selection refuses it, which is alike in both passes."""
+    """Calls one of two passes. With dropout both must be of one library, whose random numbers they share: torch gets
+    such a call only where flashtile's selection refuses it, which is alike in both passes."""
     try:
         return op(*values)
     except (Unsupported, ValueError, TypeError) as error:

@@ -147,8 +147,8 @@ def remove(libraries: list[Library]) -> None:
 
 
 def _mismatch(name: str, serve: Function) -> str:
-    """Why the operator cannot be served by this function, or "". A version of torch may have fewer arguments, or new
-    ones at the end: a call that gives those is refused by Python."""
+    """Returns why the operator cannot be served by this function, or "". A version of torch may have fewer arguments,
+    or new ones at the end: a call that gives those is refused by Python."""
     namespace, _, base = name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), base, None)
     if packet is None:
@@ -196,8 +196,8 @@ _CHOSEN = {_TRACED, _PINNED}  # not a slow path: torch does what it was asked to
 
 
 def _why_not_math(keyset: Any) -> str:
-    """Why a call of the MATH operator is left to torch, or "". A traced call would put flashtile's operators into a
-    graph, which another process may load from torch's cache without flashtile."""
+    """Returns why a call of the MATH operator is left to torch, or "". A traced call would put flashtile's operators
+    into a graph, which another process may load from torch's cache without flashtile."""
     if keyset.has(_Key.Python) or ops.num_dispatch_modes() or torch._C._are_functorch_transforms_active():
         return _TRACED
     if torch.autograd.forward_ad._current_level >= 0:

@@ -71,14 +71,14 @@ def unregister() -> None:
 
 
 def _named(asked: Any) -> Any:
-    """What is asked for, of a model or by part, with the name of the config."""
+    """Returns what is asked for, of a model or by part, with the name of the config."""
     if isinstance(asked, dict):
         return {part: _named(name) for part, name in asked.items()}
     return CONFIG_NAME if asked == NAME else asked
 
 
 def _adjusting(method: Callable[..., str]) -> Any:
-    """Of the method that takes names as users write them."""
+    """Returns the patch of the method that takes names as users write them."""
 
     def adjust(self: Any, attn_implementation: str | None, *args: Any, **options: Any) -> str:
         return method(self, _named(attn_implementation), *args, **options)
@@ -87,7 +87,7 @@ def _adjusting(method: Callable[..., str]) -> Any:
 
 
 def _correcting(method: Callable[..., str]) -> Any:
-    """Of the method that checks a name for a model and for each of its parts."""
+    """Returns the patch of the method that checks a name for a model and for each of its parts."""
 
     def correct(self: Any, requested_attention: str | None, *args: Any, **options: Any) -> str:
         if requested_attention == CONFIG_NAME:
@@ -98,7 +98,7 @@ def _correcting(method: Callable[..., str]) -> Any:
 
 
 def _setting(method: Callable[..., None]) -> Any:
-    """Of `set_attn_implementation`, which leaves models without the interface as they are and warns."""
+    """Returns the patch of `set_attn_implementation`, which leaves models without the interface alone and warns."""
 
     def set_implementation(self: Any, attn_implementation: Any, *args: Any, **options: Any) -> None:
         name = _named(attn_implementation)
@@ -133,9 +133,9 @@ def _check_fits(model: type[PreTrainedModel]) -> None:
 
 
 def _why_not(model: type[PreTrainedModel]) -> str | None:
-    """What "sdpa" promises is what is needed here: without a mask the attention is causal where the module says so. The
-    other promise of that kind is that of flash attention or FlexAttention together with attention backends of others;
-    "sdpa" lacks sinks and softcap."""
+    """Returns why a model does not fit, or None. The promise of "sdpa" is what is needed here: without a mask the
+    attention is causal where the module says so. The other promise of that kind is that of flash attention or
+    FlexAttention together with attention backends of others; "sdpa" lacks sinks and softcap."""
     names = vars(sys.modules.get(model.__module__, sys))
     masks_by_position = model._supports_sdpa or (
         model._supports_attention_backend and (model._supports_flash_attn or model._supports_flex_attn)
@@ -167,8 +167,9 @@ def attention_mask_for(
     config: Any = None,
     **options: Any,
 ) -> Tensor | None:
-    """As transformers' `sdpa_mask`: (batch, 1, queries, keys), True = attend, or None where the attention function
-    masks by itself. None also for causal windows and under torch.compile, where `sdpa_mask` stores the whole mask."""
+    """Makes a mask as transformers' `sdpa_mask` does: (batch, 1, queries, keys), True = attend, or None where the
+    attention function masks by itself. None also for causal windows and under torch.compile, where `sdpa_mask` stores
+    the whole mask."""
     if current() is not None:
         _check_over_ranks(attention_mask, q_length, kv_length)
         return None
@@ -200,7 +201,8 @@ def attention_mask_for(
 
 
 def _check_over_ranks(padding: Tensor | None, q_length: int, kv_length: int) -> None:
-    """Over the rows of all ranks the attention function masks by itself; of padding a rank knows its own."""
+    """Checks a call over several ranks. The attention function masks the rows of all ranks by itself; a rank knows the
+    padding of its own rows only."""
     if q_length != kv_length or not _hides_nothing(padding, kv_length):
         raise unsupported(
             "attention_mask", "padding or a cache inside context_parallel", "whole sequences without padding"

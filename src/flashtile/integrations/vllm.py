@@ -82,7 +82,7 @@ class FlashtileBackend(AttentionBackend):
 
 @dataclass
 class FlashtileMetadata(AttentionMetadata):
-    """Of one batch: the tensors stay where vLLM keeps them."""
+    """Metadata of one batch; the tensors stay where vLLM keeps them."""
 
     num_actual_tokens: int
     max_query_len: int

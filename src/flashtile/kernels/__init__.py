@@ -1,1 +1,1 @@
-"""Which kernels there are, what they take and how they are launched: attention knowledge, no compiler knowledge."""
+"""The kernels that there are, what they take and how they are launched: attention knowledge, no compiler knowledge."""

@@ -13,7 +13,7 @@ APPEND_THREADS = 128
 
 
 class AppendKey(NamedTuple):
-    """What decides the plan."""
+    """Key of the plan: all that decides it."""
 
     dtype: str
     angle_dtype: str  # of rotary_cos and rotary_sin; dtype where there are none

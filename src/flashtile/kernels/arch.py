@@ -43,11 +43,11 @@ class Arch:
 
     @property
     def label(self) -> str:
-        """For people: the compile target, and whose rows and limits count where they are another's."""
+        """Text for people: the compile target, and whose rows and limits count where they are another's."""
         return f"{self.target} as sm_{self.number}" if self.target not in ("", self.own_name) else self.name
 
     def blocks_per_multiprocessor(self, num_threads: int, registers: int, shared_bytes: int) -> int:
-        """How many blocks a multiprocessor can hold at a time, by warps, registers and shared memory."""
+        """Returns how many blocks a multiprocessor can hold at a time, by warps, registers and shared memory."""
         warps = -(-num_threads // 32)
         # Registers are handed out to a warp in units, and each of four schedulers has a quarter of them
         per_warp = max(1, -(-registers * 32 // _REGISTER_UNIT)) * _REGISTER_UNIT
@@ -113,8 +113,8 @@ def arch_named(name: str) -> Arch | None:
 
 
 def arch_here(major: int, minor: int) -> Arch | None:
-    """What a GPU is taken for: itself, or under FLASHTILE_ARCH a GPU of that architecture, with its rows and its
-    limits, whose kernels are compiled for this one. For tests, check and bench."""
+    """Returns what a GPU is taken for: itself, or under FLASHTILE_ARCH a GPU of that architecture, with its rows and
+    its limits, whose kernels are compiled for this one. For tests, check and bench."""
     own, other = arch_of(major, minor), named_arch()
     if other is None or own is None:
         return own
@@ -125,7 +125,7 @@ def arch_here(major: int, minor: int) -> Arch | None:
 
 
 def named_arch() -> Arch | None:
-    """What FLASHTILE_ARCH names, if anything."""
+    """Returns what FLASHTILE_ARCH names, if anything."""
     name = os.environ.get(_SWITCH)
     if not name:
         return None

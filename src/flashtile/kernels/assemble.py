@@ -1,4 +1,4 @@
-"""From a key and a layout to a launch plan: operands, values, the image of the parameters and its patches.
+"""Makes a launch plan from a key and a layout: operands, values, the image of the parameters and its patches.
 
 The family says what is launched (families/base.py: Launch); what every pass is told of its tensors is here, written
 once.

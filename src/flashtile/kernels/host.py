@@ -26,7 +26,7 @@ HOST_PAD = 16  # head dims in workspaces are padded to a multiple of this (csrc/
 
 
 class HostKey(NamedTuple):
-    """What decides a pass on the CPU."""
+    """Key of a pass on the CPU: all that decides its plan."""
 
     dtype: str
     out_dtype: str
@@ -73,7 +73,7 @@ def host_plan(key: HostKey, layout: CallLayout) -> LaunchPlan:
 
 
 def arithmetic_of(dtype: str) -> str:
-    """In which the engine computes for inputs of this dtype."""
+    """Returns the dtype in which the engine computes for inputs of this dtype."""
     return "float64" if dtype == "float64" else "float32"
 
 

@@ -67,5 +67,5 @@ def _faults_in(text: str) -> frozenset[str]:
 
 @functools.cache
 def _faults_below(header: str) -> frozenset[str]:
-    """Those of a header and of what it includes."""
+    """Returns the faults of a header and of what it includes."""
     return _faults_in((_INCLUDE / header).read_text(encoding="utf-8"))

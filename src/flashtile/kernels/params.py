@@ -78,7 +78,7 @@ class Params(ctypes.Structure):
 
 
 class AppendParams(ctypes.Structure):
-    """What append_kv_kernel is told, by value."""
+    """Parameters of append_kv_kernel, by value."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _APPEND_POINTERS),
@@ -89,7 +89,7 @@ class AppendParams(ctypes.Structure):
 
 
 class FwdSm90Params(ctypes.Structure):
-    """What fwd_sm90_kernel is told: the same, and behind it tensor maps on 64-byte boundaries."""
+    """Parameters of fwd_sm90_kernel: those of every kernel, and behind them tensor maps on 64-byte boundaries."""
 
     _fields_ = [
         ("base", Params),
@@ -99,7 +99,7 @@ class FwdSm90Params(ctypes.Structure):
 
 
 class FwdSm90ShortParams(ctypes.Structure):
-    """What fwd_sm90_short_kernel and bias_fragments_kernel are told."""
+    """Parameters of fwd_sm90_short_kernel and bias_fragments_kernel."""
 
     _fields_ = [
         ("base", Params),
@@ -111,7 +111,7 @@ class FwdSm90ShortParams(ctypes.Structure):
 
 
 class DecodeSm90Params(ctypes.Structure):
-    """What decode_sm90_kernel is told."""
+    """Parameters of decode_sm90_kernel."""
 
     _fields_ = [
         ("base", Params),
@@ -123,7 +123,7 @@ class DecodeSm90Params(ctypes.Structure):
 
 
 class BwdSm90Params(ctypes.Structure):
-    """What bwd_sm90_kernel is told."""
+    """Parameters of bwd_sm90_kernel."""
 
     _fields_ = [
         ("base", Params),
@@ -133,7 +133,7 @@ class BwdSm90Params(ctypes.Structure):
 
 
 class BwdSm90WideParams(ctypes.Structure):
-    """What bwd_sm90_dkdv_kernel and bwd_sm90_dq_kernel are told."""
+    """Parameters of bwd_sm90_dkdv_kernel and bwd_sm90_dq_kernel."""
 
     _fields_ = [
         ("base", Params),
@@ -143,7 +143,7 @@ class BwdSm90WideParams(ctypes.Structure):
 
 
 class Sm90F32Params(ctypes.Structure):
-    """What the Hopper kernels for float32 and their pre-passes are told."""
+    """Parameters of the Hopper kernels for float32 and their pre-passes."""
 
     _fields_ = [
         ("base", Params),
@@ -152,7 +152,7 @@ class Sm90F32Params(ctypes.Structure):
 
 
 class WideParams(ctypes.Structure):
-    """What a float64 pass of the CPU engine is told (csrc/cpu/engine.h): these numbers of the base are not used."""
+    """Parameters of a float64 pass of the CPU engine (csrc/cpu/engine.h): numbers that replace those of the base."""
 
     _fields_ = [("base", Params), *((name, ctypes.c_double) for name in WIDE_NUMBERS)]
 

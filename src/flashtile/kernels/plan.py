@@ -23,14 +23,14 @@ class Pointer(NamedTuple):
 
 
 class Stride(NamedTuple):
-    """In elements; 0 along an axis that the tensor does not have."""
+    """Stride in elements; 0 along an axis that the tensor does not have."""
 
     tensor: str
     axis: int  # from the end
 
 
 class BroadcastStride(NamedTuple):
-    """In elements; 0 along an axis of length 1."""
+    """Stride in elements; 0 along an axis of length 1."""
 
     tensor: str
     axis: int
@@ -178,9 +178,9 @@ class Workspace(NamedTuple):
 
 
 class SplitRule(NamedTuple):
-    """How many splits the keys get where the caller does not say: as many as give every multiprocessor its blocks, each
-    with at least `split_keys` keys. The executor adds the value num_splits, from the expected queries and the most keys
-    of a sequence."""
+    """Number of splits that the keys get where the caller does not say: as many as give every multiprocessor its
+    blocks, each with at least `split_keys` keys. The executor adds the value num_splits, from the expected queries and
+    the most keys of a sequence."""
 
     block_rows: int
     split_keys: int
@@ -195,7 +195,7 @@ class Memset(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """Of the number of blocks: a value divided and rounded up, and another value added to it."""
+    """Factor of the number of blocks: a value divided and rounded up, and another value added to it."""
 
     value: str
     divisor: int = 1

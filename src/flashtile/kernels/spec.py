@@ -1,4 +1,4 @@
-"""What decides the kernels of a call: its features, the key of its plan, and how its tensors are laid out."""
+"""Facts that decide the kernels of a call: its features, the key of its plan, and how its tensors are laid out."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Features:
 
     @property
     def num_score_options(self) -> int:
-        """How many options change scores or probabilities, each of which takes registers in the inner loop. A band does
-        not count: the masked loop alone knows it."""
+        """Returns how many options change scores or probabilities, each of which takes registers in the inner loop. A
+        band does not count: the masked loop alone knows it."""
         has_bias = self.bias_dtype is not None
         return sum((self.has_bool_mask, self.has_softcap, self.has_alibi, has_bias, self.has_dropout, self.is_paged))
 
     @property
     def num_options(self) -> int:
-        """The same, with sequence lengths."""
+        """Returns the number of score options, one more with sequence lengths."""
         return self.num_score_options + self.has_lengths
 
     def policies(self) -> list[str]:
@@ -74,7 +74,8 @@ def cpp_bool(flag: bool) -> str:
 
 @dataclass(frozen=True)
 class PlanKey:
-    """What decides the kernels of a pass. It holds no length, only the classes of lengths that families look at."""
+    """Key of a pass: all that decides its kernels. It holds no length, only the classes of lengths that families look
+    at."""
 
     dtype: str
     out_dtype: str
@@ -101,7 +102,7 @@ class PlanKey:
 
 
 class CallLayout(NamedTuple):
-    """How the tensors of a call are laid out, and which of them there are: what decides the patch table."""
+    """Layout of the tensors of a call, and which of them there are: all that decides the patch table."""
 
     layout: str
     tensors: tuple[str, ...]  # the optional ones

@@ -88,8 +88,8 @@ def _archs() -> frozenset[str]:
 
 @functools.cache
 def _row(kind: Kind, option: str) -> _Row | None:
-    """Of one option: that of the smallest measured head dim that holds the call's, else of the largest. Kernels take
-    float16 and bfloat16 in the same time."""
+    """Returns the row of one option: that of the smallest measured head dim that holds the call's, else of the largest.
+    Kernels take float16 and bfloat16 in the same time."""
     dtype = "bfloat16" if kind.dtype == "float16" else kind.dtype
     arch = kind.arch if kind.arch in _archs() else MEASURED_ARCH
     same = [
@@ -166,5 +166,5 @@ def best_known(kind: Kind, absent: frozenset[str] = frozenset()) -> tuple[str, f
 
 
 def _times(provider: str, kind: Kind) -> list[float | None]:
-    """Of each option of the call."""
+    """Returns the times of each option of the call."""
     return [_rows(kind, option).get(provider) for option in kind.options or (PLAIN,)]

@@ -257,7 +257,7 @@ def headers_digest(folder: Path, names: frozenset[str]) -> str:
 
 
 def _include_names(source: str) -> frozenset[str]:
-    """What a source names in #include, whatever condition it stands under; _ANY for what a macro names."""
+    """Returns what a source names in #include, whatever condition it stands under; _ANY for what a macro names."""
     return frozenset(_INCLUDE.findall(source))
 
 

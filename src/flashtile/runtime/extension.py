@@ -1,4 +1,4 @@
-"""The C++ extension flashtile._C: there or not, why not, and its functions. Whoever needs it asks `missing` first."""
+"""The C++ extension flashtile._C: its functions, or why it is not there. Whoever needs it asks `missing` first."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
 
 
 def missing() -> str | None:
-    """Why there is no extension, or None."""
+    """Returns why there is no extension, or None."""
     return _load()[1]
 
 
@@ -66,12 +66,12 @@ def params_bytes() -> int:
 
 @functools.cache
 def instruction_sets() -> tuple[str, ...]:
-    """What both this build and this processor have, the best first."""
+    """Returns what both this build and this processor have, the best first."""
     return tuple(_module().instruction_sets())
 
 
 def named_instruction_set() -> str | None:
-    """What FLASHTILE_CPU_ISA names, if anything."""
+    """Returns what FLASHTILE_CPU_ISA names, if anything."""
     wanted = os.environ.get(_ISA_SWITCH)
     if not wanted:
         return None
@@ -82,7 +82,7 @@ def named_instruction_set() -> str | None:
 
 
 def instruction_set() -> str:
-    """The one that runs."""
+    """Returns the instruction set that runs."""
     return named_instruction_set() or instruction_sets()[0]
 
 
@@ -104,7 +104,7 @@ def executor() -> Any:
 
 
 def open_executor(device_type: str) -> str | None:
-    """From now on C++ handles calls on such devices ("host": the CPU engine). Why it cannot, or None."""
+    """Lets C++ handle calls on such devices ("host": the CPU engine) from now on. Returns why it cannot, or None."""
     try:
         switches = torch._C._get_deterministic_algorithms, torch._C._get_float32_matmul_precision
     except AttributeError as error:

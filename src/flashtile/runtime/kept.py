@@ -18,7 +18,7 @@ _LEAST_BYTES = 4096
 
 
 class Owner(NamedTuple):
-    """Whose launches run one after another."""
+    """Owner of kept memory: launches of one owner run one after another."""
 
     device_index: int
     stream: int
@@ -36,7 +36,8 @@ _lock = threading.Lock()
 
 
 def zeros(device_index: int, stream: int, num_bytes: int) -> KeptZeros:
-    """Those of a stream of the current device, at least as many. May be called while the stream is captured."""
+    """Returns the zeros of a stream of the current device, at least as many. May be called while the stream is
+    captured."""
     owner = Owner(device_index, *driver.stream_and_capture(stream))
     with _lock:
         found = _regions.get(owner)

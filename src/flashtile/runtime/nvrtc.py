@@ -59,7 +59,7 @@ class Compiled:
 
 
 def variables() -> list[str]:
-    """What the environment says to NVRTC, which may change the machine code: part of the cache key."""
+    """Returns what the environment says to NVRTC, which may change the machine code: part of the cache key."""
     return sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_VARIABLES))
 
 

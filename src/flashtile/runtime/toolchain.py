@@ -29,7 +29,7 @@ from flashtile.errors import Unsupported, unsupported
 
 @dataclass(frozen=True)
 class _Files:
-    """What the files of NVRTC are called on one platform, preferred names first, and where a toolkit has them."""
+    """Names of the files of NVRTC on one platform, preferred ones first, and where a toolkit has them."""
 
     names: tuple[str, ...]
     builtins: str
@@ -135,10 +135,10 @@ def _is_current(folder: str) -> bool:
 
 
 def named_file() -> Path | None:
-    """What FLASHTILE_NVRTC names, if anything."""
+    """Returns what FLASHTILE_NVRTC names, if anything."""
     asked = os.path.expanduser(os.environ.get("FLASHTILE_NVRTC", ""))
     if asked and not Path(asked).is_file():
-        raise unsupported("FLASHTILE_NVRTC", f"{asked}, which is no file", f"the path of a {_ACCEPTED}", _HINT)
+        raise unsupported("FLASHTILE_NVRTC", f"{asked}, which is no file", f"the path of {_ACCEPTED}", _HINT)
     return Path(asked) if asked else None
 
 

@@ -1,4 +1,4 @@
-"""How results are checked, for our tests and for yours: problems to draw, the fp64 oracle, the error rule, dropout
+"""Tools that check results, for our tests and for yours: problems to draw, the fp64 oracle, the error rule, dropout
 bits.
 
     case = Case(dtype=torch.bfloat16, seqlen_q=100, causal="bottom_right", bias="1hqk")

@@ -64,7 +64,7 @@ class Inputs(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a call gives, or the reference, the yardstick or the floor for it."""
+    """Results of a call, or the reference, the yardstick or the floor for them."""
 
     out: Tensor
     lse: Tensor
@@ -227,7 +227,7 @@ class _Maker:
         return self._lay_out_scores(bias.to(torch.float32 if case.is_bias_float32 else case.dtype))
 
     def _is_hidden(self, mask: Tensor, axes: str) -> Tensor:
-        """What the mask hides, as a tensor of these axes: hidden along all the others."""
+        """Returns what the mask hides, as a tensor of these axes: hidden along all the others."""
         is_hidden = ~mask.expand(self._score_sizes("bhqk"))
         for axis, name in enumerate("bhqk"):
             is_hidden = is_hidden if name in axes else is_hidden.all(axis, keepdim=True)
@@ -381,7 +381,7 @@ class _Maker:
         return self._lay_out(tensor.to(self.case.dtype), self.case.memory)
 
     def _lay_out_scores(self, tensor: Tensor) -> Tensor:
-        """Of a bias or mask."""
+        """Returns a bias or mask in the memory that the case asks for."""
         return self._lay_out(tensor, self.case.memory if self.case.memory in ("ragged", "aligned") else "contiguous")
 
     def _lay_out(self, tensor: Tensor, memory: str) -> Tensor:
@@ -424,12 +424,12 @@ def _power(number: float) -> float:
 
 
 def _mean_size(tensor: Tensor) -> float:
-    """Of its numbers; NaN stands in rows that are not read."""
+    """Returns the mean size of the numbers; NaN stands in rows that are not read."""
     return tensor.abs().nanmean().item() if tensor.numel() else 1.0
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """Without strides of 0, which an empty tensor may keep as contiguous."""
+    """Returns the tensor without strides of 0, which an empty tensor may keep as contiguous."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

@@ -26,11 +26,11 @@ from flashtile.backends.segments import Segment, segments
 from flashtile.problem import AttentionArgs, lse_dtype, softmax_scale
 from flashtile.testing.cases import Inputs, Result
 
-# Of the root of the variance. Roundings are uniform, with a deviation of 0.58 of the largest: this is 7 standard
-# deviations.
+# Multiplies the root-mean-square error. A uniform rounding has a standard deviation of 0.58 of its largest, so 4 of the
+# largest are 7 standard deviations.
 FACTOR = 4.0
 _TILE = 64
-# Of a tensor core: terms added at a time, and the units in the last place that this takes from the sum at most
+# A tensor core: terms added at a time, and the units in the last place that this takes from the sum at most
 _TERMS, _TRUNCATED = 16, 2
 
 

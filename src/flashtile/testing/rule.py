@@ -51,7 +51,8 @@ def oracle(inputs: Inputs, *, has_backward: bool = True) -> Result:
 
 
 def yardstick(inputs: Inputs, *, has_backward: bool = True) -> Result:
-    """The same math in the input dtype, the stored output rounded to it before the backward pass uses it."""
+    """Returns the results of plain math in the input dtype; the stored output is rounded to it before the backward pass
+    uses it."""
     args, dout, dlse = inputs
     out, lse = ops.empty_outputs(args)
     precision = torch.get_float32_matmul_precision()
@@ -123,7 +124,7 @@ def disagreement(
 
 
 def _exceeds(name: str, error: Tensor, low_error: Tensor, slack: float, floor: Tensor) -> str | None:
-    """Where an error is larger than what the yardstick and the slack allow, and larger than the floor."""
+    """Says where an error is larger than what the yardstick and the slack allow, and larger than the floor."""
     factor = 3.0 if name in GRADS else 2.0
     allowed = floor.clamp(min=factor * low_error.abs().max().item() + slack)
     excess = error.abs() - allowed
@@ -144,7 +145,7 @@ def _exceeds(name: str, error: Tensor, low_error: Tensor, slack: float, floor: T
 
 @dataclass(frozen=True)
 class Expected:
-    """What results of one problem are judged by."""
+    """Yardstick, reference and floor by which results of one problem are judged."""
 
     inputs: Inputs
     ref: Result

@@ -1,4 +1,4 @@
-"""What a Triton kernel receives: tensors with their strides, sequence lengths, and which integers it is specialized on.
+"""Arguments of a Triton kernel: tensors with their strides, sequence lengths, and which integers it is specialized on.
 
 An argument that is None is compiled away. Triton compiles a new variant for an integer that is 1 or a multiple of 16.
 Lengths and counts are exempt from that (NOT_SPECIALIZED). Row strides are encoded so that only one property selects a

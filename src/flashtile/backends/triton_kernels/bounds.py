@@ -1,4 +1,4 @@
-"""Which rows a sequence has, and which tiles of it a block has to visit."""
+"""Bounds: the rows that a sequence has, and the tiles of it that a block has to visit."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""From the product q.k to a score: scale, softcap, ALiBi, bias, mask.
+"""Steps from the product q.k to a score: scale, softcap, ALiBi, bias, mask.
 
 Scores are in base 2, so that exponents need no product. With a bias they are natural: a finite bias may reach the
 largest float32, and its product with log2(e) would overflow.

@@ -13,7 +13,7 @@ constexpr i32 kMicroRows = 6;   // rows of C in the micro-kernel
 constexpr i32 kGroupRows = 24;  // rows of A that reuse a panel of B in L1
 constexpr i32 kMaxTerms = 128;  // a longer sum is a sum of partial sums of this many terms, which rounds less
 
-// What happens to C; there is one factor for each row.
+// An epilogue says what happens to C; there is one factor for each row.
 enum class Epilogue {
   kStore,       // C = A B
   kAdd,         // C += A B

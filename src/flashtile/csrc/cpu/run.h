@@ -22,7 +22,7 @@ const Engine* find_engine(const char* name);
 // Runs all passes. Returns null, or an error message.
 const char* run_forward(const Engine& engine, EngineCall& call);
 const char* run_backward(const Engine& engine, EngineCall& call);
-// The same with the best engine. `elements`: the Element of q, of out, of bias, of dk and dv.
+// Runs the passes with the best engine. `elements`: the Element of q, of out, of bias, of dk and dv.
 const char* run_best(bool is_backward, const void* params, const Span* spans, const int (&elements)[4]);
 
 }  // namespace flashtile

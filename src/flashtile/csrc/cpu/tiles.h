@@ -105,7 +105,7 @@ FT_INLINE void prefetch_rows(OperandB rows, i32 count, i32 dim) {
       __builtin_prefetch(rows.b + r * rows.row_stride + c);
 }
 
-// The same for at most kFewRows rows, from rows of K instead of panels: 4 columns of K at a time are transposed in
+// Multiplies at most kFewRows rows, by rows of K instead of panels: 4 columns of K at a time are transposed in
 // registers. Sums have the order of multiply_panels, so the bits are the same. dim is at most kMaxTerms.
 template <i32 kNumRows>
 void multiply_few(const Columns& columns, OperandA a, OperandB rows, i32 dim, real factor, real* s, i64 stride) {

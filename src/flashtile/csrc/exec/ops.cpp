@@ -302,7 +302,7 @@ void forward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
 
 // What forward.cache takes beside the arguments of the other overloads, where it stands on the stack.
 enum CacheStack : i32 { kNewKAt = argument::kCacheMode + 1, kNewVAt, kRotaryCosAt, kRotarySinAt, kLengthAt, kFlagsAt };
-// Of its flags, with num_splits above them.
+// Bits of `flags`; num_splits takes the bits from kSplitsShift up.
 constexpr i64 kWantsLse = 1, kInterleaved = 2, kSplitsShift = 2;
 
 bool view_of(StableIValue value, View& view) {

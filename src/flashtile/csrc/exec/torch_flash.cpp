@@ -14,7 +14,7 @@ namespace {
 
 namespace stable = torch::stable::detail;
 
-// Of a call of scaled_dot_product_attention, whose causal mask starts in the top left corner.
+// Returns the dense mode of a call of scaled_dot_product_attention, whose causal mask starts in the top left corner.
 i64 mode_of(bool is_causal) {
   using argument::kDenseField;
   constexpr i64 kTopLeft = 1;
@@ -26,7 +26,7 @@ i64 mode_of(bool is_causal) {
 
 bool is_for_python(StableIValue dropout_p) { return !is_usable() || borrow<double>(dropout_p) != 0.0; }
 
-// Of no axis, or of one of that size.
+// Makes an empty tensor without an axis, or with one of that size.
 Owned make_empty(i32 dim, int64_t size, i32 dtype, Device device) {
   constexpr int64_t kStride = 1;
   AtenTensorHandle handle = nullptr;

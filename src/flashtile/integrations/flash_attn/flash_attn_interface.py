@@ -28,7 +28,7 @@ def _window(window: Window) -> Any:
 
 
 def one_of(name: str, first: Any, other: str, second: Any) -> Any:
-    """Of two names of one thing, whichever is given."""
+    """Returns the argument that was given under either of its two names."""
     if first is not None and second is not None:
         raise value_error(name, f"it with {other}", "one of the two")
     return second if first is None else first

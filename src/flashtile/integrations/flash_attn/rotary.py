@@ -66,8 +66,8 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
 ) -> Tensor:
-    """In place: queries and keys of (batch, rows, 3, heads, dim), or of (batch, rows, num_heads_q + 2 * heads_kv,
-    dim)."""
+    """Rotates in place the queries and keys of (batch, rows, 3, heads, dim), or of (batch, rows, num_heads_q + 2 *
+    heads_kv, dim)."""
     if qkv.dim() == 5:
         q, k = qkv[:, :, 0], qkv[:, :, 1]
     elif num_heads_q is not None:
@@ -84,7 +84,7 @@ def apply_rotary_emb_qkv_(
 def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
-    """In place: the keys of (batch, rows, 2, heads_kv, dim)."""
+    """Rotates in place the keys of (batch, rows, 2, heads_kv, dim)."""
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
     return kv
 
@@ -133,8 +133,9 @@ class RotaryEmbedding(torch.nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """In place. qkv alone: (batch, rows, 3, heads, dim) or (batch, rows, num_heads_q + 2 * heads_kv, dim). With kv
-        (batch, rows, 2, heads_kv, dim), qkv holds queries (batch, rows, heads, dim), and (q, kv) is returned."""
+        """Rotates in place. qkv alone: (batch, rows, 3, heads, dim) or (batch, rows, num_heads_q + 2 * heads_kv, dim).
+        With kv (batch, rows, 2, heads_kv, dim), qkv holds queries (batch, rows, heads, dim), and (q, kv) is returned.
+        """
         if max_seqlen is None:
             if isinstance(seqlen_offset, Tensor):
                 raise value_error("max_seqlen", "None", "an int, where seqlen_offset is a tensor")

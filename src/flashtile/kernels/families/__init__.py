@@ -72,7 +72,7 @@ def unregister(family: Family) -> None:
 
 
 def all_families(op: str | None = None) -> list[Family]:
-    """Those of an op, or all."""
+    """Returns the families of an op, or all."""
     return [family for family in _families if op in (None, family.op)]
 
 
@@ -132,7 +132,7 @@ def forced_names() -> tuple[str, ...]:
 
 
 class Choice(NamedTuple):
-    """Of one key: each family of its op with the reason why it does not take the call, or None; and the one that is
+    """Selection for one key: the refusal of each family of its op (None = takes the call), and the family that is
     taken, or None."""
 
     refusals: Mapping[str, str | None]
@@ -181,7 +181,7 @@ def provider_us(provider: str, kind: speeds.Kind) -> float | None:
 
 
 def _cost(family: Family, key: PlanKey) -> tuple[bool, float]:
-    """What orders families: whether one has a drawback, and its time of such a call if it were large."""
+    """Returns what orders families: whether one has a drawback, and its time of such a call if it were large."""
     us = provider_us(family.timed_as(key), kind_of(key)._replace(is_large=True))
     return family.drawback(key) is not None, math.inf if us is None else us
 

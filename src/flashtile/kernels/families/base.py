@@ -28,7 +28,7 @@ from flashtile.kernels.spec import CallLayout, Features, PlanKey
 
 @dataclass(frozen=True)
 class Launch:
-    """What a family contributes to a plan; kernels/assemble.py adds operands, values and patches."""
+    """Contribution of a family to a plan; kernels/assemble.py adds operands, values and patches."""
 
     steps: tuple[Step, ...]
     workspaces: tuple[Workspace, ...] = ()
@@ -70,11 +70,11 @@ class Family(ABC):
         return self.refuse_arch(arch) is None
 
     def refuse_arch(self, arch: Arch) -> str | None:
-        """Why the family has nothing for the architecture, or None."""
+        """Returns why the family has nothing for the architecture, or None."""
         return f"{arch.name} has no wgmma" if self.needs_wgmma and not arch.has_wgmma else None
 
     def refuse(self, key: PlanKey) -> str | None:
-        """Why the family does not take the call, or None. Subclasses add their own reasons."""
+        """Returns why the family does not take the call, or None. Subclasses add their own reasons."""
         reason = self.refuse_arch(key.arch)
         if reason is not None:
             return reason
@@ -94,7 +94,7 @@ class Family(ABC):
         return None
 
     def drawback(self, key: PlanKey) -> str | None:
-        """Why any other family that takes the call goes first, whatever its speed, or None."""
+        """Returns why any other family that takes the call goes first, whatever its speed, or None."""
         return None
 
     def padded(self, head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
@@ -120,7 +120,7 @@ class Family(ABC):
         return tuple(sorted({tile.dims for tiles in self.tiles.values() for tile in tiles}))
 
     def num_options(self, key: PlanKey) -> int:
-        """How many options of a call cost registers: what `options>0` in the table counts."""
+        """Returns how many options of a call cost registers: what `options>0` in the table counts."""
         return key.features.num_score_options
 
     def words(self, key: PlanKey, dims: Dims) -> frozenset[str]:

@@ -80,7 +80,7 @@ class BwdSm80(MmaFamily):
 
 
 def _slabs(head_dim: int) -> int:
-    """Of 64 columns."""
+    """Returns the number of slabs of 64 columns."""
     return -(-head_dim // 64)
 
 

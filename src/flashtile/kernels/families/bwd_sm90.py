@@ -96,7 +96,7 @@ class BwdSm90(Family):
         return super().refuse(key) or self._refuse_options(key)
 
     def _refuse_options(self, key: PlanKey) -> str | None:
-        """What would take too many registers."""
+        """Returns which options would take too many registers, or None."""
         count = key.features.num_score_options
         if self.padded(key.head_dim, key.head_dim_v) == (128, 128) and count > 2:
             return f"{count} options that change scores at head dims over 96"
@@ -141,7 +141,7 @@ def option_bytes(features: Features, num_bias_stages: int, num_consumers: int) -
 
 
 def _slabs(head_dim: int) -> int:
-    """Of 64 columns."""
+    """Returns the number of slabs of 64 columns."""
     return -(-head_dim // 64)
 
 

@@ -43,7 +43,7 @@ class FwdSm80(MmaFamily):
     misread_by: ClassVar = {"memcheck": NARROW_LOADS, "synccheck": MASKED}
 
     def packed_heads(self, key: PlanKey) -> int:
-        """How many heads share a tile."""
+        """Returns how many heads share a tile."""
         return key.length(PACKED_HEADS)
 
     def num_options(self, key: PlanKey) -> int:

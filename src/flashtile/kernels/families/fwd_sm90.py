@@ -85,7 +85,7 @@ class FwdSm90(Family):
         return None
 
     def packed_heads(self, key: PlanKey) -> int:
-        """How many heads share a tile. Heads that share memory cannot be packed: a TMA box has no stride of 0."""
+        """Returns how many heads share a tile. Heads that share memory are not packed: a TMA box has no stride of 0."""
         return key.length(_PACKED_HEADS) if key.heads_disjoint else 1
 
     def words(self, key: PlanKey, dims: Dims) -> frozenset[str]:

@@ -90,7 +90,7 @@ class FwdSm90F32Direct(Family):
         return key.features.num_options
 
     def candidates(self, kernel: str, key: PlanKey) -> Iterator[Row]:
-        """Those with the best cluster for the number of tiles come first."""
+        """Yields the tiles; those with the best cluster for the number of tiles come first."""
         sizes = next((sizes for fits, sizes in _CLUSTERS.items() if key.length(fits)), _CLUSTERS_OF_MANY)
         preferred = sizes[key.features.has_band]
         return iter(sorted(super().candidates(kernel, key), key=lambda row: row["cluster"] != preferred))

@@ -1,4 +1,4 @@
-"""What the families by mma.sync have in common: from Turing on, where tensor cores take float16 alone."""
+"""Shared parts of the families by mma.sync: from Turing on, where tensor cores take float16 alone."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from flashtile.kernels.spec import PlanKey
 
 
 def refuse_slow_tf32(arch: Arch) -> str | None:
-    """Why three TF32 products are not faster than FMA on the architecture, or None."""
+    """Returns why three TF32 products are not faster than FMA on the architecture, or None."""
     if "float32" not in arch.mma_dtypes:
         return f"{arch.name} has no TF32 products"
     return None if arch.has_fast_tf32 else f"FMA is as fast as three TF32 products on {arch.name}"
 
 
 def small_call(key: PlanKey) -> str | None:
-    """Why FFMA goes first in float32, or None."""
+    """Returns why FFMA goes first in float32, or None."""
     return None if key.length(speeds.SIZE) else "a small call: float32 by tensor cores was not timed there"
 
 

@@ -1,4 +1,4 @@
-"""What the two simt families share: kernels in float32 arithmetic (FFMA), which every GPU has."""
+"""Shared parts of the two simt families: kernels in float32 arithmetic (FFMA), which every GPU has."""
 
 from __future__ import annotations
 

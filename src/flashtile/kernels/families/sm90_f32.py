@@ -1,4 +1,4 @@
-"""What the two Hopper families for float32 share: kernels on split operands, and the pre-pass that splits them
+"""Shared parts of the two Hopper families for float32: kernels on split operands, and the pre-pass that splits them
 (include/flashtile/kernels/f32_split.cuh).
 
 A call launches each kernel twice, for float16 and for bfloat16 parts. The numbers in its tensors decide on the GPU
@@ -42,7 +42,7 @@ def part_rows(row: Row) -> int:
 
 
 def parts_knob(tile: Tile, key: PlanKey | None) -> Knobs:
-    """How many parts the kernel of a call splits operands into; some tiles are for one part alone."""
+    """Returns how many parts the kernel of a call splits operands into; some tiles are for one part alone."""
     if not tile.kernel.endswith("_half"):
         return (("parts", 3),)
     is_highest = not tile.is_refused(frozenset({"highest"})) if key is None else key.matmul_precision == "highest"
@@ -56,7 +56,7 @@ MOST_PADDING = 4  # bytes of parts over those of what is split: 6 over 4 without
 
 
 def padding(rows: Sequence[Row], key: PlanKey) -> str | None:
-    """Why the parts of a call might take too much memory, or None."""
+    """Returns why the parts of a call might take too much memory, or None."""
     pairs = [pair for row in rows for pair in zip(row_bytes(row), (key.head_dim, key.head_dim_v), strict=True)]
     tile = max(WARPGROUP_ROWS, *(part_rows(row) for row in rows))
     least = (1, SHARES.first, SHARES.second, SHARES.third)[key.length(SHARES)]  # rows of a sequence
@@ -69,7 +69,8 @@ RANGE = Workspace("range", _RANGE_BYTES, (), is_zeroed=True)  # what the pre-pas
 
 
 def part_workspaces(rows: Sequence[Row], layout: CallLayout, is_backward: bool = False) -> tuple[Workspace, ...]:
-    """For the parts of Q, K, V and dO, which float16 and bfloat16 kernels share: at most one of them works."""
+    """Returns the workspaces of the parts of Q, K, V and dO, which float16 and bfloat16 kernels share: at most one of
+    them works."""
     qk_bytes, v_bytes = (max(row_bytes(row)[index] for row in rows) for index in (0, 1))
     block_n = max(part_rows(row) for row in rows)
     q_rows = ("heads", "total_q") if layout.has_packed_queries else ("heads", "batch", "seqlen_q")

@@ -58,7 +58,7 @@ def combine(key: PlanKey, layout: CallLayout) -> Step:
 
 
 def partial_results(key: PlanKey) -> tuple[Workspace, ...]:
-    """What `combine` joins."""
+    """Returns the workspaces that `combine` joins."""
     rows = ("num_splits", "lse_size")
     return (
         Workspace("partial_out", 4 * key.head_dim_v, rows, is_for_splits=True),
@@ -74,7 +74,7 @@ def mask_bits(block_n: int) -> Step:
 
 
 def mask_workspaces(block_n: int) -> tuple[Workspace, ...]:
-    """What `mask_bits` fills."""
+    """Returns the workspaces that `mask_bits` fills."""
     tiles = ("mask_rows", MASK_GROUP), ("seqlen_k", MASK_WORD * block_n)
     sizes = ("mask_rows", "mask_heads", "mask_batch")
     return (

@@ -108,7 +108,7 @@ def changes(before: Sequence[Row], after: Sequence[Row]) -> list[Change]:
 
 
 def means(found: Sequence[Change]) -> list[tuple[str, int, float, float]]:
-    """Per provider: number of points, geometric mean and minimum of the speedups."""
+    """Returns the number of points, the geometric mean and the minimum of the speedups of each provider."""
     grouped = defaultdict(list)
     for change in found:
         grouped[change.provider].append(change.speedup)

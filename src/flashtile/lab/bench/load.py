@@ -1,4 +1,5 @@
-"""Whether other processes kept the machine busy while a benchmark ran, so that its times are not to be trusted."""
+"""Load of the machine: other processes that keep it busy while a benchmark runs, so that its times are not to be
+trusted."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class Load:
         self._start = _times()
 
     def remark(self) -> str:
-        """Why the times are not to be trusted, or an empty text."""
+        """Returns why the times are not to be trusted, or an empty text."""
         now, start = _times(), self._start
         running, waiting = now.running - start.running, now.waiting - start.waiting
         total, stolen = now.total - start.total, now.stolen - start.stolen
@@ -63,7 +64,7 @@ def _times() -> _Times:
 
 
 def _gpu_percent() -> float:
-    """How busy the GPU is now, by nvidia-smi; 0 where that does not say."""
+    """Returns how busy the GPU is now, by nvidia-smi; 0 where that does not say."""
     query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(thunk: Callable[[], Any], device: str) -> int:
-    """On a GPU from torch's allocator statistics; on the CPU from the profiler's memory events."""
+    """Measures the peak on a GPU by torch's allocator statistics, on the CPU by the profiler's memory events."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

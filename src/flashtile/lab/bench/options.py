@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Option:
-    """What a call has beside q, k, v and a causal mask."""
+    """Arguments of a call beside q, k, v and a causal mask."""
 
     entry: str = "attention"  # the function of ours: attention, sdpa, kvcache or serving (bench/serving.py)
     window: int | None = None  # keys to the left of the query's own
@@ -28,7 +28,7 @@ class Option:
 
     @property
     def changes_scores(self) -> bool:
-        """Whether scores are changed or hidden, other than by a causal mask."""
+        """True if scores are changed or hidden, other than by a causal mask."""
         return bool(self.window is not None or self.softcap or self.has_alibi or self.has_bias or self.mask)
 
 
@@ -57,7 +57,7 @@ PAGE_SIZES, SHORT_KEYS = (1, 16, 64, 256), 512
 
 
 def _serving_options() -> dict[str, Option]:
-    """By name: over a dense cache, and in pages."""
+    """Returns the options of calls over a dense cache and over pages, by name."""
     found = {}
     for kind, plain in {
         "decode": Option(entry="serving"),

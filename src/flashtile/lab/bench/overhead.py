@@ -52,7 +52,7 @@ def rows(
     env: Environment,
     on_step: Callable[[str], None] = lambda name: None,
 ) -> Iterator[list[OverheadRow]]:
-    """For each mode and case a row for each provider."""
+    """Yields the rows of all providers, one mode and case after the other."""
     for mode, case in COLUMNS:
         on_step(f"{mode}, {case}")
         yield _measure(providers, point, device, env, mode, case)

@@ -459,7 +459,7 @@ def metadata(path: Path) -> dict[str, str]:
 
 
 def is_current(path: Path) -> bool:
-    """Whether the figure exists and was drawn from the present contents of its CSV."""
+    """True if the figure exists and was drawn from the present contents of its CSV."""
     if not path.exists():
         return False
     entries = metadata(path)

@@ -1,4 +1,4 @@
-"""What is measured. A Point is one problem and one pass; a Plan is the list of points of a run."""
+"""Points to measure. A Point is one problem and one pass; a Plan is the list of points of a run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Point:
 
     @property
     def extra(self) -> Option:
-        """What the option of that name adds to the call."""
+        """Returns what the option of that name adds to the call."""
         return OPTIONS.get(self.option, PLAIN)
 
     def flops(self) -> float:
@@ -77,7 +77,7 @@ class Point:
         return rows_q * self.head_dim, rows_k * self.head_dim, rows_k * self.head_dim_v, rows_q * self.head_dim_v
 
     def num_keys(self) -> int:
-        """Of all sequences of a cache."""
+        """Returns the number of keys of all sequences of a cache."""
         short = self.extra.short_keys
         return self.batch * self.seqlen_k if short is None else self.seqlen_k + (self.batch - 1) * short
 
@@ -121,7 +121,7 @@ class Inputs:
     extras: Extras = field(default_factory=Extras)
 
     def leaves(self, layout: str, needs_grad: bool, is_own: bool = False) -> Inputs:
-        """The same values as new autograd leaves, in the provider's layout. `is_own`: in memory of their own."""
+        """Returns the same values as new leaves of autograd, in the provider's layout. `is_own`: in own memory."""
         q, k, v, dout = (tensor.detach() for tensor in (self.q, self.k, self.v, self.dout))
         if is_own:
             q, k, v, dout = (tensor.clone() for tensor in (q, k, v, dout))
@@ -181,8 +181,8 @@ def decode_grid(dtype: str, suffix: str = "") -> Plan:
 
 
 def _serving_points(dtype: str) -> tuple[Point, ...]:
-    """The same heads over a cache with lengths, dense and in pages: one query; one long sequence among short ones; few
-    queries, causal; chunks of a prompt behind 8192 rows, causal."""
+    """Returns calls of the same heads over a cache with lengths, dense and in pages: one query; one long sequence among
+    short ones; few queries, causal; chunks of a prompt behind 8192 rows, causal."""
     plain = Point(1, 32, 8, 1, 4096, 128, 128, dtype)
     sizes: tuple[int | None, ...] = (None, *PAGE_SIZES)
     decode = [

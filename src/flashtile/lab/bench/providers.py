@@ -32,7 +32,7 @@ SLOW_BACKENDS = ("tiled", "reference")  # plain PyTorch: grids include them only
 
 @dataclass(frozen=True)
 class Attend:
-    """What a provider builds for a point: the call, its context, and the kernel or backend that runs."""
+    """A provider's answer to a point: the call, its context, and the kernel or backend that runs."""
 
     call: Call
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -87,7 +87,7 @@ def choose(text: str | None, is_grid: bool, option: str = "--backends") -> list[
 
 
 def missing(provider: Provider) -> str | None:
-    """Why the provider's package cannot be used here, or None."""
+    """Returns why the provider's package cannot be used here, or None."""
     if not provider.requires:
         return None
     try:

@@ -30,7 +30,7 @@ def lengths(point: Point) -> list[int]:
 
 
 class Layout:
-    """Where a provider finds the rows of each sequence, and the index tensors that say so."""
+    """Places where a provider finds the rows of each sequence, and the index tensors that say so."""
 
     def __init__(self, point: Point, device: torch.device) -> None:
         self.point, self.device = point, device
@@ -50,7 +50,7 @@ class Layout:
             self.order, self.table = order.to(device=device, dtype=torch.int64), table.to(device)
 
     def arrange(self, inputs: Inputs) -> Inputs:
-        """From (batch, heads, rows, dim) to rows of heads: queries packed or not, keys in pages, packed or not."""
+        """Turns (batch, heads, rows, dim) into rows of heads: queries packed or not, keys in pages, packed or not."""
         q, k, v = (tensor.transpose(1, 2) for tensor in (inputs.q, inputs.k, inputs.v))
         is_packed = self.point.extra.is_packed
         q = q.contiguous().flatten(0, 1) if is_packed else q.contiguous()
@@ -80,7 +80,7 @@ class Layout:
 
 
 def options(layout: Layout, backend: str | None) -> dict[str, Any]:
-    """Of `attention_kvcache`, or of `attention_varlen` where queries are packed."""
+    """Returns the options of `attention_kvcache`, or of `attention_varlen` where queries are packed."""
     point = layout.point
     found: dict[str, Any] = {"causal": point.is_causal, "backend": backend, "block_table": layout.table}
     if not point.extra.is_packed:
@@ -103,7 +103,7 @@ def ours(layout: Layout, backend: str | None) -> Callable[[Tensor, Tensor, Tenso
 
 
 def explained(layout: Layout, backend: str | None) -> Explanation:
-    """What would run our call: found by shapes alone."""
+    """Explains what would run our call, by shapes alone."""
     point, size = layout.point, sum(layout.lengths) if layout.page is None else len(layout.order)
     rows_q, rows_k = [point.batch, point.seqlen_q], [point.batch, point.seqlen_k]
     if point.extra.is_packed:

@@ -222,7 +222,7 @@ def ratio_table(rows: Sequence[Row]) -> Table:
 
 
 def refusals(rows: Sequence[Row]) -> Table:
-    """Which providers were not measured, where and why; one line for each reason. Names are those of `--backends`."""
+    """Lists providers that were not measured, where and why, a line for each reason. Names are as in `--backends`."""
     points, where = point_labels(rows), dict[tuple[str, str, str], list[str]]()
     for row in rows:
         if row.status != "ok":

@@ -1,4 +1,4 @@
-"""Terminal output: tables, progress bars and the list of written files."""
+"""Terminal output of all commands of the laboratory: tables, progress bars and the list of written files."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def make_console(as_json: bool) -> Console:
 
 @contextmanager
 def progress_bar(console: Console) -> Iterator[Progress]:
+    """Shows a bar that vanishes at the end. Hides what rich says in notebooks about widgets."""
     columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with warnings.catch_warnings(), Progress(*columns, console=console, transient=True) as progress:
         warnings.simplefilter("ignore", UserWarning)
@@ -32,6 +33,7 @@ def progress_bar(console: Console) -> Iterator[Progress]:
 
 
 def show(console: Console, table: tables.Table) -> None:
+    """Prints a table if it has a line. Words stand on the left, numbers on the right."""
     if not table.lines:
         return
     console.print(table.title, style="bold", highlight=False)
@@ -46,6 +48,7 @@ def show(console: Console, table: tables.Table) -> None:
 
 
 def say_files(console: Console, written: Sequence[Path]) -> None:
+    """Prints the paths in one line that is never wrapped, so that they can be copied."""
     console.print("Written: " + ", ".join(str(path) for path in written), highlight=False, markup=False, soft_wrap=True)
 
 

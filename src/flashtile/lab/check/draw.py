@@ -1,4 +1,4 @@
-"""Which problems are drawn. The same seed, device and passes give the same problems again.
+"""Problems are drawn here. The same seed, device and passes give the same problems again.
 
 Options decide which kernel runs, and every new set of them costs a compiler's time; sizes, values and seeds cost
 nothing. So a set of options is drawn and kept for several problems, each with sizes, strengths, values and seeds of its
@@ -29,7 +29,7 @@ MAX_SCORES = {"cpu": 1 << 16, "cuda": 1 << 20}
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a set of problems shares: everything that changes the code of a kernel."""
+    """Options that a set of problems shares: everything that changes the code of a kernel."""
 
     plain: Case  # dtype, layout, kind, memory, head dims, axes of mask and bias, and the like
     has_backward: bool
@@ -41,8 +41,8 @@ class Options:
 
 
 def most_different(trials: Sequence[Trial]) -> list[Trial]:
-    """Of the trials of each set of options those that are most likely to need kernels of their own: the largest and
-    smallest grids."""
+    """Returns the trials of each set of options that are most likely to need kernels of their own: those with the
+    largest and smallest grids."""
     sets: dict[tuple[Any, ...], list[Trial]] = {}
     for trial in trials:
         case = trial.case

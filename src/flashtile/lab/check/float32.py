@@ -43,7 +43,8 @@ class Float32Drawer(Drawer):
         return device_arch() if self.device == "cuda" else None
 
     def options(self) -> Options:
-        """For families that are drawn first: as many sets for those that refuse most options."""
+        """Draws a set of options that the chosen families take. Families are chosen first, so that those which refuse
+        most options get as many sets as others."""
         has_backward = self.direction == "backward" or (self.direction == "both" and self.chance(0.5))
         ops = ("forward", "backward") if has_backward else ("forward",)
         self.chosen = tuple(self.pick.choice(found) for op in ops if (found := split_families(op, self.arch)))
@@ -78,7 +79,7 @@ class Float32Drawer(Drawer):
         )
 
     def _is_taken(self, trial: Trial) -> bool:
-        """Whether the chosen families take the call."""
+        """True if the chosen families take the call."""
         if not self.chosen or (arch := self.arch) is None:
             return True
         args = trial.make("cpu").args
@@ -123,7 +124,7 @@ class Float32Drawer(Drawer):
 
 
 def _grads(case: Case) -> Iterator[str]:
-    """Those that a backward pass of the case computes."""
+    """Yields the gradients that a backward pass of the case computes."""
     yield from ("dq", "dk", "dv")
     if case.bias:
         yield "dbias"

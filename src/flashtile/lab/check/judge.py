@@ -25,7 +25,7 @@ from flashtile.problem import AttentionArgs, Problem, page_size, row_axis
 from flashtile.testing import GRADS, OUTPUTS, Inputs, Result, disagreements, expect, oracle, run
 
 
-class DeviceLost(RuntimeError):  # noqa: N818, it is what happened
+class DeviceLost(RuntimeError):  # noqa: N818
     """The GPU takes no more work from this process: a kernel read or wrote where it must not."""
 
     def __init__(self, backends: str, reason: str) -> None:
@@ -35,7 +35,7 @@ class DeviceLost(RuntimeError):  # noqa: N818, it is what happened
 
 @dataclass
 class Verdict:
-    """What came of a trial: complaints by backend, empty where all is well, and why the others did not run."""
+    """Outcome of a trial: complaints by backend, empty where all is well, and why the others did not run."""
 
     complaints: dict[str, list[str]] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
@@ -131,7 +131,7 @@ def warm(trial: Trial, backend: Backend, device: str) -> None:
 
 
 def compile_jobs(trial: Trial, backend: Backend, device: str) -> dict[Hashable, Callable[[], None]]:
-    """What the calls of the trial would wait for, as jobs for other processes."""
+    """Returns what the calls of the trial would wait for, as jobs for other processes."""
     jobs: dict[Hashable, Callable[[], None]] = {}
     for args, call, has_backward in _calls(trial, backend, device):
         grads = ops.empty_grads(args, _needs(args)) if has_backward else None
@@ -140,7 +140,7 @@ def compile_jobs(trial: Trial, backend: Backend, device: str) -> dict[Hashable, 
 
 
 def _calls(trial: Trial, backend: Backend, device: str) -> Iterator[tuple[AttentionArgs, Inputs, bool]]:
-    """Those that judging the trial makes on a backend, if that takes it; the last says whether a backward pass
+    """Yields the calls that judging the trial makes on a backend, if that takes it, each with whether a backward pass
     follows."""
     inputs = trial.make(device)
     if not _takes(backend, inputs, trial.has_backward, Verdict()):
@@ -215,8 +215,8 @@ def _wrong_bits(ours: Tensor, right: Tensor) -> list[str]:
 
 
 def dropout_probe(inputs: Inputs, seed: int) -> Inputs:
-    """The same call with all scores 0 and one key to each column of v: out is 0 exactly where its key is hidden or
-    dropped."""
+    """Returns the same call with all scores 0 and one key to each column of v: out is 0 exactly where its key is hidden
+    or dropped."""
     args, rows = inputs.args, row_axis(inputs.args.layout)
     num_rows, dim = args.v.shape[rows], args.v.shape[-1]
     first = seed % max(1, num_rows - dim + 1)

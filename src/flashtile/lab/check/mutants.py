@@ -1,4 +1,4 @@
-"""How many problems it takes to notice each fault that can be planted in a kernel: the check of the check."""
+"""Counts the problems that it takes to notice each fault that can be planted in a kernel: the check of the check."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def hunt_one(mutation: Mutation, settings: Settings, end: float = math.inf) -> H
 
 
 def needs_of(mutation: Mutation) -> dict[str, Any]:
-    """What a problem must have for the fault to show."""
+    """Returns what a problem must have for the fault to show."""
     own, kind = families.fault_family(mutation), families.fault_kind(mutation)
     return NEEDS.get(kind, {}) | ({} if own is None else dict(own.fault_needs.get(kind, {})))
 
@@ -186,7 +186,7 @@ def fitted(trial: Trial, mutation: Mutation, device: str) -> Trial | None:
 
 
 def _reaches(trial: Trial, device: str) -> bool:
-    """One of the kernels that it launches has the fault."""
+    """True if one of the kernels that the call launches has the fault."""
     args, ops = trial.make(device).args, ("forward", "backward") if trial.has_backward else ("forward",)
     needs_bias_grad = trial.has_backward and args.bias is not None
     problem = Problem.of(args._replace(needs_grad=trial.has_backward, needs_bias_grad=needs_bias_grad))

@@ -1,4 +1,4 @@
-"""What a check is asked for, and what came of it."""
+"""Settings of a check, and the report of what came of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashtile.lab.check.trial import Trial
 
 @dataclass(frozen=True)
 class Settings:
-    """What is checked, and for how long: whichever of problems and seconds comes first."""
+    """Scope and length of a check: whichever of problems and seconds comes first."""
 
     backends: Sequence[Backend]
     device: str
@@ -31,7 +31,8 @@ class Settings:
 
     @property
     def oracle_device(self) -> str:
-        """Where float64 is computed. Float32 problems are small: a GPU would launch longer than a core computes."""
+        """Returns the device that computes float64. Float32 problems are small: a GPU would launch longer than a core
+        computes."""
         return "cpu" if self.kind == "float32" else self.device
 
 
@@ -63,7 +64,7 @@ class Failure:
 
 @dataclass
 class Report:
-    """What was run and what came of it."""
+    """Record of what was run and what came of it."""
 
     num_problems: int = 0
     ran: Counter[str] = field(default_factory=Counter)

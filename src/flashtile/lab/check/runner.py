@@ -197,8 +197,8 @@ def _judge(trial: Trial, settings: Settings, report: Report) -> None:
 
 
 def _made_small_apart(failure: Failure, settings: Settings, end: float) -> Failure:
-    """In a worker process, where there are such: a smaller problem may kill it or hang. The failure then stays as it
-    came."""
+    """Makes a failure small, in a worker process where there are such: a smaller problem may kill it or hang. The
+    failure then stays as it came."""
     clock = settings.clock
     seconds = min(_SHRINK_S, end - clock())
     if seconds <= 0:
@@ -235,7 +235,7 @@ def _made_small(failure: Failure, settings: Settings, seconds: float) -> Failure
 
 
 def _chunk_sizes(settings: Settings) -> Iterator[int]:
-    """Where the time is limited, the first chunks are small: soon there is something to judge."""
+    """Yields the sizes of chunks. The first are small where the time is limited: soon there is something to judge."""
     size = settings.chunk if settings.seconds is None else min(settings.chunk, 2 * max(settings.reuse, _BATCH))
     while True:
         yield size
@@ -269,7 +269,7 @@ class _Task:
 
 
 class _Judges:
-    """Where trials are judged: here, or in worker processes, which may die of it or hang.
+    """Judges trials, here or in worker processes, which may die of it or hang.
 
     One death ends a whole pool. Trials that were being judged then are judged again one by one, the others as if
     nothing had been.
@@ -476,7 +476,8 @@ def _warm_all(trials: Sequence[Trial], backends: Sequence[Backend], settings: Se
 
 @contextmanager
 def _fresh_memory(device: str) -> Iterator[None]:
-    """On the CPU whatever torch.empty gives is NaN. One thread: problems are small, and many are drawn."""
+    """Fills whatever torch.empty gives on the CPU with NaN, and takes one thread: problems are small, and many are
+    drawn."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""From a trial that fails to the smallest one that still does."""
+"""Shrinks a trial that fails to the smallest one that still does."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Trial:
         return self.case.make(self.seed, device)
 
     def __str__(self) -> str:
-        """What differs from the plain case, as name=value with commas between."""
+        """Returns what differs from the plain case, as name=value with commas between."""
         words = [
             f"{name}={_text(getattr(self.case, name))}"
             for name, field in _FIELDS.items()
@@ -80,7 +80,7 @@ class Trial:
 
 
 class _Accepted(NamedTuple):
-    """Which values a field may have, as a test and in words."""
+    """Values that a field may have, as a test and in words."""
 
     is_met: Callable[[Any], bool]
     words: str

@@ -26,13 +26,13 @@ _WORK = "flashtile.lab.check.runner"  # the module whose functions workers run
 _ON_INTERRUPT = signal.SIG_IGN  # in a worker
 
 
-class TimeOver(Exception):  # noqa: N818, it is what happened
+class TimeOver(Exception):  # noqa: N818
     """The time was over before worker processes had started, or done what was asked for."""
 
 
 def _begin(interrupt: Any, environment: dict[str, str]) -> None:
-    """What a worker does first. It ignores interrupts, which are for the process that asked, and takes the environment
-    of that process."""
+    """Begins a worker: it ignores interrupts, which are for the process that asked, and takes the environment of that
+    process."""
     signal.signal(signal.SIGINT, interrupt)
     os.environ.clear()
     os.environ.update(environment)
@@ -85,7 +85,8 @@ def kill(pool: ProcessPoolExecutor) -> None:
 
 
 def start_forkserver(device: str) -> None:
-    """With interrupts ignored: one that comes while it imports torch would end it, and the workers wait for it."""
+    """Starts the server of workers with interrupts ignored: one that comes while it imports torch would end it, and the
+    workers wait for it."""
     if _START != "forkserver":
         return
     from multiprocessing import forkserver  # not on every platform

@@ -310,7 +310,7 @@ def _list(chosen: Sequence[Rung], arch: Arch, variables: Variables, as_json: boo
 
 
 def _no_compiler() -> str:
-    """Why nothing can be compiled, or an empty text."""
+    """Returns why nothing can be compiled, or an empty text."""
     try:
         toolchain.find()
     except Unsupported as error:

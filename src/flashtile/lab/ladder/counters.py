@@ -34,7 +34,7 @@ def profile(calls: Sequence[Call], variables: Variables | None = None, source: s
 
 
 def device_bytes(calls: Sequence[Call], variables: Variables) -> list[tuple[float, int]]:
-    """For each call: bytes read from and written to device memory by all its kernels, and the number of kernels."""
+    """Returns the bytes that the kernels of each call read from and write to device memory, and their number."""
     groups = ncu.run(calls, (), "none", _SOURCE, variables.child_environment())
     return [(sum(kernel.metrics[name] for kernel in kernels for name in ncu.BYTES), len(kernels)) for kernels in groups]
 

@@ -38,7 +38,7 @@ def plan(dtype: str, is_causal: bool | None, head_dim: int = LARGE.head_dim) -> 
 
 
 def stem(dtype: str, head_dim: int) -> str:
-    """What names of files have in common."""
+    """Returns what names of files have in common."""
     return dtype + ("" if head_dim == LARGE.head_dim else f"_d{head_dim}")
 
 

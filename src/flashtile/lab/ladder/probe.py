@@ -46,7 +46,7 @@ def check(rung: Rung, head_dim: int, variables: Variables) -> float:
 def check_call(
     call: Callable[[Inputs, bool, Tensor], None], name: str, head_dim: int, device: str, dtype: str = "fp32"
 ) -> float:
-    """The same for any function that fills an output."""
+    """Checks any function that fills an output."""
     worst = 0.0
     for seed, seqlen in enumerate(SEQLENS):
         for is_causal in (False, True):

@@ -38,7 +38,7 @@ class KernelFacts:
 
     @property
     def problem(self) -> tuple[str, int, int, int, int]:
-        """What every table and figure of the ladder compares rungs on, full and causal apart."""
+        """Returns the problem that every table and figure of the ladder compares rungs on, full and causal apart."""
         return self.dtype, self.batch, self.heads, self.seqlen, self.head_dim
 
 
@@ -72,7 +72,7 @@ class RungRow(Counters, KernelFacts):
 
     @property
     def unit(self) -> str:
-        """What multiplies."""
+        """Returns the unit that multiplies."""
         return "FMA" if self.dtype == "fp32" else "tensor"
 
     @property

@@ -154,12 +154,12 @@ class Rung:
 
     @property
     def has_maps(self) -> bool:
-        """Its argument is MappedParams."""
+        """True if the kernel takes MappedParams."""
         return evaluate(dict(self.launch)["maps"], {}) != 0
 
     @property
     def blocks_per_multiprocessor(self) -> int:
-        """Of a persistent grid; 0: a block for each query tile."""
+        """Returns the blocks of a persistent grid for each multiprocessor; 0: a block for each query tile."""
         return evaluate(dict(self.launch)["blocks"], {})
 
     def note(self, word: str) -> str:

@@ -123,7 +123,7 @@ def kernel_table(lines: Sequence[tuple[str, ...]]) -> Table:
 
 
 def _rungs_of_one_problem(kernels: Sequence[RungRow]) -> Sequence[RungRow]:
-    """As they are; an error where one would be compared with a rung at other sizes."""
+    """Returns the rows as they are. Raises an error where one would be compared with a rung at other sizes."""
     join.unique(kernels, lambda kernel: kernel.rung)
     problems = join.groups(kernels, lambda kernel: (kernel.problem, kernel.is_causal))
     if len(problems) > 1:

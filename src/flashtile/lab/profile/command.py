@@ -141,7 +141,7 @@ class Run:
 
 
 def _facts(wanted: Problems, arch: Arch, env: Environment, console: Console, as_json: bool) -> int:
-    """What the compiler knows about our kernels for each problem; needs no GPU."""
+    """Shows what the compiler knows about our kernels for each problem; needs no GPU."""
     why = f"compiled for {arch.name}, not run"
     found: list[KernelRow] = []
     refused: list[str] = []

@@ -48,7 +48,7 @@ def _whole_call(kernels: Sequence[KernelRow]) -> KernelRow:
 
 
 def roofline_groups(points: Sequence[KernelRow]) -> list[list[KernelRow]]:
-    """Those of one panel: all, or where they are many those of one pass."""
+    """Returns the points of each panel: all, or where they are many those of one pass."""
     if not points:
         return []
     if len(points) <= _MANY_POINTS:
@@ -57,7 +57,7 @@ def roofline_groups(points: Sequence[KernelRow]) -> list[list[KernelRow]]:
 
 
 def levels(row: KernelRow) -> dict[str, tuple[float, float]]:
-    """For each level of memory: the FLOP per byte of a row, and the measured bandwidth in GB/s."""
+    """Returns the FLOP per byte of a row and the measured bandwidth in GB/s for each level of memory."""
     found = {}
     if row.dram_bytes and row.dram_ceiling_gb_per_s:
         found["device memory"] = row.flops / row.dram_bytes, row.dram_ceiling_gb_per_s

@@ -1,4 +1,4 @@
-"""The architecture of the GPU at hand, or of one that is named."""
+"""The architecture of the GPU at hand, or of one that `--arch` names, for `flashtile profile` and `bench --tiles`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from flashtile.kernels.arch import ARCHS, Arch, arch_named
 
 @functools.cache
 def current_arch(index: int = 0) -> Arch:
+    """Returns what the GPU is taken for. Raises Unsupported where it is too old."""
     arch = device_arch(index)
     if arch is None:
         major, minor = capability(index)

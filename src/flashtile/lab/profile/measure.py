@@ -1,4 +1,4 @@
-"""From timed calls to the rows of a profile: counters where ncu gives them, else what the compiler knows."""
+"""Turns timed calls into the rows of a profile: counters where ncu gives them, else what the compiler knows."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def rows_of(
 
 
 def compiled_rows(point: Point, arch: Arch, no_counters: str, env: Environment) -> list[KernelRow]:
-    """What the compiler knows about our kernels for a GPU that need not be here."""
+    """Returns what the compiler knows about our kernels for a GPU that need not be here."""
     known = compiled_kernels("cuda", point, f"sm_{arch.number}")
     shape = {field.name: getattr(point, field.name) for field in dataclasses.fields(point) if field.name in _FIELDS}
     call = shape | {"provider": "cuda", "is_baseline": False, "status": "ok", "reason": "", "no_counters": no_counters}
@@ -147,7 +147,7 @@ def _call_fields(timed: Row, roofs: Ceilings | None) -> dict[str, Any]:
 
 
 def _compiled_parts(known: Sequence[tuple[Step, Resources]], arch: Arch) -> list[dict[str, Any]]:
-    """Without the kernel that merges splits: whether there are any is decided by the call."""
+    """Returns all kernels but the one that merges splits: whether there are any is decided by the call."""
     return [_compiled_fields(step, resources, arch) for step, resources in known if not step.is_for_splits]
 
 

@@ -71,7 +71,7 @@ class KernelRow:
 
     @property
     def call(self) -> tuple[object, ...]:
-        """What the rows of one call have in common."""
+        """Returns what the rows of one call have in common."""
         return self.provider, *self.problem
 
     @property

@@ -1,5 +1,5 @@
-"""What the warps of one block do and wait for: a build of our kernels that stores the clock at every mark
-(core/timeline.cuh), run once, as JSON and as a picture."""
+"""Timelines of the warps of one block, what they do and wait for: a build of our kernels that stores the clock at every
+mark (core/timeline.cuh), run once, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -278,8 +278,8 @@ def draw(timeline: Timeline, path: Path) -> Path:
 
 
 def drawn(spans: Sequence[Span]) -> list[Span]:
-    """What one warp of each warpgroup does in a few steps, once the pipeline is full: from the latest of their first
-    marks to the earliest of their last ones."""
+    """Returns what one warp of each warpgroup does in a few steps, once the pipeline is full: from the latest of their
+    first marks to the earliest of their last ones."""
     last = max(span.step for span in spans)
     first = min(_FIRST_DRAWN, max(0, last - DRAWN_STEPS))
     leaders = {group: min(span.warp for span in spans if span.warp // 4 == group) for group in

@@ -178,7 +178,7 @@ def _roofline(chart: charts.Chart) -> str:
 
 
 def _timelines(device: DeviceResults) -> str:
-    """What the warpgroups of a block do, clock by clock."""
+    """Returns the section on what the warpgroups of a block do, clock by clock."""
     return "".join(
         f"<h3>{escape(one.kernel)}, {escape(one.problem)}</h3>{charts.timeline_picture(one)}"
         + _details("Median clocks of each phase", _table(timeline.table(one)))

@@ -118,7 +118,7 @@ class Run:
         return studied
 
     def _count(self, timed: Sequence[Row]) -> tuple[dict[str, Counters], str]:
-        """What Nsight Compute counts in a full call of each tile that ran, and why nothing."""
+        """Returns what Nsight Compute counts in a full call of each tile that ran, and why it counts nothing."""
         calls = [
             Call(row.provider, row.point) for row in timed if row.is_ok and not row.is_baseline and not row.is_causal
         ]

@@ -10,7 +10,8 @@ from flashtile.lab.ladder.rows import Counters
 
 @dataclass(frozen=True)
 class TileFacts:
-    """What the tile is, what it takes and how fast it is. Empty where it did not run; `reason` then says why."""
+    """Facts of a tile: what it is, what it takes and how fast it is. Empty where it did not run; `reason` then says
+    why."""
 
     kernel: str
     arch: str

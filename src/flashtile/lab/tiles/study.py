@@ -1,5 +1,5 @@
-"""Which tiles are studied, on which problems, and each of them as a provider of the benchmark. The product's selection
-knows none of it."""
+"""Tiles that are studied, their problems, and each tile as a provider of the benchmark. The product's selection knows
+none of it."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ STUDIES = (
 
 
 def studies(dtype: str | None) -> list[Study]:
-    """The one of a dtype, or all."""
+    """Returns the study of a dtype, or all."""
     found = [study for study in STUDIES if dtype in (None, study.dtype)]
     if not found:
         raise value_error("--dtype", repr(dtype), ", ".join(study.dtype for study in STUDIES) + " with --tiles")
@@ -144,7 +144,7 @@ class Trial:
         return f"{self.row.kernel} d={self.row.head_dim} {self.name}"
 
     def key(self, is_causal: bool, arch: Arch) -> PlanKey:
-        """Of a large plain call."""
+        """Returns the key of a large plain call."""
         row = self.row
         return PlanKey(row.dtype, row.out_dtype, row.head_dim, row.head_dim_v, Features(has_band=is_causal), arch)
 
@@ -152,15 +152,15 @@ class Trial:
         return families.find(self.family).step(self.row, self.key(is_causal, arch), _LAYOUT)
 
     def is_chosen(self, is_causal: bool, arch: Arch) -> bool:
-        """Whether a large plain call takes this tile."""
+        """True if a large plain call takes this tile."""
         return families.find(self.family).select(self.row.kernel, self.key(is_causal, arch)) == self.row
 
     def why_not(self, arch: Arch) -> str | None:
-        """Why it cannot run on the architecture, or None."""
+        """Returns why the tile cannot run on the architecture, or None."""
         return families.find(self.family).refuse_arch(arch) or self.row.unfit(arch)
 
     def facts(self, is_causal: bool, arch: Arch) -> TileUse:
-        """What the compiled kernel takes; the driver is asked on the GPU at hand."""
+        """Returns what the compiled kernel takes; the driver is asked on the GPU at hand."""
         step = self.step(is_causal, arch)
         resources = cache.compile_cached(step.unit, arch.name, [step.entry]).resources(step.entry)
         function = executor.function(step.unit, step.entry, arch.name)
@@ -174,7 +174,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class TileUse:
-    """What a tile takes of a multiprocessor."""
+    """Resources of a multiprocessor that a tile takes."""
 
     step: Step
     resources: Resources
@@ -187,7 +187,7 @@ class TileUse:
 
     @cached_property
     def computed_occupancy(self) -> float:
-        """By kernels/arch.py, which knows no driver."""
+        """Returns the occupancy by kernels/arch.py, which knows no driver."""
         return self._share(
             self.arch.blocks_per_multiprocessor(self.step.num_threads, self.resources.registers, self.step.shared_bytes)
         )

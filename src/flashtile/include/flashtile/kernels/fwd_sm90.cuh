@@ -82,7 +82,7 @@ struct FwdSm90 {
   static constexpr bool kGuessesMaximum = kIsBranching && Config::kHeadDimV <= 64;
   static_assert(!KvSource::kIsPaged || (!ScoreMod::kHasBias && !Mask::kHasBool), "all producer warps copy pages");
   // Registers per thread: warps that copy a bias or pages need more. Three consumers leave none to spare: there the
-  // producer does not look up pages ahead, and keeps no number that it can find again.
+  // producer looks up no page ahead, and computes its counters again.
   static constexpr bool kSavesRegisters = KvSource::kIsPaged && Config::kNumConsumers > 2;
   static constexpr i32 kPageRegisters = KvSource::kIsPaged && Config::kNumConsumers == 2 ? 16 : 0;
   static constexpr i32 kProducerRegisters = Config::kProducerRegisters + (ScoreMod::kHasBias ? 16 : 0) + kPageRegisters;
