@@ -67,7 +67,7 @@ def test_asks_for_an_arch():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--arch", "hopper"], "--arch: got hopper; accepted: one of sm_61, sm_75"),
+        (["--arch", "hopper"], "--arch: got hopper; accepted: sm_61, sm_75"),
         (["--arch", "sm_61"], "no longer knows sm_61"),
         (["--arch", "sm_90", "--dtype", "float64"], "--dtype: got float64; accepted: one of float32"),
         (["--arch", "sm_90", "--head-dim", "0"], "--head-dim: got 0; accepted: 1 to"),

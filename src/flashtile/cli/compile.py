@@ -26,7 +26,7 @@ from flashtile.backends.base import device_arch
 from flashtile.cli.kernel_jobs import Job, covering_jobs, edge_jobs, embedded_jobs, head_dims, plain_jobs
 from flashtile.cli.limits import check_jobs
 from flashtile.errors import value_error
-from flashtile.kernels.arch import ARCHS, Arch, arch_named
+from flashtile.kernels.arch import ARCHS, Arch, arch_named, known_names
 from flashtile.kernels.spec import DTYPES
 from flashtile.lab.bench.files import writable_folder
 from flashtile.lab.bench.terminal import make_console
@@ -92,11 +92,10 @@ def why_unknown(arch: Arch, compiler: Toolchain) -> str:
 
 def _asked_archs(names: Sequence[str], compiler: Toolchain) -> list[Arch]:
     archs = []
-    accepted = f"one of {', '.join(arch.name for arch in ARCHS.values())}"
     for name in names:
         arch = arch_named(name)
         if arch is None:
-            raise value_error("--arch", name, accepted)
+            raise value_error("--arch", name, known_names())
         if arch.number not in compiler.archs:
             raise value_error("--arch", name, "an architecture the compiler knows", why_unknown(arch, compiler))
         archs.append(arch)
