@@ -206,7 +206,7 @@ def test_text_brings_a_problem_back() -> None:
     [
         ("seqlen=3", "'seqlen=3'; accepted: name=value, the name one of dtype, "),
         ("causal", "'causal'; accepted: name=value"),
-        ("dtype=bf16", "'dtype=bf16'; accepted: float64, float32, bfloat16, float16"),
+        ("dtype=int8", "'dtype=int8'; accepted: fp32, bf16, fp16, fp64, float32, bfloat16, float16, float64, half"),
         ("seqlen_q=many", "'seqlen_q=many'; accepted: int"),
         ("has_sinks=1", "'has_sinks=1'; accepted: bool"),
         ("window=3", "'window=3'; accepted: tuple[int, int]"),

@@ -69,7 +69,7 @@ def test_asks_for_an_arch():
     [
         (["--arch", "hopper"], "--arch: got hopper; accepted: sm_61, sm_75"),
         (["--arch", "sm_61"], "no longer knows sm_61"),
-        (["--arch", "sm_90", "--dtype", "float64"], "--dtype: got float64; accepted: one of float32"),
+        (["--arch", "sm_90", "--dtype", "float64"], "--dtype: got 'float64'; accepted: fp32, bf16, fp16, float32,"),
         (["--arch", "sm_90", "--head-dim", "0"], "--head-dim: got 0; accepted: 1 to"),
         (["--arch", "sm_90", "--head-dim", "5000"], "--head-dim: got 5000"),
         (["--arch", "sm_90", "--jobs", "0"], "--jobs: got 0"),
@@ -97,10 +97,12 @@ def test_the_table_says_which_kernel_takes_any_head_dim(compiler):
     assert {row[4] for row in rows if row[1] != "append_kv"} == {"64"}
 
 
-def test_json(compiler):
-    result = run("--arch", "sm_90", "--dtype", "float32", "--head-dim", "60", "--json")
+@pytest.mark.parametrize("dtype", ["float32", "fp32"])
+def test_json(compiler, dtype):
+    result = run("--arch", "sm_90", "--dtype", dtype, "--head-dim", "60", "--json")
     assert result.exit_code == 0
     kernels = json.loads(result.stdout)["kernels"]
+    assert {kernel["dtype"] for kernel in kernels} == {"float32"}
     assert {kernel["head_dim"] for kernel in kernels} == {64, 0}  # 0: append_kv, which takes any
     assert {kernel["kernel"] for kernel in kernels} >= {
         name for family in families.all_families() for name in family.kernels if "float32" in family.dtypes

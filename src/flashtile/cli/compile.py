@@ -25,11 +25,13 @@ from rich.table import Table
 from flashtile.backends.base import device_arch
 from flashtile.cli.kernel_jobs import Job, covering_jobs, edge_jobs, embedded_jobs, head_dims, plain_jobs
 from flashtile.cli.limits import check_jobs
-from flashtile.errors import value_error
+from flashtile.errors import dtype_name, value_error
 from flashtile.kernels.arch import ARCHS, Arch, arch_named, known_names
 from flashtile.kernels.spec import DTYPES
 from flashtile.lab.bench.files import writable_folder
 from flashtile.lab.bench.terminal import make_console
+from flashtile.lab.dtypes import DTYPES as SPELLED
+from flashtile.lab.dtypes import dtype_key
 from flashtile.runtime import cache, toolchain
 from flashtile.runtime.nvrtc import CompileError
 from flashtile.runtime.toolchain import Toolchain
@@ -178,9 +180,8 @@ class Options:
 def prepare(options: Options) -> Callable[[], int]:
     """Checks the options. What it returns does the work and gives the exit status."""
     compiler = toolchain.find()
-    for dtype in options.dtypes:
-        if dtype not in DTYPES:
-            raise value_error("--dtype", dtype, f"one of {', '.join(DTYPES)}")
+    compiled = [key for key, dtype in SPELLED.items() if dtype_name(dtype) in DTYPES]
+    dtypes = [dtype_name(SPELLED[dtype_key(name, keys=compiled)]) for name in options.dtypes]
     known_dims = head_dims()
     dims = []
     for head_dim in options.head_dims:
@@ -201,7 +202,7 @@ def prepare(options: Options) -> Callable[[], int]:
         skipped = [why_unknown(arch, compiler) for arch in ARCHS.values() if arch.number not in known]
     else:
         archs = _archs_found()
-    chosen = (archs, options.dtypes or DTYPES, dims or known_dims)
+    chosen = (archs, dtypes or DTYPES, dims or known_dims)
     jobs = plain_jobs(*chosen) if options.embed is None else embedded_jobs(*chosen)
     if options.is_all:
         seen = {job.identity for job in jobs}

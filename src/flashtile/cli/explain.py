@@ -18,7 +18,7 @@ from flashtile import markup
 from flashtile.backends.registry import Explanation
 from flashtile.errors import Unsupported, renamed, value_error
 from flashtile.lab.bench.files import writable_folder, write_whole
-from flashtile.lab.bench.points import DTYPES, dtype_key
+from flashtile.lab.dtypes import DTYPES, dtype_key
 
 _PASSES = ("fwd", "fwd+bwd")
 # Arguments of the functions whose options have other names

@@ -154,9 +154,7 @@ def compile_kernels(
     all_of_it: Annotated[
         bool, typer.Option("--all", help="Every architecture the compiler supports, and variants with options.")
     ] = False,
-    dtype: Annotated[
-        list[str] | None, typer.Option(help="float32, float16 or bfloat16; may be repeated. Default: all.")
-    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="fp32, fp16 or bf16; may be repeated. Default: all.")] = None,
     head_dim: Annotated[
         list[int] | None, typer.Option(help="May be repeated. Default: all in the kernel table.")
     ] = None,

@@ -25,7 +25,6 @@ from flashtile.lab.bench.points import (
     Point,
     cpu_grid,
     decode_grid,
-    dtype_key,
     float32_grid,
     length_sweep,
     options_grid,
@@ -42,6 +41,7 @@ from flashtile.lab.bench.providers import (
 from flashtile.lab.bench.rows import ColdRow, OverheadRow, Row, Writer, as_dict, read
 from flashtile.lab.bench.sweep import Settings, Sweep
 from flashtile.lab.bench.terminal import make_console, progress_bar, say_files, say_remark, show
+from flashtile.lab.dtypes import dtype_key
 
 INTERRUPTED = 130
 _DEFAULT_BUDGET_S = {"cpu": 0.4, "cuda": 0.08}

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from flashtile import api
 from flashtile.lab.bench import timing
-from flashtile.lab.bench.points import DTYPES, Inputs, Point
+from flashtile.lab.bench.points import Inputs, Point
 from flashtile.lab.bench.providers import AUTOMATIC, Provider, missing
 from flashtile.lab.bench.rows import Environment, OverheadRow
 from flashtile.lab.bench.sweep import Refusal, refusing
+from flashtile.lab.dtypes import DTYPES
 
 NUM_ROUNDS, NUM_WARM = 20, 2
 NUM_CALLS = 50  # in a round: few enough to fit in the launch queue of a GPU

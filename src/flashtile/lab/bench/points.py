@@ -10,14 +10,12 @@ from torch import Tensor
 
 from flashtile.errors import value_error
 from flashtile.lab.bench.options import OPTIONS, PAGE_SIZES, PLAIN, TINY_ROW, Extras, Option, make_extras, shapes
+from flashtile.lab.dtypes import DTYPES
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
 FAST_SEQLENS = (512, 1024, 1536, 2048)
 FULL_SEQLENS = (*FAST_SEQLENS, 4096, 8192, 16384)
 GRIDS = ("paper", "decode", "options", "float32", "cpu")
-
-_SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64", "half": "fp16"}
 
 
 @dataclass(frozen=True)
@@ -128,13 +126,6 @@ class Inputs:
         if layout == "bshd":
             q, k, v, dout = (tensor.transpose(1, 2).contiguous() for tensor in (q, k, v, dout))
         return Inputs(q.requires_grad_(needs_grad), k.requires_grad_(needs_grad), v.requires_grad_(needs_grad), dout)
-
-
-def dtype_key(name: str) -> str:
-    key = _SPELLINGS.get(name, name)
-    if key not in DTYPES:
-        raise value_error("--dtype", repr(name), ", ".join((*DTYPES, *_SPELLINGS)))
-    return key
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     """Checks options and environment and returns the job. Errors in them are raised here, before the GPU is used."""
     variables = Variables.read()
     if options.dtype is not None:
-        measure.check_dtype(options.dtype)
+        options = replace(options, dtype=measure.checked_dtype(options.dtype))
     measure.check_head_dim(options.head_dim)
     chosen = measure.chosen(options.only, variables, options.dtype)
     if options.is_list:
