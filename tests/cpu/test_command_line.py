@@ -16,7 +16,7 @@ from flashtile.cli import check as check_command
 from flashtile.cli.main import app
 
 COMMANDS = (
-    *("info", "explain", "compile", "check", "bench", "ladder", "profile", "report"),
+    *("info", "explain", "cache", "compile", "check", "bench", "ladder", "profile", "report"),
     *("distributed", "distributed simulate", "distributed check"),
 )
 PROGRAM = [sys.executable, "-c", "from flashtile_command import main; main()"]

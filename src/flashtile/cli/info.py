@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import sys
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,9 @@ from rich.table import Table
 from flashtile import markup
 from flashtile.backends import environment, native, registry
 from flashtile.backends.base import Backend, device_arch
+from flashtile.cli import cache as cache_command
 from flashtile.cli import compile as compile_command
-from flashtile.errors import Unsupported, is_switched_on
+from flashtile.errors import Unsupported
 from flashtile.kernels.arch import ARCHS
 from flashtile.lab.bench.files import writable_folder, write_whole
 from flashtile.problem import Problem
@@ -45,7 +45,7 @@ def collect() -> dict[str, Any]:
         "gpus": _gpus(),
         "driver": _driver(),
         "nvrtc": _nvrtc(),
-        "cache": _cache(),
+        "cache": cache_command.facts(KernelCache.default()),
         "embedded": embedded_archs(),
         "archs": _archs(),
         "backends": {
@@ -105,30 +105,6 @@ def _nvrtc() -> dict[str, Any]:
     except Unsupported as error:
         return {"path": path, "version": None, "reason": str(error), "variables": nvrtc.variables()}
     return {"path": path, "version": f"{major}.{minor}", "reason": None, "variables": nvrtc.variables()}
-
-
-def _cache() -> dict[str, Any]:
-    """Directory, status and size of the kernel cache. Creates no directory."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        kept = KernelCache.default()
-        exists = kept.directory is not None and kept.directory.exists()
-        is_usable = not exists or kept._usable() is not None
-    facts = {"directory": kept.directory and str(kept.directory), "status": "usable", "files": 0, "bytes": 0}
-    if kept.directory is None:
-        facts["status"] = (
-            "off: FLASHTILE_CACHE=0"
-            if not is_switched_on("FLASHTILE_CACHE", default=True)
-            else "off: the user has no home directory"
-        )
-    elif not is_usable:
-        facts["status"] = str(caught[0].message) if caught else "not usable"
-    elif not exists:
-        facts["status"] = "not there yet: made when the first kernel is compiled"
-    else:
-        sizes = [path.stat().st_size for path in kept.directory.glob("*.kernel")]
-        facts |= {"files": len(sizes), "bytes": sum(sizes)}
-    return facts
 
 
 def _archs() -> dict[str, str]:
@@ -244,11 +220,10 @@ def found_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
             for variable in compiler["variables"]
         ),
     ]
-    held = f"{kept['files']} kernels, {kept['bytes'] / 2**20:.1f} MB"
     embedded = ", ".join(f"{count} for {name}" for name, count in facts["embedded"].items())
     works = [name for name, status in facts["archs"].items() if status == "works"]
     lines += [
-        ("kernel cache", f"{kept['directory'] or 'none'}, {kept['status']}, {held}"),
+        ("kernel cache", f"{kept['directory'] or 'none'}, {kept['status']}, {cache_command.held(kept)}"),
         ("embedded kernels", embedded or "none: built without FLASHTILE_ARCHS"),
         ("compiles for", ", ".join(works) or "nothing"),
         *((name, status) for name, status in facts["archs"].items() if status != "works"),

@@ -104,6 +104,18 @@ def info(
 
 
 @app.command()
+def cache(
+    is_clear: Annotated[bool, typer.Option("--clear", help="Remove all kernels, after a question.")] = False,
+    is_sure: Annotated[bool, typer.Option("--yes", help="Beside --clear: ask nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Show where compiled kernels are kept, how many and of which versions, or remove them."""
+    with importing():
+        from flashtile.cli import cache as cache_command
+    _run(lambda: cache_command.prepare(is_clear, is_sure, as_json))
+
+
+@app.command()
 def explain(
     batch: Annotated[int, typer.Option(help="Batch size.")] = 1,
     heads: Annotated[int, typer.Option(help="Query heads.")] = 16,
