@@ -75,7 +75,10 @@ def free_bytes() -> int:
 
 
 def name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else f"{_cpu_name()}, {torch.get_num_threads()} threads"
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    threads = torch.get_num_threads()
+    return f"{_cpu_name()}, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def slug(device: str) -> str:
