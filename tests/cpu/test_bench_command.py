@@ -88,6 +88,27 @@ def test_what_it_cannot_do_is_refused_before_anything_is_measured(arguments: lis
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--head-dim", "5000"], "Nothing of flashtile would be measured. q: got head_dim 5000; accepted: 1 to 512."),
+        (["--head-dim", "600", "--overhead"], "q: got head_dim 600; accepted: 1 to 512."),
+        (["--backends", "cuda,sdpa"], "would be measured. backend: got 'cuda', which refuses: it runs on cuda"),
+        (["--backends", "cuda,triton"], "would be measured. cuda: backend: got 'cuda', which refuses: it runs on cuda"),
+    ],
+)
+def test_what_none_of_ours_takes_is_refused_before_the_peers(arguments: list[str], complaint: str, tmp_path: Path):
+    result = invoke("bench", "--out", tmp_path / "new", *arguments)
+    assert result.exit_code == 2
+    assert complaint in result.output
+    assert not (tmp_path / "new").exists()
+
+
+def test_peers_alone_are_measured_at_sizes_that_ours_refuse(tmp_path: Path):
+    result = invoke(*SMALL[:5], "--head-dim", "600", "--backends", "sdpa-math", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+
+
 def test_an_unwritable_folder_is_refused_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("flashtile.lab.bench.command.run_sweep", lambda *_: pytest.fail("it measured"))
     (tmp_path / "file").write_text("")

@@ -27,6 +27,7 @@ from flashtile.cli import check as command
 from flashtile.cli.main import app
 from flashtile.kernels import families
 from flashtile.kernels.mutation import Mutation, mutations
+from flashtile.lab.bench.terminal import INTERRUPTED
 from flashtile.lab.check import mutants, runner, workers
 from flashtile.lab.check.decode import DecodeDrawer
 from flashtile.lab.check.draw import MAX_SCORES, Drawer
@@ -640,7 +641,7 @@ def test_faults_that_were_found_are_kept_whatever_becomes_of_the_others(
     settings = Settings(backends=[], device="cpu", seed=3)
     hunting = command.Command(settings, Console(quiet=True), False, tmp_path, {})
     if ending is KeyboardInterrupt:
-        assert hunting.hunt(faults) == command.INTERRUPTED
+        assert hunting.hunt(faults) == INTERRUPTED
     else:
         with pytest.raises(RuntimeError):
             hunting.hunt(faults)

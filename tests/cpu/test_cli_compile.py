@@ -110,6 +110,25 @@ def test_json(compiler, dtype):
     assert all(kernel["registers"] == 128 and kernel["problems"] == [] for kernel in kernels)
 
 
+def test_an_interrupt_shows_the_kernels_that_are_done(compiler, monkeypatch, tmp_path):
+    compile_job, done = compile_command.compile_job, []
+
+    def interrupted(job):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(compile_job(job))
+        return done[-1]
+
+    monkeypatch.setattr(compile_command, "compile_job", interrupted)
+    options = ("--arch", "sm_90", "--dtype", "bf16", "--head-dim", "64", "--jobs", "1")
+    result = run(*options, "--embed", str(tmp_path / "embedded"))
+    assert result.exit_code == 130
+    assert "what each kernel takes" in result.output
+    assert all(one.job.kernel in result.output for one in done)
+    assert "Interrupted: 2 of " in result.output
+    assert not list((tmp_path / "embedded").iterdir())
+
+
 @pytest.mark.parametrize(
     ("facts", "words"),
     [

@@ -94,18 +94,24 @@ class Point:
     def make(self, device: str, seed: int) -> Inputs:
         """Random normal inputs, drawn on the device, without the option's tensors."""
         generator = torch.Generator(device).manual_seed(seed)
-        heads, rows = (
-            (self.heads, self.heads_kv, self.heads_kv, self.heads),
-            (self.seqlen_q, self.seqlen_k, self.seqlen_k, self.seqlen_q),
-        )
-        dims = (self.head_dim, self.head_dim, self.head_dim_v, self.head_dim_v)
         q, k, v, dout = (
-            torch.randn(self.batch, h, s, d, device=device, dtype=DTYPES[self.dtype], generator=generator)
-            for h, s, d in zip(heads, rows, dims, strict=True)
+            torch.randn(shape, device=device, dtype=DTYPES[self.dtype], generator=generator) for shape in self._shapes()
         )
         if self.extra.has_tiny_row:
             v[:, :, 0] *= 2.0**-40
         return Inputs(q, k, v, dout)
+
+    def make_empty(self, device: str) -> Inputs:
+        """Returns inputs without values, as meta tensors or within a FakeTensorMode."""
+        q, k, v, dout = (torch.empty(shape, device=device, dtype=DTYPES[self.dtype]) for shape in self._shapes())
+        return Inputs(q, k, v, dout)
+
+    def _shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Returns the shapes of q, k, v and the output's gradient."""
+        heads = (self.heads, self.heads_kv, self.heads_kv, self.heads)
+        rows = (self.seqlen_q, self.seqlen_k, self.seqlen_k, self.seqlen_q)
+        dims = (self.head_dim, self.head_dim, self.head_dim_v, self.head_dim_v)
+        return tuple((self.batch, h, s, d) for h, s, d in zip(heads, rows, dims, strict=True))
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,12 @@ from flashtile.errors import Unsupported, unsupported, value_error
 from flashtile.kernels.arch import ARCHS, Arch
 from flashtile.lab.bench import device
 from flashtile.lab.bench import tables as bench_tables
-from flashtile.lab.bench.command import INTERRUPTED
 from flashtile.lab.bench.files import writable_folder
 from flashtile.lab.bench.load import Load
 from flashtile.lab.bench.points import Plan, Point
 from flashtile.lab.bench.rows import Environment, Row, Writer, as_dict
 from flashtile.lab.bench.sweep import Settings, Sweep
-from flashtile.lab.bench.terminal import make_console, progress_bar, say_files, say_remark, show
+from flashtile.lab.bench.terminal import INTERRUPTED, make_console, progress_bar, say_files, say_remark, show
 from flashtile.lab.defaults import LADDER_HEAD_DIM
 from flashtile.lab.ladder import counters, figures, launcher, measure, probe, rungs, tables
 from flashtile.lab.ladder.rows import Counters, HbmRow, RungRow

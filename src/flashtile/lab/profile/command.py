@@ -14,14 +14,13 @@ from flashtile.errors import Unsupported, unsupported
 from flashtile.kernels.arch import Arch
 from flashtile.lab import defaults
 from flashtile.lab.bench import device, providers
-from flashtile.lab.bench.command import INTERRUPTED
 from flashtile.lab.bench.files import writable_folder, write_whole
 from flashtile.lab.bench.load import Load
 from flashtile.lab.bench.points import Plan
 from flashtile.lab.bench.providers import Provider
 from flashtile.lab.bench.rows import Environment, Row, Writer, as_dict
 from flashtile.lab.bench.sweep import Settings, Sweep
-from flashtile.lab.bench.terminal import make_console, progress_bar, say_files, say_remark, show
+from flashtile.lab.bench.terminal import INTERRUPTED, make_console, progress_bar, say_files, say_remark, show
 from flashtile.lab.profile import ceilings, figures, measure, problems, tables, timeline
 from flashtile.lab.profile.gpu import arch_option, current_arch
 from flashtile.lab.profile.problems import Problems

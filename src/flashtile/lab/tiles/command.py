@@ -12,12 +12,12 @@ from rich.console import Console
 from flashtile.errors import Unsupported, unsupported, value_error
 from flashtile.kernels.arch import Arch
 from flashtile.lab.bench import device
-from flashtile.lab.bench.command import INTERRUPTED, Options
+from flashtile.lab.bench.command import Options
 from flashtile.lab.bench.files import writable_folder
 from flashtile.lab.bench.load import Load
 from flashtile.lab.bench.rows import Environment, Row, Writer, as_dict
 from flashtile.lab.bench.sweep import Settings, Sweep
-from flashtile.lab.bench.terminal import make_console, progress_bar, say_files, say_remark, show
+from flashtile.lab.bench.terminal import INTERRUPTED, make_console, progress_bar, say_files, say_remark, show
 from flashtile.lab.dtypes import dtype_key
 from flashtile.lab.ladder import counters
 from flashtile.lab.ladder.rows import Counters
