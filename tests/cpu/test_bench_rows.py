@@ -176,6 +176,23 @@ def test_every_command_takes_every_name_of_a_dtype() -> None:
         dtype_key("int8")
 
 
+def test_a_run_closes_with_the_speed_over_the_best_of_torch():
+    def row(name: str, seqlen: int, median_ms: float, direction: str = "fwd") -> Row:
+        is_baseline = name not in ("cpu", "tiled", "flashtile")
+        (found,) = rows([provider(name, is_baseline=is_baseline)], seqlen, direction=direction)
+        return dataclasses.replace(found, median_ms=median_ms)
+
+    torch_rows = [row("sdpa-flash", 32, 3.0), row("sdpa-math", 32, 2.0), row("eager", 32, 0.1), row("sdpa", 48, 2.0)]
+    found = [*torch_rows, row("cpu", 32, 1.0), row("cpu", 48, 4.0), row("tiled", 32, 0.5)]
+    words = "times the speed of the best torch backend"
+    assert tables.closing_line(found) == f"flashtile (cpu): 1 {words} (0.5 to 2), 2 points"
+    found.append(row("flashtile", 32, 0.5))
+    assert tables.closing_line(found) == f"flashtile: 4 {words}, 1 point"
+    both = [row("sdpa", 32, 9.0, "bwd"), row("sdpa", 32, 4.0), row("cpu", 32, 1.0, "bwd"), row("cpu", 32, 1.0)]
+    assert tables.closing_line(both) == f"flashtile: 6 {words} (4 to 9), 2 points"
+    assert tables.closing_line(torch_rows) == tables.closing_line(found[2:3] + found[4:5]) == ""
+
+
 def test_ratios_are_peer_time_over_ours(measured: list[Row]):
     timed = with_times(measured, {("ours", 32): 1.0, ("ours", 48): 2.0, ("peer", 32): 2.0, ("peer", 48): 16.0})
     (ratio,) = compare.ratios(timed)

@@ -248,7 +248,7 @@ def bench(
         str | None, typer.Option(help="Names, separated by commas; also `ours` and `baselines`.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the results. Default: results/<device>.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder. Default: flashtile-results/<device>.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON; the tables go to stderr.")] = False,
     graph: Annotated[bool, typer.Option("--graph", help="Replay CUDA graphs: kernel time without host time.")] = False,
     seconds: Annotated[float | None, typer.Option(help="Time budget of one provider at one point.")] = None,
@@ -305,7 +305,7 @@ def ladder(
     ] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Read hardware counters with Nsight Compute.")] = False,
     arch: Annotated[str | None, typer.Option(help="For --list, such as sm_90. Default: the GPU's, else sm_90.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results. Default: results/<device>.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder. Default: flashtile-results/<device>.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON; the tables go to stderr.")] = False,
     head_dim: Annotated[
         int, typer.Option(help="Up to 128. Files of another one than the default have it in their name.")
@@ -388,7 +388,7 @@ def profile(
     timeline: Annotated[
         bool, typer.Option("--timeline", help="Clocks of one block of our kernels, phase by phase, and a picture.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results. Default: results/<device>.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder. Default: flashtile-results/<device>.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON; the tables go to stderr.")] = False,
 ) -> None:
     """Read the hardware counters of the kernels of a call with Nsight Compute: ours, torch's or others'."""
@@ -400,10 +400,13 @@ def profile(
 
 @app.command()
 def report(
-    results: Annotated[Path, typer.Option(help="The folder with a folder for each device.")] = Path("results"),
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Holds a folder for each device. Default: flashtile-results, else results."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
 ) -> None:
-    """Write one HTML page from results/: interactive curves, ratios, rooflines, the ladder, counters. No network."""
+    """Write one HTML page from all results: interactive curves, ratios, rooflines, the ladder, counters. No network."""
     with importing():
         from flashtile.lab.report import command as report_command
     _run(lambda: report_command.prepare(results, out))

@@ -112,7 +112,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         check_ours(providers, plan, where)
     if options.use_graph and where != "cuda":
         raise value_error("--graph", f"it on {where}", "a GPU: it replays CUDA graphs", "Drop --graph")
-    folder = writable_folder(options.out or Path("results") / device.slug(where))
+    folder = writable_folder(options.out or device.own_results(where))
     env = device.environment(where, arguments)
     console.print(line, highlight=False, soft_wrap=True)
     if options.has_overhead or options.has_cold:
@@ -159,9 +159,13 @@ def run_sweep(sweep: Sweep, folder: Path, console: Console, as_json: bool = Fals
     say_remark(console, remark)
     if is_interrupted:
         console.print(f"Interrupted: {len(rows)} rows were kept.", highlight=False)
+    closing = tables.closing_line(rows)
+    if closing:
+        console.print(closing, style="bold", highlight=False, markup=False, soft_wrap=True)
     if as_json:
         ratios = [vars(one) for one in compare.ratios(rows)]
-        print(json.dumps({"rows": [as_dict(row) for row in rows], "ratios": ratios, "remark": remark}, indent=1))
+        payload = {"rows": [as_dict(row) for row in rows], "ratios": ratios, "remark": remark, "closing": closing}
+        print(json.dumps(payload, indent=1))
     return INTERRUPTED if is_interrupted else 0
 
 

@@ -74,7 +74,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     if options.dtype is None:
         dtype = measure.dtype_of(chosen, options.only)
         options, chosen = replace(options, dtype=dtype), [rung for rung in chosen if rung.dtype == dtype]
-    folder = writable_folder(options.out or Path("results") / device.slug(where))
+    folder = writable_folder(options.out or device.own_results(where))
     arch, console = gpu.current_arch(), make_console(options.as_json)
     fitting, refusals = with_tiles(chosen, options.head_dim, arch, variables)
     # Compile in parallel. A compile error ends the command here, with the compiler's log

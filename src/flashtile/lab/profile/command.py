@@ -54,7 +54,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     if where != "cuda":
         hint = "With --arch sm_90 it shows what the compiler knows about the kernels of that GPU"
         raise unsupported("flashtile profile", "no GPU here", "a GPU that torch sees", hint)
-    folder = writable_folder(options.out or Path("results") / device.slug(where))
+    folder = writable_folder(options.out or device.own_results(where))
     console.print(line, highlight=False, markup=False, soft_wrap=True)
     if options.has_timeline:
         return partial(_timeline, wanted, folder, device.environment(where, arguments), console)

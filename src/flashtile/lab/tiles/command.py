@@ -39,7 +39,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     if where != "cuda":
         way_out = "`flashtile compile` needs none and shows what the kernels of the table take"
         raise unsupported("--tiles", "no GPU here", "a GPU that torch sees", way_out)
-    folder, arch = writable_folder(options.out or Path("results") / device.slug(where)), current_arch()
+    folder, arch = writable_folder(options.out or device.own_results(where)), current_arch()
     console = make_console(options.as_json)
     console.print(line, highlight=False, soft_wrap=True)
     study.compile_all(chosen, arch)
