@@ -53,6 +53,8 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     where, line = device.resolve(None)
     if where != "cuda":
         hint = "With --arch sm_90 it shows what the compiler knows about the kernels of that GPU"
+        if options.has_timeline:
+            hint = "A timeline is measured; without --timeline, --arch sm_90 shows what the compiler knows"
         raise unsupported("flashtile profile", "no GPU here", "a GPU that torch sees", hint)
     folder = writable_folder(options.out or device.own_results(where))
     console.print(line, highlight=False, markup=False, soft_wrap=True)
