@@ -159,7 +159,7 @@ def run_sweep(sweep: Sweep, folder: Path, console: Console, as_json: bool = Fals
     say_remark(console, remark)
     if is_interrupted:
         console.print(f"Interrupted: {len(rows)} rows were kept.", highlight=False)
-    closing = tables.closing_line(rows)
+    closing = "" if is_interrupted else tables.closing_line(rows)
     if closing:
         console.print(closing, style="bold", highlight=False, markup=False, soft_wrap=True)
     if as_json:
