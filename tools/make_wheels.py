@@ -45,7 +45,7 @@ def call(*command: str | Path, folder: Path = ROOT, **variables: str) -> str:
 
 
 def commit_time() -> str:
-    """Returns the time of the commit, which the files in the wheels get, so that it does not differ from build to build."""
+    """Returns the time of the commit: the files in the wheels get it, whenever they are built."""
     return call("git", "log", "-1", "--format=%ct").strip()
 
 

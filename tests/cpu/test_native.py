@@ -27,7 +27,6 @@ from flashtile.backends.kvcache import AppendArgs
 from flashtile.integrations import torch_flash
 from flashtile.kernels import assemble, families
 from flashtile.kernels import plan as plans
-from flashtile.kernels.families.simt import HEAD_DIMS
 from flashtile.kernels.params import AppendParams, DecodeSm90Params, Params
 from flashtile.lab.check.draw import Drawer
 from flashtile.problem import DENSE_FIELDS, AttentionArgs, Problem, is_aligned16
@@ -35,6 +34,7 @@ from flashtile.runtime import driver, extension
 from flashtile.testing import GRADS, Case
 
 # Of the GPU that is pretended; with few, grids of few tiles are large
+HEAD_DIMS = tuple(head_dim for head_dim, _ in families.find("fwd_simt").head_dims)
 NUM_MULTIPROCESSORS = (fake_gpu.NUM_MULTIPROCESSORS, 16, 4, fake_gpu.NUM_MULTIPROCESSORS)
 
 

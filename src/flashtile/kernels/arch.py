@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 
 from flashtile.errors import value_error
 
+_TURING_DTYPES = frozenset({"float16"})
+_AMPERE_DTYPES = frozenset({"float16", "bfloat16", "float32"})
+
 
 @dataclass(frozen=True)
 class Arch:
@@ -19,10 +22,16 @@ class Arch:
     max_warps: int
     max_blocks: int
     reserved_shared_bytes: int  # the system's own share of each block
-    max_thread_scores: int = 64  # of a tile, that the compiler keeps in a thread's registers without a spill
+    mma_dtypes: frozenset[str] = _AMPERE_DTYPES  # that mma.sync multiplies; float32 as TF32
+    has_fast_tf32: bool = False  # 8 times the rate of FMA. Elsewhere it has about the same: three products are slower
     suffix: str = ""  # "a": with the instructions that only this architecture has
     has_wgmma: bool = False
     target: str = ""  # what is compiled for, where it is not the architecture itself (FLASHTILE_ARCH)
+
+    @property
+    def base(self) -> int:
+        """The number of the architecture in ARCHS whose limits and tiles count."""
+        return max(number for number in ARCHS if number // 10 == self.number // 10 and number <= self.number)
 
     @property
     def name(self) -> str:
@@ -54,14 +63,14 @@ _KB = 1024
 ARCHS = {
     arch.number: arch
     for arch in (
-        Arch(61, 48 * _KB, 96 * _KB, 64, 32, 0),
-        Arch(75, 64 * _KB, 64 * _KB, 32, 16, 0),
-        Arch(80, 163 * _KB, 164 * _KB, 64, 32, _KB),
+        Arch(61, 48 * _KB, 96 * _KB, 64, 32, 0, frozenset()),
+        Arch(75, 64 * _KB, 64 * _KB, 32, 16, 0, _TURING_DTYPES),
+        Arch(80, 163 * _KB, 164 * _KB, 64, 32, _KB, has_fast_tf32=True),
         Arch(86, 99 * _KB, 100 * _KB, 48, 16, _KB),
         Arch(89, 99 * _KB, 100 * _KB, 48, 24, _KB),
-        Arch(90, 227 * _KB, 228 * _KB, 64, 32, _KB, suffix="a", has_wgmma=True),
-        Arch(100, 227 * _KB, 228 * _KB, 64, 32, _KB, max_thread_scores=32),
-        Arch(120, 99 * _KB, 100 * _KB, 48, 24, _KB, max_thread_scores=32),
+        Arch(90, 227 * _KB, 228 * _KB, 64, 32, _KB, has_fast_tf32=True, suffix="a", has_wgmma=True),
+        Arch(100, 227 * _KB, 228 * _KB, 64, 32, _KB, has_fast_tf32=True),
+        Arch(120, 99 * _KB, 100 * _KB, 48, 24, _KB),
     )
 }
 
@@ -74,7 +83,8 @@ def arch_of(major: int, minor: int) -> Arch | None:
     older = [arch for arch in ARCHS.values() if arch.number // 10 == major and arch.number < number]
     if not older:
         return None
-    return replace(max(older, key=lambda arch: arch.number), number=number)
+    # Its rate of TF32 is not known
+    return replace(max(older, key=lambda arch: arch.number), number=number, has_fast_tf32=False)
 
 
 @dataclass(frozen=True)
@@ -122,6 +132,14 @@ _BY_NAME = {_bare(gpu.name): gpu for gpu in GPUS}
 def gpu_named(name: str) -> Gpu | None:
     """The GPU of a name such as "RTX 4090", or None. Case, spaces and dashes do not count."""
     return _BY_NAME.get(_bare(name))
+
+
+MEASURED_ARCH = "sm_90"  # whose times in speeds.csv stand in for GPUs that are not there
+
+
+def has_mma_sync_alone(name: str) -> bool:
+    """True if the tensor cores of an architecture have neither wgmma nor tcgen05."""
+    return not 90 <= int(name.removeprefix("sm_").removesuffix("a")) < 120
 
 
 def typical_multiprocessors(arch: Arch) -> int:
