@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("testing",),
     ("distributed",),
     ("integrations",),
-    ("lab.__init__", "lab.defaults"),
+    ("lab.__init__", "lab.defaults", "lab.dtypes"),
     ("lab.bench", "lab.check"),
     ("lab.profile",),
     ("lab.ladder",),

@@ -27,7 +27,7 @@ from flashtile.backends import kvcache, registry
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.backends.registry import Explanation
 from flashtile.errors import Unsupported, quoted, renamed, type_error, unknown_option, unsupported, value_error
-from flashtile.kernels.arch import ARCHS, arch_named
+from flashtile.kernels.arch import arch_named, gpu_named, known_names
 from flashtile.problem import (
     NUM_TENSORS,
     AttentionArgs,
@@ -357,9 +357,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, arch: str | None = None, **optio
     `attention_kvcache`, k and v being the caches, when cache_seqlens or another option of the cache is. Nothing is
     computed or drawn, and nothing warns.
 
-    arch, as "sm_80", asks about a GPU that need not be here, with a compiler and Triton at hand, whatever device the
-    tensors are on; "cpu" asks about this CPU. Meta tensors are taken for tensors on this GPU, or where there is none on
-    this CPU.
+    arch, as "sm_80" or "A100", asks about a GPU that need not be here, with a compiler and Triton at hand, whatever
+    device the tensors are on; "cpu" asks about this CPU. Meta tensors are taken for tensors on this GPU, or where there
+    is none on this CPU.
     """
     problem, name = _look_ahead(q, k, v, options)
     return registry.explain(_on_arch(problem, arch), name)
@@ -384,10 +384,11 @@ def _on_arch(problem: Problem, arch: str | None) -> Problem:
         return replace(problem, device="cuda" if torch.cuda.is_available() else "cpu")
     if arch is None or arch == "cpu":
         return problem if arch is None else replace(problem, device="cpu")
-    found = arch_named(arch) if isinstance(arch, str) else None
-    if found is None:
-        raise value_error("arch", repr(arch), f"'cpu', {', '.join(repr(f'sm_{number}') for number in ARCHS)}")
-    return replace(problem, device="cuda", device_index=0, arch=f"sm_{found.number}")
+    if not isinstance(arch, str) or (found := arch_named(arch)) is None:
+        raise value_error("arch", repr(arch), f"cpu, {known_names()}")
+    gpu = gpu_named(arch)
+    name = "" if gpu is None else gpu.name
+    return replace(problem, device="cuda", device_index=0, arch=f"sm_{found.number}", gpu=name)
 
 
 def _look_ahead(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Problem, str | None]:

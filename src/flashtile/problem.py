@@ -181,6 +181,7 @@ class Problem:
     rows_disjoint: bool  # no two rows of q, k or v overlap in memory
     heads_disjoint: bool  # no two heads of q share memory
     arch: str = ""  # a GPU that need not be here, such as sm_80; empty: the device's own
+    gpu: str = ""  # its name, such as A100; empty: any GPU of that architecture
 
     @classmethod
     def of(cls, args: AttentionArgs) -> Problem:

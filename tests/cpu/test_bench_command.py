@@ -39,8 +39,25 @@ def test_without_a_gpu_it_runs_on_the_cpu_and_says_so(tmp_path: Path):
         ("sdpa-math", 48, "ok"),
     ]
     assert "flashtile (tiled) over sdpa-math" in result.output
+    last = result.output.splitlines()[-1]
+    assert last.startswith("flashtile (tiled): ")
+    assert " times the speed of the best torch backend (" in last
+    assert last.endswith("), 2 points")
     assert all(plots.is_current(tmp_path / name) for name in names if name.endswith(".png"))
     assert str(tmp_path) not in (tmp_path / "sdpa_Lsweep_B1_H1_d64_fp32.csv").read_text()
+
+
+def test_without_a_folder_the_results_are_kept_apart_from_the_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert invoke(*SMALL).exit_code == 0
+    (csv,) = tmp_path.rglob("*.csv")
+    assert csv.relative_to(tmp_path).parts[:2] == ("flashtile-results", device.slug("cpu"))
+    assert {path.name for path in tmp_path.iterdir()} == {"flashtile-results"}
+    result = invoke("report", "--out", tmp_path / "page.html")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("Results of flashtile-results.\nWritten: ")
+    ignored = (Path(__file__).resolve().parents[2] / ".gitignore").read_text().splitlines()
+    assert "/flashtile-results/" in ignored
 
 
 def test_json_is_alone_on_stdout(tmp_path: Path):
@@ -86,6 +103,27 @@ def test_what_it_cannot_do_is_refused_before_anything_is_measured(arguments: lis
     assert result.exit_code == 2
     assert complaint in result.output
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--head-dim", "5000"], "Nothing of flashtile would be measured. q: got head_dim 5000; accepted: 1 to 512."),
+        (["--head-dim", "600", "--overhead"], "q: got head_dim 600; accepted: 1 to 512."),
+        (["--backends", "cuda,sdpa"], "would be measured. backend: got 'cuda', which refuses: it runs on cuda"),
+        (["--backends", "cuda,triton"], "would be measured. cuda: backend: got 'cuda', which refuses: it runs on cuda"),
+    ],
+)
+def test_what_none_of_ours_takes_is_refused_before_the_peers(arguments: list[str], complaint: str, tmp_path: Path):
+    result = invoke("bench", "--out", tmp_path / "new", *arguments)
+    assert result.exit_code == 2
+    assert complaint in result.output
+    assert not (tmp_path / "new").exists()
+
+
+def test_peers_alone_are_measured_at_sizes_that_ours_refuse(tmp_path: Path):
+    result = invoke(*SMALL[:5], "--head-dim", "600", "--backends", "sdpa-math", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
 
 
 def test_an_unwritable_folder_is_refused_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

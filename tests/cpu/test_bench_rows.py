@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 from bench_fakes import ENV, provider, rows
 
+from flashtile.cli import explain
 from flashtile.lab.bench import compare, plots, tables
-from flashtile.lab.bench.points import Point, decode_grid, dtype_key, paper_grid
+from flashtile.lab.bench.command import Options, make_plan
+from flashtile.lab.bench.points import Point, decode_grid, paper_grid
 from flashtile.lab.bench.rows import OverheadRow, Row, Writer, as_dict, columns, read
+from flashtile.lab.check.trial import Trial
+from flashtile.lab.dtypes import DTYPES, dtype_key
+from flashtile.lab.ladder.measure import checked_dtype
+from flashtile.lab.profile.problems import parse
 
 
 @pytest.fixture(scope="module")
@@ -157,10 +163,34 @@ def test_work_of_calls_over_a_cache():
     assert Point(seqlen_q=8, seqlen_k=8, is_causal=True).flops() * 2 == Point(seqlen_q=8, seqlen_k=8).flops()
 
 
-def test_dtype_names():
-    assert dtype_key("bfloat16") == dtype_key("bf16") == "bf16"
-    with pytest.raises(ValueError, match="--dtype: got 'int8'"):
+def test_every_command_takes_every_name_of_a_dtype() -> None:
+    for key, name in (("bf16", "bfloat16"), ("fp32", "float32")):
+        for spelled in (key, name):
+            assert dtype_key(spelled) == key
+            assert checked_dtype(spelled) == key
+            assert {point.dtype for point in make_plan(Options(dtype=spelled), "cpu").points} == {key}
+            assert Trial.parse(f"dtype={spelled}").case.dtype is DTYPES[key]
+            assert {point.dtype for point in parse([f"dtype={spelled}"]).points} == {key}
+            assert explain.call(explain.Options(dtype=spelled))[0][0].dtype is DTYPES[key]
+    with pytest.raises(ValueError, match="--dtype: got 'int8'; accepted: fp32, bf16, fp16, fp64, float32, bfloat16"):
         dtype_key("int8")
+
+
+def test_a_run_closes_with_the_speed_over_the_best_of_torch():
+    def row(name: str, seqlen: int, median_ms: float, direction: str = "fwd") -> Row:
+        is_baseline = name not in ("cpu", "tiled", "flashtile")
+        (found,) = rows([provider(name, is_baseline=is_baseline)], seqlen, direction=direction)
+        return dataclasses.replace(found, median_ms=median_ms)
+
+    torch_rows = [row("sdpa-flash", 32, 3.0), row("sdpa-math", 32, 2.0), row("eager", 32, 0.1), row("sdpa", 48, 2.0)]
+    found = [*torch_rows, row("cpu", 32, 1.0), row("cpu", 48, 4.0), row("tiled", 32, 0.5)]
+    words = "times the speed of the best torch backend"
+    assert tables.closing_line(found) == f"flashtile (cpu): 1 {words} (0.5 to 2), 2 points"
+    found.append(row("flashtile", 32, 0.5))
+    assert tables.closing_line(found) == f"flashtile: 4 {words}, 1 point"
+    both = [row("sdpa", 32, 9.0, "bwd"), row("sdpa", 32, 4.0), row("cpu", 32, 1.0, "bwd"), row("cpu", 32, 1.0)]
+    assert tables.closing_line(both) == f"flashtile: 6 {words} (4 to 9), 2 points"
+    assert tables.closing_line(torch_rows) == tables.closing_line(found[2:3] + found[4:5]) == ""
 
 
 def test_ratios_are_peer_time_over_ours(measured: list[Row]):

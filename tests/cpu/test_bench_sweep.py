@@ -278,6 +278,57 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path):
     assert "Interrupted: 4 rows were kept" in output.getvalue()
 
 
+def test_an_interrupt_keeps_the_providers_of_a_point_that_are_done(tmp_path: Path):
+    """The fourth is interrupted: two are prepared and get their rounds, and one has refused. What would be compared
+    is chance, so that no closing line says it."""
+
+    def refusing(q, k, v):
+        raise NotImplementedError("not today")
+
+    def interrupted(q, k, v):
+        raise KeyboardInterrupt
+
+    output = io.StringIO()
+    ours, torch_math = provider("cpu", is_baseline=False), provider("sdpa-math")
+    chosen = [ours, torch_math, provider("two", refusing), provider("three", interrupted), provider("four")]
+    assert run_sweep(sweep(chosen, 32, 48), tmp_path, Console(file=output)) == 130
+    (path,) = tmp_path.glob("*_unfinished.csv")
+    assert [(row.provider, row.status, row.num_rounds) for row in read(path, Row)] == [
+        ("cpu", "ok", 3),
+        ("sdpa-math", "ok", 3),
+        ("two", "refused", None),
+    ]
+    assert "Interrupted: 3 rows were kept" in output.getvalue()
+    assert "times the speed" not in output.getvalue()
+
+
+def test_an_interrupt_during_the_rounds_keeps_all(monkeypatch: pytest.MonkeyPatch):
+    """A slow call is not repeated after the interrupt: it has the time of its last call."""
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    interleave, calls = timing.interleave, []
+
+    def slow(q, k, v):
+        clock.sleep(0.5)
+        calls.append("slow")
+        return right(q, k, v)
+
+    def interrupting(contenders, device, budget_s):
+        monkeypatch.setattr(timing, "interleave", interleave)
+        contenders[0].seconds.append(1e-3)
+        calls.clear()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(timing, "interleave", interrupting)
+    points = sweep([provider("one"), provider("slow", slow)], 32).rows()
+    found = next(points)
+    with pytest.raises(KeyboardInterrupt):
+        next(points)
+    assert [(row.provider, row.status, row.num_rounds) for row in found] == [("one", "ok", 4), ("slow", "ok", 1)]
+    assert found[1].median_ms == pytest.approx(500, rel=0.01)
+    assert not calls
+
+
 def test_an_interrupt_before_the_first_row_leaves_nothing(tmp_path: Path):
     def call(q, k, v):
         raise KeyboardInterrupt
@@ -375,6 +426,34 @@ def test_overhead_has_six_cases_for_each_provider(monkeypatch):
         repeated, grown = lengths[2 * mode * num_calls :][:num_calls], lengths[(2 * mode + 1) * num_calls :][:num_calls]
         assert set(repeated) == {64}
         assert grown == list(range(65, 65 + num_calls))
+
+
+def test_overhead_keeps_to_its_budget(monkeypatch: pytest.MonkeyPatch):
+    clock = Clock()
+    monkeypatch.setattr(overhead, "time", clock)
+    calls = {"one": 0, "two": 0}
+
+    def slow(seconds: float, name: str):
+        def call(q, k, v):
+            clock.sleep(seconds)
+            calls[name] += 1
+            return right(q, k, v)
+
+        return call
+
+    monkeypatch.setattr(overhead, "COLUMNS", [("no_grad", "repeated"), ("no_grad", "growing")])
+    compared = [provider("one", slow(0.01, "one")), provider("two", slow(1.0, "two"))]
+    found = [
+        row for some in overhead.rows(compared, Point(), "cpu", ENV, limits=overhead.Limits(0.45, 1.5)) for row in some
+    ]
+    assert [row.status for row in found] == ["ok", "ok", "ok", "ok"]
+    # In both cases: 1 and 2 calls first, then 20 rounds of 2, or one round that is longer than the budget
+    assert calls == {"one": 2 * (3 + 40), "two": 2 * (3 + 1)}
+    found = [
+        row for some in overhead.rows(compared, Point(), "cpu", ENV, limits=overhead.Limits(0.45, 0.5)) for row in some
+    ]
+    assert [row.status for row in found] == ["ok", "ok", "ok", "slow"]
+    assert found[3].reason == "its first calls took 1 s of this run already; raise --compile-limit"
 
 
 def test_the_default_set_of_a_grid_leaves_the_slow_ones_out():

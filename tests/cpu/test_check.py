@@ -27,6 +27,7 @@ from flashtile.cli import check as command
 from flashtile.cli.main import app
 from flashtile.kernels import families
 from flashtile.kernels.mutation import Mutation, mutations
+from flashtile.lab.bench.terminal import INTERRUPTED
 from flashtile.lab.check import mutants, runner, workers
 from flashtile.lab.check.decode import DecodeDrawer
 from flashtile.lab.check.draw import MAX_SCORES, Drawer
@@ -206,7 +207,7 @@ def test_text_brings_a_problem_back() -> None:
     [
         ("seqlen=3", "'seqlen=3'; accepted: name=value, the name one of dtype, "),
         ("causal", "'causal'; accepted: name=value"),
-        ("dtype=bf16", "'dtype=bf16'; accepted: float64, float32, bfloat16, float16"),
+        ("dtype=int8", "'dtype=int8'; accepted: fp32, bf16, fp16, fp64, float32, bfloat16, float16, float64, half"),
         ("seqlen_q=many", "'seqlen_q=many'; accepted: int"),
         ("has_sinks=1", "'has_sinks=1'; accepted: bool"),
         ("window=3", "'window=3'; accepted: tuple[int, int]"),
@@ -640,7 +641,7 @@ def test_faults_that_were_found_are_kept_whatever_becomes_of_the_others(
     settings = Settings(backends=[], device="cpu", seed=3)
     hunting = command.Command(settings, Console(quiet=True), False, tmp_path, {})
     if ending is KeyboardInterrupt:
-        assert hunting.hunt(faults) == command.INTERRUPTED
+        assert hunting.hunt(faults) == INTERRUPTED
     else:
         with pytest.raises(RuntimeError):
             hunting.hunt(faults)

@@ -67,9 +67,9 @@ def test_asks_for_an_arch():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--arch", "hopper"], "--arch: got hopper; accepted: one of sm_61, sm_75"),
+        (["--arch", "hopper"], "--arch: got hopper; accepted: sm_61, sm_75"),
         (["--arch", "sm_61"], "no longer knows sm_61"),
-        (["--arch", "sm_90", "--dtype", "float64"], "--dtype: got float64; accepted: one of float32"),
+        (["--arch", "sm_90", "--dtype", "float64"], "--dtype: got 'float64'; accepted: fp32, bf16, fp16, float32,"),
         (["--arch", "sm_90", "--head-dim", "0"], "--head-dim: got 0; accepted: 1 to"),
         (["--arch", "sm_90", "--head-dim", "5000"], "--head-dim: got 5000"),
         (["--arch", "sm_90", "--jobs", "0"], "--jobs: got 0"),
@@ -97,15 +97,36 @@ def test_the_table_says_which_kernel_takes_any_head_dim(compiler):
     assert {row[4] for row in rows if row[1] != "append_kv"} == {"64"}
 
 
-def test_json(compiler):
-    result = run("--arch", "sm_90", "--dtype", "float32", "--head-dim", "60", "--json")
+@pytest.mark.parametrize("dtype", ["float32", "fp32"])
+def test_json(compiler, dtype):
+    result = run("--arch", "sm_90", "--dtype", dtype, "--head-dim", "60", "--json")
     assert result.exit_code == 0
     kernels = json.loads(result.stdout)["kernels"]
+    assert {kernel["dtype"] for kernel in kernels} == {"float32"}
     assert {kernel["head_dim"] for kernel in kernels} == {64, 0}  # 0: append_kv, which takes any
     assert {kernel["kernel"] for kernel in kernels} >= {
         name for family in families.all_families() for name in family.kernels if "float32" in family.dtypes
     }
     assert all(kernel["registers"] == 128 and kernel["problems"] == [] for kernel in kernels)
+
+
+def test_an_interrupt_shows_the_kernels_that_are_done(compiler, monkeypatch, tmp_path):
+    compile_job, done = compile_command.compile_job, []
+
+    def interrupted(job):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(compile_job(job))
+        return done[-1]
+
+    monkeypatch.setattr(compile_command, "compile_job", interrupted)
+    options = ("--arch", "sm_90", "--dtype", "bf16", "--head-dim", "64", "--jobs", "1")
+    result = run(*options, "--embed", str(tmp_path / "embedded"))
+    assert result.exit_code == 130
+    assert "what each kernel takes" in result.output
+    assert all(one.job.kernel in result.output for one in done)
+    assert "Interrupted: 2 of " in result.output
+    assert not list((tmp_path / "embedded").iterdir())
 
 
 @pytest.mark.parametrize(

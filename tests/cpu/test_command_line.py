@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import flashtile
+from flashtile.backends import environment
 from flashtile.cli import check as check_command
+from flashtile.cli import info
 from flashtile.cli.main import app
+from flashtile.lab.bench import device
 
 COMMANDS = (
-    *("info", "compile", "check", "bench", "ladder", "profile", "report"),
+    *("info", "explain", "cache", "compile", "check", "bench", "ladder", "profile", "report"),
     *("distributed", "distributed simulate", "distributed check"),
 )
 PROGRAM = [sys.executable, "-c", "from flashtile_command import main; main()"]
@@ -120,15 +125,48 @@ def test_info_writes_a_page_and_prints_json(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert json.loads(result.stdout)["executor"]["language"] in ("c++", "python")
     assert "<html" in page.read_text()
+    assert "<p>This machine: " in page.read_text()
     assert f"Written: {page}" in result.stderr
 
 
 def test_info_cuts_no_text_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("FLASHTILE_COMMIT", "0123456789ab")
+    monkeypatch.delenv("FLASHTILE_NVRTC", raising=False)
     result = CliRunner().invoke(app, ["info"])
     assert result.exit_code == 0
-    assert "FLASHTILE_FAMILY" in result.stdout
+    assert "0123456789ab" in result.stdout
+    lines = [line.split("\u2502")[1].strip() for line in result.stdout.splitlines() if line.startswith("\u2502")]
+    assert [line for line in lines if line.startswith("FLASHTILE_")] == [
+        name for name in environment.MEANINGS if os.environ.get(name)
+    ]
     assert "\N{HORIZONTAL ELLIPSIS}" not in result.stdout
+
+
+def test_info_begins_with_what_calls_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    facts = info.collect()
+    first = CliRunner().invoke(app, ["info"]).stdout.splitlines()[0]
+    assert first == facts["verdict"][0]
+    assert first.startswith("This machine: no GPU (")
+    assert first.endswith(" on 1 thread.")
+    assert facts["extension"]["reason"] or "calls on the CPU run on the backend cpu (" in first
+    assert device.name("cpu").endswith(", 1 thread")
+    labels = dict(info.found_lines(facts))
+    assert "CUDA kernels" not in labels
+    assert labels["torch"].endswith(", 1 CPU thread")
+    gpu = {"name": "NVIDIA H200", "compute_capability": "9.0", "memory_bytes": 2**37, "arch": "sm_90a"}
+    facts |= {"gpus": [gpu, gpu], "cpu_threads": 2}
+    assert "CUDA kernels" in dict(info.found_lines(facts))
+    facts["backends"] |= {name: {"cpu": "no: it runs on cuda", "cuda": "works"} for name in ("cuda", "triton")}
+    assert len(info.verdict(facts)) == 1
+    assert info.verdict(facts)[0].startswith("This machine: calls on NVIDIA H200 run on the backend cuda; ")
+    assert info.verdict(facts)[0].endswith(" on 2 threads.")
+    facts["backends"]["cuda"]["cuda"] = "no: no compiler"
+    lines = info.verdict(facts)
+    assert " run on the backend triton; " in lines[0]
+    assert lines[1] == "Not on the backend cuda: no compiler"
 
 
 @pytest.mark.parametrize(

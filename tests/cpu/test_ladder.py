@@ -468,7 +468,7 @@ def test_without_a_gpu():
     ("arguments", "words"),
     [
         (["--only", "99"], "--only: got '99'; accepted: 00_naive"),
-        (["--dtype", "fp16"], "--dtype: got fp16; accepted: fp32, bf16: what the rungs compute"),
+        (["--dtype", "fp16"], "--dtype: got fp16; accepted: fp32, bf16, float32, bfloat16: what the rungs compute"),
         (["--dtype", "int8"], "--dtype: got 'int8'; accepted: fp32"),
         (["--list", "--arch", "sm_12"], "--arch: got 'sm_12'; accepted: sm_61"),
         (["--arch", "sm_90"], "--arch: got sm_90; accepted: it with --list"),

@@ -320,6 +320,9 @@ def test_without_a_gpu():
     result = CliRunner().invoke(app, ["profile"])
     assert result.exit_code == 2
     assert "flashtile profile: got no GPU here; accepted: a GPU that torch sees. With --arch sm_90" in result.output
+    result = CliRunner().invoke(app, ["profile", "--timeline"])
+    assert result.exit_code == 2
+    assert "accepted: a GPU that torch sees. A timeline is measured; without --timeline, --arch" in result.output
 
 
 def test_a_launch_that_did_not_happen_has_threads_but_no_blocks():

@@ -20,7 +20,8 @@ from flashtile.runtime import nvrtc
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_info_names_every_backend() -> None:
+def test_info_names_every_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHTILE_STRICT", "1")
     result = CliRunner().invoke(app, ["info"])
     assert result.exit_code == 0
     for word in ("tiled", "reference", "torch", "FLASHTILE_STRICT", flashtile.__version__):

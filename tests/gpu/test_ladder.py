@@ -13,7 +13,7 @@ import torch
 
 import flashtile
 from flashtile.backends import numba
-from flashtile.lab.bench.points import DTYPES
+from flashtile.lab.dtypes import DTYPES
 from flashtile.lab.ladder import launcher, probe, rungs
 from flashtile.lab.ladder.probe import KernelFault
 from flashtile.lab.ladder.rungs import Variables

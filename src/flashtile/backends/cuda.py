@@ -22,7 +22,7 @@ from flashtile.backends.executor import Launch
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.errors import Unsupported, dtype_name
 from flashtile.kernels import append_kv, assemble, families
-from flashtile.kernels.arch import Arch, arch_named, typical_multiprocessors
+from flashtile.kernels.arch import Arch, arch_named, gpu_named, typical_multiprocessors
 from flashtile.kernels.families import Family, Row
 from flashtile.kernels.plan import LaunchPlan
 from flashtile.kernels.spec import DTYPES, GRADS, PlanKey
@@ -223,8 +223,10 @@ def _gpu(problem: Problem) -> tuple[Arch | None, int]:
     """What a problem is to run on, and its multiprocessors: the device, or a GPU that need not be here."""
     if not problem.arch:
         return _arch(problem.device_index), _num_multiprocessors(problem.device_index)
-    arch = arch_named(problem.arch)
-    return arch, 0 if arch is None else typical_multiprocessors(arch)
+    arch, gpu = arch_named(problem.arch), gpu_named(problem.gpu)
+    if arch is None:
+        return None, 0
+    return arch, typical_multiprocessors(arch) if gpu is None else gpu.multiprocessors
 
 
 def _arch_of(args: AttentionArgs) -> Arch:

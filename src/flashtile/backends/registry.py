@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 from flashtile import markup
 from flashtile.backends.base import Backend, kind_of
@@ -161,7 +162,7 @@ class Explanation:
         }
         given = ", ".join(f"{name} {value}" for name, value in options.items() if value)
         passes = "forward and backward" if problem.needs_grad else "forward"
-        device = problem.arch or problem.device
+        device = f"{problem.gpu} ({problem.arch})" if problem.gpu else problem.arch or problem.device
         return [
             ("problem", f"{dtype_name(problem.dtype)} on {device}, layout {problem.layout}, {passes}"),
             (
@@ -180,6 +181,12 @@ class Explanation:
         return "\n".join(
             f"{label}: {text}" if label.startswith(" ") else f"{label:<10}{text}" for label, text in self._lines()
         )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the answer as plain data, for JSON."""
+        asked = {label: text for label, text in self._lines() if label in ("problem", "sizes", "options")}
+        answer = {"backend": self.backend, "details": self.details, "refusals": self.refusals}
+        return {**asked, **answer, "slow_paths": list(self.slow_paths)}
 
     def _repr_html_(self) -> str:
         """The answer as a table, for notebooks."""

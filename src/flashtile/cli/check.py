@@ -28,9 +28,9 @@ from flashtile.kernels import families
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.mutation import Mutation, mutations
 from flashtile.lab.bench import device as facts
-from flashtile.lab.bench.command import INTERRUPTED, check_seconds
+from flashtile.lab.bench.command import check_seconds
 from flashtile.lab.bench.files import ResultFile, writable_folder
-from flashtile.lab.bench.terminal import make_console
+from flashtile.lab.bench.terminal import INTERRUPTED, make_console
 from flashtile.lab.check.draw import PASSES
 from flashtile.lab.check.mutants import Hunt, hunt
 from flashtile.lab.check.report import Report, Settings

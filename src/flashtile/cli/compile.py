@@ -25,11 +25,13 @@ from rich.table import Table
 from flashtile.backends.base import device_arch
 from flashtile.cli.kernel_jobs import Job, covering_jobs, edge_jobs, embedded_jobs, head_dims, plain_jobs
 from flashtile.cli.limits import check_jobs
-from flashtile.errors import value_error
-from flashtile.kernels.arch import ARCHS, Arch, arch_named
+from flashtile.errors import dtype_name, value_error
+from flashtile.kernels.arch import ARCHS, Arch, arch_named, known_names
 from flashtile.kernels.spec import DTYPES
 from flashtile.lab.bench.files import writable_folder
-from flashtile.lab.bench.terminal import make_console
+from flashtile.lab.bench.terminal import INTERRUPTED, make_console
+from flashtile.lab.dtypes import DTYPES as SPELLED
+from flashtile.lab.dtypes import dtype_key
 from flashtile.runtime import cache, toolchain
 from flashtile.runtime.nvrtc import CompileError
 from flashtile.runtime.toolchain import Toolchain
@@ -92,11 +94,10 @@ def why_unknown(arch: Arch, compiler: Toolchain) -> str:
 
 def _asked_archs(names: Sequence[str], compiler: Toolchain) -> list[Arch]:
     archs = []
-    accepted = f"one of {', '.join(arch.name for arch in ARCHS.values())}"
     for name in names:
         arch = arch_named(name)
         if arch is None:
-            raise value_error("--arch", name, accepted)
+            raise value_error("--arch", name, known_names())
         if arch.number not in compiler.archs:
             raise value_error("--arch", name, "an architecture the compiler knows", why_unknown(arch, compiler))
         archs.append(arch)
@@ -179,9 +180,8 @@ class Options:
 def prepare(options: Options) -> Callable[[], int]:
     """Checks the options. What it returns does the work and gives the exit status."""
     compiler = toolchain.find()
-    for dtype in options.dtypes:
-        if dtype not in DTYPES:
-            raise value_error("--dtype", dtype, f"one of {', '.join(DTYPES)}")
+    compiled = [key for key, dtype in SPELLED.items() if dtype_name(dtype) in DTYPES]
+    dtypes = [dtype_name(SPELLED[dtype_key(name, keys=compiled)]) for name in options.dtypes]
     known_dims = head_dims()
     dims = []
     for head_dim in options.head_dims:
@@ -202,7 +202,7 @@ def prepare(options: Options) -> Callable[[], int]:
         skipped = [why_unknown(arch, compiler) for arch in ARCHS.values() if arch.number not in known]
     else:
         archs = _archs_found()
-    chosen = (archs, options.dtypes or DTYPES, dims or known_dims)
+    chosen = (archs, dtypes or DTYPES, dims or known_dims)
     jobs = plain_jobs(*chosen) if options.embed is None else embedded_jobs(*chosen)
     if options.is_all:
         seen = {job.identity for job in jobs}
@@ -218,23 +218,26 @@ def _run(jobs: Sequence[Job], skipped: Sequence[str], options: Options) -> int:
         console.print(f"skipped: {escape(reason)}", highlight=False)
     num_threads = options.num_threads or os.cpu_count() or 1
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    results, start = {}, time.perf_counter()
+    results, start, is_interrupted = dict[Job, Result](), time.perf_counter(), False
     with warnings.catch_warnings(), Progress(*columns, console=console, transient=True) as progress:
         warnings.showwarning = lambda text, *_: progress.console.print(f"[yellow]warning: {escape(str(text))}")
         task = progress.add_task("", total=len(jobs))
-        for result in compile_jobs(jobs, num_threads):
-            results[result.job] = result
-            progress.update(task, advance=1, description=str(result.job))
-    ordered = [results[job] for job in jobs]
+        try:
+            for result in compile_jobs(jobs, num_threads):
+                results[result.job] = result
+                progress.update(task, advance=1, description=str(result.job))
+        except KeyboardInterrupt:
+            is_interrupted = True
+    ordered = [results[job] for job in jobs if job in results]
     failed = [result for result in ordered if result.problems]
     if options.as_json:
         print(json.dumps({"kernels": [result.as_dict() for result in ordered], "skipped": list(skipped)}, indent=2))
-    else:
+    elif ordered:
         console.print(_table(ordered))
-    if options.embed is not None and not failed:
+    if options.embed is not None and not failed and not is_interrupted:
         for job in jobs:
             cache.embed(options.embed, job.step.unit, job.key.arch.name, [job.step.entry])
-    directory = options.embed or cache.KernelCache.default().directory
+    directory = (None if is_interrupted else options.embed) or cache.KernelCache.default().directory
     where = "kept in no file" if directory is None else f"in {directory}"
     console.print(
         f"{len(ordered)} kernels in {time.perf_counter() - start:.1f} s on {num_threads} threads, {where}",
@@ -243,6 +246,9 @@ def _run(jobs: Sequence[Job], skipped: Sequence[str], options: Options) -> int:
     for result in failed:
         for problem in result.problems:
             console.print(f"[red]{escape(f'{result.job}: {problem}')}", highlight=False, soft_wrap=True)
+    if is_interrupted:
+        console.print(f"Interrupted: {len(ordered)} of {len(jobs)} kernels are done.", highlight=False)
+        return INTERRUPTED
     return 1 if failed else 0
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import sys
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,9 @@ from rich.table import Table
 from flashtile import markup
 from flashtile.backends import environment, native, registry
 from flashtile.backends.base import Backend, device_arch
+from flashtile.cli import cache as cache_command
 from flashtile.cli import compile as compile_command
-from flashtile.errors import Unsupported, is_switched_on
+from flashtile.errors import Unsupported
 from flashtile.kernels.arch import ARCHS
 from flashtile.lab.bench.files import writable_folder, write_whole
 from flashtile.problem import Problem
@@ -33,7 +33,7 @@ from flashtile.version import __version__
 
 def collect() -> dict[str, Any]:
     """Everything that `info` shows, as plain data."""
-    return {
+    facts = {
         "flashtile": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -45,7 +45,7 @@ def collect() -> dict[str, Any]:
         "gpus": _gpus(),
         "driver": _driver(),
         "nvrtc": _nvrtc(),
-        "cache": _cache(),
+        "cache": cache_command.facts(KernelCache.default()),
         "embedded": embedded_archs(),
         "archs": _archs(),
         "backends": {
@@ -55,6 +55,32 @@ def collect() -> dict[str, Any]:
         "summaries": {backend.name: backend.summary for backend in registry.BACKENDS},
         "switches": {name: os.environ.get(name) for name in environment.MEANINGS},
     }
+    return {"verdict": verdict(facts), **facts}
+
+
+def verdict(facts: dict[str, Any]) -> list[str]:
+    """Returns what calls run on here, in one line or two."""
+    status = {device: {name: known[device] for name, known in facts["backends"].items()} for device in ("cpu", "cuda")}
+    on_cpu = next((name for name in status["cpu"] if status["cpu"][name] == "works"), "nothing")
+    isa = f" ({facts['extension']['instruction_sets'][0]})" if on_cpu == "cpu" else ""
+    cpu = f"the backend {on_cpu}{isa} on {counted(facts['cpu_threads'], 'thread')}"
+    compiler = facts["nvrtc"]
+    if facts["gpus"]:
+        names = ", ".join(dict.fromkeys(gpu["name"] for gpu in facts["gpus"]))
+        on_gpu = next((name for name in status["cuda"] if status["cuda"][name] == "works"), "nothing")
+        lines = [f"This machine: calls on {names} run on the backend {on_gpu}; calls on the CPU run on {cpu}."]
+        if on_gpu != "cuda":
+            lines.append(f"Not on the backend cuda: {status['cuda']['cuda'].removeprefix('no: ')}")
+        return lines
+    why = "torch was built without CUDA" if facts["torch_cuda"] is None else "torch finds none"
+    lines = [f"This machine: no GPU ({why}); calls on the CPU run on {cpu}."]
+    if compiler["version"]:
+        lines.append(f"NVRTC {compiler['version']} is here: kernels can be compiled for GPUs of other machines.")
+    return lines
+
+
+def counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _extension() -> dict[str, Any]:
@@ -107,30 +133,6 @@ def _nvrtc() -> dict[str, Any]:
     return {"path": path, "version": f"{major}.{minor}", "reason": None, "variables": nvrtc.variables()}
 
 
-def _cache() -> dict[str, Any]:
-    """Directory, status and size of the kernel cache. Creates no directory."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        kept = KernelCache.default()
-        exists = kept.directory is not None and kept.directory.exists()
-        is_usable = not exists or kept._usable() is not None
-    facts = {"directory": kept.directory and str(kept.directory), "status": "usable", "files": 0, "bytes": 0}
-    if kept.directory is None:
-        facts["status"] = (
-            "off: FLASHTILE_CACHE=0"
-            if not is_switched_on("FLASHTILE_CACHE", default=True)
-            else "off: the user has no home directory"
-        )
-    elif not is_usable:
-        facts["status"] = str(caught[0].message) if caught else "not usable"
-    elif not exists:
-        facts["status"] = "not there yet: made when the first kernel is compiled"
-    else:
-        sizes = [path.stat().st_size for path in kept.directory.glob("*.kernel")]
-        facts |= {"files": len(sizes), "bytes": sum(sizes)}
-    return facts
-
-
 def _archs() -> dict[str, str]:
     """Returns "works", or what is missing, for each architecture with kernels."""
     try:
@@ -177,6 +179,9 @@ def _show(as_json: bool, html: Path | None) -> int:
     if as_json:
         print(json.dumps(facts, indent=2))
     elif html is None:
+        for line in facts["verdict"]:
+            print(line)
+        print()
         found = Table("what", "found", title=f"flashtile {facts['flashtile']}", title_justify="left")
         for line in found_lines(facts):
             found.add_row(*line)
@@ -201,7 +206,8 @@ def page(facts: dict[str, Any]) -> str:
 
     title = f"flashtile {facts['flashtile']}"
     backends = [(name, status(cpu), status(cuda), what) for name, cpu, cuda, what in backend_lines(facts)]
-    body = markup.table(("what", "found"), found_lines(facts), title, is_numeric=False)
+    body = "".join(f"<p>{markup.escape(line)}</p>" for line in facts["verdict"])
+    body += markup.table(("what", "found"), found_lines(facts), title, is_numeric=False)
     body += markup.table(
         ("backend", "cpu", "cuda", "what it is"), backends, "backends, the preferred first", is_numeric=False
     )
@@ -213,16 +219,12 @@ def found_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     built, launcher = facts["extension"], facts["executor"]
     lines = [
         ("python", f"{facts['python']} on {facts['platform']}"),
-        ("torch", f"{facts['torch']}, CPU threads: {facts['cpu_threads']}"),
+        ("torch", f"{facts['torch']}, {counted(facts['cpu_threads'], 'CPU thread')}"),
         (
             "C++ extension",
             f"none: {built['reason']}"
             if built["reason"]
             else f"{', '.join(built['instruction_sets'])}; {built['path']}",
-        ),
-        (
-            "CUDA kernels",
-            f"launched by {launcher['language']}" + (f": {launcher['reason']}" if launcher["reason"] else ""),
         ),
         ("CUDA of torch", facts["torch_cuda"] or "none: a CPU build"),
     ]
@@ -232,6 +234,9 @@ def found_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("GPU", f"{text}; kernels: {gpu['arch'] or 'none'}"))
     if not facts["gpus"]:
         lines.append(("GPU", "none"))
+    else:
+        reason = f": {launcher['reason']}" if launcher["reason"] else ""
+        lines.append(("CUDA kernels", f"launched by {launcher['language']}{reason}"))
     compiler, kept = facts["nvrtc"], facts["cache"]
     lines += [
         ("CUDA of the driver", facts["driver"]["cuda"] or f"none: {facts['driver']['reason']}"),
@@ -244,17 +249,17 @@ def found_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
             for variable in compiler["variables"]
         ),
     ]
-    held = f"{kept['files']} kernels, {kept['bytes'] / 2**20:.1f} MB"
     embedded = ", ".join(f"{count} for {name}" for name, count in facts["embedded"].items())
     works = [name for name, status in facts["archs"].items() if status == "works"]
     lines += [
-        ("kernel cache", f"{kept['directory'] or 'none'}, {kept['status']}, {held}"),
+        ("kernel cache", f"{kept['directory'] or 'none'}, {kept['status']}, {cache_command.held(kept)}"),
         ("embedded kernels", embedded or "none: built without FLASHTILE_ARCHS"),
         ("compiles for", ", ".join(works) or "nothing"),
         *((name, status) for name, status in facts["archs"].items() if status != "works"),
         *(
-            (name, f"{facts['switches'][name] or 'not set'} ({meaning})")
+            (name, f"{facts['switches'][name]} ({meaning})")
             for name, meaning in environment.MEANINGS.items()
+            if facts["switches"][name]
         ),
     ]
     return lines

@@ -103,17 +103,70 @@ def info(
     _run(lambda: info_command.prepare(as_json, html))
 
 
+@app.command()
+def cache(
+    is_clear: Annotated[bool, typer.Option("--clear", help="Remove all kernels, after a question.")] = False,
+    is_sure: Annotated[bool, typer.Option("--yes", help="Beside --clear: ask nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Show where compiled kernels are kept, how many and of which versions, or remove them."""
+    with importing():
+        from flashtile.cli import cache as cache_command
+    _run(lambda: cache_command.prepare(is_clear, is_sure, as_json))
+
+
+@app.command()
+def explain(
+    batch: Annotated[int, typer.Option(help="Batch size.")] = 1,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 16,
+    heads_kv: Annotated[int | None, typer.Option(help="Key heads. Default: as many as --heads.")] = None,
+    seqlen_q: Annotated[int, typer.Option(help="Queries of each sequence.")] = 4096,
+    seqlen_k: Annotated[int | None, typer.Option(help="Keys of each sequence. Default: as many as --seqlen-q.")] = None,
+    head_dim: Annotated[int, typer.Option(help="Head dimension of q and k.")] = 128,
+    head_dim_v: Annotated[int | None, typer.Option(help="Head dimension of v. Default: --head-dim.")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16",
+    is_causal: Annotated[bool, typer.Option("--causal", help="With a causal mask from the bottom right.")] = False,
+    is_top_left: Annotated[bool, typer.Option("--causal-top-left", help="With one from the top left.")] = False,
+    window: Annotated[str | None, typer.Option(help="left,right of a sliding window; -1 = unbounded.")] = None,
+    mask: Annotated[str | None, typer.Option(help="Shape of a boolean mask, such as 1,1,4096,4096.")] = None,
+    bias: Annotated[str | None, typer.Option(help="Shape of a bias.")] = None,
+    softcap: Annotated[float, typer.Option(help="Softcap; 0 = none.")] = 0.0,
+    has_alibi: Annotated[bool, typer.Option("--alibi", help="With ALiBi slopes.")] = False,
+    has_sinks: Annotated[bool, typer.Option("--sinks", help="With attention sinks.")] = False,
+    dropout_p: Annotated[float, typer.Option(help="Probability of dropout.")] = 0.0,
+    is_varlen: Annotated[bool, typer.Option("--varlen", help="Packed sequences: attention_varlen.")] = False,
+    is_cache: Annotated[bool, typer.Option("--cache", help="Over a cache with lengths: attention_kvcache.")] = False,
+    page_size: Annotated[int | None, typer.Option(help="Keys in pages of so many rows; a cache if not packed.")] = None,
+    is_deterministic: Annotated[bool, typer.Option("--deterministic", help="With deterministic=True.")] = False,
+    direction: Annotated[str, typer.Option("--pass", help="fwd or fwd+bwd.")] = "fwd",
+    layout: Annotated[str | None, typer.Option(help="bhsd or bshd. Default: the function's.")] = None,
+    backend: Annotated[str | None, typer.Option(help="The backend that is asked for. Default: the fastest.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help='A GPU that need not be here, such as sm_90, A100 or "RTX 4090"; or cpu.')
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write an HTML page instead.")] = None,
+) -> None:
+    """Say which backend and kernel would run a call, and why each other one would not. Needs no GPU."""
+    with importing():
+        from flashtile.cli import explain as explain_command
+    options = explain_command.Options(
+        batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, dtype, is_causal, is_top_left, window, mask,
+        bias, softcap, has_alibi, has_sinks, dropout_p, is_varlen, is_cache, page_size, is_deterministic, direction,
+        layout, backend, gpu, as_json, html,
+    )  # fmt: skip
+    _run(lambda: explain_command.prepare(options))
+
+
 @app.command("compile")
 def compile_kernels(
     arch: Annotated[
-        list[str] | None, typer.Option(help="Such as sm_90; may be repeated. Default: the GPUs found.")
+        list[str] | None, typer.Option(help="Such as sm_90 or H100; may be repeated. Default: the GPUs found.")
     ] = None,
     all_of_it: Annotated[
         bool, typer.Option("--all", help="Every architecture the compiler supports, and variants with options.")
     ] = False,
-    dtype: Annotated[
-        list[str] | None, typer.Option(help="float32, float16 or bfloat16; may be repeated. Default: all.")
-    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="fp32, fp16 or bf16; may be repeated. Default: all.")] = None,
     head_dim: Annotated[
         list[int] | None, typer.Option(help="May be repeated. Default: all in the kernel table.")
     ] = None,
@@ -195,7 +248,7 @@ def bench(
         str | None, typer.Option(help="Names, separated by commas; also `ours` and `baselines`.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the results. Default: results/<device>.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder. Default: flashtile-results/<device>.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON; the tables go to stderr.")] = False,
     graph: Annotated[bool, typer.Option("--graph", help="Replay CUDA graphs: kernel time without host time.")] = False,
     seconds: Annotated[float | None, typer.Option(help="Time budget of one provider at one point.")] = None,
@@ -252,7 +305,7 @@ def ladder(
     ] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Read hardware counters with Nsight Compute.")] = False,
     arch: Annotated[str | None, typer.Option(help="For --list, such as sm_90. Default: the GPU's, else sm_90.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results. Default: results/<device>.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder. Default: flashtile-results/<device>.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON; the tables go to stderr.")] = False,
     head_dim: Annotated[
         int, typer.Option(help="Up to 128. Files of another one than the default have it in their name.")
@@ -335,7 +388,7 @@ def profile(
     timeline: Annotated[
         bool, typer.Option("--timeline", help="Clocks of one block of our kernels, phase by phase, and a picture.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results. Default: results/<device>.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder. Default: flashtile-results/<device>.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON; the tables go to stderr.")] = False,
 ) -> None:
     """Read the hardware counters of the kernels of a call with Nsight Compute: ours, torch's or others'."""
@@ -347,10 +400,13 @@ def profile(
 
 @app.command()
 def report(
-    results: Annotated[Path, typer.Option(help="The folder with a folder for each device.")] = Path("results"),
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Holds a folder for each device. Default: flashtile-results, else results."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
 ) -> None:
-    """Write one HTML page from results/: interactive curves, ratios, rooflines, the ladder, counters. No network."""
+    """Write one HTML page from all results: interactive curves, ratios, rooflines, the ladder, counters. No network."""
     with importing():
         from flashtile.lab.report import command as report_command
     _run(lambda: report_command.prepare(results, out))

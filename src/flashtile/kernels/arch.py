@@ -1,8 +1,9 @@
-"""The limits of each architecture: the only place that knows an sm number."""
+"""The limits of each architecture, and the GPUs of each: the only place that knows an sm number."""
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 
 from flashtile.errors import value_error
@@ -86,9 +87,51 @@ def arch_of(major: int, minor: int) -> Arch | None:
     return replace(max(older, key=lambda arch: arch.number), number=number, has_fast_tf32=False)
 
 
-# Multiprocessors of a well-known GPU of each, for questions about GPUs that are not here: GTX 1080 Ti, T4, A100, RTX
-# A6000, L40S, H200, B200, RTX 5090
-_MULTIPROCESSORS = {61: 28, 75: 40, 80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that need not be here."""
+
+    name: str
+    number: int  # of its architecture: 10 * major + minor
+    multiprocessors: int
+
+
+# Names and numbers of multiprocessors, for questions about GPUs that are not here. The first of an architecture stands
+# for those without a name
+_NAMES = {
+    61: "GTX 1080 Ti 28, GTX 1080 20, P40 30",
+    75: "T4 40, RTX 2080 Ti 68, RTX 2080 46, RTX 2070 36, RTX 2060 30, Quadro RTX 6000 72",
+    80: "A100 108, A30 56",
+    86: "RTX A6000 84, RTX A5000 64, RTX A4000 48, A40 84, A10 72, A10G 80, "
+    "RTX 3090 Ti 84, RTX 3090 82, RTX 3080 Ti 80, RTX 3080 68, RTX 3070 46, RTX 3060 28",
+    89: "L40S 142, L40 142, L4 58, RTX 6000 Ada 142, "
+    "RTX 4090 128, RTX 4080 76, RTX 4070 Ti 60, RTX 4070 46, RTX 4060 Ti 34, RTX 4060 24",
+    90: "H200 132, H100 132, H100 PCIe 114, H20 78, GH200 132",
+    100: "B200 148, GB200 148",
+    120: "RTX 5090 170, RTX 5080 84, RTX 5070 Ti 70, RTX 5070 48, RTX 5060 Ti 36, RTX 5060 30, RTX PRO 6000 188",
+}
+GPUS = tuple(
+    Gpu(name, number, int(multiprocessors))
+    for number, text in _NAMES.items()
+    for name, multiprocessors in (entry.rsplit(" ", 1) for entry in text.split(", "))
+)
+_MAKERS = ("nvidia", "geforce", "tesla")  # words that may stand before a name
+
+
+def _bare(name: str) -> str:
+    """A name without case, spaces, dashes and the words before it."""
+    text = re.sub(r"[\s_-]", "", name.lower())
+    for maker in _MAKERS:
+        text = text.removeprefix(maker)
+    return text
+
+
+_BY_NAME = {_bare(gpu.name): gpu for gpu in GPUS}
+
+
+def gpu_named(name: str) -> Gpu | None:
+    """The GPU of a name such as "RTX 4090", or None. Case, spaces and dashes do not count."""
+    return _BY_NAME.get(_bare(name))
 
 
 MEASURED_ARCH = "sm_90"  # whose times in speeds.csv stand in for GPUs that are not there
@@ -100,16 +143,25 @@ def has_mma_sync_alone(name: str) -> bool:
 
 
 def typical_multiprocessors(arch: Arch) -> int:
-    return _MULTIPROCESSORS[max(number for number in _MULTIPROCESSORS if number <= arch.number)]
+    closest = max(number for number in ARCHS if number <= arch.number)
+    return next(gpu.multiprocessors for gpu in GPUS if gpu.number == closest)
 
 
 _SWITCH = "FLASHTILE_ARCH"
 
 
 def arch_named(name: str) -> Arch | None:
-    """The architecture of a name such as sm_80 or sm_90a, or None."""
+    """The architecture of a name such as sm_80, sm_90a or A100, or None."""
     digits = name.removeprefix("sm_").removesuffix("a")
-    return arch_of(int(digits) // 10, int(digits) % 10) if digits.isdigit() else None
+    if digits.isdigit():
+        return arch_of(int(digits) // 10, int(digits) % 10)
+    gpu = gpu_named(name)
+    return None if gpu is None else ARCHS[gpu.number]
+
+
+def known_names() -> str:
+    """The names of architectures and of GPUs, for messages."""
+    return f"{', '.join(f'sm_{number}' for number in ARCHS)}, or a GPU: {', '.join(gpu.name for gpu in GPUS)}"
 
 
 def arch_here(major: int, minor: int) -> Arch | None:
@@ -131,5 +183,5 @@ def named_arch() -> Arch | None:
         return None
     found = arch_named(name)
     if found is None:
-        raise value_error(_SWITCH, repr(name), ", ".join(arch.name for arch in ARCHS.values()), "Unset it")
+        raise value_error(_SWITCH, repr(name), known_names(), "Unset it")
     return found

@@ -29,12 +29,13 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashtile.errors import is_switched_on, value_error
 from flashtile.runtime import nvrtc, toolchain
 from flashtile.runtime.nvrtc import Compiled
 from flashtile.runtime.toolchain import Toolchain
+from flashtile.version import __version__
 
 _HEADER = struct.Struct("<8sI32s")
 _LENGTH = struct.Struct("<Q")
@@ -43,12 +44,23 @@ _FORMAT = 1
 _KERNEL_FIELDS = {"arch": str, "symbols": dict, "log": str}
 _STALE_S = 3600.0  # a temporary file this old belongs to a process that was killed
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include\b[ \t]*(?:["<]([^">\n]+)[">])?', re.MULTILINE)
+# Of kernels, of digests, and of what a process has not finished
+_OWN_FILE = re.compile(r"\.?[0-9a-f]{64}\.(?P<kind>kernel|toolchain)(?P<temporary>\.[^.]+)?")
 _ANY = ""
 EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
 
 
 class CacheWarning(UserWarning):
     """The disk cache, or a file in it, cannot be used. Kernels are compiled instead."""
+
+
+class Stored(NamedTuple):
+    """A kernel on disk. The versions are those that compiled it; empty where the file does not say."""
+
+    flashtile: str
+    nvrtc: str
+    arch: str
+    num_bytes: int
 
 
 class KernelCache:
@@ -88,10 +100,39 @@ class KernelCache:
             return None
         return _compiled(*found)
 
-    def store(self, key: str, compiled: Compiled) -> None:
-        """Stores a kernel for other processes, if the disk cache is usable."""
+    def store(self, key: str, compiled: Compiled, nvrtc_version: str = "") -> None:
+        """Stores a kernel for other processes, if the disk cache is usable. The versions are for people."""
         meta = {"key": key, "arch": compiled.arch, "symbols": compiled.symbols, "log": compiled.log}
-        self._write(f"{key}.kernel", meta, compiled.cubin)
+        self._write(f"{key}.kernel", {**meta, "flashtile": __version__, "nvrtc": nvrtc_version}, compiled.cubin)
+
+    def stored(self) -> list[Stored]:
+        """Returns the kernels on disk. Files that cannot be read as kernels have no versions."""
+        directory = self.usable()
+        found = []
+        for path in [] if directory is None else sorted(directory.glob("*.kernel")):
+            try:
+                data = path.read_bytes()
+            except FileNotFoundError:  # another process may have removed it
+                continue
+            try:
+                meta, _ = _unpack(data, path.stem, _KERNEL_FIELDS)
+            except ValueError:
+                meta = {}
+            version, compiler, arch = (str(meta.get(name, "")) for name in ("flashtile", "nvrtc", "arch"))
+            found.append(Stored(version, compiler, arch, len(data)))
+        return found
+
+    def clear(self) -> int:
+        """Removes what the cache has written, and nothing else. Returns the number of kernels."""
+        directory = self.usable()
+        removed = 0
+        for path in [] if directory is None else list(directory.iterdir()):
+            if (name := _OWN_FILE.fullmatch(path.name)) is None:
+                continue
+            with contextlib.suppress(FileNotFoundError):  # another process may have removed it
+                path.unlink()
+                removed += name["temporary"] is None and name["kind"] == "kernel"
+        return removed
 
     def toolchain_digest(self, found: Toolchain) -> str:
         """The digest of the toolchain, cached until the path, size or time of one of its files changes."""
@@ -108,7 +149,7 @@ class KernelCache:
 
     def _read(self, name: str, key: str, fields: Mapping[str, type]) -> tuple[dict[str, Any], bytes] | None:
         """JSON object and content of a file; None unless it is complete, the user's own and stored under the key."""
-        directory = self._usable()
+        directory = self.usable()
         if directory is None:
             return None
         path = directory / name
@@ -124,7 +165,7 @@ class KernelCache:
             return None
 
     def _write(self, name: str, meta: dict[str, Any], content: bytes) -> None:
-        directory = self._usable()
+        directory = self.usable()
         if directory is None:
             return
         temporary = None
@@ -142,7 +183,7 @@ class KernelCache:
                 f"write {directory}", f"kernel cache: cannot write to {directory} ({error}); kernels stay in memory"
             )
 
-    def _usable(self) -> Path | None:
+    def usable(self) -> Path | None:
         """The directory, created if missing; None unless it belongs to the user and is closed to others."""
         if self.directory is None:
             return None
@@ -188,7 +229,7 @@ def compile_cached(source: str, arch: str, names: Sequence[str], defines: Sequen
                 found = nvrtc.compile_source(compiler, source, arch, names, defines)
                 # If a header changed after hashing, this kernel is current but does not belong under this key
                 if headers_digest(nvrtc.INCLUDE, _include_names(source)) == headers:
-                    cache.store(key, found)
+                    cache.store(key, found, "{}.{}".format(*compiler.version))
             _memory[key] = found
         return _memory[key]
 

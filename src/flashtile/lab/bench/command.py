@@ -25,7 +25,6 @@ from flashtile.lab.bench.points import (
     Point,
     cpu_grid,
     decode_grid,
-    dtype_key,
     float32_grid,
     length_sweep,
     options_grid,
@@ -37,13 +36,14 @@ from flashtile.lab.bench.providers import (
     FLOAT32_PROVIDERS,
     OPTION_PROVIDERS,
     Provider,
+    check_ours,
     choose,
 )
 from flashtile.lab.bench.rows import ColdRow, OverheadRow, Row, Writer, as_dict, read
 from flashtile.lab.bench.sweep import Settings, Sweep
-from flashtile.lab.bench.terminal import make_console, progress_bar, say_files, say_remark, show
+from flashtile.lab.bench.terminal import INTERRUPTED, make_console, progress_bar, say_files, say_remark, show
+from flashtile.lab.dtypes import dtype_key
 
-INTERRUPTED = 130
 _DEFAULT_BUDGET_S = {"cpu": 0.4, "cuda": 0.08}
 _DEFAULT_CALL_LIMIT_S = {"cpu": 5.0, "cuda": 2.0}
 _DEFAULT_COMPILE_LIMIT_S = {"cpu": 60.0, "cuda": 150.0}
@@ -108,9 +108,11 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     }
     default_set = default_sets.get(options.grid or "")
     providers = choose(options.backends or default_set, is_grid=options.grid is not None)
+    if options.grid is None:
+        check_ours(providers, plan, where)
     if options.use_graph and where != "cuda":
         raise value_error("--graph", f"it on {where}", "a GPU: it replays CUDA graphs", "Drop --graph")
-    folder = writable_folder(options.out or Path("results") / device.slug(where))
+    folder = writable_folder(options.out or device.own_results(where))
     env = device.environment(where, arguments)
     console.print(line, highlight=False, soft_wrap=True)
     if options.has_overhead or options.has_cold:
@@ -120,11 +122,15 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         cache_bytes=device.cache_bytes(where),
         budget_s=options.seconds if options.seconds is not None else _DEFAULT_BUDGET_S[where],
         call_limit_s=options.call_limit if options.call_limit is not None else _DEFAULT_CALL_LIMIT_S[where],
-        compile_limit_s=options.compile_limit if options.compile_limit is not None else _DEFAULT_COMPILE_LIMIT_S[where],
+        compile_limit_s=_compile_limit(options, where),
         use_graph=options.use_graph,
         copy_gb_per_s=device.copy_gb_per_s(where) if options.grid == "decode" else None,
     )
     return partial(run_sweep, Sweep(plan, providers, settings, env), folder, console, options.as_json)
+
+
+def _compile_limit(options: Options, where: str) -> float:
+    return _DEFAULT_COMPILE_LIMIT_S[where] if options.compile_limit is None else options.compile_limit
 
 
 def run_sweep(sweep: Sweep, folder: Path, console: Console, as_json: bool = False) -> int:
@@ -153,9 +159,13 @@ def run_sweep(sweep: Sweep, folder: Path, console: Console, as_json: bool = Fals
     say_remark(console, remark)
     if is_interrupted:
         console.print(f"Interrupted: {len(rows)} rows were kept.", highlight=False)
+    closing = "" if is_interrupted else tables.closing_line(rows)
+    if closing:
+        console.print(closing, style="bold", highlight=False, markup=False, soft_wrap=True)
     if as_json:
         ratios = [vars(one) for one in compare.ratios(rows)]
-        print(json.dumps({"rows": [as_dict(row) for row in rows], "ratios": ratios, "remark": remark}, indent=1))
+        payload = {"rows": [as_dict(row) for row in rows], "ratios": ratios, "remark": remark, "closing": closing}
+        print(json.dumps(payload, indent=1))
     return INTERRUPTED if is_interrupted else 0
 
 
@@ -190,11 +200,17 @@ def _host_runs(
     try:
         if options.has_overhead:
             found = list[OverheadRow]()
+            limits = overhead.Limits(options.seconds, _compile_limit(options, where))
             writer = Writer(folder / f"overhead_{point.dtype}.csv", OverheadRow)
             with writer, progress_bar(console) as progress:
                 task = progress.add_task("", total=len(overhead.COLUMNS))
                 for some in overhead.rows(
-                    providers, point, where, env, lambda name: progress.update(task, description=name)
+                    providers,
+                    point,
+                    where,
+                    env,
+                    lambda name: progress.update(task, description=name),
+                    limits,
                 ):
                     writer.add(some)
                     found += some

@@ -14,6 +14,8 @@ from flashtile.lab.bench import files, join
 from flashtile.lab.bench.points import Point
 from flashtile.lab.bench.rows import Row
 
+_OF_TORCH = ("sdpa", "torch-")  # names of the providers that are torch's own kernels begin with one of these
+
 
 @dataclass(frozen=True)
 class Ratio:
@@ -42,6 +44,19 @@ def ratios(rows: Sequence[Row]) -> list[Ratio]:
                         Ratio(provider, peer, direction, len(values), geometric_mean(values), min(values), max(values))
                     )
     return found
+
+
+def against_torch(rows: Sequence[Row], provider: str) -> Ratio | None:
+    """The provider against the fastest of torch's kernels at each point that both have, whatever the pass."""
+    peers = {row.provider for row in rows if row.is_baseline and row.provider.startswith(_OF_TORCH)}
+    best: dict[Point, float] = {}
+    for peer in peers:
+        for point, value in speedups(rows, provider, peer).items():
+            best[point] = min(value, best.get(point, math.inf))
+    values = list(best.values())
+    if not values:
+        return None
+    return Ratio(provider, "torch", "", len(values), geometric_mean(values), min(values), max(values))
 
 
 def speedups(rows: Iterable[Row], provider: str, peer: str) -> dict[Point, float]:

@@ -17,6 +17,7 @@ import torch
 from flashtile.errors import unsupported, value_error
 from flashtile.lab.bench import timing
 from flashtile.lab.bench.rows import Environment
+from flashtile.lab.defaults import RESULTS
 from flashtile.version import __version__
 
 _FALLBACK_CACHE_BYTES = 32 * 2**20
@@ -75,14 +76,22 @@ def free_bytes() -> int:
 
 
 def name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else f"{_cpu_name()}, {torch.get_num_threads()} threads"
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    threads = torch.get_num_threads()
+    return f"{_cpu_name()}, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def slug(device: str) -> str:
-    """Name of the folder under results/, such as nvidia-h200 or cpu-intel-xeon-2.80ghz."""
+    """Name of the folder of results, such as nvidia-h200 or cpu-intel-xeon-2.80ghz."""
     text = torch.cuda.get_device_name() if device == "cuda" else f"cpu {_cpu_name()}"
     text = re.sub(r"\((r|tm|c)\)|\b(processor|cpu(?!$| )|@|\d+-core)", " ", text.lower())
     return re.sub(r"[^a-z0-9.]+", "-", text).strip("-.")
+
+
+def own_results(device: str) -> Path:
+    """Returns the folder of a run without --out."""
+    return Path(RESULTS) / slug(device)
 
 
 def _cpu_name() -> str:

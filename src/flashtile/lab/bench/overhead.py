@@ -4,6 +4,7 @@ rows to append."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from flashtile import api
 from flashtile.lab.bench import timing
-from flashtile.lab.bench.points import DTYPES, Inputs, Point
+from flashtile.lab.bench.points import Inputs, Point
 from flashtile.lab.bench.providers import AUTOMATIC, Provider, missing
 from flashtile.lab.bench.rows import Environment, OverheadRow
 from flashtile.lab.bench.sweep import Refusal, refusing
+from flashtile.lab.dtypes import DTYPES
 
 NUM_ROUNDS, NUM_WARM = 20, 2
 NUM_CALLS = 50  # in a round: few enough to fit in the launch queue of a GPU
@@ -33,6 +35,17 @@ _BATCH, _HEADS, _HEADS_KV, _CAPACITY, _LENGTH, _PAGE = 4, 8, 2, 512, 500, 16  # 
 Call = tuple[Tensor, Tensor, Tensor]
 
 
+@dataclass(frozen=True)
+class Limits:
+    """The time that a provider may take. Without a budget each has NUM_ROUNDS rounds of NUM_CALLS calls."""
+
+    budget_s: float | None = None  # of the timed calls in one case
+    first_rounds_s: float = math.inf  # of all cases; compilation is in them
+
+
+NO_LIMITS = Limits()
+
+
 @dataclass
 class Contender:
     """A provider in one case: what it calls, and the seconds of a call in each round."""
@@ -44,6 +57,19 @@ class Contender:
     layout: str
     seconds: list[float] = field(default_factory=list)
 
+    def num_calls(self, budget_s: float | None) -> int:
+        """Returns the number of calls of the next round: with a budget as many as let all rounds fit into it."""
+        if budget_s is None:
+            return NUM_CALLS
+        if len(self.seconds) < NUM_WARM:
+            return 1 + len(self.seconds)
+        return max(1, min(NUM_CALLS, int(budget_s / NUM_ROUNDS / max(self.seconds[NUM_WARM - 1], 1e-9))))
+
+    def is_done(self, budget_s: float | None) -> bool:
+        """True if the timed rounds have used up the budget."""
+        timed = sum(self.seconds[NUM_WARM:]) * self.num_calls(budget_s)
+        return budget_s is not None and len(self.seconds) > NUM_WARM and timed >= budget_s
+
 
 def rows(
     providers: Sequence[Provider],
@@ -51,17 +77,26 @@ def rows(
     device: str,
     env: Environment,
     on_step: Callable[[str], None] = lambda name: None,
+    limits: Limits = NO_LIMITS,
 ) -> Iterator[list[OverheadRow]]:
     """Yields the rows of all providers, one mode and case after the other."""
+    first_s: dict[str, float] = {}
     for mode, case in COLUMNS:
         on_step(f"{mode}, {case}")
-        yield _measure(providers, point, device, env, mode, case)
+        yield _measure(providers, point, device, env, mode, case, limits, first_s)
 
 
 def _measure(
-    providers: Sequence[Provider], point: Point, device: str, env: Environment, mode: str, case: str
+    providers: Sequence[Provider],
+    point: Point,
+    device: str,
+    env: Environment,
+    mode: str,
+    case: str,
+    limits: Limits,
+    first_s: dict[str, float],
 ) -> list[OverheadRow]:
-    """Interleaved: in every round each provider has its turn."""
+    """Interleaved: in every round each provider has its turn. `first_s` sums the first rounds of each provider."""
     found, contenders = dict[str, OverheadRow](), list[Contender]()
     for provider in providers:
         row = OverheadRow(
@@ -69,14 +104,20 @@ def _measure(
         )
         found[provider.name] = row
         try:
+            if (spent := first_s.get(provider.name, 0.0)) > limits.first_rounds_s:
+                raise Refusal("slow", f"its first calls took {spent:.0f} s of this run already; raise --compile-limit")
             contenders.append(_build(provider, row, point, device))
         except Refusal as refusal:
             found[provider.name] = replace(row, status=refusal.status, reason=refusal.reason)
     for number in range(NUM_WARM + NUM_ROUNDS):
-        for contender in list(contenders):
+        for contender in [one for one in contenders if not one.is_done(limits.budget_s)]:
+            num_calls = contender.num_calls(limits.budget_s)
             try:
                 with refusing():
-                    contender.seconds.append(_round(contender, number, device))
+                    contender.seconds.append(_round(contender, number, num_calls, device))
+                if not number:
+                    name = contender.row.provider
+                    first_s[name] = first_s.get(name, 0.0) + contender.seconds[0] * num_calls
             except Refusal as refusal:
                 found[contender.row.provider] = replace(contender.row, status=refusal.status, reason=refusal.reason)
                 contenders.remove(contender)
@@ -159,14 +200,14 @@ def _build_step(provider: Provider, row: OverheadRow, point: Point, device: str)
     return Contender(row, step, nullcontext, None, layout)
 
 
-def _calls(contender: Contender, number: int) -> list[Call] | list[tuple[()]]:
+def _calls(contender: Contender, number: int, count: int) -> list[Call] | list[tuple[()]]:
     """The inputs of a round. Keys that grow have lengths that no call before has had."""
     if contender.inputs is None:
-        return [()] * NUM_CALLS
+        return [()] * count
     q, k, v = contender.inputs.q, contender.inputs.k, contender.inputs.v
     rows_axis, needs_grad = 1 if contender.layout == "bshd" else 2, contender.row.mode != "no_grad"
     first = _SMALL_SEQLEN + 1 + number * NUM_CALLS if contender.row.case == "growing" else None
-    lengths = [_SMALL_SEQLEN] * NUM_CALLS if first is None else range(first, first + NUM_CALLS)
+    lengths = [_SMALL_SEQLEN] * count if first is None else range(first, first + count)
     calls = []
     for length in lengths:
         tensors = (q.detach(), k.narrow(rows_axis, 0, length), v.narrow(rows_axis, 0, length))
@@ -174,9 +215,9 @@ def _calls(contender: Contender, number: int) -> list[Call] | list[tuple[()]]:
     return calls  # type: ignore[return-value]
 
 
-def _round(contender: Contender, number: int, device: str) -> float:
+def _round(contender: Contender, number: int, count: int, device: str) -> float:
     """Seconds per call until the host is free again."""
-    call, calls = contender.call, _calls(contender, number)
+    call, calls = contender.call, _calls(contender, number, count)
     dout, has_backward = None if contender.inputs is None else contender.inputs.dout, contender.row.mode == "fwd+bwd"
     with contender.context(), torch.set_grad_enabled(contender.row.mode in ("grad", "fwd+bwd")):
         timing.synchronize(device)

@@ -10,14 +10,12 @@ from torch import Tensor
 
 from flashtile.errors import value_error
 from flashtile.lab.bench.options import OPTIONS, PAGE_SIZES, PLAIN, TINY_ROW, Extras, Option, make_extras, shapes
+from flashtile.lab.dtypes import DTYPES
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
 FAST_SEQLENS = (512, 1024, 1536, 2048)
 FULL_SEQLENS = (*FAST_SEQLENS, 4096, 8192, 16384)
 GRIDS = ("paper", "decode", "options", "float32", "cpu")
-
-_SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64", "half": "fp16"}
 
 
 @dataclass(frozen=True)
@@ -96,18 +94,24 @@ class Point:
     def make(self, device: str, seed: int) -> Inputs:
         """Random normal inputs, drawn on the device, without the option's tensors."""
         generator = torch.Generator(device).manual_seed(seed)
-        heads, rows = (
-            (self.heads, self.heads_kv, self.heads_kv, self.heads),
-            (self.seqlen_q, self.seqlen_k, self.seqlen_k, self.seqlen_q),
-        )
-        dims = (self.head_dim, self.head_dim, self.head_dim_v, self.head_dim_v)
         q, k, v, dout = (
-            torch.randn(self.batch, h, s, d, device=device, dtype=DTYPES[self.dtype], generator=generator)
-            for h, s, d in zip(heads, rows, dims, strict=True)
+            torch.randn(shape, device=device, dtype=DTYPES[self.dtype], generator=generator) for shape in self._shapes()
         )
         if self.extra.has_tiny_row:
             v[:, :, 0] *= 2.0**-40
         return Inputs(q, k, v, dout)
+
+    def make_empty(self, device: str) -> Inputs:
+        """Returns inputs without values, as meta tensors or within a FakeTensorMode."""
+        q, k, v, dout = (torch.empty(shape, device=device, dtype=DTYPES[self.dtype]) for shape in self._shapes())
+        return Inputs(q, k, v, dout)
+
+    def _shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Returns the shapes of q, k, v and the output's gradient."""
+        heads = (self.heads, self.heads_kv, self.heads_kv, self.heads)
+        rows = (self.seqlen_q, self.seqlen_k, self.seqlen_k, self.seqlen_q)
+        dims = (self.head_dim, self.head_dim, self.head_dim_v, self.head_dim_v)
+        return tuple((self.batch, h, s, d) for h, s, d in zip(heads, rows, dims, strict=True))
 
 
 @dataclass(frozen=True)
@@ -128,13 +132,6 @@ class Inputs:
         if layout == "bshd":
             q, k, v, dout = (tensor.transpose(1, 2).contiguous() for tensor in (q, k, v, dout))
         return Inputs(q.requires_grad_(needs_grad), k.requires_grad_(needs_grad), v.requires_grad_(needs_grad), dout)
-
-
-def dtype_key(name: str) -> str:
-    key = _SPELLINGS.get(name, name)
-    if key not in DTYPES:
-        raise value_error("--dtype", repr(name), ", ".join((*DTYPES, *_SPELLINGS)))
-    return key
 
 
 @dataclass(frozen=True)

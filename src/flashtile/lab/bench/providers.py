@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtile import api, facades
@@ -19,7 +20,7 @@ from flashtile.backends import registry
 from flashtile.errors import Unsupported, value_error
 from flashtile.lab.bench import serving
 from flashtile.lab.bench.options import PLAIN
-from flashtile.lab.bench.points import Inputs, Point
+from flashtile.lab.bench.points import Inputs, Plan, Point
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -84,6 +85,27 @@ def choose(text: str | None, is_grid: bool, option: str = "--backends") -> list[
     if not chosen:
         raise value_error(option, repr(text), "at least one of " + ", ".join(groups))
     return [provider for provider in (AUTOMATIC, HIGH, *known) if provider.name in chosen]
+
+
+def check_ours(chosen: Sequence[Provider], plan: Plan, device: str) -> None:
+    """Refuses a plan of which every chosen provider of ours refuses every point by its own rule: with such sizes only
+    the peers would be measured. The inputs are not allocated: on a GPU meta tensors stand for it."""
+    is_gpu = device == "cuda"
+    ours = [provider for provider in chosen if not provider.is_baseline]
+    reasons: dict[str, str] = {}
+    for point in plan.points:
+        for provider in ours:
+            try:
+                with nullcontext() if is_gpu else FakeTensorMode():
+                    provider.build(point, point.make_empty("meta" if is_gpu else device))
+            except (ValueError, Unsupported) as error:
+                reasons.setdefault(provider.name, str(error))
+            else:
+                return
+    if ours:
+        same = len(set(reasons.values())) == 1
+        said = next(iter(reasons.values())) if same else "; ".join(f"{name}: {why}" for name, why in reasons.items())
+        raise Unsupported(f"Nothing of flashtile would be measured. {said}")
 
 
 def missing(provider: Provider) -> str | None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from flashtile import api
 from flashtile.backends.registry import Explanation
 from flashtile.errors import Unsupported
-from flashtile.lab.bench.points import DTYPES, Inputs, Point
+from flashtile.lab.bench.points import Inputs, Point
+from flashtile.lab.dtypes import DTYPES
 
 _SEED = 7  # of the order of pages
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -24,6 +24,7 @@ from flashtile.lab.bench.timing import Contender, Thunk
 
 MAX_COPIES = 256
 MAX_GRAPHS = 8  # copies whose autograd graph is kept for the backward pass
+_LONG_S = 0.1  # after an interrupt slower calls are not repeated
 _ROTATION = 1.5  # bytes of all copies over the cache size
 
 
@@ -67,6 +68,14 @@ class Refusal(Exception):  # noqa: N818, an outcome rather than an error
         self.status, self.reason = status, reason
 
 
+class Interrupted(Exception):  # noqa: N818, an outcome rather than an error
+    """A point was interrupted. Has the rows of the providers that were done."""
+
+    def __init__(self, rows: list[Row]):
+        super().__init__(f"{len(rows)} rows")
+        self.rows = rows
+
+
 @dataclass
 class Sweep:
     """A run. It records time and memory of each provider, to predict and skip calls that exceed the limits."""
@@ -79,7 +88,8 @@ class Sweep:
     _compile_s: dict[str, float] = field(default_factory=dict)
 
     def rows(self, on_step: Callable[[Point, str], None] = lambda point, name: None) -> Iterator[list[Row]]:
-        """Yields the rows of each point. A package that is not installed gets one row, at the first point."""
+        """Yields the rows of each point. A package that is not installed gets one row, at the first point. After an
+        interrupt it yields the rows of the providers that were done, and passes the interrupt on."""
         absent = {provider.name: reason for provider in self.providers if (reason := missing(provider)) is not None}
         present = [provider for provider in self.providers if provider.name not in absent]
         for index, point in enumerate(self.plan.points):
@@ -88,7 +98,12 @@ class Sweep:
                 for p in self.providers
                 if p.name in absent and index == 0
             ]
-            yield self._measure(point, present, on_step) + refused
+            try:
+                found = self._measure(point, present, on_step)
+            except Interrupted as interrupted:
+                yield interrupted.rows
+                raise KeyboardInterrupt from None
+            yield found + refused
             self._release()
 
     def _measure(self, point: Point, present: Sequence[Provider], on_step: Callable[[Point, str], None]) -> list[Row]:
@@ -98,21 +113,27 @@ class Sweep:
         except Refusal as refusal:
             return [self._row(provider, point, refusal.status, refusal.reason) for provider in present]
         outcomes: dict[str, Row | _Measured] = {}
-        for provider in present:
-            on_step(point, provider.name)
-            try:
-                self._check_limits(provider, point)
-                outcomes[provider.name] = self._prepare(provider, point, copies, check)
-            except Refusal as refusal:
-                outcomes[provider.name] = self._row(provider, point, refusal.status, refusal.reason)
-                if refusal.status == "oom":
-                    self._release()
-        on_step(point, "timing")
-        measured = [outcome for outcome in outcomes.values() if isinstance(outcome, _Measured)]
-        to_time = [one.contender for one in measured if not one.contender.seconds]
-        timing.interleave(to_time, device, self.settings.budget_s)
+        try:
+            for provider in present:
+                on_step(point, provider.name)
+                try:
+                    self._check_limits(provider, point)
+                    outcomes[provider.name] = self._prepare(provider, point, copies, check)
+                except Refusal as refusal:
+                    outcomes[provider.name] = self._row(provider, point, refusal.status, refusal.reason)
+                    if refusal.status == "oom":
+                        self._release()
+            on_step(point, "timing")
+            timing.interleave([one for one in _contenders(outcomes) if not one.seconds], device, self.settings.budget_s)
+        except KeyboardInterrupt:
+            on_step(point, "the providers that are prepared")
+            _finish(_contenders(outcomes), device)
+            raise Interrupted(self._rows_of(outcomes, point, len(copies))) from None
+        return self._rows_of(outcomes, point, len(copies))
+
+    def _rows_of(self, outcomes: Mapping[str, Row | _Measured], point: Point, copies: int) -> list[Row]:
         return [
-            outcome if isinstance(outcome, Row) else self._timed_row(outcome, point, len(copies))
+            outcome if isinstance(outcome, Row) else self._timed_row(outcome, point, copies)
             for outcome in outcomes.values()
         ]
 
@@ -247,6 +268,20 @@ class Sweep:
         )
         shape = {entry.name: getattr(point, entry.name) for entry in fields(Row) if hasattr(point, entry.name)}
         return Row(**empty, **shape, env=self.env)
+
+
+def _contenders(outcomes: Mapping[str, Row | _Measured]) -> list[Contender]:
+    return [outcome.contender for outcome in outcomes.values() if isinstance(outcome, _Measured)]
+
+
+def _finish(contenders: Sequence[Contender], device: str) -> None:
+    """Gives those that an interrupt has left without enough rounds the least number of them, or, where that would take
+    long, the time of their last call."""
+    left = [one for one in contenders if len(one.seconds) < timing.MIN_ROUNDS]
+    for one in left:
+        if one.call_s * one.calls_per_thunk > _LONG_S and not one.seconds:
+            one.seconds.append(one.call_s)
+    timing.interleave([one for one in left if not one.seconds or one.call_s <= _LONG_S], device, budget_s=0.0)
 
 
 def num_copies(point: Point, cache_bytes: int) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from flashtile.backends import registry
 from flashtile.errors import value_error
 from flashtile.lab.bench import compare, join, overhead
+from flashtile.lab.bench.providers import AUTOMATIC
 from flashtile.lab.bench.rows import ColdRow, OverheadRow, Row
 
 DEFAULT_BACKENDS = ("cuda", "cpu")  # what `backend=None` takes on each device
@@ -219,6 +220,19 @@ def ratio_table(rows: Sequence[Row]) -> Table:
     )
     header = ("speed", "pass", "points", "geometric mean", "lowest", "highest")
     return Table("Speed against each peer: peer's time over ours, accurate rows only", header, lines)
+
+
+def closing_line(rows: Sequence[Row]) -> str:
+    """Returns the one number of a run: our default against the best of torch's kernels. Empty if nothing compares."""
+    timed = [row.provider for row in rows if not row.is_baseline and row.median_ms is not None]
+    ours = next((name for name in (AUTOMATIC.name, *DEFAULT_BACKENDS, *timed) if name in timed), None)
+    found = None if ours is None else compare.against_torch(rows, ours)
+    if found is None:
+        return ""
+    points = "1 point" if found.num_points == 1 else f"{found.num_points} points"
+    span = "" if found.num_points == 1 else f" ({number(found.lowest)} to {number(found.highest)})"
+    mean = number(found.geometric_mean)
+    return f"{labels(timed)[found.provider]}: {mean} times the speed of the best torch backend{span}, {points}"
 
 
 def refusals(rows: Sequence[Row]) -> Table:

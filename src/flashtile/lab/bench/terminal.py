@@ -13,6 +13,7 @@ from rich.table import Table as RichTable
 
 from flashtile.lab.bench import tables
 
+INTERRUPTED = 130  # the exit status after ^C
 _FILE_WIDTH = 200
 _TEXT_COLUMNS = ("reason", "what it does")
 

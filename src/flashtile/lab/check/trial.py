@@ -12,7 +12,8 @@ import torch
 
 from flashtile.errors import dtype_name, value_error
 from flashtile.kernels import families
-from flashtile.problem import CAUSAL_KINDS, DTYPES, LAYOUTS, MAX_HEAD_DIM
+from flashtile.lab.dtypes import DTYPES, accepted_names, dtype_key
+from flashtile.problem import CAUSAL_KINDS, LAYOUTS, MAX_HEAD_DIM
 from flashtile.testing import DOUT_MEMORIES, FORWARD_ONLY, KINDS, MEMORIES, VALUES, Case, Inputs
 
 # The backend is asked for on the command line, not by the problem
@@ -67,7 +68,7 @@ class Trial:
                     "pass": "forward or backward",
                     "seed": "an integer",
                     "families": ":".join(family.name for family in families.all_families()) + ", or some of them",
-                    "dtype": ", ".join(map(dtype_name, DTYPES)),
+                    "dtype": accepted_names(),
                 }.get(name)
                 accepted = accepted or str(_FIELDS[name].type)
                 raise value_error("--case", repr(word), accepted) from error
@@ -139,7 +140,7 @@ def _value(kind: Any, text: str) -> Any:
     if optional and text == "None":
         return None
     if kind == "torch.dtype":
-        return {dtype_name(dtype): dtype for dtype in DTYPES}[text]
+        return DTYPES[dtype_key(text)]
     if kind == "bool":
         return {"True": True, "False": False}[text]
     if kind.startswith("tuple"):

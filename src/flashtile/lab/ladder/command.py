@@ -16,13 +16,12 @@ from flashtile.errors import Unsupported, unsupported, value_error
 from flashtile.kernels.arch import ARCHS, Arch
 from flashtile.lab.bench import device
 from flashtile.lab.bench import tables as bench_tables
-from flashtile.lab.bench.command import INTERRUPTED
 from flashtile.lab.bench.files import writable_folder
 from flashtile.lab.bench.load import Load
 from flashtile.lab.bench.points import Plan, Point
 from flashtile.lab.bench.rows import Environment, Row, Writer, as_dict
 from flashtile.lab.bench.sweep import Settings, Sweep
-from flashtile.lab.bench.terminal import make_console, progress_bar, say_files, say_remark, show
+from flashtile.lab.bench.terminal import INTERRUPTED, make_console, progress_bar, say_files, say_remark, show
 from flashtile.lab.defaults import LADDER_HEAD_DIM
 from flashtile.lab.ladder import counters, figures, launcher, measure, probe, rungs, tables
 from flashtile.lab.ladder.rows import Counters, HbmRow, RungRow
@@ -55,7 +54,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     """Checks options and environment and returns the job. Errors in them are raised here, before the GPU is used."""
     variables = Variables.read()
     if options.dtype is not None:
-        measure.check_dtype(options.dtype)
+        options = replace(options, dtype=measure.checked_dtype(options.dtype))
     measure.check_head_dim(options.head_dim)
     chosen = measure.chosen(options.only, variables, options.dtype)
     if options.is_list:
@@ -75,7 +74,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     if options.dtype is None:
         dtype = measure.dtype_of(chosen, options.only)
         options, chosen = replace(options, dtype=dtype), [rung for rung in chosen if rung.dtype == dtype]
-    folder = writable_folder(options.out or Path("results") / device.slug(where))
+    folder = writable_folder(options.out or device.own_results(where))
     arch, console = gpu.current_arch(), make_console(options.as_json)
     fitting, refusals = with_tiles(chosen, options.head_dim, arch, variables)
     # Compile in parallel. A compile error ends the command here, with the compiler's log

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashtile.errors import dtype_name, unsupported, value_error
 from flashtile.kernels.arch import Arch
-from flashtile.lab.bench.points import DTYPES
+from flashtile.lab.dtypes import DTYPES
 from flashtile.lab.ladder.rungs import Rung, Tile, Variables
 from flashtile.lab.profile import gpu
 from flashtile.runtime import cache, driver

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from flashtile.errors import unsupported, value_error
 from flashtile.lab.bench import providers
-from flashtile.lab.bench.points import DTYPES, FAST_SEQLENS, Inputs, Plan, Point
+from flashtile.lab.bench.points import FAST_SEQLENS, Inputs, Plan, Point
 from flashtile.lab.bench.providers import Attend, Provider
 from flashtile.lab.bench.rows import Environment, Row
 from flashtile.lab.defaults import LADDER_HEAD_DIM
+from flashtile.lab.dtypes import accepted_names, dtype_key
 from flashtile.lab.ladder import launcher, rungs
 from flashtile.lab.ladder.rows import Counters, RungRow
 from flashtile.lab.ladder.rungs import Rung, Variables
@@ -47,12 +48,12 @@ def check_head_dim(head_dim: int) -> None:
         raise value_error("--head-dim", str(head_dim), f"1 to {rungs.MAX_HEAD_DIM}")
 
 
-def check_dtype(dtype: str) -> None:
+def checked_dtype(name: str) -> str:
+    """Returns the short name of a dtype that some rung computes."""
+    dtype = dtype_key(name)
     if dtype not in rungs.DTYPES:
-        accepted = ", ".join(rungs.DTYPES)
-        if dtype in DTYPES:
-            raise unsupported("--dtype", dtype, f"{accepted}: what the rungs compute")
-        raise value_error("--dtype", repr(dtype), accepted)
+        raise unsupported("--dtype", name, f"{accepted_names(rungs.DTYPES)}: what the rungs compute")
+    return dtype
 
 
 def dtype_of(chosen_rungs: Sequence[Rung], only: str | None) -> str:

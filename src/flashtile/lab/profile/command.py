@@ -14,14 +14,13 @@ from flashtile.errors import Unsupported, unsupported
 from flashtile.kernels.arch import Arch
 from flashtile.lab import defaults
 from flashtile.lab.bench import device, providers
-from flashtile.lab.bench.command import INTERRUPTED
 from flashtile.lab.bench.files import writable_folder, write_whole
 from flashtile.lab.bench.load import Load
 from flashtile.lab.bench.points import Plan
 from flashtile.lab.bench.providers import Provider
 from flashtile.lab.bench.rows import Environment, Row, Writer, as_dict
 from flashtile.lab.bench.sweep import Settings, Sweep
-from flashtile.lab.bench.terminal import make_console, progress_bar, say_files, say_remark, show
+from flashtile.lab.bench.terminal import INTERRUPTED, make_console, progress_bar, say_files, say_remark, show
 from flashtile.lab.profile import ceilings, figures, measure, problems, tables, timeline
 from flashtile.lab.profile.gpu import arch_option, current_arch
 from flashtile.lab.profile.problems import Problems
@@ -54,8 +53,10 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     where, line = device.resolve(None)
     if where != "cuda":
         hint = "With --arch sm_90 it shows what the compiler knows about the kernels of that GPU"
+        if options.has_timeline:
+            hint = "A timeline is measured; without --timeline, --arch sm_90 shows what the compiler knows"
         raise unsupported("flashtile profile", "no GPU here", "a GPU that torch sees", hint)
-    folder = writable_folder(options.out or Path("results") / device.slug(where))
+    folder = writable_folder(options.out or device.own_results(where))
     console.print(line, highlight=False, markup=False, soft_wrap=True)
     if options.has_timeline:
         return partial(_timeline, wanted, folder, device.environment(where, arguments), console)

@@ -6,7 +6,7 @@ import functools
 
 from flashtile.backends.base import capability, device_arch
 from flashtile.errors import unsupported, value_error
-from flashtile.kernels.arch import ARCHS, Arch, arch_named
+from flashtile.kernels.arch import ARCHS, Arch, arch_named, known_names
 
 
 @functools.cache
@@ -20,8 +20,8 @@ def current_arch(index: int = 0) -> Arch:
 
 
 def arch_option(name: str) -> Arch:
-    """The architecture of `--arch`: sm_90 and sm_90a are the same."""
+    """The architecture of `--arch`: sm_90, sm_90a and H100 are the same."""
     found = arch_named(name)
     if found is None or found.number not in ARCHS:
-        raise value_error("--arch", repr(name), ", ".join(f"sm_{number}" for number in ARCHS))
+        raise value_error("--arch", repr(name), known_names())
     return found

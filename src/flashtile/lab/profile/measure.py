@@ -15,8 +15,9 @@ from flashtile.errors import Unsupported
 from flashtile.kernels import assemble
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.plan import Step
-from flashtile.lab.bench.points import DTYPES, Point
+from flashtile.lab.bench.points import Point
 from flashtile.lab.bench.rows import Environment, Row
+from flashtile.lab.dtypes import DTYPES
 from flashtile.lab.profile import ncu
 from flashtile.lab.profile.ceilings import Ceilings
 from flashtile.lab.profile.ncu import Kernel

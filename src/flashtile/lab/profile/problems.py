@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashtile.errors import value_error
-from flashtile.lab.bench.points import DIRECTIONS, Point, dtype_key
+from flashtile.lab.bench.points import DIRECTIONS, Point
+from flashtile.lab.dtypes import dtype_key
 
 _SIZES = ("B", "H", "Hkv", "S", "Sq", "Sk", "d", "dv")
 _DEFAULTS = {"B": "4", "H": "16", "S": "4096", "d": "128", "dtype": "bf16", "pass": "fwd"}

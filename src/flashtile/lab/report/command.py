@@ -8,22 +8,26 @@ from pathlib import Path
 
 from flashtile.errors import value_error
 from flashtile.lab.bench.files import writable_folder, write_whole
+from flashtile.lab.defaults import PROJECT_RESULTS, RESULTS
 from flashtile.lab.report import collect, page
 
 MAX_BYTES = 5 * 2**20
 
 
-def prepare(results: Path, out: Path) -> Callable[[], int]:
-    """Reads the results and returns the job."""
+def prepare(results: Path | None, out: Path) -> Callable[[], int]:
+    """Reads the results and returns the job. None: the user's own, or where there are none the project's."""
+    if results is None:
+        results = Path(RESULTS) if Path(RESULTS).is_dir() else Path(PROJECT_RESULTS)
     if out.is_dir() or not out.suffix:
         raise value_error("--out", str(out), "the name of a file, such as report.html")
     writable_folder(out.parent)
-    return partial(_write, page.build(collect.collect(results)), out)
+    return partial(_write, page.build(collect.collect(results)), results, out)
 
 
-def _write(text: str, out: Path) -> int:
+def _write(text: str, results: Path, out: Path) -> int:
     write_whole(out, text)
     size = len(text.encode())
     note = f" It is over {MAX_BYTES / 2**20:.0f} MiB." if size > MAX_BYTES else ""
+    print(f"Results of {results}.")
     print(f"Written: {out} ({size / 2**20:.2f} MiB).{note} Open it in a browser; it needs no network.")
     return 0

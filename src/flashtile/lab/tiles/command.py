@@ -12,13 +12,13 @@ from rich.console import Console
 from flashtile.errors import Unsupported, unsupported, value_error
 from flashtile.kernels.arch import Arch
 from flashtile.lab.bench import device
-from flashtile.lab.bench.command import INTERRUPTED, Options
+from flashtile.lab.bench.command import Options
 from flashtile.lab.bench.files import writable_folder
 from flashtile.lab.bench.load import Load
-from flashtile.lab.bench.points import dtype_key
 from flashtile.lab.bench.rows import Environment, Row, Writer, as_dict
 from flashtile.lab.bench.sweep import Settings, Sweep
-from flashtile.lab.bench.terminal import make_console, progress_bar, say_files, say_remark, show
+from flashtile.lab.bench.terminal import INTERRUPTED, make_console, progress_bar, say_files, say_remark, show
+from flashtile.lab.dtypes import dtype_key
 from flashtile.lab.ladder import counters
 from flashtile.lab.ladder.rows import Counters
 from flashtile.lab.profile.gpu import current_arch
@@ -39,7 +39,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     if where != "cuda":
         way_out = "`flashtile compile` needs none and shows what the kernels of the table take"
         raise unsupported("--tiles", "no GPU here", "a GPU that torch sees", way_out)
-    folder, arch = writable_folder(options.out or Path("results") / device.slug(where)), current_arch()
+    folder, arch = writable_folder(options.out or device.own_results(where)), current_arch()
     console = make_console(options.as_json)
     console.print(line, highlight=False, soft_wrap=True)
     study.compile_all(chosen, arch)

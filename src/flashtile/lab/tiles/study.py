@@ -23,8 +23,9 @@ from flashtile.kernels.families import Row, Tile
 from flashtile.kernels.plan import Step
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
 from flashtile.lab.bench import providers
-from flashtile.lab.bench.points import DTYPES, Inputs, Plan, Point
+from flashtile.lab.bench.points import Inputs, Plan, Point
 from flashtile.lab.bench.providers import Attend, Provider
+from flashtile.lab.dtypes import DTYPES
 from flashtile.lab.profile.gpu import current_arch
 from flashtile.problem import AttentionArgs
 from flashtile.runtime import cache
