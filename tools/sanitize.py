@@ -667,6 +667,11 @@ def watch_all(
             }
             for tool in tools
         }
+        # In short steps: where another thread receives a signal, its handler runs when this one wakes up
+        runs = itertools.chain(*clean_runs.values(), *(of_tool.values() for of_tool in fault_runs.values()))
+        unfinished = set(runs)
+        while unfinished:
+            unfinished = wait(unfinished, 0.2).not_done
         for tool in tools:
             clean = joined([one.result() for one in clean_runs[tool]])
             summary.add(tool, clean, {name: one.result() for name, one in fault_runs[tool].items()}, kernels)
