@@ -747,8 +747,10 @@ def test_a_step_with_a_wrong_cluster_is_refused(fields: dict[str, int], message:
 def test_a_plan_belongs_to_the_call_that_fell_back(recorder: Recorder) -> None:
     args = PLAIN.make(0).args
     launch = cuda.forward_launch(args, *ops.empty_outputs(args))
-    executor.execute(launch)
-    native.register_plan(native.FORWARD, launch)
+    assert native.waiting(native.FORWARD, 0, 132) is None
+    assert not native.register_plan(native.FORWARD, launch.plan, 132, launch.arch)
+    with pytest.raises(RuntimeError, match="no call waits for a plan"):
+        extension.executor().register_plan(native.FORWARD, (), True)
     assert extension.executor().num_plans() == 0
 
 
@@ -757,15 +759,25 @@ def test_a_plan_belongs_to_the_call_that_fell_back(recorder: Recorder) -> None:
 
 @pytest.fixture
 def served(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls that the Python executor has run, as the steps they launched."""
+    """The calls that Python has planned or run, as the steps of their plans."""
     names: list[str] = []
-    execute = executor.execute
+    execute, register_plan = executor.execute, native.register_plan
 
-    def counted(call: Launch) -> None:
-        names.append("+".join(step.name for step in call.plan.steps if isinstance(step, plans.Step)))
+    def note(plan: plans.LaunchPlan) -> None:
+        names.append("+".join(step.name for step in plan.steps if isinstance(step, plans.Step)))
+
+    def executed(call: Launch) -> None:
+        note(call.plan)
         execute(call)
 
-    monkeypatch.setattr(executor, "execute", counted)
+    def planned(kind: int, plan: plans.LaunchPlan, *more: Any, is_left: bool = True) -> bool:
+        is_registered = register_plan(kind, plan, *more, is_left=is_left)
+        if is_registered and is_left:  # else it has been executed
+            note(plan)
+        return is_registered
+
+    monkeypatch.setattr(executor, "execute", executed)
+    monkeypatch.setattr(native, "register_plan", planned)
     torch.use_deterministic_algorithms(False)
     return names
 
@@ -774,7 +786,7 @@ def make(*shape: int, **options: Any) -> list[Tensor]:
     return [torch.randn(*shape, dtype=torch.bfloat16, **options) for _ in range(3)]
 
 
-def test_python_runs_the_first_call_only(served: list[str], recorder: Recorder) -> None:
+def test_python_plans_the_first_call_only(served: list[str], recorder: Recorder) -> None:
     q, k, v = make(2, 4, 100, 64)
     first = flashtile.attention(q, k, v, causal=True)
     assert len(served) == 1
@@ -787,6 +799,53 @@ def test_python_runs_the_first_call_only(served: list[str], recorder: Recorder) 
     for length in range(101, 113):
         flashtile.attention(q, *(torch.randn(2, 4, length, 64, dtype=torch.bfloat16) for _ in range(2)), causal=True)
     assert len(served) == 1
+
+
+@pytest.mark.parametrize("changes", VARIATIONS, ids=str)
+def test_cpp_runs_the_first_call(changes: dict[str, Any], recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the arguments that Python has got as well: duplicates of all of them."""
+    case = Case(**{**{name: getattr(PLAIN, name) for name in PLAIN.__dataclass_fields__}, **changes})
+    inputs = case.make(0)
+    args, execute = inputs.args, executor.execute
+    if args.sinks is not None:
+        args = args._replace(sinks=args.sinks.float())  # else copied, in Python
+    out, lse = ops.empty_outputs(args)
+    launch = cuda.forward_launch(args, out, lse)
+    one = by_python(recorder, launch, (out, lse))
+    monkeypatch.setattr(executor, "execute", None)
+    with torch.no_grad():
+        recorder.reset(len(launch.plan.image))
+        before = num_fallbacks()
+        results = ops.forward(*args)
+        other = Done(recorder.launches(), results)
+        assert num_fallbacks() == before + 1
+        assert differences(launch, one, other, ("out", "lse")) == []
+        if case.kind in ("paged", "cache"):
+            return
+        wanted = (True, True, True, args.bias is not None, args.sinks is not None)
+        grads, dlse = ops.empty_grads(args, ops.GradNeeds(*wanted)), torch.randn_like(lse)
+        launch = cuda.backward_launch(args, inputs.dout, dlse, out, lse, grads)
+        monkeypatch.setattr(executor, "execute", execute)
+        one = by_python(recorder, launch, tuple(grads))
+        monkeypatch.setattr(executor, "execute", None)
+        recorder.reset(len(launch.plan.image))
+        results = ops.backward(inputs.dout, dlse, *args, out, lse, wanted)
+        named = zip(results, wanted, strict=True)
+        other = Done(recorder.launches(), tuple(grad if is_wanted else None for grad, is_wanted in named))
+        assert differences(launch, one, other, GRADS) == []
+
+
+def test_python_runs_what_cpp_could_not_after_all(
+    served: list[str], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C++ has a plan and lacks memory for it."""
+    q, k, v = torch.randn(1, 2, 1, 64, dtype=torch.bfloat16), *make(1, 2, 4000, 64)[1:]
+    monkeypatch.setattr(extension.executor(), "add_kept_zeros", lambda *region: None)
+    for turn in range(1, 3):
+        recorder.reset(0)
+        flashtile.attention(q, k, v)
+        assert len(served) == 2 * turn  # planned, and executed
+        assert len(recorder.launches()) == 1
 
 
 def test_a_kernel_that_was_not_needed_yet_is_made_when_it_is(served: list[str]) -> None:
@@ -811,7 +870,7 @@ def test_a_call_that_needs_a_copy_teaches_nothing(served: list[str], monkeypatch
     for _ in range(2):
         flashtile.attention(q, longer, longer, alibi_slopes=slopes[:2])  # split, and combined
         flashtile.attention(q, k, v, alibi_slopes=slopes[::2])  # not contiguous
-    assert len(served) == len(copies) == 3
+    assert (len(served), len(copies)) == (3, 2)
 
 
 def test_flags_of_a_join_are_kept_zeros_of_one_stream_and_capture(served: list[str], recorder: Recorder) -> None:

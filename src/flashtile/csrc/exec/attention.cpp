@@ -262,6 +262,13 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
     key.flags |= flag ? bit : 0;
     bit <<= 1;
   };
+  bool is_aligned = true, is_disjoint = true;
+  for (Tensor index : {kQ, kK, kV, kOut, kDout, kDq, kDk, kDv}) {
+    is_aligned = is_aligned && (!tensors[index].is_given() || tensors[index].is_aligned16());
+  }
+  for (Tensor index : {kQ, kK, kV}) is_disjoint = is_disjoint && rows_disjoint(tensors[index], options.is_bshd);
+  note(is_aligned);  // the first one: Key::has_aligned_rows
+  note(is_disjoint);
   note(options.is_bshd);
   note(options.causal != Causal::kNone);
   note(options.causal == Causal::kTopLeft);
@@ -278,13 +285,6 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
   note(options.needs_grad && counts_grads);
   note(options.needs_bias_grad && counts_grads);
   note(scale > 0.0);
-  bool is_aligned = true, is_disjoint = true;
-  for (Tensor index : {kQ, kK, kV, kOut, kDout, kDq, kDk, kDv}) {
-    is_aligned = is_aligned && (!tensors[index].is_given() || tensors[index].is_aligned16());
-  }
-  for (Tensor index : {kQ, kK, kV}) is_disjoint = is_disjoint && rows_disjoint(tensors[index], options.is_bshd);
-  note(is_aligned);
-  note(is_disjoint);
   note(q.stride(axes.head) == 0);
   for (bool is_wanted : options.is_wanted) note(is_wanted);
   for (i32 index = 0; index < gpu.num_classes[is_backward]; ++index) {

@@ -126,6 +126,9 @@ struct Key {
   u8 out_dtype = 0;
   i32 head_dim = 0, head_dim_v = 0;
   u32 flags = 0;
+
+  // Of q, k, v and of the results that a kernel reads or writes by rows.
+  bool has_aligned_rows() const { return (flags & 1) != 0; }
 };
 static_assert(sizeof(Key) == 64, "Key: no padding");
 

@@ -6,6 +6,7 @@
 // plan for the next call of the kind.
 #include "ops.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <limits>
 #include <stdexcept>
@@ -163,6 +164,8 @@ struct Results {
   Owned tensors[kMaxTensors];
 };
 
+constexpr i32 kMaxStack = argument::kCount + 5;  // arguments of an op: those of a backward pass
+
 // The plan of a call that was read, or null where Python has to handle it.
 std::shared_ptr<const Plan> find_plan(Request& request) {
   bool is_open = executor().is_open && request.call.tensors[0].device.type == executor().device_type;
@@ -261,6 +264,36 @@ void fall_back(const char* op, const char* overload, Request* request, StableIVa
   if (status != 0) throw std::runtime_error(std::string(op) + " could not be called");
 }
 
+// Runs a call, or hands it to Python: that registers a plan and leaves the call to C++, or does everything. `read`
+// fills a request, `copy` writes duplicates of the arguments. True: the results are here. False: they are on the stack,
+// and the owner of the arguments has no more to do.
+template <typename Held, typename Read, typename Copy>
+bool serve(const char* op, const char* overload, Held& owner, StableIValue* stack, uint64_t num_outputs,
+           Request& request, Results& results, Read read, Copy copy) {
+  bool is_read = is_usable() && read(request), is_waiting = is_read && !is_checking();
+  if (is_waiting && run(request, results)) return true;
+  if (is_waiting) {
+    // Read anew: `run` may have put copies into the place of tensors
+    request = Request{request.pass, {}, {}, {}}, results = Results();
+    is_waiting = read(request);
+  }
+  if (is_waiting) {
+    StableIValue arguments[kMaxStack];
+    copy(arguments);
+    fall_back(op, overload, &request, arguments, num_outputs);
+    if (!request.is_planned) {
+      owner.free();
+      std::copy(arguments, arguments + num_outputs, stack);
+      return false;
+    }
+    for (uint64_t index = 0; index < num_outputs; ++index) release<AtenTensorHandle>(arguments[index]);
+    if (run(request, results)) return true;
+  }
+  owner.pass_on();
+  fall_back(op, overload, nullptr, stack, num_outputs);
+  return false;
+}
+
 // Makes all of the tensors ones that a stack may have: a missing one becomes an undefined tensor.
 void complete(Owned* tensors, uint64_t count) {
   for (uint64_t index = 0; index < count; ++index) {
@@ -283,18 +316,23 @@ void make_empty(const View& like, Owned& tensor) {
 
 // (arguments) -> (out, lse). The dense overload returns no lse unless its mode has needs_grad.
 template <bool kIsDense>
-void forward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
+void forward(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs) {
   Arguments<kIsDense ? Overload::kDense : Overload::kFull> args(stack);
   Owner owner([&] { args.release_all(); });
   Request request{Pass::kForward, {}, {}, {}};
-  bool is_read = is_usable() && read_attention(args, request);
-  if (kIsDense && !request.options.needs_grad) request.call.unwanted = kLse;
   Results results;
-  if (!is_read || is_checking() || !run(request, results)) {
-    owner.pass_on();
-    return fall_back("flashtile::forward_fallback", kIsDense ? "dense" : "", is_read ? &request : nullptr, stack,
-                     num_outputs);
-  }
+  auto read = [&](Request& request) {
+    bool is_read = read_attention(args, request);
+    if (kIsDense && !request.options.needs_grad) request.call.unwanted = kLse;
+    return is_read;
+  };
+  auto copy = [&](StableIValue* to) {
+    std::copy(stack, stack + num_inputs, to);
+    args.duplicate_all(stack, to);
+  };
+  if (!serve("flashtile::forward_fallback", kIsDense ? "dense" : "", owner, stack, num_outputs, request, results, read,
+             copy))
+    return;
   complete(&results.tensors[kOut], num_outputs);
   owner.free();
   hand_out(&results.tensors[kOut], num_outputs, stack);
@@ -499,7 +537,7 @@ bool read_backward(StableIValue* stack, const Arguments<kOverload>& args, Reques
 // (dout, dlse, arguments, out, lse, needs) -> (dq, dk, dv, dbias, dsinks). Dense: (dout, arguments, out, lse) -> (dq,
 // dk, dv).
 template <bool kIsDense>
-void backward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
+void backward(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs) {
   constexpr BackwardStack kAt = kIsDense ? kDenseBackward : kBackward;
   Arguments<kIsDense ? Overload::kDense : Overload::kFull> args(stack + kAt.first);
   Owner owner([&] {
@@ -512,12 +550,19 @@ void backward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
   });
   Request request{Pass::kBackward, {}, {}, {}};
   Results results;
-  bool is_read = is_usable() && read_backward(stack, args, request);
-  if (!is_read || is_checking() || !run(request, results)) {
-    owner.pass_on();
-    return fall_back("flashtile::backward_fallback", kIsDense ? "dense" : "", is_read ? &request : nullptr, stack,
-                     num_outputs);
-  }
+  auto read = [&](Request& request) { return read_backward(stack, args, request); };
+  auto copy = [&](StableIValue* to) {
+    std::copy(stack, stack + num_inputs, to);
+    for (i32 index : {0, kAt.out, kAt.lse}) to[index] = duplicate<AtenTensorHandle>(stack[index]);
+    if constexpr (!kIsDense) {
+      to[kAt.dlse] = duplicate<std::optional<AtenTensorHandle>>(stack[kAt.dlse]);
+      to[kAt.needs] = duplicate<StableListHandle>(stack[kAt.needs]);
+    }
+    args.duplicate_all(stack, to);
+  };
+  if (!serve("flashtile::backward_fallback", kIsDense ? "dense" : "", owner, stack, num_outputs, request, results, read,
+             copy))
+    return;
   for (i32 index = kDq; !kIsDense && index <= kDsinks; ++index) {
     if (results.tensors[index].get() == nullptr) make_empty(request.call.tensors[kQ], results.tensors[index]);
   }

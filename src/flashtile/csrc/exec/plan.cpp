@@ -213,7 +213,7 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
       for (int& element : step.elements) element = in.index(4);
     }
     if (step.kind != StepKind::kKernel) continue;
-    step.kernel = reinterpret_cast<void*>(in.number());
+    step.kernel = nullptr;
     step.grid.resize(in.index(8));
     for (Factor& factor : step.grid) {
       factor.value = in.index(kMaxValues), factor.divisor = in.positive("divisor of a plan's grid");
@@ -230,6 +230,33 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
     start = end + 1;
   }
   if (!in.is_done()) throw std::out_of_range("a plan does not end where it should");
+}
+
+bool Plan::find_needed(const Call& call, std::vector<i32>& kernels, i64& kept_bytes) const {
+  i64 values[kMaxValues];
+  if (!takes(call) || !evaluate(call, values)) return false;
+  i32 place = 0;
+  for (const Step& step : steps_) {
+    if (step.kind != StepKind::kKernel) continue;
+    i64 blocks = num_blocks(step, values);
+    if (blocks < 0 || blocks > kMaxInt) return false;
+    if (blocks > 0) kernels.push_back(place);
+    ++place;
+  }
+  kept_bytes = 0;
+  for (const Workspace& workspace : workspaces_) {
+    if (workspace.is_kept && !num_bytes(workspace, values, kept_bytes)) return false;
+  }
+  return true;
+}
+
+void Plan::set_kernel(i32 place, void* kernel, std::string name) {
+  for (Step& step : steps_) {
+    if (step.kind != StepKind::kKernel || place-- != 0) continue;
+    step.kernel = kernel, step.name = std::move(name);
+    return;
+  }
+  throw std::out_of_range("a plan has no such kernel");
 }
 
 bool Plan::takes(const Call& call) const {
@@ -427,7 +454,7 @@ Outcome Plan::make_ready(Call& call, Owned* owned, const Driver& driver, Filled&
   if (!stage(call, filled) || !evaluate(call, filled.values)) return Outcome::kFallback;
   for (const Step& step : steps_) {
     i64 blocks = step.kind == StepKind::kKernel ? num_blocks(step, filled.values) : 0;
-    if (blocks < 0 || blocks > std::numeric_limits<i32>::max()) return Outcome::kFallback;
+    if (blocks < 0 || blocks > kMaxInt) return Outcome::kFallback;
     if (blocks > 0 && step.kernel == nullptr) return Outcome::kIncomplete;
   }
   if (!allocate(call, owned, driver, filled) || !fill(call, filled)) return Outcome::kFallback;
