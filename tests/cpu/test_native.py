@@ -6,6 +6,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -34,6 +36,7 @@ from flashtile.problem import DENSE_FIELDS, AttentionArgs, Problem, is_aligned16
 from flashtile.runtime import driver, extension
 from flashtile.testing import GRADS, Case
 
+ROOT = Path(__file__).resolve().parents[2]
 # Of the GPU that is pretended; with few, grids of few tiles are large
 NUM_MULTIPROCESSORS = (fake_gpu.NUM_MULTIPROCESSORS, 16, 4, fake_gpu.NUM_MULTIPROCESSORS)
 
@@ -298,6 +301,60 @@ def test_options_that_a_case_gives_together(recorder: Recorder) -> None:
         one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, ops.forward, args, launch)
         assert other is not None
         assert differences(launch, one, other, ("out", "lse")) == [], args[13:]
+
+
+def test_values_that_lie_in_the_keys(recorder: Recorder) -> None:
+    """The same launches, but a plan of their own: a family may ask for it."""
+    q, k = (torch.randn(2, 4, 40, 128, dtype=torch.bfloat16) for _ in range(2))
+    for v in (k[..., :64], k[..., :64].clone()):
+        args = AttentionArgs(q, k, v)
+        out, lse = ops.empty_outputs(args)
+        launch = cuda.forward_launch(args, out, lse)
+        one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, ops.forward, args, launch)
+        assert other is not None
+        assert differences(launch, one, other, ("out", "lse")) == []
+    assert extension.executor().num_plans() == 2
+
+
+@pytest.mark.parametrize("names", ["k", "v", "kv"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_each_operand_has_a_map_of_its_own_dtype(
+    dtype: torch.dtype, names: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the plan of a family that would take such a call."""
+    plain = AttentionArgs(*(torch.randn(2, 4, 256, 128).to(torch.bfloat16) for _ in range(3)))
+    args = plain._replace(**{name: getattr(plain, name).to(dtype) for name in names})
+    out, lse = ops.empty_outputs(args)
+    launch = cuda.forward_launch(plain, out, lse)
+    launch = launch._replace(tensors=cuda.tensors_of(args) | {"out": out, "lse": lse})
+    assert {"k", "v"} <= {tensor_map.tensor for tensor_map in launch.plan.maps}
+    one = by_python(recorder, launch, (out, lse))
+
+    def planned(args: AttentionArgs) -> tuple[None, None]:
+        assert native.waiting(native.FORWARD, 0, fake_gpu.NUM_MULTIPROCESSORS) is not None
+        assert native.register_plan(native.FORWARD, launch.plan, fake_gpu.NUM_MULTIPROCESSORS, launch.arch)
+        return None, None
+
+    monkeypatch.setattr(ops, "forward_by_python", planned)
+    other = by_cpp(recorder, ops.forward, args, launch)
+    assert other is not None
+    assert differences(launch, one, other, ("out", "lse")) == []
+
+
+def test_a_dtype_without_a_map_is_an_error(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = AttentionArgs(*(torch.randn(2, 4, 256, 128).to(torch.bfloat16) for _ in range(3)))
+    args = plain._replace(k=plain.k.double())
+    launch = cuda.forward_launch(plain, *ops.empty_outputs(plain))
+    with pytest.raises(flashtile.Unsupported, match="tensor map: got float64; accepted: float16, float32, bfloat16"):
+        executor.execute(launch._replace(tensors=launch.tensors | {"k": args.k}))
+    monkeypatch.setattr(
+        ops,
+        "forward_by_python",
+        lambda args: (native.register_plan(native.FORWARD, launch.plan, 132, launch.arch) and None, None),
+    )
+    native.waiting(native.FORWARD, 0, 132)  # C++ knows the GPU
+    with pytest.raises(driver.DriverError, match="cuTensorMapEncodeTiled of a tensor whose dtype has no map"):
+        ops.forward(*args)
 
 
 def test_rows_that_overlap_and_gradients_of_odd_memory(recorder: Recorder) -> None:
@@ -848,6 +905,20 @@ def test_python_runs_what_cpp_could_not_after_all(
         assert len(recorder.launches()) == 1
 
 
+def test_a_cold_call_goes_to_python_once(recorder: Recorder) -> None:
+    """And enters no more of it than it needs: tools/count_calls.py."""
+    text = subprocess.run(
+        [sys.executable, "tools/count_calls.py"], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
+    found = {line[:24].strip(): [int(number) for number in line[24:].split()] for line in text.splitlines()[1:]}
+    assert {name: numbers[-1] for name, numbers in found.items()} == {
+        name: int(name.startswith("cold")) for name in found
+    }
+    most = {"hot forward": 3, "hot forward with grad": 5, "hot backward": 1, "first forward with grad": 8}
+    most |= {"cold forward": 200, "cold backward": 190, "cold forward, window": 125}
+    assert {name: found[name][1] for name, limit in most.items() if found[name][1] > limit} == {}
+
+
 def test_a_kernel_that_was_not_needed_yet_is_made_when_it_is(served: list[str]) -> None:
     q, k, v = make(1, 1, 2, 64)
     flashtile.attention(q, k, v)
@@ -1073,6 +1144,9 @@ def wrong_calls() -> list[tuple[str, Any]]:
         ("head_dim of k", lambda: attention(q, k[..., :56], v)),
         ("rows of stride 2", lambda: attention(q, k, torch.randn(2, 4, 16, 128, dtype=torch.bfloat16)[..., ::2])),
         ("dtype of v", lambda: attention(q, k, v.half())),
+        ("8 bits of k", lambda: attention(q, k.to(torch.float8_e4m3fn), v)),
+        ("8 bits of v", lambda: attention(q, k, v.to(torch.float8_e5m2))),
+        ("8 bits", lambda: attention(*(tensor.to(torch.float8_e4m3fn) for tensor in (q, k, v)))),
         ("dtype of q", lambda: attention(q.long(), k.long(), v.long())),
         ("three dimensions", lambda: attention(q[0], k[0], v[0])),
         ("another device", lambda: attention(q, k.to("meta"), v)),

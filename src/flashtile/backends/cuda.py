@@ -52,10 +52,10 @@ class CudaBackend(Backend):
         reason = None if problem.arch else _missing(problem.device_index)
         if reason is not None:
             return reason
-        reasons, family = families.choice(problem_key(problem, op))
-        if family is not None:
+        key = problem_key(problem, op)
+        if families.fastest(key) is not None:
             return None
-        return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        return "; ".join(f"{name}: {reason}" for name, reason in families.refusals(key).items())
 
     def time_us(self, problem: Problem, op: str) -> float | None:
         return families.time_us(problem_key(problem, op))
@@ -89,7 +89,7 @@ class CudaBackend(Backend):
                 tile = f"tile {step.block_rows} x {step.block_columns}, {step.num_threads // 32} warps"
                 memory = f"{step.shared_bytes / 1024:.0f} KiB of shared memory"
                 found[step.name] = f"{tile}{chosen.tile_note(key)}, {memory}, {key.arch.label}"
-        for name, reason in families.choice(key).refusals.items():
+        for name, reason in families.refusals(key).items():
             if reason is None and name != chosen.name:
                 reason = families.find(name).drawback(key) or f"{chosen.name} is faster"
             if reason is not None:

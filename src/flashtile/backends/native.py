@@ -21,8 +21,9 @@ from flashtile.backends import executor
 from flashtile.errors import value_error
 from flashtile.kernels import assemble, families
 from flashtile.kernels import plan as plans
+from flashtile.kernels.length_class import LengthClass
 from flashtile.kernels.plan import EnginePass, LaunchPlan, Memset, Step
-from flashtile.problem import CACHE_ARGUMENTS, SCHEMA_TYPES, dense_schema, is_checking
+from flashtile.problem import CACHE_ARGUMENTS, SCHEMA_TYPES, dense_schema, is_checking, limits
 from flashtile.runtime import driver, extension, kept
 
 Function = TypeVar("Function", bound=Any)
@@ -34,6 +35,7 @@ _ARGUMENTS = (
     *(f"{kind} {name}" for name, kind in SCHEMA_TYPES.items()),
     *dense_schema(),
     *(f"cache: {name}" for name in CACHE_ARGUMENTS),
+    *limits(),
 )
 
 
@@ -150,14 +152,17 @@ def missing_on_host() -> str | None:
 
 def _length_classes() -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
     """(forward, backward) length classes, serialized for C++."""
-    forward, backward = (families.length_classes(op) for op in ("forward", "backward"))
-    return tuple(one.serialized() for one in forward), tuple(one.serialized() for one in backward)
+    return _serialized(families.length_classes("forward")), _serialized(families.length_classes("backward"))
+
+
+@functools.lru_cache(maxsize=64)
+def _serialized(classes: tuple[LengthClass, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(one.serialized() for one in classes)
 
 
 class Waiting(NamedTuple):
     """The call of this thread that C++ has handed to Python, as its key in C++ describes it."""
 
-    classes: bytes  # the values of its length classes
     is_aligned16: bool  # every row of q, k, v and of the results that a kernel reads or writes by rows
 
 
@@ -176,7 +181,7 @@ def waiting_on_host(kind: int) -> Waiting | None:
 
 def _waiting_call(kind: int) -> Waiting | None:
     found = _module().waiting_call(kind)
-    return None if found is None else Waiting(*found)
+    return None if found is None else Waiting(found)
 
 
 def register_plan(

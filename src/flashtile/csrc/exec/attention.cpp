@@ -7,13 +7,13 @@
 namespace flashtile {
 namespace {
 
-constexpr i64 kMaxLength = (i64{1} << 31) - 1024;               // problem.py: MAX_LENGTH
+#define FT_LIMIT(name, words, value) constexpr i64 name = value;
+#include "arguments.inc"
 constexpr i64 kWidestWindow = std::numeric_limits<i32>::max();  // kernels/params.py: kernel_window
 // As in kernels/params.py: kernel_softcap, kernel_scale_log2
 constexpr double kSmallestSoftcap = 0x1p-100, kLargestSoftcap = 0x1p100, kSmallestFloat = 0x1p-149;
 constexpr double kSmallestFactor = 0x1p-126, kLargestFactor = 0x1p126, kLargestFactorF64 = 0x1p1022;
 constexpr double kLargestScale = 0x1p127;  // problem.py: LARGEST_SCALE
-constexpr i64 kMaxHeadDim = 512;
 constexpr double kLog2e = 1.4426950408889634;
 
 struct Axes {
@@ -286,9 +286,18 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
   note(options.needs_bias_grad && counts_grads);
   note(scale > 0.0);
   note(q.stride(axes.head) == 0);
+  note(is_v_in_k(tensors[kK], tensors[kV]));
   for (bool is_wanted : options.is_wanted) note(is_wanted);
   for (i32 index = 0; index < gpu.num_classes[is_backward]; ++index) {
     key.classes[index] = length_class(gpu.classes[is_backward][index], shape, gpu.num_multiprocessors);
+  }
+  return true;
+}
+
+bool is_v_in_k(const View& k, const View& v) {
+  if (k.data != v.data || k.dtype != v.dtype || v.size(-1) > k.size(-1)) return false;
+  for (i32 axis : {-4, -3, -2}) {
+    if (k.size(axis) != v.size(axis) || (k.size(axis) > 1 && k.stride(axis) != v.stride(axis))) return false;
   }
   return true;
 }

@@ -13,9 +13,8 @@ namespace flashtile {
 namespace {
 
 constexpr i64 kWorkspaceAlignment = 256;
-constexpr u64 kAnyStride = 16;  // bytes, along an axis of length 1
-// CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
-constexpr int kMapFloat16 = 6, kMapFloat32 = 7, kMapBfloat16 = 9, kMapSwizzle128 = 3;
+constexpr u64 kAnyStride = 16;                        // bytes, along an axis of length 1
+constexpr int kMapSwizzle128 = 3;                     // CUtensorMapSwizzle
 constexpr u32 kBoxBytes = 128;                        // of a row
 constexpr LaunchAttribute kStartsEarly{6, 0, 1, {}};  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 constexpr i32 kMaxBlocks = 32;                        // of a persistent grid, for each multiprocessor
@@ -133,6 +132,18 @@ bool has_pairs(const View& tensor) {
     if (tensor.size(axis) > 1) bytes |= tensor.stride(axis) * size_of(tensor.dtype);
   }
   return tensor.stride(-1) == 1 && bytes % 4 == 0;
+}
+
+// As runtime/driver.py: _MAP_TYPES, of CUtensorMapDataType; -1 where there is no map. TMA moves float8 as bytes.
+int map_type(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kFloat16: return 6;
+    case Dtype::kFloat32: return 7;
+    case Dtype::kBfloat16: return 9;
+    case Dtype::kFloat8E4m3fn:
+    case Dtype::kFloat8E5m2: return 0;
+    default: return -1;
+  }
 }
 
 // TMA can read the tensor: its last axis is contiguous, and rows begin on 16-byte boundaries.
@@ -400,9 +411,11 @@ bool Plan::encode_maps(const Call& call, Filled& filled, const Driver& driver, F
     }
     u32 bits = map.box_rows | static_cast<u32>(tensor.size(map.axes[0]));
     if (map.is_paged) box[1] = bits & -bits;
-    int type = tensor.dtype == Dtype::kFloat16   ? kMapFloat16
-               : tensor.dtype == Dtype::kFloat32 ? kMapFloat32
-                                                 : kMapBfloat16;
+    int type = map_type(tensor.dtype);
+    if (type < 0) {
+      failure = {-1, "cuTensorMapEncodeTiled of a tensor whose dtype has no map"};
+      return false;
+    }
     failure.status = driver.in_context(call.device.index, [&] {
       return driver.cuTensorMapEncodeTiled(filled.image + map.offset, type, kMaxDim, tensor.data, sizes, strides, box,
                                            steps, 0, kMapSwizzle128, map.promotion, 0);

@@ -58,16 +58,13 @@ Request* waiting_request(int pass) {
   return executor().prepare(*request) == Executor::State::kReady ? request : nullptr;
 }
 
-// (pass): of the call that waits for a plan, what its key says of lengths and memory: (its length classes, whether all
-// rows are aligned). None where there is no such call.
+// (pass): whether all rows of the call that waits for a plan are aligned. None where there is no such call.
 PyObject* waiting_call(PyObject*, PyObject* args) {
   int pass = 0;
   if (!PyArg_ParseTuple(args, "i", &pass)) return nullptr;
   Request* request = waiting_request(pass);
   if (request == nullptr) Py_RETURN_NONE;
-  const auto* classes = reinterpret_cast<const char*>(request->key.classes);
-  return Py_BuildValue("y#O", classes, static_cast<Py_ssize_t>(sizeof(request->key.classes)),
-                       request->key.has_aligned_rows() ? Py_True : Py_False);
+  return Py_NewRef(request->key.has_aligned_rows() ? Py_True : Py_False);
 }
 
 // (pass, numbers of a plan, image, names): a plan for the call that waits for one. (The places of the kernels that it
@@ -271,6 +268,7 @@ constexpr const char* kSchema[] = {
 #define FT_ARGUMENT(index, type, schema) schema,
 #define FT_DENSE(index, words, ...) words,
 #define FT_CACHE(index, words) words,
+#define FT_LIMIT(name, words, value) words,
 #include "arguments.inc"
 };
 
