@@ -1,22 +1,19 @@
 """The console script `flashtile`.
 
-It stands outside of the package, whose import takes seconds: an interrupt meanwhile ends the process at once, without
-a traceback.
+It stands outside of the package, whose `__init__` imports torch: the help and the errors of the parser need none of it.
 """
 
 from __future__ import annotations
 
-import signal
+import importlib.util
 import sys
 
 
 def main() -> None:
-    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        from flashtile.cli.main import app
-    except (ValueError, NotImplementedError) as error:  # a variable of the environment that says nonsense
-        if not getattr(error, "names_argument", False):
-            raise
-        sys.exit(f"flashtile: {error}")
-    signal.signal(signal.SIGINT, handler)
+    if "flashtile" not in sys.modules:
+        spec = importlib.util.find_spec("flashtile")
+        assert spec is not None
+        sys.modules["flashtile"] = importlib.util.module_from_spec(spec)  # a command runs its __init__
+    from flashtile.cli.main import app
+
     app()

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-# From left to right; names in one row may not import each other, unless they are one package.
+# From left to right; names in one row may not import each other, unless they are one package. The laboratory, whose
+# packages are named with its own name, stands right of all that is the library.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("version", "errors", "markup"),
+    ("version", "errors", "markup", "former"),
     ("problem",),
     ("tensors",),
     ("runtime",),
@@ -24,21 +26,29 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__",),
     ("testing",),
     ("distributed",),
-    ("bench", "check", "integrations"),
-    ("profile",),
-    ("ladder",),
-    ("tiles",),
-    ("report",),
+    ("integrations",),
+    ("lab.__init__", "lab.defaults"),
+    ("lab.bench", "lab.check"),
+    ("lab.profile",),
+    ("lab.ladder",),
+    ("lab.tiles",),
+    ("lab.report",),
     ("cli",),
     ("__main__",),
 )
 # Each of these may be imported by the named layers only, whatever their order.
-ONLY_FOR = {"runtime": {"kernels", "backends", "profile", "ladder", "tiles", "cli"}}
+ONLY_FOR = {"runtime": {"kernels", "backends", "lab.profile", "lab.ladder", "lab.tiles", "cli"}}
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
 
 
+def layer_of(parts: Sequence[str]) -> str:
+    """The name in LAYERS of a module, by its path or its name below the package: two parts in the laboratory."""
+    head = parts[0] if parts else "__init__"
+    return f"lab.{parts[1] if len(parts) > 1 else '__init__'}" if head == "lab" else head
+
+
 def imports(path: Path, package: str) -> list[tuple[int, str]]:
-    """(line, top-level module of the package) for every import of the package in the file."""
+    """Returns the line and the layer for every import of the package in the file."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
@@ -48,13 +58,14 @@ def imports(path: Path, package: str) -> list[tuple[int, str]]:
                 found.append((node.lineno, "(relative import)"))
                 continue
             module = node.module or ""
-            targets = [f"{package}.{alias.name}" for alias in node.names] if module == package else [module]
+            is_outer = module in (package, f"{package}.lab")
+            targets = [f"{module}.{alias.name}" for alias in node.names] if is_outer else [module]
         else:
             continue
         for target in targets:
-            head, _, rest = target.partition(".")
+            head, *rest = target.split(".")
             if head == package:
-                found.append((node.lineno, rest.split(".")[0] or "__init__"))
+                found.append((node.lineno, layer_of(rest)))
     return found
 
 
@@ -63,7 +74,7 @@ def check(source: Path) -> list[str]:
     package, problems = source.name, []
     for path in sorted(source.rglob("*.py")):
         relative = path.relative_to(source)
-        layer = relative.parts[0].removesuffix(".py")
+        layer = layer_of(relative.with_suffix("").parts)
         if layer not in RANK:
             problems.append(f"{relative}: {layer} is in no layer; add it to LAYERS in tools/check_layers.py")
             continue

@@ -15,8 +15,8 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from flashtile.bench.tables import number
 from flashtile.errors import value_error
+from flashtile.lab.bench.tables import number
 
 VALUE = re.compile(r"(<!-- value:(?P<what>.+?) -->)(?P<body>[^<\n]*)(<!-- /value -->)")
 MARK = re.compile(r"<!-- /?value\b")

@@ -33,25 +33,25 @@ import inline_values
 import support_table
 import trace_ranks
 
-from flashtile.bench import plots, tables
-from flashtile.bench.rows import Environment, OverheadRow, Row, read
 from flashtile.cli import distributed as distributed_command
 from flashtile.errors import value_error
 from flashtile.kernels import families
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.families.base import REFUSED_FEATURES
-from flashtile.ladder import figures as ladder_figures
-from flashtile.ladder import tables as ladder_tables
-from flashtile.ladder.rows import HbmRow, RungRow
-from flashtile.ladder.rungs import FOLDER
-from flashtile.ladder.rungs import read as read_rung
-from flashtile.profile import figures as profile_figures
-from flashtile.profile import tables as profile_tables
-from flashtile.profile import timeline
-from flashtile.profile.rows import KernelRow
-from flashtile.tiles import figures as tile_figures
-from flashtile.tiles import tables as tile_tables
-from flashtile.tiles.rows import TileRow
+from flashtile.lab.bench import plots, tables
+from flashtile.lab.bench.rows import Environment, OverheadRow, Row, read
+from flashtile.lab.ladder import figures as ladder_figures
+from flashtile.lab.ladder import tables as ladder_tables
+from flashtile.lab.ladder.rows import HbmRow, RungRow
+from flashtile.lab.ladder.rungs import FOLDER
+from flashtile.lab.ladder.rungs import read as read_rung
+from flashtile.lab.profile import figures as profile_figures
+from flashtile.lab.profile import tables as profile_tables
+from flashtile.lab.profile import timeline
+from flashtile.lab.profile.rows import KernelRow
+from flashtile.lab.tiles import figures as tile_figures
+from flashtile.lab.tiles import tables as tile_tables
+from flashtile.lab.tiles.rows import TileRow
 
 MARKED = re.compile(r"(<!-- bench:(?P<name>[^ ]+) -->\n)(?P<body>.*?)(<!-- /bench:(?P=name) -->)", re.DOTALL)
 IMAGE = re.compile(r"!\[(?P<words>[^\]]+)\]\(")

@@ -32,8 +32,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashtile
 from flashtile.backends import cuda, registry
-from flashtile.bench import device as facts
 from flashtile.kernels import assemble, families, speeds
+from flashtile.lab.bench import device as facts
 
 HEADER = ("arch", "op", "dtype", "head_dim", "option", "size", "provider", "us")
 LARGE = speeds.LARGE

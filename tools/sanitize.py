@@ -41,10 +41,6 @@ import torch
 from flashtile import ops
 from flashtile.backends import executor, native, registry
 from flashtile.backends.base import GradNeeds, device_arch
-from flashtile.bench import device as facts
-from flashtile.check import mutants
-from flashtile.check.judge import warm
-from flashtile.check.trial import Trial
 from flashtile.cli.kernel_jobs import head_dims
 from flashtile.kernels import assemble, families
 from flashtile.kernels.arch import Arch
@@ -52,6 +48,10 @@ from flashtile.kernels.families import Family
 from flashtile.kernels.mutation import mutations
 from flashtile.kernels.plan import LaunchPlan
 from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
+from flashtile.lab.bench import device as facts
+from flashtile.lab.check import mutants
+from flashtile.lab.check.judge import warm
+from flashtile.lab.check.trial import Trial
 from flashtile.runtime import cache
 from flashtile.runtime.nvrtc import Compiled
 from flashtile.testing import Case

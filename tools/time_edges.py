@@ -21,11 +21,11 @@ from torch import Tensor
 
 import flashtile
 from flashtile.backends import native
-from flashtile.bench import device as facts
-from flashtile.bench.rows import Environment, Writer
-from flashtile.bench.timing import capture, median_ms
 from flashtile.kernels import families
 from flashtile.kernels.assemble import clear_plans
+from flashtile.lab.bench import device as facts
+from flashtile.lab.bench.rows import Environment, Writer
+from flashtile.lab.bench.timing import capture, median_ms
 
 ROUNDS, CALLS = 7, 5
 HEADS = (65, 96, 128)

@@ -22,11 +22,11 @@ import torch
 from torch.autograd import DeviceType
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from flashtile.bench import device as facts
-from flashtile.bench.files import writable_folder
-from flashtile.bench.rows import Environment, Writer
-from flashtile.bench.timing import quantile
 from flashtile.integrations.transformers import register
+from flashtile.lab.bench import device as facts
+from flashtile.lab.bench.files import writable_folder
+from flashtile.lab.bench.rows import Environment, Writer
+from flashtile.lab.bench.timing import quantile
 
 ATTENTIONS = ("sdpa", "flashtile")
 PREFILLS = ((8, 512), (4, 1024), (4, 2048), (2, 4096), (1, 8192))

@@ -21,9 +21,9 @@ from torch import Tensor
 
 import flashtile
 from flashtile.backends import cuda, executor, native
-from flashtile.bench import device as facts
-from flashtile.bench.rows import Environment, Writer
-from flashtile.bench.timing import capture, median_ms, once
+from flashtile.lab.bench import device as facts
+from flashtile.lab.bench.rows import Environment, Writer
+from flashtile.lab.bench.timing import capture, median_ms, once
 
 BATCHES = (1, 2, 16, 128, 1024, 4096)
 LENGTHS = ("equal", "log-uniform", "one long")

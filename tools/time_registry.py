@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, restore_flash_attention_impl, sdpa_kernel
 
-from flashtile.bench import device as facts
-from flashtile.bench.rows import Environment, Writer
-from flashtile.bench.timing import median_ms
 from flashtile.integrations import torch_flash
+from flashtile.lab.bench import device as facts
+from flashtile.lab.bench.rows import Environment, Writer
+from flashtile.lab.bench.timing import median_ms
 
 SHAPES = ((4, 16, 2048, 64), (4, 16, 4096, 128), (4, 8, 4096, 256))  # batch, heads, seqlen, head_dim
 ROUNDS = 15

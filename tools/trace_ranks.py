@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from flashtile.bench import device as facts
-from flashtile.bench import plots
 from flashtile.distributed import ring_attention
 from flashtile.distributed.launch import on_ranks
+from flashtile.lab.bench import device as facts
+from flashtile.lab.bench import plots
 
 SMALL_US = 20.0  # shorter copies are of numbers, not of keys
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from flashtile.bench import device as facts
-from flashtile.bench.points import Point
-from flashtile.bench.providers import Provider, choose
-from flashtile.bench.timing import Thunk, median_ms
+from flashtile.lab.bench import device as facts
+from flashtile.lab.bench.points import Point
+from flashtile.lab.bench.providers import Provider, choose
+from flashtile.lab.bench.timing import Thunk, median_ms
 
 NAMES = ("triton", "flex")
 ROUNDS = 25

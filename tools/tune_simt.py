@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 
 from flashtile.backends import call, cuda, executor
-from flashtile.bench import device as facts
-from flashtile.bench.timing import median_ms
 from flashtile.kernels import assemble, families
 from flashtile.kernels.families.simt import SimtRow
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
+from flashtile.lab.bench import device as facts
+from flashtile.lab.bench.timing import median_ms
 from flashtile.problem import AttentionArgs
 
 BATCH, HEADS, SEQLEN, ROUNDS = 4, 16, 4096, 7

@@ -22,8 +22,8 @@ import torch
 from flashtile.backends import triton as backend
 from flashtile.backends.base import Grads
 from flashtile.backends.triton import Config
-from flashtile.bench import device as facts
-from flashtile.bench.timing import median_ms
+from flashtile.lab.bench import device as facts
+from flashtile.lab.bench.timing import median_ms
 from flashtile.problem import AttentionArgs
 
 BATCH, HEADS, SEQLEN, ROUNDS = 4, 16, 4096, 7

@@ -1,5 +1,6 @@
 """flashtile: IO-aware attention for PyTorch. `flashtile.attention` is the place to start."""
 
+import os
 import warnings
 
 with warnings.catch_warnings():
@@ -18,6 +19,7 @@ with warnings.catch_warnings():
     )
     from flashtile.version import __version__
 
+__path__.append(os.path.join(__path__[0], "former"))
 _check_environment()
 
 __all__ = [
@@ -35,3 +37,7 @@ __all__ = [
     "prewarm",
     "scaled_dot_product_attention",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashtile.bench.points import Plan, Point, length_sweep
-from flashtile.bench.providers import Attend, Provider
-from flashtile.bench.rows import Environment, Row
-from flashtile.bench.sweep import Settings, Sweep
+from flashtile.lab.bench.points import Plan, Point, length_sweep
+from flashtile.lab.bench.providers import Attend, Provider
+from flashtile.lab.bench.rows import Environment, Row
+from flashtile.lab.bench.sweep import Settings, Sweep
 
 ENV = Environment(
     "a device",

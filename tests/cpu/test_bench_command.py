@@ -9,9 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from flashtile.bench import device, plots
-from flashtile.bench.rows import Row, read
 from flashtile.cli.main import app
+from flashtile.lab.bench import device, plots
+from flashtile.lab.bench.rows import Row, read
 
 SMALL = ["bench", "--seqlens", "48,32", "--seconds", "0.002", "--backends", "tiled,sdpa-math", "--call-limit", "1000"]
 
@@ -89,7 +89,7 @@ def test_what_it_cannot_do_is_refused_before_anything_is_measured(arguments: lis
 
 
 def test_an_unwritable_folder_is_refused_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("flashtile.bench.command.run_sweep", lambda *_: pytest.fail("it measured"))
+    monkeypatch.setattr("flashtile.lab.bench.command.run_sweep", lambda *_: pytest.fail("it measured"))
     (tmp_path / "file").write_text("")
     result = invoke(*SMALL, "--out", tmp_path / "file" / "results")
     assert result.exit_code == 2
@@ -126,6 +126,16 @@ def test_the_recorded_command_names_no_path_of_this_machine():
     recorded = device.command_line(["bench", "--out", "/home/me/x", "--out=/srv/y", "--backends", "ours", "results/a"])
     assert recorded == "flashtile bench --out x --out=y --backends ours results/a"
     assert device.command_line(["--out", "/home/me/a b"], "python tools/x.py") == "python tools/x.py --out 'a b'"
+
+
+def test_the_commit_of_the_source_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("FLASHTILE_COMMIT", raising=False)
+    source = Path(device.__file__).parents[4]
+    answers = {"--show-toplevel": str(source), "--porcelain": "", "HEAD": "0123456789ab"}
+    monkeypatch.setattr(device, "_output", lambda command: next(answers[word] for word in command if word in answers))
+    assert device._commit() == ("0123456789ab", False)
+    answers["--show-toplevel"] = str(tmp_path)  # installed below somebody's own repository
+    assert device._commit() == ("", False)
 
 
 @pytest.mark.parametrize(

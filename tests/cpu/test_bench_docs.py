@@ -15,12 +15,12 @@ from bench_fakes import provider, sweep
 from rich.console import Console
 from typer.testing import CliRunner
 
-from flashtile.bench import plots
-from flashtile.bench.command import run_sweep
-from flashtile.check.mutants import Hunt
-from flashtile.check.report import Report
 from flashtile.cli.main import app
 from flashtile.kernels.mutation import Mutation
+from flashtile.lab.bench import plots
+from flashtile.lab.bench.command import run_sweep
+from flashtile.lab.check.mutants import Hunt
+from flashtile.lab.check.report import Report
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOOL = REPOSITORY / "tools" / "make_docs.py"

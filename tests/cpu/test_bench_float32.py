@@ -11,14 +11,14 @@ from bench_fakes import ENV, SETTINGS, provider, right, rows
 from torch import Tensor
 from typer.testing import CliRunner
 
-from flashtile.bench import plots, tables
-from flashtile.bench.options import TINY_ROW
-from flashtile.bench.points import Plan, Point, float32_grid
-from flashtile.bench.providers import AUTOMATIC, HIGH, Attend, by_name, choose
-from flashtile.bench.rows import Row, Writer, read
-from flashtile.bench.sweep import Sweep
 from flashtile.cli.main import app
 from flashtile.errors import Unsupported
+from flashtile.lab.bench import plots, tables
+from flashtile.lab.bench.options import TINY_ROW
+from flashtile.lab.bench.points import Plan, Point, float32_grid
+from flashtile.lab.bench.providers import AUTOMATIC, HIGH, Attend, by_name, choose
+from flashtile.lab.bench.rows import Row, Writer, read
+from flashtile.lab.bench.sweep import Sweep
 
 SMALL = Point(2, 4, 4, 40, 40, 16, 16)
 

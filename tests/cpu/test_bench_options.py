@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from bench_fakes import ENV, SETTINGS, provider
 from typer.testing import CliRunner
 
-from flashtile.bench import compare, plots, points, providers, tables
-from flashtile.bench.options import OPTIONS as ALL_OPTIONS
-from flashtile.bench.points import Plan, Point, cpu_grid, float32_grid, options_grid, paper_grid
-from flashtile.bench.providers import by_name, choose
-from flashtile.bench.rows import Row, Writer, read
-from flashtile.bench.sweep import Sweep
 from flashtile.cli.main import app
+from flashtile.lab.bench import compare, plots, points, providers, tables
+from flashtile.lab.bench.options import OPTIONS as ALL_OPTIONS
+from flashtile.lab.bench.points import Plan, Point, cpu_grid, float32_grid, options_grid, paper_grid
+from flashtile.lab.bench.providers import by_name, choose
+from flashtile.lab.bench.rows import Row, Writer, read
+from flashtile.lab.bench.sweep import Sweep
 
 # Those of serving have tests of their own
 OPTIONS = {name: option for name, option in ALL_OPTIONS.items() if option.entry != "serving"}
@@ -165,8 +165,8 @@ def test_flex_has_the_same_meaning(name: str, no_compilation):
 
 
 def test_a_sample_of_rows_has_its_rows_of_the_option(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("flashtile.bench.accuracy.FULL_SCORES", {"cpu": 0})
-    monkeypatch.setattr("flashtile.bench.accuracy.MAX_ROWS", 7)
+    monkeypatch.setattr("flashtile.lab.bench.accuracy.FULL_SCORES", {"cpu": 0})
+    monkeypatch.setattr("flashtile.lab.bench.accuracy.MAX_ROWS", 7)
     for name in SCORES:
         direction = "bwd" if name == "bias with gradient" else "fwd"
         row = measure(dataclasses.replace(CALLS[name], direction=direction), "flashtile")["flashtile"]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from bench_fakes import ENV, provider, rows
 
-from flashtile.bench import compare, plots, tables
-from flashtile.bench.points import Point, decode_grid, dtype_key, paper_grid
-from flashtile.bench.rows import OverheadRow, Row, Writer, as_dict, columns, read
+from flashtile.lab.bench import compare, plots, tables
+from flashtile.lab.bench.points import Point, decode_grid, dtype_key, paper_grid
+from flashtile.lab.bench.rows import OverheadRow, Row, Writer, as_dict, columns, read
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ from bench_fakes import ENV, SETTINGS
 from rich.console import Console
 from torch import Tensor
 
-from flashtile.bench import plots, providers, serving, tables
-from flashtile.bench.command import run_sweep
-from flashtile.bench.options import OPTIONS
-from flashtile.bench.points import Plan, Point
-from flashtile.bench.rows import Row, read
-from flashtile.bench.sweep import Sweep
+from flashtile.lab.bench import plots, providers, serving, tables
+from flashtile.lab.bench.command import run_sweep
+from flashtile.lab.bench.options import OPTIONS
+from flashtile.lab.bench.points import Plan, Point
+from flashtile.lab.bench.rows import Row, read
+from flashtile.lab.bench.sweep import Sweep
 
 SMALL = Point(batch=3, heads=4, heads_kv=2, seqlen_q=1, seqlen_k=1040, head_dim=16, head_dim_v=16)
 NAMES = [name for name, option in OPTIONS.items() if option.entry == "serving"]

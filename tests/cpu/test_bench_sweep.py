@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from bench_fakes import ENV, SETTINGS, Clock, provider, right, rows, sweep
 from rich.console import Console
 
-from flashtile.bench import cold, compare, load, memory, overhead, plots, tables, timing
-from flashtile.bench.command import run_sweep
-from flashtile.bench.points import Plan, Point
-from flashtile.bench.providers import Attend, Provider, by_name, choose, providers
-from flashtile.bench.rows import Row, read
-from flashtile.bench.sweep import Sweep, num_copies
+from flashtile.lab.bench import cold, compare, load, memory, overhead, plots, tables, timing
+from flashtile.lab.bench.command import run_sweep
+from flashtile.lab.bench.points import Plan, Point
+from flashtile.lab.bench.providers import Attend, Provider, by_name, choose, providers
+from flashtile.lab.bench.rows import Row, read
+from flashtile.lab.bench.sweep import Sweep, num_copies
 
 
 def test_quantiles_interpolate():
@@ -168,8 +168,8 @@ def test_a_wrong_gradient_is_marked(direction: str):
 
 
 def test_a_large_problem_is_checked_on_rows(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("flashtile.bench.accuracy.FULL_SCORES", {"cpu": 0})
-    monkeypatch.setattr("flashtile.bench.accuracy.MAX_ROWS", 7)
+    monkeypatch.setattr("flashtile.lab.bench.accuracy.FULL_SCORES", {"cpu": 0})
+    monkeypatch.setattr("flashtile.lab.bench.accuracy.MAX_ROWS", 7)
     point = Point(
         batch=2,
         heads=4,
@@ -223,7 +223,7 @@ def test_a_call_expected_to_take_too_long_is_not_made(clock: Clock):
 
 
 def test_a_call_that_would_exhaust_the_memory_is_not_made(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("flashtile.bench.sweep.free_bytes", lambda: 400_000)
+    monkeypatch.setattr("flashtile.lab.bench.sweep.free_bytes", lambda: 400_000)
 
     def large(q, k, v):
         return right(q, k, v) + torch.zeros(q.shape[2], q.shape[2] * 32).sum()
@@ -315,7 +315,7 @@ def test_waiting_for_a_core_is_measured():
     """Two threads on one core: each waits half of the time."""
     script = (
         "import os, threading, torch; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "from flashtile.bench.load import Load\n"
+        "from flashtile.lab.bench.load import Load\n"
         "torch.set_num_threads(1); a = torch.randn(500, 500); load = Load('cpu')\n"
         "def work():\n    for _ in range(20): a @ a\n"
         "threads = [threading.Thread(target=work) for _ in range(2)]\n"

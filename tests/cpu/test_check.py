@@ -23,19 +23,19 @@ from typer.testing import CliRunner
 
 from flashtile.backends import dropout, registry
 from flashtile.backends.tiled import BLOCK_N, TiledBackend
-from flashtile.check import mutants, runner, workers
-from flashtile.check.decode import DecodeDrawer
-from flashtile.check.draw import MAX_SCORES, Drawer
-from flashtile.check.judge import judge
-from flashtile.check.mutants import Hunt
-from flashtile.check.report import Report, Settings
-from flashtile.check.runner import check, check_trials, judge_all
-from flashtile.check.shrink import candidates
-from flashtile.check.trial import Trial
 from flashtile.cli import check as command
 from flashtile.cli.main import app
 from flashtile.kernels import families
 from flashtile.kernels.mutation import Mutation, mutations
+from flashtile.lab.check import mutants, runner, workers
+from flashtile.lab.check.decode import DecodeDrawer
+from flashtile.lab.check.draw import MAX_SCORES, Drawer
+from flashtile.lab.check.judge import judge
+from flashtile.lab.check.mutants import Hunt
+from flashtile.lab.check.report import Report, Settings
+from flashtile.lab.check.runner import check, check_trials, judge_all
+from flashtile.lab.check.shrink import candidates
+from flashtile.lab.check.trial import Trial
 from flashtile.problem import Problem, shape_of
 from flashtile.testing import DOUT_MEMORIES, FORWARD_ONLY, KINDS, MEMORIES, VALUES, Case
 

@@ -10,14 +10,14 @@ import torch
 from typer.testing import CliRunner
 
 from flashtile.backends import reference, registry
-from flashtile.check.float32 import Float32Drawer, split_families
-from flashtile.check.judge import forced, judge
-from flashtile.check.report import Settings
-from flashtile.check.runner import check
-from flashtile.check.trial import Trial
 from flashtile.cli.main import app
 from flashtile.kernels import families
 from flashtile.kernels.arch import arch_named
+from flashtile.lab.check.float32 import Float32Drawer, split_families
+from flashtile.lab.check.judge import forced, judge
+from flashtile.lab.check.report import Settings
+from flashtile.lab.check.runner import check
+from flashtile.lab.check.trial import Trial
 from flashtile.testing import Case, Result, disagreements, expect
 
 EDGES = (32, 64, 128)

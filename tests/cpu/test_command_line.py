@@ -11,9 +11,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import flashtile
 from flashtile.cli import check as check_command
 from flashtile.cli.main import app
 
+COMMANDS = (
+    *("info", "compile", "check", "bench", "ladder", "profile", "report"),
+    *("distributed", "distributed simulate", "distributed check"),
+)
 PROGRAM = [sys.executable, "-c", "from flashtile_command import main; main()"]
 
 
@@ -21,6 +26,34 @@ def test_the_commands_start_without_dynamo() -> None:
     """Its import takes longer than torch's own."""
     code = "import sys, flashtile.cli.main; assert 'torch._dynamo' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        ("--help", 0, "Benchmark attention against its peers"),
+        ("--version", 0, f"flashtile {flashtile.__version__}"),
+        *((f"{name} --help", 0, "Usage: ") for name in COMMANDS),
+        ("benhc", 2, "No such command 'benhc'"),
+        ("distributed simulat", 2, "No such command 'simulat'"),
+        ("bench --ful", 2, "No such option"),
+        ("bench --batch one", 2, "'--batch'"),
+        ("bench --compare a.csv", 2, "--compare"),
+    ],
+)
+def test_the_parser_needs_no_torch(arguments: str, status: int, text: str) -> None:
+    code = """
+import sys
+from flashtile_command import main
+try:
+    main()
+except SystemExit as ended:
+    assert not {"torch", "flashtile.errors"} & set(sys.modules)
+    raise"""
+    ended = subprocess.run([*PROGRAM[:-1], code, *arguments.split()], capture_output=True, text=True)
+    assert ended.returncode == status, ended.stderr
+    assert text in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.fixture
@@ -52,7 +85,7 @@ def test_an_interrupt_while_workers_start_is_quiet() -> None:
     """It comes to all processes when they are waited for."""
     code = f"""
 import os, signal
-from flashtile.check import workers
+from flashtile.lab.check import workers
 as_done = workers.as_done
 def interrupted(*arguments):
     os.killpg(0, signal.SIGINT)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import flashtile
 from flashtile import Unsupported
 from flashtile.backends import base, environment
 from flashtile.kernels.arch import ARCHS
@@ -87,7 +88,7 @@ def test_nonsense_is_refused_at_import(name: str) -> None:
     done = python("-c", "import flashtile", **{name: value})
     assert done.returncode == 1
     assert f"ValueError: {name}: got '{value}'; {words}" in done.stderr
-    done = python("-c", "from flashtile_command import main; main()", **{name: value})
+    done = python("-c", "from flashtile_command import main; main()", "info", **{name: value})
     assert done.returncode == 1
     assert re.fullmatch(rf"flashtile: {name}: got '{value}'; .*\n", done.stderr)
 
@@ -100,6 +101,46 @@ def test_every_variable_is_known() -> None:
     assert found - {"FLASHTILE_EXTENSION", "FLASHTILE_ARCHS"} == set(environment.MEANINGS)
     assert set(environment.READERS) == set(NONSENSE)
     assert set(environment.MEANINGS) - set(environment.READERS) == {"FLASHTILE_CACHE_DIR", "FLASHTILE_COMMIT"}
+
+
+def test_the_laboratory_is_not_imported() -> None:
+    code = "import sys, flashtile; print([name for name in sys.modules if name.startswith('flashtile.lab')])"
+    done = python("-c", code)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_only_public_names_are_listed() -> None:
+    """The operators are there without a call."""
+    code = "import flashtile, torch; torch.ops.flashtile.forward.default; print(*dir(flashtile))"
+    done = python("-c", code)
+    assert done.stdout.split() == sorted(flashtile.__all__), done.stderr
+
+
+@pytest.mark.parametrize("name", ["bench", "check", "ladder", "profile", "report", "tiles"])
+def test_former_names_give_the_same_modules(name: str) -> None:
+    first = {"check": "runner"}.get(name, "command")
+    code = f"""
+import pkgutil, sys, warnings
+import flashtile
+assert "flashtile.former" not in sys.modules
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from flashtile.{name}.{first} import __name__ as name
+    import flashtile.{name} as former
+    from flashtile import {name}
+import flashtile.lab.{name} as package
+assert name == "flashtile.lab.{name}.{first}"
+assert former is {name} is package
+modules = [module.name for module in pkgutil.iter_modules(package.__path__)]
+assert len(modules) > 2
+for module in modules:
+    assert sys.modules["flashtile.{name}." + module] is sys.modules["flashtile.lab.{name}." + module]
+(warning,) = [one for one in caught if "flashtile" in str(one.message)]
+assert (warning.category, warning.filename, warning.lineno) == (DeprecationWarning, "<string>", 7)
+assert str(warning.message).startswith("flashtile.{name} is now flashtile.lab.{name}. ")
+"""
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_one_place_says_what_a_gpu_is_taken_for(monkeypatch: pytest.MonkeyPatch) -> None:

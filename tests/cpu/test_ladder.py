@@ -22,20 +22,20 @@ from test_kernels import needs_nvdisasm, opcodes
 from typer.testing import CliRunner
 
 from flashtile import Unsupported
-from flashtile.bench import plots
-from flashtile.bench.points import Plan, Point
-from flashtile.bench.providers import Attend, Provider
-from flashtile.bench.rows import Row, Writer, read
-from flashtile.bench.sweep import Sweep
 from flashtile.cli.main import app
 from flashtile.kernels.arch import ARCHS
-from flashtile.ladder import command, counters, figures, launcher, measure, probe, rungs, tables
-from flashtile.ladder.probe import GUARD, KernelFault
-from flashtile.ladder.rows import Counters, HbmRow, RungRow
-from flashtile.ladder.rungs import Variables
-from flashtile.profile import gpu
-from flashtile.profile import ncu as profiler
-from flashtile.profile.ceilings import Ceilings
+from flashtile.lab.bench import plots
+from flashtile.lab.bench.points import Plan, Point
+from flashtile.lab.bench.providers import Attend, Provider
+from flashtile.lab.bench.rows import Row, Writer, read
+from flashtile.lab.bench.sweep import Sweep
+from flashtile.lab.ladder import command, counters, figures, launcher, measure, probe, rungs, tables
+from flashtile.lab.ladder.probe import GUARD, KernelFault
+from flashtile.lab.ladder.rows import Counters, HbmRow, RungRow
+from flashtile.lab.ladder.rungs import Variables
+from flashtile.lab.profile import gpu
+from flashtile.lab.profile import ncu as profiler
+from flashtile.lab.profile.ceilings import Ceilings
 from flashtile.runtime import toolchain
 from flashtile.runtime.nvrtc import CompileError
 

@@ -20,15 +20,15 @@ import torch
 from ptx import ptx_of
 
 from flashtile.backends import native, registry
-from flashtile.check import mutants
-from flashtile.check.judge import warm
-from flashtile.check.report import Report, Settings
-from flashtile.check.runner import drawn
-from flashtile.check.trial import Trial
 from flashtile.kernels import assemble, families
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.mutation import is_broken, mutations, planted
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
+from flashtile.lab.check import mutants
+from flashtile.lab.check.judge import warm
+from flashtile.lab.check.report import Report, Settings
+from flashtile.lab.check.runner import drawn
+from flashtile.lab.check.trial import Trial
 from flashtile.runtime import cache, nvrtc, toolchain
 
 ARCH = ARCHS[90]

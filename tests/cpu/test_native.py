@@ -26,12 +26,12 @@ from flashtile import ops
 from flashtile.backends import cuda, executor, native, registry
 from flashtile.backends.executor import Launch
 from flashtile.backends.kvcache import AppendArgs
-from flashtile.check.draw import Drawer
 from flashtile.integrations import torch_flash
 from flashtile.kernels import assemble, families
 from flashtile.kernels import plan as plans
 from flashtile.kernels.families.simt import HEAD_DIMS
 from flashtile.kernels.params import AppendParams, DecodeSm90Params, Params
+from flashtile.lab.check.draw import Drawer
 from flashtile.problem import DENSE_FIELDS, AttentionArgs, Problem, is_aligned16
 from flashtile.runtime import driver, extension
 from flashtile.testing import GRADS, Case

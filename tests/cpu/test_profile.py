@@ -21,15 +21,15 @@ from test_bench_docs import make_docs
 from typer.testing import CliRunner
 
 from flashtile import Unsupported
-from flashtile.bench.load import Load
-from flashtile.bench.points import Point
-from flashtile.bench.rows import read
 from flashtile.cli.main import app
 from flashtile.kernels.arch import ARCHS
-from flashtile.ladder import command as ladder_command
-from flashtile.profile import ceilings, command, figures, measure, ncu, problems, tables
-from flashtile.profile.ceilings import Ceilings
-from flashtile.profile.rows import KernelRow
+from flashtile.lab.bench.load import Load
+from flashtile.lab.bench.points import Point
+from flashtile.lab.bench.rows import read
+from flashtile.lab.ladder import command as ladder_command
+from flashtile.lab.profile import ceilings, command, figures, measure, ncu, problems, tables
+from flashtile.lab.profile.ceilings import Ceilings
+from flashtile.lab.profile.rows import KernelRow
 
 pytestmark = pytest.mark.usefixtures("kept_kernels")
 # The kernels of six calls: the forward pass of three providers, then the backward pass. Times in ns; the counters of
@@ -250,8 +250,9 @@ def test_the_child_process_is_told_the_calls(profiler):
     commands = profiler((0, OUTPUT, ""))
     ncu.run([ncu.Call("sdpa-flash", Point(direction="bwd"))] * 6, ())
     *_, source, request = commands[0]
-    assert source == "flashtile.bench.providers"
+    assert source == "flashtile.lab.bench.providers"
     assert json.loads(request)[0]["provider"] == "sdpa-flash"
+    assert (Path(ncu._PACKAGE_FOLDER) / "flashtile" / "__init__.py").is_file()
     assert Point(**json.loads(request)[0]["point"]).direction == "bwd"
 
 
@@ -290,7 +291,7 @@ def test_only_the_call_is_profiled(monkeypatch, direction):
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: events.append("start"))
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: events.append("stop"))
     call = ncu.Call("one", Point(seqlen_q=8, seqlen_k=8, direction=direction))
-    ncu.child("flashtile.bench.providers", json.dumps([asdict(call)]))
+    ncu.child("flashtile.lab.bench.providers", json.dumps([asdict(call)]))
     profiled = events[events.index("start") + 1 : events.index("stop")]
     assert profiled == ["marker", "forward" if direction == "fwd" else "backward"]
     warm_up = events[: events.index("start")]

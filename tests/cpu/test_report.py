@@ -15,13 +15,13 @@ from bench_fakes import ENV, provider, rows
 from test_timeline import made
 from typer.testing import CliRunner
 
-from flashtile.bench import compare, join, tables
-from flashtile.bench.rows import Row, Writer
 from flashtile.cli.main import app
-from flashtile.ladder import tables as ladder_tables
-from flashtile.profile import timeline
-from flashtile.report import charts, collect, page
-from flashtile.report.command import MAX_BYTES
+from flashtile.lab.bench import compare, join, tables
+from flashtile.lab.bench.rows import Row, Writer
+from flashtile.lab.ladder import tables as ladder_tables
+from flashtile.lab.profile import timeline
+from flashtile.lab.report import charts, collect, page
+from flashtile.lab.report.command import MAX_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

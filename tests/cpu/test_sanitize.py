@@ -22,13 +22,13 @@ import torch
 from ptx import ptx_of
 
 from flashtile.backends import executor, native
-from flashtile.bench import device as facts
-from flashtile.check.trial import Trial
 from flashtile.cli.kernel_jobs import head_dims
 from flashtile.kernels import families, mutation
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.mutation import mutations
 from flashtile.kernels.spec import DTYPES, CallLayout
+from flashtile.lab.bench import device as facts
+from flashtile.lab.check.trial import Trial
 from flashtile.runtime import cache, extension
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "sanitize.py"

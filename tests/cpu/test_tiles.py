@@ -17,22 +17,22 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from flashtile.backends import cuda, executor
-from flashtile.bench import plots
-from flashtile.bench.points import Plan, Point
-from flashtile.bench.providers import Attend, Provider
-from flashtile.bench.rows import read
 from flashtile.cli.main import app
 from flashtile.errors import Unsupported
 from flashtile.kernels import families
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.families.simt import SimtRow
-from flashtile.ladder import counters
-from flashtile.ladder.rows import Counters
+from flashtile.lab.bench import plots
+from flashtile.lab.bench.points import Plan, Point
+from flashtile.lab.bench.providers import Attend, Provider
+from flashtile.lab.bench.rows import read
+from flashtile.lab.ladder import counters
+from flashtile.lab.ladder.rows import Counters
+from flashtile.lab.tiles import command, figures, study, tables
+from flashtile.lab.tiles.rows import TileRow
+from flashtile.lab.tiles.study import STUDIES, Study, TileUse, Trial
 from flashtile.runtime import cache
 from flashtile.runtime.nvrtc import CompileError
-from flashtile.tiles import command, figures, study, tables
-from flashtile.tiles.rows import TileRow
-from flashtile.tiles.study import STUDIES, Study, TileUse, Trial
 
 HOPPER = ARCHS[90]
 SIMT, SM90 = STUDIES
@@ -166,7 +166,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def start(counted: Counters | Exception = COUNTED, as_json: bool = False):
         def profile(calls, source):
-            assert source == "flashtile.tiles.study"
+            assert source == "flashtile.lab.tiles.study"
             if isinstance(counted, Exception):
                 raise counted
             return [counted for _ in calls]

@@ -15,10 +15,10 @@ from test_bench_docs import make_docs
 from test_mutations import machine_code
 
 from flashtile import Unsupported
-from flashtile.bench import plots
-from flashtile.bench.points import Point
-from flashtile.profile import command, problems, timeline
-from flashtile.profile.timeline import Span, Timeline
+from flashtile.lab.bench import plots
+from flashtile.lab.bench.points import Point
+from flashtile.lab.profile import command, problems, timeline
+from flashtile.lab.profile.timeline import Span, Timeline
 
 pytestmark = pytest.mark.usefixtures("kept_kernels")
 ENTRY = "loop_kernel"

@@ -86,11 +86,17 @@ def test_layers_are_clean() -> None:
         (
             "api.py",
             "import flashtile.runtime.nvrtc",
-            "only backends, cli, kernels, ladder, profile, tiles may import runtime",
+            "only backends, cli, kernels, lab.ladder, lab.profile, lab.tiles may import runtime",
         ),
         ("api.py", "from . import ops", "relative import"),
         ("news.py", "import os", "news is in no layer"),
-        ("bench/run.py", "from flashtile.ladder import steps", "bench imports ladder"),
+        ("lab/bench/run.py", "from flashtile.lab.ladder import steps", "lab.bench imports lab.ladder"),
+        ("lab/check/draw.py", "from flashtile.lab import bench", "lab.check imports lab.bench"),
+        ("lab/bench/run.py", "import flashtile.runtime.cache", "lab.tiles may import runtime"),
+        ("lab/news.py", "import os", "lab.news is in no layer"),
+        ("api.py", "from flashtile.lab.bench import rows", "api imports lab.bench"),
+        ("api.py", "from flashtile.lab import bench", "api imports lab.bench"),
+        ("integrations/vllm.py", "import flashtile.lab", "integrations imports lab.__init__"),
     ],
 )
 def test_the_layer_check_finds_violations(path: str, line: str, complaint: str, tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ import pytest
 import torch
 
 from flashtile.backends import cuda, executor, native
-from flashtile.bench import device as facts
 from flashtile.kernels import assemble
+from flashtile.lab.bench import device as facts
 from flashtile.testing import Case, Inputs, assert_agrees, run
 
 # Workers inherit the environment, and with it the seed

@@ -11,11 +11,11 @@ import torch
 from conftest import SEED
 
 from flashtile.backends import registry
-from flashtile.check.mutants import hunt_one
-from flashtile.check.report import Settings
-from flashtile.check.runner import check
-from flashtile.check.trial import Trial
 from flashtile.kernels.mutation import mutations
+from flashtile.lab.check.mutants import hunt_one
+from flashtile.lab.check.report import Settings
+from flashtile.lab.check.runner import check
+from flashtile.lab.check.trial import Trial
 from flashtile.testing import OUTPUTS, disagreement, expect, run
 
 
@@ -56,7 +56,7 @@ def test_the_time_is_kept() -> None:
     assert report.failures == []
 
 
-START = "import torch, flashtile.check.runner; torch.ones(1, device='cuda')"
+START = "import torch, flashtile.lab.check.runner; torch.ones(1, device='cuda')"
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ from torch import Tensor
 
 import flashtile
 from flashtile.backends import native, registry
-from flashtile.check.report import Settings
-from flashtile.check.runner import check
 from flashtile.kernels import assemble, families
 from flashtile.kernels.families import fwd_sm90_f32_direct
 from flashtile.kernels.families.fwd_sm90_f32_direct import FwdSm90F32Direct
 from flashtile.kernels.length_class import ManyScores
 from flashtile.kernels.mutation import planted
+from flashtile.lab.check.report import Settings
+from flashtile.lab.check.runner import check
 from flashtile.testing import Case, disagreements, run
 
 pytestmark = needs_hopper

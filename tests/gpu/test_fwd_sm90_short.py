@@ -9,9 +9,9 @@ from family_tests import FEATURES, assert_accurate, forced, jitter, needs_hopper
 
 import flashtile
 from flashtile.backends import native
-from flashtile.check import mutants
 from flashtile.kernels import families
 from flashtile.kernels.assemble import clear_plans
+from flashtile.lab.check import mutants
 from flashtile.testing import Case
 
 pytestmark = needs_hopper

@@ -13,11 +13,11 @@ import torch
 
 import flashtile
 from flashtile.backends import numba
-from flashtile.bench.points import DTYPES
-from flashtile.ladder import launcher, probe, rungs
-from flashtile.ladder.probe import KernelFault
-from flashtile.ladder.rungs import Variables
-from flashtile.profile import gpu
+from flashtile.lab.bench.points import DTYPES
+from flashtile.lab.ladder import launcher, probe, rungs
+from flashtile.lab.ladder.probe import KernelFault
+from flashtile.lab.ladder.rungs import Variables
+from flashtile.lab.profile import gpu
 from flashtile.testing import Case, assert_agrees, run
 
 HEAD_DIMS = (64, 128, 33, 40, 96, 1)
@@ -69,8 +69,8 @@ def test_long_rows(rung, monkeypatch):
 
 CHILD = """
 import torch
-from flashtile.ladder import launcher, probe, rungs
-from flashtile.ladder.rungs import Variables
+from flashtile.lab.ladder import launcher, probe, rungs
+from flashtile.lab.ladder.rungs import Variables
 
 for rung in (rung for rung in rungs.rungs() if rung.has_maps):
     print(rung.name, flush=True)

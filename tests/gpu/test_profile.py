@@ -10,11 +10,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from flashtile.bench import device
-from flashtile.bench.providers import choose
-from flashtile.bench.rows import read
-from flashtile.profile import ceilings, command, gpu, measure, problems, timeline
-from flashtile.profile.rows import KernelRow
+from flashtile.lab.bench import device
+from flashtile.lab.bench.providers import choose
+from flashtile.lab.bench.rows import read
+from flashtile.lab.profile import ceilings, command, gpu, measure, problems, timeline
+from flashtile.lab.profile.rows import KernelRow
 
 
 def test_ceilings_are_in_order():

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from conftest import SEED
 
 from flashtile.backends import cuda, executor, native
-from flashtile.check.mutants import broken
 from flashtile.distributed import exactness, launch, ring
 from flashtile.distributed.sharding import Shards, take
+from flashtile.lab.check.mutants import broken
 from flashtile.problem import row_axis
 from flashtile.testing import Case, assert_agrees, disagreements, run
 

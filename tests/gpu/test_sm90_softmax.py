@@ -9,7 +9,7 @@ import torch
 from family_tests import forced, needs_hopper
 
 import flashtile
-from flashtile.check import mutants
+from flashtile.lab.check import mutants
 
 pytestmark = needs_hopper
 forced_families = forced("fwd_sm90")

@@ -22,20 +22,20 @@ from rich.table import Table
 
 from flashtile.backends import registry
 from flashtile.backends.base import Backend, device_arch
-from flashtile.bench import device as facts
-from flashtile.bench.command import INTERRUPTED, check_seconds
-from flashtile.bench.files import ResultFile, writable_folder
-from flashtile.bench.terminal import make_console
-from flashtile.check.draw import PASSES
-from flashtile.check.mutants import Hunt, hunt
-from flashtile.check.report import Report, Settings
-from flashtile.check.runner import check, check_trials
-from flashtile.check.trial import Trial
 from flashtile.cli.limits import check_count, check_jobs
 from flashtile.errors import value_error
 from flashtile.kernels import families
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.mutation import Mutation, mutations
+from flashtile.lab.bench import device as facts
+from flashtile.lab.bench.command import INTERRUPTED, check_seconds
+from flashtile.lab.bench.files import ResultFile, writable_folder
+from flashtile.lab.bench.terminal import make_console
+from flashtile.lab.check.draw import PASSES
+from flashtile.lab.check.mutants import Hunt, hunt
+from flashtile.lab.check.report import Report, Settings
+from flashtile.lab.check.runner import check, check_trials
+from flashtile.lab.check.trial import Trial
 from flashtile.runtime import cache
 
 FOUND, NOTHING_CHECKED = 1, 2

@@ -23,13 +23,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flashtile.backends.base import device_arch
-from flashtile.bench.files import writable_folder
-from flashtile.bench.terminal import make_console
 from flashtile.cli.kernel_jobs import Job, covering_jobs, edge_jobs, embedded_jobs, head_dims, plain_jobs
 from flashtile.cli.limits import check_jobs
 from flashtile.errors import value_error
 from flashtile.kernels.arch import ARCHS, Arch, arch_named
 from flashtile.kernels.spec import DTYPES
+from flashtile.lab.bench.files import writable_folder
+from flashtile.lab.bench.terminal import make_console
 from flashtile.runtime import cache, toolchain
 from flashtile.runtime.nvrtc import CompileError
 from flashtile.runtime.toolchain import Toolchain

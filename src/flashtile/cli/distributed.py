@@ -11,16 +11,16 @@ from pathlib import Path
 
 import torch
 
-from flashtile.bench import device as facts
-from flashtile.bench import plots
-from flashtile.bench.files import replacing, writable_folder, write_whole
-from flashtile.bench.tables import Table
-from flashtile.bench.terminal import make_console, say_files, show
 from flashtile.distributed import exactness, simulate
 from flashtile.distributed.cost import LINKS, measured_device
 from flashtile.distributed.exactness import Exactness
 from flashtile.distributed.simulate import Comparison, Point
 from flashtile.errors import value_error
+from flashtile.lab.bench import device as facts
+from flashtile.lab.bench import plots
+from flashtile.lab.bench.files import replacing, writable_folder, write_whole
+from flashtile.lab.bench.tables import Table
+from flashtile.lab.bench.terminal import make_console, say_files, show
 
 _NAME = "distributed_simulation"
 

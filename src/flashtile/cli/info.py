@@ -20,10 +20,10 @@ from rich.table import Table
 from flashtile import markup
 from flashtile.backends import environment, native, registry
 from flashtile.backends.base import Backend, device_arch
-from flashtile.bench.files import writable_folder, write_whole
 from flashtile.cli import compile as compile_command
 from flashtile.errors import Unsupported, is_switched_on
 from flashtile.kernels.arch import ARCHS
+from flashtile.lab.bench.files import writable_folder, write_whole
 from flashtile.problem import Problem
 from flashtile.runtime import driver, extension, nvrtc, toolchain
 from flashtile.runtime.cache import KernelCache, embedded_archs

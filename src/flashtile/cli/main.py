@@ -1,28 +1,28 @@
-"""The commands. Options are parsed here; each command's own module does the work."""
+"""The commands. Options are parsed here; each command's own module does the work.
+
+Nothing here imports torch: the help and the errors of the parser come at once. `flashtile_command` starts this module
+without running flashtile's `__init__`, and a command runs it later, by `importing`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import signal
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
 
-from flashtile.bench import command as bench_command
-from flashtile.cli import check as check_command
-from flashtile.cli import compile as compile_command
-from flashtile.cli import info as info_command
-from flashtile.errors import Unsupported, value_error
-from flashtile.ladder import command as ladder_command
-from flashtile.profile import command as profile_command
-from flashtile.report import command as report_command
-from flashtile.runtime.nvrtc import CompileError
-from flashtile.tiles import command as tiles_command
+from flashtile.lab.defaults import LADDER_HEAD_DIM, PROFILE_PROVIDERS
 from flashtile.version import __version__
+
+if TYPE_CHECKING:
+    from flashtile.lab.bench.command import Options as BenchOptions
 
 BAD_INPUT = 2
 app = typer.Typer(name="flashtile", help="IO-aware attention for PyTorch.", no_args_is_help=True, add_completion=False)
@@ -47,9 +47,33 @@ def main(
     return None
 
 
+@contextmanager
+def importing() -> Iterator[None]:
+    """Imports the library and then what the body imports, which takes seconds: an interrupt meanwhile ends the process
+    at once, without a traceback."""
+    package = sys.modules["flashtile"]
+    if hasattr(package, "attention"):  # the process has imported it
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        assert package.__spec__ is not None
+        assert package.__spec__.loader is not None
+        package.__spec__.loader.exec_module(package)
+        yield
+    except (ValueError, NotImplementedError) as error:  # a variable of the environment that says nonsense
+        if not getattr(error, "names_argument", False):
+            raise
+        sys.exit(f"flashtile: {error}")
+    signal.signal(signal.SIGINT, handler)
+
+
 def _run(prepare: Callable[[], Callable[[], int]]) -> NoReturn:
     """Prepares a job and runs it. Ends with the status of the job, or with BAD_INPUT and a message: for options that
     make no job, and for files that cannot be written on the way."""
+    from flashtile.errors import Unsupported
+    from flashtile.runtime.nvrtc import CompileError
+
     try:
         job = prepare()
     except (ValueError, TypeError, Unsupported, CompileError) as error:
@@ -74,6 +98,8 @@ def info(
     html: Annotated[Path | None, typer.Option(help="Write an HTML page instead of tables.")] = None,
 ) -> None:
     """Show what was found on this machine, what works here, and why the rest does not."""
+    with importing():
+        from flashtile.cli import info as info_command
     _run(lambda: info_command.prepare(as_json, html))
 
 
@@ -98,6 +124,8 @@ def compile_kernels(
     ] = None,
 ) -> None:
     """Compile kernels ahead of time, without a GPU, and show registers, spills, shared memory and occupancy."""
+    with importing():
+        from flashtile.cli import compile as compile_command
     options = compile_command.Options(arch or (), all_of_it, dtype or (), head_dim or (), as_json, jobs, embed)
     _run(lambda: compile_command.prepare(options))
 
@@ -134,6 +162,8 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; the tables go to stderr.")] = False,
 ) -> None:
     """Run random problems on every backend and compare with fp64 and with each other. Exits 1 if one disagrees."""
+    with importing():
+        from flashtile.cli import check as check_command
 
     def prepare() -> Callable[[], int]:
         kind = check_command.only_kind(decode=is_decode, float32=is_float32, packed=is_packed)
@@ -188,6 +218,9 @@ def bench(
     ] = None,
 ) -> None:
     """Benchmark attention against its peers: CSV, plots and ratios."""
+    with importing():
+        from flashtile.lab.bench import command as bench_command
+        from flashtile.lab.tiles import command as tiles_command
     options = bench_command.Options(
         grid, full, seqlens, dtype, batch, heads, heads_kv, head_dim, causal, direction, backends, device, out,
         as_json, graph, seconds,
@@ -198,8 +231,11 @@ def bench(
     _run(lambda: (tiles_command if tiles else bench_command).prepare(options, sys.argv[1:]))
 
 
-def _prepare_compare(files: tuple[Path, Path], options: bench_command.Options, has_tiles: bool) -> Callable[[], int]:
-    if has_tiles or replace(options, out=None, as_json=False) != bench_command.Options():
+def _prepare_compare(files: tuple[Path, Path], options: BenchOptions, has_tiles: bool) -> Callable[[], int]:
+    from flashtile.errors import value_error
+    from flashtile.lab.bench import command as bench_command
+
+    if has_tiles or dataclasses.replace(options, out=None, as_json=False) != bench_command.Options():
         raise value_error("--compare", "options of a sweep beside it", "--out and --json", "Drop the others")
     return bench_command.prepare_compare(*files, options.out, options.as_json)
 
@@ -220,9 +256,11 @@ def ladder(
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON; the tables go to stderr.")] = False,
     head_dim: Annotated[
         int, typer.Option(help="Up to 128. Files of another one than the default have it in their name.")
-    ] = ladder_command.Options.head_dim,
+    ] = LADDER_HEAD_DIM,
 ) -> None:
     """Check, time and profile the kernel of each optimisation step, beside SDPA."""
+    with importing():
+        from flashtile.lab.ladder import command as ladder_command
     options = ladder_command.Options(is_list, only, dtype, causal, profile, arch, out, as_json, head_dim)
     _run(lambda: ladder_command.prepare(options, sys.argv[1:]))
 
@@ -245,7 +283,8 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Predict time, overlap and memory of context parallel attention for many GPUs, from measured kernel times."""
-    from flashtile.cli import distributed as distributed_command  # imports Dynamo, which takes seconds
+    with importing():
+        from flashtile.cli import distributed as distributed_command  # imports Dynamo, which takes seconds
 
     options = distributed_command.Options(
         ranks, rows, links, heads, heads_kv, head_dim, not full, measured, out, as_json
@@ -264,7 +303,8 @@ def check_ranks(
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON; tables go to stderr.")] = False,
 ) -> None:
     """Check attention over processes of this machine against the float64 oracle of one process, by the error rule."""
-    from flashtile.cli import distributed as distributed_command  # imports Dynamo, which takes seconds
+    with importing():
+        from flashtile.cli import distributed as distributed_command  # imports Dynamo, which takes seconds
 
     options = distributed_command.CheckOptions(ranks, device, backend, seed, seconds, out, as_json)
     _run(lambda: distributed_command.prepare_check(options, sys.argv[1:]))
@@ -288,7 +328,7 @@ def profile(
     ] = None,
     providers: Annotated[
         str, typer.Option(help="Whose kernels, separated by commas: names as in `bench --backends`.")
-    ] = profile_command.DEFAULT_PROVIDERS,
+    ] = PROFILE_PROVIDERS,
     arch: Annotated[
         str | None, typer.Option(help="Such as sm_90: only what the compiler knows about our kernels; needs no GPU.")
     ] = None,
@@ -299,6 +339,8 @@ def profile(
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON; the tables go to stderr.")] = False,
 ) -> None:
     """Read the hardware counters of the kernels of a call with Nsight Compute: ours, torch's or others'."""
+    with importing():
+        from flashtile.lab.profile import command as profile_command
     options = profile_command.Options(problem or (), providers, arch, timeline, out, as_json)
     _run(lambda: profile_command.prepare(options, sys.argv[1:]))
 
@@ -309,4 +351,6 @@ def report(
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
 ) -> None:
     """Write one HTML page from results/: interactive curves, ratios, rooflines, the ladder, counters. No network."""
+    with importing():
+        from flashtile.lab.report import command as report_command
     _run(lambda: report_command.prepare(results, out))

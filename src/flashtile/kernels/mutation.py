@@ -58,7 +58,7 @@ def mutations() -> list[Mutation]:
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
-    """Units written inside have this fault. Plans made before or inside must not cross: see check/mutants.py."""
+    """Units written inside have this fault. Plans made before or inside must not cross: see lab/check/mutants.py."""
     global _planted
     outer, _planted = _planted, name
     try:

@@ -1,5 +1,5 @@
 // Clocks of one block, for a picture of what its warps do and wait for. mark() is empty in every build but one whose
-// unit begins with `#define FT_TIMELINE <address>`: there one lane of a warp stores the clock. profile/timeline.py
+// unit begins with `#define FT_TIMELINE <address>`: there one lane of a warp stores the clock. lab/profile/timeline.py
 // makes such a build, allocates the buffer and draws it.
 //
 // Buffer:   u32 [warp][step][phase], the low half of the multiprocessor's clock; 0 = not reached.
@@ -10,7 +10,7 @@
 
 namespace flashtile {
 
-// profile/timeline.py reads this list: the name, whether the warp waits or works, and what for.
+// lab/profile/timeline.py reads this list: the name, whether the warp waits or works, and what for.
 enum class Phase : i32 {
   wait_tile,     // wait: until a tile of operands has arrived
   wait_turn,     // wait: until it is this warpgroup's turn to issue products

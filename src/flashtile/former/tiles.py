@@ -1,0 +1,3 @@
+from flashtile.former import moved
+
+moved(__name__)

@@ -1,0 +1,315 @@
+"""`flashtile bench`: measures what the options select, writes CSVs, draws figures, prints tables."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from flashtile.errors import Unsupported, value_error
+from flashtile.lab.bench import cold, compare, device, overhead, plots, tables
+from flashtile.lab.bench.files import writable_folder
+from flashtile.lab.bench.load import Load
+from flashtile.lab.bench.points import (
+    DIRECTIONS,
+    FAST_SEQLENS,
+    FULL_SEQLENS,
+    GRIDS,
+    Plan,
+    Point,
+    cpu_grid,
+    decode_grid,
+    dtype_key,
+    float32_grid,
+    length_sweep,
+    options_grid,
+    paper_grid,
+)
+from flashtile.lab.bench.providers import (
+    CPU_PROVIDERS,
+    DECODE_PROVIDERS,
+    FLOAT32_PROVIDERS,
+    OPTION_PROVIDERS,
+    Provider,
+    choose,
+)
+from flashtile.lab.bench.rows import ColdRow, OverheadRow, Row, Writer, as_dict, read
+from flashtile.lab.bench.sweep import Settings, Sweep
+from flashtile.lab.bench.terminal import make_console, progress_bar, say_files, say_remark, show
+
+INTERRUPTED = 130
+_DEFAULT_BUDGET_S = {"cpu": 0.4, "cuda": 0.08}
+_DEFAULT_CALL_LIMIT_S = {"cpu": 5.0, "cuda": 2.0}
+_DEFAULT_COMPILE_LIMIT_S = {"cpu": 60.0, "cuda": 150.0}
+
+
+_SWEEP_ONLY = {  # options that a grid does not accept
+    "--full": "is_full",
+    "--seqlens": "seqlens",
+    "--batch": "batch",
+    "--heads": "heads",
+    "--heads-kv": "heads_kv",
+    "--head-dim": "head_dim",
+    "--causal": "is_causal",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of the command line. None selects the default of the sweep or the device."""
+
+    grid: str | None = None
+    is_full: bool = False
+    seqlens: str | None = None
+    dtype: str | None = None
+    batch: int = 1
+    heads: int = 1
+    heads_kv: int | None = None
+    head_dim: int = 64
+    is_causal: bool = False
+    direction: str | None = None
+    backends: str | None = None
+    device: str | None = None
+    out: Path | None = None
+    as_json: bool = False
+    use_graph: bool = False
+    seconds: float | None = None
+    call_limit: float | None = None
+    compile_limit: float | None = None
+    has_overhead: bool = False
+    has_cold: bool = False
+    calls: str | None = None
+
+
+def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
+    """Checks the options and returns the job, which returns the exit status. Errors in options are raised here."""
+    console = make_console(options.as_json)
+    for name, seconds in (
+        ("--seconds", options.seconds),
+        ("--call-limit", options.call_limit),
+        ("--compile-limit", options.compile_limit),
+    ):
+        check_seconds(name, seconds)
+    if options.grid == "cpu" and options.device not in (None, "cpu"):
+        raise value_error("--device", f"{options.device!r} with --grid cpu", "cpu", "Drop --device")
+    where, line = device.resolve("cpu" if options.grid == "cpu" else options.device)
+    plan = make_plan(options, where)
+    default_sets = {
+        "options": OPTION_PROVIDERS,
+        "float32": FLOAT32_PROVIDERS,
+        "cpu": CPU_PROVIDERS,
+        "decode": DECODE_PROVIDERS,
+    }
+    default_set = default_sets.get(options.grid or "")
+    providers = choose(options.backends or default_set, is_grid=options.grid is not None)
+    if options.use_graph and where != "cuda":
+        raise value_error("--graph", f"it on {where}", "a GPU: it replays CUDA graphs", "Drop --graph")
+    folder = writable_folder(options.out or Path("results") / device.slug(where))
+    env = device.environment(where, arguments)
+    console.print(line, highlight=False, soft_wrap=True)
+    if options.has_overhead or options.has_cold:
+        return partial(_host_runs, options, plan.points[0], providers, where, env, folder, console)
+    settings = Settings(
+        device=where,
+        cache_bytes=device.cache_bytes(where),
+        budget_s=options.seconds if options.seconds is not None else _DEFAULT_BUDGET_S[where],
+        call_limit_s=options.call_limit if options.call_limit is not None else _DEFAULT_CALL_LIMIT_S[where],
+        compile_limit_s=options.compile_limit if options.compile_limit is not None else _DEFAULT_COMPILE_LIMIT_S[where],
+        use_graph=options.use_graph,
+        copy_gb_per_s=device.copy_gb_per_s(where) if options.grid == "decode" else None,
+    )
+    return partial(run_sweep, Sweep(plan, providers, settings, env), folder, console, options.as_json)
+
+
+def run_sweep(sweep: Sweep, folder: Path, console: Console, as_json: bool = False) -> int:
+    """Writes rows as they are measured. After an interrupt the results so far are drawn and shown."""
+    rows, is_interrupted = list[Row](), False
+    writer, load = Writer(folder / f"{sweep.plan.stem}.csv", Row), Load(sweep.settings.device)
+    try:
+        with writer, progress_bar(console) as progress:
+            task = progress.add_task("", total=len(sweep.plan.points))
+            for found in sweep.rows(lambda point, name: progress.update(task, description=_describe(point, name))):
+                writer.add(found)
+                rows += found
+                progress.advance(task)
+    except KeyboardInterrupt:
+        is_interrupted = True
+    remark = load.remark()
+    for table in _summary(rows):
+        show(console, table)
+    if rows:
+        written = [writer.written]
+        try:
+            written += plots.draw(writer.written, rows)
+        except Unsupported as error:
+            console.print(str(error), highlight=False, markup=False)
+        say_files(console, written)
+    say_remark(console, remark)
+    if is_interrupted:
+        console.print(f"Interrupted: {len(rows)} rows were kept.", highlight=False)
+    if as_json:
+        ratios = [vars(one) for one in compare.ratios(rows)]
+        print(json.dumps({"rows": [as_dict(row) for row in rows], "ratios": ratios, "remark": remark}, indent=1))
+    return INTERRUPTED if is_interrupted else 0
+
+
+def _describe(point: Point, name: str) -> str:
+    if point.option:
+        return f"{point.direction} {point.option} B={point.batch}: {name}"
+    return (
+        f"{point.direction} d={point.head_dim} {'causal' if point.is_causal else 'full'} B={point.batch} "
+        f"S={point.seqlen_k}: {name}"
+    )
+
+
+def _summary(rows: Sequence[Row]) -> Iterator[tables.Table]:
+    sweep = rows[0].sweep if rows else ""
+    kinds: tuple[str, ...] = ("latency", "throughput", "memory", "accuracy", "ratios")
+    if sweep == "decode":
+        kinds = ("latency", "bandwidth", "ratios", "serving")
+    elif sweep in ("options", "cpu"):
+        kinds = ("options",)
+    elif sweep == "float32":
+        kinds = ("float32",)
+    for kind in kinds:
+        yield tables.of(rows, kind)
+    yield tables.refusals(rows)
+
+
+def _host_runs(
+    options: Options, point: Point, providers: Sequence[Provider], where: str, env: Any, folder: Path, console: Console
+) -> int:
+    """Runs --overhead and --cold: one table each instead of a sweep."""
+    written, payload, load = list[Path](), dict[str, Any](), Load(where)
+    try:
+        if options.has_overhead:
+            found = list[OverheadRow]()
+            writer = Writer(folder / f"overhead_{point.dtype}.csv", OverheadRow)
+            with writer, progress_bar(console) as progress:
+                task = progress.add_task("", total=len(overhead.COLUMNS))
+                for some in overhead.rows(
+                    providers, point, where, env, lambda name: progress.update(task, description=name)
+                ):
+                    writer.add(some)
+                    found += some
+                    progress.advance(task)
+            written.append(writer.written)
+            show(console, tables.overhead_table(found))
+            payload["overhead"] = [as_dict(row) for row in found]
+        if options.has_cold:
+            cold_rows = list[ColdRow]()
+            cold_writer = Writer(folder / f"cold_{point.dtype}.csv", ColdRow)
+            with cold_writer, progress_bar(console) as progress:
+                task = progress.add_task("", total=len(providers))
+                for some_cold in cold.rows(
+                    providers, point, where, env, lambda name: progress.update(task, description=name)
+                ):
+                    cold_writer.add(some_cold)
+                    cold_rows += some_cold
+                    progress.advance(task)
+            written.append(cold_writer.written)
+            show(console, tables.cold_table(cold_rows))
+            payload["cold"] = [as_dict(row) for row in cold_rows]
+    except KeyboardInterrupt:
+        console.print("Interrupted: the rows measured so far were kept in a file named _unfinished.", highlight=False)
+        return INTERRUPTED
+    payload["remark"] = load.remark()
+    say_files(console, written)
+    say_remark(console, payload["remark"])
+    if options.as_json:
+        print(json.dumps(payload, indent=1))
+    return 0
+
+
+def prepare_compare(first: Path, second: Path, out: Path | None, as_json: bool) -> Callable[[], int]:
+    """The job that shows the ratios of two runs and writes them to the folder of the second."""
+    before, after = read(first, Row), read(second, Row)
+    found = compare.changes(before, after)
+    if not found:
+        raise value_error("--compare", "two runs without a common accurate row", "two CSVs of the same sweep")
+    devices = sorted({row.env.device for row in (*before, *after)})
+    path = writable_folder(out or second.parent) / f"compare_{first.stem}_{second.stem}.csv"
+    return partial(_compare, found, devices, path, as_json)
+
+
+def _compare(found: Sequence[compare.Change], devices: Sequence[str], path: Path, as_json: bool) -> int:
+    console = make_console(as_json)
+    if len(devices) > 1:
+        console.print(f"Different devices: {', '.join(devices)}.", highlight=False)
+    for table in tables.change_tables(found):
+        show(console, table)
+    compare.write(path, found)
+    say_files(console, [path])
+    if as_json:
+        print(json.dumps([vars(one) for one in found], indent=1))
+    return 0
+
+
+def check_seconds(option: str, seconds: float | None) -> None:
+    if seconds is not None and not 0 < seconds < math.inf:  # NaN fails too
+        raise value_error(option, str(seconds), "a number of seconds above 0")
+
+
+def make_plan(options: Options, where: str) -> Plan:
+    """The points that the options select on that device, and the file name."""
+    if options.direction not in (None, *DIRECTIONS):
+        raise value_error("--pass", repr(options.direction), ", ".join(DIRECTIONS))
+    if options.calls is not None and options.grid != "options":
+        raise value_error("--calls", "it without --grid options", "the calls of that grid", "Drop --calls")
+    suffix = "_graph" if options.use_graph else ""
+    if options.grid is not None:
+        if options.grid not in GRIDS:
+            raise value_error("--grid", repr(options.grid), ", ".join(GRIDS))
+        for name, field in _SWEEP_ONLY.items():
+            if getattr(options, field) != getattr(Options(), field):
+                raise value_error(name, f"it with --grid {options.grid}", "a length sweep", f"Drop {name} or --grid")
+        is_small = options.grid in ("options", "float32") and where == "cpu"
+        dtype = dtype_key(options.dtype or ("fp32" if is_small else "bf16"))
+        if options.grid == "paper":
+            return paper_grid(dtype, suffix, options.direction)
+        if options.grid == "options":
+            return options_grid(dtype, suffix, options.direction, is_small, options.calls)
+        if options.grid == "float32":
+            if options.dtype is not None:
+                raise value_error("--dtype", "it with --grid float32", "float32", "Drop --dtype")
+            return float32_grid(suffix, options.direction, is_small)
+        if options.direction not in (None, "fwd"):
+            raise value_error("--pass", f"{options.direction!r} with --grid {options.grid}", "fwd")
+        if options.grid == "cpu":
+            if options.dtype is not None:
+                raise value_error("--dtype", "it with --grid cpu", "the dtypes of its calls", "Drop --dtype")
+            return cpu_grid()
+        return decode_grid(dtype, suffix)
+    for name, size in (("--batch", options.batch), ("--heads", options.heads), ("--head-dim", options.head_dim)):
+        if size < 1:
+            raise value_error(name, size, "an integer >= 1")
+    heads_kv = options.heads if options.heads_kv is None else options.heads_kv
+    if heads_kv < 1 or options.heads % heads_kv:
+        raise value_error("--heads-kv", heads_kv, f"a divisor of --heads {options.heads}")
+    seqlens: tuple[int, ...] = FULL_SEQLENS if options.is_full else FAST_SEQLENS
+    if options.seqlens is not None:
+        seqlens = _numbers(options.seqlens)
+    point = Point(
+        batch=options.batch,
+        heads=options.heads,
+        heads_kv=heads_kv,
+        head_dim=options.head_dim,
+        head_dim_v=options.head_dim,
+        dtype=dtype_key(options.dtype or "fp32"),
+        is_causal=options.is_causal,
+        direction=options.direction or "fwd",
+    )
+    return length_sweep(point, seqlens, suffix + ("_full" if options.is_full else ""))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise value_error("--seqlens", repr(text), "lengths >= 1, separated by commas")
+    return tuple(sorted({int(part) for part in parts}))

@@ -1,0 +1,397 @@
+"""The providers: our backends by name, and the baselines. A new one is one table entry."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flashtile import api, facades
+from flashtile.backends import registry
+from flashtile.errors import Unsupported, value_error
+from flashtile.lab.bench import serving
+from flashtile.lab.bench.options import PLAIN
+from flashtile.lab.bench.points import Inputs, Point
+
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+OPTION_PROVIDERS = "flashtile,sdpa-cudnn,sdpa-flash,sdpa-efficient,flex"  # the default set of --grid options
+FLOAT32_PROVIDERS = "flashtile,flashtile-high,sdpa-efficient"  # the default set of --grid float32
+CPU_PROVIDERS = "flashtile,sdpa"  # the default set of --grid cpu
+DECODE_PROVIDERS = "flashtile,sdpa-cudnn,sdpa-flash,torch-varlen"  # the default set of --grid decode
+SLOW_BACKENDS = ("tiled", "reference")  # plain PyTorch: grids include them only by name
+
+
+@dataclass(frozen=True)
+class Attend:
+    """What a provider builds for a point: the call, its context, and the kernel or backend that runs."""
+
+    call: Call
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    detail: str = ""
+    leaves: tuple[Tensor, ...] = ()  # tensors beside q, k and v whose gradients are taken
+    arrange: Callable[[Inputs], Inputs] | None = None  # done to each copy of the inputs ahead of the timed calls
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One way to compute attention. `build` raises Unsupported, with the reason, if it cannot."""
+
+    name: str
+    is_baseline: bool
+    build: Callable[[Point, Inputs], Attend]
+    layout: str = "bhsd"
+    is_fast: bool = True  # in the default set of a grid
+    requires: str = ""  # the module that must be importable
+    max_relative_error: float | None = None  # what it is judged by instead of the error rule
+
+
+def providers() -> list[Provider]:
+    """All providers that are pinned to a backend or a package, our backends first."""
+    ours = [
+        Provider(
+            backend.name,
+            False,
+            partial(_ours, backend.name),
+            is_fast=backend.is_automatic and backend.name not in SLOW_BACKENDS,
+        )
+        for backend in registry.BACKENDS
+    ]
+    return ours + BASELINES
+
+
+def choose(text: str | None, is_grid: bool, option: str = "--backends") -> list[Provider]:
+    """The providers of a comma-separated list of names, `ours` and `baselines`. None: the default set. Errors name the
+    option of the command line."""
+    known = providers()
+    if text is None:
+        return [provider for provider in known if provider.is_fast or not is_grid]
+    groups = {"ours": [p for p in known if not p.is_baseline], "baselines": [p for p in known if p.is_baseline]}
+    groups.update({provider.name: [provider] for provider in (*known, AUTOMATIC, HIGH)})
+    chosen: dict[str, Provider] = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        if word not in groups:
+            raise value_error(option, repr(word), ", ".join(groups))
+        chosen.update({provider.name: provider for provider in groups[word]})
+    if not chosen:
+        raise value_error(option, repr(text), "at least one of " + ", ".join(groups))
+    return [provider for provider in (AUTOMATIC, HIGH, *known) if provider.name in chosen]
+
+
+def missing(provider: Provider) -> str | None:
+    """Why the provider's package cannot be used here, or None."""
+    if not provider.requires:
+        return None
+    try:
+        importlib.import_module(provider.requires)
+    except Exception as error:  # a broken binary may raise anything
+        return f"{provider.requires} cannot be imported: {error}"
+    return None
+
+
+# Our backends
+
+
+def _ours(name: str | None, point: Point, inputs: Inputs) -> Attend:
+    if point.extra.entry == "serving":
+        layout = serving.Layout(point, inputs.q.device)
+        detail = _detail(name, serving.explained(layout, name))
+        return Attend(serving.ours(layout, name), detail=detail, arrange=layout.arrange)
+    extra, bias, leaves = point.extra, *_bias(point, inputs)
+    options: dict[str, Any] = {"causal": point.is_causal, "backend": name}
+    if point.option:
+        options.update(softcap=extra.softcap, dropout_p=extra.dropout_p, bias=bias, mask=inputs.extras.mask)
+        options.update(alibi_slopes=inputs.extras.alibi_slopes)
+        options.update(window=None if extra.window is None else (extra.window, 0))
+    detail = _detail(name, api.explain(inputs.q, inputs.k, inputs.v, **options))
+    if extra.entry == "sdpa":
+        return Attend(facades.scaled_dot_product_attention, detail=detail)
+    if extra.entry == "kvcache":
+        new_k, new_v, length = inputs.k[:, :, -1:].clone(), inputs.v[:, :, -1:].clone(), point.seqlen_k - 1
+
+        def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = api.attention_kvcache(q, k, v, k=new_k, v=new_v, cache_seqlens=length, layout="bhsd", backend=name)
+            assert isinstance(out, Tensor)
+            return out
+
+        return Attend(step, detail=detail)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = api.attention(q, k, v, **options)
+        assert isinstance(out, Tensor)
+        return out
+
+    return Attend(call, detail=detail, leaves=leaves)
+
+
+def _detail(name: str | None, explanation: registry.Explanation) -> str:
+    details = {"backend": explanation.backend} if name is None else {}
+    return ", ".join(f"{key} {value}" for key, value in (details | explanation.details).items())
+
+
+def _bias(point: Point, inputs: Inputs) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+    """The bias of the call, as a new autograd leaf where its gradient is taken, and the leaf."""
+    bias = inputs.extras.bias
+    if bias is None or not point.extra.has_bias_grad or point.direction == "fwd":
+        return bias, ()
+    bias = bias.detach().requires_grad_()
+    return bias, (bias,)
+
+
+def _ours_high(point: Point, inputs: Inputs) -> Attend:
+    if point.dtype != "fp32":
+        raise Unsupported(f"torch.set_float32_matmul_precision is for float32, and this is {point.dtype}")
+    with _high_precision():
+        attend = _ours(None, point, inputs)
+    return replace(attend, context=_high_precision)
+
+
+@contextmanager
+def _high_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+AUTOMATIC = Provider("flashtile", False, partial(_ours, None))  # our choice of a backend for each call
+# The same with products of TF32's precision; its bound is that of docs/float32.md
+HIGH = Provider("flashtile-high", False, _ours_high, max_relative_error=1e-3)
+
+
+# torch
+
+
+def _sdpa(pinned: SDPBackend | None, point: Point, inputs: Inputs) -> Attend:
+    extra = point.extra
+    if extra.page_size is not None or extra.short_keys is not None or extra.is_packed:
+        raise Unsupported("scaled_dot_product_attention has neither pages nor lengths")
+    options: dict[str, Any] = {"is_causal": point.is_causal}
+    if point.is_causal and point.seqlen_q != point.seqlen_k:
+        from torch.nn.attention.bias import causal_lower_right  # imports Dynamo, which takes seconds
+
+        options = {"attn_mask": causal_lower_right(point.seqlen_q, point.seqlen_k)}
+    if point.heads != point.heads_kv:
+        options["enable_gqa"] = True
+    bias, bias_leaves = _bias(point, inputs)
+    for name, is_used in (("softcap", extra.softcap), ("window", extra.window), ("ALiBi slopes", extra.has_alibi)):
+        if is_used:
+            raise Unsupported(f"scaled_dot_product_attention has no {name}")
+    if extra.dropout_p:
+        options["dropout_p"] = extra.dropout_p
+    if extra.mask or extra.has_bias:
+        options["attn_mask"] = inputs.extras.mask if extra.mask else bias
+    context = nullcontext if pinned is None else partial(sdpa_kernel, pinned)
+    if extra.entry == "kvcache":
+        return Attend(_step(inputs, point.seqlen_k - 1), context)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, **options)
+
+    if pinned is not None:
+        return Attend(call, context, leaves=bias_leaves)
+    leaves = inputs.leaves("bhsd", point.direction != "fwd")
+    chosen = SDPBackend(torch._fused_sdp_choice(leaves.q, leaves.k, leaves.v, **options))
+    return Attend(call, detail=f"takes {chosen.name.lower()}", leaves=bias_leaves)
+
+
+def _step(inputs: Inputs, length: int) -> Call:
+    """A step of generation: writes a row of keys and of values, and attends to all rows up to it."""
+    new_k, new_v = inputs.k[:, :, -1:].clone(), inputs.v[:, :, -1:].clone()
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k[:, :, length : length + 1] = new_k
+        v[:, :, length : length + 1] = new_v
+        return F.scaled_dot_product_attention(q, k[:, :, : length + 1], v[:, :, : length + 1])
+
+    return call
+
+
+def _refuse_options(point: Point) -> None:
+    if point.extra != PLAIN:
+        raise Unsupported(f"measured without options; the call has: {point.option}")
+
+
+def eager(is_causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Product, softmax, product in the dtype of the inputs; stores the scores."""
+    batch, heads, seqlen_q, head_dim = q.shape
+    heads_kv, seqlen_k = k.shape[1], k.shape[2]
+    grouped = (q * head_dim**-0.5).reshape(batch, heads_kv, heads // heads_kv * seqlen_q, head_dim)
+    scores = (grouped @ k.transpose(-1, -2)).view(batch, heads, seqlen_q, seqlen_k)
+    if is_causal:
+        is_hidden = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(is_hidden, -torch.inf)
+    weights = torch.softmax(scores, -1).view(batch, heads_kv, -1, seqlen_k)
+    return (weights @ v).view(batch, heads, seqlen_q, v.shape[-1])
+
+
+def _eager(point: Point, inputs: Inputs) -> Attend:
+    _refuse_options(point)
+    return Attend(partial(eager, point.is_causal))
+
+
+def _compile(function: Callable[..., Any], point: Point, is_dynamic: bool) -> tuple[Callable[..., Any], str]:
+    """Compiles for this point only, or once for all lengths."""
+    config = importlib.import_module("torch._dynamo.config")
+    # Beyond these limits torch would silently run the uncompiled function
+    config.recompile_limit, config.accumulated_recompile_limit = 1024, 4096  # type: ignore[attr-defined]
+    if point.direction != "fwd":
+        # Lets the backward pass run again on the same graph
+        importlib.import_module("torch._functorch.config").donated_buffer = False  # type: ignore[attr-defined]
+    compiled = torch.compile(function, dynamic=is_dynamic, fullgraph=True)
+    return compiled, "dynamic shapes" if is_dynamic else "static shapes"
+
+
+def _compiled(point: Point, inputs: Inputs) -> Attend:
+    _refuse_options(point)
+    call, detail = _compile(partial(eager, point.is_causal), point, is_dynamic=True)
+    return Attend(call, detail=detail)
+
+
+def _varlen(point: Point, inputs: Inputs) -> Attend:
+    if not point.extra.is_packed:
+        raise Unsupported("measured with packed sequences alone")
+    layout = serving.Layout(point, inputs.q.device)
+    return Attend(serving.torch_varlen(layout), arrange=layout.arrange)
+
+
+def _flex(point: Point, inputs: Inputs) -> Attend:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if point.direction != "fwd" and inputs.q.device.type == "cpu":
+        raise Unsupported("FlexAttention has no backward pass on the CPU")
+    extra, bias, leaves = point.extra, *_bias(point, inputs)
+    if extra.dropout_p:
+        raise Unsupported("FlexAttention has no dropout")
+    if point.option and not extra.changes_scores:
+        raise Unsupported("left out: FlexAttention is measured where it has a mask or a score to change")
+    options: dict[str, Any] = {"enable_gqa": point.heads != point.heads_kv}
+    if point.is_causal or extra.mask:
+        batch = point.batch if extra.mask else None
+        is_seen = _window(extra.window) if extra.window is not None else _is_seen
+        is_seen = _mask_of(inputs.extras.mask) if inputs.extras.mask is not None else is_seen
+        options["block_mask"] = create_block_mask(
+            is_seen, batch, None, point.seqlen_q, point.seqlen_k, device=inputs.q.device.type
+        )
+    if (change := _score_mod(extra.softcap, bias, inputs.extras.alibi_slopes)) is not None:
+        options["score_mod"] = change
+    # Static shapes are faster, but on the CPU each compilation takes half a minute. Options need them: with dynamic
+    # shapes torch cannot compile a captured number or tensor for the CPU
+    is_dynamic = (inputs.q.device.type == "cpu" and not point.option) or point.has_growing_keys
+    compiled, detail = _compile(flex_attention, point, is_dynamic)
+    return Attend(lambda q, k, v: compiled(q, k, v, **options), detail=detail, leaves=leaves)
+
+
+def _is_seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i >= j
+
+
+def _window(left: int) -> Callable[..., Tensor]:
+    return lambda b, h, i, j: (i >= j) & (i - j <= left)
+
+
+def _mask_of(mask: Tensor) -> Callable[..., Tensor]:
+    """FlexAttention's form of a mask (batch, 1, 1 or seqlen_q, seqlen_k)."""
+    if mask.shape[2] == 1:
+        return lambda b, h, i, j: mask[b, 0, 0, j]
+    return lambda b, h, i, j: mask[b, 0, i, j]
+
+
+def _score_mod(softcap: float, bias: Tensor | None, slopes: Tensor | None) -> Callable[..., Tensor] | None:
+    if softcap:
+        return lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)
+    if bias is not None:
+        return lambda score, b, h, i, j: score + bias[0, h, i, j]
+    if slopes is not None:
+        return lambda score, b, h, i, j: score - slopes[h] * (i - j).abs()
+    return None
+
+
+# Peers
+
+
+def _flash_attn(module: str, point: Point, inputs: Inputs) -> Attend:
+    _refuse_options(point)
+    function = importlib.import_module(module).flash_attn_func
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = function(q, k, v, causal=point.is_causal)
+        return out[0] if isinstance(out, tuple) else out
+
+    return Attend(call)
+
+
+def _xformers(point: Point, inputs: Inputs) -> Attend:
+    _refuse_options(point)
+    if point.heads != point.heads_kv:
+        raise Unsupported("xformers takes grouped heads in another shape")
+    ops = importlib.import_module("xformers.ops")
+    bias = ops.LowerTriangularMask() if point.is_causal else None
+    return Attend(lambda q, k, v: ops.memory_efficient_attention(q, k, v, attn_bias=bias))
+
+
+def _flashinfer(point: Point, inputs: Inputs) -> Attend:
+    _refuse_options(point)
+    if point.direction != "fwd":
+        raise Unsupported("flashinfer has no backward pass")
+    flashinfer = importlib.import_module("flashinfer")
+    device = inputs.q.device
+    workspace = torch.empty(128 * 2**20, dtype=torch.uint8, device=device)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+    starts = torch.arange(point.batch + 1, dtype=torch.int32, device=device)
+    wrapper.plan(
+        starts * point.seqlen_q,
+        starts * point.seqlen_k,
+        point.heads,
+        point.heads_kv,
+        point.head_dim,
+        head_dim_vo=point.head_dim_v,
+        causal=point.is_causal,
+        q_data_type=inputs.q.dtype,
+    )
+    return Attend(
+        lambda q, k, v: wrapper.run(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)).view(*q.shape[:-1], v.shape[-1])
+    )
+
+
+BASELINES: list[Provider] = [
+    Provider("sdpa", True, partial(_sdpa, None)),
+    Provider("sdpa-flash", True, partial(_sdpa, SDPBackend.FLASH_ATTENTION)),
+    Provider("sdpa-cudnn", True, partial(_sdpa, SDPBackend.CUDNN_ATTENTION)),
+    Provider("sdpa-efficient", True, partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION)),
+    Provider("sdpa-math", True, partial(_sdpa, SDPBackend.MATH), is_fast=False),
+    Provider("eager", True, _eager, is_fast=False),
+    Provider("compiled", True, _compiled),
+    Provider("flex", True, _flex),
+    Provider("torch-varlen", True, _varlen, is_fast=False),
+    Provider(
+        "flash-attn-2",
+        True,
+        partial(_flash_attn, "flash_attn.flash_attn_interface"),
+        "bshd",
+        requires="flash_attn.flash_attn_interface",
+    ),
+    Provider(
+        "flash-attn-3", True, partial(_flash_attn, "flash_attn_interface"), "bshd", requires="flash_attn_interface"
+    ),
+    Provider("flash-attn-4", True, partial(_flash_attn, "flash_attn.cute"), "bshd", requires="flash_attn.cute"),
+    Provider("xformers", True, _xformers, "bshd", requires="xformers.ops"),
+    Provider("flashinfer", True, _flashinfer, "bshd", requires="flashinfer"),
+]
+
+
+def by_name(name: str, among: Sequence[Provider] | None = None) -> Provider:
+    for provider in among or [AUTOMATIC, HIGH, *providers()]:
+        if provider.name == name:
+            return provider
+    raise value_error("provider", repr(name), ", ".join(provider.name for provider in among or providers()))

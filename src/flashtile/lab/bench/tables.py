@@ -1,0 +1,304 @@
+"""Rows as small text tables, for the terminal and for the documentation.
+
+CSV files keep the provider names as measured (`cuda`, `cpu`, ...). Tables and figures print `labels` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from flashtile.backends import registry
+from flashtile.errors import value_error
+from flashtile.lab.bench import compare, join, overhead
+from flashtile.lab.bench.rows import ColdRow, OverheadRow, Row
+
+DEFAULT_BACKENDS = ("cuda", "cpu")  # what `backend=None` takes on each device
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    header: tuple[str, ...]
+    lines: tuple[tuple[str, ...], ...]
+
+    def markdown(self) -> str:
+        rule = ["---", *("---:" for _ in self.header[1:])]
+        return "\n".join("| " + " | ".join(cells) + " |" for cells in (self.header, rule, *self.lines))
+
+
+def labels(names: Iterable[str]) -> dict[str, str]:
+    """The printed name of each provider in one table or figure.
+
+    A default backend is `flashtile` where it is the only backend of ours; where several are compared each is
+    `flashtile (<backend>)`. Baselines and the rungs of the ladder keep their names.
+    """
+    known = registry.names()
+    unique = list(dict.fromkeys(names))
+    ours = [name for name in unique if name in known]
+    is_alone = len(ours) == 1 and ours[0] in DEFAULT_BACKENDS
+    return {name: name if name not in ours else "flashtile" if is_alone else f"flashtile ({name})" for name in unique}
+
+
+def number(value: float) -> str:
+    """Three significant digits, without an exponent between 1e-4 and 1e6."""
+    if value == 0:
+        return "0"
+    if not 1e-4 <= abs(value) < 1e6:
+        return f"{value:.2e}"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+_CELLS: dict[str, tuple[str, Callable[[Row], float | None]]] = {
+    "latency": ("Median time, ms", lambda row: row.median_ms),
+    "throughput": ("TFLOP/s", lambda row: row.tflops),
+    "bandwidth": ("GB/s", lambda row: row.gb_per_s),
+    "memory": (
+        "Peak memory beyond the inputs, MiB",
+        lambda row: None if row.memory_bytes is None else row.memory_bytes / 2**20,
+    ),
+    "accuracy": ("Largest error against float64", lambda row: row.max_error),
+}
+KINDS = (*_CELLS, "ratios", "options", "float32", "serving")
+
+
+def of(rows: Sequence[Row], kind: str) -> Table:
+    """The table of that name, one of KINDS. A column for each measured provider, a line for each point."""
+    if kind == "serving":
+        return serving_table(rows)
+    if rows and rows[0].sweep == "decode":
+        rows = [row for row in rows if not row.option]  # the others have a table of their own
+    if kind == "ratios":
+        return ratio_table(rows)
+    if kind == "options":
+        return options_table(rows)
+    if kind == "float32":
+        return float32_table(rows)
+    if kind not in _CELLS:
+        raise value_error("table", repr(kind), ", ".join(KINDS))
+    title, value = _CELLS[kind]
+    names = measured_labels(rows)
+    points = point_labels(rows)
+    lines = []
+    for point, here in join.groups(rows, lambda row: points[id(row)]).items():
+        lines.append((point, *_cells(here, names, value)))
+    return Table(title, ("", *names.values()), tuple(lines))
+
+
+def measured_labels(rows: Sequence[Row]) -> dict[str, str]:
+    """The labels of the providers that were timed at one point or more, in the order of the rows."""
+    timed = {row.provider for row in rows if row.median_ms is not None}
+    return labels(row.provider for row in rows if row.provider in timed)
+
+
+def _cells(rows: Sequence[Row], names: Iterable[str], value: Callable[[Row], float | None]) -> list[str]:
+    """The cells of one line: one row at most for each provider."""
+    found = join.unique(rows, lambda row: row.provider)
+    return [_cell(found[name], value) if name in found else "" for name in names]
+
+
+def _micros(row: Row) -> float | None:
+    return row.median_ms and row.median_ms * 1e3
+
+
+def _cell(row: Row, value: Callable[[Row], float | None]) -> str:
+    if row.status == "inaccurate":
+        return "inaccurate"
+    found = value(row)
+    return row.status if found is None else number(found)
+
+
+def point_labels(rows: Sequence[Row]) -> dict[int, str]:
+    """A short name for each row's point, by the row's id: only the parts that vary between the rows."""
+    if rows and rows[0].sweep == "decode" and any(row.option for row in rows):
+        serving, plain = [row for row in rows if row.option], [row for row in rows if not row.option]
+        return point_labels(plain) | {id(row): serving_label(row) for row in serving}
+    parts: list[tuple[str, Callable[[Row], str]]] = [
+        ("direction", lambda row: row.direction),
+        ("head_dim", lambda row: f"d={row.head_dim}"),
+        ("is_causal", lambda row: "causal" if row.is_causal else "full"),
+        ("batch", lambda row: f"B={row.batch}"),
+        ("seqlen_k", lambda row: f"S={row.seqlen_k}"),
+    ]
+    if any(row.option for row in rows):
+        parts = [("option", lambda row: row.option), parts[0]]
+    varying = [
+        text for name, text in parts if name in ("seqlen_k", "option") or len({getattr(row, name) for row in rows}) > 1
+    ]
+    return {id(row): " ".join(text(row) for text in varying) for row in rows}
+
+
+def options_table(rows: Sequence[Row]) -> Table:
+    """The times of a grid of options in microseconds, and the fastest peer's time over ours."""
+    names, points = measured_labels(rows), point_labels(rows)
+    lines = []
+    for point, here in join.groups(rows, lambda row: points[id(row)]).items():
+        ours = [row.median_ms for row in here if row.is_ok and row.median_ms and not row.is_baseline]
+        peers = [row.median_ms for row in here if row.is_ok and row.median_ms and row.is_baseline]
+        ratio = f"{min(peers) / min(ours):.2f}" if ours and peers else ""
+        lines.append((point, *_cells(here, names, _micros), ratio))
+    return Table("Median time, microseconds", ("", *names.values(), "best peer / ours"), tuple(lines))
+
+
+def float32_table(rows: Sequence[Row]) -> Table:
+    """The float32 grid: speed against the fastest peer, what "high" precision gains, and relative errors."""
+    lines = []
+    for point, group in join.groups(rows, lambda row: row.point).items():
+        here = join.unique((row for row in group if row.is_ok), lambda row: row.provider)
+        ours, high = here.get("flashtile"), here.get("flashtile-high")
+        peer = min(
+            (row for row in here.values() if row.is_baseline), key=lambda row: row.median_ms or 0.0, default=None
+        )
+        label = f"{point.direction} d={point.head_dim} {point.option or ('causal' if point.is_causal else 'full')}"
+        lines.append(
+            (
+                label,
+                number(ours.median_ms) if ours and ours.median_ms else "",
+                number(ours.tflops) if ours and ours.tflops else "",
+                _speed(peer, ours),
+                _speed(ours, high),
+                *(
+                    "" if row is None or row.relative_error is None else number(row.relative_error)
+                    for row in (ours, peer, high)
+                ),
+            )
+        )
+    peers = ", ".join(dict.fromkeys(row.provider for row in rows if row.is_baseline)) or "no peer"
+    header = ("", "ms", "TFLOP/s", f"over {peers}", '"high" over it', "error", f"error of {peers}", 'error of "high"')
+    return Table("Float32: speed, and the norm of the error over the norm of the float64 result", header, tuple(lines))
+
+
+def _speed(slow: Row | None, fast: Row | None) -> str:
+    """Times that the second is as fast as the first."""
+    return f"{slow.median_ms / fast.median_ms:.2f}" if slow and fast and slow.median_ms and fast.median_ms else ""
+
+
+def serving_label(row: Row) -> str:
+    """A call of serving in a few words. Grouped heads are the rule."""
+    heads = f" H{row.heads}" if row.heads == row.heads_kv else ""
+    return f"B{row.batch}{heads} {row.seqlen_q} x {row.seqlen_k}, {row.option}"
+
+
+def serving_table(rows: Sequence[Row]) -> Table:
+    """Calls over a cache, dense and in pages. Ours: time over that of the dense cache of the same shape, bandwidth over
+    that of a copy; and the fastest peer's time over ours."""
+    rows = [row for row in rows if row.sweep == "decode" and row.option]
+    names = measured_labels(rows)
+    lines = []
+    calls = join.groups(rows, serving_label)
+    for label, here in calls.items():
+        ours = [row for row in here if row.is_ok and not row.is_baseline]
+        peers = [row for row in here if row.is_ok and row.is_baseline]
+        added = ["", "", ""]
+        if ours:
+            best = min(ours, key=lambda row: row.median_ms or 0.0)
+            dense = join.unique(calls.get(label.partition(", page")[0], []), lambda row: row.provider)
+            if ", page" in label and best.provider in dense:
+                added[0] = _speed(best, dense[best.provider] if dense[best.provider].is_ok else None)
+            if best.gb_per_s and best.copy_gb_per_s:
+                added[1] = f"{best.gb_per_s / best.copy_gb_per_s:.2f}"
+            if peers and best.median_ms:
+                added[2] = f"{min(row.median_ms or 0.0 for row in peers) / best.median_ms:.2f}"
+        lines.append((label, *_cells(here, names, _micros), *added))
+    header = ("", *names.values(), "over dense", "of a copy's GB/s", "best peer / ours")
+    return Table("Calls over a cache: median time, microseconds", header, tuple(lines))
+
+
+def ratio_table(rows: Sequence[Row]) -> Table:
+    names = measured_labels(rows)
+    lines = tuple(
+        (
+            f"{names[one.provider]} over {names[one.peer]}",
+            one.direction,
+            str(one.num_points),
+            number(one.geometric_mean),
+            number(one.lowest),
+            number(one.highest),
+        )
+        for one in compare.ratios(rows)
+    )
+    header = ("speed", "pass", "points", "geometric mean", "lowest", "highest")
+    return Table("Speed against each peer: peer's time over ours, accurate rows only", header, lines)
+
+
+def refusals(rows: Sequence[Row]) -> Table:
+    """Which providers were not measured, where and why; one line for each reason. Names are those of `--backends`."""
+    points, where = point_labels(rows), dict[tuple[str, str, str], list[str]]()
+    for row in rows:
+        if row.status != "ok":
+            where.setdefault((row.provider, row.status, row.reason), []).append(points[id(row)])
+    lines = tuple(
+        (provider, status, places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more", reason)
+        for (provider, status, reason), places in where.items()
+    )
+    return Table("Not measured, or not counted", ("provider", "status", "where", "reason"), lines)
+
+
+def overhead_table(rows: Sequence[OverheadRow]) -> Table:
+    measured = {(row.mode, row.case) for row in rows}
+    cases = [column for column in overhead.COLUMNS if column in measured]
+    found = join.unique(rows, lambda row: (row.provider, row.mode, row.case))
+    cells = {key: row.status if row.median_us is None else number(row.median_us) for key, row in found.items()}
+    timed = {row.provider for row in rows if row.median_us is not None}
+    names = labels(row.provider for row in rows if row.provider in timed)
+    lines = tuple((label, *(cells.get((name, *case), "") for case in cases)) for name, label in names.items())
+    return Table("Host time of one call, microseconds", ("", *(f"{mode}, {case}" for mode, case in cases)), lines)
+
+
+def change_tables(found: Sequence[compare.Change]) -> list[Table]:
+    names = labels(one.provider for one in found)
+    lines = tuple(
+        (
+            names[one.provider],
+            one.direction,
+            f"B{one.batch} H{one.heads}/{one.heads_kv} {one.seqlen_q}x{one.seqlen_k} d{one.head_dim} {one.dtype}"
+            + (" causal" if one.is_causal else "")
+            + (f", {one.option}" if one.option else ""),
+            number(one.before_ms),
+            number(one.after_ms),
+            f"{one.speedup:.3f}",
+        )
+        for one in found
+    )
+    sums = tuple(
+        (names[provider], str(count), f"{mean:.3f}", f"{low:.3f}")
+        for provider, count, mean, low in compare.means(found)
+    )
+    return [
+        Table(
+            "Point by point; above 1 the second run is faster",
+            ("provider", "pass", "problem", "first, ms", "second, ms", "speed"),
+            lines,
+        ),
+        Table("Over all points", ("provider", "points", "geometric mean", "lowest"), sums),
+    ]
+
+
+def cold_table(rows: Sequence[ColdRow]) -> Table:
+    names = labels(row.provider for row in rows)
+    lines = tuple(
+        (
+            names[row.provider],
+            row.cache,
+            row.status,
+            *(
+                "" if value is None else number(value)
+                for value in (row.import_torch_s, row.import_flashtile_s, row.start_device_s)
+            ),
+            *("" if value is None else number(value) for value in (row.first_call_s, row.second_call_s)),
+            "" if row.resident_bytes is None else number(row.resident_bytes / 2**20),
+        )
+        for row in rows
+    )
+    header = (
+        "provider",
+        "cache",
+        "status",
+        "import torch",
+        "import flashtile",
+        "start device",
+        "first call",
+        "second call",
+        "resident, MiB",
+    )
+    return Table("The first call of a new process, seconds", header, lines)

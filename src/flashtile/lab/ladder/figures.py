@@ -1,0 +1,207 @@
+"""The ladder's figures: times, roofline, counters of each rung and its predecessor, bytes by sequence length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flashtile.lab.bench import join, plots
+from flashtile.lab.bench.rows import Row, read
+from flashtile.lab.bench.tables import number
+from flashtile.lab.ladder.rows import HbmRow, RungRow
+from flashtile.lab.ladder.tables import labels
+
+OURS, STEP_BEFORE, PEER = "#D55E00", "#9a9a9a", "#0072B2"
+_WAVEFRONT_BYTES = 128  # bytes that the shared-memory pipe moves in one cycle
+
+
+def draw(csv_path: Path) -> list[Path]:
+    """Draws every figure of one of the ladder's CSVs into its folder."""
+    plots.require_matplotlib()
+    import matplotlib
+
+    with matplotlib.rc_context(plots.look()):
+        if csv_path.stem.startswith("ladder_hbm"):
+            return [_bytes_figure(csv_path, read(csv_path, HbmRow))]
+        if csv_path.stem.startswith("ladder_kernels"):
+            kernels = read(csv_path, RungRow)
+            figures = [_roofline(csv_path, kernels)] if any(kernel.tflops for kernel in kernels) else []
+            counted = [kernel for kernel in kernels if kernel.unit_percent is not None and not kernel.is_causal]
+            before: RungRow | None = None
+            causal = join.unique((kernel for kernel in kernels if kernel.is_causal), lambda kernel: kernel.rung)
+            for kernel in counted:
+                figures.append(_counter_figure(csv_path, kernel, before, causal.get(kernel.rung)))
+                before = kernel
+            return figures
+        return [_times(csv_path, [row for row in read(csv_path, Row) if row.is_ok and row.batch * row.heads > 1])]
+
+
+def _times(csv_path: Path, rows: Sequence[Row]) -> Path:
+    """Bars of the large problem, full and causal, on a log axis: equal speedups have equal lengths."""
+    from matplotlib.figure import Figure
+
+    masks = sorted({row.is_causal for row in rows})
+    names = labels(rows)
+    figure = Figure(figsize=(5.9 * len(masks) + 1.2, 0.36 * len(names) + 1.5), layout="constrained")
+    panels = figure.subplots(1, len(masks), squeeze=False, sharey=True)[0]
+    for axes, is_causal in zip(panels, masks, strict=True):
+        here = join.unique((row for row in rows if row.is_causal == is_causal), lambda row: row.provider)
+        for y, name in enumerate(names):
+            if name not in here:
+                continue
+            row = here[name]
+            ms = row.median_ms or 0.0
+            axes.barh(
+                y, ms, color=PEER if row.is_baseline else OURS, height=0.68, alpha=0.55 if name == "cuda" else 1.0
+            )
+            axes.text(ms * 1.12, y, f"{number(ms)} ms", va="center", fontsize=9)
+        axes.set_xscale("log")
+        times = [row.median_ms or 1.0 for row in here.values()]
+        axes.set_xlim(min(times) * 0.6, max(times) * 6)
+        axes.set_yticks(range(len(names)), names.values())
+        axes.grid(False, axis="y")
+        axes.set_xlabel("Time per call (ms)")
+        axes.set_title("causal" if is_causal else "full", loc="left")
+    panels[0].invert_yaxis()
+    first = rows[0]
+    problem = f"B={first.batch} H={first.heads} S={first.seqlen_q} d={first.head_dim} {first.dtype}"
+    figure.suptitle(
+        f"The ladder: {problem}; {first.env.device}, torch {first.env.torch}", x=0.01, ha="left", fontweight="bold"
+    )
+    return plots.save(figure, csv_path, f"{csv_path.stem}_times.png")
+
+
+def _roofline(csv_path: Path, kernels: Sequence[RungRow]) -> Path:
+    """Throughput by arithmetic intensity, with measured ceilings. One panel each for device and for shared memory.
+
+    Device memory bytes are counted or, without a profile, the least possible.
+    """
+    from matplotlib.figure import Figure
+
+    full = [kernel for kernel in kernels if not kernel.is_causal and kernel.tflops] or [
+        kernel for kernel in kernels if kernel.tflops
+    ]
+    first = full[0]
+    device = [(kernel.flops / (kernel.dram_bytes or kernel.least_bytes), kernel) for kernel in full]
+    shared = [
+        (kernel.flops / (_WAVEFRONT_BYTES * kernel.shared_wavefronts), kernel)
+        for kernel in full
+        if kernel.shared_bytes and kernel.shared_wavefronts
+    ]
+    panels = [(device, "device memory", first.dram_ceiling_gb_per_s, "as counted" if first.dram_bytes else "at best")]
+    if shared:
+        panels.append((shared, "shared memory", first.shared_ceiling_gb_per_s, "as counted"))
+    figure = Figure(figsize=(6.4 * len(panels), 5.0), layout="constrained")
+    for axes, (points, name, roof, how) in zip(
+        figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True
+    ):
+        _roof_panel(axes, points, name, roof)
+        axes.set_xlabel(f"FLOP for each byte of {name}, {how}")
+        axes.set_ylabel("TFLOP/s")
+    problem = (
+        f"B={first.batch} H={first.heads} S={first.seqlen} d={first.head_dim} "
+        f"{first.dtype}{', causal' if first.is_causal else ''}"
+    )
+    figure.suptitle(
+        f"Roofline, roofs as measured: {problem}; {first.env.device}", x=0.01, ha="left", fontweight="bold", fontsize=11
+    )
+    return plots.save(figure, csv_path, f"{csv_path.stem.replace('kernels', 'roofline')}.png")
+
+
+def _roof_panel(axes: Any, points: Sequence[tuple[float, RungRow]], name: str, gb_per_s: float) -> None:
+    import numpy as np
+
+    first = points[0][1]
+    top = first.ceiling_tflops
+    ridge = top / gb_per_s * 1e3
+    low, high = min(ridge, *(x for x, _ in points)) / 8, max(ridge, *(x for x, _ in points)) * 40
+    xs = np.logspace(np.log10(low), np.log10(high), 200)
+    axes.plot(xs, np.minimum(xs * gb_per_s / 1e3, top), color="#000000", linewidth=1.5)
+    axes.text(high, top * 1.08, f"{first.unit}, {number(top)} TFLOP/s", ha="right", fontsize=9)
+    axes.text(low * 1.1, top * 1.08, f"{name}, {number(gb_per_s)} GB/s", fontsize=9)
+    ordered = sorted(points, key=lambda one: one[1].tflops or 0.0)
+    label_ys = plots.spread([float(np.log10(kernel.tflops or 1.0)) for _, kernel in ordered], 0.13)
+    right = max(x for x, _ in points)
+    for (x, kernel), label_y in zip(ordered, label_ys, strict=True):
+        axes.plot(x, kernel.tflops, "o", color=OURS, markersize=7)
+        axes.annotate(
+            kernel.rung, xy=(x, kernel.tflops), xytext=(right * 1.8, 10**label_y), fontsize=9, va="center",
+            arrowprops={"arrowstyle": "-", "color": STEP_BEFORE, "linewidth": 0.6},
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(low, high)
+
+
+def _counter_figure(csv_path: Path, kernel: RungRow, before: RungRow | None, causal: RungRow | None) -> Path:
+    """Counters of a rung as percentages, with the previous rung in grey."""
+    from matplotlib.figure import Figure
+
+    values: list[tuple[str, Any]] = [
+        (f"{kernel.unit} pipe busy", lambda one: one.unit_percent),
+        ("shared memory throughput", lambda one: one.shared_percent or 0.0),
+        ("L2 throughput", lambda one: one.l2_percent or 0.0),
+        ("occupancy", lambda one: 100 * (one.achieved_occupancy or 0.0)),
+        ("waits for global memory", lambda one: 100 * (one.global_stall_share or 0.0)),
+        (f"TFLOP/s of {kernel.unit} ceiling", lambda one: 100 * (one.tflops or 0.0) / one.ceiling_tflops),
+    ]
+    figure = Figure(figsize=(7.6, 3.1), layout="constrained")
+    axes = figure.add_subplot()
+    for y, (_, value) in enumerate(values):
+        axes.barh(y - 0.19, value(kernel), color=OURS, height=0.36)
+        axes.text(value(kernel) + 1, y - 0.19, _digits(value(kernel)), va="center", fontsize=8.5)
+        if before is not None:
+            axes.barh(y + 0.19, value(before), color=STEP_BEFORE, height=0.36)
+            axes.text(value(before) + 1, y + 0.19, _digits(value(before)), va="center", fontsize=8.5, color="#666666")
+    axes.set_yticks(range(len(values)), [name for name, _ in values])
+    axes.set_xlim(0, 108)
+    axes.set_xlabel(f"%, full; warps wait most for {kernel.top_stall.replace('_', ' ')}")
+    axes.grid(False, axis="y")
+    axes.invert_yaxis()
+    step = f"; in grey {before.rung}" if before is not None else ""
+    timed = (("", kernel), ("causal ", causal))
+    times = [f"{name}{number(one.median_ms)} ms" for name, one in timed if one is not None and one.median_ms]
+    figure.suptitle(f"{kernel.rung}: {', '.join(times)}{step}", x=0.01, ha="left", fontweight="bold", fontsize=10.5)
+    suffix = csv_path.stem.removeprefix(f"ladder_kernels_{kernel.dtype}")
+    return plots.save(figure, csv_path, f"ladder_{kernel.rung}{suffix}.png")
+
+
+def _digits(percent: float) -> str:
+    return f"{percent:.0f}" if percent >= 1 or percent == 0 else f"{percent:.1g}"
+
+
+def _bytes_figure(csv_path: Path, rows: Sequence[HbmRow]) -> Path:
+    """Device memory traffic by sequence length: quadratic if scores are stored, else linear."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.4, 5.0), layout="constrained")
+    axes = figure.add_subplot()
+    lengths = sorted({row.seqlen for row in rows})
+    names = list(dict.fromkeys(row.provider for row in rows))
+    least = {row.seqlen: row.least_bytes for row in rows}
+    axes.plot(lengths, [least[length] / 1e9 for length in lengths], color="#000000", linestyle=":", linewidth=1.5)
+    ends: list[plots.End] = [(least[lengths[-1]] / 1e9, lengths[-1], "least bytes", "#000000", False)]
+    for name in names:
+        own = sorted((row for row in rows if row.provider == name), key=lambda row: row.seqlen)
+        colour = PEER if name == "eager" else OURS
+        axes.plot(
+            [row.seqlen for row in own], [row.dram_bytes / 1e9 for row in own], color=colour, marker="o", linewidth=2.2
+        )
+        ends.append((own[-1].dram_bytes / 1e9, own[-1].seqlen, name, colour, name != "eager"))
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.minorticks_off()
+    axes.set_xlabel("Sequence length")
+    axes.set_ylabel("GB through device memory in one call")
+    first = rows[0]
+    problem = f"B={first.batch} H={first.heads} d={first.head_dim} {first.dtype}"
+    axes.set_title(
+        f"Device memory traffic, counted: {problem}, forward; {first.env.device}",
+        loc="left",
+        fontweight="bold",
+        fontsize=11,
+    )
+    plots.label_ends(axes, ends)
+    return plots.save(figure, csv_path, f"{csv_path.stem}.png")

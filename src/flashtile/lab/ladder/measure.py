@@ -1,0 +1,163 @@
+"""The rungs as providers of the benchmark, the problems of the ladder, and the CSV row of each kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+
+from torch import Tensor
+
+from flashtile.errors import unsupported, value_error
+from flashtile.lab.bench import providers
+from flashtile.lab.bench.points import DTYPES, FAST_SEQLENS, Inputs, Plan, Point
+from flashtile.lab.bench.providers import Attend, Provider
+from flashtile.lab.bench.rows import Environment, Row
+from flashtile.lab.defaults import LADDER_HEAD_DIM
+from flashtile.lab.ladder import launcher, rungs
+from flashtile.lab.ladder.rows import Counters, RungRow
+from flashtile.lab.ladder.rungs import Rung, Variables
+from flashtile.lab.profile import gpu
+from flashtile.lab.profile.ceilings import Ceilings
+
+BASELINES = ("cuda", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math")
+LARGE = Point(4, 16, 16, 4096, 4096, LADDER_HEAD_DIM, LADDER_HEAD_DIM)
+SMALL = Point(1, 1, 1, 512, 512, 64, 64)
+
+
+def plan(dtype: str, is_causal: bool | None, head_dim: int = LARGE.head_dim) -> Plan:
+    """The large problem and the lengths of the fast sweep, full, causal or both.
+
+    The large problem comes first: its times show which providers to skip.
+    """
+    masks = (False, True) if is_causal is None else (is_causal,)
+    large, small = (replace(point, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim) for point in (LARGE, SMALL))
+    points = [replace(large, is_causal=mask) for mask in masks]
+    points += [replace(small, is_causal=mask, seqlen_q=size, seqlen_k=size) for mask in masks for size in FAST_SEQLENS]
+    return Plan("ladder", f"ladder_{stem(dtype, head_dim)}", tuple(points))
+
+
+def stem(dtype: str, head_dim: int) -> str:
+    """What names of files have in common."""
+    return dtype + ("" if head_dim == LARGE.head_dim else f"_d{head_dim}")
+
+
+def check_head_dim(head_dim: int) -> None:
+    if not 1 <= head_dim <= rungs.MAX_HEAD_DIM:
+        raise value_error("--head-dim", str(head_dim), f"1 to {rungs.MAX_HEAD_DIM}")
+
+
+def check_dtype(dtype: str) -> None:
+    if dtype not in rungs.DTYPES:
+        accepted = ", ".join(rungs.DTYPES)
+        if dtype in DTYPES:
+            raise unsupported("--dtype", dtype, f"{accepted}: what the rungs compute")
+        raise value_error("--dtype", repr(dtype), accepted)
+
+
+def dtype_of(chosen_rungs: Sequence[Rung], only: str | None) -> str:
+    """The dtype of a run without --dtype: that of the rungs that --only names, else of the user's own kernel, else
+    fp32."""
+    found = list(dict.fromkeys(rung.dtype for rung in chosen_rungs))
+    if only is None:
+        return next((rung.dtype for rung in chosen_rungs if rung.is_own), rungs.DTYPES[0])
+    if len(found) > 1:
+        raise value_error("--only", f"{only!r}, rungs of {' and '.join(found)}", "rungs of one dtype", "Add --dtype")
+    return found[0]
+
+
+def chosen(only: str | None, variables: Variables, dtype: str | None = None) -> list[Rung]:
+    """The rungs whose number or name is in `only`, or all of them; plus the user's own kernel, if any.
+
+    With `dtype` only those of it.
+    """
+    known, own = rungs.rungs(), rungs.own(variables)
+    if only is None:
+        found = list(known)
+    else:
+        words = [word.strip() for word in only.split(",") if word.strip()]
+        by_word = {word: [rung for rung in known if word.zfill(2) in (rung.name, rung.name[:2])] for word in words}
+        unknown = [word for word, matches in by_word.items() if not matches]
+        if unknown or not words:
+            names = ", ".join(rung.name for rung in known)
+            raise value_error("--only", repr(unknown[0] if unknown else only), f"{names}, or their numbers")
+        found = [rung for rung in known if any(rung in matches for matches in by_word.values())]
+    found = found if own is None else [*found, own]
+    if dtype is None:
+        return found
+    if own is not None and own.dtype != dtype:
+        raise value_error("--dtype", dtype, f"{own.dtype}, that of {own.path.name}")
+    of_dtype = [rung for rung in found if rung.dtype == dtype]
+    if not of_dtype:
+        raise value_error("--only", repr(only), f"rungs of {dtype}")
+    return of_dtype
+
+
+def rung_providers(variables: Variables, chosen_rungs: Sequence[Rung] | None = None) -> list[Provider]:
+    taken = chosen(None, variables) if chosen_rungs is None else chosen_rungs
+    return [Provider(rung.name, False, partial(_build, rung, variables)) for rung in taken]
+
+
+def profiled_providers() -> list[Provider]:
+    """All providers that a child of profile.ncu can name."""
+    return [*rung_providers(Variables.read()), *providers.providers()]
+
+
+def baselines() -> list[Provider]:
+    return [providers.by_name(name) for name in BASELINES]
+
+
+def _build(rung: Rung, variables: Variables, point: Point, inputs: Inputs) -> Attend:
+    if point.direction != "fwd":
+        raise unsupported("--pass", point.direction, "fwd: the ladder has no backward pass")
+    kernel = launcher.kernel_for(rung, inputs.q, inputs.k, inputs.v, variables)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return kernel(q, k, v, point.is_causal)
+
+    tile = kernel.tile
+    return Attend(
+        call,
+        detail=f"tile {tile.block_m} x {tile.block_n}, {tile.num_threads} threads, {tile.shared_bytes} bytes shared",
+    )
+
+
+def rung_row(
+    rung: Rung,
+    point: Point,
+    variables: Variables,
+    timed: Row | None,
+    roofs: Ceilings,
+    counted: Counters,
+    env: Environment,
+) -> RungRow:
+    kernel = launcher.compile_rung(rung, point.head_dim, gpu.current_arch(), variables)
+    resources, tile = kernel.resources, kernel.tile
+    return RungRow(
+        rung=rung.name,
+        title=rung.title,
+        dtype=point.dtype,
+        is_causal=point.is_causal,
+        batch=point.batch,
+        heads=point.heads,
+        seqlen=point.seqlen_q,
+        head_dim=point.head_dim,
+        arch=kernel.arch.name,
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        num_threads=tile.num_threads,
+        registers=resources.registers,
+        spill_bytes=resources.spill_store_bytes + resources.spill_load_bytes,
+        shared_bytes=tile.shared_bytes + resources.static_shared_bytes,
+        occupancy=kernel.occupancy,
+        median_ms=None if timed is None else timed.median_ms,
+        tflops=None if timed is None else timed.tflops,
+        flops=point.flops(),
+        least_bytes=point.least_bytes(),
+        fma_ceiling_tflops=roofs.fma_tflops,
+        tensor_ceiling_tflops=roofs.tensor_tflops,
+        dram_ceiling_gb_per_s=roofs.dram_gb_per_s,
+        shared_ceiling_gb_per_s=roofs.shared_gb_per_s,
+        **asdict(counted),
+        env=env,
+    )

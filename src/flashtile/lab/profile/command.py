@@ -1,0 +1,178 @@
+"""`flashtile profile`: times calls, reads the counters of their kernels, prints one table for each problem."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from flashtile.errors import Unsupported, unsupported
+from flashtile.kernels.arch import Arch
+from flashtile.lab import defaults
+from flashtile.lab.bench import device, providers
+from flashtile.lab.bench.command import INTERRUPTED
+from flashtile.lab.bench.files import writable_folder, write_whole
+from flashtile.lab.bench.load import Load
+from flashtile.lab.bench.points import Plan
+from flashtile.lab.bench.providers import Provider
+from flashtile.lab.bench.rows import Environment, Row, Writer, as_dict
+from flashtile.lab.bench.sweep import Settings, Sweep
+from flashtile.lab.bench.terminal import make_console, progress_bar, say_files, say_remark, show
+from flashtile.lab.profile import ceilings, figures, measure, problems, tables, timeline
+from flashtile.lab.profile.gpu import arch_option, current_arch
+from flashtile.lab.profile.problems import Problems
+from flashtile.lab.profile.rows import KernelRow
+
+_BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S = 0.08, 6.0, 150.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of the command line."""
+
+    words: Sequence[str] = ()
+    providers: str = defaults.PROFILE_PROVIDERS
+    arch: str | None = None  # compile-time facts of another GPU
+    has_timeline: bool = False  # clocks inside of our kernels instead of counters
+    out: Path | None = None
+    as_json: bool = False
+
+
+def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
+    """Checks the options and returns the job."""
+    wanted = problems.parse(options.words)
+    chosen = providers.choose(options.providers, is_grid=False, option="--providers")
+    console = make_console(options.as_json)
+    if options.arch is not None:
+        return partial(
+            _facts, wanted, arch_option(options.arch), device.environment("cpu", arguments), console, options.as_json
+        )
+    where, line = device.resolve(None)
+    if where != "cuda":
+        hint = "With --arch sm_90 it shows what the compiler knows about the kernels of that GPU"
+        raise unsupported("flashtile profile", "no GPU here", "a GPU that torch sees", hint)
+    folder = writable_folder(options.out or Path("results") / device.slug(where))
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if options.has_timeline:
+        return partial(_timeline, wanted, folder, device.environment(where, arguments), console)
+    return Run(wanted, chosen, folder, device.environment(where, arguments), console, options.as_json).start
+
+
+@dataclass
+class Run:
+    """One run of the command."""
+
+    wanted: Problems
+    providers: Sequence[Provider]
+    folder: Path
+    env: Environment
+    console: Console
+    as_json: bool
+
+    def start(self) -> int:
+        try:
+            return self._all()
+        except KeyboardInterrupt:
+            self._say("Interrupted: nothing was written.")
+            return INTERRUPTED
+
+    def _all(self) -> int:
+        load = Load("cuda")  # before anything of this run keeps the GPU busy
+        roofs = ceilings.measure()
+        self._say(
+            f"Measured ceilings: {roofs.tensor_tflops:.0f} TFLOP/s of tensor cores, {roofs.fma_tflops:.1f} of FMA; "
+            f"GB/s: {roofs.dram_gb_per_s:.0f} of device memory, {roofs.l2_gb_per_s:.0f} of L2, "
+            f"{roofs.shared_gb_per_s:.0f} of shared memory."
+        )
+        timed = self._time()
+        remark = load.remark()
+        ran = [row for row in timed if row.is_ok]
+        counted, no_counters = measure.counters_of(ran)
+        kernels = iter(counted) if counted is not None else None
+        rows: list[KernelRow] = []
+        for row in timed:
+            found = next(kernels) if kernels is not None and row.is_ok else None
+            rows += measure.rows_of(row, found, no_counters if row.is_ok else "", roofs, current_arch())
+        written = self._write(rows, no_counters)
+        for table in (*tables.tables(rows), tables.refusals(rows)):
+            show(self.console, table)
+        if no_counters:
+            self.console.print(
+                f"No counters, only times and what the compiler knows. {no_counters}",
+                style="yellow", highlight=False, markup=False, soft_wrap=True,
+            )  # fmt: skip
+        say_files(self.console, written)
+        say_remark(self.console, remark)
+        return 0 if ran else 1
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _time(self) -> list[Row]:
+        """Every provider at every point: time, accuracy, or why it does not run."""
+        settings = Settings("cuda", device.cache_bytes("cuda"), _BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S)
+        rows: list[Row] = []
+        with progress_bar(self.console) as progress:
+            task = progress.add_task("", total=len(self.wanted.points))
+            sweep = Sweep(Plan("profile", self.wanted.stem, self.wanted.points), self.providers, settings, self.env)
+            for found in sweep.rows(lambda point, name: progress.update(task, description=name)):
+                rows += found
+                progress.advance(task)
+        return rows
+
+    def _write(self, rows: Sequence[KernelRow], no_counters: str) -> list[Path]:
+        path = self.folder / f"{self.wanted.stem}.csv"
+        with Writer(path, KernelRow) as writer:
+            writer.add(rows)
+        text = json.dumps({"no_counters": no_counters, "rows": [as_dict(row) for row in rows]}, indent=1)
+        write_whole(path.with_suffix(".json"), text + "\n")
+        if self.as_json:
+            print(text)
+        written = [path, path.with_suffix(".json")]
+        try:
+            written += figures.draw(path)
+        except Unsupported as error:
+            self._say(str(error))
+        return written
+
+
+def _facts(wanted: Problems, arch: Arch, env: Environment, console: Console, as_json: bool) -> int:
+    """What the compiler knows about our kernels for each problem; needs no GPU."""
+    why = f"compiled for {arch.name}, not run"
+    found: list[KernelRow] = []
+    refused: list[str] = []
+    for point in wanted.points:
+        try:
+            found += measure.compiled_rows(point, arch, why, env)
+        except Unsupported as error:
+            refused.append(f"{point.direction}: {error}")
+    for table in tables.tables(found):
+        show(console, replace(table, title=f"{table.title}; {why}"))
+    for text in refused:
+        console.print(text, style="red", highlight=False, markup=False, soft_wrap=True)
+    if as_json:
+        print(json.dumps({"no_counters": why, "rows": [as_dict(row) for row in found]}, indent=1))
+    return 0 if found else 1
+
+
+def _timeline(wanted: Problems, folder: Path, env: Environment, console: Console) -> int:
+    """Records the clocks of one block of our kernels. Every kernel of a problem has a file."""
+    written: list[Path] = []
+    for point in wanted.points:
+        try:
+            found = timeline.record(point, tables.problem_text(point), env)
+        except Unsupported as error:
+            console.print(str(error), style="red", highlight=False, markup=False, soft_wrap=True)
+            continue
+        for one in found:
+            show(console, timeline.table(one))
+            words = problems.stem(point).removeprefix("profile_")
+            written += timeline.write(one, folder / f"timeline_{one.kernel.removesuffix('_kernel')}_{words}.json")
+    if not written:
+        return 1
+    say_files(console, written)
+    return 0

@@ -1,0 +1,268 @@
+"""Rows as the data of the page's charts. report/page.js draws them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from flashtile.lab.bench import join
+from flashtile.lab.bench.compare import speedups
+from flashtile.lab.bench.plots import by_length, heat_cells, style
+from flashtile.lab.bench.rows import Row
+from flashtile.lab.bench.tables import DEFAULT_BACKENDS, measured_labels, number
+from flashtile.lab.ladder.rows import HbmRow, RungRow
+from flashtile.lab.profile.figures import kernel_tflops, levels, roofline_groups, roofline_points
+from flashtile.lab.profile.rows import KernelRow
+from flashtile.lab.profile.tables import point_labels
+from flashtile.lab.profile.timeline import COLOURS, WAIT_COLOUR, Timeline, drawn, header_constants, lane_names
+from flashtile.lab.tiles.rows import TileRow
+from flashtile.markup import Raw, escape, table
+
+Chart = dict[str, Any]
+PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
+_OURS, _PEER, _BLACK = "#D55E00", "#0072B2", "#000000"
+_METRICS: dict[str, tuple[str, bool, Callable[[Row], float | None]]] = {  # key -> label, log axis, value
+    "throughput": ("TFLOP/s", False, lambda row: row.tflops),
+    "latency": ("ms per call", True, lambda row: row.median_ms),
+    "memory": ("MiB beyond the inputs", True, lambda row: row.memory_bytes / 2**20 if row.memory_bytes else None),
+    "bandwidth": ("GB/s", False, lambda row: row.gb_per_s),
+}
+
+
+def lines(title: str, metrics: Sequence[tuple[str, str, bool]], choices: Sequence[Chart], x_label: str) -> Chart:
+    """A chart of lines. `metrics`: key, label and whether the axis is logarithmic."""
+    shown = [{"key": key, "label": label, "log": is_log} for key, label, is_log in metrics]
+    return {"kind": "lines", "title": title, "x": x_label, "metrics": shown, "choices": list(choices)}
+
+
+def curves(files: Iterable[tuple[str, Sequence[Row]]], metrics: Sequence[str], x_label: str) -> Chart | None:
+    """Every problem that was measured at two lengths or more."""
+    choices = []
+    for stem, rows in files:
+        for name, own in _problems(rows).items():
+            if len({row.seqlen_k for row in own}) > 1:
+                choices.append({"label": f"{name} ({stem})", "series": _series(own, metrics)})
+    if not choices:
+        return None
+    return lines("", [(key, *_METRICS[key][:2]) for key in metrics], choices, x_label)
+
+
+def _problems(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The measured rows by all but the length, and in a grid of a fixed number of tokens, all but the batch."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.median_ms is None or row.option:
+            continue
+        heads = f"H={row.heads}" if row.heads == row.heads_kv else f"H={row.heads}/{row.heads_kv}"
+        batch = f"{row.batch * row.seqlen_k} tokens" if row.sweep == "paper" else f"B={row.batch}"
+        mask = "causal" if row.is_causal else "full"
+        name = f"{PASSES[row.direction]}, {mask}, {batch} {heads} d={row.head_dim} {row.dtype}"
+        found.setdefault(name, []).append(row)
+    return found
+
+
+def _series(rows: Sequence[Row], metrics: Sequence[str]) -> list[Chart]:
+    names = measured_labels(rows)
+    found = []
+    for name, label in names.items():
+        own = by_length(row for row in rows if row.provider == name)
+        colour, line, marker = style(name)
+        found.append(
+            {
+                "label": label,
+                "colour": colour,
+                "dash": {"-": "", "--": "7 4", ":": "2 4", "-.": "8 3 2 3"}[line],
+                "marker": marker,
+                "strong": name in (*DEFAULT_BACKENDS, "flashtile"),
+                "x": [row.seqlen_k for row in own],
+                "note": ["" if row.is_ok else row.status for row in own],
+                **{key: [_rounded(_METRICS[key][2](row)) for row in own] for key in metrics},
+            }
+        )
+    return found
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def hbm_chart(rows: Sequence[HbmRow]) -> Chart:
+    """Bytes through device memory over the sequence length."""
+    names = list(dict.fromkeys(row.provider for row in rows))
+    lengths = sorted({row.seqlen for row in rows})
+    least = {row.seqlen: row.least_bytes / 1e9 for row in rows}
+    series: list[Chart] = [
+        {"label": "least there can be", "colour": _BLACK, "dash": "2 4", "marker": ".", "strong": False,
+         "x": lengths, "note": [""] * len(lengths), "gb": [_rounded(least[length]) for length in lengths]}
+    ]  # fmt: skip
+    for name in names:
+        own = sorted((row for row in rows if row.provider == name), key=lambda row: row.seqlen)
+        join.unique(own, lambda row: row.seqlen)
+        series.append(
+            {"label": name, "colour": _PEER if name == "eager" else _OURS, "dash": "", "marker": "o",
+             "strong": name != "eager", "x": [row.seqlen for row in own], "note": [""] * len(own),
+             "gb": [_rounded(row.dram_bytes / 1e9) for row in own]}
+        )  # fmt: skip
+    first = rows[0]
+    problem = f"B={first.batch} H={first.heads} d={first.head_dim} {first.dtype}, forward"
+    return lines("", [("gb", "GB", True)], [{"label": problem, "series": series}], "sequence length")
+
+
+def rung_roofline(kernels: Sequence[RungRow]) -> Chart | None:
+    chosen = [kernel for kernel in kernels if not kernel.is_causal and kernel.tflops and kernel.dram_bytes]
+    if not chosen:
+        return None
+    first = chosen[0]
+    points = [
+        {"label": kernel.rung, "colour": _OURS, "marker": "o", "y": kernel.tflops,
+         "x": {"device memory": kernel.flops / (kernel.dram_bytes or 1.0)}
+         | ({"shared memory": kernel.flops / (128 * kernel.shared_wavefronts)} if kernel.shared_wavefronts else {})}
+        for kernel in chosen
+    ]  # fmt: skip
+    roofs = {"device memory": first.dram_ceiling_gb_per_s, "shared memory": first.shared_ceiling_gb_per_s}
+    return _roofline(points, {first.unit: first.ceiling_tflops}, roofs)
+
+
+def profile_rooflines(rows: Sequence[KernelRow]) -> list[Chart]:
+    """One, or one for each pass where there are many calls."""
+    return [_profile_roofline(group) for group in roofline_groups(roofline_points(rows))]
+
+
+def _profile_roofline(calls: Sequence[KernelRow]) -> Chart:
+    first = calls[0]
+    points = [
+        {"label": label, "colour": style(row.provider)[0],
+         "marker": {"fwd": "o", "bwd": "s"}.get(row.direction, "D"), "y": kernel_tflops(row),
+         "x": {name: x for name, (x, _) in levels(row).items()}}
+        for row, label in zip(calls, point_labels(calls), strict=True)
+    ]  # fmt: skip
+    tops = {"tensor cores": first.tensor_ceiling_tflops, "FMA": first.fma_ceiling_tflops}
+    roofs = {name: roof for row in calls for name, (_, roof) in levels(row).items()}
+    title = {"fwd": "Forward", "bwd": "Backward"}.get(first.direction, "")
+    is_alone = len({row.direction for row in calls}) == 1
+    chart = _roofline(points, {name: value for name, value in tops.items() if value}, roofs)
+    return chart | {"isColumn": True, "title": title if is_alone else ""}
+
+
+def _roofline(points: Sequence[Chart], tops: dict[str, float], roofs: dict[str, float]) -> Chart:
+    return {
+        "kind": "roofline",
+        "tops": [{"label": name, "value": _rounded(value)} for name, value in tops.items()],
+        "levels": [{"label": name, "value": _rounded(value)} for name, value in roofs.items()],
+        "points": [
+            point | {"y": _rounded(point["y"]), "x": {name: _rounded(x) for name, x in point["x"].items()}}
+            for point in points
+        ],
+    }
+
+
+def tiles_chart(rows: Sequence[TileRow]) -> Chart:
+    """Throughput of each tile by its occupancy."""
+    choices = []
+    for head_dim in sorted({row.head_dim for row in rows}):
+        own = [row for row in rows if row.head_dim == head_dim and not row.is_causal and row.tflops]
+        points = [
+            {"label": row.tile + (", taken" if row.is_chosen else "") + (f", spills {row.spill_bytes} bytes"
+             if row.spill_bytes else ""), "x": _rounded(100 * (row.achieved_occupancy or row.occupancy or 0.0)),
+             "y": _rounded(row.tflops), "colour": _OURS if row.is_chosen else _PEER,
+             "marker": "D" if row.is_chosen else "x" if row.spill_bytes else "o"}
+            for row in own
+        ]  # fmt: skip
+        choices.append({"label": f"{own[0].kernel} {own[0].dtype} d={head_dim}", "points": points})
+    return {"kind": "scatter", "x": "achieved occupancy, %", "y": "TFLOP/s", "choices": choices}
+
+
+# Timelines
+
+
+def timeline_picture(timeline: Timeline) -> str:
+    """A lane for each warpgroup over a few steps; a phase is named under the mouse. Waits are hatched."""
+    phases = {phase.name: phase for phase in header_constants()[0]}
+    shown = [span for span in drawn(timeline.spans) if span.phase != "end"]
+    warps = sorted({span.warp for span in shown})
+    start, end = min(span.start for span in shown), max(span.end for span in shown)
+    width, lane = 1100.0, 34
+    hatch_id = "wait-" + re.sub(r"\W+", "-", f"{timeline.kernel} {timeline.problem} {timeline.env.device}")
+    parts = []
+    for span in shown:
+        x, w = ((span.start - start) / (end - start) * width, (span.end - span.start) / (end - start) * width)
+        phase = phases[span.phase]
+        fill = f"url(#{hatch_id})" if phase.is_wait else COLOURS[span.phase]
+        title = f"{'waits' if phase.is_wait else 'works'}: {phase.what}; {span.end - span.start} clocks"
+        parts.append(
+            f'<rect x="{x + 90:.1f}" y="{warps.index(span.warp) * lane + 4}" width="{max(w, 0.5):.1f}" '
+            f'height="{lane - 8}" fill="{fill}"><title>{escape(title)}</title></rect>'
+        )
+    names = lane_names(timeline.spans)
+    labels_ = "".join(
+        f'<text x="0" y="{index * lane + 22}">{names[warp // 4]}</text>' for index, warp in enumerate(warps)
+    )
+    used = [name for name in dict.fromkeys(span.phase for span in shown) if not phases[name].is_wait]
+    legend = "".join(
+        f'<span><i style="background:{COLOURS[name]}"></i>{escape(phases[name].what)}</span>' for name in used
+    )
+    height = len(warps) * lane + 24
+    hatch = (
+        f'<pattern id="{hatch_id}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        f'<rect width="6" height="6" fill="{WAIT_COLOUR}"/><rect width="2" height="6" fill="#8a8a8a"/></pattern>'
+    )
+    return (
+        f'<div class="scroll"><svg class="plot lanes" viewBox="0 0 {width + 100:.0f} {height}" role="img" '
+        f'aria-label="{escape(timeline.kernel)}: what its warpgroups do over {end - start} clocks">'
+        f'<defs>{hatch}</defs>{labels_}{"".join(parts)}<text x="{width + 90:.0f}" y="{height - 4}" text-anchor="end" '
+        f'class="soft">{end - start} clocks</text></svg></div>'
+        f'<p class="keys">{legend}<span><i class="wait"></i>waits</span></p>'
+    )
+
+
+# Heat maps
+
+
+def heat_maps(rows: Sequence[Row]) -> dict[str, str]:
+    """Speed ratios of each pair of providers as a coloured table: problems by length. As bench.plots draws them."""
+    timed = [row for row in rows if row.is_ok and not row.option]
+    names = measured_labels(timed)
+    ours = list(dict.fromkeys(row.provider for row in timed if not row.is_baseline))
+    pairs = (
+        [(one, peer) for one in ours for peer in names if peer not in ours]
+        if ours
+        else [(one, "sdpa") for one in names if one != "sdpa"]
+    )
+    found = {}
+    for provider, peer in pairs:
+        ratios = speedups(timed, provider, peer)
+        if len(ratios) > 1:
+            found[f"{names[provider]} against {names[peer]}"] = _heat_table(timed, provider, ratios)
+    return found
+
+
+def _heat_table(rows: Sequence[Row], provider: str, ratios: dict[Any, float]) -> str:
+    cells = heat_cells([row for row in rows if row.provider == provider and row.point in ratios])
+    lengths = sorted({length for _, length in cells})
+    shown = {place: ratios[row.point] for place, row in cells.items()}
+    lines_ = [
+        (line, *(_heat_cell(shown.get((line, length))) for length in lengths))
+        for line in dict.fromkeys(line for line, _ in cells)
+    ]
+    return table(("", *map(str, lengths)), lines_).replace('<td class="number">', '<td class="heat">')
+
+
+def _heat_cell(ratio: float | None) -> Raw:
+    """Purple where slower, orange where faster, from half to double."""
+    if ratio is None:
+        return Raw("")
+    share = max(-1.0, min(1.0, math.log2(ratio)))
+    red, green, blue = (179, 88, 6) if share > 0 else (84, 39, 136)
+    amount = abs(share) ** 0.8
+    back = [round(247 + (channel - 247) * amount) for channel in (red, green, blue)]
+    text = "#ffffff" if _luminance(back) < 0.18 else "#000000"  # the better contrast of the two
+    colour = ",".join(map(str, back))
+    return Raw(f'<span style="background:rgb({colour});color:{text}">{escape(number(ratio))}</span>')
+
+
+def _luminance(colour: Sequence[int]) -> float:
+    """Relative luminance of an sRGB colour."""
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in (value / 255 for value in colour)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
