@@ -143,7 +143,7 @@ def choosing(family: Family[Any], row: int | None) -> Iterator[None]:
 
 @contextmanager
 def flags_written(family: str) -> Iterator[None]:
-    """Inside, the workspace with the family's flags is zeros."""
+    """Inside, the workspace with the family's flags is zeros, which the Python executor writes."""
     if family not in FLAGS:
         yield
         return
@@ -159,7 +159,8 @@ def flags_written(family: str) -> Iterator[None]:
 
     executor.lay_out_workspaces = with_zeros
     try:
-        yield
+        with native.python_only():
+            yield
     finally:
         executor.lay_out_workspaces = lay_out
 

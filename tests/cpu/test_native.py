@@ -1202,6 +1202,121 @@ def test_bad_input_is_refused_in_the_same_words(served: list[str]) -> None:
     assert {name for name, (kind, _) in found.items() if not kind} == right
 
 
+# Every right call with one thing changed, as the ops take it: what C++ lets pass by a plan, Python takes
+
+
+def changed_tensors(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Each size less, more or 0; a rank less and more; other dtypes; other memory."""
+    for axis, size in enumerate(tensor.shape):
+        for other in {0, 1, size - 1, size + 1, 2 * size} - {size, -1}:
+            shape = (*tensor.shape[:axis], other, *tensor.shape[axis + 1 :])
+            yield f"shape {shape}", torch.zeros(shape, dtype=tensor.dtype)
+        yield f"axis {axis} expanded", tensor.narrow(axis, 0, 1).expand(tensor.shape)
+        yield (
+            f"axis {axis} strided",
+            tensor.repeat_interleave(2, axis).narrow(axis, 0, 2 * size)[
+                (*([slice(None)] * axis), slice(None, None, 2))
+            ],
+        )
+    yield "a rank less", tensor[0] if tensor.dim() else tensor
+    yield "a rank more", tensor[None]
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+    ):
+        if dtype != tensor.dtype:
+            yield f"{dtype}", tensor.to(dtype)
+    yield "elsewhere", tensor.to("meta")
+
+
+NUMBERS = (-(2**31), -2, -1, 0, 1, 7, 8, 2**31 - 1024, 2**31)
+CHANGED_OPTIONS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), (None, *NUMBERS)),
+    **dict.fromkeys(("window_left", "window_right", "first_query", "first_key", "first_head"), NUMBERS),
+    **dict.fromkeys(("total_heads", "num_splits"), NUMBERS),
+    "scale": (None, 0.0, -1.0, 1e38, 2.0**128, float("inf"), float("nan")),
+    "softcap": (-1.0, 0.0, 1.0, 1e39, float("inf"), float("nan")),
+    "dropout_p": (-0.1, 0.0, 0.5, 1.0, float("nan")),
+    "causal": ("none", "top_left", "bottom_right", "left"),
+    "layout": ("bhsd", "bshd", "sbhd"),
+    "backend": (None, "cuda", "nobody"),
+    "out_dtype": (None, torch.float32, torch.float16, torch.int32),
+}
+
+
+def changed_calls(args: AttentionArgs) -> Iterator[tuple[str, AttentionArgs]]:
+    for name, value in args._asdict().items():
+        if isinstance(value, Tensor):
+            for words, tensor in changed_tensors(value):
+                yield f"{name}: {words}", args._replace(**{name: tensor})
+            yield f"{name}: None", args._replace(**{name: None})
+        for other in CHANGED_OPTIONS.get(name, ()):
+            yield f"{name}: {other}", args._replace(**{name: other})
+
+
+def outcome_of(op: Any, *values: Any) -> tuple[str, ...]:
+    """The error in words, or what the results look like."""
+    try:
+        with torch.no_grad():
+            results = op(*values)
+    except Exception as error:
+        return type(error).__name__, str(error).partition("\nException raised from")[0]
+    return tuple(f"{tuple(one.shape)} {one.stride()} {one.dtype} {one.device}" for one in results or ())
+
+
+CHANGED_CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "options": {"mask": "qk", "bias": "bhqk", "alibi": "bh", "has_sinks": True, "dropout_p": 0.3},
+    "bshd": {"layout": "bshd", "heads": 4, "heads_kv": 2},
+    "varlen": {"kind": "varlen"},
+    "varlen with lengths": {"kind": "varlen", "has_max_lengths": True, "mask": "hqk"},
+    "used": {"kind": "used"},
+    "padded": {"kind": "padded"},
+    "paged": {"kind": "paged"},
+}
+
+
+@pytest.mark.parametrize("name", CHANGED_CASES)
+def test_a_plan_serves_no_call_that_python_refuses(name: str, served: list[str]) -> None:
+    fields = {"dtype": torch.bfloat16, "batch": 3, "heads": 2, "heads_kv": 2, "seqlen_q": 9, "seqlen_k": 33}
+    case = Case(**{**fields, "head_dim": 32, "head_dim_v": 32, **CHANGED_CASES[name]})
+    inputs = case.make(0)
+    args = inputs.args
+    if args.sinks is not None:
+        args = args._replace(sinks=args.sinks.float())
+    ops.forward(*args)
+    assert not falls_back(lambda: ops.forward(*args))
+    num_refused = num_served = 0
+    for words, changed in changed_calls(args):
+        before = num_fallbacks()
+        found = [outcome_of(ops.forward, *changed) for _ in range(2)]
+        num_served += num_fallbacks() < before + 2
+        with native.python_only():
+            expected = outcome_of(ops.forward, *changed)
+        assert found == [expected, expected], words
+        num_refused += expected[0].endswith("Error") or expected[0] == "Unsupported"
+    assert num_refused > 40
+    assert num_served > 40
+    if name == "paged":
+        return
+    out, lse = ops.empty_outputs(args)
+    saved = {"dout": torch.zeros_like(out), "dlse": torch.zeros_like(lse), "out": out, "lse": lse}
+    needs = (True, True, True, args.bias is not None, args.sinks is not None)
+    for which, tensor in saved.items():
+        for words, other in (("", tensor), *changed_tensors(tensor)):
+            given = saved | {which: other}
+            values = (given["dout"], given["dlse"], *args, given["out"], given["lse"], needs)
+            found = [outcome_of(ops.backward, *values) for _ in range(2)]
+            with native.python_only():
+                expected = outcome_of(ops.backward, *values)
+            assert found == [expected, expected], (which, words)
+
+
 def test_checking_reads_lengths_in_every_call(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     packed, cu = torch.randn(16, 4, 64, dtype=torch.bfloat16), torch.tensor([0, 7, 16], dtype=torch.int32)
     bad = torch.tensor([0, 9, 5], dtype=torch.int32)
