@@ -312,7 +312,7 @@ def _append_kv(*values: Any) -> None:
         kvcache.append(args)
 
 
-def _append_step(*values: Any) -> tuple[Tensor | None, Tensor]:
+def _append_step(*values: Any) -> tuple[Tensor | None, Tensor | None]:
     *given, q, is_ordered = values
     args = AppendArgs(*given)
     kvcache.validate(args)

@@ -807,7 +807,7 @@ def test_a_plan_belongs_to_the_call_that_fell_back(recorder: Recorder) -> None:
     assert native.waiting(native.FORWARD, 0, 132) is None
     assert not native.register_plan(native.FORWARD, launch.plan, 132, launch.arch)
     with pytest.raises(RuntimeError, match="no call waits for a plan"):
-        extension.executor().register_plan(native.FORWARD, (), True)
+        extension.executor().register_plan(native.FORWARD, ())
     assert extension.executor().num_plans() == 0
 
 
@@ -827,9 +827,9 @@ def served(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         note(call.plan)
         execute(call)
 
-    def planned(kind: int, plan: plans.LaunchPlan, *more: Any, is_left: bool = True) -> bool:
-        is_registered = register_plan(kind, plan, *more, is_left=is_left)
-        if is_registered and is_left:  # else it has been executed
+    def planned(kind: int, plan: plans.LaunchPlan, *more: Any) -> bool:
+        is_registered = register_plan(kind, plan, *more)
+        if is_registered:
             note(plan)
         return is_registered
 
@@ -903,6 +903,14 @@ def test_python_runs_what_cpp_could_not_after_all(
         flashtile.attention(q, k, v)
         assert len(served) == 2 * turn  # planned, and executed
         assert len(recorder.launches()) == 1
+
+
+def test_python_only_is_nested() -> None:
+    with native.python_only():
+        with native.python_only():
+            pass
+        assert extension.executor().is_python_only()
+    assert not extension.executor().is_python_only()
 
 
 def test_a_cold_call_goes_to_python_once(recorder: Recorder) -> None:

@@ -131,23 +131,28 @@ def takes_append(k: Tensor) -> bool:
 
 def append(args: AppendArgs) -> None:
     """As kvcache.append, bit for bit; rows that the cache has no room for are dropped."""
-    _append(append_launch(args))
+    launch = append_launch(args)
+    if not _plan_append(launch):
+        executor.execute(launch)
 
 
-def append_step(args: AppendArgs, q: Tensor, is_ordered: bool) -> tuple[Tensor | None, Tensor]:
-    """As kvcache.append_step, likewise, in one launch."""
+def append_step(args: AppendArgs, q: Tensor, is_ordered: bool) -> tuple[Tensor | None, Tensor | None]:
+    """As kvcache.append_step, likewise, in one launch. Without results where C++ makes the call by a plan."""
     rotated = None if args.rotary_cos is None else kvcache.empty_rotated(q, args.layout)
     seqused = torch.empty_like(args.cache_seqlens)
-    _append(append_launch(args, q, is_ordered, rotated, seqused))
+    launch = append_launch(args, q, is_ordered, rotated, seqused)
+    if _plan_append(launch):
+        return None, None
+    executor.execute(launch)
     return rotated, seqused
 
 
-def _append(launch: Launch) -> None:
-    """Here, and by the C++ executor from the next call like it on."""
-    executor.execute(launch)
+def _plan_append(launch: Launch) -> bool:
+    """Registers the plan of the append that waits for one."""
     index, num_multiprocessors = launch.device_index, launch.splits.num_multiprocessors
-    if native.waiting(native.APPEND, index, num_multiprocessors) is not None:
-        native.register_plan(native.APPEND, launch.plan, num_multiprocessors, launch.arch, index, is_left=False)
+    if native.waiting(native.APPEND, index, num_multiprocessors) is None:
+        return False
+    return native.register_plan(native.APPEND, launch.plan, num_multiprocessors, launch.arch, index)
 
 
 # From a call to what an executor is told

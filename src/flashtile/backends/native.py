@@ -185,15 +185,10 @@ def _waiting_call(kind: int) -> Waiting | None:
 
 
 def register_plan(
-    kind: int,
-    plan: LaunchPlan,
-    num_multiprocessors: int = 1,
-    arch: str = "",
-    device_index: int = 0,
-    is_left: bool = True,
+    kind: int, plan: LaunchPlan, num_multiprocessors: int = 1, arch: str = "", device_index: int = 0
 ) -> bool:
     """Registers the plan for the call that waits, and for all others of its key. False where C++ cannot run the call.
-    is_left: nobody has executed the call yet, and C++ does when the Python kernel returns."""
+    Else it does when the Python kernel returns."""
     module = _module()
     names = (module.APPEND_TENSORS, module.APPEND_SCALARS) if kind == APPEND else (module.TENSORS, module.SCALARS)
     numbers, symbols = serialize(plan, num_multiprocessors, *names)
@@ -207,7 +202,7 @@ def register_plan(
     if kept_bytes:
         region = kept.zeros(device_index, executor.current_stream(device_index), kept_bytes)
         module.add_kept_zeros(*region.owner, region.address, region.num_bytes)
-    module.register_plan(kind, found, is_left)
+    module.register_plan(kind, found)
     return True
 
 
@@ -232,13 +227,15 @@ def python_only() -> Iterator[None]:
     """Inside, every call goes through the Python executor, and no plan is registered: where launches are watched, or
     not to be made."""
     module = _module()
-    if module is not None:
-        module.set_python_only(True)
+    if module is None:
+        yield
+        return
+    before = module.is_python_only()
+    module.set_python_only(True)
     try:
         yield
     finally:
-        if module is not None:
-            module.set_python_only(False)
+        module.set_python_only(before)
 
 
 @contextmanager

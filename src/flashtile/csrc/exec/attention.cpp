@@ -371,7 +371,7 @@ bool prepare_append(const Options& options, Call& call, Key& key) {
   note_tensors(call, kNumAppendTensors, key);
   // The same plan serves one length for all sequences and a tensor of lengths
   if (has_one_length) key.tensors[kCacheSeqlens] = static_cast<u8>(static_cast<i32>(Dtype::kInt32) * 8 + 1);
-  key.flags = static_cast<u32>(options.is_bshd) | static_cast<u32>(is_aligned) << 1;
+  key.flags = static_cast<u32>(is_aligned) | static_cast<u32>(options.is_bshd) << 1;
   return true;
 }
 

@@ -574,7 +574,7 @@ void backward(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs) {
 // The arguments of flashtile::append_kv (backends/kvcache.py: AppendArgs): tensors, the last of them optional,
 // rotary_interleaved, layout. A step has q and is_ordered behind them, and returns rotated_q and seqused_k.
 template <bool kIsStep>
-void append_kv(StableIValue* stack, uint64_t, uint64_t num_outputs) {
+void append_kv(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs) {
   constexpr i32 kInterleavedAt = kNumAppendInputs, kLayout = kInterleavedAt + 1, kQAt = kLayout + 1,
                 kOrderedAt = kQAt + 1;
   Owner owner([&] {
@@ -584,31 +584,41 @@ void append_kv(StableIValue* stack, uint64_t, uint64_t num_outputs) {
     if constexpr (kIsStep) release<AtenTensorHandle>(stack[kQAt]);
   });
   Request request{Pass::kAppend, {}, {}, {}};
-  const char* layout = borrow<const char*>(stack[kLayout]);
-  request.options.is_bshd = is_text(layout, "bshd");
-  request.options.is_interleaved = borrow<bool>(stack[kInterleavedAt]);
-  bool is_read = is_usable() && (request.options.is_bshd || is_text(layout, "bhsd"));
-  for (i32 index = 0; is_read && index < kNumAppendInputs; ++index) {
-    AtenTensorHandle tensor = index < kTable ? borrow<AtenTensorHandle>(stack[index])
-                                             : borrow<std::optional<AtenTensorHandle>>(stack[index]).value_or(nullptr);
-    is_read = tensor == nullptr ? index >= kTable : view_of(tensor, request.call.tensors[index]);
-  }
   Results results;
-  if constexpr (kIsStep) {
-    View q;
-    is_read = is_read && view_of(borrow<AtenTensorHandle>(stack[kQAt]), q) && q.dim == kMaxDim;
-    request.options.is_ordered = borrow<bool>(stack[kOrderedAt]);
-    if (is_read) lay_out_step(request.options, q, request.call);
-    for (i32 index : {kRotatedQ, kStepSeqused}) {
-      View& tensor = request.call.tensors[index];
-      is_read = is_read && (!tensor.is_given() || results.tensors[index].allocate(tensor));
+  auto read = [&](Request& request) {
+    View* tensors = request.call.tensors;
+    const char* layout = borrow<const char*>(stack[kLayout]);
+    request.options.is_bshd = is_text(layout, "bshd");
+    request.options.is_interleaved = borrow<bool>(stack[kInterleavedAt]);
+    if (!request.options.is_bshd && !is_text(layout, "bhsd")) return false;
+    for (i32 index = 0; index < kNumAppendInputs; ++index) {
+      AtenTensorHandle tensor = index < kTable
+                                    ? borrow<AtenTensorHandle>(stack[index])
+                                    : borrow<std::optional<AtenTensorHandle>>(stack[index]).value_or(nullptr);
+      if (tensor == nullptr ? index < kTable : !view_of(tensor, tensors[index])) return false;
     }
-  }
-  if (!is_read || is_checking() || !run(request, results)) {
-    owner.pass_on();
-    return fall_back("flashtile::append_kv_fallback", kIsStep ? "step" : "", is_read ? &request : nullptr, stack,
-                     num_outputs);
-  }
+    if constexpr (kIsStep) {
+      View q;
+      if (!view_of(borrow<AtenTensorHandle>(stack[kQAt]), q) || q.dim != kMaxDim) return false;
+      request.options.is_ordered = borrow<bool>(stack[kOrderedAt]);
+      lay_out_step(request.options, q, request.call);
+      for (i32 index : {kRotatedQ, kStepSeqused}) {
+        if (tensors[index].is_given() && !results.tensors[index].allocate(tensors[index])) return false;
+      }
+    }
+    return true;
+  };
+  auto copy = [&](StableIValue* to) {
+    std::copy(stack, stack + num_inputs, to);
+    for (i32 index = 0; index < kTable; ++index) to[index] = duplicate<AtenTensorHandle>(stack[index]);
+    for (i32 index = kTable; index < kNumAppendInputs; ++index)
+      to[index] = duplicate<std::optional<AtenTensorHandle>>(stack[index]);
+    to[kLayout] = duplicate<const char*>(stack[kLayout]);
+    if constexpr (kIsStep) to[kQAt] = duplicate<AtenTensorHandle>(stack[kQAt]);
+  };
+  if (!serve("flashtile::append_kv_fallback", kIsStep ? "step" : "", owner, stack, num_outputs, request, results, read,
+             copy))
+    return;
   complete(&results.tensors[kRotatedQ], num_outputs);
   owner.free();
   hand_out(&results.tensors[kRotatedQ], num_outputs, stack);

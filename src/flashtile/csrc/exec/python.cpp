@@ -93,12 +93,12 @@ PyObject* draft_plan(PyObject*, PyObject* args) {
   return places == nullptr ? nullptr : Py_BuildValue("NL", places, static_cast<long long>(kept_bytes));
 }
 
-// (pass, a tuple of (place, address, name) of the kernels, is_left): registers the plan of `draft_plan` with these
-// kernels. is_left: the call has not been executed, and C++ does it when Python returns.
+// (pass, a tuple of (place, address, name) of the kernels): registers the plan of `draft_plan` with these kernels. C++
+// makes the call when Python returns.
 PyObject* register_plan(PyObject*, PyObject* args) {
-  int pass = 0, is_left = 0;
+  int pass = 0;
   PyObject* kernels = nullptr;
-  if (!PyArg_ParseTuple(args, "iO!p", &pass, &PyTuple_Type, &kernels, &is_left)) return nullptr;
+  if (!PyArg_ParseTuple(args, "iO!", &pass, &PyTuple_Type, &kernels)) return nullptr;
   Request* request = waiting_request(pass);
   if (request == nullptr || request->draft == nullptr) {
     PyErr_SetString(PyExc_RuntimeError, "no call waits for a plan");
@@ -117,7 +117,7 @@ PyObject* register_plan(PyObject*, PyObject* args) {
     }
   }
   executor().plans.add(request->key, std::exchange(request->draft, nullptr));
-  request->is_planned = is_left != 0;
+  request->is_planned = true;
   Py_RETURN_NONE;
 }
 
