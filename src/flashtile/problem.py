@@ -8,6 +8,7 @@ checks what stands inside the index tensors. `Problem` is the frozen summary tha
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -319,8 +320,10 @@ def shape_of(args: AttentionArgs) -> Shape:
         total_q, total_k = seqlen_q, seqlen_k
         seqlen_q = _bound(args, total_q, args.max_seqlen_q, 2)
         seqlen_k = _bound(args, total_k, args.max_seqlen_k, 3)
-        mean_q = min(-(-total_q // max(batch, 1)), seqlen_q)
-        share_k = None if args.block_table is not None else min(-(-total_k // max(batch, 1)), seqlen_k)
+        # The number of sequences may not be known yet while torch.compile traces: nothing here decides by it
+        num_shares = torch.sym_max(batch, 1)
+        mean_q = torch.sym_min(-(-total_q // num_shares), seqlen_q)
+        share_k = None if args.block_table is not None else torch.sym_min(-(-total_k // num_shares), seqlen_k)
         mean_k = share_k if args.max_seqlen_k is None else None
     means = mean_q, mean_k, share_k
     return Shape(batch, q.shape[head], k.shape[head], seqlen_q, seqlen_k, q.shape[-1], v.shape[-1], *means)
@@ -333,7 +336,7 @@ def _bound(args: AttentionArgs, most: int, max_seqlen: int | None, axis: int) ->
     for tensor in (args.mask, args.bias):
         if tensor is not None and tensor.dim() == 4 and tensor.shape[axis] != 1:
             sizes.append(tensor.shape[axis])
-    return min(sizes)
+    return functools.reduce(torch.sym_min, sizes)
 
 
 # Checks. Each raises a typed error; none reads the contents of a tensor.

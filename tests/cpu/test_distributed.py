@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -540,6 +540,18 @@ def test_ranks_of_different_lengths_must_say_so(pool: Pool) -> None:
 
 def test_refusals(pool: Pool) -> None:
     pool.run(run_refusals, 2)
+
+
+def test_values_are_compared_over_ranks_under_the_switch_alone() -> None:
+    """Reading bounds on a GPU makes the host wait: ulysses_attention exchanges four times a pass."""
+    from flashtile.distributed import ulysses
+
+    class Unreadable(NamedTuple):
+        cu_seqlens: Tensor
+
+    args: Any = Unreadable(torch.empty(3, dtype=torch.int32, device="meta"))
+    no_channel: Any = None
+    ulysses._check_same(no_channel, args, torch.empty(1, 2, 3, 4), 1)
 
 
 def test_functions_of_one_strategy_show_and_check_their_options() -> None:

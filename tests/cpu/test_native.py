@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -454,6 +454,20 @@ def test_rows_that_are_not_aligned_are_copied(changes: dict[str, Any], recorder:
     assert differences(launch, one, other, GRADS) == []
 
 
+@pytest.mark.parametrize("head_dim", [36, 64, 98, 100, 101])
+def test_rows_of_an_output_in_float32_hold_what_kernels_write(head_dim: int, recorder: Recorder) -> None:
+    """A row of 16-bit elements may be padded by more columns than one of float32."""
+    larger = torch.randn(3, 1, 2, 2048, head_dim + 1, dtype=torch.bfloat16)
+    args = AttentionArgs(*larger[..., 1:].unbind(), out_dtype=torch.float32)
+    out, lse = ops.empty_outputs(args)
+    launch = cuda.forward_launch(args, out, lse)
+    written = Params.from_buffer_copy(launch.plan.image).head_dim_v
+    assert executor.prepare(launch.plan, launch.tensors)["out"].stride(-2) >= written
+    one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, ops.forward, args, launch)
+    assert other is not None
+    assert differences(launch, one, other, ("out", "lse")) == []
+
+
 @pytest.mark.parametrize("wanted", [(True, True, True, False, False), (False, False, True, False, False)])
 def test_gradients_of_unowned_keys_are_zeros_through_copies(wanted: tuple[bool, ...], recorder: Recorder) -> None:
     """Zeros go to the copy that kernels write, which then overwrites the result."""
@@ -534,6 +548,24 @@ def test_a_bias_off_4_bytes_is_copied(is_copied_now: bool, recorder: Recorder) -
         assemble.clear_plans()
     for bias in (torch.randn(3, 1, 1, 49).bfloat16(), torch.randn(1, 2, 300, 49), torch.randn(3, 1, 300, 1).bfloat16()):
         assert executor.has_pairs(bias)  # one row in memory; float32; one column
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_bias_whose_rows_overlap_is_read_in_place(batch: int, recorder: Recorder) -> None:
+    """A bias by relative position as a view of its table: a copy would be as large as all scores."""
+    q, k, v = (torch.randn(2, 3, 300, 64, dtype=torch.bfloat16) for _ in range(3))
+    table = torch.randn(3, 599, dtype=torch.bfloat16)
+    bias = table.unfold(-1, 300, 1).expand(batch, 3, 300, 300)
+    args = AttentionArgs(q, k, v, bias)
+    out, lse = ops.empty_outputs(args)
+    with families.forced("fwd_sm90"):
+        assemble.clear_plans()
+        launch = cuda.forward_launch(args, out, lse)
+        assert executor.prepare(launch.plan, launch.tensors)["bias"] is bias
+        one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, ops.forward, args, launch)
+        assert other is not None
+        assert differences(launch, one, other, ("out", "lse")) == []
+    assemble.clear_plans()
 
 
 def test_short_calls_and_caches_are_read_where_they_are() -> None:
@@ -977,6 +1009,43 @@ def test_flags_of_a_join_are_kept_zeros_of_one_stream_and_capture(served: list[s
     recorder.library.fake_capture(0)
     assert address() == eager
     assert len(served) == 3
+
+
+def test_flags_of_a_join_lie_on_the_device_of_the_call(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the current device is: its default stream is not that of the call's."""
+    current, asked = [1], list[int]()
+
+    @contextmanager
+    def on_device(index: int) -> Iterator[None]:
+        current.append(index)
+        yield
+        current.pop()
+
+    find = driver.stream_and_capture
+    monkeypatch.setattr(executor, "on_device", on_device)
+    monkeypatch.setattr(driver, "stream_and_capture", lambda stream: asked.append(current[-1]) or find(stream))
+    q, cache = torch.randn(1, 1, 4, 64).bfloat16(), torch.randn(1, 4000, 4, 64).bfloat16()
+    flashtile.attention_kvcache(q, cache, cache)
+    assert len(served) == 1
+    assert asked
+    assert set(asked) == {0}
+
+
+def test_more_tiles_than_32_bits_number_are_refused(served: list[str]) -> None:
+    """Where a plan is known, too. Only the results would take memory."""
+
+    def call(batch: int, heads: int) -> Tensor:
+        q, k = (torch.zeros(1, 1, length, 8, dtype=torch.bfloat16) for length in (1, 1 << 16))
+        q = q.expand(batch, heads, -1, -1)
+        k = k.expand(batch, heads, -1, -1)
+        with families.forced("fwd_sm90"):
+            return flashtile.attention(q, k, k, backend="cuda")
+
+    call(1 << 13, 8)
+    call(1 << 14, 8)
+    assert len(served) == 1
+    with pytest.raises(flashtile.Unsupported, match="more tiles of queries than kernels number in 32 bits"):
+        call(1 << 27, 8)
 
 
 def test_what_is_returned_belongs_to_the_caller_alone(served: list[str]) -> None:

@@ -232,6 +232,35 @@ def test_facades_and_lengths_compile_once(name: str, seed: int) -> None:
         torch.testing.assert_close(compiled(*inputs), call(*inputs))
 
 
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
+@pytest.mark.parametrize("kind", ["bounds", "longest", "bias"])
+def test_packed_sequences_whose_number_is_data_compile(kind: str, seed: int) -> None:
+    """As where positions that start anew tell documents apart: no check may ask how many there are."""
+    torch._dynamo.reset()
+    q, k, v = torch.randn(3, 64, 2, 16).unbind()
+    bias = torch.randn(1, 2, 40, 40) if kind == "bias" else None
+
+    def call(q, k, v, positions):
+        starts = torch.nonzero(positions == 0).flatten()
+        bounds = torch.cat([starts, starts.new_full((1,), positions.shape[0])]).to(torch.int32)
+        longest = None
+        if kind == "longest":
+            longest = (positions.max() + 1).item()
+            torch._check(longest >= 0)
+            torch._check(longest <= 64)
+        return flashtile.attention_varlen(q, k, v, bounds, bounds, longest, longest, causal=True, bias=bias)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for lengths in ((20, 30, 14), (40, 24), (8,) * 8):
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        results = []
+        for function in (call, compiled):
+            inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+            out = function(*inputs, positions)
+            results.append((out, *torch.autograd.grad(out.sum(), inputs)))
+        torch.testing.assert_close(*results)
+
+
 def test_export(seed: int) -> None:
     class Module(torch.nn.Module):
         def forward(self, q, k, v):

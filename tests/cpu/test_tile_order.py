@@ -12,8 +12,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
-from flashtile.problem import MAX_LENGTH
+from flashtile.backends import cuda
+from flashtile.problem import MAX_LENGTH, AttentionArgs, Problem
 from flashtile.runtime.nvrtc import INCLUDE
 
 COMPILER = shutil.which("g++")
@@ -66,6 +68,20 @@ extern "C" int tiles_of(int block, int grid, int order, int batch, int heads, in
   if (order == 1) return walk(TileScheduler<Mask<true, false>, Lengths, false>());
   if (order == 2) return walk(TileScheduler<Mask<false, false>, SeqInfo<false>, false, true, true>());
   return walk(TileScheduler<Mask<false, false>, Lengths, false, true>());
+}
+// How many indices a persistent grid has for these tiles of 64 queries.
+extern "C" int num_indices_of(int order, int batch, int heads, int rows, int is_packed) {
+  gridDim.x = 132;
+  Params p{};
+  p.batch = batch, p.heads = p.heads_kv = heads, p.num_splits = 1, p.seqlen_q = p.total_q = rows;
+  if (is_packed) p.cu_seqlens_q = reinterpret_cast<const i32*>(&p);
+  auto count = [&](auto scheduler) {
+    scheduler.init(p, 64);
+    return scheduler.num_indices;
+  };
+  using Lengths = SeqInfo<true>;
+  return order == 1 ? count(TileScheduler<Mask<true, false>, Lengths, false>())
+                    : count(TileScheduler<Mask<false, false>, Lengths, false, true>());
 }
 // The tiles of packed queries that the blocks of a grid get: (tile, tiles of the row, row, sequence) of each block.
 extern "C" void places_of(int grid, int tile_rows, int num_rows, int from_last, int batch, const int* cu_seqlens,
@@ -231,6 +247,29 @@ def test_every_tile_of_packed_sequences_has_a_block(library: ctypes.CDLL, seed: 
             assert 0 <= row < num_rows
             found.update([(tile, row, b)] * (tile < num_tiles))
         assert found == packed_tiles(cu_seqlens, tile_rows, num_rows)
+
+
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize(
+    ("batch", "heads", "rows", "is_packed"),
+    [
+        (2**30 - 1, 1, 64, False),
+        (8_388_607, 128, 1, False),
+        (2**22, 3, 5100, False),
+        (8_200_000, 128, 8_200_000, True),
+        (1, 200, 330_000_000, True),
+        (10**9, 1, 10**9, True),
+    ],
+)
+def test_indices_stay_below_2_to_the_31(
+    library: ctypes.CDLL, order: int, batch: int, heads: int, rows: int, is_packed: bool
+) -> None:
+    """Of the largest calls that are not refused."""
+    q = torch.empty(heads, rows, 8, device="meta") if is_packed else torch.empty(batch, heads, rows, 8, device="meta")
+    bounds = torch.empty(batch + 1, dtype=torch.int32, device="meta") if is_packed else None
+    problem = Problem.of(AttentionArgs(q, q, q, cu_seqlens_q=bounds, cu_seqlens_k=bounds))
+    assert 0.8 * cuda.MAX_TILES < cuda.num_tiles(problem) <= cuda.MAX_TILES
+    assert library.num_indices_of(order, batch, heads, rows, is_packed) >= cuda.num_tiles(problem)
 
 
 @pytest.mark.parametrize("is_banded", [0, 1])

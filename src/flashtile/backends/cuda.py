@@ -37,6 +37,18 @@ from flashtile.problem import (
 )
 from flashtile.runtime import cache, toolchain
 
+# Persistent kernels number their tiles, of at least 64 rows, in 32 bits, those of packed sequences twice over
+# (attn/scheduler.cuh). Others have a block for each tile
+MAX_TILES = 2**30 - 1
+
+
+def num_tiles(problem: Problem) -> int:
+    """Tiles of 64 queries, as csrc/exec/attention.cpp counts them. Each packed sequence may have one more."""
+    shape = problem.shape
+    if problem.is_varlen:
+        return (-(-shape.expected_q * shape.batch // 64) + shape.batch) * shape.heads
+    return -(-shape.seqlen_q // 64) * shape.batch * shape.heads
+
 
 class CudaBackend(Backend):
     name = "cuda"
@@ -52,6 +64,8 @@ class CudaBackend(Backend):
         reason = None if problem.arch else _missing(problem.device_index)
         if reason is not None:
             return reason
+        if num_tiles(problem) > MAX_TILES:
+            return "more tiles of queries than kernels number in 32 bits"
         key = problem_key(problem, op)
         if families.fastest(key) is not None:
             return None

@@ -95,9 +95,13 @@ def is_fitting(operand: Operand, tensor: Tensor) -> bool:
 
 
 def has_pairs(tensor: Tensor) -> bool:
-    """Pairs of elements of a row lie on 4-byte boundaries, or there is one row alone in memory."""
+    """Pairs of elements of a row lie on 4-byte boundaries, or there is one row alone in memory, or rows that overlap:
+    copies of those may be thousands of times as large."""
     size, last = tensor.element_size(), tensor.shape[-1]
     if size >= 4 or any(tensor.shape[axis] == 1 or tensor.stride(axis) == 0 for axis in (-1, -2)):
+        return True
+    distinct = [(length, stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    if 1 + sum((length - 1) * stride for length, stride in distinct) < math.prod(length for length, _ in distinct):
         return True
     offsets = [tensor.stride(axis) * size for axis in range(-tensor.dim(), -1) if tensor.shape[axis] > 1]
     return last <= 1 or (tensor.stride(-1) == 1 and all(offset % 4 == 0 for offset in (tensor.data_ptr(), *offsets)))
@@ -216,11 +220,12 @@ def lay_out_workspaces(plan: LaunchPlan, values: dict[str, int]) -> WorkspaceLay
 
 def kept_zeros(plan: LaunchPlan, values: dict[str, int], device_index: int) -> dict[str, KeptZeros]:
     """The kept workspace of a call on the current stream, by its name."""
-    return {
-        workspace.name: kept.zeros(device_index, current_stream(device_index), _num_bytes(workspace, values))
-        for workspace in plan.workspaces
-        if workspace.is_kept
-    }
+    workspaces = [workspace for workspace in plan.workspaces if workspace.is_kept]
+    if not workspaces:
+        return {}
+    with on_device(device_index):  # whose default stream is another than that of the current device
+        stream = current_stream(device_index)
+        return {one.name: kept.zeros(device_index, stream, _num_bytes(one, values)) for one in workspaces}
 
 
 def _num_bytes(workspace: Workspace, values: dict[str, int]) -> int:

@@ -197,20 +197,23 @@ def register_plan(
         return False
     places, kept_bytes = drafted
     kernels = [step for step in plan.steps if isinstance(step, Step)]
-    # A kernel that the call does not launch may not be compiled: it is left out until one does
-    found = tuple(_loaded(place, kernels[place], arch, device_index) for place in places)
-    if kept_bytes:
-        region = kept.zeros(device_index, executor.current_stream(device_index), kept_bytes)
-        module.add_kept_zeros(*region.owner, region.address, region.num_bytes)
+    found = tuple[tuple[int, int, str], ...]()
+    if places:
+        # A kernel that the call does not launch may not be compiled: it is left out until one does
+        with executor.on_device(device_index):
+            found = tuple(_loaded(place, kernels[place], arch, device_index) for place in places)
+            if kept_bytes:
+                # The default stream is that of the current device
+                region = kept.zeros(device_index, executor.current_stream(device_index), kept_bytes)
+                module.add_kept_zeros(*region.owner, region.address, region.num_bytes)
     module.register_plan(kind, found)
     return True
 
 
 def _loaded(place: int, step: Step, arch: str, device_index: int) -> tuple[int, int, str]:
-    """(place, address, name) of a kernel on a device."""
+    """(place, address, name) of a kernel on the current device."""
     kernel = executor.function(step.unit, step.entry, arch)
-    with executor.on_device(device_index):
-        kernel.set_shared_bytes(device_index, step.shared_bytes)
+    kernel.set_shared_bytes(device_index, step.shared_bytes)
     return place, kernel.address(device_index), kernel.symbol
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from flashtile.distributed.sharding import Ranges, Shards, local_rows, num_rows, take
 from flashtile.distributed.transport import Channel, group_size_and_rank, untraced
 from flashtile.errors import value_error
-from flashtile.problem import head_axis, row_axis
+from flashtile.problem import head_axis, is_checking, row_axis
 
 
 def head_range(heads: int, group: int, size: int, rank: int) -> range:
@@ -70,6 +70,8 @@ _SCHEMA = (
 
 def _check_same(channel: Channel, args: Exchange | _Gathering, x: Tensor, row: int) -> None:
     """Ranks may differ in their rows and in how long they wait."""
+    if not is_checking():  # nor does the host wait for values of a tensor
+        return
     options = {
         name: value.tolist() if isinstance(value, Tensor) else value
         for name, value in args._asdict().items()

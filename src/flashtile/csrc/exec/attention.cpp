@@ -9,6 +9,7 @@ namespace {
 
 #define FT_LIMIT(name, words, value) constexpr i64 name = value;
 #include "arguments.inc"
+constexpr i64 kMaxTiles = (i64{1} << 30) - 1;                   // backends/cuda.py: MAX_TILES
 constexpr i64 kWidestWindow = std::numeric_limits<i32>::max();  // kernels/params.py: kernel_window
 // As in kernels/params.py: kernel_softcap, kernel_scale_log2
 constexpr double kSmallestSoftcap = 0x1p-100, kLargestSoftcap = 0x1p100, kSmallestFloat = 0x1p-149;
@@ -72,6 +73,13 @@ bool check_scalars(const Options& options) {
   }
   if (options.first_key % 8 != 0) return false;
   return options.max_seqlen_q <= kMaxLength && options.max_seqlen_k <= kMaxLength;
+}
+
+// As backends/cuda.py: num_tiles
+i64 num_tiles(const Shape& shape, bool is_packed) {
+  i64 tiles = is_packed ? divide_up(saturating_product(shape.expected_q, shape.batch), 64) + shape.batch
+                        : saturating_product(divide_up(shape.seqlen_q, 64), shape.batch);
+  return saturating_product(tiles, shape.heads);
 }
 
 bool check_sizes(const Call& call, const Shape& shape, Axes axes) {
@@ -243,6 +251,7 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
   if (!check_scalars(options) || !is_on_one_device(call, kMaxTensors)) return false;
   Shape shape = shape_of(options, call, axes);
   if (!check_sizes(call, shape, axes) || !check_score_tensors(options, call, shape)) return false;
+  if (gpu.num_threads == 0 && num_tiles(shape, tensors[kCuSeqlensQ].is_given()) > kMaxTiles) return false;
   bool is_backward = pass == Pass::kBackward;
   if (!is_backward) lay_out_outputs(options, call, axes);
   if (is_backward && !lay_out_grads(options, call, axes)) return false;

@@ -127,7 +127,13 @@ bool has_pairs(const View& tensor) {
   for (i32 axis : {-1, -2}) {
     if (tensor.size(axis) == 1 || tensor.stride(axis) == 0) return true;
   }
-  i64 bytes = reinterpret_cast<i64>(tensor.data);
+  i64 bytes = reinterpret_cast<i64>(tensor.data), extent = 1, distinct = 1;
+  for (i32 axis = -tensor.dim; axis < 0; ++axis) {
+    if (tensor.stride(axis) == 0) continue;
+    extent += (tensor.size(axis) - 1) * tensor.stride(axis);
+    if (!multiply(distinct, tensor.size(axis))) return true;
+  }
+  if (extent < distinct) return true;
   for (i32 axis = -kMaxDim; axis < -1; ++axis) {
     if (tensor.size(axis) > 1) bytes |= tensor.stride(axis) * size_of(tensor.dtype);
   }

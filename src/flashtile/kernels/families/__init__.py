@@ -196,6 +196,8 @@ def with_copies(key: PlanKey) -> PlanKey:
     if key.features.is_aligned16 or key.mixed or not key.length(COPIES[key.op]):
         return key
     width = 4 if key.dtype == "float32" else 8  # elements of 16 bytes
+    if key.out_dtype != key.dtype and key.head_dim_v % width:
+        return key  # rows of out on 16-byte boundaries need not hold as many columns as those of the copies
     aligned = dataclasses.replace(
         key,
         head_dim=-(-key.head_dim // width) * width,
